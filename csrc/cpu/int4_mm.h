@@ -1,0 +1,23 @@
+// CPU kernels for int4_mm. Same Problem, Arguments and packed layout as CUDA; no torch headers.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
+#include "qao/int4_mm.h"
+
+namespace qao::cpu {
+
+// The kernel `int4_mm` runs for this problem at this ISA level, for reports: "amx", "avx512_vnni_gemv", ...
+const char* int4_mm_kernel(const int4_mm::Problem& problem, Isa isa);
+Status int4_mm(const int4_mm::Problem& problem, const int4_mm::Arguments& arguments, const Threads& threads);
+
+Status int4_pack(const int4_mm::Problem& problem, const int4_mm::Unpacked& from, uint8_t* weight, void* scales,
+                 const Threads& threads);
+Status int4_unpack(const int4_mm::Problem& problem, const uint8_t* weight, const void* scales,
+                   const int4_mm::Unpacked& to, const Threads& threads);
+Status int4_dequantize(const int4_mm::Problem& problem, const uint8_t* weight, const void* scales, DType out_dtype,
+                       void* out, const Threads& threads);
+
+}  // namespace qao::cpu

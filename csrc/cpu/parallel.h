@@ -1,0 +1,23 @@
+// How CPU kernels use threads: csrc hands them torch's own pool, tests and benchmarks may hand them anything.
+#pragma once
+
+#include <cstdint>
+
+namespace qao::cpu {
+
+struct Threads {
+  int count = 1;
+  // Calls task(context, i) for every i in [0, count), each on a thread of its own, and returns when all are done.
+  void (*run)(int count, void (*task)(void* context, int index), void* context) = nullptr;
+
+  template <typename Task>
+  void for_each(const Task& task) const {
+    if (count == 1 || run == nullptr) {
+      for (int i = 0; i < count; ++i) task(i);
+      return;
+    }
+    run(count, [](void* context, int i) { (*static_cast<const Task*>(context))(i); }, const_cast<Task*>(&task));
+  }
+};
+
+}  // namespace qao::cpu

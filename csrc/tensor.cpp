@@ -1,0 +1,218 @@
+#include "tensor.h"
+
+#include <dlfcn.h>
+#include <torch/csrc/stable/c/shim.h>
+
+#include <sstream>
+#include <stdexcept>
+
+#if defined(QAO_WITH_CUDA)
+#include "qao/device.h"
+#endif
+
+namespace qao {
+namespace {
+
+void expect(AOTITorchError code, const char* call) {
+  if (code != AOTI_TORCH_SUCCESS) throw std::runtime_error(std::string("qao: torch refused ") + call);
+}
+
+const char* dtype_name(int32_t dtype) {
+  struct Row {
+    int32_t code;
+    const char* name;
+  };
+  static const Row rows[] = {
+      {aoti_torch_dtype_float32(), "float32"}, {aoti_torch_dtype_float16(), "float16"},
+      {aoti_torch_dtype_bfloat16(), "bfloat16"}, {aoti_torch_dtype_float64(), "float64"},
+      {aoti_torch_dtype_int8(), "int8"}, {aoti_torch_dtype_uint8(), "uint8"},
+      {aoti_torch_dtype_int16(), "int16"}, {aoti_torch_dtype_int32(), "int32"},
+      {aoti_torch_dtype_int64(), "int64"}, {aoti_torch_dtype_bool(), "bool"},
+      {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn"}, {aoti_torch_dtype_float8_e5m2(), "float8_e5m2"},
+      {aoti_torch_dtype_complex64(), "complex64"}, {aoti_torch_dtype_complex128(), "complex128"},
+  };
+  for (const Row& row : rows) {
+    if (row.code == dtype) return row.name;
+  }
+  return "another dtype";
+}
+
+void print(std::ostream& out, const int64_t* values, int64_t count) {
+  out << '[';
+  for (int64_t i = 0; i < count; ++i) out << (i ? ", " : "") << values[i];
+  out << ']';
+}
+
+}  // namespace
+
+Argument::Argument(const char* name, const Tensor& tensor) : name_(name) {
+  AtenTensorHandle handle = tensor.get();
+  expect(aoti_torch_get_dim(handle, &dim_), "get_dim");
+  expect(aoti_torch_get_sizes(handle, &sizes_), "get_sizes");
+  expect(aoti_torch_get_strides(handle, &strides_), "get_strides");
+  expect(aoti_torch_get_dtype(handle, &dtype_), "get_dtype");
+  expect(aoti_torch_get_device_type(handle, &device_type_), "get_device_type");
+  expect(aoti_torch_get_device_index(handle, &device_index_), "get_device_index");
+  expect(aoti_torch_get_data_ptr(handle, &data_), "get_data_ptr");
+}
+
+int64_t Argument::numel() const {
+  int64_t count = 1;
+  for (int64_t i = 0; i < dim_; ++i) count *= sizes_[i];
+  return count;
+}
+
+// Not torch's flag: it ignores strides of dimensions of size 1, and so does this, but the answer holds for the memory
+// that is read, row by row.
+bool Argument::is_contiguous() const {
+  int64_t expected = 1;
+  for (int64_t i = dim_ - 1; i >= 0; --i) {
+    if (sizes_[i] != 1 && strides_[i] != expected) return numel() == 0;
+    expected *= sizes_[i];
+  }
+  return true;
+}
+
+bool Argument::has_shape(std::initializer_list<int64_t> shape) const {
+  if (static_cast<int64_t>(shape.size()) != dim_) return false;
+  int64_t i = 0;
+  for (int64_t extent : shape) {
+    if (sizes_[i++] != extent) return false;
+  }
+  return true;
+}
+
+std::string Argument::describe() const {
+  std::ostringstream out;
+  out << name_ << ": " << dtype_name(dtype_);
+  print(out, sizes_, dim_);
+  if (!is_contiguous()) {
+    out << " strides ";
+    print(out, strides_, dim_);
+  }
+  out << " on " << (is_cuda() ? "cuda" : is_cpu() ? "cpu" : "another device");
+  if (is_cuda()) out << ':' << device_index_;
+  return out.str();
+}
+
+void Op::fail(const std::string& what, const std::string& remedy) const {
+  std::ostringstream out;
+  out << "qao::" << name_ << ": " << what << ". Got ";
+  bool first = true;
+  for (const Argument* argument : arguments_) {
+    out << (first ? "" : ", ") << argument->describe();
+    first = false;
+  }
+  for (const auto& [name, value] : numbers_) {
+    out << (first ? "" : ", ") << name << ": " << value;
+    first = false;
+  }
+  out << ". " << remedy << '.';
+  throw std::runtime_error(out.str());
+}
+
+DType Op::float_dtype(const Argument& argument) const {
+  const std::optional<DType> dtype = float_dtype_of(argument.dtype());
+  if (!dtype) {
+    fail(std::string(argument.name()) + " must be float32, float16 or bfloat16",
+         std::string("Convert it: ") + argument.name() + ".to(torch.bfloat16)");
+  }
+  return *dtype;
+}
+
+void Op::check_operand(const Argument& operand, const Argument& x) const {
+  const std::string name = operand.name();
+  if (!operand.same_device(x)) {
+    fail(name + " and " + x.name() + " are on different devices", "Move them to one device with .to(device)");
+  }
+  if (!operand.is_contiguous()) fail(name + " must be contiguous", "Pass " + name + ".contiguous()");
+  if (!operand.is_aligned(16)) fail(name + " must start at a multiple of 16 bytes", "Pass " + name + ".clone()");
+}
+
+int32_t torch_dtype(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return aoti_torch_dtype_float32();
+    case DType::kFloat16:
+      return aoti_torch_dtype_float16();
+    case DType::kBFloat16:
+      return aoti_torch_dtype_bfloat16();
+  }
+  return -1;
+}
+int32_t int8_code() { return aoti_torch_dtype_int8(); }
+int32_t uint8_code() { return aoti_torch_dtype_uint8(); }
+
+std::optional<DType> float_dtype_of(int32_t code) {
+  if (code == aoti_torch_dtype_bfloat16()) return DType::kBFloat16;
+  if (code == aoti_torch_dtype_float16()) return DType::kFloat16;
+  if (code == aoti_torch_dtype_float32()) return DType::kFloat32;
+  return std::nullopt;
+}
+
+Tensor empty(const std::vector<int64_t>& sizes, int32_t dtype, const Argument& like) {
+  int64_t strides[16];
+  const int64_t dim = static_cast<int64_t>(sizes.size());
+  if (dim > 16) throw std::runtime_error("qao: tensors of more than 16 dimensions are not supported");
+  int64_t stride = 1;
+  for (int64_t i = dim - 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= sizes[i] > 1 ? sizes[i] : 1;
+  }
+  AtenTensorHandle handle = nullptr;
+  const int32_t device_type = like.is_cuda() ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
+  expect(aoti_torch_empty_strided(dim, sizes.data(), strides, dtype, device_type, like.device_index(), &handle),
+         "an allocation (out of memory?)");
+  return Tensor(handle);
+}
+
+void* current_stream(const Argument& on) {
+  // The symbol exists only in libtorch_cuda, which a CPU build of torch does not have: no strong reference to it.
+  using GetStream = AOTITorchError (*)(int32_t, void**);
+  static const GetStream get_stream = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+    void* symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
+    return reinterpret_cast<GetStream>(symbol);
+  }();
+  if (get_stream == nullptr) {
+    throw std::runtime_error("qao: a CUDA tensor was passed, but libtorch_cuda.so is not loaded in this process");
+  }
+  void* stream = nullptr;
+  expect(get_stream(on.device_index(), &stream), "the current CUDA stream");
+  return stream;
+}
+
+DeviceScope::DeviceScope(const Argument& on) {
+#if defined(QAO_WITH_CUDA)
+  if (on.is_cuda() && current_gpu() != on.device_index()) {
+    expect(aoti_torch_create_device_guard(on.device_index(), &guard_), "a device guard");
+  }
+#else
+  (void)on;
+#endif
+}
+
+DeviceScope::~DeviceScope() {
+  if (guard_ != nullptr) aoti_torch_delete_device_guard(guard_);
+}
+
+cpu::Threads torch_threads() {
+  uint32_t count = 1;
+  expect(torch_get_num_threads(&count), "get_num_threads");
+  cpu::Threads threads;
+  threads.count = static_cast<int>(count);
+  threads.run = [](int n, void (*task)(void*, int), void* context) {
+    struct Call {
+      void (*task)(void*, int);
+      void* context;
+    } call{task, context};
+    const auto body = [](int64_t begin, int64_t end, void* opaque) {
+      const Call& c = *static_cast<Call*>(opaque);
+      for (int64_t i = begin; i < end; ++i) c.task(c.context, static_cast<int>(i));
+    };
+    expect(torch_parallel_for(0, n, 1, body, &call), "parallel_for");
+  };
+  return threads;
+}
+
+}  // namespace qao

@@ -1,0 +1,112 @@
+// All that qao needs of torch, on the LibTorch stable ABI: reading a tensor's metadata once, one error format, outputs,
+// the current CUDA stream, torch's threads.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cpu/parallel.h"
+#include "qao/status.h"
+#include "qao/types.h"
+
+namespace qao {
+
+using torch::stable::Tensor;
+
+// A tensor argument: its name for messages and its metadata, read once.
+class Argument {
+ public:
+  Argument(const char* name, const Tensor& tensor);
+
+  const char* name() const { return name_; }
+  int64_t dim() const { return dim_; }
+  int64_t size(int64_t i) const { return sizes_[i]; }
+  int64_t stride(int64_t i) const { return strides_[i]; }
+  int64_t numel() const;
+  int32_t dtype() const { return dtype_; }
+  bool is_cuda() const { return device_type_ == aoti_torch_device_type_cuda(); }
+  bool is_cpu() const { return device_type_ == aoti_torch_device_type_cpu(); }
+  int32_t device_index() const { return device_index_; }
+  bool same_device(const Argument& other) const {
+    return device_type_ == other.device_type_ && device_index_ == other.device_index_;
+  }
+  bool is_contiguous() const;
+  bool is_aligned(int64_t bytes) const { return reinterpret_cast<uintptr_t>(data_) % bytes == 0; }
+  bool has_shape(std::initializer_list<int64_t> shape) const;
+  void* data() const { return data_; }
+  const int64_t* sizes() const { return sizes_; }
+
+  // "x: bfloat16[3, 64] strides [64, 1] on cuda:0"
+  std::string describe() const;
+
+ private:
+  const char* name_;
+  int64_t dim_ = 0;
+  int64_t* sizes_ = nullptr;
+  int64_t* strides_ = nullptr;
+  int32_t dtype_ = 0;
+  int32_t device_type_ = 0;
+  int32_t device_index_ = -1;
+  void* data_ = nullptr;
+};
+
+// The op being run, for messages. Every error of qao has the form
+//   qao::int4_mm: <what is wrong>. Got <every tensor and number involved>. <what to do>.
+class Op {
+ public:
+  explicit Op(const char* name) : name_(name) {}
+
+  void involve(const Argument* argument) { arguments_.push_back(argument); }
+  void involve(const char* name, int64_t value) { numbers_.emplace_back(name, value); }
+
+  [[noreturn]] void fail(const std::string& what, const std::string& remedy) const;
+  void check(bool condition, const char* what, const char* remedy) const {
+    if (!condition) fail(what, remedy);
+  }
+  void check(const Status& status) const {
+    if (!status.ok()) fail(status.message(), "Please report this with the output of `python -m qao`");
+  }
+
+  // dtype of `argument` if it is one of float32, float16, bfloat16; an error otherwise.
+  DType float_dtype(const Argument& argument) const;
+  // Packed tensors are read with 16-byte loads on the device of x.
+  void check_operand(const Argument& operand, const Argument& x) const;
+
+ private:
+  const char* name_;
+  std::vector<const Argument*> arguments_;
+  std::vector<std::pair<const char*, int64_t>> numbers_;
+};
+
+// dtype codes of torch that the ops accept
+int32_t torch_dtype(DType dtype);
+int32_t int8_code();
+int32_t uint8_code();
+std::optional<DType> float_dtype_of(int32_t torch_dtype);
+
+// Uninitialised contiguous tensor beside `like`.
+Tensor empty(const std::vector<int64_t>& sizes, int32_t dtype, const Argument& like);
+
+// The cudaStream_t torch would use on this device now.
+void* current_stream(const Argument& on);
+// Sets the current CUDA device for a scope if it is another one; does nothing for CPU tensors.
+class DeviceScope {
+ public:
+  explicit DeviceScope(const Argument& on);
+  ~DeviceScope();
+  DeviceScope(const DeviceScope&) = delete;
+
+ private:
+  DeviceGuardHandle guard_ = nullptr;
+};
+
+// torch's intra-op pool at the size of torch.get_num_threads().
+cpu::Threads torch_threads();
+
+}  // namespace qao

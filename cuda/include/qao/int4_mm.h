@@ -1,0 +1,73 @@
+// int4_mm: y[M,N] = x[M,K] · W[N,K]ᵀ + bias[N], W stored in four bits (layout: cuda/int4_mm/layout.h).
+// This is the C++ API; csrc/int4_mm.cpp is its only caller in qao, and nothing here knows torch.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "qao/status.h"
+#include "qao/types.h"
+
+namespace qao::int4_mm {
+
+// Everything the choice of a kernel may depend on.
+struct Problem {
+  int64_t m = 0;           // tokens
+  int64_t n = 0;           // out_features
+  int64_t k = 0;           // in_features
+  int64_t group_size = 0;  // 32, 64, 128, 256 or k (one group per row)
+  bool has_zeros = false;  // asymmetric: the scales tensor also holds zero points
+  bool has_bias = false;
+  bool x_aligned = true;  // base address and row stride of x are multiples of 16 bytes
+  DType x_dtype = DType::kBFloat16;
+  DType scale_dtype = DType::kBFloat16;
+  DType bias_dtype = DType::kBFloat16;
+
+  int64_t groups() const { return (k + group_size - 1) / group_size; }
+};
+
+struct Arguments {
+  const void* x = nullptr;          // [m, k] of x_dtype, unit stride along k
+  int64_t x_stride = 0;             // elements from one row of x to the next
+  const uint8_t* weight = nullptr;  // packed nibbles, [ceil(n/16), ceil(k/64), 512]
+  const void* scales = nullptr;     // [ceil(n/16), groups, has_zeros ? 2 : 1, 16] of scale_dtype
+  const void* bias = nullptr;       // [n] of bias_dtype, or null
+  void* y = nullptr;                // [m, n] of x_dtype, contiguous
+  void* workspace = nullptr;        // Plan::workspace_bytes, may hold anything on entry
+};
+
+// How one problem is run on one GPU. Printable, testable without a GPU.
+struct Plan {
+  const char* kernel = "";  // name of the kernel body, as in kernels()
+  const char* reason = "";  // the rule that chose it
+  int config = -1;          // row of configs.inc
+  int tile_n = 0;           // rows of W per CTA
+  int tile_m = 0;           // tokens per CTA
+  int warps = 0;            // warps per CTA
+  int stages = 0;           // depth of the shared-memory pipeline
+  int split_k = 1;          // CTAs that share one output tile, summed in a fixed order
+  int64_t ctas = 0;
+  int64_t shared_bytes = 0;     // dynamic shared memory per CTA
+  int64_t workspace_bytes = 0;  // partial sums and, for float32 x, its bfloat16 parts
+};
+
+// Pure: the same problem and GPU give the same plan on every rank, run and machine.
+Status plan(const Problem& problem, const Gpu& gpu, Plan* plan);
+std::string to_string(const Plan& plan);
+
+// Enqueues the plan on `stream` (a cudaStream_t) of the current device. Asynchronous; safe to capture in a CUDA graph.
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream);
+
+// Layout conversions on the GPU, all asynchronous. `scales` and `zeros` are row-major [n, groups].
+struct Unpacked {
+  uint8_t* q = nullptr;    // [n, k], one value 0..15 a byte
+  void* scales = nullptr;  // [n, groups] of scale_dtype
+  void* zeros = nullptr;   // [n, groups] of scale_dtype; pack: null when symmetric; unpack: filled with 8 then
+};
+Status pack(const Problem& problem, const Unpacked& from, uint8_t* weight, void* scales, void* stream);
+Status unpack(const Problem& problem, const uint8_t* weight, const void* scales, const Unpacked& to, void* stream);
+// out[n,k] of out_dtype = (q - zero) * scale, computed in float32 and rounded once.
+Status dequantize(const Problem& problem, const uint8_t* weight, const void* scales, DType out_dtype, void* out,
+                  void* stream);
+
+}  // namespace qao::int4_mm
