@@ -11,7 +11,8 @@ namespace qao {
 inline int64_t checked_group_size(const Op& op, int64_t group_size, int64_t k) {
   if (group_size == -1 || group_size == k) return k;
   op.check(group_size == 32 || group_size == 64 || group_size == 128 || group_size == 256,
-           "group_size must be 32, 64, 128, 256, or -1 for one group per row", "Repack the weight with such a group_size");
+           "group_size must be 32, 64, 128, 256, or -1 for one group per row",
+           "Repack the weight with such a group_size");
   return group_size;
 }
 

@@ -126,7 +126,8 @@ Tensor dequantize_int4_op(const Tensor& weight_tensor, const Tensor& scales_tens
   } else {
 #if defined(QAO_WITH_CUDA)
     const DeviceScope scope(weight);
-    op.check(int4_mm::dequantize(problem, weight_data, scales.data(), *out_dtype, out.data_ptr(), current_stream(weight)));
+    op.check(
+        int4_mm::dequantize(problem, weight_data, scales.data(), *out_dtype, out.data_ptr(), current_stream(weight)));
 #else
     fail_without_cuda(op);
 #endif

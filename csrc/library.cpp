@@ -5,7 +5,8 @@
 
 STABLE_TORCH_LIBRARY(qao, m) {
   m.def(
-      "int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features, int in_features, int group_size) "
+      "int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features, int in_features, int "
+      "group_size) "
       "-> Tensor");
   m.def("pack_int4(Tensor q, Tensor scales, Tensor? zeros, int group_size) -> (Tensor, Tensor)");
   m.def(

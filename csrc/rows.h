@@ -7,8 +7,8 @@
 
 namespace qao {
 
-// Rows at a constant distance, elements of a row adjacent. Views that are not so (transposed, permuted) are copied once;
-// slices, offsets, expanded rows and padded rows are read where they lie.
+// Rows at a constant distance, elements of a row adjacent. Views that are not so (transposed, permuted) are copied
+// once; slices, offsets and padded rows are read where they lie.
 struct Rows {
   Rows(const Tensor& tensor, const Argument& x) : data(x.data()) {
     const int64_t last = x.dim() - 1;
@@ -27,6 +27,7 @@ struct Rows {
       }
       rows_below *= x.size(i);
     }
+    if (stride == 0 && count > 1) regular = false;  // the copy engine cannot read one row many times
     if (!regular) {
       copy = torch::stable::contiguous(tensor);
       data = copy->data_ptr();

@@ -23,13 +23,20 @@ const char* dtype_name(int32_t dtype) {
     const char* name;
   };
   static const Row rows[] = {
-      {aoti_torch_dtype_float32(), "float32"}, {aoti_torch_dtype_float16(), "float16"},
-      {aoti_torch_dtype_bfloat16(), "bfloat16"}, {aoti_torch_dtype_float64(), "float64"},
-      {aoti_torch_dtype_int8(), "int8"}, {aoti_torch_dtype_uint8(), "uint8"},
-      {aoti_torch_dtype_int16(), "int16"}, {aoti_torch_dtype_int32(), "int32"},
-      {aoti_torch_dtype_int64(), "int64"}, {aoti_torch_dtype_bool(), "bool"},
-      {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn"}, {aoti_torch_dtype_float8_e5m2(), "float8_e5m2"},
-      {aoti_torch_dtype_complex64(), "complex64"}, {aoti_torch_dtype_complex128(), "complex128"},
+      {aoti_torch_dtype_float32(), "float32"},
+      {aoti_torch_dtype_float16(), "float16"},
+      {aoti_torch_dtype_bfloat16(), "bfloat16"},
+      {aoti_torch_dtype_float64(), "float64"},
+      {aoti_torch_dtype_int8(), "int8"},
+      {aoti_torch_dtype_uint8(), "uint8"},
+      {aoti_torch_dtype_int16(), "int16"},
+      {aoti_torch_dtype_int32(), "int32"},
+      {aoti_torch_dtype_int64(), "int64"},
+      {aoti_torch_dtype_bool(), "bool"},
+      {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn"},
+      {aoti_torch_dtype_float8_e5m2(), "float8_e5m2"},
+      {aoti_torch_dtype_complex64(), "complex64"},
+      {aoti_torch_dtype_complex128(), "complex128"},
   };
   for (const Row& row : rows) {
     if (row.code == dtype) return row.name;

@@ -70,7 +70,9 @@ class Op {
     if (!condition) fail(what, remedy);
   }
   void check(const Status& status) const {
-    if (!status.ok()) fail(status.message(), "Please report this with the output of `python -m qao`");
+    if (status.ok()) return;
+    fail(status.message(),
+         status.remedy().empty() ? "Please report this with the output of `python -m qao`" : status.remedy());
   }
 
   // dtype of `argument` if it is one of float32, float16, bfloat16; an error otherwise.

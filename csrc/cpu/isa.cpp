@@ -29,9 +29,9 @@ Isa detect() {
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) {
     return Isa::kScalar;
   }
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") ||
-      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512vnni") ||
-      !__builtin_cpu_supports("avx512vbmi")) {
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl") ||
+      !__builtin_cpu_supports("avx512vnni") || !__builtin_cpu_supports("avx512vbmi")) {
     return Isa::kAvx2;
   }
   if (!__builtin_cpu_supports("avx512bf16")) return Isa::kAvx512;
@@ -53,14 +53,16 @@ Selection select() {
     names += std::string(names.empty() ? "" : ", ") + name_of(isa);
     if (std::string(wanted) == name_of(isa)) {
       if (isa > selection.isa) {
-        selection.status = Status::error(std::string("QAO_CPU_ISA=") + wanted + ", but this CPU offers only " +
-                                         name_of(selection.isa));
+        selection.status =
+            Status::error(std::string("QAO_CPU_ISA=") + wanted + ", but this CPU offers only " + name_of(selection.isa),
+                          "Unset QAO_CPU_ISA or name a lower level");
       }
       selection.isa = isa;
       return selection;
     }
   }
-  selection.status = Status::error(std::string("QAO_CPU_ISA=") + wanted + " is not one of " + names);
+  selection.status = Status::error(std::string("QAO_CPU_ISA=") + wanted + " is not one of " + names,
+                                   "Unset QAO_CPU_ISA or name one of them");
   return selection;
 }
 

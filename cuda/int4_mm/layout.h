@@ -29,11 +29,7 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define QAO_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define QAO_HOST_DEVICE inline
-#endif
+#include "qao/types.h"
 
 namespace qao::int4_mm {
 
@@ -68,7 +64,8 @@ QAO_HOST_DEVICE constexpr int64_t weight_offset(int64_t n, int64_t k, int64_t k_
 }
 
 // Element of the scales tensor: parameter 0 is the scale, 1 the zero point.
-QAO_HOST_DEVICE constexpr int64_t scale_offset(int64_t n, int64_t group, int64_t groups, int parameters, int parameter) {
+QAO_HOST_DEVICE constexpr int64_t scale_offset(int64_t n, int64_t group, int64_t groups, int parameters,
+                                               int parameter) {
   return ((n / kTileN * groups + group) * parameters + parameter) * kTileN + n % kTileN;
 }
 

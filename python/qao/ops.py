@@ -41,7 +41,7 @@ _dequantize_int4 = torch.ops.qao.dequantize_int4.default
 
 
 def _groups(k: int, group_size: int) -> int:
-    return 1 if group_size == -1 else (k + group_size - 1) // group_size
+    return 1 if group_size <= 0 else (k + group_size - 1) // group_size  # a bad one is refused when the op runs
 
 
 @torch.library.register_fake("qao::int4_mm")

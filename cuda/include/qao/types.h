@@ -5,11 +5,17 @@
 
 #include "qao/status.h"
 
+#if defined(__CUDACC__)
+#define QAO_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define QAO_HOST_DEVICE inline
+#endif
+
 namespace qao {
 
 enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 
-constexpr int size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+QAO_HOST_DEVICE constexpr int size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 constexpr const char* name_of(DType dtype) {
   switch (dtype) {

@@ -1,0 +1,45 @@
+// The product kernels as launch.cu sees them: one parameter block, one table a body.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "qao/types.h"
+
+namespace qao::int4_mm {
+
+struct Params {
+  const void* x;  // [m, parts * part_stride] 16-bit
+  int64_t x_stride;
+  const uint8_t* weight;
+  const uint8_t* scales;
+  const void* bias;  // null if there is none or another kernel adds it
+  void* y;           // [splits, m, n] of y_dtype
+  int64_t m;
+  int n, k;
+  int row_tiles, k_tiles;  // of the whole weight
+  int parts;               // 3 when x is a float32 split into bfloat16 parts, laid side by side; else 1
+  int part_stride;
+  int groups;
+  int group_shift;        // group of K-tile t is t >> group_shift; -1: two groups of 32 per tile
+  int group_bytes;        // parameters of one group of a row tile
+  int scale_chunk_shift;  // log2 of the 16-byte chunks of parameters that a K-tile needs per row tile
+  bool x_aligned;
+  DType scale_dtype, bias_dtype, y_dtype;
+  int split_k;
+};
+
+// Kernels of row `config` of configs.inc; `zeros`: it applies zero points.
+using Sm80Kernel = void (*)(Params);
+Sm80Kernel sm80_kernel(int config, bool half, bool zeros);
+
+// What the copy engine reads, in boxes of one tile: weight [row tile][K-tile][512 bytes], scales [row tile][group]
+// [parameters], x [token][part][k].
+struct TensorMaps {
+  CUtensorMap weight, scales, x;
+};
+using Sm90Kernel = void (*)(Params, TensorMaps);
+Sm90Kernel sm90_kernel(int config, bool half, bool zeros);
+
+}  // namespace qao::int4_mm

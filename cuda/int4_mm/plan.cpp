@@ -1,0 +1,125 @@
+// Which kernel runs a problem, and how. Pure host code: a function of the problem and the GPU's numbers, nothing else.
+#include <algorithm>
+#include <sstream>
+
+#include "int4_mm/tile.h"
+#include "int4_mm/workspace.h"
+#include "qao/int4_mm.h"
+
+namespace qao::int4_mm {
+namespace {
+
+struct Config {
+  const char* kernel;
+  int index;  // among the kernel's rows
+  int64_t max_m;
+  bool one_wave;
+  int tile_n, tile_m, warps_k, warps, stages;
+  int64_t shared_bytes;
+};
+
+template <typename Tile>
+constexpr Config config_of(const char* kernel, int index, int64_t max_m, bool one_wave, int extra_warps) {
+  return {kernel,        index,
+          max_m,         one_wave,
+          Tile::kN,      Tile::kM,
+          Tile::kWarpsK, Tile::kThreads / 32 + extra_warps,
+          Tile::kStages, Tile::kSharedBytes};
+}
+
+constexpr int64_t kAnyM = INT64_MAX;
+// A row's index is its place among the rows of its kernel: __COUNTER__ counts from wherever each list begins.
+constexpr int kFirstSm80 = __COUNTER__ + 1;
+constexpr Config kSm80[] = {
+#define QAO_SM80(max_m, one_wave, ...) \
+  config_of<Tile<__VA_ARGS__>>("sm80", __COUNTER__ - kFirstSm80, max_m, one_wave, 0),
+#define QAO_SM90(...)
+#include "int4_mm/configs.inc"
+#undef QAO_SM80
+#undef QAO_SM90
+};
+constexpr int kFirstSm90 = __COUNTER__ + 1;
+constexpr Config kSm90[] = {
+#define QAO_SM80(...)
+#define QAO_SM90(max_m, one_wave, ...) \
+  config_of<Tile<__VA_ARGS__>>("sm90", __COUNTER__ - kFirstSm90, max_m, one_wave, kProducerThreads / 32),
+#include "int4_mm/configs.inc"
+#undef QAO_SM80
+#undef QAO_SM90
+};
+
+constexpr int kLargestMmaSyncM = 32;  // on Hopper; above, wgmma wins
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The first row that serves the problem on this GPU; null if none does.
+template <size_t count>
+const Config* choose_config(const Config (&configs)[count], const Problem& problem, const Gpu& gpu) {
+  for (const Config& config : configs) {
+    if (problem.m > config.max_m) continue;
+    if (config.shared_bytes > gpu.shared_bytes_per_cta) continue;
+    if (config.one_wave && ceil_div(problem.n, config.tile_n) > gpu.num_sms) continue;
+    return &config;
+  }
+  return nullptr;
+}
+
+// CTAs that share an output tile. Splitting costs a second kernel and a trip through memory, so it must fill SMs that
+// would idle, and leave every slice enough K-tiles to fill its pipeline.
+int choose_split(const Config& config, int64_t tiles, int64_t k_steps, int num_sms) {
+  if (2 * tiles > num_sms) return 1;
+  const int64_t fill = num_sms / tiles;
+  const int64_t deepest = k_steps / (static_cast<int64_t>(config.warps_k) * config.stages);
+  return static_cast<int>(std::clamp<int64_t>(std::min(fill, deepest), 1, 32));
+}
+
+}  // namespace
+
+Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  if (gpu.compute_capability < 80) {
+    return Status::error("GPUs of compute capability " + std::to_string(gpu.compute_capability / 10) + "." +
+                             std::to_string(gpu.compute_capability % 10) + " are not supported; 8.0 is the lowest",
+                         "Run on a newer GPU, or on the CPU");
+  }
+  *plan = Plan{};
+  const bool split_x = problem.x_dtype == DType::kFloat32;  // its parts are always aligned
+  const Config* config = nullptr;
+  if (gpu.compute_capability != 90) {
+    plan->reason = "mma.sync serves every GPU from sm_80";
+  } else if (problem.m <= kLargestMmaSyncM) {
+    plan->reason = "few tokens: mma.sync with K split over warps";
+  } else if (!problem.x_aligned && !split_x) {
+    plan->reason = "the copy engine needs x aligned to 16 bytes";
+  } else {
+    plan->reason = "many tokens on Hopper: wgmma";
+    config = choose_config(kSm90, problem, gpu);
+  }
+  if (config == nullptr) config = choose_config(kSm80, problem, gpu);
+  if (config == nullptr) {
+    return Status::error("no kernel fits the GPU's " + std::to_string(gpu.shared_bytes_per_cta) +
+                         " bytes of shared memory");
+  }
+  const int64_t tiles = ceil_div(problem.n, config->tile_n) * ceil_div(std::max<int64_t>(problem.m, 1), config->tile_m);
+  const int64_t k_steps = tiles_k(problem.k) * (split_x ? kFloat32Parts : 1);
+  plan->kernel = config->kernel;
+  plan->config = config->index;
+  plan->tile_n = config->tile_n;
+  plan->tile_m = config->tile_m;
+  plan->warps = config->warps;
+  plan->stages = config->stages;
+  plan->split_k = choose_split(*config, tiles, k_steps, gpu.num_sms);
+  plan->ctas = tiles * plan->split_k;
+  plan->shared_bytes = config->shared_bytes;
+  plan->workspace_bytes = workspace_of(problem, plan->split_k).bytes;
+  return {};
+}
+
+std::string to_string(const Plan& plan) {
+  std::ostringstream out;
+  out << plan.kernel << " tile " << plan.tile_n << "x" << plan.tile_m << " warps " << plan.warps << " stages "
+      << plan.stages << " split_k " << plan.split_k << " ctas " << plan.ctas << " shared " << plan.shared_bytes
+      << " workspace " << plan.workspace_bytes << " (" << plan.reason << ")";
+  return out.str();
+}
+
+}  // namespace qao::int4_mm

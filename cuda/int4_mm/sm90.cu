@@ -1,0 +1,24 @@
+#include <array>
+
+#include "int4_mm/sm90.cuh"
+
+namespace qao::int4_mm {
+namespace {
+
+template <typename T, bool zeros>
+constexpr std::array kKernels = {
+#define QAO_SM90(max_m, one_wave, ...) static_cast<Sm90Kernel>(&sm90::int4_mm_kernel<T, Tile<__VA_ARGS__>, zeros>),
+#define QAO_SM80(max_m, one_wave, ...)
+#include "int4_mm/configs.inc"
+#undef QAO_SM80
+#undef QAO_SM90
+};
+
+}  // namespace
+
+Sm90Kernel sm90_kernel(int config, bool half, bool zeros) {
+  if (half) return zeros ? kKernels<__half, true>[config] : kKernels<__half, false>[config];
+  return zeros ? kKernels<__nv_bfloat16, true>[config] : kKernels<__nv_bfloat16, false>[config];
+}
+
+}  // namespace qao::int4_mm

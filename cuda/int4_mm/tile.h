@@ -1,0 +1,39 @@
+// The compile-time shape of the sm80 kernel and its shared-memory layout: one definition for the kernel and for plan().
+#pragma once
+
+#include <algorithm>
+
+#include "int4_mm/layout.h"
+
+namespace qao::int4_mm {
+
+constexpr int kProducerThreads = 128;  // beside a tile's own threads in the sm90 kernel
+
+template <int warps_n, int warps_m, int warps_k, int tiles_n_, int tiles_m_, int stages, int ctas_per_sm>
+struct Tile {
+  static constexpr int kWarpsN = warps_n, kWarpsM = warps_m, kWarpsK = warps_k;
+  static constexpr int kTilesN = tiles_n_, kTilesM = tiles_m_;  // per warp: 16 rows of W, 8 tokens
+  static constexpr int kStages = stages;
+  static constexpr int kCtasPerSm = ctas_per_sm;
+
+  static constexpr int kRowTiles = warps_n * kTilesN;  // per CTA
+  static constexpr int kN = kRowTiles * kTileN;        // rows of W per CTA
+  static constexpr int kM = warps_m * kTilesM * 8;     // tokens per CTA
+  static constexpr int kSliceThreads = 32 * warps_n * warps_m;
+  static constexpr int kThreads = kSliceThreads * warps_k;
+
+  // A stage of a slice: packed weights, x, scales of one K-tile.
+  static constexpr int kWeightBytes = kRowTiles * kTileBytes;
+  static constexpr int kRowBytes = kTileK * 2;  // a token's 64 16-bit values
+  static constexpr int kXBytes = kM * kRowBytes;
+  static constexpr int kScaleTileBytes = 2 * 2 * kTileN * 4;  // at most two groups, scale and zero, float32
+  static constexpr int kScaleBytes = kRowTiles * kScaleTileBytes;
+  static constexpr int kStageBytes = kWeightBytes + kXBytes + kScaleBytes;
+
+  // The epilogue reuses the ring: a float32 tile per slice, rows padded against bank conflicts.
+  static constexpr int kPaddedN = kN + 4;
+  static constexpr int kEpilogueBytes = warps_k * kM * kPaddedN * 4;
+  static constexpr int kSharedBytes = std::max(warps_k * stages * kStageBytes, kEpilogueBytes);
+};
+
+}  // namespace qao::int4_mm

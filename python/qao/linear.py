@@ -1,0 +1,231 @@
+"""QuantLinear: a linear layer whose weight is quantised. A plain module, three tensors, one operator call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .schemes import FLOAT_DTYPES, PackedWeight, Scheme
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True for nn.Linear, its subclasses, and the Conv1D of transformers (GPT-2), a linear with weight [K, N]."""
+    return isinstance(module, nn.Linear) or _is_conv1d(module)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    # By name, since transformers need not be installed.
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def linear_weight(linear: nn.Module) -> Tensor:
+    """The weight [N, K] of a module for which ``is_linear`` holds."""
+    weight: Tensor = linear.weight.detach()  # type: ignore[operator]
+    return weight.t() if _is_conv1d(linear) else weight
+
+
+def obstacle(linear: nn.Module) -> str | None:
+    """Why a linear module cannot be replaced by a QuantLinear without changing what it does; None if it can."""
+    if not _is_conv1d(linear) and type(linear).forward is not nn.Linear.forward:
+        return f"{type(linear).__name__} is a subclass of nn.Linear with its own forward"
+    if "forward" in vars(linear):
+        return "its forward was replaced on the instance (accelerate's hooks do so)"
+    weight = linear._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed from other parameters (parametrization or weight_norm)"
+    hooks = [name.strip("_") for name, value in vars(linear).items() if name.endswith("_hooks") and value]
+    if hooks:
+        return f"it has {', '.join(hooks)}, which would be lost"
+    if type(weight) is not nn.Parameter:
+        return f"its weight is a {type(weight).__name__}, not a plain Parameter"
+    if weight.dtype not in (*FLOAT_DTYPES, torch.float64):
+        return f"its weight has dtype {weight.dtype}"
+    if weight.numel() == 0:
+        return f"its weight {list(weight.shape)} is empty"
+    return None
+
+
+class QuantLinear(nn.Module):
+    """y [..., N] = x [..., K] · Wᵀ + bias with a quantised W; drop-in for nn.Linear.
+
+    Make one with ``from_linear``, or ``empty`` for a checkpoint to be loaded into. ``weight`` and ``scales`` are frozen
+    Parameters: moving the module moves them, ``.to(dtype)``, ``.half()`` and the like leave their dtypes as they are.
+    ``bias`` is an ordinary Parameter that starts frozen: ``layer.requires_grad_()`` makes it, and only it, trainable.
+
+    Attributes:
+        weight, scales: tensors in the layout of the scheme's kernels.
+        bias: [N] or None.
+        in_features, out_features: K and N.
+        scheme: how the weight is quantised.
+    """
+
+    bias: nn.Parameter | None
+
+    # No extra state: shapes and dtypes of weight and scales tell the scheme (no two group sizes give the same number of
+    # groups, unless it is 1), so a checkpoint is plain tensors and `weights_only=True` loads it.
+
+    def __init__(
+        self, in_features: int, out_features: int, scheme: Scheme, packed: PackedWeight, bias: Tensor | None
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.scheme = scheme
+        self.weight = _frozen(packed.weight)
+        self.scales = _frozen(packed.scales)
+        self.register_parameter("bias", None if bias is None else _frozen(bias))
+
+    @classmethod
+    def empty(
+        cls,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        scheme: Scheme,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> QuantLinear:
+        """A layer of uninitialised tensors; ``dtype`` is that of the bias and of the float weight it stands for."""
+        device = torch.get_default_device() if device is None else device
+        dtype = dtype or torch.get_default_dtype()
+        packed = scheme.empty(out_features, in_features, dtype=dtype, device=device)
+        return cls(
+            in_features,
+            out_features,
+            scheme,
+            packed,
+            torch.empty(out_features, device=device, dtype=dtype) if bias else None,
+        )
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Module, scheme: Scheme, *, device: torch.device | str | None = None, name: str = "linear"
+    ) -> QuantLinear:
+        """Quantises an nn.Linear, or a Conv1D of transformers; ``linear`` itself is left as it is.
+
+        Args:
+            linear: the layer. On meta the result is on meta too, without data.
+            scheme: for example ``Int4WeightOnly()``.
+            device: where to quantise and to leave the result; None stays where the weight is.
+            name: begins the messages of errors.
+
+        Raises:
+            TypeError: ``linear`` is no linear layer, or ``scheme`` no scheme.
+            ValueError: ``linear`` does more than a plain linear layer (own forward, hooks, parametrizations), its
+                weight holds NaN or Inf, or it is on meta and ``device`` is not.
+        """
+        if not isinstance(scheme, Scheme):
+            raise TypeError(f"QuantLinear: scheme must be a Scheme such as qao.Int4WeightOnly(), not {scheme!r}")
+        if not is_linear(linear):
+            raise TypeError(f"QuantLinear: {name} must be an nn.Linear, not {type(linear).__name__}")
+        reason = obstacle(linear)
+        if reason is not None:
+            raise ValueError(f"QuantLinear: {name} cannot be quantised: {reason}")
+        return cls.from_packed(linear, scheme, pack(linear, scheme, device, name))
+
+    @classmethod
+    def from_packed(cls, linear: nn.Module, scheme: Scheme, packed: PackedWeight) -> QuantLinear:
+        """The layer that takes the place of ``linear``, with a weight that ``pack`` made."""
+        out_features, in_features = linear_weight(linear).shape
+        bias: Tensor | None = linear._parameters["bias"]
+        if bias is not None:
+            # The kernels know no float64.
+            dtype = torch.float32 if bias.dtype == torch.float64 else bias.dtype
+            bias = bias.detach().to(packed.weight.device, dtype)
+        return cls(in_features, out_features, scheme, packed, bias).train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # What autocast does to F.linear: float64 stays, anything else is cast. The first question is the cheap one: it
+        # takes 0.1 µs, asking for the autocast of a device 0.8. Autocast knows no meta device.
+        if torch._C._is_any_autocast_enabled() and not x.is_meta and x.dtype != torch.float64:
+            device_type = x.device.type
+            if torch.is_autocast_enabled(device_type):
+                x = x.to(torch.get_autocast_dtype(device_type))
+        # Module.__getattr__ is Python and would take 0.5 µs a tensor.
+        own: dict[str, Any] = self._parameters
+        return self.scheme.mm(x, own["weight"], own["scales"], own["bias"], self.out_features, self.in_features)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight [N, K] the layer multiplies with, in float32, float16 or bfloat16 (None: dtype of the scales)."""
+        dtype = dtype or self.scales.dtype
+        return self.scheme.dequantize(self.weight, self.scales, self.out_features, self.in_features, dtype)
+
+    def requires_grad_(self, requires_grad: bool = True) -> QuantLinear:
+        """Applies to the bias alone: weight and scales stay frozen."""
+        if self.bias is not None:
+            self.bias.requires_grad_(requires_grad)
+        return self
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"{self.scheme}, scales {str(self.scales.dtype).removeprefix('torch.')}"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+        frozen = self.weight, self.scales
+
+        def move_only(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if not any(tensor is parameter for parameter in frozen):
+                return moved
+            if moved.dtype != tensor.dtype:
+                moved = tensor.to(moved.device)
+            return moved.contiguous()  # .to(memory_format=torch.channels_last) reorders anything with 4 dimensions
+
+        return super()._apply(move_only, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # Module would say "size mismatch", which tells nobody what to do, and cast scales of another dtype silently.
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        for key, own in (("weight", self.weight), ("scales", self.scales)):
+            loaded = state_dict.get(prefix + key)
+            if not isinstance(loaded, Tensor):
+                continue
+            may_replace = assign and key == "scales" and loaded.dtype in FLOAT_DTYPES
+            if loaded.shape != own.shape or (loaded.dtype != own.dtype and not may_replace):
+                error_msgs.append(
+                    f"{prefix}{key}: the checkpoint holds {_describe(loaded)}, but this QuantLinear "
+                    f"({self.extra_repr()}) needs {_describe(own)}. Quantise the model with the scheme the checkpoint "
+                    "was made with (group_size, symmetric, scale_dtype); load a checkpoint of float weights before "
+                    "quantising."
+                )
+                return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+def pack(linear: nn.Module, scheme: Scheme, device: torch.device | str | None, name: str) -> PackedWeight:
+    """Quantises the weight of a linear module on ``device`` (None: where it is); on meta only shapes are made."""
+    weight = linear_weight(linear)
+    if not weight.is_meta:
+        return scheme.quantize(weight if device is None else weight.to(device), name)
+    if device is not None and torch.device(device).type != "meta":
+        raise ValueError(
+            f"{name}: the weight is on meta and has no data to quantise on {device}. Load the model first."
+        )
+    n, k = weight.shape
+    return scheme.empty(n, k, dtype=weight.dtype, device="meta")
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    # A Parameter is taken as it is: linears with tied weights share one.
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,144 @@
+"""quantize_: replaces the linear layers of a model by quantised ones, in place."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from . import survey
+from .linear import QuantLinear, is_linear, linear_weight, pack
+from .quantizer import check_finite
+from .report import Report
+from .schemes import PackedWeight, Scheme
+
+
+def quantize_(
+    model: nn.Module,
+    scheme: Scheme | Mapping[str, Scheme | None] | Callable[[str, nn.Module], Scheme | None],
+    *,
+    filter: Callable[[str, nn.Module], bool] | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+    strict: bool = False,
+) -> Report:
+    """Replaces the linear layers of ``model`` by QuantLinear, in place.
+
+    Layers that cannot be replaced without changing what the model computes are left and reported: those with hooks or
+    parametrizations, subclasses of nn.Linear with their own forward, weights tied to an embedding, layers whose parent
+    reads the weight itself. Layers that are quantised already stay as they are; shared modules and tied weights stay
+    shared. Everything in the list of errors below is checked before the first change.
+
+    Args:
+        model: any module with linear layers inside (nn.Linear, or the Conv1D of transformers). Layers on meta become
+            QuantLinear on meta, ready for ``load_state_dict(..., assign=True)``.
+        scheme: one scheme for all; or a dict from names to schemes, where a name stands for that module and all inside
+            it, ``"re:<pattern>"`` for every module whose whole name matches, None means "leave it", the first match
+            wins and layers without a match are left; or a function of name and module that returns a scheme or None.
+        filter: function of name and module; layers for which it is false are left.
+        device: quantise there, one layer at a time, and move the whole model there in the end: for a model in host
+            memory and a GPU that holds the result but not the float weights. None: every layer where it is.
+        progress: show a progress bar once it takes more than two seconds.
+        strict: raise instead of warning if anything that was asked for cannot be quantised.
+
+    Returns:
+        A Report with a row for every linear layer and every other big weight.
+
+    Raises:
+        TypeError: ``model`` is itself a linear layer, which cannot be replaced in place; or ``scheme`` is none of the
+            above.
+        ValueError: a key of the dict matches no module; a weight holds NaN or Inf; a layer on meta shall go to a
+            device; or ``strict`` and something would be left.
+    """
+    if is_linear(model):
+        raise TypeError(
+            f"quantize_: the model is itself a {type(model).__name__} and cannot replace itself in place. Use "
+            "`model = qao.QuantLinear.from_linear(model, scheme)`."
+        )
+    select = survey.selector(model, scheme)
+    layers = survey.find_layers(model)
+    for layer in layers:
+        survey.decide(layer, select, filter)
+    survey.resolve_tied_weights(model, layers)
+    # A function knows linear layers only, so whether it wanted another weight cannot be asked.
+    asked = select if isinstance(scheme, Mapping) else None
+    untouched = list(survey.find_untouched(model, layers, asked))
+
+    report = Report(survey.count_parameters(model), 0, [*(layer.row for layer in layers), *untouched])
+    pending = [layer for layer in layers if layer.scheme is not None]
+    for layer in pending:
+        _check_weight(layer, device)
+    _complain(report, strict)
+
+    _replace(pending, device, progress)
+    if device is not None:
+        model.to(device)
+    for layer in layers:
+        _finish_row(layer)
+    report.parameters_quantized = sum(layer.elements for layer in layers if isinstance(layer.module, QuantLinear))
+    return report
+
+
+def _check_weight(layer: survey.Layer, device: torch.device | str | None) -> None:
+    weight = linear_weight(layer.module)
+    if not weight.is_meta:
+        check_finite(weight, layer.row.name)
+    elif device is not None and torch.device(device).type != "meta":
+        raise ValueError(
+            f"quantize_: {layer.row.name} is on meta and has no data to quantise on {device}. Load the model first."
+        )
+
+
+def _complain(report: Report, strict: bool) -> None:
+    problems = report.problems
+    if not strict:
+        problems = [
+            row
+            for row in problems
+            if row.status == "untouched" or math.prod(row.shape) >= survey.BIG * report.parameters
+        ]
+    if not problems:
+        return
+    text = "".join(f"\n  {row.name} {list(row.shape)}: {row.note}" for row in problems)
+    if strict:
+        raise ValueError(
+            f"quantize_: strict, and these weights cannot be quantised:{text}\nLeave them out explicitly, for example "
+            f"with {{{problems[0].name!r}: None, 're:.*': scheme}}. The model is unchanged."
+        )
+    warnings.warn(f"quantize_: these big weights stay as they are:{text}", stacklevel=3)
+
+
+def _replace(pending: list[survey.Layer], device: torch.device | str | None, progress: bool) -> None:
+    from tqdm import tqdm  # type: ignore[import-untyped]  # here, to keep `import qao` light
+
+    for layer in tqdm(pending, desc="quantize_", unit="layer", delay=2, disable=not progress):
+        assert layer.scheme is not None
+        if layer.tied_to is None:
+            packed = pack(layer.module, layer.scheme, device, layer.row.name)
+        else:
+            first = layer.tied_to.module
+            assert isinstance(first, QuantLinear)
+            packed = PackedWeight(first.weight, first.scales, layer.tied_to.row.relative_error)
+        layer.row.relative_error = packed.relative_error
+        # The float module goes as soon as its successor is there: memory never holds two models.
+        layer.module = QuantLinear.from_packed(layer.module, layer.scheme, packed)
+        for parent, attribute in layer.places:
+            setattr(parent, attribute, layer.module)
+
+
+def _finish_row(layer: survey.Layer) -> None:
+    module, row = layer.module, layer.row
+    if not isinstance(module, QuantLinear):
+        return
+    row.bytes_after = 0 if layer.tied_to else survey.byte_count(module.weight, module.scales)
+    x_dtype = torch.float32 if layer.x_dtype == torch.float64 else layer.x_dtype
+    kernels = [
+        module.scheme.kernel(
+            m, *row.shape, x_dtype=x_dtype, scale_dtype=module.scales.dtype, device=module.weight.device
+        )
+        for m in (1, 512)
+    ]
+    row.kernel = " / ".join(dict.fromkeys(name for name in kernels if name)) or None

@@ -1,0 +1,138 @@
+"""What quantize_ did, layer by layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+_GROUP_ABOVE = 40  # layers; a longer table joins layers that differ only in the numbers of their names
+
+
+@dataclass
+class Row:
+    """One linear layer, or one big weight that no linear layer owns."""
+
+    name: str
+    shape: tuple[int, ...]  # of the float weight; [N, K] for linear layers
+    status: str  # see Report
+    scheme: str | None = None
+    note: str | None = None  # why it was left, or what it shares with others
+    bytes_before: int = 0  # of the weight, without the bias; 0 if counted with the layer it is shared with
+    bytes_after: int = 0  # of weight, scales and zero points
+    relative_error: float | None = None  # ‖W - Ŵ‖ / ‖W‖, Frobenius; None if unknown
+    kernel: str | None = None  # for one token / for many; None if unknown
+    aliases: list[str] = field(default_factory=list)  # other names of the same module
+
+
+@dataclass
+class Report:
+    """The result of ``quantize_``; print it for a table.
+
+    ``status`` of a row is one of
+        quantized: it is a QuantLinear now.
+        already quantized: it was one before.
+        excluded: the scheme or the filter left it out.
+        left: it was asked for and could not be quantised; ``note`` says why.
+        untouched: a fused expert tensor or another big weight, which belongs to no linear layer.
+    """
+
+    parameters: int  # elements of all parameters of the float model, each counted once
+    parameters_quantized: int  # of these, elements of quantised weights
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def coverage(self) -> float:
+        """Share of the model's parameters that are quantised, 0..1."""
+        return self.parameters_quantized / self.parameters if self.parameters else 0.0
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the quantised weights as they were."""
+        return sum(row.bytes_before for row in self._quantized())
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of the quantised weights as they are."""
+        return sum(row.bytes_after for row in self._quantized())
+
+    @property
+    def problems(self) -> list[Row]:
+        """Rows that were asked for and are not quantised."""
+        return [row for row in self.rows if row.status in ("left", "untouched")]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in types that JSON knows."""
+        totals = ("parameters", "parameters_quantized", "coverage", "bytes_before", "bytes_after")
+        return {name: getattr(self, name) for name in totals} | {"rows": [asdict(row) for row in self.rows]}
+
+    def __str__(self) -> str:
+        header = ("layer", "shape", "scheme", "MiB before", "after", "error", "kernel")
+        table = [header, *(_cells(rows) for rows in self._groups())]
+        widths = [max(len(cells[i]) for cells in table) for i in range(len(header))]
+        # The last column is not padded: a long reason stays one line and widens nothing.
+        lines = [
+            "  ".join(
+                (*(cell.ljust(width) for cell, width in zip(cells, widths[:-1], strict=False)), cells[-1])
+            ).rstrip()
+            for cells in table
+        ]
+        lines.insert(1, "-" * max(len(line) for line in lines))
+        quantized = len(list(self._quantized()))
+        linears = sum(row.status != "untouched" for row in self.rows)
+        lines.append(
+            f"{quantized} of {linears} linear layers quantised: {_mebibytes(self.bytes_before)} -> "
+            f"{_mebibytes(self.bytes_after)} MiB, {self.coverage:.1%} of {self.parameters:,} parameters"
+        )
+        if self.problems:
+            lines.append(
+                f"{len(self.problems)} weights that were asked for are not quantised: see the lines with a reason"
+            )
+        return "\n".join(lines)
+
+    def _quantized(self) -> Iterator[Row]:
+        return (row for row in self.rows if row.status in ("quantized", "already quantized"))
+
+    def _groups(self) -> Iterable[list[Row]]:
+        if len(self.rows) <= _GROUP_ABOVE:
+            return [[row] for row in self.rows]
+        groups: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self.rows:
+            key = (re.sub(r"\d+", "#", row.name), row.shape, row.status, row.scheme, row.note, row.kernel)
+            groups.setdefault(key, []).append(row)
+        return groups.values()
+
+
+def _cells(rows: list[Row]) -> tuple[str, ...]:
+    first = rows[0]
+    name = first.name if len(rows) == 1 else f"{_common_name([row.name for row in rows])} x{len(rows)}"
+    errors = [row.relative_error for row in rows if row.relative_error is not None]
+    low, high = (f"{error:.4f}" for error in (min(errors), max(errors))) if errors else ("-", "-")
+    done = first.status in ("quantized", "already quantized")
+    remark = first.kernel or "-" if done else first.note or first.status
+    if done and first.note:
+        remark += f" ({first.note})"
+    if first.aliases:
+        remark += f" (also {', '.join(first.aliases)})"
+    return (
+        name,
+        "x".join(str(size) for size in first.shape),
+        first.scheme or "-",
+        _mebibytes(sum(row.bytes_before for row in rows)),
+        _mebibytes(sum(row.bytes_after for row in rows)) if done else "-",
+        low if low == high else f"{low}..{high}",
+        remark,
+    )
+
+
+def _common_name(names: list[str]) -> str:
+    """'layers.{0..31}.up' for names that differ only in their numbers."""
+    parts = re.split(r"\d+", names[0])
+    numbers = zip(*([int(number) for number in re.findall(r"\d+", name)] for name in names), strict=True)
+    ranges = [f"{min(seen)}" if len(set(seen)) == 1 else f"{{{min(seen)}..{max(seen)}}}" for seen in numbers]
+    return "".join(part + number for part, number in zip(parts, [*ranges, ""], strict=True))
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:.2f}"
