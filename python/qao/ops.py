@@ -45,7 +45,9 @@ def _groups(k: int, group_size: int) -> int:
 
 
 @torch.library.register_fake("qao::int4_mm")
-def _(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, in_features: int, group_size: int) -> Tensor:
+def _(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, in_features: int, group_size: int
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
@@ -93,7 +95,7 @@ class _Int4Mm(torch.autograd.Function):
         ctx.save_for_backward(weight, scales)
         ctx.sizes = (out_features, in_features, group_size)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return _int4_mm(x, weight, scales, bias, out_features, in_features, group_size)
+        return _int4_mm(x, weight, scales, bias, out_features, in_features, group_size)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -127,5 +129,5 @@ def int4_mm(
         RuntimeError: a shape, dtype, device or alignment does not fit; the message lists all of them and the remedy.
     """
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Int4Mm.apply(x, weight, scales, bias, out_features, in_features, group_size)  # type: ignore[no-any-return]
+        return _Int4Mm.apply(x, weight, scales, bias, out_features, in_features, group_size)  # type: ignore[no-untyped-call, no-any-return]
     return _int4_mm(x, weight, scales, bias, out_features, in_features, group_size)  # type: ignore[no-any-return]

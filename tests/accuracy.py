@@ -1,0 +1,102 @@
+"""The float64 truth, and how far a result may be from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Rows that plain torch's error is measured on: enough that one lucky rounding does not decide the tolerance.
+PLAIN_ROWS = 128
+
+
+def truth(x: Tensor, dense: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x · denseᵀ + bias in float64."""
+    y = x.double() @ dense.T
+    return y if bias is None else y + bias.double()
+
+
+def row_scale(x: Tensor, dense: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[M, 1]: the size of what is summed for each token, free of cancellation.
+
+    It is the largest root, over the elements of that row of y, of the sum of the squared terms.
+    """
+    squares = truth(x.double() ** 2, dense**2, None if bias is None else bias.double() ** 2)
+    return squares.amax(1, keepdim=True).sqrt()
+
+
+def _relative(error: Tensor, scale: Tensor) -> Tensor:
+    """error [M, N] / scale [M, 1]; 0 in rows without scale, which `Tolerance.elements` checks."""
+    return (error / scale).masked_fill(scale == 0, 0)
+
+
+def _rms(values: Tensor) -> float:
+    return values.square().mean().sqrt().item()
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    elements: Tensor  # [M, N] largest permitted |y - truth|
+    rms: float  # largest permitted root mean square of (y - truth) / row_scale
+
+
+def tolerance(x: Tensor, dense: Tensor, bias: Tensor | None = None) -> Tolerance:
+    """How far y may be from the truth for x [M, K], dense [N, K], bias [N].
+
+    An element may be wrong by the sum of
+      - twice the largest error, relative to `row_scale`, of plain torch: F.linear in x's dtype on the dense weight
+        rounded to that dtype. It is measured on PLAIN_ROWS rows made of x's with random signs, so that it is an error
+        of this computation and not the luck of a few roundings;
+      - one rounding of the result to x's dtype, and the smallest subnormal where the result is that small;
+      - float32 accumulation in one chain: K roundings of 2^-24 of partial sums that grow like sqrt(k), together
+        2^-24 sqrt(K) of `row_scale`. It matters for float32 x only, where plain torch sums in blocks.
+    The root mean square over all elements, which sees what a maximum hides, may be twice that of plain torch plus the
+    same two terms (rounding errors are spread evenly, hence 1 / sqrt(3) of their maximum); `2 / sqrt(count)` allows for
+    the spread of a mean over few elements.
+    """
+    m, k = x.shape
+    signs = (
+        torch.randint(0, 2, (PLAIN_ROWS, k), generator=torch.Generator().manual_seed(1)).to(x.device, x.dtype) * 2 - 1
+    )
+    sample = x[torch.arange(PLAIN_ROWS, device=x.device) % m] * signs
+    plain = F.linear(sample, dense.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    relative = _relative(plain.double() - truth(sample, dense, bias), row_scale(sample, dense, bias))
+
+    accumulation = 2.0**-24 * k**0.5
+    finfo = torch.finfo(x.dtype)
+    expected, scale = truth(x, dense, bias), row_scale(x, dense, bias)
+    rounding = finfo.eps / 2 * expected.abs() + finfo.smallest_normal * finfo.eps
+    elements = (2 * relative.abs().max() + accumulation) * scale + rounding
+    rms = 2 * _rms(relative) + accumulation + _rms(_relative(rounding, scale)) / 3**0.5
+    return Tolerance(elements, rms * (1 + 2 / expected.numel() ** 0.5))
+
+
+def check_metadata(y: Tensor, x: Tensor, n: int) -> None:
+    """y is [..., N], contiguous, of x's dtype and device."""
+    assert y.shape == (*x.shape[:-1], n)
+    assert y.dtype == x.dtype
+    assert y.device == x.device
+    assert y.is_contiguous()
+
+
+def check_close(y: Tensor, x: Tensor, dense: Tensor, bias: Tensor | None = None) -> None:
+    """y is x · denseᵀ + bias within `tolerance`. x [..., K], dense [N, K] float64, bias [N]."""
+    check_metadata(y, x, dense.shape[0])
+    if y.numel() == 0:
+        return
+    x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+    expected, allowed = truth(x, dense, bias), tolerance(x, dense, bias)
+    error = (y.double() - expected).abs()
+    wrong = ~(error <= allowed.elements)  # so that NaN is wrong
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        worst = (error / allowed.elements).nan_to_num(nan=float("inf")).max().item()
+        raise AssertionError(
+            f"{int(wrong.sum())} of {wrong.numel()} elements are wrong, the first at [{row}, {column}]: "
+            f"{y[row, column].item()} for {expected[row, column].item()}, allowed error "
+            f"{allowed.elements[row, column].item():.3g}; worst error / allowed {worst:.3g}"
+        )
+    rms = _rms(_relative(error, row_scale(x, dense, bias)))
+    assert rms <= allowed.rms, f"root mean square of the relative error {rms:.3g}, allowed {allowed.rms:.3g}"

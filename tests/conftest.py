@@ -1,0 +1,36 @@
+"""Fixtures of all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "every_isa: run again at every CPU instruction set by test_threads_isa.py")
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> str:
+    """ "cpu", and "cuda" wherever torch sees a GPU."""
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def full_precision_matmul() -> Iterator[None]:
+    """Plain torch on a GPU as the reference of the tolerance: no TF32, no 16-bit reduction."""
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_tf32", "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = {name: getattr(matmul, name) for name in names}
+    for name in names:
+        setattr(matmul, name, False)
+    yield
+    for name, value in before.items():
+        setattr(matmul, name, value)

@@ -1,0 +1,105 @@
+// int4_mm::plan over GPUs and problems: every plan must be runnable and cover the whole product.
+#include <doctest/doctest.h>
+
+#include <string>
+
+#include "int4_mm/layout.h"
+#include "qao/int4_mm.h"
+
+namespace qao::int4_mm {
+namespace {
+
+// Compute capability, SMs, opt-in shared memory per CTA.
+constexpr Gpu kGpus[] = {
+    {80, 108, 166912},  // A100
+    {86, 84, 101376},   // RTX 3090, A40
+    {89, 142, 101376},  // L40S
+    {90, 132, 232448},  // H100, H200
+    {100, 148, 232448}, {120, 170, 101376},
+};
+
+template <typename Visit>
+void for_each_problem(const Visit& visit) {
+  for (const Gpu& gpu : kGpus) {
+    for (int64_t m : {1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 100, 128, 129, 1000, 4096, 100000}) {
+      for (int64_t n : {1, 15, 16, 17, 100, 896, 4096, 14336, 152064}) {
+        for (int64_t k : {1, 31, 64, 65, 384, 896, 4096, 14336}) {
+          for (int64_t group_size : {int64_t{32}, int64_t{128}, k}) {
+            for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+              for (bool has_zeros : {false, true}) {
+                Problem problem;
+                problem.m = m, problem.n = n, problem.k = k, problem.group_size = group_size;
+                problem.x_dtype = dtype, problem.has_zeros = has_zeros;
+                visit(problem, gpu);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+std::string describe(const Problem& p, const Gpu& gpu) {
+  return "m " + std::to_string(p.m) + " n " + std::to_string(p.n) + " k " + std::to_string(p.k) + " group " +
+         std::to_string(p.group_size) + " x " + name_of(p.x_dtype) + (p.has_zeros ? " zeros" : "") + " on compute " +
+         std::to_string(gpu.compute_capability);
+}
+
+}  // namespace
+
+TEST_CASE("every problem has a plan that fits its GPU and covers the product") {
+  for_each_problem([](const Problem& problem, const Gpu& gpu) {
+    Plan plan;
+    const Status status = int4_mm::plan(problem, gpu, &plan);
+    const std::string about = describe(problem, gpu) + ": " + (status.ok() ? to_string(plan) : status.message());
+    INFO(about);
+    REQUIRE(status.ok());
+    REQUIRE(plan.tile_n > 0);
+    REQUIRE(plan.tile_m > 0);
+    CHECK(plan.tile_n % kTileN == 0);
+    CHECK(plan.warps >= 1);
+    CHECK(plan.warps <= 32);
+    CHECK(plan.stages >= 1);
+    CHECK(plan.shared_bytes <= gpu.shared_bytes_per_cta);
+    CHECK(plan.split_k >= 1);
+    CHECK(plan.ctas == ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m) * plan.split_k);
+    // A slice of K without a K-tile (float32 x brings three bfloat16 parts) would be a CTA without work.
+    CHECK(plan.split_k <= tiles_k(problem.k) * (problem.x_dtype == DType::kFloat32 ? 3 : 1));
+    if (plan.split_k > 1) CHECK(plan.workspace_bytes >= 4 * plan.split_k * problem.m * problem.n);
+    CHECK(plan.kernel[0] != '\0');
+    CHECK(plan.reason[0] != '\0');
+  });
+}
+
+TEST_CASE("splitting K never fills the GPU more than once") {
+  for_each_problem([](const Problem& problem, const Gpu& gpu) {
+    Plan plan;
+    REQUIRE(int4_mm::plan(problem, gpu, &plan).ok());
+    INFO(describe(problem, gpu) << ": " << to_string(plan));
+    if (plan.split_k > 1) CHECK(plan.ctas <= gpu.num_sms);
+  });
+}
+
+TEST_CASE("the same problem gives the same plan") {
+  for_each_problem([](const Problem& problem, const Gpu& gpu) {
+    Plan first, second;
+    REQUIRE(int4_mm::plan(problem, gpu, &first).ok());
+    REQUIRE(int4_mm::plan(problem, gpu, &second).ok());
+    REQUIRE(to_string(first) == to_string(second));
+  });
+}
+
+TEST_CASE("a GPU below compute capability 8.0 is refused by name") {
+  Problem problem;
+  problem.m = problem.n = problem.k = 64, problem.group_size = 64;
+  Plan plan;
+  const Status status = int4_mm::plan(problem, Gpu{75, 40, 65536}, &plan);
+  CHECK(!status.ok());
+  CHECK(status.message().find("7.5") != std::string::npos);
+  CHECK(status.message().find("8.0") != std::string::npos);
+}
+
+}  // namespace qao::int4_mm

@@ -1,0 +1,92 @@
+"""Runs the whole test suite on a GPU and records the result with a hash of the sources it ran on.
+
+``python tests/gpu_report.py`` writes tests/gpu_report.json; ``--check`` says whether that report is one of the present
+sources (exit status 1 and the reason when not). The check needs neither torch nor a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+REPORT = ROOT / "tests" / "gpu_report.json"
+sys.path.insert(0, str(ROOT))
+
+from bench.meta import describe, source_hash  # noqa: E402
+
+
+class Counter:
+    """A pytest plugin that counts outcomes and collects the ids of failed tests."""
+
+    def __init__(self) -> None:
+        self.passed = 0
+        self.skipped = 0
+        self.cuda_passed = 0
+        self.failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed.append(f"{report.nodeid} ({report.when})")
+        elif report.skipped:
+            self.skipped += 1
+        elif report.when == "call":
+            self.passed += 1
+            self.cuda_passed += "cuda" in report.nodeid
+
+
+def run() -> int:
+    """Runs the suite here; the exit status is pytest's."""
+    import pytest
+    import torch
+
+    if not torch.cuda.is_available():
+        print(f"no GPU: torch {torch.__version__} sees no CUDA device. Run this on a machine with one.")
+        return 1
+    counter = Counter()
+    status = int(pytest.main([str(ROOT / "tests")], plugins=[counter]))
+    report = describe("cuda") | {
+        "passed": counter.passed,
+        "cuda_passed": counter.cuda_passed,
+        "skipped": counter.skipped,
+        "failed": counter.failed,
+        "exit_status": status,
+    }
+    REPORT.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"wrote {REPORT.relative_to(ROOT)}")
+    return status
+
+
+def stale() -> str | None:
+    """Why the report on disk says nothing good about the present sources; None if it does."""
+    if not REPORT.exists():
+        return f"{REPORT.relative_to(ROOT)} is missing"
+    report = json.loads(REPORT.read_text())
+    if report["source_hash"] != source_hash():
+        return f"it was made from other sources ({report['source_hash'][:12]}, now {source_hash()[:12]})"
+    if report["exit_status"] != 0 or report["failed"]:
+        return f"{len(report['failed'])} tests failed on {report['device']}: {', '.join(report['failed'][:5])}"
+    if report["cuda_passed"] == 0:
+        return "no test ran on the GPU"
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="compare tests/gpu_report.json with the present sources")
+    if not parser.parse_args().check:
+        return run()
+    reason = stale()
+    if reason:
+        print(f"GPU report: {reason}. Run `make gpu-test PYTHON=python3 VENV=` on a machine with a GPU.")
+        return 1
+    report = json.loads(REPORT.read_text())
+    print(f"GPU report: {report['passed']} tests passed on {report['device']} with the present sources.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

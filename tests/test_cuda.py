@@ -1,0 +1,246 @@
+"""What only a GPU has: graphs, streams, several devices, layers of full size."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from accuracy import check_close
+from ops_support import DTYPES, SCHEMES, Int4, Int4Format, Weight, bits, randn
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+scheme_parameter = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+M_KINDS = (1, 4, 16, 33, 64, 300)
+
+
+def poison() -> list[Tensor]:
+    """Blocks of 0xFF bytes (NaN in every float dtype, -1 as a counter) that fill what torch's allocator has free.
+
+    It keeps blocks up to 1 MiB and larger ones in separate pools and takes the smallest block that fits, so the large
+    sizes make room and the smaller ones fill what is left between live tensors.
+    """
+    sizes = [32 << 20] * 4 + [3 << 19] * 40 + [1 << 19] * 64 + [1 << 15] * 64 + [1 << 11] * 128 + [1 << 9] * 64
+    return [torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for size in sizes]
+
+
+def big_layer(scheme: Int4, n: int = 4096, k: int = 4096, seed: int = 0) -> Weight:
+    return scheme.make_weight(n, k, scheme.few_formats[1], "cuda", seed)
+
+
+# ---- size ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n,k", [(4096, 4096), (14336, 4096), (4096, 14336), (1000, 9216), (6144, 4064)])
+@scheme_parameter
+def test_full_size_layers(scheme: Int4, n: int, k: int, x_dtype: torch.dtype) -> None:
+    for fmt in scheme.few_formats:
+        weight = scheme.make_weight(n, k, fmt, "cuda")
+        bias = randn(n, dtype=x_dtype, device="cuda")
+        for m in (1, 2, 8, 16, 17, 64, 100, 256, 1000):
+            x = randn(m, k, dtype=x_dtype, device="cuda", seed=m)
+            check_close(scheme.mm(x, weight, bias), x, weight.dense, bias)
+
+
+# ---- determinism, memory ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", M_KINDS)
+@pytest.mark.parametrize("n,k", [(4096, 4096), (100, 16384)])
+@scheme_parameter
+def test_a_hundred_runs_in_poisoned_memory(scheme: Int4, n: int, k: int, m: int, x_dtype: torch.dtype) -> None:
+    """Results and workspaces come out of memory full of NaN; sums over split K keep their order."""
+    weight = big_layer(scheme, n, k)
+    x = randn(m, k, dtype=x_dtype, device="cuda")
+    torch.cuda.empty_cache()
+    blocks = poison()
+    freed = [range(block.data_ptr(), block.data_ptr() + block.nbytes) for block in blocks]
+    del blocks
+    first = scheme.mm(x, weight)
+    assert any(first.data_ptr() in addresses for addresses in freed), "the result is not in poisoned memory"
+    check_close(first, x, weight.dense)
+    different = torch.zeros((), dtype=torch.bool, device="cuda")
+    for i in range(100):
+        if i % 10 == 0:
+            poison()
+        different |= (bits(scheme.mm(x, weight)) != bits(first)).any()
+    assert not different
+
+
+@scheme_parameter
+def test_no_memory_is_kept(scheme: Int4) -> None:
+    weight = big_layer(scheme)
+    for m in M_KINDS:
+        x = randn(m, 4096, dtype=torch.bfloat16, device="cuda")
+        scheme.mm(x, weight)
+        before = torch.cuda.memory_allocated()
+        for _ in range(20):
+            scheme.mm(x, weight)
+        assert torch.cuda.memory_allocated() == before
+
+
+# ---- order: the op runs on the current stream, after what is before it and before what follows ----------------------
+
+
+@pytest.mark.parametrize("m", M_KINDS)
+@scheme_parameter
+def test_operands_written_directly_before(scheme: Int4, m: int) -> None:
+    """A kernel that fetches its weights early must still see what the previous kernel wrote."""
+    sources = [big_layer(scheme, 512, 1024, seed) for seed in (0, 1)]
+    x_sources = [randn(m, 1024, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in (0, 1)]
+    expected = [bits(scheme.mm(x, source)) for x, source in zip(x_sources, sources, strict=True)]
+    operands = tuple(torch.empty_like(t) for t in sources[0].operands)
+    target = Weight(operands, sources[0].arguments, sources[0].dense)
+    x = torch.empty_like(x_sources[0])
+
+    def write_and_call(i: int) -> Tensor:
+        for t, source in zip(operands, sources[i].operands, strict=True):
+            t.copy_(source)
+        x.copy_(x_sources[i])
+        y = scheme.mm(x, target)
+        for t in (*operands, x):
+            t.zero_()  # the op must have read them
+        return (bits(y) != expected[i]).any()
+
+    different = torch.zeros((), dtype=torch.bool, device="cuda")
+    for i in range(1000):
+        different |= write_and_call(i % 2)
+    assert not different
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(10):
+            different |= write_and_call(i % 2)
+    for _ in range(100):
+        graph.replay()
+    assert not different
+
+
+@pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", M_KINDS)
+@scheme_parameter
+def test_graph_replays(scheme: Int4, m: int, x_dtype: torch.dtype) -> None:
+    """100 replays with new x each time; every replay leaves the graph's freed memory, and y, full of 0xFF."""
+    weight = big_layer(scheme, 1000, 4096)
+    x = randn(m, 4096, dtype=x_dtype, device="cuda")
+    bias = randn(1000, dtype=torch.float32, device="cuda")
+    scheme.mm(x, weight, bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = scheme.mm(x, weight, bias)
+        poison()  # takes the workspace the op gave back
+    different = torch.zeros((), dtype=torch.bool, device="cuda")
+    for seed in range(100):
+        x.copy_(randn(m, 4096, dtype=x_dtype, device="cuda", seed=seed % 7))
+        y.fill_(float("nan"))
+        graph.replay()
+        different |= (bits(y) != bits(scheme.mm(x, weight, bias))).any()
+    assert not different
+    check_close(y, x, weight.dense, bias)
+
+
+def test_packing_in_a_graph() -> None:
+    parts = Int4.parts(100, 200, Int4Format(32, "float"), "cuda")
+    other = Int4.parts(100, 200, Int4Format(32, "float"), "cuda", seed=1)
+    arguments = (100, 200, 32)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packed = torch.ops.qao.pack_int4(parts.q, parts.scales, parts.zeros, 32)
+        unpacked = torch.ops.qao.unpack_int4(*packed, *arguments)
+        dense = torch.ops.qao.dequantize_int4(*packed, *arguments, torch.float32)
+    for target, source in zip((parts.q, parts.scales, parts.zeros), (other.q, other.scales, other.zeros), strict=True):
+        assert target is not None and source is not None
+        target.copy_(source)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(unpacked, (other.q, other.scales, other.zeros), strict=True))
+    assert torch.equal(dense, torch.ops.qao.dequantize_int4(*other.pack().operands, *arguments, torch.float32))
+
+
+@scheme_parameter
+def test_runs_on_the_current_stream(scheme: Int4) -> None:
+    """x is written late on a side stream: only an op on that stream sees it."""
+    weight = big_layer(scheme, 512, 1024)
+    for m in M_KINDS:
+        source = randn(m, 1024, dtype=torch.bfloat16, device="cuda")
+        x = torch.zeros_like(source)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(50_000_000)
+            x.copy_(source)
+            y = scheme.mm(x, weight)
+        side.synchronize()
+        check_close(y, source, weight.dense)
+
+
+@scheme_parameter
+def test_returns_before_the_gpu_is_done(scheme: Int4) -> None:
+    weight = big_layer(scheme)
+    for m in M_KINDS:
+        x = randn(m, 4096, dtype=torch.bfloat16, device="cuda")
+        scheme.mm(x, weight)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1_000_000_000)
+        scheme.mm(x, weight)
+        assert not torch.cuda.current_stream().query(), "the op waited for the GPU"
+        torch.cuda.synchronize()
+
+
+@scheme_parameter
+def test_two_threads_with_their_own_streams(scheme: Int4) -> None:
+    results: dict[int, bool] = {}
+
+    def work(index: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            weight = big_layer(scheme, 1024, 2048, seed=index)
+            x = randn(1 + 20 * index, 2048, dtype=DTYPES[index], device="cuda")
+            first = scheme.mm(x, weight)
+            check_close(first, x, weight.dense)
+            results[index] = all(torch.equal(bits(scheme.mm(x, weight)), bits(first)) for _ in range(200))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {0: True, 1: True}
+
+
+@pytest.mark.parametrize("m", M_KINDS)
+@scheme_parameter
+def test_tensors_on_another_device_than_the_current(scheme: Int4, m: int) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with torch.cuda.device(0):
+        for index in (0, 1):
+            device = f"cuda:{index}"
+            parts = Int4.parts(1000, 4096, Int4Format(128, "integer"), device)
+            weight = parts.pack()
+            q, scales, zeros = torch.ops.qao.unpack_int4(*weight.operands, *weight.arguments)
+            assert torch.equal(q, parts.q) and torch.equal(scales, parts.scales) and torch.equal(zeros, parts.zeros)
+            x = randn(m, 4096, dtype=torch.bfloat16, device=device)
+            check_close(scheme.mm(x, weight), x, weight.dense)
+            dense = torch.ops.qao.dequantize_int4(*weight.operands, *weight.arguments, torch.float32)
+            assert torch.equal(dense, weight.dense.float())
+            assert torch.cuda.current_device() == 0
+
+
+@scheme_parameter
+def test_compile_with_cuda_graphs(scheme: Int4) -> None:
+    """mode="reduce-overhead": Inductor's own CUDA graphs around the op."""
+    up, down = big_layer(scheme, 1024, 512), big_layer(scheme, 512, 1024, seed=1)
+
+    def block(x: Tensor) -> Tensor:
+        return x + scheme.mm(torch.relu(scheme.mm(x, up)), down)
+
+    compiled = torch.compile(block, mode="reduce-overhead", fullgraph=True)
+    for m in (1, 16, 1, 16, 1):
+        for seed in range(5):
+            x = randn(m, 512, dtype=torch.float32, device="cuda", seed=seed)
+            expected = block(x)
+            torch.compiler.cudagraph_mark_step_begin()
+            assert (compiled(x) - expected).abs().max() <= 2.0**-20 * expected.abs().max()
+    torch._dynamo.reset()

@@ -1,0 +1,242 @@
+"""Architectures of transformers at small size: a quantised model computes what the same model does with the dequantised
+weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from qao import Int4WeightOnly, QuantLinear, quantize_
+from torch import Tensor, nn
+
+transformers: Any = pytest.importorskip("transformers")
+
+SCHEME = Int4WeightOnly(group_size=64, clip_search=False)  # which weights they are matters nothing here: the quick ones
+# Models here are so small that every weight in them is a big one.
+pytestmark = pytest.mark.filterwarnings("ignore:quantize_. these big weights stay")
+
+DECODER = {
+    "vocab_size": 120,
+    "hidden_size": 128,
+    "intermediate_size": 200,  # no multiple of the group size
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
+
+
+def mistral() -> nn.Module:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**DECODER, sliding_window=16))
+
+
+def phi() -> nn.Module:
+    return transformers.PhiForCausalLM(transformers.PhiConfig(**DECODER))
+
+
+def qwen2() -> nn.Module:
+    """The width of Qwen2-0.5B, K = 896: seven groups of 128, biases in the attention, a head tied to the embedding."""
+    sizes = {"hidden_size": 896, "num_attention_heads": 14, "intermediate_size": 128, "tie_word_embeddings": True}
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**DECODER, **sizes}))
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(vocab_size=120, n_positions=64, n_embd=96, n_layer=2, n_head=4)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def opt() -> nn.Module:
+    config = transformers.OPTConfig(
+        vocab_size=120,
+        hidden_size=96,
+        ffn_dim=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        word_embed_proj_dim=80,  # with project_in and project_out
+    )
+    return transformers.OPTForCausalLM(config)
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=120, hidden_size=96, num_hidden_layers=2, num_attention_heads=4, intermediate_size=160
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=120, d_model=96, d_kv=24, d_ff=160, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=160,
+        image_size=32,
+        patch_size=8,
+        num_labels=10,
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+def mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(config)
+
+
+def inputs(build: Callable[[], nn.Module], device: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    if build is vit:
+        return {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator).to(device)}
+    tokens = torch.randint(3, 120, (2, 11), generator=generator).to(device)
+    return {"input_ids": tokens} | ({"decoder_input_ids": tokens[:, :5]} if build is t5 else {})
+
+
+def make(build: Callable[[], nn.Module], device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return build().eval().to(device)
+
+
+def with_dequantised_weights(plain: nn.Module, quantised: nn.Module) -> nn.Module:
+    """``plain`` with the weights that the layers of ``quantised`` multiply with."""
+    with torch.no_grad():
+        for name, layer in quantised.named_modules():
+            if isinstance(layer, QuantLinear):
+                linear = plain.get_submodule(name)
+                weight = layer.dequantize(torch.float32)
+                linear.weight.copy_(weight if isinstance(linear, nn.Linear) else weight.t())
+    return plain
+
+
+@torch.no_grad()
+def logits(model: nn.Module, arguments: dict[str, Tensor]) -> Tensor:
+    return model(**arguments).logits
+
+
+def as_double(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.double() if value.is_floating_point() else value for name, value in arguments.items()}
+
+
+@pytest.mark.parametrize(
+    "build, layers",
+    [
+        (llama, 2 * 7 + 1),
+        (mistral, 2 * 7 + 1),
+        (phi, 2 * 6 + 1),
+        (qwen2, 2 * 7),
+        (gpt2, 2 * 4),
+        (opt, 2 * 6 + 2),
+        (bert, 2 * 6 + 1),
+        (t5, 2 * 6 + 2 * 10),
+        (vit, 2 * 6 + 1),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_logits(build: Callable[[], nn.Module], layers: int, device: str) -> None:
+    model = make(build, device)
+    plain = copy.deepcopy(model)
+    report = quantize_(model, SCHEME)
+    assert sum(row.status == "quantized" for row in report.rows) == layers
+    arguments = inputs(build, device)
+    with_dequantised_weights(plain, model)
+    got, same = logits(model, arguments), logits(plain, arguments)
+    truth = logits(plain.double(), as_double(arguments))
+
+    def error(values: Tensor) -> float:
+        return (values.double() - truth).norm().item() / truth.norm().item()
+
+    # Twice the error of the same float32 computation with plain layers, and a rounding of the result.
+    assert error(got) <= 2 * error(same) + torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("build", [llama, gpt2, bert, t5], ids=lambda build: build.__name__)
+def test_logits_in_16_bits(build: Callable[[], nn.Module], dtype: torch.dtype, device: str) -> None:
+    """T5 asks for ``wo.weight.dtype`` and casts its activations to it, unless it is int8."""
+    model = make(build, device).to(dtype)
+    plain = copy.deepcopy(model)
+    quantize_(model, SCHEME)
+    arguments = inputs(build, device)
+    with_dequantised_weights(plain.float(), model)
+    truth, same = logits(copy.deepcopy(plain).double(), arguments), logits(plain.to(dtype), arguments)
+    got = logits(model, arguments)
+    assert got.dtype == same.dtype == dtype
+
+    def error(values: Tensor) -> float:
+        return (values.double() - truth).norm().item() / truth.norm().item()
+
+    assert error(got) <= 2 * error(same) + torch.finfo(dtype).eps
+
+
+def test_conv1d_of_gpt2_is_a_linear_with_its_weight_transposed() -> None:
+    model = make(gpt2, "cpu")
+    expected = {
+        name: (module.weight.shape[1], module.weight.shape[0])
+        for name, module in model.named_modules()
+        if type(module).__name__ == "Conv1D"
+    }
+    report = quantize_(model, {"transformer": SCHEME})
+    assert {row.name: row.shape for row in report.rows if row.status == "quantized"} == expected
+
+
+@pytest.mark.parametrize("build", [qwen2, gpt2, opt, bert, t5], ids=lambda build: build.__name__)
+def test_tied_embeddings_stay_tied(build: Callable[[], nn.Module]) -> None:
+    model = make(build, "cpu")
+    quantize_(model, SCHEME)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert any(isinstance(module, QuantLinear) for module in model.modules())
+
+
+def test_fused_experts_are_said_loudly() -> None:
+    model = make(mixtral, "cpu")
+    with pytest.warns(UserWarning, match="experts.gate_up_proj.*fused expert tensor"):
+        report = quantize_(model, SCHEME)
+    assert "model.layers.1.mlp.experts.down_proj" in {row.name for row in report.problems}
+
+
+def test_generation(device: str) -> None:
+    """With a cache: one token at a time after the prompt."""
+    model = make(llama, device)
+    plain = copy.deepcopy(model)
+    quantize_(model, SCHEME)
+    with_dequantised_weights(plain, model)
+    prompt = inputs(llama, device)["input_ids"]
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
+
+
+def test_compile(device: str) -> None:
+    torch._dynamo.reset()
+    model = make(llama, device)
+    quantize_(model, SCHEME)
+    arguments = inputs(llama, device)
+    expected = logits(model, arguments)
+    got = logits(torch.compile(model, fullgraph=True), arguments)
+    # The same operators on our side; the compiler fuses and reorders the float32 arithmetic between them.
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_save_and_load(tmp_path: Any) -> None:
+    model, other = make(llama, "cpu"), make(llama, "cpu")
+    quantize_(model, SCHEME)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    quantize_(other, SCHEME)
+    other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    arguments = inputs(llama, "cpu")
+    assert torch.equal(logits(other, arguments), logits(model, arguments))

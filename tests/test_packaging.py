@@ -1,0 +1,267 @@
+"""What importing and installing qao does to a Python process and an environment.
+
+The tests marked `packaging` build and install it in fresh places: minutes, and the network where pip isolates builds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import qao
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path(qao.__file__).parent
+SOURCES = (
+    "LICENSE",
+    "README.md",
+    "CMakeLists.txt",
+    "MANIFEST.in",
+    "csrc",
+    "cuda",
+    "pyproject.toml",
+    "python",
+    "setup.py",
+    "third_party",
+)
+RUN_OPERATORS = """
+import torch, qao.ops
+q = torch.randint(0, 16, (20, 70), dtype=torch.uint8)
+weight, scales = torch.ops.qao.pack_int4(q, torch.ones(20, 2), None, 64)
+y = qao.ops.int4_mm(torch.ones(3, 70), weight, scales, None, 20, 70, 64)
+assert torch.equal(y, (q.float() - 8).sum(1).expand(3, 20))
+print("operators run:", qao.__file__)
+"""
+
+
+def python(code: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fresh interpreter that finds qao in `path`, by default where this one found it."""
+    environment = {**os.environ, "PYTHONPATH": str(path or PACKAGE.parent), **environment}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd="/")
+
+
+def host() -> ModuleType:
+    """qao._host, which tests that ask it something cannot do without."""
+    module: ModuleType = pytest.importorskip("qao._host", reason="qao was built without qao._host")
+    return module
+
+
+def output(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def package_copy(tmp_path: Path) -> Path:
+    """A copy of the package, to break."""
+    return Path(shutil.copytree(PACKAGE, tmp_path / "qao"))
+
+
+@pytest.fixture
+def source_copy(tmp_path: Path) -> Path:
+    """A source tree as a clone has it, without anything built."""
+    tree = tmp_path / "source"
+    ignore = shutil.ignore_patterns("*.so", "*.egg-info", "__pycache__")
+    for name in SOURCES:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tree / name, ignore=ignore)
+        else:
+            tree.mkdir(exist_ok=True)
+            shutil.copy(source, tree / name)
+    return tree
+
+
+# ---- import ----------------------------------------------------------------------------------------------------------
+
+
+def test_import_takes_less_than_300_ms_beyond_torch() -> None:
+    code = "import time, torch; start = time.perf_counter(); import qao; print(time.perf_counter() - start)"
+    assert min(float(output(python(code))) for _ in range(3)) < 0.3
+
+
+def test_import_touches_no_global_setting() -> None:
+    code = """
+import json, locale, logging, os, random, signal, sys, threading, warnings
+import numpy, torch
+def settings():
+    return {
+        "threads": [torch.get_num_threads(), torch.get_num_interop_threads(), threading.active_count()],
+        "defaults": [str(torch.get_default_dtype()), str(torch.get_default_device())],
+        "modes": [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")],
+        "deterministic": [torch.are_deterministic_algorithms_enabled(), torch.get_deterministic_debug_mode()],
+        "matmul": [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32],
+        "cudnn": [torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32],
+        "denormals": float(torch.tensor(1e-310, dtype=torch.float64) * 1.0),
+        "random": [str(random.getstate()), torch.get_rng_state().sum().item(), str(numpy.random.get_state())],
+        "cuda": torch.cuda.is_initialized(),
+        "warnings": [str(entry) for entry in warnings.filters],
+        "logging": [logging.root.level, len(logging.root.handlers), logging.root.manager.disable],
+        "process": [dict(os.environ), os.getcwd(), str(signal.getsignal(signal.SIGINT))],
+        "locale": locale.setlocale(locale.LC_ALL),
+        "hooks": [str(sys.excepthook), str(sys.displayhook), str(sys.gettrace()), len(sys.meta_path)],
+        "print": str(torch._tensor_str.PRINT_OPTS),
+    }
+before = settings()
+import qao
+after = settings()
+print(json.dumps([key for key in before if before[key] != after[key]]))
+"""
+    assert json.loads(output(python(code))) == []
+
+
+def test_a_missing_library_says_what_to_do(package_copy: Path) -> None:
+    (package_copy / "_C.so").unlink()
+    result = python("import qao.ops", package_copy.parent)
+    assert "ImportError" in result.stderr and "missing" in result.stderr and "pip install" in result.stderr
+
+
+def test_an_unloadable_library_says_why_and_what_to_do(package_copy: Path) -> None:
+    (package_copy / "_C.so").write_bytes(b"not a library")
+    result = python("import qao.ops", package_copy.parent)
+    assert "ImportError" in result.stderr and torch.__version__ in result.stderr and "reinstall" in result.stderr
+    assert "invalid ELF header" in result.stderr or "file too short" in result.stderr
+
+
+def test_the_operators_work_without_host(package_copy: Path) -> None:
+    for module in package_copy.glob("_host*"):
+        module.unlink()
+    output(python(RUN_OPERATORS, package_copy.parent))
+    report = output(python("import runpy; runpy.run_module('qao', run_name='__main__')", package_copy.parent))
+    assert "qao._host is not available" in report
+
+
+# ---- facts told twice ------------------------------------------------------------------------------------------------
+
+
+def test_one_version() -> None:
+    assert qao.__version__ == host().build_info()["version"]
+
+
+def test_python_and_cpp_agree_on_the_layout() -> None:
+    assert host().layout() == {name: getattr(qao.ops, name) for name in ("TILE_N", "TILE_K", "TILE_BYTES")}
+
+
+def test_doctor_names_what_a_bug_report_needs() -> None:
+    report = output(python("import runpy; runpy.run_module('qao', run_name='__main__')"))
+    for fact in (qao.__version__, str(PACKAGE), torch.__version__, sys.executable, "GPU"):
+        assert fact in report
+
+
+def test_doctor_reports_an_impossible_isa() -> None:
+    report = output(python("import runpy; runpy.run_module('qao', run_name='__main__')", QAO_CPU_ISA="sse2"))
+    assert "QAO_CPU_ISA=sse2 is not one of" in report
+
+
+def test_host_refuses_unknown_names() -> None:
+    _host = host()
+    problem = dict(m=1, n=64, k=64, group_size=64, has_zeros=False, has_bias=False, scale_dtype="float32")
+    problem["x_aligned"] = True
+    with pytest.raises(ValueError, match="x_dtype 'int8' is not one of float32, float16, bfloat16"):
+        _host.int4_cpu_kernel(x_dtype="int8", **problem)
+    with pytest.raises(ValueError, match="isa 'neon' is not one of scalar"):
+        _host.int4_cpu_kernel(x_dtype="float32", isa="neon", **problem)
+    with pytest.raises(RuntimeError, match="7.5 are not supported"):
+        _host.int4_plan(x_dtype="float32", compute_capability=75, num_sms=40, shared_bytes=65536, **problem)
+
+
+# ---- build errors ----------------------------------------------------------------------------------------------------
+
+
+def test_an_old_python_is_refused_by_name() -> None:
+    setup = "import sys, setuptools.command.bdist_wheel, setuptools.command.build_ext; sys.version_info = (3, 10, 5); "
+    result = python(setup + f"exec(open({str(ROOT / 'setup.py')!r}).read())")
+    assert result.returncode != 0 and "qao needs Python 3.10.6 or newer" in result.stderr
+
+
+def build(tree: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "setup.py", "-q", "build_ext"]
+    return subprocess.run(command, cwd=tree, env={**os.environ, **environment}, capture_output=True, text=True)
+
+
+def hidden_nvcc() -> dict[str, str]:
+    """The environment variables that keep the build from finding an nvcc."""
+    folders = ["/usr/local/cuda/bin", *os.environ["PATH"].split(os.pathsep)]
+    hidden = ";".join(folder for folder in folders if Path(folder, "nvcc").exists())
+    return {"CUDA_HOME": "", "CUDA_PATH": "", "CUDACXX": "", "CMAKE_ARGS": f"'-DCMAKE_IGNORE_PATH={hidden}'"}
+
+
+def test_cuda_on_without_nvcc_is_an_error(source_copy: Path) -> None:
+    result = build(source_copy, QAO_CUDA="ON", **hidden_nvcc())
+    assert result.returncode != 0
+    message = " ".join(result.stderr.split())
+    assert "QAO_CUDA=ON, but nvcc was not found" in message and "QAO_CUDA=OFF" in message
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("QAO_CUDA", "maybe", "QAO_CUDA=MAYBE is not one of AUTO, ON, OFF"),
+        ("QAO_PYBIND", "maybe", "QAO_PYBIND=MAYBE is not one of AUTO, ON, OFF"),
+        ("QAO_CUDA_ARCHS", "80;hopper", "'hopper' is not an architecture"),
+        ("TORCH_CUDA_ARCH_LIST", "6.1 7.5", "names no architecture of compute capability 8.0 or newer"),
+    ],
+)
+def test_an_option_that_means_nothing_is_an_error(source_copy: Path, variable: str, value: str, message: str) -> None:
+    if variable.endswith(("ARCHS", "LIST")) and not shutil.which("nvcc"):
+        pytest.skip("architectures are read only where there is an nvcc")
+    result = build(source_copy, **{variable: value})
+    assert result.returncode != 0 and message in " ".join(result.stderr.split())
+
+
+def test_make_names_what_an_environment_lacks() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "require.py"), "torch>=2.11", "torch>=99", "no-such-package"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "torch>=99 is needed" in result.stdout and "no-such-package is not installed" in result.stdout
+    assert "torch>=2.11" not in result.stdout
+
+
+# ---- installing ------------------------------------------------------------------------------------------------------
+
+
+def pip(*arguments: str | Path, **environment: str) -> None:
+    command = [sys.executable, "-m", "pip", *map(str, arguments)]
+    environment = {**os.environ, "QAO_CUDA": "OFF", **environment}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.packaging
+def test_isolated_install(source_copy: Path, tmp_path: Path) -> None:
+    pip("install", "--no-deps", "--target", tmp_path / "site", source_copy)
+    assert str(tmp_path / "site") in output(python(RUN_OPERATORS, tmp_path / "site"))
+
+
+@pytest.mark.packaging
+def test_sdist_to_install(source_copy: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, source_copy]
+    subprocess.run(command, check=True, capture_output=True)
+    (sdist,) = tmp_path.glob("qao-*.tar.gz")
+    pip("install", "--no-deps", "--no-build-isolation", "--target", tmp_path / "site", sdist)
+    assert str(tmp_path / "site") in output(python(RUN_OPERATORS, tmp_path / "site"))
+    modules = {path.name for path in (ROOT / "python" / "qao").glob("*.py")}
+    installed = {path.name for path in (tmp_path / "site" / "qao").iterdir() if path.name != "__pycache__"}
+    hosts = {path.name for path in PACKAGE.glob("_host.*.so")}
+    assert installed == modules | hosts | {"_C.so", "_host.pyi", "py.typed"}
+
+
+@pytest.mark.packaging
+def test_without_pybind_the_wheel_fits_every_python_3(source_copy: Path, tmp_path: Path) -> None:
+    pip("wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source_copy, QAO_PYBIND="OFF")
+    (wheel,) = tmp_path.glob("qao-*.whl")
+    assert "-py3-none-linux" in wheel.name
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "qao/_C.so" in names and not [
+        name for name in names if name.startswith("qao/_host.") and name.endswith(".so")
+    ]
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    output(python(RUN_OPERATORS, tmp_path / "site"))

@@ -1,0 +1,220 @@
+"""The quantiser against the float64 reference: what it promises of q, scales, zero points and the error it reports."""
+
+from __future__ import annotations
+
+import pytest
+import qao
+import torch
+from qao import quantizer, reference
+from qao.quantizer import QuantizedWeight, quantize_int4
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+symmetric_or_not = pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+
+
+def random_weight(n: int, k: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(n, k, generator=torch.Generator().manual_seed(n * k)) * 0.02).to(device, dtype)
+
+
+def dense(quantized: QuantizedWeight, group_size: int) -> Tensor:
+    return reference.dequantize(quantized.q, quantized.scales, quantized.zeros, group_size)
+
+
+def group_errors(weight: Tensor, approximation: Tensor, group_size: int) -> Tensor:
+    """Squared error [N, groups]; group_size divides K."""
+    return (weight.double() - approximation).square().unflatten(1, (-1, group_size)).sum(-1)
+
+
+@symmetric_or_not
+@pytest.mark.parametrize("group_size, k", [(32, 96), (64, 100), (128, 128), (256, 300), (-1, 77)])
+def test_round_to_nearest_is_the_reference(symmetric: bool, group_size: int, k: int, device: str) -> None:
+    """On multiples of 1/8 with a scale that is a power of two every step is exact, so equality is."""
+    generator = torch.Generator().manual_seed(k)
+    weight = torch.randint(-7, 8, (5, k), generator=generator).float() / 8
+    size = k if group_size == -1 else group_size
+    weight[:, ::size] = -1.0  # symmetric: scale 1/8
+    if not symmetric:
+        weight[:, 1::size] = 0.875  # asymmetric: range 15/8, scale 1/8, zero point 8
+    got = quantize_int4(
+        weight.to(device), group_size, symmetric=symmetric, scale_dtype=torch.float32, clip_search=False
+    )
+    q, scales, zeros = reference.quantize_int4(weight, group_size, symmetric=symmetric)
+    assert torch.equal(got.q.cpu(), q)
+    assert torch.equal(got.scales.cpu().double(), scales)
+    if symmetric:
+        assert got.zeros is None
+    else:
+        assert got.zeros is not None and torch.equal(got.zeros.cpu().double(), zeros)
+
+
+@symmetric_or_not
+def test_round_to_nearest_is_near_the_reference_on_any_weight(symmetric: bool, device: str) -> None:
+    weight = random_weight(64, 320, device)
+    got = quantize_int4(weight, 64, symmetric=symmetric, scale_dtype=torch.float32, clip_search=False)
+    q, scales, zeros = reference.quantize_int4(weight.cpu(), 64, symmetric=symmetric)
+    # float32 against float64: a few roundings of 2^-24 in the scale
+    torch.testing.assert_close(got.scales.cpu().double(), scales, rtol=4 * 2.0**-24, atol=0)
+    expected = (
+        weight.cpu().double() - reference.dequantize(q, scales, zeros, 64)
+    ).norm() / weight.cpu().double().norm()
+    # A value within those roundings of a tie may go to the other side, which costs next to nothing.
+    assert got.relative_error == pytest.approx(expected.item(), rel=1e-4)
+
+
+@symmetric_or_not
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_reported_error_is_the_real_one(
+    symmetric: bool, scale_dtype: torch.dtype, dtype: torch.dtype, device: str
+) -> None:
+    weight = random_weight(48, 200, device, dtype)
+    got = quantize_int4(weight, 64, symmetric=symmetric, scale_dtype=scale_dtype)
+    assert got.q.dtype == torch.uint8 and got.q.shape == (48, 200) and int(got.q.max()) <= 15
+    assert got.scales.dtype == scale_dtype and got.scales.shape == (48, 4)
+    error = (weight.double() - dense(got, 64)).norm() / weight.double().norm()
+    # The quantiser sums squares of float32 differences.
+    assert got.relative_error == pytest.approx(error.item(), rel=1e-5)
+
+
+@symmetric_or_not
+def test_scales_are_rounded_before_q_is_chosen(symmetric: bool, device: str) -> None:
+    """Every value is at the nearest code of the rounded scale: half a step away, or clipped at an end."""
+    weight = random_weight(32, 256, device)
+    got = quantize_int4(weight, 128, symmetric=symmetric, scale_dtype=torch.bfloat16)
+    step = got.scales.double().abs().repeat_interleave(128, 1)
+    distance = (weight.double() - dense(got, 128)).abs()
+    clipped = (got.q == 0) | (got.q == 15)
+    assert (distance <= step / 2 * (1 + 2.0**-20))[~clipped].all()
+
+
+@symmetric_or_not
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_clip_search_lowers_the_error_of_every_group(symmetric: bool, group_size: int, device: str) -> None:
+    weight = random_weight(64, 512, device)
+    plain, searched = (
+        quantize_int4(weight, group_size, symmetric=symmetric, scale_dtype=torch.float32, clip_search=search)
+        for search in (False, True)
+    )
+    before = group_errors(weight, dense(plain, group_size), group_size)
+    after = group_errors(weight, dense(searched, group_size), group_size)
+    assert (after <= before * (1 + 1e-5)).all()
+    assert searched.relative_error < plain.relative_error
+
+
+def test_clip_search_chooses_the_best_of_its_ranges(device: str) -> None:
+    """Against every range tried one by one in float64."""
+    weight = random_weight(16, 64, device)
+    got = quantize_int4(weight, 32, symmetric=True, scale_dtype=torch.float32)
+    groups = weight.double().unflatten(1, (-1, 32))
+    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    errors = []
+    for factor in quantizer._CLIP_FACTORS:
+        scale = extreme / -8 * factor
+        errors.append(((groups / scale).round().clamp(-8, 7) * scale - groups).square().sum(-1))
+    best = torch.stack(errors).amin(0)
+    torch.testing.assert_close(group_errors(weight, dense(got, 32), 32), best, rtol=1e-4, atol=0)
+
+
+@symmetric_or_not
+def test_short_last_group_is_quantised_by_itself(symmetric: bool, device: str) -> None:
+    weight = random_weight(8, 100, device)
+    whole, first, last = (
+        quantize_int4(part, 64, symmetric=symmetric, scale_dtype=torch.float32)
+        for part in (weight, weight[:, :64], weight[:, 64:])
+    )
+    assert torch.equal(whole.q, torch.cat((first.q, last.q), 1))
+    assert torch.equal(whole.scales, torch.cat((first.scales, last.scales), 1))
+
+
+@symmetric_or_not
+def test_chunks_of_rows_do_not_change_the_result(symmetric: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_weight(37, 130, device)
+    whole = quantize_int4(weight, 32, symmetric=symmetric, scale_dtype=torch.bfloat16)
+    monkeypatch.setitem(quantizer._CHUNK_ELEMENTS, device, 5 * 130)
+    chunked = quantize_int4(weight, 32, symmetric=symmetric, scale_dtype=torch.bfloat16)
+    assert torch.equal(whole.q, chunked.q) and torch.equal(whole.scales, chunked.scales)
+    assert chunked.relative_error == pytest.approx(whole.relative_error, rel=1e-6)
+
+
+@symmetric_or_not
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+def test_groups_of_zeros(symmetric: bool, scale_dtype: torch.dtype, device: str) -> None:
+    weight = random_weight(6, 128, device)
+    weight[0] = 0
+    weight[1, 32:64] = 0
+    got = quantize_int4(weight, 32, symmetric=symmetric, scale_dtype=scale_dtype)
+    assert got.scales.isfinite().all() and (got.scales != 0).all()
+    assert (dense(got, 32)[weight == 0] == 0).all()
+    nothing = quantize_int4(torch.zeros(3, 40, device=device), 32, symmetric=symmetric, scale_dtype=scale_dtype)
+    assert nothing.relative_error == 0
+
+
+@symmetric_or_not
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("magnitude", [1e-42, 1e-30, 1e-8, 1e-4, 1e4])
+def test_extreme_magnitudes_stay_finite(
+    symmetric: bool, scale_dtype: torch.dtype, magnitude: float, device: str
+) -> None:
+    weight = random_weight(4, 64, device) / 0.02 * magnitude
+    got = quantize_int4(weight, 32, symmetric=symmetric, scale_dtype=scale_dtype)
+    assert got.scales.isfinite().all() and (got.scales != 0).all()
+    assert (dense(got, 32).abs() <= 2 * weight.double().abs().max() + 8 * torch.finfo(scale_dtype).tiny).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite(value: float, device: str) -> None:
+    weight = random_weight(4, 64, device)
+    weight[2, 3] = value
+    with pytest.raises(ValueError, match=r"^model\.layer: the weight \[4, 64\].*holds NaN or Inf"):
+        quantize_int4(weight, 32, symmetric=True, scale_dtype=torch.float32, name="model.layer")
+
+
+def test_scales_that_overflow(device: str) -> None:
+    with pytest.raises(ValueError, match=r"^w: a scale of the weight.*overflows torch.float16.*wider scale_dtype"):
+        quantize_int4(torch.full((2, 32), 1e6, device=device), 32, symmetric=True, scale_dtype=torch.float16, name="w")
+
+
+def test_input_is_left_alone(device: str) -> None:
+    weight = random_weight(4, 64, device).requires_grad_()
+    before = weight.detach().clone()
+    got = quantize_int4(weight, 32, symmetric=False, scale_dtype=torch.float32)
+    assert torch.equal(weight.detach(), before)
+    assert not got.scales.requires_grad
+
+
+def test_memory_is_bounded(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("torch counts the bytes of a GPU only")
+    weight = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = quantize_int4(weight, 128, symmetric=False, scale_dtype=torch.bfloat16)
+    kept = result.q.numel() + 4 * result.scales.numel()
+    # Four float32 copies of a chunk: values, scratch or codes, and two of room for what has a value a group.
+    assert torch.cuda.max_memory_allocated() - before <= kept + 4 * 4 * quantizer._CHUNK_ELEMENTS["cuda"]
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"group_size": 48}, ValueError, "group_size must be 32, 64, 128, 256, or -1"),
+        ({"group_size": 0}, ValueError, "group_size must be"),
+        ({"group_size": True}, ValueError, "group_size must be"),
+        ({"group_size": "128"}, ValueError, "group_size must be.*'128'"),
+        ({"symmetric": 1}, TypeError, "symmetric must be True or False"),
+        ({"clip_search": None}, TypeError, "clip_search must be True or False"),
+        ({"scale_dtype": torch.float64}, ValueError, "scale_dtype must be torch.float32.*torch.float64"),
+        ({"scale_dtype": "bfloat16"}, ValueError, "scale_dtype must be"),
+    ],
+)
+def test_scheme_rejects(arguments: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"Int4WeightOnly: {message}"):
+        qao.Int4WeightOnly(**arguments)  # type: ignore[arg-type]
+
+
+def test_scheme_is_a_frozen_value() -> None:
+    scheme = qao.Int4WeightOnly(group_size=64)
+    assert scheme == qao.Int4WeightOnly(64) and hash(scheme) == hash(qao.Int4WeightOnly(64))
+    with pytest.raises(AttributeError):
+        scheme.group_size = 32  # type: ignore[misc]

@@ -1,0 +1,127 @@
+"""CPU only: every instruction set by QAO_CPU_ISA, numbers of threads, calls from several Python threads."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from accuracy import check_close
+from ops_support import DTYPES, SCHEMES, Int4, bits, randn
+
+TESTS = Path(__file__).parent
+
+# What /proc/cpuinfo must list for each level, beyond the levels before it (csrc/cpu/isa.h).
+ISA_FLAGS = {
+    "scalar": (),
+    "avx2": ("avx2", "fma", "f16c"),
+    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512vbmi"),
+    "avx512_bf16": ("avx512_bf16",),
+    "amx": ("amx_tile", "amx_bf16", "amx_int8"),
+}
+CALL_INT4_MM = """
+import sys
+import torch
+sys.path.insert(0, sys.argv[1])
+from ops_support import Int4, randn
+Int4.mm(randn(2, 64, dtype=torch.bfloat16, device="cpu"), Int4.make_weight(16, 64))
+"""
+
+
+def cpu_offers(isa: str) -> bool:
+    flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+    levels = list(ISA_FLAGS)
+    return all(flag in flags for level in levels[: levels.index(isa) + 1] for flag in ISA_FLAGS[level])
+
+
+def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | environment,
+        cwd=TESTS.parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+@pytest.mark.parametrize("isa", ISA_FLAGS)
+def test_isa(isa: str) -> None:
+    """All tests marked every_isa, with this level forced and every allocation filled with 0x7F by glibc."""
+    if not cpu_offers(isa):
+        pytest.skip(f"this CPU has no {isa}")
+    files = [str(path) for path in TESTS.glob("test_*.py") if "mark.every_isa" in path.read_text()]
+    result = run(
+        ["-m", "pytest", "-x", "-m", "every_isa", "-k", "not cuda", "-p", "no:cacheprovider", *files],
+        QAO_CPU_ISA=isa,
+        MALLOC_PERTURB_="128",
+        OMP_NUM_THREADS="1",  # test_numbers_of_threads sets its own
+    )
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout
+
+
+def test_glibc_fills_allocations() -> None:
+    """So that the poison of test_isa is real."""
+    code = "import torch; t = torch.empty(4096, dtype=torch.uint8); print(bool((t[64:-64] == 0x7F).all()))"
+    assert run(["-c", code], MALLOC_PERTURB_="128").stdout.strip() == "True"
+
+
+def test_unknown_isa_is_an_error() -> None:
+    result = run(["-c", CALL_INT4_MM, str(TESTS)], QAO_CPU_ISA="sse9")
+    assert result.returncode != 0
+    assert "RuntimeError: qao::int4_mm: QAO_CPU_ISA=sse9 is not one of " + ", ".join(ISA_FLAGS) in result.stderr
+
+
+def test_missing_isa_is_an_error() -> None:
+    missing = [isa for isa in ISA_FLAGS if not cpu_offers(isa)]
+    if not missing:
+        pytest.skip("this CPU has every level")
+    result = run(["-c", CALL_INT4_MM, str(TESTS)], QAO_CPU_ISA=missing[0])
+    assert result.returncode != 0
+    assert f"RuntimeError: qao::int4_mm: QAO_CPU_ISA={missing[0]}, but this CPU offers only" in result.stderr
+
+
+def test_empty_isa_means_the_best() -> None:
+    result = run(["-c", CALL_INT4_MM, str(TESTS)], QAO_CPU_ISA="")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+def test_numbers_of_threads(scheme: Int4, threads: int, x_dtype: torch.dtype) -> None:
+    """More threads than cores, tiles or rows included."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for m, n, k in ((1, 100, 600), (1, 5, 64), (7, 100, 300), (40, 33, 300), (130, 17, 65)):
+            weight = scheme.make_weight(n, k, scheme.few_formats[1])
+            x = randn(m, k, dtype=x_dtype, device="cpu")
+            check_close(scheme.mm(x, weight), x, weight.dense)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+def test_several_python_threads(scheme: Int4) -> None:
+    """Kernels keep no state between or across calls: every thread gets the bits that it gets alone."""
+    calls = [
+        (randn(m, k, dtype=dtype, device="cpu", seed=m), scheme.make_weight(n, k, fmt))
+        for (m, n, k), dtype in itertools.product(((1, 100, 600), (3, 64, 128), (70, 48, 130)), DTYPES)
+        for fmt in scheme.few_formats
+    ]
+    expected = [bits(scheme.mm(x, weight)) for x, weight in calls]
+
+    def repeat(i: int) -> bool:
+        return all(torch.equal(bits(scheme.mm(*calls[i])), expected[i]) for _ in range(10))
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(repeat, range(len(calls))))

@@ -1,0 +1,77 @@
+"""The walls between the rooms of the source tree: who may include, import or call what."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CUDA, CSRC, PYTHON = ROOT / "cuda", ROOT / "csrc", ROOT / "python" / "qao"
+C_SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".inc"}
+OPS = sorted(path.name for path in CUDA.iterdir() if path.is_dir() and path.name not in ("include", "common"))
+
+
+def sources(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix in C_SUFFIXES)
+
+
+def includes(path: Path) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = "qao." if node.level else ""
+            yield from (f"{prefix}{node.module or ''}.{alias.name}" for alias in node.names)
+
+
+def test_there_is_something_to_check() -> None:
+    assert "int4_mm" in OPS
+    assert len(sources(CUDA)) >= 8 and len(sources(CSRC)) >= 8
+    assert "torch/csrc/stable/library.h" in includes(CSRC / "library.cpp")
+    assert "torch" in set(imports(PYTHON / "ops.py"))
+
+
+@pytest.mark.parametrize("path", [*sources(CUDA), *sources(CSRC / "cpu")], ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_torch_and_no_python_behind_the_wall(path: Path) -> None:
+    forbidden = re.compile(r"(torch|ATen|c10|caffe2|pybind11)/|Python\.h$")
+    assert not [name for name in includes(path) if forbidden.match(name)]
+
+
+@pytest.mark.parametrize("path", sources(CSRC), ids=lambda path: str(path.relative_to(ROOT)))
+def test_csrc_uses_the_stable_abi_alone(path: Path) -> None:
+    allowed = re.compile(r"torch/(csrc/stable/|csrc/inductor/aoti_torch/c/|headeronly/)")
+    torch_headers = [name for name in includes(path) if re.match(r"(torch|ATen|c10|caffe2)/", name)]
+    assert not [name for name in torch_headers if not allowed.match(name)]
+    if path.name != "host.cpp":
+        assert not [name for name in includes(path) if name.startswith("pybind11/")]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_op_folders_do_not_include_each_other(op: str) -> None:
+    others = tuple(f"{other}/" for other in OPS if other != op)
+    for path in sources(CUDA / op):
+        assert not [name for name in includes(path) if name.startswith(others)], path
+
+
+def test_common_and_the_public_headers_include_no_op() -> None:
+    for path in [*sources(CUDA / "common"), *sources(CUDA / "include")]:
+        assert not [name for name in includes(path) if name.startswith(tuple(f"{op}/" for op in OPS))], path
+
+
+def test_plans_are_pure_host_code() -> None:
+    for path in CUDA.glob("*/plan.cpp"):
+        assert not [name for name in includes(path) if name.startswith("cuda") or name.endswith((".cuh", ".cu"))], path
+
+
+def test_reference_imports_no_op() -> None:
+    path = PYTHON / "reference.py"
+    assert not [name for name in imports(path) if name.startswith("qao")]
+    assert "torch.ops" not in path.read_text()
