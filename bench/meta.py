@@ -1,0 +1,65 @@
+"""What a result was measured on: the device, the versions, and the hash of the sources. Imports without torch."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+_SOURCE_FOLDERS = ("csrc", "cuda", "python")
+_SOURCE_SUFFIXES = {".cpp", ".cu", ".cuh", ".h", ".inc", ".py"}
+
+
+def source_hash(root: Path = ROOT) -> str:
+    """SHA-256 over path and content of every source file under csrc/, cuda/ and python/, in sorted order."""
+    digest = hashlib.sha256()
+    files = (path for folder in _SOURCE_FOLDERS for path in (root / folder).rglob("*"))
+    for path in sorted(path for path in files if path.suffix in _SOURCE_SUFFIXES):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def device_slug(device: str) -> str:
+    """Folder of a device's results: ``cpu``, or the GPU's name in short ("NVIDIA H200" is ``h200``)."""
+    if device == "cpu":
+        return "cpu"
+    import torch
+
+    name = torch.cuda.get_device_name().lower().replace("nvidia", "").replace("geforce", "")
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+
+
+def describe(device: str) -> dict[str, Any]:
+    """The ``meta`` of a results file."""
+    import torch
+
+    meta: dict[str, Any] = {"device": _cpu_name(), "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
+    if device == "cuda":
+        gpu = torch.cuda.get_device_properties()
+        meta = {"device": gpu.name, "sms": gpu.multi_processor_count, "l2_bytes": gpu.L2_cache_size}
+        meta["cuda"] = torch.version.cuda
+    return meta | {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "source_hash": source_hash(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
+
+
+def _cpu_name() -> str:
+    """Model name and the vector extensions that decide which kernel runs, where Linux tells them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    model = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
+    flags = re.search(r"^flags\s*:\s*(.*)$", text, re.MULTILINE)
+    known = ("avx2", "avx512_vnni", "avx512_bf16", "amx_bf16")
+    present = [flag for flag in known if flags and flag in flags[1].split()]
+    return ", ".join([model[1] if model else platform.machine(), *present])

@@ -1,0 +1,187 @@
+"""Times a scheme on the linear layers of real models: every layer at every M, against bfloat16 and the peers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .meta import describe
+from .peers import Bf16, GroupedWeight, Peer
+from .timing import Graph, ceilings, interleaved, replayed, rotation, settle_clocks
+
+
+class Layer(NamedTuple):
+    name: str
+    n: int  # out_features
+    k: int  # in_features
+
+
+# o, qkv, gate_up and down of an 8B Llama, o and down of a 70B one; K = 896 is Qwen2.5-0.5B.
+LAYERS: dict[str, tuple[Layer, ...]] = {
+    "cpu": (Layer("o", 4096, 4096), Layer("up", 14336, 4096), Layer("up_0.5b", 4864, 896)),
+    "cuda": (
+        Layer("o", 4096, 4096),
+        Layer("qkv", 6144, 4096),
+        Layer("gate_up", 28672, 4096),
+        Layer("down", 4096, 14336),
+        Layer("o70", 8192, 8192),
+        Layer("down70", 8192, 28672),
+    ),
+}
+TOKENS: dict[str, tuple[int, ...]] = {
+    "cpu": (1, 4, 16, 128, 512, 2048),
+    "cuda": (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192),
+}
+
+_CPU_COPIES_BYTES = 256 << 20  # far past L2; an L3 may be larger, but on a server it is shared
+_CELL_S = {"cpu": 1.0, "cuda": 0.05}  # timing budget of one contender in one cell
+_QUICK = 4  # --quick divides the budget
+_MAX_ERROR = 0.02  # ‖y - ref‖ / ‖ref‖: far above rounding in bfloat16, far below any wrong layout
+
+
+@dataclass(frozen=True)
+class Run:
+    """What to measure."""
+
+    scheme: str
+    ours: type[Peer]
+    peers: Sequence[type[Peer]]
+    device: str
+    layers: Sequence[Layer]
+    tokens: Sequence[int]
+    group_size: int
+    symmetric: bool
+    quick: bool
+
+
+class Contender(NamedTuple):
+    peer: Peer
+    weights: Iterator[tuple[Tensor, ...]]  # copies of the peer's tensors, round and round
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.peer.run(x, *next(self.weights))
+
+
+def run(request: Run) -> dict[str, Any]:
+    """Measures, prints a line a cell, and returns what belongs in the results file."""
+    meta = describe(request.device)
+    if request.device == "cuda":
+        settle_clocks()
+    bytes_per_s, flop_per_s = ceilings(request.device)
+    meta |= {"read_gb_s": bytes_per_s / 1e9, "bf16_tflop_s": flop_per_s / 1e12}
+    print(f"{meta['device']}, torch {meta['torch']}: reads {bytes_per_s / 1e9:.0f} GB/s, ", end="")
+    print(f"multiplies bfloat16 matrices at {flop_per_s / 1e12:.1f} TFLOP/s")
+    if meta.get("load", 0) > 0.5:
+        print(f"note: this machine is busy (load average {meta['load']:.1f}); a quiet one gives steadier ratios")
+    rows = [row for layer in request.layers for row in _layer_rows(request, layer, bytes_per_s, flop_per_s)]
+    return {"meta": meta, "rows": rows}
+
+
+def write(results: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\nwrote {path}")
+
+
+@torch.inference_mode()
+def _layer_rows(request: Run, layer: Layer, bytes_per_s: float, flop_per_s: float) -> Iterator[dict[str, Any]]:
+    device = request.device
+    weight = GroupedWeight.random(layer.n, layer.k, request.group_size, request.symmetric, device)
+    reference = weight.dequantize().float()
+    contenders = {kind.name: _contender(kind, weight, device) for kind in (request.ours, Bf16, *request.peers)}
+    ours = contenders[request.ours.name]
+    assert isinstance(ours, Contender), ours
+    weight_bytes = sum(t.nbytes for t in ours.peer.tensors)
+    print(f"\n{layer.name}: N={layer.n}, K={layer.k}, group_size={request.group_size}")
+
+    for m in request.tokens:
+        x = torch.randn(m, layer.k, device=device).bfloat16()
+        moved = weight_bytes + x.nbytes + m * layer.n * x.itemsize
+        flop = 2 * m * layer.n * layer.k
+        floor = max(moved / bytes_per_s, flop / flop_per_s)
+        outcome = _cell(request, contenders, x, reference, floor)
+        seconds = {name: value for name, value in outcome.items() if isinstance(value, float)}
+        ours_s, bf16_s = seconds.pop(request.ours.name), seconds.pop(Bf16.name)
+        row = {
+            **{"layer": layer.name, "N": layer.n, "K": layer.k, "M": m},
+            **{"group_size": request.group_size, "symmetric": request.symmetric, "dtype": "bfloat16"},
+            **{"us": ours_s * 1e6, "bf16_us": bf16_s * 1e6, "floor_us": floor * 1e6},
+            **{"gb_s": moved / ours_s / 1e9, "tflop_s": flop / ours_s / 1e12},
+            "peers": {name: s * 1e6 for name, s in seconds.items()},
+            "not_run": {name: why for name, why in outcome.items() if isinstance(why, str)},
+        }
+        _print_row(row)
+        yield row
+
+
+def _contender(kind: type[Peer], weight: GroupedWeight, device: str) -> Contender | str:
+    """Ready to run on rotating copies, or the reason why not."""
+    if reason := kind.unavailable(device):
+        return reason
+    try:
+        peer = kind(weight)
+    except Exception as error:  # whatever a foreign library raises is a result: it failed, and why
+        return _reason(kind, error)
+    return Contender(peer, rotation(peer.tensors, _copies(peer, device)))
+
+
+def _cell(
+    request: Run, contenders: dict[str, Contender | str], x: Tensor, reference: Tensor, floor: float
+) -> dict[str, float | str]:
+    """By contender: seconds a call, or the reason why there are none."""
+    timed: dict[str, Any] = {}
+    outcome: dict[str, float | str] = {}
+    for name, contender in contenders.items():
+        if isinstance(contender, str):
+            outcome[name] = contender
+        elif x.shape[0] > contender.peer.max_m:
+            outcome[name] = f"M > {contender.peer.max_m}"
+        else:
+            try:
+                timed[name] = _ready(contender, x, reference, floor)
+            except Exception as error:
+                outcome[name] = _reason(type(contender.peer), error)
+    seconds = _CELL_S[request.device] / (_QUICK if request.quick else 1)
+    measure = replayed if request.device == "cuda" else interleaved
+    return outcome | dict(zip(timed, measure(list(timed.values()), seconds), strict=True))
+
+
+def _ready(contender: Contender, x: Tensor, reference: Tensor, floor: float) -> Any:
+    """What the timer of x's device takes: a graph or a call. Checks the result first: a fast wrong answer is none."""
+    peer = contender.peer
+    expected = x[-16:].float() @ reference.T
+    error = (peer.run(x, *peer.tensors)[-16:].float() - expected).norm() / expected.norm()
+    if not error < _MAX_ERROR:
+        raise RuntimeError(f"wrong result: relative error {error:.3g} at x {list(x.shape)}")
+    call = partial(contender.run, x)
+    return Graph(call, _copies(peer, "cuda"), floor) if x.is_cuda else call
+
+
+def _copies(peer: Peer, device: str) -> int:
+    """How many copies of the weight exceed twice the L2 of a GPU, or far exceed the L2 of a CPU; at least 3."""
+    size = sum(t.nbytes for t in peer.tensors)
+    cold = 2 * torch.cuda.get_device_properties().L2_cache_size if device == "cuda" else _CPU_COPIES_BYTES
+    return max(3, math.ceil(cold / size))
+
+
+def _reason(kind: type[Peer], error: Exception) -> str:
+    """One line for the results; only what we compare with may fail."""
+    if not kind.may_fail:
+        raise error
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    us = row["us"]
+    against = {"bf16": row["bf16_us"], **row["peers"]}
+    times = "  ".join(f"{name} {t:9.1f} ({t / us:5.2f}x)" for name, t in against.items())
+    failed = "".join(f"  {name}: {why}" for name, why in row["not_run"].items() if not why.endswith("only"))
+    print(f"  M={row['M']:<5} {us:9.1f} us  {row['floor_us'] / us:4.0%} of roofline  {times}{failed}", flush=True)

@@ -1,0 +1,116 @@
+"""The methods. CPU: contenders take turns in rounds. GPU: replays of CUDA graphs, in turns as well. Medians of both.
+
+Whatever is timed works on random data and rotates over copies of its weight, so that no cache holds the next one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
+from statistics import median
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], object]
+
+# A sample repeats its call until it is long against the timer, or against synchronizing with a GPU. Not longer: on a
+# busy CPU, short samples are the ones that nothing interrupts.
+_SHORTEST_SAMPLE_S = {"cpu": 2e-4, "cuda": 2e-3}
+_GRAPH_S = 500e-6  # device time of one graph, long against the gap between two replays
+_MAX_GRAPH_CALLS = 512
+
+
+def rotation(tensors: tuple[Tensor, ...], copies: int) -> Iterator[tuple[Tensor, ...]]:
+    """``tensors`` and ``copies - 1`` clones of them, round and round."""
+    return cycle([tensors, *(tuple(t.clone() for t in tensors) for _ in range(copies - 1))])
+
+
+def interleaved(calls: Sequence[Call], seconds: float, device: str = "cpu", min_rounds: int = 5) -> list[float]:
+    """Median seconds of each call; they run in turns, for about ``seconds`` each, and so share every disturbance."""
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def sample(call: Call, repeats: int) -> float:
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        synchronize()
+        return (time.perf_counter() - start) / repeats
+
+    first = [min(sample(call, 1), sample(call, 1)) for call in calls]
+    repeats = [max(1, math.ceil(_SHORTEST_SAMPLE_S[device] / t)) for t in first]
+    samples: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + seconds * len(calls)
+    while len(samples[-1]) < min_rounds or time.perf_counter() < end:
+        for call, repeat, times in zip(calls, repeats, samples, strict=True):
+            times.append(sample(call, repeat))
+    return [median(times) for times in samples]
+
+
+def capture(call: Call, calls: int = 1) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of ``calls`` calls in a row."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # lazy set-up (cuBLAS workspaces, module loads) must not happen during capture
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return graph
+
+
+class Graph:
+    """A graph of calls enough to be timed, in whole turns over the copies of the weight."""
+
+    def __init__(self, call: Call, copies: int, floor_s: float) -> None:
+        turns = math.ceil(min(_MAX_GRAPH_CALLS, _GRAPH_S / floor_s) / copies)
+        self.calls = turns * copies
+        self.graph = capture(call, self.calls)
+
+    def sample(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        self.graph.replay()
+        end.record()
+        return start, end
+
+
+def replayed(graphs: Sequence[Graph], seconds: float, min_rounds: int = 5) -> list[float]:
+    """Median seconds of one call of each graph, the graphs replayed in turns for about ``seconds`` each."""
+    for graph in graphs:  # warm-up
+        graph.sample()
+    torch.cuda.synchronize()
+    samples: list[list[float]] = [[] for _ in graphs]
+    end = time.perf_counter() + seconds * len(graphs)
+    while len(samples[-1]) < min_rounds or time.perf_counter() < end:
+        events = [graph.sample() for graph in graphs]
+        torch.cuda.synchronize()
+        for graph, times, (start, stop) in zip(graphs, samples, events, strict=True):
+            times.append(start.elapsed_time(stop) * 1e-3 / graph.calls)
+    return [median(times) for times in samples]
+
+
+def settle_clocks() -> None:
+    """Keeps the GPU busy until two batches of the same work in a row take the same time to 1 %, 3 seconds at most."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    before = math.inf
+    for _ in range(60):
+        (now,) = interleaved([lambda: a @ a], 0.05, "cuda")
+        if abs(now / before - 1) < 0.01:
+            return
+        before = now
+
+
+def ceilings(device: str) -> tuple[float, float]:
+    """What this device really does: bytes/s of reading memory, and FLOP/s of a bfloat16 matrix product."""
+    size, side = (1 << 31, 8192) if device == "cuda" else (1 << 28, 2048)
+    data = torch.randn(size // 4, device=device)
+    target = torch.empty_like(data)
+    a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
+    read, copy, product = interleaved([data.sum, lambda: target.copy_(data), lambda: a @ b], 0.3, device)
+    return max(size / read, 2 * size / copy), 2 * side**3 / product

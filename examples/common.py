@@ -1,0 +1,28 @@
+"""What both parts of the demo share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import qao
+from torch import nn
+
+
+def linear_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters of every linear layer, biases included."""
+    layers = (module for module in model.modules() if isinstance(module, (nn.Linear, qao.QuantLinear)))
+    return sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
+
+
+def mebibytes(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """The first column to the left, the others to the right."""
+    widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
+    print()
+    for line in [header, ["-" * width for width in widths], *rows]:
+        first, *others = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join([line[0].ljust(len(first)), *others]))
+    print()
