@@ -247,12 +247,18 @@ struct Cta {
     for (int i = 0; i < 4; ++i) a[i] = Half<T>::add(a[i], group.fraction[i % 2]);
   }
 
+  // For threads without sums: the barriers of write_result, which are for the whole CTA.
+  static __device__ __forceinline__ void skip_result() {
+    __syncthreads();
+    __syncthreads();
+  }
+
   using Sums = float[Tile::kTilesN][Tile::kTilesM][4];
 
   // Slices are added in their order, transposed through shared memory to token-major, and stored four rows at a time.
   __device__ __forceinline__ void write_result(const Sums& sum, float* tile, int split) const {
     ptx::cp_async_wait<0>();
-    ptx::named_barrier(0, Tile::kThreads);  // every slice is done with its ring, which `tile` overlays
+    __syncthreads();  // every slice is done with its ring, which `tile` overlays
 #pragma unroll
     for (int i = 0; i < Tile::kTilesN; ++i) {
 #pragma unroll
@@ -265,7 +271,7 @@ struct Cta {
         }
       }
     }
-    ptx::named_barrier(0, Tile::kThreads);
+    __syncthreads();
     constexpr int kQuads = Tile::kN / 4;
     const bool vector_store = p.n % 4 == 0;
     for (int i = threadIdx.x; i < Tile::kM * kQuads; i += Tile::kThreads) {

@@ -195,6 +195,7 @@ __global__ void __launch_bounds__(Tile::kThreads + kProducerThreads, Tile::kCtas
   if (threadIdx.x >= Tile::kThreads) {
     ptx::limit_registers<kProducerRegisters>();
     if (threadIdx.x == Tile::kThreads) produce<Tile>(p, maps, cta, ring, at.begin, at.end);
+    cta.skip_result();
   } else {
     ptx::raise_registers<kConsumerRegisters>();
     typename Cta::Sums sum = {};
