@@ -1,56 +1,176 @@
-// int4_mm on the CPU: which kernel runs, and the scalar one.
+// int4_mm on the CPU: which kernel runs, and how it is spread over threads.
 #include "cpu/int4_mm.h"
 
 #include <algorithm>
+#include <cstring>
 
-#include "cpu/numeric.h"
+#include "cpu/int4_kernels.h"
+#include "cpu/int4_mm_scalar.h"
+#include "cpu/scratch.h"
 #include "int4_mm/layout.h"
 
 namespace qao::cpu {
 namespace {
 
 using int4_mm::Arguments;
+using int4_mm::kTileK;
+using int4_mm::kTileN;
 using int4_mm::Problem;
 
-// One row of W against one row of x, in float32, group by group.
-float dot(const Problem& p, const Arguments& a, int64_t m, int64_t n) {
-  const int parameters = p.has_zeros ? 2 : 1;
-  const int64_t k_tiles = int4_mm::tiles_k(p.k), groups = p.groups();
-  const int shift = int4_mm::tile_shift(static_cast<int>(n % int4_mm::kTileN));
-  float sum = 0;
-  for (int64_t g = 0; g < groups; ++g) {
-    const float scale = load(a.scales, int4_mm::scale_offset(n, g, groups, parameters, 0), p.scale_dtype);
-    const float zero = p.has_zeros
-                           ? load(a.scales, int4_mm::scale_offset(n, g, groups, parameters, 1), p.scale_dtype)
-                           : int4_mm::kSymmetricZero;
-    float group_sum = 0;
-    const int64_t end = std::min(p.k, (g + 1) * p.group_size);
-    for (int64_t k = g * p.group_size; k < end; ++k) {
-      const int q = a.weight[int4_mm::weight_offset(n, k, k_tiles)] >> shift & 15;
-      group_sum += (static_cast<float>(q) - zero) * load(a.x, m * a.x_stride + k, p.x_dtype);
-    }
-    sum += scale * group_sum;
+enum class Form { kPlain, kFixedPoint, kPairs };  // of x inside the kernel
+
+struct Kernel {
+  const char* name;
+  Form form;
+  void (*pack)(const Int4Job&, int64_t begin, int64_t end);
+  void (*run)(const Int4Job&, int64_t begin, int64_t end);
+};
+
+constexpr Kernel kScalar = {"scalar", Form::kPlain, nullptr, nullptr};
+constexpr Kernel kGemvAvx2 = {"gemv_avx2", Form::kFixedPoint, int4_pack_fixed_avx2, int4_gemv_avx2};
+constexpr Kernel kGemmAvx2 = {"gemm_avx2", Form::kFixedPoint, int4_pack_fixed_avx2, int4_gemm_avx2};
+constexpr Kernel kGemvAvx512 = {"gemv_avx512", Form::kFixedPoint, int4_pack_fixed_avx2, int4_gemv_avx512};
+constexpr Kernel kGemmAvx512 = {"gemm_avx512", Form::kFixedPoint, int4_pack_fixed_avx2, int4_gemm_avx512};
+constexpr Kernel kGemmAmx = {"gemm_amx", Form::kPairs, int4_pack_pairs_amx, int4_gemm_amx};
+
+// Up to how many rows of x reading each row of W again costs less than expanding W once for all.
+constexpr int64_t kGemvRows = 2;
+
+const Kernel& choose(const Problem& p, Isa isa) {
+  switch (isa) {
+    case Isa::kScalar:
+      return kScalar;
+    case Isa::kAvx2:
+      return p.m <= kGemvRows ? kGemvAvx2 : kGemmAvx2;
+    case Isa::kAvx512:
+    case Isa::kAvx512Bf16:
+      return p.m <= kGemvRows ? kGemvAvx512 : kGemmAvx512;
+    case Isa::kAmx:
+      return p.m <= kGemvRows ? kGemvAvx512 : kGemmAmx;
   }
-  return sum;
+  return kScalar;
 }
 
-void int4_mm_scalar(const Problem& p, const Arguments& a, const Threads& threads) {
-  threads.for_each([&](int index) {
-    for (int64_t n = p.n * index / threads.count; n < p.n * (index + 1) / threads.count; ++n) {
-      const float bias = p.has_bias ? load(a.bias, n, p.bias_dtype) : 0.0f;
-      for (int64_t m = 0; m < p.m; ++m) store(a.y, m * p.n + n, p.x_dtype, dot(p, a, m, n) + bias);
-    }
+constexpr int64_t kMaxRows = 512;                       // of x at a time
+constexpr int64_t kMaxPackedBytes = int64_t{16} << 20;  // fewer if they are long
+constexpr int64_t kSerialPackValues = 16384;            // waking threads would cost more
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Hands out consecutive 64-byte aligned pieces of one allocation; with a null base it only adds up their sizes.
+class Pieces {
+ public:
+  explicit Pieces(void* base) : base_(static_cast<char*>(base)) {}
+  template <typename T>
+  T* take(int64_t count) {
+    T* piece = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + bytes_);
+    bytes_ += divide_up(count * static_cast<int64_t>(sizeof(T)), 64) * 64;
+    return piece;
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  char* base_;
+  int64_t bytes_ = 0;
+};
+
+Int4Job describe(const Problem& p, const Arguments& a, Form form) {
+  Int4Job job;
+  job.n = p.n, job.k = p.k;
+  job.x_stride = a.x_stride;
+  job.weight = a.weight, job.scales = a.scales, job.bias = p.has_bias ? a.bias : nullptr;
+  job.x_dtype = p.x_dtype, job.scale_dtype = p.scale_dtype, job.bias_dtype = p.bias_dtype;
+  job.parameters = p.has_zeros ? 2 : 1;
+  job.tiles_n = int4_mm::tiles_n(p.n), job.tiles_k = int4_mm::tiles_k(p.k), job.groups = p.groups();
+  const bool grouped = p.group_size == 32 || p.group_size == 64 || p.group_size == 128 || p.group_size == 256;
+  const int largest = form == Form::kPairs ? kMaxSectionAmx : kMaxSection;
+  job.section = grouped ? static_cast<int>(std::min<int64_t>(p.group_size, largest)) : largest;
+  job.sections = divide_up(p.k, job.section);
+  job.sections_per_group = grouped ? p.group_size / job.section : job.sections;
+  return job;
+}
+
+// Sets the sizes of x's packed form for rows [first, first + rows) and, with memory, where it lies; returns its bytes.
+int64_t lay_out(const Problem& p, const Arguments& a, Form form, int64_t first, int64_t rows, void* memory,
+                Int4Job* job) {
+  const int64_t row_bytes = a.x_stride * size_of(p.x_dtype);
+  job->m = rows;
+  job->x = static_cast<const char*>(a.x) + first * row_bytes;
+  job->y = static_cast<char*>(a.y) + first * p.n * size_of(p.x_dtype);
+  Pieces pieces(memory);
+  if (form == Form::kFixedPoint) {
+    job->words = p.x_dtype == DType::kFloat32 ? 2 : 1;
+    job->chunk_tiles = divide_up(job->section, kTileK);
+    job->chunks = divide_up(job->tiles_k, job->chunk_tiles);
+    job->bytes = pieces.take<int8_t>(rows * job->tiles_k * job->words * 2 * kTileK);
+    job->chunk_scales = pieces.take<float>(rows * job->chunks);
+    job->word_sums = pieces.take<float>(rows * job->sections * job->words);
+  } else {
+    job->parts = p.x_dtype == DType::kFloat32 ? 3 : p.x_dtype == DType::kFloat16 ? 2 : 1;
+    job->tiles_m = divide_up(rows, kTileN);
+    const int64_t padded_rows = job->tiles_m * kTileN;
+    job->pairs = pieces.take<uint16_t>(divide_up(p.k, kBlockK) * kBlockK * padded_rows * job->parts);
+    job->sums = pieces.take<float>(job->parts > 1 ? job->sections * padded_rows : 0);
+  }
+  job->finite = pieces.take<uint8_t>(rows);
+  return pieces.bytes();
+}
+
+template <typename Task>
+void split(const Threads& threads, int64_t count, const Task& task) {
+  threads.for_each([&](int i) {
+    const int64_t begin = count * i / threads.count, end = count * (i + 1) / threads.count;
+    if (begin < end) task(begin, end);
   });
+}
+
+void add_nonfinite_rows(const Problem& p, const Arguments& a, const Int4Job& job, int64_t first,
+                        const Threads& threads) {
+  for (int64_t m = 0; m < job.m; ++m) {
+    if (job.finite[m] != 0) continue;
+    split(threads, p.n, [&](int64_t begin, int64_t end) { int4_add_nonfinite(p, a, first + m, begin, end); });
+  }
+}
+
+void run_rows(const Kernel& kernel, const Problem& p, const Arguments& a, int64_t first, int64_t rows,
+              const Threads& threads) {
+  Int4Job job = describe(p, a, kernel.form);
+  const int64_t bytes = lay_out(p, a, kernel.form, first, rows, nullptr, &job);
+  lay_out(p, a, kernel.form, first, rows, scratch(Scratch::kActivations, bytes), &job);
+  std::memset(job.finite, 1, static_cast<size_t>(rows));
+
+  const int64_t units = kernel.form == Form::kFixedPoint ? rows : divide_up(p.k, kBlockK);
+  if (rows * p.k <= kSerialPackValues) {
+    kernel.pack(job, 0, units);
+  } else {
+    split(threads, units, [&](int64_t begin, int64_t end) { kernel.pack(job, begin, end); });
+  }
+  split(threads, job.tiles_n, [&](int64_t begin, int64_t end) { kernel.run(job, begin, end); });
+  add_nonfinite_rows(p, a, job, first, threads);
+}
+
+// Rows at a time: a multiple of 32 whose packed form fits its share of memory.
+int64_t rows_at_once(const Problem& p, const Arguments& a, Form form) {
+  Int4Job job = describe(p, a, form);
+  const int64_t bytes_per_row = lay_out(p, a, form, 0, 32, nullptr, &job) / 32;
+  return std::clamp(kMaxPackedBytes / bytes_per_row / 32 * 32, int64_t{32}, kMaxRows);
 }
 
 }  // namespace
 
-const char* int4_mm_kernel(const Problem&, Isa) { return "scalar"; }
+const char* int4_mm_kernel(const Problem& problem, Isa isa) { return choose(problem, isa).name; }
 
-Status int4_mm(const Problem& problem, const Arguments& arguments, const Threads& threads) {
+Status int4_mm(const Problem& p, const Arguments& a, const Threads& threads) {
   Isa isa;
   if (Status status = selected_isa(&isa); !status.ok()) return status;
-  int4_mm_scalar(problem, arguments, threads);
+  const Kernel& kernel = choose(p, isa);
+  if (kernel.form == Form::kPlain) {
+    split(threads, p.n, [&](int64_t begin, int64_t end) { int4_mm_scalar(p, a, begin, end); });
+    return {};
+  }
+  const int64_t step = rows_at_once(p, a, kernel.form);
+  for (int64_t first = 0; first < p.m; first += step)
+    run_rows(kernel, p, a, first, std::min(step, p.m - first), threads);
   return {};
 }
 

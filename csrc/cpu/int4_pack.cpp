@@ -1,5 +1,8 @@
-// Conversions between plain [N, K] nibbles and the packed layout, one N-tile at a time.
+// Conversions between plain [N, K] nibbles and the packed layout, one 16 x 64 tile at a time.
 #include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
 
 #include "cpu/int4_mm.h"
 #include "cpu/numeric.h"
@@ -8,10 +11,39 @@
 namespace qao::cpu {
 namespace {
 
+using int4_mm::kTileBytes;
 using int4_mm::kTileK;
 using int4_mm::kTileN;
 using int4_mm::Problem;
 using int4_mm::Unpacked;
+
+constexpr int kPairs = kTileN / 2;  // rows g and g + 8 share 64 bytes
+constexpr int kSegment = 32;        // columns that always lie in one group
+
+constexpr std::array<uint8_t, kTileK> kColumns = [] {
+  std::array<uint8_t, kTileK> columns{};
+  for (int byte = 0; byte < kTileK; ++byte) columns[byte] = static_cast<uint8_t>(int4_mm::tile_column(byte));
+  return columns;
+}();
+
+using Tile = uint8_t[kTileN][kTileK];
+
+void pack_tile(const Tile& q, uint8_t* out) {
+  for (int g = 0; g < kPairs; ++g) {
+    for (int byte = 0; byte < kTileK; ++byte) {
+      out[g * kTileK + byte] = static_cast<uint8_t>(q[g][kColumns[byte]] | q[g + kPairs][kColumns[byte]] << 4);
+    }
+  }
+}
+
+void unpack_tile(const uint8_t* in, Tile& q) {
+  for (int g = 0; g < kPairs; ++g) {
+    for (int byte = 0; byte < kTileK; ++byte) {
+      q[g][kColumns[byte]] = in[g * kTileK + byte] & 15;
+      q[g + kPairs][kColumns[byte]] = in[g * kTileK + byte] >> 4;
+    }
+  }
+}
 
 template <typename Task>
 void for_each_tile_row(const Problem& p, const Threads& threads, const Task& task) {
@@ -21,32 +53,88 @@ void for_each_tile_row(const Problem& p, const Threads& threads, const Task& tas
   });
 }
 
+int64_t rows_in_tile(const Problem& p, int64_t tile) { return std::min<int64_t>(kTileN, p.n - tile * kTileN); }
+int64_t columns_in_tile(const Problem& p, int64_t tile) { return std::min<int64_t>(kTileK, p.k - tile * kTileK); }
 int parameters(const Problem& p) { return p.has_zeros ? 2 : 1; }
+
+// Index of the first value above 15, or -1.
+int64_t first_invalid(const Problem& p, const uint8_t* q, const Threads& threads) {
+  std::vector<int64_t> found(static_cast<size_t>(threads.count), -1);
+  threads.for_each([&](int index) {
+    for (int64_t n = p.n * index / threads.count; n < p.n * (index + 1) / threads.count; ++n) {
+      const uint8_t* row = q + n * p.k;
+      uint8_t bits = 0;
+      for (int64_t k = 0; k < p.k; ++k) bits |= row[k];
+      if (bits <= 15) continue;
+      found[index] = std::find_if(row, row + p.k, [](uint8_t value) { return value > 15; }) - q;
+      return;
+    }
+  });
+  for (int64_t i : found) {
+    if (i >= 0) return i;
+  }
+  return -1;
+}
+
+// Scale and zero point of row n, group g.
+std::array<float, 2> load_group(const Problem& p, const void* scales, int64_t n, int64_t g) {
+  const int64_t offset = int4_mm::scale_offset(n, g, p.groups(), parameters(p), 0);
+  return {load(scales, offset, p.scale_dtype),
+          p.has_zeros ? load(scales, offset + kTileN, p.scale_dtype) : float{int4_mm::kSymmetricZero}};
+}
+
+template <typename Value>
+void dequantize(const Problem& p, const uint8_t* weight, const void* scales, DType out_dtype, Value* out,
+                const Threads& threads) {
+  const int64_t k_tiles = int4_mm::tiles_k(p.k);
+  for_each_tile_row(p, threads, [&](int64_t tile_n) {
+    for (int64_t tile_k = 0; tile_k < k_tiles; ++tile_k) {
+      Tile q;
+      unpack_tile(weight + (tile_n * k_tiles + tile_k) * kTileBytes, q);
+      const int64_t columns = columns_in_tile(p, tile_k);
+      for (int64_t row = 0; row < rows_in_tile(p, tile_n); ++row) {
+        const int64_t n = tile_n * kTileN + row;
+        for (int64_t begin = 0; begin < columns; begin += kSegment) {
+          const int64_t k = tile_k * kTileK + begin;
+          const auto [scale, zero] = load_group(p, scales, n, k / p.group_size);
+          Value values[16];
+          for (int i = 0; i < 16; ++i) store(values, i, out_dtype, (static_cast<float>(i) - zero) * scale);
+          const int64_t count = std::min<int64_t>(kSegment, columns - begin);
+          for (int64_t i = 0; i < count; ++i) out[n * p.k + k + i] = values[q[row][begin + i]];
+        }
+      }
+    }
+  });
+}
 
 }  // namespace
 
 Status int4_pack(const Problem& p, const Unpacked& from, uint8_t* weight, void* scales, const Threads& threads) {
-  const int64_t k_tiles = int4_mm::tiles_k(p.k), groups = p.groups();
-  for (int64_t i = 0; i < p.n * p.k; ++i) {
-    if (from.q[i] > 15) {
-      return Status::error("q holds " + std::to_string(from.q[i]) + " at row " + std::to_string(i / p.k) + ", column " +
-                           std::to_string(i % p.k) + "; values must be 0..15");
-    }
+  if (const int64_t i = first_invalid(p, from.q, threads); i >= 0) {
+    return Status::error("q holds " + std::to_string(from.q[i]) + " at row " + std::to_string(i / p.k) + ", column " +
+                             std::to_string(i % p.k) + "; values must be 0..15",
+                         "Quantise to four bits first");
   }
-  for_each_tile_row(p, threads, [&](int64_t tile) {
-    for (int64_t n = tile * kTileN; n < (tile + 1) * kTileN; n += 1) {
-      const int row = static_cast<int>(n % kTileN), shift = int4_mm::tile_shift(row);
-      for (int64_t k = 0; k < k_tiles * kTileK; ++k) {
-        uint8_t& byte = weight[int4_mm::weight_offset(n, k, k_tiles)];
-        const uint8_t q = n < p.n && k < p.k ? from.q[n * p.k + k] : int4_mm::kSymmetricZero;
-        byte = static_cast<uint8_t>(shift == 0 ? q : byte | q << shift);  // rows 0..7 come before rows 8..15
+  const int64_t k_tiles = int4_mm::tiles_k(p.k), groups = p.groups();
+  for_each_tile_row(p, threads, [&](int64_t tile_n) {
+    const int64_t rows = rows_in_tile(p, tile_n), first = tile_n * kTileN;
+    for (int64_t tile_k = 0; tile_k < k_tiles; ++tile_k) {
+      Tile q;
+      std::memset(q, int4_mm::kSymmetricZero, sizeof q);
+      for (int64_t row = 0; row < rows; ++row) {
+        const uint8_t* source = from.q + (first + row) * p.k + tile_k * kTileK;
+        std::memcpy(q[row], source, static_cast<size_t>(columns_in_tile(p, tile_k)));
       }
+      pack_tile(q, weight + (tile_n * k_tiles + tile_k) * kTileBytes);
+    }
+    for (int64_t n = first; n < first + kTileN; ++n) {
+      const bool exists = n < p.n;
       for (int64_t g = 0; g < groups; ++g) {
-        const float scale = n < p.n ? load(from.scales, n * groups + g, p.scale_dtype) : 0.0f;
-        store(scales, int4_mm::scale_offset(n, g, groups, parameters(p), 0), p.scale_dtype, scale);
+        const int64_t offset = int4_mm::scale_offset(n, g, groups, parameters(p), 0);
+        store(scales, offset, p.scale_dtype, exists ? load(from.scales, n * groups + g, p.scale_dtype) : 0.0f);
         if (!p.has_zeros) continue;
-        const float zero = n < p.n ? load(from.zeros, n * groups + g, p.scale_dtype) : float{int4_mm::kSymmetricZero};
-        store(scales, int4_mm::scale_offset(n, g, groups, 2, 1), p.scale_dtype, zero);
+        const float zero = exists ? load(from.zeros, n * groups + g, p.scale_dtype) : float{int4_mm::kSymmetricZero};
+        store(scales, offset + kTileN, p.scale_dtype, zero);
       }
     }
   });
@@ -56,16 +144,20 @@ Status int4_pack(const Problem& p, const Unpacked& from, uint8_t* weight, void* 
 Status int4_unpack(const Problem& p, const uint8_t* weight, const void* scales, const Unpacked& to,
                    const Threads& threads) {
   const int64_t k_tiles = int4_mm::tiles_k(p.k), groups = p.groups();
-  for_each_tile_row(p, threads, [&](int64_t tile) {
-    for (int64_t n = tile * kTileN; n < std::min(p.n, (tile + 1) * kTileN); ++n) {
-      const int shift = int4_mm::tile_shift(static_cast<int>(n % kTileN));
-      for (int64_t k = 0; k < p.k; ++k) {
-        to.q[n * p.k + k] = weight[int4_mm::weight_offset(n, k, k_tiles)] >> shift & 15;
+  for_each_tile_row(p, threads, [&](int64_t tile_n) {
+    const int64_t rows = rows_in_tile(p, tile_n), first = tile_n * kTileN;
+    for (int64_t tile_k = 0; tile_k < k_tiles; ++tile_k) {
+      Tile q;
+      unpack_tile(weight + (tile_n * k_tiles + tile_k) * kTileBytes, q);
+      for (int64_t row = 0; row < rows; ++row) {
+        uint8_t* target = to.q + (first + row) * p.k + tile_k * kTileK;
+        std::memcpy(target, q[row], static_cast<size_t>(columns_in_tile(p, tile_k)));
       }
+    }
+    for (int64_t n = first; n < first + rows; ++n) {
       for (int64_t g = 0; g < groups; ++g) {
-        const int64_t scale = int4_mm::scale_offset(n, g, groups, parameters(p), 0);
-        store(to.scales, n * groups + g, p.scale_dtype, load(scales, scale, p.scale_dtype));
-        const float zero = p.has_zeros ? load(scales, scale + kTileN, p.scale_dtype) : float{int4_mm::kSymmetricZero};
+        const auto [scale, zero] = load_group(p, scales, n, g);
+        store(to.scales, n * groups + g, p.scale_dtype, scale);
         store(to.zeros, n * groups + g, p.scale_dtype, zero);
       }
     }
@@ -75,21 +167,11 @@ Status int4_unpack(const Problem& p, const uint8_t* weight, const void* scales, 
 
 Status int4_dequantize(const Problem& p, const uint8_t* weight, const void* scales, DType out_dtype, void* out,
                        const Threads& threads) {
-  const int64_t k_tiles = int4_mm::tiles_k(p.k), groups = p.groups();
-  for_each_tile_row(p, threads, [&](int64_t tile) {
-    for (int64_t n = tile * kTileN; n < std::min(p.n, (tile + 1) * kTileN); ++n) {
-      const int shift = int4_mm::tile_shift(static_cast<int>(n % kTileN));
-      for (int64_t g = 0; g < groups; ++g) {
-        const int64_t offset = int4_mm::scale_offset(n, g, groups, parameters(p), 0);
-        const float scale = load(scales, offset, p.scale_dtype);
-        const float zero = p.has_zeros ? load(scales, offset + kTileN, p.scale_dtype) : float{int4_mm::kSymmetricZero};
-        for (int64_t k = g * p.group_size; k < std::min(p.k, (g + 1) * p.group_size); ++k) {
-          const int q = weight[int4_mm::weight_offset(n, k, k_tiles)] >> shift & 15;
-          store(out, n * p.k + k, out_dtype, (static_cast<float>(q) - zero) * scale);
-        }
-      }
-    }
-  });
+  if (out_dtype == DType::kFloat32) {
+    dequantize(p, weight, scales, out_dtype, static_cast<float*>(out), threads);
+  } else {
+    dequantize(p, weight, scales, out_dtype, static_cast<uint16_t*>(out), threads);
+  }
   return {};
 }
 

@@ -1,4 +1,5 @@
-// float32 <-> bfloat16 and float16, one value at a time, round to nearest even.
+// float32 <-> bfloat16 and float16, one value at a time, round to nearest even. Everything is `static`: a file compiled
+// for a newer ISA must not hand its copy of a function to the linker for all.
 #pragma once
 
 #include <cstdint>
@@ -8,32 +9,32 @@
 
 namespace qao::cpu {
 
-inline float bits_to_float(uint32_t bits) {
+static inline float bits_to_float(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
 }
-inline uint32_t float_to_bits(float value) {
+static inline uint32_t float_to_bits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
   return bits;
 }
 
-inline float from_bf16(uint16_t value) { return bits_to_float(static_cast<uint32_t>(value) << 16); }
-inline uint16_t to_bf16(float value) {
+static inline float from_bf16(uint16_t value) { return bits_to_float(static_cast<uint32_t>(value) << 16); }
+static inline uint16_t to_bf16(float value) {
   const uint32_t bits = float_to_bits(value);
   if ((bits & 0x7FFFFFFF) > 0x7F800000) return static_cast<uint16_t>((bits >> 16) | 0x0040);  // quiet NaN
   return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
-inline float from_fp16(uint16_t value) {
+static inline float from_fp16(uint16_t value) {
   const uint32_t sign = static_cast<uint32_t>(value & 0x8000) << 16;
   const uint32_t magnitude = value & 0x7FFF;
   if (magnitude >= 0x7C00) return bits_to_float(sign | 0x7F800000 | (magnitude & 0x3FF) << 13);
   // As a float32 with the exponent moved; the multiplication also turns subnormals into normals.
   return bits_to_float(float_to_bits(bits_to_float(magnitude << 13) * 0x1p112f) | sign);
 }
-inline uint16_t to_fp16(float value) {
+static inline uint16_t to_fp16(float value) {
   const uint32_t bits = float_to_bits(value);
   const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
   const uint32_t magnitude = bits & 0x7FFFFFFF;
@@ -45,12 +46,12 @@ inline uint16_t to_fp16(float value) {
   return static_cast<uint16_t>(sign | ((magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13));
 }
 
-inline float load(const void* data, int64_t index, DType dtype) {
+static inline float load(const void* data, int64_t index, DType dtype) {
   if (dtype == DType::kFloat32) return static_cast<const float*>(data)[index];
   const uint16_t bits = static_cast<const uint16_t*>(data)[index];
   return dtype == DType::kBFloat16 ? from_bf16(bits) : from_fp16(bits);
 }
-inline void store(void* data, int64_t index, DType dtype, float value) {
+static inline void store(void* data, int64_t index, DType dtype, float value) {
   if (dtype == DType::kFloat32) {
     static_cast<float*>(data)[index] = value;
   } else {

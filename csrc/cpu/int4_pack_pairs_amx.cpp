@@ -1,0 +1,98 @@
+// Rows of x as AMX B tiles: 16 pairs of k x 16 rows of x, the pairs in the order in which W's bytes expand.
+//
+// In the expansion (int4_gemm_amx.cpp) pair `4 t + step` of A tile e is column 16 step + 2 t + 8 e and the next. With
+// groups of 32 a tile must not mix the two halves of a K-tile: tile h is then half h, pair `4 t + 2 e + step % 2`.
+//
+// float32 and float16 become sums of 3 and 2 bfloat16 parts, exactly but for bits below bfloat16's range.
+#include "cpu/int4_kernels.h"
+#include "cpu/simd_avx512.h"
+#include "int4_mm/layout.h"
+
+namespace qao::cpu {
+namespace {
+
+using int4_mm::kTileK;
+
+constexpr int kRows = 16;         // of x in a tile
+constexpr int kTileValues = 512;  // 16 pairs x 16 rows
+constexpr int kMaxParts = 3;
+constexpr int kHalf = kTileK / 2;  // columns handled at once: 16 pairs
+
+// 32 values of one row as bfloat16 parts; returns their sum.
+float split(const Int4Job& job, int64_t m, int64_t k, __m512i (&parts)[kMaxParts]) {
+  const int64_t index = m * job.x_stride + k;
+  __m512 v[2];
+  for (int i = 0; i < 2; ++i) {
+    const __mmask16 inside = first(job.k - k - 16 * i);
+    v[i] = load16(job.x, index + 16 * i, job.x_dtype, inside);
+    const __mmask16 finite = static_cast<__mmask16>(~_mm512_fpclass_ps_mask(v[i], 0x99));  // not NaN, not +-Inf
+    if (finite != 0xFFFF) {
+      __atomic_store_n(job.finite + m, uint8_t{0}, __ATOMIC_RELAXED);
+      v[i] = _mm512_maskz_mov_ps(finite, v[i]);
+    }
+  }
+  const float sum = _mm512_reduce_add_ps(_mm512_add_ps(v[0], v[1]));
+  for (int p = 0; p < job.parts; ++p) {
+    parts[p] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v[1], v[0]));
+    v[0] = _mm512_sub_ps(
+        v[0], _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(parts[p])), 16)));
+    v[1] = _mm512_sub_ps(v[1], _mm512_castsi512_ps(_mm512_slli_epi32(
+                                   _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(parts[p], 1)), 16)));
+  }
+  return sum;
+}
+
+void pack_half_tile(const Int4Job& job, int64_t block, int64_t tile_m, int64_t tile_k, int half) {
+  __m512i rows[kMaxParts][kRows];
+  alignas(64) float sums[kRows] = {};
+  const int64_t k = tile_k * kTileK + half * kHalf;
+  for (int i = 0; i < kRows; ++i) {
+    const int64_t m = tile_m * kRows + i;
+    for (int p = 0; p < job.parts; ++p) rows[p][i] = _mm512_setzero_si512();
+    if (m >= job.m || k >= job.k) continue;
+    if (job.parts == 1) {
+      const int64_t left = job.k - k;
+      const __mmask32 inside = left >= kHalf ? 0xFFFFFFFFu : (1u << left) - 1;
+      rows[0][i] = _mm512_maskz_loadu_epi16(inside, static_cast<const uint16_t*>(job.x) + m * job.x_stride + k);
+    } else {
+      __m512i parts[kMaxParts];
+      sums[i] = split(job, m, k, parts);
+      for (int p = 0; p < job.parts; ++p) rows[p][i] = parts[p];
+    }
+  }
+  if (job.parts > 1 && k < job.k) {
+    float* total = job.sums + k / job.section * job.tiles_m * kRows + tile_m * kRows;
+    const bool starts_section = k % job.section == 0;
+    const __m512 before = starts_section ? _mm512_setzero_ps() : _mm512_load_ps(total);
+    _mm512_store_ps(total, _mm512_add_ps(before, _mm512_load_ps(sums)));
+  }
+  constexpr int64_t kTilesPerBlock = kBlockK / kTileK;
+  const int64_t in_block = (block * job.tiles_m + tile_m) * kTilesPerBlock + tile_k % kTilesPerBlock;
+  for (int p = 0; p < job.parts; ++p) {
+    transpose16(rows[p]);  // now [pair][row of x]
+    uint16_t* tiles = job.pairs + (in_block * job.parts + p) * 2 * kTileValues;
+    for (int pair = 0; pair < 16; ++pair) {
+      const int step = pair / 8, e = pair % 8 / 4, t = pair % 4;  // columns 16 step + 8 e + 2 t of this half
+      const int tile = job.section == 32 ? half : e;
+      const int row = job.section == 32 ? 4 * t + 2 * e + step : 4 * t + 2 * half + step;
+      _mm512_store_si512(tiles + tile * kTileValues + row * 2 * kRows, rows[p][pair]);
+    }
+  }
+}
+
+}  // namespace
+
+void int4_pack_pairs_amx(const Int4Job& job, int64_t begin, int64_t end) {
+  constexpr int64_t kTilesPerBlock = kBlockK / kTileK;
+  for (int64_t block = begin; block < end; ++block) {
+    const int64_t last = (block + 1) * kTilesPerBlock;
+    for (int64_t tile_m = 0; tile_m < job.tiles_m; ++tile_m) {
+      for (int64_t tile_k = block * kTilesPerBlock; tile_k < last && tile_k < job.tiles_k; ++tile_k) {
+        pack_half_tile(job, block, tile_m, tile_k, 0);
+        pack_half_tile(job, block, tile_m, tile_k, 1);
+      }
+    }
+  }
+}
+
+}  // namespace qao::cpu

@@ -1,0 +1,13 @@
+// Memory of the calling thread that kernels reuse from call to call.
+#pragma once
+
+#include <cstdint>
+
+namespace qao::cpu {
+
+enum class Scratch : int { kActivations = 0, kPanel = 1, kSums = 2 };
+
+// At least `bytes` bytes, 64-byte aligned, contents undefined; valid until this thread asks for the same kind again.
+void* scratch(Scratch kind, int64_t bytes);
+
+}  // namespace qao::cpu

@@ -1,0 +1,50 @@
+// AVX2 loads, stores and conversions. `static`: see numeric.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include "cpu/numeric.h"
+
+namespace qao::cpu {
+
+// data[index .. index + 8) as float32.
+static inline __m256 load8(const void* data, int64_t index, DType dtype) {
+  if (dtype == DType::kFloat32) return _mm256_loadu_ps(static_cast<const float*>(data) + index);
+  const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(data) + index));
+  if (dtype == DType::kFloat16) return _mm256_cvtph_ps(half);
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
+// The same for the first `count` (1..8) values, 0 for the others; reads no further.
+static inline __m256 load_first(const void* data, int64_t index, DType dtype, int64_t count) {
+  if (count >= 8) return load8(data, index, dtype);
+  alignas(32) float values[8] = {};
+  for (int64_t i = 0; i < count; ++i) values[i] = load(data, index + i, dtype);
+  return _mm256_load_ps(values);
+}
+
+static inline __m128i to_bf16(__m256 value) {
+  const __m256i bits = _mm256_castps_si256(value);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+  const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+  return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+}
+
+// data[index .. index + count) = the first `count` (1..8) values.
+static inline void store_first(void* data, int64_t index, DType dtype, __m256 value, int64_t count) {
+  if (count < 8) {
+    alignas(32) float values[8];
+    _mm256_store_ps(values, value);
+    for (int64_t i = 0; i < count; ++i) store(data, index + i, dtype, values[i]);
+  } else if (dtype == DType::kFloat32) {
+    _mm256_storeu_ps(static_cast<float*>(data) + index, value);
+  } else {
+    const __m128i half = dtype == DType::kFloat16 ? _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT) : to_bf16(value);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(static_cast<uint16_t*>(data) + index), half);
+  }
+}
+
+}  // namespace qao::cpu

@@ -1,0 +1,77 @@
+// AVX-512 loads, stores, conversions and the transpose. `static`: see numeric.h.
+#pragma once
+
+// GCC 12 takes the undefined operand of its own unmasked intrinsics for a bug of the caller.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+#include <immintrin.h>
+
+#include "qao/types.h"
+
+namespace qao::cpu {
+
+static inline __mmask16 first(int64_t count) {
+  return count >= 16 ? __mmask16{0xFFFF} : static_cast<__mmask16>((1u << (count > 0 ? count : 0)) - 1);
+}
+
+// data[index .. index + 16) as float32; where `mask` is 0, 0 and nothing read.
+static inline __m512 load16(const void* data, int64_t index, DType dtype, __mmask16 mask = 0xFFFF) {
+  if (dtype == DType::kFloat32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(data) + index);
+  const __m256i half = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(data) + index);
+  if (dtype == DType::kFloat16) return _mm512_cvtph_ps(half);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+static inline __m256i to_bf16(__m512 value) {
+  const __m512i bits = _mm512_castps_si512(value);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+  const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+  const __m512i quiet = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x00400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(quiet, 16));
+}
+
+// data[index + i] = value[i] where `mask` is 1.
+static inline void store16(void* data, int64_t index, DType dtype, __m512 value, __mmask16 mask) {
+  if (dtype == DType::kFloat32) {
+    _mm512_mask_storeu_ps(static_cast<float*>(data) + index, mask, value);
+  } else {
+    const __m256i half = dtype == DType::kFloat16 ? _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT) : to_bf16(value);
+    _mm256_mask_storeu_epi16(static_cast<uint16_t*>(data) + index, mask, half);
+  }
+}
+
+// In place: 16 x 16 words of 32 bits.
+__attribute__((always_inline)) static inline void transpose16(__m512i (&a)[16]) {
+  __m512i b[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+  // Each 128-bit lane now holds a finished 4 x 4 block; the blocks are transposed.
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512i even01 = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88),
+                  odd01 = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xDD);
+    const __m512i even23 = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+    const __m512i odd23 = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xDD);
+    b[i] = _mm512_shuffle_i32x4(even01, even23, 0x88);
+    b[i + 8] = _mm512_shuffle_i32x4(even01, even23, 0xDD);
+    b[i + 4] = _mm512_shuffle_i32x4(odd01, odd23, 0x88);
+    b[i + 12] = _mm512_shuffle_i32x4(odd01, odd23, 0xDD);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) a[i] = b[i];
+}
+
+}  // namespace qao::cpu
