@@ -48,4 +48,10 @@ static inline void tile_multiply_bf16(void) {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
 }
 
+// c[16][16] += a[16][64] · b[64][16] in int32, a unsigned and b signed bytes, b in fours: [16][16][4].
+template <int kC, int kA, int kB>
+static inline void tile_multiply_bytes(void) {
+  asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+}
+
 }  // namespace qao::cpu

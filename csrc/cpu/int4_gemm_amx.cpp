@@ -13,6 +13,7 @@
 
 #include "cpu/amx.h"
 #include "cpu/int4_kernels.h"
+#include "cpu/parameters_avx512.h"
 #include "cpu/scratch.h"
 #include "cpu/simd_avx512.h"
 #include "int4_mm/layout.h"
@@ -44,20 +45,6 @@ struct Section {
   int64_t group, tile, tiles;
   int half;
 };
-
-struct Parameters {
-  alignas(64) float scale[kTileN], zero[kTileN];
-};
-// A scalar of memory broadcasts for free; without this the compiler permutes the registers that were stored there.
-void keep_in_memory(const Parameters& parameters) { asm volatile("" ::"r"(&parameters) : "memory"); }
-
-void load_parameters(const Int4Job& job, int64_t tile_n, int64_t group, Parameters* parameters) {
-  const int64_t offset = (tile_n * job.groups + group) * job.parameters * kTileN;
-  _mm512_store_ps(parameters->scale, load16(job.scales, offset, job.scale_dtype));
-  _mm512_store_ps(parameters->zero, job.parameters == 2 ? load16(job.scales, offset + kTileN, job.scale_dtype)
-                                                        : _mm512_set1_ps(int4_mm::kSymmetricZero));
-  keep_in_memory(*parameters);
-}
 
 // 32 bfloat16 entries, index q: (q - zero) * scale, twice.
 __m512i table(float scale, float zero) {

@@ -6,6 +6,7 @@
 #include "cpu/int4_kernels.h"
 #include "cpu/scratch.h"
 #include "cpu/simd_avx512.h"
+#include "cpu/weight_stream.h"
 #include "int4_mm/layout.h"
 
 namespace qao::cpu {
@@ -94,7 +95,10 @@ __attribute__((always_inline)) inline __m512 dot(const __m512i (&w)[kTiles], con
 // sums[row] += kTiles K-tiles of one chunk.
 template <int kWords, bool kHalves, int kTiles>
 __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, const int8_t* x,
-                                                     const Factors<kWords, kHalves>& factors, __m512 (&sums)[kTileN]) {
+                                                     const Factors<kWords, kHalves>& factors, WeightStream& stream,
+                                                     __m512 (&sums)[kTileN]) {
+#pragma GCC unroll 4
+  for (int t = 0; t < kTiles; ++t) stream.fetch();
   __m512i planes[kWords][kTiles][2];
   __m512 x_sums[kWords];
 #pragma GCC unroll 2
@@ -115,7 +119,6 @@ __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, cons
 #pragma GCC unroll 4
     for (int t = 0; t < kTiles; ++t) {
       const uint8_t* pair = weight + t * kTileBytes + g * kTileK;
-      _mm_prefetch(pair + kPrefetchBytes, _MM_HINT_T0);
       const __m512i bytes = _mm512_loadu_si512(pair);
       low[t] = _mm512_and_si512(bytes, _mm512_set1_epi8(0x0F));
       high[t] = _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(0xF0)));
@@ -131,7 +134,8 @@ __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, cons
 }
 
 template <int kWords, bool kHalves, int kTiles>
-void run_tile(const Int4Job& job, int64_t tile, int64_t m, const Factors<kWords, kHalves>* factors) {
+void run_tile(const Int4Job& job, int64_t tile, int64_t m, const Factors<kWords, kHalves>* factors,
+              WeightStream stream) {
   const uint8_t* weight = job.weight + tile * job.tiles_k * kTileBytes;
   const int8_t* x = job.bytes + m * job.tiles_k * kWords * 2 * kTileK;
   __m512 sums[kTileN];
@@ -140,10 +144,11 @@ void run_tile(const Int4Job& job, int64_t tile, int64_t m, const Factors<kWords,
 
   int64_t t = 0, chunk = 0;
   for (; t + kTiles <= job.tiles_k; t += kTiles, ++chunk) {
-    add_tiles<kWords, kHalves, kTiles>(weight + t * kTileBytes, x + t * kWords * 2 * kTileK, factors[chunk], sums);
+    add_tiles<kWords, kHalves, kTiles>(weight + t * kTileBytes, x + t * kWords * 2 * kTileK, factors[chunk], stream,
+                                       sums);
   }
   for (; t < job.tiles_k; ++t) {
-    add_tiles<kWords, kHalves, 1>(weight + t * kTileBytes, x + t * kWords * 2 * kTileK, factors[chunk], sums);
+    add_tiles<kWords, kHalves, 1>(weight + t * kTileBytes, x + t * kWords * 2 * kTileK, factors[chunk], stream, sums);
   }
 
   // Sixteen rows of lanes to one vector of row sums.
@@ -169,11 +174,12 @@ void run_tile(const Int4Job& job, int64_t tile, int64_t m, const Factors<kWords,
 template <int kWords, bool kHalves, int kTiles>
 void run(const Int4Job& job, int64_t begin, int64_t end) {
   using Row = Factors<kWords, kHalves>;
+  const uint8_t* begin_weight = job.weight + begin * job.tiles_k * kTileBytes;
   Row* factors = static_cast<Row*>(scratch(Scratch::kPanel, job.chunks * int64_t{sizeof(Row)}));
   for (int64_t tile = begin; tile < end; ++tile) {
     for (int64_t m = 0; m < job.m; ++m) {
       make_factors(job, tile, m, factors);
-      run_tile<kWords, kHalves, kTiles>(job, tile, m, factors);
+      run_tile<kWords, kHalves, kTiles>(job, tile, m, factors, WeightStream(begin_weight, tile - begin, job.tiles_k));
     }
   }
 }

@@ -16,8 +16,13 @@ namespace qao::cpu {
 
 constexpr int kMaxSection = 256, kMaxSectionAmx = 128;
 constexpr int kPrefetchBytes = 2048;  // of W ahead of its use: the hardware stops at every 4 KB page
-constexpr int kBlockK = 256;          // AMX: k per block of packed x; a multiple of every section
-constexpr int kWordShift = 15;        // fixed point: a second 16-bit word counts in units of 2^-15 of the first
+constexpr int kFewRowsAmx = 8;
+constexpr int kBlockK = 256;    // AMX: k per block of packed x; a multiple of every section
+constexpr int kWordShift = 15;  // fixed point: a second 16-bit word counts in units of 2^-15 of the first
+
+// Rows of x beyond a kernel's arithmetic.
+constexpr uint8_t kHasNonfinite = 1;  // Inf or NaN were packed as 0; their products are added afterwards
+constexpr uint8_t kIsHuge = 2;        // sums of the row's parts could overflow one by one: the row is computed anew
 
 struct Int4Job {
   int64_t m = 0, n = 0, k = 0;  // m: rows of this call, counted from x and y
@@ -47,7 +52,7 @@ struct Int4Job {
   uint16_t* pairs = nullptr;  // [blocks of 256 k][tiles_m][4 K-tiles][parts][2][16][16][2]
   float* sums = nullptr;      // [sections][16 tiles_m] sums of x; only if parts > 1
 
-  uint8_t* finite = nullptr;  // [m]; 0: the row holds Inf or NaN, packed as 0, for int4_mm.cpp to add
+  uint8_t* remarks = nullptr;  // [m]; what int4_mm.cpp must put right afterwards: bits of the two constants above
 };
 
 // x as fixed point, rows [begin, end).
@@ -60,6 +65,7 @@ void int4_gemv_avx2(const Int4Job& job, int64_t begin, int64_t end);
 void int4_gemv_avx512(const Int4Job& job, int64_t begin, int64_t end);
 void int4_gemm_avx2(const Int4Job& job, int64_t begin, int64_t end);
 void int4_gemm_avx512(const Int4Job& job, int64_t begin, int64_t end);
+void int4_few_rows_amx(const Int4Job& job, int64_t begin, int64_t end);  // at most kFewRowsAmx rows, one word
 void int4_gemm_amx(const Int4Job& job, int64_t begin, int64_t end);
 
 }  // namespace qao::cpu

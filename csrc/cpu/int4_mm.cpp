@@ -31,6 +31,7 @@ constexpr Kernel kGemvAvx2 = {"gemv_avx2", Form::kFixedPoint, int4_pack_fixed_av
 constexpr Kernel kGemmAvx2 = {"gemm_avx2", Form::kFixedPoint, int4_pack_fixed_avx2, int4_gemm_avx2};
 constexpr Kernel kGemvAvx512 = {"gemv_avx512", Form::kFixedPoint, int4_pack_fixed_avx2, int4_gemv_avx512};
 constexpr Kernel kGemmAvx512 = {"gemm_avx512", Form::kFixedPoint, int4_pack_fixed_avx2, int4_gemm_avx512};
+constexpr Kernel kFewRowsAmxKernel = {"few_rows_amx", Form::kFixedPoint, int4_pack_fixed_avx2, int4_few_rows_amx};
 constexpr Kernel kGemmAmx = {"gemm_amx", Form::kPairs, int4_pack_pairs_amx, int4_gemm_amx};
 
 // Up to how many rows of x reading each row of W again costs less than expanding W once for all.
@@ -46,6 +47,8 @@ const Kernel& choose(const Problem& p, Isa isa) {
     case Isa::kAvx512Bf16:
       return p.m <= kGemvRows ? kGemvAvx512 : kGemmAvx512;
     case Isa::kAmx:
+      if (p.m == 1) return kGemvAvx512;
+      if (p.m <= kFewRowsAmx && p.x_dtype != DType::kFloat32 && p.group_size != 32) return kFewRowsAmxKernel;
       return p.m <= kGemvRows ? kGemvAvx512 : kGemmAmx;
   }
   return kScalar;
@@ -112,7 +115,7 @@ int64_t lay_out(const Problem& p, const Arguments& a, Form form, int64_t first, 
     job->pairs = pieces.take<uint16_t>(divide_up(p.k, kBlockK) * kBlockK * padded_rows * job->parts);
     job->sums = pieces.take<float>(job->parts > 1 ? job->sections * padded_rows : 0);
   }
-  job->finite = pieces.take<uint8_t>(rows);
+  job->remarks = pieces.take<uint8_t>(rows);
   return pieces.bytes();
 }
 
@@ -124,11 +127,16 @@ void split(const Threads& threads, int64_t count, const Task& task) {
   });
 }
 
-void add_nonfinite_rows(const Problem& p, const Arguments& a, const Int4Job& job, int64_t first,
-                        const Threads& threads) {
+void mend_rows(const Problem& p, const Arguments& a, const Int4Job& job, int64_t first, const Threads& threads) {
   for (int64_t m = 0; m < job.m; ++m) {
-    if (job.finite[m] != 0) continue;
-    split(threads, p.n, [&](int64_t begin, int64_t end) { int4_add_nonfinite(p, a, first + m, begin, end); });
+    if (job.remarks[m] == 0) continue;
+    split(threads, p.n, [&](int64_t begin, int64_t end) {
+      if (job.remarks[m] & kIsHuge) {
+        int4_mm_scalar_row(p, a, first + m, begin, end);
+      } else {
+        int4_add_nonfinite(p, a, first + m, begin, end);
+      }
+    });
   }
 }
 
@@ -137,7 +145,7 @@ void run_rows(const Kernel& kernel, const Problem& p, const Arguments& a, int64_
   Int4Job job = describe(p, a, kernel.form);
   const int64_t bytes = lay_out(p, a, kernel.form, first, rows, nullptr, &job);
   lay_out(p, a, kernel.form, first, rows, scratch(Scratch::kActivations, bytes), &job);
-  std::memset(job.finite, 1, static_cast<size_t>(rows));
+  std::memset(job.remarks, 0, static_cast<size_t>(rows));
 
   const int64_t units = kernel.form == Form::kFixedPoint ? rows : divide_up(p.k, kBlockK);
   if (rows * p.k <= kSerialPackValues) {
@@ -146,7 +154,7 @@ void run_rows(const Kernel& kernel, const Problem& p, const Arguments& a, int64_
     split(threads, units, [&](int64_t begin, int64_t end) { kernel.pack(job, begin, end); });
   }
   split(threads, job.tiles_n, [&](int64_t begin, int64_t end) { kernel.run(job, begin, end); });
-  add_nonfinite_rows(p, a, job, first, threads);
+  mend_rows(p, a, job, first, threads);
 }
 
 // Rows at a time: a multiple of 32 whose packed form fits its share of memory.

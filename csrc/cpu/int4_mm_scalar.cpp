@@ -43,17 +43,25 @@ float dot(const Problem& p, const Arguments& a, int64_t m, int64_t n) {
 
 }  // namespace
 
-void int4_mm_scalar(const Problem& p, const Arguments& a, int64_t begin, int64_t end) {
+void int4_mm_scalar_row(const Problem& p, const Arguments& a, int64_t m, int64_t begin, int64_t end) {
   for (int64_t n = begin; n < end; ++n) {
     const float bias = p.has_bias ? load(a.bias, n, p.bias_dtype) : 0.0f;
-    for (int64_t m = 0; m < p.m; ++m) store(a.y, m * p.n + n, p.x_dtype, dot(p, a, m, n) + bias);
+    store(a.y, m * p.n + n, p.x_dtype, dot(p, a, m, n) + bias);
   }
+}
+
+void int4_mm_scalar(const Problem& p, const Arguments& a, int64_t begin, int64_t end) {
+  for (int64_t m = 0; m < p.m; ++m) int4_mm_scalar_row(p, a, m, begin, end);
 }
 
 void int4_add_nonfinite(const Problem& p, const Arguments& a, int64_t m, int64_t begin, int64_t end) {
   for (int64_t k = 0; k < p.k; ++k) {
     const float x = load(a.x, m * a.x_stride + k, p.x_dtype);
     if (std::isfinite(x)) continue;
+    if (std::isnan(x)) {  // whatever the weights: the rest need not be looked at
+      for (int64_t n = begin; n < end; ++n) store(a.y, m * p.n + n, p.x_dtype, x);
+      return;
+    }
     for (int64_t n = begin; n < end; ++n) {
       const Group group = load_group(p, a, n, k / p.group_size);
       const float w = (static_cast<float>(nibble(p, a, n, k)) - group.zero) * group.scale;

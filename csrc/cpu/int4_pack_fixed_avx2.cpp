@@ -30,8 +30,8 @@ int horizontal_sum(__m256i v) {
 }
 
 // values[0 .. count) = x, then zeros up to a whole tile; returns the bits of the largest magnitude. Inf and NaN become
-// 0 and clear `finite`.
-int load_chunk(const Int4Job& job, int64_t index, int64_t count, int64_t padded, float* values, uint8_t* finite) {
+// 0 and are remarked on.
+int load_chunk(const Int4Job& job, int64_t index, int64_t count, int64_t padded, float* values, uint8_t* remarks) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF), infinity = _mm256_set1_epi32(kInfinityBits);
   __m256i largest = _mm256_setzero_si256();
   for (int64_t i = 0; i < padded; i += 8) {
@@ -39,7 +39,7 @@ int load_chunk(const Int4Job& job, int64_t index, int64_t count, int64_t padded,
     __m256i bits = _mm256_and_si256(_mm256_castps_si256(v), magnitude);
     const __m256i is_finite = _mm256_cmpgt_epi32(infinity, bits);
     if (_mm256_movemask_epi8(is_finite) != -1) {
-      *finite = 0;
+      *remarks |= kHasNonfinite;
       v = _mm256_and_ps(v, _mm256_castsi256_ps(is_finite));
       bits = _mm256_and_si256(bits, is_finite);
     }
@@ -83,13 +83,12 @@ __m256i pack_words(__m256i first8, __m256i second8) {
 
 void pack_row(const Int4Job& job, int64_t m) {
   alignas(32) float values[kMaxSection];
-  job.finite[m] = 1;
   float* sums = job.word_sums + m * job.sections * job.words;
   for (int64_t s = 0; s < job.sections * job.words; ++s) sums[s] = 0;
   for (int64_t c = 0; c < job.chunks; ++c) {
     const int64_t first_tile = c * job.chunk_tiles, k0 = first_tile * kTileK;
     const int64_t tiles = job.tiles_k - first_tile < job.chunk_tiles ? job.tiles_k - first_tile : job.chunk_tiles;
-    const int bits = load_chunk(job, m * job.x_stride + k0, job.k - k0, tiles * kTileK, values, job.finite + m);
+    const int bits = load_chunk(job, m * job.x_stride + k0, job.k - k0, tiles * kTileK, values, job.remarks + m);
     const int exponent = bits >> 23 > kMinExponent ? bits >> 23 : kMinExponent;
     job.chunk_scales[m * job.chunks + c] = bits_to_float(static_cast<uint32_t>(exponent - 13) << 23);
     const __m256 inverse = _mm256_set1_ps(bits_to_float(static_cast<uint32_t>(267 - exponent) << 23));

@@ -18,6 +18,8 @@ constexpr int kTileValues = 512;  // 16 pairs x 16 rows
 constexpr int kMaxParts = 3;
 constexpr int kHalf = kTileK / 2;  // columns handled at once: 16 pairs
 
+constexpr float kHuge = 0x1p100f;  // 2^27 such values, times 15, still have a finite sum
+
 // 32 values of one row as bfloat16 parts; returns their sum.
 float split(const Int4Job& job, int64_t m, int64_t k, __m512i (&parts)[kMaxParts]) {
   const int64_t index = m * job.x_stride + k;
@@ -27,8 +29,11 @@ float split(const Int4Job& job, int64_t m, int64_t k, __m512i (&parts)[kMaxParts
     v[i] = load16(job.x, index + 16 * i, job.x_dtype, inside);
     const __mmask16 finite = static_cast<__mmask16>(~_mm512_fpclass_ps_mask(v[i], 0x99));  // not NaN, not +-Inf
     if (finite != 0xFFFF) {
-      __atomic_store_n(job.finite + m, uint8_t{0}, __ATOMIC_RELAXED);
+      __atomic_fetch_or(job.remarks + m, kHasNonfinite, __ATOMIC_RELAXED);  // blocks of k run on different threads
       v[i] = _mm512_maskz_mov_ps(finite, v[i]);
+    }
+    if (_mm512_cmp_ps_mask(_mm512_abs_ps(v[i]), _mm512_set1_ps(kHuge), _CMP_GE_OQ) != 0) {
+      __atomic_fetch_or(job.remarks + m, kIsHuge, __ATOMIC_RELAXED);
     }
   }
   const float sum = _mm512_reduce_add_ps(_mm512_add_ps(v[0], v[1]));
