@@ -15,6 +15,8 @@ class Bar(NamedTuple):
 
 _ANY = 1 << 30
 _MIN_K = 4096  # smaller layers are measured, nothing is promised for them
+# A CPU's bars are for one copy of the weight: what a kernel makes of the caches. Copies in turns are measured as well,
+# but there the memory of the machine decides at small M.
 
 INT4 = (
     Bar("cpu", 1, 4, "torch_int4", 2.0),
@@ -32,7 +34,7 @@ def misses(rows: list[dict[str, Any]], device: str, bars: tuple[Bar, ...]) -> tu
     """One line for each cell below its bar, and the number of cells compared. A peer that did not run has no bar."""
     lines, compared = [], 0
     for row in rows:
-        if row["K"] < _MIN_K:
+        if row["K"] < _MIN_K or row["cached"] != (device == "cpu"):
             continue
         times = {"bf16": row["bf16_us"], **row["peers"]}
         for bar in bars:

@@ -22,11 +22,18 @@ class Layer(NamedTuple):
     name: str
     n: int  # out_features
     k: int  # in_features
+    cached: bool = False  # one copy of the weight, which the last-level cache may hold, instead of many in turns
 
 
 # o, qkv, gate_up and down of an 8B Llama, o and down of a 70B one; K = 896 is Qwen2.5-0.5B.
 LAYERS: dict[str, tuple[Layer, ...]] = {
-    "cpu": (Layer("o", 4096, 4096), Layer("up", 14336, 4096), Layer("up_0.5b", 4864, 896)),
+    "cpu": (
+        Layer("o", 4096, 4096),
+        Layer("up", 14336, 4096),
+        Layer("up_0.5b", 4864, 896),
+        Layer("o_cached", 4096, 4096, cached=True),
+        Layer("up_cached", 14336, 4096, cached=True),
+    ),
     "cuda": (
         Layer("o", 4096, 4096),
         Layer("qkv", 6144, 4096),
@@ -96,7 +103,8 @@ def _layer_rows(request: Run, layer: Layer, bytes_per_s: float, flop_per_s: floa
     device = request.device
     weight = GroupedWeight.random(layer.n, layer.k, request.group_size, request.symmetric, device)
     reference = weight.dequantize().float()
-    contenders = {kind.name: _contender(kind, weight, device) for kind in (request.ours, Bf16, *request.peers)}
+    kinds = (request.ours, Bf16, *request.peers)
+    contenders = {kind.name: _contender(kind, weight, device, layer.cached) for kind in kinds}
     ours = contenders[request.ours.name]
     assert isinstance(ours, Contender), ours
     weight_bytes = sum(t.nbytes for t in ours.peer.tensors)
@@ -107,11 +115,11 @@ def _layer_rows(request: Run, layer: Layer, bytes_per_s: float, flop_per_s: floa
         moved = weight_bytes + x.nbytes + m * layer.n * x.itemsize
         flop = 2 * m * layer.n * layer.k
         floor = max(moved / bytes_per_s, flop / flop_per_s)
-        outcome = _cell(request, contenders, x, reference, floor)
+        outcome = _cell(request, contenders, x, reference, floor, layer.cached)
         seconds = {name: value for name, value in outcome.items() if isinstance(value, float)}
         ours_s, bf16_s = seconds.pop(request.ours.name), seconds.pop(Bf16.name)
         row = {
-            **{"layer": layer.name, "N": layer.n, "K": layer.k, "M": m},
+            **{"layer": layer.name, "N": layer.n, "K": layer.k, "M": m, "cached": layer.cached},
             **{"group_size": request.group_size, "symmetric": request.symmetric, "dtype": "bfloat16"},
             **{"us": ours_s * 1e6, "bf16_us": bf16_s * 1e6, "floor_us": floor * 1e6},
             **{"gb_s": moved / ours_s / 1e9, "tflop_s": flop / ours_s / 1e12},
@@ -122,7 +130,7 @@ def _layer_rows(request: Run, layer: Layer, bytes_per_s: float, flop_per_s: floa
         yield row
 
 
-def _contender(kind: type[Peer], weight: GroupedWeight, device: str) -> Contender | str:
+def _contender(kind: type[Peer], weight: GroupedWeight, device: str, cached: bool) -> Contender | str:
     """Ready to run on rotating copies, or the reason why not."""
     if reason := kind.unavailable(device):
         return reason
@@ -130,11 +138,11 @@ def _contender(kind: type[Peer], weight: GroupedWeight, device: str) -> Contende
         peer = kind(weight)
     except Exception as error:  # whatever a foreign library raises is a result: it failed, and why
         return _reason(kind, error)
-    return Contender(peer, rotation(peer.tensors, _copies(peer, device)))
+    return Contender(peer, rotation(peer.tensors, 1 if cached else _copies(peer, device)))
 
 
 def _cell(
-    request: Run, contenders: dict[str, Contender | str], x: Tensor, reference: Tensor, floor: float
+    request: Run, contenders: dict[str, Contender | str], x: Tensor, reference: Tensor, floor: float, cached: bool
 ) -> dict[str, float | str]:
     """By contender: seconds a call, or the reason why there are none."""
     timed: dict[str, Any] = {}
@@ -150,7 +158,7 @@ def _cell(
             except Exception as error:
                 outcome[name] = _reason(type(contender.peer), error)
     seconds = _CELL_S[request.device] / (_QUICK if request.quick else 1)
-    measure = replayed if request.device == "cuda" else interleaved
+    measure = replayed if request.device == "cuda" else partial(interleaved, warm=cached)
     return outcome | dict(zip(timed, measure(list(timed.values()), seconds), strict=True))
 
 

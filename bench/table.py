@@ -66,7 +66,7 @@ def _short(layers: dict[str, list[dict[str, Any]]]) -> str:
     lines = []
     for rows in layers.values():
         ratio = {row["M"]: f"{row['bf16_us'] / row['us']:.2f}" for row in rows}
-        shape = f"{rows[0]['N']} × {rows[0]['K']}"
+        shape = f"{rows[0]['N']} × {rows[0]['K']}{', cached' if rows[0]['cached'] else ''}"
         lines.append([shape, *(ratio.get(m, "–") for m in tokens)])
     return _table(["N × K", *(f"M={m}" for m in tokens)], lines)
 
@@ -81,7 +81,8 @@ def _full(name: str, rows: list[dict[str, Any]]) -> str:
         line += [f"{row['tflop_s']:.2f}", f"{row['bf16_us']:.1f}", f"{row['bf16_us'] / us:.2f}"]
         line += [f"{row['peers'][peer] / us:.2f}" if peer in row["peers"] else "–" for peer in peers]
         lines.append(line)
-    title = f"**{name}**: N = {rows[0]['N']}, K = {rows[0]['K']}"
+    cached = ", one copy of the weight" if rows[0]["cached"] else ""
+    title = f"**{name}**: N = {rows[0]['N']}, K = {rows[0]['K']}{cached}"
     return f"{title}\n\n{_table(header + [f'× {peer}' for peer in peers], lines)}"
 
 

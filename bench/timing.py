@@ -28,11 +28,18 @@ def rotation(tensors: tuple[Tensor, ...], copies: int) -> Iterator[tuple[Tensor,
     return cycle([tensors, *(tuple(t.clone() for t in tensors) for _ in range(copies - 1))])
 
 
-def interleaved(calls: Sequence[Call], seconds: float, device: str = "cpu", min_rounds: int = 5) -> list[float]:
-    """Median seconds of each call; they run in turns, for about ``seconds`` each, and so share every disturbance."""
+def interleaved(
+    calls: Sequence[Call], seconds: float, device: str = "cpu", min_rounds: int = 5, warm: bool = False
+) -> list[float]:
+    """Median seconds of each call; they run in turns, for about ``seconds`` each, and so share every disturbance.
+
+    ``warm``: a call that is not timed goes before each sample and brings what it reads back into the caches.
+    """
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def sample(call: Call, repeats: int) -> float:
+        if warm:
+            call()
         synchronize()
         start = time.perf_counter()
         for _ in range(repeats):

@@ -71,7 +71,7 @@ def test_source_hash_follows_names_and_contents(tmp_path: Path) -> None:
 
 
 def test_bars_name_the_cells_below_them() -> None:
-    row = {"layer": "o", "K": 4096, "M": 16, "us": 10.0, "bf16_us": 24.0, "peers": {}}
+    row = {"layer": "o", "K": 4096, "M": 16, "cached": True, "us": 10.0, "bf16_us": 24.0, "peers": {}}
     assert bars.misses([row], "cpu", bars.INT4) == (["o M=16: 2.40x bf16, the bar is 2.5x"], 1)
     assert bars.misses([row | {"bf16_us": 25.0}], "cpu", bars.INT4) == ([], 1)
     assert bars.misses([row | {"K": 896}], "cpu", bars.INT4) == ([], 0)

@@ -247,18 +247,12 @@ struct Cta {
     for (int i = 0; i < 4; ++i) a[i] = Half<T>::add(a[i], group.fraction[i % 2]);
   }
 
-  // For threads without sums: the barriers of write_result, which are for the whole CTA.
-  static __device__ __forceinline__ void skip_result() {
-    __syncthreads();
-    __syncthreads();
-  }
-
   using Sums = float[Tile::kTilesN][Tile::kTilesM][4];
 
   // Slices are added in their order, transposed through shared memory to token-major, and stored four rows at a time.
   __device__ __forceinline__ void write_result(const Sums& sum, float* tile, int split) const {
     ptx::cp_async_wait<0>();
-    __syncthreads();  // every slice is done with its ring, which `tile` overlays
+    ptx::named_barrier(0, Tile::kThreads);  // every slice is done with its ring, which `tile` overlays
 #pragma unroll
     for (int i = 0; i < Tile::kTilesN; ++i) {
 #pragma unroll
@@ -271,7 +265,7 @@ struct Cta {
         }
       }
     }
-    __syncthreads();
+    ptx::named_barrier(0, Tile::kThreads);
     constexpr int kQuads = Tile::kN / 4;
     const bool vector_store = p.n % 4 == 0;
     for (int i = threadIdx.x; i < Tile::kM * kQuads; i += Tile::kThreads) {

@@ -1,9 +1,8 @@
 // The Hopper body for many tokens: wgmma with weights dequantised in registers as the 64-row operand and x read from
 // shared memory, everything brought by the copy engine.
 //
-// A producer thread keeps a ring of K-tiles full. Two consumer warpgroups own 64 rows of W each and take turns on the
-// tensor cores; under its product a warpgroup dequantises its next K-tile, under the other's it scales and adds up its
-// last:
+// A producer thread keeps a ring of K-tiles full. Two consumer warpgroups own 64 rows of W each; while the tensor cores
+// work on a warpgroup's K-tile it dequantises the next, and while it adds up a group's sum they work for the other:
 //
 //   tensor cores  | A, tile 0 | B, tile 0 | A, tile 1 | B, tile 1 | ...
 //   warpgroup A   | prepare 1 | add 0     | prepare 2 | add 1     | ...
@@ -89,7 +88,6 @@ struct Consumer {
   const Cta& cta;
   typename Cta::Sums& sum;
   Ring ring;
-  const int warpgroup = threadIdx.x / 128;
   typename Cta::Group groups[2][kGroups];  // a buffer's
   Operand operand[2];
   float product[Tile::kTilesM][4];  // of the K-tiles of a group so far
@@ -121,17 +119,10 @@ struct Consumer {
     }
   }
 
-  // The warpgroups' turns on the tensor cores.
-  static constexpr int kFirstTurn = 2;
-  __device__ __forceinline__ void await_turn() const { ptx::named_barrier(kFirstTurn + warpgroup, 256); }
-  __device__ __forceinline__ void pass_turn() const { ptx::named_barrier_arrive(kFirstTurn + 1 - warpgroup, 256); }
-
   // Multiplies what is in `buffer`; `meanwhile` runs beside the tensor cores. Scales are applied once a group.
   template <int buffer, typename Meanwhile>
   __device__ __forceinline__ void multiply(uint64_t x, bool ends_group, const Meanwhile& meanwhile) {
-    await_turn();
     start_product<0, kGroupSteps, T, Tile>(product, operand[buffer], x, two_groups || fresh);
-    pass_turn();
     if constexpr (two_groups) {
       wgmma::wait<0>();
       add_scaled<Cta, Tile>(groups[buffer][0], product, sum[0]);
@@ -161,13 +152,11 @@ struct Consumer {
     const int k_tiles = end - begin;
     if (k_tiles == 0) return;
     at = begin % p.k_tiles;
-    if (warpgroup == 1) pass_turn();  // the other begins
     prepare_next<0>();
     for (int i = 0; i < k_tiles; i += 2) {
       k_tile<0>(i + 1 == k_tiles);
       if (i + 1 < k_tiles) k_tile<1>(i + 2 == k_tiles);
     }
-    if (warpgroup == 0) await_turn();  // the other's last pass
   }
 };
 
@@ -195,7 +184,6 @@ __global__ void __launch_bounds__(Tile::kThreads + kProducerThreads, Tile::kCtas
   if (threadIdx.x >= Tile::kThreads) {
     ptx::limit_registers<kProducerRegisters>();
     if (threadIdx.x == Tile::kThreads) produce<Tile>(p, maps, cta, ring, at.begin, at.end);
-    cta.skip_result();
   } else {
     ptx::raise_registers<kConsumerRegisters>();
     typename Cta::Sums sum = {};
