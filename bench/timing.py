@@ -19,6 +19,7 @@ Call = Callable[[], object]
 # A sample repeats its call until it is long against the timer, or against synchronizing with a GPU. Not longer: on a
 # busy CPU, short samples are the ones that nothing interrupts.
 _SHORTEST_SAMPLE_S = {"cpu": 2e-4, "cuda": 2e-3}
+_SHORTEST_WARM_SAMPLE_S = 0.02
 _GRAPH_S = 500e-6  # device time of one graph, long against the gap between two replays
 _MAX_GRAPH_CALLS = 512
 
@@ -33,7 +34,7 @@ def interleaved(
 ) -> list[float]:
     """Median seconds of each call; they run in turns, for about ``seconds`` each, and so share every disturbance.
 
-    ``warm``: a call that is not timed goes before each sample and brings what it reads back into the caches.
+    ``warm``: samples are many calls, and one that is not timed goes first: the caches hold what they can of the weight.
     """
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
 
@@ -48,7 +49,8 @@ def interleaved(
         return (time.perf_counter() - start) / repeats
 
     first = [min(sample(call, 1), sample(call, 1)) for call in calls]
-    repeats = [max(1, math.ceil(_SHORTEST_SAMPLE_S[device] / t)) for t in first]
+    shortest = _SHORTEST_WARM_SAMPLE_S if warm else _SHORTEST_SAMPLE_S[device]
+    repeats = [max(1, math.ceil(shortest / t)) for t in first]
     samples: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + seconds * len(calls)
     while len(samples[-1]) < min_rounds or time.perf_counter() < end:

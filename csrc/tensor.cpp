@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 #include <torch/csrc/stable/c/shim.h>
 
-#include <sstream>
 #include <stdexcept>
 
 #if defined(QAO_WITH_CUDA)
@@ -44,10 +43,11 @@ const char* dtype_name(int32_t dtype) {
   return "another dtype";
 }
 
-void print(std::ostream& out, const int64_t* values, int64_t count) {
-  out << '[';
-  for (int64_t i = 0; i < count; ++i) out << (i ? ", " : "") << values[i];
-  out << ']';
+// No streams in this library: a process may hold several copies of the C++ runtime, and streams are what breaks then.
+std::string list_of(const int64_t* values, int64_t count) {
+  std::string text = "[";
+  for (int64_t i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(values[i]);
+  return text + "]";
 }
 
 }  // namespace
@@ -90,32 +90,18 @@ bool Argument::has_shape(std::initializer_list<int64_t> shape) const {
 }
 
 std::string Argument::describe() const {
-  std::ostringstream out;
-  out << name_ << ": " << dtype_name(dtype_);
-  print(out, sizes_, dim_);
-  if (!is_contiguous()) {
-    out << " strides ";
-    print(out, strides_, dim_);
-  }
-  out << " on " << (is_cuda() ? "cuda" : is_cpu() ? "cpu" : "another device");
-  if (is_cuda()) out << ':' << device_index_;
-  return out.str();
+  std::string text = std::string(name_) + ": " + dtype_name(dtype_) + list_of(sizes_, dim_);
+  if (!is_contiguous()) text += " strides " + list_of(strides_, dim_);
+  text += std::string(" on ") + (is_cuda() ? "cuda" : is_cpu() ? "cpu" : "another device");
+  if (is_cuda()) text += ":" + std::to_string(device_index_);
+  return text;
 }
 
 void Op::fail(const std::string& what, const std::string& remedy) const {
-  std::ostringstream out;
-  out << "qao::" << name_ << ": " << what << ". Got ";
-  bool first = true;
-  for (const Argument* argument : arguments_) {
-    out << (first ? "" : ", ") << argument->describe();
-    first = false;
-  }
-  for (const auto& [name, value] : numbers_) {
-    out << (first ? "" : ", ") << name << ": " << value;
-    first = false;
-  }
-  out << ". " << remedy << '.';
-  throw std::runtime_error(out.str());
+  std::string got;
+  for (const Argument* argument : arguments_) got += (got.empty() ? "" : ", ") + argument->describe();
+  for (const auto& [name, value] : numbers_) got += std::string(", ") + name + ": " + std::to_string(value);
+  throw std::runtime_error(std::string("qao::") + name_ + ": " + what + ". Got " + got + ". " + remedy + ".");
 }
 
 DType Op::float_dtype(const Argument& argument) const {

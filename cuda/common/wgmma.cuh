@@ -26,48 +26,51 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t shared_address) {
 
 #define QAO_OUT4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
 #define QAO_OUT16(j) QAO_OUT4(j), QAO_OUT4(j + 1), QAO_OUT4(j + 2), QAO_OUT4(j + 3)
-#define QAO_REGISTERS_32                                                                   \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
-  "%24,%25,%26,%27,%28,%29,%30,%31"
-#define QAO_REGISTERS_64                                                  \
-  QAO_REGISTERS_32                                                        \
-  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48," \
-  "%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define QAO_OUT32(j) QAO_OUT16(j), QAO_OUT16(j + 4)
+#define QAO_REGISTERS_32                                   \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define QAO_REGISTERS_56                                  \
+  QAO_REGISTERS_32                                        \
+      ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43," \
+      "%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55"
+#define QAO_REGISTERS_64 QAO_REGISTERS_56 ",%56,%57,%58,%59,%60,%61,%62,%63"
 
-// One product in the 16-bit type T; `accumulate` false overwrites d.
+// One product of n columns in the 16-bit type T; `accumulate` false overwrites d.
 template <typename T, int n>
 struct Product;
 
-#define QAO_PRODUCT(type, name)                                                                                        \
-  template <>                                                                                                          \
-  struct Product<type, 64> {                                                                                           \
-    static __device__ __forceinline__ void run(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, int accumulate) { \
-      asm volatile(                                                                                                    \
-          "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"                                                                    \
-          "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" QAO_REGISTERS_32                            \
-          "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}\n"                                                                  \
-          : QAO_OUT16(0), QAO_OUT16(4)                                                                                 \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                                      \
-    }                                                                                                                  \
-  };                                                                                                                   \
-  template <>                                                                                                          \
-  struct Product<type, 128> {                                                                                          \
-    static __device__ __forceinline__ void run(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b,                  \
-                                               int accumulate) {                                                       \
-      asm volatile(                                                                                                    \
-          "{.reg .pred p; setp.ne.b32 p, %69, 0;\n"                                                                    \
-          "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " {" QAO_REGISTERS_64                           \
-          "}, {%64,%65,%66,%67}, %68, p, 1, 1, 0;}\n"                                                                  \
-          : QAO_OUT16(0), QAO_OUT16(4), QAO_OUT16(8), QAO_OUT16(12)                                                    \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                                      \
-    }                                                                                                                  \
+// Operands after the sums: a, b's descriptor, accumulate.
+#define QAO_PRODUCT(type, name, n, sums, registers, a_registers, b_register, accumulate_register)                    \
+  template <>                                                                                                        \
+  struct Product<type, n> {                                                                                          \
+    static __device__ __forceinline__ void run(float (&d)[n / 8][4], const uint32_t (&a)[4], uint64_t b,             \
+                                               int accumulate) {                                                     \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, " accumulate_register ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n \
+                   "k16.f32." name "." name " {" registers "}, {" a_registers "}, " b_register ", p, 1, 1, 0;}\n"    \
+                   : sums                                                                                            \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                           \
+    }                                                                                                                \
   };
-QAO_PRODUCT(__nv_bfloat16, "bf16")
-QAO_PRODUCT(__half, "f16")
+#define QAO_SUMS_64 QAO_OUT32(0)
+#define QAO_SUMS_112 QAO_OUT32(0), QAO_OUT16(8), QAO_OUT4(12), QAO_OUT4(13)
+#define QAO_SUMS_128 QAO_OUT32(0), QAO_OUT32(8)
+#define QAO_PRODUCTS(type, name)                                                                \
+  QAO_PRODUCT(type, name, 64, QAO_SUMS_64, QAO_REGISTERS_32, "%32,%33,%34,%35", "%36", "%37")   \
+  QAO_PRODUCT(type, name, 112, QAO_SUMS_112, QAO_REGISTERS_56, "%56,%57,%58,%59", "%60", "%61") \
+  QAO_PRODUCT(type, name, 128, QAO_SUMS_128, QAO_REGISTERS_64, "%64,%65,%66,%67", "%68", "%69")
+QAO_PRODUCTS(__nv_bfloat16, "bf16")
+QAO_PRODUCTS(__half, "f16")
 
+#undef QAO_PRODUCTS
+#undef QAO_SUMS_128
+#undef QAO_SUMS_112
+#undef QAO_SUMS_64
 #undef QAO_PRODUCT
 #undef QAO_REGISTERS_64
+#undef QAO_REGISTERS_56
 #undef QAO_REGISTERS_32
+#undef QAO_OUT32
 #undef QAO_OUT16
 #undef QAO_OUT4
 

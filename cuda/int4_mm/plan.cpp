@@ -1,6 +1,5 @@
 // Which kernel runs a problem, and how. Pure host code: a function of the problem and the GPU's numbers, nothing else.
 #include <algorithm>
-#include <sstream>
 
 #include "int4_mm/tile.h"
 #include "int4_mm/workspace.h"
@@ -14,17 +13,23 @@ struct Config {
   int index;  // among the kernel's rows
   int64_t max_m;
   bool one_wave;
-  int tile_n, tile_m, warps_k, warps, stages;
+  int tile_n, tile_m, warps_k, warps, stages, ctas_per_sm;
   int64_t shared_bytes;
 };
 
 template <typename Tile>
 constexpr Config config_of(const char* kernel, int index, int64_t max_m, bool one_wave, int extra_warps) {
-  return {kernel,        index,
-          max_m,         one_wave,
-          Tile::kN,      Tile::kM,
-          Tile::kWarpsK, Tile::kThreads / 32 + extra_warps,
-          Tile::kStages, Tile::kSharedBytes};
+  return {kernel,
+          index,
+          max_m,
+          one_wave,
+          Tile::kN,
+          Tile::kM,
+          Tile::kWarpsK,
+          Tile::kThreads / 32 + extra_warps,
+          Tile::kStages,
+          Tile::kCtasPerSm,
+          Tile::kSharedBytes};
 }
 
 constexpr int64_t kAnyM = INT64_MAX;
@@ -41,8 +46,8 @@ constexpr Config kSm80[] = {
 constexpr int kFirstSm90 = __COUNTER__ + 1;
 constexpr Config kSm90[] = {
 #define QAO_SM80(...)
-#define QAO_SM90(max_m, one_wave, ...) \
-  config_of<Tile<__VA_ARGS__>>("sm90", __COUNTER__ - kFirstSm90, max_m, one_wave, kProducerThreads / 32),
+#define QAO_SM90(...) \
+  config_of<Tile<__VA_ARGS__>>("sm90", __COUNTER__ - kFirstSm90, kAnyM, false, kProducerThreads / 32),
 #include "int4_mm/configs.inc"
 #undef QAO_SM80
 #undef QAO_SM90
@@ -53,15 +58,18 @@ constexpr int kLargestMmaSyncM = 32;  // on Hopper; above, wgmma wins
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The first row that serves the problem on this GPU; null if none does.
-template <size_t count>
-const Config* choose_config(const Config (&configs)[count], const Problem& problem, const Gpu& gpu) {
-  for (const Config& config : configs) {
+const Config* first_sm80(const Problem& problem, const Gpu& gpu) {
+  for (const Config& config : kSm80) {
     if (problem.m > config.max_m) continue;
     if (config.shared_bytes > gpu.shared_bytes_per_cta) continue;
-    if (config.one_wave && ceil_div(problem.n, config.tile_n) > gpu.num_sms) continue;
+    if (config.one_wave && ceil_div(problem.n, config.tile_n) > gpu.num_sms * config.ctas_per_sm) continue;
     return &config;
   }
   return nullptr;
+}
+
+int64_t output_tiles(const Config& config, const Problem& problem) {
+  return ceil_div(problem.n, config.tile_n) * ceil_div(std::max<int64_t>(problem.m, 1), config.tile_m);
 }
 
 // CTAs that share an output tile. Splitting costs a second kernel and a trip through memory, so it must fill SMs that
@@ -71,6 +79,20 @@ int choose_split(const Config& config, int64_t tiles, int64_t k_steps, int num_s
   const int64_t fill = num_sms / tiles;
   const int64_t deepest = k_steps / (static_cast<int64_t>(config.warps_k) * config.stages);
   return static_cast<int>(std::clamp<int64_t>(std::min(fill, deepest), 1, 32));
+}
+
+// The row of least waves x time of a wave, which measured like (tile_m + 128); a split wave takes its share of that.
+const Config* fastest_sm90(const Problem& problem, const Gpu& gpu, int64_t k_steps) {
+  const Config* best = nullptr;
+  double least = 0;
+  for (const Config& config : kSm90) {
+    if (config.shared_bytes > gpu.shared_bytes_per_cta) continue;
+    const int64_t tiles = output_tiles(config, problem);
+    const int split = choose_split(config, tiles, k_steps, gpu.num_sms);
+    const double time = static_cast<double>(ceil_div(tiles * split, gpu.num_sms) * (config.tile_m + 128)) / split;
+    if (best == nullptr || time < least) best = &config, least = time;
+  }
+  return best;
 }
 
 }  // namespace
@@ -83,6 +105,7 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   }
   *plan = Plan{};
   const bool split_x = problem.x_dtype == DType::kFloat32;  // its parts are always aligned
+  const int64_t k_steps = tiles_k(problem.k) * (split_x ? kFloat32Parts : 1);
   const Config* config = nullptr;
   if (gpu.compute_capability != 90) {
     plan->reason = "mma.sync serves every GPU from sm_80";
@@ -92,15 +115,14 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
     plan->reason = "the copy engine needs x aligned to 16 bytes";
   } else {
     plan->reason = "many tokens on Hopper: wgmma";
-    config = choose_config(kSm90, problem, gpu);
+    config = fastest_sm90(problem, gpu, k_steps);
   }
-  if (config == nullptr) config = choose_config(kSm80, problem, gpu);
+  if (config == nullptr) config = first_sm80(problem, gpu);
   if (config == nullptr) {
     return Status::error("no kernel fits the GPU's " + std::to_string(gpu.shared_bytes_per_cta) +
                          " bytes of shared memory");
   }
-  const int64_t tiles = ceil_div(problem.n, config->tile_n) * ceil_div(std::max<int64_t>(problem.m, 1), config->tile_m);
-  const int64_t k_steps = tiles_k(problem.k) * (split_x ? kFloat32Parts : 1);
+  const int64_t tiles = output_tiles(*config, problem);
   plan->kernel = config->kernel;
   plan->config = config->index;
   plan->tile_n = config->tile_n;
@@ -115,11 +137,11 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
 }
 
 std::string to_string(const Plan& plan) {
-  std::ostringstream out;
-  out << plan.kernel << " tile " << plan.tile_n << "x" << plan.tile_m << " warps " << plan.warps << " stages "
-      << plan.stages << " split_k " << plan.split_k << " ctas " << plan.ctas << " shared " << plan.shared_bytes
-      << " workspace " << plan.workspace_bytes << " (" << plan.reason << ")";
-  return out.str();
+  using std::to_string;
+  return std::string(plan.kernel) + " tile " + to_string(plan.tile_n) + "x" + to_string(plan.tile_m) + " warps " +
+         to_string(plan.warps) + " stages " + to_string(plan.stages) + " split_k " + to_string(plan.split_k) +
+         " ctas " + to_string(plan.ctas) + " shared " + to_string(plan.shared_bytes) + " workspace " +
+         to_string(plan.workspace_bytes) + " (" + plan.reason + ")";
 }
 
 }  // namespace qao::int4_mm

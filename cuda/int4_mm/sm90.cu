@@ -7,7 +7,7 @@ namespace {
 
 template <typename T, bool zeros>
 constexpr std::array kKernels = {
-#define QAO_SM90(max_m, one_wave, ...) static_cast<Sm90Kernel>(&sm90::int4_mm_kernel<T, Tile<__VA_ARGS__>, zeros>),
+#define QAO_SM90(...) static_cast<Sm90Kernel>(&sm90::int4_mm_kernel<T, Tile<__VA_ARGS__>, zeros>),
 #define QAO_SM80(max_m, one_wave, ...)
 #include "int4_mm/configs.inc"
 #undef QAO_SM80
