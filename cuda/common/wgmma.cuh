@@ -30,10 +30,10 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t shared_address) {
 #define QAO_REGISTERS_32                                   \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
   "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define QAO_REGISTERS_56                                  \
-  QAO_REGISTERS_32                                        \
-      ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43," \
-      "%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55"
+#define QAO_REGISTERS_56                              \
+  QAO_REGISTERS_32                                    \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43," \
+  "%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55"
 #define QAO_REGISTERS_64 QAO_REGISTERS_56 ",%56,%57,%58,%59,%60,%61,%62,%63"
 
 // One product of n columns in the 16-bit type T; `accumulate` false overwrites d.
