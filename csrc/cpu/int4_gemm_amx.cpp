@@ -8,7 +8,7 @@
 //                                 y += scale * (C + (8 - zero) * sum(x)).
 //
 // Up to 16 rows of x: four N-tiles at once, C in registers along all of K.
-// More: blocks of 256 N x 256 k; 32 rows of W are expanded into L1 and meet all rows of x, 32 x 32 of C at a time.
+// More: blocks of 512 N x 256 k; 32 rows of W are expanded into L1 and meet all rows of x, 32 x 32 of C at a time.
 #include <utility>
 
 #include "cpu/amx.h"
@@ -29,7 +29,7 @@ constexpr int kRowsX = 16;        // rows of x in a B tile
 constexpr int kTileValues = 512;  // bfloat16 values of an A or B tile
 constexpr int kTileSums = 256;    // float32 values of a C tile
 constexpr int64_t kBlockTilesK = kBlockK / kTileK;
-constexpr int64_t kBlockTilesN = 16;  // N-tiles whose C stays in L2
+constexpr int64_t kBlockTilesN = 32;  // N-tiles whose C stays in L2
 constexpr int kFewRowsTilesN = 4;
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

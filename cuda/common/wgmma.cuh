@@ -30,11 +30,11 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t shared_address) {
 #define QAO_REGISTERS_32                                   \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
   "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define QAO_REGISTERS_56                              \
-  QAO_REGISTERS_32                                    \
-  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43," \
-  "%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55"
-#define QAO_REGISTERS_64 QAO_REGISTERS_56 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define QAO_REGISTERS_52                      \
+  QAO_REGISTERS_32                            \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41," \
+  "%42,%43,%44,%45,%46,%47,%48,%49,%50,%51"
+#define QAO_REGISTERS_64 QAO_REGISTERS_52 ",%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
 // One product of n columns in the 16-bit type T; `accumulate` false overwrites d.
 template <typename T, int n>
@@ -53,22 +53,22 @@ struct Product;
     }                                                                                                                \
   };
 #define QAO_SUMS_64 QAO_OUT32(0)
-#define QAO_SUMS_112 QAO_OUT32(0), QAO_OUT16(8), QAO_OUT4(12), QAO_OUT4(13)
+#define QAO_SUMS_104 QAO_OUT32(0), QAO_OUT16(8), QAO_OUT4(12)
 #define QAO_SUMS_128 QAO_OUT32(0), QAO_OUT32(8)
 #define QAO_PRODUCTS(type, name)                                                                \
   QAO_PRODUCT(type, name, 64, QAO_SUMS_64, QAO_REGISTERS_32, "%32,%33,%34,%35", "%36", "%37")   \
-  QAO_PRODUCT(type, name, 112, QAO_SUMS_112, QAO_REGISTERS_56, "%56,%57,%58,%59", "%60", "%61") \
+  QAO_PRODUCT(type, name, 104, QAO_SUMS_104, QAO_REGISTERS_52, "%52,%53,%54,%55", "%56", "%57") \
   QAO_PRODUCT(type, name, 128, QAO_SUMS_128, QAO_REGISTERS_64, "%64,%65,%66,%67", "%68", "%69")
 QAO_PRODUCTS(__nv_bfloat16, "bf16")
 QAO_PRODUCTS(__half, "f16")
 
 #undef QAO_PRODUCTS
 #undef QAO_SUMS_128
-#undef QAO_SUMS_112
+#undef QAO_SUMS_104
 #undef QAO_SUMS_64
 #undef QAO_PRODUCT
 #undef QAO_REGISTERS_64
-#undef QAO_REGISTERS_56
+#undef QAO_REGISTERS_52
 #undef QAO_REGISTERS_32
 #undef QAO_OUT32
 #undef QAO_OUT16
