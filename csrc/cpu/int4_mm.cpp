@@ -34,7 +34,7 @@ constexpr Kernel kGemmAvx512 = {"gemm_avx512", Form::kFixedPoint, int4_pack_fixe
 constexpr Kernel kFewRowsAmxKernel = {"few_rows_amx", Form::kFixedPoint, int4_pack_fixed_avx2, int4_few_rows_amx};
 constexpr Kernel kGemmAmx = {"gemm_amx", Form::kPairs, int4_pack_pairs_amx, int4_gemm_amx};
 
-// Up to how many rows of x reading each row of W again costs less than expanding W once for all.
+// AVX-512: up to how many rows of x reading each row of W again costs less than expanding W once for all.
 constexpr int64_t kGemvRows = 2;
 
 const Kernel& choose(const Problem& p, Isa isa) {
@@ -42,7 +42,7 @@ const Kernel& choose(const Problem& p, Isa isa) {
     case Isa::kScalar:
       return kScalar;
     case Isa::kAvx2:
-      return p.m <= kGemvRows ? kGemvAvx2 : kGemmAvx2;
+      return p.m == 1 ? kGemvAvx2 : kGemmAvx2;
     case Isa::kAvx512:
     case Isa::kAvx512Bf16:
       return p.m <= kGemvRows ? kGemvAvx512 : kGemmAvx512;
