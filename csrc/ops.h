@@ -14,6 +14,32 @@ namespace qao {
 Tensor int4_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
                   int64_t out_features, int64_t in_features, int64_t group_size);
 
+// mm8.cpp
+Tensor int8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias);
+Tensor fp8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias);
+Tensor int8_int8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                       const std::optional<Tensor>& weight_sums);
+Tensor int8_int4_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                       const std::optional<Tensor>& weight_sums, int64_t out_features, int64_t in_features,
+                       int64_t group_size);
+Tensor fp8_fp8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                     const std::optional<Tensor>& x_scale, int64_t x_group_size, bool fast_accum);
+Tensor fp8_int4_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                      int64_t out_features, int64_t in_features, int64_t group_size);
+Tensor int8_scaled_mm_op(const Tensor& x, const Tensor& x_scales, const std::optional<Tensor>& x_zeros,
+                         const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                         const std::optional<Tensor>& weight_sums, torch::headeronly::ScalarType out_dtype);
+Tensor fp8_scaled_mm_op(const Tensor& x, const Tensor& x_scales, const Tensor& weight, const Tensor& scales,
+                        const std::optional<Tensor>& bias, torch::headeronly::ScalarType out_dtype, bool fast_accum);
+
+// quantize.cpp
+std::tuple<Tensor, Tensor, Tensor> int8_quantize_op(const Tensor& x, bool symmetric);
+std::tuple<Tensor, Tensor> fp8_quantize_op(const Tensor& x, int64_t group_size, const std::optional<Tensor>& scale);
+std::tuple<Tensor, Tensor> rms_norm_quantize_op(const Tensor& x, const std::optional<Tensor>& weight, double eps,
+                                                torch::headeronly::ScalarType dtype);
+std::tuple<Tensor, Tensor> silu_mul_quantize_op(const Tensor& gate, const Tensor& up,
+                                                torch::headeronly::ScalarType dtype);
+
 // int4_pack.cpp
 std::tuple<Tensor, Tensor> pack_int4_op(const Tensor& q, const Tensor& scales, const std::optional<Tensor>& zeros,
                                         int64_t group_size);

@@ -135,6 +135,9 @@ int32_t torch_dtype(DType dtype) {
 }
 int32_t int8_code() { return aoti_torch_dtype_int8(); }
 int32_t uint8_code() { return aoti_torch_dtype_uint8(); }
+int32_t int32_code() { return aoti_torch_dtype_int32(); }
+int32_t float32_code() { return aoti_torch_dtype_float32(); }
+int32_t fp8_code() { return aoti_torch_dtype_float8_e4m3fn(); }
 
 std::optional<DType> float_dtype_of(int32_t code) {
   if (code == aoti_torch_dtype_bfloat16()) return DType::kBFloat16;

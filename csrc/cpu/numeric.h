@@ -46,6 +46,27 @@ static inline uint16_t to_fp16(float value) {
   return static_cast<uint16_t>(sign | ((magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13));
 }
 
+// e4m3: four bits of exponent, three of mantissa, no infinity; 0x7F is NaN.
+static inline float from_fp8(uint8_t value) {
+  const uint32_t sign = static_cast<uint32_t>(value & 0x80) << 24;
+  const uint32_t magnitude = value & 0x7F;
+  if (magnitude == 0x7F) return bits_to_float(0x7FC00000 | sign);
+  // As a float32 with the exponent moved; the multiplication also turns subnormals into normals.
+  return bits_to_float(float_to_bits(bits_to_float(magnitude << 20) * 0x1p120f) | sign);
+}
+// Saturates at 448.
+static inline uint8_t to_fp8(float value) {
+  const uint32_t bits = float_to_bits(value);
+  const uint8_t sign = static_cast<uint8_t>(bits >> 24 & 0x80);
+  const uint32_t magnitude = bits & 0x7FFFFFFF;
+  if (magnitude > 0x7F800000) return sign | 0x7F;
+  if (magnitude >= 0x43E00000) return sign | 0x7E;  // 448 and more
+  if (magnitude < 0x3C800000) {                     // subnormal: adding 2^14 aligns and rounds the mantissa
+    return static_cast<uint8_t>(sign | (float_to_bits(bits_to_float(magnitude) + 0x1p14f) - 0x46800000));
+  }
+  return static_cast<uint8_t>(sign | ((magnitude - 0x3C000000 + 0x7FFFF + (magnitude >> 20 & 1)) >> 20));
+}
+
 static inline float load(const void* data, int64_t index, DType dtype) {
   if (dtype == DType::kFloat32) return static_cast<const float*>(data)[index];
   const uint16_t bits = static_cast<const uint16_t*>(data)[index];

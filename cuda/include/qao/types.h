@@ -29,6 +29,40 @@ constexpr const char* name_of(DType dtype) {
   return "?";
 }
 
+// How the elements of a matrix are stored: in a DType, in eight bits (fp8 is e4m3), in four (cuda/int4_mm/layout.h).
+enum class Format : int { kFloat = 0, kInt8 = 1, kFp8 = 2, kInt4 = 3 };
+
+constexpr const char* name_of(Format format) {
+  switch (format) {
+    case Format::kFloat:
+      return "float";
+    case Format::kInt8:
+      return "int8";
+    case Format::kFp8:
+      return "fp8";
+    case Format::kInt4:
+      return "int4";
+  }
+  return "?";
+}
+
+// What shares a scale: the whole matrix, each row of it, or each block: 1 x 128 of an activation, 128 x 128 of a
+// weight.
+enum class Scaling : int { kTensor = 0, kRow = 1, kBlock = 2 };
+constexpr int64_t kScaleBlock = 128;
+
+constexpr const char* name_of(Scaling scaling) {
+  switch (scaling) {
+    case Scaling::kTensor:
+      return "tensor";
+    case Scaling::kRow:
+      return "row";
+    case Scaling::kBlock:
+      return "block";
+  }
+  return "?";
+}
+
 // A plan is a pure function of the problem and of these numbers, so that every rank and every run chooses alike.
 struct Gpu {
   int compute_capability = 0;    // 10 * major + minor: 80, 89, 90, ...

@@ -1,0 +1,12 @@
+// Activations to eight bits on the CPU. Same Problem and Arguments as CUDA, Order::kRows alone; no torch headers.
+#pragma once
+
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
+#include "qao/quantize.h"
+
+namespace qao::cpu {
+
+Status quantize(const quantize::Problem& problem, const quantize::Arguments& arguments, const Threads& threads);
+
+}  // namespace qao::cpu

@@ -1,0 +1,337 @@
+#include "qao/mm8.h"
+
+#include <torch/csrc/stable/stableivalue_conversions.h>
+
+#include "cpu/mm8.h"
+#include "cpu/quantize.h"
+#include "fp8_operands.h"
+#include "int4_operands.h"
+#include "ops.h"
+#include "rows.h"
+
+namespace qao {
+namespace {
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// One call of a product: the operator function names what it has, each step checks its part, run() computes.
+class Product {
+ public:
+  Product(const char* name, const Tensor& x, const Tensor& weight, const Tensor& scales,
+          const std::optional<Tensor>& bias, const std::optional<Tensor>& weight_sums = std::nullopt)
+      : op_(name), x_("x", x), weight_("weight", weight), scales_("scales", scales), x_tensor_(x) {
+    op_.involve(&x_), op_.involve(&weight_), op_.involve(&scales_);
+    if (bias) op_.involve(&bias_.emplace("bias", *bias));
+    if (weight_sums) op_.involve(&weight_sums_.emplace("weight_sums", *weight_sums));
+  }
+
+  Op& op() { return op_; }
+  const Argument& x() const { return x_; }
+
+  // W in eight bits: [N, K], one scale a row, one for all, or with fp8 one a block of 128 x 128.
+  void use_weight(Format format) {
+    problem_.weight = format;
+    const bool typed = weight_.dtype() == int8_code() || (format == Format::kFp8 && weight_.dtype() == fp8_code());
+    op_.check(typed && weight_.dim() == 2 && weight_.size(0) >= 1 && weight_.size(1) >= 1,
+              format == Format::kInt8 ? "weight must be int8 of shape [N, K]"
+                                      : "weight must be float8_e4m3fn (or its bytes as int8) of shape [N, K]",
+              "Quantise the weight first");
+    set_sizes(weight_.size(0), weight_.size(1));
+    const int64_t blocks_n = divide_up(problem_.n, kScaleBlock), blocks_k = problem_.k_blocks();
+    op_.check(scales_.dtype() == float32_code(), "scales must be float32", "Pass scales.float()");
+    if (scales_.numel() == problem_.n && (scales_.dim() == 1 || scales_.size(scales_.dim() - 1) == 1)) {
+      problem_.weight_scaling = Scaling::kRow;
+    } else if (scales_.numel() == 1) {
+      problem_.weight_scaling = Scaling::kTensor;
+    } else {
+      op_.check(format == Format::kFp8 && scales_.has_shape({blocks_n, blocks_k}),
+                format == Format::kFp8
+                    ? "scales must have shape [N], [1], or [ceil(N / 128), ceil(K / 128)] for blocks of 128 x 128"
+                    : "scales must have shape [N] or [1]",
+                "Check scales.shape against weight.shape");
+      problem_.weight_scaling = Scaling::kBlock;
+    }
+    problem_.weight_aligned = weight_.is_aligned(16) && problem_.k % 16 == 0;
+    check_plain(weight_), check_plain(scales_);
+  }
+
+  // W in four bits, packed.
+  void use_packed_weight(int64_t out_features, int64_t in_features, int64_t group_size) {
+    op_.involve("out_features", out_features), op_.involve("in_features", in_features);
+    op_.involve("group_size", group_size);
+    op_.check(out_features >= 1 && in_features >= 1, "out_features and in_features must be at least 1",
+              "Pass the N and K of the weight that was packed");
+    problem_.weight = Format::kInt4;
+    set_sizes(out_features, in_features);
+    int4_mm::Problem packed;
+    packed.n = problem_.n;
+    packed.k = problem_.k;
+    packed.group_size = problem_.group_size = checked_group_size(op_, group_size, problem_.k);
+    check_packed(op_, weight_, scales_, x_, packed);
+    problem_.has_zeros = packed.has_zeros;
+    problem_.scale_dtype = packed.scale_dtype;
+  }
+
+  // x as the tensor cores take it.
+  Tensor run_float() {
+    problem_.x_dtype = problem_.y_dtype = op_.float_dtype(x_);
+    const Rows rows(x_tensor_, x_);
+    problem_.x_aligned = rows.is_aligned(size_of(problem_.x_dtype));
+    return finish(rows.count, [&](mm8::Arguments& arguments) {
+      arguments.x = rows.data;
+      arguments.x_stride = rows.stride;
+    });
+  }
+
+  // x of eight bits, with its scales.
+  Tensor run_scaled(Format format, const Argument& x_scales, const Argument* x_zeros,
+                    torch::headeronly::ScalarType out_dtype) {
+    op_.check(x_.dtype() == (format == Format::kInt8 ? int8_code() : fp8_code()),
+              format == Format::kInt8 ? "x must be int8" : "x must be float8_e4m3fn",
+              "Quantise it with int8_quantize or fp8_quantize");
+    const std::optional<DType> y_dtype =
+        float_dtype_of(torch::stable::detail::to<int32_t>(torch::stable::detail::from(out_dtype)));
+    op_.check(y_dtype.has_value(), "out_dtype must be float32, float16 or bfloat16", "Pass one of these");
+    problem_.x = format;
+    problem_.y_dtype = *y_dtype;
+    const Rows rows(x_tensor_, x_);
+    problem_.x_aligned = rows.is_aligned(1);
+    check_x_scales(x_scales, rows.count);
+    if (x_zeros != nullptr) {
+      op_.check(x_zeros->dtype() == int32_code() && x_zeros->numel() == rows.count,
+                "x_zeros must be int32, one for each row of x", "Pass what int8_quantize returned");
+      op_.check(weight_sums_.has_value(), "x_zeros need weight_sums", "Pass the row sums of the dequantised weight");
+      check_plain(*x_zeros);
+    } else {
+      op_.check(!weight_sums_, "weight_sums without x_zeros", "Pass both, or neither for a symmetric x");
+    }
+    return finish(rows.count, [&](mm8::Arguments& arguments) {
+      arguments.x = rows.data;
+      arguments.x_stride = rows.stride;
+      arguments.x_scales = static_cast<const float*>(x_scales.data());
+      if (x_zeros != nullptr) arguments.x_zeros = static_cast<const int32_t*>(x_zeros->data());
+    });
+  }
+
+  // x in a float dtype, quantised here. `x_scale`: for Scaling::kTensor, a scale known beforehand.
+  Tensor run_dynamic(Format format, Scaling scaling, const Argument* x_scale = nullptr) {
+    quantize::Problem quantization;
+    quantization.x_dtype = problem_.y_dtype = op_.float_dtype(x_);
+    quantization.format = problem_.x = format;
+    quantization.scaling = problem_.x_scaling = scaling;
+    quantization.symmetric = !weight_sums_;
+    quantization.static_scale = x_scale != nullptr;
+    check_scalings();
+    const Rows rows(x_tensor_, x_);
+    quantization.m = rows.count;
+    quantization.k = problem_.k;
+    if (problem_.weight == Format::kInt4 && x_.is_cuda()) {
+      quantization.order = quantize::Order::kInt4Tiles;
+      quantization.sums_group = problem_.group_size;
+    }
+    quantize::Arguments q;
+    q.x = rows.data;
+    q.x_stride = rows.stride;
+    q.q_stride = divide_up(problem_.k, 64) * 64;
+    std::optional<Tensor> memory;
+    return finish(rows.count, [&](mm8::Arguments& arguments) {
+      const int64_t q_bytes = quantization.m * q.q_stride, scale_bytes = divide_up(quantization.scales() * 4, 16) * 16,
+                    zero_bytes = divide_up(quantization.m * 4, 16) * 16,
+                    sum_bytes = divide_up(quantization.m * quantization.sums_groups() * 4, 16) * 16;
+      int64_t workspace_bytes = 0;
+#if defined(QAO_WITH_CUDA)
+      if (x_.is_cuda()) workspace_bytes = quantize::workspace_bytes(quantization);
+#endif
+      memory = empty({q_bytes + scale_bytes + zero_bytes + sum_bytes + workspace_bytes}, uint8_code(), x_);
+      char* base = static_cast<char*>(memory->data_ptr());
+      q.q = base;
+      q.scales = x_scale != nullptr ? static_cast<float*>(x_scale->data()) : reinterpret_cast<float*>(base + q_bytes);
+      q.zeros = weight_sums_ ? reinterpret_cast<int32_t*>(base + q_bytes + scale_bytes) : nullptr;
+      if (quantization.sums_group > 0) q.sums = reinterpret_cast<float*>(base + q_bytes + scale_bytes + zero_bytes);
+      q.workspace = base + q_bytes + scale_bytes + zero_bytes + sum_bytes;
+      if (x_.is_cpu()) {
+        op_.check(cpu::quantize(quantization, q, torch_threads()));
+      } else {
+#if defined(QAO_WITH_CUDA)
+        op_.check(quantize::launch(quantization, q, current_stream(x_)));
+#endif
+      }
+      arguments.x = q.q;
+      arguments.x_stride = q.q_stride;
+      arguments.x_scales = q.scales;
+      arguments.x_zeros = q.zeros;
+      arguments.x_sums = q.sums;
+    });
+  }
+
+  void fast_accum(bool value) { problem_.fast_accum = value; }
+
+ private:
+  void set_sizes(int64_t n, int64_t k) {
+    problem_.n = n;
+    problem_.k = k;
+    op_.check(x_.dim() >= 1 && x_.size(x_.dim() - 1) == k, "x must have shape [..., in_features]",
+              "Check x.shape against the layer's in_features");
+  }
+
+  void check_plain(const Argument& operand) const {
+    const std::string name = operand.name();
+    if (!operand.same_device(x_)) {
+      op_.fail(name + " and x are on different devices", "Move them to one device with .to(device)");
+    }
+    if (!operand.is_contiguous()) op_.fail(name + " must be contiguous", "Pass " + name + ".contiguous()");
+  }
+
+  void check_scalings() const {
+    if (problem_.x != Format::kFp8 || problem_.weight != Format::kFp8) return;
+    op_.check((problem_.x_scaling == Scaling::kBlock) == (problem_.weight_scaling == Scaling::kBlock),
+              "blocks of 128 columns of x go with blocks of 128 x 128 of weight, and neither without the other",
+              "Quantise x and weight alike");
+  }
+
+  void check_x_scales(const Argument& x_scales, int64_t rows) {
+    op_.check(x_scales.dtype() == float32_code(), "x_scales must be float32", "Pass x_scales.float()");
+    const int64_t count = x_scales.numel();
+    const bool blocks = problem_.weight_scaling == Scaling::kBlock;
+    if (problem_.x == Format::kInt8) {
+      op_.check(count == rows, "x_scales must hold one scale for each row of x", "Pass what int8_quantize returned");
+      problem_.x_scaling = Scaling::kRow;
+    } else {
+      op_.check(blocks ? count == rows * problem_.k_blocks() : count == rows || count == 1,
+                blocks ? "with 128 x 128 blocks of weight, x_scales must hold one scale for each 128 columns of a row"
+                       : "x_scales must hold one scale for each row of x, or one for all",
+                "Pass what fp8_quantize returned");
+      problem_.x_scaling = blocks ? Scaling::kBlock : count == rows ? Scaling::kRow : Scaling::kTensor;
+    }
+    check_plain(x_scales);
+  }
+
+  // `give_x` fills the arguments that are about x; it is called if there is something to compute, on x's device.
+  template <typename GiveX>
+  Tensor finish(int64_t rows, const GiveX& give_x) {
+    problem_.m = rows;
+    if (bias_) {
+      problem_.has_bias = true;
+      problem_.bias_dtype = op_.float_dtype(*bias_);
+      op_.check(bias_->has_shape({problem_.n}), "bias must have shape [out_features]", "Check bias.shape");
+      check_plain(*bias_);
+    }
+    if (weight_sums_) {
+      problem_.x_zeros = true;
+      op_.check(weight_sums_->dtype() == float32_code() && weight_sums_->has_shape({problem_.n}),
+                "weight_sums must be float32 of shape [out_features]",
+                "Pass the row sums of the dequantised weight, or None for a symmetric x");
+      check_plain(*weight_sums_);
+    }
+    std::vector<int64_t> shape(x_.sizes(), x_.sizes() + x_.dim());
+    shape.back() = problem_.n;
+    Tensor y = empty(shape, torch_dtype(problem_.y_dtype), x_);
+    if (rows == 0) return y;
+
+    const DeviceScope scope(x_);
+    mm8::Arguments arguments;
+    give_x(arguments);
+    arguments.weight = weight_.data();
+    arguments.scales = scales_.data();
+    arguments.weight_sums = weight_sums_ ? static_cast<const float*>(weight_sums_->data()) : nullptr;
+    arguments.bias = bias_ ? bias_->data() : nullptr;
+    arguments.y = y.data_ptr();
+    if (x_.is_cpu()) {
+      op_.check(cpu::mm8(problem_, arguments, torch_threads()));
+      return y;
+    }
+#if defined(QAO_WITH_CUDA)
+    Gpu gpu;
+    op_.check(query_gpu(x_.device_index(), &gpu));
+    mm8::Plan plan;
+    op_.check(mm8::plan(problem_, gpu, &plan));
+    std::optional<Tensor> workspace;
+    if (plan.workspace_bytes > 0) {
+      arguments.workspace = workspace.emplace(empty({plan.workspace_bytes}, uint8_code(), x_)).data_ptr();
+    }
+    op_.check(mm8::launch(problem_, plan, arguments, current_stream(x_)));
+    return y;
+#else
+    op_.fail("this build of qao has no CUDA kernels", "Reinstall it with QAO_CUDA=ON where nvcc is installed");
+#endif
+  }
+
+  Op op_;
+  const Argument x_, weight_, scales_;
+  std::optional<Argument> bias_, weight_sums_;
+  const Tensor& x_tensor_;
+  mm8::Problem problem_;
+};
+
+}  // namespace
+
+Tensor int8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias) {
+  Product product("int8_mm", x, weight, scales, bias);
+  product.use_weight(Format::kInt8);
+  return product.run_float();
+}
+
+Tensor fp8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias) {
+  Product product("fp8_mm", x, weight, scales, bias);
+  product.use_weight(Format::kFp8);
+  return product.run_float();
+}
+
+Tensor int8_int8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                       const std::optional<Tensor>& weight_sums) {
+  Product product("int8_int8_mm", x, weight, scales, bias, weight_sums);
+  product.use_weight(Format::kInt8);
+  return product.run_dynamic(Format::kInt8, Scaling::kRow);
+}
+
+Tensor int8_int4_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                       const std::optional<Tensor>& weight_sums, int64_t out_features, int64_t in_features,
+                       int64_t group_size) {
+  Product product("int8_int4_mm", x, weight, scales, bias, weight_sums);
+  product.use_packed_weight(out_features, in_features, group_size);
+  return product.run_dynamic(Format::kInt8, Scaling::kRow);
+}
+
+Tensor fp8_fp8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                     const std::optional<Tensor>& x_scale, int64_t x_group_size, bool fast_accum) {
+  Product product("fp8_fp8_mm", x, weight, scales, bias);
+  std::optional<Argument> given;
+  if (x_scale) product.op().involve(&given.emplace("x_scale", *x_scale));
+  product.op().involve("x_group_size", x_group_size);
+  product.use_weight(Format::kFp8);
+  product.fast_accum(fast_accum);
+  const Scaling scaling = x_scaling_of(product.op(), x_group_size);
+  if (given) check_static_scale(product.op(), *given, product.x(), scaling);
+  return product.run_dynamic(Format::kFp8, scaling, given ? &*given : nullptr);
+}
+
+Tensor fp8_int4_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                      int64_t out_features, int64_t in_features, int64_t group_size) {
+  Product product("fp8_int4_mm", x, weight, scales, bias);
+  product.use_packed_weight(out_features, in_features, group_size);
+  return product.run_dynamic(Format::kFp8, Scaling::kRow);
+}
+
+Tensor int8_scaled_mm_op(const Tensor& x, const Tensor& x_scales, const std::optional<Tensor>& x_zeros,
+                         const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                         const std::optional<Tensor>& weight_sums, torch::headeronly::ScalarType out_dtype) {
+  Product product("int8_scaled_mm", x, weight, scales, bias, weight_sums);
+  const Argument scales_of_x("x_scales", x_scales);
+  product.op().involve(&scales_of_x);
+  std::optional<Argument> zeros;
+  if (x_zeros) product.op().involve(&zeros.emplace("x_zeros", *x_zeros));
+  product.use_weight(Format::kInt8);
+  return product.run_scaled(Format::kInt8, scales_of_x, zeros ? &*zeros : nullptr, out_dtype);
+}
+
+Tensor fp8_scaled_mm_op(const Tensor& x, const Tensor& x_scales, const Tensor& weight, const Tensor& scales,
+                        const std::optional<Tensor>& bias, torch::headeronly::ScalarType out_dtype, bool fast_accum) {
+  Product product("fp8_scaled_mm", x, weight, scales, bias);
+  const Argument scales_of_x("x_scales", x_scales);
+  product.op().involve(&scales_of_x);
+  product.use_weight(Format::kFp8);
+  product.fast_accum(fast_accum);
+  return product.run_scaled(Format::kFp8, scales_of_x, nullptr, out_dtype);
+}
+
+}  // namespace qao

@@ -1,0 +1,85 @@
+// mm8: every product with an operand of eight bits, y[M,N] = x[M,K] · W[N,K]ᵀ + bias[N]:
+//
+//   op             x        W
+//   int8_mm        float    int8
+//   fp8_mm         float    fp8
+//   int8_int8_mm   int8     int8
+//   int8_int4_mm   int8     int4
+//   fp8_fp8_mm     fp8      fp8
+//   fp8_int4_mm    fp8      int4
+//
+// An x of eight bits is quantised already (qao/quantize.h). This is the C++ API; csrc/mm8.cpp is its only caller in
+// qao.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "qao/status.h"
+#include "qao/types.h"
+
+namespace qao::mm8 {
+
+// Everything the choice of a kernel may depend on.
+struct Problem {
+  int64_t m = 0;  // tokens
+  int64_t n = 0;  // out_features
+  int64_t k = 0;  // in_features
+  Format x = Format::kFloat;
+  Format weight = Format::kInt8;
+  DType x_dtype = DType::kBFloat16;        // x == kFloat
+  DType y_dtype = DType::kBFloat16;        // x_dtype if x == kFloat
+  Scaling x_scaling = Scaling::kRow;       // x == kFp8; kBlock exactly if weight_scaling is
+  Scaling weight_scaling = Scaling::kRow;  // weight != kInt4
+  int64_t group_size = 0;                  // weight == kInt4: 32, 64, 128, 256 or k
+  bool has_zeros = false;                  // weight == kInt4: zero points follow the scales
+  DType scale_dtype = DType::kFloat32;     // weight == kInt4; other scales are float32
+  bool has_bias = false;
+  DType bias_dtype = DType::kBFloat16;
+  bool x_zeros = false;     // x == kInt8: asymmetric, Arguments::x_zeros and weight_sums are given
+  bool fast_accum = false;  // x == kFp8: the tensor cores may keep their short sums beyond 128 columns
+  bool x_aligned = true;    // base address and row stride are multiples of 16 bytes
+  bool weight_aligned = true;
+
+  int64_t groups() const { return (k + group_size - 1) / group_size; }
+  int64_t k_blocks() const { return (k + kScaleBlock - 1) / kScaleBlock; }
+};
+
+struct Arguments {
+  const void* x = nullptr;             // [m, k]; with an int4 weight on CUDA in quantize::Order::kInt4Tiles, else rows
+  int64_t x_stride = 0;                // elements
+  const float* x_scales = nullptr;     // x != kFloat: kTensor [1], kRow [m], kBlock [m, k_blocks]
+  const int32_t* x_zeros = nullptr;    // [m]
+  const float* x_sums = nullptr;       // weight == kInt4, CUDA: [m, groups] sums of x's integers or e4m3 values
+  const void* weight = nullptr;        // [n, k], rows adjacent; int4: packed
+  const void* scales = nullptr;        // float32: kTensor [1], kRow [n], kBlock [ceil(n/128), k_blocks]; int4: packed
+  const float* weight_sums = nullptr;  // [n] sums over k of the dequantised weight
+  const void* bias = nullptr;          // [n] of bias_dtype, or null
+  void* y = nullptr;                   // [m, n] of y_dtype, contiguous
+  void* workspace = nullptr;           // Plan::workspace_bytes, may hold anything on entry
+};
+
+// How one problem is run on one GPU. Printable, testable without a GPU.
+struct Plan {
+  const char* kernel = "";       // name of the kernel body
+  const char* reason = "";       // the rule that chose it
+  const char* instruction = "";  // the tensor cores' instruction, for people: "mma.sync s8", "wgmma e4m3", ...
+  int config = -1;               // row of configs.inc
+  int tile_n = 0;                // rows of W per CTA
+  int tile_m = 0;                // tokens per CTA
+  int warps = 0;                 // warps per CTA
+  int stages = 0;                // depth of the shared-memory pipeline
+  int split_k = 1;               // CTAs that share one output tile, summed in a fixed order
+  int64_t ctas = 0;
+  int64_t shared_bytes = 0;  // dynamic shared memory per CTA
+  int64_t workspace_bytes = 0;
+};
+
+// Pure: the same problem and GPU give the same plan on every rank, run and machine.
+Status plan(const Problem& problem, const Gpu& gpu, Plan* plan);
+std::string to_string(const Plan& plan);
+
+// Enqueues the plan on `stream` (a cudaStream_t) of the current device. Asynchronous; safe to capture in a CUDA graph.
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream);
+
+}  // namespace qao::mm8

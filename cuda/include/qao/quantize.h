@@ -1,0 +1,70 @@
+// Activations to eight bits: q = round(value / scale) + zero, value = x, or what a fused producer makes of its inputs.
+// The C++ API; csrc/quantize.cpp and csrc/mm8.cpp are its callers.
+#pragma once
+
+#include <cstdint>
+
+#include "qao/status.h"
+#include "qao/types.h"
+
+namespace qao::quantize {
+
+// Where an element (m, k) of q is stored.
+enum class Order : int {
+  kRows = 0,       // row m, column k
+  kInt4Tiles = 1,  // row m, columns of each 64 permuted as the int4 kernels of mm8 meet them: int4_tile_slot()
+};
+
+// kInt4Tiles: slot of column `k` (0..63) inside its 64. Slot 32 j + 16 h + 4 t + i holds column
+// 16 (2 j + h) + {2t, 2t + 8, 2t + 1, 2t + 9}[i]: the four k of one int4 word, beside each other.
+QAO_HOST_DEVICE constexpr int int4_tile_slot(int k) {
+  const int step = k / 16, c = k % 16;
+  return 16 * step + 4 * (c % 8 / 2) + 2 * (c % 2) + c / 8;
+}
+
+// What is quantised.
+enum class Producer : int {
+  kNone = 0,     // x
+  kRmsNorm = 1,  // x / sqrt(mean(x^2) + eps) * norm_weight
+  kSiluMul = 2,  // silu(x) * up
+};
+
+struct Problem {
+  int64_t m = 0, k = 0;
+  DType x_dtype = DType::kBFloat16;
+  Format format = Format::kInt8;    // kInt8 or kFp8
+  Scaling scaling = Scaling::kRow;  // int8: kRow alone
+  bool symmetric = true;            // int8: zero = 0, q in -127..127; else q in -128..127
+  bool static_scale = false;        // fp8, kTensor: the scale is given
+  Order order = Order::kRows;
+  int64_t sums_group = 0;  // columns per group of Arguments::sums; 0: none wanted
+  Producer producer = Producer::kNone;
+  DType norm_weight_dtype = DType::kBFloat16;
+  float eps = 0;
+
+  int64_t blocks() const { return (k + kScaleBlock - 1) / kScaleBlock; }
+  int64_t sums_groups() const { return sums_group == 0 ? 0 : (k + sums_group - 1) / sums_group; }
+  int64_t scales() const { return scaling == Scaling::kTensor ? 1 : scaling == Scaling::kRow ? m : m * blocks(); }
+};
+
+struct Arguments {
+  const void* x = nullptr;   // [m, k] of x_dtype, unit stride along k, any alignment
+  int64_t x_stride = 0;      // elements
+  const void* up = nullptr;  // kSiluMul: [m, k] of x_dtype
+  int64_t up_stride = 0;
+  const void* norm_weight = nullptr;  // kRmsNorm: [k] of norm_weight_dtype, or null for ones
+  void* q = nullptr;                  // [m, q_stride]; columns from k to q_stride are set to 0
+  int64_t q_stride = 0;               // bytes; kInt4Tiles: 64 * ceil(k / 64)
+  float* scales = nullptr;            // kRow [m], kBlock [m, blocks], kTensor [1]; read if static_scale, else written
+  int32_t* zeros = nullptr;           // int8 [m]: 0 when symmetric; null if not wanted
+  float* sums = nullptr;              // [m, sums_groups] sums of q
+  void* workspace = nullptr;          // workspace_bytes(problem)
+};
+
+// kTensor needs a place for the maxima of parts of x; anything else nothing.
+int64_t workspace_bytes(const Problem& problem);
+
+// Enqueues on `stream` (a cudaStream_t) of the current device.
+Status launch(const Problem& problem, const Arguments& arguments, void* stream);
+
+}  // namespace qao::quantize
