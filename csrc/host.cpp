@@ -7,26 +7,37 @@
 #include <set>
 #include <stdexcept>
 #include <string>
-#include <utility>
+#include <tuple>
+#include <type_traits>
+#include <vector>
 
 #include "cpu/int4_mm.h"
 #include "cpu/isa.h"
+#include "cpu/mm8.h"
 #include "int4_mm/layout.h"
 #include "qao/int4_mm.h"
+#include "qao/mm8.h"
 
 namespace py = pybind11;
 
 namespace qao {
 namespace {
 
-constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
 constexpr cpu::Isa kIsas[] = {cpu::Isa::kScalar, cpu::Isa::kAvx2, cpu::Isa::kAvx512, cpu::Isa::kAvx512Bf16,
                               cpu::Isa::kAmx};
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+constexpr Format kFormats[] = {Format::kFloat, Format::kInt8, Format::kFp8, Format::kInt4};
+constexpr Scaling kScalings[] = {Scaling::kTensor, Scaling::kRow, Scaling::kBlock};
 
-template <typename Value, size_t count>
-Value named(const std::string& name, const char* what, const Value (&values)[count]) {
+const auto& all(DType) { return kDTypes; }
+const auto& all(Format) { return kFormats; }
+const auto& all(Scaling) { return kScalings; }
+const auto& all(cpu::Isa) { return kIsas; }
+
+template <typename Enum>
+Enum named(const std::string& name, const char* what) {
   std::string names;
-  for (Value value : values) {
+  for (Enum value : all(Enum{})) {
     if (name == name_of(value)) return value;
     names += std::string(names.empty() ? "" : ", ") + name_of(value);
   }
@@ -37,97 +48,163 @@ void check(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message());
 }
 
-int4_mm::Problem int4_problem(int64_t m, int64_t n, int64_t k, int64_t group_size, bool has_zeros, bool has_bias,
-                              const std::string& x_dtype, const std::string& scale_dtype, bool x_aligned) {
-  if (m < 0 || n < 1 || k < 1) throw std::invalid_argument("m must be at least 0, n and k at least 1");
-  if (group_size < 1 && group_size != -1) throw std::invalid_argument("group_size must be positive, or -1");
-  int4_mm::Problem problem;
-  problem.m = m;
-  problem.n = n;
-  problem.k = k;
-  problem.group_size = group_size == -1 ? k : group_size;
-  problem.has_zeros = has_zeros;
-  problem.has_bias = has_bias;
-  problem.x_aligned = x_aligned;
-  problem.x_dtype = problem.bias_dtype = named(x_dtype, "x_dtype", kDTypes);
-  problem.scale_dtype = named(scale_dtype, "scale_dtype", kDTypes);
+// ---- problems: plain attributes, all with defaults, given to the constructor by name ----
+
+template <typename Class>
+void define_init(py::class_<Class>& type) {
+  type.def(py::init([](const py::kwargs& attributes) {
+    const py::object self = py::cast(Class{});
+    for (const auto& [name, value] : attributes) py::setattr(self, name, value);
+    return self.cast<Class>();
+  }));
+}
+
+// Enumerations are strings in Python.
+template <typename Class, typename Value>
+void define(py::class_<Class>& type, const char* name, Value Class::* member) {
+  if constexpr (std::is_enum_v<Value>) {
+    type.def_property(
+        name, [member](const Class& self) { return name_of(self.*member); },
+        [name, member](Class& self, const std::string& value) { self.*member = named<Value>(value, name); });
+  } else {
+    type.def_readwrite(name, member);
+  }
+}
+
+// The attributes that both kinds of problem have.
+template <typename Problem>
+py::class_<Problem> define_problem(py::module_& m, const char* name, const char* doc) {
+  py::class_<Problem> type(m, name, doc);
+  define_init(type);
+  define(type, "m", &Problem::m);
+  define(type, "n", &Problem::n);
+  define(type, "k", &Problem::k);
+  define(type, "group_size", &Problem::group_size);
+  define(type, "has_zeros", &Problem::has_zeros);
+  define(type, "has_bias", &Problem::has_bias);
+  define(type, "x_aligned", &Problem::x_aligned);
+  define(type, "x_dtype", &Problem::x_dtype);
+  define(type, "scale_dtype", &Problem::scale_dtype);
+  define(type, "bias_dtype", &Problem::bias_dtype);
+  return type;
+}
+
+// As an operator would state it.
+int4_mm::Problem resolved(int4_mm::Problem problem) {
+  if (problem.group_size == -1) problem.group_size = problem.k;
+  return problem;
+}
+mm8::Problem resolved(mm8::Problem problem) {
+  if (problem.group_size == -1) problem.group_size = problem.k;
+  if (problem.x == Format::kFloat) problem.y_dtype = problem.x_dtype;
   return problem;
 }
 
-py::dict int4_plan(int64_t m, int64_t n, int64_t k, int64_t group_size, bool has_zeros, bool has_bias,
-                   const std::string& x_dtype, const std::string& scale_dtype, bool x_aligned, int compute_capability,
-                   int num_sms, int shared_bytes) {
-  const Gpu gpu{compute_capability, num_sms, shared_bytes};
-  int4_mm::Plan plan;
-  check(int4_mm::plan(int4_problem(m, n, k, group_size, has_zeros, has_bias, x_dtype, scale_dtype, x_aligned), gpu,
-                      &plan));
+// ---- what runs a problem ----
+
+Status make_plan(const int4_mm::Problem& problem, const Gpu& gpu, int4_mm::Plan* plan) {
+  return int4_mm::plan(problem, gpu, plan);
+}
+Status make_plan(const mm8::Problem& problem, const Gpu& gpu, mm8::Plan* plan) { return mm8::plan(problem, gpu, plan); }
+template <typename Problem>
+using PlanOf = std::conditional_t<std::is_same_v<Problem, int4_mm::Problem>, int4_mm::Plan, mm8::Plan>;
+
+cpu::KernelName cpu_kernel_of(const int4_mm::Problem& problem, cpu::Isa isa) {
+  return cpu::int4_mm_kernel(problem, isa);
+}
+cpu::KernelName cpu_kernel_of(const mm8::Problem& problem, cpu::Isa isa) { return cpu::mm8_kernel(problem, isa); }
+
+// The part of a plan that is the kernel, whatever the problem's sizes.
+template <typename Plan>
+py::dict kernel_facts(const Plan& plan) {
   py::dict result;
   result["kernel"] = plan.kernel;
-  result["reason"] = plan.reason;
+  result["instruction"] = plan.instruction;
   result["config"] = plan.config;
   result["tile_n"] = plan.tile_n;
   result["tile_m"] = plan.tile_m;
   result["warps"] = plan.warps;
   result["stages"] = plan.stages;
+  result["shared_bytes"] = plan.shared_bytes;
+  return result;
+}
+
+template <typename Problem>
+py::dict plan(const Problem& problem, const Gpu& gpu) {
+  PlanOf<Problem> plan;
+  check(make_plan(resolved(problem), gpu, &plan));
+  py::dict result = kernel_facts(plan);
+  result["reason"] = plan.reason;
   result["split_k"] = plan.split_k;
   result["ctas"] = plan.ctas;
-  result["shared_bytes"] = plan.shared_bytes;
   result["workspace_bytes"] = plan.workspace_bytes;
   result["text"] = to_string(plan);
   return result;
 }
 
-std::string int4_cpu_kernel(int64_t m, int64_t n, int64_t k, int64_t group_size, bool has_zeros, bool has_bias,
-                            const std::string& x_dtype, const std::string& scale_dtype, bool x_aligned,
-                            const std::optional<std::string>& isa_name) {
+template <typename Problem>
+std::string cpu_kernel(const Problem& problem, const std::optional<std::string>& isa_name) {
   cpu::Isa isa = cpu::Isa::kScalar;
   if (isa_name) {
-    isa = named(*isa_name, "isa", kIsas);
+    isa = named<cpu::Isa>(*isa_name, "isa");
   } else {
     check(cpu::selected_isa(&isa));
   }
-  return cpu::int4_mm_kernel(int4_problem(m, n, k, group_size, has_zeros, has_bias, x_dtype, scale_dtype, x_aligned),
-                             isa);
+  return cpu_kernel_of(resolved(problem), isa).name;
 }
 
-// One row a CUDA tile that some plan uses, one row an instruction set on the CPU.
-py::list kernels() {
-  py::list rows;
-  std::set<std::pair<std::string, int>> tiles;
-  int4_mm::Problem problem;
+// ---- the kernel table ----
+
+constexpr Gpu kGpus[] = {{80, 108, 166912}, {86, 84, 101376}, {89, 128, 101376}, {90, 132, 232448}};
+constexpr int64_t kMostTokens = 4096;
+
+// Adds what the choices for one op name: a row a CUDA tile of a compute capability, a row a CPU kernel of an
+// instruction set. Nothing here knows a kernel; where a plan fails there is none.
+template <typename Problem>
+void add_kernels(const std::string& op, Problem problem, py::list& rows) {
   problem.n = problem.k = 4096, problem.group_size = 128;
-  for (const Gpu& gpu : {Gpu{80, 108, 166912}, Gpu{86, 84, 101376}, Gpu{90, 132, 232448}}) {
-    for (problem.m = 1; problem.m <= 4096; problem.m *= 2) {
-      int4_mm::Plan plan;
-      check(int4_mm::plan(problem, gpu, &plan));
-      if (!tiles.emplace(plan.kernel, plan.config).second) continue;
-      py::dict row;
-      row["op"] = "int4_mm";
-      row["device"] = "cuda";
-      row["kernel"] = plan.kernel;
-      row["config"] = plan.config;
-      row["tile_n"] = plan.tile_n;
-      row["tile_m"] = plan.tile_m;
-      row["warps"] = plan.warps;
-      row["stages"] = plan.stages;
-      row["shared_bytes"] = plan.shared_bytes;
-      rows.append(row);
-    }
-  }
-  for (cpu::Isa isa : kIsas) {
-    std::set<std::string> names;
-    for (DType dtype : kDTypes) {
-      for (int64_t m = 1; m <= 4096; m *= 2) {
-        problem.m = m, problem.x_dtype = dtype;
-        names.insert(cpu::int4_mm_kernel(problem, isa));
+  std::set<std::tuple<int, std::string, std::string, int>> on_gpus;
+  std::set<std::tuple<cpu::Isa, std::string>> on_cpus;
+  for (DType dtype : kDTypes) {
+    problem.x_dtype = dtype;
+    for (problem.m = 1; problem.m <= kMostTokens; problem.m *= 2) {
+      for (const Gpu& gpu : kGpus) {
+        PlanOf<Problem> plan;
+        if (!make_plan(resolved(problem), gpu, &plan).ok()) continue;
+        if (!on_gpus.emplace(gpu.compute_capability, plan.kernel, plan.instruction, plan.config).second) continue;
+        py::dict row = kernel_facts(plan);
+        row["op"] = op;
+        row["device"] = "cuda";
+        row["compute_capability"] = gpu.compute_capability;
+        rows.append(row);
+      }
+      for (cpu::Isa isa : kIsas) {
+        const cpu::KernelName kernel = cpu_kernel_of(resolved(problem), isa);
+        if (!on_cpus.emplace(isa, kernel.name).second) continue;
+        py::dict row;
+        row["op"] = op;
+        row["device"] = "cpu";
+        row["isa"] = name_of(isa);
+        row["kernel"] = kernel.name;
+        row["instruction"] = kernel.instruction;
+        rows.append(row);
       }
     }
-    py::dict row;
-    row["op"] = "int4_mm";
-    row["device"] = "cpu";
-    row["isa"] = name_of(isa);
-    row["kernels"] = py::tuple(py::cast(names));
-    rows.append(row);
+  }
+}
+
+py::list kernels() {
+  py::list rows;
+  add_kernels("int4_mm", int4_mm::Problem{}, rows);
+  for (Format x : {Format::kFloat, Format::kInt8, Format::kFp8}) {
+    for (Format weight : {Format::kInt8, Format::kFp8, Format::kInt4}) {
+      const bool exists = x == Format::kFloat ? weight != Format::kInt4 : weight == x || weight == Format::kInt4;
+      if (!exists) continue;
+      mm8::Problem problem;
+      problem.x = x;
+      problem.weight = weight;
+      add_kernels((x == Format::kFloat ? "" : std::string(name_of(x)) + "_") + name_of(weight) + "_mm", problem, rows);
+    }
   }
   return rows;
 }
@@ -167,19 +244,44 @@ py::dict layout() {
 
 PYBIND11_MODULE(_host, m) {
   using py::arg;
+  using namespace qao;
   m.doc() = "Plans, kernel table, CPU features and build information of qao. M tokens, N out_features, K in_features.";
-  m.def("int4_plan", &qao::int4_plan, arg("m"), arg("n"), arg("k"), arg("group_size"), arg("has_zeros"),
-        arg("has_bias"), arg("x_dtype"), arg("scale_dtype"), arg("x_aligned"), arg("compute_capability"),
-        arg("num_sms"), arg("shared_bytes"),
-        "The plan of an int4_mm on a GPU, as a dict. compute_capability is 10 * major + minor; shared_bytes is the "
-        "opt-in limit of one CTA. Needs no GPU. Raises RuntimeError where no kernel runs the problem.");
-  m.def("int4_cpu_kernel", &qao::int4_cpu_kernel, arg("m"), arg("n"), arg("k"), arg("group_size"), arg("has_zeros"),
-        arg("has_bias"), arg("x_dtype"), arg("scale_dtype"), arg("x_aligned"), arg("isa") = py::none(),
-        "Name of the CPU kernel of an int4_mm at an instruction set, by default the selected one.");
-  m.def("kernels", &qao::kernels,
-        "Every kernel: one dict a CUDA tile that some plan uses, one an instruction set of the CPU.");
-  m.def("cpu_features", &qao::cpu_features, "detected and selected instruction set, or error: why none is selected.");
-  m.def("build_info", &qao::build_info,
+
+  define_problem<int4_mm::Problem>(
+      m, "Int4Problem", "An int4_mm. Attributes are keyword arguments of the constructor; group_size -1 stands for k.");
+  auto mm8_problem = define_problem<mm8::Problem>(
+      m, "Mm8Problem",
+      "A product with an operand of eight bits: x is 'float', 'int8' or 'fp8', weight 'int8', 'fp8' or 'int4'.");
+  define(mm8_problem, "x", &mm8::Problem::x);
+  define(mm8_problem, "weight", &mm8::Problem::weight);
+  define(mm8_problem, "y_dtype", &mm8::Problem::y_dtype);
+  define(mm8_problem, "x_scaling", &mm8::Problem::x_scaling);
+  define(mm8_problem, "weight_scaling", &mm8::Problem::weight_scaling);
+  define(mm8_problem, "x_zeros", &mm8::Problem::x_zeros);
+  define(mm8_problem, "fast_accum", &mm8::Problem::fast_accum);
+  define(mm8_problem, "weight_aligned", &mm8::Problem::weight_aligned);
+  py::class_<Gpu> gpu(
+      m, "Gpu",
+      "A GPU's numbers: compute_capability (10 * major + minor), num_sms, and shared_bytes_per_cta, the "
+      "opt-in limit of one CTA.");
+  define_init(gpu);
+  define(gpu, "compute_capability", &Gpu::compute_capability);
+  define(gpu, "num_sms", &Gpu::num_sms);
+  define(gpu, "shared_bytes_per_cta", &Gpu::shared_bytes_per_cta);
+
+  constexpr const char* kPlanDoc =
+      "The plan of a problem on a GPU, as a dict. Needs no GPU. Raises RuntimeError where no kernel runs the problem.";
+  m.def("plan", &plan<int4_mm::Problem>, arg("problem"), arg("gpu"), kPlanDoc);
+  m.def("plan", &plan<mm8::Problem>, arg("problem"), arg("gpu"), kPlanDoc);
+  constexpr const char* kCpuKernelDoc =
+      "Name of the CPU kernel of a problem at an instruction set, by default the selected one.";
+  m.def("cpu_kernel", &cpu_kernel<int4_mm::Problem>, arg("problem"), arg("isa") = py::none(), kCpuKernelDoc);
+  m.def("cpu_kernel", &cpu_kernel<mm8::Problem>, arg("problem"), arg("isa") = py::none(), kCpuKernelDoc);
+  m.def("kernels", &kernels,
+        "Every kernel with the instruction that multiplies: one dict a CUDA tile that some plan uses on a compute "
+        "capability, one a CPU kernel of an instruction set.");
+  m.def("cpu_features", &cpu_features, "detected and selected instruction set, or error: why none is selected.");
+  m.def("build_info", &build_info,
         "version, cuda (toolkit, or None), archs, compiler, torch (headers), torch_target (oldest torch it loads on).");
-  m.def("layout", &qao::layout, "Sizes of the packed int4 layout: TILE_N, TILE_K, TILE_BYTES.");
+  m.def("layout", &layout, "Sizes of the packed int4 layout: TILE_N, TILE_K, TILE_BYTES.");
 }

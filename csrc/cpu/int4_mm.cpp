@@ -20,19 +20,20 @@ using int4_mm::Problem;
 enum class Form { kPlain, kFixedPoint, kPairs };  // of x inside the kernel
 
 struct Kernel {
-  const char* name;
+  KernelName name;
   Form form;
   void (*pack)(const Int4Job&, int64_t begin, int64_t end);
   void (*run)(const Int4Job&, int64_t begin, int64_t end);
 };
 
-constexpr Kernel kScalar = {"scalar", Form::kPlain, nullptr, nullptr};
-constexpr Kernel kGemvAvx2 = {"gemv_avx2", Form::kFixedPoint, int4_pack_fixed_avx2, int4_gemv_avx2};
-constexpr Kernel kGemmAvx2 = {"gemm_avx2", Form::kFixedPoint, int4_pack_fixed_avx2, int4_gemm_avx2};
-constexpr Kernel kGemvAvx512 = {"gemv_avx512", Form::kFixedPoint, int4_pack_fixed_avx2, int4_gemv_avx512};
-constexpr Kernel kGemmAvx512 = {"gemm_avx512", Form::kFixedPoint, int4_pack_fixed_avx2, int4_gemm_avx512};
-constexpr Kernel kFewRowsAmxKernel = {"few_rows_amx", Form::kFixedPoint, int4_pack_fixed_avx2, int4_few_rows_amx};
-constexpr Kernel kGemmAmx = {"gemm_amx", Form::kPairs, int4_pack_pairs_amx, int4_gemm_amx};
+constexpr Kernel kScalar = {{"scalar", "float64"}, Form::kPlain, nullptr, nullptr};
+constexpr Kernel kGemvAvx2 = {{"gemv_avx2", "vpmaddubsw"}, Form::kFixedPoint, int4_pack_fixed_avx2, int4_gemv_avx2};
+constexpr Kernel kGemmAvx2 = {{"gemm_avx2", "vpmaddubsw"}, Form::kFixedPoint, int4_pack_fixed_avx2, int4_gemm_avx2};
+constexpr Kernel kGemvAvx512 = {{"gemv_avx512", "vpdpbusd"}, Form::kFixedPoint, int4_pack_fixed_avx2, int4_gemv_avx512};
+constexpr Kernel kGemmAvx512 = {{"gemm_avx512", "vpdpbusd"}, Form::kFixedPoint, int4_pack_fixed_avx2, int4_gemm_avx512};
+constexpr Kernel kFewRowsAmxKernel = {
+    {"few_rows_amx", "tdpbusd"}, Form::kFixedPoint, int4_pack_fixed_avx2, int4_few_rows_amx};
+constexpr Kernel kGemmAmx = {{"gemm_amx", "tdpbf16ps"}, Form::kPairs, int4_pack_pairs_amx, int4_gemm_amx};
 
 // AVX-512: up to how many rows of x reading each row of W again costs less than expanding W once for all.
 constexpr int64_t kGemvRows = 2;
@@ -166,7 +167,7 @@ int64_t rows_at_once(const Problem& p, const Arguments& a, Form form) {
 
 }  // namespace
 
-const char* int4_mm_kernel(const Problem& problem, Isa isa) { return choose(problem, isa).name; }
+KernelName int4_mm_kernel(const Problem& problem, Isa isa) { return choose(problem, isa).name; }
 
 Status int4_mm(const Problem& p, const Arguments& a, const Threads& threads) {
   Isa isa;

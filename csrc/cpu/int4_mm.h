@@ -9,8 +9,8 @@
 
 namespace qao::cpu {
 
-// The kernel `int4_mm` runs for this problem at this ISA level, for reports: "amx", "avx512_vnni_gemv", ...
-const char* int4_mm_kernel(const int4_mm::Problem& problem, Isa isa);
+// The kernel `int4_mm` runs for this problem at this ISA level.
+KernelName int4_mm_kernel(const int4_mm::Problem& problem, Isa isa);
 Status int4_mm(const int4_mm::Problem& problem, const int4_mm::Arguments& arguments, const Threads& threads);
 
 Status int4_pack(const int4_mm::Problem& problem, const int4_mm::Unpacked& from, uint8_t* weight, void* scales,

@@ -13,6 +13,12 @@ enum class Isa : int { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAm
 
 const char* name_of(Isa isa);  // "scalar", "avx2", "avx512", "avx512_bf16", "amx"
 
+// What a kernel is called and what multiplies in it, for reports.
+struct KernelName {
+  const char* name;
+  const char* instruction;
+};
+
 Isa detected_isa();
 // The level in use: QAO_CPU_ISA if set, read once; an unknown or unavailable name is an error, never a silent fallback.
 Status selected_isa(Isa* isa);

@@ -5,7 +5,7 @@
 
 namespace qao::cpu {
 
-const char* mm8_kernel(const mm8::Problem&, Isa) { return "scalar"; }
+KernelName mm8_kernel(const mm8::Problem&, Isa) { return {"scalar", "float64"}; }
 
 Status mm8(const mm8::Problem& p, const mm8::Arguments& a, const Threads& threads) {
   Isa isa;

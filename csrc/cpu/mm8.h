@@ -7,8 +7,8 @@
 
 namespace qao::cpu {
 
-// The kernel `mm8` runs for this problem at this ISA level, for reports.
-const char* mm8_kernel(const mm8::Problem& problem, Isa isa);
+// The kernel `mm8` runs for this problem at this ISA level.
+KernelName mm8_kernel(const mm8::Problem& problem, Isa isa);
 Status mm8(const mm8::Problem& problem, const mm8::Arguments& arguments, const Threads& threads);
 
 }  // namespace qao::cpu

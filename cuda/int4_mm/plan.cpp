@@ -68,6 +68,12 @@ const Config* first_sm80(const Problem& problem, const Gpu& gpu) {
   return nullptr;
 }
 
+// float32 x is split into bfloat16 parts.
+const char* instruction_of(const Problem& problem, bool wgmma) {
+  if (problem.x_dtype == DType::kFloat16) return wgmma ? "wgmma f16" : "mma.sync f16";
+  return wgmma ? "wgmma bf16" : "mma.sync bf16";
+}
+
 int64_t output_tiles(const Config& config, const Problem& problem) {
   return ceil_div(problem.n, config.tile_n) * ceil_div(std::max<int64_t>(problem.m, 1), config.tile_m);
 }
@@ -117,6 +123,7 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
     plan->reason = "many tokens on Hopper: wgmma";
     config = fastest_sm90(problem, gpu, k_steps);
   }
+  plan->instruction = instruction_of(problem, config != nullptr);
   if (config == nullptr) config = first_sm80(problem, gpu);
   if (config == nullptr) {
     return Status::error("no kernel fits the GPU's " + std::to_string(gpu.shared_bytes_per_cta) +

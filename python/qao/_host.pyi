@@ -2,32 +2,39 @@
 
 from typing import Any
 
-def int4_plan(
-    m: int,
-    n: int,
-    k: int,
-    group_size: int,
-    has_zeros: bool,
-    has_bias: bool,
-    x_dtype: str,
-    scale_dtype: str,
-    x_aligned: bool,
-    compute_capability: int,
-    num_sms: int,
-    shared_bytes: int,
-) -> dict[str, Any]: ...
-def int4_cpu_kernel(
-    m: int,
-    n: int,
-    k: int,
-    group_size: int,
-    has_zeros: bool,
-    has_bias: bool,
-    x_dtype: str,
-    scale_dtype: str,
-    x_aligned: bool,
-    isa: str | None = None,
-) -> str: ...
+class _Problem:
+    m: int
+    n: int
+    k: int
+    group_size: int
+    has_zeros: bool
+    has_bias: bool
+    x_aligned: bool
+    x_dtype: str
+    scale_dtype: str
+    bias_dtype: str
+    def __init__(self, **attributes: Any) -> None: ...
+
+class Int4Problem(_Problem): ...
+
+class Mm8Problem(_Problem):
+    x: str
+    weight: str
+    y_dtype: str
+    x_scaling: str
+    weight_scaling: str
+    x_zeros: bool
+    fast_accum: bool
+    weight_aligned: bool
+
+class Gpu:
+    compute_capability: int
+    num_sms: int
+    shared_bytes_per_cta: int
+    def __init__(self, **attributes: int) -> None: ...
+
+def plan(problem: Int4Problem | Mm8Problem, gpu: Gpu) -> dict[str, Any]: ...
+def cpu_kernel(problem: Int4Problem | Mm8Problem, isa: str | None = None) -> str: ...
 def kernels() -> list[dict[str, Any]]: ...
 def cpu_features() -> dict[str, str | None]: ...
 def build_info() -> dict[str, Any]: ...

@@ -38,14 +38,15 @@ struct Arguments {
 
 // How one problem is run on one GPU. Printable, testable without a GPU.
 struct Plan {
-  const char* kernel = "";  // name of the kernel body, as in kernels()
-  const char* reason = "";  // the rule that chose it
-  int config = -1;          // row of configs.inc
-  int tile_n = 0;           // rows of W per CTA
-  int tile_m = 0;           // tokens per CTA
-  int warps = 0;            // warps per CTA
-  int stages = 0;           // depth of the shared-memory pipeline
-  int split_k = 1;          // CTAs that share one output tile, summed in a fixed order
+  const char* kernel = "";       // name of the kernel body, as in kernels()
+  const char* reason = "";       // the rule that chose it
+  const char* instruction = "";  // the tensor cores' instruction, for people
+  int config = -1;               // row of configs.inc
+  int tile_n = 0;                // rows of W per CTA
+  int tile_m = 0;                // tokens per CTA
+  int warps = 0;                 // warps per CTA
+  int stages = 0;                // depth of the shared-memory pipeline
+  int split_k = 1;               // CTAs that share one output tile, summed in a fixed order
   int64_t ctas = 0;
   int64_t shared_bytes = 0;     // dynamic shared memory per CTA
   int64_t workspace_bytes = 0;  // partial sums and, for float32 x, its bfloat16 parts
