@@ -38,6 +38,8 @@ class Scheme(ABC):
     """How a linear layer of N = out_features by K = in_features is stored and computed."""
 
     word: ClassVar[str]  # the scheme's name in operators, files and reports
+    activations: ClassVar[str] = "float"  # what the product takes: "float" (as they come), "int8" or "fp8"
+    weights: ClassVar[str]  # "int4", "int8" or "fp8"
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]]  # that the kernels take
 
     # Of schemes that quantise activations. A scheme that offers the choice has a field of that name.
@@ -65,10 +67,6 @@ class Scheme(ABC):
     @abstractmethod
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
         """W [n, k] in a float dtype, from what ``pack`` made."""
-
-    @abstractmethod
-    def _problem(self) -> dict[str, Any]:
-        """What the choice of a kernel may depend on besides sizes and dtypes, by the names of ``_host``."""
 
     # ---- what follows from it
 
@@ -100,12 +98,7 @@ class Scheme(ABC):
             expected = ", ".join(str(dtype) for dtype in self._plain(1, 1)[0])
             raise ValueError(f"{self}: q must be {expected} of shape [N, K], not {q.dtype}{list(q.shape)}")
         if (zeros is not None) != has_zeros:
-            raise ValueError(
-                f"{self}: zeros must {'be given' if has_zeros else 'be None'}: the scheme is "
-                f"{'asymmetric' if has_zeros else 'symmetric'}. Use a scheme with symmetric={has_zeros}."
-                if isinstance(self, Int4Weight)
-                else f"{self}: zeros must be None: only int4 weights have zero points"
-            )
+            raise ValueError(f"{self}: zeros must be {'given' if has_zeros else 'None'} for a weight of this scheme")
         dtype = self._scale_dtype(scales.dtype)
         scales = _as_stored("scales", scales, shape, dtype, self)
         zeros = None if zeros is None else _as_stored("zeros", zeros, shape, dtype, self)
@@ -129,7 +122,25 @@ class Scheme(ABC):
         self, m: int, n: int, k: int, *, x_dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device
     ) -> str | None:
         """Name of the kernel that multiplies x [m, k] on ``device``; None where that is not known."""
-        return None
+        if _host is None or device.type not in ("cpu", "cuda"):
+            return None
+        x, scales = (str(dtype).removeprefix("torch.") for dtype in (x_dtype, scale_dtype))
+        problem = self._problem(m=m, n=n, k=k, x_dtype=x, scale_dtype=scales)
+        if device.type == "cpu":
+            return _host.cpu_kernel(problem)
+        properties = torch.cuda.get_device_properties(device)
+        gpu = _host.Gpu(
+            compute_capability=10 * properties.major + properties.minor,
+            num_sms=properties.multi_processor_count,
+            shared_bytes_per_cta=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+        )
+        return str(_host.plan(problem, gpu)["kernel"])
+
+    def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
+        """All that the choice of a kernel depends on; a subclass adds its own facts."""
+        return _host.Mm8Problem(
+            x=self.activations, weight=self.weights, x_zeros=not self.symmetric_activations, **facts
+        )
 
     def _scale_dtype(self, given: torch.dtype) -> torch.dtype:
         """The dtype scales are stored in, where the weight or its scales have ``given``."""
@@ -156,6 +167,7 @@ class Int4Weight(Scheme):
     scale_dtype: torch.dtype | None = None
     clip_search: bool = True
 
+    weights: ClassVar[str] = "int4"
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOAT_DTYPES
 
     def __post_init__(self) -> None:
@@ -196,8 +208,8 @@ class Int4Weight(Scheme):
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
         return ops.dequantize_int4(weight, scales, n, k, self.group_size, dtype)  # type: ignore[no-any-return]
 
-    def _problem(self) -> dict[str, Any]:
-        return {"group_size": self.group_size, "has_zeros": not self.symmetric}
+    def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
+        return super()._problem(group_size=self.group_size, has_zeros=not self.symmetric, **facts)
 
 
 @dataclass(frozen=True)
@@ -206,6 +218,7 @@ class Int8Weight(Scheme):
 
     clip_search: bool = True
 
+    weights: ClassVar[str] = "int8"
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
 
     def __post_init__(self) -> None:
@@ -226,9 +239,6 @@ class Int8Weight(Scheme):
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
         return ops.dequantize_int8(weight, scales, dtype)
 
-    def _problem(self) -> dict[str, Any]:
-        return {}
-
 
 @dataclass(frozen=True)
 class Float8Weight(Scheme):
@@ -236,6 +246,7 @@ class Float8Weight(Scheme):
 
     granularity: str = "row"
 
+    weights: ClassVar[str] = "fp8"
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
 
     def __post_init__(self) -> None:
@@ -262,8 +273,8 @@ class Float8Weight(Scheme):
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
         return ops.dequantize_fp8(weight, scales, dtype)
 
-    def _problem(self) -> dict[str, Any]:
-        return {"granularity": self.granularity}
+    def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
+        return super()._problem(weight_scaling=self.granularity, **facts)
 
 
 def _as_stored(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype, scheme: Scheme) -> Tensor:

@@ -15,11 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from . import ops
-from .scheme import Float8Weight, Int4Weight, Int8Weight
+from .formats import Float8Weight, Int4Weight, Int8Weight, _host
 
 __all__ = [
     "Float8DynamicActivationFloat8Weight",
@@ -55,6 +54,9 @@ class Int4WeightOnly(Int4Weight):
 
     def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
         return ops.int4_mm(x, layer["weight"], layer["scales"], layer["bias"], n, k, self.group_size)
+
+    def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
+        return _host.Int4Problem(group_size=self.group_size, has_zeros=not self.symmetric, **facts)
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class Int8DynamicActivationInt8Weight(Int8Weight):
     symmetric_activations: bool = True
 
     word: ClassVar[str] = "int8_int8"
+    activations: ClassVar[str] = "int8"
 
     def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
         return ops.int8_int8_mm(x, layer["weight"], layer["scales"], layer["bias"], layer["weight_sums"])
@@ -130,6 +133,7 @@ class Int8DynamicActivationInt4Weight(Int4Weight):
     symmetric_activations: bool = True
 
     word: ClassVar[str] = "int8_int4"
+    activations: ClassVar[str] = "int8"
 
     def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
         return ops.int8_int4_mm(
@@ -157,6 +161,7 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
     _x_group_size: int = field(init=False, repr=False, compare=False)
 
     word: ClassVar[str] = "fp8_fp8"
+    activations: ClassVar[str] = "fp8"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -167,8 +172,11 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
                 self._reject("activation_scale", "a positive number, or None for a scale found in each activation")
             if self.granularity == "block":
                 self._reject("activation_scale", 'None with granularity "block"')
-        group_size = 0 if scale is not None else {"row": -1, "tensor": 0, "block": 128}[self.granularity]
-        object.__setattr__(self, "_x_group_size", group_size)
+        group_size = {"row": -1, "tensor": 0, "block": 128}[self._x_granularity()]
+        object.__setattr__(self, "_x_group_size", group_size)  # here, not in every forward
+
+    def _x_granularity(self) -> str:
+        return self.granularity if self.activation_scale is None else "tensor"
 
     def __str__(self) -> str:
         notes = (", static activations" if self.activation_scale is not None else "") + (
@@ -179,6 +187,9 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
     def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
         weight, scales, bias, x_scale = layer["weight"], layer["scales"], layer["bias"], layer["activation_scale"]
         return ops.fp8_fp8_mm(x, weight, scales, bias, x_scale, self._x_group_size, self.fast_accum)
+
+    def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
+        return super()._problem(x_scaling=self._x_granularity(), fast_accum=self.fast_accum, **facts)
 
 
 @dataclass(frozen=True)
@@ -193,6 +204,7 @@ class Float8DynamicActivationInt4Weight(Int4Weight):
     """
 
     word: ClassVar[str] = "fp8_int4"
+    activations: ClassVar[str] = "fp8"
 
     def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
         return ops.fp8_int4_mm(x, layer["weight"], layer["scales"], layer["bias"], n, k, self.group_size)
