@@ -182,8 +182,11 @@ class Product {
     if (!operand.is_contiguous()) op_.fail(name + " must be contiguous", "Pass " + name + ".contiguous()");
   }
 
-  void check_scalings() const {
+  void check_scalings() {
     if (problem_.x != Format::kFp8 || problem_.weight != Format::kFp8) return;
+    // The scale of a weight of one block looks like that of a tensor, or of one row.
+    const bool blocks = scales_.has_shape({divide_up(problem_.n, kScaleBlock), problem_.k_blocks()});
+    if (problem_.x_scaling == Scaling::kBlock && blocks) problem_.weight_scaling = Scaling::kBlock;
     op_.check((problem_.x_scaling == Scaling::kBlock) == (problem_.weight_scaling == Scaling::kBlock),
               "blocks of 128 columns of x go with blocks of 128 x 128 of weight, and neither without the other",
               "Quantise x and weight alike");

@@ -6,9 +6,33 @@ report = qao.quantize_(model, qao.Int4WeightOnly())
 from __future__ import annotations
 
 from ._version import __version__
+from .formats import PackedWeight, Scheme
 from .linear import QuantLinear
 from .quantize import quantize_
 from .report import Report, Row
-from .schemes import Int4WeightOnly, Scheme
+from .schemes import (
+    Float8DynamicActivationFloat8Weight,
+    Float8DynamicActivationInt4Weight,
+    Float8WeightOnly,
+    Int4WeightOnly,
+    Int8DynamicActivationInt4Weight,
+    Int8DynamicActivationInt8Weight,
+    Int8WeightOnly,
+)
 
-__all__ = ["Int4WeightOnly", "QuantLinear", "Report", "Row", "Scheme", "__version__", "quantize_"]
+__all__ = [
+    "Float8DynamicActivationFloat8Weight",
+    "Float8DynamicActivationInt4Weight",
+    "Float8WeightOnly",
+    "Int4WeightOnly",
+    "Int8DynamicActivationInt4Weight",
+    "Int8DynamicActivationInt8Weight",
+    "Int8WeightOnly",
+    "PackedWeight",
+    "QuantLinear",
+    "Report",
+    "Row",
+    "Scheme",
+    "__version__",
+    "quantize_",
+]

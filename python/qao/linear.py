@@ -1,4 +1,4 @@
-"""QuantLinear: a linear layer whose weight is quantised. A plain module, three tensors, one operator call."""
+"""QuantLinear: a linear layer whose weight is quantised. A plain module, a few tensors, one operator call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .schemes import FLOAT_DTYPES, PackedWeight, Scheme
+from .formats import FLOAT_DTYPES, PackedWeight, Scheme
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -51,17 +51,24 @@ def obstacle(linear: nn.Module) -> str | None:
 class QuantLinear(nn.Module):
     """y [..., N] = x [..., K] · Wᵀ + bias with a quantised W; drop-in for nn.Linear.
 
-    Make one with ``from_linear``, or ``empty`` for a checkpoint to be loaded into. ``weight`` and ``scales`` are frozen
-    Parameters: moving the module moves them, ``.to(dtype)``, ``.half()`` and the like leave their dtypes as they are.
-    ``bias`` is an ordinary Parameter that starts frozen: ``layer.requires_grad_()`` makes it, and only it, trainable.
+    Make one with ``from_linear``, with ``from_quantized``, or ``empty`` for a checkpoint to be loaded into. All tensors
+    but the bias are frozen Parameters: moving the module moves them, ``.to(dtype)``, ``.half()`` and the like leave their
+    dtypes as they are. ``bias`` is an ordinary Parameter that starts frozen: ``layer.requires_grad_()`` makes it, and only
+    it, trainable.
 
     Attributes:
         weight, scales: tensors in the layout of the scheme's kernels.
+        weight_sums: float32 [N], sums over k of W, if activations are quantised asymmetrically; else None.
+        activation_scale: float32 [1], the scale of every activation, if it is static; else None.
         bias: [N] or None.
         in_features, out_features: K and N.
         scheme: how the weight is quantised.
     """
 
+    weight: nn.Parameter
+    scales: nn.Parameter
+    weight_sums: nn.Parameter | None
+    activation_scale: nn.Parameter | None
     bias: nn.Parameter | None
 
     # No extra state: shapes and dtypes of weight and scales tell the scheme (no two group sizes give the same number of
@@ -74,9 +81,8 @@ class QuantLinear(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.scheme = scheme
-        self.weight = _frozen(packed.weight)
-        self.scales = _frozen(packed.scales)
-        self.register_parameter("bias", None if bias is None else _frozen(bias))
+        for name, tensor in (*packed.tensors().items(), ("bias", bias)):
+            self.register_parameter(name, None if tensor is None else _frozen(tensor))
 
     @classmethod
     def empty(
@@ -131,12 +137,31 @@ class QuantLinear(nn.Module):
     def from_packed(cls, linear: nn.Module, scheme: Scheme, packed: PackedWeight) -> QuantLinear:
         """The layer that takes the place of ``linear``, with a weight that ``pack`` made."""
         out_features, in_features = linear_weight(linear).shape
-        bias: Tensor | None = linear._parameters["bias"]
-        if bias is not None:
-            # The kernels know no float64.
-            dtype = torch.float32 if bias.dtype == torch.float64 else bias.dtype
-            bias = bias.detach().to(packed.weight.device, dtype)
+        bias = _kernel_bias(linear._parameters["bias"], packed.weight.device)
         return cls(in_features, out_features, scheme, packed, bias).train(linear.training)
+
+    @classmethod
+    def from_quantized(
+        cls, q: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *, scheme: Scheme
+    ) -> QuantLinear:
+        """A layer of a weight that others quantised, W = (q - zero) * scale; nothing is quantised again.
+
+        Args:
+            q, scales, zeros: plain tensors [N, K] and those of its groups, of any float dtype: see ``Scheme.pack``.
+            bias: [N] or None.
+            scheme: what they are, for example ``Int8DynamicActivationInt4Weight(group_size=32, symmetric=True)``.
+
+        Raises:
+            ValueError: a shape or dtype does not fit the scheme.
+        """
+        packed = scheme.pack(q, scales, zeros)
+        n, k = q.shape
+        return cls(k, n, scheme, packed, _kernel_bias(bias, q.device))
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The frozen tensors."""
+        return PackedWeight(self.weight, self.scales, self.weight_sums, self.activation_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         # What autocast does to F.linear: float64 stays, anything else is cast. The first question is the cheap one: it
@@ -145,9 +170,8 @@ class QuantLinear(nn.Module):
             device_type = x.device.type
             if torch.is_autocast_enabled(device_type):
                 x = x.to(torch.get_autocast_dtype(device_type))
-        # Module.__getattr__ is Python and would take 0.5 µs a tensor.
-        own: dict[str, Any] = self._parameters
-        return self.scheme.mm(x, own["weight"], own["scales"], own["bias"], self.out_features, self.in_features)
+        # The dict of tensors, since Module.__getattr__ is Python and would take 0.5 µs a tensor.
+        return self.scheme.mm(x, self._parameters, self.out_features, self.in_features)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight [N, K] the layer multiplies with, in float32, float16 or bfloat16 (None: dtype of the scales)."""
@@ -155,7 +179,7 @@ class QuantLinear(nn.Module):
         return self.scheme.dequantize(self.weight, self.scales, self.out_features, self.in_features, dtype)
 
     def requires_grad_(self, requires_grad: bool = True) -> QuantLinear:
-        """Applies to the bias alone: weight and scales stay frozen."""
+        """Applies to the bias alone: all else stays frozen."""
         if self.bias is not None:
             self.bias.requires_grad_(requires_grad)
         return self
@@ -167,7 +191,7 @@ class QuantLinear(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
-        frozen = self.weight, self.scales
+        frozen = [tensor for tensor in self.packed.tensors().values() if tensor is not None]
 
         def move_only(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -191,11 +215,11 @@ class QuantLinear(nn.Module):
     ) -> None:
         # Module would say "size mismatch", which tells nobody what to do, and cast scales of another dtype silently.
         assign = local_metadata.get("assign_to_params_buffers", False)
-        for key, own in (("weight", self.weight), ("scales", self.scales)):
+        for key, own in self.packed.tensors().items():
             loaded = state_dict.get(prefix + key)
-            if not isinstance(loaded, Tensor):
+            if own is None or not isinstance(loaded, Tensor):
                 continue
-            may_replace = assign and key == "scales" and loaded.dtype in FLOAT_DTYPES
+            may_replace = assign and key == "scales" and loaded.dtype in self.scheme.scale_dtypes
             if loaded.shape != own.shape or (loaded.dtype != own.dtype and not may_replace):
                 error_msgs.append(
                     f"{prefix}{key}: the checkpoint holds {_describe(loaded)}, but this QuantLinear "
@@ -220,6 +244,12 @@ def pack(linear: nn.Module, scheme: Scheme, device: torch.device | str | None, n
         )
     n, k = weight.shape
     return scheme.empty(n, k, dtype=weight.dtype, device="meta")
+
+
+def _kernel_bias(bias: Tensor | None, device: torch.device) -> Tensor | None:
+    if bias is None:
+        return None
+    return bias.detach().to(device, torch.float32 if bias.dtype == torch.float64 else bias.dtype)  # no kernel has float64
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

@@ -1,18 +1,31 @@
-"""Loads the operator library; gives every operator a fake kernel and, where there is one, a gradient.
+"""Loads the operator library and gives every product a gradient.
 
-``torch.ops.qao.*`` are the raw operators, without autograd; layers call the functions of this module.
-Sizes everywhere: M tokens, N = out_features, K = in_features; x [..., K], weight [N, K], y [..., N].
+``torch.ops.qao.*`` are the raw operators, without autograd; layers call the functions of this module. Sizes everywhere:
+M tokens, N = out_features, K = in_features; x [..., K], weight [N, K], y [..., N].
+
+All products take and return alike:
+    x: [..., K], float32, float16 or bfloat16; any strides.
+    weight, scales: as their scheme stores them, see below.
+    bias: [N] in a float dtype, or None.
+    result: [..., N], contiguous, in x's dtype; accumulated in float32, or exactly where both operands are integers.
+They raise RuntimeError where a shape, dtype, device or alignment does not fit; the message lists all and the remedy.
+Gradients go to x and bias. That of x is dy · W: rounding x to eight bits counts as the identity (straight-through).
+
+Weights
+    int4: weight and scales as ``pack_int4`` returned them, with the same ``group_size``, N and K.
+    int8: weight int8 [N, K], scales float32 [N] or [1].
+    fp8: weight float8_e4m3fn [N, K] or its bytes as int8, scales float32 [N], [N, 1], [1] or one a block of 128 x 128,
+        [ceil(N / 128), ceil(K / 128)].
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-TILE_N, TILE_K, TILE_BYTES = 16, 64, 512  # checked against the C++ layout by tests/test_layout.py
 
 
 def _load() -> None:
@@ -33,101 +46,156 @@ def _load() -> None:
 
 _load()
 
+from . import fake  # noqa: E402, F401  # registers; the operators must be there
+
 _int4_mm = torch.ops.qao.int4_mm.default
-_dequantize_int4 = torch.ops.qao.dequantize_int4.default
+_int8_mm = torch.ops.qao.int8_mm.default
+_fp8_mm = torch.ops.qao.fp8_mm.default
+_int8_int8_mm = torch.ops.qao.int8_int8_mm.default
+_int8_int4_mm = torch.ops.qao.int8_int4_mm.default
+_fp8_fp8_mm = torch.ops.qao.fp8_fp8_mm.default
+_fp8_int4_mm = torch.ops.qao.fp8_int4_mm.default
 
 
-# ---- fake kernels: shape, dtype, stride and device of every result --------------------------------------------------
+# ---- dequantisation: W [N, K] in a float dtype, computed in float32 and rounded once ---------------------------------
+
+dequantize_int4 = torch.ops.qao.dequantize_int4.default
 
 
-def _groups(k: int, group_size: int) -> int:
-    return 1 if group_size <= 0 else (k + group_size - 1) // group_size  # a bad one is refused when the op runs
+def dequantize_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight int8 [N, K] times scales float32 [N] or [1]."""
+    return (weight.float() * scales.view(-1, 1)).to(dtype)
 
 
-@torch.library.register_fake("qao::int4_mm")
-def _(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, in_features: int, group_size: int
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], out_features))
+def dequantize_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight float8_e4m3fn [N, K], or its bytes as int8, times scales float32 of any of the shapes ``fp8_mm`` takes."""
+    n, k = weight.shape
+    if scales.dim() < 2 or scales.shape in ((n, 1), (1, 1)):
+        scales = scales.reshape(-1, 1)
+    else:
+        size = fake.SCALE_BLOCK
+        scales = scales.repeat_interleave(size, 0)[:n].repeat_interleave(size, 1)[:, :k]
+    return (weight.view(torch.float8_e4m3fn).float() * scales).to(dtype)
 
 
-@torch.library.register_fake("qao::pack_int4")
-def _(q: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int) -> tuple[Tensor, Tensor]:
-    n, k = q.shape
-    tiles_n, tiles_k = (n + TILE_N - 1) // TILE_N, (k + TILE_K - 1) // TILE_K
-    weight = q.new_empty((tiles_n, tiles_k, TILE_BYTES), dtype=torch.int8)
-    return weight, scales.new_empty((tiles_n, _groups(k, group_size), 1 if zeros is None else 2, TILE_N))
+# ---- gradients: outside the operators, entered only when somebody wants one ------------------------------------------
 
 
-@torch.library.register_fake("qao::unpack_int4")
-def _(
-    weight: Tensor, scales: Tensor, out_features: int, in_features: int, group_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (out_features, _groups(in_features, group_size))
-    q = weight.new_empty((out_features, in_features), dtype=torch.uint8)
-    return q, scales.new_empty(shape), scales.new_empty(shape)
-
-
-@torch.library.register_fake("qao::dequantize_int4")
-def _(
-    weight: Tensor, scales: Tensor, out_features: int, in_features: int, group_size: int, dtype: torch.dtype
-) -> Tensor:
-    return scales.new_empty((out_features, in_features), dtype=dtype)
-
-
-# ---- gradients: outside the operator, entered only when somebody wants one -------------------------------------------
-
-
-class _Int4Mm(torch.autograd.Function):
-    """d/dx and d/dbias of int4_mm; weight and scales are frozen."""
+class _Product(torch.autograd.Function):
+    """``operator(x, weight, scales, bias, *others, *sizes)``, and d/dx and d/dbias; everything else is frozen."""
 
     @staticmethod
     def forward(
         ctx: Any,
+        operator: Callable[..., Tensor],
+        dequantize: Callable[..., Tensor],
+        sizes: tuple[int, ...],
         x: Tensor,
         weight: Tensor,
         scales: Tensor,
         bias: Tensor | None,
-        out_features: int,
-        in_features: int,
-        group_size: int,
+        *others: Any,
     ) -> Tensor:
         ctx.save_for_backward(weight, scales)
-        ctx.sizes = (out_features, in_features, group_size)
+        ctx.dequantize, ctx.sizes = dequantize, sizes
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return _int4_mm(x, weight, scales, bias, out_features, in_features, group_size)  # type: ignore[no-any-return]
+        return operator(x, weight, scales, bias, *others, *sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            weight, scales = ctx.saved_tensors
-            grad_x = grad @ _dequantize_int4(weight, scales, *ctx.sizes, grad.dtype)
         if ctx.needs_input_grad[3]:
+            weight, scales = ctx.saved_tensors
+            grad_x = grad @ ctx.dequantize(weight, scales, *ctx.sizes, grad.dtype)
+        if ctx.needs_input_grad[6]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
-        return grad_x, None, None, grad_bias, None, None, None
+        return None, None, None, grad_x, None, None, grad_bias, *(None,) * (len(ctx.needs_input_grad) - 7)
+
+
+def _product(
+    operator: Callable[..., Tensor],
+    dequantize: Callable[..., Tensor],
+    sizes: tuple[int, ...],
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    *others: Any,
+) -> Tensor:
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return _Product.apply(operator, dequantize, sizes, x, weight, scales, bias, *others)  # type: ignore[no-untyped-call, no-any-return]
+    return operator(x, weight, scales, bias, *others, *sizes)
+
+
+# ---- products: as the raw operators, and differentiable --------------------------------------------------------------
 
 
 def int4_mm(
     x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, in_features: int, group_size: int
 ) -> Tensor:
-    """y = x · Wᵀ + bias with W in four bits, differentiable in x and bias.
+    """y = x · Wᵀ + bias with an int4 weight."""
+    sizes = out_features, in_features, group_size
+    return _product(_int4_mm, dequantize_int4, sizes, x, weight, scales, bias)
 
-    Args:
-        x: [..., K], float32, float16 or bfloat16; any strides.
-        weight: int8 [ceil(N/16), ceil(K/64), 512] and
-        scales: [ceil(N/16), ceil(K/group_size), 1 or 2, 16], both as ``pack_int4`` returned them.
-        bias: [N] in a float dtype, or None.
-        out_features, in_features: N and K of the weight that was packed.
-        group_size: 32, 64, 128, 256, or -1 (one group per row): as given to ``pack_int4``.
 
-    Returns:
-        [..., N], contiguous, in x's dtype; accumulated in float32.
+def int8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """y = x · Wᵀ + bias with an int8 weight."""
+    return _product(_int8_mm, dequantize_int8, (), x, weight, scales, bias)
 
-    Raises:
-        RuntimeError: a shape, dtype, device or alignment does not fit; the message lists all of them and the remedy.
+
+def fp8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """y = x · Wᵀ + bias with an fp8 weight."""
+    return _product(_fp8_mm, dequantize_fp8, (), x, weight, scales, bias)
+
+
+def int8_int8_mm(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, weight_sums: Tensor | None
+) -> Tensor:
+    """y = x̂ · Wᵀ + bias with an int8 weight and x̂ = x rounded to int8, a scale per token.
+
+    ``weight_sums``: float32 [N], sums over k of the dequantised W, makes the rounding of x asymmetric (with a zero point
+    per token); None: symmetric.
     """
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Int4Mm.apply(x, weight, scales, bias, out_features, in_features, group_size)  # type: ignore[no-untyped-call, no-any-return]
-    return _int4_mm(x, weight, scales, bias, out_features, in_features, group_size)  # type: ignore[no-any-return]
+    return _product(_int8_int8_mm, dequantize_int8, (), x, weight, scales, bias, weight_sums)
+
+
+def int8_int4_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    weight_sums: Tensor | None,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+) -> Tensor:
+    """y = x̂ · Wᵀ + bias with an int4 weight; x̂ and ``weight_sums`` as for ``int8_int8_mm``."""
+    sizes = out_features, in_features, group_size
+    return _product(_int8_int4_mm, dequantize_int4, sizes, x, weight, scales, bias, weight_sums)
+
+
+def fp8_fp8_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    x_group_size: int,
+    fast_accum: bool,
+) -> Tensor:
+    """y = x̂ · Wᵀ + bias with an fp8 weight and x̂ = x rounded to e4m3.
+
+    ``x_group_size``: columns of x that share a scale: -1 all of a token, 128 a block (with scales of W by blocks), 0 one
+    for all tokens. ``x_scale``: float32 [1], that one scale if it is known beforehand. ``fast_accum``: GPUs may sum more
+    than 128 columns in the tensor core's short accumulator.
+    """
+    return _product(_fp8_fp8_mm, dequantize_fp8, (), x, weight, scales, bias, x_scale, x_group_size, fast_accum)
+
+
+def fp8_int4_mm(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, in_features: int, group_size: int
+) -> Tensor:
+    """y = x̂ · Wᵀ + bias with an int4 weight and x̂ = x rounded to e4m3, a scale per token."""
+    sizes = out_features, in_features, group_size
+    return _product(_fp8_int4_mm, dequantize_int4, sizes, x, weight, scales, bias)

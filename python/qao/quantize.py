@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from . import survey
+from .formats import Scheme
 from .linear import QuantLinear, is_linear, linear_weight, pack
 from .quantizer import check_finite
 from .report import Report
-from .schemes import PackedWeight, Scheme
 
 
 def quantize_(
@@ -121,7 +121,7 @@ def _replace(pending: list[survey.Layer], device: torch.device | str | None, pro
         else:
             first = layer.tied_to.module
             assert isinstance(first, QuantLinear)
-            packed = PackedWeight(first.weight, first.scales, layer.tied_to.row.relative_error)
+            packed = first.packed._replace(relative_error=layer.tied_to.row.relative_error)
         layer.row.relative_error = packed.relative_error
         # The float module goes as soon as its successor is there: memory never holds two models.
         layer.module = QuantLinear.from_packed(layer.module, layer.scheme, packed)
@@ -133,7 +133,7 @@ def _finish_row(layer: survey.Layer) -> None:
     module, row = layer.module, layer.row
     if not isinstance(module, QuantLinear):
         return
-    row.bytes_after = 0 if layer.tied_to else survey.byte_count(module.weight, module.scales)
+    row.bytes_after = 0 if layer.tied_to else survey.packed_bytes(module)
     x_dtype = torch.float32 if layer.x_dtype == torch.float64 else layer.x_dtype
     kernels = [
         module.scheme.kernel(

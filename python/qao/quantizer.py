@@ -1,7 +1,8 @@
-"""Float weights to four bits: round-to-nearest with a per-group search for the best clipping range."""
+"""Float weights to four or eight bits: round-to-nearest, for integers with a search for the best clipping range."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,13 +17,30 @@ _CLIP_FACTORS = tuple(1 + 0.03 * step for step in range(3, -17, -1))
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 
 
-class QuantizedWeight(NamedTuple):
-    """W ≈ (q - zero) * scale, group by group along K."""
+LARGEST_FP8 = 448.0  # of e4m3
+SCALE_BLOCK = 128  # rows and columns of a weight that share a scale by blocks
 
-    q: Tensor  # uint8 [N, K], values 0..15
-    scales: Tensor  # [N, ceil(K / group_size)], of either sign
-    zeros: Tensor | None  # like scales, whole numbers 0..15; None: 8 everywhere (symmetric)
+
+class QuantizedWeight(NamedTuple):
+    """W ≈ (q - zero) * scale."""
+
+    q: Tensor  # [N, K]: uint8 0..15, int8 -127..127, or float8_e4m3fn
+    scales: Tensor  # int4 [N, ceil(K / group_size)], of either sign; int8 [N]; fp8 see quantize_fp8
+    zeros: Tensor | None  # like scales, whole numbers 0..15; None: 8 everywhere for int4, 0 otherwise (symmetric)
     relative_error: float  # ‖W - Ŵ‖ / ‖W‖, Frobenius; 0 for an all-zero weight
+
+
+class _Codes(NamedTuple):
+    """The whole numbers a value may become; ``middle`` is the zero point of a symmetric weight."""
+
+    dtype: torch.dtype
+    lowest: int
+    highest: int
+    middle: int
+
+
+_INT4 = _Codes(torch.uint8, 0, 15, 8)
+_INT8 = _Codes(torch.int8, -127, 127, 0)
 
 
 def check_finite(weight: Tensor, name: str) -> None:
@@ -55,55 +73,131 @@ def quantize_int4(
     Raises:
         ValueError: the weight holds NaN or Inf, or a scale overflows ``scale_dtype``; the message begins with ``name``.
     """
-    check_finite(weight, name)
-    rows, columns = weight.shape
-    size = columns if group_size == -1 else group_size
-    groups = (columns + size - 1) // size
-    q = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(rows, groups, dtype=scale_dtype, device=weight.device)
-    zeros = None if symmetric else torch.empty_like(scales)
-    squares = torch.zeros(2, dtype=torch.float64, device=weight.device)  # of the error and of the weight
+    return _quantize_groups(weight, group_size, _INT4, symmetric, scale_dtype, clip_search, name)
 
-    step = max(1, _CHUNK_ELEMENTS.get(weight.device.type, _CHUNK_ELEMENTS["cpu"]) // columns)
-    for first in range(0, rows, step):
-        chunk = slice(first, min(first + step, rows))
-        values = weight.detach()[chunk].float()
-        squares[1] += values.square().sum(dtype=torch.float64)
-        codes, scale, zero, error = _quantize_rows(values, size, symmetric, scale_dtype, clip_search)
-        del values  # before the next chunk is made
-        q[chunk] = codes[:, :columns]
-        scales[chunk] = scale.to(scale_dtype)
-        if zeros is not None:
-            zeros[chunk] = zero.to(scale_dtype)
-        squares[0] += error
+
+def quantize_int8(weight: Tensor, *, clip_search: bool = True, name: str = "weight") -> QuantizedWeight:
+    """Quantises a float weight [N, K] to -127..127 with one positive float32 scale a row; otherwise as quantize_int4."""
+    result = _quantize_groups(weight, -1, _INT8, True, torch.float32, clip_search, name)
+    return result._replace(scales=result.scales.flatten())
+
+
+def _largest(values: Tensor, height: int, width: int) -> Tensor:
+    """The largest magnitude in each block of height x width; the last ones may be smaller."""
+    rows, columns = values.shape
+    padded = functional.pad(values.abs_(), (0, -columns % width, 0, -rows % height))
+    return padded.unflatten(1, (-1, width)).unflatten(0, (-1, height)).amax((1, 3))
+
+
+def quantize_fp8(weight: Tensor, granularity: str, *, name: str = "weight") -> QuantizedWeight:
+    """Quantises a float weight [N, K] to float8_e4m3fn, on the device it is on.
+
+    A float32 scale maps the largest magnitude of what shares it to 448, the largest e4m3 number; nothing overflows to
+    NaN. ``granularity``: "row", scales [N, 1]; "tensor", [1, 1]; "block", one for each 128 x 128,
+    [ceil(N / 128), ceil(K / 128)].
+
+    Raises:
+        ValueError: the weight holds NaN or Inf, or more than float32 can; the message begins with ``name``.
+    """
+    check_finite(weight, name)
+    n, k = weight.shape
+    height, width = (SCALE_BLOCK, SCALE_BLOCK) if granularity == "block" else (1, k)
+    largest = torch.cat([_largest(values, height, width) for _, values in _chunks(weight, height)])
+    if granularity == "tensor":
+        largest = largest.amax(0, keepdim=True)
+    scales = largest.div_(LARGEST_FP8).clamp_(min=torch.finfo(torch.float32).tiny)
+    _check_scales(scales, weight, name)
+    every = scales.expand(n, 1) if granularity == "tensor" else scales  # one for each `height` rows
+    q = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=weight.device)
+    squares = torch.zeros(2, dtype=torch.float64, device=weight.device)  # of the error and of the weight
+    for rows, values in _chunks(weight, height):
+        scale = every[rows.start // height : -(-rows.stop // height)]
+        scale = scale.repeat_interleave(height, 0)[: len(values)].repeat_interleave(width, 1)[:, :k]
+        q[rows] = (values / scale).clamp_(-LARGEST_FP8, LARGEST_FP8).to(q.dtype)
+        squares[0] += (q[rows].float() * scale - values).square_().sum(dtype=torch.float64)
+        squares[1] += values.square_().sum(dtype=torch.float64)
+    return QuantizedWeight(q, scales, None, _relative_error(squares))
+
+
+def row_sums(q: Tensor, scales: Tensor, zeros: Tensor | int, group_size: int) -> Tensor:
+    """float32 [N]: sums over k of (q - zero) * scale, for q [N, K] of whole numbers, scales and zeros [N, G]."""
+    n, k = q.shape
+    size = k if group_size == -1 else group_size
+    whole = k // size * size
+    sums = q[:, :whole].unflatten(1, (-1, size)).sum(-1, dtype=torch.int64)
+    if whole < k:
+        sums = torch.cat((sums, q[:, whole:].sum(-1, keepdim=True, dtype=torch.int64)), 1)
+    lengths = torch.arange(0, k, size, device=q.device).neg_().add_(k).clamp_(max=size)
+    zeros = zeros.double() if isinstance(zeros, Tensor) else zeros
+    return ((sums - lengths * zeros) * scales.double().view(n, -1)).sum(1).float()
+
+
+def _chunks(weight: Tensor, multiple: int = 1) -> Iterator[tuple[slice, Tensor]]:
+    """Runs of rows, a multiple of ``multiple`` long, with their values in float32, which the caller may overwrite."""
+    n, k = weight.shape
+    elements = _CHUNK_ELEMENTS.get(weight.device.type, _CHUNK_ELEMENTS["cpu"])
+    step = -(-max(1, elements // k) // multiple) * multiple
+    for first in range(0, n, step):
+        rows = slice(first, min(first + step, n))
+        yield rows, weight.detach()[rows].to(torch.float32, copy=True)
+
+
+def _check_scales(scales: Tensor, weight: Tensor, name: str) -> None:
     if not scales.isfinite().all():
         raise ValueError(
-            f"{name}: a scale of the weight {list(weight.shape)} ({weight.dtype}) overflows {scale_dtype}. Use a wider "
+            f"{name}: a scale of the weight {list(weight.shape)} ({weight.dtype}) overflows {scales.dtype}. Use a wider "
             "scale_dtype, for example torch.float32."
         )
+
+
+def _relative_error(squares: Tensor) -> float:
     error, norm = squares.sqrt().tolist()
-    return QuantizedWeight(q, scales, zeros, error / norm if norm else 0.0)
+    return error / norm if norm else 0.0
 
 
-def _quantize_rows(
-    values: Tensor, size: int, symmetric: bool, scale_dtype: torch.dtype, clip_search: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q uint8 [rows, groups * size], scale and zero [rows, groups], and the squared error of all."""
-    rows, columns = values.shape
-    # Zeros pad the last group: they are exact under every scale and change neither its range nor its error.
-    grouped = functional.pad(values, (0, -columns % size)).view(rows, -1, size)
-    scale, zero, error = _search(grouped, symmetric, scale_dtype, _CLIP_FACTORS if clip_search else (1.0,))
-    codes = grouped.div(scale).round_().add_(zero).clamp_(0, 15).view(rows, -1).to(torch.uint8)
-    return codes, scale.squeeze(-1), zero.squeeze(-1), error.sum(dtype=torch.float64)
+def _quantize_groups(
+    weight: Tensor,
+    group_size: int,
+    codes: _Codes,
+    symmetric: bool,
+    scale_dtype: torch.dtype,
+    clip_search: bool,
+    name: str,
+) -> QuantizedWeight:
+    check_finite(weight, name)
+    n, k = weight.shape
+    size = k if group_size == -1 else group_size
+    q = torch.empty(n, k, dtype=codes.dtype, device=weight.device)
+    scales = torch.empty(n, (k + size - 1) // size, dtype=scale_dtype, device=weight.device)
+    zeros = None if symmetric else torch.empty_like(scales)
+    squares = torch.zeros(2, dtype=torch.float64, device=weight.device)  # of the error and of the weight
+    for rows, values in _chunks(weight):
+        squares[1] += values.square().sum(dtype=torch.float64)
+        # Zeros pad the last group: they are exact under every scale and change neither its range nor its error.
+        groups = functional.pad(values, (0, -k % size)).view(len(values), -1, size)
+        scale, zero, error = _search(groups, codes, symmetric, scale_dtype, _CLIP_FACTORS if clip_search else (1.0,))
+        groups = groups.div(scale).round_().add_(zero).clamp_(codes.lowest, codes.highest)
+        q[rows] = groups.view(len(values), -1)[:, :k].to(codes.dtype)
+        scales[rows] = scale.squeeze(-1).to(scale_dtype)
+        if zeros is not None:
+            zeros[rows] = zero.squeeze(-1).to(scale_dtype)
+        squares[0] += error.sum(dtype=torch.float64)
+    _check_scales(scales, weight, name)
+    return QuantizedWeight(q, scales, zeros, _relative_error(squares))
 
 
 def _search(
-    values: Tensor, symmetric: bool, scale_dtype: torch.dtype, factors: tuple[float, ...]
+    values: Tensor, codes: _Codes, symmetric: bool, scale_dtype: torch.dtype, factors: tuple[float, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The best (scale, zero, squared error), each [rows, groups, 1], for values [rows, groups, size]."""
     low, high = torch.aminmax(values, dim=-1, keepdim=True)
     low, high = low.clamp_(max=0), high.clamp_(min=0)
-    full = torch.where(-low >= high, low, high) / -8 if symmetric else (high - low) / 15
+    if not symmetric:
+        full = (high - low) / (codes.highest - codes.lowest)
+    elif codes.middle - codes.lowest == codes.highest - codes.middle:
+        full = torch.maximum(-low, high) / (codes.highest - codes.middle)
+    else:  # one code more below the middle: the sign of the scale gives it to the larger side
+        full = torch.where(-low >= high, low, high) / (codes.lowest - codes.middle)
     # Groups of zeros, too, need a scale to divide by.
     info = torch.finfo(scale_dtype)
     smallest = max(info.tiny * info.eps, torch.finfo(torch.float32).tiny)
@@ -113,9 +207,12 @@ def _search(
     for factor in factors:
         scale = full * factor
         scale = torch.where(scale.abs() < smallest, smallest, scale).to(scale_dtype).float()
-        zero = torch.full_like(scale, 8) if symmetric else (low * -factor / scale).round_().clamp_(0, 15)
+        if symmetric:
+            zero = torch.full_like(scale, codes.middle)
+        else:
+            zero = (low * -factor / scale).round_().add_(codes.lowest).clamp_(codes.lowest, codes.highest)
         torch.div(values, scale, out=scratch).round_()
-        torch.clamp(scratch, -zero, 15 - zero, out=scratch)
+        torch.clamp(scratch, codes.lowest - zero, codes.highest - zero, out=scratch)
         torch.addcmul(values, scratch, scale, value=-1, out=scratch)
         candidate = scale, zero, scratch.square_().sum(-1, keepdim=True)
         if best is None:

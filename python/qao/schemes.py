@@ -1,63 +1,40 @@
-"""Schemes: how a linear layer is stored and computed. One class a scheme; nothing else asks which one it has."""
+"""Schemes: how a linear layer is stored and computed. One class a scheme; nothing else asks which one it has.
+
+A scheme is a weight format, which says how to quantise, store and restore W, and what is done with the activation, which
+is one call of the scheme's operator:
+
+    weight       activations as they come   int8, a scale per token               e4m3
+    int4         Int4WeightOnly             Int8DynamicActivationInt4Weight       Float8DynamicActivationInt4Weight
+    int8         Int8WeightOnly             Int8DynamicActivationInt8Weight
+    e4m3         Float8WeightOnly                                                 Float8DynamicActivationFloat8Weight
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from . import ops
-from .quantizer import quantize_int4
+from .formats import Float8Weight, Int4Weight, Int8Weight, _host
 
-try:
-    from . import _host
-except ImportError:  # built without pybind11: layers work, kernels just have no names to show
-    _host = None  # type: ignore[assignment]
+__all__ = [
+    "Float8DynamicActivationFloat8Weight",
+    "Float8DynamicActivationInt4Weight",
+    "Float8WeightOnly",
+    "Int4WeightOnly",
+    "Int8DynamicActivationInt4Weight",
+    "Int8DynamicActivationInt8Weight",
+    "Int8WeightOnly",
+]
 
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-class PackedWeight(NamedTuple):
-    """A quantised weight [N, K] in the layout of the scheme's kernels."""
-
-    weight: Tensor
-    scales: Tensor
-    relative_error: float | None = None  # ‖W - Ŵ‖ / ‖W‖, Frobenius; None if there was no data
-
-
-class Scheme(ABC):
-    """How a linear layer of N = out_features by K = in_features is stored and computed."""
-
-    word: ClassVar[str]  # the scheme's name in operators, files and reports
-
-    @abstractmethod
-    def quantize(self, weight: Tensor, name: str = "weight") -> PackedWeight:
-        """Quantises and packs a float weight [N, K] on its device; ``name`` begins the message of a ValueError."""
-
-    @abstractmethod
-    def empty(self, n: int, k: int, *, dtype: torch.dtype, device: torch.device | str) -> PackedWeight:
-        """Uninitialised tensors for a layer whose float weight [n, k] would have ``dtype``."""
-
-    @abstractmethod
-    def mm(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, n: int, k: int) -> Tensor:
-        """y [..., n] = x [..., k] · Wᵀ + bias: the layer's forward."""
-
-    @abstractmethod
-    def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
-        """W [n, k] in a float dtype."""
-
-    @abstractmethod
-    def kernel(
-        self, m: int, n: int, k: int, *, x_dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device
-    ) -> str | None:
-        """Name of the kernel that multiplies x [m, k] on ``device``; None where that is not known."""
+Layer = Mapping[str, Any]  # the tensors of a QuantLinear by name
 
 
 @dataclass(frozen=True)
-class Int4WeightOnly(Scheme):
+class Int4WeightOnly(Int4Weight):
     """Weights in four bits, activations as they come (float32, float16 or bfloat16).
 
     Args:
@@ -73,85 +50,161 @@ class Int4WeightOnly(Scheme):
         ValueError, TypeError: an argument is none of the above.
     """
 
-    group_size: int = 128
-    symmetric: bool = False
-    scale_dtype: torch.dtype | None = None
-    clip_search: bool = True
-
     word: ClassVar[str] = "int4"
 
+    def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
+        return ops.int4_mm(x, layer["weight"], layer["scales"], layer["bias"], n, k, self.group_size)
+
+    def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
+        return _host.Int4Problem(group_size=self.group_size, has_zeros=not self.symmetric, **facts)
+
+
+@dataclass(frozen=True)
+class Int8WeightOnly(Int8Weight):
+    """Weights in eight bits with a scale per row, activations as they come (float32, float16 or bfloat16).
+
+    Args:
+        clip_search: try several clipping ranges per row and keep the one of least squared error; False takes the full
+            range.
+
+    Raises:
+        TypeError: an argument is none of the above.
+    """
+
+    word: ClassVar[str] = "int8"
+
+    def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
+        return ops.int8_mm(x, layer["weight"], layer["scales"], layer["bias"])
+
+
+@dataclass(frozen=True)
+class Float8WeightOnly(Float8Weight):
+    """Weights in e4m3, activations as they come (float32, float16 or bfloat16).
+
+    Args:
+        granularity: what shares a scale: "row" of W, "tensor" (all of W), or "block" of 128 x 128.
+
+    Raises:
+        ValueError: an argument is none of the above.
+    """
+
+    word: ClassVar[str] = "fp8"
+
+    def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
+        return ops.fp8_mm(x, layer["weight"], layer["scales"], layer["bias"])
+
+
+@dataclass(frozen=True)
+class Int8DynamicActivationInt8Weight(Int8Weight):
+    """Weights in eight bits with a scale per row; every token is rounded to eight bits with a scale of its own.
+
+    Args:
+        symmetric_activations: False gives every token a zero point too: more accurate where activations are of one
+            sign, a little slower.
+        clip_search: as in ``Int8WeightOnly``.
+
+    Raises:
+        TypeError: an argument is none of the above.
+    """
+
+    symmetric_activations: bool = True
+
+    word: ClassVar[str] = "int8_int8"
+    activations: ClassVar[str] = "int8"
+
+    def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
+        return ops.int8_int8_mm(x, layer["weight"], layer["scales"], layer["bias"], layer["weight_sums"])
+
+
+@dataclass(frozen=True)
+class Int8DynamicActivationInt4Weight(Int4Weight):
+    """Weights in four bits; every token is rounded to eight bits with a scale of its own.
+
+    Every combination of group size, symmetric or not, and dtype of the scales has a kernel of its own.
+
+    Args:
+        group_size, symmetric, scale_dtype, clip_search: as in ``Int4WeightOnly``.
+        symmetric_activations: as in ``Int8DynamicActivationInt8Weight``.
+
+    Raises:
+        ValueError, TypeError: an argument is none of the above.
+    """
+
+    symmetric_activations: bool = True
+
+    word: ClassVar[str] = "int8_int4"
+    activations: ClassVar[str] = "int8"
+
+    def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
+        return ops.int8_int4_mm(
+            x, layer["weight"], layer["scales"], layer["bias"], layer["weight_sums"], n, k, self.group_size
+        )
+
+
+@dataclass(frozen=True)
+class Float8DynamicActivationFloat8Weight(Float8Weight):
+    """Weights in e4m3; activations are rounded to e4m3.
+
+    Args:
+        granularity: what shares a scale: "row": a row of W, a token; "tensor": all of W, all of x; "block": 128 x 128
+            of W, 128 columns of a token.
+        activation_scale: one scale for every activation, known beforehand (its largest magnitude / 448), instead of
+            one found in each; larger values saturate. None: dynamic. A layer holds it as a tensor of that name.
+        fast_accum: let GPUs sum more than 128 columns in the tensor core's short accumulator: faster, less accurate.
+
+    Raises:
+        ValueError, TypeError: an argument is none of the above, or ``activation_scale`` with "block".
+    """
+
+    activation_scale: float | None = None
+    fast_accum: bool = False
+    _x_group_size: int = field(init=False, repr=False, compare=False)
+
+    word: ClassVar[str] = "fp8_fp8"
+    activations: ClassVar[str] = "fp8"
+
     def __post_init__(self) -> None:
-        if type(self.group_size) is not int or self.group_size not in (32, 64, 128, 256, -1):
-            raise ValueError(
-                f"Int4WeightOnly: group_size must be 32, 64, 128, 256, or -1 for one group per row, not "
-                f"{self.group_size!r}"
-            )
-        for field in ("symmetric", "clip_search"):
-            if not isinstance(getattr(self, field), bool):
-                raise TypeError(f"Int4WeightOnly: {field} must be True or False, not {getattr(self, field)!r}")
-        if self.scale_dtype is not None and self.scale_dtype not in FLOAT_DTYPES:
-            raise ValueError(
-                f"Int4WeightOnly: scale_dtype must be torch.float32, torch.float16, torch.bfloat16, or None for the "
-                f"dtype of the layer's weight, not {self.scale_dtype!r}"
-            )
+        super().__post_init__()
+        self._check_bool("fast_accum")
+        scale = self.activation_scale
+        if scale is not None:
+            if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
+                self._reject("activation_scale", "a positive number, or None for a scale found in each activation")
+            if self.granularity == "block":
+                self._reject("activation_scale", 'None with granularity "block"')
+        group_size = {"row": -1, "tensor": 0, "block": 128}[self._x_granularity()]
+        object.__setattr__(self, "_x_group_size", group_size)  # here, not in every forward
+
+    def _x_granularity(self) -> str:
+        return self.granularity if self.activation_scale is None else "tensor"
 
     def __str__(self) -> str:
-        return f"int4 g{self.group_size} {'symmetric' if self.symmetric else 'asymmetric'}"
-
-    def _scale_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
-        if self.scale_dtype is not None:
-            return self.scale_dtype
-        return torch.float32 if weight_dtype == torch.float64 else weight_dtype
-
-    def quantize(self, weight: Tensor, name: str = "weight") -> PackedWeight:
-        q, scales, zeros, relative_error = quantize_int4(
-            weight,
-            self.group_size,
-            symmetric=self.symmetric,
-            scale_dtype=self._scale_dtype(weight.dtype),
-            clip_search=self.clip_search,
-            name=name,
+        notes = (", static activations" if self.activation_scale is not None else "") + (
+            ", fast accumulation" if self.fast_accum else ""
         )
-        packed, packed_scales = torch.ops.qao.pack_int4(q, scales, zeros, self.group_size)
-        return PackedWeight(packed, packed_scales, relative_error)
+        return super().__str__() + notes
 
-    def empty(self, n: int, k: int, *, dtype: torch.dtype, device: torch.device | str) -> PackedWeight:
-        # The packer's fake kernel knows the layout: it tells the shapes, on meta.
-        groups = 1 if self.group_size == -1 else -(-k // self.group_size)
-        q = torch.empty(n, k, dtype=torch.uint8, device="meta")
-        scales = torch.empty(n, groups, dtype=self._scale_dtype(dtype), device="meta")
-        weight, scales = torch.ops.qao.pack_int4(q, scales, None if self.symmetric else scales, self.group_size)
-        return PackedWeight(torch.empty_like(weight, device=device), torch.empty_like(scales, device=device))
+    def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
+        weight, scales, bias, x_scale = layer["weight"], layer["scales"], layer["bias"], layer["activation_scale"]
+        return ops.fp8_fp8_mm(x, weight, scales, bias, x_scale, self._x_group_size, self.fast_accum)
 
-    def mm(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, n: int, k: int) -> Tensor:
-        return ops.int4_mm(x, weight, scales, bias, n, k, self.group_size)
+    def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
+        return super()._problem(x_scaling=self._x_granularity(), fast_accum=self.fast_accum, **facts)
 
-    def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
-        return torch.ops.qao.dequantize_int4(weight, scales, n, k, self.group_size, dtype)  # type: ignore[no-any-return]
 
-    def kernel(
-        self, m: int, n: int, k: int, *, x_dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device
-    ) -> str | None:
-        if _host is None or device.type not in ("cpu", "cuda"):
-            return None
-        problem: dict[str, Any] = {
-            "m": m,
-            "n": n,
-            "k": k,
-            "group_size": self.group_size,
-            "has_zeros": not self.symmetric,
-            "has_bias": False,
-            "x_dtype": str(x_dtype).removeprefix("torch."),
-            "scale_dtype": str(scale_dtype).removeprefix("torch."),
-            "x_aligned": True,
-        }
-        if device.type == "cpu":
-            return str(_host.int4_cpu_kernel(**problem))
-        gpu = torch.cuda.get_device_properties(device)
-        plan = _host.int4_plan(
-            **problem,
-            compute_capability=10 * gpu.major + gpu.minor,
-            num_sms=gpu.multi_processor_count,
-            shared_bytes=gpu.shared_memory_per_block_optin,  # type: ignore[attr-defined]
-        )
-        return str(plan["kernel"])
+@dataclass(frozen=True)
+class Float8DynamicActivationInt4Weight(Int4Weight):
+    """Weights in four bits; every token is rounded to e4m3 with a scale of its own.
+
+    Args:
+        group_size, symmetric, scale_dtype, clip_search: as in ``Int4WeightOnly``.
+
+    Raises:
+        ValueError, TypeError: an argument is none of the above.
+    """
+
+    word: ClassVar[str] = "fp8_int4"
+    activations: ClassVar[str] = "fp8"
+
+    def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
+        return ops.fp8_int4_mm(x, layer["weight"], layer["scales"], layer["bias"], n, k, self.group_size)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from .formats import Scheme
 from .linear import QuantLinear, is_linear, linear_weight, obstacle
 from .report import Row
-from .schemes import Scheme
 
 Select = Callable[[str, nn.Module], Scheme | None]
 
@@ -103,8 +103,8 @@ def decide(
     if isinstance(module, QuantLinear):
         row.shape = (module.out_features, module.in_features)
         row.status, row.scheme = "already quantized", str(module.scheme)
-        row.bytes_before = byte_count(module.weight, module.scales)
-        layer.elements, layer.x_dtype = module.out_features * module.in_features, module.scales.dtype
+        row.bytes_before = packed_bytes(module)
+        layer.elements, layer.x_dtype = module.out_features * module.in_features, _likely_dtype(module)
         return
     weight = linear_weight(module)
     row.shape, row.bytes_before = tuple(weight.shape), byte_count(weight)
@@ -180,11 +180,21 @@ def byte_count(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def packed_bytes(layer: QuantLinear) -> int:
+    return byte_count(*(tensor for tensor in layer.packed.tensors().values() if tensor is not None))
+
+
+def _likely_dtype(layer: QuantLinear) -> torch.dtype:
+    """Of the activations of a quantised layer."""
+    return layer.scales.dtype if layer.bias is None else layer.bias.dtype
+
+
 def count_parameters(model: nn.Module) -> int:
     """Elements of all parameters, each counted once; of a quantised weight, those of the float weight."""
     counts: dict[int, int] = {}
     for module in model.modules():
         counts.update((id(p), p.numel()) for p in module._parameters.values() if p is not None)
         if isinstance(module, QuantLinear):
-            counts[id(module.weight)], counts[id(module.scales)] = module.out_features * module.in_features, 0
+            counts.update((id(tensor), 0) for tensor in module.packed.tensors().values())
+            counts[id(module.weight)] = module.out_features * module.in_features
     return sum(counts.values())

@@ -1,0 +1,289 @@
+"""What all schemes are: the base class, and the three weight formats with all that follows from each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .quantizer import SCALE_BLOCK, QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, row_sums
+
+try:
+    from . import _host
+except ImportError:  # built without pybind11: layers work, kernels just have no names to show
+    _host = None  # type: ignore[assignment]
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class PackedWeight(NamedTuple):
+    """A quantised weight [N, K] in the layout of the scheme's kernels, with what else a layer stores."""
+
+    weight: Tensor  # int8, whatever its bytes are: some models cast activations to any other dtype of a weight
+    scales: Tensor
+    weight_sums: Tensor | None = None  # float32 [N], sums over k of the dequantised W; for asymmetric activations
+    activation_scale: Tensor | None = None  # float32 [1]; for static activations
+    relative_error: float | None = None  # ‖W - Ŵ‖ / ‖W‖, Frobenius; None if unknown
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        return {name: value for name, value in self._asdict().items() if name != "relative_error"}
+
+
+class Scheme(ABC):
+    """How a linear layer of N = out_features by K = in_features is stored and computed."""
+
+    word: ClassVar[str]  # the scheme's name in operators, files and reports
+    activations: ClassVar[str] = "float"  # what the product takes: "float" (as they come), "int8" or "fp8"
+    weights: ClassVar[str]  # "int4", "int8" or "fp8"
+    scale_dtypes: ClassVar[tuple[torch.dtype, ...]]  # that the kernels take
+
+    # Of schemes that quantise activations. A scheme that offers the choice has a field of that name.
+    symmetric_activations: bool = True
+    activation_scale: float | None = None
+
+    # ---- the weight format: what a subclass says about it
+
+    @abstractmethod
+    def _quantize(self, weight: Tensor, name: str) -> QuantizedWeight:
+        """``quantize`` as far as plain tensors."""
+
+    @abstractmethod
+    def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int, int] | tuple[int], bool]:
+        """Of the plain tensors of a weight [n, k]: dtypes that q may have, shape of scales, whether there are zeros."""
+
+    @abstractmethod
+    def _store(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor]:
+        """weight and scales in the layout of the kernels."""
+
+    @abstractmethod
+    def _weight_sums(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        """float32 [N]: sums over k of W."""
+
+    @abstractmethod
+    def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
+        """W [n, k] in a float dtype, from what ``pack`` made."""
+
+    # ---- what follows from it
+
+    @abstractmethod
+    def mm(self, x: Tensor, layer: Mapping[str, Any], n: int, k: int) -> Tensor:
+        """y [..., n] = x [..., k] · Wᵀ + bias: the forward of a layer with these tensors by name."""
+
+    def quantize(self, weight: Tensor, name: str = "weight") -> PackedWeight:
+        """Quantises and packs a float weight [N, K] on its device; ``name`` begins the message of a ValueError."""
+        quantized = self._quantize(weight, name)
+        packed = self.pack(quantized.q, quantized.scales, quantized.zeros)
+        return packed._replace(relative_error=quantized.relative_error)
+
+    def pack(self, q: Tensor, scales: Tensor, zeros: Tensor | None = None) -> PackedWeight:
+        """Packs a weight that is quantised already, W = (q - zero) * scale.
+
+        Args:
+            q: [N, K]. int4: uint8 of 0..15; int8: int8; fp8: float8_e4m3fn, or its bytes as int8.
+            scales: of any float dtype, float64 included; a float dtype the kernels do not take becomes float32. int4:
+                [N, ceil(K / group_size)]; int8: [N]; fp8: [N, 1], [1, 1] or [ceil(N / 128), ceil(K / 128)], by
+                granularity. Dimensions of size 1 may be left out or added.
+            zeros: int4 unless symmetric: zero points 0..15 in the shape of scales, of any dtype; else None.
+
+        Raises:
+            ValueError: a shape or dtype does not fit the scheme, or a scale overflows the dtype it is stored in.
+        """
+        dtypes, shape, has_zeros = self._plain(*q.shape) if q.dim() == 2 else ((), (), False)
+        if q.dtype not in dtypes:
+            expected = ", ".join(str(dtype) for dtype in self._plain(1, 1)[0])
+            raise ValueError(f"{self}: q must be {expected} of shape [N, K], not {q.dtype}{list(q.shape)}")
+        if (zeros is not None) != has_zeros:
+            raise ValueError(f"{self}: zeros must be {'given' if has_zeros else 'None'} for a weight of this scheme")
+        dtype = self._scale_dtype(scales.dtype)
+        scales = _as_stored("scales", scales, shape, dtype, self)
+        zeros = None if zeros is None else _as_stored("zeros", zeros, shape, dtype, self)
+        weight, stored = self._store(q.contiguous(), scales, zeros)
+        sums = None if self.symmetric_activations else self._weight_sums(q, scales, zeros)
+        scale = self.activation_scale
+        activation_scale = None if scale is None else torch.full((1,), float(scale), device=q.device)
+        return PackedWeight(weight, stored, sums, activation_scale)
+
+    def empty(self, n: int, k: int, *, dtype: torch.dtype, device: torch.device | str) -> PackedWeight:
+        """Uninitialised tensors for a layer whose float weight [n, k] would have ``dtype``."""
+        dtypes, shape, has_zeros = self._plain(n, k)
+        q = torch.empty(n, k, dtype=dtypes[0], device="meta")
+        scales = torch.empty(shape, dtype=self._scale_dtype(dtype), device="meta")
+        packed = self.pack(q, scales, scales if has_zeros else None)
+        return PackedWeight(
+            **{name: None if t is None else torch.empty_like(t, device=device) for name, t in packed.tensors().items()}
+        )
+
+    def kernel(
+        self, m: int, n: int, k: int, *, x_dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device
+    ) -> str | None:
+        """Name of the kernel that multiplies x [m, k] on ``device``; None where that is not known."""
+        if _host is None or device.type not in ("cpu", "cuda"):
+            return None
+        x, scales = (str(dtype).removeprefix("torch.") for dtype in (x_dtype, scale_dtype))
+        problem = self._problem(m=m, n=n, k=k, x_dtype=x, scale_dtype=scales)
+        if device.type == "cpu":
+            return _host.cpu_kernel(problem)
+        properties = torch.cuda.get_device_properties(device)
+        gpu = _host.Gpu(
+            compute_capability=10 * properties.major + properties.minor,
+            num_sms=properties.multi_processor_count,
+            shared_bytes_per_cta=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+        )
+        return str(_host.plan(problem, gpu)["kernel"])
+
+    def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
+        """All that the choice of a kernel depends on; a subclass adds its own facts."""
+        return _host.Mm8Problem(
+            x=self.activations, weight=self.weights, x_zeros=not self.symmetric_activations, **facts
+        )
+
+    def _scale_dtype(self, given: torch.dtype) -> torch.dtype:
+        """The dtype scales are stored in, where the weight or its scales have ``given``."""
+        return given if given in self.scale_dtypes else torch.float32
+
+    def __str__(self) -> str:
+        return self.word + ("" if self.symmetric_activations else ", asymmetric activations")
+
+    def _reject(self, name: str, expected: str, error: type[Exception] = ValueError) -> None:
+        raise error(f"{type(self).__name__}: {name} must be {expected}, not {getattr(self, name)!r}")
+
+    def _check_bool(self, *names: str) -> None:
+        for name in names:
+            if not isinstance(getattr(self, name), bool):
+                self._reject(name, "True or False", TypeError)
+
+
+@dataclass(frozen=True)
+class Int4Weight(Scheme):
+    """W = (q - zero) * scale in four bits, group by group along K, packed in the tiles of cuda/int4_mm/layout.h."""
+
+    group_size: int = 128
+    symmetric: bool = False
+    scale_dtype: torch.dtype | None = None
+    clip_search: bool = True
+
+    weights: ClassVar[str] = "int4"
+    scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOAT_DTYPES
+
+    def __post_init__(self) -> None:
+        if type(self.group_size) is not int or self.group_size not in (32, 64, 128, 256, -1):
+            self._reject("group_size", "32, 64, 128, 256, or -1 for one group per row")
+        self._check_bool("symmetric", "clip_search", "symmetric_activations")
+        if self.scale_dtype is not None and self.scale_dtype not in FLOAT_DTYPES:
+            expected = "torch.float32, torch.float16, torch.bfloat16, or None for the dtype of the layer's weight"
+            self._reject("scale_dtype", expected)
+
+    def __str__(self) -> str:
+        activations = "" if self.symmetric_activations else ", asymmetric activations"
+        return f"{self.word} g{self.group_size} {'symmetric' if self.symmetric else 'asymmetric'}{activations}"
+
+    def _scale_dtype(self, given: torch.dtype) -> torch.dtype:
+        return self.scale_dtype or super()._scale_dtype(given)
+
+    def _quantize(self, weight: Tensor, name: str) -> QuantizedWeight:
+        return quantize_int4(
+            weight,
+            self.group_size,
+            symmetric=self.symmetric,
+            scale_dtype=self._scale_dtype(weight.dtype),
+            clip_search=self.clip_search,
+            name=name,
+        )
+
+    def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int, int], bool]:
+        groups = 1 if self.group_size == -1 else -(-k // self.group_size)
+        return (torch.uint8,), (n, groups), not self.symmetric
+
+    def _store(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor]:
+        return torch.ops.qao.pack_int4(q, scales, zeros, self.group_size)  # type: ignore[no-any-return]
+
+    def _weight_sums(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        return row_sums(q, scales, 8 if zeros is None else zeros, self.group_size)
+
+    def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
+        return ops.dequantize_int4(weight, scales, n, k, self.group_size, dtype)  # type: ignore[no-any-return]
+
+    def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
+        return super()._problem(group_size=self.group_size, has_zeros=not self.symmetric, **facts)
+
+
+@dataclass(frozen=True)
+class Int8Weight(Scheme):
+    """W = q * scale with q in int8 and one scale per row, row-major."""
+
+    clip_search: bool = True
+
+    weights: ClassVar[str] = "int8"
+    scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
+
+    def __post_init__(self) -> None:
+        self._check_bool("clip_search", "symmetric_activations")
+
+    def _quantize(self, weight: Tensor, name: str) -> QuantizedWeight:
+        return quantize_int8(weight, clip_search=self.clip_search, name=name)
+
+    def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int], bool]:
+        return (torch.int8,), (n,), False
+
+    def _store(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor]:
+        return q, scales
+
+    def _weight_sums(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        return row_sums(q, scales, 0, -1)
+
+    def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
+        return ops.dequantize_int8(weight, scales, dtype)
+
+
+@dataclass(frozen=True)
+class Float8Weight(Scheme):
+    """W = q * scale with q in e4m3, row-major. Scales have two dimensions, those of int8 one: a checkpoint tells."""
+
+    granularity: str = "row"
+
+    weights: ClassVar[str] = "fp8"
+    scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
+
+    def __post_init__(self) -> None:
+        if self.granularity not in ("row", "tensor", "block"):
+            self._reject("granularity", '"row", "tensor" or "block"')
+
+    def __str__(self) -> str:
+        return f"{self.word} {self.granularity}"
+
+    def _quantize(self, weight: Tensor, name: str) -> QuantizedWeight:
+        return quantize_fp8(weight, self.granularity, name=name)
+
+    def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int, int], bool]:
+        blocks = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
+        shape = {"row": (n, 1), "tensor": (1, 1), "block": blocks}[self.granularity]
+        return (torch.float8_e4m3fn, torch.int8), shape, False
+
+    def _store(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor]:
+        return q.view(torch.int8), scales
+
+    def _weight_sums(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        raise NotImplementedError("e4m3 activations have no zero points")
+
+    def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
+        return ops.dequantize_fp8(weight, scales, dtype)
+
+    def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
+        return super()._problem(weight_scaling=self.granularity, **facts)
+
+
+def _as_stored(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype, scheme: Scheme) -> Tensor:
+    """Scales or zero points, checked, in the dtype and shape that the layout asks for."""
+    if [size for size in values.shape if size != 1] != [size for size in shape if size != 1]:
+        raise ValueError(f"{scheme}: {name} must have shape {list(shape)}, not {list(values.shape)}")
+    if name == "scales" and not values.is_floating_point():
+        raise ValueError(f"{scheme}: scales must have a float dtype, not {values.dtype}")
+    stored = values.detach().reshape(shape).to(dtype).contiguous()
+    if not stored.is_meta and not stored.isfinite().all():
+        raise ValueError(f"{scheme}: {name} hold values that are not finite in {dtype}. Use a wider scale_dtype.")
+    return stored
