@@ -54,4 +54,10 @@ static inline void tile_multiply_bytes(void) {
   asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
 }
 
+// The same of signed bytes.
+template <int kC, int kA, int kB>
+static inline void tile_multiply_signed_bytes(void) {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+}
+
 }  // namespace qao::cpu

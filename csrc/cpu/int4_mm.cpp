@@ -6,6 +6,7 @@
 
 #include "cpu/int4_kernels.h"
 #include "cpu/int4_mm_scalar.h"
+#include "cpu/pieces.h"
 #include "cpu/scratch.h"
 #include "int4_mm/layout.h"
 
@@ -59,25 +60,6 @@ constexpr int64_t kMaxRows = 512;                       // of x at a time
 constexpr int64_t kMaxPackedBytes = int64_t{16} << 20;  // fewer if they are long
 constexpr int64_t kSerialPackValues = 16384;            // waking threads would cost more
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Hands out consecutive 64-byte aligned pieces of one allocation; with a null base it only adds up their sizes.
-class Pieces {
- public:
-  explicit Pieces(void* base) : base_(static_cast<char*>(base)) {}
-  template <typename T>
-  T* take(int64_t count) {
-    T* piece = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + bytes_);
-    bytes_ += divide_up(count * static_cast<int64_t>(sizeof(T)), 64) * 64;
-    return piece;
-  }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  char* base_;
-  int64_t bytes_ = 0;
-};
-
 Int4Job describe(const Problem& p, const Arguments& a, Form form) {
   Int4Job job;
   job.n = p.n, job.k = p.k;
@@ -118,14 +100,6 @@ int64_t lay_out(const Problem& p, const Arguments& a, Form form, int64_t first, 
   }
   job->remarks = pieces.take<uint8_t>(rows);
   return pieces.bytes();
-}
-
-template <typename Task>
-void split(const Threads& threads, int64_t count, const Task& task) {
-  threads.for_each([&](int i) {
-    const int64_t begin = count * i / threads.count, end = count * (i + 1) / threads.count;
-    if (begin < end) task(begin, end);
-  });
 }
 
 void mend_rows(const Problem& p, const Arguments& a, const Int4Job& job, int64_t first, const Threads& threads) {
