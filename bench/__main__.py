@@ -44,7 +44,9 @@ def main() -> int:
 
 def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    command.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>")
+    command.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>"
+    )
 
 
 def _add_products(command: argparse.ArgumentParser) -> None:

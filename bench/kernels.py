@@ -1,6 +1,8 @@
-"""The table of what runs where, made from ``qao._host.kernels()``: what the choices of kernels themselves answer."""
+"""The tables of what runs where, made from ``qao._host.kernels()``: what the choices of kernels themselves answer."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from .markdown import table
 from .schemes import SCHEMES
@@ -12,34 +14,35 @@ _ISAS = {
     "avx512_bf16": "AVX-512 BF16",
     "amx": "AMX",
 }
-_NONE = "none"
 
 
 def render() -> str:
-    """Schemes by hardware; cells name the instructions that multiply. Neighbours that are alike share a column."""
+    """A table for CPUs and one for GPUs: schemes by hardware, in the cells the instructions that multiply."""
     from qao import _host
 
     rows = _host.kernels()
-    columns: list[tuple[str, list[str]]] = []
-    for device, where, name in _hardware(rows):
-        cells = []
-        for word in SCHEMES:
-            there = [row for row in rows if row["op"] == f"{word}_mm" and row["device"] == device]
-            used = dict.fromkeys(row["instruction"] for row in there if where in (row.get("isa"), _capability(row)))
-            cells.append(", ".join(f"`{instruction}`" for instruction in used) or _NONE)
-        if columns and columns[-1][1] == cells and columns[-1][0].startswith("GPU") == name.startswith("GPU"):
-            columns[-1] = (f"{columns[-1][0]}, {name.removeprefix('GPU ')}", cells)
-        else:
-            columns.append((name, cells))
-    lines = [[f"`{word}`", *(cells[i] for _, cells in columns)] for i, word in enumerate(SCHEMES)]
-    return table(["scheme", *(name for name, _ in columns)], lines)
-
-
-def _capability(row: dict[str, object]) -> object:
-    return row.get("compute_capability")
-
-
-def _hardware(rows: list[dict[str, int]]) -> list[tuple[str, str | int, str]]:
     capabilities = sorted({row["compute_capability"] for row in rows if row["device"] == "cuda"})
-    gpus = [("cuda", capability, f"GPU {capability // 10}.{capability % 10}") for capability in capabilities]
-    return [("cpu", isa, name) for isa, name in _ISAS.items()] + gpus
+    gpus = {capability: f"{capability // 10}.{capability % 10}" for capability in capabilities}
+    return "\n\n".join(
+        [_table("CPU", _ISAS, "isa", rows), _table("compute capability", gpus, "compute_capability", rows)]
+    )
+
+
+def _table(title: str, names: dict[Any, str], key: str, rows: list[dict[str, Any]]) -> str:
+    """Hardware on which everything is alike shares a column."""
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for hardware, name in names.items():
+        there = [row for row in rows if row.get(key) == hardware]
+        cells = (_instructions([row for row in there if row["op"] == f"{word}_mm"]) for word in SCHEMES)
+        columns.setdefault(tuple(cells), []).append(name)
+    lines = [[f"`{word}`", *(cells[i] for cells in columns)] for i, word in enumerate(SCHEMES)]
+    return table([title, *(", ".join(alike) for alike in columns.values())], lines)
+
+
+def _instructions(rows: list[dict[str, Any]]) -> str:
+    """ "mma.sync bf16", "mma.sync f16" and "wgmma f16" become `mma.sync` bf16, f16; `wgmma` f16."""
+    types: dict[str, dict[str, None]] = {}
+    for row in rows:
+        unit, _, kind = row["instruction"].partition(" ")
+        types.setdefault(unit, {})[kind] = None
+    return "; ".join(f"`{unit}` {', '.join(kinds)}".strip() for unit, kinds in types.items()) or "none"

@@ -67,7 +67,12 @@ def _row(case: Case, m: int, k: int, device: str) -> dict[str, Any]:
         ours_s, copy_s = interleaved([ours, copy], _CELL_S[device])
     row = {
         **{"op": case.name, "M": m, "K": k, "dtype": "bfloat16", "passes": case.passes},
-        **{"us": ours_s * 1e6, "copy_us": copy_s * 1e6, "gb_s": moved / ours_s / 1e9, "copy_gb_s": moved / copy_s / 1e9},
+        **{
+            "us": ours_s * 1e6,
+            "copy_us": copy_s * 1e6,
+            "gb_s": moved / ours_s / 1e9,
+            "copy_gb_s": moved / copy_s / 1e9,
+        },
     }
     print(f"{m:>5} x {k:<6} {case.name:<30} {row['us']:9.1f} us {row['gb_s']:7.1f} GB/s", end="")
     print(f"  {copy_s / ours_s:4.0%} of a copy", flush=True)

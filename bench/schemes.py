@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from qao import ops
 from torch import Tensor
 
 from .peers import Peer
@@ -13,14 +14,12 @@ from .peers.torch4 import TinyGemm, TorchInt4
 from .peers.torch8 import IntMm, QLinear, ScaledMm, TorchInt8
 from .weights import GroupedWeight, RowWeight, Weight
 
-qao = torch.ops.qao
-
 
 class _FourBits(Peer):
     may_fail = False
 
     def __init__(self, weight: GroupedWeight) -> None:
-        self.tensors = qao.pack_int4(weight.q, weight.scales, weight.zeros, weight.group_size)
+        self.tensors = torch.ops.qao.pack_int4(weight.q, weight.scales, weight.zeros, weight.group_size)
         self.sizes = (*weight.q.shape, weight.group_size)
 
 
@@ -36,49 +35,49 @@ class Int4(_FourBits):
     name = "qao_int4"
 
     def run(self, x: Tensor, *tensors: Tensor) -> Tensor:
-        return qao.int4_mm(x, *tensors, None, *self.sizes)
+        return ops.int4_mm(x, *tensors, None, *self.sizes)
 
 
 class Int8(_EightBits):
     name = "qao_int8"
 
     def run(self, x: Tensor, *tensors: Tensor) -> Tensor:
-        return qao.int8_mm(x, *tensors, None)
+        return ops.int8_mm(x, *tensors, None)
 
 
 class Fp8(_EightBits):
     name = "qao_fp8"
 
     def run(self, x: Tensor, *tensors: Tensor) -> Tensor:
-        return qao.fp8_mm(x, *tensors, None)
+        return ops.fp8_mm(x, *tensors, None)
 
 
 class Int8Int8(_EightBits):
     name = "qao_int8_int8"
 
     def run(self, x: Tensor, *tensors: Tensor) -> Tensor:
-        return qao.int8_int8_mm(x, *tensors, None, None)
+        return ops.int8_int8_mm(x, *tensors, None, None)
 
 
 class Int8Int4(_FourBits):
     name = "qao_int8_int4"
 
     def run(self, x: Tensor, *tensors: Tensor) -> Tensor:
-        return qao.int8_int4_mm(x, *tensors, None, None, *self.sizes)
+        return ops.int8_int4_mm(x, *tensors, None, None, *self.sizes)
 
 
 class Fp8Fp8(_EightBits):
     name = "qao_fp8_fp8"
 
     def run(self, x: Tensor, *tensors: Tensor) -> Tensor:
-        return qao.fp8_fp8_mm(x, *tensors, None, None, -1, False)
+        return ops.fp8_fp8_mm(x, *tensors, None, None, -1, False)
 
 
 class Fp8Int4(_FourBits):
     name = "qao_fp8_int4"
 
     def run(self, x: Tensor, *tensors: Tensor) -> Tensor:
-        return qao.fp8_int4_mm(x, *tensors, None, *self.sizes)
+        return ops.fp8_int4_mm(x, *tensors, None, *self.sizes)
 
 
 class Scheme(NamedTuple):

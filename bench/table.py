@@ -1,9 +1,9 @@
 """Markdown between markers in the documents, so that no number and no fact about a kernel is ever typed by hand.
 
-    <!-- bench:int4:cpu --> … <!-- /bench -->       every cell of bench/results/cpu/int4.json
-    <!-- bench:summary:cpu --> … <!-- /bench -->    one layer under every scheme
-    <!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->
-    <!-- kernels --> … <!-- /kernels -->            what qao._host says about each scheme
+<!-- bench:int4:cpu --> … <!-- /bench -->       every cell of bench/results/cpu/int4.json
+<!-- bench:summary:cpu --> … <!-- /bench -->    one layer under every scheme
+<!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->
+<!-- kernels --> … <!-- /kernels -->            what qao._host says about each scheme
 """
 
 from __future__ import annotations
