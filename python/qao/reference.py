@@ -1,14 +1,22 @@
 """Slow, obvious float64 truth. Tests compare kernels and quantiser with it; it calls no operator of qao.
 
-Plain (unpacked) tensors throughout: q uint8 [N, K] of values 0..15, scales and zeros [N, ceil(K / group_size)].
+A scheme's y is ``mm(x̂, Ŵ, bias)``, x̂ what it makes of the activation and Ŵ of the weight, both float64:
+
+    Ŵ: ``dequantize`` (int4), ``dequantize_8bit`` (int8, fp8)
+    x̂: x itself; ``dequantize_activation(*quantize_activation_int8(x, ...))``; the same of fp8
+
+Plain (unpacked) tensors throughout. int4: q uint8 [N, K] of values 0..15, scales and zeros [N, ceil(K / group_size)].
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 SYMMETRIC_ZERO = 8
+BLOCK = 128  # rows and columns of a weight, or columns of a token, that share a scale by blocks
+SMALLEST = 2.0**-100  # maximum of an activation's values; smaller ones are quantised as if it were this
 
 
 def quantize_int4(weight: Tensor, group_size: int, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,7 +58,67 @@ def dequantize(q: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int)
     return (q.double() - zero) * per_column(scales)
 
 
-def int4_mm(x: Tensor, q: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, group_size: int) -> Tensor:
-    """y [..., N] = x [..., K] · Wᵀ + bias in float64."""
-    y = x.double() @ dequantize(q, scales, zeros, group_size).T
+def dequantize_8bit(q: Tensor, scales: Tensor) -> Tensor:
+    """W [N, K] = q * scale in float64, q int8 or float8_e4m3fn; scales [N], [N, 1], [1], [1, 1] or a 128 x 128 block."""
+    n, k = q.shape
+    if scales.dim() < 2 or scales.shape in ((n, 1), (1, 1)):
+        return q.double() * scales.double().reshape(-1, 1)
+    by_row = scales.double().repeat_interleave(BLOCK, 0)[:n]
+    return q.double() * by_row.repeat_interleave(BLOCK, 1)[:, :k]
+
+
+def quantize_activation_int8(x: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, K] to int8, one scale and zero point a row: (q, scales [M, 1], zeros [M, 1]), x ≈ (q - zero) * scale.
+
+    The definition of the operators, in float32: q = round(x * (1 / scale)) + zero, ties to even. Symmetric: the largest
+    magnitude becomes 127; else the range, extended to hold 0, becomes -128..127. A row that is not finite has scale NaN
+    and q = 0.
+    """
+    x = x.float()
+    finite = x.isfinite().all(1, keepdim=True)
+    x = x.where(finite, 0)
+    low, high = x.amin(1, keepdim=True).clamp(max=0), x.amax(1, keepdim=True).clamp(min=0)
+    scales = torch.maximum(-low, high).clamp(min=SMALLEST) / 127
+    zeros = torch.zeros_like(scales)
+    if not symmetric:
+        scales = (high / 255 - low / 255).clamp(min=SMALLEST)
+        zeros = (-128 - low * (1 / scales)).round().clamp(-128, 127)
+    q = ((x * (1 / scales)).round() + zeros).clamp(-127 if symmetric else -128, 127)
+    q, zeros = q.where(finite, 0), zeros.where(finite, 0)
+    return q.to(torch.int8), scales.where(finite, torch.nan), zeros.to(torch.int32)
+
+
+def quantize_activation_fp8(x: Tensor, group_size: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [M, K] to float8_e4m3fn: (q, scales), x ≈ q * scale, the largest magnitude that shares a scale becoming 448.
+
+    ``group_size``: -1, scales [M, 1]; 128, one for each 128 columns, [M, ceil(K / 128)]; 0, one for all, [1], which may
+    be given. The definition of the operators, in float32: q = e4m3(x * (1 / scale)), saturated at 448. What is not
+    finite has scale NaN and q = 0; with a given scale NaN stays NaN.
+    """
+    rows, columns = x.shape
+    size = BLOCK if group_size == BLOCK else columns
+    x = functional.pad(x.float(), (0, -columns % size)).view(rows, -1, size)
+    if scale is None:
+        over = (0, 1, 2) if group_size == 0 else (2,)
+        finite = x.isfinite().all() if group_size == 0 else x.isfinite().all(2, keepdim=True)
+        x = x.where(finite, 0)
+        scale = x.abs().amax(over, keepdim=True).clamp(min=SMALLEST) / 448
+    else:
+        finite, scale = torch.ones((), dtype=torch.bool, device=x.device), scale.view(1, 1, 1)
+    q = (x * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn).view(rows, -1)[:, :columns]
+    scales = scale.where(finite, torch.nan)
+    return q, scales.view(1) if group_size == 0 else scales.squeeze(2)
+
+
+def dequantize_activation(q: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """x̂ [M, K] = (q - zero) * scale in float64."""
+    values = q.double() if zeros is None else q.double() - zeros
+    if scales.dim() == 2 and scales.shape[1] > 1:
+        return values * scales.double().repeat_interleave(BLOCK, 1)[:, : q.shape[1]]
+    return values * scales.double()
+
+
+def mm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y [..., N] = x [..., K] · weight [N, K]ᵀ + bias in float64."""
+    y = x.double() @ weight.double().T
     return y if bias is None else y + bias.double()
