@@ -55,6 +55,7 @@ struct Params {
   int tile_groups;  // groups of one K-tile: 4, 2 or 1
   int group_shift;  // tile_groups == 1: the group of K-tile t is t >> group_shift
   int group_bytes;  // parameters of one group of 16 rows
+  int scale_chunk_shift;  // log2 of the 16-byte chunks of parameters that a K-tile needs per 16 rows
   DType scale_dtype;
   bool has_zeros;
 

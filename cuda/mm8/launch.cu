@@ -23,6 +23,8 @@ Operands operands_of(const Problem& problem) {
   return int8 ? Operands::kBFloat16Int8 : Operands::kBFloat16Fp8;
 }
 
+int log2_of(int value) { return value <= 1 ? 0 : 1 + log2_of(value / 2); }
+
 // Groups of an int4 weight, counted in K-tiles.
 void set_groups(const Problem& problem, const Arguments& arguments, Params* p) {
   p->group_scales = static_cast<const uint8_t*>(arguments.scales);
@@ -33,6 +35,7 @@ void set_groups(const Problem& problem, const Arguments& arguments, Params* p) {
   p->has_zeros = problem.has_zeros;
   const bool one_group = p->groups == 1;
   p->tile_groups = one_group ? 1 : static_cast<int>(std::max<int64_t>(1, kTileK / problem.group_size));
+  p->scale_chunk_shift = log2_of(p->tile_groups * p->group_bytes / 16);
   p->group_shift = one_group ? 30 : problem.group_size <= kTileK ? 0 : 1;  // groups of 256 are two K-tiles
 }
 
