@@ -24,21 +24,34 @@ struct Kernel {
 };
 
 constexpr Kernel kScalar = {{"scalar", "float64"}, Form::kPlain, nullptr, nullptr};
+constexpr Kernel kInt8Avx2 = {{"int8_avx2", "vpmaddwd"}, Form::kRows, mm8_pack_rows_avx2, mm8_int8_avx2};
 constexpr Kernel kInt8Avx512 = {{"int8_avx512", "vpdpbusd"}, Form::kRows, mm8_pack_rows_avx2, mm8_int8_avx512};
 constexpr Kernel kInt8Amx = {{"int8_amx", "tdpbssd"}, Form::kTiles, mm8_pack_tiles_avx512, mm8_int8_amx};
+constexpr Kernel kInt4Avx2 = {{"int8_int4_avx2", "vpmaddubsw"}, Form::kRows, mm8_pack_rows_avx2, mm8_int4_avx2};
+constexpr Kernel kInt4GemvAvx512 = {
+    {"int8_int4_gemv_avx512", "vpdpbusd"}, Form::kRows, mm8_pack_rows_avx2, mm8_int4_gemv_avx512};
+constexpr Kernel kInt4GemmAvx512 = {
+    {"int8_int4_gemm_avx512", "vpdpbusd"}, Form::kRows, mm8_pack_rows_avx2, mm8_int4_gemm_avx512};
+constexpr Kernel kInt4Amx = {{"int8_int4_amx", "tdpbusd"}, Form::kTiles, mm8_pack_tiles_avx512, mm8_int4_amx};
 
 // Up to how many rows of x a kernel without tiles is the faster one.
-constexpr int64_t kInt8FewRows = 1;
+constexpr int64_t kInt8FewRows = 1, kInt4FewRows = 1;
 
 const Kernel& choose_int8_int8(const Problem& p, Isa isa) {
-  if (isa == Isa::kAvx2) return kScalar;
+  if (isa == Isa::kAvx2) return kInt8Avx2;
   return isa == Isa::kAmx && p.m > kInt8FewRows ? kInt8Amx : kInt8Avx512;
+}
+
+const Kernel& choose_int8_int4(const Problem& p, Isa isa) {
+  if (isa == Isa::kAvx2) return kInt4Avx2;
+  if (p.m <= kInt4FewRows) return kInt4GemvAvx512;
+  return isa == Isa::kAmx ? kInt4Amx : kInt4GemmAvx512;
 }
 
 const Kernel& choose(const Problem& p, Isa isa) {
   if (isa == Isa::kScalar) return kScalar;
   if (p.x == Format::kInt8 && p.k <= kMaxIntegerK) {
-    return p.weight == Format::kInt8 ? choose_int8_int8(p, isa) : kScalar;
+    return p.weight == Format::kInt8 ? choose_int8_int8(p, isa) : choose_int8_int4(p, isa);
   }
   return kScalar;
 }
