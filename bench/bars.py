@@ -1,4 +1,4 @@
-"""What the project promises: how many times faster than a peer, by device and M."""
+"""What the project promises: how many times faster than a peer, by scheme, device and M."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ class Bar(NamedTuple):
     max_m: int
     peer: str  # a peer's name, or "bf16"
     ratio: float  # peer's time / ours, at least
+    layers: tuple[str, ...] = ()  # only these; none: every layer of at least _MIN_K
 
 
 _ANY = 1 << 30
@@ -18,16 +19,34 @@ _MIN_K = 4096  # smaller layers are measured, nothing is promised for them
 # A CPU's bars are for one copy of the weight: what a kernel makes of the caches. Copies in turns are measured as well,
 # but there the memory of the machine decides at small M.
 
-INT4 = (
-    Bar("cpu", 1, 4, "torch_int4", 2.0),
-    Bar("cpu", 16, 16, "bf16", 2.5),
-    Bar("cpu", 128, 128, "bf16", 1.4),
-    Bar("cpu", 512, 512, "bf16", 1.25),
-    Bar("cpu", 2048, 2048, "bf16", 1.05),
-    Bar("cuda", 1, 4, "tinygemm", 1.0),
-    Bar("cuda", 16, _ANY, "tinygemm", 3.0),
-    Bar("cuda", 1, _ANY, "bf16", 0.5),
-)
+_LARGE = ("gate_up", "o70")
+_MM8_CUDA = (Bar("cuda", 1, 16, "bf16", 1.3, _LARGE), Bar("cuda", 4096, 4096, "bf16", 0.6, _LARGE))
+_MM8 = (Bar("cpu", 1, _ANY, "bf16", 1.0), *_MM8_CUDA)
+
+
+def _faster_than_torch_int8(peer: str) -> tuple[Bar, ...]:
+    at = {(1, 1): 1.5, (4, 16): 1.3, (128, 512): 1.2}
+    return tuple(Bar("cpu", *tokens, peer, ratio) for tokens, ratio in at.items())
+
+
+BARS: dict[str, tuple[Bar, ...]] = {
+    "int4": (
+        Bar("cpu", 1, 4, "torch_int4", 2.0),
+        Bar("cpu", 16, 16, "bf16", 2.5),
+        Bar("cpu", 128, 128, "bf16", 1.4),
+        Bar("cpu", 512, 512, "bf16", 1.25),
+        Bar("cpu", 2048, 2048, "bf16", 1.05),
+        Bar("cuda", 1, 4, "tinygemm", 1.0),
+        Bar("cuda", 16, _ANY, "tinygemm", 3.0),
+        Bar("cuda", 1, _ANY, "bf16", 0.5),
+    ),
+    "int8": _MM8,
+    "fp8": (Bar("cpu", 1, 16, "bf16", 1.0), *_MM8_CUDA),
+    "int8_int8": (*_MM8, *_faster_than_torch_int8("int_mm"), *_faster_than_torch_int8("qlinear")),
+    "int8_int4": (*_MM8, Bar("cpu", 1, 1, "qao_int4", 1.0), Bar("cpu", 16, _ANY, "qao_int8_int8", 0.9)),
+    "fp8_fp8": _MM8,
+    "fp8_int4": _MM8,
+}
 
 
 def misses(rows: list[dict[str, Any]], device: str, bars: tuple[Bar, ...]) -> tuple[list[str], int]:
@@ -39,6 +58,8 @@ def misses(rows: list[dict[str, Any]], device: str, bars: tuple[Bar, ...]) -> tu
         times = {"bf16": row["bf16_us"], **row["peers"]}
         for bar in bars:
             if bar.device != device or not bar.min_m <= row["M"] <= bar.max_m or bar.peer not in times:
+                continue
+            if bar.layers and row["layer"] not in bar.layers:
                 continue
             compared += 1
             ratio = times[bar.peer] / row["us"]

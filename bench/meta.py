@@ -1,9 +1,10 @@
-"""What a result was measured on: the device, the versions, and the hash of the sources. Imports without torch."""
+"""Results files, and what each was measured on: device, versions, hash of the sources. Imports without torch."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
+import json
 import os
 import platform
 import re
@@ -52,6 +53,17 @@ def describe(device: str) -> dict[str, Any]:
         "source_hash": source_hash(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
+
+
+def warn_if_busy(meta: dict[str, Any]) -> None:
+    if meta.get("load", 0) > 0.5:
+        print(f"note: this machine is busy (load average {meta['load']:.1f}); a quiet one gives steadier ratios")
+
+
+def write(results: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\nwrote {path}")
 
 
 def _cpu_name() -> str:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .meta import describe
-from .peers import Bf16, GroupedWeight, Peer
-from .timing import Graph, ceilings, interleaved, replayed, rotation, settle_clocks
+from .meta import describe, warn_if_busy
+from .peers import Bf16, Peer
+from .schemes import Scheme
+from .timing import Graph, ceilings, copies_of, interleaved, replayed, rotation, settle_clocks
+from .weights import Weight
 
 
 class Layer(NamedTuple):
@@ -48,25 +47,25 @@ TOKENS: dict[str, tuple[int, ...]] = {
     "cuda": (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192),
 }
 
-_CPU_COPIES_BYTES = 256 << 20  # far past L2; an L3 may be larger, but on a server it is shared
 _CELL_S = {"cpu": 1.0, "cuda": 0.05}  # timing budget of one contender in one cell
 _QUICK = 4  # --quick divides the budget
-_MAX_ERROR = 0.02  # ‖y - ref‖ / ‖ref‖: far above rounding in bfloat16, far below any wrong layout
 
 
 @dataclass(frozen=True)
 class Run:
     """What to measure."""
 
-    scheme: str
-    ours: type[Peer]
-    peers: Sequence[type[Peer]]
+    scheme: Scheme
     device: str
     layers: Sequence[Layer]
     tokens: Sequence[int]
-    group_size: int
-    symmetric: bool
-    quick: bool
+    group_size: int | None = None  # weights in four bits only
+    symmetric: bool | None = None
+    quick: bool = False
+
+    def weight(self, layer: Layer) -> Weight:
+        grouping = (self.group_size, self.symmetric) if self.scheme.grouped else ()
+        return self.scheme.random_weight(layer.n, layer.k, *grouping, self.device)
 
 
 class Contender(NamedTuple):
@@ -86,29 +85,22 @@ def run(request: Run) -> dict[str, Any]:
     meta |= {"read_gb_s": bytes_per_s / 1e9, "bf16_tflop_s": flop_per_s / 1e12}
     print(f"{meta['device']}, torch {meta['torch']}: reads {bytes_per_s / 1e9:.0f} GB/s, ", end="")
     print(f"multiplies bfloat16 matrices at {flop_per_s / 1e12:.1f} TFLOP/s")
-    if meta.get("load", 0) > 0.5:
-        print(f"note: this machine is busy (load average {meta['load']:.1f}); a quiet one gives steadier ratios")
+    warn_if_busy(meta)
     rows = [row for layer in request.layers for row in _layer_rows(request, layer, bytes_per_s, flop_per_s)]
     return {"meta": meta, "rows": rows}
 
 
-def write(results: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\nwrote {path}")
-
-
 @torch.inference_mode()
 def _layer_rows(request: Run, layer: Layer, bytes_per_s: float, flop_per_s: float) -> Iterator[dict[str, Any]]:
-    device = request.device
-    weight = GroupedWeight.random(layer.n, layer.k, request.group_size, request.symmetric, device)
+    device, scheme = request.device, request.scheme
+    weight = request.weight(layer)
     reference = weight.dequantize().float()
-    kinds = (request.ours, Bf16, *request.peers)
+    kinds = (scheme.ours, Bf16, *scheme.peers)
     contenders = {kind.name: _contender(kind, weight, device, layer.cached) for kind in kinds}
-    ours = contenders[request.ours.name]
+    ours = contenders[scheme.ours.name]
     assert isinstance(ours, Contender), ours
     weight_bytes = sum(t.nbytes for t in ours.peer.tensors)
-    print(f"\n{layer.name}: N={layer.n}, K={layer.k}, group_size={request.group_size}")
+    print(f"\n{scheme.ours.name}, {layer.name}: N={layer.n}, K={layer.k}")
 
     for m in request.tokens:
         x = torch.randn(m, layer.k, device=device).bfloat16()
@@ -117,7 +109,7 @@ def _layer_rows(request: Run, layer: Layer, bytes_per_s: float, flop_per_s: floa
         floor = max(moved / bytes_per_s, flop / flop_per_s)
         outcome = _cell(request, contenders, x, reference, floor, layer.cached)
         seconds = {name: value for name, value in outcome.items() if isinstance(value, float)}
-        ours_s, bf16_s = seconds.pop(request.ours.name), seconds.pop(Bf16.name)
+        ours_s, bf16_s = seconds.pop(scheme.ours.name), seconds.pop(Bf16.name)
         row = {
             **{"layer": layer.name, "N": layer.n, "K": layer.k, "M": m, "cached": layer.cached},
             **{"group_size": request.group_size, "symmetric": request.symmetric, "dtype": "bfloat16"},
@@ -130,7 +122,7 @@ def _layer_rows(request: Run, layer: Layer, bytes_per_s: float, flop_per_s: floa
         yield row
 
 
-def _contender(kind: type[Peer], weight: GroupedWeight, device: str, cached: bool) -> Contender | str:
+def _contender(kind: type[Peer], weight: Weight, device: str, cached: bool) -> Contender | str:
     """Ready to run on rotating copies, or the reason why not."""
     if reason := kind.unavailable(device):
         return reason
@@ -154,7 +146,7 @@ def _cell(
             outcome[name] = f"M > {contender.peer.max_m}"
         else:
             try:
-                timed[name] = _ready(contender, x, reference, floor)
+                timed[name] = _ready(contender, x, reference, floor, request.scheme.max_error)
             except Exception as error:
                 outcome[name] = _reason(type(contender.peer), error)
     seconds = _CELL_S[request.device] / (_QUICK if request.quick else 1)
@@ -162,22 +154,19 @@ def _cell(
     return outcome | dict(zip(timed, measure(list(timed.values()), seconds), strict=True))
 
 
-def _ready(contender: Contender, x: Tensor, reference: Tensor, floor: float) -> Any:
+def _ready(contender: Contender, x: Tensor, reference: Tensor, floor: float, max_error: float) -> Any:
     """What the timer of x's device takes: a graph or a call. Checks the result first: a fast wrong answer is none."""
     peer = contender.peer
     expected = x[-16:].float() @ reference.T
     error = (peer.run(x, *peer.tensors)[-16:].float() - expected).norm() / expected.norm()
-    if not error < _MAX_ERROR:
+    if not error < max_error:
         raise RuntimeError(f"wrong result: relative error {error:.3g} at x {list(x.shape)}")
     call = partial(contender.run, x)
     return Graph(call, _copies(peer, "cuda"), floor) if x.is_cuda else call
 
 
 def _copies(peer: Peer, device: str) -> int:
-    """How many copies of the weight exceed twice the L2 of a GPU, or far exceed the L2 of a CPU; at least 3."""
-    size = sum(t.nbytes for t in peer.tensors)
-    cold = 2 * torch.cuda.get_device_properties().L2_cache_size if device == "cuda" else _CPU_COPIES_BYTES
-    return max(3, math.ceil(cold / size))
+    return copies_of(sum(t.nbytes for t in peer.tensors), device)
 
 
 def _reason(kind: type[Peer], error: Exception) -> str:

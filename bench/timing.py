@@ -22,6 +22,13 @@ _SHORTEST_SAMPLE_S = {"cpu": 2e-4, "cuda": 2e-3}
 _SHORTEST_WARM_SAMPLE_S = 0.02
 _GRAPH_S = 500e-6  # device time of one graph, long against the gap between two replays
 _MAX_GRAPH_CALLS = 512
+_CPU_COPIES_BYTES = 256 << 20  # far past L2; an L3 may be larger, but on a server it is shared
+
+
+def copies_of(size: int, device: str) -> int:
+    """How many copies of ``size`` bytes exceed twice the L2 of a GPU, or far exceed the L2 of a CPU; at least 3."""
+    cold = 2 * torch.cuda.get_device_properties().L2_cache_size if device == "cuda" else _CPU_COPIES_BYTES
+    return max(3, math.ceil(cold / size))
 
 
 def rotation(tensors: tuple[Tensor, ...], copies: int) -> Iterator[tuple[Tensor, ...]]:

@@ -89,14 +89,15 @@ py::class_<Problem> define_problem(py::module_& m, const char* name, const char*
   return type;
 }
 
-// As an operator would state it.
+// As an operator would state it: y has the dtype of x, or of what x was quantised from, and blocks go with blocks.
 int4_mm::Problem resolved(int4_mm::Problem problem) {
   if (problem.group_size == -1) problem.group_size = problem.k;
   return problem;
 }
 mm8::Problem resolved(mm8::Problem problem) {
   if (problem.group_size == -1) problem.group_size = problem.k;
-  if (problem.x == Format::kFloat) problem.y_dtype = problem.x_dtype;
+  if (problem.x == Format::kFp8 && problem.weight_scaling == Scaling::kBlock) problem.x_scaling = Scaling::kBlock;
+  problem.y_dtype = problem.x_dtype;
   return problem;
 }
 
@@ -155,7 +156,9 @@ std::string cpu_kernel(const Problem& problem, const std::optional<std::string>&
 
 // ---- the kernel table ----
 
-constexpr Gpu kGpus[] = {{80, 108, 166912}, {86, 84, 101376}, {89, 128, 101376}, {90, 132, 232448}};
+// A100, RTX 3090, RTX 4090, H200, B200, RTX 5090.
+constexpr Gpu kGpus[] = {{80, 108, 166912}, {86, 82, 101376},   {89, 128, 101376},
+                         {90, 132, 232448}, {100, 148, 232448}, {120, 170, 101376}};
 constexpr int64_t kMostTokens = 4096;
 
 // Adds what the choices for one op name: a row a CUDA tile of a compute capability, a row a CPU kernel of an
@@ -251,10 +254,10 @@ PYBIND11_MODULE(_host, m) {
       m, "Int4Problem", "An int4_mm. Attributes are keyword arguments of the constructor; group_size -1 stands for k.");
   auto mm8_problem = define_problem<mm8::Problem>(
       m, "Mm8Problem",
-      "A product with an operand of eight bits: x is 'float', 'int8' or 'fp8', weight 'int8', 'fp8' or 'int4'.");
+      "A product with an operand of eight bits: x is 'float', 'int8' or 'fp8', weight 'int8', 'fp8' or 'int4'; x_dtype "
+      "is that of y, and of x before it was quantised.");
   define(mm8_problem, "x", &mm8::Problem::x);
   define(mm8_problem, "weight", &mm8::Problem::weight);
-  define(mm8_problem, "y_dtype", &mm8::Problem::y_dtype);
   define(mm8_problem, "x_scaling", &mm8::Problem::x_scaling);
   define(mm8_problem, "weight_scaling", &mm8::Problem::weight_scaling);
   define(mm8_problem, "x_zeros", &mm8::Problem::x_zeros);

@@ -7,6 +7,20 @@ from collections.abc import Sequence
 import qao
 from torch import nn
 
+# Every scheme as it comes, by its word.
+SCHEMES: dict[str, qao.Scheme] = {
+    scheme.word: scheme
+    for scheme in (
+        qao.Int4WeightOnly(),
+        qao.Int8WeightOnly(),
+        qao.Float8WeightOnly(),
+        qao.Int8DynamicActivationInt8Weight(),
+        qao.Int8DynamicActivationInt4Weight(),
+        qao.Float8DynamicActivationFloat8Weight(),
+        qao.Float8DynamicActivationInt4Weight(),
+    )
+}
+
 
 def linear_bytes(model: nn.Module) -> int:
     """Bytes of the parameters of every linear layer, biases included."""

@@ -1,4 +1,4 @@
-"""A large layer stack: two blocks in the shape of Llama-3-8B, bfloat16 against int4.
+"""A large layer stack: two blocks in the shape of Llama-3-8B, bfloat16 against every scheme.
 
 The weights are random, since speed does not depend on their values. The blocks have every matrix, norm, activation and
 attention of the original, but no rotary embedding.
@@ -7,12 +7,13 @@ attention of the original, but no rotary embedding.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from functools import partial
 
 import qao
 import torch
 import torch.nn.functional as F
-from common import linear_bytes, mebibytes, print_table
+from common import SCHEMES, linear_bytes, mebibytes, print_table
 from torch import Tensor, nn
 
 from bench.timing import capture, interleaved
@@ -56,24 +57,37 @@ class Block(nn.Module):
 
 @torch.inference_mode()
 def run(device: str) -> None:
-    """Prints the two stacks' sizes and times."""
+    """Prints the stacks' sizes and times."""
     print(f"\n== {BLOCKS} decoder blocks shaped like Llama-3-8B's on {device} (random weights) ==")
     with torch.device(device):
         block = Block().bfloat16()
     bf16 = nn.Sequential(*(copy.deepcopy(block) for _ in range(BLOCKS)))  # each with its own memory, as in a model
-    int4 = copy.deepcopy(bf16)
-    qao.quantize_(int4, qao.Int4WeightOnly(clip_search=False))  # random weights: nothing to gain from the search
-    print(f"linear weights: bf16 {mebibytes(linear_bytes(bf16))}, int4 {mebibytes(linear_bytes(int4))}")
-
+    inputs = [torch.randn(*shape, HIDDEN, device=device, dtype=torch.bfloat16) for shape in CASES.values()]
     rows = []
-    for name, (batch, tokens) in CASES.items():
-        print(f"timing: {name} ...", flush=True)
-        x = torch.randn(batch, tokens, HIDDEN, device=device, dtype=torch.bfloat16)
-        calls = [partial(bf16, x), partial(int4, x)]
-        modes = {"eager": calls}
-        if device == "cuda":
-            modes["CUDA graph"] = [capture(call).replay for call in calls]
-        for mode, pair in modes.items():
-            slow, fast = (seconds * 1e3 / BLOCKS for seconds in interleaved(pair, 1.0, device, min_rounds=3))
-            rows.append([name, mode, f"{slow:.3f}", f"{fast:.3f}", f"{slow / fast:.2f}x"])
-    print_table(["", "mode", "bf16 ms/block", "int4 ms/block", "int4 is"], rows)
+    for word, scheme in SCHEMES.items():
+        print(f"timing: {word} ...", flush=True)
+        quantized = copy.deepcopy(bf16)
+        qao.quantize_(quantized, _without_search(scheme), progress=False)
+        cells = [_ms_per_block(bf16, quantized, x, device) for x in inputs]
+        rows.append(
+            [word, mebibytes(linear_bytes(quantized)), *(f"{fast:.2f} ({slow / fast:.2f}x)" for slow, fast in cells)]
+        )
+        before = [f"{slow:.2f}" for slow, _ in cells]
+    print_table(
+        ["", "linear weights", *(f"{name}, ms/block" for name in CASES)],
+        [["bf16", mebibytes(linear_bytes(bf16)), *before], *rows],
+    )
+    print("In parentheses: times faster than bf16 in the same rounds.")
+
+
+def _without_search(scheme: qao.Scheme) -> qao.Scheme:
+    """Random weights have nothing to gain from a search for better clipping ranges."""
+    return dataclasses.replace(scheme, clip_search=False) if hasattr(scheme, "clip_search") else scheme
+
+
+def _ms_per_block(before: nn.Module, after: nn.Module, x: Tensor, device: str) -> tuple[float, float]:
+    calls = [partial(before, x), partial(after, x)]
+    if device == "cuda":
+        calls = [capture(call).replay for call in calls]
+    slow, fast = (seconds * 1e3 / BLOCKS for seconds in interleaved(calls, 1.0, device, min_rounds=3))
+    return slow, fast

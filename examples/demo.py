@@ -1,4 +1,4 @@
-"""``make demo``: what int4 does to a real model and to large layers, on this machine."""
+"""``make demo``: what every scheme does to a real model and to large layers, on this machine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ What to try next
   your own model:   import qao
                     report = qao.quantize_(model, qao.Int4WeightOnly())
                     print(report)
-  more accuracy:    qao.Int4WeightOnly(group_size=32)
+  other schemes:    qao.Int8WeightOnly(), qao.Int8DynamicActivationInt8Weight(), ...
   on a GPU:         qao.quantize_(model, qao.Int4WeightOnly(), device="cuda")
-  every layer size: python -m bench int4 --peers
-  what is inside:   README.md, docs/quantize.md, docs/benchmarks.md
+  every layer size: python -m bench all --peers
+  what is inside:   README.md, docs/quantize.md, docs/numerics.md, docs/benchmarks.md
 """
 
 

@@ -1,4 +1,4 @@
-"""A real pretrained model: sentence embeddings by all-MiniLM-L6-v2 in fp32, bf16 and int4."""
+"""A real pretrained model: sentence embeddings by all-MiniLM-L6-v2 in fp32, bf16 and under every scheme."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import qao
 import torch
 import torch.nn.functional as F
-from common import linear_bytes, mebibytes, print_table
+from common import SCHEMES, linear_bytes, mebibytes, print_table
 from sentences import standard_library_sentences
 from torch import Tensor, nn
 
@@ -44,59 +44,65 @@ def embed(model: nn.Module, batch: Batch) -> Tensor:
     return F.normalize((hidden * mask).sum(1, dtype=torch.float32), dim=-1)
 
 
-@torch.inference_mode()
-def run(path: Path, device: str) -> None:
-    """Prints size, agreement with fp32, speed and the quantisation report."""
-    from transformers import AutoModel, AutoTokenizer
+def load(path: Path, device: str) -> nn.Module:
+    """The model in fp32, without the pooler, which sentence embeddings do not use."""
+    from transformers import AutoModel
     from transformers.utils.logging import disable_progress_bar
 
-    print(f"\n== all-MiniLM-L6-v2 (real weights) on {device} ==")
-    sentences = standard_library_sentences(SENTENCES)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-
-    def batches(count: int, size: int) -> list[Batch]:
-        chunks = [sentences[i : i + size] for i in range(0, count, size)]
-        return [dict(tokenizer(chunk, padding=True, return_tensors="pt").to(device)) for chunk in chunks]
-
     disable_progress_bar()
-    models: dict[str, nn.Module] = {"fp32": AutoModel.from_pretrained(path).to(device)}
-    models["fp32"].pooler = None  # sentence embeddings do not use it
+    model: nn.Module = AutoModel.from_pretrained(path).to(device)
+    model.pooler = None
+    return model
+
+
+def tokenize(path: Path, device: str, count: int, size: int) -> list[Batch]:
+    """``count`` sentences in batches of ``size``."""
+    from transformers import AutoTokenizer
+
+    sentences = standard_library_sentences(count)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    chunks = [sentences[i : i + size] for i in range(0, count, size)]
+    return [dict(tokenizer(chunk, padding=True, return_tensors="pt").to(device)) for chunk in chunks]
+
+
+@torch.inference_mode()
+def run(path: Path, device: str, sentences: int = SENTENCES) -> None:
+    """Prints a quantisation report; then size, agreement with fp32 and speed of every scheme."""
+    print(f"\n== all-MiniLM-L6-v2 (real weights) on {device} ==")
+    models = {"fp32": load(path, device)}
     models["bf16"] = copy.deepcopy(models["fp32"]).to(torch.bfloat16)
-    models["int4"] = copy.deepcopy(models["bf16"])
-    report = qao.quantize_(models["int4"], qao.Int4WeightOnly())
-    models["int4, groups of 32"] = copy.deepcopy(models["bf16"])
-    qao.quantize_(models["int4, groups of 32"], qao.Int4WeightOnly(group_size=32), progress=False)
-    print(report)
+    for word, scheme in SCHEMES.items():
+        models[word] = copy.deepcopy(models["bf16"])
+        report = qao.quantize_(models[word], scheme, progress=False)
+        if word == "int4":
+            print(report)
 
     vectors = {}
+    batches = tokenize(path, device, sentences, 32)
     for name, model in models.items():
-        print(f"embedding {SENTENCES} sentences: {name} ...", flush=True)
-        vectors[name] = torch.cat([embed(model, batch) for batch in batches(SENTENCES, 32)])
-    rows = [_quality_row(name, model, vectors[name], vectors["fp32"]) for name, model in models.items()]
-    print_table(["", "linear weights", "cosine to fp32: mean", "worst", f"same top-{TOP} neighbours"], rows)
+        print(f"embedding {sentences} sentences: {name} ...", flush=True)
+        vectors[name] = torch.cat([embed(model, batch) for batch in batches])
+    rows = {name: _quality(model, vectors[name], vectors["fp32"]) for name, model in models.items()}
+    header = ["", "linear weights", "cosine to fp32: mean", "worst", f"same top-{TOP} neighbours"]
 
-    del models["int4, groups of 32"]  # speed is that of the default scheme
-    rows = []
     for size, count in TIMED.items():
         print(f"timing: batches of {size} ...", flush=True)
-        work = batches(count, size)
-        modes = {"eager": [partial(_pass, model, work) for model in models.values()]}
+        work = tokenize(path, device, count, size)
+        passes = [partial(_pass, model, work) for model in models.values()]
         if device == "cuda":
-            modes["CUDA graph"] = [capture(call).replay for call in modes["eager"]]
-        for mode, passes in modes.items():
-            seconds = interleaved(passes, 1.5, device, min_rounds=3)
-            rows.append([f"batch {size}", f"{mode}, sentences/s", *(f"{count / s:.0f}" for s in seconds)])
-            rows.append(["", f"{mode}, ms/sentence", *(f"{s / count * 1e3:.3f}" for s in seconds)])
-    print_table(["", "", *models], rows)
-    print("bf16 and int4 both compute with bfloat16 activations. This model's matrices are tiny (384 x 384 to")
-    print("1536 x 384), so much of its time is spent outside them; larger layers follow.")
+            passes = [capture(call).replay for call in passes]
+        for row, seconds in zip(rows.values(), interleaved(passes, 1.0, device, min_rounds=3), strict=True):
+            row.append(f"{count / seconds:.0f}")
+        header.append(f"sentences/s in {size}s")
+    print_table(header, [[name, *row] for name, row in rows.items()])
+    print("All but fp32 compute with bfloat16 activations. This model's matrices are tiny (384 x 384 to 1536 x 384),")
+    print("so much of its time is spent outside them; larger layers follow.")
 
 
-def _quality_row(name: str, model: nn.Module, vectors: Tensor, truth: Tensor) -> list[str]:
+def _quality(model: nn.Module, vectors: Tensor, truth: Tensor) -> list[str]:
     cosine = (vectors * truth).sum(-1)
     same = (_neighbours(vectors)[:, :, None] == _neighbours(truth)[:, None, :]).any(-1).float().mean()
-    size = mebibytes(linear_bytes(model))
-    return [name, size, f"{cosine.mean():.4f}", f"{cosine.min():.4f}", f"{same:.1%}"]
+    return [mebibytes(linear_bytes(model)), f"{cosine.mean():.4f}", f"{cosine.min():.4f}", f"{same:.1%}"]
 
 
 def _neighbours(vectors: Tensor) -> Tensor:

@@ -37,6 +37,11 @@ template <int kTile>
 static inline void tile_load(const void* data, int64_t stride = 64) {
   asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(data), "r"(stride) : "memory");
 }
+// The same for data in L2 that should not push other data out of L1.
+template <int kTile>
+static inline void tile_load_once(const void* data, int64_t stride = 64) {
+  asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(data), "r"(stride) : "memory");
+}
 template <int kTile>
 static inline void tile_store(void* data, int64_t stride = 64) {
   asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(kTile), "r"(data), "r"(stride) : "memory");
@@ -52,6 +57,12 @@ static inline void tile_multiply_bf16(void) {
 template <int kC, int kA, int kB>
 static inline void tile_multiply_bytes(void) {
   asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+}
+
+// The same of signed bytes.
+template <int kC, int kA, int kB>
+static inline void tile_multiply_signed_bytes(void) {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
 }
 
 }  // namespace qao::cpu

@@ -6,6 +6,7 @@
 
 #include "cpu/int4_kernels.h"
 #include "cpu/int4_mm_scalar.h"
+#include "cpu/pieces.h"
 #include "cpu/scratch.h"
 #include "int4_mm/layout.h"
 
@@ -59,25 +60,6 @@ constexpr int64_t kMaxRows = 512;                       // of x at a time
 constexpr int64_t kMaxPackedBytes = int64_t{16} << 20;  // fewer if they are long
 constexpr int64_t kSerialPackValues = 16384;            // waking threads would cost more
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Hands out consecutive 64-byte aligned pieces of one allocation; with a null base it only adds up their sizes.
-class Pieces {
- public:
-  explicit Pieces(void* base) : base_(static_cast<char*>(base)) {}
-  template <typename T>
-  T* take(int64_t count) {
-    T* piece = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + bytes_);
-    bytes_ += divide_up(count * static_cast<int64_t>(sizeof(T)), 64) * 64;
-    return piece;
-  }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  char* base_;
-  int64_t bytes_ = 0;
-};
-
 Int4Job describe(const Problem& p, const Arguments& a, Form form) {
   Int4Job job;
   job.n = p.n, job.k = p.k;
@@ -120,14 +102,6 @@ int64_t lay_out(const Problem& p, const Arguments& a, Form form, int64_t first, 
   return pieces.bytes();
 }
 
-template <typename Task>
-void split(const Threads& threads, int64_t count, const Task& task) {
-  threads.for_each([&](int i) {
-    const int64_t begin = count * i / threads.count, end = count * (i + 1) / threads.count;
-    if (begin < end) task(begin, end);
-  });
-}
-
 void mend_rows(const Problem& p, const Arguments& a, const Int4Job& job, int64_t first, const Threads& threads) {
   for (int64_t m = 0; m < job.m; ++m) {
     if (job.remarks[m] == 0) continue;
@@ -148,7 +122,7 @@ void run_rows(const Kernel& kernel, const Problem& p, const Arguments& a, int64_
   lay_out(p, a, kernel.form, first, rows, scratch(Scratch::kActivations, bytes), &job);
   std::memset(job.remarks, 0, static_cast<size_t>(rows));
 
-  const int64_t units = kernel.form == Form::kFixedPoint ? rows : divide_up(p.k, kBlockK);
+  const int64_t units = kernel.form == Form::kFixedPoint ? rows : divide_up(p.k, kPackK);
   if (rows * p.k <= kSerialPackValues) {
     kernel.pack(job, 0, units);
   } else {

@@ -20,4 +20,15 @@ struct Threads {
   }
 };
 
+static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Calls task(begin, end) on every thread that gets a part of [0, count); the parts depend on nothing else.
+template <typename Task>
+void split(const Threads& threads, int64_t count, const Task& task) {
+  threads.for_each([&](int i) {
+    const int64_t begin = count * i / threads.count, end = count * (i + 1) / threads.count;
+    if (begin < end) task(begin, end);
+  });
+}
+
 }  // namespace qao::cpu

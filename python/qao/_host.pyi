@@ -20,7 +20,6 @@ class Int4Problem(_Problem): ...
 class Mm8Problem(_Problem):
     x: str
     weight: str
-    y_dtype: str
     x_scaling: str
     weight_scaling: str
     x_zeros: bool

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import GroupedWeight, Peer
+from ..weights import GroupedWeight
+from . import Peer
 
 _INNER_K_TILES = 8  # the widest loads of the CUDA kernel; the CPU one ignores it
 

@@ -1,0 +1,17 @@
+"""Pieces of Markdown that every kind of result has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """The first column to the left, the others to the right."""
+    rule = [":---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, rule, *lines])
+
+
+def caption(meta: dict[str, Any]) -> str:
+    threads = f", {meta['threads']} threads" if "threads" in meta else ""
+    return f"{meta['device']}{threads}, torch {meta['torch']}, {meta['date']}, sources {meta['source_hash'][:12]}"

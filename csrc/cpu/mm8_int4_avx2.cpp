@@ -1,0 +1,144 @@
+// int8 x times int4 W with `vpmaddubsw`: W's nibbles, unsigned, times the bytes of x; lanes along K, the two rows g and
+// g + 8 that share W's bytes against up to three of x.
+//
+// Sums of eight products stay in 16 bits (8 * 2 * 15 * 128 < 2^15), those of a group in 32, then
+//   y += scale * (sum(q * x) - zero * sum(x)).
+#include "cpu/mm8_finish_avx2.h"
+#include "cpu/mm8_kernels.h"
+#include "cpu/scratch.h"
+#include "cpu/simd_avx2.h"
+#include "int4_mm/layout.h"
+
+namespace qao::cpu {
+namespace {
+
+using int4_mm::kTileBytes;
+using int4_mm::kTileK;
+using int4_mm::kTileN;
+
+constexpr int kRowsX = 3;
+constexpr int kPairs = kTileN / 2;     // row pairs (g, g + 8) of a tile
+constexpr int kVectors = kTileK / 32;  // of a row pair's 64 bytes
+constexpr int64_t kTilesAtOnce = 4;    // K-tiles whose sums fit 16 bits
+
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Scales and zero points of an N-tile: [groups][scale, scale * zero][16].
+struct Parameters {
+  alignas(32) float scale[kTileN], shift[kTileN];
+};
+void load_parameters(const Mm8Job& job, int64_t tile, Parameters* parameters) {
+  for (int64_t group = 0; group < job.groups; ++group) {
+    const int64_t at = (tile * job.groups + group) * job.parameters * kTileN;
+    for (int row = 0; row < kTileN; row += 8) {
+      const __m256 scale = load8(job.scales, at + row, job.scale_dtype);
+      const __m256 zero = job.parameters == 2 ? load8(job.scales, at + kTileN + row, job.scale_dtype)
+                                              : _mm256_set1_ps(int4_mm::kSymmetricZero);
+      _mm256_store_ps(parameters[group].scale + row, scale);
+      _mm256_store_ps(parameters[group].shift + row, _mm256_mul_ps(scale, zero));
+    }
+  }
+}
+
+// products[2][kM] += one K-tile of a row pair, in 16 bits.
+template <int kM>
+__attribute__((always_inline)) inline void add_tile(const uint8_t* pair, const int8_t* x, int64_t x_row,
+                                                    __m256i (&products)[2][kM]) {
+  const __m256i mask = _mm256_set1_epi8(0x0F);
+#pragma GCC unroll 2
+  for (int v = 0; v < kVectors; ++v) {
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(pair) + v);
+    const __m256i low = _mm256_and_si256(both, mask), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+#pragma GCC unroll 3
+    for (int i = 0; i < kM; ++i) {
+      const __m256i bytes = _mm256_load_si256(reinterpret_cast<const __m256i*>(x + i * x_row) + v);
+      products[0][i] = _mm256_add_epi16(products[0][i], _mm256_maddubs_epi16(low, bytes));
+      products[1][i] = _mm256_add_epi16(products[1][i], _mm256_maddubs_epi16(high, bytes));
+    }
+  }
+}
+
+// Lanes of `row` in the K-tiles from `tile` on. With groups of 32 they belong to two groups, in the pattern 0 0 1 1.
+__m256 row_scale(const Mm8Job& job, const Parameters* parameters, int64_t tile, int row) {
+  const int64_t group = tile * kTileK / job.group_size;
+  const __m256 scale = _mm256_broadcast_ss(parameters[group].scale + row);
+  if (job.group_size != 32 || group + 1 == job.groups) return scale;
+  return _mm256_blend_ps(scale, _mm256_broadcast_ss(parameters[group + 1].scale + row), 0xCC);
+}
+
+float lane_sum(__m256 a) {
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+// out[kM][16]: rows g and g + 8, without the zero points.
+template <int kM>
+void multiply(const Mm8Job& job, const uint8_t* weight, const Parameters* parameters, int64_t m, int g, float* out) {
+  const int64_t x_row = job.tiles_k * kTileK;
+  const int64_t group_tiles = job.group_size < kTileK ? 1 : (job.group_size + kTileK - 1) / kTileK;
+  __m256 sums[2][kM];
+  for (auto& row : sums) {
+    for (auto& sum : row) sum = _mm256_setzero_ps();
+  }
+  for (int64_t tile = 0; tile < job.tiles_k;) {
+    const int64_t end = least(tile + least(kTilesAtOnce, group_tiles - tile % group_tiles), job.tiles_k);
+    const __m256 scales[2] = {row_scale(job, parameters, tile, g), row_scale(job, parameters, tile, g + kPairs)};
+    __m256i products[2][kM];
+    for (auto& row : products) {
+      for (auto& product : row) product = _mm256_setzero_si256();
+    }
+    for (; tile < end; ++tile) {
+      const uint8_t* pair = weight + tile * kTileBytes + g * kTileK;
+      _mm_prefetch(pair + job.tiles_k * kTileBytes, _MM_HINT_T1);  // the next N-tile
+      add_tile<kM>(pair, job.bytes + m * x_row + tile * kTileK, x_row, products);
+    }
+    for (int row = 0; row < 2; ++row) {
+      for (int i = 0; i < kM; ++i) {
+        const __m256i wide = _mm256_madd_epi16(products[row][i], _mm256_set1_epi16(1));
+        sums[row][i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(wide), scales[row], sums[row][i]);
+      }
+    }
+  }
+  for (int i = 0; i < kM; ++i) {
+    out[i * kTileN + g] = lane_sum(sums[0][i]);
+    out[i * kTileN + g + kPairs] = lane_sum(sums[1][i]);
+  }
+}
+
+template <int kM = kRowsX>
+void multiply_some(const Mm8Job& job, const uint8_t* weight, const Parameters* parameters, int64_t m, int g,
+                   float* out) {
+  if constexpr (kM > 0) {
+    if (job.m - m >= kM) return multiply<kM>(job, weight, parameters, m, g, out + m * kTileN);
+    multiply_some<kM - 1>(job, weight, parameters, m, g, out);
+  }
+}
+
+}  // namespace
+
+void mm8_int4_avx2(const Mm8Job& job, int64_t begin, int64_t end) {
+  auto* parameters =
+      static_cast<Parameters*>(scratch(Scratch::kPanel, job.groups * static_cast<int64_t>(sizeof(Parameters))));
+  float* sums = static_cast<float*>(scratch(Scratch::kSums, job.m * kTileN * int64_t{sizeof(float)}));
+  for (int64_t tile = begin; tile < end; ++tile) {
+    const uint8_t* weight = static_cast<const uint8_t*>(job.weight) + tile * job.tiles_k * kTileBytes;
+    load_parameters(job, tile, parameters);
+    for (int g = 0; g < kPairs; ++g) {
+      for (int64_t m = 0; m < job.m; m += kRowsX) multiply_some(job, weight, parameters, m, g, sums);
+    }
+    for (int64_t row = 0; row < kTileN && tile * kTileN + row < job.n; row += 8) {
+      const Columns columns = load_columns(job, tile * kTileN + row);
+      for (int64_t m = 0; m < job.m; ++m) {
+        __m256 sum = _mm256_load_ps(sums + m * kTileN + row);
+        for (int64_t group = 0; group < job.groups; ++group) {
+          const __m256 x_sum = _mm256_broadcast_ss(job.sums + m * job.groups + group);
+          sum = _mm256_fnmadd_ps(_mm256_load_ps(parameters[group].shift + row), x_sum, sum);
+        }
+        write_row(job, columns, m, sum);
+      }
+    }
+  }
+}
+
+}  // namespace qao::cpu
