@@ -37,7 +37,7 @@ gpu-test: build-test
 	$(PY) tests/gpu_report.py
 
 bench: build-test
-	$(PY) -m bench int4 --device $(DEVICE)
+	$(PY) -m bench all --device $(DEVICE)
 
 lint: build-lint
 	$(BIN)ruff check .

@@ -20,11 +20,10 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for word in (*SCHEMES, "all"):
         _add_products(commands.add_parser(word, help=f"time {f'torch.ops.qao.{word}_mm' if word != 'all' else 'all'}"))
-    for name, text in (
-        ("quantize", "bandwidth of the activation quantisers and of the fused producers"),
-        ("numerics", "accuracy of every scheme on the demo's model"),
-    ):
-        command = commands.add_parser(name, help=text)
+    quantizers = commands.add_parser("quantize", help="bandwidth of the activation quantisers and fused producers")
+    quantizers.add_argument("--check", action="store_true", help="exit 1 if one misses its bar in bench/bars.py")
+    accuracy = commands.add_parser("numerics", help="accuracy of every scheme on the demo's model")
+    for command in (quantizers, accuracy):
         _add_common(command)
     tables = commands.add_parser("table", help="write results and kernel table into README.md and docs/")
     tables.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
@@ -34,10 +33,13 @@ def main() -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device cuda: torch {torch.__version__} sees no GPU")
     folder = arguments.out or RESULTS / device_slug(arguments.device)
-    if arguments.command in ("quantize", "numerics"):
-        command = {"quantize": quantize, "numerics": numerics}[arguments.command]
-        write(command.run(arguments.device), folder / f"{arguments.command}.json")
+    if arguments.command == "numerics":
+        write(numerics.run(arguments.device), folder / "numerics.json")
         return 0
+    if arguments.command == "quantize":
+        results = quantize.run(arguments.device)
+        write(results, folder / "quantize.json")
+        return _judge(*bars.quantize_misses(results["rows"])) if arguments.check else 0
     words = list(SCHEMES) if arguments.command == "all" else [arguments.command]
     return max([_products(parser, arguments, word, folder) for word in words])
 
@@ -55,9 +57,8 @@ def _add_products(command: argparse.ArgumentParser) -> None:
     command.add_argument("--quick", action="store_true", help="a quarter of the time a cell: rougher medians")
     command.add_argument("--layers", nargs="+", metavar="NAME", help="only these layers")
     command.add_argument("--m", nargs="+", type=int, metavar="M", help="only these numbers of tokens")
-    command.add_argument(
-        *("--group-size",), type=int, default=128, choices=[32, 64, 128, 256], help="of weights in four bits"
-    )
+    groups = [32, 64, 128, 256]
+    command.add_argument("--group-size", type=int, default=128, choices=groups, help="of weights in four bits")
     command.add_argument("--symmetric", action="store_true", help="weights in four bits: no zero points")
     command.add_argument("--check", action="store_true", help="exit 1 if a cell misses its bar in bench/bars.py")
 
@@ -80,9 +81,10 @@ def _products(parser: argparse.ArgumentParser, arguments: argparse.Namespace, wo
     tokens = arguments.m or TOKENS[device]
     results = run(Run(scheme, device, layers, tokens, quick=arguments.quick, **grouping))
     write(results, folder / f"{word}.json")
-    if not arguments.check:
-        return 0
-    lines, compared = bars.misses(results["rows"], device, bars.BARS[word])
+    return _judge(*bars.misses(results["rows"], device, bars.BARS[word])) if arguments.check else 0
+
+
+def _judge(lines: list[str], compared: int) -> int:
     print(f"\n{compared - len(lines)} of {compared} cells reach their bar", *lines, sep="\n  ")
     return 1 if lines else 0
 

@@ -49,6 +49,11 @@ BARS: dict[str, tuple[Bar, ...]] = {
 }
 
 
+# Quantising at least 4096 x 8192 values per row on a GPU, in one pass: share of the bandwidth of a copy.
+_QUANTIZE_VALUES = 4096 * 8192
+_QUANTIZE_OF_COPY = 0.7
+
+
 def misses(rows: list[dict[str, Any]], device: str, bars: tuple[Bar, ...]) -> tuple[list[str], int]:
     """One line for each cell below its bar, and the number of cells compared. A peer that did not run has no bar."""
     lines, compared = [], 0
@@ -66,3 +71,15 @@ def misses(rows: list[dict[str, Any]], device: str, bars: tuple[Bar, ...]) -> tu
             if ratio < bar.ratio:
                 lines.append(f"{row['layer']} M={row['M']}: {ratio:.2f}x {bar.peer}, the bar is {bar.ratio}x")
     return lines, compared
+
+
+def quantize_misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
+    """The same for the results of bench/quantize.py."""
+    large = [row for row in rows if row["M"] * row["K"] >= _QUANTIZE_VALUES and row["passes"] == 1]
+    shares = {row["op"]: row["copy_us"] / row["us"] for row in large}
+    lines = [
+        f"{op}: {share:.0%} of a copy, the bar is {_QUANTIZE_OF_COPY:.0%}"
+        for op, share in shares.items()
+        if share < _QUANTIZE_OF_COPY
+    ]
+    return lines, len(shares)

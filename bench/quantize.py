@@ -83,14 +83,6 @@ def _next(call: Callable[..., object], tensors: Any) -> object:
     return call(*next(tensors))
 
 
-def misses(rows: list[dict[str, Any]], bar: float) -> tuple[list[str], int]:
-    """As bars.misses: the one-pass operators on large inputs, against a share of a copy's bandwidth."""
-    large = [row for row in rows if row["M"] * row["K"] >= 4096 * 8192 and row["passes"] == 1]
-    below = [row for row in large if row["copy_us"] / row["us"] < bar]
-    lines = [f"{row['op']}: {row['copy_us'] / row['us']:.0%} of a copy, the bar is {bar:.0%}" for row in below]
-    return lines, len(large)
-
-
 def render(results: dict[str, Any]) -> str:
     """The Markdown of one results file."""
     rows = results["rows"]

@@ -161,18 +161,6 @@ def test_doctor_reports_an_impossible_isa() -> None:
     assert "QAO_CPU_ISA=sse2 is not one of" in report
 
 
-def test_host_refuses_unknown_names() -> None:
-    _host = host()
-    problem = dict(m=1, n=64, k=64, group_size=64, has_zeros=False, has_bias=False, scale_dtype="float32")
-    problem["x_aligned"] = True
-    with pytest.raises(ValueError, match="x_dtype 'int8' is not one of float32, float16, bfloat16"):
-        _host.int4_cpu_kernel(x_dtype="int8", **problem)
-    with pytest.raises(ValueError, match="isa 'neon' is not one of scalar"):
-        _host.int4_cpu_kernel(x_dtype="float32", isa="neon", **problem)
-    with pytest.raises(RuntimeError, match="7.5 are not supported"):
-        _host.int4_plan(x_dtype="float32", compute_capability=75, num_sms=40, shared_bytes=65536, **problem)
-
-
 # ---- build errors ----------------------------------------------------------------------------------------------------
 
 
