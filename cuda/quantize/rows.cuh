@@ -12,7 +12,8 @@ namespace qao::quantize {
 
 constexpr int kMaxThreads = 1024;
 
-template <DType dtype, Producer producer, int kVectors>
+// kFast: Params::aligned. Otherwise elements are read one by one.
+template <DType dtype, Producer producer, int kVectors, bool kFast>
 class Row {
  public:
   __device__ __forceinline__ Row(const Params& p)
@@ -26,23 +27,12 @@ class Row {
 
   // x; silu(x) * up; or x * norm_weight, whose x^2 are added to `squares` and whose `factor` comes later.
   __device__ __forceinline__ void load(int tile, float* squares) {
-    const bool packed_weight = p_.norm_weight != nullptr && p_.norm_weight_dtype == dtype;
-    const void* second = producer == Producer::kSiluMul ? up_ : packed_weight ? p_.norm_weight : nullptr;
-    Packed<dtype> x[kVectors], other[kVectors];
-    if (p_.aligned) {
+    Packed<dtype> x[kVectors], up[kVectors];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) x[v].load(x_, column(tile, v), p_.k);
-      if (second != nullptr) {
+    for (int v = 0; v < kVectors; ++v) x[v].template load<kFast>(x_, column(tile, v), p_.k);
+    if constexpr (producer == Producer::kSiluMul) {
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) other[v].load(second, column(tile, v), p_.k);
-      }
-    } else {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) x[v].load_singly(x_, column(tile, v), p_.k);
-      if (second != nullptr) {
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) other[v].load_singly(second, column(tile, v), p_.k);
-      }
+      for (int v = 0; v < kVectors; ++v) up[v].template load<kFast>(up_, column(tile, v), p_.k);
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -52,23 +42,17 @@ class Row {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) *squares += value[v][i] * value[v][i];
         if (p_.norm_weight == nullptr) continue;
-        if (packed_weight) {
-          other[v].unpack(factor);
-        } else {
-          for (int i = 0; i < kVector; ++i) {
-            const int k = column(tile, v) + i;
-            factor[i] = k < p_.k ? load_float(p_.norm_weight, k, p_.norm_weight_dtype) : 0;
-          }
-        }
+        load_norm_weight(column(tile, v), factor);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) value[v][i] *= factor[i];
       } else if constexpr (producer == Producer::kSiluMul) {
-        other[v].unpack(factor);
+        up[v].unpack(factor);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) value[v][i] = __fdividef(value[v][i], 1 + expf(-value[v][i])) * factor[i];
       }
     }
   }
+
   // The same sum where float32 does not hold it.
   __device__ __forceinline__ double squares_in_float64() const {
     double squares = 0;
@@ -82,6 +66,19 @@ class Row {
   float value[kVectors][kVector];
 
  private:
+  __device__ __forceinline__ void load_norm_weight(int column, float (&weight)[kVector]) const {
+    if constexpr (kFast) {
+      Packed<dtype> packed;
+      packed.template load<true, true>(p_.norm_weight, column, p_.k);
+      packed.unpack(weight);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        weight[i] = column + i < p_.k ? load_float(p_.norm_weight, column + i, p_.norm_weight_dtype) : 0;
+      }
+    }
+  }
+
   const Params& p_;
   const char *x_, *up_;
 };
@@ -117,9 +114,9 @@ __device__ __forceinline__ void store_group_sum(const Params& p, int column, flo
   }
 }
 
-template <DType dtype, Producer producer, int kVectors>
+template <DType dtype, Producer producer, int kVectors, bool kFast>
 __global__ void __launch_bounds__(kMaxThreads) rows_kernel(const __grid_constant__ Params p) {
-  Row<dtype, producer, kVectors> row(p);
+  Row<dtype, producer, kVectors, kFast> row(p);
   Partial part;
   for (int tile = p.tiles - 1; tile >= 0; --tile) {
     row.load(tile, &part.squares);
