@@ -56,10 +56,11 @@ Params describe(const Problem& p, const Arguments& a) {
   while (params.group >> params.group_shift > 1) ++params.group_shift;
   params.groups = static_cast<int>(p.sums_groups());
   params.norm_weight_dtype = p.norm_weight_dtype;
-  params.aligned =
-      p.k % kVector == 0 && is_aligned(a.x, p.m, a.x_stride * size, 16) &&
-      (a.up == nullptr || is_aligned(a.up, p.m, a.up_stride * size, 16)) &&
-      (a.norm_weight == nullptr || (p.norm_weight_dtype == p.x_dtype && is_aligned(a.norm_weight, 1, 0, 16)));
+  params.aligned = p.k % kVector == 0 && is_aligned(a.x, p.m, a.x_stride * size, 16);
+  if (p.producer == Producer::kSiluMul) params.aligned &= is_aligned(a.up, p.m, a.up_stride * size, 16);
+  if (p.producer == Producer::kRmsNorm && a.norm_weight != nullptr) {
+    params.aligned &= p.norm_weight_dtype == p.x_dtype && is_aligned(a.norm_weight, 1, 0, 16);
+  }
   params.q_aligned = is_aligned(a.q, p.m, a.q_stride, kVector);
   params.fp8 = p.format == Format::kFp8;
   params.symmetric = params.fp8 || p.symmetric;

@@ -5,6 +5,8 @@
 // A row too long for that is a number of tiles; only the last one read stays, the others are read again (from L2).
 #pragma once
 
+#include <cfloat>
+
 #include "quantize/reduce.cuh"
 #include "quantize/vector.cuh"
 
@@ -27,12 +29,12 @@ class Row {
 
   // x; silu(x) * up; or x * norm_weight, whose x^2 are added to `squares` and whose `factor` comes later.
   __device__ __forceinline__ void load(int tile, float* squares) {
-    Packed<dtype> x[kVectors], up[kVectors];
+    Packed<dtype> x[kVectors], other[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) x[v].template load<kFast>(x_, column(tile, v), p_.k);
     if constexpr (producer == Producer::kSiluMul) {
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) up[v].template load<kFast>(up_, column(tile, v), p_.k);
+      for (int v = 0; v < kVectors; ++v) other[v].template load<kFast>(up_, column(tile, v), p_.k);
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -42,11 +44,25 @@ class Row {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) *squares += value[v][i] * value[v][i];
         if (p_.norm_weight == nullptr) continue;
-        load_norm_weight(column(tile, v), factor);
+        if constexpr (kFast) {
+          if (v % 2 == 0) {  // two at a time: more would need more registers than there are
+#pragma unroll
+            for (int w = v; w < kVectors && w < v + 2; ++w) {
+              other[w].template load<true, true>(p_.norm_weight, column(tile, w), p_.k);
+            }
+          }
+          other[v].unpack(factor);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) {
+            const int k = column(tile, v) + i;
+            factor[i] = k < p_.k ? load_float(p_.norm_weight, k, p_.norm_weight_dtype) : 0;
+          }
+        }
 #pragma unroll
         for (int i = 0; i < kVector; ++i) value[v][i] *= factor[i];
       } else if constexpr (producer == Producer::kSiluMul) {
-        up[v].unpack(factor);
+        other[v].unpack(factor);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) value[v][i] = __fdividef(value[v][i], 1 + expf(-value[v][i])) * factor[i];
       }
@@ -66,19 +82,6 @@ class Row {
   float value[kVectors][kVector];
 
  private:
-  __device__ __forceinline__ void load_norm_weight(int column, float (&weight)[kVector]) const {
-    if constexpr (kFast) {
-      Packed<dtype> packed;
-      packed.template load<true, true>(p_.norm_weight, column, p_.k);
-      packed.unpack(weight);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        weight[i] = column + i < p_.k ? load_float(p_.norm_weight, column + i, p_.norm_weight_dtype) : 0;
-      }
-    }
-  }
-
   const Params& p_;
   const char *x_, *up_;
 };
@@ -132,7 +135,8 @@ __global__ void __launch_bounds__(kMaxThreads) rows_kernel(const __grid_constant
     }
     part.range.scale(factor);  // rounding is monotonic: the same as the range of the scaled values
   }
-  const Rounding rounding = finish_range(p, part.range);
+  Rounding rounding = finish_range(p, part.range);
+  rounding.inverse = fminf(rounding.inverse * factor, FLT_MAX);  // of the unscaled values
 
   uint8_t* q = p.q + blockIdx.x * p.q_stride;
   float row_sum = 0;
@@ -141,10 +145,6 @@ __global__ void __launch_bounds__(kMaxThreads) rows_kernel(const __grid_constant
     if (tile > 0) row.load(tile, &unused);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if constexpr (producer == Producer::kRmsNorm) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) row.value[v][i] *= factor;
-      }
       const int column = row.column(tile, v);
       const uint2 word = round_vector(p, rounding, row.value[v], column);
       store_vector(p, q, column, word);

@@ -126,7 +126,7 @@ struct Rounding {
 __device__ __forceinline__ float scale_of(uint32_t largest, float steps) {
   return largest < 0x7F800000u ? __fdiv_rn(fmaxf(__uint_as_float(largest), kSmallestMaximum), steps) : NAN;
 }
-__device__ __forceinline__ Rounding rounding_of(float scale) { return {__fdiv_rn(1, scale), 0, !isnan(scale)}; }
+__device__ __forceinline__ Rounding rounding_of(float scale) { return {__frcp_rn(scale), 0, !isnan(scale)}; }
 
 __device__ __forceinline__ uint16_t to_fp8_pair(float low, float high) {
 #if __CUDA_ARCH__ >= 890
