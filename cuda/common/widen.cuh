@@ -61,11 +61,11 @@ template <>
 struct Widen<Fp8, __nv_bfloat16> {
   static constexpr float kFactor = 1;
   static __device__ __forceinline__ void run(uint32_t word, uint32_t (&to)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t lanes = high_bytes(word, i);
-      to[i] = multiply_add(ptx::and_or(lanes, 0x80008000, lanes >> 4 & 0x07F007F0), 0x7B807B80, 0);
-    }
+    const uint32_t lanes = __byte_perm(word, 0, 0x3120);  // bytes 0 and 1 low in their lanes, 2 and 3 high
+    const uint32_t low = ptx::and_or(lanes << 8, 0x80008000, lanes << 4 & 0x07F007F0);
+    const uint32_t high = ptx::and_or(lanes, 0x80008000, lanes >> 4 & 0x07F007F0);
+    to[0] = multiply_add(low, 0x7B807B80, 0);
+    to[1] = multiply_add(high, 0x7B807B80, 0);
   }
 };
 

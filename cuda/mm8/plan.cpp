@@ -13,6 +13,7 @@ struct Config {
   int index;  // among the kernel's rows
   int64_t max_m;
   bool one_wave;
+  XKind x;
   int tile_n, tile_m, warps_k, warps, stages, ctas_per_sm;
   // Shared memory by what the operands are.
   int int8_int8, int8_int4, fp8_fp8, float_int8, float_fp8;
@@ -25,11 +26,12 @@ struct Config {
 };
 
 template <typename Tile>
-constexpr Config config_of(int index, int64_t max_m, bool one_wave) {
+constexpr Config config_of(int index, int64_t max_m, bool one_wave, XKind x) {
   return {"sm80",
           index,
           max_m,
           one_wave,
+          x,
           Tile::kN,
           Tile::kM,
           Tile::kWarpsK,
@@ -46,10 +48,12 @@ constexpr Config config_of(int index, int64_t max_m, bool one_wave) {
 constexpr int64_t kAnyM = INT64_MAX;
 constexpr int kFirstSm80 = __COUNTER__ + 1;  // a row's index is its place in the list: __COUNTER__ may begin anywhere
 constexpr Config kSm80[] = {
-#define QAO_SM80(max_m, one_wave, ...) config_of<Tile<__VA_ARGS__>>(__COUNTER__ - kFirstSm80, max_m, one_wave),
+#define QAO_SM80(max_m, one_wave, x, ...) config_of<Tile<__VA_ARGS__>>(__COUNTER__ - kFirstSm80, max_m, one_wave, x),
 #include "mm8/configs.inc"
 #undef QAO_SM80
 };
+
+constexpr int64_t kManyTokens = 64;  // above, arithmetic takes longer than reading W
 
 // Columns whose products of int8 surely fit an int32 sum.
 constexpr int64_t kInt32Columns = 65536;
@@ -59,7 +63,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // The first row that serves the problem on this GPU; null if none does.
 const Config* first_sm80(const Problem& problem, const Gpu& gpu) {
   for (const Config& config : kSm80) {
-    if (problem.m > config.max_m) continue;
+    if (problem.m > config.max_m || !serves(config.x, problem.x == Format::kFloat)) continue;
     if (config.shared_bytes(problem) > gpu.shared_bytes_per_cta) continue;
     if (config.one_wave && ceil_div(problem.n, config.tile_n) > gpu.num_sms * config.ctas_per_sm) continue;
     return &config;
@@ -68,16 +72,17 @@ const Config* first_sm80(const Problem& problem, const Gpu& gpu) {
 }
 
 // CTAs that share an output tile. Splitting costs a second kernel and a trip through memory, so it must fill SMs that
-// would idle, and leave every slice enough K-tiles to fill its pipeline; or keep int32 sums from overflowing.
+// would idle (with many tokens, halves of SMs), and leave every slice enough K-tiles to fill its pipeline; or it keeps
+// int32 sums from overflowing.
 int choose_split(const Config& config, const Problem& problem, int64_t tiles, int64_t k_steps, int num_sms) {
   int64_t least = 1;
   if (problem.x == Format::kInt8 && problem.weight == Format::kInt8) {
     least = ceil_div(k_steps, config.warps_k * (kInt32Columns / kTileK));
   }
-  if (2 * tiles > num_sms) return static_cast<int>(least);
-  const int64_t fill = num_sms / tiles;
+  const int64_t room = num_sms * (problem.m > kManyTokens ? config.ctas_per_sm : 1);
+  if (2 * tiles > room) return static_cast<int>(least);
   const int64_t deepest = k_steps / (static_cast<int64_t>(config.warps_k) * config.stages);
-  return static_cast<int>(std::max(least, std::clamp<int64_t>(std::min(fill, deepest), 1, 32)));
+  return static_cast<int>(std::max(least, std::clamp<int64_t>(std::min(room / tiles, deepest), 1, 32)));
 }
 
 // GPUs whose mma.sync multiplies e4m3; sm_90 and sm_100 only accept the instruction and widen to float16 themselves.

@@ -236,4 +236,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) mm8_kernel(c
   cta.write_result(warp.sum, reinterpret_cast<float*>(shared), at.split);
 }
 
+// The kernel of a row of configs.inc, null where the row does not serve such an x.
+template <XKind x, typename X, typename W, typename Tile>
+constexpr Kernel kernel_for() {
+  if constexpr (serves(x, Product<X, W>::kXBytes == 2)) {
+    return &mm8_kernel<X, W, Tile>;
+  } else {
+    return nullptr;
+  }
+}
+
 }  // namespace qao::mm8::sm80

@@ -28,6 +28,12 @@ struct OperandBytes {
   }
 };
 
+// Which x a tile serves: what fits shared memory best differs.
+enum class XKind { kAny, kEightBits, kSixteenBits };
+constexpr bool serves(XKind kind, bool sixteen_bits) {
+  return kind == XKind::kAny || (kind == XKind::kSixteenBits) == sixteen_bits;
+}
+
 template <int warps_n, int warps_m, int warps_k, int tiles_n_, int tiles_m_, int stages, int ctas_per_sm>
 struct Tile {
   static constexpr int kWarpsN = warps_n, kWarpsM = warps_m, kWarpsK = warps_k;
