@@ -95,8 +95,8 @@ def run(path: Path, device: str, sentences: int = SENTENCES) -> None:
             row.append(f"{count / seconds:.0f}")
         header.append(f"sentences/s, batch {size}")
     print_table(header, [[name, *row] for name, row in rows.items()])
-    print("All but fp32 take bfloat16 activations. This model's matrices are tiny (384 x 384 to 1536 x 384), so much of")
-    print("its time is spent outside them; larger layers follow.")
+    print("All but fp32 take bfloat16 activations. This model's matrices are tiny (384 x 384 to 1536 x 384),")
+    print("so much of its time is spent outside them; larger layers follow.")
 
 
 def _quality(model: nn.Module, vectors: Tensor, truth: Tensor) -> list[str]:
