@@ -93,9 +93,9 @@ def run(path: Path, device: str, sentences: int = SENTENCES) -> None:
             passes = [capture(call).replay for call in passes]
         for row, seconds in zip(rows.values(), interleaved(passes, 1.0, device, min_rounds=3), strict=True):
             row.append(f"{count / seconds:.0f}")
-        header.append(f"sentences/s in {size}s")
+        header.append(f"sentences/s, batch {size}")
     print_table(header, [[name, *row] for name, row in rows.items()])
-    print("All but fp32 compute with bfloat16 activations. This model's matrices are tiny (384 x 384 to 1536 x 384),")
+    print("All but fp32 take bfloat16 activations. This model's matrices are tiny (384 x 384 to 1536 x 384),")
     print("so much of its time is spent outside them; larger layers follow.")
 
 
