@@ -11,6 +11,14 @@ using quantize::Arguments;
 using quantize::Problem;
 using quantize::Producer;
 
+// task(k, mask) for sixteen values after the other, the mask leaving out those past the end; a constant but at the end.
+template <typename Task>
+__attribute__((always_inline)) inline void for_each16(int64_t count, const Task& task) {
+  int64_t k = 0;
+  for (; k + 16 <= count; k += 16) task(k, __mmask16{0xFFFF});
+  if (k < count) task(k, first(count - k));
+}
+
 // e^v: 2^n times a polynomial in the rest, at most ln(2) / 2 in magnitude. Relative error 2^-23.
 __m512 exponential(__m512 v) {
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(v, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
@@ -31,8 +39,7 @@ __m512 silu(__m512 x) {
 
 void values_of(const Problem& p, const Arguments& a, int64_t m, float* values) {
   __m512d squares[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
-  for (int64_t k = 0; k < p.k; k += 16) {
-    const __mmask16 mask = first(p.k - k);
+  for_each16(p.k, [&](int64_t k, __mmask16 mask) {
     __m512 x = load16(a.x, m * a.x_stride + k, p.x_dtype, mask);
     if (p.producer == Producer::kRmsNorm) {
       const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x)),
@@ -44,14 +51,13 @@ void values_of(const Problem& p, const Arguments& a, int64_t m, float* values) {
       x = _mm512_mul_ps(silu(x), load16(a.up, m * a.up_stride + k, p.x_dtype, mask));
     }
     _mm512_mask_storeu_ps(values + k, mask, x);
-  }
+  });
   if (p.producer != Producer::kRmsNorm) return;
   const double mean = _mm512_reduce_add_pd(_mm512_add_pd(squares[0], squares[1])) / static_cast<double>(p.k);
   const __m512 factor = _mm512_set1_ps(static_cast<float>(1 / sqrt(mean + p.eps)));
-  for (int64_t k = 0; k < p.k; k += 16) {
-    const __mmask16 mask = first(p.k - k);
+  for_each16(p.k, [&](int64_t k, __mmask16 mask) {
     _mm512_mask_storeu_ps(values + k, mask, _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, values + k), factor));
-  }
+  });
 }
 
 QuantizeRange range_of(const float* values, int64_t count) {
@@ -79,34 +85,32 @@ QuantizeRange range_of(const float* values, int64_t count) {
 }
 
 void round_to_int8(const float* values, int64_t count, float inverse, int zero, int lowest, int8_t* q) {
-  for (int64_t k = 0; k < count; k += 16) {
-    const __mmask16 mask = first(count - k);
+  for_each16(count, [&](int64_t k, __mmask16 mask) {
     const __m512 scaled = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, values + k), _mm512_set1_ps(inverse));
     const __m512i rounded = _mm512_add_epi32(_mm512_cvtps_epi32(scaled), _mm512_set1_epi32(zero));
-    _mm512_mask_cvtsepi32_storeu_epi8(q + k, mask, _mm512_max_epi32(rounded, _mm512_set1_epi32(lowest)));
-  }
+    const __m512i raised = _mm512_max_epi32(rounded, _mm512_set1_epi32(lowest));
+    _mm_mask_storeu_epi8(q + k, mask, _mm512_cvtsepi32_epi8(raised));
+  });
 }
 
 // to_fp8() of numeric.h.
 void round_to_fp8(const float* values, int64_t count, float inverse, uint8_t* q) {
-  for (int64_t k = 0; k < count; k += 16) {
-    const __mmask16 mask = first(count - k);
+  for_each16(count, [&](int64_t k, __mmask16 mask) {
     const __m512 scaled = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, values + k), _mm512_set1_ps(inverse));
     const __m512i bits = _mm512_castps_si512(scaled);
     const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF));
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(magnitude, 20), _mm512_set1_epi32(1));
-    __m512i code = _mm512_add_epi32(magnitude, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFFF - 0x3C000000)));
-    code = _mm512_srli_epi32(code, 20);
+    const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(1 << 20));
+    __m512i code = _mm512_add_epi32(magnitude, _mm512_set1_epi32(0x7FFFF - 0x3C000000));
+    code = _mm512_srli_epi32(_mm512_mask_add_epi32(code, odd, code, _mm512_set1_epi32(1)), 20);
     const __m512 aligned = _mm512_add_ps(_mm512_castsi512_ps(magnitude), _mm512_set1_ps(0x1p14f));
     code = _mm512_mask_sub_epi32(code, _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(0x3C800000)),
                                  _mm512_castps_si512(aligned), _mm512_set1_epi32(0x46800000));
-    code = _mm512_mask_mov_epi32(code, _mm512_cmpge_epi32_mask(magnitude, _mm512_set1_epi32(0x43E00000)),
-                                 _mm512_set1_epi32(0x7E));
-    code = _mm512_mask_mov_epi32(code, _mm512_cmpgt_epi32_mask(magnitude, _mm512_set1_epi32(0x7F800000)),
-                                 _mm512_set1_epi32(0x7F));
-    const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
-    _mm512_mask_cvtepi32_storeu_epi8(q + k, mask, _mm512_or_si512(code, sign));
-  }
+    code = _mm512_min_epu32(code, _mm512_set1_epi32(0x7E));
+    code = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(scaled, scaled, _CMP_UNORD_Q), _mm512_set1_epi32(0x7F));
+    const __m512i sign = _mm512_srli_epi32(bits, 24);
+    code = _mm512_ternarylogic_epi32(sign, _mm512_set1_epi32(0x80), code, 0xEA);  // (sign & 0x80) | code
+    _mm_mask_storeu_epi8(q + k, mask, _mm512_cvtepi32_epi8(code));
+  });
 }
 
 }  // namespace

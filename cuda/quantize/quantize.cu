@@ -56,9 +56,11 @@ Params describe(const Problem& p, const Arguments& a) {
   while (params.group >> params.group_shift > 1) ++params.group_shift;
   params.groups = static_cast<int>(p.sums_groups());
   params.norm_weight_dtype = p.norm_weight_dtype;
-  params.aligned = p.k % kVector == 0 && is_aligned(a.x, p.m, a.x_stride * size, 16) &&
-                   (a.up == nullptr || is_aligned(a.up, p.m, a.up_stride * size, 16)) &&
-                   is_aligned(a.norm_weight, 1, 0, 16);
+  params.aligned = p.k % kVector == 0 && is_aligned(a.x, p.m, a.x_stride * size, 16);
+  if (p.producer == Producer::kSiluMul) params.aligned &= is_aligned(a.up, p.m, a.up_stride * size, 16);
+  if (p.producer == Producer::kRmsNorm && a.norm_weight != nullptr) {
+    params.aligned &= p.norm_weight_dtype == p.x_dtype && is_aligned(a.norm_weight, 1, 0, 16);
+  }
   params.q_aligned = is_aligned(a.q, p.m, a.q_stride, kVector);
   params.fp8 = p.format == Format::kFp8;
   params.symmetric = params.fp8 || p.symmetric;
@@ -68,22 +70,22 @@ Params describe(const Problem& p, const Arguments& a) {
   return params;
 }
 
-template <DType dtype, Producer producer, int kVectors>
-Status launch_rows(Params p, int threads, cudaStream_t stream) {
+template <DType dtype, Producer producer, int kVectors, bool kFast>
+Status launch_rows(Params p, cudaStream_t stream) {
+  const int64_t wanted = divide_up(divide_up(p.vectors, kVectors), 32) * 32;
+  const int threads = static_cast<int>(std::min<int64_t>(wanted, kMaxThreads));
   p.tiles = static_cast<int>(divide_up(p.vectors, threads * kVectors));
-  rows_kernel<dtype, producer, kVectors><<<static_cast<unsigned>(p.m), threads, 0, stream>>>(p);
+  rows_kernel<dtype, producer, kVectors, kFast><<<static_cast<unsigned>(p.m), threads, 0, stream>>>(p);
   return launch_status("launching quantize::rows_kernel");
 }
 
 template <DType dtype, Producer producer>
 Status launch_rows(const Params& p, cudaStream_t stream) {
-  const auto threads = [&](int vectors) {
-    return static_cast<int>(std::min<int64_t>(divide_up(divide_up(p.vectors, vectors), 32) * 32, kMaxThreads));
-  };
-  const int few = p.m <= kFewRows ? kMaxThreads : 32;  // threads beyond which each gets more vectors
-  if (p.vectors <= few) return launch_rows<dtype, producer, 1>(p, threads(1), stream);
-  if (p.vectors <= 2 * few) return launch_rows<dtype, producer, 2>(p, threads(2), stream);
-  return launch_rows<dtype, producer, 4>(p, threads(4), stream);
+  const int threads = p.m <= kFewRows ? 1024 : 32;  // beyond them, each has more vectors
+  if (!p.aligned) return launch_rows<dtype, producer, 1, false>(p, stream);
+  if (p.vectors <= threads) return launch_rows<dtype, producer, 1, true>(p, stream);
+  if (p.vectors <= 2 * threads) return launch_rows<dtype, producer, 2, true>(p, stream);
+  return launch_rows<dtype, producer, 4, true>(p, stream);
 }
 
 template <DType dtype, int kVectors>

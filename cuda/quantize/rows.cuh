@@ -5,6 +5,8 @@
 // A row too long for that is a number of tiles; only the last one read stays, the others are read again (from L2).
 #pragma once
 
+#include <cfloat>
+
 #include "quantize/reduce.cuh"
 #include "quantize/vector.cuh"
 
@@ -12,7 +14,8 @@ namespace qao::quantize {
 
 constexpr int kMaxThreads = 1024;
 
-template <DType dtype, Producer producer, int kVectors>
+// kFast: Params::aligned. Otherwise elements are read one by one.
+template <DType dtype, Producer producer, int kVectors, bool kFast>
 class Row {
  public:
   __device__ __forceinline__ Row(const Params& p)
@@ -26,23 +29,12 @@ class Row {
 
   // x; silu(x) * up; or x * norm_weight, whose x^2 are added to `squares` and whose `factor` comes later.
   __device__ __forceinline__ void load(int tile, float* squares) {
-    const bool packed_weight = p_.norm_weight != nullptr && p_.norm_weight_dtype == dtype;
-    const void* second = producer == Producer::kSiluMul ? up_ : packed_weight ? p_.norm_weight : nullptr;
     Packed<dtype> x[kVectors], other[kVectors];
-    if (p_.aligned) {
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) x[v].load(x_, column(tile, v), p_.k);
-      if (second != nullptr) {
+    for (int v = 0; v < kVectors; ++v) x[v].template load<kFast>(x_, column(tile, v), p_.k);
+    if constexpr (producer == Producer::kSiluMul) {
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) other[v].load(second, column(tile, v), p_.k);
-      }
-    } else {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) x[v].load_singly(x_, column(tile, v), p_.k);
-      if (second != nullptr) {
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) other[v].load_singly(second, column(tile, v), p_.k);
-      }
+      for (int v = 0; v < kVectors; ++v) other[v].template load<kFast>(up_, column(tile, v), p_.k);
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -52,9 +44,16 @@ class Row {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) *squares += value[v][i] * value[v][i];
         if (p_.norm_weight == nullptr) continue;
-        if (packed_weight) {
+        if constexpr (kFast) {
+          if (v % 2 == 0) {  // two at a time: more would need more registers than there are
+#pragma unroll
+            for (int w = v; w < kVectors && w < v + 2; ++w) {
+              other[w].template load<true, true>(p_.norm_weight, column(tile, w), p_.k);
+            }
+          }
           other[v].unpack(factor);
         } else {
+#pragma unroll
           for (int i = 0; i < kVector; ++i) {
             const int k = column(tile, v) + i;
             factor[i] = k < p_.k ? load_float(p_.norm_weight, k, p_.norm_weight_dtype) : 0;
@@ -69,6 +68,7 @@ class Row {
       }
     }
   }
+
   // The same sum where float32 does not hold it.
   __device__ __forceinline__ double squares_in_float64() const {
     double squares = 0;
@@ -117,9 +117,9 @@ __device__ __forceinline__ void store_group_sum(const Params& p, int column, flo
   }
 }
 
-template <DType dtype, Producer producer, int kVectors>
+template <DType dtype, Producer producer, int kVectors, bool kFast>
 __global__ void __launch_bounds__(kMaxThreads) rows_kernel(const __grid_constant__ Params p) {
-  Row<dtype, producer, kVectors> row(p);
+  Row<dtype, producer, kVectors, kFast> row(p);
   Partial part;
   for (int tile = p.tiles - 1; tile >= 0; --tile) {
     row.load(tile, &part.squares);
@@ -135,7 +135,8 @@ __global__ void __launch_bounds__(kMaxThreads) rows_kernel(const __grid_constant
     }
     part.range.scale(factor);  // rounding is monotonic: the same as the range of the scaled values
   }
-  const Rounding rounding = finish_range(p, part.range);
+  Rounding rounding = finish_range(p, part.range);
+  rounding.inverse = fminf(rounding.inverse * factor, FLT_MAX);  // of the unscaled values
 
   uint8_t* q = p.q + blockIdx.x * p.q_stride;
   float row_sum = 0;
@@ -144,10 +145,6 @@ __global__ void __launch_bounds__(kMaxThreads) rows_kernel(const __grid_constant
     if (tile > 0) row.load(tile, &unused);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if constexpr (producer == Producer::kRmsNorm) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) row.value[v][i] *= factor;
-      }
       const int column = row.column(tile, v);
       const uint2 word = round_vector(p, rounding, row.value[v], column);
       store_vector(p, q, column, word);

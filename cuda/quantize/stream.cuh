@@ -20,10 +20,10 @@ struct Slice {
     Packed<dtype> packed[kVectors];
     if (p.aligned) {
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) packed[v].load(x, column(v), columns);
+      for (int v = 0; v < kVectors; ++v) packed[v].template load<true>(x, column(v), columns);
     } else {
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) packed[v].load_singly(x, column(v), columns);
+      for (int v = 0; v < kVectors; ++v) packed[v].template load<false>(x, column(v), columns);
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) packed[v].unpack(value[v]);

@@ -44,27 +44,29 @@ struct Packed {
   static constexpr int kParts = size_of(dtype) / 2;
   uint4 part[kParts];
 
-  // data[column ..]; `columns` must be a multiple of 8 and the address of 16 bytes. Zeros from `columns` on.
+  // data[column ..], zeros from `columns` on. kFast: `columns` is a multiple of 8, the address one of 16 bytes.
+  // kShared: other CTAs read it too.
+  template <bool kFast, bool kShared = false>
   __device__ __forceinline__ void load(const void* data, int column, int columns) {
-    const uint4* from =
-        reinterpret_cast<const uint4*>(static_cast<const char*>(data) + int64_t{column} * size_of(dtype));
+    if constexpr (kFast) {
+      const uint4* from =
+          reinterpret_cast<const uint4*>(static_cast<const char*>(data) + int64_t{column} * size_of(dtype));
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) part[i] = column < columns ? __ldcs(from + i) : uint4{};
-  }
-  // The same for any `columns` and address.
-  __device__ __forceinline__ void load_singly(const void* data, int column, int columns) {
-    using Element = std::conditional_t<dtype == DType::kFloat32, uint32_t, uint16_t>;
-    Element element[kVector];
+      for (int i = 0; i < kParts; ++i) {
+        part[i] = column >= columns ? uint4{} : kShared ? __ldg(from + i) : __ldcs(from + i);
+      }
+    } else {
+      using Element = std::conditional_t<dtype == DType::kFloat32, uint32_t, uint16_t>;
+      constexpr int kBits = 8 * sizeof(Element), kPerWord = 32 / kBits;
+      uint32_t word[4 * kParts] = {};
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      element[i] = column + i < columns ? static_cast<const Element*>(data)[column + i] : Element{0};
+      for (int i = 0; i < kVector; ++i) {
+        const Element element = column + i < columns ? static_cast<const Element*>(data)[column + i] : Element{0};
+        word[i / kPerWord] |= static_cast<uint32_t>(element) << (i % kPerWord * kBits);
+      }
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) part[i] = {word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
     }
-    constexpr int kBits = 8 * sizeof(Element), kPerWord = 32 / kBits;
-    uint32_t word[4 * kParts] = {};
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) word[i / kPerWord] |= static_cast<uint32_t>(element[i]) << (i % kPerWord * kBits);
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) part[i] = {word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
   }
   __device__ __forceinline__ void unpack(float (&value)[kVector]) const {
 #pragma unroll
@@ -124,7 +126,7 @@ struct Rounding {
 __device__ __forceinline__ float scale_of(uint32_t largest, float steps) {
   return largest < 0x7F800000u ? __fdiv_rn(fmaxf(__uint_as_float(largest), kSmallestMaximum), steps) : NAN;
 }
-__device__ __forceinline__ Rounding rounding_of(float scale) { return {__fdiv_rn(1, scale), 0, !isnan(scale)}; }
+__device__ __forceinline__ Rounding rounding_of(float scale) { return {__frcp_rn(scale), 0, !isnan(scale)}; }
 
 __device__ __forceinline__ uint16_t to_fp8_pair(float low, float high) {
 #if __CUDA_ARCH__ >= 890
