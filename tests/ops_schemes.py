@@ -267,7 +267,7 @@ def _byte_scheme(word: str, *formats: ByteFormat) -> Scheme:
 _F8 = torch.float8_e4m3fn
 INT4 = _int4_scheme("int4", _int4_formats(("none", "integer", "float"), DTYPES, FLOAT), FLOAT, FLOAT)
 INT8_INT4 = _int4_scheme(
-    "int8_int4", _int4_formats(("none", "float"), (*DTYPES,), INT8, INT8_ASYMMETRIC), INT8, INT8_ASYMMETRIC
+    "int8_int4", _int4_formats(("none", "float"), DTYPES, INT8, INT8_ASYMMETRIC), INT8, INT8_ASYMMETRIC
 )
 FP8_INT4 = _int4_scheme("fp8_int4", _int4_formats(("none", "float"), DTYPES, FP8), FP8, FP8)
 INT4_SCHEMES = (INT4, INT8_INT4, FP8_INT4)
