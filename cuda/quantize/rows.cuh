@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows_kernel(const __grid_constant
   part = reduce_over_cta<producer == Producer::kRmsNorm>(part);
   float factor = 1;
   if constexpr (producer == Producer::kRmsNorm) {
-    factor = __frsqrt_rn(part.squares / p.k + p.eps);
+    factor = rsqrtf(__fdividef(part.squares, p.k) + p.eps);
     if (!(part.squares > 0x1p-100f && part.squares < 0x1p120f)) {
       factor = static_cast<float>(1 / sqrt(sum_over_cta(row.squares_in_float64()) / p.k + p.eps));
     }
