@@ -1,6 +1,6 @@
-#include "mm8/sm80.cuh"
-
 #include <array>
+
+#include "mm8/sm80.cuh"
 
 namespace qao::mm8 {
 namespace {
