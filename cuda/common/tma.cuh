@@ -21,6 +21,10 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
+// This thread's arrival, once its cp.async copies so far are complete.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
+}
 // Returns when the phase of this parity is complete.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
   asm volatile(
