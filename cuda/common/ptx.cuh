@@ -58,6 +58,11 @@ __device__ __forceinline__ float load_shared_float(uint32_t from) {
   return value;
 }
 
+__device__ __forceinline__ int load_shared_int(uint32_t from) {
+  int value;
+  asm volatile("ld.shared.s32 %0, [%1];\n" : "=r"(value) : "r"(from) : "memory");
+  return value;
+}
 __device__ __forceinline__ float2 load_shared_float2(uint32_t from) {
   float2 value;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(value.x), "=f"(value.y) : "r"(from) : "memory");
@@ -116,6 +121,11 @@ __device__ __forceinline__ void raise_registers() {
 // Barrier among `threads` threads that name the same `id`.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+// This thread's arrival at a named barrier others wait for.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace qao::ptx

@@ -25,6 +25,15 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
 }
+// An arrival at the same barrier of CTA `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
+  asm volatile(
+      "{.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];}\n" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
 // Returns when the phase of this parity is complete.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
   asm volatile(
@@ -41,6 +50,16 @@ __device__ __forceinline__ void load_3d(uint32_t to, const CUtensorMap* map, int
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];\n" ::
           "r"(to),
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier)
+      : "memory");
+}
+
+// The same, to the same addresses and barriers of all CTAs of the cluster whose bit is set.
+__device__ __forceinline__ void load_3d_multicast(uint32_t to, const CUtensorMap* map, int c0, int c1, int c2,
+                                                  uint32_t barrier, uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3, %4}], [%5], %6;\n" ::"r"(to),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "h"(ctas)
       : "memory");
 }
 

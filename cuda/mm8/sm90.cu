@@ -8,59 +8,57 @@ namespace {
 
 using KernelFunction = void (*)(Params, TensorMaps);
 
-template <typename T, Format weight, Fold fold, bool columns, int tokens>
+template <typename T, Format weight, Fold fold, bool columns, int tokens, int share>
 KernelFunction one() {
   if constexpr (fits(tokens, fold != Fold::kNone, weight == Format::kInt4)) {
-    return &mm8_kernel<Kernel<T, weight, fold, columns, tokens>>;
+    return &mm8_kernel<Kernel<T, weight, fold, columns, tokens, share>>;
   } else {
     return nullptr;
   }
 }
 
-// The kernel of a problem with tiles of `tokens`.
-template <typename T, int tokens>
+template <typename T, int tokens, int share>
 KernelFunction of_float(const Problem& p) {
-  if (p.weight == Format::kInt8) return one<T, Format::kInt8, Fold::kNone, false, tokens>();
-  if (p.weight_scaling == Scaling::kBlock) return one<T, Format::kFp8, Fold::kBlock, false, tokens>();
-  return one<T, Format::kFp8, Fold::kNone, false, tokens>();
+  if (p.weight == Format::kInt8) return one<T, Format::kInt8, Fold::kNone, false, tokens, share>();
+  if (p.weight_scaling == Scaling::kBlock) return one<T, Format::kFp8, Fold::kBlock, false, tokens, share>();
+  return one<T, Format::kFp8, Fold::kNone, false, tokens, share>();
 }
-template <int tokens>
+template <int tokens, int share>
 KernelFunction kernel_of(const Problem& p) {
   using wgmma::E4m3;
   if (p.x == Format::kFloat) {
-    return p.x_dtype == DType::kFloat16 ? of_float<__half, tokens>(p) : of_float<__nv_bfloat16, tokens>(p);
+    return p.x_dtype == DType::kFloat16 ? of_float<__half, tokens, share>(p) : of_float<__nv_bfloat16, tokens, share>(p);
   }
   if (p.x == Format::kInt8) {
-    if (p.weight == Format::kInt8) return one<int8_t, Format::kInt8, Fold::kNone, false, tokens>();
-    if (p.has_zeros) return one<int8_t, Format::kInt4, Fold::kGroup, true, tokens>();
-    return one<int8_t, Format::kInt4, Fold::kGroup, false, tokens>();
+    if (p.weight == Format::kInt8) return one<int8_t, Format::kInt8, Fold::kNone, false, tokens, share>();
+    if (p.has_zeros) return one<int8_t, Format::kInt4, Fold::kGroup, true, tokens, share>();
+    return one<int8_t, Format::kInt4, Fold::kGroup, false, tokens, share>();
   }
-  if (p.weight == Format::kInt4) return one<E4m3, Format::kInt4, Fold::kGroup, true, tokens>();
-  if (p.weight_scaling == Scaling::kBlock) return one<E4m3, Format::kFp8, Fold::kBlock, true, tokens>();
-  if (p.fast_accum) return one<E4m3, Format::kFp8, Fold::kNone, false, tokens>();
-  return one<E4m3, Format::kFp8, Fold::kPromote, false, tokens>();
+  if (p.weight == Format::kInt4) return one<E4m3, Format::kInt4, Fold::kGroup, true, tokens, share>();
+  if (p.weight_scaling == Scaling::kBlock) return one<E4m3, Format::kFp8, Fold::kBlock, true, tokens, share>();
+  if (p.fast_accum) return one<E4m3, Format::kFp8, Fold::kNone, false, tokens, share>();
+  return one<E4m3, Format::kFp8, Fold::kPromote, false, tokens, share>();
 }
-KernelFunction kernel_of(const Problem& p, int tokens) {
-  switch (tokens) {
+// Of row `config` of configs.inc.
+KernelFunction kernel_of(const Problem& p, int config) {
+  int row = 0;
 #define QAO_SM80(...)
-#define QAO_SM90(tokens) \
-  case tokens:           \
-    return kernel_of<tokens>(p);
+#define QAO_SM90(tokens, share) \
+  if (config == row++) return kernel_of<tokens, share>(p);
 #include "mm8/configs.inc"
 #undef QAO_SM90
 #undef QAO_SM80
-  }
   return nullptr;
 }
 
 Status make_tensor_maps(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x,
-                        const Params& p, TensorMaps* maps) {
+                        int share, const Params& p, TensorMaps* maps) {
   using Size = cuuint64_t;
   const bool packed = problem.weight == Format::kInt4, float_x = problem.x == Format::kFloat;
   const bool half = problem.x_dtype == DType::kFloat16;
   const Size m = problem.m, n = problem.n, k = problem.k, row_tiles = int4_mm::tiles_n(problem.n),
              tiles_k = int4_mm::tiles_k(problem.k), bytes = float_x ? 2 : 1;
-  const cuuint32_t tile_k = 128 / static_cast<cuuint32_t>(bytes), tokens = plan.tile_m, box_tiles = kTileN / int4_mm::kTileN;
+  const cuuint32_t tile_k = 128 / static_cast<cuuint32_t>(bytes), tokens = plan.tile_m / share, box_tiles = kTileN / int4_mm::kTileN;
   const TensorShape x_shape{{packed ? tiles_k * int4_mm::kTileK : k, static_cast<Size>(x.parts), m},
                             {(x.parts > 1 ? x.part_stride : x.stride) * bytes, x.stride * bytes},
                             {tile_k, 1, tokens}};
@@ -140,23 +138,24 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   p.bias_dtype = problem.bias_dtype;
   p.y_dtype = problem.y_dtype;
 
+  const int share = plan.tile_n / kTileN;
   TensorMaps maps{};
-  if (Status status = make_tensor_maps(problem, plan, arguments, x, p, &maps); !status.ok()) return status;
-  const KernelFunction kernel = kernel_of(problem, plan.tile_m);
+  if (Status status = make_tensor_maps(problem, plan, arguments, x, share, p, &maps); !status.ok()) return status;
+  const KernelFunction kernel = kernel_of(problem, plan.config);
   const int shared_bytes = static_cast<int>(plan.shared_bytes);
   Status status = cuda_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
                               "reserving shared memory");
   if (!status.ok()) return status;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(plan.split_k), 1, 1};
+  cluster.val.clusterDim = {static_cast<unsigned>(std::max(plan.split_k, share)), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = static_cast<unsigned>(plan.ctas);
   config.blockDim = kConsumerThreads + kProducerThreads;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &cluster;
-  config.numAttrs = plan.split_k > 1 ? 1 : 0;
+  config.numAttrs = std::max(plan.split_k, share) > 1 ? 1 : 0;
   return cuda_status(cudaLaunchKernelEx(&config, kernel, p, maps), "launching mm8_kernel");
 }
 

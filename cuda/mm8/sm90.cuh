@@ -32,8 +32,8 @@ enum class Fold {
 };
 
 // T: what the tensor cores multiply, __nv_bfloat16, __half, int8_t or wgmma::E4m3. `columns`: the fold needs a value
-// per token, a scale of x or a sum of it.
-template <typename T_, Format weight, Fold fold, bool columns, int tokens>
+// per token, a scale of x or a sum of it. `share`: CTAs of a cluster, for neighbouring row tiles, that fetch x together.
+template <typename T_, Format weight, Fold fold, bool columns, int tokens, int share>
 struct Kernel {
   using T = T_;
   using Product = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;
@@ -42,7 +42,7 @@ struct Kernel {
   static constexpr bool kFolds = fold != Fold::kNone, kColumns = columns;
   static constexpr bool kFloatX = !std::is_same_v<T, int8_t> && !std::is_same_v<T, wgmma::E4m3>;
   static constexpr bool kPacked = weight == Format::kInt4, kFromRegisters = kFloatX || kPacked;
-  static constexpr int kTileK = kFloatX ? 64 : 128, kTokens = tokens, kTilesM = tokens / 8;
+  static constexpr int kTileK = kFloatX ? 64 : 128, kTokens = tokens, kTilesM = tokens / 8, kShare = share;
   static constexpr Stage kStage{kFloatX, kPacked, columns, tokens};
   static constexpr int kPanel = 2048 / tokens;  // token tiles
 };
@@ -75,16 +75,19 @@ struct Place {
 };
 template <typename K>
 __device__ __forceinline__ Place place(const Params& p, int tile) {
-  const int panel = tile / (K::kPanel * p.row_blocks), inside = tile - panel * K::kPanel * p.row_blocks;
+  const int row_clusters = (p.row_blocks + K::kShare - 1) / K::kShare;
+  const int panel = tile / (K::kPanel * row_clusters), inside = tile - panel * K::kPanel * row_clusters;
   const int width = min(K::kPanel, p.token_blocks - panel * K::kPanel);
   const int rank = p.split_k > 1 ? ptx::cluster_rank() : 0, steps = p.parts * p.k_tiles;
-  return {inside / width, panel * K::kPanel + inside % width, static_cast<int>(int64_t{steps} * rank / p.split_k),
+  const int row_block = K::kShare > 1 ? inside / width * K::kShare + ptx::cluster_rank() : inside / width;
+  return {row_block, panel * K::kPanel + inside % width, static_cast<int>(int64_t{steps} * rank / p.split_k),
           static_cast<int>(int64_t{steps} * (rank + 1) / p.split_k)};
 }
-template <typename Work>
+template <typename K, typename Work>
 __device__ __forceinline__ void for_each_tile(const Params& p, const Work& work) {
-  const int tiles = p.row_blocks * p.token_blocks, clusters = gridDim.x / p.split_k;
-  for (int tile = blockIdx.x / p.split_k; tile < tiles; tile += clusters) work(tile);
+  const int tiles = (p.row_blocks + K::kShare - 1) / K::kShare * p.token_blocks;
+  const int cluster = K::kShare > 1 ? K::kShare : p.split_k, clusters = gridDim.x / cluster;
+  for (int tile = blockIdx.x / cluster; tile < tiles; tile += clusters) work(place<K>(p, tile));
 }
 
 // K-tile `at` is the last of its group.
@@ -101,14 +104,21 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
   const int row_tiles = kTileN / int4_mm::kTileN;
   const int bytes =
       K::kStage.x + K::kStage.weight + (K::kPacked ? row_tiles * p.groups_per_tile * p.group_bytes : 0);
-  for_each_tile(p, [&](int tile) {
-    const Place at = place<K>(p, tile);
+  for_each_tile<K>(p, [&](const Place& at) {
     int part = at.begin / p.k_tiles, k_tile = at.begin % p.k_tiles;
     for (int i = at.begin; i < at.end; ++i) {
       tma::barrier_wait(ring.released_now(), ring.parity ^ 1);
       const uint32_t x = ring.address<K>(), weight = x + K::kStage.x, barrier = ring.arrived_now();
       tma::barrier_expect(barrier, bytes);
-      tma::load_3d(x, &maps.x, k_tile * K::kTileK, part, at.token_block * K::kTokens, barrier);
+      const int token0 = at.token_block * K::kTokens;
+      if constexpr (K::kShare > 1) {
+        constexpr int kTokens = K::kTokens / K::kShare;
+        const int first = ptx::cluster_rank() * kTokens;
+        tma::load_3d_multicast(x + first * 128, &maps.x, k_tile * K::kTileK, part, token0 + first, barrier,
+                               (1 << K::kShare) - 1);
+      } else {
+        tma::load_3d(x, &maps.x, k_tile * K::kTileK, part, token0, barrier);
+      }
       if constexpr (K::kPacked) {
         tma::load_3d(weight, &maps.weight, 0, 2 * k_tile, at.row_block * row_tiles, barrier);
         tma::load_3d(weight + K::kStage.weight, &maps.scales, 0, first_group(p, k_tile), at.row_block * row_tiles,
@@ -125,14 +135,13 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
 // One warp: the values per token, where a fold is due.
 template <typename K>
 __device__ __forceinline__ void produce_columns(const Params& p, Ring ring) {
-  for_each_tile(p, [&](int tile) {
-    const Place place_ = place<K>(p, tile);
-    const int64_t token0 = static_cast<int64_t>(place_.token_block) * K::kTokens;
-    for (int at = place_.begin; at < place_.end; ++at) {
+  for_each_tile<K>(p, [&](const Place& place) {
+    const int64_t token0 = static_cast<int64_t>(place.token_block) * K::kTokens;
+    for (int at = place.begin; at < place.end; ++at) {
       tma::barrier_wait(ring.released_now(), ring.parity ^ 1);
       const uint32_t to = ring.address<K>() + K::kStage.x + K::kStage.weight + K::kStage.scales;
       const int group = first_group(p, at);
-      if (ends_group(p, at) || at + 1 == place_.end) {
+      if (ends_group(p, at) || at + 1 == place.end) {
         for (int i = threadIdx.x % 32; i < p.groups_per_tile * K::kTokens; i += 32) {
           const int64_t token = token0 + i % K::kTokens;
           const int g = group + i / K::kTokens;
@@ -144,6 +153,13 @@ __device__ __forceinline__ void produce_columns(const Params& p, Ring ring) {
       ring.advance<K>();
     }
   });
+}
+
+// Folding warpgroups multiply by turns, or both would fold at once with the tensor cores idle.
+constexpr int kTurns = 4;  // named barriers
+__device__ __forceinline__ void take_turn(int warpgroup) { ptx::named_barrier(kTurns + warpgroup, kConsumerThreads); }
+__device__ __forceinline__ void pass_turn(int warpgroup) {
+  ptx::named_barrier_arrive(kTurns + 1 - warpgroup, kConsumerThreads);
 }
 
 // One warpgroup's 64 rows of one tile of y. `groups`: int4 groups in a K-tile.
@@ -177,6 +193,7 @@ struct Consumer {
     }
   }
 
+  // Products of k-steps [first, first + steps), the last one in a group of its own.
   template <int buffer, int first, int steps>
   __device__ __forceinline__ void start(uint32_t stage, bool fresh) {
     const uint64_t x = wgmma::descriptor(stage);
@@ -184,6 +201,7 @@ struct Consumer {
     wgmma::fence();
 #pragma unroll
     for (int step = first; step < first + steps; ++step) {
+      if (K::kFolds && steps > 1 && step == first + steps - 1) wgmma::commit();
       if constexpr (K::kFromRegisters) {
         wgmma::Product<T, K::kTokens>::run(product, operand[buffer][step], x + 2 * step, step > first || !fresh);
       } else {
@@ -195,7 +213,11 @@ struct Consumer {
 
   __device__ __forceinline__ void release(uint32_t barrier) const {
     __syncwarp();
-    if (lane == 0) tma::barrier_arrive(barrier);
+    if constexpr (K::kShare > 1) {
+      if (lane < K::kShare) tma::barrier_arrive_at(barrier, lane);
+    } else {
+      if (lane == 0) tma::barrier_arrive(barrier);
+    }
   }
 
   // A group's scale and zero point, of rows g and g + 8. Zero points are in the units of the product.
@@ -260,11 +282,14 @@ struct Consumer {
     ring.advance<K>();
     const auto part = [&](auto index) {
       constexpr int g = decltype(index)::value;
+      take_turn(warp / 4);
       start<buffer, g * kSteps / groups, kSteps / groups>(stage, groups > 1 || fresh);
       if constexpr (g + 1 == groups) {
         if (!last) prepare<1 - buffer>();
       }
       Group group = read_group(stage, g, at);
+      if constexpr (groups < kSteps) wgmma::wait<1>();
+      pass_turn(warp / 4);  // the other's products queue behind the last one
       wgmma::wait<0>();
       if constexpr (g + 1 == groups && !K::kColumns) release(released);
       if (groups > 1 || complete || last) {
@@ -322,13 +347,15 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run(const Place& at, uint32_t epilogue) {
+    const int64_t token0 = static_cast<int64_t>(at.token_block) * K::kTokens;
+    const uint32_t tokens = epilogue + kEpilogueBytes + warp / 4 * 2 * K::kTokens * 4;
+    fetch_tokens<K::kTokens>(p, tokens, token0);
     if (K::kFold == Fold::kBlock) block_scales = p.block_scales + static_cast<int64_t>(at.row_block) * p.groups;
     if constexpr (K::kFolds) {
       walk_folding(at.begin, at.end);
     } else {
       walk(at.begin, at.end);
     }
-    const int64_t token0 = static_cast<int64_t>(at.token_block) * K::kTokens;
     const int row0 = at.row_block * kTileN + warp / 4 * 64;
     const auto& result = [this]() -> auto& {
       if constexpr (K::kFolds) {
@@ -338,12 +365,12 @@ struct Consumer {
       }
     }();
     if (p.split_k > 1) {
-      if constexpr (K::kTokens <= 128) {
+      if constexpr (K::kShare == 1) {
         ptx::named_barrier(3, kConsumerThreads);  // both warpgroups are done with the ring, which the tile overlays
-        write_result<K::kTokens, true, K::kTilesM>(p, result, ring.data, token0, row0);
+        write_result<K::kTokens, true, K::kTilesM>(p, result, ring.data, tokens, token0, row0);
       }
     } else {
-      write_result<kChunkTokens, false, K::kTilesM>(p, result, epilogue, token0, row0);
+      write_result<kChunkTokens, false, K::kTilesM>(p, result, epilogue, tokens, token0, row0);
     }
   }
 };
@@ -357,11 +384,15 @@ __global__ void __launch_bounds__(kConsumerThreads + kProducerThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < K::kStage.count; ++i) {
       tma::barrier_init(ring.arrived + i * 8, 1 + (K::kColumns ? 32 : 0));
-      tma::barrier_init(ring.released + i * 8, kConsumerThreads / 32);
+      tma::barrier_init(ring.released + i * 8, kConsumerThreads / 32 * K::kShare);
     }
     tma::barrier_init_fence();
   }
-  __syncthreads();
+  if constexpr (K::kShare > 1) {
+    ptx::cluster_barrier();
+  } else {
+    __syncthreads();
+  }
   if (threadIdx.x >= kConsumerThreads) {
     ptx::limit_registers<kProducerRegisters>();
     const int warp = (threadIdx.x - kConsumerThreads) / 32;
@@ -369,9 +400,10 @@ __global__ void __launch_bounds__(kConsumerThreads + kProducerThreads, 1)
     if (K::kColumns && warp == 1) produce_columns<K>(p, ring);
   } else {
     ptx::raise_registers<kConsumerRegisters>();
-    const uint32_t epilogue = ring.data + K::kStage.count * K::kStage.bytes;
-    for_each_tile(p, [&](int tile) {
-      const Place at = place<K>(p, tile);
+    const int warpgroup = threadIdx.x / 128;
+    if (K::kFolds && warpgroup == 1) pass_turn(warpgroup);  // the other begins
+    const uint32_t epilogue = ring.data + K::kStage.epilogue;
+    for_each_tile<K>(p, [&](const Place& at) {
       if (K::kPacked && p.groups_per_tile == 4) {
         Consumer<K, K::kPacked ? 4 : 1>{p, ring}.run(at, epilogue);
       } else if (K::kPacked && p.groups_per_tile == 2) {
@@ -380,7 +412,9 @@ __global__ void __launch_bounds__(kConsumerThreads + kProducerThreads, 1)
         Consumer<K, 1>{p, ring}.run(at, epilogue);
       }
     });
+    if (K::kFolds && warpgroup == 0) take_turn(warpgroup);  // the last pass is met, too
   }
+  if constexpr (K::kShare > 1) ptx::cluster_barrier();  // a CTA that has gone can take no arrivals
 }
 
 }  // namespace qao::mm8::sm90

@@ -25,9 +25,19 @@ struct Rows {
   }
 };
 
-__device__ __forceinline__ void store(const Params& p, const Rows& rows, int64_t token, int n, const float4& sum) {
-  const float x_scale = p.x_scales != nullptr ? p.x_scales[token * p.x_scale_stride] : 1.0f;
-  const float x_zero = p.x_zeros != nullptr ? static_cast<float>(p.x_zeros[token]) : 0.0f;
+// Scales and zero points of a tile's tokens wait in shared memory, a copy for each warpgroup: [2][tokens].
+template <int tokens>
+__device__ __forceinline__ void fetch_tokens(const Params& p, uint32_t to, int64_t token0) {
+  for (int i = threadIdx.x % 128; i < tokens; i += 128) {
+    const bool exists = token0 + i < p.m;
+    const int64_t token = exists ? token0 + i : 0;
+    if (p.x_scales != nullptr) ptx::cp_async_4(to + i * 4, p.x_scales + token * p.x_scale_stride, exists);
+    if (p.x_zeros != nullptr) ptx::cp_async_4(to + (tokens + i) * 4, p.x_zeros + token, exists);
+  }
+}
+
+__device__ __forceinline__ void store(const Params& p, const Rows& rows, float x_scale, float x_zero, int64_t token,
+                                      int n, const float4& sum) {
   const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
   float value[4];
 #pragma unroll
@@ -45,11 +55,11 @@ __device__ __forceinline__ void store(const Params& p, const Rows& rows, int64_t
   }
 }
 
-// One warpgroup's 64 rows from row0, `chunk` tokens at a time; `buffer` holds two chunks, the warpgroups' own. With
-// `clustered` every CTA of the cluster stores its share of the tokens.
+// One warpgroup's 64 rows from row0, `chunk` tokens at a time in two buffers by turns. With `clustered` a chunk is all
+// of the tile, and every CTA of the cluster stores its share of the tokens.
 template <int chunk, bool clustered, int tiles_m, typename Sum>
-__device__ __forceinline__ void write_result(const Params& p, const Sum (&sum)[tiles_m][4], uint32_t buffer,
-                                             int64_t token0, int row0) {
+__device__ __forceinline__ void write_result(const Params& p, const Sum (&sum)[tiles_m][4], uint32_t buffers,
+                                             uint32_t tokens, int64_t token0, int row0) {
   const int thread = threadIdx.x % 128, lane = thread % 32, warpgroup = threadIdx.x / 128;
   const int rank = clustered ? ptx::cluster_rank() : 0, ranks = clustered ? p.split_k : 1;
   const auto sync = [&] {
@@ -59,11 +69,13 @@ __device__ __forceinline__ void write_result(const Params& p, const Sum (&sum)[t
       ptx::named_barrier(1 + warpgroup, 128);
     }
   };
-  const uint32_t tile = buffer + warpgroup * chunk * kPaddedN * 4;  // [chunk][kPaddedN]
+  constexpr int kBytes = chunk * kPaddedN * 4;
   const int row = thread % 16 * 4, n = row0 + row;
   const Rows rows(p, n);
+  ptx::cp_async_wait<0>();  // of fetch_tokens
 #pragma unroll
   for (int first = 0; first < tiles_m * 8; first += chunk) {
+    const uint32_t tile = buffers + (clustered ? warpgroup : warpgroup * 2 + first / chunk % 2) * kBytes;
 #pragma unroll
     for (int j = 0; j < chunk / 8; ++j) {
 #pragma unroll
@@ -81,10 +93,13 @@ __device__ __forceinline__ void write_result(const Params& p, const Sum (&sum)[t
         const float4 part = ptx::load_cluster_float4(clustered ? ptx::cluster_address(from, r) : from);
         total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
       }
-      if (n < p.n) store(p, rows, token0 + first + token, n, total);
+      const uint32_t at = tokens + (first + token) * 4;
+      const float x_scale = p.x_scales != nullptr ? ptx::load_shared_float(at) : 1.0f;
+      const int x_zero = p.x_zeros != nullptr ? ptx::load_shared_int(at + tiles_m * 8 * 4) : 0;
+      if (n < p.n) store(p, rows, x_scale, static_cast<float>(x_zero), token0 + first + token, n, total);
     }
-    sync();
   }
+  sync();  // before the buffers are used again
 }
 
 }  // namespace qao::mm8::sm90
