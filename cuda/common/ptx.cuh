@@ -13,6 +13,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
 }
+// The same of the first `bytes` alone (0..16); the others become zero.
+__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void cp_async_4(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(from) : "memory");
+}
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::); }
 // Waits until at most `pending` of this thread's copy groups are under way.
 template <int pending>
@@ -33,6 +40,14 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], uint32_t from) {
                : "memory");
 }
 
+// Two of them; lanes 0..15 name the rows.
+__device__ __forceinline__ void ldmatrix_x2(uint32_t (&to)[2], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];\n"
+               : "=r"(to[0]), "=r"(to[1])
+               : "r"(from)
+               : "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
   uint4 value;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
@@ -46,6 +61,14 @@ __device__ __forceinline__ void store_shared_16(uint32_t to, uint4 value) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)
                : "memory");
+}
+__device__ __forceinline__ uint2 load_shared_8(uint32_t from) {
+  uint2 value;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n" : "=r"(value.x), "=r"(value.y) : "r"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_shared_4(uint32_t to, uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(to), "r"(value) : "memory");
 }
 __device__ __forceinline__ uint16_t load_shared_2(uint32_t from) {
   uint16_t value;

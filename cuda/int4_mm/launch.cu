@@ -3,8 +3,8 @@
 #include <string_view>
 
 #include "common/check.h"
+#include "common/float32.cuh"
 #include "common/tensor_map.h"
-#include "int4_mm/float32.cuh"
 #include "int4_mm/kernels.h"
 #include "int4_mm/layout.h"
 #include "int4_mm/split_k.cuh"

@@ -3,11 +3,10 @@
 
 #include <cstdint>
 
+#include "common/float32.h"
 #include "qao/int4_mm.h"
 
 namespace qao::int4_mm {
-
-constexpr int kFloat32Parts = 3;  // bfloat16 values whose sum is a float32
 
 struct Workspace {
   int64_t partials = -1;    // float32 [split_k, m, n]; -1: the kernel writes y itself

@@ -1,9 +1,138 @@
-#include "qao/mm8.h"
+// Carries out a plan: at most three kernels on one stream. split float32 x -> product -> finish (split-K).
+#include <algorithm>
+#include <string_view>
+
+#include "common/check.h"
+#include "common/float32.cuh"
+#include "int4_mm/layout.h"
+#include "mm8/epilogue.cuh"
+#include "mm8/kernels.h"
+#include "mm8/tile.h"
+#include "mm8/workspace.h"
 
 namespace qao::mm8 {
+namespace {
 
-Status launch(const Problem&, const Plan&, const Arguments&, void*) {
-  return Status::error("mm8 has no CUDA kernels yet");
+unsigned blocks(int64_t threads, int per_block) { return static_cast<unsigned>((threads + per_block - 1) / per_block); }
+
+Operands operands_of(const Problem& problem) {
+  const bool int8 = problem.weight == Format::kInt8;
+  if (problem.x == Format::kInt8) return int8 ? Operands::kInt8Int8 : Operands::kInt8Int4;
+  if (problem.x == Format::kFp8) return problem.weight == Format::kFp8 ? Operands::kFp8Fp8 : Operands::kFp8Int4;
+  if (problem.x_dtype == DType::kFloat16) return int8 ? Operands::kFloat16Int8 : Operands::kFloat16Fp8;
+  return int8 ? Operands::kBFloat16Int8 : Operands::kBFloat16Fp8;
+}
+
+int log2_of(int value) { return value <= 1 ? 0 : 1 + log2_of(value / 2); }
+
+// Groups of an int4 weight, counted in K-tiles.
+void set_groups(const Problem& problem, const Arguments& arguments, Params* p) {
+  p->group_scales = static_cast<const uint8_t*>(arguments.scales);
+  p->x_sums = arguments.x_sums;
+  p->groups = static_cast<int>(problem.groups());
+  p->group_bytes = (problem.has_zeros ? 2 : 1) * kTileN * size_of(problem.scale_dtype);
+  p->scale_dtype = problem.scale_dtype;
+  p->has_zeros = problem.has_zeros;
+  const bool one_group = p->groups == 1;
+  p->tile_groups = one_group ? 1 : static_cast<int>(std::max<int64_t>(1, kTileK / problem.group_size));
+  p->scale_chunk_shift = log2_of(p->tile_groups * p->group_bytes / 16);
+  p->group_shift = one_group ? 30 : problem.group_size <= kTileK ? 0 : 1;  // groups of 256 are two K-tiles
+}
+
+Epilogue epilogue_of(const Problem& problem, const Arguments& arguments) {
+  Epilogue e{};
+  e.y = arguments.y;
+  const bool blocks = problem.weight != Format::kInt4 && problem.weight_scaling == Scaling::kBlock;
+  if (problem.x != Format::kFloat && !blocks) {
+    e.x_scales = arguments.x_scales;
+    e.x_scale_stride = problem.x_scaling == Scaling::kRow ? 1 : 0;
+  }
+  if (problem.weight != Format::kInt4 && !blocks) {
+    e.scales = static_cast<const float*>(arguments.scales);
+    e.scale_stride = problem.weight_scaling == Scaling::kRow ? 1 : 0;
+  }
+  if (problem.x_zeros) e.x_zeros = arguments.x_zeros, e.weight_sums = arguments.weight_sums;
+  e.bias = problem.has_bias ? arguments.bias : nullptr;
+  e.m = problem.m;
+  e.n = static_cast<int>(problem.n);
+  e.bias_dtype = problem.bias_dtype;
+  e.y_dtype = problem.y_dtype;
+  return e;
+}
+
+Params params_of(const Problem& problem, const Plan& plan, const Arguments& arguments) {
+  const int x_bytes = problem.x == Format::kFloat ? size_of(problem.x_dtype) : 1;
+  Params p{};
+  p.x = static_cast<const uint8_t*>(arguments.x);
+  p.x_stride = arguments.x_stride * x_bytes;
+  p.weight = static_cast<const uint8_t*>(arguments.weight);
+  p.m = problem.m;
+  p.n = static_cast<int>(problem.n);
+  p.k = static_cast<int>(problem.k);
+  p.x_columns = problem.weight == Format::kInt4 ? static_cast<int>(int4_mm::tiles_k(problem.k) * int4_mm::kTileK) : p.k;
+  p.row_tiles = static_cast<int>(int4_mm::tiles_n(problem.n));
+  p.k_tiles = static_cast<int>((problem.k + kTileK - 1) / kTileK);
+  p.parts = 1;
+  p.x_aligned = problem.x_aligned;
+  p.weight_aligned = problem.weight_aligned;
+  p.split_k = plan.split_k;
+  if (problem.weight == Format::kInt4) {
+    set_groups(problem, arguments, &p);
+  } else if (problem.weight_scaling == Scaling::kBlock) {
+    p.block_scales = static_cast<const float*>(arguments.scales);
+    p.x_block_scales = problem.x == Format::kFp8 ? arguments.x_scales : nullptr;
+  }
+  p.fast_accum = problem.fast_accum;
+  p.epilogue = epilogue_of(problem, arguments);
+  return p;
+}
+
+Status launch_product(Kernel kernel, const Plan& plan, const Params& params, cudaStream_t stream) {
+  const int shared_bytes = static_cast<int>(plan.shared_bytes);
+  if (Status status =
+          cuda_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+                      "reserving shared memory");
+      !status.ok()) {
+    return status;
+  }
+  const dim3 grid(static_cast<unsigned>(plan.ctas / plan.split_k), plan.split_k);
+  kernel<<<grid, plan.warps * 32, shared_bytes, stream>>>(params);
+  return launch_status("launching mm8_kernel");
+}
+
+}  // namespace
+
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream_handle) {
+  if (problem.m == 0) return {};
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
+  const Workspace layout = workspace_of(problem, plan.split_k);
+  uint8_t* workspace = static_cast<uint8_t*>(arguments.workspace);
+  Params params = params_of(problem, plan, arguments);
+
+  if (is_split(problem)) {
+    uint16_t* parts = reinterpret_cast<uint16_t*>(workspace + layout.parts);
+    split_float32_kernel<<<blocks(problem.m * params.k_tiles * 32, 256), 256, 0, stream>>>(
+        static_cast<const float*>(arguments.x), arguments.x_stride, problem.m, params.k, kTileK, params.k_tiles,
+        static_cast<int>(layout.part_stride), parts, nullptr);
+    if (Status status = launch_status("launching split_float32_kernel"); !status.ok()) return status;
+    params.x = workspace + layout.parts;
+    params.parts = kFloat32Parts;
+    params.part_stride = 2 * layout.part_stride;
+    params.x_stride = kFloat32Parts * params.part_stride;
+    params.x_aligned = true;
+  }
+  if (layout.partials >= 0) params.epilogue.partials = reinterpret_cast<float*>(workspace + layout.partials);
+
+  const Kernel kernel = plan.kernel == std::string_view("sm89") ? sm89_kernel(plan.config, operands_of(problem))
+                                                                : sm80_kernel(plan.config, operands_of(problem));
+  if (Status status = launch_product(kernel, plan, params, stream); !status.ok()) return status;
+  if (plan.split_k == 1) return {};
+
+  Epilogue last = params.epilogue;
+  last.partials = nullptr;
+  finish_kernel<<<blocks(problem.m * ((problem.n + 3) / 4), 256), 256, 0, stream>>>(params.epilogue.partials,
+                                                                                    plan.split_k, last);
+  return launch_status("launching finish_kernel");
 }
 
 }  // namespace qao::mm8

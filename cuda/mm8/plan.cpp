@@ -1,10 +1,132 @@
 // Which kernel runs a problem, and how. Pure host code: a function of the problem and the GPU's numbers, nothing else.
+#include <algorithm>
+
+#include "mm8/tile.h"
+#include "mm8/workspace.h"
 #include "qao/mm8.h"
 
 namespace qao::mm8 {
+namespace {
 
-Status plan(const Problem&, const Gpu&, Plan*) { return Status::error("mm8 has no CUDA kernels yet"); }
+struct Config {
+  const char* kernel;
+  int index;  // among the kernel's rows
+  int64_t max_m;
+  bool one_wave;
+  int tile_n, tile_m, warps_k, warps, stages, ctas_per_sm;
+  // Shared memory by what the operands are.
+  int int8_int8, int8_int4, fp8_fp8, float_int8, float_fp8;
 
-std::string to_string(const Plan& plan) { return plan.kernel; }
+  int shared_bytes(const Problem& problem) const {
+    if (problem.weight == Format::kInt4) return int8_int4;
+    if (problem.x == Format::kFloat) return problem.weight == Format::kInt8 ? float_int8 : float_fp8;
+    return problem.weight == Format::kInt8 ? int8_int8 : fp8_fp8;
+  }
+};
+
+template <typename Tile>
+constexpr Config config_of(int index, int64_t max_m, bool one_wave) {
+  return {"sm80",
+          index,
+          max_m,
+          one_wave,
+          Tile::kN,
+          Tile::kM,
+          Tile::kWarpsK,
+          Tile::kThreads / 32,
+          Tile::kStages,
+          Tile::kCtasPerSm,
+          Tile::shared_bytes({1, Format::kInt8}),
+          Tile::shared_bytes({1, Format::kInt4}),
+          Tile::shared_bytes({1, Format::kFp8}),
+          Tile::shared_bytes({2, Format::kInt8}),
+          Tile::shared_bytes({2, Format::kFp8})};
+}
+
+constexpr int64_t kAnyM = INT64_MAX;
+constexpr int kFirstSm80 = __COUNTER__ + 1;  // a row's index is its place in the list: __COUNTER__ may begin anywhere
+constexpr Config kSm80[] = {
+#define QAO_SM80(max_m, one_wave, ...) config_of<Tile<__VA_ARGS__>>(__COUNTER__ - kFirstSm80, max_m, one_wave),
+#include "mm8/configs.inc"
+#undef QAO_SM80
+};
+
+// Columns whose products of int8 surely fit an int32 sum.
+constexpr int64_t kInt32Columns = 65536;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The first row that serves the problem on this GPU; null if none does.
+const Config* first_sm80(const Problem& problem, const Gpu& gpu) {
+  for (const Config& config : kSm80) {
+    if (problem.m > config.max_m) continue;
+    if (config.shared_bytes(problem) > gpu.shared_bytes_per_cta) continue;
+    if (config.one_wave && ceil_div(problem.n, config.tile_n) > gpu.num_sms * config.ctas_per_sm) continue;
+    return &config;
+  }
+  return nullptr;
+}
+
+// CTAs that share an output tile. Splitting costs a second kernel and a trip through memory, so it must fill SMs that
+// would idle, and leave every slice enough K-tiles to fill its pipeline; or keep int32 sums from overflowing.
+int choose_split(const Config& config, const Problem& problem, int64_t tiles, int64_t k_steps, int num_sms) {
+  int64_t least = 1;
+  if (problem.x == Format::kInt8 && problem.weight == Format::kInt8) {
+    least = ceil_div(k_steps, config.warps_k * (kInt32Columns / kTileK));
+  }
+  if (2 * tiles > num_sms) return static_cast<int>(least);
+  const int64_t fill = num_sms / tiles;
+  const int64_t deepest = k_steps / (static_cast<int64_t>(config.warps_k) * config.stages);
+  return static_cast<int>(std::max(least, std::clamp<int64_t>(std::min(fill, deepest), 1, 32)));
+}
+
+// GPUs whose mma.sync multiplies e4m3; sm_90 and sm_100 only accept the instruction and widen to float16 themselves.
+bool has_fp8_mma(const Gpu& gpu) { return gpu.compute_capability == 89 || gpu.compute_capability >= 120; }
+
+const char* mma_sync_name(const Problem& problem, bool fp8_mma) {
+  if (problem.x == Format::kInt8) return "mma.sync s8";
+  if (problem.x == Format::kFp8) return fp8_mma ? "mma.sync e4m3" : "mma.sync f16";
+  return problem.x_dtype == DType::kFloat16 ? "mma.sync f16" : "mma.sync bf16";
+}
+
+}  // namespace
+
+Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  if (gpu.compute_capability < 80) {
+    return Status::error("GPUs of compute capability " + std::to_string(gpu.compute_capability / 10) + "." +
+                             std::to_string(gpu.compute_capability % 10) + " are not supported; 8.0 is the lowest",
+                         "Run on a newer GPU, or on the CPU");
+  }
+  *plan = Plan{};
+  const int64_t k_steps = ceil_div(problem.k, kTileK) * (is_split(problem) ? kFloat32Parts : 1);
+  const bool fp8_mma = problem.x == Format::kFp8 && has_fp8_mma(gpu);
+  const Config* config = first_sm80(problem, gpu);
+  if (config == nullptr) {
+    return Status::error("no kernel fits the GPU's " + std::to_string(gpu.shared_bytes_per_cta) +
+                         " bytes of shared memory");
+  }
+  plan->kernel = fp8_mma ? "sm89" : config->kernel;
+  plan->reason = fp8_mma ? "mma.sync on fp8 tensor cores" : "mma.sync serves every GPU from sm_80";
+  plan->instruction = mma_sync_name(problem, fp8_mma);
+  const int64_t tiles = ceil_div(problem.n, config->tile_n) * ceil_div(std::max<int64_t>(problem.m, 1), config->tile_m);
+  plan->config = config->index;
+  plan->tile_n = config->tile_n;
+  plan->tile_m = config->tile_m;
+  plan->warps = config->warps;
+  plan->stages = config->stages;
+  plan->split_k = choose_split(*config, problem, tiles, k_steps, gpu.num_sms);
+  plan->ctas = tiles * plan->split_k;
+  plan->shared_bytes = config->shared_bytes(problem);
+  plan->workspace_bytes = workspace_of(problem, plan->split_k).bytes;
+  return {};
+}
+
+std::string to_string(const Plan& plan) {
+  using std::to_string;
+  return std::string(plan.kernel) + " (" + plan.instruction + ") tile " + to_string(plan.tile_n) + "x" +
+         to_string(plan.tile_m) + " warps " + to_string(plan.warps) + " stages " + to_string(plan.stages) +
+         " split_k " + to_string(plan.split_k) + " ctas " + to_string(plan.ctas) + " shared " +
+         to_string(plan.shared_bytes) + " workspace " + to_string(plan.workspace_bytes) + " (" + plan.reason + ")";
+}
 
 }  // namespace qao::mm8

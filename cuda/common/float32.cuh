@@ -4,16 +4,16 @@
 
 #include <cstdint>
 
-#include "int4_mm/workspace.h"
+#include "common/float32.h"
 
-namespace qao::int4_mm {
+namespace qao {
 
 __device__ __forceinline__ float truncate_to_bf16(float value) {
   return __uint_as_float(__float_as_uint(value) & 0xFFFF0000u);
 }
 
 // One warp one group of one token: parts [m, 3, part_stride] and, if wanted, the group's sum of x [m, groups].
-__global__ void __launch_bounds__(256)
+static __global__ void __launch_bounds__(256)
     split_float32_kernel(const float* x, int64_t x_stride, int64_t m, int k, int group_size, int groups,
                          int part_stride, uint16_t* parts, float* group_sums) {
   const int64_t warp = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
@@ -42,4 +42,4 @@ __global__ void __launch_bounds__(256)
   if (lane == 0) group_sums[token * groups + group] = sum;
 }
 
-}  // namespace qao::int4_mm
+}  // namespace qao

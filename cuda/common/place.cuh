@@ -1,0 +1,34 @@
+// Which part of a product a CTA computes.
+#pragma once
+
+#include <cstdint>
+
+namespace qao {
+
+// Which tile a CTA computes: panels of 16 token tiles, inside a panel all token tiles of one row tile together, so that
+// weights are read from L2 within a panel and x stays there between row tiles.
+struct Place {
+  int row_block, token_block, split;
+  int begin, end;  // K-tiles, counted through all parts of x
+};
+template <typename Tile, typename Params>
+__device__ __forceinline__ Place place(const Params& p) {
+  constexpr int kPanel = 16;
+  const int row_blocks = (p.row_tiles + Tile::kRowTiles - 1) / Tile::kRowTiles;
+  const int token_blocks = static_cast<int>((p.m + Tile::kM - 1) / Tile::kM);
+  const int block = blockIdx.x, split = blockIdx.y, steps = p.parts * p.k_tiles;
+  Place place{block, 0, split, 0, steps};
+  if (token_blocks > 1) {
+    const int panel = block / (kPanel * row_blocks), inside = block % (kPanel * row_blocks);
+    const int width = min(kPanel, token_blocks - panel * kPanel);
+    place.row_block = inside / width;
+    place.token_block = panel * kPanel + inside % width;
+  }
+  if (p.split_k > 1) {
+    place.begin = static_cast<int>(static_cast<int64_t>(steps) * split / p.split_k);
+    place.end = static_cast<int>(static_cast<int64_t>(steps) * (split + 1) / p.split_k);
+  }
+  return place;
+}
+
+}  // namespace qao

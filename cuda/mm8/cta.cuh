@@ -1,0 +1,289 @@
+// What a CTA of the portable body brings into shared memory, and how it leaves its result.
+//
+//            tokens                    CTA: kN rows x kM tokens, warps_k slices of K. Slice s walks the K-tiles
+//         +---------+                  begin + s, begin + s + warps_k, ... through a ring of its own, so a slice of one
+//         |    x    |                  warp needs no barrier.
+//         +---------+
+//   +---+ +---------+
+//   | W | |    y    |
+//   +---+ +---------+
+#pragma once
+
+#include "common/place.cuh"
+#include "common/ptx.cuh"
+#include "mm8/epilogue.cuh"
+#include "mm8/kernels.h"
+#include "mm8/product.cuh"
+#include "mm8/tile.h"
+
+namespace qao::mm8 {
+
+// 16-byte chunks of a row are permuted so that neither ldmatrix (rows of 128 bytes) nor 8-byte reads of four rows (of
+// 256 bytes) meet bank conflicts.
+template <int row_bytes>
+__device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
+  return row * row_bytes + ((row_bytes == 128 ? chunk ^ (row & 7) : chunk ^ ((row & 3) << 1)) << 4);
+}
+
+template <typename Product, typename Tile>
+struct Cta {
+  static constexpr OperandBytes kOperands{Product::kXBytes, Product::kWeight};
+  static constexpr bool kInt4Weight = Product::kWeight == Format::kInt4, kFp8Weight = Product::kWeight == Format::kFp8;
+  static constexpr int kStageBytes = Tile::stage_bytes(kOperands);
+  static constexpr int kXAt = Tile::weight_bytes(kOperands), kWeightParametersAt = kXAt + Tile::x_bytes(kOperands),
+                       kTokenParametersAt = kWeightParametersAt + kOperands.weight_parameters(Tile::kRowTiles);
+  static constexpr int kXRowBytes = kTileK * Product::kXBytes, kXChunks = kXRowBytes / 16;  // chunks a row
+  static constexpr int kWeightTileBytes = kOperands.weight_tile();
+  static constexpr int kWeightChunks = kInt4Weight ? kWeightTileBytes / 16 : kTileK / 16;  // int4: 16 rows
+  static constexpr int kScaleTileBytes = kOperands.weight_parameters(1);
+  // Rows (int4: 16 rows) that the slice's threads cover together.
+  static constexpr int kWeightAtOnce = Tile::kSliceThreads / kWeightChunks, kXAtOnce = Tile::kSliceThreads / kXChunks;
+
+  const Params& p;
+  const int slice, slice_thread, lane;
+  const int warp_n, warp_m;     // of the slice; row tile i of a warp is i * kWarpsN + warp_n
+  const int64_t token0;         // first token of the CTA
+  const int row_tile0;          // first row tile of the CTA
+  const int tokens, row_tiles;  // that exist, at most kM and kRowTiles
+  const int64_t weight_stride;  // bytes of a row; int4: of 16 rows
+  const uint32_t ring;          // shared address of this slice's ring
+  const uint8_t *weight, *x;    // where this thread's share of a K-tile begins; further chunks at constant distances
+  int k_tile;                   // the next one to fetch
+
+  __device__ __forceinline__ Cta(const Params& params, int row_block, int token_block, uint32_t shared)
+      : p(params),
+        slice(Tile::kWarpsK == 1 ? 0 : threadIdx.x / Tile::kSliceThreads),
+        slice_thread(threadIdx.x % Tile::kSliceThreads),
+        lane(threadIdx.x % 32),
+        warp_n(slice_thread / 32 % Tile::kWarpsN),
+        warp_m(slice_thread / 32 / Tile::kWarpsN),
+        token0(static_cast<int64_t>(token_block) * Tile::kM),
+        row_tile0(row_block * Tile::kRowTiles),
+        tokens(static_cast<int>(min(p.m - token0, static_cast<int64_t>(Tile::kM)))),
+        row_tiles(min(p.row_tiles - row_tile0, Tile::kRowTiles)),
+        weight_stride(kInt4Weight ? int64_t{kTileN} * p.x_columns / 2 : p.k),
+        ring(shared + slice * Tile::kStages * kStageBytes) {}
+
+  static constexpr int kWeightStep = kInt4Weight ? kWeightTileBytes : kTileK;  // bytes from K-tile to K-tile
+
+  // Puts the fetching pointers on step `index` of the walk over K. A float32 x is walked part after part.
+  __device__ __forceinline__ void seek(int index) {
+    const int part = p.parts == 1 ? 0 : index / p.k_tiles;
+    k_tile = index - part * p.k_tiles;
+    const int64_t row0 = static_cast<int64_t>(row_tile0) * (kInt4Weight ? 1 : kTileN);
+    weight = p.weight + (row0 + slice_thread / kWeightChunks) * weight_stride + slice_thread % kWeightChunks * 16 +
+             static_cast<int64_t>(k_tile) * kWeightStep;
+    x = p.x + (token0 + slice_thread / kXChunks) * p.x_stride + slice_thread % kXChunks * 16 + part * p.part_stride +
+        static_cast<int64_t>(k_tile) * kXRowBytes;
+  }
+  __device__ __forceinline__ void advance() {
+    k_tile += Tile::kWarpsK;
+    weight += Tile::kWarpsK * kWeightStep;
+    x += Tile::kWarpsK * kXRowBytes;
+    while (k_tile >= p.k_tiles) {
+      k_tile -= p.k_tiles;
+      weight -= static_cast<int64_t>(p.k_tiles) * kWeightStep;
+      x += p.part_stride - static_cast<int64_t>(p.k_tiles) * kXRowBytes;
+    }
+  }
+
+  __device__ __forceinline__ uint32_t stage_address(int stage) const { return ring + stage * kStageBytes; }
+
+  __device__ __forceinline__ void sync_slice() const {
+    if constexpr (Tile::kSliceThreads == 32) {
+      __syncwarp();
+    } else if constexpr (Tile::kWarpsK == 1) {
+      __syncthreads();
+    } else {
+      ptx::named_barrier(1 + slice, Tile::kSliceThreads);
+    }
+  }
+
+  // Starts copying the current K-tile. What lies past M or N is not fetched: its products are never stored.
+  __device__ __forceinline__ void fetch(int stage) const {
+    const uint32_t to = stage_address(stage);
+    const int columns = p.x_columns - k_tile * kTileK;  // left
+    if constexpr (kInt4Weight) {
+      fetch_int4(to, columns);
+      fetch_groups(to);
+    } else if (columns >= kTileK && p.weight_aligned) {
+      fetch_rows<kTileK, kWeightAtOnce, Tile::kN>(to, weight, weight_stride, weight_rows());
+    } else {
+      fetch_edge<uint8_t, kTileK>(to, weight, weight_stride, columns, weight_rows(), p.weight_aligned);
+    }
+    if (columns >= kTileK && p.x_aligned) {
+      fetch_rows<kXRowBytes, kXAtOnce, Tile::kM>(to + kXAt, x, p.x_stride, tokens);
+    } else {
+      using Element = std::conditional_t<Product::kXBytes == 1, uint8_t, uint16_t>;
+      fetch_edge<Element, kXRowBytes>(to + kXAt, x, p.x_stride, columns, tokens, p.x_aligned);
+    }
+    if constexpr (kFp8Weight) {
+      if (p.block_scales != nullptr) fetch_block_scales(to);
+    }
+  }
+  __device__ __forceinline__ int weight_rows() const { return min(p.n - row_tile0 * kTileN, Tile::kN); }
+
+  template <int row_bytes, int rows_at_once, int max_rows>
+  __device__ __forceinline__ void fetch_rows(uint32_t to, const uint8_t* from, int64_t stride, int rows) const {
+    constexpr int kChunks = row_bytes / 16;
+    const int64_t distance = rows_at_once * stride;
+#pragma unroll
+    for (int i = 0; i * rows_at_once < max_rows; ++i) {
+      const int row = slice_thread / kChunks + i * rows_at_once;
+      if (row < rows) ptx::cp_async_16(to + swizzled<row_bytes>(row, slice_thread % kChunks), from + i * distance);
+    }
+  }
+
+  // The same for a K-tile that ends past K, where both operands count as zero, and for rows that 16-byte loads cannot
+  // read. Kept out of the main loop's code and registers.
+  template <typename Element, int row_bytes>
+  static __device__ __noinline__ void fetch_edge(uint32_t to, const uint8_t* from, int64_t stride, int columns,
+                                                 int rows, bool aligned) {
+    constexpr int kChunks = row_bytes / 16, kElements = 16 / sizeof(Element);
+    constexpr int kRowsAtOnce = Tile::kSliceThreads / kChunks;
+    const int thread = threadIdx.x % Tile::kSliceThreads, chunk = thread % kChunks;
+    const int count = max(0, min(columns - chunk * kElements, kElements));
+    for (int row = thread / kChunks; row < rows; row += kRowsAtOnce, from += kRowsAtOnce * stride) {
+      const uint32_t at = to + swizzled<row_bytes>(row, chunk);
+      if (aligned) {
+        ptx::cp_async_16(at, count > 0 ? from : from - chunk * 16, count * static_cast<int>(sizeof(Element)));
+      } else {
+        alignas(16) Element values[kElements];
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+          values[i] = i < count ? reinterpret_cast<const Element*>(from)[i] : Element{0};
+        }
+        ptx::store_shared_16(at, *reinterpret_cast<const uint4*>(values));
+      }
+    }
+  }
+
+  // Two packed tiles of each 16 rows, or one at the end of K: what stays in the other's place meets zeros of x.
+  __device__ __forceinline__ void fetch_int4(uint32_t to, int columns) const {
+    constexpr int kChunks = kWeightChunks, kCount = Tile::kRowTiles * kChunks;
+#pragma unroll
+    for (int i = 0; i * Tile::kSliceThreads < kCount; ++i) {
+      const int index = slice_thread + i * Tile::kSliceThreads, row_tile = index / kChunks, chunk = index % kChunks;
+      const int64_t skipped = Tile::kSliceThreads >= kChunks
+                                  ? i * (Tile::kSliceThreads / kChunks) * weight_stride
+                                  : i * Tile::kSliceThreads / kChunks * weight_stride +
+                                        i * Tile::kSliceThreads % kChunks * 16;
+      if (row_tile < row_tiles && (columns >= kTileK || chunk < kChunks / 2)) {
+        ptx::cp_async_16(to + index * 16, weight + skipped);
+      }
+    }
+  }
+
+  // int4: parameters of the K-tile's groups and, for their zero points, the sums of x. Groups past K get zeros.
+  __device__ __forceinline__ void fetch_groups(uint32_t to) const {
+    const int group = p.tile_groups > 1 ? k_tile * p.tile_groups : k_tile >> p.group_shift, exist = p.groups - group;
+    const int shift = p.scale_chunk_shift;
+    for (int i = slice_thread; i < row_tiles << shift; i += Tile::kSliceThreads) {
+      const int row_tile = i >> shift, offset = (i & ((1 << shift) - 1)) * 16;
+      const uint32_t at = to + kWeightParametersAt + row_tile * kScaleTileBytes + offset;
+      if (offset < exist * p.group_bytes) {
+        ptx::cp_async_16(
+            at, p.group_scales + (static_cast<int64_t>(row_tile0 + row_tile) * p.groups + group) * p.group_bytes +
+                    offset);
+      } else {
+        ptx::store_shared_16(at, {0, 0, 0, 0});
+      }
+    }
+    if (!begins_group(k_tile)) return;
+    for (int i = slice_thread; i < p.tile_groups * Tile::kM; i += Tile::kSliceThreads) {
+      const int token = i % Tile::kM, g = i / Tile::kM;
+      const uint32_t at = to + kTokenParametersAt + i * 4;
+      if (token >= tokens) continue;
+      if (g < exist) {
+        ptx::cp_async_4(at, p.x_sums + (token0 + token) * p.groups + group + g);
+      } else {
+        ptx::store_shared_4(at, 0);
+      }
+    }
+  }
+  // Zero points are taken off in the first K-tile of a group.
+  __device__ __forceinline__ bool begins_group(int tile) const {
+    return p.tile_groups > 1 || (tile & ((1 << p.group_shift) - 1)) == 0;
+  }
+
+  __device__ __forceinline__ void fetch_block_scales(uint32_t to) const {
+    if (slice_thread == 0) {
+      const int64_t block = row_tile0 * kTileN / kScaleBlock;
+      ptx::cp_async_4(to + kWeightParametersAt, p.block_scales + block * p.k_tiles + k_tile);
+    }
+    if constexpr (Product::kXBytes == 1) {
+      for (int token = slice_thread; token < tokens; token += Tile::kSliceThreads) {
+        ptx::cp_async_4(to + kTokenParametersAt + token * 4, p.x_block_scales + (token0 + token) * p.k_tiles + k_tile);
+      }
+    }
+  }
+
+  // Two neighbouring tokens' parameters: sums of x in `group` of the K-tile, or scales.
+  __device__ __forceinline__ float2 read_tokens(uint32_t stage, int group, int token_tile) const {
+    const int token = (warp_m * Tile::kTilesM + token_tile) * 8 + lane % 4 * 2;
+    const uint2 bits = ptx::load_shared_8(stage + kTokenParametersAt + (group * Tile::kM + token) * 4);
+    return {__uint_as_float(bits.x), __uint_as_float(bits.y)};
+  }
+
+  // Scale and zero point of rows g and g + 8, in terms of what the tensor cores see.
+  struct Group {
+    float scale[2], zero[2];
+  };
+  template <DType dtype>
+  __device__ __forceinline__ void read_group(uint32_t from, Group& to) const {
+#pragma unroll
+    for (int high = 0; high < 2; ++high) {
+      constexpr float kFactor[2] = {Product::kFactor, Product::kHighFactor};
+      const uint32_t at = from + (lane / 4 + high * 8) * size_of(dtype);
+      to.scale[high] = load_shared_float<dtype>(at) * kFactor[high];
+      to.zero[high] = (p.has_zeros ? load_shared_float<dtype>(at + kTileN * size_of(dtype)) : 8.0f) / kFactor[high];
+    }
+  }
+  __device__ __forceinline__ void read_group(uint32_t stage, int group, int i, Group& to) const {
+    const uint32_t from =
+        stage + kWeightParametersAt + (i * Tile::kWarpsN + warp_n) * kScaleTileBytes + group * p.group_bytes;
+    if (p.scale_dtype == DType::kBFloat16) {
+      read_group<DType::kBFloat16>(from, to);
+    } else if (p.scale_dtype == DType::kFloat16) {
+      read_group<DType::kFloat16>(from, to);
+    } else {
+      read_group<DType::kFloat32>(from, to);
+    }
+  }
+
+  template <typename Value>
+  using Sums = Value[Tile::kTilesN][Tile::kTilesM][4];
+
+  // Slices are added in their order, transposed through shared memory to token-major, and stored four rows at a time.
+  __device__ __forceinline__ void write_result(const Sums<float>& sum, float* tile, int split) const {
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // every slice is done with its ring, which `tile` overlays
+#pragma unroll
+    for (int i = 0; i < Tile::kTilesN; ++i) {
+#pragma unroll
+      for (int j = 0; j < Tile::kTilesM; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int row = (i * Tile::kWarpsN + warp_n) * kTileN + lane / 4 + (e / 2) * 8;
+          const int token = (warp_m * Tile::kTilesM + j) * 8 + lane % 4 * 2 + e % 2;
+          tile[(slice * Tile::kM + token) * Tile::kPaddedN + row] = sum[i][j][e];
+        }
+      }
+    }
+    __syncthreads();
+    constexpr int kQuads = Tile::kN / 4;
+    for (int i = threadIdx.x; i < tokens * kQuads; i += Tile::kThreads) {
+      const int token = i / kQuads, row = i % kQuads * 4, n = row_tile0 * kTileN + row;
+      if (n >= p.n) continue;
+      float value[4] = {};
+#pragma unroll
+      for (int s = 0; s < Tile::kWarpsK; ++s) {
+        const float4 part = *reinterpret_cast<const float4*>(&tile[(s * Tile::kM + token) * Tile::kPaddedN + row]);
+        value[0] += part.x, value[1] += part.y, value[2] += part.z, value[3] += part.w;
+      }
+      write_four(p.epilogue, split, token0 + token, n, value);
+    }
+  }
+};
+
+}  // namespace qao::mm8

@@ -1,0 +1,76 @@
+// The product kernels as launch.cu sees them: one parameter block, one table a body.
+#pragma once
+
+#include <cstdint>
+
+#include "qao/types.h"
+
+namespace qao::mm8 {
+
+// The kernels a row of configs.inc is compiled for: what x and W are made of.
+enum class Operands : int {
+  kInt8Int8 = 0,
+  kInt8Int4,
+  kFp8Fp8,
+  kFp8Int4,
+  kBFloat16Int8,
+  kBFloat16Fp8,
+  kFloat16Int8,
+  kFloat16Fp8,
+};
+
+// What becomes of a float32 sum over all of K: y = sum * scale of x * scale of W - zero point + bias.
+struct Epilogue {
+  float* partials;        // [split_k, m, n]: plain sums, to be finished by finish_kernel; null: y is written at once
+  void* y;                // [m, n]
+  const float* x_scales;  // null: 1
+  int x_scale_stride;     // 1: one a token; 0: one for all
+  const float* scales;    // of the rows of W; null: 1, or applied along K
+  int scale_stride;
+  const int32_t* x_zeros;    // [m]; null: none
+  const float* weight_sums;  // [n], with x_zeros
+  const void* bias;          // [n] or null
+  int64_t m;
+  int n;
+  DType bias_dtype, y_dtype;
+};
+
+struct Params {
+  const uint8_t* x;       // [m, parts * part_stride]; an int4 weight: quantize::Order::kInt4Tiles
+  int64_t x_stride;       // bytes
+  const uint8_t* weight;  // [n, k], or packed int4
+  int64_t m;
+  int n, k;
+  int x_columns;           // that exist in memory: k, or rounded up to 64 with an int4 weight
+  int row_tiles, k_tiles;  // of the whole weight: 16 rows, kTileK columns
+  int parts;               // 3 when x is a float32 split into bfloat16 parts, laid side by side; else 1
+  int64_t part_stride;     // bytes
+  bool x_aligned, weight_aligned;
+  int split_k;
+
+  // int4 weights.
+  const uint8_t* group_scales;  // packed scales and zero points
+  const float* x_sums;          // [m, groups]
+  int groups;
+  int tile_groups;  // groups of one K-tile: 4, 2 or 1
+  int group_shift;  // tile_groups == 1: the group of K-tile t is t >> group_shift
+  int group_bytes;  // parameters of one group of 16 rows
+  int scale_chunk_shift;  // log2 of the 16-byte chunks of parameters that a K-tile needs per 16 rows
+  DType scale_dtype;
+  bool has_zeros;
+
+  // fp8 weights in blocks of 128 x 128: a K-tile is one block; else null.
+  const float* block_scales;    // [ceil(n / 128), k_tiles]
+  const float* x_block_scales;  // x is fp8: [m, k_tiles]
+  bool fast_accum;
+
+  Epilogue epilogue;
+};
+
+using Kernel = void (*)(Params);
+
+// Kernels of row `config` of the QAO_SM80 rows of configs.inc. sm89_kernel: x in fp8 alone, on fp8 tensor cores.
+Kernel sm80_kernel(int config, Operands operands);
+Kernel sm89_kernel(int config, Operands operands);
+
+}  // namespace qao::mm8

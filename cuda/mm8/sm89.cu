@@ -1,0 +1,22 @@
+// The portable body on fp8 tensor cores: compiled for sm_89, and as PTX for what is newer.
+#include <array>
+
+#include "mm8/sm80.cuh"
+
+namespace qao::mm8 {
+namespace {
+
+template <typename W>
+constexpr std::array kKernels = {
+#define QAO_SM80(max_m, one_wave, ...) static_cast<Kernel>(&sm80::mm8_kernel<Fp8Mma, W, Tile<__VA_ARGS__>>),
+#include "mm8/configs.inc"
+#undef QAO_SM80
+};
+
+}  // namespace
+
+Kernel sm89_kernel(int config, Operands operands) {
+  return operands == Operands::kFp8Fp8 ? kKernels<Fp8>[config] : kKernels<Int4>[config];
+}
+
+}  // namespace qao::mm8

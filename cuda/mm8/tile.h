@@ -1,0 +1,62 @@
+// The compile-time shape of a CTA and its shared-memory layout: one definition for the kernels and for plan().
+#pragma once
+
+#include <algorithm>
+
+#include "int4_mm/layout.h"
+#include "qao/types.h"
+
+namespace qao::mm8 {
+
+using int4_mm::kTileN;         // rows of the tensor cores' W operand
+constexpr int kTileK = 128;    // columns of a K-tile: 128 bytes of a row of eight bits, two packed int4 tiles
+constexpr int kMaxGroups = 4;  // groups of 32 in a K-tile
+
+// What the operands of a product take in shared memory. `x_bytes`: of one element, 1 or 2.
+struct OperandBytes {
+  int x_bytes;
+  Format weight;
+
+  constexpr int weight_tile() const { return kTileN * kTileK / (weight == Format::kInt4 ? 2 : 1); }
+  // Scales and zero points of 16 rows; of an fp8 weight the CTA's block scale.
+  constexpr int weight_parameters(int row_tiles) const {
+    return weight == Format::kInt4 ? row_tiles * kMaxGroups * 2 * kTileN * 4 : weight == Format::kFp8 ? 16 : 0;
+  }
+  // Sums of x for the zero points; with an fp8 weight, scales of blocks of x.
+  constexpr int token_parameters(int tokens) const {
+    return weight == Format::kInt4 ? kMaxGroups * tokens * 4 : weight == Format::kFp8 && x_bytes == 1 ? tokens * 4 : 0;
+  }
+};
+
+template <int warps_n, int warps_m, int warps_k, int tiles_n_, int tiles_m_, int stages, int ctas_per_sm>
+struct Tile {
+  static constexpr int kWarpsN = warps_n, kWarpsM = warps_m, kWarpsK = warps_k;
+  static constexpr int kTilesN = tiles_n_, kTilesM = tiles_m_;  // per warp: 16 rows of W, 8 tokens
+  static constexpr int kStages = stages;
+  static constexpr int kCtasPerSm = ctas_per_sm;
+
+  static constexpr int kRowTiles = warps_n * kTilesN;  // per CTA
+  static constexpr int kN = kRowTiles * kTileN;        // rows of W per CTA
+  static constexpr int kM = warps_m * kTilesM * 8;     // tokens per CTA
+  static constexpr int kSliceThreads = 32 * warps_n * warps_m;
+  static constexpr int kThreads = kSliceThreads * warps_k;
+  static_assert(kScaleBlock % kN == 0, "the rows of a CTA share a block scale");
+
+  // A stage of a slice: W, x, parameters of the rows and of the tokens, of one K-tile.
+  static constexpr int weight_bytes(OperandBytes operands) { return kRowTiles * operands.weight_tile(); }
+  static constexpr int x_bytes(OperandBytes operands) { return kM * kTileK * operands.x_bytes; }
+  static constexpr int stage_bytes(OperandBytes operands) {
+    const int bytes = weight_bytes(operands) + x_bytes(operands) + operands.weight_parameters(kRowTiles) +
+                      operands.token_parameters(kM);
+    return (bytes + 127) / 128 * 128;
+  }
+
+  // The epilogue reuses the ring: a float32 tile per slice, rows padded against bank conflicts.
+  static constexpr int kPaddedN = kN + 4;
+  static constexpr int kEpilogueBytes = warps_k * kM * kPaddedN * 4;
+  static constexpr int shared_bytes(OperandBytes operands) {
+    return std::max(warps_k * stages * stage_bytes(operands), kEpilogueBytes);
+  }
+};
+
+}  // namespace qao::mm8

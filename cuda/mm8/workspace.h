@@ -1,0 +1,37 @@
+// What lies where in the workspace. One definition for plan(), which sizes it, and launch(), which fills it.
+#pragma once
+
+#include <cstdint>
+
+#include "common/float32.h"
+#include "qao/mm8.h"
+
+namespace qao::mm8 {
+
+struct Workspace {
+  int64_t partials = -1;    // float32 [split_k, m, n]; -1: the kernel writes y itself
+  int64_t parts = -1;       // bfloat16 [m, 3, part_stride]: float32 x, split
+  int64_t part_stride = 0;  // elements
+  int64_t bytes = 0;
+};
+
+inline bool is_split(const Problem& problem) {
+  return problem.x == Format::kFloat && problem.x_dtype == DType::kFloat32;
+}
+
+inline Workspace workspace_of(const Problem& problem, int split_k) {
+  Workspace workspace;
+  const auto take = [&](int64_t bytes) {
+    const int64_t at = workspace.bytes;
+    workspace.bytes += (bytes + 255) / 256 * 256;
+    return at;
+  };
+  if (split_k > 1) workspace.partials = take(4 * split_k * problem.m * problem.n);
+  if (is_split(problem)) {
+    workspace.part_stride = (problem.k + 7) / 8 * 8;
+    workspace.parts = take(2 * problem.m * kFloat32Parts * workspace.part_stride);
+  }
+  return workspace;
+}
+
+}  // namespace qao::mm8
