@@ -1,7 +1,6 @@
-#include "mm8/sm90.cuh"
-
 #include "common/check.h"
 #include "common/tensor_map.h"
+#include "mm8/sm90.cuh"
 
 namespace qao::mm8::sm90 {
 namespace {
@@ -27,7 +26,8 @@ template <int tokens, int share>
 KernelFunction kernel_of(const Problem& p) {
   using wgmma::E4m3;
   if (p.x == Format::kFloat) {
-    return p.x_dtype == DType::kFloat16 ? of_float<__half, tokens, share>(p) : of_float<__nv_bfloat16, tokens, share>(p);
+    return p.x_dtype == DType::kFloat16 ? of_float<__half, tokens, share>(p)
+                                        : of_float<__nv_bfloat16, tokens, share>(p);
   }
   if (p.x == Format::kInt8) {
     if (p.weight == Format::kInt8) return one<int8_t, Format::kInt8, Fold::kNone, false, tokens, share>();
@@ -51,14 +51,15 @@ KernelFunction kernel_of(const Problem& p, int config) {
   return nullptr;
 }
 
-Status make_tensor_maps(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x,
-                        int share, const Params& p, TensorMaps* maps) {
+Status make_tensor_maps(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, int share,
+                        const Params& p, TensorMaps* maps) {
   using Size = cuuint64_t;
   const bool packed = problem.weight == Format::kInt4, float_x = problem.x == Format::kFloat;
   const bool half = problem.x_dtype == DType::kFloat16;
   const Size m = problem.m, n = problem.n, k = problem.k, row_tiles = int4_mm::tiles_n(problem.n),
              tiles_k = int4_mm::tiles_k(problem.k), bytes = float_x ? 2 : 1;
-  const cuuint32_t tile_k = 128 / static_cast<cuuint32_t>(bytes), tokens = plan.tile_m / share, box_tiles = kTileN / int4_mm::kTileN;
+  const cuuint32_t tile_k = 128 / static_cast<cuuint32_t>(bytes), tokens = plan.tile_m / share,
+                   box_tiles = kTileN / int4_mm::kTileN;
   const TensorShape x_shape{{packed ? tiles_k * int4_mm::kTileK : k, static_cast<Size>(x.parts), m},
                             {(x.parts > 1 ? x.part_stride : x.stride) * bytes, x.stride * bytes},
                             {tile_k, 1, tokens}};

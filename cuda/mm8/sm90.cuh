@@ -7,8 +7,10 @@
 //
 //            tokens        y[m][n] = x_scale[m] (row_scale[n] sum over k of W[n][k] x[m][k] - ...) + bias[n]
 //         +---------+
-//         |    x    |      Scales that change along K (groups of int4, 128 x 128 blocks) and the promotion of the tensor
-//         +---------+      cores' short fp8 sums are a fold: sum += scale (product - zero x_sum), once a group. While one
+//         |    x    |      Scales that change along K (groups of int4, 128 x 128 blocks) and the promotion of the
+//         tensor
+//         +---------+      cores' short fp8 sums are a fold: sum += scale (product - zero x_sum), once a group. While
+//         one
 //   +---+ +---------+      warpgroup folds, the tensor cores work for the other.
 //   | W | |    y    |
 //   +---+ +---------+
@@ -32,7 +34,8 @@ enum class Fold {
 };
 
 // T: what the tensor cores multiply, __nv_bfloat16, __half, int8_t or wgmma::E4m3. `columns`: the fold needs a value
-// per token, a scale of x or a sum of it. `share`: CTAs of a cluster, for neighbouring row tiles, that fetch x together.
+// per token, a scale of x or a sum of it. `share`: CTAs of a cluster, for neighbouring row tiles, that fetch x
+// together.
 template <typename T_, Format weight, Fold fold, bool columns, int tokens, int share>
 struct Kernel {
   using T = T_;
@@ -102,8 +105,7 @@ __device__ __forceinline__ int first_group(const Params& p, int at) {
 template <typename K>
 __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, Ring ring) {
   const int row_tiles = kTileN / int4_mm::kTileN;
-  const int bytes =
-      K::kStage.x + K::kStage.weight + (K::kPacked ? row_tiles * p.groups_per_tile * p.group_bytes : 0);
+  const int bytes = K::kStage.x + K::kStage.weight + (K::kPacked ? row_tiles * p.groups_per_tile * p.group_bytes : 0);
   for_each_tile<K>(p, [&](const Place& at) {
     int part = at.begin / p.k_tiles, k_tile = at.begin % p.k_tiles;
     for (int i = at.begin; i < at.end; ++i) {
@@ -172,43 +174,38 @@ struct Consumer {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   typename K::Product product[K::kTilesM][4];
   float sum[K::kFolds ? K::kTilesM : 1][4];
-  Operand operand[K::kFromRegisters ? 2 : 1];  // K-tiles alternate between two
-  const float* block_scales;                   // of these rows of W
+  Operand operand[2];  // K-tiles alternate between two
+  RawOperand<T, K::kWeight> raw;
+  const float* block_scales;  // of these rows of W
 
-  // Waits for the K-tile of the ring's present stage and makes its operand.
-  template <int buffer>
-  __device__ __forceinline__ void prepare() {
+  // Waits for the K-tile of the ring's present stage and reads what is to be converted.
+  __device__ __forceinline__ void fetch() {
     tma::barrier_wait(ring.arrived_now(), ring.parity);
+    if constexpr (K::kFromRegisters) raw.load(ring.address<K>() + K::kStage.x, warp, lane);
+  }
+  template <int buffer, int step>
+  __device__ __forceinline__ void convert() {
     if constexpr (K::kFromRegisters) {
-      const uint32_t weight = ring.address<K>() + K::kStage.x;
-      if constexpr (K::kPacked) {
-        load_packed<T>(weight + warp * 2 * int4_mm::kTileBytes, lane, operand[buffer]);
-      } else {
-        load_rows<T, K::kWeight>(weight + warp * 16 * 64, lane, operand[buffer]);
-      }
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        ptx::pin(operand[buffer][step]);  // or the compiler moves this work behind the wait it should hide under
-      }
+      raw.template convert<step>(operand[buffer][step]);
+      ptx::pin(operand[buffer][step]);  // here, not where the compiler likes it
     }
   }
+  __device__ __forceinline__ void fetch_first() {
+    fetch();
+    convert<0, 0>(), convert<0, 1>(), convert<0, 2>(), convert<0, 3>();
+  }
 
-  // Products of k-steps [first, first + steps), the last one in a group of its own.
-  template <int buffer, int first, int steps>
-  __device__ __forceinline__ void start(uint32_t stage, bool fresh) {
-    const uint64_t x = wgmma::descriptor(stage);
-    const uint64_t weight = wgmma::descriptor(stage + K::kStage.x + warp / 4 * 64 * 128);
-    wgmma::fence();
-#pragma unroll
-    for (int step = first; step < first + steps; ++step) {
-      if (K::kFolds && steps > 1 && step == first + steps - 1) wgmma::commit();
-      if constexpr (K::kFromRegisters) {
-        wgmma::Product<T, K::kTokens>::run(product, operand[buffer][step], x + 2 * step, step > first || !fresh);
-      } else {
-        wgmma::Product<T, K::kTokens>::run(product, weight + 2 * step, x + 2 * step, step > first || !fresh);
-      }
+  // One product of 32 bytes of each token. A product from registers holds its warp until the one before has begun, so
+  // the next K-tile's operand is converted between them.
+  template <int buffer, int step>
+  __device__ __forceinline__ void multiply(uint32_t stage, bool fresh) {
+    const uint64_t x = wgmma::descriptor(stage) + 2 * step;
+    if constexpr (K::kFromRegisters) {
+      wgmma::Product<T, K::kTokens>::run(product, operand[buffer][step], x, !fresh);
+    } else {
+      const uint64_t weight = wgmma::descriptor(stage + K::kStage.x + warp / 4 * 64 * 128) + 2 * step;
+      wgmma::Product<T, K::kTokens>::run(product, weight, x, !fresh);
     }
-    wgmma::commit();
   }
 
   __device__ __forceinline__ void release(uint32_t barrier) const {
@@ -239,8 +236,7 @@ struct Consumer {
   }
   __device__ __forceinline__ Group read_group(uint32_t stage, int index, int at) const {
     if constexpr (K::kFold == Fold::kGroup) {
-      const uint32_t from =
-          stage + K::kStage.x + K::kStage.weight + (warp * p.groups_per_tile + index) * p.group_bytes;
+      const uint32_t from = stage + K::kStage.x + K::kStage.weight + (warp * p.groups_per_tile + index) * p.group_bytes;
       if (p.scale_dtype == DType::kBFloat16) return read_group<DType::kBFloat16>(from);
       if (p.scale_dtype == DType::kFloat16) return read_group<DType::kFloat16>(from);
       return read_group<DType::kFloat32>(from);
@@ -273,33 +269,44 @@ struct Consumer {
     }
   }
 
-  // The present K-tile and, behind it, the next one's operand; sums folded once a group.
+  // The present K-tile, and the next one's operand; sums folded once a group.
   template <int buffer>
   __device__ __forceinline__ void folding_k_tile(int at, bool& fresh, bool last) {
+    constexpr int kGroupSteps = kSteps / groups;
     const uint32_t stage = ring.address<K>(), released = ring.released_now();
     const uint32_t columns = stage + K::kStage.x + K::kStage.weight + K::kStage.scales;
     const bool complete = ends_group(p, at);
     ring.advance<K>();
-    const auto part = [&](auto index) {
-      constexpr int g = decltype(index)::value;
-      take_turn(warp / 4);
-      start<buffer, g * kSteps / groups, kSteps / groups>(stage, groups > 1 || fresh);
-      if constexpr (g + 1 == groups) {
-        if (!last) prepare<1 - buffer>();
+    const auto k_step = [&](auto index) {
+      constexpr int step = decltype(index)::value, g = step / kGroupSteps;
+      constexpr bool begins = step % kGroupSteps == 0, ends = (step + 1) % kGroupSteps == 0;
+      if constexpr (begins) {
+        take_turn(warp / 4);
+        wgmma::fence();
       }
-      Group group = read_group(stage, g, at);
-      if constexpr (groups < kSteps) wgmma::wait<1>();
-      pass_turn(warp / 4);  // the other's products queue behind the last one
-      wgmma::wait<0>();
-      if constexpr (g + 1 == groups && !K::kColumns) release(released);
-      if (groups > 1 || complete || last) {
-        if (groups == 1 && !complete) group.zero[0] = group.zero[1] = 0;  // it comes off with the group's last K-tile
-        fold(group, columns + g * K::kTokens * 4);
+      multiply<buffer, step>(stage, begins && (groups > 1 || fresh));
+      if constexpr (ends || (!K::kFromRegisters && step == 1)) wgmma::commit();
+      if constexpr (ends && K::kFromRegisters) pass_turn(warp / 4);
+      if constexpr (step == 0) {
+        if (!last && (K::kFromRegisters || !ends)) fetch();
+      }
+      convert<1 - buffer, step>();
+      if constexpr (ends) {
+        Group group = read_group(stage, g, at);
+        if constexpr (!K::kFromRegisters) {
+          wgmma::wait<1>();
+          pass_turn(warp / 4);  // the other's products queue behind the last two
+        }
+        wgmma::wait<0>();
+        if constexpr (step + 1 == kSteps && !K::kColumns) release(released);
+        if (groups > 1 || complete || last) {
+          if (groups == 1 && !complete) group.zero[0] = group.zero[1] = 0;  // it comes off with the group's last K-tile
+          fold(group, columns + g * K::kTokens * 4);
+        }
       }
     };
-    part(std::integral_constant<int, 0>{});
-    if constexpr (groups > 1) part(std::integral_constant<int, 1>{});
-    if constexpr (groups > 2) part(std::integral_constant<int, 2>{}), part(std::integral_constant<int, 3>{});
+    k_step(std::integral_constant<int, 0>{}), k_step(std::integral_constant<int, 1>{});
+    k_step(std::integral_constant<int, 2>{}), k_step(std::integral_constant<int, 3>{});
     if constexpr (K::kColumns) release(released);
     fresh = complete;
   }
@@ -313,12 +320,12 @@ struct Consumer {
     bool fresh = true;
     int at = begin % p.k_tiles;
     const auto next = [&] { at = at + 1 == p.k_tiles ? 0 : at + 1; };
-    prepare<0>();
+    fetch_first();
     for (int i = begin; i < end; i += 2) {
       folding_k_tile<0>(at, fresh, i + 1 == end);
       next();
       if (i + 1 < end) {
-        folding_k_tile<K::kFromRegisters ? 1 : 0>(at, fresh, i + 2 == end);
+        folding_k_tile<1>(at, fresh, i + 2 == end);
         next();
       }
     }
@@ -327,20 +334,35 @@ struct Consumer {
   // Without folds one K-tile's products may be under way while the next one's are issued.
   template <int buffer>
   __device__ __forceinline__ void k_tile(bool first, bool last, uint32_t& unreleased) {
-    start<buffer, 0, kSteps>(ring.address<K>(), first);
+    const uint32_t stage = ring.address<K>();
+    wgmma::fence();
+    multiply<buffer, 0>(stage, first);
+    if constexpr (!K::kFromRegisters)
+      multiply<buffer, 1>(stage, false), multiply<buffer, 2>(stage, false), multiply<buffer, 3>(stage, false);
+    wgmma::commit();
     wgmma::wait<1>();
     if (!first) release(unreleased);
     unreleased = ring.released_now();
     ring.advance<K>();
-    if (!last) prepare<1 - buffer>();
+    if (!last) fetch();
+    if constexpr (K::kFromRegisters) {
+      convert<1 - buffer, 0>();
+      multiply<buffer, 1>(stage, false);
+      convert<1 - buffer, 1>();
+      multiply<buffer, 2>(stage, false);
+      convert<1 - buffer, 2>();
+      multiply<buffer, 3>(stage, false);
+      wgmma::commit();
+      convert<1 - buffer, 3>();
+    }
   }
 
   __device__ __forceinline__ void walk(int begin, int end) {
     uint32_t unreleased = 0;
-    prepare<0>();
+    fetch_first();
     for (int i = begin; i < end; i += 2) {
       k_tile<0>(i == begin, i + 1 == end, unreleased);
-      if (i + 1 < end) k_tile<K::kFromRegisters ? 1 : 0>(false, i + 2 == end, unreleased);
+      if (i + 1 < end) k_tile<1>(false, i + 2 == end, unreleased);
     }
     wgmma::wait<0>();
     release(unreleased);

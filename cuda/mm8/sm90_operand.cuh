@@ -10,28 +10,6 @@ namespace qao::mm8::sm90 {
 constexpr int kSteps = 4;  // products per K-tile: 128 bytes of x, 32 each
 using Operand = uint32_t[kSteps][4];
 
-// Int4: `tile` is the row tile's two tiles of 64 k. For int8, 16 (q - 8): a nibble with its top bit flipped is q - 8 in
-// two's complement. For e4m3, q 2^-9: the byte 0x0q itself.
-template <typename T>
-__device__ __forceinline__ void load_packed(uint32_t tile, int lane, Operand& a) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint4 words = ptx::load_shared_16(tile + half * int4_mm::kTileBytes + lane * 16);
-    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t(&to)[4] = a[half * 2 + i / 2];
-      if constexpr (std::is_same_v<T, int8_t>) {
-        to[i % 2 * 2] = (word[i] << 4 ^ 0x88888888) & 0xF0F0F0F0;
-        to[i % 2 * 2 + 1] = (word[i] ^ 0x88888888) & 0xF0F0F0F0;
-      } else {
-        to[i % 2 * 2] = word[i] & 0x0F0F0F0F;
-        to[i % 2 * 2 + 1] = word[i] >> 4 & 0x0F0F0F0F;
-      }
-    }
-  }
-}
-
 // Two bytes as two values of T, exactly.
 template <typename T, Format format>
 __device__ __forceinline__ uint32_t widen(uint32_t bytes) {
@@ -53,20 +31,56 @@ __device__ __forceinline__ uint32_t widen(uint32_t bytes) {
   }
 }
 
-// 8-bit rows of 64 bytes, 16-byte chunks swizzled by row / 2 % 4; `rows` is the warp's first, a multiple of 16.
-// A thread's two bytes lie in a bank of their own.
+// 8-bit rows of 64 bytes, 16-byte chunks swizzled by row / 2 % 4. A thread's two bytes lie in a bank of their own.
 template <typename T, Format format>
-__device__ __forceinline__ void load_rows(uint32_t rows, int lane, Operand& a) {
-  const int row = lane / 4;
-  const uint32_t from = rows + row * 64 + lane % 4 * 2;
+struct RawOperand {  // a thread's share of a K-tile
+  uint16_t bytes[kSteps][4];
+
+  // From a warp's 16 rows.
+  __device__ __forceinline__ void load(uint32_t weight, int warp, int lane) {
+    const int row = lane / 4;
+    const uint32_t from = weight + (warp * 16 + row) * 64 + lane % 4 * 2;
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const uint32_t chunk = from + ((step ^ (row / 2)) << 4);
+    for (int step = 0; step < kSteps; ++step) {
+      const uint32_t chunk = from + ((step ^ (row / 2)) << 4);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      a[step][i] = widen<T, format>(ptx::load_shared_2(chunk + i % 2 * 8 * 64 + i / 2 * 8));
+      for (int i = 0; i < 4; ++i) bytes[step][i] = ptx::load_shared_2(chunk + i % 2 * 8 * 64 + i / 2 * 8);
     }
   }
-}
+  template <int step>
+  __device__ __forceinline__ void convert(uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = widen<T, format>(bytes[step][i]);
+  }
+};
+
+// Int4 in two tiles of 64 k. For int8, 16 (q - 8): a nibble with its top bit flipped is q - 8 in two's complement. For
+// e4m3, q 2^-9: the byte 0x0q itself.
+template <typename T>
+struct RawOperand<T, Format::kInt4> {
+  uint4 words[2];
+
+  // From a warp's row tile.
+  __device__ __forceinline__ void load(uint32_t weight, int warp, int lane) {
+    const uint32_t from = weight + warp * 2 * int4_mm::kTileBytes + lane * 16;
+    words[0] = ptx::load_shared_16(from);
+    words[1] = ptx::load_shared_16(from + int4_mm::kTileBytes);
+  }
+  template <int step>
+  __device__ __forceinline__ void convert(uint32_t (&a)[4]) const {
+    const uint4& four = words[step / 2];
+    const uint32_t word[2] = {step % 2 == 0 ? four.x : four.z, step % 2 == 0 ? four.y : four.w};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (std::is_same_v<T, int8_t>) {
+        a[2 * i] = (word[i] << 4 ^ 0x88888888) & 0xF0F0F0F0;
+        a[2 * i + 1] = (word[i] ^ 0x88888888) & 0xF0F0F0F0;
+      } else {
+        a[2 * i] = word[i] & 0x0F0F0F0F;
+        a[2 * i + 1] = word[i] >> 4 & 0x0F0F0F0F;
+      }
+    }
+  }
+};
 
 }  // namespace qao::mm8::sm90
