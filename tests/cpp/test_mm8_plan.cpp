@@ -81,11 +81,18 @@ TEST_CASE("mm8: every problem has a plan that fits its GPU and covers the produc
     CHECK(plan.warps <= 32);
     CHECK(plan.shared_bytes <= gpu.shared_bytes_per_cta);
     CHECK(plan.split_k >= 1);
-    CHECK(plan.ctas == ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m) * plan.split_k);
+    // CTAs of sm90 walk over tiles where there are many, and add split-K parts up without a workspace.
+    const bool sm90 = std::string(plan.kernel) == "sm90";
+    const int64_t tiles = ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m);
+    if (sm90) {
+      CHECK(plan.ctas >= 1);
+    } else {
+      CHECK(plan.ctas == tiles * plan.split_k);
+    }
     // A float32 x brings three bfloat16 parts of K-tiles.
     const bool split_x = problem.x == Format::kFloat && problem.x_dtype == DType::kFloat32;
-    CHECK(plan.split_k <= ceil_div(problem.k, kTileK) * (split_x ? 3 : 1));
-    if (plan.split_k > 1) CHECK(plan.workspace_bytes >= 4 * plan.split_k * problem.m * problem.n);
+    CHECK(plan.split_k <= ceil_div(problem.k, sm90 ? 64 : kTileK) * (split_x ? 3 : 1));
+    if (plan.split_k > 1 && !sm90) CHECK(plan.workspace_bytes >= 4 * plan.split_k * problem.m * problem.n);
     CHECK(plan.kernel[0] != '\0');
     CHECK(plan.reason[0] != '\0');
     CHECK(plan.instruction[0] != '\0');
