@@ -27,6 +27,11 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(pending));
 }
 
+// Asynchronous 4-byte copy; zero instead where `exists` is false.
+__device__ __forceinline__ void cp_async_4(uint32_t to, const void* from, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(to), "l"(from), "r"(exists ? 4 : 0) : "memory");
+}
+
 // Four 8 x 8 matrices of 16-bit elements; lane i names row i % 8 of matrix i / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
@@ -76,6 +81,44 @@ __device__ __forceinline__ float load_shared_float(uint32_t from) {
   return value;
 }
 
+__device__ __forceinline__ int load_shared_int(uint32_t from) {
+  int value;
+  asm volatile("ld.shared.s32 %0, [%1];\n" : "=r"(value) : "r"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ float2 load_shared_float2(uint32_t from) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(value.x), "=f"(value.y) : "r"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_shared_float(uint32_t to, float value) {
+  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(to), "f"(value) : "memory");
+}
+
+// The CTAs of a cluster: their number of this one, a barrier of all their threads that still run, and reading the
+// shared memory of CTA `rank` at an address of one's own (sm_90).
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %cluster_ctarank;\n" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
+}
+__device__ __forceinline__ uint32_t cluster_address(uint32_t shared_address, int rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(shared_address), "r"(rank));
+  return address;
+}
+__device__ __forceinline__ float4 load_cluster_float4(uint32_t from) {
+  float4 value;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(from)
+               : "memory");
+  return value;
+}
+
 // (a & b) | c in one instruction.
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t result;
@@ -108,6 +151,11 @@ __device__ __forceinline__ void raise_registers() {
 // Barrier among `threads` threads that name the same `id`.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+// This thread's arrival at a named barrier others wait for.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace qao::ptx

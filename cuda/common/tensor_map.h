@@ -19,10 +19,10 @@ struct TensorShape {
   std::array<cuuint32_t, 3> box;
 };
 
-// Elements outside the tensor read as zero. `swizzle`: rows of a box are 128 bytes, their 16-byte chunks permuted by
-// row.
+// Elements outside the tensor read as zero. `swizzle` of 128B or 64B: rows of a box are that long, their 16-byte chunks
+// permuted by row or by pair of rows.
 inline Status encode_tensor_map(CUtensorMap* map, const void* data, CUtensorMapDataType dtype, const TensorShape& shape,
-                                bool swizzle) {
+                                CUtensorMapSwizzle swizzle) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -44,8 +44,7 @@ inline Status encode_tensor_map(CUtensorMap* map, const void* data, CUtensorMapD
   if (encode == nullptr) return Status::error("the CUDA driver has no cuTensorMapEncodeTiled; update it");
   const std::array<cuuint32_t, 3> element_strides = {1, 1, 1};
   const CUresult result = encode(map, dtype, 3, const_cast<void*>(data), shape.sizes.data(), shape.strides.data(),
-                                 shape.box.data(), element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                 swizzle ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                                 shape.box.data(), element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     return Status::error("cuTensorMapEncodeTiled failed with error " + std::to_string(static_cast<int>(result)));

@@ -1,5 +1,6 @@
-// Hopper's asynchronous matrix product of a warpgroup: d[64 x n] (+)= a[64 x 16] b[16 x n], a in registers (each warp
-// 16 rows, fragments as in mma.m16n8k16), b in shared memory. Needs sm_90a.
+// Hopper's asynchronous matrix product of a warpgroup: d[64 x n] (+)= a[64 x k] b[k x n], k = 32 bytes: 16 values of 16
+// bits, 32 of 8. a in registers (each warp 16 rows, fragments as in mma.m16n8k16 and m16n8k32) or in shared memory, b
+// in shared memory. Needs sm_90a.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,61 +18,108 @@ __device__ __forceinline__ void wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(pending) : "memory");
 }
 
-// b as rows of 128 bytes along k, 16-byte chunks swizzled by row % 8; rows start at a multiple of 1024 bytes. Each
-// k-step of 16 is 32 bytes further: descriptor + 2.
+// A matrix in shared memory as rows of 128 bytes along k, 16-byte chunks swizzled by row % 8; rows start at a multiple
+// of 1024 bytes. Each k-step is 32 bytes further: descriptor + 2.
 __device__ __forceinline__ uint64_t descriptor(uint32_t shared_address) {
   constexpr uint64_t kSwizzle128 = 1ull << 62, kEightRows = 1024 >> 4;
   return kSwizzle128 | kEightRows << 32 | 1ull << 16 | (shared_address & 0x3FFFF) >> 4;
 }
 
-#define QAO_OUT4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
-#define QAO_OUT16(j) QAO_OUT4(j), QAO_OUT4(j + 1), QAO_OUT4(j + 2), QAO_OUT4(j + 3)
-#define QAO_OUT32(j) QAO_OUT16(j), QAO_OUT16(j + 4)
-#define QAO_REGISTERS_32                                   \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
-  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define QAO_REGISTERS_52                      \
-  QAO_REGISTERS_32                            \
-  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41," \
-  "%42,%43,%44,%45,%46,%47,%48,%49,%50,%51"
-#define QAO_REGISTERS_64 QAO_REGISTERS_52 ",%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+// Sums d[n / 8][4] as operands of the assembly, and their names.
+#define QAO_4(c, j) c(d[j][0]), c(d[j][1]), c(d[j][2]), c(d[j][3])
+#define QAO_16(c, j) QAO_4(c, j), QAO_4(c, j + 1), QAO_4(c, j + 2), QAO_4(c, j + 3)
+#define QAO_32(c, j) QAO_16(c, j), QAO_16(c, j + 4)
+#define QAO_64(c, j) QAO_32(c, j), QAO_32(c, j + 8)
+#define QAO_SUMS_32(c) QAO_16(c, 0)
+#define QAO_SUMS_64(c) QAO_32(c, 0)
+#define QAO_SUMS_104(c) QAO_32(c, 0), QAO_16(c, 8), QAO_4(c, 12)
+#define QAO_SUMS_128(c) QAO_64(c, 0)
+#define QAO_SUMS_192(c) QAO_64(c, 0), QAO_32(c, 16)
+#define QAO_SUMS_256(c) QAO_64(c, 0), QAO_64(c, 16)
+#define QAO_NAMES_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define QAO_NAMES_64 QAO_NAMES_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define QAO_NAMES_104 QAO_NAMES_64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51"
+#define QAO_NAMES_128 QAO_NAMES_104 ",%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define QAO_NAMES_192                                                                                    \
+  QAO_NAMES_128                                                                                          \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88" \
+  ",%89,%90,%91,%92,%93,%94,%95"
+#define QAO_NAMES_256                                                                                          \
+  QAO_NAMES_192                                                                                                \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117" \
+  ",%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define QAO_FLOAT(sum) "+f"(sum)
+#define QAO_INT(sum) "+r"(sum)
 
-// One product of n columns in the 16-bit type T; `accumulate` false overwrites d.
+// One product of n columns. Operand types: __nv_bfloat16, __half, int8_t, and E4m3 for 8-bit floats. `accumulate` false
+// overwrites d.
+struct E4m3 {};
 template <typename T, int n>
 struct Product;
 
-// Operands after the sums: a, b's descriptor, accumulate.
-#define QAO_PRODUCT(type, name, n, sums, registers, a_registers, b_register, accumulate_register)                    \
-  template <>                                                                                                        \
-  struct Product<type, n> {                                                                                          \
-    static __device__ __forceinline__ void run(float (&d)[n / 8][4], const uint32_t (&a)[4], uint64_t b,             \
-                                               int accumulate) {                                                     \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, " accumulate_register ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n \
-                   "k16.f32." name "." name " {" registers "}, {" a_registers "}, " b_register ", p, 1, 1, 0;}\n"    \
-                   : sums                                                                                            \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                           \
-    }                                                                                                                \
+// Operand numbers r0.. follow the sums.
+#define QAO_FROM_REGISTERS(Sum, c, n, k, types, signs, r0, r1, r2, r3, r4, r5)                                        \
+  static __device__ __forceinline__ void run(Sum(&d)[n / 8][4], const uint32_t (&a)[4], uint64_t b, int accumulate) { \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k" k types       \
+                 " {" QAO_NAMES_##n "}, {%" #r0 ",%" #r1 ",%" #r2 ",%" #r3 "}, %" #r4 ", p" signs ";}\n"              \
+                 : QAO_SUMS_##n(c)                                                                                    \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                              \
+  }
+#define QAO_FROM_SHARED(Sum, c, n, k, types, signs, r0, r1, r2)                                                 \
+  static __device__ __forceinline__ void run(Sum(&d)[n / 8][4], uint64_t a, uint64_t b, int accumulate) {       \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k" k types \
+                 " {" QAO_NAMES_##n "}, %" #r0 ", %" #r1 ", p" signs ";}\n"                                     \
+                 : QAO_SUMS_##n(c)                                                                              \
+                 : "l"(a), "l"(b), "r"(accumulate));                                                            \
+  }
+#define QAO_PRODUCT_16(T, name, n, r0, r1, r2, r3, r4, r5)                                                    \
+  template <>                                                                                                 \
+  struct Product<T, n> {                                                                                      \
+    QAO_FROM_REGISTERS(float, QAO_FLOAT, n, "16", ".f32." name "." name, ", 1, 1, 0", r0, r1, r2, r3, r4, r5) \
   };
-#define QAO_SUMS_64 QAO_OUT32(0)
-#define QAO_SUMS_104 QAO_OUT32(0), QAO_OUT16(8), QAO_OUT4(12)
-#define QAO_SUMS_128 QAO_OUT32(0), QAO_OUT32(8)
-#define QAO_PRODUCTS(type, name)                                                                \
-  QAO_PRODUCT(type, name, 64, QAO_SUMS_64, QAO_REGISTERS_32, "%32,%33,%34,%35", "%36", "%37")   \
-  QAO_PRODUCT(type, name, 104, QAO_SUMS_104, QAO_REGISTERS_52, "%52,%53,%54,%55", "%56", "%57") \
-  QAO_PRODUCT(type, name, 128, QAO_SUMS_128, QAO_REGISTERS_64, "%64,%65,%66,%67", "%68", "%69")
-QAO_PRODUCTS(__nv_bfloat16, "bf16")
-QAO_PRODUCTS(__half, "f16")
+#define QAO_PRODUCT_8(T, Sum, c, types, signs, n, r0, r1, r2, r3, r4, r5)     \
+  template <>                                                                 \
+  struct Product<T, n> {                                                      \
+    QAO_FROM_REGISTERS(Sum, c, n, "32", types, signs, r0, r1, r2, r3, r4, r5) \
+    QAO_FROM_SHARED(Sum, c, n, "32", types, signs, r0, r1, r2)                \
+  };
+#define QAO_PRODUCTS(n, ...)                            \
+  QAO_PRODUCT_16(__nv_bfloat16, "bf16", n, __VA_ARGS__) \
+  QAO_PRODUCT_16(__half, "f16", n, __VA_ARGS__)
+#define QAO_ALL_PRODUCTS(n, ...)                                        \
+  QAO_PRODUCTS(n, __VA_ARGS__)                                          \
+  QAO_PRODUCT_8(int8_t, int, QAO_INT, ".s32.s8.s8", "", n, __VA_ARGS__) \
+  QAO_PRODUCT_8(E4m3, float, QAO_FLOAT, ".f32.e4m3.e4m3", ", 1, 1", n, __VA_ARGS__)
+QAO_ALL_PRODUCTS(32, 16, 17, 18, 19, 20, 21)
+QAO_ALL_PRODUCTS(64, 32, 33, 34, 35, 36, 37)
+QAO_PRODUCTS(104, 52, 53, 54, 55, 56, 57)
+QAO_ALL_PRODUCTS(128, 64, 65, 66, 67, 68, 69)
+QAO_ALL_PRODUCTS(192, 96, 97, 98, 99, 100, 101)
+QAO_ALL_PRODUCTS(256, 128, 129, 130, 131, 132, 133)
 
+#undef QAO_ALL_PRODUCTS
 #undef QAO_PRODUCTS
+#undef QAO_PRODUCT_8
+#undef QAO_PRODUCT_16
+#undef QAO_FROM_SHARED
+#undef QAO_FROM_REGISTERS
+#undef QAO_INT
+#undef QAO_FLOAT
+#undef QAO_NAMES_256
+#undef QAO_NAMES_192
+#undef QAO_NAMES_128
+#undef QAO_NAMES_104
+#undef QAO_NAMES_64
+#undef QAO_NAMES_32
+#undef QAO_SUMS_256
+#undef QAO_SUMS_192
 #undef QAO_SUMS_128
 #undef QAO_SUMS_104
 #undef QAO_SUMS_64
-#undef QAO_PRODUCT
-#undef QAO_REGISTERS_64
-#undef QAO_REGISTERS_52
-#undef QAO_REGISTERS_32
-#undef QAO_OUT32
-#undef QAO_OUT16
-#undef QAO_OUT4
+#undef QAO_SUMS_32
+#undef QAO_64
+#undef QAO_32
+#undef QAO_16
+#undef QAO_4
 
 }  // namespace qao::wgmma

@@ -49,11 +49,14 @@ Status make_tensor_maps(const Params& p, const Plan& plan, bool half, TensorMaps
   const TensorShape x{{static_cast<Size>(p.k), static_cast<Size>(p.parts), static_cast<Size>(p.m)},
                       {part_stride * 2, static_cast<Size>(p.x_stride) * 2},
                       {kTileK, 1, static_cast<cuuint32_t>(plan.tile_m)}};
-  Status status = encode_tensor_map(&maps->weight, p.weight, CU_TENSOR_MAP_DATA_TYPE_UINT32, weight, false);
-  if (status.ok()) status = encode_tensor_map(&maps->scales, p.scales, CU_TENSOR_MAP_DATA_TYPE_UINT16, scales, false);
+  Status status =
+      encode_tensor_map(&maps->weight, p.weight, CU_TENSOR_MAP_DATA_TYPE_UINT32, weight, CU_TENSOR_MAP_SWIZZLE_NONE);
+  if (status.ok())
+    status =
+        encode_tensor_map(&maps->scales, p.scales, CU_TENSOR_MAP_DATA_TYPE_UINT16, scales, CU_TENSOR_MAP_SWIZZLE_NONE);
   if (status.ok()) {
     const CUtensorMapDataType dtype = half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    status = encode_tensor_map(&maps->x, p.x, dtype, x, true);
+    status = encode_tensor_map(&maps->x, p.x, dtype, x, CU_TENSOR_MAP_SWIZZLE_128B);
   }
   return status;
 }

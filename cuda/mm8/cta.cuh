@@ -164,10 +164,9 @@ struct Cta {
 #pragma unroll
     for (int i = 0; i * Tile::kSliceThreads < kCount; ++i) {
       const int index = slice_thread + i * Tile::kSliceThreads, row_tile = index / kChunks, chunk = index % kChunks;
-      const int64_t skipped = Tile::kSliceThreads >= kChunks
-                                  ? i * (Tile::kSliceThreads / kChunks) * weight_stride
-                                  : i * Tile::kSliceThreads / kChunks * weight_stride +
-                                        i * Tile::kSliceThreads % kChunks * 16;
+      const int64_t skipped = Tile::kSliceThreads >= kChunks ? i * (Tile::kSliceThreads / kChunks) * weight_stride
+                                                             : i * Tile::kSliceThreads / kChunks * weight_stride +
+                                                                   i * Tile::kSliceThreads % kChunks * 16;
       if (row_tile < row_tiles && (columns >= kTileK || chunk < kChunks / 2)) {
         ptx::cp_async_16(to + index * 16, weight + skipped);
       }
@@ -183,8 +182,8 @@ struct Cta {
       const uint32_t at = to + kWeightParametersAt + row_tile * kScaleTileBytes + offset;
       if (offset < exist * p.group_bytes) {
         ptx::cp_async_16(
-            at, p.group_scales + (static_cast<int64_t>(row_tile0 + row_tile) * p.groups + group) * p.group_bytes +
-                    offset);
+            at,
+            p.group_scales + (static_cast<int64_t>(row_tile0 + row_tile) * p.groups + group) * p.group_bytes + offset);
       } else {
         ptx::store_shared_16(at, {0, 0, 0, 0});
       }

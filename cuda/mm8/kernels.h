@@ -52,9 +52,9 @@ struct Params {
   const uint8_t* group_scales;  // packed scales and zero points
   const float* x_sums;          // [m, groups]
   int groups;
-  int tile_groups;  // groups of one K-tile: 4, 2 or 1
-  int group_shift;  // tile_groups == 1: the group of K-tile t is t >> group_shift
-  int group_bytes;  // parameters of one group of 16 rows
+  int tile_groups;        // groups of one K-tile: 4, 2 or 1
+  int group_shift;        // tile_groups == 1: the group of K-tile t is t >> group_shift
+  int group_bytes;        // parameters of one group of 16 rows
   int scale_chunk_shift;  // log2 of the 16-byte chunks of parameters that a K-tile needs per 16 rows
   DType scale_dtype;
   bool has_zeros;

@@ -7,6 +7,7 @@
 #include "int4_mm/layout.h"
 #include "mm8/epilogue.cuh"
 #include "mm8/kernels.h"
+#include "mm8/sm90_kernels.h"
 #include "mm8/tile.h"
 #include "mm8/workspace.h"
 
@@ -105,7 +106,8 @@ Status launch_product(Kernel kernel, const Plan& plan, const Params& params, cud
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream_handle) {
   if (problem.m == 0) return {};
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
-  const Workspace layout = workspace_of(problem, plan.split_k);
+  const bool hopper = plan.kernel == std::string_view("sm90");
+  const Workspace layout = workspace_of(problem, hopper ? 1 : plan.split_k);
   uint8_t* workspace = static_cast<uint8_t*>(arguments.workspace);
   Params params = params_of(problem, plan, arguments);
 
@@ -120,6 +122,11 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
     params.part_stride = 2 * layout.part_stride;
     params.x_stride = kFloat32Parts * params.part_stride;
     params.x_aligned = true;
+  }
+  if (hopper) {
+    const int element = is_split(problem) ? 2 : problem.x == Format::kFloat ? size_of(problem.x_dtype) : 1;
+    const sm90::X x{params.x, params.x_stride / element, params.parts, params.part_stride / element};
+    return sm90::launch(problem, plan, arguments, x, stream);
   }
   if (layout.partials >= 0) params.epilogue.partials = reinterpret_cast<float*>(workspace + layout.partials);
 

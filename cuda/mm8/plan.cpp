@@ -1,6 +1,7 @@
 // Which kernel runs a problem, and how. Pure host code: a function of the problem and the GPU's numbers, nothing else.
 #include <algorithm>
 
+#include "mm8/sm90_tile.h"
 #include "mm8/tile.h"
 #include "mm8/workspace.h"
 #include "qao/mm8.h"
@@ -49,10 +50,24 @@ constexpr int64_t kAnyM = INT64_MAX;
 constexpr int kFirstSm80 = __COUNTER__ + 1;  // a row's index is its place in the list: __COUNTER__ may begin anywhere
 constexpr Config kSm80[] = {
 #define QAO_SM80(max_m, one_wave, x, ...) config_of<Tile<__VA_ARGS__>>(__COUNTER__ - kFirstSm80, max_m, one_wave, x),
+#define QAO_SM90(...)
 #include "mm8/configs.inc"
+#undef QAO_SM90
 #undef QAO_SM80
 };
 
+struct Sm90Row {
+  int tokens, share;
+};
+constexpr Sm90Row kSm90[] = {
+#define QAO_SM80(...)
+#define QAO_SM90(tokens, share) {tokens, share},
+#include "mm8/configs.inc"
+#undef QAO_SM90
+#undef QAO_SM80
+};
+
+constexpr int kLargestMmaSyncM = 16;  // on Hopper; above, wgmma wins
 constexpr int64_t kManyTokens = 64;  // above, arithmetic takes longer than reading W
 
 // Columns whose products of int8 surely fit an int32 sum.
@@ -85,6 +100,71 @@ int choose_split(const Config& config, const Problem& problem, int64_t tiles, in
   return static_cast<int>(std::max(least, std::clamp<int64_t>(std::min(room / tiles, deepest), 1, 32)));
 }
 
+// What the sm90 kernels make of a problem.
+struct Sm90Traits {
+  bool float_x, packed, columns, folds;
+
+  explicit Sm90Traits(const Problem& p)
+      : float_x(p.x == Format::kFloat),
+        packed(p.weight == Format::kInt4),
+        columns(packed ? p.x == Format::kFp8 || p.has_zeros : p.weight_scaling == Scaling::kBlock && !float_x),
+        folds(packed || p.weight_scaling == Scaling::kBlock || (p.x == Format::kFp8 && !p.fast_accum)) {}
+};
+
+// Why the Hopper body cannot serve a problem; null if it can.
+const char* against_sm90(const Problem& problem) {
+  if (problem.m <= kLargestMmaSyncM) return "few tokens: mma.sync with K split over warps";
+  if (!problem.x_aligned && !is_split(problem)) return "the copy engine needs x aligned to 16 bytes";
+  if (problem.weight != Format::kInt4 && !problem.weight_aligned) {
+    return "the copy engine needs rows of W aligned to 16 bytes";
+  }
+  if (problem.x == Format::kInt8 && problem.k > sm90::kMaxIntegerK) return "int32 sums over all of K could overflow";
+  return nullptr;
+}
+
+// CTAs of a cluster must find room in one part of the chip, so large clusters cannot fill it.
+bool clusters_fit(int64_t tiles, int split, int num_sms) {
+  return split == 1 || (split == 2 ? tiles * 2 <= num_sms : tiles * split * 4 <= num_sms * 3);
+}
+
+// The row and split of least time by a model in microseconds: waves x (K-tiles x time of one + what surrounds them).
+void plan_sm90(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  const Sm90Traits traits(problem);
+  const int64_t steps = ceil_div(problem.k, traits.float_x ? 64 : 128) * (is_split(problem) ? kFloat32Parts : 1);
+  const double per_step = traits.folds || traits.float_x ? 0.2 : 0.12, per_token = traits.packed ? 0.004 : 0.002;
+  double least = 0;
+  for (int row = 0; row < static_cast<int>(std::size(kSm90)); ++row) {
+    const auto [tokens, share] = kSm90[row];
+    if (!sm90::fits(tokens, traits.folds, traits.packed)) continue;
+    const int64_t tiles = ceil_div(problem.n, share * sm90::kTileN) * share * ceil_div(problem.m, tokens);
+    for (int split = 1; split <= (share == 1 ? sm90::kMaxSplit : 1); ++split) {
+      if (split > steps || !clusters_fit(tiles, split, gpu.num_sms)) continue;
+      const double time =
+          static_cast<double>(ceil_div(tiles * split, gpu.num_sms)) *
+              (static_cast<double>(ceil_div(steps, split)) * (per_step + per_token * tokens) + 1.5 + 0.01 * tokens) +
+          (split > 1 ? 1.0 : 0.0);
+      if (least != 0 && time >= least) continue;
+      least = time;
+      const sm90::Stage stage(traits.float_x, traits.packed, traits.columns, tokens);
+      plan->config = row;
+      plan->tile_n = share * sm90::kTileN;
+      plan->tile_m = tokens;
+      plan->stages = stage.count;
+      plan->shared_bytes = stage.total;
+      plan->split_k = split;
+      plan->ctas = split > 1 ? tiles * split : std::min<int64_t>(tiles, gpu.num_sms / share * share);
+    }
+  }
+  plan->kernel = "sm90";
+  plan->reason = "many tokens on Hopper: wgmma";
+  plan->instruction = problem.x == Format::kInt8           ? "wgmma s8"
+                      : problem.x == Format::kFp8          ? "wgmma e4m3"
+                      : problem.x_dtype == DType::kFloat16 ? "wgmma f16"
+                                                           : "wgmma bf16";
+  plan->warps = (sm90::kConsumerThreads + sm90::kProducerThreads) / 32;
+  plan->workspace_bytes = workspace_of(problem, 1).bytes;  // clusters add up in shared memory
+}
+
 // GPUs whose mma.sync multiplies e4m3; sm_90 and sm_100 only accept the instruction and widen to float16 themselves.
 bool has_fp8_mma(const Gpu& gpu) { return gpu.compute_capability == 89 || gpu.compute_capability >= 120; }
 
@@ -103,6 +183,11 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
                          "Run on a newer GPU, or on the CPU");
   }
   *plan = Plan{};
+  const char* against = gpu.compute_capability == 90 ? against_sm90(problem) : nullptr;
+  if (gpu.compute_capability == 90 && against == nullptr) {
+    plan_sm90(problem, gpu, plan);
+    return {};
+  }
   const int64_t k_steps = ceil_div(problem.k, kTileK) * (is_split(problem) ? kFloat32Parts : 1);
   const bool fp8_mma = problem.x == Format::kFp8 && has_fp8_mma(gpu);
   const Config* config = first_sm80(problem, gpu);
@@ -111,7 +196,9 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
                          " bytes of shared memory");
   }
   plan->kernel = fp8_mma ? "sm89" : config->kernel;
-  plan->reason = fp8_mma ? "mma.sync on fp8 tensor cores" : "mma.sync serves every GPU from sm_80";
+  plan->reason = against != nullptr ? against
+                 : fp8_mma          ? "mma.sync on fp8 tensor cores"
+                                    : "mma.sync serves every GPU from sm_80";
   plan->instruction = mma_sync_name(problem, fp8_mma);
   const int64_t tiles = ceil_div(problem.n, config->tile_n) * ceil_div(std::max<int64_t>(problem.m, 1), config->tile_m);
   plan->config = config->index;

@@ -1,6 +1,6 @@
-#include "mm8/sm80.cuh"
-
 #include <array>
+
+#include "mm8/sm80.cuh"
 
 namespace qao::mm8 {
 namespace {
@@ -8,7 +8,9 @@ namespace {
 template <typename X, typename W>
 constexpr std::array kKernels = {
 #define QAO_SM80(max_m, one_wave, x, ...) sm80::kernel_for<x, X, W, Tile<__VA_ARGS__>>(),
+#define QAO_SM90(...)
 #include "mm8/configs.inc"
+#undef QAO_SM90
 #undef QAO_SM80
 };
 

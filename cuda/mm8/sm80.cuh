@@ -58,8 +58,8 @@ struct Warp {
   __device__ __forceinline__ void load_weight(uint32_t stage, int step, int i, uint32_t (&a)[Product::kMmas][4]) {
     const int row_tile = i * Tile::kWarpsN + cta.warp_n;
     if constexpr (Product::kWeight == Format::kInt4) {
-      const uint2 words = ptx::load_shared_8(stage + row_tile * Cta::kWeightTileBytes +
-                                             step / 2 * int4_mm::kTileBytes + cta.lane * 16 + step % 2 * 8);
+      const uint2 words = ptx::load_shared_8(stage + row_tile * Cta::kWeightTileBytes + step / 2 * int4_mm::kTileBytes +
+                                             cta.lane * 16 + step % 2 * 8);
       Product::weight({words.x, words.y}, a);
     } else {
       uint32_t words[4];
@@ -128,8 +128,7 @@ struct Warp {
   // sum += scale of the block of W * scale of the block of x * product.
   __device__ __forceinline__ void fold_block(uint32_t stage) {
     const bool blocks = cta.p.block_scales != nullptr;
-    const float scale =
-        Product::kFactor * (blocks ? ptx::load_shared_float(stage + Cta::kWeightParametersAt) : 1.0f);
+    const float scale = Product::kFactor * (blocks ? ptx::load_shared_float(stage + Cta::kWeightParametersAt) : 1.0f);
 #pragma unroll
     for (int j = 0; j < Tile::kTilesM; ++j) {
       float2 scales = {scale, scale};

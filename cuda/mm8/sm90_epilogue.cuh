@@ -1,0 +1,105 @@
+// From the sums of a tile to y: added over the CTAs of a cluster in their order, transposed through shared memory,
+// scaled, and stored four rows of W at a time.
+#pragma once
+
+#include "common/convert.cuh"
+#include "common/ptx.cuh"
+#include "mm8/sm90_kernels.h"
+#include "mm8/sm90_tile.h"
+
+namespace qao::mm8::sm90 {
+
+// What one thread needs of four neighbouring rows n .. n + 3 of W.
+struct Rows {
+  float scale[4], weight_sum[4], bias[4];
+
+  __device__ __forceinline__ Rows(const Params& p, int n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const bool exists = n + e < p.n;
+      scale[e] = p.factor;
+      if (p.row_scales != nullptr && exists) scale[e] *= p.row_scales[(n + e) * p.row_scale_stride];
+      weight_sum[e] = p.weight_sums != nullptr && exists ? p.weight_sums[n + e] : 0.0f;
+      bias[e] = p.bias != nullptr && exists ? load_float(p.bias, n + e, p.bias_dtype) : 0.0f;
+    }
+  }
+};
+
+// Scales and zero points of a tile's tokens wait in shared memory, a copy for each warpgroup: [2][tokens].
+template <int tokens>
+__device__ __forceinline__ void fetch_tokens(const Params& p, uint32_t to, int64_t token0) {
+  for (int i = threadIdx.x % 128; i < tokens; i += 128) {
+    const bool exists = token0 + i < p.m;
+    const int64_t token = exists ? token0 + i : 0;
+    if (p.x_scales != nullptr) ptx::cp_async_4(to + i * 4, p.x_scales + token * p.x_scale_stride, exists);
+    if (p.x_zeros != nullptr) ptx::cp_async_4(to + (tokens + i) * 4, p.x_zeros + token, exists);
+  }
+}
+
+__device__ __forceinline__ void store(const Params& p, const Rows& rows, float x_scale, float x_zero, int64_t token,
+                                      int n, const float4& sum) {
+  const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
+  float value[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    value[e] = x_scale * (rows.scale[e] * sums[e] - x_zero * rows.weight_sum[e]) + rows.bias[e];
+  }
+  const int64_t at = token * p.n + n;
+  if (p.n % 4 == 0) {
+    store_float4(p.y, at, p.y_dtype, value);
+  } else {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (n + e < p.n) store_float(p.y, at + e, p.y_dtype, value[e]);
+    }
+  }
+}
+
+// One warpgroup's 64 rows from row0, `chunk` tokens at a time in two buffers by turns. With `clustered` a chunk is all
+// of the tile, and every CTA of the cluster stores its share of the tokens.
+template <int chunk, bool clustered, int tiles_m, typename Sum>
+__device__ __forceinline__ void write_result(const Params& p, const Sum (&sum)[tiles_m][4], uint32_t buffers,
+                                             uint32_t tokens, int64_t token0, int row0) {
+  const int thread = threadIdx.x % 128, lane = thread % 32, warpgroup = threadIdx.x / 128;
+  const int rank = clustered ? ptx::cluster_rank() : 0, ranks = clustered ? p.split_k : 1;
+  const auto sync = [&] {
+    if constexpr (clustered) {
+      ptx::cluster_barrier();
+    } else {
+      ptx::named_barrier(1 + warpgroup, 128);
+    }
+  };
+  constexpr int kBytes = chunk * kPaddedN * 4;
+  const int row = thread % 16 * 4, n = row0 + row;
+  const Rows rows(p, n);
+  ptx::cp_async_wait<0>();  // of fetch_tokens
+#pragma unroll
+  for (int first = 0; first < tiles_m * 8; first += chunk) {
+    const uint32_t tile = buffers + (clustered ? warpgroup : warpgroup * 2 + first / chunk % 2) * kBytes;
+#pragma unroll
+    for (int j = 0; j < chunk / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int to = (j * 8 + lane % 4 * 2 + e % 2) * kPaddedN + thread / 32 * 16 + lane / 4 + e / 2 * 8;
+        ptx::store_shared_float(tile + to * 4, static_cast<float>(sum[first / 8 + j][e]));
+      }
+    }
+    sync();
+    const int end = static_cast<int>(min(static_cast<int64_t>((rank + 1) * chunk / ranks), p.m - token0 - first));
+    for (int token = rank * chunk / ranks + thread / 16; token < end; token += 8) {
+      const uint32_t from = tile + (token * kPaddedN + row) * 4;
+      float4 total = {0, 0, 0, 0};
+      for (int r = 0; r < ranks; ++r) {
+        const float4 part = ptx::load_cluster_float4(clustered ? ptx::cluster_address(from, r) : from);
+        total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+      }
+      const uint32_t at = tokens + (first + token) * 4;
+      const float x_scale = p.x_scales != nullptr ? ptx::load_shared_float(at) : 1.0f;
+      const int x_zero = p.x_zeros != nullptr ? ptx::load_shared_int(at + tiles_m * 8 * 4) : 0;
+      if (n < p.n) store(p, rows, x_scale, static_cast<float>(x_zero), token0 + first + token, n, total);
+    }
+  }
+  sync();  // before the buffers are used again
+}
+
+}  // namespace qao::mm8::sm90

@@ -1,0 +1,54 @@
+// The Hopper kernels as plan.cpp and launch.cu see them.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "mm8/sm90_tile.h"
+#include "qao/mm8.h"
+
+namespace qao::mm8::sm90 {
+
+// What the copy engine reads, in boxes of one K-tile: x [token][part][k], W [row][1][k] or packed
+// [row tile][tile of 64 k][512 bytes], int4 scales [row tile][group][parameters].
+struct TensorMaps {
+  CUtensorMap x, weight, scales;
+};
+
+struct Params {
+  int64_t m;
+  int n;
+  int k_tiles, parts;            // parts: 3 when x is a float32 split into bfloat16 parts, else 1
+  int row_blocks, token_blocks;  // tiles of y
+  int split_k;                   // CTAs of a cluster that share a tile of y
+  int groups;                    // along K: int4 groups, or blocks of 128
+  int groups_per_tile;           // 4, 2 or 1
+  int fold_shift;                // groups_per_tile == 1: K-tile t belongs to group t >> fold_shift
+  int group_bytes;               // int4 parameters of one group of 16 rows
+  bool has_zeros;                // they include zero points
+  DType scale_dtype;             // of int4 parameters
+  const float* block_scales;     // Fold::kBlock: [row_blocks, groups]
+  const float* columns;          // with columns: [m, groups], sums or block scales of x
+  // y = x_scale (factor row_scale sum - x_zero weight_sum) + bias; null pointers stand for 1, 1, 0, 0, 0.
+  float factor;
+  const float *row_scales, *x_scales;
+  int row_scale_stride, x_scale_stride;  // 0: one for all
+  const int32_t* x_zeros;
+  const float* weight_sums;
+  const void* bias;
+  void* y;
+  DType bias_dtype, y_dtype;
+};
+
+// x as the tensor cores read it: of eight or 16 bits, a float32 in bfloat16 parts side by side.
+struct X {
+  const void* data;
+  int64_t stride;  // elements
+  int parts;
+  int64_t part_stride;  // elements
+};
+
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream);
+
+}  // namespace qao::mm8::sm90

@@ -1,0 +1,155 @@
+// mm8::plan over GPUs and operations: every plan must be runnable, cover the whole product and name its instruction.
+#include <doctest/doctest.h>
+
+#include <string>
+#include <vector>
+
+#include "mm8/tile.h"
+#include "qao/mm8.h"
+
+namespace qao::mm8 {
+namespace {
+
+// Compute capability, SMs, opt-in shared memory per CTA.
+constexpr Gpu kGpus[] = {
+    {80, 108, 166912},  // A100
+    {86, 84, 101376},   // RTX 3090, A40
+    {89, 142, 101376},  // L40S
+    {90, 132, 232448},  // H100, H200
+    {100, 148, 232448}, {120, 170, 101376},
+};
+
+// One problem an operation and what its plan may depend on; sizes are still to be set.
+std::vector<Problem> operations() {
+  std::vector<Problem> all;
+  for (Format x : {Format::kFloat, Format::kInt8, Format::kFp8}) {
+    for (Format weight : {Format::kInt8, Format::kFp8, Format::kInt4}) {
+      if (x == Format::kFloat ? weight == Format::kInt4 : weight != x && weight != Format::kInt4) continue;
+      for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+        for (bool aligned : {true, false}) {
+          Problem problem;
+          problem.x = x, problem.weight = weight, problem.x_dtype = problem.y_dtype = dtype;
+          problem.x_aligned = problem.weight_aligned = aligned;
+          if (weight == Format::kFp8 && !aligned) problem.x_scaling = problem.weight_scaling = Scaling::kBlock;
+          all.push_back(problem);
+        }
+      }
+    }
+  }
+  return all;
+}
+
+template <typename Visit>
+void for_each_problem(const Visit& visit) {
+  const std::vector<Problem> all = operations();
+  for (const Gpu& gpu : kGpus) {
+    for (int64_t m : {1, 7, 8, 9, 16, 17, 32, 33, 64, 65, 129, 1000, 4096, 100000}) {
+      for (int64_t n : {1, 15, 17, 896, 4096, 14336, 152064}) {
+        for (int64_t k : {1, 31, 129, 896, 4096, 14336, 300000}) {
+          for (Problem problem : all) {
+            problem.m = m, problem.n = n, problem.k = k;
+            problem.group_size = problem.y_dtype == DType::kFloat32 ? 32 : problem.x_aligned ? 128 : k;
+            visit(problem, gpu);
+          }
+        }
+      }
+    }
+  }
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+std::string describe(const Problem& p, const Gpu& gpu) {
+  return std::string(name_of(p.x)) + " (" + name_of(p.x_dtype) + ") x " + name_of(p.weight) + " m " +
+         std::to_string(p.m) + " n " + std::to_string(p.n) + " k " + std::to_string(p.k) + " on compute " +
+         std::to_string(gpu.compute_capability);
+}
+
+}  // namespace
+
+TEST_CASE("mm8: every problem has a plan that fits its GPU and covers the product") {
+  for_each_problem([](const Problem& problem, const Gpu& gpu) {
+    Plan plan, again;
+    const Status status = mm8::plan(problem, gpu, &plan);
+    const std::string about = describe(problem, gpu) + ": " + (status.ok() ? to_string(plan) : status.message());
+    INFO(about);
+    REQUIRE(status.ok());
+    REQUIRE(plan.tile_n > 0);
+    REQUIRE(plan.tile_m > 0);
+    CHECK(plan.tile_n % kTileN == 0);
+    CHECK(plan.warps >= 1);
+    CHECK(plan.warps <= 32);
+    CHECK(plan.shared_bytes <= gpu.shared_bytes_per_cta);
+    CHECK(plan.split_k >= 1);
+    // CTAs of sm90 walk over tiles where there are many, and add split-K parts up without a workspace.
+    const bool sm90 = std::string(plan.kernel) == "sm90";
+    const int64_t tiles = ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m);
+    if (sm90) {
+      CHECK(plan.ctas >= 1);
+    } else {
+      CHECK(plan.ctas == tiles * plan.split_k);
+    }
+    // A float32 x brings three bfloat16 parts of K-tiles.
+    const bool split_x = problem.x == Format::kFloat && problem.x_dtype == DType::kFloat32;
+    CHECK(plan.split_k <= ceil_div(problem.k, sm90 ? 64 : kTileK) * (split_x ? 3 : 1));
+    if (plan.split_k > 1 && !sm90) CHECK(plan.workspace_bytes >= 4 * plan.split_k * problem.m * problem.n);
+    CHECK(plan.kernel[0] != '\0');
+    CHECK(plan.reason[0] != '\0');
+    CHECK(plan.instruction[0] != '\0');
+    REQUIRE(mm8::plan(problem, gpu, &again).ok());
+    CHECK(to_string(plan) == to_string(again));
+  });
+}
+
+TEST_CASE("mm8: int32 sums of a slice of K cannot overflow") {
+  for (const Gpu& gpu : kGpus) {
+    if (gpu.compute_capability == 90) continue;  // wgmma may serve there, with sums of its own
+    for (int64_t m : {1, 16, 4096}) {
+      Problem problem;
+      problem.x = problem.weight = Format::kInt8;
+      problem.m = m, problem.n = 20000, problem.k = 1 << 20;
+      Plan plan;
+      REQUIRE(mm8::plan(problem, gpu, &plan).ok());
+      INFO(describe(problem, gpu) << ": " << to_string(plan));
+      // All warps of a CTA at one slice each is the least it may rely on.
+      CHECK(problem.k / plan.split_k / plan.warps <= 65536);
+      if (m > 64) CHECK(problem.k / plan.split_k <= 65536);
+    }
+  }
+}
+
+TEST_CASE("mm8: the plan names the tensor cores' instruction") {
+  const auto instruction = [](Format x, Format weight, int compute_capability) {
+    for (const Gpu& gpu : kGpus) {
+      if (gpu.compute_capability != compute_capability) continue;
+      Problem problem;
+      problem.x = x, problem.weight = weight;
+      problem.m = 1, problem.n = problem.k = problem.group_size = 4096;
+      Plan plan;
+      REQUIRE(mm8::plan(problem, gpu, &plan).ok());
+      return std::string(plan.instruction);
+    }
+    return std::string("no such GPU");
+  };
+  for (int compute_capability : {80, 86, 89, 90, 120}) {
+    CHECK(instruction(Format::kInt8, Format::kInt8, compute_capability) == "mma.sync s8");
+    CHECK(instruction(Format::kInt8, Format::kInt4, compute_capability) == "mma.sync s8");
+    CHECK(instruction(Format::kFloat, Format::kFp8, compute_capability) == "mma.sync bf16");
+  }
+  CHECK(instruction(Format::kFp8, Format::kFp8, 80) == "mma.sync f16");
+  CHECK(instruction(Format::kFp8, Format::kInt4, 86) == "mma.sync f16");
+  CHECK(instruction(Format::kFp8, Format::kFp8, 89) == "mma.sync e4m3");
+  CHECK(instruction(Format::kFp8, Format::kInt4, 120) == "mma.sync e4m3");
+}
+
+TEST_CASE("mm8: a GPU below compute capability 8.0 is refused by name") {
+  Problem problem;
+  problem.m = problem.n = problem.k = 64;
+  Plan plan;
+  const Status status = mm8::plan(problem, Gpu{75, 40, 65536}, &plan);
+  CHECK(!status.ok());
+  CHECK(status.message().find("7.5") != std::string::npos);
+  CHECK(status.message().find("8.0") != std::string::npos);
+}
+
+}  // namespace qao::mm8
