@@ -37,6 +37,11 @@ template <int kTile>
 static inline void tile_load(const void* data, int64_t stride = 64) {
   asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(data), "r"(stride) : "memory");
 }
+// The same for data in L2 that should not push other data out of L1.
+template <int kTile>
+static inline void tile_load_once(const void* data, int64_t stride = 64) {
+  asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(data), "r"(stride) : "memory");
+}
 template <int kTile>
 static inline void tile_store(void* data, int64_t stride = 64) {
   asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(kTile), "r"(data), "r"(stride) : "memory");

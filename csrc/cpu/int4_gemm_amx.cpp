@@ -8,7 +8,8 @@
 //                                 y += scale * (C + (8 - zero) * sum(x)).
 //
 // Up to 16 rows of x: four N-tiles at once, C in registers along all of K.
-// More: blocks of 512 N x 256 k; 32 rows of W are expanded into L1 and meet all rows of x, 32 x 32 of C at a time.
+// More: blocks of 512 N x 512 k (256 for x in several parts); 32 rows of W are expanded into L1 and meet all rows of x,
+// 32 x 32 of C at a time.
 #include <utility>
 
 #include "cpu/amx.h"
@@ -204,25 +205,56 @@ __attribute__((always_inline)) inline void each_c(auto&& visit) {
   if constexpr (kN == 2 && kM == 2) visit.template operator()<1, 1>();
 }
 
+// C += one section, for x in several parts.
 template <int kParts, bool kHalves, int kN, int kM>
-__attribute__((always_inline)) inline void multiply(const Int4Job& job, int64_t tile_m, const Section& section,
-                                                    const uint16_t* panel, int64_t panel_stride) {
+__attribute__((always_inline)) inline void multiply_parts(const Int4Job& job, int64_t tile_m, const Section& section,
+                                                          const uint16_t* panel) {
   for (int64_t i = 0; i < a_tiles<kHalves>(section); ++i) {
     tile_load<4>(panel + i * kTileValues);
-    if constexpr (kN == 2) tile_load<5>(panel + panel_stride + i * kTileValues);
+    if constexpr (kN == 2) tile_load<5>(panel + kBlockK * kTileN + i * kTileValues);
     for (int part = 0; part < kParts; ++part) {
-      tile_load<6>(b_tile<kParts, kHalves>(job, tile_m, section, i, part));
-      if constexpr (kM == 2) tile_load<7>(b_tile<kParts, kHalves>(job, tile_m + 1, section, i, part));
+      tile_load_once<6>(b_tile<kParts, kHalves>(job, tile_m, section, i, part));
+      if constexpr (kM == 2) tile_load_once<7>(b_tile<kParts, kHalves>(job, tile_m + 1, section, i, part));
       each_c<kN, kM>([]<int n, int m>() { tile_multiply_bf16<2 * n + m, 4 + n, 6 + m>(); });
     }
   }
+}
+
+// One part: C += `count` A tiles. Tiles of the next step load between the products of this one; B, in L2, must not
+// evict A from L1. `next_c` is the C tile that follows, fetched a share per step; an address beyond C does no harm.
+template <int kN, int kM>
+__attribute__((always_inline)) inline void multiply_one_part(const uint16_t* a, const uint16_t* b, int64_t count,
+                                                             const float* next_c, int64_t c_stride) {
+  constexpr int64_t kStride = kBlockK * kRowsX;  // from one N-tile of A, or 16 rows of x, to the next
+  constexpr int kLine = 16;                      // float32 values
+  tile_load_once<6>(b);
+  tile_load<4>(a);
+  if constexpr (kN == 2) tile_load<5>(a + kStride);
+  if constexpr (kM == 2) tile_load_once<7>(b + kStride);
+  const auto step = [&]<bool kMore>(int64_t i) __attribute__((always_inline)) {
+    const int64_t next = (i + 1) * kTileValues;
+    tile_multiply_bf16<0, 4, 6>();
+    if constexpr (kN == 2) tile_multiply_bf16<2, 5, 6>();
+    if constexpr (kMore) {
+      tile_load_once<6>(b + next);
+      for (int n = 0; n < kN; ++n) {
+        for (int m = 0; m < kM; ++m) _mm_prefetch(next_c + n * c_stride + (i * kM + m) * kLine, _MM_HINT_T0);
+      }
+    }
+    if constexpr (kM == 2) tile_multiply_bf16<1, 4, 7>();
+    if constexpr (kMore) tile_load<4>(a + next);
+    if constexpr (kN == 2 && kM == 2) tile_multiply_bf16<3, 5, 7>();
+    if constexpr (kMore && kM == 2) tile_load_once<7>(b + kStride + next);
+    if constexpr (kMore && kN == 2) tile_load<5>(a + kStride + next);
+  };
+  for (int64_t i = 0; i < count - 1; ++i) step.template operator()<true>(i);
+  step.template operator()<false>(count - 1);
 }
 
 // C[kN][kM] += the sections [begin, end) of one block of K. total: [kN][tiles_m] C tiles.
 template <int kParts, bool kHalves, int kN, int kM>
 void multiply_block(const Int4Job& job, int64_t tile_n, int64_t tile_m, int64_t begin, int64_t end,
                     const uint16_t* panel, float* total) {
-  constexpr int64_t kPanelStride = kBlockK * kTileN;
   const auto at = [&](int n, int m) { return total + (n * job.tiles_m + m) * kTileSums; };
   if constexpr (kParts == 1) {
     if (begin == 0) {
@@ -230,18 +262,21 @@ void multiply_block(const Int4Job& job, int64_t tile_n, int64_t tile_m, int64_t 
     } else {
       each_c<kN, kM>([&]<int n, int m>() { tile_load<2 * n + m>(at(n, m)); });
     }
-  }
-  for (int64_t s = begin; s < end; ++s) {
-    const uint16_t* section_panel = panel + (s - begin) * job.section * kTileN;
-    if constexpr (kParts > 1) each_c<kN, kM>([]<int n, int m>() { tile_zero<2 * n + m>(); });
-    multiply<kParts, kHalves, kN, kM>(job, tile_m, Section(job, s), section_panel, kPanelStride);
-    if constexpr (kParts > 1) {
+    const Section first(job, begin);
+    const int64_t count = kHalves ? end - begin : 2 * least(kBlockTilesK, job.tiles_k - first.tile);
+    multiply_one_part<kN, kM>(panel, b_tile<kParts, kHalves>(job, tile_m, first, 0, 0), count, at(0, kM),
+                              job.tiles_m * kTileSums);
+    each_c<kN, kM>([&]<int n, int m>() { tile_store<2 * n + m>(at(n, m)); });
+  } else {
+    for (int64_t s = begin; s < end; ++s) {
+      const uint16_t* section_panel = panel + (s - begin) * job.section * kTileN;
+      each_c<kN, kM>([]<int n, int m>() { tile_zero<2 * n + m>(); });
+      multiply_parts<kParts, kHalves, kN, kM>(job, tile_m, Section(job, s), section_panel);
       alignas(64) float c[kN * kM][kTileSums];
       each_c<kN, kM>([&]<int n, int m>() { tile_store<2 * n + m>(c[kM * n + m]); });
       each_c<kN, kM>([&]<int n, int m>() { add_section(job, tile_n + n, tile_m + m, s, c[kM * n + m], at(n, m)); });
     }
   }
-  if constexpr (kParts == 1) each_c<kN, kM>([&]<int n, int m>() { tile_store<2 * n + m>(at(n, m)); });
 }
 
 template <int kParts, bool kHalves, int kN>
@@ -266,7 +301,8 @@ void many_rows(const Int4Job& job, int64_t begin, int64_t end) {
   uint16_t* panel = static_cast<uint16_t*>(scratch(Scratch::kPanel, 2 * kBlockK * kTileN * int64_t{sizeof(uint16_t)}));
   const int64_t total_values = kBlockTilesN * job.tiles_m * kTileSums;
   float* total = static_cast<float*>(scratch(Scratch::kSums, total_values * int64_t{sizeof(float)}));
-  const int64_t sections_per_block = kBlockK / job.section;
+  // Several parts: half a block of x fills as much of L2.
+  const int64_t sections_per_block = (kParts == 1 ? kBlockK : kBlockK / 2) / job.section;
   for (int64_t block_n = begin; block_n < end; block_n += kBlockTilesN) {
     const int64_t end_n = least(end, block_n + kBlockTilesN);
     if constexpr (kParts > 1) {

@@ -17,7 +17,8 @@ namespace qao::cpu {
 constexpr int kMaxSection = 256, kMaxSectionAmx = 128;
 constexpr int kPrefetchBytes = 2048;  // of W ahead of its use: the hardware stops at every 4 KB page
 constexpr int kFewRowsAmx = 8;
-constexpr int kBlockK = 256;    // AMX: k per block of packed x; a multiple of every section
+constexpr int kBlockK = 512;    // AMX: k per block of packed x; a multiple of every section
+constexpr int kPackK = 256;     // AMX: k that one thread packs at a time, likewise
 constexpr int kWordShift = 15;  // fixed point: a second 16-bit word counts in units of 2^-15 of the first
 
 // Rows of x beyond a kernel's arithmetic.
@@ -49,7 +50,7 @@ struct Int4Job {
   // x for AMX: B tiles of 16 k-pairs x 16 rows, in `parts` bfloat16 summands (float32: 3, float16: 2).
   int parts = 0;
   int64_t tiles_m = 0;
-  uint16_t* pairs = nullptr;  // [blocks of 256 k][tiles_m][4 K-tiles][parts][2][16][16][2]
+  uint16_t* pairs = nullptr;  // [blocks of 512 k][tiles_m][8 K-tiles][parts][2][16][16][2]
   float* sums = nullptr;      // [sections][16 tiles_m] sums of x; only if parts > 1
 
   uint8_t* remarks = nullptr;  // [m]; what int4_mm.cpp must put right afterwards: bits of the two constants above
@@ -57,7 +58,7 @@ struct Int4Job {
 
 // x as fixed point, rows [begin, end).
 void int4_pack_fixed_avx2(const Int4Job& job, int64_t begin, int64_t end);
-// x as AMX tiles, blocks of 256 k [begin, end).
+// x as AMX tiles, [begin, end) in units of kPackK columns.
 void int4_pack_pairs_amx(const Int4Job& job, int64_t begin, int64_t end);
 
 // y for N-tiles [begin, end).

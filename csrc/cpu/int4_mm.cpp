@@ -121,7 +121,7 @@ void run_rows(const Kernel& kernel, const Problem& p, const Arguments& a, int64_
   lay_out(p, a, kernel.form, first, rows, scratch(Scratch::kActivations, bytes), &job);
   std::memset(job.remarks, 0, static_cast<size_t>(rows));
 
-  const int64_t units = kernel.form == Form::kFixedPoint ? rows : divide_up(p.k, kBlockK);
+  const int64_t units = kernel.form == Form::kFixedPoint ? rows : divide_up(p.k, kPackK);
   if (rows * p.k <= kSerialPackValues) {
     kernel.pack(job, 0, units);
   } else {

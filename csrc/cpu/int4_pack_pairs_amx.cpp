@@ -47,7 +47,7 @@ float split(const Int4Job& job, int64_t m, int64_t k, __m512i (&parts)[kMaxParts
   return sum;
 }
 
-void pack_half_tile(const Int4Job& job, int64_t block, int64_t tile_m, int64_t tile_k, int half) {
+void pack_half_tile(const Int4Job& job, int64_t tile_m, int64_t tile_k, int half) {
   __m512i rows[kMaxParts][kRows];
   alignas(64) float sums[kRows] = {};
   const int64_t k = tile_k * kTileK + half * kHalf;
@@ -72,7 +72,7 @@ void pack_half_tile(const Int4Job& job, int64_t block, int64_t tile_m, int64_t t
     _mm512_store_ps(total, _mm512_add_ps(before, _mm512_load_ps(sums)));
   }
   constexpr int64_t kTilesPerBlock = kBlockK / kTileK;
-  const int64_t in_block = (block * job.tiles_m + tile_m) * kTilesPerBlock + tile_k % kTilesPerBlock;
+  const int64_t in_block = (tile_k / kTilesPerBlock * job.tiles_m + tile_m) * kTilesPerBlock + tile_k % kTilesPerBlock;
   for (int p = 0; p < job.parts; ++p) {
     transpose16(rows[p]);  // now [pair][row of x]
     uint16_t* tiles = job.pairs + (in_block * job.parts + p) * 2 * kTileValues;
@@ -88,13 +88,13 @@ void pack_half_tile(const Int4Job& job, int64_t block, int64_t tile_m, int64_t t
 }  // namespace
 
 void int4_pack_pairs_amx(const Int4Job& job, int64_t begin, int64_t end) {
-  constexpr int64_t kTilesPerBlock = kBlockK / kTileK;
-  for (int64_t block = begin; block < end; ++block) {
-    const int64_t last = (block + 1) * kTilesPerBlock;
+  constexpr int64_t kTiles = kPackK / kTileK;
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t last = (unit + 1) * kTiles;
     for (int64_t tile_m = 0; tile_m < job.tiles_m; ++tile_m) {
-      for (int64_t tile_k = block * kTilesPerBlock; tile_k < last && tile_k < job.tiles_k; ++tile_k) {
-        pack_half_tile(job, block, tile_m, tile_k, 0);
-        pack_half_tile(job, block, tile_m, tile_k, 1);
+      for (int64_t tile_k = unit * kTiles; tile_k < last && tile_k < job.tiles_k; ++tile_k) {
+        pack_half_tile(job, tile_m, tile_k, 0);
+        pack_half_tile(job, tile_m, tile_k, 1);
       }
     }
   }
