@@ -35,7 +35,7 @@ __attribute__((always_inline)) inline void expand(const uint8_t* weight, int64_t
 template <Format kFormat>
 struct Rows {
   const uint8_t* row[kRowsW];
-  int64_t n, k;
+  int64_t k;
   const float* block_scales;  // of these rows, or null
 
   __attribute__((always_inline)) inline void columns(int r, int64_t at, Vector (&out)[kVectors]) const {
@@ -122,7 +122,7 @@ void run(const FloatJob& job, int64_t begin, int64_t end) {
     for (int64_t i = 0; i < job.m * kTileRows; ++i) sums[i] = 0;
     for (int quad = 0; quad < kTileRows && n + quad < job.n; quad += kRowsW) {
       Rows<kFormat> rows;
-      rows.n = n + quad, rows.k = job.k;
+      rows.k = job.k;
       rows.block_scales = per_block ? scales + n / kScaleBlock * job.sections : nullptr;
       for (int r = 0; r < kRowsW; ++r) {  // past N the last row again; what comes of it is not written
         rows.row[r] = job.weight + least(n + quad + r, job.n - 1) * job.k;

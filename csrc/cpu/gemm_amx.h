@@ -1,7 +1,7 @@
 // y = x Wᵀ with AMX, for any W that expands to bfloat16: A tiles of 16 rows x 32 k; x is packed as B tiles
 // (pack_pairs_amx.cpp). Each includer instantiates it for its formats of W.
 //
-// Up to 32 rows of x: 4 tiles of C in registers along all of K, four N-tiles at once or two.
+// Up to 64 rows of x: four tiles of C in registers along all of K, those of four N-tiles or, above 16 rows, two by two.
 // More: blocks of 512 N x 512 k (256 for x in several parts); 32 rows of W are expanded into L1 and meet all rows of x,
 // 32 x 32 of C at a time.
 //
@@ -37,6 +37,7 @@ constexpr int kTileSums = 256;    // float32 values of a C tile
 constexpr int64_t kBlockTilesK = kBlockK / kTileK;
 constexpr int64_t kBlockTilesN = 32;  // N-tiles whose C stays in L2
 constexpr int kFewRowsTilesN = 4;
+constexpr int64_t kFewTilesM = 4;  // tiles of x up to which expanding W once for every two costs less than blocks of K
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -113,13 +114,13 @@ constexpr int64_t kPanelValues = kMaxSectionAmx * kTileN;
 
 // Four N-tiles: registers 0..3 = C[n], 4 = A, 5..7 = parts of B.
 template <typename W, int... kC>
-__attribute__((always_inline)) inline void multiply_four(const FloatJob& job, const Section& section, int64_t begin,
-                                                         int64_t end, const uint16_t* panels,
+__attribute__((always_inline)) inline void multiply_four(const FloatJob& job, int64_t tile_m, const Section& section,
+                                                         int64_t begin, int64_t end, const uint16_t* panels,
                                                          std::integer_sequence<int, kC...>) {
   for (int64_t i = begin; i < end; ++i) {
-    tile_load<5>(b_tile<W>(job, 0, section, i, 0));
-    if constexpr (W::kParts > 1) tile_load<6>(b_tile<W>(job, 0, section, i, 1));
-    if constexpr (W::kParts > 2) tile_load<7>(b_tile<W>(job, 0, section, i, 2));
+    tile_load<5>(b_tile<W>(job, tile_m, section, i, 0));
+    if constexpr (W::kParts > 1) tile_load<6>(b_tile<W>(job, tile_m, section, i, 1));
+    if constexpr (W::kParts > 2) tile_load<7>(b_tile<W>(job, tile_m, section, i, 2));
     const auto multiply_row = [&]<int n>() __attribute__((always_inline)) {
       tile_load<4>(panels + n * kPanelValues + i * kTileValues);
       tile_multiply_bf16<n, 4, 5>();
@@ -135,7 +136,8 @@ __attribute__((always_inline)) inline void multiply_four(const FloatJob& job, co
 // While one section expands, the one before is multiplied, a share after each N-tile: the tile loads find their stores
 // done, and the two kinds of work overlap.
 template <typename W, int kM, int... kC>
-void few_rows_tiles(const FloatJob& job, int64_t tile_n, uint16_t* panels, std::integer_sequence<int, kC...> tiles) {
+void few_rows_tiles(const FloatJob& job, int64_t tile_n, int64_t tile_m, uint16_t* panels,
+                    std::integer_sequence<int, kC...> tiles) {
   constexpr int kCount = sizeof...(kC), kN = kCount / kM;
   alignas(64) float totals[kCount][kTileSums] = {};
   const auto panel = [&](int64_t s) { return panels + s % 2 * kFewRowsTilesN * kPanelValues; };
@@ -143,7 +145,7 @@ void few_rows_tiles(const FloatJob& job, int64_t tile_n, uint16_t* panels, std::
     alignas(64) float c[kCount][kTileSums];
     (tile_store<kC>(c[kC]), ...);
     (tile_zero<kC>(), ...);
-    (W::add_section(job, tile_n + kC / kM, kC % kM, s, c[kC], totals[kC]), ...);
+    (W::add_section(job, tile_n + kC / kM, tile_m + kC % kM, s, c[kC], totals[kC]), ...);
   };
   (tile_zero<kC>(), ...);
   for (int64_t s = 0; s <= job.sections; ++s) {
@@ -155,9 +157,9 @@ void few_rows_tiles(const FloatJob& job, int64_t tile_n, uint16_t* panels, std::
       }
       const int64_t begin = count * n / kN, end = count * (n + 1) / kN;
       if constexpr (kM == 1) {
-        multiply_four<W>(job, before, begin, end, panel(s + 1), tiles);
+        multiply_four<W>(job, tile_m, before, begin, end, panel(s + 1), tiles);
       } else {
-        multiply_parts<W, kN, kM>(job, 0, before, begin, end, panel(s + 1), kPanelValues);
+        multiply_parts<W, kN, kM>(job, tile_m, before, begin, end, panel(s + 1), kPanelValues);
       }
     }
     if constexpr (W::kSectioned) {
@@ -165,19 +167,28 @@ void few_rows_tiles(const FloatJob& job, int64_t tile_n, uint16_t* panels, std::
     }
   }
   if constexpr (!W::kSectioned) (tile_store<kC>(totals[kC]), ...);
-  (write_tile<W>(job, tile_n + kC / kM, kC % kM, totals[kC]), ...);
+  (write_tile<W>(job, tile_n + kC / kM, tile_m + kC % kM, totals[kC]), ...);
 }
 
-template <typename W, int kM>
-void few_rows(const FloatJob& job, int64_t begin, int64_t end) {
-  constexpr int64_t kPanelBytes = 2 * kFewRowsTilesN * kPanelValues * int64_t{sizeof(uint16_t)};
-  uint16_t* panel = static_cast<uint16_t*>(scratch(Scratch::kPanel, kPanelBytes));
-  constexpr int kN = kFewRowsTilesN / kM;
-  int64_t tile_n = begin;
-  for (; tile_n + kN <= end; tile_n += kN) {
-    few_rows_tiles<W, kM>(job, tile_n, panel, std::make_integer_sequence<int, kN * kM>());
+// kN N-tiles against all rows of x: the first pass finds W in memory, the others in L2.
+template <typename W, int kN>
+void few_rows(const FloatJob& job, int64_t tile_n, uint16_t* panels) {
+  int64_t tile_m = 0;
+  for (; tile_m + 2 <= job.tiles_m; tile_m += 2) {
+    if constexpr (kN <= 2) {
+      few_rows_tiles<W, 2>(job, tile_n, tile_m, panels, std::make_integer_sequence<int, 2 * kN>());
+    }
   }
-  for (; tile_n < end; ++tile_n) few_rows_tiles<W, kM>(job, tile_n, panel, std::make_integer_sequence<int, kM>());
+  if (tile_m < job.tiles_m) few_rows_tiles<W, 1>(job, tile_n, tile_m, panels, std::make_integer_sequence<int, kN>());
+}
+
+template <typename W, int kN>
+void few_rows_range(const FloatJob& job, int64_t begin, int64_t end) {
+  constexpr int64_t kPanelBytes = 2 * kFewRowsTilesN * kPanelValues * int64_t{sizeof(uint16_t)};
+  uint16_t* panels = static_cast<uint16_t*>(scratch(Scratch::kPanel, kPanelBytes));
+  int64_t tile_n = begin;
+  for (; tile_n + kN <= end; tile_n += kN) few_rows<W, kN>(job, tile_n, panels);
+  for (; tile_n < end; ++tile_n) few_rows<W, 1>(job, tile_n, panels);
 }
 
 // ---- more rows: blocks of K ----
@@ -302,8 +313,8 @@ void many_rows(const FloatJob& job, int64_t begin, int64_t end) {
 template <typename W>
 void run_gemm(const FloatJob& job, int64_t begin, int64_t end) {
   const TileScope tiles;
-  if (job.tiles_m == 1) return few_rows<W, 1>(job, begin, end);
-  if (job.tiles_m == 2) return few_rows<W, 2>(job, begin, end);
+  if (job.tiles_m == 1) return few_rows_range<W, 4>(job, begin, end);
+  if (job.tiles_m <= kFewTilesM) return few_rows_range<W, 2>(job, begin, end);
   many_rows<W>(job, begin, end);
 }
 
