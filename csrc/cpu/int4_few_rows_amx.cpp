@@ -10,7 +10,7 @@
 // and y is the sum of both halves. Chunks are folded one behind, tiles of W expanded one ahead: the tile unit never
 // waits for what was stored just before.
 #include "cpu/amx.h"
-#include "cpu/int4_kernels.h"
+#include "cpu/float_kernels.h"
 #include "cpu/parameters_avx512.h"
 #include "cpu/scratch.h"
 #include "cpu/simd_avx512.h"
@@ -34,7 +34,7 @@ struct ChunkFactors {
 };
 
 // B tiles [tiles_k][16 fours of k][16 columns][4], and the factors of each chunk.
-void pack_columns(const Int4Job& job, int8_t* b, ChunkFactors* factors) {
+void pack_columns(const FloatJob& job, int8_t* b, ChunkFactors* factors) {
   const __m512i ones = _mm512_set1_epi8(1);
   for (int64_t c = 0; c < job.chunks; ++c) {
     factors[c] = ChunkFactors{};
@@ -80,7 +80,7 @@ __attribute__((always_inline)) inline void fold(const int32_t* c, const Paramete
   }
 }
 
-void write_rows(const Int4Job& job, int64_t tile_n, const __m512 (&total)[kTileN]) {
+void write_rows(const FloatJob& job, int64_t tile_n, const __m512 (&total)[kTileN]) {
   __m512i rows[kTileN];
 #pragma GCC unroll 16
   for (int row = 0; row < kTileN; ++row) {
@@ -92,11 +92,12 @@ void write_rows(const Int4Job& job, int64_t tile_n, const __m512 (&total)[kTileN
   const __mmask16 mask = first(job.n - n);
   const __m512 bias = job.bias != nullptr ? load16(job.bias, n, job.bias_dtype, mask) : _mm512_setzero_ps();
   for (int64_t m = 0; m < job.m; ++m) {
-    store16(job.y, m * job.n + n, job.x_dtype, _mm512_add_ps(_mm512_castsi512_ps(rows[m]), bias), mask);
+    const __m512 x_scale = _mm512_set1_ps(job.x_scales[m * job.x_scale_stride]);
+    store16(job.y, m * job.n + n, job.y_dtype, _mm512_fmadd_ps(_mm512_castsi512_ps(rows[m]), x_scale, bias), mask);
   }
 }
 
-void run_tile(const Int4Job& job, int64_t tile_n, const int8_t* b, const ChunkFactors* factors, WeightStream stream) {
+void run_tile(const FloatJob& job, int64_t tile_n, const int8_t* b, const ChunkFactors* factors, WeightStream stream) {
   alignas(64) uint8_t a[2][kTileRegisterBytes];
   alignas(64) int32_t c[2][kTileN * kColumns];
   Parameters parameters[2];
@@ -128,7 +129,7 @@ void run_tile(const Int4Job& job, int64_t tile_n, const int8_t* b, const ChunkFa
 
 }  // namespace
 
-void int4_few_rows_amx(const Int4Job& job, int64_t begin, int64_t end) {
+void int4_few_rows_amx(const FloatJob& job, int64_t begin, int64_t end) {
   int8_t* b = static_cast<int8_t*>(scratch(Scratch::kPanel, job.tiles_k * kTileRegisterBytes));
   ChunkFactors* factors =
       static_cast<ChunkFactors*>(scratch(Scratch::kSums, job.chunks * int64_t{sizeof(ChunkFactors)}));

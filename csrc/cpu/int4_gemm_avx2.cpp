@@ -2,7 +2,7 @@
 //
 // Per chunk of K the nibbles of 16 rows of W expand into a panel in L1, [four k][16 rows][4 bytes]; every row of x then
 // broadcasts four bytes against it. Sums of eight fours stay in 16 bits (8 * 2 * 15 * 128 < 2^15), then widen.
-#include "cpu/int4_kernels.h"
+#include "cpu/float_kernels.h"
 #include "cpu/scratch.h"
 #include "cpu/simd_avx2.h"
 #include "int4_mm/layout.h"
@@ -85,7 +85,7 @@ void expand_tile(const uint8_t* weight, uint8_t* panel) {
 struct Section {  // of one N-tile
   __m256 scale[kVectors], zero[kVectors];
 };
-Section load_section(const Int4Job& job, int64_t tile, int64_t s) {
+Section load_section(const FloatJob& job, int64_t tile, int64_t s) {
   const int64_t offset = (tile * job.groups + s / job.sections_per_group) * job.parameters * kTileN;
   Section section;
   for (int v = 0; v < kVectors; ++v) {
@@ -130,7 +130,7 @@ __attribute__((always_inline)) inline void add_quads(const uint8_t* panel, const
 
 // total[i][16] += section `s` for the rows m .. m + kM of x.
 template <int kM>
-void multiply(const Int4Job& job, int64_t m, int64_t s, const uint8_t* panel, const Section& section, float* total) {
+void multiply(const FloatJob& job, int64_t m, int64_t s, const uint8_t* panel, const Section& section, float* total) {
   const int64_t tile = s * job.section / kTileK, tiles = least(job.chunk_tiles, job.tiles_k - tile);
   const int64_t x_tile = job.words * 2 * kTileK, x_row = job.tiles_k * x_tile;
   const bool whole = job.section >= kTileK;  // not one half of a K-tile
@@ -172,15 +172,15 @@ void multiply(const Int4Job& job, int64_t m, int64_t s, const uint8_t* panel, co
 }
 
 template <int kM = kRowsX>
-void multiply_some(const Int4Job& job, int64_t m, int64_t rows, int64_t s, const uint8_t* panel, const Section& section,
-                   float* total) {
+void multiply_some(const FloatJob& job, int64_t m, int64_t rows, int64_t s, const uint8_t* panel,
+                   const Section& section, float* total) {
   if constexpr (kM > 0) {
     if (rows == kM) return multiply<kM>(job, m, s, panel, section, total);
     multiply_some<kM - 1>(job, m, rows, s, panel, section, total);
   }
 }
 
-void run_tile(const Int4Job& job, int64_t tile_n) {
+void run_tile(const FloatJob& job, int64_t tile_n) {
   uint8_t* panel = static_cast<uint8_t*>(scratch(Scratch::kPanel, int64_t{kMaxTiles} * kTilePanel));
   float* total = static_cast<float*>(scratch(Scratch::kSums, job.m * kTileN * int64_t{sizeof(float)}));
   for (int64_t i = 0; i < job.m * kVectors; ++i) _mm256_store_ps(total + i * 8, _mm256_setzero_ps());
@@ -203,15 +203,16 @@ void run_tile(const Int4Job& job, int64_t tile_n) {
     if (count <= 0) break;
     const __m256 bias = job.bias != nullptr ? load_first(job.bias, row, job.bias_dtype, count) : _mm256_setzero_ps();
     for (int64_t m = 0; m < job.m; ++m) {
-      const __m256 y = _mm256_add_ps(_mm256_load_ps(total + m * kTileN + 8 * v), bias);
-      store_first(job.y, m * job.n + row, job.x_dtype, y, count);
+      const __m256 x_scale = _mm256_set1_ps(job.x_scales[m * job.x_scale_stride]);
+      const __m256 y = _mm256_fmadd_ps(_mm256_load_ps(total + m * kTileN + 8 * v), x_scale, bias);
+      store_first(job.y, m * job.n + row, job.y_dtype, y, count);
     }
   }
 }
 
 }  // namespace
 
-void int4_gemm_avx2(const Int4Job& job, int64_t begin, int64_t end) {
+void int4_gemm_avx2(const FloatJob& job, int64_t begin, int64_t end) {
   for (int64_t tile = begin; tile < end; ++tile) run_tile(job, tile);
 }
 

@@ -2,7 +2,7 @@
 //
 // Per chunk of K the nibbles of 16 or 32 rows of W expand into a panel in L1, [four k][16 rows][4 bytes]; every row of
 // x then broadcasts four bytes against it. Rows 8..15 hold 16 times their nibble, which their scales undo.
-#include "cpu/int4_kernels.h"
+#include "cpu/float_kernels.h"
 #include "cpu/scratch.h"
 #include "cpu/simd_avx512.h"
 #include "int4_mm/layout.h"
@@ -47,7 +47,7 @@ void expand_tile(const uint8_t* weight, uint8_t* panel) {
 struct Section {  // of one N-tile: 1/16 of the scale and 16 times the zero point for rows 8..15
   __m512 scale, zero;
 };
-Section load_section(const Int4Job& job, int64_t tile, int64_t s) {
+Section load_section(const FloatJob& job, int64_t tile, int64_t s) {
   const int64_t offset = (tile * job.groups + s / job.sections_per_group) * job.parameters * kTileN;
   const __m512 scale = load16(job.scales, offset, job.scale_dtype);
   const __m512 zero = job.parameters == 2 ? load16(job.scales, offset + kTileN, job.scale_dtype)
@@ -90,7 +90,7 @@ __attribute__((always_inline)) inline void add_plane(const uint8_t* panel, const
 
 // total[i][16 kN] += section `s` for the rows m .. m + kM of x.
 template <int kN, int kM>
-void multiply(const Int4Job& job, int64_t m, int64_t s, const uint8_t* panel, const Section (&sections)[kN],
+void multiply(const FloatJob& job, int64_t m, int64_t s, const uint8_t* panel, const Section (&sections)[kN],
               float* total) {
   const int64_t tile = s * job.section / kTileK, tiles = least(job.chunk_tiles, job.tiles_k - tile);
   const int half = job.section < kTileK ? static_cast<int>(s % 2) : -1;
@@ -129,7 +129,7 @@ void multiply(const Int4Job& job, int64_t m, int64_t s, const uint8_t* panel, co
 }
 
 template <int kN, int kM = kRowsX>
-void multiply_some(const Int4Job& job, int64_t m, int64_t rows, int64_t s, const uint8_t* panel,
+void multiply_some(const FloatJob& job, int64_t m, int64_t rows, int64_t s, const uint8_t* panel,
                    const Section (&sections)[kN], float* total) {
   if constexpr (kM > 0) {
     if (rows == kM) return multiply<kN, kM>(job, m, s, panel, sections, total);
@@ -138,7 +138,7 @@ void multiply_some(const Int4Job& job, int64_t m, int64_t rows, int64_t s, const
 }
 
 template <int kN>
-void run_tiles(const Int4Job& job, int64_t tile_n) {
+void run_tiles(const FloatJob& job, int64_t tile_n) {
   uint8_t* panel = static_cast<uint8_t*>(scratch(Scratch::kPanel, int64_t{kN} * kMaxTiles * kTilePanel));
   float* total = static_cast<float*>(scratch(Scratch::kSums, job.m * kN * kTileN * int64_t{sizeof(float)}));
   for (int64_t i = 0; i < job.m * kN; ++i) _mm512_store_ps(total + i * kTileN, _mm512_setzero_ps());
@@ -166,15 +166,16 @@ void run_tiles(const Int4Job& job, int64_t tile_n) {
     const __mmask16 mask = first(job.n - row);
     const __m512 bias = job.bias != nullptr ? load16(job.bias, row, job.bias_dtype, mask) : _mm512_setzero_ps();
     for (int64_t m = 0; m < job.m; ++m) {
-      const __m512 y = _mm512_add_ps(_mm512_load_ps(total + (m * kN + n) * kTileN), bias);
-      store16(job.y, m * job.n + row, job.x_dtype, y, mask);
+      const __m512 x_scale = _mm512_set1_ps(job.x_scales[m * job.x_scale_stride]);
+      const __m512 y = _mm512_fmadd_ps(_mm512_load_ps(total + (m * kN + n) * kTileN), x_scale, bias);
+      store16(job.y, m * job.n + row, job.y_dtype, y, mask);
     }
   }
 }
 
 }  // namespace
 
-void int4_gemm_avx512(const Int4Job& job, int64_t begin, int64_t end) {
+void int4_gemm_avx512(const FloatJob& job, int64_t begin, int64_t end) {
   int64_t tile = begin;
   for (; tile + 2 <= end; tile += 2) run_tiles<2>(job, tile);
   if (tile < end) run_tiles<1>(job, tile);

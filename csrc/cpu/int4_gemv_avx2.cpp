@@ -2,7 +2,7 @@
 //
 // Sums of a chunk stay in 16 bits: 15 * 128 * 2 a product pair, at most 8 of them in 256 k, is 30720 < 2^15.
 // Per chunk and row, with integer sums exact:  y += scale * x_scale * (sum(q * x) - zero * sum(x)).
-#include "cpu/int4_kernels.h"
+#include "cpu/float_kernels.h"
 #include "cpu/simd_avx2.h"
 #include "int4_mm/layout.h"
 
@@ -43,7 +43,7 @@ struct Factors {
 struct Section {
   alignas(32) float scale[kTileN], zero[kTileN];
 };
-void load_section(const Int4Job& job, int64_t tile, int64_t s, Section* section) {
+void load_section(const FloatJob& job, int64_t tile, int64_t s, Section* section) {
   const int64_t offset = (tile * job.groups + s / job.sections_per_group) * job.parameters * kTileN;
   for (int row = 0; row < kTileN; row += 8) {
     _mm256_store_ps(section->scale + row, load8(job.scales, offset + row, job.scale_dtype));
@@ -53,7 +53,7 @@ void load_section(const Int4Job& job, int64_t tile, int64_t s, Section* section)
 }
 
 template <bool kHalves>
-void make_factors(const Int4Job& job, int64_t tile, int64_t chunk, float x_scale, Factors<kHalves>* factors) {
+void make_factors(const FloatJob& job, int64_t tile, int64_t chunk, float x_scale, Factors<kHalves>* factors) {
   Section sections[2];
   const int64_t s = kHalves ? 2 * chunk : chunk;
   load_section(job, tile, s, &sections[0]);
@@ -124,7 +124,7 @@ __m256 row_sums(const __m256* lanes) {  // of eight rows
 }
 
 template <int kWords, bool kHalves, int kTiles>
-void run_tile(const Int4Job& job, int64_t tile, int64_t m) {
+void run_tile(const FloatJob& job, int64_t tile, int64_t m) {
   constexpr int64_t kXTile = kWords * 2 * kTileK;
   const uint8_t* weight = job.weight + tile * job.tiles_k * kTileBytes;
   const int8_t* x = job.bytes + m * job.tiles_k * kXTile;
@@ -146,21 +146,21 @@ void run_tile(const Int4Job& job, int64_t tile, int64_t m) {
   for (int row = 0; row < kTileN; row += 8) {
     const int64_t n = tile * kTileN + row, count = job.n - n;
     if (count <= 0) break;
-    __m256 y = row_sums(sums + row);
+    __m256 y = _mm256_mul_ps(row_sums(sums + row), _mm256_set1_ps(job.x_scales[m * job.x_scale_stride]));
     if (job.bias != nullptr) y = _mm256_add_ps(y, load_first(job.bias, n, job.bias_dtype, count));
-    store_first(job.y, m * job.n + n, job.x_dtype, y, count);
+    store_first(job.y, m * job.n + n, job.y_dtype, y, count);
   }
 }
 
 template <int kWords, bool kHalves, int kTiles>
-void run(const Int4Job& job, int64_t begin, int64_t end) {
+void run(const FloatJob& job, int64_t begin, int64_t end) {
   for (int64_t tile = begin; tile < end; ++tile) {
     for (int64_t m = 0; m < job.m; ++m) run_tile<kWords, kHalves, kTiles>(job, tile, m);
   }
 }
 
 template <int kWords>
-void run_words(const Int4Job& job, int64_t begin, int64_t end) {
+void run_words(const FloatJob& job, int64_t begin, int64_t end) {
   switch (job.section) {
     case 32:
       return run<kWords, true, 1>(job, begin, end);
@@ -175,7 +175,7 @@ void run_words(const Int4Job& job, int64_t begin, int64_t end) {
 
 }  // namespace
 
-void int4_gemv_avx2(const Int4Job& job, int64_t begin, int64_t end) {
+void int4_gemv_avx2(const FloatJob& job, int64_t begin, int64_t end) {
   job.words == 1 ? run_words<1>(job, begin, end) : run_words<2>(job, begin, end);
 }
 

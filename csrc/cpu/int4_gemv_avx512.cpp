@@ -3,7 +3,7 @@
 //
 // Per chunk and row, with integer sums exact:  y += scale * x_scale * (sum(q * x) - zero * sum(x)).
 // Lanes stay apart until the end of the row: lane j always holds columns 4 j .. 4 j + 3 of tile_column()'s order.
-#include "cpu/int4_kernels.h"
+#include "cpu/float_kernels.h"
 #include "cpu/scratch.h"
 #include "cpu/simd_avx512.h"
 #include "cpu/weight_stream.h"
@@ -49,7 +49,7 @@ struct Factors {
 };
 
 // Scales and zero points of section `s` for the 16 rows of an N-tile.
-void load_section(const Int4Job& job, int64_t tile, int64_t s, __m512* scale, __m512* zero) {
+void load_section(const FloatJob& job, int64_t tile, int64_t s, __m512* scale, __m512* zero) {
   const int64_t offset = (tile * job.groups + s / job.sections_per_group) * job.parameters * kTileN;
   *scale = load16(job.scales, offset, job.scale_dtype);
   *zero = job.parameters == 2 ? load16(job.scales, offset + kTileN, job.scale_dtype)
@@ -59,7 +59,7 @@ void load_section(const Int4Job& job, int64_t tile, int64_t s, __m512* scale, __
 // Of all chunks of one N-tile and one row of x. Not inlined: the loop that uses them shall read memory, where a
 // broadcast is free, and not permute the registers they came from.
 template <int kWords, bool kHalves>
-[[gnu::noinline]] void make_factors(const Int4Job& job, int64_t tile, int64_t m, Factors<kWords, kHalves>* factors) {
+[[gnu::noinline]] void make_factors(const FloatJob& job, int64_t tile, int64_t m, Factors<kWords, kHalves>* factors) {
   constexpr __mmask16 kUpperRows = 0xFF00;
   for (int64_t chunk = 0; chunk < job.chunks; ++chunk) {
     const __m512 x_scale = _mm512_set1_ps(job.chunk_scales[m * job.chunks + chunk]);
@@ -134,7 +134,7 @@ __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, cons
 }
 
 template <int kWords, bool kHalves, int kTiles>
-void run_tile(const Int4Job& job, int64_t tile, int64_t m, const Factors<kWords, kHalves>* factors,
+void run_tile(const FloatJob& job, int64_t tile, int64_t m, const Factors<kWords, kHalves>* factors,
               WeightStream stream) {
   const uint8_t* weight = job.weight + tile * job.tiles_k * kTileBytes;
   const int8_t* x = job.bytes + m * job.tiles_k * kWords * 2 * kTileK;
@@ -166,13 +166,13 @@ void run_tile(const Int4Job& job, int64_t tile, int64_t m, const Factors<kWords,
   }
   const int64_t n = tile * kTileN;
   const __mmask16 mask = first(job.n - n);
-  __m512 y = _mm512_castsi512_ps(lanes[0]);
+  __m512 y = _mm512_mul_ps(_mm512_castsi512_ps(lanes[0]), _mm512_set1_ps(job.x_scales[m * job.x_scale_stride]));
   if (job.bias != nullptr) y = _mm512_add_ps(y, load16(job.bias, n, job.bias_dtype, mask));
-  store16(job.y, m * job.n + n, job.x_dtype, y, mask);
+  store16(job.y, m * job.n + n, job.y_dtype, y, mask);
 }
 
 template <int kWords, bool kHalves, int kTiles>
-void run(const Int4Job& job, int64_t begin, int64_t end) {
+void run(const FloatJob& job, int64_t begin, int64_t end) {
   using Row = Factors<kWords, kHalves>;
   const uint8_t* begin_weight = job.weight + begin * job.tiles_k * kTileBytes;
   Row* factors = static_cast<Row*>(scratch(Scratch::kPanel, job.chunks * int64_t{sizeof(Row)}));
@@ -185,7 +185,7 @@ void run(const Int4Job& job, int64_t begin, int64_t end) {
 }
 
 template <int kWords>
-void run_words(const Int4Job& job, int64_t begin, int64_t end) {
+void run_words(const FloatJob& job, int64_t begin, int64_t end) {
   switch (job.section) {
     case 32:
       return run<kWords, true, 1>(job, begin, end);
@@ -200,7 +200,7 @@ void run_words(const Int4Job& job, int64_t begin, int64_t end) {
 
 }  // namespace
 
-void int4_gemv_avx512(const Int4Job& job, int64_t begin, int64_t end) {
+void int4_gemv_avx512(const FloatJob& job, int64_t begin, int64_t end) {
   job.words == 1 ? run_words<1>(job, begin, end) : run_words<2>(job, begin, end);
 }
 

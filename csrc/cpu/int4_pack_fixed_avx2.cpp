@@ -1,8 +1,8 @@
-// Rows of x as fixed point, for the kernels that multiply bytes (int4_kernels.h describes the form).
+// Rows of x as fixed point, for the kernels that multiply bytes (float_kernels.h describes the form).
 //
 // A power of two scales each chunk so that its largest magnitude is in [2^13, 2^14). Values keep 14 bits below that,
 // more than bfloat16 or float16 hold together with the weight's rounding; the second word of float32 makes it 29 bits.
-#include "cpu/int4_kernels.h"
+#include "cpu/float_kernels.h"
 #include "cpu/simd_avx2.h"
 #include "int4_mm/layout.h"
 
@@ -31,7 +31,7 @@ int horizontal_sum(__m256i v) {
 
 // values[0 .. count) = x, then zeros up to a whole tile; returns the bits of the largest magnitude. Inf and NaN become
 // 0 and are remarked on.
-int load_chunk(const Int4Job& job, int64_t index, int64_t count, int64_t padded, float* values, uint8_t* remarks) {
+int load_chunk(const FloatJob& job, int64_t index, int64_t count, int64_t padded, float* values, uint8_t* remarks) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF), infinity = _mm256_set1_epi32(kInfinityBits);
   __m256i largest = _mm256_setzero_si256();
   for (int64_t i = 0; i < padded; i += 8) {
@@ -81,7 +81,7 @@ __m256i pack_words(__m256i first8, __m256i second8) {
   return _mm256_permute4x64_epi64(_mm256_packs_epi32(first8, second8), 0xD8);
 }
 
-void pack_row(const Int4Job& job, int64_t m) {
+void pack_row(const FloatJob& job, int64_t m) {
   alignas(32) float values[kMaxSection];
   float* sums = job.word_sums + m * job.sections * job.words;
   for (int64_t s = 0; s < job.sections * job.words; ++s) sums[s] = 0;
@@ -121,7 +121,7 @@ void pack_row(const Int4Job& job, int64_t m) {
 
 }  // namespace
 
-void int4_pack_fixed_avx2(const Int4Job& job, int64_t begin, int64_t end) {
+void int4_pack_fixed_avx2(const FloatJob& job, int64_t begin, int64_t end) {
   for (int64_t m = begin; m < end; ++m) pack_row(job, m);
 }
 

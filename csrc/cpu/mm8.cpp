@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "cpu/float_mm.h"
 #include "cpu/mm8_kernels.h"
 #include "cpu/mm8_scalar.h"
 #include "cpu/pieces.h"
@@ -116,9 +117,12 @@ int64_t rows_at_once(const Problem& p, const Arguments& a, Form form) {
 
 }  // namespace
 
-KernelName mm8_kernel(const Problem& problem, Isa isa) { return choose(problem, isa).name; }
+KernelName mm8_kernel(const Problem& problem, Isa isa) {
+  return problem.x == Format::kInt8 ? choose(problem, isa).name : float_mm_kernel(problem, isa);
+}
 
 Status mm8(const Problem& p, const Arguments& a, const Threads& threads) {
+  if (p.x != Format::kInt8) return float_mm(p, a, threads);
   Isa isa;
   if (Status status = selected_isa(&isa); !status.ok()) return status;
   const Kernel& kernel = choose(p, isa);

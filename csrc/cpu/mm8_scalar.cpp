@@ -1,6 +1,7 @@
 #include "cpu/mm8_scalar.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "cpu/numeric.h"
 #include "int4_mm/layout.h"
@@ -67,11 +68,30 @@ double dot(const Problem& p, const Arguments& a, int64_t m, int64_t n) {
 
 }  // namespace
 
+void mm8_scalar_row(const Problem& p, const Arguments& a, int64_t m, int64_t begin, int64_t end) {
+  for (int64_t n = begin; n < end; ++n) {
+    const float bias = p.has_bias ? load(a.bias, n, p.bias_dtype) : 0.0f;
+    store(a.y, m * p.n + n, p.y_dtype, static_cast<float>(dot(p, a, m, n)) + bias);
+  }
+}
+
 void mm8_scalar(const Problem& p, const Arguments& a, int64_t begin, int64_t end) {
-  for (int64_t m = 0; m < p.m; ++m) {
+  for (int64_t m = 0; m < p.m; ++m) mm8_scalar_row(p, a, m, begin, end);
+}
+
+void mm8_add_nonfinite(const Problem& p, const Arguments& a, int64_t m, int64_t begin, int64_t end) {
+  const int64_t length = p.weight == Format::kInt4 ? p.group_size : kScaleBlock;
+  for (int64_t k = 0; k < p.k; ++k) {
+    const float x = x_value(p, a, m, k);
+    if (std::isfinite(x)) continue;
+    if (std::isnan(x)) {  // whatever the weights: the rest need not be looked at
+      for (int64_t n = begin; n < end; ++n) store(a.y, m * p.n + n, p.y_dtype, x);
+      return;
+    }
     for (int64_t n = begin; n < end; ++n) {
-      const float bias = p.has_bias ? load(a.bias, n, p.bias_dtype) : 0.0f;
-      store(a.y, m * p.n + n, p.y_dtype, static_cast<float>(dot(p, a, m, n)) + bias);
+      const Group group = weight_group(p, a, n, k / length);
+      const float w = (weight_value(p, a, n, k) - group.zero) * group.scale;
+      store(a.y, m * p.n + n, p.y_dtype, load(a.y, m * p.n + n, p.y_dtype) + x * w);
     }
   }
 }

@@ -1,4 +1,5 @@
-// The scalar mm8: any CPU, any problem.
+// The scalar product of float or quantised x and any quantised W: any CPU, any problem; also what Inf and NaN in x add
+// to a result computed without them.
 #pragma once
 
 #include "qao/mm8.h"
@@ -7,5 +8,13 @@ namespace qao::cpu {
 
 // y[:, begin .. end)
 void mm8_scalar(const mm8::Problem& problem, const mm8::Arguments& arguments, int64_t begin, int64_t end);
+
+// One row of it: y[m, begin .. end).
+void mm8_scalar_row(const mm8::Problem& problem, const mm8::Arguments& arguments, int64_t m, int64_t begin,
+                    int64_t end);
+
+// y[m, n] += x[m, k] * W[n, k] over those k whose x is Inf or NaN, n in [begin, end).
+void mm8_add_nonfinite(const mm8::Problem& problem, const mm8::Arguments& arguments, int64_t m, int64_t begin,
+                       int64_t end);
 
 }  // namespace qao::cpu

@@ -1,10 +1,11 @@
 // Rows of x as AMX B tiles: 16 pairs of k x 16 rows of x, the pairs in the order in which W's bytes expand.
 //
-// In the expansion (int4_gemm_amx.cpp) pair `4 t + step` of A tile e is column 16 step + 2 t + 8 e and the next. With
-// groups of 32 a tile must not mix the two halves of a K-tile: tile h is then half h, pair `4 t + 2 e + step % 2`.
+// W in eight bits expands in order: tile h is half h of a K-tile. In the expansion of int4 (int4_gemm_amx.cpp) pair `4
+// t + step` of A tile e is column 16 step + 2 t + 8 e and the next. With groups of 32 a tile must not mix the two
+// halves of a K-tile: tile h is then half h, pair `4 t + 2 e + step % 2`.
 //
 // float32 and float16 become sums of 3 and 2 bfloat16 parts, exactly but for bits below bfloat16's range.
-#include "cpu/int4_kernels.h"
+#include "cpu/float_kernels.h"
 #include "cpu/simd_avx512.h"
 #include "int4_mm/layout.h"
 
@@ -18,10 +19,10 @@ constexpr int kTileValues = 512;  // 16 pairs x 16 rows
 constexpr int kMaxParts = 3;
 constexpr int kHalf = kTileK / 2;  // columns handled at once: 16 pairs
 
-constexpr float kHuge = 0x1p100f;  // 2^27 such values, times 15, still have a finite sum
+constexpr float kHuge = 0x1p91f;  // 2^27 such values, times 448, still have a finite sum
 
 // 32 values of one row as bfloat16 parts; returns their sum.
-float split(const Int4Job& job, int64_t m, int64_t k, __m512i (&parts)[kMaxParts]) {
+float split(const FloatJob& job, int64_t m, int64_t k, __m512i (&parts)[kMaxParts]) {
   const int64_t index = m * job.x_stride + k;
   __m512 v[2];
   for (int i = 0; i < 2; ++i) {
@@ -47,7 +48,7 @@ float split(const Int4Job& job, int64_t m, int64_t k, __m512i (&parts)[kMaxParts
   return sum;
 }
 
-void pack_half_tile(const Int4Job& job, int64_t tile_m, int64_t tile_k, int half) {
+void pack_half_tile(const FloatJob& job, int64_t tile_m, int64_t tile_k, int half) {
   __m512i rows[kMaxParts][kRows];
   alignas(64) float sums[kRows] = {};
   const int64_t k = tile_k * kTileK + half * kHalf;
@@ -65,7 +66,14 @@ void pack_half_tile(const Int4Job& job, int64_t tile_m, int64_t tile_k, int half
       for (int p = 0; p < job.parts; ++p) rows[p][i] = parts[p];
     }
   }
-  if (job.parts > 1 && k < job.k) {
+  if (job.blocks != nullptr && half == 0 && k % job.section == 0) {
+    float* scales = job.blocks + (k / job.section * job.tiles_m + tile_m) * kRows;
+    for (int64_t i = 0; i < kRows; ++i) {
+      const int64_t m = tile_m * kRows + i < job.m ? tile_m * kRows + i : job.m - 1;
+      scales[i] = job.x_scales[m * job.x_scale_stride + k / job.section * job.x_block_stride];
+    }
+  }
+  if (job.parts > 1 && job.weight_format == Format::kInt4 && k < job.k) {
     float* total = job.sums + k / job.section * job.tiles_m * kRows + tile_m * kRows;
     const bool starts_section = k % job.section == 0;
     const __m512 before = starts_section ? _mm512_setzero_ps() : _mm512_load_ps(total);
@@ -78,8 +86,9 @@ void pack_half_tile(const Int4Job& job, int64_t tile_m, int64_t tile_k, int half
     uint16_t* tiles = job.pairs + (in_block * job.parts + p) * 2 * kTileValues;
     for (int pair = 0; pair < 16; ++pair) {
       const int step = pair / 8, e = pair % 8 / 4, t = pair % 4;  // columns 16 step + 8 e + 2 t of this half
-      const int tile = job.section == 32 ? half : e;
-      const int row = job.section == 32 ? 4 * t + 2 * e + step : 4 * t + 2 * half + step;
+      const bool bytes = job.weight_format != Format::kInt4;
+      const int tile = bytes || job.section == 32 ? half : e;
+      const int row = bytes ? pair : job.section == 32 ? 4 * t + 2 * e + step : 4 * t + 2 * half + step;
       _mm512_store_si512(tiles + tile * kTileValues + row * 2 * kRows, rows[p][pair]);
     }
   }
@@ -87,7 +96,7 @@ void pack_half_tile(const Int4Job& job, int64_t tile_m, int64_t tile_k, int half
 
 }  // namespace
 
-void int4_pack_pairs_amx(const Int4Job& job, int64_t begin, int64_t end) {
+void pack_pairs_amx(const FloatJob& job, int64_t begin, int64_t end) {
   constexpr int64_t kTiles = kPackK / kTileK;
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t last = (unit + 1) * kTiles;
