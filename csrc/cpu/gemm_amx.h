@@ -193,32 +193,34 @@ void few_rows_range(const FloatJob& job, int64_t begin, int64_t end) {
 
 // ---- more rows: blocks of K ----
 
-// One part: C += `count` A tiles. Tiles of the next step load between the products of this one; B, in L2, must not
-// evict A from L1. `next_c` is the C tile that follows, fetched a share per step; an address beyond C does no harm.
-template <int kN, int kM>
-__attribute__((always_inline)) inline void multiply_one_part(const uint16_t* a, const uint16_t* b, int64_t count,
-                                                             const float* next_c, int64_t c_stride) {
-  constexpr int64_t kStride = kBlockK * kRowsX;  // from one N-tile of A, or 16 rows of x, to the next
-  constexpr int kLine = 16;                      // float32 values
+// C += whole K-tiles, `count` B tiles of them: for each K-tile and part the even and the odd one. Tiles of the next
+// step load between the products of this one; B, in L2, must not evict A from L1. `next_c` is the C tile that follows,
+// fetched a share per step; an address beyond C does no harm.
+template <int kParts, int kN, int kM>
+__attribute__((always_inline)) inline void multiply_tiles(const uint16_t* a, const uint16_t* b, int64_t count,
+                                                          const float* next_c, int64_t c_stride) {
+  constexpr int64_t kNextN = kBlockK * kTileN, kNextM = kBlockK * kRowsX * kParts;
+  constexpr int kLine = 16;  // float32 values
   tile_load_once<6>(b);
   tile_load<4>(a);
-  if constexpr (kN == 2) tile_load<5>(a + kStride);
-  if constexpr (kM == 2) tile_load_once<7>(b + kStride);
+  if constexpr (kN == 2) tile_load<5>(a + kNextN);
+  if constexpr (kM == 2) tile_load_once<7>(b + kNextM);
   const auto step = [&]<bool kMore>(int64_t i) __attribute__((always_inline)) {
-    const int64_t next = (i + 1) * kTileValues;
+    const uint16_t* next_b = b + (i + 1) * kTileValues;
+    const uint16_t* next_a = a + ((i + 1) / (2 * kParts) * 2 + (i + 1) % 2) * kTileValues;
     tile_multiply_bf16<0, 4, 6>();
     if constexpr (kN == 2) tile_multiply_bf16<2, 5, 6>();
     if constexpr (kMore) {
-      tile_load_once<6>(b + next);
+      tile_load_once<6>(next_b);
       for (int n = 0; n < kN; ++n) {
         for (int m = 0; m < kM; ++m) _mm_prefetch(next_c + n * c_stride + (i * kM + m) * kLine, _MM_HINT_T0);
       }
     }
     if constexpr (kM == 2) tile_multiply_bf16<1, 4, 7>();
-    if constexpr (kMore) tile_load<4>(a + next);
+    if constexpr (kMore) tile_load<4>(next_a);
     if constexpr (kN == 2 && kM == 2) tile_multiply_bf16<3, 5, 7>();
-    if constexpr (kMore && kM == 2) tile_load_once<7>(b + kStride + next);
-    if constexpr (kMore && kN == 2) tile_load<5>(a + kStride + next);
+    if constexpr (kMore && kM == 2) tile_load_once<7>(next_b + kNextM);
+    if constexpr (kMore && kN == 2) tile_load<5>(next_a + kNextN);
   };
   for (int64_t i = 0; i < count - 1; ++i) step.template operator()<true>(i);
   step.template operator()<false>(count - 1);
@@ -229,36 +231,34 @@ template <typename W, int kN, int kM>
 void multiply_block(const FloatJob& job, int64_t tile_n, int64_t tile_m, int64_t begin, int64_t end,
                     const uint16_t* panel, float* total) {
   const auto at = [&](int n, int m) { return total + (n * job.tiles_m + m) * kTileSums; };
-  const auto multiply_section = [&](int64_t s) {
+  const auto multiply = [&](int64_t s, int64_t a_count) __attribute__((always_inline)) {
     const Section section(job, s);
-    multiply_parts<W, kN, kM>(job, tile_m, section, 0, a_tiles<W>(section), panel + (s - begin) * job.section * kTileN,
-                              kBlockK * kTileN);
+    const uint16_t* a = panel + (s - begin) * job.section * kTileN;
+    if constexpr (W::kHalves && W::kParts > 1) {
+      multiply_parts<W, kN, kM>(job, tile_m, section, 0, a_count, a, kBlockK * kTileN);
+    } else {
+      multiply_tiles<W::kParts, kN, kM>(a, b_tile<W>(job, tile_m, section, 0, 0), a_count * W::kParts, at(0, kM),
+                                        job.tiles_m * kTileSums);
+    }
   };
   if constexpr (W::kSectioned) {
     for (int64_t s = begin; s < end; ++s) {
       each_c<kN, kM>([]<int n, int m>() { tile_zero<2 * n + m>(); });
-      multiply_section(s);
+      multiply(s, a_tiles<W>(Section(job, s)));
       alignas(64) float c[kN * kM][kTileSums];
       each_c<kN, kM>([&]<int n, int m>() { tile_store<2 * n + m>(c[kM * n + m]); });
       each_c<kN, kM>([&]<int n, int m>() { W::add_section(job, tile_n + n, tile_m + m, s, c[kM * n + m], at(n, m)); });
     }
-    return;
-  }
-  if (begin == 0) {
-    each_c<kN, kM>([]<int n, int m>() { tile_zero<2 * n + m>(); });
   } else {
-    each_c<kN, kM>([&]<int n, int m>() { tile_load<2 * n + m>(at(n, m)); });
-  }
-  if constexpr (W::kParts == 1) {
-    const Section first(job, begin);
-    const int64_t count = W::kHalves ? end - begin : 2 * least(kBlockTilesK, job.tiles_k - first.tile);
-    multiply_one_part<kN, kM>(panel, b_tile<W>(job, tile_m, first, 0, 0), count, at(0, kM), job.tiles_m * kTileSums);
-  } else {
-    for (int64_t s = begin; s < end; ++s) {
-      multiply_section(s);
+    if (begin == 0) {
+      each_c<kN, kM>([]<int n, int m>() { tile_zero<2 * n + m>(); });
+    } else {
+      each_c<kN, kM>([&]<int n, int m>() { tile_load<2 * n + m>(at(n, m)); });
     }
+    const Section last(job, end - 1);
+    multiply(begin, W::kHalves ? end - begin : 2 * (last.tile + last.tiles - Section(job, begin).tile));
+    each_c<kN, kM>([&]<int n, int m>() { tile_store<2 * n + m>(at(n, m)); });
   }
-  each_c<kN, kM>([&]<int n, int m>() { tile_store<2 * n + m>(at(n, m)); });
 }
 
 template <typename W, int kN>
