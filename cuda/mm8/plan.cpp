@@ -68,7 +68,7 @@ constexpr Sm90Row kSm90[] = {
 };
 
 constexpr int kLargestMmaSyncM = 16;  // on Hopper; above, wgmma wins
-constexpr int64_t kManyTokens = 64;  // above, arithmetic takes longer than reading W
+constexpr int64_t kManyTokens = 64;   // above, arithmetic takes longer than reading W
 
 // Columns whose products of int8 surely fit an int32 sum.
 constexpr int64_t kInt32Columns = 65536;
