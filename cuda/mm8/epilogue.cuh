@@ -1,4 +1,4 @@
-// What becomes of a sum over all of K, and the kernel that adds up split-K parts. Used by every body.
+// What becomes of a sum over all of K, and the kernel that adds up split-K parts.
 #pragma once
 
 #include "common/convert.cuh"

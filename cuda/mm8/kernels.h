@@ -62,7 +62,6 @@ struct Params {
   // fp8 weights in blocks of 128 x 128: a K-tile is one block; else null.
   const float* block_scales;    // [ceil(n / 128), k_tiles]
   const float* x_block_scales;  // x is fp8: [m, k_tiles]
-  bool fast_accum;
 
   Epilogue epilogue;
 };

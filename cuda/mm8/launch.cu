@@ -83,7 +83,6 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
     p.block_scales = static_cast<const float*>(arguments.scales);
     p.x_block_scales = problem.x == Format::kFp8 ? arguments.x_scales : nullptr;
   }
-  p.fast_accum = problem.fast_accum;
   p.epilogue = epilogue_of(problem, arguments);
   return p;
 }

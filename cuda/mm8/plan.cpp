@@ -67,7 +67,9 @@ constexpr Sm90Row kSm90[] = {
 #undef QAO_SM80
 };
 
-constexpr int kLargestMmaSyncM = 16;  // on Hopper; above, wgmma wins
+// On Hopper wgmma wins above.
+int64_t largest_mma_sync_m(const Problem& problem) { return problem.weight == Format::kInt8 ? 32 : 16; }
+
 constexpr int64_t kManyTokens = 64;  // above, arithmetic takes longer than reading W
 
 // Columns whose products of int8 surely fit an int32 sum.
@@ -113,7 +115,7 @@ struct Sm90Traits {
 
 // Why the Hopper body cannot serve a problem; null if it can.
 const char* against_sm90(const Problem& problem) {
-  if (problem.m <= kLargestMmaSyncM) return "few tokens: mma.sync with K split over warps";
+  if (problem.m <= largest_mma_sync_m(problem)) return "few tokens: mma.sync with K split over warps";
   if (!problem.x_aligned && !is_split(problem)) return "the copy engine needs x aligned to 16 bytes";
   if (problem.weight != Format::kInt4 && !problem.weight_aligned) {
     return "the copy engine needs rows of W aligned to 16 bytes";

@@ -177,8 +177,8 @@ struct Product<T, Fp8> : FloatX<T, Fp8> {
 
 // Whether NaN of W is lost on the way to the tensor cores and must be put back into the sums.
 template <typename X, typename W>
-constexpr bool kLosesNan = false;
+inline constexpr bool kLosesNan = false;
 template <>
-constexpr bool kLosesNan<__nv_bfloat16, Fp8> = true;
+inline constexpr bool kLosesNan<__nv_bfloat16, Fp8> = true;
 
 }  // namespace qao::mm8
