@@ -180,9 +180,7 @@ def test_logits(build: Callable[[], nn.Module], layers: int, device: str) -> Non
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("build", [llama, gpt2, bert, t5], ids=lambda build: build.__name__)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
-def test_logits_in_16_bits(
-    scheme: Scheme, build: Callable[[], nn.Module], dtype: torch.dtype, device: str
-) -> None:
+def test_logits_in_16_bits(scheme: Scheme, build: Callable[[], nn.Module], dtype: torch.dtype, device: str) -> None:
     """T5 asks for ``wo.weight.dtype`` and casts its activations to it, unless it is int8."""
     model = make(build, device).to(dtype)
     plain = copy.deepcopy(model)
