@@ -279,7 +279,9 @@ def test_different_devices(op: str, name: str) -> None:
     check_rejected(op, arguments | {name: arguments[name].cpu()}, "on different devices", ".to(device)")
 
 
-@pytest.mark.parametrize("op", ["int4_mm", "int8_int4_mm", "fp8_int4_mm", *BYTES, "pack_int4", "unpack_int4", "dequantize_int4"])
+@pytest.mark.parametrize(
+    "op", ["int4_mm", "int8_int4_mm", "fp8_int4_mm", *BYTES, "pack_int4", "unpack_int4", "dequantize_int4"]
+)
 def test_meta_tensors_have_shapes_only(op: str) -> None:
     """On the meta device the ops give meta results: what deferred initialisation needs."""
     arguments = arguments_of(op, "cpu")

@@ -64,7 +64,7 @@ def test_medium_size(scheme: Scheme, m: int, x_dtype: torch.dtype, device: str) 
 @every_kind
 @every_scheme
 def test_error_of_quantising_x(scheme: Scheme, m: int, x_dtype: torch.dtype, device: str) -> None:
-    """End to end, against x itself: no further off than a step of its quantisation allows, by every definition of it."""
+    """End to end, against x itself: no further off than a step of its quantisation allows, by definition."""
     for fmt in scheme.formats[:: -(-len(scheme.formats) // 5)]:
         weight = scheme.make_weight(33, 300, fmt, device)
         x = randn(m, 300, dtype=x_dtype, device=device)
@@ -257,9 +257,7 @@ def test_outlier_channels(scheme: Scheme, m: int, x_dtype: torch.dtype, device: 
 @pytest.mark.every_isa
 @every_kind
 @every_scheme
-def test_rows_of_the_weight_of_very_different_size(
-    scheme: Scheme, m: int, x_dtype: torch.dtype, device: str
-) -> None:
+def test_rows_of_the_weight_of_very_different_size(scheme: Scheme, m: int, x_dtype: torch.dtype, device: str) -> None:
     """Each column of y is accurate by its own measure: scaling a row of W by a power of two scales its column."""
     factors = 2.0 ** (torch.arange(40, device=device) % 9 - 4)
     for fmt in scheme.few_formats:
