@@ -36,7 +36,7 @@ constexpr Kernel kInt4GemmAvx512 = {
 constexpr Kernel kInt4Amx = {{"int8_int4_amx", "tdpbusd"}, Form::kTiles, mm8_pack_tiles_avx512, mm8_int4_amx};
 
 // Up to how many rows of x a kernel without tiles is the faster one.
-constexpr int64_t kInt8FewRows = 1, kInt4FewRows = 1;
+constexpr int64_t kInt8FewRows = 4, kInt4FewRows = 1;
 
 const Kernel& choose_int8_int8(const Problem& p, Isa isa) {
   if (isa == Isa::kAvx2) return kInt8Avx2;
@@ -57,8 +57,8 @@ const Kernel& choose(const Problem& p, Isa isa) {
   return kScalar;
 }
 
-constexpr int64_t kMaxRows = 512;                      // of x at a time
-constexpr int64_t kMaxPackedBytes = int64_t{4} << 20;  // fewer if they are long
+constexpr int64_t kMaxRows = 256;                      // of x at a time
+constexpr int64_t kMaxPackedBytes = int64_t{5} << 18;  // fewer if they are long: they shall stay in L2
 constexpr int64_t kSerialPackBytes = 65536;            // waking threads would cost more
 
 Mm8Job describe(const Problem& p, const Arguments& a) {

@@ -26,11 +26,11 @@ struct ATiles {
 };
 
 // C[kN][kM] += `count` steps; `b` has B tiles side by side, the other tile of x `b_tile` bytes on. Tiles of the next
-// step load between the products of this one; those of x, in L2, must not push W out of L1. fetch(i): what to prefetch
-// during step i.
-template <bool kSigned, int kN, int kM, typename Fetch>
+// step load between the products of this one; those of x, in L2, must not push W out of L1. each_step(i) is called
+// while A of step i is in its registers.
+template <bool kSigned, int kN, int kM, typename EachStep>
 __attribute__((always_inline)) static inline void multiply_tiles(const ATiles& a, const int8_t* b, int64_t b_tile,
-                                                                 int64_t count, const Fetch& fetch) {
+                                                                 int64_t count, const EachStep& each_step) {
   const auto multiply = []<int n, int m>() {
     if constexpr (kSigned) {
       tile_multiply_signed_bytes<2 * n + m, 4 + n, 6 + m>();
@@ -38,6 +38,7 @@ __attribute__((always_inline)) static inline void multiply_tiles(const ATiles& a
       tile_multiply_bytes<2 * n + m, 4 + n, 6 + m>();
     }
   };
+  if (count == 0) return;
   const uint8_t* next_a = a.first;
   tile_load_once<6>(b);
   tile_load<4>(next_a, a.row);
@@ -49,7 +50,7 @@ __attribute__((always_inline)) static inline void multiply_tiles(const ATiles& a
     multiply.template operator()<0, 0>();
     if constexpr (kN == 2) multiply.template operator()<1, 0>();
     if constexpr (kMore) tile_load_once<6>(b);
-    fetch(i);
+    each_step(i);
     if constexpr (kM == 2) multiply.template operator()<0, 1>();
     if constexpr (kMore) tile_load<4>(next_a, a.row);
     if constexpr (kN == 2 && kM == 2) multiply.template operator()<1, 1>();
