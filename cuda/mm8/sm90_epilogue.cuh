@@ -2,6 +2,8 @@
 // scaled, and stored four rows of W at a time.
 #pragma once
 
+#include <type_traits>
+
 #include "common/convert.cuh"
 #include "common/ptx.cuh"
 #include "mm8/sm90_kernels.h"
@@ -39,6 +41,7 @@ __device__ __forceinline__ void fetch_tokens(const Params& p, uint32_t to, int64
     if (p.x_scales != nullptr) ptx::cp_async_4(to + i * 4, p.x_scales + token * p.x_scale_stride, exists);
     if (p.x_zeros != nullptr) ptx::cp_async_4(to + (tokens + i) * 4, p.x_zeros + token, exists);
   }
+  ptx::cp_async_commit();
 }
 
 __device__ __forceinline__ void store(const Params& p, const Rows<4, 1>& rows, float x_scale, float x_zero,
