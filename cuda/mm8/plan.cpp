@@ -137,7 +137,7 @@ void plan_sm90(const Problem& problem, const Gpu& gpu, Plan* plan) {
   double least = 0;
   for (int row = 0; row < static_cast<int>(std::size(kSm90)); ++row) {
     const auto [tokens, share] = kSm90[row];
-    if (!sm90::fits(tokens, traits.folds, traits.packed)) continue;
+    if (!sm90::fits(tokens, traits.folds, traits.packed || traits.float_x)) continue;
     const int64_t tiles = ceil_div(problem.n, share * sm90::kTileN) * share * ceil_div(problem.m, tokens);
     for (int split = 1; split <= (share == 1 ? sm90::kMaxSplit : 1); ++split) {
       if (split > steps || !clusters_fit(tiles, split, gpu.num_sms)) continue;

@@ -9,7 +9,7 @@ using KernelFunction = void (*)(Params, TensorMaps);
 
 template <typename T, Format weight, Fold fold, bool columns, int tokens, int share>
 KernelFunction one() {
-  if constexpr (fits(tokens, fold != Fold::kNone, weight == Format::kInt4)) {
+  if constexpr (fits(tokens, fold != Fold::kNone, weight == Format::kInt4 || sizeof(T) == 2)) {
     return &mm8_kernel<Kernel<T, weight, fold, columns, tokens, share>>;
   } else {
     return nullptr;

@@ -13,12 +13,17 @@ constexpr int kMaxSharedBytes = 226 * 1024;
 constexpr int kMaxSplit = 8;                        // CTAs of a cluster
 constexpr int64_t kMaxIntegerK = int64_t{1} << 17;  // |sum| of int8 products stays below 2^31
 
-// The tiles of configs.inc that registers allow: folding keeps two sets of sums, an int4 operand takes room too.
-constexpr bool fits(int tokens, bool folds, bool packed) { return tokens <= (!folds ? 256 : packed ? 128 : 192); }
+// The tiles of configs.inc that registers allow: folding keeps two sets of sums, an operand in registers takes room
+// too.
+constexpr bool fits(int tokens, bool folds, bool from_registers) {
+  return tokens <= (!folds ? 256 : from_registers ? 128 : 192);
+}
 
 // The epilogue transposes through shared memory: rows of tokens, padded against bank conflicts.
 constexpr int kPaddedN = 64 + 4, kChunkTokens = 16;
-constexpr int kEpilogueBytes = 2 * 2 * kChunkTokens * kPaddedN * 4;  // two chunks of each warpgroup
+constexpr int kHalfChunkTokens = 32, kHalfRowBytes = 64 * 2 + 16;
+constexpr int kEpilogueBytes =
+    2 * 2 * std::max(kChunkTokens * kPaddedN * 4, kHalfChunkTokens* kHalfRowBytes);  // two chunks of each warpgroup
 
 // A stage holds 128 bytes of each token: 64 columns of an x of 16 bits, 128 of 8.
 struct Stage {
