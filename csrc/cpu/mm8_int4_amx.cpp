@@ -1,8 +1,8 @@
 // int8 x times int4 W with AMX: a tile of W becomes an A tile of 16 rows x 64 unsigned bytes with no more than a mask,
 // B tiles come packed (mm8_pack_tiles_avx512.cpp).
 //
-// More than 16 rows of x: 32 rows of W x 1024 k are expanded into L1 and meet all of them, 32 x 32 of C at a time. Sums
-// are exact integers up to the end of a group, then
+// 16 rows of W are expanded tile by tile; with more than 16 rows of x, or groups of 32, in panels of 1024 k that stay
+// in L1. Sums are exact integers up to the end of a group, then, in registers,
 //   total += scale * C - scale * zero * sum(x).
 #include "cpu/mm8_int4_parameters_avx512.h"
 #include "cpu/mm8_kernels.h"
@@ -82,101 +82,85 @@ void few_rows(const Mm8Job& job, int64_t tile_n, const Int4Parameters* parameter
   write_tiles(job, tile_n, sums, [](__m512i row) { return _mm512_castsi512_ps(row); });
 }
 
-// One or two N-tiles of W over a block of K.
-struct Panel {
-  const uint8_t* tiles;              // [kN][kBlockTilesK] A tiles
-  const Int4Parameters* parameters;  // [kN][groups of W]
-  const uint8_t* next;               // tiles of W to be fetched
-};
-
-// total[kN][tiles_m] += steps [begin, end) of the panel times tile_m and the next kM - 1 of x.
-template <int kN, int kM>
-void multiply(const Mm8Job& job, const Panel& panel, int64_t tile_m, int64_t begin, int64_t end, float* total) {
-  constexpr int64_t kLines = kPackedBytes / 64;
-  alignas(64) int32_t c[kN * kM][kTileSums];
-  const int64_t halves = job.steps / job.tiles_k;
-  const int64_t last_step = least(end, job.groups * group_steps(job));  // a last K-tile may have but one half
-  const int64_t first_line = kN * kLines * tile_m / job.tiles_m, end_line = kN * kLines * (tile_m + kM) / job.tiles_m;
-  const uint8_t* next = panel.next;
-  const auto fetch = [&](int64_t) {
-    for (int64_t line = first_line; line < end_line; ++line) {
-      _mm_prefetch(next + (line / kLines * job.tiles_k * kLines + line % kLines) * 64, _MM_HINT_T1);
-    }
-    next += kPackedBytes / halves;
+// total[16 n][16 m] += steps [begin, end) of one N-tile, expanded in `tiles`, times tile_m. fetch() is called every
+// step.
+template <typename Fetch>
+void multiply(const Mm8Job& job, const uint8_t* tiles, const Int4Parameters* parameters, int64_t tile_m, int64_t begin,
+              int64_t end, const Fetch& fetch, float* total) {
+  alignas(64) int32_t c[2][kTileSums];
+  __m512 sums[kTileN];
+#pragma GCC unroll 16
+  for (int row = 0; row < kTileN; ++row) {
+    sums[row] = begin == 0 ? _mm512_setzero_ps() : _mm512_load_ps(total + row * kTileRows);
+  }
+  int64_t sections = 0, group = 0;
+  __m512 x_sums = _mm512_setzero_ps();
+  const auto fold_section = [&]() __attribute__((always_inline)) {
+#pragma GCC unroll 16
+    for (int row = 0; row < kTileN; ++row) sums[row] = fold(c[sections % 2], row, parameters[group], x_sums, sums[row]);
   };
-  for (int64_t step = begin; step < last_step;) {
-    const int64_t group = step / group_steps(job), group_end = (group + 1) * group_steps(job);
-    const int64_t count = least(last_step, group_end) - step;
-    const ATiles a = {panel.tiles + (step - begin) / halves * kTileBytes, kBlockTilesK * kTileBytes, kTileBytes, 64};
-    each_c<kN, kM>([]<int n, int m>() { tile_zero<2 * n + m>(); });
-    multiply_tiles<false, kN, kM>(a, job.bytes + (tile_m * job.steps + step) * kTileBytes, job.steps * kTileBytes,
-                                  count, fetch);
-    each_c<kN, kM>([&]<int n, int m>() { tile_store<2 * n + m>(c[kM * n + m]); });
-    step += count;
-    const bool last = step == group_end || step == job.steps;
-    each_c<kN, kM>([&]<int n, int m>() {
-      float* at = total + (n * job.tiles_m + tile_m + m) * kTileSums;
-      const __m512 x_sums = last ? load_sums(job, group, tile_m + m) : _mm512_setzero_ps();
-      const Int4Parameters& parameters = panel.parameters[n * job.groups + group];
-      for (int row = 0; row < kTileN; ++row, at += kTileRows) {
-        _mm512_store_ps(at, fold(c[kM * n + m], row, parameters, x_sums, _mm512_load_ps(at)));
-      }
-    });
+  const int shift = job.steps > job.tiles_k ? 1 : 0;  // with groups of 32 two steps a K-tile
+  const int8_t* b = job.bytes + (tile_m * job.steps + begin) * kTileBytes;
+  for (int64_t step = begin; step < end; ++sections) {
+    const int64_t next_group = step / group_steps(job), group_end = (next_group + 1) * group_steps(job);
+    const int64_t section_end = least(end, group_end);
+    tile_zero<0>();
+    for (; step < section_end; ++step, b += kTileBytes) {
+      fetch();
+      tile_load<4>(tiles + ((step - begin) >> shift) * kTileBytes);
+      tile_load_once<6>(b);
+      tile_multiply_bytes<0, 4, 6>();
+    }
+    tile_store<0>(c[(sections + 1) % 2]);
+    if (sections > 0) fold_section();
+    group = next_group;
+    x_sums = section_end == group_end || section_end == job.steps ? load_sums(job, group, tile_m) : _mm512_setzero_ps();
   }
+  fold_section();
+#pragma GCC unroll 16
+  for (int row = 0; row < kTileN; ++row) _mm512_store_ps(total + row * kTileRows, sums[row]);
 }
 
-// total[kN][tiles_m] += K-tiles [begin, end).
-template <int kN>
-void run_block(const Mm8Job& job, int64_t tile_n, int64_t begin, int64_t end, uint8_t* tiles,
-               const Int4Parameters* parameters, float* total) {
-  const uint8_t* weight = static_cast<const uint8_t*>(job.weight) + tile_n * job.tiles_k * kPackedBytes;
-  for (int n = 0; n < kN; ++n) {
-    for (int64_t t = begin; t < end; ++t) {
-      expand_tile(weight + (n * job.tiles_k + t) * kPackedBytes, tiles + (n * kBlockTilesK + t - begin) * kTileBytes);
-    }
-  }
-  const Panel panel = {tiles, parameters, weight + (kN * job.tiles_k + begin) * kPackedBytes};
+// More rows of x: a panel of W is expanded into L1 and meets all of them.
+void many_rows(const Mm8Job& job, int64_t tile_n, const Int4Parameters* parameters, uint8_t* tiles) {
+  constexpr int64_t kLines = kPackedBytes / 64;
+  const int64_t row_bytes = job.tiles_k * kPackedBytes;
+  const uint8_t* weight = static_cast<const uint8_t*>(job.weight) + tile_n * row_bytes;
   const int64_t halves = job.steps / job.tiles_k;
-  int64_t tile_m = 0;
-  for (; tile_m + 2 <= job.tiles_m; tile_m += 2) {
-    multiply<kN, 2>(job, panel, tile_m, begin * halves, end * halves, total);
-  }
-  if (tile_m < job.tiles_m) multiply<kN, 1>(job, panel, tile_m, begin * halves, end * halves, total);
-}
-
-void many_rows(const Mm8Job& job, int64_t begin, int64_t end, uint8_t* tiles, Int4Parameters* parameters) {
-  const int64_t row_sums = job.tiles_m * kTileSums;
-  float* total = static_cast<float*>(scratch(Scratch::kSums, 2 * row_sums * int64_t{sizeof(float)}));
-  for (int64_t tile_n = begin; tile_n < end; tile_n += 2) {
-    const int64_t count = least(2, end - tile_n);
-    for (int64_t n = 0; n < count; ++n) {
-      load_parameters(job, tile_n + n, 0, job.groups, parameters + n * job.groups);
-    }
-    for (int64_t i = 0; i < count * row_sums; i += 16) _mm512_store_ps(total + i, _mm512_setzero_ps());
-    for (int64_t t = 0; t < job.tiles_k; t += kBlockTilesK) {
-      const int64_t end_t = least(job.tiles_k, t + kBlockTilesK);
-      count == 2 ? run_block<2>(job, tile_n, t, end_t, tiles, parameters, total)
-                 : run_block<1>(job, tile_n, t, end_t, tiles, parameters, total);
-    }
-    for (int64_t n = 0; n < count; ++n) {
-      write_tiles(job, tile_n + n, total + n * row_sums, [](__m512i sums) { return _mm512_castsi512_ps(sums); });
+  const int64_t steps = job.groups * group_steps(job);  // with groups of 32 the last K-tile may have but one half
+  float* total = static_cast<float*>(scratch(Scratch::kSums, job.tiles_m * kTileSums * int64_t{sizeof(float)}));
+  for (int64_t t = 0; t < job.tiles_k; t += kBlockTilesK) {
+    const int64_t end = least(job.tiles_k, t + kBlockTilesK);
+    for (int64_t i = t; i < end; ++i) expand_tile(weight + i * kPackedBytes, tiles + (i - t) * kTileBytes);
+    const uint8_t* next = weight + end * kPackedBytes;
+    for (int64_t tile_m = 0; tile_m < job.tiles_m; ++tile_m) {
+      const int64_t lines = kLines * (tile_m + 1) / job.tiles_m - kLines * tile_m / job.tiles_m;
+      const auto fetch = [&]() __attribute__((always_inline)) {
+        for (int64_t line = 0; line < lines; ++line, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+      };
+      multiply(job, tiles, parameters, tile_m, t * halves, least(end * halves, steps), fetch,
+               total + tile_m * kTileSums);
     }
   }
+  write_tiles(job, tile_n, total, [](__m512i sums) { return _mm512_castsi512_ps(sums); });
 }
 
 }  // namespace
 
 void mm8_int4_amx(const Mm8Job& job, int64_t begin, int64_t end) {
   const TileScope registers;
-  constexpr int64_t kPanelBytes = 2 * kBlockTilesK * kTileBytes;
-  const int64_t bytes = kPanelBytes + 2 * job.groups * static_cast<int64_t>(sizeof(Int4Parameters));
+  constexpr int64_t kPanelBytes = kBlockTilesK * kTileBytes;
+  const int64_t bytes = kPanelBytes + job.groups * static_cast<int64_t>(sizeof(Int4Parameters));
   auto* tiles = static_cast<uint8_t*>(scratch(Scratch::kPanel, bytes));
   auto* parameters = reinterpret_cast<Int4Parameters*>(tiles + kPanelBytes);
-  if (job.tiles_m > 1 || job.steps > job.tiles_k) return many_rows(job, begin, end, tiles, parameters);
   const uint8_t* weight = static_cast<const uint8_t*>(job.weight) + begin * job.tiles_k * kPackedBytes;
   for (int64_t tile_n = begin; tile_n < end; ++tile_n) {
     load_parameters(job, tile_n, 0, job.groups, parameters);
-    few_rows(job, tile_n, parameters, WeightStream(weight, tile_n - begin, job.tiles_k));
+    if (job.tiles_m == 1 && job.steps == job.tiles_k) {
+      few_rows(job, tile_n, parameters, WeightStream(weight, tile_n - begin, job.tiles_k));
+    } else {
+      many_rows(job, tile_n, parameters, tiles);
+    }
   }
 }
 

@@ -16,6 +16,52 @@ constexpr int64_t kDirectTilesM = 2;  // x so short that W is not copied
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// ---- registers 0..3 = C of 1 or 2 N-tiles x 1 or 2 tiles of x, 4..5 = A, 6..7 = B ----
+
+template <int kN, int kM>
+__attribute__((always_inline)) inline void each_c(auto&& visit) {
+  visit.template operator()<0, 0>();
+  if constexpr (kM == 2) visit.template operator()<0, 1>();
+  if constexpr (kN == 2) visit.template operator()<1, 0>();
+  if constexpr (kN == 2 && kM == 2) visit.template operator()<1, 1>();
+}
+
+// A tiles of W along K, of one or two N-tiles. Distances in bytes: of N-tiles, of steps along K, of rows.
+struct ATiles {
+  const uint8_t* first;
+  int64_t tile_n, step, row;
+};
+
+// C[kN][kM] += `count` steps; `b` has B tiles side by side, the other tile of x `b_tile` bytes on. Tiles of the next
+// step load between the products of this one; those of x, in L2, must not push W out of L1. each_step(i) is called
+// while A of step i is in its registers.
+template <int kN, int kM, typename EachStep>
+__attribute__((always_inline)) inline void multiply_tiles(const ATiles& a, const int8_t* b, int64_t b_tile,
+                                                          int64_t count, const EachStep& each_step) {
+  const auto multiply = []<int n, int m>() { tile_multiply_signed_bytes<2 * n + m, 4 + n, 6 + m>(); };
+  if (count == 0) return;
+  const uint8_t* next_a = a.first;
+  tile_load_once<6>(b);
+  tile_load<4>(next_a, a.row);
+  if constexpr (kN == 2) tile_load<5>(next_a + a.tile_n, a.row);
+  if constexpr (kM == 2) tile_load_once<7>(b + b_tile);
+  const auto step = [&]<bool kMore>(int64_t i) __attribute__((always_inline)) {
+    next_a += a.step;
+    b += kTileRegisterBytes;
+    multiply.template operator()<0, 0>();
+    if constexpr (kN == 2) multiply.template operator()<1, 0>();
+    if constexpr (kMore) tile_load_once<6>(b);
+    each_step(i);
+    if constexpr (kM == 2) multiply.template operator()<0, 1>();
+    if constexpr (kMore) tile_load<4>(next_a, a.row);
+    if constexpr (kN == 2 && kM == 2) multiply.template operator()<1, 1>();
+    if constexpr (kMore && kM == 2) tile_load_once<7>(b + b_tile);
+    if constexpr (kMore && kN == 2) tile_load<5>(next_a + a.tile_n, a.row);
+  };
+  for (int64_t i = 0; i < count - 1; ++i) step.template operator()<true>(i);
+  step.template operator()<false>(count - 1);
+}
+
 // 16 rows of W from row n, columns [begin, end), as A tiles; zeros past N and K.
 void copy_tiles(const Mm8Job& job, int64_t n, int64_t begin, int64_t end, uint8_t* out) {
   const int64_t rows = least(kTileRows, job.n - n);
@@ -50,7 +96,7 @@ void multiply(const Mm8Job& job, const Panel& panel, int64_t tile_m, int32_t* c)
   const int64_t b_tile = job.tiles_k * kTileBytes, whole = panel.whole - panel.begin;
   const bool copies = kM < job.tiles_m;
   if (tile_m == 0) {
-    multiply_tiles<true, kN, kM>(panel.direct, b, b_tile, whole, [&](int64_t i) {
+    multiply_tiles<kN, kM>(panel.direct, b, b_tile, whole, [&](int64_t i) {
       if (copies) {
         tile_store<4>(panel.copy + i * kTileBytes);
         if constexpr (kN == 2) tile_store<5>(panel.copy + panel.copied.tile_n + i * kTileBytes);
@@ -61,9 +107,9 @@ void multiply(const Mm8Job& job, const Panel& panel, int64_t tile_m, int32_t* c)
     });
     ATiles rest = panel.copied;
     rest.first += whole * kTileBytes;
-    multiply_tiles<true, kN, kM>(rest, b + whole * kTileBytes, b_tile, panel.end - panel.whole, [](int64_t) {});
+    multiply_tiles<kN, kM>(rest, b + whole * kTileBytes, b_tile, panel.end - panel.whole, [](int64_t) {});
   } else {
-    multiply_tiles<true, kN, kM>(panel.copied, b, b_tile, panel.end - panel.begin, [](int64_t) {});
+    multiply_tiles<kN, kM>(panel.copied, b, b_tile, panel.end - panel.begin, [](int64_t) {});
   }
   each_c<kN, kM>([&]<int n, int m>() { tile_store<2 * n + m>(at(n, m)); });
 }

@@ -1,5 +1,4 @@
-// The inner loop that the AMX kernels of mm8 share: C of 1 or 2 N-tiles x 1 or 2 tiles of x, in registers 0..3; A in
-// 4 and 5, B in 6 and 7. `static`: see numeric.h.
+// What the AMX kernels of mm8 share: from C tiles to y. `static`: see numeric.h.
 #pragma once
 
 #include "cpu/amx.h"
@@ -10,56 +9,6 @@
 namespace qao::cpu {
 
 constexpr int kTileSums = kTileRegisterRows * kTileRegisterRows;  // of a C tile, [16 n][16 m]
-
-template <int kN, int kM>
-__attribute__((always_inline)) static inline void each_c(auto&& visit) {
-  visit.template operator()<0, 0>();
-  if constexpr (kM == 2) visit.template operator()<0, 1>();
-  if constexpr (kN == 2) visit.template operator()<1, 0>();
-  if constexpr (kN == 2 && kM == 2) visit.template operator()<1, 1>();
-}
-
-// A tiles of W along K, of one or two N-tiles. Distances in bytes: of N-tiles, of steps along K, of rows.
-struct ATiles {
-  const uint8_t* first;
-  int64_t tile_n, step, row;
-};
-
-// C[kN][kM] += `count` steps; `b` has B tiles side by side, the other tile of x `b_tile` bytes on. Tiles of the next
-// step load between the products of this one; those of x, in L2, must not push W out of L1. each_step(i) is called
-// while A of step i is in its registers.
-template <bool kSigned, int kN, int kM, typename EachStep>
-__attribute__((always_inline)) static inline void multiply_tiles(const ATiles& a, const int8_t* b, int64_t b_tile,
-                                                                 int64_t count, const EachStep& each_step) {
-  const auto multiply = []<int n, int m>() {
-    if constexpr (kSigned) {
-      tile_multiply_signed_bytes<2 * n + m, 4 + n, 6 + m>();
-    } else {
-      tile_multiply_bytes<2 * n + m, 4 + n, 6 + m>();
-    }
-  };
-  if (count == 0) return;
-  const uint8_t* next_a = a.first;
-  tile_load_once<6>(b);
-  tile_load<4>(next_a, a.row);
-  if constexpr (kN == 2) tile_load<5>(next_a + a.tile_n, a.row);
-  if constexpr (kM == 2) tile_load_once<7>(b + b_tile);
-  const auto step = [&]<bool kMore>(int64_t i) __attribute__((always_inline)) {
-    next_a += a.step;
-    b += kTileRegisterBytes;
-    multiply.template operator()<0, 0>();
-    if constexpr (kN == 2) multiply.template operator()<1, 0>();
-    if constexpr (kMore) tile_load_once<6>(b);
-    each_step(i);
-    if constexpr (kM == 2) multiply.template operator()<0, 1>();
-    if constexpr (kMore) tile_load<4>(next_a, a.row);
-    if constexpr (kN == 2 && kM == 2) multiply.template operator()<1, 1>();
-    if constexpr (kMore && kM == 2) tile_load_once<7>(b + b_tile);
-    if constexpr (kMore && kN == 2) tile_load<5>(next_a + a.tile_n, a.row);
-  };
-  for (int64_t i = 0; i < count - 1; ++i) step.template operator()<true>(i);
-  step.template operator()<false>(count - 1);
-}
 
 // y for one N-tile from its sums [tiles_m][16 n][16 m]; to_float(sums) makes 16 of them, of one row of x, float32 and
 // scales them by W's scales.
