@@ -1,9 +1,149 @@
+// Which kernel quantises a problem, and its launch.
+#include <algorithm>
+
+#include "common/check.h"
 #include "qao/quantize.h"
+#include "quantize/rows.cuh"
+#include "quantize/stream.cuh"
 
 namespace qao::quantize {
+namespace {
 
-int64_t workspace_bytes(const Problem&) { return 0; }
+// Up to so many rows every one is spread over as many threads as it has vectors; beyond, CTAs fill the GPU, and threads
+// with several vectors each have more loads under way.
+constexpr int64_t kFewRows = 256;
 
-Status launch(const Problem&, const Arguments&, void*) { return Status::error("quantize has no CUDA kernels yet"); }
+bool is_aligned(const void* base, int64_t rows, int64_t stride_bytes, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(base) % bytes == 0 && (rows <= 1 || stride_bytes % bytes == 0);
+}
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+bool needs_maxima(const Problem& p) { return p.scaling == Scaling::kTensor && !p.static_scale; }
+
+Status check(const Problem& p, const Arguments& a) {
+  if (p.format != Format::kInt8 && p.format != Format::kFp8)
+    return Status::error("quantize: the format is not int8 or fp8");
+  const bool rows = p.scaling == Scaling::kRow;
+  if (p.format == Format::kInt8 && !rows) return Status::error("quantize: int8 has one scale per row");
+  if (!rows && (p.producer != Producer::kNone || p.sums_group != 0)) {
+    return Status::error("quantize: fused producers and sums need one scale per row");
+  }
+  const int64_t g = p.sums_group;
+  if (g != 0 && g < p.k && g != 32 && g != 64 && g != 128 && g != 256) {
+    return Status::error("quantize: sums_group must be 32, 64, 128, 256 or at least k");
+  }
+  if (a.q_stride < p.k || a.q_stride > int64_t{1} << 30)
+    return Status::error("quantize: q_stride must be from k to 2^30");
+  if (p.order == Order::kInt4Tiles && a.q_stride % 64 != 0) {
+    return Status::error("quantize: kInt4Tiles needs a q_stride that is a multiple of 64");
+  }
+  return {};
+}
+
+Params describe(const Problem& p, const Arguments& a) {
+  const int64_t size = size_of(p.x_dtype);
+  Params params{};
+  params.x = a.x, params.up = a.up, params.norm_weight = a.norm_weight;
+  params.q = static_cast<uint8_t*>(a.q);
+  params.scales = a.scales, params.zeros = a.zeros, params.sums = p.sums_group == 0 ? nullptr : a.sums;
+  params.maxima = static_cast<float*>(a.workspace);
+  params.x_stride = a.x_stride, params.up_stride = a.up_stride, params.q_stride = a.q_stride;
+  params.m = p.m;
+  params.k = static_cast<int>(p.k);
+  params.vectors = static_cast<int>(divide_up(a.q_stride, kVector));
+  params.group = p.sums_group >= p.k ? 0 : static_cast<int>(p.sums_group);
+  while (params.group >> params.group_shift > 1) ++params.group_shift;
+  params.groups = static_cast<int>(p.sums_groups());
+  params.norm_weight_dtype = p.norm_weight_dtype;
+  params.aligned = p.k % kVector == 0 && is_aligned(a.x, p.m, a.x_stride * size, 16);
+  if (p.producer == Producer::kSiluMul) params.aligned &= is_aligned(a.up, p.m, a.up_stride * size, 16);
+  if (p.producer == Producer::kRmsNorm && a.norm_weight != nullptr) {
+    params.aligned &= p.norm_weight_dtype == p.x_dtype && is_aligned(a.norm_weight, 1, 0, 16);
+  }
+  params.q_aligned = is_aligned(a.q, p.m, a.q_stride, kVector);
+  params.fp8 = p.format == Format::kFp8;
+  params.symmetric = params.fp8 || p.symmetric;
+  params.static_scale = p.static_scale;
+  params.int4_tiles = p.order == Order::kInt4Tiles;
+  params.eps = p.eps;
+  return params;
+}
+
+template <DType dtype, Producer producer, int kVectors, bool kFast>
+Status launch_rows(Params p, cudaStream_t stream) {
+  const int64_t wanted = divide_up(divide_up(p.vectors, kVectors), 32) * 32;
+  const int threads = static_cast<int>(std::min<int64_t>(wanted, kMaxThreads));
+  p.tiles = static_cast<int>(divide_up(p.vectors, threads * kVectors));
+  rows_kernel<dtype, producer, kVectors, kFast><<<static_cast<unsigned>(p.m), threads, 0, stream>>>(p);
+  return launch_status("launching quantize::rows_kernel");
+}
+
+template <DType dtype, Producer producer>
+Status launch_rows(const Params& p, cudaStream_t stream) {
+  const int threads = p.m <= kFewRows ? 1024 : 32;  // beyond them, each has more vectors
+  if (!p.aligned) return launch_rows<dtype, producer, 1, false>(p, stream);
+  if (p.vectors <= threads) return launch_rows<dtype, producer, 1, true>(p, stream);
+  if (p.vectors <= 2 * threads) return launch_rows<dtype, producer, 2, true>(p, stream);
+  return launch_rows<dtype, producer, 4, true>(p, stream);
+}
+
+template <DType dtype, int kVectors>
+Status launch_stream(Params p, Scaling scaling, cudaStream_t stream) {
+  // Powers of two, so that a CTA's threads are whole rows of 32, 64, 128 or 256.
+  unsigned threads = 32;
+  while (threads < kStreamThreads && threads * kVectors < static_cast<unsigned>(p.vectors)) threads *= 2;
+  const dim3 cta(threads, kStreamThreads / threads);
+  p.slices = static_cast<int>(divide_up(p.vectors, int64_t{threads} * kVectors));
+  const int64_t ctas = divide_up(p.m, cta.y) * p.slices;
+  if (scaling == Scaling::kBlock) {
+    stream_kernel<dtype, Scaling::kBlock, kVectors><<<static_cast<unsigned>(ctas), cta, 0, stream>>>(p);
+    return launch_status("launching quantize::stream_kernel");
+  }
+  if (!p.static_scale) {
+    p.parts = static_cast<int>(std::min<int64_t>(ctas, kMaxParts));
+    maxima_kernel<dtype, kVectors><<<p.parts, cta, 0, stream>>>(p);
+    if (Status status = launch_status("launching quantize::maxima_kernel"); !status.ok()) return status;
+  }
+  stream_kernel<dtype, Scaling::kTensor, kVectors><<<static_cast<unsigned>(ctas), cta, 0, stream>>>(p);
+  return launch_status("launching quantize::stream_kernel");
+}
+
+template <DType dtype>
+Status launch_dtype(const Problem& problem, const Params& p, cudaStream_t stream) {
+  // The scale of a single row is that of the tensor.
+  if (problem.scaling != Scaling::kRow && !(needs_maxima(problem) && problem.m == 1)) {
+    return p.m <= kFewRows ? launch_stream<dtype, 1>(p, problem.scaling, stream)
+                           : launch_stream<dtype, 4>(p, problem.scaling, stream);
+  }
+  switch (problem.producer) {
+    case Producer::kNone:
+      return launch_rows<dtype, Producer::kNone>(p, stream);
+    case Producer::kRmsNorm:
+      return launch_rows<dtype, Producer::kRmsNorm>(p, stream);
+    case Producer::kSiluMul:
+      return launch_rows<dtype, Producer::kSiluMul>(p, stream);
+  }
+  return Status::error("quantize: unknown producer");
+}
+
+}  // namespace
+
+int64_t workspace_bytes(const Problem& problem) { return needs_maxima(problem) ? kMaxParts * sizeof(float) : 0; }
+
+Status launch(const Problem& problem, const Arguments& arguments, void* stream_handle) {
+  if (Status status = check(problem, arguments); !status.ok() || problem.m == 0) return status;
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
+  const Params params = describe(problem, arguments);
+  switch (problem.x_dtype) {
+    case DType::kFloat32:
+      return launch_dtype<DType::kFloat32>(problem, params, stream);
+    case DType::kFloat16:
+      return launch_dtype<DType::kFloat16>(problem, params, stream);
+    case DType::kBFloat16:
+      return launch_dtype<DType::kBFloat16>(problem, params, stream);
+  }
+  return Status::error("quantize: unknown dtype");
+}
 
 }  // namespace qao::quantize
