@@ -104,7 +104,7 @@ std::tuple<Tensor, Tensor> fp8_quantize_op(const Tensor& x_tensor, int64_t group
   Tensor scales = scale                                 ? torch::stable::clone(*scale_tensor)
                   : problem.scaling == Scaling::kTensor ? empty({1}, float32_code(), x)
                                                         : empty_rows(problem.blocks(), float32_code(), x);
-  if (problem.m == 0) return {q, scale ? scales : torch::stable::fill_(scales, 1)};
+  if (problem.m == 0) return {q, scale ? scales : torch::stable::zero_(scales)};
   arguments.q = q.data_ptr();
   arguments.q_stride = problem.k;
   arguments.scales = static_cast<float*>(scales.data_ptr());

@@ -42,8 +42,13 @@ class Tolerance:
     rms: float  # largest permitted root mean square of (y - truth) / row_scale
 
 
-def tolerance(x: Tensor, dense: Tensor, bias: Tensor | None = None) -> Tolerance:
+def tolerance(
+    x: Tensor, dense: Tensor, bias: Tensor | None = None, seen: Tensor | None = None, slack: Tensor | None = None
+) -> Tolerance:
     """How far y may be from the truth for x [M, K], dense [N, K], bias [N].
+
+    Where x is quantised first, ``seen`` [M, K] float64 is what it became: it takes the place of x, rounded to x's dtype
+    for plain torch. ``slack`` [M, N] is added, as an error that any element may have in addition.
 
     An element may be wrong by the sum of
       - twice the largest error, relative to `row_scale`, of plain torch: F.linear in x's dtype on the dense weight
@@ -57,17 +62,20 @@ def tolerance(x: Tensor, dense: Tensor, bias: Tensor | None = None) -> Tolerance
     the spread of a mean over few elements.
     """
     m, k = x.shape
+    seen = x if seen is None else seen
     signs = (
         torch.randint(0, 2, (PLAIN_ROWS, k), generator=torch.Generator().manual_seed(1)).to(x.device, x.dtype) * 2 - 1
     )
-    sample = x[torch.arange(PLAIN_ROWS, device=x.device) % m] * signs
+    sample = seen[torch.arange(PLAIN_ROWS, device=x.device) % m].to(x.dtype) * signs
     plain = F.linear(sample, dense.to(x.dtype), None if bias is None else bias.to(x.dtype))
     relative = _relative(plain.double() - truth(sample, dense, bias), row_scale(sample, dense, bias))
 
     accumulation = 2.0**-24 * k**0.5
     finfo = torch.finfo(x.dtype)
-    expected, scale = truth(x, dense, bias), row_scale(x, dense, bias)
+    expected, scale = truth(seen, dense, bias), row_scale(seen, dense, bias)
     rounding = finfo.eps / 2 * expected.abs() + finfo.smallest_normal * finfo.eps
+    if slack is not None:
+        rounding = rounding + slack
     elements = (2 * relative.abs().max() + accumulation) * scale + rounding
     rms = 2 * _rms(relative) + accumulation + _rms(_relative(rounding, scale)) / 3**0.5
     return Tolerance(elements, rms * (1 + 2 / expected.numel() ** 0.5))
@@ -81,13 +89,21 @@ def check_metadata(y: Tensor, x: Tensor, n: int) -> None:
     assert y.is_contiguous()
 
 
-def check_close(y: Tensor, x: Tensor, dense: Tensor, bias: Tensor | None = None) -> None:
-    """y is x · denseᵀ + bias within `tolerance`. x [..., K], dense [N, K] float64, bias [N]."""
+def check_close(
+    y: Tensor,
+    x: Tensor,
+    dense: Tensor,
+    bias: Tensor | None = None,
+    seen: Tensor | None = None,
+    slack: Tensor | None = None,
+) -> None:
+    """y is x · denseᵀ + bias within `tolerance`. x [..., K], dense [N, K] float64, bias [N], seen and slack [M, ...]."""
     check_metadata(y, x, dense.shape[0])
     if y.numel() == 0:
         return
     x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-    expected, allowed = truth(x, dense, bias), tolerance(x, dense, bias)
+    seen = x if seen is None else seen
+    expected, allowed = truth(seen, dense, bias), tolerance(x, dense, bias, seen, slack)
     error = (y.double() - expected).abs()
     wrong = ~(error <= allowed.elements)  # so that NaN is wrong
     if wrong.any():
@@ -98,5 +114,5 @@ def check_close(y: Tensor, x: Tensor, dense: Tensor, bias: Tensor | None = None)
             f"{y[row, column].item()} for {expected[row, column].item()}, allowed error "
             f"{allowed.elements[row, column].item():.3g}; worst error / allowed {worst:.3g}"
         )
-    rms = _rms(_relative(error, row_scale(x, dense, bias)))
+    rms = _rms(_relative(error, row_scale(seen, dense, bias)))
     assert rms <= allowed.rms, f"root mean square of the relative error {rms:.3g}, allowed {allowed.rms:.3g}"

@@ -1,8 +1,4 @@
-"""What the operator tests share: schemes, cases, views of x.
-
-A scheme is an object with the attributes of :class:`Int4`; the generic tests run over ``SCHEMES``, so another scheme
-joins them by being appended there.
-"""
+"""What the operator tests share: cases, views of x, and the comparison with float64."""
 
 from __future__ import annotations
 
@@ -12,115 +8,24 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import qao.ops
+import accuracy
 import torch
-from qao.reference import dequantize
+from ops_schemes import DTYPES, SHORT, Format, Scheme, Weight, generator
 from torch import Tensor
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", None: "none"}
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def randn(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator(seed)).to(device, dtype)
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A quantised weight: what the op takes, and the numbers it stands for."""
-
-    operands: tuple[Tensor, ...]  # the op's tensors after x
-    arguments: tuple[int, ...]  # the op's integers
-    dense: Tensor  # [N, K] float64, exactly what the operands mean
-
-    @property
-    def n(self) -> int:
-        return self.dense.shape[0]
-
-    @property
-    def k(self) -> int:
-        return self.dense.shape[1]
-
-
-@dataclass(frozen=True)
-class Int4Format:
-    """How an int4 weight is quantised; ``zeros`` is "none" (symmetric), "integer" or "float"."""
-
-    group_size: int = 128
-    zeros: str = "none"
-    scale_dtype: torch.dtype = torch.float32
-
-    def __str__(self) -> str:
-        return f"g{self.group_size}-{self.zeros}-s_{SHORT[self.scale_dtype]}"
-
-
-@dataclass(frozen=True)
-class Int4Parts:
-    """The plain tensors ``pack_int4`` takes."""
-
-    q: Tensor  # [N, K] uint8, 0..15
-    scales: Tensor  # [N, G]
-    zeros: Tensor | None  # [N, G]
-    group_size: int
-
-    def dense(self) -> Tensor:
-        """[N, K] float64."""
-        return dequantize(self.q, self.scales, self.zeros, self.group_size)
-
-    def pack(self) -> Weight:
-        packed = torch.ops.qao.pack_int4(self.q, self.scales, self.zeros, self.group_size)
-        return Weight(packed, (*self.q.shape, self.group_size), self.dense())
-
-
-class Int4:
-    """torch.ops.qao.int4_mm as the generic tests use it."""
-
-    word = "int4"
-    op = torch.ops.qao.int4_mm.default
-    differentiable = staticmethod(qao.ops.int4_mm)
-    formats = tuple(
-        Int4Format(group_size, zeros, scale_dtype)
-        for group_size in (32, 64, 128, 256, -1)
-        for zeros in ("none", "integer", "float")
-        for scale_dtype in DTYPES
-    )
-    # Two formats that between them use every part of the op, for tests about something other than formats.
-    few_formats = (Int4Format(), Int4Format(32, "float", torch.bfloat16))
-
-    @staticmethod
-    def parts(n: int, k: int, fmt: Int4Format = Int4Format(), device: str = "cpu", seed: int = 0) -> Int4Parts:
-        g = generator(seed)
-        groups = 1 if fmt.group_size == -1 else -(-k // fmt.group_size)
-        q = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
-        scales = (torch.rand(n, groups, generator=g) * 0.02 + 0.01).to(fmt.scale_dtype)
-        zeros = None
-        if fmt.zeros == "integer":
-            zeros = torch.randint(0, 16, (n, groups), generator=g).to(fmt.scale_dtype)
-        elif fmt.zeros == "float":
-            zeros = (torch.rand(n, groups, generator=g) * 15).to(fmt.scale_dtype)
-        return Int4Parts(q.to(device), scales.to(device), None if zeros is None else zeros.to(device), fmt.group_size)
-
-    @classmethod
-    def make_weight(cls, n: int, k: int, fmt: Int4Format = Int4Format(), device: str = "cpu", seed: int = 0) -> Weight:
-        return cls.parts(n, k, fmt, device, seed).pack()
-
-    @classmethod
-    def mm(cls, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        return cls.op(x, *weight.operands, bias, *weight.arguments)
-
-    @classmethod
-    def mm_with_grad(cls, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        return cls.differentiable(x, *weight.operands, bias, *weight.arguments)
-
-
-SCHEMES = (Int4(),)
+def check_product(y: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> None:
+    """y is the product of a scheme: of what it makes of x [..., K], and of what its weight means."""
+    rows = x.detach().reshape(-1, weight.k)
+    if y.numel() == 0:
+        accuracy.check_metadata(y, x, weight.n)
+        return
+    seen, slack = weight.activation.seen(rows), weight.activation.slack(rows, weight.dense)
+    accuracy.check_close(y, x, weight.dense, bias, seen, slack)
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
@@ -138,14 +43,14 @@ class Case:
     m: int
     n: int
     k: int
-    fmt: Int4Format
+    fmt: Format
     x_dtype: torch.dtype
     bias_dtype: torch.dtype | None
 
     def __str__(self) -> str:
         return f"m{self.m}-n{self.n}-k{self.k}-{self.fmt}-x_{SHORT[self.x_dtype]}-b_{SHORT[self.bias_dtype]}"
 
-    def tensors(self, scheme: Int4, device: str) -> tuple[Tensor, Weight, Tensor | None]:
+    def tensors(self, scheme: Scheme, device: str) -> tuple[Tensor, Weight, Tensor | None]:
         """x [M, K], the weight, bias [N] or None."""
         weight = scheme.make_weight(self.n, self.k, self.fmt, device, seed=self.n + self.k)
         x = randn(self.m, self.k, dtype=self.x_dtype, device=device, seed=self.m)
@@ -158,7 +63,7 @@ def _fitting(rng: random.Random, m: int, n: int | None = None, k: int | None = N
     return rng.choice([(a, b) for a, b in pairs if m * a * b <= CPU_PRODUCTS] or pairs[:1])
 
 
-def sweep(scheme: Int4) -> list[Case]:
+def sweep(scheme: Scheme) -> list[Case]:
     """Every M with every x dtype, every N with every K, every format with every x dtype; the rest drawn at random."""
     rng = random.Random(0)
     biases = (None, *DTYPES)
@@ -177,7 +82,7 @@ def sweep(scheme: Int4) -> list[Case]:
     return cases
 
 
-def fuzz(scheme: Int4, count: int, seed: int) -> Iterator[Case]:
+def fuzz(scheme: Scheme, count: int, seed: int) -> Iterator[Case]:
     """Random sizes, most of them small and odd."""
     rng = random.Random(seed)
     while count:

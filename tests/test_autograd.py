@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from accuracy import check_close, tolerance, truth
-from ops_support import DTYPES, SCHEMES, Int4, randn
+from ops_schemes import DTYPES, FLOAT, SCHEMES, Scheme
+from ops_support import check_product, randn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -27,13 +28,13 @@ def check_bias_gradient(grad: Tensor, dy: Tensor, bias: Tensor) -> None:
 @pytest.mark.parametrize("m", [1, 3, 40])
 @pytest.mark.parametrize("bias_dtype", [None, *DTYPES], ids=str)
 @pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
-def test_gradients(x_dtype: torch.dtype, bias_dtype: torch.dtype | None, m: int, scheme: Int4, device: str) -> None:
+def test_gradients(x_dtype: torch.dtype, bias_dtype: torch.dtype | None, m: int, scheme: Scheme, device: str) -> None:
     for fmt in scheme.few_formats:
         weight = scheme.make_weight(100, 200, fmt, device)
         x = randn(m, 200, dtype=x_dtype, device=device).requires_grad_()
         bias = None if bias_dtype is None else randn(100, dtype=bias_dtype, device=device).requires_grad_()
         y = scheme.mm_with_grad(x, weight, bias)
-        check_close(y.detach(), x.detach(), weight.dense, None if bias is None else bias.detach())
+        check_product(y.detach(), x.detach(), weight, None if bias is None else bias.detach())
         dy = randn(m, 100, dtype=x_dtype, device=device, seed=3)
         y.backward(dy)
         assert x.grad is not None
@@ -44,7 +45,7 @@ def test_gradients(x_dtype: torch.dtype, bias_dtype: torch.dtype | None, m: int,
 
 
 @pytest.mark.parametrize("shape", [(200,), (2, 3, 200), (2, 0, 200), (0, 200)], ids=str)
-def test_gradient_has_the_shape_of_x(shape: tuple[int, ...], scheme: Int4, device: str) -> None:
+def test_gradient_has_the_shape_of_x(shape: tuple[int, ...], scheme: Scheme, device: str) -> None:
     weight = scheme.make_weight(50, 200, device=device)
     x = randn(*shape, dtype=torch.float32, device=device).requires_grad_()
     bias = randn(50, dtype=torch.float32, device=device).requires_grad_()
@@ -60,8 +61,10 @@ def test_gradient_has_the_shape_of_x(shape: tuple[int, ...], scheme: Int4, devic
         assert (bias.grad == 0).all()
 
 
-def test_directional_derivative(scheme: Int4, device: str) -> None:
+def test_directional_derivative(scheme: Scheme, device: str) -> None:
     """y is linear in x: its difference along v, in float32, is the product of the gradient with v."""
+    if scheme.few_formats[0].activation != FLOAT:
+        pytest.skip("rounding x to eight bits is not linear; its gradient is the identity's")
     for fmt in scheme.few_formats:
         weight = scheme.make_weight(60, 130, fmt, device)
         x, v = (randn(7, 130, dtype=torch.float32, device=device, seed=s).requires_grad_() for s in (0, 1))
@@ -76,7 +79,7 @@ def test_directional_derivative(scheme: Int4, device: str) -> None:
         assert abs(difference - (dx.double() * step).sum()) <= allowed.sum() + allowed_dx.sum()
 
 
-def test_only_what_wants_a_gradient_gets_one(scheme: Int4, device: str) -> None:
+def test_only_what_wants_a_gradient_gets_one(scheme: Scheme, device: str) -> None:
     weight = scheme.make_weight(50, 200, device=device)
     for x_wants, bias_wants in ((True, False), (False, True), (False, False)):
         x = randn(3, 200, dtype=torch.float32, device=device).requires_grad_(x_wants)
@@ -89,7 +92,7 @@ def test_only_what_wants_a_gradient_gets_one(scheme: Int4, device: str) -> None:
         assert (bias.grad is not None) == bias_wants
 
 
-def test_frozen_operands_get_no_gradient(scheme: Int4, device: str) -> None:
+def test_frozen_operands_get_no_gradient(scheme: Scheme, device: str) -> None:
     """Even scales that claim to require one, as loaders of checkpoints may set."""
     weight = scheme.make_weight(50, 200, device=device)
     scales = weight.operands[1].requires_grad_()
@@ -100,17 +103,17 @@ def test_frozen_operands_get_no_gradient(scheme: Int4, device: str) -> None:
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_without_grad_mode_nothing_is_recorded(context: Any, scheme: Int4, device: str) -> None:
+def test_without_grad_mode_nothing_is_recorded(context: Any, scheme: Scheme, device: str) -> None:
     weight = scheme.make_weight(50, 200, device=device)
     x = randn(3, 200, dtype=torch.float32, device=device).requires_grad_()
     with context():
         y = scheme.mm_with_grad(x, weight)
         assert not y.requires_grad
-        check_close(y, x.detach(), weight.dense)
+        check_product(y, x.detach(), weight)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing(use_reentrant: bool, scheme: Int4, device: str) -> None:
+def test_checkpointing(use_reentrant: bool, scheme: Scheme, device: str) -> None:
     up, down = scheme.make_weight(96, 64, device=device), scheme.make_weight(64, 96, device=device)
 
     def block(x: Tensor) -> Tensor:
@@ -123,7 +126,7 @@ def test_checkpointing(use_reentrant: bool, scheme: Int4, device: str) -> None:
     assert torch.equal(x.grad, expected)
 
 
-def test_a_weight_used_twice(scheme: Int4, device: str) -> None:
+def test_a_weight_used_twice(scheme: Scheme, device: str) -> None:
     weight = scheme.make_weight(128, 128, device=device)
     x = randn(5, 128, dtype=torch.float32, device=device).requires_grad_()
     y = scheme.mm_with_grad(scheme.mm_with_grad(x, weight), weight)
@@ -131,12 +134,12 @@ def test_a_weight_used_twice(scheme: Int4, device: str) -> None:
     y.backward(dy)
     assert x.grad is not None
     inner = scheme.mm(x.detach(), weight)
-    check_close(y.detach(), inner, weight.dense)
+    check_product(y.detach(), inner, weight)
     plain = dy @ weight.dense.float()
     check_close(x.grad, plain, weight.dense.T)
 
 
-def test_second_derivative(scheme: Int4, device: str) -> None:
+def test_second_derivative(scheme: Scheme, device: str) -> None:
     """dx is linear in dy, with W again as its derivative."""
     weight = scheme.make_weight(50, 200, device=device)
     x = randn(3, 200, dtype=torch.float32, device=device).requires_grad_()
@@ -147,7 +150,7 @@ def test_second_derivative(scheme: Int4, device: str) -> None:
     check_close(ddy, v, weight.dense)
 
 
-def test_the_raw_op_warns_that_it_has_no_gradient(scheme: Int4, device: str) -> None:
+def test_the_raw_op_warns_that_it_has_no_gradient(scheme: Scheme, device: str) -> None:
     """torch.ops.qao.*_mm are without autograd, and torch says so to whoever differentiates through one."""
     weight = scheme.make_weight(50, 200, device=device)
     x = randn(3, 200, dtype=torch.float32, device=device).requires_grad_()
@@ -156,15 +159,16 @@ def test_the_raw_op_warns_that_it_has_no_gradient(scheme: Int4, device: str) -> 
     assert x.grad is None
 
 
-def test_the_gradient_of_a_loss(scheme: Int4, device: str) -> None:
+def test_the_gradient_of_a_loss(scheme: Scheme, device: str) -> None:
     """A loss that depends on y: the gradient carries the error of y on, and no more."""
     weight = scheme.make_weight(50, 200, device=device)
     x = randn(3, 200, dtype=torch.float32, device=device).requires_grad_()
-    x64 = x.detach().double().requires_grad_()
+    seen, slack = weight.activation.seen(x.detach()), weight.activation.slack(x.detach(), weight.dense)
+    x64 = seen.clone().requires_grad_()
     scheme.mm_with_grad(x, weight).square().sum().backward()
     truth(x64, weight.dense).square().sum().backward()
     assert x.grad is not None and x64.grad is not None
-    dy = 2 * truth(x.detach(), weight.dense)
-    allowed_dy = 2 * tolerance(x.detach(), weight.dense).elements
+    dy = 2 * truth(seen, weight.dense)
+    allowed_dy = 2 * tolerance(x.detach(), weight.dense, None, seen, slack).elements
     allowed = allowed_dy @ weight.dense.abs() + tolerance(dy.float(), weight.dense.T).elements
     assert ((x.grad.double() - x64.grad).abs() <= allowed).all()

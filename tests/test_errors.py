@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from accuracy import check_close
-from ops_support import Int4, Int4Format, randn
+from ops_schemes import INT4, Int4Format
+from ops_support import randn
 from torch import Tensor
 
 N, K, G = 40, 200, 64
@@ -18,10 +19,10 @@ Arguments = dict[str, Any]
 def arguments_of(op: str, device: str) -> Arguments:
     """A correct call: N = 40, K = 200, groups of 64, zero points, float32 scales, bfloat16 x and bias."""
     fmt = Int4Format(G, "integer")
-    parts = Int4.parts(N, K, fmt, device)
+    parts = INT4.parts(N, K, fmt, device)
     if op == "pack_int4":
         return {"q": parts.q, "scales": parts.scales, "zeros": parts.zeros, "group_size": G}
-    weight, scales = parts.pack().operands
+    weight, scales = parts.operands()
     sizes = {"weight": weight, "scales": scales, "out_features": N, "in_features": K, "group_size": G}
     if op == "int4_mm":
         x, bias = (randn(*shape, dtype=torch.bfloat16, device=device) for shape in ((3, K), (N,)))
@@ -221,6 +222,6 @@ def test_correct_after_many_errors(device: str) -> None:
     for _ in range(1000):
         with pytest.raises(RuntimeError):
             torch.ops.qao.int4_mm(**(arguments | {"group_size": 0}))
-    weight = Int4.make_weight(N, K, Int4Format(G, "integer"), device)
+    weight = INT4.make_weight(N, K, Int4Format(G, "integer"), device)
     y = torch.ops.qao.int4_mm(**arguments)
     check_close(y, arguments["x"], weight.dense, arguments["bias"])

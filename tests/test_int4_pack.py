@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops_support import DTYPES, Int4, Int4Format, Int4Parts, bits
+from ops_schemes import DTYPES, INT4, Int4Format, Parts
+from ops_support import bits
 from torch import Tensor
 
 SHAPES = [(1, 1), (1, 64), (15, 31), (16, 64), (17, 65), (33, 100), (100, 896), (1000, 33), (48, 4128)]
@@ -30,7 +31,7 @@ def draw_layout(q: Tensor) -> Tensor:
     return packed.view(torch.int8).to(q.device)
 
 
-def draw_scales(parts: Int4Parts) -> Tensor:
+def draw_scales(parts: Parts) -> Tensor:
     """[ceil(N/16), G, 1 or 2, 16]: scales 0 and zero points 8 past N."""
     n, groups = parts.scales.shape
     planes = [(parts.scales, 0.0)] + ([] if parts.zeros is None else [(parts.zeros, 8.0)])
@@ -45,7 +46,7 @@ def draw_scales(parts: Int4Parts) -> Tensor:
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize("n,k", SHAPES)
 def test_pack_follows_the_picture(n: int, k: int, fmt: Int4Format, device: str) -> None:
-    parts = Int4.parts(n, k, fmt, device)
+    parts = INT4.parts(n, k, fmt, device)
     weight, scales = torch.ops.qao.pack_int4(parts.q, parts.scales, parts.zeros, fmt.group_size)
     expected = draw_layout(parts.q)
     assert weight.dtype == torch.int8
@@ -59,7 +60,7 @@ def test_pack_follows_the_picture(n: int, k: int, fmt: Int4Format, device: str) 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize("n,k", SHAPES)
 def test_round_trip(n: int, k: int, fmt: Int4Format, scale_dtype: torch.dtype, device: str) -> None:
-    parts = Int4.parts(n, k, Int4Format(fmt.group_size, fmt.zeros, scale_dtype), device)
+    parts = INT4.parts(n, k, Int4Format(fmt.group_size, fmt.zeros, scale_dtype), device)
     weight, scales = torch.ops.qao.pack_int4(parts.q, parts.scales, parts.zeros, fmt.group_size)
     q, plain_scales, zeros = torch.ops.qao.unpack_int4(weight, scales, n, k, fmt.group_size)
     assert q.dtype == torch.uint8 and torch.equal(q, parts.q)
@@ -72,8 +73,8 @@ def test_round_trip(n: int, k: int, fmt: Int4Format, scale_dtype: torch.dtype, d
 @pytest.mark.parametrize("n,k", SHAPES)
 def test_dequantize(n: int, k: int, fmt: Int4Format, scale_dtype: torch.dtype, device: str) -> None:
     """(q - zero) * scale in float32, rounded once: the same bits as torch computes."""
-    parts = Int4.parts(n, k, Int4Format(fmt.group_size, fmt.zeros, scale_dtype), device)
-    weight = parts.pack()
+    parts = INT4.parts(n, k, Int4Format(fmt.group_size, fmt.zeros, scale_dtype), device)
+    weight = INT4.pack(parts)
     group_of = torch.arange(k, device=device) // (k if fmt.group_size == -1 else fmt.group_size)
     zeros = torch.full_like(parts.scales, 8) if parts.zeros is None else parts.zeros
     expected = (parts.q.float() - zeros.float()[:, group_of]) * parts.scales.float()[:, group_of]
@@ -102,7 +103,7 @@ def test_every_nibble_in_every_place(device: str) -> None:
 @pytest.mark.parametrize("n,k", SHAPES)
 def test_bytes_per_weight(n: int, k: int) -> None:
     """Half a byte a weight, and no padding beyond whole tiles of 16 x 64."""
-    weight, scales = Int4.make_weight(n, k, Int4Format(128, "none", torch.bfloat16)).operands
+    weight, scales = INT4.make_weight(n, k, Int4Format(128, "none", torch.bfloat16)).operands
     assert weight.nbytes * 2 == -(-n // 16) * 16 * -(-k // 64) * 64
     assert scales.nbytes == -(-n // 16) * 16 * -(-k // 128) * 2
 
@@ -110,43 +111,43 @@ def test_bytes_per_weight(n: int, k: int) -> None:
 @pytest.mark.parametrize("fmt", [Int4Format(64), Int4Format(128, "float")], ids=str)
 def test_shards_are_slices(fmt: Int4Format, device: str) -> None:
     """Rows: a slice of dimension 0 of both tensors. Columns: of dimension 1, at multiples of 64 and of the group."""
-    parts = Int4.parts(100, 896, fmt, device)
-    weight, scales = parts.pack().operands
+    parts = INT4.parts(100, 896, fmt, device)
+    weight, scales = parts.operands()
 
-    rows = Int4Parts(
+    rows = Parts(
         parts.q[32:80].contiguous(),
         parts.scales[32:80].contiguous(),
         None if parts.zeros is None else parts.zeros[32:80].contiguous(),
         fmt.group_size,
-    ).pack()
-    assert torch.equal(weight[2:5], rows.operands[0])
-    assert torch.equal(scales[2:5], rows.operands[1])
+    ).operands()
+    assert torch.equal(weight[2:5], rows[0])
+    assert torch.equal(scales[2:5], rows[1])
 
     first, last = 256 // fmt.group_size, 640 // fmt.group_size
-    columns = Int4Parts(
+    columns = Parts(
         parts.q[:, 256:640].contiguous(),
         parts.scales[:, first:last].contiguous(),
         None if parts.zeros is None else parts.zeros[:, first:last].contiguous(),
         fmt.group_size,
-    ).pack()
-    assert torch.equal(weight[:, 4:10], columns.operands[0])
-    assert torch.equal(scales[:, first:last], columns.operands[1])
+    ).operands()
+    assert torch.equal(weight[:, 4:10], columns[0])
+    assert torch.equal(scales[:, first:last], columns[1])
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_one_layout_for_cpu_and_cuda(fmt: Int4Format) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
-    parts = Int4.parts(100, 200, fmt)
-    on_gpu = Int4.parts(100, 200, fmt, "cuda")
-    for cpu, cuda in zip(parts.pack().operands, on_gpu.pack().operands, strict=True):
+    parts = INT4.parts(100, 200, fmt)
+    on_gpu = INT4.parts(100, 200, fmt, "cuda")
+    for cpu, cuda in zip(parts.operands(), on_gpu.operands(), strict=True):
         assert torch.equal(bits(cpu.float()), bits(cuda.cpu().float()))
 
 
 def test_inputs_are_left_alone(device: str) -> None:
-    parts = Int4.parts(33, 100, Int4Format(32, "float"), device)
+    parts = INT4.parts(33, 100, Int4Format(32, "float"), device)
     before = [t.clone() for t in (parts.q, parts.scales, parts.zeros) if t is not None]
-    weight = parts.pack()
+    weight = INT4.pack(parts)
     packed = [t.clone() for t in weight.operands]
     torch.ops.qao.unpack_int4(*weight.operands, *weight.arguments)
     torch.ops.qao.dequantize_int4(*weight.operands, *weight.arguments, torch.float16)

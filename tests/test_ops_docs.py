@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops_support import Int4, Int4Format
+from ops_schemes import INT4, Int4Format
 
 PAGE = (Path(__file__).parents[1] / "docs" / "ops.md").read_text()
 OPS = ("int4_mm", "pack_int4", "unpack_int4", "dequantize_int4")
@@ -33,8 +33,8 @@ def test_schemas(op: str) -> None:
 
 
 def test_error_message() -> None:
-    weight = Int4.make_weight(16, 64, Int4Format(64))
+    weight = INT4.make_weight(16, 64, Int4Format(64))
     with pytest.raises(RuntimeError) as caught:
-        Int4.mm(torch.zeros(3, 65, dtype=torch.bfloat16), weight)
+        INT4.mm(torch.zeros(3, 65, dtype=torch.bfloat16), weight)
     (documented,) = (block.strip() for block in blocks("text") if block.startswith("qao::"))
     assert documented in str(caught.value)

@@ -449,15 +449,14 @@ def test_kernel_names() -> None:
     host = pytest.importorskip("qao._host")
     report = quantize_(Model(), SCHEME)
     for row in report.rows:
-        names = [
-            host.int4_cpu_kernel(m, *row.shape, SCHEME.group_size, True, False, "float32", "float32", True)
-            for m in (1, 512)
-        ]
+        n, k = row.shape
+        facts = {"n": n, "k": k, "group_size": 32, "has_zeros": True, "x_dtype": "float32", "scale_dtype": "float32"}
+        names = [host.cpu_kernel(host.Int4Problem(m=m, **facts)) for m in (1, 512)]
         assert row.kernel == " / ".join(dict.fromkeys(names))
 
 
 def test_without_host_module_kernels_have_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qao.schemes, "_host", None)
+    monkeypatch.setattr(qao.formats, "_host", None)
     assert {row.kernel for row in quantize_(Model(), SCHEME).rows} == {None}
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
-import qao
 import torch
 from qao import quantizer, reference
-from qao.quantizer import QuantizedWeight, quantize_int4
+from qao.quantizer import QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+EIGHT_BITS = (quantize_int8, *(partial(quantize_fp8, granularity=g) for g in ("row", "tensor", "block")))
 symmetric_or_not = pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 
 
@@ -195,26 +198,90 @@ def test_memory_is_bounded(device: str) -> None:
     assert torch.cuda.max_memory_allocated() - before <= kept + 5 * 4 * quantizer._CHUNK_ELEMENTS["cuda"]
 
 
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ({"group_size": 48}, ValueError, "group_size must be 32, 64, 128, 256, or -1"),
-        ({"group_size": 0}, ValueError, "group_size must be"),
-        ({"group_size": True}, ValueError, "group_size must be"),
-        ({"group_size": "128"}, ValueError, "group_size must be.*'128'"),
-        ({"symmetric": 1}, TypeError, "symmetric must be True or False"),
-        ({"clip_search": None}, TypeError, "clip_search must be True or False"),
-        ({"scale_dtype": torch.float64}, ValueError, "scale_dtype must be torch.float32.*torch.float64"),
-        ({"scale_dtype": "bfloat16"}, ValueError, "scale_dtype must be"),
-    ],
-)
-def test_scheme_rejects(arguments: dict[str, object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"Int4WeightOnly: {message}"):
-        qao.Int4WeightOnly(**arguments)  # type: ignore[arg-type]
+# ---- eight bits ------------------------------------------------------------------------------------------------------
 
 
-def test_scheme_is_a_frozen_value() -> None:
-    scheme = qao.Int4WeightOnly(group_size=64)
-    assert scheme == qao.Int4WeightOnly(64) and hash(scheme) == hash(qao.Int4WeightOnly(64))
-    with pytest.raises(AttributeError):
-        scheme.group_size = 32  # type: ignore[misc]
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("clip_search", [False, True])
+def test_int8_is_the_nearest_code_of_its_scale(clip_search: bool, dtype: torch.dtype, device: str) -> None:
+    weight = random_weight(37, 300, device, dtype)
+    weight[3] = 0
+    got = quantize_int8(weight, clip_search=clip_search)
+    assert got.q.dtype == torch.int8 and int(got.q.abs().max()) <= 127 and got.zeros is None
+    assert got.scales.dtype == torch.float32 and got.scales.shape == (37,) and (got.scales > 0).all()
+    dense8 = reference.dequantize_8bit(got.q, got.scales)
+    distance, step = (weight.double() - dense8).abs(), got.scales.double()[:, None]
+    # The quotient, up to 127, is rounded to float32 before it is rounded to a code.
+    assert (distance <= step * (0.5 + 127 * 2.0**-23))[got.q.abs() < 127].all()
+    assert (dense8[3] == 0).all()
+    assert got.relative_error == pytest.approx((distance.norm() / weight.double().norm()).item(), rel=1e-5)
+    if not clip_search:  # the whole range: the largest of each row becomes 127
+        largest = weight.float().abs().amax(1)
+        torch.testing.assert_close(got.scales[largest > 0], largest[largest > 0] / 127, rtol=2.0**-22, atol=0)
+
+
+def test_clip_search_lowers_the_error_of_every_row(device: str) -> None:
+    weight = random_weight(64, 512, device)
+    weight[:, 7] *= 20  # an outlier
+    errors = []
+    for search in (False, True):
+        got = quantize_int8(weight, clip_search=search)
+        errors.append((weight.double() - reference.dequantize_8bit(got.q, got.scales)).square().sum(1))
+    assert (errors[1] <= errors[0] * (1 + 1e-5)).all() and errors[1].sum() < errors[0].sum()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("granularity", ["row", "tensor", "block"])
+@pytest.mark.parametrize("n,k", [(1, 1), (37, 300), (128, 128), (300, 129)])
+def test_fp8_scales_map_the_largest_value_to_448(
+    n: int, k: int, granularity: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = random_weight(n, k, device, dtype)
+    got = quantize_fp8(weight, granularity)
+    shape = {"row": (n, 1), "tensor": (1, 1), "block": (-(-n // 128), -(-k // 128))}[granularity]
+    assert got.q.dtype == torch.float8_e4m3fn and got.q.shape == (n, k)
+    assert got.scales.dtype == torch.float32 and got.scales.shape == shape
+    height, width = {"row": (1, k), "tensor": (n, k), "block": (128, 128)}[granularity]
+    for i, row in enumerate(weight.split(height)):
+        for j, block in enumerate(row.split(width, 1)):
+            assert got.scales[i, j].item() == pytest.approx(block.abs().max().item() / 448, rel=1e-6)
+    every = got.scales.double().repeat_interleave(height, 0)[:n].repeat_interleave(width, 1)[:, :k]
+    distance = (weight.double() - got.q.double() * every).abs()
+    # Three bits of mantissa; below 2^-6, multiples of 2^-9.
+    assert (distance <= torch.maximum(weight.double().abs() * 2.0**-4, every * 2.0**-10) * (1 + 2.0**-20)).all()
+    assert got.relative_error == pytest.approx((distance.norm() / weight.double().norm()).item(), rel=1e-5, abs=1e-7)
+    monkeypatch.setitem(quantizer._CHUNK_ELEMENTS, device, 5 * k)
+    chunked = quantize_fp8(weight, granularity)
+    assert torch.equal(chunked.q.view(torch.int8), got.q.view(torch.int8)) and torch.equal(chunked.scales, got.scales)
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-44, 1e-30, 1e30, 3e38])
+@pytest.mark.parametrize("quantize", EIGHT_BITS, ids=["int8", "row", "tensor", "block"])
+def test_eight_bits_of_extreme_magnitudes(quantize: Any, magnitude: float, device: str) -> None:
+    """Everything stays finite, zeros stay zero, and nothing overflows to the NaN of e4m3."""
+    weight = torch.full((5, 40), magnitude, device=device)
+    weight[1::2] *= -1
+    got = quantize(weight)
+    dense8 = reference.dequantize_8bit(got.q, got.scales)
+    assert dense8.isfinite().all() and got.scales.isfinite().all() and (got.scales > 0).all()
+    assert ((dense8 - weight.double()).abs() <= magnitude * 2.0**-4 + 1e-37).all()
+
+
+@pytest.mark.parametrize("quantize", EIGHT_BITS, ids=["int8", "row", "tensor", "block"])
+def test_eight_bits_of_weights_that_are_not_finite(quantize: Any, device: str) -> None:
+    weight = random_weight(4, 64, device)
+    weight[2, 3] = float("nan")
+    with pytest.raises(ValueError, match=r"^model\.layer: the weight \[4, 64\].*holds NaN or Inf"):
+        quantize(weight, name="model.layer")
+    with pytest.raises(ValueError, match=r"^w: a scale of the weight.*overflows torch.float32"):
+        quantize(torch.full((2, 4), 1e300, dtype=torch.float64, device=device), name="w")
+
+
+@pytest.mark.parametrize("group_size, k", [(32, 100), (64, 128), (-1, 77)])
+def test_row_sums(group_size: int, k: int, device: str) -> None:
+    got = quantize_int4(random_weight(9, k, device), group_size, symmetric=False, scale_dtype=torch.bfloat16)
+    for zeros in (got.zeros, None):
+        expected = reference.dequantize(got.q, got.scales, zeros, group_size).sum(1)
+        sums = quantizer.row_sums(got.q, got.scales, 8 if zeros is None else zeros, group_size)
+        assert sums.dtype == torch.float32
+        torch.testing.assert_close(sums.double(), expected, rtol=2.0**-23, atol=1e-12)

@@ -4,12 +4,10 @@
 // 32 rows of W x up to 512 k are expanded into L1 and meet all rows of x, 32 x 32 of C at a time. Sums are exact
 // integers up to the end of a group, then
 //   total += scale * C - scale * zero * sum(x).
-#include "cpu/amx.h"
-#include "cpu/mm8_finish_avx512.h"
 #include "cpu/mm8_int4_parameters_avx512.h"
 #include "cpu/mm8_kernels.h"
+#include "cpu/mm8_tiles_amx.h"
 #include "cpu/scratch.h"
-#include "cpu/simd_avx512.h"
 #include "int4_mm/layout.h"
 
 namespace qao::cpu {
@@ -20,18 +18,10 @@ using int4_mm::kTileN;
 
 constexpr int64_t kPackedBytes = int4_mm::kTileBytes;  // of a tile of W
 constexpr int64_t kTileBytes = kTileRegisterBytes;
-constexpr int kTileSums = 256;        // of a C tile
 constexpr int64_t kBlockTilesN = 16;  // N-tiles whose totals stay in L2
-constexpr int64_t kBlockTilesK = 8;   // K-tiles of a panel
+constexpr int64_t kBlockTilesK = 16;  // K-tiles of a panel
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// One or two N-tiles of W over a block of K.
-struct Panel {
-  const uint8_t* tiles;              // [kN][kBlockTilesK] A tiles
-  const Int4Parameters* parameters;  // [kN][groups of W]
-  const uint8_t* next;               // tiles of W to be fetched
-};
 
 void expand_tile(const uint8_t* tile, uint8_t* a) {
 #pragma GCC unroll 8
@@ -40,14 +30,6 @@ void expand_tile(const uint8_t* tile, uint8_t* a) {
     _mm512_store_si512(a + g * 64, _mm512_and_si512(bytes, _mm512_set1_epi8(0x0F)));
     _mm512_store_si512(a + (g + 8) * 64, _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(0xF0))));
   }
-}
-
-template <int kN, int kM>
-__attribute__((always_inline)) inline void each_c(auto&& visit) {
-  visit.template operator()<0, 0>();
-  if constexpr (kM == 2) visit.template operator()<0, 1>();
-  if constexpr (kN == 2) visit.template operator()<1, 0>();
-  if constexpr (kN == 2 && kM == 2) visit.template operator()<1, 1>();
 }
 
 // total[16 n][16 m] += scale * c - scale * zero * sums of x; the second term with the last sums of a group.
@@ -63,72 +45,64 @@ __attribute__((always_inline)) inline void fold(const int32_t* c, const Int4Para
   }
 }
 
-// total[kN][kM] += steps [begin, end); registers 0..3 = C[n][m], 4..5 = A[n], 6..7 = B[m]. total: [kN][tiles_m] tiles.
+// One or two N-tiles of W over a block of K.
+struct Panel {
+  const uint8_t* tiles;              // [kN][kBlockTilesK] A tiles
+  const Int4Parameters* parameters;  // [kN][groups of W]
+  const uint8_t* next;               // tiles of W to be fetched
+};
+
+// total[kN][tiles_m] += steps [begin, end) of the panel times tile_m and the next kM - 1 of x.
 template <int kN, int kM>
 void multiply(const Mm8Job& job, const Panel& panel, int64_t tile_m, int64_t begin, int64_t end, float* total) {
   alignas(64) int32_t c[kN * kM][kTileSums];
   const int64_t halves = job.steps / job.tiles_k;
   const int64_t group_steps = job.group_size < kTileK ? 1 : (job.group_size + kTileK - 1) / kTileK;
-  const int64_t step_columns = kTileK / halves;
-  const int8_t* b = job.bytes + (tile_m * job.steps + begin) * kTileBytes;
-  for (int64_t step = begin; step < end;) {
-    const int64_t group = step / group_steps;
-    if (group == job.groups) break;  // the second half of a last K-tile that has but one
-    const int64_t group_end = (group + 1) * group_steps, section_end = least(end, group_end);
+  const int64_t last_step = least(end, job.groups * group_steps);  // a last K-tile may have but one half
+  constexpr int64_t kLines = kPackedBytes / 64;
+  const int64_t first_line = kN * kLines * tile_m / job.tiles_m, end_line = kN * kLines * (tile_m + kM) / job.tiles_m;
+  const uint8_t* next = panel.next;
+  for (int64_t step = begin; step < last_step;) {
+    const int64_t group = step / group_steps, group_end = (group + 1) * group_steps;
+    const int64_t count = least(last_step, group_end) - step;
+    const ATiles a = {panel.tiles + (step - begin) / halves * kTileBytes, kBlockTilesK * kTileBytes, kTileBytes, 64};
     each_c<kN, kM>([]<int n, int m>() { tile_zero<2 * n + m>(); });
-    for (; step < section_end; ++step, b += kTileBytes) {
-      const uint8_t* a = panel.tiles + (step - begin) / halves * kTileBytes;
-      tile_load<4>(a);
-      if constexpr (kN == 2) tile_load<5>(a + kBlockTilesK * kTileBytes);
-      tile_load<6>(b);
-      if constexpr (kM == 2) tile_load<7>(b + job.steps * kTileBytes);
-      each_c<kN, kM>([]<int n, int m>() { tile_multiply_bytes<2 * n + m, 4 + n, 6 + m>(); });
-    }
+    const auto fetch = [&](int64_t) {
+      for (int64_t line = first_line; line < end_line; ++line) {
+        _mm_prefetch(next + (line / kLines * job.tiles_k * kLines + line % kLines) * 64, _MM_HINT_T1);
+      }
+      next += kPackedBytes / halves;
+    };
+    multiply_tiles<false, kN, kM>(a, job.bytes + (tile_m * job.steps + step) * kTileBytes, job.steps * kTileBytes,
+                                  count, fetch);
     each_c<kN, kM>([&]<int n, int m>() { tile_store<2 * n + m>(c[kM * n + m]); });
-    const bool last = section_end == group_end || section_end == job.steps;
+    step += count;
+    const bool last = step == group_end || step == job.steps;
     each_c<kN, kM>([&]<int n, int m>() {
       fold(c[kM * n + m], panel.parameters[n * job.groups + group], last,
            job.sums + (group * job.tiles_m + tile_m + m) * kTileRows,
            total + (n * job.tiles_m + tile_m + m) * kTileSums);
     });
-    (void)step_columns;
   }
 }
 
-// Totals of kN N-tiles += K-tiles [begin, end).
+// total[kN][tiles_m] += K-tiles [begin, end).
 template <int kN>
 void run_block(const Mm8Job& job, int64_t tile_n, int64_t begin, int64_t end, uint8_t* tiles,
                const Int4Parameters* parameters, float* total) {
-  const uint8_t* weight = static_cast<const uint8_t*>(job.weight);
+  const uint8_t* weight = static_cast<const uint8_t*>(job.weight) + tile_n * job.tiles_k * kPackedBytes;
   for (int n = 0; n < kN; ++n) {
-    const uint8_t* row = weight + (tile_n + n) * job.tiles_k * kPackedBytes;
     for (int64_t t = begin; t < end; ++t) {
-      for (int line = 0; line < kPackedBytes; line += 64) {
-        _mm_prefetch(row + (kN * job.tiles_k + t) * kPackedBytes + line, _MM_HINT_T1);
-      }
-      expand_tile(row + t * kPackedBytes, tiles + (n * kBlockTilesK + t - begin) * kTileBytes);
+      expand_tile(weight + (n * job.tiles_k + t) * kPackedBytes, tiles + (n * kBlockTilesK + t - begin) * kTileBytes);
     }
   }
-  const Panel panel = {tiles, parameters, nullptr};
+  const Panel panel = {tiles, parameters, weight + (kN * job.tiles_k + begin) * kPackedBytes};
   const int64_t halves = job.steps / job.tiles_k;
   int64_t tile_m = 0;
   for (; tile_m + 2 <= job.tiles_m; tile_m += 2) {
     multiply<kN, 2>(job, panel, tile_m, begin * halves, end * halves, total);
   }
   if (tile_m < job.tiles_m) multiply<kN, 1>(job, panel, tile_m, begin * halves, end * halves, total);
-}
-
-// y for one N-tile from its totals [tiles_m][16 n][16 m].
-void finish(const Mm8Job& job, int64_t tile_n, const float* total) {
-  const Columns columns = load_columns(job, tile_n * kTileN);
-  for (int64_t tile_m = 0; tile_m < job.tiles_m; ++tile_m, total += kTileSums) {
-    __m512i rows[kTileN];
-#pragma GCC unroll 16
-    for (int i = 0; i < kTileN; ++i) rows[i] = _mm512_load_si512(total + i * kTileRows);
-    transpose16(rows);
-    const int64_t m = tile_m * kTileRows, count = least(kTileRows, job.m - m);
-    for (int64_t i = 0; i < count; ++i) write_row(job, columns, m + i, _mm512_castsi512_ps(rows[i]));
-  }
 }
 
 }  // namespace
@@ -156,7 +130,10 @@ void mm8_int4_amx(const Mm8Job& job, int64_t begin, int64_t end) {
                                : run_block<1>(job, tile_n, t, end_t, tiles, pair, pair_total);
       }
     }
-    for (int64_t tile_n = block; tile_n < block_end; ++tile_n) finish(job, tile_n, total + (tile_n - block) * row_sums);
+    for (int64_t tile_n = block; tile_n < block_end; ++tile_n) {
+      write_tiles(job, tile_n, total + (tile_n - block) * row_sums,
+                  [](__m512i sums) { return _mm512_castsi512_ps(sums); });
+    }
   }
 }
 
