@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import bars, numerics, quantize, table
+from . import bars, host, numerics, quantize, table
 from .meta import RESULTS, device_slug, write
 from .runner import LAYERS, TOKENS, Run, run
 from .schemes import SCHEMES
@@ -23,9 +23,12 @@ def main() -> int:
     for name, text in (
         ("quantize", "bandwidth of the activation quantisers and of the fused producers"),
         ("numerics", "accuracy of every scheme on the demo's model"),
+        ("host", "host time of one eager call of a layer"),
     ):
         command = commands.add_parser(name, help=text)
         _add_common(command)
+        if name == "host":
+            _add_check(command)
     tables = commands.add_parser("table", help="write results and kernel table into README.md and docs/")
     tables.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
     arguments = parser.parse_args()
@@ -38,6 +41,10 @@ def main() -> int:
         command = {"quantize": quantize, "numerics": numerics}[arguments.command]
         write(command.run(arguments.device), folder / f"{arguments.command}.json")
         return 0
+    if arguments.command == "host":
+        results = host.run(arguments.device)
+        write(results, folder / "host.json")
+        return _report(*host.misses(results["rows"], arguments.device)) if arguments.check else 0
     words = list(SCHEMES) if arguments.command == "all" else [arguments.command]
     return max([_products(parser, arguments, word, folder) for word in words])
 
@@ -59,7 +66,16 @@ def _add_products(command: argparse.ArgumentParser) -> None:
         *("--group-size",), type=int, default=128, choices=[32, 64, 128, 256], help="of weights in four bits"
     )
     command.add_argument("--symmetric", action="store_true", help="weights in four bits: no zero points")
-    command.add_argument("--check", action="store_true", help="exit 1 if a cell misses its bar in bench/bars.py")
+    _add_check(command)
+
+
+def _add_check(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--check", action="store_true", help="exit 1 if a cell misses its bar")
+
+
+def _report(lines: list[str], compared: int) -> int:
+    print(f"\n{compared - len(lines)} of {compared} cells reach their bar", *lines, sep="\n  ")
+    return 1 if lines else 0
 
 
 def _products(parser: argparse.ArgumentParser, arguments: argparse.Namespace, word: str, folder: Path) -> int:
@@ -82,9 +98,7 @@ def _products(parser: argparse.ArgumentParser, arguments: argparse.Namespace, wo
     write(results, folder / f"{word}.json")
     if not arguments.check:
         return 0
-    lines, compared = bars.misses(results["rows"], device, bars.BARS[word])
-    print(f"\n{compared - len(lines)} of {compared} cells reach their bar", *lines, sep="\n  ")
-    return 1 if lines else 0
+    return _report(*bars.misses(results["rows"], device, bars.BARS[word]))
 
 
 if __name__ == "__main__":
