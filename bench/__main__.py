@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import bars, numerics, quantize, table
+from . import bars, host, numerics, quantize, table
 from .meta import RESULTS, device_slug, write
 from .runner import LAYERS, TOKENS, Run, run
 from .schemes import SCHEMES
@@ -20,11 +20,15 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for word in (*SCHEMES, "all"):
         _add_products(commands.add_parser(word, help=f"time {f'torch.ops.qao.{word}_mm' if word != 'all' else 'all'}"))
-    quantizers = commands.add_parser("quantize", help="bandwidth of the activation quantisers and fused producers")
-    quantizers.add_argument("--check", action="store_true", help="exit 1 if one misses its bar in bench/bars.py")
-    accuracy = commands.add_parser("numerics", help="accuracy of every scheme on the demo's model")
-    for command in (quantizers, accuracy):
+    for name, text in (
+        ("quantize", "bandwidth of the activation quantisers and of the fused producers"),
+        ("numerics", "accuracy of every scheme on the demo's model"),
+        ("host", "host time of one eager call of a layer"),
+    ):
+        command = commands.add_parser(name, help=text)
         _add_common(command)
+        if name != "numerics":
+            _add_check(command)
     tables = commands.add_parser("table", help="write results and kernel table into README.md and docs/")
     tables.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
     arguments = parser.parse_args()
@@ -39,7 +43,11 @@ def main() -> int:
     if arguments.command == "quantize":
         results = quantize.run(arguments.device)
         write(results, folder / "quantize.json")
-        return _judge(*bars.quantize_misses(results["rows"])) if arguments.check else 0
+        return _report(*bars.quantize_misses(results["rows"])) if arguments.check else 0
+    if arguments.command == "host":
+        results = host.run(arguments.device)
+        write(results, folder / "host.json")
+        return _report(*host.misses(results["rows"], arguments.device)) if arguments.check else 0
     words = list(SCHEMES) if arguments.command == "all" else [arguments.command]
     return max([_products(parser, arguments, word, folder) for word in words])
 
@@ -60,7 +68,16 @@ def _add_products(command: argparse.ArgumentParser) -> None:
     groups = [32, 64, 128, 256]
     command.add_argument("--group-size", type=int, default=128, choices=groups, help="of weights in four bits")
     command.add_argument("--symmetric", action="store_true", help="weights in four bits: no zero points")
-    command.add_argument("--check", action="store_true", help="exit 1 if a cell misses its bar in bench/bars.py")
+    _add_check(command)
+
+
+def _add_check(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--check", action="store_true", help="exit 1 if a cell misses its bar")
+
+
+def _report(lines: list[str], compared: int) -> int:
+    print(f"\n{compared - len(lines)} of {compared} cells reach their bar", *lines, sep="\n  ")
+    return 1 if lines else 0
 
 
 def _products(parser: argparse.ArgumentParser, arguments: argparse.Namespace, word: str, folder: Path) -> int:
@@ -81,12 +98,7 @@ def _products(parser: argparse.ArgumentParser, arguments: argparse.Namespace, wo
     tokens = arguments.m or TOKENS[device]
     results = run(Run(scheme, device, layers, tokens, quick=arguments.quick, **grouping))
     write(results, folder / f"{word}.json")
-    return _judge(*bars.misses(results["rows"], device, bars.BARS[word])) if arguments.check else 0
-
-
-def _judge(lines: list[str], compared: int) -> int:
-    print(f"\n{compared - len(lines)} of {compared} cells reach their bar", *lines, sep="\n  ")
-    return 1 if lines else 0
+    return _report(*bars.misses(results["rows"], device, bars.BARS[word])) if arguments.check else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 <!-- bench:int4:cpu --> … <!-- /bench -->       every cell of bench/results/cpu/int4.json
 <!-- bench:summary:cpu --> … <!-- /bench -->    one layer under every scheme
-<!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->
+<!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:host:cpu -->
 <!-- kernels --> … <!-- /kernels -->            what qao._host says about each scheme
 """
 
@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import kernels, numerics, products, quantize
+from . import host, kernels, numerics, products, quantize
 from .meta import RESULTS, ROOT, source_hash
 from .schemes import SCHEMES
 
@@ -53,7 +53,7 @@ def _results_block(match: re.Match[str]) -> str:
     if kind == "summary":
         body = products.render_summary(present)
     else:
-        body = {"quantize": quantize, "numerics": numerics}.get(kind, products).render(present[kind])
+        body = {"quantize": quantize, "numerics": numerics, "host": host}.get(kind, products).render(present[kind])
     return f"<!-- bench:{kind}:{device} -->\n{body}\n<!-- /bench -->"
 
 

@@ -40,9 +40,7 @@ Tensor int4_mm_op(const Tensor& x_tensor, const Tensor& weight_tensor, const Ten
   problem.m = rows.count;
   problem.x_aligned = rows.is_aligned(size_of(problem.x_dtype));
 
-  std::vector<int64_t> shape(x.sizes(), x.sizes() + x.dim());
-  shape.back() = problem.n;
-  Tensor y = empty(shape, x.dtype(), x);
+  Tensor y = empty_rows(problem.n, x.dtype(), x);
   if (problem.m == 0) return y;
 
   int4_mm::Arguments arguments;
@@ -54,7 +52,7 @@ Tensor int4_mm_op(const Tensor& x_tensor, const Tensor& weight_tensor, const Ten
   arguments.y = y.data_ptr();
 
   if (x.is_cpu()) {
-    op.check(cpu::int4_mm(problem, arguments, torch_threads()));
+    op.check(cpu::int4_mm(problem, arguments, torch_threads(problem.m * problem.n * problem.k)));
     return y;
   }
 #if defined(QAO_WITH_CUDA)

@@ -4,6 +4,7 @@
 
 #include "cpu/mm8.h"
 #include "cpu/quantize.h"
+#include "cpu/scratch.h"
 #include "fp8_operands.h"
 #include "int4_operands.h"
 #include "ops.h"
@@ -11,6 +12,8 @@
 
 namespace qao {
 namespace {
+
+constexpr int64_t kKeptBytes = 1 << 20;  // of a quantised x, that a thread keeps from call to call
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -142,8 +145,13 @@ class Product {
 #if defined(QAO_WITH_CUDA)
       if (x_.is_cuda()) workspace_bytes = quantize::workspace_bytes(quantization);
 #endif
-      memory = empty({q_bytes + scale_bytes + zero_bytes + sum_bytes + workspace_bytes}, uint8_code(), x_);
-      char* base = static_cast<char*>(memory->data_ptr());
+      const int64_t bytes = q_bytes + scale_bytes + zero_bytes + sum_bytes + workspace_bytes;
+      char* base;
+      if (x_.is_cpu() && bytes <= kKeptBytes) {
+        base = static_cast<char*>(cpu::scratch(cpu::Scratch::kQuantized, bytes));
+      } else {
+        base = static_cast<char*>(memory.emplace(empty({bytes}, uint8_code(), x_)).data_ptr());
+      }
       q.q = base;
       q.scales = x_scale != nullptr ? static_cast<float*>(x_scale->data()) : reinterpret_cast<float*>(base + q_bytes);
       q.zeros = weight_sums_ ? reinterpret_cast<int32_t*>(base + q_bytes + scale_bytes) : nullptr;
@@ -226,9 +234,7 @@ class Product {
                 "Pass the row sums of the dequantised weight, or None for a symmetric x");
       check_plain(*weight_sums_);
     }
-    std::vector<int64_t> shape(x_.sizes(), x_.sizes() + x_.dim());
-    shape.back() = problem_.n;
-    Tensor y = empty(shape, torch_dtype(problem_.y_dtype), x_);
+    Tensor y = empty_rows(problem_.n, torch_dtype(problem_.y_dtype), x_);
     if (rows == 0) return y;
 
     const DeviceScope scope(x_);
@@ -240,7 +246,7 @@ class Product {
     arguments.bias = bias_ ? bias_->data() : nullptr;
     arguments.y = y.data_ptr();
     if (x_.is_cpu()) {
-      op_.check(cpu::mm8(problem_, arguments, torch_threads()));
+      op_.check(cpu::mm8(problem_, arguments, torch_threads(rows * problem_.n * problem_.k)));
       return y;
     }
 #if defined(QAO_WITH_CUDA)

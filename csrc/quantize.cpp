@@ -42,20 +42,13 @@ void run(const Op& op, const Problem& problem, const Arguments& arguments, const
 #endif
 }
 
-std::vector<int64_t> shape_with_last(const Argument& x, int64_t last) {
-  std::vector<int64_t> shape(x.sizes(), x.sizes() + x.dim());
-  shape.back() = last;
-  return shape;
-}
-
 // q [..., K], scales [..., 1] and zeros [..., 1] of a quantisation per row.
 struct PerRow {
   Tensor q, scales, zeros;
 };
 PerRow quantize_rows(const Op& op, const Problem& problem, Arguments arguments, const Argument& x) {
   const int32_t q_dtype = problem.format == Format::kInt8 ? int8_code() : fp8_code();
-  PerRow result{empty(shape_with_last(x, problem.k), q_dtype, x), empty(shape_with_last(x, 1), float32_code(), x),
-                empty(shape_with_last(x, 1), int32_code(), x)};
+  PerRow result{empty_rows(problem.k, q_dtype, x), empty_rows(1, float32_code(), x), empty_rows(1, int32_code(), x)};
   if (problem.m == 0) return result;
   arguments.q = result.q.data_ptr();
   arguments.q_stride = problem.k;
@@ -107,11 +100,10 @@ std::tuple<Tensor, Tensor> fp8_quantize_op(const Tensor& x_tensor, int64_t group
     PerRow result = quantize_rows(op, problem, arguments, x);
     return {result.q, result.scales};
   }
-  Tensor q = empty(shape_with_last(x, problem.k), fp8_code(), x);
-  Tensor scales = scale ? torch::stable::clone(*scale_tensor)
-                  : problem.scaling == Scaling::kTensor
-                      ? empty({1}, float32_code(), x)
-                      : empty(shape_with_last(x, problem.blocks()), float32_code(), x);
+  Tensor q = empty_rows(problem.k, fp8_code(), x);
+  Tensor scales = scale                                 ? torch::stable::clone(*scale_tensor)
+                  : problem.scaling == Scaling::kTensor ? empty({1}, float32_code(), x)
+                                                        : empty_rows(problem.blocks(), float32_code(), x);
   if (problem.m == 0) return {q, scale ? scales : torch::stable::zero_(scales)};
   arguments.q = q.data_ptr();
   arguments.q_stride = problem.k;

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <torch/csrc/stable/c/shim.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #if defined(QAO_WITH_CUDA)
@@ -99,8 +100,10 @@ std::string Argument::describe() const {
 
 void Op::fail(const std::string& what, const std::string& remedy) const {
   std::string got;
-  for (const Argument* argument : arguments_) got += (got.empty() ? "" : ", ") + argument->describe();
-  for (const auto& [name, value] : numbers_) got += std::string(", ") + name + ": " + std::to_string(value);
+  for (size_t i = 0; i < argument_count_; ++i) got += (got.empty() ? "" : ", ") + arguments_[i]->describe();
+  for (size_t i = 0; i < number_count_; ++i) {
+    got += std::string(", ") + numbers_[i].first + ": " + std::to_string(numbers_[i].second);
+  }
   throw std::runtime_error(std::string("qao::") + name_ + ": " + what + ". Got " + got + ". " + remedy + ".");
 }
 
@@ -146,10 +149,12 @@ std::optional<DType> float_dtype_of(int32_t code) {
   return std::nullopt;
 }
 
-Tensor empty(const std::vector<int64_t>& sizes, int32_t dtype, const Argument& like) {
-  int64_t strides[16];
-  const int64_t dim = static_cast<int64_t>(sizes.size());
-  if (dim > 16) throw std::runtime_error("qao: tensors of more than 16 dimensions are not supported");
+namespace {
+
+constexpr int64_t kMaxDim = 16;
+
+Tensor empty_of(const int64_t* sizes, int64_t dim, int32_t dtype, const Argument& like) {
+  int64_t strides[kMaxDim];
   int64_t stride = 1;
   for (int64_t i = dim - 1; i >= 0; --i) {
     strides[i] = stride;
@@ -157,9 +162,23 @@ Tensor empty(const std::vector<int64_t>& sizes, int32_t dtype, const Argument& l
   }
   AtenTensorHandle handle = nullptr;
   const int32_t device_type = like.is_cuda() ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
-  expect(aoti_torch_empty_strided(dim, sizes.data(), strides, dtype, device_type, like.device_index(), &handle),
+  expect(aoti_torch_empty_strided(dim, sizes, strides, dtype, device_type, like.device_index(), &handle),
          "an allocation (out of memory?)");
   return Tensor(handle);
+}
+
+}  // namespace
+
+Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, const Argument& like) {
+  return empty_of(sizes.begin(), static_cast<int64_t>(sizes.size()), dtype, like);
+}
+
+Tensor empty_rows(int64_t last, int32_t dtype, const Argument& like) {
+  if (like.dim() > kMaxDim) throw std::runtime_error("qao: tensors of more than 16 dimensions are not supported");
+  int64_t sizes[kMaxDim];
+  std::copy_n(like.sizes(), like.dim(), sizes);
+  sizes[like.dim() - 1] = last;
+  return empty_of(sizes, like.dim(), dtype, like);
 }
 
 void* current_stream(const Argument& on) {
@@ -192,7 +211,9 @@ DeviceScope::~DeviceScope() {
   if (guard_ != nullptr) aoti_torch_delete_device_guard(guard_);
 }
 
-cpu::Threads torch_threads() {
+cpu::Threads torch_threads(int64_t multiplications) {
+  constexpr int64_t kSerial = 1 << 17;  // waking other threads takes as long
+  if (multiplications <= kSerial) return {};
   uint32_t count = 1;
   expect(torch_get_num_threads(&count), "get_num_threads");
   cpu::Threads threads;

@@ -5,11 +5,12 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <array>
 #include <initializer_list>
+#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "cpu/parallel.h"
 #include "qao/status.h"
@@ -62,8 +63,8 @@ class Op {
  public:
   explicit Op(const char* name) : name_(name) {}
 
-  void involve(const Argument* argument) { arguments_.push_back(argument); }
-  void involve(const char* name, int64_t value) { numbers_.emplace_back(name, value); }
+  void involve(const Argument* argument) { arguments_.at(argument_count_++) = argument; }
+  void involve(const char* name, int64_t value) { numbers_.at(number_count_++) = {name, value}; }
 
   [[noreturn]] void fail(const std::string& what, const std::string& remedy) const;
   void check(bool condition, const char* what, const char* remedy) const {
@@ -82,8 +83,10 @@ class Op {
 
  private:
   const char* name_;
-  std::vector<const Argument*> arguments_;
-  std::vector<std::pair<const char*, int64_t>> numbers_;
+  // Arrays, since a vector would ask for memory several times in every call.
+  std::array<const Argument*, 8> arguments_;
+  std::array<std::pair<const char*, int64_t>, 4> numbers_;
+  size_t argument_count_ = 0, number_count_ = 0;
 };
 
 // dtype codes of torch that the ops accept
@@ -95,8 +98,9 @@ int32_t float32_code();
 int32_t fp8_code();  // float8_e4m3fn
 std::optional<DType> float_dtype_of(int32_t torch_dtype);
 
-// Uninitialised contiguous tensor beside `like`.
-Tensor empty(const std::vector<int64_t>& sizes, int32_t dtype, const Argument& like);
+// Uninitialised contiguous tensors beside `like`: of these sizes; of its own sizes but for the last.
+Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, const Argument& like);
+Tensor empty_rows(int64_t last, int32_t dtype, const Argument& like);
 
 // The cudaStream_t torch would use on this device now.
 void* current_stream(const Argument& on);
@@ -111,7 +115,7 @@ class DeviceScope {
   DeviceGuardHandle guard_ = nullptr;
 };
 
-// torch's intra-op pool at the size of torch.get_num_threads().
-cpu::Threads torch_threads();
+// torch's intra-op pool at the size of torch.get_num_threads(); for few multiplications the calling thread alone.
+cpu::Threads torch_threads(int64_t multiplications = std::numeric_limits<int64_t>::max());
 
 }  // namespace qao

@@ -6,6 +6,7 @@ report = qao.quantize_(model, qao.Int4WeightOnly())
 from __future__ import annotations
 
 from ._version import __version__
+from .explain import Explanation, explain
 from .formats import PackedWeight, Scheme
 from .linear import QuantLinear
 from .quantize import quantize_
@@ -21,6 +22,7 @@ from .schemes import (
 )
 
 __all__ = [
+    "Explanation",
     "Float8DynamicActivationFloat8Weight",
     "Float8DynamicActivationInt4Weight",
     "Float8WeightOnly",
@@ -34,5 +36,6 @@ __all__ = [
     "Row",
     "Scheme",
     "__version__",
+    "explain",
     "quantize_",
 ]

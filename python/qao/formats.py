@@ -124,19 +124,27 @@ class Scheme(ABC):
         self, m: int, n: int, k: int, *, x_dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device
     ) -> str | None:
         """Name of the kernel that multiplies x [m, k] on ``device``; None where that is not known."""
+        plan = self.plan(m, n, k, x_dtype=x_dtype, scale_dtype=scale_dtype, device=device)
+        return None if plan is None else str(plan["kernel"])
+
+    def plan(
+        self, m: int, n: int, k: int, *, x_dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device
+    ) -> dict[str, Any] | None:
+        """How x [m, k] is multiplied on ``device``: "kernel", its name; "text", the choice in words; more on a GPU."""
         if _host is None or device.type not in ("cpu", "cuda"):
             return None
         x, scales = (str(dtype).removeprefix("torch.") for dtype in (x_dtype, scale_dtype))
         problem = self._problem(m=m, n=n, k=k, x_dtype=x, scale_dtype=scales)
         if device.type == "cpu":
-            return _host.cpu_kernel(problem)
+            kernel = _host.cpu_kernel(problem)
+            return {"kernel": kernel, "text": f"for M = {m} with {x} activations on {_host.cpu_features()['selected']}"}
         properties = torch.cuda.get_device_properties(device)
         gpu = _host.Gpu(
             compute_capability=10 * properties.major + properties.minor,
             num_sms=properties.multi_processor_count,
             shared_bytes_per_cta=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         )
-        return str(_host.plan(problem, gpu)["kernel"])
+        return _host.plan(problem, gpu)
 
     def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
         """All that the choice of a kernel depends on; a subclass adds its own facts."""

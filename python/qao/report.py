@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -69,16 +69,7 @@ class Report:
 
     def __str__(self) -> str:
         header = ("layer", "shape", "scheme", "MiB before", "after", "error", "kernel")
-        table = [header, *(_cells(rows) for rows in self._groups())]
-        widths = [max(len(cells[i]) for cells in table) for i in range(len(header))]
-        # The last column is not padded: a long reason stays one line and widens nothing.
-        lines = [
-            "  ".join(
-                (*(cell.ljust(width) for cell, width in zip(cells, widths[:-1], strict=False)), cells[-1])
-            ).rstrip()
-            for cells in table
-        ]
-        lines.insert(1, "-" * max(len(line) for line in lines))
+        lines = table(header, [_cells(rows) for rows in self._groups()])
         quantized = len(list(self._quantized()))
         linears = sum(row.status != "untouched" for row in self.rows)
         lines.append(
@@ -104,9 +95,21 @@ class Report:
         return groups.values()
 
 
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table. The last column is not padded: a long reason stays one line and widens nothing."""
+    everything = [header, *rows]
+    widths = [max(len(cells[i]) for cells in everything) for i in range(len(header) - 1)]
+    lines = [
+        "  ".join((*(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)), cells[-1])).rstrip()
+        for cells in everything
+    ]
+    lines.insert(1, "-" * max(len(line) for line in lines))
+    return lines
+
+
 def _cells(rows: list[Row]) -> tuple[str, ...]:
     first = rows[0]
-    name = first.name if len(rows) == 1 else f"{_common_name([row.name for row in rows])} x{len(rows)}"
+    name = common_name([row.name for row in rows])
     errors = [row.relative_error for row in rows if row.relative_error is not None]
     low, high = (f"{error:.4f}" for error in (min(errors), max(errors))) if errors else ("-", "-")
     done = first.status in ("quantized", "already quantized")
@@ -126,12 +129,14 @@ def _cells(rows: list[Row]) -> tuple[str, ...]:
     )
 
 
-def _common_name(names: list[str]) -> str:
-    """'layers.{0..31}.up' for names that differ only in their numbers."""
+def common_name(names: list[str]) -> str:
+    """'layers.{0..31}.up x32' for names that differ only in their numbers."""
+    if len(names) == 1:
+        return names[0]
     parts = re.split(r"\d+", names[0])
     numbers = zip(*([int(number) for number in re.findall(r"\d+", name)] for name in names), strict=True)
     ranges = [f"{min(seen)}" if len(set(seen)) == 1 else f"{{{min(seen)}..{max(seen)}}}" for seen in numbers]
-    return "".join(part + number for part, number in zip(parts, [*ranges, ""], strict=True))
+    return "".join(part + number for part, number in zip(parts, [*ranges, ""], strict=True)) + f" x{len(names)}"
 
 
 def _mebibytes(count: int) -> str:

@@ -1,0 +1,164 @@
+"""``python -m qao doctor``: does this installation work here? Every operator on every device against its reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import reference, schemes
+from ._version import __version__
+from .formats import Scheme, _host
+
+_N, _K, _GROUP_SIZE = 80, 192, 64  # more than one tile each way, and the last ones not full
+_TOKENS = (1, 33)  # kernels for few tokens, and for many
+# ‖y - reference‖ / ‖reference‖. Rounding y to bfloat16 costs 2^-9, activations on the other side of a tie less than
+# 2^-7; a wrong kernel is wrong by far more than 2^-6.
+_MAX_ERROR = 2.0**-6
+
+qao = torch.ops.qao
+
+
+class Check(NamedTuple):
+    name: str
+    problem: str | None  # None: passed
+
+
+def checks() -> Iterator[Check]:
+    """Runs one check after the other."""
+    yield from _build()
+    for device in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
+        for name, error in OPERATORS.items():
+            yield Check(f"{device} {name}", _problem_of(error, device))
+
+
+def _build() -> Iterator[Check]:
+    if _host is None:
+        return
+    build, cpu = _host.build_info(), _host.cpu_features()
+    mixed = f"libraries of qao {build['version']} beside the Python of {__version__}: reinstall qao"
+    yield Check("one version", None if build["version"] == __version__ else mixed)
+    yield Check("instruction set", cpu["error"])
+    if torch.cuda.is_available():
+        without = "torch sees a GPU, but this build has no CUDA kernels: reinstall with QAO_CUDA=ON and nvcc"
+        yield Check("CUDA kernels", None if build["cuda"] else without)
+
+
+def _problem_of(error: Callable[[str], float], device: str) -> str | None:
+    try:
+        value = error(device)
+    except Exception as exception:  # whatever it is, it is what the doctor was asked for
+        return f"{type(exception).__name__}: {exception}"
+    return None if value <= _MAX_ERROR else f"differs from the reference by {value:.3g} of its size"
+
+
+def _distance(actual: Tensor, expected: Tensor) -> float:
+    value = ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+    return math.inf if math.isnan(value) else value
+
+
+def _random(*shape: int, device: str) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, torch.bfloat16)
+
+
+def _seen(scheme: Scheme, x: Tensor) -> Tensor:
+    """x̂, what the scheme multiplies."""
+    if scheme.activations == "int8":
+        return reference.dequantize_activation(
+            *reference.quantize_activation_int8(x, symmetric=scheme.symmetric_activations)
+        )
+    return (
+        reference.dequantize_activation(*reference.quantize_activation_fp8(x, -1)) if scheme.activations == "fp8" else x
+    )
+
+
+def _product(scheme: Scheme) -> Callable[[str], float]:
+    def error(device: str) -> float:
+        packed = scheme.quantize(_random(_N, _K, device=device))
+        tensors = packed.tensors() | {"bias": _random(_N, device=device)}
+        dense = scheme.dequantize(packed.weight, packed.scales, _N, _K, torch.float32)
+        errors = []
+        for tokens in _TOKENS:
+            x = _random(tokens, _K, device=device)
+            expected = reference.mm(_seen(scheme, x), dense, tensors["bias"])
+            errors.append(_distance(scheme.mm(x, tensors, _N, _K), expected))
+        return max(errors)
+
+    return error
+
+
+def _int8_scaled_mm(device: str) -> float:
+    x, q = _random(33, _K, device=device), _random(_N, _K, device=device).mul(40).to(torch.int8)
+    scales = torch.full((_N,), 0.01, device=device)
+    y = qao.int8_scaled_mm(*qao.int8_quantize(x, False), q, scales, None, q.sum(1) * scales, torch.float32)
+    return _distance(y, reference.mm(x, reference.dequantize_8bit(q, scales)))
+
+
+def _fp8_scaled_mm(device: str) -> float:
+    x, w = (_random(rows, _K, device=device).to(torch.float8_e4m3fn) for rows in (33, _N))
+    one = torch.ones(1, device=device)
+    y = qao.fp8_scaled_mm(x, one, w, one, None, torch.float32, False)
+    return _distance(y, reference.mm(x, w))
+
+
+def _int8_quantize(device: str) -> float:
+    x = _random(33, _K, device=device)
+    expected = reference.dequantize_activation(*reference.quantize_activation_int8(x, symmetric=False))
+    return _distance(reference.dequantize_activation(*qao.int8_quantize(x, False)), expected)
+
+
+def _fp8_quantize(device: str) -> float:
+    x = _random(33, _K, device=device)
+    expected = reference.dequantize_activation(*reference.quantize_activation_fp8(x, 128))
+    return _distance(reference.dequantize_activation(*qao.fp8_quantize(x, 128, None)), expected)
+
+
+def _rms_norm_quantize(device: str) -> float:
+    x, weight = _random(33, _K, device=device), _random(_K, device=device)
+    normal = torch.nn.functional.rms_norm(x.double(), (_K,), weight.double(), 1e-6)
+    expected = reference.dequantize_activation(*reference.quantize_activation_int8(normal, symmetric=True))
+    return _distance(reference.dequantize_activation(*qao.rms_norm_quantize(x, weight, 1e-6, torch.int8)), expected)
+
+
+def _silu_mul_quantize(device: str) -> float:
+    gate, up = _random(33, _K, device=device), _random(34, _K, device=device)[1:]
+    product = torch.nn.functional.silu(gate.double()) * up.double()
+    expected = reference.dequantize_activation(*reference.quantize_activation_int8(product, symmetric=True))
+    return _distance(reference.dequantize_activation(*qao.silu_mul_quantize(gate, up, torch.int8)), expected)
+
+
+def _int4_parts(device: str) -> tuple[Tensor, Tensor, Tensor]:
+    q = (_random(_N, _K, device=device).abs() * 5).clamp(max=15).to(torch.uint8)
+    scales = _random(_N, _K // _GROUP_SIZE, device=device).float().abs() + 0.1
+    return q, scales, torch.full_like(scales, 7)
+
+
+def _pack_and_unpack(device: str) -> float:
+    parts = _int4_parts(device)
+    packed = qao.pack_int4(*parts, _GROUP_SIZE)
+    back = qao.unpack_int4(*packed, _N, _K, _GROUP_SIZE)
+    return 0.0 if all(torch.equal(a, b) for a, b in zip(parts, back, strict=True)) else math.inf
+
+
+def _dequantize_int4(device: str) -> float:
+    parts = _int4_parts(device)
+    dense = qao.dequantize_int4(*qao.pack_int4(*parts, _GROUP_SIZE), _N, _K, _GROUP_SIZE, torch.float32)
+    return _distance(dense, reference.dequantize(*parts, _GROUP_SIZE))
+
+
+# By operator: how far it is from its reference on a device.
+OPERATORS: dict[str, Callable[[str], float]] = {
+    **{f"{scheme.word}_mm": _product(scheme()) for scheme in (getattr(schemes, name) for name in schemes.__all__)},
+    "int8_scaled_mm": _int8_scaled_mm,
+    "fp8_scaled_mm": _fp8_scaled_mm,
+    "int8_quantize": _int8_quantize,
+    "fp8_quantize": _fp8_quantize,
+    "rms_norm_quantize": _rms_norm_quantize,
+    "silu_mul_quantize": _silu_mul_quantize,
+    "pack_int4": _pack_and_unpack,
+    "unpack_int4": _pack_and_unpack,
+    "dequantize_int4": _dequantize_int4,
+}

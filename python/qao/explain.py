@@ -1,0 +1,258 @@
+"""What a quantised model does with given inputs: the kernel of each layer and why, and what torch.compile does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .linear import QuantLinear, is_linear, obstacle
+from .report import common_name, table
+
+
+@dataclass
+class LayerCall:
+    """One QuantLinear, as the inputs reached it."""
+
+    name: str
+    shape: tuple[int, int]  # N, K
+    scheme: str
+    tokens: int  # M
+    x_dtype: str
+    calls: int  # with this M and dtype
+    kernel: str | None  # None where that is not known
+    why: str  # the plan, or what the choice was made from
+    copied: bool  # x is copied before the kernel reads it, since its rows are not at a constant distance
+
+
+@dataclass
+class Compilation:
+    """What torch.compile did, over all the calls."""
+
+    graphs: int = 0
+    breaks: list[str] = field(default_factory=list)  # reason and place, one a place
+    recompiles: list[str] = field(default_factory=list)  # the guard that failed, one a recompilation
+    graph_inputs: list[int] = field(default_factory=list)  # tensors and sizes that go into each graph
+    seconds: float = 0.0
+    error: str | None = None  # of a compilation, or of a call, that failed
+
+
+@dataclass
+class Explanation:
+    """The result of ``explain``; print it, and put it into a bug report with the output of ``python -m qao doctor``."""
+
+    layers: list[LayerCall]
+    uncalled: list[str]  # QuantLinears that no call reached
+    unquantized: dict[str, str]  # other linear layers, and why they are as they are
+    compilation: Compilation | None  # None: not asked for
+
+    @property
+    def advice(self) -> list[str]:
+        """What to do, most important first."""
+        return list(_advice(self)) or ["Nothing: every layer has its kernel, and one compilation served every call."]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in types that JSON knows."""
+        return asdict(self) | {"advice": self.advice}
+
+    def __str__(self) -> str:
+        header = ("layer", "shape", "scheme", "M", "x", "calls", "kernel", "why")
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for call in self.layers:
+            alike.setdefault((re.sub(r"\d+", "#", call.name), *_cells(call)), []).append(call.name)
+        lines = table(header, [(common_name(names), *cells) for (_, *cells), names in alike.items()])
+        lines += [f"{name}: not called" for name in self.uncalled]
+        lines += [f"{name}: not quantised, {why}" for name, why in self.unquantized.items()]
+        if self.compilation is not None:
+            lines += ["", *_describe(self.compilation)]
+        return "\n".join([*lines, "", "Advice", *(f"- {line}" for line in self.advice)])
+
+
+def explain(
+    model: nn.Module,
+    *inputs: Any,
+    more: Iterable[tuple[Any, ...]] = (),
+    compile: bool | dict[str, Any] = True,
+    **kwargs: Any,
+) -> Explanation:
+    """Calls ``model(*inputs, **kwargs)`` and says what its quantised layers, and torch.compile, did.
+
+    The model runs once in eager mode, then compiled, twice: a second call must not compile again. Gradient mode and
+    autocast are those of the caller: explain under ``torch.inference_mode()`` what runs under it. Forgets everything
+    that torch.compile has compiled in this process before (``torch._dynamo.reset``).
+
+    Args:
+        model: any module, quantised or not; one that torch.compile returned stands for the module inside.
+        inputs: one call's arguments.
+        more: arguments of further calls, for example with other numbers of tokens; recompilations show there.
+        compile: False leaves torch.compile out; a dict is its arguments, for example ``{"mode": "max-autotune"}``.
+
+    Raises:
+        Whatever the model raises in eager mode. What torch.compile raises is part of the result.
+    """
+    model = getattr(model, "_orig_mod", model)
+    calls = [inputs, *more]
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    seen = _eager(model, layers, calls, kwargs)
+    options = {} if compile is True else compile
+    return Explanation(
+        layers=seen,
+        uncalled=[name for name in layers if name not in {call.name for call in seen}],
+        unquantized={
+            name: obstacle(module) or "though it could be"
+            for name, module in model.named_modules()
+            if is_linear(module)
+        },
+        compilation=None if options is False else _compiled(model, [calls[0], *calls], kwargs, options),
+    )
+
+
+def _eager(
+    model: nn.Module, layers: dict[str, QuantLinear], calls: list[tuple[Any, ...]], kwargs: dict[str, Any]
+) -> list[LayerCall]:
+    seen: dict[tuple[Any, ...], LayerCall] = {}
+
+    def record(name: str) -> Any:
+        def hook(layer: QuantLinear, arguments: tuple[Any, ...]) -> None:
+            x = layer.autocast(arguments[0])
+            key = name, x.numel() // x.shape[-1], x.dtype, _is_copied(x)
+            if key not in seen:
+                seen[key] = _layer_call(name, layer, x)
+            seen[key].calls += 1
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(record(name)) for name, layer in layers.items()]
+    try:
+        for arguments in calls:
+            model(*arguments, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(seen.values())
+
+
+def _layer_call(name: str, layer: QuantLinear, x: Tensor) -> LayerCall:
+    n, k, tokens = layer.out_features, layer.in_features, x.numel() // x.shape[-1]
+    plan = layer.scheme.plan(
+        max(tokens, 1), n, k, x_dtype=x.dtype, scale_dtype=layer.scales.dtype, device=layer.weight.device
+    )
+    kernel, why = (
+        (None, "qao._host is not built, or no such device") if plan is None else (plan["kernel"], plan["text"])
+    )
+    dtype = str(x.dtype).removeprefix("torch.")
+    if tokens == 0:
+        kernel, why = "none", "no tokens"
+    return LayerCall(name, (n, k), str(layer.scheme), tokens, dtype, 0, kernel, why, _is_copied(x))
+
+
+def _is_copied(x: Tensor) -> bool:
+    """Whether the operators copy x [..., K] first: elements of a row apart, or rows at no constant distance."""
+    if x.numel() == 0 or x.dim() == 0:
+        return False
+    try:
+        rows = x.view(-1, x.shape[-1])
+    except RuntimeError:
+        return True
+    return (x.shape[-1] > 1 and rows.stride(1) != 1) or (rows.shape[0] > 1 and rows.stride(0) == 0)
+
+
+def _compiled(
+    model: nn.Module, calls: list[tuple[Any, ...]], kwargs: dict[str, Any], options: dict[str, Any]
+) -> Compilation:
+    from torch._dynamo import utils
+
+    result = Compilation()
+    torch._dynamo.reset()
+    utils.counters.clear()
+    utils.clear_compilation_metrics()
+    compiled = torch.compile(model, **options)
+    try:
+        for arguments in calls:
+            compiled(*arguments, **kwargs)
+    except Exception as error:  # a failed compilation is a result here: what it says goes into the report
+        result.error = f"{type(error).__name__}: {error}"
+    frames = utils.get_compilation_metrics()
+    result.graphs = utils.counters["stats"]["unique_graphs"]
+    result.graph_inputs = [frame.graph_input_count or 0 for frame in frames if frame.graph_op_count]
+    result.recompiles = [frame.recompile_reason for frame in frames if frame.recompile_reason]
+    result.seconds = sum(frame.entire_frame_compile_time_s or 0.0 for frame in frames)
+    if utils.counters["graph_break"]:
+        result.breaks = _breaks(model, calls[0], kwargs) or list(utils.counters["graph_break"])
+    torch._dynamo.reset()
+    return result
+
+
+def _breaks(model: nn.Module, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Every break with its place, which the counters do not know."""
+    try:
+        found = torch._dynamo.explain(model)(*arguments, **kwargs).break_reasons
+    except Exception:  # what cannot be traced again was reported by the compilation
+        return []
+    texts = []
+    for reason in found:
+        place = reason.user_stack[-1] if reason.user_stack else None
+        at = f" at {place.filename}:{place.lineno} ({place.line})" if place else ""
+        texts.append(_first_line(reason.reason) + at)
+    return list(dict.fromkeys(texts))
+
+
+def _cells(call: LayerCall) -> tuple[str, ...]:
+    shape, copied = "x".join(map(str, call.shape)), " (x is copied first)" if call.copied else ""
+    kernel = call.kernel or "unknown"
+    return shape, call.scheme, str(call.tokens), call.x_dtype, str(call.calls), kernel, call.why + copied
+
+
+def _describe(c: Compilation) -> Iterator[str]:
+    inputs = ", ".join(str(count) for count in c.graph_inputs)
+    yield f"torch.compile: {c.graphs} graphs in {c.seconds:.1f} s; inputs of the graphs: {inputs or 'none'}"
+    yield from (f"graph break: {text}" for text in c.breaks)
+    yield from (f"recompiled: {_first_line(text)}" for text in c.recompiles)
+    if c.error is not None:
+        yield f"failed: {c.error}"
+
+
+def _advice(e: Explanation) -> Iterator[str]:
+    c = e.compilation
+    if c is not None:
+        if c.error is not None:
+            yield (
+                "torch.compile failed. Try backend='eager', then 'aot_eager', then 'inductor' to learn which stage "
+                "does; docs/compile.md has the steps."
+            )
+        if c.breaks:
+            yield (
+                f"{len(c.breaks)} graph breaks: each costs host time in every call. Change the code at the places "
+                "above, and compile with fullgraph=True, which makes a break an error. qao's layers break no graph."
+            )
+        if any("size mismatch" in text or "stride mismatch" in text for text in c.recompiles):
+            yield (
+                "Recompiled for another size. If it keeps changing, compile with dynamic=True, or call "
+                "torch._dynamo.mark_dynamic(x, dimension) before the first call; sizes 0 and 1 always get a graph each."
+            )
+        if others := [text for text in c.recompiles if "size mismatch" not in text and "stride mismatch" not in text]:
+            yield f"{len(others)} recompilations that no size explains: make constant what the guards above name."
+    if not e.layers and not e.uncalled:
+        yield "Nothing is quantised: qao.quantize_(model, scheme) first, and look at the report it returns."
+    if e.unquantized:
+        yield f"{len(e.unquantized)} linear layers are not quantised; the reasons are above."
+    if e.uncalled:
+        yield f"{len(e.uncalled)} quantised layers were not called with these inputs."
+    if copied := [call.name for call in e.layers if call.copied]:
+        yield (
+            f"x is copied before {len(copied)} layers ({copied[0]} …), since the elements of its rows are apart: "
+            "give them x.contiguous() where it is made."
+        )
+    if slow := {call.scheme for call in e.layers if call.kernel == "scalar"}:
+        yield (
+            f"The plain C++ kernel runs for {', '.join(sorted(slow))}: this CPU, or QAO_CPU_ISA, offers no vector "
+            "kernel for it. Another scheme may be faster here; python -m qao doctor shows the instruction set."
+        )
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0].strip()

@@ -1,0 +1,135 @@
+"""qao.explain and the doctor: what they say, and that it is true."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import qao
+import torch
+from ops_support import randn
+from qao import doctor
+from torch import Tensor, nn
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Model(nn.Module):
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.head, self.unused = nn.Linear(64, 10), nn.Linear(64, 64)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.head(x.t().contiguous().t())
+
+
+SCHEMES = {"layers": qao.Int8DynamicActivationInt8Weight(), "head": qao.Int4WeightOnly(), "unused": None}
+OPTIONS = {"backend": "aot_eager"}
+
+
+def make(device: str, schemes: dict[str, qao.Scheme | None] = SCHEMES, breaks: bool = False) -> Model:
+    model = Model(breaks).to(device)
+    qao.quantize_(model, schemes, progress=False)
+    return model
+
+
+def x_of(m: int, device: str) -> Tensor:
+    return randn(m, 64, dtype=torch.float32, device=device)
+
+
+@torch.inference_mode()
+def test_a_call_of_every_layer(device: str) -> None:
+    explanation = qao.explain(make(device), x_of(3, device), more=[(x_of(5, device),)], compile=OPTIONS)
+    assert [(call.name, call.tokens, call.calls) for call in explanation.layers] == [
+        *((f"layers.{i}", 3, 1) for i in range(3)),
+        ("head", 3, 1),
+        *((f"layers.{i}", 5, 1) for i in range(3)),
+        ("head", 5, 1),
+    ]
+    first = explanation.layers[0]
+    assert first.shape == (64, 64) and first.scheme == "int8_int8" and first.x_dtype == "float32"
+    assert first.kernel and first.why
+    assert [call.copied for call in explanation.layers[:4]] == [False, False, False, True]
+    assert explanation.uncalled == [] and explanation.unquantized == {"unused": "though it could be"}
+    text = str(explanation)
+    assert "layers.{0..2} x3" in text and "head" in text and "x is copied first" in text
+    json.dumps(explanation.to_dict())
+
+
+@torch.inference_mode()
+def test_one_graph_and_its_inputs(device: str) -> None:
+    compilation = qao.explain(make(device), x_of(3, device), compile=OPTIONS).compilation
+    assert compilation is not None
+    assert compilation.graphs == 1 and compilation.breaks == [] and compilation.recompiles == []
+    assert compilation.graph_inputs == [1 + 4 * 3] and compilation.seconds > 0 and compilation.error is None
+
+
+@torch.inference_mode()
+def test_breaks_and_recompilations_have_reasons(device: str) -> None:
+    model = make(device, breaks=True)
+    explanation = qao.explain(model, x_of(3, device), more=[(x_of(5, device),)], compile=OPTIONS)
+    compilation = explanation.compilation
+    assert compilation is not None and compilation.graphs == 4
+    assert len(compilation.breaks) == 1 and "test_explain.py" in compilation.breaks[0]
+    assert len(compilation.recompiles) == 2 and all("size mismatch" in text for text in compilation.recompiles)
+    advice = " ".join(explanation.advice)
+    assert "1 graph breaks" in advice and "mark_dynamic" in advice and "1 linear layers are not quantised" in advice
+
+
+@torch.inference_mode()
+def test_a_compilation_that_fails_is_a_result(device: str) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> None:
+        raise RuntimeError("out of luck")
+
+    explanation = qao.explain(make(device), x_of(3, device), compile={"backend": backend})
+    assert explanation.compilation is not None and "out of luck" in (explanation.compilation.error or "")
+    assert "torch.compile failed" in explanation.advice[0]
+
+
+@torch.inference_mode()
+def test_nothing_to_say_and_nothing_quantised(device: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64)).to(device)
+    assert "quantize_" in " ".join(qao.explain(model, x_of(3, device), compile=False).advice)
+    qao.quantize_(model, qao.Int8DynamicActivationInt8Weight(), progress=False)
+    assert qao.explain(model, x_of(3, device), compile=OPTIONS).advice[0].startswith("Nothing")
+
+
+@torch.inference_mode()
+def test_autocast_and_a_compiled_model(device: str) -> None:
+    model = torch.compile(make(device))
+    with torch.autocast(device, torch.bfloat16):
+        explanation = qao.explain(model, x_of(3, device), compile=False)
+    assert {call.x_dtype for call in explanation.layers} == {"bfloat16"}
+    assert explanation.compilation is None
+
+
+def test_the_doctor_knows_every_operator() -> None:
+    registered = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("qao::")}
+    assert set(doctor.OPERATORS) == registered
+
+
+def test_the_doctor_finds_nothing() -> None:
+    result = subprocess.run([sys.executable, "-m", "qao", "doctor"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "FAIL" not in result.stdout and "ABI" in result.stdout and "ok    cpu int4_mm" in result.stdout
+
+
+def test_the_doctor_sees_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(doctor.OPERATORS, "int4_mm", lambda device: 0.5)
+    found = {check.name: check.problem for check in doctor.checks() if check.problem}
+    assert found and all(name.endswith("int4_mm") for name in found)
+    assert "differs from the reference by 0.5" in found["cpu int4_mm"]
