@@ -25,8 +25,8 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
 }
-// An arrival at the same barrier of CTA `rank` of the cluster, which publishes no writes: at the scope of a cluster that
-// costs a memory fence.
+// An arrival at the same barrier of CTA `rank` of the cluster, which publishes no writes: at the scope of a cluster
+// that costs a memory fence.
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
   asm volatile(
       "{.reg .b32 remote;\n"

@@ -144,7 +144,7 @@ void plan_sm90(const Problem& problem, const Gpu& gpu, Plan* plan) {
       const double time =
           static_cast<double>(ceil_div(tiles * split, gpu.num_sms)) *
               (static_cast<double>(ceil_div(steps, split)) * (per_step + per_token * tokens) + 1.5 + 0.01 * tokens) +
-          (split > 1 ? 1.0 : 0.0);
+          (split > 1 ? 4.0 : 0.0);
       if (least != 0 && time >= least) continue;
       least = time;
       const sm90::Stage stage(traits.float_x, traits.packed, traits.columns, tokens);
