@@ -97,7 +97,7 @@ def check_close(
     seen: Tensor | None = None,
     slack: Tensor | None = None,
 ) -> None:
-    """y is x · denseᵀ + bias within `tolerance`. x [..., K], dense [N, K] float64, bias [N], seen and slack [M, ...]."""
+    """y is x · denseᵀ + bias within `tolerance`. x [..., K], dense [N, K] float64, bias [N]."""
     check_metadata(y, x, dense.shape[0])
     if y.numel() == 0:
         return

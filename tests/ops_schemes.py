@@ -79,10 +79,11 @@ class Activation:
     def slack(self, x: Tensor, dense: Tensor) -> Tensor:
         """[M, N]: what rounding may add to a product, beyond that of plain torch on x̂, because of how x is stored."""
         if self.format == "int8" and not self.symmetric:
-            # Sums of q, which is not centred, and of the zero point, which then cancel: each is rounded to float32.
+            # Sums of q, which is not centred (and which a kernel may shift by 128 to have it unsigned), and of the zero
+            # points, which then cancel: each is rounded to float32.
             q, scales, zeros = self.quantize(x)
-            terms = (q.double() ** 2 @ (dense**2).T).sqrt() * (2.0**-24 * x.shape[1] ** 0.5)
-            return scales.double() * (terms + 2.0**-22 * zeros.abs() * dense.sum(1).abs())
+            sums = (q.double().abs() + 128) @ dense.abs().T + zeros.abs() * dense.sum(1).abs()
+            return scales.double() * sums * 2.0**-22
         if self.format == "fp8" and x.is_cuda:
             # The tensor cores' e4m3 products are aligned to the largest of an instruction and truncated to 13 bits.
             return 2.0**-10 * (self.seen(x) ** 2 @ (dense**2).T).sqrt()
@@ -267,7 +268,7 @@ def _byte_scheme(word: str, *formats: ByteFormat) -> Scheme:
 _F8 = torch.float8_e4m3fn
 INT4 = _int4_scheme("int4", _int4_formats(("none", "integer", "float"), DTYPES, FLOAT), FLOAT, FLOAT)
 INT8_INT4 = _int4_scheme(
-    "int8_int4", _int4_formats(("none", "float"), (*DTYPES,), INT8, INT8_ASYMMETRIC), INT8, INT8_ASYMMETRIC
+    "int8_int4", _int4_formats(("none", "float"), DTYPES, INT8, INT8_ASYMMETRIC), INT8, INT8_ASYMMETRIC
 )
 FP8_INT4 = _int4_scheme("fp8_int4", _int4_formats(("none", "float"), DTYPES, FP8), FP8, FP8)
 INT4_SCHEMES = (INT4, INT8_INT4, FP8_INT4)

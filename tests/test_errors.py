@@ -22,12 +22,49 @@ def arguments_of(op: str, device: str) -> Arguments:
     parts = INT4.parts(N, K, fmt, device)
     if op == "pack_int4":
         return {"q": parts.q, "scales": parts.scales, "zeros": parts.zeros, "group_size": G}
+    if op in BYTES:
+        return BYTES[op](device)
     weight, scales = parts.operands()
     sizes = {"weight": weight, "scales": scales, "out_features": N, "in_features": K, "group_size": G}
-    if op == "int4_mm":
-        x, bias = (randn(*shape, dtype=torch.bfloat16, device=device) for shape in ((3, K), (N,)))
-        return {"x": x, "bias": bias, **sizes}
+    if op.endswith("_mm"):
+        sums = {"weight_sums": parts.dense().sum(1).float()} if op == "int8_int4_mm" else {}
+        return {"x": activation(device), "bias": randn(N, dtype=torch.bfloat16, device=device), **sums, **sizes}
     return sizes | ({"dtype": torch.bfloat16} if op == "dequantize_int4" else {})
+
+
+def activation(device: str) -> Tensor:
+    return randn(3, K, dtype=torch.bfloat16, device=device)
+
+
+def bytes_of(dtype: torch.dtype, device: str, *, x: Tensor | None = None, **others: Any) -> Arguments:
+    """A correct call of an op with an 8-bit weight, a scale a row and asymmetric activations, if any."""
+    weight = torch.ones(N, K, dtype=torch.int8, device=device).view(dtype)
+    scales, bias = (randn(N, dtype=dtype, device=device) for dtype in (torch.float32, torch.bfloat16))
+    x = activation(device) if x is None else x
+    others = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in others.items()}
+    return {"x": x, "weight": weight, "scales": scales, "bias": bias, **others}
+
+
+def int8_scaled_arguments(device: str) -> Arguments:
+    x, x_scales, x_zeros = torch.ops.qao.int8_quantize(activation(device), False)
+    given = {"x_scales": x_scales, "x_zeros": x_zeros, "weight_sums": torch.ones(N), "out_dtype": torch.bfloat16}
+    return bytes_of(torch.int8, device, x=x, **given)
+
+
+def fp8_scaled_arguments(device: str) -> Arguments:
+    x, x_scales = torch.ops.qao.fp8_quantize(activation(device), -1, None)
+    return bytes_of(F8, device, x=x, x_scales=x_scales, out_dtype=torch.bfloat16, fast_accum=False)
+
+
+F8 = torch.float8_e4m3fn
+BYTES: dict[str, Callable[[str], Arguments]] = {
+    "int8_mm": lambda device: bytes_of(torch.int8, device),
+    "fp8_mm": lambda device: bytes_of(F8, device),
+    "int8_int8_mm": lambda device: bytes_of(torch.int8, device, weight_sums=torch.ones(N)),
+    "fp8_fp8_mm": lambda device: bytes_of(F8, device, x_scale=torch.ones(1), x_group_size=0, fast_accum=False),
+    "int8_scaled_mm": int8_scaled_arguments,
+    "fp8_scaled_mm": fp8_scaled_arguments,
+}
 
 
 def with_(name: str, change: Callable[[Any], Any]) -> Callable[[Arguments], Arguments]:
@@ -126,6 +163,49 @@ PACK = {
     ),
     "zeros of another shape": (with_("zeros", lambda t: t[:, 1:].contiguous()), "zeros must have", "zeros"),
 }
+# Mistakes in an 8-bit weight and its scales.
+BYTE_WEIGHT: dict[str, tuple[Callable[[Arguments], Arguments], str, str]] = {
+    "uint8 weight": (with_("weight", lambda t: t.view(torch.uint8)), "weight must be", "Quantise the weight"),
+    "float weight": (with_("weight", lambda t: t.bfloat16()), "weight must be", "Quantise the weight"),
+    "weight of rank 3": (with_("weight", lambda t: t[None]), "weight must be", "Quantise the weight"),
+    "no rows": (with_("weight", lambda t: t[:0]), "weight must be", "Quantise the weight"),
+    "weight transposed": (with_("weight", transposed_memory), "weight must be contiguous", "weight.contiguous()"),
+    "float64 scales": (with_("scales", lambda t: t.double()), "scales must be float32", "scales.float()"),
+    "bfloat16 scales": (with_("scales", lambda t: t.bfloat16()), "scales must be float32", "scales.float()"),
+    "too few scales": (with_("scales", lambda t: t[1:]), "scales must have shape [N]", "scales.shape"),
+    "scales as a row": (with_("scales", lambda t: t[None]), "scales must have shape [N]", "scales.shape"),
+    "scales strided": (
+        with_("scales", lambda t: torch.stack((t, t), 1)[:, 0]),
+        "scales must be contiguous",
+        "scales.contiguous()",
+    ),
+}
+FLOAT_X = {name: MM[name] for name in MM if name != "in_features 0"}
+SUMS = {
+    "weight_sums too short": (with_("weight_sums", lambda t: t[1:]), "weight_sums must be float32", "row sums"),
+    "float64 weight_sums": (with_("weight_sums", lambda t: t.double()), "weight_sums must be float32", "row sums"),
+}
+FP8_X = {
+    "x by an unknown group": (with_("x_group_size", lambda g: 64), "must be -1", "one of these"),
+    "a scale for rows": (with_("x_group_size", lambda g: -1), "a given scale holds for the whole", "group size 0"),
+    "two scales": (with_("x_scale", lambda t: t.repeat(2)), "the scale of x must be one float32", "reshape(1)"),
+    "blocks of x alone": (
+        lambda a: a | {"x_scale": None, "x_group_size": 128},
+        "blocks of 128 columns of x go with blocks of 128 x 128",
+        "alike",
+    ),
+}
+SCALED = {
+    "float x": (with_("x", lambda t: t.float()), "x must be", "_quantize"),
+    "float64 x_scales": (with_("x_scales", lambda t: t.double()), "x_scales must be float32", "x_scales.float()"),
+    "too few x_scales": (with_("x_scales", lambda t: t[1:]), "one scale for each row", "_quantize"),
+    "to float64": (with_("out_dtype", lambda d: torch.float64), "out_dtype must be float32, float16", "one of these"),
+}
+ZEROS = {
+    "float x_zeros": (with_("x_zeros", lambda t: t.float()), "x_zeros must be int32", "int8_quantize"),
+    "x_zeros alone": (with_("weight_sums", lambda t: None), "x_zeros need weight_sums", "row sums"),
+    "weight_sums alone": (with_("x_zeros", lambda t: None), "weight_sums without x_zeros", "both, or neither"),
+}
 DEQUANTIZE = {
     f"to {dtype}": (with_("dtype", lambda d, dtype=dtype: dtype), "dtype must be torch.float32, torch.float16", "Pass")
     for dtype in (torch.float64, torch.int8, torch.float8_e4m3fn)
@@ -134,6 +214,14 @@ MISTAKES = [
     pytest.param(op, *mistake, id=f"{op}-{name}".replace(" ", "_"))
     for op, tables in {
         "int4_mm": (PACKED, GROUP_SIZES, MM),
+        "int8_int4_mm": (PACKED, GROUP_SIZES, MM, SUMS),
+        "fp8_int4_mm": (PACKED, GROUP_SIZES, MM),
+        "int8_mm": (BYTE_WEIGHT, FLOAT_X),
+        "fp8_mm": (BYTE_WEIGHT, FLOAT_X),
+        "int8_int8_mm": (BYTE_WEIGHT, FLOAT_X, SUMS),
+        "fp8_fp8_mm": (BYTE_WEIGHT, FLOAT_X, FP8_X),
+        "int8_scaled_mm": (BYTE_WEIGHT, SCALED, SUMS, ZEROS),
+        "fp8_scaled_mm": (BYTE_WEIGHT, SCALED),
         "unpack_int4": (PACKED, GROUP_SIZES),
         "dequantize_int4": (PACKED, GROUP_SIZES, DEQUANTIZE),
         "pack_int4": (GROUP_SIZES, PACK),
@@ -147,7 +235,7 @@ def describe(name: str, value: Any) -> str | None:
     """How a message shows an argument; None where it need not."""
     if isinstance(value, Tensor):
         return f"{name}: {str(value.dtype).removeprefix('torch.')}{str(list(value.shape))}"
-    return f"{name}: {value}" if isinstance(value, int) else None
+    return f"{name}: {value}" if type(value) is int else None
 
 
 def check_rejected(op: str, arguments: Arguments, what: str, remedy: str) -> None:
@@ -191,7 +279,9 @@ def test_different_devices(op: str, name: str) -> None:
     check_rejected(op, arguments | {name: arguments[name].cpu()}, "on different devices", ".to(device)")
 
 
-@pytest.mark.parametrize("op", ["int4_mm", "pack_int4", "unpack_int4", "dequantize_int4"])
+@pytest.mark.parametrize(
+    "op", ["int4_mm", "int8_int4_mm", "fp8_int4_mm", *BYTES, "pack_int4", "unpack_int4", "dequantize_int4"]
+)
 def test_meta_tensors_have_shapes_only(op: str) -> None:
     """On the meta device the ops give meta results: what deferred initialisation needs."""
     arguments = arguments_of(op, "cpu")

@@ -279,7 +279,9 @@ def test_state_dict_through_a_file(scheme: qao.Scheme, assign: bool, device: str
     torch.save(layer.state_dict(), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
-    assert {"bias", "scales", "weight"} <= state.keys() <= {"bias", "scales", "weight", "weight_sums", "activation_scale"}
+    assert (
+        {"bias", "scales", "weight"} <= state.keys() <= {"bias", "scales", "weight", "weight_sums", "activation_scale"}
+    )
     other = QuantLinear.empty(96, 40, scheme=scheme, device=device, dtype=torch.bfloat16)
     assert str(other.load_state_dict(state, strict=True, assign=assign)) == "<All keys matched successfully>"
     assert_same(tensors(other), tensors(layer))

@@ -11,7 +11,8 @@ import torch
 from ops_schemes import INT4, Int4Format
 
 PAGE = (Path(__file__).parents[1] / "docs" / "ops.md").read_text()
-OPS = ("int4_mm", "pack_int4", "unpack_int4", "dequantize_int4")
+LIBRARY = (Path(__file__).parents[1] / "csrc" / "library.cpp").read_text()
+OPS = sorted(set(re.findall(r'm\.impl\("(\w+)"', LIBRARY)))
 
 
 def blocks(language: str) -> list[str]:
@@ -21,7 +22,7 @@ def blocks(language: str) -> list[str]:
 def test_examples() -> None:
     """In the order of the page, in one namespace: later ones use what earlier ones made."""
     namespace: dict[str, Any] = {}
-    assert len(blocks("python")) >= len(OPS)
+    assert all(f"torch.ops.qao.{op}(" in "".join(blocks("python")) for op in OPS)
     for block in blocks("python"):
         exec(block, namespace)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ops_schemes import DTYPES, INT4, SCHEMES, Scheme
+from ops_schemes import DTYPES, SCHEMES, Scheme
 from ops_support import bits, check_product, randn
 
 TESTS = Path(__file__).parent

@@ -14,7 +14,7 @@ from . import ops
 from .quantizer import SCALE_BLOCK, QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, row_sums
 
 try:
-    from . import _host
+    from . import _host as _host
 except ImportError:  # built without pybind11: layers work, kernels just have no names to show
     _host = None  # type: ignore[assignment]
 
@@ -114,9 +114,11 @@ class Scheme(ABC):
         q = torch.empty(n, k, dtype=dtypes[0], device="meta")
         scales = torch.empty(shape, dtype=self._scale_dtype(dtype), device="meta")
         packed = self.pack(q, scales, scales if has_zeros else None)
-        return PackedWeight(
-            **{name: None if t is None else torch.empty_like(t, device=device) for name, t in packed.tensors().items()}
-        )
+
+        def on_device(tensor: Tensor | None) -> Any:
+            return None if tensor is None else torch.empty_like(tensor, device=device)
+
+        return PackedWeight(**{name: on_device(tensor) for name, tensor in packed.tensors().items()})
 
     def kernel(
         self, m: int, n: int, k: int, *, x_dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device

@@ -52,9 +52,9 @@ class QuantLinear(nn.Module):
     """y [..., N] = x [..., K] · Wᵀ + bias with a quantised W; drop-in for nn.Linear.
 
     Make one with ``from_linear``, with ``from_quantized``, or ``empty`` for a checkpoint to be loaded into. All tensors
-    but the bias are frozen Parameters: moving the module moves them, ``.to(dtype)``, ``.half()`` and the like leave their
-    dtypes as they are. ``bias`` is an ordinary Parameter that starts frozen: ``layer.requires_grad_()`` makes it, and only
-    it, trainable.
+    but the bias are frozen Parameters: moving the module moves them, ``.to(dtype)``, ``.half()`` and the like leave
+    their dtypes as they are. ``bias`` is an ordinary Parameter that starts frozen: ``layer.requires_grad_()`` makes it,
+    and only it, trainable.
 
     Attributes:
         weight, scales: tensors in the layout of the scheme's kernels.
@@ -254,7 +254,9 @@ def pack(linear: nn.Module, scheme: Scheme, device: torch.device | str | None, n
 def _kernel_bias(bias: Tensor | None, device: torch.device) -> Tensor | None:
     if bias is None:
         return None
-    return bias.detach().to(device, torch.float32 if bias.dtype == torch.float64 else bias.dtype)  # no kernel has float64
+    return bias.detach().to(
+        device, torch.float32 if bias.dtype == torch.float64 else bias.dtype
+    )  # no kernel has float64
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

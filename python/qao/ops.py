@@ -149,13 +149,11 @@ def fp8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Te
     return _product(_fp8_mm, dequantize_fp8, (), x, weight, scales, bias)
 
 
-def int8_int8_mm(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, weight_sums: Tensor | None
-) -> Tensor:
+def int8_int8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, weight_sums: Tensor | None) -> Tensor:
     """y = x̂ · Wᵀ + bias with an int8 weight and x̂ = x rounded to int8, a scale per token.
 
-    ``weight_sums``: float32 [N], sums over k of the dequantised W, makes the rounding of x asymmetric (with a zero point
-    per token); None: symmetric.
+    ``weight_sums``: float32 [N], sums over k of the dequantised W, makes the rounding of x asymmetric (with a zero
+    point per token); None: symmetric.
     """
     return _product(_int8_int8_mm, dequantize_int8, (), x, weight, scales, bias, weight_sums)
 
@@ -186,9 +184,9 @@ def fp8_fp8_mm(
 ) -> Tensor:
     """y = x̂ · Wᵀ + bias with an fp8 weight and x̂ = x rounded to e4m3.
 
-    ``x_group_size``: columns of x that share a scale: -1 all of a token, 128 a block (with scales of W by blocks), 0 one
-    for all tokens. ``x_scale``: float32 [1], that one scale if it is known beforehand. ``fast_accum``: GPUs may sum more
-    than 128 columns in the tensor core's short accumulator.
+    ``x_group_size``: columns of x that share a scale: -1 all of a token, 128 a block (with W scaled by blocks), 0 all
+    of x. ``x_scale``: float32 [1], that one scale if it is known beforehand. ``fast_accum``: GPUs may sum more than
+    128 columns in the tensor core's short accumulator.
     """
     return _product(_fp8_fp8_mm, dequantize_fp8, (), x, weight, scales, bias, x_scale, x_group_size, fast_accum)
 

@@ -77,7 +77,7 @@ def quantize_int4(
 
 
 def quantize_int8(weight: Tensor, *, clip_search: bool = True, name: str = "weight") -> QuantizedWeight:
-    """Quantises a float weight [N, K] to -127..127 with one positive float32 scale a row; otherwise as quantize_int4."""
+    """Quantises a float weight [N, K] to -127..127 with a positive float32 scale a row, otherwise as quantize_int4."""
     result = _quantize_groups(weight, -1, _INT8, True, torch.float32, clip_search, name)
     return result._replace(scales=result.scales.flatten())
 
@@ -86,7 +86,8 @@ def _largest(values: Tensor, height: int, width: int) -> Tensor:
     """The largest magnitude in each block of height x width; the last ones may be smaller."""
     rows, columns = values.shape
     padded = functional.pad(values.abs_(), (0, -columns % width, 0, -rows % height))
-    return padded.unflatten(1, (-1, width)).unflatten(0, (-1, height)).amax((1, 3))
+    blocks: Tensor = padded.view(padded.shape[0] // height, height, -1, width)
+    return blocks.amax((1, 3))
 
 
 def quantize_fp8(weight: Tensor, granularity: str, *, name: str = "weight") -> QuantizedWeight:
@@ -124,7 +125,7 @@ def row_sums(q: Tensor, scales: Tensor, zeros: Tensor | int, group_size: int) ->
     n, k = q.shape
     size = k if group_size == -1 else group_size
     whole = k // size * size
-    sums = q[:, :whole].unflatten(1, (-1, size)).sum(-1, dtype=torch.int64)
+    sums = q[:, :whole].reshape(n, whole // size, size).sum(-1, dtype=torch.int64)
     if whole < k:
         sums = torch.cat((sums, q[:, whole:].sum(-1, keepdim=True, dtype=torch.int64)), 1)
     lengths = torch.arange(0, k, size, device=q.device).neg_().add_(k).clamp_(max=size)
@@ -145,8 +146,8 @@ def _chunks(weight: Tensor, multiple: int = 1) -> Iterator[tuple[slice, Tensor]]
 def _check_scales(scales: Tensor, weight: Tensor, name: str) -> None:
     if not scales.isfinite().all():
         raise ValueError(
-            f"{name}: a scale of the weight {list(weight.shape)} ({weight.dtype}) overflows {scales.dtype}. Use a wider "
-            "scale_dtype, for example torch.float32."
+            f"{name}: a scale of the weight {list(weight.shape)} ({weight.dtype}) overflows {scales.dtype}. Use a "
+            "wider scale_dtype, for example torch.float32."
         )
 
 

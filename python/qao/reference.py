@@ -59,7 +59,7 @@ def dequantize(q: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int)
 
 
 def dequantize_8bit(q: Tensor, scales: Tensor) -> Tensor:
-    """W [N, K] = q * scale in float64, q int8 or float8_e4m3fn; scales [N], [N, 1], [1], [1, 1] or a 128 x 128 block."""
+    """W [N, K] = q * scale in float64, q int8 or e4m3; scales [N], [N, 1], [1], [1, 1] or one for each 128 x 128."""
     n, k = q.shape
     if scales.dim() < 2 or scales.shape in ((n, 1), (1, 1)):
         return q.double() * scales.double().reshape(-1, 1)
