@@ -79,9 +79,10 @@ class Activation:
     def slack(self, x: Tensor, dense: Tensor) -> Tensor:
         """[M, N]: what rounding may add to a product, beyond that of plain torch on x̂, because of how x is stored."""
         if self.format == "int8" and not self.symmetric:
-            # Sums of q, which is not centred, and of the zero points, which then cancel: each is rounded to float32.
+            # Sums of q, which is not centred (and which a kernel may shift by 128 to have it unsigned), and of the zero
+            # points, which then cancel: each is rounded to float32.
             q, scales, zeros = self.quantize(x)
-            sums = q.double().abs() @ dense.abs().T + zeros.abs() * dense.sum(1).abs()
+            sums = (q.double().abs() + 128) @ dense.abs().T + zeros.abs() * dense.sum(1).abs()
             return scales.double() * sums * 2.0**-22
         if self.format == "fp8" and x.is_cuda:
             # The tensor cores' e4m3 products are aligned to the largest of an instruction and truncated to 13 bits.

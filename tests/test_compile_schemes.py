@@ -50,12 +50,13 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 class Mlp(nn.Module):
-    def __init__(self, scheme: qao.Scheme, seed: int = 0) -> None:
+    def __init__(self, scheme: qao.Scheme | None) -> None:
         super().__init__()
         with torch.random.fork_rng():
-            torch.manual_seed(seed)
+            torch.manual_seed(0)
             self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64, bias=False)
-        qao.quantize_(self, scheme, progress=False)
+        if scheme is not None:
+            qao.quantize_(self, scheme, progress=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(x)))
@@ -197,6 +198,36 @@ def test_as_many_graphs_as_plain_linear_layers(dynamic: bool | None, model: Side
 
     plain = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)).to(device)
     assert graphs(model) == graphs(plain)
+
+
+# ---- before or after quantize_ ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "Module.compile"])
+def test_a_compiled_model_is_quantised_inside(in_place: bool, device: str) -> None:
+    """Even after it ran: the new layers are compiled at the next call."""
+    model = Mlp(None).to(device)
+    if in_place:
+        model.compile(backend="aot_eager", fullgraph=True)
+    compiled = model if in_place else torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = x_of(3, device)
+    with torch.no_grad():
+        before = compiled(x)
+        report = qao.quantize_(compiled, qao.Int4WeightOnly(), progress=False)
+        assert [row.status for row in report.rows] == ["quantized"] * 2
+        after = compiled(x)
+        assert torch.equal(after, model.forward(x)) and not torch.equal(after, before)
+    check_counts(2)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_linear_compiled_by_itself_is_left_and_says_so(inside: bool) -> None:
+    """torch.compile keeps the module it was given: a replacement would never run."""
+    compiled = torch.compile(nn.Linear(64, 64), backend="aot_eager")
+    model = nn.Sequential(compiled) if inside else compiled
+    with pytest.warns(UserWarning, match="quantise first, then compile"):
+        (row,) = qao.quantize_(model, qao.Int8WeightOnly(), progress=False).rows
+    assert row.status == "left" and isinstance(compiled._orig_mod, nn.Linear)
 
 
 # ---- big models ------------------------------------------------------------------------------------------------------

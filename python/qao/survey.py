@@ -120,6 +120,8 @@ def decide(
         layer.leave("excluded", "a LoRA adapter, which is there to be trained")
     elif reader is not None:
         layer.leave("left", f"{type(reader).__name__} reads its weight itself instead of calling it")
+    elif any(type(parent).__name__ == "OptimizedModule" for parent, _ in layer.places):
+        layer.leave("left", "torch.compile was called on it and keeps it: quantise first, then compile")
     elif reason is not None:
         layer.leave("left", reason)
     else:
