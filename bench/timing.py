@@ -26,7 +26,7 @@ _CPU_COPIES_BYTES = 256 << 20  # far past L2; an L3 may be larger, but on a serv
 
 
 def copies_of(size: int, device: str) -> int:
-    """How many copies of ``size`` bytes exceed twice the L2 of a GPU, or far exceed that of a CPU: 3 to a graph full."""
+    """How many copies of ``size`` bytes exceed twice the L2 of a GPU, or far exceed that of a CPU; 3 or more."""
     cold = 2 * torch.cuda.get_device_properties().L2_cache_size if device == "cuda" else _CPU_COPIES_BYTES
     return min(max(3, math.ceil(cold / size)), _MAX_GRAPH_CALLS)
 

@@ -8,15 +8,14 @@ namespace qao::mm8::sm80 {
 
 constexpr int kSteps = kTileK / 32;  // k-steps of a K-tile
 
-// One warp of a CTA. W in eight bits of one scale a row or one for all is summed by the tensor cores over all of K
-// where they do not round (int32) or only as float32 does; otherwise products of a K-tile or a group are added to
-// float32 sums, with what scales there are.
+// One warp of a CTA. int8 W is summed by the tensor cores over all of K, exactly (int32) or about as float32 does;
+// otherwise products of a K-tile or a group are added to float32 sums, with what scales there are.
 template <typename X, typename W, typename Tile>
 struct Warp {
   using Product = mm8::Product<X, W>;
   using Cta = mm8::Cta<Product, Tile>;
   using Value = typename Product::Sum;
-  static constexpr bool kFolds = Product::kWeight != Format::kInt8;
+  static constexpr bool kFolds = Product::kWeight != Format::kInt8;  // always; else only the parts of a float32 x
 
   Cta& cta;
   typename Cta::template Sums<Value> product;
@@ -155,6 +154,11 @@ struct Warp {
   __device__ __forceinline__ void multiply_k_tile(uint32_t stage, int k_tile) {
     if constexpr (Product::kWeight == Format::kInt8) {
       multiply<0, kSteps>(stage);
+      // The tensor cores cut off what a long sum does not hold; 16-bit results do not show it.
+      if (Product::kXBytes == 2 && cta.p.parts > 1) {
+        fold_block(stage);
+        clear_product();
+      }
     } else if constexpr (Product::kWeight == Format::kFp8) {
       clear_product();
       multiply<0, kSteps>(stage);
@@ -209,7 +213,7 @@ struct Warp {
         }
 #pragma unroll
         for (int j = 0; j < Tile::kTilesM; ++j) {
-          if constexpr (!kFolds) sum[i][j][e] = Product::kFactor * static_cast<float>(product[i][j][e]);
+          if constexpr (!kFolds) sum[i][j][e] += Product::kFactor * static_cast<float>(product[i][j][e]);
           if (is_nan) sum[i][j][e] = __uint_as_float(0x7FC00000u);
         }
       }

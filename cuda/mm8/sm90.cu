@@ -1,6 +1,7 @@
 #include "common/check.h"
 #include "common/tensor_map.h"
 #include "mm8/sm90.cuh"
+#include "mm8/workspace.h"
 
 namespace qao::mm8::sm90 {
 namespace {
@@ -16,18 +17,19 @@ KernelFunction one() {
   }
 }
 
-template <typename T, int tokens, int share>
+template <typename T, Fold fold, int tokens, int share>
 KernelFunction of_float(const Problem& p) {
-  if (p.weight == Format::kInt8) return one<T, Format::kInt8, Fold::kNone, false, tokens, share>();
+  if (p.weight == Format::kInt8) return one<T, Format::kInt8, fold, false, tokens, share>();
   if (p.weight_scaling == Scaling::kBlock) return one<T, Format::kFp8, Fold::kBlock, false, tokens, share>();
-  return one<T, Format::kFp8, Fold::kNone, false, tokens, share>();
+  return one<T, Format::kFp8, fold, false, tokens, share>();
 }
 template <int tokens, int share>
 KernelFunction kernel_of(const Problem& p) {
   using wgmma::E4m3;
   if (p.x == Format::kFloat) {
-    return p.x_dtype == DType::kFloat16 ? of_float<__half, tokens, share>(p)
-                                        : of_float<__nv_bfloat16, tokens, share>(p);
+    if (p.x_dtype == DType::kFloat16) return of_float<__half, Fold::kNone, tokens, share>(p);
+    return is_split(p) ? of_float<__nv_bfloat16, Fold::kPromote, tokens, share>(p)
+                       : of_float<__nv_bfloat16, Fold::kNone, tokens, share>(p);
   }
   if (p.x == Format::kInt8) {
     if (p.weight == Format::kInt8) return one<int8_t, Format::kInt8, Fold::kNone, false, tokens, share>();

@@ -15,7 +15,7 @@ namespace qao::mm8::sm90 {
 // What happens to sums during the walk over K.
 enum class Fold {
   kNone,     // nothing: scales wait for the epilogue
-  kPromote,  // short float sums move to float32 every K-tile
+  kPromote,  // sums of e4m3 or of the parts of a float32 x, which the tensor cores cut short, move to float32 sums
   kBlock,    // scales of 128 x 128 blocks of W, and of 1 x 128 of an x of eight bits
   kGroup,    // scales of the groups of an int4 W
 };
