@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -317,3 +321,22 @@ def test_more_than_3000_parameters() -> None:
         y = torch.compile(forward, fullgraph=True, backend="aot_eager")(x)
         assert torch.equal(y, forward(x))
     check_counts(1)
+
+
+@pytest.mark.slow
+def test_80_layers_at_the_default_recursion_limit() -> None:
+    code = """
+import sys, torch, qao
+limit = sys.getrecursionlimit()
+from test_compile_schemes import SCHEMES, check_counts, decoder
+model = decoder(80, scheme=SCHEMES["int8_int4_asymmetric"])
+x = torch.randn(1, 8, 64).bfloat16()
+with torch.no_grad():
+    assert torch.compile(model, fullgraph=True)(x).isfinite().all()
+check_counts(1)
+assert sys.getrecursionlimit() == limit
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path))}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WATCHDOG_S, check=False)
+    assert result.returncode == 0, result.stderr

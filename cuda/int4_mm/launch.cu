@@ -4,6 +4,7 @@
 
 #include "common/check.h"
 #include "common/float32.cuh"
+#include "common/shared_memory.h"
 #include "common/tensor_map.h"
 #include "int4_mm/kernels.h"
 #include "int4_mm/layout.h"
@@ -25,12 +26,7 @@ int log2_of(int value) { return value <= 1 ? 0 : 1 + log2_of(value / 2); }
 template <typename Kernel, typename... Arguments>
 Status launch_product(Kernel kernel, const Plan& plan, cudaStream_t stream, const Arguments&... arguments) {
   const int shared_bytes = static_cast<int>(plan.shared_bytes);
-  if (Status status =
-          cuda_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-                      "reserving shared memory");
-      !status.ok()) {
-    return status;
-  }
+  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
   const dim3 grid(static_cast<unsigned>(plan.ctas / plan.split_k), plan.split_k);
   kernel<<<grid, plan.warps * 32, shared_bytes, stream>>>(arguments...);
   return launch_status("launching int4_mm_kernel");

@@ -4,6 +4,7 @@
 
 #include "common/check.h"
 #include "common/float32.cuh"
+#include "common/shared_memory.h"
 #include "int4_mm/layout.h"
 #include "mm8/epilogue.cuh"
 #include "mm8/kernels.h"
@@ -89,12 +90,7 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
 
 Status launch_product(Kernel kernel, const Plan& plan, const Params& params, cudaStream_t stream) {
   const int shared_bytes = static_cast<int>(plan.shared_bytes);
-  if (Status status =
-          cuda_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-                      "reserving shared memory");
-      !status.ok()) {
-    return status;
-  }
+  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
   const dim3 grid(static_cast<unsigned>(plan.ctas / plan.split_k), plan.split_k);
   kernel<<<grid, plan.warps * 32, shared_bytes, stream>>>(params);
   return launch_status("launching mm8_kernel");

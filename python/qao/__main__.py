@@ -6,6 +6,7 @@ Put the output of ``doctor`` into every bug report.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import platform
 import sys
 from pathlib import Path
@@ -34,9 +35,10 @@ def _gpus() -> list[tuple[str, str]]:
     if not torch.cuda.is_available():
         return [("GPU", "none that torch can use")]
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    driver = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver))
     return [
-        ("driver", f"for CUDA {driver // 1000}.{driver % 1000 // 10}"),
+        ("driver", f"for CUDA {driver.value // 1000}.{driver.value % 1000 // 10}"),
         *((f"GPU {i}", f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}") for i, gpu in enumerate(gpus)),
     ]
 

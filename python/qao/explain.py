@@ -229,13 +229,19 @@ def _advice(e: Explanation) -> Iterator[str]:
                 f"{len(c.breaks)} graph breaks: each costs host time in every call. Change the code at the places "
                 "above, and compile with fullgraph=True, which makes a break an error. qao's layers break no graph."
             )
-        if any("size mismatch" in text or "stride mismatch" in text for text in c.recompiles):
+        sizes, modes, others = _by_cause(c.recompiles)
+        if sizes:
             yield (
                 "Recompiled for another size. If it keeps changing, compile with dynamic=True, or call "
                 "torch._dynamo.mark_dynamic(x, dimension) before the first call; sizes 0 and 1 always get a graph each."
             )
-        if others := [text for text in c.recompiles if "size mismatch" not in text and "stride mismatch" not in text]:
-            yield f"{len(others)} recompilations that no size explains: make constant what the guards above name."
+        if modes:
+            yield (
+                "Recompiled since some inputs were made under torch.inference_mode and some were not: make all of "
+                "them in the same mode."
+            )
+        if others:
+            yield f"{len(others)} recompilations for other reasons: make constant what the guards above name."
     if not e.layers and not e.uncalled:
         yield "Nothing is quantised: qao.quantize_(model, scheme) first, and look at the report it returns."
     if e.unquantized:
@@ -252,6 +258,13 @@ def _advice(e: Explanation) -> Iterator[str]:
             f"The plain C++ kernel runs for {', '.join(sorted(slow))}: this CPU, or QAO_CPU_ISA, offers no vector "
             "kernel for it. Another scheme may be faster here; python -m qao doctor shows the instruction set."
         )
+
+
+def _by_cause(recompiles: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """Recompilations for a size or stride, for a tensor of another mode, and for anything else."""
+    sizes = [text for text in recompiles if "size mismatch" in text or "stride mismatch" in text]
+    modes = [text for text in recompiles if "dispatch key set mismatch" in text]
+    return sizes, modes, [text for text in recompiles if text not in sizes and text not in modes]
 
 
 def _first_line(text: str) -> str:
