@@ -110,8 +110,7 @@ struct Sm90Traits {
       : float_x(p.x == Format::kFloat),
         packed(p.weight == Format::kInt4),
         columns(packed ? p.x == Format::kFp8 || p.has_zeros : p.weight_scaling == Scaling::kBlock && !float_x),
-        folds(packed || p.weight_scaling == Scaling::kBlock || is_split(p) ||
-              (p.x == Format::kFp8 && !p.fast_accum)) {}
+        folds(packed || p.weight_scaling == Scaling::kBlock || is_split(p) || (p.x == Format::kFp8 && !p.fast_accum)) {}
 };
 
 // Why the Hopper body cannot serve a problem; null if it can.

@@ -1,4 +1,5 @@
 #include "common/check.h"
+#include "common/shared_memory.h"
 #include "common/tensor_map.h"
 #include "mm8/sm90.cuh"
 #include "mm8/workspace.h"
@@ -145,17 +146,14 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   TensorMaps maps{};
   if (Status status = make_tensor_maps(problem, plan, arguments, x, share, p, &maps); !status.ok()) return status;
   const KernelFunction kernel = kernel_of(problem, plan.config);
-  const int shared_bytes = static_cast<int>(plan.shared_bytes);
-  Status status = cuda_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-                              "reserving shared memory");
-  if (!status.ok()) return status;
+  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(std::max(plan.split_k, share)), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = static_cast<unsigned>(plan.ctas);
   config.blockDim = kConsumerThreads + kProducerThreads;
-  config.dynamicSmemBytes = shared_bytes;
+  config.dynamicSmemBytes = static_cast<size_t>(plan.shared_bytes);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &cluster;
   config.numAttrs = std::max(plan.split_k, share) > 1 ? 1 : 0;
