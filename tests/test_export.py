@@ -74,8 +74,9 @@ RUN_PACKAGE = """
 import json, sys, torch
 library, package, inputs, outputs = sys.argv[1:]
 torch.ops.load_library(library)
+inputs = torch.load(inputs)
 model = torch._inductor.aoti_load_package(package)
-torch.save([model(x) for x in torch.load(inputs)], outputs)
+torch.save([model(x) for x in inputs], outputs)
 print(json.dumps({"modules": [name for name in sys.modules if name.partition(".")[0] == "qao"]}))
 """
 
