@@ -69,8 +69,8 @@ struct FloatJob {
   uint8_t* remarks = nullptr;  // [m]; what float_mm.cpp must put right afterwards: bits of the two constants above
 };
 
-// e4m3 x [begin, end) rows as bfloat16 rows of 64 tiles_k values at `out`.
-void widen_fp8_avx2(const FloatJob& job, uint16_t* out, int64_t begin, int64_t end);
+// e4m3 x, rows [begin, end), as rows of 64 tiles_k values of x_dtype at `out`.
+void widen_fp8_avx2(const FloatJob& job, void* out, int64_t begin, int64_t end);
 // x as fixed point, rows [begin, end).
 void int4_pack_fixed_avx2(const FloatJob& job, int64_t begin, int64_t end);
 // x as AMX tiles, [begin, end) in units of kPackK columns.

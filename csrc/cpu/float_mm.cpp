@@ -44,8 +44,12 @@ constexpr int64_t kGemvRows = 2;
 // AMX, W in eight bits: the same, against float32 arithmetic.
 constexpr int64_t kByteRows = 2;
 
-// The dtype kernels see: fp8 is widened.
-DType kernel_dtype(const Problem& p) { return p.x == Format::kFp8 ? DType::kBFloat16 : p.x_dtype; }
+// The dtype kernels see. fp8 is widened, exactly in any dtype; with an int4 W to that of y, since what the kernels
+// round goes by it.
+DType kernel_dtype(const Problem& p) {
+  if (p.x != Format::kFp8) return p.x_dtype;
+  return p.weight == Format::kInt4 ? p.y_dtype : DType::kBFloat16;
+}
 
 const Kernel& choose_int4(const Problem& p, Isa isa) {
   switch (isa) {
@@ -107,14 +111,15 @@ FloatJob describe(const Problem& p, const Arguments& a, Form form) {
 // Sets the sizes of x's packed form for rows [first, first + rows) and, with memory, where it lies; returns its bytes.
 // `wide` is where x goes that must be widened first, else null.
 int64_t lay_out(const Problem& p, const Arguments& a, Form form, int64_t first, int64_t rows, void* memory,
-                FloatJob* job, uint16_t** wide) {
+                FloatJob* job, void** wide) {
   const int64_t x_bytes = p.x == Format::kFp8 ? 1 : size_of(p.x_dtype);
   job->m = rows;
   job->x = static_cast<const char*>(a.x) + first * a.x_stride * x_bytes;
   job->x_scales += first * job->x_scale_stride;
   job->y = static_cast<char*>(a.y) + first * p.n * size_of(p.y_dtype);
   Pieces pieces(memory);
-  *wide = p.x == Format::kFp8 ? pieces.take<uint16_t>(rows * job->tiles_k * kTileK) : nullptr;
+  const int64_t wide_bytes = rows * job->tiles_k * kTileK * size_of(job->x_dtype);
+  *wide = p.x == Format::kFp8 ? pieces.take<char>(wide_bytes) : nullptr;
   if (form == Form::kFixedPoint) {
     job->words = job->x_dtype == DType::kFloat32 ? 2 : 1;
     job->chunk_tiles = divide_up(job->section, kTileK);
@@ -154,7 +159,7 @@ void run_rows(const Kernel& kernel, const Problem& p, const Arguments& a, int64_
               const Threads& threads) {
   const FloatJob described = describe(p, a, kernel.form);
   FloatJob job = described;
-  uint16_t* wide = nullptr;
+  void* wide = nullptr;
   const int64_t bytes = lay_out(p, a, kernel.form, first, rows, nullptr, &job, &wide);
   job = described;
   lay_out(p, a, kernel.form, first, rows, scratch(Scratch::kActivations, bytes), &job, &wide);
@@ -177,7 +182,7 @@ void run_rows(const Kernel& kernel, const Problem& p, const Arguments& a, int64_
 // Rows at a time: a multiple of 32 whose packed form fits its share of memory.
 int64_t rows_at_once(const Problem& p, const Arguments& a, Form form) {
   FloatJob job = describe(p, a, form);
-  uint16_t* wide = nullptr;
+  void* wide = nullptr;
   const int64_t bytes_per_row = lay_out(p, a, form, 0, 32, nullptr, &job, &wide) / 32;
   const int64_t limit = form == Form::kFloats ? kMaxFloatBytes : kMaxPackedBytes;
   return std::clamp(limit / bytes_per_row / 32 * 32, int64_t{32}, kMaxRows);

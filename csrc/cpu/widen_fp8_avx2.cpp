@@ -1,15 +1,16 @@
-// e4m3 x as bfloat16, exactly.
+// e4m3 x in a wider dtype, exactly.
 #include "cpu/expand_avx2.h"
 #include "cpu/float_kernels.h"
 #include "int4_mm/layout.h"
 
 namespace qao::cpu {
 
-void widen_fp8_avx2(const FloatJob& job, uint16_t* out, int64_t begin, int64_t end) {
+void widen_fp8_avx2(const FloatJob& job, void* out, int64_t begin, int64_t end) {
   constexpr int kColumns = 16;
   for (int64_t m = begin; m < end; ++m) {
     const uint8_t* x = static_cast<const uint8_t*>(job.x) + m * job.x_stride;
-    uint16_t* row = out + m * job.tiles_k * int4_mm::kTileK;
+    const int64_t size = size_of(job.x_dtype);
+    char* row = static_cast<char*>(out) + m * job.tiles_k * int4_mm::kTileK * size;
     for (int64_t k = 0; k < job.k; k += kColumns) {
       __m128i bytes;
       if (k + kColumns <= job.k) {
@@ -22,7 +23,13 @@ void widen_fp8_avx2(const FloatJob& job, uint16_t* out, int64_t begin, int64_t e
       __m256 values[2];
       expand_fp8(bytes, values);
       for (int i = 0; i < 2; ++i) {
-        _mm_store_si128(reinterpret_cast<__m128i*>(row + k) + i, to_bf16(values[i]));
+        char* to = row + (k + i * 8) * size;
+        if (job.x_dtype == DType::kFloat32) {
+          _mm256_storeu_ps(reinterpret_cast<float*>(to), values[i]);
+        } else {
+          const bool half = job.x_dtype == DType::kFloat16;
+          _mm_storeu_si128(reinterpret_cast<__m128i*>(to), half ? _mm256_cvtps_ph(values[i], 0) : to_bf16(values[i]));
+        }
       }
     }
   }
