@@ -20,7 +20,9 @@ using int4_mm::kTileN;
 
 constexpr int64_t kPackedBytes = int4_mm::kTileBytes;  // of a tile of W
 constexpr int64_t kTileBytes = kTileRegisterBytes;
-constexpr int64_t kBlockTilesK = 4;  // K-tiles of a panel, which stays in L1 with its C tiles
+// K-tiles of a panel, which stays in L1 with the C tiles of its groups: many of these unless groups are long.
+constexpr int64_t kMaxBlockTilesK = 16, kShortBlockTilesK = 4;
+constexpr int64_t kFewTilesM = 4;  // x so short that a large panel does not pay
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -35,6 +37,11 @@ void expand_tile(const uint8_t* tile, uint8_t* a) {
 
 // Steps of a group, the last one's aside.
 int64_t group_steps(const Mm8Job& job) { return job.group_size < kTileK ? 1 : (job.group_size + kTileK - 1) / kTileK; }
+
+int64_t block_tiles(const Mm8Job& job) {
+  const bool large = job.group_size >= kMaxBlockTilesK * kTileK && job.tiles_m > kFewTilesM;
+  return large ? kMaxBlockTilesK : kShortBlockTilesK;
+}
 
 __m512 load_sums(const Mm8Job& job, int64_t group, int64_t tile_m) {
   return _mm512_load_ps(job.sums + (group * job.tiles_m + tile_m) * kTileRows);
@@ -95,7 +102,7 @@ __attribute__((always_inline)) inline void each_c(auto&& visit) {
 
 // Steps [begin, end) of kN N-tiles, expanded.
 struct Panel {
-  const uint8_t* tiles;              // [kN][kBlockTilesK] A tiles
+  const uint8_t* tiles;              // [kN][block_tiles()] A tiles
   const Int4Parameters* parameters;  // [kN][groups]
   int64_t begin, end;
 };
@@ -107,8 +114,8 @@ void fold_sections(const Mm8Job& job, const Panel& panel, const Int4Parameters* 
   __m512 sums[kTileN];
 #pragma GCC unroll 16
   for (int row = 0; row < kTileN; ++row) sums[row] = _mm512_load_ps(total + row * kTileRows);
-  for (int64_t step = panel.begin; step < panel.end; c += stride) {
-    const int64_t group = step / group_steps(job), group_end = (group + 1) * group_steps(job);
+  int64_t group = panel.begin / group_steps(job), group_end = (group + 1) * group_steps(job);
+  for (int64_t step = panel.begin; step < panel.end; ++group, group_end += group_steps(job), c += stride) {
     step = least(group_end, panel.end);
     const bool whole = step == group_end || step == job.steps;
     const __m512 x_sums = whole ? load_sums(job, group, tile_m) : _mm512_setzero_ps();
@@ -123,19 +130,19 @@ void fold_sections(const Mm8Job& job, const Panel& panel, const Int4Parameters* 
 // this one; those of x, in L2, must not push W out of L1. fetch() is called every step.
 template <int kN, int kM, typename Fetch>
 void multiply(const Mm8Job& job, const Panel& panel, int64_t tile_m, float* total, const Fetch& fetch) {
-  constexpr int64_t kNextN = kBlockTilesK * kTileBytes;
-  alignas(64) int32_t c[2 * kBlockTilesK][kN * kM][kTileSums];
+  const int64_t next_n = block_tiles(job) * kTileBytes;
+  alignas(64) int32_t c[2 * kShortBlockTilesK][kN * kM][kTileSums];
   const int shift = job.steps > job.tiles_k ? 1 : 0;  // with groups of 32 two steps a K-tile
   const int8_t* b = job.bytes + (tile_m * job.steps + panel.begin) * kTileBytes;
   const int64_t b_tile = job.steps * kTileBytes;
   tile_load_once<6>(b);
   tile_load<4>(panel.tiles);
-  if constexpr (kN == 2) tile_load<5>(panel.tiles + kNextN);
+  if constexpr (kN == 2) tile_load<5>(panel.tiles + next_n);
   if constexpr (kM == 2) tile_load_once<7>(b + b_tile);
   const int64_t last = panel.end - 1;
-  int64_t section = 0;
-  for (int64_t step = panel.begin; step <= last; ++section) {
-    const int64_t end = least(panel.end, (step / group_steps(job) + 1) * group_steps(job));
+  int64_t section = 0, group_end = (panel.begin / group_steps(job) + 1) * group_steps(job);
+  for (int64_t step = panel.begin; step <= last; ++section, group_end += group_steps(job)) {
+    const int64_t end = least(panel.end, group_end);
     each_c<kN, kM>([]<int n, int m>() { tile_zero<2 * n + m>(); });
     for (; step < end; ++step) {
       const int64_t next = least(step + 1, last) - panel.begin;
@@ -149,7 +156,7 @@ void multiply(const Mm8Job& job, const Panel& panel, int64_t tile_m, float* tota
       tile_load<4>(next_a);
       if constexpr (kN == 2 && kM == 2) tile_multiply_bytes<3, 5, 7>();
       if constexpr (kM == 2) tile_load_once<7>(next_b + b_tile);
-      if constexpr (kN == 2) tile_load<5>(next_a + kNextN);
+      if constexpr (kN == 2) tile_load<5>(next_a + next_n);
     }
     each_c<kN, kM>([&]<int n, int m>() { tile_store<2 * n + m>(c[section][kM * n + m]); });
   }
@@ -169,10 +176,11 @@ void many_rows(const Mm8Job& job, int64_t tile_n, const Int4Parameters* paramete
   const int64_t total_values = kN * job.tiles_m * kTileSums;
   float* total = static_cast<float*>(scratch(Scratch::kSums, total_values * int64_t{sizeof(float)}));
   for (int64_t i = 0; i < total_values; i += 16) _mm512_store_ps(total + i, _mm512_setzero_ps());
-  for (int64_t t = 0; t < job.tiles_k; t += kBlockTilesK) {
-    const int64_t end = least(job.tiles_k, t + kBlockTilesK);
+  const int64_t block = block_tiles(job);
+  for (int64_t t = 0; t < job.tiles_k; t += block) {
+    const int64_t end = least(job.tiles_k, t + block);
     for (int n = 0; n < kN; ++n) {
-      uint8_t* out = tiles + n * kBlockTilesK * kTileBytes;
+      uint8_t* out = tiles + n * block * kTileBytes;
       for (int64_t i = t; i < end; ++i, out += kTileBytes) expand_tile(weight + n * row_bytes + i * kPackedBytes, out);
     }
     const Panel panel = {tiles, parameters, t * halves, least(end * halves, steps)};
@@ -199,7 +207,7 @@ void many_rows(const Mm8Job& job, int64_t tile_n, const Int4Parameters* paramete
 
 void mm8_int4_amx(const Mm8Job& job, int64_t begin, int64_t end) {
   const TileScope registers;
-  constexpr int64_t kPanelBytes = 2 * kBlockTilesK * kTileBytes;
+  constexpr int64_t kPanelBytes = 2 * kMaxBlockTilesK * kTileBytes;
   const int64_t bytes = kPanelBytes + 2 * job.groups * static_cast<int64_t>(sizeof(Int4Parameters));
   auto* tiles = static_cast<uint8_t*>(scratch(Scratch::kPanel, bytes));
   auto* parameters = reinterpret_cast<Int4Parameters*>(tiles + kPanelBytes);
