@@ -1,8 +1,9 @@
 // int8 x times int4 W with AMX: a tile of W becomes an A tile of 16 rows x 64 unsigned bytes with no more than a mask,
 // B tiles come packed (mm8_pack_tiles_avx512.cpp).
 //
-// 16 rows of W are expanded tile by tile; with more than 16 rows of x, or groups of 32, in panels of 1024 k that stay
-// in L1. Sums are exact integers up to the end of a group, then, in registers,
+// Up to 16 rows of x: 16 rows of W are expanded tile by tile. More, or groups of 32: 32 rows of W are expanded in
+// panels of 256 k and meet all rows of x, 32 x 32 of C at a time. Sums are exact integers up to the end of a group,
+// then, in registers,
 //   total += scale * C - scale * zero * sum(x).
 #include "cpu/mm8_int4_parameters_avx512.h"
 #include "cpu/mm8_kernels.h"
@@ -19,7 +20,9 @@ using int4_mm::kTileN;
 
 constexpr int64_t kPackedBytes = int4_mm::kTileBytes;  // of a tile of W
 constexpr int64_t kTileBytes = kTileRegisterBytes;
-constexpr int64_t kBlockTilesK = 16;  // K-tiles of a panel
+// K-tiles of a panel, which stays in L1 with the C tiles of its groups: many of these unless groups are long.
+constexpr int64_t kMaxBlockTilesK = 16, kShortBlockTilesK = 4;
+constexpr int64_t kFewTilesM = 4;  // x so short that a large panel does not pay
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -34,6 +37,11 @@ void expand_tile(const uint8_t* tile, uint8_t* a) {
 
 // Steps of a group, the last one's aside.
 int64_t group_steps(const Mm8Job& job) { return job.group_size < kTileK ? 1 : (job.group_size + kTileK - 1) / kTileK; }
+
+int64_t block_tiles(const Mm8Job& job) {
+  const bool large = job.group_size >= kMaxBlockTilesK * kTileK && job.tiles_m > kFewTilesM;
+  return large ? kMaxBlockTilesK : kShortBlockTilesK;
+}
 
 __m512 load_sums(const Mm8Job& job, int64_t group, int64_t tile_m) {
   return _mm512_load_ps(job.sums + (group * job.tiles_m + tile_m) * kTileRows);
@@ -82,84 +90,140 @@ void few_rows(const Mm8Job& job, int64_t tile_n, const Int4Parameters* parameter
   write_tiles(job, tile_n, sums, [](__m512i row) { return _mm512_castsi512_ps(row); });
 }
 
-// total[16 n][16 m] += steps [begin, end) of one N-tile, expanded in `tiles`, times tile_m. fetch() is called every
-// step.
-template <typename Fetch>
-void multiply(const Mm8Job& job, const uint8_t* tiles, const Int4Parameters* parameters, int64_t tile_m, int64_t begin,
-              int64_t end, const Fetch& fetch, float* total) {
-  alignas(64) int32_t c[2][kTileSums];
+// ---- more rows of x: registers 0..3 = C of 1 or 2 N-tiles x 1 or 2 tiles of x, 4..5 = A, 6..7 = B ----
+
+template <int kN, int kM>
+__attribute__((always_inline)) inline void each_c(auto&& visit) {
+  visit.template operator()<0, 0>();
+  if constexpr (kM == 2) visit.template operator()<0, 1>();
+  if constexpr (kN == 2) visit.template operator()<1, 0>();
+  if constexpr (kN == 2 && kM == 2) visit.template operator()<1, 1>();
+}
+
+// Steps [begin, end) of kN N-tiles, expanded.
+struct Panel {
+  const uint8_t* tiles;              // [kN][block_tiles()] A tiles
+  const Int4Parameters* parameters;  // [kN][groups]
+  int64_t begin, end;
+};
+
+// total[16 n][16 m] += the sections of a panel (a section: a group's steps within it), of which `c` has a C tile every
+// `stride` values. All at once, so that totals pass through registers only once a panel.
+void fold_sections(const Mm8Job& job, const Panel& panel, const Int4Parameters* parameters, int64_t tile_m,
+                   const int32_t* c, int64_t stride, float* total) {
   __m512 sums[kTileN];
 #pragma GCC unroll 16
-  for (int row = 0; row < kTileN; ++row) {
-    sums[row] = begin == 0 ? _mm512_setzero_ps() : _mm512_load_ps(total + row * kTileRows);
-  }
-  int64_t sections = 0, group = 0;
-  __m512 x_sums = _mm512_setzero_ps();
-  const auto fold_section = [&]() __attribute__((always_inline)) {
+  for (int row = 0; row < kTileN; ++row) sums[row] = _mm512_load_ps(total + row * kTileRows);
+  int64_t group = panel.begin / group_steps(job), group_end = (group + 1) * group_steps(job);
+  for (int64_t step = panel.begin; step < panel.end; ++group, group_end += group_steps(job), c += stride) {
+    step = least(group_end, panel.end);
+    const bool whole = step == group_end || step == job.steps;
+    const __m512 x_sums = whole ? load_sums(job, group, tile_m) : _mm512_setzero_ps();
 #pragma GCC unroll 16
-    for (int row = 0; row < kTileN; ++row) sums[row] = fold(c[sections % 2], row, parameters[group], x_sums, sums[row]);
-  };
-  const int shift = job.steps > job.tiles_k ? 1 : 0;  // with groups of 32 two steps a K-tile
-  const int8_t* b = job.bytes + (tile_m * job.steps + begin) * kTileBytes;
-  for (int64_t step = begin; step < end; ++sections) {
-    const int64_t next_group = step / group_steps(job), group_end = (next_group + 1) * group_steps(job);
-    const int64_t section_end = least(end, group_end);
-    tile_zero<0>();
-    for (; step < section_end; ++step, b += kTileBytes) {
-      fetch();
-      tile_load<4>(tiles + ((step - begin) >> shift) * kTileBytes);
-      tile_load_once<6>(b);
-      tile_multiply_bytes<0, 4, 6>();
-    }
-    tile_store<0>(c[(sections + 1) % 2]);
-    if (sections > 0) fold_section();
-    group = next_group;
-    x_sums = section_end == group_end || section_end == job.steps ? load_sums(job, group, tile_m) : _mm512_setzero_ps();
+    for (int row = 0; row < kTileN; ++row) sums[row] = fold(c, row, parameters[group], x_sums, sums[row]);
   }
-  fold_section();
 #pragma GCC unroll 16
   for (int row = 0; row < kTileN; ++row) _mm512_store_ps(total + row * kTileRows, sums[row]);
 }
 
-// More rows of x: a panel of W is expanded into L1 and meets all of them.
+// total[kN][tiles_m] += the panel times kM tiles of x from tile_m. Tiles of the next step load between the products of
+// this one; those of x, in L2, must not push W out of L1. fetch() is called every step.
+template <int kN, int kM, typename Fetch>
+void multiply(const Mm8Job& job, const Panel& panel, int64_t tile_m, float* total, const Fetch& fetch) {
+  const int64_t next_n = block_tiles(job) * kTileBytes;
+  alignas(64) int32_t c[2 * kShortBlockTilesK][kN * kM][kTileSums];
+  const int shift = job.steps > job.tiles_k ? 1 : 0;  // with groups of 32 two steps a K-tile
+  const int8_t* b = job.bytes + (tile_m * job.steps + panel.begin) * kTileBytes;
+  const int64_t b_tile = job.steps * kTileBytes;
+  tile_load_once<6>(b);
+  tile_load<4>(panel.tiles);
+  if constexpr (kN == 2) tile_load<5>(panel.tiles + next_n);
+  if constexpr (kM == 2) tile_load_once<7>(b + b_tile);
+  const int64_t last = panel.end - 1;
+  int64_t section = 0, group_end = (panel.begin / group_steps(job) + 1) * group_steps(job);
+  for (int64_t step = panel.begin; step <= last; ++section, group_end += group_steps(job)) {
+    const int64_t end = least(panel.end, group_end);
+    each_c<kN, kM>([]<int n, int m>() { tile_zero<2 * n + m>(); });
+    for (; step < end; ++step) {
+      const int64_t next = least(step + 1, last) - panel.begin;
+      const uint8_t* next_a = panel.tiles + (next >> shift) * kTileBytes;
+      const int8_t* next_b = b + next * kTileBytes;
+      tile_multiply_bytes<0, 4, 6>();
+      if constexpr (kN == 2) tile_multiply_bytes<2, 5, 6>();
+      tile_load_once<6>(next_b);
+      fetch();
+      if constexpr (kM == 2) tile_multiply_bytes<1, 4, 7>();
+      tile_load<4>(next_a);
+      if constexpr (kN == 2 && kM == 2) tile_multiply_bytes<3, 5, 7>();
+      if constexpr (kM == 2) tile_load_once<7>(next_b + b_tile);
+      if constexpr (kN == 2) tile_load<5>(next_a + next_n);
+    }
+    each_c<kN, kM>([&]<int n, int m>() { tile_store<2 * n + m>(c[section][kM * n + m]); });
+  }
+  each_c<kN, kM>([&]<int n, int m>() {
+    fold_sections(job, panel, panel.parameters + n * job.groups, tile_m + m, c[0][kM * n + m], kN * kM * kTileSums,
+                  total + (n * job.tiles_m + tile_m + m) * kTileSums);
+  });
+}
+
+// A panel of W is expanded into L1 and meets all rows of x.
+template <int kN>
 void many_rows(const Mm8Job& job, int64_t tile_n, const Int4Parameters* parameters, uint8_t* tiles) {
-  constexpr int64_t kLines = kPackedBytes / 64;
   const int64_t row_bytes = job.tiles_k * kPackedBytes;
   const uint8_t* weight = static_cast<const uint8_t*>(job.weight) + tile_n * row_bytes;
   const int64_t halves = job.steps / job.tiles_k;
   const int64_t steps = job.groups * group_steps(job);  // with groups of 32 the last K-tile may have but one half
-  float* total = static_cast<float*>(scratch(Scratch::kSums, job.tiles_m * kTileSums * int64_t{sizeof(float)}));
-  for (int64_t t = 0; t < job.tiles_k; t += kBlockTilesK) {
-    const int64_t end = least(job.tiles_k, t + kBlockTilesK);
-    for (int64_t i = t; i < end; ++i) expand_tile(weight + i * kPackedBytes, tiles + (i - t) * kTileBytes);
-    const uint8_t* next = weight + end * kPackedBytes;
-    for (int64_t tile_m = 0; tile_m < job.tiles_m; ++tile_m) {
-      const int64_t lines = kLines * (tile_m + 1) / job.tiles_m - kLines * tile_m / job.tiles_m;
-      const auto fetch = [&]() __attribute__((always_inline)) {
-        for (int64_t line = 0; line < lines; ++line, next += 64) _mm_prefetch(next, _MM_HINT_T1);
-      };
-      multiply(job, tiles, parameters, tile_m, t * halves, least(end * halves, steps), fetch,
-               total + tile_m * kTileSums);
+  const int64_t total_values = kN * job.tiles_m * kTileSums;
+  float* total = static_cast<float*>(scratch(Scratch::kSums, total_values * int64_t{sizeof(float)}));
+  for (int64_t i = 0; i < total_values; i += 16) _mm512_store_ps(total + i, _mm512_setzero_ps());
+  const int64_t block = block_tiles(job);
+  for (int64_t t = 0; t < job.tiles_k; t += block) {
+    const int64_t end = least(job.tiles_k, t + block);
+    for (int n = 0; n < kN; ++n) {
+      uint8_t* out = tiles + n * block * kTileBytes;
+      for (int64_t i = t; i < end; ++i, out += kTileBytes) expand_tile(weight + n * row_bytes + i * kPackedBytes, out);
     }
+    const Panel panel = {tiles, parameters, t * halves, least(end * halves, steps)};
+    // What comes next of W is fetched meanwhile, a share every step.
+    const int64_t slots = (panel.end - panel.begin) * ((job.tiles_m + 1) / 2);
+    const int64_t lines = (kPackedBytes / 64 * (end - t) + slots - 1) / slots;
+    const uint8_t* next = weight + end * kPackedBytes;
+    const auto fetch = [&]() __attribute__((always_inline)) {
+      for (int64_t line = 0; line < lines; ++line, next += 64) {
+        for (int n = 0; n < kN; ++n) _mm_prefetch(next + n * row_bytes, _MM_HINT_T1);
+      }
+    };
+    int64_t tile_m = 0;
+    for (; tile_m + 2 <= job.tiles_m; tile_m += 2) multiply<kN, 2>(job, panel, tile_m, total, fetch);
+    if (tile_m < job.tiles_m) multiply<kN, 1>(job, panel, tile_m, total, fetch);
   }
-  write_tiles(job, tile_n, total, [](__m512i sums) { return _mm512_castsi512_ps(sums); });
+  for (int n = 0; n < kN; ++n) {
+    write_tiles(job, tile_n + n, total + n * job.tiles_m * kTileSums,
+                [](__m512i sums) { return _mm512_castsi512_ps(sums); });
+  }
 }
 
 }  // namespace
 
 void mm8_int4_amx(const Mm8Job& job, int64_t begin, int64_t end) {
   const TileScope registers;
-  constexpr int64_t kPanelBytes = kBlockTilesK * kTileBytes;
-  const int64_t bytes = kPanelBytes + job.groups * static_cast<int64_t>(sizeof(Int4Parameters));
+  constexpr int64_t kPanelBytes = 2 * kMaxBlockTilesK * kTileBytes;
+  const int64_t bytes = kPanelBytes + 2 * job.groups * static_cast<int64_t>(sizeof(Int4Parameters));
   auto* tiles = static_cast<uint8_t*>(scratch(Scratch::kPanel, bytes));
   auto* parameters = reinterpret_cast<Int4Parameters*>(tiles + kPanelBytes);
   const uint8_t* weight = static_cast<const uint8_t*>(job.weight) + begin * job.tiles_k * kPackedBytes;
-  for (int64_t tile_n = begin; tile_n < end; ++tile_n) {
+  const bool few = job.tiles_m == 1 && job.steps == job.tiles_k;
+  for (int64_t tile_n = begin; tile_n < end;) {
     load_parameters(job, tile_n, 0, job.groups, parameters);
-    if (job.tiles_m == 1 && job.steps == job.tiles_k) {
+    if (few) {
       few_rows(job, tile_n, parameters, WeightStream(weight, tile_n - begin, job.tiles_k));
+      ++tile_n;
+    } else if (tile_n + 1 < end) {
+      load_parameters(job, tile_n + 1, 0, job.groups, parameters + job.groups);
+      many_rows<2>(job, tile_n, parameters, tiles);
+      tile_n += 2;
     } else {
-      many_rows(job, tile_n, parameters, tiles);
+      many_rows<1>(job, tile_n++, parameters, tiles);
     }
   }
 }
