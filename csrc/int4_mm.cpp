@@ -30,10 +30,7 @@ Tensor int4_mm_op(const Tensor& x_tensor, const Tensor& weight_tensor, const Ten
   check_packed(op, weight, scales, x, problem);
   if (bias) {
     problem.has_bias = true;
-    problem.bias_dtype = op.float_dtype(*bias);
-    op.check(bias->has_shape({problem.n}), "bias must have shape [out_features]", "Check bias.shape");
-    op.check(bias->same_device(x), "bias and x are on different devices", "Move them to one device with .to(device)");
-    op.check(bias->is_contiguous(), "bias must be contiguous", "Pass bias.contiguous()");
+    problem.bias_dtype = op.check_bias(*bias, x, problem.n);
   }
 
   const Rows rows(x_tensor, x);
@@ -69,7 +66,7 @@ Tensor int4_mm_op(const Tensor& x_tensor, const Tensor& weight_tensor, const Ten
   op.check(int4_mm::launch(problem, plan, arguments, current_stream(x)));
   return y;
 #else
-  op.fail("this build of qao has no CUDA kernels", "Reinstall it with QAO_CUDA=ON where nvcc is installed");
+  op.fail_without_cuda();
 #endif
 }
 

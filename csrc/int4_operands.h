@@ -32,8 +32,8 @@ inline void check_packed(const Op& op, const Argument& weight, const Argument& s
            "scales must have shape [ceil(N / 16), ceil(K / group_size), 1 (symmetric) or 2 (with zero points), 16]",
            "Pass the scales that pack_int4 returned, and the group_size it was given");
   problem.has_zeros = parameters == 2;
-  op.check_operand(weight, device);
-  op.check_operand(scales, device);
+  op.check_packed_operand(weight, device);
+  op.check_packed_operand(scales, device);
 }
 
 }  // namespace qao

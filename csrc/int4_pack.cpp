@@ -1,17 +1,9 @@
-#include <torch/csrc/stable/stableivalue_conversions.h>
-
 #include "cpu/int4_mm.h"
 #include "int4_operands.h"
 #include "ops.h"
 
 namespace qao {
 namespace {
-
-#if !defined(QAO_WITH_CUDA)
-[[noreturn]] void fail_without_cuda(const Op& op) {
-  op.fail("this build of qao has no CUDA kernels", "Reinstall it with QAO_CUDA=ON where nvcc is installed");
-}
-#endif
 
 int4_mm::Problem packed_problem(const Op& op, const Argument& weight, const Argument& scales, int64_t n, int64_t k,
                                 int64_t group_size) {
@@ -70,7 +62,7 @@ std::tuple<Tensor, Tensor> pack_int4_op(const Tensor& q_tensor, const Tensor& sc
     const DeviceScope scope(q);
     op.check(int4_mm::pack(problem, from, weight_data, packed_scales.data_ptr(), current_stream(q)));
 #else
-    fail_without_cuda(op);
+    op.fail_without_cuda();
 #endif
   }
   return {weight, packed_scales};
@@ -100,7 +92,7 @@ std::tuple<Tensor, Tensor, Tensor> unpack_int4_op(const Tensor& weight_tensor, c
     const DeviceScope scope(weight);
     op.check(int4_mm::unpack(problem, weight_data, scales.data(), to, current_stream(weight)));
 #else
-    fail_without_cuda(op);
+    op.fail_without_cuda();
 #endif
   }
   return {q, plain_scales, zeros};
@@ -114,22 +106,19 @@ Tensor dequantize_int4_op(const Tensor& weight_tensor, const Tensor& scales_tens
   op.involve("out_features", out_features), op.involve("in_features", in_features);
   op.involve("group_size", group_size);
   const int4_mm::Problem problem = packed_problem(op, weight, scales, out_features, in_features, group_size);
-  const std::optional<DType> out_dtype =
-      float_dtype_of(torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)));
-  op.check(out_dtype.has_value(), "dtype must be torch.float32, torch.float16 or torch.bfloat16",
-           "Pass one of these and convert the result");
+  const DType out_dtype = op.float_dtype("dtype", dtype);
 
-  Tensor out = empty({problem.n, problem.k}, torch_dtype(*out_dtype), weight);
+  Tensor out = empty({problem.n, problem.k}, torch_dtype(out_dtype), weight);
   const uint8_t* weight_data = static_cast<const uint8_t*>(weight.data());
   if (weight.is_cpu()) {
-    op.check(cpu::int4_dequantize(problem, weight_data, scales.data(), *out_dtype, out.data_ptr(), torch_threads()));
+    op.check(cpu::int4_dequantize(problem, weight_data, scales.data(), out_dtype, out.data_ptr(), torch_threads()));
   } else {
 #if defined(QAO_WITH_CUDA)
     const DeviceScope scope(weight);
     op.check(
-        int4_mm::dequantize(problem, weight_data, scales.data(), *out_dtype, out.data_ptr(), current_stream(weight)));
+        int4_mm::dequantize(problem, weight_data, scales.data(), out_dtype, out.data_ptr(), current_stream(weight)));
 #else
-    fail_without_cuda(op);
+    op.fail_without_cuda();
 #endif
   }
   return out;

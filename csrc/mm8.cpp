@@ -1,7 +1,5 @@
 #include "qao/mm8.h"
 
-#include <torch/csrc/stable/stableivalue_conversions.h>
-
 #include "cpu/mm8.h"
 #include "cpu/quantize.h"
 #include "cpu/scratch.h"
@@ -13,9 +11,9 @@
 namespace qao {
 namespace {
 
-constexpr int64_t kKeptBytes = 1 << 20;  // of a quantised x, that a thread keeps from call to call
+using cpu::divide_up;
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t kKeptBytes = 1 << 20;  // of a quantised x, that a thread keeps from call to call
 
 // One call of a product: the operator function names what it has, each step checks its part, run() computes.
 class Product {
@@ -55,7 +53,7 @@ class Product {
       problem_.weight_scaling = Scaling::kBlock;
     }
     problem_.weight_aligned = weight_.is_aligned(16) && problem_.k % 16 == 0;
-    check_plain(weight_), check_plain(scales_);
+    op_.check_operand(weight_, x_), op_.check_operand(scales_, x_);
   }
 
   // W in four bits, packed.
@@ -92,11 +90,8 @@ class Product {
     op_.check(x_.dtype() == (format == Format::kInt8 ? int8_code() : fp8_code()),
               format == Format::kInt8 ? "x must be int8" : "x must be float8_e4m3fn",
               "Quantise it with int8_quantize or fp8_quantize");
-    const std::optional<DType> y_dtype =
-        float_dtype_of(torch::stable::detail::to<int32_t>(torch::stable::detail::from(out_dtype)));
-    op_.check(y_dtype.has_value(), "out_dtype must be float32, float16 or bfloat16", "Pass one of these");
     problem_.x = format;
-    problem_.y_dtype = *y_dtype;
+    problem_.y_dtype = op_.float_dtype("out_dtype", out_dtype);
     const Rows rows(x_tensor_, x_);
     problem_.x_aligned = rows.is_aligned(1);
     check_x_scales(x_scales, rows.count);
@@ -104,7 +99,7 @@ class Product {
       op_.check(x_zeros->dtype() == int32_code() && x_zeros->numel() == rows.count,
                 "x_zeros must be int32, one for each row of x", "Pass what int8_quantize returned");
       op_.check(weight_sums_.has_value(), "x_zeros need weight_sums", "Pass the row sums of the dequantised weight");
-      check_plain(*x_zeros);
+      op_.check_operand(*x_zeros, x_);
     } else {
       op_.check(!weight_sums_, "weight_sums without x_zeros", "Pass both, or neither for a symmetric x");
     }
@@ -182,14 +177,6 @@ class Product {
               "Check x.shape against the layer's in_features");
   }
 
-  void check_plain(const Argument& operand) const {
-    const std::string name = operand.name();
-    if (!operand.same_device(x_)) {
-      op_.fail(name + " and x are on different devices", "Move them to one device with .to(device)");
-    }
-    if (!operand.is_contiguous()) op_.fail(name + " must be contiguous", "Pass " + name + ".contiguous()");
-  }
-
   void check_scalings() {
     if (problem_.x != Format::kFp8 || problem_.weight != Format::kFp8) return;
     // The scale of a weight of one block looks like that of a tensor, or of one row.
@@ -214,7 +201,7 @@ class Product {
                 "Pass what fp8_quantize returned");
       problem_.x_scaling = blocks ? Scaling::kBlock : count == rows ? Scaling::kRow : Scaling::kTensor;
     }
-    check_plain(x_scales);
+    op_.check_operand(x_scales, x_);
   }
 
   // `give_x` fills the arguments that are about x; it is called if there is something to compute, on x's device.
@@ -223,16 +210,14 @@ class Product {
     problem_.m = rows;
     if (bias_) {
       problem_.has_bias = true;
-      problem_.bias_dtype = op_.float_dtype(*bias_);
-      op_.check(bias_->has_shape({problem_.n}), "bias must have shape [out_features]", "Check bias.shape");
-      check_plain(*bias_);
+      problem_.bias_dtype = op_.check_bias(*bias_, x_, problem_.n);
     }
     if (weight_sums_) {
       problem_.x_zeros = true;
       op_.check(weight_sums_->dtype() == float32_code() && weight_sums_->has_shape({problem_.n}),
                 "weight_sums must be float32 of shape [out_features]",
                 "Pass the row sums of the dequantised weight, or None for a symmetric x");
-      check_plain(*weight_sums_);
+      op_.check_operand(*weight_sums_, x_);
     }
     Tensor y = empty_rows(problem_.n, torch_dtype(problem_.y_dtype), x_);
     if (rows == 0) return y;
@@ -261,7 +246,7 @@ class Product {
     op_.check(mm8::launch(problem_, plan, arguments, current_stream(x_)));
     return y;
 #else
-    op_.fail("this build of qao has no CUDA kernels", "Reinstall it with QAO_CUDA=ON where nvcc is installed");
+    op_.fail_without_cuda();
 #endif
   }
 

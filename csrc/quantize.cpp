@@ -1,7 +1,5 @@
 #include "qao/quantize.h"
 
-#include <torch/csrc/stable/stableivalue_conversions.h>
-
 #include "cpu/quantize.h"
 #include "fp8_operands.h"
 #include "ops.h"
@@ -38,7 +36,7 @@ void run(const Op& op, const Problem& problem, const Arguments& arguments, const
   }
   op.check(quantize::launch(problem, with_workspace, current_stream(x)));
 #else
-  op.fail("this build of qao has no CUDA kernels", "Reinstall it with QAO_CUDA=ON where nvcc is installed");
+  op.fail_without_cuda();
 #endif
 }
 

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 #include <torch/csrc/stable/c/shim.h>
+#include <torch/csrc/stable/stableivalue_conversions.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -116,13 +117,43 @@ DType Op::float_dtype(const Argument& argument) const {
   return *dtype;
 }
 
-void Op::check_operand(const Argument& operand, const Argument& x) const {
-  const std::string name = operand.name();
-  if (!operand.same_device(x)) {
-    fail(name + " and " + x.name() + " are on different devices", "Move them to one device with .to(device)");
+DType Op::float_dtype(const char* name, torch::headeronly::ScalarType dtype) const {
+  const std::optional<DType> known =
+      float_dtype_of(torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)));
+  if (!known) {
+    fail(std::string(name) + " must be torch.float32, torch.float16 or torch.bfloat16",
+         "Pass one of these and convert the result");
   }
-  if (!operand.is_contiguous()) fail(name + " must be contiguous", "Pass " + name + ".contiguous()");
-  if (!operand.is_aligned(16)) fail(name + " must start at a multiple of 16 bytes", "Pass " + name + ".clone()");
+  return *known;
+}
+
+void Op::check_operand(const Argument& operand, const Argument& x) const {
+  if (!operand.same_device(x)) {
+    fail(std::string(operand.name()) + " and " + x.name() + " are on different devices",
+         "Move them to one device with .to(device)");
+  }
+  if (!operand.is_contiguous()) {
+    fail(std::string(operand.name()) + " must be contiguous", std::string("Pass ") + operand.name() + ".contiguous()");
+  }
+}
+
+void Op::check_packed_operand(const Argument& operand, const Argument& x) const {
+  check_operand(operand, x);
+  if (!operand.is_aligned(16)) {
+    fail(std::string(operand.name()) + " must start at a multiple of 16 bytes",
+         std::string("Pass ") + operand.name() + ".clone()");
+  }
+}
+
+DType Op::check_bias(const Argument& bias, const Argument& x, int64_t n) const {
+  const DType dtype = float_dtype(bias);
+  check(bias.has_shape({n}), "bias must have shape [out_features]", "Check bias.shape");
+  check_operand(bias, x);
+  return dtype;
+}
+
+void Op::fail_without_cuda() const {
+  fail("this build of qao has no CUDA kernels", "Reinstall it with QAO_CUDA=ON where nvcc is installed");
 }
 
 int32_t torch_dtype(DType dtype) {

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 
 #include <array>
 #include <initializer_list>
@@ -78,8 +79,15 @@ class Op {
 
   // dtype of `argument` if it is one of float32, float16, bfloat16; an error otherwise.
   DType float_dtype(const Argument& argument) const;
-  // Packed tensors are read with 16-byte loads on the device of x.
+  // float32, float16 or bfloat16 as an argument of the op; an error otherwise.
+  DType float_dtype(const char* name, torch::headeronly::ScalarType dtype) const;
+  // Operands lie in one piece on the device of x.
   void check_operand(const Argument& operand, const Argument& x) const;
+  // Packed ones are read with 16-byte loads.
+  void check_packed_operand(const Argument& operand, const Argument& x) const;
+  // A bias [n] in a float dtype, which is returned.
+  DType check_bias(const Argument& bias, const Argument& x, int64_t n) const;
+  [[noreturn]] void fail_without_cuda() const;
 
  private:
   const char* name_;

@@ -199,7 +199,11 @@ SCALED = {
     "float x": (with_("x", lambda t: t.float()), "x must be", "_quantize"),
     "float64 x_scales": (with_("x_scales", lambda t: t.double()), "x_scales must be float32", "x_scales.float()"),
     "too few x_scales": (with_("x_scales", lambda t: t[1:]), "one scale for each row", "_quantize"),
-    "to float64": (with_("out_dtype", lambda d: torch.float64), "out_dtype must be float32, float16", "one of these"),
+    "to float64": (
+        with_("out_dtype", lambda d: torch.float64),
+        "out_dtype must be torch.float32, torch.float16",
+        "one of these",
+    ),
 }
 ZEROS = {
     "float x_zeros": (with_("x_zeros", lambda t: t.float()), "x_zeros must be int32", "int8_quantize"),

@@ -65,4 +65,13 @@ static inline void tile_multiply_signed_bytes(void) {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
 }
 
+// visit<n, m>() for each C tile of kN x kM, at most 2 x 2.
+template <int kN, int kM>
+__attribute__((always_inline)) static inline void each_c(auto&& visit) {
+  visit.template operator()<0, 0>();
+  if constexpr (kM == 2) visit.template operator()<0, 1>();
+  if constexpr (kN == 2) visit.template operator()<1, 0>();
+  if constexpr (kN == 2 && kM == 2) visit.template operator()<1, 1>();
+}
+
 }  // namespace qao::cpu

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cpu/float_kernels.h"
+#include "cpu/parallel.h"
 #include "cpu/scratch.h"
 
 namespace qao::cpu {
@@ -19,8 +20,6 @@ constexpr int kTileColumns = 64;  // what rows of x are padded to
 constexpr int64_t kPanelK = 512;  // columns of a panel
 constexpr int kVectors = Simd::kColumns / Simd::kLanes;
 using Vector = Simd::Vector;
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // kColumns columns of a row of W; of the last ones `count`, the others are 0.
 template <Format kFormat>

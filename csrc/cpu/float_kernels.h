@@ -1,6 +1,6 @@
-// What the kernels share that take x in float, or in fp8 widened to bfloat16. Files compiled for one ISA include this
-// header, so it declares and never defines: an inline function here could reach the linker as AVX-512 code and be
-// chosen for every CPU.
+// What the kernels share that take x in float, or in fp8 widened to it. Files compiled for one ISA include this header,
+// so it declares and never defines: an inline function here could reach the linker as AVX-512 code and be chosen for
+// every CPU.
 //
 // A kernel runs in two steps over at most `max_rows` rows of x: `pack` puts x into the form its inner loop reads, `run`
 // computes y for a range of N-tiles. Both are split over threads by float_mm.cpp.

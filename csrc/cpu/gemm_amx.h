@@ -21,6 +21,7 @@
 
 #include "cpu/amx.h"
 #include "cpu/float_kernels.h"
+#include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/simd_avx512.h"
 #include "int4_mm/layout.h"
@@ -38,8 +39,6 @@ constexpr int64_t kBlockTilesK = kBlockK / kTileK;
 constexpr int64_t kBlockTilesN = 32;  // N-tiles whose C stays in L2
 constexpr int kFewRowsTilesN = 4;
 constexpr int64_t kFewTilesM = 4;  // tiles of x up to which expanding W once for every two costs less than blocks of K
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Where the section lies: its group, and the K-tiles [first, first + count) it covers (half of one if section is 32).
 struct Section {
@@ -83,14 +82,6 @@ void write_tile(const FloatJob& job, int64_t tile_n, int64_t tile_m, const float
 }
 
 // ---- up to 2 N-tiles against up to 2 tiles of x: registers 0..3 = C[n][m], 4..5 = A[n], 6..7 = B[m] ----
-
-template <int kN, int kM>
-__attribute__((always_inline)) inline void each_c(auto&& visit) {
-  visit.template operator()<0, 0>();
-  if constexpr (kM == 2) visit.template operator()<0, 1>();
-  if constexpr (kN == 2) visit.template operator()<1, 0>();
-  if constexpr (kN == 2 && kM == 2) visit.template operator()<1, 1>();
-}
 
 // C += A tiles [begin, end) of a section. panel: [kN] of panel_values.
 template <typename W, int kN, int kM>

@@ -3,6 +3,7 @@
 // Per chunk of K the nibbles of 16 rows of W expand into a panel in L1, [four k][16 rows][4 bytes]; every row of x then
 // broadcasts four bytes against it. Sums of eight fours stay in 16 bits (8 * 2 * 15 * 128 < 2^15), then widen.
 #include "cpu/float_kernels.h"
+#include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/simd_avx2.h"
 #include "int4_mm/layout.h"
@@ -23,8 +24,6 @@ constexpr int kRowsX = 4;
 
 // Quads are visited with those of the first 32 columns of a K-tile before the others, so that a group of 32 is a range.
 constexpr int quad_of(int visit) { return visit % 8 / 2 * 4 + visit / 8 * 2 + visit % 2; }
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 __m256i broadcast_quad(const int8_t* bytes) {
   int32_t quad;

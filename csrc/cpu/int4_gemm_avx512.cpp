@@ -3,8 +3,9 @@
 // Per chunk of K the nibbles of 16 or 32 rows of W expand into a panel in L1, [four k][16 rows][4 bytes]; every row of
 // x then broadcasts four bytes against it. Rows 8..15 hold 16 times their nibble, which their scales undo.
 #include "cpu/float_kernels.h"
+#include "cpu/int4_panel_avx512.h"
+#include "cpu/parallel.h"
 #include "cpu/scratch.h"
-#include "cpu/simd_avx512.h"
 #include "int4_mm/layout.h"
 
 namespace qao::cpu {
@@ -14,35 +15,8 @@ using int4_mm::kTileBytes;
 using int4_mm::kTileK;
 using int4_mm::kTileN;
 
-constexpr int kQuads = kTileK / 4;           // panel rows of a K-tile
-constexpr int kTilePanel = kTileN * kTileK;  // bytes of a K-tile's panel
 constexpr int kMaxTiles = kMaxSection / kTileK;
 constexpr int kRowsX = 6;  // rows of x at once: 2 x 6 sums, 2 of W, and operands
-
-// Quads are visited with those of the first 32 columns of a K-tile before the others, so that a group of 32 is a range.
-constexpr int quad_of(int visit) { return visit % 8 / 2 * 4 + visit / 8 * 2 + visit % 2; }
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-__m512i broadcast_quad(const int8_t* bytes) {
-  int32_t quad;
-  __builtin_memcpy(&quad, bytes, 4);
-  return _mm512_set1_epi32(quad);
-}
-
-void expand_tile(const uint8_t* weight, uint8_t* panel) {
-  __m512i rows[kTileN];
-#pragma GCC unroll 8
-  for (int g = 0; g < 8; ++g) {
-    _mm_prefetch(weight + g * kTileK + kPrefetchBytes, _MM_HINT_T0);
-    const __m512i bytes = _mm512_loadu_si512(weight + g * kTileK);
-    rows[g] = _mm512_and_si512(bytes, _mm512_set1_epi8(0x0F));
-    rows[g + 8] = _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(0xF0)));
-  }
-  transpose16(rows);
-#pragma GCC unroll 16
-  for (int visit = 0; visit < kQuads; ++visit) _mm512_store_si512(panel + visit * 64, rows[quad_of(visit)]);
-}
 
 struct Section {  // of one N-tile: 1/16 of the scale and 16 times the zero point for rows 8..15
   __m512 scale, zero;
@@ -149,7 +123,7 @@ void run_tiles(const FloatJob& job, int64_t tile_n) {
     for (int n = 0; n < kN; ++n) {
       const uint8_t* weight = job.weight + ((tile_n + n) * job.tiles_k + tile_k) * kTileBytes;
       for (int64_t t = 0; t < tiles; ++t) {
-        expand_tile(weight + t * kTileBytes, panel + (n * kMaxTiles + t) * kTilePanel);
+        expand_tile<_MM_HINT_T0>(weight + t * kTileBytes, kPrefetchBytes, panel + (n * kMaxTiles + t) * kTilePanel);
       }
     }
     const int64_t end = least(job.sections, (chunk + 1) * sections_per_chunk);

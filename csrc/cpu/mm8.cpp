@@ -1,4 +1,4 @@
-// mm8 on the CPU: which kernel runs, and how it is spread over threads.
+// mm8 on the CPU: which kernel runs an int8 x, and how it is spread over threads; float_mm.cpp has every other x.
 #include "cpu/mm8.h"
 
 #include <algorithm>
@@ -50,11 +50,8 @@ const Kernel& choose_int8_int4(const Problem& p, Isa isa) {
 }
 
 const Kernel& choose(const Problem& p, Isa isa) {
-  if (isa == Isa::kScalar) return kScalar;
-  if (p.x == Format::kInt8 && p.k <= kMaxIntegerK) {
-    return p.weight == Format::kInt8 ? choose_int8_int8(p, isa) : choose_int8_int4(p, isa);
-  }
-  return kScalar;
+  if (isa == Isa::kScalar || p.k > kMaxIntegerK) return kScalar;
+  return p.weight == Format::kInt8 ? choose_int8_int8(p, isa) : choose_int8_int4(p, isa);
 }
 
 constexpr int64_t kMaxRows = 256;                      // of x at a time

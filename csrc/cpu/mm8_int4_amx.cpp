@@ -8,6 +8,7 @@
 #include "cpu/mm8_int4_parameters_avx512.h"
 #include "cpu/mm8_kernels.h"
 #include "cpu/mm8_tiles_amx.h"
+#include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/weight_stream.h"
 #include "int4_mm/layout.h"
@@ -23,8 +24,6 @@ constexpr int64_t kTileBytes = kTileRegisterBytes;
 // K-tiles of a panel, which stays in L1 with the C tiles of its groups: many of these unless groups are long.
 constexpr int64_t kMaxBlockTilesK = 16, kShortBlockTilesK = 4;
 constexpr int64_t kFewTilesM = 4;  // x so short that a large panel does not pay
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 void expand_tile(const uint8_t* tile, uint8_t* a) {
 #pragma GCC unroll 8
@@ -91,14 +90,6 @@ void few_rows(const Mm8Job& job, int64_t tile_n, const Int4Parameters* parameter
 }
 
 // ---- more rows of x: registers 0..3 = C of 1 or 2 N-tiles x 1 or 2 tiles of x, 4..5 = A, 6..7 = B ----
-
-template <int kN, int kM>
-__attribute__((always_inline)) inline void each_c(auto&& visit) {
-  visit.template operator()<0, 0>();
-  if constexpr (kM == 2) visit.template operator()<0, 1>();
-  if constexpr (kN == 2) visit.template operator()<1, 0>();
-  if constexpr (kN == 2 && kM == 2) visit.template operator()<1, 1>();
-}
 
 // Steps [begin, end) of kN N-tiles, expanded.
 struct Panel {

@@ -5,6 +5,7 @@
 //   y += scale * (sum(q * x) - zero * sum(x)).
 #include "cpu/mm8_finish_avx2.h"
 #include "cpu/mm8_kernels.h"
+#include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/simd_avx2.h"
 #include "int4_mm/layout.h"
@@ -20,8 +21,6 @@ constexpr int kRowsX = 3;
 constexpr int kPairs = kTileN / 2;     // row pairs (g, g + 8) of a tile
 constexpr int kVectors = kTileK / 32;  // of a row pair's 64 bytes
 constexpr int64_t kTilesAtOnce = 4;    // K-tiles whose sums fit 16 bits
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Scales and zero points of an N-tile: [groups][scale, scale * zero][16].
 struct Parameters {

@@ -3,11 +3,12 @@
 // The nibbles of 32 rows of W over up to 256 k expand into a panel in L1, [four k][16 rows][4 bytes]; every row of x
 // then broadcasts four bytes against it. Per group, with integer sums exact:
 //   y += scale * sum(q * x) - scale * zero * sum(x).
+#include "cpu/int4_panel_avx512.h"
 #include "cpu/mm8_finish_avx512.h"
 #include "cpu/mm8_int4_parameters_avx512.h"
 #include "cpu/mm8_kernels.h"
+#include "cpu/parallel.h"
 #include "cpu/scratch.h"
-#include "cpu/simd_avx512.h"
 #include "int4_mm/layout.h"
 
 namespace qao::cpu {
@@ -17,35 +18,8 @@ using int4_mm::kTileBytes;
 using int4_mm::kTileK;
 using int4_mm::kTileN;
 
-constexpr int kQuads = kTileK / 4;           // panel rows of a K-tile
-constexpr int kTilePanel = kTileN * kTileK;  // bytes of a K-tile's panel
-constexpr int64_t kMaxTiles = 4;             // K-tiles of a panel
-constexpr int kRowsX = 6;                    // rows of x at once: 2 x 6 sums, 2 of W, and operands
-
-// Quads are visited with those of the first 32 columns of a K-tile before the others, so that a group of 32 is a range.
-constexpr int quad_of(int visit) { return visit % 8 / 2 * 4 + visit / 8 * 2 + visit % 2; }
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-__m512i broadcast_quad(const int8_t* bytes) {
-  int32_t quad;
-  __builtin_memcpy(&quad, bytes, 4);
-  return _mm512_set1_epi32(quad);
-}
-
-void expand_tile(const uint8_t* weight, int64_t next, uint8_t* panel) {
-  __m512i rows[kTileN];
-#pragma GCC unroll 8
-  for (int g = 0; g < 8; ++g) {
-    _mm_prefetch(weight + g * kTileK + next, _MM_HINT_T1);
-    const __m512i bytes = _mm512_loadu_si512(weight + g * kTileK);
-    rows[g] = _mm512_and_si512(bytes, _mm512_set1_epi8(0x0F));
-    rows[g + 8] = _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(0xF0)));
-  }
-  transpose16(rows);
-#pragma GCC unroll 16
-  for (int visit = 0; visit < kQuads; ++visit) _mm512_store_si512(panel + visit * 64, rows[quad_of(visit)]);
-}
+constexpr int64_t kMaxTiles = 4;  // K-tiles of a panel
+constexpr int kRowsX = 6;         // rows of x at once: 2 x 6 sums, 2 of W, and operands
 
 // Panel rows [begin, end) of a section, which lies in one group.
 struct Section {
@@ -114,8 +88,8 @@ void run_tiles(const Mm8Job& job, int64_t tile_n, uint8_t* panel, Int4Parameters
     const int64_t tiles = least(kMaxTiles, job.tiles_k - t);
     for (int n = 0; n < kN; ++n) {
       for (int64_t i = 0; i < tiles; ++i) {
-        expand_tile(weight + n * tile_row + (t + i) * kTileBytes, kN * tile_row,
-                    panel + (n * kMaxTiles + i) * kTilePanel);
+        expand_tile<_MM_HINT_T1>(weight + n * tile_row + (t + i) * kTileBytes, kN * tile_row,
+                                 panel + (n * kMaxTiles + i) * kTilePanel);
       }
     }
     // Half K-tiles are counted in panel rows, kQuads / 2 each.

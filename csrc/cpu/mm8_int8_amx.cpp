@@ -4,6 +4,7 @@
 // collide, for the others; up to 32 rows need no copy. The rows of W that come next are fetched meanwhile.
 #include "cpu/mm8_kernels.h"
 #include "cpu/mm8_tiles_amx.h"
+#include "cpu/parallel.h"
 #include "cpu/scratch.h"
 
 namespace qao::cpu {
@@ -14,17 +15,7 @@ constexpr int64_t kBlockTilesN = 2;   // a pair at a time: its pages of W and it
 constexpr int64_t kBlockTilesK = 16;  // K-tiles of a panel, which stays in L1
 constexpr int64_t kDirectTilesM = 2;  // x so short that W is not copied
 
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // ---- registers 0..3 = C of 1 or 2 N-tiles x 1 or 2 tiles of x, 4..5 = A, 6..7 = B ----
-
-template <int kN, int kM>
-__attribute__((always_inline)) inline void each_c(auto&& visit) {
-  visit.template operator()<0, 0>();
-  if constexpr (kM == 2) visit.template operator()<0, 1>();
-  if constexpr (kN == 2) visit.template operator()<1, 0>();
-  if constexpr (kN == 2 && kM == 2) visit.template operator()<1, 1>();
-}
 
 // A tiles of W along K, of one or two N-tiles. Distances in bytes: of N-tiles, of steps along K, of rows.
 struct ATiles {

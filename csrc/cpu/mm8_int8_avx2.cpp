@@ -2,6 +2,7 @@
 // where every product and sum is exact.
 #include "cpu/mm8_finish_avx2.h"
 #include "cpu/mm8_kernels.h"
+#include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/simd_avx2.h"
 
@@ -9,8 +10,6 @@ namespace qao::cpu {
 namespace {
 
 constexpr int kRowsW = 4, kRowsX = 2, kStep = 16;  // kStep: columns at a time
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 __m256i widen(const void* bytes) { return _mm256_cvtepi8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(bytes))); }
 

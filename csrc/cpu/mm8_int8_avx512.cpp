@@ -4,6 +4,7 @@
 // A row of W is one stream of pages; four at once, with the next four fetched meanwhile, keep the memory busy.
 #include "cpu/mm8_finish_avx512.h"
 #include "cpu/mm8_kernels.h"
+#include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/simd_avx512.h"
 
@@ -11,8 +12,6 @@ namespace qao::cpu {
 namespace {
 
 constexpr int kRowsW = 4, kRowsX = 6;
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Sums of the lanes of four registers.
 __attribute__((always_inline)) inline __m128i lane_sums(const __m512i (&a)[kRowsW]) {

@@ -1,5 +1,6 @@
 // int8 x as B tiles: 16 fours of k x 16 rows, columns in the order of W's bytes, and the sums of its groups.
 #include "cpu/mm8_kernels.h"
+#include "cpu/parallel.h"
 #include "cpu/simd_avx512.h"
 #include "int4_mm/layout.h"
 
@@ -17,8 +18,6 @@ constexpr Order tile_order() {
   return order;
 }
 constexpr Order kTileOrder = tile_order();
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Row `i` of a tile is the four of columns i; with groups of 32, which of the two it belongs to.
 constexpr bool in_half(int i, int half) { return i % 4 / 2 == half; }

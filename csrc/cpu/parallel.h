@@ -20,7 +20,9 @@ struct Threads {
   }
 };
 
+// `static`: see numeric.h.
 static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Calls task(begin, end) on every thread that gets a part of [0, count); the parts depend on nothing else.
 template <typename Task>

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 TILE_N, TILE_K, TILE_BYTES = 16, 64, 512  # of a packed int4 weight; checked against the C++ layout by the tests
-SCALE_BLOCK = 128  # columns of an activation, rows and columns of a weight, that share a scale by blocks
 
 
 def _like_x(x: Tensor, last: int | torch.SymInt, dtype: torch.dtype | None = None) -> Tensor:
@@ -18,6 +17,7 @@ def _groups(k: int, group_size: int) -> int:
 
 
 @torch.library.register_fake("qao::int4_mm")
+@torch.library.register_fake("qao::fp8_int4_mm")
 def _(
     x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, in_features: int, group_size: int
 ) -> Tensor:
@@ -25,10 +25,6 @@ def _(
 
 
 @torch.library.register_fake("qao::int8_mm")
-def _(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    return _like_x(x, weight.shape[0])
-
-
 @torch.library.register_fake("qao::fp8_mm")
 def _(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     return _like_x(x, weight.shape[0])
@@ -64,13 +60,6 @@ def _(
     fast_accum: bool,
 ) -> Tensor:
     return _like_x(x, weight.shape[0])
-
-
-@torch.library.register_fake("qao::fp8_int4_mm")
-def _(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, in_features: int, group_size: int
-) -> Tensor:
-    return _like_x(x, out_features)
 
 
 @torch.library.register_fake("qao::int8_scaled_mm")

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .quantizer import SCALE_BLOCK
+
 
 def _load() -> None:
     library = Path(__file__).with_name("_C.so")
@@ -73,8 +75,7 @@ def dequantize_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor
     if scales.dim() < 2 or scales.shape in ((n, 1), (1, 1)):
         scales = scales.reshape(-1, 1)
     else:
-        size = fake.SCALE_BLOCK
-        scales = scales.repeat_interleave(size, 0)[:n].repeat_interleave(size, 1)[:, :k]
+        scales = scales.repeat_interleave(SCALE_BLOCK, 0)[:n].repeat_interleave(SCALE_BLOCK, 1)[:, :k]
     return (weight.view(torch.float8_e4m3fn).float() * scales).to(dtype)
 
 

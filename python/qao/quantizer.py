@@ -18,7 +18,7 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 
 
 LARGEST_FP8 = 448.0  # of e4m3
-SCALE_BLOCK = 128  # rows and columns of a weight that share a scale by blocks
+SCALE_BLOCK = 128  # rows and columns of a weight, columns of an activation, that share a scale by blocks
 
 
 class QuantizedWeight(NamedTuple):

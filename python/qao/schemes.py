@@ -19,6 +19,7 @@ from torch import Tensor
 
 from . import ops
 from .formats import Float8Weight, Int4Weight, Int8Weight, _host
+from .quantizer import SCALE_BLOCK
 
 __all__ = [
     "Float8DynamicActivationFloat8Weight",
@@ -172,7 +173,7 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
                 self._reject("activation_scale", "a positive number, or None for a scale found in each activation")
             if self.granularity == "block":
                 self._reject("activation_scale", 'None with granularity "block"')
-        group_size = {"row": -1, "tensor": 0, "block": 128}[self._x_granularity()]
+        group_size = {"row": -1, "tensor": 0, "block": SCALE_BLOCK}[self._x_granularity()]
         object.__setattr__(self, "_x_group_size", group_size)  # here, not in every forward
 
     def _x_granularity(self) -> str:

@@ -4,20 +4,12 @@
 #include <string>
 #include <vector>
 
+#include "gpus.h"
 #include "mm8/tile.h"
 #include "qao/mm8.h"
 
 namespace qao::mm8 {
 namespace {
-
-// Compute capability, SMs, opt-in shared memory per CTA.
-constexpr Gpu kGpus[] = {
-    {80, 108, 166912},  // A100
-    {86, 84, 101376},   // RTX 3090, A40
-    {89, 142, 101376},  // L40S
-    {90, 132, 232448},  // H100, H200
-    {100, 148, 232448}, {120, 170, 101376},
-};
 
 // One problem an operation and what its plan may depend on; sizes are still to be set.
 std::vector<Problem> operations() {
@@ -56,8 +48,6 @@ void for_each_problem(const Visit& visit) {
     }
   }
 }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 std::string describe(const Problem& p, const Gpu& gpu) {
   return std::string(name_of(p.x)) + " (" + name_of(p.x_dtype) + ") x " + name_of(p.weight) + " m " +

@@ -3,20 +3,12 @@
 
 #include <string>
 
+#include "gpus.h"
 #include "int4_mm/layout.h"
 #include "qao/int4_mm.h"
 
 namespace qao::int4_mm {
 namespace {
-
-// Compute capability, SMs, opt-in shared memory per CTA.
-constexpr Gpu kGpus[] = {
-    {80, 108, 166912},  // A100
-    {86, 84, 101376},   // RTX 3090, A40
-    {89, 142, 101376},  // L40S
-    {90, 132, 232448},  // H100, H200
-    {100, 148, 232448}, {120, 170, 101376},
-};
 
 template <typename Visit>
 void for_each_problem(const Visit& visit) {
@@ -39,8 +31,6 @@ void for_each_problem(const Visit& visit) {
     }
   }
 }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 std::string describe(const Problem& p, const Gpu& gpu) {
   return "m " + std::to_string(p.m) + " n " + std::to_string(p.n) + " k " + std::to_string(p.k) + " group " +
