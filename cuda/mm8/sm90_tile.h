@@ -10,8 +10,8 @@ namespace qao::mm8::sm90 {
 constexpr int kTileN = 128;  // rows of W per CTA: two warpgroups of 64
 constexpr int kConsumerThreads = 256, kProducerThreads = 128;
 constexpr int kMaxSharedBytes = 226 * 1024;
-constexpr int kMaxSplit = 8;                        // CTAs of a cluster
-constexpr int64_t kMaxIntegerK = int64_t{1} << 17;  // |sum| of int8 products stays below 2^31
+constexpr int kMaxSplit = 8;                              // CTAs of a cluster
+constexpr int64_t kMaxIntegerK = (int64_t{1} << 17) - 1;  // sums of (-128)^2 stay below 2^31
 
 // The tiles of configs.inc that registers allow: folding keeps two sets of sums, an operand in registers takes room
 // too.

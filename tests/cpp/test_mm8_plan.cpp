@@ -2,6 +2,7 @@
 #include <doctest/doctest.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gpus.h"
@@ -105,6 +106,19 @@ TEST_CASE("mm8: int32 sums of a slice of K cannot overflow") {
       CHECK(problem.k / plan.split_k / plan.warps <= 65536);
       if (m > 64) CHECK(problem.k / plan.split_k <= 65536);
     }
+  }
+}
+
+TEST_CASE("mm8: wgmma sums int8 over as many columns as an int32 holds") {
+  Problem problem;
+  problem.x = problem.weight = Format::kInt8;
+  problem.m = problem.n = 4096;
+  for (const auto& [k, kernel] : {std::pair{(1 << 17) - 16, "sm90"}, {1 << 17, "sm80"}}) {
+    problem.k = k;
+    Plan plan;
+    REQUIRE(mm8::plan(problem, Gpu{90, 132, 232448}, &plan).ok());
+    INFO(describe(problem, Gpu{90, 132, 232448}) << ": " << to_string(plan));
+    CHECK(std::string(plan.kernel) == kernel);
   }
 }
 
