@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import bars, host, numerics, quantize, table
+from . import bars, host, numerics, plots, quantize, table
 from .meta import RESULTS, device_slug, write
 from .runner import LAYERS, TOKENS, Run, run
 from .schemes import SCHEMES
@@ -31,9 +31,13 @@ def main() -> int:
             _add_check(command)
     tables = commands.add_parser("table", help="write results and kernel table into README.md and docs/")
     tables.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
+    commands.add_parser("plots", help="draw the results into docs/plots; needs matplotlib")
     arguments = parser.parse_args()
     if arguments.command == "table":
         return table.update(arguments.check)
+    if arguments.command == "plots":
+        plots.draw_all()
+        return 0
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device cuda: torch {torch.__version__} sees no GPU")
     folder = arguments.out or RESULTS / device_slug(arguments.device)

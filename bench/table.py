@@ -13,11 +13,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import host, kernels, numerics, products, quantize
+from . import host, kernels, numerics, plots, products, quantize
 from .meta import RESULTS, ROOT, source_hash
 from .schemes import SCHEMES
 
-_DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/numerics.md")
+_DOCUMENTS = ("README.md", "docs/performance.md", "docs/numerics.md")
 _RESULTS = re.compile(r"<!-- bench:(\w+):([\w-]+) -->\n.*?<!-- /bench -->", re.DOTALL)
 _KERNELS = re.compile(r"<!-- kernels -->\n.*?<!-- /kernels -->", re.DOTALL)
 
@@ -54,6 +54,9 @@ def _results_block(match: re.Match[str]) -> str:
         body = products.render_summary(present)
     else:
         body = {"quantize": quantize, "numerics": numerics, "host": host}.get(kind, products).render(present[kind])
+        picture = plots.path_of(device, kind)
+        if picture.exists():
+            body = f"![{kind}: time against tokens](plots/{picture.name})\n\n{body}"
     return f"<!-- bench:{kind}:{device} -->\n{body}\n<!-- /bench -->"
 
 

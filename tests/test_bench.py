@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import bars, kernels, meta, quantize, table
+from bench import bars, kernels, meta, plots, quantize, table
 from bench.meta import write
 from bench.peers import Peer
 from bench.peers.torch4 import TinyGemm, TorchInt4
@@ -172,3 +172,13 @@ def test_kernel_table_merges_hardware_that_is_alike(monkeypatch: pytest.MonkeyPa
     assert "| CPU | any x86-64, AVX-512 VNNI, AVX-512 BF16 | AVX2, AMX |" in on_cpus
     assert "| `int8` | none | `vpfoo` |" in on_cpus
     assert "| `int8` | `mma.sync` bf16, f16; `wgmma` f16 |" in on_gpus
+
+
+def test_results_become_a_picture(results: dict, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plots.draw("int4", results, tmp_path / "int4.svg")
+    again = tmp_path / "again.svg"
+    plots.draw("int4", results, again)
+    picture = again.read_text()
+    assert picture == (tmp_path / "int4.svg").read_text()  # drawn again nothing changes
+    assert all(word in picture for word in ("int4", "bf16", "torch_int4", "roofline", "best peer", "N = 64, K = 128"))

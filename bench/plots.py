@@ -1,0 +1,113 @@
+"""``python -m bench plots``: results files as pictures, docs/plots/<device>-<scheme>.svg. Needs matplotlib."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .meta import RESULTS, ROOT
+from .schemes import SCHEMES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FOLDER = ROOT / "docs" / "plots"
+_COLUMNS = 3
+_OURS, _BF16, _FLOOR = "#0b5fb0", "#222222", "#999999"
+_PEERS = ("#d1495b", "#edae49", "#66a182", "#8d6a9f", "#c97b2d", "#3aa6b9", "#7a7a3c", "#b0578d")
+
+
+def path_of(device: str, word: str) -> Path:
+    return FOLDER / f"{device}-{word}.svg"
+
+
+def draw_all() -> None:
+    """Draws what there is results for."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for word in SCHEMES:
+        for path in sorted(RESULTS.glob(f"*/{word}.json")):
+            target = path_of(path.parent.name, word)
+            draw(word, json.loads(path.read_text()), target)
+            print(f"wrote {target.relative_to(ROOT)}")
+
+
+def draw(word: str, results: dict[str, Any], target: Path) -> None:
+    """A panel a layer, time against tokens; the last one compares over all layers."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    rows = results["rows"]
+    layers = list(dict.fromkeys(row["layer"] for row in rows))
+    peers = sorted({peer for row in rows for peer in row["peers"]})
+    colours = {peer: _PEERS[i % len(_PEERS)] for i, peer in enumerate(peers)}
+    lines = math.ceil((len(layers) + 1) / _COLUMNS)
+    style = {
+        "svg.hashsalt": "qao",
+        "svg.fonttype": "none",
+        "font.size": 8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with pyplot.rc_context(style):
+        figure, grid = pyplot.subplots(lines, _COLUMNS, figsize=(3.4 * _COLUMNS, 2.6 * lines), squeeze=False)
+        panels = list(grid.flat)
+        for panel, name in zip(panels, layers, strict=False):
+            _layer(panel, word, [row for row in rows if row["layer"] == name], colours)
+        _ratios(panels[len(layers)], rows)
+        for panel in panels[len(layers) + 1 :]:
+            panel.set_visible(False)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="upper center", ncols=len(labels), frameon=False)
+        figure.suptitle(" ")  # room for the legend
+        figure.tight_layout()
+        figure.savefig(target, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def _layer(panel: Axes, word: str, rows: list[dict[str, Any]], colours: dict[str, str]) -> None:
+    tokens = [row["M"] for row in rows]
+    panel.plot(tokens, [row["us"] for row in rows], color=_OURS, linewidth=2.2, marker="o", markersize=3, label=word)
+    panel.plot(tokens, [row["bf16_us"] for row in rows], color=_BF16, linewidth=1.2, label="bf16")
+    for peer, colour in colours.items():
+        points = [(row["M"], row["peers"][peer]) for row in rows if peer in row["peers"]]
+        # A peer that served no cell of this layer still belongs to the legend.
+        panel.plot(*(zip(*points, strict=True) if points else ([], [])), color=colour, linewidth=1.2, label=peer)
+    panel.plot(tokens, [row["floor_us"] for row in rows], color=_FLOOR, linestyle="--", linewidth=1, label="roofline")
+    panel.set(xscale="log", yscale="log", title=f"{rows[0]['layer']}: N = {rows[0]['N']}, K = {rows[0]['K']}")
+    panel.set(ylabel="µs a call")
+    _tokens_axis(panel, tokens)
+
+
+def _ratios(panel: Axes, rows: list[dict[str, Any]]) -> None:
+    """Geometric means over the layers: how many times faster than bf16, and than the best peer of each cell."""
+    tokens = sorted({row["M"] for row in rows})
+
+    def mean(m: int, against: str) -> float:
+        here = [row for row in rows if row["M"] == m]
+        others = [row["bf16_us"] if against == "bf16" else min(row["peers"].values(), default=0.0) for row in here]
+        logs = [math.log(other / row["us"]) for other, row in zip(others, here, strict=True) if other > 0]
+        return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+    for against, colour, end in (("bf16", _BF16, 0), ("best peer", _PEERS[0], -1)):
+        known = [(m, value) for m in tokens if not math.isnan(value := mean(m, against))]
+        if known:
+            panel.plot(*zip(*known, strict=True), color=colour, linewidth=1.6, marker="o", markersize=3)
+            side = {"ha": "right" if end else "left", "color": colour}
+            panel.annotate(against, known[end], textcoords="offset points", xytext=(0, 5), **side)
+    panel.axhline(1, color=_FLOOR, linewidth=1)
+    panel.set(xscale="log", yscale="log", title="all layers", ylabel="times faster, geometric mean")
+    low, high = panel.get_ylim()
+    ticks = [2.0**i for i in range(-3, 8) if low <= 2.0**i <= high]
+    panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    _tokens_axis(panel, tokens)
+
+
+def _tokens_axis(panel: Axes, tokens: list[int]) -> None:
+    panel.set_xticks(tokens, [str(m) for m in tokens], rotation=60)
+    panel.minorticks_off()
+    panel.grid(alpha=0.25, linewidth=0.5)
+    panel.set_xlabel("M (tokens)")
