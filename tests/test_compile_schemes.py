@@ -275,18 +275,16 @@ def compile_seconds(model: nn.Module, x: Tensor) -> float:
 
 @pytest.mark.slow
 def test_compiles_no_slower_than_the_float_model() -> None:
-    """32 layers; the median of three, since a compilation is never twice the same."""
+    """32 layers; the least of two, by turns with the float model: a busy machine only ever adds to a time."""
+    faulthandler.dump_traceback_later(6 * WATCHDOG_S, exit=True)
     x = randn(1, 8, 64, dtype=torch.bfloat16, device="cpu")
-
-    def seconds(scheme: qao.Scheme | None) -> float:
-        model = decoder(32, scheme=scheme)
-        return sorted(compile_seconds(model, x) for _ in range(3))[1]
-
     compile_seconds(decoder(2), x)  # imports, the compiler's first start
-    plain = seconds(None)
-    words = ("int4", "int8", "fp8", "int8_int8", "int8_int4", "fp8_fp8", "fp8_int4")
-    ratios = {word: seconds(SCHEMES[word]) / plain for word in words}
-    print(f"float {plain:.1f} s; ratios {ratios}")
+    ratios = {}
+    for word in ("int4", "int8", "fp8", "int8_int8", "int8_int4", "fp8_fp8", "fp8_int4"):
+        turns = [[compile_seconds(decoder(32, scheme=scheme), x) for scheme in (None, SCHEMES[word])] for _ in range(2)]
+        plain, quantized = map(min, zip(*turns, strict=True))
+        ratios[word] = quantized / plain
+        print(f"{word}: {quantized:.1f} s, float {plain:.1f} s, {ratios[word]:.2f}")
     assert max(ratios.values()) <= 1.0, ratios
 
 
