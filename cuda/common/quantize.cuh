@@ -210,14 +210,15 @@ __device__ __forceinline__ float sum_of(const Target& target, uint2 word) {
   return sum;
 }
 
-// The sum of `lanes` neighbouring lanes, a power of two.
-template <typename T>
-__device__ __forceinline__ T sum_over_lanes(T sum, int lanes) {
+// Sums over `lanes` neighbouring lanes, a power of two. Several at once hide each other's latency.
+template <typename T, int count>
+__device__ __forceinline__ void sum_over_lanes(T (&sum)[count], int lanes) {
 #pragma unroll
   for (int lane = 1; lane < 32; lane *= 2) {
-    if (lane < lanes) sum += __shfl_xor_sync(~0u, sum, lane);
+    if (lane >= lanes) break;
+#pragma unroll
+    for (int i = 0; i < count; ++i) sum[i] += __shfl_xor_sync(~0u, sum[i], lane);
   }
-  return sum;
 }
 
 // Sums of a whole row are counted in units that make them integers, so that they are exact in any order.

@@ -20,10 +20,10 @@
 
 namespace qao::mm8 {
 
-// `resident`: x stays in shared memory (a ResidentX), the ring is W's alone.
-template <typename Product, typename Tile, bool resident>
+// `quantizes`: x is a ResidentX, the ring is W's alone.
+template <typename Product, typename Tile, bool quantizes>
 struct Cta {
-  static constexpr OperandBytes kOperands{resident ? 0 : Product::kXBytes, Product::kWeight};
+  static constexpr OperandBytes kOperands{quantizes ? 0 : Product::kXBytes, Product::kWeight};
   static constexpr bool kInt4Weight = Product::kWeight == Format::kInt4, kFp8Weight = Product::kWeight == Format::kFp8;
   static constexpr int kStageBytes = Tile::stage_bytes(kOperands), kStageDistance = Tile::kWarpsK * kStageBytes;
   static constexpr int kXAt = Tile::weight_bytes(kOperands), kWeightParametersAt = kXAt + Tile::x_bytes(kOperands),
@@ -44,7 +44,6 @@ struct Cta {
   const int64_t weight_stride;  // bytes of a row; int4: of 16 rows
   const uint32_t shared;        // address
   const uint32_t ring;          // of this slice's first stage
-  const int first_k_tile;       // of the CTA
   const uint8_t *weight, *x;    // where this thread's share of a K-tile begins; further chunks at constant distances
   int k_tile;                   // the next one to fetch
 
@@ -61,8 +60,7 @@ struct Cta {
         row_tiles(min(p.row_tiles - row_tile0, Tile::kRowTiles)),
         weight_stride(kInt4Weight ? int64_t{kTileN} * p.x_columns / 2 : p.k),
         shared(shared_address),
-        ring(shared + slice * kStageBytes),
-        first_k_tile(at.begin) {}
+        ring(shared + slice * kStageBytes) {}
 
   static constexpr int kWeightStep = kInt4Weight ? kWeightTileBytes : kTileK;  // bytes from K-tile to K-tile
 
@@ -105,21 +103,20 @@ struct Cta {
   };
   __device__ __forceinline__ KTile k_tile_at(int stage, int k_tile) const {
     const uint32_t at = stage_address(stage);
-    if constexpr (resident) {
-      const int index = k_tile - first_k_tile;
+    if constexpr (quantizes) {
       const uint32_t x_at = shared + p.resident_at;
-      return {at, x_at + index * p.resident.tokens * kTileK,
-              x_at + p.resident.parameters_at() + index * p.resident.tile_parameters * token_stride() * 4};
+      return {at, x_at + k_tile * p.resident.tokens * kTileK,
+              x_at + p.resident.parameters_at() + k_tile * p.resident.tile_parameters * token_stride() * 4};
     }
     return {at, at + kXAt, at + kTokenParametersAt};
   }
-  __device__ __forceinline__ int token_stride() const { return resident ? p.resident.token_stride() : Tile::kM; }
+  __device__ __forceinline__ int token_stride() const { return quantizes ? p.resident.token_stride() : Tile::kM; }
 
   // Starts copying the current K-tile. What lies past M or N is not fetched: its products are never stored.
   __device__ __forceinline__ void fetch(int stage) const {
     const KTile to = k_tile_at(stage, k_tile);
     fetch_weight(to.weight);
-    if constexpr (!resident) fetch_x(to);
+    if constexpr (!quantizes) fetch_x(to);
   }
   __device__ __forceinline__ int columns_left() const { return p.x_columns - k_tile * kTileK; }
 
@@ -234,7 +231,7 @@ struct Cta {
     const int group = first_group(), exist = p.groups - group;
     for (int i = slice_thread; i < p.tile_groups * Tile::kM; i += Tile::kSliceThreads) {
       const int token = i % Tile::kM, g = i / Tile::kM;
-      const uint32_t at = to + (g * token_stride() + token) * 4;
+      const uint32_t at = to + i * 4;
       if (token >= tokens) continue;
       if (g < exist) {
         ptx::cp_async_4(at, p.x_sums + (token0 + token) * p.groups + group + g);
@@ -251,7 +248,7 @@ struct Cta {
   // Two neighbouring tokens' parameters: sums of x in `group` of the K-tile, or scales.
   __device__ __forceinline__ float2 read_tokens(const KTile& tile, int group, int token_tile) const {
     int token = (warp_m * Tile::kTilesM + token_tile) * 8 + lane % 4 * 2;
-    if constexpr (resident) token = min(token, token_stride() - 2);  // any, where there is none
+    if constexpr (quantizes) token = min(token, token_stride() - 2);  // any, where there is none
     return ptx::load_shared_float2(tile.tokens + (group * token_stride() + token) * 4);
   }
 
@@ -284,8 +281,25 @@ struct Cta {
   template <typename Value>
   using Sums = Value[Tile::kTilesN][Tile::kTilesM][4];
 
+  // The four rows of W whose results this thread stores.
+  static constexpr int kQuads = Tile::kN / 4;
+  static_assert(Tile::kThreads % kQuads == 0);
+  __device__ __forceinline__ int own_row() const {
+    return row_tile0 * kTileN + static_cast<int>(threadIdx.x) % kQuads * 4;
+  }
+  // What the epilogue needs of them, read before the walk over K where registers are left: with few tokens nothing else
+  // would hide the latency.
+  static constexpr bool kReadsRowsEarly = Tile::kM == 8;
+  struct EarlyRows {
+    Rows rows;
+    __device__ __forceinline__ explicit EarlyRows(const Cta& cta) {
+      if constexpr (kReadsRowsEarly) rows = rows_of(cta.p.epilogue, cta.own_row());
+    }
+  };
+
   // Slices are added in their order, transposed through shared memory to token-major, and stored four rows at a time.
-  __device__ __forceinline__ void write_result(const Sums<float>& sum, float* tile, int split) const {
+  __device__ __forceinline__ void write_result(const Sums<float>& sum, float* tile, int split,
+                                               const EarlyRows& early) const {
     ptx::cp_async_wait<0>();
     __syncthreads();  // every slice is done with its ring, which `tile` overlays
 #pragma unroll
@@ -301,40 +315,34 @@ struct Cta {
       }
     }
     __syncthreads();
-    constexpr int kQuads = Tile::kN / 4;
-    for (int i = threadIdx.x; i < tokens * kQuads; i += Tile::kThreads) {
-      const int token = i / kQuads, row = i % kQuads * 4, n = row_tile0 * kTileN + row;
-      if (n >= p.n) continue;
+    const int row = static_cast<int>(threadIdx.x) % kQuads * 4, n = own_row();
+    if (n >= p.n) return;
+    const Rows rows = kReadsRowsEarly ? early.rows : rows_of(p.epilogue, n);
+    for (int token = threadIdx.x / kQuads; token < tokens; token += Tile::kThreads / kQuads) {
       float value[4] = {};
 #pragma unroll
       for (int s = 0; s < Tile::kWarpsK; ++s) {
         const float4 part = *reinterpret_cast<const float4*>(&tile[(s * Tile::kM + token) * Tile::kPaddedN + row]);
         value[0] += part.x, value[1] += part.y, value[2] += part.z, value[3] += part.w;
       }
-      write_four(p.epilogue, split, token0 + token, n, token_at(token), value);
+      write_four(p.epilogue, split, token0 + token, n, rows, token_at(token), value);
     }
   }
   __device__ __forceinline__ Token token_at(int token) const {
-    if constexpr (resident) {
-      if (p.quantizes_x) return quantized_token(p, shared, token);
+    if constexpr (quantizes) {
+      return quantized_token(p, shared, token);
+    } else {
+      return token_of(p.epilogue, token0 + token);
     }
-    return token_of(p.epilogue, token0 + token);
   }
 
-  // Starts copying all of the CTA's x, K-tile by K-tile for the slice that will read it, or as floats.
-  __device__ __forceinline__ void bring_x(int end) {
-    if (p.quantizes_x) {
-      bring_floats(p, floats());
-      ptx::cp_async_commit();
-      return;
-    }
-    seek(first_k_tile + slice);
-    for (int tile = first_k_tile + slice; tile < end; tile += Tile::kWarpsK, advance()) fetch_x(k_tile_at(0, tile));
-  }
   // The stage that is filled last.
   __device__ __forceinline__ uint32_t floats() const { return shared + (Tile::kStages - 1) * kStageDistance; }
+  __device__ __forceinline__ void bring_x() const {
+    bring_floats(p, floats());
+    ptx::cp_async_commit();
+  }
   __device__ __forceinline__ void quantize_x() const {
-    if (!p.quantizes_x) return;
     ptx::cp_async_wait<Tile::kStages - 1>();  // what came before the first K-tiles of W
     __syncthreads();
     quantize_tokens<Product::kXFormat, kInt4Weight>(p, floats(), shared);

@@ -64,14 +64,13 @@ struct Params {
   const float* block_scales;    // [ceil(n / 128), k_tiles]
   const float* x_block_scales;  // x is fp8: [m, k_tiles]
 
-  // x that stays in shared memory, from offset `resident_at`.
+  // Kernels that quantise x: it is [m, k] of x_dtype then, rows aligned to 16 bytes.
   ResidentX resident;
-  int resident_at;
-  bool quantizes_x;    // x is float: [m, k] of x_dtype, rows aligned to 16 bytes
-  Scaling x_scaling;   // the rest: with quantizes_x
-  const float* scale;  // kTensor: given beforehand; null: from x
-  DType x_dtype;
+  int resident_at;      // offset in shared memory
   int float_row_bytes;  // in shared memory
+  DType x_dtype;
+  Scaling x_scaling;
+  const float* given_scale;  // kTensor: known beforehand; null: from x
 
   Epilogue epilogue;
 };

@@ -83,16 +83,13 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
     p.block_scales = static_cast<const float*>(arguments.scales);
     p.x_block_scales = problem.x == Format::kFp8 ? arguments.x_scales : nullptr;
   }
-  if (plan.resident_x) {
-    p.resident = resident_of(problem, plan.split_k);
-    p.resident_at = static_cast<int>(plan.shared_bytes) - p.resident.bytes();
-  }
   if (plan.quantizes_x) {
-    p.quantizes_x = true;
-    p.x_scaling = problem.x_scaling;
-    p.scale = problem.static_scale ? arguments.x_scales : nullptr;
-    p.x_dtype = problem.x_dtype;
+    p.resident = resident_of(problem);
+    p.resident_at = static_cast<int>(plan.shared_bytes) - p.resident.bytes();
     p.float_row_bytes = float_row_bytes(problem);
+    p.x_dtype = problem.x_dtype;
+    p.x_scaling = problem.x_scaling;
+    p.given_scale = problem.static_scale ? arguments.x_scales : nullptr;
   }
   p.epilogue = epilogue_of(problem, arguments);
   return p;

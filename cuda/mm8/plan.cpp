@@ -24,16 +24,16 @@ struct Config {
     if (problem.x == Format::kFloat) return problem.weight == Format::kInt8 ? float_int8 : float_fp8;
     return problem.weight == Format::kInt8 ? int8_int8 : fp8_fp8;
   }
-  int shared_bytes(const Problem& problem, int split_k, bool quantizes) const {
-    if (x != XKind::kResident) return ring_bytes(problem);
-    const int floats = quantizes ? static_cast<int>(problem.m) * float_row_bytes(problem) : 0;
-    return resident_at(ring_bytes(problem), stages, floats) + resident_of(problem, split_k).bytes();
+  int shared_bytes(const Problem& problem) const {
+    if (x != XKind::kQuantizes) return ring_bytes(problem);
+    const int float_bytes = static_cast<int>(problem.m) * float_row_bytes(problem);
+    return resident_at(ring_bytes(problem), stages, float_bytes) + resident_of(problem).bytes();
   }
 };
 
 template <typename Tile>
 constexpr Config config_of(int index, int64_t max_m, bool one_wave, XKind x) {
-  const int eight_bits = x == XKind::kResident ? 0 : 1;
+  const int eight_bits = x == XKind::kQuantizes ? 0 : 1;
   return {"sm80",
           index,
           max_m,
@@ -100,7 +100,7 @@ int choose_split(const Config& config, const Problem& problem, int64_t tiles, in
 // Shared memory a CTA may take: an x that stays there must not cost other CTAs of the row their place. A
 // multiprocessor has 1 KB more than one CTA may take, and every CTA costs 1 KB.
 int64_t shared_room(const Config& config, const Problem& problem, const Gpu& gpu) {
-  if (config.x != XKind::kResident) return gpu.shared_bytes_per_cta;
+  if (config.x != XKind::kQuantizes) return gpu.shared_bytes_per_cta;
   const int all = gpu.shared_bytes_per_cta + 1024, ctas = all / (config.ring_bytes(problem) + 1024);
   return ctas == 0 ? 0 : all / std::min(ctas, config.ctas_per_sm) - 1024;
 }
@@ -111,8 +111,8 @@ struct Sm80Choice {
   int split_k = 1;
 };
 
-constexpr int64_t kMaxResidentK = 1 << 18;  // more would fit no GPU
-constexpr int kMaxUnsplit = 2;              // parts of K that a product gives up for quantising x itself
+constexpr int64_t kMaxQuantizedK = 1 << 18;  // more would fit no GPU
+constexpr int kMaxUnsplit = 2;               // parts of K that a product gives up for quantising x itself
 
 // The first row that serves the problem on this GPU; none is possible where the product is to quantise x.
 Sm80Choice choose_sm80(const Problem& problem, const Gpu& gpu, bool quantizes) {
@@ -120,17 +120,17 @@ Sm80Choice choose_sm80(const Problem& problem, const Gpu& gpu, bool quantizes) {
   const int64_t k_steps = ceil_div(problem.k, kTileK) * (is_split(problem) ? kFloat32Parts : 1);
   for (const Config& config : kSm80) {
     const int64_t row_blocks = ceil_div(problem.n, config.tile_n);
-    if (m > config.max_m || !serves(config.x, problem.x == Format::kFloat)) continue;
+    if (m > config.max_m || quantizes != (config.x == XKind::kQuantizes)) continue;
+    if (!quantizes && !serves(config.x, problem.x == Format::kFloat)) continue;
     if (config.one_wave && row_blocks > gpu.num_sms * config.ctas_per_sm) continue;
-    if (config.x == XKind::kResident && problem.k > kMaxResidentK) continue;
     Sm80Choice choice{&config, row_blocks * ceil_div(m, config.tile_m)};
     choice.split_k = choose_split(config, problem, choice.tiles, k_steps, gpu.num_sms);
     if (quantizes) {
       // Every warp has one token, and a part of K would not know the range of the others.
-      if (config.x != XKind::kResident || m > config.warps || choice.split_k > kMaxUnsplit) continue;
+      if (m > config.warps || problem.k > kMaxQuantizedK || choice.split_k > kMaxUnsplit) continue;
       choice.split_k = 1;
     }
-    choice.shared_bytes = config.shared_bytes(problem, choice.split_k, quantizes);
+    choice.shared_bytes = config.shared_bytes(problem);
     if (choice.shared_bytes <= shared_room(config, problem, gpu)) return choice;
   }
   return {};
@@ -254,7 +254,6 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
                  : fp8_mma          ? "mma.sync on fp8 tensor cores"
                                     : "mma.sync serves every GPU from sm_80";
   plan->instruction = mma_sync_name(problem, fp8_mma);
-  plan->resident_x = config->x == XKind::kResident;
   plan->config = config->index;
   plan->tile_n = config->tile_n;
   plan->tile_m = config->tile_m;

@@ -32,23 +32,30 @@ __device__ __forceinline__ void bring_floats(const Params& p, uint32_t to) {
   }
 }
 
+// Several vectors of a row at once hide each other's latency.
+constexpr int kBatch = 2;
+using Values = float[kBatch][quantize::kVector];
+
 template <DType dtype>
-__device__ __forceinline__ void load_floats(uint32_t from, float (&value)[quantize::kVector]) {
-  quantize::Packed<dtype> packed;
+__device__ __forceinline__ void load_floats(uint32_t row, const int (&vector)[kBatch], Values& value) {
+  quantize::Packed<dtype> packed[kBatch];
 #pragma unroll
-  for (int i = 0; i < packed.kParts; ++i) packed.part[i] = ptx::load_shared_16(from + 16 * i);
-  packed.unpack(value);
+  for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+    for (int i = 0; i < packed[b].kParts; ++i) {
+      packed[b].part[i] = ptx::load_shared_16(row + vector[b] * quantize::kVector * size_of(dtype) + 16 * i);
+    }
+  }
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) packed[b].unpack(value[b]);
 }
-// Vector `index` of a row of floats.
-__device__ __forceinline__ void load_floats(const Params& p, uint32_t row, int index,
-                                            float (&value)[quantize::kVector]) {
-  const uint32_t from = row + index * quantize::kVector * size_of(p.x_dtype);
+__device__ __forceinline__ void load_floats(const Params& p, uint32_t row, const int (&vector)[kBatch], Values& value) {
   if (p.x_dtype == DType::kBFloat16) {
-    load_floats<DType::kBFloat16>(from, value);
+    load_floats<DType::kBFloat16>(row, vector, value);
   } else if (p.x_dtype == DType::kFloat16) {
-    load_floats<DType::kFloat16>(from, value);
+    load_floats<DType::kFloat16>(row, vector, value);
   } else {
-    load_floats<DType::kFloat32>(from, value);
+    load_floats<DType::kFloat32>(row, vector, value);
   }
 }
 
@@ -64,18 +71,32 @@ __device__ __forceinline__ void quantize_tokens(const Params& p, uint32_t floats
   const int token = warp % tokens, share = warp / tokens, shares = (warps - token + tokens - 1) / tokens;
   const uint32_t row = floats + token * p.float_row_bytes;
   ResidentX::TokenState& state = token_state(p, shared);
-  float value[kVector];
+
+  // Vectors of this lane from `first` on; those past the row are read where it ends.
+  int vector[kBatch];
+  Values value;
+  const auto load = [&](int first) {
+    int at[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      vector[b] = first + b * shares * 32 + lane;
+      at[b] = min(vector[b], vectors - 1);
+    }
+    load_floats(p, row, at, value);
+  };
+  const int begin = share * 32, step = kBatch * shares * 32;
 
   Rounding rounding;
   float scale = 1;
-  if (p.scale != nullptr) {
-    scale = *p.scale;
+  if (p.given_scale != nullptr) {
+    scale = *p.given_scale;
     rounding = rounding_of(scale);
   } else if (p.x_scaling != Scaling::kBlock) {
     Range range;
-    for (int vector = share * 32 + lane; vector < vectors; vector += shares * 32) {
-      load_floats(p, row, vector, value);
-      range.add(value, target.symmetric);
+    for (int first = begin; first < vectors; first += step) {
+      load(first);
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) range.add(value[b], target.symmetric);
     }
     range = {__reduce_max_sync(~0u, range.high), __reduce_max_sync(~0u, range.below)};
     if (lane == 0) state.high[warp] = range.high, state.below[warp] = range.below;
@@ -90,57 +111,65 @@ __device__ __forceinline__ void quantize_tokens(const Params& p, uint32_t floats
   const uint32_t x = shared + p.resident_at, parameters = x + p.resident.parameters_at() + token * 4;
   const int parameter_distance = p.resident.token_stride() * 4;
   const int group_lanes = p.tile_groups > 1 ? kTileVectors / p.tile_groups : kTileVectors << p.group_shift;
-  int64_t row_sum = 0;
-  for (int first = share * 32; first < vectors; first += shares * 32) {  // whole warps
-    const int vector = first + lane, tile = vector / kTileVectors;
-    const bool exists = vector < vectors;
-    if (exists) {
-      load_floats(p, row, vector, value);
-    } else {
+  int64_t row_sum[1] = {0};
+  for (int first = begin; first < vectors; first += step) {
+    load(first);
+    uint2 word[kBatch];
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) value[i] = 0;
-    }
-    if (kFp8 && !int4_weight && p.x_scaling == Scaling::kBlock) {
-      Range range;
-      range.add(value, true);
-      uint32_t largest = range.high;
+    for (int b = 0; b < kBatch; ++b) {
+      if (kFp8 && !int4_weight && p.x_scaling == Scaling::kBlock) {
+        Range range;
+        range.add(value[b], true);
+        uint32_t largest = range.high;
 #pragma unroll
-      for (int other = 1; other < kTileVectors; other *= 2) {
-        largest = max(largest, __shfl_xor_sync(~0u, largest, other));
-      }
-      const float block_scale = scale_of(largest, kLargestFp8);
-      rounding = rounding_of(block_scale);
-      if (exists && lane % kTileVectors == 0) {
-        ptx::store_shared_float(parameters + tile * parameter_distance, block_scale);
-      }
-    }
-    uint2 word = round_vector(target, rounding, value, vector * kVector);
-    if constexpr (int4_weight) {
-      const float sum = sum_of(target, word);
-      if (p.groups == 1) {
-        row_sum += to_units(target, sum);
-      } else {
-        const float group_sum = sum_over_lanes(sum, group_lanes);
-        const int index = p.tile_groups > 1 ? vector / group_lanes : tile;  // a group of 256 has that of its first tile
-        if (exists && (lane & (group_lanes - 1)) == 0) {
-          ptx::store_shared_float(parameters + index * parameter_distance, group_sum);
+        for (int other = 1; other < kTileVectors; other *= 2) {
+          largest = max(largest, __shfl_xor_sync(~0u, largest, other));
+        }
+        const float block_scale = scale_of(largest, kLargestFp8);
+        rounding = rounding_of(block_scale);
+        if (lane % kTileVectors == 0 && vector[b] < vectors) {
+          ptx::store_shared_float(parameters + vector[b] / kTileVectors * parameter_distance, block_scale);
         }
       }
-      word = int4_tile_order(word);
+      word[b] = round_vector(target, rounding, value[b], vector[b] * kVector);  // 0 past K
     }
-    if (exists) {
-      const int column = vector % kTileVectors * kVector;
-      ptx::store_shared_8(x + tile * tokens * kTileK + swizzled<kTileK>(token, column / 16) + column % 16, word);
+    if constexpr (int4_weight) {
+      float sum[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) sum[b] = sum_of(target, word[b]);
+      if (p.groups == 1) {
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) row_sum[0] += to_units(target, sum[b]);
+      } else {
+        sum_over_lanes(sum, group_lanes);
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          // A group of 256 has the place of its first K-tile.
+          const int index = vector[b] / (p.tile_groups > 1 ? group_lanes : kTileVectors);
+          if ((lane & (group_lanes - 1)) == 0 && vector[b] < vectors) {
+            ptx::store_shared_float(parameters + index * parameter_distance, sum[b]);
+          }
+        }
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) word[b] = int4_tile_order(word[b]);
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (vector[b] >= vectors) continue;
+      const int column = vector[b] % kTileVectors * kVector;
+      const uint32_t tile = x + vector[b] / kTileVectors * tokens * kTileK;
+      ptx::store_shared_8(tile + swizzled<kTileK>(token, column / 16) + column % 16, word[b]);
     }
   }
   if (!int4_weight || p.groups > 1) return;
-  row_sum = sum_over_lanes(row_sum, 32);
-  if (lane == 0) state.sum[warp] = row_sum;
+  sum_over_lanes(row_sum, 32);
+  if (lane == 0) state.sum[warp] = row_sum[0];
   __syncthreads();
   if (share > 0 || lane > 0) return;
-  row_sum = 0;
-  for (int other = token; other < warps; other += tokens) row_sum += state.sum[other];
-  ptx::store_shared_float(parameters, from_units(target, row_sum));
+  row_sum[0] = 0;
+  for (int other = token; other < warps; other += tokens) row_sum[0] += state.sum[other];
+  ptx::store_shared_float(parameters, from_units(target, row_sum[0]));
 }
 
 }  // namespace qao::mm8

@@ -10,10 +10,10 @@ constexpr int kSteps = kTileK / 32;  // k-steps of a K-tile
 
 // One warp of a CTA. int8 W is summed by the tensor cores over all of K, exactly (int32) or about as float32 does;
 // otherwise products of a K-tile or a group are added to float32 sums, with what scales there are.
-template <typename X, typename W, typename Tile, bool resident>
+template <typename X, typename W, typename Tile, bool quantizes>
 struct Warp {
   using Product = mm8::Product<X, W>;
-  using Cta = mm8::Cta<Product, Tile, resident>;
+  using Cta = mm8::Cta<Product, Tile, quantizes>;
   using KTile = typename Cta::KTile;
   using Value = typename Product::Sum;
   static constexpr bool kFolds = Product::kWeight != Format::kInt8;  // always; else only the parts of a float32 x
@@ -38,7 +38,7 @@ struct Warp {
       }
     } else if constexpr (Tile::kTilesM == 1) {
       int row = first + cta.lane % 8;
-      if constexpr (resident) row = min(row, cta.tokens - 1);  // any, where there is none
+      if constexpr (quantizes) row = min(row, cta.tokens - 1);  // any, where there is none
       uint32_t words[2];
       ptx::ldmatrix_x2(words, x + swizzled<kTileK>(row, 2 * step + cta.lane / 8 % 2));
       Product::x(words, b[0]);
@@ -189,7 +189,7 @@ struct Warp {
   // Starts filling the ring, and makes what of x stays in shared memory.
   __device__ __forceinline__ void start(int begin, int end) {
     const int mine = own_steps(begin, end);
-    if constexpr (resident) cta.bring_x(end);
+    if constexpr (quantizes) cta.bring_x();
     cta.seek(begin + cta.slice);
 #pragma unroll
     for (int i = 0; i < Tile::kStages - 1; ++i) {
@@ -197,7 +197,7 @@ struct Warp {
       ptx::cp_async_commit();
       cta.advance();
     }
-    if constexpr (resident) cta.quantize_x();
+    if constexpr (quantizes) cta.quantize_x();
   }
 
   template <int tile_groups>
@@ -237,14 +237,15 @@ struct Warp {
   }
 };
 
-template <typename X, typename W, typename Tile, bool resident>
+template <typename X, typename W, typename Tile, bool quantizes>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) mm8_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  using Warp = Warp<X, W, Tile, resident>;
+  using Warp = Warp<X, W, Tile, quantizes>;
   const Place at = place<Tile>(p);
   typename Warp::Cta cta(p, at, ptx::shared_address(shared));
   Warp warp{cta, {}, {}, {}};
   warp.start(at.begin, at.end);
+  const typename Warp::Cta::EarlyRows rows(cta);
   if (Warp::Product::kWeight != Format::kInt4 || p.tile_groups == 1) {
     warp.template run<1>(at.begin, at.end);
   } else if (p.tile_groups == 2) {
@@ -253,14 +254,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) mm8_kernel(c
     warp.template run<4>(at.begin, at.end);
   }
   warp.finish();
-  cta.write_result(warp.sum, reinterpret_cast<float*>(shared), at.split);
+  cta.write_result(warp.sum, reinterpret_cast<float*>(shared), at.split, rows);
 }
 
 // The kernel of a row of configs.inc, null where the row does not serve such an x.
 template <XKind x, typename X, typename W, typename Tile>
 constexpr Kernel kernel_for() {
   if constexpr (serves(x, Product<X, W>::kXBytes == 2)) {
-    return &mm8_kernel<X, W, Tile, x == XKind::kResident>;
+    return &mm8_kernel<X, W, Tile, x == XKind::kQuantizes>;
   } else {
     return nullptr;
   }

@@ -29,14 +29,15 @@ struct OperandBytes {
   }
 };
 
-// Which x a tile serves: what fits shared memory best differs. kResident: eight bits, a ResidentX.
-enum class XKind { kAny, kEightBits, kSixteenBits, kResident };
+// Which x a tile serves: what fits shared memory best differs. kQuantizes: floats that the kernel quantises, a
+// ResidentX.
+enum class XKind { kAny, kEightBits, kSixteenBits, kQuantizes };
 constexpr bool serves(XKind kind, bool sixteen_bits) {
   return kind == XKind::kAny || (kind == XKind::kSixteenBits) == sixteen_bits;
 }
 
-// x of a few tokens that lies in shared memory for all K-tiles of a CTA, so that the ring holds W alone. It comes in
-// eight bits, or as floats that every CTA quantises while its first K-tiles of W arrive.
+// x of a few tokens that comes as floats, which every CTA quantises while its first K-tiles of W arrive, and stays in
+// shared memory for all of K: the ring holds W alone.
 //
 //   offset 0     x, by K-tile and token: 128 bytes, swizzled as in the ring
 //   parameters   float, by group or block and token: sums of x, or scales of its blocks

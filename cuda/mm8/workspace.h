@@ -42,12 +42,12 @@ inline int tile_groups_of(const Problem& problem) {
   return problem.groups() == 1 ? 1 : static_cast<int>(std::max<int64_t>(1, kTileK / problem.group_size));
 }
 
-inline ResidentX resident_of(const Problem& problem, int split_k) {
+inline ResidentX resident_of(const Problem& problem) {
   const int k_tiles = static_cast<int>((problem.k + kTileK - 1) / kTileK);
   const int parameters = problem.weight == Format::kInt4             ? tile_groups_of(problem)
                          : problem.weight_scaling == Scaling::kBlock ? 1
                                                                      : 0;
-  return {static_cast<int>(problem.m), (k_tiles + split_k - 1) / split_k, parameters};
+  return {static_cast<int>(problem.m), k_tiles, parameters};
 }
 
 // Of a row of floats that the kernel quantises, in shared memory.

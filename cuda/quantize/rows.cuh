@@ -98,11 +98,12 @@ __device__ __forceinline__ Rounding finish_range(const Params& p, const Range& r
 }
 
 // The sum of a group from those of its vectors, which lie in neighbouring lanes.
-__device__ __forceinline__ void store_group_sum(const Params& p, int column, float sum) {
+__device__ __forceinline__ void store_group_sum(const Params& p, int column, float vector_sum) {
   const int lanes = p.group / kVector;
-  sum = sum_over_lanes(sum, lanes);
+  float sum[1] = {vector_sum};
+  sum_over_lanes(sum, lanes);
   if ((threadIdx.x & (lanes - 1)) == 0 && column < p.k) {
-    p.sums[blockIdx.x * static_cast<int64_t>(p.groups) + (column >> p.group_shift)] = sum;
+    p.sums[blockIdx.x * static_cast<int64_t>(p.groups) + (column >> p.group_shift)] = sum[0];
   }
 }
 

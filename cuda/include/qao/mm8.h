@@ -70,7 +70,6 @@ struct Arguments {
 struct Plan {
   const char* kernel = "";       // name of the kernel body
   const char* reason = "";       // the rule that chose it
-  bool resident_x = false;       // x stays in shared memory
   bool quantizes_x = false;      // of Problem::quantizes_x: the product does it
   const char* quantizer = "";    // of Problem::quantizes_x: who does, and why
   const char* instruction = "";  // the tensor cores' instruction, for people: "mma.sync s8", "wgmma e4m3", ...
