@@ -3,7 +3,8 @@
 //
 //   floats in shared memory  ->  range of each token  ->  q in K-tiles, with what else the product needs of x
 //
-// Warps token, token + tokens, ... have one token. All arithmetic is that of the kernels in quantize/, to the bit.
+// Warps token, token + 2^n, ... have one token, 2^n being the power of two from which all tokens have some. All
+// arithmetic is that of the kernels in quantize/, to the bit.
 #pragma once
 
 #include "common/quantize.cuh"
@@ -63,28 +64,30 @@ __device__ __forceinline__ void load_floats(const Params& p, uint32_t row, const
 template <Format format, bool int4_weight>
 __device__ __forceinline__ void quantize_tokens(const Params& p, uint32_t floats, uint32_t shared) {
   using namespace quantize;
-  constexpr int kTileVectors = kTileK / kVector;
+  constexpr int kTileVectors = kTileK / kVector, kWarpTiles = 32 / kTileVectors;  // K-tiles a warp has at once
   constexpr bool kFp8 = format == Format::kFp8;
   const Target target{kFp8, kFp8 || p.epilogue.weight_sums == nullptr, p.k};
-  const int tokens = p.resident.tokens, vectors = p.k_tiles * kTileVectors;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int token = warp % tokens, share = warp / tokens, shares = (warps - token + tokens - 1) / tokens;
+  const int tokens = p.resident.tokens, token_bits = 32 - __clz(tokens - 1);
+  const int token = warp & ((1 << token_bits) - 1), share = warp >> token_bits, shares = warps >> token_bits;
+  const int tiles = token < tokens ? p.k_tiles : 0;
+  const int lane_tile = lane / kTileVectors, lane_vector = lane % kTileVectors;
   const uint32_t row = floats + token * p.float_row_bytes;
   ResidentX::TokenState& state = token_state(p, shared);
 
-  // Vectors of this lane from `first` on; those past the row are read where it ends.
-  int vector[kBatch];
+  // The lane's K-tiles of a step; those past the row are read as its last.
+  int tile[kBatch];
   Values value;
   const auto load = [&](int first) {
-    int at[kBatch];
+    int vector[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      vector[b] = first + b * shares * 32 + lane;
-      at[b] = min(vector[b], vectors - 1);
+      tile[b] = first + b * shares * kWarpTiles + lane_tile;
+      vector[b] = min(tile[b], tiles - 1) * kTileVectors + lane_vector;
     }
-    load_floats(p, row, at, value);
+    load_floats(p, row, vector, value);
   };
-  const int begin = share * 32, step = kBatch * shares * 32;
+  const int begin = share * kWarpTiles, step = kBatch * shares * kWarpTiles;
 
   Rounding rounding;
   float scale = 1;
@@ -93,7 +96,7 @@ __device__ __forceinline__ void quantize_tokens(const Params& p, uint32_t floats
     rounding = rounding_of(scale);
   } else if (p.x_scaling != Scaling::kBlock) {
     Range range;
-    for (int first = begin; first < vectors; first += step) {
+    for (int first = begin; first < tiles; first += step) {
       load(first);
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) range.add(value[b], target.symmetric);
@@ -101,18 +104,23 @@ __device__ __forceinline__ void quantize_tokens(const Params& p, uint32_t floats
     range = {__reduce_max_sync(~0u, range.high), __reduce_max_sync(~0u, range.below)};
     if (lane == 0) state.high[warp] = range.high, state.below[warp] = range.below;
     __syncthreads();
-    const bool same_token = lane < warps && lane % tokens == token;
+    const bool same_token = lane < warps && (lane & ((1 << token_bits) - 1)) == token;
     range = {__reduce_max_sync(~0u, same_token ? state.high[lane] : 0),
              __reduce_max_sync(~0u, same_token ? state.below[lane] : 0)};
     rounding = rounding_of(range, target, &scale);
   }
-  if (share == 0 && lane == 0) state.scale[token] = scale, state.zero[token] = rounding.zero;
+  if (share == 0 && lane == 0 && token < tokens) state.scale[token] = scale, state.zero[token] = rounding.zero;
 
-  const uint32_t x = shared + p.resident_at, parameters = x + p.resident.parameters_at() + token * 4;
-  const int parameter_distance = p.resident.token_stride() * 4;
+  // Places of the lane in K-tile 0: of its q, and of the parameter that it stores.
   const int group_lanes = p.tile_groups > 1 ? kTileVectors / p.tile_groups : kTileVectors << p.group_shift;
+  const int tile_bytes = tokens * kTileK, parameter_distance = p.resident.token_stride() * 4;
+  const uint32_t x = shared + p.resident_at;
+  const uint32_t q = x + swizzled<kTileK>(token, lane_vector / 2) + lane_vector % 2 * kVector;
+  const uint32_t parameter = x + p.resident.parameters_at() + token * 4 +
+                             (p.tile_groups > 1 ? lane_vector / group_lanes * parameter_distance : 0);
+  const int tile_parameters = p.resident.tile_parameters * parameter_distance;
   int64_t row_sum[1] = {0};
-  for (int first = begin; first < vectors; first += step) {
+  for (int first = begin; first < tiles; first += step) {
     load(first);
     uint2 word[kBatch];
 #pragma unroll
@@ -127,11 +135,11 @@ __device__ __forceinline__ void quantize_tokens(const Params& p, uint32_t floats
         }
         const float block_scale = scale_of(largest, kLargestFp8);
         rounding = rounding_of(block_scale);
-        if (lane % kTileVectors == 0 && vector[b] < vectors) {
-          ptx::store_shared_float(parameters + vector[b] / kTileVectors * parameter_distance, block_scale);
+        if (lane_vector == 0 && tile[b] < tiles) {
+          ptx::store_shared_float(parameter + tile[b] * tile_parameters, block_scale);
         }
       }
-      word[b] = round_vector(target, rounding, value[b], vector[b] * kVector);  // 0 past K
+      word[b] = round_vector(target, rounding, value[b], (tile[b] * kTileVectors + lane_vector) * kVector);  // 0 past K
     }
     if constexpr (int4_weight) {
       float sum[kBatch];
@@ -144,10 +152,8 @@ __device__ __forceinline__ void quantize_tokens(const Params& p, uint32_t floats
         sum_over_lanes(sum, group_lanes);
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
-          // A group of 256 has the place of its first K-tile.
-          const int index = vector[b] / (p.tile_groups > 1 ? group_lanes : kTileVectors);
-          if ((lane & (group_lanes - 1)) == 0 && vector[b] < vectors) {
-            ptx::store_shared_float(parameters + index * parameter_distance, sum[b]);
+          if ((lane & (group_lanes - 1)) == 0 && tile[b] < tiles) {
+            ptx::store_shared_float(parameter + tile[b] * tile_parameters, sum[b]);
           }
         }
       }
@@ -156,20 +162,17 @@ __device__ __forceinline__ void quantize_tokens(const Params& p, uint32_t floats
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      if (vector[b] >= vectors) continue;
-      const int column = vector[b] % kTileVectors * kVector;
-      const uint32_t tile = x + vector[b] / kTileVectors * tokens * kTileK;
-      ptx::store_shared_8(tile + swizzled<kTileK>(token, column / 16) + column % 16, word[b]);
+      if (tile[b] < tiles) ptx::store_shared_8(q + tile[b] * tile_bytes, word[b]);
     }
   }
   if (!int4_weight || p.groups > 1) return;
   sum_over_lanes(row_sum, 32);
   if (lane == 0) state.sum[warp] = row_sum[0];
   __syncthreads();
-  if (share > 0 || lane > 0) return;
+  if (share > 0 || lane > 0 || token >= tokens) return;
   row_sum[0] = 0;
-  for (int other = token; other < warps; other += tokens) row_sum[0] += state.sum[other];
-  ptx::store_shared_float(parameters, from_units(target, row_sum[0]));
+  for (int other = 0; other < shares; ++other) row_sum[0] += state.sum[token + (other << token_bits)];
+  ptx::store_shared_float(parameter, from_units(target, row_sum[0]));
 }
 
 }  // namespace qao::mm8
