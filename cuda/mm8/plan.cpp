@@ -114,6 +114,9 @@ struct Sm80Choice {
 constexpr int64_t kMaxQuantizedK = 1 << 18;  // more would fit no GPU
 constexpr int kMaxUnsplit = 2;               // parts of K that a product gives up for quantising x itself
 
+// Floats of x a warp can quantise in the time that a kernel for x alone would take; int4 wants sums of groups as well.
+int64_t most_floats(const Problem& problem) { return problem.weight == Format::kInt4 ? 1792 : 2048; }
+
 // The first row that serves the problem on this GPU; none is possible where the product is to quantise x.
 Sm80Choice choose_sm80(const Problem& problem, const Gpu& gpu, bool quantizes) {
   const int64_t m = std::max<int64_t>(problem.m, 1);
@@ -128,6 +131,7 @@ Sm80Choice choose_sm80(const Problem& problem, const Gpu& gpu, bool quantizes) {
     if (quantizes) {
       // Every warp has one token, and a part of K would not know the range of the others.
       if (m > config.warps || problem.k > kMaxQuantizedK || choice.split_k > kMaxUnsplit) continue;
+      if (m * problem.k > most_floats(problem) * config.warps) continue;
       choice.split_k = 1;
     }
     choice.shared_bytes = config.shared_bytes(problem);
@@ -235,7 +239,7 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
     plan->quantizes_x = choice.config != nullptr;
     plan->quantizer = against != nullptr  ? against
                       : plan->quantizes_x ? "few tokens: every CTA quantises x"
-                                          : "x does not fit beside W in shared memory, or K is split";
+                                          : "x is too large for every CTA to quantise, or K is split";
   }
   const char* against = gpu.compute_capability == 90 ? against_sm90(problem) : nullptr;
   if (gpu.compute_capability == 90 && against == nullptr) {

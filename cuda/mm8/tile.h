@@ -43,7 +43,7 @@ constexpr bool serves(XKind kind, bool sixteen_bits) {
 //   parameters   float, by group or block and token: sums of x, or scales of its blocks
 //   state        TokenState
 struct ResidentX {
-  static constexpr int kMaxTokens = 8, kMaxWarps = 8;
+  static constexpr int kMaxTokens = 8, kMaxWarps = 16;
   struct TokenState {
     float scale[kMaxTokens], zero[kMaxTokens];
     uint32_t high[kMaxWarps], below[kMaxWarps];  // of the values that a warp has seen
