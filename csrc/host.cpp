@@ -98,6 +98,7 @@ mm8::Problem resolved(mm8::Problem problem) {
   if (problem.group_size == -1) problem.group_size = problem.k;
   if (problem.x == Format::kFp8 && problem.weight_scaling == Scaling::kBlock) problem.x_scaling = Scaling::kBlock;
   problem.y_dtype = problem.x_dtype;
+  problem.quantizes_x = problem.x != Format::kFloat;
   return problem;
 }
 
@@ -126,7 +127,6 @@ py::dict kernel_facts(const Plan& plan) {
   result["tile_m"] = plan.tile_m;
   result["warps"] = plan.warps;
   result["stages"] = plan.stages;
-  result["shared_bytes"] = plan.shared_bytes;
   return result;
 }
 
@@ -136,6 +136,7 @@ py::dict plan(const Problem& problem, const Gpu& gpu) {
   check(make_plan(resolved(problem), gpu, &plan));
   py::dict result = kernel_facts(plan);
   result["reason"] = plan.reason;
+  result["shared_bytes"] = plan.shared_bytes;
   result["split_k"] = plan.split_k;
   result["ctas"] = plan.ctas;
   result["workspace_bytes"] = plan.workspace_bytes;
@@ -262,6 +263,7 @@ PYBIND11_MODULE(_host, m) {
   define(mm8_problem, "weight_scaling", &mm8::Problem::weight_scaling);
   define(mm8_problem, "x_zeros", &mm8::Problem::x_zeros);
   define(mm8_problem, "fast_accum", &mm8::Problem::fast_accum);
+  define(mm8_problem, "static_scale", &mm8::Problem::static_scale);
   define(mm8_problem, "weight_aligned", &mm8::Problem::weight_aligned);
   py::class_<Gpu> gpu(
       m, "Gpu",

@@ -78,7 +78,7 @@ class Product {
     problem_.x_dtype = problem_.y_dtype = op_.float_dtype(x_);
     const Rows rows(x_tensor_, x_);
     problem_.x_aligned = rows.is_aligned(size_of(problem_.x_dtype));
-    return finish(rows.count, [&](mm8::Arguments& arguments) {
+    return finish(rows.count, [&](const mm8::Plan&, mm8::Arguments& arguments) {
       arguments.x = rows.data;
       arguments.x_stride = rows.stride;
     });
@@ -103,7 +103,7 @@ class Product {
     } else {
       op_.check(!weight_sums_, "weight_sums without x_zeros", "Pass both, or neither for a symmetric x");
     }
-    return finish(rows.count, [&](mm8::Arguments& arguments) {
+    return finish(rows.count, [&](const mm8::Plan&, mm8::Arguments& arguments) {
       arguments.x = rows.data;
       arguments.x_stride = rows.stride;
       arguments.x_scales = static_cast<const float*>(x_scales.data());
@@ -111,16 +111,19 @@ class Product {
     });
   }
 
-  // x in a float dtype, quantised here. `x_scale`: for Scaling::kTensor, a scale known beforehand.
+  // x in a float dtype, quantised by the product or before it. `x_scale`: for Scaling::kTensor, a scale known
+  // beforehand.
   Tensor run_dynamic(Format format, Scaling scaling, const Argument* x_scale = nullptr) {
     quantize::Problem quantization;
-    quantization.x_dtype = problem_.y_dtype = op_.float_dtype(x_);
+    quantization.x_dtype = problem_.x_dtype = problem_.y_dtype = op_.float_dtype(x_);
     quantization.format = problem_.x = format;
     quantization.scaling = problem_.x_scaling = scaling;
     quantization.symmetric = !weight_sums_;
-    quantization.static_scale = x_scale != nullptr;
+    quantization.static_scale = problem_.static_scale = x_scale != nullptr;
     check_scalings();
     const Rows rows(x_tensor_, x_);
+    problem_.quantizes_x = true;
+    problem_.x_aligned = rows.is_aligned(size_of(problem_.x_dtype));
     quantization.m = rows.count;
     quantization.k = problem_.k;
     if (problem_.weight == Format::kInt4 && x_.is_cuda()) {
@@ -132,7 +135,13 @@ class Product {
     q.x_stride = rows.stride;
     q.q_stride = divide_up(problem_.k, 64) * 64;
     std::optional<Tensor> memory;
-    return finish(rows.count, [&](mm8::Arguments& arguments) {
+    return finish(rows.count, [&](const mm8::Plan& plan, mm8::Arguments& arguments) {
+      if (plan.quantizes_x) {
+        arguments.x = rows.data;
+        arguments.x_stride = rows.stride;
+        if (x_scale != nullptr) arguments.x_scales = static_cast<const float*>(x_scale->data());
+        return;
+      }
       const int64_t q_bytes = quantization.m * q.q_stride, scale_bytes = divide_up(quantization.scales() * 4, 16) * 16,
                     zero_bytes = divide_up(quantization.m * 4, 16) * 16,
                     sum_bytes = divide_up(quantization.m * quantization.sums_groups() * 4, 16) * 16;
@@ -204,7 +213,8 @@ class Product {
     op_.check_operand(x_scales, x_);
   }
 
-  // `give_x` fills the arguments that are about x; it is called if there is something to compute, on x's device.
+  // `give_x` fills the arguments that are about x as the plan wants them (that of a CPU is empty); it is called if
+  // there is something to compute, on x's device.
   template <typename GiveX>
   Tensor finish(int64_t rows, const GiveX& give_x) {
     problem_.m = rows;
@@ -223,22 +233,23 @@ class Product {
     if (rows == 0) return y;
 
     const DeviceScope scope(x_);
+    mm8::Plan plan;
     mm8::Arguments arguments;
-    give_x(arguments);
     arguments.weight = weight_.data();
     arguments.scales = scales_.data();
     arguments.weight_sums = weight_sums_ ? static_cast<const float*>(weight_sums_->data()) : nullptr;
     arguments.bias = bias_ ? bias_->data() : nullptr;
     arguments.y = y.data_ptr();
     if (x_.is_cpu()) {
+      give_x(plan, arguments);
       op_.check(cpu::mm8(problem_, arguments, torch_threads(rows * problem_.n * problem_.k)));
       return y;
     }
 #if defined(QAO_WITH_CUDA)
     Gpu gpu;
     op_.check(query_gpu(x_.device_index(), &gpu));
-    mm8::Plan plan;
     op_.check(mm8::plan(problem_, gpu, &plan));
+    give_x(plan, arguments);
     std::optional<Tensor> workspace;
     if (plan.workspace_bytes > 0) {
       arguments.workspace = workspace.emplace(empty({plan.workspace_bytes}, uint8_code(), x_)).data_ptr();

@@ -63,6 +63,36 @@ def test_the_dynamic_product_is_both_steps(scheme: Scheme, fmt: Format, device: 
 
 
 @every_format
+@pytest.mark.parametrize("m", range(1, 9))
+def test_few_tokens_are_quantised_alike(m: int, scheme: Scheme, fmt: Format, device: str) -> None:
+    """On a GPU the product quantises few tokens itself. Sums of int8 are exact here, so a single other q would show."""
+    for i, k in enumerate((8, 31, 129, 300, 1000, 1024)):
+        x = randn(m, k, dtype=DTYPES[i % 3], device=device, seed=k)
+        x[0] *= 100
+        if m > 1:
+            x[-1, k // 2] = (float("nan"), float("inf"))[i % 2]
+        if m > 2:
+            x[1] = 0
+        op, before, after, dense, _ = operands(scheme, fmt, x)
+        weight = scheme.make_weight(33, k, fmt, device)
+        bias = randn(33, dtype=torch.float32, device=device)
+        at_once, in_steps = scheme.mm(x, weight, bias), call(op, before, after, bias, x.dtype)
+        if scheme.word == "int8_int8":
+            assert torch.equal(at_once.isnan(), in_steps.isnan())
+            assert torch.equal(at_once.nan_to_num(), in_steps.nan_to_num())
+            continue
+        finite = in_steps.isfinite().all(dim=1)
+        assert torch.equal(at_once.isnan(), in_steps.isnan())
+        if finite.any():
+            largest = in_steps[finite].abs().max()
+            slack = (
+                fmt.activation.slack(x[finite], dense).max()
+                + 2.0 ** (-20 if x.dtype == torch.float32 else -7) * largest
+            )
+            assert (at_once[finite].double() - in_steps[finite]).abs().max() <= slack
+
+
+@every_format
 def test_views_of_quantised_activations(scheme: Scheme, fmt: Format, device: str) -> None:
     """Rows at any distance and address, in memory that ends behind the last."""
     for m, k in ((1, 77), (5, 128), (40, 65)):

@@ -67,6 +67,9 @@ __device__ __forceinline__ uint2 load_shared_8(uint32_t from) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n" : "=r"(value.x), "=r"(value.y) : "r"(from) : "memory");
   return value;
 }
+__device__ __forceinline__ void store_shared_8(uint32_t to, uint2 value) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};\n" ::"r"(to), "r"(value.x), "r"(value.y) : "memory");
+}
 __device__ __forceinline__ void store_shared_4(uint32_t to, uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(to), "r"(value) : "memory");
 }

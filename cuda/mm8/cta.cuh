@@ -14,22 +14,18 @@
 #include "mm8/epilogue.cuh"
 #include "mm8/kernels.h"
 #include "mm8/product.cuh"
+#include "mm8/resident.cuh"
+#include "mm8/swizzle.cuh"
 #include "mm8/tile.h"
 
 namespace qao::mm8 {
 
-// 16-byte chunks of a row are permuted so that neither ldmatrix (rows of 128 bytes) nor 8-byte reads of four rows (of
-// 256 bytes) meet bank conflicts.
-template <int row_bytes>
-__device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
-  return row * row_bytes + ((row_bytes == 128 ? chunk ^ (row & 7) : chunk ^ ((row & 3) << 1)) << 4);
-}
-
-template <typename Product, typename Tile>
+// `quantizes`: x is a ResidentX, the ring is W's alone.
+template <typename Product, typename Tile, bool quantizes>
 struct Cta {
-  static constexpr OperandBytes kOperands{Product::kXBytes, Product::kWeight};
+  static constexpr OperandBytes kOperands{quantizes ? 0 : Product::kXBytes, Product::kWeight};
   static constexpr bool kInt4Weight = Product::kWeight == Format::kInt4, kFp8Weight = Product::kWeight == Format::kFp8;
-  static constexpr int kStageBytes = Tile::stage_bytes(kOperands);
+  static constexpr int kStageBytes = Tile::stage_bytes(kOperands), kStageDistance = Tile::kWarpsK * kStageBytes;
   static constexpr int kXAt = Tile::weight_bytes(kOperands), kWeightParametersAt = kXAt + Tile::x_bytes(kOperands),
                        kTokenParametersAt = kWeightParametersAt + kOperands.weight_parameters(Tile::kRowTiles);
   static constexpr int kXRowBytes = kTileK * Product::kXBytes, kXChunks = kXRowBytes / 16;  // chunks a row
@@ -46,23 +42,25 @@ struct Cta {
   const int row_tile0;          // first row tile of the CTA
   const int tokens, row_tiles;  // that exist, at most kM and kRowTiles
   const int64_t weight_stride;  // bytes of a row; int4: of 16 rows
-  const uint32_t ring;          // shared address of this slice's ring
+  const uint32_t shared;        // address
+  const uint32_t ring;          // of this slice's first stage
   const uint8_t *weight, *x;    // where this thread's share of a K-tile begins; further chunks at constant distances
   int k_tile;                   // the next one to fetch
 
-  __device__ __forceinline__ Cta(const Params& params, int row_block, int token_block, uint32_t shared)
+  __device__ __forceinline__ Cta(const Params& params, const Place& at, uint32_t shared_address)
       : p(params),
         slice(Tile::kWarpsK == 1 ? 0 : threadIdx.x / Tile::kSliceThreads),
         slice_thread(threadIdx.x % Tile::kSliceThreads),
         lane(threadIdx.x % 32),
         warp_n(slice_thread / 32 % Tile::kWarpsN),
         warp_m(slice_thread / 32 / Tile::kWarpsN),
-        token0(static_cast<int64_t>(token_block) * Tile::kM),
-        row_tile0(row_block * Tile::kRowTiles),
+        token0(static_cast<int64_t>(at.token_block) * Tile::kM),
+        row_tile0(at.row_block * Tile::kRowTiles),
         tokens(static_cast<int>(min(p.m - token0, static_cast<int64_t>(Tile::kM)))),
         row_tiles(min(p.row_tiles - row_tile0, Tile::kRowTiles)),
         weight_stride(kInt4Weight ? int64_t{kTileN} * p.x_columns / 2 : p.k),
-        ring(shared + slice * Tile::kStages * kStageBytes) {}
+        shared(shared_address),
+        ring(shared + slice * kStageBytes) {}
 
   static constexpr int kWeightStep = kInt4Weight ? kWeightTileBytes : kTileK;  // bytes from K-tile to K-tile
 
@@ -87,7 +85,7 @@ struct Cta {
     }
   }
 
-  __device__ __forceinline__ uint32_t stage_address(int stage) const { return ring + stage * kStageBytes; }
+  __device__ __forceinline__ uint32_t stage_address(int stage) const { return ring + stage * kStageDistance; }
 
   __device__ __forceinline__ void sync_slice() const {
     if constexpr (Tile::kSliceThreads == 32) {
@@ -99,10 +97,37 @@ struct Cta {
     }
   }
 
+  // Where the operands of a K-tile lie in shared memory: W and the parameters of its rows, x, parameters of the tokens.
+  struct KTile {
+    uint32_t weight, x, tokens;
+  };
+  __device__ __forceinline__ KTile k_tile_at(int stage, int k_tile) const {
+    const uint32_t at = stage_address(stage);
+    if constexpr (quantizes) {
+      const uint32_t x_at = shared + p.resident_at;
+      return {at, x_at + k_tile * p.resident.tokens * kTileK,
+              x_at + p.resident.parameters_at() + k_tile * p.resident.tile_parameters * token_stride() * 4};
+    }
+    return {at, at + kXAt, at + kTokenParametersAt};
+  }
+  __device__ __forceinline__ int token_stride() const { return quantizes ? p.resident.token_stride() : Tile::kM; }
+
   // Starts copying the current K-tile. What lies past M or N is not fetched: its products are never stored.
   __device__ __forceinline__ void fetch(int stage) const {
-    const uint32_t to = stage_address(stage);
-    const int columns = p.x_columns - k_tile * kTileK;  // left
+    const KTile to = k_tile_at(stage, k_tile);
+    fetch_weight(to.weight);
+    if constexpr (!quantizes) fetch_x(to);
+  }
+  __device__ __forceinline__ int columns_left() const { return p.x_columns - k_tile * kTileK; }
+
+  __device__ __forceinline__ void fetch_weight(uint32_t to) const {
+    const int columns = columns_left();
+    if constexpr (kFp8Weight) {
+      if (p.block_scales != nullptr && slice_thread == 0) {
+        const int64_t block = row_tile0 * kTileN / kScaleBlock;
+        ptx::cp_async_4(to + kWeightParametersAt, p.block_scales + block * p.k_tiles + k_tile);
+      }
+    }
     if constexpr (kInt4Weight) {
       fetch_int4(to, columns);
       fetch_groups(to);
@@ -111,14 +136,23 @@ struct Cta {
     } else {
       fetch_edge<uint8_t, kTileK>(to, weight, weight_stride, columns, weight_rows(), p.weight_aligned);
     }
+  }
+
+  __device__ __forceinline__ void fetch_x(const KTile& to) const {
+    const int columns = columns_left();
     if (columns >= kTileK && p.x_aligned) {
-      fetch_rows<kXRowBytes, kXAtOnce, Tile::kM>(to + kXAt, x, p.x_stride, tokens);
+      fetch_rows<kXRowBytes, kXAtOnce, Tile::kM>(to.x, x, p.x_stride, tokens);
     } else {
       using Element = std::conditional_t<Product::kXBytes == 1, uint8_t, uint16_t>;
-      fetch_edge<Element, kXRowBytes>(to + kXAt, x, p.x_stride, columns, tokens, p.x_aligned);
+      fetch_edge<Element, kXRowBytes>(to.x, x, p.x_stride, columns, tokens, p.x_aligned);
     }
-    if constexpr (kFp8Weight) {
-      if (p.block_scales != nullptr) fetch_block_scales(to);
+    if constexpr (kInt4Weight) {
+      fetch_sums(to.tokens);
+    } else if constexpr (kFp8Weight && Product::kXBytes == 1) {
+      if (p.block_scales == nullptr) return;
+      for (int token = slice_thread; token < tokens; token += Tile::kSliceThreads) {
+        ptx::cp_async_4(to.tokens + token * 4, p.x_block_scales + (token0 + token) * p.k_tiles + k_tile);
+      }
     }
   }
   __device__ __forceinline__ int weight_rows() const { return min(p.n - row_tile0 * kTileN, Tile::kN); }
@@ -173,10 +207,12 @@ struct Cta {
     }
   }
 
-  // int4: parameters of the K-tile's groups and, for their zero points, the sums of x. Groups past K get zeros.
+  __device__ __forceinline__ int first_group() const {
+    return p.tile_groups > 1 ? k_tile * p.tile_groups : k_tile >> p.group_shift;
+  }
+  // int4: parameters of the K-tile's groups. Groups past K get zeros.
   __device__ __forceinline__ void fetch_groups(uint32_t to) const {
-    const int group = p.tile_groups > 1 ? k_tile * p.tile_groups : k_tile >> p.group_shift, exist = p.groups - group;
-    const int shift = p.scale_chunk_shift;
+    const int group = first_group(), exist = p.groups - group, shift = p.scale_chunk_shift;
     for (int i = slice_thread; i < row_tiles << shift; i += Tile::kSliceThreads) {
       const int row_tile = i >> shift, offset = (i & ((1 << shift) - 1)) * 16;
       const uint32_t at = to + kWeightParametersAt + row_tile * kScaleTileBytes + offset;
@@ -188,10 +224,14 @@ struct Cta {
         ptx::store_shared_16(at, {0, 0, 0, 0});
       }
     }
+  }
+  // int4: the sums of x for the zero points of these groups.
+  __device__ __forceinline__ void fetch_sums(uint32_t to) const {
     if (!begins_group(k_tile)) return;
+    const int group = first_group(), exist = p.groups - group;
     for (int i = slice_thread; i < p.tile_groups * Tile::kM; i += Tile::kSliceThreads) {
       const int token = i % Tile::kM, g = i / Tile::kM;
-      const uint32_t at = to + kTokenParametersAt + i * 4;
+      const uint32_t at = to + i * 4;
       if (token >= tokens) continue;
       if (g < exist) {
         ptx::cp_async_4(at, p.x_sums + (token0 + token) * p.groups + group + g);
@@ -205,23 +245,11 @@ struct Cta {
     return p.tile_groups > 1 || (tile & ((1 << p.group_shift) - 1)) == 0;
   }
 
-  __device__ __forceinline__ void fetch_block_scales(uint32_t to) const {
-    if (slice_thread == 0) {
-      const int64_t block = row_tile0 * kTileN / kScaleBlock;
-      ptx::cp_async_4(to + kWeightParametersAt, p.block_scales + block * p.k_tiles + k_tile);
-    }
-    if constexpr (Product::kXBytes == 1) {
-      for (int token = slice_thread; token < tokens; token += Tile::kSliceThreads) {
-        ptx::cp_async_4(to + kTokenParametersAt + token * 4, p.x_block_scales + (token0 + token) * p.k_tiles + k_tile);
-      }
-    }
-  }
-
   // Two neighbouring tokens' parameters: sums of x in `group` of the K-tile, or scales.
-  __device__ __forceinline__ float2 read_tokens(uint32_t stage, int group, int token_tile) const {
-    const int token = (warp_m * Tile::kTilesM + token_tile) * 8 + lane % 4 * 2;
-    const uint2 bits = ptx::load_shared_8(stage + kTokenParametersAt + (group * Tile::kM + token) * 4);
-    return {__uint_as_float(bits.x), __uint_as_float(bits.y)};
+  __device__ __forceinline__ float2 read_tokens(const KTile& tile, int group, int token_tile) const {
+    int token = (warp_m * Tile::kTilesM + token_tile) * 8 + lane % 4 * 2;
+    if constexpr (quantizes) token = min(token, token_stride() - 2);  // any, where there is none
+    return ptx::load_shared_float2(tile.tokens + (group * token_stride() + token) * 4);
   }
 
   // Scale and zero point of rows g and g + 8, in terms of what the tensor cores see.
@@ -253,8 +281,25 @@ struct Cta {
   template <typename Value>
   using Sums = Value[Tile::kTilesN][Tile::kTilesM][4];
 
+  // The four rows of W whose results this thread stores.
+  static constexpr int kQuads = Tile::kN / 4;
+  static_assert(Tile::kThreads % kQuads == 0);
+  __device__ __forceinline__ int own_row() const {
+    return row_tile0 * kTileN + static_cast<int>(threadIdx.x) % kQuads * 4;
+  }
+  // What the epilogue needs of them, read before the walk over K where registers are left: with few tokens nothing else
+  // would hide the latency.
+  static constexpr bool kReadsRowsEarly = Tile::kM == 8;
+  struct EarlyRows {
+    Rows rows;
+    __device__ __forceinline__ explicit EarlyRows(const Cta& cta) {
+      if constexpr (kReadsRowsEarly) rows = rows_of(cta.p.epilogue, cta.own_row());
+    }
+  };
+
   // Slices are added in their order, transposed through shared memory to token-major, and stored four rows at a time.
-  __device__ __forceinline__ void write_result(const Sums<float>& sum, float* tile, int split) const {
+  __device__ __forceinline__ void write_result(const Sums<float>& sum, float* tile, int split,
+                                               const EarlyRows& early) const {
     ptx::cp_async_wait<0>();
     __syncthreads();  // every slice is done with its ring, which `tile` overlays
 #pragma unroll
@@ -270,18 +315,38 @@ struct Cta {
       }
     }
     __syncthreads();
-    constexpr int kQuads = Tile::kN / 4;
-    for (int i = threadIdx.x; i < tokens * kQuads; i += Tile::kThreads) {
-      const int token = i / kQuads, row = i % kQuads * 4, n = row_tile0 * kTileN + row;
-      if (n >= p.n) continue;
+    const int row = static_cast<int>(threadIdx.x) % kQuads * 4, n = own_row();
+    if (n >= p.n) return;
+    const Rows rows = kReadsRowsEarly ? early.rows : rows_of(p.epilogue, n);
+    for (int token = threadIdx.x / kQuads; token < tokens; token += Tile::kThreads / kQuads) {
       float value[4] = {};
 #pragma unroll
       for (int s = 0; s < Tile::kWarpsK; ++s) {
         const float4 part = *reinterpret_cast<const float4*>(&tile[(s * Tile::kM + token) * Tile::kPaddedN + row]);
         value[0] += part.x, value[1] += part.y, value[2] += part.z, value[3] += part.w;
       }
-      write_four(p.epilogue, split, token0 + token, n, value);
+      write_four(p.epilogue, split, token0 + token, n, rows, token_at(token), value);
     }
+  }
+  __device__ __forceinline__ Token token_at(int token) const {
+    if constexpr (quantizes) {
+      return quantized_token(p, shared, token);
+    } else {
+      return token_of(p.epilogue, token0 + token);
+    }
+  }
+
+  // The stage that is filled last.
+  __device__ __forceinline__ uint32_t floats() const { return shared + (Tile::kStages - 1) * kStageDistance; }
+  __device__ __forceinline__ void bring_x() const {
+    bring_floats(p, floats());
+    ptx::cp_async_commit();
+  }
+  __device__ __forceinline__ void quantize_x() const {
+    ptx::cp_async_wait<Tile::kStages - 1>();  // what came before the first K-tiles of W
+    __syncthreads();
+    quantize_tokens<Product::kXFormat, kInt4Weight>(p, floats(), shared);
+    __syncthreads();
   }
 };
 

@@ -6,8 +6,34 @@
 
 namespace qao::mm8 {
 
-// Four neighbouring rows n.. of W, of token m: to y, or to this split's partial sums.
-__device__ __forceinline__ void write_four(const Epilogue& e, int split, int64_t m, int n, float (&value)[4]) {
+// How a token was quantised.
+struct Token {
+  float scale, zero;
+};
+__device__ __forceinline__ Token token_of(const Epilogue& e, int64_t m) {
+  return {e.x_scales == nullptr ? 1.0f : e.x_scales[m * e.x_scale_stride],
+          e.x_zeros == nullptr ? 0.0f : static_cast<float>(e.x_zeros[m])};
+}
+
+// What four neighbouring rows n.. of W, as far as they exist, have of their own.
+struct Rows {
+  float scale[4], sum[4], bias[4];
+};
+__device__ __forceinline__ Rows rows_of(const Epilogue& e, int n) {
+  Rows rows = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (n + i >= e.n) break;
+    if (e.scales != nullptr) rows.scale[i] = e.scales[static_cast<int64_t>(n + i) * e.scale_stride];
+    if (e.weight_sums != nullptr) rows.sum[i] = e.weight_sums[n + i];
+    if (e.bias != nullptr) rows.bias[i] = load_float(e.bias, n + i, e.bias_dtype);
+  }
+  return rows;
+}
+
+// The rows' results of token m: to y, or to this split's partial sums.
+__device__ __forceinline__ void write_four(const Epilogue& e, int split, int64_t m, int n, const Rows& rows,
+                                           const Token& token, float (&value)[4]) {
   const bool vector = e.n % 4 == 0;
   const int count = min(4, e.n - n);
   const int64_t at = m * e.n + n;
@@ -20,15 +46,13 @@ __device__ __forceinline__ void write_four(const Epilogue& e, int split, int64_t
     }
     return;
   }
-  const float x_scale = e.x_scales == nullptr ? 1.0f : e.x_scales[m * e.x_scale_stride];
-  const float x_zero = e.x_zeros == nullptr ? 0.0f : static_cast<float>(e.x_zeros[m]);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (i >= count) break;
-    if (e.scales != nullptr) value[i] *= e.scales[static_cast<int64_t>(n + i) * e.scale_stride];
-    if (e.x_zeros != nullptr) value[i] -= x_zero * e.weight_sums[n + i];
-    value[i] *= x_scale;
-    if (e.bias != nullptr) value[i] += load_float(e.bias, n + i, e.bias_dtype);
+    if (e.scales != nullptr) value[i] *= rows.scale[i];
+    if (e.weight_sums != nullptr) value[i] -= token.zero * rows.sum[i];
+    value[i] *= token.scale;
+    if (e.bias != nullptr) value[i] += rows.bias[i];
     if (!vector) store_float(e.y, at + i, e.y_dtype, value[i]);
   }
   if (vector) store_float4(e.y, at, e.y_dtype, value);
@@ -51,7 +75,7 @@ static __global__ void __launch_bounds__(256) finish_kernel(const float* partial
       for (int i = 0; i < 4 && n + i < e.n; ++i) value[i] += partial[i];
     }
   }
-  write_four(e, 0, m, n, value);
+  write_four(e, 0, m, n, rows_of(e, n), token_of(e, m), value);
 }
 
 }  // namespace qao::mm8

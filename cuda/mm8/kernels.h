@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "mm8/tile.h"
 #include "qao/types.h"
 
 namespace qao::mm8 {
@@ -23,12 +24,12 @@ enum class Operands : int {
 struct Epilogue {
   float* partials;        // [split_k, m, n]: plain sums, to be finished by finish_kernel; null: y is written at once
   void* y;                // [m, n]
-  const float* x_scales;  // null: 1
+  const float* x_scales;  // null: 1, or made by a kernel that quantises x
   int x_scale_stride;     // 1: one a token; 0: one for all
   const float* scales;    // of the rows of W; null: 1, or applied along K
   int scale_stride;
-  const int32_t* x_zeros;    // [m]; null: none
-  const float* weight_sums;  // [n], with x_zeros
+  const int32_t* x_zeros;    // [m]; null: none, or made by a kernel that quantises x
+  const float* weight_sums;  // [n]; null: x has no zero points
   const void* bias;          // [n] or null
   int64_t m;
   int n;
@@ -62,6 +63,14 @@ struct Params {
   // fp8 weights in blocks of 128 x 128: a K-tile is one block; else null.
   const float* block_scales;    // [ceil(n / 128), k_tiles]
   const float* x_block_scales;  // x is fp8: [m, k_tiles]
+
+  // Kernels that quantise x: it is [m, k] of x_dtype then, rows aligned to 16 bytes.
+  ResidentX resident;
+  int resident_at;      // offset in shared memory
+  int float_row_bytes;  // in shared memory
+  DType x_dtype;
+  Scaling x_scaling;
+  const float* given_scale;  // kTensor: known beforehand; null: from x
 
   Epilogue epilogue;
 };

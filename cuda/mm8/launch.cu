@@ -35,10 +35,9 @@ void set_groups(const Problem& problem, const Arguments& arguments, Params* p) {
   p->group_bytes = (problem.has_zeros ? 2 : 1) * kTileN * size_of(problem.scale_dtype);
   p->scale_dtype = problem.scale_dtype;
   p->has_zeros = problem.has_zeros;
-  const bool one_group = p->groups == 1;
-  p->tile_groups = one_group ? 1 : static_cast<int>(std::max<int64_t>(1, kTileK / problem.group_size));
+  p->tile_groups = tile_groups_of(problem);
   p->scale_chunk_shift = log2_of(p->tile_groups * p->group_bytes / 16);
-  p->group_shift = one_group ? 30 : problem.group_size <= kTileK ? 0 : 1;  // groups of 256 are two K-tiles
+  p->group_shift = p->groups == 1 ? 30 : problem.group_size <= kTileK ? 0 : 1;  // groups of 256 are two K-tiles
 }
 
 Epilogue epilogue_of(const Problem& problem, const Arguments& arguments) {
@@ -63,7 +62,7 @@ Epilogue epilogue_of(const Problem& problem, const Arguments& arguments) {
 }
 
 Params params_of(const Problem& problem, const Plan& plan, const Arguments& arguments) {
-  const int x_bytes = problem.x == Format::kFloat ? size_of(problem.x_dtype) : 1;
+  const int x_bytes = problem.x == Format::kFloat || plan.quantizes_x ? size_of(problem.x_dtype) : 1;
   Params p{};
   p.x = static_cast<const uint8_t*>(arguments.x);
   p.x_stride = arguments.x_stride * x_bytes;
@@ -75,7 +74,7 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
   p.row_tiles = static_cast<int>(int4_mm::tiles_n(problem.n));
   p.k_tiles = static_cast<int>((problem.k + kTileK - 1) / kTileK);
   p.parts = 1;
-  p.x_aligned = problem.x_aligned;
+  p.x_aligned = problem.x_aligned || problem.quantizes_x;
   p.weight_aligned = problem.weight_aligned;
   p.split_k = plan.split_k;
   if (problem.weight == Format::kInt4) {
@@ -83,6 +82,14 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
   } else if (problem.weight_scaling == Scaling::kBlock) {
     p.block_scales = static_cast<const float*>(arguments.scales);
     p.x_block_scales = problem.x == Format::kFp8 ? arguments.x_scales : nullptr;
+  }
+  if (plan.quantizes_x) {
+    p.resident = resident_of(problem);
+    p.resident_at = static_cast<int>(plan.shared_bytes) - p.resident.bytes();
+    p.float_row_bytes = float_row_bytes(problem);
+    p.x_dtype = problem.x_dtype;
+    p.x_scaling = problem.x_scaling;
+    p.given_scale = problem.static_scale ? arguments.x_scales : nullptr;
   }
   p.epilogue = epilogue_of(problem, arguments);
   return p;

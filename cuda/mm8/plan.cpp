@@ -16,18 +16,24 @@ struct Config {
   bool one_wave;
   XKind x;
   int tile_n, tile_m, warps_k, warps, stages, ctas_per_sm;
-  // Shared memory by what the operands are.
+  // Shared memory by what the operands are, without a ResidentX.
   int int8_int8, int8_int4, fp8_fp8, float_int8, float_fp8;
 
-  int shared_bytes(const Problem& problem) const {
+  int ring_bytes(const Problem& problem) const {
     if (problem.weight == Format::kInt4) return int8_int4;
     if (problem.x == Format::kFloat) return problem.weight == Format::kInt8 ? float_int8 : float_fp8;
     return problem.weight == Format::kInt8 ? int8_int8 : fp8_fp8;
+  }
+  int shared_bytes(const Problem& problem) const {
+    if (x != XKind::kQuantizes) return ring_bytes(problem);
+    const int float_bytes = static_cast<int>(problem.m) * float_row_bytes(problem);
+    return resident_at(ring_bytes(problem), stages, float_bytes) + resident_of(problem).bytes();
   }
 };
 
 template <typename Tile>
 constexpr Config config_of(int index, int64_t max_m, bool one_wave, XKind x) {
+  const int eight_bits = x == XKind::kQuantizes ? 0 : 1;
   return {"sm80",
           index,
           max_m,
@@ -39,9 +45,9 @@ constexpr Config config_of(int index, int64_t max_m, bool one_wave, XKind x) {
           Tile::kThreads / 32,
           Tile::kStages,
           Tile::kCtasPerSm,
-          Tile::shared_bytes({1, Format::kInt8}),
-          Tile::shared_bytes({1, Format::kInt4}),
-          Tile::shared_bytes({1, Format::kFp8}),
+          Tile::shared_bytes({eight_bits, Format::kInt8}),
+          Tile::shared_bytes({eight_bits, Format::kInt4}),
+          Tile::shared_bytes({eight_bits, Format::kFp8}),
           Tile::shared_bytes({2, Format::kInt8}),
           Tile::shared_bytes({2, Format::kFp8})};
 }
@@ -77,17 +83,6 @@ constexpr int64_t kInt32Columns = 65536;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The first row that serves the problem on this GPU; null if none does.
-const Config* first_sm80(const Problem& problem, const Gpu& gpu) {
-  for (const Config& config : kSm80) {
-    if (problem.m > config.max_m || !serves(config.x, problem.x == Format::kFloat)) continue;
-    if (config.shared_bytes(problem) > gpu.shared_bytes_per_cta) continue;
-    if (config.one_wave && ceil_div(problem.n, config.tile_n) > gpu.num_sms * config.ctas_per_sm) continue;
-    return &config;
-  }
-  return nullptr;
-}
-
 // CTAs that share an output tile. Splitting costs a second kernel and a trip through memory, so it must fill SMs that
 // would idle (with many tokens, halves of SMs), and leave every slice enough K-tiles to fill its pipeline; or it keeps
 // int32 sums from overflowing.
@@ -100,6 +95,57 @@ int choose_split(const Config& config, const Problem& problem, int64_t tiles, in
   if (2 * tiles > room) return static_cast<int>(least);
   const int64_t deepest = k_steps / (static_cast<int64_t>(config.warps_k) * config.stages);
   return static_cast<int>(std::max(least, std::clamp<int64_t>(std::min(room / tiles, deepest), 1, 32)));
+}
+
+// Shared memory a CTA may take: an x that stays there must not cost other CTAs of the row their place. A
+// multiprocessor has 1 KB more than one CTA may take, and every CTA costs 1 KB.
+int64_t shared_room(const Config& config, const Problem& problem, const Gpu& gpu) {
+  if (config.x != XKind::kQuantizes) return gpu.shared_bytes_per_cta;
+  const int all = gpu.shared_bytes_per_cta + 1024, ctas = all / (config.ring_bytes(problem) + 1024);
+  return ctas == 0 ? 0 : all / std::min(ctas, config.ctas_per_sm) - 1024;
+}
+
+struct Sm80Choice {
+  const Config* config = nullptr;
+  int64_t tiles = 0, shared_bytes = 0;
+  int split_k = 1;
+};
+
+constexpr int64_t kMaxQuantizedK = 1 << 18;  // more would fit no GPU
+constexpr int kMaxUnsplit = 2;               // parts of K that a product gives up for quantising x itself
+
+// Floats of x a warp can quantise in the time that a kernel for x alone would take; int4 wants sums of groups as well.
+int64_t most_floats(const Problem& problem) { return problem.weight == Format::kInt4 ? 1792 : 2048; }
+
+// The first row that serves the problem on this GPU; none is possible where the product is to quantise x.
+Sm80Choice choose_sm80(const Problem& problem, const Gpu& gpu, bool quantizes) {
+  const int64_t m = std::max<int64_t>(problem.m, 1);
+  const int64_t k_steps = ceil_div(problem.k, kTileK) * (is_split(problem) ? kFloat32Parts : 1);
+  for (const Config& config : kSm80) {
+    const int64_t row_blocks = ceil_div(problem.n, config.tile_n);
+    if (m > config.max_m || quantizes != (config.x == XKind::kQuantizes)) continue;
+    if (!quantizes && !serves(config.x, problem.x == Format::kFloat)) continue;
+    if (config.one_wave && row_blocks > gpu.num_sms * config.ctas_per_sm) continue;
+    Sm80Choice choice{&config, row_blocks * ceil_div(m, config.tile_m)};
+    choice.split_k = choose_split(config, problem, choice.tiles, k_steps, gpu.num_sms);
+    if (quantizes) {
+      // Every warp has one token, and a part of K would not know the range of the others.
+      if (m > config.warps || problem.k > kMaxQuantizedK || choice.split_k > kMaxUnsplit) continue;
+      if (m * problem.k > most_floats(problem) * config.warps) continue;
+      choice.split_k = 1;
+    }
+    choice.shared_bytes = config.shared_bytes(problem);
+    if (choice.shared_bytes <= shared_room(config, problem, gpu)) return choice;
+  }
+  return {};
+}
+
+// Why a product cannot quantise such an x itself; null if at most x's size is against it.
+const char* against_quantizing(const Problem& problem) {
+  if (problem.m > ResidentX::kMaxTokens) return "more than a few tokens";
+  if (!problem.x_aligned) return "rows of x are not aligned to 16 bytes";
+  if (problem.x_scaling == Scaling::kTensor && !problem.static_scale && problem.m > 1) return "tokens share a scale";
+  return nullptr;
 }
 
 // What the sm90 kernels make of a problem.
@@ -116,7 +162,8 @@ struct Sm90Traits {
 // Why the Hopper body cannot serve a problem; null if it can.
 const char* against_sm90(const Problem& problem) {
   if (problem.m <= largest_mma_sync_m(problem)) return "few tokens: mma.sync with K split over warps";
-  if (!problem.x_aligned && !is_split(problem)) return "the copy engine needs x aligned to 16 bytes";
+  if (!problem.x_aligned && !problem.quantizes_x && !is_split(problem))
+    return "the copy engine needs x aligned to 16 bytes";
   if (problem.weight != Format::kInt4 && !problem.weight_aligned) {
     return "the copy engine needs rows of W aligned to 16 bytes";
   }
@@ -185,14 +232,23 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
                          "Run on a newer GPU, or on the CPU");
   }
   *plan = Plan{};
+  Sm80Choice choice;
+  if (problem.quantizes_x) {
+    const char* against = against_quantizing(problem);
+    if (against == nullptr) choice = choose_sm80(problem, gpu, true);
+    plan->quantizes_x = choice.config != nullptr;
+    plan->quantizer = against != nullptr  ? against
+                      : plan->quantizes_x ? "few tokens: every CTA quantises x"
+                                          : "x is too large for every CTA to quantise, or K is split";
+  }
   const char* against = gpu.compute_capability == 90 ? against_sm90(problem) : nullptr;
   if (gpu.compute_capability == 90 && against == nullptr) {
     plan_sm90(problem, gpu, plan);
     return {};
   }
-  const int64_t k_steps = ceil_div(problem.k, kTileK) * (is_split(problem) ? kFloat32Parts : 1);
   const bool fp8_mma = problem.x == Format::kFp8 && has_fp8_mma(gpu);
-  const Config* config = first_sm80(problem, gpu);
+  if (choice.config == nullptr) choice = choose_sm80(problem, gpu, false);
+  const Config* config = choice.config;
   if (config == nullptr) {
     return Status::error("no kernel fits the GPU's " + std::to_string(gpu.shared_bytes_per_cta) +
                          " bytes of shared memory");
@@ -202,15 +258,14 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
                  : fp8_mma          ? "mma.sync on fp8 tensor cores"
                                     : "mma.sync serves every GPU from sm_80";
   plan->instruction = mma_sync_name(problem, fp8_mma);
-  const int64_t tiles = ceil_div(problem.n, config->tile_n) * ceil_div(std::max<int64_t>(problem.m, 1), config->tile_m);
   plan->config = config->index;
   plan->tile_n = config->tile_n;
   plan->tile_m = config->tile_m;
   plan->warps = config->warps;
   plan->stages = config->stages;
-  plan->split_k = choose_split(*config, problem, tiles, k_steps, gpu.num_sms);
-  plan->ctas = tiles * plan->split_k;
-  plan->shared_bytes = config->shared_bytes(problem);
+  plan->split_k = choice.split_k;
+  plan->ctas = choice.tiles * plan->split_k;
+  plan->shared_bytes = choice.shared_bytes;
   plan->workspace_bytes = workspace_of(problem, plan->split_k).bytes;
   return {};
 }
@@ -220,7 +275,10 @@ std::string to_string(const Plan& plan) {
   return std::string(plan.kernel) + " (" + plan.instruction + ") tile " + to_string(plan.tile_n) + "x" +
          to_string(plan.tile_m) + " warps " + to_string(plan.warps) + " stages " + to_string(plan.stages) +
          " split_k " + to_string(plan.split_k) + " ctas " + to_string(plan.ctas) + " shared " +
-         to_string(plan.shared_bytes) + " workspace " + to_string(plan.workspace_bytes) + " (" + plan.reason + ")";
+         to_string(plan.shared_bytes) + " workspace " + to_string(plan.workspace_bytes) + " (" + plan.reason + ")" +
+         (plan.quantizer[0] == '\0'
+              ? ""
+              : std::string(" quantizes_x ") + (plan.quantizes_x ? "yes (" : "no (") + plan.quantizer + ")");
 }
 
 }  // namespace qao::mm8

@@ -20,8 +20,8 @@ using widen::Int8;
 struct Int4 {};
 struct Fp8Mma {};  // fp8 for the fp8 tensor cores of sm_89 and newer
 
-// Members: Sum, the tensor cores' accumulator; kXBytes of an element; kWeight; kMmas a k-step; weight() and x() make
-// operands of words; mma(). value = kFactor * what the tensor cores get to see; int4: of rows g and g + 8.
+// Members: Sum, the tensor cores' accumulator; kXFormat, kXBytes of an element; kWeight; kMmas a k-step; weight() and
+// x() make operands of words; mma(). value = kFactor * what the tensor cores get to see; int4: of rows g and g + 8.
 template <typename X, typename W>
 struct Product;
 
@@ -29,7 +29,7 @@ template <>
 struct Product<Int8, Int8> {
   using Sum = int;
   static constexpr int kXBytes = 1, kMmas = 1;
-  static constexpr Format kWeight = Format::kInt8;
+  static constexpr Format kXFormat = Format::kInt8, kWeight = Format::kInt8;
   static constexpr float kFactor = 1;
 
   static __device__ __forceinline__ void weight(const uint32_t (&words)[4], uint32_t (&a)[1][4]) {
@@ -49,7 +49,7 @@ template <>
 struct Product<Int8, Int4> {
   using Sum = int;
   static constexpr int kXBytes = 1, kMmas = 1;
-  static constexpr Format kWeight = Format::kInt4;
+  static constexpr Format kXFormat = Format::kInt8, kWeight = Format::kInt4;
   static constexpr float kFactor = 1, kHighFactor = 0x1p-4f;
 
   static __device__ __forceinline__ void weight(const uint32_t (&words)[2], uint32_t (&a)[1][4]) {
@@ -71,7 +71,7 @@ template <>
 struct Product<Fp8Mma, Fp8> {
   using Sum = float;
   static constexpr int kXBytes = 1, kMmas = 1;
-  static constexpr Format kWeight = Format::kFp8;
+  static constexpr Format kXFormat = Format::kFp8, kWeight = Format::kFp8;
   static constexpr float kFactor = 1;
 
   static __device__ __forceinline__ void weight(const uint32_t (&words)[4], uint32_t (&a)[1][4]) {
@@ -90,7 +90,7 @@ template <>
 struct Product<Fp8Mma, Int4> {
   using Sum = float;
   static constexpr int kXBytes = 1, kMmas = 1;
-  static constexpr Format kWeight = Format::kInt4;
+  static constexpr Format kXFormat = Format::kFp8, kWeight = Format::kInt4;
   static constexpr float kFactor = 0x1p9f, kHighFactor = 0x1p9f;
 
   static __device__ __forceinline__ void weight(const uint32_t (&words)[2], uint32_t (&a)[1][4]) {
@@ -130,7 +130,7 @@ struct WidenedWeight {
 template <>
 struct Product<Fp8, Fp8> : WidenedWeight<__half, Fp8> {
   static constexpr int kXBytes = 1;
-  static constexpr Format kWeight = Format::kFp8;
+  static constexpr Format kXFormat = Format::kFp8, kWeight = Format::kFp8;
   static constexpr float kFactor = widen::Widen<Fp8, __half>::kFactor * widen::Widen<Fp8, __half>::kFactor;
 
   static __device__ __forceinline__ void x(const uint32_t (&words)[2], uint32_t (&b)[2][2]) {
@@ -144,7 +144,7 @@ template <>
 struct Product<Fp8, Int4> {
   using Sum = float;
   static constexpr int kXBytes = 1, kMmas = 2;
-  static constexpr Format kWeight = Format::kInt4;
+  static constexpr Format kXFormat = Format::kFp8, kWeight = Format::kInt4;
   static constexpr float kFactor = 0x1p24f * widen::Widen<Fp8, __half>::kFactor, kHighFactor = kFactor;
 
   static __device__ __forceinline__ void weight(const uint32_t (&words)[2], uint32_t (&a)[2][4]) {
@@ -163,6 +163,7 @@ struct Product<Fp8, Int4> {
 
 template <typename T, typename W>
 struct FloatX : WidenedWeight<T, W> {
+  static constexpr Format kXFormat = Format::kFloat;
   static constexpr int kXBytes = 2;
   static constexpr float kFactor = widen::Widen<W, T>::kFactor;
 };

@@ -10,10 +10,11 @@ constexpr int kSteps = kTileK / 32;  // k-steps of a K-tile
 
 // One warp of a CTA. int8 W is summed by the tensor cores over all of K, exactly (int32) or about as float32 does;
 // otherwise products of a K-tile or a group are added to float32 sums, with what scales there are.
-template <typename X, typename W, typename Tile>
+template <typename X, typename W, typename Tile, bool quantizes>
 struct Warp {
   using Product = mm8::Product<X, W>;
-  using Cta = mm8::Cta<Product, Tile>;
+  using Cta = mm8::Cta<Product, Tile, quantizes>;
+  using KTile = typename Cta::KTile;
   using Value = typename Product::Sum;
   static constexpr bool kFolds = Product::kWeight != Format::kInt8;  // always; else only the parts of a float32 x
 
@@ -23,9 +24,7 @@ struct Warp {
   uint32_t nan[Tile::kTilesN][2];  // of rows g and g + 8: bit 7 of a byte is set if NaN was met
 
   // Operands of k-step `step` for all tokens of the warp.
-  __device__ __forceinline__ void load_x(uint32_t stage, int step,
-                                         uint32_t (&b)[Tile::kTilesM][Product::kMmas][2]) const {
-    const uint32_t x = stage + Cta::kXAt;
+  __device__ __forceinline__ void load_x(uint32_t x, int step, uint32_t (&b)[Tile::kTilesM][Product::kMmas][2]) const {
     const int first = cta.warp_m * Tile::kTilesM * 8;
     if constexpr (Product::kXBytes == 2) {
 #pragma unroll
@@ -38,8 +37,10 @@ struct Warp {
         }
       }
     } else if constexpr (Tile::kTilesM == 1) {
+      int row = first + cta.lane % 8;
+      if constexpr (quantizes) row = min(row, cta.tokens - 1);  // any, where there is none
       uint32_t words[2];
-      ptx::ldmatrix_x2(words, x + swizzled<kTileK>(first + cta.lane % 8, 2 * step + cta.lane / 8 % 2));
+      ptx::ldmatrix_x2(words, x + swizzled<kTileK>(row, 2 * step + cta.lane / 8 % 2));
       Product::x(words, b[0]);
     } else {
 #pragma unroll
@@ -73,15 +74,15 @@ struct Warp {
   }
 
   template <int first_step, int steps>
-  __device__ __forceinline__ void multiply(uint32_t stage) {
+  __device__ __forceinline__ void multiply(const KTile& tile) {
 #pragma unroll
     for (int step = first_step; step < first_step + steps; ++step) {
       uint32_t b[Tile::kTilesM][Product::kMmas][2];
-      load_x(stage, step, b);
+      load_x(tile.x, step, b);
 #pragma unroll
       for (int i = 0; i < Tile::kTilesN; ++i) {
         uint32_t a[Product::kMmas][4];
-        load_weight(stage, step, i, a);
+        load_weight(tile.weight, step, i, a);
 #pragma unroll
         for (int j = 0; j < Tile::kTilesM; ++j) {
 #pragma unroll
@@ -103,16 +104,16 @@ struct Warp {
   }
 
   // sum += scale (product - zero point * sum of x), for one group.
-  __device__ __forceinline__ void fold_group(uint32_t stage, int group, bool zeros) {
+  __device__ __forceinline__ void fold_group(const KTile& tile, int group, bool zeros) {
     float2 x_sums[Tile::kTilesM];
 #pragma unroll
     for (int j = 0; j < Tile::kTilesM; ++j) {
-      x_sums[j] = zeros ? cta.read_tokens(stage, group, j) : float2{0, 0};
+      x_sums[j] = zeros ? cta.read_tokens(tile, group, j) : float2{0, 0};
     }
 #pragma unroll
     for (int i = 0; i < Tile::kTilesN; ++i) {
       typename Cta::Group of;
-      cta.read_group(stage, group, i, of);
+      cta.read_group(tile.weight, group, i, of);
 #pragma unroll
       for (int j = 0; j < Tile::kTilesM; ++j) {
 #pragma unroll
@@ -125,14 +126,15 @@ struct Warp {
   }
 
   // sum += scale of the block of W * scale of the block of x * product.
-  __device__ __forceinline__ void fold_block(uint32_t stage) {
+  __device__ __forceinline__ void fold_block(const KTile& tile) {
     const bool blocks = cta.p.block_scales != nullptr;
-    const float scale = Product::kFactor * (blocks ? ptx::load_shared_float(stage + Cta::kWeightParametersAt) : 1.0f);
+    const float scale =
+        Product::kFactor * (blocks ? ptx::load_shared_float(tile.weight + Cta::kWeightParametersAt) : 1.0f);
 #pragma unroll
     for (int j = 0; j < Tile::kTilesM; ++j) {
       float2 scales = {scale, scale};
       if (blocks && Product::kXBytes == 1) {
-        const float2 x_scales = cta.read_tokens(stage, 0, j);
+        const float2 x_scales = cta.read_tokens(tile, 0, j);
         scales.x *= x_scales.x, scales.y *= x_scales.y;
       }
 #pragma unroll
@@ -144,42 +146,50 @@ struct Warp {
   }
 
   template <int first_step, int steps>
-  __device__ __forceinline__ void multiply_group(uint32_t stage, bool zeros) {
+  __device__ __forceinline__ void multiply_group(const KTile& tile, bool zeros) {
     clear_product();
-    multiply<first_step, steps>(stage);
-    fold_group(stage, first_step / steps, zeros);
+    multiply<first_step, steps>(tile);
+    fold_group(tile, first_step / steps, zeros);
   }
 
   template <int tile_groups>
-  __device__ __forceinline__ void multiply_k_tile(uint32_t stage, int k_tile) {
+  __device__ __forceinline__ void multiply_k_tile(const KTile& tile, int k_tile) {
     if constexpr (Product::kWeight == Format::kInt8) {
-      multiply<0, kSteps>(stage);
+      multiply<0, kSteps>(tile);
       // The tensor cores cut off what a long sum does not hold; 16-bit results do not show it.
       if (Product::kXBytes == 2 && cta.p.parts > 1) {
-        fold_block(stage);
+        fold_block(tile);
         clear_product();
       }
     } else if constexpr (Product::kWeight == Format::kFp8) {
       clear_product();
-      multiply<0, kSteps>(stage);
-      fold_block(stage);
+      multiply<0, kSteps>(tile);
+      fold_block(tile);
     } else if constexpr (tile_groups == 1) {
-      multiply_group<0, 4>(stage, cta.begins_group(k_tile));
+      multiply_group<0, 4>(tile, cta.begins_group(k_tile));
     } else if constexpr (tile_groups == 2) {
-      multiply_group<0, 2>(stage, true);
-      multiply_group<2, 2>(stage, true);
+      multiply_group<0, 2>(tile, true);
+      multiply_group<2, 2>(tile, true);
     } else {
-      multiply_group<0, 1>(stage, true);
-      multiply_group<1, 1>(stage, true);
-      multiply_group<2, 1>(stage, true);
-      multiply_group<3, 1>(stage, true);
+      multiply_group<0, 1>(tile, true);
+      multiply_group<1, 1>(tile, true);
+      multiply_group<2, 1>(tile, true);
+      multiply_group<3, 1>(tile, true);
     }
   }
 
-  template <int tile_groups>
-  __device__ __forceinline__ void run(int begin, int end) {
-    const int steps = (end - begin + Tile::kWarpsK - 1) / Tile::kWarpsK;
-    const int mine = (end - begin - cta.slice + Tile::kWarpsK - 1) / Tile::kWarpsK;  // steps, or one fewer
+  // K-tiles of this slice, and what the slice with the most has.
+  __device__ __forceinline__ int own_steps(int begin, int end) const {
+    return (end - begin - cta.slice + Tile::kWarpsK - 1) / Tile::kWarpsK;
+  }
+  static __device__ __forceinline__ int most_steps(int begin, int end) {
+    return (end - begin + Tile::kWarpsK - 1) / Tile::kWarpsK;
+  }
+
+  // Starts filling the ring, and makes what of x stays in shared memory.
+  __device__ __forceinline__ void start(int begin, int end) {
+    const int mine = own_steps(begin, end);
+    if constexpr (quantizes) cta.bring_x();
     cta.seek(begin + cta.slice);
 #pragma unroll
     for (int i = 0; i < Tile::kStages - 1; ++i) {
@@ -187,6 +197,12 @@ struct Warp {
       ptx::cp_async_commit();
       cta.advance();
     }
+    if constexpr (quantizes) cta.quantize_x();
+  }
+
+  template <int tile_groups>
+  __device__ __forceinline__ void run(int begin, int end) {
+    const int mine = own_steps(begin, end), steps = most_steps(begin, end);
     int stage_now = 0, stage_ahead = Tile::kStages - 1, k_tile = begin + cta.slice;
     for (int i = 0; i < steps; ++i, k_tile += Tile::kWarpsK) {
       ptx::cp_async_wait<Tile::kStages - 2>();
@@ -194,10 +210,10 @@ struct Warp {
       if (i + Tile::kStages - 1 < mine) cta.fetch(stage_ahead);
       ptx::cp_async_commit();
       cta.advance();
-      const uint32_t stage = cta.stage_address(stage_now);
+      const KTile tile = cta.k_tile_at(stage_now, k_tile);
       stage_ahead = stage_now;
       stage_now = stage_now + 1 == Tile::kStages ? 0 : stage_now + 1;
-      if (i < mine) multiply_k_tile<tile_groups>(stage, k_tile);
+      if (i < mine) multiply_k_tile<tile_groups>(tile, k_tile);
     }
   }
 
@@ -221,13 +237,15 @@ struct Warp {
   }
 };
 
-template <typename X, typename W, typename Tile>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) mm8_kernel(const Params p) {
+template <typename X, typename W, typename Tile, bool quantizes>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) mm8_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  using Warp = Warp<X, W, Tile>;
+  using Warp = Warp<X, W, Tile, quantizes>;
   const Place at = place<Tile>(p);
-  typename Warp::Cta cta(p, at.row_block, at.token_block, ptx::shared_address(shared));
+  typename Warp::Cta cta(p, at, ptx::shared_address(shared));
   Warp warp{cta, {}, {}, {}};
+  warp.start(at.begin, at.end);
+  const typename Warp::Cta::EarlyRows rows(cta);
   if (Warp::Product::kWeight != Format::kInt4 || p.tile_groups == 1) {
     warp.template run<1>(at.begin, at.end);
   } else if (p.tile_groups == 2) {
@@ -236,14 +254,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) mm8_kernel(c
     warp.template run<4>(at.begin, at.end);
   }
   warp.finish();
-  cta.write_result(warp.sum, reinterpret_cast<float*>(shared), at.split);
+  cta.write_result(warp.sum, reinterpret_cast<float*>(shared), at.split, rows);
 }
 
 // The kernel of a row of configs.inc, null where the row does not serve such an x.
 template <XKind x, typename X, typename W, typename Tile>
 constexpr Kernel kernel_for() {
   if constexpr (serves(x, Product<X, W>::kXBytes == 2)) {
-    return &mm8_kernel<X, W, Tile>;
+    return &mm8_kernel<X, W, Tile, x == XKind::kQuantizes>;
   } else {
     return nullptr;
   }

@@ -12,7 +12,7 @@ using int4_mm::kTileN;         // rows of the tensor cores' W operand
 constexpr int kTileK = 128;    // columns of a K-tile: 128 bytes of a row of eight bits, two packed int4 tiles
 constexpr int kMaxGroups = 4;  // groups of 32 in a K-tile
 
-// What the operands of a product take in shared memory. `x_bytes`: of one element, 1 or 2.
+// What the operands of a product take in a stage. `x_bytes`: of one element, 1 or 2; 0: x is a ResidentX.
 struct OperandBytes {
   int x_bytes;
   Format weight;
@@ -24,14 +24,49 @@ struct OperandBytes {
   }
   // Sums of x for the zero points; with an fp8 weight, scales of blocks of x.
   constexpr int token_parameters(int tokens) const {
+    if (x_bytes == 0) return 0;
     return weight == Format::kInt4 ? kMaxGroups * tokens * 4 : weight == Format::kFp8 && x_bytes == 1 ? tokens * 4 : 0;
   }
 };
 
-// Which x a tile serves: what fits shared memory best differs.
-enum class XKind { kAny, kEightBits, kSixteenBits };
+// Which x a tile serves: what fits shared memory best differs. kQuantizes: floats that the kernel quantises, a
+// ResidentX.
+enum class XKind { kAny, kEightBits, kSixteenBits, kQuantizes };
 constexpr bool serves(XKind kind, bool sixteen_bits) {
   return kind == XKind::kAny || (kind == XKind::kSixteenBits) == sixteen_bits;
+}
+
+// x of a few tokens that comes as floats, which every CTA quantises while its first K-tiles of W arrive, and stays in
+// shared memory for all of K: the ring holds W alone.
+//
+//   offset 0     x, by K-tile and token: 128 bytes, swizzled as in the ring
+//   parameters   float, by group or block and token: sums of x, or scales of its blocks
+//   state        TokenState
+struct ResidentX {
+  static constexpr int kMaxTokens = 8, kMaxWarps = 16;
+  struct TokenState {
+    float scale[kMaxTokens], zero[kMaxTokens];
+    uint32_t high[kMaxWarps], below[kMaxWarps];  // of the values that a warp has seen
+    int64_t sum[kMaxWarps];
+  };
+
+  int tokens, k_tiles;
+  int tile_parameters;  // a token and K-tile
+
+  // Parameters are read for two tokens at once.
+  QAO_HOST_DEVICE constexpr int token_stride() const { return (tokens + 1) / 2 * 2; }
+  QAO_HOST_DEVICE constexpr int parameters_at() const { return k_tiles * tokens * kTileK; }
+  QAO_HOST_DEVICE constexpr int state_at() const {
+    return parameters_at() + k_tiles * tile_parameters * token_stride() * 4;
+  }
+  QAO_HOST_DEVICE constexpr int bytes() const { return state_at() + static_cast<int>(sizeof(TokenState)); }
+};
+
+// Where it begins: behind the ring, and behind the floats of x, which lie in the ring's last stage (the last to be
+// filled) and beyond.
+QAO_HOST_DEVICE constexpr int resident_at(int ring_bytes, int stages, int float_bytes) {
+  const int behind_floats = ring_bytes / stages * (stages - 1) + float_bytes;
+  return ((ring_bytes > behind_floats ? ring_bytes : behind_floats) + 127) / 128 * 128;
 }
 
 template <int warps_n, int warps_m, int warps_k, int tiles_n_, int tiles_m_, int stages, int ctas_per_sm>
@@ -48,7 +83,8 @@ struct Tile {
   static constexpr int kThreads = kSliceThreads * warps_k;
   static_assert(kScaleBlock % kN == 0, "the rows of a CTA share a block scale");
 
-  // A stage of a slice: W, x, parameters of the rows and of the tokens, of one K-tile.
+  // A stage of a slice: W, x, parameters of the rows and of the tokens, of one K-tile. The stages of all slices lie
+  // together.
   static constexpr int weight_bytes(OperandBytes operands) { return kRowTiles * operands.weight_tile(); }
   static constexpr int x_bytes(OperandBytes operands) { return kM * kTileK * operands.x_bytes; }
   static constexpr int stage_bytes(OperandBytes operands) {
@@ -60,9 +96,8 @@ struct Tile {
   // The epilogue reuses the ring: a float32 tile per slice, rows padded against bank conflicts.
   static constexpr int kPaddedN = kN + 4;
   static constexpr int kEpilogueBytes = warps_k * kM * kPaddedN * 4;
-  static constexpr int shared_bytes(OperandBytes operands) {
-    return std::max(warps_k * stages * stage_bytes(operands), kEpilogueBytes);
-  }
+  static constexpr int ring_bytes(OperandBytes operands) { return warps_k * stages * stage_bytes(operands); }
+  static constexpr int shared_bytes(OperandBytes operands) { return std::max(ring_bytes(operands), kEpilogueBytes); }
 };
 
 }  // namespace qao::mm8

@@ -1,9 +1,12 @@
-// What lies where in the workspace. One definition for plan(), which sizes it, and launch(), which fills it.
+// What lies where in the workspace, and how large x in shared memory is. One definition for plan(), which sizes them,
+// and launch(), which fills them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/float32.h"
+#include "mm8/tile.h"
 #include "qao/mm8.h"
 
 namespace qao::mm8 {
@@ -32,6 +35,24 @@ inline Workspace workspace_of(const Problem& problem, int split_k) {
     workspace.parts = take(2 * problem.m * kFloat32Parts * workspace.part_stride);
   }
   return workspace;
+}
+
+// Groups of an int4 weight in a K-tile.
+inline int tile_groups_of(const Problem& problem) {
+  return problem.groups() == 1 ? 1 : static_cast<int>(std::max<int64_t>(1, kTileK / problem.group_size));
+}
+
+inline ResidentX resident_of(const Problem& problem) {
+  const int k_tiles = static_cast<int>((problem.k + kTileK - 1) / kTileK);
+  const int parameters = problem.weight == Format::kInt4             ? tile_groups_of(problem)
+                         : problem.weight_scaling == Scaling::kBlock ? 1
+                                                                     : 0;
+  return {static_cast<int>(problem.m), k_tiles, parameters};
+}
+
+// Of a row of floats that the kernel quantises, in shared memory.
+inline int float_row_bytes(const Problem& problem) {
+  return static_cast<int>((problem.k + kTileK - 1) / kTileK * kTileK * size_of(problem.x_dtype));
 }
 
 }  // namespace qao::mm8

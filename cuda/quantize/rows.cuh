@@ -88,16 +88,8 @@ class Row {
 
 // Writes scales and zero point of the row.
 __device__ __forceinline__ Rounding finish_range(const Params& p, const Range& range) {
-  float scale = scale_of(range.largest(), p.fp8 ? kLargestFp8 : 127.0f);
-  if (!p.symmetric && range.largest() < 0x7F800000u) {
-    scale = fmaxf(__fadd_rn(__fdiv_rn(__uint_as_float(range.high), 255), __fdiv_rn(__uint_as_float(range.below), 255)),
-                  kSmallestMaximum);
-  }
-  Rounding rounding = rounding_of(scale);
-  if (!p.symmetric && rounding.finite) {
-    const float zero = rintf(__fadd_rn(-128, __fmul_rn(__uint_as_float(range.below), rounding.inverse)));
-    rounding.zero = fminf(fmaxf(zero, -128.0f), 127.0f);
-  }
+  float scale;
+  const Rounding rounding = rounding_of(range, p, &scale);
   if (threadIdx.x == 0) {
     p.scales[blockIdx.x] = scale;
     if (p.zeros != nullptr) p.zeros[blockIdx.x] = static_cast<int32_t>(rounding.zero);
@@ -106,14 +98,12 @@ __device__ __forceinline__ Rounding finish_range(const Params& p, const Range& r
 }
 
 // The sum of a group from those of its vectors, which lie in neighbouring lanes.
-__device__ __forceinline__ void store_group_sum(const Params& p, int column, float sum) {
+__device__ __forceinline__ void store_group_sum(const Params& p, int column, float vector_sum) {
   const int lanes = p.group / kVector;
-#pragma unroll
-  for (int lane = 1; lane < 32; lane *= 2) {
-    if (lane < lanes) sum += __shfl_xor_sync(~0u, sum, lane);
-  }
+  float sum[1] = {vector_sum};
+  sum_over_lanes(sum, lanes);
   if ((threadIdx.x & (lanes - 1)) == 0 && column < p.k) {
-    p.sums[blockIdx.x * static_cast<int64_t>(p.groups) + (column >> p.group_shift)] = sum;
+    p.sums[blockIdx.x * static_cast<int64_t>(p.groups) + (column >> p.group_shift)] = sum[0];
   }
 }
 
@@ -139,7 +129,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows_kernel(const __grid_constant
   rounding.inverse = fminf(rounding.inverse * factor, FLT_MAX);  // of the unscaled values
 
   uint8_t* q = p.q + blockIdx.x * p.q_stride;
-  float row_sum = 0;
+  int64_t row_sum = 0;
   for (int tile = 0; tile < p.tiles; ++tile) {
     float unused;
     if (tile > 0) row.load(tile, &unused);
@@ -151,7 +141,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows_kernel(const __grid_constant
       if (p.sums == nullptr) continue;
       const float sum = sum_of(p, word);
       if (p.group == 0) {
-        row_sum += sum;
+        row_sum += to_units(p, sum);
       } else {
         store_group_sum(p, column, sum);
       }
@@ -159,7 +149,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows_kernel(const __grid_constant
   }
   if (p.sums != nullptr && p.group == 0) {
     row_sum = sum_over_cta(row_sum);
-    if (threadIdx.x == 0) p.sums[blockIdx.x] = row_sum;
+    if (threadIdx.x == 0) p.sums[blockIdx.x] = from_units(p, row_sum);
   }
 }
 

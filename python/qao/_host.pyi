@@ -24,6 +24,7 @@ class Mm8Problem(_Problem):
     weight_scaling: str
     x_zeros: bool
     fast_accum: bool
+    static_scale: bool
     weight_aligned: bool
 
 class Gpu:

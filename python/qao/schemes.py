@@ -190,7 +190,12 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
         return ops.fp8_fp8_mm(x, weight, scales, bias, x_scale, self._x_group_size, self.fast_accum)
 
     def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
-        return super()._problem(x_scaling=self._x_granularity(), fast_accum=self.fast_accum, **facts)
+        return super()._problem(
+            x_scaling=self._x_granularity(),
+            static_scale=self.activation_scale is not None,
+            fast_accum=self.fast_accum,
+            **facts,
+        )
 
 
 @dataclass(frozen=True)

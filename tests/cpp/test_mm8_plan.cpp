@@ -92,6 +92,68 @@ TEST_CASE("mm8: every problem has a plan that fits its GPU and covers the produc
   });
 }
 
+TEST_CASE("mm8: a product that quantises x fits its GPU; another is planned as for a quantised x") {
+  int64_t quantizing = 0;
+  for_each_problem([&](Problem problem, const Gpu& gpu) {
+    if (problem.x == Format::kFloat) return;
+    for (Scaling scaling : {problem.x_scaling, Scaling::kTensor}) {
+      for (bool static_scale : {false, true}) {
+        if (static_scale && scaling != Scaling::kTensor) continue;
+        problem.x_scaling = scaling, problem.static_scale = static_scale, problem.quantizes_x = true;
+        Plan plan, quantized;
+        REQUIRE(mm8::plan(problem, gpu, &plan).ok());
+        INFO(describe(problem, gpu) << ": " << to_string(plan));
+        CHECK(plan.quantizer[0] != '\0');
+        CHECK(plan.shared_bytes <= gpu.shared_bytes_per_cta);
+        if (plan.quantizes_x) {
+          ++quantizing;
+          CHECK(problem.x_aligned);
+          CHECK(problem.m <= ResidentX::kMaxTokens);
+          CHECK(problem.m <= plan.warps);  // every warp has one token
+          CHECK(plan.warps <= ResidentX::kMaxWarps);
+          CHECK((scaling != Scaling::kTensor || static_scale || problem.m == 1));
+          CHECK(plan.split_k == 1);
+          CHECK(plan.workspace_bytes == 0);
+          CHECK(plan.tile_m == ResidentX::kMaxTokens);
+        } else {
+          Problem after = problem;
+          after.quantizes_x = false, after.x_aligned = true;
+          REQUIRE(mm8::plan(after, gpu, &quantized).ok());
+          CHECK(plan.kernel == std::string(quantized.kernel));
+          CHECK(plan.config == quantized.config);
+          CHECK(plan.split_k == quantized.split_k);
+          CHECK(plan.shared_bytes == quantized.shared_bytes);
+          CHECK(plan.workspace_bytes == quantized.workspace_bytes);
+        }
+      }
+    }
+  });
+  CHECK(quantizing > 0);
+}
+
+TEST_CASE("mm8: who quantises x on an H200") {
+  const auto quantizes = [](Format x, Format weight, int64_t m, int64_t n, int64_t k, bool aligned = true) {
+    Problem problem;
+    problem.x = x, problem.weight = weight, problem.m = m, problem.n = n, problem.k = k;
+    problem.group_size = 128, problem.x_aligned = aligned, problem.quantizes_x = true;
+    Plan plan;
+    REQUIRE(mm8::plan(problem, Gpu{90, 132, 232448}, &plan).ok());
+    return plan.quantizes_x;
+  };
+  for (const auto& [x, weight] : {std::pair{Format::kInt8, Format::kInt8},
+                                  {Format::kInt8, Format::kInt4},
+                                  {Format::kFp8, Format::kFp8},
+                                  {Format::kFp8, Format::kInt4}}) {
+    for (const auto& [n, k] : {std::pair{1024, 1024}, {4096, 4096}, {6144, 4096}, {28672, 4096}, {4096, 14336}}) {
+      CHECK(quantizes(x, weight, 1, n, k));
+      CHECK(!quantizes(x, weight, 1, n, k, false));
+      CHECK(!quantizes(x, weight, 9, n, k));
+    }
+    CHECK(quantizes(x, weight, 4, 4096, 4096));
+    CHECK(!quantizes(x, weight, 1, 8192, 28672));  // x is as much work as W
+  }
+}
+
 TEST_CASE("mm8: int32 sums of a slice of K cannot overflow") {
   for (const Gpu& gpu : kGpus) {
     if (gpu.compute_capability == 90) continue;  // wgmma may serve there, with sums of its own

@@ -8,7 +8,8 @@
 //   fp8_fp8_mm     fp8      fp8
 //   fp8_int4_mm    fp8      int4
 //
-// An x of eight bits is quantised already (qao/quantize.h). This is the C++ API; csrc/mm8.cpp is its only caller in
+// An x of eight bits is quantised already (qao/quantize.h), or by the product itself where a plan says so. This is the
+// C++ API; csrc/mm8.cpp is its only caller in
 // qao.
 #pragma once
 
@@ -27,7 +28,7 @@ struct Problem {
   int64_t k = 0;  // in_features
   Format x = Format::kFloat;
   Format weight = Format::kInt8;
-  DType x_dtype = DType::kBFloat16;        // x == kFloat
+  DType x_dtype = DType::kBFloat16;        // x == kFloat, or quantizes_x
   DType y_dtype = DType::kBFloat16;        // x_dtype if x == kFloat
   Scaling x_scaling = Scaling::kRow;       // x == kFp8; kBlock exactly if weight_scaling is
   Scaling weight_scaling = Scaling::kRow;  // weight != kInt4
@@ -38,7 +39,11 @@ struct Problem {
   DType bias_dtype = DType::kBFloat16;
   bool x_zeros = false;     // x == kInt8: asymmetric, Arguments::x_zeros and weight_sums are given
   bool fast_accum = false;  // x == kFp8: the tensor cores may keep their short sums beyond 128 columns
-  bool x_aligned = true;    // base address and row stride are multiples of 16 bytes
+  // x != kFloat: x comes as floats of x_dtype. Plan::quantizes_x says whether the product takes them, or wants them
+  // quantised first, into rows aligned to 16 bytes. int8: symmetric unless x_zeros.
+  bool quantizes_x = false;
+  bool static_scale = false;  // quantizes_x, x_scaling kTensor: Arguments::x_scales is given
+  bool x_aligned = true;      // base address and row stride are multiples of 16 bytes
   bool weight_aligned = true;
 
   int64_t groups() const { return (k + group_size - 1) / group_size; }
@@ -46,7 +51,9 @@ struct Problem {
 };
 
 struct Arguments {
-  const void* x = nullptr;             // [m, k]; with an int4 weight on CUDA in quantize::Order::kInt4Tiles, else rows
+  // [m, k]; with an int4 weight on CUDA in quantize::Order::kInt4Tiles, else rows. Plan::quantizes_x: floats, and none
+  // of the x_... below but a static scale.
+  const void* x = nullptr;
   int64_t x_stride = 0;                // elements
   const float* x_scales = nullptr;     // x != kFloat: kTensor [1], kRow [m], kBlock [m, k_blocks]
   const int32_t* x_zeros = nullptr;    // [m]
@@ -63,6 +70,8 @@ struct Arguments {
 struct Plan {
   const char* kernel = "";       // name of the kernel body
   const char* reason = "";       // the rule that chose it
+  bool quantizes_x = false;      // of Problem::quantizes_x: the product does it
+  const char* quantizer = "";    // of Problem::quantizes_x: who does, and why
   const char* instruction = "";  // the tensor cores' instruction, for people: "mma.sync s8", "wgmma e4m3", ...
   int config = -1;               // row of configs.inc
   int tile_n = 0;                // rows of W per CTA
