@@ -78,6 +78,11 @@ __device__ __forceinline__ uint16_t load_shared_2(uint32_t from) {
   asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(value) : "r"(from) : "memory");
   return value;
 }
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t from) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(value) : "r"(from) : "memory");
+  return value;
+}
 __device__ __forceinline__ float load_shared_float(uint32_t from) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];\n" : "=f"(value) : "r"(from) : "memory");
@@ -96,6 +101,16 @@ __device__ __forceinline__ float2 load_shared_float2(uint32_t from) {
 }
 __device__ __forceinline__ void store_shared_float(uint32_t to, float value) {
   asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(to), "f"(value) : "memory");
+}
+
+// Programmatic dependent launch (sm_90): lets the next kernel start; waits until what the previous one wrote is there.
+__device__ __forceinline__ void launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
+// Brings `bytes` (a multiple of 16) into the L2 cache (sm_90). A hint: it cannot change what a later load sees.
+__device__ __forceinline__ void prefetch_l2(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(from), "r"(bytes) : "memory");
 }
 
 // The CTAs of a cluster: their number of this one, a barrier of all their threads that still run, and reading the

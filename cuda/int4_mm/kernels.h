@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "int4_mm/decode.h"
 #include "qao/types.h"
 
 namespace qao::int4_mm {
@@ -33,6 +34,9 @@ struct Params {
 // Kernels of row `config` of configs.inc; `zeros`: it applies zero points.
 using Sm80Kernel = void (*)(Params);
 Sm80Kernel sm80_kernel(int config, bool half, bool zeros);
+
+using DecodeKernel = void (*)(Params, DecodeParams);
+DecodeKernel decode_kernel(int config);
 
 // What the copy engine reads, in boxes of one tile: weight [row tile][K-tile][512 bytes], scales [row tile][group]
 // [parameters], x [token][part][k].

@@ -21,8 +21,6 @@ int group_shift(int64_t group_size, int64_t k) {
   return group_size >= k ? 30 : shift;
 }
 
-int log2_of(int value) { return value <= 1 ? 0 : 1 + log2_of(value / 2); }
-
 template <typename Kernel, typename... Arguments>
 Status launch_product(Kernel kernel, const Plan& plan, cudaStream_t stream, const Arguments&... arguments) {
   const int shared_bytes = static_cast<int>(plan.shared_bytes);
@@ -57,13 +55,40 @@ Status make_tensor_maps(const Params& p, const Plan& plan, bool half, TensorMaps
   return status;
 }
 
+// Weights are on their way before the kernel ahead of this one has ended (programmatic dependent launch).
+Status launch_decode(const Problem& problem, const Plan& plan, const Params& params, cudaStream_t stream) {
+  const DecodeKernel kernel = decode_kernel(plan.config);
+  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
+  const int clusters = static_cast<int>(plan.ctas / plan.split_k);
+  DecodeParams decode;
+  int shared_bytes;
+  if (!decode_params(problem, kDecode[plan.config], plan.split_k, clusters, static_cast<int>(plan.shared_bytes),
+                     &decode, &shared_bytes)) {
+    return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
+  }
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(plan.split_k), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(plan.split_k, clusters);
+  config.blockDim = dim3(plan.warps * 32);
+  config.dynamicSmemBytes = plan.shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = plan.split_k > 1 ? 2 : 1;
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, params, decode), "launching the kernel for few tokens");
+}
+
 unsigned blocks(int64_t threads, int per_block) { return static_cast<unsigned>((threads + per_block - 1) / per_block); }
 
 }  // namespace
 
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream_handle) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
-  const Workspace layout = workspace_of(problem, plan.split_k);
+  const bool decode = plan.kernel == std::string_view("decode");  // adds split K itself
+  const Workspace layout = workspace_of(problem, decode ? 1 : plan.split_k);
   uint8_t* workspace = static_cast<uint8_t*>(arguments.workspace);
   const bool split_x = problem.x_dtype == DType::kFloat32;
   const bool finish = layout.partials >= 0;
@@ -90,6 +115,8 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   params.bias_dtype = problem.bias_dtype;
   params.y_dtype = finish ? DType::kFloat32 : problem.x_dtype;
   params.split_k = plan.split_k;
+
+  if (decode) return launch_decode(problem, plan, params, stream);
 
   float* group_sums = layout.group_sums >= 0 ? reinterpret_cast<float*>(workspace + layout.group_sums) : nullptr;
   if (split_x) {

@@ -1,6 +1,7 @@
 // Which kernel runs a problem, and how. Pure host code: a function of the problem and the GPU's numbers, nothing else.
 #include <algorithm>
 
+#include "int4_mm/decode.h"
 #include "int4_mm/tile.h"
 #include "int4_mm/workspace.h"
 #include "qao/int4_mm.h"
@@ -101,6 +102,46 @@ const Config* fastest_sm90(const Problem& problem, const Gpu& gpu, int64_t k_ste
   return best;
 }
 
+// Rows of decode.inc, as they measured: for weights of which a multiprocessor has little, for those of which it has
+// much at 9 to 16 tokens, and for all others.
+constexpr int kFewShort = 0, kFew = 1, kManyShort = 2, kMany = 3, kManyLong = 4;
+
+// Fills in `plan` if the body for few tokens serves the problem.
+bool plan_decode(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  if (gpu.compute_capability != 90 || problem.x_dtype != DType::kBFloat16 || problem.m < 1) return false;
+  if (problem.m > kDecode[kMany].max_m) return false;
+  const int64_t row_tiles = tiles_n(problem.n), steps = ceil_div(problem.k, kStepColumns);
+  const int64_t share = row_tiles * steps / gpu.num_sms;  // row tiles times K-steps of a multiprocessor
+  const bool is_short = share <= 100 && row_tiles <= 2 * gpu.num_sms, few = problem.m <= kDecode[kFew].max_m;
+  const int index = few ? (is_short ? kFewShort : kFew) : is_short ? kManyShort : share > 300 ? kManyLong : kMany;
+  const DecodeConfig& config = kDecode[index];
+
+  // Two CTAs that share row tiles, each with half of K, where that leaves fewer places of a pass empty.
+  const auto passes = [&](int64_t clusters) { return ceil_div(ceil_div(row_tiles, clusters), config.pass_tiles); };
+  const int split =
+      !is_short && steps >= 2 && gpu.num_sms >= 2 && passes(gpu.num_sms / 2) < 2 * passes(gpu.num_sms) ? 2 : 1;
+  const int clusters = static_cast<int>(std::min<int64_t>(gpu.num_sms / split, row_tiles));
+  DecodeParams params;
+  int shared_bytes;
+  if (!decode_params(problem, config, split, clusters, decode_shared_limit(config, gpu.shared_bytes_per_cta), &params,
+                     &shared_bytes)) {
+    return false;
+  }
+  plan->kernel = "decode";
+  plan->reason = "at most 16 bfloat16 tokens on Hopper: weights stream through mma.sync";
+  plan->instruction = "mma.sync bf16";
+  plan->config = index;
+  plan->tile_n = config.pass_tiles * kTileN;
+  plan->tile_m = static_cast<int>(config.max_m);
+  plan->warps = config.warps;
+  plan->stages = params.stages;
+  plan->split_k = split;
+  plan->ctas = static_cast<int64_t>(clusters) * split;
+  plan->shared_bytes = shared_bytes;
+  plan->workspace_bytes = 0;
+  return true;
+}
+
 }  // namespace
 
 Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
@@ -110,6 +151,7 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
                          "Run on a newer GPU, or on the CPU");
   }
   *plan = Plan{};
+  if (plan_decode(problem, gpu, plan)) return {};
   const bool split_x = problem.x_dtype == DType::kFloat32;  // its parts are always aligned
   const int64_t k_steps = tiles_k(problem.k) * (split_x ? kFloat32Parts : 1);
   const Config* config = nullptr;

@@ -36,4 +36,18 @@ struct Tile {
   static constexpr int kSharedBytes = std::max(warps_k * stages * kStageBytes, kEpilogueBytes);
 };
 
+// The shape of the body for few tokens. A CTA is warps_n x warps_k warps; a warp computes tiles_n row tiles a pass.
+constexpr int kStepColumns = 128, kStepBytes = kStepColumns / kTileK * kTileBytes;  // of a K-step
+
+template <int tiles_m, int tiles_n, int warps_n, int warps_k, int ctas_per_sm>
+struct DecodeTile {
+  static constexpr int kTilesM = tiles_m, kTilesN = tiles_n, kWarpsN = warps_n, kWarpsK = warps_k;
+  static constexpr int kCtasPerSm = ctas_per_sm;
+  static constexpr int kTokens = 8 * tiles_m;
+  static constexpr int kPassTiles = tiles_n * warps_n;  // row tiles
+  static constexpr int kSliceThreads = 32 * warps_n;
+  static constexpr int kThreads = kSliceThreads * warps_k;
+  static constexpr int kPaddedRow = kPassTiles * kTileN + 4;  // sums of a token, against bank conflicts
+};
+
 }  // namespace qao::int4_mm

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "gpus.h"
+#include "int4_mm/decode.h"
 #include "int4_mm/layout.h"
 #include "qao/int4_mm.h"
 
@@ -55,13 +56,71 @@ TEST_CASE("every problem has a plan that fits its GPU and covers the product") {
     CHECK(plan.stages >= 1);
     CHECK(plan.shared_bytes <= gpu.shared_bytes_per_cta);
     CHECK(plan.split_k >= 1);
-    CHECK(plan.ctas == ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m) * plan.split_k);
+    const bool decode = std::string(plan.kernel) == "decode";
+    if (decode) {
+      CHECK(gpu.compute_capability == 90);
+      CHECK(problem.m <= plan.tile_m);
+      CHECK(plan.ctas <= gpu.num_sms);
+      CHECK(plan.ctas % plan.split_k == 0);
+      CHECK(plan.workspace_bytes == 0);
+    } else {
+      CHECK(plan.ctas == ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m) * plan.split_k);
+    }
     // A slice of K without a K-tile (float32 x brings three bfloat16 parts) would be a CTA without work.
     CHECK(plan.split_k <= tiles_k(problem.k) * (problem.x_dtype == DType::kFloat32 ? 3 : 1));
-    if (plan.split_k > 1) CHECK(plan.workspace_bytes >= 4 * plan.split_k * problem.m * problem.n);
+    if (plan.split_k > 1 && !decode) CHECK(plan.workspace_bytes >= 4 * plan.split_k * problem.m * problem.n);
     CHECK(plan.kernel[0] != '\0');
     CHECK(plan.reason[0] != '\0');
   });
+}
+
+TEST_CASE("what a decode plan tells the kernel covers the product and fits the shared memory") {
+  for_each_problem([](const Problem& problem, const Gpu& gpu) {
+    for (DType scale_dtype : {DType::kFloat32, DType::kBFloat16}) {
+      Problem scaled = problem;
+      scaled.scale_dtype = scale_dtype;
+      Plan plan;
+      REQUIRE(int4_mm::plan(scaled, gpu, &plan).ok());
+      if (std::string(plan.kernel) != "decode") continue;
+      INFO(describe(scaled, gpu) << ": " << to_string(plan));
+      const DecodeConfig& config = kDecode[plan.config];
+      const int clusters = static_cast<int>(plan.ctas / plan.split_k);
+      DecodeParams d;
+      int shared_bytes;
+      REQUIRE(decode_params(scaled, config, plan.split_k, clusters, static_cast<int>(plan.shared_bytes), &d,
+                            &shared_bytes));
+      CHECK(shared_bytes <= plan.shared_bytes);
+      CHECK(d.stages == plan.stages);
+      CHECK(static_cast<int64_t>(d.row_tiles) * clusters + d.more_row_tiles == tiles_n(problem.n));
+      CHECK(d.steps >= 1);
+      CHECK(d.steps * plan.split_k + d.more_steps == ceil_div(problem.k, kStepColumns));
+      CHECK(d.passes * config.pass_tiles >= d.row_tiles + (d.more_row_tiles > 0));
+      CHECK(d.slots >= 1);
+      CHECK(d.slots <= d.passes);
+      CHECK(d.x_offset % 128 == 0);
+      CHECK(d.stage_bytes % 128 == 0);
+      CHECK(d.plain_steps * kStepColumns <= problem.k);
+    }
+  });
+}
+
+TEST_CASE("few bfloat16 tokens on Hopper stream their weights, all else does not") {
+  Problem problem;
+  problem.m = 1, problem.n = problem.k = 4096, problem.group_size = 128, problem.has_zeros = true;
+  const auto kernel = [](const Problem& of, const Gpu& gpu) {
+    Plan plan;
+    REQUIRE(int4_mm::plan(of, gpu, &plan).ok());
+    return std::string(plan.kernel);
+  };
+  const Gpu h200{90, 132, 232448}, a100{80, 108, 166912};
+  CHECK(kernel(problem, h200) == "decode");
+  CHECK(kernel(problem, a100) == "sm80");
+  problem.m = 16;
+  CHECK(kernel(problem, h200) == "decode");
+  problem.m = 17;
+  CHECK(kernel(problem, h200) == "sm80");
+  problem.m = 1, problem.x_dtype = DType::kFloat16;
+  CHECK(kernel(problem, h200) == "sm80");
 }
 
 TEST_CASE("splitting K never fills the GPU more than once") {

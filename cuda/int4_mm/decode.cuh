@@ -1,0 +1,356 @@
+// The body for few tokens on Hopper, where all that counts is that weights stream: mma.sync, weights as the 16-row
+// operand and tokens as the 8-column one. x is bfloat16.
+//
+// A CTA owns a run of row tiles and walks it in passes of kPassTiles. Its warps are kWarpsN side by side over row tiles
+// times kWarpsK slices of K; slice s takes the K-steps s, s + kWarpsK, ... of 128 columns through a cp.async ring of
+// its own, which runs on from pass to pass. Sums of the slices, and of the CTAs of a cluster that share row tiles, are
+// added in their order.
+//
+// Nibbles become operands with four instructions for eight of them: a byte in the low half of a bfloat16 is a subnormal
+// number of that value times 2^-133, exactly. So the operand's row g is q[g], its row g + 8 is q[g] + 16 q[g + 8], and
+// the two are told apart in the float32 sums. x is multiplied by 2^100 lest its products vanish. Zero points come off
+// the sums too, with the sum of x over the group that a product with ones gives. What overflows on that way, or was not
+// finite to begin with, is computed again by `exact`.
+#pragma once
+
+#include "common/convert.cuh"
+#include "common/mma.cuh"
+#include "int4_mm/decode_cta.cuh"
+
+namespace qao::int4_mm::decode {
+
+constexpr float kUnit = 8589934592.0f;  // 2^(133 - 100): what a sum of products of bytes counts
+constexpr int kPrefetchBytes = 8192;    // of weights per row tile
+
+__device__ __forceinline__ uint32_t scale_x(uint32_t pair) { return Half<T>::fma(pair, 0x71807180, 0x80008000); }
+
+template <typename Tile>
+struct Decode : Cta<Tile> {
+  using Base = Cta<Tile>;
+  using Base::Base, Base::kR, Base::kTM, Base::x_offset;
+  using Base::d, Base::lane, Base::p, Base::partials, Base::rank, Base::row_tile0, Base::row_tiles, Base::slice;
+  using Base::warp_n;
+
+  using X = uint32_t[8][kTM][2];  // operands of eight k-steps
+  __device__ __forceinline__ void load_x(uint32_t x, X& b) const {
+    const int last = d.tokens - 1;  // rows that do not exist may be any
+    if constexpr (kTM == 1) {
+      const int row = min(lane % 8, last);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t four[4];
+        ptx::ldmatrix_x4(four, x + x_offset(row, 4 * i + lane / 8));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) b[2 * i + j / 2][0][j % 2] = scale_x(four[j]);
+      }
+    } else {
+#pragma unroll
+      for (int pair = 0; pair < kTM / 2; ++pair) {
+        const int row = min(pair * 16 + lane / 16 * 8 + lane % 8, last);
+#pragma unroll
+        for (int step = 0; step < 8; ++step) {
+          uint32_t four[4];
+          ptx::ldmatrix_x4(four, x + x_offset(row, 2 * step + lane / 8 % 2));
+#pragma unroll
+          for (int j = 0; j < 4; ++j) b[step][2 * pair + j / 2][j % 2] = scale_x(four[j]);
+        }
+      }
+    }
+  }
+
+  // Where this lane's rows have their parameters inside a group, and which bytes of a word they are.
+  struct Rows {
+    uint32_t at[4], select;
+  };
+  __device__ __forceinline__ Rows rows() const {
+    const uint32_t g = lane / 4, size = size_of(p.scale_dtype), at = g * size & ~3u;
+    const uint32_t odd = p.scale_dtype == DType::kFloat16 ? 0x4432 : 0x3244;
+    const uint32_t even = p.scale_dtype == DType::kFloat16 ? 0x4410 : 0x1044;
+    return {{at, at + 8 * size, at + 16 * size, at + 24 * size}, size == 4 ? 0x3210 : g % 2 ? odd : even};
+  }
+  static __device__ __forceinline__ float from_half(float bits) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(__float_as_uint(bits))));
+  }
+
+  using Sums = float[kR][kTM][4];
+
+  // Row tiles that do not exist are multiplied like others: their sums go nowhere.
+  template <int groups>
+  __device__ __forceinline__ void multiply(uint32_t stage, const Rows& rows, Sums& sum) const {
+    X b;
+    load_x(stage + d.x_offset, b);
+    constexpr int kSteps = 8 / groups, kTogether = kR % 2 == 0 ? 2 : 1;
+    float x_sum[groups][kTM][4] = {};
+#pragma unroll
+    for (int step = 0; step < 8; ++step) {
+      const uint32_t ones[4] = {0x00010001, 0x00010001, 0x00010001, 0x00010001};
+#pragma unroll
+      for (int j = 0; j < kTM; ++j) Half<T>::mma(x_sum[step / kSteps][j], ones, b[step][j][0], b[step][j][1]);
+    }
+    const uint32_t words = stage + warp_n * kStepBytes + lane * 16;
+    const uint32_t from = stage + d.scale_offset + warp_n * (groups * p.group_bytes);
+    uint32_t parameters[4] = {from + rows.at[0], from + rows.at[1], from + rows.at[2], from + rows.at[3]};
+#pragma unroll
+    for (int first = 0; first < kR; first += kTogether) {
+      uint32_t word[kTogether][8];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint4 four =
+              ptx::load_shared_16(words + (first + i) * (Tile::kWarpsN * kStepBytes) + half * kTileBytes);
+          word[i][4 * half] = four.x, word[i][4 * half + 1] = four.y;
+          word[i][4 * half + 2] = four.z, word[i][4 * half + 3] = four.w;
+        }
+      }
+#pragma unroll
+      for (int group = 0; group < groups; ++group) {
+        float parameter[kTogether][4];  // scales of rows g and g + 8, zero points of rows g and g + 8
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+#pragma unroll
+          for (int which = 0; which < 4; ++which) {
+            const uint32_t at = parameters[which] + ((first + i) * Tile::kWarpsN * groups + group) * p.group_bytes;
+            parameter[i][which] = __uint_as_float(__byte_perm(ptx::load_shared_word(at), 0, rows.select));
+          }
+        }
+        if (p.scale_dtype == DType::kFloat16) {
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i) {
+#pragma unroll
+            for (int which = 0; which < 4; ++which) parameter[i][which] = from_half(parameter[i][which]);
+          }
+        }
+        float product[kTogether][kTM][4] = {};
+#pragma unroll
+        for (int step = group * kSteps; step < (group + 1) * kSteps; ++step) {
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i) {
+            const uint32_t odd = __byte_perm(word[i][step], 0, 0x4341);
+            const uint32_t a[4] = {word[i][step] & 0x000F000F, word[i][step] & 0x00FF00FF, odd & 0x000F000F, odd};
+#pragma unroll
+            for (int j = 0; j < kTM; ++j) Half<T>::mma(product[i][j], a, b[step][j][0], b[step][j][1]);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const float zero[2] = {d.zeros ? parameter[i][2] : kSymmetricZero,
+                                 d.zeros ? parameter[i][3] : kSymmetricZero};
+#pragma unroll
+          for (int j = 0; j < kTM; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const float low = product[i][j][e], both = product[i][j][e + 2], x = x_sum[group][j][e];
+              sum[first + i][j][e] += parameter[i][0] * (low - zero[0] * x);
+              sum[first + i][j][e + 2] += parameter[i][1] * (both - low - zero[1] * (16 * x));
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // Sums in shared memory: [slot][slice][token][kPaddedRow] float32, a slot the row tiles of a pass.
+  __device__ __forceinline__ uint32_t partial(int slot, int of_slice, int token) const {
+    return partials + ((slot * Tile::kWarpsK + of_slice) * d.tokens + token) * (Tile::kPaddedRow * 4);
+  }
+  __device__ __forceinline__ void keep(int slot, int tiles, const Sums& sum) const {
+    const uint32_t to = partial(slot, slice, lane % 4 * 2) + warp_n * (kTileN * 4) + lane / 4 * 4;
+#pragma unroll
+    for (int j = 0; j < kTM; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int token = j * 8 + e;
+        if (token + lane % 4 * 2 >= d.tokens) continue;
+#pragma unroll
+        for (int i = 0; i < kR; ++i) {
+          if (i * Tile::kWarpsN >= tiles) break;
+          const uint32_t at = to + token * (Tile::kPaddedRow * 4) + i * (Tile::kWarpsN * kTileN * 4);
+          ptx::store_shared_float(at, sum[i][j][e] * kUnit);
+          ptx::store_shared_float(at + 32, sum[i][j][e + 2] * (kUnit / 16));
+        }
+      }
+    }
+  }
+
+  // Adds slices and CTAs of the `slots` passes from `pass` on, and stores y, a thread four rows of a token.
+  template <bool clustered>
+  __device__ __forceinline__ void write(int pass, int slots) const {
+    __syncthreads();
+    constexpr int kQuads = Tile::kPassTiles * kTileN / 4, kRowsAtOnce = Tile::kThreads / kQuads;
+    static_assert(32 % kQuads == 0, "lanes of a warp share a token or have whole tokens");
+    const int m = d.tokens, quad = threadIdx.x % kQuads;
+    if constexpr (clustered) {
+      for (int row = threadIdx.x / kQuads; row < slots * m; row += kRowsAtOnce) {
+        int slot = 0, token = row;
+        while (token >= m) token -= m, ++slot;
+        float value[4] = {};
+        add_slices(slot, token, quad, value);
+        ptx::store_shared_16(partial(slot, 0, token) + quad * 16,
+                             {__float_as_uint(value[0]), __float_as_uint(value[1]), __float_as_uint(value[2]),
+                              __float_as_uint(value[3])});
+      }
+      ptx::cluster_barrier();
+    }
+    const int ranks = clustered ? gridDim.x : 1;
+    // All lanes of a warp go round alike.
+    for (int first = threadIdx.x / 32 * 32 / kQuads + (clustered ? rank * kRowsAtOnce : 0); first < slots * m;
+         first += ranks * kRowsAtOnce) {
+      int slot = 0, token = first + threadIdx.x % 32 / kQuads;
+      bool exists = token < slots * m;
+      while (exists && token >= m) token -= m, ++slot;
+      const int row_tile = (pass + slot) * Tile::kPassTiles + quad / 4,
+                n = (row_tile0 + row_tile) * kTileN + quad % 4 * 4;
+      exists = exists && row_tile < row_tiles;
+      float value[4] = {};
+      if (exists) {
+        if constexpr (clustered) {
+          for (int r = 0; r < ranks; ++r) {
+            const float4 part = ptx::load_cluster_float4(ptx::cluster_address(partial(slot, 0, token) + quad * 16, r));
+            value[0] += part.x, value[1] += part.y, value[2] += part.z, value[3] += part.w;
+          }
+        } else {
+          add_slices(slot, token, quad, value);
+        }
+      }
+      const bool wrong = !isfinite(value[0] + value[1] + value[2] + value[3]);
+      for (uint32_t lanes = __ballot_sync(kAllLanes, wrong); lanes != 0; lanes &= lanes - 1) {
+        const int from = __ffs(lanes) - 1;
+        const float4 again = exact(p, d, __shfl_sync(kAllLanes, n, from), __shfl_sync(kAllLanes, token, from));
+        if (lane == from) value[0] = again.x, value[1] = again.y, value[2] = again.z, value[3] = again.w;
+      }
+      if (exists) store(n, token, value);
+    }
+  }
+  __device__ __forceinline__ void add_slices(int slot, int token, int quad, float (&value)[4]) const {
+    const uint32_t from = partial(slot, 0, token) + quad * 16;
+#pragma unroll
+    for (int s = 0; s < Tile::kWarpsK; ++s) {
+      const uint4 part = ptx::load_shared_16(from + s * d.tokens * (Tile::kPaddedRow * 4));
+      value[0] += __uint_as_float(part.x), value[1] += __uint_as_float(part.y);
+      value[2] += __uint_as_float(part.z), value[3] += __uint_as_float(part.w);
+    }
+  }
+  __device__ __forceinline__ void store(int n, int token, float (&value)[4]) const {
+    const int64_t at = static_cast<int64_t>(token) * p.n + n;
+    const bool vector_store = p.n % 4 == 0;
+    if (p.bias != nullptr) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (n + e < p.n) value[e] += load_float(p.bias, n + e, p.bias_dtype);
+      }
+    }
+    if (vector_store) {
+      if (n < p.n) store_float4(p.y, at, p.y_dtype, value);
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (n + e < p.n) store_float(p.y, at + e, p.y_dtype, value[e]);
+      }
+    }
+  }
+
+  // Four rows of one token in plain float32 arithmetic, by a warp.
+  static __device__ __noinline__ float4 exact(const Params& p, const DecodeParams& d, int n, int token) {
+    const int lane = threadIdx.x % 32;
+    float sum[4] = {};
+    for (int k = lane; k < p.k; k += 32) {
+      const float x = __bfloat162float(static_cast<const T*>(p.x)[token * p.x_stride + k]);
+      const int group =
+          (k / kStepColumns * d.groups_of_step + k % kStepColumns * d.groups_of_step / kStepColumns) >> d.group_shift;
+      const int parameters = p.group_bytes / (kTileN * size_of(p.scale_dtype));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int q = p.weight[weight_offset(n + e, k, p.k_tiles)] >> tile_shift((n + e) % kTileN) & 15;
+        const auto read = [&](int parameter) {
+          return load_float(p.scales, scale_offset(n + e, group, p.groups, parameters, parameter), p.scale_dtype);
+        };
+        sum[e] += (q - (d.zeros ? read(1) : kSymmetricZero)) * read(0) * x;
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+#pragma unroll
+      for (int distance = 16; distance > 0; distance /= 2) sum[e] += __shfl_xor_sync(kAllLanes, sum[e], distance);
+    }
+    return {sum[0], sum[1], sum[2], sum[3]};
+  }
+};
+
+// Until all but the last stages - 2 copies under way have arrived.
+__device__ __forceinline__ void wait_for_stage(int stages) {
+  if (stages == 2) {
+    ptx::cp_async_wait<0>();
+  } else if (stages == 3) {
+    ptx::cp_async_wait<1>();
+  } else {
+    ptx::cp_async_wait<2>();
+  }
+}
+
+template <typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
+    decode_kernel(const __grid_constant__ Params p, const __grid_constant__ DecodeParams d) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  using Cta = Decode<Tile>;
+  const Cta cta(p, d, ptx::shared_address(shared));
+
+  // The kernel before this one may still run. What it writes must not be read before the wait, and might be anything,
+  // weights too: they are brought as far as the L2 cache, where a later write to them still counts.
+  if (threadIdx.x < min(cta.row_tiles, Tile::kPassTiles)) {
+    const int row_tile = cta.row_tile0 + threadIdx.x;
+    const int bytes = min(min(cta.steps * kStepBytes, (p.k_tiles - 2 * cta.begin) * kTileBytes), kPrefetchBytes);
+    ptx::prefetch_l2(p.weight + row_tile * d.row_tile_bytes + cta.begin * kStepBytes, bytes);
+    ptx::prefetch_l2(p.scales + row_tile * d.row_tile_scale_bytes, static_cast<int>(d.row_tile_scale_bytes));
+  }
+  auto ahead = cta.first();
+  const auto rows = cta.rows();
+  const auto places = cta.places();
+  ptx::wait_for_previous_kernel();
+  ptx::launch_dependents();
+
+#pragma unroll 1
+  for (int i = 0; i < d.stages - 1; ++i) {
+    cta.fetch(ahead, places, cta.stage_address(i));
+    ptx::cp_async_commit();
+    cta.advance(ahead);
+  }
+
+  uint32_t stage = cta.ring, stage_ahead = cta.stage_address(d.stages - 1);
+  const uint32_t last_stage = stage_ahead;
+  int step = cta.slice, slot = 0;
+  for (int pass = 0; pass < d.passes; ++pass) {
+    typename Cta::Sums sum = {};
+    const int tiles = cta.row_tiles - pass * Tile::kPassTiles - cta.warp_n;
+    for (; step < cta.steps; step += Tile::kWarpsK) {
+      wait_for_stage(d.stages);
+      cta.sync_slice();  // this stage has arrived for all, the previous one has been read by all
+      cta.fetch(ahead, places, stage_ahead);
+      ptx::cp_async_commit();
+      cta.advance(ahead);
+      if (d.groups_of_step == 1) {
+        cta.template multiply<1>(stage, rows, sum);
+      } else if (d.groups_of_step == 2) {
+        cta.template multiply<2>(stage, rows, sum);
+      } else {
+        cta.template multiply<4>(stage, rows, sum);
+      }
+      stage_ahead = stage;
+      stage = stage == last_stage ? cta.ring : stage + d.stage_bytes;
+    }
+    step -= cta.steps;
+    cta.keep(slot, tiles, sum);
+    if (++slot == d.slots || pass + 1 == d.passes) {
+      if (d.clustered) {
+        cta.template write<true>(pass + 1 - slot, slot);
+        ptx::cluster_barrier();  // the others have read this CTA's sums
+      } else {
+        cta.template write<false>(pass + 1 - slot, slot);
+        if (pass + 1 < d.passes) __syncthreads();
+      }
+      slot = 0;
+    }
+  }
+}
+
+}  // namespace qao::int4_mm::decode

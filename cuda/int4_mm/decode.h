@@ -1,0 +1,95 @@
+// How the body for few tokens cuts a problem: one definition for plan() and for launch().
+#pragma once
+
+#include <algorithm>
+
+#include "int4_mm/layout.h"
+#include "int4_mm/tile.h"
+#include "qao/int4_mm.h"
+
+namespace qao::int4_mm {
+
+struct DecodeConfig {
+  int64_t max_m;
+  int stages;  // at most
+  int pass_tiles, tiles_n, warps_k, warps, ctas_per_sm, padded_row;
+};
+
+template <typename Tile>
+constexpr DecodeConfig decode_config(int stages) {
+  return {Tile::kTokens,       stages,           Tile::kPassTiles, Tile::kTilesN, Tile::kWarpsK,
+          Tile::kThreads / 32, Tile::kCtasPerSm, Tile::kPaddedRow};
+}
+
+constexpr DecodeConfig kDecode[] = {
+#define QAO_DECODE(stages, ...) decode_config<DecodeTile<__VA_ARGS__>>(stages),
+#include "int4_mm/decode.inc"
+#undef QAO_DECODE
+};
+
+// What the kernel gets. Row tiles have 16 rows of W, K-steps 128 columns.
+struct DecodeParams {
+  int row_tiles, more_row_tiles;  // of a CTA; the first `more` CTAs have one more
+  int steps, more_steps;          // of a CTA of the cluster that shares row tiles, likewise
+  int plain_steps;                // the first so many are whole and fetched by one copy a thread and row
+  int tokens;
+  int64_t row_tile_bytes, row_tile_scale_bytes;
+  int passes, slots;  // passes over the row tiles, and how many of them leave their sums in shared memory together
+  int stages, stage_bytes, scale_offset, x_offset;  // of the ring; of parameters and x in a stage
+  int groups_of_step, group_shift;                  // K-step s begins with group s * groups_of_step >> group_shift
+  int chunk_shift;  // log2 of the 16-byte chunks of parameters that a K-step has per row tile
+  bool zeros, clustered;
+};
+
+inline int log2_of(int64_t value) { return value <= 1 ? 0 : 1 + log2_of(value / 2); }
+
+// Clusters of `split` CTAs, `clusters` of them. False if a CTA has not `shared_limit` bytes' room for it.
+inline bool decode_params(const Problem& problem, const DecodeConfig& config, int split, int clusters, int shared_limit,
+                          DecodeParams* to, int* shared_bytes) {
+  DecodeParams d{};
+  const int row_tiles = static_cast<int>(tiles_n(problem.n)), k_tiles = static_cast<int>(tiles_k(problem.k));
+  const int steps = (k_tiles + 1) / 2, tokens = static_cast<int>(problem.m);
+  const int group_bytes = (problem.has_zeros ? 2 : 1) * kTileN * size_of(problem.scale_dtype);
+  d.row_tiles = row_tiles / clusters, d.more_row_tiles = row_tiles % clusters;
+  d.steps = steps / split, d.more_steps = steps % split;
+  d.tokens = tokens;
+  d.row_tile_bytes = static_cast<int64_t>(k_tiles) * kTileBytes;
+  d.row_tile_scale_bytes = problem.groups() * group_bytes;
+  d.groups_of_step = problem.group_size >= problem.k ? 1
+                     : problem.group_size == 32      ? 4
+                     : problem.group_size == 64      ? 2
+                                                     : 1;
+  d.group_shift = problem.group_size >= problem.k ? 30 : log2_of(problem.group_size / kStepColumns);
+  d.chunk_shift = log2_of(d.groups_of_step * group_bytes / 16);
+  const bool plain = problem.x_aligned && (config.tiles_n << d.chunk_shift) <= 32;
+  d.plain_steps = plain ? static_cast<int>(problem.k / kStepColumns) : 0;
+  d.zeros = problem.has_zeros, d.clustered = split > 1;
+
+  const int most = d.row_tiles + (d.more_row_tiles > 0), held = std::min(most, config.pass_tiles);
+  const int scale_bytes = d.groups_of_step * group_bytes;
+  d.passes = (most + config.pass_tiles - 1) / config.pass_tiles;
+  d.scale_offset = held * kStepBytes;
+  d.x_offset = (d.scale_offset + held * scale_bytes + 127) / 128 * 128;
+  d.stage_bytes = d.x_offset + tokens * kStepColumns * 2;
+  const int slot_bytes = config.warps_k * tokens * config.padded_row * 4;
+  for (d.stages = config.stages; d.stages >= 2; --d.stages) {
+    const int ring = d.stages * config.warps_k * d.stage_bytes;
+    d.slots = std::min(d.passes, (shared_limit - ring) / slot_bytes);
+    // Row tiles that do not exist are read, from whatever follows.
+    const int read = ring - d.stage_bytes +
+                     std::max(config.pass_tiles * kStepBytes, d.scale_offset + config.pass_tiles * scale_bytes);
+    *shared_bytes = std::max(ring + d.slots * slot_bytes, read);
+    if (d.slots >= 1 && *shared_bytes <= shared_limit) {
+      *to = d;
+      return true;
+    }
+  }
+  return false;
+}
+
+// What a CTA may have so that the wanted number of them runs on a multiprocessor; each takes 1 KB besides.
+inline int decode_shared_limit(const DecodeConfig& config, int shared_bytes_per_cta) {
+  return (shared_bytes_per_cta + 1024) / config.ctas_per_sm - 1024;
+}
+
+}  // namespace qao::int4_mm
