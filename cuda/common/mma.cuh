@@ -33,6 +33,11 @@ struct Half<__nv_bfloat16> {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(sum) : "r"(a), "r"(0x3F803F80u), "r"(b));
     return sum;
   }
+  static __device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t sum;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+  }
   // d[16 x 8] += a[16 x 16] b[16 x 8]
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
@@ -60,6 +65,11 @@ struct Half<__half> {
   static __device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) {
     uint32_t sum;
     asm("add.f16x2 %0, %1, %2;\n" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+  }
+  static __device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t sum;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;\n" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
     return sum;
   }
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
