@@ -94,7 +94,7 @@ bool Argument::has_shape(std::initializer_list<int64_t> shape) const {
 std::string Argument::describe() const {
   std::string text = std::string(name_) + ": " + dtype_name(dtype_) + list_of(sizes_, dim_);
   if (!is_contiguous()) text += " strides " + list_of(strides_, dim_);
-  text += std::string(" on ") + (is_cuda() ? "cuda" : is_cpu() ? "cpu" : "another device");
+  text += is_cuda() ? " on cuda" : is_cpu() ? " on cpu" : " on another device";
   if (is_cuda()) text += ":" + std::to_string(device_index_);
   return text;
 }

@@ -25,6 +25,12 @@ __device__ __forceinline__ float load_shared_float(uint32_t from) {
   return __half2float(__ushort_as_half(bits));
 }
 
+__device__ __forceinline__ float load_shared_float(uint32_t from, int index, DType dtype) {
+  if (dtype == DType::kFloat32) return load_shared_float<DType::kFloat32>(from + index * 4);
+  if (dtype == DType::kBFloat16) return load_shared_float<DType::kBFloat16>(from + index * 2);
+  return load_shared_float<DType::kFloat16>(from + index * 2);
+}
+
 __device__ __forceinline__ void store_float(void* data, int64_t index, DType dtype, float value) {
   if (dtype == DType::kFloat32) {
     static_cast<float*>(data)[index] = value;

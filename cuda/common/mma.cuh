@@ -28,13 +28,13 @@ struct Half<__nv_bfloat16> {
   static __device__ __forceinline__ uint32_t pair(uint16_t bits) { return bits * 0x00010001u; }
   static __device__ __forceinline__ uint32_t negate(uint32_t pair) { return pair ^ 0x80008000; }
   static __device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
-  static __device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
+  static __device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t sum;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
     return sum;
   }
   // add.bf16x2 needs sm_90; the product with one is exact
-  static __device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) { return fma(a, 0x3F803F80u, b); }
+  static __device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) { return multiply_add(a, 0x3F803F80u, b); }
   // d[16 x 8] += a[16 x 16] b[16 x 8]
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
@@ -62,6 +62,11 @@ struct Half<__half> {
   static __device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) {
     uint32_t sum;
     asm("add.f16x2 %0, %1, %2;\n" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+  }
+  static __device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t sum;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;\n" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
     return sum;
   }
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -62,13 +62,13 @@ __device__ __forceinline__ void store_shared_16(uint32_t to, uint4 value) {
                "r"(value.w)
                : "memory");
 }
+__device__ __forceinline__ void store_shared_8(uint32_t to, uint2 value) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};\n" ::"r"(to), "r"(value.x), "r"(value.y) : "memory");
+}
 __device__ __forceinline__ uint2 load_shared_8(uint32_t from) {
   uint2 value;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n" : "=r"(value.x), "=r"(value.y) : "r"(from) : "memory");
   return value;
-}
-__device__ __forceinline__ void store_shared_8(uint32_t to, uint2 value) {
-  asm volatile("st.shared.v2.u32 [%0], {%1, %2};\n" ::"r"(to), "r"(value.x), "r"(value.y) : "memory");
 }
 __device__ __forceinline__ void store_shared_4(uint32_t to, uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(to), "r"(value) : "memory");
@@ -161,6 +161,15 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
 // The values are computed before this point, no later.
 __device__ __forceinline__ void pin(uint32_t (&values)[4]) {
   asm volatile("" : "+r"(values[0]), "+r"(values[1]), "+r"(values[2]), "+r"(values[3]));
+}
+
+// This thread's warp, told by one lane: the compiler then knows that branches on it do not split the warp.
+__device__ __forceinline__ int warp_index() { return __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 32), 0); }
+// True in one lane of a warp that is together (sm_90).
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile("{.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.b32 %0, 1, 0, p;}\n" : "=r"(elected));
+  return elected != 0;
 }
 
 // Registers per thread of this warpgroup from here on (sm_90a).

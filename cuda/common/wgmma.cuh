@@ -32,14 +32,15 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t shared_address) {
 #define QAO_64(c, j) QAO_32(c, j), QAO_32(c, j + 8)
 #define QAO_SUMS_32(c) QAO_16(c, 0)
 #define QAO_SUMS_64(c) QAO_32(c, 0)
-#define QAO_SUMS_104(c) QAO_32(c, 0), QAO_16(c, 8), QAO_4(c, 12)
 #define QAO_SUMS_128(c) QAO_64(c, 0)
 #define QAO_SUMS_192(c) QAO_64(c, 0), QAO_32(c, 16)
 #define QAO_SUMS_256(c) QAO_64(c, 0), QAO_64(c, 16)
 #define QAO_NAMES_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define QAO_NAMES_64 QAO_NAMES_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define QAO_NAMES_104 QAO_NAMES_64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51"
-#define QAO_NAMES_128 QAO_NAMES_104 ",%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define QAO_NAMES_128                                                                                    \
+  QAO_NAMES_64                                                                                           \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56" \
+  ",%57,%58,%59,%60,%61,%62,%63"
 #define QAO_NAMES_192                                                                                    \
   QAO_NAMES_128                                                                                          \
   ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88" \
@@ -83,21 +84,17 @@ struct Product;
     QAO_FROM_REGISTERS(Sum, c, n, "32", types, signs, r0, r1, r2, r3, r4, r5) \
     QAO_FROM_SHARED(Sum, c, n, "32", types, signs, r0, r1, r2)                \
   };
-#define QAO_PRODUCTS(n, ...)                            \
-  QAO_PRODUCT_16(__nv_bfloat16, "bf16", n, __VA_ARGS__) \
-  QAO_PRODUCT_16(__half, "f16", n, __VA_ARGS__)
-#define QAO_ALL_PRODUCTS(n, ...)                                        \
-  QAO_PRODUCTS(n, __VA_ARGS__)                                          \
+#define QAO_PRODUCTS(n, ...)                                            \
+  QAO_PRODUCT_16(__nv_bfloat16, "bf16", n, __VA_ARGS__)                 \
+  QAO_PRODUCT_16(__half, "f16", n, __VA_ARGS__)                         \
   QAO_PRODUCT_8(int8_t, int, QAO_INT, ".s32.s8.s8", "", n, __VA_ARGS__) \
   QAO_PRODUCT_8(E4m3, float, QAO_FLOAT, ".f32.e4m3.e4m3", ", 1, 1", n, __VA_ARGS__)
-QAO_ALL_PRODUCTS(32, 16, 17, 18, 19, 20, 21)
-QAO_ALL_PRODUCTS(64, 32, 33, 34, 35, 36, 37)
-QAO_PRODUCTS(104, 52, 53, 54, 55, 56, 57)
-QAO_ALL_PRODUCTS(128, 64, 65, 66, 67, 68, 69)
-QAO_ALL_PRODUCTS(192, 96, 97, 98, 99, 100, 101)
-QAO_ALL_PRODUCTS(256, 128, 129, 130, 131, 132, 133)
+QAO_PRODUCTS(32, 16, 17, 18, 19, 20, 21)
+QAO_PRODUCTS(64, 32, 33, 34, 35, 36, 37)
+QAO_PRODUCTS(128, 64, 65, 66, 67, 68, 69)
+QAO_PRODUCTS(192, 96, 97, 98, 99, 100, 101)
+QAO_PRODUCTS(256, 128, 129, 130, 131, 132, 133)
 
-#undef QAO_ALL_PRODUCTS
 #undef QAO_PRODUCTS
 #undef QAO_PRODUCT_8
 #undef QAO_PRODUCT_16
@@ -108,13 +105,11 @@ QAO_ALL_PRODUCTS(256, 128, 129, 130, 131, 132, 133)
 #undef QAO_NAMES_256
 #undef QAO_NAMES_192
 #undef QAO_NAMES_128
-#undef QAO_NAMES_104
 #undef QAO_NAMES_64
 #undef QAO_NAMES_32
 #undef QAO_SUMS_256
 #undef QAO_SUMS_192
 #undef QAO_SUMS_128
-#undef QAO_SUMS_104
 #undef QAO_SUMS_64
 #undef QAO_SUMS_32
 #undef QAO_64

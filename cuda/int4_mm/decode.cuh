@@ -22,7 +22,9 @@ namespace qao::int4_mm::decode {
 constexpr float kUnit = 8589934592.0f;  // 2^(133 - 100): what a sum of products of bytes counts
 constexpr int kPrefetchBytes = 8192;    // of weights per row tile
 
-__device__ __forceinline__ uint32_t scale_x(uint32_t pair) { return Half<T>::fma(pair, 0x71807180, 0x80008000); }
+__device__ __forceinline__ uint32_t scale_x(uint32_t pair) {
+  return Half<T>::multiply_add(pair, 0x71807180, 0x80008000);
+}
 
 template <typename Tile>
 struct Decode : Cta<Tile> {

@@ -1,7 +1,5 @@
-// The product kernels as launch.cu sees them: one parameter block, one table a body.
+// The mma.sync kernels as launch.cu sees them: one parameter block, one table a body.
 #pragma once
-
-#include <cuda.h>
 
 #include <cstdint>
 
@@ -37,13 +35,5 @@ Sm80Kernel sm80_kernel(int config, bool half, bool zeros);
 
 using DecodeKernel = void (*)(Params, DecodeParams);
 DecodeKernel decode_kernel(int config);
-
-// What the copy engine reads, in boxes of one tile: weight [row tile][K-tile][512 bytes], scales [row tile][group]
-// [parameters], x [token][part][k].
-struct TensorMaps {
-  CUtensorMap weight, scales, x;
-};
-using Sm90Kernel = void (*)(Params, TensorMaps);
-Sm90Kernel sm90_kernel(int config, bool half, bool zeros);
 
 }  // namespace qao::int4_mm

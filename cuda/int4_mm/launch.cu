@@ -5,9 +5,9 @@
 #include "common/check.h"
 #include "common/float32.cuh"
 #include "common/shared_memory.h"
-#include "common/tensor_map.h"
 #include "int4_mm/kernels.h"
 #include "int4_mm/layout.h"
+#include "int4_mm/sm90_kernels.h"
 #include "int4_mm/split_k.cuh"
 #include "int4_mm/workspace.h"
 
@@ -21,38 +21,12 @@ int group_shift(int64_t group_size, int64_t k) {
   return group_size >= k ? 30 : shift;
 }
 
-template <typename Kernel, typename... Arguments>
-Status launch_product(Kernel kernel, const Plan& plan, cudaStream_t stream, const Arguments&... arguments) {
+Status launch_product(Sm80Kernel kernel, const Plan& plan, const Params& params, cudaStream_t stream) {
   const int shared_bytes = static_cast<int>(plan.shared_bytes);
   if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
   const dim3 grid(static_cast<unsigned>(plan.ctas / plan.split_k), plan.split_k);
-  kernel<<<grid, plan.warps * 32, shared_bytes, stream>>>(arguments...);
+  kernel<<<grid, plan.warps * 32, shared_bytes, stream>>>(params);
   return launch_status("launching int4_mm_kernel");
-}
-
-Status make_tensor_maps(const Params& p, const Plan& plan, bool half, TensorMaps* maps) {
-  using Size = cuuint64_t;
-  const Size k_tiles = p.k_tiles, row_tiles = p.row_tiles, groups = p.groups, group_bytes = p.group_bytes;
-  const cuuint32_t box_rows = plan.tile_n / kTileN, box_groups = p.group_shift < 0 ? 2 : 1;
-  const TensorShape weight{
-      {kTileBytes / 4, k_tiles, row_tiles}, {kTileBytes, k_tiles * kTileBytes}, {kTileBytes / 4, 1, box_rows}};
-  const TensorShape scales{{group_bytes / 2, groups, row_tiles},
-                           {group_bytes, groups * group_bytes},
-                           {static_cast<cuuint32_t>(group_bytes / 2), box_groups, box_rows}};
-  const Size part_stride = p.parts > 1 ? p.part_stride : p.x_stride;
-  const TensorShape x{{static_cast<Size>(p.k), static_cast<Size>(p.parts), static_cast<Size>(p.m)},
-                      {part_stride * 2, static_cast<Size>(p.x_stride) * 2},
-                      {kTileK, 1, static_cast<cuuint32_t>(plan.tile_m)}};
-  Status status =
-      encode_tensor_map(&maps->weight, p.weight, CU_TENSOR_MAP_DATA_TYPE_UINT32, weight, CU_TENSOR_MAP_SWIZZLE_NONE);
-  if (status.ok())
-    status =
-        encode_tensor_map(&maps->scales, p.scales, CU_TENSOR_MAP_DATA_TYPE_UINT16, scales, CU_TENSOR_MAP_SWIZZLE_NONE);
-  if (status.ok()) {
-    const CUtensorMapDataType dtype = half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    status = encode_tensor_map(&maps->x, p.x, dtype, x, CU_TENSOR_MAP_SWIZZLE_128B);
-  }
-  return status;
 }
 
 // Weights are on their way before the kernel ahead of this one has ended (programmatic dependent launch).
@@ -87,8 +61,8 @@ unsigned blocks(int64_t threads, int per_block) { return static_cast<unsigned>((
 
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream_handle) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
-  const bool decode = plan.kernel == std::string_view("decode");  // adds split K itself
-  const Workspace layout = workspace_of(problem, decode ? 1 : plan.split_k);
+  const bool decode = plan.kernel == std::string_view("decode"), hopper = plan.kernel == std::string_view("sm90");
+  const Workspace layout = workspace_of(problem, decode ? 1 : plan.split_k, hopper);  // decode adds split K itself
   uint8_t* workspace = static_cast<uint8_t*>(arguments.workspace);
   const bool split_x = problem.x_dtype == DType::kFloat32;
   const bool finish = layout.partials >= 0;
@@ -132,17 +106,13 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
     params.x_aligned = true;
   }
 
+  if (hopper) {
+    const sm90::X x{params.x, params.x_stride, params.parts, params.part_stride, group_sums};
+    return sm90::launch(problem, plan, arguments, x, stream_handle);
+  }
   // The kernel applies zero points itself, except to a split x, where its rounding would show.
   const bool half = problem.x_dtype == DType::kFloat16, zeros = problem.has_zeros && !split_x;
-  if (plan.kernel == std::string_view("sm90")) {
-    TensorMaps maps;
-    if (Status status = make_tensor_maps(params, plan, half, &maps); !status.ok()) return status;
-    if (Status status = launch_product(sm90_kernel(plan.config, half, zeros), plan, stream, params, maps);
-        !status.ok()) {
-      return status;
-    }
-  } else if (Status status = launch_product(sm80_kernel(plan.config, half, zeros), plan, stream, params);
-             !status.ok()) {
+  if (Status status = launch_product(sm80_kernel(plan.config, half, zeros), plan, params, stream); !status.ok()) {
     return status;
   }
   if (!finish) return {};

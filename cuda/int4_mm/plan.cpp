@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "int4_mm/decode.h"
+#include "int4_mm/sm90_tile.h"
 #include "int4_mm/tile.h"
 #include "int4_mm/workspace.h"
 #include "qao/int4_mm.h"
@@ -19,39 +20,35 @@ struct Config {
 };
 
 template <typename Tile>
-constexpr Config config_of(const char* kernel, int index, int64_t max_m, bool one_wave, int extra_warps) {
-  return {kernel,
+constexpr Config config_of(int index, int64_t max_m, bool one_wave) {
+  return {"sm80",
           index,
           max_m,
           one_wave,
           Tile::kN,
           Tile::kM,
           Tile::kWarpsK,
-          Tile::kThreads / 32 + extra_warps,
+          Tile::kThreads / 32,
           Tile::kStages,
           Tile::kCtasPerSm,
           Tile::kSharedBytes};
 }
 
 constexpr int64_t kAnyM = INT64_MAX;
-// A row's index is its place among the rows of its kernel: __COUNTER__ counts from wherever each list begins.
-constexpr int kFirstSm80 = __COUNTER__ + 1;
+constexpr int kFirstSm80 = __COUNTER__ + 1;  // a row's index is its place in the list: __COUNTER__ may begin anywhere
 constexpr Config kSm80[] = {
-#define QAO_SM80(max_m, one_wave, ...) \
-  config_of<Tile<__VA_ARGS__>>("sm80", __COUNTER__ - kFirstSm80, max_m, one_wave, 0),
+#define QAO_SM80(max_m, one_wave, ...) config_of<Tile<__VA_ARGS__>>(__COUNTER__ - kFirstSm80, max_m, one_wave),
 #define QAO_SM90(...)
 #include "int4_mm/configs.inc"
-#undef QAO_SM80
 #undef QAO_SM90
+#undef QAO_SM80
 };
-constexpr int kFirstSm90 = __COUNTER__ + 1;
-constexpr Config kSm90[] = {
+constexpr int kSm90Tokens[] = {
 #define QAO_SM80(...)
-#define QAO_SM90(...) \
-  config_of<Tile<__VA_ARGS__>>("sm90", __COUNTER__ - kFirstSm90, kAnyM, false, kProducerThreads / 32),
+#define QAO_SM90(tokens) tokens,
 #include "int4_mm/configs.inc"
-#undef QAO_SM80
 #undef QAO_SM90
+#undef QAO_SM80
 };
 
 constexpr int kLargestMmaSyncM = 32;  // on Hopper; above, wgmma wins
@@ -69,12 +66,6 @@ const Config* first_sm80(const Problem& problem, const Gpu& gpu) {
   return nullptr;
 }
 
-// float32 x is split into bfloat16 parts.
-const char* instruction_of(const Problem& problem, bool wgmma) {
-  if (problem.x_dtype == DType::kFloat16) return wgmma ? "wgmma f16" : "mma.sync f16";
-  return wgmma ? "wgmma bf16" : "mma.sync bf16";
-}
-
 int64_t output_tiles(const Config& config, const Problem& problem) {
   return ceil_div(problem.n, config.tile_n) * ceil_div(std::max<int64_t>(problem.m, 1), config.tile_m);
 }
@@ -88,18 +79,52 @@ int choose_split(const Config& config, int64_t tiles, int64_t k_steps, int num_s
   return static_cast<int>(std::clamp<int64_t>(std::min(fill, deepest), 1, 32));
 }
 
-// The row of least waves x time of a wave, which measured like (tile_m + 128); a split wave takes its share of that.
-const Config* fastest_sm90(const Problem& problem, const Gpu& gpu, int64_t k_steps) {
-  const Config* best = nullptr;
+// CTAs of a cluster must find room in one part of the chip, so large clusters cannot fill it.
+bool clusters_fit(int64_t tiles, int split, int64_t slots) {
+  return split == 1 || (split == 2 ? tiles * 2 <= slots : tiles * split * 4 <= slots * 3);
+}
+
+// Microseconds of a K-tile, measured on an H200. `crowded`: CTAs share a multiprocessor.
+double k_tile_time(int tokens, bool exact, bool crowded) {
+  if (tokens <= 64 && !exact) return crowded ? 0.68 : 0.44;
+  return 0.27 + 0.0015 * tokens;
+}
+
+// The row, cluster and split of least time by a model: waves x (K-tiles x time of one + what surrounds them). Large
+// tiles rather fetch x for two CTAs at once.
+void plan_sm90(const Problem& problem, const Gpu& gpu, int64_t k_steps, Plan* plan) {
+  const bool exact = problem.x_dtype == DType::kFloat32;
   double least = 0;
-  for (const Config& config : kSm90) {
-    if (config.shared_bytes > gpu.shared_bytes_per_cta) continue;
-    const int64_t tiles = output_tiles(config, problem);
-    const int split = choose_split(config, tiles, k_steps, gpu.num_sms);
-    const double time = static_cast<double>(ceil_div(tiles * split, gpu.num_sms) * (config.tile_m + 128)) / split;
-    if (best == nullptr || time < least) best = &config, least = time;
+  for (int row = 0; row < static_cast<int>(std::size(kSm90Tokens)); ++row) {
+    const int tokens = kSm90Tokens[row];
+    if (!sm90::serves(tokens, exact)) continue;
+    const sm90::Stage stage(exact, tokens);
+    const int64_t slots = gpu.num_sms * sm90::ctas_per_sm(tokens, exact);
+    for (int share = tokens > 128 ? 2 : 1; share >= 1; --share) {
+      const int64_t tiles = ceil_div(problem.n, share * sm90::kRows) * share * ceil_div(problem.m, tokens);
+      for (int split = 1; split <= (sm90::splits(tokens) ? sm90::kMaxSplit : 1); ++split) {
+        if (split > k_steps || !clusters_fit(tiles, split, slots)) continue;
+        const bool crowded = split == 1 ? tiles > gpu.num_sms : !clusters_fit(tiles, split, gpu.num_sms);
+        const double k_tile = k_tile_time(tokens, exact, crowded);
+        const double wave = static_cast<double>(ceil_div(k_steps, split)) * k_tile + 2 + 0.01 * tokens;
+        const double time = static_cast<double>(ceil_div(tiles * split, slots)) * wave + (split > 1 ? 5.5 : 0);
+        if (least != 0 && time >= least) continue;
+        least = time;
+        plan->config = row;
+        plan->tile_n = share * sm90::kRows;
+        plan->tile_m = tokens;
+        plan->stages = stage.count;
+        plan->shared_bytes = stage.total;
+        plan->split_k = split;
+        plan->ctas = split > 1 ? tiles * split : std::min<int64_t>(tiles, slots / share * share);
+      }
+    }
   }
-  return best;
+  plan->kernel = "sm90";
+  plan->reason = "many tokens on Hopper: wgmma";
+  plan->instruction = problem.x_dtype == DType::kFloat16 ? "wgmma f16" : "wgmma bf16";
+  plan->warps = (sm90::kConsumerThreads + sm90::kProducerThreads) / 32;
+  plan->workspace_bytes = workspace_of(problem, plan->split_k, true).bytes;
 }
 
 // Rows of decode.inc, as they measured: for weights of which a multiprocessor has little, for those of which it has
@@ -154,25 +179,26 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   if (plan_decode(problem, gpu, plan)) return {};
   const bool split_x = problem.x_dtype == DType::kFloat32;  // its parts are always aligned
   const int64_t k_steps = tiles_k(problem.k) * (split_x ? kFloat32Parts : 1);
-  const Config* config = nullptr;
-  if (gpu.compute_capability != 90) {
-    plan->reason = "mma.sync serves every GPU from sm_80";
-  } else if (problem.m <= kLargestMmaSyncM) {
-    plan->reason = "few tokens: mma.sync with K split over warps";
-  } else if (!problem.x_aligned && !split_x) {
-    plan->reason = "the copy engine needs x aligned to 16 bytes";
-  } else {
-    plan->reason = "many tokens on Hopper: wgmma";
-    config = fastest_sm90(problem, gpu, k_steps);
+  const char* reason = "mma.sync serves every GPU from sm_80";
+  if (gpu.compute_capability == 90) {
+    if (problem.m <= kLargestMmaSyncM) {
+      reason = "few tokens: mma.sync with K split over warps";
+    } else if (!problem.x_aligned && !split_x) {
+      reason = "the copy engine needs x aligned to 16 bytes";
+    } else {
+      plan_sm90(problem, gpu, k_steps, plan);
+      return {};
+    }
   }
-  plan->instruction = instruction_of(problem, config != nullptr);
-  if (config == nullptr) config = first_sm80(problem, gpu);
+  const Config* config = first_sm80(problem, gpu);
   if (config == nullptr) {
     return Status::error("no kernel fits the GPU's " + std::to_string(gpu.shared_bytes_per_cta) +
                          " bytes of shared memory");
   }
   const int64_t tiles = output_tiles(*config, problem);
   plan->kernel = config->kernel;
+  plan->reason = reason;
+  plan->instruction = problem.x_dtype == DType::kFloat16 ? "mma.sync f16" : "mma.sync bf16";
   plan->config = config->index;
   plan->tile_n = config->tile_n;
   plan->tile_m = config->tile_m;
@@ -181,7 +207,7 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   plan->split_k = choose_split(*config, tiles, k_steps, gpu.num_sms);
   plan->ctas = tiles * plan->split_k;
   plan->shared_bytes = config->shared_bytes;
-  plan->workspace_bytes = workspace_of(problem, plan->split_k).bytes;
+  plan->workspace_bytes = workspace_of(problem, plan->split_k, false).bytes;
   return {};
 }
 

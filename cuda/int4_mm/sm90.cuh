@@ -1,199 +1,236 @@
-// The Hopper body for many tokens: wgmma with weights dequantised in registers as the 64-row operand and x read from
-// shared memory, everything brought by the copy engine.
+// The Hopper body for many tokens: wgmma with W as the 64-row operand, dequantised in registers, and x as the columns
+// from shared memory, everything brought by the copy engine.
 //
-// A producer thread keeps a ring of K-tiles full. Two consumer warpgroups own 64 rows of W each; while the tensor cores
-// work on a warpgroup's K-tile it dequantises the next, and while it adds up a group's sum they work for the other:
+// A producer warp keeps a ring of K-tiles full: 64 columns of x, of W and its scales, which three more warps make
+// ready. Two consumer warpgroups own 64 rows of W each; one makes its next operand under the products of the other.
+// CTAs are persistent: a tile's first K-tiles arrive during the last epilogue.
 //
-//   tensor cores  | A, tile 0 | B, tile 0 | A, tile 1 | B, tile 1 | ...
-//   warpgroup A   | prepare 1 | add 0     | prepare 2 | add 1     | ...
-//   warpgroup B   |           | prepare 1 | add 0     | prepare 2 | ...
+//            tokens
+//         +---------+      y[m][n] = sum over k of W[n][k] x[m][k] + bias[n]
+//         |    x    |
+//         +---------+      W = (q - zero) scale, rounded once to the 16 bits of x. A float32 x, three bfloat16 parts,
+//         is
+//   +---+ +---------+      multiplied by whole numbers instead, and its sums are scaled once a K-tile.
+//   | W | |    y    |
+//   +---+ +---------+
 #pragma once
 
-#include "common/tma.cuh"
 #include "common/wgmma.cuh"
-#include "int4_mm/cta.cuh"
+#include "int4_mm/sm90_epilogue.cuh"
+#include "int4_mm/sm90_operand.cuh"
+#include "int4_mm/sm90_producer.cuh"
 
 namespace qao::int4_mm::sm90 {
 
-constexpr int kSteps = kTileK / 16;
-
-// 65536 registers a multiprocessor: two consumer warpgroups keep most of what the producers' give up.
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-
-// A warp's rows of one K-tile, ready for the tensor cores.
-struct Operand {
-  uint32_t step[kSteps][4];
-};
-
-// k-steps [first, first + steps) share a group. `fresh` begins a sum, otherwise the products are added to it.
-template <int first, int steps, typename T, typename Tile>
-__device__ __forceinline__ void start_product(float (&product)[Tile::kTilesM][4], const Operand& a, uint64_t x,
-                                              bool fresh) {
-  wgmma::fence();
-#pragma unroll
-  for (int step = first; step < first + steps; ++step) {
-    wgmma::Product<T, Tile::kTilesM * 8>::run(product, a.step[step], x + 2 * step, step > first || !fresh);
-  }
-  wgmma::commit();
-}
-
-template <typename Cta, typename Tile>
-__device__ __forceinline__ void add_scaled(const typename Cta::Group& group, const float (&product)[Tile::kTilesM][4],
-                                           float (&sum)[Tile::kTilesM][4]) {
-#pragma unroll
-  for (int j = 0; j < Tile::kTilesM; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) sum[j][e] += group.scale[e / 2] * product[j][e];
-  }
-}
-
-// The mbarriers of the ring, one pair a stage.
-struct Ring {
-  uint32_t arrived, released;  // shared addresses
-  int stage = 0, parity = 0;
-
-  __device__ __forceinline__ uint32_t arrived_now() const { return arrived + stage * 8; }
-  __device__ __forceinline__ uint32_t released_now() const { return released + stage * 8; }
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage == stages) stage = 0, parity ^= 1;
-  }
-};
-
-// One thread of the producer warps: fills stage after stage with K-tiles. What lies outside a tensor arrives as zero.
-template <typename Tile, typename Cta>
-__device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, const Cta& cta, Ring ring, int begin,
-                                        int end) {
-  const int groups = p.group_shift < 0 ? 2 : 1;  // per K-tile
-  const int bytes = Tile::kXBytes + Tile::kWeightBytes + Tile::kRowTiles * groups * p.group_bytes;
-  int part = begin / p.k_tiles, k_tile = begin % p.k_tiles;
-  for (int i = begin; i < end; ++i) {
-    if (i - begin >= Tile::kStages) tma::barrier_wait(ring.released_now(), ring.parity ^ 1);
-    const uint32_t to = cta.stage_address(ring.stage), barrier = ring.arrived_now();
-    tma::barrier_expect(barrier, bytes);
-    tma::load_3d(Cta::x_address(to), &maps.x, k_tile * kTileK, part, static_cast<int>(cta.token0), barrier);
-    tma::load_3d(to, &maps.weight, 0, k_tile, cta.row_tile0, barrier);
-    tma::load_3d(Cta::scale_address(to), &maps.scales, 0, groups == 2 ? 2 * k_tile : k_tile >> p.group_shift,
-                 cta.row_tile0, barrier);
-    ring.advance(Tile::kStages);
-    if (++k_tile == p.k_tiles) k_tile = 0, ++part;
-  }
-}
-
-// One warpgroup's 64 rows. K-tiles alternate between two operand buffers.
-template <bool two_groups, typename T, typename Tile, typename Cta>
+// One warpgroup's 64 rows of one tile of y.
+template <typename K>
 struct Consumer {
-  static constexpr int kGroups = two_groups ? 2 : 1, kGroupSteps = kSteps / kGroups;
+  using T = typename K::T;
 
   const Params& p;
-  const Cta& cta;
-  typename Cta::Sums& sum;
-  Ring ring;
-  typename Cta::Group groups[2][kGroups];  // a buffer's
-  Operand operand[2];
-  float product[Tile::kTilesM][4];  // of the K-tiles of a group so far
-  int at;                           // the present K-tile, counted within its part of x
-  bool fresh = true;                // it is the first of its group
-  const int group_mask = two_groups ? 0 : (1 << p.group_shift) - 1;
+  Ring& ring;
+  const int lane = threadIdx.x % 32, warp = ptx::warp_index(), rank = ptx::cluster_rank();
+  float product[K::kTilesM][4];
+  float sum[K::kExact ? K::kTilesM : 1][4];
+  Operand operand[K::kExact ? 2 : 1];  // exact: K-tiles alternate between two
+  typename K::Raw raw;
 
-  // Dequantises the K-tile of the ring's present stage, once it has arrived.
-  template <int buffer>
-  __device__ __forceinline__ void prepare_next() {
+  // Waits for the K-tile of the ring's present stage and reads what is to be converted.
+  __device__ __forceinline__ void fetch() {
     tma::barrier_wait(ring.arrived_now(), ring.parity);
-    const uint32_t stage = cta.stage_address(ring.stage);
-    const uint4 words = cta.read_words(stage, 0);
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) cta.read_group(stage, g, 0, groups[buffer][g], kGroups * p.group_bytes);
+    const uint32_t weight = ring.address<K>() + K::kStage.x;
+    raw.load(weight, weight + K::kStage.weight + K::kStage.scales, p.groups_per_tile, warp, lane);
+  }
+  // An operand from what fetch() read.
+  template <int buffer>
+  __device__ __forceinline__ void convert() {
+    raw.convert(operand[buffer]);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      Cta::dequantize(Cta::word_of(words, step), groups[buffer][step / kGroupSteps], operand[buffer].step[step]);
+      ptx::pin(operand[buffer][step]);  // or the compiler moves this work behind the wait it should hide under
     }
-    if (Cta::any_fraction(groups[buffer])) {
+  }
+
+  // Products of k-steps [first, first + steps), added to `product` unless `fresh`. Nothing may write registers between.
+  template <int buffer, int first, int steps>
+  __device__ __forceinline__ void multiply(uint32_t stage, bool fresh) {
+    const uint64_t x = wgmma::descriptor(stage);
+    wgmma::fence();
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        Cta::take_fraction(groups[buffer][step / kGroupSteps], operand[buffer].step[step]);
+    for (int step = first; step < first + steps; ++step) {
+      wgmma::Product<T, K::kTokens>::run(product, operand[buffer][step], x + 2 * step, step > first || !fresh);
+    }
+    wgmma::commit();
+  }
+
+  // To the producers of all CTAs that fetch x together.
+  __device__ __forceinline__ void release(uint32_t barrier) const {
+    __syncwarp();
+    if (lane < p.share) tma::barrier_arrive_at(barrier, p.share > 1 ? lane : rank);
+  }
+
+  static __device__ __forceinline__ void clear(float (&sums)[K::kTilesM][4]) {
+#pragma unroll
+    for (int j = 0; j < K::kTilesM; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[j][e] = 0;
+    }
+  }
+
+  // Products that take an operand from registers hold up the warps that issue them, so conversion hides only under the
+  // products of the other warpgroup, and one operand is enough.
+  __device__ __forceinline__ void walk(int begin, int end) {
+    clear(product);
+    fetch();
+    convert<0>();
+#pragma unroll 1
+    for (int i = begin; i < end; ++i) {
+      const bool more = i + 1 < end;
+      const uint32_t released = ring.released_now();
+      multiply<0, 0, kSteps>(ring.address<K>(), false);
+      ring.advance<K>();
+      if (more) fetch();
+      wgmma::wait<0>();
+      release(released);
+      if (more) convert<0>();
+    }
+  }
+
+  // A group's scale and zero point - 8, of rows g and g + 8.
+  struct Group {
+    float scale[2], zero[2];
+  };
+  template <DType dtype>
+  __device__ __forceinline__ Group read_group(uint32_t from) const {
+    Group group;
+#pragma unroll
+    for (int high = 0; high < 2; ++high) {
+      const uint32_t at = from + (lane / 4 + high * 8) * size_of(dtype);
+      group.scale[high] = load_shared_float<dtype>(at);
+      const float zero = p.has_zeros ? load_shared_float<dtype>(at + kTileN * size_of(dtype)) : kSymmetricZero;
+      group.zero[high] = zero - kSymmetricZero;
+    }
+    return group;
+  }
+  __device__ __forceinline__ Group read_group(uint32_t stage, int index) const {
+    const uint32_t from = stage + K::kStage.x + K::kStage.weight + (warp * p.groups_per_tile + index) * p.group_bytes;
+    if (p.scale_dtype == DType::kBFloat16) return read_group<DType::kBFloat16>(from);
+    if (p.scale_dtype == DType::kFloat16) return read_group<DType::kFloat16>(from);
+    return read_group<DType::kFloat32>(from);
+  }
+  __device__ __forceinline__ void fold(const Group& group, uint32_t sums) {
+#pragma unroll
+    for (int j = 0; j < K::kTilesM; ++j) {
+      const float2 x_sum = ptx::load_shared_float2(sums + (j * 8 + lane % 4 * 2) * 4);
+      const float x_sum_of[2] = {x_sum.x, x_sum.y};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        sum[j][e] += group.scale[e / 2] * (product[j][e] - group.zero[e / 2] * x_sum_of[e % 2]);
       }
     }
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      ptx::pin(operand[buffer].step[step]);  // or the compiler moves this work behind the wait it should hide under
-    }
   }
 
-  // Multiplies what is in `buffer`; `meanwhile` runs beside the tensor cores. Scales are applied once a group.
-  template <int buffer, typename Meanwhile>
-  __device__ __forceinline__ void multiply(uint64_t x, bool ends_group, const Meanwhile& meanwhile) {
-    start_product<0, kGroupSteps, T, Tile>(product, operand[buffer], x, two_groups || fresh);
-    if constexpr (two_groups) {
+  // The present K-tile, and the next one's operand. `groups`: in a K-tile.
+  template <int groups, int buffer>
+  __device__ __forceinline__ void exact_k_tile(bool last) {
+    constexpr int kGroupSteps = kSteps / groups;
+    const uint32_t stage = ring.address<K>(), released = ring.released_now();
+    const uint32_t sums = stage + K::kStage.x + K::kStage.weight + K::kStage.scales;
+    ring.advance<K>();
+    const auto group = [&](auto index) {
+      constexpr int g = decltype(index)::value;
+      multiply<buffer, g * kGroupSteps, kGroupSteps>(stage, true);
+      if constexpr (g + 1 == groups) {
+        if (!last) {
+          fetch();
+          convert<1 - buffer>();
+        }
+      }
+      const Group scales = read_group(stage, g);
       wgmma::wait<0>();
-      add_scaled<Cta, Tile>(groups[buffer][0], product, sum[0]);
-      start_product<kGroupSteps, kGroupSteps, T, Tile>(product, operand[buffer], x, true);
+      fold(scales, sums + g * K::kTokens * 4);
+    };
+    group(std::integral_constant<int, 0>{});
+    if constexpr (groups > 1) group(std::integral_constant<int, 1>{});
+    release(released);
+  }
+  template <int groups>
+  __device__ __forceinline__ void walk_exact(int begin, int end) {
+    clear(sum);
+    fetch();
+    convert<0>();
+    for (int i = begin; i < end; i += 2) {
+      exact_k_tile<groups, 0>(i + 1 == end);
+      if (i + 1 < end) exact_k_tile<groups, 1>(i + 2 == end);
     }
-    meanwhile();
-    wgmma::wait<0>();
-    if (two_groups || ends_group) add_scaled<Cta, Tile>(groups[buffer][kGroups - 1], product, sum[0]);
   }
 
-  template <int buffer>
-  __device__ __forceinline__ void k_tile(bool last) {
-    const uint64_t x = wgmma::descriptor(Cta::x_address(cta.stage_address(ring.stage)));
-    const uint32_t released = ring.released_now();
-    ring.advance(Tile::kStages);
-    at = at + 1 == p.k_tiles ? 0 : at + 1;
-    const bool ends_group = last || (at & (group_mask)) == 0;
-    multiply<buffer>(x, ends_group, [&] {
-      if (!last) prepare_next<1 - buffer>();
-    });
-    fresh = ends_group;
-    __syncwarp();
-    if (cta.lane == 0) tma::barrier_arrive(released);
+  __device__ __forceinline__ void run(const Place& at, uint32_t epilogue) {
+    const int64_t token0 = static_cast<int64_t>(at.token_block) * K::kTokens;
+    const int row0 = at.row_block * kRows + warp / 4 * 64;
+    if constexpr (!K::kExact) {
+      walk(at.begin, at.end);
+      write(product, epilogue, token0, row0);
+    } else {
+      if (p.groups_per_tile == 2) {
+        walk_exact<2>(at.begin, at.end);
+      } else {
+        walk_exact<1>(at.begin, at.end);
+      }
+      write(sum, epilogue, token0, row0);
+    }
   }
 
-  __device__ __forceinline__ void run(int begin, int end) {
-    const int k_tiles = end - begin;
-    if (k_tiles == 0) return;
-    at = begin % p.k_tiles;
-    prepare_next<0>();
-    for (int i = 0; i < k_tiles; i += 2) {
-      k_tile<0>(i + 1 == k_tiles);
-      if (i + 1 < k_tiles) k_tile<1>(i + 2 == k_tiles);
+  __device__ __forceinline__ void write(const float (&result)[K::kTilesM][4], uint32_t epilogue, int64_t token0,
+                                        int row0) const {
+    if (K::kSplits && p.split_k > 1) {
+      if constexpr (K::kSplits) {
+        ptx::named_barrier(3, kConsumerThreads);  // both warpgroups are done with the ring, which the tile overlays
+        write_split_result<K>(p, result, ring.data, token0, row0);
+      }
+    } else if constexpr (K::kExact) {
+      write_float_result<K>(p, result, token0, row0);
+    } else {
+      write_half_result<K>(p, result, epilogue, token0, row0);
     }
   }
 };
 
-template <typename T, typename Tile, bool zeros>
-__global__ void __launch_bounds__(Tile::kThreads + kProducerThreads, Tile::kCtasPerSm)
-    int4_mm_kernel(const Params p, const __grid_constant__ TensorMaps maps) {
-  static_assert(Tile::kWarpsN == 8 && Tile::kWarpsM == 1 && Tile::kWarpsK == 1 && Tile::kTilesN == 1,
-                "two warpgroups of 64 rows of W");
-  static_assert(Tile::kStageBytes % 1024 == 0 && Tile::kWeightBytes % 1024 == 0, "the swizzle counts from 1024 bytes");
-  using Cta = Cta<T, Tile, zeros>;
+template <typename K>
+__global__ void __launch_bounds__(kConsumerThreads + kProducerThreads, K::kCtasPerSm)
+    int4_mm_kernel(Params p, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  __shared__ uint64_t arrived[Tile::kStages], released[Tile::kStages];
-  const Ring ring{ptx::shared_address(arrived), ptx::shared_address(released)};
+  __shared__ uint64_t arrived[K::kStage.count], released[K::kStage.count], scales_arrived[K::kStage.count];
+  Ring ring{ptx::shared_address(shared), ptx::shared_address(arrived), ptx::shared_address(released),
+            ptx::shared_address(scales_arrived)};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Tile::kStages; ++i) {
-      tma::barrier_init(ring.arrived + i * 8, 1);
-      tma::barrier_init(ring.released + i * 8, Tile::kThreads / 32);
+    for (int i = 0; i < K::kStage.count; ++i) {
+      tma::barrier_init(ring.arrived + i * 8, 1 + (K::kExact ? kHelperThreads : 1));
+      tma::barrier_init(ring.released + i * 8, kConsumerThreads / 32 * p.share);
+      if (!K::kExact) tma::barrier_init(ring.scales_arrived + i * 8, 1);
     }
     tma::barrier_init_fence();
   }
-  __syncthreads();
-  const Place at = place<Tile>(p);
-  // The ring belongs to all warps, so addresses are those of slice 0 for the producer too.
-  const Cta cta(p, at.row_block, at.token_block, ptx::shared_address(shared));
-  if (threadIdx.x >= Tile::kThreads) {
-    ptx::limit_registers<kProducerRegisters>();
-    if (threadIdx.x == Tile::kThreads) produce<Tile>(p, maps, cta, ring, at.begin, at.end);
+  if (p.share > 1) {
+    ptx::cluster_barrier();
   } else {
-    ptx::raise_registers<kConsumerRegisters>();
-    typename Cta::Sums sum = {};
-    if (p.group_shift < 0) {
-      Consumer<true, T, Tile, Cta>{p, cta, sum, ring}.run(at.begin, at.end);
-    } else {
-      Consumer<false, T, Tile, Cta>{p, cta, sum, ring}.run(at.begin, at.end);
-    }
-    cta.write_result(sum, reinterpret_cast<float*>(shared), at.split);
+    __syncthreads();
   }
+  const int warp = ptx::warp_index() - kConsumerThreads / 32;
+  if (warp >= 0) {
+    ptx::limit_registers<K::kProducerRegisters>();
+    if (warp == 0) {
+      produce<K>(p, maps, ring);
+    } else if constexpr (K::kExact) {
+      fetch_sums<K>(p, ring);
+    } else {
+      make_scales<K>(p, ring);
+    }
+  } else {
+    ptx::raise_registers<K::kConsumerRegisters>();
+    for_each_tile<K>(p, [&](const Place& at) { Consumer<K>{p, ring}.run(at, ring.data + K::kStage.epilogue); });
+  }
+  if (p.share > 1) ptx::cluster_barrier();  // a CTA that has gone can take no arrivals
 }
 
 }  // namespace qao::int4_mm::sm90

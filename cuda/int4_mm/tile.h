@@ -7,8 +7,6 @@
 
 namespace qao::int4_mm {
 
-constexpr int kProducerThreads = 128;  // beside a tile's own threads in the sm90 kernel
-
 template <int warps_n, int warps_m, int warps_k, int tiles_n_, int tiles_m_, int stages, int ctas_per_sm>
 struct Tile {
   static constexpr int kWarpsN = warps_n, kWarpsM = warps_m, kWarpsK = warps_k;

@@ -23,8 +23,8 @@ namespace qao::mm8::sm90 {
 // 65536 registers a multiprocessor: two consumer warpgroups keep most of what the producers' give up.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
-// One warpgroup's 64 rows of one tile of y. `groups`: int4 groups in a K-tile.
-template <typename K, int groups>
+// One warpgroup's 64 rows of one tile of y.
+template <typename K>
 struct Consumer {
   using T = typename K::T;
 
@@ -133,8 +133,8 @@ struct Consumer {
     }
   }
 
-  // The present K-tile, and the next one's operand; sums folded once a group.
-  template <int buffer>
+  // The present K-tile, and the next one's operand; sums folded once a group. `groups`: int4 groups in a K-tile.
+  template <int buffer, int groups>
   __device__ __forceinline__ void folding_k_tile(int at, bool& fresh, bool last) {
     constexpr int kGroupSteps = kSteps / groups;
     const uint32_t stage = ring.address<K>(), released = ring.released_now();
@@ -166,6 +166,7 @@ struct Consumer {
     fresh = folds;
   }
 
+  template <int groups>
   __device__ __forceinline__ void walk_folding(int begin, int end) {
 #pragma unroll
     for (int j = 0; j < K::kTilesM; ++j) {
@@ -179,10 +180,10 @@ struct Consumer {
     fetch();
     convert<0>();
     for (int i = begin; i < end; i += 2) {
-      folding_k_tile<0>(at, fresh, i + 1 == end);
+      folding_k_tile<0, groups>(at, fresh, i + 1 == end);
       next();
       if (i + 1 < end) {
-        folding_k_tile<1>(at, fresh, i + 2 == end);
+        folding_k_tile<1, groups>(at, fresh, i + 2 == end);
         next();
       }
     }
@@ -219,10 +220,14 @@ struct Consumer {
     const uint32_t tokens = epilogue + kEpilogueBytes + warp / 4 * 2 * K::kTokens * 4;
     fetch_tokens<K::kTokens>(p, tokens, token0);
     if (K::kFold == Fold::kBlock) block_scales = p.block_scales + static_cast<int64_t>(at.row_block) * p.groups;
-    if constexpr (K::kFolds) {
-      walk_folding(at.begin, at.end);
-    } else {
+    if constexpr (!K::kFolds) {
       walk(at.begin, at.end);
+    } else if (K::kPacked && p.groups_per_tile == 4) {
+      walk_folding<K::kPacked ? 4 : 1>(at.begin, at.end);
+    } else if (K::kPacked && p.groups_per_tile == 2) {
+      walk_folding<K::kPacked ? 2 : 1>(at.begin, at.end);
+    } else {
+      walk_folding<1>(at.begin, at.end);
     }
     const int row0 = at.row_block * kTileN + warp / 4 * 64;
     const auto& result = [this]() -> auto& {
@@ -237,12 +242,10 @@ struct Consumer {
         ptx::named_barrier(3, kConsumerThreads);  // both warpgroups are done with the ring, which the tile overlays
         write_result<K::kTokens, true, K::kTilesM>(p, result, ring.data, tokens, token0, row0);
       }
-    } else if (p.y_dtype == DType::kBFloat16) {
-      write_half_result<__nv_bfloat16, K::kTilesM>(p, result, epilogue, tokens, token0, row0);
-    } else if (p.y_dtype == DType::kFloat16) {
-      write_half_result<__half, K::kTilesM>(p, result, epilogue, tokens, token0, row0);
-    } else {
+    } else if (p.y_dtype == DType::kFloat32) {
       write_result<kChunkTokens, false, K::kTilesM>(p, result, epilogue, tokens, token0, row0);
+    } else {
+      write_half_result<K::kTilesM>(p, result, epilogue, tokens, token0, row0);
     }
   }
 };
@@ -273,15 +276,7 @@ __global__ void __launch_bounds__(kConsumerThreads + kProducerThreads, 1)
   } else {
     ptx::raise_registers<kConsumerRegisters>();
     const uint32_t epilogue = ring.data + K::kStage.epilogue;
-    for_each_tile<K>(p, [&](const Place& at) {
-      if (K::kPacked && p.groups_per_tile == 4) {
-        Consumer<K, K::kPacked ? 4 : 1>{p, ring}.run(at, epilogue);
-      } else if (K::kPacked && p.groups_per_tile == 2) {
-        Consumer<K, K::kPacked ? 2 : 1>{p, ring}.run(at, epilogue);
-      } else {
-        Consumer<K, 1>{p, ring}.run(at, epilogue);
-      }
-    });
+    for_each_tile<K>(p, [&](const Place& at) { Consumer<K>{p, ring}.run(at, epilogue); });
   }
   if constexpr (K::kShare > 1) ptx::cluster_barrier();  // a CTA that has gone can take no arrivals
 }

@@ -110,19 +110,18 @@ __device__ __forceinline__ void write_result(const Params& p, const Sum (&sum)[t
   sync();  // before the buffers are used again
 }
 
-template <typename T>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  if constexpr (std::is_same_v<T, __half>) {
+// Two values in the 16 bits of y.
+__device__ __forceinline__ uint32_t pack(const Params& p, float low, float high) {
+  if (p.y_dtype == DType::kFloat16) {
     const __half2 pair = __floats2half2_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
   }
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 // The same into a y of 16 bits: scaled in registers, transposed by stmatrix, stored eight rows of W at a time.
-template <typename T, int tiles_m, typename Sum>
+template <int tiles_m, typename Sum>
 __device__ __forceinline__ void write_half_result(const Params& p, const Sum (&sum)[tiles_m][4], uint32_t buffers,
                                                   uint32_t tokens, int64_t token0, int row0) {
   constexpr int kBytes = kHalfChunkTokens * kHalfRowBytes;
@@ -148,8 +147,8 @@ __device__ __forceinline__ void write_half_result(const Params& p, const Sum (&s
         }
 #pragma unroll
         for (int high = 0; high < 2; ++high) {
-          pairs[2 * i + high] = pack<T>(rows.finish(high, static_cast<float>(of[2 * high]), scale.x, zero.x),
-                                        rows.finish(high, static_cast<float>(of[2 * high + 1]), scale.y, zero.y));
+          pairs[2 * i + high] = pack(p, rows.finish(high, static_cast<float>(of[2 * high]), scale.x, zero.x),
+                                     rows.finish(high, static_cast<float>(of[2 * high + 1]), scale.y, zero.y));
         }
       }
       const int token = (j + lane / 16) * 8 + lane % 8;

@@ -56,19 +56,25 @@ TEST_CASE("every problem has a plan that fits its GPU and covers the product") {
     CHECK(plan.stages >= 1);
     CHECK(plan.shared_bytes <= gpu.shared_bytes_per_cta);
     CHECK(plan.split_k >= 1);
-    const bool decode = std::string(plan.kernel) == "decode";
-    if (decode) {
+    // Split-K parts are added up without a workspace on Hopper, and CTAs of sm90 walk over tiles where there are many.
+    const std::string kernel = plan.kernel;
+    const int64_t tiles = ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m);
+    if (kernel == "decode") {
       CHECK(gpu.compute_capability == 90);
       CHECK(problem.m <= plan.tile_m);
       CHECK(plan.ctas <= gpu.num_sms);
       CHECK(plan.ctas % plan.split_k == 0);
       CHECK(plan.workspace_bytes == 0);
+    } else if (kernel == "sm90" && plan.split_k == 1) {
+      CHECK(plan.ctas >= 1);
+      CHECK(plan.ctas <= 2 * gpu.num_sms);
+      CHECK(plan.ctas % (plan.tile_n / 128) == 0);  // whole clusters
     } else {
-      CHECK(plan.ctas == ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m) * plan.split_k);
+      CHECK(plan.ctas == tiles * plan.split_k);
     }
     // A slice of K without a K-tile (float32 x brings three bfloat16 parts) would be a CTA without work.
     CHECK(plan.split_k <= tiles_k(problem.k) * (problem.x_dtype == DType::kFloat32 ? 3 : 1));
-    if (plan.split_k > 1 && !decode) CHECK(plan.workspace_bytes >= 4 * plan.split_k * problem.m * problem.n);
+    if (plan.split_k > 1 && kernel == "sm80") CHECK(plan.workspace_bytes >= 4 * plan.split_k * problem.m * problem.n);
     CHECK(plan.kernel[0] != '\0');
     CHECK(plan.reason[0] != '\0');
   });
@@ -128,7 +134,9 @@ TEST_CASE("splitting K never fills the GPU more than once") {
     Plan plan;
     REQUIRE(int4_mm::plan(problem, gpu, &plan).ok());
     INFO(describe(problem, gpu) << ": " << to_string(plan));
-    if (plan.split_k > 1) CHECK(plan.ctas <= gpu.num_sms);
+    // Small tiles of sm90 run two CTAs a multiprocessor.
+    const bool two = std::string(plan.kernel) == "sm90" && plan.tile_m == 64;
+    if (plan.split_k > 1) CHECK(plan.ctas <= gpu.num_sms * (two ? 2 : 1));
   });
 }
 
@@ -139,6 +147,26 @@ TEST_CASE("the same problem gives the same plan") {
     REQUIRE(int4_mm::plan(problem, gpu, &second).ok());
     REQUIRE(to_string(first) == to_string(second));
   });
+}
+
+TEST_CASE("wgmma serves more than 32 tokens of an aligned x on Hopper, in the tile that measured best") {
+  const Gpu hopper{90, 132, 232448};
+  const auto planned = [&](int64_t m, int64_t n, int64_t k, bool aligned = true) {
+    Problem problem;
+    problem.m = m, problem.n = n, problem.k = k, problem.group_size = 128, problem.x_aligned = aligned;
+    Plan plan;
+    REQUIRE(int4_mm::plan(problem, hopper, &plan).ok());
+    return plan;
+  };
+  CHECK(std::string(planned(32, 4096, 4096).kernel) == "sm80");
+  CHECK(std::string(planned(33, 4096, 4096, false).kernel) == "sm80");
+  CHECK(std::string(planned(33, 4096, 4096).kernel) == "sm90");
+  CHECK(std::string(planned(33, 4096, 4096).instruction) == "wgmma bf16");
+  const Plan middle = planned(128, 8192, 8192), large = planned(4096, 28672, 4096);
+  CHECK(middle.tile_m == 128);
+  CHECK(middle.split_k == 2);
+  CHECK(large.tile_m == 256);
+  CHECK(large.tile_n == 256);
 }
 
 TEST_CASE("a GPU below compute capability 8.0 is refused by name") {
