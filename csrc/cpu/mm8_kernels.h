@@ -47,13 +47,14 @@ struct Mm8Job {
 void mm8_pack_rows_avx2(const Mm8Job& job, int64_t begin, int64_t end);
 void mm8_pack_tiles_avx512(const Mm8Job& job, int64_t begin, int64_t end);
 
-// y for N-tiles [begin, end).
+// y for N-tiles [begin, end). mm8_int4_amx leaves up to 16 rows of x, unless groups are of 32, to the one before it.
 void mm8_int8_avx2(const Mm8Job& job, int64_t begin, int64_t end);
 void mm8_int8_avx512(const Mm8Job& job, int64_t begin, int64_t end);
 void mm8_int8_amx(const Mm8Job& job, int64_t begin, int64_t end);
 void mm8_int4_avx2(const Mm8Job& job, int64_t begin, int64_t end);
 void mm8_int4_gemv_avx512(const Mm8Job& job, int64_t begin, int64_t end);
 void mm8_int4_gemm_avx512(const Mm8Job& job, int64_t begin, int64_t end);
+void mm8_int4_few_rows_amx(const Mm8Job& job, int64_t begin, int64_t end);
 void mm8_int4_amx(const Mm8Job& job, int64_t begin, int64_t end);
 
 }  // namespace qao::cpu

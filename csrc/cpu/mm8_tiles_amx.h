@@ -10,6 +10,16 @@ namespace qao::cpu {
 
 constexpr int kTileSums = kTileRegisterRows * kTileRegisterRows;  // of a C tile, [16 n][16 m]
 
+// B tiles along K of a group, the last one's aside.
+static inline int64_t group_steps(const Mm8Job& job) {
+  return job.group_size < kTileColumns ? 1 : (job.group_size + kTileColumns - 1) / kTileColumns;
+}
+
+// Sums of 16 rows of x over a group.
+static inline __m512 load_sums(const Mm8Job& job, int64_t group, int64_t tile_m) {
+  return _mm512_load_ps(job.sums + (group * job.tiles_m + tile_m) * kTileRows);
+}
+
 // y for one N-tile from its sums [tiles_m][16 n][16 m]; to_float(sums) makes 16 of them, of one row of x, float32 and
 // scales them by W's scales.
 template <typename Sum, typename ToFloat>
