@@ -48,7 +48,7 @@ const char* dtype_name(int32_t dtype) {
 // No streams in this library: a process may hold several copies of the C++ runtime, and streams are what breaks then.
 std::string list_of(const int64_t* values, int64_t count) {
   std::string text = "[";
-  for (int64_t i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(values[i]);
+  for (int64_t i = 0; i < count; ++i) text.append(i ? ", " : "").append(std::to_string(values[i]));
   return text + "]";
 }
 
@@ -93,7 +93,7 @@ bool Argument::has_shape(std::initializer_list<int64_t> shape) const {
 
 std::string Argument::describe() const {
   std::string text = std::string(name_) + ": " + dtype_name(dtype_) + list_of(sizes_, dim_);
-  if (!is_contiguous()) text += " strides " + list_of(strides_, dim_);
+  if (!is_contiguous()) text.append(" strides ").append(list_of(strides_, dim_));
   text += is_cuda() ? " on cuda" : is_cpu() ? " on cpu" : " on another device";
   if (is_cuda()) text += ":" + std::to_string(device_index_);
   return text;
