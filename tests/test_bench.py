@@ -56,7 +56,9 @@ def test_every_scheme_is_measured_beside_its_peers(word: str) -> None:
     grouping = {"group_size": 32, "symmetric": True} if SCHEMES[word].grouped else {}
     measured = run(Run(SCHEMES[word], "cpu", [Layer("up", 64, 128)], [2], quick=True, **grouping))
     (row,) = measured["rows"]
-    assert row["peers"].keys() == {peer.name for peer in SCHEMES[word].peers} and not row["not_run"]
+    unavailable = {peer.name: peer.unavailable("cpu") for peer in SCHEMES[word].peers}
+    assert row["peers"].keys() == {name for name, reason in unavailable.items() if reason is None}
+    assert row["not_run"] == {name: reason for name, reason in unavailable.items() if reason is not None}
     assert row["group_size"] == grouping.get("group_size")
 
 

@@ -39,7 +39,7 @@ def x_of(m: int, device: str) -> Tensor:
 
 def exported(model: nn.Module, device: str) -> torch.export.ExportedProgram:
     with torch.no_grad():
-        return torch.export.export(model, (x_of(5, device),), dynamic_shapes={"x": {0: TOKENS}})
+        return torch.export.export(model, (x_of(5, device),), dynamic_shapes=({0: TOKENS},))
 
 
 def check_close(actual: Tensor, expected: Tensor) -> None:

@@ -70,6 +70,17 @@ class ScaledMm(Peer):
 
     name = "scaled_mm"
 
+    @staticmethod
+    def unavailable(device: str) -> str | None:
+        if device == "cpu":
+            one = torch.ones(16, 16).to(torch.float8_e4m3fn)
+            scales = torch.ones(16, 1)
+            try:
+                torch._scaled_mm(one, one.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
+            except RuntimeError:
+                return f"one scale for a tensor is all that torch {torch.__version__} has on a CPU"
+        return None
+
     def __init__(self, weight: RowWeight) -> None:
         self.tensors = (weight.q, weight.scales)
 

@@ -9,8 +9,7 @@
 //         +---------+      y[m][n] = sum over k of W[n][k] x[m][k] + bias[n]
 //         |    x    |
 //         +---------+      W = (q - zero) scale, rounded once to the 16 bits of x. A float32 x, three bfloat16 parts,
-//         is
-//   +---+ +---------+      multiplied by whole numbers instead, and its sums are scaled once a K-tile.
+//   +---+ +---------+      is multiplied by whole numbers instead, and its sums are scaled once a K-tile.
 //   | W | |    y    |
 //   +---+ +---------+
 #pragma once

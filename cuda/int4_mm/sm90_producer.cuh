@@ -120,6 +120,8 @@ __device__ __forceinline__ void make_scales(const Params& p, Ring ring) {
     for (int at = place.begin; at < place.end; ++at, ring.advance<K>()) {
       turn = turn == 0 ? kHelperThreads / 32 - 1 : turn - 1;
       if (turn != 0) continue;
+      // A warp may be a whole ring ahead of a slow copy, and must not take the parity of two rounds ago for this one's.
+      tma::barrier_wait(ring.released_now(), ring.parity ^ 1);
       tma::barrier_wait(ring.scales_arrived_now(), ring.parity);
       const uint32_t from = ring.address<K>() + K::kStage.x + K::kStage.weight, to = from + K::kStage.scales;
       for (int group = 0; group < p.groups_per_tile; ++group) {
