@@ -103,9 +103,20 @@ def test_bars_name_the_cells_below_them() -> None:
     assert bars.misses([row | {"bf16_us": 25.0}], "cpu", bars.BARS["int4"]) == ([], 1)
     assert bars.misses([row | {"K": 896}], "cpu", bars.BARS["int4"]) == ([], 0)
     row |= {"cached": False, "us": 20.0}
-    assert bars.misses([row], "cuda", bars.BARS["int8_int8"]) == ([], 0)  # promised for large layers alone
+    assert bars.misses([row], "cuda", bars.BARS["int8_int4"]) == ([], 0)  # promised for large layers alone
     missed = ["o70 M=16: 1.20x bf16, the bar is 1.3x"]
-    assert bars.misses([row | {"layer": "o70"}], "cuda", bars.BARS["int8_int8"]) == (missed, 1)
+    assert bars.misses([row | {"layer": "o70"}], "cuda", bars.BARS["int8_int4"]) == (missed, 1)
+
+
+def test_bars_for_means_are_of_the_best_peer_of_each_cell() -> None:
+    row = {"layer": "o", "K": 4096, "M": 1, "cached": False, "us": 1.0, "bf16_us": 9.0, "peers": {"a": 1.0, "b": 4.0}}
+    rows = [row, row | {"M": 16, "peers": {"b": 1.69}}, row | {"M": 32, "peers": {}}]
+    bar = bars.Bar("cuda", 1, 64, "best peer", 1.3, mean=True)
+    assert bars.misses(rows, "cuda", (bar,)) == ([], 1)
+    missed = ["mean of M=1..32: 1.30x best peer, the bar is 1.31x"]
+    assert bars.misses(rows, "cuda", (bar._replace(ratio=1.31),)) == (missed, 1)
+    assert bars.misses(rows, "cuda", (bar._replace(mean=False),)) == (["o M=1: 1.00x best peer, the bar is 1.3x"], 2)
+    assert bars.misses(rows[2:], "cuda", (bar,)) == ([], 0)
 
 
 def test_bars_of_the_quantisers() -> None:
