@@ -53,6 +53,9 @@ def main() -> int:
         write(results, folder / "host.json")
         return _report(*host.misses(results["rows"], arguments.device)) if arguments.check else 0
     words = list(SCHEMES) if arguments.command == "all" else [arguments.command]
+    known = {peer.name for word in words for peer in SCHEMES[word].peers}
+    if unknown := set(arguments.peers or ()) - known:
+        parser.error(f"no peer {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
     return max([_products(parser, arguments, word, folder) for word in words])
 
 
@@ -65,7 +68,9 @@ def _add_common(command: argparse.ArgumentParser) -> None:
 
 def _add_products(command: argparse.ArgumentParser) -> None:
     _add_common(command)
-    command.add_argument("--peers", action="store_true", help="also time the other operators found here")
+    command.add_argument(
+        "--peers", nargs="*", metavar="NAME", help="also time these other operators, without a NAME all found here"
+    )
     command.add_argument("--quick", action="store_true", help="a quarter of the time a cell: rougher medians")
     command.add_argument("--layers", nargs="+", metavar="NAME", help="only these layers")
     command.add_argument("--m", nargs="+", type=int, metavar="M", help="only these numbers of tokens")
@@ -97,8 +102,10 @@ def _products(parser: argparse.ArgumentParser, arguments: argparse.Namespace, wo
             parser.error(
                 f"--group-size {arguments.group_size} does not divide K of {', '.join(odd)}: choose other --layers"
             )
-    if not (arguments.peers or arguments.check):
+    if arguments.peers is None and not arguments.check:
         scheme = scheme._replace(peers=())
+    elif arguments.peers:
+        scheme = scheme._replace(peers=tuple(peer for peer in scheme.peers if peer.name in arguments.peers))
     tokens = arguments.m or TOKENS[device]
     results = run(Run(scheme, device, layers, tokens, quick=arguments.quick, **grouping))
     write(results, folder / f"{word}.json")
