@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import bars, host, numerics, plots, quantize, table
+from . import bars, host, numerics, plots, quantize, table, tune
 from .meta import RESULTS, device_slug, write
 from .runner import LAYERS, TOKENS, Run, run
 from .schemes import SCHEMES
@@ -32,12 +32,21 @@ def main() -> int:
     tables = commands.add_parser("table", help="write results and kernel table into README.md and docs/")
     tables.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
     commands.add_parser("plots", help="draw the results into docs/plots; needs matplotlib")
+    tuner = commands.add_parser("tune", help="measure this GPU's costs of plans into the table that is compiled in")
+    tuner.add_argument("operands", nargs="*", metavar="OPERANDS", help=f"of {', '.join(tune.OPERANDS)}; none: all")
+    tuner.add_argument("--sweep", type=Path, metavar="PROGRAM", help="qao_sweep, instead of building it")
     arguments = parser.parse_args()
     if arguments.command == "table":
         return table.update(arguments.check)
     if arguments.command == "plots":
         plots.draw_all()
         return 0
+    if arguments.command == "tune":
+        if unknown := set(arguments.operands) - set(tune.OPERANDS):
+            parser.error(f"no operands {', '.join(sorted(unknown))}; there are {', '.join(tune.OPERANDS)}")
+        if not torch.cuda.is_available():
+            parser.error(f"tune: torch {torch.__version__} sees no GPU")
+        return 0 if tune.run(arguments.operands or tune.OPERANDS, arguments.sweep, torch.cuda.get_device_name()) else 1
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device cuda: torch {torch.__version__} sees no GPU")
     folder = arguments.out or RESULTS / device_slug(arguments.device)

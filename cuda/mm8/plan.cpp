@@ -161,7 +161,6 @@ struct Sm90Traits {
 
 // Why the Hopper body cannot serve a problem; null if it can.
 const char* against_sm90(const Problem& problem) {
-  if (problem.m <= largest_mma_sync_m(problem)) return "few tokens: mma.sync with K split over warps";
   if (!problem.x_aligned && !problem.quantizes_x && !is_split(problem))
     return "the copy engine needs x aligned to 16 bytes";
   if (problem.weight != Format::kInt4 && !problem.weight_aligned) {
@@ -176,42 +175,91 @@ bool clusters_fit(int64_t tiles, int split, int num_sms) {
   return split == 1 || (split == 2 ? tiles * 2 <= num_sms : tiles * split * 4 <= num_sms * 3);
 }
 
-// The row and split of least time by a model in microseconds: waves x (K-tiles x time of one + what surrounds them).
-void plan_sm90(const Problem& problem, const Gpu& gpu, Plan* plan) {
+// What the Hopper kernels cost: a row for each kind of operands and number of tokens.
+enum class Sm90Operands { kFloatInt8, kFloatFp8, kInt8Int8, kInt8Int4, kFp8Fp8, kFp8Fp8Fast, kFp8Int4 };
+struct Sm90Cost {
+  Sm90Operands operands;
+  int tokens;
+  const char* name;
+  Terms costs;
+};
+constexpr Sm90Cost kSm90Costs[] = {
+#define QAO_COST(operands, tokens, ...) {Sm90Operands::operands, tokens, #operands, {__VA_ARGS__}},
+#include "mm8/sm90_costs.inc"
+#undef QAO_COST
+};
+
+Sm90Operands operands_of(const Problem& p) {
+  using enum Sm90Operands;
+  if (p.x == Format::kFloat) return p.weight == Format::kInt8 ? kFloatInt8 : kFloatFp8;
+  if (p.x == Format::kInt8) return p.weight == Format::kInt8 ? kInt8Int8 : kInt8Int4;
+  if (p.weight == Format::kInt4) return kFp8Int4;
+  return p.fast_accum && p.weight_scaling != Scaling::kBlock ? kFp8Fp8Fast : kFp8Fp8;
+}
+
+const Sm90Cost& cost_of(const Problem& problem, int tokens) {
+  const Sm90Operands operands = operands_of(problem);
+  return *std::find_if(std::begin(kSm90Costs), std::end(kSm90Costs),
+                       [&](const Sm90Cost& row) { return row.operands == operands && row.tokens == tokens; });
+}
+
+struct Sm90Choice {
+  int row = -1, split_k = 1;
+  int64_t tiles = 0;
+  Terms counts{};
+};
+
+// Calls visit with every row and split of K that serve the problem.
+template <typename Visit>
+void for_each_sm90(const Problem& problem, const Gpu& gpu, const Visit& visit) {
   const Sm90Traits traits(problem);
   const int64_t steps = ceil_div(problem.k, traits.float_x ? 64 : 128) * (is_split(problem) ? kFloat32Parts : 1);
-  const double per_step = traits.folds || traits.float_x ? 0.2 : 0.12, per_token = traits.packed ? 0.004 : 0.002;
-  double least = 0;
   for (int row = 0; row < static_cast<int>(std::size(kSm90)); ++row) {
     const auto [tokens, share] = kSm90[row];
     if (!sm90::fits(tokens, traits.folds, traits.packed || traits.float_x)) continue;
     const int64_t tiles = ceil_div(problem.n, share * sm90::kTileN) * share * ceil_div(problem.m, tokens);
     for (int split = 1; split <= (share == 1 ? sm90::kMaxSplit : 1); ++split) {
       if (split > steps || !clusters_fit(tiles, split, gpu.num_sms)) continue;
-      const double time =
-          static_cast<double>(ceil_div(tiles * split, gpu.num_sms)) *
-              (static_cast<double>(ceil_div(steps, split)) * (per_step + per_token * tokens) + 1.5 + 0.01 * tokens) +
-          (split > 1 ? 4.0 : 0.0);
-      if (least != 0 && time >= least) continue;
-      least = time;
-      const sm90::Stage stage(traits.float_x, traits.packed, traits.columns, tokens);
-      plan->config = row;
-      plan->tile_n = share * sm90::kTileN;
-      plan->tile_m = tokens;
-      plan->stages = stage.count;
-      plan->shared_bytes = stage.total;
-      plan->split_k = split;
-      plan->ctas = split > 1 ? tiles * split : std::min<int64_t>(tiles, gpu.num_sms / share * share);
+      const double waves = static_cast<double>(ceil_div(tiles * split, gpu.num_sms));
+      const double k_tiles = waves * static_cast<double>(ceil_div(steps, split));
+      visit(Sm90Choice{row, split, tiles, {k_tiles, waves, split > 1 ? 1.0 : 0.0}});
     }
   }
+}
+
+void fill_sm90(const Problem& problem, const Gpu& gpu, const Sm90Choice& choice, Plan* plan) {
+  const Sm90Traits traits(problem);
+  const auto [tokens, share] = kSm90[choice.row];
+  const sm90::Stage stage(traits.float_x, traits.packed, traits.columns, tokens);
   plan->kernel = "sm90";
   plan->reason = "many tokens on Hopper: wgmma";
   plan->instruction = problem.x == Format::kInt8           ? "wgmma s8"
                       : problem.x == Format::kFp8          ? "wgmma e4m3"
                       : problem.x_dtype == DType::kFloat16 ? "wgmma f16"
                                                            : "wgmma bf16";
+  plan->config = choice.row;
+  plan->tile_n = share * sm90::kTileN;
+  plan->tile_m = tokens;
   plan->warps = (sm90::kConsumerThreads + sm90::kProducerThreads) / 32;
+  plan->stages = stage.count;
+  plan->shared_bytes = stage.total;
+  plan->split_k = choice.split_k;
+  plan->ctas =
+      choice.split_k > 1 ? choice.tiles * choice.split_k : std::min<int64_t>(choice.tiles, gpu.num_sms / share * share);
   plan->workspace_bytes = workspace_of(problem, 1).bytes;  // clusters add up in shared memory
+}
+
+// The row and split of least cost.
+void plan_sm90(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  Sm90Choice best;
+  double least = 0;
+  for_each_sm90(problem, gpu, [&](const Sm90Choice& choice) {
+    const double cost = microseconds(choice.counts, cost_of(problem, kSm90[choice.row].tokens).costs);
+    if (best.row >= 0 && cost >= least) return;
+    best = choice;
+    least = cost;
+  });
+  fill_sm90(problem, gpu, best, plan);
 }
 
 // GPUs whose mma.sync multiplies e4m3; sm_90 and sm_100 only accept the instruction and widen to float16 themselves.
@@ -241,7 +289,11 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
                       : plan->quantizes_x ? "few tokens: every CTA quantises x"
                                           : "x is too large for every CTA to quantise, or K is split";
   }
-  const char* against = gpu.compute_capability == 90 ? against_sm90(problem) : nullptr;
+  const char* against = nullptr;
+  if (gpu.compute_capability == 90) {
+    const bool few = problem.m <= largest_mma_sync_m(problem);
+    against = few ? "few tokens: mma.sync with K split over warps" : against_sm90(problem);
+  }
   if (gpu.compute_capability == 90 && against == nullptr) {
     plan_sm90(problem, gpu, plan);
     return {};
@@ -268,6 +320,21 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   plan->shared_bytes = choice.shared_bytes;
   plan->workspace_bytes = workspace_of(problem, plan->split_k).bytes;
   return {};
+}
+
+std::vector<Candidate> candidates(const Problem& problem, const Gpu& gpu) {
+  std::vector<Candidate> all(1);
+  Gpu portable = gpu;
+  if (gpu.compute_capability == 90) portable.compute_capability = 80;
+  if (!plan(problem, portable, &all[0].plan).ok()) all.clear();
+  if (gpu.compute_capability != 90 || against_sm90(problem) != nullptr) return all;
+  for_each_sm90(problem, gpu, [&](const Sm90Choice& choice) {
+    Candidate& candidate = all.emplace_back();
+    fill_sm90(problem, gpu, choice, &candidate.plan);
+    candidate.operands = cost_of(problem, candidate.plan.tile_m).name;
+    candidate.counts = choice.counts;
+  });
+  return all;
 }
 
 std::string to_string(const Plan& plan) {

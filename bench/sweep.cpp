@@ -1,0 +1,259 @@
+// qao_sweep OPERANDS: times every candidate plan of problems, for `python -m bench tune`.
+//
+// OPERANDS names x and W: int8_int8, fp8_int4, float_int8 (x in bfloat16), ... A line "m n k" of standard input is a
+// problem; a line of JSON on standard output a candidate: {"m", "n", "k", "chosen", "plan", "operands", "tile_m",
+// "counts", "us"}. Products alone: x is quantised beforehand. int4: asymmetric groups of 128, bfloat16 scales.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+#include <memory>
+#include <random>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "int4_mm/layout.h"
+#include "qao/mm8.h"
+
+namespace qao::mm8 {
+namespace {
+
+constexpr int64_t kColdBytes = 150'000'000;  // of all copies of W: far past the L2 of any GPU
+constexpr double kReplayMicroseconds = 1000;
+constexpr int kReplays = 7, kMaxCalls = 256;
+constexpr int kWarmUps = 40;  // measurements that no one sees, until the clocks have settled
+constexpr int64_t kComparedTokens = 4;
+constexpr double kMaxDifference = 0.02;  // of two plans' results, against the largest value: sums in another order
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::fprintf(stderr, "qao_sweep: %s: %s\n", what, cudaGetErrorString(error));
+  std::exit(1);
+}
+void check(const Status& status, const Plan& plan) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "qao_sweep: %s: %s\n", to_string(plan).c_str(), status.message().c_str());
+  std::exit(1);
+}
+
+struct Free {
+  void operator()(void* pointer) const { cudaFree(pointer); }
+};
+using Memory = std::unique_ptr<void, Free>;
+
+Memory allocate(int64_t bytes) {
+  void* pointer = nullptr;
+  check(cudaMalloc(&pointer, static_cast<size_t>(std::max<int64_t>(bytes, 1))), "cudaMalloc");
+  return Memory(pointer);
+}
+template <typename T>
+Memory upload(const std::vector<T>& values) {
+  Memory memory = allocate(static_cast<int64_t>(values.size() * sizeof(T)));
+  check(cudaMemcpy(memory.get(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+  return memory;
+}
+
+// Random bits under a mask. e4m3 without its highest exponent bit is neither NaN nor larger than 2; bfloat16 with the
+// exponent of 1/2, a random sign and fraction.
+Memory random_bits(int64_t bytes, uint64_t mask, uint64_t set = 0) {
+  std::mt19937_64 generator(1);
+  std::vector<uint64_t> words(static_cast<size_t>(bytes / 8 + 1));
+  for (uint64_t& word : words) word = (generator() & mask) | set;
+  return upload(words);
+}
+Memory random_of(Format format, int64_t values) {
+  if (format == Format::kFloat) return random_bits(2 * values, 0x807f'807f'807f'807f, 0x3f00'3f00'3f00'3f00);
+  return random_bits(values, format == Format::kFp8 ? 0xbfbf'bfbf'bfbf'bfbf : ~uint64_t{0});
+}
+Memory floats(int64_t count, float value) { return upload(std::vector<float>(static_cast<size_t>(count), value)); }
+
+uint16_t bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+// Scales of packed groups, each followed by its zero points.
+Memory group_parameters(const Problem& p) {
+  std::vector<uint16_t> values(static_cast<size_t>(int4_mm::tiles_n(p.n) * p.groups() * 2 * int4_mm::kTileN));
+  for (size_t i = 0; i < values.size(); ++i) values[i] = bfloat16(i / int4_mm::kTileN % 2 == 0 ? 0.0078125f : 7.0f);
+  return upload(values);
+}
+
+Problem problem_of(const std::string& operands, int64_t m, int64_t n, int64_t k) {
+  const auto format = [&](const std::string& name) {
+    for (Format f : {Format::kFloat, Format::kInt8, Format::kFp8, Format::kInt4}) {
+      if (name == name_of(f)) return f;
+    }
+    std::fprintf(stderr, "qao_sweep: '%s' is not x_weight, such as int8_int4 or float_fp8\n", operands.c_str());
+    std::exit(1);
+  };
+  const size_t bar = operands.find('_');
+  Problem p;
+  p.m = m, p.n = n, p.k = k;
+  p.x = format(operands.substr(0, bar));
+  p.weight = format(bar == std::string::npos ? "" : operands.substr(bar + 1));
+  p.group_size = 128;
+  p.has_zeros = p.weight == Format::kInt4;
+  p.scale_dtype = DType::kBFloat16;
+  return p;
+}
+
+// The operands of one problem, with copies of W enough that none stays in the L2.
+class Operands {
+ public:
+  explicit Operands(const Problem& p)
+      : bytes_(p.weight == Format::kInt4 ? int4_mm::weight_bytes(p.n, p.k) : p.n * p.k),
+        copies_(std::max<int64_t>(3, kColdBytes / bytes_ + 1)),
+        stride_((bytes_ + 255) / 256 * 256),
+        columns_(p.weight == Format::kInt4 && p.x != Format::kFloat ? int4_mm::tiles_k(p.k) * int4_mm::kTileK : p.k),
+        x_(random_of(p.x, p.m * columns_)),
+        weights_(allocate(copies_ * stride_)),
+        scales_(p.weight == Format::kInt4 ? group_parameters(p) : floats(p.n, 0.01f)),
+        x_scales_(floats(p.m, 0.01f)),
+        x_sums_(p.weight == Format::kInt4 ? floats(p.m * p.groups(), 1.0f) : nullptr),
+        y_(allocate(p.m * p.n * 2)) {
+    const Memory weight = random_of(p.weight, bytes_);
+    for (int64_t i = 0; i < copies_; ++i) {
+      check(cudaMemcpy(this->weight(i), weight.get(), static_cast<size_t>(bytes_), cudaMemcpyDeviceToDevice),
+            "copying W");
+    }
+  }
+
+  int64_t copies() const { return copies_; }
+  const void* y() const { return y_.get(); }
+  Arguments arguments(int64_t copy, void* workspace) const {
+    Arguments a;
+    a.x = x_.get();
+    a.x_stride = columns_;
+    a.x_scales = static_cast<const float*>(x_scales_.get());
+    a.x_sums = static_cast<const float*>(x_sums_.get());
+    a.weight = weight(copy);
+    a.scales = scales_.get();
+    a.y = y_.get();
+    a.workspace = workspace;
+    return a;
+  }
+
+ private:
+  uint8_t* weight(int64_t copy) const { return static_cast<uint8_t*>(weights_.get()) + copy * stride_; }
+
+  int64_t bytes_, copies_, stride_, columns_;
+  Memory x_, weights_, scales_, x_scales_, x_sums_, y_;
+};
+
+// Of the first tokens of y.
+std::vector<float> result(const Problem& p, const Operands& operands) {
+  std::vector<uint16_t> bits(static_cast<size_t>(std::min(p.m, kComparedTokens) * p.n));
+  check(cudaMemcpy(bits.data(), operands.y(), bits.size() * 2, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  std::vector<float> values(bits.size());
+  for (size_t i = 0; i < bits.size(); ++i) {
+    const uint32_t word = uint32_t{bits[i]} << 16;
+    std::memcpy(&values[i], &word, 4);
+  }
+  return values;
+}
+
+double difference(const std::vector<float>& a, const std::vector<float>& b) {
+  double most = 0, largest = 1e-30;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (!std::isfinite(a[i])) return INFINITY;
+    most = std::max(most, std::abs(static_cast<double>(a[i]) - b[i]));
+    largest = std::max(largest, std::abs(static_cast<double>(b[i])));
+  }
+  return most / largest;
+}
+
+// Median over replays of a graph of many calls, microseconds a call.
+double measure(const Problem& problem, const Plan& plan, const Operands& operands, cudaStream_t stream) {
+  const Memory workspace = allocate(plan.workspace_bytes);
+  cudaEvent_t start, stop;
+  check(cudaEventCreate(&start), "cudaEventCreate");
+  check(cudaEventCreate(&stop), "cudaEventCreate");
+  const auto replay = [&](cudaGraphExec_t graph) {
+    check(cudaEventRecord(start, stream), "cudaEventRecord");
+    check(cudaGraphLaunch(graph, stream), "cudaGraphLaunch");
+    check(cudaEventRecord(stop, stream), "cudaEventRecord");
+    check(cudaEventSynchronize(stop), to_string(plan).c_str());
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, start, stop), "cudaEventElapsedTime");
+    return 1000.0 * ms;
+  };
+  const auto graph_of = [&](int64_t calls) {
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+    for (int64_t i = 0; i < calls; ++i) {
+      check(launch(problem, plan, operands.arguments(i % operands.copies(), workspace.get()), stream), plan);
+    }
+    check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+    check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
+    check(cudaGraphDestroy(graph), "cudaGraphDestroy");
+    return executable;
+  };
+  const cudaGraphExec_t turn = graph_of(operands.copies());
+  replay(turn);
+  const double once = replay(turn) / static_cast<double>(operands.copies());
+  check(cudaGraphExecDestroy(turn), "cudaGraphExecDestroy");
+  const int64_t calls = std::clamp<int64_t>(static_cast<int64_t>(kReplayMicroseconds / once), 3, kMaxCalls);
+  const cudaGraphExec_t graph = graph_of(calls);
+  std::vector<double> times(kReplays);
+  for (double& time : times) time = replay(graph) / static_cast<double>(calls);
+  check(cudaGraphExecDestroy(graph), "cudaGraphExecDestroy");
+  check(cudaEventDestroy(start), "cudaEventDestroy");
+  check(cudaEventDestroy(stop), "cudaEventDestroy");
+  std::nth_element(times.begin(), times.begin() + kReplays / 2, times.end());
+  return times[kReplays / 2];
+}
+
+void sweep(const Problem& problem, const Gpu& gpu, cudaStream_t stream, bool warm_up) {
+  Plan chosen;
+  check(plan(problem, gpu, &chosen), chosen);
+  const Operands operands(problem);
+  for (int i = 0; warm_up && i < kWarmUps; ++i) measure(problem, chosen, operands, stream);
+  std::vector<float> first;
+  for (const Candidate& candidate : candidates(problem, gpu)) {
+    const Plan& plan = candidate.plan;
+    const double us = measure(problem, plan, operands, stream);
+    const std::vector<float> values = result(problem, operands);
+    if (first.empty()) first = values;
+    if (!(difference(values, first) < kMaxDifference)) {
+      std::fprintf(stderr, "qao_sweep: another result by %s\n", to_string(plan).c_str());
+      std::exit(1);
+    }
+    const bool is_chosen = std::string_view(plan.kernel) == chosen.kernel && plan.config == chosen.config &&
+                           plan.tile_n == chosen.tile_n && plan.split_k == chosen.split_k;
+    std::printf(R"({"m": %ld, "n": %ld, "k": %ld, "chosen": %s, "plan": "%s", "operands": "%s", "tile_m": %d, )",
+                static_cast<long>(problem.m), static_cast<long>(problem.n), static_cast<long>(problem.k),
+                is_chosen ? "true" : "false", to_string(plan).c_str(), candidate.operands, plan.tile_m);
+    std::printf(R"("counts": [%g, %g, %g], "us": %.4f})"
+                "\n",
+                candidate.counts[kKTiles], candidate.counts[kWaves], candidate.counts[kSplits], us);
+  }
+  std::fflush(stdout);
+}
+
+}  // namespace
+}  // namespace qao::mm8
+
+int main(int count, char** words) {
+  using namespace qao;
+  if (count != 2) {
+    std::fprintf(stderr, "usage: qao_sweep OPERANDS < problems\n");
+    return 1;
+  }
+  Gpu gpu;
+  cudaStream_t stream;
+  mm8::check(query_gpu(0, &gpu), mm8::Plan{});
+  mm8::check(cudaStreamCreate(&stream), "cudaStreamCreate");
+  int64_t m, n, k;
+  for (bool first = true; std::cin >> m >> n >> k; first = false) {
+    mm8::sweep(mm8::problem_of(words[1], m, n, k), gpu, stream, first);
+  }
+  return 0;
+}
