@@ -1,6 +1,6 @@
 // qao_sweep OPERANDS: times every candidate plan of problems, for `python -m bench tune`.
 //
-// OPERANDS names x and W: int8_int8, fp8_int4, float_int8 (x in bfloat16), ... A line "m n k" of standard input is a
+// OPERANDS names x and W: int8_int8, fp8_int4, float_int4 (x in bfloat16), ... A line "m n k" of standard input is a
 // problem; a line of JSON on standard output a candidate: {"m", "n", "k", "chosen", "plan", "operands", "tile_m",
 // "counts", "us"}. Products alone: x is quantised beforehand. int4: asymmetric groups of 128, bfloat16 scales.
 #include <cuda_runtime_api.h>
@@ -18,9 +18,10 @@
 #include <vector>
 
 #include "int4_mm/layout.h"
+#include "qao/int4_mm.h"
 #include "qao/mm8.h"
 
-namespace qao::mm8 {
+namespace qao {
 namespace {
 
 constexpr int64_t kColdBytes = 150'000'000;  // of all copies of W: far past the L2 of any GPU
@@ -35,9 +36,9 @@ void check(cudaError_t error, const char* what) {
   std::fprintf(stderr, "qao_sweep: %s: %s\n", what, cudaGetErrorString(error));
   std::exit(1);
 }
-void check(const Status& status, const Plan& plan) {
+void check(const Status& status) {
   if (status.ok()) return;
-  std::fprintf(stderr, "qao_sweep: %s: %s\n", to_string(plan).c_str(), status.message().c_str());
+  std::fprintf(stderr, "qao_sweep: %s\n", status.message().c_str());
   std::exit(1);
 }
 
@@ -78,14 +79,11 @@ uint16_t bfloat16(float value) {
   return static_cast<uint16_t>(bits >> 16);
 }
 
-// Scales of packed groups, each followed by its zero points.
-Memory group_parameters(const Problem& p) {
-  std::vector<uint16_t> values(static_cast<size_t>(int4_mm::tiles_n(p.n) * p.groups() * 2 * int4_mm::kTileN));
-  for (size_t i = 0; i < values.size(); ++i) values[i] = bfloat16(i / int4_mm::kTileN % 2 == 0 ? 0.0078125f : 7.0f);
-  return upload(values);
-}
+struct Formats {
+  Format x = Format::kFloat, weight = Format::kInt4;
+};
 
-Problem problem_of(const std::string& operands, int64_t m, int64_t n, int64_t k) {
+Formats formats_of(const std::string& operands) {
   const auto format = [&](const std::string& name) {
     for (Format f : {Format::kFloat, Format::kInt8, Format::kFp8, Format::kInt4}) {
       if (name == name_of(f)) return f;
@@ -93,32 +91,29 @@ Problem problem_of(const std::string& operands, int64_t m, int64_t n, int64_t k)
     std::fprintf(stderr, "qao_sweep: '%s' is not x_weight, such as int8_int4 or float_fp8\n", operands.c_str());
     std::exit(1);
   };
-  const size_t bar = operands.find('_');
-  Problem p;
-  p.m = m, p.n = n, p.k = k;
-  p.x = format(operands.substr(0, bar));
-  p.weight = format(bar == std::string::npos ? "" : operands.substr(bar + 1));
-  p.group_size = 128;
-  p.has_zeros = p.weight == Format::kInt4;
-  p.scale_dtype = DType::kBFloat16;
-  return p;
+  const size_t bar = std::min(operands.find('_'), operands.size());
+  return {format(operands.substr(0, bar)), format(operands.substr(std::min(bar + 1, operands.size())))};
 }
+
+void set_formats(const Formats&, int4_mm::Problem*) {}
+void set_formats(const Formats& formats, mm8::Problem* p) { p->x = formats.x, p->weight = formats.weight; }
 
 // The operands of one problem, with copies of W enough that none stays in the L2.
 class Operands {
  public:
-  explicit Operands(const Problem& p)
-      : bytes_(p.weight == Format::kInt4 ? int4_mm::weight_bytes(p.n, p.k) : p.n * p.k),
+  Operands(const Formats& formats, int64_t m, int64_t n, int64_t k, int64_t groups)
+      : packed_(formats.weight == Format::kInt4),
+        bytes_(packed_ ? int4_mm::weight_bytes(n, k) : n * k),
         copies_(std::max<int64_t>(3, kColdBytes / bytes_ + 1)),
         stride_((bytes_ + 255) / 256 * 256),
-        columns_(p.weight == Format::kInt4 && p.x != Format::kFloat ? int4_mm::tiles_k(p.k) * int4_mm::kTileK : p.k),
-        x_(random_of(p.x, p.m * columns_)),
+        columns_(packed_ && formats.x != Format::kFloat ? int4_mm::tiles_k(k) * int4_mm::kTileK : k),
+        x_(random_of(formats.x, m * columns_)),
         weights_(allocate(copies_ * stride_)),
-        scales_(p.weight == Format::kInt4 ? group_parameters(p) : floats(p.n, 0.01f)),
-        x_scales_(floats(p.m, 0.01f)),
-        x_sums_(p.weight == Format::kInt4 ? floats(p.m * p.groups(), 1.0f) : nullptr),
-        y_(allocate(p.m * p.n * 2)) {
-    const Memory weight = random_of(p.weight, bytes_);
+        scales_(packed_ ? group_parameters(n, groups) : floats(n, 0.01f)),
+        x_scales_(floats(m, 0.01f)),
+        x_sums_(floats(m * groups, 1.0f)),
+        y_(allocate(m * n * 2)) {
+    const Memory weight = random_of(formats.weight, bytes_);
     for (int64_t i = 0; i < copies_; ++i) {
       check(cudaMemcpy(this->weight(i), weight.get(), static_cast<size_t>(bytes_), cudaMemcpyDeviceToDevice),
             "copying W");
@@ -127,29 +122,40 @@ class Operands {
 
   int64_t copies() const { return copies_; }
   const void* y() const { return y_.get(); }
-  Arguments arguments(int64_t copy, void* workspace) const {
-    Arguments a;
-    a.x = x_.get();
-    a.x_stride = columns_;
-    a.x_scales = static_cast<const float*>(x_scales_.get());
-    a.x_sums = static_cast<const float*>(x_sums_.get());
-    a.weight = weight(copy);
-    a.scales = scales_.get();
-    a.y = y_.get();
-    a.workspace = workspace;
-    return a;
+  void set(int64_t copy, void* workspace, int4_mm::Arguments* a) const { set_common(copy, workspace, a); }
+  void set(int64_t copy, void* workspace, mm8::Arguments* a) const {
+    set_common(copy, workspace, a);
+    a->x_scales = static_cast<const float*>(x_scales_.get());
+    if (packed_) a->x_sums = static_cast<const float*>(x_sums_.get());
   }
 
  private:
+  // Scales of packed groups, each followed by its zero points.
+  static Memory group_parameters(int64_t n, int64_t groups) {
+    std::vector<uint16_t> values(static_cast<size_t>(int4_mm::tiles_n(n) * groups * 2 * int4_mm::kTileN));
+    for (size_t i = 0; i < values.size(); ++i) values[i] = bfloat16(i / int4_mm::kTileN % 2 == 0 ? 0.0078125f : 7.0f);
+    return upload(values);
+  }
   uint8_t* weight(int64_t copy) const { return static_cast<uint8_t*>(weights_.get()) + copy * stride_; }
 
+  template <typename Arguments>
+  void set_common(int64_t copy, void* workspace, Arguments* a) const {
+    a->x = x_.get();
+    a->x_stride = columns_;
+    a->weight = weight(copy);
+    a->scales = scales_.get();
+    a->y = y_.get();
+    a->workspace = workspace;
+  }
+
+  bool packed_;
   int64_t bytes_, copies_, stride_, columns_;
   Memory x_, weights_, scales_, x_scales_, x_sums_, y_;
 };
 
 // Of the first tokens of y.
-std::vector<float> result(const Problem& p, const Operands& operands) {
-  std::vector<uint16_t> bits(static_cast<size_t>(std::min(p.m, kComparedTokens) * p.n));
+std::vector<float> result(int64_t m, int64_t n, const Operands& operands) {
+  std::vector<uint16_t> bits(static_cast<size_t>(std::min(m, kComparedTokens) * n));
   check(cudaMemcpy(bits.data(), operands.y(), bits.size() * 2, cudaMemcpyDeviceToHost), "cudaMemcpy");
   std::vector<float> values(bits.size());
   for (size_t i = 0; i < bits.size(); ++i) {
@@ -170,6 +176,7 @@ double difference(const std::vector<float>& a, const std::vector<float>& b) {
 }
 
 // Median over replays of a graph of many calls, microseconds a call.
+template <typename Arguments, typename Problem, typename Plan>
 double measure(const Problem& problem, const Plan& plan, const Operands& operands, cudaStream_t stream) {
   const Memory workspace = allocate(plan.workspace_bytes);
   cudaEvent_t start, stop;
@@ -189,7 +196,9 @@ double measure(const Problem& problem, const Plan& plan, const Operands& operand
     cudaGraphExec_t executable;
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
     for (int64_t i = 0; i < calls; ++i) {
-      check(launch(problem, plan, operands.arguments(i % operands.copies(), workspace.get()), stream), plan);
+      Arguments arguments;
+      operands.set(i % operands.copies(), workspace.get(), &arguments);
+      check(launch(problem, plan, arguments, stream));
     }
     check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
     check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
@@ -211,16 +220,23 @@ double measure(const Problem& problem, const Plan& plan, const Operands& operand
   return times[kReplays / 2];
 }
 
-void sweep(const Problem& problem, const Gpu& gpu, cudaStream_t stream, bool warm_up) {
+template <typename Problem, typename Arguments, typename Plan>
+void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& gpu, cudaStream_t stream, bool warm_up) {
+  Problem problem;
+  set_formats(formats, &problem);
+  problem.m = m, problem.n = n, problem.k = k;
+  problem.group_size = 128;
+  problem.has_zeros = formats.weight == Format::kInt4;
+  problem.scale_dtype = DType::kBFloat16;
+  const Operands operands(formats, m, n, k, problem.groups());
   Plan chosen;
-  check(plan(problem, gpu, &chosen), chosen);
-  const Operands operands(problem);
-  for (int i = 0; warm_up && i < kWarmUps; ++i) measure(problem, chosen, operands, stream);
+  check(plan(problem, gpu, &chosen));
+  for (int i = 0; warm_up && i < kWarmUps; ++i) measure<Arguments>(problem, chosen, operands, stream);
   std::vector<float> first;
-  for (const Candidate& candidate : candidates(problem, gpu)) {
+  for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
     const Plan& plan = candidate.plan;
-    const double us = measure(problem, plan, operands, stream);
-    const std::vector<float> values = result(problem, operands);
+    const double us = measure<Arguments>(problem, plan, operands, stream);
+    const std::vector<float> values = result(m, n, operands);
     if (first.empty()) first = values;
     if (!(difference(values, first) < kMaxDifference)) {
       std::fprintf(stderr, "qao_sweep: another result by %s\n", to_string(plan).c_str());
@@ -229,8 +245,8 @@ void sweep(const Problem& problem, const Gpu& gpu, cudaStream_t stream, bool war
     const bool is_chosen = std::string_view(plan.kernel) == chosen.kernel && plan.config == chosen.config &&
                            plan.tile_n == chosen.tile_n && plan.split_k == chosen.split_k;
     std::printf(R"({"m": %ld, "n": %ld, "k": %ld, "chosen": %s, "plan": "%s", "operands": "%s", "tile_m": %d, )",
-                static_cast<long>(problem.m), static_cast<long>(problem.n), static_cast<long>(problem.k),
-                is_chosen ? "true" : "false", to_string(plan).c_str(), candidate.operands, plan.tile_m);
+                static_cast<long>(m), static_cast<long>(n), static_cast<long>(k), is_chosen ? "true" : "false",
+                to_string(plan).c_str(), candidate.operands, plan.tile_m);
     std::printf(R"("counts": [%g, %g, %g], "us": %.4f})"
                 "\n",
                 candidate.counts[kKTiles], candidate.counts[kWaves], candidate.counts[kSplits], us);
@@ -239,7 +255,7 @@ void sweep(const Problem& problem, const Gpu& gpu, cudaStream_t stream, bool war
 }
 
 }  // namespace
-}  // namespace qao::mm8
+}  // namespace qao
 
 int main(int count, char** words) {
   using namespace qao;
@@ -247,13 +263,17 @@ int main(int count, char** words) {
     std::fprintf(stderr, "usage: qao_sweep OPERANDS < problems\n");
     return 1;
   }
+  const Formats formats = formats_of(words[1]);
+  const bool int4 = formats.x == Format::kFloat && formats.weight == Format::kInt4;
   Gpu gpu;
   cudaStream_t stream;
-  mm8::check(query_gpu(0, &gpu), mm8::Plan{});
-  mm8::check(cudaStreamCreate(&stream), "cudaStreamCreate");
+  check(query_gpu(0, &gpu));
+  check(cudaStreamCreate(&stream), "cudaStreamCreate");
   int64_t m, n, k;
   for (bool first = true; std::cin >> m >> n >> k; first = false) {
-    mm8::sweep(mm8::problem_of(words[1], m, n, k), gpu, stream, first);
+    const auto run = int4 ? sweep<int4_mm::Problem, int4_mm::Arguments, int4_mm::Plan>
+                          : sweep<mm8::Problem, mm8::Arguments, mm8::Plan>;
+    run(formats, m, n, k, gpu, stream, first);
   }
   return 0;
 }

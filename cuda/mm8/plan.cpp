@@ -322,14 +322,14 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return {};
 }
 
-std::vector<Candidate> candidates(const Problem& problem, const Gpu& gpu) {
-  std::vector<Candidate> all(1);
+std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu) {
+  std::vector<Candidate<Plan>> all(1);
   Gpu portable = gpu;
   if (gpu.compute_capability == 90) portable.compute_capability = 80;
   if (!plan(problem, portable, &all[0].plan).ok()) all.clear();
   if (gpu.compute_capability != 90 || against_sm90(problem) != nullptr) return all;
   for_each_sm90(problem, gpu, [&](const Sm90Choice& choice) {
-    Candidate& candidate = all.emplace_back();
+    Candidate<Plan>& candidate = all.emplace_back();
     fill_sm90(problem, gpu, choice, &candidate.plan);
     candidate.operands = cost_of(problem, candidate.plan.tile_m).name;
     candidate.counts = choice.counts;

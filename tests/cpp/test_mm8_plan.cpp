@@ -104,7 +104,7 @@ TEST_CASE("mm8: what plan() takes is among the candidates") {
              other.ctas == plan.ctas && other.shared_bytes == plan.shared_bytes;
     };
     int found = 0;
-    for (const Candidate& candidate : candidates(problem, gpu)) {
+    for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
       const bool costs = candidate.operands[0] != '\0';
       CHECK(costs == (candidate.plan.kernel == std::string("sm90")));
       CHECK(candidate.counts[kKTiles] >= candidate.counts[kWaves]);

@@ -20,4 +20,12 @@ inline double microseconds(const Terms& counts, const Terms& costs) {
   return sum;
 }
 
+// A way to run a problem.
+template <typename Plan>
+struct Candidate {
+  Plan plan;
+  const char* operands = "";  // with plan.tile_m the row of mm8/sm90_costs.inc; "": no cost decides on it
+  Terms counts{};
+};
+
 }  // namespace qao

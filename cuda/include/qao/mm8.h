@@ -90,14 +90,9 @@ struct Plan {
 Status plan(const Problem& problem, const Gpu& gpu, Plan* plan);
 std::string to_string(const Plan& plan);
 
-// A way to run a problem. plan() takes the one of least cost among those of the Hopper body, or the portable one.
-struct Candidate {
-  Plan plan;
-  const char* operands = "";  // with plan.tile_m the row of sm90_costs.inc; "": the portable one
-  Terms counts{};
-};
-// All of them on this GPU. For bench/sweep.cpp.
-std::vector<Candidate> candidates(const Problem& problem, const Gpu& gpu);
+// Every plan that could run the problem on this GPU: plan() takes the one of least cost among those of the Hopper body,
+// or the portable one. For bench/sweep.cpp.
+std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu);
 
 // Enqueues the plan on `stream` (a cudaStream_t) of the current device. Asynchronous; safe to capture in a CUDA graph.
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream);
