@@ -13,6 +13,7 @@ from . import bars, host, numerics, plots, quantize, table, tune
 from .meta import RESULTS, device_slug, write
 from .runner import LAYERS, TOKENS, Run, run
 from .schemes import SCHEMES
+from .timing import ceilings
 
 
 def main() -> int:
@@ -46,7 +47,8 @@ def main() -> int:
             parser.error(f"no operands {', '.join(sorted(unknown))}; there are {', '.join(tune.OPERANDS)}")
         if not torch.cuda.is_available():
             parser.error(f"tune: torch {torch.__version__} sees no GPU")
-        return 0 if tune.run(arguments.operands or tune.OPERANDS, arguments.sweep, torch.cuda.get_device_name()) else 1
+        kinds, gpu = arguments.operands or tune.OPERANDS, torch.cuda.get_device_name()
+        return 0 if tune.run(kinds, arguments.sweep, gpu, ceilings("cuda")[0] / 1e6) else 1
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device cuda: torch {torch.__version__} sees no GPU")
     folder = arguments.out or RESULTS / device_slug(arguments.device)

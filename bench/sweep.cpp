@@ -2,7 +2,7 @@
 //
 // OPERANDS names x and W: int8_int8, fp8_int4, float_int4 (x in bfloat16), ... A line "m n k" of standard input is a
 // problem; a line of JSON on standard output a candidate: {"m", "n", "k", "chosen", "plan", "operands", "tile_m",
-// "counts", "us"}. Products alone: x is quantised beforehand. int4: asymmetric groups of 128, bfloat16 scales.
+// "counts", "bytes", "us"}. Products alone: x is quantised beforehand. int4: asymmetric groups of 128, bfloat16 scales.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -12,7 +12,6 @@
 #include <cstring>
 #include <iostream>
 #include <memory>
-#include <random>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -25,9 +24,10 @@ namespace qao {
 namespace {
 
 constexpr int64_t kColdBytes = 150'000'000;  // of all copies of W: far past the L2 of any GPU
-constexpr double kReplayMicroseconds = 1000;
-constexpr int kReplays = 7, kMaxCalls = 256;
-constexpr int kWarmUps = 40;  // measurements that no one sees, until the clocks have settled
+constexpr double kReplayMicroseconds = 400;
+constexpr int kReplays = 5, kMaxCalls = 256;
+constexpr double kHopeless = 1.5;  // times the best plan's time: not measured any better
+constexpr int kWarmUps = 40;       // measurements that no one sees, until the clocks have settled
 constexpr int64_t kComparedTokens = 4;
 constexpr double kMaxDifference = 0.02;  // of two plans' results, against the largest value: sums in another order
 
@@ -62,9 +62,12 @@ Memory upload(const std::vector<T>& values) {
 // Random bits under a mask. e4m3 without its highest exponent bit is neither NaN nor larger than 2; bfloat16 with the
 // exponent of 1/2, a random sign and fraction.
 Memory random_bits(int64_t bytes, uint64_t mask, uint64_t set = 0) {
-  std::mt19937_64 generator(1);
+  uint64_t state = 1;
   std::vector<uint64_t> words(static_cast<size_t>(bytes / 8 + 1));
-  for (uint64_t& word : words) word = (generator() & mask) | set;
+  for (uint64_t& word : words) {
+    state = state * 6364136223846793005 + 1442695040888963407;
+    word = ((state ^ state >> 29) & mask) | set;
+  }
   return upload(words);
 }
 Memory random_of(Format format, int64_t values) {
@@ -175,53 +178,67 @@ double difference(const std::vector<float>& a, const std::vector<float>& b) {
   return most / largest;
 }
 
-// Median over replays of a graph of many calls, microseconds a call.
-template <typename Arguments, typename Problem, typename Plan>
-double measure(const Problem& problem, const Plan& plan, const Operands& operands, cudaStream_t stream) {
-  const Memory workspace = allocate(plan.workspace_bytes);
-  cudaEvent_t start, stop;
-  check(cudaEventCreate(&start), "cudaEventCreate");
-  check(cudaEventCreate(&stop), "cudaEventCreate");
-  const auto replay = [&](cudaGraphExec_t graph) {
-    check(cudaEventRecord(start, stream), "cudaEventRecord");
-    check(cudaGraphLaunch(graph, stream), "cudaGraphLaunch");
-    check(cudaEventRecord(stop, stream), "cudaEventRecord");
-    check(cudaEventSynchronize(stop), to_string(plan).c_str());
-    float ms = 0;
-    check(cudaEventElapsedTime(&ms, start, stop), "cudaEventElapsedTime");
-    return 1000.0 * ms;
-  };
-  const auto graph_of = [&](int64_t calls) {
+// Replays a graph.
+class Timer {
+ public:
+  Timer() {
+    check(cudaStreamCreate(&stream_), "cudaStreamCreate");
+    check(cudaEventCreate(&start_), "cudaEventCreate");
+    check(cudaEventCreate(&stop_), "cudaEventCreate");
+  }
+
+  // A graph of `count` calls of enqueue(i, stream).
+  template <typename Enqueue>
+  cudaGraphExec_t graph_of(int64_t count, const Enqueue& enqueue) const {
     cudaGraph_t graph;
     cudaGraphExec_t executable;
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
-    for (int64_t i = 0; i < calls; ++i) {
-      Arguments arguments;
-      operands.set(i % operands.copies(), workspace.get(), &arguments);
-      check(launch(problem, plan, arguments, stream));
-    }
-    check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+    for (int64_t i = 0; i < count; ++i) check(enqueue(i, stream_));
+    check(cudaStreamEndCapture(stream_, &graph), "cudaStreamEndCapture");
     check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
     check(cudaGraphDestroy(graph), "cudaGraphDestroy");
     return executable;
+  }
+
+  // Median of the microseconds of `replays` after one that does not count; destroys the graph.
+  double measure(cudaGraphExec_t graph, int replays) const {
+    std::vector<float> times(static_cast<size_t>(replays) + 1);
+    for (float& ms : times) {
+      check(cudaEventRecord(start_, stream_), "cudaEventRecord");
+      check(cudaGraphLaunch(graph, stream_), "cudaGraphLaunch");
+      check(cudaEventRecord(stop_, stream_), "cudaEventRecord");
+      check(cudaEventSynchronize(stop_), "a replay");
+      check(cudaEventElapsedTime(&ms, start_, stop_), "cudaEventElapsedTime");
+    }
+    check(cudaGraphExecDestroy(graph), "cudaGraphExecDestroy");
+    std::nth_element(times.begin() + 1, times.begin() + 1 + replays / 2, times.end());
+    return 1000.0 * static_cast<double>(times[static_cast<size_t>(1 + replays / 2)]);
+  }
+
+ private:
+  cudaStream_t stream_;
+  cudaEvent_t start_, stop_;
+};
+
+// Microseconds a call, W out of the L2; roughly if above `hopeless`.
+template <typename Arguments, typename Problem, typename Plan>
+double measure(const Problem& problem, const Plan& plan, const Operands& operands, const Timer& timer,
+               double hopeless = INFINITY) {
+  const Memory workspace = allocate(plan.workspace_bytes);
+  const auto enqueue = [&](int64_t i, cudaStream_t stream) {
+    Arguments arguments;
+    operands.set(i % operands.copies(), workspace.get(), &arguments);
+    return launch(problem, plan, arguments, stream);
   };
-  const cudaGraphExec_t turn = graph_of(operands.copies());
-  replay(turn);
-  const double once = replay(turn) / static_cast<double>(operands.copies());
-  check(cudaGraphExecDestroy(turn), "cudaGraphExecDestroy");
+  const double turn = timer.measure(timer.graph_of(operands.copies(), enqueue), 1);
+  const double once = turn / static_cast<double>(operands.copies());
+  if (once > hopeless) return once;
   const int64_t calls = std::clamp<int64_t>(static_cast<int64_t>(kReplayMicroseconds / once), 3, kMaxCalls);
-  const cudaGraphExec_t graph = graph_of(calls);
-  std::vector<double> times(kReplays);
-  for (double& time : times) time = replay(graph) / static_cast<double>(calls);
-  check(cudaGraphExecDestroy(graph), "cudaGraphExecDestroy");
-  check(cudaEventDestroy(start), "cudaEventDestroy");
-  check(cudaEventDestroy(stop), "cudaEventDestroy");
-  std::nth_element(times.begin(), times.begin() + kReplays / 2, times.end());
-  return times[kReplays / 2];
+  return timer.measure(timer.graph_of(calls, enqueue), kReplays) / static_cast<double>(calls);
 }
 
 template <typename Problem, typename Arguments, typename Plan>
-void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& gpu, cudaStream_t stream, bool warm_up) {
+void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& gpu, const Timer& timer, bool warm_up) {
   Problem problem;
   set_formats(formats, &problem);
   problem.m = m, problem.n = n, problem.k = k;
@@ -229,13 +246,16 @@ void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& g
   problem.has_zeros = formats.weight == Format::kInt4;
   problem.scale_dtype = DType::kBFloat16;
   const Operands operands(formats, m, n, k, problem.groups());
+  const double bytes = static_cast<double>(n * k) * (formats.weight == Format::kInt4 ? 0.5 : 1);  // as plan() counts
   Plan chosen;
   check(plan(problem, gpu, &chosen));
-  for (int i = 0; warm_up && i < kWarmUps; ++i) measure<Arguments>(problem, chosen, operands, stream);
+  for (int i = 0; warm_up && i < kWarmUps; ++i) measure<Arguments>(problem, chosen, operands, timer);
   std::vector<float> first;
+  double best = INFINITY;
   for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
     const Plan& plan = candidate.plan;
-    const double us = measure<Arguments>(problem, plan, operands, stream);
+    const double us = measure<Arguments>(problem, plan, operands, timer, kHopeless * best);
+    best = std::min(best, us);
     const std::vector<float> values = result(m, n, operands);
     if (first.empty()) first = values;
     if (!(difference(values, first) < kMaxDifference)) {
@@ -243,13 +263,16 @@ void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& g
       std::exit(1);
     }
     const bool is_chosen = std::string_view(plan.kernel) == chosen.kernel && plan.config == chosen.config &&
-                           plan.tile_n == chosen.tile_n && plan.split_k == chosen.split_k;
+                           plan.tile_n == chosen.tile_n && plan.split_k == chosen.split_k && plan.ctas == chosen.ctas &&
+                           plan.shared_bytes == chosen.shared_bytes;
     std::printf(R"({"m": %ld, "n": %ld, "k": %ld, "chosen": %s, "plan": "%s", "operands": "%s", "tile_m": %d, )",
                 static_cast<long>(m), static_cast<long>(n), static_cast<long>(k), is_chosen ? "true" : "false",
                 to_string(plan).c_str(), candidate.operands, plan.tile_m);
-    std::printf(R"("counts": [%g, %g, %g], "us": %.4f})"
+    std::printf(R"("counts": [)");
+    for (int i = 0; i < kTerms; ++i) std::printf("%s%g", i > 0 ? ", " : "", candidate.counts[i]);
+    std::printf(R"(], "bytes": %g, "us": %.4f})"
                 "\n",
-                candidate.counts[kKTiles], candidate.counts[kWaves], candidate.counts[kSplits], us);
+                bytes, us);
   }
   std::fflush(stdout);
 }
@@ -266,14 +289,13 @@ int main(int count, char** words) {
   const Formats formats = formats_of(words[1]);
   const bool int4 = formats.x == Format::kFloat && formats.weight == Format::kInt4;
   Gpu gpu;
-  cudaStream_t stream;
   check(query_gpu(0, &gpu));
-  check(cudaStreamCreate(&stream), "cudaStreamCreate");
+  const Timer timer;
   int64_t m, n, k;
   for (bool first = true; std::cin >> m >> n >> k; first = false) {
     const auto run = int4 ? sweep<int4_mm::Problem, int4_mm::Arguments, int4_mm::Plan>
                           : sweep<mm8::Problem, mm8::Arguments, mm8::Plan>;
-    run(formats, m, n, k, gpu, stream, first);
+    run(formats, m, n, k, gpu, timer, first);
   }
   return 0;
 }

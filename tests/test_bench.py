@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -204,63 +205,66 @@ def test_results_become_a_picture(results: dict, tmp_path: Path) -> None:
 
 # ---- tuner -----------------------------------------------------------------------------------------------------------
 
-COSTS: tune.Costs = {("kInt8Int8", 64): (0.25, 2.0, 4.0), ("kInt8Int8", 128): (0.375, 3.0, 5.0)}
+COSTS: tune.Costs = {("kInt8Int8", 64): (0.25, 2.0, 4.0, 0.5), ("kInt8Int8", 128): (0.375, 3.0, 5.0, 0.25)}
+MEMORY = tune.Memory(4e6, 0.25)
 
 
-def _timings(shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...]) -> list[tune.Timing]:
-    """A GPU of 132 multiprocessors that takes exactly COSTS; the plan as built takes the largest tile."""
+def _timings(shapes: Iterable[tuple[int, int]], tokens: Iterable[int]) -> list[tune.Timing]:
+    """A GPU of 132 multiprocessors for which COSTS and MEMORY hold; the plan as built takes the largest tile."""
     timings = []
     for (n, k), m in itertools.product(shapes, tokens):
-        for (row, cost), split in itertools.product(COSTS.items(), (1, 2, 4)):
+        for row, split in itertools.product(COSTS, (1, 2, 4)):
             waves = math.ceil(math.ceil(n / 128) * math.ceil(m / row[1]) * split / 132)
-            counts = (float(waves * math.ceil(k / 128 / split)), float(waves), float(split > 1))
-            us = sum(a * b for a, b in zip(counts, cost, strict=True))
-            timings.append(tune.Timing((m, n, k), row, counts, us, row[1] == 128 and split == 1))
-        timings.append(tune.Timing((m, n, k), None, (0.0, 0.0, 0.0), 1000.0, False))
+            parts = (1.0, float(split)) if split > 1 else (0.0, 0.0)
+            counts = (float(waves * math.ceil(k / 128 / split)), float(waves), *parts)
+            timing = tune.Timing((m, n, k), row, counts, float(n * k), 0.0, row[1] == 128 and split == 1)
+            timings.append(timing._replace(us=tune.expected(timing, COSTS, MEMORY)))
+        timings.append(tune.Timing((m, n, k), None, (0.0,) * 4, float(n * k), 10000.0, False))
     return timings
 
 
 def test_the_tuner_finds_the_costs_behind_its_timings() -> None:
-    timings = _timings(((4096, 4096), (8192, 8192), (1024, 14336)), (64, 200, 1000))
-    costs = tune.fit(timings)
+    timings = _timings(((4096, 4096), (8192, 8192), (1024, 14336), (28672, 4096)), (64, 200, 1000, 4096))
+    assert tune.fit_memory(timings, 4e6) == MEMORY
+    costs = tune.fit(timings, MEMORY)
     assert costs.keys() == COSTS.keys()
     for row, expected in COSTS.items():
-        assert costs[row] == pytest.approx(expected, rel=1e-3)
-    assert max(tune.losses(timings, costs).values()) == pytest.approx(1)
+        assert costs[row] == pytest.approx(expected, rel=1e-2, abs=1e-3)
+    assert max(tune.losses(timings, costs, MEMORY).values()) == pytest.approx(1)
     swapped = dict(zip(costs, reversed(costs.values()), strict=True))
-    assert max(tune.losses(timings, swapped).values()) > 1.05
+    assert max(tune.losses(timings, swapped, MEMORY).values()) > 1.05
     assert max(tune.chosen_losses(timings).values()) > 1.05
 
 
 def test_the_tuner_gives_no_negative_cost() -> None:
-    counts = [(float(tiles), 1.0, 0.0) for tiles in (1, 2, 4, 8)]
     timings = [
-        tune.Timing((64, i, 0), ("kInt8Int8", 64), count, 2 * count[0] - 1, True) for i, count in enumerate(counts)
+        tune.Timing((64, tiles, 0), ("kInt8Int8", 64), (tiles, 1.0, 0.0, 0.0), 0.0, 2 * tiles - 1, True)
+        for tiles in (1.0, 2.0, 4.0, 8.0)
     ]
-    ((k_tile, wave, split),) = tune.fit(timings).values()
-    assert k_tile > 0 and wave == 0 and split == 0
+    ((k_tile, wave, split, part),) = tune.fit(timings, MEMORY).values()
+    assert k_tile > 0 and wave == split == part == 0
 
 
 def test_the_tuner_rewrites_its_rows_and_no_others(tmp_path: Path) -> None:
     table_path = tmp_path / "costs.inc"
     table_path.write_text(tune.TABLE.read_text())
-    before = tune.read_table()
-    tune.write_table(COSTS, "NVIDIA Test", table_path)
-    assert tune.read_table(table_path) == before | COSTS
-    assert "// Written by `python -m bench tune` on an NVIDIA Test.\n" in table_path.read_text()
-    tune.write_table(COSTS, "NVIDIA Test", table_path)
-    assert tune.read_table(table_path) == before | COSTS
+    before, memory = tune.read_table()
+    assert memory.bytes_per_us > 0 and all(len(row) == 4 for row in before.values())
+    for _ in range(2):  # the second time nothing changes
+        tune.write_table(COSTS, MEMORY, "NVIDIA Test", table_path)
+        assert tune.read_table(table_path) == (before | COSTS, MEMORY)
+        assert "// Written by `python -m bench tune` on an NVIDIA Test.\n" in table_path.read_text()
 
 
 def test_a_sweep_becomes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a program in qao_sweep's place that answers from COSTS."""
     shapes = {(layer.n, layer.k) for layer in LAYERS["cuda"]} | set(tune.UNSEEN)
-    answers = {}
-    for timing in _timings(tuple(shapes), (*TOKENS["cuda"], *tune.UNSEEN_TOKENS)):
-        operands, tile_m = timing.row or ("", 0)
-        m, n, k = timing.problem
+    answers: dict[str, list[str]] = {}
+    for timing in _timings(shapes, {*TOKENS["cuda"], *tune.UNSEEN_TOKENS}):
+        (operands, tile_m), (m, n, k) = timing.row or ("", 0), timing.problem
         entry = {"m": m, "n": n, "k": k, "operands": operands, "tile_m": tile_m, "counts": timing.counts}
-        answers.setdefault(f"{m} {n} {k}", []).append(json.dumps(entry | {"us": timing.us, "chosen": timing.chosen}))
+        entry |= {"bytes": timing.bytes, "us": timing.us, "chosen": timing.chosen}
+        answers.setdefault(f"{m} {n} {k}", []).append(json.dumps(entry))
     (tmp_path / "answers.json").write_text(json.dumps(answers))
     program = tmp_path / "sweep"
     program.write_text(
@@ -270,7 +274,9 @@ def test_a_sweep_becomes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     program.chmod(0o755)
     table_path = tmp_path / "costs.inc"
     table_path.write_text(tune.TABLE.read_text())
-    assert tune.run(["int8_int8"], program, "NVIDIA Test", table_path)
+    assert tune.run(tune.OPERANDS, program, "NVIDIA Test", 4e6, table_path)
     assert "unseen layers: 1.000 times the best" in capsys.readouterr().out
+    costs, memory = tune.read_table(table_path)
+    assert memory == MEMORY
     for row, expected in COSTS.items():
-        assert tune.read_table(table_path)[row] == pytest.approx(expected, rel=1e-3)
+        assert costs[row] == pytest.approx(expected, rel=1e-2, abs=1e-3)

@@ -62,19 +62,19 @@ constexpr Config kSm80[] = {
 #undef QAO_SM80
 };
 
-struct Sm90Row {
-  int tokens, share;
-};
-constexpr Sm90Row kSm90[] = {
+constexpr int kSm90Tokens[] = {
 #define QAO_SM80(...)
-#define QAO_SM90(tokens, share) {tokens, share},
+#define QAO_SM90(tokens) tokens,
 #include "mm8/configs.inc"
 #undef QAO_SM90
 #undef QAO_SM80
 };
 
 // On Hopper wgmma wins above.
-int64_t largest_mma_sync_m(const Problem& problem) { return problem.weight == Format::kInt8 ? 32 : 16; }
+int64_t largest_mma_sync_m(const Problem& problem) {
+  if (problem.x == Format::kFloat && problem.weight == Format::kInt4) return 0;  // int4_mm has asked itself
+  return problem.x == Format::kFloat && problem.weight == Format::kInt8 ? 32 : 16;
+}
 
 constexpr int64_t kManyTokens = 64;  // above, arithmetic takes longer than reading W
 
@@ -148,17 +148,6 @@ const char* against_quantizing(const Problem& problem) {
   return nullptr;
 }
 
-// What the sm90 kernels make of a problem.
-struct Sm90Traits {
-  bool float_x, packed, columns, folds;
-
-  explicit Sm90Traits(const Problem& p)
-      : float_x(p.x == Format::kFloat),
-        packed(p.weight == Format::kInt4),
-        columns(packed ? p.x == Format::kFp8 || p.has_zeros : p.weight_scaling == Scaling::kBlock && !float_x),
-        folds(packed || p.weight_scaling == Scaling::kBlock || is_split(p) || (p.x == Format::kFp8 && !p.fast_accum)) {}
-};
-
 // Why the Hopper body cannot serve a problem; null if it can.
 const char* against_sm90(const Problem& problem) {
   if (!problem.x_aligned && !problem.quantizes_x && !is_split(problem))
@@ -171,12 +160,23 @@ const char* against_sm90(const Problem& problem) {
 }
 
 // CTAs of a cluster must find room in one part of the chip, so large clusters cannot fill it.
-bool clusters_fit(int64_t tiles, int split, int num_sms) {
-  return split == 1 || (split == 2 ? tiles * 2 <= num_sms : tiles * split * 4 <= num_sms * 3);
+bool clusters_fit(int64_t ctas, int cluster, int64_t slots) {
+  return cluster == 1 || (cluster == 2 ? ctas <= slots : ctas * 4 <= slots * 3);
 }
 
 // What the Hopper kernels cost: a row for each kind of operands and number of tokens.
-enum class Sm90Operands { kFloatInt8, kFloatFp8, kInt8Int8, kInt8Int4, kFp8Fp8, kFp8Fp8Fast, kFp8Int4 };
+enum class Sm90Operands {
+  kFloatInt4,
+  kFloatEightBits,
+  kFloatFolded,
+  kInt8Int8,
+  kFp8Fp8,
+  kFp8Fp8Blocks,
+  kInt8Int4,
+  kInt8Int4Symmetric,
+  kInt8Int4Channel,
+  kFp8Int4,
+};
 struct Sm90Cost {
   Sm90Operands operands;
   int tokens;
@@ -184,53 +184,76 @@ struct Sm90Cost {
   Terms costs;
 };
 constexpr Sm90Cost kSm90Costs[] = {
+#define QAO_MEMORY(...)
 #define QAO_COST(operands, tokens, ...) {Sm90Operands::operands, tokens, #operands, {__VA_ARGS__}},
 #include "mm8/sm90_costs.inc"
 #undef QAO_COST
+#undef QAO_MEMORY
 };
+constexpr Memory kSm90Memory =
+#define QAO_MEMORY(...) {__VA_ARGS__};
+#define QAO_COST(...)
+#include "mm8/sm90_costs.inc"
+#undef QAO_COST
+#undef QAO_MEMORY
 
-Sm90Operands operands_of(const Problem& p) {
+    Sm90Operands operands_of(const Problem& p, const sm90::Traits& traits) {
   using enum Sm90Operands;
-  if (p.x == Format::kFloat) return p.weight == Format::kInt8 ? kFloatInt8 : kFloatFp8;
-  if (p.x == Format::kInt8) return p.weight == Format::kInt8 ? kInt8Int8 : kInt8Int4;
-  if (p.weight == Format::kInt4) return kFp8Int4;
-  return p.fast_accum && p.weight_scaling != Scaling::kBlock ? kFp8Fp8Fast : kFp8Fp8;
+  if (traits.float_x) return traits.folds ? kFloatFolded : traits.packed ? kFloatInt4 : kFloatEightBits;
+  if (!traits.packed) {
+    return p.weight_scaling == Scaling::kBlock ? kFp8Fp8Blocks : p.x == Format::kFp8 ? kFp8Fp8 : kInt8Int8;
+  }
+  if (p.x == Format::kFp8) return kFp8Int4;
+  return p.groups() == 1 ? kInt8Int4Channel : p.has_zeros ? kInt8Int4 : kInt8Int4Symmetric;
 }
 
-const Sm90Cost& cost_of(const Problem& problem, int tokens) {
-  const Sm90Operands operands = operands_of(problem);
-  return *std::find_if(std::begin(kSm90Costs), std::end(kSm90Costs),
-                       [&](const Sm90Cost& row) { return row.operands == operands && row.tokens == tokens; });
+// Null: plan() does not take this tile.
+const Sm90Cost* cost_of(const Problem& problem, int tokens) {
+  const Sm90Operands operands = operands_of(problem, sm90::traits_of(problem, tokens));
+  for (const Sm90Cost& row : kSm90Costs) {
+    if (row.operands == operands && row.tokens == tokens) return &row;
+  }
+  return nullptr;
 }
 
 struct Sm90Choice {
-  int row = -1, split_k = 1;
-  int64_t tiles = 0;
+  int row = -1, share = 1, split = 1;
+  int per_sm = 1;  // CTAs that share a multiprocessor
+  int64_t ctas = 0;
   Terms counts{};
 };
 
-// Calls visit with every row and split of K that serve the problem.
+constexpr double kSharedKTile = 2.1;  // times as long as one alone
+
+// Calls visit with every row, cluster and split that serve the problem.
 template <typename Visit>
 void for_each_sm90(const Problem& problem, const Gpu& gpu, const Visit& visit) {
-  const Sm90Traits traits(problem);
-  const int64_t steps = ceil_div(problem.k, traits.float_x ? 64 : 128) * (is_split(problem) ? kFloat32Parts : 1);
-  for (int row = 0; row < static_cast<int>(std::size(kSm90)); ++row) {
-    const auto [tokens, share] = kSm90[row];
-    if (!sm90::fits(tokens, traits.folds, traits.packed || traits.float_x)) continue;
-    const int64_t tiles = ceil_div(problem.n, share * sm90::kTileN) * share * ceil_div(problem.m, tokens);
-    for (int split = 1; split <= (share == 1 ? sm90::kMaxSplit : 1); ++split) {
-      if (split > steps || !clusters_fit(tiles, split, gpu.num_sms)) continue;
-      const double waves = static_cast<double>(ceil_div(tiles * split, gpu.num_sms));
-      const double k_tiles = waves * static_cast<double>(ceil_div(steps, split));
-      visit(Sm90Choice{row, split, tiles, {k_tiles, waves, split > 1 ? 1.0 : 0.0}});
+  for (int row = 0; row < static_cast<int>(std::size(kSm90Tokens)); ++row) {
+    const int tokens = kSm90Tokens[row];
+    const sm90::Traits traits = sm90::traits_of(problem, tokens);
+    if (!traits.serves(tokens)) continue;
+    const int64_t steps = ceil_div(problem.k, traits.float_x ? 64 : 128) * (is_split(problem) ? kFloat32Parts : 1);
+    // Large tiles rather fetch x for two CTAs at once.
+    for (int share = tokens > 128 ? 2 : 1; share >= 1; --share) {
+      const int64_t tiles = ceil_div(problem.n, share * sm90::kTileN) * share * ceil_div(problem.m, tokens);
+      for (int split = 1; split <= std::min<int64_t>(sm90::kMaxCluster / share, steps); ++split) {
+        for (int per_sm = 1; per_sm <= traits.ctas_per_sm(tokens); ++per_sm) {
+          const int64_t ctas = tiles * split, slots = gpu.num_sms * per_sm;
+          if (split > 1 && !clusters_fit(ctas, split * share, slots)) continue;
+          const double waves = static_cast<double>(ceil_div(ctas, slots));
+          const double k_tiles = static_cast<double>(ceil_div(steps, split)) * (per_sm == 1 ? 1 : kSharedKTile);
+          const double parts = split > 1 ? split : 0;
+          visit(Sm90Choice{row, share, split, per_sm, ctas, {waves * k_tiles, waves, split > 1 ? 1.0 : 0.0, parts}});
+        }
+      }
     }
   }
 }
 
 void fill_sm90(const Problem& problem, const Gpu& gpu, const Sm90Choice& choice, Plan* plan) {
-  const Sm90Traits traits(problem);
-  const auto [tokens, share] = kSm90[choice.row];
-  const sm90::Stage stage(traits.float_x, traits.packed, traits.columns, tokens);
+  const int tokens = kSm90Tokens[choice.row];
+  const sm90::Traits traits = sm90::traits_of(problem, tokens);
+  const sm90::Stage stage(traits, tokens);
   plan->kernel = "sm90";
   plan->reason = "many tokens on Hopper: wgmma";
   plan->instruction = problem.x == Format::kInt8           ? "wgmma s8"
@@ -238,26 +261,32 @@ void fill_sm90(const Problem& problem, const Gpu& gpu, const Sm90Choice& choice,
                       : problem.x_dtype == DType::kFloat16 ? "wgmma f16"
                                                            : "wgmma bf16";
   plan->config = choice.row;
-  plan->tile_n = share * sm90::kTileN;
+  plan->tile_n = choice.share * sm90::kTileN;
   plan->tile_m = tokens;
   plan->warps = (sm90::kConsumerThreads + sm90::kProducerThreads) / 32;
   plan->stages = stage.count;
-  plan->shared_bytes = stage.total;
-  plan->split_k = choice.split_k;
-  plan->ctas =
-      choice.split_k > 1 ? choice.tiles * choice.split_k : std::min<int64_t>(choice.tiles, gpu.num_sms / share * share);
+  // All of a multiprocessor's shared memory keeps other CTAs away.
+  plan->shared_bytes = choice.per_sm < traits.ctas_per_sm(tokens) ? sm90::kMaxSharedBytes : stage.total;
+  plan->split_k = choice.split;
+  const int64_t slots = gpu.num_sms * choice.per_sm;
+  plan->ctas = choice.split > 1 ? choice.ctas : std::min<int64_t>(choice.ctas, slots / choice.share * choice.share);
   plan->workspace_bytes = workspace_of(problem, 1).bytes;  // clusters add up in shared memory
 }
 
-// The row and split of least cost.
+// The row, cluster and split of least expected time.
 void plan_sm90(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  const double bytes = static_cast<double>(problem.n * problem.k) * (problem.weight == Format::kInt4 ? 0.5 : 1);
   Sm90Choice best;
   double least = 0;
+  int row = -1;
+  const Sm90Cost* cost = nullptr;
   for_each_sm90(problem, gpu, [&](const Sm90Choice& choice) {
-    const double cost = microseconds(choice.counts, cost_of(problem, kSm90[choice.row].tokens).costs);
-    if (best.row >= 0 && cost >= least) return;
+    if (choice.row != row) cost = cost_of(problem, kSm90Tokens[row = choice.row]);
+    if (cost == nullptr) return;
+    const double time = microseconds(choice.counts, cost->costs, bytes, kSm90Memory);
+    if (best.row >= 0 && time >= least) return;
     best = choice;
-    least = cost;
+    least = time;
   });
   fill_sm90(problem, gpu, best, plan);
 }
@@ -298,6 +327,9 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
     plan_sm90(problem, gpu, plan);
     return {};
   }
+  if (problem.x == Format::kFloat && problem.weight == Format::kInt4) {
+    return Status::error("only the Hopper body multiplies a float x and an int4 weight here; int4_mm serves the rest");
+  }
   const bool fp8_mma = problem.x == Format::kFp8 && has_fp8_mma(gpu);
   if (choice.config == nullptr) choice = choose_sm80(problem, gpu, false);
   const Config* config = choice.config;
@@ -323,15 +355,16 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
 }
 
 std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu) {
-  std::vector<Candidate<Plan>> all(1);
+  std::vector<Candidate<Plan>> all;
+  Candidate<Plan> other;
   Gpu portable = gpu;
   if (gpu.compute_capability == 90) portable.compute_capability = 80;
-  if (!plan(problem, portable, &all[0].plan).ok()) all.clear();
+  if (plan(problem, portable, &other.plan).ok()) all.push_back(other);
   if (gpu.compute_capability != 90 || against_sm90(problem) != nullptr) return all;
   for_each_sm90(problem, gpu, [&](const Sm90Choice& choice) {
     Candidate<Plan>& candidate = all.emplace_back();
     fill_sm90(problem, gpu, choice, &candidate.plan);
-    candidate.operands = cost_of(problem, candidate.plan.tile_m).name;
+    if (const Sm90Cost* cost = cost_of(problem, candidate.plan.tile_m)) candidate.operands = cost->name;
     candidate.counts = choice.counts;
   });
   return all;

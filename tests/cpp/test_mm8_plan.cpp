@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "gpus.h"
+#include "mm8/sm90_tile.h"
 #include "mm8/tile.h"
 #include "qao/mm8.h"
 
@@ -76,7 +77,12 @@ TEST_CASE("mm8: every problem has a plan that fits its GPU and covers the produc
     const bool sm90 = std::string(plan.kernel) == "sm90";
     const int64_t tiles = ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m);
     if (sm90) {
+      const int share = plan.tile_n / sm90::kTileN;  // CTAs that fetch x together; a cluster is split_k times as many
       CHECK(plan.ctas >= 1);
+      CHECK(plan.ctas <= 2 * gpu.num_sms);
+      CHECK(plan.ctas % (share * plan.split_k) == 0);
+      CHECK(share * plan.split_k <= sm90::kMaxCluster);
+      if (plan.split_k > 1) CHECK(plan.ctas == tiles * share * plan.split_k);
     } else {
       CHECK(plan.ctas == tiles * plan.split_k);
     }
@@ -100,8 +106,8 @@ TEST_CASE("mm8: what plan() takes is among the candidates") {
     const std::string about = describe(problem, gpu) + ": " + to_string(plan);
     INFO(about);
     const auto is_plan = [&](const Plan& other) {
-      return std::string(other.kernel) == plan.kernel && other.config == plan.config && other.split_k == plan.split_k &&
-             other.ctas == plan.ctas && other.shared_bytes == plan.shared_bytes;
+      return std::string(other.kernel) == plan.kernel && other.config == plan.config && other.tile_n == plan.tile_n &&
+             other.split_k == plan.split_k && other.ctas == plan.ctas && other.shared_bytes == plan.shared_bytes;
     };
     int found = 0;
     for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {

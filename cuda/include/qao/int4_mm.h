@@ -58,8 +58,7 @@ struct Plan {
 Status plan(const Problem& problem, const Gpu& gpu, Plan* plan);
 std::string to_string(const Plan& plan);
 
-// Plans that could run the problem on this GPU, plan()'s among them: every shape of the body for few tokens, and one of
-// another body. For bench/sweep.cpp.
+// Every plan that could run the problem on this GPU, of the portable body only plan()'s. For bench/sweep.cpp.
 std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu);
 
 // Enqueues the plan on `stream` (a cudaStream_t) of the current device. Asynchronous; safe to capture in a CUDA graph.

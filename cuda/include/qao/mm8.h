@@ -90,8 +90,7 @@ struct Plan {
 Status plan(const Problem& problem, const Gpu& gpu, Plan* plan);
 std::string to_string(const Plan& plan);
 
-// Every plan that could run the problem on this GPU: plan() takes the one of least cost among those of the Hopper body,
-// or the portable one. For bench/sweep.cpp.
+// Every plan that could run the problem on this GPU, of the portable body only plan()'s. For bench/sweep.cpp.
 std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu);
 
 // Enqueues the plan on `stream` (a cudaStream_t) of the current device. Asynchronous; safe to capture in a CUDA graph.
