@@ -1,8 +1,9 @@
 // qao_sweep OPERANDS: times every candidate plan of problems, for `python -m bench tune`.
 //
 // OPERANDS names x and W: int8_int8, fp8_int4, float_int4 (x in bfloat16), ... A line "m n k" of standard input is a
-// problem; a line of JSON on standard output a candidate: {"m", "n", "k", "chosen", "plan", "operands", "tile_m",
-// "counts", "bytes", "us"}. Products alone: x is quantised beforehand. int4: asymmetric groups of 128, bfloat16 scales.
+// problem, K a multiple of 128; a line of JSON on standard output a candidate: {"m", "n", "k", "chosen", "plan",
+// "operands", "tile_m", "counts", "bytes", "us"}. Products alone: x is quantised beforehand. int4: asymmetric groups of
+// 128, bfloat16 scales.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -28,6 +29,7 @@ constexpr double kReplayMicroseconds = 400;
 constexpr int kReplays = 5, kMaxCalls = 256;
 constexpr double kHopeless = 1.5;  // times the best plan's time: not measured any better
 constexpr int kWarmUps = 40;       // measurements that no one sees, until the clocks have settled
+constexpr int64_t kGroup = 128;
 constexpr int64_t kComparedTokens = 4;
 constexpr double kMaxDifference = 0.02;  // of two plans' results, against the largest value: sums in another order
 
@@ -59,21 +61,28 @@ Memory upload(const std::vector<T>& values) {
   return memory;
 }
 
-// Random bits under a mask. e4m3 without its highest exponent bit is neither NaN nor larger than 2; bfloat16 with the
-// exponent of 1/2, a random sign and fraction.
-Memory random_bits(int64_t bytes, uint64_t mask, uint64_t set = 0) {
+// Random bits under a mask. `flip`: of 128 bytes, the second half is the first one with these bits flipped.
+Memory random_bits(int64_t bytes, uint64_t mask, uint64_t set = 0, uint64_t flip = 0) {
   uint64_t state = 1;
   std::vector<uint64_t> words(static_cast<size_t>(bytes / 8 + 1));
-  for (uint64_t& word : words) {
+  for (size_t i = 0; i < words.size(); ++i) {
     state = state * 6364136223846793005 + 1442695040888963407;
-    word = ((state ^ state >> 29) & mask) | set;
+    words[i] = flip != 0 && i % 16 >= 8 ? words[i - 8] ^ flip : ((state ^ state >> 29) & mask) | set;
   }
   return upload(words);
 }
-Memory random_of(Format format, int64_t values) {
-  if (format == Format::kFloat) return random_bits(2 * values, 0x807f'807f'807f'807f, 0x3f00'3f00'3f00'3f00);
-  return random_bits(values, format == Format::kFp8 ? 0xbfbf'bfbf'bfbf'bfbf : ~uint64_t{0});
+// e4m3 without its highest exponent bit is neither NaN nor larger than 2; bfloat16 with the exponent of 1/2.
+constexpr uint64_t kFp8Mask = 0xbfbf'bfbf'bfbf'bfbf;
+Memory random_weight(Format format, int64_t bytes) {
+  return random_bits(bytes, format == Format::kFp8 ? kFp8Mask : ~uint64_t{0});
 }
+// Each group of 128 values in eight bits sums up to group_sum(): v and ~v, or v and -v.
+Memory random_x(Format format, int64_t values) {
+  if (format == Format::kFloat) return random_bits(2 * values, 0x807f'807f'807f'807f, 0x3f00'3f00'3f00'3f00);
+  if (format == Format::kFp8) return random_bits(values, kFp8Mask, 0, 0x8080'8080'8080'8080);
+  return random_bits(values, ~uint64_t{0}, 0, ~uint64_t{0});
+}
+float group_sum(Format x) { return x == Format::kInt8 ? -64.0f : 0.0f; }
 Memory floats(int64_t count, float value) { return upload(std::vector<float>(static_cast<size_t>(count), value)); }
 
 uint16_t bfloat16(float value) {
@@ -110,13 +119,13 @@ class Operands {
         copies_(std::max<int64_t>(3, kColdBytes / bytes_ + 1)),
         stride_((bytes_ + 255) / 256 * 256),
         columns_(packed_ && formats.x != Format::kFloat ? int4_mm::tiles_k(k) * int4_mm::kTileK : k),
-        x_(random_of(formats.x, m * columns_)),
+        x_(random_x(formats.x, m * columns_)),
         weights_(allocate(copies_ * stride_)),
         scales_(packed_ ? group_parameters(n, groups) : floats(n, 0.01f)),
         x_scales_(floats(m, 0.01f)),
-        x_sums_(floats(m * groups, 1.0f)),
+        x_sums_(floats(m * groups, group_sum(formats.x))),
         y_(allocate(m * n * 2)) {
-    const Memory weight = random_of(formats.weight, bytes_);
+    const Memory weight = random_weight(formats.weight, bytes_);
     for (int64_t i = 0; i < copies_; ++i) {
       check(cudaMemcpy(this->weight(i), weight.get(), static_cast<size_t>(bytes_), cudaMemcpyDeviceToDevice),
             "copying W");
@@ -242,7 +251,7 @@ void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& g
   Problem problem;
   set_formats(formats, &problem);
   problem.m = m, problem.n = n, problem.k = k;
-  problem.group_size = 128;
+  problem.group_size = kGroup;
   problem.has_zeros = formats.weight == Format::kInt4;
   problem.scale_dtype = DType::kBFloat16;
   const Operands operands(formats, m, n, k, problem.groups());
