@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "int4_mm/decode.h"
-#include "int4_mm/sm90_tile.h"
+#include "int4_mm/sm90.h"
 #include "int4_mm/tile.h"
 #include "int4_mm/workspace.h"
 #include "qao/int4_mm.h"
@@ -38,20 +38,12 @@ constexpr int64_t kAnyM = INT64_MAX;
 constexpr int kFirstSm80 = __COUNTER__ + 1;  // a row's index is its place in the list: __COUNTER__ may begin anywhere
 constexpr Config kSm80[] = {
 #define QAO_SM80(max_m, one_wave, ...) config_of<Tile<__VA_ARGS__>>(__COUNTER__ - kFirstSm80, max_m, one_wave),
-#define QAO_SM90(...)
 #include "int4_mm/configs.inc"
-#undef QAO_SM90
-#undef QAO_SM80
-};
-constexpr int kSm90Tokens[] = {
-#define QAO_SM80(...)
-#define QAO_SM90(tokens) tokens,
-#include "int4_mm/configs.inc"
-#undef QAO_SM90
 #undef QAO_SM80
 };
 
-constexpr int kLargestMmaSyncM = 32;  // on Hopper; above, wgmma wins
+// On Hopper wgmma wins above, for large weights already here.
+int64_t largest_mma_sync_m(const Problem& problem) { return problem.n * problem.k > int64_t{60} << 20 ? 16 : 32; }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -77,54 +69,6 @@ int choose_split(const Config& config, int64_t tiles, int64_t k_steps, int num_s
   const int64_t fill = num_sms / tiles;
   const int64_t deepest = k_steps / (static_cast<int64_t>(config.warps_k) * config.stages);
   return static_cast<int>(std::clamp<int64_t>(std::min(fill, deepest), 1, 32));
-}
-
-// CTAs of a cluster must find room in one part of the chip, so large clusters cannot fill it.
-bool clusters_fit(int64_t tiles, int split, int64_t slots) {
-  return split == 1 || (split == 2 ? tiles * 2 <= slots : tiles * split * 4 <= slots * 3);
-}
-
-// Microseconds of a K-tile, measured on an H200. `crowded`: CTAs share a multiprocessor.
-double k_tile_time(int tokens, bool exact, bool crowded) {
-  if (tokens <= 64 && !exact) return crowded ? 0.68 : 0.44;
-  return 0.27 + 0.0015 * tokens;
-}
-
-// The row, cluster and split of least time by a model: waves x (K-tiles x time of one + what surrounds them). Large
-// tiles rather fetch x for two CTAs at once.
-void plan_sm90(const Problem& problem, const Gpu& gpu, int64_t k_steps, Plan* plan) {
-  const bool exact = problem.x_dtype == DType::kFloat32;
-  double least = 0;
-  for (int row = 0; row < static_cast<int>(std::size(kSm90Tokens)); ++row) {
-    const int tokens = kSm90Tokens[row];
-    if (!sm90::serves(tokens, exact)) continue;
-    const sm90::Stage stage(exact, tokens);
-    const int64_t slots = gpu.num_sms * sm90::ctas_per_sm(tokens, exact);
-    for (int share = tokens > 128 ? 2 : 1; share >= 1; --share) {
-      const int64_t tiles = ceil_div(problem.n, share * sm90::kRows) * share * ceil_div(problem.m, tokens);
-      for (int split = 1; split <= (sm90::splits(tokens) ? sm90::kMaxSplit : 1); ++split) {
-        if (split > k_steps || !clusters_fit(tiles, split, slots)) continue;
-        const bool crowded = split == 1 ? tiles > gpu.num_sms : !clusters_fit(tiles, split, gpu.num_sms);
-        const double k_tile = k_tile_time(tokens, exact, crowded);
-        const double wave = static_cast<double>(ceil_div(k_steps, split)) * k_tile + 2 + 0.01 * tokens;
-        const double time = static_cast<double>(ceil_div(tiles * split, slots)) * wave + (split > 1 ? 5.5 : 0);
-        if (least != 0 && time >= least) continue;
-        least = time;
-        plan->config = row;
-        plan->tile_n = share * sm90::kRows;
-        plan->tile_m = tokens;
-        plan->stages = stage.count;
-        plan->shared_bytes = stage.total;
-        plan->split_k = split;
-        plan->ctas = split > 1 ? tiles * split : std::min<int64_t>(tiles, slots / share * share);
-      }
-    }
-  }
-  plan->kernel = "sm90";
-  plan->reason = "many tokens on Hopper: wgmma";
-  plan->instruction = problem.x_dtype == DType::kFloat16 ? "wgmma f16" : "wgmma bf16";
-  plan->warps = (sm90::kConsumerThreads + sm90::kProducerThreads) / 32;
-  plan->workspace_bytes = workspace_of(problem, plan->split_k, true).bytes;
 }
 
 // Rows of decode.inc, as they measured: for weights of which a multiprocessor has little, for those of which it has
@@ -181,12 +125,14 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   const int64_t k_steps = tiles_k(problem.k) * (split_x ? kFloat32Parts : 1);
   const char* reason = "mma.sync serves every GPU from sm_80";
   if (gpu.compute_capability == 90) {
-    if (problem.m <= kLargestMmaSyncM) {
+    if (problem.m <= largest_mma_sync_m(problem)) {
       reason = "few tokens: mma.sync with K split over warps";
     } else if (!problem.x_aligned && !split_x) {
       reason = "the copy engine needs x aligned to 16 bytes";
     } else {
-      plan_sm90(problem, gpu, k_steps, plan);
+      mm8::Plan sm90;
+      if (Status status = mm8::plan(sm90_problem(problem), gpu, &sm90); !status.ok()) return status;
+      *plan = plan_as<Plan>(sm90);
       return {};
     }
   }
@@ -207,7 +153,7 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   plan->split_k = choose_split(*config, tiles, k_steps, gpu.num_sms);
   plan->ctas = tiles * plan->split_k;
   plan->shared_bytes = config->shared_bytes;
-  plan->workspace_bytes = workspace_of(problem, plan->split_k, false).bytes;
+  plan->workspace_bytes = workspace_of(problem, plan->split_k).bytes;
   return {};
 }
 

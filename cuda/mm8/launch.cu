@@ -113,12 +113,17 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   uint8_t* workspace = static_cast<uint8_t*>(arguments.workspace);
   Params params = params_of(problem, plan, arguments);
 
+  const float* x_sums = arguments.x_sums;
   if (is_split(problem)) {
     uint16_t* parts = reinterpret_cast<uint16_t*>(workspace + layout.parts);
-    split_float32_kernel<<<blocks(problem.m * params.k_tiles * 32, 256), 256, 0, stream>>>(
-        static_cast<const float*>(arguments.x), arguments.x_stride, problem.m, params.k, kTileK, params.k_tiles,
-        static_cast<int>(layout.part_stride), parts, nullptr);
+    float* sums = layout.x_sums >= 0 ? reinterpret_cast<float*>(workspace + layout.x_sums) : nullptr;
+    const int group = problem.weight == Format::kInt4 ? static_cast<int>(problem.group_size) : kTileK;
+    const int groups = static_cast<int>((problem.k + group - 1) / group);
+    split_float32_kernel<<<blocks(problem.m * groups * 32, 256), 256, 0, stream>>>(
+        static_cast<const float*>(arguments.x), arguments.x_stride, problem.m, params.k, group, groups,
+        static_cast<int>(layout.part_stride), parts, sums);
     if (Status status = launch_status("launching split_float32_kernel"); !status.ok()) return status;
+    x_sums = sums;
     params.x = workspace + layout.parts;
     params.parts = kFloat32Parts;
     params.part_stride = 2 * layout.part_stride;
@@ -128,7 +133,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   if (hopper) {
     const int element = is_split(problem) ? 2 : problem.x == Format::kFloat ? size_of(problem.x_dtype) : 1;
     const sm90::X x{params.x, params.x_stride / element, params.parts, params.part_stride / element};
-    return sm90::launch(problem, plan, arguments, x, stream);
+    return sm90::launch(problem, plan, arguments, x, x_sums, stream);
   }
   if (layout.partials >= 0) params.epilogue.partials = reinterpret_cast<float*>(workspace + layout.partials);
 

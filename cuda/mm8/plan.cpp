@@ -62,19 +62,19 @@ constexpr Config kSm80[] = {
 #undef QAO_SM80
 };
 
-struct Sm90Row {
-  int tokens, share;
-};
-constexpr Sm90Row kSm90[] = {
+constexpr int kSm90Tokens[] = {
 #define QAO_SM80(...)
-#define QAO_SM90(tokens, share) {tokens, share},
+#define QAO_SM90(tokens) tokens,
 #include "mm8/configs.inc"
 #undef QAO_SM90
 #undef QAO_SM80
 };
 
 // On Hopper wgmma wins above.
-int64_t largest_mma_sync_m(const Problem& problem) { return problem.weight == Format::kInt8 ? 32 : 16; }
+int64_t largest_mma_sync_m(const Problem& problem) {
+  if (problem.x == Format::kFloat && problem.weight == Format::kInt4) return 0;  // int4_mm has asked itself
+  return problem.x == Format::kFloat && problem.weight == Format::kInt8 ? 32 : 16;
+}
 
 constexpr int64_t kManyTokens = 64;  // above, arithmetic takes longer than reading W
 
@@ -148,17 +148,6 @@ const char* against_quantizing(const Problem& problem) {
   return nullptr;
 }
 
-// What the sm90 kernels make of a problem.
-struct Sm90Traits {
-  bool float_x, packed, columns, folds;
-
-  explicit Sm90Traits(const Problem& p)
-      : float_x(p.x == Format::kFloat),
-        packed(p.weight == Format::kInt4),
-        columns(packed ? p.x == Format::kFp8 || p.has_zeros : p.weight_scaling == Scaling::kBlock && !float_x),
-        folds(packed || p.weight_scaling == Scaling::kBlock || is_split(p) || (p.x == Format::kFp8 && !p.fast_accum)) {}
-};
-
 // Why the Hopper body cannot serve a problem; null if it can.
 const char* against_sm90(const Problem& problem) {
   if (problem.m <= largest_mma_sync_m(problem)) return "few tokens: mma.sync with K split over warps";
@@ -172,36 +161,70 @@ const char* against_sm90(const Problem& problem) {
 }
 
 // CTAs of a cluster must find room in one part of the chip, so large clusters cannot fill it.
-bool clusters_fit(int64_t tiles, int split, int num_sms) {
-  return split == 1 || (split == 2 ? tiles * 2 <= num_sms : tiles * split * 4 <= num_sms * 3);
+bool clusters_fit(int64_t ctas, int cluster, int64_t slots) {
+  return cluster == 1 || (cluster == 2 ? ctas <= slots : ctas * 4 <= slots * 3);
 }
 
-// The row and split of least time by a model in microseconds: waves x (K-tiles x time of one + what surrounds them).
+// Microseconds of a K-tile of a CTA on an H200, fitted like the rest of sm90_time() to a sweep.
+struct KTileTime {
+  double fixed, per_token;
+};
+KTileTime k_tile_time(const Problem& problem, const sm90::Traits& traits) {
+  if (traits.float_x) {
+    if (traits.folds) return {0.19, 0.0023};
+    return traits.packed ? KTileTime{0.22, 0.0015} : KTileTime{0.26, 0.0014};
+  }
+  if (traits.packed) {
+    if (problem.x == Format::kFp8) return {0.20, 0.0036};
+    return problem.groups() == 1 ? KTileTime{0.15, 0.0017} : KTileTime{0.20, problem.has_zeros ? 0.0045 : 0.0027};
+  }
+  return problem.weight_scaling == Scaling::kBlock ? KTileTime{0.12, 0.0040} : KTileTime{0.06, 0.0024};
+}
+
+// Microseconds, less what all plans cost, of `ctas` CTAs with `steps` K-tiles each, `per_sm` on a multiprocessor:
+// arithmetic or reading W, whichever takes longer, with some of the other.
+double sm90_time(const Problem& problem, const sm90::Traits& traits, const sm90::Stage& stage, int tokens, int split,
+                 int64_t ctas, int64_t steps, int per_sm, int num_sms) {
+  constexpr double kCopied = 124e3, kRead = 3.85e6;  // bytes a microsecond: into one multiprocessor, from memory
+  const KTileTime time = k_tile_time(problem, traits);
+  const double k_tile = std::max(time.fixed + time.per_token * tokens, (stage.x + stage.weight) / kCopied);
+  const double wave = static_cast<double>(steps) * k_tile * (per_sm == 1 ? 1 : 2.1) + 0.36 + 0.009 * tokens;
+  const double work =
+      static_cast<double>(ceil_div(ctas, num_sms * per_sm)) * wave + (split > 1 ? 1.8 + 0.43 * split : 0);
+  const double reading = static_cast<double>(problem.n * problem.k) * (traits.packed ? 0.5 : 1) / kRead;
+  return std::max(work, reading) + 0.17 * std::min(work, reading);
+}
+
+// The row, cluster and split of least time.
 void plan_sm90(const Problem& problem, const Gpu& gpu, Plan* plan) {
-  const Sm90Traits traits(problem);
-  const int64_t steps = ceil_div(problem.k, traits.float_x ? 64 : 128) * (is_split(problem) ? kFloat32Parts : 1);
-  const double per_step = traits.folds || traits.float_x ? 0.2 : 0.12, per_token = traits.packed ? 0.004 : 0.002;
   double least = 0;
-  for (int row = 0; row < static_cast<int>(std::size(kSm90)); ++row) {
-    const auto [tokens, share] = kSm90[row];
-    if (!sm90::fits(tokens, traits.folds, traits.packed || traits.float_x)) continue;
-    const int64_t tiles = ceil_div(problem.n, share * sm90::kTileN) * share * ceil_div(problem.m, tokens);
-    for (int split = 1; split <= (share == 1 ? sm90::kMaxSplit : 1); ++split) {
-      if (split > steps || !clusters_fit(tiles, split, gpu.num_sms)) continue;
-      const double time =
-          static_cast<double>(ceil_div(tiles * split, gpu.num_sms)) *
-              (static_cast<double>(ceil_div(steps, split)) * (per_step + per_token * tokens) + 1.5 + 0.01 * tokens) +
-          (split > 1 ? 4.0 : 0.0);
-      if (least != 0 && time >= least) continue;
-      least = time;
-      const sm90::Stage stage(traits.float_x, traits.packed, traits.columns, tokens);
-      plan->config = row;
-      plan->tile_n = share * sm90::kTileN;
-      plan->tile_m = tokens;
-      plan->stages = stage.count;
-      plan->shared_bytes = stage.total;
-      plan->split_k = split;
-      plan->ctas = split > 1 ? tiles * split : std::min<int64_t>(tiles, gpu.num_sms / share * share);
+  for (int row = 0; row < static_cast<int>(std::size(kSm90Tokens)); ++row) {
+    const int tokens = kSm90Tokens[row];
+    const sm90::Traits traits = sm90::traits_of(problem, tokens);
+    if (!traits.serves(tokens)) continue;
+    const sm90::Stage stage(traits, tokens);
+    const int64_t steps = ceil_div(problem.k, traits.float_x ? 64 : 128) * (is_split(problem) ? kFloat32Parts : 1);
+    // Large tiles rather fetch x for two CTAs at once.
+    for (int share = tokens > 128 ? 2 : 1; share >= 1; --share) {
+      const int64_t tiles = ceil_div(problem.n, share * sm90::kTileN) * share * ceil_div(problem.m, tokens);
+      for (int split = 1; split <= std::min<int64_t>(sm90::kMaxCluster / share, steps); ++split) {
+        for (int per_sm = 1; per_sm <= traits.ctas_per_sm(tokens); ++per_sm) {
+          const int64_t ctas = tiles * split, slots = gpu.num_sms * per_sm;
+          if (split > 1 && !clusters_fit(ctas, split * share, slots)) continue;
+          const double time =
+              sm90_time(problem, traits, stage, tokens, split, ctas, ceil_div(steps, split), per_sm, gpu.num_sms);
+          if (least != 0 && time >= least) continue;
+          least = time;
+          plan->config = row;
+          plan->tile_n = share * sm90::kTileN;
+          plan->tile_m = tokens;
+          plan->stages = stage.count;
+          // All of a multiprocessor's shared memory keeps other CTAs away.
+          plan->shared_bytes = per_sm < traits.ctas_per_sm(tokens) ? sm90::kMaxSharedBytes : stage.total;
+          plan->split_k = split;
+          plan->ctas = split > 1 ? ctas : std::min<int64_t>(ctas, slots / share * share);
+        }
+      }
     }
   }
   plan->kernel = "sm90";
@@ -245,6 +268,9 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   if (gpu.compute_capability == 90 && against == nullptr) {
     plan_sm90(problem, gpu, plan);
     return {};
+  }
+  if (problem.x == Format::kFloat && problem.weight == Format::kInt4) {
+    return Status::error("only the Hopper body multiplies a float x and an int4 weight here; int4_mm serves the rest");
   }
   const bool fp8_mma = problem.x == Format::kFp8 && has_fp8_mma(gpu);
   if (choice.config == nullptr) choice = choose_sm80(problem, gpu, false);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "gpus.h"
+#include "mm8/sm90_tile.h"
 #include "mm8/tile.h"
 #include "qao/mm8.h"
 
@@ -76,7 +77,12 @@ TEST_CASE("mm8: every problem has a plan that fits its GPU and covers the produc
     const bool sm90 = std::string(plan.kernel) == "sm90";
     const int64_t tiles = ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m);
     if (sm90) {
+      const int share = plan.tile_n / sm90::kTileN;  // CTAs that fetch x together; a cluster is split_k times as many
       CHECK(plan.ctas >= 1);
+      CHECK(plan.ctas <= 2 * gpu.num_sms);
+      CHECK(plan.ctas % (share * plan.split_k) == 0);
+      CHECK(share * plan.split_k <= sm90::kMaxCluster);
+      if (plan.split_k > 1) CHECK(plan.ctas == tiles * share * plan.split_k);
     } else {
       CHECK(plan.ctas == tiles * plan.split_k);
     }
