@@ -49,6 +49,7 @@ def _load() -> None:
 _load()
 
 from . import fake  # noqa: E402, F401  # registers; the operators must be there
+from .neighbours import add_rms_norm, silu_mul  # noqa: E402, F401
 
 _int4_mm = torch.ops.qao.int4_mm.default
 _int8_mm = torch.ops.qao.int8_mm.default
