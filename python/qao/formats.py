@@ -70,9 +70,16 @@ class Scheme(ABC):
 
     # ---- what follows from it
 
+    # The forward of a layer. It asks no scheme: torch.compile would guard in every layer what all layers share.
+
+    @staticmethod
     @abstractmethod
-    def mm(self, x: Tensor, layer: Mapping[str, Any], n: int, k: int) -> Tensor:
-        """y [..., n] = x [..., k] · Wᵀ + bias: the forward of a layer with these tensors by name."""
+    def mm(x: Tensor, layer: Mapping[str, Any], constants: tuple[int, ...]) -> Tensor:
+        """y [..., N] = x [..., K] · Wᵀ + bias with a layer's tensors by name, and ``constants(N, K)`` of its scheme."""
+
+    def constants(self, n: int, k: int) -> tuple[int, ...]:
+        """What the operator is told beside tensors."""
+        return ()
 
     def quantize(self, weight: Tensor, name: str = "weight") -> PackedWeight:
         """Quantises and packs a float weight [N, K] on its device; ``name`` begins the message of a ValueError."""
@@ -217,6 +224,9 @@ class Int4Weight(Scheme):
 
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
         return ops.dequantize_int4(weight, scales, n, k, self.group_size, dtype)  # type: ignore[no-any-return]
+
+    def constants(self, n: int, k: int) -> tuple[int, ...]:
+        return n, k, self.group_size
 
     def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
         return super()._problem(group_size=self.group_size, has_zeros=not self.symmetric, **facts)

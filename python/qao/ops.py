@@ -50,15 +50,6 @@ _load()
 
 from . import fake  # noqa: E402, F401  # registers; the operators must be there
 
-_int4_mm = torch.ops.qao.int4_mm.default
-_int8_mm = torch.ops.qao.int8_mm.default
-_fp8_mm = torch.ops.qao.fp8_mm.default
-_int8_int8_mm = torch.ops.qao.int8_int8_mm.default
-_int8_int4_mm = torch.ops.qao.int8_int4_mm.default
-_fp8_fp8_mm = torch.ops.qao.fp8_fp8_mm.default
-_fp8_int4_mm = torch.ops.qao.fp8_int4_mm.default
-
-
 # ---- dequantisation: W [N, K] in a float dtype, computed in float32 and rounded once ---------------------------------
 
 dequantize_int4 = torch.ops.qao.dequantize_int4.default
@@ -114,9 +105,19 @@ class _Product(torch.autograd.Function):
         return None, None, None, grad_x, None, None, grad_bias, *(None,) * (len(ctx.needs_input_grad) - 7)
 
 
-def _product(
-    operator: Callable[..., Tensor],
-    dequantize: Callable[..., Tensor],
+Kind = tuple[Callable[..., Tensor], Callable[..., Tensor]]  # an operator, and W from (weight, scales, *sizes, dtype)
+
+INT4: Kind = torch.ops.qao.int4_mm.default, dequantize_int4
+INT8: Kind = torch.ops.qao.int8_mm.default, dequantize_int8
+FP8: Kind = torch.ops.qao.fp8_mm.default, dequantize_fp8
+INT8_INT8: Kind = torch.ops.qao.int8_int8_mm.default, dequantize_int8
+INT8_INT4: Kind = torch.ops.qao.int8_int4_mm.default, dequantize_int4
+FP8_FP8: Kind = torch.ops.qao.fp8_fp8_mm.default, dequantize_fp8
+FP8_INT4: Kind = torch.ops.qao.fp8_int4_mm.default, dequantize_int4
+
+
+def product(
+    kind: Kind,
     sizes: tuple[int, ...],
     x: Tensor,
     weight: Tensor,
@@ -124,6 +125,11 @@ def _product(
     bias: Tensor | None,
     *others: Any,
 ) -> Tensor:
+    """Any of the products below, with ``sizes`` N, K and group_size of an int4 weight, else ().
+
+    Layers call it without a function between: one costs every layer 1 % of its time to compile.
+    """
+    operator, dequantize = kind
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return _Product.apply(operator, dequantize, sizes, x, weight, scales, bias, *others)  # type: ignore[no-untyped-call, no-any-return]
     return operator(x, weight, scales, bias, *others, *sizes)
@@ -137,17 +143,17 @@ def int4_mm(
 ) -> Tensor:
     """y = x · Wᵀ + bias with an int4 weight."""
     sizes = out_features, in_features, group_size
-    return _product(_int4_mm, dequantize_int4, sizes, x, weight, scales, bias)
+    return product(INT4, sizes, x, weight, scales, bias)
 
 
 def int8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """y = x · Wᵀ + bias with an int8 weight."""
-    return _product(_int8_mm, dequantize_int8, (), x, weight, scales, bias)
+    return product(INT8, (), x, weight, scales, bias)
 
 
 def fp8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """y = x · Wᵀ + bias with an fp8 weight."""
-    return _product(_fp8_mm, dequantize_fp8, (), x, weight, scales, bias)
+    return product(FP8, (), x, weight, scales, bias)
 
 
 def int8_int8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, weight_sums: Tensor | None) -> Tensor:
@@ -156,7 +162,7 @@ def int8_int8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None,
     ``weight_sums``: float32 [N], sums over k of the dequantised W, makes the rounding of x asymmetric (with a zero
     point per token); None: symmetric.
     """
-    return _product(_int8_int8_mm, dequantize_int8, (), x, weight, scales, bias, weight_sums)
+    return product(INT8_INT8, (), x, weight, scales, bias, weight_sums)
 
 
 def int8_int4_mm(
@@ -171,7 +177,7 @@ def int8_int4_mm(
 ) -> Tensor:
     """y = x̂ · Wᵀ + bias with an int4 weight; x̂ and ``weight_sums`` as for ``int8_int8_mm``."""
     sizes = out_features, in_features, group_size
-    return _product(_int8_int4_mm, dequantize_int4, sizes, x, weight, scales, bias, weight_sums)
+    return product(INT8_INT4, sizes, x, weight, scales, bias, weight_sums)
 
 
 def fp8_fp8_mm(
@@ -189,7 +195,7 @@ def fp8_fp8_mm(
     of x. ``x_scale``: float32 [1], that one scale if it is known beforehand. ``fast_accum``: GPUs may sum more than
     128 columns in the tensor core's short accumulator.
     """
-    return _product(_fp8_fp8_mm, dequantize_fp8, (), x, weight, scales, bias, x_scale, x_group_size, fast_accum)
+    return product(FP8_FP8, (), x, weight, scales, bias, x_scale, x_group_size, fast_accum)
 
 
 def fp8_int4_mm(
@@ -197,4 +203,4 @@ def fp8_int4_mm(
 ) -> Tensor:
     """y = x̂ · Wᵀ + bias with an int4 weight and x̂ = x rounded to e4m3, a scale per token."""
     sizes = out_features, in_features, group_size
-    return _product(_fp8_int4_mm, dequantize_int4, sizes, x, weight, scales, bias)
+    return product(FP8_INT4, sizes, x, weight, scales, bias)
