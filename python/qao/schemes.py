@@ -190,7 +190,7 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
         weight, scales, bias, x_scale = layer["weight"], layer["scales"], layer["bias"], layer["activation_scale"]
-        return ops.product(ops.FP8_FP8, (), x, weight, scales, bias, x_scale, *constants)
+        return ops.product(ops.FP8_FP8, constants, x, weight, scales, bias, x_scale)
 
     def constants(self, n: int, k: int) -> tuple[int, ...]:
         return {"row": -1, "tensor": 0, "block": SCALE_BLOCK}[self._x_granularity()], self.fast_accum
