@@ -32,6 +32,7 @@ def main() -> int:
     whole = commands.add_parser("llama", help="tokens per second of whole decoders; needs transformers")
     _add_common(whole)
     llama.add_arguments(whole)
+    _add_check(whole)
     tables = commands.add_parser("table", help="write results and kernel table into README.md and docs/")
     tables.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
     commands.add_parser("plots", help="draw the results into docs/plots; needs matplotlib")
@@ -56,8 +57,9 @@ def main() -> int:
         write(results, folder / "host.json")
         return _report(*host.misses(results["rows"], arguments.device)) if arguments.check else 0
     if arguments.command == "llama":
-        write(llama.run(llama.from_arguments(arguments)), folder / "llama.json")
-        return 0
+        results = llama.run(llama.from_arguments(arguments))
+        write(results, folder / "llama.json")
+        return _report(*bars.decoder_misses(results["rows"])) if arguments.check else 0
     words = list(SCHEMES) if arguments.command == "all" else [arguments.command]
     return max([_products(parser, arguments, word, folder) for word in words])
 

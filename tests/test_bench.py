@@ -116,6 +116,24 @@ def test_bars_of_the_quantisers() -> None:
     assert bars.quantize_misses([row | {"M": 16}, row | {"passes": 2}]) == ([], 0)
 
 
+def test_bars_of_whole_decoders() -> None:
+    case = {"model": "llama-3.1-8b", "phase": "decode", "batch": 1}
+    rows = [
+        case | {"scheme": scheme, "variant": variant, "eager_tokens_s": eager, "compiled_tokens_s": compiled}
+        for scheme, variant, eager, compiled in (
+            ("bf16", "plain", 90.0, 200.0),
+            ("bf16", "fused", 100.0, 190.0),
+            ("int4", "plain", 110.0, 450.0),
+            ("int4", "fused", 80.0, 440.0),
+        )
+    ]
+    missed = "llama-3.1-8b, decode 1, compiled, int4: 2.25x bf16, the bar is 2.3x"
+    assert bars.decoder_misses(rows) == ([missed], 2)
+    rows[3]["compiled_tokens_s"] = 461.0
+    assert bars.decoder_misses(rows) == ([], 2)
+    assert bars.decoder_misses(rows[2:]) == ([], 0)
+
+
 @pytest.mark.parametrize("word", SCHEMES)
 def test_every_scheme_has_bars_on_both_devices(word: str) -> None:
     assert {bar.device for bar in bars.BARS[word]} == {"cpu", "cuda"}
