@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,11 @@ def main() -> int:
         write(results, folder / "host.json")
         return _report(*host.misses(results["rows"], arguments.device)) if arguments.check else 0
     if arguments.command == "llama":
+        path = folder / "llama.json"
         results = llama.run(llama.from_arguments(arguments))
-        write(results, folder / "llama.json")
+        if arguments.add and path.exists():
+            results = llama.add(json.loads(path.read_text()), results)
+        write(results, path)
         return _report(*bars.decoder_misses(results["rows"])) if arguments.check else 0
     words = list(SCHEMES) if arguments.command == "all" else [arguments.command]
     return max([_products(parser, arguments, word, folder) for word in words])

@@ -12,6 +12,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -31,8 +32,14 @@ CONTEXT = 512  # tokens a sequence has when the measured one is decoded
 PROMPT = 2048
 BATCHES = (1, 8, 32)
 
-_CELL_S = 0.3  # timing budget of one number
-_HOST_CALLS = 10
+# Of Inductor, for fused blocks on a GPU: its kernels signal the launch of the next one, as qao's do, and independent
+# ones are joined. Plain blocks are compiled as torch does by itself.
+FUSED_OPTIONS = {"triton.enable_pdl": True, "combo_kernels": True}
+
+_CASE = ("model", "layers", "scheme", "variant", "phase", "batch", "tokens")
+_OF_A_RUN = ("load", "date")  # in the meta of results; all else must agree for two to be joined
+_CELL_S = 0.2  # timing budget of one number
+_HOST_CALLS = 5
 # Rounding differs between an eager and a compiled pass and between variants, and the layers amplify it; what two
 # unrelated results differ by is 1.4.
 _MAX_DIFFERENCE = 0.35
@@ -40,7 +47,7 @@ _MAX_DIFFERENCE = 0.35
 
 @dataclass(frozen=True)
 class Run:
-    """What to measure. ``layers``: None, as many as the model has. ``compile``: arguments of torch.compile."""
+    """What to measure. ``layers``: None, as many as the model has. ``backend``: that of torch.compile."""
 
     models: Sequence[str] = tuple(name for name in PRESETS if name != "tiny")
     device: str = "cuda"
@@ -51,7 +58,17 @@ class Run:
     prompt: int = PROMPT  # 0: none
     context: int = CONTEXT
     quantize_head: bool = False
-    compile: dict[str, Any] | None = None
+    backend: str = "inductor"
+
+    def compile(self, variant: str) -> Callable[[Any], Any]:
+        tuned = variant == "fused" and self.device == "cuda"
+        return partial(
+            torch.compile,
+            fullgraph=True,
+            dynamic=False,
+            backend=self.backend,
+            options=FUSED_OPTIONS if tuned else None,
+        )
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -62,9 +79,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batch", nargs="*", type=int, default=list(BATCHES), metavar="B", help="sequences decoded")
     command.add_argument("--prompt", type=int, default=PROMPT, metavar="T", help="tokens of a prompt; 0: no prompt")
     command.add_argument("--head", action="store_true", help="quantise the language model's head as well")
-    command.add_argument(
-        "--inductor", nargs="+", default=[], metavar="OPTION", help="options to set, triton.enable_pdl"
-    )
+    command.add_argument("--add", action="store_true", help="keep the other cases that the results file holds")
 
 
 def from_arguments(arguments: argparse.Namespace) -> Run:
@@ -77,7 +92,6 @@ def from_arguments(arguments: argparse.Namespace) -> Run:
         batches=arguments.batch,
         prompt=arguments.prompt,
         quantize_head=arguments.head,
-        compile={"options": dict.fromkeys(arguments.inductor, True)} if arguments.inductor else None,
     )
 
 
@@ -97,6 +111,18 @@ def run(request: Run) -> dict[str, Any]:
     return {"meta": meta, "rows": rows}
 
 
+def add(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The results of two runs as those of one; cases of both are the later's."""
+    same = [{key: value for key, value in results["meta"].items() if key not in _OF_A_RUN} for results in (before, now)]
+    if same[0] != same[1]:
+        raise ValueError(f"results of another setting: {same[0]}, now {same[1]}")
+
+    def cases(results: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
+        return {tuple(row[key] for key in _CASE): row for row in results["rows"]}
+
+    return {"meta": now["meta"], "rows": list((cases(before) | cases(now)).values())}
+
+
 def _contender(request: Run, name: str, word: str, variant: str, logits: dict[Any, Tensor]) -> Iterator[dict[str, Any]]:
     gc.collect()
     torch._dynamo.reset()
@@ -110,7 +136,7 @@ def _contender(request: Run, name: str, word: str, variant: str, logits: dict[An
         inputs = make(model, batch, length, request.device)
         # The first case compiles without anything that others left on disk: that is the time to report.
         with _no_caches() if i == 0 else contextlib.nullcontext():
-            row, result = _case(model, inputs, request)
+            row, result = _case(model, inputs, request.device, request.compile(variant))
         before = logits.setdefault((phase, batch), result)
         _check(result, before, f"{name}, {word}, {phase} {batch}: {variant} against {request.variants[0]}")
         row["compile_s"] = row["compile_s"] if i == 0 else None
@@ -119,9 +145,8 @@ def _contender(request: Run, name: str, word: str, variant: str, logits: dict[An
         yield row
 
 
-def _case(model: Model, inputs: Inputs, request: Run) -> tuple[dict[str, Any], Tensor]:
+def _case(model: Model, inputs: Inputs, device: str, compile: Callable[[Any], Any]) -> tuple[dict[str, Any], Tensor]:
     """Everything that is measured of one pass, and its logits."""
-    device = request.device
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -132,8 +157,7 @@ def _case(model: Model, inputs: Inputs, request: Run) -> tuple[dict[str, Any], T
     eager_host = _host_s(eager, synchronize)
     peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else None
 
-    options = request.compile or {}
-    compiled = Step(model, inputs, lambda function: torch.compile(function, fullgraph=True, dynamic=False, **options))
+    compiled = Step(model, inputs, compile)
     inputs.tokens.copy_(first_tokens)
     synchronize()
     start = time.perf_counter()
@@ -194,49 +218,58 @@ def render(results: dict[str, Any]) -> str:
     """The Markdown of one results file."""
     meta, rows = results["meta"], results["rows"]
     head = "quantised too" if meta["quantize_head"] else "in bfloat16"
-    text = f"{caption(meta)}; the head {head}, {meta['context']} tokens of context when decoding."
-    parts = [text]
+    parts = [f"{caption(meta)}; the head {head}, {meta['context']} tokens of context when decoding."]
     for name in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == name]
-        for variant in dict.fromkeys(row["variant"] for row in mine):
-            parts.append(_speeds(name, variant, [row for row in mine if row["variant"] == variant]))
+        parts += [_speeds(name, variant, mine) for variant in dict.fromkeys(row["variant"] for row in mine)]
         parts.append(_costs(name, mine))
     return "\n\n".join(parts)
 
 
 def _speeds(name: str, variant: str, rows: list[dict[str, Any]]) -> str:
-    cases = list(dict.fromkeys((row["phase"], row["batch"]) for row in rows))
+    rows = [row for row in rows if row["variant"] == variant]
+    cases = {(row["phase"], row["batch"]): _label(row) for row in rows}
     cells = {(row["scheme"], row["phase"], row["batch"]): row for row in rows}
     lines = []
     for word in dict.fromkeys(row["scheme"] for row in rows):
-        line = [f"`{word}`"]
-        for case in cases:
-            row, base = cells[(word, *case)], cells.get((BASELINE, *case))
-            for key in ("eager_tokens_s", "compiled_tokens_s"):
-                line.append(f"{row[key]:.0f}" + (f" ({row[key] / base[key]:.2f})" if base else ""))
-        lines.append(line)
-    names = [f"batch {batch}" if phase == "decode" else "prompt" for phase, batch in cases]
-    header = ["scheme", *(f"{case}, {way}" for case in names for way in ("eager", "compiled"))]
+        found = [(cells.get((word, *case)), cells.get((BASELINE, *case))) for case in cases]
+        speeds = [_speed(row, base, way) for row, base in found for way in ("eager", "compiled")]
+        lines.append([f"`{word}`", *speeds])
+    header = ["scheme", *(f"{case}, {way}" for case in cases.values() for way in ("eager", "compiled"))]
     title = f"**{name}**, {rows[0]['layers']} layers, {variant} blocks: tokens/s (times {BASELINE})"
     return f"{title}\n\n{table(header, lines)}"
 
 
+def _speed(row: dict[str, Any] | None, base: dict[str, Any] | None, way: str) -> str:
+    if row is None:
+        return "–"
+    key = f"{way}_tokens_s"
+    return f"{row[key]:.0f}" + (f" ({row[key] / base[key]:.2f})" if base else "")
+
+
 def _costs(name: str, rows: list[dict[str, Any]]) -> str:
-    """Memory, time to compile and host time of the first case of every contender, and memory of the last."""
+    """Memory in every case of a contender; host time and time to compile in its first."""
+    cases = {(row["phase"], row["batch"]): _label(row) for row in rows}
+    peaks = {(row["scheme"], row["variant"], row["phase"], row["batch"]): row["peak_mib"] for row in rows}
     lines = []
-    for word, variant in dict.fromkeys((row["scheme"], row["variant"]) for row in rows):
-        mine = [row for row in rows if (row["scheme"], row["variant"]) == (word, variant)]
-        first, peaks = mine[0], [row["peak_mib"] for row in mine]
+    for row in rows:
+        if row["compile_s"] is None:
+            continue
+        contender = row["scheme"], row["variant"]
+        here = [peaks.get((*contender, *case)) for case in cases]
         lines.append(
             [
-                *(f"`{word}`", variant, f"{first['weights_mib']:.0f}"),
-                *("–" if peak is None else f"{peak:.0f}" for peak in peaks),
-                *(f"{first[key]:.0f}" for key in ("eager_host_us", "compiled_host_us", "graph_host_us")),
-                f"{first['compile_s']:.1f}",
+                *(f"`{row['scheme']}`", row["variant"], f"{row['weights_mib']:.0f}"),
+                *("–" if peak is None else f"{peak:.0f}" for peak in here),
+                *(f"{row[key]:.0f}" for key in ("eager_host_us", "compiled_host_us", "graph_host_us")),
+                f"{row['compile_s']:.1f}",
             ]
         )
-    cases = dict.fromkeys((row["phase"], row["batch"]) for row in rows)
-    peaks_at = [f"peak MiB, {f'batch {batch}' if phase == 'decode' else 'prompt'}" for phase, batch in cases]
     hosts = [f"host µs, {way}" for way in ("eager", "compiled", "CUDA graph")]
-    header = ["scheme", "blocks", "weights MiB", *peaks_at, *hosts, "s to compile"]
-    return f"**{name}**: memory, host time of one pass at the first batch, time to compile it\n\n{table(header, lines)}"
+    header = ["scheme", "blocks", "weights MiB", *(f"peak MiB, {case}" for case in cases.values()), *hosts, "compile s"]
+    title = f"**{name}**: memory; host time of one pass, and time to compile it, at the first batch"
+    return f"{title}\n\n{table(header, lines)}"
+
+
+def _label(row: dict[str, Any]) -> str:
+    return f"batch {row['batch']}" if row["phase"] == "decode" else "prompt"

@@ -155,7 +155,7 @@ def decoders() -> dict:
                 batches=[2],
                 prompt=8,
                 context=16,
-                compile={"backend": "aot_eager"},
+                backend="aot_eager",
             )
         )
 
@@ -181,6 +181,15 @@ def test_decoders_in_the_documents(decoders: dict) -> None:
     assert "| scheme | batch 2, eager | batch 2, compiled | prompt, eager | prompt, compiled |" in text
     assert text.count("\n| `bf16` | ") == 4 and text.count(" (1.00) |") == 8
     assert "**tiny**, 2 layers, fused blocks" in text
+
+
+def test_two_runs_of_decoders_become_one(decoders: dict) -> None:
+    meta, rows = decoders["meta"], decoders["rows"]
+    again = [rows[1] | {"eager_tokens_s": 1.0}, rows[2]]
+    joined = llama.add({"meta": meta, "rows": rows[:2]}, {"meta": meta | {"date": "later"}, "rows": again})
+    assert joined == {"meta": meta | {"date": "later"}, "rows": [rows[0], *again]}
+    with pytest.raises(ValueError, match="another setting"):
+        llama.add(decoders, {"meta": meta | {"torch": "2.0"}, "rows": []})
 
 
 @pytest.mark.parametrize("variant", llama_model.VARIANTS)
