@@ -151,8 +151,16 @@ def _block(block: nn.Module, state: tuple[Tensor, ...], cos: Tensor, sin: Tensor
 
 def _end(model: Model, state: tuple[Tensor, ...], tokens: Tensor) -> Tensor:
     logits = model.head(model.norm(reduce(add, state)[:, -1]))
-    tokens[:, -1] = logits.argmax(-1)
+    tokens[:, -1] = _likeliest(logits)
     return logits
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """argmax over the vocabulary in two steps: the compiler would give each row to one multiprocessor, for 31 µs."""
+    parts = logits.unflatten(-1, (128, -1))
+    best, index = parts.max(-1)
+    part = best.argmax(-1, keepdim=True)
+    return (part * parts.shape[-1] + index.gather(-1, part)).squeeze(-1)
 
 
 class Step:

@@ -210,6 +210,11 @@ def test_the_code_of_one_block_serves_all(variant: str) -> None:
     assert graphs == 3  # embedding, block, head
 
 
+def test_the_likeliest_token() -> None:
+    logits = torch.randn(3, 1280)
+    assert torch.equal(llama_model._likeliest(logits), logits.argmax(-1))
+
+
 def test_a_decoder_that_computes_something_else_is_refused() -> None:
     x = torch.randn(2, 64)
     llama._check(x * 1.1, x, "nearly the same")
