@@ -59,10 +59,11 @@ def main() -> int:
         return _report(*host.misses(results["rows"], arguments.device)) if arguments.check else 0
     if arguments.command == "llama":
         path = folder / "llama.json"
-        results = llama.run(llama.from_arguments(arguments))
-        if arguments.add and path.exists():
-            results = llama.add(json.loads(path.read_text()), results)
-        write(results, path)
+        before = json.loads(path.read_text()) if arguments.add and path.exists() else None
+        results = llama.run(
+            llama.from_arguments(arguments),
+            save=lambda results: write(llama.add(before, results) if before else results, path),
+        )
         return _report(*bars.decoder_misses(results["rows"])) if arguments.check else 0
     words = list(SCHEMES) if arguments.command == "all" else [arguments.command]
     return max([_products(parser, arguments, word, folder) for word in words])

@@ -147,17 +147,21 @@ def decoders() -> dict:
     pytest.importorskip("transformers")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama, "_CELL_S", 0.005)
-        return llama.run(
+        saved = []
+        results = llama.run(
             llama.Run(
                 models=["tiny"],
                 device="cpu",
-                contenders=["bf16", "int4", "int8_int8"],
+                contenders=["bf16", "int8_int8"],
                 batches=[2],
                 prompt=8,
                 context=16,
                 backend="aot_eager",
-            )
+            ),
+            save=lambda results: saved.append(len(results["rows"])),
         )
+        assert saved == [2, 4, 6, 8]
+        return results
 
 
 def test_decoders_are_measured_in_every_case(decoders: dict) -> None:
@@ -165,7 +169,7 @@ def test_decoders_are_measured_in_every_case(decoders: dict) -> None:
     cases = [(row["scheme"], row["variant"], row["phase"], row["batch"], row["tokens"]) for row in rows]
     assert cases == [
         (scheme, variant, *case)
-        for scheme in ("bf16", "int4", "int8_int8")
+        for scheme in ("bf16", "int8_int8")
         for variant in ("plain", "fused")
         for case in (("decode", 2, 2), ("prefill", 1, 8))
     ]
@@ -173,13 +177,13 @@ def test_decoders_are_measured_in_every_case(decoders: dict) -> None:
         assert min(row["eager_tokens_s"], row["compiled_tokens_s"], row["eager_host_us"], row["weights_mib"]) > 0
         assert (row["compile_s"] is not None) == (row["phase"] == "decode")  # the first case alone
     weights = {row["scheme"]: row["weights_mib"] for row in rows}
-    assert weights["int4"] < weights["int8_int8"] < weights["bf16"]
+    assert weights["int8_int8"] < weights["bf16"]
 
 
 def test_decoders_in_the_documents(decoders: dict) -> None:
     text = llama.render(decoders)
     assert "| scheme | batch 2, eager | batch 2, compiled | prompt, eager | prompt, compiled |" in text
-    assert text.count("\n| `bf16` | ") == 4 and text.count(" (1.00) |") == 8
+    assert text.count("\n| `bf16` | ") == 4 and text.count(" (1.00) |") >= 8
     assert "**tiny**, 2 layers, fused blocks" in text
 
 
