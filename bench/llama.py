@@ -40,8 +40,8 @@ _CASE = ("model", "layers", "scheme", "variant", "phase", "batch", "tokens")
 _OF_A_RUN = ("load", "date")  # in the meta of results; all else must agree for two to be joined
 _CELL_S = 0.2  # timing budget of one number
 _HOST_CALLS = 5
-# Rounding differs between an eager and a compiled pass and between variants, and the layers amplify it, to 0.2 or so
-# where activations are rounded to eight bits. What two unrelated results differ by is 1.4.
+# Rounding differs between an eager and a compiled pass and between variants, and the layers amplify it, most where
+# activations are rounded to eight bits (0.14 after six layers). What two unrelated results differ by is 1.4.
 _MAX_DIFFERENCE = 0.7
 
 

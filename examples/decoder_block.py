@@ -4,9 +4,10 @@ It computes what transformers' decoder layer computes from the same weights, and
 
 - q, k and v are one QuantLinear, and so are gate and up: larger products keep a GPU busier. Scales belong to rows of W,
   so joining the rows changes no value.
-- Where activations are quantised too (``int8_int8``, ``fp8_fp8``), RMSNorm and SiLU-multiply give out eight bits and
-  scales, which ``*_scaled_mm`` takes as they are.
-- The sum of the residual stream is formed where it is normed: a block gets what the one before left to add.
+- Between the products stand qao's operators: the sum of the residual stream with its RMSNorm, and SiLU-multiply. On
+  Hopper their kernels start while those before them end. A block gets what the one before left to add.
+- Where activations are quantised too (``int8_int8``, ``fp8_fp8``), these give out eight bits and scales, which
+  ``*_scaled_mm`` takes as they are.
 
 ``python -m bench llama`` measures it beside the plain block.
 """
@@ -29,8 +30,8 @@ class DecoderBlock(nn.Module):
 
     Args:
         layer: the layer, with float weights.
-        scheme: how to quantise its weights; None leaves them as they are. Activations of a scheme that quantises them
-            must be symmetric, with a scale per token.
+        scheme: how to quantise its weights; None leaves them as they are, and uses torch's operators alone. Activations
+            of a scheme that quantises them must be symmetric, with a scale per token.
     """
 
     def __init__(self, layer: Any, scheme: qao.Scheme | None) -> None:
@@ -46,30 +47,38 @@ class DecoderBlock(nn.Module):
         self.head_dim = attention.head_dim
         self.heads = attention.q_proj.out_features // self.head_dim
         self.kv_heads = attention.k_proj.out_features // self.head_dim
-        self.produced = None if scheme is None else _PRODUCED.get(scheme.word)
+        self.scheme = scheme
 
     def forward(self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
         """x, residual: [batch, tokens, hidden], the block's input in two summands; so is the result.
 
         cos, sin: [1, tokens, head_dim]. ``cache.update(k, v)`` stores the new keys and values and returns all.
         """
-        residual = residual + x
-        x = self.attention(self.norm_product(residual, self.norms[0], self.qkv), cos, sin, cache)
-        residual = residual + self.o(x)
-        gate, up = self.norm_product(residual, self.norms[1], self.gate_up).chunk(2, dim=-1)
-        return self.gated_product(gate, up, self.down), residual
+        qkv, residual = self.norm_product(x, residual, self.norms[0], self.qkv)
+        x = self.o(self.attention(qkv, cos, sin, cache))
+        gate_up, residual = self.norm_product(x, residual, self.norms[1], self.gate_up)
+        return self.gated_product(*gate_up.chunk(2, dim=-1), self.down), residual
 
-    def norm_product(self, x: Tensor, weight: Tensor, linear: nn.Module) -> Tensor:
-        """linear(rms_norm(x))."""
-        if self.produced is None:
-            return linear(F.rms_norm(x, x.shape[-1:], weight, self.eps))
-        return _scaled_mm(linear, *torch.ops.qao.rms_norm_quantize(x, weight, self.eps, self.produced), x.dtype)
+    def norm_product(self, x: Tensor, residual: Tensor, weight: Tensor, linear: nn.Module) -> tuple[Tensor, Tensor]:
+        """linear(rms_norm(x + residual)), and that sum."""
+        if self.scheme is None:
+            residual = x + residual
+            return linear(F.rms_norm(residual, x.shape[-1:], weight, self.eps)), residual
+        produced = _PRODUCED.get(self.scheme.word)
+        if produced is None:
+            y, residual = qao.ops.add_rms_norm(x, residual, weight, self.eps)
+            return linear(y), residual
+        q, scales, residual = torch.ops.qao.add_rms_norm_quantize(x, residual, weight, self.eps, produced)
+        return _scaled_mm(linear, q, scales, x.dtype), residual
 
     def gated_product(self, gate: Tensor, up: Tensor, linear: nn.Module) -> Tensor:
         """linear(silu(gate) * up)."""
-        if self.produced is None:
+        if self.scheme is None:
             return linear(F.silu(gate) * up)
-        return _scaled_mm(linear, *torch.ops.qao.silu_mul_quantize(gate, up, self.produced), gate.dtype)
+        produced = _PRODUCED.get(self.scheme.word)
+        if produced is None:
+            return linear(qao.ops.silu_mul(gate, up))
+        return _scaled_mm(linear, *torch.ops.qao.silu_mul_quantize(gate, up, produced), gate.dtype)
 
     def attention(self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:
         batch, tokens, _ = qkv.shape
