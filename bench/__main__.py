@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import bars, host, numerics, plots, quantize, table, tune
+from . import bars, host, llama, numerics, plots, quantize, table, tune
 from .meta import RESULTS, device_slug, write
 from .runner import LAYERS, TOKENS, Run, run
 from .schemes import SCHEMES
@@ -30,6 +31,10 @@ def main() -> int:
         _add_common(command)
         if name != "numerics":
             _add_check(command)
+    whole = commands.add_parser("llama", help="tokens per second of whole decoders; needs transformers")
+    _add_common(whole)
+    llama.add_arguments(whole)
+    _add_check(whole)
     tables = commands.add_parser("table", help="write results and kernel table into README.md and docs/")
     tables.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
     commands.add_parser("plots", help="draw the results into docs/plots; needs matplotlib")
@@ -63,6 +68,14 @@ def main() -> int:
         results = host.run(arguments.device)
         write(results, folder / "host.json")
         return _report(*host.misses(results["rows"], arguments.device)) if arguments.check else 0
+    if arguments.command == "llama":
+        path = folder / "llama.json"
+        before = json.loads(path.read_text()) if arguments.add and path.exists() else None
+        results = llama.run(
+            llama.from_arguments(arguments),
+            save=lambda results: write(llama.add(before, results) if before else results, path),
+        )
+        return _report(*bars.decoder_misses(results["rows"])) if arguments.check else 0
     words = list(SCHEMES) if arguments.command == "all" else [arguments.command]
     known = {peer.name for word in words for peer in SCHEMES[word].peers}
     if unknown := set(arguments.peers or ()) - known:

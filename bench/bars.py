@@ -113,3 +113,49 @@ def quantize_misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
         if share < bar:
             lines.append(f"{row['op']}: {share:.0%} of a copy, the bar is {bar:.0%}")
     return lines, len(large)
+
+
+class DecoderBar(NamedTuple):
+    """How many times the tokens per second of bfloat16, each in the arrangement of blocks that is faster for it."""
+
+    model: str
+    phase: str
+    batch: int
+    way: str  # "eager" or "compiled"
+    schemes: tuple[str, ...]
+    ratio: float
+
+
+_EIGHT_BITS = ("int8_int8", "fp8_fp8")
+_BATCHES = (1, 8, 32)
+DECODER_BARS = (
+    DecoderBar("llama-3.1-8b", "decode", 1, "compiled", ("int4",), 2.3),
+    *(DecoderBar("llama-3.1-8b", "decode", batch, "eager", ("int4",), 1.0) for batch in _BATCHES),
+    DecoderBar("llama-3.1-8b", "decode", 32, "compiled", (*_EIGHT_BITS, "int8", "fp8"), 1.5),
+    DecoderBar("llama-3.1-8b", "prefill", 1, "compiled", _EIGHT_BITS, 1.45),
+    *(
+        DecoderBar("qwen2.5-0.5b", "decode", batch, way, ("int4",), 1.0)
+        for batch in _BATCHES
+        for way in ("eager", "compiled")
+    ),
+)
+
+
+def decoder_misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
+    """The same for the results of bench/llama.py on a GPU."""
+    best: dict[tuple[Any, ...], float] = {}
+    for row in rows:
+        for way in ("eager", "compiled"):
+            cell = row["model"], row["phase"], row["batch"], way, row["scheme"]
+            best[cell] = max(best.get(cell, 0.0), row[f"{way}_tokens_s"])
+    lines, compared = [], 0
+    for bar in DECODER_BARS:
+        for scheme in bar.schemes:
+            ours, bf16 = (best.get((*bar[:4], name)) for name in (scheme, "bf16"))
+            if ours is None or bf16 is None:
+                continue
+            compared += 1
+            if ours / bf16 < bar.ratio:
+                case = f"{bar.model}, {bar.phase} {bar.batch}, {bar.way}, {scheme}"
+                lines.append(f"{case}: {ours / bf16:.2f}x bf16, the bar is {bar.ratio}x")
+    return lines, compared

@@ -1,4 +1,4 @@
-"""The activation quantisers and fused producers: bytes per second against a plain copy of as many bytes."""
+"""Activation quantisers and fused producers: bytes per second against a plain copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Case(NamedTuple):
     name: str
     inputs: int  # matrices [M, K]
     call: Callable[..., tuple[Tensor, ...]]
+    weight: bool = False  # of the norm, [K], the first argument
     passes: int = 1  # over the inputs; a scale for all of x is known only after the first
 
 
@@ -30,10 +31,13 @@ CASES = (
     Case("fp8_quantize per row", 1, lambda x: qao.fp8_quantize(x, -1, None)),
     Case("fp8_quantize per 128 columns", 1, lambda x: qao.fp8_quantize(x, 128, None)),
     Case("fp8_quantize per tensor", 1, lambda x: qao.fp8_quantize(x, 0, None), passes=2),
-    Case("rms_norm_quantize int8", 1, lambda x: qao.rms_norm_quantize(x, None, 1e-6, _INT8)),
-    Case("rms_norm_quantize fp8", 1, lambda x: qao.rms_norm_quantize(x, None, 1e-6, _FP8)),
+    Case("rms_norm_quantize int8", 1, lambda w, x: qao.rms_norm_quantize(x, w, 1e-6, _INT8), weight=True),
+    Case("rms_norm_quantize fp8", 1, lambda w, x: qao.rms_norm_quantize(x, w, 1e-6, _FP8), weight=True),
+    Case("add_rms_norm_quantize int8", 2, lambda w, *x: qao.add_rms_norm_quantize(*x, w, 1e-6, _INT8), weight=True),
+    Case("add_rms_norm", 2, lambda w, *x: qao.add_rms_norm(*x, w, 1e-6), weight=True),
     Case("silu_mul_quantize int8", 2, lambda gate, up: qao.silu_mul_quantize(gate, up, _INT8)),
     Case("silu_mul_quantize fp8", 2, lambda gate, up: qao.silu_mul_quantize(gate, up, _FP8)),
+    Case("silu_mul", 2, lambda gate, up: (qao.silu_mul(gate, up),)),
 )
 SHAPES = {
     "cpu": ((1, 4096), (16, 4096), (512, 4096)),
@@ -56,9 +60,10 @@ def run(device: str, shapes: tuple[tuple[int, int], ...] | None = None) -> dict[
 
 def _row(case: Case, m: int, k: int, device: str) -> dict[str, Any]:
     inputs = tuple(torch.randn(m, k, device=device).bfloat16() for _ in range(case.inputs))
-    moved = sum(t.nbytes for t in (*inputs, *case.call(*inputs)))
+    call = partial(case.call, torch.rand(k, device=device).bfloat16()) if case.weight else case.call
+    moved = sum(t.nbytes for t in (*inputs, *call(*inputs)))
     source = torch.randint(0, 256, (moved // 2,), dtype=torch.uint8, device=device)
-    ours = partial(_next, case.call, rotation(inputs, copies_of(moved, device)))
+    ours = partial(_next, call, rotation(inputs, copies_of(moved, device)))
     copy = partial(_next, lambda a, b: b.copy_(a), rotation((source, source.clone()), copies_of(moved, device)))
     if device == "cuda":
         graphs = [Graph(call, copies_of(moved, device), moved / _GPU_BYTES_PER_S) for call in (ours, copy)]

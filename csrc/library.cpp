@@ -28,7 +28,12 @@ STABLE_TORCH_LIBRARY(qao, m) {
       "bool fast_accum) -> Tensor");
   m.def("int8_quantize(Tensor x, bool symmetric) -> (Tensor, Tensor, Tensor)");
   m.def("fp8_quantize(Tensor x, int group_size, Tensor? scale) -> (Tensor, Tensor)");
+  m.def("add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps) -> (Tensor, Tensor)");
+  m.def("silu_mul(Tensor gate, Tensor up) -> Tensor");
   m.def("rms_norm_quantize(Tensor x, Tensor? weight, float eps, ScalarType dtype) -> (Tensor, Tensor)");
+  m.def(
+      "add_rms_norm_quantize(Tensor x, Tensor? residual, Tensor? weight, float eps, ScalarType dtype) "
+      "-> (Tensor, Tensor, Tensor)");
   m.def("silu_mul_quantize(Tensor gate, Tensor up, ScalarType dtype) -> (Tensor, Tensor)");
   m.def("pack_int4(Tensor q, Tensor scales, Tensor? zeros, int group_size) -> (Tensor, Tensor)");
   m.def(
@@ -53,7 +58,10 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("fp8_scaled_mm", TORCH_BOX(&qao::fp8_scaled_mm_op));
   m.impl("int8_quantize", TORCH_BOX(&qao::int8_quantize_op));
   m.impl("fp8_quantize", TORCH_BOX(&qao::fp8_quantize_op));
+  m.impl("add_rms_norm", TORCH_BOX(&qao::add_rms_norm_op));
+  m.impl("silu_mul", TORCH_BOX(&qao::silu_mul_op));
   m.impl("rms_norm_quantize", TORCH_BOX(&qao::rms_norm_quantize_op));
+  m.impl("add_rms_norm_quantize", TORCH_BOX(&qao::add_rms_norm_quantize_op));
   m.impl("silu_mul_quantize", TORCH_BOX(&qao::silu_mul_quantize_op));
   m.impl("pack_int4", TORCH_BOX(&qao::pack_int4_op));
   m.impl("unpack_int4", TORCH_BOX(&qao::unpack_int4_op));

@@ -35,8 +35,14 @@ Tensor fp8_scaled_mm_op(const Tensor& x, const Tensor& x_scales, const Tensor& w
 // quantize.cpp
 std::tuple<Tensor, Tensor, Tensor> int8_quantize_op(const Tensor& x, bool symmetric);
 std::tuple<Tensor, Tensor> fp8_quantize_op(const Tensor& x, int64_t group_size, const std::optional<Tensor>& scale);
+std::tuple<Tensor, Tensor> add_rms_norm_op(const Tensor& x, const std::optional<Tensor>& residual,
+                                           const std::optional<Tensor>& weight, double eps);
+Tensor silu_mul_op(const Tensor& gate, const Tensor& up);
 std::tuple<Tensor, Tensor> rms_norm_quantize_op(const Tensor& x, const std::optional<Tensor>& weight, double eps,
                                                 torch::headeronly::ScalarType dtype);
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_quantize_op(const Tensor& x, const std::optional<Tensor>& residual,
+                                                            const std::optional<Tensor>& weight, double eps,
+                                                            torch::headeronly::ScalarType dtype);
 std::tuple<Tensor, Tensor> silu_mul_quantize_op(const Tensor& gate, const Tensor& up,
                                                 torch::headeronly::ScalarType dtype);
 

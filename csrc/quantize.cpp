@@ -63,6 +63,85 @@ Format eight_bit_format(const Op& op, torch::headeronly::ScalarType dtype) {
   return Format::kFp8;
 }
 
+// The values of a producer, in the dtype of x.
+Tensor values(const Op& op, Problem problem, Arguments arguments, const Argument& x) {
+  Tensor y = empty_rows(problem.k, x.dtype(), x);
+  if (problem.m == 0) return y;
+  problem.format = Format::kFloat;
+  arguments.y = y.data_ptr();
+  run(op, problem, arguments, x);
+  return y;
+}
+
+void check_alike(const Op& op, const Argument& tensor, const Argument& x, const char* what) {
+  op.check(tensor.dtype() == x.dtype() && tensor.same_device(x) && tensor.dim() == x.dim() &&
+               std::equal(tensor.sizes(), tensor.sizes() + tensor.dim(), x.sizes()),
+           what, "Check its shape and dtype");
+}
+
+// What the operators that begin with RMSNorm read.
+struct Norm {
+  Norm(const char* name, const Tensor& x_tensor, const std::optional<Tensor>& residual_tensor,
+       const std::optional<Tensor>& weight_tensor, double eps)
+      : op(name), x("x", x_tensor) {
+    op.involve(&x);
+    if (residual_tensor) op.involve(&residual.emplace("residual", *residual_tensor));
+    if (weight_tensor) op.involve(&weight.emplace("weight", *weight_tensor));
+    rows.emplace(rows_of(op, x_tensor, x, &problem));
+    problem.producer = quantize::Producer::kRmsNorm;
+    problem.eps = static_cast<float>(eps);
+    arguments.x = rows->data, arguments.x_stride = rows->stride;
+    if (residual) {
+      check_alike(op, *residual, x, "residual must have the shape, dtype and device of x");
+      residual_rows.emplace(*residual_tensor, *residual);
+      arguments.residual = residual_rows->data, arguments.residual_stride = residual_rows->stride;
+    }
+    if (!weight) return;
+    problem.norm_weight_dtype = op.float_dtype(*weight);
+    op.check(weight->has_shape({problem.k}) && weight->is_contiguous(), "weight must be contiguous of shape [K]",
+             "Check weight.shape against x.shape[-1]");
+    op.check(weight->same_device(x), "weight and x are on different devices",
+             "Move them to one device with .to(device)");
+    arguments.norm_weight = weight->data();
+  }
+  Norm(const Norm&) = delete;  // op points to the arguments
+
+  // A place for x + residual.
+  Tensor make_sum() {
+    Tensor sum = empty_rows(problem.k, x.dtype(), x);
+    arguments.sum = sum.data_ptr();
+    return sum;
+  }
+
+  Op op;
+  Argument x;
+  std::optional<Argument> residual, weight;
+  std::optional<Rows> rows, residual_rows;
+  Problem problem;
+  Arguments arguments;
+};
+
+// The same of SiLU(gate) * up.
+struct SiluMul {
+  SiluMul(const char* name, const Tensor& gate_tensor, const Tensor& up_tensor)
+      : op(name), gate("gate", gate_tensor), up("up", up_tensor) {
+    op.involve(&gate), op.involve(&up);
+    rows.emplace(rows_of(op, gate_tensor, gate, &problem));
+    check_alike(op, up, gate, "up must have the shape, dtype and device of gate");
+    up_rows.emplace(up_tensor, up);
+    problem.producer = quantize::Producer::kSiluMul;
+    arguments.x = rows->data, arguments.x_stride = rows->stride;
+    arguments.up = up_rows->data, arguments.up_stride = up_rows->stride;
+  }
+  SiluMul(const SiluMul&) = delete;
+
+  Op op;
+  Argument gate, up;
+  std::optional<Rows> rows, up_rows;
+  Problem problem;
+  Arguments arguments;
+};
+
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> int8_quantize_op(const Tensor& x_tensor, bool symmetric) {
@@ -110,49 +189,41 @@ std::tuple<Tensor, Tensor> fp8_quantize_op(const Tensor& x_tensor, int64_t group
   return {q, scales};
 }
 
-std::tuple<Tensor, Tensor> rms_norm_quantize_op(const Tensor& x_tensor, const std::optional<Tensor>& weight_tensor,
-                                                double eps, torch::headeronly::ScalarType dtype) {
-  Op op("rms_norm_quantize");
-  const Argument x("x", x_tensor);
-  op.involve(&x);
-  std::optional<Argument> weight;
-  if (weight_tensor) op.involve(&weight.emplace("weight", *weight_tensor));
-  Problem problem;
-  const Rows rows = rows_of(op, x_tensor, x, &problem);
-  problem.format = eight_bit_format(op, dtype);
-  problem.producer = quantize::Producer::kRmsNorm;
-  problem.eps = static_cast<float>(eps);
-  Arguments arguments;
-  arguments.x = rows.data, arguments.x_stride = rows.stride;
-  if (weight) {
-    problem.norm_weight_dtype = op.float_dtype(*weight);
-    op.check(weight->has_shape({problem.k}) && weight->is_contiguous(), "weight must be contiguous of shape [K]",
-             "Check weight.shape against x.shape[-1]");
-    op.check(weight->same_device(x), "weight and x are on different devices",
-             "Move them to one device with .to(device)");
-    arguments.norm_weight = weight->data();
-  }
-  PerRow result = quantize_rows(op, problem, arguments, x);
+std::tuple<Tensor, Tensor> add_rms_norm_op(const Tensor& x, const std::optional<Tensor>& residual,
+                                           const std::optional<Tensor>& weight, double eps) {
+  Norm norm("add_rms_norm", x, residual, weight, eps);
+  Tensor sum = norm.make_sum();
+  return {values(norm.op, norm.problem, norm.arguments, norm.x), sum};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_quantize_op(const Tensor& x, const std::optional<Tensor>& weight, double eps,
+                                                torch::headeronly::ScalarType dtype) {
+  Norm norm("rms_norm_quantize", x, std::nullopt, weight, eps);
+  norm.problem.format = eight_bit_format(norm.op, dtype);
+  PerRow result = quantize_rows(norm.op, norm.problem, norm.arguments, norm.x);
   return {result.q, result.scales};
 }
 
-std::tuple<Tensor, Tensor> silu_mul_quantize_op(const Tensor& gate_tensor, const Tensor& up_tensor,
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_quantize_op(const Tensor& x, const std::optional<Tensor>& residual,
+                                                            const std::optional<Tensor>& weight, double eps,
+                                                            torch::headeronly::ScalarType dtype) {
+  Norm norm("add_rms_norm_quantize", x, residual, weight, eps);
+  norm.problem.format = eight_bit_format(norm.op, dtype);
+  Tensor sum = norm.make_sum();
+  PerRow result = quantize_rows(norm.op, norm.problem, norm.arguments, norm.x);
+  return {result.q, result.scales, sum};
+}
+
+Tensor silu_mul_op(const Tensor& gate, const Tensor& up) {
+  SiluMul product("silu_mul", gate, up);
+  return values(product.op, product.problem, product.arguments, product.gate);
+}
+
+std::tuple<Tensor, Tensor> silu_mul_quantize_op(const Tensor& gate, const Tensor& up,
                                                 torch::headeronly::ScalarType dtype) {
-  Op op("silu_mul_quantize");
-  const Argument gate("gate", gate_tensor), up("up", up_tensor);
-  op.involve(&gate), op.involve(&up);
-  Problem problem;
-  const Rows rows = rows_of(op, gate_tensor, gate, &problem);
-  op.check(up.dtype() == gate.dtype() && up.same_device(gate) && up.dim() == gate.dim() &&
-               std::equal(up.sizes(), up.sizes() + up.dim(), gate.sizes()),
-           "up must have the shape, dtype and device of gate", "Check up.shape and up.dtype");
-  const Rows up_rows(up_tensor, up);
-  problem.format = eight_bit_format(op, dtype);
-  problem.producer = quantize::Producer::kSiluMul;
-  Arguments arguments;
-  arguments.x = rows.data, arguments.x_stride = rows.stride;
-  arguments.up = up_rows.data, arguments.up_stride = up_rows.stride;
-  PerRow result = quantize_rows(op, problem, arguments, gate);
+  SiluMul product("silu_mul_quantize", gate, up);
+  product.problem.format = eight_bit_format(product.op, dtype);
+  PerRow result = quantize_rows(product.op, product.problem, product.arguments, product.gate);
   return {result.q, result.scales};
 }
 

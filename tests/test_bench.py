@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import bars, kernels, meta, plots, quantize, table, tune
+from bench import bars, kernels, llama, llama_model, meta, plots, quantize, table, tune
 from bench.meta import write
 from bench.peers import Peer
 from bench.peers.torch4 import TinyGemm, TorchInt4
 from bench.runner import LAYERS, TOKENS, Layer, Run, run
 from bench.schemes import SCHEMES, Int4
 from bench.weights import GroupedWeight, RowWeight, Weight
+from examples.decoder_block import DecoderBlock
 
 
 class Wrong(Peer):
@@ -132,9 +133,138 @@ def test_bars_of_the_quantisers() -> None:
     assert bars.quantize_misses([row | {"M": 16}, row | {"passes": 2}]) == ([], 0)
 
 
+def test_bars_of_whole_decoders() -> None:
+    case = {"model": "llama-3.1-8b", "phase": "decode", "batch": 1}
+    rows = [
+        case | {"scheme": scheme, "variant": variant, "eager_tokens_s": eager, "compiled_tokens_s": compiled}
+        for scheme, variant, eager, compiled in (
+            ("bf16", "plain", 90.0, 200.0),
+            ("bf16", "fused", 100.0, 190.0),
+            ("int4", "plain", 110.0, 450.0),
+            ("int4", "fused", 80.0, 440.0),
+        )
+    ]
+    missed = "llama-3.1-8b, decode 1, compiled, int4: 2.25x bf16, the bar is 2.3x"
+    assert bars.decoder_misses(rows) == ([missed], 2)
+    rows[3]["compiled_tokens_s"] = 461.0
+    assert bars.decoder_misses(rows) == ([], 2)
+    assert bars.decoder_misses(rows[2:]) == ([], 0)
+
+
 @pytest.mark.parametrize("word", SCHEMES)
 def test_every_scheme_has_bars_on_both_devices(word: str) -> None:
     assert {bar.device for bar in bars.BARS[word]} == {"cpu", "cuda"}
+
+
+# ---- whole decoders --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def decoders() -> dict:
+    pytest.importorskip("transformers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama, "_CELL_S", 0.005)
+        saved = []
+        results = llama.run(
+            llama.Run(
+                models=["tiny"],
+                device="cpu",
+                contenders=["bf16", "int8_int8"],
+                batches=[2],
+                prompt=8,
+                context=16,
+                backend="aot_eager",
+            ),
+            save=lambda results: saved.append(len(results["rows"])),
+        )
+        assert saved == [2, 4, 6, 8]
+        return results
+
+
+def test_decoders_are_measured_in_every_case(decoders: dict) -> None:
+    rows = decoders["rows"]
+    cases = [(row["scheme"], row["variant"], row["phase"], row["batch"], row["tokens"]) for row in rows]
+    assert cases == [
+        (scheme, variant, *case)
+        for scheme in ("bf16", "int8_int8")
+        for variant in ("plain", "fused")
+        for case in (("decode", 2, 2), ("prefill", 1, 8))
+    ]
+    for row in rows:
+        assert min(row["eager_tokens_s"], row["compiled_tokens_s"], row["eager_host_us"], row["weights_mib"]) > 0
+        assert (row["compile_s"] is not None) == (row["phase"] == "decode")  # the first case alone
+    weights = {row["scheme"]: row["weights_mib"] for row in rows}
+    assert weights["int8_int8"] < weights["bf16"]
+
+
+def test_decoders_in_the_documents(decoders: dict) -> None:
+    text = llama.render(decoders)
+    assert "| scheme | batch 2, eager | batch 2, compiled | prompt, eager | prompt, compiled |" in text
+    assert text.count("\n| `bf16` | ") == 4 and text.count(" (1.00) |") >= 8
+    assert "**tiny**, 2 layers, fused blocks" in text
+
+
+def test_two_runs_of_decoders_become_one(decoders: dict) -> None:
+    meta, rows = decoders["meta"], decoders["rows"]
+    again = [rows[1] | {"eager_tokens_s": 1.0}, rows[2]]
+    joined = llama.add({"meta": meta, "rows": rows[:2]}, {"meta": meta | {"date": "later"}, "rows": again})
+    assert joined == {"meta": meta | {"date": "later"}, "rows": [rows[0], *again]}
+    with pytest.raises(ValueError, match="another setting"):
+        llama.add(decoders, {"meta": meta | {"torch": "2.0"}, "rows": []})
+
+
+@pytest.mark.parametrize("variant", llama_model.VARIANTS)
+def test_the_code_of_one_block_serves_all(variant: str) -> None:
+    pytest.importorskip("transformers")
+    graphs = 0
+
+    def count(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        model = llama_model.Model("tiny", 3, llama.SCHEMES["int8_int8"], variant, "cpu", quantize_head=True)
+        inputs = llama_model.Inputs.decode(model, 2, 16, "cpu")
+        llama_model.Step(model, inputs, lambda function: torch.compile(function, backend=count, fullgraph=True))()
+    assert graphs == 3  # embedding, block, head
+
+
+def test_the_likeliest_token() -> None:
+    logits = torch.randn(3, 1280)
+    assert torch.equal(llama_model._likeliest(logits), logits.argmax(-1))
+
+
+def test_a_decoder_that_computes_something_else_is_refused() -> None:
+    x = torch.randn(2, 64)
+    llama._check(x * 1.1, x, "nearly the same")
+    with pytest.raises(RuntimeError, match="fused: logits differ by 1."):
+        llama._check(x.roll(1), x, "fused")
+    with pytest.raises(RuntimeError, match="nan"):
+        llama._check(x * torch.nan, x, "fused")
+
+
+@pytest.mark.parametrize("preset", ["tiny", "qwen2.5-0.5b"])
+def test_the_example_block_computes_what_the_layer_of_transformers_computes(preset: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    numbers = llama_model.PRESETS[preset] | {"num_hidden_layers": 1, "vocab_size": 8}
+    config = transformers.AutoConfig.for_model(**numbers, attn_implementation="sdpa")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).model
+    layer = model.layers[0].eval().requires_grad_(False)
+    for parameter in layer.parameters():  # norms of all ones and biases of zeros would hide an error
+        torch.nn.init.normal_(parameter, std=0.1)
+    block = DecoderBlock(layer, None)
+    for positions in (torch.arange(6), torch.tensor([5])):
+        x = torch.randn(2, len(positions), config.hidden_size, dtype=torch.float64)
+        cos, sin = model.rotary_emb(x, positions[None])
+        caches = [llama_model.Cache(config, 2, positions, 6, torch.float64) for _ in range(2)]
+        caches[1].keys.copy_(caches[0].keys), caches[1].values.copy_(caches[0].values)
+        expected = layer(x, attention_mask=None, position_embeddings=(cos, sin), past_key_values=caches[0])
+        delta, residual = block(0.25 * x, 0.75 * x, cos, sin, caches[1])
+        torch.testing.assert_close(delta + residual, expected, rtol=1e-6, atol=1e-6)  # norms work in float32
+        torch.testing.assert_close(caches[1].keys, caches[0].keys, rtol=1e-6, atol=1e-6)
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------

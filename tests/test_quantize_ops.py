@@ -1,10 +1,11 @@
-"""int8_quantize, fp8_quantize, rms_norm_quantize, silu_mul_quantize against their definitions."""
+"""int8_quantize, fp8_quantize and the quantising producers against their definitions."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from ops_support import DTYPES, VIEWS, before_guard_page, randn
+from qao.reference import rms_norm, silu_mul
 from torch import Tensor
 
 OPS = torch.ops.qao
@@ -233,20 +234,9 @@ def test_long_rows_and_many(shape: tuple[int, int], device: str) -> None:
 # ---- fused producers -------------------------------------------------------------------------------------------------
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    x = x.cpu().double()
-    y = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
-    return y if weight is None else y * weight.cpu().double()
-
-
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    gate = gate.cpu().double()
-    return gate * gate.sigmoid() * up.cpu().double()
-
-
 def check_producer(result: tuple[Tensor, Tensor], exact: Tensor) -> None:
     """q and scale of `exact` up to float32 arithmetic: a few roundings of 2^-24 in the values."""
-    q, scales = (t.cpu() for t in result)
+    q, scales, exact = result[0].cpu(), result[1].cpu(), exact.cpu()
     slack = 2e-6
     expected = exact.abs().amax(-1, keepdim=True).clamp(min=SMALLEST) / LARGEST[q.dtype]
     assert ((scales.double() - expected).abs() <= slack * expected).all()
@@ -270,6 +260,21 @@ def test_rms_norm(
     check_producer(OPS.rms_norm_quantize(x, weight, 1e-5, dtype), rms_norm(x, weight, float(torch.tensor(1e-5))))
 
 
+@pytest.mark.parametrize("with_residual", (True, False))
+@pytest.mark.parametrize("dtype", (torch.int8, FP8), ids=str)
+@pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_add_rms_norm(
+    shape: tuple[int, int], x_dtype: torch.dtype, dtype: torch.dtype, with_residual: bool, device: str
+) -> None:
+    x, residual = (randn(*shape, dtype=x_dtype, device=device, seed=seed) for seed in (0, 1))
+    h = x + residual if with_residual else x
+    weight = randn(shape[1], dtype=x_dtype, device=device, seed=2)
+    *result, total = OPS.add_rms_norm_quantize(x, residual if with_residual else None, weight, 1e-5, dtype)
+    check_producer(tuple(result), rms_norm(h, weight, float(torch.tensor(1e-5))))
+    assert same(total, h) and total.data_ptr() != x.data_ptr()
+
+
 @pytest.mark.parametrize("dtype", (torch.int8, FP8), ids=str)
 @pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -289,7 +294,9 @@ def test_silu_of_large_values(device: str) -> None:
     """e^-x beyond float32 is no NaN: silu is 0 there, and x on the other side."""
     gate = torch.tensor([[-1e30, -200.0, -89.0, 0.0, 1.0, 200.0, 1e30], [-300.0, -200, -150, -120, -110, -1, 0]])
     gate = gate.to(device)
-    check_producer(OPS.silu_mul_quantize(gate, torch.ones_like(gate), torch.int8), silu_mul(gate, torch.ones(1)))
+    check_producer(
+        OPS.silu_mul_quantize(gate, torch.ones_like(gate), torch.int8), silu_mul(gate, torch.ones_like(gate))
+    )
 
 
 @pytest.mark.parametrize("dtype", (torch.int8, FP8), ids=str)
@@ -339,6 +346,8 @@ def test_opcheck(shape: tuple[int, ...], device: str) -> None:
         (OPS.fp8_quantize, (x, 0, torch.ones(1, device=device))),
         (OPS.rms_norm_quantize, (x, weight, 1e-6, torch.int8)),
         (OPS.rms_norm_quantize, (x, None, 1e-6, FP8)),
+        (OPS.add_rms_norm_quantize, (x, x, weight, 1e-6, torch.int8)),
+        (OPS.add_rms_norm_quantize, (x, None, None, 1e-6, FP8)),
         (OPS.silu_mul_quantize, (x, x, FP8)),
     ):
         torch.library.opcheck(op.default, arguments, test_utils=UTILITIES)

@@ -101,6 +101,10 @@ Status quantize(const Problem& p, const Arguments& a, const Threads& all_threads
     for (const QuantizeRange& part : parts) include(&range, part);
     a.scales[0] = scale_of(p, range);
   }
+  if (p.format == Format::kFloat) {
+    rows([&](int, int64_t m, const float* values) { kernels.to_float(values, p.k, a.y, m * p.k, p.x_dtype); });
+    return {};
+  }
   rows([&](int, int64_t m, const float* values) {
     p.format == Format::kInt8 ? quantize_int8(p, a, kernels, m, values) : quantize_fp8(p, a, kernels, m, values);
     std::memset(static_cast<char*>(a.q) + m * a.q_stride + p.k, 0, static_cast<size_t>(a.q_stride - p.k));

@@ -1,4 +1,5 @@
-// Activations to eight bits on the CPU. Same Problem and Arguments as CUDA, Order::kRows alone; no torch headers.
+// Activations to eight bits, and the values of producers, on the CPU. Same Problem and Arguments as CUDA, Order::kRows
+// alone; no torch headers.
 #pragma once
 
 #include "cpu/isa.h"

@@ -43,6 +43,13 @@ void values_of(const Problem& p, const Arguments& a, int64_t m, float* values) {
   __m256d squares[2] = {_mm256_setzero_pd(), _mm256_setzero_pd()};
   for (int64_t k = 0; k < p.k; k += 8) {
     __m256 x = load_first(a.x, m * a.x_stride + k, p.x_dtype, p.k - k);
+    if (a.sum != nullptr) {
+      if (a.residual != nullptr) {
+        x = _mm256_add_ps(x, load_first(a.residual, m * a.residual_stride + k, p.x_dtype, p.k - k));
+      }
+      store_first(a.sum, m * p.k + k, p.x_dtype, x, p.k - k);
+      x = load_first(a.sum, m * p.k + k, p.x_dtype, p.k - k);  // rounded
+    }
     if (p.producer == Producer::kRmsNorm) {
       squares[0] = add_squares(squares[0], _mm256_castps256_ps128(x));
       squares[1] = add_squares(squares[1], _mm256_extractf128_ps(x, 1));
@@ -130,8 +137,14 @@ void round_to_fp8(const float* values, int64_t count, float inverse, uint8_t* q)
   }
 }
 
+void round_to_float(const float* values, int64_t count, void* y, int64_t index, DType y_dtype) {
+  for (int64_t k = 0; k < count; k += 8) {
+    store_first(y, index + k, y_dtype, load_first(values, k, DType::kFloat32, count - k), count - k);
+  }
+}
+
 }  // namespace
 
-const QuantizeKernels kQuantizeAvx2 = {values_of, range_of, round_to_int8, round_to_fp8};
+const QuantizeKernels kQuantizeAvx2 = {values_of, range_of, round_to_int8, round_to_fp8, round_to_float};
 
 }  // namespace qao::cpu

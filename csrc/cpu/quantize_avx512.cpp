@@ -41,6 +41,13 @@ void values_of(const Problem& p, const Arguments& a, int64_t m, float* values) {
   __m512d squares[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
   for_each16(p.k, [&](int64_t k, __mmask16 mask) {
     __m512 x = load16(a.x, m * a.x_stride + k, p.x_dtype, mask);
+    if (a.sum != nullptr) {
+      if (a.residual != nullptr) {
+        x = _mm512_add_ps(x, load16(a.residual, m * a.residual_stride + k, p.x_dtype, mask));
+      }
+      store16(a.sum, m * p.k + k, p.x_dtype, x, mask);
+      x = load16(a.sum, m * p.k + k, p.x_dtype, mask);  // rounded
+    }
     if (p.producer == Producer::kRmsNorm) {
       const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x)),
                     high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
@@ -113,8 +120,14 @@ void round_to_fp8(const float* values, int64_t count, float inverse, uint8_t* q)
   });
 }
 
+void round_to_float(const float* values, int64_t count, void* y, int64_t index, DType y_dtype) {
+  for_each16(count, [&](int64_t k, __mmask16 mask) {
+    store16(y, index + k, y_dtype, _mm512_maskz_loadu_ps(mask, values + k), mask);
+  });
+}
+
 }  // namespace
 
-const QuantizeKernels kQuantizeAvx512 = {values_of, range_of, round_to_int8, round_to_fp8};
+const QuantizeKernels kQuantizeAvx512 = {values_of, range_of, round_to_int8, round_to_fp8, round_to_float};
 
 }  // namespace qao::cpu

@@ -15,7 +15,12 @@ using quantize::Producer;
 void values_of(const Problem& p, const Arguments& a, int64_t m, float* values) {
   double squares = 0;
   for (int64_t k = 0; k < p.k; ++k) {
-    const float x = load(a.x, m * a.x_stride + k, p.x_dtype);
+    float x = load(a.x, m * a.x_stride + k, p.x_dtype);
+    if (a.sum != nullptr) {
+      if (a.residual != nullptr) x += load(a.residual, m * a.residual_stride + k, p.x_dtype);
+      store(a.sum, m * p.k + k, p.x_dtype, x);
+      x = load(a.sum, m * p.k + k, p.x_dtype);  // rounded
+    }
     values[k] = x;
     if (p.producer == Producer::kRmsNorm) {
       squares += static_cast<double>(x) * x;
@@ -49,8 +54,12 @@ void round_to_fp8(const float* values, int64_t count, float inverse, uint8_t* q)
   for (int64_t k = 0; k < count; ++k) q[k] = to_fp8(values[k] * inverse);
 }
 
+void round_to_float(const float* values, int64_t count, void* y, int64_t index, DType y_dtype) {
+  for (int64_t k = 0; k < count; ++k) store(y, index + k, y_dtype, values[k]);
+}
+
 }  // namespace
 
-const QuantizeKernels kQuantizeScalar = {values_of, range_of, round_to_int8, round_to_fp8};
+const QuantizeKernels kQuantizeScalar = {values_of, range_of, round_to_int8, round_to_fp8, round_to_float};
 
 }  // namespace qao::cpu

@@ -108,6 +108,13 @@ __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
 }
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
+// Both, in kernels that are compiled for older GPUs too (common/launch.h: is_hopper_code).
+__device__ __forceinline__ void overlap_neighbours() {
+#if __CUDA_ARCH__ >= 900
+  launch_dependents();
+  wait_for_previous_kernel();
+#endif
+}
 // Brings `bytes` (a multiple of 16) into the L2 cache (sm_90). A hint: it cannot change what a later load sees.
 __device__ __forceinline__ void prefetch_l2(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(from), "r"(bytes) : "memory");
@@ -162,6 +169,11 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
 __device__ __forceinline__ void pin(uint32_t (&values)[4]) {
   asm volatile("" : "+r"(values[0]), "+r"(values[1]), "+r"(values[2]), "+r"(values[3]));
 }
+
+__device__ __forceinline__ void pin(uint4& value) {
+  asm volatile("" : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w));
+}
+__device__ __forceinline__ void pin(const void*& value) { asm volatile("" : "+l"(value)); }
 
 // This thread's warp, told by one lane: the compiler then knows that branches on it do not split the warp.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 32), 0); }

@@ -51,6 +51,70 @@ struct Packed {
       for (int i = 0; i < kParts; ++i) part[i] = {word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
     }
   }
+  // What was computed of it before must be computed again.
+  __device__ __forceinline__ void pin() {
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) ptx::pin(part[i]);
+  }
+  // Rounds each sum to the dtype.
+  __device__ __forceinline__ void add(const Packed& other) {
+    const auto sum = [](uint32_t a, uint32_t b) {
+      if constexpr (dtype == DType::kFloat32) {
+        return __float_as_uint(__uint_as_float(a) + __uint_as_float(b));
+      } else {
+        using Pair = std::conditional_t<dtype == DType::kBFloat16, __nv_bfloat162, __half2>;
+        const Pair pair = __hadd2_rn(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
+        return *reinterpret_cast<const uint32_t*>(&pair);
+      }
+    };
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      const uint4 a = part[i], b = other.part[i];
+      part[i] = {sum(a.x, b.x), sum(a.y, b.y), sum(a.z, b.z), sum(a.w, b.w)};
+    }
+  }
+  __device__ __forceinline__ void pack(const float (&value)[kVector]) {
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) {
+      uint32_t word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (dtype == DType::kFloat32) {
+          word[i] = __float_as_uint(value[4 * p + i]);
+        } else if constexpr (dtype == DType::kBFloat16) {
+          const __nv_bfloat162 pair = __floats2bfloat162_rn(value[2 * i], value[2 * i + 1]);
+          word[i] = *reinterpret_cast<const uint32_t*>(&pair);
+        } else {
+          const __half2 pair = __floats2half2_rn(value[2 * i], value[2 * i + 1]);
+          word[i] = *reinterpret_cast<const uint32_t*>(&pair);
+        }
+      }
+      part[p] = {word[0], word[1], word[2], word[3]};
+    }
+  }
+  // The reverse of load().
+  template <bool kFast>
+  __device__ __forceinline__ void store(void* data, int column, int columns) const {
+    if constexpr (kFast) {
+      uint4* to = reinterpret_cast<uint4*>(static_cast<char*>(data) + int64_t{column} * size_of(dtype));
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        if (column < columns) to[i] = part[i];
+      }
+    } else {
+      using Element = std::conditional_t<dtype == DType::kFloat32, uint32_t, uint16_t>;
+      constexpr int kBits = 8 * sizeof(Element), kPerWord = 32 / kBits;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const uint4& four = part[i / (4 * kPerWord)];
+        const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+        if (column + i < columns) {
+          static_cast<Element*>(data)[column + i] =
+              static_cast<Element>(words[i / kPerWord % 4] >> (i % kPerWord * kBits));
+        }
+      }
+    }
+  }
   __device__ __forceinline__ void unpack(float (&value)[kVector]) const {
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {

@@ -4,6 +4,7 @@
 
 #include "common/check.h"
 #include "common/float32.cuh"
+#include "common/launch.h"
 #include "common/shared_memory.h"
 #include "int4_mm/kernels.h"
 #include "int4_mm/layout.h"
@@ -40,19 +41,11 @@ Status launch_decode(const Problem& problem, const Plan& plan, const Params& par
                      &decode, &shared_bytes)) {
     return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
   }
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(plan.split_k), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(plan.split_k, clusters);
-  config.blockDim = dim3(plan.warps * 32);
-  config.dynamicSmemBytes = plan.shared_bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = plan.split_k > 1 ? 2 : 1;
-  return cuda_status(cudaLaunchKernelEx(&config, kernel, params, decode), "launching the kernel for few tokens");
+  Launch launch{dim3(plan.split_k, clusters), dim3(plan.warps * 32), stream};
+  launch.shared_bytes = plan.shared_bytes;
+  launch.cluster = plan.split_k;
+  launch.overlapped = true;
+  return launch_kernel(launch, "launching the kernel for few tokens", kernel, params, decode);
 }
 
 Status launch_sm90(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream) {

@@ -1,7 +1,7 @@
 // Which kernel quantises a problem, and its launch.
 #include <algorithm>
 
-#include "common/check.h"
+#include "common/launch.h"
 #include "qao/quantize.h"
 #include "quantize/rows.cuh"
 #include "quantize/stream.cuh"
@@ -22,17 +22,27 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 bool needs_maxima(const Problem& p) { return p.scaling == Scaling::kTensor && !p.static_scale; }
 
 Status check(const Problem& p, const Arguments& a) {
-  if (p.format != Format::kInt8 && p.format != Format::kFp8)
-    return Status::error("quantize: the format is not int8 or fp8");
+  if (p.format == Format::kFloat) {
+    if (p.producer == Producer::kNone || a.y == nullptr || p.sums_group != 0)
+      return Status::error("quantize: y needs a producer and a place, and no sums");
+  } else if (p.format != Format::kInt8 && p.format != Format::kFp8) {
+    return Status::error("quantize: the format is not int8, fp8 or float");
+  }
+  if (a.residual != nullptr && (p.producer != Producer::kRmsNorm || a.sum == nullptr))
+    return Status::error("quantize: a residual needs RMSNorm and a place for its sum with x");
   const bool rows = p.scaling == Scaling::kRow;
   if (p.format == Format::kInt8 && !rows) return Status::error("quantize: int8 has one scale per row");
   if (!rows && (p.producer != Producer::kNone || p.sums_group != 0)) {
     return Status::error("quantize: fused producers and sums need one scale per row");
   }
+  if (p.producer != Producer::kNone && (!p.symmetric || p.sums_group != 0 || p.order != Order::kRows)) {
+    return Status::error("quantize: what producers make is rounded symmetrically, in rows, without sums");
+  }
   const int64_t g = p.sums_group;
   if (g != 0 && g < p.k && g != 32 && g != 64 && g != 128 && g != 256) {
     return Status::error("quantize: sums_group must be 32, 64, 128, 256 or at least k");
   }
+  if (p.format == Format::kFloat) return {};
   if (a.q_stride < p.k || a.q_stride > int64_t{1} << 30)
     return Status::error("quantize: q_stride must be from k to 2^30");
   if (p.order == Order::kInt4Tiles && a.q_stride % 64 != 0) {
@@ -43,25 +53,31 @@ Status check(const Problem& p, const Arguments& a) {
 
 Params describe(const Problem& p, const Arguments& a) {
   const int64_t size = size_of(p.x_dtype);
+  const bool floats = p.format == Format::kFloat;
   Params params{};
-  params.x = a.x, params.up = a.up, params.norm_weight = a.norm_weight;
-  params.q = static_cast<uint8_t*>(a.q);
+  params.x = a.x, params.x_stride = a.x_stride;
+  const bool silu_mul = p.producer == Producer::kSiluMul;
+  params.other = silu_mul ? a.up : a.residual, params.other_stride = silu_mul ? a.up_stride : a.residual_stride;
+  params.norm_weight = a.norm_weight;
+  params.sum = a.sum;
+  params.y = floats ? a.y : nullptr;
+  params.q = static_cast<uint8_t*>(a.q), params.q_stride = a.q_stride;
   params.scales = a.scales, params.zeros = a.zeros, params.sums = p.sums_group == 0 ? nullptr : a.sums;
   params.maxima = static_cast<float*>(a.workspace);
-  params.x_stride = a.x_stride, params.up_stride = a.up_stride, params.q_stride = a.q_stride;
   params.m = p.m;
   params.k = static_cast<int>(p.k);
-  params.vectors = static_cast<int>(divide_up(a.q_stride, kVector));
+  params.vectors = static_cast<int>(divide_up(floats ? p.k : a.q_stride, kVector));
   params.group = p.sums_group >= p.k ? 0 : static_cast<int>(p.sums_group);
   while (params.group >> params.group_shift > 1) ++params.group_shift;
   params.groups = static_cast<int>(p.sums_groups());
   params.norm_weight_dtype = p.norm_weight_dtype;
-  params.aligned = p.k % kVector == 0 && is_aligned(a.x, p.m, a.x_stride * size, 16);
-  if (p.producer == Producer::kSiluMul) params.aligned &= is_aligned(a.up, p.m, a.up_stride * size, 16);
-  if (p.producer == Producer::kRmsNorm && a.norm_weight != nullptr) {
+  params.aligned = p.k % kVector == 0 && is_aligned(a.x, p.m, a.x_stride * size, 16) &&
+                   is_aligned(params.other, p.m, params.other_stride * size, 16) && is_aligned(a.sum, 1, 0, 16) &&
+                   is_aligned(params.y, 1, 0, 16);
+  if (a.norm_weight != nullptr) {
     params.aligned &= p.norm_weight_dtype == p.x_dtype && is_aligned(a.norm_weight, 1, 0, 16);
   }
-  params.q_aligned = is_aligned(a.q, p.m, a.q_stride, kVector);
+  params.q_aligned = is_aligned(a.q, 2, a.q_stride, kVector);
   params.fp8 = p.format == Format::kFp8;
   params.symmetric = params.fp8 || p.symmetric;
   params.static_scale = p.static_scale;
@@ -70,22 +86,32 @@ Params describe(const Problem& p, const Arguments& a) {
   return params;
 }
 
+// All kernels wait for the one before them and let the next one start.
+Status launch_after(void (*kernel)(Params), dim3 grid, dim3 cta, const Params& p, cudaStream_t stream) {
+  Launch launch{grid, cta, stream};
+  launch.overlapped = is_hopper_code(reinterpret_cast<const void*>(kernel));
+  return launch_kernel(launch, "launching a kernel of quantize", kernel, p);
+}
+
 template <DType dtype, Producer producer, int kVectors, bool kFast>
 Status launch_rows(Params p, cudaStream_t stream) {
   const int64_t wanted = divide_up(divide_up(p.vectors, kVectors), 32) * 32;
   const int threads = static_cast<int>(std::min<int64_t>(wanted, kMaxThreads));
   p.tiles = static_cast<int>(divide_up(p.vectors, threads * kVectors));
-  rows_kernel<dtype, producer, kVectors, kFast><<<static_cast<unsigned>(p.m), threads, 0, stream>>>(p);
-  return launch_status("launching quantize::rows_kernel");
+  return launch_after(rows_kernel<dtype, producer, kVectors, kFast>, dim3(static_cast<unsigned>(p.m)), dim3(threads), p,
+                      stream);
 }
 
 template <DType dtype, Producer producer>
 Status launch_rows(const Params& p, cudaStream_t stream) {
   const int threads = p.m <= kFewRows ? 1024 : 32;  // beyond them, each has more vectors
-  if (!p.aligned) return launch_rows<dtype, producer, 1, false>(p, stream);
+  const bool aligned = p.aligned && (p.y != nullptr || p.q_aligned);
+  if (!aligned) return launch_rows<dtype, producer, 1, false>(p, stream);
   if (p.vectors <= threads) return launch_rows<dtype, producer, 1, true>(p, stream);
   if (p.vectors <= 2 * threads) return launch_rows<dtype, producer, 2, true>(p, stream);
-  return launch_rows<dtype, producer, 4, true>(p, stream);
+  // Four vectors of float32 and their products would need more registers than there are.
+  constexpr int kMost = dtype == DType::kFloat32 && producer == Producer::kRmsNorm ? 2 : 4;
+  return launch_rows<dtype, producer, kMost, true>(p, stream);
 }
 
 template <DType dtype, int kVectors>
@@ -96,17 +122,16 @@ Status launch_stream(Params p, Scaling scaling, cudaStream_t stream) {
   const dim3 cta(threads, kStreamThreads / threads);
   p.slices = static_cast<int>(divide_up(p.vectors, int64_t{threads} * kVectors));
   const int64_t ctas = divide_up(p.m, cta.y) * p.slices;
+  const dim3 grid(static_cast<unsigned>(ctas));
   if (scaling == Scaling::kBlock) {
-    stream_kernel<dtype, Scaling::kBlock, kVectors><<<static_cast<unsigned>(ctas), cta, 0, stream>>>(p);
-    return launch_status("launching quantize::stream_kernel");
+    return launch_after(stream_kernel<dtype, Scaling::kBlock, kVectors>, grid, cta, p, stream);
   }
   if (!p.static_scale) {
     p.parts = static_cast<int>(std::min<int64_t>(ctas, kMaxParts));
-    maxima_kernel<dtype, kVectors><<<p.parts, cta, 0, stream>>>(p);
-    if (Status status = launch_status("launching quantize::maxima_kernel"); !status.ok()) return status;
+    const Status status = launch_after(maxima_kernel<dtype, kVectors>, dim3(p.parts), cta, p, stream);
+    if (!status.ok()) return status;
   }
-  stream_kernel<dtype, Scaling::kTensor, kVectors><<<static_cast<unsigned>(ctas), cta, 0, stream>>>(p);
-  return launch_status("launching quantize::stream_kernel");
+  return launch_after(stream_kernel<dtype, Scaling::kTensor, kVectors>, grid, cta, p, stream);
 }
 
 template <DType dtype>

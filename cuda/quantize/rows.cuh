@@ -1,4 +1,5 @@
-// One scale per row: a CTA has a row, in registers between the search for its range and the rounding.
+// Whatever needs a row to be complete: one scale per row, RMSNorm. A CTA has a row, in registers between the search for
+// its range and the rounding.
 //
 //   load, producer  ->  range (and RMSNorm's sum of squares) over the CTA  ->  round, store
 //
@@ -6,6 +7,7 @@
 #pragma once
 
 #include <cfloat>
+#include <limits>
 
 #include "quantize/reduce.cuh"
 #include "quantize/vector.cuh"
@@ -13,6 +15,7 @@
 namespace qao::quantize {
 
 constexpr int kMaxThreads = 1024;
+constexpr int kAll = std::numeric_limits<int>::max();  // columns
 
 // kFast: Params::aligned. Otherwise elements are read one by one.
 template <DType dtype, Producer producer, int kVectors, bool kFast>
@@ -21,75 +24,128 @@ class Row {
   __device__ __forceinline__ Row(const Params& p)
       : p_(p),
         x_(static_cast<const char*>(p.x) + blockIdx.x * p.x_stride * size_of(dtype)),
-        up_(static_cast<const char*>(p.up) + blockIdx.x * p.up_stride * size_of(dtype)) {}
+        other_(static_cast<const char*>(p.other) + blockIdx.x * p.other_stride * size_of(dtype)) {}
 
+  // Eight columns after those of the lane before. What a thread has of a tile lies at constant distances.
   __device__ __forceinline__ int column(int tile, int vector) const {
-    return ((tile * kVectors + vector) * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * kVector;
+    const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    return (((tile * warps + warp) * kVectors + vector) * 32 + static_cast<int>(threadIdx.x % 32)) * kVector;
   }
 
-  // x; silu(x) * up; or x * norm_weight, whose x^2 are added to `squares` and whose `factor` comes later.
+  // h^2 of RMSNorm are added to `squares`.
   __device__ __forceinline__ void load(int tile, float* squares) {
-    Packed<dtype> x[kVectors], other[kVectors];
+    Packed<dtype> other[kVectors];
+    const bool two = producer == Producer::kSiluMul || (producer == Producer::kRmsNorm && p_.other != nullptr);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) x[v].template load<kFast>(x_, column(tile, v), p_.k);
+    for (int v = 0; v < kVectors; ++v) packed_[v].template load<kFast>(x_, column(tile, v), p_.k);
+    if (two) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) other[v].template load<kFast>(other_, column(tile, v), p_.k);
+    }
     if constexpr (producer == Producer::kSiluMul) {
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) other[v].template load<kFast>(up_, column(tile, v), p_.k);
-    }
+      for (int v = 0; v < kVectors; ++v) {
+        float up[kVector];
+        packed_[v].unpack(product_[v]);
+        other[v].unpack(up);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      x[v].unpack(value[v]);
-      float factor[kVector];
-      if constexpr (producer == Producer::kRmsNorm) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) *squares += value[v][i] * value[v][i];
-        if (p_.norm_weight == nullptr) continue;
-        if constexpr (kFast) {
-          if (v % 2 == 0) {  // two at a time: more would need more registers than there are
-#pragma unroll
-            for (int w = v; w < kVectors && w < v + 2; ++w) {
-              other[w].template load<true, true>(p_.norm_weight, column(tile, w), p_.k);
-            }
-          }
-          other[v].unpack(factor);
-        } else {
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) {
-            const int k = column(tile, v) + i;
-            factor[i] = k < p_.k ? load_float(p_.norm_weight, k, p_.norm_weight_dtype) : 0;
-          }
+        for (int i = 0; i < kVector; ++i) {
+          product_[v][i] = __fdividef(product_[v][i], 1 + expf(-product_[v][i])) * up[i];
         }
+      }
+    } else if constexpr (producer == Producer::kRmsNorm) {
+      if (two) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) value[v][i] *= factor[i];
-      } else if constexpr (producer == Producer::kSiluMul) {
-        other[v].unpack(factor);
+        for (int v = 0; v < kVectors; ++v) packed_[v].add(other[v]);
+      }
+      if (p_.sum != nullptr) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) value[v][i] = __fdividef(value[v][i], 1 + expf(-value[v][i])) * factor[i];
+        for (int v = 0; v < kVectors; ++v) packed_[v].template store<kFast>(sum_row(), column(tile, v), p_.k);
+      }
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        float weight[kVector], sum = 0;
+        load_weight(column(tile, v), weight);
+        packed_[v].unpack(product_[v]);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          sum = fmaf(product_[v][i], product_[v][i], sum);
+          product_[v][i] *= weight[i];
+        }
+        *squares += sum;
       }
     }
   }
 
-  // The same sum where float32 does not hold it.
+  // x; silu(x) * up; or h * norm_weight, which RMSNorm's factor will still multiply.
+  __device__ __forceinline__ void value(int v, float (&value)[kVector]) const {
+    if constexpr (producer == Producer::kNone) {
+      packed_[v].unpack(value);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) value[i] = product_[v][i];
+    }
+  }
+
+  // From here on value() unpacks anew: unpacked, x would take twice the registers.
+  __device__ __forceinline__ void stay_packed() {
+    if constexpr (producer == Producer::kNone) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) packed_[v].pin();
+    }
+  }
+
+  // The sum of h^2 where float32 does not hold it. A barrier lies between load() and this.
   __device__ __forceinline__ double squares_in_float64() const {
+    const void* h = p_.other == nullptr ? x_ : sum_row();
     double squares = 0;
+#pragma unroll 1
     for (int k = threadIdx.x; k < p_.k; k += blockDim.x) {
-      const double x = load_float(x_, k, dtype);
+      const double x = load_float(h, k, dtype);
       squares += x * x;
     }
     return squares;
   }
 
-  float value[kVectors][kVector];
-
  private:
+  // Ones where there is none, and past the end, where h is 0.
+  __device__ __forceinline__ void load_weight(int column, float (&weight)[kVector]) const {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) weight[i] = 1;
+    if constexpr (kFast) {
+      Packed<dtype> packed;
+      packed.pack(weight);
+      if (p_.norm_weight != nullptr && column < p_.k) packed.template load<true, true>(p_.norm_weight, column, p_.k);
+      packed.unpack(weight);
+    } else if (p_.norm_weight != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        if (column + i < p_.k) weight[i] = load_float(p_.norm_weight, column + i, p_.norm_weight_dtype);
+      }
+    }
+  }
+  __device__ __forceinline__ char* sum_row() const {
+    return static_cast<char*>(p_.sum) + int64_t{blockIdx.x} * p_.k * size_of(dtype);
+  }
+
   const Params& p_;
-  const char *x_, *up_;
+  const char *x_, *other_;
+  Packed<dtype> packed_[kVectors];    // x; kept by kNone
+  float product_[kVectors][kVector];  // kept by the others
 };
 
+// 1 / sqrt(mean), accurate to float32, of any magnitude: that of a number from 1 to 4 and a power of four.
+__device__ __forceinline__ float inverse_root(double mean) {
+  const int high = __double2hiint(mean), exponent = ((high >> 20) - 1023) & ~1;
+  const float root = rsqrtf(static_cast<float>(__hiloint2double(high - (exponent << 20), __double2loint(mean))));
+  const double power = __hiloint2double((1023 - exponent / 2) << 20, 0);
+  return isnan(mean) ? NAN : static_cast<float>(root * power);
+}
+
 // Writes scales and zero point of the row.
-__device__ __forceinline__ Rounding finish_range(const Params& p, const Range& range) {
+__device__ __forceinline__ Rounding finish_range(const Params& p, const Target& target, const Range& range) {
   float scale;
-  const Rounding rounding = rounding_of(range, p, &scale);
+  const Rounding rounding = rounding_of(range, target, &scale);
   if (threadIdx.x == 0) {
     p.scales[blockIdx.x] = scale;
     if (p.zeros != nullptr) p.zeros[blockIdx.x] = static_cast<int32_t>(rounding.zero);
@@ -97,57 +153,115 @@ __device__ __forceinline__ Rounding finish_range(const Params& p, const Range& r
   return rounding;
 }
 
-// The sum of a group from those of its vectors, which lie in neighbouring lanes.
-__device__ __forceinline__ void store_group_sum(const Params& p, int column, float vector_sum) {
+// Sums of groups from those of their vectors, which lie in neighbouring lanes.
+template <typename Row, int kVectors>
+__device__ __forceinline__ void store_group_sums(const Params& p, const Row& row, int tile, float (&sum)[kVectors]) {
   const int lanes = p.group / kVector;
-  float sum[1] = {vector_sum};
   sum_over_lanes(sum, lanes);
-  if ((threadIdx.x & (lanes - 1)) == 0 && column < p.k) {
-    p.sums[blockIdx.x * static_cast<int64_t>(p.groups) + (column >> p.group_shift)] = sum[0];
+  if ((threadIdx.x & (lanes - 1)) != 0) return;
+  float* sums = p.sums + blockIdx.x * static_cast<int64_t>(p.groups);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int column = row.column(tile, v);
+    if (column < p.k) sums[column >> p.group_shift] = sum[v];
+  }
+}
+
+// `target` tells again what `p` does, in constants; past the end values are 0, and so is their symmetric q. Returns the
+// sum of all q in units, if that is wanted.
+template <int kVectors, bool kProduct, bool kFast, typename Row>
+__device__ __forceinline__ int64_t store_quantized(const Params& p, const Target& target, const Rounding& rounding,
+                                                   const Row& row, int tile) {
+  uint8_t* q = p.q + blockIdx.x * p.q_stride;
+  uint2 word[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    float value[kVector];
+    row.value(v, value);
+    word[v] = round_vector(target, rounding, value, row.column(tile, v));
+  }
+  int64_t row_sum = 0;
+  if (!kProduct && p.sums != nullptr) {
+    float sum[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) sum[v] = sum_of(target, word[v]);
+    if (p.group == 0) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) row_sum += to_units(target, sum[v]);
+    } else {
+      store_group_sums(p, row, tile, sum);
+    }
+  }
+  if (!kProduct && p.int4_tiles) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) word[v] = int4_tile_order(word[v]);
+  }
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) store_vector<kFast>(p, q, row.column(tile, v), word[v]);
+  return row_sum;
+}
+
+template <DType dtype, int kVectors, bool kFast, typename Row>
+__device__ __forceinline__ void store_values(const Params& p, float factor, const Row& row, int tile) {
+  char* y = static_cast<char*>(p.y) + int64_t{blockIdx.x} * p.k * size_of(dtype);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    float value[kVector];
+    row.value(v, value);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) value[i] *= factor;
+    Packed<dtype> packed;
+    packed.pack(value);
+    packed.template store<kFast>(y, row.column(tile, v), p.k);
   }
 }
 
 template <DType dtype, Producer producer, int kVectors, bool kFast>
 __global__ void __launch_bounds__(kMaxThreads) rows_kernel(const __grid_constant__ Params p) {
+  ptx::overlap_neighbours();
+  constexpr bool kProduct = producer != Producer::kNone, kNorm = producer == Producer::kRmsNorm;
+  const bool quantized = !kProduct || p.y == nullptr;
   Row<dtype, producer, kVectors, kFast> row(p);
   Partial part;
   for (int tile = p.tiles - 1; tile >= 0; --tile) {
     row.load(tile, &part.squares);
+    if (!quantized) continue;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) part.range.add(row.value[v], p.symmetric);
+    for (int v = 0; v < kVectors; ++v) {
+      float value[kVector];
+      row.value(v, value);
+      part.range.add(value, kProduct || p.symmetric);
+    }
   }
-  part = reduce_over_cta<producer == Producer::kRmsNorm>(part);
+  row.stay_packed();
+  if (kNorm || quantized) part = reduce_over_cta<kNorm>(part);
   float factor = 1;
-  if constexpr (producer == Producer::kRmsNorm) {
+  if constexpr (kNorm) {
     factor = rsqrtf(__fdividef(part.squares, p.k) + p.eps);
     if (!(part.squares > 0x1p-100f && part.squares < 0x1p120f)) {
-      factor = static_cast<float>(1 / sqrt(sum_over_cta(row.squares_in_float64()) / p.k + p.eps));
+      factor = inverse_root(sum_over_cta(row.squares_in_float64()) * __frcp_rn(p.k) + p.eps);
     }
     part.range.scale(factor);  // rounding is monotonic: the same as the range of the scaled values
   }
-  Rounding rounding = finish_range(p, part.range);
+  Rounding rounding;
+  if (quantized) rounding = finish_range(p, {p.fp8, kProduct || p.symmetric, p.k}, part.range);
   rounding.inverse = fminf(rounding.inverse * factor, FLT_MAX);  // of the unscaled values
 
-  uint8_t* q = p.q + blockIdx.x * p.q_stride;
   int64_t row_sum = 0;
   for (int tile = 0; tile < p.tiles; ++tile) {
     float unused;
     if (tile > 0) row.load(tile, &unused);
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int column = row.column(tile, v);
-      const uint2 word = round_vector(p, rounding, row.value[v], column);
-      store_vector(p, q, column, word);
-      if (p.sums == nullptr) continue;
-      const float sum = sum_of(p, word);
-      if (p.group == 0) {
-        row_sum += to_units(p, sum);
-      } else {
-        store_group_sum(p, column, sum);
-      }
+    if (!quantized) {
+      store_values<dtype, kVectors, kFast>(p, factor, row, tile);
+    } else if (p.fp8) {
+      row_sum += store_quantized<kVectors, kProduct, kFast>(p, {true, true, kAll}, rounding, row, tile);
+    } else if (kProduct || p.symmetric) {
+      row_sum += store_quantized<kVectors, kProduct, kFast>(p, {false, true, kAll}, rounding, row, tile);
+    } else {
+      row_sum += store_quantized<kVectors, kProduct, kFast>(p, {false, false, p.k}, rounding, row, tile);
     }
   }
-  if (p.sums != nullptr && p.group == 0) {
+  if (!kProduct && p.sums != nullptr && p.group == 0) {
     row_sum = sum_over_cta(row_sum);
     if (threadIdx.x == 0) p.sums[blockIdx.x] = from_units(p, row_sum);
   }

@@ -44,6 +44,7 @@ __device__ __forceinline__ int64_t count_slices(const Params& p) {
 // The maxima of `parts` parts of x, part i being the slices i, i + parts, ...
 template <DType dtype, int kVectors>
 __global__ void __launch_bounds__(kStreamThreads) maxima_kernel(const __grid_constant__ Params p) {
+  ptx::overlap_neighbours();
   Partial part;
   for (int64_t index = blockIdx.x; index < count_slices(p); index += p.parts) {
     const Slice<dtype, kVectors> slice(p, index);
@@ -68,6 +69,7 @@ __device__ __forceinline__ float tensor_scale(const Params& p) {
 
 template <DType dtype, Scaling scaling, int kVectors>
 __global__ void __launch_bounds__(kStreamThreads) stream_kernel(const __grid_constant__ Params p) {
+  ptx::overlap_neighbours();
   const Slice<dtype, kVectors> slice(p, blockIdx.x);
   Rounding rounding;
   if constexpr (scaling == Scaling::kTensor) rounding = rounding_of(tensor_scale(p));
@@ -87,7 +89,9 @@ __global__ void __launch_bounds__(kStreamThreads) stream_kernel(const __grid_con
       const int64_t blocks = (p.k + kScaleBlock - 1) / kScaleBlock;
       if (threadIdx.x % kLanes == 0 && column < p.k) p.scales[slice.row * blocks + column / kScaleBlock] = scale;
     }
-    store_vector(p, p.q + slice.row * p.q_stride, column, round_vector(p, rounding, slice.value[v], column));
+    const uint2 word = round_vector(p, rounding, slice.value[v], column);
+    uint8_t* q = p.q + slice.row * p.q_stride;
+    p.q_aligned ? store_vector<true>(p, q, column, word) : store_vector<false>(p, q, column, word);
   }
 }
 

@@ -8,14 +8,16 @@ namespace qao::quantize {
 
 struct Params : Target {
   const void* x;            // [m, k]
-  const void* up;           // [m, k]
+  const void* other;        // [m, k] up, or the residual or null
   const void* norm_weight;  // [k] or null
+  void* sum;                // [m, k] x + residual; or null
+  void* y;                  // [m, k] the values themselves; null: they are quantised
   uint8_t* q;               // [m, q_stride]
   float* scales;
   int32_t* zeros;  // [m] or null
   float* sums;     // [m, groups] or null
   float* maxima;   // [parts]; kTensor, dynamic
-  int64_t x_stride, up_stride, q_stride;
+  int64_t x_stride, other_stride, q_stride;
   int64_t m;
   int vectors;                     // of a row of q, padding included
   int tiles;                       // parts of a row that a CTA treats one after the other
@@ -23,17 +25,16 @@ struct Params : Target {
   int parts;                       // of x that have a maximum of their own
   int group, group_shift, groups;  // of sums; group 0: the whole row
   DType norm_weight_dtype;
-  bool aligned;    // all inputs, for Packed::load
+  bool aligned;    // all inputs and float outputs, for Packed::load and store
   bool q_aligned;  // for stores of eight bytes
   bool static_scale, int4_tiles;
   float eps;
 };
 
-// All lanes of a warp take part; lane i has the vector after that of lane i - 1.
+template <bool kAligned>
 __device__ __forceinline__ void store_vector(const Params& p, uint8_t* row, int column, uint2 word) {
-  if (p.int4_tiles) word = int4_tile_order(word);
-  if (p.q_aligned && column + kVector <= p.q_stride) {
-    *reinterpret_cast<uint2*>(row + column) = word;
+  if (kAligned) {
+    if (column < p.q_stride) *reinterpret_cast<uint2*>(row + column) = word;
   } else {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {

@@ -84,7 +84,7 @@ def _product(scheme: Scheme) -> Callable[[str], float]:
         for tokens in _TOKENS:
             x = _random(tokens, _K, device=device)
             expected = reference.mm(_seen(scheme, x), dense, tensors["bias"])
-            errors.append(_distance(scheme.mm(x, tensors, _N, _K), expected))
+            errors.append(_distance(scheme.mm(x, tensors, scheme.constants(_N, _K)), expected))
         return max(errors)
 
     return error
@@ -116,18 +116,37 @@ def _fp8_quantize(device: str) -> float:
     return _distance(reference.dequantize_activation(*qao.fp8_quantize(x, 128, None)), expected)
 
 
+def _in_int8(x: Tensor) -> Tensor:
+    return reference.dequantize_activation(*reference.quantize_activation_int8(x, symmetric=True))
+
+
 def _rms_norm_quantize(device: str) -> float:
     x, weight = _random(33, _K, device=device), _random(_K, device=device)
-    normal = torch.nn.functional.rms_norm(x.double(), (_K,), weight.double(), 1e-6)
-    expected = reference.dequantize_activation(*reference.quantize_activation_int8(normal, symmetric=True))
+    expected = _in_int8(reference.rms_norm(x, weight, 1e-6))
     return _distance(reference.dequantize_activation(*qao.rms_norm_quantize(x, weight, 1e-6, torch.int8)), expected)
+
+
+def _add_rms_norm_quantize(device: str) -> float:
+    x, residual = _random(33, _K, device=device), _random(34, _K, device=device)[1:]
+    expected = _in_int8(reference.rms_norm(x + residual, None, 1e-6))
+    q, scales, _ = qao.add_rms_norm_quantize(x, residual, None, 1e-6, torch.int8)
+    return _distance(reference.dequantize_activation(q, scales), expected)
 
 
 def _silu_mul_quantize(device: str) -> float:
     gate, up = _random(33, _K, device=device), _random(34, _K, device=device)[1:]
-    product = torch.nn.functional.silu(gate.double()) * up.double()
-    expected = reference.dequantize_activation(*reference.quantize_activation_int8(product, symmetric=True))
+    expected = _in_int8(reference.silu_mul(gate, up))
     return _distance(reference.dequantize_activation(*qao.silu_mul_quantize(gate, up, torch.int8)), expected)
+
+
+def _add_rms_norm(device: str) -> float:
+    x, residual = _random(33, _K, device=device), _random(34, _K, device=device)[1:]
+    return _distance(qao.add_rms_norm(x, residual, None, 1e-6)[0], reference.rms_norm(x + residual, None, 1e-6))
+
+
+def _silu_mul(device: str) -> float:
+    gate, up = _random(33, _K, device=device), _random(34, _K, device=device)[1:]
+    return _distance(qao.silu_mul(gate, up), reference.silu_mul(gate, up))
 
 
 def _int4_parts(device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,7 +176,10 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "int8_quantize": _int8_quantize,
     "fp8_quantize": _fp8_quantize,
     "rms_norm_quantize": _rms_norm_quantize,
+    "add_rms_norm_quantize": _add_rms_norm_quantize,
     "silu_mul_quantize": _silu_mul_quantize,
+    "add_rms_norm": _add_rms_norm,
+    "silu_mul": _silu_mul,
     "pack_int4": _pack_and_unpack,
     "unpack_int4": _pack_and_unpack,
     "dequantize_int4": _dequantize_int4,

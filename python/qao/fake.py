@@ -9,7 +9,8 @@ TILE_N, TILE_K, TILE_BYTES = 16, 64, 512  # of a packed int4 weight; checked aga
 
 
 def _like_x(x: Tensor, last: int | torch.SymInt, dtype: torch.dtype | None = None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], last), dtype=dtype)
+    # torch.empty is half the work of x.new_empty when traced, and a compilation runs this five times a layer.
+    return torch.empty((*x.shape[:-1], last), dtype=dtype or x.dtype, device=x.device)
 
 
 def _groups(k: int, group_size: int) -> int:
@@ -102,9 +103,26 @@ def _(x: Tensor, group_size: int, scale: Tensor | None) -> tuple[Tensor, Tensor]
     return q, _like_x(x, _groups(x.shape[-1], group_size), torch.float32)
 
 
+@torch.library.register_fake("qao::add_rms_norm")
+def _(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    return _like_x(x, x.shape[-1]), _like_x(x, x.shape[-1])
+
+
+@torch.library.register_fake("qao::silu_mul")
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return _like_x(gate, gate.shape[-1])
+
+
 @torch.library.register_fake("qao::rms_norm_quantize")
 def _(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _like_x(x, x.shape[-1], dtype), _like_x(x, 1, torch.float32)
+
+
+@torch.library.register_fake("qao::add_rms_norm_quantize")
+def _(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like_x(x, x.shape[-1], dtype), _like_x(x, 1, torch.float32), _like_x(x, x.shape[-1])
 
 
 @torch.library.register_fake("qao::silu_mul_quantize")

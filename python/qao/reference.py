@@ -118,6 +118,19 @@ def dequantize_activation(q: Tensor, scales: Tensor, zeros: Tensor | None = None
     return values * scales.double()
 
 
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x [..., K] / sqrt(mean(x²) + eps) * weight [K] in float64."""
+    x = x.double()
+    y = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    return y if weight is None else y * weight.double()
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """gate * sigmoid(gate) * up in float64."""
+    gate = gate.double()
+    return gate * gate.sigmoid() * up.double()
+
+
 def mm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y [..., N] = x [..., K] · weight [N, K]ᵀ + bias in float64."""
     y = x.double() @ weight.double().T

@@ -1,4 +1,5 @@
 // Activations to eight bits: q = round(value / scale) + zero, value = x, or what a fused producer makes of its inputs.
+// The values of a producer are also to be had as they are, y in the dtype of x.
 // The C++ API; csrc/quantize.cpp and csrc/mm8.cpp are its callers.
 #pragma once
 
@@ -22,17 +23,17 @@ QAO_HOST_DEVICE constexpr int int4_tile_slot(int k) {
   return 16 * step + 4 * (c % 8 / 2) + 2 * (c % 2) + c / 8;
 }
 
-// What is quantised.
+// The values.
 enum class Producer : int {
   kNone = 0,     // x
-  kRmsNorm = 1,  // x / sqrt(mean(x^2) + eps) * norm_weight
+  kRmsNorm = 1,  // h / sqrt(mean(h^2) + eps) * norm_weight, h = x, or x + residual rounded to x's dtype
   kSiluMul = 2,  // silu(x) * up
 };
 
 struct Problem {
   int64_t m = 0, k = 0;
   DType x_dtype = DType::kBFloat16;
-  Format format = Format::kInt8;    // kInt8 or kFp8
+  Format format = Format::kInt8;    // kInt8, kFp8; kFloat: y instead of q, of a producer
   Scaling scaling = Scaling::kRow;  // int8: kRow alone
   bool symmetric = true;            // int8: zero = 0, q in -127..127; else q in -128..127
   bool static_scale = false;        // fp8, kTensor: the scale is given
@@ -52,7 +53,11 @@ struct Arguments {
   int64_t x_stride = 0;      // elements
   const void* up = nullptr;  // kSiluMul: [m, k] of x_dtype
   int64_t up_stride = 0;
+  const void* residual = nullptr;  // kRmsNorm: [m, k] of x_dtype, or null for zeros
+  int64_t residual_stride = 0;
+  void* sum = nullptr;                // kRmsNorm: h [m, k] of x_dtype; needed with a residual, else null if not wanted
   const void* norm_weight = nullptr;  // kRmsNorm: [k] of norm_weight_dtype, or null for ones
+  void* y = nullptr;                  // kFloat: [m, k] of x_dtype; the rest is for the other formats
   void* q = nullptr;                  // [m, q_stride]; columns from k to q_stride are set to 0
   int64_t q_stride = 0;               // bytes; kInt4Tiles: 64 * ceil(k / 64)
   float* scales = nullptr;            // kRow [m], kBlock [m, blocks], kTensor [1]; read if static_scale, else written

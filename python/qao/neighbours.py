@@ -1,0 +1,96 @@
+"""What stands between the linear layers of a decoder block, differentiable: ``add_rms_norm`` and ``silu_mul``.
+
+Beside the raw operators of the same names (``torch.ops.qao``) these functions have gradients. On Hopper the kernels
+start while the one before them ends, and let qao's products start while they end themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_add_rms_norm = torch.ops.qao.add_rms_norm.default
+_silu_mul = torch.ops.qao.silu_mul.default
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        y, h = _add_rms_norm(x, residual, weight, eps)
+        ctx.save_for_backward(h, weight)
+        ctx.eps = eps
+        return y, h
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        grad_y, grad_h = (grad.float() for grad in grads)
+        h, weight = ctx.saved_tensors
+        factor = (h.float().square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+        normal = h.float() * factor
+        grad_normal = grad_y if weight is None else grad_y * weight.float()
+        along = (grad_normal * normal).mean(-1, keepdim=True)
+        grad_x = (grad_h + factor * (grad_normal - normal * along)).to(h.dtype)
+        grad_weight = None
+        if ctx.needs_input_grad[2]:
+            grad_weight = (grad_y * normal).reshape(-1, h.shape[-1]).sum(0).to(weight.dtype)
+        return grad_x, grad_x if ctx.needs_input_grad[1] else None, grad_weight, None
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _silu_mul(gate, up)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, ...]:
+        gate, up = (t.float() for t in ctx.saved_tensors)
+        grad, sigmoid = grads[0].float(), gate.sigmoid()
+        grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+        return grad_gate.to(grads[0].dtype), (grad * gate * sigmoid).to(grads[0].dtype)
+
+
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream and its RMSNorm: h = x + residual, y = h / sqrt(mean(h²) + eps) * weight; returns (y, h).
+
+    Args:
+        x: [..., K], float32, float16 or bfloat16; any strides.
+        residual: As x, or None for zeros; h is then a copy of x.
+        weight: [K] in a float dtype, contiguous; None for ones.
+        eps: Added to the mean square.
+
+    Returns:
+        y and h, [..., K], contiguous, in x's dtype. h is rounded to it before its norm is taken, which is computed in
+        float32 and rounded once.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit; the message lists all and the remedy.
+    """
+    if _wants_gradient(x, residual, weight):
+        return _AddRmsNorm.apply(x, residual, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
+    return _add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """gate * sigmoid(gate) * up, computed in float32 and rounded once.
+
+    Args:
+        gate, up: [..., K], float32, float16 or bfloat16, alike; any strides, such as the halves of one tensor.
+
+    Returns:
+        [..., K], contiguous, in the dtype of gate.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit; the message lists all and the remedy.
+    """
+    if _wants_gradient(gate, up):
+        return _SiluMul.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
+    return _silu_mul(gate, up)  # type: ignore[no-any-return]
