@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench import bars, kernels, llama, llama_model, meta, plots, quantize, table
+from bench import bars, kernels, llama, llama_model, meta, plots, quantize, table, tune
 from bench.meta import write
 from bench.peers import Peer
 from bench.peers.torch4 import TinyGemm, TorchInt4
-from bench.runner import Layer, Run, run
+from bench.runner import LAYERS, TOKENS, Layer, Run, run
 from bench.schemes import SCHEMES, Int4
 from bench.weights import GroupedWeight, RowWeight, Weight
 from examples.decoder_block import DecoderBlock
@@ -104,15 +108,28 @@ def test_bars_name_the_cells_below_them() -> None:
     assert bars.misses([row | {"bf16_us": 25.0}], "cpu", bars.BARS["int4"]) == ([], 1)
     assert bars.misses([row | {"K": 896}], "cpu", bars.BARS["int4"]) == ([], 0)
     row |= {"cached": False, "us": 20.0}
-    assert bars.misses([row], "cuda", bars.BARS["int8_int8"]) == ([], 0)  # promised for large layers alone
+    assert bars.misses([row], "cuda", bars.BARS["int8_int4"]) == ([], 0)  # promised for large layers alone
     missed = ["o70 M=16: 1.20x bf16, the bar is 1.3x"]
-    assert bars.misses([row | {"layer": "o70"}], "cuda", bars.BARS["int8_int8"]) == (missed, 1)
+    assert bars.misses([row | {"layer": "o70"}], "cuda", bars.BARS["int8_int4"]) == (missed, 1)
+
+
+def test_bars_for_means_are_of_the_best_peer_of_each_cell() -> None:
+    row = {"layer": "o", "K": 4096, "M": 1, "cached": False, "us": 1.0, "bf16_us": 9.0, "peers": {"a": 1.0, "b": 4.0}}
+    rows = [row, row | {"M": 16, "peers": {"b": 1.69}}, row | {"M": 32, "peers": {}}]
+    bar = bars.Bar("cuda", 1, 64, "best peer", 1.3, mean=True)
+    assert bars.misses(rows, "cuda", (bar,)) == ([], 1)
+    missed = ["mean of M=1..32: 1.30x best peer, the bar is 1.31x"]
+    assert bars.misses(rows, "cuda", (bar._replace(ratio=1.31),)) == (missed, 1)
+    assert bars.misses(rows, "cuda", (bar._replace(mean=False),)) == (["o M=1: 1.00x best peer, the bar is 1.3x"], 2)
+    assert bars.misses(rows[2:], "cuda", (bar,)) == ([], 0)
 
 
 def test_bars_of_the_quantisers() -> None:
     row = {"op": "int8_quantize", "M": 4096, "K": 8192, "passes": 1, "us": 10.0, "copy_us": 6.0}
     assert bars.quantize_misses([row]) == (["int8_quantize: 60% of a copy, the bar is 70%"], 1)
     assert bars.quantize_misses([row | {"copy_us": 7.1}]) == ([], 1)
+    fused = row | {"op": "rms_norm_quantize fp8", "copy_us": 7.9}
+    assert bars.quantize_misses([fused]) == (["rms_norm_quantize fp8: 79% of a copy, the bar is 80%"], 1)
     assert bars.quantize_misses([row | {"M": 16}, row | {"passes": 2}]) == ([], 0)
 
 
@@ -314,3 +331,82 @@ def test_results_become_a_picture(results: dict, tmp_path: Path) -> None:
     picture = again.read_text()
     assert picture == (tmp_path / "int4.svg").read_text()  # drawn again nothing changes
     assert all(word in picture for word in ("int4", "bf16", "torch_int4", "roofline", "best peer", "N = 64, K = 128"))
+
+
+# ---- tuner -----------------------------------------------------------------------------------------------------------
+
+COSTS: tune.Costs = {("kInt8Int8", 64): (0.25, 2.0, 4.0, 0.5), ("kInt8Int8", 128): (0.375, 3.0, 5.0, 0.25)}
+MEMORY = tune.Memory(4e6, 0.25)
+
+
+def _timings(shapes: Iterable[tuple[int, int]], tokens: Iterable[int]) -> list[tune.Timing]:
+    """A GPU of 132 multiprocessors for which COSTS and MEMORY hold; the plan as built takes the largest tile."""
+    timings = []
+    for (n, k), m in itertools.product(shapes, tokens):
+        for row, split in itertools.product(COSTS, (1, 2, 4)):
+            waves = math.ceil(math.ceil(n / 128) * math.ceil(m / row[1]) * split / 132)
+            parts = (1.0, float(split)) if split > 1 else (0.0, 0.0)
+            counts = (float(waves * math.ceil(k / 128 / split)), float(waves), *parts)
+            timing = tune.Timing((m, n, k), row, counts, float(n * k), 0.0, row[1] == 128 and split == 1)
+            timings.append(timing._replace(us=tune.expected(timing, COSTS, MEMORY)))
+        timings.append(tune.Timing((m, n, k), None, (0.0,) * 4, float(n * k), 10000.0, False))
+    return timings
+
+
+def test_the_tuner_finds_the_costs_behind_its_timings() -> None:
+    timings = _timings(((4096, 4096), (8192, 8192), (1024, 14336), (28672, 4096)), (64, 200, 1000, 4096))
+    assert tune.fit_memory(timings, 4e6) == MEMORY
+    costs = tune.fit(timings, MEMORY)
+    assert costs.keys() == COSTS.keys()
+    for row, expected in COSTS.items():
+        assert costs[row] == pytest.approx(expected, rel=1e-2, abs=1e-3)
+    assert max(tune.losses(timings, costs, MEMORY).values()) == pytest.approx(1)
+    swapped = dict(zip(costs, reversed(costs.values()), strict=True))
+    assert max(tune.losses(timings, swapped, MEMORY).values()) > 1.05
+    assert max(tune.chosen_losses(timings).values()) > 1.05
+
+
+def test_the_tuner_gives_no_negative_cost() -> None:
+    timings = [
+        tune.Timing((64, tiles, 0), ("kInt8Int8", 64), (tiles, 1.0, 0.0, 0.0), 0.0, 2 * tiles - 1, True)
+        for tiles in (1.0, 2.0, 4.0, 8.0)
+    ]
+    ((k_tile, wave, split, part),) = tune.fit(timings, MEMORY).values()
+    assert k_tile > 0 and wave == split == part == 0
+
+
+def test_the_tuner_rewrites_its_rows_and_no_others(tmp_path: Path) -> None:
+    table_path = tmp_path / "costs.inc"
+    table_path.write_text(tune.TABLE.read_text())
+    before, memory = tune.read_table()
+    assert memory.bytes_per_us > 0 and all(len(row) == 4 for row in before.values())
+    for _ in range(2):  # the second time nothing changes
+        tune.write_table(COSTS, MEMORY, "NVIDIA Test", table_path)
+        assert tune.read_table(table_path) == (before | COSTS, MEMORY)
+        assert "// Written by `python -m bench tune` on an NVIDIA Test.\n" in table_path.read_text()
+
+
+def test_a_sweep_becomes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a program in qao_sweep's place that answers from COSTS."""
+    shapes = {(layer.n, layer.k) for layer in LAYERS["cuda"]} | set(tune.UNSEEN)
+    answers: dict[str, list[str]] = {}
+    for timing in _timings(shapes, {*TOKENS["cuda"], *tune.UNSEEN_TOKENS}):
+        (operands, tile_m), (m, n, k) = timing.row or ("", 0), timing.problem
+        entry = {"m": m, "n": n, "k": k, "operands": operands, "tile_m": tile_m, "counts": timing.counts}
+        entry |= {"bytes": timing.bytes, "us": timing.us, "chosen": timing.chosen}
+        answers.setdefault(f"{m} {n} {k}", []).append(json.dumps(entry))
+    (tmp_path / "answers.json").write_text(json.dumps(answers))
+    program = tmp_path / "sweep"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, sys\nanswers = json.load(open({str(tmp_path / 'answers.json')!r}))\n"
+        "for line in sys.stdin: print(*answers[line.strip()], sep='\\n')\n"
+    )
+    program.chmod(0o755)
+    table_path = tmp_path / "costs.inc"
+    table_path.write_text(tune.TABLE.read_text())
+    assert tune.run(tune.OPERANDS, program, "NVIDIA Test", 4e6, table_path)
+    assert "unseen layers: 1.000 times the best" in capsys.readouterr().out
+    costs, memory = tune.read_table(table_path)
+    assert memory == MEMORY
+    for row, expected in COSTS.items():
+        assert costs[row] == pytest.approx(expected, rel=1e-2, abs=1e-3)

@@ -75,21 +75,10 @@ int choose_split(const Config& config, int64_t tiles, int64_t k_steps, int num_s
 // much at 9 to 16 tokens, and for all others.
 constexpr int kFewShort = 0, kFew = 1, kManyShort = 2, kMany = 3, kManyLong = 4;
 
-// Fills in `plan` if the body for few tokens serves the problem.
-bool plan_decode(const Problem& problem, const Gpu& gpu, Plan* plan) {
-  if (gpu.compute_capability != 90 || problem.x_dtype != DType::kBFloat16 || problem.m < 1) return false;
-  if (problem.m > kDecode[kMany].max_m) return false;
-  const int64_t row_tiles = tiles_n(problem.n), steps = ceil_div(problem.k, kStepColumns);
-  const int64_t share = row_tiles * steps / gpu.num_sms;  // row tiles times K-steps of a multiprocessor
-  const bool is_short = share <= 100 && row_tiles <= 2 * gpu.num_sms, few = problem.m <= kDecode[kFew].max_m;
-  const int index = few ? (is_short ? kFewShort : kFew) : is_short ? kManyShort : share > 300 ? kManyLong : kMany;
+// Fills in `plan` if the body for few tokens serves the problem with this row, with `split` CTAs that share row tiles.
+bool fill_decode(const Problem& problem, const Gpu& gpu, int index, int split, Plan* plan) {
   const DecodeConfig& config = kDecode[index];
-
-  // Two CTAs that share row tiles, each with half of K, where that leaves fewer places of a pass empty.
-  const auto passes = [&](int64_t clusters) { return ceil_div(ceil_div(row_tiles, clusters), config.pass_tiles); };
-  const int split =
-      !is_short && steps >= 2 && gpu.num_sms >= 2 && passes(gpu.num_sms / 2) < 2 * passes(gpu.num_sms) ? 2 : 1;
-  const int clusters = static_cast<int>(std::min<int64_t>(gpu.num_sms / split, row_tiles));
+  const int clusters = static_cast<int>(std::min<int64_t>(gpu.num_sms / split, tiles_n(problem.n)));
   DecodeParams params;
   int shared_bytes;
   if (!decode_params(problem, config, split, clusters, decode_shared_limit(config, gpu.shared_bytes_per_cta), &params,
@@ -109,6 +98,27 @@ bool plan_decode(const Problem& problem, const Gpu& gpu, Plan* plan) {
   plan->shared_bytes = shared_bytes;
   plan->workspace_bytes = 0;
   return true;
+}
+
+bool decode_serves(const Problem& problem, const Gpu& gpu, const DecodeConfig& config) {
+  return gpu.compute_capability == 90 && problem.x_dtype == DType::kBFloat16 && problem.m >= 1 &&
+         problem.m <= config.max_m;
+}
+
+bool plan_decode(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  if (!decode_serves(problem, gpu, kDecode[kMany])) return false;
+  const int64_t row_tiles = tiles_n(problem.n), steps = ceil_div(problem.k, kStepColumns);
+  const int64_t share = row_tiles * steps / gpu.num_sms;  // row tiles times K-steps of a multiprocessor
+  const bool is_short = share <= 100 && row_tiles <= 2 * gpu.num_sms, few = problem.m <= kDecode[kFew].max_m;
+  const int index = few ? (is_short ? kFewShort : kFew) : is_short ? kManyShort : share > 300 ? kManyLong : kMany;
+
+  // Two CTAs that share row tiles, each with half of K, where that leaves fewer places of a pass empty.
+  const auto passes = [&](int64_t clusters) {
+    return ceil_div(ceil_div(row_tiles, clusters), kDecode[index].pass_tiles);
+  };
+  const int split =
+      !is_short && steps >= 2 && gpu.num_sms >= 2 && passes(gpu.num_sms / 2) < 2 * passes(gpu.num_sms) ? 2 : 1;
+  return fill_decode(problem, gpu, index, split, plan);
 }
 
 }  // namespace
@@ -155,6 +165,26 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   plan->shared_bytes = config->shared_bytes;
   plan->workspace_bytes = workspace_of(problem, plan->split_k).bytes;
   return {};
+}
+
+std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu) {
+  std::vector<Candidate<Plan>> all;
+  for (int index = 0; index < static_cast<int>(std::size(kDecode)); ++index) {
+    for (int split = 1; split <= std::min<int64_t>(2, ceil_div(problem.k, kStepColumns)); ++split) {
+      Candidate<Plan> candidate;
+      if (!decode_serves(problem, gpu, kDecode[index])) continue;
+      if (fill_decode(problem, gpu, index, split, &candidate.plan)) all.push_back(candidate);
+    }
+  }
+  Candidate<Plan> other;
+  Gpu portable = gpu;
+  if (gpu.compute_capability == 90) portable.compute_capability = 80;
+  if (plan(problem, portable, &other.plan).ok()) all.push_back(other);
+  if (gpu.compute_capability != 90) return all;
+  for (const Candidate<mm8::Plan>& sm90 : mm8::candidates(sm90_problem(problem), gpu)) {
+    all.push_back({plan_as<Plan>(sm90.plan), sm90.operands, sm90.counts});
+  }
+  return all;
 }
 
 std::string to_string(const Plan& plan) {

@@ -150,7 +150,6 @@ const char* against_quantizing(const Problem& problem) {
 
 // Why the Hopper body cannot serve a problem; null if it can.
 const char* against_sm90(const Problem& problem) {
-  if (problem.m <= largest_mma_sync_m(problem)) return "few tokens: mma.sync with K split over warps";
   if (!problem.x_aligned && !problem.quantizes_x && !is_split(problem))
     return "the copy engine needs x aligned to 16 bytes";
   if (problem.weight != Format::kInt4 && !problem.weight_aligned) {
@@ -165,44 +164,74 @@ bool clusters_fit(int64_t ctas, int cluster, int64_t slots) {
   return cluster == 1 || (cluster == 2 ? ctas <= slots : ctas * 4 <= slots * 3);
 }
 
-// Microseconds of a K-tile of a CTA on an H200, fitted like the rest of sm90_time() to a sweep.
-struct KTileTime {
-  double fixed, per_token;
+// What the Hopper kernels cost: a row for each kind of operands and number of tokens.
+enum class Sm90Operands {
+  kFloatInt4,
+  kFloatEightBits,
+  kFloatFolded,
+  kInt8Int8,
+  kFp8Fp8,
+  kFp8Fp8Blocks,
+  kInt8Int4,
+  kInt8Int4Symmetric,
+  kInt8Int4Channel,
+  kFp8Int4,
 };
-KTileTime k_tile_time(const Problem& problem, const sm90::Traits& traits) {
-  if (traits.float_x) {
-    if (traits.folds) return {0.19, 0.0023};
-    return traits.packed ? KTileTime{0.22, 0.0015} : KTileTime{0.26, 0.0014};
+struct Sm90Cost {
+  Sm90Operands operands;
+  int tokens;
+  const char* name;
+  Terms costs;
+};
+constexpr Sm90Cost kSm90Costs[] = {
+#define QAO_MEMORY(...)
+#define QAO_COST(operands, tokens, ...) {Sm90Operands::operands, tokens, #operands, {__VA_ARGS__}},
+#include "mm8/sm90_costs.inc"
+#undef QAO_COST
+#undef QAO_MEMORY
+};
+constexpr Memory kSm90Memory =
+#define QAO_MEMORY(...) {__VA_ARGS__};
+#define QAO_COST(...)
+#include "mm8/sm90_costs.inc"
+#undef QAO_COST
+#undef QAO_MEMORY
+
+    Sm90Operands operands_of(const Problem& p, const sm90::Traits& traits) {
+  using enum Sm90Operands;
+  if (traits.float_x) return traits.folds ? kFloatFolded : traits.packed ? kFloatInt4 : kFloatEightBits;
+  if (!traits.packed) {
+    return p.weight_scaling == Scaling::kBlock ? kFp8Fp8Blocks : p.x == Format::kFp8 ? kFp8Fp8 : kInt8Int8;
   }
-  if (traits.packed) {
-    if (problem.x == Format::kFp8) return {0.20, 0.0036};
-    return problem.groups() == 1 ? KTileTime{0.15, 0.0017} : KTileTime{0.20, problem.has_zeros ? 0.0045 : 0.0027};
-  }
-  return problem.weight_scaling == Scaling::kBlock ? KTileTime{0.12, 0.0040} : KTileTime{0.06, 0.0024};
+  if (p.x == Format::kFp8) return kFp8Int4;
+  return p.groups() == 1 ? kInt8Int4Channel : p.has_zeros ? kInt8Int4 : kInt8Int4Symmetric;
 }
 
-// Microseconds, less what all plans cost, of `ctas` CTAs with `steps` K-tiles each, `per_sm` on a multiprocessor:
-// arithmetic or reading W, whichever takes longer, with some of the other.
-double sm90_time(const Problem& problem, const sm90::Traits& traits, const sm90::Stage& stage, int tokens, int split,
-                 int64_t ctas, int64_t steps, int per_sm, int num_sms) {
-  constexpr double kCopied = 124e3, kRead = 3.85e6;  // bytes a microsecond: into one multiprocessor, from memory
-  const KTileTime time = k_tile_time(problem, traits);
-  const double k_tile = std::max(time.fixed + time.per_token * tokens, (stage.x + stage.weight) / kCopied);
-  const double wave = static_cast<double>(steps) * k_tile * (per_sm == 1 ? 1 : 2.1) + 0.36 + 0.009 * tokens;
-  const double work =
-      static_cast<double>(ceil_div(ctas, num_sms * per_sm)) * wave + (split > 1 ? 1.8 + 0.43 * split : 0);
-  const double reading = static_cast<double>(problem.n * problem.k) * (traits.packed ? 0.5 : 1) / kRead;
-  return std::max(work, reading) + 0.17 * std::min(work, reading);
+// Null: plan() does not take this tile.
+const Sm90Cost* cost_of(const Problem& problem, int tokens) {
+  const Sm90Operands operands = operands_of(problem, sm90::traits_of(problem, tokens));
+  for (const Sm90Cost& row : kSm90Costs) {
+    if (row.operands == operands && row.tokens == tokens) return &row;
+  }
+  return nullptr;
 }
 
-// The row, cluster and split of least time.
-void plan_sm90(const Problem& problem, const Gpu& gpu, Plan* plan) {
-  double least = 0;
+struct Sm90Choice {
+  int row = -1, share = 1, split = 1;
+  int per_sm = 1;  // CTAs that share a multiprocessor
+  int64_t ctas = 0;
+  Terms counts{};
+};
+
+constexpr double kSharedKTile = 2.1;  // times as long as one alone
+
+// Calls visit with every row, cluster and split that serve the problem.
+template <typename Visit>
+void for_each_sm90(const Problem& problem, const Gpu& gpu, const Visit& visit) {
   for (int row = 0; row < static_cast<int>(std::size(kSm90Tokens)); ++row) {
     const int tokens = kSm90Tokens[row];
     const sm90::Traits traits = sm90::traits_of(problem, tokens);
     if (!traits.serves(tokens)) continue;
-    const sm90::Stage stage(traits, tokens);
     const int64_t steps = ceil_div(problem.k, traits.float_x ? 64 : 128) * (is_split(problem) ? kFloat32Parts : 1);
     // Large tiles rather fetch x for two CTAs at once.
     for (int share = tokens > 128 ? 2 : 1; share >= 1; --share) {
@@ -211,30 +240,55 @@ void plan_sm90(const Problem& problem, const Gpu& gpu, Plan* plan) {
         for (int per_sm = 1; per_sm <= traits.ctas_per_sm(tokens); ++per_sm) {
           const int64_t ctas = tiles * split, slots = gpu.num_sms * per_sm;
           if (split > 1 && !clusters_fit(ctas, split * share, slots)) continue;
-          const double time =
-              sm90_time(problem, traits, stage, tokens, split, ctas, ceil_div(steps, split), per_sm, gpu.num_sms);
-          if (least != 0 && time >= least) continue;
-          least = time;
-          plan->config = row;
-          plan->tile_n = share * sm90::kTileN;
-          plan->tile_m = tokens;
-          plan->stages = stage.count;
-          // All of a multiprocessor's shared memory keeps other CTAs away.
-          plan->shared_bytes = per_sm < traits.ctas_per_sm(tokens) ? sm90::kMaxSharedBytes : stage.total;
-          plan->split_k = split;
-          plan->ctas = split > 1 ? ctas : std::min<int64_t>(ctas, slots / share * share);
+          const double waves = static_cast<double>(ceil_div(ctas, slots));
+          const double k_tiles = static_cast<double>(ceil_div(steps, split)) * (per_sm == 1 ? 1 : kSharedKTile);
+          const double parts = split > 1 ? split : 0;
+          visit(Sm90Choice{row, share, split, per_sm, ctas, {waves * k_tiles, waves, split > 1 ? 1.0 : 0.0, parts}});
         }
       }
     }
   }
+}
+
+void fill_sm90(const Problem& problem, const Gpu& gpu, const Sm90Choice& choice, Plan* plan) {
+  const int tokens = kSm90Tokens[choice.row];
+  const sm90::Traits traits = sm90::traits_of(problem, tokens);
+  const sm90::Stage stage(traits, tokens);
   plan->kernel = "sm90";
   plan->reason = "many tokens on Hopper: wgmma";
   plan->instruction = problem.x == Format::kInt8           ? "wgmma s8"
                       : problem.x == Format::kFp8          ? "wgmma e4m3"
                       : problem.x_dtype == DType::kFloat16 ? "wgmma f16"
                                                            : "wgmma bf16";
+  plan->config = choice.row;
+  plan->tile_n = choice.share * sm90::kTileN;
+  plan->tile_m = tokens;
   plan->warps = (sm90::kConsumerThreads + sm90::kProducerThreads) / 32;
+  plan->stages = stage.count;
+  // All of a multiprocessor's shared memory keeps other CTAs away.
+  plan->shared_bytes = choice.per_sm < traits.ctas_per_sm(tokens) ? sm90::kMaxSharedBytes : stage.total;
+  plan->split_k = choice.split;
+  const int64_t slots = gpu.num_sms * choice.per_sm;
+  plan->ctas = choice.split > 1 ? choice.ctas : std::min<int64_t>(choice.ctas, slots / choice.share * choice.share);
   plan->workspace_bytes = workspace_of(problem, 1).bytes;  // clusters add up in shared memory
+}
+
+// The row, cluster and split of least expected time.
+void plan_sm90(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  const double bytes = static_cast<double>(problem.n * problem.k) * (problem.weight == Format::kInt4 ? 0.5 : 1);
+  Sm90Choice best;
+  double least = 0;
+  int row = -1;
+  const Sm90Cost* cost = nullptr;
+  for_each_sm90(problem, gpu, [&](const Sm90Choice& choice) {
+    if (choice.row != row) cost = cost_of(problem, kSm90Tokens[row = choice.row]);
+    if (cost == nullptr) return;
+    const double time = microseconds(choice.counts, cost->costs, bytes, kSm90Memory);
+    if (best.row >= 0 && time >= least) return;
+    best = choice;
+    least = time;
+  });
+  fill_sm90(problem, gpu, best, plan);
 }
 
 // GPUs whose mma.sync multiplies e4m3; sm_90 and sm_100 only accept the instruction and widen to float16 themselves.
@@ -264,7 +318,11 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
                       : plan->quantizes_x ? "few tokens: every CTA quantises x"
                                           : "x is too large for every CTA to quantise, or K is split";
   }
-  const char* against = gpu.compute_capability == 90 ? against_sm90(problem) : nullptr;
+  const char* against = nullptr;
+  if (gpu.compute_capability == 90) {
+    const bool few = problem.m <= largest_mma_sync_m(problem);
+    against = few ? "few tokens: mma.sync with K split over warps" : against_sm90(problem);
+  }
   if (gpu.compute_capability == 90 && against == nullptr) {
     plan_sm90(problem, gpu, plan);
     return {};
@@ -294,6 +352,22 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   plan->shared_bytes = choice.shared_bytes;
   plan->workspace_bytes = workspace_of(problem, plan->split_k).bytes;
   return {};
+}
+
+std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu) {
+  std::vector<Candidate<Plan>> all;
+  Candidate<Plan> other;
+  Gpu portable = gpu;
+  if (gpu.compute_capability == 90) portable.compute_capability = 80;
+  if (plan(problem, portable, &other.plan).ok()) all.push_back(other);
+  if (gpu.compute_capability != 90 || against_sm90(problem) != nullptr) return all;
+  for_each_sm90(problem, gpu, [&](const Sm90Choice& choice) {
+    Candidate<Plan>& candidate = all.emplace_back();
+    fill_sm90(problem, gpu, choice, &candidate.plan);
+    if (const Sm90Cost* cost = cost_of(problem, candidate.plan.tile_m)) candidate.operands = cost->name;
+    candidate.counts = choice.counts;
+  });
+  return all;
 }
 
 std::string to_string(const Plan& plan) {

@@ -98,6 +98,31 @@ TEST_CASE("mm8: every problem has a plan that fits its GPU and covers the produc
   });
 }
 
+TEST_CASE("mm8: what plan() takes is among the candidates") {
+  for_each_problem([](Problem problem, const Gpu& gpu) {
+    problem.fast_accum = problem.m == 1000;
+    Plan plan;
+    REQUIRE(mm8::plan(problem, gpu, &plan).ok());
+    const std::string about = describe(problem, gpu) + ": " + to_string(plan);
+    INFO(about);
+    const auto is_plan = [&](const Plan& other) {
+      return std::string(other.kernel) == plan.kernel && other.config == plan.config && other.tile_n == plan.tile_n &&
+             other.split_k == plan.split_k && other.ctas == plan.ctas && other.shared_bytes == plan.shared_bytes;
+    };
+    int found = 0;
+    for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
+      const bool costs = candidate.operands[0] != '\0';
+      CHECK(costs == (candidate.plan.kernel == std::string("sm90")));
+      CHECK(candidate.counts[kKTiles] >= candidate.counts[kWaves]);
+      CHECK((candidate.counts[kWaves] > 0) == costs);
+      CHECK((candidate.counts[kSplits] == 1) == (costs && candidate.plan.split_k > 1));
+      CHECK(candidate.plan.shared_bytes <= gpu.shared_bytes_per_cta);
+      found += is_plan(candidate.plan);
+    }
+    CHECK(found == 1);
+  });
+}
+
 TEST_CASE("mm8: a product that quantises x fits its GPU; another is planned as for a quantised x") {
   int64_t quantizing = 0;
   for_each_problem([&](Problem problem, const Gpu& gpu) {

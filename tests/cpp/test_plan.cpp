@@ -131,6 +131,24 @@ TEST_CASE("few bfloat16 tokens on Hopper stream their weights, all else does not
   CHECK(kernel(problem, h200) == "sm80");
 }
 
+TEST_CASE("what plan() takes is among the candidates, and every one of them fits the GPU") {
+  for_each_problem([](const Problem& problem, const Gpu& gpu) {
+    Plan plan;
+    REQUIRE(int4_mm::plan(problem, gpu, &plan).ok());
+    const std::string about = describe(problem, gpu) + ": " + to_string(plan);
+    INFO(about);
+    int found = 0;
+    for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
+      const Plan& other = candidate.plan;
+      CHECK(other.shared_bytes <= gpu.shared_bytes_per_cta);
+      CHECK(problem.m <= (other.kernel == std::string("decode") ? other.tile_m : problem.m));
+      found += std::string(other.kernel) == plan.kernel && other.config == plan.config && other.tile_n == plan.tile_n &&
+               other.split_k == plan.split_k && other.ctas == plan.ctas && other.shared_bytes == plan.shared_bytes;
+    }
+    CHECK(found == 1);
+  });
+}
+
 TEST_CASE("splitting K never fills the GPU more than once") {
   for_each_problem([](const Problem& problem, const Gpu& gpu) {
     Plan plan;
