@@ -51,7 +51,7 @@ BARS: dict[str, tuple[Bar, ...]] = {
 
 # Quantising at least 4096 x 8192 values per row on a GPU, in one pass: share of the bandwidth of a copy.
 _QUANTIZE_VALUES = 4096 * 8192
-_QUANTIZE_OF_COPY = 0.7
+_QUANTIZE_OF_COPY = 0.8
 
 
 def misses(rows: list[dict[str, Any]], device: str, bars: tuple[Bar, ...]) -> tuple[list[str], int]:
