@@ -25,7 +25,7 @@ _MIN_K = 4096  # smaller layers are measured, nothing is promised for them
 _LARGE = ("gate_up", "o70")
 _CPU = Bar("cpu", 1, _ANY, BF16, 1.0)
 _CUDA = Bar("cuda", 1, _ANY, BF16, 1.0)
-_CUDA_INT4_WEIGHT = (Bar("cuda", 1, 16, BF16, 1.3, _LARGE), Bar("cuda", 4096, 4096, BF16, 0.6, _LARGE))
+_CUDA_LARGE = (Bar("cuda", 1, 16, BF16, 1.3, _LARGE), Bar("cuda", 4096, 4096, BF16, 0.6, _LARGE))
 
 
 def _best_peers(few: float, some: float, many: float) -> tuple[Bar, ...]:
@@ -34,7 +34,7 @@ def _best_peers(few: float, some: float, many: float) -> tuple[Bar, ...]:
     return tuple(Bar("cuda", *tokens, BEST_PEER, ratio, mean=True) for tokens, ratio in at.items())
 
 
-_CUDA_MM8 = (_CUDA, *_best_peers(1.2, 1.1, 1.0), Bar("cuda", 1, _ANY, BEST_PEER, 0.93))
+_CUDA_MM8 = (_CUDA, *_CUDA_LARGE, *_best_peers(1.2, 1.1, 1.0), Bar("cuda", 1, _ANY, BEST_PEER, 0.93))
 
 
 def _faster_than_torch_int8(peer: str) -> tuple[Bar, ...]:
@@ -55,24 +55,23 @@ BARS: dict[str, tuple[Bar, ...]] = {
         Bar("cuda", 129, _ANY, BF16, 0.97),
         *_best_peers(1.5, 1.1, 0.98),
     ),
-    "int8": (_CPU, _CUDA),
-    "fp8": (_CPU._replace(max_m=16), _CUDA),
+    "int8": (_CPU, _CUDA, *_CUDA_LARGE),
+    "fp8": (_CPU._replace(max_m=16), _CUDA, *_CUDA_LARGE),
     "int8_int8": (_CPU, *_CUDA_MM8, *_faster_than_torch_int8("int_mm"), *_faster_than_torch_int8("qlinear")),
     "int8_int4": (
         _CPU,
-        *_CUDA_INT4_WEIGHT,
+        *_CUDA_LARGE,
         Bar("cpu", 1, 1, "qao_int4", 1.0),
         Bar("cpu", 16, _ANY, "qao_int8_int8", 0.9),
     ),
     "fp8_fp8": (_CPU, *_CUDA_MM8),
-    "fp8_int4": (_CPU, *_CUDA_INT4_WEIGHT),
+    "fp8_int4": (_CPU, *_CUDA_LARGE),
 }
 
 
-# At least 4096 x 8192 values on a GPU, in one pass: share of the bandwidth of a copy. Quantising alone, and fused.
+# At least 4096 x 8192 values on a GPU, in one pass: share of the bandwidth of a copy.
 _QUANTIZE_VALUES = 4096 * 8192
-_QUANTIZE_OF_COPY, _PRODUCE_OF_COPY = 0.7, 0.8
-_PRODUCERS = ("rms_norm_quantize", "silu_mul_quantize")
+_QUANTIZE_OF_COPY = 0.8
 
 
 def misses(rows: list[dict[str, Any]], device: str, bars: tuple[Bar, ...]) -> tuple[list[str], int]:
@@ -106,12 +105,12 @@ def _ratios(rows: list[dict[str, Any]], bar: Bar) -> list[tuple[str, float]]:
 def quantize_misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
     """The same for the results of bench/quantize.py."""
     large = [row for row in rows if row["M"] * row["K"] >= _QUANTIZE_VALUES and row["passes"] == 1]
-    lines = []
-    for row in large:
-        share = row["copy_us"] / row["us"]
-        bar = _PRODUCE_OF_COPY if row["op"].startswith(_PRODUCERS) else _QUANTIZE_OF_COPY
-        if share < bar:
-            lines.append(f"{row['op']}: {share:.0%} of a copy, the bar is {bar:.0%}")
+    shares = [(row["op"], row["copy_us"] / row["us"]) for row in large]
+    lines = [
+        f"{op}: {share:.0%} of a copy, the bar is {_QUANTIZE_OF_COPY:.0%}"
+        for op, share in shares
+        if share < _QUANTIZE_OF_COPY
+    ]
     return lines, len(large)
 
 

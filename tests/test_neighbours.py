@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import qao.ops
 import torch
+from ops_schemes import INT4, Int4Format
 from ops_support import DTYPES, VIEWS, before_guard_page, randn
 from qao.reference import rms_norm, silu_mul
 from torch import Tensor
@@ -166,6 +167,43 @@ def test_gradients_of_silu_mul(device: str) -> None:
     for a, b in zip(ours, exact, strict=True):
         assert a.grad is not None and b.grad is not None
         torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-5, atol=1e-5)
+
+
+# ---- among other kernels ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.parametrize("m", (1, 16, 300))
+def test_chains_in_a_graph(m: int) -> None:
+    """Kernels that begin before the one ahead has ended read nothing too early, torch's own among them."""
+    k = 2048
+    x, weight = (randn(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((m, k), (k,)))
+    source = x.clone()
+    packed = INT4.make_weight(2 * k, k, Int4Format(128), "cuda")
+
+    def chain() -> Tensor:
+        h = source * 2
+        for _ in range(5):
+            y, h = OPS.add_rms_norm(h, source, weight, 1e-6)
+            gate, up = INT4.mm(y, packed).chunk(2, -1)
+            q, scales, h = OPS.add_rms_norm_quantize(OPS.silu_mul(gate, up), h, weight, 1e-6, torch.int8)
+            h = h + (q * scales).bfloat16()
+        return h.clone()
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = chain()
+    for i in range(20):
+        source.copy_(x * (1 + i % 3))
+        graph.replay()
+        replayed = result.clone()
+        torch.cuda.synchronize()
+        expected = []
+        for _ in range(2):
+            expected.append(chain())
+            torch.cuda.synchronize()
+        assert torch.equal(replayed, expected[0]) and torch.equal(*expected) and not replayed.isnan().any()
 
 
 # ---- the rest --------------------------------------------------------------------------------------------------------

@@ -108,11 +108,12 @@ __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
 }
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
-// Both, in kernels that are compiled for older GPUs too (common/launch.h: is_hopper_code).
+// Both, in kernels that are compiled for older GPUs too (common/launch.h: is_hopper_code). In the other order a chain of
+// such kernels would be let in at once, and those that wait would take the place of those that work.
 __device__ __forceinline__ void overlap_neighbours() {
 #if __CUDA_ARCH__ >= 900
-  launch_dependents();
   wait_for_previous_kernel();
+  launch_dependents();
 #endif
 }
 // Brings `bytes` (a multiple of 16) into the L2 cache (sm_90). A hint: it cannot change what a later load sees.

@@ -95,9 +95,8 @@ Status launch_after(void (*kernel)(Params), dim3 grid, dim3 cta, const Params& p
 
 template <DType dtype, Producer producer, int kVectors, bool kFast>
 Status launch_rows(Params p, cudaStream_t stream) {
-  const int64_t wanted = divide_up(divide_up(p.vectors, kVectors), 32) * 32;
-  const int threads = static_cast<int>(std::min<int64_t>(wanted, kMaxThreads));
-  p.tiles = static_cast<int>(divide_up(p.vectors, threads * kVectors));
+  p.tiles = static_cast<int>(divide_up(p.vectors, max_threads(kVectors) * kVectors));
+  const int threads = static_cast<int>(divide_up(p.vectors, p.tiles * kVectors * 32)) * 32;
   return launch_after(rows_kernel<dtype, producer, kVectors, kFast>, dim3(static_cast<unsigned>(p.m)), dim3(threads), p,
                       stream);
 }
@@ -109,8 +108,12 @@ Status launch_rows(const Params& p, cudaStream_t stream) {
   if (!aligned) return launch_rows<dtype, producer, 1, false>(p, stream);
   if (p.vectors <= threads) return launch_rows<dtype, producer, 1, true>(p, stream);
   if (p.vectors <= 2 * threads) return launch_rows<dtype, producer, 2, true>(p, stream);
-  // Four vectors of float32 and their products would need more registers than there are.
-  constexpr int kMost = dtype == DType::kFloat32 && producer == Producer::kRmsNorm ? 2 : 4;
+  // As many as there are registers for; x alone stays packed in them.
+  constexpr bool kWide = dtype == DType::kFloat32;
+  if constexpr (producer == Producer::kNone && !kWide) {
+    if (p.m > kFewRows && p.vectors > 4 * 32) return launch_rows<dtype, producer, 8, true>(p, stream);
+  }
+  constexpr int kMost = kWide && producer == Producer::kRmsNorm ? 2 : 4;
   return launch_rows<dtype, producer, kMost, true>(p, stream);
 }
 

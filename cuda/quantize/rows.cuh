@@ -14,7 +14,9 @@
 
 namespace qao::quantize {
 
-constexpr int kMaxThreads = 1024;
+// Threads of a CTA with so many vectors each, and CTAs a multiprocessor must hold (0: not said). Both bound registers.
+constexpr int max_threads(int vectors) { return vectors == 8 ? 384 : 1024; }
+constexpr int min_ctas(int vectors) { return vectors == 8 ? 2 : 0; }
 constexpr int kAll = std::numeric_limits<int>::max();  // columns
 
 // kFast: Params::aligned. Otherwise elements are read one by one.
@@ -217,7 +219,8 @@ __device__ __forceinline__ void store_values(const Params& p, float factor, cons
 }
 
 template <DType dtype, Producer producer, int kVectors, bool kFast>
-__global__ void __launch_bounds__(kMaxThreads) rows_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(max_threads(kVectors), min_ctas(kVectors))
+    rows_kernel(const __grid_constant__ Params p) {
   ptx::overlap_neighbours();
   constexpr bool kProduct = producer != Producer::kNone, kNorm = producer == Producer::kRmsNorm;
   const bool quantized = !kProduct || p.y == nullptr;
