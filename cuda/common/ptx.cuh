@@ -159,6 +159,14 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
   return result;
 }
 
+// Where `half`, takes the low 16 bits of `value` for a float16: one instruction, no branch.
+__device__ __forceinline__ void half_to_float_if(bool half, float& value) {
+  asm("{.reg .pred p;\n.reg .b16 low, high;\nsetp.ne.b32 p, %1, 0;\nmov.b32 {low, high}, %0;\n"
+      "@p cvt.f32.f16 %0, low;}\n"
+      : "+f"(value)
+      : "r"(static_cast<int>(half)));
+}
+
 // The larger one; NaN if either is.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float result;

@@ -48,6 +48,21 @@ Status launch_decode(const Problem& problem, const Plan& plan, const Params& par
   return launch_kernel(launch, "launching the kernel for few tokens", kernel, params, decode);
 }
 
+Status launch_few(const Problem& problem, const Plan& plan, const Params& params, cudaStream_t stream) {
+  const FewKernel kernel = few_kernel(plan.config);
+  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
+  FewParams few;
+  int shared_bytes;
+  if (!few_params(problem, kFewConfigs[plan.config], static_cast<int>(plan.ctas), static_cast<int>(plan.shared_bytes),
+                  &few, &shared_bytes)) {
+    return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
+  }
+  Launch launch{dim3(static_cast<unsigned>(plan.ctas)), dim3(plan.warps * 32), stream};
+  launch.shared_bytes = plan.shared_bytes;
+  launch.overlapped = true;
+  return launch_kernel(launch, "launching the kernel for at most eight tokens", kernel, params, few);
+}
+
 Status launch_sm90(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream) {
   mm8::Arguments a;
   a.x = arguments.x, a.x_stride = arguments.x_stride;
@@ -94,6 +109,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   params.split_k = plan.split_k;
 
   if (decode) return launch_decode(problem, plan, params, stream);
+  if (plan.kernel == std::string_view("few")) return launch_few(problem, plan, params, stream);
 
   float* group_sums = layout.group_sums >= 0 ? reinterpret_cast<float*>(workspace + layout.group_sums) : nullptr;
   if (split_x) {

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "int4_mm/decode.h"
+#include "int4_mm/few.h"
 #include "int4_mm/sm90.h"
 #include "int4_mm/tile.h"
 #include "int4_mm/workspace.h"
@@ -121,6 +122,38 @@ bool plan_decode(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return fill_decode(problem, gpu, index, split, plan);
 }
 
+// Fills in `plan` if the body for at most eight tokens can serve the problem.
+bool fill_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  if (gpu.compute_capability != 90 || problem.x_dtype != DType::kBFloat16) return false;
+  if (problem.m < 1 || problem.m > kFewTokens) return false;
+  const FewConfig& config = kFewConfigs[0];
+  const int ctas = static_cast<int>(std::min<int64_t>(gpu.num_sms, tiles_n(problem.n)));
+  FewParams params;
+  int shared_bytes;
+  if (!few_params(problem, config, ctas, gpu.shared_bytes_per_cta, &params, &shared_bytes)) return false;
+  plan->kernel = "few";
+  plan->reason = "at most 8 bfloat16 tokens on Hopper: weights stream through mma.sync past x in shared memory";
+  plan->instruction = "mma.sync bf16";
+  plan->config = 0;
+  plan->tile_n = config.pass_tiles * kTileN;
+  plan->tile_m = kFewTokens;
+  plan->warps = config.warps;
+  plan->stages = config.stages;
+  plan->ctas = ctas;
+  plan->shared_bytes = shared_bytes;
+  return true;
+}
+
+// Measured to pay where few places of a pass stay empty and x, which every CTA waits for, is small, or its CTAs have
+// many rows.
+bool plan_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  const int64_t row_tiles = tiles_n(problem.n), ctas = std::min<int64_t>(gpu.num_sms, row_tiles);
+  const int64_t pass_tiles = kFewConfigs[0].pass_tiles;
+  const int64_t places = ceil_div(ceil_div(row_tiles, ctas), pass_tiles) * pass_tiles * ctas;
+  const int64_t largest_x = row_tiles >= 8 * gpu.num_sms ? 32768 : 16383;  // elements
+  return 8 * places <= 9 * row_tiles && problem.m * problem.k <= largest_x && fill_few(problem, gpu, plan);
+}
+
 }  // namespace
 
 Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
@@ -130,7 +163,7 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
                          "Run on a newer GPU, or on the CPU");
   }
   *plan = Plan{};
-  if (plan_decode(problem, gpu, plan)) return {};
+  if (plan_few(problem, gpu, plan) || plan_decode(problem, gpu, plan)) return {};
   const bool split_x = problem.x_dtype == DType::kFloat32;  // its parts are always aligned
   const int64_t k_steps = tiles_k(problem.k) * (split_x ? kFloat32Parts : 1);
   const char* reason = "mma.sync serves every GPU from sm_80";
@@ -169,6 +202,7 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
 
 std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu) {
   std::vector<Candidate<Plan>> all;
+  if (Candidate<Plan> few; fill_few(problem, gpu, &few.plan)) all.push_back(few);
   for (int index = 0; index < static_cast<int>(std::size(kDecode)); ++index) {
     for (int split = 1; split <= std::min<int64_t>(2, ceil_div(problem.k, kStepColumns)); ++split) {
       Candidate<Plan> candidate;
