@@ -18,9 +18,9 @@ struct OperandBytes {
   Format weight;
 
   constexpr int weight_tile() const { return kTileN * kTileK / (weight == Format::kInt4 ? 2 : 1); }
-  // Scales and zero points of 16 rows; of an fp8 weight the CTA's block scale.
+  // Scales and zero points of 16 rows; of an fp8 weight the scale of their block.
   constexpr int weight_parameters(int row_tiles) const {
-    return weight == Format::kInt4 ? row_tiles * kMaxGroups * 2 * kTileN * 4 : weight == Format::kFp8 ? 16 : 0;
+    return row_tiles * (weight == Format::kInt4 ? kMaxGroups * 2 * kTileN * 4 : weight == Format::kFp8 ? 4 : 0);
   }
   // Sums of x for the zero points; with an fp8 weight, scales of blocks of x.
   constexpr int token_parameters(int tokens) const {
@@ -34,6 +34,18 @@ struct OperandBytes {
 enum class XKind { kAny, kEightBits, kSixteenBits, kQuantizes };
 constexpr bool serves(XKind kind, bool sixteen_bits) {
   return kind == XKind::kAny || (kind == XKind::kSixteenBits) == sixteen_bits;
+}
+// Which shares of a CTA: of any size; that take one pass; with few columns; of many row tiles.
+enum class ShareKind { kAny, kOnePass, kOneShortPass, kLong };
+constexpr int64_t kShortK = 8192, kLongRun = 6;
+constexpr bool serves(ShareKind kind, int64_t run, int at_once, int64_t k) {
+  if (kind == ShareKind::kLong) return run >= kLongRun;
+  return kind == ShareKind::kAny || (run <= at_once && (kind == ShareKind::kOnePass || k <= kShortK));
+}
+// Which weights: those of int8 cost few instructions, others are converted or scaled.
+enum class WeightKind { kAny, kInt8, kConverted };
+constexpr bool serves(WeightKind kind, Format weight) {
+  return kind == WeightKind::kAny || (kind == WeightKind::kInt8) == (weight == Format::kInt8);
 }
 
 // x of a few tokens that comes as floats, which every CTA quantises while its first K-tiles of W arrive, and stays in
@@ -62,12 +74,22 @@ struct ResidentX {
   QAO_HOST_DEVICE constexpr int bytes() const { return state_at() + static_cast<int>(sizeof(TokenState)); }
 };
 
-// Where it begins: behind the ring, and behind the floats of x, which lie in the ring's last stage (the last to be
-// filled) and beyond.
-QAO_HOST_DEVICE constexpr int resident_at(int ring_bytes, int stages, int float_bytes) {
+// Where it begins: behind the ring and the sums, and behind the floats of x, which lie in the ring's last stage (the
+// last to be filled) and beyond.
+constexpr int resident_at(int ring_bytes, int sum_bytes, int stages, int float_bytes) {
   const int behind_floats = ring_bytes / stages * (stages - 1) + float_bytes;
-  return ((ring_bytes > behind_floats ? ring_bytes : behind_floats) + 127) / 128 * 128;
+  return (std::max(ring_bytes + sum_bytes, behind_floats) + 127) / 128 * 128;
 }
+
+// The row tiles of a CTA: a run of neighbours, which it walks in passes of as many as its warps compute at once. Sums
+// of one pass lie where the ring was, sums of several in two places by turns.
+struct Runs {
+  int row_tiles, more;  // the first `more` CTAs have one row tile more
+
+  constexpr Runs(int64_t all, int64_t ctas)
+      : row_tiles(static_cast<int>(all / ctas)), more(static_cast<int>(all % ctas)) {}
+  constexpr int longest() const { return row_tiles + (more > 0); }
+};
 
 template <int warps_n, int warps_m, int warps_k, int tiles_n_, int tiles_m_, int stages, int ctas_per_sm>
 struct Tile {
@@ -81,7 +103,6 @@ struct Tile {
   static constexpr int kM = warps_m * kTilesM * 8;     // tokens per CTA
   static constexpr int kSliceThreads = 32 * warps_n * warps_m;
   static constexpr int kThreads = kSliceThreads * warps_k;
-  static_assert(kScaleBlock % kN == 0, "the rows of a CTA share a block scale");
 
   // A stage of a slice: W, x, parameters of the rows and of the tokens, of one K-tile. The stages of all slices lie
   // together.
@@ -93,11 +114,10 @@ struct Tile {
     return (bytes + 127) / 128 * 128;
   }
 
-  // The epilogue reuses the ring: a float32 tile per slice, rows padded against bank conflicts.
+  // The epilogue's float32 sums: of a slice and token those of kN rows, padded against bank conflicts.
   static constexpr int kPaddedN = kN + 4;
-  static constexpr int kEpilogueBytes = warps_k * kM * kPaddedN * 4;
+  static constexpr int kTokenSumBytes = warps_k * kPaddedN * 4;
   static constexpr int ring_bytes(OperandBytes operands) { return warps_k * stages * stage_bytes(operands); }
-  static constexpr int shared_bytes(OperandBytes operands) { return std::max(ring_bytes(operands), kEpilogueBytes); }
 };
 
 }  // namespace qao::mm8

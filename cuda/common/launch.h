@@ -1,0 +1,62 @@
+// Launches with attributes: clusters, and kernels that start while the one before them still runs.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "common/check.h"
+
+namespace qao {
+
+struct Launch {
+  dim3 grid, cta;
+  cudaStream_t stream;
+  size_t shared_bytes = 0;
+  int cluster = 1;          // CTAs, neighbours along x
+  bool overlapped = false;  // programmatic dependent launch: only for kernels that wait for the one before
+};
+
+template <typename... Parameters>
+Status launch_kernel(const Launch& launch, const char* doing, void (*kernel)(Parameters...),
+                     const Parameters&... parameters) {
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config{};
+  config.gridDim = launch.grid;
+  config.blockDim = launch.cta;
+  config.dynamicSmemBytes = launch.shared_bytes;
+  config.stream = launch.stream;
+  config.attrs = attributes;
+  if (launch.overlapped) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (launch.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
+  }
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, parameters...), doing);
+}
+
+// Whether `kernel`, of a portable file, is there in sm_90 code on the current device and so waits for the kernel before
+// it. Code for older architectures does not, whatever it runs on. Every thread remembers, since asking takes long.
+inline bool is_hopper_code(const void* kernel) {
+  struct Known {
+    const void* kernel;
+    int device;
+    bool hopper;
+  };
+  static thread_local std::array<Known, 256> cache{};
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  Known& entry = cache[(reinterpret_cast<uintptr_t>(kernel) / 16 + device) % cache.size()];
+  if (entry.kernel != kernel || entry.device != device) {
+    cudaFuncAttributes attributes{};
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return false;
+    entry = {kernel, device, attributes.ptxVersion >= 90};
+  }
+  return entry.hopper;
+}
+
+}  // namespace qao
