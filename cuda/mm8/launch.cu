@@ -78,11 +78,12 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
   p.x_aligned = problem.x_aligned || problem.quantizes_x;
   p.weight_aligned = problem.weight_aligned;
   p.split_k = plan.split_k;
-  if (problem.m <= plan.tile_m) {
-    const Runs runs(p.row_tiles, plan.ctas / plan.split_k);
-    p.run = runs.row_tiles, p.more_runs = runs.more;
+  if (plan.runs) {
+    const int ctas = static_cast<int>(plan.ctas / plan.split_k);
+    p.run = p.row_tiles / ctas, p.more_runs = p.row_tiles % ctas;
   }
   p.sums_at = plan.sums_at, p.sum_places = plan.sum_places;
+  p.next_early = plan.next_early;
   if (plan.prefetch_bytes > 0) {
     const int64_t row_bytes = problem.weight == Format::kInt4 ? int64_t{kTileN} * p.x_columns / 2 : problem.k;
     p.prefetch_bytes = static_cast<int>(std::min<int64_t>(row_bytes, plan.prefetch_bytes));

@@ -16,6 +16,7 @@ struct Config {
   ShareKind share;
   XKind x;
   WeightKind weight;
+  bool scales_x;
   int tile_n, tile_m, warps_k, warps, stages, ctas_per_sm, token_sum_bytes;
   // The ring by what the operands are.
   int int8_int8, int8_int4, fp8_fp8, float_int8, float_fp8;
@@ -36,6 +37,7 @@ constexpr Config config_of(int index, int64_t max_m, ShareKind share, XKind x, W
           share,
           x,
           weight,
+          Tile::kScalesX,
           Tile::kN,
           Tile::kM,
           Tile::kWarpsK,
@@ -106,6 +108,7 @@ int64_t shared_room(const Config& config, const Problem& problem, const Gpu& gpu
 struct Sm80Choice {
   const Config* config = nullptr;
   int64_t ctas = 0;  // of one part of K
+  bool runs = false;
   int64_t shared_bytes = 0;
   int sums_at = 0, sum_places = 1;
   int split_k = 1;
@@ -138,6 +141,25 @@ constexpr int kMaxUnsplit = 2;               // parts of K that a product gives 
 // Floats of x a warp can quantise in the time that a kernel for x alone would take; int4 wants sums of groups as well.
 int64_t most_floats(const Problem& problem) { return problem.weight == Format::kInt4 ? 1792 : 2048; }
 
+// Whether a row serves runs of so many row tiles, or tiles.
+bool serves(const Config& config, int64_t run, bool one_wave, int64_t k) {
+  const bool one_pass = run <= config.tile_n / kTileN;
+  switch (config.share) {
+    case ShareKind::kOnePass:
+      return one_pass;
+    case ShareKind::kOneShortPass:
+      return one_pass && k <= kShortK;
+    case ShareKind::kLongRun:
+      return run >= kLongRun;
+    case ShareKind::kOneWave:
+      return one_wave;
+    case ShareKind::kRun:
+    case ShareKind::kTile:
+      return true;
+  }
+  return false;
+}
+
 // The first row that serves the problem on this GPU; none is possible where the product is to quantise x.
 Sm80Choice choose_sm80(const Problem& problem, const Gpu& gpu, bool quantizes) {
   const int64_t m = std::max<int64_t>(problem.m, 1);
@@ -148,14 +170,13 @@ Sm80Choice choose_sm80(const Problem& problem, const Gpu& gpu, bool quantizes) {
     if (!quantizes && !serves(config.x, problem.x == Format::kFloat)) continue;
     // CTAs that have all tokens share the rows of W out among them where shared memory allows. Others are tiles.
     const int64_t row_tiles = ceil_div(problem.n, kTileN), row_blocks = ceil_div(problem.n, config.tile_n);
-    const int64_t slots = gpu.num_sms * config.ctas_per_sm;
+    const int64_t slots = gpu.num_sms * config.ctas_per_sm, runs = std::min(row_tiles, slots);
+    if (!serves(config, ceil_div(row_tiles, runs), row_blocks <= slots, problem.k)) continue;
     for (bool shares : {true, false}) {
-      if (shares && m > config.tile_m) continue;
+      if (shares && (m > config.tile_m || !is_run(config.share))) continue;
       Sm80Choice choice{&config};
-      choice.ctas = shares ? std::min(row_tiles, slots) : row_blocks * ceil_div(m, config.tile_m);
-      const int at_once = config.tile_n / kTileN;
-      const int64_t run = std::max<int64_t>(1, shares ? Runs(row_tiles, choice.ctas).longest() : at_once);
-      if (!serves(config.share, ceil_div(row_tiles, std::min(row_tiles, slots)), at_once, problem.k)) continue;
+      choice.runs = shares;
+      choice.ctas = shares ? runs : row_blocks * ceil_div(m, config.tile_m);
       choice.split_k = choose_split(config, problem, choice.ctas, k_steps, gpu.num_sms);
       if (quantizes) {
         // Every warp has one token, and a part of K would not know the range of the others.
@@ -163,7 +184,8 @@ Sm80Choice choose_sm80(const Problem& problem, const Gpu& gpu, bool quantizes) {
         if (m * problem.k > most_floats(problem) * config.warps) continue;
         choice.split_k = 1;
       }
-      if (lay_out(problem, gpu, quantizes, run <= at_once, &choice)) return choice;
+      const bool single_pass = !shares || ceil_div(row_tiles, runs) <= config.tile_n / kTileN;
+      if (lay_out(problem, gpu, quantizes, single_pass, &choice)) return choice;
     }
   }
   return {};
@@ -173,8 +195,15 @@ Sm80Choice choose_sm80(const Problem& problem, const Gpu& gpu, bool quantizes) {
 // x that is yet to be quantised, x would be late.
 int prefetch_bytes(const Problem& problem, const Sm80Choice& choice, bool quantizes) {
   const bool packed = problem.weight == Format::kInt4;
-  const bool possible = problem.m <= choice.config->tile_m && choice.split_k == 1 && (packed || problem.weight_aligned);
+  const bool possible = choice.runs && choice.split_k == 1 && (packed || problem.weight_aligned);
   return possible && !(packed && quantizes) ? kPrefetchBytes : 0;
+}
+
+// Whether the next kernel may start as soon as all CTAs run: not where more of its CTAs find room on one multiprocessor
+// than on another, which would last as long as it does.
+bool lets_next_early(const Config& config, const Sm80Choice& choice, const Gpu& gpu) {
+  return config.ctas_per_sm == 1 ||
+         (config.ctas_per_sm + 1) * (choice.shared_bytes + 1024) > gpu.shared_bytes_per_cta + 1024;
 }
 
 // Why a product cannot quantise such an x itself; null if at most x's size is against it.
@@ -254,10 +283,11 @@ void plan_sm90(const Problem& problem, const Gpu& gpu, Plan* plan) {
 // GPUs whose mma.sync multiplies e4m3; sm_90 and sm_100 only accept the instruction and widen to float16 themselves.
 bool has_fp8_mma(const Gpu& gpu) { return gpu.compute_capability == 89 || gpu.compute_capability >= 120; }
 
-const char* mma_sync_name(const Problem& problem, bool fp8_mma) {
+const char* mma_sync_name(const Problem& problem, const Config& config, bool fp8_mma) {
   if (problem.x == Format::kInt8) return "mma.sync s8";
   if (problem.x == Format::kFp8) return fp8_mma ? "mma.sync e4m3" : "mma.sync f16";
-  return problem.x_dtype == DType::kFloat16 ? "mma.sync f16" : "mma.sync bf16";
+  const bool float16 = problem.x_dtype == DType::kFloat16 || (problem.weight == Format::kFp8 && config.scales_x);
+  return float16 ? "mma.sync f16" : "mma.sync bf16";
 }
 
 }  // namespace
@@ -294,17 +324,19 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   plan->reason = against != nullptr ? against
                  : fp8_mma          ? "mma.sync on fp8 tensor cores"
                                     : "mma.sync serves every GPU from sm_80";
-  plan->instruction = mma_sync_name(problem, fp8_mma);
+  plan->instruction = mma_sync_name(problem, *config, fp8_mma);
   plan->config = config->index;
   plan->tile_n = config->tile_n;
   plan->tile_m = config->tile_m;
   plan->warps = config->warps;
   plan->stages = config->stages;
+  plan->runs = choice.runs;
   plan->split_k = choice.split_k;
   plan->ctas = choice.ctas * plan->split_k;
   plan->shared_bytes = choice.shared_bytes;
   plan->sums_at = choice.sums_at;
   plan->sum_places = choice.sum_places;
+  plan->next_early = lets_next_early(*config, choice, gpu);
   plan->prefetch_bytes = prefetch_bytes(problem, choice, plan->quantizes_x);
   plan->workspace_bytes = workspace_of(problem, plan->split_k).bytes;
   return {};

@@ -14,9 +14,7 @@ template <typename X, typename W, typename Tile, bool quantizes>
 struct Warp {
   using Product = mm8::Product<X, W>;
   using Cta = mm8::Cta<Product, Tile, quantizes>;
-  // fp8 becomes float16 in one instruction, bfloat16 in many: where x is less work than W it becomes float16 too.
-  static constexpr bool kScalesX =
-      std::is_same_v<X, __nv_bfloat16> && std::is_same_v<W, Fp8> && 2 * Tile::kTilesM <= Tile::kTilesN;
+  static constexpr bool kScalesX = std::is_same_v<X, __nv_bfloat16> && std::is_same_v<W, Fp8> && Tile::kScalesX;
   using Math = std::conditional_t<kScalesX, mm8::Product<__half, Fp8>, Product>;
   static constexpr bool kLosesNan = mm8::kLosesNan<X, W> && !kScalesX;
   using KTile = typename Cta::KTile;
@@ -295,7 +293,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) mm8_kernel(c
   // What the kernel before this one writes, if only into a workspace, must not be touched before it has ended.
   cta.prefetch();
   ptx::wait_for_previous_kernel();
-  ptx::launch_dependents();
+  if (p.next_early) ptx::launch_dependents();
 #endif
   Warp warp{cta};
   warp.start();

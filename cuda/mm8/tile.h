@@ -35,13 +35,11 @@ enum class XKind { kAny, kEightBits, kSixteenBits, kQuantizes };
 constexpr bool serves(XKind kind, bool sixteen_bits) {
   return kind == XKind::kAny || (kind == XKind::kSixteenBits) == sixteen_bits;
 }
-// Which shares of a CTA: of any size; that take one pass; with few columns; of many row tiles.
-enum class ShareKind { kAny, kOnePass, kOneShortPass, kLong };
+// Which shares of W a CTA may have: a run of row tiles, of any length; that takes one pass; with few columns; that is
+// long. Or a tile: of any product; of products whose tiles all run at once.
+enum class ShareKind { kRun, kOnePass, kOneShortPass, kLongRun, kTile, kOneWave };
 constexpr int64_t kShortK = 8192, kLongRun = 6;
-constexpr bool serves(ShareKind kind, int64_t run, int at_once, int64_t k) {
-  if (kind == ShareKind::kLong) return run >= kLongRun;
-  return kind == ShareKind::kAny || (run <= at_once && (kind == ShareKind::kOnePass || k <= kShortK));
-}
+constexpr bool is_run(ShareKind kind) { return kind != ShareKind::kTile && kind != ShareKind::kOneWave; }
 // Which weights: those of int8 cost few instructions, others are converted or scaled.
 enum class WeightKind { kAny, kInt8, kConverted };
 constexpr bool serves(WeightKind kind, Format weight) {
@@ -81,16 +79,6 @@ constexpr int resident_at(int ring_bytes, int sum_bytes, int stages, int float_b
   return (std::max(ring_bytes + sum_bytes, behind_floats) + 127) / 128 * 128;
 }
 
-// The row tiles of a CTA: a run of neighbours, which it walks in passes of as many as its warps compute at once. Sums
-// of one pass lie where the ring was, sums of several in two places by turns.
-struct Runs {
-  int row_tiles, more;  // the first `more` CTAs have one row tile more
-
-  constexpr Runs(int64_t all, int64_t ctas)
-      : row_tiles(static_cast<int>(all / ctas)), more(static_cast<int>(all % ctas)) {}
-  constexpr int longest() const { return row_tiles + (more > 0); }
-};
-
 template <int warps_n, int warps_m, int warps_k, int tiles_n_, int tiles_m_, int stages, int ctas_per_sm>
 struct Tile {
   static constexpr int kWarpsN = warps_n, kWarpsM = warps_m, kWarpsK = warps_k;
@@ -101,6 +89,9 @@ struct Tile {
   static constexpr int kRowTiles = warps_n * kTilesN;  // per CTA
   static constexpr int kN = kRowTiles * kTileN;        // rows of W per CTA
   static constexpr int kM = warps_m * kTilesM * 8;     // tokens per CTA
+  // bfloat16 x fp8: fp8 becomes float16 in one instruction, bfloat16 in many, so where x is less work than W it becomes
+  // float16 too.
+  static constexpr bool kScalesX = 2 * kTilesM <= kTilesN;
   static constexpr int kSliceThreads = 32 * warps_n * warps_m;
   static constexpr int kThreads = kSliceThreads * warps_k;
 

@@ -78,7 +78,8 @@ TEST_CASE("mm8: every problem has a plan that fits its GPU and covers the produc
     const int64_t tiles = ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m);
     if (sm90) {
       CHECK(plan.ctas >= 1);
-    } else if (problem.m <= plan.tile_m) {
+    } else if (plan.runs) {
+      CHECK(problem.m <= plan.tile_m);
       CHECK(plan.ctas >= 1);
       CHECK(plan.ctas % plan.split_k == 0);
       CHECK(plan.ctas / plan.split_k <= ceil_div(problem.n, kTileN));
@@ -207,8 +208,9 @@ TEST_CASE("mm8: the plan names the tensor cores' instruction") {
   for (int compute_capability : {80, 86, 89, 90, 120}) {
     CHECK(instruction(Format::kInt8, Format::kInt8, compute_capability) == "mma.sync s8");
     CHECK(instruction(Format::kInt8, Format::kInt4, compute_capability) == "mma.sync s8");
-    CHECK(instruction(Format::kFloat, Format::kFp8, compute_capability) == "mma.sync bf16");
+    CHECK(instruction(Format::kFloat, Format::kInt8, compute_capability) == "mma.sync bf16");
   }
+  CHECK(instruction(Format::kFloat, Format::kFp8, 90) == "mma.sync f16");
   CHECK(instruction(Format::kFp8, Format::kFp8, 80) == "mma.sync f16");
   CHECK(instruction(Format::kFp8, Format::kInt4, 86) == "mma.sync f16");
   CHECK(instruction(Format::kFp8, Format::kFp8, 89) == "mma.sync e4m3");
