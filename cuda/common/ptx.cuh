@@ -174,6 +174,21 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return result;
 }
 
+// Two bfloat16: the larger magnitudes of two pairs; NaN counts for nothing.
+__device__ __forceinline__ uint32_t max_of_magnitudes(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm("{.reg .b32 p, q;\nabs.bf16x2 p, %1;\nabs.bf16x2 q, %2;\nmax.bf16x2 %0, p, q;\n}\n"
+      : "=r"(result)
+      : "r"(a), "r"(b));
+  return result;
+}
+// Two floats as a pair of float16.
+__device__ __forceinline__ uint32_t to_float16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
 // The values are computed before this point, no later.
 __device__ __forceinline__ void pin(uint32_t (&values)[4]) {
   asm volatile("" : "+r"(values[0]), "+r"(values[1]), "+r"(values[2]), "+r"(values[3]));

@@ -4,6 +4,7 @@
 
 #include "common/check.h"
 #include "common/float32.cuh"
+#include "common/launch.h"
 #include "common/shared_memory.h"
 #include "int4_mm/layout.h"
 #include "mm8/epilogue.cuh"
@@ -77,6 +78,17 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
   p.x_aligned = problem.x_aligned || problem.quantizes_x;
   p.weight_aligned = problem.weight_aligned;
   p.split_k = plan.split_k;
+  if (plan.runs) {
+    const int ctas = static_cast<int>(plan.ctas / plan.split_k);
+    p.run = p.row_tiles / ctas, p.more_runs = p.row_tiles % ctas;
+  }
+  p.sums_at = plan.sums_at, p.sum_places = plan.sum_places;
+  p.next_early = plan.next_early;
+  if (plan.prefetch_bytes > 0) {
+    const int64_t row_bytes = problem.weight == Format::kInt4 ? int64_t{kTileN} * p.x_columns / 2 : problem.k;
+    p.prefetch_bytes = static_cast<int>(std::min<int64_t>(row_bytes, plan.prefetch_bytes));
+    p.prefetch_rows = plan.prefetch_bytes / p.prefetch_bytes;
+  }
   if (problem.weight == Format::kInt4) {
     set_groups(problem, arguments, &p);
   } else if (problem.weight_scaling == Scaling::kBlock) {
@@ -96,11 +108,12 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
 }
 
 Status launch_product(Kernel kernel, const Plan& plan, const Params& params, cudaStream_t stream) {
-  const int shared_bytes = static_cast<int>(plan.shared_bytes);
-  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
-  const dim3 grid(static_cast<unsigned>(plan.ctas / plan.split_k), plan.split_k);
-  kernel<<<grid, plan.warps * 32, shared_bytes, stream>>>(params);
-  return launch_status("launching mm8_kernel");
+  const void* address = reinterpret_cast<const void*>(kernel);
+  if (Status status = grant_shared_memory(address); !status.ok()) return status;
+  Launch launch{dim3(static_cast<unsigned>(plan.ctas / plan.split_k), plan.split_k), dim3(plan.warps * 32), stream};
+  launch.shared_bytes = plan.shared_bytes;
+  launch.overlapped = is_hopper_code(address);
+  return launch_kernel(launch, "launching mm8_kernel", kernel, params);
 }
 
 }  // namespace
