@@ -12,7 +12,7 @@ DEVICE ?= cpu
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 BUILD_NEEDS = "setuptools>=77.0.3" "cmake>=3.25" ninja "pybind11>=2.10"
-CPP_FILES = $(shell find csrc cuda tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CPP_FILES = $(shell find csrc cuda bench tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 ifeq ($(VENV),)
 PY = $(PYTHON)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import bars, host, numerics, plots, quantize, table
+from . import bars, host, llama, numerics, plots, quantize, table, tune
 from .meta import RESULTS, device_slug, write
 from .runner import LAYERS, TOKENS, Run, run
 from .schemes import SCHEMES
+from .timing import ceilings
 
 
 def main() -> int:
@@ -29,15 +31,29 @@ def main() -> int:
         _add_common(command)
         if name != "numerics":
             _add_check(command)
+    whole = commands.add_parser("llama", help="tokens per second of whole decoders; needs transformers")
+    _add_common(whole)
+    llama.add_arguments(whole)
+    _add_check(whole)
     tables = commands.add_parser("table", help="write results and kernel table into README.md and docs/")
     tables.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
     commands.add_parser("plots", help="draw the results into docs/plots; needs matplotlib")
+    tuner = commands.add_parser("tune", help="measure this GPU's costs of plans into the table that is compiled in")
+    tuner.add_argument("operands", nargs="*", metavar="OPERANDS", help=f"of {', '.join(tune.OPERANDS)}; none: all")
+    tuner.add_argument("--sweep", type=Path, metavar="PROGRAM", help="qao_sweep, instead of building it")
     arguments = parser.parse_args()
     if arguments.command == "table":
         return table.update(arguments.check)
     if arguments.command == "plots":
         plots.draw_all()
         return 0
+    if arguments.command == "tune":
+        if unknown := set(arguments.operands) - set(tune.OPERANDS):
+            parser.error(f"no operands {', '.join(sorted(unknown))}; there are {', '.join(tune.OPERANDS)}")
+        if not torch.cuda.is_available():
+            parser.error(f"tune: torch {torch.__version__} sees no GPU")
+        kinds, gpu = arguments.operands or tune.OPERANDS, torch.cuda.get_device_name()
+        return 0 if tune.run(kinds, arguments.sweep, gpu, ceilings("cuda")[0] / 1e6) else 1
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device cuda: torch {torch.__version__} sees no GPU")
     folder = arguments.out or RESULTS / device_slug(arguments.device)
@@ -52,7 +68,18 @@ def main() -> int:
         results = host.run(arguments.device)
         write(results, folder / "host.json")
         return _report(*host.misses(results["rows"], arguments.device)) if arguments.check else 0
+    if arguments.command == "llama":
+        path = folder / "llama.json"
+        before = json.loads(path.read_text()) if arguments.add and path.exists() else None
+        results = llama.run(
+            llama.from_arguments(arguments),
+            save=lambda results: write(llama.add(before, results) if before else results, path),
+        )
+        return _report(*bars.decoder_misses(results["rows"])) if arguments.check else 0
     words = list(SCHEMES) if arguments.command == "all" else [arguments.command]
+    known = {peer.name for word in words for peer in SCHEMES[word].peers}
+    if unknown := set(arguments.peers or ()) - known:
+        parser.error(f"no peer {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
     return max([_products(parser, arguments, word, folder) for word in words])
 
 
@@ -65,7 +92,9 @@ def _add_common(command: argparse.ArgumentParser) -> None:
 
 def _add_products(command: argparse.ArgumentParser) -> None:
     _add_common(command)
-    command.add_argument("--peers", action="store_true", help="also time the other operators found here")
+    command.add_argument(
+        "--peers", nargs="*", metavar="NAME", help="also time these other operators, without a NAME all found here"
+    )
     command.add_argument("--quick", action="store_true", help="a quarter of the time a cell: rougher medians")
     command.add_argument("--layers", nargs="+", metavar="NAME", help="only these layers")
     command.add_argument("--m", nargs="+", type=int, metavar="M", help="only these numbers of tokens")
@@ -97,8 +126,10 @@ def _products(parser: argparse.ArgumentParser, arguments: argparse.Namespace, wo
             parser.error(
                 f"--group-size {arguments.group_size} does not divide K of {', '.join(odd)}: choose other --layers"
             )
-    if not (arguments.peers or arguments.check):
+    if arguments.peers is None and not arguments.check:
         scheme = scheme._replace(peers=())
+    elif arguments.peers:
+        scheme = scheme._replace(peers=tuple(peer for peer in scheme.peers if peer.name in arguments.peers))
     tokens = arguments.m or TOKENS[device]
     results = run(Run(scheme, device, layers, tokens, quick=arguments.quick, **grouping))
     write(results, folder / f"{word}.json")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -14,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 _SOURCE_FOLDERS = ("csrc", "cuda", "python")
+_PEERS = ("humming-kernels", "gemlite", "torchao", "triton", "bitsandbytes")
 _SOURCE_SUFFIXES = {".cpp", ".cu", ".cuh", ".h", ".inc", ".py"}
 
 
@@ -50,9 +53,19 @@ def describe(device: str) -> dict[str, Any]:
     return meta | {
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "peers": _versions(_PEERS),
         "source_hash": source_hash(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
+
+
+def _versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def warn_if_busy(meta: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .meta import RESULTS, ROOT
+from .ratios import BEST_PEER, BF16, mean_ratio
 from .schemes import SCHEMES
 
 if TYPE_CHECKING:
@@ -85,15 +86,9 @@ def _layer(panel: Axes, word: str, rows: list[dict[str, Any]], colours: dict[str
 def _ratios(panel: Axes, rows: list[dict[str, Any]]) -> None:
     """Geometric means over the layers: how many times faster than bf16, and than the best peer of each cell."""
     tokens = sorted({row["M"] for row in rows})
-
-    def mean(m: int, against: str) -> float:
-        here = [row for row in rows if row["M"] == m]
-        others = [row["bf16_us"] if against == "bf16" else min(row["peers"].values(), default=0.0) for row in here]
-        logs = [math.log(other / row["us"]) for other, row in zip(others, here, strict=True) if other > 0]
-        return math.exp(sum(logs) / len(logs)) if logs else math.nan
-
-    for against, colour, end in (("bf16", _BF16, 0), ("best peer", _PEERS[0], -1)):
-        known = [(m, value) for m in tokens if not math.isnan(value := mean(m, against))]
+    for against, colour, end in ((BF16, _BF16, 0), (BEST_PEER, _PEERS[0], -1)):
+        means = {m: mean_ratio([row for row in rows if row["M"] == m], against) for m in tokens}
+        known = [(m, value) for m, value in means.items() if value is not None]
         if known:
             panel.plot(*zip(*known, strict=True), color=colour, linewidth=1.6, marker="o", markersize=3)
             side = {"ha": "right" if end else "left", "color": colour}

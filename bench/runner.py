@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -101,6 +101,9 @@ def _layer_rows(request: Run, layer: Layer, bytes_per_s: float, flop_per_s: floa
     assert isinstance(ours, Contender), ours
     weight_bytes = sum(t.nbytes for t in ours.peer.tensors)
     print(f"\n{scheme.ours.name}, {layer.name}: N={layer.n}, K={layer.k}")
+    absent = {name: why for name, why in contenders.items() if isinstance(why, str)}
+    for name, why in absent.items():
+        print(f"  without {name}: {why}")
 
     for m in request.tokens:
         x = torch.randn(m, layer.k, device=device).bfloat16()
@@ -118,7 +121,7 @@ def _layer_rows(request: Run, layer: Layer, bytes_per_s: float, flop_per_s: floa
             "peers": {name: s * 1e6 for name, s in seconds.items()},
             "not_run": {name: why for name, why in outcome.items() if isinstance(why, str)},
         }
-        _print_row(row)
+        _print_row(row, absent)
         yield row
 
 
@@ -176,9 +179,9 @@ def _reason(kind: type[Peer], error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
 
 
-def _print_row(row: dict[str, Any]) -> None:
+def _print_row(row: dict[str, Any], absent: Collection[str]) -> None:
     us = row["us"]
     against = {"bf16": row["bf16_us"], **row["peers"]}
     times = "  ".join(f"{name} {t:9.1f} ({t / us:5.2f}x)" for name, t in against.items())
-    failed = "".join(f"  {name}: {why}" for name, why in row["not_run"].items() if not why.endswith("only"))
+    failed = "".join(f"  {name}: {why}" for name, why in row["not_run"].items() if name not in absent)
     print(f"  M={row['M']:<5} {us:9.1f} us  {row['floor_us'] / us:4.0%} of roofline  {times}{failed}", flush=True)

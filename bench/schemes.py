@@ -10,8 +10,11 @@ from qao import ops
 from torch import Tensor
 
 from .peers import Peer
+from .peers.gemlite import GemliteFp8Fp8, GemliteFp8Int4, GemliteInt4, GemliteInt8Int8
+from .peers.humming import Humming, HummingFp8, HummingInt8
 from .peers.torch4 import TinyGemm, TorchInt4
 from .peers.torch8 import IntMm, QLinear, ScaledMm, TorchInt8
+from .peers.torchao import TorchAoFp8Fp8, TorchAoInt8Int8
 from .weights import GroupedWeight, RowWeight, Weight
 
 
@@ -96,11 +99,15 @@ class Scheme(NamedTuple):
 
 
 SCHEMES = {
-    "int4": Scheme(Int4, (TinyGemm, TorchInt4), GroupedWeight.random),
-    "int8": Scheme(Int8, (TorchInt8,), RowWeight.random_int8),
-    "fp8": Scheme(Fp8, (), RowWeight.random_fp8),
-    "int8_int8": Scheme(Int8Int8, (IntMm, QLinear), RowWeight.random_int8),
-    "int8_int4": Scheme(Int8Int4, (Int4, Int8Int8), GroupedWeight.random),
-    "fp8_fp8": Scheme(Fp8Fp8, (ScaledMm,), RowWeight.random_fp8, max_error=0.05),
-    "fp8_int4": Scheme(Fp8Int4, (Int4,), GroupedWeight.random, max_error=0.05),
+    "int4": Scheme(Int4, (TinyGemm, TorchInt4, Humming, GemliteInt4), GroupedWeight.random),
+    "int8": Scheme(Int8, (TorchInt8, Humming), RowWeight.random_int8),
+    "fp8": Scheme(Fp8, (Humming,), RowWeight.random_fp8),
+    "int8_int8": Scheme(
+        Int8Int8, (IntMm, QLinear, HummingInt8, GemliteInt8Int8, TorchAoInt8Int8), RowWeight.random_int8
+    ),
+    "int8_int4": Scheme(Int8Int4, (Int4, Int8Int8, HummingInt8), GroupedWeight.random),
+    "fp8_fp8": Scheme(
+        Fp8Fp8, (ScaledMm, HummingFp8, GemliteFp8Fp8, TorchAoFp8Fp8), RowWeight.random_fp8, max_error=0.05
+    ),
+    "fp8_int4": Scheme(Fp8Int4, (Int4, HummingFp8, GemliteFp8Int4), GroupedWeight.random, max_error=0.05),
 }

@@ -2,7 +2,7 @@
 
 <!-- bench:int4:cpu --> … <!-- /bench -->       every cell of bench/results/cpu/int4.json
 <!-- bench:summary:cpu --> … <!-- /bench -->    one layer under every scheme
-<!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:host:cpu -->
+<!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:host:cpu -->, <!-- bench:llama:h200 -->
 <!-- kernels --> … <!-- /kernels -->            what qao._host says about each scheme
 """
 
@@ -13,10 +13,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import host, kernels, numerics, plots, products, quantize
+from . import host, kernels, llama, numerics, plots, products, quantize
 from .meta import RESULTS, ROOT, source_hash
 from .schemes import SCHEMES
 
+_RENDERERS = {"quantize": quantize, "numerics": numerics, "host": host, "llama": llama}
 _DOCUMENTS = ("README.md", "docs/performance.md", "docs/numerics.md")
 _RESULTS = re.compile(r"<!-- bench:(\w+):([\w-]+) -->\n.*?<!-- /bench -->", re.DOTALL)
 _KERNELS = re.compile(r"<!-- kernels -->\n.*?<!-- /kernels -->", re.DOTALL)
@@ -53,7 +54,7 @@ def _results_block(match: re.Match[str]) -> str:
     if kind == "summary":
         body = products.render_summary(present)
     else:
-        body = {"quantize": quantize, "numerics": numerics, "host": host}.get(kind, products).render(present[kind])
+        body = _RENDERERS.get(kind, products).render(present[kind])
         picture = plots.path_of(device, kind)
         if picture.exists():
             body = f"![{kind}: time against tokens](plots/{picture.name})\n\n{body}"

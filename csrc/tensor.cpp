@@ -95,7 +95,7 @@ std::string Argument::describe() const {
   std::string text = std::string(name_) + ": " + dtype_name(dtype_) + list_of(sizes_, dim_);
   if (!is_contiguous()) text.append(" strides ").append(list_of(strides_, dim_));
   text += is_cuda() ? " on cuda" : is_cpu() ? " on cpu" : " on another device";
-  if (is_cuda()) text += ":" + std::to_string(device_index_);
+  if (is_cuda()) text.append(":").append(std::to_string(device_index_));
   return text;
 }
 

@@ -56,9 +56,7 @@ def tolerance(
         of this computation and not the luck of a few roundings;
       - one rounding of the result to x's dtype, and the smallest subnormal where the result is that small;
       - float32 accumulation in one chain: K roundings of 2^-24 of partial sums that grow like sqrt(k), together
-        2^-24 sqrt(K) of `row_scale`. It matters for float32 x only, where plain torch sums in blocks;
-      - where x has a mean: zero points of W may come off as their product with the sum of x, and that, like the sum it
-        is taken from, is larger than the result by far. Both are rounded to float32.
+        2^-24 sqrt(K) of `row_scale`. It matters for float32 x only, where plain torch sums in blocks.
     The root mean square over all elements, which sees what a maximum hides, may be twice that of plain torch plus the
     same two terms (rounding errors are spread evenly, hence 1 / sqrt(3) of their maximum); `2 / sqrt(count)` allows for
     the spread of a mean over few elements.
@@ -73,10 +71,9 @@ def tolerance(
     relative = _relative(plain.double() - truth(sample, dense, bias), row_scale(sample, dense, bias))
 
     accumulation = 2.0**-24 * k**0.5
-    means = 2.0**-23 * seen.double().sum(1, keepdim=True).abs() * dense.abs().amax(1)
     finfo = torch.finfo(x.dtype)
     expected, scale = truth(seen, dense, bias), row_scale(seen, dense, bias)
-    rounding = finfo.eps / 2 * expected.abs() + finfo.smallest_normal * finfo.eps + means
+    rounding = finfo.eps / 2 * expected.abs() + finfo.smallest_normal * finfo.eps
     if slack is not None:
         rounding = rounding + slack
     elements = (2 * relative.abs().max() + accumulation) * scale + rounding

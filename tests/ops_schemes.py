@@ -117,6 +117,16 @@ class Weight:
     dense: Tensor  # [N, K] float64, exactly what the operands mean
     activation: Activation
 
+    def slack(self, x: Tensor) -> Tensor:
+        """[M, N]: what rounding may add to a product, beyond plain torch on x̂, because of how both are stored."""
+        slack = self.activation.slack(x, self.dense)
+        if self.operands[0].dim() == 3:
+            # Four bits: zero points may come off as their product with the sum of x. Where x has a mean, that product,
+            # and the sum it is taken from, are larger than the result by far. Both are rounded to float32.
+            sums = self.activation.seen(x).sum(1, keepdim=True).abs()
+            slack = slack + 2.0**-23 * sums * self.dense.abs().amax(1)
+        return slack
+
     def tensors(self) -> tuple[Tensor, ...]:
         return (*self.operands, *(a for a in self.arguments if isinstance(a, Tensor)))
 

@@ -24,7 +24,7 @@ def check_product(y: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = No
     if y.numel() == 0:
         accuracy.check_metadata(y, x, weight.n)
         return
-    seen, slack = weight.activation.seen(rows), weight.activation.slack(rows, weight.dense)
+    seen, slack = weight.activation.seen(rows), weight.slack(rows)
     accuracy.check_close(y, x, weight.dense, bias, seen, slack)
 
 

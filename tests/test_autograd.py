@@ -163,7 +163,7 @@ def test_the_gradient_of_a_loss(scheme: Scheme, device: str) -> None:
     """A loss that depends on y: the gradient carries the error of y on, and no more."""
     weight = scheme.make_weight(50, 200, device=device)
     x = randn(3, 200, dtype=torch.float32, device=device).requires_grad_()
-    seen, slack = weight.activation.seen(x.detach()), weight.activation.slack(x.detach(), weight.dense)
+    seen, slack = weight.activation.seen(x.detach()), weight.slack(x.detach())
     x64 = seen.clone().requires_grad_()
     scheme.mm_with_grad(x, weight).square().sum().backward()
     truth(x64, weight.dense).square().sum().backward()

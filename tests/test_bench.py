@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench import bars, kernels, meta, plots, quantize, table
+from bench import bars, kernels, llama, llama_model, meta, plots, quantize, table, tune
 from bench.meta import write
 from bench.peers import Peer
 from bench.peers.torch4 import TinyGemm, TorchInt4
-from bench.runner import Layer, Run, run
+from bench.runner import LAYERS, TOKENS, Layer, Run, run
 from bench.schemes import SCHEMES, Int4
 from bench.weights import GroupedWeight, RowWeight, Weight
+from examples.decoder_block import DecoderBlock
 
 
 class Wrong(Peer):
@@ -103,9 +108,20 @@ def test_bars_name_the_cells_below_them() -> None:
     assert bars.misses([row | {"bf16_us": 25.0}], "cpu", bars.BARS["int4"]) == ([], 1)
     assert bars.misses([row | {"K": 896}], "cpu", bars.BARS["int4"]) == ([], 0)
     row |= {"cached": False, "us": 20.0}
-    assert bars.misses([row], "cuda", bars.BARS["int8_int8"]) == ([], 0)  # promised for large layers alone
+    assert bars.misses([row], "cuda", bars.BARS["int8_int4"]) == ([], 0)  # promised for large layers alone
     missed = ["o70 M=16: 1.20x bf16, the bar is 1.3x"]
-    assert bars.misses([row | {"layer": "o70"}], "cuda", bars.BARS["int8_int8"]) == (missed, 1)
+    assert bars.misses([row | {"layer": "o70"}], "cuda", bars.BARS["int8_int4"]) == (missed, 1)
+
+
+def test_bars_for_means_are_of_the_best_peer_of_each_cell() -> None:
+    row = {"layer": "o", "K": 4096, "M": 1, "cached": False, "us": 1.0, "bf16_us": 9.0, "peers": {"a": 1.0, "b": 4.0}}
+    rows = [row, row | {"M": 16, "peers": {"b": 1.69}}, row | {"M": 32, "peers": {}}]
+    bar = bars.Bar("cuda", 1, 64, "best peer", 1.3, mean=True)
+    assert bars.misses(rows, "cuda", (bar,)) == ([], 1)
+    missed = ["mean of M=1..32: 1.30x best peer, the bar is 1.31x"]
+    assert bars.misses(rows, "cuda", (bar._replace(ratio=1.31),)) == (missed, 1)
+    assert bars.misses(rows, "cuda", (bar._replace(mean=False),)) == (["o M=1: 1.00x best peer, the bar is 1.3x"], 2)
+    assert bars.misses(rows[2:], "cuda", (bar,)) == ([], 0)
 
 
 def test_bars_of_the_quantisers() -> None:
@@ -115,9 +131,138 @@ def test_bars_of_the_quantisers() -> None:
     assert bars.quantize_misses([row | {"M": 16}, row | {"passes": 2}]) == ([], 0)
 
 
+def test_bars_of_whole_decoders() -> None:
+    case = {"model": "llama-3.1-8b", "phase": "decode", "batch": 1}
+    rows = [
+        case | {"scheme": scheme, "variant": variant, "eager_tokens_s": eager, "compiled_tokens_s": compiled}
+        for scheme, variant, eager, compiled in (
+            ("bf16", "plain", 90.0, 200.0),
+            ("bf16", "fused", 100.0, 190.0),
+            ("int4", "plain", 110.0, 450.0),
+            ("int4", "fused", 80.0, 440.0),
+        )
+    ]
+    missed = "llama-3.1-8b, decode 1, compiled, int4: 2.25x bf16, the bar is 2.3x"
+    assert bars.decoder_misses(rows) == ([missed], 2)
+    rows[3]["compiled_tokens_s"] = 461.0
+    assert bars.decoder_misses(rows) == ([], 2)
+    assert bars.decoder_misses(rows[2:]) == ([], 0)
+
+
 @pytest.mark.parametrize("word", SCHEMES)
 def test_every_scheme_has_bars_on_both_devices(word: str) -> None:
     assert {bar.device for bar in bars.BARS[word]} == {"cpu", "cuda"}
+
+
+# ---- whole decoders --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def decoders() -> dict:
+    pytest.importorskip("transformers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama, "_CELL_S", 0.005)
+        saved = []
+        results = llama.run(
+            llama.Run(
+                models=["tiny"],
+                device="cpu",
+                contenders=["bf16", "int8_int8"],
+                batches=[2],
+                prompt=8,
+                context=16,
+                backend="aot_eager",
+            ),
+            save=lambda results: saved.append(len(results["rows"])),
+        )
+        assert saved == [2, 4, 6, 8]
+        return results
+
+
+def test_decoders_are_measured_in_every_case(decoders: dict) -> None:
+    rows = decoders["rows"]
+    cases = [(row["scheme"], row["variant"], row["phase"], row["batch"], row["tokens"]) for row in rows]
+    assert cases == [
+        (scheme, variant, *case)
+        for scheme in ("bf16", "int8_int8")
+        for variant in ("plain", "fused")
+        for case in (("decode", 2, 2), ("prefill", 1, 8))
+    ]
+    for row in rows:
+        assert min(row["eager_tokens_s"], row["compiled_tokens_s"], row["eager_host_us"], row["weights_mib"]) > 0
+        assert (row["compile_s"] is not None) == (row["phase"] == "decode")  # the first case alone
+    weights = {row["scheme"]: row["weights_mib"] for row in rows}
+    assert weights["int8_int8"] < weights["bf16"]
+
+
+def test_decoders_in_the_documents(decoders: dict) -> None:
+    text = llama.render(decoders)
+    assert "| scheme | batch 2, eager | batch 2, compiled | prompt, eager | prompt, compiled |" in text
+    assert text.count("\n| `bf16` | ") == 4 and text.count(" (1.00) |") >= 8
+    assert "**tiny**, 2 layers, fused blocks" in text
+
+
+def test_two_runs_of_decoders_become_one(decoders: dict) -> None:
+    meta, rows = decoders["meta"], decoders["rows"]
+    again = [rows[1] | {"eager_tokens_s": 1.0}, rows[2]]
+    joined = llama.add({"meta": meta, "rows": rows[:2]}, {"meta": meta | {"date": "later"}, "rows": again})
+    assert joined == {"meta": meta | {"date": "later"}, "rows": [rows[0], *again]}
+    with pytest.raises(ValueError, match="another setting"):
+        llama.add(decoders, {"meta": meta | {"torch": "2.0"}, "rows": []})
+
+
+@pytest.mark.parametrize("variant", llama_model.VARIANTS)
+def test_the_code_of_one_block_serves_all(variant: str) -> None:
+    pytest.importorskip("transformers")
+    graphs = 0
+
+    def count(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        model = llama_model.Model("tiny", 3, llama.SCHEMES["int8_int8"], variant, "cpu", quantize_head=True)
+        inputs = llama_model.Inputs.decode(model, 2, 16, "cpu")
+        llama_model.Step(model, inputs, lambda function: torch.compile(function, backend=count, fullgraph=True))()
+    assert graphs == 3  # embedding, block, head
+
+
+def test_the_likeliest_token() -> None:
+    logits = torch.randn(3, 1280)
+    assert torch.equal(llama_model._likeliest(logits), logits.argmax(-1))
+
+
+def test_a_decoder_that_computes_something_else_is_refused() -> None:
+    x = torch.randn(2, 64)
+    llama._check(x * 1.1, x, "nearly the same")
+    with pytest.raises(RuntimeError, match="fused: logits differ by 1."):
+        llama._check(x.roll(1), x, "fused")
+    with pytest.raises(RuntimeError, match="nan"):
+        llama._check(x * torch.nan, x, "fused")
+
+
+@pytest.mark.parametrize("preset", ["tiny", "qwen2.5-0.5b"])
+def test_the_example_block_computes_what_the_layer_of_transformers_computes(preset: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    numbers = llama_model.PRESETS[preset] | {"num_hidden_layers": 1, "vocab_size": 8}
+    config = transformers.AutoConfig.for_model(**numbers, attn_implementation="sdpa")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).model
+    layer = model.layers[0].eval().requires_grad_(False)
+    for parameter in layer.parameters():  # norms of all ones and biases of zeros would hide an error
+        torch.nn.init.normal_(parameter, std=0.1)
+    block = DecoderBlock(layer, None)
+    for positions in (torch.arange(6), torch.tensor([5])):
+        x = torch.randn(2, len(positions), config.hidden_size, dtype=torch.float64)
+        cos, sin = model.rotary_emb(x, positions[None])
+        caches = [llama_model.Cache(config, 2, positions, 6, torch.float64) for _ in range(2)]
+        caches[1].keys.copy_(caches[0].keys), caches[1].values.copy_(caches[0].values)
+        expected = layer(x, attention_mask=None, position_embeddings=(cos, sin), past_key_values=caches[0])
+        delta, residual = block(0.25 * x, 0.75 * x, cos, sin, caches[1])
+        torch.testing.assert_close(delta + residual, expected, rtol=1e-6, atol=1e-6)  # norms work in float32
+        torch.testing.assert_close(caches[1].keys, caches[0].keys, rtol=1e-6, atol=1e-6)
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
@@ -184,3 +329,82 @@ def test_results_become_a_picture(results: dict, tmp_path: Path) -> None:
     picture = again.read_text()
     assert picture == (tmp_path / "int4.svg").read_text()  # drawn again nothing changes
     assert all(word in picture for word in ("int4", "bf16", "torch_int4", "roofline", "best peer", "N = 64, K = 128"))
+
+
+# ---- tuner -----------------------------------------------------------------------------------------------------------
+
+COSTS: tune.Costs = {("kInt8Int8", 64): (0.25, 2.0, 4.0, 0.5), ("kInt8Int8", 128): (0.375, 3.0, 5.0, 0.25)}
+MEMORY = tune.Memory(4e6, 0.25)
+
+
+def _timings(shapes: Iterable[tuple[int, int]], tokens: Iterable[int]) -> list[tune.Timing]:
+    """A GPU of 132 multiprocessors for which COSTS and MEMORY hold; the plan as built takes the largest tile."""
+    timings = []
+    for (n, k), m in itertools.product(shapes, tokens):
+        for row, split in itertools.product(COSTS, (1, 2, 4)):
+            waves = math.ceil(math.ceil(n / 128) * math.ceil(m / row[1]) * split / 132)
+            parts = (1.0, float(split)) if split > 1 else (0.0, 0.0)
+            counts = (float(waves * math.ceil(k / 128 / split)), float(waves), *parts)
+            timing = tune.Timing((m, n, k), row, counts, float(n * k), 0.0, row[1] == 128 and split == 1)
+            timings.append(timing._replace(us=tune.expected(timing, COSTS, MEMORY)))
+        timings.append(tune.Timing((m, n, k), None, (0.0,) * 4, float(n * k), 10000.0, False))
+    return timings
+
+
+def test_the_tuner_finds_the_costs_behind_its_timings() -> None:
+    timings = _timings(((4096, 4096), (8192, 8192), (1024, 14336), (28672, 4096)), (64, 200, 1000, 4096))
+    assert tune.fit_memory(timings, 4e6) == MEMORY
+    costs = tune.fit(timings, MEMORY)
+    assert costs.keys() == COSTS.keys()
+    for row, expected in COSTS.items():
+        assert costs[row] == pytest.approx(expected, rel=1e-2, abs=1e-3)
+    assert max(tune.losses(timings, costs, MEMORY).values()) == pytest.approx(1)
+    swapped = dict(zip(costs, reversed(costs.values()), strict=True))
+    assert max(tune.losses(timings, swapped, MEMORY).values()) > 1.05
+    assert max(tune.chosen_losses(timings).values()) > 1.05
+
+
+def test_the_tuner_gives_no_negative_cost() -> None:
+    timings = [
+        tune.Timing((64, tiles, 0), ("kInt8Int8", 64), (tiles, 1.0, 0.0, 0.0), 0.0, 2 * tiles - 1, True)
+        for tiles in (1.0, 2.0, 4.0, 8.0)
+    ]
+    ((k_tile, wave, split, part),) = tune.fit(timings, MEMORY).values()
+    assert k_tile > 0 and wave == split == part == 0
+
+
+def test_the_tuner_rewrites_its_rows_and_no_others(tmp_path: Path) -> None:
+    table_path = tmp_path / "costs.inc"
+    table_path.write_text(tune.TABLE.read_text())
+    before, memory = tune.read_table()
+    assert memory.bytes_per_us > 0 and all(len(row) == 4 for row in before.values())
+    for _ in range(2):  # the second time nothing changes
+        tune.write_table(COSTS, MEMORY, "NVIDIA Test", table_path)
+        assert tune.read_table(table_path) == (before | COSTS, MEMORY)
+        assert "// Written by `python -m bench tune` on an NVIDIA Test.\n" in table_path.read_text()
+
+
+def test_a_sweep_becomes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a program in qao_sweep's place that answers from COSTS."""
+    shapes = {(layer.n, layer.k) for layer in LAYERS["cuda"]} | set(tune.UNSEEN)
+    answers: dict[str, list[str]] = {}
+    for timing in _timings(shapes, {*TOKENS["cuda"], *tune.UNSEEN_TOKENS}):
+        (operands, tile_m), (m, n, k) = timing.row or ("", 0), timing.problem
+        entry = {"m": m, "n": n, "k": k, "operands": operands, "tile_m": tile_m, "counts": timing.counts}
+        entry |= {"bytes": timing.bytes, "us": timing.us, "chosen": timing.chosen}
+        answers.setdefault(f"{m} {n} {k}", []).append(json.dumps(entry))
+    (tmp_path / "answers.json").write_text(json.dumps(answers))
+    program = tmp_path / "sweep"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, sys\nanswers = json.load(open({str(tmp_path / 'answers.json')!r}))\n"
+        "for line in sys.stdin: print(*answers[line.strip()], sep='\\n')\n"
+    )
+    program.chmod(0o755)
+    table_path = tmp_path / "costs.inc"
+    table_path.write_text(tune.TABLE.read_text())
+    assert tune.run(tune.OPERANDS, program, "NVIDIA Test", 4e6, table_path)
+    assert "unseen layers: 1.000 times the best" in capsys.readouterr().out
+    costs, memory = tune.read_table(table_path)
+    assert memory == MEMORY
+    for row, expected in COSTS.items():
+        assert costs[row] == pytest.approx(expected, rel=1e-2, abs=1e-3)

@@ -144,6 +144,32 @@ def test_graph_replays(scheme: Scheme, m: int, x_dtype: torch.dtype) -> None:
     check_product(y, x, weight, bias)
 
 
+@scheme_parameter
+def test_graphs_and_calls_on_several_streams_at_once(scheme: Scheme) -> None:
+    """Four streams, each with x and weight of its own, half of them replaying a graph: no workspace is shared."""
+    weights = [big_layer(scheme, 1024, 2048, seed) for seed in range(4)]
+    for m in M_KINDS:
+        inputs = [randn(m, 2048, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in range(4)]
+        expected = [scheme.mm(x, weight) for x, weight in zip(inputs, weights, strict=True)]
+        graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+        results: list[Tensor] = []
+        for graph, x, weight in zip(graphs, inputs, weights, strict=False):
+            with torch.cuda.graph(graph):
+                results.append(scheme.mm(x, weight))
+        streams = [torch.cuda.Stream() for _ in range(4)]
+        different = [torch.zeros((), dtype=torch.bool, device="cuda") for _ in range(4)]
+        torch.cuda.synchronize()
+        for _ in range(20):
+            for i, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    if i < 2:
+                        graphs[i].replay()
+                    y = results[i] if i < 2 else scheme.mm(inputs[i], weights[i])
+                    different[i] |= (bits(y) != bits(expected[i])).any()
+        torch.cuda.synchronize()
+        assert not any(different), m
+
+
 def test_packing_in_a_graph() -> None:
     parts = INT4.parts(100, 200, Int4Format(32, "float"), "cuda")
     other = INT4.parts(100, 200, Int4Format(32, "float"), "cuda", seed=1)

@@ -116,8 +116,14 @@ def test_a_cuda_package_runs_in_a_fresh_process(tmp_path: Path) -> None:
     torch._inductor.aoti_compile_and_package(exported(nn.Linear(64, 64).to("cuda"), "cuda"), package_path=str(plain))
     torch.save([x_of(2, "cuda")], tmp_path / "inputs.pt")
     files = str(plain), str(tmp_path / "inputs.pt"), str(tmp_path / "outputs.pt")
-    if run_fresh(RUN_PACKAGE, "", *files).returncode != 0:
-        pytest.skip(f"torch {torch.__version__} cannot run a package of a plain nn.Linear here")
+    result = run_fresh(RUN_PACKAGE, "", *files)
+    if result.returncode != 0:
+        # A death without a word (SIGSEGV, SIGABRT) is that of a second libstdc++: docs/compile.md.
+        pytest.skip(
+            f"a package of a plain nn.Linear, without qao, ends with return code {result.returncode} under torch "
+            f"{torch.__version__} ({(result.stderr.strip() or 'no message').splitlines()[-1]}). If g++ links libstdc++ "
+            "statically into packages, set CXX to a wrapper that links the shared one"
+        )
     model, path = Stacked("cuda"), tmp_path / "model.pt2"
     torch._inductor.aoti_compile_and_package(exported(model, "cuda"), package_path=str(path))
     check_package(model, path, "cuda", tmp_path)

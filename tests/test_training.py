@@ -44,7 +44,7 @@ def test_gradcheck_in_float64(operator: Operator) -> None:
     sizes = weight.arguments[-3:] if operator in INT4_SCHEMES else ()
 
     def product(x: Tensor, bias: Tensor) -> Tensor:
-        return qao.ops._product(multiply, dequantize, sizes, x, *weight.operands, bias)
+        return qao.ops.product((multiply, dequantize), sizes, x, *weight.operands, bias)
 
     x = randn(3, 33, dtype=torch.float64, device="cpu").requires_grad_()
     bias = randn(5, dtype=torch.float64, device="cpu").requires_grad_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -46,3 +47,8 @@ class Bf16(Peer):
 
     def run(self, x: Tensor, *tensors: Tensor) -> Tensor:
         return F.linear(x, *tensors)
+
+
+def why_not_installed(module: str, package: str | None = None) -> str | None:
+    """For ``Peer.unavailable``: None if ``module`` can be imported; ``package``: what pip calls it."""
+    return None if importlib.util.find_spec(module) else f"not installed: pip install {package or module}"

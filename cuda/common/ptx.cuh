@@ -159,11 +159,34 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
   return result;
 }
 
+// Where `half`, takes the low 16 bits of `value` for a float16: one instruction, no branch.
+__device__ __forceinline__ void half_to_float_if(bool half, float& value) {
+  asm("{.reg .pred p;\n.reg .b16 low, high;\nsetp.ne.b32 p, %1, 0;\nmov.b32 {low, high}, %0;\n"
+      "@p cvt.f32.f16 %0, low;}\n"
+      : "+f"(value)
+      : "r"(static_cast<int>(half)));
+}
+
 // The larger one; NaN if either is.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float result;
   asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(result) : "f"(a), "f"(b));
   return result;
+}
+
+// Two bfloat16: the larger magnitudes of two pairs; NaN counts for nothing.
+__device__ __forceinline__ uint32_t max_of_magnitudes(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm("{.reg .b32 p, q;\nabs.bf16x2 p, %1;\nabs.bf16x2 q, %2;\nmax.bf16x2 %0, p, q;\n}\n"
+      : "=r"(result)
+      : "r"(a), "r"(b));
+  return result;
+}
+// Two floats as a pair of float16.
+__device__ __forceinline__ uint32_t to_float16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
 }
 
 // The values are computed before this point, no later.

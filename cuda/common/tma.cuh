@@ -25,15 +25,10 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
 }
-// An arrival at the same barrier of CTA `rank` of the cluster, which publishes no writes: at the scope of a cluster
-// that costs a memory fence.
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
-  asm volatile(
-      "{.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];}\n" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
+// An arrival at a barrier of some CTA of the cluster (ptx::cluster_address), which publishes no writes: at the scope of
+// a cluster that costs a memory fence.
+__device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 // Returns when the phase of this parity is complete.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
@@ -43,6 +38,15 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
       "@!done bra again;}\n" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
+}
+// Brings a box into the L2 cache. A hint: it cannot change what a later load sees.
+__device__ __forceinline__ void prefetch_3d(const CUtensorMap* map, int c0, int c1, int c2) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];\n" ::"l"(map), "r"(c0), "r"(c1), "r"(c2)
+               : "memory");
 }
 
 // The box at (c0, c1, c2) of a three-dimensional tensor; what lies outside arrives as zero.
@@ -56,11 +60,11 @@ __device__ __forceinline__ void load_3d(uint32_t to, const CUtensorMap* map, int
 
 // The same, to the same addresses and barriers of all CTAs of the cluster whose bit is set.
 __device__ __forceinline__ void load_3d_multicast(uint32_t to, const CUtensorMap* map, int c0, int c1, int c2,
-                                                  uint32_t barrier, uint16_t ctas) {
+                                                  uint32_t barrier, uint32_t ctas) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
       "[%1, {%2, %3, %4}], [%5], %6;\n" ::"r"(to),
-      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "h"(ctas)
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "h"(static_cast<uint16_t>(ctas))
       : "memory");
 }
 

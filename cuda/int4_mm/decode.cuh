@@ -13,9 +13,9 @@
 // finite to begin with, is computed again by `exact`.
 #pragma once
 
-#include "common/convert.cuh"
 #include "common/mma.cuh"
 #include "int4_mm/decode_cta.cuh"
+#include "int4_mm/four_rows.cuh"
 
 namespace qao::int4_mm::decode {
 
@@ -221,7 +221,7 @@ struct Decode : Cta<Tile> {
         const float4 again = exact(p, d, __shfl_sync(kAllLanes, n, from), __shfl_sync(kAllLanes, token, from));
         if (lane == from) value[0] = again.x, value[1] = again.y, value[2] = again.z, value[3] = again.w;
       }
-      if (exists) store(n, token, value);
+      if (exists) store_rows(p, n, token, value);
     }
   }
   __device__ __forceinline__ void add_slices(int slot, int token, int quad, float (&value)[4]) const {
@@ -232,50 +232,6 @@ struct Decode : Cta<Tile> {
       value[0] += __uint_as_float(part.x), value[1] += __uint_as_float(part.y);
       value[2] += __uint_as_float(part.z), value[3] += __uint_as_float(part.w);
     }
-  }
-  __device__ __forceinline__ void store(int n, int token, float (&value)[4]) const {
-    const int64_t at = static_cast<int64_t>(token) * p.n + n;
-    const bool vector_store = p.n % 4 == 0;
-    if (p.bias != nullptr) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (n + e < p.n) value[e] += load_float(p.bias, n + e, p.bias_dtype);
-      }
-    }
-    if (vector_store) {
-      if (n < p.n) store_float4(p.y, at, p.y_dtype, value);
-    } else {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (n + e < p.n) store_float(p.y, at + e, p.y_dtype, value[e]);
-      }
-    }
-  }
-
-  // Four rows of one token in plain float32 arithmetic, by a warp.
-  static __device__ __noinline__ float4 exact(const Params& p, const DecodeParams& d, int n, int token) {
-    const int lane = threadIdx.x % 32;
-    float sum[4] = {};
-    for (int k = lane; k < p.k; k += 32) {
-      const float x = __bfloat162float(static_cast<const T*>(p.x)[token * p.x_stride + k]);
-      const int group =
-          (k / kStepColumns * d.groups_of_step + k % kStepColumns * d.groups_of_step / kStepColumns) >> d.group_shift;
-      const int parameters = p.group_bytes / (kTileN * size_of(p.scale_dtype));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int q = p.weight[weight_offset(n + e, k, p.k_tiles)] >> tile_shift((n + e) % kTileN) & 15;
-        const auto read = [&](int parameter) {
-          return load_float(p.scales, scale_offset(n + e, group, p.groups, parameters, parameter), p.scale_dtype);
-        };
-        sum[e] += (q - (d.zeros ? read(1) : kSymmetricZero)) * read(0) * x;
-      }
-    }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-#pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2) sum[e] += __shfl_xor_sync(kAllLanes, sum[e], distance);
-    }
-    return {sum[0], sum[1], sum[2], sum[3]};
   }
 };
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "int4_mm/decode.h"
+#include "int4_mm/few.h"
 #include "qao/types.h"
 
 namespace qao::int4_mm {
@@ -35,5 +36,8 @@ Sm80Kernel sm80_kernel(int config, bool half, bool zeros);
 
 using DecodeKernel = void (*)(Params, DecodeParams);
 DecodeKernel decode_kernel(int config);
+
+using FewKernel = void (*)(Params, FewParams);
+FewKernel few_kernel(int config);
 
 }  // namespace qao::int4_mm

@@ -8,7 +8,7 @@
 #include "common/shared_memory.h"
 #include "int4_mm/kernels.h"
 #include "int4_mm/layout.h"
-#include "int4_mm/sm90_kernels.h"
+#include "int4_mm/sm90.h"
 #include "int4_mm/split_k.cuh"
 #include "int4_mm/workspace.h"
 
@@ -48,14 +48,39 @@ Status launch_decode(const Problem& problem, const Plan& plan, const Params& par
   return launch_kernel(launch, "launching the kernel for few tokens", kernel, params, decode);
 }
 
+Status launch_few(const Problem& problem, const Plan& plan, const Params& params, cudaStream_t stream) {
+  const FewKernel kernel = few_kernel(plan.config);
+  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
+  FewParams few;
+  int shared_bytes;
+  if (!few_params(problem, kFewConfigs[plan.config], static_cast<int>(plan.ctas), static_cast<int>(plan.shared_bytes),
+                  &few, &shared_bytes)) {
+    return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
+  }
+  Launch launch{dim3(static_cast<unsigned>(plan.ctas)), dim3(plan.warps * 32), stream};
+  launch.shared_bytes = plan.shared_bytes;
+  launch.overlapped = true;
+  return launch_kernel(launch, "launching the kernel for at most eight tokens", kernel, params, few);
+}
+
+Status launch_sm90(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream) {
+  mm8::Arguments a;
+  a.x = arguments.x, a.x_stride = arguments.x_stride;
+  a.weight = arguments.weight, a.scales = arguments.scales;
+  a.bias = arguments.bias;
+  a.y = arguments.y, a.workspace = arguments.workspace;
+  return mm8::launch(sm90_problem(problem), plan_as<mm8::Plan>(plan), a, stream);
+}
+
 unsigned blocks(int64_t threads, int per_block) { return static_cast<unsigned>((threads + per_block - 1) / per_block); }
 
 }  // namespace
 
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream_handle) {
+  if (plan.kernel == std::string_view("sm90")) return launch_sm90(problem, plan, arguments, stream_handle);
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
-  const bool decode = plan.kernel == std::string_view("decode"), hopper = plan.kernel == std::string_view("sm90");
-  const Workspace layout = workspace_of(problem, decode ? 1 : plan.split_k, hopper);  // decode adds split K itself
+  const bool decode = plan.kernel == std::string_view("decode");
+  const Workspace layout = workspace_of(problem, decode ? 1 : plan.split_k);  // decode adds split K itself
   uint8_t* workspace = static_cast<uint8_t*>(arguments.workspace);
   const bool split_x = problem.x_dtype == DType::kFloat32;
   const bool finish = layout.partials >= 0;
@@ -84,6 +109,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   params.split_k = plan.split_k;
 
   if (decode) return launch_decode(problem, plan, params, stream);
+  if (plan.kernel == std::string_view("few")) return launch_few(problem, plan, params, stream);
 
   float* group_sums = layout.group_sums >= 0 ? reinterpret_cast<float*>(workspace + layout.group_sums) : nullptr;
   if (split_x) {
@@ -99,10 +125,6 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
     params.x_aligned = true;
   }
 
-  if (hopper) {
-    const sm90::X x{params.x, params.x_stride, params.parts, params.part_stride, group_sums};
-    return sm90::launch(problem, plan, arguments, x, stream_handle);
-  }
   // The kernel applies zero points itself, except to a split x, where its rounding would show.
   const bool half = problem.x_dtype == DType::kFloat16, zeros = problem.has_zeros && !split_x;
   if (Status status = launch_product(sm80_kernel(plan.config, half, zeros), plan, params, stream); !status.ok()) {

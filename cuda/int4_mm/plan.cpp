@@ -2,7 +2,8 @@
 #include <algorithm>
 
 #include "int4_mm/decode.h"
-#include "int4_mm/sm90_tile.h"
+#include "int4_mm/few.h"
+#include "int4_mm/sm90.h"
 #include "int4_mm/tile.h"
 #include "int4_mm/workspace.h"
 #include "qao/int4_mm.h"
@@ -38,20 +39,12 @@ constexpr int64_t kAnyM = INT64_MAX;
 constexpr int kFirstSm80 = __COUNTER__ + 1;  // a row's index is its place in the list: __COUNTER__ may begin anywhere
 constexpr Config kSm80[] = {
 #define QAO_SM80(max_m, one_wave, ...) config_of<Tile<__VA_ARGS__>>(__COUNTER__ - kFirstSm80, max_m, one_wave),
-#define QAO_SM90(...)
 #include "int4_mm/configs.inc"
-#undef QAO_SM90
-#undef QAO_SM80
-};
-constexpr int kSm90Tokens[] = {
-#define QAO_SM80(...)
-#define QAO_SM90(tokens) tokens,
-#include "int4_mm/configs.inc"
-#undef QAO_SM90
 #undef QAO_SM80
 };
 
-constexpr int kLargestMmaSyncM = 32;  // on Hopper; above, wgmma wins
+// On Hopper wgmma wins above, for large weights already here.
+int64_t largest_mma_sync_m(const Problem& problem) { return problem.n * problem.k > int64_t{60} << 20 ? 16 : 32; }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -79,73 +72,14 @@ int choose_split(const Config& config, int64_t tiles, int64_t k_steps, int num_s
   return static_cast<int>(std::clamp<int64_t>(std::min(fill, deepest), 1, 32));
 }
 
-// CTAs of a cluster must find room in one part of the chip, so large clusters cannot fill it.
-bool clusters_fit(int64_t tiles, int split, int64_t slots) {
-  return split == 1 || (split == 2 ? tiles * 2 <= slots : tiles * split * 4 <= slots * 3);
-}
-
-// Microseconds of a K-tile, measured on an H200. `crowded`: CTAs share a multiprocessor.
-double k_tile_time(int tokens, bool exact, bool crowded) {
-  if (tokens <= 64 && !exact) return crowded ? 0.68 : 0.44;
-  return 0.27 + 0.0015 * tokens;
-}
-
-// The row, cluster and split of least time by a model: waves x (K-tiles x time of one + what surrounds them). Large
-// tiles rather fetch x for two CTAs at once.
-void plan_sm90(const Problem& problem, const Gpu& gpu, int64_t k_steps, Plan* plan) {
-  const bool exact = problem.x_dtype == DType::kFloat32;
-  double least = 0;
-  for (int row = 0; row < static_cast<int>(std::size(kSm90Tokens)); ++row) {
-    const int tokens = kSm90Tokens[row];
-    if (!sm90::serves(tokens, exact)) continue;
-    const sm90::Stage stage(exact, tokens);
-    const int64_t slots = gpu.num_sms * sm90::ctas_per_sm(tokens, exact);
-    for (int share = tokens > 128 ? 2 : 1; share >= 1; --share) {
-      const int64_t tiles = ceil_div(problem.n, share * sm90::kRows) * share * ceil_div(problem.m, tokens);
-      for (int split = 1; split <= (sm90::splits(tokens) ? sm90::kMaxSplit : 1); ++split) {
-        if (split > k_steps || !clusters_fit(tiles, split, slots)) continue;
-        const bool crowded = split == 1 ? tiles > gpu.num_sms : !clusters_fit(tiles, split, gpu.num_sms);
-        const double k_tile = k_tile_time(tokens, exact, crowded);
-        const double wave = static_cast<double>(ceil_div(k_steps, split)) * k_tile + 2 + 0.01 * tokens;
-        const double time = static_cast<double>(ceil_div(tiles * split, slots)) * wave + (split > 1 ? 5.5 : 0);
-        if (least != 0 && time >= least) continue;
-        least = time;
-        plan->config = row;
-        plan->tile_n = share * sm90::kRows;
-        plan->tile_m = tokens;
-        plan->stages = stage.count;
-        plan->shared_bytes = stage.total;
-        plan->split_k = split;
-        plan->ctas = split > 1 ? tiles * split : std::min<int64_t>(tiles, slots / share * share);
-      }
-    }
-  }
-  plan->kernel = "sm90";
-  plan->reason = "many tokens on Hopper: wgmma";
-  plan->instruction = problem.x_dtype == DType::kFloat16 ? "wgmma f16" : "wgmma bf16";
-  plan->warps = (sm90::kConsumerThreads + sm90::kProducerThreads) / 32;
-  plan->workspace_bytes = workspace_of(problem, plan->split_k, true).bytes;
-}
-
 // Rows of decode.inc, as they measured: for weights of which a multiprocessor has little, for those of which it has
 // much at 9 to 16 tokens, and for all others.
 constexpr int kFewShort = 0, kFew = 1, kManyShort = 2, kMany = 3, kManyLong = 4;
 
-// Fills in `plan` if the body for few tokens serves the problem.
-bool plan_decode(const Problem& problem, const Gpu& gpu, Plan* plan) {
-  if (gpu.compute_capability != 90 || problem.x_dtype != DType::kBFloat16 || problem.m < 1) return false;
-  if (problem.m > kDecode[kMany].max_m) return false;
-  const int64_t row_tiles = tiles_n(problem.n), steps = ceil_div(problem.k, kStepColumns);
-  const int64_t share = row_tiles * steps / gpu.num_sms;  // row tiles times K-steps of a multiprocessor
-  const bool is_short = share <= 100 && row_tiles <= 2 * gpu.num_sms, few = problem.m <= kDecode[kFew].max_m;
-  const int index = few ? (is_short ? kFewShort : kFew) : is_short ? kManyShort : share > 300 ? kManyLong : kMany;
+// Fills in `plan` if the body for few tokens serves the problem with this row, with `split` CTAs that share row tiles.
+bool fill_decode(const Problem& problem, const Gpu& gpu, int index, int split, Plan* plan) {
   const DecodeConfig& config = kDecode[index];
-
-  // Two CTAs that share row tiles, each with half of K, where that leaves fewer places of a pass empty.
-  const auto passes = [&](int64_t clusters) { return ceil_div(ceil_div(row_tiles, clusters), config.pass_tiles); };
-  const int split =
-      !is_short && steps >= 2 && gpu.num_sms >= 2 && passes(gpu.num_sms / 2) < 2 * passes(gpu.num_sms) ? 2 : 1;
-  const int clusters = static_cast<int>(std::min<int64_t>(gpu.num_sms / split, row_tiles));
+  const int clusters = static_cast<int>(std::min<int64_t>(gpu.num_sms / split, tiles_n(problem.n)));
   DecodeParams params;
   int shared_bytes;
   if (!decode_params(problem, config, split, clusters, decode_shared_limit(config, gpu.shared_bytes_per_cta), &params,
@@ -167,6 +101,59 @@ bool plan_decode(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return true;
 }
 
+bool decode_serves(const Problem& problem, const Gpu& gpu, const DecodeConfig& config) {
+  return gpu.compute_capability == 90 && problem.x_dtype == DType::kBFloat16 && problem.m >= 1 &&
+         problem.m <= config.max_m;
+}
+
+bool plan_decode(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  if (!decode_serves(problem, gpu, kDecode[kMany])) return false;
+  const int64_t row_tiles = tiles_n(problem.n), steps = ceil_div(problem.k, kStepColumns);
+  const int64_t share = row_tiles * steps / gpu.num_sms;  // row tiles times K-steps of a multiprocessor
+  const bool is_short = share <= 100 && row_tiles <= 2 * gpu.num_sms, few = problem.m <= kDecode[kFew].max_m;
+  const int index = few ? (is_short ? kFewShort : kFew) : is_short ? kManyShort : share > 300 ? kManyLong : kMany;
+
+  // Two CTAs that share row tiles, each with half of K, where that leaves fewer places of a pass empty.
+  const auto passes = [&](int64_t clusters) {
+    return ceil_div(ceil_div(row_tiles, clusters), kDecode[index].pass_tiles);
+  };
+  const int split =
+      !is_short && steps >= 2 && gpu.num_sms >= 2 && passes(gpu.num_sms / 2) < 2 * passes(gpu.num_sms) ? 2 : 1;
+  return fill_decode(problem, gpu, index, split, plan);
+}
+
+// Fills in `plan` if the body for at most eight tokens can serve the problem.
+bool fill_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  if (gpu.compute_capability != 90 || problem.x_dtype != DType::kBFloat16) return false;
+  if (problem.m < 1 || problem.m > kFewTokens) return false;
+  const FewConfig& config = kFewConfigs[0];
+  const int ctas = static_cast<int>(std::min<int64_t>(gpu.num_sms, tiles_n(problem.n)));
+  FewParams params;
+  int shared_bytes;
+  if (!few_params(problem, config, ctas, gpu.shared_bytes_per_cta, &params, &shared_bytes)) return false;
+  plan->kernel = "few";
+  plan->reason = "at most 8 bfloat16 tokens on Hopper: weights stream through mma.sync past x in shared memory";
+  plan->instruction = "mma.sync bf16";
+  plan->config = 0;
+  plan->tile_n = config.pass_tiles * kTileN;
+  plan->tile_m = kFewTokens;
+  plan->warps = config.warps;
+  plan->stages = config.stages;
+  plan->ctas = ctas;
+  plan->shared_bytes = shared_bytes;
+  return true;
+}
+
+// Measured to pay where few places of a pass stay empty and x, which every CTA waits for, is small, or its CTAs have
+// many rows.
+bool plan_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  const int64_t row_tiles = tiles_n(problem.n), ctas = std::min<int64_t>(gpu.num_sms, row_tiles);
+  const int64_t pass_tiles = kFewConfigs[0].pass_tiles;
+  const int64_t places = ceil_div(ceil_div(row_tiles, ctas), pass_tiles) * pass_tiles * ctas;
+  const int64_t largest_x = row_tiles >= 8 * gpu.num_sms ? 32768 : 16383;  // elements
+  return 8 * places <= 9 * row_tiles && problem.m * problem.k <= largest_x && fill_few(problem, gpu, plan);
+}
+
 }  // namespace
 
 Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
@@ -176,17 +163,19 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
                          "Run on a newer GPU, or on the CPU");
   }
   *plan = Plan{};
-  if (plan_decode(problem, gpu, plan)) return {};
+  if (plan_few(problem, gpu, plan) || plan_decode(problem, gpu, plan)) return {};
   const bool split_x = problem.x_dtype == DType::kFloat32;  // its parts are always aligned
   const int64_t k_steps = tiles_k(problem.k) * (split_x ? kFloat32Parts : 1);
   const char* reason = "mma.sync serves every GPU from sm_80";
   if (gpu.compute_capability == 90) {
-    if (problem.m <= kLargestMmaSyncM) {
+    if (problem.m <= largest_mma_sync_m(problem)) {
       reason = "few tokens: mma.sync with K split over warps";
     } else if (!problem.x_aligned && !split_x) {
       reason = "the copy engine needs x aligned to 16 bytes";
     } else {
-      plan_sm90(problem, gpu, k_steps, plan);
+      mm8::Plan sm90;
+      if (Status status = mm8::plan(sm90_problem(problem), gpu, &sm90); !status.ok()) return status;
+      *plan = plan_as<Plan>(sm90);
       return {};
     }
   }
@@ -207,8 +196,29 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   plan->split_k = choose_split(*config, tiles, k_steps, gpu.num_sms);
   plan->ctas = tiles * plan->split_k;
   plan->shared_bytes = config->shared_bytes;
-  plan->workspace_bytes = workspace_of(problem, plan->split_k, false).bytes;
+  plan->workspace_bytes = workspace_of(problem, plan->split_k).bytes;
   return {};
+}
+
+std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu) {
+  std::vector<Candidate<Plan>> all;
+  if (Candidate<Plan> few; fill_few(problem, gpu, &few.plan)) all.push_back(few);
+  for (int index = 0; index < static_cast<int>(std::size(kDecode)); ++index) {
+    for (int split = 1; split <= std::min<int64_t>(2, ceil_div(problem.k, kStepColumns)); ++split) {
+      Candidate<Plan> candidate;
+      if (!decode_serves(problem, gpu, kDecode[index])) continue;
+      if (fill_decode(problem, gpu, index, split, &candidate.plan)) all.push_back(candidate);
+    }
+  }
+  Candidate<Plan> other;
+  Gpu portable = gpu;
+  if (gpu.compute_capability == 90) portable.compute_capability = 80;
+  if (plan(problem, portable, &other.plan).ok()) all.push_back(other);
+  if (gpu.compute_capability != 90) return all;
+  for (const Candidate<mm8::Plan>& sm90 : mm8::candidates(sm90_problem(problem), gpu)) {
+    all.push_back({plan_as<Plan>(sm90.plan), sm90.operands, sm90.counts});
+  }
+  return all;
 }
 
 std::string to_string(const Plan& plan) {

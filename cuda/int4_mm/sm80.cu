@@ -8,10 +8,8 @@ namespace {
 template <typename T, bool zeros>
 constexpr std::array kKernels = {
 #define QAO_SM80(max_m, one_wave, ...) static_cast<Sm80Kernel>(&sm80::int4_mm_kernel<T, Tile<__VA_ARGS__>, zeros>),
-#define QAO_SM90(...)
 #include "int4_mm/configs.inc"
 #undef QAO_SM80
-#undef QAO_SM90
 };
 
 }  // namespace

@@ -48,4 +48,17 @@ struct DecodeTile {
   static constexpr int kPaddedRow = kPassTiles * kTileN + 4;  // sums of a token, against bank conflicts
 };
 
+// The same for at most eight tokens, with x in shared memory.
+constexpr int kTokenBytes = kStepColumns * 2 + 16;  // a token's columns of a K-step, padded against bank conflicts
+
+template <int tiles_n, int warps_n, int warps_k, int stages, int ctas_per_sm>
+struct FewTile {
+  static_assert(warps_k % 2 == 0, "a warp's K-steps are whole groups of 256 apart");
+  static constexpr int kTilesN = tiles_n, kWarpsN = warps_n, kWarpsK = warps_k;
+  static constexpr int kStages = stages, kCtasPerSm = ctas_per_sm;
+  static constexpr int kPassTiles = tiles_n * warps_n;  // row tiles
+  static constexpr int kThreads = 32 * warps_n * warps_k;
+  static constexpr int kPaddedRow = kPassTiles * kTileN + 4;  // sums of a token, against bank conflicts
+};
+
 }  // namespace qao::int4_mm

@@ -16,8 +16,7 @@ struct Workspace {
   int64_t bytes = 0;
 };
 
-// `sm90`: clusters add up in shared memory, and zero points are applied on the way.
-inline Workspace workspace_of(const Problem& problem, int split_k, bool sm90) {
+inline Workspace workspace_of(const Problem& problem, int split_k) {
   Workspace workspace;
   const auto take = [&](int64_t bytes) {
     const int64_t at = workspace.bytes;
@@ -26,7 +25,7 @@ inline Workspace workspace_of(const Problem& problem, int split_k, bool sm90) {
   };
   const bool split_x = problem.x_dtype == DType::kFloat32;
   const bool correct_zeros = split_x && problem.has_zeros;
-  if (!sm90 && (split_k > 1 || correct_zeros)) workspace.partials = take(4 * split_k * problem.m * problem.n);
+  if (split_k > 1 || correct_zeros) workspace.partials = take(4 * split_k * problem.m * problem.n);
   if (split_x) {
     workspace.part_stride = (problem.k + 7) / 8 * 8;
     workspace.parts = take(2 * problem.m * kFloat32Parts * workspace.part_stride);

@@ -1,8 +1,9 @@
 // What a CTA of the portable body brings into shared memory, and how it leaves its result.
 //
-//            tokens                    CTA: kN rows x kM tokens, warps_k slices of K. Slice s walks the K-tiles
+//            tokens                    CTA: passes of kN rows x kM tokens, warps_k slices of K. Slice s walks the
+//            K-tiles
 //         +---------+                  begin + s, begin + s + warps_k, ... through a ring of its own, so a slice of one
-//         |    x    |                  warp needs no barrier.
+//         |    x    |                  warp needs no barrier. The walk goes on from pass to pass.
 //         +---------+
 //   +---+ +---------+
 //   | W | |    y    |
@@ -37,15 +38,24 @@ struct Cta {
 
   const Params& p;
   const int slice, slice_thread, lane;
-  const int warp_n, warp_m;     // of the slice; row tile i of a warp is i * kWarpsN + warp_n
-  const int64_t token0;         // first token of the CTA
-  const int row_tile0;          // first row tile of the CTA
-  const int tokens, row_tiles;  // that exist, at most kM and kRowTiles
-  const int64_t weight_stride;  // bytes of a row; int4: of 16 rows
-  const uint32_t shared;        // address
-  const uint32_t ring;          // of this slice's first stage
-  const uint8_t *weight, *x;    // where this thread's share of a K-tile begins; further chunks at constant distances
-  int k_tile;                   // the next one to fetch
+  const int warp_n, warp_m;         // of the slice; row tile i of a warp is i * kWarpsN + warp_n
+  const int64_t token0;             // first token of the CTA
+  const int tokens;                 // that exist, at most kM
+  const int first_row_tile, count;  // row tiles of the CTA
+  const int begin, steps;           // K-tiles of the CTA, counted through all parts of x
+  const int64_t weight_stride;      // bytes of a row; int4: of 16 rows
+  const uint32_t shared;            // address
+  const uint32_t ring;              // of this slice's first stage
+
+  // int4: where this lane's rows have their parameters in those of a group: row g, from 8 rows to the next 8, and which
+  // bytes of the word they are.
+  const uint32_t parameter_at, parameter_step, parameter_select;
+
+  // The next K-tile to fetch: its place in the walk, the row tiles of that pass (none past the last), and where this
+  // thread's share of it begins; further chunks at constant distances.
+  int pass = 0, step = slice, k_tile;
+  int row_tile0, row_tiles;
+  const uint8_t *weight, *x;
 
   __device__ __forceinline__ Cta(const Params& params, const Place& at, uint32_t shared_address)
       : p(params),
@@ -55,19 +65,40 @@ struct Cta {
         warp_n(slice_thread / 32 % Tile::kWarpsN),
         warp_m(slice_thread / 32 / Tile::kWarpsN),
         token0(static_cast<int64_t>(at.token_block) * Tile::kM),
-        row_tile0(at.row_block * Tile::kRowTiles),
         tokens(static_cast<int>(min(p.m - token0, static_cast<int64_t>(Tile::kM)))),
-        row_tiles(min(p.row_tiles - row_tile0, Tile::kRowTiles)),
+        first_row_tile(p.run > 0 ? at.row_block * p.run + min(at.row_block, p.more_runs)
+                                 : at.row_block * Tile::kRowTiles),
+        count(p.run > 0 ? p.run + (at.row_block < p.more_runs) : min(p.row_tiles - first_row_tile, Tile::kRowTiles)),
+        begin(at.begin),
+        steps(at.end - at.begin),
         weight_stride(kInt4Weight ? int64_t{kTileN} * p.x_columns / 2 : p.k),
         shared(shared_address),
-        ring(shared + slice * kStageBytes) {}
+        ring(shared + slice * kStageBytes),
+        parameter_at(lane / 4 * size_of(p.scale_dtype) & ~3),
+        parameter_step(8 * size_of(p.scale_dtype)),
+        parameter_select(select_parameter(p.scale_dtype, lane / 4)) {}
+  static __device__ __forceinline__ uint32_t select_parameter(DType dtype, int row) {
+    if (dtype == DType::kFloat32) return 0x3210;
+    if (dtype == DType::kFloat16) return row % 2 == 0 ? 0x4410 : 0x4432;
+    return row % 2 == 0 ? 0x1044 : 0x3244;
+  }
 
   static constexpr int kWeightStep = kInt4Weight ? kWeightTileBytes : kTileK;  // bytes from K-tile to K-tile
 
-  // Puts the fetching pointers on step `index` of the walk over K. A float32 x is walked part after part.
-  __device__ __forceinline__ void seek(int index) {
-    const int part = p.parts == 1 ? 0 : index / p.k_tiles;
-    k_tile = index - part * p.k_tiles;
+  // Passes of the CTA, and row tiles of one.
+  __device__ __forceinline__ int passes() const { return (count + Tile::kRowTiles - 1) / Tile::kRowTiles; }
+  __device__ __forceinline__ int row_tiles_of(int pass) const {
+    return min(count - pass * Tile::kRowTiles, Tile::kRowTiles);
+  }
+
+  // Puts the fetching pointers on `step` of `pass`, or past its end on one of a later pass. A float32 x is walked part
+  // after part.
+  __device__ __forceinline__ void seek() {
+    for (; step >= steps; ++pass) step -= steps;
+    const int part = p.parts == 1 ? 0 : (begin + step) / p.k_tiles;
+    k_tile = begin + step - part * p.k_tiles;
+    row_tile0 = first_row_tile + pass * Tile::kRowTiles;
+    row_tiles = row_tiles_of(pass);
     const int64_t row0 = static_cast<int64_t>(row_tile0) * (kInt4Weight ? 1 : kTileN);
     weight = p.weight + (row0 + slice_thread / kWeightChunks) * weight_stride + slice_thread % kWeightChunks * 16 +
              static_cast<int64_t>(k_tile) * kWeightStep;
@@ -75,6 +106,8 @@ struct Cta {
         static_cast<int64_t>(k_tile) * kXRowBytes;
   }
   __device__ __forceinline__ void advance() {
+    step += Tile::kWarpsK;
+    if (step >= steps) return seek();
     k_tile += Tile::kWarpsK;
     weight += Tile::kWarpsK * kWeightStep;
     x += Tile::kWarpsK * kXRowBytes;
@@ -83,6 +116,14 @@ struct Cta {
       weight -= static_cast<int64_t>(p.k_tiles) * kWeightStep;
       x += p.part_stride - static_cast<int64_t>(p.k_tiles) * kXRowBytes;
     }
+  }
+  // Brings the beginning of W into the L2 cache, where a write to it by a kernel that still runs would count (sm_90). A
+  // request takes long, so they are few: of whole rows (int4: of 16 at once).
+  __device__ __forceinline__ void prefetch() const {
+    const int rows = kInt4Weight ? count : min(p.n - first_row_tile * kTileN, count * kTileN);
+    if (threadIdx.x >= min(rows, p.prefetch_rows)) return;
+    const int64_t row = static_cast<int64_t>(first_row_tile) * (kInt4Weight ? 1 : kTileN) + threadIdx.x;
+    ptx::prefetch_l2(p.weight + row * weight_stride, p.prefetch_bytes);
   }
 
   __device__ __forceinline__ uint32_t stage_address(int stage) const { return ring + stage * kStageDistance; }
@@ -123,9 +164,9 @@ struct Cta {
   __device__ __forceinline__ void fetch_weight(uint32_t to) const {
     const int columns = columns_left();
     if constexpr (kFp8Weight) {
-      if (p.block_scales != nullptr && slice_thread == 0) {
-        const int64_t block = row_tile0 * kTileN / kScaleBlock;
-        ptx::cp_async_4(to + kWeightParametersAt, p.block_scales + block * p.k_tiles + k_tile);
+      if (p.block_scales != nullptr && slice_thread < row_tiles) {
+        const int64_t block = (row_tile0 + slice_thread) * kTileN / kScaleBlock;
+        ptx::cp_async_4(to + kWeightParametersAt + slice_thread * 4, p.block_scales + block * p.k_tiles + k_tile);
       }
     }
     if constexpr (kInt4Weight) {
@@ -155,7 +196,7 @@ struct Cta {
       }
     }
   }
-  __device__ __forceinline__ int weight_rows() const { return min(p.n - row_tile0 * kTileN, Tile::kN); }
+  __device__ __forceinline__ int weight_rows() const { return min(p.n - row_tile0 * kTileN, row_tiles * kTileN); }
 
   template <int row_bytes, int rows_at_once, int max_rows>
   __device__ __forceinline__ void fetch_rows(uint32_t to, const uint8_t* from, int64_t stride, int rows) const {
@@ -256,52 +297,52 @@ struct Cta {
   struct Group {
     float scale[2], zero[2];
   };
-  template <DType dtype>
-  __device__ __forceinline__ void read_group(uint32_t from, Group& to) const {
+  __device__ __forceinline__ void read_group(uint32_t stage, int group, int i, Group& to) const {
+    constexpr float kFactor[2] = {Product::kFactor, Product::kHighFactor};
+    const uint32_t from = stage + kWeightParametersAt + (i * Tile::kWarpsN + warp_n) * kScaleTileBytes +
+                          group * p.group_bytes + parameter_at;
 #pragma unroll
     for (int high = 0; high < 2; ++high) {
-      constexpr float kFactor[2] = {Product::kFactor, Product::kHighFactor};
-      const uint32_t at = from + (lane / 4 + high * 8) * size_of(dtype);
-      to.scale[high] = load_shared_float<dtype>(at) * kFactor[high];
-      to.zero[high] = (p.has_zeros ? load_shared_float<dtype>(at + kTileN * size_of(dtype)) : 8.0f) / kFactor[high];
+      to.scale[high] = parameter(from + high * parameter_step) * kFactor[high];
+      to.zero[high] = (p.has_zeros ? parameter(from + (2 + high) * parameter_step) : 8.0f) / kFactor[high];
     }
   }
-  __device__ __forceinline__ void read_group(uint32_t stage, int group, int i, Group& to) const {
-    const uint32_t from =
-        stage + kWeightParametersAt + (i * Tile::kWarpsN + warp_n) * kScaleTileBytes + group * p.group_bytes;
-    if (p.scale_dtype == DType::kBFloat16) {
-      read_group<DType::kBFloat16>(from, to);
-    } else if (p.scale_dtype == DType::kFloat16) {
-      read_group<DType::kFloat16>(from, to);
-    } else {
-      read_group<DType::kFloat32>(from, to);
-    }
+  // A parameter is read as the word that holds it.
+  __device__ __forceinline__ float parameter(uint32_t at) const {
+    const uint32_t bits = __byte_perm(ptx::load_shared_word(at), 0, parameter_select);
+    return p.scale_dtype == DType::kFloat16 ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits)))
+                                            : __uint_as_float(bits);
   }
 
   template <typename Value>
   using Sums = Value[Tile::kTilesN][Tile::kTilesM][4];
 
-  // The four rows of W whose results this thread stores.
+  // The four rows of W whose results of a pass this thread stores.
   static constexpr int kQuads = Tile::kN / 4;
   static_assert(Tile::kThreads % kQuads == 0);
-  __device__ __forceinline__ int own_row() const {
-    return row_tile0 * kTileN + static_cast<int>(threadIdx.x) % kQuads * 4;
+  __device__ __forceinline__ int own_row(int of_pass) const {
+    return (first_row_tile + of_pass * Tile::kRowTiles) * kTileN + static_cast<int>(threadIdx.x) % kQuads * 4;
   }
   // What the epilogue needs of them, read before the walk over K where registers are left: with few tokens nothing else
   // would hide the latency.
   static constexpr bool kReadsRowsEarly = Tile::kM == 8;
   struct EarlyRows {
     Rows rows;
-    __device__ __forceinline__ explicit EarlyRows(const Cta& cta) {
-      if constexpr (kReadsRowsEarly) rows = rows_of(cta.p.epilogue, cta.own_row());
+    __device__ __forceinline__ EarlyRows(const Cta& cta, int of_pass) {
+      if constexpr (kReadsRowsEarly) rows = rows_of(cta.p.epilogue, cta.own_row(of_pass));
     }
   };
 
   // Slices are added in their order, transposed through shared memory to token-major, and stored four rows at a time.
-  __device__ __forceinline__ void write_result(const Sums<float>& sum, float* tile, int split,
+  __device__ __forceinline__ void write_result(const Sums<float>& sum, uint8_t* shared_memory, int of_pass, int split,
                                                const EarlyRows& early) const {
-    ptx::cp_async_wait<0>();
-    __syncthreads();  // every slice is done with its ring, which `tile` overlays
+    if (p.sums_at == 0) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();  // every slice is done with its ring, which the sums overlay
+    }
+    if (p.sum_places == 1 && of_pass > 0) __syncthreads();  // the sums of the pass before have been read
+    float* tile = reinterpret_cast<float*>(shared_memory + p.sums_at) +
+                  (p.sum_places == 1 ? 0 : of_pass % 2 * (Tile::kTokenSumBytes / 4 * tokens));
 #pragma unroll
     for (int i = 0; i < Tile::kTilesN; ++i) {
 #pragma unroll
@@ -310,19 +351,19 @@ struct Cta {
         for (int e = 0; e < 4; ++e) {
           const int row = (i * Tile::kWarpsN + warp_n) * kTileN + lane / 4 + (e / 2) * 8;
           const int token = (warp_m * Tile::kTilesM + j) * 8 + lane % 4 * 2 + e % 2;
-          tile[(slice * Tile::kM + token) * Tile::kPaddedN + row] = sum[i][j][e];
+          if (token < tokens) tile[(slice * tokens + token) * Tile::kPaddedN + row] = sum[i][j][e];
         }
       }
     }
     __syncthreads();
-    const int row = static_cast<int>(threadIdx.x) % kQuads * 4, n = own_row();
-    if (n >= p.n) return;
+    const int row = static_cast<int>(threadIdx.x) % kQuads * 4, n = own_row(of_pass);
+    if (row >= row_tiles_of(of_pass) * kTileN || n >= p.n) return;
     const Rows rows = kReadsRowsEarly ? early.rows : rows_of(p.epilogue, n);
     for (int token = threadIdx.x / kQuads; token < tokens; token += Tile::kThreads / kQuads) {
       float value[4] = {};
 #pragma unroll
       for (int s = 0; s < Tile::kWarpsK; ++s) {
-        const float4 part = *reinterpret_cast<const float4*>(&tile[(s * Tile::kM + token) * Tile::kPaddedN + row]);
+        const float4 part = *reinterpret_cast<const float4*>(&tile[(s * tokens + token) * Tile::kPaddedN + row]);
         value[0] += part.x, value[1] += part.y, value[2] += part.z, value[3] += part.w;
       }
       write_four(p.epilogue, split, token0 + token, n, rows, token_at(token), value);

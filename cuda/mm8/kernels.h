@@ -48,6 +48,11 @@ struct Params {
   int64_t part_stride;     // bytes
   bool x_aligned, weight_aligned;
   int split_k;
+  int run, more_runs;  // row tiles of a CTA, the first `more_runs` have one more; 0: CTAs are tiles
+  int sums_at;         // offset in shared memory of the epilogue's sums; 0: they take the place of the ring
+  bool next_early;     // lets the next kernel start
+  int sum_places;      // 1 or 2, used by turns
+  int prefetch_rows, prefetch_bytes;  // of W (int4: of 16 rows each), for the L2 cache; a multiple of 16
 
   // int4 weights.
   const uint8_t* group_scales;  // packed scales and zero points

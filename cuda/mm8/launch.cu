@@ -4,6 +4,7 @@
 
 #include "common/check.h"
 #include "common/float32.cuh"
+#include "common/launch.h"
 #include "common/shared_memory.h"
 #include "int4_mm/layout.h"
 #include "mm8/epilogue.cuh"
@@ -77,6 +78,17 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
   p.x_aligned = problem.x_aligned || problem.quantizes_x;
   p.weight_aligned = problem.weight_aligned;
   p.split_k = plan.split_k;
+  if (plan.runs) {
+    const int ctas = static_cast<int>(plan.ctas / plan.split_k);
+    p.run = p.row_tiles / ctas, p.more_runs = p.row_tiles % ctas;
+  }
+  p.sums_at = plan.sums_at, p.sum_places = plan.sum_places;
+  p.next_early = plan.next_early;
+  if (plan.prefetch_bytes > 0) {
+    const int64_t row_bytes = problem.weight == Format::kInt4 ? int64_t{kTileN} * p.x_columns / 2 : problem.k;
+    p.prefetch_bytes = static_cast<int>(std::min<int64_t>(row_bytes, plan.prefetch_bytes));
+    p.prefetch_rows = plan.prefetch_bytes / p.prefetch_bytes;
+  }
   if (problem.weight == Format::kInt4) {
     set_groups(problem, arguments, &p);
   } else if (problem.weight_scaling == Scaling::kBlock) {
@@ -96,11 +108,12 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
 }
 
 Status launch_product(Kernel kernel, const Plan& plan, const Params& params, cudaStream_t stream) {
-  const int shared_bytes = static_cast<int>(plan.shared_bytes);
-  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
-  const dim3 grid(static_cast<unsigned>(plan.ctas / plan.split_k), plan.split_k);
-  kernel<<<grid, plan.warps * 32, shared_bytes, stream>>>(params);
-  return launch_status("launching mm8_kernel");
+  const void* address = reinterpret_cast<const void*>(kernel);
+  if (Status status = grant_shared_memory(address); !status.ok()) return status;
+  Launch launch{dim3(static_cast<unsigned>(plan.ctas / plan.split_k), plan.split_k), dim3(plan.warps * 32), stream};
+  launch.shared_bytes = plan.shared_bytes;
+  launch.overlapped = is_hopper_code(address);
+  return launch_kernel(launch, "launching mm8_kernel", kernel, params);
 }
 
 }  // namespace
@@ -113,12 +126,17 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   uint8_t* workspace = static_cast<uint8_t*>(arguments.workspace);
   Params params = params_of(problem, plan, arguments);
 
+  const float* x_sums = arguments.x_sums;
   if (is_split(problem)) {
     uint16_t* parts = reinterpret_cast<uint16_t*>(workspace + layout.parts);
-    split_float32_kernel<<<blocks(problem.m * params.k_tiles * 32, 256), 256, 0, stream>>>(
-        static_cast<const float*>(arguments.x), arguments.x_stride, problem.m, params.k, kTileK, params.k_tiles,
-        static_cast<int>(layout.part_stride), parts, nullptr);
+    float* sums = layout.x_sums >= 0 ? reinterpret_cast<float*>(workspace + layout.x_sums) : nullptr;
+    const int group = problem.weight == Format::kInt4 ? static_cast<int>(problem.group_size) : kTileK;
+    const int groups = static_cast<int>((problem.k + group - 1) / group);
+    split_float32_kernel<<<blocks(problem.m * groups * 32, 256), 256, 0, stream>>>(
+        static_cast<const float*>(arguments.x), arguments.x_stride, problem.m, params.k, group, groups,
+        static_cast<int>(layout.part_stride), parts, sums);
     if (Status status = launch_status("launching split_float32_kernel"); !status.ok()) return status;
+    x_sums = sums;
     params.x = workspace + layout.parts;
     params.parts = kFloat32Parts;
     params.part_stride = 2 * layout.part_stride;
@@ -128,7 +146,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   if (hopper) {
     const int element = is_split(problem) ? 2 : problem.x == Format::kFloat ? size_of(problem.x_dtype) : 1;
     const sm90::X x{params.x, params.x_stride / element, params.parts, params.part_stride / element};
-    return sm90::launch(problem, plan, arguments, x, stream);
+    return sm90::launch(problem, plan, arguments, x, x_sums, stream);
   }
   if (layout.partials >= 0) params.epilogue.partials = reinterpret_cast<float*>(workspace + layout.partials);
 

@@ -13,10 +13,12 @@ struct Config {
   const char* kernel;
   int index;  // among the kernel's rows
   int64_t max_m;
-  bool one_wave;
+  ShareKind share;
   XKind x;
-  int tile_n, tile_m, warps_k, warps, stages, ctas_per_sm;
-  // Shared memory by what the operands are, without a ResidentX.
+  WeightKind weight;
+  bool scales_x;
+  int tile_n, tile_m, warps_k, warps, stages, ctas_per_sm, token_sum_bytes;
+  // The ring by what the operands are.
   int int8_int8, int8_int4, fp8_fp8, float_int8, float_fp8;
 
   int ring_bytes(const Problem& problem) const {
@@ -24,57 +26,56 @@ struct Config {
     if (problem.x == Format::kFloat) return problem.weight == Format::kInt8 ? float_int8 : float_fp8;
     return problem.weight == Format::kInt8 ? int8_int8 : fp8_fp8;
   }
-  int shared_bytes(const Problem& problem) const {
-    if (x != XKind::kQuantizes) return ring_bytes(problem);
-    const int float_bytes = static_cast<int>(problem.m) * float_row_bytes(problem);
-    return resident_at(ring_bytes(problem), stages, float_bytes) + resident_of(problem).bytes();
-  }
 };
 
 template <typename Tile>
-constexpr Config config_of(int index, int64_t max_m, bool one_wave, XKind x) {
+constexpr Config config_of(int index, int64_t max_m, ShareKind share, XKind x, WeightKind weight) {
   const int eight_bits = x == XKind::kQuantizes ? 0 : 1;
   return {"sm80",
           index,
           max_m,
-          one_wave,
+          share,
           x,
+          weight,
+          Tile::kScalesX,
           Tile::kN,
           Tile::kM,
           Tile::kWarpsK,
           Tile::kThreads / 32,
           Tile::kStages,
           Tile::kCtasPerSm,
-          Tile::shared_bytes({eight_bits, Format::kInt8}),
-          Tile::shared_bytes({eight_bits, Format::kInt4}),
-          Tile::shared_bytes({eight_bits, Format::kFp8}),
-          Tile::shared_bytes({2, Format::kInt8}),
-          Tile::shared_bytes({2, Format::kFp8})};
+          Tile::kTokenSumBytes,
+          Tile::ring_bytes({eight_bits, Format::kInt8}),
+          Tile::ring_bytes({eight_bits, Format::kInt4}),
+          Tile::ring_bytes({eight_bits, Format::kFp8}),
+          Tile::ring_bytes({2, Format::kInt8}),
+          Tile::ring_bytes({2, Format::kFp8})};
 }
 
 constexpr int64_t kAnyM = INT64_MAX;
 constexpr int kFirstSm80 = __COUNTER__ + 1;  // a row's index is its place in the list: __COUNTER__ may begin anywhere
 constexpr Config kSm80[] = {
-#define QAO_SM80(max_m, one_wave, x, ...) config_of<Tile<__VA_ARGS__>>(__COUNTER__ - kFirstSm80, max_m, one_wave, x),
+#define QAO_SM80(max_m, share, x, weight, ...) \
+  config_of<Tile<__VA_ARGS__>>(__COUNTER__ - kFirstSm80, max_m, share, x, weight),
 #define QAO_SM90(...)
 #include "mm8/configs.inc"
 #undef QAO_SM90
 #undef QAO_SM80
 };
 
-struct Sm90Row {
-  int tokens, share;
-};
-constexpr Sm90Row kSm90[] = {
+constexpr int kSm90Tokens[] = {
 #define QAO_SM80(...)
-#define QAO_SM90(tokens, share) {tokens, share},
+#define QAO_SM90(tokens) tokens,
 #include "mm8/configs.inc"
 #undef QAO_SM90
 #undef QAO_SM80
 };
 
 // On Hopper wgmma wins above.
-int64_t largest_mma_sync_m(const Problem& problem) { return problem.weight == Format::kInt8 ? 32 : 16; }
+int64_t largest_mma_sync_m(const Problem& problem) {
+  if (problem.x == Format::kFloat && problem.weight == Format::kInt4) return 0;  // int4_mm has asked itself
+  return problem.x == Format::kFloat && problem.weight == Format::kInt8 ? 32 : 16;
+}
 
 constexpr int64_t kManyTokens = 64;  // above, arithmetic takes longer than reading W
 
@@ -97,47 +98,112 @@ int choose_split(const Config& config, const Problem& problem, int64_t tiles, in
   return static_cast<int>(std::max(least, std::clamp<int64_t>(std::min(room / tiles, deepest), 1, 32)));
 }
 
-// Shared memory a CTA may take: an x that stays there must not cost other CTAs of the row their place. A
-// multiprocessor has 1 KB more than one CTA may take, and every CTA costs 1 KB.
+// Shared memory a CTA may take: the others of the row need their place too. A multiprocessor has 1 KB more than one CTA
+// may take, and every CTA costs 1 KB.
 int64_t shared_room(const Config& config, const Problem& problem, const Gpu& gpu) {
-  if (config.x != XKind::kQuantizes) return gpu.shared_bytes_per_cta;
   const int all = gpu.shared_bytes_per_cta + 1024, ctas = all / (config.ring_bytes(problem) + 1024);
   return ctas == 0 ? 0 : all / std::min(ctas, config.ctas_per_sm) - 1024;
 }
 
 struct Sm80Choice {
   const Config* config = nullptr;
-  int64_t tiles = 0, shared_bytes = 0;
+  int64_t ctas = 0;  // of one part of K
+  bool runs = false;
+  int64_t shared_bytes = 0;
+  int sums_at = 0, sum_places = 1;
   int split_k = 1;
 };
 
+// Shared memory for the ring, the sums and what of x stays; false if a CTA has not so much.
+bool lay_out(const Problem& problem, const Gpu& gpu, bool quantizes, bool single_pass, Sm80Choice* choice) {
+  const Config& config = *choice->config;
+  const int64_t room = shared_room(config, problem, gpu);
+  const int ring = config.ring_bytes(problem);
+  const int sums = config.token_sum_bytes * static_cast<int>(std::clamp<int64_t>(problem.m, 1, config.tile_m));
+  choice->sums_at = single_pass ? 0 : ring;
+  for (choice->sum_places = single_pass ? 1 : 2; choice->sum_places > 0; --choice->sum_places) {
+    choice->shared_bytes = single_pass ? std::max(ring, sums) : ring + choice->sum_places * sums;
+    if (quantizes) {
+      const int behind_ring = static_cast<int>(choice->shared_bytes) - ring;
+      choice->shared_bytes =
+          resident_at(ring, behind_ring, config.stages, static_cast<int>(problem.m) * float_row_bytes(problem)) +
+          resident_of(problem).bytes();
+    }
+    if (choice->shared_bytes <= room) return true;
+  }
+  return false;
+}
+
+constexpr int kPrefetchBytes = 16384;        // of W, a CTA
 constexpr int64_t kMaxQuantizedK = 1 << 18;  // more would fit no GPU
 constexpr int kMaxUnsplit = 2;               // parts of K that a product gives up for quantising x itself
 
 // Floats of x a warp can quantise in the time that a kernel for x alone would take; int4 wants sums of groups as well.
 int64_t most_floats(const Problem& problem) { return problem.weight == Format::kInt4 ? 1792 : 2048; }
 
+// Whether a row serves runs of so many row tiles, or tiles.
+bool serves(const Config& config, int64_t run, bool one_wave, int64_t k) {
+  const bool one_pass = run <= config.tile_n / kTileN;
+  switch (config.share) {
+    case ShareKind::kOnePass:
+      return one_pass;
+    case ShareKind::kOneShortPass:
+      return one_pass && k <= kShortK;
+    case ShareKind::kLongRun:
+      return run >= kLongRun;
+    case ShareKind::kOneWave:
+      return one_wave;
+    case ShareKind::kRun:
+    case ShareKind::kTile:
+      return true;
+  }
+  return false;
+}
+
 // The first row that serves the problem on this GPU; none is possible where the product is to quantise x.
 Sm80Choice choose_sm80(const Problem& problem, const Gpu& gpu, bool quantizes) {
   const int64_t m = std::max<int64_t>(problem.m, 1);
   const int64_t k_steps = ceil_div(problem.k, kTileK) * (is_split(problem) ? kFloat32Parts : 1);
   for (const Config& config : kSm80) {
-    const int64_t row_blocks = ceil_div(problem.n, config.tile_n);
-    if (m > config.max_m || quantizes != (config.x == XKind::kQuantizes)) continue;
+    if (m > config.max_m || quantizes != (config.x == XKind::kQuantizes) || !serves(config.weight, problem.weight))
+      continue;
     if (!quantizes && !serves(config.x, problem.x == Format::kFloat)) continue;
-    if (config.one_wave && row_blocks > gpu.num_sms * config.ctas_per_sm) continue;
-    Sm80Choice choice{&config, row_blocks * ceil_div(m, config.tile_m)};
-    choice.split_k = choose_split(config, problem, choice.tiles, k_steps, gpu.num_sms);
-    if (quantizes) {
-      // Every warp has one token, and a part of K would not know the range of the others.
-      if (m > config.warps || problem.k > kMaxQuantizedK || choice.split_k > kMaxUnsplit) continue;
-      if (m * problem.k > most_floats(problem) * config.warps) continue;
-      choice.split_k = 1;
+    // CTAs that have all tokens share the rows of W out among them where shared memory allows. Others are tiles.
+    const int64_t row_tiles = ceil_div(problem.n, kTileN), row_blocks = ceil_div(problem.n, config.tile_n);
+    const int64_t slots = gpu.num_sms * config.ctas_per_sm, runs = std::min(row_tiles, slots);
+    if (!serves(config, ceil_div(row_tiles, runs), row_blocks <= slots, problem.k)) continue;
+    for (bool shares : {true, false}) {
+      if (shares && (m > config.tile_m || !is_run(config.share))) continue;
+      Sm80Choice choice{&config};
+      choice.runs = shares;
+      choice.ctas = shares ? runs : row_blocks * ceil_div(m, config.tile_m);
+      choice.split_k = choose_split(config, problem, choice.ctas, k_steps, gpu.num_sms);
+      if (quantizes) {
+        // Every warp has one token, and a part of K would not know the range of the others.
+        if (m > config.warps || problem.k > kMaxQuantizedK || choice.split_k > kMaxUnsplit) continue;
+        if (m * problem.k > most_floats(problem) * config.warps) continue;
+        choice.split_k = 1;
+      }
+      const bool single_pass = !shares || ceil_div(row_tiles, runs) <= config.tile_n / kTileN;
+      if (lay_out(problem, gpu, quantizes, single_pass, &choice)) return choice;
     }
-    choice.shared_bytes = config.shared_bytes(problem);
-    if (choice.shared_bytes <= shared_room(config, problem, gpu)) return choice;
   }
   return {};
+}
+
+// What of W a CTA brings into the L2 cache before it waits for the previous kernel. Where few bytes of W come beside an
+// x that is yet to be quantised, x would be late.
+int prefetch_bytes(const Problem& problem, const Sm80Choice& choice, bool quantizes) {
+  const bool packed = problem.weight == Format::kInt4;
+  const bool possible = choice.runs && choice.split_k == 1 && (packed || problem.weight_aligned);
+  return possible && !(packed && quantizes) ? kPrefetchBytes : 0;
+}
+
+// Whether the next kernel may start as soon as all CTAs run: not where more of its CTAs find room on one multiprocessor
+// than on another, which would last as long as it does.
+bool lets_next_early(const Config& config, const Sm80Choice& choice, const Gpu& gpu) {
+  return config.ctas_per_sm == 1 ||
+         (config.ctas_per_sm + 1) * (choice.shared_bytes + 1024) > gpu.shared_bytes_per_cta + 1024;
 }
 
 // Why a product cannot quantise such an x itself; null if at most x's size is against it.
@@ -148,20 +214,8 @@ const char* against_quantizing(const Problem& problem) {
   return nullptr;
 }
 
-// What the sm90 kernels make of a problem.
-struct Sm90Traits {
-  bool float_x, packed, columns, folds;
-
-  explicit Sm90Traits(const Problem& p)
-      : float_x(p.x == Format::kFloat),
-        packed(p.weight == Format::kInt4),
-        columns(packed ? p.x == Format::kFp8 || p.has_zeros : p.weight_scaling == Scaling::kBlock && !float_x),
-        folds(packed || p.weight_scaling == Scaling::kBlock || is_split(p) || (p.x == Format::kFp8 && !p.fast_accum)) {}
-};
-
 // Why the Hopper body cannot serve a problem; null if it can.
 const char* against_sm90(const Problem& problem) {
-  if (problem.m <= largest_mma_sync_m(problem)) return "few tokens: mma.sync with K split over warps";
   if (!problem.x_aligned && !problem.quantizes_x && !is_split(problem))
     return "the copy engine needs x aligned to 16 bytes";
   if (problem.weight != Format::kInt4 && !problem.weight_aligned) {
@@ -172,55 +226,145 @@ const char* against_sm90(const Problem& problem) {
 }
 
 // CTAs of a cluster must find room in one part of the chip, so large clusters cannot fill it.
-bool clusters_fit(int64_t tiles, int split, int num_sms) {
-  return split == 1 || (split == 2 ? tiles * 2 <= num_sms : tiles * split * 4 <= num_sms * 3);
+bool clusters_fit(int64_t ctas, int cluster, int64_t slots) {
+  return cluster == 1 || (cluster == 2 ? ctas <= slots : ctas * 4 <= slots * 3);
 }
 
-// The row and split of least time by a model in microseconds: waves x (K-tiles x time of one + what surrounds them).
-void plan_sm90(const Problem& problem, const Gpu& gpu, Plan* plan) {
-  const Sm90Traits traits(problem);
-  const int64_t steps = ceil_div(problem.k, traits.float_x ? 64 : 128) * (is_split(problem) ? kFloat32Parts : 1);
-  const double per_step = traits.folds || traits.float_x ? 0.2 : 0.12, per_token = traits.packed ? 0.004 : 0.002;
-  double least = 0;
-  for (int row = 0; row < static_cast<int>(std::size(kSm90)); ++row) {
-    const auto [tokens, share] = kSm90[row];
-    if (!sm90::fits(tokens, traits.folds, traits.packed || traits.float_x)) continue;
-    const int64_t tiles = ceil_div(problem.n, share * sm90::kTileN) * share * ceil_div(problem.m, tokens);
-    for (int split = 1; split <= (share == 1 ? sm90::kMaxSplit : 1); ++split) {
-      if (split > steps || !clusters_fit(tiles, split, gpu.num_sms)) continue;
-      const double time =
-          static_cast<double>(ceil_div(tiles * split, gpu.num_sms)) *
-              (static_cast<double>(ceil_div(steps, split)) * (per_step + per_token * tokens) + 1.5 + 0.01 * tokens) +
-          (split > 1 ? 4.0 : 0.0);
-      if (least != 0 && time >= least) continue;
-      least = time;
-      const sm90::Stage stage(traits.float_x, traits.packed, traits.columns, tokens);
-      plan->config = row;
-      plan->tile_n = share * sm90::kTileN;
-      plan->tile_m = tokens;
-      plan->stages = stage.count;
-      plan->shared_bytes = stage.total;
-      plan->split_k = split;
-      plan->ctas = split > 1 ? tiles * split : std::min<int64_t>(tiles, gpu.num_sms / share * share);
+// What the Hopper kernels cost: a row for each kind of operands and number of tokens.
+enum class Sm90Operands {
+  kFloatInt4,
+  kFloatEightBits,
+  kFloatFolded,
+  kInt8Int8,
+  kFp8Fp8,
+  kFp8Fp8Blocks,
+  kInt8Int4,
+  kInt8Int4Symmetric,
+  kInt8Int4Channel,
+  kFp8Int4,
+};
+struct Sm90Cost {
+  Sm90Operands operands;
+  int tokens;
+  const char* name;
+  Terms costs;
+};
+constexpr Sm90Cost kSm90Costs[] = {
+#define QAO_MEMORY(...)
+#define QAO_COST(operands, tokens, ...) {Sm90Operands::operands, tokens, #operands, {__VA_ARGS__}},
+#include "mm8/sm90_costs.inc"
+#undef QAO_COST
+#undef QAO_MEMORY
+};
+constexpr Memory kSm90Memory =
+#define QAO_MEMORY(...) {__VA_ARGS__};
+#define QAO_COST(...)
+#include "mm8/sm90_costs.inc"
+#undef QAO_COST
+#undef QAO_MEMORY
+
+    Sm90Operands operands_of(const Problem& p, const sm90::Traits& traits) {
+  using enum Sm90Operands;
+  if (traits.float_x) return traits.folds ? kFloatFolded : traits.packed ? kFloatInt4 : kFloatEightBits;
+  if (!traits.packed) {
+    return p.weight_scaling == Scaling::kBlock ? kFp8Fp8Blocks : p.x == Format::kFp8 ? kFp8Fp8 : kInt8Int8;
+  }
+  if (p.x == Format::kFp8) return kFp8Int4;
+  return p.groups() == 1 ? kInt8Int4Channel : p.has_zeros ? kInt8Int4 : kInt8Int4Symmetric;
+}
+
+// Null: plan() does not take this tile.
+const Sm90Cost* cost_of(const Problem& problem, int tokens) {
+  const Sm90Operands operands = operands_of(problem, sm90::traits_of(problem, tokens));
+  for (const Sm90Cost& row : kSm90Costs) {
+    if (row.operands == operands && row.tokens == tokens) return &row;
+  }
+  return nullptr;
+}
+
+struct Sm90Choice {
+  int row = -1, share = 1, split = 1;
+  int per_sm = 1;  // CTAs that share a multiprocessor
+  int64_t ctas = 0;
+  Terms counts{};
+};
+
+constexpr double kSharedKTile = 2.1;  // times as long as one alone
+
+// Calls visit with every row, cluster and split that serve the problem.
+template <typename Visit>
+void for_each_sm90(const Problem& problem, const Gpu& gpu, const Visit& visit) {
+  for (int row = 0; row < static_cast<int>(std::size(kSm90Tokens)); ++row) {
+    const int tokens = kSm90Tokens[row];
+    const sm90::Traits traits = sm90::traits_of(problem, tokens);
+    if (!traits.serves(tokens)) continue;
+    const int64_t steps = ceil_div(problem.k, traits.float_x ? 64 : 128) * (is_split(problem) ? kFloat32Parts : 1);
+    // Large tiles rather fetch x for two CTAs at once.
+    for (int share = tokens > 128 ? 2 : 1; share >= 1; --share) {
+      const int64_t tiles = ceil_div(problem.n, share * sm90::kTileN) * share * ceil_div(problem.m, tokens);
+      for (int split = 1; split <= std::min<int64_t>(sm90::kMaxCluster / share, steps); ++split) {
+        for (int per_sm = 1; per_sm <= traits.ctas_per_sm(tokens); ++per_sm) {
+          const int64_t ctas = tiles * split, slots = gpu.num_sms * per_sm;
+          if (split > 1 && !clusters_fit(ctas, split * share, slots)) continue;
+          const double waves = static_cast<double>(ceil_div(ctas, slots));
+          const double k_tiles = static_cast<double>(ceil_div(steps, split)) * (per_sm == 1 ? 1 : kSharedKTile);
+          const double parts = split > 1 ? split : 0;
+          visit(Sm90Choice{row, share, split, per_sm, ctas, {waves * k_tiles, waves, split > 1 ? 1.0 : 0.0, parts}});
+        }
+      }
     }
   }
+}
+
+void fill_sm90(const Problem& problem, const Gpu& gpu, const Sm90Choice& choice, Plan* plan) {
+  const int tokens = kSm90Tokens[choice.row];
+  const sm90::Traits traits = sm90::traits_of(problem, tokens);
+  const sm90::Stage stage(traits, tokens);
   plan->kernel = "sm90";
   plan->reason = "many tokens on Hopper: wgmma";
   plan->instruction = problem.x == Format::kInt8           ? "wgmma s8"
                       : problem.x == Format::kFp8          ? "wgmma e4m3"
                       : problem.x_dtype == DType::kFloat16 ? "wgmma f16"
                                                            : "wgmma bf16";
+  plan->config = choice.row;
+  plan->tile_n = choice.share * sm90::kTileN;
+  plan->tile_m = tokens;
   plan->warps = (sm90::kConsumerThreads + sm90::kProducerThreads) / 32;
+  plan->stages = stage.count;
+  // All of a multiprocessor's shared memory keeps other CTAs away.
+  plan->shared_bytes = choice.per_sm < traits.ctas_per_sm(tokens) ? sm90::kMaxSharedBytes : stage.total;
+  plan->split_k = choice.split;
+  const int64_t slots = gpu.num_sms * choice.per_sm;
+  plan->ctas = choice.split > 1 ? choice.ctas : std::min<int64_t>(choice.ctas, slots / choice.share * choice.share);
   plan->workspace_bytes = workspace_of(problem, 1).bytes;  // clusters add up in shared memory
+}
+
+// The row, cluster and split of least expected time.
+void plan_sm90(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  const double bytes = static_cast<double>(problem.n * problem.k) * (problem.weight == Format::kInt4 ? 0.5 : 1);
+  Sm90Choice best;
+  double least = 0;
+  int row = -1;
+  const Sm90Cost* cost = nullptr;
+  for_each_sm90(problem, gpu, [&](const Sm90Choice& choice) {
+    if (choice.row != row) cost = cost_of(problem, kSm90Tokens[row = choice.row]);
+    if (cost == nullptr) return;
+    const double time = microseconds(choice.counts, cost->costs, bytes, kSm90Memory);
+    if (best.row >= 0 && time >= least) return;
+    best = choice;
+    least = time;
+  });
+  fill_sm90(problem, gpu, best, plan);
 }
 
 // GPUs whose mma.sync multiplies e4m3; sm_90 and sm_100 only accept the instruction and widen to float16 themselves.
 bool has_fp8_mma(const Gpu& gpu) { return gpu.compute_capability == 89 || gpu.compute_capability >= 120; }
 
-const char* mma_sync_name(const Problem& problem, bool fp8_mma) {
+const char* mma_sync_name(const Problem& problem, const Config& config, bool fp8_mma) {
   if (problem.x == Format::kInt8) return "mma.sync s8";
   if (problem.x == Format::kFp8) return fp8_mma ? "mma.sync e4m3" : "mma.sync f16";
-  return problem.x_dtype == DType::kFloat16 ? "mma.sync f16" : "mma.sync bf16";
+  const bool float16 = problem.x_dtype == DType::kFloat16 || (problem.weight == Format::kFp8 && config.scales_x);
+  return float16 ? "mma.sync f16" : "mma.sync bf16";
 }
 
 }  // namespace
@@ -241,10 +385,17 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
                       : plan->quantizes_x ? "few tokens: every CTA quantises x"
                                           : "x is too large for every CTA to quantise, or K is split";
   }
-  const char* against = gpu.compute_capability == 90 ? against_sm90(problem) : nullptr;
+  const char* against = nullptr;
+  if (gpu.compute_capability == 90) {
+    const bool few = problem.m <= largest_mma_sync_m(problem);
+    against = few ? "few tokens: mma.sync with K split over warps" : against_sm90(problem);
+  }
   if (gpu.compute_capability == 90 && against == nullptr) {
     plan_sm90(problem, gpu, plan);
     return {};
+  }
+  if (problem.x == Format::kFloat && problem.weight == Format::kInt4) {
+    return Status::error("only the Hopper body multiplies a float x and an int4 weight here; int4_mm serves the rest");
   }
   const bool fp8_mma = problem.x == Format::kFp8 && has_fp8_mma(gpu);
   if (choice.config == nullptr) choice = choose_sm80(problem, gpu, false);
@@ -257,17 +408,38 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   plan->reason = against != nullptr ? against
                  : fp8_mma          ? "mma.sync on fp8 tensor cores"
                                     : "mma.sync serves every GPU from sm_80";
-  plan->instruction = mma_sync_name(problem, fp8_mma);
+  plan->instruction = mma_sync_name(problem, *config, fp8_mma);
   plan->config = config->index;
   plan->tile_n = config->tile_n;
   plan->tile_m = config->tile_m;
   plan->warps = config->warps;
   plan->stages = config->stages;
+  plan->runs = choice.runs;
   plan->split_k = choice.split_k;
-  plan->ctas = choice.tiles * plan->split_k;
+  plan->ctas = choice.ctas * plan->split_k;
   plan->shared_bytes = choice.shared_bytes;
+  plan->sums_at = choice.sums_at;
+  plan->sum_places = choice.sum_places;
+  plan->next_early = lets_next_early(*config, choice, gpu);
+  plan->prefetch_bytes = prefetch_bytes(problem, choice, plan->quantizes_x);
   plan->workspace_bytes = workspace_of(problem, plan->split_k).bytes;
   return {};
+}
+
+std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu) {
+  std::vector<Candidate<Plan>> all;
+  Candidate<Plan> other;
+  Gpu portable = gpu;
+  if (gpu.compute_capability == 90) portable.compute_capability = 80;
+  if (plan(problem, portable, &other.plan).ok()) all.push_back(other);
+  if (gpu.compute_capability != 90 || against_sm90(problem) != nullptr) return all;
+  for_each_sm90(problem, gpu, [&](const Sm90Choice& choice) {
+    Candidate<Plan>& candidate = all.emplace_back();
+    fill_sm90(problem, gpu, choice, &candidate.plan);
+    if (const Sm90Cost* cost = cost_of(problem, candidate.plan.tile_m)) candidate.operands = cost->name;
+    candidate.counts = choice.counts;
+  });
+  return all;
 }
 
 std::string to_string(const Plan& plan) {

@@ -21,7 +21,8 @@ struct Int4 {};
 struct Fp8Mma {};  // fp8 for the fp8 tensor cores of sm_89 and newer
 
 // Members: Sum, the tensor cores' accumulator; kXFormat, kXBytes of an element; kWeight; kMmas a k-step; weight() and
-// x() make operands of words; mma(). value = kFactor * what the tensor cores get to see; int4: of rows g and g + 8.
+// x() make operands of words; mma(). value = kFactor * what the tensor cores get to see; int4: of rows g and g + 8,
+// kSumsRows if they see the sum of both rows in place of the latter.
 template <typename X, typename W>
 struct Product;
 
@@ -51,6 +52,7 @@ struct Product<Int8, Int4> {
   static constexpr int kXBytes = 1, kMmas = 1;
   static constexpr Format kXFormat = Format::kInt8, kWeight = Format::kInt4;
   static constexpr float kFactor = 1, kHighFactor = 0x1p-4f;
+  static constexpr bool kSumsRows = false;
 
   static __device__ __forceinline__ void weight(const uint32_t (&words)[2], uint32_t (&a)[1][4]) {
 #pragma unroll
@@ -92,6 +94,7 @@ struct Product<Fp8Mma, Int4> {
   static constexpr int kXBytes = 1, kMmas = 1;
   static constexpr Format kXFormat = Format::kFp8, kWeight = Format::kInt4;
   static constexpr float kFactor = 0x1p9f, kHighFactor = 0x1p9f;
+  static constexpr bool kSumsRows = false;
 
   static __device__ __forceinline__ void weight(const uint32_t (&words)[2], uint32_t (&a)[1][4]) {
 #pragma unroll
@@ -139,17 +142,23 @@ struct Product<Fp8, Fp8> : WidenedWeight<__half, Fp8> {
   }
 };
 
-// A nibble read as a float16 is q 2^-24.
+// A byte in the low half of a float16 is a subnormal number: itself times 2^-24. So the operand's row g is q[g], its
+// row g + 8 is q[g] + 16 q[g + 8].
 template <>
 struct Product<Fp8, Int4> {
   using Sum = float;
   static constexpr int kXBytes = 1, kMmas = 2;
   static constexpr Format kXFormat = Format::kFp8, kWeight = Format::kInt4;
-  static constexpr float kFactor = 0x1p24f * widen::Widen<Fp8, __half>::kFactor, kHighFactor = kFactor;
+  static constexpr float kFactor = 0x1p24f * widen::Widen<Fp8, __half>::kFactor, kHighFactor = kFactor / 16;
+  static constexpr bool kSumsRows = true;
 
   static __device__ __forceinline__ void weight(const uint32_t (&words)[2], uint32_t (&a)[2][4]) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = words[i / 4] >> 4 * (i % 4) & 0x000F000F;
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t odd = __byte_perm(words[i], 0, 0x4341);
+      a[i][0] = words[i] & 0x000F000F, a[i][1] = words[i] & 0x00FF00FF;
+      a[i][2] = odd & 0x000F000F, a[i][3] = odd;
+    }
   }
   // The columns of a nibble pair are two bytes apart.
   static __device__ __forceinline__ void x(const uint32_t (&words)[2], uint32_t (&b)[2][2]) {

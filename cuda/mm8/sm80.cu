@@ -7,7 +7,7 @@ namespace {
 
 template <typename X, typename W>
 constexpr std::array kKernels = {
-#define QAO_SM80(max_m, one_wave, x, ...) sm80::kernel_for<x, X, W, Tile<__VA_ARGS__>>(),
+#define QAO_SM80(max_m, share, x, weight, ...) sm80::kernel_for<x, weight, X, W, Tile<__VA_ARGS__>>(),
 #define QAO_SM90(...)
 #include "mm8/configs.inc"
 #undef QAO_SM90

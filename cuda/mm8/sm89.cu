@@ -8,7 +8,7 @@ namespace {
 
 template <typename W>
 constexpr std::array kKernels = {
-#define QAO_SM80(max_m, one_wave, x, ...) sm80::kernel_for<x, Fp8Mma, W, Tile<__VA_ARGS__>>(),
+#define QAO_SM80(max_m, share, x, weight, ...) sm80::kernel_for<x, weight, Fp8Mma, W, Tile<__VA_ARGS__>>(),
 #define QAO_SM90(...)
 #include "mm8/configs.inc"
 #undef QAO_SM90

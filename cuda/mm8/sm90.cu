@@ -1,4 +1,4 @@
-#include "common/check.h"
+#include "common/launch.h"
 #include "common/shared_memory.h"
 #include "common/tensor_map.h"
 #include "mm8/sm90.cuh"
@@ -9,61 +9,71 @@ namespace {
 
 using KernelFunction = void (*)(Params, TensorMaps);
 
-template <typename T, Format weight, Fold fold, bool columns, int tokens, int share>
+// Null where traits_of() says the tile is not compiled.
+template <int tokens, typename T, Format weight, Fold fold, bool columns = false>
 KernelFunction one() {
-  if constexpr (fits(tokens, fold != Fold::kNone, weight == Format::kInt4 || sizeof(T) == 2)) {
-    return &mm8_kernel<Kernel<T, weight, fold, columns, tokens, share>>;
+  constexpr bool kFloatX = sizeof(T) == 2;
+  if constexpr (Traits{kFloatX, weight == Format::kInt4, columns, fold != Fold::kNone}.serves(tokens)) {
+    return &mm8_kernel<Kernel<T, weight, fold, columns, tokens>>;
   } else {
     return nullptr;
   }
 }
 
-template <typename T, Fold fold, int tokens, int share>
+template <int tokens, typename T>
 KernelFunction of_float(const Problem& p) {
-  if (p.weight == Format::kInt8) return one<T, Format::kInt8, fold, false, tokens, share>();
-  if (p.weight_scaling == Scaling::kBlock) return one<T, Format::kFp8, Fold::kBlock, false, tokens, share>();
-  return one<T, Format::kFp8, fold, false, tokens, share>();
+  if (p.weight == Format::kInt4) return one<tokens, T, Format::kInt4, Fold::kNone>();
+  if (p.weight == Format::kInt8) return one<tokens, T, Format::kInt8, Fold::kNone>();
+  if (p.weight_scaling == Scaling::kBlock) return one<tokens, T, Format::kFp8, Fold::kBlock>();
+  return one<tokens, T, Format::kFp8, Fold::kNone>();
 }
-template <int tokens, int share>
+template <int tokens>
+KernelFunction of_parts(const Problem& p) {
+  using T = __nv_bfloat16;
+  if (p.weight == Format::kInt4) return one<tokens, T, Format::kInt4, Fold::kGroup, true>();
+  if (p.weight == Format::kInt8) return one<tokens, T, Format::kInt8, Fold::kPromote>();
+  if (p.weight_scaling == Scaling::kBlock) return one<tokens, T, Format::kFp8, Fold::kBlock>();
+  return one<tokens, T, Format::kFp8, Fold::kPromote>();
+}
+template <int tokens>
 KernelFunction kernel_of(const Problem& p) {
   using wgmma::E4m3;
+  if (is_split(p)) return of_parts<tokens>(p);
   if (p.x == Format::kFloat) {
-    if (p.x_dtype == DType::kFloat16) return of_float<__half, Fold::kNone, tokens, share>(p);
-    return is_split(p) ? of_float<__nv_bfloat16, Fold::kPromote, tokens, share>(p)
-                       : of_float<__nv_bfloat16, Fold::kNone, tokens, share>(p);
+    return p.x_dtype == DType::kFloat16 ? of_float<tokens, __half>(p) : of_float<tokens, __nv_bfloat16>(p);
   }
   if (p.x == Format::kInt8) {
-    if (p.weight == Format::kInt8) return one<int8_t, Format::kInt8, Fold::kNone, false, tokens, share>();
-    if (p.has_zeros) return one<int8_t, Format::kInt4, Fold::kGroup, true, tokens, share>();
-    return one<int8_t, Format::kInt4, Fold::kGroup, false, tokens, share>();
+    if (p.weight == Format::kInt8) return one<tokens, int8_t, Format::kInt8, Fold::kNone>();
+    if (p.has_zeros) return one<tokens, int8_t, Format::kInt4, Fold::kGroup, true>();
+    return one<tokens, int8_t, Format::kInt4, Fold::kGroup>();
   }
-  if (p.weight == Format::kInt4) return one<E4m3, Format::kInt4, Fold::kGroup, true, tokens, share>();
-  if (p.weight_scaling == Scaling::kBlock) return one<E4m3, Format::kFp8, Fold::kBlock, true, tokens, share>();
-  if (p.fast_accum) return one<E4m3, Format::kFp8, Fold::kNone, false, tokens, share>();
-  return one<E4m3, Format::kFp8, Fold::kPromote, false, tokens, share>();
+  if (p.weight == Format::kInt4) return one<tokens, E4m3, Format::kInt4, Fold::kGroup, true>();
+  if (p.weight_scaling == Scaling::kBlock) return one<tokens, E4m3, Format::kFp8, Fold::kBlock, true>();
+  if constexpr (tokens == 256) return one<tokens, E4m3, Format::kFp8, Fold::kNone>();
+  return one<tokens, E4m3, Format::kFp8, Fold::kPromote>();
 }
 // Of row `config` of configs.inc.
 KernelFunction kernel_of(const Problem& p, int config) {
   int row = 0;
 #define QAO_SM80(...)
-#define QAO_SM90(tokens, share) \
-  if (config == row++) return kernel_of<tokens, share>(p);
+#define QAO_SM90(tokens) \
+  if (config == row++) return kernel_of<tokens>(p);
 #include "mm8/configs.inc"
 #undef QAO_SM90
 #undef QAO_SM80
   return nullptr;
 }
 
-Status make_tensor_maps(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, int share,
+Status make_tensor_maps(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x,
                         const Params& p, TensorMaps* maps) {
   using Size = cuuint64_t;
   const bool packed = problem.weight == Format::kInt4, float_x = problem.x == Format::kFloat;
   const bool half = problem.x_dtype == DType::kFloat16;
   const Size m = problem.m, n = problem.n, k = problem.k, row_tiles = int4_mm::tiles_n(problem.n),
              tiles_k = int4_mm::tiles_k(problem.k), bytes = float_x ? 2 : 1;
-  const cuuint32_t tile_k = 128 / static_cast<cuuint32_t>(bytes), tokens = plan.tile_m / share,
+  const cuuint32_t tile_k = 128 / static_cast<cuuint32_t>(bytes), tokens = plan.tile_m / p.share,
                    box_tiles = kTileN / int4_mm::kTileN;
-  const TensorShape x_shape{{packed ? tiles_k * int4_mm::kTileK : k, static_cast<Size>(x.parts), m},
+  const TensorShape x_shape{{packed && !float_x ? tiles_k * int4_mm::kTileK : k, static_cast<Size>(x.parts), m},
                             {(x.parts > 1 ? x.part_stride : x.stride) * bytes, x.stride * bytes},
                             {tile_k, 1, tokens}};
   const CUtensorMapDataType x_dtype = !float_x ? CU_TENSOR_MAP_DATA_TYPE_UINT8
@@ -78,7 +88,7 @@ Status make_tensor_maps(const Problem& problem, const Plan& plan, const Argument
   }
   const TensorShape weight{{int4_mm::kTileBytes / 4, tiles_k, row_tiles},
                            {int4_mm::kTileBytes, tiles_k * int4_mm::kTileBytes},
-                           {int4_mm::kTileBytes / 4, 2, box_tiles}};
+                           {int4_mm::kTileBytes / 4, tile_k / int4_mm::kTileK, box_tiles}};
   const Size group_bytes = p.group_bytes, groups = p.groups;
   const TensorShape scales{
       {group_bytes / 2, groups, row_tiles},
@@ -106,8 +116,10 @@ void set_groups(const Problem& problem, Params* p) {
 
 }  // namespace
 
-Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream) {
-  const bool packed = problem.weight == Format::kInt4, block = problem.weight_scaling == Scaling::kBlock && !packed;
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, const float* x_sums,
+              void* stream) {
+  const Traits traits = traits_of(problem, plan.tile_m);
+  const bool packed = traits.packed, block = problem.weight_scaling == Scaling::kBlock && !packed;
   const int64_t tile_k = problem.x == Format::kFloat ? 64 : 128;
   Params p{};
   p.m = problem.m;
@@ -117,17 +129,22 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   p.row_blocks = static_cast<int>((problem.n + kTileN - 1) / kTileN);
   p.token_blocks = static_cast<int>((problem.m + plan.tile_m - 1) / plan.tile_m);
   p.split_k = plan.split_k;
+  p.share = plan.tile_n / kTileN;
   set_groups(problem, &p);
   p.factor = 1;
   if (packed) {
     p.group_bytes = (problem.has_zeros ? 2 : 1) * int4_mm::kTileN * size_of(problem.scale_dtype);
     p.has_zeros = problem.has_zeros;
     p.scale_dtype = problem.scale_dtype;
-    p.columns = arguments.x_sums;
-    p.factor = problem.x == Format::kInt8 ? 1.0f / 16 : 512.0f;
+    // A symmetric W beside a float32 x has no sums: a copy of nothing still wants an address.
+    p.columns = x_sums != nullptr ? x_sums : static_cast<const float*>(arguments.scales);
+    p.column_tiles = traits.columns && x_sums != nullptr ? p.k_tiles : 0;
+    p.scale_factor = problem.x_dtype == DType::kFloat16 && problem.scale_dtype != DType::kFloat16 ? 64.0f : 1.0f;
+    p.factor = problem.x == Format::kInt8 ? 1.0f / 16 : problem.x == Format::kFp8 ? 512.0f : 1 / p.scale_factor;
   } else if (block) {
     p.block_scales = static_cast<const float*>(arguments.scales);
     p.columns = arguments.x_scales;
+    p.column_tiles = p.k_tiles;
   } else {
     p.row_scales = static_cast<const float*>(arguments.scales);
     p.row_scale_stride = problem.weight_scaling == Scaling::kRow ? 1 : 0;
@@ -142,22 +159,16 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   p.bias_dtype = problem.bias_dtype;
   p.y_dtype = problem.y_dtype;
 
-  const int share = plan.tile_n / kTileN;
   TensorMaps maps{};
-  if (Status status = make_tensor_maps(problem, plan, arguments, x, share, p, &maps); !status.ok()) return status;
+  if (Status status = make_tensor_maps(problem, plan, arguments, x, p, &maps); !status.ok()) return status;
   const KernelFunction kernel = kernel_of(problem, plan.config);
   if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(std::max(plan.split_k, share)), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(plan.ctas);
-  config.blockDim = kConsumerThreads + kProducerThreads;
-  config.dynamicSmemBytes = static_cast<size_t>(plan.shared_bytes);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &cluster;
-  config.numAttrs = std::max(plan.split_k, share) > 1 ? 1 : 0;
-  return cuda_status(cudaLaunchKernelEx(&config, kernel, p, maps), "launching mm8_kernel");
+  Launch launch{static_cast<unsigned>(plan.ctas), kConsumerThreads + kProducerThreads,
+                static_cast<cudaStream_t>(stream)};
+  launch.shared_bytes = static_cast<size_t>(plan.shared_bytes);
+  launch.cluster = p.split_k * p.share;
+  launch.overlapped = true;
+  return launch_kernel(launch, "launching mm8_kernel", kernel, p, maps);
 }
 
 }  // namespace qao::mm8::sm90

@@ -20,35 +20,38 @@
 
 namespace qao::mm8::sm90 {
 
-// 65536 registers a multiprocessor: two consumer warpgroups keep most of what the producers' give up.
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-
 // One warpgroup's 64 rows of one tile of y.
 template <typename K>
 struct Consumer {
   using T = typename K::T;
 
   const Params& p;
-  Ring& ring;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  Ring<K>& ring;
+  const uint32_t to_producer;  // from a barrier of this CTA to that of a CTA this lane releases stages to
+  const int lane = threadIdx.x % 32, warp = ptx::warp_index();
   typename K::Product product[K::kTilesM][4];
   float sum[K::kFolds ? K::kTilesM : 1][4];
-  Operand operand[2];  // K-tiles alternate between two
-  RawOperand<T, K::kWeight> raw;
+  Operand operand[K::kScalesOperand ? 1 : 2];  // K-tiles alternate between two
+  RawOperand<T, K::kWeight, K::kScalesOperand> raw;
   const float* block_scales;  // of these rows of W
   float block_scale, next_block_scale;
 
   // Waits for the K-tile of the ring's present stage and reads what is to be converted.
+  template <int groups = 1>
   __device__ __forceinline__ void fetch() {
-    tma::barrier_wait(ring.arrived_now(), ring.parity);
-    if constexpr (K::kFromRegisters) raw.load(ring.address<K>() + K::kStage.x, warp, lane);
+    tma::barrier_wait(ring.arrived(), ring.parity);
+    const uint32_t weight = ring.address() + K::kStage.x;
+    if constexpr (K::kScalesOperand) {
+      raw.template load<groups>(weight, weight + K::kStage.weight + K::kStage.scales, warp, lane);
+    } else if constexpr (K::kFromRegisters) {
+      raw.load(weight, warp, lane);
+    }
   }
-  // `operand` from what fetch() read.
+  // An operand from what fetch() read.
   template <int buffer>
   __device__ __forceinline__ void convert() {
     if constexpr (K::kFromRegisters) {
-      raw.template convert<0>(operand[buffer][0]), raw.template convert<1>(operand[buffer][1]);
-      raw.template convert<2>(operand[buffer][2]), raw.template convert<3>(operand[buffer][3]);
+      raw.convert(operand[buffer]);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         ptx::pin(operand[buffer][step]);  // or the compiler moves this work behind the wait it should hide under
@@ -73,13 +76,10 @@ struct Consumer {
     wgmma::commit();
   }
 
+  // To the producers of all CTAs that fetch x together.
   __device__ __forceinline__ void release(uint32_t barrier) const {
     __syncwarp();
-    if constexpr (K::kShare > 1) {
-      if (lane < K::kShare) tma::barrier_arrive_at(barrier, lane);
-    } else {
-      if (lane == 0) tma::barrier_arrive(barrier);
-    }
+    if (lane < p.share) tma::barrier_arrive_cluster(barrier + to_producer);
   }
 
   // A group's scale and zero point, of rows g and g + 8. Zero points are in the units of the product.
@@ -88,14 +88,15 @@ struct Consumer {
   };
   template <DType dtype>
   __device__ __forceinline__ Group read_group(uint32_t from) const {
-    constexpr bool kInteger = std::is_same_v<T, int8_t>;  // see load_packed
     Group group;
 #pragma unroll
     for (int high = 0; high < 2; ++high) {
       const uint32_t at = from + (lane / 4 + high * 8) * size_of(dtype);
       group.scale[high] = load_shared_float<dtype>(at);
       const float zero = p.has_zeros ? load_shared_float<dtype>(at + int4_mm::kTileN * size_of(dtype)) : 8.0f;
-      group.zero[high] = kInteger ? 16 * (zero - 8) : zero / 512;
+      group.zero[high] = K::kFloatX                  ? zero - 8
+                         : std::is_same_v<T, int8_t> ? 16 * (zero - 8)
+                                                     : zero / 512;  // see RawOperand
     }
     return group;
   }
@@ -133,18 +134,19 @@ struct Consumer {
     }
   }
 
-  // The present K-tile, and the next one's operand; sums folded once a group. `groups`: int4 groups in a K-tile.
-  template <int buffer, int groups>
+  // The present K-tile, and the next one's operand; sums folded once a group, or where the tensor cores would cut them
+  // short. `groups`: of int4 in a K-tile.
+  template <int groups, int buffer>
   __device__ __forceinline__ void folding_k_tile(int at, bool& fresh, bool last) {
     constexpr int kGroupSteps = kSteps / groups;
-    const uint32_t stage = ring.address<K>(), released = ring.released_now();
+    const uint32_t stage = ring.address(), released = ring.released();
     const uint32_t columns = stage + K::kStage.x + K::kStage.weight + K::kStage.scales;
-    const bool folds = ends_group(p, at) || last || std::is_same_v<T, wgmma::E4m3>;
+    const bool folds = ends_group(p, at) || last || !std::is_same_v<T, int8_t>;
     if constexpr (K::kFold == Fold::kBlock) {
       block_scale = next_block_scale;
       next_block_scale = __ldg(block_scales + ((at + 1 == p.k_tiles ? 0 : at + 1) >> p.fold_shift));
     }
-    ring.advance<K>();
+    ring.advance();
     const auto group = [&](auto index) {
       constexpr int g = decltype(index)::value;
       multiply<buffer, g * kGroupSteps, kGroupSteps>(stage, groups > 1 || fresh);
@@ -180,23 +182,31 @@ struct Consumer {
     fetch();
     convert<0>();
     for (int i = begin; i < end; i += 2) {
-      folding_k_tile<0, groups>(at, fresh, i + 1 == end);
+      folding_k_tile<groups, 0>(at, fresh, i + 1 == end);
       next();
       if (i + 1 < end) {
-        folding_k_tile<1, groups>(at, fresh, i + 2 == end);
+        folding_k_tile<groups, 1>(at, fresh, i + 2 == end);
         next();
       }
+    }
+  }
+
+  __device__ __forceinline__ void zero_product() {
+#pragma unroll
+    for (int j = 0; j < K::kTilesM; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) product[j][e] = 0;
     }
   }
 
   // Without folds one K-tile's products may be under way while the next one's are issued.
   template <int buffer>
   __device__ __forceinline__ void k_tile(bool first, bool last, uint32_t& unreleased) {
-    multiply<buffer, 0, kSteps>(ring.address<K>(), first);
+    multiply<buffer, 0, kSteps>(ring.address(), false);
     wgmma::wait<1>();
     if (!first) release(unreleased);
-    unreleased = ring.released_now();
-    ring.advance<K>();
+    unreleased = ring.released();
+    ring.advance();
     if (!last) {
       fetch();
       convert<1 - buffer>();
@@ -215,70 +225,110 @@ struct Consumer {
     release(unreleased);
   }
 
+  // The same with one operand: products that take one from registers hold up the warps that issue them, so conversion
+  // hides only under the products of other warpgroups.
+  template <int groups>
+  __device__ __forceinline__ void walk_scaling(int begin, int end) {
+    fetch<groups>();
+    convert<0>();
+#pragma unroll 1
+    for (int i = begin; i < end; ++i) {
+      const bool more = i + 1 < end;
+      const uint32_t released = ring.released();
+      multiply<0, 0, kSteps>(ring.address(), false);
+      ring.advance();
+      if (more) fetch<groups>();
+      wgmma::wait<0>();
+      release(released);
+      if (more) convert<0>();
+    }
+  }
+
   __device__ __forceinline__ void run(const Place& at, uint32_t epilogue) {
     const int64_t token0 = static_cast<int64_t>(at.token_block) * K::kTokens;
-    const uint32_t tokens = epilogue + kEpilogueBytes + warp / 4 * 2 * K::kTokens * 4;
-    fetch_tokens<K::kTokens>(p, tokens, token0);
+    const int row0 = at.row_block * kTileN + warp / 4 * 64;
+    const uint32_t tokens = ring.data + K::kStage.tokens + warp / 4 * 2 * K::kTokens * 4;
+    fetch_tokens<K>(p, tokens, token0);
     if (K::kFold == Fold::kBlock) block_scales = p.block_scales + static_cast<int64_t>(at.row_block) * p.groups;
     if constexpr (!K::kFolds) {
-      walk(at.begin, at.end);
-    } else if (K::kPacked && p.groups_per_tile == 4) {
-      walk_folding<K::kPacked ? 4 : 1>(at.begin, at.end);
-    } else if (K::kPacked && p.groups_per_tile == 2) {
-      walk_folding<K::kPacked ? 2 : 1>(at.begin, at.end);
-    } else {
-      walk_folding<1>(at.begin, at.end);
-    }
-    const int row0 = at.row_block * kTileN + warp / 4 * 64;
-    const auto& result = [this]() -> auto& {
-      if constexpr (K::kFolds) {
-        return sum;
+      zero_product();
+      if constexpr (K::kScalesOperand) {
+        if (p.groups_per_tile == 1) {
+          walk_scaling<1>(at.begin, at.end);
+        } else {
+          walk_scaling<2>(at.begin, at.end);
+        }
       } else {
-        return product;
+        walk(at.begin, at.end);
       }
-    }();
-    if (p.split_k > 1) {
-      if constexpr (K::kShare == 1) {
-        ptx::named_barrier(3, kConsumerThreads);  // both warpgroups are done with the ring, which the tile overlays
-        write_result<K::kTokens, true, K::kTilesM>(p, result, ring.data, tokens, token0, row0);
-      }
-    } else if (p.y_dtype == DType::kFloat32) {
-      write_result<kChunkTokens, false, K::kTilesM>(p, result, epilogue, tokens, token0, row0);
+      write(product, epilogue, tokens, token0, row0);
     } else {
-      write_half_result<K::kTilesM>(p, result, epilogue, tokens, token0, row0);
+      if (K::kPacked && p.groups_per_tile == 2) {
+        walk_folding<K::kPacked ? 2 : 1>(at.begin, at.end);
+      } else if (K::kPacked && !K::kFloatX && p.groups_per_tile == 4) {
+        walk_folding<K::kPacked && !K::kFloatX ? 4 : 1>(at.begin, at.end);
+      } else {
+        walk_folding<1>(at.begin, at.end);
+      }
+      write(sum, epilogue, tokens, token0, row0);
+    }
+  }
+
+  // A float x gives a y of its own dtype; one in bfloat16 parts was float32.
+  template <typename Sum>
+  __device__ __forceinline__ void write(const Sum& result, uint32_t epilogue, uint32_t tokens, int64_t token0,
+                                        int row0) const {
+    constexpr bool kFloatY = !K::kFloatX || K::kFolds, kHalfY = !K::kFloatX || !K::kFolds || K::kFold == Fold::kBlock;
+    if (p.split_k > 1) {
+      ptx::named_barrier(3, kConsumerThreads);  // both warpgroups are done with the ring, which the tile overlays
+      write_split_result<K>(p, result, ring.data, tokens, token0, row0);
+    } else if (kFloatY && (!kHalfY || p.y_dtype == DType::kFloat32)) {
+      if constexpr (kFloatY) write_float_result<K>(p, result, tokens, token0, row0);
+    } else {
+      if constexpr (kHalfY) write_half_result<K>(p, result, epilogue, tokens, token0, row0);
     }
   }
 };
 
 template <typename K>
-__global__ void __launch_bounds__(kConsumerThreads + kProducerThreads, 1)
+__global__ void __launch_bounds__(kConsumerThreads + kProducerThreads, K::kCtasPerSm)
     mm8_kernel(Params p, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  __shared__ uint64_t arrived[K::kStage.count], released[K::kStage.count];
-  Ring ring{ptx::shared_address(shared), ptx::shared_address(arrived), ptx::shared_address(released)};
+  Ring<K> ring{ptx::shared_address(shared)};
   if (threadIdx.x == 0) {
     for (int i = 0; i < K::kStage.count; ++i) {
-      tma::barrier_init(ring.arrived + i * 8, 1 + (K::kColumns ? kColumnThreads : 0));
-      tma::barrier_init(ring.released + i * 8, kConsumerThreads / 32 * K::kShare);
+      tma::barrier_init(ring.arrived() + i * 8, 1 + (K::kColumns ? kHelperThreads : K::kScalesOperand ? 1 : 0));
+      tma::barrier_init(ring.released() + i * 8, kConsumerThreads / 32 * p.share);
+      if (K::kScalesOperand) tma::barrier_init(ring.scales_arrived() + i * 8, 1);
     }
     tma::barrier_init_fence();
+    tma::prefetch_map(&maps.x);
   }
-  if constexpr (K::kShare > 1) {
+  const int warp = ptx::warp_index() - kConsumerThreads / 32;
+  if (warp == 0) prefetch_weight<K>(p, maps);
+  if (p.share > 1) {
     ptx::cluster_barrier();
   } else {
     __syncthreads();
   }
-  if (threadIdx.x >= kConsumerThreads) {
-    ptx::limit_registers<kProducerRegisters>();
-    const int warp = (threadIdx.x - kConsumerThreads) / 32;
-    if (warp == 0 && threadIdx.x % 32 == 0) produce<K>(p, maps, ring);
+  // All that comes from the kernel before, and the y that it may still read, is only touched from here on. W may be its
+  // work too: up to here it went to L2 alone, where it cannot grow stale.
+  ptx::wait_for_previous_kernel();
+  if (warp >= 0) {
+    ptx::limit_registers<K::kProducerRegisters>();
+    if (warp == 0) produce<K>(p, maps, ring);
     if (K::kColumns && warp > 0) produce_columns<K>(p, ring);
+    if constexpr (K::kScalesOperand) {
+      if (warp > 0) make_scales<K>(p, ring);
+    }
   } else {
-    ptx::raise_registers<kConsumerRegisters>();
+    ptx::raise_registers<K::kConsumerRegisters>();
     const uint32_t epilogue = ring.data + K::kStage.epilogue;
-    for_each_tile<K>(p, [&](const Place& at) { Consumer<K>{p, ring}.run(at, epilogue); });
+    const int peer = (ptx::cluster_rank() & -p.share) + threadIdx.x % 32 % p.share;
+    const uint32_t to_producer = ptx::cluster_address(ring.data, peer) - ring.data;
+    for_each_tile<K>(p, [&](const Place& at) { Consumer<K>{p, ring, to_producer}.run(at, epilogue); });
   }
-  if constexpr (K::kShare > 1) ptx::cluster_barrier();  // a CTA that has gone can take no arrivals
+  if (p.share > 1 && p.split_k == 1) ptx::cluster_barrier();  // a CTA that has gone can take no arrivals
 }
 
 }  // namespace qao::mm8::sm90

@@ -1,18 +1,17 @@
-// From the sums of a tile to y: added over the CTAs of a cluster in their order, transposed through shared memory,
-// scaled, and stored four rows of W at a time.
+// From the sums of a tile to y: scaled and stored, or first added over the CTAs of a cluster in their order. Each of
+// the three ways is compiled once a kernel.
 #pragma once
 
 #include <type_traits>
 
 #include "common/convert.cuh"
 #include "common/ptx.cuh"
-#include "mm8/sm90_kernels.h"
-#include "mm8/sm90_tile.h"
+#include "mm8/sm90_producer.cuh"
 
 namespace qao::mm8::sm90 {
 
-// What one thread needs of `count` rows of W, n and every `step`-th after it.
-template <int count, int step>
+// What one thread needs of `count` rows of W, n and every `step`-th after it. `scaled_x`: x has scales.
+template <bool scaled_x, int count, int step>
 struct Rows {
   float scale[count], weight_sum[count], bias[count];
 
@@ -28,140 +27,168 @@ struct Rows {
     }
   }
   __device__ __forceinline__ float finish(int e, float sum, float x_scale, float x_zero) const {
+    if constexpr (!scaled_x) return scale[e] * sum + bias[e];
     return x_scale * (scale[e] * sum - x_zero * weight_sum[e]) + bias[e];
   }
 };
 
 // Scales and zero points of a tile's tokens wait in shared memory, a copy for each warpgroup: [2][tokens].
-template <int tokens>
+template <typename K>
 __device__ __forceinline__ void fetch_tokens(const Params& p, uint32_t to, int64_t token0) {
-  for (int i = threadIdx.x % 128; i < tokens; i += 128) {
+  for (int i = threadIdx.x % 128; !K::kFloatX && i < K::kTokens; i += 128) {
     const bool exists = token0 + i < p.m;
     const int64_t token = exists ? token0 + i : 0;
     if (p.x_scales != nullptr) ptx::cp_async_4(to + i * 4, p.x_scales + token * p.x_scale_stride, exists);
-    if (p.x_zeros != nullptr) ptx::cp_async_4(to + (tokens + i) * 4, p.x_zeros + token, exists);
+    if (p.x_zeros != nullptr) ptx::cp_async_4(to + (K::kTokens + i) * 4, p.x_zeros + token, exists);
   }
   ptx::cp_async_commit();
 }
+// Of two neighbouring tokens.
+template <typename K>
+struct Tokens {
+  float2 scale = {1, 1}, zero = {0, 0};
 
-__device__ __forceinline__ void store(const Params& p, const Rows<4, 1>& rows, float x_scale, float x_zero,
-                                      int64_t token, int n, const float4& sum) {
-  const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
-  float value[4];
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    value[e] = rows.finish(e, sums[e], x_scale, x_zero);
+  __device__ __forceinline__ Tokens(const Params& p, uint32_t tokens, int token) {
+    if constexpr (K::kFloatX) return;
+    if (p.x_scales != nullptr) scale = ptx::load_shared_float2(tokens + token * 4);
+    if (p.x_zeros != nullptr) {
+      zero.x = static_cast<float>(ptx::load_shared_int(tokens + (K::kTokens + token) * 4));
+      zero.y = static_cast<float>(ptx::load_shared_int(tokens + (K::kTokens + token) * 4 + 4));
+    }
   }
-  const int64_t at = token * p.n + n;
-  if (p.n % 4 == 0) {
-    store_float4(p.y, at, p.y_dtype, value);
-  } else {
+};
+template <typename K>
+__device__ __forceinline__ void wait_for_tokens(int warpgroup) {
+  ptx::cp_async_wait<0>();
+  ptx::named_barrier(1 + warpgroup, 128);
+}
+
+// One warpgroup's 64 rows from row0 of a tile whose K is split over the cluster: transposed into `tile`, then every CTA
+// adds up and stores its share of the tokens.
+template <typename K, typename Sum>
+__device__ __forceinline__ void write_split_result(const Params& p, const Sum (&sum)[K::kTilesM][4], uint32_t tiles,
+                                                   uint32_t tokens, int64_t token0, int row0) {
+  constexpr int kBatch = 4;  // tokens of a thread whose parts are read at once
+  const int thread = threadIdx.x % 128, lane = thread % 32, rank = ptx::cluster_rank() >> (p.share - 1);
+  const uint32_t tile = tiles + threadIdx.x / 128 * K::kTokens * kPaddedN * 4;
+  const int row = thread % 16 * 4, n = row0 + row;
+  const Rows<!K::kFloatX, 4, 1> rows(p, n);
+  ptx::cp_async_wait<0>();  // of fetch_tokens
+#pragma unroll
+  for (int j = 0; j < K::kTilesM; ++j) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (n + e < p.n) store_float(p.y, at + e, p.y_dtype, value[e]);
+      const int to = (j * 8 + lane % 4 * 2 + e % 2) * kPaddedN + thread / 32 * 16 + lane / 4 + e / 2 * 8;
+      ptx::store_shared_float(tile + to * 4, static_cast<float>(sum[j][e]));
     }
   }
-}
-
-// One warpgroup's 64 rows from row0, `chunk` tokens at a time in two buffers by turns. With `clustered` a chunk is all
-// of the tile, and every CTA of the cluster stores its share of the tokens.
-template <int chunk, bool clustered, int tiles_m, typename Sum>
-__device__ __forceinline__ void write_result(const Params& p, const Sum (&sum)[tiles_m][4], uint32_t buffers,
-                                             uint32_t tokens, int64_t token0, int row0) {
-  const int thread = threadIdx.x % 128, lane = thread % 32, warpgroup = threadIdx.x / 128;
-  const int rank = clustered ? ptx::cluster_rank() : 0, ranks = clustered ? p.split_k : 1;
-  const auto sync = [&] {
-    if constexpr (clustered) {
-      ptx::cluster_barrier();
-    } else {
-      ptx::named_barrier(1 + warpgroup, 128);
-    }
-  };
-  constexpr int kBytes = chunk * kPaddedN * 4;
-  const int row = thread % 16 * 4, n = row0 + row;
-  const Rows<4, 1> rows(p, n);
-  ptx::cp_async_wait<0>();  // of fetch_tokens
+  ptx::cluster_barrier();
+  const int end = static_cast<int>(min(static_cast<int64_t>((rank + 1) * K::kTokens / p.split_k), p.m - token0));
+#pragma unroll 1
+  for (int first = rank * K::kTokens / p.split_k + thread / 16; first < end && n < p.n; first += 8 * kBatch) {
+    float total[kBatch][4] = {};
+#pragma unroll 2
+    for (int r = 0; r < p.split_k; ++r) {
+      const uint32_t from = ptx::cluster_address(tile + row * 4, r * p.share + (ptx::cluster_rank() & (p.share - 1)));
 #pragma unroll
-  for (int first = 0; first < tiles_m * 8; first += chunk) {
-    const uint32_t tile = buffers + (clustered ? warpgroup : warpgroup * 2 + first / chunk % 2) * kBytes;
-#pragma unroll
-    for (int j = 0; j < chunk / 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int to = (j * 8 + lane % 4 * 2 + e % 2) * kPaddedN + thread / 32 * 16 + lane / 4 + e / 2 * 8;
-        ptx::store_shared_float(tile + to * 4, static_cast<float>(sum[first / 8 + j][e]));
+      for (int i = 0; i < kBatch; ++i) {
+        const int token = min(first + 8 * i, K::kTokens - 1);
+        const float4 part = ptx::load_cluster_float4(from + token * (kPaddedN * 4));
+        total[i][0] += part.x, total[i][1] += part.y, total[i][2] += part.z, total[i][3] += part.w;
       }
     }
-    sync();
-    const int end = static_cast<int>(min(static_cast<int64_t>((rank + 1) * chunk / ranks), p.m - token0 - first));
-    for (int token = rank * chunk / ranks + thread / 16; token < end; token += 8) {
-      const uint32_t from = tile + (token * kPaddedN + row) * 4;
-      float4 total = {0, 0, 0, 0};
-      for (int r = 0; r < ranks; ++r) {
-        const float4 part = ptx::load_cluster_float4(clustered ? ptx::cluster_address(from, r) : from);
-        total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int token = first + 8 * i;
+      if (token >= end) break;
+      float x_scale = 1, x_zero = 0;
+      if (!K::kFloatX && p.x_scales != nullptr) x_scale = ptx::load_shared_float(tokens + token * 4);
+      if (!K::kFloatX && p.x_zeros != nullptr) {
+        x_zero = static_cast<float>(ptx::load_shared_int(tokens + (K::kTokens + token) * 4));
       }
-      const uint32_t at = tokens + (first + token) * 4;
-      const float x_scale = p.x_scales != nullptr ? ptx::load_shared_float(at) : 1.0f;
-      const int x_zero = p.x_zeros != nullptr ? ptx::load_shared_int(at + tiles_m * 8 * 4) : 0;
-      if (n < p.n) store(p, rows, x_scale, static_cast<float>(x_zero), token0 + first + token, n, total);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) total[i][e] = rows.finish(e, total[i][e], x_scale, x_zero);
+      const int64_t at = (token0 + token) * p.n + n;
+      if (p.n % 4 == 0) {
+        store_float4(p.y, at, p.y_dtype, total[i]);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (n + e < p.n) store_float(p.y, at + e, p.y_dtype, total[i][e]);
+        }
+      }
     }
   }
-  sync();  // before the buffers are used again
+  ptx::cluster_barrier();  // before the tile is used again
 }
 
-// Two values in the 16 bits of y.
-__device__ __forceinline__ uint32_t pack(const Params& p, float low, float high) {
-  if (p.y_dtype == DType::kFloat16) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
+// The same of a whole tile into a float32 y. Eight lanes hold neighbouring rows: 32 bytes of y.
+template <typename K, typename Sum>
+__device__ __forceinline__ void write_float_result(const Params& p, const Sum (&sum)[K::kTilesM][4], uint32_t tokens,
+                                                   int64_t token0, int row0) {
+  const int lane = threadIdx.x % 32, n = row0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+  const Rows<!K::kFloatX, 2, 8> rows(p, n);
+  wait_for_tokens<K>(threadIdx.x / 128);
+  float* y = static_cast<float*>(p.y) + (token0 + lane % 4 * 2) * p.n + n;
+  const int64_t count = p.m - token0 - lane % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < K::kTilesM; ++j) {
+    const Tokens<K> x(p, tokens, j * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float value = rows.finish(e / 2, static_cast<float>(sum[j][e]), e % 2 == 0 ? x.scale.x : x.scale.y,
+                                      e % 2 == 0 ? x.zero.x : x.zero.y);
+      if (j * 8 + e % 2 < count && n + e / 2 * 8 < p.n)
+        y[static_cast<int64_t>(j * 8 + e % 2) * p.n + e / 2 * 8] = value;
+    }
   }
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
+  ptx::named_barrier(1 + threadIdx.x / 128, 128);  // before the tokens' scales are overwritten
 }
 
-// The same into a y of 16 bits: scaled in registers, transposed by stmatrix, stored eight rows of W at a time.
-template <int tiles_m, typename Sum>
-__device__ __forceinline__ void write_half_result(const Params& p, const Sum (&sum)[tiles_m][4], uint32_t buffers,
+__device__ __forceinline__ uint32_t pack(float low, float high, bool half) {
+  const __half2 halves = __floats2half2_rn(low, high);
+  const __nv_bfloat162 bfloats = __floats2bfloat162_rn(low, high);
+  return half ? *reinterpret_cast<const uint32_t*>(&halves) : *reinterpret_cast<const uint32_t*>(&bfloats);
+}
+
+// Into a y of 16 bits, a chunk of tokens at a time in two buffers by turns: scaled in registers, transposed by
+// stmatrix, stored eight rows of W at a time.
+template <typename K, typename Sum>
+__device__ __forceinline__ void write_half_result(const Params& p, const Sum (&sum)[K::kTilesM][4], uint32_t buffers,
                                                   uint32_t tokens, int64_t token0, int row0) {
-  constexpr int kBytes = kHalfChunkTokens * kHalfRowBytes;
+  constexpr int kChunkTokens = K::kStage.chunk_tokens, kChunkBytes = kChunkTokens * kChunkRowBytes;
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, warpgroup = threadIdx.x / 128;
-  const Rows<2, 8> rows(p, row0 + warp * 16 + lane / 4);
-  ptx::cp_async_wait<0>();  // of fetch_tokens
-  ptx::named_barrier(1 + warpgroup, 128);
+  const bool half = K::kFloatX ? std::is_same_v<typename K::T, __half> : p.y_dtype == DType::kFloat16;
+  const Rows<!K::kFloatX, 2, 8> rows(p, row0 + warp * 16 + lane / 4);
+  wait_for_tokens<K>(warpgroup);
 #pragma unroll
-  for (int first = 0; first < tiles_m; first += kHalfChunkTokens / 8) {
-    const uint32_t tile = buffers + (warpgroup * 2 + first * 8 / kHalfChunkTokens % 2) * kBytes;
+  for (int first = 0; first < K::kTilesM; first += kChunkTokens / 8) {
+    const uint32_t tile = buffers + (warpgroup * 2 + first * 8 / kChunkTokens % 2) * kChunkBytes;
 #pragma unroll
-    for (int j = 0; j < kHalfChunkTokens / 8; j += 2) {
+    for (int j = 0; j < kChunkTokens / 8; j += 2) {
       uint32_t pairs[4];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint32_t at = tokens + ((first + j + i) * 8 + lane % 4 * 2) * 4;
-        const float2 scale = p.x_scales != nullptr ? ptx::load_shared_float2(at) : float2{1, 1};
         const Sum(&of)[4] = sum[first + j + i];
-        float2 zero = {0, 0};
-        if (p.x_zeros != nullptr) {
-          zero.x = static_cast<float>(ptx::load_shared_int(at + tiles_m * 8 * 4));
-          zero.y = static_cast<float>(ptx::load_shared_int(at + tiles_m * 8 * 4 + 4));
-        }
+        const Tokens<K> x(p, tokens, (first + j + i) * 8 + lane % 4 * 2);
 #pragma unroll
         for (int high = 0; high < 2; ++high) {
-          pairs[2 * i + high] = pack(p, rows.finish(high, static_cast<float>(of[2 * high]), scale.x, zero.x),
-                                     rows.finish(high, static_cast<float>(of[2 * high + 1]), scale.y, zero.y));
+          pairs[2 * i + high] =
+              pack(rows.finish(high, static_cast<float>(of[2 * high]), x.scale.x, x.zero.x),
+                   rows.finish(high, static_cast<float>(of[2 * high + 1]), x.scale.y, x.zero.y), half);
         }
       }
       const int token = (j + lane / 16) * 8 + lane % 8;
-      ptx::stmatrix_x4_transposed(tile + token * kHalfRowBytes + warp * 32 + lane / 8 % 2 * 16, pairs);
+      ptx::stmatrix_x4_transposed(tile + token * kChunkRowBytes + warp * 32 + lane / 8 % 2 * 16, pairs);
     }
     ptx::named_barrier(1 + warpgroup, 128);
     const int n = row0 + thread % 8 * 8;
 #pragma unroll
-    for (int i = 0; i < kHalfChunkTokens / 16; ++i) {
+    for (int i = 0; i < kChunkTokens / 16; ++i) {
       const int token = thread / 8 + i * 16;
       const int64_t m = token0 + first * 8 + token;
       if (m >= p.m || n >= p.n) continue;
-      const uint4 eight = ptx::load_shared_16(tile + token * kHalfRowBytes + thread % 8 * 16);
+      const uint4 eight = ptx::load_shared_16(tile + token * kChunkRowBytes + thread % 8 * 16);
       uint16_t* y = static_cast<uint16_t*>(p.y) + m * p.n + n;
       if (p.n % 8 == 0) {
         *reinterpret_cast<uint4*>(y) = eight;

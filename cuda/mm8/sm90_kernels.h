@@ -22,14 +22,18 @@ struct Params {
   int k_tiles, parts;            // parts: 3 when x is a float32 split into bfloat16 parts, else 1
   int row_blocks, token_blocks;  // tiles of y
   int split_k;                   // CTAs of a cluster that share a tile of y
+  int share;                     // CTAs of a cluster, for neighbouring row tiles, that fetch x together: 1 or 2
+                                 // a cluster is split_k times share CTAs, neighbours of a share first
   int groups;                    // along K: int4 groups, or blocks of 128
   int groups_per_tile;           // 4, 2 or 1
   int fold_shift;                // groups_per_tile == 1: K-tile t belongs to group t >> fold_shift
   int group_bytes;               // int4 parameters of one group of 16 rows
   bool has_zeros;                // they include zero points
   DType scale_dtype;             // of int4 parameters
+  float scale_factor;            // int4 beside a float16 x: keeps W out of its subnormals; `factor` takes it off again
   const float* block_scales;     // Fold::kBlock: [row_blocks, groups]
   const float* columns;          // with columns: [m, groups], sums or block scales of x
+  int column_tiles;              // K-tiles that have them: of the first part of x; 0: none
   // y = x_scale (factor row_scale sum - x_zero weight_sum) + bias; null pointers stand for 1, 1, 0, 0, 0.
   float factor;
   const float *row_scales, *x_scales;
@@ -49,6 +53,8 @@ struct X {
   int64_t part_stride;  // elements
 };
 
-Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream);
+// `x_sums`: [m, groups], or null.
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, const float* x_sums,
+              void* stream);
 
 }  // namespace qao::mm8::sm90

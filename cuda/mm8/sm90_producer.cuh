@@ -3,11 +3,13 @@
 
 #include <type_traits>
 
+#include "common/convert.cuh"
 #include "common/ptx.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 #include "int4_mm/layout.h"
 #include "mm8/sm90_kernels.h"
+#include "mm8/sm90_operand.cuh"
 #include "mm8/sm90_tile.h"
 
 namespace qao::mm8::sm90 {
@@ -21,9 +23,8 @@ enum class Fold {
 };
 
 // T: what the tensor cores multiply, __nv_bfloat16, __half, int8_t or wgmma::E4m3. `columns`: the fold needs a value
-// per token, a scale of x or a sum of it. `share`: CTAs of a cluster, for neighbouring row tiles, that fetch x
-// together.
-template <typename T_, Format weight, Fold fold, bool columns, int tokens, int share>
+// per token, a scale of x or a sum of it.
+template <typename T_, Format weight, Fold fold, bool columns, int tokens>
 struct Kernel {
   using T = T_;
   using Product = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;
@@ -32,23 +33,27 @@ struct Kernel {
   static constexpr bool kFolds = fold != Fold::kNone, kColumns = columns;
   static constexpr bool kFloatX = !std::is_same_v<T, int8_t> && !std::is_same_v<T, wgmma::E4m3>;
   static constexpr bool kPacked = weight == Format::kInt4, kFromRegisters = kFloatX || kPacked;
-  static constexpr int kTileK = kFloatX ? 64 : 128, kTokens = tokens, kTilesM = tokens / 8, kShare = share;
-  static constexpr Stage kStage{kFloatX, kPacked, columns, tokens};
+  static constexpr bool kScalesOperand = kPacked && kFloatX && !kFolds;  // int4 is multiplied by its scales in T
+  static constexpr int kTileK = kFloatX ? 64 : 128, kTokens = tokens, kTilesM = tokens / 8;
+  static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds};
+  static constexpr Stage kStage{kTraits, tokens};
+  // A CTA starts with 168 or 80 registers a thread; consumers take what the producers give up, and no more.
+  static constexpr int kCtasPerSm = kTraits.ctas_per_sm(tokens);
+  static constexpr int kProducerRegisters = kCtasPerSm == 1 ? 40 : 32, kConsumerRegisters = kCtasPerSm == 1 ? 232 : 104;
+  static_assert(2 * tokens * kPaddedN * 4 <= kStage.epilogue, "a tile of split K overlays the ring");
   static constexpr int kPanel = 2048 / tokens;  // token tiles
 };
 
-// The mbarriers of the ring, one pair a stage, and where a role has got to.
+// The ring of stages, its mbarriers, three for each stage, and where a role has got to.
+template <typename K>
 struct Ring {
-  uint32_t data, arrived, released;  // shared addresses
+  uint32_t data;  // shared address
   int stage = 0, parity = 0;
 
-  __device__ __forceinline__ uint32_t arrived_now() const { return arrived + stage * 8; }
-  __device__ __forceinline__ uint32_t released_now() const { return released + stage * 8; }
-  template <typename K>
-  __device__ __forceinline__ uint32_t address() const {
-    return data + stage * K::kStage.bytes;
-  }
-  template <typename K>
+  __device__ __forceinline__ uint32_t address() const { return data + stage * K::kStage.bytes; }
+  __device__ __forceinline__ uint32_t arrived() const { return data + K::kStage.barriers + stage * 8; }
+  __device__ __forceinline__ uint32_t released() const { return arrived() + kBarrierBytes; }
+  __device__ __forceinline__ uint32_t scales_arrived() const { return arrived() + 2 * kBarrierBytes; }
   __device__ __forceinline__ void advance() {
     if (++stage == K::kStage.count) stage = 0, parity ^= 1;
   }
@@ -62,18 +67,17 @@ struct Place {
 };
 template <typename K>
 __device__ __forceinline__ Place place(const Params& p, int tile) {
-  const int row_clusters = (p.row_blocks + K::kShare - 1) / K::kShare;
+  const int row_clusters = (p.row_blocks + p.share - 1) / p.share;
   const int panel = tile / (K::kPanel * row_clusters), inside = tile - panel * K::kPanel * row_clusters;
   const int width = min(K::kPanel, p.token_blocks - panel * K::kPanel);
-  const int rank = p.split_k > 1 ? ptx::cluster_rank() : 0, steps = p.parts * p.k_tiles;
-  const int row_block = K::kShare > 1 ? inside / width * K::kShare + ptx::cluster_rank() : inside / width;
-  return {row_block, panel * K::kPanel + inside % width, static_cast<int>(int64_t{steps} * rank / p.split_k),
-          static_cast<int>(int64_t{steps} * (rank + 1) / p.split_k)};
+  const int rank = ptx::cluster_rank(), part = rank >> (p.share - 1), steps = p.parts * p.k_tiles;
+  return {inside / width * p.share + (rank & (p.share - 1)), panel * K::kPanel + inside % width,
+          steps * part / p.split_k, steps * (part + 1) / p.split_k};
 }
 template <typename K, typename Work>
 __device__ __forceinline__ void for_each_tile(const Params& p, const Work& work) {
-  const int tiles = (p.row_blocks + K::kShare - 1) / K::kShare * p.token_blocks;
-  const int cluster = K::kShare > 1 ? K::kShare : p.split_k, clusters = gridDim.x / cluster;
+  const int tiles = (p.row_blocks + p.share - 1) / p.share * p.token_blocks;
+  const int cluster = p.share * p.split_k, clusters = gridDim.x / cluster;
   for (int tile = blockIdx.x / cluster; tile < tiles; tile += clusters) work(place<K>(p, tile));
 }
 
@@ -85,59 +89,114 @@ __device__ __forceinline__ int first_group(const Params& p, int at) {
   return p.groups_per_tile > 1 ? at * p.groups_per_tile : at >> p.fold_shift;
 }
 
-// One thread: fills stage after stage. What lies outside a tensor arrives as zero.
+// Brings the CTA's first K-tiles of W into L2, a lane each.
 template <typename K>
-__device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, Ring ring) {
-  const int row_tiles = kTileN / int4_mm::kTileN;
-  const int bytes = K::kStage.x + K::kStage.weight + (K::kPacked ? row_tiles * p.groups_per_tile * p.group_bytes : 0);
+__device__ __forceinline__ void prefetch_weight(const Params& p, const TensorMaps& maps) {
+  constexpr int kTiles = 128 * 1024 / K::kStage.weight < 32 ? 128 * 1024 / K::kStage.weight : 32;
+  constexpr int kRowTiles = kTileN / int4_mm::kTileN, kPackedTiles = K::kTileK / int4_mm::kTileK;
+  const Place at = place<K>(p, blockIdx.x / (p.share * p.split_k));
+  const int lane = threadIdx.x % 32, i = at.begin + lane, k_tile = i % p.k_tiles;
+  if (lane >= kTiles || i >= at.end) return;
+  if constexpr (K::kPacked) {
+    tma::prefetch_3d(&maps.weight, 0, kPackedTiles * k_tile, at.row_block * kRowTiles);
+    tma::prefetch_3d(&maps.scales, 0, first_group(p, k_tile), at.row_block * kRowTiles);
+  } else {
+    tma::prefetch_3d(&maps.weight, k_tile * K::kTileK, 0, at.row_block * kTileN);
+  }
+}
+
+// One warp: fills stage after stage. What lies outside a tensor arrives as zero. All lanes walk along, so that what
+// they count stays in uniform registers, where the copy engine wants it; one of them issues.
+template <typename K>
+__device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, Ring<K> ring) {
+  constexpr int kRowTiles = kTileN / int4_mm::kTileN, kPackedTiles = K::kTileK / int4_mm::kTileK;
+  const int scale_bytes = K::kPacked ? kRowTiles * p.groups_per_tile * p.group_bytes : 0;
+  const int bytes = K::kStage.x + K::kStage.weight + (K::kScalesOperand ? 0 : scale_bytes);
   for_each_tile<K>(p, [&](const Place& at) {
-    int part = at.begin / p.k_tiles, k_tile = at.begin % p.k_tiles;
+    int part = 0, k_tile = at.begin;
+    while (k_tile >= p.k_tiles) k_tile -= p.k_tiles, ++part;
+    const int rank = ptx::cluster_rank(), first = (rank & (p.share - 1)) * (K::kTokens / 2),
+              token0 = at.token_block * K::kTokens;
+#pragma unroll 1
     for (int i = at.begin; i < at.end; ++i) {
-      tma::barrier_wait(ring.released_now(), ring.parity ^ 1);
-      const uint32_t x = ring.address<K>(), weight = x + K::kStage.x, barrier = ring.arrived_now();
-      tma::barrier_expect(barrier, bytes);
-      const int token0 = at.token_block * K::kTokens;
-      if constexpr (K::kShare > 1) {
-        constexpr int kTokens = K::kTokens / K::kShare;
-        const int first = ptx::cluster_rank() * kTokens;
-        tma::load_3d_multicast(x + first * 128, &maps.x, k_tile * K::kTileK, part, token0 + first, barrier,
-                               (1 << K::kShare) - 1);
-      } else {
-        tma::load_3d(x, &maps.x, k_tile * K::kTileK, part, token0, barrier);
+      tma::barrier_wait(ring.released(), ring.parity ^ 1);
+      const uint32_t x = ring.address(), weight = x + K::kStage.x, barrier = ring.arrived();
+      if (ptx::elect_one()) {
+        tma::barrier_expect(barrier, bytes);
+        if (p.share > 1) {
+          tma::load_3d_multicast(x + first * 128, &maps.x, k_tile * K::kTileK, part, token0 + first, barrier,
+                                 0b11 << (rank & ~1));
+        } else {
+          tma::load_3d(x, &maps.x, k_tile * K::kTileK, part, token0, barrier);
+        }
+        if constexpr (K::kPacked) {
+          tma::load_3d(weight, &maps.weight, 0, kPackedTiles * k_tile, at.row_block * kRowTiles, barrier);
+          const uint32_t scales_barrier = K::kScalesOperand ? ring.scales_arrived() : barrier;
+          if (K::kScalesOperand) tma::barrier_expect(scales_barrier, scale_bytes);
+          tma::load_3d(weight + K::kStage.weight, &maps.scales, 0, first_group(p, k_tile), at.row_block * kRowTiles,
+                       scales_barrier);
+        } else {
+          tma::load_3d(weight, &maps.weight, k_tile * K::kTileK, 0, at.row_block * kTileN, barrier);
+        }
       }
-      if constexpr (K::kPacked) {
-        tma::load_3d(weight, &maps.weight, 0, 2 * k_tile, at.row_block * row_tiles, barrier);
-        tma::load_3d(weight + K::kStage.weight, &maps.scales, 0, first_group(p, k_tile), at.row_block * row_tiles,
-                     barrier);
-      } else {
-        tma::load_3d(weight, &maps.weight, k_tile * K::kTileK, 0, at.row_block * kTileN, barrier);
-      }
-      ring.advance<K>();
+      ring.advance();
       if (++k_tile == p.k_tiles) k_tile = 0, ++part;
+    }
+  });
+  ptx::launch_dependents();  // what is left is to multiply what lies in the ring
+}
+
+constexpr int kHelperThreads = kProducerThreads - 32;
+
+// Three warps, K-tiles by turns: the scales of an int4 W as its operand needs them.
+template <typename K>
+__device__ __forceinline__ void make_scales(const Params& p, Ring<K> ring) {
+  const int lane = threadIdx.x % 32;
+  int turn = threadIdx.x % kProducerThreads / 32 - 1;
+  for_each_tile<K>(p, [&](const Place& place) {
+#pragma unroll 1
+    for (int at = place.begin; at < place.end; ++at, ring.advance()) {
+      turn = turn == 0 ? kHelperThreads / 32 - 1 : turn - 1;
+      if (turn != 0) continue;
+      // A warp may be a whole ring ahead of a slow copy, and must not take the parity of two rounds ago for this one's.
+      tma::barrier_wait(ring.released(), ring.parity ^ 1);
+      tma::barrier_wait(ring.scales_arrived(), ring.parity);
+      const uint32_t from = ring.address() + K::kStage.x + K::kStage.weight, to = from + K::kStage.scales;
+      for (int group = 0; group < p.groups_per_tile; ++group) {
+#pragma unroll
+        for (int row = lane; row < kTileN; row += 32) {
+          const uint32_t tile = from + (row / int4_mm::kTileN * p.groups_per_tile + group) * p.group_bytes;
+          const int index = row % int4_mm::kTileN;
+          const float scale = load_shared_float(tile, index, p.scale_dtype) * p.scale_factor;
+          const float zero = p.has_zeros ? load_shared_float(tile, index + int4_mm::kTileN, p.scale_dtype) : 8.0f;
+          const RowScale made = row_scale<typename K::T>(scale, zero);
+          ptx::store_shared_8(to + (group * kTileN + row) * kRowScaleBytes, {made.main, made.rest});
+        }
+      }
+      __syncwarp();
+      if (lane == 0) tma::barrier_arrive(ring.arrived());
     }
   });
 }
 
-constexpr int kColumnThreads = kProducerThreads - 32;
-
 // Three warps: the values per token.
 template <typename K>
-__device__ __forceinline__ void produce_columns(const Params& p, Ring ring) {
+__device__ __forceinline__ void produce_columns(const Params& p, Ring<K> ring) {
   for_each_tile<K>(p, [&](const Place& place) {
     const int64_t token0 = static_cast<int64_t>(place.token_block) * K::kTokens;
     for (int at = place.begin; at < place.end; ++at) {
-      tma::barrier_wait(ring.released_now(), ring.parity ^ 1);
-      const uint32_t to = ring.address<K>() + K::kStage.x + K::kStage.weight + K::kStage.scales;
+      tma::barrier_wait(ring.released(), ring.parity ^ 1);
+      const uint32_t to = ring.address() + K::kStage.x + K::kStage.weight + K::kStage.scales;
       const int group = first_group(p, at);
       const bool ends = ends_group(p, at);  // its sum of x comes off once; until then it counts as zero
-      for (int i = threadIdx.x % kProducerThreads - 32; i < p.groups_per_tile * K::kTokens; i += kColumnThreads) {
+      for (int i = threadIdx.x % kProducerThreads - 32; i < p.groups_per_tile * K::kTokens; i += kHelperThreads) {
         const int64_t token = token0 + i % K::kTokens;
         const int g = group + i / K::kTokens;
-        const bool exists = ends && token < p.m && g < p.groups;
+        const bool exists = ends && at < p.column_tiles && token < p.m && g < p.groups;
         ptx::cp_async_4(to + i * 4, exists ? p.columns + token * p.groups + g : p.columns, exists);
       }
-      tma::barrier_arrive_after_copies(ring.arrived_now());
-      ring.advance<K>();
+      tma::barrier_arrive_after_copies(ring.arrived());
+      ring.advance();
     }
   });
 }

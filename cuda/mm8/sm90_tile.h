@@ -3,42 +3,74 @@
 
 #include <algorithm>
 
-#include "qao/types.h"
+#include "mm8/workspace.h"
+#include "qao/mm8.h"
 
 namespace qao::mm8::sm90 {
 
 constexpr int kTileN = 128;  // rows of W per CTA: two warpgroups of 64
 constexpr int kConsumerThreads = 256, kProducerThreads = 128;
-constexpr int kMaxSharedBytes = 226 * 1024;
-constexpr int kMaxSplit = 8;                              // CTAs of a cluster
+constexpr int kMaxSharedBytes = 226 * 1024;  // of a multiprocessor
+constexpr int kMaxCluster = 8;
 constexpr int64_t kMaxIntegerK = (int64_t{1} << 17) - 1;  // sums of (-128)^2 stay below 2^31
 
-// The tiles of configs.inc that registers allow: folding keeps two sets of sums, an operand in registers takes room
-// too.
-constexpr bool fits(int tokens, bool folds, bool from_registers) {
-  return tokens <= (!folds ? 256 : from_registers ? 128 : 192);
+// What decides which kernel serves a problem, and with which tiles.
+struct Traits {
+  bool float_x;
+  bool packed;   // W is int4
+  bool columns;  // scaling the sums needs a value per token: a sum of x or a scale of it
+  bool folds;    // sums are scaled during the walk over K: a second set of them
+
+  // Whether the tile is compiled. Folding and an operand in registers take room of the sums.
+  constexpr bool serves(int tokens) const {
+    if (tokens == 32) return !(folds && float_x);
+    return tokens <= (!folds ? 256 : packed || float_x ? 128 : 192);
+  }
+  // Making an operand in registers for few tokens leaves the tensor cores idle half of the time.
+  constexpr int ctas_per_sm(int tokens) const { return tokens <= 64 && float_x && packed && !folds ? 2 : 1; }
+};
+inline Traits traits_of(const Problem& p, int tokens) {
+  const bool float_x = p.x == Format::kFloat, packed = p.weight == Format::kInt4, split = is_split(p);
+  const bool block = !packed && p.weight_scaling == Scaling::kBlock;
+  // e4m3 sums may stay in the tensor cores where asked for: that is worth kernels of its own with the largest tile.
+  const bool short_sums = p.x == Format::kFp8 && !(p.fast_accum && tokens == 256);
+  return {float_x, packed, packed ? split || p.x == Format::kFp8 || (!float_x && p.has_zeros) : block && !float_x,
+          (packed && !float_x) || block || split || short_sums};
 }
 
 // The epilogue transposes through shared memory: rows of tokens, padded against bank conflicts.
-constexpr int kPaddedN = 64 + 4, kChunkTokens = 16;
-constexpr int kHalfChunkTokens = 32, kHalfRowBytes = 64 * 2 + 16;
-constexpr int kEpilogueBytes =
-    2 * 2 * std::max(kChunkTokens * kPaddedN * 4, kHalfChunkTokens* kHalfRowBytes);  // two chunks of each warpgroup
+constexpr int kPaddedN = 64 + 4, kChunkRowBytes = 64 * 2 + 16;
+
+constexpr int kMaxStages = 8, kBarrierBytes = kMaxStages * 8;
+constexpr int kRowScaleBytes = 8;  // of one row of W in one group: see RowScale
 
 // A stage holds 128 bytes of each token: 64 columns of an x of 16 bits, 128 of 8.
 struct Stage {
-  int x, weight, scales, columns;  // bytes; columns: floats per token that the scaling of sums needs
-  int bytes, count, epilogue, total;
+  int x, weight, scales;  // bytes
+  int columns;            // floats per token that the scaling of sums needs, or scales of rows of W made ready
+  int bytes, chunk_tokens, count, epilogue, tokens, barriers, total;
 
-  constexpr Stage(bool float_x, bool packed, bool has_columns, int tokens)
-      : x(tokens * 128),
-        weight(kTileN * (float_x ? 64 : 128) / (packed ? 2 : 1)),
-        scales(packed ? 4 * kTileN * 2 * 4 : 0),  // four groups, scale and zero point, float32 at most
-        columns(has_columns ? (packed ? 4 : 1) * tokens * 4 : 0),
+  constexpr Stage(const Traits& t, int m)
+      : x(m * 128),
+        weight(kTileN * (t.float_x ? 64 : 128) / (t.packed ? 2 : 1)),
+        scales(t.packed ? (t.float_x ? 2 : 4) * kTileN * 2 * 4 : 0),  // groups of 32, scale and zero, float32 at most
+        columns(t.columns               ? (!t.packed   ? 1
+                                           : t.float_x ? 2
+                                                       : 4) *
+                                              m * 4
+                : t.packed && t.float_x ? 2 * kTileN * kRowScaleBytes
+                                        : 0),
         bytes((x + weight + scales + columns + 1023) / 1024 * 1024),
-        count(std::min(8, (kMaxSharedBytes - kEpilogueBytes - 2 * 2 * tokens * 4) / bytes)),
+        // After the ring: two chunks of each warpgroup, then the scales and zero points of x for each warpgroup, then
+        // the mbarriers.
+        chunk_tokens(t.ctas_per_sm(m) == 1 ? 32 : 16),
+        count(std::min(kMaxStages, (kMaxSharedBytes / t.ctas_per_sm(m) - 4 * chunk_tokens * kChunkRowBytes - 4 * m * 4 -
+                                    3 * kBarrierBytes) /
+                                       bytes)),
         epilogue(count * bytes),
-        total(epilogue + kEpilogueBytes + 2 * 2 * tokens * 4) {}  // each warpgroup's scales and zero points of x
+        tokens(epilogue + 4 * chunk_tokens * kChunkRowBytes),
+        barriers(tokens + 4 * m * 4),
+        total(barriers + 3 * kBarrierBytes) {}
 };
 
 }  // namespace qao::mm8::sm90

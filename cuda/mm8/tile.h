@@ -18,9 +18,9 @@ struct OperandBytes {
   Format weight;
 
   constexpr int weight_tile() const { return kTileN * kTileK / (weight == Format::kInt4 ? 2 : 1); }
-  // Scales and zero points of 16 rows; of an fp8 weight the CTA's block scale.
+  // Scales and zero points of 16 rows; of an fp8 weight the scale of their block.
   constexpr int weight_parameters(int row_tiles) const {
-    return weight == Format::kInt4 ? row_tiles * kMaxGroups * 2 * kTileN * 4 : weight == Format::kFp8 ? 16 : 0;
+    return row_tiles * (weight == Format::kInt4 ? kMaxGroups * 2 * kTileN * 4 : weight == Format::kFp8 ? 4 : 0);
   }
   // Sums of x for the zero points; with an fp8 weight, scales of blocks of x.
   constexpr int token_parameters(int tokens) const {
@@ -34,6 +34,16 @@ struct OperandBytes {
 enum class XKind { kAny, kEightBits, kSixteenBits, kQuantizes };
 constexpr bool serves(XKind kind, bool sixteen_bits) {
   return kind == XKind::kAny || (kind == XKind::kSixteenBits) == sixteen_bits;
+}
+// Which shares of W a CTA may have: a run of row tiles, of any length; that takes one pass; with few columns; that is
+// long. Or a tile: of any product; of products whose tiles all run at once.
+enum class ShareKind { kRun, kOnePass, kOneShortPass, kLongRun, kTile, kOneWave };
+constexpr int64_t kShortK = 8192, kLongRun = 6;
+constexpr bool is_run(ShareKind kind) { return kind != ShareKind::kTile && kind != ShareKind::kOneWave; }
+// Which weights: those of int8 cost few instructions, others are converted or scaled.
+enum class WeightKind { kAny, kInt8, kConverted };
+constexpr bool serves(WeightKind kind, Format weight) {
+  return kind == WeightKind::kAny || (kind == WeightKind::kInt8) == (weight == Format::kInt8);
 }
 
 // x of a few tokens that comes as floats, which every CTA quantises while its first K-tiles of W arrive, and stays in
@@ -62,11 +72,11 @@ struct ResidentX {
   QAO_HOST_DEVICE constexpr int bytes() const { return state_at() + static_cast<int>(sizeof(TokenState)); }
 };
 
-// Where it begins: behind the ring, and behind the floats of x, which lie in the ring's last stage (the last to be
-// filled) and beyond.
-QAO_HOST_DEVICE constexpr int resident_at(int ring_bytes, int stages, int float_bytes) {
+// Where it begins: behind the ring and the sums, and behind the floats of x, which lie in the ring's last stage (the
+// last to be filled) and beyond.
+constexpr int resident_at(int ring_bytes, int sum_bytes, int stages, int float_bytes) {
   const int behind_floats = ring_bytes / stages * (stages - 1) + float_bytes;
-  return ((ring_bytes > behind_floats ? ring_bytes : behind_floats) + 127) / 128 * 128;
+  return (std::max(ring_bytes + sum_bytes, behind_floats) + 127) / 128 * 128;
 }
 
 template <int warps_n, int warps_m, int warps_k, int tiles_n_, int tiles_m_, int stages, int ctas_per_sm>
@@ -79,9 +89,11 @@ struct Tile {
   static constexpr int kRowTiles = warps_n * kTilesN;  // per CTA
   static constexpr int kN = kRowTiles * kTileN;        // rows of W per CTA
   static constexpr int kM = warps_m * kTilesM * 8;     // tokens per CTA
+  // bfloat16 x fp8: fp8 becomes float16 in one instruction, bfloat16 in many, so where x is less work than W it becomes
+  // float16 too.
+  static constexpr bool kScalesX = 2 * kTilesM <= kTilesN;
   static constexpr int kSliceThreads = 32 * warps_n * warps_m;
   static constexpr int kThreads = kSliceThreads * warps_k;
-  static_assert(kScaleBlock % kN == 0, "the rows of a CTA share a block scale");
 
   // A stage of a slice: W, x, parameters of the rows and of the tokens, of one K-tile. The stages of all slices lie
   // together.
@@ -93,11 +105,10 @@ struct Tile {
     return (bytes + 127) / 128 * 128;
   }
 
-  // The epilogue reuses the ring: a float32 tile per slice, rows padded against bank conflicts.
+  // The epilogue's float32 sums: of a slice and token those of kN rows, padded against bank conflicts.
   static constexpr int kPaddedN = kN + 4;
-  static constexpr int kEpilogueBytes = warps_k * kM * kPaddedN * 4;
+  static constexpr int kTokenSumBytes = warps_k * kPaddedN * 4;
   static constexpr int ring_bytes(OperandBytes operands) { return warps_k * stages * stage_bytes(operands); }
-  static constexpr int shared_bytes(OperandBytes operands) { return std::max(ring_bytes(operands), kEpilogueBytes); }
 };
 
 }  // namespace qao::mm8

@@ -15,6 +15,7 @@ struct Workspace {
   int64_t partials = -1;    // float32 [split_k, m, n]; -1: the kernel writes y itself
   int64_t parts = -1;       // bfloat16 [m, 3, part_stride]: float32 x, split
   int64_t part_stride = 0;  // elements
+  int64_t x_sums = -1;      // float32 [m, groups]: of that x, for the zero points of an int4 weight
   int64_t bytes = 0;
 };
 
@@ -33,6 +34,7 @@ inline Workspace workspace_of(const Problem& problem, int split_k) {
   if (is_split(problem)) {
     workspace.part_stride = (problem.k + 7) / 8 * 8;
     workspace.parts = take(2 * problem.m * kFloat32Parts * workspace.part_stride);
+    if (problem.has_zeros) workspace.x_sums = take(4 * problem.m * problem.groups());
   }
   return workspace;
 }

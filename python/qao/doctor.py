@@ -84,7 +84,7 @@ def _product(scheme: Scheme) -> Callable[[str], float]:
         for tokens in _TOKENS:
             x = _random(tokens, _K, device=device)
             expected = reference.mm(_seen(scheme, x), dense, tensors["bias"])
-            errors.append(_distance(scheme.mm(x, tensors, _N, _K), expected))
+            errors.append(_distance(scheme.mm(x, tensors, scheme.constants(_N, _K)), expected))
         return max(errors)
 
     return error

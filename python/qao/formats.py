@@ -70,9 +70,14 @@ class Scheme(ABC):
 
     # ---- what follows from it
 
+    @staticmethod  # of a scheme that all layers share, torch.compile would guard in every layer that they do
     @abstractmethod
-    def mm(self, x: Tensor, layer: Mapping[str, Any], n: int, k: int) -> Tensor:
-        """y [..., n] = x [..., k] · Wᵀ + bias: the forward of a layer with these tensors by name."""
+    def mm(x: Tensor, layer: Mapping[str, Any], constants: tuple[int, ...]) -> Tensor:
+        """y [..., N] = x [..., K] · Wᵀ + bias: the forward of a layer with these tensors by name."""
+
+    def constants(self, n: int, k: int) -> tuple[int, ...]:
+        """What the operator of a layer W [n, k] is told beside tensors."""
+        return ()
 
     def quantize(self, weight: Tensor, name: str = "weight") -> PackedWeight:
         """Quantises and packs a float weight [N, K] on its device; ``name`` begins the message of a ValueError."""
@@ -114,11 +119,8 @@ class Scheme(ABC):
         q = torch.empty(n, k, dtype=dtypes[0], device="meta")
         scales = torch.empty(shape, dtype=self._scale_dtype(dtype), device="meta")
         packed = self.pack(q, scales, scales if has_zeros else None)
-
-        def on_device(tensor: Tensor | None) -> Any:
-            return None if tensor is None else torch.empty_like(tensor, device=device)
-
-        return PackedWeight(**{name: on_device(tensor) for name, tensor in packed.tensors().items()})
+        empty: Any = (t if t is None else torch.empty_like(t, device=device) for t in packed.tensors().values())
+        return PackedWeight(*empty)
 
     def kernel(
         self, m: int, n: int, k: int, *, x_dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device
@@ -196,13 +198,9 @@ class Int4Weight(Scheme):
         return self.scale_dtype or super()._scale_dtype(given)
 
     def _quantize(self, weight: Tensor, name: str) -> QuantizedWeight:
+        dtype, clip_search = self._scale_dtype(weight.dtype), self.clip_search
         return quantize_int4(
-            weight,
-            self.group_size,
-            symmetric=self.symmetric,
-            scale_dtype=self._scale_dtype(weight.dtype),
-            clip_search=self.clip_search,
-            name=name,
+            weight, self.group_size, symmetric=self.symmetric, scale_dtype=dtype, clip_search=clip_search, name=name
         )
 
     def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int, int], bool]:
@@ -217,6 +215,9 @@ class Int4Weight(Scheme):
 
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
         return ops.dequantize_int4(weight, scales, n, k, self.group_size, dtype)  # type: ignore[no-any-return]
+
+    def constants(self, n: int, k: int) -> tuple[int, ...]:
+        return n, k, self.group_size
 
     def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
         return super()._problem(group_size=self.group_size, has_zeros=not self.symmetric, **facts)

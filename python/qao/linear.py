@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from .formats import FLOAT_DTYPES, PackedWeight, Scheme
 
+_autocasts = torch._C._is_any_autocast_enabled
+
 
 def is_linear(module: nn.Module) -> bool:
     """True for nn.Linear, its subclasses, and the Conv1D of transformers (GPT-2), a linear with weight [K, N]."""
@@ -81,6 +83,7 @@ class QuantLinear(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.scheme = scheme
+        self._mm, self._constants = scheme.mm, scheme.constants(out_features, in_features)
         for name, tensor in (*packed.tensors().items(), ("bias", bias)):
             self.register_parameter(name, None if tensor is None else _frozen(tensor))
 
@@ -164,10 +167,10 @@ class QuantLinear(nn.Module):
         return PackedWeight(self.weight, self.scales, self.weight_sums, self.activation_scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch._C._is_any_autocast_enabled():  # 0.1 µs, and no call of Python where nothing is cast
+        if _autocasts():  # 0.1 µs, and no call of Python where nothing is cast
             x = self.autocast(x)
         # The dict of tensors, since Module.__getattr__ is Python and would take 0.5 µs a tensor.
-        return self.scheme.mm(x, self._parameters, self.out_features, self.in_features)
+        return self._mm(x, self._parameters, self._constants)
 
     @staticmethod
     def autocast(x: Tensor) -> Tensor:

@@ -51,15 +51,6 @@ _load()
 from . import fake  # noqa: E402, F401  # registers; the operators must be there
 from .neighbours import add_rms_norm, silu_mul  # noqa: E402, F401
 
-_int4_mm = torch.ops.qao.int4_mm.default
-_int8_mm = torch.ops.qao.int8_mm.default
-_fp8_mm = torch.ops.qao.fp8_mm.default
-_int8_int8_mm = torch.ops.qao.int8_int8_mm.default
-_int8_int4_mm = torch.ops.qao.int8_int4_mm.default
-_fp8_fp8_mm = torch.ops.qao.fp8_fp8_mm.default
-_fp8_int4_mm = torch.ops.qao.fp8_int4_mm.default
-
-
 # ---- dequantisation: W [N, K] in a float dtype, computed in float32 and rounded once ---------------------------------
 
 dequantize_int4 = torch.ops.qao.dequantize_int4.default
@@ -80,18 +71,24 @@ def dequantize_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor
     return (weight.view(torch.float8_e4m3fn).float() * scales).to(dtype)
 
 
+def _dequantize_fp8_fp8(
+    weight: Tensor, scales: Tensor, x_group_size: int, fast_accum: bool, dtype: torch.dtype
+) -> Tensor:
+    return dequantize_fp8(weight, scales, dtype)
+
+
 # ---- gradients: outside the operators, entered only when somebody wants one ------------------------------------------
 
 
 class _Product(torch.autograd.Function):
-    """``operator(x, weight, scales, bias, *others, *sizes)``, and d/dx and d/dbias; everything else is frozen."""
+    """``operator(x, weight, scales, bias, *others, *constants)``, and d/dx and d/dbias; everything else is frozen."""
 
     @staticmethod
     def forward(
         ctx: Any,
         operator: Callable[..., Tensor],
         dequantize: Callable[..., Tensor],
-        sizes: tuple[int, ...],
+        constants: tuple[int, ...],
         x: Tensor,
         weight: Tensor,
         scales: Tensor,
@@ -99,9 +96,9 @@ class _Product(torch.autograd.Function):
         *others: Any,
     ) -> Tensor:
         ctx.save_for_backward(weight, scales)
-        ctx.dequantize, ctx.sizes = dequantize, sizes
+        ctx.dequantize, ctx.constants = dequantize, constants
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return operator(x, weight, scales, bias, *others, *sizes)
+        return operator(x, weight, scales, bias, *others, *constants)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -109,25 +106,39 @@ class _Product(torch.autograd.Function):
         grad_x = grad_bias = None
         if ctx.needs_input_grad[3]:
             weight, scales = ctx.saved_tensors
-            grad_x = grad @ ctx.dequantize(weight, scales, *ctx.sizes, grad.dtype)
+            grad_x = grad @ ctx.dequantize(weight, scales, *ctx.constants, grad.dtype)
         if ctx.needs_input_grad[6]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
         return None, None, None, grad_x, None, None, grad_bias, *(None,) * (len(ctx.needs_input_grad) - 7)
 
 
-def _product(
-    operator: Callable[..., Tensor],
-    dequantize: Callable[..., Tensor],
-    sizes: tuple[int, ...],
+# An operator, and W from (weight, scales, *constants, dtype).
+Kind = tuple[Callable[..., Tensor], Callable[..., Tensor]]
+
+INT4: Kind = torch.ops.qao.int4_mm.default, dequantize_int4
+INT8: Kind = torch.ops.qao.int8_mm.default, dequantize_int8
+FP8: Kind = torch.ops.qao.fp8_mm.default, dequantize_fp8
+INT8_INT8: Kind = torch.ops.qao.int8_int8_mm.default, dequantize_int8
+INT8_INT4: Kind = torch.ops.qao.int8_int4_mm.default, dequantize_int4
+FP8_FP8: Kind = torch.ops.qao.fp8_fp8_mm.default, _dequantize_fp8_fp8
+FP8_INT4: Kind = torch.ops.qao.fp8_int4_mm.default, dequantize_int4
+
+
+def product(
+    kind: Kind,
+    constants: tuple[int, ...],
     x: Tensor,
     weight: Tensor,
     scales: Tensor,
     bias: Tensor | None,
     *others: Any,
 ) -> Tensor:
+    """Any of the products below, ``constants`` all that is no tensor. Layers call it as it is: a function between them
+    costs 1 % of the function calls that compile a layer."""
+    operator, dequantize = kind
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Product.apply(operator, dequantize, sizes, x, weight, scales, bias, *others)  # type: ignore[no-untyped-call, no-any-return]
-    return operator(x, weight, scales, bias, *others, *sizes)
+        return _Product.apply(operator, dequantize, constants, x, weight, scales, bias, *others)  # type: ignore[no-untyped-call, no-any-return]
+    return operator(x, weight, scales, bias, *others, *constants)
 
 
 # ---- products: as the raw operators, and differentiable --------------------------------------------------------------
@@ -137,18 +148,18 @@ def int4_mm(
     x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, in_features: int, group_size: int
 ) -> Tensor:
     """y = x · Wᵀ + bias with an int4 weight."""
-    sizes = out_features, in_features, group_size
-    return _product(_int4_mm, dequantize_int4, sizes, x, weight, scales, bias)
+    constants = out_features, in_features, group_size
+    return product(INT4, constants, x, weight, scales, bias)
 
 
 def int8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """y = x · Wᵀ + bias with an int8 weight."""
-    return _product(_int8_mm, dequantize_int8, (), x, weight, scales, bias)
+    return product(INT8, (), x, weight, scales, bias)
 
 
 def fp8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """y = x · Wᵀ + bias with an fp8 weight."""
-    return _product(_fp8_mm, dequantize_fp8, (), x, weight, scales, bias)
+    return product(FP8, (), x, weight, scales, bias)
 
 
 def int8_int8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, weight_sums: Tensor | None) -> Tensor:
@@ -157,7 +168,7 @@ def int8_int8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None,
     ``weight_sums``: float32 [N], sums over k of the dequantised W, makes the rounding of x asymmetric (with a zero
     point per token); None: symmetric.
     """
-    return _product(_int8_int8_mm, dequantize_int8, (), x, weight, scales, bias, weight_sums)
+    return product(INT8_INT8, (), x, weight, scales, bias, weight_sums)
 
 
 def int8_int4_mm(
@@ -171,8 +182,8 @@ def int8_int4_mm(
     group_size: int,
 ) -> Tensor:
     """y = x̂ · Wᵀ + bias with an int4 weight; x̂ and ``weight_sums`` as for ``int8_int8_mm``."""
-    sizes = out_features, in_features, group_size
-    return _product(_int8_int4_mm, dequantize_int4, sizes, x, weight, scales, bias, weight_sums)
+    constants = out_features, in_features, group_size
+    return product(INT8_INT4, constants, x, weight, scales, bias, weight_sums)
 
 
 def fp8_fp8_mm(
@@ -190,12 +201,12 @@ def fp8_fp8_mm(
     of x. ``x_scale``: float32 [1], that one scale if it is known beforehand. ``fast_accum``: GPUs may sum more than
     128 columns in the tensor core's short accumulator.
     """
-    return _product(_fp8_fp8_mm, dequantize_fp8, (), x, weight, scales, bias, x_scale, x_group_size, fast_accum)
+    return product(FP8_FP8, (x_group_size, fast_accum), x, weight, scales, bias, x_scale)
 
 
 def fp8_int4_mm(
     x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, in_features: int, group_size: int
 ) -> Tensor:
     """y = x̂ · Wᵀ + bias with an int4 weight and x̂ = x rounded to e4m3, a scale per token."""
-    sizes = out_features, in_features, group_size
-    return _product(_fp8_int4_mm, dequantize_int4, sizes, x, weight, scales, bias)
+    constants = out_features, in_features, group_size
+    return product(FP8_INT4, constants, x, weight, scales, bias)

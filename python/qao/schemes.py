@@ -12,7 +12,7 @@ which is one call of the scheme's operator:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -53,8 +53,9 @@ class Int4WeightOnly(Int4Weight):
 
     word: ClassVar[str] = "int4"
 
-    def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
-        return ops.int4_mm(x, layer["weight"], layer["scales"], layer["bias"], n, k, self.group_size)
+    @staticmethod
+    def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
+        return ops.product(ops.INT4, constants, x, layer["weight"], layer["scales"], layer["bias"])
 
     def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
         return _host.Int4Problem(group_size=self.group_size, has_zeros=not self.symmetric, **facts)
@@ -74,8 +75,9 @@ class Int8WeightOnly(Int8Weight):
 
     word: ClassVar[str] = "int8"
 
-    def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
-        return ops.int8_mm(x, layer["weight"], layer["scales"], layer["bias"])
+    @staticmethod
+    def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
+        return ops.product(ops.INT8, (), x, layer["weight"], layer["scales"], layer["bias"])
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,9 @@ class Float8WeightOnly(Float8Weight):
 
     word: ClassVar[str] = "fp8"
 
-    def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
-        return ops.fp8_mm(x, layer["weight"], layer["scales"], layer["bias"])
+    @staticmethod
+    def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
+        return ops.product(ops.FP8, (), x, layer["weight"], layer["scales"], layer["bias"])
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,10 @@ class Int8DynamicActivationInt8Weight(Int8Weight):
     word: ClassVar[str] = "int8_int8"
     activations: ClassVar[str] = "int8"
 
-    def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
-        return ops.int8_int8_mm(x, layer["weight"], layer["scales"], layer["bias"], layer["weight_sums"])
+    @staticmethod
+    def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
+        weight, scales, bias, weight_sums = layer["weight"], layer["scales"], layer["bias"], layer["weight_sums"]
+        return ops.product(ops.INT8_INT8, (), x, weight, scales, bias, weight_sums)
 
 
 @dataclass(frozen=True)
@@ -136,10 +141,10 @@ class Int8DynamicActivationInt4Weight(Int4Weight):
     word: ClassVar[str] = "int8_int4"
     activations: ClassVar[str] = "int8"
 
-    def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
-        return ops.int8_int4_mm(
-            x, layer["weight"], layer["scales"], layer["bias"], layer["weight_sums"], n, k, self.group_size
-        )
+    @staticmethod
+    def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
+        weight, scales, bias, weight_sums = layer["weight"], layer["scales"], layer["bias"], layer["weight_sums"]
+        return ops.product(ops.INT8_INT4, constants, x, weight, scales, bias, weight_sums)
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,6 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
 
     activation_scale: float | None = None
     fast_accum: bool = False
-    _x_group_size: int = field(init=False, repr=False, compare=False)
 
     word: ClassVar[str] = "fp8_fp8"
     activations: ClassVar[str] = "fp8"
@@ -173,8 +177,6 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
                 self._reject("activation_scale", "a positive number, or None for a scale found in each activation")
             if self.granularity == "block":
                 self._reject("activation_scale", 'None with granularity "block"')
-        group_size = {"row": -1, "tensor": 0, "block": SCALE_BLOCK}[self._x_granularity()]
-        object.__setattr__(self, "_x_group_size", group_size)  # here, not in every forward
 
     def _x_granularity(self) -> str:
         return self.granularity if self.activation_scale is None else "tensor"
@@ -185,9 +187,13 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
         )
         return super().__str__() + notes
 
-    def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
+    @staticmethod
+    def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
         weight, scales, bias, x_scale = layer["weight"], layer["scales"], layer["bias"], layer["activation_scale"]
-        return ops.fp8_fp8_mm(x, weight, scales, bias, x_scale, self._x_group_size, self.fast_accum)
+        return ops.product(ops.FP8_FP8, constants, x, weight, scales, bias, x_scale)
+
+    def constants(self, n: int, k: int) -> tuple[int, ...]:
+        return {"row": -1, "tensor": 0, "block": SCALE_BLOCK}[self._x_granularity()], self.fast_accum
 
     def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
         return super()._problem(
@@ -212,5 +218,6 @@ class Float8DynamicActivationInt4Weight(Int4Weight):
     word: ClassVar[str] = "fp8_int4"
     activations: ClassVar[str] = "fp8"
 
-    def mm(self, x: Tensor, layer: Layer, n: int, k: int) -> Tensor:
-        return ops.fp8_int4_mm(x, layer["weight"], layer["scales"], layer["bias"], n, k, self.group_size)
+    @staticmethod
+    def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
+        return ops.product(ops.FP8_INT4, constants, x, layer["weight"], layer["scales"], layer["bias"])

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "gpus.h"
+#include "mm8/sm90_tile.h"
 #include "mm8/tile.h"
 #include "qao/mm8.h"
 
@@ -72,14 +73,27 @@ TEST_CASE("mm8: every problem has a plan that fits its GPU and covers the produc
     CHECK(plan.warps <= 32);
     CHECK(plan.shared_bytes <= gpu.shared_bytes_per_cta);
     CHECK(plan.split_k >= 1);
-    // CTAs of sm90 walk over tiles where there are many, and add split-K parts up without a workspace.
+    // CTAs of sm90 walk over tiles where there are many, and add split-K parts up without a workspace. Other CTAs share
+    // the rows of W out among them where each has all tokens.
     const bool sm90 = std::string(plan.kernel) == "sm90";
     const int64_t tiles = ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m);
     if (sm90) {
+      const int share = plan.tile_n / sm90::kTileN;  // CTAs that fetch x together; a cluster is split_k times as many
       CHECK(plan.ctas >= 1);
+      CHECK(plan.ctas <= 2 * gpu.num_sms);
+      CHECK(plan.ctas % (share * plan.split_k) == 0);
+      CHECK(share * plan.split_k <= sm90::kMaxCluster);
+      if (plan.split_k > 1) CHECK(plan.ctas == tiles * share * plan.split_k);
+    } else if (plan.runs) {
+      CHECK(problem.m <= plan.tile_m);
+      CHECK(plan.ctas >= 1);
+      CHECK(plan.ctas % plan.split_k == 0);
+      CHECK(plan.ctas / plan.split_k <= ceil_div(problem.n, kTileN));
     } else {
       CHECK(plan.ctas == tiles * plan.split_k);
     }
+    CHECK(plan.sums_at < plan.shared_bytes);
+    CHECK(plan.prefetch_bytes % 16 == 0);
     // A float32 x brings three bfloat16 parts of K-tiles.
     const bool split_x = problem.x == Format::kFloat && problem.x_dtype == DType::kFloat32;
     CHECK(plan.split_k <= ceil_div(problem.k, sm90 ? 64 : kTileK) * (split_x ? 3 : 1));
@@ -89,6 +103,31 @@ TEST_CASE("mm8: every problem has a plan that fits its GPU and covers the produc
     CHECK(plan.instruction[0] != '\0');
     REQUIRE(mm8::plan(problem, gpu, &again).ok());
     CHECK(to_string(plan) == to_string(again));
+  });
+}
+
+TEST_CASE("mm8: what plan() takes is among the candidates") {
+  for_each_problem([](Problem problem, const Gpu& gpu) {
+    problem.fast_accum = problem.m == 1000;
+    Plan plan;
+    REQUIRE(mm8::plan(problem, gpu, &plan).ok());
+    const std::string about = describe(problem, gpu) + ": " + to_string(plan);
+    INFO(about);
+    const auto is_plan = [&](const Plan& other) {
+      return std::string(other.kernel) == plan.kernel && other.config == plan.config && other.tile_n == plan.tile_n &&
+             other.split_k == plan.split_k && other.ctas == plan.ctas && other.shared_bytes == plan.shared_bytes;
+    };
+    int found = 0;
+    for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
+      const bool costs = candidate.operands[0] != '\0';
+      CHECK(costs == (candidate.plan.kernel == std::string("sm90")));
+      CHECK(candidate.counts[kKTiles] >= candidate.counts[kWaves]);
+      CHECK((candidate.counts[kWaves] > 0) == costs);
+      CHECK((candidate.counts[kSplits] == 1) == (costs && candidate.plan.split_k > 1));
+      CHECK(candidate.plan.shared_bytes <= gpu.shared_bytes_per_cta);
+      found += is_plan(candidate.plan);
+    }
+    CHECK(found == 1);
   });
 }
 
@@ -114,7 +153,7 @@ TEST_CASE("mm8: a product that quantises x fits its GPU; another is planned as f
           CHECK((scaling != Scaling::kTensor || static_scale || problem.m == 1));
           CHECK(plan.split_k == 1);
           CHECK(plan.workspace_bytes == 0);
-          CHECK(plan.tile_m == ResidentX::kMaxTokens);
+          CHECK(problem.m <= plan.tile_m);
         } else {
           Problem after = problem;
           after.quantizes_x = false, after.x_aligned = true;
@@ -150,7 +189,7 @@ TEST_CASE("mm8: who quantises x on an H200") {
       CHECK(!quantizes(x, weight, 9, n, k));
     }
     CHECK(quantizes(x, weight, 4, 4096, 4096));
-    CHECK(!quantizes(x, weight, 1, 8192, 28672));  // x is as much work as W
+    CHECK(!quantizes(x, weight, 2, 8192, 28672));  // a kernel for x alone takes less time
   }
 }
 
@@ -200,8 +239,9 @@ TEST_CASE("mm8: the plan names the tensor cores' instruction") {
   for (int compute_capability : {80, 86, 89, 90, 120}) {
     CHECK(instruction(Format::kInt8, Format::kInt8, compute_capability) == "mma.sync s8");
     CHECK(instruction(Format::kInt8, Format::kInt4, compute_capability) == "mma.sync s8");
-    CHECK(instruction(Format::kFloat, Format::kFp8, compute_capability) == "mma.sync bf16");
+    CHECK(instruction(Format::kFloat, Format::kInt8, compute_capability) == "mma.sync bf16");
   }
+  CHECK(instruction(Format::kFloat, Format::kFp8, 90) == "mma.sync f16");
   CHECK(instruction(Format::kFp8, Format::kFp8, 80) == "mma.sync f16");
   CHECK(instruction(Format::kFp8, Format::kInt4, 86) == "mma.sync f16");
   CHECK(instruction(Format::kFp8, Format::kFp8, 89) == "mma.sync e4m3");

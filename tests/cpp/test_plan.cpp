@@ -5,6 +5,7 @@
 
 #include "gpus.h"
 #include "int4_mm/decode.h"
+#include "int4_mm/few.h"
 #include "int4_mm/layout.h"
 #include "qao/int4_mm.h"
 
@@ -59,7 +60,7 @@ TEST_CASE("every problem has a plan that fits its GPU and covers the product") {
     // Split-K parts are added up without a workspace on Hopper, and CTAs of sm90 walk over tiles where there are many.
     const std::string kernel = plan.kernel;
     const int64_t tiles = ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m);
-    if (kernel == "decode") {
+    if (kernel == "decode" || kernel == "few") {
       CHECK(gpu.compute_capability == 90);
       CHECK(problem.m <= plan.tile_m);
       CHECK(plan.ctas <= gpu.num_sms);
@@ -69,6 +70,8 @@ TEST_CASE("every problem has a plan that fits its GPU and covers the product") {
       CHECK(plan.ctas >= 1);
       CHECK(plan.ctas <= 2 * gpu.num_sms);
       CHECK(plan.ctas % (plan.tile_n / 128) == 0);  // whole clusters
+    } else if (kernel == "sm90") {
+      CHECK(plan.ctas == tiles * (plan.tile_n / 128) * plan.split_k);
     } else {
       CHECK(plan.ctas == tiles * plan.split_k);
     }
@@ -110,6 +113,44 @@ TEST_CASE("what a decode plan tells the kernel covers the product and fits the s
   });
 }
 
+TEST_CASE("what a plan for at most eight tokens tells the kernel covers the product and fits the shared memory") {
+  int64_t served = 0;
+  for_each_problem([&](const Problem& problem, const Gpu& gpu) {
+    for (DType scale_dtype : {DType::kFloat32, DType::kBFloat16}) {
+      Problem scaled = problem;
+      scaled.scale_dtype = scale_dtype;
+      Plan plan;
+      REQUIRE(int4_mm::plan(scaled, gpu, &plan).ok());
+      if (std::string(plan.kernel) != "few") continue;
+      INFO(describe(scaled, gpu) << ": " << to_string(plan));
+      ++served;
+      CHECK(plan.split_k == 1);
+      const FewConfig& config = kFewConfigs[plan.config];
+      const int ctas = static_cast<int>(plan.ctas), limit = static_cast<int>(plan.shared_bytes);
+      FewParams d;
+      int shared_bytes;
+      REQUIRE(few_params(scaled, config, ctas, limit, &d, &shared_bytes));
+      CHECK(shared_bytes <= plan.shared_bytes);
+      CHECK(static_cast<int64_t>(d.row_tiles) * ctas + d.more_row_tiles == tiles_n(problem.n));
+      CHECK(d.steps == ceil_div(problem.k, kStepColumns));
+      CHECK(d.passes * config.pass_tiles >= d.row_tiles + (d.more_row_tiles > 0));
+      CHECK(d.slots >= 1);
+      CHECK(d.slots <= d.passes);
+      CHECK(d.ring_offset % 16 == 0);
+      CHECK(d.ring_offset >= d.steps * d.tokens * kTokenBytes);
+      CHECK(d.stage_bytes % 16 == 0);
+      CHECK(d.partials_offset % 16 == 0);
+      CHECK(d.plain_steps * kStepColumns <= problem.k);
+      // A warp's pointer to parameters moves by whole groups.
+      CHECK(((config.warps_k * d.groups_of_step) & ((1 << std::min(d.group_shift, 1)) - 1)) == 0);
+      // An x too large for shared memory is left to another body.
+      scaled.k = 1 << 20;
+      CHECK_FALSE(few_params(scaled, config, ctas, gpu.shared_bytes_per_cta, &d, &shared_bytes));
+    }
+  });
+  CHECK(served > 0);
+}
+
 TEST_CASE("few bfloat16 tokens on Hopper stream their weights, all else does not") {
   Problem problem;
   problem.m = 1, problem.n = problem.k = 4096, problem.group_size = 128, problem.has_zeros = true;
@@ -119,14 +160,34 @@ TEST_CASE("few bfloat16 tokens on Hopper stream their weights, all else does not
     return std::string(plan.kernel);
   };
   const Gpu h200{90, 132, 232448}, a100{80, 108, 166912};
-  CHECK(kernel(problem, h200) == "decode");
+  CHECK(kernel(problem, h200) == "few");
   CHECK(kernel(problem, a100) == "sm80");
-  problem.m = 16;
+  problem.m = 8, problem.k = 65536;  // x does not fit
+  CHECK(kernel(problem, h200) == "decode");
+  problem.m = 16, problem.k = 4096;
   CHECK(kernel(problem, h200) == "decode");
   problem.m = 17;
   CHECK(kernel(problem, h200) == "sm80");
   problem.m = 1, problem.x_dtype = DType::kFloat16;
   CHECK(kernel(problem, h200) == "sm80");
+}
+
+TEST_CASE("what plan() takes is among the candidates, and every one of them fits the GPU") {
+  for_each_problem([](const Problem& problem, const Gpu& gpu) {
+    Plan plan;
+    REQUIRE(int4_mm::plan(problem, gpu, &plan).ok());
+    const std::string about = describe(problem, gpu) + ": " + to_string(plan);
+    INFO(about);
+    int found = 0;
+    for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
+      const Plan& other = candidate.plan;
+      CHECK(other.shared_bytes <= gpu.shared_bytes_per_cta);
+      CHECK(problem.m <= (other.kernel == std::string("decode") ? other.tile_m : problem.m));
+      found += std::string(other.kernel) == plan.kernel && other.config == plan.config && other.tile_n == plan.tile_n &&
+               other.split_k == plan.split_k && other.ctas == plan.ctas && other.shared_bytes == plan.shared_bytes;
+    }
+    CHECK(found == 1);
+  });
 }
 
 TEST_CASE("splitting K never fills the GPU more than once") {
@@ -135,7 +196,7 @@ TEST_CASE("splitting K never fills the GPU more than once") {
     REQUIRE(int4_mm::plan(problem, gpu, &plan).ok());
     INFO(describe(problem, gpu) << ": " << to_string(plan));
     // Small tiles of sm90 run two CTAs a multiprocessor.
-    const bool two = std::string(plan.kernel) == "sm90" && plan.tile_m == 64;
+    const bool two = std::string(plan.kernel) == "sm90" && plan.tile_m <= 64;
     if (plan.split_k > 1) CHECK(plan.ctas <= gpu.num_sms * (two ? 2 : 1));
   });
 }

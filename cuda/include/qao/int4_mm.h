@@ -4,7 +4,9 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
+#include "qao/cost.h"
 #include "qao/status.h"
 #include "qao/types.h"
 
@@ -55,6 +57,9 @@ struct Plan {
 // Pure: the same problem and GPU give the same plan on every rank, run and machine.
 Status plan(const Problem& problem, const Gpu& gpu, Plan* plan);
 std::string to_string(const Plan& plan);
+
+// Every plan that could run the problem on this GPU, of the portable body only plan()'s. For bench/sweep.cpp.
+std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu);
 
 // Enqueues the plan on `stream` (a cudaStream_t) of the current device. Asynchronous; safe to capture in a CUDA graph.
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream);

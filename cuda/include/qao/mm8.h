@@ -15,7 +15,9 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
+#include "qao/cost.h"
 #include "qao/status.h"
 #include "qao/types.h"
 
@@ -78,15 +80,23 @@ struct Plan {
   int tile_m = 0;                // tokens per CTA
   int warps = 0;                 // warps per CTA
   int stages = 0;                // depth of the shared-memory pipeline
-  int split_k = 1;               // CTAs that share one output tile, summed in a fixed order
+  bool runs = false;  // CTAs share the rows of W out evenly and walk them tile_n at a time; else they are tiles
+  int split_k = 1;    // CTAs that share one output tile, summed in a fixed order
   int64_t ctas = 0;
   int64_t shared_bytes = 0;  // dynamic shared memory per CTA
+  int sums_at = 0;           // offset of the epilogue's sums in it; 0: they take the place of the pipeline
+  int sum_places = 1;        // 2: those of one pass over rows of W need not wait for the last ones to be read
+  int prefetch_bytes = 0;    // of W that a CTA asks for before it waits for the previous kernel
+  bool next_early = false;   // the next kernel may start while this one runs
   int64_t workspace_bytes = 0;
 };
 
 // Pure: the same problem and GPU give the same plan on every rank, run and machine.
 Status plan(const Problem& problem, const Gpu& gpu, Plan* plan);
 std::string to_string(const Plan& plan);
+
+// Every plan that could run the problem on this GPU, of the portable body only plan()'s. For bench/sweep.cpp.
+std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu);
 
 // Enqueues the plan on `stream` (a cudaStream_t) of the current device. Asynchronous; safe to capture in a CUDA graph.
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream);

@@ -1,0 +1,184 @@
+"""Decoder models for ``python -m bench llama``: architectures of transformers with random weights, run block by block.
+
+The blocks are transformers' own, or those of examples/decoder_block.py. Each gets tensors and a cache of its own, and
+nothing that tells it apart from the others, so that the code compiled for one serves all.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple
+
+import qao
+import torch
+from torch import Tensor, nn
+
+from examples.decoder_block import DecoderBlock
+
+# The numbers of the published configurations, which are all of a model that speed depends on.
+_COMMON = {"hidden_act": "silu", "attention_dropout": 0.0}
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        **{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5},
+        "max_position_embeddings": 131072,
+        "rope_parameters": {
+            **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0},
+            **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+        },
+    },
+    "qwen2.5-0.5b": {
+        **{"model_type": "qwen2", "num_hidden_layers": 24, "hidden_size": 896, "intermediate_size": 4864},
+        **{"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "rms_norm_eps": 1e-6},
+        **{"max_position_embeddings": 32768, "tie_word_embeddings": True},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    # for trying the bench itself
+    "tiny": {
+        **{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "rms_norm_eps": 1e-5},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+VARIANTS = ("plain", "fused")
+
+
+class Cache:
+    """Keys and values of one layer, [batch, heads, tokens, head_dim], full of those of earlier tokens.
+
+    transformers' StaticCache knows its layers by number, and each of its tensors has a place in memory that is compiled
+    in; this one has the part of its interface that a decoder layer calls.
+    """
+
+    def __init__(
+        self, config: Any, batch: int, positions: Tensor, length: int, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = batch, config.num_key_value_heads, length, head_dim
+        self.positions = positions
+        self.keys, self.values = (torch.randn(shape, device=positions.device, dtype=dtype) for _ in range(2))
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.positions, keys)
+        self.values.index_copy_(2, self.positions, values)
+        return self.keys, self.values
+
+
+class PlainBlock(nn.Module):
+    """transformers' decoder layer, its linear layers quantised by ``qao.quantize_``."""
+
+    def __init__(self, layer: Any, scheme: qao.Scheme | None) -> None:
+        super().__init__()
+        self.layer = layer
+        layer.self_attn.layer_idx = 0
+        if scheme is not None:
+            qao.quantize_(self, scheme, progress=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache) -> tuple[Tensor]:
+        y = self.layer(x, attention_mask=None, position_embeddings=(cos, sin), past_key_values=cache)
+        return (y,)
+
+
+class Model(nn.Module):
+    """A decoder with a language model's head; scheme None leaves it in bfloat16.
+
+    ``quantize_head``: the head too. As in ``qao.quantize_`` on a whole model, of which the head is a linear layer.
+    """
+
+    def __init__(
+        self, preset: str, layers: int | None, scheme: qao.Scheme | None, variant: str, device: str, quantize_head: bool
+    ) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        super().__init__()
+        numbers = _COMMON | PRESETS[preset]
+        self.layers = layers or numbers["num_hidden_layers"]
+        # All layers are copies of one: the same values in different memory.
+        config = AutoConfig.for_model(**numbers | {"num_hidden_layers": 1})
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = model.eval().requires_grad_(False)
+        scheme = _without_search(scheme)
+        block = {"plain": PlainBlock, "fused": DecoderBlock}[variant](model.model.layers[0], scheme).eval()
+        self.config, self.embed, self.rotary = config, model.model.embed_tokens, model.model.rotary_emb
+        self.norm, self.head = model.model.norm, model.lm_head
+        if quantize_head and scheme is not None:
+            self.head = qao.QuantLinear.from_linear(self.head, scheme)
+        self.blocks = nn.ModuleList([block, *(copy.deepcopy(block) for _ in range(self.layers - 1))])
+        self.summands = {"plain": 1, "fused": 2}[variant]  # in which blocks hand on the residual stream
+
+
+class Inputs(NamedTuple):
+    """What one pass works on. The next token is written over the last one's."""
+
+    tokens: Tensor  # [batch, tokens]
+    positions: Tensor  # [tokens]
+    caches: list[Cache]  # a layer each
+
+    @classmethod
+    def decode(cls, model: Model, batch: int, context: int, device: str) -> Inputs:
+        """One token a sequence, the last of ``context``."""
+        return cls._random(model, batch, torch.tensor([context - 1], device=device), context)
+
+    @classmethod
+    def prefill(cls, model: Model, batch: int, tokens: int, device: str) -> Inputs:
+        return cls._random(model, batch, torch.arange(tokens, device=device), tokens)
+
+    @classmethod
+    def _random(cls, model: Model, batch: int, positions: Tensor, length: int) -> Inputs:
+        torch.manual_seed(1)
+        tokens = torch.randint(model.config.vocab_size, (batch, len(positions)), device=positions.device)
+        return cls(tokens, positions, [Cache(model.config, batch, positions, length) for _ in range(model.layers)])
+
+
+# ---- one pass: three functions, so that each can be compiled by itself -----------------------------------------------
+
+
+def _begin(model: Model, tokens: Tensor, positions: Tensor) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    x = model.embed(tokens)
+    cos, sin = model.rotary(x, positions[None])
+    return (x, *(torch.zeros_like(x) for _ in range(model.summands - 1))), cos, sin
+
+
+def _block(block: nn.Module, state: tuple[Tensor, ...], cos: Tensor, sin: Tensor, cache: Cache) -> tuple[Tensor, ...]:
+    return block(*state, cos, sin, cache)
+
+
+def _end(model: Model, state: tuple[Tensor, ...], tokens: Tensor) -> Tensor:
+    logits = model.head(model.norm(reduce(add, state)[:, -1]))
+    tokens[:, -1] = _likeliest(logits)
+    return logits
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """argmax over the vocabulary in two steps: the compiler would give each row to one multiprocessor, for 31 µs."""
+    parts = logits.unflatten(-1, (128, -1))
+    best, index = parts.max(-1)
+    part = best.argmax(-1, keepdim=True)
+    return (part * parts.shape[-1] + index.gather(-1, part)).squeeze(-1)
+
+
+class Step:
+    """Runs a pass, eagerly or compiled: the same functions, without or with ``torch.compile``."""
+
+    def __init__(self, model: Model, inputs: Inputs, compile: Callable[[Any], Any] = lambda function: function) -> None:
+        self.model, self.inputs = model, inputs
+        self.begin, self.block, self.end = compile(_begin), compile(_block), compile(_end)
+
+    def __call__(self) -> Tensor:
+        """Logits [batch, vocabulary] of the last token."""
+        tokens, positions, caches = self.inputs
+        state, cos, sin = self.begin(self.model, tokens, positions)
+        for block, cache in zip(self.model.blocks, caches, strict=True):
+            state = self.block(block, state, cos, sin, cache)
+        return self.end(self.model, state, tokens)
+
+
+def _without_search(scheme: qao.Scheme | None) -> qao.Scheme | None:
+    """Random weights have nothing to gain from a search for better clipping ranges."""
+    return dataclasses.replace(scheme, clip_search=False) if hasattr(scheme, "clip_search") else scheme

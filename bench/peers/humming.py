@@ -1,0 +1,69 @@
+"""humming: kernels compiled at run time, for any mix of operands. Its tables choose tiles; nothing is timed to choose.
+
+Scales are bfloat16 in its layers, so those of weights in eight bits are rounded here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..weights import GroupedWeight, RowWeight, Weight
+from . import Peer, why_not_installed
+
+_WEIGHT_TYPES = {torch.uint8: "uint4", torch.int8: "uint8", torch.float8_e4m3fn: "float8e4m3"}
+
+
+class Humming(Peer):
+    """``HummingLayer``, bfloat16 activations."""
+
+    name = "humming"
+    activations: ClassVar[str | None] = None  # what x is quantised to, one scale a token
+
+    @staticmethod
+    def unavailable(device: str) -> str | None:
+        return why_not_installed("humming", "humming-kernels") if device == "cuda" else "CUDA only"
+
+    def __init__(self, weight: Weight) -> None:
+        from humming.layer import HummingLayer
+
+        assert isinstance(weight, GroupedWeight | RowWeight)
+        n, k = weight.q.shape
+        config: dict[str, Any] = {"dtype": _WEIGHT_TYPES[weight.q.dtype]}
+        if isinstance(weight, GroupedWeight):
+            config |= {"group_size": weight.group_size, "has_zero_point": weight.zeros is not None}
+        inputs = {"dtype": self.activations} if self.activations else None
+        layer = HummingLayer(n, k, config, inputs, torch_dtype=torch.bfloat16).to(weight.q.device)
+        layer.load_from_tensors(_checkpoint(weight))
+        layer.transform()
+        parameters = dict(layer.named_parameters())
+        self.layer, self.names, self.tensors = layer, tuple(parameters), tuple(p.data for p in parameters.values())
+
+    def run(self, x: Tensor, *tensors: Tensor) -> Tensor:
+        from humming.forward import humming_forward
+
+        given = dict(zip(self.names, tensors, strict=True))
+        return humming_forward(self.layer.humming_config, x, locks=self.layer.locks, **given)
+
+
+class HummingInt8(Humming):
+    activations = "int8"
+
+
+class HummingFp8(Humming):
+    activations = "float8e4m3"
+
+
+def _checkpoint(weight: GroupedWeight | RowWeight) -> dict[str, Tensor]:
+    """The tensors of a stored layer: integers unsigned, packed into int32 along K, their zero points along N."""
+    from humming.ops import pack_weight
+
+    if isinstance(weight, RowWeight):
+        codes = weight.q.int() + 128 if weight.q.dtype == torch.int8 else weight.q.view(torch.uint8).int()
+        return {"weight": pack_weight(codes, 8), "weight_scale": weight.scales.bfloat16()[:, None]}
+    tensors = {"weight": pack_weight(weight.q.int(), 4), "weight_scale": weight.scales}
+    if weight.zeros is not None:
+        tensors["zero_point"] = pack_weight(weight.zeros.int().T.contiguous(), 4).T.contiguous()
+    return tensors

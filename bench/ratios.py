@@ -1,0 +1,26 @@
+"""How many times faster than something else: bf16, a peer by its name, or the best peer of every cell."""
+
+from __future__ import annotations
+
+from statistics import geometric_mean
+from typing import Any
+
+BF16 = "bf16"
+BEST_PEER = "best peer"
+
+_TIMES = {
+    BF16: lambda row: row["bf16_us"],
+    BEST_PEER: lambda row: min(row["peers"].values(), default=None),
+}
+
+
+def ratio(row: dict[str, Any], against: str) -> float | None:
+    """The other's time divided by ours in one cell; None: it did not run there."""
+    us = _TIMES[against](row) if against in _TIMES else row["peers"].get(against)
+    return None if us is None else us / row["us"]
+
+
+def mean_ratio(rows: list[dict[str, Any]], against: str) -> float | None:
+    """The geometric mean over the cells where the other ran; None: there is none."""
+    known = [value for row in rows if (value := ratio(row, against)) is not None]
+    return geometric_mean(known) if known else None

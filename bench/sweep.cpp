@@ -1,0 +1,310 @@
+// qao_sweep OPERANDS: times every candidate plan of problems, for `python -m bench tune`.
+//
+// OPERANDS names x and W: int8_int8, fp8_int4, float_int4 (x in bfloat16), ... A line "m n k" of standard input is a
+// problem, K a multiple of 128; a line of JSON on standard output a candidate: {"m", "n", "k", "chosen", "plan",
+// "operands", "tile_m", "counts", "bytes", "us"}. Products alone: x is quantised beforehand. int4: asymmetric groups of
+// 128, bfloat16 scales.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "int4_mm/layout.h"
+#include "qao/int4_mm.h"
+#include "qao/mm8.h"
+
+namespace qao {
+namespace {
+
+constexpr int64_t kColdBytes = 150'000'000;  // of all copies of W: far past the L2 of any GPU
+constexpr double kReplayMicroseconds = 400;
+constexpr int kReplays = 5, kMaxCalls = 256;
+constexpr double kHopeless = 1.5;  // times the best plan's time: not measured any better
+constexpr int kWarmUps = 40;       // measurements that no one sees, until the clocks have settled
+constexpr int64_t kGroup = 128;
+constexpr int64_t kComparedTokens = 4;
+constexpr double kMaxDifference = 0.02;  // of two plans' results, against the largest value: sums in another order
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::fprintf(stderr, "qao_sweep: %s: %s\n", what, cudaGetErrorString(error));
+  std::exit(1);
+}
+void check(const Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "qao_sweep: %s\n", status.message().c_str());
+  std::exit(1);
+}
+
+struct Free {
+  void operator()(void* pointer) const { cudaFree(pointer); }
+};
+using Memory = std::unique_ptr<void, Free>;
+
+Memory allocate(int64_t bytes) {
+  void* pointer = nullptr;
+  check(cudaMalloc(&pointer, static_cast<size_t>(std::max<int64_t>(bytes, 1))), "cudaMalloc");
+  return Memory(pointer);
+}
+template <typename T>
+Memory upload(const std::vector<T>& values) {
+  Memory memory = allocate(static_cast<int64_t>(values.size() * sizeof(T)));
+  check(cudaMemcpy(memory.get(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+  return memory;
+}
+
+// Random bits under a mask. `flip`: of 128 bytes, the second half is the first one with these bits flipped.
+Memory random_bits(int64_t bytes, uint64_t mask, uint64_t set = 0, uint64_t flip = 0) {
+  uint64_t state = 1;
+  std::vector<uint64_t> words(static_cast<size_t>(bytes / 8 + 1));
+  for (size_t i = 0; i < words.size(); ++i) {
+    state = state * 6364136223846793005 + 1442695040888963407;
+    words[i] = flip != 0 && i % 16 >= 8 ? words[i - 8] ^ flip : ((state ^ state >> 29) & mask) | set;
+  }
+  return upload(words);
+}
+// e4m3 without its highest exponent bit is neither NaN nor larger than 2; bfloat16 with the exponent of 1/2.
+constexpr uint64_t kFp8Mask = 0xbfbf'bfbf'bfbf'bfbf;
+Memory random_weight(Format format, int64_t bytes) {
+  return random_bits(bytes, format == Format::kFp8 ? kFp8Mask : ~uint64_t{0});
+}
+// Each group of 128 values in eight bits sums up to group_sum(): v and ~v, or v and -v.
+Memory random_x(Format format, int64_t values) {
+  if (format == Format::kFloat) return random_bits(2 * values, 0x807f'807f'807f'807f, 0x3f00'3f00'3f00'3f00);
+  if (format == Format::kFp8) return random_bits(values, kFp8Mask, 0, 0x8080'8080'8080'8080);
+  return random_bits(values, ~uint64_t{0}, 0, ~uint64_t{0});
+}
+float group_sum(Format x) { return x == Format::kInt8 ? -64.0f : 0.0f; }
+Memory floats(int64_t count, float value) { return upload(std::vector<float>(static_cast<size_t>(count), value)); }
+
+uint16_t bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+struct Formats {
+  Format x = Format::kFloat, weight = Format::kInt4;
+};
+
+Formats formats_of(const std::string& operands) {
+  const auto format = [&](const std::string& name) {
+    for (Format f : {Format::kFloat, Format::kInt8, Format::kFp8, Format::kInt4}) {
+      if (name == name_of(f)) return f;
+    }
+    std::fprintf(stderr, "qao_sweep: '%s' is not x_weight, such as int8_int4 or float_fp8\n", operands.c_str());
+    std::exit(1);
+  };
+  const size_t bar = std::min(operands.find('_'), operands.size());
+  return {format(operands.substr(0, bar)), format(operands.substr(std::min(bar + 1, operands.size())))};
+}
+
+void set_formats(const Formats&, int4_mm::Problem*) {}
+void set_formats(const Formats& formats, mm8::Problem* p) { p->x = formats.x, p->weight = formats.weight; }
+
+// The operands of one problem, with copies of W enough that none stays in the L2.
+class Operands {
+ public:
+  Operands(const Formats& formats, int64_t m, int64_t n, int64_t k, int64_t groups)
+      : packed_(formats.weight == Format::kInt4),
+        bytes_(packed_ ? int4_mm::weight_bytes(n, k) : n * k),
+        copies_(std::max<int64_t>(3, kColdBytes / bytes_ + 1)),
+        stride_((bytes_ + 255) / 256 * 256),
+        columns_(packed_ && formats.x != Format::kFloat ? int4_mm::tiles_k(k) * int4_mm::kTileK : k),
+        x_(random_x(formats.x, m * columns_)),
+        weights_(allocate(copies_ * stride_)),
+        scales_(packed_ ? group_parameters(n, groups) : floats(n, 0.01f)),
+        x_scales_(floats(m, 0.01f)),
+        x_sums_(floats(m * groups, group_sum(formats.x))),
+        y_(allocate(m * n * 2)) {
+    const Memory weight = random_weight(formats.weight, bytes_);
+    for (int64_t i = 0; i < copies_; ++i) {
+      check(cudaMemcpy(this->weight(i), weight.get(), static_cast<size_t>(bytes_), cudaMemcpyDeviceToDevice),
+            "copying W");
+    }
+  }
+
+  int64_t copies() const { return copies_; }
+  const void* y() const { return y_.get(); }
+  void set(int64_t copy, void* workspace, int4_mm::Arguments* a) const { set_common(copy, workspace, a); }
+  void set(int64_t copy, void* workspace, mm8::Arguments* a) const {
+    set_common(copy, workspace, a);
+    a->x_scales = static_cast<const float*>(x_scales_.get());
+    if (packed_) a->x_sums = static_cast<const float*>(x_sums_.get());
+  }
+
+ private:
+  // Scales of packed groups, each followed by its zero points.
+  static Memory group_parameters(int64_t n, int64_t groups) {
+    std::vector<uint16_t> values(static_cast<size_t>(int4_mm::tiles_n(n) * groups * 2 * int4_mm::kTileN));
+    for (size_t i = 0; i < values.size(); ++i) values[i] = bfloat16(i / int4_mm::kTileN % 2 == 0 ? 0.0078125f : 7.0f);
+    return upload(values);
+  }
+  uint8_t* weight(int64_t copy) const { return static_cast<uint8_t*>(weights_.get()) + copy * stride_; }
+
+  template <typename Arguments>
+  void set_common(int64_t copy, void* workspace, Arguments* a) const {
+    a->x = x_.get();
+    a->x_stride = columns_;
+    a->weight = weight(copy);
+    a->scales = scales_.get();
+    a->y = y_.get();
+    a->workspace = workspace;
+  }
+
+  bool packed_;
+  int64_t bytes_, copies_, stride_, columns_;
+  Memory x_, weights_, scales_, x_scales_, x_sums_, y_;
+};
+
+// Of the first tokens of y.
+std::vector<float> result(int64_t m, int64_t n, const Operands& operands) {
+  std::vector<uint16_t> bits(static_cast<size_t>(std::min(m, kComparedTokens) * n));
+  check(cudaMemcpy(bits.data(), operands.y(), bits.size() * 2, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  std::vector<float> values(bits.size());
+  for (size_t i = 0; i < bits.size(); ++i) {
+    const uint32_t word = uint32_t{bits[i]} << 16;
+    std::memcpy(&values[i], &word, 4);
+  }
+  return values;
+}
+
+double difference(const std::vector<float>& a, const std::vector<float>& b) {
+  double most = 0, largest = 1e-30;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (!std::isfinite(a[i])) return INFINITY;
+    most = std::max(most, std::abs(static_cast<double>(a[i]) - b[i]));
+    largest = std::max(largest, std::abs(static_cast<double>(b[i])));
+  }
+  return most / largest;
+}
+
+// Replays a graph.
+class Timer {
+ public:
+  Timer() {
+    check(cudaStreamCreate(&stream_), "cudaStreamCreate");
+    check(cudaEventCreate(&start_), "cudaEventCreate");
+    check(cudaEventCreate(&stop_), "cudaEventCreate");
+  }
+
+  // A graph of `count` calls of enqueue(i, stream).
+  template <typename Enqueue>
+  cudaGraphExec_t graph_of(int64_t count, const Enqueue& enqueue) const {
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+    for (int64_t i = 0; i < count; ++i) check(enqueue(i, stream_));
+    check(cudaStreamEndCapture(stream_, &graph), "cudaStreamEndCapture");
+    check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
+    check(cudaGraphDestroy(graph), "cudaGraphDestroy");
+    return executable;
+  }
+
+  // Median of the microseconds of `replays` after one that does not count; destroys the graph.
+  double measure(cudaGraphExec_t graph, int replays) const {
+    std::vector<float> times(static_cast<size_t>(replays) + 1);
+    for (float& ms : times) {
+      check(cudaEventRecord(start_, stream_), "cudaEventRecord");
+      check(cudaGraphLaunch(graph, stream_), "cudaGraphLaunch");
+      check(cudaEventRecord(stop_, stream_), "cudaEventRecord");
+      check(cudaEventSynchronize(stop_), "a replay");
+      check(cudaEventElapsedTime(&ms, start_, stop_), "cudaEventElapsedTime");
+    }
+    check(cudaGraphExecDestroy(graph), "cudaGraphExecDestroy");
+    std::nth_element(times.begin() + 1, times.begin() + 1 + replays / 2, times.end());
+    return 1000.0 * static_cast<double>(times[static_cast<size_t>(1 + replays / 2)]);
+  }
+
+ private:
+  cudaStream_t stream_;
+  cudaEvent_t start_, stop_;
+};
+
+// Microseconds a call, W out of the L2; roughly if above `hopeless`.
+template <typename Arguments, typename Problem, typename Plan>
+double measure(const Problem& problem, const Plan& plan, const Operands& operands, const Timer& timer,
+               double hopeless = INFINITY) {
+  const Memory workspace = allocate(plan.workspace_bytes);
+  const auto enqueue = [&](int64_t i, cudaStream_t stream) {
+    Arguments arguments;
+    operands.set(i % operands.copies(), workspace.get(), &arguments);
+    return launch(problem, plan, arguments, stream);
+  };
+  const double turn = timer.measure(timer.graph_of(operands.copies(), enqueue), 1);
+  const double once = turn / static_cast<double>(operands.copies());
+  if (once > hopeless) return once;
+  const int64_t calls = std::clamp<int64_t>(static_cast<int64_t>(kReplayMicroseconds / once), 3, kMaxCalls);
+  return timer.measure(timer.graph_of(calls, enqueue), kReplays) / static_cast<double>(calls);
+}
+
+template <typename Problem, typename Arguments, typename Plan>
+void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& gpu, const Timer& timer, bool warm_up) {
+  Problem problem;
+  set_formats(formats, &problem);
+  problem.m = m, problem.n = n, problem.k = k;
+  problem.group_size = kGroup;
+  problem.has_zeros = formats.weight == Format::kInt4;
+  problem.scale_dtype = DType::kBFloat16;
+  const Operands operands(formats, m, n, k, problem.groups());
+  const double bytes = static_cast<double>(n * k) * (formats.weight == Format::kInt4 ? 0.5 : 1);  // as plan() counts
+  Plan chosen;
+  check(plan(problem, gpu, &chosen));
+  for (int i = 0; warm_up && i < kWarmUps; ++i) measure<Arguments>(problem, chosen, operands, timer);
+  std::vector<float> first;
+  double best = INFINITY;
+  for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
+    const Plan& plan = candidate.plan;
+    const double us = measure<Arguments>(problem, plan, operands, timer, kHopeless * best);
+    best = std::min(best, us);
+    const std::vector<float> values = result(m, n, operands);
+    if (first.empty()) first = values;
+    if (!(difference(values, first) < kMaxDifference)) {
+      std::fprintf(stderr, "qao_sweep: another result by %s\n", to_string(plan).c_str());
+      std::exit(1);
+    }
+    const bool is_chosen = std::string_view(plan.kernel) == chosen.kernel && plan.config == chosen.config &&
+                           plan.tile_n == chosen.tile_n && plan.split_k == chosen.split_k && plan.ctas == chosen.ctas &&
+                           plan.shared_bytes == chosen.shared_bytes;
+    std::printf(R"({"m": %ld, "n": %ld, "k": %ld, "chosen": %s, "plan": "%s", "operands": "%s", "tile_m": %d, )",
+                static_cast<long>(m), static_cast<long>(n), static_cast<long>(k), is_chosen ? "true" : "false",
+                to_string(plan).c_str(), candidate.operands, plan.tile_m);
+    std::printf(R"("counts": [)");
+    for (int i = 0; i < kTerms; ++i) std::printf("%s%g", i > 0 ? ", " : "", candidate.counts[i]);
+    std::printf(R"(], "bytes": %g, "us": %.4f})"
+                "\n",
+                bytes, us);
+  }
+  std::fflush(stdout);
+}
+
+}  // namespace
+}  // namespace qao
+
+int main(int count, char** words) {
+  using namespace qao;
+  if (count != 2) {
+    std::fprintf(stderr, "usage: qao_sweep OPERANDS < problems\n");
+    return 1;
+  }
+  const Formats formats = formats_of(words[1]);
+  const bool int4 = formats.x == Format::kFloat && formats.weight == Format::kInt4;
+  Gpu gpu;
+  check(query_gpu(0, &gpu));
+  const Timer timer;
+  int64_t m, n, k;
+  for (bool first = true; std::cin >> m >> n >> k; first = false) {
+    const auto run = int4 ? sweep<int4_mm::Problem, int4_mm::Arguments, int4_mm::Plan>
+                          : sweep<mm8::Problem, mm8::Arguments, mm8::Plan>;
+    run(formats, m, n, k, gpu, timer, first);
+  }
+  return 0;
+}

@@ -1,0 +1,360 @@
+// The body for at most eight tokens on Hopper whose x fits into shared memory: decode.cuh's arithmetic (which see) with
+// more warps, fewer registers and fewer instructions.
+//
+// A CTA owns a run of row tiles and walks it in passes of kPassTiles. Its warps are kWarpsN side by side over row tiles
+// times kWarpsK slices of K; a warp takes every so many K-steps of 128 columns of its row tiles through a cp.async ring
+// of its own, which runs on from pass to pass. x is brought to shared memory once, already scaled. Sums of the slices
+// are added in their order.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <climits>
+
+#include "common/mma.cuh"
+#include "common/ptx.cuh"
+#include "int4_mm/four_rows.cuh"
+#include "int4_mm/kernels.h"
+#include "int4_mm/layout.h"
+#include "int4_mm/tile.h"
+
+namespace qao::int4_mm::few {
+
+using T = __nv_bfloat16;
+
+constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
+constexpr float kUnit = 8589934592.0f;  // 2^(133 - 100): what a sum of products of bytes counts
+constexpr int kPrefetchBytes = 8192;    // of weights per row tile
+
+__device__ __forceinline__ uint32_t scale_x(uint32_t pair) {
+  return Half<T>::multiply_add(pair, 0x71807180, 0x80008000);
+}
+
+template <typename Tile>
+struct Few {
+  static constexpr int kR = Tile::kTilesN, kWarpsK = Tile::kWarpsK;
+  const Params& p;
+  const FewParams& d;
+  const int lane, slice, warp_n, row_tile0, row_tiles;
+  const uint32_t shared, ring;
+
+  static __device__ __forceinline__ int warp() { return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0); }
+  __device__ __forceinline__ Few(const Params& params, const FewParams& few, uint32_t base)
+      : p(params),
+        d(few),
+        lane(threadIdx.x % 32),
+        slice(warp() / Tile::kWarpsN),
+        warp_n(warp() % Tile::kWarpsN),
+        row_tile0(blockIdx.x * d.row_tiles + min(static_cast<int>(blockIdx.x), d.more_row_tiles)),
+        row_tiles(d.row_tiles + (static_cast<int>(blockIdx.x) < d.more_row_tiles)),
+        shared(base),
+        ring(base + d.ring_offset + warp() * Tile::kStages * d.stage_bytes) {}
+
+  // Walks this warp's K-steps, pass after pass, with this lane's pointers.
+  struct Cursor {
+    int step;
+    int tiles;  // row tiles from this warp's first on that the CTA has left; none past the last pass
+    const uint8_t *weight, *scales;
+  };
+  __device__ __forceinline__ void seek(Cursor& at) const {
+    while (at.step >= d.steps) at.step -= d.steps, at.tiles -= Tile::kPassTiles;
+    const int row_tile = row_tile0 + row_tiles - at.tiles;
+    at.weight = p.weight + row_tile * d.row_tile_bytes + at.step * kStepBytes + lane * 16;
+    at.scales = p.scales + (row_tile + (lane >> d.chunk_shift) * Tile::kWarpsN) * d.row_tile_scale_bytes +
+                (at.step * d.groups_of_step >> d.group_shift) * p.group_bytes +
+                (lane & ((1 << d.chunk_shift) - 1)) * 16;
+  }
+  __device__ __forceinline__ Cursor first() const {
+    Cursor at{slice, row_tiles - warp_n};
+    seek(at);
+    return at;
+  }
+  __device__ __forceinline__ void advance(Cursor& at) const {
+    at.step += kWarpsK;
+    at.weight += kWarpsK * kStepBytes;
+    at.scales += d.scale_advance;
+    if (at.step >= d.steps) seek(at);
+  }
+
+  // Starts copying a K-step of this warp's row tiles and the parameters of the groups it touches.
+  __device__ __forceinline__ void fetch(const Cursor& at, uint32_t stage) const {
+    if (at.tiles > 0) {
+      if (at.step < d.plain_steps) {
+        const uint32_t to = stage + lane * 16;
+        const uint8_t* weight = at.weight;
+#pragma unroll
+        for (int i = 0; i < kR; ++i) {
+          if (i == 0 || i * Tile::kWarpsN < at.tiles) {
+            ptx::cp_async_16(to + i * kStepBytes, weight);
+            ptx::cp_async_16(to + i * kStepBytes + kTileBytes, weight + kTileBytes);
+          }
+          if (i + 1 < kR) weight += Tile::kWarpsN * d.row_tile_bytes;
+        }
+        const int tile = lane >> d.chunk_shift;
+        if (tile < kR && tile * Tile::kWarpsN < at.tiles) ptx::cp_async_16(to + kR * kStepBytes, at.scales);
+      } else {
+        fetch_slowly(p, d, at.step, at.tiles, at.weight, at.scales, stage);
+      }
+    }
+    ptx::cp_async_commit();
+  }
+  // Any step: one that ends past K, or of groups that take more than 32 chunks of parameters. Kept out of the main
+  // loop's code and registers.
+  static __device__ __noinline__ void fetch_slowly(const Params& p, const FewParams& d, int step, int tiles,
+                                                   const uint8_t* weight, const uint8_t* scales, uint32_t stage) {
+    const int lane = threadIdx.x % 32;
+    tiles = min((tiles + Tile::kWarpsN - 1) / Tile::kWarpsN, kR);
+    const uint32_t to = stage + lane * 16;
+    for (int i = 0; i < tiles; ++i, weight += Tile::kWarpsN * d.row_tile_bytes) {
+      ptx::cp_async_16(to + i * kStepBytes, weight);
+      if (2 * step + 1 < p.k_tiles) ptx::cp_async_16(to + i * kStepBytes + kTileBytes, weight + kTileBytes);
+    }
+    const int byte = (lane & ((1 << d.chunk_shift) - 1)) * 16, at_once = 32 >> d.chunk_shift;
+    const bool exists = (step * d.groups_of_step >> d.group_shift) * p.group_bytes + byte < d.row_tile_scale_bytes;
+    for (int i = lane >> d.chunk_shift; i < tiles;
+         i += at_once, scales += at_once * Tile::kWarpsN * d.row_tile_scale_bytes) {
+      const uint32_t at_shared = stage + kR * kStepBytes + i * d.groups_of_step * p.group_bytes + byte;
+      if (exists) {
+        ptx::cp_async_16(at_shared, scales);
+      } else {
+        ptx::store_shared_16(at_shared, {0, 0, 0, 0});
+      }
+    }
+  }
+
+  // x in shared memory: [K-step][token][kTokenBytes]. Sixteen threads copy a unit, a token's columns of a K-step.
+  static constexpr int kUnitsAtOnce = Tile::kThreads / 16, kXBatch = 2;
+  struct XLoads {
+    const T* from[kXBatch];
+    uint4 value[kXBatch];
+  };
+  __device__ __forceinline__ void seek_x(int first, XLoads& loads) const {
+#pragma unroll
+    for (int i = 0; i < kXBatch; ++i) {
+      int unit = first + i * kUnitsAtOnce, token = 0;
+      while (unit >= d.steps) unit -= d.steps, ++token;
+      loads.from[i] = static_cast<const T*>(p.x) + token * p.x_stride + unit * kStepColumns + threadIdx.x % 16 * 8;
+    }
+  }
+  __device__ __forceinline__ void load_x(int first, XLoads& loads) const {
+    const bool plain = p.x_aligned && d.steps * kStepColumns <= p.k;
+#pragma unroll
+    for (int i = 0; i < kXBatch; ++i) {
+      const int unit = first + i * kUnitsAtOnce;
+      if (unit >= d.steps * d.tokens) continue;
+      loads.value[i] = plain ? *reinterpret_cast<const uint4*>(loads.from[i]) : load_slowly(unit, loads.from[i]);
+    }
+  }
+  __device__ __forceinline__ void store_x(int first, const XLoads& loads) const {
+#pragma unroll
+    for (int i = 0; i < kXBatch; ++i) {
+      int unit = first + i * kUnitsAtOnce, token = 0;
+      if (unit >= d.steps * d.tokens) continue;
+      while (unit >= d.steps) unit -= d.steps, ++token;
+      const uint4 v = loads.value[i];
+      ptx::store_shared_16(shared + (unit * d.tokens + token) * kTokenBytes + threadIdx.x % 16 * 16,
+                           {scale_x(v.x), scale_x(v.y), scale_x(v.z), scale_x(v.w)});
+    }
+  }
+  // Any chunk: zeros past K, an x that 16-byte loads cannot read.
+  __device__ __noinline__ uint4 load_slowly(int unit, const T* from) const {
+    const int columns = p.k - unit % d.steps * kStepColumns - threadIdx.x % 16 * 8;
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i < columns) words[i / 2] |= static_cast<uint32_t>(__bfloat16_as_ushort(from[i])) << (i % 2 * 16);
+    }
+    return {words[0], words[1], words[2], words[3]};
+  }
+
+  // This lane's row for ldmatrix; tokens that do not exist may be any.
+  __device__ __forceinline__ uint32_t x_row() const {
+    return shared + min(lane % 8, d.tokens - 1) * kTokenBytes + lane / 8 * 16;
+  }
+
+  using Sums = float[kR][4];
+
+  // Row tiles that do not exist are multiplied like others: their sums go nowhere.
+  template <int groups>
+  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t x, uint32_t param, uint32_t select, bool half,
+                                           Sums& sum) const {
+    const uint32_t size = size_of(p.scale_dtype);
+#pragma unroll
+    for (int group = 0; group < groups; ++group) {
+      const uint32_t ones[4] = {0x00010001, 0x00010001, 0x00010001, 0x00010001};
+      float x_sum[4] = {};
+      float product[kR][4] = {};
+#pragma unroll
+      for (int pair = group * (4 / groups); pair < (group + 1) * (4 / groups); ++pair) {
+        uint32_t b[4];
+        ptx::ldmatrix_x4(b, x + pair * 64);
+        Half<T>::mma(x_sum, ones, b[0], b[1]);
+        Half<T>::mma(x_sum, ones, b[2], b[3]);
+#pragma unroll
+        for (int i = 0; i < kR; ++i) {
+          const uint2 two =
+              ptx::load_shared_8(stage + lane * 16 + i * kStepBytes + pair / 2 * kTileBytes + pair % 2 * 8);
+#pragma unroll
+          for (int s = 0; s < 2; ++s) {
+            const uint32_t word = s == 0 ? two.x : two.y, odd = __byte_perm(word, 0, 0x4341);
+            const uint32_t a[4] = {word & 0x000F000F, word & 0x00FF00FF, odd & 0x000F000F, odd};
+            Half<T>::mma(product[i], a, b[2 * s], b[2 * s + 1]);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kR; ++i) {
+        float parameter[4];
+#pragma unroll
+        for (int which = 0; which < 4; ++which) {
+          if (which >= 2 && !d.zeros) {
+            parameter[which] = kSymmetricZero;
+            continue;
+          }
+          parameter[which] = __uint_as_float(
+              __byte_perm(ptx::load_shared_word(stage + param + kR * kStepBytes + (i * groups + group) * p.group_bytes +
+                                                which * 8 * size),
+                          0, select));
+          ptx::half_to_float_if(half, parameter[which]);
+        }
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float low = product[i][e], both = product[i][e + 2], xs = x_sum[e];
+          sum[i][e] += parameter[0] * (low - parameter[2] * xs);
+          sum[i][e + 2] += parameter[1] * (both - low - 16 * parameter[3] * xs);
+        }
+      }
+    }
+  }
+
+  // All K-steps of this warp, then the sums.
+  template <int groups>
+  __device__ __forceinline__ void walk(Cursor& ahead) const {
+    const uint32_t g = lane / 4, size = size_of(p.scale_dtype), param = g * size & ~3u;
+    const bool half = p.scale_dtype == DType::kFloat16;
+    const uint32_t select = size == 4 ? 0x3210 : g % 2 ? (half ? 0x4432 : 0x3244) : (half ? 0x4410 : 0x1044);
+    const uint32_t stage_bytes = d.stage_bytes, end = ring + Tile::kStages * stage_bytes;
+    uint32_t stage = ring, stage_ahead = end - stage_bytes;
+    const uint32_t x = x_row(), step_bytes = d.tokens * kTokenBytes;
+    int step = slice, slot = 0;
+    for (int pass = 0; pass < d.passes; ++pass) {
+      Sums sum = {};
+      for (; step < d.steps; step += kWarpsK) {
+        ptx::cp_async_wait<Tile::kStages - 2>();
+        __syncwarp();
+        fetch(ahead, stage_ahead);
+        advance(ahead);
+        multiply<groups>(stage, x + step * step_bytes, param, select, half, sum);
+        stage_ahead = stage;
+        stage += stage_bytes;
+        if (stage == end) stage = ring;
+      }
+      step -= d.steps;
+      keep(slot, sum);
+      if (++slot == d.slots || pass + 1 == d.passes) {
+        __syncthreads();
+        write(pass + 1 - slot, slot);
+        if (pass + 1 < d.passes) __syncthreads();
+        slot = 0;
+      }
+    }
+  }
+
+  // Sums in shared memory: [slot][slice][token][kPaddedRow] float32, a slot the row tiles of a pass.
+  __device__ __forceinline__ uint32_t partial(int slot, int of_slice, int token) const {
+    return shared + d.partials_offset + ((slot * kWarpsK + of_slice) * d.tokens + token) * (Tile::kPaddedRow * 4);
+  }
+  __device__ __forceinline__ void keep(int slot, const Sums& sum) const {
+    const uint32_t to = partial(slot, slice, lane % 4 * 2) + (warp_n * kTileN + lane / 4) * 4;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      if (lane % 4 * 2 + e >= d.tokens) continue;
+#pragma unroll
+      for (int i = 0; i < kR; ++i) {
+        const uint32_t at = to + (e * Tile::kPaddedRow + i * Tile::kWarpsN * kTileN) * 4;
+        ptx::store_shared_float(at, sum[i][e] * kUnit);
+        ptx::store_shared_float(at + 32, sum[i][e + 2] * (kUnit / 16));
+      }
+    }
+  }
+
+  // Adds the slices of the `slots` passes from `pass` on, and stores y, a thread four rows of a token.
+  __device__ __forceinline__ void write(int pass, int slots) const {
+    constexpr int kQuads = Tile::kPassTiles * kTileN / 4;
+    const int all = slots * d.tokens * kQuads;
+    for (int first = threadIdx.x / 32 * 32; first < all; first += Tile::kThreads) {  // alike for all lanes of a warp
+      const int i = first + lane, quad = i % kQuads;
+      int slot = 0, token = i / kQuads;
+      while (i < all && token >= d.tokens) token -= d.tokens, ++slot;
+      const int row_tile = (pass + slot) * Tile::kPassTiles + quad / 4,
+                n = (row_tile0 + row_tile) * kTileN + quad % 4 * 4;
+      const bool exists = i < all && row_tile < row_tiles;
+      float value[4] = {};
+      if (exists) {
+        const uint32_t from = partial(slot, 0, token) + quad * 16;
+#pragma unroll
+        for (int s = 0; s < kWarpsK; ++s) {
+          const uint4 part = ptx::load_shared_16(from + s * d.tokens * (Tile::kPaddedRow * 4));
+          value[0] += __uint_as_float(part.x), value[1] += __uint_as_float(part.y);
+          value[2] += __uint_as_float(part.z), value[3] += __uint_as_float(part.w);
+        }
+      }
+      const bool wrong = !isfinite(value[0] + value[1] + value[2] + value[3]);
+      for (uint32_t lanes = __ballot_sync(kAllLanes, wrong); lanes != 0; lanes &= lanes - 1) {
+        const int from = __ffs(lanes) - 1;
+        const float4 again = exact(p, d, __shfl_sync(kAllLanes, n, from), __shfl_sync(kAllLanes, token, from));
+        if (lane == from) value[0] = again.x, value[1] = again.y, value[2] = again.z, value[3] = again.w;
+      }
+      if (exists) store_rows(p, n, token, value);
+    }
+  }
+};
+
+template <typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
+    few_kernel(const __grid_constant__ Params p, const __grid_constant__ FewParams d) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const Few<Tile> cta(p, d, ptx::shared_address(shared));
+
+  // The kernel before this one may still run. What it writes must not be read before the wait, and might be anything,
+  // weights too: they are brought as far as the L2 cache, where a later write to them still counts.
+  if (threadIdx.x < min(cta.row_tiles, 2 * Tile::kPassTiles)) {
+    const int row_tile = cta.row_tile0 + threadIdx.x;
+    const int bytes = min(p.k_tiles * kTileBytes, kPrefetchBytes);
+    ptx::prefetch_l2(p.weight + row_tile * d.row_tile_bytes, bytes);
+    ptx::prefetch_l2(p.scales + row_tile * d.row_tile_scale_bytes, static_cast<int>(d.row_tile_scale_bytes));
+  }
+  auto ahead = cta.first();
+  uint32_t stage = cta.ring;
+  const auto fetch_next = [&] {
+    cta.fetch(ahead, stage);
+    cta.advance(ahead);
+    stage += d.stage_bytes;
+  };
+  typename Few<Tile>::XLoads x;
+  int unit = threadIdx.x / 16;
+  cta.seek_x(unit, x);
+  ptx::wait_for_previous_kernel();
+  ptx::launch_dependents();
+  cta.load_x(unit, x);
+  fetch_next();  // one stage only before x, which all wait for
+  while (true) {
+    cta.store_x(unit, x);
+    unit += Few<Tile>::kXBatch * Few<Tile>::kUnitsAtOnce;
+    if (unit >= d.steps * d.tokens) break;
+    cta.seek_x(unit, x);
+    cta.load_x(unit, x);
+  }
+#pragma unroll 1
+  for (int i = 0; i < Tile::kStages - 2; ++i) fetch_next();
+  __syncthreads();
+  if (d.groups_of_step == 1) {
+    cta.template walk<1>(ahead);
+  } else if (d.groups_of_step == 2) {
+    cta.template walk<2>(ahead);
+  } else {
+    cta.template walk<4>(ahead);
+  }
+}
+
+}  // namespace qao::int4_mm::few

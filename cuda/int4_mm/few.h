@@ -1,0 +1,79 @@
+// How the body for at most eight tokens cuts a problem: one definition for plan() and for launch().
+#pragma once
+
+#include <algorithm>
+
+#include "int4_mm/layout.h"
+#include "int4_mm/tile.h"
+#include "qao/int4_mm.h"
+
+namespace qao::int4_mm {
+
+struct FewConfig {
+  int pass_tiles, tiles_n, warps_k, warps, stages, ctas_per_sm, padded_row;
+};
+
+template <typename Tile>
+constexpr FewConfig few_config() {
+  return {Tile::kPassTiles, Tile::kTilesN,    Tile::kWarpsK,   Tile::kThreads / 32,
+          Tile::kStages,    Tile::kCtasPerSm, Tile::kPaddedRow};
+}
+
+constexpr FewConfig kFewConfigs[] = {
+#define QAO_FEW(...) few_config<FewTile<__VA_ARGS__>>(),
+#include "int4_mm/few.inc"
+#undef QAO_FEW
+};
+constexpr int kFewTokens = 8;
+
+// What the kernel gets. Row tiles have 16 rows of W, K-steps kStepColumns columns.
+struct FewParams {
+  int row_tiles, more_row_tiles;  // of a CTA; the first `more` CTAs have one more
+  int steps, plain_steps;         // K-steps; the first `plain` are whole and fetched by one copy a lane and K-tile
+  int tokens;
+  int64_t row_tile_bytes, row_tile_scale_bytes;
+  int passes, slots;  // passes over the row tiles, and how many of them leave their sums in shared memory together
+  int ring_offset, partials_offset, stage_bytes;  // in shared memory, behind x
+  int groups_of_step, group_shift;                // K-step s begins with group s * groups_of_step >> group_shift
+  int chunk_shift;                                // log2 of the 16-byte chunks of parameters of a K-step and row tile
+  int scale_advance;                              // bytes of parameters from a K-step of a warp to its next
+  bool zeros;
+};
+
+// False if a CTA has not `shared_limit` bytes' room for it.
+inline bool few_params(const Problem& problem, const FewConfig& config, int ctas, int shared_limit, FewParams* to,
+                       int* shared_bytes) {
+  FewParams d{};
+  const auto log2_of = [](int64_t value) {
+    int shift = 0;
+    while (value > 1) value /= 2, ++shift;
+    return shift;
+  };
+  const int row_tiles = static_cast<int>(tiles_n(problem.n)), k_tiles = static_cast<int>(tiles_k(problem.k));
+  const int group_bytes = (problem.has_zeros ? 2 : 1) * kTileN * size_of(problem.scale_dtype);
+  const bool one_group = problem.group_size >= problem.k;
+  d.row_tiles = row_tiles / ctas, d.more_row_tiles = row_tiles % ctas;
+  d.steps = (k_tiles + 1) / 2, d.tokens = static_cast<int>(problem.m);
+  d.row_tile_bytes = static_cast<int64_t>(k_tiles) * kTileBytes;
+  d.row_tile_scale_bytes = problem.groups() * group_bytes;
+  d.groups_of_step = one_group ? 1 : std::max(kStepColumns / static_cast<int>(problem.group_size), 1);
+  d.group_shift = one_group ? 30 : log2_of(problem.group_size / kStepColumns);
+  d.chunk_shift = log2_of(d.groups_of_step * group_bytes / 16);
+  d.plain_steps = config.tiles_n << d.chunk_shift <= 32 ? static_cast<int>(problem.k / kStepColumns) : 0;
+  d.scale_advance = one_group ? 0 : (config.warps_k * d.groups_of_step >> d.group_shift) * group_bytes;
+  d.zeros = problem.has_zeros;
+
+  const int64_t x_bytes = static_cast<int64_t>(d.steps) * d.tokens * kTokenBytes;
+  if (x_bytes > shared_limit) return false;
+  const int slot_bytes = config.warps_k * d.tokens * config.padded_row * 4;
+  d.passes = (d.row_tiles + (d.more_row_tiles > 0) + config.pass_tiles - 1) / config.pass_tiles;
+  d.stage_bytes = config.tiles_n * (kStepBytes + d.groups_of_step * group_bytes);
+  d.ring_offset = static_cast<int>(x_bytes);
+  d.partials_offset = d.ring_offset + config.warps * config.stages * d.stage_bytes;
+  d.slots = std::min(d.passes, (shared_limit - d.partials_offset) / slot_bytes);
+  *shared_bytes = d.partials_offset + d.slots * slot_bytes;
+  *to = d;
+  return d.slots >= 1;
+}
+
+}  // namespace qao::int4_mm
