@@ -108,8 +108,8 @@ __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
 }
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
-// Both, in kernels that are compiled for older GPUs too (common/launch.h: is_hopper_code). In the other order a chain of
-// such kernels would be let in at once, and those that wait would take the place of those that work.
+// Both, in kernels that are compiled for older GPUs too (common/launch.h: is_hopper_code). In the other order a chain
+// of such kernels would be let in at once, and those that wait would take the place of those that work.
 __device__ __forceinline__ void overlap_neighbours() {
 #if __CUDA_ARCH__ >= 900
   wait_for_previous_kernel();

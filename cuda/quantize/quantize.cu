@@ -86,10 +86,11 @@ Params describe(const Problem& p, const Arguments& a) {
   return params;
 }
 
-// All kernels wait for the one before them and let the next one start.
-Status launch_after(void (*kernel)(Params), dim3 grid, dim3 cta, const Params& p, cudaStream_t stream) {
+// All kernels let the next one start, and are there before the one ahead has ended if that `pays`.
+Status launch_after(void (*kernel)(Params), dim3 grid, dim3 cta, const Params& p, cudaStream_t stream,
+                    bool pays = true) {
   Launch launch{grid, cta, stream};
-  launch.overlapped = is_hopper_code(reinterpret_cast<const void*>(kernel));
+  launch.overlapped = pays && is_hopper_code(reinterpret_cast<const void*>(kernel));
   return launch_kernel(launch, "launching a kernel of quantize", kernel, p);
 }
 
@@ -97,8 +98,10 @@ template <DType dtype, Producer producer, int kVectors, bool kFast>
 Status launch_rows(Params p, cudaStream_t stream) {
   p.tiles = static_cast<int>(divide_up(p.vectors, max_threads(kVectors) * kVectors));
   const int threads = static_cast<int>(divide_up(p.vectors, p.tiles * kVectors * 32)) * 32;
+  // Between products of few tokens the CTAs of a norm gather where the product ahead left room, which costs more.
+  const bool pays = producer != Producer::kRmsNorm || p.m <= 2 || p.m > 16;
   return launch_after(rows_kernel<dtype, producer, kVectors, kFast>, dim3(static_cast<unsigned>(p.m)), dim3(threads), p,
-                      stream);
+                      stream, pays);
 }
 
 template <DType dtype, Producer producer>
