@@ -289,7 +289,7 @@ struct Sm90Choice {
   Terms counts{};
 };
 
-constexpr double kSharedKTile = 2.1;  // times as long as one alone
+constexpr double kSharedKTile = 1.95;  // times as long as one alone
 
 // Calls visit with every row, cluster and split that serve the problem.
 template <typename Visit>

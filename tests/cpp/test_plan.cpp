@@ -223,6 +223,9 @@ TEST_CASE("wgmma serves more than 32 tokens of an aligned x on Hopper, in the ti
   CHECK(std::string(planned(33, 4096, 4096, false).kernel) == "sm80");
   CHECK(std::string(planned(33, 4096, 4096).kernel) == "sm90");
   CHECK(std::string(planned(33, 4096, 4096).instruction) == "wgmma bf16");
+  const Plan few = planned(64, 28672, 4096);  // more row tiles than multiprocessors: two CTAs share one
+  CHECK(few.tile_m == 64);
+  CHECK(few.ctas == 224);
   const Plan middle = planned(128, 8192, 8192), large = planned(4096, 28672, 4096);
   CHECK(middle.tile_m == 128);
   CHECK(middle.split_k == 2);
