@@ -1,6 +1,7 @@
 // Which kernel runs a problem, and how. Pure host code: a function of the problem and the GPU's numbers, nothing else.
 #include <algorithm>
 
+#include "common/divide.h"
 #include "int4_mm/decode.h"
 #include "int4_mm/few.h"
 #include "int4_mm/sm90.h"
@@ -45,8 +46,6 @@ constexpr Config kSm80[] = {
 
 // On Hopper wgmma wins above, for large weights already here.
 int64_t largest_mma_sync_m(const Problem& problem) { return problem.n * problem.k > int64_t{60} << 20 ? 16 : 32; }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The first row that serves the problem on this GPU; null if none does.
 const Config* first_sm80(const Problem& problem, const Gpu& gpu) {

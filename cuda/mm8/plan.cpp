@@ -1,7 +1,8 @@
 // Which kernel runs a problem, and how. Pure host code: a function of the problem and the GPU's numbers, nothing else.
 #include <algorithm>
 
-#include "mm8/sm90_tile.h"
+#include "common/divide.h"
+#include "mm8/plan_sm90.h"
 #include "mm8/tile.h"
 #include "mm8/workspace.h"
 #include "qao/mm8.h"
@@ -63,14 +64,6 @@ constexpr Config kSm80[] = {
 #undef QAO_SM80
 };
 
-constexpr int kSm90Tokens[] = {
-#define QAO_SM80(...)
-#define QAO_SM90(tokens) tokens,
-#include "mm8/configs.inc"
-#undef QAO_SM90
-#undef QAO_SM80
-};
-
 // On Hopper wgmma wins above.
 int64_t largest_mma_sync_m(const Problem& problem) {
   if (problem.x == Format::kFloat && problem.weight == Format::kInt4) return 0;  // int4_mm has asked itself
@@ -81,8 +74,6 @@ constexpr int64_t kManyTokens = 64;  // above, arithmetic takes longer than read
 
 // Columns whose products of int8 surely fit an int32 sum.
 constexpr int64_t kInt32Columns = 65536;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // CTAs that share an output tile. Splitting costs a second kernel and a trip through memory, so it must fill SMs that
 // would idle (with many tokens, halves of SMs), and leave every slice enough K-tiles to fill its pipeline; or it keeps
@@ -214,149 +205,6 @@ const char* against_quantizing(const Problem& problem) {
   return nullptr;
 }
 
-// Why the Hopper body cannot serve a problem; null if it can.
-const char* against_sm90(const Problem& problem) {
-  if (!problem.x_aligned && !problem.quantizes_x && !is_split(problem))
-    return "the copy engine needs x aligned to 16 bytes";
-  if (problem.weight != Format::kInt4 && !problem.weight_aligned) {
-    return "the copy engine needs rows of W aligned to 16 bytes";
-  }
-  if (problem.x == Format::kInt8 && problem.k > sm90::kMaxIntegerK) return "int32 sums over all of K could overflow";
-  return nullptr;
-}
-
-// CTAs of a cluster must find room in one part of the chip, so large clusters cannot fill it.
-bool clusters_fit(int64_t ctas, int cluster, int64_t slots) {
-  return cluster == 1 || (cluster == 2 ? ctas <= slots : ctas * 4 <= slots * 3);
-}
-
-// What the Hopper kernels cost: a row for each kind of operands and number of tokens.
-enum class Sm90Operands {
-  kFloatInt4,
-  kFloatEightBits,
-  kFloatFolded,
-  kInt8Int8,
-  kFp8Fp8,
-  kFp8Fp8Blocks,
-  kInt8Int4,
-  kInt8Int4Symmetric,
-  kInt8Int4Channel,
-  kFp8Int4,
-};
-struct Sm90Cost {
-  Sm90Operands operands;
-  int tokens;
-  const char* name;
-  Terms costs;
-};
-constexpr Sm90Cost kSm90Costs[] = {
-#define QAO_MEMORY(...)
-#define QAO_COST(operands, tokens, ...) {Sm90Operands::operands, tokens, #operands, {__VA_ARGS__}},
-#include "mm8/sm90_costs.inc"
-#undef QAO_COST
-#undef QAO_MEMORY
-};
-constexpr Memory kSm90Memory =
-#define QAO_MEMORY(...) {__VA_ARGS__};
-#define QAO_COST(...)
-#include "mm8/sm90_costs.inc"
-#undef QAO_COST
-#undef QAO_MEMORY
-
-    Sm90Operands operands_of(const Problem& p, const sm90::Traits& traits) {
-  using enum Sm90Operands;
-  if (traits.float_x) return traits.folds ? kFloatFolded : traits.packed ? kFloatInt4 : kFloatEightBits;
-  if (!traits.packed) {
-    return p.weight_scaling == Scaling::kBlock ? kFp8Fp8Blocks : p.x == Format::kFp8 ? kFp8Fp8 : kInt8Int8;
-  }
-  if (p.x == Format::kFp8) return kFp8Int4;
-  return p.groups() == 1 ? kInt8Int4Channel : p.has_zeros ? kInt8Int4 : kInt8Int4Symmetric;
-}
-
-// Null: plan() does not take this tile.
-const Sm90Cost* cost_of(const Problem& problem, int tokens) {
-  const Sm90Operands operands = operands_of(problem, sm90::traits_of(problem, tokens));
-  for (const Sm90Cost& row : kSm90Costs) {
-    if (row.operands == operands && row.tokens == tokens) return &row;
-  }
-  return nullptr;
-}
-
-struct Sm90Choice {
-  int row = -1, share = 1, split = 1;
-  int per_sm = 1;  // CTAs that share a multiprocessor
-  int64_t ctas = 0;
-  Terms counts{};
-};
-
-constexpr double kSharedKTile = 1.95;  // times as long as one alone
-
-// Calls visit with every row, cluster and split that serve the problem.
-template <typename Visit>
-void for_each_sm90(const Problem& problem, const Gpu& gpu, const Visit& visit) {
-  for (int row = 0; row < static_cast<int>(std::size(kSm90Tokens)); ++row) {
-    const int tokens = kSm90Tokens[row];
-    const sm90::Traits traits = sm90::traits_of(problem, tokens);
-    if (!traits.serves(tokens)) continue;
-    const int64_t steps = ceil_div(problem.k, traits.float_x ? 64 : 128) * (is_split(problem) ? kFloat32Parts : 1);
-    // Large tiles rather fetch x for two CTAs at once.
-    for (int share = tokens > 128 ? 2 : 1; share >= 1; --share) {
-      const int64_t tiles = ceil_div(problem.n, share * sm90::kTileN) * share * ceil_div(problem.m, tokens);
-      for (int split = 1; split <= std::min<int64_t>(sm90::kMaxCluster / share, steps); ++split) {
-        for (int per_sm = 1; per_sm <= traits.ctas_per_sm(tokens); ++per_sm) {
-          const int64_t ctas = tiles * split, slots = gpu.num_sms * per_sm;
-          if (split > 1 && !clusters_fit(ctas, split * share, slots)) continue;
-          const double waves = static_cast<double>(ceil_div(ctas, slots));
-          const double k_tiles = static_cast<double>(ceil_div(steps, split)) * (per_sm == 1 ? 1 : kSharedKTile);
-          const double parts = split > 1 ? split : 0;
-          visit(Sm90Choice{row, share, split, per_sm, ctas, {waves * k_tiles, waves, split > 1 ? 1.0 : 0.0, parts}});
-        }
-      }
-    }
-  }
-}
-
-void fill_sm90(const Problem& problem, const Gpu& gpu, const Sm90Choice& choice, Plan* plan) {
-  const int tokens = kSm90Tokens[choice.row];
-  const sm90::Traits traits = sm90::traits_of(problem, tokens);
-  const sm90::Stage stage(traits, tokens);
-  plan->kernel = "sm90";
-  plan->reason = "many tokens on Hopper: wgmma";
-  plan->instruction = problem.x == Format::kInt8           ? "wgmma s8"
-                      : problem.x == Format::kFp8          ? "wgmma e4m3"
-                      : problem.x_dtype == DType::kFloat16 ? "wgmma f16"
-                                                           : "wgmma bf16";
-  plan->config = choice.row;
-  plan->tile_n = choice.share * sm90::kTileN;
-  plan->tile_m = tokens;
-  plan->warps = (sm90::kConsumerThreads + sm90::kProducerThreads) / 32;
-  plan->stages = stage.count;
-  // All of a multiprocessor's shared memory keeps other CTAs away.
-  plan->shared_bytes = choice.per_sm < traits.ctas_per_sm(tokens) ? sm90::kMaxSharedBytes : stage.total;
-  plan->split_k = choice.split;
-  const int64_t slots = gpu.num_sms * choice.per_sm;
-  plan->ctas = choice.split > 1 ? choice.ctas : std::min<int64_t>(choice.ctas, slots / choice.share * choice.share);
-  plan->workspace_bytes = workspace_of(problem, 1).bytes;  // clusters add up in shared memory
-}
-
-// The row, cluster and split of least expected time.
-void plan_sm90(const Problem& problem, const Gpu& gpu, Plan* plan) {
-  const double bytes = static_cast<double>(problem.n * problem.k) * (problem.weight == Format::kInt4 ? 0.5 : 1);
-  Sm90Choice best;
-  double least = 0;
-  int row = -1;
-  const Sm90Cost* cost = nullptr;
-  for_each_sm90(problem, gpu, [&](const Sm90Choice& choice) {
-    if (choice.row != row) cost = cost_of(problem, kSm90Tokens[row = choice.row]);
-    if (cost == nullptr) return;
-    const double time = microseconds(choice.counts, cost->costs, bytes, kSm90Memory);
-    if (best.row >= 0 && time >= least) return;
-    best = choice;
-    least = time;
-  });
-  fill_sm90(problem, gpu, best, plan);
-}
-
 // GPUs whose mma.sync multiplies e4m3; sm_90 and sm_100 only accept the instruction and widen to float16 themselves.
 bool has_fp8_mma(const Gpu& gpu) { return gpu.compute_capability == 89 || gpu.compute_capability >= 120; }
 
@@ -388,10 +236,10 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   const char* against = nullptr;
   if (gpu.compute_capability == 90) {
     const bool few = problem.m <= largest_mma_sync_m(problem);
-    against = few ? "few tokens: mma.sync with K split over warps" : against_sm90(problem);
+    against = few ? "few tokens: mma.sync with K split over warps" : sm90::against(problem);
   }
   if (gpu.compute_capability == 90 && against == nullptr) {
-    plan_sm90(problem, gpu, plan);
+    sm90::plan(problem, gpu, plan);
     return {};
   }
   if (problem.x == Format::kFloat && problem.weight == Format::kInt4) {
@@ -432,13 +280,7 @@ std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu) 
   Gpu portable = gpu;
   if (gpu.compute_capability == 90) portable.compute_capability = 80;
   if (plan(problem, portable, &other.plan).ok()) all.push_back(other);
-  if (gpu.compute_capability != 90 || against_sm90(problem) != nullptr) return all;
-  for_each_sm90(problem, gpu, [&](const Sm90Choice& choice) {
-    Candidate<Plan>& candidate = all.emplace_back();
-    fill_sm90(problem, gpu, choice, &candidate.plan);
-    if (const Sm90Cost* cost = cost_of(problem, candidate.plan.tile_m)) candidate.operands = cost->name;
-    candidate.counts = choice.counts;
-  });
+  if (gpu.compute_capability == 90) sm90::add_candidates(problem, gpu, &all);
   return all;
 }
 

@@ -1,8 +1,7 @@
 // What the plan tests share: the GPUs they plan for.
 #pragma once
 
-#include <cstdint>
-
+#include "common/divide.h"
 #include "qao/types.h"
 
 namespace qao {
@@ -15,7 +14,5 @@ constexpr Gpu kGpus[] = {
     {90, 132, 232448},  // H100, H200
     {100, 148, 232448}, {120, 170, 101376},
 };
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace qao
