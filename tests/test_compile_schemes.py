@@ -274,15 +274,6 @@ def compile_seconds(model: nn.Module, x: Tensor) -> float:
     return sum(frame.entire_frame_compile_time_s for frame in torch._dynamo.utils.get_compilation_metrics())
 
 
-WORDS = ("int4", "int8", "fp8", "int8_int8", "int8_int4", "fp8_fp8", "fp8_int4")
-
-
-def of_the_float_model(costs: dict[str, float]) -> dict[str, float]:
-    ratios = {word: cost / costs["float"] for word, cost in costs.items() if word != "float"}
-    print(", ".join(f"{word} {ratio:.3f}" for word, ratio in ratios.items()))
-    return ratios
-
-
 def in_fresh_process(code: str) -> str:
     """What ``code`` prints: without pytest, which listens to torch's trace and thereby makes it be written."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path))}
