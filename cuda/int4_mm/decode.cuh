@@ -15,16 +15,8 @@
 
 #include "common/mma.cuh"
 #include "int4_mm/decode_cta.cuh"
-#include "int4_mm/four_rows.cuh"
 
 namespace qao::int4_mm::decode {
-
-constexpr float kUnit = 8589934592.0f;  // 2^(133 - 100): what a sum of products of bytes counts
-constexpr int kPrefetchBytes = 8192;    // of weights per row tile
-
-__device__ __forceinline__ uint32_t scale_x(uint32_t pair) {
-  return Half<T>::multiply_add(pair, 0x71807180, 0x80008000);
-}
 
 template <typename Tile>
 struct Decode : Cta<Tile> {
@@ -215,23 +207,12 @@ struct Decode : Cta<Tile> {
           add_slices(slot, token, quad, value);
         }
       }
-      const bool wrong = !isfinite(value[0] + value[1] + value[2] + value[3]);
-      for (uint32_t lanes = __ballot_sync(kAllLanes, wrong); lanes != 0; lanes &= lanes - 1) {
-        const int from = __ffs(lanes) - 1;
-        const float4 again = exact(p, d, __shfl_sync(kAllLanes, n, from), __shfl_sync(kAllLanes, token, from));
-        if (lane == from) value[0] = again.x, value[1] = again.y, value[2] = again.z, value[3] = again.w;
-      }
+      repair(p, d, n, token, value);
       if (exists) store_rows(p, n, token, value);
     }
   }
   __device__ __forceinline__ void add_slices(int slot, int token, int quad, float (&value)[4]) const {
-    const uint32_t from = partial(slot, 0, token) + quad * 16;
-#pragma unroll
-    for (int s = 0; s < Tile::kWarpsK; ++s) {
-      const uint4 part = ptx::load_shared_16(from + s * d.tokens * (Tile::kPaddedRow * 4));
-      value[0] += __uint_as_float(part.x), value[1] += __uint_as_float(part.y);
-      value[2] += __uint_as_float(part.z), value[3] += __uint_as_float(part.w);
-    }
+    int4_mm::add_slices<Tile::kWarpsK>(partial(slot, 0, token) + quad * 16, d.tokens * (Tile::kPaddedRow * 4), value);
   }
 };
 

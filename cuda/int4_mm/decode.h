@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/integers.h"
 #include "int4_mm/layout.h"
 #include "int4_mm/tile.h"
 #include "qao/int4_mm.h"
@@ -40,8 +41,6 @@ struct DecodeParams {
   int chunk_shift;  // log2 of the 16-byte chunks of parameters that a K-step has per row tile
   bool zeros, clustered;
 };
-
-inline int log2_of(int64_t value) { return value <= 1 ? 0 : 1 + log2_of(value / 2); }
 
 // Clusters of `split` CTAs, `clusters` of them. False if a CTA has not `shared_limit` bytes' room for it.
 inline bool decode_params(const Problem& problem, const DecodeConfig& config, int split, int clusters, int shared_limit,

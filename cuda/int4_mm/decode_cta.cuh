@@ -6,6 +6,7 @@
 #include <climits>
 
 #include "common/ptx.cuh"
+#include "int4_mm/decode_common.cuh"
 #include "int4_mm/kernels.h"
 #include "int4_mm/layout.h"
 #include "int4_mm/tile.h"
@@ -13,8 +14,6 @@
 namespace qao::int4_mm::decode {
 
 using T = __nv_bfloat16;
-
-constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
 template <typename Tile>
 struct Cta {

@@ -13,7 +13,7 @@
 
 #include "common/mma.cuh"
 #include "common/ptx.cuh"
-#include "int4_mm/four_rows.cuh"
+#include "int4_mm/decode_common.cuh"
 #include "int4_mm/kernels.h"
 #include "int4_mm/layout.h"
 #include "int4_mm/tile.h"
@@ -21,14 +21,6 @@
 namespace qao::int4_mm::few {
 
 using T = __nv_bfloat16;
-
-constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
-constexpr float kUnit = 8589934592.0f;  // 2^(133 - 100): what a sum of products of bytes counts
-constexpr int kPrefetchBytes = 8192;    // of weights per row tile
-
-__device__ __forceinline__ uint32_t scale_x(uint32_t pair) {
-  return Half<T>::multiply_add(pair, 0x71807180, 0x80008000);
-}
 
 template <typename Tile>
 struct Few {
@@ -291,20 +283,9 @@ struct Few {
       const bool exists = i < all && row_tile < row_tiles;
       float value[4] = {};
       if (exists) {
-        const uint32_t from = partial(slot, 0, token) + quad * 16;
-#pragma unroll
-        for (int s = 0; s < kWarpsK; ++s) {
-          const uint4 part = ptx::load_shared_16(from + s * d.tokens * (Tile::kPaddedRow * 4));
-          value[0] += __uint_as_float(part.x), value[1] += __uint_as_float(part.y);
-          value[2] += __uint_as_float(part.z), value[3] += __uint_as_float(part.w);
-        }
+        add_slices<kWarpsK>(partial(slot, 0, token) + quad * 16, d.tokens * (Tile::kPaddedRow * 4), value);
       }
-      const bool wrong = !isfinite(value[0] + value[1] + value[2] + value[3]);
-      for (uint32_t lanes = __ballot_sync(kAllLanes, wrong); lanes != 0; lanes &= lanes - 1) {
-        const int from = __ffs(lanes) - 1;
-        const float4 again = exact(p, d, __shfl_sync(kAllLanes, n, from), __shfl_sync(kAllLanes, token, from));
-        if (lane == from) value[0] = again.x, value[1] = again.y, value[2] = again.z, value[3] = again.w;
-      }
+      repair(p, d, n, token, value);
       if (exists) store_rows(p, n, token, value);
     }
   }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/integers.h"
 #include "int4_mm/layout.h"
 #include "int4_mm/tile.h"
 #include "qao/int4_mm.h"
@@ -44,11 +45,6 @@ struct FewParams {
 inline bool few_params(const Problem& problem, const FewConfig& config, int ctas, int shared_limit, FewParams* to,
                        int* shared_bytes) {
   FewParams d{};
-  const auto log2_of = [](int64_t value) {
-    int shift = 0;
-    while (value > 1) value /= 2, ++shift;
-    return shift;
-  };
   const int row_tiles = static_cast<int>(tiles_n(problem.n)), k_tiles = static_cast<int>(tiles_k(problem.k));
   const int group_bytes = (problem.has_zeros ? 2 : 1) * kTileN * size_of(problem.scale_dtype);
   const bool one_group = problem.group_size >= problem.k;

@@ -4,6 +4,7 @@
 
 #include "common/check.h"
 #include "common/float32.cuh"
+#include "common/integers.h"
 #include "common/launch.h"
 #include "common/shared_memory.h"
 #include "int4_mm/kernels.h"

@@ -1,7 +1,7 @@
 // Which kernel runs a problem, and how. Pure host code: a function of the problem and the GPU's numbers, nothing else.
 #include <algorithm>
 
-#include "common/divide.h"
+#include "common/integers.h"
 #include "int4_mm/decode.h"
 #include "int4_mm/few.h"
 #include "int4_mm/sm90.h"

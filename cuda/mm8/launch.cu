@@ -4,6 +4,7 @@
 
 #include "common/check.h"
 #include "common/float32.cuh"
+#include "common/integers.h"
 #include "common/launch.h"
 #include "common/shared_memory.h"
 #include "int4_mm/layout.h"
@@ -25,8 +26,6 @@ Operands operands_of(const Problem& problem) {
   if (problem.x_dtype == DType::kFloat16) return int8 ? Operands::kFloat16Int8 : Operands::kFloat16Fp8;
   return int8 ? Operands::kBFloat16Int8 : Operands::kBFloat16Fp8;
 }
-
-int log2_of(int value) { return value <= 1 ? 0 : 1 + log2_of(value / 2); }
 
 // Groups of an int4 weight, counted in K-tiles.
 void set_groups(const Problem& problem, const Arguments& arguments, Params* p) {

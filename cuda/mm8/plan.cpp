@@ -1,7 +1,7 @@
 // Which kernel runs a problem, and how. Pure host code: a function of the problem and the GPU's numbers, nothing else.
 #include <algorithm>
 
-#include "common/divide.h"
+#include "common/integers.h"
 #include "mm8/plan_sm90.h"
 #include "mm8/tile.h"
 #include "mm8/workspace.h"

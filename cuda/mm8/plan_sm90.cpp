@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "common/divide.h"
+#include "common/integers.h"
 #include "mm8/sm90_tile.h"
 #include "mm8/workspace.h"
 

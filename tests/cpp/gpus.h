@@ -1,7 +1,7 @@
 // What the plan tests share: the GPUs they plan for.
 #pragma once
 
-#include "common/divide.h"
+#include "common/integers.h"
 #include "qao/types.h"
 
 namespace qao {

@@ -1,14 +1,36 @@
-// What the bodies for few tokens do with four rows of a token: their sums in plain arithmetic, and storing them.
+// What the bodies for few tokens, decode.cuh and few.cuh, share: the units of their sums, and what they do with four
+// rows of a token.
 #pragma once
 
 #include <cuda_bf16.h>
 
 #include "common/convert.cuh"
+#include "common/mma.cuh"
+#include "common/ptx.cuh"
 #include "int4_mm/kernels.h"
 #include "int4_mm/layout.h"
 #include "int4_mm/tile.h"
 
 namespace qao::int4_mm {
+
+constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
+constexpr float kUnit = 8589934592.0f;  // 2^(133 - 100): what a sum of products of bytes counts
+constexpr int kPrefetchBytes = 8192;    // of weights per row tile
+
+__device__ __forceinline__ uint32_t scale_x(uint32_t pair) {
+  return Half<__nv_bfloat16>::multiply_add(pair, 0x71807180, 0x80008000);
+}
+
+// value += what `slices` have at the shared address `from` and `distance` bytes apart from there on, in their order.
+template <int slices>
+__device__ __forceinline__ void add_slices(uint32_t from, int distance, float (&value)[4]) {
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+    const uint4 part = ptx::load_shared_16(from + s * distance);
+    value[0] += __uint_as_float(part.x), value[1] += __uint_as_float(part.y);
+    value[2] += __uint_as_float(part.z), value[3] += __uint_as_float(part.w);
+  }
+}
 
 // Plain float32 arithmetic, by a warp. `Cut` is DecodeParams or FewParams.
 template <typename Cut>
@@ -32,9 +54,21 @@ __device__ __noinline__ float4 exact(const Params& p, const Cut& d, int n, int t
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) sum[e] += __shfl_xor_sync(0xFFFFFFFFu, sum[e], distance);
+    for (int distance = 16; distance > 0; distance /= 2) sum[e] += __shfl_xor_sync(kAllLanes, sum[e], distance);
   }
   return {sum[0], sum[1], sum[2], sum[3]};
+}
+
+// A value of each lane that is not finite is computed again, by the whole warp.
+template <typename Cut>
+__device__ __forceinline__ void repair(const Params& p, const Cut& d, int n, int token, float (&value)[4]) {
+  const int lane = threadIdx.x % 32;
+  const bool wrong = !isfinite(value[0] + value[1] + value[2] + value[3]);
+  for (uint32_t lanes = __ballot_sync(kAllLanes, wrong); lanes != 0; lanes &= lanes - 1) {
+    const int from = __ffs(lanes) - 1;
+    const float4 again = exact(p, d, __shfl_sync(kAllLanes, n, from), __shfl_sync(kAllLanes, token, from));
+    if (lane == from) value[0] = again.x, value[1] = again.y, value[2] = again.z, value[3] = again.w;
+  }
 }
 
 // With the bias; rows past N are not stored.

@@ -1,4 +1,4 @@
-// Division that rounds up, for host code.
+// Integer arithmetic of host code.
 #pragma once
 
 #include <cstdint>
@@ -6,5 +6,6 @@
 namespace qao {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int log2_of(int64_t value) { return value <= 1 ? 0 : 1 + log2_of(value / 2); }  // rounded down
 
 }  // namespace qao
