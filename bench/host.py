@@ -17,11 +17,11 @@ from typing import Any
 import qao
 import torch
 import torch.nn.functional as F
-from qao import schemes
 from torch import Tensor, nn
 
 from .markdown import caption, table
 from .meta import describe, warn_if_busy
+from .schemes import LAYER_SCHEMES
 
 SIZES = {"cpu": (16, 64), "cuda": (1024,)}  # K = N
 MODES: dict[str, Callable[[], Any]] = {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
@@ -78,18 +78,13 @@ def _rows(device: str, size: int, mode: str) -> Iterator[dict[str, Any]]:
     with MODES[mode]():
         seconds = _host_seconds(calls, device)
     print(f"{size} x {size}, {mode}")
-    words = {scheme.word for scheme in _schemes()}
     for name, value in seconds.items():
         ratio = value / seconds[BASELINE]
         print(f"  {name:<24} {value * 1e6:7.2f} us  {ratio:5.2f} x {BASELINE}", flush=True)
         yield {
-            **{"name": name, "ours": name in words, "size": size, "mode": mode, "dtype": "bfloat16", "M": 1},
+            **{"name": name, "ours": name in LAYER_SCHEMES, "size": size, "mode": mode, "dtype": "bfloat16", "M": 1},
             **{"us": value * 1e6, "ratio": ratio},
         }
-
-
-def _schemes() -> list[qao.Scheme]:
-    return [getattr(schemes, name)() for name in schemes.__all__]
 
 
 def _contenders(device: str, size: int) -> Iterator[tuple[str, Call]]:
@@ -97,8 +92,8 @@ def _contenders(device: str, size: int) -> Iterator[tuple[str, Call]]:
     x = torch.randn(1, size, device=device).bfloat16()
     yield BASELINE, partial(linear, x)
     yield "F.linear", partial(F.linear, x, linear.weight, linear.bias)
-    for scheme in _schemes():
-        yield scheme.word, partial(qao.QuantLinear.from_linear(linear, scheme), x)
+    for word, scheme in LAYER_SCHEMES.items():
+        yield word, partial(qao.QuantLinear.from_linear(linear, scheme), x)
     yield from _torchao(linear, x)
     yield from _bitsandbytes(linear, x)
 

@@ -17,17 +17,16 @@ from statistics import median
 from typing import Any
 
 import torch
-from qao import schemes
 from torch import Tensor
 
 from .llama_model import PRESETS, VARIANTS, Inputs, Model, Step
 from .markdown import caption, table
 from .meta import describe, warn_if_busy
+from .schemes import LAYER_SCHEMES
 from .timing import capture, interleaved, settle_clocks
 
-SCHEMES = {scheme.word: scheme for scheme in (getattr(schemes, name)() for name in schemes.__all__)}
 BASELINE = "bf16"
-CONTENDERS = (BASELINE, *sorted(SCHEMES))
+CONTENDERS = (BASELINE, *sorted(LAYER_SCHEMES))
 CONTEXT = 512  # tokens a sequence has when the measured one is decoded
 PROMPT = 2048
 BATCHES = (1, 8, 32)
@@ -132,7 +131,7 @@ def add(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 def _contender(request: Run, name: str, word: str, variant: str, logits: dict[Any, Tensor]) -> Iterator[dict[str, Any]]:
     gc.collect()
     torch._dynamo.reset()
-    model = Model(name, request.layers, SCHEMES.get(word), variant, request.device, request.quantize_head)
+    model = Model(name, request.layers, LAYER_SCHEMES.get(word), variant, request.device, request.quantize_head)
     about = {"model": name, "layers": model.layers, "scheme": word, "variant": variant}
     about["weights_mib"] = sum(t.nbytes for t in (*model.parameters(), *model.buffers())) / 2**20
     print(f"\n{name}, {model.layers} layers, {word}, {variant}: {about['weights_mib']:.0f} MiB of weights")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import qao
 import torch
-from qao import ops
+from qao import ops, schemes
 from torch import Tensor
 
 from .peers import Peer
@@ -110,4 +111,9 @@ SCHEMES = {
         Fp8Fp8, (ScaledMm, HummingFp8, GemliteFp8Fp8, TorchAoFp8Fp8), RowWeight.random_fp8, max_error=0.05
     ),
     "fp8_int4": Scheme(Fp8Int4, (Int4, HummingFp8, GemliteFp8Int4), GroupedWeight.random, max_error=0.05),
+}
+
+# The public schemes with their defaults, as layers have them, by the same words.
+LAYER_SCHEMES: dict[str, qao.Scheme] = {
+    scheme.word: scheme for scheme in (getattr(schemes, name)() for name in schemes.__all__)
 }

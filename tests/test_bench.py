@@ -18,7 +18,7 @@ from bench.meta import write
 from bench.peers import Peer
 from bench.peers.torch4 import TinyGemm, TorchInt4
 from bench.runner import LAYERS, TOKENS, Layer, Run, run
-from bench.schemes import SCHEMES, Int4
+from bench.schemes import LAYER_SCHEMES, SCHEMES, Int4
 from bench.weights import GroupedWeight, RowWeight, Weight
 from examples.decoder_block import DecoderBlock
 
@@ -223,7 +223,7 @@ def test_the_code_of_one_block_serves_all(variant: str) -> None:
 
     torch._dynamo.reset()
     with torch.inference_mode():
-        model = llama_model.Model("tiny", 3, llama.SCHEMES["int8_int8"], variant, "cpu", quantize_head=True)
+        model = llama_model.Model("tiny", 3, LAYER_SCHEMES["int8_int8"], variant, "cpu", quantize_head=True)
         inputs = llama_model.Inputs.decode(model, 2, 16, "cpu")
         llama_model.Step(model, inputs, lambda function: torch.compile(function, backend=count, fullgraph=True))()
     assert graphs == 3  # embedding, block, head

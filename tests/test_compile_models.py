@@ -11,19 +11,20 @@ import copy
 import qao
 import torch
 from ops_support import randn
-from test_compile_schemes import SCHEMES, check_counts, fresh_dynamo  # noqa: F401  # a fixture of every test
+from test_compile_schemes import ONE_OF_EACH, SCHEMES, check_counts, fresh_dynamo  # noqa: F401  # a fixture of every test
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 MODE = "reduce-overhead"  # with CUDA graphs; on the CPU the default mode
-WORDS = ("int4", "int8", "fp8", "int8_int8", "int8_int4_asymmetric", "fp8_fp8", "fp8_int4")
 
 
 def quantized(model: nn.Module) -> nn.Module:
     """Every scheme in turn, layer after layer."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    assert len(names) >= len(WORDS)
-    qao.quantize_(model, {name: SCHEMES[WORDS[i % len(WORDS)]] for i, name in enumerate(names)}, progress=False)
+    assert len(names) >= len(ONE_OF_EACH)
+    qao.quantize_(
+        model, {name: SCHEMES[ONE_OF_EACH[i % len(ONE_OF_EACH)]] for i, name in enumerate(names)}, progress=False
+    )
     assert not any(isinstance(module, nn.Linear) for module in model.modules())
     return model.eval()
 

@@ -42,6 +42,7 @@ SCHEMES: dict[str, qao.Scheme] = {
     "fp8_fp8_static": qao.Float8DynamicActivationFloat8Weight(activation_scale=0.02),
     "fp8_int4": qao.Float8DynamicActivationInt4Weight(),
 }
+ONE_OF_EACH = ("int4", "int8", "fp8", "int8_int8", "int8_int4_asymmetric", "fp8_fp8", "fp8_int4")
 
 
 @pytest.fixture(autouse=True)

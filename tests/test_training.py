@@ -12,11 +12,9 @@ from ops_schemes import SCHEMES as OPERATORS
 from ops_schemes import Scheme as Operator
 from ops_support import randn
 from qao import reference
-from test_compile_schemes import SCHEMES, Mlp
+from test_compile_schemes import ONE_OF_EACH, SCHEMES, Mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-WORDS = ("int4", "int8", "fp8", "int8_int8", "int8_int4_asymmetric", "fp8_fp8", "fp8_int4")
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +60,7 @@ def gradients(forward: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) 
     return x.grad, *trained  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_every_way_to_the_gradient_is_the_same(name: str, device: str) -> None:
     """Eager, checkpointed, compiled, both, and by compiled autograd."""
     model = Mlp(SCHEMES[name]).to(device)
@@ -102,7 +100,7 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_an_adapter_learns_and_the_weights_stay(name: str, compiled: bool, device: str) -> None:
     """Behind another quantised layer, so that gradients pass through one; the target is of the adapter's rank."""
     torch.manual_seed(0)
