@@ -96,12 +96,14 @@ Status launch_after(void (*kernel)(Params), dim3 grid, dim3 cta, const Params& p
 
 template <DType dtype, Producer producer, int kVectors, bool kFast>
 Status launch_rows(Params p, cudaStream_t stream) {
-  p.tiles = static_cast<int>(divide_up(p.vectors, max_threads(kVectors) * kVectors));
+  const bool tile_by_tile = producer == Producer::kSiluMul && p.y != nullptr;
+  const int most = tile_by_tile && p.m <= kFewRows ? 128 : max_threads(kVectors);
+  p.tiles = static_cast<int>(divide_up(p.vectors, int64_t{most} * kVectors));
   const int threads = static_cast<int>(divide_up(p.vectors, p.tiles * kVectors * 32)) * 32;
   // Between products of few tokens the CTAs of a norm gather where the product ahead left room, which costs more.
   const bool pays = producer != Producer::kRmsNorm || p.m <= 2 || p.m > 16;
-  return launch_after(rows_kernel<dtype, producer, kVectors, kFast>, dim3(static_cast<unsigned>(p.m)), dim3(threads), p,
-                      stream, pays);
+  const dim3 grid(static_cast<unsigned>(p.m), tile_by_tile ? static_cast<unsigned>(p.tiles) : 1);
+  return launch_after(rows_kernel<dtype, producer, kVectors, kFast>, grid, dim3(threads), p, stream, pays);
 }
 
 template <DType dtype, Producer producer>

@@ -226,6 +226,10 @@ __global__ void __launch_bounds__(max_threads(kVectors), min_ctas(kVectors))
   const bool quantized = !kProduct || p.y == nullptr;
   Row<dtype, producer, kVectors, kFast> row(p);
   Partial part;
+  if (producer == Producer::kSiluMul && !quantized) {  // needs no row to be complete: every tile has a CTA
+    row.load(blockIdx.y, &part.squares);
+    return store_values<dtype, kVectors, kFast>(p, 1, row, blockIdx.y);
+  }
   for (int tile = p.tiles - 1; tile >= 0; --tile) {
     row.load(tile, &part.squares);
     if (!quantized) continue;
