@@ -99,6 +99,14 @@ __device__ __forceinline__ float2 load_shared_float2(uint32_t from) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(value.x), "=f"(value.y) : "r"(from) : "memory");
   return value;
 }
+__device__ __forceinline__ float4 load_shared_float4(uint32_t from) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(from)
+               : "memory");
+  return value;
+}
 __device__ __forceinline__ void store_shared_float(uint32_t to, float value) {
   asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(to), "f"(value) : "memory");
 }
@@ -128,8 +136,23 @@ __device__ __forceinline__ int cluster_rank() {
   asm volatile("mov.u32 %0, %cluster_ctarank;\n" : "=r"(rank));
   return static_cast<int>(rank);
 }
+// This cluster's number in the grid, and how many there are. A CTA that was launched without is a cluster of its own.
+__device__ __forceinline__ int cluster_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %clusterid.x;\n" : "=r"(index));
+  return static_cast<int>(index);
+}
+__device__ __forceinline__ int cluster_count() {
+  uint32_t count;
+  asm volatile("mov.u32 %0, %nclusterid.x;\n" : "=r"(count));
+  return static_cast<int>(count);
+}
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
+}
+// The same without an order of memory accesses.
+__device__ __forceinline__ void relaxed_cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;\n" ::: "memory");
 }
 __device__ __forceinline__ uint32_t cluster_address(uint32_t shared_address, int rank) {
   uint32_t address;

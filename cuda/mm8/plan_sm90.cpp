@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "common/integers.h"
+#include "int4_mm/layout.h"
 #include "mm8/sm90_tile.h"
 #include "mm8/workspace.h"
 
@@ -19,9 +20,10 @@ constexpr int kTokens[] = {
 #undef QAO_SM80
 };
 
-// CTAs of a cluster must find room in one part of the chip, so large clusters cannot fill it.
-bool clusters_fit(int64_t ctas, int cluster, int64_t slots) {
-  return cluster == 1 || (cluster == 2 ? ctas <= slots : ctas * 4 <= slots * 3);
+// CTAs that run at once. Those of a cluster must find room in one part of the chip, so large clusters cannot fill it.
+int64_t slots_of(const Gpu& gpu, int per_sm, int cluster) {
+  const int64_t all = gpu.num_sms * per_sm;
+  return cluster > 2 ? all * 3 / 4 : all;
 }
 
 // What the Hopper kernels cost: a row for each kind of operands and number of tokens.
@@ -78,13 +80,24 @@ const Cost* cost_of(const Problem& problem, int tokens) {
 struct Choice {
   int row = -1, share = 1, split = 1;
   int per_sm = 1;  // CTAs that share a multiprocessor
+  int tile_rows = kTileN;
   int64_t ctas = 0;
   Terms counts{};
 };
 
 constexpr double kSharedKTile = 1.95;  // times as long as one alone
+constexpr int kMinTileRows = kTileN / 2;
 
-// Calls visit with every row, cluster and split that serve the problem.
+// How much of a K-tile's time goes with its rows of W.
+double share_of_rows(const Traits& traits) { return traits.float_x && traits.packed ? 0.55 : 0.75; }
+// Whether fewer rows than a warpgroup's save time, by their bytes. A warpgroup multiplies 64 rows, however few of them
+// there are.
+bool waits_for_bytes(const Traits& traits, int tokens) {
+  return !traits.float_x && !traits.packed && tokens <= (traits.folds ? 64 : 128);
+}
+
+// Calls visit with every row, cluster and split that serve the problem, once with tiles of as many rows of W as there
+// can be and, if that may save time, once with as few as do not make more waves.
 template <typename Visit>
 void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit) {
   for (int row = 0; row < static_cast<int>(std::size(kTokens)); ++row) {
@@ -92,17 +105,33 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
     const Traits traits = traits_of(problem, tokens);
     if (!traits.serves(tokens)) continue;
     const int64_t steps = ceil_div(problem.k, traits.float_x ? 64 : 128) * (is_split(problem) ? kFloat32Parts : 1);
+    const int64_t token_blocks = ceil_div(problem.m, tokens);
     // Large tiles rather fetch x for two CTAs at once.
     for (int share = tokens > 128 ? 2 : 1; share >= 1; --share) {
-      const int64_t tiles = ceil_div(problem.n, share * kTileN) * share * ceil_div(problem.m, tokens);
       for (int split = 1; split <= std::min<int64_t>(kMaxCluster / share, steps); ++split) {
         for (int per_sm = 1; per_sm <= traits.ctas_per_sm(tokens); ++per_sm) {
-          const int64_t ctas = tiles * split, slots = gpu.num_sms * per_sm;
-          if (split > 1 && !clusters_fit(ctas, split * share, slots)) continue;
-          const double waves = static_cast<double>(ceil_div(ctas, slots));
-          const double k_tiles = static_cast<double>(ceil_div(steps, split)) * (per_sm == 1 ? 1 : kSharedKTile);
-          const double parts = split > 1 ? split : 0;
-          visit(Choice{row, share, split, per_sm, ctas, {waves * k_tiles, waves, split > 1 ? 1.0 : 0.0, parts}});
+          const int64_t slots = slots_of(gpu, per_sm, split > 1 ? split * share : 1);
+          const auto ctas_of = [&](int tile_rows) {
+            return ceil_div(problem.n, share * tile_rows) * share * token_blocks * split;
+          };
+          const int64_t waves = ceil_div(ctas_of(kTileN), slots);
+          if (split > 1 && waves > 1) continue;  // those that split K do not walk over tiles
+          const auto visit_rows = [&](int tile_rows) {
+            const double k_tiles = static_cast<double>(waves * ceil_div(steps, split)) *
+                                   (per_sm == 1 ? 1 : kSharedKTile) *
+                                   (1 - share_of_rows(traits) * (1 - 1.0 * tile_rows / kTileN));
+            const double parts = split > 1 ? split : 0;
+            const Terms counts = {k_tiles, static_cast<double>(waves), split > 1 ? 1.0 : 0.0, parts};
+            visit(Choice{row, share, split, per_sm, tile_rows, ctas_of(tile_rows), counts});
+          };
+          visit_rows(kTileN);
+          const int64_t row_blocks = waves * slots / (token_blocks * split * share) * share;
+          const int64_t fewest = ceil_div(ceil_div(problem.n, row_blocks), int4_mm::kTileN) * int4_mm::kTileN;
+          if (fewest <= kMinTileRows) {
+            visit_rows(kMinTileRows);
+          } else if (fewest < kTileN && waits_for_bytes(traits, tokens)) {
+            visit_rows(static_cast<int>(fewest));
+          }
         }
       }
     }
@@ -120,7 +149,8 @@ void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* pl
                       : problem.x_dtype == DType::kFloat16 ? "wgmma f16"
                                                            : "wgmma bf16";
   plan->config = choice.row;
-  plan->tile_n = choice.share * kTileN;
+  plan->tile_n = choice.tile_rows;
+  plan->share = choice.share;
   plan->tile_m = tokens;
   plan->warps = (kConsumerThreads + kProducerThreads) / 32;
   plan->stages = stage.count;

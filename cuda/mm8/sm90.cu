@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "common/launch.h"
 #include "common/shared_memory.h"
 #include "common/tensor_map.h"
@@ -6,6 +8,8 @@
 
 namespace qao::mm8::sm90 {
 namespace {
+
+constexpr int64_t kPrefetchBytes = 16 * 1024;  // of W, for each CTA: more delays the first copies of x
 
 using KernelFunction = void (*)(Params, TensorMaps);
 
@@ -71,8 +75,8 @@ Status make_tensor_maps(const Problem& problem, const Plan& plan, const Argument
   const bool half = problem.x_dtype == DType::kFloat16;
   const Size m = problem.m, n = problem.n, k = problem.k, row_tiles = int4_mm::tiles_n(problem.n),
              tiles_k = int4_mm::tiles_k(problem.k), bytes = float_x ? 2 : 1;
-  const cuuint32_t tile_k = 128 / static_cast<cuuint32_t>(bytes), tokens = plan.tile_m / p.share,
-                   box_tiles = kTileN / int4_mm::kTileN;
+  const cuuint32_t tile_k = 128 / static_cast<cuuint32_t>(bytes), tokens = p.x_rows / p.share, tile_rows = p.tile_rows,
+                   box_tiles = tile_rows / int4_mm::kTileN;
   const TensorShape x_shape{{packed && !float_x ? tiles_k * int4_mm::kTileK : k, static_cast<Size>(x.parts), m},
                             {(x.parts > 1 ? x.part_stride : x.stride) * bytes, x.stride * bytes},
                             {tile_k, 1, tokens}};
@@ -82,7 +86,7 @@ Status make_tensor_maps(const Problem& problem, const Plan& plan, const Argument
   Status status = encode_tensor_map(&maps->x, x.data, x_dtype, x_shape, CU_TENSOR_MAP_SWIZZLE_128B);
   if (!status.ok()) return status;
   if (!packed) {
-    const TensorShape weight{{k, 1, n}, {k, k}, {tile_k, 1, kTileN}};
+    const TensorShape weight{{k, 1, n}, {k, k}, {tile_k, 1, tile_rows}};
     return encode_tensor_map(&maps->weight, arguments.weight, CU_TENSOR_MAP_DATA_TYPE_UINT8, weight,
                              float_x ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
   }
@@ -126,10 +130,15 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   p.n = static_cast<int>(problem.n);
   p.k_tiles = static_cast<int>((problem.k + tile_k - 1) / tile_k);
   p.parts = x.parts;
-  p.row_blocks = static_cast<int>((problem.n + kTileN - 1) / kTileN);
+  p.tile_rows = plan.tile_n;
+  p.row_blocks = static_cast<int>((problem.n + plan.tile_n - 1) / plan.tile_n);
   p.token_blocks = static_cast<int>((problem.m + plan.tile_m - 1) / plan.tile_m);
   p.split_k = plan.split_k;
-  p.share = plan.tile_n / kTileN;
+  p.share = plan.share;
+  // Rows past the last token would be filled with zeros, which takes as long as copying them.
+  p.x_rows = plan.share > 1 ? plan.tile_m : static_cast<int>(std::min<int64_t>(plan.tile_m, (problem.m + 7) / 8 * 8));
+  const int64_t tile_bytes = plan.tile_n * tile_k / (packed ? 2 : 1);
+  p.prefetch_tiles = static_cast<int>(std::min<int64_t>(kPrefetchBytes / tile_bytes, 32));
   set_groups(problem, &p);
   p.factor = 1;
   if (packed) {

@@ -245,11 +245,12 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run(const Place& at, uint32_t epilogue) {
-    const int64_t token0 = static_cast<int64_t>(at.token_block) * K::kTokens;
-    const int row0 = at.row_block * kTileN + warp / 4 * 64;
-    const uint32_t tokens = ring.data + K::kStage.tokens + warp / 4 * 2 * K::kTokens * 4;
-    fetch_tokens<K>(p, tokens, token0);
-    if (K::kFold == Fold::kBlock) block_scales = p.block_scales + static_cast<int64_t>(at.row_block) * p.groups;
+    ptx::wait_for_previous_kernel();
+    fetch_scales<K>(p, rows(), tokens(), row0(at), token0(at));
+    if (K::kFold == Fold::kBlock) {
+      const int block = min(row0(at) + warp % 4 * 16, p.n - 1) / kScaleBlock;
+      block_scales = p.block_scales + static_cast<int64_t>(block) * p.groups;
+    }
     if constexpr (!K::kFolds) {
       zero_product();
       if constexpr (K::kScalesOperand) {
@@ -261,7 +262,7 @@ struct Consumer {
       } else {
         walk(at.begin, at.end);
       }
-      write(product, epilogue, tokens, token0, row0);
+      write(product, epilogue, at);
     } else {
       if (K::kPacked && p.groups_per_tile == 2) {
         walk_folding<K::kPacked ? 2 : 1>(at.begin, at.end);
@@ -270,22 +271,32 @@ struct Consumer {
       } else {
         walk_folding<1>(at.begin, at.end);
       }
-      write(sum, epilogue, tokens, token0, row0);
+      write(sum, epilogue, at);
     }
+  }
+
+  __device__ __forceinline__ uint32_t rows() const { return ring.data + K::kStage.rows + warp / 4 * 3 * 64 * 4; }
+  __device__ __forceinline__ uint32_t tokens() const {
+    return ring.data + K::kStage.tokens + warp / 4 * 2 * K::kTokens * 4;
+  }
+  __device__ __forceinline__ int row0(const Place& at) const { return at.row_block * p.tile_rows + warp / 4 * 64; }
+  __device__ __forceinline__ int64_t token0(const Place& at) const {
+    return static_cast<int64_t>(at.token_block) * K::kTokens;
   }
 
   // A float x gives a y of its own dtype; one in bfloat16 parts was float32.
   template <typename Sum>
-  __device__ __forceinline__ void write(const Sum& result, uint32_t epilogue, uint32_t tokens, int64_t token0,
-                                        int row0) const {
+  __device__ __forceinline__ void write(const Sum& result, uint32_t epilogue, const Place& at) const {
     constexpr bool kFloatY = !K::kFloatX || K::kFolds, kHalfY = !K::kFloatX || !K::kFolds || K::kFold == Fold::kBlock;
+    const Target target{rows(), tokens(), token0(at), row0(at), min(p.n, (at.row_block + 1) * p.tile_rows)};
     if (p.split_k > 1) {
-      ptx::named_barrier(3, kConsumerThreads);  // both warpgroups are done with the ring, which the tile overlays
-      write_split_result<K>(p, result, ring.data, tokens, token0, row0);
+      // All warpgroups are done with the ring, which the tile overlays.
+      ptx::named_barrier(3, warpgroups(p) * 128);
+      write_split_result<K>(p, result, ring.data, target);
     } else if (kFloatY && (!kHalfY || p.y_dtype == DType::kFloat32)) {
-      if constexpr (kFloatY) write_float_result<K>(p, result, tokens, token0, row0);
+      if constexpr (kFloatY) write_float_result<K>(p, result, target);
     } else {
-      if constexpr (kHalfY) write_half_result<K>(p, result, epilogue, tokens, token0, row0);
+      if constexpr (kHalfY) write_half_result<K>(p, result, epilogue, target);
     }
   }
 };
@@ -295,27 +306,26 @@ __global__ void __launch_bounds__(kConsumerThreads + kProducerThreads, K::kCtasP
     mm8_kernel(Params p, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) uint8_t shared[];
   Ring<K> ring{ptx::shared_address(shared)};
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < K::kStage.count; ++i) {
-      tma::barrier_init(ring.arrived() + i * 8, 1 + (K::kColumns ? kHelperThreads : K::kScalesOperand ? 1 : 0));
-      tma::barrier_init(ring.released() + i * 8, kConsumerThreads / 32 * p.share);
-      if (K::kScalesOperand) tma::barrier_init(ring.scales_arrived() + i * 8, 1);
-    }
+  if (threadIdx.x < K::kStage.count) {
+    const uint32_t barrier = ring.arrived() + threadIdx.x * 8;
+    tma::barrier_init(barrier, 1 + (K::kColumns ? kHelperThreads : K::kScalesOperand ? 1 : 0));
+    tma::barrier_init(barrier + kBarrierBytes, warpgroups(p) * 4 * p.share);
+    if (K::kScalesOperand) tma::barrier_init(barrier + 2 * kBarrierBytes, 1);
     tma::barrier_init_fence();
-    tma::prefetch_map(&maps.x);
   }
   const int warp = ptx::warp_index() - kConsumerThreads / 32;
-  if (warp == 0) prefetch_weight<K>(p, maps);
+  if (warp == 0 && ptx::elect_one()) tma::prefetch_map(&maps.x);
   if (p.share > 1) {
     ptx::cluster_barrier();
   } else {
     __syncthreads();
   }
-  // All that comes from the kernel before, and the y that it may still read, is only touched from here on. W may be its
-  // work too: up to here it went to L2 alone, where it cannot grow stale.
-  ptx::wait_for_previous_kernel();
+  // All that comes from the kernel before, and the y that it may still read, is only touched after a wait for it: each
+  // role waits when all else is ready. W may be its work too: up to there it went to L2 alone, where it cannot grow
+  // stale.
   if (warp >= 0) {
     ptx::limit_registers<K::kProducerRegisters>();
+    if (warp == 1) prefetch_weight<K>(p, maps);
     if (warp == 0) produce<K>(p, maps, ring);
     if (K::kColumns && warp > 0) produce_columns<K>(p, ring);
     if constexpr (K::kScalesOperand) {
@@ -326,7 +336,9 @@ __global__ void __launch_bounds__(kConsumerThreads + kProducerThreads, K::kCtasP
     const uint32_t epilogue = ring.data + K::kStage.epilogue;
     const int peer = (ptx::cluster_rank() & -p.share) + threadIdx.x % 32 % p.share;
     const uint32_t to_producer = ptx::cluster_address(ring.data, peer) - ring.data;
-    for_each_tile<K>(p, [&](const Place& at) { Consumer<K>{p, ring, to_producer}.run(at, epilogue); });
+    if (warp + kConsumerThreads / 32 < warpgroups(p) * 4) {
+      for_each_tile<K>(p, [&](const Place& at) { Consumer<K>{p, ring, to_producer}.run(at, epilogue); });
+    }
   }
   if (p.share > 1 && p.split_k == 1) ptx::cluster_barrier();  // a CTA that has gone can take no arrivals
 }

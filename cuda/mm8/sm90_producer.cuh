@@ -39,7 +39,8 @@ struct Kernel {
   static constexpr Stage kStage{kTraits, tokens};
   // A CTA starts with 168 or 80 registers a thread; consumers take what the producers give up, and no more.
   static constexpr int kCtasPerSm = kTraits.ctas_per_sm(tokens);
-  static constexpr int kProducerRegisters = kCtasPerSm == 1 ? 40 : 32, kConsumerRegisters = kCtasPerSm == 1 ? 232 : 104;
+  static constexpr int kProducerRegisters = (kCtasPerSm == 1 ? 40 : 32) + (kScalesOperand ? 16 : 0);
+  static constexpr int kConsumerRegisters = (kCtasPerSm == 1 ? 232 : 104) - (kScalesOperand ? 8 : 0);
   static_assert(2 * tokens * kPaddedN * 4 <= kStage.epilogue, "a tile of split K overlays the ring");
   static constexpr int kPanel = 2048 / tokens;  // token tiles
 };
@@ -59,26 +60,31 @@ struct Ring {
   }
 };
 
+// Consumer warpgroups that have rows of W.
+__device__ __forceinline__ int warpgroups(const Params& p) { return p.tile_rows > kTileN / 2 ? 2 : 1; }
+
 // One tile of y, and the K-tiles this CTA walks for it, counted through all parts of x. Tiles come in panels of 2048
 // tokens, inside a panel all token tiles of one row tile together: weights are read from L2 within a panel, x stays
 // there between row tiles.
 struct Place {
   int row_block, token_block, begin, end;
 };
+// a / b, which takes long, where that is not plain: what comes before a CTA's first copy is part of every call.
+__device__ __forceinline__ int quotient(int a, int b) { return a < b ? 0 : b == 1 ? a : a / b; }
 template <typename K>
 __device__ __forceinline__ Place place(const Params& p, int tile) {
-  const int row_clusters = (p.row_blocks + p.share - 1) / p.share;
-  const int panel = tile / (K::kPanel * row_clusters), inside = tile - panel * K::kPanel * row_clusters;
+  const int row_clusters = (p.row_blocks + p.share - 1) >> (p.share - 1);
+  const int panel = quotient(tile, K::kPanel * row_clusters), inside = tile - panel * K::kPanel * row_clusters;
   const int width = min(K::kPanel, p.token_blocks - panel * K::kPanel);
   const int rank = ptx::cluster_rank(), part = rank >> (p.share - 1), steps = p.parts * p.k_tiles;
-  return {inside / width * p.share + (rank & (p.share - 1)), panel * K::kPanel + inside % width,
-          steps * part / p.split_k, steps * (part + 1) / p.split_k};
+  const int row_cluster = quotient(inside, width);
+  return {row_cluster * p.share + (rank & (p.share - 1)), panel * K::kPanel + inside - row_cluster * width,
+          quotient(steps * part, p.split_k), quotient(steps * (part + 1), p.split_k)};
 }
 template <typename K, typename Work>
 __device__ __forceinline__ void for_each_tile(const Params& p, const Work& work) {
-  const int tiles = (p.row_blocks + p.share - 1) / p.share * p.token_blocks;
-  const int cluster = p.share * p.split_k, clusters = gridDim.x / cluster;
-  for (int tile = blockIdx.x / cluster; tile < tiles; tile += clusters) work(place<K>(p, tile));
+  const int tiles = ((p.row_blocks + p.share - 1) >> (p.share - 1)) * p.token_blocks;
+  for (int tile = ptx::cluster_index(); tile < tiles; tile += ptx::cluster_count()) work(place<K>(p, tile));
 }
 
 // K-tile `at` is the last of its group.
@@ -92,16 +98,16 @@ __device__ __forceinline__ int first_group(const Params& p, int at) {
 // Brings the CTA's first K-tiles of W into L2, a lane each.
 template <typename K>
 __device__ __forceinline__ void prefetch_weight(const Params& p, const TensorMaps& maps) {
-  constexpr int kTiles = 128 * 1024 / K::kStage.weight < 32 ? 128 * 1024 / K::kStage.weight : 32;
-  constexpr int kRowTiles = kTileN / int4_mm::kTileN, kPackedTiles = K::kTileK / int4_mm::kTileK;
-  const Place at = place<K>(p, blockIdx.x / (p.share * p.split_k));
+  constexpr int kPackedTiles = K::kTileK / int4_mm::kTileK;
+  const int row_tiles = p.tile_rows / int4_mm::kTileN;
+  const Place at = place<K>(p, ptx::cluster_index());
   const int lane = threadIdx.x % 32, i = at.begin + lane, k_tile = i % p.k_tiles;
-  if (lane >= kTiles || i >= at.end) return;
+  if (lane >= p.prefetch_tiles || i >= at.end) return;
   if constexpr (K::kPacked) {
-    tma::prefetch_3d(&maps.weight, 0, kPackedTiles * k_tile, at.row_block * kRowTiles);
-    tma::prefetch_3d(&maps.scales, 0, first_group(p, k_tile), at.row_block * kRowTiles);
+    tma::prefetch_3d(&maps.weight, 0, kPackedTiles * k_tile, at.row_block * row_tiles);
+    tma::prefetch_3d(&maps.scales, 0, first_group(p, k_tile), at.row_block * row_tiles);
   } else {
-    tma::prefetch_3d(&maps.weight, k_tile * K::kTileK, 0, at.row_block * kTileN);
+    tma::prefetch_3d(&maps.weight, k_tile * K::kTileK, 0, at.row_block * p.tile_rows);
   }
 }
 
@@ -109,14 +115,16 @@ __device__ __forceinline__ void prefetch_weight(const Params& p, const TensorMap
 // they count stays in uniform registers, where the copy engine wants it; one of them issues.
 template <typename K>
 __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, Ring<K> ring) {
-  constexpr int kRowTiles = kTileN / int4_mm::kTileN, kPackedTiles = K::kTileK / int4_mm::kTileK;
-  const int scale_bytes = K::kPacked ? kRowTiles * p.groups_per_tile * p.group_bytes : 0;
-  const int bytes = K::kStage.x + K::kStage.weight + (K::kScalesOperand ? 0 : scale_bytes);
+  constexpr int kPackedTiles = K::kTileK / int4_mm::kTileK;
+  const int row_tiles = p.tile_rows / int4_mm::kTileN;
+  const int scale_bytes = K::kPacked ? row_tiles * p.groups_per_tile * p.group_bytes : 0;
+  const int bytes = p.x_rows * 128 + K::kStage.weight / kTileN * p.tile_rows + (K::kScalesOperand ? 0 : scale_bytes);
   for_each_tile<K>(p, [&](const Place& at) {
     int part = 0, k_tile = at.begin;
     while (k_tile >= p.k_tiles) k_tile -= p.k_tiles, ++part;
     const int rank = ptx::cluster_rank(), first = (rank & (p.share - 1)) * (K::kTokens / 2),
               token0 = at.token_block * K::kTokens;
+    ptx::wait_for_previous_kernel();
 #pragma unroll 1
     for (int i = at.begin; i < at.end; ++i) {
       tma::barrier_wait(ring.released(), ring.parity ^ 1);
@@ -130,13 +138,13 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
           tma::load_3d(x, &maps.x, k_tile * K::kTileK, part, token0, barrier);
         }
         if constexpr (K::kPacked) {
-          tma::load_3d(weight, &maps.weight, 0, kPackedTiles * k_tile, at.row_block * kRowTiles, barrier);
+          tma::load_3d(weight, &maps.weight, 0, kPackedTiles * k_tile, at.row_block * row_tiles, barrier);
           const uint32_t scales_barrier = K::kScalesOperand ? ring.scales_arrived() : barrier;
           if (K::kScalesOperand) tma::barrier_expect(scales_barrier, scale_bytes);
-          tma::load_3d(weight + K::kStage.weight, &maps.scales, 0, first_group(p, k_tile), at.row_block * kRowTiles,
+          tma::load_3d(weight + K::kStage.weight, &maps.scales, 0, first_group(p, k_tile), at.row_block * row_tiles,
                        scales_barrier);
         } else {
-          tma::load_3d(weight, &maps.weight, k_tile * K::kTileK, 0, at.row_block * kTileN, barrier);
+          tma::load_3d(weight, &maps.weight, k_tile * K::kTileK, 0, at.row_block * p.tile_rows, barrier);
         }
       }
       ring.advance();
@@ -184,6 +192,7 @@ template <typename K>
 __device__ __forceinline__ void produce_columns(const Params& p, Ring<K> ring) {
   for_each_tile<K>(p, [&](const Place& place) {
     const int64_t token0 = static_cast<int64_t>(place.token_block) * K::kTokens;
+    ptx::wait_for_previous_kernel();
     for (int at = place.begin; at < place.end; ++at) {
       tma::barrier_wait(ring.released(), ring.parity ^ 1);
       const uint32_t to = ring.address() + K::kStage.x + K::kStage.weight + K::kStage.scales;

@@ -8,7 +8,7 @@
 
 namespace qao::mm8::sm90 {
 
-constexpr int kTileN = 128;  // rows of W per CTA: two warpgroups of 64
+constexpr int kTileN = 128;  // rows of W per CTA at most: two warpgroups of 64
 constexpr int kConsumerThreads = 256, kProducerThreads = 128;
 constexpr int kMaxSharedBytes = 226 * 1024;  // of a multiprocessor
 constexpr int kMaxCluster = 8;
@@ -48,7 +48,7 @@ constexpr int kRowScaleBytes = 8;  // of one row of W in one group: see RowScale
 struct Stage {
   int x, weight, scales;  // bytes
   int columns;            // floats per token that the scaling of sums needs, or scales of rows of W made ready
-  int bytes, chunk_tokens, count, epilogue, tokens, barriers, total;
+  int bytes, chunk_tokens, count, epilogue, tokens, rows, barriers, total;
 
   constexpr Stage(const Traits& t, int m)
       : x(m * 128),
@@ -61,15 +61,16 @@ struct Stage {
                 : t.packed && t.float_x ? 2 * kTileN * kRowScaleBytes
                                         : 0),
         bytes((x + weight + scales + columns + 1023) / 1024 * 1024),
-        // After the ring: two chunks of each warpgroup, then the scales and zero points of x for each warpgroup, then
-        // the mbarriers.
+        // After the ring, for each warpgroup: two chunks, the scales and zero points of x, scales, sums and bias of its
+        // rows of W. Then the mbarriers.
         chunk_tokens(t.ctas_per_sm(m) == 1 ? 32 : 16),
         count(std::min(kMaxStages, (kMaxSharedBytes / t.ctas_per_sm(m) - 4 * chunk_tokens * kChunkRowBytes - 4 * m * 4 -
-                                    3 * kBarrierBytes) /
+                                    3 * kTileN * 4 - 3 * kBarrierBytes) /
                                        bytes)),
         epilogue(count * bytes),
         tokens(epilogue + 4 * chunk_tokens * kChunkRowBytes),
-        barriers(tokens + 4 * m * 4),
+        rows(tokens + 4 * m * 4),
+        barriers(rows + 3 * kTileN * 4),
         total(barriers + 3 * kBarrierBytes) {}
 };
 

@@ -76,14 +76,15 @@ TEST_CASE("mm8: every problem has a plan that fits its GPU and covers the produc
     // CTAs of sm90 walk over tiles where there are many, and add split-K parts up without a workspace. Other CTAs share
     // the rows of W out among them where each has all tokens.
     const bool sm90 = std::string(plan.kernel) == "sm90";
-    const int64_t tiles = ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m);
+    const int64_t tiles = ceil_div(problem.n, plan.tile_n * plan.share) * plan.share * ceil_div(problem.m, plan.tile_m);
     if (sm90) {
-      const int share = plan.tile_n / sm90::kTileN;  // CTAs that fetch x together; a cluster is split_k times as many
+      CHECK(plan.tile_n >= sm90::kTileN / 2);
+      CHECK(plan.tile_n <= sm90::kTileN);
       CHECK(plan.ctas >= 1);
       CHECK(plan.ctas <= 2 * gpu.num_sms);
-      CHECK(plan.ctas % (share * plan.split_k) == 0);
-      CHECK(share * plan.split_k <= sm90::kMaxCluster);
-      if (plan.split_k > 1) CHECK(plan.ctas == tiles * share * plan.split_k);
+      CHECK(plan.ctas % (plan.share * plan.split_k) == 0);  // whole clusters
+      CHECK(plan.share * plan.split_k <= sm90::kMaxCluster);
+      if (plan.split_k > 1) CHECK(plan.ctas == tiles * plan.split_k);
     } else if (plan.runs) {
       CHECK(problem.m <= plan.tile_m);
       CHECK(plan.ctas >= 1);
@@ -115,13 +116,14 @@ TEST_CASE("mm8: what plan() takes is among the candidates") {
     INFO(about);
     const auto is_plan = [&](const Plan& other) {
       return std::string(other.kernel) == plan.kernel && other.config == plan.config && other.tile_n == plan.tile_n &&
-             other.split_k == plan.split_k && other.ctas == plan.ctas && other.shared_bytes == plan.shared_bytes;
+             other.share == plan.share && other.split_k == plan.split_k && other.ctas == plan.ctas &&
+             other.shared_bytes == plan.shared_bytes;
     };
     int found = 0;
     for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
       const bool costs = candidate.operands[0] != '\0';
       CHECK(costs == (candidate.plan.kernel == std::string("sm90")));
-      CHECK(candidate.counts[kKTiles] >= candidate.counts[kWaves]);
+      CHECK(2 * candidate.counts[kKTiles] >= candidate.counts[kWaves]);  // one of few rows counts less than 1
       CHECK((candidate.counts[kWaves] > 0) == costs);
       CHECK((candidate.counts[kSplits] == 1) == (costs && candidate.plan.split_k > 1));
       CHECK(candidate.plan.shared_bytes <= gpu.shared_bytes_per_cta);
@@ -191,6 +193,29 @@ TEST_CASE("mm8: who quantises x on an H200") {
     CHECK(quantizes(x, weight, 4, 4096, 4096));
     CHECK(!quantizes(x, weight, 2, 8192, 28672));  // a kernel for x alone takes less time
   }
+}
+
+TEST_CASE("mm8: tiles of wgmma have as few rows as save time") {
+  const auto planned = [](Format x, Format weight, int64_t m, int64_t n, int64_t k) {
+    Problem problem;
+    problem.x = x, problem.weight = weight, problem.m = m, problem.n = n, problem.k = k;
+    problem.group_size = 128;
+    Plan plan;
+    REQUIRE(mm8::plan(problem, Gpu{90, 132, 232448}, &plan).ok());
+    return plan;
+  };
+  using enum Format;
+  // 28672 rows are two waves of 132 tiles of 112, too; 13824 are one wave of 124.
+  CHECK(planned(kInt8, kInt8, 64, 28672, 4096).tile_n == 112);
+  CHECK(planned(kFp8, kFp8, 64, 13824, 5120).tile_n == 112);
+  // A warpgroup multiplies 64 rows anyway, where that or making them ready takes longest.
+  CHECK(planned(kInt8, kInt4, 64, 28672, 4096).tile_n == 128);
+  CHECK(planned(kInt8, kInt8, 512, 28672, 4096).tile_n == 128);
+  // One of two warpgroups, and neither split K.
+  const Plan half = planned(kInt8, kInt8, 128, 4096, 4096);
+  CHECK(half.tile_n == 64);
+  CHECK(half.split_k == 1);
+  CHECK(half.ctas == 128);
 }
 
 TEST_CASE("mm8: int32 sums of a slice of K cannot overflow") {

@@ -77,6 +77,7 @@ struct Plan {
   const char* instruction = "";  // the tensor cores' instruction, for people: "mma.sync s8", "wgmma e4m3", ...
   int config = -1;               // row of configs.inc
   int tile_n = 0;                // rows of W per CTA
+  int share = 1;                 // CTAs, neighbours in W, that fetch x together
   int tile_m = 0;                // tokens per CTA
   int warps = 0;                 // warps per CTA
   int stages = 0;                // depth of the shared-memory pipeline
