@@ -65,9 +65,13 @@ constexpr Config kSm80[] = {
 };
 
 // On Hopper wgmma wins above.
-int64_t largest_mma_sync_m(const Problem& problem) {
-  if (problem.x == Format::kFloat && problem.weight == Format::kInt4) return 0;  // int4_mm has asked itself
-  return problem.x == Format::kFloat && problem.weight == Format::kInt8 ? 32 : 16;
+int64_t largest_mma_sync_m(const Problem& problem, const Gpu& gpu) {
+  const bool int4 = problem.weight == Format::kInt4;
+  if (problem.x == Format::kFloat) return int4 ? 0 : problem.weight == Format::kInt8 ? 32 : 16;  // int4_mm asked itself
+  const int64_t run = ceil_div(ceil_div(problem.n, kTileN), gpu.num_sms);
+  if (problem.x == Format::kFp8 && int4) return run >= kLongRun ? 8 : 16;
+  const bool int8 = problem.x == Format::kInt8 && !int4;
+  return run <= 2 && (int8 || problem.k <= kShortK) ? 32 : 16;
 }
 
 constexpr int64_t kManyTokens = 64;  // above, arithmetic takes longer than reading W
@@ -235,7 +239,7 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   }
   const char* against = nullptr;
   if (gpu.compute_capability == 90) {
-    const bool few = problem.m <= largest_mma_sync_m(problem);
+    const bool few = problem.m <= largest_mma_sync_m(problem, gpu);
     against = few ? "few tokens: mma.sync with K split over warps" : sm90::against(problem);
   }
   if (gpu.compute_capability == 90 && against == nullptr) {

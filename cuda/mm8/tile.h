@@ -40,10 +40,14 @@ constexpr bool serves(XKind kind, bool sixteen_bits) {
 enum class ShareKind { kRun, kOnePass, kOneShortPass, kLongRun, kTile, kOneWave };
 constexpr int64_t kShortK = 8192, kLongRun = 6;
 constexpr bool is_run(ShareKind kind) { return kind != ShareKind::kTile && kind != ShareKind::kOneWave; }
-// Which weights: those of int8 cost few instructions, others are converted or scaled.
-enum class WeightKind { kAny, kInt8, kConverted };
+// Which weights: those of int8 cost few instructions, others are converted or scaled; those of int4 are half as many
+// bytes.
+enum class WeightKind { kAny, kInt8, kConverted, kEightBits, kInt4 };
 constexpr bool serves(WeightKind kind, Format weight) {
-  return kind == WeightKind::kAny || (kind == WeightKind::kInt8) == (weight == Format::kInt8);
+  if (kind == WeightKind::kInt8 || kind == WeightKind::kConverted) {
+    return (kind == WeightKind::kInt8) == (weight == Format::kInt8);
+  }
+  return kind == WeightKind::kAny || (kind == WeightKind::kInt4) == (weight == Format::kInt4);
 }
 
 // x of a few tokens that comes as floats, which every CTA quantises while its first K-tiles of W arrive, and stays in

@@ -12,6 +12,8 @@ namespace {
 // Up to so many rows every one is spread over as many threads as it has vectors; beyond, CTAs fill the GPU, and threads
 // with several vectors each have more loads under way.
 constexpr int64_t kFewRows = 256;
+// Up to so many, products leave a part of a multiprocessor free, where smaller CTAs can wait for the product ahead.
+constexpr int64_t kFewTokens = 16;
 
 bool is_aligned(const void* base, int64_t rows, int64_t stride_bytes, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(base) % bytes == 0 && (rows <= 1 || stride_bytes % bytes == 0);
@@ -108,14 +110,17 @@ Status launch_rows(Params p, cudaStream_t stream) {
 
 template <DType dtype, Producer producer>
 Status launch_rows(const Params& p, cudaStream_t stream) {
-  const int threads = p.m <= kFewRows ? 1024 : 32;  // beyond them, each has more vectors
+  constexpr bool kPlain = producer == Producer::kNone;
+  const int threads = p.m > kFewRows ? 32 : kPlain && p.m <= kFewTokens ? 512 : 1024;  // then each has more vectors
   const bool aligned = p.aligned && (p.y != nullptr || p.q_aligned);
   if (!aligned) return launch_rows<dtype, producer, 1, false>(p, stream);
   if (p.vectors <= threads) return launch_rows<dtype, producer, 1, true>(p, stream);
-  if (p.vectors <= 2 * threads) return launch_rows<dtype, producer, 2, true>(p, stream);
+  if (p.vectors <= 2 * threads && !(kPlain && p.m <= kFewRows)) {
+    return launch_rows<dtype, producer, 2, true>(p, stream);
+  }
   // As many as there are registers for; x alone stays packed in them.
   constexpr bool kWide = dtype == DType::kFloat32;
-  if constexpr (producer == Producer::kNone && !kWide) {
+  if constexpr (kPlain && !kWide) {
     if (p.m > kFewRows && p.vectors > 4 * 32) return launch_rows<dtype, producer, 8, true>(p, stream);
   }
   constexpr int kMost = kWide && producer == Producer::kRmsNorm ? 2 : 4;

@@ -195,6 +195,30 @@ TEST_CASE("mm8: who quantises x on an H200") {
   }
 }
 
+TEST_CASE("mm8: who multiplies few tokens on an H200") {
+  const auto kernel = [](Format x, Format weight, int64_t m, int64_t n, int64_t k) {
+    Problem problem;
+    problem.x = x, problem.weight = weight, problem.m = m, problem.n = n, problem.k = k;
+    problem.group_size = 128;
+    Plan plan;
+    REQUIRE(mm8::plan(problem, Gpu{90, 132, 232448}, &plan).ok());
+    // Beside a CTA of 16 warps with all registers, the kernel that quantises the next x would find no room.
+    if (weight != Format::kInt4 && plan.kernel == std::string("sm80")) CHECK(plan.warps <= 8);
+    return std::string(plan.kernel);
+  };
+  const Format int8 = Format::kInt8, fp8 = Format::kFp8, int4 = Format::kInt4;
+  for (const auto& [x, weight] : {std::pair{int8, int8}, {int8, int4}, {fp8, fp8}, {fp8, int4}}) {
+    for (const auto& [n, k] : {std::pair{1024, 1024}, {4096, 4096}, {6144, 4096}, {28672, 4096}, {4096, 14336}}) {
+      CHECK(kernel(x, weight, 8, n, k) == "sm80");
+      CHECK(kernel(x, weight, 33, n, k) == "sm90");
+      const bool long_run = n == 28672, one_pass = n <= 4096, short_k = k <= 8192;
+      CHECK(kernel(x, weight, 16, n, k) == (x == fp8 && weight == int4 && long_run ? "sm90" : "sm80"));
+      const bool sm80 = one_pass && ((x == int8 && weight == int8) || (short_k && !(x == fp8 && weight == int4)));
+      CHECK(kernel(x, weight, 32, n, k) == (sm80 ? "sm80" : "sm90"));
+    }
+  }
+}
+
 TEST_CASE("mm8: tiles of wgmma have as few rows as save time") {
   const auto planned = [](Format x, Format weight, int64_t m, int64_t n, int64_t k) {
     Problem problem;
