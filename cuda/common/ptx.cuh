@@ -150,10 +150,9 @@ __device__ __forceinline__ int cluster_count() {
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
 }
-// The same without an order of memory accesses.
-__device__ __forceinline__ void relaxed_cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;\n" ::: "memory");
-}
+// The same in two halves, without an order of the memory accesses before it.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;\n" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory"); }
 __device__ __forceinline__ uint32_t cluster_address(uint32_t shared_address, int rank) {
   uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(shared_address), "r"(rank));
@@ -167,6 +166,11 @@ __device__ __forceinline__ float4 load_cluster_float4(uint32_t from) {
                : "memory");
   return value;
 }
+__device__ __forceinline__ void store_cluster_float4(uint32_t to, const float (&value)[4]) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "f"(value[0]), "f"(value[1]),
+               "f"(value[2]), "f"(value[3])
+               : "memory");
+}
 
 // Stores four 8 x 8 matrices of 16-bit elements transposed: lane i names column i % 8 of matrix i / 8 (sm_90).
 __device__ __forceinline__ void stmatrix_x4_transposed(uint32_t to, const uint32_t (&from)[4]) {
@@ -174,6 +178,19 @@ __device__ __forceinline__ void stmatrix_x4_transposed(uint32_t to, const uint32
                "r"(from[1]), "r"(from[2]), "r"(from[3])
                : "memory");
 }
+
+// Hides how `value` came about: it is kept in a register and not computed again where it is used.
+__device__ __forceinline__ uint32_t opaque(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+__device__ __forceinline__ const uint8_t* opaque(const uint8_t* value) {
+  asm volatile("" : "+l"(value));
+  return value;
+}
+
+// What this thread wrote to shared memory becomes visible to the copy engine and to wgmma (sm_90).
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
 // (a & b) | c in one instruction.
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {

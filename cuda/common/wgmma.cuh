@@ -30,11 +30,13 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t shared_address) {
 #define QAO_16(c, j) QAO_4(c, j), QAO_4(c, j + 1), QAO_4(c, j + 2), QAO_4(c, j + 3)
 #define QAO_32(c, j) QAO_16(c, j), QAO_16(c, j + 4)
 #define QAO_64(c, j) QAO_32(c, j), QAO_32(c, j + 8)
+#define QAO_SUMS_16(c) QAO_4(c, 0), QAO_4(c, 1)
 #define QAO_SUMS_32(c) QAO_16(c, 0)
 #define QAO_SUMS_64(c) QAO_32(c, 0)
 #define QAO_SUMS_128(c) QAO_64(c, 0)
 #define QAO_SUMS_192(c) QAO_64(c, 0), QAO_32(c, 16)
 #define QAO_SUMS_256(c) QAO_64(c, 0), QAO_64(c, 16)
+#define QAO_NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define QAO_NAMES_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define QAO_NAMES_64 QAO_NAMES_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define QAO_NAMES_128                                                                                    \
@@ -89,6 +91,7 @@ struct Product;
   QAO_PRODUCT_16(__half, "f16", n, __VA_ARGS__)                         \
   QAO_PRODUCT_8(int8_t, int, QAO_INT, ".s32.s8.s8", "", n, __VA_ARGS__) \
   QAO_PRODUCT_8(E4m3, float, QAO_FLOAT, ".f32.e4m3.e4m3", ", 1, 1", n, __VA_ARGS__)
+QAO_PRODUCT_16(__nv_bfloat16, "bf16", 16, 8, 9, 10, 11, 12, 13)
 QAO_PRODUCTS(32, 16, 17, 18, 19, 20, 21)
 QAO_PRODUCTS(64, 32, 33, 34, 35, 36, 37)
 QAO_PRODUCTS(128, 64, 65, 66, 67, 68, 69)
@@ -107,11 +110,13 @@ QAO_PRODUCTS(256, 128, 129, 130, 131, 132, 133)
 #undef QAO_NAMES_128
 #undef QAO_NAMES_64
 #undef QAO_NAMES_32
+#undef QAO_NAMES_16
 #undef QAO_SUMS_256
 #undef QAO_SUMS_192
 #undef QAO_SUMS_128
 #undef QAO_SUMS_64
 #undef QAO_SUMS_32
+#undef QAO_SUMS_16
 #undef QAO_64
 #undef QAO_32
 #undef QAO_16

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "int4_mm/batch.h"
 #include "int4_mm/decode.h"
 #include "int4_mm/few.h"
 #include "qao/types.h"
@@ -39,5 +40,8 @@ DecodeKernel decode_kernel(int config);
 
 using FewKernel = void (*)(Params, FewParams);
 FewKernel few_kernel(int config);
+
+using BatchKernel = void (*)(Params, BatchParams);
+BatchKernel batch_kernel(int config);
 
 }  // namespace qao::int4_mm

@@ -64,6 +64,24 @@ Status launch_few(const Problem& problem, const Plan& plan, const Params& params
   return launch_kernel(launch, "launching the kernel for at most eight tokens", kernel, params, few);
 }
 
+Status launch_batch(const Problem& problem, const Plan& plan, const Params& params, cudaStream_t stream) {
+  const BatchKernel kernel = batch_kernel(plan.config);
+  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
+  const BatchConfig& config = kBatch[plan.config];
+  const int clusters = static_cast<int>(plan.ctas / plan.split_k);
+  BatchParams batch;
+  int shared_bytes;
+  if (!batch_params(problem, config, clusters, plan.split_k, static_cast<int>(plan.shared_bytes), &batch,
+                    &shared_bytes)) {
+    return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
+  }
+  Launch launch{dim3(plan.split_k, clusters), dim3(plan.warps * 32), stream};
+  launch.shared_bytes = plan.shared_bytes;
+  launch.cluster = plan.split_k;
+  launch.overlapped = true;
+  return launch_kernel(launch, "launching the kernel for 9 to 32 tokens", kernel, params, batch);
+}
+
 Status launch_sm90(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream) {
   mm8::Arguments a;
   a.x = arguments.x, a.x_stride = arguments.x_stride;
@@ -80,8 +98,8 @@ unsigned blocks(int64_t threads, int per_block) { return static_cast<unsigned>((
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream_handle) {
   if (plan.kernel == std::string_view("sm90")) return launch_sm90(problem, plan, arguments, stream_handle);
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
-  const bool decode = plan.kernel == std::string_view("decode");
-  const Workspace layout = workspace_of(problem, decode ? 1 : plan.split_k);  // decode adds split K itself
+  const bool decode = plan.kernel == std::string_view("decode"), batch = plan.kernel == std::string_view("batch");
+  const Workspace layout = workspace_of(problem, decode || batch ? 1 : plan.split_k);  // these add split K themselves
   uint8_t* workspace = static_cast<uint8_t*>(arguments.workspace);
   const bool split_x = problem.x_dtype == DType::kFloat32;
   const bool finish = layout.partials >= 0;
@@ -110,6 +128,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   params.split_k = plan.split_k;
 
   if (decode) return launch_decode(problem, plan, params, stream);
+  if (batch) return launch_batch(problem, plan, params, stream);
   if (plan.kernel == std::string_view("few")) return launch_few(problem, plan, params, stream);
 
   float* group_sums = layout.group_sums >= 0 ? reinterpret_cast<float*>(workspace + layout.group_sums) : nullptr;

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "common/integers.h"
+#include "int4_mm/batch.h"
 #include "int4_mm/decode.h"
 #include "int4_mm/few.h"
 #include "int4_mm/sm90.h"
@@ -71,9 +72,8 @@ int choose_split(const Config& config, int64_t tiles, int64_t k_steps, int num_s
   return static_cast<int>(std::clamp<int64_t>(std::min(fill, deepest), 1, 32));
 }
 
-// Rows of decode.inc, as they measured: for weights of which a multiprocessor has little, for those of which it has
-// much at 9 to 16 tokens, and for all others.
-constexpr int kFewShort = 0, kFew = 1, kManyShort = 2, kMany = 3, kManyLong = 4;
+// Rows of decode.inc, as they measured: for weights of which a multiprocessor has little, and for all others.
+constexpr int kFewShort = 0, kFew = 1, kManyShort = 2, kMany = 3;
 
 // Fills in `plan` if the body for few tokens serves the problem with this row, with `split` CTAs that share row tiles.
 bool fill_decode(const Problem& problem, const Gpu& gpu, int index, int split, Plan* plan) {
@@ -110,7 +110,7 @@ bool plan_decode(const Problem& problem, const Gpu& gpu, Plan* plan) {
   const int64_t row_tiles = tiles_n(problem.n), steps = ceil_div(problem.k, kStepColumns);
   const int64_t share = row_tiles * steps / gpu.num_sms;  // row tiles times K-steps of a multiprocessor
   const bool is_short = share <= 100 && row_tiles <= 2 * gpu.num_sms, few = problem.m <= kDecode[kFew].max_m;
-  const int index = few ? (is_short ? kFewShort : kFew) : is_short ? kManyShort : share > 300 ? kManyLong : kMany;
+  const int index = few ? (is_short ? kFewShort : kFew) : is_short ? kManyShort : kMany;
 
   // Two CTAs that share row tiles, each with half of K, where that leaves fewer places of a pass empty.
   const auto passes = [&](int64_t clusters) {
@@ -153,6 +153,53 @@ bool plan_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return 8 * places <= 9 * row_tiles && problem.m * problem.k <= largest_x && fill_few(problem, gpu, plan);
 }
 
+// Fills in `plan` if the body for 9 to 32 tokens can serve the problem with this row, clusters of `split` CTAs sharing
+// row tiles: as many as the GPU has room for, or several times as many for weights with many rows.
+bool fill_batch(const Problem& problem, const Gpu& gpu, int index, int split, Plan* plan) {
+  const BatchConfig& config = kBatch[index];
+  if (gpu.compute_capability != 90 || problem.x_dtype != DType::kBFloat16 || gpu.num_sms < split) return false;
+  if (problem.m < 1 || problem.m > config.max_m) return false;
+  const int64_t row_tiles = tiles_n(problem.n), at_once = gpu.num_sms / split;
+  const int64_t rounds = ceil_div(row_tiles, at_once * config.warps * config.tiles_n);
+  const int clusters = static_cast<int>(std::min(at_once * rounds, row_tiles));
+  if (split > 1 && rounds > 1) return false;
+  BatchParams params;
+  int shared_bytes;
+  if (!batch_params(problem, config, clusters, split, gpu.shared_bytes_per_cta, &params, &shared_bytes)) return false;
+  plan->kernel = "batch";
+  plan->reason = "at most 32 bfloat16 tokens on Hopper: weights stream through wgmma, x is brought once a CTA";
+  plan->instruction = "wgmma bf16";
+  plan->config = index;
+  plan->tile_n = params.warps_n * config.tiles_n * kTileN;
+  plan->tile_m = static_cast<int>(config.max_m);
+  plan->warps = config.warps + config.helpers;
+  plan->stages = config.stages;
+  plan->split_k = split;
+  plan->ctas = static_cast<int64_t>(clusters) * split;
+  plan->shared_bytes = shared_bytes;
+  return true;
+}
+
+// As measured: clusters of two, each CTA with half of K and so of x, unless that would give a CTA more than eight row
+// tiles. At most 16 tokens are decode's, except of large weights; of more, weights with few rows are sm80's.
+bool plan_batch(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  constexpr int kFewTokens2 = 0, kFewTokens4 = 1, kTokens1 = 2, kTokens2 = 3, kTokens4 = 4;  // row tiles of a warp
+  if (problem.m <= kDecode[kFew].max_m || !problem.x_aligned || gpu.num_sms < 2) return false;
+  const int64_t row_tiles = tiles_n(problem.n), steps = ceil_div(problem.k, kStepColumns);
+  const int64_t share = row_tiles * steps / gpu.num_sms;  // row tiles times K-steps of a multiprocessor
+  const int64_t of_pair = ceil_div(row_tiles, gpu.num_sms / 2), of_cta = ceil_div(row_tiles, gpu.num_sms);
+  const bool many_groups = problem.group_size < std::min<int64_t>(64, problem.k);
+  int index;
+  if (problem.m <= kBatch[kFewTokens2].max_m) {
+    if (share <= 300) return false;
+    index = of_cta <= 8 ? kFewTokens2 : kFewTokens4;
+  } else {
+    if (row_tiles < gpu.num_sms || (many_groups && share <= 80)) return false;
+    index = of_pair <= 4 ? kTokens1 : of_cta <= 8 || many_groups ? kTokens2 : kTokens4;
+  }
+  return fill_batch(problem, gpu, index, of_pair <= 8 ? 2 : 1, plan);
+}
+
 }  // namespace
 
 Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
@@ -162,7 +209,7 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
                          "Run on a newer GPU, or on the CPU");
   }
   *plan = Plan{};
-  if (plan_few(problem, gpu, plan) || plan_decode(problem, gpu, plan)) return {};
+  if (plan_few(problem, gpu, plan) || plan_batch(problem, gpu, plan) || plan_decode(problem, gpu, plan)) return {};
   const bool split_x = problem.x_dtype == DType::kFloat32;  // its parts are always aligned
   const int64_t k_steps = tiles_k(problem.k) * (split_x ? kFloat32Parts : 1);
   const char* reason = "mma.sync serves every GPU from sm_80";
@@ -207,6 +254,12 @@ std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu) 
       Candidate<Plan> candidate;
       if (!decode_serves(problem, gpu, kDecode[index])) continue;
       if (fill_decode(problem, gpu, index, split, &candidate.plan)) all.push_back(candidate);
+    }
+  }
+  for (int index = 0; index < static_cast<int>(std::size(kBatch)); ++index) {
+    for (int split : {1, 2}) {
+      Candidate<Plan> candidate;
+      if (fill_batch(problem, gpu, index, split, &candidate.plan)) all.push_back(candidate);
     }
   }
   Candidate<Plan> other;

@@ -61,4 +61,14 @@ struct FewTile {
   static constexpr int kPaddedRow = kPassTiles * kTileN + 4;  // sums of a token, against bank conflicts
 };
 
+// The shape of the body for 9 to 32 tokens. `warps` multiply, a warp tiles_n row tiles by 8 tiles_m tokens; `helpers`
+// more bring x.
+template <int tiles_m, int tiles_n, int stages, int warps, int helpers>
+struct BatchTile {
+  static_assert(warps % 4 == 0, "warpgroups multiply");
+  static constexpr int kTilesM = tiles_m, kTilesN = tiles_n, kStages = stages, kWarps = warps, kHelpers = helpers;
+  static constexpr int kTokens = 8 * tiles_m;
+  static constexpr int kAllWarps = warps + helpers, kThreads = 32 * kAllWarps;
+};
+
 }  // namespace qao::int4_mm

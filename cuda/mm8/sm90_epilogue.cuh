@@ -147,7 +147,8 @@ __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&
       }
     }
   }
-  ptx::relaxed_cluster_barrier();  // a CTA that has gone cannot be read
+  ptx::cluster_arrive();  // a CTA that has gone cannot be read
+  ptx::cluster_wait();
 }
 
 // The same of a whole tile into a float32 y. Eight lanes hold neighbouring rows: 32 bytes of y.

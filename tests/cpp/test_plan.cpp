@@ -4,6 +4,7 @@
 #include <string>
 
 #include "gpus.h"
+#include "int4_mm/batch.h"
 #include "int4_mm/decode.h"
 #include "int4_mm/few.h"
 #include "int4_mm/layout.h"
@@ -60,10 +61,10 @@ TEST_CASE("every problem has a plan that fits its GPU and covers the product") {
     // Split-K parts are added up without a workspace on Hopper, and CTAs of sm90 walk over tiles where there are many.
     const std::string kernel = plan.kernel;
     const int64_t tiles = ceil_div(problem.n, plan.tile_n * plan.share) * plan.share * ceil_div(problem.m, plan.tile_m);
-    if (kernel == "decode" || kernel == "few") {
+    if (kernel == "decode" || kernel == "few" || kernel == "batch") {
       CHECK(gpu.compute_capability == 90);
       CHECK(problem.m <= plan.tile_m);
-      CHECK(plan.ctas <= gpu.num_sms);
+      if (kernel != "batch") CHECK(plan.ctas <= gpu.num_sms);
       CHECK(plan.ctas % plan.split_k == 0);
       CHECK(plan.workspace_bytes == 0);
     } else if (kernel == "sm90" && plan.split_k == 1) {
@@ -151,6 +152,51 @@ TEST_CASE("what a plan for at most eight tokens tells the kernel covers the prod
   CHECK(served > 0);
 }
 
+TEST_CASE("what a plan for 9 to 32 tokens tells the kernel covers the product and fits the shared memory") {
+  int64_t served = 0;
+  for_each_problem([&](const Problem& problem, const Gpu& gpu) {
+    for (DType scale_dtype : {DType::kFloat32, DType::kBFloat16}) {
+      Problem scaled = problem;
+      scaled.scale_dtype = scale_dtype;
+      for (const Candidate<Plan>& candidate : candidates(scaled, gpu)) {
+        const Plan& plan = candidate.plan;
+        if (std::string(plan.kernel) != "batch") continue;
+        const std::string about = describe(scaled, gpu) + ": " + to_string(plan);
+        INFO(about);
+        ++served;
+        const BatchConfig& config = kBatch[plan.config];
+        const int clusters = static_cast<int>(plan.ctas / plan.split_k), limit = static_cast<int>(plan.shared_bytes);
+        BatchParams d;
+        int shared_bytes;
+        REQUIRE(batch_params(scaled, config, clusters, plan.split_k, limit, &d, &shared_bytes));
+        CHECK(shared_bytes == plan.shared_bytes);
+        CHECK(problem.m <= plan.tile_m);
+        CHECK(plan.warps == config.warps + config.helpers);
+        CHECK(static_cast<int64_t>(d.row_tiles) * clusters + d.more_row_tiles == tiles_n(problem.n));
+        CHECK(d.steps >= 1);
+        CHECK(d.steps * plan.split_k + d.more_steps == ceil_div(problem.k, kStepColumns));
+        CHECK(d.warps_n % 4 == 0);  // warpgroups
+        CHECK(d.warps_n * config.tiles_n >= d.row_tiles + (d.more_row_tiles > 0));
+        CHECK(d.warps_k >= 1);
+        CHECK(d.warps_n * d.warps_k <= config.warps);
+        CHECK(d.helpers >= 1);
+        CHECK(d.helpers <= config.helpers);
+        // A place of x is always filled by the same warp and read by the same slice, unless it is filled only once.
+        const bool once = d.x_stages == d.steps + (d.more_steps > 0);
+        CHECK((once || (d.x_stages % d.helpers == 0 && d.x_stages % d.warps_k == 0)));
+        CHECK(d.x_stages * 16 <= kBatchX);  // two barriers each
+        CHECK(d.x_sums_offset % 16 == 0);
+        CHECK(d.ring_offset % 16 == 0);
+        CHECK(d.stage_bytes % 16 == 0);
+        CHECK(d.received_offset % 16 == 0);
+        CHECK(d.plain_steps * kStepColumns <= problem.k);
+        CHECK(d.plain_x_steps * kStepColumns <= problem.k);
+      }
+    }
+  });
+  CHECK(served > 0);
+}
+
 TEST_CASE("few bfloat16 tokens on Hopper stream their weights, all else does not") {
   Problem problem;
   problem.m = 1, problem.n = problem.k = 4096, problem.group_size = 128, problem.has_zeros = true;
@@ -166,7 +212,18 @@ TEST_CASE("few bfloat16 tokens on Hopper stream their weights, all else does not
   CHECK(kernel(problem, h200) == "decode");
   problem.m = 16, problem.k = 4096;
   CHECK(kernel(problem, h200) == "decode");
-  problem.m = 17;
+  problem.n = 28672;  // many rows for every multiprocessor
+  CHECK(kernel(problem, h200) == "batch");
+  for (int64_t n : {4096, 8192, 28672, 152064}) {
+    problem.m = 17, problem.n = n, problem.x_aligned = true;
+    CHECK(kernel(problem, h200) == "batch");
+    problem.m = 32;
+    CHECK(kernel(problem, h200) == "batch");
+    CHECK(kernel(problem, a100) == "sm80");
+    problem.x_aligned = false;
+    CHECK(kernel(problem, h200) == "sm80");
+  }
+  problem.n = 1024, problem.x_aligned = true;
   CHECK(kernel(problem, h200) == "sm80");
   problem.m = 1, problem.x_dtype = DType::kFloat16;
   CHECK(kernel(problem, h200) == "sm80");
@@ -220,7 +277,7 @@ TEST_CASE("wgmma serves more than 32 tokens of an aligned x on Hopper, in the ti
     REQUIRE(int4_mm::plan(problem, hopper, &plan).ok());
     return plan;
   };
-  CHECK(std::string(planned(32, 4096, 4096).kernel) == "sm80");
+  CHECK(std::string(planned(32, 4096, 4096).kernel) == "batch");
   CHECK(std::string(planned(33, 4096, 4096, false).kernel) == "sm80");
   CHECK(std::string(planned(33, 4096, 4096).kernel) == "sm90");
   CHECK(std::string(planned(33, 4096, 4096).instruction) == "wgmma bf16");
