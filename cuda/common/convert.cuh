@@ -25,10 +25,13 @@ __device__ __forceinline__ float load_shared_float(uint32_t from) {
   return __half2float(__ushort_as_half(bits));
 }
 
-__device__ __forceinline__ float load_shared_float(uint32_t from, int index, DType dtype) {
-  if (dtype == DType::kFloat32) return load_shared_float<DType::kFloat32>(from + index * 4);
-  if (dtype == DType::kBFloat16) return load_shared_float<DType::kBFloat16>(from + index * 2);
-  return load_shared_float<DType::kFloat16>(from + index * 2);
+// Two neighbours at once; `from` must be aligned to their size.
+template <DType dtype>
+__device__ __forceinline__ float2 load_shared_float2(uint32_t from) {
+  if constexpr (dtype == DType::kFloat32) return ptx::load_shared_float2(from);
+  const uint32_t pair = ptx::load_shared_word(from);
+  if constexpr (dtype == DType::kBFloat16) return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000)};
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
 __device__ __forceinline__ void store_float(void* data, int64_t index, DType dtype, float value) {

@@ -26,8 +26,13 @@ struct Half<__nv_bfloat16> {
     return *reinterpret_cast<const uint32_t*>(&both);
   }
   static __device__ __forceinline__ uint32_t pair(uint16_t bits) { return bits * 0x00010001u; }
+  static __device__ __forceinline__ uint32_t pair(float low, float high) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&both);
+  }
   static __device__ __forceinline__ uint32_t negate(uint32_t pair) { return pair ^ 0x80008000; }
   static __device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
+  static __device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000); }
   static __device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t sum;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
@@ -55,10 +60,15 @@ struct Half<__half> {
     return *reinterpret_cast<const uint32_t*>(&both);
   }
   static __device__ __forceinline__ uint32_t pair(uint16_t bits) { return bits * 0x00010001u; }
+  static __device__ __forceinline__ uint32_t pair(float low, float high) {
+    const __half2 both = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&both);
+  }
   static __device__ __forceinline__ uint32_t negate(uint32_t pair) { return pair ^ 0x80008000; }
   static __device__ __forceinline__ float low(uint32_t pair) {
     return __half2float(__ushort_as_half(static_cast<unsigned short>(pair)));
   }
+  static __device__ __forceinline__ float high(uint32_t pair) { return low(pair >> 16); }
   static __device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) {
     uint32_t sum;
     asm("add.f16x2 %0, %1, %2;\n" : "=r"(sum) : "r"(a), "r"(b));

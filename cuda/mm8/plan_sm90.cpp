@@ -21,10 +21,7 @@ constexpr int kTokens[] = {
 };
 
 // CTAs that run at once. Those of a cluster must find room in one part of the chip, so large clusters cannot fill it.
-int64_t slots_of(const Gpu& gpu, int per_sm, int cluster) {
-  const int64_t all = gpu.num_sms * per_sm;
-  return cluster > 2 ? all * 3 / 4 : all;
-}
+int64_t slots_of(const Gpu& gpu, int cluster) { return cluster > 2 ? gpu.num_sms * 3 / 4 : gpu.num_sms; }
 
 // What the Hopper kernels cost: a row for each kind of operands and number of tokens.
 enum class Operands {
@@ -79,13 +76,11 @@ const Cost* cost_of(const Problem& problem, int tokens) {
 
 struct Choice {
   int row = -1, share = 1, split = 1;
-  int per_sm = 1;  // CTAs that share a multiprocessor
   int tile_rows = kTileN;
   int64_t ctas = 0;
   Terms counts{};
 };
 
-constexpr double kSharedKTile = 1.95;  // times as long as one alone
 constexpr int kMinTileRows = kTileN / 2;
 
 // How much of a K-tile's time goes with its rows of W.
@@ -104,34 +99,31 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
     const int tokens = kTokens[row];
     const Traits traits = traits_of(problem, tokens);
     if (!traits.serves(tokens)) continue;
-    const int64_t steps = ceil_div(problem.k, traits.float_x ? 64 : 128) * (is_split(problem) ? kFloat32Parts : 1);
+    const int64_t steps = ceil_div(problem.k, traits.tile_k(tokens)) * (is_split(problem) ? kFloat32Parts : 1);
     const int64_t token_blocks = ceil_div(problem.m, tokens);
     // Large tiles rather fetch x for two CTAs at once.
     for (int share = tokens > 128 ? 2 : 1; share >= 1; --share) {
       for (int split = 1; split <= std::min<int64_t>(kMaxCluster / share, steps); ++split) {
-        for (int per_sm = 1; per_sm <= traits.ctas_per_sm(tokens); ++per_sm) {
-          const int64_t slots = slots_of(gpu, per_sm, split > 1 ? split * share : 1);
-          const auto ctas_of = [&](int tile_rows) {
-            return ceil_div(problem.n, share * tile_rows) * share * token_blocks * split;
-          };
-          const int64_t waves = ceil_div(ctas_of(kTileN), slots);
-          if (split > 1 && waves > 1) continue;  // those that split K do not walk over tiles
-          const auto visit_rows = [&](int tile_rows) {
-            const double k_tiles = static_cast<double>(waves * ceil_div(steps, split)) *
-                                   (per_sm == 1 ? 1 : kSharedKTile) *
-                                   (1 - share_of_rows(traits) * (1 - 1.0 * tile_rows / kTileN));
-            const double parts = split > 1 ? split : 0;
-            const Terms counts = {k_tiles, static_cast<double>(waves), split > 1 ? 1.0 : 0.0, parts};
-            visit(Choice{row, share, split, per_sm, tile_rows, ctas_of(tile_rows), counts});
-          };
-          visit_rows(kTileN);
-          const int64_t row_blocks = waves * slots / (token_blocks * split * share) * share;
-          const int64_t fewest = ceil_div(ceil_div(problem.n, row_blocks), int4_mm::kTileN) * int4_mm::kTileN;
-          if (fewest <= kMinTileRows) {
-            visit_rows(kMinTileRows);
-          } else if (fewest < kTileN && waits_for_bytes(traits, tokens)) {
-            visit_rows(static_cast<int>(fewest));
-          }
+        const int64_t slots = slots_of(gpu, split > 1 ? split * share : 1);
+        const auto ctas_of = [&](int tile_rows) {
+          return ceil_div(problem.n, share * tile_rows) * share * token_blocks * split;
+        };
+        const int64_t waves = ceil_div(ctas_of(kTileN), slots);
+        if (split > 1 && waves > 1) continue;  // those that split K do not walk over tiles
+        const auto visit_rows = [&](int tile_rows) {
+          const double k_tiles = static_cast<double>(waves * ceil_div(steps, split)) *
+                                 (1 - share_of_rows(traits) * (1 - 1.0 * tile_rows / kTileN));
+          const double parts = split > 1 ? split : 0;
+          const Terms counts = {k_tiles, static_cast<double>(waves), split > 1 ? 1.0 : 0.0, parts};
+          visit(Choice{row, share, split, tile_rows, ctas_of(tile_rows), counts});
+        };
+        visit_rows(kTileN);
+        const int64_t row_blocks = waves * slots / (token_blocks * split * share) * share;
+        const int64_t fewest = ceil_div(ceil_div(problem.n, row_blocks), int4_mm::kTileN) * int4_mm::kTileN;
+        if (fewest <= kMinTileRows) {
+          visit_rows(kMinTileRows);
+        } else if (fewest < kTileN && waits_for_bytes(traits, tokens)) {
+          visit_rows(static_cast<int>(fewest));
         }
       }
     }
@@ -154,11 +146,10 @@ void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* pl
   plan->tile_m = tokens;
   plan->warps = (kConsumerThreads + kProducerThreads) / 32;
   plan->stages = stage.count;
-  // All of a multiprocessor's shared memory keeps other CTAs away.
-  plan->shared_bytes = choice.per_sm < traits.ctas_per_sm(tokens) ? kMaxSharedBytes : stage.total;
+  plan->shared_bytes = stage.total;
   plan->split_k = choice.split;
-  const int64_t slots = gpu.num_sms * choice.per_sm;
-  plan->ctas = choice.split > 1 ? choice.ctas : std::min<int64_t>(choice.ctas, slots / choice.share * choice.share);
+  const int64_t most = gpu.num_sms / choice.share * choice.share;
+  plan->ctas = choice.split > 1 ? choice.ctas : std::min(choice.ctas, most);
   plan->workspace_bytes = workspace_of(problem, 1).bytes;  // clusters add up in shared memory
 }
 

@@ -75,11 +75,12 @@ Status make_tensor_maps(const Problem& problem, const Plan& plan, const Argument
   const bool half = problem.x_dtype == DType::kFloat16;
   const Size m = problem.m, n = problem.n, k = problem.k, row_tiles = int4_mm::tiles_n(problem.n),
              tiles_k = int4_mm::tiles_k(problem.k), bytes = float_x ? 2 : 1;
-  const cuuint32_t tile_k = 128 / static_cast<cuuint32_t>(bytes), tokens = p.x_rows / p.share, tile_rows = p.tile_rows,
+  const cuuint32_t tile_k = traits_of(problem, plan.tile_m).tile_k(plan.tile_m), tokens = p.x_rows / p.share,
+                   atom_k = 128 / static_cast<cuuint32_t>(bytes), tile_rows = p.tile_rows,
                    box_tiles = tile_rows / int4_mm::kTileN;
   const TensorShape x_shape{{packed && !float_x ? tiles_k * int4_mm::kTileK : k, static_cast<Size>(x.parts), m},
                             {(x.parts > 1 ? x.part_stride : x.stride) * bytes, x.stride * bytes},
-                            {tile_k, 1, tokens}};
+                            {atom_k, 1, tokens}};
   const CUtensorMapDataType x_dtype = !float_x ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                       : half   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -88,7 +89,7 @@ Status make_tensor_maps(const Problem& problem, const Plan& plan, const Argument
   if (!packed) {
     const TensorShape weight{{k, 1, n}, {k, k}, {tile_k, 1, tile_rows}};
     return encode_tensor_map(&maps->weight, arguments.weight, CU_TENSOR_MAP_DATA_TYPE_UINT8, weight,
-                             float_x ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
+                             tile_k == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
   }
   const TensorShape weight{{int4_mm::kTileBytes / 4, tiles_k, row_tiles},
                            {int4_mm::kTileBytes, tiles_k * int4_mm::kTileBytes},
@@ -106,9 +107,8 @@ Status make_tensor_maps(const Problem& problem, const Plan& plan, const Argument
 }
 
 // Groups along K: how many in a K-tile, or how many K-tiles in one.
-void set_groups(const Problem& problem, Params* p) {
+void set_groups(const Problem& problem, int64_t tile_k, Params* p) {
   p->groups = static_cast<int>(problem.weight == Format::kInt4 ? problem.groups() : problem.k_blocks());
-  const int64_t tile_k = problem.x == Format::kFloat ? 64 : 128;
   const int64_t size = problem.weight == Format::kInt4 ? problem.group_size : kScaleBlock;
   p->groups_per_tile = p->groups > 1 && size < tile_k ? static_cast<int>(tile_k / size) : 1;
   p->fold_shift = 0;
@@ -124,7 +124,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
               void* stream) {
   const Traits traits = traits_of(problem, plan.tile_m);
   const bool packed = traits.packed, block = problem.weight_scaling == Scaling::kBlock && !packed;
-  const int64_t tile_k = problem.x == Format::kFloat ? 64 : 128;
+  const int64_t tile_k = traits.tile_k(plan.tile_m);
   Params p{};
   p.m = problem.m;
   p.n = static_cast<int>(problem.n);
@@ -139,7 +139,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   p.x_rows = plan.share > 1 ? plan.tile_m : static_cast<int>(std::min<int64_t>(plan.tile_m, (problem.m + 7) / 8 * 8));
   const int64_t tile_bytes = plan.tile_n * tile_k / (packed ? 2 : 1);
   p.prefetch_tiles = static_cast<int>(std::min<int64_t>(kPrefetchBytes / tile_bytes, 32));
-  set_groups(problem, &p);
+  set_groups(problem, tile_k, &p);
   p.factor = 1;
   if (packed) {
     p.group_bytes = (problem.has_zeros ? 2 : 1) * int4_mm::kTileN * size_of(problem.scale_dtype);
@@ -150,6 +150,9 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
     p.column_tiles = traits.columns && x_sums != nullptr ? p.k_tiles : 0;
     p.scale_factor = problem.x_dtype == DType::kFloat16 && problem.scale_dtype != DType::kFloat16 ? 64.0f : 1.0f;
     p.factor = problem.x == Format::kInt8 ? 1.0f / 16 : problem.x == Format::kFp8 ? 512.0f : 1 / p.scale_factor;
+    if (problem.x_dtype == DType::kBFloat16 && problem.x == Format::kFloat) {
+      p.factor = 1 / Nibble<__nv_bfloat16, false>::kSmall;
+    }
   } else if (block) {
     p.block_scales = static_cast<const float*>(arguments.scales);
     p.columns = arguments.x_scales;

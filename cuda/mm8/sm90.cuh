@@ -1,6 +1,6 @@
 // The Hopper body: wgmma with W as the 64-row operand and x as the columns, both brought by the copy engine.
 //
-// A producer thread keeps a ring of K-tiles full, 128 bytes of each token and the matching columns of W. Two consumer
+// A producer thread keeps a ring of K-tiles full, some columns of each token and the same columns of W. Two consumer
 // warpgroups own 64 rows of W each. int8 x int8 and fp8 x fp8 multiply straight from shared memory; where W needs
 // converting (int4, or 8 bits beside a float x) a warpgroup makes the next K-tile's operand in registers while the
 // tensor cores work on the present one. CTAs are persistent: a tile's first K-tiles arrive during the last epilogue.
@@ -31,8 +31,8 @@ struct Consumer {
   const int lane = threadIdx.x % 32, warp = ptx::warp_index();
   typename K::Product product[K::kTilesM][4];
   float sum[K::kFolds ? K::kTilesM : 1][4];
-  Operand operand[K::kScalesOperand ? 1 : 2];  // K-tiles alternate between two
-  RawOperand<T, K::kWeight, K::kScalesOperand> raw;
+  Operand<K::kSteps> operand[K::kScalesOperand ? 1 : 2];  // K-tiles alternate between two
+  RawOperand<T, K::kWeight, K::kScalesOperand, K::kSteps> raw;
   const float* block_scales;  // of these rows of W
   float block_scale, next_block_scale;
 
@@ -42,7 +42,7 @@ struct Consumer {
     tma::barrier_wait(ring.arrived(), ring.parity);
     const uint32_t weight = ring.address() + K::kStage.x;
     if constexpr (K::kScalesOperand) {
-      raw.template load<groups>(weight, weight + K::kStage.weight + K::kStage.scales, warp, lane);
+      raw.template load<groups>(weight, weight + K::kStage.weight + K::kStage.scales, ring.rest(), warp, lane);
     } else if constexpr (K::kFromRegisters) {
       raw.load(weight, warp, lane);
     }
@@ -53,7 +53,7 @@ struct Consumer {
     if constexpr (K::kFromRegisters) {
       raw.convert(operand[buffer]);
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
+      for (int step = 0; step < K::kSteps; ++step) {
         ptx::pin(operand[buffer][step]);  // or the compiler moves this work behind the wait it should hide under
       }
     }
@@ -68,7 +68,8 @@ struct Consumer {
 #pragma unroll
     for (int step = first; step < first + steps; ++step) {
       if constexpr (K::kFromRegisters) {
-        wgmma::Product<T, K::kTokens>::run(product, operand[buffer][step], x + 2 * step, step > first || !fresh);
+        const uint64_t columns = x + step / kAtomSteps * (K::kTokens * 128 / 16) + step % kAtomSteps * 2;
+        wgmma::Product<T, K::kTokens>::run(product, operand[buffer][step], columns, step > first || !fresh);
       } else {
         wgmma::Product<T, K::kTokens>::run(product, weight + 2 * step, x + 2 * step, step > first || !fresh);
       }
@@ -138,7 +139,7 @@ struct Consumer {
   // short. `groups`: of int4 in a K-tile.
   template <int groups, int buffer>
   __device__ __forceinline__ void folding_k_tile(int at, bool& fresh, bool last) {
-    constexpr int kGroupSteps = kSteps / groups;
+    constexpr int kGroupSteps = K::kSteps / groups;
     const uint32_t stage = ring.address(), released = ring.released();
     const uint32_t columns = stage + K::kStage.x + K::kStage.weight + K::kStage.scales;
     const bool folds = ends_group(p, at) || last || !std::is_same_v<T, int8_t>;
@@ -202,7 +203,7 @@ struct Consumer {
   // Without folds one K-tile's products may be under way while the next one's are issued.
   template <int buffer>
   __device__ __forceinline__ void k_tile(bool first, bool last, uint32_t& unreleased) {
-    multiply<buffer, 0, kSteps>(ring.address(), false);
+    multiply<buffer, 0, K::kSteps>(ring.address(), false);
     wgmma::wait<1>();
     if (!first) release(unreleased);
     unreleased = ring.released();
@@ -225,23 +226,22 @@ struct Consumer {
     release(unreleased);
   }
 
-  // The same with one operand: products that take one from registers hold up the warps that issue them, so conversion
-  // hides only under the products of other warpgroups.
+  // The same with one operand, made once its last products are done: that hides under the other warpgroup's products.
   template <int groups>
   __device__ __forceinline__ void walk_scaling(int begin, int end) {
-    fetch<groups>();
-    convert<0>();
+    uint32_t unreleased = 0;
 #pragma unroll 1
     for (int i = begin; i < end; ++i) {
-      const bool more = i + 1 < end;
-      const uint32_t released = ring.released();
-      multiply<0, 0, kSteps>(ring.address(), false);
-      ring.advance();
-      if (more) fetch<groups>();
+      fetch<groups>();
       wgmma::wait<0>();
-      release(released);
-      if (more) convert<0>();
+      if (i > begin) release(unreleased);
+      convert<0>();
+      multiply<0, 0, K::kSteps>(ring.address(), false);
+      unreleased = ring.released();
+      ring.advance();
     }
+    wgmma::wait<0>();
+    release(unreleased);
   }
 
   __device__ __forceinline__ void run(const Place& at, uint32_t epilogue) {
@@ -256,8 +256,10 @@ struct Consumer {
       if constexpr (K::kScalesOperand) {
         if (p.groups_per_tile == 1) {
           walk_scaling<1>(at.begin, at.end);
-        } else {
+        } else if (K::kAtoms == 1 || p.groups_per_tile == 2) {
           walk_scaling<2>(at.begin, at.end);
+        } else {
+          walk_scaling<2 * K::kAtoms>(at.begin, at.end);
         }
       } else {
         walk(at.begin, at.end);
@@ -302,7 +304,7 @@ struct Consumer {
 };
 
 template <typename K>
-__global__ void __launch_bounds__(kConsumerThreads + kProducerThreads, K::kCtasPerSm)
+__global__ void __launch_bounds__(kConsumerThreads + kProducerThreads, 1)
     mm8_kernel(Params p, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) uint8_t shared[];
   Ring<K> ring{ptx::shared_address(shared)};

@@ -184,7 +184,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high, bool half) {
 template <typename K, typename Sum>
 __device__ __forceinline__ void write_half_result(const Params& p, const Sum (&sum)[K::kTilesM][4], uint32_t buffers,
                                                   const Target& at) {
-  constexpr int kChunkTokens = K::kStage.chunk_tokens, kChunkBytes = kChunkTokens * kChunkRowBytes;
+  constexpr int kChunkRowBytes = kChunkBytes / kChunkTokens;
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, warpgroup = threadIdx.x / 128;
   const bool half = K::kFloatX ? std::is_same_v<typename K::T, __half> : p.y_dtype == DType::kFloat16;
   wait_for_scales(warpgroup);

@@ -8,8 +8,9 @@
 
 namespace qao::mm8::sm90 {
 
-constexpr int kSteps = 4;  // products per K-tile: 128 bytes of x, 32 each
-using Operand = uint32_t[kSteps][4];
+constexpr int kAtomSteps = 4;  // products per 128 bytes of x: 32 each
+template <int steps = kAtomSteps>
+using Operand = uint32_t[steps][4];
 
 // Two bytes as two values of T, exactly.
 template <typename T, Format format>
@@ -32,26 +33,28 @@ __device__ __forceinline__ uint32_t widen(uint32_t bytes) {
   }
 }
 
-// A thread's share of a K-tile. 8-bit rows of 64 bytes, 16-byte chunks swizzled by row / 2 % 4: a thread's two bytes
-// lie in a bank of their own. `scaled`: int4 beside a float x is multiplied by its scales.
-template <typename T, Format format, bool scaled>
+// A thread's share of a K-tile. 8-bit rows of 64 or 128 bytes, their 16-byte chunks permuted by the copy engine: a
+// thread's two bytes lie in a bank of their own. `scaled`: int4 beside a float x is multiplied by its scales.
+template <typename T, Format format, bool scaled, int steps = kAtomSteps>
 struct RawOperand {
-  uint16_t bytes[kSteps][4];
+  uint16_t bytes[steps][4];
 
   // From a warp's 16 rows.
   __device__ __forceinline__ void load(uint32_t weight, int warp, int lane) {
     const int row = lane / 4;
-    const uint32_t from = weight + (warp * 16 + row) * 64 + lane % 4 * 2;
+    constexpr int kRowBytes = steps * 16;
+    const uint32_t from = weight + (warp * 16 + row) * kRowBytes + lane % 4 * 2;
+    const int swizzle = steps == 8 ? row : row / 2;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const uint32_t chunk = from + ((step ^ (row / 2)) << 4);
+    for (int step = 0; step < steps; ++step) {
+      const uint32_t chunk = from + ((step ^ swizzle) << 4);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) bytes[step][i] = ptx::load_shared_2(chunk + i % 2 * 8 * 64 + i / 2 * 8);
+      for (int i = 0; i < 4; ++i) bytes[step][i] = ptx::load_shared_2(chunk + i % 2 * 8 * kRowBytes + i / 2 * 8);
     }
   }
-  __device__ __forceinline__ void convert(Operand& a) const {
+  __device__ __forceinline__ void convert(Operand<steps>& a) const {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < steps; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[step][i] = widen<T, format>(bytes[step][i]);
     }
@@ -74,9 +77,9 @@ struct RawOperand<T, Format::kInt4, false> {
     words[0] = ptx::load_shared_16(from);
     words[1] = ptx::load_shared_16(from + int4_mm::kTileBytes);
   }
-  __device__ __forceinline__ void convert(Operand& a) const {
+  __device__ __forceinline__ void convert(Operand<>& a) const {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < kAtomSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint32_t word = word_of(words[step / 2], step % 2 * 2 + i);
@@ -92,94 +95,112 @@ struct RawOperand<T, Format::kInt4, false> {
   }
 };
 
-// Int4 in one tile of 64 k as whole numbers of T: (magic + q) + offset is exact. Registers of a step are rows g, g + 8,
-// g, g + 8 of the row tile.
-template <typename T>
-struct WholeNumbers {
+// q - 8, for a float32 x in bfloat16 parts: scales and zero points are applied to float32 sums.
+template <>
+struct RawOperand<__nv_bfloat16, Format::kInt4, false> {
   uint4 words;
 
   __device__ __forceinline__ void load(uint32_t weight, int warp, int lane) {
     words = ptx::load_shared_16(weight + warp * int4_mm::kTileBytes + lane * 16);
   }
-  __device__ __forceinline__ void convert(uint32_t (&a)[4], int step, const uint32_t (&offset)[2]) const {
+  __device__ __forceinline__ void convert(Operand<>& a) const {
+    using Bfloat16 = Half<__nv_bfloat16>;
+    constexpr uint32_t kOffset = 0xC308C308;  // -(128 + 8)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      a[i] = Half<T>::add(ptx::and_or(word_of(words, step) >> (4 * i), 0x000F000F, Half<T>::kMagic), offset[i % 2]);
+    for (int step = 0; step < kAtomSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t nibbles = word_of(words, step) >> (4 * i);
+        a[step][i] = Bfloat16::add(ptx::and_or(nibbles, 0x000F000F, Bfloat16::kMagic), kOffset);
+      }
     }
   }
 };
 
-// q - 8, for a float32 x in bfloat16 parts: scales and zero points are applied to float32 sums.
-template <>
-struct RawOperand<__nv_bfloat16, Format::kInt4, false> : WholeNumbers<__nv_bfloat16> {
-  __device__ __forceinline__ void convert(Operand& a) const {
-    constexpr uint32_t kOffset = 0xC308C308;  // -(128 + 8)
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) WholeNumbers::convert(a[step], step, {kOffset, kOffset});
-  }
+// A nibble in the low bits of a 16-bit half, of rows g of a row tile, or four bits higher, of rows g + 8, read as T
+// where it lies: kBase + q kUnit. In bfloat16 that is a subnormal, and scales bring both to kSmall (q - zero) scale,
+// which normal numbers hold.
+template <typename T, bool high>
+struct Nibble {
+  static constexpr uint32_t kMask = high ? 0x00F000F0 : 0x000F000F, kMagic = high ? 0x54005400 : 0x64006400;
+  static constexpr float kBase = high ? 64 : 1024, kUnit = 1, kSmall = 1;
+};
+template <bool high>
+struct Nibble<__nv_bfloat16, high> {
+  static constexpr uint32_t kMask = high ? 0x00F000F0 : 0x000F000F, kMagic = 0;
+  static constexpr float kBase = 0, kUnit = high ? 0x1p-129f : 0x1p-133f, kSmall = 0x1p-33f;
 };
 
-// (q - zero) scale, rounded once: with q' = q - the whole part of zero, exact, it is scale q' + (rest q' + shift),
-// where `rest` is what T cuts off the scale and `shift` the fraction of zero, scaled. Mostly both are zero.
+// (q - zero) scale, rounded once: with q' = q - the part of zero that T holds beside kBase, exact, it is
+// scale q' + (rest q' + shift), where `rest` is what T cuts off the scale and `shift` what it cuts off zero, scaled.
+// Mostly both are zero.
 struct RowScale {  // of one row of W in one group, values of T: scale << 16 | offset, shift << 16 | rest
   uint32_t main, rest;
 };
-template <typename T>
+template <typename T, bool high>
 __device__ __forceinline__ RowScale row_scale(float scale, float zero) {
-  const uint32_t offset = Half<T>::pair(-Half<T>::kMagicValue - zero), rounded = Half<T>::pair(scale);
-  const float fraction = -Half<T>::low(offset) - Half<T>::kMagicValue - zero;
-  return {__byte_perm(offset, rounded, 0x5410),
-          __byte_perm(Half<T>::pair(scale - Half<T>::low(rounded)), Half<T>::pair(scale * fraction), 0x5410)};
+  using N = Nibble<T, high>;
+  constexpr float kUp = 0x1p64f, kDown = 0x1p-64f / N::kUnit;  // 1 / kUnit is no float
+  const float small = scale * (N::kSmall / N::kUnit);
+  const uint32_t main = Half<T>::pair(-N::kBase - zero * N::kUnit, small);
+  const float fraction = (-Half<T>::low(main) - N::kBase) * kUp * kDown - zero;
+  return {main, Half<T>::pair(small - Half<T>::high(main), scale * fraction * N::kSmall)};
 }
 __device__ __forceinline__ uint32_t pair_of_low(uint32_t word) { return __byte_perm(word, 0, 0x1010); }
 __device__ __forceinline__ uint32_t pair_of_high(uint32_t word) { return __byte_perm(word, 0, 0x3232); }
 
-template <typename T>
-struct RawOperand<T, Format::kInt4, true> : WholeNumbers<T> {
-  RowScale scales[2][2];  // of the halves of the K-tile, rows g and g + 8
-  bool plain;             // the parts called `rest` are zero, for all of the warp
+template <typename T, int steps>
+struct RawOperand<T, Format::kInt4, true, steps> {
+  static constexpr int kTiles = steps / kAtomSteps;  // of 64 k
 
-  static __device__ __forceinline__ RowScale load_scale(uint32_t from) {
-    const uint2 words = ptx::load_shared_8(from);
-    return {words.x, words.y};
-  }
-  // `from`: what make_scales() left, [group of the K-tile][row].
+  uint4 words[kTiles];
+  uint2 main[steps / 2], rest[steps / 2];  // of RowScale, for each 32 columns: rows g and g + 8
+  bool has_rest;                           // some row of the tile's; else `rest` is not there
+
+  // `from`: what make_scales() left, [group of the K-tile][main, rest][row tile][g][g, g + 8].
   template <int groups>
-  __device__ __forceinline__ void load(uint32_t weight, uint32_t from, int warp, int lane) {
-    WholeNumbers<T>::load(weight, warp, lane);
-    const uint32_t at = from + (warp * 16 + lane / 4) * kRowScaleBytes;
+  __device__ __forceinline__ void load(uint32_t weight, uint32_t from, uint32_t rest_flag, int warp, int lane) {
+    has_rest = ptx::load_shared_word(rest_flag) != 0;
+    load<groups>(main, from + (warp * 8 + lane / 4) * 8);
 #pragma unroll
-    for (int high = 0; high < 2; ++high) {
-      scales[0][high] = scales[1][high] = load_scale(at + high * 8 * kRowScaleBytes);
-      if constexpr (groups > 1) scales[1][high] = load_scale(at + (kTileN + high * 8) * kRowScaleBytes);
+    for (int tile = 0; tile < kTiles; ++tile) {
+      words[tile] = ptx::load_shared_16(weight + (warp * kTiles + tile) * int4_mm::kTileBytes + lane * 16);
     }
-    uint32_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) bits |= scales[i / 2][i % 2].rest;
-    plain = !__any_sync(0xFFFFFFFFu, (bits & 0x7FFF7FFF) != 0);
+    if (has_rest) load<groups>(rest, from + kRestBytes + (warp * 8 + lane / 4) * 8);
   }
-  __device__ __forceinline__ void convert(Operand& a) const {
+  template <int groups>
+  static __device__ __forceinline__ void load(uint2 (&to)[steps / 2], uint32_t from) {
+    constexpr int kSpan = steps / 2 / groups;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const RowScale(&rows)[2] = scales[step / 2];
-      WholeNumbers<T>::convert(a[step], step, {pair_of_low(rows[0].main), pair_of_low(rows[1].main)});
+    for (int i = 0; i < steps / 2; ++i) {
+      to[i] = i % kSpan == 0 ? ptx::load_shared_8(from + i / kSpan * (kTileN * kRowScaleBytes)) : to[i - 1];
     }
-    if (plain) {
-      scale<false>(a);
+  }
+  template <bool high>
+  static __device__ __forceinline__ uint32_t whole_numbers(uint32_t word, uint32_t scale) {
+    using N = Nibble<T, high>;
+    return Half<T>::add(ptx::and_or(word, N::kMask, N::kMagic), pair_of_low(scale));
+  }
+  __device__ __forceinline__ void convert(Operand<steps>& a) const {
+    if (has_rest) {
+      convert<true>(a);
     } else {
-      scale<true>(a);
+      convert<false>(a);
     }
   }
   template <bool exactly>
-  __device__ __forceinline__ void scale(Operand& a) const {
+  __device__ __forceinline__ void convert(Operand<steps>& a) const {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < steps; ++step) {
+      const uint32_t of[2] = {main[step / 2].x, main[step / 2].y}, cut[2] = {rest[step / 2].x, rest[step / 2].y};
+      const uint32_t word = word_of(words[step / kAtomSteps], step % kAtomSteps), upper = word >> 8;
+      const uint32_t whole[4] = {whole_numbers<false>(word, of[0]), whole_numbers<true>(word, of[1]),
+                                 whole_numbers<false>(upper, of[0]), whole_numbers<true>(upper, of[1])};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         uint32_t less = 0x80008000;  // minus zero
-        const RowScale& row = scales[step / 2][i % 2];
-        if (exactly) less = Half<T>::multiply_add(a[step][i], pair_of_low(row.rest), pair_of_high(row.rest));
-        a[step][i] = Half<T>::multiply_add(a[step][i], pair_of_high(row.main), less);
+        if (exactly) less = Half<T>::multiply_add(whole[i], pair_of_low(cut[i % 2]), pair_of_high(cut[i % 2]));
+        a[step][i] = Half<T>::multiply_add(whole[i], pair_of_high(of[i % 2]), less);
       }
     }
   }

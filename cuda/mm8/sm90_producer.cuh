@@ -34,18 +34,19 @@ struct Kernel {
   static constexpr bool kFloatX = !std::is_same_v<T, int8_t> && !std::is_same_v<T, wgmma::E4m3>;
   static constexpr bool kPacked = weight == Format::kInt4, kFromRegisters = kFloatX || kPacked;
   static constexpr bool kScalesOperand = kPacked && kFloatX && !kFolds;  // int4 is multiplied by its scales in T
-  static constexpr int kTileK = kFloatX ? 64 : 128, kTokens = tokens, kTilesM = tokens / 8;
   static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds};
+  static constexpr int kTileK = kTraits.tile_k(tokens), kTokens = tokens, kTilesM = tokens / 8;
+  static constexpr int kAtomK = kFloatX ? 64 : 128, kAtoms = kTileK / kAtomK;  // 128 bytes of a token
+  static constexpr int kSteps = kAtoms * kAtomSteps;                           // products, 32 bytes of a token each
   static constexpr Stage kStage{kTraits, tokens};
-  // A CTA starts with 168 or 80 registers a thread; consumers take what the producers give up, and no more.
-  static constexpr int kCtasPerSm = kTraits.ctas_per_sm(tokens);
-  static constexpr int kProducerRegisters = (kCtasPerSm == 1 ? 40 : 32) + (kScalesOperand ? 16 : 0);
-  static constexpr int kConsumerRegisters = (kCtasPerSm == 1 ? 232 : 104) - (kScalesOperand ? 8 : 0);
+  // A CTA starts with 168 registers a thread; consumers take what the producers give up, and no more.
+  static constexpr int kProducerRegisters = kScalesOperand ? 56 : 40, kConsumerRegisters = kScalesOperand ? 224 : 232;
   static_assert(2 * tokens * kPaddedN * 4 <= kStage.epilogue, "a tile of split K overlays the ring");
   static constexpr int kPanel = 2048 / tokens;  // token tiles
 };
 
-// The ring of stages, its mbarriers, three for each stage, and where a role has got to.
+// The ring of stages, its mbarriers, three for each stage, a word of each that says whether its scales have a rest, and
+// where a role has got to.
 template <typename K>
 struct Ring {
   uint32_t data;  // shared address
@@ -55,8 +56,13 @@ struct Ring {
   __device__ __forceinline__ uint32_t arrived() const { return data + K::kStage.barriers + stage * 8; }
   __device__ __forceinline__ uint32_t released() const { return arrived() + kBarrierBytes; }
   __device__ __forceinline__ uint32_t scales_arrived() const { return arrived() + 2 * kBarrierBytes; }
+  __device__ __forceinline__ uint32_t rest() const { return arrived() + 3 * kBarrierBytes; }
   __device__ __forceinline__ void advance() {
     if (++stage == K::kStage.count) stage = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ void advance(int stages) {  // at most a whole round
+    stage += stages;
+    if (stage >= K::kStage.count) stage -= K::kStage.count, parity ^= 1;
   }
 };
 
@@ -118,7 +124,8 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
   constexpr int kPackedTiles = K::kTileK / int4_mm::kTileK;
   const int row_tiles = p.tile_rows / int4_mm::kTileN;
   const int scale_bytes = K::kPacked ? row_tiles * p.groups_per_tile * p.group_bytes : 0;
-  const int bytes = p.x_rows * 128 + K::kStage.weight / kTileN * p.tile_rows + (K::kScalesOperand ? 0 : scale_bytes);
+  const int bytes =
+      p.x_rows * K::kAtoms * 128 + K::kStage.weight / kTileN * p.tile_rows + (K::kScalesOperand ? 0 : scale_bytes);
   for_each_tile<K>(p, [&](const Place& at) {
     int part = 0, k_tile = at.begin;
     while (k_tile >= p.k_tiles) k_tile -= p.k_tiles, ++part;
@@ -130,21 +137,27 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
       tma::barrier_wait(ring.released(), ring.parity ^ 1);
       const uint32_t x = ring.address(), weight = x + K::kStage.x, barrier = ring.arrived();
       if (ptx::elect_one()) {
-        tma::barrier_expect(barrier, bytes);
-        if (p.share > 1) {
-          tma::load_3d_multicast(x + first * 128, &maps.x, k_tile * K::kTileK, part, token0 + first, barrier,
-                                 0b11 << (rank & ~1));
-        } else {
-          tma::load_3d(x, &maps.x, k_tile * K::kTileK, part, token0, barrier);
-        }
-        if constexpr (K::kPacked) {
-          tma::load_3d(weight, &maps.weight, 0, kPackedTiles * k_tile, at.row_block * row_tiles, barrier);
+        if constexpr (K::kPacked) {  // scales first: they are the longest on their way to the products
           const uint32_t scales_barrier = K::kScalesOperand ? ring.scales_arrived() : barrier;
-          if (K::kScalesOperand) tma::barrier_expect(scales_barrier, scale_bytes);
+          tma::barrier_expect(scales_barrier, K::kScalesOperand ? scale_bytes : bytes);
           tma::load_3d(weight + K::kStage.weight, &maps.scales, 0, first_group(p, k_tile), at.row_block * row_tiles,
                        scales_barrier);
+          if (K::kScalesOperand) tma::barrier_expect(barrier, bytes);
+          tma::load_3d(weight, &maps.weight, 0, kPackedTiles * k_tile, at.row_block * row_tiles, barrier);
         } else {
+          tma::barrier_expect(barrier, bytes);
           tma::load_3d(weight, &maps.weight, k_tile * K::kTileK, 0, at.row_block * p.tile_rows, barrier);
+        }
+#pragma unroll
+        for (int atom = 0; atom < K::kAtoms; ++atom) {
+          const uint32_t to = x + atom * K::kTokens * 128;
+          const int column = k_tile * K::kTileK + atom * K::kAtomK;
+          if (p.share > 1) {
+            tma::load_3d_multicast(to + first * 128, &maps.x, column, part, token0 + first, barrier,
+                                   0b11 << (rank & ~1));
+          } else {
+            tma::load_3d(to, &maps.x, column, part, token0, barrier);
+          }
         }
       }
       ring.advance();
@@ -156,34 +169,68 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
 
 constexpr int kHelperThreads = kProducerThreads - 32;
 
-// Three warps, K-tiles by turns: the scales of an int4 W as its operand needs them.
+// The scales of one group of a tile's rows as the operand needs them, a lane two pairs of rows. True if any has a rest.
+template <typename T, DType dtype>
+__device__ __forceinline__ bool make_scales(const Params& p, uint32_t from, uint32_t to) {
+  constexpr int kLanes = 4;  // of a row tile
+  const int lane = threadIdx.x % 32;
+  if (lane / kLanes * int4_mm::kTileN >= p.tile_rows) return false;
+  const uint32_t tile = from + lane / kLanes * (p.groups_per_tile * p.group_bytes) + lane % kLanes * 2 * size_of(dtype);
+  RowScale made[2][2];  // rows g and g + 8
+  const auto make = [&](auto of_high) {
+    constexpr bool high = decltype(of_high)::value;
+    const uint32_t at = tile + high * 8 * size_of(dtype);
+    const float2 scales = load_shared_float2<dtype>(at);
+    float2 zeros = {8, 8};
+    if (p.has_zeros) zeros = load_shared_float2<dtype>(at + int4_mm::kTileN * size_of(dtype));
+    made[0][high] = row_scale<T, high>(scales.x * p.scale_factor, zeros.x);
+    made[1][high] = row_scale<T, high>(scales.y * p.scale_factor, zeros.y);
+  };
+  make(std::bool_constant<false>{});
+  make(std::bool_constant<true>{});
+  const uint32_t rest = made[0][0].rest | made[0][1].rest | made[1][0].rest | made[1][1].rest;
+  to += lane * 2 * 2 * 4;
+  ptx::store_shared_16(to, {made[0][0].main, made[0][1].main, made[1][0].main, made[1][1].main});
+  ptx::store_shared_16(to + kRestBytes, {made[0][0].rest, made[0][1].rest, made[1][0].rest, made[1][1].rest});
+  return (rest & 0x7FFF7FFF) != 0;
+}
+// Of all groups of a K-tile.
+template <typename K, DType dtype>
+__device__ __forceinline__ bool make_all_scales(const Params& p, uint32_t stage) {
+  uint32_t from = stage + K::kStage.x + K::kStage.weight, to = from + K::kStage.scales;
+  bool rest = false;
+#pragma unroll 1
+  for (int group = 0; group < p.groups_per_tile; ++group) {
+    rest |= make_scales<typename K::T, dtype>(p, from, to);
+    from += p.group_bytes, to += kTileN * kRowScaleBytes;
+  }
+  return __any_sync(0xFFFFFFFFu, rest);
+}
+
+// Three warps make them ready, K-tiles by turns.
 template <typename K>
 __device__ __forceinline__ void make_scales(const Params& p, Ring<K> ring) {
-  const int lane = threadIdx.x % 32;
-  int turn = threadIdx.x % kProducerThreads / 32 - 1;
+  constexpr int kWarps = kHelperThreads / 32;
+  static_assert(K::kStage.count >= kWarps);
+  int ahead = threadIdx.x % kProducerThreads / 32 - 1;  // K-tiles of the other warps before this one's next
+  ring.advance(ahead);
   for_each_tile<K>(p, [&](const Place& place) {
+    int at = place.begin + ahead;
 #pragma unroll 1
-    for (int at = place.begin; at < place.end; ++at, ring.advance()) {
-      turn = turn == 0 ? kHelperThreads / 32 - 1 : turn - 1;
-      if (turn != 0) continue;
+    for (; at < place.end; at += kWarps, ring.advance(kWarps)) {
       // A warp may be a whole ring ahead of a slow copy, and must not take the parity of two rounds ago for this one's.
       tma::barrier_wait(ring.released(), ring.parity ^ 1);
       tma::barrier_wait(ring.scales_arrived(), ring.parity);
-      const uint32_t from = ring.address() + K::kStage.x + K::kStage.weight, to = from + K::kStage.scales;
-      for (int group = 0; group < p.groups_per_tile; ++group) {
-#pragma unroll
-        for (int row = lane; row < kTileN; row += 32) {
-          const uint32_t tile = from + (row / int4_mm::kTileN * p.groups_per_tile + group) * p.group_bytes;
-          const int index = row % int4_mm::kTileN;
-          const float scale = load_shared_float(tile, index, p.scale_dtype) * p.scale_factor;
-          const float zero = p.has_zeros ? load_shared_float(tile, index + int4_mm::kTileN, p.scale_dtype) : 8.0f;
-          const RowScale made = row_scale<typename K::T>(scale, zero);
-          ptx::store_shared_8(to + (group * kTileN + row) * kRowScaleBytes, {made.main, made.rest});
-        }
-      }
+      const bool rest = p.scale_dtype == DType::kBFloat16  ? make_all_scales<K, DType::kBFloat16>(p, ring.address())
+                        : p.scale_dtype == DType::kFloat16 ? make_all_scales<K, DType::kFloat16>(p, ring.address())
+                                                           : make_all_scales<K, DType::kFloat32>(p, ring.address());
       __syncwarp();
-      if (lane == 0) tma::barrier_arrive(ring.arrived());
+      if (threadIdx.x % 32 == 0) {
+        ptx::store_shared_4(ring.rest(), rest);
+        tma::barrier_arrive(ring.arrived());
+      }
     }
+    ahead = at - place.end;
   });
 }
 

@@ -26,8 +26,8 @@ struct Traits {
     if (tokens == 32) return !(folds && float_x);
     return tokens <= (!folds ? 256 : packed || float_x ? 128 : 192);
   }
-  // Making an operand in registers for few tokens leaves the tensor cores idle half of the time.
-  constexpr int ctas_per_sm(int tokens) const { return tokens <= 64 && float_x && packed && !folds ? 2 : 1; }
+  // Columns of a K-tile. What surrounds its products takes as long for few tokens as for many.
+  constexpr int tile_k(int tokens) const { return !float_x || (!folds && tokens <= 128) ? 128 : 64; }
 };
 inline Traits traits_of(const Problem& p, int tokens) {
   const bool float_x = p.x == Format::kFloat, packed = p.weight == Format::kInt4, split = is_split(p);
@@ -39,39 +39,38 @@ inline Traits traits_of(const Problem& p, int tokens) {
 }
 
 // The epilogue transposes through shared memory: rows of tokens, padded against bank conflicts.
-constexpr int kPaddedN = 64 + 4, kChunkRowBytes = 64 * 2 + 16;
+constexpr int kPaddedN = 64 + 4, kChunkTokens = 32, kChunkBytes = kChunkTokens * (64 * 2 + 16);
 
-constexpr int kMaxStages = 8, kBarrierBytes = kMaxStages * 8;
-constexpr int kRowScaleBytes = 8;  // of one row of W in one group: see RowScale
+constexpr int kMaxStages = 8, kBarrierBytes = kMaxStages * 8, kControlBytes = 4 * kBarrierBytes;  // see Ring
+constexpr int kRowScaleBytes = 8;       // of one row of W in one group: see RowScale
+constexpr int kRestBytes = kTileN * 4;  // from a group's scales to what bfloat16 cuts off them
 
-// A stage holds 128 bytes of each token: 64 columns of an x of 16 bits, 128 of 8.
+// A stage holds tile_k columns of x, in parts of 128 bytes of each token, and of W.
 struct Stage {
   int x, weight, scales;  // bytes
   int columns;            // floats per token that the scaling of sums needs, or scales of rows of W made ready
-  int bytes, chunk_tokens, count, epilogue, tokens, rows, barriers, total;
+  int bytes, count, epilogue, tokens, rows, barriers, total;
 
   constexpr Stage(const Traits& t, int m)
-      : x(m * 128),
-        weight(kTileN * (t.float_x ? 64 : 128) / (t.packed ? 2 : 1)),
-        scales(t.packed ? (t.float_x ? 2 : 4) * kTileN * 2 * 4 : 0),  // groups of 32, scale and zero, float32 at most
+      : x(m * t.tile_k(m) * (t.float_x ? 2 : 1)),
+        weight(kTileN * t.tile_k(m) / (t.packed ? 2 : 1)),
+        scales(t.packed ? t.tile_k(m) / 32 * kTileN * 2 * 4 : 0),  // groups of 32, scale and zero, float32 at most
         columns(t.columns               ? (!t.packed   ? 1
                                            : t.float_x ? 2
                                                        : 4) *
                                               m * 4
-                : t.packed && t.float_x ? 2 * kTileN * kRowScaleBytes
+                : t.packed && t.float_x ? t.tile_k(m) / 32 * kTileN * kRowScaleBytes
                                         : 0),
         bytes((x + weight + scales + columns + 1023) / 1024 * 1024),
         // After the ring, for each warpgroup: two chunks, the scales and zero points of x, scales, sums and bias of its
         // rows of W. Then the mbarriers.
-        chunk_tokens(t.ctas_per_sm(m) == 1 ? 32 : 16),
-        count(std::min(kMaxStages, (kMaxSharedBytes / t.ctas_per_sm(m) - 4 * chunk_tokens * kChunkRowBytes - 4 * m * 4 -
-                                    3 * kTileN * 4 - 3 * kBarrierBytes) /
-                                       bytes)),
+        count(std::min(kMaxStages,
+                       (kMaxSharedBytes - 4 * kChunkBytes - 4 * m * 4 - 3 * kTileN * 4 - kControlBytes) / bytes)),
         epilogue(count * bytes),
-        tokens(epilogue + 4 * chunk_tokens * kChunkRowBytes),
+        tokens(epilogue + 4 * kChunkBytes),
         rows(tokens + 4 * m * 4),
         barriers(rows + 3 * kTileN * 4),
-        total(barriers + 3 * kBarrierBytes) {}
+        total(barriers + kControlBytes) {}
 };
 
 }  // namespace qao::mm8::sm90

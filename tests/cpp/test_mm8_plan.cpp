@@ -97,7 +97,8 @@ TEST_CASE("mm8: every problem has a plan that fits its GPU and covers the produc
     CHECK(plan.prefetch_bytes % 16 == 0);
     // A float32 x brings three bfloat16 parts of K-tiles.
     const bool split_x = problem.x == Format::kFloat && problem.x_dtype == DType::kFloat32;
-    CHECK(plan.split_k <= ceil_div(problem.k, sm90 ? 64 : kTileK) * (split_x ? 3 : 1));
+    const int64_t tile_k = sm90 ? sm90::traits_of(problem, plan.tile_m).tile_k(plan.tile_m) : kTileK;
+    CHECK(plan.split_k <= ceil_div(problem.k, tile_k) * (split_x ? 3 : 1));
     if (plan.split_k > 1 && !sm90) CHECK(plan.workspace_bytes >= 4 * plan.split_k * problem.m * problem.n);
     CHECK(plan.kernel[0] != '\0');
     CHECK(plan.reason[0] != '\0');
