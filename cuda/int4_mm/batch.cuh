@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     ptx::prefetch_l2(p.scales + row_tile * d.row_tile_scale_bytes, static_cast<int>(d.row_tile_scale_bytes));
   }
   if (threadIdx.x < d.x_stages) {
-    tma::barrier_init(cta.full(threadIdx.x), 1);
+    tma::barrier_init(cta.full(threadIdx.x), 32);
     tma::barrier_init(cta.empty(threadIdx.x), d.warps_n);
   }
   __syncthreads();

@@ -140,8 +140,7 @@ struct Cta {
       __syncwarp();
       sum_x<groups>(x_stage(at.slot), x_sums(at.slot));
       ptx::fence_async_proxy();
-      __syncwarp();
-      if (lane == 0) tma::barrier_arrive(full(at.slot));
+      tma::barrier_arrive(full(at.slot));  // every lane for what it stored
       move(at, d.helpers);
     }
   }

@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(kConsumerThreads + kProducerThreads, 1)
   Ring<K> ring{ptx::shared_address(shared)};
   if (threadIdx.x < K::kStage.count) {
     const uint32_t barrier = ring.arrived() + threadIdx.x * 8;
-    tma::barrier_init(barrier, 1 + (K::kColumns ? kHelperThreads : K::kScalesOperand ? 1 : 0));
+    tma::barrier_init(barrier, 1 + (K::kColumns ? kHelperThreads : K::kScalesOperand ? 32 : 0));
     tma::barrier_init(barrier + kBarrierBytes, warpgroups(p) * 4 * p.share);
     if (K::kScalesOperand) tma::barrier_init(barrier + 2 * kBarrierBytes, 1);
     tma::barrier_init_fence();

@@ -224,11 +224,8 @@ __device__ __forceinline__ void make_scales(const Params& p, Ring<K> ring) {
       const bool rest = p.scale_dtype == DType::kBFloat16  ? make_all_scales<K, DType::kBFloat16>(p, ring.address())
                         : p.scale_dtype == DType::kFloat16 ? make_all_scales<K, DType::kFloat16>(p, ring.address())
                                                            : make_all_scales<K, DType::kFloat32>(p, ring.address());
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) {
-        ptx::store_shared_4(ring.rest(), rest);
-        tma::barrier_arrive(ring.arrived());
-      }
+      if (threadIdx.x % 32 == 0) ptx::store_shared_4(ring.rest(), rest);
+      tma::barrier_arrive(ring.arrived());  // every lane for what it stored
     }
     ahead = at - place.end;
   });
