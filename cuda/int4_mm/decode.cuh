@@ -1,10 +1,9 @@
 // The body for few tokens on Hopper, where all that counts is that weights stream: mma.sync, weights as the 16-row
 // operand and tokens as the 8-column one. x is bfloat16.
 //
-// A CTA owns a run of row tiles and walks it in passes of kPassTiles. Its warps are kWarpsN side by side over row tiles
-// times kWarpsK slices of K; slice s takes the K-steps s, s + kWarpsK, ... of 128 columns through a cp.async ring of
-// its own, which runs on from pass to pass. Sums of the slices, and of the CTAs of a cluster that share row tiles, are
-// added in their order.
+// A CTA owns a run of row tiles and walks it in passes of kTilesN. Its warps are slices of K; warp w takes the K-steps
+// w, w + kWarps, ... of 128 columns through a cp.async ring of its own, which runs on from pass to pass. Sums of the
+// slices, and of the CTAs of a cluster that share row tiles, are added in their order.
 //
 // Nibbles become operands with four instructions for eight of them: a byte in the low half of a bfloat16 is a subnormal
 // number of that value times 2^-133, exactly. So the operand's row g is q[g], its row g + 8 is q[g] + 16 q[g + 8], and
@@ -23,7 +22,6 @@ struct Decode : Cta<Tile> {
   using Base = Cta<Tile>;
   using Base::Base, Base::kR, Base::kTM, Base::x_offset;
   using Base::d, Base::lane, Base::p, Base::partials, Base::rank, Base::row_tile0, Base::row_tiles, Base::slice;
-  using Base::warp_n;
 
   using X = uint32_t[8][kTM][2];  // operands of eight k-steps
   __device__ __forceinline__ void load_x(uint32_t x, X& b) const {
@@ -81,8 +79,8 @@ struct Decode : Cta<Tile> {
 #pragma unroll
       for (int j = 0; j < kTM; ++j) Half<T>::mma(x_sum[step / kSteps][j], ones, b[step][j][0], b[step][j][1]);
     }
-    const uint32_t words = stage + warp_n * kStepBytes + lane * 16;
-    const uint32_t from = stage + d.scale_offset + warp_n * (groups * p.group_bytes);
+    const uint32_t words = stage + lane * 16;
+    const uint32_t from = stage + d.scale_offset;
     uint32_t parameters[4] = {from + rows.at[0], from + rows.at[1], from + rows.at[2], from + rows.at[3]};
 #pragma unroll
     for (int first = 0; first < kR; first += kTogether) {
@@ -91,8 +89,7 @@ struct Decode : Cta<Tile> {
       for (int i = 0; i < kTogether; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const uint4 four =
-              ptx::load_shared_16(words + (first + i) * (Tile::kWarpsN * kStepBytes) + half * kTileBytes);
+          const uint4 four = ptx::load_shared_16(words + (first + i) * kStepBytes + half * kTileBytes);
           word[i][4 * half] = four.x, word[i][4 * half + 1] = four.y;
           word[i][4 * half + 2] = four.z, word[i][4 * half + 3] = four.w;
         }
@@ -104,7 +101,7 @@ struct Decode : Cta<Tile> {
         for (int i = 0; i < kTogether; ++i) {
 #pragma unroll
           for (int which = 0; which < 4; ++which) {
-            const uint32_t at = parameters[which] + ((first + i) * Tile::kWarpsN * groups + group) * p.group_bytes;
+            const uint32_t at = parameters[which] + ((first + i) * groups + group) * p.group_bytes;
             parameter[i][which] = __uint_as_float(__byte_perm(ptx::load_shared_word(at), 0, rows.select));
           }
         }
@@ -146,10 +143,10 @@ struct Decode : Cta<Tile> {
 
   // Sums in shared memory: [slot][slice][token][kPaddedRow] float32, a slot the row tiles of a pass.
   __device__ __forceinline__ uint32_t partial(int slot, int of_slice, int token) const {
-    return partials + ((slot * Tile::kWarpsK + of_slice) * d.tokens + token) * (Tile::kPaddedRow * 4);
+    return partials + ((slot * Tile::kWarps + of_slice) * d.tokens + token) * (Tile::kPaddedRow * 4);
   }
   __device__ __forceinline__ void keep(int slot, int tiles, const Sums& sum) const {
-    const uint32_t to = partial(slot, slice, lane % 4 * 2) + warp_n * (kTileN * 4) + lane / 4 * 4;
+    const uint32_t to = partial(slot, slice, lane % 4 * 2) + lane / 4 * 4;
 #pragma unroll
     for (int j = 0; j < kTM; ++j) {
 #pragma unroll
@@ -158,8 +155,8 @@ struct Decode : Cta<Tile> {
         if (token + lane % 4 * 2 >= d.tokens) continue;
 #pragma unroll
         for (int i = 0; i < kR; ++i) {
-          if (i * Tile::kWarpsN >= tiles) break;
-          const uint32_t at = to + token * (Tile::kPaddedRow * 4) + i * (Tile::kWarpsN * kTileN * 4);
+          if (i >= tiles) break;
+          const uint32_t at = to + token * (Tile::kPaddedRow * 4) + i * (kTileN * 4);
           ptx::store_shared_float(at, sum[i][j][e] * kUnit);
           ptx::store_shared_float(at + 32, sum[i][j][e + 2] * (kUnit / 16));
         }
@@ -171,7 +168,7 @@ struct Decode : Cta<Tile> {
   template <bool clustered>
   __device__ __forceinline__ void write(int pass, int slots) const {
     __syncthreads();
-    constexpr int kQuads = Tile::kPassTiles * kTileN / 4, kRowsAtOnce = Tile::kThreads / kQuads;
+    constexpr int kQuads = kR * kTileN / 4, kRowsAtOnce = Tile::kThreads / kQuads;
     static_assert(32 % kQuads == 0, "lanes of a warp share a token or have whole tokens");
     const int m = d.tokens, quad = threadIdx.x % kQuads;
     if constexpr (clustered) {
@@ -193,8 +190,7 @@ struct Decode : Cta<Tile> {
       int slot = 0, token = first + threadIdx.x % 32 / kQuads;
       bool exists = token < slots * m;
       while (exists && token >= m) token -= m, ++slot;
-      const int row_tile = (pass + slot) * Tile::kPassTiles + quad / 4,
-                n = (row_tile0 + row_tile) * kTileN + quad % 4 * 4;
+      const int row_tile = (pass + slot) * kR + quad / 4, n = (row_tile0 + row_tile) * kTileN + quad % 4 * 4;
       exists = exists && row_tile < row_tiles;
       float value[4] = {};
       if (exists) {
@@ -212,7 +208,7 @@ struct Decode : Cta<Tile> {
     }
   }
   __device__ __forceinline__ void add_slices(int slot, int token, int quad, float (&value)[4]) const {
-    int4_mm::add_slices<Tile::kWarpsK>(partial(slot, 0, token) + quad * 16, d.tokens * (Tile::kPaddedRow * 4), value);
+    int4_mm::add_slices<Tile::kWarps>(partial(slot, 0, token) + quad * 16, d.tokens * (Tile::kPaddedRow * 4), value);
   }
 };
 
@@ -236,7 +232,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
 
   // The kernel before this one may still run. What it writes must not be read before the wait, and might be anything,
   // weights too: they are brought as far as the L2 cache, where a later write to them still counts.
-  if (threadIdx.x < min(cta.row_tiles, Tile::kPassTiles)) {
+  if (threadIdx.x < min(cta.row_tiles, Tile::kTilesN)) {
     const int row_tile = cta.row_tile0 + threadIdx.x;
     const int bytes = min(min(cta.steps * kStepBytes, (p.k_tiles - 2 * cta.begin) * kTileBytes), kPrefetchBytes);
     ptx::prefetch_l2(p.weight + row_tile * d.row_tile_bytes + cta.begin * kStepBytes, bytes);
@@ -260,10 +256,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   int step = cta.slice, slot = 0;
   for (int pass = 0; pass < d.passes; ++pass) {
     typename Cta::Sums sum = {};
-    const int tiles = cta.row_tiles - pass * Tile::kPassTiles - cta.warp_n;
-    for (; step < cta.steps; step += Tile::kWarpsK) {
+    const int tiles = cta.row_tiles - pass * Tile::kTilesN;
+    for (; step < cta.steps; step += Tile::kWarps) {
       wait_for_stage(d.stages);
-      cta.sync_slice();  // this stage has arrived for all, the previous one has been read by all
+      __syncwarp();  // this stage has arrived for all, the previous one has been read by all
       cta.fetch(ahead, places, stage_ahead);
       ptx::cp_async_commit();
       cta.advance(ahead);

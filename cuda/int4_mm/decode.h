@@ -13,13 +13,12 @@ namespace qao::int4_mm {
 struct DecodeConfig {
   int64_t max_m;
   int stages;  // at most
-  int pass_tiles, tiles_n, warps_k, warps, ctas_per_sm, padded_row;
+  int tiles_n, warps, ctas_per_sm, padded_row;
 };
 
 template <typename Tile>
 constexpr DecodeConfig decode_config(int stages) {
-  return {Tile::kTokens,       stages,           Tile::kPassTiles, Tile::kTilesN, Tile::kWarpsK,
-          Tile::kThreads / 32, Tile::kCtasPerSm, Tile::kPaddedRow};
+  return {Tile::kTokens, stages, Tile::kTilesN, Tile::kWarps, Tile::kCtasPerSm, Tile::kPaddedRow};
 }
 
 constexpr DecodeConfig kDecode[] = {
@@ -64,19 +63,19 @@ inline bool decode_params(const Problem& problem, const DecodeConfig& config, in
   d.plain_steps = plain ? static_cast<int>(problem.k / kStepColumns) : 0;
   d.zeros = problem.has_zeros, d.clustered = split > 1;
 
-  const int most = d.row_tiles + (d.more_row_tiles > 0), held = std::min(most, config.pass_tiles);
+  const int most = d.row_tiles + (d.more_row_tiles > 0), held = std::min(most, config.tiles_n);
   const int scale_bytes = d.groups_of_step * group_bytes;
-  d.passes = (most + config.pass_tiles - 1) / config.pass_tiles;
+  d.passes = (most + config.tiles_n - 1) / config.tiles_n;
   d.scale_offset = held * kStepBytes;
   d.x_offset = (d.scale_offset + held * scale_bytes + 127) / 128 * 128;
   d.stage_bytes = d.x_offset + tokens * kStepColumns * 2;
-  const int slot_bytes = config.warps_k * tokens * config.padded_row * 4;
+  const int slot_bytes = config.warps * tokens * config.padded_row * 4;
   for (d.stages = config.stages; d.stages >= 2; --d.stages) {
-    const int ring = d.stages * config.warps_k * d.stage_bytes;
+    const int ring = d.stages * config.warps * d.stage_bytes;
     d.slots = std::min(d.passes, (shared_limit - ring) / slot_bytes);
     // Row tiles that do not exist are read, from whatever follows.
-    const int read = ring - d.stage_bytes +
-                     std::max(config.pass_tiles * kStepBytes, d.scale_offset + config.pass_tiles * scale_bytes);
+    const int read =
+        ring - d.stage_bytes + std::max(config.tiles_n * kStepBytes, d.scale_offset + config.tiles_n * scale_bytes);
     *shared_bytes = std::max(ring + d.slots * slot_bytes, read);
     if (d.slots >= 1 && *shared_bytes <= shared_limit) {
       *to = d;

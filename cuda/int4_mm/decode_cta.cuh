@@ -20,7 +20,7 @@ struct Cta {
   static constexpr int kR = Tile::kTilesN, kTM = Tile::kTilesM;
   const Params& p;
   const DecodeParams& d;
-  const int lane, slice, slice_thread, warp_n;
+  const int lane, slice;
   const int rank;                  // among the CTAs that share row tiles
   const int row_tile0, row_tiles;  // of the CTA
   const int begin, steps;          // K-steps of the CTA
@@ -33,36 +33,33 @@ struct Cta {
       : p(params),
         d(decode),
         lane(threadIdx.x % 32),
-        slice(warp() / Tile::kWarpsN),
-        slice_thread(threadIdx.x % Tile::kSliceThreads),
-        warp_n(warp() % Tile::kWarpsN),
+        slice(warp()),
         rank(blockIdx.x),
         row_tile0(blockIdx.y * d.row_tiles + min(static_cast<int>(blockIdx.y), d.more_row_tiles)),
         row_tiles(d.row_tiles + (static_cast<int>(blockIdx.y) < d.more_row_tiles)),
         begin(rank * d.steps + min(rank, d.more_steps)),
         steps(d.steps + (rank < d.more_steps)),
         ring(shared + slice * d.stages * d.stage_bytes),
-        partials(shared + Tile::kWarpsK * d.stages * d.stage_bytes) {}
+        partials(shared + Tile::kWarps * d.stages * d.stage_bytes) {}
 
-  static constexpr int kRowsAtOnce = Tile::kSliceThreads / 16;  // tokens that the slice's threads cover together
+  static constexpr int kRowsAtOnce = 2;  // tokens that a warp copies together
 
   // Where in a stage this lane's share goes.
   struct Places {
     uint32_t weight, scales, x;
-    int scale_tile;  // row tile of the parameters, counted from this warp's first
+    int scale_tile;  // row tile of the parameters
   };
   __device__ __forceinline__ Places places() const {
     const int chunk = lane & ((1 << d.chunk_shift) - 1), tile = lane >> d.chunk_shift;
-    return {static_cast<uint32_t>(warp_n * kStepBytes + lane * 16),
-            static_cast<uint32_t>(d.scale_offset + (tile * Tile::kWarpsN + warp_n) * d.groups_of_step * p.group_bytes +
-                                  chunk * 16),
-            d.x_offset + x_offset(slice_thread / 16, slice_thread % 16), tile < kR ? tile * Tile::kWarpsN : INT_MAX};
+    return {static_cast<uint32_t>(lane * 16),
+            static_cast<uint32_t>(d.scale_offset + tile * d.groups_of_step * p.group_bytes + chunk * 16),
+            d.x_offset + x_offset(lane / 16, lane % 16), tile < kR ? tile : INT_MAX};
   }
 
   // Walks the K-steps of this slice, pass after pass, with this thread's pointers.
   struct Cursor {
     int pass, step, k_step;
-    int tiles;  // row tiles from this warp's first on that the CTA has left; none past the last pass
+    int tiles;  // row tiles that the CTA has left; none past the last pass
     const uint8_t *weight, *scales;
     const T* x;
   };
@@ -75,13 +72,12 @@ struct Cta {
       }
     }
     at.k_step = begin + at.step;
-    const int tile = at.pass * Tile::kPassTiles + warp_n, chunk = lane & ((1 << d.chunk_shift) - 1);
+    const int tile = at.pass * kR, chunk = lane & ((1 << d.chunk_shift) - 1);
     at.tiles = row_tiles - tile;
     const int row_tile = row_tile0 + tile;
     at.weight = p.weight + row_tile * d.row_tile_bytes + at.k_step * kStepBytes + lane * 16;
-    at.scales = p.scales + (row_tile + (lane >> d.chunk_shift) * Tile::kWarpsN) * d.row_tile_scale_bytes + chunk * 16;
-    at.x =
-        static_cast<const T*>(p.x) + slice_thread / 16 * p.x_stride + at.k_step * kStepColumns + slice_thread % 16 * 8;
+    at.scales = p.scales + (row_tile + (lane >> d.chunk_shift)) * d.row_tile_scale_bytes + chunk * 16;
+    at.x = static_cast<const T*>(p.x) + lane / 16 * p.x_stride + at.k_step * kStepColumns + lane % 16 * 8;
   }
   __device__ __forceinline__ Cursor first() const {
     Cursor at{0, slice};
@@ -89,22 +85,14 @@ struct Cta {
     return at;
   }
   __device__ __forceinline__ void advance(Cursor& at) const {
-    at.step += Tile::kWarpsK;
-    at.k_step += Tile::kWarpsK;
-    at.weight += Tile::kWarpsK * kStepBytes;
-    at.x += Tile::kWarpsK * kStepColumns;
+    at.step += Tile::kWarps;
+    at.k_step += Tile::kWarps;
+    at.weight += Tile::kWarps * kStepBytes;
+    at.x += Tile::kWarps * kStepColumns;
     if (at.pass != d.passes && at.step >= steps) seek(at);
   }
 
   __device__ __forceinline__ uint32_t stage_address(int stage) const { return ring + stage * d.stage_bytes; }
-
-  __device__ __forceinline__ void sync_slice() const {
-    if constexpr (Tile::kSliceThreads == 32) {
-      __syncwarp();
-    } else {
-      ptx::named_barrier(1 + slice, Tile::kSliceThreads);
-    }
-  }
 
   // Starts copying a K-step: two K-tiles of each row tile, the parameters of the groups they touch, and x.
   __device__ __forceinline__ void fetch(const Cursor& at, const Places& places, uint32_t stage) const {
@@ -118,11 +106,11 @@ struct Cta {
     const uint32_t to = stage + places.weight;
 #pragma unroll
     for (int i = 0; i < kR; ++i) {
-      if (i * Tile::kWarpsN < at.tiles) {
-        ptx::cp_async_16(to + i * (Tile::kWarpsN * kStepBytes), weight);
-        ptx::cp_async_16(to + i * (Tile::kWarpsN * kStepBytes) + kTileBytes, weight + kTileBytes);
+      if (i < at.tiles) {
+        ptx::cp_async_16(to + i * kStepBytes, weight);
+        ptx::cp_async_16(to + i * kStepBytes + kTileBytes, weight + kTileBytes);
       }
-      weight += Tile::kWarpsN * d.row_tile_bytes;
+      weight += d.row_tile_bytes;
     }
     if (places.scale_tile < at.tiles) {
       ptx::cp_async_16(stage + places.scales,
@@ -132,7 +120,7 @@ struct Cta {
 #pragma unroll
     for (int i = 0; i * kRowsAtOnce < Tile::kTokens; ++i) {
       if (i > 0 && i * kRowsAtOnce >= d.tokens) break;
-      if (slice_thread / 16 + i * kRowsAtOnce < d.tokens) {
+      if (lane / 16 + i * kRowsAtOnce < d.tokens) {
         ptx::cp_async_16(((stage + places.x) ^ (i * kRowsAtOnce % 8 << 4)) + i * kRowsAtOnce * kStepColumns * 2, x);
       }
       x += kRowsAtOnce * p.x_stride;
@@ -143,27 +131,26 @@ struct Cta {
   static __device__ __noinline__ void fetch_slowly(const Params& p, const DecodeParams& d, int k_step, int tiles_left,
                                                    const uint8_t* weight, const uint8_t* scales, const T* x,
                                                    uint32_t to, uint32_t stage) {
-    const int lane = threadIdx.x % 32, slice_thread = threadIdx.x % Tile::kSliceThreads, warp_n = slice_thread / 32;
-    const int tiles = min(tiles_left, kR * Tile::kWarpsN);
-    for (int tile = 0; tile < tiles; tile += Tile::kWarpsN) {
+    const int lane = threadIdx.x % 32;
+    const int tiles = min(tiles_left, kR);
+    for (int tile = 0; tile < tiles; ++tile) {
       const uint8_t* from = weight + tile * d.row_tile_bytes;
       ptx::cp_async_16(to + tile * kStepBytes, from);
       if (2 * k_step + 1 < p.k_tiles) ptx::cp_async_16(to + tile * kStepBytes + kTileBytes, from + kTileBytes);
     }
     const int offset = (k_step * d.groups_of_step >> d.group_shift) * p.group_bytes;
-    const int byte = (lane & ((1 << d.chunk_shift) - 1)) * 16, rows = (32 >> d.chunk_shift) * Tile::kWarpsN;
+    const int byte = (lane & ((1 << d.chunk_shift) - 1)) * 16, rows = 32 >> d.chunk_shift;
     const uint8_t* from = scales + offset;
-    for (int tile = (lane >> d.chunk_shift) * Tile::kWarpsN; tile < tiles;
-         tile += rows, from += rows * d.row_tile_scale_bytes) {
-      const uint32_t at_shared = stage + d.scale_offset + (tile + warp_n) * d.groups_of_step * p.group_bytes + byte;
+    for (int tile = lane >> d.chunk_shift; tile < tiles; tile += rows, from += rows * d.row_tile_scale_bytes) {
+      const uint32_t at_shared = stage + d.scale_offset + tile * d.groups_of_step * p.group_bytes + byte;
       if (offset + byte < d.row_tile_scale_bytes) {
         ptx::cp_async_16(at_shared, from);
       } else {
         ptx::store_shared_16(at_shared, {0, 0, 0, 0});
       }
     }
-    const int chunk = slice_thread % 16, columns = p.k - k_step * kStepColumns;
-    for (int row = slice_thread / 16; row < d.tokens; row += kRowsAtOnce, x += kRowsAtOnce * p.x_stride) {
+    const int chunk = lane % 16, columns = p.k - k_step * kStepColumns;
+    for (int row = lane / 16; row < d.tokens; row += kRowsAtOnce, x += kRowsAtOnce * p.x_stride) {
       const uint32_t at_shared = stage + d.x_offset + x_offset(row, chunk);
       if (p.x_aligned && (chunk + 1) * 8 <= columns) {
         ptx::cp_async_16(at_shared, x);

@@ -1,10 +1,9 @@
 // The body for at most eight tokens on Hopper whose x fits into shared memory: decode.cuh's arithmetic (which see) with
 // more warps, fewer registers and fewer instructions.
 //
-// A CTA owns a run of row tiles and walks it in passes of kPassTiles. Its warps are kWarpsN side by side over row tiles
-// times kWarpsK slices of K; a warp takes every so many K-steps of 128 columns of its row tiles through a cp.async ring
-// of its own, which runs on from pass to pass. x is brought to shared memory once, already scaled. Sums of the slices
-// are added in their order.
+// A CTA owns a run of row tiles and walks it in passes of kTilesN. Its warps are slices of K: each takes every so many
+// K-steps of 128 columns through a cp.async ring of its own, which runs on from pass to pass. x is brought to shared
+// memory once, already scaled. Sums of the slices are added in their order.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,10 +23,10 @@ using T = __nv_bfloat16;
 
 template <typename Tile>
 struct Few {
-  static constexpr int kR = Tile::kTilesN, kWarpsK = Tile::kWarpsK;
+  static constexpr int kR = Tile::kTilesN, kWarps = Tile::kWarps;
   const Params& p;
   const FewParams& d;
-  const int lane, slice, warp_n, row_tile0, row_tiles;
+  const int lane, slice, row_tile0, row_tiles;
   const uint32_t shared, ring;
 
   static __device__ __forceinline__ int warp() { return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0); }
@@ -35,8 +34,7 @@ struct Few {
       : p(params),
         d(few),
         lane(threadIdx.x % 32),
-        slice(warp() / Tile::kWarpsN),
-        warp_n(warp() % Tile::kWarpsN),
+        slice(warp()),
         row_tile0(blockIdx.x * d.row_tiles + min(static_cast<int>(blockIdx.x), d.more_row_tiles)),
         row_tiles(d.row_tiles + (static_cast<int>(blockIdx.x) < d.more_row_tiles)),
         shared(base),
@@ -45,30 +43,30 @@ struct Few {
   // Walks this warp's K-steps, pass after pass, with this lane's pointers.
   struct Cursor {
     int step;
-    int tiles;  // row tiles from this warp's first on that the CTA has left; none past the last pass
+    int tiles;  // row tiles that the CTA has left; none past the last pass
     const uint8_t *weight, *scales;
   };
   __device__ __forceinline__ void seek(Cursor& at) const {
-    while (at.step >= d.steps) at.step -= d.steps, at.tiles -= Tile::kPassTiles;
+    while (at.step >= d.steps) at.step -= d.steps, at.tiles -= kR;
     const int row_tile = row_tile0 + row_tiles - at.tiles;
     at.weight = p.weight + row_tile * d.row_tile_bytes + at.step * kStepBytes + lane * 16;
-    at.scales = p.scales + (row_tile + (lane >> d.chunk_shift) * Tile::kWarpsN) * d.row_tile_scale_bytes +
+    at.scales = p.scales + (row_tile + (lane >> d.chunk_shift)) * d.row_tile_scale_bytes +
                 (at.step * d.groups_of_step >> d.group_shift) * p.group_bytes +
                 (lane & ((1 << d.chunk_shift) - 1)) * 16;
   }
   __device__ __forceinline__ Cursor first() const {
-    Cursor at{slice, row_tiles - warp_n};
+    Cursor at{slice, row_tiles};
     seek(at);
     return at;
   }
   __device__ __forceinline__ void advance(Cursor& at) const {
-    at.step += kWarpsK;
-    at.weight += kWarpsK * kStepBytes;
+    at.step += kWarps;
+    at.weight += kWarps * kStepBytes;
     at.scales += d.scale_advance;
     if (at.step >= d.steps) seek(at);
   }
 
-  // Starts copying a K-step of this warp's row tiles and the parameters of the groups it touches.
+  // Starts copying a K-step of the pass's row tiles and the parameters of the groups it touches.
   __device__ __forceinline__ void fetch(const Cursor& at, uint32_t stage) const {
     if (at.tiles > 0) {
       if (at.step < d.plain_steps) {
@@ -76,14 +74,14 @@ struct Few {
         const uint8_t* weight = at.weight;
 #pragma unroll
         for (int i = 0; i < kR; ++i) {
-          if (i == 0 || i * Tile::kWarpsN < at.tiles) {
+          if (i == 0 || i < at.tiles) {
             ptx::cp_async_16(to + i * kStepBytes, weight);
             ptx::cp_async_16(to + i * kStepBytes + kTileBytes, weight + kTileBytes);
           }
-          if (i + 1 < kR) weight += Tile::kWarpsN * d.row_tile_bytes;
+          if (i + 1 < kR) weight += d.row_tile_bytes;
         }
         const int tile = lane >> d.chunk_shift;
-        if (tile < kR && tile * Tile::kWarpsN < at.tiles) ptx::cp_async_16(to + kR * kStepBytes, at.scales);
+        if (tile < kR && tile < at.tiles) ptx::cp_async_16(to + kR * kStepBytes, at.scales);
       } else {
         fetch_slowly(p, d, at.step, at.tiles, at.weight, at.scales, stage);
       }
@@ -95,16 +93,15 @@ struct Few {
   static __device__ __noinline__ void fetch_slowly(const Params& p, const FewParams& d, int step, int tiles,
                                                    const uint8_t* weight, const uint8_t* scales, uint32_t stage) {
     const int lane = threadIdx.x % 32;
-    tiles = min((tiles + Tile::kWarpsN - 1) / Tile::kWarpsN, kR);
+    tiles = min(tiles, kR);
     const uint32_t to = stage + lane * 16;
-    for (int i = 0; i < tiles; ++i, weight += Tile::kWarpsN * d.row_tile_bytes) {
+    for (int i = 0; i < tiles; ++i, weight += d.row_tile_bytes) {
       ptx::cp_async_16(to + i * kStepBytes, weight);
       if (2 * step + 1 < p.k_tiles) ptx::cp_async_16(to + i * kStepBytes + kTileBytes, weight + kTileBytes);
     }
     const int byte = (lane & ((1 << d.chunk_shift) - 1)) * 16, at_once = 32 >> d.chunk_shift;
     const bool exists = (step * d.groups_of_step >> d.group_shift) * p.group_bytes + byte < d.row_tile_scale_bytes;
-    for (int i = lane >> d.chunk_shift; i < tiles;
-         i += at_once, scales += at_once * Tile::kWarpsN * d.row_tile_scale_bytes) {
+    for (int i = lane >> d.chunk_shift; i < tiles; i += at_once, scales += at_once * d.row_tile_scale_bytes) {
       const uint32_t at_shared = stage + kR * kStepBytes + i * d.groups_of_step * p.group_bytes + byte;
       if (exists) {
         ptx::cp_async_16(at_shared, scales);
@@ -231,7 +228,7 @@ struct Few {
     int step = slice, slot = 0;
     for (int pass = 0; pass < d.passes; ++pass) {
       Sums sum = {};
-      for (; step < d.steps; step += kWarpsK) {
+      for (; step < d.steps; step += kWarps) {
         ptx::cp_async_wait<Tile::kStages - 2>();
         __syncwarp();
         fetch(ahead, stage_ahead);
@@ -254,16 +251,16 @@ struct Few {
 
   // Sums in shared memory: [slot][slice][token][kPaddedRow] float32, a slot the row tiles of a pass.
   __device__ __forceinline__ uint32_t partial(int slot, int of_slice, int token) const {
-    return shared + d.partials_offset + ((slot * kWarpsK + of_slice) * d.tokens + token) * (Tile::kPaddedRow * 4);
+    return shared + d.partials_offset + ((slot * kWarps + of_slice) * d.tokens + token) * (Tile::kPaddedRow * 4);
   }
   __device__ __forceinline__ void keep(int slot, const Sums& sum) const {
-    const uint32_t to = partial(slot, slice, lane % 4 * 2) + (warp_n * kTileN + lane / 4) * 4;
+    const uint32_t to = partial(slot, slice, lane % 4 * 2) + lane / 4 * 4;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       if (lane % 4 * 2 + e >= d.tokens) continue;
 #pragma unroll
       for (int i = 0; i < kR; ++i) {
-        const uint32_t at = to + (e * Tile::kPaddedRow + i * Tile::kWarpsN * kTileN) * 4;
+        const uint32_t at = to + (e * Tile::kPaddedRow + i * kTileN) * 4;
         ptx::store_shared_float(at, sum[i][e] * kUnit);
         ptx::store_shared_float(at + 32, sum[i][e + 2] * (kUnit / 16));
       }
@@ -272,18 +269,17 @@ struct Few {
 
   // Adds the slices of the `slots` passes from `pass` on, and stores y, a thread four rows of a token.
   __device__ __forceinline__ void write(int pass, int slots) const {
-    constexpr int kQuads = Tile::kPassTiles * kTileN / 4;
+    constexpr int kQuads = kR * kTileN / 4;
     const int all = slots * d.tokens * kQuads;
     for (int first = threadIdx.x / 32 * 32; first < all; first += Tile::kThreads) {  // alike for all lanes of a warp
       const int i = first + lane, quad = i % kQuads;
       int slot = 0, token = i / kQuads;
       while (i < all && token >= d.tokens) token -= d.tokens, ++slot;
-      const int row_tile = (pass + slot) * Tile::kPassTiles + quad / 4,
-                n = (row_tile0 + row_tile) * kTileN + quad % 4 * 4;
+      const int row_tile = (pass + slot) * kR + quad / 4, n = (row_tile0 + row_tile) * kTileN + quad % 4 * 4;
       const bool exists = i < all && row_tile < row_tiles;
       float value[4] = {};
       if (exists) {
-        add_slices<kWarpsK>(partial(slot, 0, token) + quad * 16, d.tokens * (Tile::kPaddedRow * 4), value);
+        add_slices<kWarps>(partial(slot, 0, token) + quad * 16, d.tokens * (Tile::kPaddedRow * 4), value);
       }
       repair(p, d, n, token, value);
       if (exists) store_rows(p, n, token, value);
@@ -299,7 +295,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
 
   // The kernel before this one may still run. What it writes must not be read before the wait, and might be anything,
   // weights too: they are brought as far as the L2 cache, where a later write to them still counts.
-  if (threadIdx.x < min(cta.row_tiles, 2 * Tile::kPassTiles)) {
+  if (threadIdx.x < min(cta.row_tiles, 2 * Tile::kTilesN)) {
     const int row_tile = cta.row_tile0 + threadIdx.x;
     const int bytes = min(p.k_tiles * kTileBytes, kPrefetchBytes);
     ptx::prefetch_l2(p.weight + row_tile * d.row_tile_bytes, bytes);

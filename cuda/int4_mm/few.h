@@ -11,13 +11,12 @@
 namespace qao::int4_mm {
 
 struct FewConfig {
-  int pass_tiles, tiles_n, warps_k, warps, stages, ctas_per_sm, padded_row;
+  int tiles_n, warps, stages, ctas_per_sm, padded_row;
 };
 
 template <typename Tile>
 constexpr FewConfig few_config() {
-  return {Tile::kPassTiles, Tile::kTilesN,    Tile::kWarpsK,   Tile::kThreads / 32,
-          Tile::kStages,    Tile::kCtasPerSm, Tile::kPaddedRow};
+  return {Tile::kTilesN, Tile::kWarps, Tile::kStages, Tile::kCtasPerSm, Tile::kPaddedRow};
 }
 
 constexpr FewConfig kFewConfigs[] = {
@@ -56,13 +55,13 @@ inline bool few_params(const Problem& problem, const FewConfig& config, int ctas
   d.group_shift = one_group ? 30 : log2_of(problem.group_size / kStepColumns);
   d.chunk_shift = log2_of(d.groups_of_step * group_bytes / 16);
   d.plain_steps = config.tiles_n << d.chunk_shift <= 32 ? static_cast<int>(problem.k / kStepColumns) : 0;
-  d.scale_advance = one_group ? 0 : (config.warps_k * d.groups_of_step >> d.group_shift) * group_bytes;
+  d.scale_advance = one_group ? 0 : (config.warps * d.groups_of_step >> d.group_shift) * group_bytes;
   d.zeros = problem.has_zeros;
 
   const int64_t x_bytes = static_cast<int64_t>(d.steps) * d.tokens * kTokenBytes;
   if (x_bytes > shared_limit) return false;
-  const int slot_bytes = config.warps_k * d.tokens * config.padded_row * 4;
-  d.passes = (d.row_tiles + (d.more_row_tiles > 0) + config.pass_tiles - 1) / config.pass_tiles;
+  const int slot_bytes = config.warps * d.tokens * config.padded_row * 4;
+  d.passes = (d.row_tiles + (d.more_row_tiles > 0) + config.tiles_n - 1) / config.tiles_n;
   d.stage_bytes = config.tiles_n * (kStepBytes + d.groups_of_step * group_bytes);
   d.ring_offset = static_cast<int>(x_bytes);
   d.partials_offset = d.ring_offset + config.warps * config.stages * d.stage_bytes;

@@ -89,7 +89,7 @@ bool fill_decode(const Problem& problem, const Gpu& gpu, int index, int split, P
   plan->reason = "at most 16 bfloat16 tokens on Hopper: weights stream through mma.sync";
   plan->instruction = "mma.sync bf16";
   plan->config = index;
-  plan->tile_n = config.pass_tiles * kTileN;
+  plan->tile_n = config.tiles_n * kTileN;
   plan->tile_m = static_cast<int>(config.max_m);
   plan->warps = config.warps;
   plan->stages = params.stages;
@@ -113,9 +113,7 @@ bool plan_decode(const Problem& problem, const Gpu& gpu, Plan* plan) {
   const int index = few ? (is_short ? kFewShort : kFew) : is_short ? kManyShort : kMany;
 
   // Two CTAs that share row tiles, each with half of K, where that leaves fewer places of a pass empty.
-  const auto passes = [&](int64_t clusters) {
-    return ceil_div(ceil_div(row_tiles, clusters), kDecode[index].pass_tiles);
-  };
+  const auto passes = [&](int64_t clusters) { return ceil_div(ceil_div(row_tiles, clusters), kDecode[index].tiles_n); };
   const int split =
       !is_short && steps >= 2 && gpu.num_sms >= 2 && passes(gpu.num_sms / 2) < 2 * passes(gpu.num_sms) ? 2 : 1;
   return fill_decode(problem, gpu, index, split, plan);
@@ -134,7 +132,7 @@ bool fill_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
   plan->reason = "at most 8 bfloat16 tokens on Hopper: weights stream through mma.sync past x in shared memory";
   plan->instruction = "mma.sync bf16";
   plan->config = 0;
-  plan->tile_n = config.pass_tiles * kTileN;
+  plan->tile_n = config.tiles_n * kTileN;
   plan->tile_m = kFewTokens;
   plan->warps = config.warps;
   plan->stages = config.stages;
@@ -147,7 +145,7 @@ bool fill_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
 // many rows.
 bool plan_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
   const int64_t row_tiles = tiles_n(problem.n), ctas = std::min<int64_t>(gpu.num_sms, row_tiles);
-  const int64_t pass_tiles = kFewConfigs[0].pass_tiles;
+  const int64_t pass_tiles = kFewConfigs[0].tiles_n;
   const int64_t places = ceil_div(ceil_div(row_tiles, ctas), pass_tiles) * pass_tiles * ctas;
   const int64_t largest_x = row_tiles >= 8 * gpu.num_sms ? 32768 : 16383;  // elements
   return 8 * places <= 9 * row_tiles && problem.m * problem.k <= largest_x && fill_few(problem, gpu, plan);

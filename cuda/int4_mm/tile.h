@@ -34,31 +34,26 @@ struct Tile {
   static constexpr int kSharedBytes = std::max(warps_k * stages * kStageBytes, kEpilogueBytes);
 };
 
-// The shape of the body for few tokens. A CTA is warps_n x warps_k warps; a warp computes tiles_n row tiles a pass.
+// The shape of the body for few tokens. A CTA's warps are slices of K; it computes tiles_n row tiles a pass.
 constexpr int kStepColumns = 128, kStepBytes = kStepColumns / kTileK * kTileBytes;  // of a K-step
 
-template <int tiles_m, int tiles_n, int warps_n, int warps_k, int ctas_per_sm>
+template <int tiles_m, int tiles_n, int warps, int ctas_per_sm>
 struct DecodeTile {
-  static constexpr int kTilesM = tiles_m, kTilesN = tiles_n, kWarpsN = warps_n, kWarpsK = warps_k;
+  static constexpr int kTilesM = tiles_m, kTilesN = tiles_n, kWarps = warps, kThreads = 32 * warps;
   static constexpr int kCtasPerSm = ctas_per_sm;
   static constexpr int kTokens = 8 * tiles_m;
-  static constexpr int kPassTiles = tiles_n * warps_n;  // row tiles
-  static constexpr int kSliceThreads = 32 * warps_n;
-  static constexpr int kThreads = kSliceThreads * warps_k;
-  static constexpr int kPaddedRow = kPassTiles * kTileN + 4;  // sums of a token, against bank conflicts
+  static constexpr int kPaddedRow = tiles_n * kTileN + 4;  // sums of a token, against bank conflicts
 };
 
 // The same for at most eight tokens, with x in shared memory.
 constexpr int kTokenBytes = kStepColumns * 2 + 16;  // a token's columns of a K-step, padded against bank conflicts
 
-template <int tiles_n, int warps_n, int warps_k, int stages, int ctas_per_sm>
+template <int tiles_n, int warps, int stages, int ctas_per_sm>
 struct FewTile {
-  static_assert(warps_k % 2 == 0, "a warp's K-steps are whole groups of 256 apart");
-  static constexpr int kTilesN = tiles_n, kWarpsN = warps_n, kWarpsK = warps_k;
+  static_assert(warps % 2 == 0, "a warp's K-steps are whole groups of 256 apart");
+  static constexpr int kTilesN = tiles_n, kWarps = warps, kThreads = 32 * warps;
   static constexpr int kStages = stages, kCtasPerSm = ctas_per_sm;
-  static constexpr int kPassTiles = tiles_n * warps_n;  // row tiles
-  static constexpr int kThreads = 32 * warps_n * warps_k;
-  static constexpr int kPaddedRow = kPassTiles * kTileN + 4;  // sums of a token, against bank conflicts
+  static constexpr int kPaddedRow = tiles_n * kTileN + 4;  // sums of a token, against bank conflicts
 };
 
 // The shape of the body for 9 to 32 tokens. `warps` multiply, a warp tiles_n row tiles by 8 tiles_m tokens; `helpers`

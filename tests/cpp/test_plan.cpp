@@ -104,7 +104,7 @@ TEST_CASE("what a decode plan tells the kernel covers the product and fits the s
       CHECK(static_cast<int64_t>(d.row_tiles) * clusters + d.more_row_tiles == tiles_n(problem.n));
       CHECK(d.steps >= 1);
       CHECK(d.steps * plan.split_k + d.more_steps == ceil_div(problem.k, kStepColumns));
-      CHECK(d.passes * config.pass_tiles >= d.row_tiles + (d.more_row_tiles > 0));
+      CHECK(d.passes * config.tiles_n >= d.row_tiles + (d.more_row_tiles > 0));
       CHECK(d.slots >= 1);
       CHECK(d.slots <= d.passes);
       CHECK(d.x_offset % 128 == 0);
@@ -134,7 +134,7 @@ TEST_CASE("what a plan for at most eight tokens tells the kernel covers the prod
       CHECK(shared_bytes <= plan.shared_bytes);
       CHECK(static_cast<int64_t>(d.row_tiles) * ctas + d.more_row_tiles == tiles_n(problem.n));
       CHECK(d.steps == ceil_div(problem.k, kStepColumns));
-      CHECK(d.passes * config.pass_tiles >= d.row_tiles + (d.more_row_tiles > 0));
+      CHECK(d.passes * config.tiles_n >= d.row_tiles + (d.more_row_tiles > 0));
       CHECK(d.slots >= 1);
       CHECK(d.slots <= d.passes);
       CHECK(d.ring_offset % 16 == 0);
@@ -143,7 +143,7 @@ TEST_CASE("what a plan for at most eight tokens tells the kernel covers the prod
       CHECK(d.partials_offset % 16 == 0);
       CHECK(d.plain_steps * kStepColumns <= problem.k);
       // A warp's pointer to parameters moves by whole groups.
-      CHECK(((config.warps_k * d.groups_of_step) & ((1 << std::min(d.group_shift, 1)) - 1)) == 0);
+      CHECK(((config.warps * d.groups_of_step) & ((1 << std::min(d.group_shift, 1)) - 1)) == 0);
       // An x too large for shared memory is left to another body.
       scaled.k = 1 << 20;
       CHECK_FALSE(few_params(scaled, config, ctas, gpu.shared_bytes_per_cta, &d, &shared_bytes));
