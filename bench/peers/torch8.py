@@ -17,6 +17,7 @@ class TorchInt8(Peer):
     """``torch.ops.aten._weight_int8pack_mm``: int8 weights, float activations."""
 
     name = "torch_int8"
+    max_m = 128
 
     def __init__(self, weight: RowWeight) -> None:
         self.tensors = (weight.q, weight.scales.bfloat16())
