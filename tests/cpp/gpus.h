@@ -7,12 +7,14 @@
 namespace qao {
 
 // Compute capability, SMs, opt-in shared memory per CTA.
+constexpr Gpu kA100{80, 108, 166912}, kH200{90, 132, 232448};
 constexpr Gpu kGpus[] = {
-    {80, 108, 166912},  // A100
+    kA100,
     {86, 84, 101376},   // RTX 3090, A40
     {89, 142, 101376},  // L40S
-    {90, 132, 232448},  // H100, H200
-    {100, 148, 232448}, {120, 170, 101376},
+    kH200,              // H100 too
+    {100, 148, 232448},
+    {120, 170, 101376},
 };
 
 }  // namespace qao

@@ -173,14 +173,23 @@ TEST_CASE("mm8: a product that quantises x fits its GPU; another is planned as f
   CHECK(quantizing > 0);
 }
 
+Plan planned(const Problem& problem) {
+  Plan plan;
+  REQUIRE(mm8::plan(problem, kH200, &plan).ok());
+  return plan;
+}
+Problem problem_of(Format x, Format weight, int64_t m, int64_t n, int64_t k) {
+  Problem problem;
+  problem.x = x, problem.weight = weight, problem.m = m, problem.n = n, problem.k = k;
+  problem.group_size = 128;
+  return problem;
+}
+
 TEST_CASE("mm8: who quantises x on an H200") {
   const auto quantizes = [](Format x, Format weight, int64_t m, int64_t n, int64_t k, bool aligned = true) {
-    Problem problem;
-    problem.x = x, problem.weight = weight, problem.m = m, problem.n = n, problem.k = k;
-    problem.group_size = 128, problem.x_aligned = aligned, problem.quantizes_x = true;
-    Plan plan;
-    REQUIRE(mm8::plan(problem, Gpu{90, 132, 232448}, &plan).ok());
-    return plan.quantizes_x;
+    Problem problem = problem_of(x, weight, m, n, k);
+    problem.x_aligned = aligned, problem.quantizes_x = true;
+    return planned(problem).quantizes_x;
   };
   for (const auto& [x, weight] : {std::pair{Format::kInt8, Format::kInt8},
                                   {Format::kInt8, Format::kInt4},
@@ -198,11 +207,7 @@ TEST_CASE("mm8: who quantises x on an H200") {
 
 TEST_CASE("mm8: who multiplies few tokens on an H200") {
   const auto kernel = [](Format x, Format weight, int64_t m, int64_t n, int64_t k) {
-    Problem problem;
-    problem.x = x, problem.weight = weight, problem.m = m, problem.n = n, problem.k = k;
-    problem.group_size = 128;
-    Plan plan;
-    REQUIRE(mm8::plan(problem, Gpu{90, 132, 232448}, &plan).ok());
+    const Plan plan = planned(problem_of(x, weight, m, n, k));
     // Beside a CTA of 16 warps with all registers, the kernel that quantises the next x would find no room.
     if (weight != Format::kInt4 && plan.kernel == std::string("sm80")) CHECK(plan.warps <= 8);
     return std::string(plan.kernel);
@@ -221,23 +226,16 @@ TEST_CASE("mm8: who multiplies few tokens on an H200") {
 }
 
 TEST_CASE("mm8: tiles of wgmma have as few rows as save time") {
-  const auto planned = [](Format x, Format weight, int64_t m, int64_t n, int64_t k) {
-    Problem problem;
-    problem.x = x, problem.weight = weight, problem.m = m, problem.n = n, problem.k = k;
-    problem.group_size = 128;
-    Plan plan;
-    REQUIRE(mm8::plan(problem, Gpu{90, 132, 232448}, &plan).ok());
-    return plan;
-  };
+  const auto plan = [](auto... problem) { return planned(problem_of(problem...)); };
   using enum Format;
   // 28672 rows are two waves of 132 tiles of 112, too; 13824 are one wave of 124.
-  CHECK(planned(kInt8, kInt8, 64, 28672, 4096).tile_n == 112);
-  CHECK(planned(kFp8, kFp8, 64, 13824, 5120).tile_n == 112);
+  CHECK(plan(kInt8, kInt8, 64, 28672, 4096).tile_n == 112);
+  CHECK(plan(kFp8, kFp8, 64, 13824, 5120).tile_n == 112);
   // A warpgroup multiplies 64 rows anyway, where that or making them ready takes longest.
-  CHECK(planned(kInt8, kInt4, 64, 28672, 4096).tile_n == 128);
-  CHECK(planned(kInt8, kInt8, 512, 28672, 4096).tile_n == 128);
+  CHECK(plan(kInt8, kInt4, 64, 28672, 4096).tile_n == 128);
+  CHECK(plan(kInt8, kInt8, 512, 28672, 4096).tile_n == 128);
   // One of two warpgroups, and neither split K.
-  const Plan half = planned(kInt8, kInt8, 128, 4096, 4096);
+  const Plan half = plan(kInt8, kInt8, 128, 4096, 4096);
   CHECK(half.tile_n == 64);
   CHECK(half.split_k == 1);
   CHECK(half.ctas == 128);
@@ -266,9 +264,8 @@ TEST_CASE("mm8: wgmma sums int8 over as many columns as an int32 holds") {
   problem.m = problem.n = 4096;
   for (const auto& [k, kernel] : {std::pair{(1 << 17) - 16, "sm90"}, {1 << 17, "sm80"}}) {
     problem.k = k;
-    Plan plan;
-    REQUIRE(mm8::plan(problem, Gpu{90, 132, 232448}, &plan).ok());
-    INFO(describe(problem, Gpu{90, 132, 232448}) << ": " << to_string(plan));
+    const Plan plan = planned(problem);
+    INFO(describe(problem, kH200) << ": " << to_string(plan));
     CHECK(std::string(plan.kernel) == kernel);
   }
 }

@@ -205,28 +205,27 @@ TEST_CASE("few bfloat16 tokens on Hopper stream their weights, all else does not
     REQUIRE(int4_mm::plan(of, gpu, &plan).ok());
     return std::string(plan.kernel);
   };
-  const Gpu h200{90, 132, 232448}, a100{80, 108, 166912};
-  CHECK(kernel(problem, h200) == "few");
-  CHECK(kernel(problem, a100) == "sm80");
+  CHECK(kernel(problem, kH200) == "few");
+  CHECK(kernel(problem, kA100) == "sm80");
   problem.m = 8, problem.k = 65536;  // x does not fit
-  CHECK(kernel(problem, h200) == "decode");
+  CHECK(kernel(problem, kH200) == "decode");
   problem.m = 16, problem.k = 4096;
-  CHECK(kernel(problem, h200) == "decode");
+  CHECK(kernel(problem, kH200) == "decode");
   problem.n = 28672;  // many rows for every multiprocessor
-  CHECK(kernel(problem, h200) == "batch");
+  CHECK(kernel(problem, kH200) == "batch");
   for (int64_t n : {4096, 8192, 28672, 152064}) {
     problem.m = 17, problem.n = n, problem.x_aligned = true;
-    CHECK(kernel(problem, h200) == "batch");
+    CHECK(kernel(problem, kH200) == "batch");
     problem.m = 32;
-    CHECK(kernel(problem, h200) == "batch");
-    CHECK(kernel(problem, a100) == "sm80");
+    CHECK(kernel(problem, kH200) == "batch");
+    CHECK(kernel(problem, kA100) == "sm80");
     problem.x_aligned = false;
-    CHECK(kernel(problem, h200) == "sm80");
+    CHECK(kernel(problem, kH200) == "sm80");
   }
   problem.n = 1024, problem.x_aligned = true;
-  CHECK(kernel(problem, h200) == "sm80");
+  CHECK(kernel(problem, kH200) == "sm80");
   problem.m = 1, problem.x_dtype = DType::kFloat16;
-  CHECK(kernel(problem, h200) == "sm80");
+  CHECK(kernel(problem, kH200) == "sm80");
 }
 
 TEST_CASE("what plan() takes is among the candidates, and every one of them fits the GPU") {
@@ -267,12 +266,11 @@ TEST_CASE("the same problem gives the same plan") {
 }
 
 TEST_CASE("wgmma serves more than 32 tokens of an aligned x on Hopper, in the tile that measured best") {
-  const Gpu hopper{90, 132, 232448};
   const auto planned = [&](int64_t m, int64_t n, int64_t k, bool aligned = true) {
     Problem problem;
     problem.m = m, problem.n = n, problem.k = k, problem.group_size = 128, problem.x_aligned = aligned;
     Plan plan;
-    REQUIRE(int4_mm::plan(problem, hopper, &plan).ok());
+    REQUIRE(int4_mm::plan(problem, kH200, &plan).ok());
     return plan;
   };
   CHECK(std::string(planned(32, 4096, 4096).kernel) == "batch");
