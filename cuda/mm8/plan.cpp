@@ -67,8 +67,13 @@ constexpr Config kSm80[] = {
 // On Hopper wgmma wins above.
 int64_t largest_mma_sync_m(const Problem& problem, const Gpu& gpu) {
   const bool int4 = problem.weight == Format::kInt4;
-  if (problem.x == Format::kFloat) return int4 ? 0 : problem.weight == Format::kInt8 ? 32 : 16;  // int4_mm asked itself
   const int64_t run = ceil_div(ceil_div(problem.n, kTileN), gpu.num_sms);
+  if (problem.x == Format::kFloat) {
+    if (int4) return 0;  // int4_mm asked itself
+    // Its tile of 32 tokens does not fold: scales of blocks, the parts of a float32 x.
+    const bool small_tile = run >= 2 && problem.weight_scaling != Scaling::kBlock && !is_split(problem);
+    return (problem.weight == Format::kInt8 ? 32 : 16) / (small_tile ? 2 : 1);
+  }
   if (problem.x == Format::kFp8 && int4) return run >= kLongRun ? 8 : 16;
   const bool int8 = problem.x == Format::kInt8 && !int4;
   return run <= 2 && (int8 || problem.k <= kShortK) ? 32 : 16;

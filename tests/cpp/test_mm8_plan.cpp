@@ -225,6 +225,30 @@ TEST_CASE("mm8: who multiplies few tokens on an H200") {
   }
 }
 
+TEST_CASE("mm8: who multiplies few tokens of a float x on an H200") {
+  const auto kernel = [](Format weight, int64_t m, int64_t n, Scaling scaling = Scaling::kRow,
+                         DType x_dtype = DType::kBFloat16) {
+    Problem problem;
+    problem.weight = weight, problem.m = m, problem.n = n, problem.k = 4096;
+    problem.weight_scaling = scaling, problem.x_dtype = x_dtype;
+    Plan plan;
+    REQUIRE(mm8::plan(problem, Gpu{90, 132, 232448}, &plan).ok());
+    return std::string(plan.kernel);
+  };
+  using enum Format;
+  for (const int64_t n : {4096, 28672}) {
+    CHECK(kernel(kFp8, 8, n) == "sm80");
+    CHECK(kernel(kFp8, 9, n) == "sm90");
+    CHECK(kernel(kInt8, 16, n) == "sm80");
+    CHECK(kernel(kInt8, 17, n) == "sm90");
+    CHECK(kernel(kFp8, 16, n, Scaling::kBlock) == "sm80");
+    CHECK(kernel(kFp8, 17, n, Scaling::kBlock) == "sm90");
+    CHECK(kernel(kInt8, 32, n, Scaling::kRow, DType::kFloat32) == "sm80");
+  }
+  CHECK(kernel(kFp8, 16, 1024) == "sm80");
+  CHECK(kernel(kInt8, 32, 1024) == "sm80");
+}
+
 TEST_CASE("mm8: tiles of wgmma have as few rows as save time") {
   const auto plan = [](auto... problem) { return planned(problem_of(problem...)); };
   using enum Format;
