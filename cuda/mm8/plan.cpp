@@ -74,7 +74,8 @@ int64_t largest_mma_sync_m(const Problem& problem, const Gpu& gpu) {
     const bool small_tile = run >= 2 && problem.weight_scaling != Scaling::kBlock && !is_split(problem);
     return (problem.weight == Format::kInt8 ? 32 : 16) / (small_tile ? 2 : 1);
   }
-  if (problem.x == Format::kFp8 && int4) return run >= kLongRun ? 8 : 16;
+  if (problem.x == Format::kFp8 && run >= kLongRun) return 8;
+  if (problem.x == Format::kFp8 && int4) return 16;
   const bool int8 = problem.x == Format::kInt8 && !int4;
   return run <= 2 && (int8 || problem.k <= kShortK) ? 32 : 16;
 }
