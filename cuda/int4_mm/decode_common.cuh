@@ -1,5 +1,5 @@
-// What the bodies for few tokens, decode.cuh and few.cuh, share: the units of their sums, and what they do with four
-// rows of a token.
+// What the bodies for few tokens, decode.cuh, few.cuh and batch.cuh, share: the units of their sums, and what they do
+// with four rows of a token.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -32,7 +32,7 @@ __device__ __forceinline__ void add_slices(uint32_t from, int distance, float (&
   }
 }
 
-// Plain float32 arithmetic, by a warp. `Cut` is DecodeParams or FewParams.
+// Plain float32 arithmetic, by a warp. `Cut` is DecodeParams, FewParams or BatchParams.
 template <typename Cut>
 __device__ __noinline__ float4 exact(const Params& p, const Cut& d, int n, int token) {
   const int lane = threadIdx.x % 32;

@@ -32,54 +32,40 @@ Status launch_product(Sm80Kernel kernel, const Plan& plan, const Params& params,
 }
 
 // Weights are on their way before the kernel ahead of this one has ended (programmatic dependent launch).
-Status launch_decode(const Problem& problem, const Plan& plan, const Params& params, cudaStream_t stream) {
-  const DecodeKernel kernel = decode_kernel(plan.config);
+template <typename Cut>
+Status launch_streaming(const char* doing, void (*kernel)(Params, Cut), dim3 grid, const Plan& plan,
+                        const Params& params, const Cut& cut, cudaStream_t stream) {
   if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
-  const int clusters = static_cast<int>(plan.ctas / plan.split_k);
-  DecodeParams decode;
-  int shared_bytes;
-  if (!decode_params(problem, kDecode[plan.config], plan.split_k, clusters, static_cast<int>(plan.shared_bytes),
-                     &decode, &shared_bytes)) {
-    return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
-  }
-  Launch launch{dim3(plan.split_k, clusters), dim3(plan.warps * 32), stream};
+  Launch launch{grid, dim3(plan.warps * 32), stream};
   launch.shared_bytes = plan.shared_bytes;
   launch.cluster = plan.split_k;
   launch.overlapped = true;
-  return launch_kernel(launch, "launching the kernel for few tokens", kernel, params, decode);
+  return launch_kernel(launch, doing, kernel, params, cut);
 }
 
-Status launch_few(const Problem& problem, const Plan& plan, const Params& params, cudaStream_t stream) {
-  const FewKernel kernel = few_kernel(plan.config);
-  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
+// How the body cuts the problem follows from the plan: the same function told plan() how much memory that takes.
+Status launch_few_tokens(const Problem& problem, const Plan& plan, const Params& params, cudaStream_t stream) {
+  const int clusters = static_cast<int>(plan.ctas / plan.split_k), room = static_cast<int>(plan.shared_bytes);
+  const std::string_view kernel = plan.kernel;
+  DecodeParams decode;
   FewParams few;
-  int shared_bytes;
-  if (!few_params(problem, kFewConfigs[plan.config], static_cast<int>(plan.ctas), static_cast<int>(plan.shared_bytes),
-                  &few, &shared_bytes)) {
-    return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
-  }
-  Launch launch{dim3(static_cast<unsigned>(plan.ctas)), dim3(plan.warps * 32), stream};
-  launch.shared_bytes = plan.shared_bytes;
-  launch.overlapped = true;
-  return launch_kernel(launch, "launching the kernel for at most eight tokens", kernel, params, few);
-}
-
-Status launch_batch(const Problem& problem, const Plan& plan, const Params& params, cudaStream_t stream) {
-  const BatchKernel kernel = batch_kernel(plan.config);
-  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
-  const BatchConfig& config = kBatch[plan.config];
-  const int clusters = static_cast<int>(plan.ctas / plan.split_k);
   BatchParams batch;
   int shared_bytes;
-  if (!batch_params(problem, config, clusters, plan.split_k, static_cast<int>(plan.shared_bytes), &batch,
-                    &shared_bytes)) {
-    return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
+  if (kernel == "decode" &&
+      decode_params(problem, kDecode[plan.config], plan.split_k, clusters, room, &decode, &shared_bytes)) {
+    return launch_streaming("launching the kernel for few tokens", decode_kernel(plan.config),
+                            dim3(plan.split_k, clusters), plan, params, decode, stream);
   }
-  Launch launch{dim3(plan.split_k, clusters), dim3(plan.warps * 32), stream};
-  launch.shared_bytes = plan.shared_bytes;
-  launch.cluster = plan.split_k;
-  launch.overlapped = true;
-  return launch_kernel(launch, "launching the kernel for 9 to 32 tokens", kernel, params, batch);
+  if (kernel == "few" && few_params(problem, kFewConfigs[plan.config], clusters, room, &few, &shared_bytes)) {
+    return launch_streaming("launching the kernel for at most eight tokens", few_kernel(plan.config), dim3(clusters),
+                            plan, params, few, stream);
+  }
+  if (kernel == "batch" &&
+      batch_params(problem, kBatch[plan.config], clusters, plan.split_k, room, &batch, &shared_bytes)) {
+    return launch_streaming("launching the kernel for 9 to 32 tokens", batch_kernel(plan.config),
+                            dim3(plan.split_k, clusters), plan, params, batch, stream);
+  }
+  return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
 }
 
 Status launch_sm90(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream) {
@@ -98,8 +84,8 @@ unsigned blocks(int64_t threads, int per_block) { return static_cast<unsigned>((
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream_handle) {
   if (plan.kernel == std::string_view("sm90")) return launch_sm90(problem, plan, arguments, stream_handle);
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
-  const bool decode = plan.kernel == std::string_view("decode"), batch = plan.kernel == std::string_view("batch");
-  const Workspace layout = workspace_of(problem, decode || batch ? 1 : plan.split_k);  // these add split K themselves
+  const bool sm80 = plan.kernel == std::string_view("sm80");
+  const Workspace layout = workspace_of(problem, sm80 ? plan.split_k : 1);  // the others add split K themselves
   uint8_t* workspace = static_cast<uint8_t*>(arguments.workspace);
   const bool split_x = problem.x_dtype == DType::kFloat32;
   const bool finish = layout.partials >= 0;
@@ -127,9 +113,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   params.y_dtype = finish ? DType::kFloat32 : problem.x_dtype;
   params.split_k = plan.split_k;
 
-  if (decode) return launch_decode(problem, plan, params, stream);
-  if (batch) return launch_batch(problem, plan, params, stream);
-  if (plan.kernel == std::string_view("few")) return launch_few(problem, plan, params, stream);
+  if (!sm80) return launch_few_tokens(problem, plan, params, stream);
 
   float* group_sums = layout.group_sums >= 0 ? reinterpret_cast<float*>(workspace + layout.group_sums) : nullptr;
   if (split_x) {

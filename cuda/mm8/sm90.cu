@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "common/integers.h"
 #include "common/launch.h"
 #include "common/shared_memory.h"
 #include "common/tensor_map.h"
@@ -128,11 +129,11 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   Params p{};
   p.m = problem.m;
   p.n = static_cast<int>(problem.n);
-  p.k_tiles = static_cast<int>((problem.k + tile_k - 1) / tile_k);
+  p.k_tiles = static_cast<int>(ceil_div(problem.k, tile_k));
   p.parts = x.parts;
   p.tile_rows = plan.tile_n;
-  p.row_blocks = static_cast<int>((problem.n + plan.tile_n - 1) / plan.tile_n);
-  p.token_blocks = static_cast<int>((problem.m + plan.tile_m - 1) / plan.tile_m);
+  p.row_blocks = static_cast<int>(ceil_div(problem.n, plan.tile_n));
+  p.token_blocks = static_cast<int>(ceil_div(problem.m, plan.tile_m));
   p.split_k = plan.split_k;
   p.share = plan.share;
   // Rows past the last token would be filled with zeros, which takes as long as copying them.

@@ -1,6 +1,7 @@
 // Which kernel quantises a problem, and its launch.
 #include <algorithm>
 
+#include "common/integers.h"
 #include "common/launch.h"
 #include "qao/quantize.h"
 #include "quantize/rows.cuh"
@@ -18,8 +19,6 @@ constexpr int64_t kFewTokens = 16;
 bool is_aligned(const void* base, int64_t rows, int64_t stride_bytes, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(base) % bytes == 0 && (rows <= 1 || stride_bytes % bytes == 0);
 }
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 bool needs_maxima(const Problem& p) { return p.scaling == Scaling::kTensor && !p.static_scale; }
 
@@ -68,7 +67,7 @@ Params describe(const Problem& p, const Arguments& a) {
   params.maxima = static_cast<float*>(a.workspace);
   params.m = p.m;
   params.k = static_cast<int>(p.k);
-  params.vectors = static_cast<int>(divide_up(floats ? p.k : a.q_stride, kVector));
+  params.vectors = static_cast<int>(ceil_div(floats ? p.k : a.q_stride, kVector));
   params.group = p.sums_group >= p.k ? 0 : static_cast<int>(p.sums_group);
   while (params.group >> params.group_shift > 1) ++params.group_shift;
   params.groups = static_cast<int>(p.sums_groups());
@@ -100,8 +99,8 @@ template <DType dtype, Producer producer, int kVectors, bool kFast>
 Status launch_rows(Params p, cudaStream_t stream) {
   const bool tile_by_tile = producer == Producer::kSiluMul && p.y != nullptr;
   const int most = tile_by_tile && p.m <= kFewRows ? 128 : max_threads(kVectors);
-  p.tiles = static_cast<int>(divide_up(p.vectors, int64_t{most} * kVectors));
-  const int threads = static_cast<int>(divide_up(p.vectors, p.tiles * kVectors * 32)) * 32;
+  p.tiles = static_cast<int>(ceil_div(p.vectors, int64_t{most} * kVectors));
+  const int threads = static_cast<int>(ceil_div(p.vectors, p.tiles * kVectors * 32)) * 32;
   // Between products of few tokens the CTAs of a norm gather where the product ahead left room, which costs more.
   const bool pays = producer != Producer::kRmsNorm || p.m <= 2 || p.m > 16;
   const dim3 grid(static_cast<unsigned>(p.m), tile_by_tile ? static_cast<unsigned>(p.tiles) : 1);
@@ -133,8 +132,8 @@ Status launch_stream(Params p, Scaling scaling, cudaStream_t stream) {
   unsigned threads = 32;
   while (threads < kStreamThreads && threads * kVectors < static_cast<unsigned>(p.vectors)) threads *= 2;
   const dim3 cta(threads, kStreamThreads / threads);
-  p.slices = static_cast<int>(divide_up(p.vectors, int64_t{threads} * kVectors));
-  const int64_t ctas = divide_up(p.m, cta.y) * p.slices;
+  p.slices = static_cast<int>(ceil_div(p.vectors, int64_t{threads} * kVectors));
+  const int64_t ctas = ceil_div(p.m, cta.y) * p.slices;
   const dim3 grid(static_cast<unsigned>(ctas));
   if (scaling == Scaling::kBlock) {
     return launch_after(stream_kernel<dtype, Scaling::kBlock, kVectors>, grid, cta, p, stream);

@@ -228,12 +228,9 @@ TEST_CASE("mm8: who multiplies few tokens on an H200") {
 TEST_CASE("mm8: who multiplies few tokens of a float x on an H200") {
   const auto kernel = [](Format weight, int64_t m, int64_t n, Scaling scaling = Scaling::kRow,
                          DType x_dtype = DType::kBFloat16) {
-    Problem problem;
-    problem.weight = weight, problem.m = m, problem.n = n, problem.k = 4096;
+    Problem problem = problem_of(Format::kFloat, weight, m, n, 4096);
     problem.weight_scaling = scaling, problem.x_dtype = x_dtype;
-    Plan plan;
-    REQUIRE(mm8::plan(problem, Gpu{90, 132, 232448}, &plan).ok());
-    return std::string(plan.kernel);
+    return std::string(planned(problem).kernel);
   };
   using enum Format;
   for (const int64_t n : {4096, 28672}) {
