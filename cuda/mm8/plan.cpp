@@ -64,20 +64,22 @@ constexpr Config kSm80[] = {
 #undef QAO_SM80
 };
 
-// On Hopper wgmma wins above.
+// On Hopper wgmma wins above. `run`: row tiles a multiprocessor has.
 int64_t largest_mma_sync_m(const Problem& problem, const Gpu& gpu) {
-  const bool int4 = problem.weight == Format::kInt4;
+  const bool int4 = problem.weight == Format::kInt4, blocks = !int4 && problem.weight_scaling == Scaling::kBlock;
   const int64_t run = ceil_div(ceil_div(problem.n, kTileN), gpu.num_sms);
-  if (problem.x == Format::kFloat) {
-    if (int4) return 0;  // int4_mm asked itself
-    // Its tile of 32 tokens does not fold: scales of blocks, the parts of a float32 x.
-    const bool small_tile = run >= 2 && problem.weight_scaling != Scaling::kBlock && !is_split(problem);
-    return (problem.weight == Format::kInt8 ? 32 : 16) / (small_tile ? 2 : 1);
+  const bool one_pass = run <= 2, short_k = problem.k <= kShortK;
+  switch (problem.x) {
+    case Format::kFloat:
+      if (int4) return 0;  // int4_mm asked itself
+      // Its tile of 32 tokens does not fold: scales of blocks, the parts of a float32 x.
+      return (problem.weight == Format::kInt8 ? 32 : 16) / (blocks || is_split(problem) ? 1 : 2);
+    case Format::kInt8:
+      if (int4) return one_pass && short_k ? 32 : 16;
+      return one_pass ? 32 : run < kLongRun ? 16 : 8;
+    default:
+      return (int4 || (blocks && short_k)) && one_pass ? 16 : 8;
   }
-  if (problem.x == Format::kFp8 && run >= kLongRun) return 8;
-  if (problem.x == Format::kFp8 && int4) return 16;
-  const bool int8 = problem.x == Format::kInt8 && !int4;
-  return run <= 2 && (int8 || problem.k <= kShortK) ? 32 : 16;
 }
 
 constexpr int64_t kManyTokens = 64;  // above, arithmetic takes longer than reading W

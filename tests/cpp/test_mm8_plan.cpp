@@ -217,12 +217,26 @@ TEST_CASE("mm8: who multiplies few tokens on an H200") {
     for (const auto& [n, k] : {std::pair{1024, 1024}, {4096, 4096}, {6144, 4096}, {28672, 4096}, {4096, 14336}}) {
       CHECK(kernel(x, weight, 8, n, k) == "sm80");
       CHECK(kernel(x, weight, 33, n, k) == "sm90");
-      const bool long_run = n == 28672, one_pass = n <= 4096, short_k = k <= 8192;
-      CHECK(kernel(x, weight, 16, n, k) == (x == fp8 && long_run ? "sm90" : "sm80"));
-      const bool sm80 = one_pass && ((x == int8 && weight == int8) || (short_k && !(x == fp8 && weight == int4)));
-      CHECK(kernel(x, weight, 32, n, k) == (sm80 ? "sm80" : "sm90"));
+      const bool one_pass = n <= 4096, long_run = n == 28672;
+      const bool sm80_16 = x == int8 ? weight == int4 || !long_run : weight == int4 && one_pass;
+      CHECK(kernel(x, weight, 16, n, k) == (sm80_16 ? "sm80" : "sm90"));
+      const bool sm80_32 = x == int8 && one_pass && (weight == int8 || k <= 8192);
+      CHECK(kernel(x, weight, 32, n, k) == (sm80_32 ? "sm80" : "sm90"));
     }
   }
+}
+
+TEST_CASE("mm8: who multiplies few tokens in blocks of scales on an H200") {
+  const auto kernel = [](int64_t m, int64_t n, int64_t k) {
+    Problem problem = problem_of(Format::kFp8, Format::kFp8, m, n, k);
+    problem.weight_scaling = problem.x_scaling = Scaling::kBlock;
+    return std::string(planned(problem).kernel);
+  };
+  CHECK(kernel(16, 4096, 4096) == "sm80");
+  CHECK(kernel(17, 4096, 4096) == "sm90");
+  CHECK(kernel(8, 6144, 4096) == "sm80");
+  CHECK(kernel(9, 6144, 4096) == "sm90");
+  CHECK(kernel(9, 2560, 9728) == "sm90");
 }
 
 TEST_CASE("mm8: who multiplies few tokens of a float x on an H200") {
@@ -233,7 +247,7 @@ TEST_CASE("mm8: who multiplies few tokens of a float x on an H200") {
     return std::string(planned(problem).kernel);
   };
   using enum Format;
-  for (const int64_t n : {4096, 28672}) {
+  for (const int64_t n : {1024, 4096, 28672}) {
     CHECK(kernel(kFp8, 8, n) == "sm80");
     CHECK(kernel(kFp8, 9, n) == "sm90");
     CHECK(kernel(kInt8, 16, n) == "sm80");
@@ -242,8 +256,6 @@ TEST_CASE("mm8: who multiplies few tokens of a float x on an H200") {
     CHECK(kernel(kFp8, 17, n, Scaling::kBlock) == "sm90");
     CHECK(kernel(kInt8, 32, n, Scaling::kRow, DType::kFloat32) == "sm80");
   }
-  CHECK(kernel(kFp8, 16, 1024) == "sm80");
-  CHECK(kernel(kInt8, 32, 1024) == "sm80");
 }
 
 TEST_CASE("mm8: tiles of wgmma have as few rows as save time") {
