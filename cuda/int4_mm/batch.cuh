@@ -159,17 +159,33 @@ struct Batch : Cta<Tile> {
       }
       ptx::cluster_barrier();
     }
-    for (int token = begins + warp; token < ends; token += Tile::kAllWarps) {
-      for (int first = 0; first < quads; first += 32) {
-        const int quad = first + lane, n = (row_tile0 + quad / 4) * kTileN + quad % 4 * 4;
-        const bool exists = quad < quads;
-        float value[4] = {};
-        if (exists) {
-          add(token, quad, value);
-          if (clustered) add_slices<1>(received + (token - begins) * (d.padded_row * 4) + quad * 16, 0, value);
+    // Several tokens at once hide each other's latencies.
+    constexpr int kAtOnce = 2;
+#pragma unroll 1
+    for (int first = 0; first < quads; first += 32) {
+      const int quad = first + lane, n = (row_tile0 + quad / 4) * kTileN + quad % 4 * 4;
+#pragma unroll 1
+      for (int token0 = begins + warp; token0 < ends; token0 += kAtOnce * Tile::kAllWarps) {
+        float value[kAtOnce][4] = {};
+        const auto each = [&](const auto& work) {
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i) {
+            const int token = token0 + i * Tile::kAllWarps;
+            if (quad < quads && token < ends) work(token, value[i]);
+          }
+        };
+#pragma unroll 1
+        for (int s = 0; s < d.warps_k; ++s) {
+          each([&](int token, float (&to)[4]) { add_slices<1>(partial(s, token) + quad * 16, 0, to); });
         }
-        repair(p, d, n, token, value);
-        if (exists) store_rows(p, n, token, value);
+        if (clustered) {
+          each([&](int token, float (&to)[4]) {
+            add_slices<1>(received + (token - begins) * (d.padded_row * 4) + quad * 16, 0, to);
+          });
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) repair(p, d, n, token0 + i * Tile::kAllWarps, value[i]);
+        each([&](int token, float (&of)[4]) { store_rows(p, n, token, of); });
       }
     }
   }
