@@ -272,7 +272,7 @@ void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& g
       std::exit(1);
     }
     const bool is_chosen = std::string_view(plan.kernel) == chosen.kernel && plan.config == chosen.config &&
-                           plan.tile_n == chosen.tile_n && plan.share == chosen.share &&
+                           plan.tile_n == chosen.tile_n && plan.splits_last == chosen.splits_last &&
                            plan.split_k == chosen.split_k && plan.ctas == chosen.ctas &&
                            plan.shared_bytes == chosen.shared_bytes;
     std::printf(R"({"m": %ld, "n": %ld, "k": %ld, "chosen": %s, "plan": "%s", "operands": "%s", "tile_m": %d, )",

@@ -40,7 +40,7 @@ def big_layer(scheme: Scheme, n: int = 4096, k: int = 4096, seed: int = 0, devic
 def test_full_size_layers(scheme: Scheme, n: int, k: int, x_dtype: torch.dtype) -> None:
     weight = scheme.make_weight(n, k, scheme.few_formats[DTYPES.index(x_dtype) % 2], "cuda")
     bias = randn(n, dtype=x_dtype, device="cuda")
-    for m in (1, 8, 17, 64, 256, 1000):
+    for m in (1, 8, 17, 64, 256, 500, 1000):
         x = randn(m, k, dtype=x_dtype, device="cuda", seed=m)
         check_product(scheme.mm(x, weight, bias), x, weight, bias)
 

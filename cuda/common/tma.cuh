@@ -25,11 +25,6 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
 }
-// An arrival at a barrier of some CTA of the cluster (ptx::cluster_address), which publishes no writes: at the scope of
-// a cluster that costs a memory fence.
-__device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
-}
 // Returns when the phase of this parity is complete.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
   asm volatile(
@@ -55,16 +50,6 @@ __device__ __forceinline__ void load_3d(uint32_t to, const CUtensorMap* map, int
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];\n" ::
           "r"(to),
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier)
-      : "memory");
-}
-
-// The same, to the same addresses and barriers of all CTAs of the cluster whose bit is set.
-__device__ __forceinline__ void load_3d_multicast(uint32_t to, const CUtensorMap* map, int c0, int c1, int c2,
-                                                  uint32_t barrier, uint32_t ctas) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%2, %3, %4}], [%5], %6;\n" ::"r"(to),
-      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "h"(static_cast<uint16_t>(ctas))
       : "memory");
 }
 

@@ -26,8 +26,9 @@ To plan_as(const From& from) {
   To to;
   to.kernel = from.kernel, to.reason = from.reason, to.instruction = from.instruction;
   to.config = from.config;
-  to.tile_n = from.tile_n, to.share = from.share, to.tile_m = from.tile_m;
-  to.warps = from.warps, to.stages = from.stages, to.split_k = from.split_k, to.ctas = from.ctas;
+  to.tile_n = from.tile_n, to.tile_m = from.tile_m;
+  to.warps = from.warps, to.stages = from.stages, to.split_k = from.split_k, to.ctas = from.ctas,
+  to.splits_last = from.splits_last;
   to.shared_bytes = from.shared_bytes, to.workspace_bytes = from.workspace_bytes;
   return to;
 }

@@ -299,9 +299,9 @@ std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu) 
 std::string to_string(const Plan& plan) {
   using std::to_string;
   return std::string(plan.kernel) + " (" + plan.instruction + ") tile " + to_string(plan.tile_n) + "x" +
-         to_string(plan.tile_m) + (plan.share > 1 ? " share " + to_string(plan.share) : "") + " warps " +
-         to_string(plan.warps) + " stages " + to_string(plan.stages) + " split_k " + to_string(plan.split_k) +
-         " ctas " + to_string(plan.ctas) + " shared " + to_string(plan.shared_bytes) + " workspace " +
+         to_string(plan.tile_m) + " warps " + to_string(plan.warps) + " stages " + to_string(plan.stages) +
+         " split_k " + to_string(plan.split_k) + (plan.splits_last ? " splits_last" : "") + " ctas " +
+         to_string(plan.ctas) + " shared " + to_string(plan.shared_bytes) + " workspace " +
          to_string(plan.workspace_bytes) + " (" + plan.reason + ")" +
          (plan.quantizer[0] == '\0'
               ? ""

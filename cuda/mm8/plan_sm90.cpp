@@ -12,25 +12,23 @@
 namespace qao::mm8::sm90 {
 namespace {
 
-constexpr int kTokens[] = {
-#define QAO_SM80(...)
-#define QAO_SM90(tokens) tokens,
-#include "mm8/configs.inc"
-#undef QAO_SM90
-#undef QAO_SM80
-};
-
 // CTAs that run at once. Those of a cluster must find room in one part of the chip, so large clusters cannot fill it.
 int64_t slots_of(const Gpu& gpu, int cluster) { return cluster > 2 ? gpu.num_sms * 3 / 4 : gpu.num_sms; }
 
-// What the Hopper kernels cost: a row for each kind of operands and number of tokens.
+// What the Hopper kernels cost: a row for each kind of operands and number of tokens; tall tiles have rows of their
+// own.
 enum class Operands {
   kFloatInt4,
+  kFloatInt4Tall,
   kFloatEightBits,
+  kFloatEightBitsTall,
   kFloatFolded,
   kInt8Int8,
+  kInt8Int8Tall,
   kFp8Fp8,
+  kFp8Fp8Tall,
   kFp8Fp8Blocks,
+  kFp8Fp8BlocksTall,
   kInt8Int4,
   kInt8Int4Symmetric,
   kInt8Int4Channel,
@@ -55,33 +53,39 @@ constexpr Cost kCosts[] = {
 #undef QAO_COST
 #undef QAO_MEMORY
 
-Operands operands_of(const Problem& p, const Traits& traits) {
+Operands operands_of(const Problem& p, const Traits& traits, Tile tile) {
   using enum Operands;
-  if (traits.float_x) return traits.folds ? kFloatFolded : traits.packed ? kFloatInt4 : kFloatEightBits;
+  const bool tall = tile.tall();
+  if (traits.float_x) {
+    if (traits.folds) return kFloatFolded;
+    if (traits.packed) return tall ? kFloatInt4Tall : kFloatInt4;
+    return tall ? kFloatEightBitsTall : kFloatEightBits;
+  }
   if (!traits.packed) {
-    return p.weight_scaling == Scaling::kBlock ? kFp8Fp8Blocks : p.x == Format::kFp8 ? kFp8Fp8 : kInt8Int8;
+    if (p.weight_scaling == Scaling::kBlock) return tall ? kFp8Fp8BlocksTall : kFp8Fp8Blocks;
+    if (p.x == Format::kFp8) return tall ? kFp8Fp8Tall : kFp8Fp8;
+    return tall ? kInt8Int8Tall : kInt8Int8;
   }
   if (p.x == Format::kFp8) return kFp8Int4;
   return p.groups() == 1 ? kInt8Int4Channel : p.has_zeros ? kInt8Int4 : kInt8Int4Symmetric;
 }
 
 // Null: plan() does not take this tile.
-const Cost* cost_of(const Problem& problem, int tokens) {
-  const Operands operands = operands_of(problem, traits_of(problem, tokens));
+const Cost* cost_of(const Problem& problem, Tile tile) {
+  const Operands operands = operands_of(problem, traits_of(problem, tile.tokens), tile);
   for (const Cost& row : kCosts) {
-    if (row.operands == operands && row.tokens == tokens) return &row;
+    if (row.operands == operands && row.tokens == tile.tokens) return &row;
   }
   return nullptr;
 }
 
 struct Choice {
-  int row = -1, share = 1, split = 1;
-  int tile_rows = kTileN;
+  int row = -1, split = 1;
+  int tile_rows = 0;
   int64_t ctas = 0;
+  bool splits_last = false;
   Terms counts{};
 };
-
-constexpr int kMinTileRows = kTileN / 2;
 
 // How much of a K-tile's time goes with its rows of W.
 double share_of_rows(const Traits& traits) { return traits.float_x && traits.packed ? 0.55 : 0.75; }
@@ -95,45 +99,48 @@ bool waits_for_bytes(const Traits& traits, int tokens) {
 // can be and, if that may save time, once with as few as do not make more waves.
 template <typename Visit>
 void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit) {
-  for (int row = 0; row < static_cast<int>(std::size(kTokens)); ++row) {
-    const int tokens = kTokens[row];
+  for (int row = 0; row < static_cast<int>(std::size(kTiles)); ++row) {
+    const Tile tile = kTiles[row];
+    const int tokens = tile.tokens;
     const Traits traits = traits_of(problem, tokens);
-    if (!traits.serves(tokens)) continue;
-    const int64_t steps = ceil_div(problem.k, traits.tile_k(tokens)) * (is_split(problem) ? kFloat32Parts : 1);
+    if (!traits.serves(tile)) continue;
+    const int64_t steps = ceil_div(problem.k, traits.tile_k(tile)) * (is_split(problem) ? kFloat32Parts : 1);
     const int64_t token_blocks = ceil_div(problem.m, tokens);
-    // Large tiles rather fetch x for two CTAs at once.
-    for (int share = tokens > 128 ? 2 : 1; share >= 1; --share) {
-      for (int split = 1; split <= std::min<int64_t>(kMaxCluster / share, steps); ++split) {
-        const int64_t slots = slots_of(gpu, split > 1 ? split * share : 1);
-        const auto ctas_of = [&](int tile_rows) {
-          return ceil_div(problem.n, share * tile_rows) * share * token_blocks * split;
-        };
-        const int64_t waves = ceil_div(ctas_of(kTileN), slots);
-        if (split > 1 && waves > 1) continue;  // those that split K do not walk over tiles
-        const auto visit_rows = [&](int tile_rows) {
-          const double k_tiles = static_cast<double>(waves * ceil_div(steps, split)) *
-                                 (1 - share_of_rows(traits) * (1 - 1.0 * tile_rows / kTileN));
-          const double parts = split > 1 ? split : 0;
-          const Terms counts = {k_tiles, static_cast<double>(waves), split > 1 ? 1.0 : 0.0, parts};
-          visit(Choice{row, share, split, tile_rows, ctas_of(tile_rows), counts});
-        };
-        visit_rows(kTileN);
-        const int64_t row_blocks = waves * slots / (token_blocks * split * share) * share;
-        const int64_t fewest = ceil_div(ceil_div(problem.n, row_blocks), int4_mm::kTileN) * int4_mm::kTileN;
-        if (fewest <= kMinTileRows) {
-          visit_rows(kMinTileRows);
-        } else if (fewest < kTileN && waits_for_bytes(traits, tokens)) {
-          visit_rows(static_cast<int>(fewest));
-        }
+    for (int split = 1; split <= std::min<int64_t>(kMaxCluster, steps); ++split) {
+      const int64_t slots = slots_of(gpu, split);
+      const auto ctas_of = [&](int tile_rows) { return ceil_div(problem.n, tile_rows) * token_blocks * split; };
+      const int64_t waves = ceil_div(ctas_of(tile.rows), slots);
+      if (split > 1 && waves > 1) continue;  // those that split K do not walk over tiles
+      const auto visit_rows = [&](int tile_rows) {
+        const double k_tiles = static_cast<double>(waves * ceil_div(steps, split)) *
+                               (1 - share_of_rows(traits) * (1 - 1.0 * tile_rows / tile.rows));
+        const double parts = split > 1 ? split : 0;
+        const Terms counts = {k_tiles, static_cast<double>(waves), split > 1 ? 1.0 : 0.0, parts};
+        visit(Choice{row, split, tile_rows, ctas_of(tile_rows), false, counts});
+      };
+      visit_rows(tile.rows);
+      // Pairs of CTAs split K of the tiles left over after full waves.
+      const int64_t pairs = slots / kLastSplit, full = waves - 1, left = ctas_of(tile.rows) - full * pairs * kLastSplit;
+      if (split == 1 && full > 0 && left <= pairs && steps >= kLastSplit) {
+        const auto k_tiles = static_cast<double>(full * steps + ceil_div(steps, kLastSplit));
+        const Terms counts = {k_tiles, static_cast<double>(waves), 1, kLastSplit};
+        visit(Choice{row, split, tile.rows, pairs * kLastSplit, true, counts});
+      }
+      if (tile.tall()) continue;
+      const int64_t row_blocks = waves * slots / (token_blocks * split);
+      const int64_t fewest = ceil_div(ceil_div(problem.n, row_blocks), int4_mm::kTileN) * int4_mm::kTileN;
+      if (fewest <= kWarpgroupRows) {
+        visit_rows(kWarpgroupRows);
+      } else if (fewest < tile.rows && waits_for_bytes(traits, tokens)) {
+        visit_rows(static_cast<int>(fewest));
       }
     }
   }
 }
 
 void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* plan) {
-  const int tokens = kTokens[choice.row];
-  const Traits traits = traits_of(problem, tokens);
-  const Stage stage(traits, tokens);
+  const Tile tile = kTiles[choice.row];
+  const Stage stage(traits_of(problem, tile.tokens), tile);
   plan->kernel = "sm90";
   plan->reason = "many tokens on Hopper: wgmma";
   plan->instruction = problem.x == Format::kInt8           ? "wgmma s8"
@@ -142,14 +149,13 @@ void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* pl
                                                            : "wgmma bf16";
   plan->config = choice.row;
   plan->tile_n = choice.tile_rows;
-  plan->share = choice.share;
-  plan->tile_m = tokens;
-  plan->warps = (kConsumerThreads + kProducerThreads) / 32;
+  plan->tile_m = tile.tokens;
+  plan->warps = tile.warpgroups() * 4 + kProducerThreads / 32;
   plan->stages = stage.count;
   plan->shared_bytes = stage.total;
   plan->split_k = choice.split;
-  const int64_t most = gpu.num_sms / choice.share * choice.share;
-  plan->ctas = choice.split > 1 ? choice.ctas : std::min(choice.ctas, most);
+  plan->splits_last = choice.splits_last;
+  plan->ctas = choice.split > 1 ? choice.ctas : std::min<int64_t>(choice.ctas, gpu.num_sms);
   plan->workspace_bytes = workspace_of(problem, 1).bytes;  // clusters add up in shared memory
 }
 
@@ -172,7 +178,7 @@ void plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   int row = -1;
   const Cost* cost = nullptr;
   for_each_choice(problem, gpu, [&](const Choice& choice) {
-    if (choice.row != row) cost = cost_of(problem, kTokens[row = choice.row]);
+    if (choice.row != row) cost = cost_of(problem, kTiles[row = choice.row]);
     if (cost == nullptr) return;
     const double time = microseconds(choice.counts, cost->costs, bytes, kMemory);
     if (best.row >= 0 && time >= least) return;
@@ -187,7 +193,7 @@ void add_candidates(const Problem& problem, const Gpu& gpu, std::vector<Candidat
   for_each_choice(problem, gpu, [&](const Choice& choice) {
     Candidate<Plan>& candidate = all->emplace_back();
     fill(problem, gpu, choice, &candidate.plan);
-    if (const Cost* cost = cost_of(problem, candidate.plan.tile_m)) candidate.operands = cost->name;
+    if (const Cost* cost = cost_of(problem, kTiles[choice.row])) candidate.operands = cost->name;
     candidate.counts = choice.counts;
   });
 }

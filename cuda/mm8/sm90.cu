@@ -15,54 +15,54 @@ constexpr int64_t kPrefetchBytes = 16 * 1024;  // of W, for each CTA: more delay
 using KernelFunction = void (*)(Params, TensorMaps);
 
 // Null where traits_of() says the tile is not compiled.
-template <int tokens, typename T, Format weight, Fold fold, bool columns = false>
+template <int rows, int tokens, typename T, Format weight, Fold fold, bool columns = false>
 KernelFunction one() {
   constexpr bool kFloatX = sizeof(T) == 2;
-  if constexpr (Traits{kFloatX, weight == Format::kInt4, columns, fold != Fold::kNone}.serves(tokens)) {
-    return &mm8_kernel<Kernel<T, weight, fold, columns, tokens>>;
+  if constexpr (Traits{kFloatX, weight == Format::kInt4, columns, fold != Fold::kNone}.serves({rows, tokens})) {
+    return &mm8_kernel<Kernel<T, weight, fold, columns, rows, tokens>>;
   } else {
     return nullptr;
   }
 }
 
-template <int tokens, typename T>
+template <int rows, int tokens, typename T>
 KernelFunction of_float(const Problem& p) {
-  if (p.weight == Format::kInt4) return one<tokens, T, Format::kInt4, Fold::kNone>();
-  if (p.weight == Format::kInt8) return one<tokens, T, Format::kInt8, Fold::kNone>();
-  if (p.weight_scaling == Scaling::kBlock) return one<tokens, T, Format::kFp8, Fold::kBlock>();
-  return one<tokens, T, Format::kFp8, Fold::kNone>();
+  if (p.weight == Format::kInt4) return one<rows, tokens, T, Format::kInt4, Fold::kNone>();
+  if (p.weight == Format::kInt8) return one<rows, tokens, T, Format::kInt8, Fold::kNone>();
+  if (p.weight_scaling == Scaling::kBlock) return one<rows, tokens, T, Format::kFp8, Fold::kBlock>();
+  return one<rows, tokens, T, Format::kFp8, Fold::kNone>();
 }
-template <int tokens>
+template <int rows, int tokens>
 KernelFunction of_parts(const Problem& p) {
   using T = __nv_bfloat16;
-  if (p.weight == Format::kInt4) return one<tokens, T, Format::kInt4, Fold::kGroup, true>();
-  if (p.weight == Format::kInt8) return one<tokens, T, Format::kInt8, Fold::kPromote>();
-  if (p.weight_scaling == Scaling::kBlock) return one<tokens, T, Format::kFp8, Fold::kBlock>();
-  return one<tokens, T, Format::kFp8, Fold::kPromote>();
+  if (p.weight == Format::kInt4) return one<rows, tokens, T, Format::kInt4, Fold::kGroup, true>();
+  if (p.weight == Format::kInt8) return one<rows, tokens, T, Format::kInt8, Fold::kPromote>();
+  if (p.weight_scaling == Scaling::kBlock) return one<rows, tokens, T, Format::kFp8, Fold::kBlock>();
+  return one<rows, tokens, T, Format::kFp8, Fold::kPromote>();
 }
-template <int tokens>
+template <int rows, int tokens>
 KernelFunction kernel_of(const Problem& p) {
   using wgmma::E4m3;
-  if (is_split(p)) return of_parts<tokens>(p);
+  if (is_split(p)) return of_parts<rows, tokens>(p);
   if (p.x == Format::kFloat) {
-    return p.x_dtype == DType::kFloat16 ? of_float<tokens, __half>(p) : of_float<tokens, __nv_bfloat16>(p);
+    return p.x_dtype == DType::kFloat16 ? of_float<rows, tokens, __half>(p) : of_float<rows, tokens, __nv_bfloat16>(p);
   }
   if (p.x == Format::kInt8) {
-    if (p.weight == Format::kInt8) return one<tokens, int8_t, Format::kInt8, Fold::kNone>();
-    if (p.has_zeros) return one<tokens, int8_t, Format::kInt4, Fold::kGroup, true>();
-    return one<tokens, int8_t, Format::kInt4, Fold::kGroup>();
+    if (p.weight == Format::kInt8) return one<rows, tokens, int8_t, Format::kInt8, Fold::kNone>();
+    if (p.has_zeros) return one<rows, tokens, int8_t, Format::kInt4, Fold::kGroup, true>();
+    return one<rows, tokens, int8_t, Format::kInt4, Fold::kGroup>();
   }
-  if (p.weight == Format::kInt4) return one<tokens, E4m3, Format::kInt4, Fold::kGroup, true>();
-  if (p.weight_scaling == Scaling::kBlock) return one<tokens, E4m3, Format::kFp8, Fold::kBlock, true>();
-  if constexpr (tokens == 256) return one<tokens, E4m3, Format::kFp8, Fold::kNone>();
-  return one<tokens, E4m3, Format::kFp8, Fold::kPromote>();
+  if (p.weight == Format::kInt4) return one<rows, tokens, E4m3, Format::kInt4, Fold::kGroup, true>();
+  if (p.weight_scaling == Scaling::kBlock) return one<rows, tokens, E4m3, Format::kFp8, Fold::kBlock, true>();
+  if constexpr (tokens == 256) return one<rows, tokens, E4m3, Format::kFp8, Fold::kNone>();
+  return one<rows, tokens, E4m3, Format::kFp8, Fold::kPromote>();
 }
 // Of row `config` of configs.inc.
 KernelFunction kernel_of(const Problem& p, int config) {
   int row = 0;
 #define QAO_SM80(...)
-#define QAO_SM90(tokens) \
-  if (config == row++) return kernel_of<tokens>(p);
+#define QAO_SM90(rows, tokens) \
+  if (config == row++) return kernel_of<rows, tokens>(p);
 #include "mm8/configs.inc"
 #undef QAO_SM90
 #undef QAO_SM80
@@ -76,7 +76,7 @@ Status make_tensor_maps(const Problem& problem, const Plan& plan, const Argument
   const bool half = problem.x_dtype == DType::kFloat16;
   const Size m = problem.m, n = problem.n, k = problem.k, row_tiles = int4_mm::tiles_n(problem.n),
              tiles_k = int4_mm::tiles_k(problem.k), bytes = float_x ? 2 : 1;
-  const cuuint32_t tile_k = traits_of(problem, plan.tile_m).tile_k(plan.tile_m), tokens = p.x_rows / p.share,
+  const cuuint32_t tile_k = static_cast<cuuint32_t>(tile_k_of(problem, plan)), tokens = p.x_rows,
                    atom_k = 128 / static_cast<cuuint32_t>(bytes), tile_rows = p.tile_rows,
                    box_tiles = tile_rows / int4_mm::kTileN;
   const TensorShape x_shape{{packed && !float_x ? tiles_k * int4_mm::kTileK : k, static_cast<Size>(x.parts), m},
@@ -125,7 +125,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
               void* stream) {
   const Traits traits = traits_of(problem, plan.tile_m);
   const bool packed = traits.packed, block = problem.weight_scaling == Scaling::kBlock && !packed;
-  const int64_t tile_k = traits.tile_k(plan.tile_m);
+  const int64_t tile_k = tile_k_of(problem, plan);
   Params p{};
   p.m = problem.m;
   p.n = static_cast<int>(problem.n);
@@ -135,9 +135,10 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   p.row_blocks = static_cast<int>(ceil_div(problem.n, plan.tile_n));
   p.token_blocks = static_cast<int>(ceil_div(problem.m, plan.tile_m));
   p.split_k = plan.split_k;
-  p.share = plan.share;
+  const int tiles = p.row_blocks * p.token_blocks, ctas = static_cast<int>(plan.ctas);
+  p.whole_tiles = plan.splits_last ? tiles / ctas * ctas : tiles;
   // Rows past the last token would be filled with zeros, which takes as long as copying them.
-  p.x_rows = plan.share > 1 ? plan.tile_m : static_cast<int>(std::min<int64_t>(plan.tile_m, (problem.m + 7) / 8 * 8));
+  p.x_rows = static_cast<int>(std::min<int64_t>(plan.tile_m, (problem.m + 7) / 8 * 8));
   const int64_t tile_bytes = plan.tile_n * tile_k / (packed ? 2 : 1);
   p.prefetch_tiles = static_cast<int>(std::min<int64_t>(kPrefetchBytes / tile_bytes, 32));
   set_groups(problem, tile_k, &p);
@@ -176,10 +177,10 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   if (Status status = make_tensor_maps(problem, plan, arguments, x, p, &maps); !status.ok()) return status;
   const KernelFunction kernel = kernel_of(problem, plan.config);
   if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
-  Launch launch{static_cast<unsigned>(plan.ctas), kConsumerThreads + kProducerThreads,
+  Launch launch{static_cast<unsigned>(plan.ctas), static_cast<unsigned>(plan.warps) * 32,
                 static_cast<cudaStream_t>(stream)};
   launch.shared_bytes = static_cast<size_t>(plan.shared_bytes);
-  launch.cluster = p.split_k * p.share;
+  launch.cluster = plan.splits_last ? kLastSplit : p.split_k;
   launch.overlapped = true;
   return launch_kernel(launch, "launching mm8_kernel", kernel, p, maps);
 }

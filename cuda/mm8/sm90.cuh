@@ -1,9 +1,10 @@
 // The Hopper body: wgmma with W as the 64-row operand and x as the columns, both brought by the copy engine.
 //
-// A producer thread keeps a ring of K-tiles full, some columns of each token and the same columns of W. Two consumer
-// warpgroups own 64 rows of W each. int8 x int8 and fp8 x fp8 multiply straight from shared memory; where W needs
-// converting (int4, or 8 bits beside a float x) a warpgroup makes the next K-tile's operand in registers while the
-// tensor cores work on the present one. CTAs are persistent: a tile's first K-tiles arrive during the last epilogue.
+// A producer thread keeps a ring of K-tiles full, some columns of each token and the same columns of W. Two or three
+// consumer warpgroups own 64 rows of W each. int8 x int8 and fp8 x fp8 multiply straight from shared memory; where W
+// needs converting (int4, or 8 bits beside a float x) a warpgroup makes the next K-tile's operand in registers while
+// the tensor cores work on the present one. CTAs are persistent: a tile's first K-tiles arrive during the last
+// epilogue.
 //
 //            tokens
 //         +---------+      y[m][n] = x_scale[m] (row_scale[n] sum over k of W[n][k] x[m][k] - ...) + bias[n]
@@ -27,12 +28,11 @@ struct Consumer {
 
   const Params& p;
   Ring<K>& ring;
-  const uint32_t to_producer;  // from a barrier of this CTA to that of a CTA this lane releases stages to
   const int lane = threadIdx.x % 32, warp = ptx::warp_index();
   typename K::Product product[K::kTilesM][4];
   float sum[K::kFolds ? K::kTilesM : 1][4];
   Operand<K::kSteps> operand[K::kScalesOperand ? 1 : 2];  // K-tiles alternate between two
-  RawOperand<T, K::kWeight, K::kScalesOperand, K::kSteps> raw;
+  RawOperand<T, K::kWeight, K::kScalesOperand, K::kTile.rows, K::kSteps> raw;
   const float* block_scales;  // of these rows of W
   float block_scale, next_block_scale;
 
@@ -77,10 +77,10 @@ struct Consumer {
     wgmma::commit();
   }
 
-  // To the producers of all CTAs that fetch x together.
+  // To the producer.
   __device__ __forceinline__ void release(uint32_t barrier) const {
     __syncwarp();
-    if (lane < p.share) tma::barrier_arrive_cluster(barrier + to_producer);
+    if (lane == 0) tma::barrier_arrive(barrier);
   }
 
   // A group's scale and zero point, of rows g and g + 8. Zero points are in the units of the product.
@@ -290,10 +290,10 @@ struct Consumer {
   template <typename Sum>
   __device__ __forceinline__ void write(const Sum& result, uint32_t epilogue, const Place& at) const {
     constexpr bool kFloatY = !K::kFloatX || K::kFolds, kHalfY = !K::kFloatX || !K::kFolds || K::kFold == Fold::kBlock;
-    const Target target{rows(), tokens(), token0(at), row0(at), min(p.n, (at.row_block + 1) * p.tile_rows)};
-    if (p.split_k > 1) {
+    const Target target{rows(), tokens(), token0(at), row0(at), min(p.n, (at.row_block + 1) * p.tile_rows), at.split_k};
+    if (at.split_k > 1) {
       // All warpgroups are done with the ring, which the tile overlays.
-      ptx::named_barrier(3, warpgroups(p) * 128);
+      ptx::named_barrier(1 + K::kWarpgroups, warpgroups(p) * 128);
       write_split_result<K>(p, result, ring.data, target);
     } else if (kFloatY && (!kHalfY || p.y_dtype == DType::kFloat32)) {
       if constexpr (kFloatY) write_float_result<K>(p, result, target);
@@ -304,24 +304,19 @@ struct Consumer {
 };
 
 template <typename K>
-__global__ void __launch_bounds__(kConsumerThreads + kProducerThreads, 1)
-    mm8_kernel(Params p, const __grid_constant__ TensorMaps maps) {
+__global__ void __launch_bounds__(K::kThreads, 1) mm8_kernel(Params p, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) uint8_t shared[];
   Ring<K> ring{ptx::shared_address(shared)};
   if (threadIdx.x < K::kStage.count) {
     const uint32_t barrier = ring.arrived() + threadIdx.x * 8;
     tma::barrier_init(barrier, 1 + (K::kColumns ? kHelperThreads : K::kScalesOperand ? 32 : 0));
-    tma::barrier_init(barrier + kBarrierBytes, warpgroups(p) * 4 * p.share);
+    tma::barrier_init(barrier + kBarrierBytes, warpgroups(p) * 4);
     if (K::kScalesOperand) tma::barrier_init(barrier + 2 * kBarrierBytes, 1);
     tma::barrier_init_fence();
   }
-  const int warp = ptx::warp_index() - kConsumerThreads / 32;
+  const int warp = ptx::warp_index() - K::kConsumerThreads / 32;
   if (warp == 0 && ptx::elect_one()) tma::prefetch_map(&maps.x);
-  if (p.share > 1) {
-    ptx::cluster_barrier();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
   // All that comes from the kernel before, and the y that it may still read, is only touched after a wait for it: each
   // role waits when all else is ready. W may be its work too: up to there it went to L2 alone, where it cannot grow
   // stale.
@@ -336,13 +331,10 @@ __global__ void __launch_bounds__(kConsumerThreads + kProducerThreads, 1)
   } else {
     ptx::raise_registers<K::kConsumerRegisters>();
     const uint32_t epilogue = ring.data + K::kStage.epilogue;
-    const int peer = (ptx::cluster_rank() & -p.share) + threadIdx.x % 32 % p.share;
-    const uint32_t to_producer = ptx::cluster_address(ring.data, peer) - ring.data;
-    if (warp + kConsumerThreads / 32 < warpgroups(p) * 4) {
-      for_each_tile<K>(p, [&](const Place& at) { Consumer<K>{p, ring, to_producer}.run(at, epilogue); });
+    if (warp + K::kConsumerThreads / 32 < warpgroups(p) * 4) {
+      for_each_tile<K>(p, [&](const Place& at) { Consumer<K>{p, ring}.run(at, epilogue); });
     }
   }
-  if (p.share > 1 && p.split_k == 1) ptx::cluster_barrier();  // a CTA that has gone can take no arrivals
 }
 
 }  // namespace qao::mm8::sm90

@@ -81,6 +81,7 @@ struct Target {
   uint32_t rows, tokens;
   int64_t token0;
   int row0, row_end;
+  int split_k;  // see Place
 };
 
 // Of a tile whose K is split over the cluster: transposed into `tiles`, then every CTA adds up and stores its share of
@@ -89,7 +90,7 @@ template <typename K, typename Sum>
 __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&sum)[K::kTilesM][4], uint32_t tiles,
                                                    const Target& at) {
   constexpr int kBatch = 4;  // tokens of a thread whose parts are read at once
-  const int thread = threadIdx.x % 128, lane = thread % 32, rank = ptx::cluster_rank() >> (p.share - 1);
+  const int thread = threadIdx.x % 128, lane = thread % 32, rank = ptx::cluster_rank();
   const uint32_t tile = tiles + threadIdx.x / 128 * K::kTokens * kPaddedN * 4;
   const int row = thread % 16 * 4, n = at.row0 + row;
   ptx::cp_async_wait<0>();  // of fetch_scales
@@ -103,12 +104,12 @@ __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&
   }
   ptx::cluster_barrier();
   const Rows<!K::kFloatX, 4, 1> rows(p, at.rows, row);
-  const int end = static_cast<int>(min(static_cast<int64_t>((rank + 1) * K::kTokens / p.split_k), p.m - at.token0));
+  const int end = static_cast<int>(min(static_cast<int64_t>((rank + 1) * K::kTokens / at.split_k), p.m - at.token0));
 #pragma unroll 1
-  for (int first = rank * K::kTokens / p.split_k + thread / 16; first < end && n < at.row_end; first += 8 * kBatch) {
+  for (int first = rank * K::kTokens / at.split_k + thread / 16; first < end && n < at.row_end; first += 8 * kBatch) {
     float total[kBatch][4] = {};
 #pragma unroll 2
-    for (int r = 0; r < p.split_k; ++r) {
+    for (int r = 0; r < at.split_k; ++r) {
       float4 part[kBatch];
       const auto read = [&](uint32_t from, auto load) {
 #pragma unroll
@@ -117,8 +118,7 @@ __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&
       if (r == rank) {  // what lies here need not go through the network of the cluster
         read(tile + row * 4, ptx::load_shared_float4);
       } else {
-        const int peer = r * p.share + (ptx::cluster_rank() & (p.share - 1));
-        read(ptx::cluster_address(tile + row * 4, peer), ptx::load_cluster_float4);
+        read(ptx::cluster_address(tile + row * 4, r), ptx::load_cluster_float4);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {

@@ -21,12 +21,11 @@ struct Params {
   int n;
   int k_tiles, parts;            // parts: 3 when x is a float32 split into bfloat16 parts, else 1
   int row_blocks, token_blocks;  // tiles of y
-  int tile_rows;                 // of W: kTileN or less; 64 leave the second warpgroup nothing to do
+  int whole_tiles;               // clusters of kLastSplit CTAs split K of the tiles that come after them
+  int tile_rows;                 // of W: those of the kernel's tile or less, which leaves warpgroups nothing to do
   int x_rows;                    // tokens that a copy of x brings; the tile's others stay as they were
   int prefetch_tiles;            // K-tiles of W that a CTA asks for before it waits for the kernel before: at most 32
   int split_k;                   // CTAs of a cluster that share a tile of y
-  int share;                     // CTAs of a cluster, for neighbouring row tiles, that fetch x together: 1 or 2
-                                 // a cluster is split_k times share CTAs, neighbours of a share first
   int groups;                    // along K: int4 groups, or blocks of 128
   int groups_per_tile;           // 4, 2 or 1
   int fold_shift;                // groups_per_tile == 1: K-tile t belongs to group t >> fold_shift

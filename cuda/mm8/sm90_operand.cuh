@@ -35,7 +35,7 @@ __device__ __forceinline__ uint32_t widen(uint32_t bytes) {
 
 // A thread's share of a K-tile. 8-bit rows of 64 or 128 bytes, their 16-byte chunks permuted by the copy engine: a
 // thread's two bytes lie in a bank of their own. `scaled`: int4 beside a float x is multiplied by its scales.
-template <typename T, Format format, bool scaled, int steps = kAtomSteps>
+template <typename T, Format format, bool scaled, int rows, int steps = kAtomSteps>
 struct RawOperand {
   uint16_t bytes[steps][4];
 
@@ -67,8 +67,8 @@ __device__ __forceinline__ uint32_t word_of(const uint4& words, int i) {
 
 // Int4 in two tiles of 64 k. For int8, 16 (q - 8): a nibble with its top bit flipped is q - 8 in two's complement. For
 // e4m3, q 2^-9: the byte 0x0q itself.
-template <typename T>
-struct RawOperand<T, Format::kInt4, false> {
+template <typename T, int rows>
+struct RawOperand<T, Format::kInt4, false, rows> {
   uint4 words[2];
 
   // From a warp's row tile.
@@ -96,8 +96,8 @@ struct RawOperand<T, Format::kInt4, false> {
 };
 
 // q - 8, for a float32 x in bfloat16 parts: scales and zero points are applied to float32 sums.
-template <>
-struct RawOperand<__nv_bfloat16, Format::kInt4, false> {
+template <int rows>
+struct RawOperand<__nv_bfloat16, Format::kInt4, false, rows> {
   uint4 words;
 
   __device__ __forceinline__ void load(uint32_t weight, int warp, int lane) {
@@ -149,8 +149,8 @@ __device__ __forceinline__ RowScale row_scale(float scale, float zero) {
 __device__ __forceinline__ uint32_t pair_of_low(uint32_t word) { return __byte_perm(word, 0, 0x1010); }
 __device__ __forceinline__ uint32_t pair_of_high(uint32_t word) { return __byte_perm(word, 0, 0x3232); }
 
-template <typename T, int steps>
-struct RawOperand<T, Format::kInt4, true, steps> {
+template <typename T, int rows, int steps>
+struct RawOperand<T, Format::kInt4, true, rows, steps> {
   static constexpr int kTiles = steps / kAtomSteps;  // of 64 k
 
   uint4 words[kTiles];
@@ -166,14 +166,14 @@ struct RawOperand<T, Format::kInt4, true, steps> {
     for (int tile = 0; tile < kTiles; ++tile) {
       words[tile] = ptx::load_shared_16(weight + (warp * kTiles + tile) * int4_mm::kTileBytes + lane * 16);
     }
-    if (has_rest) load<groups>(rest, from + kRestBytes + (warp * 8 + lane / 4) * 8);
+    if (has_rest) load<groups>(rest, from + rows * kRestBytes + (warp * 8 + lane / 4) * 8);
   }
   template <int groups>
   static __device__ __forceinline__ void load(uint2 (&to)[steps / 2], uint32_t from) {
     constexpr int kSpan = steps / 2 / groups;
 #pragma unroll
     for (int i = 0; i < steps / 2; ++i) {
-      to[i] = i % kSpan == 0 ? ptx::load_shared_8(from + i / kSpan * (kTileN * kRowScaleBytes)) : to[i - 1];
+      to[i] = i % kSpan == 0 ? ptx::load_shared_8(from + i / kSpan * (rows * kRowScaleBytes)) : to[i - 1];
     }
   }
   template <bool high>

@@ -24,7 +24,7 @@ enum class Fold {
 
 // T: what the tensor cores multiply, __nv_bfloat16, __half, int8_t or wgmma::E4m3. `columns`: the fold needs a value
 // per token, a scale of x or a sum of it.
-template <typename T_, Format weight, Fold fold, bool columns, int tokens>
+template <typename T_, Format weight, Fold fold, bool columns, int rows, int tokens>
 struct Kernel {
   using T = T_;
   using Product = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;
@@ -35,13 +35,17 @@ struct Kernel {
   static constexpr bool kPacked = weight == Format::kInt4, kFromRegisters = kFloatX || kPacked;
   static constexpr bool kScalesOperand = kPacked && kFloatX && !kFolds;  // int4 is multiplied by its scales in T
   static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds};
-  static constexpr int kTileK = kTraits.tile_k(tokens), kTokens = tokens, kTilesM = tokens / 8;
+  static constexpr Tile kTile{rows, tokens};
+  static constexpr int kTileK = kTraits.tile_k(kTile), kTokens = tokens, kTilesM = tokens / 8;
   static constexpr int kAtomK = kFloatX ? 64 : 128, kAtoms = kTileK / kAtomK;  // 128 bytes of a token
   static constexpr int kSteps = kAtoms * kAtomSteps;                           // products, 32 bytes of a token each
-  static constexpr Stage kStage{kTraits, tokens};
-  // A CTA starts with 168 registers a thread; consumers take what the producers give up, and no more.
-  static constexpr int kProducerRegisters = kScalesOperand ? 56 : 40, kConsumerRegisters = kScalesOperand ? 224 : 232;
-  static_assert(2 * tokens * kPaddedN * 4 <= kStage.epilogue, "a tile of split K overlays the ring");
+  static constexpr Stage kStage{kTraits, kTile};
+  static constexpr int kWarpgroups = kTile.warpgroups(), kConsumerThreads = kWarpgroups * 128,
+                       kThreads = kConsumerThreads + kProducerThreads;
+  // A thread starts with as many registers as all can have; consumers take what the producers give up, and no more.
+  static constexpr int kProducerRegisters = kScalesOperand ? 56 : 40;
+  static constexpr int kConsumerRegisters = kTile.tall() ? 152 : kScalesOperand ? 224 : 232;
+  static_assert(kWarpgroups * tokens * kPaddedN * 4 <= kStage.epilogue, "a tile of split K overlays the ring");
   static constexpr int kPanel = 2048 / tokens;  // token tiles
 };
 
@@ -67,30 +71,40 @@ struct Ring {
 };
 
 // Consumer warpgroups that have rows of W.
-__device__ __forceinline__ int warpgroups(const Params& p) { return p.tile_rows > kTileN / 2 ? 2 : 1; }
+__device__ __forceinline__ int warpgroups(const Params& p) {
+  return (p.tile_rows + kWarpgroupRows - 1) / kWarpgroupRows;
+}
 
 // One tile of y, and the K-tiles this CTA walks for it, counted through all parts of x. Tiles come in panels of 2048
 // tokens, inside a panel all token tiles of one row tile together: weights are read from L2 within a panel, x stays
 // there between row tiles.
 struct Place {
   int row_block, token_block, begin, end;
+  int split_k;  // CTAs of a cluster that have a part of K each
 };
 // a / b, which takes long, where that is not plain: what comes before a CTA's first copy is part of every call.
 __device__ __forceinline__ int quotient(int a, int b) { return a < b ? 0 : b == 1 ? a : a / b; }
+// Of number `turn` of all: those past Params::whole_tiles count for each CTA of the pair that splits K.
 template <typename K>
-__device__ __forceinline__ Place place(const Params& p, int tile) {
-  const int row_clusters = (p.row_blocks + p.share - 1) >> (p.share - 1);
-  const int panel = quotient(tile, K::kPanel * row_clusters), inside = tile - panel * K::kPanel * row_clusters;
-  const int width = min(K::kPanel, p.token_blocks - panel * K::kPanel);
-  const int rank = ptx::cluster_rank(), part = rank >> (p.share - 1), steps = p.parts * p.k_tiles;
-  const int row_cluster = quotient(inside, width);
-  return {row_cluster * p.share + (rank & (p.share - 1)), panel * K::kPanel + inside - row_cluster * width,
-          quotient(steps * part, p.split_k), quotient(steps * (part + 1), p.split_k)};
+__device__ __forceinline__ Place place(const Params& p, int turn) {
+  const bool whole = turn < p.whole_tiles;
+  const int tile = whole ? turn : p.whole_tiles + (turn - p.whole_tiles) / kLastSplit;
+  const int panel = quotient(tile, K::kPanel * p.row_blocks), inside = tile - panel * K::kPanel * p.row_blocks;
+  const int width = min(K::kPanel, p.token_blocks - panel * K::kPanel), row_block = quotient(inside, width);
+  const int split_k = whole ? p.split_k : kLastSplit, steps = p.parts * p.k_tiles;
+  const int part = split_k > 1 ? ptx::cluster_rank() : 0;
+  return {row_block, panel * K::kPanel + inside - row_block * width, quotient(steps * part, split_k),
+          quotient(steps * (part + 1), split_k), split_k};
+}
+// This CTA's first turn.
+__device__ __forceinline__ int first_turn(const Params& p) {
+  return p.split_k > 1 ? ptx::cluster_index() : static_cast<int>(blockIdx.x);
 }
 template <typename K, typename Work>
 __device__ __forceinline__ void for_each_tile(const Params& p, const Work& work) {
-  const int tiles = ((p.row_blocks + p.share - 1) >> (p.share - 1)) * p.token_blocks;
-  for (int tile = ptx::cluster_index(); tile < tiles; tile += ptx::cluster_count()) work(place<K>(p, tile));
+  const int step = p.split_k > 1 ? ptx::cluster_count() : static_cast<int>(gridDim.x);
+  const int turns = p.whole_tiles + (p.row_blocks * p.token_blocks - p.whole_tiles) * kLastSplit;
+  for (int turn = first_turn(p); turn < turns; turn += step) work(place<K>(p, turn));
 }
 
 // K-tile `at` is the last of its group.
@@ -106,7 +120,7 @@ template <typename K>
 __device__ __forceinline__ void prefetch_weight(const Params& p, const TensorMaps& maps) {
   constexpr int kPackedTiles = K::kTileK / int4_mm::kTileK;
   const int row_tiles = p.tile_rows / int4_mm::kTileN;
-  const Place at = place<K>(p, ptx::cluster_index());
+  const Place at = place<K>(p, first_turn(p));
   const int lane = threadIdx.x % 32, i = at.begin + lane, k_tile = i % p.k_tiles;
   if (lane >= p.prefetch_tiles || i >= at.end) return;
   if constexpr (K::kPacked) {
@@ -124,13 +138,12 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
   constexpr int kPackedTiles = K::kTileK / int4_mm::kTileK;
   const int row_tiles = p.tile_rows / int4_mm::kTileN;
   const int scale_bytes = K::kPacked ? row_tiles * p.groups_per_tile * p.group_bytes : 0;
-  const int bytes =
-      p.x_rows * K::kAtoms * 128 + K::kStage.weight / kTileN * p.tile_rows + (K::kScalesOperand ? 0 : scale_bytes);
+  const int bytes = p.x_rows * K::kAtoms * 128 + K::kStage.weight / K::kTile.rows * p.tile_rows +
+                    (K::kScalesOperand ? 0 : scale_bytes);
   for_each_tile<K>(p, [&](const Place& at) {
     int part = 0, k_tile = at.begin;
     while (k_tile >= p.k_tiles) k_tile -= p.k_tiles, ++part;
-    const int rank = ptx::cluster_rank(), first = (rank & (p.share - 1)) * (K::kTokens / 2),
-              token0 = at.token_block * K::kTokens;
+    const int token0 = at.token_block * K::kTokens;
     ptx::wait_for_previous_kernel();
 #pragma unroll 1
     for (int i = at.begin; i < at.end; ++i) {
@@ -152,12 +165,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
         for (int atom = 0; atom < K::kAtoms; ++atom) {
           const uint32_t to = x + atom * K::kTokens * 128;
           const int column = k_tile * K::kTileK + atom * K::kAtomK;
-          if (p.share > 1) {
-            tma::load_3d_multicast(to + first * 128, &maps.x, column, part, token0 + first, barrier,
-                                   0b11 << (rank & ~1));
-          } else {
-            tma::load_3d(to, &maps.x, column, part, token0, barrier);
-          }
+          tma::load_3d(to, &maps.x, column, part, token0, barrier);
         }
       }
       ring.advance();
@@ -170,11 +178,9 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
 constexpr int kHelperThreads = kProducerThreads - 32;
 
 // The scales of one group of a tile's rows as the operand needs them, a lane two pairs of rows. True if any has a rest.
-template <typename T, DType dtype>
-__device__ __forceinline__ bool make_scales(const Params& p, uint32_t from, uint32_t to) {
+template <typename T, int rows, DType dtype>
+__device__ __forceinline__ bool make_scales(const Params& p, int lane, uint32_t from, uint32_t to) {
   constexpr int kLanes = 4;  // of a row tile
-  const int lane = threadIdx.x % 32;
-  if (lane / kLanes * int4_mm::kTileN >= p.tile_rows) return false;
   const uint32_t tile = from + lane / kLanes * (p.groups_per_tile * p.group_bytes) + lane % kLanes * 2 * size_of(dtype);
   RowScale made[2][2];  // rows g and g + 8
   const auto make = [&](auto of_high) {
@@ -191,7 +197,7 @@ __device__ __forceinline__ bool make_scales(const Params& p, uint32_t from, uint
   const uint32_t rest = made[0][0].rest | made[0][1].rest | made[1][0].rest | made[1][1].rest;
   to += lane * 2 * 2 * 4;
   ptx::store_shared_16(to, {made[0][0].main, made[0][1].main, made[1][0].main, made[1][1].main});
-  ptx::store_shared_16(to + kRestBytes, {made[0][0].rest, made[0][1].rest, made[1][0].rest, made[1][1].rest});
+  ptx::store_shared_16(to + rows * kRestBytes, {made[0][0].rest, made[0][1].rest, made[1][0].rest, made[1][1].rest});
   return (rest & 0x7FFF7FFF) != 0;
 }
 // Of all groups of a K-tile.
@@ -201,8 +207,10 @@ __device__ __forceinline__ bool make_all_scales(const Params& p, uint32_t stage)
   bool rest = false;
 #pragma unroll 1
   for (int group = 0; group < p.groups_per_tile; ++group) {
-    rest |= make_scales<typename K::T, dtype>(p, from, to);
-    from += p.group_bytes, to += kTileN * kRowScaleBytes;
+    for (int lane = threadIdx.x % 32; lane < p.tile_rows / 4; lane += 32) {
+      rest |= make_scales<typename K::T, K::kTile.rows, dtype>(p, lane, from, to);
+    }
+    from += p.group_bytes, to += K::kTile.rows * kRowScaleBytes;
   }
   return __any_sync(0xFFFFFFFFu, rest);
 }

@@ -8,11 +8,18 @@
 
 namespace qao::mm8::sm90 {
 
-constexpr int kTileN = 128;  // rows of W per CTA at most: two warpgroups of 64
-constexpr int kConsumerThreads = 256, kProducerThreads = 128;
+constexpr int kWarpgroupRows = 64, kProducerThreads = 128;
 constexpr int kMaxSharedBytes = 226 * 1024;  // of a multiprocessor
-constexpr int kMaxCluster = 8;
+constexpr int kMaxCluster = 8, kLastSplit = 2;
 constexpr int64_t kMaxIntegerK = (int64_t{1} << 17) - 1;  // sums of (-128)^2 stay below 2^31
+
+// What a CTA computes of y. A consumer warpgroup has 64 of the rows of W.
+struct Tile {
+  int rows, tokens;
+
+  constexpr int warpgroups() const { return rows / kWarpgroupRows; }
+  constexpr bool tall() const { return rows > 2 * kWarpgroupRows; }
+};
 
 // What decides which kernel serves a problem, and with which tiles.
 struct Traits {
@@ -22,12 +29,15 @@ struct Traits {
   bool folds;    // sums are scaled during the walk over K: a second set of them
 
   // Whether the tile is compiled. Folding and an operand in registers take room of the sums.
-  constexpr bool serves(int tokens) const {
-    if (tokens == 32) return !(folds && float_x);
-    return tokens <= (!folds ? 256 : packed || float_x ? 128 : 192);
+  constexpr bool serves(Tile tile) const {
+    if (tile.tall()) return float_x ? !folds : !packed;
+    if (tile.tokens == 32) return !(folds && float_x);
+    return tile.tokens <= (!folds ? 256 : packed || float_x || columns ? 128 : 192);
   }
   // Columns of a K-tile. What surrounds its products takes as long for few tokens as for many.
-  constexpr int tile_k(int tokens) const { return !float_x || (!folds && tokens <= 128) ? 128 : 64; }
+  constexpr int tile_k(Tile tile) const {
+    return !float_x || (!folds && tile.tokens <= 128 && !tile.tall()) ? 128 : 64;
+  }
 };
 inline Traits traits_of(const Problem& p, int tokens) {
   const bool float_x = p.x == Format::kFloat, packed = p.weight == Format::kInt4, split = is_split(p);
@@ -38,12 +48,22 @@ inline Traits traits_of(const Problem& p, int tokens) {
           (packed && !float_x) || block || split || short_sums};
 }
 
+constexpr Tile kTiles[] = {
+#define QAO_SM80(...)
+#define QAO_SM90(rows, tokens) {rows, tokens},
+#include "mm8/configs.inc"
+#undef QAO_SM90
+#undef QAO_SM80
+};
+inline int tile_k_of(const Problem& problem, const Plan& plan) {
+  return traits_of(problem, plan.tile_m).tile_k(kTiles[plan.config]);
+}
+
 // The epilogue transposes through shared memory: rows of tokens, padded against bank conflicts.
 constexpr int kPaddedN = 64 + 4, kChunkTokens = 32, kChunkBytes = kChunkTokens * (64 * 2 + 16);
 
 constexpr int kMaxStages = 8, kBarrierBytes = kMaxStages * 8, kControlBytes = 4 * kBarrierBytes;  // see Ring
-constexpr int kRowScaleBytes = 8;       // of one row of W in one group: see RowScale
-constexpr int kRestBytes = kTileN * 4;  // from a group's scales to what bfloat16 cuts off them
+constexpr int kRowScaleBytes = 8, kRestBytes = 4;  // of one row of W in one group: see RowScale
 
 // A stage holds tile_k columns of x, in parts of 128 bytes of each token, and of W.
 struct Stage {
@@ -51,25 +71,27 @@ struct Stage {
   int columns;            // floats per token that the scaling of sums needs, or scales of rows of W made ready
   int bytes, count, epilogue, tokens, rows, barriers, total;
 
-  constexpr Stage(const Traits& t, int m)
-      : x(m * t.tile_k(m) * (t.float_x ? 2 : 1)),
-        weight(kTileN * t.tile_k(m) / (t.packed ? 2 : 1)),
-        scales(t.packed ? t.tile_k(m) / 32 * kTileN * 2 * 4 : 0),  // groups of 32, scale and zero, float32 at most
+  constexpr Stage(const Traits& t, Tile tile)
+      : x(tile.tokens * t.tile_k(tile) * (t.float_x ? 2 : 1)),
+        weight(tile.rows * t.tile_k(tile) / (t.packed ? 2 : 1)),
+        scales(t.packed ? t.tile_k(tile) / 32 * tile.rows * 2 * 4
+                        : 0),  // groups of 32, scale and zero, float32 at most
         columns(t.columns               ? (!t.packed   ? 1
                                            : t.float_x ? 2
                                                        : 4) *
-                                              m * 4
-                : t.packed && t.float_x ? t.tile_k(m) / 32 * kTileN * kRowScaleBytes
+                                              tile.tokens * 4
+                : t.packed && t.float_x ? t.tile_k(tile) / 32 * tile.rows * kRowScaleBytes
                                         : 0),
         bytes((x + weight + scales + columns + 1023) / 1024 * 1024),
         // After the ring, for each warpgroup: two chunks, the scales and zero points of x, scales, sums and bias of its
         // rows of W. Then the mbarriers.
-        count(std::min(kMaxStages,
-                       (kMaxSharedBytes - 4 * kChunkBytes - 4 * m * 4 - 3 * kTileN * 4 - kControlBytes) / bytes)),
+        count(std::min(kMaxStages, (kMaxSharedBytes - tile.warpgroups() * 2 * (kChunkBytes + tile.tokens * 4) -
+                                    3 * tile.rows * 4 - kControlBytes) /
+                                       bytes)),
         epilogue(count * bytes),
-        tokens(epilogue + 4 * kChunkBytes),
-        rows(tokens + 4 * m * 4),
-        barriers(rows + 3 * kTileN * 4),
+        tokens(epilogue + tile.warpgroups() * 2 * kChunkBytes),
+        rows(tokens + tile.warpgroups() * 2 * tile.tokens * 4),
+        barriers(rows + 3 * tile.rows * 4),
         total(barriers + kControlBytes) {}
 };
 

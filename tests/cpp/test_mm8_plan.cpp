@@ -76,15 +76,24 @@ TEST_CASE("mm8: every problem has a plan that fits its GPU and covers the produc
     // CTAs of sm90 walk over tiles where there are many, and add split-K parts up without a workspace. Other CTAs share
     // the rows of W out among them where each has all tokens.
     const bool sm90 = std::string(plan.kernel) == "sm90";
-    const int64_t tiles = ceil_div(problem.n, plan.tile_n * plan.share) * plan.share * ceil_div(problem.m, plan.tile_m);
+    const int64_t tiles = ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m);
     if (sm90) {
-      CHECK(plan.tile_n >= sm90::kTileN / 2);
-      CHECK(plan.tile_n <= sm90::kTileN);
+      CHECK(plan.tile_n >= sm90::kWarpgroupRows);
+      CHECK(plan.tile_n <= sm90::kTiles[plan.config].rows);
       CHECK(plan.ctas >= 1);
       CHECK(plan.ctas <= 2 * gpu.num_sms);
-      CHECK(plan.ctas % (plan.share * plan.split_k) == 0);  // whole clusters
-      CHECK(plan.share * plan.split_k <= sm90::kMaxCluster);
+      CHECK(plan.ctas % plan.split_k == 0);  // whole clusters
+      CHECK(plan.split_k <= sm90::kMaxCluster);
       if (plan.split_k > 1) CHECK(plan.ctas == tiles * plan.split_k);
+      if (plan.splits_last) {  // full waves, and a tile of those left for each pair of CTAs at most
+        const int64_t left = tiles % plan.ctas;
+        CHECK(plan.split_k == 1);
+        CHECK(plan.ctas % sm90::kLastSplit == 0);
+        CHECK(plan.ctas <= gpu.num_sms);
+        CHECK(tiles > plan.ctas);
+        CHECK(left > 0);
+        CHECK(left * sm90::kLastSplit <= plan.ctas);
+      }
     } else if (plan.runs) {
       CHECK(problem.m <= plan.tile_m);
       CHECK(plan.ctas >= 1);
@@ -97,7 +106,7 @@ TEST_CASE("mm8: every problem has a plan that fits its GPU and covers the produc
     CHECK(plan.prefetch_bytes % 16 == 0);
     // A float32 x brings three bfloat16 parts of K-tiles.
     const bool split_x = problem.x == Format::kFloat && problem.x_dtype == DType::kFloat32;
-    const int64_t tile_k = sm90 ? sm90::traits_of(problem, plan.tile_m).tile_k(plan.tile_m) : kTileK;
+    const int64_t tile_k = sm90 ? sm90::tile_k_of(problem, plan) : kTileK;
     CHECK(plan.split_k <= ceil_div(problem.k, tile_k) * (split_x ? 3 : 1));
     if (plan.split_k > 1 && !sm90) CHECK(plan.workspace_bytes >= 4 * plan.split_k * problem.m * problem.n);
     CHECK(plan.kernel[0] != '\0');
@@ -117,7 +126,7 @@ TEST_CASE("mm8: what plan() takes is among the candidates") {
     INFO(about);
     const auto is_plan = [&](const Plan& other) {
       return std::string(other.kernel) == plan.kernel && other.config == plan.config && other.tile_n == plan.tile_n &&
-             other.share == plan.share && other.split_k == plan.split_k && other.ctas == plan.ctas &&
+             other.split_k == plan.split_k && other.splits_last == plan.splits_last && other.ctas == plan.ctas &&
              other.shared_bytes == plan.shared_bytes;
     };
     int found = 0;
@@ -126,7 +135,7 @@ TEST_CASE("mm8: what plan() takes is among the candidates") {
       CHECK(costs == (candidate.plan.kernel == std::string("sm90")));
       CHECK(2 * candidate.counts[kKTiles] >= candidate.counts[kWaves]);  // one of few rows counts less than 1
       CHECK((candidate.counts[kWaves] > 0) == costs);
-      CHECK((candidate.counts[kSplits] == 1) == (costs && candidate.plan.split_k > 1));
+      CHECK((candidate.counts[kSplits] == 1) == (costs && (candidate.plan.split_k > 1 || candidate.plan.splits_last)));
       CHECK(candidate.plan.shared_bytes <= gpu.shared_bytes_per_cta);
       found += is_plan(candidate.plan);
     }
@@ -272,6 +281,35 @@ TEST_CASE("mm8: tiles of wgmma have as few rows as save time") {
   CHECK(half.tile_n == 64);
   CHECK(half.split_k == 1);
   CHECK(half.ctas == 128);
+}
+
+TEST_CASE("mm8: three warpgroups where two leave multiprocessors idle") {
+  const auto plan = [](auto... problem) { return planned(problem_of(problem...)); };
+  using enum Format;
+  // 6144 rows times 512 tokens are 128 tiles of 192 x 128, 96 of 128 x 256 and 192 of 128 x 128.
+  for (const auto& [x, weight] : {std::pair{kFloat, kInt8}, {kFloat, kFp8}, {kInt8, kInt8}, {kFp8, kFp8}}) {
+    const Plan tall = plan(x, weight, 512, 6144, 4096);
+    INFO(to_string(tall));
+    CHECK(tall.tile_n == 192);
+    CHECK(tall.tile_m == 128);
+    CHECK(tall.warps == 16);
+    CHECK(tall.ctas == 128);
+    CHECK(plan(x, weight, 512, 4096, 4096).tile_n == 128);
+  }
+}
+
+TEST_CASE("mm8: pairs of CTAs split K of the tiles after the last full wave, where that is one at most each") {
+  const auto plan = [](auto... problem) { return planned(problem_of(problem...)); };
+  using enum Format;
+  // 448 tiles of 128 x 256 are three waves and 52; 896 are six and 104.
+  const Plan some = plan(kFloat, kFp8, 512, 28672, 4096), many = plan(kFloat, kFp8, 1024, 28672, 4096);
+  CHECK(some.splits_last);
+  CHECK(some.tile_m == 256);
+  CHECK(some.split_k == 1);
+  CHECK(some.ctas == 132);
+  CHECK(to_string(some).find("splits_last") != std::string::npos);
+  CHECK(!many.splits_last);
+  CHECK(to_string(many).find("splits_last") == std::string::npos);
 }
 
 TEST_CASE("mm8: int32 sums of a slice of K cannot overflow") {

@@ -45,11 +45,11 @@ struct Plan {
   const char* instruction = "";  // the tensor cores' instruction, for people
   int config = -1;               // row of configs.inc
   int tile_n = 0;                // rows of W per CTA
-  int share = 1;                 // CTAs, neighbours in W, that fetch x together
   int tile_m = 0;                // tokens per CTA
   int warps = 0;                 // warps per CTA
   int stages = 0;                // depth of the shared-memory pipeline
   int split_k = 1;               // CTAs that share one output tile, summed in a fixed order
+  bool splits_last = false;      // pairs of CTAs share each tile that is left over after full waves
   int64_t ctas = 0;
   int64_t shared_bytes = 0;     // dynamic shared memory per CTA
   int64_t workspace_bytes = 0;  // partial sums and, for float32 x, its bfloat16 parts

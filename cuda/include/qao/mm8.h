@@ -77,12 +77,12 @@ struct Plan {
   const char* instruction = "";  // the tensor cores' instruction, for people: "mma.sync s8", "wgmma e4m3", ...
   int config = -1;               // row of configs.inc
   int tile_n = 0;                // rows of W per CTA
-  int share = 1;                 // CTAs, neighbours in W, that fetch x together
   int tile_m = 0;                // tokens per CTA
   int warps = 0;                 // warps per CTA
   int stages = 0;                // depth of the shared-memory pipeline
-  bool runs = false;  // CTAs share the rows of W out evenly and walk them tile_n at a time; else they are tiles
-  int split_k = 1;    // CTAs that share one output tile, summed in a fixed order
+  bool runs = false;         // CTAs share the rows of W out evenly and walk them tile_n at a time; else they are tiles
+  int split_k = 1;           // CTAs that share one output tile, summed in a fixed order
+  bool splits_last = false;  // pairs of CTAs share each tile that is left over after full waves
   int64_t ctas = 0;
   int64_t shared_bytes = 0;  // dynamic shared memory per CTA
   int sums_at = 0;           // offset of the epilogue's sums in it; 0: they take the place of the pipeline
