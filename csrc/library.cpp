@@ -8,6 +8,9 @@ STABLE_TORCH_LIBRARY(qao, m) {
       "int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features, int in_features, int "
       "group_size) "
       "-> Tensor");
+  m.def(
+      "add_rms_norm_int4_mm(Tensor x, Tensor? residual, Tensor? norm_weight, float eps, Tensor weight, Tensor scales, "
+      "Tensor? bias, int out_features, int in_features, int group_size, bool gated) -> (Tensor, Tensor)");
   m.def("int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor");
   m.def("fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor");
   m.def("int8_int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? weight_sums) -> Tensor");
@@ -48,6 +51,7 @@ namespace {
 // One implementation an op; it asks its tensors which device they are on.
 void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("int4_mm", TORCH_BOX(&qao::int4_mm_op));
+  m.impl("add_rms_norm_int4_mm", TORCH_BOX(&qao::add_rms_norm_int4_mm_op));
   m.impl("int8_mm", TORCH_BOX(&qao::int8_mm_op));
   m.impl("fp8_mm", TORCH_BOX(&qao::fp8_mm_op));
   m.impl("int8_int8_mm", TORCH_BOX(&qao::int8_int8_mm_op));

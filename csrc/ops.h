@@ -13,6 +13,11 @@ namespace qao {
 // int4_mm.cpp
 Tensor int4_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
                   int64_t out_features, int64_t in_features, int64_t group_size);
+std::tuple<Tensor, Tensor> add_rms_norm_int4_mm_op(const Tensor& x, const std::optional<Tensor>& residual,
+                                                   const std::optional<Tensor>& norm_weight, double eps,
+                                                   const Tensor& weight, const Tensor& scales,
+                                                   const std::optional<Tensor>& bias, int64_t out_features,
+                                                   int64_t in_features, int64_t group_size, bool gated);
 
 // mm8.cpp
 Tensor int8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias);

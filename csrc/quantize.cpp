@@ -2,25 +2,14 @@
 
 #include "cpu/quantize.h"
 #include "fp8_operands.h"
+#include "norm.h"
 #include "ops.h"
-#include "rows.h"
 
 namespace qao {
 namespace {
 
 using quantize::Arguments;
 using quantize::Problem;
-
-// The rows of an input, for a problem whose m, k and x_dtype they become.
-Rows rows_of(const Op& op, const Tensor& tensor, const Argument& x, Problem* problem) {
-  problem->x_dtype = op.float_dtype(x);
-  op.check(x.dim() >= 1 && x.size(x.dim() - 1) >= 1, "x must have shape [..., K], K at least 1",
-           "Pass at least one column");
-  problem->k = x.size(x.dim() - 1);
-  Rows rows(tensor, x);
-  problem->m = rows.count;
-  return rows;
-}
 
 void run(const Op& op, const Problem& problem, const Arguments& arguments, const Argument& x) {
   if (x.is_cpu()) {
@@ -63,65 +52,7 @@ Format eight_bit_format(const Op& op, torch::headeronly::ScalarType dtype) {
   return Format::kFp8;
 }
 
-// The values of a producer, in the dtype of x.
-Tensor values(const Op& op, Problem problem, Arguments arguments, const Argument& x) {
-  Tensor y = empty_rows(problem.k, x.dtype(), x);
-  if (problem.m == 0) return y;
-  problem.format = Format::kFloat;
-  arguments.y = y.data_ptr();
-  run(op, problem, arguments, x);
-  return y;
-}
-
-void check_alike(const Op& op, const Argument& tensor, const Argument& x, const char* what) {
-  op.check(tensor.dtype() == x.dtype() && tensor.same_device(x) && tensor.dim() == x.dim() &&
-               std::equal(tensor.sizes(), tensor.sizes() + tensor.dim(), x.sizes()),
-           what, "Check its shape and dtype");
-}
-
-// What the operators that begin with RMSNorm read.
-struct Norm {
-  Norm(const char* name, const Tensor& x_tensor, const std::optional<Tensor>& residual_tensor,
-       const std::optional<Tensor>& weight_tensor, double eps)
-      : op(name), x("x", x_tensor) {
-    op.involve(&x);
-    if (residual_tensor) op.involve(&residual.emplace("residual", *residual_tensor));
-    if (weight_tensor) op.involve(&weight.emplace("weight", *weight_tensor));
-    rows.emplace(rows_of(op, x_tensor, x, &problem));
-    problem.producer = quantize::Producer::kRmsNorm;
-    problem.eps = static_cast<float>(eps);
-    arguments.x = rows->data, arguments.x_stride = rows->stride;
-    if (residual) {
-      check_alike(op, *residual, x, "residual must have the shape, dtype and device of x");
-      residual_rows.emplace(*residual_tensor, *residual);
-      arguments.residual = residual_rows->data, arguments.residual_stride = residual_rows->stride;
-    }
-    if (!weight) return;
-    problem.norm_weight_dtype = op.float_dtype(*weight);
-    op.check(weight->has_shape({problem.k}) && weight->is_contiguous(), "weight must be contiguous of shape [K]",
-             "Check weight.shape against x.shape[-1]");
-    op.check(weight->same_device(x), "weight and x are on different devices",
-             "Move them to one device with .to(device)");
-    arguments.norm_weight = weight->data();
-  }
-  Norm(const Norm&) = delete;  // op points to the arguments
-
-  // A place for x + residual.
-  Tensor make_sum() {
-    Tensor sum = empty_rows(problem.k, x.dtype(), x);
-    arguments.sum = sum.data_ptr();
-    return sum;
-  }
-
-  Op op;
-  Argument x;
-  std::optional<Argument> residual, weight;
-  std::optional<Rows> rows, residual_rows;
-  Problem problem;
-  Arguments arguments;
-};
-
-// The same of SiLU(gate) * up.
+// What the operators that begin with SiLU(gate) * up read.
 struct SiluMul {
   SiluMul(const char* name, const Tensor& gate_tensor, const Tensor& up_tensor)
       : op(name), gate("gate", gate_tensor), up("up", up_tensor) {
@@ -143,6 +74,15 @@ struct SiluMul {
 };
 
 }  // namespace
+
+Tensor values(const Op& op, Problem problem, Arguments arguments, const Argument& x) {
+  Tensor y = empty_rows(problem.k, x.dtype(), x);
+  if (problem.m == 0) return y;
+  problem.format = Format::kFloat;
+  arguments.y = y.data_ptr();
+  run(op, problem, arguments, x);
+  return y;
+}
 
 std::tuple<Tensor, Tensor, Tensor> int8_quantize_op(const Tensor& x_tensor, bool symmetric) {
   Op op("int8_quantize");

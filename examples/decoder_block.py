@@ -6,6 +6,7 @@ It computes what transformers' decoder layer computes from the same weights, and
   so joining the rows changes no value.
 - Between the products stand qao's operators: the sum of the residual stream with its RMSNorm, and SiLU-multiply. On
   Hopper their kernels start while those before them end. A block gets what the one before left to add.
+- ``int4`` has one operator for a product and what surrounds it; for few tokens on Hopper that is one kernel.
 - Where activations are quantised too (``int8_int8``, ``fp8_fp8``), these give out eight bits and scales, which
   ``*_scaled_mm`` takes as they are.
 
@@ -56,6 +57,9 @@ class DecoderBlock(nn.Module):
         """
         qkv, residual = self.norm_product(x, residual, self.norms[0], self.qkv)
         x = self.o(self.attention(qkv, cos, sin, cache))
+        if self.scheme is not None and self.scheme.word == "int4":
+            x, residual = self.int4_product(x, residual, self.norms[1], self.gate_up, gated=True)
+            return self.down(x), residual
         gate_up, residual = self.norm_product(x, residual, self.norms[1], self.gate_up)
         return self.gated_product(*gate_up.chunk(2, dim=-1), self.down), residual
 
@@ -64,12 +68,22 @@ class DecoderBlock(nn.Module):
         if self.scheme is None:
             residual = x + residual
             return linear(F.rms_norm(residual, x.shape[-1:], weight, self.eps)), residual
+        if self.scheme.word == "int4":
+            return self.int4_product(x, residual, weight, linear, gated=False)
         produced = _PRODUCED.get(self.scheme.word)
         if produced is None:
             y, residual = qao.ops.add_rms_norm(x, residual, weight, self.eps)
             return linear(y), residual
         q, scales, residual = torch.ops.qao.add_rms_norm_quantize(x, residual, weight, self.eps, produced)
         return _scaled_mm(linear, q, scales, x.dtype), residual
+
+    def int4_product(
+        self, x: Tensor, residual: Tensor, weight: Tensor, linear: Any, gated: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The same of an int4 layer; if gated, its halves are gate and up, and the result silu(gate) * up."""
+        sizes = linear.out_features, linear.in_features, linear.scheme.group_size
+        packed = linear.weight, linear.scales, linear.bias
+        return torch.ops.qao.add_rms_norm_int4_mm(x, residual, weight, self.eps, *packed, *sizes, gated)
 
     def gated_product(self, gate: Tensor, up: Tensor, linear: nn.Module) -> Tensor:
         """linear(silu(gate) * up)."""

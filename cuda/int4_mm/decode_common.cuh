@@ -32,13 +32,23 @@ __device__ __forceinline__ void add_slices(uint32_t from, int distance, float (&
   }
 }
 
-// Plain float32 arithmetic, by a warp. `Cut` is DecodeParams, FewParams or BatchParams.
-template <typename Cut>
+// Token `token` of x as it was given.
+struct GivenX {
+  const Params& p;
+  int token;
+  __device__ __forceinline__ float operator()(int k) const {
+    return __bfloat162float(static_cast<const __nv_bfloat16*>(p.x)[token * p.x_stride + k]);
+  }
+};
+
+// Plain float32 arithmetic, by a warp. `X` gives a token's x, `Cut` is DecodeParams, FewParams or BatchParams.
+template <typename X, typename Cut>
 __device__ __noinline__ float4 exact(const Params& p, const Cut& d, int n, int token) {
   const int lane = threadIdx.x % 32;
+  const X values{p, token};
   float sum[4] = {};
   for (int k = lane; k < p.k; k += 32) {
-    const float x = __bfloat162float(static_cast<const __nv_bfloat16*>(p.x)[token * p.x_stride + k]);
+    const float x = values(k);
     const int group =
         (k / kStepColumns * d.groups_of_step + k % kStepColumns * d.groups_of_step / kStepColumns) >> d.group_shift;
     const int parameters = p.group_bytes / (kTileN * size_of(p.scale_dtype));
@@ -59,36 +69,55 @@ __device__ __noinline__ float4 exact(const Params& p, const Cut& d, int n, int t
   return {sum[0], sum[1], sum[2], sum[3]};
 }
 
-// A value of each lane that is not finite is computed again, by the whole warp.
-template <typename Cut>
-__device__ __forceinline__ void repair(const Params& p, const Cut& d, int n, int token, float (&value)[4]) {
-  const int lane = threadIdx.x % 32;
-  const bool wrong = !isfinite(value[0] + value[1] + value[2] + value[3]);
-  for (uint32_t lanes = __ballot_sync(kAllLanes, wrong); lanes != 0; lanes &= lanes - 1) {
+// A value of each lane that is not finite is computed again, by the whole warp. The rare case is kept out of the code
+// that others run through: code is fetched slowly when it runs for the first time.
+template <typename X, typename Cut>
+__device__ __noinline__ float4 repaired(const Params& p, const Cut& d, int n, int token, uint32_t lanes, float4 value) {
+  for (; lanes != 0; lanes &= lanes - 1) {
     const int from = __ffs(lanes) - 1;
-    const float4 again = exact(p, d, __shfl_sync(kAllLanes, n, from), __shfl_sync(kAllLanes, token, from));
-    if (lane == from) value[0] = again.x, value[1] = again.y, value[2] = again.z, value[3] = again.w;
+    const float4 again = exact<X>(p, d, __shfl_sync(kAllLanes, n, from), __shfl_sync(kAllLanes, token, from));
+    if (static_cast<int>(threadIdx.x % 32) == from) value = again;
   }
+  return value;
+}
+template <typename X = GivenX, typename Cut>
+__device__ __forceinline__ void repair(const Params& p, const Cut& d, int n, int token, float (&value)[4]) {
+  const uint32_t wrong = __ballot_sync(kAllLanes, !isfinite(value[0] + value[1] + value[2] + value[3]));
+  if (wrong == 0) return;
+  const float4 v = repaired<X>(p, d, n, token, wrong, {value[0], value[1], value[2], value[3]});
+  value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
 }
 
-// With the bias; rows past N are not stored.
-__device__ __forceinline__ void store_rows(const Params& p, int n, int token, float (&value)[4]) {
-  const int64_t at = static_cast<int64_t>(token) * p.n + n;
-  const bool vector_store = p.n % 4 == 0;
-  if (p.bias != nullptr) {
+static __device__ __noinline__ float4 biased(const Params& p, int n, float4 value) {
+  float bias[4] = {};
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (n + e < p.n) value[e] += load_float(p.bias, n + e, p.bias_dtype);
-    }
+  for (int e = 0; e < 4; ++e) {
+    if (n + e < p.n) bias[e] = load_float(p.bias, n + e, p.bias_dtype);
   }
-  if (vector_store) {
-    if (n < p.n) store_float4(p.y, at, p.y_dtype, value);
+  return {value.x + bias[0], value.y + bias[1], value.z + bias[2], value.w + bias[3]};
+}
+__device__ __forceinline__ void add_bias(const Params& p, int n, float (&value)[4]) {
+  if (p.bias == nullptr) return;
+  const float4 v = biased(p, n, {value[0], value[1], value[2], value[3]});
+  value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
+}
+
+// To y [m, outputs] of bfloat16; rows past its end are not stored.
+__device__ __forceinline__ void store_rows(const Params& p, int outputs, int n, int token, const float (&value)[4]) {
+  const int64_t at = static_cast<int64_t>(token) * outputs + n;
+  if (outputs % 4 == 0) {
+    if (n < outputs) store_float4(p.y, at, DType::kBFloat16, value);
   } else {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (n + e < p.n) store_float(p.y, at + e, p.y_dtype, value[e]);
+      if (n + e < outputs) store_float(p.y, at + e, DType::kBFloat16, value[e]);
     }
   }
+}
+// With the bias.
+__device__ __forceinline__ void store_rows(const Params& p, int n, int token, float (&value)[4]) {
+  add_bias(p, n, value);
+  store_rows(p, p.n, n, token, value);
 }
 
 }  // namespace qao::int4_mm

@@ -13,6 +13,7 @@
 #include "common/mma.cuh"
 #include "common/ptx.cuh"
 #include "int4_mm/decode_common.cuh"
+#include "int4_mm/few_norm.cuh"
 #include "int4_mm/kernels.h"
 #include "int4_mm/layout.h"
 #include "int4_mm/tile.h"
@@ -36,9 +37,11 @@ struct Few {
         lane(threadIdx.x % 32),
         slice(warp()),
         row_tile0(blockIdx.x * d.row_tiles + min(static_cast<int>(blockIdx.x), d.more_row_tiles)),
-        row_tiles(d.row_tiles + (static_cast<int>(blockIdx.x) < d.more_row_tiles)),
+        row_tiles((d.row_tiles + (static_cast<int>(blockIdx.x) < d.more_row_tiles)) << d.gated),
         shared(base),
         ring(base + d.ring_offset + warp() * Tile::kStages * d.stage_bytes) {}
+
+  __device__ __forceinline__ Factors factors() const { return {shared + d.factors_offset}; }
 
   // Walks this warp's K-steps, pass after pass, with this lane's pointers.
   struct Cursor {
@@ -48,9 +51,9 @@ struct Few {
   };
   __device__ __forceinline__ void seek(Cursor& at) const {
     while (at.step >= d.steps) at.step -= d.steps, at.tiles -= kR;
-    const int row_tile = row_tile0 + row_tiles - at.tiles;
+    const int row_tile = row_tile0 + ((row_tiles - at.tiles) >> d.gated);
     at.weight = p.weight + row_tile * d.row_tile_bytes + at.step * kStepBytes + lane * 16;
-    at.scales = p.scales + (row_tile + (lane >> d.chunk_shift)) * d.row_tile_scale_bytes +
+    at.scales = p.scales + row_tile * d.row_tile_scale_bytes + (lane >> d.chunk_shift) * d.next_tile_scale_bytes +
                 (at.step * d.groups_of_step >> d.group_shift) * p.group_bytes +
                 (lane & ((1 << d.chunk_shift) - 1)) * 16;
   }
@@ -78,7 +81,7 @@ struct Few {
             ptx::cp_async_16(to + i * kStepBytes, weight);
             ptx::cp_async_16(to + i * kStepBytes + kTileBytes, weight + kTileBytes);
           }
-          if (i + 1 < kR) weight += d.row_tile_bytes;
+          if (i + 1 < kR) weight += d.next_tile_bytes;
         }
         const int tile = lane >> d.chunk_shift;
         if (tile < kR && tile < at.tiles) ptx::cp_async_16(to + kR * kStepBytes, at.scales);
@@ -95,13 +98,13 @@ struct Few {
     const int lane = threadIdx.x % 32;
     tiles = min(tiles, kR);
     const uint32_t to = stage + lane * 16;
-    for (int i = 0; i < tiles; ++i, weight += d.row_tile_bytes) {
+    for (int i = 0; i < tiles; ++i, weight += d.next_tile_bytes) {
       ptx::cp_async_16(to + i * kStepBytes, weight);
       if (2 * step + 1 < p.k_tiles) ptx::cp_async_16(to + i * kStepBytes + kTileBytes, weight + kTileBytes);
     }
     const int byte = (lane & ((1 << d.chunk_shift) - 1)) * 16, at_once = 32 >> d.chunk_shift;
     const bool exists = (step * d.groups_of_step >> d.group_shift) * p.group_bytes + byte < d.row_tile_scale_bytes;
-    for (int i = lane >> d.chunk_shift; i < tiles; i += at_once, scales += at_once * d.row_tile_scale_bytes) {
+    for (int i = lane >> d.chunk_shift; i < tiles; i += at_once, scales += at_once * d.next_tile_scale_bytes) {
       const uint32_t at_shared = stage + kR * kStepBytes + i * d.groups_of_step * p.group_bytes + byte;
       if (exists) {
         ptx::cp_async_16(at_shared, scales);
@@ -267,23 +270,39 @@ struct Few {
     }
   }
 
-  // Adds the slices of the `slots` passes from `pass` on, and stores y, a thread four rows of a token.
+  // Adds the slices of the `slots` passes from `pass` on, and stores y, a thread four rows of a token. If gated, a pass
+  // has a row tile of gate and one of up, and y is SiLU(gate) * up: four lanes have what four others need.
   __device__ __forceinline__ void write(int pass, int slots) const {
     constexpr int kQuads = kR * kTileN / 4;
-    const int all = slots * d.tokens * kQuads;
+    static_assert(kQuads == 8, "gate and up");
+    const int all = slots * d.tokens * kQuads, outputs = p.n >> d.gated;
     for (int first = threadIdx.x / 32 * 32; first < all; first += Tile::kThreads) {  // alike for all lanes of a warp
-      const int i = first + lane, quad = i % kQuads;
+      const int i = first + lane, quad = i % kQuads, tile = quad / 4;
       int slot = 0, token = i / kQuads;
       while (i < all && token >= d.tokens) token -= d.tokens, ++slot;
-      const int row_tile = (pass + slot) * kR + quad / 4, n = (row_tile0 + row_tile) * kTileN + quad % 4 * 4;
+      const int row_tile = (pass + slot) * kR + tile;
       const bool exists = i < all && row_tile < row_tiles;
+      const int n = (row_tile0 + (row_tile >> d.gated)) * kTileN + quad % 4 * 4 + (d.gated ? tile * outputs : 0);
       float value[4] = {};
       if (exists) {
         add_slices<kWarps>(partial(slot, 0, token) + quad * 16, d.tokens * (Tile::kPaddedRow * 4), value);
+        if (d.normed) multiply(value, factors().of(token));
       }
-      repair(p, d, n, token, value);
-      if (exists) store_rows(p, n, token, value);
+      repair<FewX>(p, d, n, token, value);
+      if (exists) add_bias(p, n, value);
+      if (d.gated) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float up = __shfl_down_sync(kAllLanes, value[e], 4);
+          value[e] = __fdividef(value[e], 1 + __expf(-value[e])) * up;
+        }
+      }
+      if (exists && (tile == 0 || !d.gated)) store_rows(p, outputs, n, token, value);
     }
+  }
+  static __device__ __forceinline__ void multiply(float (&value)[4], float factor) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) value[e] *= factor;
   }
 };
 
@@ -291,16 +310,20 @@ template <typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     few_kernel(const __grid_constant__ Params p, const __grid_constant__ FewParams d) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const Few<Tile> cta(p, d, ptx::shared_address(shared));
+  using Cta = Few<Tile>;
+  const Cta cta(p, d, ptx::shared_address(shared));
 
   // The kernel before this one may still run. What it writes must not be read before the wait, and might be anything,
   // weights too: they are brought as far as the L2 cache, where a later write to them still counts.
   if (threadIdx.x < min(cta.row_tiles, 2 * Tile::kTilesN)) {
-    const int row_tile = cta.row_tile0 + threadIdx.x;
-    const int bytes = min(p.k_tiles * kTileBytes, kPrefetchBytes);
-    ptx::prefetch_l2(p.weight + row_tile * d.row_tile_bytes, bytes);
-    ptx::prefetch_l2(p.scales + row_tile * d.row_tile_scale_bytes, static_cast<int>(d.row_tile_scale_bytes));
+    const int tile = cta.row_tile0 + (threadIdx.x >> d.gated), second = threadIdx.x & d.gated;
+    const uint8_t* weight = p.weight + tile * d.row_tile_bytes;
+    const uint8_t* scales = p.scales + tile * d.row_tile_scale_bytes;
+    ptx::prefetch_l2(weight + second * d.next_tile_bytes, min(p.k_tiles * kTileBytes, kPrefetchBytes));
+    ptx::prefetch_l2(scales + second * d.next_tile_scale_bytes, static_cast<int>(d.row_tile_scale_bytes));
   }
+  if (d.normed && p.norm_weight != nullptr && threadIdx.x == 32 && blockIdx.x < 4)
+    ptx::prefetch_l2(p.norm_weight, p.k * 2);
   auto ahead = cta.first();
   uint32_t stage = cta.ring;
   const auto fetch_next = [&] {
@@ -308,23 +331,41 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     cta.advance(ahead);
     stage += d.stage_bytes;
   };
-  typename Few<Tile>::XLoads x;
   int unit = threadIdx.x / 16;
-  cta.seek_x(unit, x);
-  ptx::wait_for_previous_kernel();
-  ptx::launch_dependents();
-  cta.load_x(unit, x);
-  fetch_next();  // one stage only before x, which all wait for
-  while (true) {
-    cta.store_x(unit, x);
-    unit += Few<Tile>::kXBatch * Few<Tile>::kUnitsAtOnce;
-    if (unit >= d.steps * d.tokens) break;
+  if (d.normed) {
+    NormedX<Tile::kThreads> x(p, d);
+    x.seek(unit);
+    ptx::wait_for_previous_kernel();
+    ptx::launch_dependents();
+    while (true) {
+      x.load();
+      if (unit == static_cast<int>(threadIdx.x / 16)) fetch_next();
+      x.store(cta.shared, cta.factors());
+      unit += x.kBatch * x.kUnitsAtOnce;
+      if (unit >= d.steps * d.tokens) break;
+      x.seek(unit);
+    }
+  } else {
+    typename Cta::XLoads x;
     cta.seek_x(unit, x);
+    ptx::wait_for_previous_kernel();
+    ptx::launch_dependents();
     cta.load_x(unit, x);
+    fetch_next();  // one stage only before x, which all wait for
+    while (true) {
+      cta.store_x(unit, x);
+      unit += Cta::kXBatch * Cta::kUnitsAtOnce;
+      if (unit >= d.steps * d.tokens) break;
+      cta.seek_x(unit, x);
+      cta.load_x(unit, x);
+    }
   }
 #pragma unroll 1
   for (int i = 0; i < Tile::kStages - 2; ++i) fetch_next();
   __syncthreads();
+  if (d.normed) {  // the factors are not needed before write()
+    if (cta.slice < d.tokens) cta.factors().make(p, d.steps, cta.slice);
+  }
   if (d.groups_of_step == 1) {
     cta.template walk<1>(ahead);
   } else if (d.groups_of_step == 2) {

@@ -28,15 +28,17 @@ constexpr int kFewTokens = 8;
 
 // What the kernel gets. Row tiles have 16 rows of W, K-steps kStepColumns columns.
 struct FewParams {
-  int row_tiles, more_row_tiles;  // of a CTA; the first `more` CTAs have one more
+  int row_tiles, more_row_tiles;  // of a CTA, pairs of them if gated; the first `more` CTAs have one more
+  int normed, gated;              // 0 or 1. gated: the row tiles of a pass are one of gate and that of up
   int steps, plain_steps;         // K-steps; the first `plain` are whole and fetched by one copy a lane and K-tile
   int tokens;
   int64_t row_tile_bytes, row_tile_scale_bytes;
+  int64_t next_tile_bytes, next_tile_scale_bytes;  // from a row tile of a pass to the next
   int passes, slots;  // passes over the row tiles, and how many of them leave their sums in shared memory together
-  int ring_offset, partials_offset, stage_bytes;  // in shared memory, behind x
-  int groups_of_step, group_shift;                // K-step s begins with group s * groups_of_step >> group_shift
-  int chunk_shift;                                // log2 of the 16-byte chunks of parameters of a K-step and row tile
-  int scale_advance;                              // bytes of parameters from a K-step of a warp to its next
+  int ring_offset, factors_offset, partials_offset, stage_bytes;  // in shared memory, behind x
+  int groups_of_step, group_shift;  // K-step s begins with group s * groups_of_step >> group_shift
+  int chunk_shift;                  // log2 of the 16-byte chunks of parameters of a K-step and row tile
+  int scale_advance;                // bytes of parameters from a K-step of a warp to its next
   bool zeros;
 };
 
@@ -44,13 +46,16 @@ struct FewParams {
 inline bool few_params(const Problem& problem, const FewConfig& config, int ctas, int shared_limit, FewParams* to,
                        int* shared_bytes) {
   FewParams d{};
-  const int row_tiles = static_cast<int>(tiles_n(problem.n)), k_tiles = static_cast<int>(tiles_k(problem.k));
+  d.normed = problem.normed, d.gated = problem.gated;
+  const int row_tiles = static_cast<int>(tiles_n(problem.n)) >> d.gated, k_tiles = static_cast<int>(tiles_k(problem.k));
   const int group_bytes = (problem.has_zeros ? 2 : 1) * kTileN * size_of(problem.scale_dtype);
   const bool one_group = problem.group_size >= problem.k;
   d.row_tiles = row_tiles / ctas, d.more_row_tiles = row_tiles % ctas;
   d.steps = (k_tiles + 1) / 2, d.tokens = static_cast<int>(problem.m);
   d.row_tile_bytes = static_cast<int64_t>(k_tiles) * kTileBytes;
   d.row_tile_scale_bytes = problem.groups() * group_bytes;
+  const int distance = problem.gated ? row_tiles : 1;
+  d.next_tile_bytes = distance * d.row_tile_bytes, d.next_tile_scale_bytes = distance * d.row_tile_scale_bytes;
   d.groups_of_step = one_group ? 1 : std::max(kStepColumns / static_cast<int>(problem.group_size), 1);
   d.group_shift = one_group ? 30 : log2_of(problem.group_size / kStepColumns);
   d.chunk_shift = log2_of(d.groups_of_step * group_bytes / 16);
@@ -61,10 +66,12 @@ inline bool few_params(const Problem& problem, const FewConfig& config, int ctas
   const int64_t x_bytes = static_cast<int64_t>(d.steps) * d.tokens * kTokenBytes;
   if (x_bytes > shared_limit) return false;
   const int slot_bytes = config.warps * d.tokens * config.padded_row * 4;
-  d.passes = (d.row_tiles + (d.more_row_tiles > 0) + config.tiles_n - 1) / config.tiles_n;
+  d.passes = (((d.row_tiles + (d.more_row_tiles > 0)) << d.gated) + config.tiles_n - 1) / config.tiles_n;
   d.stage_bytes = config.tiles_n * (kStepBytes + d.groups_of_step * group_bytes);
   d.ring_offset = static_cast<int>(x_bytes);
-  d.partials_offset = d.ring_offset + config.warps * config.stages * d.stage_bytes;
+  d.factors_offset = d.ring_offset + config.warps * config.stages * d.stage_bytes;
+  const int units = problem.normed ? kFewTokens + d.steps * d.tokens : 0;
+  d.partials_offset = d.factors_offset + (units + 3) / 4 * 16;
   d.slots = std::min(d.passes, (shared_limit - d.partials_offset) / slot_bytes);
   *shared_bytes = d.partials_offset + d.slots * slot_bytes;
   *to = d;

@@ -112,6 +112,10 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   params.bias_dtype = problem.bias_dtype;
   params.y_dtype = finish ? DType::kFloat32 : problem.x_dtype;
   params.split_k = plan.split_k;
+  params.residual = arguments.residual, params.residual_stride = arguments.residual_stride;
+  params.norm_weight = arguments.norm_weight;
+  params.sum = arguments.sum;
+  params.eps = arguments.eps;
 
   if (!sm80) return launch_few_tokens(problem, plan, params, stream);
 

@@ -124,7 +124,7 @@ bool fill_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
   if (gpu.compute_capability != 90 || problem.x_dtype != DType::kBFloat16) return false;
   if (problem.m < 1 || problem.m > kFewTokens) return false;
   const FewConfig& config = kFewConfigs[0];
-  const int ctas = static_cast<int>(std::min<int64_t>(gpu.num_sms, tiles_n(problem.n)));
+  const int ctas = static_cast<int>(std::min<int64_t>(gpu.num_sms, tiles_n(problem.n) >> problem.gated));
   FewParams params;
   int shared_bytes;
   if (!few_params(problem, config, ctas, gpu.shared_bytes_per_cta, &params, &shared_bytes)) return false;
@@ -138,6 +138,17 @@ bool fill_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
   plan->stages = config.stages;
   plan->ctas = ctas;
   plan->shared_bytes = shared_bytes;
+  return true;
+}
+
+// The same body of a normed problem, for as many tokens as were measured to pay. Two row tiles a pass are gate and up.
+bool plan_normed(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  if (!problem.normed || !problem.x_aligned || problem.k % kStepColumns != 0) return false;
+  if (problem.gated && (problem.n % (2 * kTileN) != 0 || kFewConfigs[0].tiles_n != 2)) return false;
+  const int64_t largest_x = tiles_n(problem.n) >= 8 * gpu.num_sms ? 16384 : 8192;  // elements
+  if (problem.m * problem.k > largest_x || !fill_few(problem, gpu, plan)) return false;
+  plan->reason = problem.gated ? "few bfloat16 tokens on Hopper: RMSNorm and SiLU-multiply within the product"
+                               : "few bfloat16 tokens on Hopper: RMSNorm within the product";
   return true;
 }
 
@@ -207,6 +218,10 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
                          "Run on a newer GPU, or on the CPU");
   }
   *plan = Plan{};
+  if (problem.normed || problem.gated) {
+    if (plan_normed(problem, gpu, plan)) return {};
+    return Status::error("no kernel makes RMSNorm and this product at once", "Ask fuses_norm() first");
+  }
   if (plan_few(problem, gpu, plan) || plan_batch(problem, gpu, plan) || plan_decode(problem, gpu, plan)) return {};
   const bool split_x = problem.x_dtype == DType::kFloat32;  // its parts are always aligned
   const int64_t k_steps = tiles_k(problem.k) * (split_x ? kFloat32Parts : 1);
@@ -242,6 +257,11 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   plan->shared_bytes = config->shared_bytes;
   plan->workspace_bytes = workspace_of(problem, plan->split_k).bytes;
   return {};
+}
+
+bool fuses_norm(const Problem& problem, const Gpu& gpu) {
+  Plan plan;
+  return plan_normed(problem, gpu, &plan);
 }
 
 std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu) {

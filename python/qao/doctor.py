@@ -144,6 +144,19 @@ def _add_rms_norm(device: str) -> float:
     return _distance(qao.add_rms_norm(x, residual, None, 1e-6)[0], reference.rms_norm(x + residual, None, 1e-6))
 
 
+def _add_rms_norm_int4_mm(device: str) -> float:
+    scheme = schemes.Int4WeightOnly()
+    packed = scheme.quantize(_random(_N, _K, device=device))
+    dense = scheme.dequantize(packed.weight, packed.scales, _N, _K, torch.float32)
+    errors = []
+    for tokens in _TOKENS:
+        x, residual = _random(tokens, _K, device=device), _random(tokens + 1, _K, device=device)[1:]
+        expected = reference.mm(reference.rms_norm(x + residual, None, 1e-6), dense)
+        weight = packed.weight, packed.scales, None, *scheme.constants(_N, _K)
+        errors.append(_distance(qao.add_rms_norm_int4_mm(x, residual, None, 1e-6, *weight, False)[0], expected))
+    return max(errors)
+
+
 def _silu_mul(device: str) -> float:
     gate, up = _random(33, _K, device=device), _random(34, _K, device=device)[1:]
     return _distance(qao.silu_mul(gate, up), reference.silu_mul(gate, up))
@@ -179,6 +192,7 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "add_rms_norm_quantize": _add_rms_norm_quantize,
     "silu_mul_quantize": _silu_mul_quantize,
     "add_rms_norm": _add_rms_norm,
+    "add_rms_norm_int4_mm": _add_rms_norm_int4_mm,
     "silu_mul": _silu_mul,
     "pack_int4": _pack_and_unpack,
     "unpack_int4": _pack_and_unpack,

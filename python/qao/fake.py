@@ -25,6 +25,23 @@ def _(
     return _like_x(x, out_features)
 
 
+@torch.library.register_fake("qao::add_rms_norm_int4_mm")
+def _(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    gated: bool,
+) -> tuple[Tensor, Tensor]:
+    return _like_x(x, out_features // 2 if gated else out_features), _like_x(x, x.shape[-1])
+
+
 @torch.library.register_fake("qao::int8_mm")
 @torch.library.register_fake("qao::fp8_mm")
 def _(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:

@@ -151,6 +151,43 @@ TEST_CASE("what a plan for at most eight tokens tells the kernel covers the prod
   CHECK(served > 0);
 }
 
+TEST_CASE("a product with RMSNorm before it is one kernel for few tokens on Hopper, and is refused elsewhere") {
+  int64_t served = 0;
+  for_each_problem([&](const Problem& problem, const Gpu& gpu) {
+    for (bool gated : {false, true}) {
+      Problem normed = problem;
+      normed.normed = true, normed.gated = gated;
+      Plan plan;
+      const bool fuses = fuses_norm(normed, gpu);
+      INFO(describe(normed, gpu) << (gated ? " gated: " : ": ") << to_string(plan));
+      REQUIRE(int4_mm::plan(normed, gpu, &plan).ok() == fuses);
+      if (!fuses) continue;
+      ++served;
+      CHECK(gpu.compute_capability == 90);
+      CHECK(problem.x_dtype == DType::kBFloat16);
+      CHECK(problem.k % kStepColumns == 0);
+      const FewConfig& config = kFewConfigs[plan.config];
+      FewParams d;
+      int shared_bytes;
+      REQUIRE(few_params(normed, config, static_cast<int>(plan.ctas), static_cast<int>(plan.shared_bytes), &d,
+                         &shared_bytes));
+      CHECK(shared_bytes <= gpu.shared_bytes_per_cta);
+      // Pairs of row tiles, one of gate and one of up.
+      const int64_t parts = gated ? 2 : 1, tiles = static_cast<int64_t>(d.row_tiles) * plan.ctas + d.more_row_tiles;
+      CHECK(tiles * parts * kTileN >= problem.n);
+      if (gated) CHECK(tiles * parts * kTileN == problem.n);
+      CHECK(d.passes * config.tiles_n >= (d.row_tiles + (d.more_row_tiles > 0)) * parts);
+      // A factor for each of eight tokens, and a sum of squares for every token and K-step.
+      CHECK(d.factors_offset % 16 == 0);
+      CHECK(d.partials_offset % 16 == 0);
+      CHECK(d.partials_offset - d.factors_offset >= 4 * (kFewTokens + d.steps * d.tokens));
+      normed.x_aligned = false;
+      CHECK_FALSE(fuses_norm(normed, gpu));
+    }
+  });
+  CHECK(served > 0);
+}
+
 TEST_CASE("what a plan for 9 to 32 tokens tells the kernel covers the product and fits the shared memory") {
   int64_t served = 0;
   for_each_problem([&](const Problem& problem, const Gpu& gpu) {

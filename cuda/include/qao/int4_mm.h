@@ -21,6 +21,9 @@ struct Problem {
   bool has_zeros = false;  // asymmetric: the scales tensor also holds zero points
   bool has_bias = false;
   bool x_aligned = true;  // base address and row stride of x are multiples of 16 bytes
+  // x is RMSNorm(x + residual) * norm_weight, and if gated, y [m, n / 2] is SiLU(its first half) * the second. Only for
+  // problems that fuses_norm() names; residual and norm_weight have the dtype of x, and x_aligned is true of them too.
+  bool normed = false, gated = false;
   DType x_dtype = DType::kBFloat16;
   DType scale_dtype = DType::kBFloat16;
   DType bias_dtype = DType::kBFloat16;
@@ -35,7 +38,13 @@ struct Arguments {
   const void* scales = nullptr;     // [ceil(n/16), groups, has_zeros ? 2 : 1, 16] of scale_dtype
   const void* bias = nullptr;       // [n] of bias_dtype, or null
   void* y = nullptr;                // [m, n] of x_dtype, contiguous
-  void* workspace = nullptr;        // Plan::workspace_bytes, may hold anything on entry
+  // normed
+  const void* residual = nullptr;     // [m, k], or null for zeros
+  int64_t residual_stride = 0;        // elements
+  const void* norm_weight = nullptr;  // [k], or null for ones
+  void* sum = nullptr;                // [m, k] x + residual, is written
+  float eps = 0;
+  void* workspace = nullptr;  // Plan::workspace_bytes, may hold anything on entry
 };
 
 // How one problem is run on one GPU. Printable, testable without a GPU.
@@ -57,6 +66,8 @@ struct Plan {
 
 // Pure: the same problem and GPU give the same plan on every rank, run and machine.
 Status plan(const Problem& problem, const Gpu& gpu, Plan* plan);
+// Whether one kernel does a normed problem; else the norm is a kernel of its own, and so is SiLU-multiply.
+bool fuses_norm(const Problem& problem, const Gpu& gpu);
 std::string to_string(const Plan& plan);
 
 // Every plan that could run the problem on this GPU, of the portable body only plan()'s. For bench/sweep.cpp.

@@ -1,0 +1,168 @@
+"""add_rms_norm_int4_mm, a product with RMSNorm before it and SiLU-multiply after it, against float64."""
+
+from __future__ import annotations
+
+import accuracy
+import pytest
+import torch
+from ops_schemes import INT4, Int4Format, Weight
+from ops_support import DTYPES, VIEWS, randn
+from qao.reference import rms_norm, silu_mul
+from torch import Tensor
+
+OPS = torch.ops.qao
+UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+EPS = float(torch.tensor(1e-5))
+# M, N, K, group size; up to 8 tokens and K a multiple of 128 are one kernel on Hopper
+SHAPES = (
+    (1, 2, 1, 32),
+    (3, 34, 100, 32),
+    (1, 64, 128, 64),
+    (2, 1184, 896, 128),
+    (3, 96, 384, 32),
+    (4, 4224, 128, -1),
+    (5, 352, 512, -1),
+    (7, 288, 640, 256),
+    (8, 160, 256, 128),
+    (2, 40, 256, 64),
+    (9, 160, 256, 128),
+    (33, 96, 384, 128),
+)
+
+
+def call(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Tensor | None,
+    weight: Weight,
+    bias: Tensor | None = None,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    return OPS.add_rms_norm_int4_mm(x, residual, norm, 1e-5, *weight.operands, bias, *weight.arguments, gated)
+
+
+def check(y: Tensor, h: Tensor, norm: Tensor | None, weight: Weight, bias: Tensor | None, gated: bool) -> None:
+    """y is the product of rms_norm(h), which may be rounded to the dtype of h before."""
+    seen = rms_norm(h, norm, EPS)
+    eps = torch.finfo(h.dtype).eps
+    # Roundings of x are spread evenly in half an eps: 1.5 eps is five times the deviation of their sum.
+    slack = 1.5 * eps * (seen**2 @ (weight.dense**2).T).sqrt() + weight.slack(seen)
+    if not gated:
+        accuracy.check_close(y, h, weight.dense, bias, seen, slack)
+        return
+    gate, up = accuracy.truth(seen, weight.dense, bias).chunk(2, -1)
+    of_gate, of_up = accuracy.tolerance(h, weight.dense, bias, seen, slack).elements.chunk(2, -1)
+    exact = silu_mul(gate, up)
+    assert y.shape == exact.shape and y.dtype == h.dtype and y.is_contiguous()
+    # The slope of SiLU is at most 1.1, and its own magnitude at most that of its argument.
+    allowed = 1.1 * of_gate * (up.abs() + of_up) + gate.abs() * of_up + (eps + 1e-6) * exact.abs() + 1e-30
+    assert ((y.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("gated", (False, True))
+@pytest.mark.parametrize("option", range(4))
+@pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values(shape: tuple[int, int, int, int], x_dtype: torch.dtype, option: int, gated: bool, device: str) -> None:
+    m, n, k, group_size = shape
+    fmt = Int4Format(group_size, ("none", "integer", "float")[option % 3], DTYPES[option % 3])
+    weight = INT4.make_weight(n, k, fmt, device)
+    x, other = (randn(m, k, dtype=x_dtype, device=device, seed=seed) for seed in (0, 1))
+    residual = None if option == 1 else other
+    norm = None if option == 2 else randn(k, dtype=(x_dtype, torch.float32)[option == 3], device=device, seed=2)
+    bias = randn(n, dtype=DTYPES[option - 1], device=device, seed=3) if option else None
+    y, h = call(x, residual, norm, weight, bias, gated)
+    assert torch.equal(h, x if residual is None else x + residual) and h.data_ptr() != x.data_ptr()
+    check(y, h, norm, weight, bias, gated)
+
+
+@pytest.mark.parametrize("gated", (False, True))
+def test_far_from_one(gated: bool, device: str) -> None:
+    """Rows whose squares, or whose products with the norm's weight, leave what a kernel sums in; and a row of zeros."""
+    weight = INT4.make_weight(64, 256, Int4Format(64), device)
+    x = randn(5, 256, dtype=torch.bfloat16, device=device)
+    x = x * torch.tensor([1e-18, 1.0, 0.0, 1e15, 1e30], device=device, dtype=x.dtype)[:, None]
+    norm = randn(256, dtype=torch.bfloat16, device=device, seed=1) * 1e3
+    y, h = call(x, x, norm, weight, gated=gated)
+    check(y, h, norm, weight, None, gated)
+
+
+def test_nonfinite_rows(device: str) -> None:
+    weight = INT4.make_weight(64, 256, Int4Format(64), device)
+    x = randn(4, 256, dtype=torch.bfloat16, device=device)
+    x[1, 5], x[2, 7] = float("nan"), float("inf")
+    y, h = call(x, None, None, weight)
+    torch.testing.assert_close(h, x, rtol=0, atol=0, equal_nan=True)
+    assert y[1:3].isnan().all()
+    check(y[::3].contiguous(), h[::3], None, weight, None, False)
+
+
+@pytest.mark.parametrize("k", (100, 256))
+@pytest.mark.parametrize("view", VIEWS)
+def test_views(view: str, k: int, device: str) -> None:
+    weight = INT4.make_weight(96, k, Int4Format(32, "float"), device)
+    x, other = (VIEWS[view](randn(7, k, dtype=torch.bfloat16, device=device, seed=seed)) for seed in (0, 1))
+    y, h = call(x, other, None, weight, gated=True)
+    assert y.shape == (*x.shape[:-1], 48) and torch.equal(h, x + other) and h.is_contiguous()
+    if y.numel():
+        check(y.reshape(-1, 48), h.reshape(-1, k), None, weight, None, True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.parametrize("m", (1, 8, 40))
+def test_chains_in_a_graph(m: int) -> None:
+    """Kernels that begin before the one ahead has ended read nothing too early."""
+    k = 1024
+    source = randn(m, k, dtype=torch.bfloat16, device="cuda")
+    start, norm = source.clone(), randn(k, dtype=torch.bfloat16, device="cuda", seed=1)
+    up, down = (INT4.make_weight(n, k, Int4Format(128), "cuda", seed=n) for n in (2 * k, k))
+
+    def chain() -> Tensor:
+        x, h = start * 2, start
+        for _ in range(5):
+            y, h = call(x, h, norm, up, gated=True)
+            x = INT4.mm(y, down)
+        return x + h
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = chain()
+    for i in range(20):
+        start.copy_(source * (1 + i % 3))
+        graph.replay()
+        replayed = result.clone()
+        torch.cuda.synchronize()
+        assert torch.equal(replayed, chain()) and not replayed.isnan().any()
+
+
+@pytest.mark.parametrize("shape", ((5, 128), (0, 128), (128,), (2, 3, 128)), ids=str)
+@pytest.mark.parametrize("gated", (False, True))
+def test_opcheck(shape: tuple[int, ...], gated: bool, device: str) -> None:
+    weight = INT4.make_weight(64, 128, Int4Format(64), device)
+    x, norm = (randn(*s, dtype=torch.bfloat16, device=device) for s in (shape, (128,)))
+    arguments = x, x, norm, 1e-6, *weight.operands, None, *weight.arguments, gated
+    torch.library.opcheck(OPS.add_rms_norm_int4_mm.default, arguments, test_utils=UTILITIES)
+
+
+def test_runs_repeat(device: str) -> None:
+    weight = INT4.make_weight(512, 1024, Int4Format(128), device)
+    x = randn(4, 1024, dtype=torch.bfloat16, device=device)
+    first = call(x, x, None, weight, gated=True)
+    for _ in range(10):
+        assert all(torch.equal(a, b) for a, b in zip(first, call(x, x, None, weight, gated=True), strict=True))
+
+
+def test_errors(device: str) -> None:
+    x = randn(3, 64, dtype=torch.bfloat16, device=device)
+    weight, odd = (INT4.make_weight(n, 64, Int4Format(64), device) for n in (32, 33))
+    for arguments, message in (
+        ((x.int(), None, None, weight), "qao::add_rms_norm_int4_mm: x"),
+        ((x, x[:2], None, weight), "residual must have the shape"),
+        ((x, None, x[0, :7], weight), r"norm_weight must be contiguous of shape \[K\]"),
+        ((x[:, :32], None, None, weight), r"x must have shape \[..., in_features\]"),
+        ((x, None, None, weight, x[0]), "bias"),
+        ((x, None, None, odd, None, True), "even number of rows"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call(*arguments)
