@@ -109,6 +109,22 @@ def test_views(view: str, k: int, device: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.parametrize("m", (4, 5))
+def test_many_rows(m: int) -> None:
+    """x too large for one round of a CTA's threads, of an odd number of K-steps; compared with the parts of it."""
+    n, k = 16896, 3200
+    weight = torch.randint(-128, 128, (n // 16, k // 64, 512), dtype=torch.int8, device="cuda")
+    scales = torch.rand(n // 16, k // 128, 1, 16, device="cuda") * 0.01
+    x, residual = (randn(m, k, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in (0, 1))
+    y, h = OPS.add_rms_norm_int4_mm(x, residual, None, 1e-5, weight, scales, None, n, k, 128, True)
+    norm, expected_h = OPS.add_rms_norm(x, residual, None, 1e-5)
+    gate, up = OPS.int4_mm(norm.float(), weight, scales, None, n, k, 128).chunk(2, -1)
+    expected = OPS.silu_mul(gate, up)
+    assert torch.equal(h, expected_h)
+    assert (y.float() - expected).norm() <= 2.0**-7 * expected.norm()  # two roundings to bfloat16, of x and of y
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @pytest.mark.parametrize("m", (1, 8, 40))
 def test_chains_in_a_graph(m: int) -> None:
     """Kernels that begin before the one ahead has ended read nothing too early."""

@@ -37,10 +37,12 @@ struct Few {
         lane(threadIdx.x % 32),
         slice(warp()),
         row_tile0(blockIdx.x * d.row_tiles + min(static_cast<int>(blockIdx.x), d.more_row_tiles)),
-        row_tiles((d.row_tiles + (static_cast<int>(blockIdx.x) < d.more_row_tiles)) << d.gated),
+        row_tiles((d.row_tiles + (static_cast<int>(blockIdx.x) < d.more_row_tiles)) << gated()),
         shared(base),
         ring(base + d.ring_offset + warp() * Tile::kStages * d.stage_bytes) {}
 
+  // Gate and up are the two row tiles of a pass.
+  __device__ __forceinline__ int gated() const { return kR == 2 ? d.gated : 0; }
   __device__ __forceinline__ Factors factors() const { return {shared + d.factors_offset}; }
 
   // Walks this warp's K-steps, pass after pass, with this lane's pointers.
@@ -51,7 +53,7 @@ struct Few {
   };
   __device__ __forceinline__ void seek(Cursor& at) const {
     while (at.step >= d.steps) at.step -= d.steps, at.tiles -= kR;
-    const int row_tile = row_tile0 + ((row_tiles - at.tiles) >> d.gated);
+    const int row_tile = row_tile0 + ((row_tiles - at.tiles) >> gated());
     at.weight = p.weight + row_tile * d.row_tile_bytes + at.step * kStepBytes + lane * 16;
     at.scales = p.scales + row_tile * d.row_tile_scale_bytes + (lane >> d.chunk_shift) * d.next_tile_scale_bytes +
                 (at.step * d.groups_of_step >> d.group_shift) * p.group_bytes +
@@ -274,15 +276,14 @@ struct Few {
   // has a row tile of gate and one of up, and y is SiLU(gate) * up: four lanes have what four others need.
   __device__ __forceinline__ void write(int pass, int slots) const {
     constexpr int kQuads = kR * kTileN / 4;
-    static_assert(kQuads == 8, "gate and up");
-    const int all = slots * d.tokens * kQuads, outputs = p.n >> d.gated;
+    const int all = slots * d.tokens * kQuads, outputs = p.n >> gated();
     for (int first = threadIdx.x / 32 * 32; first < all; first += Tile::kThreads) {  // alike for all lanes of a warp
       const int i = first + lane, quad = i % kQuads, tile = quad / 4;
       int slot = 0, token = i / kQuads;
       while (i < all && token >= d.tokens) token -= d.tokens, ++slot;
       const int row_tile = (pass + slot) * kR + tile;
       const bool exists = i < all && row_tile < row_tiles;
-      const int n = (row_tile0 + (row_tile >> d.gated)) * kTileN + quad % 4 * 4 + (d.gated ? tile * outputs : 0);
+      const int n = (row_tile0 + (row_tile >> gated())) * kTileN + quad % 4 * 4 + (gated() ? tile * outputs : 0);
       float value[4] = {};
       if (exists) {
         add_slices<kWarps>(partial(slot, 0, token) + quad * 16, d.tokens * (Tile::kPaddedRow * 4), value);
@@ -290,14 +291,14 @@ struct Few {
       }
       repair<FewX>(p, d, n, token, value);
       if (exists) add_bias(p, n, value);
-      if (d.gated) {
+      if (gated()) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float up = __shfl_down_sync(kAllLanes, value[e], 4);
           value[e] = __fdividef(value[e], 1 + __expf(-value[e])) * up;
         }
       }
-      if (exists && (tile == 0 || !d.gated)) store_rows(p, outputs, n, token, value);
+      if (exists && (tile == 0 || !gated())) store_rows(p, outputs, n, token, value);
     }
   }
   static __device__ __forceinline__ void multiply(float (&value)[4], float factor) {
@@ -316,14 +317,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   // The kernel before this one may still run. What it writes must not be read before the wait, and might be anything,
   // weights too: they are brought as far as the L2 cache, where a later write to them still counts.
   if (threadIdx.x < min(cta.row_tiles, 2 * Tile::kTilesN)) {
-    const int tile = cta.row_tile0 + (threadIdx.x >> d.gated), second = threadIdx.x & d.gated;
+    const int tile = cta.row_tile0 + (threadIdx.x >> cta.gated()), second = threadIdx.x & cta.gated();
     const uint8_t* weight = p.weight + tile * d.row_tile_bytes;
     const uint8_t* scales = p.scales + tile * d.row_tile_scale_bytes;
     ptx::prefetch_l2(weight + second * d.next_tile_bytes, min(p.k_tiles * kTileBytes, kPrefetchBytes));
     ptx::prefetch_l2(scales + second * d.next_tile_scale_bytes, static_cast<int>(d.row_tile_scale_bytes));
   }
-  if (d.normed && p.norm_weight != nullptr && threadIdx.x == 32 && blockIdx.x < 4)
+  if (d.normed && p.norm_weight != nullptr && threadIdx.x == 32 && blockIdx.x < 4) {
     ptx::prefetch_l2(p.norm_weight, p.k * 2);
+  }
   auto ahead = cta.first();
   uint32_t stage = cta.ring;
   const auto fetch_next = [&] {
@@ -342,7 +344,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
       if (unit == static_cast<int>(threadIdx.x / 16)) fetch_next();
       x.store(cta.shared, cta.factors());
       unit += x.kBatch * x.kUnitsAtOnce;
-      if (unit >= d.steps * d.tokens) break;
+      if ((unit & ~1) >= d.steps * d.tokens) break;  // alike for both units of a warp, whose lanes add up squares
       x.seek(unit);
     }
   } else {
