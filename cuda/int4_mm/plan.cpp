@@ -145,7 +145,7 @@ bool fill_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
 bool plan_normed(const Problem& problem, const Gpu& gpu, Plan* plan) {
   if (!problem.normed || !problem.x_aligned || problem.k % kStepColumns != 0) return false;
   if (problem.gated && (problem.n % (2 * kTileN) != 0 || kFewConfigs[0].tiles_n != 2)) return false;
-  const int64_t largest_x = tiles_n(problem.n) >= 8 * gpu.num_sms ? 16384 : 8192;  // elements
+  const int64_t largest_x = tiles_n(problem.n) >= 8 * gpu.num_sms ? 32768 : 8192;  // elements
   if (problem.m * problem.k > largest_x || !fill_few(problem, gpu, plan)) return false;
   plan->reason = problem.gated ? "few bfloat16 tokens on Hopper: RMSNorm and SiLU-multiply within the product"
                                : "few bfloat16 tokens on Hopper: RMSNorm within the product";

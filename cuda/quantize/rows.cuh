@@ -218,9 +218,25 @@ __device__ __forceinline__ void store_values(const Params& p, float factor, cons
   }
 }
 
+// Of RMSNorm's inputs, those that the kernel ahead is least likely to have written are on their way into the L2 cache
+// while few rows wait for it. A hint: what is loaded later does not depend on it.
+template <DType dtype>
+__device__ __forceinline__ void prefetch_norm(const Params& p) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int kFewRows = 16;
+  if (gridDim.x > kFewRows || threadIdx.x != 0) return;
+  const int bytes = p.k * static_cast<int>(size_of(dtype));
+  if (blockIdx.x == 0 && p.norm_weight != nullptr) ptx::prefetch_l2(p.norm_weight, bytes);
+  if (p.other != nullptr) {
+    ptx::prefetch_l2(static_cast<const char*>(p.other) + blockIdx.x * p.other_stride * size_of(dtype), bytes);
+  }
+#endif
+}
+
 template <DType dtype, Producer producer, int kVectors, bool kFast>
 __global__ void __launch_bounds__(max_threads(kVectors), min_ctas(kVectors))
     rows_kernel(const __grid_constant__ Params p) {
+  if constexpr (kFast && producer == Producer::kRmsNorm) prefetch_norm<dtype>(p);
   ptx::overlap_neighbours();
   constexpr bool kProduct = producer != Producer::kNone, kNorm = producer == Producer::kRmsNorm;
   const bool quantized = !kProduct || p.y == nullptr;
