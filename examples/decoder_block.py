@@ -27,7 +27,7 @@ _PRODUCED = {"int8_int8": torch.int8, "fp8_fp8": torch.float8_e4m3fn}
 
 
 class DecoderBlock(nn.Module):
-    """A decoder layer of transformers (Llama, Qwen2) in another arrangement, for inference: raw operators have no gradient.
+    """A decoder layer of transformers (Llama, Qwen2) in another arrangement, for inference: it calls raw operators.
 
     Args:
         layer: the layer, with float weights.
