@@ -10,6 +10,9 @@
 // the two are told apart in the float32 sums. x is multiplied by 2^100 lest its products vanish. Zero points come off
 // the sums too, with the sum of x over the group that a product with ones gives. What overflows on that way, or was not
 // finite to begin with, is computed again by `exact`.
+//
+// The columns of a product are tokens, or where there is room, and a K-step has several groups, pairs of a token and a
+// group: x is zero in the columns of other groups. So a column has one scale, and no group needs sums of its own.
 #pragma once
 
 #include "common/mma.cuh"
@@ -23,17 +26,36 @@ struct Decode : Cta<Tile> {
   using Base::Base, Base::kR, Base::kTM, Base::x_offset;
   using Base::d, Base::lane, Base::p, Base::partials, Base::rank, Base::row_tile0, Base::row_tiles, Base::slice;
 
+  // Of the K-step's groups, the one that a column belongs to where columns are pairs; and its token.
+  __device__ __forceinline__ int column_group(int column) const { return kTM == 1 ? column >> d.token_shift : 0; }
+  __device__ __forceinline__ int column_token(int column) const {
+    return kTM == 1 ? column & ((1 << d.token_shift) - 1) : column;
+  }
+  // What this lane multiplies its column's x by in the quarters of a K-step: nothing but those of its group count.
+  struct Units {
+    uint32_t of[4];
+  };
+  __device__ __forceinline__ Units units() const {
+    Units units;
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      const bool mine = d.columns_of_token == 1 || quarter * d.columns_of_token / 4 == column_group(lane / 4);
+      units.of[quarter] = kTM > 1 || mine ? kScaleX : 0;
+    }
+    return units;
+  }
+
   using X = uint32_t[8][kTM][2];  // operands of eight k-steps
-  __device__ __forceinline__ void load_x(uint32_t x, X& b) const {
+  __device__ __forceinline__ void load_x(uint32_t x, const Units& units, X& b) const {
     const int last = d.tokens - 1;  // rows that do not exist may be any
     if constexpr (kTM == 1) {
-      const int row = min(lane % 8, last);
+      const int row = min(column_token(lane % 8), last);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         uint32_t four[4];
         ptx::ldmatrix_x4(four, x + x_offset(row, 4 * i + lane / 8));
 #pragma unroll
-        for (int j = 0; j < 4; ++j) b[2 * i + j / 2][0][j % 2] = scale_x(four[j]);
+        for (int j = 0; j < 4; ++j) b[2 * i + j / 2][0][j % 2] = scale_x(four[j], units.of[i]);
       }
     } else {
 #pragma unroll
@@ -55,7 +77,8 @@ struct Decode : Cta<Tile> {
     uint32_t at[4], select;
   };
   __device__ __forceinline__ Rows rows() const {
-    const uint32_t g = lane / 4, size = size_of(p.scale_dtype), at = g * size & ~3u;
+    const uint32_t g = lane / 4, size = size_of(p.scale_dtype);
+    const uint32_t at = (g * size & ~3u) + column_group(lane % 4 * 2) * p.group_bytes;
     const uint32_t odd = p.scale_dtype == DType::kFloat16 ? 0x4432 : 0x3244;
     const uint32_t even = p.scale_dtype == DType::kFloat16 ? 0x4410 : 0x1044;
     return {{at, at + 8 * size, at + 16 * size, at + 24 * size}, size == 4 ? 0x3210 : g % 2 ? odd : even};
@@ -65,12 +88,13 @@ struct Decode : Cta<Tile> {
   }
 
   using Sums = float[kR][kTM][4];
+  static constexpr int kColumnBytes = Tile::kPaddedRow * 4;
 
   // Row tiles that do not exist are multiplied like others: their sums go nowhere.
   template <int groups>
-  __device__ __forceinline__ void multiply(uint32_t stage, const Rows& rows, Sums& sum) const {
+  __device__ __forceinline__ void multiply(uint32_t stage, const Units& units, const Rows& rows, Sums& sum) const {
     X b;
-    load_x(stage + d.x_offset, b);
+    load_x(stage + d.x_offset, units, b);
     constexpr int kSteps = 8 / groups, kTogether = kR % 2 == 0 ? 2 : 1;
     float x_sum[groups][kTM][4] = {};
 #pragma unroll
@@ -101,7 +125,8 @@ struct Decode : Cta<Tile> {
         for (int i = 0; i < kTogether; ++i) {
 #pragma unroll
           for (int which = 0; which < 4; ++which) {
-            const uint32_t at = parameters[which] + ((first + i) * groups + group) * p.group_bytes;
+            const uint32_t at =
+                parameters[which] + ((first + i) * (kTM == 1 ? d.groups_of_step : groups) + group) * p.group_bytes;
             parameter[i][which] = __uint_as_float(__byte_perm(ptx::load_shared_word(at), 0, rows.select));
           }
         }
@@ -141,22 +166,24 @@ struct Decode : Cta<Tile> {
     }
   }
 
-  // Sums in shared memory: [slot][slice][token][kPaddedRow] float32, a slot the row tiles of a pass.
+  // Sums in shared memory: [slot][slice][token][columns of the token][kPaddedRow] float32, a slot the row tiles of a
+  // pass.
   __device__ __forceinline__ uint32_t partial(int slot, int of_slice, int token) const {
-    return partials + ((slot * Tile::kWarps + of_slice) * d.tokens + token) * (Tile::kPaddedRow * 4);
+    return partials + ((slot * Tile::kWarps + of_slice) * d.tokens + token) * d.columns_of_token * kColumnBytes;
   }
   __device__ __forceinline__ void keep(int slot, int tiles, const Sums& sum) const {
-    const uint32_t to = partial(slot, slice, lane % 4 * 2) + lane / 4 * 4;
+    const int column = lane % 4 * 2;
+    const uint32_t to = partial(slot, slice, column_token(column)) + column_group(column) * kColumnBytes + lane / 4 * 4;
 #pragma unroll
     for (int j = 0; j < kTM; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int token = j * 8 + e;
-        if (token + lane % 4 * 2 >= d.tokens) continue;
+        const int token = j * 8 + e;  // beyond that of `column`
+        if (token + column_token(column) >= d.tokens) continue;
 #pragma unroll
         for (int i = 0; i < kR; ++i) {
           if (i >= tiles) break;
-          const uint32_t at = to + token * (Tile::kPaddedRow * 4) + i * (kTileN * 4);
+          const uint32_t at = to + token * d.columns_of_token * kColumnBytes + i * (kTileN * 4);
           ptx::store_shared_float(at, sum[i][j][e] * kUnit);
           ptx::store_shared_float(at + 32, sum[i][j][e + 2] * (kUnit / 16));
         }
@@ -208,7 +235,10 @@ struct Decode : Cta<Tile> {
     }
   }
   __device__ __forceinline__ void add_slices(int slot, int token, int quad, float (&value)[4]) const {
-    int4_mm::add_slices<Tile::kWarps>(partial(slot, 0, token) + quad * 16, d.tokens * (Tile::kPaddedRow * 4), value);
+    for (int column = 0; column < d.columns_of_token; ++column) {
+      int4_mm::add_slices<Tile::kWarps>(partial(slot, 0, token) + column * kColumnBytes + quad * 16,
+                                        d.tokens * d.columns_of_token * kColumnBytes, value);
+    }
   }
 };
 
@@ -239,6 +269,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     ptx::prefetch_l2(p.scales + row_tile * d.row_tile_scale_bytes, static_cast<int>(d.row_tile_scale_bytes));
   }
   auto ahead = cta.first();
+  const auto units = cta.units();
   const auto rows = cta.rows();
   const auto places = cta.places();
   ptx::wait_for_previous_kernel();
@@ -263,12 +294,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
       cta.fetch(ahead, places, stage_ahead);
       ptx::cp_async_commit();
       cta.advance(ahead);
-      if (d.groups_of_step == 1) {
-        cta.template multiply<1>(stage, rows, sum);
+      if (d.groups_of_step == d.columns_of_token) {
+        cta.template multiply<1>(stage, units, rows, sum);
       } else if (d.groups_of_step == 2) {
-        cta.template multiply<2>(stage, rows, sum);
+        cta.template multiply<2>(stage, units, rows, sum);
       } else {
-        cta.template multiply<4>(stage, rows, sum);
+        cta.template multiply<4>(stage, units, rows, sum);
       }
       stage_ahead = stage;
       stage = stage == last_stage ? cta.ring : stage + d.stage_bytes;

@@ -37,7 +37,8 @@ struct DecodeParams {
   int passes, slots;  // passes over the row tiles, and how many of them leave their sums in shared memory together
   int stages, stage_bytes, scale_offset, x_offset;  // of the ring; of parameters and x in a stage
   int groups_of_step, group_shift;                  // K-step s begins with group s * groups_of_step >> group_shift
-  int chunk_shift;  // log2 of the 16-byte chunks of parameters that a K-step has per row tile
+  int chunk_shift;                    // log2 of the 16-byte chunks of parameters that a K-step has per row tile
+  int columns_of_token, token_shift;  // groups of a K-step, or 1; log2 of the tokens of eight columns
   bool zeros, clustered;
 };
 
@@ -59,7 +60,11 @@ inline bool decode_params(const Problem& problem, const DecodeConfig& config, in
                                                      : 1;
   d.group_shift = problem.group_size >= problem.k ? 30 : log2_of(problem.group_size / kStepColumns);
   d.chunk_shift = log2_of(d.groups_of_step * group_bytes / 16);
-  const bool plain = problem.x_aligned && (config.tiles_n << d.chunk_shift) <= 32;
+  const int groups_shift = log2_of(d.groups_of_step);
+  const bool pairs = config.max_m == 8 && problem.m << groups_shift <= 8;
+  d.columns_of_token = pairs ? d.groups_of_step : 1;
+  d.token_shift = pairs ? 3 - groups_shift : 3;
+  const bool plain = problem.x_aligned && (config.tiles_n << d.chunk_shift) <= 64;
   d.plain_steps = plain ? static_cast<int>(problem.k / kStepColumns) : 0;
   d.zeros = problem.has_zeros, d.clustered = split > 1;
 
@@ -69,7 +74,7 @@ inline bool decode_params(const Problem& problem, const DecodeConfig& config, in
   d.scale_offset = held * kStepBytes;
   d.x_offset = (d.scale_offset + held * scale_bytes + 127) / 128 * 128;
   d.stage_bytes = d.x_offset + tokens * kStepColumns * 2;
-  const int slot_bytes = config.warps * tokens * config.padded_row * 4;
+  const int slot_bytes = config.warps * tokens * d.columns_of_token * config.padded_row * 4;
   for (d.stages = config.stages; d.stages >= 2; --d.stages) {
     const int ring = d.stages * config.warps * d.stage_bytes;
     d.slots = std::min(d.passes, (shared_limit - ring) / slot_bytes);

@@ -17,8 +17,9 @@ constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 constexpr float kUnit = 8589934592.0f;  // 2^(133 - 100): what a sum of products of bytes counts
 constexpr int kPrefetchBytes = 8192;    // of weights per row tile
 
-__device__ __forceinline__ uint32_t scale_x(uint32_t pair) {
-  return Half<__nv_bfloat16>::multiply_add(pair, 0x71807180, 0x80008000);
+constexpr uint32_t kScaleX = 0x71807180;  // 2^100
+__device__ __forceinline__ uint32_t scale_x(uint32_t pair, uint32_t by = kScaleX) {
+  return Half<__nv_bfloat16>::multiply_add(pair, by, 0x80008000);
 }
 
 // value += what `slices` have at the shared address `from` and `distance` bytes apart from there on, in their order.

@@ -113,8 +113,12 @@ struct Cta {
       weight += d.row_tile_bytes;
     }
     if (places.scale_tile < at.tiles) {
-      ptx::cp_async_16(stage + places.scales,
-                       at.scales + (at.k_step * d.groups_of_step >> d.group_shift) * p.group_bytes);
+      const uint8_t* scales = at.scales + (at.k_step * d.groups_of_step >> d.group_shift) * p.group_bytes;
+      const int at_once = 32 >> d.chunk_shift;
+      ptx::cp_async_16(stage + places.scales, scales);
+      if (at_once < kR && places.scale_tile + at_once < min(at.tiles, kR)) {
+        ptx::cp_async_16(stage + places.scales + 512, scales + at_once * d.row_tile_scale_bytes);
+      }
     }
     const T* x = at.x;
 #pragma unroll
@@ -126,7 +130,7 @@ struct Cta {
       x += kRowsAtOnce * p.x_stride;
     }
   }
-  // Any step: one that ends past K, of groups that take more than 32 chunks of parameters, of an x that 16-byte loads
+  // Any step: one that ends past K, of groups that take more than 64 chunks of parameters, of an x that 16-byte loads
   // cannot read. Kept out of the main loop's code and registers.
   static __device__ __noinline__ void fetch_slowly(const Params& p, const DecodeParams& d, int k_step, int tiles_left,
                                                    const uint8_t* weight, const uint8_t* scales, const T* x,

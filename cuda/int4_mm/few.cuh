@@ -4,6 +4,9 @@
 // A CTA owns a run of row tiles and walks it in passes of kTilesN. Its warps are slices of K: each takes every so many
 // K-steps of 128 columns through a cp.async ring of its own, which runs on from pass to pass. x is brought to shared
 // memory once, already scaled. Sums of the slices are added in their order.
+//
+// The columns of a product are tokens, or pairs of a token and one of the several groups of a K-step: x is zero in the
+// columns of other groups. So a column has one scale, and small groups cost no more instructions than large ones.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,7 +16,7 @@
 #include "common/mma.cuh"
 #include "common/ptx.cuh"
 #include "int4_mm/decode_common.cuh"
-#include "int4_mm/few_norm.cuh"
+#include "int4_mm/few_x.cuh"
 #include "int4_mm/kernels.h"
 #include "int4_mm/layout.h"
 #include "int4_mm/tile.h"
@@ -93,8 +96,7 @@ struct Few {
     }
     ptx::cp_async_commit();
   }
-  // Any step: one that ends past K, or of groups that take more than 32 chunks of parameters. Kept out of the main
-  // loop's code and registers.
+  // A step that ends past K. Kept out of the main loop's code and registers.
   static __device__ __noinline__ void fetch_slowly(const Params& p, const FewParams& d, int step, int tiles,
                                                    const uint8_t* weight, const uint8_t* scales, uint32_t stage) {
     const int lane = threadIdx.x % 32;
@@ -104,132 +106,94 @@ struct Few {
       ptx::cp_async_16(to + i * kStepBytes, weight);
       if (2 * step + 1 < p.k_tiles) ptx::cp_async_16(to + i * kStepBytes + kTileBytes, weight + kTileBytes);
     }
-    const int byte = (lane & ((1 << d.chunk_shift) - 1)) * 16, at_once = 32 >> d.chunk_shift;
-    const bool exists = (step * d.groups_of_step >> d.group_shift) * p.group_bytes + byte < d.row_tile_scale_bytes;
-    for (int i = lane >> d.chunk_shift; i < tiles; i += at_once, scales += at_once * d.next_tile_scale_bytes) {
-      const uint32_t at_shared = stage + kR * kStepBytes + i * d.groups_of_step * p.group_bytes + byte;
-      if (exists) {
-        ptx::cp_async_16(at_shared, scales);
-      } else {
-        ptx::store_shared_16(at_shared, {0, 0, 0, 0});
-      }
+    if (lane >> d.chunk_shift >= tiles) return;
+    const int byte = (lane & ((1 << d.chunk_shift) - 1)) * 16;
+    if ((step * d.groups_of_step >> d.group_shift) * p.group_bytes + byte < d.row_tile_scale_bytes) {
+      ptx::cp_async_16(to + kR * kStepBytes, scales);
+    } else {
+      ptx::store_shared_16(to + kR * kStepBytes, {0, 0, 0, 0});
     }
   }
 
-  // x in shared memory: [K-step][token][kTokenBytes]. Sixteen threads copy a unit, a token's columns of a K-step.
-  static constexpr int kUnitsAtOnce = Tile::kThreads / 16, kXBatch = 2;
-  struct XLoads {
-    const T* from[kXBatch];
-    uint4 value[kXBatch];
-  };
-  __device__ __forceinline__ void seek_x(int first, XLoads& loads) const {
-#pragma unroll
-    for (int i = 0; i < kXBatch; ++i) {
-      int unit = first + i * kUnitsAtOnce, token = 0;
-      while (unit >= d.steps) unit -= d.steps, ++token;
-      loads.from[i] = static_cast<const T*>(p.x) + token * p.x_stride + unit * kStepColumns + threadIdx.x % 16 * 8;
-    }
-  }
-  __device__ __forceinline__ void load_x(int first, XLoads& loads) const {
-    const bool plain = p.x_aligned && d.steps * kStepColumns <= p.k;
-#pragma unroll
-    for (int i = 0; i < kXBatch; ++i) {
-      const int unit = first + i * kUnitsAtOnce;
-      if (unit >= d.steps * d.tokens) continue;
-      loads.value[i] = plain ? *reinterpret_cast<const uint4*>(loads.from[i]) : load_slowly(unit, loads.from[i]);
-    }
-  }
-  __device__ __forceinline__ void store_x(int first, const XLoads& loads) const {
-#pragma unroll
-    for (int i = 0; i < kXBatch; ++i) {
-      int unit = first + i * kUnitsAtOnce, token = 0;
-      if (unit >= d.steps * d.tokens) continue;
-      while (unit >= d.steps) unit -= d.steps, ++token;
-      const uint4 v = loads.value[i];
-      ptx::store_shared_16(shared + (unit * d.tokens + token) * kTokenBytes + threadIdx.x % 16 * 16,
-                           {scale_x(v.x), scale_x(v.y), scale_x(v.z), scale_x(v.w)});
-    }
-  }
-  // Any chunk: zeros past K, an x that 16-byte loads cannot read.
-  __device__ __noinline__ uint4 load_slowly(int unit, const T* from) const {
-    const int columns = p.k - unit % d.steps * kStepColumns - threadIdx.x % 16 * 8;
-    uint32_t words[4] = {};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (i < columns) words[i / 2] |= static_cast<uint32_t>(__bfloat16_as_ushort(from[i])) << (i % 2 * 16);
-    }
-    return {words[0], words[1], words[2], words[3]};
-  }
-
-  // This lane's row for ldmatrix; tokens that do not exist may be any.
-  __device__ __forceinline__ uint32_t x_row() const {
-    return shared + min(lane % 8, d.tokens - 1) * kTokenBytes + lane / 8 * 16;
-  }
+  // Of the K-step's groups, the one that a column belongs to; and its token.
+  __device__ __forceinline__ int column_group(int column) const { return column >> d.token_shift; }
+  __device__ __forceinline__ int column_token(int column) const { return column & ((1 << d.token_shift) - 1); }
 
   using Sums = float[kR][4];
 
-  // Row tiles that do not exist are multiplied like others: their sums go nowhere.
-  template <int groups>
-  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t x, uint32_t param, uint32_t select, bool half,
-                                           Sums& sum) const {
+  // What a lane needs to know of its columns and rows: where ldmatrix finds x, or zeros for the columns of another
+  // group; where its parameters are in a stage, and which bytes of a word.
+  struct Places {
+    uint32_t x, zeros, parameters, select, group;
+    bool half;
+  };
+  __device__ __forceinline__ Places places() const {
+    const uint32_t g = lane / 4, size = size_of(p.scale_dtype);
+    const bool half = p.scale_dtype == DType::kFloat16;
+    const uint32_t odd = half ? 0x4432 : 0x3244, even = half ? 0x4410 : 0x1044;
+    return {ptx::opaque(shared + min(column_token(lane % 8), d.tokens - 1) * kTokenBytes + lane / 8 * 16),
+            ptx::opaque(shared + d.ring_offset - kZeroBytes),
+            ptx::opaque(kR * kStepBytes + column_group(lane % 4 * 2) * p.group_bytes + (g * size & ~3u)),
+            ptx::opaque(size == 4 ? 0x3210
+                        : g % 2   ? odd
+                                  : even),
+            ptx::opaque(static_cast<uint32_t>(column_group(lane % 8))),
+            half};
+  }
+
+  // Row tiles and tokens that do not exist are multiplied like others: their sums go nowhere.
+  template <bool grouped>
+  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t step_x, const Places& at, Sums& sum) const {
     const uint32_t size = size_of(p.scale_dtype);
+    const uint32_t ones[4] = {0x00010001, 0x00010001, 0x00010001, 0x00010001};
+    float x_sum[4] = {};
+    float product[kR][4] = {};
 #pragma unroll
-    for (int group = 0; group < groups; ++group) {
-      const uint32_t ones[4] = {0x00010001, 0x00010001, 0x00010001, 0x00010001};
-      float x_sum[4] = {};
-      float product[kR][4] = {};
-#pragma unroll
-      for (int pair = group * (4 / groups); pair < (group + 1) * (4 / groups); ++pair) {
-        uint32_t b[4];
-        ptx::ldmatrix_x4(b, x + pair * 64);
-        Half<T>::mma(x_sum, ones, b[0], b[1]);
-        Half<T>::mma(x_sum, ones, b[2], b[3]);
-#pragma unroll
-        for (int i = 0; i < kR; ++i) {
-          const uint2 two =
-              ptx::load_shared_8(stage + lane * 16 + i * kStepBytes + pair / 2 * kTileBytes + pair % 2 * 8);
-#pragma unroll
-          for (int s = 0; s < 2; ++s) {
-            const uint32_t word = s == 0 ? two.x : two.y, odd = __byte_perm(word, 0, 0x4341);
-            const uint32_t a[4] = {word & 0x000F000F, word & 0x00FF00FF, odd & 0x000F000F, odd};
-            Half<T>::mma(product[i], a, b[2 * s], b[2 * s + 1]);
-          }
-        }
-      }
+    for (int pair = 0; pair < 4; ++pair) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4(b, !grouped || pair >> d.pair_shift == at.group ? at.x + step_x + pair * 64 : at.zeros);
+      Half<T>::mma(x_sum, ones, b[0], b[1]);
+      Half<T>::mma(x_sum, ones, b[2], b[3]);
 #pragma unroll
       for (int i = 0; i < kR; ++i) {
-        float parameter[4];
+        const uint2 two = ptx::load_shared_8(stage + lane * 16 + i * kStepBytes + pair / 2 * kTileBytes + pair % 2 * 8);
 #pragma unroll
-        for (int which = 0; which < 4; ++which) {
-          if (which >= 2 && !d.zeros) {
-            parameter[which] = kSymmetricZero;
-            continue;
-          }
-          parameter[which] = __uint_as_float(
-              __byte_perm(ptx::load_shared_word(stage + param + kR * kStepBytes + (i * groups + group) * p.group_bytes +
-                                                which * 8 * size),
-                          0, select));
-          ptx::half_to_float_if(half, parameter[which]);
+        for (int s = 0; s < 2; ++s) {
+          const uint32_t word = s == 0 ? two.x : two.y, odd = __byte_perm(word, 0, 0x4341);
+          const uint32_t a[4] = {word & 0x000F000F, word & 0x00FF00FF, odd & 0x000F000F, odd};
+          Half<T>::mma(product[i], a, b[2 * s], b[2 * s + 1]);
         }
+      }
+    }
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float low = product[i][e], both = product[i][e + 2], xs = x_sum[e];
-          sum[i][e] += parameter[0] * (low - parameter[2] * xs);
-          sum[i][e + 2] += parameter[1] * (both - low - 16 * parameter[3] * xs);
+    for (int i = 0; i < kR; ++i) {
+      float parameter[4];  // scales of rows g and g + 8, zero points of rows g and g + 8
+#pragma unroll
+      for (int which = 0; which < 4; ++which) {
+        if (which >= 2 && !d.zeros) {
+          parameter[which] = kSymmetricZero;
+          continue;
         }
+        const uint32_t from = stage + at.parameters + i * (16 << d.chunk_shift) + which * 8 * size;
+        parameter[which] = __uint_as_float(__byte_perm(ptx::load_shared_word(from), 0, at.select));
+        ptx::half_to_float_if(at.half, parameter[which]);
+      }
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float low = product[i][e], both = product[i][e + 2], xs = x_sum[e];
+        sum[i][e] += parameter[0] * (low - parameter[2] * xs);
+        sum[i][e + 2] += parameter[1] * (both - low - 16 * parameter[3] * xs);
       }
     }
   }
 
   // All K-steps of this warp, then the sums.
-  template <int groups>
+  template <bool grouped>
   __device__ __forceinline__ void walk(Cursor& ahead) const {
-    const uint32_t g = lane / 4, size = size_of(p.scale_dtype), param = g * size & ~3u;
-    const bool half = p.scale_dtype == DType::kFloat16;
-    const uint32_t select = size == 4 ? 0x3210 : g % 2 ? (half ? 0x4432 : 0x3244) : (half ? 0x4410 : 0x1044);
+    const Places at = places();
     const uint32_t stage_bytes = d.stage_bytes, end = ring + Tile::kStages * stage_bytes;
     uint32_t stage = ring, stage_ahead = end - stage_bytes;
-    const uint32_t x = x_row(), step_bytes = d.tokens * kTokenBytes;
+    const uint32_t step_bytes = d.tokens * kTokenBytes;
     int step = slice, slot = 0;
     for (int pass = 0; pass < d.passes; ++pass) {
       Sums sum = {};
@@ -238,13 +202,13 @@ struct Few {
         __syncwarp();
         fetch(ahead, stage_ahead);
         advance(ahead);
-        multiply<groups>(stage, x + step * step_bytes, param, select, half, sum);
+        multiply<grouped>(stage, step * step_bytes, at, sum);
         stage_ahead = stage;
         stage += stage_bytes;
         if (stage == end) stage = ring;
       }
       step -= d.steps;
-      keep(slot, sum);
+      keep<grouped>(slot, sum);
       if (++slot == d.slots || pass + 1 == d.passes) {
         __syncthreads();
         write(pass + 1 - slot, slot);
@@ -258,18 +222,44 @@ struct Few {
   __device__ __forceinline__ uint32_t partial(int slot, int of_slice, int token) const {
     return shared + d.partials_offset + ((slot * kWarps + of_slice) * d.tokens + token) * (Tile::kPaddedRow * 4);
   }
-  __device__ __forceinline__ void keep(int slot, const Sums& sum) const {
-    const uint32_t to = partial(slot, slice, lane % 4 * 2) + lane / 4 * 4;
+  template <bool grouped>
+  __device__ __forceinline__ void keep(int slot, Sums& sum) const {
+    const int t = lane % 4, token = column_token(t * 2);
+    if constexpr (!grouped) {
+      const uint32_t to = partial(slot, slice, token) + lane / 4 * 4;
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      if (lane % 4 * 2 + e >= d.tokens) continue;
+      for (int e = 0; e < 2; ++e) {
+        if (token + e >= d.tokens) continue;
+#pragma unroll
+        for (int i = 0; i < kR; ++i) {
+          const uint32_t at = to + (e * Tile::kPaddedRow + i * kTileN) * 4;
+          ptx::store_shared_float(at, sum[i][e] * kUnit);
+          ptx::store_shared_float(at + 32, sum[i][e + 2] * (kUnit / 16));
+        }
+      }
+    } else {
+      // Adds the groups, which neighbouring lanes have: two keep rows g and two g + 8, and of four groups, one token
+      // each.
+      const float unit = t < 2 ? kUnit : kUnit / 16;
+      const bool four = d.pair_shift == 0;
 #pragma unroll
       for (int i = 0; i < kR; ++i) {
-        const uint32_t at = to + (e * Tile::kPaddedRow + i * kTileN) * 4;
-        ptx::store_shared_float(at, sum[i][e] * kUnit);
-        ptx::store_shared_float(at + 32, sum[i][e + 2] * (kUnit / 16));
+        float value[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) value[e] = exchange(t < 2, sum[i][e], sum[i][e + 2], 2) * unit;
+        if (four) value[0] = exchange(t % 2 == 0, value[0], value[1], 1);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int of_token = four ? t % 2 : token + e;
+          if (of_token >= d.tokens || (four && e == 1)) continue;
+          ptx::store_shared_float(partial(slot, slice, of_token) + (i * kTileN + t / 2 * 8 + lane / 4) * 4, value[e]);
+        }
       }
     }
+  }
+  // This lane keeps one of two values and gives the other to the lane `distance` away, which keeps that.
+  static __device__ __forceinline__ float exchange(bool first, float a, float b, int distance) {
+    return (first ? a : b) + __shfl_xor_sync(kAllLanes, first ? b : a, distance);
   }
 
   // Adds the slices of the `slots` passes from `pass` on, and stores y, a thread four rows of a token. If gated, a pass
@@ -333,47 +323,37 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     cta.advance(ahead);
     stage += d.stage_bytes;
   };
-  int unit = threadIdx.x / 16;
-  if (d.normed) {
-    NormedX<Tile::kThreads> x(p, d);
+  const auto bring = [&](auto x) {
+    int unit = threadIdx.x / 16;
     x.seek(unit);
     ptx::wait_for_previous_kernel();
     ptx::launch_dependents();
-    while (true) {
-      x.load();
-      if (unit == static_cast<int>(threadIdx.x / 16)) fetch_next();
-      x.store(cta.shared, cta.factors());
-      unit += x.kBatch * x.kUnitsAtOnce;
-      if ((unit & ~1) >= d.steps * d.tokens) break;  // alike for both units of a warp, whose lanes add up squares
-      x.seek(unit);
-    }
-  } else {
-    typename Cta::XLoads x;
-    cta.seek_x(unit, x);
-    ptx::wait_for_previous_kernel();
-    ptx::launch_dependents();
-    cta.load_x(unit, x);
+    x.load();
     fetch_next();  // one stage only before x, which all wait for
     while (true) {
-      cta.store_x(unit, x);
-      unit += Cta::kXBatch * Cta::kUnitsAtOnce;
-      if (unit >= d.steps * d.tokens) break;
-      cta.seek_x(unit, x);
-      cta.load_x(unit, x);
+      x.store();
+      unit += x.kAtOnce;
+      if ((unit & ~1) >= d.steps * d.tokens) break;  // alike for both units of a warp
+      x.seek(unit);
+      x.load();
     }
+  };
+  if (d.normed) {
+    bring(NormedX<Tile::kThreads>(p, d, cta.shared));
+  } else {
+    bring(PlainX<Tile::kThreads>(p, d, cta.shared));
   }
 #pragma unroll 1
   for (int i = 0; i < Tile::kStages - 2; ++i) fetch_next();
+  if (threadIdx.x == 0) ptx::store_shared_16(cta.shared + d.ring_offset - kZeroBytes, {0, 0, 0, 0});
   __syncthreads();
   if (d.normed) {  // the factors are not needed before write()
     if (cta.slice < d.tokens) cta.factors().make(p, d.steps, cta.slice);
   }
   if (d.groups_of_step == 1) {
-    cta.template walk<1>(ahead);
-  } else if (d.groups_of_step == 2) {
-    cta.template walk<2>(ahead);
+    cta.template walk<false>(ahead);
   } else {
-    cta.template walk<4>(ahead);
+    cta.template walk<true>(ahead);
   }
 }
 

@@ -25,6 +25,7 @@ constexpr FewConfig kFewConfigs[] = {
 #undef QAO_FEW
 };
 constexpr int kFewTokens = 8;
+constexpr int kZeroBytes = 16;  // of zeros, between x and the ring in shared memory
 
 // What the kernel gets. Row tiles have 16 rows of W, K-steps kStepColumns columns.
 struct FewParams {
@@ -38,11 +39,13 @@ struct FewParams {
   int ring_offset, factors_offset, partials_offset, stage_bytes;  // in shared memory, behind x
   int groups_of_step, group_shift;  // K-step s begins with group s * groups_of_step >> group_shift
   int chunk_shift;                  // log2 of the 16-byte chunks of parameters of a K-step and row tile
+  int token_shift, pair_shift;      // log2 of the tokens of eight columns, of the pairs of k-steps of a group
   int scale_advance;                // bytes of parameters from a K-step of a warp to its next
   bool zeros;
 };
 
-// False if a CTA has not `shared_limit` bytes' room for it.
+// False if a K-step has too many groups for the columns of a product or for the lanes that copy their parameters, or if
+// a CTA has not `shared_limit` bytes' room.
 inline bool few_params(const Problem& problem, const FewConfig& config, int ctas, int shared_limit, FewParams* to,
                        int* shared_bytes) {
   FewParams d{};
@@ -59,16 +62,20 @@ inline bool few_params(const Problem& problem, const FewConfig& config, int ctas
   d.groups_of_step = one_group ? 1 : std::max(kStepColumns / static_cast<int>(problem.group_size), 1);
   d.group_shift = one_group ? 30 : log2_of(problem.group_size / kStepColumns);
   d.chunk_shift = log2_of(d.groups_of_step * group_bytes / 16);
-  d.plain_steps = config.tiles_n << d.chunk_shift <= 32 ? static_cast<int>(problem.k / kStepColumns) : 0;
+  const int groups_shift = log2_of(d.groups_of_step);
+  d.token_shift = 3 - groups_shift, d.pair_shift = 2 - groups_shift;
+  if (d.tokens > 1 << d.token_shift || config.tiles_n << d.chunk_shift > 32) return false;
+  d.plain_steps = static_cast<int>(problem.k / kStepColumns);
   d.scale_advance = one_group ? 0 : (config.warps * d.groups_of_step >> d.group_shift) * group_bytes;
   d.zeros = problem.has_zeros;
 
-  const int64_t x_bytes = static_cast<int64_t>(d.steps) * d.tokens * kTokenBytes;
+  const int64_t x_bytes = static_cast<int64_t>(d.steps) * d.tokens * kTokenBytes + kZeroBytes;
   if (x_bytes > shared_limit) return false;
   const int slot_bytes = config.warps * d.tokens * config.padded_row * 4;
   d.passes = (((d.row_tiles + (d.more_row_tiles > 0)) << d.gated) + config.tiles_n - 1) / config.tiles_n;
-  d.stage_bytes = config.tiles_n * (kStepBytes + d.groups_of_step * group_bytes);
-  d.ring_offset = static_cast<int>(x_bytes);
+  // Copies that lie across lines of 128 bytes take longer.
+  d.stage_bytes = (config.tiles_n * (kStepBytes + d.groups_of_step * group_bytes) + 127) / 128 * 128;
+  d.ring_offset = (static_cast<int>(x_bytes) + 127) / 128 * 128;
   d.factors_offset = d.ring_offset + config.warps * config.stages * d.stage_bytes;
   const int units = problem.normed ? kFewTokens + d.steps * d.tokens : 0;
   d.partials_offset = d.factors_offset + (units + 3) / 4 * 16;

@@ -29,7 +29,7 @@ struct Params {
   bool x_aligned;
   DType scale_dtype, bias_dtype, y_dtype;
   int split_k;
-  // Of a normed problem (few_norm.cuh): x + residual goes through RMSNorm. All null in others.
+  // Of a normed problem (few_x.cuh): x + residual goes through RMSNorm. All null in others.
   const void* residual;  // [m, k], or null
   int64_t residual_stride;
   const void* norm_weight;  // [k], or null

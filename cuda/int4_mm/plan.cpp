@@ -120,10 +120,10 @@ bool plan_decode(const Problem& problem, const Gpu& gpu, Plan* plan) {
 }
 
 // Fills in `plan` if the body for at most eight tokens can serve the problem.
-bool fill_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
+bool fill_few(const Problem& problem, const Gpu& gpu, int index, Plan* plan) {
   if (gpu.compute_capability != 90 || problem.x_dtype != DType::kBFloat16) return false;
   if (problem.m < 1 || problem.m > kFewTokens) return false;
-  const FewConfig& config = kFewConfigs[0];
+  const FewConfig& config = kFewConfigs[index];
   const int ctas = static_cast<int>(std::min<int64_t>(gpu.num_sms, tiles_n(problem.n) >> problem.gated));
   FewParams params;
   int shared_bytes;
@@ -131,7 +131,7 @@ bool fill_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
   plan->kernel = "few";
   plan->reason = "at most 8 bfloat16 tokens on Hopper: weights stream through mma.sync past x in shared memory";
   plan->instruction = "mma.sync bf16";
-  plan->config = 0;
+  plan->config = index;
   plan->tile_n = config.tiles_n * kTileN;
   plan->tile_m = kFewTokens;
   plan->warps = config.warps;
@@ -141,25 +141,40 @@ bool fill_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return true;
 }
 
+// Row tiles that the passes of all CTAs have room for.
+int64_t few_places(const Problem& problem, const Gpu& gpu, int index) {
+  const int64_t row_tiles = tiles_n(problem.n), ctas = std::min<int64_t>(gpu.num_sms, row_tiles);
+  const int64_t pass_tiles = kFewConfigs[index].tiles_n;
+  return ceil_div(ceil_div(row_tiles, ctas), pass_tiles) * pass_tiles * ctas;
+}
+
 // The same body of a normed problem, for as many tokens as were measured to pay. Two row tiles a pass are gate and up.
 bool plan_normed(const Problem& problem, const Gpu& gpu, Plan* plan) {
   if (!problem.normed || !problem.x_aligned || problem.k % kStepColumns != 0) return false;
-  if (problem.gated && (problem.n % (2 * kTileN) != 0 || kFewConfigs[0].tiles_n != 2)) return false;
+  if (problem.gated && problem.n % (2 * kTileN) != 0) return false;
   const int64_t largest_x = tiles_n(problem.n) >= 8 * gpu.num_sms ? 32768 : 8192;  // elements
-  if (problem.m * problem.k > largest_x || !fill_few(problem, gpu, plan)) return false;
+  if (problem.m * problem.k > largest_x) return false;
+  int best = -1;
+  for (int index = 0; index < static_cast<int>(std::size(kFewConfigs)); ++index) {
+    if (problem.gated && kFewConfigs[index].tiles_n != 2) continue;
+    if (best < 0 || few_places(problem, gpu, index) < few_places(problem, gpu, best)) best = index;
+  }
+  if (best < 0 || !fill_few(problem, gpu, best, plan)) return false;
   plan->reason = problem.gated ? "few bfloat16 tokens on Hopper: RMSNorm and SiLU-multiply within the product"
                                : "few bfloat16 tokens on Hopper: RMSNorm within the product";
   return true;
 }
 
-// Measured to pay where few places of a pass stay empty and x, which every CTA waits for, is small, or its CTAs have
-// many rows.
+// Measured to pay where few places of a pass stay empty and x, which every CTA waits for, is small, or has few tokens,
+// or its CTAs have many rows.
 bool plan_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
-  const int64_t row_tiles = tiles_n(problem.n), ctas = std::min<int64_t>(gpu.num_sms, row_tiles);
-  const int64_t pass_tiles = kFewConfigs[0].tiles_n;
-  const int64_t places = ceil_div(ceil_div(row_tiles, ctas), pass_tiles) * pass_tiles * ctas;
-  const int64_t largest_x = row_tiles >= 8 * gpu.num_sms ? 32768 : 16383;  // elements
-  return 8 * places <= 9 * row_tiles && problem.m * problem.k <= largest_x && fill_few(problem, gpu, plan);
+  const int64_t row_tiles = tiles_n(problem.n);
+  const int64_t largest_x = problem.m <= 4 || row_tiles >= 8 * gpu.num_sms ? 32768 : 16383;  // elements
+  if (problem.m * problem.k > largest_x) return false;
+  for (int index = 0; index < static_cast<int>(std::size(kFewConfigs)); ++index) {
+    if (8 * few_places(problem, gpu, index) <= 9 * row_tiles && fill_few(problem, gpu, index, plan)) return true;
+  }
+  return false;
 }
 
 // Fills in `plan` if the body for 9 to 32 tokens can serve the problem with this row, clusters of `split` CTAs sharing
@@ -200,7 +215,7 @@ bool plan_batch(const Problem& problem, const Gpu& gpu, Plan* plan) {
   const bool many_groups = problem.group_size < std::min<int64_t>(64, problem.k);
   int index;
   if (problem.m <= kBatch[kFewTokens2].max_m) {
-    if (share <= 300) return false;
+    if (share <= 240) return false;
     index = of_cta <= 8 ? kFewTokens2 : kFewTokens4;
   } else {
     if (row_tiles < gpu.num_sms || (many_groups && share <= 80)) return false;
@@ -266,7 +281,9 @@ bool fuses_norm(const Problem& problem, const Gpu& gpu) {
 
 std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu) {
   std::vector<Candidate<Plan>> all;
-  if (Candidate<Plan> few; fill_few(problem, gpu, &few.plan)) all.push_back(few);
+  for (int index = 0; index < static_cast<int>(std::size(kFewConfigs)); ++index) {
+    if (Candidate<Plan> few; fill_few(problem, gpu, index, &few.plan)) all.push_back(few);
+  }
   for (int index = 0; index < static_cast<int>(std::size(kDecode)); ++index) {
     for (int split = 1; split <= std::min<int64_t>(2, ceil_div(problem.k, kStepColumns)); ++split) {
       Candidate<Plan> candidate;

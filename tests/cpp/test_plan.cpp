@@ -106,6 +106,8 @@ TEST_CASE("what a decode plan tells the kernel covers the product and fits the s
       CHECK(d.passes * config.tiles_n >= d.row_tiles + (d.more_row_tiles > 0));
       CHECK(d.slots >= 1);
       CHECK(d.slots <= d.passes);
+      CHECK((d.columns_of_token == 1 || d.columns_of_token == d.groups_of_step));
+      CHECK((d.columns_of_token == 1 || d.tokens * d.columns_of_token <= 8));
       CHECK(d.x_offset % 128 == 0);
       CHECK(d.stage_bytes % 128 == 0);
       CHECK(d.plain_steps * kStepColumns <= problem.k);
@@ -136,9 +138,11 @@ TEST_CASE("what a plan for at most eight tokens tells the kernel covers the prod
       CHECK(d.passes * config.tiles_n >= d.row_tiles + (d.more_row_tiles > 0));
       CHECK(d.slots >= 1);
       CHECK(d.slots <= d.passes);
-      CHECK(d.ring_offset % 16 == 0);
-      CHECK(d.ring_offset >= d.steps * d.tokens * kTokenBytes);
-      CHECK(d.stage_bytes % 16 == 0);
+      CHECK(d.ring_offset % 128 == 0);
+      CHECK(d.ring_offset >= d.steps * d.tokens * kTokenBytes + kZeroBytes);
+      CHECK(d.stage_bytes % 128 == 0);
+      CHECK(d.tokens * d.groups_of_step <= 8);  // columns of a product
+      CHECK((d.groups_of_step << d.token_shift) == 8);
       CHECK(d.partials_offset % 16 == 0);
       CHECK(d.plain_steps * kStepColumns <= problem.k);
       // A warp's pointer to parameters moves by whole groups.
@@ -222,8 +226,8 @@ TEST_CASE("what a plan for 9 to 32 tokens tells the kernel covers the product an
         CHECK((once || (d.x_stages % d.helpers == 0 && d.x_stages % d.warps_k == 0)));
         CHECK(d.x_stages * 16 <= kBatchX);  // two barriers each
         CHECK(d.x_sums_offset % 16 == 0);
-        CHECK(d.ring_offset % 16 == 0);
-        CHECK(d.stage_bytes % 16 == 0);
+        CHECK(d.ring_offset % 128 == 0);
+        CHECK(d.stage_bytes % 128 == 0);
         CHECK(d.received_offset % 16 == 0);
         CHECK(d.plain_steps * kStepColumns <= problem.k);
         CHECK(d.plain_x_steps * kStepColumns <= problem.k);
@@ -243,6 +247,15 @@ TEST_CASE("few bfloat16 tokens on Hopper stream their weights, all else does not
   };
   CHECK(kernel(problem, kH200) == "few");
   CHECK(kernel(problem, kA100) == "sm80");
+  problem.n = 6144;  // three row tiles a pass
+  CHECK(kernel(problem, kH200) == "few");
+  problem.group_size = 32;  // parameters of three row tiles are more than a warp copies at once
+  CHECK(kernel(problem, kH200) == "decode");
+  problem.n = 4096;
+  CHECK(kernel(problem, kH200) == "few");
+  problem.m = 3;  // more than eight columns of a token and a group
+  CHECK(kernel(problem, kH200) == "decode");
+  problem.group_size = 128;
   problem.m = 8, problem.k = 65536;  // x does not fit
   CHECK(kernel(problem, kH200) == "decode");
   problem.m = 16, problem.k = 4096;
