@@ -26,6 +26,8 @@ struct Decode : Cta<Tile> {
   using Base::Base, Base::kR, Base::kTM, Base::x_offset;
   using Base::d, Base::lane, Base::p, Base::partials, Base::rank, Base::row_tile0, Base::row_tiles, Base::slice;
 
+  // Columns are pairs only in products of eight.
+  __device__ __forceinline__ int columns_of_token() const { return kTM == 1 ? d.columns_of_token : 1; }
   // Of the K-step's groups, the one that a column belongs to where columns are pairs; and its token.
   __device__ __forceinline__ int column_group(int column) const { return kTM == 1 ? column >> d.token_shift : 0; }
   __device__ __forceinline__ int column_token(int column) const {
@@ -39,7 +41,7 @@ struct Decode : Cta<Tile> {
     Units units;
 #pragma unroll
     for (int quarter = 0; quarter < 4; ++quarter) {
-      const bool mine = d.columns_of_token == 1 || quarter * d.columns_of_token / 4 == column_group(lane / 4);
+      const bool mine = columns_of_token() == 1 || quarter * columns_of_token() / 4 == column_group(lane / 4);
       units.of[quarter] = kTM > 1 || mine ? kScaleX : 0;
     }
     return units;
@@ -169,7 +171,7 @@ struct Decode : Cta<Tile> {
   // Sums in shared memory: [slot][slice][token][columns of the token][kPaddedRow] float32, a slot the row tiles of a
   // pass.
   __device__ __forceinline__ uint32_t partial(int slot, int of_slice, int token) const {
-    return partials + ((slot * Tile::kWarps + of_slice) * d.tokens + token) * d.columns_of_token * kColumnBytes;
+    return partials + ((slot * Tile::kWarps + of_slice) * d.tokens + token) * columns_of_token() * kColumnBytes;
   }
   __device__ __forceinline__ void keep(int slot, int tiles, const Sums& sum) const {
     const int column = lane % 4 * 2;
@@ -183,7 +185,7 @@ struct Decode : Cta<Tile> {
 #pragma unroll
         for (int i = 0; i < kR; ++i) {
           if (i >= tiles) break;
-          const uint32_t at = to + token * d.columns_of_token * kColumnBytes + i * (kTileN * 4);
+          const uint32_t at = to + token * columns_of_token() * kColumnBytes + i * (kTileN * 4);
           ptx::store_shared_float(at, sum[i][j][e] * kUnit);
           ptx::store_shared_float(at + 32, sum[i][j][e + 2] * (kUnit / 16));
         }
@@ -235,9 +237,9 @@ struct Decode : Cta<Tile> {
     }
   }
   __device__ __forceinline__ void add_slices(int slot, int token, int quad, float (&value)[4]) const {
-    for (int column = 0; column < d.columns_of_token; ++column) {
+    for (int column = 0; column < columns_of_token(); ++column) {
       int4_mm::add_slices<Tile::kWarps>(partial(slot, 0, token) + column * kColumnBytes + quad * 16,
-                                        d.tokens * d.columns_of_token * kColumnBytes, value);
+                                        d.tokens * columns_of_token() * kColumnBytes, value);
     }
   }
 };

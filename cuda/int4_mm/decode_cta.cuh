@@ -47,13 +47,14 @@ struct Cta {
   // Where in a stage this lane's share goes.
   struct Places {
     uint32_t weight, scales, x;
-    int scale_tile;  // row tile of the parameters
+    int scale_tile, second_scale_tile;  // row tiles of the parameters
   };
   __device__ __forceinline__ Places places() const {
     const int chunk = lane & ((1 << d.chunk_shift) - 1), tile = lane >> d.chunk_shift;
+    const int second = tile + (32 >> d.chunk_shift);
     return {static_cast<uint32_t>(lane * 16),
             static_cast<uint32_t>(d.scale_offset + tile * d.groups_of_step * p.group_bytes + chunk * 16),
-            d.x_offset + x_offset(lane / 16, lane % 16), tile < kR ? tile : INT_MAX};
+            d.x_offset + x_offset(lane / 16, lane % 16), tile < kR ? tile : INT_MAX, second < kR ? second : INT_MAX};
   }
 
   // Walks the K-steps of this slice, pass after pass, with this thread's pointers.
@@ -114,10 +115,9 @@ struct Cta {
     }
     if (places.scale_tile < at.tiles) {
       const uint8_t* scales = at.scales + (at.k_step * d.groups_of_step >> d.group_shift) * p.group_bytes;
-      const int at_once = 32 >> d.chunk_shift;
       ptx::cp_async_16(stage + places.scales, scales);
-      if (at_once < kR && places.scale_tile + at_once < min(at.tiles, kR)) {
-        ptx::cp_async_16(stage + places.scales + 512, scales + at_once * d.row_tile_scale_bytes);
+      if (places.second_scale_tile < at.tiles) {
+        ptx::cp_async_16(stage + places.scales + 512, scales + (32 >> d.chunk_shift) * d.row_tile_scale_bytes);
       }
     }
     const T* x = at.x;
