@@ -77,11 +77,8 @@ struct Consumer {
     wgmma::commit();
   }
 
-  // To the producer.
-  __device__ __forceinline__ void release(uint32_t barrier) const {
-    __syncwarp();
-    if (lane == 0) tma::barrier_arrive(barrier);
-  }
+  // To the producer, every lane for what it has read.
+  __device__ __forceinline__ void release(uint32_t barrier) const { tma::barrier_arrive(barrier); }
 
   // A group's scale and zero point, of rows g and g + 8. Zero points are in the units of the product.
   struct Group {
@@ -310,7 +307,7 @@ __global__ void __launch_bounds__(K::kThreads, 1) mm8_kernel(Params p, const __g
   if (threadIdx.x < K::kStage.count) {
     const uint32_t barrier = ring.arrived() + threadIdx.x * 8;
     tma::barrier_init(barrier, 1 + (K::kColumns ? kHelperThreads : K::kScalesOperand ? 32 : 0));
-    tma::barrier_init(barrier + kBarrierBytes, warpgroups(p) * 4);
+    tma::barrier_init(barrier + kBarrierBytes, warpgroups(p) * 128);
     if (K::kScalesOperand) tma::barrier_init(barrier + 2 * kBarrierBytes, 1);
     tma::barrier_init_fence();
   }
