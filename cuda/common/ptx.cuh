@@ -172,7 +172,13 @@ __device__ __forceinline__ void store_cluster_float4(uint32_t to, const float (&
                : "memory");
 }
 
-// Stores four 8 x 8 matrices of 16-bit elements transposed: lane i names column i % 8 of matrix i / 8 (sm_90).
+// Stores four 8 x 8 matrices of 16-bit elements: lane i names row i % 8 of matrix i / 8 (sm_90).
+__device__ __forceinline__ void stmatrix_x4(uint32_t to, const uint32_t (&from)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(from[0]),
+               "r"(from[1]), "r"(from[2]), "r"(from[3])
+               : "memory");
+}
+// The same, transposed: lane i names column i % 8 of matrix i / 8.
 __device__ __forceinline__ void stmatrix_x4_transposed(uint32_t to, const uint32_t (&from)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(from[0]),
                "r"(from[1]), "r"(from[2]), "r"(from[3])

@@ -17,8 +17,8 @@ using KernelFunction = void (*)(Params, TensorMaps);
 // Null where traits_of() says the tile is not compiled.
 template <int tokens, typename T, Format weight, Fold fold, bool columns = false>
 KernelFunction one() {
-  constexpr bool kFloatX = sizeof(T) == 2;
-  if constexpr (Traits{kFloatX, weight == Format::kInt4, columns, fold != Fold::kNone}.serves(tokens)) {
+  constexpr bool kFloatX = sizeof(T) == 2, kSwapped = fold == Fold::kBlock && !kFloatX && !columns;
+  if constexpr (Traits{kFloatX, weight == Format::kInt4, columns, fold != Fold::kNone, kSwapped}.serves(tokens)) {
     return &mm8_kernel<Kernel<T, weight, fold, columns, tokens>>;
   } else {
     return nullptr;
@@ -53,7 +53,7 @@ KernelFunction kernel_of(const Problem& p) {
     return one<tokens, int8_t, Format::kInt4, Fold::kGroup>();
   }
   if (p.weight == Format::kInt4) return one<tokens, E4m3, Format::kInt4, Fold::kGroup, true>();
-  if (p.weight_scaling == Scaling::kBlock) return one<tokens, E4m3, Format::kFp8, Fold::kBlock, true>();
+  if (p.weight_scaling == Scaling::kBlock) return one<tokens, E4m3, Format::kFp8, Fold::kBlock, tokens != kTileN>();
   if constexpr (tokens == 256) return one<tokens, E4m3, Format::kFp8, Fold::kNone>();
   return one<tokens, E4m3, Format::kFp8, Fold::kPromote>();
 }

@@ -17,6 +17,7 @@
 #include "mm8/sm90_epilogue.cuh"
 #include "mm8/sm90_operand.cuh"
 #include "mm8/sm90_producer.cuh"
+#include "mm8/sm90_swapped.cuh"
 
 namespace qao::mm8::sm90 {
 
@@ -33,6 +34,7 @@ struct Consumer {
   float sum[K::kFolds ? K::kTilesM : 1][4];
   Operand<K::kSteps> operand[K::kScalesOperand ? 1 : 2];  // K-tiles alternate between two
   RawOperand<T, K::kWeight, K::kScalesOperand, K::kSteps> raw;
+  std::conditional_t<K::kSwapped, TokenScales, int> token_scales;
   const float* block_scales;  // of these rows of W
   float block_scale, next_block_scale;
 
@@ -62,14 +64,18 @@ struct Consumer {
   // Products of k-steps [first, first + steps), 32 bytes of each token each. Nothing may write registers between them.
   template <int buffer, int first, int steps>
   __device__ __forceinline__ void multiply(uint32_t stage, bool fresh) {
-    const uint64_t x = wgmma::descriptor(stage);
-    const uint64_t weight = wgmma::descriptor(stage + K::kStage.x + warp / 4 * 64 * 128);
+    // The 64 rows of this warpgroup's operand, and the columns that all of them take.
+    const uint32_t own = warp / 4 * 64 * 128, weight_at = stage + K::kStage.x;
+    const uint64_t x = wgmma::descriptor(stage + (K::kSwapped ? own : 0));
+    const uint64_t weight = wgmma::descriptor(weight_at + (K::kSwapped ? 0 : own));
     wgmma::fence();
 #pragma unroll
     for (int step = first; step < first + steps; ++step) {
       if constexpr (K::kFromRegisters) {
         const uint64_t columns = x + step / kAtomSteps * (K::kTokens * 128 / 16) + step % kAtomSteps * 2;
         wgmma::Product<T, K::kTokens>::run(product, operand[buffer][step], columns, step > first || !fresh);
+      } else if constexpr (K::kSwapped) {
+        wgmma::Product<T, kTileN>::run(product, x + 2 * step, weight + 2 * step, step > first || !fresh);
       } else {
         wgmma::Product<T, K::kTokens>::run(product, weight + 2 * step, x + 2 * step, step > first || !fresh);
       }
@@ -107,6 +113,8 @@ struct Consumer {
       if (p.scale_dtype == DType::kBFloat16) return read_group<DType::kBFloat16>(from);
       if (p.scale_dtype == DType::kFloat16) return read_group<DType::kFloat16>(from);
       return read_group<DType::kFloat32>(from);
+    } else if constexpr (K::kSwapped) {
+      return {{token_scales.of(0), token_scales.of(1)}, {0, 0}};
     } else if constexpr (K::kFold == Fold::kBlock) {
       return {{block_scale, block_scale}, {0, 0}};
     } else {
@@ -127,7 +135,7 @@ struct Consumer {
         if constexpr (K::kFold == Fold::kPromote) {
           sum[j][e] += value;
         } else if constexpr (K::kFold == Fold::kBlock) {
-          sum[j][e] += group.scale[0] * column_of[e % 2] * value;
+          sum[j][e] += group.scale[e / 2] * column_of[e % 2] * value;
         } else {
           sum[j][e] += group.scale[e / 2] * (K::kColumns ? value - group.zero[e / 2] * column_of[e % 2] : value);
         }
@@ -143,7 +151,7 @@ struct Consumer {
     const uint32_t stage = ring.address(), released = ring.released();
     const uint32_t columns = stage + K::kStage.x + K::kStage.weight + K::kStage.scales;
     const bool folds = ends_group(p, at) || last || !std::is_same_v<T, int8_t>;
-    if constexpr (K::kFold == Fold::kBlock) {
+    if constexpr (K::kFold == Fold::kBlock && !K::kSwapped) {
       block_scale = next_block_scale;
       next_block_scale = __ldg(block_scales + ((at + 1 == p.k_tiles ? 0 : at + 1) >> p.fold_shift));
     }
@@ -158,6 +166,7 @@ struct Consumer {
         }
       }
       const Group scales = read_group(stage, g);
+      if constexpr (K::kSwapped) token_scales.advance();
       wgmma::wait<0>();
       if constexpr (g + 1 == groups && !K::kColumns) release(released);
       if (groups > 1 || folds) fold(scales, columns + g * K::kTokens * 4);
@@ -179,7 +188,11 @@ struct Consumer {
     bool fresh = true;
     int at = begin % p.k_tiles;
     const auto next = [&] { at = at + 1 == p.k_tiles ? 0 : at + 1; };
-    if constexpr (K::kFold == Fold::kBlock) next_block_scale = __ldg(block_scales + (at >> p.fold_shift));
+    if constexpr (K::kSwapped) {
+      token_scales.start(p, block_scales, begin, end);
+    } else if constexpr (K::kFold == Fold::kBlock) {
+      next_block_scale = __ldg(block_scales + (at >> p.fold_shift));
+    }
     fetch();
     convert<0>();
     for (int i = begin; i < end; i += 2) {
@@ -251,6 +264,7 @@ struct Consumer {
       const int block = min(row0(at) + warp % 4 * 16, p.n - 1) / kScaleBlock;
       block_scales = p.block_scales + static_cast<int64_t>(block) * p.groups;
     }
+    if constexpr (K::kSwapped) token_scales.token = token0(at) + warp * 16 + lane / 4;
     if constexpr (!K::kFolds) {
       zero_product();
       if constexpr (K::kScalesOperand) {
@@ -295,6 +309,8 @@ struct Consumer {
       // All warpgroups are done with the ring, which the tile overlays.
       ptx::named_barrier(3, warpgroups(p) * 128);
       write_split_result<K>(p, result, ring.data, target);
+    } else if constexpr (K::kSwapped) {
+      write_swapped_result<K>(p, result, ring.data + K::kStage.rows, epilogue, token0(at), at.row_block * p.tile_rows);
     } else if (kFloatY && (!kHalfY || p.y_dtype == DType::kFloat32)) {
       if constexpr (kFloatY) write_float_result<K>(p, result, target);
     } else {

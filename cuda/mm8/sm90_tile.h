@@ -20,11 +20,12 @@ struct Traits {
   bool packed;   // W is int4
   bool columns;  // scaling the sums needs a value per token: a sum of x or a scale of it
   bool folds;    // sums are scaled during the walk over K: a second set of them
+  bool swapped;  // tokens are the 64-row operand and rows of W its columns
 
   // Whether the tile is compiled. Folding and an operand in registers take room of the sums.
   constexpr bool serves(int tokens) const {
     if (tokens == 32) return !(folds && float_x);
-    return tokens <= (!folds ? 256 : packed || float_x ? 128 : 192);
+    return tokens <= (!folds ? 256 : packed || float_x || columns ? 128 : 192);
   }
   // Columns of a K-tile. What surrounds its products takes as long for few tokens as for many.
   constexpr int tile_k(int tokens) const { return !float_x || (!folds && tokens <= 128) ? 128 : 64; }
@@ -34,8 +35,10 @@ inline Traits traits_of(const Problem& p, int tokens) {
   const bool block = !packed && p.weight_scaling == Scaling::kBlock;
   // e4m3 sums may stay in the tensor cores where asked for: that is worth kernels of its own with the largest tile.
   const bool short_sums = p.x == Format::kFp8 && !(p.fast_accum && tokens == 256);
-  return {float_x, packed, packed ? split || p.x == Format::kFp8 || (!float_x && p.has_zeros) : block && !float_x,
-          (packed && !float_x) || block || split || short_sums};
+  const bool swapped = block && !float_x && tokens == kTileN;
+  const bool columns =
+      packed ? split || p.x == Format::kFp8 || (!float_x && p.has_zeros) : block && !float_x && !swapped;
+  return {float_x, packed, columns, (packed && !float_x) || block || split || short_sums, swapped};
 }
 
 // The epilogue transposes through shared memory: rows of tokens, padded against bank conflicts.
