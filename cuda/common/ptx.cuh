@@ -205,6 +205,12 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
   return result;
 }
 
+__device__ __forceinline__ uint32_t and_xor(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;\n" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+
 // Where `half`, takes the low 16 bits of `value` for a float16: one instruction, no branch.
 __device__ __forceinline__ void half_to_float_if(bool half, float& value) {
   asm("{.reg .pred p;\n.reg .b16 low, high;\nsetp.ne.b32 p, %1, 0;\nmov.b32 {low, high}, %0;\n"
@@ -240,6 +246,9 @@ __device__ __forceinline__ void pin(uint32_t (&values)[4]) {
   asm volatile("" : "+r"(values[0]), "+r"(values[1]), "+r"(values[2]), "+r"(values[3]));
 }
 
+__device__ __forceinline__ void pin(float (&values)[4]) {
+  asm volatile("" : "+f"(values[0]), "+f"(values[1]), "+f"(values[2]), "+f"(values[3]));
+}
 __device__ __forceinline__ void pin(uint4& value) {
   asm volatile("" : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w));
 }

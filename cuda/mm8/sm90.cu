@@ -49,10 +49,9 @@ KernelFunction kernel_of(const Problem& p) {
   }
   if (p.x == Format::kInt8) {
     if (p.weight == Format::kInt8) return one<tokens, int8_t, Format::kInt8, Fold::kNone>();
-    if (p.has_zeros) return one<tokens, int8_t, Format::kInt4, Fold::kGroup, true>();
     return one<tokens, int8_t, Format::kInt4, Fold::kGroup>();
   }
-  if (p.weight == Format::kInt4) return one<tokens, E4m3, Format::kInt4, Fold::kGroup, true>();
+  if (p.weight == Format::kInt4) return one<tokens, E4m3, Format::kInt4, Fold::kGroup>();
   if (p.weight_scaling == Scaling::kBlock) return one<tokens, E4m3, Format::kFp8, Fold::kBlock, tokens != kTileN>();
   if constexpr (tokens == 256) return one<tokens, E4m3, Format::kFp8, Fold::kNone>();
   return one<tokens, E4m3, Format::kFp8, Fold::kPromote>();
@@ -145,6 +144,8 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   if (packed) {
     p.group_bytes = (problem.has_zeros ? 2 : 1) * int4_mm::kTileN * size_of(problem.scale_dtype);
     p.has_zeros = problem.has_zeros;
+    p.scales = arguments.scales;
+    p.subtracts_zeros = problem.x == Format::kFp8 || (problem.x == Format::kInt8 && problem.has_zeros);
     p.scale_dtype = problem.scale_dtype;
     // A symmetric W beside a float32 x has no sums: a copy of nothing still wants an address.
     p.columns = x_sums != nullptr ? x_sums : static_cast<const float*>(arguments.scales);

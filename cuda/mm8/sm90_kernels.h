@@ -32,6 +32,8 @@ struct Params {
   int fold_shift;                // groups_per_tile == 1: K-tile t belongs to group t >> fold_shift
   int group_bytes;               // int4 parameters of one group of 16 rows
   bool has_zeros;                // they include zero points
+  bool subtracts_zeros;          // after the walk over K, from `columns`, the sums of x
+  const void* scales;            // the parameters themselves
   DType scale_dtype;             // of int4 parameters
   float scale_factor;            // int4 beside a float16 x: keeps W out of its subnormals; `factor` takes it off again
   const float* block_scales;     // Fold::kBlock: [row_blocks, groups]

@@ -36,8 +36,7 @@ inline Traits traits_of(const Problem& p, int tokens) {
   // e4m3 sums may stay in the tensor cores where asked for: that is worth kernels of its own with the largest tile.
   const bool short_sums = p.x == Format::kFp8 && !(p.fast_accum && tokens == 256);
   const bool swapped = block && !float_x && tokens == kTileN;
-  const bool columns =
-      packed ? split || p.x == Format::kFp8 || (!float_x && p.has_zeros) : block && !float_x && !swapped;
+  const bool columns = packed ? split : block && !float_x && !swapped;
   return {float_x, packed, columns, (packed && !float_x) || block || split || short_sums, swapped};
 }
 
@@ -58,10 +57,7 @@ struct Stage {
       : x(m * t.tile_k(m) * (t.float_x ? 2 : 1)),
         weight(kTileN * t.tile_k(m) / (t.packed ? 2 : 1)),
         scales(t.packed ? t.tile_k(m) / 32 * kTileN * 2 * 4 : 0),  // groups of 32, scale and zero, float32 at most
-        columns(t.columns               ? (!t.packed   ? 1
-                                           : t.float_x ? 2
-                                                       : 4) *
-                                              m * 4
+        columns(t.columns               ? (t.packed ? 2 : 1) * m * 4
                 : t.packed && t.float_x ? t.tile_k(m) / 32 * kTileN * kRowScaleBytes
                                         : 0),
         bytes((x + weight + scales + columns + 1023) / 1024 * 1024),
