@@ -120,7 +120,7 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
         visit_rows(kTileN);
         const int64_t row_blocks = waves * slots / (token_blocks * split * share) * share;
         const int64_t fewest = ceil_div(ceil_div(problem.n, row_blocks), int4_mm::kTileN) * int4_mm::kTileN;
-        if (traits.swapped) continue;  // each warpgroup takes all rows of the tile
+        if (traits.swapped && tokens == kTileN) continue;  // each warpgroup takes all rows of the tile
         if (fewest <= kMinTileRows) {
           visit_rows(kMinTileRows);
         } else if (fewest < kTileN && waits_for_bytes(traits, tokens)) {

@@ -52,7 +52,7 @@ KernelFunction kernel_of(const Problem& p) {
     return one<tokens, int8_t, Format::kInt4, Fold::kGroup>();
   }
   if (p.weight == Format::kInt4) return one<tokens, E4m3, Format::kInt4, Fold::kGroup>();
-  if (p.weight_scaling == Scaling::kBlock) return one<tokens, E4m3, Format::kFp8, Fold::kBlock, tokens != kTileN>();
+  if (p.weight_scaling == Scaling::kBlock) return one<tokens, E4m3, Format::kFp8, Fold::kBlock, !can_swap(tokens)>();
   if constexpr (tokens == 256) return one<tokens, E4m3, Format::kFp8, Fold::kNone>();
   return one<tokens, E4m3, Format::kFp8, Fold::kPromote>();
 }

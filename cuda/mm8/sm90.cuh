@@ -39,7 +39,7 @@ struct Consumer {
   float sum[K::kFolds ? K::kTilesM : 1][4];
   Operand<K::kSteps> operand[K::kScalesOperand ? 1 : 2];  // K-tiles alternate between two
   RawOperand<T, K::kWeight, K::kScalesOperand, K::kSteps> raw;
-  std::conditional_t<K::kSwapped, TokenScales, int> token_scales;
+  std::conditional_t<K::kSwapped, TokenScales<K>, int> token_scales;
   const float* block_scales;  // of these rows of W
   float block_scale, next_block_scale;
 
@@ -69,10 +69,9 @@ struct Consumer {
   // Products of k-steps [first, first + steps), 32 bytes of each token each. Nothing may write registers between them.
   template <int buffer, int first, int steps, int half = 0>
   __device__ __forceinline__ void multiply(uint32_t stage, bool fresh) {
-    // The 64 rows of this warpgroup's operand, and the columns that all of them take.
-    const uint32_t own = warp / 4 * 64 * 128, weight_at = stage + K::kStage.x;
-    const uint64_t x = wgmma::descriptor(stage + (K::kSwapped ? own : half * kHalfTiles * 8 * 128));
-    const uint64_t weight = wgmma::descriptor(weight_at + (K::kSwapped ? 0 : own));
+    const uint32_t own = warp / 4 * 64 * 128;
+    const uint64_t x = wgmma::descriptor(stage + (K::kOwnTokens ? own : half * kHalfTiles * 8 * 128));
+    const uint64_t weight = wgmma::descriptor(stage + K::kStage.x + (K::kOwnTokens ? 0 : own));
     wgmma::fence();
 #pragma unroll
     for (int step = first; step < first + steps; ++step) {
@@ -80,7 +79,7 @@ struct Consumer {
         const uint64_t columns = x + step / kAtomSteps * (K::kTokens * 128 / 16) + step % kAtomSteps * 2;
         wgmma::Product<T, kHalfTiles * 8>::run(product[half], operand[buffer][step], columns, step > first || !fresh);
       } else if constexpr (K::kSwapped) {
-        wgmma::Product<T, kTileN>::run(product[0], x + 2 * step, weight + 2 * step, step > first || !fresh);
+        wgmma::Product<T, K::kTokens>::run(product[0], x + 2 * step, weight + 2 * step, step > first || !fresh);
       } else {
         wgmma::Product<T, K::kTokens>::run(product[0], weight + 2 * step, x + 2 * step, step > first || !fresh);
       }
@@ -97,6 +96,7 @@ struct Consumer {
   // A group's scale and zero point less 8, of rows g and g + 8.
   struct Group {
     float scale[2], zero[2];
+    float beyond[2];  // swapped: beside the next scale block of W
   };
   template <DType dtype>
   __device__ __forceinline__ Group read_group(uint32_t from) const {
@@ -118,9 +118,10 @@ struct Consumer {
       if (p.scale_dtype == DType::kFloat16) return read_group<DType::kFloat16>(from);
       return read_group<DType::kFloat32>(from);
     } else if constexpr (K::kSwapped) {
-      return {{token_scales.of(0), token_scales.of(1)}, {0, 0}};
+      const TokenScales<K>& of = token_scales;
+      return {{of.present(0, 0), of.present(1, 0)}, {0, 0}, {of.present(0, 1), of.present(1, 1)}};
     } else if constexpr (K::kFold == Fold::kBlock) {
-      return {{block_scale, block_scale}, {0, 0}};
+      return {{block_scale, block_scale}, {0, 0}, {0, 0}};
     } else {
       return {};
     }
@@ -140,6 +141,8 @@ struct Consumer {
         const float value = static_cast<float>(product[half][j][e]);
         if constexpr (K::kFold == Fold::kPromote) {
           to[e] += value;
+        } else if constexpr (K::kSwapped && !K::kOwnTokens) {
+          to[e] += (j * 8 < token_scales.next_block ? group.scale[e / 2] : group.beyond[e / 2]) * value;
         } else if constexpr (K::kFold == Fold::kBlock) {
           to[e] += group.scale[e / 2] * column_of[e % 2] * value;
         } else {
@@ -209,7 +212,7 @@ struct Consumer {
     bool fresh = true;
     int at = begin % p.k_tiles;
     if constexpr (K::kSwapped) {
-      token_scales.start(p, block_scales, begin, end);
+      token_scales.start(begin, end);
     } else if constexpr (K::kFold == Fold::kBlock) {
       next_block_scale = __ldg(block_scales + (at >> p.fold_shift));
     }
@@ -275,11 +278,12 @@ struct Consumer {
   __device__ __forceinline__ void run(const Place& at, uint32_t epilogue) {
     ptx::wait_for_previous_kernel();
     fetch_scales<K>(p, rows(), tokens(), row0(at), token0(at));
-    if (K::kFold == Fold::kBlock) {
+    if constexpr (K::kSwapped) {
+      token_scales.place(p, token0(at), row0(at));
+    } else if constexpr (K::kFold == Fold::kBlock) {
       const int block = min(row0(at) + warp % 4 * 16, p.n - 1) / kScaleBlock;
       block_scales = p.block_scales + static_cast<int64_t>(block) * p.groups;
     }
-    if constexpr (K::kSwapped) token_scales.token = token0(at) + warp * 16 + lane / 4;
     if constexpr (!K::kFolds) {
       zero_product();
       if constexpr (K::kScalesOperand) {
@@ -329,7 +333,7 @@ struct Consumer {
       ptx::named_barrier(3, warpgroups(p) * 128);
       write_split_result<K>(p, result, ring.data, target);
     } else if constexpr (K::kSwapped) {
-      write_swapped_result<K>(p, result, ring.data + K::kStage.rows, epilogue, token0(at), at.row_block * p.tile_rows);
+      write_swapped_result<K>(p, result, epilogue, target);
     } else if (kFloatY && (!kHalfY || p.y_dtype == DType::kFloat32)) {
       if constexpr (kFloatY) write_float_result<K>(p, result, target);
     } else {

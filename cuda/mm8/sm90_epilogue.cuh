@@ -99,8 +99,10 @@ __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&
     for (int e = 0; e < 4; ++e) {
       const int column = j * 8 + lane % 4 * 2 + e % 2, row = thread / 32 * 16 + lane / 4 + e / 2 * 8;
       uint32_t to = tile + (column * kPaddedN + row) * 4;
-      if constexpr (K::kSwapped) {  // columns are rows of W
+      if constexpr (K::kOwnTokens) {
         to = tiles + ((column / 64 * K::kTokens + threadIdx.x / 128 * 64 + row) * kPaddedN + column % 64) * 4;
+      } else if constexpr (K::kSwapped) {
+        to = tile + (row * kPaddedN + column) * 4;
       }
       ptx::store_shared_float(to, static_cast<float>(sum[j][e]));
     }

@@ -37,7 +37,7 @@ struct Params {
   DType scale_dtype;             // of int4 parameters
   float scale_factor;            // int4 beside a float16 x: keeps W out of its subnormals; `factor` takes it off again
   const float* block_scales;     // Fold::kBlock: [row_blocks, groups]
-  const float* columns;          // with columns: [m, groups], sums or block scales of x
+  const float* columns;          // [m, groups], sums or block scales of x
   int column_tiles;              // K-tiles that have them: of the first part of x; 0: none
   // y = x_scale (factor row_scale sum - x_zero weight_sum) + bias; null pointers stand for 1, 1, 0, 0, 0.
   float factor;

@@ -35,6 +35,7 @@ struct Kernel {
   static constexpr bool kPacked = weight == Format::kInt4, kFromRegisters = kFloatX || kPacked;
   static constexpr bool kScalesOperand = kPacked && kFloatX && !kFolds;  // int4 is multiplied by its scales in T
   static constexpr bool kSwapped = fold == Fold::kBlock && !kFloatX && !columns;
+  static constexpr bool kOwnTokens = kSwapped && tokens == kTileN;  // of a warpgroup; else it has rows of its own
   static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds, kSwapped};
   static constexpr int kTileK = kTraits.tile_k(tokens), kTokens = tokens, kTilesM = tokens / 8;
   static constexpr int kAtomK = kFloatX ? 64 : 128, kAtoms = kTileK / kAtomK;  // 128 bytes of a token

@@ -20,7 +20,7 @@ struct Traits {
   bool packed;   // W is int4
   bool columns;  // scaling the sums needs a value per token: a sum of x or a scale of it
   bool folds;    // sums are scaled during the walk over K: a second set of them
-  bool swapped;  // tokens are the 64-row operand and rows of W its columns
+  bool swapped;  // tokens are the 64-row operand and rows of W its columns, as many of them
 
   // Whether the tile is compiled. Folding and an operand in registers take room of the sums.
   constexpr bool serves(int tokens) const {
@@ -30,12 +30,15 @@ struct Traits {
   // Columns of a K-tile. What surrounds its products takes as long for few tokens as for many.
   constexpr int tile_k(int tokens) const { return !float_x || (!folds && tokens <= 128) ? 128 : 64; }
 };
+// Each warpgroup has 64 rows of W and the same 64 tokens, or 64 tokens and the same 128 rows.
+constexpr bool can_swap(int tokens) { return tokens == 64 || tokens == kTileN; }
+
 inline Traits traits_of(const Problem& p, int tokens) {
   const bool float_x = p.x == Format::kFloat, packed = p.weight == Format::kInt4, split = is_split(p);
   const bool block = !packed && p.weight_scaling == Scaling::kBlock;
   // e4m3 sums may stay in the tensor cores where asked for: that is worth kernels of its own with the largest tile.
   const bool short_sums = p.x == Format::kFp8 && !(p.fast_accum && tokens == 256);
-  const bool swapped = block && !float_x && tokens == kTileN;
+  const bool swapped = block && !float_x && can_swap(tokens);
   const bool columns = packed ? split : block && !float_x && !swapped;
   return {float_x, packed, columns, (packed && !float_x) || block || split || short_sums, swapped};
 }
