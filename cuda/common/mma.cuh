@@ -1,4 +1,5 @@
-// 16-bit activation types: their tensor-core product and the arithmetic that turns nibbles into them.
+// 16-bit activation types: their tensor-core product and the arithmetic that turns nibbles into them. And the product
+// of tf32.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -86,5 +87,13 @@ struct Half<__half> {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
 };
+
+// d[16 x 8] += a[16 x 8] b[8 x 8] in tf32: of each float32 the upper 19 bits. Fragments as in mma.m16n8k8.
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 
 }  // namespace qao

@@ -172,7 +172,13 @@ __device__ __forceinline__ void store_cluster_float4(uint32_t to, const float (&
                : "memory");
 }
 
-// Stores four 8 x 8 matrices of 16-bit elements transposed: lane i names column i % 8 of matrix i / 8 (sm_90).
+// Stores four 8 x 8 matrices of 16-bit elements: lane i names row i % 8 of matrix i / 8 (sm_90).
+__device__ __forceinline__ void stmatrix_x4(uint32_t to, const uint32_t (&from)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(from[0]),
+               "r"(from[1]), "r"(from[2]), "r"(from[3])
+               : "memory");
+}
+// The same, transposed: lane i names column i % 8 of matrix i / 8.
 __device__ __forceinline__ void stmatrix_x4_transposed(uint32_t to, const uint32_t (&from)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(from[0]),
                "r"(from[1]), "r"(from[2]), "r"(from[3])
@@ -196,6 +202,12 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t result;
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;\n" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+
+__device__ __forceinline__ uint32_t and_xor(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;\n" : "=r"(result) : "r"(a), "r"(b), "r"(c));
   return result;
 }
 
@@ -234,6 +246,9 @@ __device__ __forceinline__ void pin(uint32_t (&values)[4]) {
   asm volatile("" : "+r"(values[0]), "+r"(values[1]), "+r"(values[2]), "+r"(values[3]));
 }
 
+__device__ __forceinline__ void pin(float (&values)[4]) {
+  asm volatile("" : "+f"(values[0]), "+f"(values[1]), "+f"(values[2]), "+f"(values[3]));
+}
 __device__ __forceinline__ void pin(uint4& value) {
   asm volatile("" : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w));
 }

@@ -22,7 +22,7 @@ __device__ __forceinline__ void wait() {
 // of 1024 bytes. Each k-step is 32 bytes further: descriptor + 2.
 __device__ __forceinline__ uint64_t descriptor(uint32_t shared_address) {
   constexpr uint64_t kSwizzle128 = 1ull << 62, kEightRows = 1024 >> 4;
-  return kSwizzle128 | kEightRows << 32 | 1ull << 16 | (shared_address & 0x3FFFF) >> 4;
+  return kSwizzle128 | kEightRows << 32 | ((1u << 16) + (shared_address >> 4));
 }
 
 // Sums d[n / 8][4] as operands of the assembly, and their names.

@@ -28,7 +28,6 @@ enum class Operands {
   kFp8Fp8,
   kFp8Fp8Tall,
   kFp8Fp8Blocks,
-  kFp8Fp8BlocksTall,
   kInt8Int4,
   kInt8Int4Symmetric,
   kInt8Int4Channel,
@@ -62,7 +61,7 @@ Operands operands_of(const Problem& p, const Traits& traits, Tile tile) {
     return tall ? kFloatEightBitsTall : kFloatEightBits;
   }
   if (!traits.packed) {
-    if (p.weight_scaling == Scaling::kBlock) return tall ? kFp8Fp8BlocksTall : kFp8Fp8Blocks;
+    if (p.weight_scaling == Scaling::kBlock) return kFp8Fp8Blocks;
     if (p.x == Format::kFp8) return tall ? kFp8Fp8Tall : kFp8Fp8;
     return tall ? kInt8Int8Tall : kInt8Int8;
   }
@@ -126,7 +125,8 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
         const Terms counts = {k_tiles, static_cast<double>(waves), 1, kLastSplit};
         visit(Choice{row, split, tile.rows, pairs * kLastSplit, true, counts});
       }
-      if (tile.tall()) continue;
+      // A warpgroup of a tall tile would be idle with fewer rows; those of a swapped one may all have every row.
+      if (tile.tall() || (traits.swapped && tokens == tile.rows)) continue;
       const int64_t row_blocks = waves * slots / (token_blocks * split);
       const int64_t fewest = ceil_div(ceil_div(problem.n, row_blocks), int4_mm::kTileN) * int4_mm::kTileN;
       if (fewest <= kWarpgroupRows) {

@@ -17,8 +17,9 @@ using KernelFunction = void (*)(Params, TensorMaps);
 // Null where traits_of() says the tile is not compiled.
 template <int rows, int tokens, typename T, Format weight, Fold fold, bool columns = false>
 KernelFunction one() {
-  constexpr bool kFloatX = sizeof(T) == 2;
-  if constexpr (Traits{kFloatX, weight == Format::kInt4, columns, fold != Fold::kNone}.serves({rows, tokens})) {
+  constexpr bool kFloatX = sizeof(T) == 2, kSwapped = fold == Fold::kBlock && !kFloatX && !columns;
+  constexpr Traits kTraits{kFloatX, weight == Format::kInt4, columns, fold != Fold::kNone, kSwapped};
+  if constexpr (kTraits.serves({rows, tokens})) {
     return &mm8_kernel<Kernel<T, weight, fold, columns, rows, tokens>>;
   } else {
     return nullptr;
@@ -49,11 +50,12 @@ KernelFunction kernel_of(const Problem& p) {
   }
   if (p.x == Format::kInt8) {
     if (p.weight == Format::kInt8) return one<rows, tokens, int8_t, Format::kInt8, Fold::kNone>();
-    if (p.has_zeros) return one<rows, tokens, int8_t, Format::kInt4, Fold::kGroup, true>();
     return one<rows, tokens, int8_t, Format::kInt4, Fold::kGroup>();
   }
-  if (p.weight == Format::kInt4) return one<rows, tokens, E4m3, Format::kInt4, Fold::kGroup, true>();
-  if (p.weight_scaling == Scaling::kBlock) return one<rows, tokens, E4m3, Format::kFp8, Fold::kBlock, true>();
+  if (p.weight == Format::kInt4) return one<rows, tokens, E4m3, Format::kInt4, Fold::kGroup>();
+  if (p.weight_scaling == Scaling::kBlock) {
+    return one<rows, tokens, E4m3, Format::kFp8, Fold::kBlock, !can_swap(tokens)>();
+  }
   if constexpr (tokens == 256) return one<rows, tokens, E4m3, Format::kFp8, Fold::kNone>();
   return one<rows, tokens, E4m3, Format::kFp8, Fold::kPromote>();
 }
@@ -146,6 +148,8 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   if (packed) {
     p.group_bytes = (problem.has_zeros ? 2 : 1) * int4_mm::kTileN * size_of(problem.scale_dtype);
     p.has_zeros = problem.has_zeros;
+    p.scales = arguments.scales;
+    p.subtracts_zeros = problem.x == Format::kFp8 || (problem.x == Format::kInt8 && problem.has_zeros);
     p.scale_dtype = problem.scale_dtype;
     // A symmetric W beside a float32 x has no sums: a copy of nothing still wants an address.
     p.columns = x_sums != nullptr ? x_sums : static_cast<const float*>(arguments.scales);

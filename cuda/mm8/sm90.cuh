@@ -10,14 +10,16 @@
 //         +---------+      y[m][n] = x_scale[m] (row_scale[n] sum over k of W[n][k] x[m][k] - ...) + bias[n]
 //         |    x    |
 //         +---------+      Scales that change along K (groups of int4, 128 x 128 blocks) and the promotion of
-//   +---+ +---------+      short fp8 sums are a fold, once a group: sum += scale (product - zero x_sum). While
-//   | W | |    y    |      one warpgroup folds, the tensor cores work for the other.
+//   +---+ +---------+      short fp8 sums are a fold, once a group: sum += scale product. With fp8 blocks and 128
+//   | W | |    y    |      tokens x and W change places (sm90_swapped.cuh).
 //   +---+ +---------+
 #pragma once
 
 #include "mm8/sm90_epilogue.cuh"
 #include "mm8/sm90_operand.cuh"
 #include "mm8/sm90_producer.cuh"
+#include "mm8/sm90_swapped.cuh"
+#include "mm8/sm90_zeros.cuh"
 
 namespace qao::mm8::sm90 {
 
@@ -29,10 +31,15 @@ struct Consumer {
   const Params& p;
   Ring<K>& ring;
   const int lane = threadIdx.x % 32, warp = ptx::warp_index();
-  typename K::Product product[K::kTilesM][4];
+  // A fold of half of the tokens can run beside the products of the other half, where those do not read W from shared
+  // memory a second time.
+  static constexpr int kHalves = K::kFolds && K::kPacked && !K::kFloatX && K::kTokens >= 64 ? 2 : 1;
+  static constexpr int kHalfTiles = K::kTilesM / kHalves;
+  typename K::Product product[kHalves][kHalfTiles][4];
   float sum[K::kFolds ? K::kTilesM : 1][4];
   Operand<K::kSteps> operand[K::kScalesOperand ? 1 : 2];  // K-tiles alternate between two
   RawOperand<T, K::kWeight, K::kScalesOperand, K::kTile.rows, K::kSteps> raw;
+  std::conditional_t<K::kSwapped, TokenScales<K>, int> token_scales;
   const float* block_scales;  // of these rows of W
   float block_scale, next_block_scale;
 
@@ -60,18 +67,21 @@ struct Consumer {
   }
 
   // Products of k-steps [first, first + steps), 32 bytes of each token each. Nothing may write registers between them.
-  template <int buffer, int first, int steps>
+  template <int buffer, int first, int steps, int half = 0>
   __device__ __forceinline__ void multiply(uint32_t stage, bool fresh) {
-    const uint64_t x = wgmma::descriptor(stage);
-    const uint64_t weight = wgmma::descriptor(stage + K::kStage.x + warp / 4 * 64 * 128);
+    const uint32_t own = warp / 4 * 64 * 128;
+    const uint64_t x = wgmma::descriptor(stage + (K::kOwnTokens ? own : half * kHalfTiles * 8 * 128));
+    const uint64_t weight = wgmma::descriptor(stage + K::kStage.x + (K::kOwnTokens ? 0 : own));
     wgmma::fence();
 #pragma unroll
     for (int step = first; step < first + steps; ++step) {
       if constexpr (K::kFromRegisters) {
         const uint64_t columns = x + step / kAtomSteps * (K::kTokens * 128 / 16) + step % kAtomSteps * 2;
-        wgmma::Product<T, K::kTokens>::run(product, operand[buffer][step], columns, step > first || !fresh);
+        wgmma::Product<T, kHalfTiles * 8>::run(product[half], operand[buffer][step], columns, step > first || !fresh);
+      } else if constexpr (K::kSwapped) {
+        wgmma::Product<T, K::kTokens>::run(product[0], x + 2 * step, weight + 2 * step, step > first || !fresh);
       } else {
-        wgmma::Product<T, K::kTokens>::run(product, weight + 2 * step, x + 2 * step, step > first || !fresh);
+        wgmma::Product<T, K::kTokens>::run(product[0], weight + 2 * step, x + 2 * step, step > first || !fresh);
       }
     }
     wgmma::commit();
@@ -80,9 +90,10 @@ struct Consumer {
   // To the producer, every lane for what it has read.
   __device__ __forceinline__ void release(uint32_t barrier) const { tma::barrier_arrive(barrier); }
 
-  // A group's scale and zero point, of rows g and g + 8. Zero points are in the units of the product.
+  // A group's scale and zero point less 8, of rows g and g + 8.
   struct Group {
     float scale[2], zero[2];
+    float beyond[2];  // swapped: beside the next scale block of W
   };
   template <DType dtype>
   __device__ __forceinline__ Group read_group(uint32_t from) const {
@@ -91,10 +102,9 @@ struct Consumer {
     for (int high = 0; high < 2; ++high) {
       const uint32_t at = from + (lane / 4 + high * 8) * size_of(dtype);
       group.scale[high] = load_shared_float<dtype>(at);
-      const float zero = p.has_zeros ? load_shared_float<dtype>(at + int4_mm::kTileN * size_of(dtype)) : 8.0f;
-      group.zero[high] = K::kFloatX                  ? zero - 8
-                         : std::is_same_v<T, int8_t> ? 16 * (zero - 8)
-                                                     : zero / 512;  // see RawOperand
+      if constexpr (K::kColumns) {
+        group.zero[high] = (p.has_zeros ? load_shared_float<dtype>(at + int4_mm::kTileN * size_of(dtype)) : 8.0f) - 8;
+      }
     }
     return group;
   }
@@ -104,66 +114,89 @@ struct Consumer {
       if (p.scale_dtype == DType::kBFloat16) return read_group<DType::kBFloat16>(from);
       if (p.scale_dtype == DType::kFloat16) return read_group<DType::kFloat16>(from);
       return read_group<DType::kFloat32>(from);
+    } else if constexpr (K::kSwapped) {
+      const TokenScales<K>& of = token_scales;
+      return {{of.present(0, 0), of.present(1, 0)}, {0, 0}, {of.present(0, 1), of.present(1, 1)}};
     } else if constexpr (K::kFold == Fold::kBlock) {
-      return {{block_scale, block_scale}, {0, 0}};
+      return {{block_scale, block_scale}, {0, 0}, {0, 0}};
     } else {
       return {};
     }
   }
 
   // sum += scale (product - zero column), or scale column product for blocks.
+  template <int half = 0>
   __device__ __forceinline__ void fold(const Group& group, uint32_t columns) {
 #pragma unroll
-    for (int j = 0; j < K::kTilesM; ++j) {
+    for (int j = 0; j < kHalfTiles; ++j) {
+      float (&to)[4] = sum[half * kHalfTiles + j];
       float2 column = {1, 1};
       if constexpr (K::kColumns) column = ptx::load_shared_float2(columns + (j * 8 + lane % 4 * 2) * 4);
       const float column_of[2] = {column.x, column.y};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float value = static_cast<float>(product[j][e]);
+        const float value = static_cast<float>(product[half][j][e]);
         if constexpr (K::kFold == Fold::kPromote) {
-          sum[j][e] += value;
+          to[e] += value;
+        } else if constexpr (K::kSwapped && !K::kOwnTokens) {
+          to[e] += (j * 8 < token_scales.next_block ? group.scale[e / 2] : group.beyond[e / 2]) * value;
         } else if constexpr (K::kFold == Fold::kBlock) {
-          sum[j][e] += group.scale[0] * column_of[e % 2] * value;
+          to[e] += group.scale[e / 2] * column_of[e % 2] * value;
         } else {
-          sum[j][e] += group.scale[e / 2] * (K::kColumns ? value - group.zero[e / 2] * column_of[e % 2] : value);
+          to[e] += group.scale[e / 2] * (K::kColumns ? value - group.zero[e / 2] * column_of[e % 2] : value);
         }
       }
     }
   }
 
-  // The present K-tile, and the next one's operand; sums folded once a group, or where the tensor cores would cut them
-  // short. `groups`: of int4 in a K-tile.
-  template <int groups, int buffer>
-  __device__ __forceinline__ void folding_k_tile(int at, bool& fresh, bool last) {
-    constexpr int kGroupSteps = K::kSteps / groups;
-    const uint32_t stage = ring.address(), released = ring.released();
-    const uint32_t columns = stage + K::kStage.x + K::kStage.weight + K::kStage.scales;
-    const bool folds = ends_group(p, at) || last || !std::is_same_v<T, int8_t>;
-    if constexpr (K::kFold == Fold::kBlock) {
-      block_scale = next_block_scale;
-      next_block_scale = __ldg(block_scales + ((at + 1 == p.k_tiles ? 0 : at + 1) >> p.fold_shift));
-    }
-    ring.advance();
-    const auto group = [&](auto index) {
-      constexpr int g = decltype(index)::value;
-      multiply<buffer, g * kGroupSteps, kGroupSteps>(stage, groups > 1 || fresh);
-      if constexpr (g + 1 == groups) {
-        if (!last) {
-          fetch();
-          convert<1 - buffer>();
-        }
-      }
-      const Group scales = read_group(stage, g);
-      wgmma::wait<0>();
-      if constexpr (g + 1 == groups && !K::kColumns) release(released);
-      if (groups > 1 || folds) fold(scales, columns + g * K::kTokens * 4);
+  // One or two K-tiles, in pieces of a group each, and the operand of the K-tile after them unless these are the last
+  // ones. Sums are folded once a group, or where the tensor cores would cut them short; the next piece's products are
+  // issued as soon as a fold has read the sums that they overwrite.
+  template <int groups, int k_tiles>
+  __device__ __forceinline__ void folding_k_tiles(int& at, bool& fresh, bool last) {
+    constexpr int kPieceSteps = K::kSteps / groups, kPieces = k_tiles * groups;
+    uint32_t stage = ring.address();
+    const auto issue = [&]<int piece, int half>() {
+      multiply<piece / groups, piece % groups * kPieceSteps, kPieceSteps, half>(stage, groups > 1 || fresh);
     };
-    group(std::integral_constant<int, 0>{});
-    if constexpr (groups > 1) group(std::integral_constant<int, 1>{});
-    if constexpr (groups > 2) group(std::integral_constant<int, 2>{}), group(std::integral_constant<int, 3>{});
-    if constexpr (K::kColumns) release(released);
-    fresh = folds;
+    const auto work = [&]<int piece>() {
+      constexpr bool kEndsTile = piece % groups == groups - 1, kMore = piece + 1 < kPieces;
+      const uint32_t columns =
+          stage + K::kStage.x + K::kStage.weight + K::kStage.scales + piece % groups * K::kTokens * 4;
+      const uint32_t released = ring.released();
+      if constexpr (K::kFold == Fold::kBlock && !K::kSwapped) {
+        block_scale = next_block_scale;
+        next_block_scale = __ldg(block_scales + ((at + 1 == p.k_tiles ? 0 : at + 1) >> p.fold_shift));
+      }
+      const Group scales = read_group(stage, piece % groups);
+      if constexpr (K::kSwapped) token_scales.advance();
+      const bool folds = groups > 1 || !std::is_same_v<T, int8_t> || ends_group(p, at) || (!kMore && last);
+      if constexpr (kEndsTile) {
+        ring.advance();
+        if (kMore || !last) {
+          fetch();
+          convert<kMore ? 1 : 0>();
+        }
+        stage = ring.address();
+        fresh = folds;
+        at = at + 1 == p.k_tiles ? 0 : at + 1;
+      }
+      if constexpr (kHalves == 2) {
+        wgmma::wait<1>();
+        if (folds) fold<0>(scales, columns);
+        if constexpr (kMore) issue.template operator()<piece + 1, 0>();
+      }
+      wgmma::wait<kHalves == 2 && kMore ? 1 : 0>();
+      if constexpr (kEndsTile && !K::kColumns) release(released);
+      if (folds) fold<kHalves - 1>(scales, columns);
+      if constexpr (kEndsTile && K::kColumns) release(released);
+      if constexpr (kMore) issue.template operator()<piece + 1, kHalves - 1>();
+    };
+    issue.template operator()<0, 0>();
+    if constexpr (kHalves == 2) issue.template operator()<0, 1>();
+    [&]<int... piece>(std::integer_sequence<int, piece...>) {
+      (work.template operator()<piece>(), ...);
+    }(std::make_integer_sequence<int, kPieces>{});
   }
 
   template <int groups>
@@ -175,25 +208,23 @@ struct Consumer {
     }
     bool fresh = true;
     int at = begin % p.k_tiles;
-    const auto next = [&] { at = at + 1 == p.k_tiles ? 0 : at + 1; };
-    if constexpr (K::kFold == Fold::kBlock) next_block_scale = __ldg(block_scales + (at >> p.fold_shift));
+    if constexpr (K::kSwapped) {
+      token_scales.start(begin, end);
+    } else if constexpr (K::kFold == Fold::kBlock) {
+      next_block_scale = __ldg(block_scales + (at >> p.fold_shift));
+    }
     fetch();
     convert<0>();
-    for (int i = begin; i < end; i += 2) {
-      folding_k_tile<groups, 0>(at, fresh, i + 1 == end);
-      next();
-      if (i + 1 < end) {
-        folding_k_tile<groups, 1>(at, fresh, i + 2 == end);
-        next();
-      }
-    }
+    int i = begin;
+    for (; i + 1 < end; i += 2) folding_k_tiles<groups, 2>(at, fresh, i + 2 == end);
+    if (i < end) folding_k_tiles<groups, 1>(at, fresh, true);
   }
 
   __device__ __forceinline__ void zero_product() {
 #pragma unroll
     for (int j = 0; j < K::kTilesM; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) product[j][e] = 0;
+      for (int e = 0; e < 4; ++e) product[0][j][e] = 0;
     }
   }
 
@@ -244,7 +275,9 @@ struct Consumer {
   __device__ __forceinline__ void run(const Place& at, uint32_t epilogue) {
     ptx::wait_for_previous_kernel();
     fetch_scales<K>(p, rows(), tokens(), row0(at), token0(at));
-    if (K::kFold == Fold::kBlock) {
+    if constexpr (K::kSwapped) {
+      token_scales.place(p, token0(at), row0(at));
+    } else if constexpr (K::kFold == Fold::kBlock) {
       const int block = min(row0(at) + warp % 4 * 16, p.n - 1) / kScaleBlock;
       block_scales = p.block_scales + static_cast<int64_t>(block) * p.groups;
     }
@@ -261,7 +294,7 @@ struct Consumer {
       } else {
         walk(at.begin, at.end);
       }
-      write(product, epilogue, at);
+      write(product[0], epilogue, at);
     } else {
       if (K::kPacked && p.groups_per_tile == 2) {
         walk_folding<K::kPacked ? 2 : 1>(at.begin, at.end);
@@ -269,6 +302,10 @@ struct Consumer {
         walk_folding<K::kPacked && !K::kFloatX ? 4 : 1>(at.begin, at.end);
       } else {
         walk_folding<1>(at.begin, at.end);
+      }
+      if constexpr (K::kPacked && !K::kFloatX) {
+        const int row_tile = min(row0(at) / int4_mm::kTileN + warp % 4, (p.n - 1) / int4_mm::kTileN);
+        if (p.subtracts_zeros) subtract_zeros<K>(p, row_tile, token0(at), at.split_k, sum);
       }
       write(sum, epilogue, at);
     }
@@ -292,6 +329,8 @@ struct Consumer {
       // All warpgroups are done with the ring, which the tile overlays.
       ptx::named_barrier(1 + K::kWarpgroups, warpgroups(p) * 128);
       write_split_result<K>(p, result, ring.data, target);
+    } else if constexpr (K::kSwapped) {
+      write_swapped_result<K>(p, result, epilogue, target);
     } else if (kFloatY && (!kHalfY || p.y_dtype == DType::kFloat32)) {
       if constexpr (kFloatY) write_float_result<K>(p, result, target);
     } else {

@@ -98,8 +98,14 @@ __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&
   for (int j = 0; j < K::kTilesM; ++j) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int to = (j * 8 + lane % 4 * 2 + e % 2) * kPaddedN + thread / 32 * 16 + lane / 4 + e / 2 * 8;
-      ptx::store_shared_float(tile + to * 4, static_cast<float>(sum[j][e]));
+      const int column = j * 8 + lane % 4 * 2 + e % 2, row = thread / 32 * 16 + lane / 4 + e / 2 * 8;
+      uint32_t to = tile + (column * kPaddedN + row) * 4;
+      if constexpr (K::kOwnTokens) {
+        to = tiles + ((column / 64 * K::kTokens + threadIdx.x / 128 * 64 + row) * kPaddedN + column % 64) * 4;
+      } else if constexpr (K::kSwapped) {
+        to = tile + (row * kPaddedN + column) * 4;
+      }
+      ptx::store_shared_float(to, static_cast<float>(sum[j][e]));
     }
   }
   ptx::cluster_barrier();
@@ -179,6 +185,20 @@ __device__ __forceinline__ uint32_t pack(float low, float high, bool half) {
   return half ? *reinterpret_cast<const uint32_t*>(&halves) : *reinterpret_cast<const uint32_t*>(&bfloats);
 }
 
+// Eight neighbouring rows of a token, of 16 bits each.
+__device__ __forceinline__ void store_eight(const Params& p, int64_t token, int n, int row_end, const uint4& eight) {
+  uint16_t* y = static_cast<uint16_t*>(p.y) + token * p.n + n;
+  if (p.n % 8 == 0) {
+    *reinterpret_cast<uint4*>(y) = eight;
+    return;
+  }
+  const uint32_t word[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if (n + e < row_end) y[e] = static_cast<uint16_t>(word[e / 2] >> e % 2 * 16);
+  }
+}
+
 // Into a y of 16 bits, a chunk of tokens at a time in two buffers by turns: scaled in registers, transposed by
 // stmatrix, stored eight rows of W at a time.
 template <typename K, typename Sum>
@@ -216,17 +236,7 @@ __device__ __forceinline__ void write_half_result(const Params& p, const Sum (&s
       const int token = thread / 8 + i * 16;
       const int64_t m = at.token0 + first * 8 + token;
       if (m >= p.m || n >= at.row_end) continue;
-      const uint4 eight = ptx::load_shared_16(tile + token * kChunkRowBytes + thread % 8 * 16);
-      uint16_t* y = static_cast<uint16_t*>(p.y) + m * p.n + n;
-      if (p.n % 8 == 0) {
-        *reinterpret_cast<uint4*>(y) = eight;
-      } else {
-        const uint32_t word[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          if (n + e < at.row_end) y[e] = static_cast<uint16_t>(word[e / 2] >> e % 2 * 16);
-        }
-      }
+      store_eight(p, m, n, at.row_end, ptx::load_shared_16(tile + token * kChunkRowBytes + thread % 8 * 16));
     }
   }
   ptx::named_barrier(1 + warpgroup, 128);  // before the buffers are used again

@@ -31,10 +31,12 @@ struct Params {
   int fold_shift;                // groups_per_tile == 1: K-tile t belongs to group t >> fold_shift
   int group_bytes;               // int4 parameters of one group of 16 rows
   bool has_zeros;                // they include zero points
+  bool subtracts_zeros;          // after the walk over K, from `columns`, the sums of x
+  const void* scales;            // the parameters themselves
   DType scale_dtype;             // of int4 parameters
   float scale_factor;            // int4 beside a float16 x: keeps W out of its subnormals; `factor` takes it off again
   const float* block_scales;     // Fold::kBlock: [row_blocks, groups]
-  const float* columns;          // with columns: [m, groups], sums or block scales of x
+  const float* columns;          // [m, groups], sums or block scales of x
   int column_tiles;              // K-tiles that have them: of the first part of x; 0: none
   // y = x_scale (factor row_scale sum - x_zero weight_sum) + bias; null pointers stand for 1, 1, 0, 0, 0.
   float factor;

@@ -84,8 +84,8 @@ struct RawOperand<T, Format::kInt4, false, rows> {
       for (int i = 0; i < 2; ++i) {
         const uint32_t word = word_of(words[step / 2], step % 2 * 2 + i);
         if constexpr (std::is_same_v<T, int8_t>) {
-          a[step][2 * i] = (word << 4 ^ 0x88888888) & 0xF0F0F0F0;
-          a[step][2 * i + 1] = (word ^ 0x88888888) & 0xF0F0F0F0;
+          a[step][2 * i] = ptx::and_xor(word << 4, 0xF0F0F0F0, 0x80808080);
+          a[step][2 * i + 1] = ptx::and_xor(word, 0xF0F0F0F0, 0x80808080);
         } else {
           a[step][2 * i] = word & 0x0F0F0F0F;
           a[step][2 * i + 1] = word >> 4 & 0x0F0F0F0F;

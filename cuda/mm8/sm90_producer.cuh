@@ -34,7 +34,9 @@ struct Kernel {
   static constexpr bool kFloatX = !std::is_same_v<T, int8_t> && !std::is_same_v<T, wgmma::E4m3>;
   static constexpr bool kPacked = weight == Format::kInt4, kFromRegisters = kFloatX || kPacked;
   static constexpr bool kScalesOperand = kPacked && kFloatX && !kFolds;  // int4 is multiplied by its scales in T
-  static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds};
+  static constexpr bool kSwapped = fold == Fold::kBlock && !kFloatX && !columns;
+  static constexpr bool kOwnTokens = kSwapped && tokens == rows;  // of a warpgroup; else it has rows of its own
+  static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds, kSwapped};
   static constexpr Tile kTile{rows, tokens};
   static constexpr int kTileK = kTraits.tile_k(kTile), kTokens = tokens, kTilesM = tokens / 8;
   static constexpr int kAtomK = kFloatX ? 64 : 128, kAtoms = kTileK / kAtomK;  // 128 bytes of a token

@@ -27,10 +27,11 @@ struct Traits {
   bool packed;   // W is int4
   bool columns;  // scaling the sums needs a value per token: a sum of x or a scale of it
   bool folds;    // sums are scaled during the walk over K: a second set of them
+  bool swapped;  // tokens are the 64-row operand and rows of W its columns, as many of them
 
   // Whether the tile is compiled. Folding and an operand in registers take room of the sums.
   constexpr bool serves(Tile tile) const {
-    if (tile.tall()) return float_x ? !folds : !packed;
+    if (tile.tall()) return float_x ? !folds : !(packed || columns || swapped);
     if (tile.tokens == 32) return !(folds && float_x);
     return tile.tokens <= (!folds ? 256 : packed || float_x || columns ? 128 : 192);
   }
@@ -39,13 +40,17 @@ struct Traits {
     return !float_x || (!folds && tile.tokens <= 128 && !tile.tall()) ? 128 : 64;
   }
 };
+// Each warpgroup has 64 rows of W and the same 64 tokens, or 64 tokens and the same 128 rows.
+constexpr bool can_swap(int tokens) { return tokens == kWarpgroupRows || tokens == 2 * kWarpgroupRows; }
+
 inline Traits traits_of(const Problem& p, int tokens) {
   const bool float_x = p.x == Format::kFloat, packed = p.weight == Format::kInt4, split = is_split(p);
   const bool block = !packed && p.weight_scaling == Scaling::kBlock;
   // e4m3 sums may stay in the tensor cores where asked for: that is worth kernels of its own with the largest tile.
   const bool short_sums = p.x == Format::kFp8 && !(p.fast_accum && tokens == 256);
-  return {float_x, packed, packed ? split || p.x == Format::kFp8 || (!float_x && p.has_zeros) : block && !float_x,
-          (packed && !float_x) || block || split || short_sums};
+  const bool swapped = block && !float_x && can_swap(tokens);
+  const bool columns = packed ? split : block && !float_x && !swapped;
+  return {float_x, packed, columns, (packed && !float_x) || block || split || short_sums, swapped};
 }
 
 constexpr Tile kTiles[] = {
@@ -76,10 +81,7 @@ struct Stage {
         weight(tile.rows * t.tile_k(tile) / (t.packed ? 2 : 1)),
         scales(t.packed ? t.tile_k(tile) / 32 * tile.rows * 2 * 4
                         : 0),  // groups of 32, scale and zero, float32 at most
-        columns(t.columns               ? (!t.packed   ? 1
-                                           : t.float_x ? 2
-                                                       : 4) *
-                                              tile.tokens * 4
+        columns(t.columns               ? (t.packed ? 2 : 1) * tile.tokens * 4
                 : t.packed && t.float_x ? t.tile_k(tile) / 32 * tile.rows * kRowScaleBytes
                                         : 0),
         bytes((x + weight + scales + columns + 1023) / 1024 * 1024),

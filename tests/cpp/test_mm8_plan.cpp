@@ -117,6 +117,18 @@ TEST_CASE("mm8: every problem has a plan that fits its GPU and covers the produc
   });
 }
 
+TEST_CASE("mm8: swapped tiles of fp8 blocks have all rows of a scale block") {
+  for_each_problem([](const Problem& problem, const Gpu& gpu) {
+    if (problem.x != Format::kFp8 || problem.weight_scaling != Scaling::kBlock || problem.weight == Format::kInt4)
+      return;
+    for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
+      if (std::string(candidate.plan.kernel) != "sm90") continue;
+      CHECK(candidate.plan.tile_m <= 128);
+      if (candidate.plan.tile_m == 128) CHECK(candidate.plan.tile_n == kScaleBlock);
+    }
+  });
+}
+
 TEST_CASE("mm8: what plan() takes is among the candidates") {
   for_each_problem([](Problem problem, const Gpu& gpu) {
     problem.fast_accum = problem.m == 1000;
