@@ -161,15 +161,13 @@ struct Consumer {
     };
     const auto work = [&]<int piece>() {
       constexpr bool kEndsTile = piece % groups == groups - 1, kMore = piece + 1 < kPieces;
+      const uint32_t from = stage, released = ring.released();
       const uint32_t columns =
-          stage + K::kStage.x + K::kStage.weight + K::kStage.scales + piece % groups * K::kTokens * 4;
-      const uint32_t released = ring.released();
+          from + K::kStage.x + K::kStage.weight + K::kStage.scales + piece % groups * K::kTokens * 4;
       if constexpr (K::kFold == Fold::kBlock && !K::kSwapped) {
         block_scale = next_block_scale;
         next_block_scale = __ldg(block_scales + ((at + 1 == p.k_tiles ? 0 : at + 1) >> p.fold_shift));
       }
-      const Group scales = read_group(stage, piece % groups);
-      if constexpr (K::kSwapped) token_scales.advance();
       const bool folds = groups > 1 || !std::is_same_v<T, int8_t> || ends_group(p, at) || (!kMore && last);
       if constexpr (kEndsTile) {
         ring.advance();
@@ -181,6 +179,8 @@ struct Consumer {
         fresh = folds;
         at = at + 1 == p.k_tiles ? 0 : at + 1;
       }
+      const Group scales = read_group(from, piece % groups);
+      if constexpr (K::kSwapped) token_scales.advance();
       if constexpr (kHalves == 2) {
         wgmma::wait<1>();
         if (folds) fold<0>(scales, columns);
