@@ -1,4 +1,4 @@
-// The body for 9 to 32 tokens on Hopper: decode.cuh's arithmetic (which see) on wgmma, with x brought to a CTA once.
+// The body for 9 to 16 tokens on Hopper: decode.cuh's arithmetic (which see) on wgmma, with x brought to a CTA once.
 //
 // A CTA owns a run of row tiles and, in a cluster of two, half of K. Most of its warps multiply: warps_n side by side
 // over row tiles times warps_k slices of K, four row tiles beside one another to a warpgroup's 64 rows. A warp takes

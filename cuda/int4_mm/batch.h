@@ -1,4 +1,4 @@
-// How the body for 9 to 32 tokens cuts a problem: one definition for plan() and for launch().
+// How the body for 9 to 16 tokens cuts a problem: one definition for plan() and for launch().
 #pragma once
 
 #include <algorithm>

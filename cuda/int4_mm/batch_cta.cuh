@@ -1,4 +1,4 @@
-// Which part of the product a CTA of the body for 9 to 32 tokens computes, and how its operands come to shared memory.
+// Which part of the product a CTA of the body for 9 to 16 tokens computes, and how its operands come to shared memory.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -62,7 +62,7 @@ Status launch_few_tokens(const Problem& problem, const Plan& plan, const Params&
   }
   if (kernel == "batch" &&
       batch_params(problem, kBatch[plan.config], clusters, plan.split_k, room, &batch, &shared_bytes)) {
-    return launch_streaming("launching the kernel for 9 to 32 tokens", batch_kernel(plan.config),
+    return launch_streaming("launching the kernel for 9 to 16 tokens", batch_kernel(plan.config),
                             dim3(plan.split_k, clusters), plan, params, batch, stream);
   }
   return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");

@@ -45,8 +45,11 @@ constexpr Config kSm80[] = {
 #undef QAO_SM80
 };
 
-// On Hopper wgmma wins above, for large weights already here.
-int64_t largest_mma_sync_m(const Problem& problem) { return problem.n * problem.k > int64_t{60} << 20 ? 16 : 32; }
+// On Hopper the body for many tokens wins above: beside 16 bits where a multiprocessor has more than two row tiles
+// already from 9 on.
+int64_t largest_mma_sync_m(const Problem& problem, const Gpu& gpu) {
+  return problem.x_dtype != DType::kFloat32 && tiles_n(problem.n) > 2 * gpu.num_sms ? 8 : 16;
+}
 
 // The first row that serves the problem on this GPU; null if none does.
 const Config* first_sm80(const Problem& problem, const Gpu& gpu) {
@@ -109,14 +112,15 @@ bool plan_decode(const Problem& problem, const Gpu& gpu, Plan* plan) {
   if (!decode_serves(problem, gpu, kDecode[kMany])) return false;
   const int64_t row_tiles = tiles_n(problem.n), steps = ceil_div(problem.k, kStepColumns);
   const int64_t share = row_tiles * steps / gpu.num_sms;  // row tiles times K-steps of a multiprocessor
-  const bool is_short = share <= 100 && row_tiles <= 2 * gpu.num_sms, few = problem.m <= kDecode[kFew].max_m;
+  const bool is_short = share <= 64 && row_tiles <= 2 * gpu.num_sms, few = problem.m <= kDecode[kFew].max_m;
   const int index = few ? (is_short ? kFewShort : kFew) : is_short ? kManyShort : kMany;
 
-  // Two CTAs that share row tiles, each with half of K, where that leaves fewer places of a pass empty.
+  // Two CTAs that share row tiles, each with half of K, where that leaves fewer places of a pass or multiprocessors
+  // empty.
   const auto passes = [&](int64_t clusters) { return ceil_div(ceil_div(row_tiles, clusters), kDecode[index].tiles_n); };
-  const int split =
-      !is_short && steps >= 2 && gpu.num_sms >= 2 && passes(gpu.num_sms / 2) < 2 * passes(gpu.num_sms) ? 2 : 1;
-  return fill_decode(problem, gpu, index, split, plan);
+  const bool pays =
+      is_short ? 2 * row_tiles <= gpu.num_sms : gpu.num_sms >= 2 && passes(gpu.num_sms / 2) < 2 * passes(gpu.num_sms);
+  return fill_decode(problem, gpu, index, pays && steps >= 2 ? 2 : 1, plan);
 }
 
 // Fills in `plan` if the body for at most eight tokens can serve the problem.
@@ -165,19 +169,21 @@ bool plan_normed(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return true;
 }
 
-// Measured to pay where few places of a pass stay empty and x, which every CTA waits for, is small, or has few tokens,
-// or its CTAs have many rows.
+// Measured to pay where few places of a pass stay empty (a fifth for one or two tokens, else a ninth) and x, which
+// every CTA waits for, is small, or has few tokens, or its CTAs have many rows.
 bool plan_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
   const int64_t row_tiles = tiles_n(problem.n);
   const int64_t largest_x = problem.m <= 4 || row_tiles >= 8 * gpu.num_sms ? 32768 : 16383;  // elements
   if (problem.m * problem.k > largest_x) return false;
   for (int index = 0; index < static_cast<int>(std::size(kFewConfigs)); ++index) {
-    if (8 * few_places(problem, gpu, index) <= 9 * row_tiles && fill_few(problem, gpu, index, plan)) return true;
+    const int64_t places = few_places(problem, gpu, index);
+    const bool pays = problem.m <= 2 ? 4 * places <= 5 * row_tiles : 8 * places <= 9 * row_tiles;
+    if (pays && fill_few(problem, gpu, index, plan)) return true;
   }
   return false;
 }
 
-// Fills in `plan` if the body for 9 to 32 tokens can serve the problem with this row, clusters of `split` CTAs sharing
+// Fills in `plan` if the body for 9 to 16 tokens can serve the problem with this row, clusters of `split` CTAs sharing
 // row tiles: as many as the GPU has room for, or several times as many for weights with many rows.
 bool fill_batch(const Problem& problem, const Gpu& gpu, int index, int split, Plan* plan) {
   const BatchConfig& config = kBatch[index];
@@ -191,7 +197,7 @@ bool fill_batch(const Problem& problem, const Gpu& gpu, int index, int split, Pl
   int shared_bytes;
   if (!batch_params(problem, config, clusters, split, gpu.shared_bytes_per_cta, &params, &shared_bytes)) return false;
   plan->kernel = "batch";
-  plan->reason = "at most 32 bfloat16 tokens on Hopper: weights stream through wgmma, x is brought once a CTA";
+  plan->reason = "9 to 16 bfloat16 tokens on Hopper: large weights stream through wgmma, x is brought once a CTA";
   plan->instruction = "wgmma bf16";
   plan->config = index;
   plan->tile_n = params.warps_n * config.tiles_n * kTileN;
@@ -204,24 +210,18 @@ bool fill_batch(const Problem& problem, const Gpu& gpu, int index, int split, Pl
   return true;
 }
 
-// As measured: clusters of two, each CTA with half of K and so of x, unless that would give a CTA more than eight row
-// tiles. At most 16 tokens are decode's, except of large weights; of more, weights with few rows are sm80's.
+// As measured: large weights, in clusters of two, each CTA with half of K and so of x, unless that would give a CTA
+// more than 16 row tiles. The rest is decode's.
 bool plan_batch(const Problem& problem, const Gpu& gpu, Plan* plan) {
-  constexpr int kFewTokens2 = 0, kFewTokens4 = 1, kTokens1 = 2, kTokens2 = 3, kTokens4 = 4;  // row tiles of a warp
+  constexpr int kTiles2 = 0, kTiles4 = 1;  // of a warp
   if (problem.m <= kDecode[kFew].max_m || !problem.x_aligned || gpu.num_sms < 2) return false;
   const int64_t row_tiles = tiles_n(problem.n), steps = ceil_div(problem.k, kStepColumns);
-  const int64_t share = row_tiles * steps / gpu.num_sms;  // row tiles times K-steps of a multiprocessor
+  if (row_tiles * steps / gpu.num_sms <= 255) return false;
   const int64_t of_pair = ceil_div(row_tiles, gpu.num_sms / 2), of_cta = ceil_div(row_tiles, gpu.num_sms);
+  // Four row tiles of small groups have more parameters than a warp copies at once.
   const bool many_groups = problem.group_size < std::min<int64_t>(64, problem.k);
-  int index;
-  if (problem.m <= kBatch[kFewTokens2].max_m) {
-    if (share <= 240) return false;
-    index = of_cta <= 8 ? kFewTokens2 : kFewTokens4;
-  } else {
-    if (row_tiles < gpu.num_sms || (many_groups && share <= 80)) return false;
-    index = of_pair <= 4 ? kTokens1 : of_cta <= 8 || many_groups ? kTokens2 : kTokens4;
-  }
-  return fill_batch(problem, gpu, index, of_pair <= 8 ? 2 : 1, plan);
+  const bool wide = of_pair > 8 && (!many_groups || of_cta > 8);
+  return fill_batch(problem, gpu, wide ? kTiles4 : kTiles2, of_pair <= (wide ? 16 : 8) ? 2 : 1, plan);
 }
 
 }  // namespace
@@ -242,7 +242,7 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   const int64_t k_steps = tiles_k(problem.k) * (split_x ? kFloat32Parts : 1);
   const char* reason = "mma.sync serves every GPU from sm_80";
   if (gpu.compute_capability == 90) {
-    if (problem.m <= largest_mma_sync_m(problem)) {
+    if (problem.m <= largest_mma_sync_m(problem, gpu)) {
       reason = "few tokens: mma.sync with K split over warps";
     } else if (!problem.x_aligned && !split_x) {
       reason = "the copy engine needs x aligned to 16 bytes";

@@ -56,7 +56,7 @@ struct FewTile {
   static constexpr int kPaddedRow = tiles_n * kTileN + 4;  // sums of a token, against bank conflicts
 };
 
-// The shape of the body for 9 to 32 tokens. `warps` multiply, a warp tiles_n row tiles by 8 tiles_m tokens; `helpers`
+// The shape of the body for 9 to 16 tokens. `warps` multiply, a warp tiles_n row tiles by 8 tiles_m tokens; `helpers`
 // more bring x.
 template <int tiles_m, int tiles_n, int stages, int warps, int helpers>
 struct BatchTile {

@@ -192,7 +192,7 @@ TEST_CASE("a product with RMSNorm before it is one kernel for few tokens on Hopp
   CHECK(served > 0);
 }
 
-TEST_CASE("what a plan for 9 to 32 tokens tells the kernel covers the product and fits the shared memory") {
+TEST_CASE("what a plan for 9 to 16 tokens tells the kernel covers the product and fits the shared memory") {
   int64_t served = 0;
   for_each_problem([&](const Problem& problem, const Gpu& gpu) {
     for (DType scale_dtype : {DType::kFloat32, DType::kBFloat16}) {
@@ -264,17 +264,37 @@ TEST_CASE("few bfloat16 tokens on Hopper stream their weights, all else does not
   CHECK(kernel(problem, kH200) == "batch");
   for (int64_t n : {4096, 8192, 28672, 152064}) {
     problem.m = 17, problem.n = n, problem.x_aligned = true;
-    CHECK(kernel(problem, kH200) == "batch");
-    problem.m = 32;
-    CHECK(kernel(problem, kH200) == "batch");
+    CHECK(kernel(problem, kH200) == "sm90");
     CHECK(kernel(problem, kA100) == "sm80");
     problem.x_aligned = false;
     CHECK(kernel(problem, kH200) == "sm80");
   }
-  problem.n = 1024, problem.x_aligned = true;
+  problem.m = 16, problem.k = 18944, problem.n = 3584, problem.x_aligned = true;  // many K-steps of few rows
+  CHECK(kernel(problem, kH200) == "decode");
+  problem.k = 4096, problem.x_dtype = DType::kFloat16;
+  for (int64_t n : {1024, 4096}) {
+    problem.n = n;
+    CHECK(kernel(problem, kH200) == "sm80");
+  }
+  problem.n = 6144;
+  CHECK(kernel(problem, kH200) == "sm90");
+  problem.m = 8;
   CHECK(kernel(problem, kH200) == "sm80");
-  problem.m = 1, problem.x_dtype = DType::kFloat16;
-  CHECK(kernel(problem, kH200) == "sm80");
+}
+
+TEST_CASE("pairs of CTAs split K for 9 to 16 tokens where that fills more of the GPU") {
+  const auto planned = [](int64_t m, int64_t n, int64_t k) {
+    Problem problem;
+    problem.m = m, problem.n = n, problem.k = k, problem.group_size = 128;
+    Plan plan;
+    REQUIRE(int4_mm::plan(problem, kH200, &plan).ok());
+    return plan;
+  };
+  CHECK(planned(8, 1024, 4096).ctas == 128);  // 64 row tiles
+  CHECK(planned(8, 4096, 4096).split_k == 1);
+  CHECK(planned(16, 2560, 9728).split_k == 2);
+  CHECK(planned(16, 13824, 5120).split_k == 2);
+  CHECK(planned(16, 28672, 4096).split_k == 1);
 }
 
 TEST_CASE("what plan() takes is among the candidates, and every one of them fits the GPU") {
@@ -314,7 +334,7 @@ TEST_CASE("the same problem gives the same plan") {
   });
 }
 
-TEST_CASE("wgmma serves more than 32 tokens of an aligned x on Hopper, in the tile that measured best") {
+TEST_CASE("wgmma serves more than 16 tokens of an aligned x on Hopper, in the tile that measured best") {
   const auto planned = [&](int64_t m, int64_t n, int64_t k, bool aligned = true) {
     Problem problem;
     problem.m = m, problem.n = n, problem.k = k, problem.group_size = 128, problem.x_aligned = aligned;
@@ -322,10 +342,10 @@ TEST_CASE("wgmma serves more than 32 tokens of an aligned x on Hopper, in the ti
     REQUIRE(int4_mm::plan(problem, kH200, &plan).ok());
     return plan;
   };
-  CHECK(std::string(planned(32, 4096, 4096).kernel) == "batch");
-  CHECK(std::string(planned(33, 4096, 4096, false).kernel) == "sm80");
-  CHECK(std::string(planned(33, 4096, 4096).kernel) == "sm90");
-  CHECK(std::string(planned(33, 4096, 4096).instruction) == "wgmma bf16");
+  CHECK(std::string(planned(16, 4096, 4096).kernel) == "decode");
+  CHECK(std::string(planned(17, 4096, 4096, false).kernel) == "sm80");
+  CHECK(std::string(planned(17, 4096, 4096).kernel) == "sm90");
+  CHECK(std::string(planned(17, 4096, 4096).instruction) == "wgmma bf16");
   const Plan few = planned(64, 28672, 4096);  // more row tiles than multiprocessors: CTAs walk over them
   CHECK(few.tile_m == 64);
   CHECK(few.ctas == 132);
