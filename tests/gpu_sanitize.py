@@ -24,6 +24,7 @@ _LARGE = re.compile(r"m(1000|4096)-|graph")  # a graph cannot be captured where 
 _SHARE = "QAO_SANITIZE_SHARE"  # "first:step": the tests of a process, for the plugin there
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 _TESTS = re.compile(r"(\d+) passed")
+_NAMES = re.compile(r"^\S+::.*$", re.MULTILINE)
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -37,7 +38,7 @@ def run(tool: str, every: int, workers: int) -> bool:
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "3", "--show-backtrace", "no"]
     command += ["--racecheck-report", "all"] if tool == "racecheck" else []
     command += ["--kernel-name", "kns=qao"] if tool != "initcheck" else []
-    pytest = [sys.executable, "-m", "pytest", "-p", "gpu_sanitize", "-p", "no:cacheprovider"]
+    pytest = [sys.executable, "-m", "pytest", "-vv", "-p", "gpu_sanitize", "-p", "no:cacheprovider"]
     paths = os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", "")))
     environment = os.environ | {"PYTHONPATH": paths, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -52,14 +53,19 @@ def run(tool: str, every: int, workers: int) -> bool:
             for worker in range(workers)
         ]
         outputs = [process.communicate()[0] for process in processes]
-        logs = [log.read_text() for log in sorted(Path(folder).iterdir())]
+        files = [Path(folder) / str(worker) for worker in range(workers)]
+        logs = [file.read_text() if file.exists() else "" for file in files]
     passed = sum(int(count) for output in outputs for count in _TESTS.findall(output))
     # A log without a summary is a process that did not get to its end.
     found = [sum(int(one or other) for one, other in _SUMMARY.findall(log) or [("1", "")]) for log in logs]
     print(f"{tool}: {sum(found)} errors; {passed} tests passed in {workers} processes", flush=True)
     failed = [output for output, process in zip(outputs, processes, strict=True) if process.returncode]
-    for text in [log for log, errors in zip(logs, found, strict=True) if errors][:1] + failed[:1]:
-        print(text[-4000:], flush=True)
+    for log, output, errors in zip(logs, outputs, found, strict=True):
+        if errors:
+            print(f"{errors} errors in", *_NAMES.findall(output), log[-4000:], sep="\n", flush=True)
+            break
+    for output in failed[:1]:
+        print(output[-4000:], flush=True)
     return bool(passed) and not any(found) and not failed
 
 
