@@ -46,6 +46,8 @@ def run() -> int:
     if not torch.cuda.is_available():
         print(f"no GPU: torch {torch.__version__} sees no CUDA device. Run this on a machine with one.")
         return 1
+    # The compiler builds a header on its first use: once here, not in every worker of pytest-xdist at the same time.
+    torch.compile(torch.sin)(torch.ones(8))
     counter = Counter()
     status = int(pytest.main([str(ROOT / "tests")], plugins=[counter]))
     report = describe("cuda") | {
