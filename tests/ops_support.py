@@ -158,3 +158,22 @@ def before_guard_page(x: Tensor) -> Tensor:
 def bits(x: Tensor) -> Tensor:
     """The bit pattern, so that equality is exact and holds for NaN and signed zeros."""
     return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def check_chain_in_a_graph(chain: Callable[[], Tensor], source: Tensor) -> None:
+    """A captured `chain` of kernels, which begins at `source`, replays to what it gives outside the graph."""
+    original = source.clone()
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = chain()
+    for i in range(20):
+        source.copy_(original * (1 + i % 3))
+        graph.replay()
+        replayed = result.clone()
+        torch.cuda.synchronize()
+        expected = []
+        for _ in range(2):
+            expected.append(chain())
+            torch.cuda.synchronize()
+        assert torch.equal(replayed, expected[0]) and torch.equal(*expected) and not replayed.isnan().any()
