@@ -13,9 +13,9 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
 }
-// The same of the first `bytes` alone (0..16); the others become zero.
-__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+// The same, or zeros.
+__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void cp_async_4(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(from) : "memory");

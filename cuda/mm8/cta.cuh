@@ -220,8 +220,8 @@ struct Cta {
     const int count = max(0, min(columns - chunk * kElements, kElements));
     for (int row = thread / kChunks; row < rows; row += kRowsAtOnce, from += kRowsAtOnce * stride) {
       const uint32_t at = to + swizzled<row_bytes>(row, chunk);
-      if (aligned) {
-        ptx::cp_async_16(at, count > 0 ? from : from - chunk * 16, count * static_cast<int>(sizeof(Element)));
+      if (aligned && (count == 0 || count == kElements)) {  // a copy of a part would be all 16 bytes' to memcheck
+        ptx::cp_async_16(at, count > 0 ? from : from - chunk * 16, count > 0);
       } else {
         alignas(16) Element values[kElements];
 #pragma unroll

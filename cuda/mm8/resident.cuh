@@ -28,7 +28,16 @@ __device__ __forceinline__ void bring_floats(const Params& p, uint32_t to) {
   const uint8_t* row = p.x;
   for (int token = 0; token < p.resident.tokens; ++token, row += p.x_stride, to += p.float_row_bytes) {
     for (int at = threadIdx.x * 16; at < p.float_row_bytes; at += blockDim.x * 16) {
-      ptx::cp_async_16(to + at, at < valid ? row + at : row, max(0, min(valid - at, 16)));
+      if (at + 16 <= valid || at >= valid) {
+        ptx::cp_async_16(to + at, at < valid ? row + at : row, at < valid);
+      } else {
+        alignas(16) uint16_t halves[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          halves[i] = at + 2 * i < valid ? reinterpret_cast<const uint16_t*>(row + at)[i] : uint16_t{0};
+        }
+        ptx::store_shared_16(to + at, *reinterpret_cast<const uint4*>(halves));
+      }
     }
   }
 }
