@@ -245,14 +245,9 @@ __device__ __forceinline__ uint32_t to_float16(float low, float high) {
 __device__ __forceinline__ void pin(uint32_t (&values)[4]) {
   asm volatile("" : "+r"(values[0]), "+r"(values[1]), "+r"(values[2]), "+r"(values[3]));
 }
-
-__device__ __forceinline__ void pin(float (&values)[4]) {
-  asm volatile("" : "+f"(values[0]), "+f"(values[1]), "+f"(values[2]), "+f"(values[3]));
-}
 __device__ __forceinline__ void pin(uint4& value) {
   asm volatile("" : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w));
 }
-__device__ __forceinline__ void pin(const void*& value) { asm volatile("" : "+l"(value)); }
 
 // This thread's warp, told by one lane: the compiler then knows that branches on it do not split the warp.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 32), 0); }
@@ -276,11 +271,6 @@ __device__ __forceinline__ void raise_registers() {
 // Barrier among `threads` threads that name the same `id`.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-
-// This thread's arrival at a named barrier others wait for.
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace qao::ptx

@@ -28,7 +28,7 @@ struct Batch : Cta<Tile> {
   __device__ __forceinline__ void multiply(uint32_t stage, uint64_t x, uint32_t x_sums, uint32_t param, uint32_t select,
                                            bool half_scales, Sums& sum) const {
     const uint32_t size = size_of(p.scale_dtype);
-    constexpr int kSteps = 8 / groups, kWords = kR == 1 && kSteps >= 4 ? 4 : 2;  // read at once: registers are few
+    constexpr int kSteps = 8 / groups;
 #pragma unroll
     for (int group = 0; group < groups; ++group) {
       float2 xs[kTM];
@@ -38,16 +38,10 @@ struct Batch : Cta<Tile> {
       for (int i = 0; i < kR; ++i) {
         uint32_t words[kSteps], a[kSteps][4];
 #pragma unroll
-        for (int s = 0; s < kSteps; s += kWords) {
+        for (int s = 0; s < kSteps; s += 2) {  // not four: registers are few
           const int step = group * kSteps + s;
-          const uint32_t from = stage + i * kStepBytes + step / 4 * kTileBytes + step % 4 * 4;
-          if constexpr (kWords == 4) {
-            const uint4 four = ptx::load_shared_16(from);
-            words[s] = four.x, words[s + 1] = four.y, words[s + 2] = four.z, words[s + 3] = four.w;
-          } else {
-            const uint2 two = ptx::load_shared_8(from);
-            words[s] = two.x, words[s + 1] = two.y;
-          }
+          const uint2 two = ptx::load_shared_8(stage + i * kStepBytes + step / 4 * kTileBytes + step % 4 * 4);
+          words[s] = two.x, words[s + 1] = two.y;
         }
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {

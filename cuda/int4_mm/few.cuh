@@ -11,8 +11,6 @@
 
 #include <cuda_bf16.h>
 
-#include <climits>
-
 #include "common/mma.cuh"
 #include "common/ptx.cuh"
 #include "int4_mm/decode_common.cuh"
