@@ -80,10 +80,10 @@ inline bool batch_params(const Problem& problem, const BatchConfig& config, int 
 
   d.padded_row = d.warps_n * config.tiles_n * kTileN + 4;
   // Copies that lie across lines of 128 bytes take longer.
-  d.stage_bytes = (config.tiles_n * (kStepBytes + d.groups_of_step * group_bytes) + 127) / 128 * 128;
+  d.stage_bytes = round_up(config.tiles_n * (kStepBytes + d.groups_of_step * group_bytes), 128);
   const int received = split > 1 ? (d.tokens + 1) / 2 * d.padded_row * 4 : 0;
   const int ring = warps * config.stages * d.stage_bytes;
-  const int x_bytes = max_m * kStepColumns * 2, x_sum_bytes = (d.groups_of_step * max_m * 4 + 127) / 128 * 128;
+  const int x_bytes = max_m * kStepColumns * 2, x_sum_bytes = round_up(d.groups_of_step * max_m * 4, 128);
   const int room = std::min((shared_limit - kBatchX - ring - received) / (x_bytes + x_sum_bytes), kBatchXStages);
   // A place in the ring of x is filled by one warp and read by one slice only: the parity of a barrier cannot tell
   // more than two rounds apart.

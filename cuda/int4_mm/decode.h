@@ -72,7 +72,7 @@ inline bool decode_params(const Problem& problem, const DecodeConfig& config, in
   const int scale_bytes = d.groups_of_step * group_bytes;
   d.passes = (most + config.tiles_n - 1) / config.tiles_n;
   d.scale_offset = held * kStepBytes;
-  d.x_offset = (d.scale_offset + held * scale_bytes + 127) / 128 * 128;
+  d.x_offset = round_up(d.scale_offset + held * scale_bytes, 128);
   d.stage_bytes = d.x_offset + tokens * kStepColumns * 2;
   const int slot_bytes = config.warps * tokens * d.columns_of_token * config.padded_row * 4;
   for (d.stages = config.stages; d.stages >= 2; --d.stages) {

@@ -74,8 +74,8 @@ inline bool few_params(const Problem& problem, const FewConfig& config, int ctas
   const int slot_bytes = config.warps * d.tokens * config.padded_row * 4;
   d.passes = (((d.row_tiles + (d.more_row_tiles > 0)) << d.gated) + config.tiles_n - 1) / config.tiles_n;
   // Copies that lie across lines of 128 bytes take longer.
-  d.stage_bytes = (config.tiles_n * (kStepBytes + d.groups_of_step * group_bytes) + 127) / 128 * 128;
-  d.ring_offset = (static_cast<int>(x_bytes) + 127) / 128 * 128;
+  d.stage_bytes = round_up(config.tiles_n * (kStepBytes + d.groups_of_step * group_bytes), 128);
+  d.ring_offset = round_up(static_cast<int>(x_bytes), 128);
   d.factors_offset = d.ring_offset + config.warps * config.stages * d.stage_bytes;
   const int units = problem.normed ? kFewTokens + d.steps * d.tokens : 0;
   d.partials_offset = d.factors_offset + (units + 3) / 4 * 16;

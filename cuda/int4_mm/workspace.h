@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/float32.h"
+#include "common/integers.h"
 #include "qao/int4_mm.h"
 
 namespace qao::int4_mm {
@@ -20,14 +21,14 @@ inline Workspace workspace_of(const Problem& problem, int split_k) {
   Workspace workspace;
   const auto take = [&](int64_t bytes) {
     const int64_t at = workspace.bytes;
-    workspace.bytes += (bytes + 255) / 256 * 256;
+    workspace.bytes += round_up(bytes, 256);
     return at;
   };
   const bool split_x = problem.x_dtype == DType::kFloat32;
   const bool correct_zeros = split_x && problem.has_zeros;
   if (split_k > 1 || correct_zeros) workspace.partials = take(4 * split_k * problem.m * problem.n);
   if (split_x) {
-    workspace.part_stride = (problem.k + 7) / 8 * 8;
+    workspace.part_stride = round_up(problem.k, 8);
     workspace.parts = take(2 * problem.m * kFloat32Parts * workspace.part_stride);
   }
   if (correct_zeros) workspace.group_sums = take(4 * problem.m * problem.groups());

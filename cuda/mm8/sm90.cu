@@ -140,7 +140,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   const int tiles = p.row_blocks * p.token_blocks, ctas = static_cast<int>(plan.ctas);
   p.whole_tiles = plan.splits_last ? tiles / ctas * ctas : tiles;
   // Rows past the last token would be filled with zeros, which takes as long as copying them.
-  p.x_rows = static_cast<int>(std::min<int64_t>(plan.tile_m, (problem.m + 7) / 8 * 8));
+  p.x_rows = static_cast<int>(std::min<int64_t>(plan.tile_m, round_up(problem.m, 8)));
   const int64_t tile_bytes = plan.tile_n * tile_k / (packed ? 2 : 1);
   p.prefetch_tiles = static_cast<int>(std::min<int64_t>(kPrefetchBytes / tile_bytes, 32));
   set_groups(problem, tile_k, &p);

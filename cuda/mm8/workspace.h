@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/float32.h"
+#include "common/integers.h"
 #include "mm8/tile.h"
 #include "qao/mm8.h"
 
@@ -27,12 +28,12 @@ inline Workspace workspace_of(const Problem& problem, int split_k) {
   Workspace workspace;
   const auto take = [&](int64_t bytes) {
     const int64_t at = workspace.bytes;
-    workspace.bytes += (bytes + 255) / 256 * 256;
+    workspace.bytes += round_up(bytes, 256);
     return at;
   };
   if (split_k > 1) workspace.partials = take(4 * split_k * problem.m * problem.n);
   if (is_split(problem)) {
-    workspace.part_stride = (problem.k + 7) / 8 * 8;
+    workspace.part_stride = round_up(problem.k, 8);
     workspace.parts = take(2 * problem.m * kFloat32Parts * workspace.part_stride);
     if (problem.has_zeros) workspace.x_sums = take(4 * problem.m * problem.groups());
   }
@@ -54,7 +55,7 @@ inline ResidentX resident_of(const Problem& problem) {
 
 // Of a row of floats that the kernel quantises, in shared memory.
 inline int float_row_bytes(const Problem& problem) {
-  return static_cast<int>((problem.k + kTileK - 1) / kTileK * kTileK * size_of(problem.x_dtype));
+  return static_cast<int>(round_up(problem.k, kTileK) * size_of(problem.x_dtype));
 }
 
 }  // namespace qao::mm8
