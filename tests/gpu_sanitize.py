@@ -1,9 +1,9 @@
 """Runs smaller GPU tests of the operators under compute-sanitizer: ``python tests/gpu_sanitize.py memcheck racecheck``.
 
 Needs a GPU and compute-sanitizer. The tools slow kernels down a hundredfold, so a tool runs as many tests as its time
-allows (``--seconds``), in an order shuffled by ``--seed``, in several processes side by side. Only the kernels of qao
-are looked at, except by initcheck, which must see who writes; each tensor is an allocation of its own, so that memcheck
-sees what passes its end. Exit status 1 if a tool found an error or a test failed.
+allows (``--seconds``), in an order shuffled by ``--seed``, in several processes side by side. Each tensor is an
+allocation of its own, so that memcheck sees what passes its end. Exit status 1 if a tool found an error or a test
+failed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import random
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,14 @@ TESTS = Path(__file__).resolve().parent
 FILES = ("test_mm.py", "test_scaled_mm.py", "test_quantize_ops.py", "test_int4_pack.py", "test_determinism.py")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _LARGE = re.compile(r"m(1000|4096)-|graph")  # a graph cannot be captured where each tensor is allocated on its own
+# initcheck must see who writes, racecheck fails in kernels that it left alone.
+_ONLY_QAO = ("memcheck", "synccheck")
 _SHARE = "QAO_SANITIZE_SHARE"  # "first:step:seed:end": the tests of a process, and when it is to end
-_SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 _TESTS = re.compile(r"(\d+) passed")
-_NAMES = re.compile(r"^\S+::.*(?:PASSED|FAILED|ERROR).*$", re.MULTILINE)
+_REPORT = re.compile(r"^=+ (?!Error: process).*(?:Invalid|Uninit|hazard detected|Barrier error|Internal|Error:)")
+_SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: ", re.MULTILINE)
+_SPLIT_K = re.compile(r"qao::\w+::sm80::.*Tile<((?:\(int\)\d+(?:, )?)+)>")  # warps along N, M and K first
+_THREAD = re.compile(r"(?:Read|Write) Thread \((\d+),0,0\)")
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -48,39 +51,69 @@ def pytest_runtest_setup() -> None:
 def run(tool: str, arguments: argparse.Namespace) -> bool:
     """Whether the tool found nothing and all tests passed; prints both."""
     workers, end = arguments.workers, int(time.time()) + arguments.seconds
-    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "3", "--show-backtrace", "no"]
+    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "100000", "--show-backtrace", "no"]
     command += ["--racecheck-report", "all"] if tool == "racecheck" else []
-    command += ["--kernel-name", "kns=qao"] if tool != "initcheck" else []
+    command += ["--kernel-name", "kns=qao"] if tool in _ONLY_QAO else []
     tests = [sys.executable, "-m", "pytest", "-vv", "-p", "gpu_sanitize", "-p", "no:cacheprovider"]
     tests += ["-k", arguments.k] if arguments.k else []
     paths = os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", "")))
-    environment = os.environ | {"PYTHONPATH": paths, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            subprocess.Popen(
-                [*command, "--log-file", f"{folder}/{worker}", *tests, *(str(TESTS / file) for file in FILES)],
-                env=environment | {_SHARE: f"{worker}:{workers}:{arguments.seed}:{end}"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for worker in range(workers)
-        ]
-        outputs = [process.communicate()[0] for process in processes]
-        files = [Path(folder) / str(worker) for worker in range(workers)]
-        logs = [file.read_text() if file.exists() else "" for file in files]
-    passed = sum(int(count) for output in outputs for count in _TESTS.findall(output))
-    # A log without a summary is a process that did not get to its end.
-    found = [sum(int(one or other) for one, other in _SUMMARY.findall(log) or [("1", "")]) for log in logs]
-    print(f"{tool}: {sum(found)} errors; {passed} tests passed in {workers} processes", flush=True)
-    failed = [output for output, process in zip(outputs, processes, strict=True) if process.returncode]
-    for log, output, errors in zip(logs, outputs, found, strict=True):
-        if errors:
-            print(f"{errors} errors in", *_NAMES.findall(output), log[-4000:], sep="\n", flush=True)
-            break
-    for output in failed[:1]:
-        print(output[-4000:], flush=True)
-    return bool(passed) and not any(found) and not failed
+    environment = os.environ | {
+        "PYTHONPATH": paths,
+        "PYTHONUNBUFFERED": "1",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+    }
+    processes = [
+        subprocess.Popen(
+            [*command, *tests, *(str(TESTS / file) for file in FILES)],
+            env=environment | {_SHARE: f"{worker}:{workers}:{arguments.seed}:{end}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for worker in range(workers)
+    ]
+    outputs = [process.communicate()[0].splitlines() for process in processes]
+    passed = sum(int(count) for lines in outputs for line in lines for count in _TESTS.findall(line))
+    reports = [reports_of(lines) for lines in outputs]
+    found = [[report for report in of_process if counts(tool, report)] for of_process in reports]
+    total, errors = sum(map(len, reports)), sum(map(len, found))
+    print(f"{tool}: {errors} errors ({total - errors} known to be none); {passed} tests passed in {workers} processes")
+    for lines, process, of_process in zip(outputs, processes, found, strict=True):
+        if of_process or process.returncode or not any(map(_SUMMARY.match, lines)):
+            print(*(line for report in of_process[:2] for line in report), "...", *lines[-12:], sep="\n", flush=True)
+    ended = all(any(map(_SUMMARY.match, lines)) for lines in outputs)
+    return bool(passed) and not errors and ended and not any(process.returncode for process in processes)
+
+
+def reports_of(lines: list[str]) -> list[list[str]]:
+    """What the tool reported, each with the test that it came in."""
+    reports, test = [], ""
+    for i, line in enumerate(lines):
+        test = line if ".py::" in line else test
+        start = line[line.find("=========") :]
+        if _REPORT.match(start):
+            block = lines[i + 1 : i + 12]
+            end = next((n for n, below in enumerate(block) if below.strip() == "========="), len(block))
+            reports.append([test.split(" =====")[0], start, *block[:end]])
+    return reports
+
+
+def counts(tool: str, report: list[str]) -> bool:
+    """Not what a tool gets wrong.
+
+    initcheck does not see what cuBLAS writes through the copy engine, which the tests then read by kernels of torch.
+    racecheck forgets a __syncthreads where barriers of a part of the CTA are used too, as by the slices of K of the
+    portable tiles, which meet at nothing else (docs/kernels/mm8.md).
+    """
+    text = "\n".join(report)
+    if tool == "initcheck":
+        return "Uninit" not in text or "qao::" in text
+    tile, threads = _SPLIT_K.search(text), [int(thread) for thread in _THREAD.findall(text)]
+    if tool != "racecheck" or tile is None or len(threads) != 2:
+        return True
+    warps_n, warps_m, warps_k = (int(number) for number in re.findall(r"\)(\d+)", tile[1])[:3])
+    slice_threads = 32 * warps_n * warps_m
+    return warps_k == 1 or slice_threads == 32 or threads[0] // slice_threads == threads[1] // slice_threads
 
 
 def main() -> int:
