@@ -69,7 +69,7 @@ def main() -> int:
         write(results, folder / "host.json")
         return _report(*host.misses(results["rows"], arguments.device)) if arguments.check else 0
     if arguments.command == "llama":
-        path = folder / "llama.json"
+        path = folder / ("llama_head.json" if arguments.head else "llama.json")
         before = json.loads(path.read_text()) if arguments.add and path.exists() else None
         results = llama.run(
             llama.from_arguments(arguments),

@@ -3,7 +3,7 @@
 <!-- bench:int4:cpu --> … <!-- /bench -->       every cell of bench/results/cpu/int4.json
 <!-- bench:summary:cpu --> … <!-- /bench -->    one layer under every scheme
 <!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:host:cpu -->, <!-- bench:llama:h200 -->,
-<!-- bench:llama_int4:h200 -->
+<!-- bench:llama_head:h200 -->
 <!-- kernels --> … <!-- /kernels -->            what qao._host says about each scheme
 """
 
@@ -18,7 +18,7 @@ from . import host, kernels, llama, numerics, plots, products, quantize
 from .meta import RESULTS, ROOT, source_hash
 from .schemes import SCHEMES
 
-_RENDERERS = {"quantize": quantize, "numerics": numerics, "host": host, "llama": llama, "llama_int4": llama}
+_RENDERERS = {"quantize": quantize, "numerics": numerics, "host": host, "llama": llama, "llama_head": llama}
 _DOCUMENTS = ("README.md", "docs/performance.md", "docs/numerics.md")
 _RESULTS = re.compile(r"<!-- bench:(\w+):([\w-]+) -->\n.*?<!-- /bench -->", re.DOTALL)
 _KERNELS = re.compile(r"<!-- kernels -->\n.*?<!-- /kernels -->", re.DOTALL)
