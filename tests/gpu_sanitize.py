@@ -52,7 +52,7 @@ def run(tool: str, arguments: argparse.Namespace) -> bool:
     """Whether the tool found nothing and all tests passed; prints both."""
     workers, end = arguments.workers, int(time.time()) + arguments.seconds
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "100000", "--show-backtrace", "no"]
-    command += ["--racecheck-report", "all"] if tool == "racecheck" else []
+    command += ["--racecheck-report", "hazard"] if tool == "racecheck" else []
     command += ["--kernel-name", "kns=qao"] if tool in _ONLY_QAO else []
     tests = [sys.executable, "-m", "pytest", "-vv", "-p", "gpu_sanitize", "-p", "no:cacheprovider"]
     tests += ["-k", arguments.k] if arguments.k else []
