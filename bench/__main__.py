@@ -131,8 +131,8 @@ def _products(parser: argparse.ArgumentParser, arguments: argparse.Namespace, wo
     elif arguments.peers:
         scheme = scheme._replace(peers=tuple(peer for peer in scheme.peers if peer.name in arguments.peers))
     tokens = arguments.m or TOKENS[device]
-    results = run(Run(scheme, device, layers, tokens, quick=arguments.quick, **grouping))
-    write(results, folder / f"{word}.json")
+    request = Run(scheme, device, layers, tokens, quick=arguments.quick, **grouping)
+    results = run(request, save=lambda results: write(results, folder / f"{word}.json"))
     return _report(*bars.misses(results["rows"], device, bars.BARS[word])) if arguments.check else 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -76,8 +76,9 @@ class Contender(NamedTuple):
         return self.peer.run(x, *next(self.weights))
 
 
-def run(request: Run) -> dict[str, Any]:
-    """Measures, prints a line a cell, and returns what belongs in the results file."""
+def run(request: Run, save: Callable[[dict[str, Any]], object] = lambda results: None) -> dict[str, Any]:
+    """Measures, prints a line a cell, and returns what belongs in the results file. ``save`` gets it after every layer,
+    so that a run that is cut short keeps what it has."""
     meta = describe(request.device)
     if request.device == "cuda":
         settle_clocks()
@@ -86,7 +87,10 @@ def run(request: Run) -> dict[str, Any]:
     print(f"{meta['device']}, torch {meta['torch']}: reads {bytes_per_s / 1e9:.0f} GB/s, ", end="")
     print(f"multiplies bfloat16 matrices at {flop_per_s / 1e12:.1f} TFLOP/s")
     warn_if_busy(meta)
-    rows = [row for layer in request.layers for row in _layer_rows(request, layer, bytes_per_s, flop_per_s)]
+    rows: list[dict[str, Any]] = []
+    for layer in request.layers:
+        rows += _layer_rows(request, layer, bytes_per_s, flop_per_s)
+        save({"meta": meta, "rows": rows})
     return {"meta": meta, "rows": rows}
 
 

@@ -21,6 +21,7 @@ Call = Callable[[], object]
 _SHORTEST_SAMPLE_S = {"cpu": 2e-4, "cuda": 2e-3}
 _SHORTEST_WARM_SAMPLE_S = 0.02
 _GRAPH_S = 500e-6  # device time of one graph, long against the gap between two replays
+_SLOW_CALL_S = 5e-3  # a call that takes longer is a graph of its own: what the L2 holds plays no part
 _MAX_GRAPH_CALLS = 512
 _CPU_COPIES_BYTES = 256 << 20  # far past L2; an L3 may be larger, but on a server it is shared
 
@@ -85,7 +86,11 @@ class Graph:
 
     def __init__(self, call: Call, copies: int, floor_s: float) -> None:
         turns = math.ceil(min(_MAX_GRAPH_CALLS, _GRAPH_S / floor_s) / copies)
-        self.calls = turns * copies
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        self.calls = 1 if time.perf_counter() - start > _SLOW_CALL_S else turns * copies
         self.graph = capture(call, self.calls)
 
     def sample(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:

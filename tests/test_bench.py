@@ -50,6 +50,15 @@ def test_rows_hold_what_the_tables_need(results: dict) -> None:
     assert results["meta"]["source_hash"] == meta.source_hash()
 
 
+def test_results_are_saved_after_every_layer() -> None:
+    layers = [Layer("up", 64, 128), Layer("down", 128, 64)]
+    scheme, saved = SCHEMES["int8"]._replace(peers=()), []
+    results = run(
+        Run(scheme, "cpu", layers, [1, 2], quick=True), save=lambda results: saved.append(len(results["rows"]))
+    )
+    assert saved == [2, 4] and len(results["rows"]) == 4
+
+
 def test_peers_that_do_not_run_are_recorded_with_the_reason(results: dict) -> None:
     not_run = results["rows"][0]["not_run"]
     assert not_run["tinygemm"] == "CUDA only"
