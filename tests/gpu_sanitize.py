@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -29,7 +29,7 @@ _ONLY_QAO = ("memcheck", "synccheck")
 _SHARE = "QAO_SANITIZE_SHARE"  # "first:step:seed:end": the tests of a process, and when it is to end
 _TESTS = re.compile(r"(\d+) passed")
 _REPORT = re.compile(r"^=+ (?!Error: process).*(?:Invalid|Uninit|hazard detected|Barrier error|Internal|Error:)")
-_SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: ", re.MULTILINE)
+_SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)")
 _SPLIT_K = re.compile(r"qao::\w+::sm80::.*Tile<((?:\(int\)\d+(?:, )?)+)>")  # warps along N, M and K first
 _THREAD = re.compile(r"(?:Read|Write) Thread \((\d+),0,0\)")
 
@@ -74,15 +74,33 @@ def run(tool: str, arguments: argparse.Namespace) -> bool:
     ]
     outputs = [process.communicate()[0].splitlines() for process in processes]
     passed = sum(int(count) for lines in outputs for line in lines for count in _TESTS.findall(line))
-    reports = [reports_of(lines) for lines in outputs]
-    found = [[report for report in of_process if counts(tool, report)] for of_process in reports]
-    total, errors = sum(map(len, reports)), sum(map(len, found))
-    print(f"{tool}: {errors} errors ({total - errors} known to be none); {passed} tests passed in {workers} processes")
-    for lines, process, of_process in zip(outputs, processes, found, strict=True):
-        if of_process or process.returncode or not any(map(_SUMMARY.match, lines)):
-            print(*(line for report in of_process[:2] for line in report), "...", *lines[-12:], sep="\n", flush=True)
-    ended = all(any(map(_SUMMARY.match, lines)) for lines in outputs)
-    return bool(passed) and not errors and ended and not any(process.returncode for process in processes)
+    verdicts = [judge(tool, lines) for lines in outputs]
+    errors, known = sum(verdict.errors for verdict in verdicts), sum(verdict.known for verdict in verdicts)
+    print(f"{tool}: {errors} errors ({known} known to be none); {passed} tests passed in {workers} processes")
+    for lines, process, verdict in zip(outputs, processes, verdicts, strict=True):
+        if verdict.errors or process.returncode:
+            print(
+                *(line for report in verdict.reports[:2] for line in report), "...", *lines[-12:], sep="\n", flush=True
+            )
+    return bool(passed) and not errors and not any(process.returncode for process in processes)
+
+
+class Verdict(NamedTuple):
+    errors: int
+    known: int  # reports that are none
+    reports: list[list[str]]  # of errors
+
+
+def judge(tool: str, lines: list[str]) -> Verdict:
+    """Of a process, by what it printed. One without a summary did not get to its end, which counts as an error."""
+    found = reports_of(lines)
+    reports = [report for report in found if counts(tool, report)]
+    known = len(found) - len(reports)
+    summary = [int(match[1]) for match in map(_SUMMARY.match, lines) if match]
+    if not summary:
+        return Verdict(len(reports) + 1, known, reports)
+    # What the tool counted, where it is not known to be wrong: a report of a new kind may look different.
+    return Verdict(len(reports) if known else max(len(reports), *summary), known, reports)
 
 
 def reports_of(lines: list[str]) -> list[list[str]]:
