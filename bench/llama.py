@@ -158,8 +158,8 @@ def _case(model: Model, inputs: Inputs, device: str, compile: Callable[[Any], An
     first_tokens = inputs.tokens.clone()
     eager = Step(model, inputs)
     expected = eager()
-    eager_s = interleaved([eager], _CELL_S, device)[0]
-    eager_host = _host_s(eager, synchronize)
+    # An eager pass is as fast as the host, which others may use for seconds: the best of three moments counts.
+    moments = [_eager_s(eager, device, synchronize)]
     peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else None
 
     compiled = Step(model, inputs, compile)
@@ -171,8 +171,11 @@ def _case(model: Model, inputs: Inputs, device: str, compile: Callable[[Any], An
     compile_s = time.perf_counter() - start
     _check(result, expected, "compiled against eager")
     compiled_host = _host_s(compiled, synchronize)
+    moments.append(_eager_s(eager, device, synchronize))
     call: Callable[[], object] = capture(compiled).replay if device == "cuda" else compiled
     compiled_s = interleaved([call], _CELL_S, device)[0]
+    moments.append(_eager_s(eager, device, synchronize))
+    eager_s, eager_host = map(min, zip(*moments, strict=True))
     tokens = inputs.tokens.numel()
     row = {
         **{"eager_tokens_s": tokens / eager_s, "compiled_tokens_s": tokens / compiled_s, "compile_s": compile_s},
@@ -180,6 +183,11 @@ def _case(model: Model, inputs: Inputs, device: str, compile: Callable[[Any], An
         **{"graph_host_us": _host_s(call, synchronize) * 1e6, "peak_mib": peak},
     }
     return row, result.clone()
+
+
+def _eager_s(eager: Step, device: str, synchronize: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of a pass, and until its call returns."""
+    return interleaved([eager], _CELL_S, device)[0], _host_s(eager, synchronize)
 
 
 def _host_s(call: Callable[[], object], synchronize: Callable[[], None]) -> float:
