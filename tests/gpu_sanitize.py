@@ -18,8 +18,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
-
 TESTS = Path(__file__).resolve().parent
 FILES = ("test_mm.py", "test_scaled_mm.py", "test_quantize_ops.py", "test_int4_pack.py", "test_determinism.py")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -34,18 +32,21 @@ _SPLIT_K = re.compile(r"qao::\w+::sm80::.*Tile<((?:\(int\)\d+(?:, )?)+)>")  # wa
 _THREAD = re.compile(r"(?:Read|Write) Thread \((\d+),0,0\)")
 
 
+def share() -> list[int]:
+    return [int(number) for number in os.environ[_SHARE].split(":")]
+
+
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """As a pytest plugin: keeps this process's share of the smaller tests that run on a GPU."""
-    first, step, seed, _ = map(int, os.environ[_SHARE].split(":"))
+    first, step, seed, _ = share()
     smaller = [item for item in items if "cuda" in item.nodeid and not _LARGE.search(item.nodeid)]
     random.Random(seed).shuffle(smaller)
     items[:] = smaller[first::step]
 
 
-def pytest_runtest_setup() -> None:
-    """As a pytest plugin: starts no test past the end."""
-    if time.time() > int(os.environ[_SHARE].split(":")[3]):
-        pytest.skip("out of time")
+def pytest_runtest_protocol() -> bool | None:
+    """As a pytest plugin: what would begin past the end does not run, and is not reported as if it had."""
+    return True if time.time() > share()[3] else None
 
 
 def run(tool: str, arguments: argparse.Namespace) -> bool:
@@ -107,12 +108,12 @@ def reports_of(lines: list[str]) -> list[list[str]]:
     """What the tool reported, each with the test that it came in."""
     reports, test = [], ""
     for i, line in enumerate(lines):
-        test = line if ".py::" in line else test
-        start = line[line.find("=========") :]
-        if _REPORT.match(start):
+        before, mark, said = line.partition("=========")  # pytest may not have ended its line
+        test = before.strip() if ".py::" in before else test
+        if _REPORT.match(mark + said):
             block = lines[i + 1 : i + 12]
             end = next((n for n, below in enumerate(block) if below.strip() == "========="), len(block))
-            reports.append([test.split(" =====")[0], start, *block[:end]])
+            reports.append([test, mark + said, *block[:end]])
     return reports
 
 
