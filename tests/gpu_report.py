@@ -20,7 +20,8 @@ from bench.meta import describe, source_hash  # noqa: E402
 
 
 class Counter:
-    """A pytest plugin that counts outcomes and collects the ids of failed tests."""
+    """A pytest plugin that counts outcomes and collects the ids of failed tests; it tells of one when it fails, so that
+    a run that is cut short does too."""
 
     def __init__(self) -> None:
         self.passed = 0
@@ -31,6 +32,7 @@ class Counter:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             self.failed.append(f"{report.nodeid} ({report.when})")
+            print(f"\nFAILED {self.failed[-1]}\n{report.longreprtext}", flush=True)
         elif report.skipped:
             self.skipped += 1
         elif report.when == "call":
