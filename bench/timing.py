@@ -37,6 +37,17 @@ def rotation(tensors: tuple[Tensor, ...], copies: int) -> Iterator[tuple[Tensor,
     return cycle([tensors, *(tuple(t.clone() for t in tensors) for _ in range(copies - 1))])
 
 
+def _sample(call: Call, repeats: int, device: str) -> float:
+    """Seconds of a call, until the device has done it."""
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
 def interleaved(
     calls: Sequence[Call], seconds: float, device: str = "cpu", min_rounds: int = 5, warm: bool = False
 ) -> list[float]:
@@ -44,17 +55,11 @@ def interleaved(
 
     ``warm``: samples are many calls, and one that is not timed goes first: the caches hold what they can of the weight.
     """
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def sample(call: Call, repeats: int) -> float:
         if warm:
             call()
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        synchronize()
-        return (time.perf_counter() - start) / repeats
+        return _sample(call, repeats, device)
 
     first = [min(sample(call, 1), sample(call, 1)) for call in calls]
     shortest = _SHORTEST_WARM_SAMPLE_S if warm else _SHORTEST_SAMPLE_S[device]
@@ -86,11 +91,8 @@ class Graph:
 
     def __init__(self, call: Call, copies: int, floor_s: float) -> None:
         turns = math.ceil(min(_MAX_GRAPH_CALLS, _GRAPH_S / floor_s) / copies)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        self.calls = 1 if time.perf_counter() - start > _SLOW_CALL_S else turns * copies
+        once = min(_sample(call, 1, "cuda"), _sample(call, 1, "cuda"))  # a busy host may hold one up
+        self.calls = 1 if once > _SLOW_CALL_S else turns * copies
         self.graph = capture(call, self.calls)
 
     def sample(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
