@@ -76,7 +76,7 @@ class Contender(NamedTuple):
         return self.peer.run(x, *next(self.weights))
 
 
-def run(request: Run, save: Callable[[dict[str, Any]], object] = lambda results: None) -> dict[str, Any]:
+def run(request: Run, save: Callable[[dict[str, Any]], None] = lambda results: None) -> dict[str, Any]:
     """Measures, prints a line a cell, and returns what belongs in the results file. ``save`` gets it after every layer,
     so that a run that is cut short keeps what it has."""
     meta = describe(request.device)
@@ -87,11 +87,11 @@ def run(request: Run, save: Callable[[dict[str, Any]], object] = lambda results:
     print(f"{meta['device']}, torch {meta['torch']}: reads {bytes_per_s / 1e9:.0f} GB/s, ", end="")
     print(f"multiplies bfloat16 matrices at {flop_per_s / 1e12:.1f} TFLOP/s")
     warn_if_busy(meta)
-    rows: list[dict[str, Any]] = []
+    results: dict[str, Any] = {"meta": meta, "rows": []}
     for layer in request.layers:
-        rows += _layer_rows(request, layer, bytes_per_s, flop_per_s)
-        save({"meta": meta, "rows": rows})
-    return {"meta": meta, "rows": rows}
+        results["rows"] += _layer_rows(request, layer, bytes_per_s, flop_per_s)
+        save(results)
+    return results
 
 
 @torch.inference_mode()
