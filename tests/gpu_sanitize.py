@@ -20,8 +20,12 @@ from typing import Any, NamedTuple
 
 TESTS = Path(__file__).resolve().parent
 FILES = (
-    *("test_mm.py", "test_norm_product.py", "test_scaled_mm.py"),
-    *("test_quantize_ops.py", "test_int4_pack.py", "test_determinism.py"),
+    "test_mm.py",
+    "test_norm_product.py",
+    "test_scaled_mm.py",
+    "test_quantize_ops.py",
+    "test_int4_pack.py",
+    "test_determinism.py",
 )
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _LARGE = re.compile(r"m(1000|4096)-|graph")  # a graph cannot be captured where each tensor is allocated on its own
