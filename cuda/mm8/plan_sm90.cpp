@@ -27,6 +27,7 @@ enum class Operands {
   kInt8Int8Tall,
   kFp8Fp8,
   kFp8Fp8Tall,
+  kFp8Fp8Fast,  // sums that stay in the tensor cores
   kFp8Fp8Blocks,
   kInt8Int4,
   kInt8Int4Symmetric,
@@ -62,7 +63,7 @@ Operands operands_of(const Problem& p, const Traits& traits, Tile tile) {
   }
   if (!traits.packed) {
     if (p.weight_scaling == Scaling::kBlock) return kFp8Fp8Blocks;
-    if (p.x == Format::kFp8) return tall ? kFp8Fp8Tall : kFp8Fp8;
+    if (p.x == Format::kFp8) return !traits.folds ? kFp8Fp8Fast : tall ? kFp8Fp8Tall : kFp8Fp8;
     return tall ? kInt8Int8Tall : kInt8Int8;
   }
   if (p.x == Format::kFp8) return kFp8Int4;

@@ -56,7 +56,9 @@ KernelFunction kernel_of(const Problem& p) {
   if (p.weight_scaling == Scaling::kBlock) {
     return one<rows, tokens, E4m3, Format::kFp8, Fold::kBlock, !can_swap(tokens)>();
   }
-  if constexpr (tokens == 256) return one<rows, tokens, E4m3, Format::kFp8, Fold::kNone>();
+  if constexpr (tokens == 256) {
+    if (p.fast_accum) return one<rows, tokens, E4m3, Format::kFp8, Fold::kNone>();
+  }
   return one<rows, tokens, E4m3, Format::kFp8, Fold::kPromote>();
 }
 // Of row `config` of configs.inc.

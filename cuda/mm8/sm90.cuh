@@ -32,10 +32,11 @@ struct Consumer {
   Ring<K>& ring;
   const int lane = threadIdx.x % 32, warp = ptx::warp_index();
   // A fold of half of the tokens can run beside the products of the other half, where those do not read W from shared
-  // memory a second time.
-  static constexpr int kHalves = K::kFolds && K::kPacked && !K::kFloatX && K::kTokens >= 64 ? 2 : 1;
+  // memory a second time. The largest tile is halved for want of registers: its halves have the same ones by turns.
+  static constexpr bool kBeside = K::kFolds && K::kPacked && !K::kFloatX && K::kTokens >= 64;
+  static constexpr int kHalves = kBeside || K::kOneHalf ? 2 : 1, kProducts = K::kOneHalf ? 1 : kHalves;
   static constexpr int kHalfTiles = K::kTilesM / kHalves;
-  typename K::Product product[kHalves][kHalfTiles][4];
+  typename K::Product product[kProducts][kHalfTiles][4];
   float sum[K::kFolds ? K::kTilesM : 1][4];
   Operand<K::kSteps> operand[K::kScalesOperand ? 1 : 2];  // K-tiles alternate between two
   RawOperand<T, K::kWeight, K::kScalesOperand, K::kTile.rows, K::kSteps> raw;
@@ -81,7 +82,7 @@ struct Consumer {
       } else if constexpr (K::kSwapped) {
         wgmma::Product<T, K::kTokens>::run(product[0], x + 2 * step, weight + 2 * step, step > first || !fresh);
       } else {
-        wgmma::Product<T, K::kTokens>::run(product[0], weight + 2 * step, x + 2 * step, step > first || !fresh);
+        wgmma::Product<T, kHalfTiles * 8>::run(product[0], weight + 2 * step, x + 2 * step, step > first || !fresh);
       }
     }
     wgmma::commit();
@@ -135,7 +136,7 @@ struct Consumer {
       const float column_of[2] = {column.x, column.y};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float value = static_cast<float>(product[half][j][e]);
+        const float value = static_cast<float>(product[half % kProducts][j][e]);
         if constexpr (K::kFold == Fold::kPromote) {
           to[e] += value;
         } else if constexpr (K::kSwapped && !K::kOwnTokens) {
@@ -199,13 +200,18 @@ struct Consumer {
     }(std::make_integer_sequence<int, kPieces>{});
   }
 
-  template <int groups>
-  __device__ __forceinline__ void walk_folding(int begin, int end) {
+  template <typename Sum>
+  static __device__ __forceinline__ void zero(Sum (&sums)[K::kTilesM][4]) {
 #pragma unroll
     for (int j = 0; j < K::kTilesM; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sum[j][e] = 0;
+      for (int e = 0; e < 4; ++e) sums[j][e] = 0;
     }
+  }
+
+  template <int groups>
+  __device__ __forceinline__ void walk_folding(int begin, int end) {
+    zero(sum);
     bool fresh = true;
     int at = begin % p.k_tiles;
     if constexpr (K::kSwapped) {
@@ -220,12 +226,30 @@ struct Consumer {
     if (i < end) folding_k_tiles<groups, 1>(at, fresh, true);
   }
 
-  __device__ __forceinline__ void zero_product() {
-#pragma unroll
-    for (int j = 0; j < K::kTilesM; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) product[0][j][e] = 0;
-    }
+  // A K-tile whose first half is under way, and the first half of the next one. Through the same registers, products
+  // wait for the fold before them and a fold for its products: the tensor cores have the other warpgroup's in the
+  // meantime.
+  template <bool last>
+  __device__ __forceinline__ void halved_k_tile() {
+    const uint32_t stage = ring.address(), released = ring.released();
+    wgmma::wait<0>();
+    fold<0>({}, 0);
+    multiply<0, 0, K::kSteps, 1>(stage, true);
+    ring.advance();
+    if constexpr (!last) fetch();
+    wgmma::wait<0>();
+    release(released);
+    fold<1>({}, 0);
+    if constexpr (!last) multiply<0, 0, K::kSteps, 0>(ring.address(), true);
+  }
+
+  __device__ __forceinline__ void walk_halves(int begin, int end) {
+    zero(sum);
+    fetch();
+    multiply<0, 0, K::kSteps, 0>(ring.address(), true);
+#pragma unroll 1
+    for (int i = begin; i + 1 < end; ++i) halved_k_tile<false>();
+    halved_k_tile<true>();
   }
 
   // Without folds one K-tile's products may be under way while the next one's are issued.
@@ -282,7 +306,7 @@ struct Consumer {
       block_scales = p.block_scales + static_cast<int64_t>(block) * p.groups;
     }
     if constexpr (!K::kFolds) {
-      zero_product();
+      zero(product[0]);
       if constexpr (K::kScalesOperand) {
         if (p.groups_per_tile == 1) {
           walk_scaling<1>(at.begin, at.end);
@@ -296,7 +320,9 @@ struct Consumer {
       }
       write(product[0], epilogue, at);
     } else {
-      if (K::kPacked && p.groups_per_tile == 2) {
+      if constexpr (K::kOneHalf) {
+        walk_halves(at.begin, at.end);
+      } else if (K::kPacked && p.groups_per_tile == 2) {
         walk_folding<K::kPacked ? 2 : 1>(at.begin, at.end);
       } else if (K::kPacked && !K::kFloatX && p.groups_per_tile == 4) {
         walk_folding<K::kPacked && !K::kFloatX ? 4 : 1>(at.begin, at.end);

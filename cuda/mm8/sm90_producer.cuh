@@ -36,6 +36,7 @@ struct Kernel {
   static constexpr bool kScalesOperand = kPacked && kFloatX && !kFolds;  // int4 is multiplied by its scales in T
   static constexpr bool kSwapped = fold == Fold::kBlock && !kFloatX && !columns;
   static constexpr bool kOwnTokens = kSwapped && tokens == rows;  // of a warpgroup; else it has rows of its own
+  static constexpr bool kOneHalf = kFolds && tokens == 256;  // products of all tokens find no room beside their sums
   static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds, kSwapped};
   static constexpr Tile kTile{rows, tokens};
   static constexpr int kTileK = kTraits.tile_k(kTile), kTokens = tokens, kTilesM = tokens / 8;

@@ -29,11 +29,12 @@ struct Traits {
   bool folds;    // sums are scaled during the walk over K: a second set of them
   bool swapped;  // tokens are the 64-row operand and rows of W its columns, as many of them
 
-  // Whether the tile is compiled. Folding and an operand in registers take room of the sums.
+  // Whether the tile is compiled. Folding and an operand in registers take room of the sums; where folding is all, the
+  // largest tile multiplies half of its tokens at a time.
   constexpr bool serves(Tile tile) const {
     if (tile.tall()) return float_x ? !folds : !(packed || columns || swapped);
     if (tile.tokens == 32) return !(folds && float_x);
-    return tile.tokens <= (!folds ? 256 : packed || float_x || columns ? 128 : 192);
+    return tile.tokens <= (folds && (packed || float_x || columns) ? 128 : 256);
   }
   // Columns of a K-tile. What surrounds its products takes as long for few tokens as for many.
   constexpr int tile_k(Tile tile) const {

@@ -1,6 +1,7 @@
 // mm8::plan over GPUs and operations: every plan must be runnable, cover the whole product and name its instruction.
 #include <doctest/doctest.h>
 
+#include <array>
 #include <string>
 #include <utility>
 #include <vector>
@@ -127,6 +128,27 @@ TEST_CASE("mm8: swapped tiles of fp8 blocks have all rows of a scale block") {
       if (candidate.plan.tile_m == 128) CHECK(candidate.plan.tile_n == kScaleBlock);
     }
   });
+}
+
+TEST_CASE("mm8: where sums are folded, tiles of more than 128 tokens are those of promoted fp8") {
+  int64_t halved = 0;
+  for_each_problem([&](Problem problem, const Gpu& gpu) {
+    const bool promotes = problem.x == Format::kFp8 && problem.weight == Format::kFp8 && problem.x_aligned;
+    for (bool fast : {false, true}) {
+      problem.fast_accum = fast;
+      for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
+        const int tokens = candidate.plan.tile_m;
+        if (std::string(candidate.plan.kernel) != "sm90" || tokens <= 128) continue;
+        const bool folds = sm90::traits_of(problem, tokens).folds;
+        CHECK((promotes || !folds));
+        if (!promotes || tokens != 256) continue;
+        CHECK(folds == !fast);
+        CHECK(candidate.operands == std::string(fast ? "kFp8Fp8Fast" : "kFp8Fp8"));
+        halved += folds;
+      }
+    }
+  });
+  CHECK(halved > 0);
 }
 
 TEST_CASE("mm8: what plan() takes is among the candidates") {
@@ -307,6 +329,17 @@ TEST_CASE("mm8: three warpgroups where two leave multiprocessors idle") {
     CHECK(tall.warps == 16);
     CHECK(tall.ctas == 128);
     CHECK(plan(x, weight, 512, 4096, 4096).tile_n == 128);
+  }
+}
+
+TEST_CASE("mm8: many tokens of fp8 in halves of the largest tile") {
+  const auto plan = [](auto... problem) { return planned(problem_of(problem...)); };
+  using enum Format;
+  for (const auto& [m, n, k] : {std::array{4096, 4096, 4096}, {1024, 8192, 8192}, {1024, 28672, 4096}}) {
+    const Plan halves = plan(kFp8, kFp8, m, n, k);
+    INFO(to_string(halves));
+    CHECK(halves.tile_n == 128);
+    CHECK(halves.tile_m == 256);
   }
 }
 
