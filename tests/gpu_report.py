@@ -1,7 +1,8 @@
 """Runs the whole test suite on a GPU and records the result with a hash of the sources it ran on.
 
-``python tests/gpu_report.py`` writes tests/gpu_report.json; ``--check`` says whether that report is one of the present
-sources (exit status 1 and the reason when not). The check needs neither torch nor a GPU.
+``python tests/gpu_report.py`` writes tests/gpu_report.json, ``-n 16`` with so many workers of pytest-xdist; ``--check``
+says whether that report is one of the present sources (exit status 1 and the reason when not). The check needs neither
+torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Counter:
             self.cuda_passed += "cuda" in report.nodeid
 
 
-def run() -> int:
+def run(workers: int) -> int:
     """Runs the suite here; the exit status is pytest's."""
     import pytest
     import torch
@@ -51,7 +52,8 @@ def run() -> int:
     # The compiler builds a header on its first use: once here, not in every worker of pytest-xdist at the same time.
     torch.compile(torch.sin)(torch.ones(8))
     counter = Counter()
-    status = int(pytest.main([str(ROOT / "tests")], plugins=[counter]))
+    options = ["-n", str(workers)] if workers else []
+    status = int(pytest.main([str(ROOT / "tests"), *options], plugins=[counter]))
     report = describe("cuda") | {
         "passed": counter.passed,
         "cuda_passed": counter.cuda_passed,
@@ -81,8 +83,10 @@ def stale() -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="compare tests/gpu_report.json with the present sources")
-    if not parser.parse_args().check:
-        return run()
+    parser.add_argument("-n", type=int, default=0, metavar="WORKERS", help="of pytest-xdist; default: none")
+    arguments = parser.parse_args()
+    if not arguments.check:
+        return run(arguments.n)
     reason = stale()
     if reason:
         print(f"GPU report: {reason}. Run `make gpu-test PYTHON=python3 VENV=` on a machine with a GPU.")

@@ -62,6 +62,7 @@ def test_isa(isa: str) -> None:
         QAO_CPU_ISA=isa,
         MALLOC_PERTURB_="128",
         OMP_NUM_THREADS="1",  # test_numbers_of_threads sets its own
+        PYTEST_ADDOPTS="",  # this run's: workers, how much is printed
     )
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
     assert " passed" in result.stdout
