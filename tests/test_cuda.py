@@ -45,6 +45,30 @@ def test_full_size_layers(scheme: Scheme, n: int, k: int, x_dtype: torch.dtype) 
         check_product(scheme.mm(x, weight, bias), x, weight, bias)
 
 
+FEW_TOKENS_FORMATS = (  # every group size; every dtype of parameters with zero points and without
+    Int4Format(32, "float", torch.bfloat16),
+    Int4Format(64, "none", torch.float16),
+    Int4Format(128, "float", torch.float16),
+    Int4Format(128, "none", torch.bfloat16),
+    Int4Format(256, "integer", torch.float32),
+    Int4Format(-1, "none", torch.float32),
+)
+
+
+@pytest.mark.parametrize("fmt", FEW_TOKENS_FORMATS, ids=str)
+@pytest.mark.parametrize("x_dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("n,k", [(12000, 4096), (1000, 9000)])  # several passes over row tiles; a last K-step
+def test_few_tokens_of_large_layers(n: int, k: int, x_dtype: torch.dtype, fmt: Int4Format) -> None:
+    """int4's bodies for few tokens are compiled for what x and the parameters are, and meet only large layers."""
+    weight = INT4.make_weight(n, k, fmt, "cuda")
+    bias = randn(n, dtype=x_dtype, device="cuda")
+    for m in (1, 2, 3, 4, 8, 9, 13, 16):
+        x = randn(m, k, dtype=x_dtype, device="cuda", seed=m)
+        if x_dtype == torch.bfloat16:
+            x[-1] *= 2.0**90  # past what these bodies have room for: computed once more
+        check_product(INT4.mm(x, weight, bias), x, weight, bias)
+
+
 # ---- determinism, memory ---------------------------------------------------------------------------------------------
 
 

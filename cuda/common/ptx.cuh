@@ -17,6 +17,12 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from) {
 __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
+// The same, or nothing: without a branch.
+__device__ __forceinline__ void cp_async_16_if(bool wanted, uint32_t to, const void* from) {
+  asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16;\n}\n" ::"r"(to),
+               "l"(from), "r"(static_cast<int>(wanted))
+               : "memory");
+}
 __device__ __forceinline__ void cp_async_4(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(from) : "memory");
 }
@@ -40,9 +46,24 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], uint32_t from) {
                : "memory");
 }
 
+// The same, transposed: lane i names column i % 8 of matrix i / 8.
+__device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&to)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
+}
+
 // Two of them; lanes 0..15 name the rows.
 __device__ __forceinline__ void ldmatrix_x2(uint32_t (&to)[2], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];\n"
+               : "=r"(to[0]), "=r"(to[1])
+               : "r"(from)
+               : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x2_transposed(uint32_t (&to)[2], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];\n"
                : "=r"(to[0]), "=r"(to[1])
                : "r"(from)
                : "memory");
@@ -166,11 +187,6 @@ __device__ __forceinline__ float4 load_cluster_float4(uint32_t from) {
                : "memory");
   return value;
 }
-__device__ __forceinline__ void store_cluster_float4(uint32_t to, const float (&value)[4]) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "f"(value[0]), "f"(value[1]),
-               "f"(value[2]), "f"(value[3])
-               : "memory");
-}
 
 // Stores four 8 x 8 matrices of 16-bit elements: lane i names row i % 8 of matrix i / 8 (sm_90).
 __device__ __forceinline__ void stmatrix_x4(uint32_t to, const uint32_t (&from)[4]) {
@@ -195,9 +211,6 @@ __device__ __forceinline__ const uint8_t* opaque(const uint8_t* value) {
   return value;
 }
 
-// What this thread wrote to shared memory becomes visible to the copy engine and to wgmma (sm_90).
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
-
 // (a & b) | c in one instruction.
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t result;
@@ -209,14 +222,6 @@ __device__ __forceinline__ uint32_t and_xor(uint32_t a, uint32_t b, uint32_t c) 
   uint32_t result;
   asm("lop3.b32 %0, %1, %2, %3, 0x6A;\n" : "=r"(result) : "r"(a), "r"(b), "r"(c));
   return result;
-}
-
-// Where `half`, takes the low 16 bits of `value` for a float16: one instruction, no branch.
-__device__ __forceinline__ void half_to_float_if(bool half, float& value) {
-  asm("{.reg .pred p;\n.reg .b16 low, high;\nsetp.ne.b32 p, %1, 0;\nmov.b32 {low, high}, %0;\n"
-      "@p cvt.f32.f16 %0, low;}\n"
-      : "+f"(value)
-      : "r"(static_cast<int>(half)));
 }
 
 // The larger one; NaN if either is.

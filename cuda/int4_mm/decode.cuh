@@ -20,7 +20,8 @@
 
 namespace qao::int4_mm::decode {
 
-template <typename Tile>
+// `groups` of a K-step that have sums of their own, `dtype` of W's parameters.
+template <typename Tile, int groups, bool zeros, DType dtype>
 struct Decode : Cta<Tile> {
   using Base = Cta<Tile>;
   using Base::Base, Base::kR, Base::kTM, Base::x_offset;
@@ -74,27 +75,17 @@ struct Decode : Cta<Tile> {
     }
   }
 
-  // Where this lane's rows have their parameters inside a group, and which bytes of a word they are.
-  struct Rows {
-    uint32_t at[4], select;
-  };
-  __device__ __forceinline__ Rows rows() const {
-    const uint32_t g = lane / 4, size = size_of(p.scale_dtype);
-    const uint32_t at = (g * size & ~3u) + column_group(lane % 4 * 2) * p.group_bytes;
-    const uint32_t odd = p.scale_dtype == DType::kFloat16 ? 0x4432 : 0x3244;
-    const uint32_t even = p.scale_dtype == DType::kFloat16 ? 0x4410 : 0x1044;
-    return {{at, at + 8 * size, at + 16 * size, at + 24 * size}, size == 4 ? 0x3210 : g % 2 ? odd : even};
-  }
-  static __device__ __forceinline__ float from_half(float bits) {
-    return __half2float(__ushort_as_half(static_cast<unsigned short>(__float_as_uint(bits))));
+  // Where in a stage this lane's row g has its scale.
+  static constexpr int kSize = size_of(dtype), kGroupBytes = (zeros ? 2 : 1) * kTileN * kSize;
+  __device__ __forceinline__ uint32_t parameters() const {
+    return d.scale_offset + column_group(lane % 4 * 2) * kGroupBytes + lane / 4 * kSize;
   }
 
   using Sums = float[kR][kTM][4];
   static constexpr int kColumnBytes = Tile::kPaddedRow * 4;
 
   // Row tiles that do not exist are multiplied like others: their sums go nowhere.
-  template <int groups>
-  __device__ __forceinline__ void multiply(uint32_t stage, const Units& units, const Rows& rows, Sums& sum) const {
+  __device__ __forceinline__ void multiply(uint32_t stage, const Units& units, uint32_t parameters, Sums& sum) const {
     X b;
     load_x(stage + d.x_offset, units, b);
     constexpr int kSteps = 8 / groups, kTogether = kR % 2 == 0 ? 2 : 1;
@@ -106,8 +97,7 @@ struct Decode : Cta<Tile> {
       for (int j = 0; j < kTM; ++j) Half<T>::mma(x_sum[step / kSteps][j], ones, b[step][j][0], b[step][j][1]);
     }
     const uint32_t words = stage + lane * 16;
-    const uint32_t from = stage + d.scale_offset;
-    uint32_t parameters[4] = {from + rows.at[0], from + rows.at[1], from + rows.at[2], from + rows.at[3]};
+    const uint32_t tile_parameters = (kTM == 1 ? d.groups_of_step : groups) * kGroupBytes;
 #pragma unroll
     for (int first = 0; first < kR; first += kTogether) {
       uint32_t word[kTogether][8];
@@ -122,21 +112,14 @@ struct Decode : Cta<Tile> {
       }
 #pragma unroll
       for (int group = 0; group < groups; ++group) {
-        float parameter[kTogether][4];  // scales of rows g and g + 8, zero points of rows g and g + 8
+        float scale[kTogether][2], zero[kTogether][2];  // of rows g and g + 8
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
+          const uint32_t from = stage + parameters + (first + i) * tile_parameters + group * kGroupBytes;
 #pragma unroll
-          for (int which = 0; which < 4; ++which) {
-            const uint32_t at =
-                parameters[which] + ((first + i) * (kTM == 1 ? d.groups_of_step : groups) + group) * p.group_bytes;
-            parameter[i][which] = __uint_as_float(__byte_perm(ptx::load_shared_word(at), 0, rows.select));
-          }
-        }
-        if (p.scale_dtype == DType::kFloat16) {
-#pragma unroll
-          for (int i = 0; i < kTogether; ++i) {
-#pragma unroll
-            for (int which = 0; which < 4; ++which) parameter[i][which] = from_half(parameter[i][which]);
+          for (int high = 0; high < 2; ++high) {
+            scale[i][high] = load_shared_float<dtype>(from + high * 8 * kSize);
+            zero[i][high] = zeros ? load_shared_float<dtype>(from + (kTileN + high * 8) * kSize) : kSymmetricZero;
           }
         }
         float product[kTogether][kTM][4] = {};
@@ -152,15 +135,13 @@ struct Decode : Cta<Tile> {
         }
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
-          const float zero[2] = {d.zeros ? parameter[i][2] : kSymmetricZero,
-                                 d.zeros ? parameter[i][3] : kSymmetricZero};
 #pragma unroll
           for (int j = 0; j < kTM; ++j) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               const float low = product[i][j][e], both = product[i][j][e + 2], x = x_sum[group][j][e];
-              sum[first + i][j][e] += parameter[i][0] * (low - zero[0] * x);
-              sum[first + i][j][e + 2] += parameter[i][1] * (both - low - zero[1] * (16 * x));
+              sum[first + i][j][e] += scale[i][0] * (low - zero[i][0] * x);
+              sum[first + i][j][e + 2] += scale[i][1] * (both - low - zero[i][1] * (16 * x));
             }
           }
         }
@@ -255,11 +236,11 @@ __device__ __forceinline__ void wait_for_stage(int stages) {
   }
 }
 
-template <typename Tile>
+template <typename Tile, int groups, bool zeros, DType dtype>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     decode_kernel(const __grid_constant__ Params p, const __grid_constant__ DecodeParams d) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  using Cta = Decode<Tile>;
+  using Cta = Decode<Tile, groups, zeros, dtype>;
   const Cta cta(p, d, ptx::shared_address(shared));
 
   // The kernel before this one may still run. What it writes must not be read before the wait, and might be anything,
@@ -272,14 +253,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   }
   auto ahead = cta.first();
   const auto units = cta.units();
-  const auto rows = cta.rows();
-  const auto places = cta.places();
+  const uint32_t parameters = ptx::opaque(cta.parameters());
   ptx::wait_for_previous_kernel();
   ptx::launch_dependents();
 
 #pragma unroll 1
   for (int i = 0; i < d.stages - 1; ++i) {
-    cta.fetch(ahead, places, cta.stage_address(i));
+    cta.fetch(ahead, cta.stage_address(i));
     ptx::cp_async_commit();
     cta.advance(ahead);
   }
@@ -293,16 +273,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     for (; step < cta.steps; step += Tile::kWarps) {
       wait_for_stage(d.stages);
       __syncwarp();  // this stage has arrived for all, the previous one has been read by all
-      cta.fetch(ahead, places, stage_ahead);
+      cta.fetch(ahead, stage_ahead);
       ptx::cp_async_commit();
       cta.advance(ahead);
-      if (d.groups_of_step == d.columns_of_token) {
-        cta.template multiply<1>(stage, units, rows, sum);
-      } else if (d.groups_of_step == 2) {
-        cta.template multiply<2>(stage, units, rows, sum);
-      } else {
-        cta.template multiply<4>(stage, units, rows, sum);
-      }
+      cta.multiply(stage, units, parameters, sum);
       stage_ahead = stage;
       stage = stage == last_stage ? cta.ring : stage + d.stage_bytes;
     }

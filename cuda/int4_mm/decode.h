@@ -38,6 +38,7 @@ struct DecodeParams {
   int stages, stage_bytes, scale_offset, x_offset;  // of the ring; of parameters and x in a stage
   int groups_of_step, group_shift;                  // K-step s begins with group s * groups_of_step >> group_shift
   int chunk_shift;                    // log2 of the 16-byte chunks of parameters that a K-step has per row tile
+  int scale_advance;                  // bytes of parameters from a K-step of a warp to its next
   int columns_of_token, token_shift;  // groups of a K-step, or 1; log2 of the tokens of eight columns
   bool zeros, clustered;
 };
@@ -60,6 +61,8 @@ inline bool decode_params(const Problem& problem, const DecodeConfig& config, in
                                                      : 1;
   d.group_shift = problem.group_size >= problem.k ? 30 : log2_of(problem.group_size / kStepColumns);
   d.chunk_shift = log2_of(d.groups_of_step * group_bytes / 16);
+  d.scale_advance =
+      problem.group_size >= problem.k ? 0 : (config.warps * d.groups_of_step >> d.group_shift) * group_bytes;
   const int groups_shift = log2_of(d.groups_of_step);
   const bool pairs = config.max_m == 8 && problem.m << groups_shift <= 8;
   d.columns_of_token = pairs ? d.groups_of_step : 1;

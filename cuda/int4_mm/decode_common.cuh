@@ -1,8 +1,9 @@
-// What the bodies for few tokens, decode.cuh, few.cuh and batch.cuh, share: the units of their sums, and what they do
-// with four rows of a token.
+// What the bodies for few tokens, decode.cuh, few.cuh and shared.cuh, share: the units of their sums, and
+// what they do with four rows of a token.
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include "common/convert.cuh"
 #include "common/mma.cuh"
@@ -14,8 +15,13 @@
 namespace qao::int4_mm {
 
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
-constexpr float kUnit = 8589934592.0f;  // 2^(133 - 100): what a sum of products of bytes counts
-constexpr int kPrefetchBytes = 8192;    // of weights per row tile
+// What a sum of products of x with bytes of W as subnormal numbers counts; a bfloat16 x is scaled by 2^100 first.
+template <typename T>
+constexpr float kUnitOf = 0x1p33f;
+template <>
+constexpr float kUnitOf<__half> = 0x1p24f;
+constexpr float kUnit = kUnitOf<__nv_bfloat16>;
+constexpr int kPrefetchBytes = 8192;  // of weights per row tile
 
 constexpr uint32_t kScaleX = 0x71807180;  // 2^100
 __device__ __forceinline__ uint32_t scale_x(uint32_t pair, uint32_t by = kScaleX) {
@@ -34,15 +40,17 @@ __device__ __forceinline__ void add_slices(uint32_t from, int distance, float (&
 }
 
 // Token `token` of x as it was given.
+template <typename T>
 struct GivenX {
   const Params& p;
   int token;
   __device__ __forceinline__ float operator()(int k) const {
-    return __bfloat162float(static_cast<const __nv_bfloat16*>(p.x)[token * p.x_stride + k]);
+    return load_float(p.x, token * p.x_stride + k, Half<T>::kDType);
   }
 };
 
-// Plain float32 arithmetic, by a warp. `X` gives a token's x, `Cut` is DecodeParams, FewParams or BatchParams.
+// Plain float32 arithmetic, by a warp. `X` gives a token's x, `Cut` is DecodeParams, FewParams or
+// SharedParams.
 template <typename X, typename Cut>
 __device__ __noinline__ float4 exact(const Params& p, const Cut& d, int n, int token) {
   const int lane = threadIdx.x % 32;
@@ -81,7 +89,7 @@ __device__ __noinline__ float4 repaired(const Params& p, const Cut& d, int n, in
   }
   return value;
 }
-template <typename X = GivenX, typename Cut>
+template <typename X = GivenX<__nv_bfloat16>, typename Cut>
 __device__ __forceinline__ void repair(const Params& p, const Cut& d, int n, int token, float (&value)[4]) {
   const uint32_t wrong = __ballot_sync(kAllLanes, !isfinite(value[0] + value[1] + value[2] + value[3]));
   if (wrong == 0) return;
@@ -103,22 +111,24 @@ __device__ __forceinline__ void add_bias(const Params& p, int n, float (&value)[
   value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
 }
 
-// To y [m, outputs] of bfloat16; rows past its end are not stored.
+// To y [m, outputs] of T; rows past its end are not stored.
+template <typename T = __nv_bfloat16>
 __device__ __forceinline__ void store_rows(const Params& p, int outputs, int n, int token, const float (&value)[4]) {
   const int64_t at = static_cast<int64_t>(token) * outputs + n;
   if (outputs % 4 == 0) {
-    if (n < outputs) store_float4(p.y, at, DType::kBFloat16, value);
+    if (n < outputs) store_float4(p.y, at, Half<T>::kDType, value);
   } else {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (n + e < outputs) store_float(p.y, at + e, DType::kBFloat16, value[e]);
+      if (n + e < outputs) store_float(p.y, at + e, Half<T>::kDType, value[e]);
     }
   }
 }
 // With the bias.
+template <typename T = __nv_bfloat16>
 __device__ __forceinline__ void store_rows(const Params& p, int n, int token, float (&value)[4]) {
   add_bias(p, n, value);
-  store_rows(p, p.n, n, token, value);
+  store_rows<T>(p, p.n, n, token, value);
 }
 
 }  // namespace qao::int4_mm

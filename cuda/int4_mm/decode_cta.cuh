@@ -3,8 +3,6 @@
 
 #include <cuda_bf16.h>
 
-#include <climits>
-
 #include "common/ptx.cuh"
 #include "int4_mm/decode_common.cuh"
 #include "int4_mm/kernels.h"
@@ -44,89 +42,67 @@ struct Cta {
 
   static constexpr int kRowsAtOnce = 2;  // tokens that a warp copies together
 
-  // Where in a stage this lane's share goes.
-  struct Places {
-    uint32_t weight, scales, x;
-    int scale_tile, second_scale_tile;  // row tiles of the parameters
-  };
-  __device__ __forceinline__ Places places() const {
-    const int chunk = lane & ((1 << d.chunk_shift) - 1), tile = lane >> d.chunk_shift;
-    const int second = tile + (32 >> d.chunk_shift);
-    return {static_cast<uint32_t>(lane * 16),
-            static_cast<uint32_t>(d.scale_offset + tile * d.groups_of_step * p.group_bytes + chunk * 16),
-            d.x_offset + x_offset(lane / 16, lane % 16), tile < kR ? tile : INT_MAX, second < kR ? second : INT_MAX};
-  }
-
   // Walks the K-steps of this slice, pass after pass, with this thread's pointers.
   struct Cursor {
-    int pass, step, k_step;
+    int k_step;
     int tiles;  // row tiles that the CTA has left; none past the last pass
     const uint8_t *weight, *scales;
     const T* x;
   };
   __device__ __forceinline__ void seek(Cursor& at) const {
-    while (at.step >= steps) {
-      at.step -= steps;
-      if (++at.pass == d.passes) {
-        at.k_step = INT_MAX / 2;
-        return;
-      }
-    }
-    at.k_step = begin + at.step;
-    const int tile = at.pass * kR, chunk = lane & ((1 << d.chunk_shift) - 1);
-    at.tiles = row_tiles - tile;
-    const int row_tile = row_tile0 + tile;
+    while (at.k_step >= begin + steps) at.k_step -= steps, at.tiles -= kR;
+    const int row_tile = row_tile0 + row_tiles - at.tiles;
     at.weight = p.weight + row_tile * d.row_tile_bytes + at.k_step * kStepBytes + lane * 16;
-    at.scales = p.scales + (row_tile + (lane >> d.chunk_shift)) * d.row_tile_scale_bytes + chunk * 16;
+    at.scales = p.scales + (row_tile + (lane >> d.chunk_shift)) * d.row_tile_scale_bytes +
+                (at.k_step * d.groups_of_step >> d.group_shift) * p.group_bytes +
+                (lane & ((1 << d.chunk_shift) - 1)) * 16;
     at.x = static_cast<const T*>(p.x) + lane / 16 * p.x_stride + at.k_step * kStepColumns + lane % 16 * 8;
   }
   __device__ __forceinline__ Cursor first() const {
-    Cursor at{0, slice};
+    Cursor at{begin + slice, row_tiles};
     seek(at);
     return at;
   }
   __device__ __forceinline__ void advance(Cursor& at) const {
-    at.step += Tile::kWarps;
     at.k_step += Tile::kWarps;
     at.weight += Tile::kWarps * kStepBytes;
+    at.scales += d.scale_advance;
     at.x += Tile::kWarps * kStepColumns;
-    if (at.pass != d.passes && at.step >= steps) seek(at);
+    if (at.k_step >= begin + steps) seek(at);
   }
 
   __device__ __forceinline__ uint32_t stage_address(int stage) const { return ring + stage * d.stage_bytes; }
 
   // Starts copying a K-step: two K-tiles of each row tile, the parameters of the groups they touch, and x.
-  __device__ __forceinline__ void fetch(const Cursor& at, const Places& places, uint32_t stage) const {
+  __device__ __forceinline__ void fetch(const Cursor& at, uint32_t stage) const {
+    if (kTM == 1 && at.tiles <= 0) return;  // saves short walks much
     if (at.k_step >= d.plain_steps) {
-      if (at.pass < d.passes) {
-        fetch_slowly(p, d, at.k_step, at.tiles, at.weight, at.scales, at.x, stage + places.weight, stage);
-      }
+      if (at.tiles > 0) fetch_slowly(p, d, at.k_step, at.tiles, at.weight, at.scales, at.x, stage);
       return;
     }
+    const uint32_t to = stage + lane * 16;
     const uint8_t* weight = at.weight;
-    const uint32_t to = stage + places.weight;
 #pragma unroll
     for (int i = 0; i < kR; ++i) {
-      if (i < at.tiles) {
-        ptx::cp_async_16(to + i * kStepBytes, weight);
-        ptx::cp_async_16(to + i * kStepBytes + kTileBytes, weight + kTileBytes);
-      }
-      weight += d.row_tile_bytes;
+      ptx::cp_async_16_if(i < at.tiles, to + i * kStepBytes, weight);
+      ptx::cp_async_16_if(i < at.tiles, to + i * kStepBytes + kTileBytes, weight + kTileBytes);
+      if (i + 1 < kR) weight += d.row_tile_bytes;
     }
-    if (places.scale_tile < at.tiles) {
-      const uint8_t* scales = at.scales + (at.k_step * d.groups_of_step >> d.group_shift) * p.group_bytes;
-      ptx::cp_async_16(stage + places.scales, scales);
-      if (places.second_scale_tile < at.tiles) {
-        ptx::cp_async_16(stage + places.scales + 512, scales + (32 >> d.chunk_shift) * d.row_tile_scale_bytes);
-      }
+    const int tile = lane >> d.chunk_shift;
+    ptx::cp_async_16_if(tile < min(at.tiles, kR), to + d.scale_offset, at.scales);
+    if (kR << d.chunk_shift > 32) {  // a lane copies two
+      const int tiles = 32 >> d.chunk_shift;
+      ptx::cp_async_16_if(tile + tiles < min(at.tiles, kR), to + d.scale_offset + 512,
+                          at.scales + tiles * d.row_tile_scale_bytes);
     }
     const T* x = at.x;
+    const uint32_t to_x = stage + d.x_offset + x_offset(lane / 16, lane % 16);
+    const int rows = at.tiles > 0 ? d.tokens - lane / 16 : 0;
 #pragma unroll
     for (int i = 0; i * kRowsAtOnce < Tile::kTokens; ++i) {
-      if (i > 0 && i * kRowsAtOnce >= d.tokens) break;
-      if (lane / 16 + i * kRowsAtOnce < d.tokens) {
-        ptx::cp_async_16(((stage + places.x) ^ (i * kRowsAtOnce % 8 << 4)) + i * kRowsAtOnce * kStepColumns * 2, x);
-      }
+      if (i == 1 && d.tokens <= kRowsAtOnce) break;
+      ptx::cp_async_16_if(i * kRowsAtOnce < rows,
+                          (to_x ^ (i * kRowsAtOnce % 8 << 4)) + i * kRowsAtOnce * kStepColumns * 2, x);
       x += kRowsAtOnce * p.x_stride;
     }
   }
@@ -134,9 +110,10 @@ struct Cta {
   // cannot read. Kept out of the main loop's code and registers.
   static __device__ __noinline__ void fetch_slowly(const Params& p, const DecodeParams& d, int k_step, int tiles_left,
                                                    const uint8_t* weight, const uint8_t* scales, const T* x,
-                                                   uint32_t to, uint32_t stage) {
+                                                   uint32_t stage) {
     const int lane = threadIdx.x % 32;
     const int tiles = min(tiles_left, kR);
+    const uint32_t to = stage + lane * 16;
     for (int tile = 0; tile < tiles; ++tile) {
       const uint8_t* from = weight + tile * d.row_tile_bytes;
       ptx::cp_async_16(to + tile * kStepBytes, from);
@@ -144,7 +121,7 @@ struct Cta {
     }
     const int offset = (k_step * d.groups_of_step >> d.group_shift) * p.group_bytes;
     const int byte = (lane & ((1 << d.chunk_shift) - 1)) * 16, rows = 32 >> d.chunk_shift;
-    const uint8_t* from = scales + offset;
+    const uint8_t* from = scales;
     for (int tile = lane >> d.chunk_shift; tile < tiles; tile += rows, from += rows * d.row_tile_scale_bytes) {
       const uint32_t at_shared = stage + d.scale_offset + tile * d.groups_of_step * p.group_bytes + byte;
       if (offset + byte < d.row_tile_scale_bytes) {

@@ -25,7 +25,7 @@ constexpr FewConfig kFewConfigs[] = {
 #undef QAO_FEW
 };
 constexpr int kFewTokens = 8;
-constexpr int kZeroBytes = 16;  // of zeros, between x and the ring in shared memory
+constexpr int kZeroBytes = 16;  // of zeros, behind x in shared memory
 
 // What the kernel gets. Row tiles have 16 rows of W, K-steps kStepColumns columns.
 struct FewParams {
@@ -35,11 +35,11 @@ struct FewParams {
   int tokens;
   int64_t row_tile_bytes, row_tile_scale_bytes;
   int64_t next_tile_bytes, next_tile_scale_bytes;  // from a row tile of a pass to the next
+  int64_t next_pass_bytes, next_pass_scale_bytes;  // from a pass to the next
   int passes, slots;  // passes over the row tiles, and how many of them leave their sums in shared memory together
-  int ring_offset, factors_offset, partials_offset, stage_bytes;  // in shared memory, behind x
+  int zeros_offset, ring_offset, factors_offset, partials_offset, stage_bytes;  // in shared memory, behind x
   int groups_of_step, group_shift;  // K-step s begins with group s * groups_of_step >> group_shift
   int chunk_shift;                  // log2 of the 16-byte chunks of parameters of a K-step and row tile
-  int token_shift, pair_shift;      // log2 of the tokens of eight columns, of the pairs of k-steps of a group
   int scale_advance;                // bytes of parameters from a K-step of a warp to its next
   bool zeros;
 };
@@ -59,23 +59,24 @@ inline bool few_params(const Problem& problem, const FewConfig& config, int ctas
   d.row_tile_scale_bytes = problem.groups() * group_bytes;
   const int distance = problem.gated ? row_tiles : 1;
   d.next_tile_bytes = distance * d.row_tile_bytes, d.next_tile_scale_bytes = distance * d.row_tile_scale_bytes;
+  const int of_pass = config.tiles_n >> d.gated;
+  d.next_pass_bytes = of_pass * d.row_tile_bytes, d.next_pass_scale_bytes = of_pass * d.row_tile_scale_bytes;
   d.groups_of_step = one_group ? 1 : std::max(kStepColumns / static_cast<int>(problem.group_size), 1);
   d.group_shift = one_group ? 30 : log2_of(problem.group_size / kStepColumns);
   d.chunk_shift = log2_of(d.groups_of_step * group_bytes / 16);
-  const int groups_shift = log2_of(d.groups_of_step);
-  d.token_shift = 3 - groups_shift, d.pair_shift = 2 - groups_shift;
-  if (d.tokens > 1 << d.token_shift || config.tiles_n << d.chunk_shift > 32) return false;
+  if (d.tokens * d.groups_of_step > kFewTokens || config.tiles_n << d.chunk_shift > 32) return false;
   d.plain_steps = static_cast<int>(problem.k / kStepColumns);
   d.scale_advance = one_group ? 0 : (config.warps * d.groups_of_step >> d.group_shift) * group_bytes;
   d.zeros = problem.has_zeros;
 
-  const int64_t x_bytes = static_cast<int64_t>(d.steps) * d.tokens * kTokenBytes + kZeroBytes;
+  const int64_t x_bytes = static_cast<int64_t>(d.steps) * d.tokens * kTokenBytes;
   if (x_bytes > shared_limit) return false;
+  d.zeros_offset = static_cast<int>(x_bytes);
   const int slot_bytes = config.warps * d.tokens * config.padded_row * 4;
   d.passes = (((d.row_tiles + (d.more_row_tiles > 0)) << d.gated) + config.tiles_n - 1) / config.tiles_n;
   // Copies that lie across lines of 128 bytes take longer.
   d.stage_bytes = round_up(config.tiles_n * (kStepBytes + d.groups_of_step * group_bytes), 128);
-  d.ring_offset = round_up(static_cast<int>(x_bytes), 128);
+  d.ring_offset = round_up(d.zeros_offset + kZeroBytes, 128);
   d.factors_offset = d.ring_offset + config.warps * config.stages * d.stage_bytes;
   const int units = problem.normed ? kFewTokens + d.steps * d.tokens : 0;
   d.partials_offset = d.factors_offset + (units + 3) / 4 * 16;

@@ -1,4 +1,4 @@
-// How x comes to few.cuh's shared memory, [K-step][token][kTokenBytes], scaled: as it is, or through RMSNorm.
+// How x comes to few.cuh's shared memory, [K-step][token][kTokenBytes], bfloat16 scaled: as it is, or through RMSNorm.
 //
 // What is multiplied then is RMSNorm(x + residual) * norm_weight. Every CTA makes all of it: shared memory gets
 // (x + residual) * norm_weight, and 1 / sqrt(mean of squares + eps), one factor a token, multiplies the sums at the
@@ -35,7 +35,7 @@ struct Factors {
 };
 
 // Sixteen threads copy a unit, a token's columns of a K-step; a thread has eight columns of several units at once.
-template <int threads, int batch>
+template <typename T, int threads, int batch>
 struct Units {
   static constexpr int kAtOnce = batch * threads / 16;
 
@@ -55,9 +55,10 @@ struct Units {
   static __device__ __forceinline__ const uint8_t* address(const void* data, int64_t element) {
     return ptx::opaque(static_cast<const uint8_t*>(data) + element * 2);
   }
-  __device__ __forceinline__ void store_scaled(int i, uint4 v) const {
+  __device__ __forceinline__ void store(int i, uint4 v) const {
+    const auto scaled = [](uint32_t pair) { return std::is_same_v<T, __half> ? pair : scale_x(pair); };
     ptx::store_shared_16(shared + (step[i] * d.tokens + token[i]) * kTokenBytes + threadIdx.x % 16 * 16,
-                         {scale_x(v.x), scale_x(v.y), scale_x(v.z), scale_x(v.w)});
+                         {scaled(v.x), scaled(v.y), scaled(v.z), scaled(v.w)});
   }
 
   const Params& p;
@@ -67,10 +68,10 @@ struct Units {
 };
 
 constexpr int kPlainBatch = 4;
-template <int threads>
-class PlainX : public Units<threads, kPlainBatch> {
+template <typename T, int threads>
+class PlainX : public Units<T, threads, kPlainBatch> {
  public:
-  using Base = Units<threads, kPlainBatch>;
+  using Base = Units<T, threads, kPlainBatch>;
   using Base::Base, Base::p, Base::d, Base::step, Base::token;
 
   __device__ __forceinline__ void seek(int first) {
@@ -89,7 +90,7 @@ class PlainX : public Units<threads, kPlainBatch> {
   __device__ __forceinline__ void store() const {
 #pragma unroll
     for (int i = 0; i < kPlainBatch; ++i) {
-      if (this->exists(i)) this->store_scaled(i, value_[i]);
+      if (this->exists(i)) Base::store(i, value_[i]);
     }
   }
 
@@ -111,10 +112,10 @@ class PlainX : public Units<threads, kPlainBatch> {
 // With two, products without a norm, whose kernel this is too, took up to 0.9 µs longer.
 constexpr int kNormedBatch = 1;
 template <int threads>
-class NormedX : public Units<threads, kNormedBatch> {
+class NormedX : public Units<__nv_bfloat16, threads, kNormedBatch> {
  public:
   using Vector = quantize::Packed<DType::kBFloat16>;
-  using Base = Units<threads, kNormedBatch>;
+  using Base = Units<__nv_bfloat16, threads, kNormedBatch>;
   using Base::Base, Base::p, Base::d, Base::step, Base::token;
 
   __device__ __forceinline__ void seek(int first) {
@@ -159,7 +160,7 @@ class NormedX : public Units<threads, kNormedBatch> {
         }
         Vector product;
         product.pack(value);
-        this->store_scaled(i, product.part[0]);
+        Base::store(i, product.part[0]);
       }
 #pragma unroll
       for (int distance = 8; distance > 0; distance /= 2) squares += __shfl_xor_sync(kAllLanes, squares, distance);
@@ -175,6 +176,7 @@ class NormedX : public Units<threads, kNormedBatch> {
 };
 
 // A token of x, given or normed, for exact(): by a warp, a value at a time.
+template <typename T>
 class FewX {
  public:
   __device__ __forceinline__ FewX(const Params& params, int token) : p(params), token_(token) {
@@ -193,7 +195,7 @@ class FewX {
 
  private:
   __device__ __forceinline__ float sum(int k) const {
-    const float x = load_float(p.x, token_ * p.x_stride + k, DType::kBFloat16);
+    const float x = load_float(p.x, token_ * p.x_stride + k, Half<T>::kDType);
     if (p.residual == nullptr) return x;
     return __bfloat162float(
         __float2bfloat16_rn(x + load_float(p.residual, token_ * p.residual_stride + k, DType::kBFloat16)));

@@ -1,11 +1,13 @@
 // The mma.sync kernels as launch.cu sees them: one parameter block, one table a body.
 #pragma once
 
+#include <cuda.h>
+
 #include <cstdint>
 
-#include "int4_mm/batch.h"
 #include "int4_mm/decode.h"
 #include "int4_mm/few.h"
+#include "int4_mm/shared.h"
 #include "qao/types.h"
 
 namespace qao::int4_mm {
@@ -41,13 +43,16 @@ struct Params {
 using Sm80Kernel = void (*)(Params);
 Sm80Kernel sm80_kernel(int config, bool half, bool zeros);
 
+// Those for few tokens. `groups` of a K-step: for decode only those that are not columns of their own; `half_x`: x is
+// float16, not bfloat16.
 using DecodeKernel = void (*)(Params, DecodeParams);
-DecodeKernel decode_kernel(int config);
+DecodeKernel decode_kernel(int config, int groups, bool has_zeros, DType scale_dtype);
 
 using FewKernel = void (*)(Params, FewParams);
-FewKernel few_kernel(int config);
+FewKernel few_kernel(int config, bool half_x, int groups, bool has_zeros, DType scale_dtype);
 
-using BatchKernel = void (*)(Params, BatchParams);
-BatchKernel batch_kernel(int config);
+// `half`: the parameters are float16, not bfloat16. The map is that of x.
+using SharedKernel = void (*)(Params, SharedParams, CUtensorMap);
+SharedKernel shared_kernel(int config, bool half_x, bool zeros, bool half);
 
 }  // namespace qao::int4_mm

@@ -7,6 +7,7 @@
 #include "common/integers.h"
 #include "common/launch.h"
 #include "common/shared_memory.h"
+#include "common/tensor_map.h"
 #include "int4_mm/kernels.h"
 #include "int4_mm/layout.h"
 #include "int4_mm/sm90.h"
@@ -32,15 +33,24 @@ Status launch_product(Sm80Kernel kernel, const Plan& plan, const Params& params,
 }
 
 // Weights are on their way before the kernel ahead of this one has ended (programmatic dependent launch).
-template <typename Cut>
-Status launch_streaming(const char* doing, void (*kernel)(Params, Cut), dim3 grid, const Plan& plan,
-                        const Params& params, const Cut& cut, cudaStream_t stream) {
+template <typename... Cut>
+Status launch_streaming(const char* doing, void (*kernel)(Params, Cut...), dim3 grid, const Plan& plan,
+                        cudaStream_t stream, const Params& params, const Cut&... cut) {
   if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
   Launch launch{grid, dim3(plan.warps * 32), stream};
   launch.shared_bytes = plan.shared_bytes;
   launch.cluster = plan.split_k;
   launch.overlapped = true;
-  return launch_kernel(launch, doing, kernel, params, cut);
+  return launch_kernel(launch, doing, kernel, params, cut...);
+}
+
+// Of x [m, k], in boxes of 64 columns and all tokens.
+Status make_x_map(const Problem& problem, const Params& params, CUtensorMap* map) {
+  const cuuint64_t row_bytes = static_cast<cuuint64_t>(params.x_stride) * 2;
+  const TensorShape shape{{static_cast<cuuint64_t>(problem.k), 1, static_cast<cuuint64_t>(problem.m)},
+                          {row_bytes, row_bytes},
+                          {kBoxColumns, 1, static_cast<cuuint32_t>(problem.m)}};
+  return encode_tensor_map(map, params.x, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, shape, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 // How the body cuts the problem follows from the plan: the same function told plan() how much memory that takes.
@@ -49,21 +59,28 @@ Status launch_few_tokens(const Problem& problem, const Plan& plan, const Params&
   const std::string_view kernel = plan.kernel;
   DecodeParams decode;
   FewParams few;
-  BatchParams batch;
+  SharedParams shared;
   int shared_bytes;
   if (kernel == "decode" &&
       decode_params(problem, kDecode[plan.config], plan.split_k, clusters, room, &decode, &shared_bytes)) {
-    return launch_streaming("launching the kernel for few tokens", decode_kernel(plan.config),
-                            dim3(plan.split_k, clusters), plan, params, decode, stream);
+    const DecodeKernel of = decode_kernel(plan.config, decode.groups_of_step / decode.columns_of_token,
+                                          problem.has_zeros, problem.scale_dtype);
+    return launch_streaming("launching the kernel for few tokens", of, dim3(plan.split_k, clusters), plan, stream,
+                            params, decode);
   }
   if (kernel == "few" && few_params(problem, kFewConfigs[plan.config], clusters, room, &few, &shared_bytes)) {
-    return launch_streaming("launching the kernel for at most eight tokens", few_kernel(plan.config), dim3(clusters),
-                            plan, params, few, stream);
+    const FewKernel of = few_kernel(plan.config, problem.x_dtype == DType::kFloat16, few.groups_of_step,
+                                    problem.has_zeros, problem.scale_dtype);
+    return launch_streaming("launching the kernel for at most eight tokens", of, dim3(clusters), plan, stream, params,
+                            few);
   }
-  if (kernel == "batch" &&
-      batch_params(problem, kBatch[plan.config], clusters, plan.split_k, room, &batch, &shared_bytes)) {
-    return launch_streaming("launching the kernel for 9 to 16 tokens", batch_kernel(plan.config),
-                            dim3(plan.split_k, clusters), plan, params, batch, stream);
+  if (kernel == "shared" && shared_params(problem, kShared[plan.config], clusters, room, &shared, &shared_bytes)) {
+    CUtensorMap x;
+    if (Status status = make_x_map(problem, params, &x); !status.ok()) return status;
+    const SharedKernel of = shared_kernel(plan.config, problem.x_dtype == DType::kFloat16, problem.has_zeros,
+                                          problem.scale_dtype == DType::kFloat16);
+    return launch_streaming("launching the kernel for 9 to 16 tokens and a small x", of, dim3(clusters), plan, stream,
+                            params, shared, x);
   }
   return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
 }

@@ -2,9 +2,9 @@
 #include <algorithm>
 
 #include "common/integers.h"
-#include "int4_mm/batch.h"
 #include "int4_mm/decode.h"
 #include "int4_mm/few.h"
+#include "int4_mm/shared.h"
 #include "int4_mm/sm90.h"
 #include "int4_mm/tile.h"
 #include "int4_mm/workspace.h"
@@ -108,8 +108,14 @@ bool decode_serves(const Problem& problem, const Gpu& gpu, const DecodeConfig& c
          problem.m <= config.max_m;
 }
 
+// More than eight tokens of weights with many rows and hardly any columns, such as the head of a small language model,
+// are the many-token body's.
+bool is_shallow(const Problem& problem, const Gpu& gpu) {
+  return problem.m > 8 && problem.k <= 8 * kStepColumns && tiles_n(problem.n) >= 8 * gpu.num_sms && problem.x_aligned;
+}
+
 bool plan_decode(const Problem& problem, const Gpu& gpu, Plan* plan) {
-  if (!decode_serves(problem, gpu, kDecode[kMany])) return false;
+  if (!decode_serves(problem, gpu, kDecode[kMany]) || is_shallow(problem, gpu)) return false;
   const int64_t row_tiles = tiles_n(problem.n), steps = ceil_div(problem.k, kStepColumns);
   const int64_t share = row_tiles * steps / gpu.num_sms;  // row tiles times K-steps of a multiprocessor
   const bool is_short = share <= 64 && row_tiles <= 2 * gpu.num_sms, few = problem.m <= kDecode[kFew].max_m;
@@ -125,7 +131,8 @@ bool plan_decode(const Problem& problem, const Gpu& gpu, Plan* plan) {
 
 // Fills in `plan` if the body for at most eight tokens can serve the problem.
 bool fill_few(const Problem& problem, const Gpu& gpu, int index, Plan* plan) {
-  if (gpu.compute_capability != 90 || problem.x_dtype != DType::kBFloat16) return false;
+  const bool half = problem.x_dtype == DType::kFloat16;
+  if (gpu.compute_capability != 90 || problem.x_dtype == DType::kFloat32 || (half && problem.normed)) return false;
   if (problem.m < 1 || problem.m > kFewTokens) return false;
   const FewConfig& config = kFewConfigs[index];
   const int ctas = static_cast<int>(std::min<int64_t>(gpu.num_sms, tiles_n(problem.n) >> problem.gated));
@@ -133,8 +140,8 @@ bool fill_few(const Problem& problem, const Gpu& gpu, int index, Plan* plan) {
   int shared_bytes;
   if (!few_params(problem, config, ctas, gpu.shared_bytes_per_cta, &params, &shared_bytes)) return false;
   plan->kernel = "few";
-  plan->reason = "at most 8 bfloat16 tokens on Hopper: weights stream through mma.sync past x in shared memory";
-  plan->instruction = "mma.sync bf16";
+  plan->reason = "at most 8 tokens of 16 bits on Hopper: weights stream through mma.sync past x in shared memory";
+  plan->instruction = half ? "mma.sync f16" : "mma.sync bf16";
   plan->config = index;
   plan->tile_n = config.tiles_n * kTileN;
   plan->tile_m = kFewTokens;
@@ -145,11 +152,14 @@ bool fill_few(const Problem& problem, const Gpu& gpu, int index, Plan* plan) {
   return true;
 }
 
+// Passes over row tiles, `pass_tiles` at a time, of the CTA that has most.
+int64_t passes_of(const Problem& problem, const Gpu& gpu, int64_t pass_tiles) {
+  return ceil_div(ceil_div(tiles_n(problem.n), gpu.num_sms), pass_tiles);
+}
 // Row tiles that the passes of all CTAs have room for.
 int64_t few_places(const Problem& problem, const Gpu& gpu, int index) {
-  const int64_t row_tiles = tiles_n(problem.n), ctas = std::min<int64_t>(gpu.num_sms, row_tiles);
   const int64_t pass_tiles = kFewConfigs[index].tiles_n;
-  return ceil_div(ceil_div(row_tiles, ctas), pass_tiles) * pass_tiles * ctas;
+  return passes_of(problem, gpu, pass_tiles) * pass_tiles * std::min<int64_t>(gpu.num_sms, tiles_n(problem.n));
 }
 
 // The same body of a normed problem, for as many tokens as were measured to pay. Two row tiles a pass are gate and up.
@@ -169,59 +179,57 @@ bool plan_normed(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return true;
 }
 
-// Measured to pay where few places of a pass stay empty (a fifth for one or two tokens, else a ninth) and x, which
-// every CTA waits for, is small, or has few tokens, or its CTAs have many rows.
+// Measured to pay for a bfloat16 x of one or two tokens, and of up to four or eight where a multiprocessor has many
+// rows; not where warps have hardly a K-step each, or x, which every CTA waits for, is large. For float16 always: the
+// portable kernels are slower.
 bool plan_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
-  const int64_t row_tiles = tiles_n(problem.n);
-  const int64_t largest_x = problem.m <= 4 || row_tiles >= 8 * gpu.num_sms ? 32768 : 16383;  // elements
-  if (problem.m * problem.k > largest_x) return false;
+  const int64_t of_sm = tiles_n(problem.n) / gpu.num_sms, most = of_sm >= 8 ? 8 : of_sm >= 6 ? 4 : 2;
+  if (problem.x_dtype != DType::kFloat16) {
+    if (problem.m > most || problem.k < 24 * kStepColumns || problem.m * problem.k > 32768) return false;
+  }
+  int64_t fewest = INT64_MAX;
   for (int index = 0; index < static_cast<int>(std::size(kFewConfigs)); ++index) {
     const int64_t places = few_places(problem, gpu, index);
-    const bool pays = problem.m <= 2 ? 4 * places <= 5 * row_tiles : 8 * places <= 9 * row_tiles;
-    if (pays && fill_few(problem, gpu, index, plan)) return true;
+    if (places < fewest && fill_few(problem, gpu, index, plan)) fewest = places;
   }
-  return false;
+  return fewest < INT64_MAX;
 }
 
-// Fills in `plan` if the body for 9 to 16 tokens can serve the problem with this row, clusters of `split` CTAs sharing
-// row tiles: as many as the GPU has room for, or several times as many for weights with many rows.
-bool fill_batch(const Problem& problem, const Gpu& gpu, int index, int split, Plan* plan) {
-  const BatchConfig& config = kBatch[index];
-  if (gpu.compute_capability != 90 || problem.x_dtype != DType::kBFloat16 || gpu.num_sms < split) return false;
-  if (problem.m < 1 || problem.m > config.max_m) return false;
-  const int64_t row_tiles = tiles_n(problem.n), at_once = gpu.num_sms / split;
-  const int64_t rounds = ceil_div(row_tiles, at_once * config.warps * config.tiles_n);
-  const int clusters = static_cast<int>(std::min(at_once * rounds, row_tiles));
-  if (split > 1 && rounds > 1) return false;
-  BatchParams params;
+// Fills in `plan` if the body for 9 to 16 tokens with x in shared memory can serve the problem with this row.
+bool fill_shared(const Problem& problem, const Gpu& gpu, int index, Plan* plan) {
+  const bool half = problem.x_dtype == DType::kFloat16;
+  if (gpu.compute_capability != 90 || problem.x_dtype == DType::kFloat32) return false;
+  if (problem.m <= kFewTokens || problem.m > kSharedTokens) return false;
+  const SharedConfig& config = kShared[index];
+  const int ctas = static_cast<int>(std::min<int64_t>(gpu.num_sms, tiles_n(problem.n)));
+  SharedParams params;
   int shared_bytes;
-  if (!batch_params(problem, config, clusters, split, gpu.shared_bytes_per_cta, &params, &shared_bytes)) return false;
-  plan->kernel = "batch";
-  plan->reason = "9 to 16 bfloat16 tokens on Hopper: large weights stream through wgmma, x is brought once a CTA";
-  plan->instruction = "wgmma bf16";
+  if (!shared_params(problem, config, ctas, gpu.shared_bytes_per_cta, &params, &shared_bytes)) return false;
+  plan->kernel = "shared";
+  plan->reason = "9 to 16 tokens of 16 bits on Hopper: weights stream through mma.sync past x in shared memory";
+  plan->instruction = half ? "mma.sync f16" : "mma.sync bf16";
   plan->config = index;
-  plan->tile_n = params.warps_n * config.tiles_n * kTileN;
-  plan->tile_m = static_cast<int>(config.max_m);
-  plan->warps = config.warps + config.helpers;
+  plan->tile_n = config.tiles_n * kTileN;
+  plan->tile_m = kSharedTokens;
+  plan->warps = config.warps;
   plan->stages = config.stages;
-  plan->split_k = split;
-  plan->ctas = static_cast<int64_t>(clusters) * split;
+  plan->ctas = ctas;
   plan->shared_bytes = shared_bytes;
   return true;
 }
 
-// As measured: large weights, in clusters of two, each CTA with half of K and so of x, unless that would give a CTA
-// more than 16 row tiles. The rest is decode's.
-bool plan_batch(const Problem& problem, const Gpu& gpu, Plan* plan) {
-  constexpr int kTiles2 = 0, kTiles4 = 1;  // of a warp
-  if (problem.m <= kDecode[kFew].max_m || !problem.x_aligned || gpu.num_sms < 2) return false;
-  const int64_t row_tiles = tiles_n(problem.n), steps = ceil_div(problem.k, kStepColumns);
-  if (row_tiles * steps / gpu.num_sms <= 255) return false;
-  const int64_t of_pair = ceil_div(row_tiles, gpu.num_sms / 2), of_cta = ceil_div(row_tiles, gpu.num_sms);
-  // Four row tiles of small groups have more parameters than a warp copies at once.
-  const bool many_groups = problem.group_size < std::min<int64_t>(64, problem.k);
-  const bool wide = of_pair > 8 && (!many_groups || of_cta > 8);
-  return fill_batch(problem, gpu, wide ? kTiles4 : kTiles2, of_pair <= (wide ? 16 : 8) ? 2 : 1, plan);
+// As measured: wherever three row tiles a pass fit beside x, or one pass does; with the fewest empty places, then the
+// fewest passes.
+bool plan_shared(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  if (is_shallow(problem, gpu)) return false;
+  int64_t fewest = INT64_MAX;
+  for (int index = 0; index < static_cast<int>(std::size(kShared)); ++index) {
+    const int64_t pass_tiles = kShared[index].tiles_n;
+    const int64_t passes = passes_of(problem, gpu, pass_tiles), places = passes * pass_tiles;
+    const bool pays = passes == 1 || pass_tiles >= 3;
+    if (pays && places <= fewest && fill_shared(problem, gpu, index, plan)) fewest = places;
+  }
+  return fewest < INT64_MAX;
 }
 
 }  // namespace
@@ -237,7 +245,7 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
     if (plan_normed(problem, gpu, plan)) return {};
     return Status::error("no kernel makes RMSNorm and this product at once", "Ask fuses_norm() first");
   }
-  if (plan_few(problem, gpu, plan) || plan_batch(problem, gpu, plan) || plan_decode(problem, gpu, plan)) return {};
+  if (plan_few(problem, gpu, plan) || plan_shared(problem, gpu, plan) || plan_decode(problem, gpu, plan)) return {};
   const bool split_x = problem.x_dtype == DType::kFloat32;  // its parts are always aligned
   const int64_t k_steps = tiles_k(problem.k) * (split_x ? kFloat32Parts : 1);
   const char* reason = "mma.sync serves every GPU from sm_80";
@@ -291,11 +299,8 @@ std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu) 
       if (fill_decode(problem, gpu, index, split, &candidate.plan)) all.push_back(candidate);
     }
   }
-  for (int index = 0; index < static_cast<int>(std::size(kBatch)); ++index) {
-    for (int split : {1, 2}) {
-      Candidate<Plan> candidate;
-      if (fill_batch(problem, gpu, index, split, &candidate.plan)) all.push_back(candidate);
-    }
+  for (int index = 0; index < static_cast<int>(std::size(kShared)); ++index) {
+    if (Candidate<Plan> shared; fill_shared(problem, gpu, index, &shared.plan)) all.push_back(shared);
   }
   Candidate<Plan> other;
   Gpu portable = gpu;

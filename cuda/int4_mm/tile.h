@@ -39,6 +39,7 @@ constexpr int kStepColumns = 128, kStepBytes = kStepColumns / kTileK * kTileByte
 
 template <int tiles_m, int tiles_n, int warps, int ctas_per_sm>
 struct DecodeTile {
+  static_assert(warps % 2 == 0, "a warp's K-steps are whole groups of 256 apart");
   static constexpr int kTilesM = tiles_m, kTilesN = tiles_n, kWarps = warps, kThreads = 32 * warps;
   static constexpr int kCtasPerSm = ctas_per_sm;
   static constexpr int kTokens = 8 * tiles_m;
@@ -56,14 +57,15 @@ struct FewTile {
   static constexpr int kPaddedRow = tiles_n * kTileN + 4;  // sums of a token, against bank conflicts
 };
 
-// The shape of the body for 9 to 16 tokens. `warps` multiply, a warp tiles_n row tiles by 8 tiles_m tokens; `helpers`
-// more bring x.
-template <int tiles_m, int tiles_n, int stages, int warps, int helpers>
-struct BatchTile {
-  static_assert(warps % 4 == 0, "warpgroups multiply");
-  static constexpr int kTilesM = tiles_m, kTilesN = tiles_n, kStages = stages, kWarps = warps, kHelpers = helpers;
-  static constexpr int kTokens = 8 * tiles_m;
-  static constexpr int kAllWarps = warps + helpers, kThreads = 32 * kAllWarps;
+// The same for 9 to 16 tokens: x is copied as it is, in boxes of 64 columns. The warps' sums of a pass fit into a
+// stage.
+constexpr int kSharedTokens = 16, kBoxColumns = 64, kBoxRowBytes = kBoxColumns * 2;
+constexpr int kBoxBytes = kSharedTokens * kBoxRowBytes, kStepBoxes = kStepColumns / kBoxColumns;
+
+template <int tiles_n, int warps, int stages>
+struct SharedTile {
+  static_assert(warps % 2 == 0, "a warp's K-steps are whole groups of 256 apart");
+  static constexpr int kTilesN = tiles_n, kWarps = warps, kThreads = 32 * warps, kStages = stages;
 };
 
 }  // namespace qao::int4_mm

@@ -4,10 +4,10 @@
 #include <string>
 
 #include "gpus.h"
-#include "int4_mm/batch.h"
 #include "int4_mm/decode.h"
 #include "int4_mm/few.h"
 #include "int4_mm/layout.h"
+#include "int4_mm/shared.h"
 #include "qao/int4_mm.h"
 
 namespace qao::int4_mm {
@@ -61,10 +61,10 @@ TEST_CASE("every problem has a plan that fits its GPU and covers the product") {
     // Split-K parts are added up without a workspace on Hopper, and CTAs of sm90 walk over tiles where there are many.
     const std::string kernel = plan.kernel;
     const int64_t tiles = ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m);
-    if (kernel == "decode" || kernel == "few" || kernel == "batch") {
+    if (kernel == "decode" || kernel == "few" || kernel == "shared") {
       CHECK(gpu.compute_capability == 90);
       CHECK(problem.m <= plan.tile_m);
-      if (kernel != "batch") CHECK(plan.ctas <= gpu.num_sms);
+      CHECK(plan.ctas <= gpu.num_sms);
       CHECK(plan.ctas % plan.split_k == 0);
       CHECK(plan.workspace_bytes == 0);
     } else if (kernel == "sm90" && plan.split_k == 1) {
@@ -139,10 +139,10 @@ TEST_CASE("what a plan for at most eight tokens tells the kernel covers the prod
       CHECK(d.slots >= 1);
       CHECK(d.slots <= d.passes);
       CHECK(d.ring_offset % 128 == 0);
-      CHECK(d.ring_offset >= d.steps * d.tokens * kTokenBytes + kZeroBytes);
+      CHECK(d.zeros_offset >= d.steps * d.tokens * kTokenBytes);
+      CHECK(d.ring_offset >= d.zeros_offset + kZeroBytes);
       CHECK(d.stage_bytes % 128 == 0);
       CHECK(d.tokens * d.groups_of_step <= 8);  // columns of a product
-      CHECK((d.groups_of_step << d.token_shift) == 8);
       CHECK(d.partials_offset % 16 == 0);
       CHECK(d.plain_steps * kStepColumns <= problem.k);
       // A warp's pointer to parameters moves by whole groups.
@@ -192,7 +192,7 @@ TEST_CASE("a product with RMSNorm before it is one kernel for few tokens on Hopp
   CHECK(served > 0);
 }
 
-TEST_CASE("what a plan for 9 to 16 tokens tells the kernel covers the product and fits the shared memory") {
+TEST_CASE("what a plan with x of 9 to 16 tokens in shared memory tells the kernel covers the product and fits") {
   int64_t served = 0;
   for_each_problem([&](const Problem& problem, const Gpu& gpu) {
     for (DType scale_dtype : {DType::kFloat32, DType::kBFloat16}) {
@@ -200,85 +200,106 @@ TEST_CASE("what a plan for 9 to 16 tokens tells the kernel covers the product an
       scaled.scale_dtype = scale_dtype;
       for (const Candidate<Plan>& candidate : candidates(scaled, gpu)) {
         const Plan& plan = candidate.plan;
-        if (std::string(plan.kernel) != "batch") continue;
+        if (std::string(plan.kernel) != "shared") continue;
         const std::string about = describe(scaled, gpu) + ": " + to_string(plan);
         INFO(about);
         ++served;
-        const BatchConfig& config = kBatch[plan.config];
-        const int clusters = static_cast<int>(plan.ctas / plan.split_k), limit = static_cast<int>(plan.shared_bytes);
-        BatchParams d;
+        const SharedConfig& config = kShared[plan.config];
+        const int ctas = static_cast<int>(plan.ctas), limit = static_cast<int>(plan.shared_bytes);
+        SharedParams d;
         int shared_bytes;
-        REQUIRE(batch_params(scaled, config, clusters, plan.split_k, limit, &d, &shared_bytes));
+        REQUIRE(shared_params(scaled, config, ctas, limit, &d, &shared_bytes));
         CHECK(shared_bytes == plan.shared_bytes);
         CHECK(problem.m <= plan.tile_m);
-        CHECK(plan.warps == config.warps + config.helpers);
-        CHECK(static_cast<int64_t>(d.row_tiles) * clusters + d.more_row_tiles == tiles_n(problem.n));
-        CHECK(d.steps >= 1);
-        CHECK(d.steps * plan.split_k + d.more_steps == ceil_div(problem.k, kStepColumns));
-        CHECK(d.warps_n % 4 == 0);  // warpgroups
-        CHECK(d.warps_n * config.tiles_n >= d.row_tiles + (d.more_row_tiles > 0));
-        CHECK(d.warps_k >= 1);
-        CHECK(d.warps_n * d.warps_k <= config.warps);
-        CHECK(d.helpers >= 1);
-        CHECK(d.helpers <= config.helpers);
-        // A place of x is always filled by the same warp and read by the same slice, unless it is filled only once.
-        const bool once = d.x_stages == d.steps + (d.more_steps > 0);
-        CHECK((once || (d.x_stages % d.helpers == 0 && d.x_stages % d.warps_k == 0)));
-        CHECK(d.x_stages * 16 <= kBatchX);  // two barriers each
-        CHECK(d.x_sums_offset % 16 == 0);
-        CHECK(d.ring_offset % 128 == 0);
-        CHECK(d.stage_bytes % 128 == 0);
-        CHECK(d.received_offset % 16 == 0);
-        CHECK(d.plain_steps * kStepColumns <= problem.k);
-        CHECK(d.plain_x_steps * kStepColumns <= problem.k);
+        CHECK(plan.ctas <= gpu.num_sms);
+        CHECK(plan.split_k == 1);
+        CHECK(d.row_tiles >= 1);
+        CHECK(static_cast<int64_t>(d.row_tiles) * ctas + d.more_row_tiles == tiles_n(problem.n));
+        CHECK(d.passes * config.tiles_n >= d.row_tiles + (d.more_row_tiles > 0));
+        CHECK(d.steps * kStepColumns >= problem.k);
+        CHECK(d.row_tile_bytes == d.steps * kStepBytes);
+        const int stage_bytes = shared_stage_bytes(config.tiles_n, problem.has_zeros);
+        CHECK(stage_bytes % 128 == 0);
+        CHECK(stage_bytes >= config.tiles_n * kTileN * kSharedTokens * 4);  // sums of a pass
+        CHECK(d.ring_offset == d.steps * kStepBoxes * kBoxBytes);
+        CHECK(d.barriers_offset == d.ring_offset + config.warps * config.stages * stage_bytes);
+        CHECK(d.barriers_offset % 8 == 0);
+        CHECK(d.places_offset == d.barriers_offset + 8 * d.steps);
+        // A warp's pointer to parameters moves by whole groups.
+        CHECK((config.warps & ((1 << std::min(d.group_shift, 1)) - 1)) == 0);
+        scaled.x_aligned = false;
+        CHECK_FALSE(shared_params(scaled, config, ctas, limit, &d, &shared_bytes));
+        scaled.x_aligned = true;
       }
     }
   });
   CHECK(served > 0);
 }
 
-TEST_CASE("few bfloat16 tokens on Hopper stream their weights, all else does not") {
+TEST_CASE("few tokens of 16 bits on Hopper stream their weights, all else does not") {
   Problem problem;
   problem.m = 1, problem.n = problem.k = 4096, problem.group_size = 128, problem.has_zeros = true;
-  const auto kernel = [](const Problem& of, const Gpu& gpu) {
+  const auto planned = [](const Problem& of, const Gpu& gpu) {
     Plan plan;
     REQUIRE(int4_mm::plan(of, gpu, &plan).ok());
-    return std::string(plan.kernel);
+    return plan;
   };
+  const auto kernel = [&](const Problem& of, const Gpu& gpu) { return std::string(planned(of, gpu).kernel); };
   CHECK(kernel(problem, kH200) == "few");
   CHECK(kernel(problem, kA100) == "sm80");
   problem.n = 6144;  // three row tiles a pass
   CHECK(kernel(problem, kH200) == "few");
+  CHECK(planned(problem, kH200).tile_n == 48);
   problem.group_size = 32;  // parameters of three row tiles are more than a warp copies at once
-  CHECK(kernel(problem, kH200) == "decode");
+  CHECK(planned(problem, kH200).tile_n == 32);
   problem.n = 4096;
   CHECK(kernel(problem, kH200) == "few");
-  problem.m = 3;  // more than eight columns of a token and a group
+  problem.k = 2048;  // hardly a K-step a warp
+  CHECK(kernel(problem, kH200) == "decode");
+  problem.m = 4, problem.n = 14336, problem.k = 4096;  // more than eight columns of a token and a group
   CHECK(kernel(problem, kH200) == "decode");
   problem.group_size = 128;
-  problem.m = 8, problem.k = 65536;  // x does not fit
-  CHECK(kernel(problem, kH200) == "decode");
-  problem.m = 16, problem.k = 4096;
+  CHECK(kernel(problem, kH200) == "few");
+  problem.m = 5;
   CHECK(kernel(problem, kH200) == "decode");
   problem.n = 28672;  // many rows for every multiprocessor
-  CHECK(kernel(problem, kH200) == "batch");
+  CHECK(kernel(problem, kH200) == "few");
+  problem.k = 65536;  // x does not fit
+  CHECK(kernel(problem, kH200) == "decode");
+
+  for (int64_t n : {1024, 4096, 6144, 14336, 28672}) {
+    problem.m = 16, problem.n = n, problem.k = 4096;
+    CHECK(kernel(problem, kH200) == "shared");
+    problem.group_size = 64;  // sums of their own
+    CHECK(kernel(problem, kH200) == "decode");
+    problem.group_size = 128;
+  }
+  problem.n = 5120, problem.k = 5120;  // beside x only passes of two row tiles fit
+  CHECK(kernel(problem, kH200) == "decode");
+  problem.n = 3584, problem.k = 18944;
+  CHECK(kernel(problem, kH200) == "decode");
+  problem.n = 152064, problem.k = 896;  // hardly any columns
+  CHECK(kernel(problem, kH200) == "sm90");
   for (int64_t n : {4096, 8192, 28672, 152064}) {
-    problem.m = 17, problem.n = n, problem.x_aligned = true;
+    problem.m = 17, problem.n = n, problem.k = 4096, problem.x_aligned = true;
     CHECK(kernel(problem, kH200) == "sm90");
     CHECK(kernel(problem, kA100) == "sm80");
     problem.x_aligned = false;
     CHECK(kernel(problem, kH200) == "sm80");
   }
-  problem.m = 16, problem.k = 18944, problem.n = 3584, problem.x_aligned = true;  // many K-steps of few rows
+  problem.m = 16, problem.n = 4096;  // the copy engine brings x
   CHECK(kernel(problem, kH200) == "decode");
-  problem.k = 4096, problem.x_dtype = DType::kFloat16;
-  for (int64_t n : {1024, 4096}) {
-    problem.n = n;
-    CHECK(kernel(problem, kH200) == "sm80");
-  }
+  problem.x_aligned = true, problem.x_dtype = DType::kFloat16;
+  CHECK(kernel(problem, kH200) == "shared");
+  problem.m = 8, problem.k = 896;
+  CHECK(kernel(problem, kH200) == "few");
+  problem.k = 14336;
+  CHECK(kernel(problem, kH200) == "sm80");
+  problem.m = 16;
+  CHECK(kernel(problem, kH200) == "sm80");
   problem.n = 6144;
   CHECK(kernel(problem, kH200) == "sm90");
-  problem.m = 8;
+  problem.m = 1, problem.x_dtype = DType::kFloat32;
   CHECK(kernel(problem, kH200) == "sm80");
 }
 
@@ -293,8 +314,8 @@ TEST_CASE("pairs of CTAs split K for 9 to 16 tokens where that fills more of the
   CHECK(planned(8, 1024, 4096).ctas == 128);  // 64 row tiles
   CHECK(planned(8, 4096, 4096).split_k == 1);
   CHECK(planned(16, 2560, 9728).split_k == 2);
-  CHECK(planned(16, 13824, 5120).split_k == 2);
-  CHECK(planned(16, 28672, 4096).split_k == 1);
+  CHECK(planned(16, 4096, 14336).split_k == 2);
+  CHECK(planned(16, 13824, 5120).split_k == 1);
 }
 
 TEST_CASE("what plan() takes is among the candidates, and every one of them fits the GPU") {
@@ -342,7 +363,7 @@ TEST_CASE("wgmma serves more than 16 tokens of an aligned x on Hopper, in the ti
     REQUIRE(int4_mm::plan(problem, kH200, &plan).ok());
     return plan;
   };
-  CHECK(std::string(planned(16, 4096, 4096).kernel) == "decode");
+  CHECK(std::string(planned(16, 4096, 4096).kernel) == "shared");
   CHECK(std::string(planned(17, 4096, 4096, false).kernel) == "sm80");
   CHECK(std::string(planned(17, 4096, 4096).kernel) == "sm90");
   CHECK(std::string(planned(17, 4096, 4096).instruction) == "wgmma bf16");

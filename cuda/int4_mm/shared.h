@@ -1,0 +1,77 @@
+// How the body for 9 to 16 tokens with x in shared memory cuts a problem: one definition for plan() and for launch().
+#pragma once
+
+#include "common/integers.h"
+#include "int4_mm/layout.h"
+#include "int4_mm/tile.h"
+#include "qao/int4_mm.h"
+
+namespace qao::int4_mm {
+
+struct SharedConfig {
+  int tiles_n, warps, stages;
+};
+
+template <typename Tile>
+constexpr SharedConfig shared_config() {
+  return {Tile::kTilesN, Tile::kWarps, Tile::kStages};
+}
+
+constexpr SharedConfig kShared[] = {
+#define QAO_SHARED(...) shared_config<SharedTile<__VA_ARGS__>>(),
+#include "int4_mm/shared.inc"
+#undef QAO_SHARED
+};
+
+// Of parameters of a group, in 16 bits.
+constexpr int shared_group_bytes(bool zeros) { return (zeros ? 2 : 1) * kTileN * 2; }
+// Copies that lie across lines of 128 bytes take longer.
+constexpr int shared_stage_bytes(int tiles_n, bool zeros) {
+  return round_up(tiles_n * (kStepBytes + shared_group_bytes(zeros)), 128);
+}
+
+// What the kernel gets. Row tiles have 16 rows of W, K-steps kStepColumns columns.
+struct SharedParams {
+  int row_tiles, more_row_tiles;  // of a CTA; the first `more` have one more
+  int passes;                     // over the row tiles
+  int steps;                      // K-steps
+  int tokens;
+  int64_t row_tile_bytes, row_tile_scale_bytes;
+  int ring_offset, barriers_offset, places_offset;  // in shared memory, behind x
+  int groups_of_step, group_shift;                  // K-step s has group s >> group_shift alone
+  int scale_advance;                                // bytes of parameters from a K-step of a warp to its next
+  bool zeros;
+};
+
+// False if K-steps are not whole, groups smaller or parameters wider than 16 bits, if the copy engine cannot read x, or
+// if a CTA has not `shared_limit` bytes' room.
+inline bool shared_params(const Problem& problem, const SharedConfig& config, int ctas, int shared_limit,
+                          SharedParams* to, int* shared_bytes) {
+  const bool one_group = problem.group_size >= problem.k;
+  if (!one_group && problem.group_size < kStepColumns) return false;
+  if (size_of(problem.scale_dtype) != 2 || !problem.x_aligned) return false;
+  if (tiles_k(problem.k) % 2 != 0) return false;
+  SharedParams d{};
+  const int row_tiles = static_cast<int>(tiles_n(problem.n)), k_tiles = static_cast<int>(tiles_k(problem.k));
+  const int group_bytes = shared_group_bytes(problem.has_zeros);
+  d.row_tiles = row_tiles / ctas, d.more_row_tiles = row_tiles % ctas;
+  d.passes = (d.row_tiles + (d.more_row_tiles > 0) + config.tiles_n - 1) / config.tiles_n;
+  d.steps = k_tiles / 2;
+  d.tokens = static_cast<int>(problem.m);
+  d.row_tile_bytes = static_cast<int64_t>(k_tiles) * kTileBytes;
+  d.row_tile_scale_bytes = problem.groups() * group_bytes;
+  d.groups_of_step = 1, d.group_shift = one_group ? 30 : log2_of(problem.group_size / kStepColumns);
+  d.scale_advance = (config.warps >> d.group_shift) * group_bytes;
+  d.zeros = problem.has_zeros;
+  if (d.steps > shared_limit / (kStepBoxes * kBoxBytes)) return false;
+
+  d.ring_offset = d.steps * kStepBoxes * kBoxBytes;
+  d.barriers_offset =
+      d.ring_offset + config.warps * config.stages * shared_stage_bytes(config.tiles_n, problem.has_zeros);
+  d.places_offset = d.barriers_offset + d.steps * 8;
+  *shared_bytes = d.places_offset + config.warps * 4;
+  *to = d;
+  return *shared_bytes <= shared_limit;
+}
+
+}  // namespace qao::int4_mm
