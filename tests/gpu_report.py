@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,10 @@ def run(workers: int) -> int:
     torch.compile(torch.sin)(torch.ones(8))
     counter = Counter()
     options = ["-n", str(workers)] if workers else []
+    if workers:  # they share the CPUs
+        share = str(max((os.cpu_count() or 1) // workers, 1))
+        for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+            os.environ.setdefault(name, share)
     status = int(pytest.main([str(ROOT / "tests"), *options], plugins=[counter]))
     report = describe("cuda") | {
         "passed": counter.passed,
