@@ -53,8 +53,9 @@ def run(workers: int) -> int:
     # The compiler builds a header on its first use: once here, not in every worker of pytest-xdist at the same time.
     torch.compile(torch.sin)(torch.ones(8))
     counter = Counter()
-    options = ["-n", str(workers)] if workers else []
+    options = []
     if workers:  # they share the CPUs
+        options = ["-n", str(workers)]
         share = str(max((os.cpu_count() or 1) // workers, 1))
         for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
             os.environ.setdefault(name, share)

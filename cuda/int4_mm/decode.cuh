@@ -127,8 +127,8 @@ struct Decode : Cta<Tile> {
         for (int step = group * kSteps; step < (group + 1) * kSteps; ++step) {
 #pragma unroll
           for (int i = 0; i < kTogether; ++i) {
-            const uint32_t odd = __byte_perm(word[i][step], 0, 0x4341);
-            const uint32_t a[4] = {word[i][step] & 0x000F000F, word[i][step] & 0x00FF00FF, odd & 0x000F000F, odd};
+            uint32_t a[4];
+            make_operand(word[i][step], a);
 #pragma unroll
             for (int j = 0; j < kTM; ++j) Half<T>::mma(product[i][j], a, b[step][j][0], b[step][j][1]);
           }

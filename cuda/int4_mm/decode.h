@@ -5,6 +5,7 @@
 
 #include "common/integers.h"
 #include "int4_mm/layout.h"
+#include "int4_mm/steps.h"
 #include "int4_mm/tile.h"
 #include "qao/int4_mm.h"
 
@@ -49,20 +50,14 @@ inline bool decode_params(const Problem& problem, const DecodeConfig& config, in
   DecodeParams d{};
   const int row_tiles = static_cast<int>(tiles_n(problem.n)), k_tiles = static_cast<int>(tiles_k(problem.k));
   const int steps = (k_tiles + 1) / 2, tokens = static_cast<int>(problem.m);
-  const int group_bytes = (problem.has_zeros ? 2 : 1) * kTileN * size_of(problem.scale_dtype);
+  const StepGroups groups = step_groups(problem, config.warps);
   d.row_tiles = row_tiles / clusters, d.more_row_tiles = row_tiles % clusters;
   d.steps = steps / split, d.more_steps = steps % split;
   d.tokens = tokens;
   d.row_tile_bytes = static_cast<int64_t>(k_tiles) * kTileBytes;
-  d.row_tile_scale_bytes = problem.groups() * group_bytes;
-  d.groups_of_step = problem.group_size >= problem.k ? 1
-                     : problem.group_size == 32      ? 4
-                     : problem.group_size == 64      ? 2
-                                                     : 1;
-  d.group_shift = problem.group_size >= problem.k ? 30 : log2_of(problem.group_size / kStepColumns);
-  d.chunk_shift = log2_of(d.groups_of_step * group_bytes / 16);
-  d.scale_advance =
-      problem.group_size >= problem.k ? 0 : (config.warps * d.groups_of_step >> d.group_shift) * group_bytes;
+  d.row_tile_scale_bytes = problem.groups() * groups.bytes;
+  d.groups_of_step = groups.of_step, d.group_shift = groups.shift, d.scale_advance = groups.advance;
+  d.chunk_shift = log2_of(d.groups_of_step * groups.bytes / 16);
   const int groups_shift = log2_of(d.groups_of_step);
   const bool pairs = config.max_m == 8 && problem.m << groups_shift <= 8;
   d.columns_of_token = pairs ? d.groups_of_step : 1;
@@ -72,7 +67,7 @@ inline bool decode_params(const Problem& problem, const DecodeConfig& config, in
   d.zeros = problem.has_zeros, d.clustered = split > 1;
 
   const int most = d.row_tiles + (d.more_row_tiles > 0), held = std::min(most, config.tiles_n);
-  const int scale_bytes = d.groups_of_step * group_bytes;
+  const int scale_bytes = d.groups_of_step * groups.bytes;
   d.passes = (most + config.tiles_n - 1) / config.tiles_n;
   d.scale_offset = held * kStepBytes;
   d.x_offset = round_up(d.scale_offset + held * scale_bytes, 128);

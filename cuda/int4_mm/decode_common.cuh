@@ -1,5 +1,5 @@
-// What the bodies for few tokens, decode.cuh, few.cuh and shared.cuh, share: the units of their sums, and
-// what they do with four rows of a token.
+// What the bodies for few tokens, decode.cuh, few.cuh and shared.cuh, share: operands out of weights, the units of
+// their sums, and what they do with four rows of a token.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -28,6 +28,12 @@ __device__ __forceinline__ uint32_t scale_x(uint32_t pair, uint32_t by = kScaleX
   return Half<__nv_bfloat16>::multiply_add(pair, by, 0x80008000);
 }
 
+// The 16-row operand out of a word of packed weights: its bytes as subnormal numbers, for which see decode.cuh.
+__device__ __forceinline__ void make_operand(uint32_t word, uint32_t (&a)[4]) {
+  const uint32_t odd = __byte_perm(word, 0, 0x4341);
+  a[0] = word & 0x000F000F, a[1] = word & 0x00FF00FF, a[2] = odd & 0x000F000F, a[3] = odd;
+}
+
 // value += what `slices` have at the shared address `from` and `distance` bytes apart from there on, in their order.
 template <int slices>
 __device__ __forceinline__ void add_slices(uint32_t from, int distance, float (&value)[4]) {
@@ -49,8 +55,7 @@ struct GivenX {
   }
 };
 
-// Plain float32 arithmetic, by a warp. `X` gives a token's x, `Cut` is DecodeParams, FewParams or
-// SharedParams.
+// Plain float32 arithmetic, by a warp. `X` gives a token's x, `Cut` is DecodeParams, FewParams or SharedParams.
 template <typename X, typename Cut>
 __device__ __noinline__ float4 exact(const Params& p, const Cut& d, int n, int token) {
   const int lane = threadIdx.x % 32;

@@ -24,14 +24,11 @@ struct Cta {
   const int begin, steps;          // K-steps of the CTA
   const uint32_t ring, partials;   // shared addresses
 
-  // The same in all lanes, and known to be so.
-  static __device__ __forceinline__ int warp() { return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0); }
-
   __device__ __forceinline__ Cta(const Params& params, const DecodeParams& decode, uint32_t shared)
       : p(params),
         d(decode),
         lane(threadIdx.x % 32),
-        slice(warp()),
+        slice(ptx::warp_index()),
         rank(blockIdx.x),
         row_tile0(blockIdx.y * d.row_tiles + min(static_cast<int>(blockIdx.y), d.more_row_tiles)),
         row_tiles(d.row_tiles + (static_cast<int>(blockIdx.y) < d.more_row_tiles)),

@@ -24,16 +24,15 @@ struct Few {
   const int lane, slice, row_tile0, row_tiles;
   const uint32_t shared, ring;
 
-  static __device__ __forceinline__ int warp() { return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0); }
   __device__ __forceinline__ Few(const Params& params, const FewParams& few, uint32_t base)
       : p(params),
         d(few),
         lane(threadIdx.x % 32),
-        slice(warp()),
+        slice(ptx::warp_index()),
         row_tile0(blockIdx.x * d.row_tiles + min(static_cast<int>(blockIdx.x), d.more_row_tiles)),
         row_tiles((d.row_tiles + (static_cast<int>(blockIdx.x) < d.more_row_tiles)) << gated()),
         shared(base),
-        ring(base + d.ring_offset + warp() * Tile::kStages * d.stage_bytes) {}
+        ring(base + d.ring_offset + ptx::warp_index() * Tile::kStages * d.stage_bytes) {}
 
   // Gate and up are the two row tiles of a pass.
   __device__ __forceinline__ int gated() const { return kR == 2 ? d.gated : 0; }

@@ -5,6 +5,7 @@
 
 #include "common/integers.h"
 #include "int4_mm/layout.h"
+#include "int4_mm/steps.h"
 #include "int4_mm/tile.h"
 #include "qao/int4_mm.h"
 
@@ -51,22 +52,19 @@ inline bool few_params(const Problem& problem, const FewConfig& config, int ctas
   FewParams d{};
   d.normed = problem.normed, d.gated = problem.gated;
   const int row_tiles = static_cast<int>(tiles_n(problem.n)) >> d.gated, k_tiles = static_cast<int>(tiles_k(problem.k));
-  const int group_bytes = (problem.has_zeros ? 2 : 1) * kTileN * size_of(problem.scale_dtype);
-  const bool one_group = problem.group_size >= problem.k;
+  const StepGroups groups = step_groups(problem, config.warps);
   d.row_tiles = row_tiles / ctas, d.more_row_tiles = row_tiles % ctas;
   d.steps = (k_tiles + 1) / 2, d.tokens = static_cast<int>(problem.m);
   d.row_tile_bytes = static_cast<int64_t>(k_tiles) * kTileBytes;
-  d.row_tile_scale_bytes = problem.groups() * group_bytes;
+  d.row_tile_scale_bytes = problem.groups() * groups.bytes;
   const int distance = problem.gated ? row_tiles : 1;
   d.next_tile_bytes = distance * d.row_tile_bytes, d.next_tile_scale_bytes = distance * d.row_tile_scale_bytes;
   const int of_pass = config.tiles_n >> d.gated;
   d.next_pass_bytes = of_pass * d.row_tile_bytes, d.next_pass_scale_bytes = of_pass * d.row_tile_scale_bytes;
-  d.groups_of_step = one_group ? 1 : std::max(kStepColumns / static_cast<int>(problem.group_size), 1);
-  d.group_shift = one_group ? 30 : log2_of(problem.group_size / kStepColumns);
-  d.chunk_shift = log2_of(d.groups_of_step * group_bytes / 16);
+  d.groups_of_step = groups.of_step, d.group_shift = groups.shift, d.scale_advance = groups.advance;
+  d.chunk_shift = log2_of(d.groups_of_step * groups.bytes / 16);
   if (d.tokens * d.groups_of_step > kFewTokens || config.tiles_n << d.chunk_shift > 32) return false;
   d.plain_steps = static_cast<int>(problem.k / kStepColumns);
-  d.scale_advance = one_group ? 0 : (config.warps * d.groups_of_step >> d.group_shift) * group_bytes;
   d.zeros = problem.has_zeros;
 
   const int64_t x_bytes = static_cast<int64_t>(d.steps) * d.tokens * kTokenBytes;
@@ -75,7 +73,7 @@ inline bool few_params(const Problem& problem, const FewConfig& config, int ctas
   const int slot_bytes = config.warps * d.tokens * config.padded_row * 4;
   d.passes = (((d.row_tiles + (d.more_row_tiles > 0)) << d.gated) + config.tiles_n - 1) / config.tiles_n;
   // Copies that lie across lines of 128 bytes take longer.
-  d.stage_bytes = round_up(config.tiles_n * (kStepBytes + d.groups_of_step * group_bytes), 128);
+  d.stage_bytes = round_up(config.tiles_n * (kStepBytes + d.groups_of_step * groups.bytes), 128);
   d.ring_offset = round_up(d.zeros_offset + kZeroBytes, 128);
   d.factors_offset = d.ring_offset + config.warps * config.stages * d.stage_bytes;
   const int units = problem.normed ? kFewTokens + d.steps * d.tokens : 0;

@@ -46,8 +46,8 @@ class Product {
             ptx::load_shared_8(stage + lane() * 16 + i * kStepBytes + pair / 2 * kTileBytes + pair % 2 * 8);
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
-          const uint32_t word = s == 0 ? two.x : two.y, odd = __byte_perm(word, 0, 0x4341);
-          const uint32_t a[4] = {word & 0x000F000F, word & 0x00FF00FF, odd & 0x000F000F, odd};
+          uint32_t a[4];
+          make_operand(s == 0 ? two.x : two.y, a);
           Half<T>::mma(product[i], a, b[2 * s], b[2 * s + 1]);
         }
       }

@@ -156,10 +156,9 @@ bool fill_few(const Problem& problem, const Gpu& gpu, int index, Plan* plan) {
 int64_t passes_of(const Problem& problem, const Gpu& gpu, int64_t pass_tiles) {
   return ceil_div(ceil_div(tiles_n(problem.n), gpu.num_sms), pass_tiles);
 }
-// Row tiles that the passes of all CTAs have room for.
-int64_t few_places(const Problem& problem, const Gpu& gpu, int index) {
-  const int64_t pass_tiles = kFewConfigs[index].tiles_n;
-  return passes_of(problem, gpu, pass_tiles) * pass_tiles * std::min<int64_t>(gpu.num_sms, tiles_n(problem.n));
+// Row tiles that its passes have room for.
+int64_t places_of(const Problem& problem, const Gpu& gpu, int64_t pass_tiles) {
+  return passes_of(problem, gpu, pass_tiles) * pass_tiles;
 }
 
 // The same body of a normed problem, for as many tokens as were measured to pay. Two row tiles a pass are gate and up.
@@ -171,7 +170,8 @@ bool plan_normed(const Problem& problem, const Gpu& gpu, Plan* plan) {
   int best = -1;
   for (int index = 0; index < static_cast<int>(std::size(kFewConfigs)); ++index) {
     if (problem.gated && kFewConfigs[index].tiles_n != 2) continue;
-    if (best < 0 || few_places(problem, gpu, index) < few_places(problem, gpu, best)) best = index;
+    const auto places = [&](int row) { return places_of(problem, gpu, kFewConfigs[row].tiles_n); };
+    if (best < 0 || places(index) < places(best)) best = index;
   }
   if (best < 0 || !fill_few(problem, gpu, best, plan)) return false;
   plan->reason = problem.gated ? "few bfloat16 tokens on Hopper: RMSNorm and SiLU-multiply within the product"
@@ -189,7 +189,7 @@ bool plan_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
   }
   int64_t fewest = INT64_MAX;
   for (int index = 0; index < static_cast<int>(std::size(kFewConfigs)); ++index) {
-    const int64_t places = few_places(problem, gpu, index);
+    const int64_t places = places_of(problem, gpu, kFewConfigs[index].tiles_n);
     if (places < fewest && fill_few(problem, gpu, index, plan)) fewest = places;
   }
   return fewest < INT64_MAX;
@@ -225,8 +225,8 @@ bool plan_shared(const Problem& problem, const Gpu& gpu, Plan* plan) {
   int64_t fewest = INT64_MAX;
   for (int index = 0; index < static_cast<int>(std::size(kShared)); ++index) {
     const int64_t pass_tiles = kShared[index].tiles_n;
-    const int64_t passes = passes_of(problem, gpu, pass_tiles), places = passes * pass_tiles;
-    const bool pays = passes == 1 || pass_tiles >= 3;
+    const int64_t places = places_of(problem, gpu, pass_tiles);
+    const bool pays = places == pass_tiles || pass_tiles >= 3;
     if (pays && places <= fewest && fill_shared(problem, gpu, index, plan)) fewest = places;
   }
   return fewest < INT64_MAX;

@@ -182,8 +182,8 @@ struct Shared {
 #pragma unroll
           for (int i = 0; i < kR; ++i) {
             const uint32_t word = pair == 0 ? (s == 0 ? words[i].x : words[i].y) : (s == 0 ? words[i].z : words[i].w);
-            const uint32_t odd = __byte_perm(word, 0, 0x4341);
-            const uint32_t a[4] = {word & 0x000F000F, word & 0x00FF00FF, odd & 0x000F000F, odd};
+            uint32_t a[4];
+            make_operand(word, a);
 #pragma unroll
             for (int j = 0; j < kColumnTiles; ++j) Half<T>::mma(product[i][j], a, b[j][2 * s], b[j][2 * s + 1]);
           }

@@ -3,6 +3,7 @@
 
 #include "common/integers.h"
 #include "int4_mm/layout.h"
+#include "int4_mm/steps.h"
 #include "int4_mm/tile.h"
 #include "qao/int4_mm.h"
 
@@ -47,21 +48,19 @@ struct SharedParams {
 // if a CTA has not `shared_limit` bytes' room.
 inline bool shared_params(const Problem& problem, const SharedConfig& config, int ctas, int shared_limit,
                           SharedParams* to, int* shared_bytes) {
-  const bool one_group = problem.group_size >= problem.k;
-  if (!one_group && problem.group_size < kStepColumns) return false;
+  const StepGroups groups = step_groups(problem, config.warps);
+  if (groups.of_step > 1) return false;
   if (size_of(problem.scale_dtype) != 2 || !problem.x_aligned) return false;
   if (tiles_k(problem.k) % 2 != 0) return false;
   SharedParams d{};
   const int row_tiles = static_cast<int>(tiles_n(problem.n)), k_tiles = static_cast<int>(tiles_k(problem.k));
-  const int group_bytes = shared_group_bytes(problem.has_zeros);
   d.row_tiles = row_tiles / ctas, d.more_row_tiles = row_tiles % ctas;
   d.passes = (d.row_tiles + (d.more_row_tiles > 0) + config.tiles_n - 1) / config.tiles_n;
   d.steps = k_tiles / 2;
   d.tokens = static_cast<int>(problem.m);
   d.row_tile_bytes = static_cast<int64_t>(k_tiles) * kTileBytes;
-  d.row_tile_scale_bytes = problem.groups() * group_bytes;
-  d.groups_of_step = 1, d.group_shift = one_group ? 30 : log2_of(problem.group_size / kStepColumns);
-  d.scale_advance = (config.warps >> d.group_shift) * group_bytes;
+  d.row_tile_scale_bytes = problem.groups() * groups.bytes;
+  d.groups_of_step = groups.of_step, d.group_shift = groups.shift, d.scale_advance = groups.advance;
   d.zeros = problem.has_zeros;
   if (d.steps > shared_limit / (kStepBoxes * kBoxBytes)) return false;
 
