@@ -24,7 +24,7 @@
 namespace qao {
 namespace {
 
-constexpr int64_t kColdBytes = 150'000'000;  // of all copies of W: far past the L2 of any GPU
+constexpr int64_t kColdBytes = 600'000'000;  // of all copies of W: far past the L2 of any GPU
 constexpr double kReplayMicroseconds = 400;
 constexpr int kReplays = 5, kMaxCalls = 256;
 constexpr double kHopeless = 1.5;  // times the best plan's time: not measured any better
@@ -110,27 +110,37 @@ Formats formats_of(const std::string& operands) {
 void set_formats(const Formats&, int4_mm::Problem*) {}
 void set_formats(const Formats& formats, mm8::Problem* p) { p->x = formats.x, p->weight = formats.weight; }
 
-// The operands of one problem, with copies of W enough that none stays in the L2.
+// The same bytes in several places.
+class Copies {
+ public:
+  Copies(Memory first, int64_t bytes, int64_t copies)
+      : stride_((bytes + 255) / 256 * 256), memory_(allocate(copies * stride_)) {
+    for (int64_t i = 0; i < copies; ++i) {
+      check(cudaMemcpy(at(i), first.get(), static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice), "copying W");
+    }
+  }
+  uint8_t* at(int64_t copy) const { return static_cast<uint8_t*>(memory_.get()) + copy * stride_; }
+
+ private:
+  int64_t stride_;
+  Memory memory_;
+};
+
+// The operands of one problem, with copies of W and its parameters enough that none stays in the L2.
 class Operands {
  public:
   Operands(const Formats& formats, int64_t m, int64_t n, int64_t k, int64_t groups)
       : packed_(formats.weight == Format::kInt4),
         bytes_(packed_ ? int4_mm::weight_bytes(n, k) : n * k),
         copies_(std::max<int64_t>(3, kColdBytes / bytes_ + 1)),
-        stride_((bytes_ + 255) / 256 * 256),
         columns_(packed_ && formats.x != Format::kFloat ? int4_mm::tiles_k(k) * int4_mm::kTileK : k),
         x_(random_x(formats.x, m * columns_)),
-        weights_(allocate(copies_ * stride_)),
-        scales_(packed_ ? group_parameters(n, groups) : floats(n, 0.01f)),
+        weights_(random_weight(formats.weight, bytes_), bytes_, copies_),
+        scales_(packed_ ? group_parameters(n, groups) : floats(n, 0.01f), packed_ ? parameters(n, groups) * 2 : n * 4,
+                copies_),
         x_scales_(floats(m, 0.01f)),
         x_sums_(floats(m * groups, group_sum(formats.x))),
-        y_(allocate(m * n * 2)) {
-    const Memory weight = random_weight(formats.weight, bytes_);
-    for (int64_t i = 0; i < copies_; ++i) {
-      check(cudaMemcpy(this->weight(i), weight.get(), static_cast<size_t>(bytes_), cudaMemcpyDeviceToDevice),
-            "copying W");
-    }
-  }
+        y_(allocate(m * n * 2)) {}
 
   int64_t copies() const { return copies_; }
   const void* y() const { return y_.get(); }
@@ -143,26 +153,28 @@ class Operands {
 
  private:
   // Scales of packed groups, each followed by its zero points.
+  static int64_t parameters(int64_t n, int64_t groups) { return int4_mm::tiles_n(n) * groups * 2 * int4_mm::kTileN; }
   static Memory group_parameters(int64_t n, int64_t groups) {
-    std::vector<uint16_t> values(static_cast<size_t>(int4_mm::tiles_n(n) * groups * 2 * int4_mm::kTileN));
+    std::vector<uint16_t> values(static_cast<size_t>(parameters(n, groups)));
     for (size_t i = 0; i < values.size(); ++i) values[i] = bfloat16(i / int4_mm::kTileN % 2 == 0 ? 0.0078125f : 7.0f);
     return upload(values);
   }
-  uint8_t* weight(int64_t copy) const { return static_cast<uint8_t*>(weights_.get()) + copy * stride_; }
 
   template <typename Arguments>
   void set_common(int64_t copy, void* workspace, Arguments* a) const {
     a->x = x_.get();
     a->x_stride = columns_;
-    a->weight = weight(copy);
-    a->scales = scales_.get();
+    a->weight = weights_.at(copy);
+    a->scales = scales_.at(copy);
     a->y = y_.get();
     a->workspace = workspace;
   }
 
   bool packed_;
-  int64_t bytes_, copies_, stride_, columns_;
-  Memory x_, weights_, scales_, x_scales_, x_sums_, y_;
+  int64_t bytes_, copies_, columns_;
+  Memory x_;
+  Copies weights_, scales_;
+  Memory x_scales_, x_sums_, y_;
 };
 
 // Of some tokens of y, from the first to the last.

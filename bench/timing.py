@@ -23,12 +23,14 @@ _SHORTEST_WARM_SAMPLE_S = 0.02
 _GRAPH_S = 500e-6  # device time of one graph, long against the gap between two replays
 _SLOW_CALL_S = 5e-3  # a call that takes longer is a graph of its own: what the L2 holds plays no part
 _MAX_GRAPH_CALLS = 512
+# Many: of a few, an L2 that lets new lines go first keeps a part from one round to the next, as no model's would.
+_L2S_OF_COPIES = 10
 _CPU_COPIES_BYTES = 256 << 20  # far past L2; an L3 may be larger, but on a server it is shared
 
 
 def copies_of(size: int, device: str) -> int:
-    """How many copies of ``size`` bytes exceed twice the L2 of a GPU, or far exceed that of a CPU; 3 or more."""
-    cold = 2 * torch.cuda.get_device_properties().L2_cache_size if device == "cuda" else _CPU_COPIES_BYTES
+    """How many copies of ``size`` bytes far exceed the L2 of a GPU, or that of a CPU; 3 or more."""
+    cold = _L2S_OF_COPIES * torch.cuda.get_device_properties().L2_cache_size if device == "cuda" else _CPU_COPIES_BYTES
     return min(max(3, math.ceil(cold / size)), _MAX_GRAPH_CALLS)
 
 

@@ -7,13 +7,26 @@
 
 namespace qao {
 
+constexpr int kMaxGpus = 64;
+
 int current_gpu() {
   int index = -1;
   return cudaGetDevice(&index) == cudaSuccess ? index : -1;
 }
 
+int64_t largest_window() {
+  static std::array<std::atomic<int64_t>, kMaxGpus> cache;  // and one more: 0 is not asked yet
+  const int index = current_gpu();
+  if (index < 0 || index >= kMaxGpus) return 0;
+  if (cache[index] == 0) {  // racing threads write the same value
+    int bytes = 0;
+    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxAccessPolicyWindowSize, index);
+    cache[index] = int64_t{bytes} + 1;
+  }
+  return cache[index] - 1;
+}
+
 Status query_gpu(int index, Gpu* gpu) {
-  constexpr int kMaxGpus = 64;
   struct Entry {
     std::atomic<bool> known{false};
     Gpu gpu;

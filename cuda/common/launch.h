@@ -1,10 +1,12 @@
-// Launches with attributes: clusters, and kernels that start while the one before them still runs.
+// Launches with attributes: clusters, kernels that start while the one before them still runs, and what they read once.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
 #include "common/check.h"
+#include "qao/device.h"
 
 namespace qao {
 
@@ -14,12 +16,16 @@ struct Launch {
   size_t shared_bytes = 0;
   int cluster = 1;          // CTAs, neighbours along x
   bool overlapped = false;  // programmatic dependent launch: only for kernels that wait for the one before
+  // What the kernel reads once. It leaves the L2 cache before anything else does: what kernels brought there ahead of
+  // their turn stays until they come to it.
+  const void* streamed = nullptr;
+  int64_t streamed_bytes = 0;
 };
 
 template <typename... Parameters>
 Status launch_kernel(const Launch& launch, const char* doing, void (*kernel)(Parameters...),
                      const Parameters&... parameters) {
-  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchAttribute attributes[3]{};
   cudaLaunchConfig_t config{};
   config.gridDim = launch.grid;
   config.blockDim = launch.cta;
@@ -35,6 +41,16 @@ Status launch_kernel(const Launch& launch, const char* doing, void (*kernel)(Par
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
+  }
+  if (const int64_t most = launch.streamed_bytes > 0 ? largest_window() : 0; most > 0) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeAccessPolicyWindow;
+    cudaAccessPolicyWindow& window = attribute.val.accessPolicyWindow;
+    window.base_ptr = const_cast<void*>(launch.streamed);
+    window.num_bytes = static_cast<size_t>(std::min(launch.streamed_bytes, most));
+    window.hitRatio = 1;
+    window.hitProp = cudaAccessPropertyStreaming;
+    window.missProp = cudaAccessPropertyNormal;
   }
   return cuda_status(cudaLaunchKernelEx(&config, kernel, parameters...), doing);
 }

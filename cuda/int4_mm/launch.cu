@@ -41,6 +41,7 @@ Status launch_streaming(const char* doing, void (*kernel)(Params, Cut...), dim3 
   launch.shared_bytes = plan.shared_bytes;
   launch.cluster = plan.split_k;
   launch.overlapped = true;
+  launch.streamed = params.weight, launch.streamed_bytes = weight_bytes(params.n, params.k);
   return launch_kernel(launch, doing, kernel, params, cut...);
 }
 

@@ -121,11 +121,11 @@ bool plan_decode(const Problem& problem, const Gpu& gpu, Plan* plan) {
   const bool is_short = share <= 64 && row_tiles <= 2 * gpu.num_sms, few = problem.m <= kDecode[kFew].max_m;
   const int index = few ? (is_short ? kFewShort : kFew) : is_short ? kManyShort : kMany;
 
-  // Two CTAs that share row tiles, each with half of K, where that leaves fewer places of a pass or multiprocessors
-  // empty.
+  // Two CTAs that share row tiles, each with half of K, where that leaves multiprocessors, or so many places of passes
+  // empty that it pays for the exchange of every pass.
   const auto passes = [&](int64_t clusters) { return ceil_div(ceil_div(row_tiles, clusters), kDecode[index].tiles_n); };
-  const bool pays =
-      is_short ? 2 * row_tiles <= gpu.num_sms : gpu.num_sms >= 2 && passes(gpu.num_sms / 2) < 2 * passes(gpu.num_sms);
+  const bool pays = is_short ? 2 * row_tiles <= gpu.num_sms
+                             : gpu.num_sms >= 2 && 2 * passes(gpu.num_sms / 2) <= 3 * passes(gpu.num_sms);
   return fill_decode(problem, gpu, index, pays && steps >= 2 ? 2 : 1, plan);
 }
 
@@ -156,7 +156,7 @@ bool fill_few(const Problem& problem, const Gpu& gpu, int index, Plan* plan) {
 int64_t passes_of(const Problem& problem, const Gpu& gpu, int64_t pass_tiles) {
   return ceil_div(ceil_div(tiles_n(problem.n), gpu.num_sms), pass_tiles);
 }
-// Row tiles that its passes have room for.
+// Row tiles that they have room for.
 int64_t places_of(const Problem& problem, const Gpu& gpu, int64_t pass_tiles) {
   return passes_of(problem, gpu, pass_tiles) * pass_tiles;
 }
@@ -179,13 +179,19 @@ bool plan_normed(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return true;
 }
 
-// Measured to pay for a bfloat16 x of one or two tokens, and of up to four or eight where a multiprocessor has many
-// rows; not where warps have hardly a K-step each, or x, which every CTA waits for, is large. For float16 always: the
+// Tokens of bfloat16 for which the body for at most eight was measured to pay: the more row tiles a multiprocessor has,
+// the more; three row tiles are one pass of it.
+int64_t most_few_tokens(const Problem& problem, const Gpu& gpu) {
+  const int64_t of_sm = ceil_div(tiles_n(problem.n), gpu.num_sms);
+  return of_sm > 32 ? 8 : of_sm > 8 ? 5 : of_sm > 6 ? 4 : of_sm == 3 ? 3 : 2;
+}
+
+// Not where warps have hardly a K-step each, or x, which every CTA waits for, is large. For float16 always: the
 // portable kernels are slower.
 bool plan_few(const Problem& problem, const Gpu& gpu, Plan* plan) {
-  const int64_t of_sm = tiles_n(problem.n) / gpu.num_sms, most = of_sm >= 8 ? 8 : of_sm >= 6 ? 4 : 2;
   if (problem.x_dtype != DType::kFloat16) {
-    if (problem.m > most || problem.k < 24 * kStepColumns || problem.m * problem.k > 32768) return false;
+    if (problem.m > most_few_tokens(problem, gpu) || problem.k < 24 * kStepColumns || problem.m * problem.k > 32768)
+      return false;
   }
   int64_t fewest = INT64_MAX;
   for (int index = 0; index < static_cast<int>(std::size(kFewConfigs)); ++index) {
@@ -218,18 +224,17 @@ bool fill_shared(const Problem& problem, const Gpu& gpu, int index, Plan* plan) 
   return true;
 }
 
-// As measured: wherever three row tiles a pass fit beside x, or one pass does; with the fewest empty places, then the
-// fewest passes.
+// As measured: wherever three row tiles a pass fit beside x, or one pass does; a pass costs as much as a place.
 bool plan_shared(const Problem& problem, const Gpu& gpu, Plan* plan) {
   if (is_shallow(problem, gpu)) return false;
-  int64_t fewest = INT64_MAX;
+  int64_t least = INT64_MAX;
   for (int index = 0; index < static_cast<int>(std::size(kShared)); ++index) {
     const int64_t pass_tiles = kShared[index].tiles_n;
-    const int64_t places = places_of(problem, gpu, pass_tiles);
-    const bool pays = places == pass_tiles || pass_tiles >= 3;
-    if (pays && places <= fewest && fill_shared(problem, gpu, index, plan)) fewest = places;
+    const int64_t passes = passes_of(problem, gpu, pass_tiles), cost = passes * (pass_tiles + 1);
+    const bool pays = passes == 1 || pass_tiles >= 3;
+    if (pays && cost <= least && fill_shared(problem, gpu, index, plan)) least = cost;
   }
-  return fewest < INT64_MAX;
+  return least < INT64_MAX;
 }
 
 }  // namespace

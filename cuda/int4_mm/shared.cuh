@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
   // The kernel before this one may still run. What it writes must not be read before the wait, and might be anything,
   // weights too: they are brought as far as the L2 cache, where a later write to them still counts.
-  if (threadIdx.x < min(cta.row_tiles, 2 * Tile::kTilesN)) {
+  if (threadIdx.x < min(cta.row_tiles, Tile::kTilesN)) {
     const int row_tile = cta.row_tile0 + threadIdx.x;
     ptx::prefetch_l2(p.weight + row_tile * d.row_tile_bytes, min(p.k_tiles * kTileBytes, kPrefetchBytes));
     ptx::prefetch_l2(p.scales + row_tile * d.row_tile_scale_bytes, static_cast<int>(d.row_tile_scale_bytes));

@@ -106,12 +106,18 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
   return p;
 }
 
-Status launch_product(Kernel kernel, const Plan& plan, const Params& params, cudaStream_t stream) {
+Status launch_product(Kernel kernel, const Problem& problem, const Plan& plan, const Params& params,
+                      cudaStream_t stream) {
   const void* address = reinterpret_cast<const void*>(kernel);
   if (Status status = grant_shared_memory(address); !status.ok()) return status;
   Launch launch{dim3(static_cast<unsigned>(plan.ctas / plan.split_k), plan.split_k), dim3(plan.warps * 32), stream};
   launch.shared_bytes = plan.shared_bytes;
   launch.overlapped = is_hopper_code(address);
+  if (launch.overlapped && problem.m <= plan.tile_m) {
+    launch.streamed = params.weight;
+    launch.streamed_bytes =
+        problem.weight == Format::kInt4 ? int4_mm::weight_bytes(problem.n, problem.k) : problem.n * problem.k;
+  }
   return launch_kernel(launch, "launching mm8_kernel", kernel, params);
 }
 
@@ -151,7 +157,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
 
   const Kernel kernel = plan.kernel == std::string_view("sm89") ? sm89_kernel(plan.config, operands_of(problem))
                                                                 : sm80_kernel(plan.config, operands_of(problem));
-  if (Status status = launch_product(kernel, plan, params, stream); !status.ok()) return status;
+  if (Status status = launch_product(kernel, problem, plan, params, stream); !status.ok()) return status;
   if (plan.split_k == 1) return {};
 
   Epilogue last = params.epilogue;

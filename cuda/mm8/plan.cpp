@@ -137,9 +137,9 @@ bool lay_out(const Problem& problem, const Gpu& gpu, bool quantizes, bool single
   return false;
 }
 
-constexpr int kPrefetchBytes = 16384;        // of W, a CTA
-constexpr int64_t kMaxQuantizedK = 1 << 18;  // more would fit no GPU
-constexpr int kMaxUnsplit = 2;               // parts of K that a product gives up for quantising x itself
+constexpr int64_t kLeastPrefetch = 16384, kMostPrefetch = 32768;  // bytes of W, a CTA
+constexpr int64_t kMaxQuantizedK = 1 << 18;                       // more would fit no GPU
+constexpr int kMaxUnsplit = 2;  // parts of K that a product gives up for quantising x itself
 
 // Floats of x a warp can quantise in the time that a kernel for x alone would take; int4 wants sums of groups as well.
 int64_t most_floats(const Problem& problem) { return problem.weight == Format::kInt4 ? 1792 : 2048; }
@@ -194,12 +194,14 @@ Sm80Choice choose_sm80(const Problem& problem, const Gpu& gpu, bool quantizes) {
   return {};
 }
 
-// What of W a CTA brings into the L2 cache before it waits for the previous kernel. Where few bytes of W come beside an
-// x that is yet to be quantised, x would be late.
+// What of W a CTA brings into the L2 cache before it waits for the previous kernel: the more, the longer it will take.
+// Where few bytes of W come beside an x that is yet to be quantised, x would be late.
 int prefetch_bytes(const Problem& problem, const Sm80Choice& choice, bool quantizes) {
   const bool packed = problem.weight == Format::kInt4;
   const bool possible = choice.runs && choice.split_k == 1 && (packed || problem.weight_aligned);
-  return possible && !(packed && quantizes) ? kPrefetchBytes : 0;
+  if (!possible || (packed && quantizes)) return 0;
+  const int64_t eighth = problem.n * problem.k / (packed ? 2 : 1) / choice.ctas / 8;
+  return static_cast<int>(std::clamp(eighth / 1024 * 1024, kLeastPrefetch, kMostPrefetch));
 }
 
 // Whether the next kernel may start as soon as all CTAs run: not where more of its CTAs find room on one multiprocessor

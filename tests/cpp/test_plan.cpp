@@ -250,6 +250,11 @@ TEST_CASE("few tokens of 16 bits on Hopper stream their weights, all else does n
   problem.n = 6144;  // three row tiles a pass
   CHECK(kernel(problem, kH200) == "few");
   CHECK(planned(problem, kH200).tile_n == 48);
+  problem.m = 3;
+  CHECK(kernel(problem, kH200) == "few");
+  problem.m = 4;
+  CHECK(kernel(problem, kH200) == "decode");
+  problem.m = 1;
   problem.group_size = 32;  // parameters of three row tiles are more than a warp copies at once
   CHECK(planned(problem, kH200).tile_n == 32);
   problem.n = 4096;
@@ -264,6 +269,10 @@ TEST_CASE("few tokens of 16 bits on Hopper stream their weights, all else does n
   CHECK(kernel(problem, kH200) == "decode");
   problem.n = 28672;  // many rows for every multiprocessor
   CHECK(kernel(problem, kH200) == "few");
+  problem.m = 6;
+  CHECK(kernel(problem, kH200) == "decode");
+  problem.n = 128256;
+  CHECK(kernel(problem, kH200) == "few");
   problem.k = 65536;  // x does not fit
   CHECK(kernel(problem, kH200) == "decode");
 
@@ -274,6 +283,10 @@ TEST_CASE("few tokens of 16 bits on Hopper stream their weights, all else does n
     CHECK(kernel(problem, kH200) == "decode");
     problem.group_size = 128;
   }
+  problem.n = 28672;  // four passes of four row tiles rather than five of three
+  CHECK(planned(problem, kH200).tile_n == 64);
+  problem.n = 10240;  // two of three rather than two of four
+  CHECK(planned(problem, kH200).tile_n == 48);
   problem.n = 5120, problem.k = 5120;  // beside x only passes of two row tiles fit
   CHECK(kernel(problem, kH200) == "decode");
   problem.n = 3584, problem.k = 18944;
