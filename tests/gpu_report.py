@@ -1,8 +1,9 @@
 """Runs the whole test suite on a GPU and records the result with a hash of the sources it ran on.
 
-``python tests/gpu_report.py`` writes tests/gpu_report.json, ``-n 16`` with so many workers of pytest-xdist; ``--check``
-says whether that report is one of the present sources (exit status 1 and the reason when not). The check needs neither
-torch nor a GPU.
+``python tests/gpu_report.py`` writes tests/gpu_report.json, ``-n 16`` with so many workers of pytest-xdist.
+``--failed`` runs what failed in the report of the present sources again, by itself, and names it there. ``--check``
+says whether the report is one of the present sources and nothing failed (exit status 1 and the reason when not). The
+check needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -42,13 +43,20 @@ class Counter:
             self.cuda_passed += "cuda" in report.nodeid
 
 
+def sees_gpu() -> bool:
+    import torch
+
+    if not torch.cuda.is_available():
+        print(f"no GPU: torch {torch.__version__} sees no CUDA device. Run this on a machine with one.")
+    return bool(torch.cuda.is_available())
+
+
 def run(workers: int) -> int:
     """Runs the suite here; the exit status is pytest's."""
     import pytest
     import torch
 
-    if not torch.cuda.is_available():
-        print(f"no GPU: torch {torch.__version__} sees no CUDA device. Run this on a machine with one.")
+    if not sees_gpu():
         return 1
     # The compiler builds a header on its first use: once here, not in every worker of pytest-xdist at the same time.
     torch.compile(torch.sin)(torch.ones(8))
@@ -60,16 +68,34 @@ def run(workers: int) -> int:
         for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
             os.environ.setdefault(name, share)
     status = int(pytest.main([str(ROOT / "tests"), *options], plugins=[counter]))
-    report = describe("cuda") | {
-        "passed": counter.passed,
-        "cuda_passed": counter.cuda_passed,
-        "skipped": counter.skipped,
-        "failed": counter.failed,
-        "exit_status": status,
-    }
+    counts = {"passed": counter.passed, "cuda_passed": counter.cuda_passed, "skipped": counter.skipped}
+    write(describe("cuda") | counts | {"failed": counter.failed, "exit_status": status})
+    return status
+
+
+def run_failed() -> int:
+    """Runs the failed tests of the report again, where it was made from the present sources."""
+    import pytest
+
+    report = json.loads(REPORT.read_text())
+    if not sees_gpu():
+        return 1
+    if report["source_hash"] != source_hash():
+        print("the report was made from other sources: run the whole suite")
+        return 1
+    counter = Counter()
+    names = sorted({name.rpartition(" (")[0] for name in report["failed"]})
+    status = int(pytest.main([str(ROOT / name) for name in names], plugins=[counter])) if names else 0
+    for count in ("passed", "cuda_passed", "skipped"):
+        report[count] += getattr(counter, count)
+    report["run_again"] = report.get("run_again", []) + names
+    write(report | {"failed": counter.failed, "exit_status": status})
+    return status
+
+
+def write(report: dict[str, Any]) -> None:
     REPORT.write_text(json.dumps(report, indent=2) + "\n")
     print(f"wrote {REPORT.relative_to(ROOT)}")
-    return status
 
 
 def stale() -> str | None:
@@ -89,8 +115,11 @@ def stale() -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="compare tests/gpu_report.json with the present sources")
+    parser.add_argument("--failed", action="store_true", help="run only what failed in the report, and add to it")
     parser.add_argument("-n", type=int, default=0, metavar="WORKERS", help="of pytest-xdist; default: none")
     arguments = parser.parse_args()
+    if arguments.failed:
+        return run_failed()
     if not arguments.check:
         return run(arguments.n)
     reason = stale()
@@ -98,7 +127,8 @@ def main() -> int:
         print(f"GPU report: {reason}. Run `make gpu-test PYTHON=python3 VENV=` on a machine with a GPU.")
         return 1
     report = json.loads(REPORT.read_text())
-    print(f"GPU report: {report['passed']} tests passed on {report['device']} with the present sources.")
+    again = f", {', '.join(report['run_again'])} when run again" if report.get("run_again") else ""
+    print(f"GPU report: {report['passed']} tests passed on {report['device']} with the present sources{again}.")
     return 0
 
 
