@@ -17,6 +17,7 @@
 #include <string_view>
 #include <vector>
 
+#include "common/integers.h"
 #include "int4_mm/layout.h"
 #include "qao/int4_mm.h"
 #include "qao/mm8.h"
@@ -114,7 +115,7 @@ void set_formats(const Formats& formats, mm8::Problem* p) { p->x = formats.x, p-
 class Copies {
  public:
   Copies(Memory first, int64_t bytes, int64_t copies)
-      : stride_((bytes + 255) / 256 * 256), memory_(allocate(copies * stride_)) {
+      : stride_(round_up(bytes, 256)), memory_(allocate(copies * stride_)) {
     for (int64_t i = 0; i < copies; ++i) {
       check(cudaMemcpy(at(i), first.get(), static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice), "copying W");
     }

@@ -74,18 +74,24 @@ def run(workers: int) -> int:
 
 
 def run_failed() -> int:
-    """Runs the failed tests of the report again, where it was made from the present sources."""
+    """Runs the failed tests of the report again, where it is one of the present sources and of a whole run."""
     import pytest
 
+    ended = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED  # not interrupted, nor by an error
     report = json.loads(REPORT.read_text())
-    if not sees_gpu():
+    if report["source_hash"] != source_hash() or report["exit_status"] not in ended:
+        print("the report is of other sources, or its run did not come to an end: run the whole suite")
         return 1
-    if report["source_hash"] != source_hash():
-        print("the report was made from other sources: run the whole suite")
+    if not report["failed"]:
+        print("no test failed")
+        return int(report["exit_status"])
+    if not sees_gpu():
         return 1
     counter = Counter()
     names = sorted({name.rpartition(" (")[0] for name in report["failed"]})
-    status = int(pytest.main([str(ROOT / name) for name in names], plugins=[counter])) if names else 0
+    status = int(pytest.main([str(ROOT / name) for name in names], plugins=[counter]))
+    if status not in ended:  # the report stays as it was
+        return status
     for count in ("passed", "cuda_passed", "skipped"):
         report[count] += getattr(counter, count)
     report["run_again"] = report.get("run_again", []) + names
