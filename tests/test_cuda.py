@@ -69,6 +69,20 @@ def test_few_tokens_of_large_layers(n: int, k: int, x_dtype: torch.dtype, fmt: I
         check_product(INT4.mm(x, weight, bias), x, weight, bias)
 
 
+@pytest.mark.parametrize("row_tiles", (*range(1, 10), 14))
+@scheme_parameter
+def test_few_tokens_of_every_run_of_row_tiles(scheme: Scheme, row_tiles: int) -> None:
+    """A CTA walks its row tiles of 16 in passes of one to four, the last one short, for the others with one less."""
+    multiprocessors = torch.cuda.get_device_properties().multi_processor_count
+    n, k = 16 * (multiprocessors * (row_tiles - 1) + multiprocessors // 2) + 5, 1104
+    for fmt in scheme.few_formats:
+        weight = scheme.make_weight(n, k, fmt, "cuda")
+        bias = randn(n, dtype=torch.bfloat16, device="cuda")
+        for m in (1, 2, 3, 4, 5, 8, 12, 16):
+            x = randn(m, k, dtype=torch.bfloat16, device="cuda", seed=m)
+            check_product(scheme.mm(x, weight, bias), x, weight, bias)
+
+
 # ---- determinism, memory ---------------------------------------------------------------------------------------------
 
 

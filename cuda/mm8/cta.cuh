@@ -319,7 +319,7 @@ struct Cta {
 
   // The four rows of W whose results of a pass this thread stores.
   static constexpr int kQuads = Tile::kN / 4;
-  static_assert(Tile::kThreads % kQuads == 0);
+  static constexpr int kStorers = Tile::kThreads / kQuads * kQuads;  // all threads but for a rest
   __device__ __forceinline__ int own_row(int of_pass) const {
     return (first_row_tile + of_pass * Tile::kRowTiles) * kTileN + static_cast<int>(threadIdx.x) % kQuads * 4;
   }
@@ -358,6 +358,7 @@ struct Cta {
     __syncthreads();
     const int row = static_cast<int>(threadIdx.x) % kQuads * 4, n = own_row(of_pass);
     if (row >= row_tiles_of(of_pass) * kTileN || n >= p.n) return;
+    if (kStorers < Tile::kThreads && threadIdx.x >= kStorers) return;
     const Rows rows = kReadsRowsEarly ? early.rows : rows_of(p.epilogue, n);
     for (int token = threadIdx.x / kQuads; token < tokens; token += Tile::kThreads / kQuads) {
       float value[4] = {};

@@ -114,9 +114,7 @@ Status launch_product(Kernel kernel, const Problem& problem, const Plan& plan, c
   launch.shared_bytes = plan.shared_bytes;
   launch.overlapped = is_hopper_code(address);
   if (launch.overlapped && problem.m <= plan.tile_m) {
-    launch.streamed = params.weight;
-    launch.streamed_bytes =
-        problem.weight == Format::kInt4 ? int4_mm::weight_bytes(problem.n, problem.k) : problem.n * problem.k;
+    launch.streamed = params.weight, launch.streamed_bytes = weight_bytes(problem);
   }
   return launch_kernel(launch, "launching mm8_kernel", kernel, params);
 }

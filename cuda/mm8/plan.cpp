@@ -78,7 +78,8 @@ int64_t largest_mma_sync_m(const Problem& problem, const Gpu& gpu) {
       if (int4) return one_pass && short_k ? 32 : 16;
       return one_pass ? 32 : run < kLongRun ? 16 : 8;
     default:
-      return (int4 || (blocks && short_k)) && one_pass ? 16 : 8;
+      if (int4) return run <= 3 ? 16 : 8;
+      return blocks && short_k && one_pass ? 16 : 8;
   }
 }
 
@@ -141,8 +142,10 @@ constexpr int64_t kLeastPrefetch = 16384, kMostPrefetch = 32768;  // bytes of W,
 constexpr int64_t kMaxQuantizedK = 1 << 18;                       // more would fit no GPU
 constexpr int kMaxUnsplit = 2;  // parts of K that a product gives up for quantising x itself
 
-// Floats of x a warp can quantise in the time that a kernel for x alone would take; int4 wants sums of groups as well.
-int64_t most_floats(const Problem& problem) { return problem.weight == Format::kInt4 ? 1792 : 2048; }
+// Floats of x that a CTA can quantise in the time that a kernel for x alone would take; int4 wants sums of groups too.
+int64_t most_floats(const Config& config, Format weight) {
+  return config.warps * (weight == Format::kInt4 ? 1792 : config.warps == 8 ? 3072 : 2048);
+}
 
 // Whether a row serves runs of so many row tiles, or tiles.
 bool serves(const Config& config, int64_t run, bool one_wave, int64_t k) {
@@ -152,6 +155,8 @@ bool serves(const Config& config, int64_t run, bool one_wave, int64_t k) {
       return one_pass;
     case ShareKind::kOneShortPass:
       return one_pass && k <= kShortK;
+    case ShareKind::kOneTinyPass:
+      return one_pass && k <= kTinyK;
     case ShareKind::kLongRun:
       return run >= kLongRun;
     case ShareKind::kOneWave:
@@ -163,18 +168,29 @@ bool serves(const Config& config, int64_t run, bool one_wave, int64_t k) {
   return false;
 }
 
-// The first row that serves the problem on this GPU; none is possible where the product is to quantise x.
+// What a multiprocessor takes for runs of so many row tiles, in half a row tile: the places of all passes, empty or
+// not, and what a pass begins and ends with, which is as much as half a row tile of eight bits, or one of four.
+int64_t run_cost(const Config& config, Format weight, int64_t run) {
+  const int64_t places = config.tile_n / kTileN;
+  return config.ctas_per_sm * ceil_div(run, places) * (2 * places + (weight == Format::kInt4 ? 2 : 1));
+}
+
+// The row that configs.inc says for the problem on this GPU; none is possible where the product is to quantise x.
 Sm80Choice choose_sm80(const Problem& problem, const Gpu& gpu, bool quantizes) {
   const int64_t m = std::max<int64_t>(problem.m, 1);
   const int64_t k_steps = ceil_div(problem.k, kTileK) * (is_split(problem) ? kFloat32Parts : 1);
+  Sm80Choice best;
+  int64_t best_cost = 0;
   for (const Config& config : kSm80) {
+    if (best.config != nullptr && (config.share != ShareKind::kRun || config.max_m != best.config->max_m)) continue;
     if (m > config.max_m || quantizes != (config.x == XKind::kQuantizes) || !serves(config.weight, problem.weight))
       continue;
     if (!quantizes && !serves(config.x, problem.x == Format::kFloat)) continue;
     // CTAs that have all tokens share the rows of W out among them where shared memory allows. Others are tiles.
     const int64_t row_tiles = ceil_div(problem.n, kTileN), row_blocks = ceil_div(problem.n, config.tile_n);
     const int64_t slots = gpu.num_sms * config.ctas_per_sm, runs = std::min(row_tiles, slots);
-    if (!serves(config, ceil_div(row_tiles, runs), row_blocks <= slots, problem.k)) continue;
+    const int64_t run = ceil_div(row_tiles, runs);
+    if (!serves(config, run, row_blocks <= slots, problem.k)) continue;
     for (bool shares : {true, false}) {
       if (shares && (m > config.tile_m || !is_run(config.share))) continue;
       Sm80Choice choice{&config};
@@ -184,14 +200,18 @@ Sm80Choice choose_sm80(const Problem& problem, const Gpu& gpu, bool quantizes) {
       if (quantizes) {
         // Every warp has one token, and a part of K would not know the range of the others.
         if (m > config.warps || problem.k > kMaxQuantizedK || choice.split_k > kMaxUnsplit) continue;
-        if (m * problem.k > most_floats(problem) * config.warps) continue;
+        if (m * problem.k > most_floats(config, problem.weight)) continue;
         choice.split_k = 1;
       }
-      const bool single_pass = !shares || ceil_div(row_tiles, runs) <= config.tile_n / kTileN;
-      if (lay_out(problem, gpu, quantizes, single_pass, &choice)) return choice;
+      const bool single_pass = !shares || run <= config.tile_n / kTileN;
+      if (!lay_out(problem, gpu, quantizes, single_pass, &choice)) continue;
+      if (config.share != ShareKind::kRun) return choice;
+      const int64_t cost = shares ? run_cost(config, problem.weight, run) : INT64_MAX;
+      if (best.config == nullptr || cost < best_cost) best = choice, best_cost = cost;
+      break;
     }
   }
-  return {};
+  return best;
 }
 
 // What of W a CTA brings into the L2 cache before it waits for the previous kernel: the more, the longer it will take.
@@ -200,7 +220,7 @@ int prefetch_bytes(const Problem& problem, const Sm80Choice& choice, bool quanti
   const bool packed = problem.weight == Format::kInt4;
   const bool possible = choice.runs && choice.split_k == 1 && (packed || problem.weight_aligned);
   if (!possible || (packed && quantizes)) return 0;
-  const int64_t eighth = problem.n * problem.k / (packed ? 2 : 1) / choice.ctas / 8;
+  const int64_t eighth = weight_bytes(problem) / choice.ctas / 8;
   return static_cast<int>(std::clamp(eighth / 1024 * 1024, kLeastPrefetch, kMostPrefetch));
 }
 

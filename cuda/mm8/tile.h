@@ -18,9 +18,11 @@ struct OperandBytes {
   Format weight;
 
   constexpr int weight_tile() const { return kTileN * kTileK / (weight == Format::kInt4 ? 2 : 1); }
-  // Scales and zero points of 16 rows; of an fp8 weight the scale of their block.
+  // Scales and zero points of 16 rows; of an fp8 weight the scale of their block. Behind them are the tokens', which
+  // are read two at once.
   constexpr int weight_parameters(int row_tiles) const {
-    return row_tiles * (weight == Format::kInt4 ? kMaxGroups * 2 * kTileN * 4 : weight == Format::kFp8 ? 4 : 0);
+    if (weight == Format::kInt4) return row_tiles * kMaxGroups * 2 * kTileN * 4;
+    return weight == Format::kFp8 ? (row_tiles + 1) / 2 * 8 : 0;
   }
   // Sums of x for the zero points; with an fp8 weight, scales of blocks of x.
   constexpr int token_parameters(int tokens) const {
@@ -35,19 +37,30 @@ enum class XKind { kAny, kEightBits, kSixteenBits, kQuantizes };
 constexpr bool serves(XKind kind, bool sixteen_bits) {
   return kind == XKind::kAny || (kind == XKind::kSixteenBits) == sixteen_bits;
 }
-// Which shares of W a CTA may have: a run of row tiles, of any length; that takes one pass; with few columns; that is
-// long. Or a tile: of any product; of products whose tiles all run at once.
-enum class ShareKind { kRun, kOnePass, kOneShortPass, kLongRun, kTile, kOneWave };
-constexpr int64_t kShortK = 8192, kLongRun = 6;
+// Which shares of W a CTA may have: a run of row tiles, of any length; that takes one pass; with few columns, with very
+// few; that is long. Or a tile: of any product; of products whose tiles all run at once.
+enum class ShareKind { kRun, kOnePass, kOneShortPass, kOneTinyPass, kLongRun, kTile, kOneWave };
+constexpr int64_t kShortK = 8192, kTinyK = 2048, kLongRun = 6;
 constexpr bool is_run(ShareKind kind) { return kind != ShareKind::kTile && kind != ShareKind::kOneWave; }
 // Which weights: those of int8 cost few instructions, others are converted or scaled; those of int4 are half as many
 // bytes.
-enum class WeightKind { kAny, kInt8, kConverted, kEightBits, kInt4 };
+enum class WeightKind { kAny, kInt8, kFp8, kInt4, kConverted, kEightBits };
 constexpr bool serves(WeightKind kind, Format weight) {
-  if (kind == WeightKind::kInt8 || kind == WeightKind::kConverted) {
-    return (kind == WeightKind::kInt8) == (weight == Format::kInt8);
+  switch (kind) {
+    case WeightKind::kInt8:
+      return weight == Format::kInt8;
+    case WeightKind::kFp8:
+      return weight == Format::kFp8;
+    case WeightKind::kInt4:
+      return weight == Format::kInt4;
+    case WeightKind::kConverted:
+      return weight != Format::kInt8;
+    case WeightKind::kEightBits:
+      return weight != Format::kInt4;
+    case WeightKind::kAny:
+      return true;
   }
-  return kind == WeightKind::kAny || (kind == WeightKind::kInt4) == (weight == Format::kInt4);
+  return false;
 }
 
 // x of a few tokens that comes as floats, which every CTA quantises while its first K-tiles of W arrive, and stays in

@@ -53,6 +53,10 @@ inline ResidentX resident_of(const Problem& problem) {
   return {static_cast<int>(problem.m), k_tiles, parameters};
 }
 
+inline int64_t weight_bytes(const Problem& problem) {
+  return problem.weight == Format::kInt4 ? int4_mm::weight_bytes(problem.n, problem.k) : problem.n * problem.k;
+}
+
 // Of a row of floats that the kernel quantises, in shared memory.
 inline int float_row_bytes(const Problem& problem) {
   return static_cast<int>(round_up(problem.k, kTileK) * size_of(problem.x_dtype));

@@ -261,10 +261,40 @@ TEST_CASE("mm8: who multiplies few tokens on an H200") {
       CHECK(kernel(x, weight, 8, n, k) == "sm80");
       CHECK(kernel(x, weight, 33, n, k) == "sm90");
       const bool one_pass = n <= 4096, long_run = n == 28672;
-      const bool sm80_16 = x == int8 ? weight == int4 || !long_run : weight == int4 && one_pass;
+      const bool sm80_16 = x == int8 ? weight == int4 || !long_run : weight == int4 && n <= 6144;
       CHECK(kernel(x, weight, 16, n, k) == (sm80_16 ? "sm80" : "sm90"));
       const bool sm80_32 = x == int8 && one_pass && (weight == int8 || k <= 8192);
       CHECK(kernel(x, weight, 32, n, k) == (sm80_32 ? "sm80" : "sm90"));
+    }
+  }
+}
+
+TEST_CASE("mm8: the passes over a run of row tiles leave few places empty") {
+  using enum Format;
+  // Row tiles that a CTA has on 132 multiprocessors, and that a pass has places for by the format of W.
+  struct Case {
+    int64_t n, k, run;
+    int int8, fp8, int4;
+  };
+  for (const Case& c : {Case{1024, 4096, 1, 1, 1, 1},
+                        {4096, 4096, 2, 2, 2, 2},
+                        {5120, 5120, 3, 3, 3, 3},
+                        {6144, 4096, 3, 3, 3, 3},
+                        {8192, 8192, 4, 4, 4, 4},
+                        {10240, 5120, 5, 3, 3, 3},
+                        {12288, 4096, 6, 3, 3, 3},
+                        {14336, 4096, 7, 4, 4, 4},
+                        {28672, 4096, 14, 3, 2, 4},
+                        {8192, 28672, 4, 2, 2, 4}}) {  // beside an x so long there is no room for longer rings
+    CHECK(ceil_div(c.n / kTileN, kH200.num_sms) == c.run);
+    for (const auto& [weight, places] : {std::pair{kInt8, c.int8}, {kFp8, c.fp8}, {kInt4, c.int4}}) {
+      Problem problem = problem_of(weight == kFp8 ? kFp8 : kInt8, weight, 1, c.n, c.k);
+      problem.quantizes_x = true;
+      const Plan plan = planned(problem);
+      INFO(to_string(plan));
+      CHECK(plan.quantizes_x);
+      CHECK(plan.runs);
+      CHECK(plan.tile_n == places * kTileN);
     }
   }
 }
