@@ -77,10 +77,13 @@ def run_failed() -> int:
     """Runs the failed tests of the report again, where it is one of the present sources and of a whole run."""
     import pytest
 
+    if reason := foreign():
+        print(f"GPU report: {reason}. Run the whole suite.")
+        return 1
     ended = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED  # not interrupted, nor by an error
     report = json.loads(REPORT.read_text())
-    if report["source_hash"] != source_hash() or report["exit_status"] not in ended:
-        print("the report is of other sources, or its run did not come to an end: run the whole suite")
+    if report["exit_status"] not in ended:
+        print("GPU report: its run did not come to an end. Run the whole suite.")
         return 1
     if not report["failed"]:
         print("no test failed")
@@ -104,13 +107,21 @@ def write(report: dict[str, Any]) -> None:
     print(f"wrote {REPORT.relative_to(ROOT)}")
 
 
-def stale() -> str | None:
-    """Why the report on disk says nothing good about the present sources; None if it does."""
+def foreign() -> str | None:
+    """Why the report on disk is not one of the present sources; None if it is."""
     if not REPORT.exists():
         return f"{REPORT.relative_to(ROOT)} is missing"
+    made_from = json.loads(REPORT.read_text())["source_hash"]
+    if made_from != source_hash():
+        return f"it was made from other sources ({made_from[:12]}, now {source_hash()[:12]})"
+    return None
+
+
+def stale() -> str | None:
+    """Why the report on disk says nothing good about the present sources; None if it does."""
+    if reason := foreign():
+        return reason
     report = json.loads(REPORT.read_text())
-    if report["source_hash"] != source_hash():
-        return f"it was made from other sources ({report['source_hash'][:12]}, now {source_hash()[:12]})"
     if report["exit_status"] != 0 or report["failed"]:
         return f"{len(report['failed'])} tests failed on {report['device']}: {', '.join(report['failed'][:5])}"
     if report["cuda_passed"] == 0:
