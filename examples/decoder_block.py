@@ -82,7 +82,7 @@ class DecoderBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The same of an int4 layer; if gated, its halves are gate and up, and the result silu(gate) * up."""
         sizes = linear.out_features, linear.in_features, linear.scheme.group_size
-        packed = linear.weight, linear.scales, linear.bias
+        packed = linear.qweight, linear.scales, linear.bias
         return torch.ops.qao.add_rms_norm_int4_mm(x, residual, weight, self.eps, *packed, *sizes, gated)
 
     def gated_product(self, gate: Tensor, up: Tensor, linear: nn.Module) -> Tensor:
@@ -125,8 +125,8 @@ def _scaled_mm(linear: Any, x: Tensor, x_scales: Tensor, dtype: torch.dtype) -> 
     """The product of a QuantLinear with an input in eight bits."""
     if x.dtype == torch.int8:
         return torch.ops.qao.int8_scaled_mm(
-            x, x_scales, None, linear.weight, linear.scales, linear.bias, linear.weight_sums, dtype
+            x, x_scales, None, linear.qweight, linear.scales, linear.bias, linear.weight_sums, dtype
         )
     return torch.ops.qao.fp8_scaled_mm(
-        x, x_scales, linear.weight, linear.scales, linear.bias, dtype, linear.scheme.fast_accum
+        x, x_scales, linear.qweight, linear.scales, linear.bias, dtype, linear.scheme.fast_accum
     )

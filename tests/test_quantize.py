@@ -241,7 +241,7 @@ def test_tied_linears_share_their_quantised_weight() -> None:
     report = quantize_(model, SCHEME)
     first, second = model.blocks[0].up, model.blocks[1].up
     assert isinstance(first, QuantLinear) and isinstance(second, QuantLinear) and first is not second
-    assert first.weight is second.weight and first.scales is second.scales and first.bias is not second.bias
+    assert first.qweight is second.qweight and first.scales is second.scales and first.bias is not second.bias
     rows = {row.name: row for row in report.rows}
     assert rows["blocks.1.up"].note == "shares its weight with blocks.0.up"
     assert (rows["blocks.1.up"].bytes_before, rows["blocks.1.up"].bytes_after) == (0, 0)
@@ -249,7 +249,7 @@ def test_tied_linears_share_their_quantised_weight() -> None:
     assert report.parameters_quantized == 2 * 96 * 64 + 96 * 64 + 50 * 64
     assert quantize_(model, SCHEME).parameters_quantized == report.parameters_quantized
     copied = copy.deepcopy(model)
-    assert copied.blocks[0].up.weight is copied.blocks[1].up.weight
+    assert copied.blocks[0].up.qweight is copied.blocks[1].up.qweight
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_report_numbers() -> None:
         if row.status == "quantized":
             layer = model.get_submodule(row.name)
             assert isinstance(layer, QuantLinear) and row.shape == (layer.out_features, layer.in_features)
-            size = sum(t.numel() * t.element_size() for t in (layer.weight, layer.scales))
+            size = sum(t.numel() * t.element_size() for t in (layer.qweight, layer.scales))
             assert row.bytes_after == size and row.bytes_before == 4 * weights[row.name]
             assert row.scheme == str(SCHEME) and 0 < (row.relative_error or 0) < 0.2
             after += size

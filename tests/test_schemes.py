@@ -174,7 +174,7 @@ def test_scales_of_any_float_dtype(scale_dtype: torch.dtype, device: str) -> Non
         assert layer.scales.dtype == torch.float32 and layer.bias is not None and layer.bias.dtype == torch.float32
         plain = weight if scheme.weights == "int8" else weight.view(torch.float8_e4m3fn)
         check_layer(layer, Parts(plain, scales.float()), activation)
-        assert layer.weight.dtype == torch.int8
+        assert layer.qweight.dtype == torch.int8
         weight_again = reference.dequantize_8bit(plain, layer.scales)
         assert torch.equal(layer.dequantize(torch.float32), weight_again.float())
 

@@ -12,6 +12,7 @@ from .linear import QuantLinear
 from .quantize import quantize_
 from .report import Report, Row
 from .schemes import (
+    SCHEMES,
     Float8DynamicActivationFloat8Weight,
     Float8DynamicActivationInt4Weight,
     Float8WeightOnly,
@@ -19,9 +20,11 @@ from .schemes import (
     Int8DynamicActivationInt4Weight,
     Int8DynamicActivationInt8Weight,
     Int8WeightOnly,
+    scheme_from_dict,
 )
 
 __all__ = [
+    "SCHEMES",
     "Explanation",
     "Float8DynamicActivationFloat8Weight",
     "Float8DynamicActivationInt4Weight",
@@ -38,4 +41,5 @@ __all__ = [
     "__version__",
     "explain",
     "quantize_",
+    "scheme_from_dict",
 ]

@@ -1,1 +1,1 @@
-__version__ = "0.1.0"  # the only place; pyproject.toml and CMakeLists.txt read it from here
+__version__ = "0.2.0"  # the only place; pyproject.toml and CMakeLists.txt read it from here

@@ -79,7 +79,7 @@ def _product(scheme: Scheme) -> Callable[[str], float]:
     def error(device: str) -> float:
         packed = scheme.quantize(_random(_N, _K, device=device))
         tensors = packed.tensors() | {"bias": _random(_N, device=device)}
-        dense = scheme.dequantize(packed.weight, packed.scales, _N, _K, torch.float32)
+        dense = scheme.dequantize(packed.qweight, packed.scales, _N, _K, torch.float32)
         errors = []
         for tokens in _TOKENS:
             x = _random(tokens, _K, device=device)
@@ -147,12 +147,12 @@ def _add_rms_norm(device: str) -> float:
 def _add_rms_norm_int4_mm(device: str) -> float:
     scheme = schemes.Int4WeightOnly()
     packed = scheme.quantize(_random(_N, _K, device=device))
-    dense = scheme.dequantize(packed.weight, packed.scales, _N, _K, torch.float32)
+    dense = scheme.dequantize(packed.qweight, packed.scales, _N, _K, torch.float32)
     errors = []
     for tokens in _TOKENS:
         x, residual = _random(tokens, _K, device=device), _random(tokens + 1, _K, device=device)[1:]
         expected = reference.mm(reference.rms_norm(x + residual, None, 1e-6), dense)
-        weight = packed.weight, packed.scales, None, *scheme.constants(_N, _K)
+        weight = packed.qweight, packed.scales, None, *scheme.constants(_N, _K)
         errors.append(_distance(qao.add_rms_norm_int4_mm(x, residual, None, 1e-6, *weight, False)[0], expected))
     return max(errors)
 
@@ -183,7 +183,7 @@ def _dequantize_int4(device: str) -> float:
 
 # By operator: how far it is from its reference on a device.
 OPERATORS: dict[str, Callable[[str], float]] = {
-    **{f"{scheme.word}_mm": _product(scheme()) for scheme in (getattr(schemes, name) for name in schemes.__all__)},
+    **{f"{scheme.word}_mm": _product(scheme()) for scheme in schemes.SCHEMES.values()},
     "int8_scaled_mm": _int8_scaled_mm,
     "fp8_scaled_mm": _fp8_scaled_mm,
     "int8_quantize": _int8_quantize,

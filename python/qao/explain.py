@@ -139,7 +139,7 @@ def _eager(
 def _layer_call(name: str, layer: QuantLinear, x: Tensor) -> LayerCall:
     n, k, tokens = layer.out_features, layer.in_features, x.numel() // x.shape[-1]
     plan = layer.scheme.plan(
-        max(tokens, 1), n, k, x_dtype=x.dtype, scale_dtype=layer.scales.dtype, device=layer.weight.device
+        max(tokens, 1), n, k, x_dtype=x.dtype, scale_dtype=layer.scales.dtype, device=layer.qweight.device
     )
     kernel, why = (
         (None, "qao._host is not built, or no such device") if plan is None else (plan["kernel"], plan["text"])

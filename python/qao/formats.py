@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,15 @@ try:
 except ImportError:  # built without pybind11: layers work, kernels just have no names to show
     _host = None  # type: ignore[assignment]
 
+Granularity = Literal["row", "tensor", "block"]  # what shares a scale
+
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class PackedWeight(NamedTuple):
     """A quantised weight [N, K] in the layout of the scheme's kernels, with what else a layer stores."""
 
-    weight: Tensor  # int8, whatever its bytes are: some models cast activations to any other dtype of a weight
+    qweight: Tensor  # int8, whatever its bytes are
     scales: Tensor
     weight_sums: Tensor | None = None  # float32 [N], sums over k of the dequantised W; for asymmetric activations
     activation_scale: Tensor | None = None  # float32 [1]; for static activations
@@ -158,6 +160,10 @@ class Scheme(ABC):
         """The dtype scales are stored in, where the weight or its scales have ``given``."""
         return given if given in self.scale_dtypes else torch.float32
 
+    def to_dict(self) -> dict[str, Any]:
+        """The scheme in types that JSON knows; ``qao.scheme_from_dict`` is the inverse."""
+        return {"scheme": self.word, **{f.name: _plain_value(getattr(self, f.name)) for f in fields(self)}}  # type: ignore[arg-type]
+
     def __str__(self) -> str:
         return self.word + ("" if self.symmetric_activations else ", asymmetric activations")
 
@@ -255,7 +261,7 @@ class Int8Weight(Scheme):
 class Float8Weight(Scheme):
     """W = q * scale with q in e4m3, row-major. Scales have two dimensions, those of int8 one: a checkpoint tells."""
 
-    granularity: str = "row"
+    granularity: Granularity = "row"
 
     weights: ClassVar[str] = "fp8"
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
@@ -286,6 +292,10 @@ class Float8Weight(Scheme):
 
     def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
         return super()._problem(weight_scaling=self.granularity, **facts)
+
+
+def _plain_value(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def _as_stored(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype, scheme: Scheme) -> Tensor:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from .formats import FLOAT_DTYPES, PackedWeight, Scheme
+from .packed import PackedModule, frozen
 
 _autocasts = torch._C._is_any_autocast_enabled
 
@@ -50,7 +48,7 @@ def obstacle(linear: nn.Module) -> str | None:
     return None
 
 
-class QuantLinear(nn.Module):
+class QuantLinear(PackedModule):
     """y [..., N] = x [..., K] · Wᵀ + bias with a quantised W; drop-in for nn.Linear.
 
     Make one with ``from_linear``, with ``from_quantized``, or ``empty`` for a checkpoint to be loaded into. All tensors
@@ -59,33 +57,33 @@ class QuantLinear(nn.Module):
     and only it, trainable.
 
     Attributes:
-        weight, scales: tensors in the layout of the scheme's kernels.
+        qweight, scales: tensors in the layout of the scheme's kernels.
+        weight: the dequantised weight [N, K], for models that read it; computed when it is used.
         weight_sums: float32 [N], sums over k of W, if activations are quantised asymmetrically; else None.
         activation_scale: float32 [1], the scale of every activation, if it is static; else None.
         bias: [N] or None.
         in_features, out_features: K and N.
+        dtype: of the float weight it stands for; ``.to(dtype)`` changes it.
         scheme: how the weight is quantised.
     """
 
-    weight: nn.Parameter
-    scales: nn.Parameter
-    weight_sums: nn.Parameter | None
-    activation_scale: nn.Parameter | None
     bias: nn.Parameter | None
 
-    # No extra state: shapes and dtypes of weight and scales tell the scheme (no two group sizes give the same number of
-    # groups, unless it is 1), so a checkpoint is plain tensors and `weights_only=True` loads it.
-
     def __init__(
-        self, in_features: int, out_features: int, scheme: Scheme, packed: PackedWeight, bias: Tensor | None
+        self,
+        in_features: int,
+        out_features: int,
+        scheme: Scheme,
+        packed: PackedWeight,
+        bias: Tensor | None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        given = packed.scales if bias is None else bias
+        super().__init__(out_features, in_features, scheme, packed, dtype or given.dtype)
         self.in_features = in_features
         self.out_features = out_features
-        self.scheme = scheme
         self._mm, self._constants = scheme.mm, scheme.constants(out_features, in_features)
-        for name, tensor in (*packed.tensors().items(), ("bias", bias)):
-            self.register_parameter(name, None if tensor is None else _frozen(tensor))
+        self.register_parameter("bias", None if bias is None else frozen(bias))
 
     @classmethod
     def empty(
@@ -108,6 +106,7 @@ class QuantLinear(nn.Module):
             scheme,
             packed,
             torch.empty(out_features, device=device, dtype=dtype) if bias else None,
+            dtype,
         )
 
     @classmethod
@@ -139,13 +138,21 @@ class QuantLinear(nn.Module):
     @classmethod
     def from_packed(cls, linear: nn.Module, scheme: Scheme, packed: PackedWeight) -> QuantLinear:
         """The layer that takes the place of ``linear``, with a weight that ``pack`` made."""
-        out_features, in_features = linear_weight(linear).shape
-        bias = _kernel_bias(linear._parameters["bias"], packed.weight.device)
-        return cls(in_features, out_features, scheme, packed, bias).train(linear.training)
+        weight = linear_weight(linear)
+        out_features, in_features = weight.shape
+        bias = _kernel_bias(linear._parameters["bias"], packed.qweight.device)
+        return cls(in_features, out_features, scheme, packed, bias, weight.dtype).train(linear.training)
 
     @classmethod
     def from_quantized(
-        cls, q: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *, scheme: Scheme
+        cls,
+        q: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        bias: Tensor | None = None,
+        *,
+        scheme: Scheme,
+        dtype: torch.dtype | None = None,
     ) -> QuantLinear:
         """A layer of a weight that others quantised, W = (q - zero) * scale; nothing is quantised again.
 
@@ -153,18 +160,14 @@ class QuantLinear(nn.Module):
             q, scales, zeros: plain tensors [N, K] and those of its groups, of any float dtype: see ``Scheme.pack``.
             bias: [N] or None.
             scheme: what they are, for example ``Int8DynamicActivationInt4Weight(group_size=32, symmetric=True)``.
+            dtype: of the float weight it stands for; None: that of the bias, or of the scales.
 
         Raises:
             ValueError: a shape or dtype does not fit the scheme.
         """
         packed = scheme.pack(q, scales, zeros)
         n, k = q.shape
-        return cls(k, n, scheme, packed, _kernel_bias(bias, q.device))
-
-    @property
-    def packed(self) -> PackedWeight:
-        """The frozen tensors."""
-        return PackedWeight(self.weight, self.scales, self.weight_sums, self.activation_scale)
+        return cls(k, n, scheme, packed, _kernel_bias(bias, q.device), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if _autocasts():  # 0.1 µs, and no call of Python where nothing is cast
@@ -181,11 +184,6 @@ class QuantLinear(nn.Module):
                 return x.to(torch.get_autocast_dtype(device_type))
         return x
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight [N, K] the layer multiplies with, in float32, float16 or bfloat16 (None: dtype of the scales)."""
-        dtype = dtype or self.scales.dtype
-        return self.scheme.dequantize(self.weight, self.scales, self.out_features, self.in_features, dtype)
-
     def requires_grad_(self, requires_grad: bool = True) -> QuantLinear:
         """Applies to the bias alone: all else stays frozen."""
         if self.bias is not None:
@@ -196,48 +194,6 @@ class QuantLinear(nn.Module):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"{self.scheme}, scales {str(self.scales.dtype).removeprefix('torch.')}"
-        )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
-        frozen = [tensor for tensor in self.packed.tensors().values() if tensor is not None]
-
-        def move_only(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            if not any(tensor is parameter for parameter in frozen):
-                return moved
-            if moved.dtype != tensor.dtype:
-                moved = tensor.to(moved.device)
-            return moved.contiguous()  # .to(memory_format=torch.channels_last) reorders anything with 4 dimensions
-
-        return super()._apply(move_only, recurse)  # type: ignore[no-any-return, no-untyped-call]
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        # Module would say "size mismatch", which tells nobody what to do, and cast scales of another dtype silently.
-        assign = local_metadata.get("assign_to_params_buffers", False)
-        for key, own in self.packed.tensors().items():
-            loaded = state_dict.get(prefix + key)
-            if own is None or not isinstance(loaded, Tensor):
-                continue
-            may_replace = assign and key == "scales" and loaded.dtype in self.scheme.scale_dtypes
-            if loaded.shape != own.shape or (loaded.dtype != own.dtype and not may_replace):
-                error_msgs.append(
-                    f"{prefix}{key}: the checkpoint holds {_describe(loaded)}, but this QuantLinear "
-                    f"({self.extra_repr()}) needs {_describe(own)}. Quantise the model with the scheme the checkpoint "
-                    "was made with (group_size, symmetric, scale_dtype); load a checkpoint of float weights before "
-                    "quantising."
-                )
-                return
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
 
@@ -260,12 +216,3 @@ def _kernel_bias(bias: Tensor | None, device: torch.device) -> Tensor | None:
     return bias.detach().to(
         device, torch.float32 if bias.dtype == torch.float64 else bias.dtype
     )  # no kernel has float64
-
-
-def _frozen(tensor: Tensor) -> nn.Parameter:
-    # A Parameter is taken as it is: linears with tied weights share one.
-    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -137,7 +137,7 @@ def _finish_row(layer: survey.Layer) -> None:
     x_dtype = torch.float32 if layer.x_dtype == torch.float64 else layer.x_dtype
     kernels = [
         module.scheme.kernel(
-            m, *row.shape, x_dtype=x_dtype, scale_dtype=module.scales.dtype, device=module.weight.device
+            m, *row.shape, x_dtype=x_dtype, scale_dtype=module.scales.dtype, device=module.qweight.device
         )
         for m in (1, 512)
     ]

@@ -12,16 +12,18 @@ which is one call of the scheme's operator:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from . import ops
-from .formats import Float8Weight, Int4Weight, Int8Weight, _host
+from .formats import Float8Weight, Int4Weight, Int8Weight, Scheme, _host
 from .quantizer import SCALE_BLOCK
 
 __all__ = [
+    "SCHEMES",
     "Float8DynamicActivationFloat8Weight",
     "Float8DynamicActivationInt4Weight",
     "Float8WeightOnly",
@@ -29,6 +31,7 @@ __all__ = [
     "Int8DynamicActivationInt4Weight",
     "Int8DynamicActivationInt8Weight",
     "Int8WeightOnly",
+    "scheme_from_dict",
 ]
 
 Layer = Mapping[str, Any]  # the tensors of a QuantLinear by name
@@ -55,7 +58,7 @@ class Int4WeightOnly(Int4Weight):
 
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
-        return ops.product(ops.INT4, constants, x, layer["weight"], layer["scales"], layer["bias"])
+        return ops.product(ops.INT4, constants, x, layer["qweight"], layer["scales"], layer["bias"])
 
     def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
         return _host.Int4Problem(group_size=self.group_size, has_zeros=not self.symmetric, **facts)
@@ -77,7 +80,7 @@ class Int8WeightOnly(Int8Weight):
 
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
-        return ops.product(ops.INT8, (), x, layer["weight"], layer["scales"], layer["bias"])
+        return ops.product(ops.INT8, (), x, layer["qweight"], layer["scales"], layer["bias"])
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class Float8WeightOnly(Float8Weight):
 
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
-        return ops.product(ops.FP8, (), x, layer["weight"], layer["scales"], layer["bias"])
+        return ops.product(ops.FP8, (), x, layer["qweight"], layer["scales"], layer["bias"])
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class Int8DynamicActivationInt8Weight(Int8Weight):
 
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
-        weight, scales, bias, weight_sums = layer["weight"], layer["scales"], layer["bias"], layer["weight_sums"]
+        weight, scales, bias, weight_sums = layer["qweight"], layer["scales"], layer["bias"], layer["weight_sums"]
         return ops.product(ops.INT8_INT8, (), x, weight, scales, bias, weight_sums)
 
 
@@ -143,7 +146,7 @@ class Int8DynamicActivationInt4Weight(Int4Weight):
 
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
-        weight, scales, bias, weight_sums = layer["weight"], layer["scales"], layer["bias"], layer["weight_sums"]
+        weight, scales, bias, weight_sums = layer["qweight"], layer["scales"], layer["bias"], layer["weight_sums"]
         return ops.product(ops.INT8_INT4, constants, x, weight, scales, bias, weight_sums)
 
 
@@ -189,7 +192,7 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
 
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
-        weight, scales, bias, x_scale = layer["weight"], layer["scales"], layer["bias"], layer["activation_scale"]
+        weight, scales, bias, x_scale = layer["qweight"], layer["scales"], layer["bias"], layer["activation_scale"]
         return ops.product(ops.FP8_FP8, constants, x, weight, scales, bias, x_scale)
 
     def constants(self, n: int, k: int) -> tuple[int, ...]:
@@ -220,4 +223,42 @@ class Float8DynamicActivationInt4Weight(Int4Weight):
 
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
-        return ops.product(ops.FP8_INT4, constants, x, layer["weight"], layer["scales"], layer["bias"])
+        return ops.product(ops.FP8_INT4, constants, x, layer["qweight"], layer["scales"], layer["bias"])
+
+
+# Every scheme class by its word.
+SCHEMES: dict[str, type[Scheme]] = {
+    kind.word: kind
+    for kind in (
+        Int4WeightOnly,
+        Int8WeightOnly,
+        Float8WeightOnly,
+        Int8DynamicActivationInt8Weight,
+        Int8DynamicActivationInt4Weight,
+        Float8DynamicActivationFloat8Weight,
+        Float8DynamicActivationInt4Weight,
+    )
+}
+
+
+def scheme_from_dict(content: Mapping[str, Any]) -> Scheme:
+    """The scheme that ``Scheme.to_dict`` described.
+
+    Raises:
+        ValueError: ``content`` names no scheme, or a field that the scheme does not have or take.
+    """
+    word = content.get("scheme")
+    kind = SCHEMES.get(word) if isinstance(word, str) else None
+    if kind is None:
+        raise ValueError(f"scheme_from_dict: {word!r} is no scheme; there are {', '.join(SCHEMES)}")
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    arguments = {name: value for name, value in content.items() if name != "scheme"}
+    if unknown := sorted(arguments.keys() - known):
+        raise ValueError(f"scheme_from_dict: {word} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    dtype = arguments.get("scale_dtype")
+    if isinstance(dtype, str):
+        arguments["scale_dtype"] = getattr(torch, dtype, dtype)
+    try:
+        return kind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"scheme_from_dict: {error}") from error

@@ -104,7 +104,7 @@ def decide(
         row.shape = (module.out_features, module.in_features)
         row.status, row.scheme = "already quantized", str(module.scheme)
         row.bytes_before = packed_bytes(module)
-        layer.elements, layer.x_dtype = module.out_features * module.in_features, _likely_dtype(module)
+        layer.elements, layer.x_dtype = module.out_features * module.in_features, module.dtype
         return
     weight = linear_weight(module)
     row.shape, row.bytes_before = tuple(weight.shape), byte_count(weight)
@@ -141,7 +141,8 @@ def resolve_tied_weights(model: nn.Module, layers: list[Layer]) -> None:
                 users[id(parameter)].append(name)
     groups: dict[int, list[Layer]] = defaultdict(list)
     for layer in layers:
-        weight = layer.module._parameters.get("weight")
+        tensors = layer.module._parameters
+        weight = tensors.get("qweight", tensors.get("weight"))
         if weight is not None:
             groups[id(weight)].append(layer)
     for key, tied in groups.items():
@@ -186,11 +187,6 @@ def packed_bytes(layer: QuantLinear) -> int:
     return byte_count(*(tensor for tensor in layer.packed.tensors().values() if tensor is not None))
 
 
-def _likely_dtype(layer: QuantLinear) -> torch.dtype:
-    """Of the activations of a quantised layer."""
-    return layer.scales.dtype if layer.bias is None else layer.bias.dtype
-
-
 def count_parameters(model: nn.Module) -> int:
     """Elements of all parameters, each counted once; of a quantised weight, those of the float weight."""
     counts: dict[int, int] = {}
@@ -198,5 +194,5 @@ def count_parameters(model: nn.Module) -> int:
         counts.update((id(p), p.numel()) for p in module._parameters.values() if p is not None)
         if isinstance(module, QuantLinear):
             counts.update((id(tensor), 0) for tensor in module.packed.tensors().values())
-            counts[id(module.weight)] = module.out_features * module.in_features
+            counts[id(module.qweight)] = module.out_features * module.in_features
     return sum(counts.values())

@@ -1,0 +1,74 @@
+"""What makes a saved layer say what it is, whichever container holds it, and stops others from misreading it.
+
+A QuantLinear or QuantEmbedding adds two entries to every ``state_dict``, made on the fly:
+
+    <layer>.pip_install_qao   uint8: JSON, the version of this format, the scheme, the sizes and the dtype of the layer
+    <layer>.weight            uint8 [16]: a tripwire
+
+A plain nn.Linear that is asked to load such a state dict fails: strictly, since it does not know the first name, which
+tells what to do; and in any case with a size mismatch of ``weight``. Without them it would stay random, or take
+numbers of eight bits for its weight.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+VERSION = 1
+MARKER = "pip_install_qao"
+TRIPWIRE = "weight"
+_TRIPWIRE_TEXT = b"pip install qao\n"
+_LONGEST = 1 << 16  # bytes of JSON; a layer needs some 200
+
+
+class Marker(NamedTuple):
+    """What the marker of a layer says; ``scheme`` as ``Scheme.to_dict`` gives it."""
+
+    scheme: dict[str, Any]
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+
+
+def encode(marker: Marker) -> Tensor:
+    """uint8: the marker as JSON."""
+    content = {"version": VERSION, **marker._asdict(), "dtype": str(marker.dtype).removeprefix("torch.")}
+    return _bytes(json.dumps(content).encode())
+
+
+def tripwire() -> Tensor:
+    """uint8 [16], the entry in place of ``weight``: no nn.Linear has a weight of one dimension."""
+    return _bytes(_TRIPWIRE_TEXT)
+
+
+def decode(tensor: Tensor, name: str = MARKER) -> Marker:
+    """The inverse of ``encode``.
+
+    Raises:
+        ValueError: the tensor is no marker, or that of a newer version; the message begins with ``name``.
+    """
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not 0 < tensor.numel() <= _LONGEST:
+        raise ValueError(f"{name}: not a marker of qao: {tensor.dtype}{list(tensor.shape)}, not uint8 of one dimension")
+    try:
+        content = json.loads(bytes(tensor.cpu().tolist()))
+        version = content["version"]
+        if isinstance(version, int) and version > VERSION:
+            raise ValueError(
+                f"{name}: written by a newer qao (format {version}, this one knows {VERSION}): pip install -U qao"
+            )
+        scheme, n, k = content["scheme"], content["out_features"], content["in_features"]
+        dtype = getattr(torch, content["dtype"])
+        whole = all(type(size) is int and size > 0 for size in (n, k, version))
+        if not (whole and isinstance(scheme, dict) and isinstance(dtype, torch.dtype)):
+            raise TypeError("a field has a wrong type")
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{name}: not a marker of qao: {error}") from error
+    return Marker(scheme, n, k, dtype)
+
+
+def _bytes(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -1,0 +1,150 @@
+"""PackedModule: what every module that owns a quantised weight does alike: hold, move, save, load and dequantise it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from . import marker
+from .formats import PackedWeight, Scheme
+from .weight import DequantizedWeight
+
+Self = TypeVar("Self", bound="PackedModule")
+
+
+class PackedModule(nn.Module):
+    """Owner of a quantised weight [N, K] as frozen Parameters, which are moved and never cast.
+
+    A ``state_dict`` holds them and the two entries of marker.py, which tell any loader what they are.
+    """
+
+    qweight: nn.Parameter
+    scales: nn.Parameter
+    weight_sums: nn.Parameter | None
+    activation_scale: nn.Parameter | None
+
+    def __init__(self, n: int, k: int, scheme: Scheme, packed: PackedWeight, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scheme = scheme
+        self.dtype = dtype
+        self._sizes = n, k
+        for name, tensor in packed.tensors().items():
+            self.register_parameter(name, None if tensor is None else frozen(tensor))
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The frozen tensors."""
+        return PackedWeight(self.qweight, self.scales, self.weight_sums, self.activation_scale)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantised weight [N, K] in ``dtype``, read-only. Each use computes it anew; see DequantizedWeight."""
+        if torch.compiler.is_compiling():  # what is not used is no part of the graph
+            return self.dequantize(self.dtype)
+        return DequantizedWeight(self._sizes, self.dtype, self.qweight.device, lambda: self.dequantize(self.dtype))
+
+    @property
+    def pip_install_qao(self) -> Tensor:
+        """The marker of the layer as a ``state_dict`` holds it; a property, since torch looks names of entries up."""
+        return marker.encode(marker.Marker(self.scheme.to_dict(), *self._sizes, self.dtype))
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight [N, K] the layer multiplies with, in a float dtype (None: that of the scales)."""
+        dtype = dtype or self.scales.dtype
+        kernel_dtype = torch.float32 if dtype == torch.float64 else dtype
+        return self.scheme.dequantize(self.qweight, self.scales, *self._sizes, kernel_dtype).to(dtype)
+
+    def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        own = [tensor for tensor in self.packed.tensors().values() if tensor is not None]
+
+        def move_only(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if not any(tensor is parameter for parameter in own):
+                return moved
+            if moved.dtype != tensor.dtype:
+                moved = tensor.to(moved.device)
+            return moved.contiguous()  # .to(memory_format=torch.channels_last) reorders anything with 4 dimensions
+
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.qweight.device)).dtype
+        return super()._apply(move_only, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + marker.TRIPWIRE] = marker.tripwire()
+        destination[prefix + marker.MARKER] = self.pip_install_qao
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        found = state_dict.pop(prefix + marker.MARKER, None)
+        tripwire = state_dict.pop(prefix + marker.TRIPWIRE, None)
+        try:
+            if found is not None:
+                marker.decode(found, prefix + marker.MARKER)
+            elif isinstance(tripwire, Tensor) and prefix + "qweight" not in state_dict:
+                state_dict[prefix + "qweight"] = _unmarked(tripwire, prefix)
+        except ValueError as error:
+            error_msgs.append(str(error))
+            return
+        # Module would say "size mismatch", which tells nobody what to do, and cast scales of another dtype silently.
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        for key, own in self.packed.tensors().items():
+            loaded = state_dict.get(prefix + key)
+            if own is None or not isinstance(loaded, Tensor):
+                continue
+            may_replace = assign and key == "scales" and loaded.dtype in self.scheme.scale_dtypes
+            if loaded.shape != own.shape or (loaded.dtype != own.dtype and not may_replace):
+                error_msgs.append(
+                    f"{prefix}{key}: the checkpoint holds {_describe(loaded)}, but this {type(self).__name__} "
+                    f"({self.extra_repr()}) needs {_describe(own)}. Quantise the model with the scheme the checkpoint "
+                    "was made with (group_size, symmetric, scale_dtype); load a checkpoint of float weights before "
+                    "quantising."
+                )
+                return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tensors = state["_parameters"]
+        if "qweight" not in tensors and "weight" in tensors:  # pickled whole by qao 0.1.0
+            _warn_unmarked("a pickled layer")
+            state["_parameters"] = {"qweight" if name == "weight" else name: t for name, t in tensors.items()}
+            state["_sizes"] = state["out_features"], state["in_features"]
+            state["dtype"] = (tensors["scales"] if tensors["bias"] is None else tensors["bias"]).dtype
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+
+
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """A Parameter is taken as it is: modules with tied weights share one."""
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+
+
+def _unmarked(weight: Tensor, prefix: str) -> Tensor:
+    """The packed weight of qao 0.1.0, which called it ``weight``. Of others, dtype and shape are judged later."""
+    if weight.dtype == torch.int8:
+        _warn_unmarked(f"{prefix}weight")
+    return weight
+
+
+def _warn_unmarked(what: str) -> None:
+    warnings.warn(
+        f"{what}: a checkpoint of qao 0.1.0, which did not mark quantised weights. It is loaded; save it again with "
+        "this version, so that loading it without qao is an error instead of wrong numbers.",
+        stacklevel=3,
+    )
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

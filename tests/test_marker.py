@@ -1,0 +1,176 @@
+"""A saved layer says what it is, and nobody takes its numbers for something else."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import warnings
+
+import pytest
+import qao
+import torch
+from qao import marker
+from torch import Tensor, nn
+
+every_scheme = pytest.mark.parametrize("kind", qao.SCHEMES.values(), ids=lambda kind: kind.word)
+
+
+def make(kind: type[qao.Scheme], dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 40), nn.ReLU(), nn.Linear(40, 24, bias=False)).to(dtype)
+    qao.quantize_(model, kind())
+    return model
+
+
+@every_scheme
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_plain_linear_refuses_it(kind: type[qao.Scheme], strict: bool) -> None:
+    plain = nn.Sequential(nn.Linear(96, 40), nn.ReLU(), nn.Linear(40, 24, bias=False))
+    with pytest.raises(RuntimeError, match="size mismatch for 0.weight") as raised:
+        plain.load_state_dict(make(kind).state_dict(), strict=strict)
+    assert not strict or '"0.pip_install_qao"' in str(raised.value)
+
+
+@every_scheme
+def test_schemes_as_data(kind: type[qao.Scheme]) -> None:
+    scheme = kind()
+    assert qao.scheme_from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
+
+
+def test_a_scheme_with_every_field_set() -> None:
+    int4 = qao.Int8DynamicActivationInt4Weight(64, True, torch.float16, False, False)
+    fp8 = qao.Float8DynamicActivationFloat8Weight("tensor", 0.25, True)
+    for scheme in (int4, fp8):
+        assert qao.scheme_from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
+
+
+@pytest.mark.parametrize(
+    "content,message",
+    [
+        ({}, "None is no scheme"),
+        ({"scheme": "int3"}, "'int3' is no scheme; there are int4, "),
+        ({"scheme": ["int4"]}, "is no scheme"),
+        ({"scheme": "int4", "granularity": "row"}, "int4 has no granularity; it has "),
+        ({"scheme": "int4", "group_size": 48}, "group_size must be 32"),
+        ({"scheme": "int4", "group_size": "32"}, "group_size must be 32"),
+        ({"scheme": "int4", "scale_dtype": "load"}, "scale_dtype must be"),
+        ({"scheme": "int8", "clip_search": 1}, "clip_search must be True or False"),
+    ],
+)
+def test_what_is_no_scheme(content: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        qao.scheme_from_dict(content)
+
+
+@every_scheme
+def test_the_marker_names_scheme_sizes_and_dtype(kind: type[qao.Scheme]) -> None:
+    found = marker.decode(make(kind).state_dict()["0.pip_install_qao"])
+    assert found == (kind().to_dict(), 40, 96, torch.bfloat16)
+
+
+def changed(**fields: object) -> Tensor:
+    content = json.loads(bytes(marker.encode(marker.Marker({"scheme": "int4"}, 8, 8, torch.float32)).tolist()))
+    return torch.tensor(list(json.dumps(content | fields).encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "tensor,message",
+    [
+        (changed(version=2), "newer qao.*pip install -U qao"),
+        (changed(version="1"), "not a marker"),
+        (changed(scheme="int4"), "not a marker"),
+        (changed(out_features=-1), "not a marker"),
+        (changed(in_features=True), "not a marker"),
+        (changed(dtype="load"), "not a marker"),
+        (torch.tensor([255], dtype=torch.uint8), "not a marker"),
+        (torch.tensor([91], dtype=torch.uint8), "not a marker"),
+        (torch.tensor(list(b"[]"), dtype=torch.uint8), "not a marker"),
+        (torch.zeros(0, dtype=torch.uint8), "not a marker"),
+        (torch.zeros(1 << 17, dtype=torch.uint8), "not a marker"),
+        (torch.zeros(4), "not a marker"),
+    ],
+)
+def test_markers_that_are_none(tensor: Tensor, message: str) -> None:
+    model = make(qao.Int4WeightOnly)
+    state = model.state_dict() | {"0.pip_install_qao": tensor}
+    with pytest.raises(RuntimeError, match=f"0.pip_install_qao: .*{message}"):
+        model.load_state_dict(state)
+
+
+@every_scheme
+def test_checkpoints_of_the_first_version(kind: type[qao.Scheme]) -> None:
+    """They had no marker, and called the packed weight ``weight``."""
+    model, other = make(kind), make(kind)
+    for parameter in other.parameters():
+        parameter.zero_()
+    state = {k: v for k, v in model.state_dict().items() if not k.endswith(("pip_install_qao", ".weight"))}
+    state = {k.replace("qweight", "weight"): v for k, v in state.items()}
+    with pytest.warns(UserWarning, match="a checkpoint of qao 0.1.0"):
+        other.load_state_dict(state)
+    x = torch.randn(3, 96).bfloat16()
+    assert torch.equal(other(x), model(x))
+
+
+def test_a_module_pickled_whole_by_the_first_version() -> None:
+    model = make(qao.Int8DynamicActivationInt8Weight)
+    layer = model[0]
+    old = {"qweight": "weight"}
+    state = {name: value for name, value in vars(layer).items() if name not in ("_sizes", "dtype")}
+    state["_parameters"] = {old.get(name, name): t for name, t in layer._parameters.items()}
+    revived = qao.QuantLinear.__new__(qao.QuantLinear)
+    with pytest.warns(UserWarning, match="a checkpoint of qao 0.1.0"):
+        revived.__setstate__(state)
+    x = torch.randn(3, 96).bfloat16()
+    assert torch.equal(revived(x), layer(x)) and revived.dtype == torch.bfloat16
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+
+
+# ---- reading layer.weight --------------------------------------------------------------------------------------------
+
+
+@every_scheme
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_weight_is_the_dequantised_one(kind: type[qao.Scheme], dtype: torch.dtype) -> None:
+    layer = make(kind, torch.float32)[0].to(dtype)
+    weight = layer.weight
+    assert (weight.dtype, weight.shape, weight.device.type) == (dtype, (40, 96), "cpu") and not weight.requires_grad
+    expected = layer.dequantize(dtype)
+    assert expected.dtype == dtype
+    for plain in (weight.clone(), weight.data, torch.from_numpy(weight.float().numpy()).to(dtype), weight.t().t()):
+        assert type(plain) is Tensor and torch.equal(plain, expected)
+    for copied in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+        assert type(copied) is Tensor and torch.equal(copied, expected)
+    x = torch.randn(3, 96).to(dtype)
+    assert torch.equal(nn.functional.linear(x, weight), nn.functional.linear(x, expected))
+
+
+def test_facts_of_weight_cost_no_dequantisation_and_its_numbers_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make(qao.Int4WeightOnly)[0]
+    calls: list[torch.dtype] = []
+    dequantize = type(layer).dequantize
+    monkeypatch.setattr(type(layer), "dequantize", lambda self, dtype: calls.append(dtype) or dequantize(self, dtype))
+    monkeypatch.setattr("qao.weight._said", False)
+    assert layer.weight.dtype == torch.bfloat16 and layer.weight.numel() == 40 * 96 and not calls
+    with pytest.warns(UserWarning, match="weight \\[40, 96\\] of a quantised layer was read"):
+        layer.weight.sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer.weight.sum()
+    assert len(calls) == 2
+
+
+def test_weight_cannot_be_written() -> None:
+    layer = make(qao.Int4WeightOnly)[0]
+    with pytest.raises(RuntimeError, match="cannot be written"), torch.no_grad():
+        layer.weight.zero_()
+    with pytest.raises((KeyError, AttributeError)):
+        layer.weight = nn.Parameter(torch.zeros(40, 96))
+
+
+def test_weight_in_a_compiled_function() -> None:
+    layer = make(qao.Int4WeightOnly)[0]
+    compiled = torch.compile(lambda x: layer(x.to(layer.weight.dtype)) + layer.weight.sum(), fullgraph=True)
+    x = torch.randn(3, 96)
+    expected = layer(x.bfloat16()) + layer.dequantize(torch.bfloat16).sum()
+    assert torch.allclose(compiled(x).float(), expected.float(), rtol=2**-7)
