@@ -296,6 +296,19 @@ def test_meta_tensors_have_shapes_only(op: str) -> None:
         assert (f.shape, f.dtype, f.stride(), f.device.type) == (r.shape, r.dtype, r.stride(), "meta")
 
 
+@pytest.mark.parametrize(
+    "op", ["int4_mm", "int8_int4_mm", "fp8_int4_mm", *BYTES, "pack_int4", "unpack_int4", "dequantize_int4"]
+)
+def test_meta_operands_beside_others(op: str, device: str) -> None:
+    """Each operand alone on meta, and each alone elsewhere: never memory that nobody wrote."""
+    arguments = arguments_of(op, device)
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    meta = arguments | {name: value.to("meta") for name, value in tensors.items()}
+    for name, value in tensors.items():
+        for mixed in (arguments | {name: value.to("meta")}, meta | {name: value}):
+            check_rejected(op, mixed, "operands are on different devices", ".to(device)")
+
+
 def test_the_message_lists_strides_of_views(device: str) -> None:
     arguments = arguments_of("int4_mm", device)
     x = torch.zeros(3, 2 * K, dtype=torch.float64, device=device)[:, ::2]

@@ -2,10 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
 TILE_N, TILE_K, TILE_BYTES = 16, 64, 512  # of a packed int4 weight; checked against the C++ layout by the tests
+
+
+def _register(operator: str) -> Callable[[Kernel], Kernel]:
+    """Registers a fake kernel that is given tensors of one device.
+
+    An operand on meta beside others that are not comes here and not to the operator's own checks: without this one the
+    result would be memory that nobody wrote.
+    """
+
+    def register(kernel: Kernel) -> Kernel:
+        def checked(*arguments: Any) -> Any:
+            devices = {argument.device for argument in arguments if isinstance(argument, Tensor)}
+            if len(devices) > 1:
+                schema = getattr(torch.ops.qao, operator).default._schema
+                got = (_describe(a.name, value) for a, value in zip(schema.arguments, arguments, strict=True))
+                raise RuntimeError(
+                    f"qao::{operator}: operands are on different devices. Got {', '.join(filter(None, got))}. Move "
+                    "them to one device with .to(device); a layer on meta has no data: load a checkpoint into it first."
+                )
+            return kernel(*arguments)
+
+        torch.library.register_fake(f"qao::{operator}")(checked)
+        return kernel
+
+    return register
+
+
+def _describe(name: str, value: Any) -> str | None:
+    if isinstance(value, Tensor):
+        return f"{name}: {str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
+    return f"{name}: {value}" if type(value) is int else None
 
 
 def _like_x(x: Tensor, last: int | torch.SymInt, dtype: torch.dtype | None = None) -> Tensor:
@@ -17,15 +53,15 @@ def _groups(k: int, group_size: int) -> int:
     return 1 if group_size <= 0 else (k + group_size - 1) // group_size  # a bad one is refused when the op runs
 
 
-@torch.library.register_fake("qao::int4_mm")
-@torch.library.register_fake("qao::fp8_int4_mm")
+@_register("int4_mm")
+@_register("fp8_int4_mm")
 def _(
     x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, in_features: int, group_size: int
 ) -> Tensor:
     return _like_x(x, out_features)
 
 
-@torch.library.register_fake("qao::add_rms_norm_int4_mm")
+@_register("add_rms_norm_int4_mm")
 def _(
     x: Tensor,
     residual: Tensor | None,
@@ -42,18 +78,18 @@ def _(
     return _like_x(x, out_features // 2 if gated else out_features), _like_x(x, x.shape[-1])
 
 
-@torch.library.register_fake("qao::int8_mm")
-@torch.library.register_fake("qao::fp8_mm")
+@_register("int8_mm")
+@_register("fp8_mm")
 def _(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     return _like_x(x, weight.shape[0])
 
 
-@torch.library.register_fake("qao::int8_int8_mm")
+@_register("int8_int8_mm")
 def _(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, weight_sums: Tensor | None) -> Tensor:
     return _like_x(x, weight.shape[0])
 
 
-@torch.library.register_fake("qao::int8_int4_mm")
+@_register("int8_int4_mm")
 def _(
     x: Tensor,
     weight: Tensor,
@@ -67,7 +103,7 @@ def _(
     return _like_x(x, out_features)
 
 
-@torch.library.register_fake("qao::fp8_fp8_mm")
+@_register("fp8_fp8_mm")
 def _(
     x: Tensor,
     weight: Tensor,
@@ -80,7 +116,7 @@ def _(
     return _like_x(x, weight.shape[0])
 
 
-@torch.library.register_fake("qao::int8_scaled_mm")
+@_register("int8_scaled_mm")
 def _(
     x: Tensor,
     x_scales: Tensor,
@@ -94,7 +130,7 @@ def _(
     return _like_x(x, weight.shape[0], out_dtype)
 
 
-@torch.library.register_fake("qao::fp8_scaled_mm")
+@_register("fp8_scaled_mm")
 def _(
     x: Tensor,
     x_scales: Tensor,
@@ -107,12 +143,12 @@ def _(
     return _like_x(x, weight.shape[0], out_dtype)
 
 
-@torch.library.register_fake("qao::int8_quantize")
+@_register("int8_quantize")
 def _(x: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
     return _like_x(x, x.shape[-1], torch.int8), _like_x(x, 1, torch.float32), _like_x(x, 1, torch.int32)
 
 
-@torch.library.register_fake("qao::fp8_quantize")
+@_register("fp8_quantize")
 def _(x: Tensor, group_size: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     q = _like_x(x, x.shape[-1], torch.float8_e4m3fn)
     if group_size == 0:
@@ -120,34 +156,34 @@ def _(x: Tensor, group_size: int, scale: Tensor | None) -> tuple[Tensor, Tensor]
     return q, _like_x(x, _groups(x.shape[-1], group_size), torch.float32)
 
 
-@torch.library.register_fake("qao::add_rms_norm")
+@_register("add_rms_norm")
 def _(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     return _like_x(x, x.shape[-1]), _like_x(x, x.shape[-1])
 
 
-@torch.library.register_fake("qao::silu_mul")
+@_register("silu_mul")
 def _(gate: Tensor, up: Tensor) -> Tensor:
     return _like_x(gate, gate.shape[-1])
 
 
-@torch.library.register_fake("qao::rms_norm_quantize")
+@_register("rms_norm_quantize")
 def _(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _like_x(x, x.shape[-1], dtype), _like_x(x, 1, torch.float32)
 
 
-@torch.library.register_fake("qao::add_rms_norm_quantize")
+@_register("add_rms_norm_quantize")
 def _(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _like_x(x, x.shape[-1], dtype), _like_x(x, 1, torch.float32), _like_x(x, x.shape[-1])
 
 
-@torch.library.register_fake("qao::silu_mul_quantize")
+@_register("silu_mul_quantize")
 def _(gate: Tensor, up: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _like_x(gate, gate.shape[-1], dtype), _like_x(gate, 1, torch.float32)
 
 
-@torch.library.register_fake("qao::pack_int4")
+@_register("pack_int4")
 def _(q: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int) -> tuple[Tensor, Tensor]:
     n, k = q.shape
     tiles_n, tiles_k = (n + TILE_N - 1) // TILE_N, (k + TILE_K - 1) // TILE_K
@@ -155,7 +191,7 @@ def _(q: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int) -> tuple
     return weight, scales.new_empty((tiles_n, _groups(k, group_size), 1 if zeros is None else 2, TILE_N))
 
 
-@torch.library.register_fake("qao::unpack_int4")
+@_register("unpack_int4")
 def _(
     weight: Tensor, scales: Tensor, out_features: int, in_features: int, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,7 +200,7 @@ def _(
     return q, scales.new_empty(shape), scales.new_empty(shape)
 
 
-@torch.library.register_fake("qao::dequantize_int4")
+@_register("dequantize_int4")
 def _(
     weight: Tensor, scales: Tensor, out_features: int, in_features: int, group_size: int, dtype: torch.dtype
 ) -> Tensor:
