@@ -45,6 +45,10 @@ STABLE_TORCH_LIBRARY(qao, m) {
   m.def(
       "dequantize_int4(Tensor weight, Tensor scales, int out_features, int in_features, int group_size, "
       "ScalarType dtype) -> Tensor");
+  m.def(
+      "int4_embedding(Tensor ids, Tensor weight, Tensor scales, int num_embeddings, int embedding_dim, int group_size, "
+      "ScalarType dtype) -> Tensor");
+  m.def("int8_embedding(Tensor ids, Tensor weight, Tensor scales, ScalarType dtype) -> Tensor");
 }
 
 namespace {
@@ -70,6 +74,8 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("pack_int4", TORCH_BOX(&qao::pack_int4_op));
   m.impl("unpack_int4", TORCH_BOX(&qao::unpack_int4_op));
   m.impl("dequantize_int4", TORCH_BOX(&qao::dequantize_int4_op));
+  m.impl("int4_embedding", TORCH_BOX(&qao::int4_embedding_op));
+  m.impl("int8_embedding", TORCH_BOX(&qao::int8_embedding_op));
 }
 }  // namespace
 

@@ -170,6 +170,7 @@ int32_t torch_dtype(DType dtype) {
 int32_t int8_code() { return aoti_torch_dtype_int8(); }
 int32_t uint8_code() { return aoti_torch_dtype_uint8(); }
 int32_t int32_code() { return aoti_torch_dtype_int32(); }
+int32_t int64_code() { return aoti_torch_dtype_int64(); }
 int32_t float32_code() { return aoti_torch_dtype_float32(); }
 int32_t fp8_code() { return aoti_torch_dtype_float8_e4m3fn(); }
 
@@ -198,6 +199,15 @@ Tensor empty_of(const int64_t* sizes, int64_t dim, int32_t dtype, const Argument
   return Tensor(handle);
 }
 
+// The first `kept` sizes of `like`, and `last`.
+Tensor empty_after(int64_t kept, int64_t last, int32_t dtype, const Argument& like) {
+  if (kept >= kMaxDim) throw std::runtime_error("qao: tensors of more than 16 dimensions are not supported");
+  int64_t sizes[kMaxDim];
+  std::copy_n(like.sizes(), kept, sizes);
+  sizes[kept] = last;
+  return empty_of(sizes, kept + 1, dtype, like);
+}
+
 }  // namespace
 
 Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, const Argument& like) {
@@ -205,11 +215,11 @@ Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, const Argument
 }
 
 Tensor empty_rows(int64_t last, int32_t dtype, const Argument& like) {
-  if (like.dim() > kMaxDim) throw std::runtime_error("qao: tensors of more than 16 dimensions are not supported");
-  int64_t sizes[kMaxDim];
-  std::copy_n(like.sizes(), like.dim(), sizes);
-  sizes[like.dim() - 1] = last;
-  return empty_of(sizes, like.dim(), dtype, like);
+  return empty_after(like.dim() - 1, last, dtype, like);
+}
+
+Tensor empty_vectors(int64_t last, int32_t dtype, const Argument& like) {
+  return empty_after(like.dim(), last, dtype, like);
 }
 
 void* current_stream(const Argument& on) {

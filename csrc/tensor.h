@@ -102,13 +102,16 @@ int32_t torch_dtype(DType dtype);
 int32_t int8_code();
 int32_t uint8_code();
 int32_t int32_code();
+int32_t int64_code();
 int32_t float32_code();
 int32_t fp8_code();  // float8_e4m3fn
 std::optional<DType> float_dtype_of(int32_t torch_dtype);
 
-// Uninitialised contiguous tensors beside `like`: of these sizes; of its own sizes but for the last.
+// Uninitialised contiguous tensors beside `like`: of these sizes; of its own sizes but for the last; of its own sizes
+// and one more.
 Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, const Argument& like);
 Tensor empty_rows(int64_t last, int32_t dtype, const Argument& like);
+Tensor empty_vectors(int64_t last, int32_t dtype, const Argument& like);
 
 // The cudaStream_t torch would use on this device now.
 void* current_stream(const Argument& on);

@@ -25,6 +25,7 @@ FILES = (
     "test_scaled_mm.py",
     "test_quantize_ops.py",
     "test_int4_pack.py",
+    "test_embedding_ops.py",
     "test_determinism.py",
 )
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")

@@ -44,6 +44,18 @@ __device__ __forceinline__ void store_float(void* data, int64_t index, DType dty
   }
 }
 
+// Two neighbours at once; `data` + index must be aligned to their size.
+__device__ __forceinline__ void store_float2(void* data, int64_t index, DType dtype, float2 value) {
+  if (dtype == DType::kFloat32) {
+    *reinterpret_cast<float2*>(static_cast<float*>(data) + index) = value;
+  } else if (dtype == DType::kBFloat16) {
+    *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(data) + index) =
+        __floats2bfloat162_rn(value.x, value.y);
+  } else {
+    *reinterpret_cast<__half2*>(static_cast<__half*>(data) + index) = __floats2half2_rn(value.x, value.y);
+  }
+}
+
 // Four neighbours at once; `data` + index must be aligned to their size.
 __device__ __forceinline__ void store_float4(void* data, int64_t index, DType dtype, const float (&value)[4]) {
   if (dtype == DType::kFloat32) {

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import reference, schemes
+from . import ops, reference, schemes
 from ._version import __version__
 from .formats import Scheme, _host
 
@@ -181,6 +181,12 @@ def _dequantize_int4(device: str) -> float:
     return _distance(dense, reference.dequantize(*parts, _GROUP_SIZE))
 
 
+def _embedding(device: str, scheme: Scheme) -> float:
+    packed, ids = scheme.quantize(_random(_N, _K, device=device)), torch.arange(_N - 1, -1, -3, device=device)
+    rows = ops.EMBEDDINGS[scheme.weights](ids, *packed[:2], *scheme.constants(_N, _K), torch.float32)
+    return _distance(rows, scheme.dequantize(*packed[:2], _N, _K, torch.float32)[ids])
+
+
 # By operator: how far it is from its reference on a device.
 OPERATORS: dict[str, Callable[[str], float]] = {
     **{f"{scheme.word}_mm": _product(scheme()) for scheme in schemes.SCHEMES.values()},
@@ -197,4 +203,6 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "pack_int4": _pack_and_unpack,
     "unpack_int4": _pack_and_unpack,
     "dequantize_int4": _dequantize_int4,
+    "int4_embedding": lambda device: _embedding(device, schemes.Int4WeightOnly()),
+    "int8_embedding": lambda device: _embedding(device, schemes.Int8WeightOnly()),
 }

@@ -205,3 +205,21 @@ def _(
     weight: Tensor, scales: Tensor, out_features: int, in_features: int, group_size: int, dtype: torch.dtype
 ) -> Tensor:
     return scales.new_empty((out_features, in_features), dtype=dtype)
+
+
+@_register("int4_embedding")
+def _(
+    ids: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    num_embeddings: int,
+    embedding_dim: int,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return torch.empty((*ids.shape, embedding_dim), dtype=dtype, device=weight.device)
+
+
+@_register("int8_embedding")
+def _(ids: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty((*ids.shape, weight.shape[1]), dtype=dtype, device=weight.device)

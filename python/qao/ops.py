@@ -77,6 +77,13 @@ def _dequantize_fp8_fp8(
     return dequantize_fp8(weight, scales, dtype)
 
 
+# ---- rows of W, by format: (ids [...], weight, scales, *constants, dtype) -> [..., K] --------------------------------
+
+EMBEDDINGS: dict[str, Callable[..., Tensor]] = {
+    "int4": torch.ops.qao.int4_embedding.default,
+    "int8": torch.ops.qao.int8_embedding.default,
+}
+
 # ---- gradients: outside the operators, entered only when somebody wants one ------------------------------------------
 
 
