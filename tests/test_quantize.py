@@ -272,7 +272,7 @@ def test_a_head_tied_to_the_embedding_is_left() -> None:
     model.head.weight = model.embed.weight
     report = quantize_(model, SCHEME)
     assert len(quantized(model)) == 4 and model.head.weight is model.embed.weight
-    assert notes(report) == {"head": "its weight is also that of embed"}
+    assert notes(report) == {"head": "its weight is also that of embed; embeddings=True quantises both"}
 
 
 # ---- what is left ----------------------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ def test_report_as_table() -> None:
     assert lines[0].split() == ["layer", "shape", "scheme", "MiB", "before", "after", "error", "kernel"]
     assert any(line.startswith("blocks.0.up") and "96x64" in line and str(SCHEME) in line for line in lines)
     assert any(line.startswith("head") and "forward_hooks" in line for line in lines)
-    assert "4 of 5 linear layers quantised" in text
+    assert "4 of 5 layers quantised" in text
 
 
 def test_a_long_table_joins_alike_layers() -> None:

@@ -6,6 +6,7 @@ report = qao.quantize_(model, qao.Int4WeightOnly())
 from __future__ import annotations
 
 from ._version import __version__
+from .embedding import QuantEmbedding
 from .explain import Explanation, explain
 from .formats import PackedWeight, Scheme
 from .linear import QuantLinear
@@ -34,6 +35,7 @@ __all__ = [
     "Int8DynamicActivationInt8Weight",
     "Int8WeightOnly",
     "PackedWeight",
+    "QuantEmbedding",
     "QuantLinear",
     "Report",
     "Row",

@@ -31,12 +31,17 @@ def obstacle(linear: nn.Module) -> str | None:
     """Why a linear module cannot be replaced by a QuantLinear without changing what it does; None if it can."""
     if not _is_conv1d(linear) and type(linear).forward is not nn.Linear.forward:
         return f"{type(linear).__name__} is a subclass of nn.Linear with its own forward"
-    if "forward" in vars(linear):
+    return instance_obstacle(linear)
+
+
+def instance_obstacle(module: nn.Module) -> str | None:
+    """The same of what was done to one module, whatever its class: hooks, parametrizations, a weight of others."""
+    if "forward" in vars(module):
         return "its forward was replaced on the instance (accelerate's hooks do so)"
-    weight = linear._parameters.get("weight")
+    weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed from other parameters (parametrization or weight_norm)"
-    hooks = [name.strip("_") for name, value in vars(linear).items() if name.endswith("_hooks") and value]
+    hooks = [name.strip("_") for name, value in vars(module).items() if name.endswith("_hooks") and value]
     if hooks:
         return f"it has {', '.join(hooks)}, which would be lost"
     if type(weight) is not nn.Parameter:
@@ -199,7 +204,11 @@ class QuantLinear(PackedModule):
 
 def pack(linear: nn.Module, scheme: Scheme, device: torch.device | str | None, name: str) -> PackedWeight:
     """Quantises the weight of a linear module on ``device`` (None: where it is); on meta only shapes are made."""
-    weight = linear_weight(linear)
+    return pack_weight(linear_weight(linear), scheme, device, name)
+
+
+def pack_weight(weight: Tensor, scheme: Scheme, device: torch.device | str | None, name: str) -> PackedWeight:
+    """The same of a weight [N, K]."""
     if not weight.is_meta:
         return scheme.quantize(weight if device is None else weight.to(device), name)
     if device is not None and torch.device(device).type != "meta":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ class PackedModule(nn.Module):
     scales: nn.Parameter
     weight_sums: nn.Parameter | None
     activation_scale: nn.Parameter | None
+    _tied: Sequence[PackedModule] = ()  # modules that share qweight and scales, this one among them
 
     def __init__(self, n: int, k: int, scheme: Scheme, packed: PackedWeight, dtype: torch.dtype) -> None:
         super().__init__()
@@ -45,7 +46,16 @@ class PackedModule(nn.Module):
         """The dequantised weight [N, K] in ``dtype``, read-only. Each use computes it anew; see DequantizedWeight."""
         if torch.compiler.is_compiling():  # what is not used is no part of the graph
             return self.dequantize(self.dtype)
-        return DequantizedWeight(self._sizes, self.dtype, self.qweight.device, lambda: self.dequantize(self.dtype))
+        return DequantizedWeight(self._sizes, self.dtype, self.qweight, lambda: self.dequantize(self.dtype))
+
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        # Version 4 of transformers ties weights by setting one to the other, here to itself: they share the packed one.
+        if getattr(value, "source", None) is not self.qweight:
+            raise AttributeError(
+                f"{type(self).__name__}.weight is computed from qweight and cannot be set. Make a module of the float "
+                "weight instead: qao.QuantLinear.from_linear(linear, scheme)."
+            )
 
     @property
     def pip_install_qao(self) -> Tensor:
@@ -57,6 +67,20 @@ class PackedModule(nn.Module):
         dtype = dtype or self.scales.dtype
         kernel_dtype = torch.float32 if dtype == torch.float64 else dtype
         return self.scheme.dequantize(self.qweight, self.scales, *self._sizes, kernel_dtype).to(dtype)
+
+    def tie(self, other: PackedModule) -> None:
+        """Notes that this module was made with the Parameters of ``other``, so that loading keeps it so."""
+        self._tied = other._tied = [*(other._tied or [other]), self]
+
+    def _shared(self, key: str, loaded: Tensor) -> Tensor:
+        """``loaded``, or the Parameter that a tied module has made of the same memory already."""
+        for other in self._tied:
+            own = other._parameters[key]
+            plain = other is not self and type(own) is nn.Parameter and type(loaded) in (Tensor, nn.Parameter)
+            if plain and own is not None and own.dtype == loaded.dtype and not (own.is_meta or loaded.is_meta):
+                if own.device == loaded.device and own.is_set_to(loaded):
+                    return own
+        return loaded
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         own = [tensor for tensor in self.packed.tensors().values() if tensor is not None]
@@ -103,6 +127,8 @@ class PackedModule(nn.Module):
             loaded = state_dict.get(prefix + key)
             if own is None or not isinstance(loaded, Tensor):
                 continue
+            if assign:
+                state_dict[prefix + key] = self._shared(key, loaded)
             may_replace = assign and key == "scales" and loaded.dtype in self.scheme.scale_dtypes
             if loaded.shape != own.shape or (loaded.dtype != own.dtype and not may_replace):
                 error_msgs.append(

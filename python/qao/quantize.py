@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from . import survey
+from .embedding import QuantEmbedding, is_embedding, rename_ties
 from .formats import Scheme
 from .linear import QuantLinear, is_linear, linear_weight, pack
+from .packed import PackedModule
 from .quantizer import check_finite
 from .report import Report
 
@@ -21,6 +23,7 @@ def quantize_(
     scheme: Scheme | Mapping[str, Scheme | None] | Callable[[str, nn.Module], Scheme | None],
     *,
     filter: Callable[[str, nn.Module], bool] | None = None,
+    embeddings: bool = False,
     device: torch.device | str | None = None,
     progress: bool = True,
     strict: bool = False,
@@ -39,13 +42,17 @@ def quantize_(
             it, ``"re:<pattern>"`` for every module whose whole name matches, None means "leave it", the first match
             wins and layers without a match are left; or a function of name and module that returns a scheme or None.
         filter: function of name and module; layers for which it is false are left.
+        embeddings: quantise embeddings too whose weight is that of a linear layer which gets a scheme of int4 or int8
+            weights (the head of many language models), as QuantEmbedding: one weight for both. False leaves such linear
+            layers as they are. Other embeddings always stay as they are.
         device: quantise there, one layer at a time, and move the whole model there in the end: for a model in host
             memory and a GPU that holds the result but not the float weights. None: every layer where it is.
         progress: show a progress bar once it takes more than two seconds.
         strict: raise instead of warning if anything that was asked for cannot be quantised.
 
     Returns:
-        A Report with a row for every linear layer and every other big weight.
+        A Report with a row for every linear layer, every embedding that is quantised or that ``embeddings`` is about,
+        and every other big weight.
 
     Raises:
         TypeError: ``model`` is itself a linear layer, which cannot be replaced in place; or ``scheme`` is none of the
@@ -62,24 +69,34 @@ def quantize_(
     layers = survey.find_layers(model)
     for layer in layers:
         survey.decide(layer, select, filter)
-    survey.resolve_tied_weights(model, layers)
+    readers = survey.find_embeddings(model)
+    survey.resolve_tied_weights(model, layers, readers, embeddings)
     # A function knows linear layers only, so whether it wanted another weight cannot be asked.
     asked = select if isinstance(scheme, Mapping) else None
     untouched = list(survey.find_untouched(model, layers, asked))
 
-    report = Report(survey.count_parameters(model), 0, [*(layer.row for layer in layers), *untouched])
+    parameters = survey.count_parameters(model)
+    layers += [layer for layer in readers if embeddings or layer.row.status != "kept" or _was_asked_for(layer.tied_to)]
+    report = Report(parameters, 0, [*(layer.row for layer in layers), *untouched])
     pending = [layer for layer in layers if layer.scheme is not None]
     for layer in pending:
-        _check_weight(layer, device)
+        if layer.tied_to is None:
+            _check_weight(layer, device)
     _complain(report, strict)
 
     _replace(pending, device, progress)
+    if any(isinstance(layer.module, QuantEmbedding) for layer in pending):
+        rename_ties(model)
     if device is not None:
         model.to(device)
     for layer in layers:
         _finish_row(layer)
-    report.parameters_quantized = sum(layer.elements for layer in layers if isinstance(layer.module, QuantLinear))
+    report.parameters_quantized = sum(layer.elements for layer in layers if isinstance(layer.module, PackedModule))
     return report
+
+
+def _was_asked_for(layer: survey.Layer | None) -> bool:
+    return layer is not None and layer.row.status == "left"
 
 
 def _check_weight(layer: survey.Layer, device: torch.device | str | None) -> None:
@@ -123,17 +140,23 @@ def _replace(pending: list[survey.Layer], device: torch.device | str | None, pro
             assert isinstance(first, QuantLinear)
             packed = first.packed._replace(relative_error=layer.tied_to.row.relative_error)
         layer.row.relative_error = packed.relative_error
+        kind = QuantEmbedding if is_embedding(layer.module) else QuantLinear
         # The float module goes as soon as its successor is there: memory never holds two models.
-        layer.module = QuantLinear.from_packed(layer.module, layer.scheme, packed)
+        layer.module = module = kind.from_packed(layer.module, layer.scheme, packed)
+        if layer.tied_to is not None:
+            module.tie(first)
         for parent, attribute in layer.places:
             setattr(parent, attribute, layer.module)
 
 
 def _finish_row(layer: survey.Layer) -> None:
     module, row = layer.module, layer.row
-    if not isinstance(module, QuantLinear):
+    if not isinstance(module, PackedModule):
         return
     row.bytes_after = 0 if layer.tied_to else survey.packed_bytes(module)
+    if isinstance(module, QuantEmbedding):
+        row.kernel = f"{module.scheme.weights}_embedding"
+        return
     x_dtype = torch.float32 if layer.x_dtype == torch.float64 else layer.x_dtype
     kernels = [
         module.scheme.kernel(

@@ -12,7 +12,7 @@ _GROUP_ABOVE = 40  # layers; a longer table joins layers that differ only in the
 
 @dataclass
 class Row:
-    """One linear layer, or one big weight that no linear layer owns."""
+    """One linear layer or embedding, or one big weight of another module."""
 
     name: str
     shape: tuple[int, ...]  # of the float weight; [N, K] for linear layers
@@ -35,7 +35,8 @@ class Report:
         already quantized: it was one before.
         excluded: the scheme or the filter left it out.
         left: it was asked for and could not be quantised; ``note`` says why.
-        untouched: a fused expert tensor or another big weight, which belongs to no linear layer.
+        kept: an embedding that stays in floats; ``note`` says what it would take to quantise it.
+        untouched: a fused expert tensor or another big weight, which belongs to neither.
     """
 
     parameters: int  # elements of all parameters of the float model, each counted once
@@ -71,9 +72,9 @@ class Report:
         header = ("layer", "shape", "scheme", "MiB before", "after", "error", "kernel")
         lines = table(header, [_cells(rows) for rows in self._groups()])
         quantized = len(list(self._quantized()))
-        linears = sum(row.status != "untouched" for row in self.rows)
+        layers = sum(row.status not in ("untouched", "kept") for row in self.rows)
         lines.append(
-            f"{quantized} of {linears} linear layers quantised: {_mebibytes(self.bytes_before)} -> "
+            f"{quantized} of {layers} layers quantised: {_mebibytes(self.bytes_before)} -> "
             f"{_mebibytes(self.bytes_after)} MiB, {self.coverage:.1%} of {self.parameters:,} parameters"
         )
         if self.problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -10,13 +11,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from .embedding import QuantEmbedding, is_embedding, scheme_obstacle
+from .embedding import obstacle as obstacle_of_embedding
 from .formats import Scheme
 from .linear import QuantLinear, is_linear, linear_weight, obstacle
+from .packed import PackedModule
 from .report import Row
 
 Select = Callable[[str, nn.Module], Scheme | None]
 
 BIG = 0.01  # share of the model's parameters from which a weight that stays as it is deserves a warning
+
+_COMPILED = "torch.compile was called on it and keeps it: quantise first, then compile"
 
 # Parents whose own code reads the weight of these children instead of calling them.
 _READ_BY_PARENT: dict[type[nn.Module], tuple[str, ...]] = {
@@ -27,7 +33,7 @@ _READ_BY_PARENT: dict[type[nn.Module], tuple[str, ...]] = {
 
 @dataclass
 class Layer:
-    """A linear module, every place where it hangs in the model, and what becomes of it."""
+    """A linear module or embedding, every place where it hangs in the model, and what becomes of it."""
 
     module: nn.Module
     row: Row
@@ -42,11 +48,29 @@ class Layer:
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
-    layers = {
-        id(module): Layer(module, Row(name, (), ""))
-        for name, module in model.named_modules()
-        if is_linear(module) or isinstance(module, QuantLinear)
-    }
+    return _find(model, lambda module: is_linear(module) or isinstance(module, QuantLinear))
+
+
+def find_embeddings(model: nn.Module) -> list[Layer]:
+    """Those that are quantised, and the others as if they stay as they are."""
+    embeddings = _find(model, _is_any_embedding)
+    for layer in embeddings:
+        module, row = layer.module, layer.row
+        if isinstance(module, QuantEmbedding):
+            _already_quantized(layer, module)
+            continue
+        row.shape = (module.num_embeddings, module.embedding_dim)  # type: ignore[assignment]
+        row.bytes_before = byte_count(*(p for p in (module._parameters.get("weight"),) if p is not None))
+        layer.leave("kept", "no quantised linear layer shares its weight")
+    return embeddings
+
+
+def _is_any_embedding(module: nn.Module) -> bool:
+    return is_embedding(module) or isinstance(module, QuantEmbedding)
+
+
+def _find(model: nn.Module, belongs: Callable[[nn.Module], bool]) -> list[Layer]:
+    layers = {id(module): Layer(module, Row(name, (), "")) for name, module in model.named_modules() if belongs(module)}
     for parent_name, parent in model.named_modules():
         for attribute, child in parent._modules.items():
             layer = layers.get(id(child))
@@ -101,10 +125,7 @@ def decide(
     """Sets what becomes of a layer, as far as the layer and its parents tell."""
     module, row = layer.module, layer.row
     if isinstance(module, QuantLinear):
-        row.shape = (module.out_features, module.in_features)
-        row.status, row.scheme = "already quantized", str(module.scheme)
-        row.bytes_before = packed_bytes(module)
-        layer.elements, layer.x_dtype = module.out_features * module.in_features, module.dtype
+        _already_quantized(layer, module)
         return
     weight = linear_weight(module)
     row.shape, row.bytes_before = tuple(weight.shape), byte_count(weight)
@@ -120,42 +141,83 @@ def decide(
         layer.leave("excluded", "a LoRA adapter, which is there to be trained")
     elif reader is not None:
         layer.leave("left", f"{type(reader).__name__} reads its weight itself instead of calling it")
-    elif any(type(parent).__name__ == "OptimizedModule" for parent, _ in layer.places):
-        layer.leave("left", "torch.compile was called on it and keeps it: quantise first, then compile")
+    elif _is_compiled(layer):
+        layer.leave("left", _COMPILED)
     elif reason is not None:
         layer.leave("left", reason)
     else:
         layer.scheme, row.status, row.scheme = scheme, "quantized", str(scheme)
 
 
+def _already_quantized(layer: Layer, module: PackedModule) -> None:
+    row = layer.row
+    row.shape, row.status, row.scheme = module._sizes, "already quantized", str(module.scheme)
+    row.bytes_before = packed_bytes(module)
+    layer.elements, layer.x_dtype = math.prod(row.shape), module.dtype
+
+
+def _is_compiled(layer: Layer) -> bool:
+    return any(type(parent).__name__ == "OptimizedModule" for parent, _ in layer.places)
+
+
 def _read_by(parent: nn.Module) -> tuple[str, ...]:
     return next((names for kind, names in _READ_BY_PARENT.items() if isinstance(parent, kind)), ())
 
 
-def resolve_tied_weights(model: nn.Module, layers: list[Layer]) -> None:
-    """Linears with one weight are quantised together, or not at all if anything else uses that weight."""
+def resolve_tied_weights(model: nn.Module, layers: list[Layer], embeddings: list[Layer], with_embeddings: bool) -> None:
+    """Linears with one weight are quantised together, or not at all if anything else uses that weight.
+
+    An embedding that uses it is quantised with them if ``with_embeddings`` and it can be.
+    """
     users: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 users[id(parameter)].append(name)
     groups: dict[int, list[Layer]] = defaultdict(list)
-    for layer in layers:
+    for layer in (*layers, *embeddings):
         tensors = layer.module._parameters
         weight = tensors.get("qweight", tensors.get("weight"))
         if weight is not None:
             groups[id(weight)].append(layer)
     for key, tied in groups.items():
-        if len(users[key]) < 2:
+        readers = [layer for layer in tied if _is_any_embedding(layer.module)]
+        linears = tied[: len(tied) - len(readers)]
+        if len(users[key]) < 2 or not linears:
             continue
-        together = len(tied) == len(users[key]) and len({layer.scheme for layer in tied}) == 1
-        for layer in tied:
-            others = ", ".join(name for name in users[key] if name != layer.row.name)
-            if layer.scheme is not None and not together:
-                layer.leave("left", f"its weight is also that of {others}")
+        scheme, others_read = linears[0].scheme, len(tied) < len(users[key])
+        together = not others_read and all(layer.scheme == scheme for layer in linears)
+        reason = ""
+        if readers and together and scheme is not None:
+            reason = _embedding_reason(linears, readers, scheme, with_embeddings)
+        for layer in linears:
+            others = _others(users[key], layer)
+            if layer.scheme is not None and (reason or not together):
+                layer.leave("left", f"its weight is also that of {others}{reason}")
             layer.row.note = layer.row.note or f"shares its weight with {others}"
-        for layer in tied[1:]:
-            layer.tied_to, layer.elements, layer.row.bytes_before = tied[0], 0, 0
+        for layer in readers:
+            if linears[0].scheme is not None:
+                layer.scheme, layer.row.status, layer.row.scheme = scheme, "quantized", str(scheme)
+            if layer.scheme is not None or layer.row.status != "kept" or reason:
+                layer.row.note = f"shares its weight with {_others(users[key], layer)}{reason}"
+        for layer in (*linears, *readers):
+            if layer is not linears[0]:
+                layer.tied_to, layer.elements, layer.row.bytes_before = linears[0], 0, 0
+
+
+def _others(names: list[str], layer: Layer) -> str:
+    return ", ".join(name for name in names if name != layer.row.name)
+
+
+def _embedding_reason(linears: list[Layer], readers: list[Layer], scheme: Scheme, with_embeddings: bool) -> str:
+    """Why embeddings keep the weight they share with linears of this scheme as it is; "" if they do not."""
+    reasons = [obstacle_of_embedding(layer.module) for layer in readers]
+    reasons += [_COMPILED for layer in readers if _is_compiled(layer)]
+    reasons += ["a linear has it transposed" for layer in linears if not isinstance(layer.module, nn.Linear)]
+    reason = next(filter(None, [*reasons, scheme_obstacle(scheme)]), None)
+    if reason is not None:
+        return f"; {reason}"
+    return "" if with_embeddings else "; embeddings=True quantises both"
 
 
 def find_untouched(model: nn.Module, layers: list[Layer], asked: Select | None) -> Iterator[Row]:
@@ -183,7 +245,7 @@ def byte_count(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def packed_bytes(layer: QuantLinear) -> int:
+def packed_bytes(layer: PackedModule) -> int:
     return byte_count(*(tensor for tensor in layer.packed.tensors().values() if tensor is not None))
 
 
@@ -192,7 +254,7 @@ def count_parameters(model: nn.Module) -> int:
     counts: dict[int, int] = {}
     for module in model.modules():
         counts.update((id(p), p.numel()) for p in module._parameters.values() if p is not None)
-        if isinstance(module, QuantLinear):
+        if isinstance(module, PackedModule):
             counts.update((id(tensor), 0) for tensor in module.packed.tensors().values())
-            counts[id(module.qweight)] = module.out_features * module.in_features
+            counts[id(module.qweight)] = math.prod(module._sizes)
     return sum(counts.values())

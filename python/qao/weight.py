@@ -21,12 +21,13 @@ class DequantizedWeight(Tensor):
     an error: the layer would not see it.
     """
 
+    source: Tensor  # the packed weight it is computed from
     _dequantize: Callable[[], Tensor]
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, dequantize: Any) -> Any:
-        weight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        weight._dequantize = dequantize
+    def __new__(cls, shape: tuple[int, int], dtype: torch.dtype, source: Tensor, dequantize: Any) -> Any:
+        weight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=source.device)
+        weight.source, weight._dequantize = source, dequantize
         return weight
 
     def __init__(self, *arguments: Any) -> None:
