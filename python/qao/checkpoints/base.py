@@ -1,7 +1,8 @@
 """What every checkpoint of others is, once opened: quantised layers, other tensors, and a lazy state dict of both.
 
-Opening reads names, shapes and dtypes and checks them. The numbers are read, and checked, layer by layer when asked for.
-Everything in a file is untrusted: what does not fit raises a CheckpointError before anything large is allocated.
+Opening reads names, shapes and dtypes and checks them. The numbers are read, and checked, layer by layer when they are
+asked for. Everything in a file is untrusted: what does not fit raises a CheckpointError before anything large is
+allocated.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["Checkpoint", "CheckpointError", "LazyTensor", "Plain", "QuantizedLay
 
 
 class CheckpointError(ValueError):
-    """A file that is damaged, contradicts itself, or holds what no kernel of qao can multiply; names file and tensor."""
+    """A file that is damaged, contradicts itself, or holds what no kernel of qao multiplies; names file and tensor."""
 
 
 class Plain(NamedTuple):
@@ -37,7 +38,7 @@ class QuantizedLayer:
     """One linear layer of a checkpoint, and how to read it."""
 
     name: str  # of the module: "model.layers.0.self_attn.q_proj"
-    scheme: Scheme  # of the QuantLinear it becomes
+    scheme: Scheme  # of the QuantLinear it becomes; of int4 with its scale_dtype, so that nothing is left to the reader
     out_features: int
     in_features: int
     keys: tuple[str, ...]  # names in the file of the tensors it is made of; the bias is a tensor of its own
