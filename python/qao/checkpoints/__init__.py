@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from .base import Checkpoint, CheckpointError, LazyTensor, Plain, QuantizedLayer
+from .opening import open_checkpoint
 
-__all__ = ["Checkpoint", "CheckpointError", "LazyTensor", "Plain", "QuantizedLayer"]
+__all__ = ["Checkpoint", "CheckpointError", "LazyTensor", "Plain", "QuantizedLayer", "open_checkpoint"]

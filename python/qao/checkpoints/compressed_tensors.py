@@ -1,0 +1,141 @@
+"""Checkpoints of compressed-tensors (llm-compressor, vLLM): which layer has which scheme, and reading it.
+
+pack-quantized    weight_packed int32 [N, ceil(K·b/32)], value i of a word is k = 32/b·j + i, stored q + 2^(b-1);
+                  weight_shape int64 [2]; asymmetric: weight_zero_point int32 [ceil(N·b/32), G], along N, stored like q
+int-, float-,     weight int8 (of four bits too) or e4m3 [N, K]; asymmetric: weight_zero_point int8 [N, G]
+naive-quantized
+all               weight_scale: by group [N, G], by channel [N, 1], by tensor [1], by block [ceil(N/128), ceil(K/128)];
+                  input_scale [1] of static activations
+
+W = (q - zero) · scale. Which layers are quantised follows from the tensors, how from ``config_groups``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats import Scheme
+from .base import Plain, QuantizedLayer
+from .ct_config import Args, Group, group_of, groups_of, layer_scheme
+from .files import FLOATS, TensorFiles
+from .plain import FP8_SCALES, check_layer_name, four_bits, fp8_scale_shapes, grouping, nibbles, read_fp8, regroup
+from .settings import Settings
+
+__all__ = ["read"]
+
+_KV_CACHE = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".output_scale")
+
+
+class Contents(NamedTuple):
+    layers: list[QuantizedLayer]
+    dropped: list[str]
+    notes: list[str]
+
+
+def read(files: TensorFiles, settings: Settings) -> Contents:
+    """The layers of a compressed-tensors checkpoint.
+
+    Raises:
+        CheckpointError: also for what no kernel of qao multiplies: see docs/formats.md.
+    """
+    groups = groups_of(settings)
+    layers: dict[str, QuantizedLayer] = {}
+    for key in files.names:
+        for suffix in (".weight_packed", ".weight_scale"):
+            if key.endswith(suffix) and (name := check_layer_name(key, suffix)) not in layers:
+                layers[name] = _layer(files, name, group_of(groups, settings, name))
+    notes = []
+    dropped = [key for key in files.names if key.endswith(_KV_CACHE)]
+    if dropped or settings.child("kv_cache_scheme"):
+        notes.append(f"quantisation of the KV cache is left out ({len(dropped)} scales)")
+    return Contents(list(layers.values()), dropped, notes)
+
+
+def _layer(files: TensorFiles, name: str, group: Group) -> QuantizedLayer:
+    args, inputs = group.weights, group.inputs
+    packed, weight, scale = f"{name}.weight_packed", f"{name}.weight", f"{name}.weight_scale"
+    main = packed if packed in files else weight
+    keys = [main, scale]
+    if packed in files:
+        n, k = _packed_shape(files, name, args.bits)
+        keys.append(f"{name}.weight_shape")
+    else:
+        n, k = files.matrix(weight, torch.float8_e4m3fn if args.kind == "float" else torch.int8)
+    if args.kind == "float" and packed in files:
+        raise files.error(packed, f"float weights of {args.bits} bits; qao has e4m3")
+    size, note = (-1, None) if args.strategy != "group" else grouping(files, main, args.group_size, k)
+    given = args.group_size if args.strategy == "group" else -1
+    groups = 1 if given == -1 else -(-k // given)
+    if args.kind == "float":
+        files.check(scale, FP8_SCALES, *fp8_scale_shapes(args.granularity, n, k))
+    else:
+        shapes = ((), (1,), (1, 1)) if args.strategy == "tensor" else ((n, groups),) + (((n,),) if groups == 1 else ())
+        files.check(scale, FLOATS, *shapes)
+        if args.bits == 8 and groups > 1:
+            raise files.error(main, f"eight bits in groups of {given} columns; qao has int8 with one scale per row")
+    zero = f"{name}.weight_zero_point"
+    if not args.symmetric:
+        if main == packed and args.strategy != "tensor":
+            files.check(zero, (torch.int32,), (-(-n * args.bits // 32), groups))
+        else:
+            files.check(zero, (torch.int8,), files.shape(scale))
+    static = None
+    if inputs is not None and inputs.static and inputs.kind == "float" and args.kind == "float":
+        static = files.scalar(f"{name}.input_scale")
+    scheme, about = layer_scheme(group, size, files.dtype(scale), static)
+    optional = [zero, *(f"{name}.{part}" for part in ("input_scale", "input_zero_point", "weight_g_idx"))]
+    keys += [key for key in optional if key in files]
+    g_idx = f"{name}.weight_g_idx"
+    if g_idx in files:
+        files.check(g_idx, (torch.int32, torch.int64), (k,))
+        if not torch.equal(files.read(g_idx).long(), torch.arange(k) // (given if given > 0 else k)):
+            raise files.error(g_idx, "columns are reordered into groups, for which qao has no kernel")
+    notes = [text for text in (note, *about) if text]
+    load = partial(_read, files, name, args, scheme, (n, k))
+    return QuantizedLayer(name, scheme, n, k, tuple(keys), load, "; ".join(notes) or None)
+
+
+def _packed_shape(files: TensorFiles, name: str, bits: int) -> tuple[int, int]:
+    packed, stated = f"{name}.weight_packed", f"{name}.weight_shape"
+    rows, words = files.matrix(packed, torch.int32)
+    files.check(stated, (torch.int64, torch.int32), (2,))
+    n, k = (int(one) for one in files.read(stated))
+    if n != rows or k < 1 or -(-k * bits // 32) != words:
+        raise files.error(stated, f"says [{n}, {k}], which does not fit weight_packed int32[{rows}, {words}]")
+    return n, k
+
+
+def _read(files: TensorFiles, name: str, args: Args, scheme: Scheme, shape: tuple[int, int]) -> Plain:
+    n, k = shape
+    packed, weight, scale = f"{name}.weight_packed", f"{name}.weight", f"{name}.weight_scale"
+    if args.kind == "float":
+        expand = args.granularity == "tensor" and getattr(scheme, "granularity", "") == "row"
+        return read_fp8(files, weight, scale, n if expand else None)
+    if packed in files:
+        words = files.read(packed)
+        q = nibbles(words) if args.bits == 4 else (words.view(torch.uint8) ^ 0x80).view(torch.int8)
+        q = q[:, :k]
+    else:
+        q = files.read(weight) if args.bits == 8 else four_bits(files, weight, files.read(weight))
+    scales = files.finite(scale)
+    if scales.numel() == 1 and n > 1:
+        scales = scales.reshape(1, 1).expand(n, 1)
+    scales = scales.reshape(n, -1)
+    given = args.group_size if args.strategy == "group" else -1
+    if args.bits == 8:
+        return Plain(q.contiguous(), scales.contiguous())
+    zeros = None if args.symmetric else _zeros(files, f"{name}.weight_zero_point", n).expand(scales.shape)
+    return Plain(q, regroup(scales, given, k), None if zeros is None else regroup(zeros, given, k))
+
+
+def _zeros(files: TensorFiles, name: str, n: int) -> Tensor:
+    """uint8 0..15 [N, G] or [1, 1]."""
+    stored = files.read(name)
+    if stored.dtype == torch.int32:
+        return nibbles(stored.t()).t()[:n]
+    zeros = four_bits(files, name, stored)
+    return zeros.reshape(1, 1) if zeros.numel() == 1 else zeros.reshape(n, -1)

@@ -1,0 +1,236 @@
+"""Safetensors files, one or those of an index, and config.json: found, bounded and checked before they are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from .base import Checkpoint, CheckpointError, QuantizedLayer
+
+__all__ = ["SafetensorsCheckpoint", "TensorFiles", "read_json"]
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_LARGEST_JSON = 256 << 20  # bytes; an index of a million tensors has 100 MB
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        size = path.stat().st_size
+        if size > _LARGEST_JSON:
+            raise CheckpointError(f"{path}: {size} bytes are too many for a JSON file of a checkpoint")
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a {type(content).__name__}, not an object")
+    return content
+
+
+class TensorFiles:
+    """The tensors of a checkpoint by name.
+
+    Args:
+        path: a .safetensors file, or a directory with one, or with a .safetensors.index.json.
+
+    Raises:
+        CheckpointError: no such file, several that might be meant, pickles, a damaged file, an index that points out of
+            its directory or to tensors that are not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.directory = path if path.is_dir() else path.parent
+        files = {file: None for file in [path]} if not path.is_dir() else _in_directory(path)
+        self.metadata: dict[str, str] = {}
+        self._handles: dict[str, Any] = {}  # of the file that holds a tensor
+        self._file: dict[str, str] = {}
+        self._facts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for file, expected in files.items():
+            self._open(file, expected)
+
+    def _open(self, file: Path, expected: list[str] | None) -> None:
+        try:
+            handle: Any = safetensors.safe_open(str(file), framework="pt")
+            self.metadata.update(handle.metadata() or {})
+            names = list(handle.keys())
+        except (OSError, safetensors.SafetensorError, ValueError) as error:
+            raise CheckpointError(f"{file}: no readable safetensors file (damaged or cut off?): {error}") from error
+        present = set(names)
+        for name in names if expected is None else expected:
+            if name not in present:
+                raise CheckpointError(f"{file}: {name}: the index says that this tensor is here, and it is not")
+            view = handle.get_slice(name)
+            dtype = _DTYPES.get(view.get_dtype())
+            if dtype is None:
+                raise CheckpointError(f"{file}: {name}: the dtype {view.get_dtype()} is none that qao reads")
+            self._handles[name] = handle
+            self._file[name] = str(file)
+            self._facts[name] = tuple(view.get_shape()), dtype
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._facts)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._facts
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._facts[name][0]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._facts[name][1]
+
+    def error(self, name: str, message: str) -> CheckpointError:
+        """An error about a tensor, to be raised."""
+        where = self._file.get(name) or str(self.directory)
+        return CheckpointError(f"{where}: {name}: {message}")
+
+    def check(self, name: str, dtypes: Iterable[torch.dtype], *shapes: tuple[int, ...]) -> None:
+        """Raises CheckpointError unless the tensor is there with one of these dtypes and (if any) shapes."""
+        if name not in self:
+            raise self.error(name, "this tensor is missing")
+        shape, dtype = self._facts[name]
+        if dtype not in (dtypes := tuple(dtypes)) or (shapes and shape not in shapes):
+            wanted = " or ".join(str(one).removeprefix("torch.") for one in dtypes)
+            sizes = " or ".join(str(list(one)) for one in shapes)
+            found = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+            raise self.error(name, f"must be {wanted}" + (f" of shape {sizes}" if shapes else "") + f", not {found}")
+
+    def matrix(self, name: str, *dtypes: torch.dtype) -> tuple[int, int]:
+        """The two sizes of a matrix that is not empty, or CheckpointError."""
+        self.check(name, dtypes)
+        shape = self.shape(name)
+        if len(shape) != 2 or 0 in shape:
+            what = "fused experts are not read" if len(shape) == 3 else "a matrix is needed"
+            raise self.error(name, f"has shape {list(shape)}: {what}")
+        return shape[0], shape[1]
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, on the CPU."""
+        try:
+            tensor: Tensor = self._handles[name].get_tensor(name)
+        except (OSError, safetensors.SafetensorError, RuntimeError) as error:
+            raise self.error(name, f"cannot be read: {error}") from error
+        return tensor
+
+    def part(self, name: str, index: Any) -> Tensor:
+        try:
+            return self._handles[name].get_slice(name)[index]  # type: ignore[no-any-return]
+        except (OSError, safetensors.SafetensorError, RuntimeError) as error:
+            raise self.error(name, f"cannot be read: {error}") from error
+
+    def finite(self, name: str) -> Tensor:
+        """A tensor of scales: as stored, or float32 of an exponent (e8m0, or uint8 of the same meaning); all finite."""
+        scales = self.read(name)
+        if scales.dtype == torch.uint8:
+            scales = scales.view(torch.float8_e8m0fnu)
+        if scales.dtype == torch.float8_e8m0fnu:
+            scales = scales.float()
+        if not scales.isfinite().all():
+            raise self.error(name, "holds NaN or Inf: the file is damaged")
+        return scales
+
+    def scalar(self, name: str) -> float:
+        """The one positive number that a tensor holds."""
+        self.check(name, FLOATS, (), (1,), (1, 1))
+        value = float(self.read(name).reshape(()))
+        if not 0 < value < float("inf"):
+            raise self.error(name, f"must be a positive number, not {value}")
+        return value
+
+
+def _in_directory(directory: Path) -> dict[Path, list[str] | None]:
+    """The safetensors files of a directory, each with the tensors that an index expects there."""
+    indices = sorted(directory.glob("*.safetensors.index.json"))
+    files = sorted(directory.glob("*.safetensors"))
+    if len(indices) == 1:
+        return _of_index(indices[0])
+    if not indices and (directory / "model.safetensors") in files:
+        return {directory / "model.safetensors": None}
+    if not indices and len(files) == 1:
+        return {files[0]: None}
+    if indices or files:
+        found = ", ".join(file.name for file in [*indices, *files][:8])
+        raise CheckpointError(f"{directory}: several files might be meant ({found}); give the path of one")
+    pickles = [file.name for ending in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in directory.glob(ending)]
+    if pickles:
+        raise CheckpointError(
+            f"{directory}: {pickles[0]} is a pickle, which can run any code and is never opened. Convert it to "
+            "safetensors."
+        )
+    raise CheckpointError(f"{directory}: no .safetensors file here")
+
+
+def _of_index(index: Path) -> dict[Path, list[str] | None]:
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise CheckpointError(f"{index}: has no weight_map")
+    files: dict[Path, list[str] | None] = {}
+    for name, file in places.items():
+        plain = isinstance(file, str) and file.endswith(".safetensors") and Path(file).name == file and "\\" not in file
+        if not plain:
+            raise CheckpointError(f"{index}: {name}: {file!r} is no name of a .safetensors file beside the index")
+        names = files.setdefault(index.parent / file, [])
+        assert names is not None
+        names.append(name)
+    return files
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """A checkpoint in safetensors files. ``dropped``: tensors of no layer that are left out, see ``notes``."""
+
+    def __init__(
+        self,
+        format: str,
+        config: dict[str, Any],
+        files: TensorFiles,
+        layers: Iterable[QuantizedLayer] = (),
+        dropped: Iterable[str] = (),
+        notes: Iterable[str] = (),
+    ) -> None:
+        self.format = format
+        self.config = config
+        self.layers = {layer.name: layer for layer in layers}
+        self.notes = tuple(notes)
+        self._files = files
+        used = {key for layer in self.layers.values() for key in layer.keys} | set(dropped)
+        self.others = tuple(name for name in files.names if name not in used)
+        self._others = frozenset(self.others)
+
+    def tensor(self, name: str) -> Tensor:
+        return self._files.read(self._known(name))
+
+    def part(self, name: str, index: Any) -> Tensor:
+        return self._files.part(self._known(name), index)
+
+    def shape_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        name = self._known(name)
+        return self._files.shape(name), self._files.dtype(name)
+
+    def _known(self, name: str) -> str:
+        if name not in self._others:
+            raise KeyError(f"{name!r} is no tensor outside of quantised layers")
+        return name
