@@ -92,9 +92,9 @@ def _group(settings: Settings, format: str, own: Settings | None) -> Group:
 
 def _args(settings: Settings, dynamic: bool, default: str) -> Args:
     group_size = settings.integer("group_size", -1)
-    strategy = settings.text("strategy", "group" if group_size > 0 else "channel" if group_size == -1 else default)
-    if settings.values.get("strategy") is None and settings.values.get("group_size") is None:
-        strategy = default
+    if settings.values.get("group_size") is not None:
+        default = "group" if group_size > 0 else "channel"
+    strategy = settings.text("strategy", default)
     kind = settings.text("type", "int")
     if kind not in ("int", "float"):
         raise settings.fail("type", '"int" or "float"')

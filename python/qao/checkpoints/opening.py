@@ -45,8 +45,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
     if path.suffix == ".gguf":
-        reader = importlib.import_module(".gguf", __package__)
-        checkpoint: Checkpoint = reader.open_gguf(path)
+        checkpoint: Checkpoint = importlib.import_module(".gguf", __package__).GgufCheckpoint(path)
         return checkpoint
     if path.is_file() and path.suffix != ".safetensors":
         raise CheckpointError(f"{path}: only .safetensors and .gguf files are read; pickles can run any code")
