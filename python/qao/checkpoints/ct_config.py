@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..formats import Scheme
+from ..formats import Granularity, Scheme
 from ..schemes import (
     Float8DynamicActivationFloat8Weight,
     Float8DynamicActivationInt4Weight,
@@ -22,7 +22,7 @@ from .settings import Settings, matches
 __all__ = ["Args", "Group", "group_of", "groups_of", "layer_scheme"]
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-_GRANULARITY = {"tensor": "tensor", "channel": "row", "block": "block"}
+_GRANULARITY: dict[str, Granularity] = {"tensor": "tensor", "channel": "row", "block": "block"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Args:
     static: bool
 
     @property
-    def granularity(self) -> str:
+    def granularity(self) -> Granularity:
         """Of e4m3 weights, as qao calls it."""
         return _GRANULARITY[self.strategy]
 
@@ -184,7 +184,7 @@ def layer_scheme(
         if inputs is None:
             return Float8WeightOnly(weights.granularity), notes
         by_token = weights.strategy == "tensor" and inputs.strategy == "token"
-        granularity = "row" if by_token else weights.granularity
+        granularity: Granularity = "row" if by_token else weights.granularity
         scheme = Float8DynamicActivationFloat8Weight(
             granularity, activation_scale=activation_scale, fast_accum=group.fast_accum
         )

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from ..formats import Granularity
 from ..quantizer import SCALE_BLOCK
 from ..schemes import Float8DynamicActivationFloat8Weight
 from .base import QuantizedLayer
@@ -46,7 +47,7 @@ def read_huggingface(files: TensorFiles, settings: Settings) -> list[QuantizedLa
         name = check_layer_name(key, suffix)
         weight = f"{name}.weight"
         n, k = files.matrix(weight, torch.float8_e4m3fn)
-        granularity = "block" if block else "tensor"
+        granularity: Granularity = "block" if block else "tensor"
         files.check(key, dtypes, *fp8_scale_shapes(granularity, n, k))
         keys = [weight, key]
         static = None

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..formats import Scheme
+from ..formats import Granularity, Scheme
 from ..schemes import (
     Float8DynamicActivationFloat8Weight,
     Float8DynamicActivationInt4Weight,
@@ -127,7 +127,8 @@ def _float8(files: TensorFiles, name: str, data: Settings) -> QuantizedLayer:
     qdata, scale = f"{name}._weight_qdata", f"{name}._weight_scale"
     n, k = files.matrix(qdata, torch.float8_e4m3fn)
     block = _block(files, name, data, n, k)
-    weights = {(n, k): "tensor", (1, k): "row", (128, 128): "block"}.get((block[0], block[1]))
+    kinds: dict[tuple[int, ...], Granularity] = {(n, k): "tensor", (1, k): "row", (128, 128): "block"}
+    weights = kinds.get(tuple(block))
     if weights is None:
         raise data.fail("block_size", f"[1, {k}], [{n}, {k}] or [128, 128]")
     files.check(scale, FP8_SCALES, *fp8_scale_shapes(weights, n, k))

@@ -1,0 +1,57 @@
+"""What the tests of checkpoints share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import qao
+import torch
+from qao.checkpoints import Checkpoint
+from safetensors.torch import save_file
+from torch import Tensor
+
+# Every scheme and every option of it that changes what is stored.
+SCHEMES = [
+    *(qao.Int4WeightOnly(size, symmetric) for size in (32, 64, 128, 256, -1) for symmetric in (False, True)),
+    *(qao.Int4WeightOnly(128, scale_dtype=dtype) for dtype in (torch.float16, torch.bfloat16)),
+    qao.Int8WeightOnly(),
+    *(qao.Float8WeightOnly(granularity) for granularity in ("row", "tensor", "block")),
+    *(qao.Int8DynamicActivationInt8Weight(symmetric_activations=symmetric) for symmetric in (True, False)),
+    qao.Int8DynamicActivationInt4Weight(32, True, torch.bfloat16),
+    qao.Int8DynamicActivationInt4Weight(-1, symmetric_activations=False),
+    *(qao.Float8DynamicActivationFloat8Weight(granularity) for granularity in ("row", "tensor", "block")),
+    qao.Float8DynamicActivationFloat8Weight("row", activation_scale=0.1),
+    qao.Float8DynamicActivationFloat8Weight("tensor", activation_scale=0.1, fast_accum=True),
+    qao.Float8DynamicActivationInt4Weight(128, True),
+    qao.Float8DynamicActivationInt4Weight(64),
+]
+
+
+def write(directory: Path, tensors: dict[str, Tensor], config: dict[str, Any], **metadata: str) -> None:
+    """A checkpoint of one file, as Hugging Face lays it out."""
+    copies = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    save_file(copies, directory / "model.safetensors", metadata={"format": "pt", **metadata})
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def layer_of(checkpoint: Checkpoint, name: str) -> qao.QuantLinear:
+    """A layer of a checkpoint, and a check that the lazy state dict holds the same under its names."""
+    layer = checkpoint.layers[name]
+    linear = qao.QuantLinear.from_quantized(*layer.read(), scheme=layer.scheme)
+    assert (linear.out_features, linear.in_features) == (layer.out_features, layer.in_features)
+    state = checkpoint.state_dict()
+    for part, expected in linear.packed.tensors().items():
+        lazy = state.get(f"{name}.{part}")
+        assert (lazy is None) == (expected is None)
+        if lazy is not None:
+            assert (lazy.shape, lazy.dtype) == (expected.shape, expected.dtype)
+            assert torch.equal(lazy.load(), expected)
+    return linear
+
+
+def assert_same_layer(one: qao.QuantLinear, other: qao.QuantLinear) -> None:
+    for (name, a), b in zip(one.packed.tensors().items(), other.packed.tensors().values(), strict=True):
+        assert (a is None) == (b is None), name
+        assert a is None or (a.dtype == b.dtype and torch.equal(a, b)), name
