@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import awq, compressed_tensors, fp8, gptq, torchao
+from . import awq, compressed_tensors, fp8, gptq, native, torchao
 from .base import Checkpoint, CheckpointError
 from .files import SafetensorsCheckpoint, TensorFiles, read_json
 from .settings import Settings
@@ -51,6 +51,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise CheckpointError(f"{path}: only .safetensors and .gguf files are read; pickles can run any code")
     files = TensorFiles(path)
     config, settings = _config(files)
+    if native.is_native(files.names):
+        return SafetensorsCheckpoint("qao", config, files, native.read(files))
     method = "float" if settings is None else settings.text("quant_method", "none").replace("_", "-")
     if method == "float" and torchao.is_torchao(files.metadata):
         method, settings = "torchao", Settings({}, f"{path}: header")

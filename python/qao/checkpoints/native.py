@@ -1,0 +1,93 @@
+"""qao's own safetensors: the state dict of quantised layers, each with the marker that says what it is.
+
+<layer>.pip_install_qao   uint8, JSON: scheme, sizes, dtype; see marker.py
+<layer>.weight            uint8, the tripwire for other loaders; dropped
+<layer>.qweight, .scales, .weight_sums, .activation_scale   as a QuantLinear holds them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .. import marker
+from ..formats import Float8Weight, Int4Weight, Scheme
+from ..schemes import scheme_from_dict
+from .base import Plain, QuantizedLayer
+from .files import TensorFiles
+
+__all__ = ["NativeLayer", "is_native", "read"]
+
+_LARGEST = 1 << 31  # rows or columns; products of two such numbers are no overflow
+
+
+def is_native(names: tuple[str, ...]) -> bool:
+    """Whether one of these tensors is a marker."""
+    return any(name == marker.MARKER or name.endswith("." + marker.MARKER) for name in names)
+
+
+@dataclass(frozen=True)
+class NativeLayer(QuantizedLayer):
+    """A layer that is packed already: ``pack`` reads its tensors as they are."""
+
+    stored: Callable[[], dict[str, Tensor]] = dict
+
+    def pack(self) -> dict[str, Tensor]:
+        return self.stored()
+
+
+def read(files: TensorFiles) -> list[QuantizedLayer]:
+    """The layers of a file that qao wrote.
+
+    Raises:
+        CheckpointError: a marker that cannot be read or that of a newer qao, and tensors that do not fit their marker.
+    """
+    return list(_layers(files))
+
+
+def _layers(files: TensorFiles) -> Iterator[QuantizedLayer]:
+    for key in files.names:
+        if key != marker.MARKER and not key.endswith("." + marker.MARKER):
+            continue
+        prefix = key.removesuffix(marker.MARKER)
+        if len(files.shape(key)) != 1 or files.shape(key)[0] > 1 << 16:
+            raise files.error(key, "is no marker of qao")
+        try:
+            found = marker.decode(files.read(key), key)
+            scheme = scheme_from_dict(found.scheme)
+        except (ValueError, TypeError) as error:
+            raise files.error(key, str(error)) from error
+        n, k = found.out_features, found.in_features
+        if max(n, k) >= _LARGEST:
+            raise files.error(key, f"says [{n}, {k}], which is no weight")
+        scales = prefix + "scales"
+        files.check(scales, scheme.scale_dtypes)
+        if isinstance(scheme, Int4Weight):
+            scheme = replace(scheme, scale_dtype=files.dtype(scales))
+        expected = scheme.empty(n, k, dtype=found.dtype, device="meta").tensors()
+        parts = {part: prefix + part for part, tensor in expected.items() if tensor is not None}
+        for part, name in parts.items():
+            wanted = expected[part]
+            assert wanted is not None
+            files.check(name, (wanted.dtype,), tuple(wanted.shape))
+        keys = (key, *parts.values(), *(name for name in [prefix + marker.TRIPWIRE] if name in files))
+        stored = partial(_stored, files, parts)
+        plain = partial(_plain, stored, scheme, n, k)
+        yield NativeLayer(prefix.removesuffix("."), scheme, n, k, keys, plain, stored=stored)
+
+
+def _stored(files: TensorFiles, parts: dict[str, str]) -> dict[str, Tensor]:
+    return {part: files.read(name) if part == "qweight" else files.finite(name) for part, name in parts.items()}
+
+
+def _plain(stored: Callable[[], dict[str, Tensor]], scheme: Scheme, n: int, k: int) -> Plain:
+    tensors = stored()
+    qweight, scales = tensors["qweight"], tensors["scales"]
+    if isinstance(scheme, Int4Weight):
+        q, plain, zeros = torch.ops.qao.unpack_int4(qweight, scales, n, k, scheme.group_size)
+        return Plain(q, plain, None if scheme.symmetric else zeros)
+    return Plain(qweight.view(torch.float8_e4m3fn) if isinstance(scheme, Float8Weight) else qweight, scales)
