@@ -31,6 +31,7 @@ _DTYPES = {
     "F64": torch.float64,
 }
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_ALIGNMENT = 64  # bytes, that of what torch allocates
 _LARGEST_JSON = 256 << 20  # bytes; an index of a million tensors has 100 MB
 
 
@@ -129,12 +130,12 @@ class TensorFiles:
         return shape[0], shape[1]
 
     def read(self, name: str) -> Tensor:
-        """The tensor, on the CPU."""
+        """The tensor, on the CPU, at an address that kernels take (in the file it may lie at any)."""
         try:
             tensor: Tensor = self._handles[name].get_tensor(name)
         except (OSError, safetensors.SafetensorError, RuntimeError) as error:
             raise self.error(name, f"cannot be read: {error}") from error
-        return tensor
+        return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
 
     def part(self, name: str, index: Any) -> Tensor:
         try:
