@@ -198,6 +198,19 @@ def test_groups_targets_ignore_and_kv_cache(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_zero_points_of_symmetric_weights(tmp_path: Path) -> None:
+    scheme = scheme_of(CASES["W8A8"][0])
+    state = compressed(scheme, 16, 64, torch.bfloat16)
+    config = {"quantization_config": config_of({"g": scheme})}
+    state["weight_zero_point"] = torch.zeros(16, 1, dtype=torch.int8)
+    write(tmp_path, {f"a.{key}": value for key, value in state.items()}, config)
+    assert torch.equal(layer_of(open_checkpoint(tmp_path), "a").dequantize(torch.bfloat16), decompressed(state, scheme))
+    state["weight_zero_point"][5] = 1
+    write(tmp_path, {f"a.{key}": value for key, value in state.items()}, config)
+    with pytest.raises(CheckpointError, match="a.weight_zero_point: zero points other than 0"):
+        open_checkpoint(tmp_path)
+
+
 REFUSED = {
     "NVFP4": (lambda c: c["config_groups"]["g"]["weights"].update(num_bits=4, type="float"), "MXFP4 and NVFP4"),
     "three bits": (lambda c: c["config_groups"]["g"]["weights"].update(num_bits=3), "int of 3 bits"),
@@ -214,6 +227,7 @@ REFUSED = {
     "format": (lambda c: c.update(format="marlin-24"), "marlin-24"),
     "no group": (lambda c: c["config_groups"]["g"].update(targets=["Conv2d"]), "no group"),
     "pattern": (lambda c: c["config_groups"]["g"].update(targets=["re:("]), "no regular expression"),
+    "weights a number": (lambda c: c["config_groups"]["g"].update(weights=7), "must be an object"),
     "groups a list": (lambda c: c.update(config_groups=[1]), "must be an object"),
 }
 

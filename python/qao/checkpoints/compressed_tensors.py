@@ -83,6 +83,8 @@ def _layer(files: TensorFiles, name: str, group: Group) -> QuantizedLayer:
             files.check(zero, (torch.int32,), (-(-n * args.bits // 32), groups))
         else:
             files.check(zero, (torch.int8,), files.shape(scale))
+    elif zero in files:
+        _check_unused(files, zero)
     static = None
     if inputs is not None and inputs.static and inputs.kind == "float" and args.kind == "float":
         static = files.scalar(f"{name}.input_scale")
@@ -97,6 +99,14 @@ def _layer(files: TensorFiles, name: str, group: Group) -> QuantizedLayer:
     notes = [text for text in (note, *about) if text]
     load = partial(_read, files, name, args, scheme, (n, k))
     return QuantizedLayer(name, scheme, n, k, tuple(keys), load, "; ".join(notes) or None)
+
+
+def _check_unused(files: TensorFiles, zero: str) -> None:
+    """Zero points of a symmetric weight, which some versions of the package store all the same."""
+    stored = files.read(zero)
+    middle = -0x77777778 if stored.dtype == torch.int32 else 0  # packed nibbles of 8
+    if not (stored.double() == middle).all():
+        raise files.error(zero, "zero points other than 0 in a weight that the config calls symmetric")
 
 
 def _packed_shape(files: TensorFiles, name: str, bits: int) -> tuple[int, int]:

@@ -68,7 +68,7 @@ def groups_of(settings: Settings) -> list[Group]:
     return [
         _group(group, settings.text("format", "pack-quantized"), own.get(name))
         for name, group in settings.children("config_groups").items()
-        if group.values.get("weights") is not None
+        if group.child("weights") is not None
     ]
 
 
