@@ -17,7 +17,7 @@ from torch import Tensor
 from ..schemes import Int4WeightOnly
 from .base import CheckpointError, Plain, QuantizedLayer
 from .files import FLOATS, TensorFiles
-from .plain import check_layer_name, grouping, nibbles, regroup
+from .plain import check_layer_name, grouping, regroup
 from .settings import Settings
 
 __all__ = ["read"]
@@ -65,5 +65,6 @@ def _read(files: TensorFiles, keys: tuple[str, str, str], given: int) -> Plain:
 
 def _values(words: Tensor) -> Tensor:
     """uint8 [8 C, R] from int32 [R, C]."""
-    by_word = nibbles(words).view(*words.shape, 8)[..., _NIBBLE_OF_COLUMN]
-    return by_word.reshape(len(words), -1).t().contiguous()
+    words = words.t().contiguous()
+    columns = [(words >> 4 * nibble & 15).to(torch.uint8) for nibble in _NIBBLE_OF_COLUMN]
+    return torch.stack(columns, dim=1).view(-1, words.shape[1])

@@ -1,14 +1,15 @@
 """Layers of qao in the layout of compressed-tensors, which vLLM, transformers and others load.
 
-scheme                    tensors                                              format
-int4                      weight_packed, weight_scale, weight_shape            pack-quantized
-                          and weight_zero_point unless symmetric
-int8                      the same, eight bits, a scale per row                pack-quantized
-int8_int8                 weight int8, weight_scale                            int-quantized
-int8_int4, fp8_int4       weight int8 of -8..7, weight_scale                   int-quantized
-                          and weight_zero_point unless symmetric
-fp8                       weight e4m3, weight_scale                            naive-quantized
-fp8_fp8                   the same, and input_scale of static activations      float-quantized
+    scheme      tensors                                             format
+int4        weight_packed, weight_scale, weight_shape           pack-quantized
+            and weight_zero_point unless symmetric
+fp8_int4    as int4, since vLLM reads it packed                 pack-quantized
+int8        weight_packed, weight_scale, weight_shape           pack-quantized
+int8_int8   weight int8, weight_scale                           int-quantized
+int8_int4   weight int8 of -8..7, weight_scale                  int-quantized
+            and weight_zero_point unless symmetric
+fp8         weight e4m3, weight_scale                           naive-quantized
+fp8_fp8     the same, and input_scale of static activations     float-quantized
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def layer_tensors(layer: QuantLinear) -> dict[str, Tensor]:
             tensors["input_scale"] = layer.activation_scale.detach()
         return tensors
     scales = scales.reshape(n, 1)
-    if scheme.activations == "float":
+    if _is_packed(scheme):
         words = torch.nn.functional.pad(qweight.view(torch.uint8) ^ 0x80, (0, -k % 4)).contiguous()
         return {"weight_packed": words.view(torch.int32), "weight_scale": scales, "weight_shape": torch.tensor([n, k])}
     return {"weight": qweight, "weight_scale": scales}
@@ -73,7 +74,7 @@ def _int4(scheme: Int4Weight, qweight: Tensor, scales: Tensor, n: int, k: int) -
     whole = zeros.to(torch.uint8)
     if not torch.equal(whole.to(zeros.dtype), zeros) or (whole > 15).any():
         raise ValueError("compressed-tensors: zero points of this layer are no whole numbers 0..15")
-    if scheme.activations == "float":
+    if _is_packed(scheme):
         tensors = {
             "weight_packed": packed_nibbles(q),
             "weight_scale": plain,
@@ -131,13 +132,18 @@ def quantization_config(layers: Mapping[str, Scheme], ignore: list[str]) -> dict
     return {**config, "qao": beyond} if beyond else config
 
 
+def _is_packed(scheme: Scheme) -> bool:
+    """Whether the values of a weight of integers lie in words of 32 bits, and not one a byte."""
+    return scheme.activations != "int8"
+
+
 def _own(scheme: Scheme) -> dict[str, Any]:
     fast = isinstance(scheme, Float8DynamicActivationFloat8Weight) and scheme.fast_accum
     return {"fast_accum": True} if fast else {}
 
 
 def _group(scheme: Scheme) -> dict[str, Any]:
-    format = "pack-quantized" if scheme.activations == "float" else "int-quantized"
+    format = "pack-quantized" if _is_packed(scheme) else "int-quantized"
     if isinstance(scheme, Float8Weight):
         format = "naive-quantized" if scheme.activations == "float" else "float-quantized"
         strategy = _FLOAT_STRATEGY[scheme.granularity]
