@@ -1,6 +1,6 @@
 """Layers of qao in the layout of compressed-tensors, which vLLM, transformers and others load.
 
-    scheme      tensors                                             format
+scheme      tensors                                             format
 int4        weight_packed, weight_scale, weight_shape           pack-quantized
             and weight_zero_point unless symmetric
 fp8_int4    as int4, since vLLM reads it packed                 pack-quantized
