@@ -48,6 +48,29 @@ def test_a_layer_by_itself(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.state_dict()["qweight"].load(), layer.qweight)
 
 
+def test_tensors_with_several_names(tmp_path: Path) -> None:
+    layer = qao.QuantLinear.from_linear(torch.nn.Linear(64, 16), qao.Int4WeightOnly(32))
+    tensors = {f"a.{name}": tensor for name, tensor in layer.state_dict().items()}
+    tensors["b.pip_install_qao"] = layer.pip_install_qao
+    aliases = {"b.qweight": "a.qweight", "b.scales": "a.scales", "norm": "a.bias"}
+    write(tmp_path, tensors, {}, aliases=json.dumps(aliases))
+    checkpoint = open_checkpoint(tmp_path)
+    assert_same_layer(layer_of(checkpoint, "b"), layer)
+    assert set(checkpoint.others) == {"a.bias", "norm"} and torch.equal(checkpoint.tensor("norm"), layer.bias)
+    assert torch.equal(checkpoint.state_dict()["norm"][3:5], layer.bias[3:5])
+    for bad in (
+        "[1]",
+        "{",
+        '{"b.qweight": "z"}',
+        '{"b.qweight": [1]}',
+        '{"a.bias": "a.scales"}',
+        '{"x": "y", "y": "x"}',
+    ):
+        write(tmp_path, tensors, {}, aliases=bad)
+        with pytest.raises(CheckpointError, match="aliases|cannot be"):
+            open_checkpoint(tmp_path)
+
+
 def test_native_marker_that_lies(tmp_path: Path) -> None:
     layer = qao.QuantLinear.from_linear(torch.nn.Linear(64, 16), qao.Int4WeightOnly(32))
     tensors = {f"a.{name}": tensor for name, tensor in layer.state_dict().items()}

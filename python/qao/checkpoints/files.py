@@ -67,6 +67,7 @@ class TensorFiles:
         files = {file: None for file in [path]} if not path.is_dir() else _in_directory(path)
         self.metadata: dict[str, str] = {}
         self._handles: dict[str, Any] = {}  # of the file that holds a tensor
+        self._aliases: dict[str, str] = {}
         self._file: dict[str, str] = {}
         self._facts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for file, expected in files.items():
@@ -90,6 +91,15 @@ class TensorFiles:
             self._handles[name] = handle
             self._file[name] = str(file)
             self._facts[name] = tuple(view.get_shape()), dtype
+
+    def alias(self, name: str, stored: Any) -> None:
+        """Makes a tensor known by a further name."""
+        known = isinstance(stored, str) and stored in self and stored not in self._aliases
+        if name in self or not known:
+            raise self.error(name, f"the header calls it the same as {stored!r:.80}, which cannot be")
+        self._aliases[name] = stored
+        self._handles[name], self._file[name] = self._handles[stored], self._file[stored]
+        self._facts[name] = self._facts[stored]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -132,14 +142,14 @@ class TensorFiles:
     def read(self, name: str) -> Tensor:
         """The tensor, on the CPU, at an address that kernels take (in the file it may lie at any)."""
         try:
-            tensor: Tensor = self._handles[name].get_tensor(name)
+            tensor: Tensor = self._handles[name].get_tensor(self._aliases.get(name, name))
         except (OSError, safetensors.SafetensorError, RuntimeError) as error:
             raise self.error(name, f"cannot be read: {error}") from error
         return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
 
     def part(self, name: str, index: Any) -> Tensor:
         try:
-            return self._handles[name].get_slice(name)[index]  # type: ignore[no-any-return]
+            return self._handles[name].get_slice(self._aliases.get(name, name))[index]  # type: ignore[no-any-return]
         except (OSError, safetensors.SafetensorError, RuntimeError) as error:
             raise self.error(name, f"cannot be read: {error}") from error
 

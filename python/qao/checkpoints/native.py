@@ -3,10 +3,12 @@
 <layer>.pip_install_qao   uint8, JSON: scheme, sizes, dtype; see marker.py
 <layer>.weight            uint8, the tripwire for other loaders; dropped
 <layer>.qweight, .scales, .weight_sums, .activation_scale   as a QuantLinear holds them
+header                    "aliases": JSON, further names of tensors that several layers share
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +21,7 @@ from ..formats import Float8Weight, Int4Weight, Scheme
 from ..schemes import scheme_from_dict
 from .base import Plain, QuantizedLayer
 from .files import TensorFiles
+from .settings import Settings
 
 __all__ = ["NativeLayer", "is_native", "read"]
 
@@ -46,6 +49,12 @@ def read(files: TensorFiles) -> list[QuantizedLayer]:
     Raises:
         CheckpointError: a marker that cannot be read or that of a newer qao, and tensors that do not fit their marker.
     """
+    try:
+        aliases = json.loads(files.metadata.get("aliases", "{}"))
+    except (ValueError, RecursionError) as error:
+        raise files.error("header", f"its aliases are no JSON: {error}") from error
+    for name, stored in Settings(aliases, f"{files.directory}: aliases"):
+        files.alias(name, stored)
     return list(_layers(files))
 
 
