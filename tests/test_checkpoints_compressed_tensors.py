@@ -227,6 +227,7 @@ REFUSED = {
     "W4A4": (lambda c: c["config_groups"]["g"].update(input_activations={"num_bits": 4}), "num_bits must be 8"),
     "transforms": (lambda c: c.update(transform_config={"config_groups": {"R1": {}}}), "transform_config"),
     "sparse": (lambda c: c.update(sparsity_config={"format": "sparse-24-bitmask"}), "sparse"),
+    "experts": (lambda c: c.update(moe_sparsity_config={"method": "prune"}), "moe_sparsity_config"),
     "format": (lambda c: c.update(format="marlin-24"), "marlin-24"),
     "no group": (lambda c: c["config_groups"]["g"].update(targets=["Conv2d"]), "no group"),
     "pattern": (lambda c: c["config_groups"]["g"].update(targets=["re:("]), "no regular expression"),

@@ -64,6 +64,8 @@ def groups_of(settings: Settings) -> list[Group]:
     sparsity = settings.child("sparsity_config")
     if sparsity is not None and sparsity.text("format", "dense") != "dense":
         raise CheckpointError(f"{settings.where}: sparse weights ({sparsity.text('format', '')}); qao has dense ones")
+    if settings.child("moe_sparsity_config"):
+        raise CheckpointError(f"{settings.where}: moe_sparsity_config asks for a model without some of its experts")
     own = settings.children("qao")
     return [
         _group(group, settings.text("format", "pack-quantized"), own.get(name))
