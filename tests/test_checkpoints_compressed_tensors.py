@@ -171,6 +171,14 @@ def test_groups_of_512_become_groups_of_256(tmp_path: Path) -> None:
     assert torch.equal(layer_of(checkpoint, "a").dequantize(torch.bfloat16), decompressed(state, scheme))
 
 
+def test_eight_bits_in_groups_are_refused(tmp_path: Path) -> None:
+    scheme = scheme_of(preset_name_to_scheme("W8A16", ["Linear"]))
+    state = compressed(scheme, 16, 256, torch.bfloat16)
+    write(tmp_path, {f"a.{key}": t for key, t in state.items()}, {"quantization_config": config_of({"g": scheme})})
+    with pytest.raises(CheckpointError, match="a.weight_scale: eight bits in 2 groups a row"):
+        open_checkpoint(tmp_path)
+
+
 def test_static_int8_activations_are_noted(tmp_path: Path) -> None:
     scheme = scheme_of((weights(8, "int", "channel"), weights(8, "int", "tensor")))
     state = compressed(scheme, 16, 64, torch.bfloat16)

@@ -59,46 +59,52 @@ def _layer(files: TensorFiles, name: str, group: Group) -> QuantizedLayer:
     args, inputs = group.weights, group.inputs
     packed, weight, scale = f"{name}.weight_packed", f"{name}.weight", f"{name}.weight_scale"
     main = packed if packed in files else weight
-    keys = [main, scale]
-    if packed in files:
-        n, k = _packed_shape(files, name, args.bits)
-        keys.append(f"{name}.weight_shape")
-    else:
+    if main == weight:
         n, k = files.matrix(weight, torch.float8_e4m3fn if args.kind == "float" else torch.int8)
-    if args.kind == "float" and packed in files:
-        raise files.error(packed, f"float weights of {args.bits} bits; qao has e4m3")
-    size, note = (-1, None) if args.strategy != "group" else grouping(files, main, args.group_size, k)
-    given = args.group_size if args.strategy == "group" else -1
-    groups = 1 if given == -1 else -(-k // given)
-    if args.kind == "float":
-        files.check(scale, FP8_SCALES, *fp8_scale_shapes(args.granularity, n, k))
+    elif args.kind == "int":
+        n, k = _packed_shape(files, name, args.bits)
     else:
-        shapes = ((), (1,), (1, 1)) if args.strategy == "tensor" else ((n, groups),) + (((n,),) if groups == 1 else ())
-        files.check(scale, FLOATS, *shapes)
-        if args.bits == 8 and groups > 1:
-            raise files.error(main, f"eight bits in groups of {given} columns; qao has int8 with one scale per row")
-    zero = f"{name}.weight_zero_point"
-    if not args.symmetric:
-        if main == packed and args.strategy != "tensor":
-            files.check(zero, (torch.int32,), (-(-n * args.bits // 32), groups))
-        else:
-            files.check(zero, (torch.int8,), files.shape(scale))
-    elif zero in files:
-        _check_unused(files, zero)
+        raise files.error(packed, f"float weights of {args.bits} bits; qao has e4m3")
+    given = args.group_size if args.strategy == "group" else -1
+    size, note = (-1, None) if given == -1 else grouping(files, main, given, k)
+    _check_parameters(files, name, args, (n, k), 1 if given == -1 else -(-k // given))
+    _check_order(files, f"{name}.weight_g_idx", k, given)
     static = None
     if inputs is not None and inputs.static and inputs.kind == "float" and args.kind == "float":
         static = files.scalar(f"{name}.input_scale")
     scheme, about = layer_scheme(group, size, files.dtype(scale), static)
-    optional = [zero, *(f"{name}.{part}" for part in ("input_scale", "input_zero_point", "weight_g_idx"))]
-    keys += [key for key in optional if key in files]
-    g_idx = f"{name}.weight_g_idx"
+    others = ("weight_shape", "weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point")
+    keys = (main, scale, *(f"{name}.{part}" for part in others if f"{name}.{part}" in files))
+    load = partial(_read, files, name, args, scheme, (n, k))
+    return QuantizedLayer(name, scheme, n, k, keys, load, "; ".join(filter(None, [note, *about])) or None)
+
+
+def _check_parameters(files: TensorFiles, name: str, args: Args, shape: tuple[int, int], groups: int) -> None:
+    """Shapes and dtypes of scales and zero points."""
+    n, k = shape
+    scale, zero, packed = (f"{name}.weight_{part}" for part in ("scale", "zero_point", "packed"))
+    if args.kind == "float":
+        files.check(scale, FP8_SCALES, *fp8_scale_shapes(args.granularity, n, k))
+    elif args.strategy == "tensor":
+        files.check(scale, FLOATS, (), (1,), (1, 1))
+    else:
+        files.check(scale, FLOATS, (n, groups), *([(n,)] if groups == 1 else []))
+    if args.kind == "int" and args.bits == 8 and groups > 1:
+        raise files.error(scale, f"eight bits in {groups} groups a row; qao has int8 with one scale per row")
+    if args.symmetric:
+        if zero in files:
+            _check_unused(files, zero)
+    elif packed in files and args.strategy != "tensor":
+        files.check(zero, (torch.int32,), (-(-n * args.bits // 32), groups))
+    else:
+        files.check(zero, (torch.int8,), files.shape(scale))
+
+
+def _check_order(files: TensorFiles, g_idx: str, k: int, given: int) -> None:
     if g_idx in files:
         files.check(g_idx, (torch.int32, torch.int64), (k,))
         if not torch.equal(files.read(g_idx).long(), torch.arange(k) // (given if given > 0 else k)):
             raise files.error(g_idx, "columns are reordered into groups, for which qao has no kernel")
-    notes = [text for text in (note, *about) if text]
-    load = partial(_read, files, name, args, scheme, (n, k))
-    return QuantizedLayer(name, scheme, n, k, tuple(keys), load, "; ".join(notes) or None)
 
 
 def _check_unused(files: TensorFiles, zero: str) -> None:
