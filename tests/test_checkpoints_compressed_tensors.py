@@ -42,6 +42,7 @@ CASES = {
     "W4A16 channel": (weights(4, "int", "channel"), qao.Int4WeightOnly(-1, True)),
     "W4A16 channel asym": (weights(4, "int", "channel", False), qao.Int4WeightOnly(-1)),
     "W4A16 tensor": (weights(4, "int", "tensor"), qao.Int4WeightOnly(-1, True)),
+    "W4A16 tensor asym": (weights(4, "int", "tensor", False), qao.Int4WeightOnly(-1)),
     "W4A16 g192": (weights(4, "int", "group", False, group_size=192), qao.Int4WeightOnly(64)),
     "W8A16 channel": (weights(8, "int", "channel"), qao.Int8WeightOnly()),
     "W8A16 tensor": (weights(8, "int", "tensor"), qao.Int8WeightOnly()),
@@ -54,6 +55,15 @@ CASES = {
     "W4A8 asym": (
         (weights(4, "int", "group", False, group_size=32), {**INT8_TOKEN, "symmetric": False}),
         qao.Int8DynamicActivationInt4Weight(32, symmetric_activations=False),
+    ),
+    "W4A8 channel asym": (
+        (weights(4, "int", "channel", False), INT8_TOKEN),
+        qao.Int8DynamicActivationInt4Weight(-1),
+    ),
+    "W8A8 tensor": ((weights(8, "int", "tensor"), INT8_TOKEN), qao.Int8DynamicActivationInt8Weight()),
+    "FP8 tensor": (
+        (weights(8, "float", "tensor"), {**FP8_TOKEN, "strategy": "tensor"}),
+        qao.Float8DynamicActivationFloat8Weight("tensor"),
     ),
     "W4AFP8": (preset_name_to_scheme("W4AFP8", ["Linear"]), qao.Float8DynamicActivationInt4Weight(128, True)),
     "W4AFP8 packed": (preset_name_to_scheme("W4AFP8", ["Linear"]), qao.Float8DynamicActivationInt4Weight(128, True)),
