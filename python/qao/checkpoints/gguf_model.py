@@ -92,7 +92,7 @@ class Model:
 
     # ---- config.json
 
-    def _number(self, key: str, default: float | None = None, kind: type = int) -> Any:
+    def _number(self, key: str, default: float | None = None, kind: type[int] | type[float] = int) -> Any:
         """A positive number of the metadata, ``<architecture>.<key>``."""
         value: Any = self._file.metadata.get(f"{self._arch}.{key}", default)
         if type(value) is not kind or not 0 < value < 2**31:
@@ -102,10 +102,12 @@ class Model:
         return value
 
     def _config(self) -> dict[str, Any]:
-        hidden, heads = self._number("embedding_length"), self._number("attention.head_count")
-        head_dim = self._number("attention.key_length", hidden // heads)
+        hidden: int = self._number("embedding_length")
+        heads: int = self._number("attention.head_count")
+        head_dim: int = self._number("attention.key_length", hidden // heads)
         for key in ("attention.value_length", "rope.dimension_count"):
-            if (value := self._number(key, head_dim)) != head_dim or head_dim % 2:
+            value = self._number(key, head_dim)
+            if value != head_dim or head_dim % 2:
                 raise CheckpointError(f"{self._file.path}: {self._arch}.{key} is {value} beside heads of {head_dim}")
         tensors, tokenizer = self._file.tensors, "tokenizer.ggml."
         embedding = tensors.get("token_embd.weight")
