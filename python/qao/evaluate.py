@@ -1,0 +1,130 @@
+"""How well a causal language model predicts a text, and what quantising it cost: perplexity, and paired differences.
+
+    reference = qao.evaluate.perplexity(model, tokens)
+    qao.quantize_(model, qao.Int4WeightOnly())
+    print(qao.evaluate.compare(qao.evaluate.perplexity(model, tokens), reference))
+
+A text is cut into windows, each predicted from its own tokens alone. Texts differ far more from window to window than
+models do, so two models are compared window by window on the same text: the standard error of the difference is then a
+small fraction of that of either figure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["Comparison", "Evaluation", "compare", "perplexity"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model made of a text.
+
+    Attributes:
+        window_nats: of each window the sum over its predicted tokens of -ln p(token).
+        window_tokens: how many tokens were predicted in each window.
+        num_bytes: length of the text in UTF-8, if it was given.
+    """
+
+    window_nats: tuple[float, ...]
+    window_tokens: tuple[int, ...]
+    num_bytes: int | None = None
+
+    @property
+    def nats_per_token(self) -> float:
+        return math.fsum(self.window_nats) / sum(self.window_tokens)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nats_per_token); depends on the tokenizer."""
+        return math.exp(self.nats_per_token)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Comparable between tokenizers; None if the length of the text is not known."""
+        return None if self.num_bytes is None else math.fsum(self.window_nats) / math.log(2) / self.num_bytes
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model beside another on the same text; negative is better.
+
+    Attributes:
+        nats_per_token: difference of the means.
+        standard_error: of this difference, over windows; NaN of a single window.
+        bits_per_byte, bits_standard_error: the same in bits per byte; None if the length of the text is not known.
+    """
+
+    nats_per_token: float
+    standard_error: float
+    bits_per_byte: float | None = None
+    bits_standard_error: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.nats_per_token:+.4f} ± {self.standard_error:.4f} nats per token"
+
+
+def perplexity(
+    model: nn.Module, tokens: Sequence[int] | Tensor, *, window: int = 512, num_bytes: int | None = None
+) -> Evaluation:
+    """Evaluates a causal language model on a text.
+
+    Args:
+        model: called with ids int64 [1, T], returns logits [1, T, V], as such or as ``.logits`` (transformers). In
+            evaluation mode.
+        tokens: the text, at least two tokens. All but the first are predicted, each once.
+        window: tokens that are predicted from each other at a time; the last window may be shorter. A token sees those
+            before it in its window, and the one before the window.
+        num_bytes: length of the text in UTF-8, without what the first token stands for; for bits per byte.
+
+    Raises:
+        ValueError: fewer than two tokens, an id that is negative, a window or length below 1, a model in training mode,
+            or logits that are no [1, T, V].
+    """
+    ids = torch.as_tensor(tokens, dtype=torch.int64).reshape(-1)
+    if ids.numel() < 2 or int(ids.min()) < 0:
+        raise ValueError(f"perplexity: tokens must be two or more ids from 0 on, not {ids.numel()}: {ids[:8].tolist()}")
+    if window < 1 or (num_bytes is not None and num_bytes < 1):
+        raise ValueError(f"perplexity: window and num_bytes must be at least 1, not {window} and {num_bytes}")
+    if model.training:
+        raise ValueError("perplexity: the model is in training mode, where dropout may be random. Call model.eval()")
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    nats, counts = [], []
+    with torch.inference_mode():
+        for begin in range(0, ids.numel() - 1, window):
+            seen = ids[begin : begin + window + 1].to(device)
+            output: Any = model(seen[None, :-1])
+            logits = getattr(output, "logits", output)
+            if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != (1, seen.numel() - 1):
+                shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+                raise ValueError(f"perplexity: the model must give logits [1, {seen.numel() - 1}, V], not {shape}")
+            nats.append(functional.cross_entropy(logits[0].float(), seen[1:], reduction="none").double().sum().item())
+            counts.append(seen.numel() - 1)
+    return Evaluation(tuple(nats), tuple(counts), num_bytes)
+
+
+def compare(evaluation: Evaluation, reference: Evaluation) -> Comparison:
+    """The difference between two models on the same text, with its paired standard error.
+
+    Raises:
+        ValueError: the two were made with different windows, or from texts of different length.
+    """
+    if (evaluation.window_tokens, evaluation.num_bytes) != (reference.window_tokens, reference.num_bytes):
+        raise ValueError("compare: both evaluations must be of the same tokens and windows")
+    tokens, windows = sum(reference.window_tokens), len(reference.window_tokens)
+    differences = [a - b for a, b in zip(evaluation.window_nats, reference.window_nats, strict=True)]
+    mean = math.fsum(differences) / tokens
+    # Of a ratio of sums: the last window may be shorter.
+    rest = math.fsum((d - mean * n) ** 2 for d, n in zip(differences, reference.window_tokens, strict=True))
+    error = math.sqrt(rest * windows / (windows - 1)) / tokens if windows > 1 else math.nan
+    if reference.num_bytes is None:
+        return Comparison(mean, error)
+    bits = tokens / math.log(2) / reference.num_bytes
+    return Comparison(mean, error, mean * bits, error * bits)
