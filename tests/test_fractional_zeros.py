@@ -1,4 +1,4 @@
-"""Zero points that are no whole numbers or lie outside 0..15, as the Q4_1 of GGUF has them: W = q d + m, zero = -m / d."""
+"""Zero points that are no whole numbers or lie outside 0..15, as those of GGUF's Q4_1: W = q d + m, zero = -m / d."""
 
 from __future__ import annotations
 

