@@ -14,7 +14,7 @@ import pytest
 import torch
 from qao import QuantLinear
 from qao.checkpoints import Checkpoint, CheckpointError, open_checkpoint
-from qao.checkpoints.gguf import open_gguf
+from qao.checkpoints.gguf import GgufCheckpoint
 from torch import Tensor, nn
 
 gguf: Any = pytest.importorskip("gguf")
@@ -215,7 +215,7 @@ def test_formats_without_a_kernel(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", float_model("llama"), "Q6_K")
     with pytest.raises(CheckpointError, match="2 of Q6_K.*dequantize=True"):
         open_checkpoint(path)
-    checkpoint = open_gguf(path, dequantize=True)
+    checkpoint = GgufCheckpoint(path, dequantize=True)
     assert not checkpoint.layers and checkpoint.notes == ("dequantised to float32, to be quantised anew: 2 of Q6_K",)
     name = "model.layers.1.mlp.down_proj.weight"
     assert torch.equal(checkpoint.tensor(name), stored(path)["blk.1.ffn_down.weight"])
@@ -224,7 +224,7 @@ def test_formats_without_a_kernel(tmp_path: Path) -> None:
 
 def test_q8_0_exactly(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", float_model("llama"), "Q8_0")
-    checkpoint = open_gguf(path, dequantize=True)
+    checkpoint = GgufCheckpoint(path, dequantize=True)
     assert not checkpoint.layers and f"{7 * BLOCKS + 1} of Q8_0" in checkpoint.notes[0]
     assert torch.equal(checkpoint.tensor("lm_head.weight"), stored(path)["output.weight"])
 

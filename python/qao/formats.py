@@ -95,8 +95,8 @@ class Scheme(ABC):
             scales: of any float dtype, float64 included; a float dtype the kernels do not take becomes float32. int4:
                 [N, ceil(K / group_size)]; int8: [N]; fp8: [N, 1], [1, 1] or [ceil(N / 128), ceil(K / 128)], by
                 granularity. Dimensions of size 1 may be left out or added.
-            zeros: int4 unless symmetric: zero points in the shape of scales, of any dtype, rounded to that of the stored
-                scales; fractions are kept, as are points outside 0..15. Else None.
+            zeros: int4 unless symmetric: zero points in the shape of scales, of any dtype, with fractions or without,
+                rounded to the dtype scales are stored in; else None.
 
         Raises:
             ValueError: a shape or dtype does not fit the scheme, or a scale overflows the dtype it is stored in.

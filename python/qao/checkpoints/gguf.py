@@ -32,25 +32,22 @@ _BLOCK = 32
 _LARGEST_ZERO = 32768.0
 
 
-def open_gguf(path: str | Path, *, dequantize: bool = False) -> Checkpoint:
-    """Opens a language model in one GGUF file: of architecture llama (Mistral's models too), qwen2 or qwen3.
+class GgufCheckpoint(Checkpoint):
+    """A language model in one GGUF file: of architecture llama (Mistral's models too), qwen2 or qwen3.
 
     Args:
         path: the file.
         dequantize: True reads linear layers of a format that int4 and int8 do not hold exactly as float32 tensors:
-            Q8_0, and all others, for which the package ``gguf`` is needed. ``notes`` of the result lists them. False
-            requantises Q8_0 with a scale per row and refuses the others.
+            Q8_0, and all others, for which the package ``gguf`` is needed. ``notes`` lists them. False requantises Q8_0
+            with a scale per row and refuses the others.
 
     Raises:
         CheckpointError: no GGUF file, a damaged one, an unknown architecture, or formats that are refused.
     """
-    return _Gguf(path, dequantize)
 
-
-class _Gguf(Checkpoint):
     format = "gguf"
 
-    def __init__(self, path: str | Path, dequantize: bool) -> None:
+    def __init__(self, path: str | Path, *, dequantize: bool = False) -> None:
         self._file = GgufFile(path)
         self._model = Model(self._file)
         self.config = self._model.config
@@ -75,7 +72,7 @@ class _Gguf(Checkpoint):
         if dequantized and not dequantize:
             raise CheckpointError(
                 f"{path}: tensors of formats that qao has no kernels for: {listed}. It has them for Q4_0, Q4_1 and "
-                "Q8_0. qao.checkpoints.gguf.open_gguf(path, dequantize=True) reads these tensors as float32"
+                "Q8_0. qao.checkpoints.gguf.GgufCheckpoint(path, dequantize=True) reads these tensors as float32"
             )
         if dequantized:
             self.notes = (f"dequantised to float32, to be quantised anew: {listed}",)
