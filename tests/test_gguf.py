@@ -210,6 +210,23 @@ def test_constant_blocks(tmp_path: Path) -> None:
     assert (weight[:3, 32:] == 0.25).all() and (weight[3] == 0).all()
 
 
+def test_far_zero_points(llama: Path, tmp_path: Path) -> None:
+    """m = 1 and d = 2^-20: q - zero is beyond float16, in which some kernels hold it."""
+    content = bytearray(llama.read_bytes())
+    tensor = next(tensor for tensor in gguf.GGUFReader(llama).tensors if tensor.name == "output.weight")
+    for power, refused in ((-14, False), (-20, True)):
+        content[tensor.data_offset : tensor.data_offset + 4] = np.array([2.0**power, 1], np.float16).tobytes()
+        path = tmp_path / "model.gguf"
+        path.write_bytes(content)
+        layer = open_checkpoint(path).layers["lm_head"]
+        if refused:
+            with pytest.raises(CheckpointError, match="output.weight has a block whose minimum"):
+                layer.read()
+        else:
+            weight = QuantLinear.from_quantized(*layer.read(), scheme=layer.scheme).dequantize(torch.float32)
+            assert (weight - stored(path)["output.weight"]).abs().max() <= 2.0**-22
+
+
 def test_formats_without_a_kernel(tmp_path: Path) -> None:
     """Refused by name, or read as the package gguf reads them."""
     path = write(tmp_path / "model.gguf", float_model("llama"), "Q6_K")
