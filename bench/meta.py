@@ -6,10 +6,12 @@ import contextlib
 import datetime
 import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import platform
 import re
+import tokenize
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,37 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 _SOURCE_FOLDERS = ("csrc", "cuda", "python")
 _PEERS = ("humming-kernels", "gemlite", "torchao", "triton", "bitsandbytes")
+# Strings and character constants, which may hold what looks like a comment, and comments.
+_CPP = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|(//[^\n]*|/\*.*?\*/)', re.DOTALL)
 _SOURCE_SUFFIXES = {".cpp", ".cu", ".cuh", ".h", ".inc", ".py"}
 
 
 def source_hash(root: Path = ROOT) -> str:
-    """SHA-256 over path and content of every source file under csrc/, cuda/ and python/, in sorted order."""
+    """SHA-256 over path and code of every source file under csrc/, cuda/ and python/, in sorted order.
+
+    Comments, blank lines and spaces at the end of a line are no code: prose can be mended without a GPU.
+    """
     digest = hashlib.sha256()
     files = (path for folder in _SOURCE_FOLDERS for path in (root / folder).rglob("*"))
     for path in sorted(path for path in files if path.suffix in _SOURCE_SUFFIXES):
-        content = path.read_bytes()
+        content = code(path).encode()
         digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+def code(path: Path) -> str:
+    """The text of a source file without comments, blank lines and spaces at the end of a line."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        lines = text.splitlines()
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                row, column = token.start
+                lines[row - 1] = lines[row - 1][:column]
+    else:
+        lines = _CPP.sub(lambda match: match[0] if match[1] is None else " ", text).splitlines()
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def device_slug(device: str) -> str:

@@ -98,6 +98,23 @@ def test_random_weight_is_what_the_operator_multiplies_with(symmetric: bool) -> 
     assert torch.equal(weight.dequantize(), expected)
 
 
+@pytest.mark.parametrize(
+    "name,same,other",
+    [
+        ("k.cu", 'f("//x");  // why\n\n/* two\nlines */\ng();\n', 'f("//y");\ng();\n'),
+        ("m.py", '# why\nx = "#1"  # this\n\n', 'x = "#2"\n'),
+    ],
+)
+def test_source_hash_skips_comments(tmp_path: Path, name: str, same: str, other: str) -> None:
+    plain = {"k.cu": 'f("//x");\ng();\n', "m.py": 'x = "#1"\n'}[name]
+    (tmp_path / "cuda").mkdir()
+    hashes = []
+    for text in (plain, same, other):
+        (tmp_path / "cuda" / name).write_text(text)
+        hashes.append(meta.source_hash(tmp_path))
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
 def test_source_hash_follows_names_and_contents(tmp_path: Path) -> None:
     source = tmp_path / "csrc" / "a.cpp"
     source.parent.mkdir()
