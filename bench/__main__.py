@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import bars, host, llama, numerics, plots, quantize, table, tune
+from . import bars, host, language, llama, numerics, plots, quantize, table, tune
 from .meta import RESULTS, device_slug, write
 from .runner import LAYERS, TOKENS, Run, run
 from .schemes import SCHEMES
@@ -25,11 +25,12 @@ def main() -> int:
     for name, text in (
         ("quantize", "bandwidth of the activation quantisers and of the fused producers"),
         ("numerics", "accuracy of every scheme on the demo's model"),
+        ("language", "what every scheme costs a language model, and its tokens per second"),
         ("host", "host time of one eager call of a layer"),
     ):
         command = commands.add_parser(name, help=text)
         _add_common(command)
-        if name != "numerics":
+        if name not in ("numerics", "language"):
             _add_check(command)
     whole = commands.add_parser("llama", help="tokens per second of whole decoders; needs transformers")
     _add_common(whole)
@@ -59,6 +60,9 @@ def main() -> int:
     folder = arguments.out or RESULTS / device_slug(arguments.device)
     if arguments.command == "numerics":
         write(numerics.run(arguments.device), folder / "numerics.json")
+        return 0
+    if arguments.command == "language":
+        write(language.run(arguments.device), folder / "language.json")
         return 0
     if arguments.command == "quantize":
         results = quantize.run(arguments.device)

@@ -2,7 +2,7 @@
 
 <!-- bench:int4:cpu --> … <!-- /bench -->       every cell of bench/results/cpu/int4.json
 <!-- bench:summary:cpu --> … <!-- /bench -->    one layer under every scheme
-<!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:host:cpu -->, <!-- bench:llama:h200 -->,
+<!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:language:cpu -->, <!-- bench:host:cpu -->, <!-- bench:llama:h200 -->,
 <!-- bench:llama_head:h200 -->
 <!-- kernels --> … <!-- /kernels -->            what qao._host says about each scheme
 """
@@ -14,11 +14,18 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import host, kernels, llama, numerics, plots, products, quantize
+from . import host, kernels, language, llama, numerics, plots, products, quantize
 from .meta import RESULTS, ROOT, source_hash
 from .schemes import SCHEMES
 
-_RENDERERS = {"quantize": quantize, "numerics": numerics, "host": host, "llama": llama, "llama_head": llama}
+_RENDERERS = {
+    "quantize": quantize,
+    "numerics": numerics,
+    "language": language,
+    "host": host,
+    "llama": llama,
+    "llama_head": llama,
+}
 _DOCUMENTS = ("README.md", "docs/performance.md", "docs/numerics.md")
 _RESULTS = re.compile(r"<!-- bench:(\w+):([\w-]+) -->\n.*?<!-- /bench -->", re.DOTALL)
 _KERNELS = re.compile(r"<!-- kernels -->\n.*?<!-- /kernels -->", re.DOTALL)

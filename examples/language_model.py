@@ -94,7 +94,7 @@ def run(path: Path, device: str) -> dict[str, Cells]:
     print("\ntiming: the same weights in fp32, in bf16, and as they are in the file ...", flush=True)
     speeds = _tokens_per_second(models, device)
 
-    tokens, num_bytes = _text(tokenizer)
+    tokens, num_bytes = text(tokenizer, WINDOWS * WINDOW)
     print(f"predicting {num_bytes} bytes of Python's documentation under every scheme ...", flush=True)
     reference = perplexity(models["fp32"], tokens, window=WINDOW, num_bytes=num_bytes)
     rows = {"fp32": [_mebibytes_of(models["fp32"]), f"{speeds['fp32']:.1f}", f"{reference.bits_per_byte:.4f}", ""]}
@@ -125,11 +125,11 @@ def _under(model: nn.Module, scheme: qao.Scheme) -> nn.Module:
     return model
 
 
-def _text(tokenizer: Any) -> tuple[list[int], int]:
-    """Ids of the beginning of Python's language reference, and bytes of the text behind the first of them."""
+def text(tokenizer: Any, count: int) -> tuple[list[int], int]:
+    """The first ``count`` ids of Python's language reference, and one before; bytes of the text behind that one."""
     topics = pydoc_data.topics.topics
-    text = "\n".join(topics[name] for name in sorted(topics))[: 16 * WINDOWS * WINDOW]
-    tokens = tokenizer(text)["input_ids"][: WINDOWS * WINDOW + 1]
+    beginning = "\n".join(topics[name] for name in sorted(topics))[: 16 * count]
+    tokens = tokenizer(beginning)["input_ids"][: count + 1]
     return tokens, len(tokenizer.decode(tokens[1:]).encode())
 
 

