@@ -17,7 +17,7 @@ from .schemes import SCHEMES
 from .timing import ceilings
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for word in (*SCHEMES, "all"):
@@ -42,6 +42,11 @@ def main() -> int:
     tuner = commands.add_parser("tune", help="measure this GPU's costs of plans into the table that is compiled in")
     tuner.add_argument("operands", nargs="*", metavar="OPERANDS", help=f"of {', '.join(tune.OPERANDS)}; none: all")
     tuner.add_argument("--sweep", type=Path, metavar="PROGRAM", help="qao_sweep, instead of building it")
+    return parser
+
+
+def main() -> int:
+    parser = make_parser()
     arguments = parser.parse_args()
     if arguments.command == "table":
         return table.update(arguments.check)
