@@ -13,12 +13,12 @@ class Bar(NamedTuple):
     max_m: int
     peer: str  # a peer's name, BF16 or BEST_PEER
     ratio: float  # peer's time / ours, at least
-    layers: tuple[str, ...] = ()  # only these; none: every layer of at least _MIN_K
+    layers: tuple[str, ...] = ()  # only these; none: every layer of at least MIN_K
     mean: bool = False  # of the geometric mean over the cells; else of each
 
 
 _ANY = 1 << 30
-_MIN_K = 4096  # smaller layers are measured, nothing is promised for them
+MIN_K = 4096  # smaller layers are measured, nothing is promised for them
 # A CPU's bars are for one copy of the weight: what a kernel makes of the caches. Copies in turns are measured as well,
 # but there the memory of the machine decides at small M.
 
@@ -90,7 +90,7 @@ def _ratios(rows: list[dict[str, Any]], bar: Bar) -> list[tuple[str, float]]:
     cells = [
         row
         for row in rows
-        if row["K"] >= _MIN_K
+        if row["K"] >= MIN_K
         and row["cached"] == (bar.device == "cpu")
         and bar.min_m <= row["M"] <= bar.max_m
         and (not bar.layers or row["layer"] in bar.layers)

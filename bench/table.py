@@ -2,7 +2,10 @@
 
 <!-- bench:int4:cpu --> … <!-- /bench -->       every cell of bench/results/cpu/int4.json
 <!-- bench:summary:cpu --> … <!-- /bench -->    one layer under every scheme
-<!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:language:cpu -->, <!-- bench:host:cpu -->, <!-- bench:llama:h200 -->,
+<!-- bench:tokens:cpu --> … <!-- /bench -->     all large layers under every scheme
+<!-- bench:formats:cpu -->, <!-- bench:decoders:h200 -->   of numerics.json, llama.json, in short
+<!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:language:cpu -->, <!-- bench:host:cpu -->,
+<!-- bench:llama:h200 -->,
 <!-- bench:llama_head:h200 -->
 <!-- kernels --> … <!-- /kernels -->            what qao._host says about each scheme
 """
@@ -14,7 +17,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import host, kernels, language, llama, numerics, plots, products, quantize
+from . import choosing, host, kernels, language, llama, numerics, plots, products, quantize
 from .meta import RESULTS, ROOT, source_hash
 from .schemes import SCHEMES
 
@@ -26,7 +29,9 @@ _RENDERERS = {
     "llama": llama,
     "llama_head": llama,
 }
-_DOCUMENTS = ("README.md", "docs/performance.md", "docs/numerics.md")
+_OF_ALL_SCHEMES = {"summary": products.render_summary, "tokens": choosing.render_tokens}
+_IN_SHORT = {"formats": ("numerics", choosing.render_formats), "decoders": ("llama", choosing.render_decoders)}
+_DOCUMENTS = ("README.md", "docs/choosing.md", "docs/performance.md", "docs/numerics.md")
 _RESULTS = re.compile(r"<!-- bench:(\w+):([\w-]+) -->\n.*?<!-- /bench -->", re.DOTALL)
 _KERNELS = re.compile(r"<!-- kernels -->\n.*?<!-- /kernels -->", re.DOTALL)
 
@@ -54,13 +59,15 @@ def _kernels_block(match: re.Match[str]) -> str:
 
 def _results_block(match: re.Match[str]) -> str:
     kind, device = match.groups()
-    words = list(SCHEMES) if kind == "summary" else [kind]
+    words = list(SCHEMES) if kind in _OF_ALL_SCHEMES else [_IN_SHORT[kind][0] if kind in _IN_SHORT else kind]
     results = {word: _read(RESULTS / device / f"{word}.json") for word in words}
     present = {word: result for word, result in results.items() if result is not None}
     if not present:
         return match[0]
-    if kind == "summary":
-        body = products.render_summary(present)
+    if kind in _OF_ALL_SCHEMES:
+        body = _OF_ALL_SCHEMES[kind](present)
+    elif kind in _IN_SHORT:
+        body = _IN_SHORT[kind][1](*present.values())
     else:
         body = _RENDERERS.get(kind, products).render(present[kind])
         picture = plots.path_of(device, kind)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import bars, kernels, llama, llama_model, meta, plots, quantize, table, tune
+from bench import bars, choosing, kernels, llama, llama_model, meta, plots, quantize, table, tune
 from bench.meta import write
 from bench.peers import Peer
 from bench.peers.torch4 import TinyGemm, TorchInt4
@@ -316,10 +316,29 @@ def test_table_replaces_its_block_and_nothing_else(
     assert json.loads((tmp_path / "cpu" / "int4.json").read_text())["rows"] == results["rows"]
 
 
-def test_the_readme_says_what_the_kernels_say() -> None:
+def test_the_documents_say_what_the_results_and_the_kernels_say() -> None:
     pytest.importorskip("qao._host", reason="qao was built without qao._host")
-    text = (meta.ROOT / "README.md").read_text()
-    assert f"<!-- kernels -->\n{kernels.render()}\n<!-- /kernels -->" in text, "run `python -m bench table`"
+    assert table.update(check=True) == 0, "run `python -m bench table`"
+
+
+def test_the_fastest_scheme_is_bold() -> None:
+    row = {"K": 4096, "N": 8, "cached": False, "bf16_us": 4.0}
+    about = {"device": "GPU", "torch": "2", "date": "today", "source_hash": "0123456789abcdef"}
+    times = {"int4": {1: (1.0, 4.0), 64: (2.0, 2.0)}, "int8": {1: (4.0, 4.0), 64: (1.0, 1.0)}, "fp8": {1: (8.0,)}}
+    results = {
+        word: {"meta": about, "rows": [row | {"M": m, "us": us} for m, cells in by_m.items() for us in cells]}
+        for word, by_m in times.items()
+    }
+    for left_out in ({"K": 64}, {"cached": True}):
+        results["int8"]["rows"].append(row | {"M": 1, "us": 0.1} | left_out)
+    assert choosing.render_tokens(results).splitlines() == [
+        "GPU, torch 2, today, sources 0123456789ab; layers 8 × 4096.",
+        "",
+        "| tokens M | `int4` | `int8` | `fp8` |",
+        "| :--- | ---: | ---: | ---: |",
+        "| 1 | **2.00** | 1.00 | 0.50 |",
+        "| 64 | 2.00 | **4.00** | – |",
+    ]
 
 
 def test_every_scheme_has_a_kernel_everywhere() -> None:

@@ -1,0 +1,72 @@
+"""docs/choosing.md: what a scheme weighs and costs in accuracy, how fast it is by tokens a call and in a decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import numerics
+from .bars import MIN_K
+from .llama import BASELINE
+from .markdown import caption, table
+from .ratios import BF16, mean_ratio
+from .schemes import SCHEMES
+
+_SIZE = 4096  # of the square layer whose bits are counted
+
+
+def render_formats(results: dict[str, Any]) -> str:
+    """Of bench/results/cpu/numerics.json, and bits by the tensors a layer has."""
+    lines = []
+    for row in results["rows"]:
+        packed = numerics.SCHEMES[row["scheme"]].empty(_SIZE, _SIZE, dtype=torch.bfloat16, device="meta")
+        bits = sum(8 * tensor.nbytes for tensor in packed.tensors().values() if tensor is not None) / _SIZE**2
+        accuracy = f"{row['output_error']:.1%}", f"{row['cosine_mean']:.4f}", f"{row['cosine_worst']:.4f}"
+        lines.append([row["scheme"], f"{bits:.2f}", *accuracy])
+    header = ["scheme", "bits a weight", "output error", "cosine: mean", "worst"]
+    text = f"Bits with bfloat16 scales at K = {_SIZE}. Accuracy: {caption(results['meta'])}."
+    return f"{text}\n\n{table(header, lines)}"
+
+
+def render_tokens(results: dict[str, dict[str, Any]]) -> str:
+    """Mean times of bfloat16 divided by ours, tokens by schemes; ``results`` by word."""
+    rows = {
+        word: [row for row in results[word]["rows"] if row["K"] >= MIN_K and not row["cached"]]
+        for word in SCHEMES
+        if word in results
+    }
+    lines = []
+    for m in sorted({row["M"] for cells in rows.values() for row in cells}):
+        means = [mean_ratio([row for row in cells if row["M"] == m], BF16) for cells in rows.values()]
+        shown = ["–" if mean is None else f"{mean:.2f}" for mean in means]
+        best = max(shown, key=lambda text: 0.0 if text == "–" else float(text))
+        lines.append([str(m), *(f"**{text}**" if text == best else text for text in shown)])
+    measured = "; ".join(sorted({caption(result["meta"]) for result in results.values()}))
+    layers = sorted({f"{row['N']} × {row['K']}" for cells in rows.values() for row in cells})
+    text = f"{measured}; layers {', '.join(layers)}."
+    return f"{text}\n\n{table(['tokens M', *(f'`{word}`' for word in rows)], lines)}"
+
+
+def render_decoders(results: dict[str, Any]) -> str:
+    """Of llama.json: compiled, in the arrangement that all schemes have."""
+    meta, rows = results["meta"], [row for row in results["rows"] if row["variant"] == "fused"]
+    parts = [f"{caption(meta)}; {meta['context']} tokens of context, compiled, fused blocks."]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        cases = list(dict.fromkeys((row["phase"], row["batch"], row["tokens"]) for row in mine))
+        cells = {(row["scheme"], row["phase"], row["batch"], row["tokens"]): row for row in mine}
+        lines = []
+        for scheme in dict.fromkeys(row["scheme"] for row in mine):
+            weights = next(row["weights_mib"] for row in mine if row["scheme"] == scheme)
+            speeds = [_speed(cells.get((scheme, *case)), cells[(BASELINE, *case)]) for case in cases]
+            lines.append([f"`{scheme}`", f"{weights / 1024:.1f}", *speeds])
+        titles = [f"batch {batch}" if phase == "decode" else f"prompt of {n}" for phase, batch, n in cases]
+        parts.append(f"**{model}**: tokens/s (times {BASELINE})\n\n{table(['scheme', 'weights GiB', *titles], lines)}")
+    return "\n\n".join(parts)
+
+
+def _speed(row: dict[str, Any] | None, base: dict[str, Any]) -> str:
+    if row is None:
+        return "–"
+    return f"{row['compiled_tokens_s']:.0f} ({row['compiled_tokens_s'] / base['compiled_tokens_s']:.2f})"
