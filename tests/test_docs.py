@@ -5,7 +5,8 @@ page does not make (a model, its inputs, a checkpoint) comes from comments of th
 
 <!-- setup: Python, on one line or many -->
 
-which run in their places among the blocks. A block that begins with ```python {.gpu} runs where torch sees a GPU.
+which run in their places among the blocks; <!-- check: ... --> is the same, for what must hold there. A block that
+begins with ```python {.gpu} runs where torch sees a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ OPS_PAGE = ROOT / "docs" / "ops.md"
 OPS = sorted(set(re.findall(r'm\.impl\("(\w+)"', (ROOT / "csrc" / "library.cpp").read_text())))
 
 _BLOCK = re.compile(
-    r"^<!-- setup:(?P<setup>.*?)-->|^(?P<indent> *)```(?P<language>\w*)(?P<mark>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$",
+    r"^<!-- (?:setup|check):(?P<setup>.*?)-->"
+    r"|^(?P<indent> *)```(?P<language>\w*)(?P<mark>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -99,6 +101,12 @@ def test_bench_takes_every_command() -> None:
     assert ["table"] in commands("python", "-m", "bench")
     for arguments in commands("python", "-m", "bench"):
         make_parser().parse_args(arguments)
+
+
+def test_qao_takes_every_command() -> None:
+    cli = pytest.importorskip("qao.cli")
+    for arguments in commands("qao") + commands("python", "-m", "qao"):
+        cli.parser().parse_args(arguments)
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
