@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import qao
 import torch
 from torch import Tensor, nn
 
@@ -29,10 +34,29 @@ class Model(nn.Module):
         return self.lm_head(self.layers(x))
 
 
+def llm(tokenizer: Any = None) -> Any:
+    """A random Llama of two small layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    special = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer or range(256)),
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,  # as in most models of this size
+        **special,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
 def write_llm(directory: str) -> None:
-    """A random Llama of two small layers with a tokenizer and a chat template, as Hugging Face lays a model out."""
+    """``llm()`` with a tokenizer and a chat template, as Hugging Face lays a model out."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     bytes_alone = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     special = {"<|im_start|>": len(bytes_alone), "<|im_end|>": len(bytes_alone) + 1}
@@ -50,17 +74,30 @@ def write_llm(directory: str) -> None:
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     tokenizer.save_pretrained(directory)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,  # as in most models of this size
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    llm(tokenizer).save_pretrained(directory)
+
+
+def write_gptq_llm(directory: str) -> None:
+    """``llm()`` as GPTQ version 1, symmetric: value i of a word of qweight is k = 8j + i, zeros are 7."""
+    from safetensors.torch import save_file
+
+    model, tensors = llm(), {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            plain = qao.Int4WeightOnly(symmetric=True, scale_dtype=torch.float16)._quantize(
+                module.weight.detach(), name
+            )
+            nibbles = plain.q.t().unflatten(0, (-1, 8)).to(torch.int64)  # [K / 8, 8, N]
+            words = (nibbles << 4 * torch.arange(8)[:, None]).sum(1)
+            tensors[f"{name}.qweight"] = words.to(torch.uint32).view(torch.int32).contiguous()
+            tensors[f"{name}.scales"] = plain.scales.t().contiguous()
+            groups, n = tensors[f"{name}.scales"].shape
+            tensors[f"{name}.qzeros"] = torch.full((groups, n // 8), 0x77777777, dtype=torch.int32)
+    for name, tensor in model.state_dict().items():
+        if name.removesuffix("weight") + "qweight" not in tensors and name != "lm_head.weight":
+            tensors[name] = tensor
+    how = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+    config = model.config.to_dict() | {"quantization_config": how, "architectures": ["LlamaForCausalLM"]}
+    Path(directory).mkdir(parents=True)
+    (Path(directory) / "config.json").write_text(json.dumps(config, default=str))
+    save_file(tensors, Path(directory) / "model.safetensors", {"format": "pt"})
