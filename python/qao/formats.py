@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .operators import dequantize_int4
 from .quantizer import SCALE_BLOCK, QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, row_sums
 
 try:
@@ -221,7 +222,7 @@ class Int4Weight(Scheme):
         return row_sums(q, scales, 8 if zeros is None else zeros, self.group_size)
 
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
-        return ops.dequantize_int4(weight, scales, n, k, self.group_size, dtype)  # type: ignore[no-any-return]
+        return dequantize_int4(weight, scales, n, k, self.group_size, dtype)
 
     def constants(self, n: int, k: int) -> tuple[int, ...]:
         return n, k, self.group_size

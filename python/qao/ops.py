@@ -1,7 +1,8 @@
 """Loads the operator library and gives every product a gradient.
 
-``torch.ops.qao.*`` are the raw operators, without autograd; layers call the functions of this module. Sizes everywhere:
-M tokens, N = out_features, K = in_features; x [..., K], weight [N, K], y [..., N].
+``torch.ops.qao.*`` are the raw operators, without autograd. Each has a function of its name and arguments here, which
+layers call; products, ``add_rms_norm`` and ``silu_mul`` have gradients. Sizes everywhere: M tokens, N = out_features,
+K = in_features; x [..., K], weight [N, K], y [..., N].
 
 All products take and return alike:
     x: [..., K], float32, float16 or bfloat16; any strides.
@@ -50,10 +51,21 @@ _load()
 
 from . import fake  # noqa: E402, F401  # registers; the operators must be there
 from .neighbours import add_rms_norm, silu_mul  # noqa: E402, F401
+from .operators import (  # noqa: E402, F401
+    add_rms_norm_int4_mm,
+    add_rms_norm_quantize,
+    dequantize_int4,
+    fp8_quantize,
+    fp8_scaled_mm,
+    int8_quantize,
+    int8_scaled_mm,
+    pack_int4,
+    rms_norm_quantize,
+    silu_mul_quantize,
+    unpack_int4,
+)
 
 # ---- dequantisation: W [N, K] in a float dtype, computed in float32 and rounded once ---------------------------------
-
-dequantize_int4 = torch.ops.qao.dequantize_int4.default
 
 
 def dequantize_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -122,13 +134,13 @@ class _Product(torch.autograd.Function):
 # An operator, and W from (weight, scales, *constants, dtype).
 Kind = tuple[Callable[..., Tensor], Callable[..., Tensor]]
 
-INT4: Kind = torch.ops.qao.int4_mm.default, dequantize_int4
+INT4: Kind = torch.ops.qao.int4_mm.default, torch.ops.qao.dequantize_int4.default
 INT8: Kind = torch.ops.qao.int8_mm.default, dequantize_int8
 FP8: Kind = torch.ops.qao.fp8_mm.default, dequantize_fp8
 INT8_INT8: Kind = torch.ops.qao.int8_int8_mm.default, dequantize_int8
-INT8_INT4: Kind = torch.ops.qao.int8_int4_mm.default, dequantize_int4
+INT8_INT4: Kind = torch.ops.qao.int8_int4_mm.default, torch.ops.qao.dequantize_int4.default
 FP8_FP8: Kind = torch.ops.qao.fp8_fp8_mm.default, _dequantize_fp8_fp8
-FP8_INT4: Kind = torch.ops.qao.fp8_int4_mm.default, dequantize_int4
+FP8_INT4: Kind = torch.ops.qao.fp8_int4_mm.default, torch.ops.qao.dequantize_int4.default
 
 
 def product(

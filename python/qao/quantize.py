@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 from . import survey
+from .callbacks import by_name_and_module
 from .embedding import QuantEmbedding, is_embedding, rename_ties
 from .formats import Scheme
 from .linear import QuantLinear, is_linear, linear_weight, pack
@@ -20,9 +22,9 @@ from .report import Report
 
 def quantize_(
     model: nn.Module,
-    scheme: Scheme | Mapping[str, Scheme | None] | Callable[[str, nn.Module], Scheme | None],
+    scheme: Scheme | Mapping[str, Scheme | None] | Callable[..., Scheme | None],
     *,
-    filter: Callable[[str, nn.Module], bool] | None = None,
+    filter: Callable[..., bool] | None = None,
     embeddings: bool = False,
     device: torch.device | str | None = None,
     progress: bool = True,
@@ -40,8 +42,10 @@ def quantize_(
             QuantLinear on meta, ready for ``load_state_dict(..., assign=True)``.
         scheme: one scheme for all; or a dict from names to schemes, where a name stands for that module and all inside
             it, ``"re:<pattern>"`` for every module whose whole name matches, None means "leave it", the first match
-            wins and layers without a match are left; or a function of name and module that returns a scheme or None.
-        filter: function of name and module; layers for which it is false are left.
+            wins and layers without a match are left; or a function that returns a scheme or None. Functions get the
+            name and the module of a layer, in the order that the names of their parameters (``name`` or ``fqn``,
+            ``module`` or ``m``, ...) or their annotations say.
+        filter: function of name and module as above; layers for which it is false are left.
         embeddings: quantise embeddings too whose weight is that of a linear layer which gets a scheme of int4 or int8
             weights (the head of many language models), as QuantEmbedding: one weight for both. False leaves such linear
             layers as they are. Other embeddings always stay as they are.
@@ -56,7 +60,7 @@ def quantize_(
 
     Raises:
         TypeError: ``model`` is itself a linear layer, which cannot be replaced in place; or ``scheme`` is none of the
-            above.
+            above; or a function does not say whether it takes (name, module) or (module, name).
         ValueError: a key of the dict matches no module; a weight holds NaN or Inf; a layer on meta shall go to a
             device; or ``strict`` and something would be left.
     """
@@ -66,9 +70,10 @@ def quantize_(
             "`model = qao.QuantLinear.from_linear(model, scheme)`."
         )
     select = survey.selector(model, scheme)
+    keep = None if filter is None else by_name_and_module(filter, "quantize_: filter")
     layers = survey.find_layers(model)
     for layer in layers:
-        survey.decide(layer, select, filter)
+        survey.decide(layer, select, keep)
     readers = survey.find_embeddings(model)
     survey.resolve_tied_weights(model, layers, readers, embeddings)
     # A function knows linear layers only, so whether it wanted another weight cannot be asked.
@@ -117,15 +122,19 @@ def _complain(report: Report, strict: bool) -> None:
             for row in problems
             if row.status == "untouched" or math.prod(row.shape) >= survey.BIG * report.parameters
         ]
-    if not problems:
-        return
     text = "".join(f"\n  {row.name} {list(row.shape)}: {row.note}" for row in problems)
-    if strict:
+    if problems and strict:
         raise ValueError(
             f"quantize_: strict, and these weights cannot be quantised:{text}\nLeave them out explicitly, for example "
             f"with {{{problems[0].name!r}: None, 're:.*': scheme}}. The model is unchanged."
         )
-    warnings.warn(f"quantize_: these big weights stay as they are:{text}", stacklevel=3)
+    messages = [f"these big weights stay as they are:{text}"] if problems else []
+    if not any(row.status in ("quantized", "already quantized") for row in report.rows):
+        reasons = Counter(row.note for row in report.rows if row.status in ("excluded", "left"))
+        text = "".join(f"\n  {count} of {reasons.total()}: {reason}" for reason, count in reasons.most_common())
+        messages.append(f"no layer was quantised.{text or ' The model has no linear layers.'}")
+    if messages:
+        warnings.warn("quantize_: " + "\n".join(messages), stacklevel=3)
 
 
 def _replace(pending: list[survey.Layer], device: torch.device | str | None, progress: bool) -> None:

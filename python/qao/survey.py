@@ -7,10 +7,12 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from .callbacks import by_name_and_module
 from .embedding import QuantEmbedding, is_embedding, scheme_obstacle
 from .embedding import obstacle as obstacle_of_embedding
 from .formats import Scheme
@@ -98,17 +100,21 @@ def selector(model: nn.Module, scheme: Scheme | Mapping[str, Scheme | None] | Se
         for key in scheme:
             if not any(_matches(key, name) for name in names):
                 raise ValueError(f"quantize_: no module of the model matches {key!r}. See model.named_modules().")
+        choose: Select = partial(_first_match, scheme)
+    else:
+        choose = by_name_and_module(scheme, "quantize_: scheme")
 
     def select(name: str, module: nn.Module) -> Scheme | None:
-        if isinstance(scheme, Mapping):
-            chosen = next((value for key, value in scheme.items() if _matches(key, name)), None)
-        else:
-            chosen = scheme(name, module)
+        chosen = choose(name, module)
         if chosen is not None and not isinstance(chosen, Scheme):
             raise TypeError(f"quantize_: the scheme of {name} must be a Scheme or None, not {chosen!r}")
         return chosen
 
     return select
+
+
+def _first_match(schemes: Mapping[str, Scheme | None], name: str, module: nn.Module) -> Scheme | None:
+    return next((scheme for key, scheme in schemes.items() if _matches(key, name)), None)
 
 
 def _matches(key: str, name: str) -> bool:

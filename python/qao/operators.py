@@ -1,0 +1,166 @@
+"""The operators without gradients as functions; ``qao.ops`` has them together with the products.
+
+Sizes: M tokens, N = out_features, K = in_features. x is [..., K] in float32, float16 or bfloat16 ("a float dtype"), of
+any strides; results are contiguous. A packed int4 weight is ``weight``, int8 [ceil(N / 16), ceil(K / 64), 512], and
+``scales``, [ceil(N / 16), G, P, 16] in a float dtype: G = ceil(K / group_size) groups in a row, 1 for -1; P = 1 for
+scales alone, 2 with zero points.
+
+All raise RuntimeError where a shape, dtype, device or alignment does not fit; the message lists all and the remedy.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_qao = torch.ops.qao
+
+# ---- four-bit weights ------------------------------------------------------------------------------------------------
+
+
+def pack_int4(q: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int) -> tuple[Tensor, Tensor]:
+    """Plain four-bit values, W = (q - zero) * scale, to the packed weight and its scales.
+
+    Args:
+        q: uint8 [N, K] of 0..15, contiguous; larger values raise on the CPU and are not looked for on a GPU.
+        scales: [N, G] in a float dtype, contiguous.
+        zeros: [N, G] in the dtype of scales, contiguous, whole numbers or not; None for 8 everywhere (symmetric).
+        group_size: 32, 64, 128, 256, or K, or -1 for K.
+    """
+    return _qao.pack_int4.default(q, scales, zeros, group_size)  # type: ignore[no-any-return]
+
+
+def unpack_int4(
+    weight: Tensor, scales: Tensor, out_features: int, in_features: int, group_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of ``pack_int4``, bit for bit: q uint8 [N, K], scales [N, G] and zeros [N, G], 8 where symmetric."""
+    return _qao.unpack_int4.default(weight, scales, out_features, in_features, group_size)  # type: ignore[no-any-return]
+
+
+def dequantize_int4(
+    weight: Tensor, scales: Tensor, out_features: int, in_features: int, group_size: int, dtype: torch.dtype
+) -> Tensor:
+    """W [N, K] in a float dtype, computed in float32 and rounded once."""
+    return _qao.dequantize_int4.default(weight, scales, out_features, in_features, group_size, dtype)  # type: ignore[no-any-return]
+
+
+# ---- activations in eight bits ---------------------------------------------------------------------------------------
+
+
+def int8_quantize(x: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """x ≈ (q - zero) * scale, row by row: q int8 [..., K], scales float32 [..., 1] and zeros int32 [..., 1].
+
+    ``symmetric``: zeros are 0 and q -127..127. A row with NaN or an infinity has scale NaN and q = 0.
+    """
+    return _qao.int8_quantize.default(x, symmetric)  # type: ignore[no-any-return]
+
+
+def fp8_quantize(x: Tensor, group_size: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x ≈ q * scale: q float8_e4m3fn [..., K] and scales float32.
+
+    Args:
+        x: what is quantised.
+        group_size: what shares a scale: -1 a row (scales [..., 1]), 128 as many columns of a row (scales
+            [..., ceil(K / 128)]), 0 all of x (scales [1]).
+        scale: with ``group_size`` 0, float32 [1] to use instead of one found in x; larger values saturate. Else None.
+    """
+    return _qao.fp8_quantize.default(x, group_size, scale)  # type: ignore[no-any-return]
+
+
+def rms_norm_quantize(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantises x / sqrt(mean(x²) + eps) * weight row by row: q of ``dtype`` [..., K] and scales float32 [..., 1].
+
+    Args:
+        x: what is normalised.
+        weight: [K] in a float dtype, contiguous; None for ones.
+        eps: added to the mean square.
+        dtype: torch.int8, symmetric, or torch.float8_e4m3fn.
+    """
+    return _qao.rms_norm_quantize.default(x, weight, eps, dtype)  # type: ignore[no-any-return]
+
+
+def add_rms_norm_quantize(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``rms_norm_quantize`` of h = x + residual, and h [..., K] in x's dtype as the third result.
+
+    ``residual`` is as x, or None for zeros.
+    """
+    return _qao.add_rms_norm_quantize.default(x, residual, weight, eps, dtype)  # type: ignore[no-any-return]
+
+
+def silu_mul_quantize(gate: Tensor, up: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantises silu(gate) * up, [..., K] each and of one dtype, as ``rms_norm_quantize`` does."""
+    return _qao.silu_mul_quantize.default(gate, up, dtype)  # type: ignore[no-any-return]
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+def int8_scaled_mm(
+    x: Tensor,
+    x_scales: Tensor,
+    x_zeros: Tensor | None,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    weight_sums: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``int8_int8_mm`` of an x that is quantised: [..., N] in ``out_dtype``, a float dtype.
+
+    Args:
+        x, x_scales, x_zeros: as ``int8_quantize`` returned them; x_zeros is None for a symmetric x.
+        weight: int8 [N, K].
+        scales: float32 [N] or [1].
+        bias: [N] in a float dtype, or None.
+        weight_sums: float32 [N], sums over k of the dequantised W; given exactly if x_zeros is.
+        out_dtype: of the result.
+    """
+    return _qao.int8_scaled_mm.default(x, x_scales, x_zeros, weight, scales, bias, weight_sums, out_dtype)  # type: ignore[no-any-return]
+
+
+def fp8_scaled_mm(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """``fp8_fp8_mm`` of an x that is quantised: [..., N] in ``out_dtype``, a float dtype.
+
+    Args:
+        x, x_scales: as ``fp8_quantize`` returned them; with W in blocks, those of 128 columns each.
+        weight: float8_e4m3fn [N, K], or its bytes as int8.
+        scales: float32 [N], [N, 1], [1] or one a block of 128 x 128, [ceil(N / 128), ceil(K / 128)].
+        bias: [N] in a float dtype, or None.
+        out_dtype: of the result.
+        fast_accum: GPUs may sum more than 128 columns in the tensor core's short accumulator.
+    """
+    return _qao.fp8_scaled_mm.default(x, x_scales, weight, scales, bias, out_dtype, fast_accum)  # type: ignore[no-any-return]
+
+
+def add_rms_norm_int4_mm(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    gated: bool,
+) -> tuple[Tensor, Tensor]:
+    """y = norm · Wᵀ + bias and h, where (norm, h) = ``add_rms_norm(x, residual, norm_weight, eps)`` and W is int4.
+
+    ``gated``: the rows of W are those of a gate and then as many of its ``up``, and y is silu(gate) * up.
+
+    Returns:
+        y [..., N], or [..., N / 2] if gated, and h [..., K], in x's dtype.
+    """
+    sizes = out_features, in_features, group_size
+    return _qao.add_rms_norm_int4_mm.default(x, residual, norm_weight, eps, weight, scales, bias, *sizes, gated)  # type: ignore[no-any-return]

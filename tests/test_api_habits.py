@@ -1,0 +1,164 @@
+"""What users of other packages try first: functions in either order, operators as functions, the way back to floats."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import Any
+
+import pytest
+import qao
+import torch
+from qao import Int4WeightOnly, QuantLinear, quantize_
+from torch import Tensor, nn
+
+SCHEME = Int4WeightOnly(group_size=32)
+
+# Models here are so small that every weight in them is a big one.
+pytestmark = pytest.mark.filterwarnings("ignore:quantize_. these big weights stay")
+
+
+def model_with_head() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"up": nn.Linear(64, 96), "down": nn.Linear(96, 64), "head": nn.Linear(64, 32)})
+
+
+def quantized(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, QuantLinear)]
+
+
+# ---- functions of a name and a module --------------------------------------------------------------------------------
+
+
+def annotated(a: nn.Module, b: str) -> bool:
+    return isinstance(a, nn.Linear) and b != "head"
+
+
+class Filter:
+    def method(self, mod: nn.Module, fqn: str) -> bool:
+        return isinstance(mod, nn.Linear) and fqn != "head"
+
+    def __call__(self, layer_name: str, layer: Any, extra: int = 0) -> bool:
+        return isinstance(layer, nn.Linear) and layer_name != "head"
+
+
+FILTERS: dict[str, Any] = {
+    "name, module": lambda name, module: isinstance(module, nn.Linear) and name != "head",
+    "module, fqn": lambda module, fqn: isinstance(module, nn.Linear) and fqn != "head",
+    "m, fqn": lambda m, fqn: isinstance(m, nn.Linear) and "head" not in fqn,
+    "m, n": lambda m, n: isinstance(m, nn.Linear) and "head" not in n,
+    "mod, *_": lambda mod, *rest: isinstance(mod, nn.Linear) and rest[0] != "head",
+    "_, module": lambda _, module: module.out_features != 32,
+    "_, name": lambda _, name: name != "head",
+    "annotated": annotated,
+    "method": Filter().method,
+    "callable object": Filter(),
+    "partial": functools.partial(lambda wanted, m, fqn: fqn in wanted, ("up", "down")),
+}
+
+
+@pytest.mark.parametrize("function", FILTERS.values(), ids=FILTERS)
+def test_filters_and_schemes_in_either_order(function: Any) -> None:
+    filtered, chosen = model_with_head(), model_with_head()
+    quantize_(filtered, SCHEME, filter=function)
+    assert quantized(filtered) == ["up", "down"]
+
+    @functools.wraps(function)  # takes its signature
+    def scheme(*arguments: Any) -> Any:
+        return SCHEME if function(*arguments) else None
+
+    quantize_(chosen, scheme)
+    assert quantized(chosen) == ["up", "down"]
+
+
+@pytest.mark.parametrize(
+    "function, message",
+    [
+        (lambda a, b: isinstance(a, nn.Linear), r"whether \(a, b\) is \(name, module\) or \(module, name\) is unclear"),
+        (lambda *both: isinstance(both[0], nn.Linear), r"whether \(\*both\) is"),
+        (lambda name, fqn: True, r"whether \(name, fqn\) is"),
+        (lambda module: True, r"is called with a name and a module, and takes \(module\)"),
+        (lambda name, module, other: True, r"takes \(name, module, other\)"),
+        (max, "has no signature"),
+    ],
+)
+def test_an_unclear_order_is_refused(function: Any, message: str) -> None:
+    model = model_with_head()
+    with pytest.raises(TypeError, match=f"quantize_: filter.*{message}"):
+        quantize_(model, SCHEME, filter=function)
+    with pytest.raises(TypeError, match=f"quantize_: scheme.*{message}"):
+        quantize_(model, function)
+    assert not quantized(model)
+
+
+def test_nothing_quantised_is_a_warning_that_says_why() -> None:
+    model = model_with_head()
+    model["up"].register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match=r"no layer was quantised.\n  2 of 3: by the filter\n  1 of 3: no scheme"):
+        quantize_(model, {"up": None, "re:.*": SCHEME}, filter=lambda name, module: False)
+    with pytest.warns(UserWarning, match=r"no layer was quantised.\n  2 of 3: by the filter\n  1 of 3: it has forward"):
+        quantize_(model, SCHEME, filter=lambda name, module: name == "up")
+    with pytest.warns(UserWarning, match="no layer was quantised. The model has no linear layers"):
+        quantize_(nn.Sequential(nn.ReLU()), SCHEME)
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+OPERATORS = {
+    schema.name.removeprefix("qao::"): schema
+    for schema in torch._C._jit_get_all_schemas()
+    if schema.name.startswith("qao::")
+}
+PYTHON_TYPE = {"Tensor": "Tensor", "Optional[Tensor]": "Tensor | None", "int": "int", "float": "float", "bool": "bool"}
+
+
+def test_the_operators_are_found() -> None:
+    assert {"int4_mm", "pack_int4", "silu_mul_quantize"} <= OPERATORS.keys()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_has_a_function_of_its_arguments(name: str) -> None:
+    function = getattr(qao.ops, name)
+    assert isinstance(function, types.FunctionType) and inspect.getdoc(function)
+    parameters = inspect.signature(function).parameters
+    arguments = OPERATORS[name].arguments
+    assert list(parameters) == [argument.name for argument in arguments]
+    for argument in arguments:
+        # A schema spells ScalarType "int" once it is registered.
+        expected = "torch.dtype" if argument.name in ("dtype", "out_dtype") else PYTHON_TYPE[str(argument.type)]
+        assert parameters[argument.name].annotation == expected, argument.name
+    results = ", ".join("Tensor" for _ in OPERATORS[name].returns)
+    assert inspect.signature(function).return_annotation == (f"tuple[{results}]" if "," in results else results)
+
+
+def test_the_functions_are_the_operators() -> None:
+    """Every one that has no gradient, with arguments that are all different."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 64), torch.rand(64)
+    q, scales, zeros = torch.randint(0, 16, (32, 64), dtype=torch.uint8), torch.rand(32, 2), torch.full((32, 2), 7.0)
+    packed = qao.ops.pack_int4(q, scales, zeros, 32)
+    sizes = 32, 64, 32
+    w8, scale8 = torch.randint(-127, 128, (32, 64), dtype=torch.int8), torch.rand(32)
+    x8, x8_scales, x8_zeros = qao.ops.int8_quantize(x, False)
+    f8, f8_scales = qao.ops.fp8_quantize(x, -1, None)
+    bias, sums = torch.rand(32), torch.rand(32)
+    w_fp8 = torch.randn(32, 64).to(torch.float8_e4m3fn)
+    calls: dict[str, tuple[Any, ...]] = {
+        "pack_int4": (q, scales, zeros, 32),
+        "unpack_int4": (*packed, *sizes),
+        "dequantize_int4": (*packed, *sizes, torch.bfloat16),
+        "int8_quantize": (x, True),
+        "fp8_quantize": (x, 0, torch.tensor([0.01])),
+        "rms_norm_quantize": (x, weight, 1e-3, torch.int8),
+        "add_rms_norm_quantize": (x, x + 1, weight, 1e-3, torch.float8_e4m3fn),
+        "silu_mul_quantize": (x, x + 1, torch.int8),
+        "int8_scaled_mm": (x8, x8_scales, x8_zeros, w8, scale8, bias, sums, torch.float32),
+        "fp8_scaled_mm": (f8, f8_scales, w_fp8, scale8, bias, torch.bfloat16, True),
+        "add_rms_norm_int4_mm": (x, x + 1, weight, 1e-3, *packed, bias, *sizes, True),
+    }
+    for name, arguments in calls.items():
+        actual, expected = getattr(qao.ops, name)(*arguments), getattr(torch.ops.qao, name)(*arguments)
+        both = zip(*((t,) if isinstance(t, Tensor) else t for t in (actual, expected)), strict=True)
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in both), name
+    assert all(torch.equal(a, b) for a, b in zip(qao.ops.unpack_int4(*packed, *sizes), (q, scales, zeros), strict=True))
