@@ -162,3 +162,62 @@ def test_the_functions_are_the_operators() -> None:
         both = zip(*((t,) if isinstance(t, Tensor) else t for t in (actual, expected)), strict=True)
         assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in both), name
     assert all(torch.equal(a, b) for a, b in zip(qao.ops.unpack_int4(*packed, *sizes), (q, scales, zeros), strict=True))
+
+
+# ---- the way back ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_dequantize_gives_linears_of_the_weights_in_use(dtype: torch.dtype) -> None:
+    model = model_with_head().to(dtype).eval()
+    quantize_(model, {"up": SCHEME, "down": qao.Int8WeightOnly(), "head": qao.Float8DynamicActivationFloat8Weight()})
+    expected = {name: (layer.dequantize(dtype), layer.bias.to(dtype)) for name, layer in model.items()}
+    assert qao.dequantize_(model) is model
+    for name, (weight, bias) in expected.items():
+        linear = model[name]
+        assert type(linear) is nn.Linear and not linear.training and linear.weight.dtype == linear.bias.dtype == dtype
+        assert torch.equal(linear.weight, weight) and torch.equal(linear.bias, bias)
+        assert not linear.weight.requires_grad and not linear.bias.requires_grad
+    model.requires_grad_()  # all floats again
+
+
+def test_dequantize_keeps_sharing() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
+    model[1].weight = model[0].weight
+    model.append(model[2])
+    quantize_(model, SCHEME)
+    qao.dequantize_(model)
+    assert model[1].weight is model[0].weight and model[1].bias is not model[0].bias
+    assert model[3] is model[2] and model[2].bias is None and model[2].weight is not model[0].weight
+    again = quantize_(model, SCHEME)
+    assert all(row.relative_error is not None and row.relative_error < 0.02 for row in again.rows)
+
+
+def test_dequantize_refuses_what_would_be_lost() -> None:
+    model = model_with_head()
+    quantize_(model, SCHEME)
+    model["head"].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="dequantize_: head: it has forward_hooks, which would be lost"):
+        qao.dequantize_(model)
+    assert quantized(model) == ["up", "down", "head"]
+    with pytest.raises(TypeError, match="cannot replace itself"):
+        qao.dequantize_(model["up"])
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def test_what_requires_grad_of_a_whole_model_does() -> None:
+    """Freezing works; thawing is an error of torch, and what docs/quantize.md says instead thaws the rest."""
+    model = nn.Sequential(nn.Embedding(10, 64), nn.Linear(64, 64), nn.LayerNorm(64))
+    quantize_(model, SCHEME)
+    model.requires_grad_(False)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match="only Tensors of floating point dtype can require gradients"):
+        model.requires_grad_(True)
+    model.requires_grad_(False)
+    for module in model.modules():
+        if not isinstance(module, QuantLinear):
+            for parameter in module.parameters(recurse=False):
+                parameter.requires_grad_(True)
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {"0.weight", "2.weight", "2.bias"}

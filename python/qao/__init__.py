@@ -6,9 +6,11 @@ report = qao.quantize_(model, qao.Int4WeightOnly())
 from __future__ import annotations
 
 from ._version import __version__
+from .dequantize import dequantize_
 from .embedding import QuantEmbedding
 from .explain import Explanation, explain
 from .formats import PackedWeight, Scheme
+from .integrations.imports import install as _install
 from .linear import QuantLinear
 from .quantize import quantize_
 from .report import Report, Row
@@ -41,7 +43,10 @@ __all__ = [
     "Row",
     "Scheme",
     "__version__",
+    "dequantize_",
     "explain",
     "quantize_",
     "scheme_from_dict",
 ]
+
+_install()

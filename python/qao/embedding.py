@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import ops
 from .formats import PackedWeight, Scheme
 from .linear import instance_obstacle, pack_weight
-from .packed import PackedModule
+from .packed import PackedModule, frozen
 
 
 def is_embedding(module: nn.Module) -> bool:
@@ -43,6 +43,16 @@ def scheme_obstacle(scheme: Scheme) -> str | None:
     if scheme.weights in ops.EMBEDDINGS:
         return None
     return f"embeddings are quantised to int4 or int8, and {scheme.word} has {scheme.weights} weights"
+
+
+class _ScaledEmbedding(nn.Embedding):
+    """What a QuantEmbedding with ``embed_scale`` becomes in floats."""
+
+    embed_scale: Tensor | float
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows, scale = super().forward(input), self.embed_scale
+        return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
 
 
 class QuantEmbedding(PackedModule):
@@ -163,7 +173,7 @@ def rename_ties(model: nn.Module) -> None:
     """Tells models of transformers which tensors are tied now: they tie again, save and load by the names of these.
 
     ``{"lm_head.weight": "model.embed_tokens.weight"}`` (a list of the targets in version 4) becomes the same of
-    ``qweight`` and ``scales`` where both modules are quantised; all else stays.
+    ``qweight`` and ``scales`` where both modules are quantised, and is so again where none is any more; all else stays.
     """
     for module in model.modules():
         for attribute in ("_tied_weights_keys", "all_tied_weights_keys"):
@@ -175,17 +185,23 @@ def rename_ties(model: nn.Module) -> None:
 def _renamed(module: nn.Module, ties: Mapping[str, str] | list[str]) -> dict[str, str] | list[str]:
     renamed: dict[str, str] = {}
     for target in ties:
-        source = ties[target] if isinstance(ties, Mapping) else target
-        quantised = all(_is_packed_weight(module, name) for name in (target, source))
-        for name in ("qweight", "scales") if quantised else ("",):
-            of = [side.removesuffix("weight") + name if name else side for side in (target, source)]
+        sides = target, ties[target] if isinstance(ties, Mapping) else target
+        packed = {_is_packed(module, side) for side in sides}
+        key = target.rpartition(".")[2]
+        keys: tuple[str, ...] = (key,)
+        if key == "weight" and packed == {True}:
+            keys = "qweight", "scales"
+        elif key in ("qweight", "scales") and packed == {False}:
+            keys = ("weight",)
+        for name in keys:
+            of = [side if name == key else side.removesuffix(key) + name for side in sides]
             renamed[of[0]] = of[1]
     return renamed if isinstance(ties, Mapping) else list(renamed)
 
 
-def _is_packed_weight(module: nn.Module, name: str) -> bool:
-    path, _, attribute = name.rpartition(".")
+def _is_packed(module: nn.Module, name: str) -> bool | None:
+    """Whether the tensor of that name is one of a quantised module; None if there is no such module."""
     try:
-        return attribute == "weight" and isinstance(module.get_submodule(path), PackedModule)
+        return isinstance(module.get_submodule(name.rpartition(".")[0]), PackedModule)
     except AttributeError:  # a pattern, or a name of a model that this one is part of
-        return False
+        return None

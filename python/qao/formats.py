@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from . import ops
-from .operators import dequantize_int4
+from . import operators, ops
 from .quantizer import SCALE_BLOCK, QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, row_sums
 
 try:
@@ -222,7 +221,7 @@ class Int4Weight(Scheme):
         return row_sums(q, scales, 8 if zeros is None else zeros, self.group_size)
 
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
-        return dequantize_int4(weight, scales, n, k, self.group_size, dtype)
+        return operators.dequantize_int4(weight, scales, n, k, self.group_size, dtype)
 
     def constants(self, n: int, k: int) -> tuple[int, ...]:
         return n, k, self.group_size

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .formats import FLOAT_DTYPES, PackedWeight, Scheme
-from .packed import PackedModule, frozen
+from .packed import PackedModule, attached, frozen
 
 _autocasts = torch._C._is_any_autocast_enabled
 
@@ -36,14 +36,11 @@ def obstacle(linear: nn.Module) -> str | None:
 
 def instance_obstacle(module: nn.Module) -> str | None:
     """The same of what was done to one module, whatever its class: hooks, parametrizations, a weight of others."""
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance (accelerate's hooks do so)"
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed from other parameters (parametrization or weight_norm)"
-    hooks = [name.strip("_") for name, value in vars(module).items() if name.endswith("_hooks") and value]
-    if hooks:
-        return f"it has {', '.join(hooks)}, which would be lost"
+    if reason := attached(module):
+        return reason
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__}, not a plain Parameter"
     if weight.dtype not in (*FLOAT_DTYPES, torch.float64):
@@ -173,6 +170,14 @@ class QuantLinear(PackedModule):
         packed = scheme.pack(q, scales, zeros)
         n, k = q.shape
         return cls(k, n, scheme, packed, _kernel_bias(bias, q.device), dtype)
+
+    def to_float(self, weight: nn.Parameter | None = None) -> nn.Linear:
+        """An nn.Linear in ``dtype`` of the dequantised weight, or of ``weight`` [N, K]; it starts frozen."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+        linear.weight = frozen(self.dequantize(self.dtype)) if weight is None else weight
+        if self.bias is not None:
+            linear.bias = frozen(self.bias.detach().to(self.dtype, copy=True))
+        return linear.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
         if _autocasts():  # 0.1 µs, and no call of Python where nothing is cast

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from . import marker
-from .formats import PackedWeight, Scheme
+from .formats import Int4Weight, PackedWeight, Scheme
 from .weight import DequantizedWeight
 
 Self = TypeVar("Self", bound="PackedModule")
@@ -82,6 +84,29 @@ class PackedModule(nn.Module):
                     return own
         return loaded
 
+    def requantize(self, weight: Tensor, name: str = "weight") -> PackedWeight:
+        """Another float weight [N, K], quantised as this one is; for ``set_packed``.
+
+        Raises:
+            ValueError: it holds NaN or Inf; the message begins with ``name``.
+        """
+        scheme = self.scheme
+        if isinstance(scheme, Int4Weight):
+            scheme = replace(scheme, scale_dtype=self.scales.dtype)
+        return scheme.quantize(weight, name)
+
+    def set_packed(self, packed: PackedWeight) -> None:
+        """Replaces the weight. Modules that shared it keep the present one."""
+        for name, tensor in packed.tensors().items():
+            self._parameters[name] = None if tensor is None else frozen(tensor)
+        for other in self._tied:
+            other._tied = [module for module in other._tied if module is not self]
+        self._tied = ()
+
+    def to_float(self, weight: nn.Parameter | None = None) -> nn.Module:
+        """The float module of the dequantised weight, or of ``weight``, with parameters that are frozen."""
+        raise NotImplementedError
+
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         own = [tensor for tensor in self.packed.tensors().values() if tensor is not None]
 
@@ -138,6 +163,8 @@ class PackedModule(nn.Module):
                     "quantising."
                 )
                 return
+            if assign:
+                state_dict[prefix + key] = aligned(loaded)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -152,9 +179,30 @@ class PackedModule(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
 
+def attached(module: nn.Module) -> str | None:
+    """What hangs on a module and would be lost with it; None if nothing does."""
+    if "_hf_hook" in vars(module):
+        return (
+            "a hook of accelerate runs it (device_map, offloading): quantise before dispatch_model, or call "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
+        )
+    # That of its class, bound to it, is what accelerate leaves behind where its hook was removed.
+    own = MethodType(type(module).forward, module)
+    if vars(module).get("forward", own) != own:
+        return "its forward was replaced on the instance"
+    hooks = [name.strip("_") for name, value in vars(module).items() if name.endswith("_hooks") and value]
+    return f"it has {', '.join(hooks)}, which would be lost" if hooks else None
+
+
 def frozen(tensor: Tensor) -> nn.Parameter:
     """A Parameter is taken as it is: modules with tied weights share one."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """``tensor`` at an address where kernels can read 16 bytes at a time; in a mapped file it lies anywhere."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+    return tensor.clone() if plain and tensor.data_ptr() % 16 else tensor
 
 
 def _unmarked(weight: Tensor, prefix: str) -> Tensor:

@@ -1,0 +1,44 @@
+"""dequantize_: the way back, from quantised layers to floats."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .embedding import rename_ties
+from .packed import PackedModule, attached
+
+
+def dequantize_(model: nn.Module) -> nn.Module:
+    """Replaces every quantised layer of ``model`` by a float one of the weight it multiplies with, in place.
+
+    A QuantLinear becomes an nn.Linear in its dtype, a QuantEmbedding an nn.Embedding. Modules and weights that are shared stay shared. What quantising
+    rounded stays rounded, and activations are no longer quantised. All parameters start frozen, as they were.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: ``model`` is itself a quantised layer, which cannot be replaced in place.
+        ValueError: a layer has hooks, which would be lost; the model is unchanged.
+    """
+    if isinstance(model, PackedModule):
+        raise TypeError(
+            f"dequantize_: the model is itself a {type(model).__name__} and cannot replace itself in place. Use "
+            "`model = model.to_float()`."
+        )
+    layers = {module: name for name, module in model.named_modules() if isinstance(module, PackedModule)}
+    for layer, name in layers.items():
+        if reason := attached(layer):
+            raise ValueError(f"dequantize_: {name}: {reason}. The model is unchanged.")
+    places = [(parent, key, child) for parent in model.modules() for key, child in parent._modules.items()]
+    weights: dict[tuple[nn.Parameter, torch.dtype], nn.Parameter] = {}  # float ones by the packed one that is shared
+    for layer in layers:
+        key = layer.qweight, layer.dtype
+        floats = layer.to_float(weights.get(key))
+        weights[key] = floats.weight  # type: ignore[assignment]
+        for parent, attribute, child in places:
+            if child is layer:
+                setattr(parent, attribute, floats)
+    rename_ties(model)
+    return model

@@ -1,0 +1,175 @@
+"""accelerate: offloading, device maps and its loading of checkpoints, of quantised layers."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qao
+import torch
+from qao import Int4WeightOnly, quantize_
+from torch import Tensor, nn
+
+accelerate = pytest.importorskip("accelerate")
+safetensors = pytest.importorskip("safetensors.torch")
+
+pytestmark = pytest.mark.filterwarnings("ignore:quantize_. these big weights stay")
+
+SCHEME = Int4WeightOnly(group_size=32)
+SCHEMES = {
+    "up": SCHEME,
+    "down": qao.Int8DynamicActivationInt8Weight(symmetric_activations=False),
+    "head": qao.Float8DynamicActivationFloat8Weight(activation_scale=0.01),
+}
+IDS = torch.arange(10)
+SPREAD = {"embed": "cpu", "up": "disk", "down": "cpu", "head": "disk"}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 64)
+        self.up = nn.Linear(64, 96)
+        self.down = nn.Linear(96, 64)
+        self.head = nn.Linear(64, 50)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.down(self.up(self.embed(ids)).relu()))
+
+
+def quantized_model() -> Model:
+    torch.manual_seed(0)
+    model = Model().to(torch.bfloat16)
+    quantize_(model, SCHEMES, progress=False)
+    return model
+
+
+def empty_model(dtype: torch.dtype = torch.bfloat16) -> Model:
+    with accelerate.init_empty_weights():
+        model = Model().to(dtype)
+    quantize_(model, SCHEMES, progress=False)
+    return model
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    path = tmp_path / "model.safetensors"
+    safetensors.save_file(quantized_model().state_dict(), path, {"format": "pt"})
+    return str(path)
+
+
+def offload(model: nn.Module, how: str, folder: Path) -> nn.Module:
+    if how == "cpu_offload":
+        return accelerate.cpu_offload(model, torch.device("cpu"))
+    if how == "disk_offload":
+        return accelerate.disk_offload(model, str(folder), torch.device("cpu"))
+    return accelerate.dispatch_model(model, SPREAD, main_device="cpu", offload_dir=str(folder), force_hooks=True)
+
+
+HOWS = ("cpu_offload", "disk_offload", "dispatch_model")
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_offloaded_after_quantising_it_computes_the_same(how: str, tmp_path: Path) -> None:
+    model = quantized_model()
+    expected = model(IDS)
+    offloaded = offload(copy.deepcopy(model), how, tmp_path)
+    assert offloaded.up.qweight.is_meta
+    assert torch.equal(offloaded(IDS), expected) and torch.equal(offloaded(IDS), expected)
+    assert offloaded.up.qweight.is_meta
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_offloaded_before_quantising_says_so(how: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    expected = copy.deepcopy(model)
+    quantize_(expected, SCHEME, progress=False)
+    offloaded = offload(model, how, tmp_path)
+    hooked = {"dispatch_model": 2}.get(how, 3)  # those on the disk; block "down" keeps a hook too, of its device
+    with pytest.warns(UserWarning, match=r"hook of accelerate.*remove_hook_from_module") as caught:
+        report = quantize_(offloaded, SCHEME)
+    assert len([row for row in report.problems if "hook of accelerate" in (row.note or "")]) >= hooked
+    assert "no layer was quantised" in str(caught[0].message)
+    accelerate.hooks.remove_hook_from_module(offloaded, recurse=True)
+    quantize_(offloaded, SCHEME, strict=True, progress=False)
+    assert torch.equal(offloaded(IDS), expected(IDS))
+
+
+def test_a_replaced_forward_is_still_an_obstacle() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].forward = lambda x: x  # type: ignore[method-assign]
+    model[1].forward = model[1].forward  # type: ignore[method-assign]  # as accelerate leaves it behind
+    report = quantize_(model, SCHEME)
+    assert [row.note for row in report.rows] == ["its forward was replaced on the instance", None]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device_map": {"": "cpu"}},
+        {"device_map": {"": "cpu"}, "strict": True},
+        {"device_map": {"": "cpu"}, "dtype": torch.bfloat16},
+        {"device_map": {"": "cpu"}, "offload_state_dict": True},
+    ],
+    ids=lambda options: "+".join(options),
+)
+def test_load_checkpoint_in_model(options: dict[str, Any], checkpoint: str) -> None:
+    """Also under a dtype, which is of floats: scales keep theirs."""
+    expected, model = quantized_model(), empty_model()
+    accelerate.load_checkpoint_in_model(model, checkpoint, **options)
+    for name, parameter in model.named_parameters():
+        wanted = expected.get_parameter(name)
+        assert parameter.dtype == wanted.dtype and torch.equal(parameter, wanted), name
+        if name.endswith(("qweight", "scales")):  # the file is mapped, and kernels read 16 bytes at a time
+            assert parameter.data_ptr() % 16 == 0
+    assert torch.equal(model(IDS), expected(IDS))
+
+
+def test_load_checkpoint_in_model_without_a_device_map(checkpoint: str) -> None:
+    torch.manual_seed(1)
+    model = Model().to(torch.bfloat16)
+    quantize_(model, SCHEMES, progress=False)
+    accelerate.load_checkpoint_in_model(model, checkpoint)
+    assert torch.equal(model(IDS), quantized_model()(IDS))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_load_checkpoint_and_dispatch_with_the_disk(dtype: Any, checkpoint: str, tmp_path: Path) -> None:
+    model = accelerate.load_checkpoint_and_dispatch(
+        empty_model(), checkpoint, SPREAD, offload_folder=str(tmp_path / "off"), dtype=dtype, force_hooks=True
+    )
+    assert model.up.qweight.is_meta and not model.down.qweight.is_meta
+    assert torch.equal(model(IDS), quantized_model()(IDS))
+
+
+def test_what_does_not_fit_is_refused(checkpoint: str, tmp_path: Path) -> None:
+    """Each would otherwise be numbers of something else."""
+    with pytest.raises(ValueError, match=r'shape torch\.Size\(\[16\]\) in "weight"'):
+        accelerate.load_checkpoint_in_model(Model(), checkpoint, device_map={"": "cpu"})
+
+    floats = tmp_path / "floats.safetensors"
+    safetensors.save_file(Model().state_dict(), floats, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"\.weight: the checkpoint holds .*, a weight that is not quantised"):
+        accelerate.load_checkpoint_in_model(empty_model(), str(floats), device_map={"": "cpu"})
+
+    # scales of another dtype would be rounded, and those of another group size have another shape
+    with pytest.raises(ValueError, match=r"up\.scales: the checkpoint holds torch\.bfloat16.*needs torch\.float32"):
+        accelerate.load_checkpoint_in_model(empty_model(torch.float32), checkpoint, device_map={"": "cpu"})
+    with accelerate.init_empty_weights():
+        other = Model().to(torch.bfloat16)
+    quantize_(other, {**SCHEMES, "up": Int4WeightOnly(group_size=64)}, progress=False)
+    with pytest.raises(ValueError, match=r"up\.scales: the checkpoint holds .*Quantise the model with the scheme"):
+        accelerate.load_checkpoint_in_model(other, checkpoint, device_map={"": "cpu"})
+
+    state = quantized_model().state_dict()
+    state["up.pip_install_qao"] = torch.frombuffer(
+        bytearray(bytes(state["up.pip_install_qao"].tolist()).replace(b'"version": 1', b'"version": 9')),
+        dtype=torch.uint8,
+    )
+    newer = tmp_path / "newer.safetensors"
+    safetensors.save_file(state, newer, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"up\.pip_install_qao: written by a newer qao"):
+        accelerate.load_checkpoint_in_model(empty_model(), str(newer), device_map={"": "cpu"})
