@@ -148,6 +148,8 @@ def test_the_functions_are_the_operators() -> None:
         "pack_int4": (q, scales, zeros, 32),
         "unpack_int4": (*packed, *sizes),
         "dequantize_int4": (*packed, *sizes, torch.bfloat16),
+        "int4_embedding": (torch.tensor([[3, 31]]), *packed, *sizes, torch.bfloat16),
+        "int8_embedding": (torch.tensor([0, 3], dtype=torch.int32), w8, scale8, torch.float16),
         "int8_quantize": (x, True),
         "fp8_quantize": (x, 0, torch.tensor([0.01])),
         "rms_norm_quantize": (x, weight, 1e-3, torch.int8),
@@ -191,6 +193,24 @@ def test_dequantize_keeps_sharing() -> None:
     assert model[3] is model[2] and model[2].bias is None and model[2].weight is not model[0].weight
     again = quantize_(model, SCHEME)
     assert all(row.relative_error is not None and row.relative_error < 0.02 for row in again.rows)
+
+
+@pytest.mark.parametrize("scale", [None, 8.0, torch.tensor(8.0)], ids=str)
+def test_dequantize_embeddings(scale: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"embed": nn.Embedding(50, 64, padding_idx=3), "head": nn.Linear(64, 50, bias=False)})
+    model["head"].weight = model["embed"].weight
+    model._tied_weights_keys = {"head.weight": "embed.weight"}
+    quantize_(model, SCHEME, embeddings=True)
+    model["embed"].embed_scale = scale
+    ids = torch.arange(50)
+    expected = model["embed"](ids)
+    assert model._tied_weights_keys == {"head.qweight": "embed.qweight", "head.scales": "embed.scales"}
+    qao.dequantize_(model)
+    assert isinstance(model["embed"], nn.Embedding) and type(model["head"]) is nn.Linear
+    assert model["embed"].weight is model["head"].weight and not model["embed"].weight.requires_grad
+    assert model["embed"].padding_idx == 3 and torch.equal(model["embed"](ids), expected)
+    assert model._tied_weights_keys == {"head.weight": "embed.weight"}
 
 
 def test_dequantize_refuses_what_would_be_lost() -> None:

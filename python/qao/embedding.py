@@ -143,8 +143,21 @@ class QuantEmbedding(PackedModule):
         dtype = embedding._parameters["weight"].dtype  # type: ignore[union-attr]
         return cls(n, k, scheme, packed, dtype, padding_idx, scale).train(embedding.training)  # type: ignore[arg-type]
 
+    def to_float(self, weight: nn.Parameter | None = None) -> nn.Embedding:
+        """An nn.Embedding in ``dtype`` of the dequantised weight, or of ``weight`` [N, K]; it starts frozen."""
+        weight = frozen(self.dequantize(self.dtype)) if weight is None else weight
+        scale = self.embed_scale
+        kind = nn.Embedding if scale is None else _ScaledEmbedding
+        floats = kind(*self._sizes, self.padding_idx, _weight=weight)
+        floats.weight = weight  # itself, and frozen
+        if isinstance(scale, Tensor):
+            floats.register_buffer("embed_scale", scale, persistent=False)
+        elif scale is not None:
+            floats.embed_scale = scale  # type: ignore[assignment]
+        return floats.train(self.training)
+
     def forward(self, ids: Tensor) -> Tensor:
-        gather = ops.EMBEDDINGS[self.scheme.weights]  # not an attribute: operators cannot be pickled
+        gather = ops.EMBEDDINGS[self.scheme.weights]
         rows = gather(ids, self.qweight, self.scales, *self._constants, self.dtype)
         scale = self.embed_scale
         if scale is None:

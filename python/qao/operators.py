@@ -44,6 +44,36 @@ def dequantize_int4(
     return _qao.dequantize_int4.default(weight, scales, out_features, in_features, group_size, dtype)  # type: ignore[no-any-return]
 
 
+# ---- rows of a weight ------------------------------------------------------------------------------------------------
+
+
+def int4_embedding(
+    ids: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    num_embeddings: int,
+    embedding_dim: int,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Rows ``ids`` [...] (int32 or int64, 0..N - 1) of a packed int4 W [N, K]: [..., K] in ``dtype``, a float dtype.
+
+    Args:
+        ids: which rows.
+        weight, scales: as ``pack_int4`` returned them, with the same ``group_size``.
+        num_embeddings, embedding_dim: N and K.
+        group_size: 32, 64, 128, 256, or K, or -1 for K.
+        dtype: of the result.
+    """
+    sizes = num_embeddings, embedding_dim, group_size
+    return _qao.int4_embedding.default(ids, weight, scales, *sizes, dtype)  # type: ignore[no-any-return]
+
+
+def int8_embedding(ids: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows ``ids`` [...] of W int8 [N, K] with scales float32 [N] or [1]: [..., K] in ``dtype``, a float dtype."""
+    return _qao.int8_embedding.default(ids, weight, scales, dtype)  # type: ignore[no-any-return]
+
+
 # ---- activations in eight bits ---------------------------------------------------------------------------------------
 
 

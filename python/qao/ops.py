@@ -57,6 +57,8 @@ from .operators import (  # noqa: E402, F401
     dequantize_int4,
     fp8_quantize,
     fp8_scaled_mm,
+    int4_embedding,
+    int8_embedding,
     int8_quantize,
     int8_scaled_mm,
     pack_int4,
@@ -92,8 +94,8 @@ def _dequantize_fp8_fp8(
 # ---- rows of W, by format: (ids [...], weight, scales, *constants, dtype) -> [..., K] --------------------------------
 
 EMBEDDINGS: dict[str, Callable[..., Tensor]] = {
-    "int4": torch.ops.qao.int4_embedding.default,
-    "int8": torch.ops.qao.int8_embedding.default,
+    "int4": int4_embedding,
+    "int8": int8_embedding,
 }
 
 # ---- gradients: outside the operators, entered only when somebody wants one ------------------------------------------
