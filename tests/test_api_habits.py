@@ -224,6 +224,41 @@ def test_dequantize_refuses_what_would_be_lost() -> None:
         qao.dequantize_(model["up"])
 
 
+# ---- a mapped file ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", [SCHEME, qao.Int8WeightOnly()], ids=str)
+def test_assigned_tensors_at_odd_addresses_are_copied_once(scheme: qao.Scheme) -> None:
+    """As those of a mapped safetensors file are, where kernels read 16 bytes at a time; and tied ones stay tied."""
+
+    def make() -> nn.ModuleDict:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"embed": nn.Embedding(50, 64), "head": nn.Linear(64, 50, bias=False)})
+        model["head"].weight = model["embed"].weight
+        quantize_(model, scheme, embeddings=True)
+        return model
+
+    model, other = make(), make()
+    shifted: dict[int, Tensor] = {}
+    state = {}
+    for name, tensor in model.state_dict().items():
+        room = torch.empty(tensor.nbytes + 20, dtype=torch.uint8)
+        offset = -room.data_ptr() % 16 + 4
+        copied = room[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        assert copied.data_ptr() % 16 == 4
+        state[name] = shifted.setdefault(tensor.data_ptr(), copied)
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    for _ in range(2):
+        other.load_state_dict(state, assign=True)
+        for key in ("qweight", "scales"):
+            own = getattr(other["head"], key)
+            assert own is getattr(other["embed"], key) and own.data_ptr() % 16 == 0
+            assert torch.equal(own, getattr(model["head"], key))
+    x = torch.randn(3, 64)
+    assert torch.equal(other["head"](x), model["head"](x))
+
+
 # ---- training --------------------------------------------------------------------------------------------------------
 
 

@@ -12,9 +12,9 @@ from .packed import PackedModule, attached
 def dequantize_(model: nn.Module) -> nn.Module:
     """Replaces every quantised layer of ``model`` by a float one of the weight it multiplies with, in place.
 
-    A QuantLinear becomes an nn.Linear in its dtype, a QuantEmbedding an nn.Embedding. Modules and weights that are shared
-    stay shared. What quantising rounded stays rounded, and activations are no longer quantised. All parameters start
-    frozen, as they were.
+    A QuantLinear becomes an nn.Linear in its dtype, a QuantEmbedding an nn.Embedding. Modules and weights that are
+    shared stay shared. What quantising rounded stays rounded, and activations are no longer quantised. All parameters
+    start frozen, as they were.
 
     Returns:
         ``model``.

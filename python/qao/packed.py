@@ -79,8 +79,11 @@ class PackedModule(nn.Module):
         for other in self._tied:
             own = other._parameters[key]
             plain = other is not self and type(own) is nn.Parameter and type(loaded) in (Tensor, nn.Parameter)
-            if plain and own is not None and own.dtype == loaded.dtype and not (own.is_meta or loaded.is_meta):
-                if own.device == loaded.device and own.is_set_to(loaded):
+            if plain and own is not None and own.dtype == loaded.dtype and own.device == loaded.device:
+                if own.is_meta:
+                    continue
+                # What was misaligned, the other one copied.
+                if own.is_set_to(loaded) or (loaded.data_ptr() % 16 and torch.equal(own, loaded)):
                     return own
         return loaded
 
@@ -153,7 +156,7 @@ class PackedModule(nn.Module):
             if own is None or not isinstance(loaded, Tensor):
                 continue
             if assign:
-                state_dict[prefix + key] = self._shared(key, loaded)
+                state_dict[prefix + key] = aligned(self._shared(key, loaded))
             may_replace = assign and key == "scales" and loaded.dtype in self.scheme.scale_dtypes
             if loaded.shape != own.shape or (loaded.dtype != own.dtype and not may_replace):
                 error_msgs.append(
@@ -163,8 +166,6 @@ class PackedModule(nn.Module):
                     "quantising."
                 )
                 return
-            if assign:
-                state_dict[prefix + key] = aligned(loaded)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
