@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -157,8 +158,6 @@ def test_a_registration_that_fails_leaves_the_import_alone(monkeypatch: pytest.M
     calls: list[str] = []
     sys.modules.pop("wave", None)
     when_imported("wave", lambda: calls.append("wave"))
-    import importlib.util
-
     assert importlib.util.find_spec("wave") is not None and not calls  # asked for, and not imported
     import wave
 
@@ -263,6 +262,18 @@ def test_the_page_about_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     exec(blocks[3], names)
     assert not any(isinstance(module, QuantLinear) for module in names["floats"].modules())
     torch.testing.assert_close(logits(names["floats"]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a tiny model of random weights, and text that is all alike."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    finetune = importlib.import_module("finetune")
+    text = IDS[0].repeat(10, 1)
+    monkeypatch.setattr(finetune, "smollm2", lambda: (qao.dequantize_(llama()), None))
+    monkeypatch.setattr(finetune, "manual", lambda tokenizer: (text[:-2], text[-2:]))
+    before, after = finetune.main(steps=20)
+    assert after < 0.95 * before
+    assert "14 of 15 layers quantised" in (said := capsys.readouterr().out) and "the same loss" in said
 
 
 # ---- merged ----------------------------------------------------------------------------------------------------------
