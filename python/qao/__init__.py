@@ -6,11 +6,15 @@ report = qao.quantize_(model, qao.Int4WeightOnly())
 from __future__ import annotations
 
 from ._version import __version__
+from .checkpoint import load, save
 from .dequantize import dequantize_
 from .embedding import QuantEmbedding
 from .explain import Explanation, explain
 from .formats import PackedWeight, Scheme
+from .integrations.config import QaoConfig
 from .integrations.imports import install as _install
+from .integrations.pretrained import from_pretrained
+from .integrations.registration import register as _register
 from .linear import QuantLinear
 from .quantize import quantize_
 from .report import Report, Row
@@ -37,6 +41,7 @@ __all__ = [
     "Int8DynamicActivationInt8Weight",
     "Int8WeightOnly",
     "PackedWeight",
+    "QaoConfig",
     "QuantEmbedding",
     "QuantLinear",
     "Report",
@@ -45,8 +50,12 @@ __all__ = [
     "__version__",
     "dequantize_",
     "explain",
+    "from_pretrained",
+    "load",
     "quantize_",
+    "save",
     "scheme_from_dict",
 ]
 
 _install()
+_register()

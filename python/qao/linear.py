@@ -21,6 +21,10 @@ def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
+def class_of_linear(linear: nn.Module) -> str:
+    return "Conv1D" if _is_conv1d(linear) else "Linear"
+
+
 def linear_weight(linear: nn.Module) -> Tensor:
     """The weight [N, K] of a module for which ``is_linear`` holds."""
     weight: Tensor = linear.weight.detach()  # type: ignore[operator]
@@ -67,9 +71,11 @@ class QuantLinear(PackedModule):
         in_features, out_features: K and N.
         dtype: of the float weight it stands for; ``.to(dtype)`` changes it.
         scheme: how the weight is quantised.
+        stands_for: the class of linear layer it was made of, "Linear" or the "Conv1D" of transformers.
     """
 
     bias: nn.Parameter | None
+    stands_for = "Linear"
 
     def __init__(
         self,
@@ -143,7 +149,9 @@ class QuantLinear(PackedModule):
         weight = linear_weight(linear)
         out_features, in_features = weight.shape
         bias = _kernel_bias(linear._parameters["bias"], packed.qweight.device)
-        return cls(in_features, out_features, scheme, packed, bias, weight.dtype).train(linear.training)
+        made = cls(in_features, out_features, scheme, packed, bias, weight.dtype).train(linear.training)
+        made.stands_for = class_of_linear(linear)
+        return made
 
     @classmethod
     def from_quantized(
@@ -227,6 +235,8 @@ def pack_weight(weight: Tensor, scheme: Scheme, device: torch.device | str | Non
 def _kernel_bias(bias: Tensor | None, device: torch.device) -> Tensor | None:
     if bias is None:
         return None
+    if bias.is_meta:  # of a model that is being loaded, whose bias is yet to come
+        device = bias.device
     return bias.detach().to(
         device, torch.float32 if bias.dtype == torch.float64 else bias.dtype
     )  # no kernel has float64

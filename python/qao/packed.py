@@ -110,6 +110,13 @@ class PackedModule(nn.Module):
         """The float module of the dequantised weight, or of ``weight``, with parameters that are frozen."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Makes the Parameters fit again after others have set them one by one: frozen, and where kernels can read."""
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                parameter.requires_grad_(False)
+                parameter.data = aligned(parameter.data)
+
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         own = [tensor for tensor in self.packed.tensors().values() if tensor is not None]
 

@@ -14,6 +14,7 @@ from . import survey
 from .callbacks import by_name_and_module
 from .embedding import QuantEmbedding, is_embedding, rename_ties
 from .formats import Scheme
+from .integrations import registration
 from .linear import QuantLinear, is_linear, linear_weight, pack
 from .packed import PackedModule
 from .quantizer import check_finite
@@ -96,6 +97,7 @@ def quantize_(
         model.to(device)
     for layer in layers:
         _finish_row(layer)
+    registration.attach(model)
     report.parameters_quantized = sum(layer.elements for layer in layers if isinstance(layer.module, PackedModule))
     return report
 

@@ -23,6 +23,7 @@ class DequantizedWeight(Tensor):
 
     source: Tensor  # the packed weight it is computed from
     _dequantize: Callable[[], Tensor]
+    _is_hf_initialized = True  # initialisers of transformers, which some models call on weights of children, skip it
 
     @staticmethod
     def __new__(cls, shape: tuple[int, int], dtype: torch.dtype, source: Tensor, dequantize: Any) -> Any:

@@ -1,0 +1,103 @@
+"""diffusers: QaoConfig as ``quantization_config`` of models; files are in qao's own format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers.quantizers.base import DiffusersQuantizer
+from torch import Tensor, nn
+
+from .. import marker
+from ..checkpoint import VERSION
+from ..layout import describe
+from .config import QaoConfig
+from .loading import Loader
+
+__all__ = ["QaoConfig", "QaoQuantizer", "attach"]
+
+
+class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
+    """What diffusers asks while it loads and saves a model."""
+
+    use_keep_in_fp32_modules = True
+    required_packages: list[str] = []
+
+    def __init__(self, quantization_config: QaoConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.loader = Loader(quantization_config, self.pre_quantized)
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        self.loader.validate(kwargs.get("device_map"))
+
+    def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
+        if not self.pre_quantized:
+            return loaded_keys
+        hidden = {f"{name}.{key}" for name in self.loader.config.layers for key in (marker.MARKER, marker.TRIPWIRE)}
+        return [name for name in loaded_keys if name not in hidden]
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        self.loader.prepare(model)
+        return model
+
+    def check_if_quantized_param(
+        self, model: nn.Module, param_value: Tensor, param_name: str, state_dict: dict[str, Any], **kwargs: Any
+    ) -> bool:
+        return param_name in self.loader.pending or param_name in self.loader.dtypes
+
+    def create_quantized_param(
+        self,
+        model: nn.Module,
+        param_value: Tensor,
+        param_name: str,
+        target_device: Any,
+        state_dict: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if param_name in self.loader.pending:
+            self.loader.take(param_name, param_value.to(target_device))
+            return
+        path, _, last = param_name.rpartition(".")
+        # As it is in the file: ``param_value`` was cast to the dtype of the model.
+        stored = state_dict[param_name].to(target_device)
+        model.get_submodule(path)._parameters[last] = nn.Parameter(stored, requires_grad=False)
+
+    def check_quantized_param_shape(self, param_name: str, current_param: Tensor, loaded_param: Tensor) -> bool:
+        raise ValueError(
+            f"{param_name}: {list(loaded_param.shape)} in the checkpoint, and {list(current_param.shape)} in the model"
+        )
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        self.loader.finish(model)
+        attach(model, self)
+        return model
+
+    def get_state_dict_and_metadata(
+        self, state_dict: dict[str, Any], safe_serialization: bool = False
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        return state_dict, {"qao": str(VERSION)}
+
+    @property
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
+    """Tells a model that it is quantised, so that ``save_pretrained`` writes so."""
+    layers = describe(model)
+    if not layers:
+        return
+    config = QaoConfig(layers=layers)
+    if quantizer is None:
+        quantizer = QaoQuantizer(config, pre_quantized=True)
+    quantizer.quantization_config = config
+    model.register_to_config(quantization_config=config)
+    model.hf_quantizer = quantizer

@@ -1,0 +1,148 @@
+"""What every library's quantizer does alike: makes room for quantised layers, or quantises weights as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import marker, survey
+from ..formats import Scheme
+from ..layout import make_room
+from ..linear import QuantLinear
+from ..packed import PackedModule
+from ..quantize import quantize_
+from .config import QaoConfig
+
+
+class Loader:
+    """Of one model that a library loads into a skeleton on meta, tensor by tensor.
+
+    Attributes:
+        pending: weights that are quantised when they arrive, by name.
+        dtypes: of the tensors of quantised layers, by name: nobody may cast them.
+        hidden: names in the checkpoint that are no tensors of the model: the markers.
+    """
+
+    def __init__(self, config: QaoConfig, pre_quantized: bool) -> None:
+        self.config = config
+        self.pre_quantized = pre_quantized
+        self.pending: dict[str, survey.Layer] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.hidden: set[str] = set()
+        self._hook: Any = None
+
+    def validate(self, device_map: Any) -> None:
+        """Raises ValueError for what cannot be loaded."""
+        if not self.pre_quantized and self.config.scheme is None:
+            raise ValueError(
+                "QaoConfig: this checkpoint is not quantised by qao, so say how to quantise it: "
+                "QaoConfig(qao.Int4WeightOnly()). Those that others quantised load with qao.from_pretrained(path)."
+            )
+        if self.pre_quantized and not self.config.layers:
+            raise ValueError("quantization_config: it says quant_method qao, and names no quantised layers")
+        if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError(
+                "QaoConfig: layers that are offloaded to disk cannot be quantised while they are loaded. Quantise and "
+                "save the model first, then load it with this device_map."
+            )
+
+    def prepare(self, model: nn.Module, tied: Iterable[str] = ()) -> None:
+        """Before the weights arrive. ``tied``: weights that other names share, besides those that share a Parameter."""
+        if not self.pre_quantized:
+            self._plan(model, set(tied))
+            return
+        schemes = _names_in(model, self.config.layers)
+        make_room(model, schemes)
+        for name, module in model.named_modules():
+            if isinstance(module, PackedModule):
+                tensors = module.packed.tensors().items()
+                self.dtypes.update({f"{name}.{key}": tensor.dtype for key, tensor in tensors if tensor is not None})
+        self.hidden = {f"{name}.{key}" for name in schemes for key in (marker.MARKER, marker.TRIPWIRE)}
+
+        def hide(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            for name in self.hidden:
+                state.pop(prefix + name, None)
+
+        self._hook = model.register_state_dict_post_hook(hide)
+
+    def _plan(self, model: nn.Module, tied: set[str]) -> None:
+        """Which weights are quantised as they arrive: those of one linear layer alone. The rest follows at the end."""
+        assert self.config.scheme is not None
+        select = survey.selector(model, self.config.scheme)
+        keep = _filter(model, self.config.modules_to_not_convert)
+        users: dict[int, int] = {}
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                users[id(parameter)] = users.get(id(parameter), 0) + 1
+        for layer in survey.find_layers(model):
+            survey.decide(layer, select, keep)
+            names = [f"{name}.weight" for name in (layer.row.name, *layer.row.aliases)]
+            alone = users[id(layer.module._parameters.get("weight"))] == 1 and not tied.intersection(names)
+            if layer.scheme is not None and alone:
+                self.pending.update(dict.fromkeys(names, layer))
+
+    def take(self, name: str, value: Tensor) -> None:
+        """Puts a QuantLinear in the place of the linear whose weight has arrived; its bias comes before or after."""
+        layer = self.pending[name]
+        assert layer.scheme is not None
+        if value.shape != layer.module._parameters["weight"].shape:  # type: ignore[union-attr]
+            raise ValueError(f"{name}: {list(value.shape)} in the checkpoint, and {list(layer.row.shape)} in the model")
+        layer.module._parameters["weight"] = nn.Parameter(value, requires_grad=False)
+        layer.module = made = QuantLinear.from_linear(layer.module, layer.scheme, name=layer.row.name)
+        for parameter in made.parameters():
+            if not parameter.is_meta:
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers would do it anew
+        for parent, attribute in layer.places:
+            setattr(parent, attribute, made)
+        for other in [other for other, found in self.pending.items() if found is layer]:
+            del self.pending[other]
+
+    def finish(self, model: nn.Module) -> None:
+        """When all have arrived."""
+        if self._hook is not None:
+            self._hook.remove()
+        if self.config.scheme is not None and not self.pre_quantized:
+            embeddings: Any = {"embeddings": True} if self.config.embeddings else {}
+            keep = _filter(model, self.config.modules_to_not_convert)
+            quantize_(model, self.config.scheme, filter=keep, progress=False, **embeddings)
+        for module in model.modules():
+            if isinstance(module, PackedModule):
+                module.settle()
+
+
+def _names_in(model: nn.Module, layers: Mapping[str, Scheme]) -> dict[str, Scheme]:
+    """``layers`` by their names in this model: one with a head has its base model inside it, under a prefix."""
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    prefix = getattr(model, "base_model_prefix", "")
+    found = {}
+    for name, scheme in layers.items():
+        names = [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")] if prefix else [name]
+        known = next((one for one in names if one in modules), None)
+        if known is not None:
+            found[known] = scheme
+        elif not prefix or name.startswith(f"{prefix}."):  # else of a head that this model does not have
+            why = (
+                "it holds its experts in one tensor, and quantised experts one by one are not supported"
+                if ".experts." in name
+                else "another model?"
+            )
+            raise ValueError(f"{name}: a quantised layer in the checkpoint, no module of {type(model).__name__}: {why}")
+    return found
+
+
+def _filter(model: nn.Module, names: list[str]) -> Callable[[str, nn.Module], bool] | None:
+    """The filter of ``quantize_`` that leaves these modules out; None if there are none."""
+    if not names:
+        return None
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for key in names:
+        if not any(_matches(key, name) for name in modules):
+            raise ValueError(f"QaoConfig: no module of the model matches {key!r} of modules_to_not_convert")
+    return lambda name, module: not any(_matches(key, name) for key in names)
+
+
+def _matches(key: str, name: str) -> bool:
+    return survey._matches(key, name) if key.startswith("re:") else f".{key}." in f".{name}."

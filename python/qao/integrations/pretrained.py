@@ -1,0 +1,172 @@
+"""qao.from_pretrained: a transformers model out of any checkpoint that qao can open, its layers quantised."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats import Scheme
+from .config import QaoConfig
+
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a repository: no pickles, no code
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    scheme: Scheme | Mapping[str, Scheme | None] | None = None,
+    device_map: Any = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    embeddings: bool = False,
+    auto_class: Any = None,
+    **options: Any,
+) -> Any:
+    """A model of transformers whose quantised layers stay in four or eight bits, on qao's operators.
+
+    Args:
+        path: what ``qao.checkpoints.open_checkpoint`` takes: a directory with config.json and safetensors (compressed-
+            tensors, GPTQ, AWQ, fp8, fbgemm_fp8, torchao, qao's own, or floats), a .gguf file; or the name of a
+            repository on the Hugging Face hub, which is downloaded.
+        scheme: for a checkpoint of floats, how to quantise it while it is loaded, as in ``qao.QaoConfig``.
+        device_map: as in transformers, "auto" for example.
+        device: all of the model there; instead of ``device_map``.
+        dtype: of what is not quantised; None: that of the checkpoint.
+        embeddings: with ``scheme``, quantise tied embeddings too.
+        auto_class: the class of the model, or an Auto class; None: the one config.json names.
+        options: further arguments of transformers' ``from_pretrained``; ``revision`` of the repository.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, of a kind that no kernel of qao multiplies, or none of this model:
+            tensors are missing or left over. With ``auto_class`` transformers reports those, as it always does.
+        ValueError: no scheme for a checkpoint of floats, or one for a quantised one.
+        ImportError: transformers is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("qao.from_pretrained needs transformers: pip install transformers accelerate") from error
+    from ..checkpoints import CheckpointError, open_checkpoint
+
+    if device is not None and device_map is not None:
+        raise ValueError("from_pretrained: give device or device_map, not both")
+    where = {"": torch.device(device)} if device is not None else device_map
+    local = _local(path, options.pop("revision", None))
+    checkpoint = open_checkpoint(local)
+    if checkpoint.format == "float":
+        if scheme is None:
+            raise ValueError(
+                f"from_pretrained: {local} is not quantised. Give a scheme to quantise it while it is loaded, for "
+                "example scheme=qao.Int4WeightOnly()."
+            )
+    elif scheme is not None:
+        raise ValueError(f"from_pretrained: {local} is quantised already ({checkpoint.format}); leave scheme out")
+    config = _config(transformers, checkpoint.config, local, options)
+    cls = _model_class(config, auto_class)
+    common = {"config": config, "device_map": where, **options}
+    if checkpoint.format == "float":
+        quantisation = QaoConfig(scheme, embeddings=embeddings)
+        return cls.from_pretrained(str(local), quantization_config=quantisation, dtype=dtype or "auto", **common)
+    schemes = {name: layer.scheme for name, layer in checkpoint.layers.items()}
+    config.quantization_config = QaoConfig(layers=schemes).to_dict()
+    state = {name: _Value(tensor) for name, tensor in checkpoint.state_dict().items()}
+    model, info = cls.from_pretrained(
+        None, state_dict=state, dtype=dtype or _dtype(config, checkpoint), output_loading_info=True, **common
+    )
+    problems = [f"{what[:-5]}: {name}" for what in ("missing_keys", "unexpected_keys") for name in sorted(info[what])]
+    if problems and auto_class is None:
+        text = "".join(f"\n  {line}" for line in problems[:20])
+        raise CheckpointError(f"{local}: not a checkpoint of {cls.__name__}: {len(problems)} tensors differ:{text}")
+    model.name_or_path = model.config.name_or_path = str(local)
+    if model.can_generate() and (local / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(str(local))
+    return model
+
+
+class _Value:
+    """A lazy tensor with what the loaders of transformers ask of one: version 5 takes ``[...]``, version 4 ``.to``."""
+
+    def __init__(self, lazy: Any) -> None:
+        self._lazy = lazy
+        self.shape: torch.Size = lazy.shape
+        self.dtype: torch.dtype = lazy.dtype
+        self.device = torch.device("cpu")
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._lazy[index]  # type: ignore[no-any-return]
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        tensor: Tensor = self._lazy.load()
+        return tensor.to(*args, **kwargs)
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+def _local(path: str | os.PathLike[str], revision: str | None) -> Path:
+    local = Path(path)
+    if local.exists() or os.path.isabs(local) or str(path).count("/") != 1 or str(path).startswith("."):
+        return local  # where nothing is there, opening it says so
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ImportError(f"{path}: no such directory; to download it, pip install huggingface_hub") from error
+    return Path(snapshot_download(str(path), revision=revision, allow_patterns=_FILES))
+
+
+def _config(transformers: Any, content: dict[str, Any], local: Path, options: dict[str, Any]) -> Any:
+    """The model's configuration, without what it says about quantisation."""
+    if local.is_dir() and (local / "config.json").exists():
+        trust = {key: options[key] for key in ("trust_remote_code",) if key in options}
+        config = transformers.AutoConfig.from_pretrained(str(local), **trust)
+    elif "model_type" in content:
+        config = transformers.AutoConfig.for_model(**content)
+    else:
+        from ..checkpoints import CheckpointError
+
+        raise CheckpointError(f"{local}: there is no config.json that tells what model it is; qao.load(path, module)")
+    for part in (config, config.get_text_config()):
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
+    return config
+
+
+def _model_class(config: Any, auto_class: Any) -> Any:
+    import transformers
+    from transformers.models.auto.auto_factory import _get_model_class
+
+    if isinstance(auto_class, str):
+        auto_class = getattr(transformers, auto_class)
+    if auto_class is None:
+        named = getattr(config, "architectures", None) or [""]
+        auto_class = getattr(transformers, named[0], None)
+        if auto_class is None:
+            raise ValueError(
+                f"from_pretrained: config.json names the class {named[0]!r}, which transformers does not have. Give "
+                "auto_class, for example transformers.AutoModelForCausalLM."
+            )
+    if hasattr(auto_class, "_model_mapping"):
+        return _get_model_class(config, auto_class._model_mapping)
+    return auto_class
+
+
+def _dtype(config: Any, checkpoint: Any) -> torch.dtype:
+    """That of the config, else of the largest tensor that is not quantised."""
+    given = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    if isinstance(given, str):
+        given = getattr(torch, given.removeprefix("torch."), None)
+    if isinstance(given, torch.dtype):
+        return given
+    floats = [found for found in map(checkpoint.shape_dtype, checkpoint.others) if found[1].is_floating_point]
+    return max(floats, key=lambda found: torch.Size(found[0]).numel())[1] if floats else torch.float32

@@ -1,0 +1,54 @@
+"""What ``save_pretrained`` writes of a quantised model: tensors, the header's metadata, and quantization_config."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import marker
+from ..checkpoint import VERSION
+from ..layout import describe
+from ..linear import QuantLinear, is_linear
+from ..packed import PackedModule
+from .config import QaoConfig
+
+
+def files_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], Any]:
+    """Tensors by name, metadata, and what config.json says: compressed-tensors where it can say it, else qao's own."""
+    state: dict[str, Tensor] = dict(model.state_dict())
+    written = _compressed_tensors(model, state)
+    if written is not None:
+        return written[0], {}, written[1]
+    return state, {"qao": str(VERSION)}, QaoConfig(layers=describe(model))
+
+
+def _compressed_tensors(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    from ..checkpoints import ct_write
+
+    modules = dict(model.named_modules())
+    layers = {name: module for name, module in modules.items() if isinstance(module, PackedModule)}
+    tensors = dict(state)
+    for name, layer in layers.items():
+        # Loaders look for modules of class Linear: a Conv1D they would leave as it is, with random numbers.
+        if not isinstance(layer, QuantLinear) or layer.stands_for != "Linear" or layer.qweight.is_meta:
+            return None
+        if ct_write.can_write(layer.scheme, layer.in_features) is not None:
+            return None
+        for key in (*layer.packed.tensors(), marker.TRIPWIRE, marker.MARKER):
+            tensors.pop(f"{name}.{key}", None)
+        try:
+            tensors.update({f"{name}.{key}": tensor for key, tensor in ct_write.layer_tensors(layer).items()})
+        except ValueError:  # zero points of GGUF are no whole numbers
+            return None
+    prefix = getattr(model, "base_model_prefix", "")
+    schemes = {_target(name, prefix): scheme for name, scheme in describe(model).items()}
+    floats = [_target(name, prefix) for name, module in modules.items() if is_linear(module)]
+    return tensors, ct_write.quantization_config(schemes, floats)
+
+
+def _target(name: str, prefix: str) -> str:
+    """A module as compressed-tensors names it, whether it is loaded as a whole model or as its base without a head."""
+    inner = name.removeprefix(f"{prefix}.") if prefix else name
+    return name if inner == name else rf"re:(.*\.)?{re.escape(inner)}$"

@@ -1,0 +1,175 @@
+"""transformers: QaoConfig as ``quantization_config``, for versions 4.57 and 5.
+
+A float checkpoint is quantised weight by weight as its tensors arrive; of a quantised one, layers of the right kind are
+put in place before its tensors arrive. Saving goes through ``get_state_dict_and_metadata``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.quantizers.base import HfQuantizer
+
+from .. import marker, survey
+from ..layout import describe
+from .config import QaoConfig
+from .loading import Loader
+from .saving import files_of
+
+__all__ = ["QaoConfig", "QaoQuantizer", "attach"]
+
+_V5 = int(transformers.__version__.partition(".")[0]) >= 5
+
+
+class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
+    """What transformers asks while it loads and saves a model."""
+
+    requires_calibration = False
+    requires_parameters_quantization = True  # version 4
+    required_packages: list[str] = []
+
+    def __init__(self, quantization_config: QaoConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.modules_to_not_convert: list[str] = []
+        self.loader = Loader(quantization_config, self.pre_quantized)
+        self._unexpected: Any = None  # patterns of the model that say which names of a checkpoint may be left over
+        self._cast_to: torch.dtype | None = None  # version 4: set while tensors arrive, whose dtype is up to us then
+
+    # ---- before the weights arrive
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        self.loader.validate(kwargs.get("device_map"))
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        ties = getattr(model, "all_tied_weights_keys", None)  # version 5; in 4 they share a Parameter by now
+        self.loader.prepare(model, [name for pair in ties.items() for name in pair] if isinstance(ties, dict) else [])
+        self._unexpected = model._keys_to_ignore_on_load_unexpected
+        if self.loader.hidden:
+            patterns = [*(self._unexpected or ()), rf"(^|\.){marker.MARKER}$"]
+            patterns += [rf"(^|\.){re.escape(name)}$" for name in self.loader.hidden if name.endswith(marker.TRIPWIRE)]
+            model._keys_to_ignore_on_load_unexpected = set(patterns) if _V5 else patterns
+        return model
+
+    # ---- while they arrive: version 5
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        return param_name in self.loader.pending or self._cast_to is not None
+
+    def get_quantize_ops(self) -> Any:
+        return _Quantize(self.loader)
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        targets = getattr(converter, "target_patterns", ())
+        return None if any(name in self.loader.dtypes for name in targets) else dtype
+
+    def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
+        layer = self.loader.pending.get(param_name)
+        if layer is None or layer.scheme is None:
+            return param.element_size()
+        packed = layer.scheme.empty(*layer.row.shape, dtype=param.dtype, device="meta")
+        return survey.byte_count(*(t for t in packed.tensors().values() if t is not None)) / max(1, param.numel())
+
+    # ---- while they arrive: version 4
+
+    def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
+        # Weights that do not arrive are initialised as floats, and quantised at the end with what is left.
+        for name in missing_keys:
+            self.loader.pending.pop(name, None)
+        return missing_keys
+
+    def update_expected_keys(self, model: Any, expected_keys: list[str], loaded_keys: list[str]) -> list[str]:
+        # It would cast every float tensor to this dtype, scales too. Without it, it leaves that to us.
+        if getattr(model.config, "_pre_quantization_dtype", None) is not None:
+            self._cast_to = model.config._pre_quantization_dtype
+            model.config._pre_quantization_dtype = None
+        return expected_keys
+
+    def create_quantized_param(
+        self, model: nn.Module, param_value: Tensor, param_name: str, target_device: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if param_name in self.loader.pending:
+            self.loader.take(param_name, param_value.to(target_device, self._cast_to))
+            return
+        path, _, last = param_name.rpartition(".")
+        module = model.get_submodule(path)
+        old = getattr(module, last)
+        dtype = self.loader.dtypes.get(param_name, old.dtype) if param_value.is_floating_point() else None
+        value = param_value.to(target_device, dtype)
+        if value.shape != old.shape:
+            raise RuntimeError(
+                f"size mismatch for {param_name}: {list(value.shape)} in the checkpoint, {list(old.shape)} in the model"
+            )
+        if last in module._parameters:
+            module._parameters[last] = parameter = nn.Parameter(value, requires_grad=value.is_floating_point())
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        else:
+            module._buffers[last] = value
+
+    def adjust_target_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.pre_quantized else torch.int8
+
+    def get_special_dtypes_update(self, model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        return {name: dtype for name, _ in model.named_parameters() if name not in self.loader.pending}
+
+    # ---- when they are there
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        model._keys_to_ignore_on_load_unexpected = self._unexpected
+        if self._cast_to is not None:
+            model.config._pre_quantization_dtype, self._cast_to = self._cast_to, None
+        self.loader.finish(model)
+        attach(model, self)
+        return model
+
+    # ---- saving and the rest
+
+    def get_state_dict_and_metadata(self, model: Any, *args: Any) -> tuple[dict[str, Any], dict[str, str]]:
+        state, metadata, model.config.quantization_config = files_of(model)
+        return state, metadata
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+class _Quantize:
+    """The conversion of version 5 that ends with a QuantLinear in the model, instead of a tensor."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def convert(
+        self, input_dict: dict[str, Any], *, missing_keys: set[str] | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        left = {}
+        for name, value in input_dict.items():
+            if name not in self._loader.pending:
+                left[name] = value
+                continue
+            self._loader.take(name, value[0] if isinstance(value, list) else value)
+            if missing_keys is not None:
+                missing_keys.discard(name)
+        return left
+
+
+def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
+    """Tells a model that it is quantised: ``save_pretrained`` asks ``hf_quantizer``, which writes what is so then."""
+    layers = describe(model)
+    if not layers:
+        return
+    config = QaoConfig(layers=layers)
+    if quantizer is None:
+        quantizer = QaoQuantizer(config, pre_quantized=True)
+    quantizer.quantization_config = model.config.quantization_config = config
+    model.hf_quantizer = quantizer

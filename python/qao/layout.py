@@ -1,0 +1,124 @@
+"""Which modules of a model are quantised and how, and making room for them in a model of floats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from .embedding import QuantEmbedding, is_embedding, rename_ties
+from .embedding import obstacle as obstacle_of_embedding
+from .formats import Int4Weight, Scheme
+from .linear import QuantLinear, class_of_linear, is_linear, linear_weight, obstacle
+from .packed import PackedModule
+
+Undo = list[tuple[nn.Module, str, nn.Module]]  # parent, attribute, the module that was there
+
+
+def describe(model: nn.Module) -> dict[str, Scheme]:
+    """The quantised modules of ``model`` by name, one name each, as ``exact_scheme``."""
+    return {name: exact_scheme(module) for name, module in model.named_modules() if isinstance(module, PackedModule)}
+
+
+def exact_scheme(module: PackedModule) -> Scheme:
+    """The scheme with the dtype that the module's scales have, whatever the dtype of the model is today."""
+    scheme = module.scheme
+    return replace(scheme, scale_dtype=module.scales.dtype) if isinstance(scheme, Int4Weight) else scheme
+
+
+def make_room(
+    model: nn.Module,
+    schemes: Mapping[str, Scheme],
+    *,
+    sizes: Mapping[str, tuple[int, int]] | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Undo:
+    """Replaces modules of ``model`` by quantised ones on meta, for a checkpoint to be loaded into.
+
+    Modules that hang at several places go on doing so, and weights that are shared stay shared.
+
+    Args:
+        model: of floats, or quantised already.
+        schemes: what to put where.
+        sizes: (N, K) that the checkpoint has, by name; checked.
+        dtypes: of the float weights they stand for, by name; else those of the modules that are replaced.
+
+    Returns:
+        What ``undo`` needs.
+
+    Raises:
+        ValueError: there is no module of that name, it is no linear layer (embedding), one that a QuantLinear cannot
+            replace, or one of other sizes. The model is unchanged.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    successors: dict[int, PackedModule] = {}  # by the id of the module that is replaced
+    owners: dict[tuple[int, Scheme], PackedModule] = {}  # by the id of its float weight
+    for name, scheme in schemes.items():
+        module = modules.get(name)
+        if module is None:
+            raise ValueError(f"{name}: the checkpoint has a quantised layer here, and {type(model).__name__} no module")
+        if id(module) in successors:
+            continue
+        weight = _weight_of(name, module, (sizes or {}).get(name))
+        first = owners.get((id(weight), scheme))
+        made = _make(module, weight, scheme, first, (dtypes or {}).get(name))
+        if first is not None:
+            made.tie(first)
+        owners.setdefault((id(weight), scheme), made)
+        successors[id(module)] = made
+    done: Undo = []
+    for parent in list(model.modules()):
+        for attribute, child in list(parent._modules.items()):
+            if child is not None and id(child) in successors:
+                done.append((parent, attribute, child))
+                setattr(parent, attribute, successors[id(child)])
+    if any(isinstance(made, QuantEmbedding) for made in successors.values()):
+        rename_ties(model)
+    return done
+
+
+def undo(done: Undo) -> None:
+    for parent, attribute, module in done:
+        setattr(parent, attribute, module)
+
+
+def _weight_of(name: str, module: nn.Module, size: tuple[int, int] | None) -> torch.Tensor:
+    if isinstance(module, PackedModule):
+        weight: torch.Tensor = module.qweight
+        shape = module._sizes
+    elif is_embedding(module) or is_linear(module):
+        reason = obstacle_of_embedding(module) if is_embedding(module) else obstacle(module)
+        if reason is not None:
+            raise ValueError(f"{name}: the checkpoint has a quantised layer here, which cannot be replaced: {reason}")
+        weight = module._parameters["weight"]  # type: ignore[assignment]
+        shape = tuple(weight.shape if is_embedding(module) else linear_weight(module).shape)
+    else:
+        raise ValueError(f"{name}: the checkpoint has a quantised layer here, and the model a {type(module).__name__}")
+    if size is not None and tuple(size) != tuple(shape):
+        raise ValueError(
+            f"{name}: the checkpoint has a weight {list(size)} here, and the model one of {list(shape)}: another model?"
+        )
+    return weight
+
+
+def _make(
+    module: nn.Module, weight: torch.Tensor, scheme: Scheme, first: PackedModule | None, dtype: torch.dtype | None
+) -> PackedModule:
+    if isinstance(module, PackedModule):
+        dtype, (n, k) = dtype or module.dtype, module._sizes
+    else:
+        dtype, (n, k) = dtype or weight.dtype, weight.shape if is_embedding(module) else linear_weight(module).shape
+    packed = scheme.empty(n, k, dtype=dtype, device="meta") if first is None else first.packed
+    made: PackedModule
+    if isinstance(module, QuantEmbedding):
+        made = QuantEmbedding(n, k, scheme, packed, dtype, module.padding_idx, module.embed_scale)
+    elif is_embedding(module):
+        made = QuantEmbedding.from_packed(module, scheme, packed)
+    else:
+        bias = module._parameters.get("bias")
+        empty = None if bias is None else torch.empty_like(bias, device="meta", dtype=dtype)
+        made = QuantLinear(k, n, scheme, packed, empty, dtype)
+        made.stands_for = module.stands_for if isinstance(module, QuantLinear) else class_of_linear(module)
+    return made.train(module.training)
