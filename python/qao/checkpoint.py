@@ -42,10 +42,8 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int
     from safetensors.torch import save_file
 
     path = Path(path)
-    tensors, aliases = _unshared(module.state_dict())
-    metadata = {"format": "pt", "qao": str(VERSION)}
-    if aliases:
-        metadata["aliases"] = json.dumps(aliases)
+    tensors, aliases = unshared(module.state_dict())
+    metadata = header(aliases)
     single = path.suffix == ".safetensors"
     directory = path.parent if single else path
     directory.mkdir(parents=True, exist_ok=True)
@@ -134,7 +132,13 @@ def load(
     return module
 
 
-def _unshared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def header(aliases: Mapping[str, str]) -> dict[str, str]:
+    """The metadata of a file."""
+    told = {"format": "pt", "qao": str(VERSION)}
+    return {**told, "aliases": json.dumps(aliases)} if aliases else told
+
+
+def unshared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors to write, and for each further name of one of them the first name."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}

@@ -22,6 +22,11 @@ def describe(model: nn.Module) -> dict[str, Scheme]:
     return {name: exact_scheme(module) for name, module in model.named_modules() if isinstance(module, PackedModule)}
 
 
+def float_dtype(model: nn.Module) -> torch.dtype | None:
+    """Of the float weights that the quantised modules stand for; None if there are none."""
+    return next((module.dtype for module in model.modules() if isinstance(module, PackedModule)), None)
+
+
 def exact_scheme(module: PackedModule) -> Scheme:
     """The scheme with the dtype that the module's scales have, whatever the dtype of the model is today."""
     scheme = module.scheme
@@ -116,6 +121,7 @@ def _make(
         made = QuantEmbedding(n, k, scheme, packed, dtype, module.padding_idx, module.embed_scale)
     elif is_embedding(module):
         made = QuantEmbedding.from_packed(module, scheme, packed)
+        made.dtype = dtype
     else:
         bias = module._parameters.get("bias")
         empty = None if bias is None else torch.empty_like(bias, device="meta", dtype=dtype)

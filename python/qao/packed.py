@@ -52,12 +52,15 @@ class PackedModule(nn.Module):
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
-        # Version 4 of transformers ties weights by setting one to the other, here to itself: they share the packed one.
-        if getattr(value, "source", None) is not self.qweight:
+        # Version 4 of transformers ties weights by setting one to the other; tied modules share the packed one.
+        source = getattr(value, "source", None)
+        other = next((other for other in (self, *self._tied) if other.qweight is source), None)
+        if other is None:
             raise AttributeError(
                 f"{type(self).__name__}.weight is computed from qweight and cannot be set. Make a module of the float "
                 "weight instead: qao.QuantLinear.from_linear(linear, scheme)."
             )
+        self.qweight, self.scales = other.qweight, other.scales
 
     @property
     def pip_install_qao(self) -> Tensor:

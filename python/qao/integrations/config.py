@@ -8,7 +8,11 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from ..formats import Scheme
+import torch
+from torch import nn
+
+from ..formats import FLOAT_DTYPES, Scheme
+from ..layout import describe, float_dtype
 from ..schemes import scheme_from_dict
 from .registration import register
 
@@ -33,6 +37,8 @@ class QaoConfig:
 
     Attributes:
         layers: of a quantised model, the schemes of its quantised modules by name.
+        dtype: of a quantised model, that of what is not quantised. ``dtype`` of transformers' own config is that of the
+            first float tensor, which may be a scale.
 
     Raises:
         TypeError: ``scheme`` is none of the above.
@@ -47,6 +53,7 @@ class QaoConfig:
         modules_to_not_convert: Iterable[str] | None = None,
         embeddings: bool = False,
         layers: Mapping[str, Scheme] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         schemes = list(scheme.values()) if isinstance(scheme, Mapping) else [scheme]
         if not all(one is None or isinstance(one, Scheme) for one in schemes):
@@ -63,6 +70,7 @@ class QaoConfig:
         self.modules_to_not_convert = list(modules_to_not_convert or ())
         self.embeddings = embeddings
         self.layers = dict(layers or {})
+        self.dtype = dtype
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in types that JSON knows. Lists where order matters: writers of config.json sort keys."""
@@ -82,7 +90,13 @@ class QaoConfig:
             "modules_to_not_convert": self.modules_to_not_convert,
             "embeddings": self.embeddings,
             "layers": layers,
+            "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
         }
+
+    @classmethod
+    def of(cls, model: nn.Module) -> QaoConfig:
+        """That of a quantised model as it is."""
+        return cls(layers=describe(model), dtype=float_dtype(model))
 
     @classmethod
     def from_dict(
@@ -112,13 +126,15 @@ class QaoConfig:
                 for group in config_dict.get("layers", ())
                 for name in group["modules"]
             }
+            dtype = config_dict.get("dtype")
             config = cls(
                 scheme,
                 modules_to_not_convert=config_dict.get("modules_to_not_convert"),
                 embeddings=bool(config_dict.get("embeddings", False)),
                 layers=layers,
+                dtype=None if dtype is None else next(one for one in FLOAT_DTYPES if str(one) == f"torch.{dtype}"),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
             raise ValueError(f"quantization_config: not one that qao wrote: {error}") from error
         return (config, kwargs) if return_unused_kwargs else config
 

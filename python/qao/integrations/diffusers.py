@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from .. import marker
 from ..checkpoint import VERSION
-from ..layout import describe
 from .config import QaoConfig
 from .loading import Loader
 
@@ -92,10 +91,9 @@ class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
 def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
     """Tells a model that it is quantised, so that ``save_pretrained`` writes so."""
-    layers = describe(model)
-    if not layers:
+    config = QaoConfig.of(model)
+    if not config.layers:
         return
-    config = QaoConfig(layers=layers)
     if quantizer is None:
         quantizer = QaoQuantizer(config, pre_quantized=True)
     quantizer.quantization_config = config

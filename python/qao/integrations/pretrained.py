@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import Scheme
+from ..formats import FLOAT_DTYPES, Scheme
 from .config import QaoConfig
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a repository: no pickles, no code
@@ -137,7 +137,10 @@ def _config(transformers: Any, content: dict[str, Any], local: Path, options: di
 
         raise CheckpointError(f"{local}: there is no config.json that tells what model it is; qao.load(path, module)")
     for part in (config, config.get_text_config()):
-        if getattr(part, "quantization_config", None) is not None:
+        quantisation = getattr(part, "quantization_config", None)
+        if isinstance(quantisation, dict) and quantisation.get("quant_method") == "qao" and quantisation.get("dtype"):
+            config.dtype = quantisation["dtype"]
+        if quantisation is not None:
             del part.quantization_config
     return config
 
@@ -165,7 +168,7 @@ def _dtype(config: Any, checkpoint: Any) -> torch.dtype:
     """That of the config, else of the largest tensor that is not quantised."""
     given = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     if isinstance(given, str):
-        given = getattr(torch, given.removeprefix("torch."), None)
+        given = next((one for one in FLOAT_DTYPES if str(one) == f"torch.{given.removeprefix('torch.')}"), None)
     if isinstance(given, torch.dtype):
         return given
     floats = [found for found in map(checkpoint.shape_dtype, checkpoint.others) if found[1].is_floating_point]

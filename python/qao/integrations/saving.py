@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import marker
-from ..checkpoint import VERSION
+from ..checkpoint import header, unshared
 from ..layout import describe
 from ..linear import QuantLinear, is_linear
 from ..packed import PackedModule
@@ -21,7 +21,15 @@ def files_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], Any]:
     written = _compressed_tensors(model, state)
     if written is not None:
         return written[0], {}, written[1]
-    return state, {"qao": str(VERSION)}, QaoConfig(layers=describe(model))
+    quantised = {
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        if isinstance(module, PackedModule)
+        for key in module.packed.tensors()
+    }
+    _, aliases = unshared({name: tensor for name, tensor in state.items() if name in quantised})
+    kept = {name: tensor for name, tensor in state.items() if name not in aliases}
+    return kept, header(aliases), QaoConfig.of(model)
 
 
 def _compressed_tensors(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
 from .. import marker, survey
-from ..layout import describe
 from .config import QaoConfig
 from .loading import Loader
 from .saving import files_of
@@ -43,6 +42,14 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         self.loader.validate(kwargs.get("device_map"))
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Version 5, before ``dtype="auto"`` is looked up in ``config``."""
+        if self.pre_quantized and self.quantization_config.dtype is not None:
+            config.dtype = self.quantization_config.dtype
+        return config
+
+    update_tp_plan = update_attn_implementation  # the same moment of version 4
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         ties = getattr(model, "all_tied_weights_keys", None)  # version 5; in 4 they share a Parameter by now
@@ -165,10 +172,9 @@ class _Quantize:
 
 def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
     """Tells a model that it is quantised: ``save_pretrained`` asks ``hf_quantizer``, which writes what is so then."""
-    layers = describe(model)
-    if not layers:
+    config = QaoConfig.of(model)
+    if not config.layers:
         return
-    config = QaoConfig(layers=layers)
     if quantizer is None:
         quantizer = QaoQuantizer(config, pre_quantized=True)
     quantizer.quantization_config = model.config.quantization_config = config
