@@ -204,7 +204,10 @@ def quantised(path: Path) -> nn.Module:
     [
         (lambda: nn.Sequential(nn.Linear(96, 40), nn.ReLU(), nn.Linear(48, 24)), r"2: .*\[24, 40\].*\[24, 48\]"),
         (lambda: nn.Sequential(nn.Linear(96, 40), nn.ReLU(), nn.Linear(40, 24)), "missing: 2.bias"),
-        (lambda: nn.Sequential(nn.Linear(96, 40, bias=False), nn.ReLU(), nn.Linear(40, 24, bias=False)), "unexpected: 0"),
+        (
+            lambda: nn.Sequential(nn.Linear(96, 40, bias=False), nn.ReLU(), nn.Linear(40, 24, bias=False)),
+            "unexpected: 0",
+        ),
         (lambda: nn.Sequential(nn.Linear(96, 40), nn.ReLU()), "2: the checkpoint has a quantised layer.*no module"),
         (lambda: nn.Sequential(nn.Linear(96, 40), nn.ReLU(), nn.ReLU()), "2: .*the model a ReLU"),
     ],

@@ -243,7 +243,7 @@ def test_experts_that_the_model_holds_in_one_tensor(native: Path, tmp_path: Path
         for name in [name for name in tensors if name.startswith(old)]:
             tensors[name.replace(old, new)] = tensors.pop(name)
 
-    with pytest.raises(ValueError, match=r"experts.0.up_proj: a quantised layer .* quantised experts one by one are not"):
+    with pytest.raises(ValueError, match="experts.0.up_proj: .* quantised experts one by one"):
         qao.from_pretrained(rewritten(native, tmp_path / "x", rename))
 
 
@@ -263,7 +263,9 @@ def test_of_gptq(floats: Path, tmp_path: Path) -> None:
         zeros = (-low / scales.float()).round().clamp(1, 15)
         q = (groups / scales.float().unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(0, 15)
         plain = q.view(n, k).to(torch.int32)
-        tensors[f"{layer}.qweight"] = (plain.t().reshape(k // 8, 8, n) << shifts.view(1, 8, 1)).sum(1, dtype=torch.int32)
+        tensors[f"{layer}.qweight"] = (plain.t().reshape(k // 8, 8, n) << shifts.view(1, 8, 1)).sum(
+            1, dtype=torch.int32
+        )
         stored = (zeros.t().to(torch.int32) - 1).reshape(-1, n // 8, 8)
         tensors[f"{layer}.qzeros"] = (stored << shifts).sum(-1, dtype=torch.int32)
         tensors[f"{layer}.scales"] = scales.t().contiguous()

@@ -98,7 +98,8 @@ def _weight_of(name: str, module: nn.Module, size: tuple[int, int] | None) -> to
         if reason is not None:
             raise ValueError(f"{name}: the checkpoint has a quantised layer here, which cannot be replaced: {reason}")
         weight = module._parameters["weight"]  # type: ignore[assignment]
-        shape = tuple(weight.shape if is_embedding(module) else linear_weight(module).shape)
+        n, k = weight.shape if is_embedding(module) else linear_weight(module).shape
+        shape = n, k
     else:
         raise ValueError(f"{name}: the checkpoint has a quantised layer here, and the model a {type(module).__name__}")
     if size is not None and tuple(size) != tuple(shape):
