@@ -1,10 +1,11 @@
-"""Models that are saved in every way, and the two processes that load them: one with qao, one where it cannot be imported.
+"""Models that are saved in every way, and the processes that load them: one with qao, one that cannot import it.
 
 ``python saving_support.py load DIR`` and ``... refuse DIR`` print what came of each case as JSON.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import warnings
@@ -15,6 +16,19 @@ import torch
 from torch import Tensor, nn
 
 CONTAINERS = ("qao", "torch", "safetensors", "dcp", "transformers", "transformers_ct", "diffusers")
+
+
+def importable(container: str) -> bool:
+    """Whether its library is there and works (diffusers and transformers may ask for different versions of others)."""
+    library = container.partition("_")[0]
+    entry = {"transformers": "transformers", "diffusers": "diffusers.models.modeling_utils"}
+    try:
+        importlib.import_module(entry.get(library, "safetensors"))
+    except (ImportError, RuntimeError):
+        return False
+    return True
+
+
 IDS = torch.arange(9)[None]
 
 

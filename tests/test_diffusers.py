@@ -12,6 +12,7 @@ import qao
 import torch
 
 diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("diffusers.models.modeling_utils", exc_type=ImportError)
 pytest.importorskip("accelerate")
 every_scheme = pytest.mark.parametrize("kind", qao.SCHEMES.values(), ids=lambda kind: kind.word)
 

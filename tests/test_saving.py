@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -19,9 +18,7 @@ from torch import nn
 
 pytest.importorskip("safetensors")
 WORDS = list(qao.SCHEMES)
-CONTAINERS = [
-    name for name in support.CONTAINERS if importlib.util.find_spec(name.partition("_")[0]) or name in ("torch", "dcp")
-]
+CONTAINERS = [name for name in support.CONTAINERS if support.importable(name)]
 Results = Callable[[str], dict[str, Any]]
 
 
