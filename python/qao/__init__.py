@@ -14,7 +14,6 @@ from .formats import PackedWeight, Scheme
 from .integrations.config import QaoConfig
 from .integrations.imports import install as _install
 from .integrations.pretrained import from_pretrained
-from .integrations.registration import register as _register
 from .linear import QuantLinear
 from .quantize import quantize_
 from .report import Report, Row
@@ -58,4 +57,3 @@ __all__ = [
 ]
 
 _install()
-_register()

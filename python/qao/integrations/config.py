@@ -14,7 +14,6 @@ from torch import nn
 from ..formats import FLOAT_DTYPES, Scheme
 from ..layout import describe, float_dtype
 from ..schemes import scheme_from_dict
-from .registration import register
 
 VERSION = 1
 
@@ -65,7 +64,6 @@ class QaoConfig:
             raise TypeError(
                 f"QaoConfig: modules_to_not_convert must be a list of names, not {modules_to_not_convert!r}"
             )
-        register()
         self.scheme = dict(scheme) if isinstance(scheme, Mapping) else scheme
         self.modules_to_not_convert = list(modules_to_not_convert or ())
         self.embeddings = embeddings

@@ -11,8 +11,9 @@ from .. import marker
 from ..checkpoint import VERSION
 from .config import QaoConfig
 from .loading import Loader
+from .registration import fill
 
-__all__ = ["QaoConfig", "QaoQuantizer", "attach"]
+__all__ = ["QaoConfig", "QaoQuantizer", "attach", "register"]
 
 
 class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
@@ -87,6 +88,13 @@ class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def register() -> None:
+    """Called once diffusers has its tables of quantisers."""
+    from diffusers.quantizers import auto
+
+    fill(auto, QaoConfig, QaoQuantizer)
 
 
 def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:

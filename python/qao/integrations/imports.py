@@ -16,7 +16,7 @@ _waiting: dict[str, list[Callable[[], None]]] = {}
 
 
 def when_imported(library: str, register: Callable[[], None]) -> None:
-    """Calls ``register`` now if ``library`` is imported, else right after it is, before its importer goes on.
+    """Calls ``register`` now if module ``library`` is imported, else right after it is, before its importer goes on.
 
     Where ``register`` raises, ``library`` works without qao: a warning says so.
     """
@@ -28,14 +28,23 @@ def when_imported(library: str, register: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _Finder())
 
 
+# A module of another library, and the one of this folder whose ``register`` is to be called once it is imported.
+_PARTS = {
+    "accelerate": "accelerate",
+    "diffusers.quantizers.auto": "diffusers",
+    "peft": "peft",
+    "transformers.quantizers.auto": "transformers",
+}
+
+
 def install() -> None:
-    """Called by ``import qao``: every library here has a module of its name in this folder, with a ``register``."""
-    for library in ("accelerate", "peft"):
-        when_imported(library, partial(_register, library))
+    """Called by ``import qao``."""
+    for module, part in _PARTS.items():
+        when_imported(module, partial(_register, part))
 
 
-def _register(library: str) -> None:
-    importlib.import_module(f"qao.integrations.{library}").register()
+def _register(part: str) -> None:
+    importlib.import_module(f"qao.integrations.{part}").register()
 
 
 class _Finder(MetaPathFinder):
@@ -66,6 +75,7 @@ def _call(library: str, register: Callable[[], None]) -> None:
     try:
         register()
     except Exception as error:  # whatever it is, its import must not fail for it
+        library = library.partition(".")[0]
         version = getattr(sys.modules[library], "__version__", "of unknown version")
         warnings.warn(
             f"qao does not work together with this {library} ({version}): {type(error).__name__}: {error}. All else "

@@ -17,9 +17,10 @@ from transformers.quantizers.base import HfQuantizer
 from .. import marker, survey
 from .config import QaoConfig
 from .loading import Loader
+from .registration import fill
 from .saving import files_of
 
-__all__ = ["QaoConfig", "QaoQuantizer", "attach"]
+__all__ = ["QaoConfig", "QaoQuantizer", "attach", "register"]
 
 _V5 = int(transformers.__version__.partition(".")[0]) >= 5
 
@@ -168,6 +169,13 @@ class _Quantize:
             if missing_keys is not None:
                 missing_keys.discard(name)
         return left
+
+
+def register() -> None:
+    """Called once transformers has its tables of quantisers."""
+    from transformers.quantizers import auto
+
+    fill(auto, QaoConfig, QaoQuantizer)
 
 
 def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
