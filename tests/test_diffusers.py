@@ -12,9 +12,9 @@ import qao
 import saving_support as support
 import torch
 
-diffusers = pytest.importorskip("diffusers")
 if not support.importable("diffusers"):
     pytest.skip("no diffusers that works", allow_module_level=True)
+diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("accelerate")
 every_scheme = pytest.mark.parametrize("kind", qao.SCHEMES.values(), ids=lambda kind: kind.word)
 
