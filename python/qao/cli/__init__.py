@@ -1,0 +1,93 @@
+"""The command line: ``qao <command>``, or ``python -m qao <command>``. One module a command.
+
+A command is a module with ``add(commands)``, which declares its arguments, and a function that runs them and returns
+the exit status. What is heavy (transformers, checkpoints) is imported when a command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from .._version import __version__
+from . import bench, chat, convert, doctor, eval, generate, inspect, quantize
+from .common import Failure, one_line
+
+EXIT_CODES = """\
+exit status:
+  0    done
+  1    failed, or problems were found
+  2    wrong usage
+  130  stopped with Ctrl-C
+
+An output is written beside its place and moved there when it is whole; whatever stops a command leaves nothing of it.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in one line, and the exit codes below every help."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options["epilog"] = "\n\n".join(filter(None, [options.get("epilog"), EXIT_CODES]))
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"qao: error: {message} (see {self.prog} --help)\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = _Parser(
+        prog="qao",
+        description="Quantised linear layers for PyTorch. Without a command: what this installation is and can use.",
+    )
+    top.add_argument("--version", action="version", version=f"qao {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="command", parser_class=_Parser)
+    for module in (quantize, convert, inspect, chat, generate, eval, bench, doctor):
+        module.add(commands)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status; ``arguments``: without the program's name, None: sys.argv."""
+    debug = False
+    try:
+        args = parser().parse_args(arguments)
+        if args.command is None:
+            args = parser().parse_args(["doctor", "--facts"])
+        debug = args.debug
+        with _warnings(args.quiet):
+            status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except SystemExit as stop:  # of argparse
+        return stop.code if isinstance(stop.code, int) else 0
+    except KeyboardInterrupt:
+        print("qao: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read the output has seen enough; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if debug:
+            raise
+        print(f"qao: error: {one_line(error)}", file=sys.stderr)
+        return error.status if isinstance(error, Failure) else 1
+
+
+@contextlib.contextmanager
+def _warnings(quiet: bool) -> Iterator[None]:
+    """Warnings as lines for people, without the place in the source."""
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        if issubclass(category, UserWarning) and not quiet:
+            print(f"qao: warning: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

@@ -1,0 +1,163 @@
+"""What commands share: options, errors, output for people and for programs, progress."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..formats import Scheme
+from ..schemes import SCHEMES, scheme_from_dict
+
+if TYPE_CHECKING:
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Failure(Exception):
+    """An error that the message explains wholly; ``status`` is the exit status."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error without line breaks; the type too where the message alone would not tell."""
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, (Failure, ValueError, OSError)) and text else f"{type(error).__name__}: {text}"
+
+
+def command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    description: str = "",
+    examples: str = "",
+    json: bool = True,
+) -> argparse.ArgumentParser:
+    """A subcommand with the options that every one has."""
+    about = f"{summary}\n\n{description.strip()}" if description else summary
+    epilog = "examples:\n" + "\n".join(f"  {line}" for line in examples.strip().splitlines()) if examples else None
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=about, epilog=epilog)
+    parser.set_defaults(run=run, parser=parser, json=False)
+    if json:
+        parser.add_argument("--json", action="store_true", help="JSON on stdout; text for people goes to stderr")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar, no warnings")
+    parser.add_argument("--debug", action="store_true", help="errors with their traceback")
+    return parser
+
+
+class Output:
+    """Text for people on stdout, or on stderr where stdout is for a program."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._json: bool = args.json
+        self._stream = sys.stderr if args.json else sys.stdout
+
+    def say(self, text: str = "") -> None:
+        print(text, file=self._stream, flush=True)
+
+    def write(self, text: str) -> None:
+        """A piece of a line."""
+        self._stream.write(text)
+        self._stream.flush()
+
+    def result(self, content: dict[str, Any]) -> None:
+        """What a program gets; nothing without --json."""
+        if self._json:
+            print(json.dumps(content, indent=2))
+
+
+def progress(args: argparse.Namespace, total: int, name: str, unit: str = "B") -> tqdm[Any]:
+    """A bar over bytes, or what ``unit`` says; none where nobody looks."""
+    from tqdm import tqdm
+
+    off = args.quiet or not sys.stderr.isatty()
+    return tqdm(total=total, desc=name, unit=unit, unit_scale=unit == "B", unit_divisor=1024, disable=off)
+
+
+def memory() -> dict[str, int]:
+    """Bytes that this process holds now and held at most, and those of the GPU."""
+    sizes = {"now": 0, "peak": 0}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in ("VmRSS", "VmHWM"):
+            sizes["now" if name == "VmRSS" else "peak"] = int(value.split()[0]) * 1024
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        sizes["gpu_peak"] = torch.cuda.max_memory_allocated()
+    return sizes
+
+
+def size(count: float) -> str:
+    """Bytes for people: "98.3 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+def add_scheme_options(parser: argparse.ArgumentParser, required: bool) -> None:
+    group = parser.add_argument_group("scheme")
+    group.add_argument("--scheme", choices=list(SCHEMES), required=required, help="weights, or activations_weights")
+    group.add_argument("--group-size", type=int, metavar="G", help="int4 weights: 32, 64, 128, 256, or -1 for a row")
+    group.add_argument("--symmetric", action="store_true", help="int4 weights: no zero points")
+    group.add_argument("--granularity", choices=["row", "tensor", "block"], help="fp8 weights: what shares a scale")
+    group.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="any other field, as in docs/quantize.md"
+    )
+
+
+def scheme_of(args: argparse.Namespace) -> Scheme:
+    """The scheme that the options describe; what does not fit is wrong usage."""
+    content: dict[str, Any] = {"scheme": args.scheme}
+    if args.group_size is not None:
+        content["group_size"] = args.group_size
+    if args.symmetric:
+        content["symmetric"] = True
+    if args.granularity is not None:
+        content["granularity"] = args.granularity
+    for text in args.set:
+        name, found, value = text.partition("=")
+        if not found:
+            args.parser.error(f"--set {text}: must be FIELD=VALUE, such as clip_search=false")
+        content[name] = _value(value)
+    known = [field.name for field in fields(SCHEMES[args.scheme])]  # type: ignore[arg-type]
+    if unknown := sorted(content.keys() - {"scheme", *known}):
+        args.parser.error(f"{args.scheme} has no {', '.join(unknown)}; it has {', '.join(known)}")
+    try:
+        return scheme_from_dict(content)
+    except (ValueError, TypeError) as error:
+        args.parser.error(one_line(error))
+        raise  # never reached: error() exits
+
+
+def _value(text: str) -> Any:
+    """true, false, null, a number, or the text itself."""
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text
+
+
+def device_of(args: argparse.Namespace) -> torch.device:
+    """--device, checked; without it the CPU."""
+    try:
+        device = torch.device(args.device or "cpu")
+    except RuntimeError:
+        args.parser.error(f"--device {args.device}: no such device; cpu, cuda or cuda:1")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Failure(f"--device {args.device}: torch {torch.__version__} sees no GPU; see qao doctor")
+    return device

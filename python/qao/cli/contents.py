@@ -1,0 +1,240 @@
+"""What a checkpoint holds, as ``inspect`` shows it and ``convert`` needs it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..checkpoints.base import Checkpoint, CheckpointError, QuantizedLayer
+from ..linear import is_linear
+from ..report import common_name, table
+from .common import DTYPES, Failure, size
+
+_BIG = 0.01  # share of the parameters from which a float matrix is worth a line
+_EMBEDDINGS = ("embed", "wte", "wpe", "shared.weight")
+
+
+@dataclass
+class LayerFacts:
+    name: str
+    out_features: int
+    in_features: int
+    scheme: dict[str, Any]
+    text: str  # the scheme for people
+    bytes: int  # of all its tensors in qao's layout
+    note: str | None
+    relative_error: float | None = None  # ‖W - Ŵ‖ / ‖W‖, Frobenius
+
+    @property
+    def bits(self) -> float:
+        return 8 * self.bytes / (self.out_features * self.in_features)
+
+
+@dataclass
+class TensorFacts:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass
+class Contents:
+    """Everything ``inspect`` tells without reading a number."""
+
+    format: str
+    layers: list[LayerFacts]
+    floats: list[TensorFacts]
+    notes: list[str]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Contents:
+        return cls(
+            checkpoint.format,
+            [_layer_facts(layer) for layer in checkpoint.layers.values()],
+            [_tensor_facts(checkpoint, name) for name in checkpoint.others],
+            list(checkpoint.notes),
+        )
+
+    @property
+    def parameters(self) -> int:
+        quantised = sum(layer.out_features * layer.in_features for layer in self.layers)
+        return quantised + sum(torch.Size(one.shape).numel() for one in self.floats)
+
+    @property
+    def bytes(self) -> int:
+        return sum(layer.bytes for layer in self.layers) + sum(one.bytes for one in self.floats)
+
+    @property
+    def odd(self) -> list[str]:
+        return [*self.notes, *_odd(self)]
+
+    def to_dict(self) -> dict[str, Any]:
+        layers = [asdict(layer) | {"bits_per_weight": layer.bits} for layer in self.layers]
+        return {
+            "format": self.format,
+            "parameters": self.parameters,
+            "bytes": self.bytes,
+            "layers": layers,
+            "floats": [asdict(one) for one in self.floats],
+            "odd": self.odd,
+        }
+
+    def __str__(self) -> str:
+        lines = _layer_table(self.layers) if self.layers else []
+        if self.floats:
+            lines += ["", *_float_table(self.floats)]
+        quantised = sum(layer.out_features * layer.in_features for layer in self.layers)
+        share = quantised / max(self.parameters, 1)
+        bits = 8 * self.bytes / max(self.parameters, 1)
+        lines += [
+            "",
+            f"{self.format}: {len(self.layers)} quantised layers with {share:.1%} of {self.parameters:,} parameters; "
+            f"{size(self.bytes)} in all, {bits:.2f} bits per parameter",
+        ]
+        return "\n".join([*lines, *(f"odd: {text}" for text in self.odd)]).lstrip("\n")
+
+
+def float_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype of a model's activations: as config.json says, or that of most tensors in float."""
+    inner = checkpoint.config.get("text_config")
+    for holder in (checkpoint.config, inner if isinstance(inner, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            if holder.get(key) in DTYPES:
+                return DTYPES[holder[key]]
+    dtypes = Counter(
+        dtype for name in checkpoint.others if (dtype := checkpoint.shape_dtype(name)[1]) in DTYPES.values()
+    )
+    return dtypes.most_common(1)[0][0] if dtypes else torch.float32
+
+
+def float_linears(checkpoint: Checkpoint) -> list[str]:
+    """Names of the linear layers in float; of a model that cannot be built, of every matrix that may be one."""
+    from .skeleton import from_config
+
+    try:
+        modules = from_config(checkpoint.config).named_modules()
+        return [name for name, module in modules if is_linear(module) and name not in checkpoint.layers]
+    except Failure:
+        matrices = (name for name in checkpoint.others if len(checkpoint.shape_dtype(name)[0]) == 2)
+        return [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
+
+
+def packed_bytes(layer: QuantizedLayer) -> int:
+    packed = layer.scheme.empty(layer.out_features, layer.in_features, dtype=torch.float32, device="meta")
+    return sum(tensor.nbytes for tensor in packed.tensors().values() if tensor is not None)
+
+
+def _layer_facts(layer: QuantizedLayer) -> LayerFacts:
+    sizes, scheme = (layer.out_features, layer.in_features), layer.scheme
+    return LayerFacts(layer.name, *sizes, scheme.to_dict(), str(scheme), packed_bytes(layer), layer.note)
+
+
+def _tensor_facts(checkpoint: Checkpoint, name: str) -> TensorFacts:
+    shape, dtype = checkpoint.shape_dtype(name)
+    text = str(dtype).removeprefix("torch.")
+    return TensorFacts(name, tuple(shape), text, torch.Size(shape).numel() * dtype.itemsize)
+
+
+def _family(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def _layer_table(layers: list[LayerFacts]) -> list[str]:
+    groups: dict[tuple[Any, ...], list[LayerFacts]] = defaultdict(list)
+    for one in layers:
+        groups[_family(one.name), one.out_features, one.in_features, one.text, one.note].append(one)
+    rows = []
+    for group in groups.values():
+        errors = [one.relative_error for one in group if one.relative_error is not None]
+        low, high = (f"{error:.4f}" for error in (min(errors), max(errors))) if errors else ("-", "-")
+        rows.append(
+            (
+                common_name([one.name for one in group]),
+                f"{group[0].out_features}x{group[0].in_features}",
+                group[0].text,
+                size(sum(one.bytes for one in group)),
+                f"{group[0].bits:.2f}",
+                low if low == high else f"{low}..{high}",
+                group[0].note or "",
+            )
+        )
+    return table(("layer", "shape", "scheme", "bytes", "bits/weight", "error", "note"), rows)
+
+
+def _float_table(floats: list[TensorFacts]) -> list[str]:
+    groups: dict[tuple[Any, ...], list[TensorFacts]] = defaultdict(list)
+    for one in floats:
+        groups[_family(one.name), one.shape, one.dtype].append(one)
+    rows = [
+        (
+            common_name([one.name for one in group]),
+            "x".join(map(str, group[0].shape)) or "scalar",
+            group[0].dtype,
+            size(sum(one.bytes for one in group)),
+        )
+        for group in groups.values()
+    ]
+    return table(("float", "shape", "dtype", "bytes"), rows)
+
+
+def _odd(contents: Contents) -> Iterator[str]:
+    families: dict[str, set[str]] = defaultdict(set)
+    for layer in contents.layers:
+        families[_family(layer.name)].add(layer.text)
+    for one in contents.floats:
+        family = _family(one.name.removesuffix(".weight"))
+        if one.name.endswith(".weight") and family in families:
+            families[family].add(one.dtype)
+        embedding = any(word in one.name.lower() for word in _EMBEDDINGS)
+        share = torch.Size(one.shape).numel() / max(contents.parameters, 1)
+        if contents.layers and len(one.shape) >= 2 and share >= _BIG and not embedding:
+            yield f"{one.name} {list(one.shape)} is {one.dtype} and {share:.1%} of the parameters"
+        if one.dtype not in DTYPES:
+            yield f"{one.name} {list(one.shape)} is {one.dtype}"
+    for family, kinds in families.items():
+        if len(kinds) > 1:
+            yield f"{family} is not the same everywhere: {', '.join(sorted(kinds))}"
+
+
+def check(checkpoint: Checkpoint, contents: Contents, against: Checkpoint | None) -> Iterator[str]:
+    """Reads every number and yields what is wrong with it; fills in the errors in comparison with a float model."""
+    for facts in contents.layers:
+        layer = checkpoint.layers[facts.name]
+        try:
+            tensors = layer.pack()
+            if against is not None:
+                weight = layer.scheme.dequantize(
+                    tensors["qweight"], tensors["scales"], layer.out_features, layer.in_features, torch.float32
+                )
+                facts.relative_error = _error(weight, _reference(against, layer))
+        except (CheckpointError, Failure) as error:
+            yield str(error)
+    for one in contents.floats:
+        tensor = checkpoint.tensor(one.name)
+        if tensor.is_floating_point() and tensor.numel() and not torch.isfinite(tensor.float()).all():
+            yield f"{one.name} holds NaN or Inf"
+
+
+def _reference(against: Checkpoint, layer: QuantizedLayer) -> torch.Tensor:
+    try:
+        weight = against.tensor(f"{layer.name}.weight")
+    except KeyError:
+        raise Failure(f"{layer.name}: the float model has no {layer.name}.weight") from None
+    shape = layer.out_features, layer.in_features
+    if tuple(weight.shape) not in (shape, shape[::-1]):
+        raise Failure(f"{layer.name}: the float model has {list(weight.shape)} for {list(shape)}")
+    return weight
+
+
+def _error(weight: torch.Tensor, reference: torch.Tensor) -> float:
+    """‖W - Ŵ‖ / ‖W‖. GPT-2 and its like hold W transposed, which the sizes of a square weight do not tell."""
+    reference = reference.double()
+    sides = [side for side in (reference, reference.t()) if side.shape == weight.shape]
+    norm = reference.norm().clamp(min=torch.finfo(torch.float64).tiny)
+    return min(float((weight - side).norm() / norm) for side in sides)

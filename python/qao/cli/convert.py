@@ -1,0 +1,68 @@
+"""``qao convert``: a quantised checkpoint of any format to one that transformers, vLLM and qao read."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .common import Failure, Output, command
+from .quantize import add_output_options
+
+_DESCRIPTION = """
+IN holds compressed-tensors, GPTQ, AWQ, fp8 of Hugging Face, fbgemm_fp8, torchao or qao in safetensors, or is a .gguf
+file. The numbers stay what they are, but for what the report notes. OUT is a directory, written layer by layer.
+"""
+_EXAMPLES = """
+qao convert Qwen3-8B-GPTQ Qwen3-8B-w4a16
+qao convert model-q4_0.gguf model-int4 --to qao
+"""
+
+
+def add(commands: Any) -> None:
+    parser = command(commands, "convert", run, "change the layout of a quantised checkpoint", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("model", type=Path, metavar="IN")
+    parser.add_argument("out", type=Path, metavar="OUT")
+    add_output_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from torch import Tensor
+
+    from ..checkpoints import open_checkpoint
+    from ..checkpoints.base import Checkpoint
+    from ..formats import PackedWeight
+    from .contents import float_dtype, float_linears, packed_bytes
+    from .transfer import Step, choose_format, config_of, copies, encode, transfer
+
+    output = Output(args)
+    source = open_checkpoint(args.model)
+    if not source.layers:
+        raise Failure(f"{args.model} is a float model: use qao quantize")
+    layers = {name: layer.scheme for name, layer in source.layers.items()}
+    widths = {name: layer.in_features for name, layer in source.layers.items()}
+    fractional = source.format == "gguf" and any(not getattr(one, "symmetric", True) for one in layers.values())
+    obstacle = "zero points of Q4_1 are no whole numbers" if fractional else None
+    format = choose_format(args.to, layers, widths, obstacle)
+    dtype = float_dtype(source)
+
+    def layer(name: str) -> Step:
+        def make(source: Checkpoint) -> dict[str, Tensor]:
+            layer = source.layers[name]
+            sizes = layer.out_features, layer.in_features
+            tensors: Any = layer.pack()
+            return encode(format, name, layer.scheme, *sizes, PackedWeight(**tensors), dtype)
+
+        return Step(packed_bytes(source.layers[name]), make)
+
+    steps = copies(source, source.others) + [layer(name) for name in source.layers]
+    config = config_of(format, source.config, layers, float_linears(source), None)
+    figures = transfer(args, partial(open_checkpoint, args.model), steps, config)
+    notes = sorted({layer.note for layer in source.layers.values() if layer.note} | set(source.notes))
+    for note in notes:
+        output.say(f"note: {note}")
+    output.say(f"{len(layers)} layers, {source.format} to {format}\n{figures}")
+    result = {"out": str(args.out), "from": source.format, "format": format, "layers": len(layers), "notes": notes}
+    output.result({**result, **figures.to_dict()})
+    return 0

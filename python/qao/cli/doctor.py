@@ -1,0 +1,86 @@
+"""``qao doctor``: does this installation work? ``qao`` alone: what it is."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import doctor
+from .._version import __version__
+from .common import Output, command
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "doctor",
+        run,
+        "run every operator against its reference",
+        "Versions, GPU, driver and instruction set, then every operator on every device. Put the output into every\n"
+        "bug report. The exit status is 1 if a check fails.",
+        "qao doctor\nqao doctor --json > doctor.json",
+    )
+    parser.add_argument("--facts", action="store_true", help="only what the installation is, as qao alone tells")
+
+
+def run(args: argparse.Namespace) -> int:
+    output = Output(args)
+    facts = _facts()
+    for name, text in facts:
+        output.say(f"{name:<12} {text}")
+    if args.facts:
+        output.result({"facts": dict(facts)})
+        return 0
+    output.say()
+    checks = []
+    for check in doctor.checks():
+        checks.append(check)
+        output.say(
+            "  ".join([f"{'ok' if check.problem is None else 'FAIL':<5} {check.name}", *filter(None, [check.problem])])
+        )
+    failed = sum(check.problem is not None for check in checks)
+    output.say(f"\n{len(checks) - failed} of {len(checks)} checks passed")
+    output.result({"facts": dict(facts), "checks": [check._asdict() for check in checks], "failed": failed})
+    return 1 if failed else 0
+
+
+def _facts() -> list[tuple[str, str]]:
+    return [
+        ("qao", f"{__version__}, {Path(__file__).parents[1]}"),
+        ("Python", f"{platform.python_version()}, {sys.executable}"),
+        ("torch", f"{torch.__version__}, {torch.get_num_threads()} CPU threads, CUDA {torch.version.cuda}"),
+        *_gpus(),
+        *_build(),
+    ]
+
+
+def _build() -> list[tuple[str, str]]:
+    try:
+        from .. import _host
+    except ImportError as error:
+        return [("build", f"unknown: qao._host is not available ({error}); the operators work without it")]
+    build, cpu = _host.build_info(), _host.cpu_features()
+    cuda = f"CUDA {build['cuda']} ({', '.join(build['archs'])})" if build["cuda"] else "no CUDA kernels"
+    return [
+        ("build", f"{cuda}, {build['compiler']}, torch {build['torch']}"),
+        ("ABI", f"LibTorch stable ABI of torch {build['torch_target']}, loaded by torch {torch.__version__}"),
+        ("CPU kernels", cpu["error"] or f"{cpu['selected']} (this CPU offers {cpu['detected']})"),
+    ]
+
+
+def _gpus() -> list[tuple[str, str]]:
+    if not torch.cuda.is_available():
+        return [("GPU", "none that torch can use")]
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    driver = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver))
+    return [
+        ("driver", f"for CUDA {driver.value // 1000}.{driver.value % 1000 // 10}"),
+        *((f"GPU {i}", f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}") for i, gpu in enumerate(gpus)),
+    ]

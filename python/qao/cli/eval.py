@@ -1,0 +1,103 @@
+"""``qao eval``: how well a model predicts a text, and what quantising it cost."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from pathlib import Path
+from typing import Any
+
+from .common import Failure, Output, add_scheme_options, command, progress, scheme_of
+from .model import add_model_options, load_model, load_tokenizer
+
+_DESCRIPTION = """
+Perplexity and bits per byte over windows of a text, each predicted from its own tokens. Two models are compared window
+by window, so that the standard error of the difference is far smaller than that of either figure:
+  --against MODEL2   MODEL beside MODEL2
+  --scheme ...       a float MODEL, quantised while it is loaded, beside itself (or MODEL2)
+Without --text it is the text of Python's own help (pydoc), which depends on the version of Python: good to compare
+models on one machine, not to compare with figures of others.
+"""
+_EXAMPLES = """
+qao eval Qwen3-8B-int4 --against Qwen3-8B --text wikitext.txt --windows 100
+qao eval Qwen3-8B --scheme int4 --group-size 32
+qao eval SmolLM2-135M-Instruct.gguf --json
+"""
+
+
+def add(commands: Any) -> None:
+    parser = command(commands, "eval", run, "perplexity, of one model or beside another", _DESCRIPTION, _EXAMPLES)
+    add_model_options(parser)
+    parser.add_argument("--text", type=Path, metavar="FILE", help="in UTF-8")
+    parser.add_argument("--windows", type=int, default=20, metavar="N", help="at most so many (20)")
+    parser.add_argument("--window", type=int, default=512, metavar="TOKENS", help="length of each (512)")
+    parser.add_argument("--against", metavar="MODEL2", help="a model with the same tokenizer")
+    add_scheme_options(parser, required=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..evaluate import compare
+
+    if args.windows < 1 or args.window < 1:
+        args.parser.error("--windows and --window must be at least 1")
+    if args.scheme is None and (args.group_size is not None or args.symmetric or args.granularity or args.set):
+        args.parser.error("--group-size, --symmetric, --granularity and --set belong to a --scheme")
+    output, scheme = Output(args), scheme_of(args) if args.scheme else None
+    text = _text(args.text)
+    tokens, count = _tokens(load_tokenizer(args.model), text, args.windows * args.window)
+    reference = args.against or (args.model if scheme is not None else None)
+    if args.against and _tokens(load_tokenizer(args.against), text, args.windows * args.window) != (tokens, count):
+        raise Failure(f"{args.model} and {args.against} have different tokenizers: nothing to compare token by token")
+
+    name = args.model if scheme is None else f"{args.model}, {scheme}"
+    results = {name: _evaluate(args, args.model, scheme, tokens, count)}
+    if reference is not None:
+        results[reference] = _evaluate(args, reference, None, tokens, count)
+    report: dict[str, Any] = {"tokens": len(tokens) - 1, "window": args.window, "models": []}
+    for of, result in results.items():
+        bits = result.bits_per_byte
+        output.say(f"{of}: perplexity {result.perplexity:.4f}, {bits:.4f} bits per byte")
+        report["models"].append({"model": of, "perplexity": result.perplexity, "bits_per_byte": bits})
+    if len(results) > 1:
+        first, second = results.values()
+        difference = compare(first, second)
+        output.say(
+            f"difference: {difference}, {difference.bits_per_byte:+.4f} ± {difference.bits_standard_error:.4f} bits "
+            f"per byte ({len(first.window_tokens)} windows)"
+        )
+        report["difference"] = vars(difference)
+    output.result(report)
+    return 0
+
+
+def _evaluate(args: argparse.Namespace, path: str, scheme: Any, tokens: list[int], count: int) -> Any:
+    from ..evaluate import perplexity
+
+    model = load_model(args, path, scheme)
+    with progress(args, -(-(len(tokens) - 1) // args.window), Path(path).name, unit="window") as bar:
+        handle = model.register_forward_hook(lambda *_: bar.update())
+        result = perplexity(model, tokens, window=args.window, num_bytes=count)
+        handle.remove()
+    del model
+    gc.collect()  # the next model needs its memory
+    return result
+
+
+def _text(file: Path | None) -> str:
+    if file is not None:
+        return file.read_text(encoding="utf-8")
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _tokens(tokenizer: Any, text: str, most: int) -> tuple[list[int], int]:
+    """At most ``most`` tokens of the text after a first one, and the bytes of text that they stand for."""
+    # A token has hardly more than 16 characters on average; tokenising a whole book would take its time.
+    encoded = tokenizer(text[: 32 * most], add_special_tokens=False, verbose=False)
+    ids: list[int] = encoded["input_ids"]
+    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    first, ids = ([begin], ids[:most]) if begin is not None else (ids[:1], ids[1 : most + 1])
+    if not ids:
+        raise Failure("the text is too short: it has no two tokens")
+    return first + ids, len(tokenizer.decode(ids).encode())

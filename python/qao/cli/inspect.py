@@ -1,0 +1,43 @@
+"""``qao inspect``: what a checkpoint holds."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from .common import Output, command
+
+_DESCRIPTION = """
+Layers, schemes, bytes and bits per weight, what is in float, and what is odd: layers that differ from their like, big
+matrices in float, parts that are left out. Only names and sizes are read; --check and --against read every number.
+The exit status is 1 if a number is NaN or Inf, or a layer cannot be read.
+"""
+_EXAMPLES = """
+qao inspect Qwen3-8B-AWQ
+qao inspect model-q4_0.gguf --json
+qao inspect Qwen3-8B-int4 --against Qwen3-8B
+"""
+
+
+def add(commands: Any) -> None:
+    parser = command(commands, "inspect", run, "show what a checkpoint holds", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("model", type=Path, metavar="PATH", help="a directory, a .safetensors or a .gguf file")
+    parser.add_argument("--check", action="store_true", help="read every number")
+    parser.add_argument("--against", type=Path, metavar="MODEL", help="the float model: each layer's relative error")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..checkpoints import open_checkpoint
+    from .contents import Contents, check
+
+    output = Output(args)
+    checkpoint = open_checkpoint(args.model)
+    against = open_checkpoint(args.against) if args.against else None
+    contents = Contents.of(checkpoint)
+    problems = list(check(checkpoint, contents, against)) if args.check or against is not None else []
+    output.say(str(contents))
+    for problem in problems:
+        output.say(f"PROBLEM: {problem}")
+    output.result({"path": str(args.model), **contents.to_dict(), "problems": problems})
+    return 1 if problems else 0

@@ -1,0 +1,148 @@
+"""A language model with its tokenizer, for the commands that run one; and answers that appear as they are made."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .common import DTYPES, Failure, device_of, one_line
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a directory, quantised or float, or a .gguf file")
+    parser.add_argument("--device", help="cpu (default), cuda, cuda:1")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="of what is not quantised (that of the file)")
+
+
+def add_generation_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of an answer (512)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token (model's own)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random numbers (0)")
+
+
+def load_model(args: argparse.Namespace, path: str, scheme: Any = None) -> Any:
+    """The model, ready to be called. A float model is loaded by transformers as it is, unless there is a scheme."""
+    from .. import from_pretrained
+
+    device, dtype = device_of(args), DTYPES[args.dtype] if args.dtype else None
+    if not Path(path).exists():
+        raise Failure(f"{path}: no such file or directory")
+    transformers = _transformers()
+    if scheme is None and _is_float(Path(path)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", device_map={"": device})
+    else:
+        model = from_pretrained(path, scheme=scheme, device=device, dtype=dtype)
+    if not hasattr(model, "generate") or not model.can_generate():
+        raise Failure(f"{path} is a {type(model).__name__}, no language model that writes text")
+    return model.eval()
+
+
+def load_tokenizer(path: str) -> Any:
+    transformers = _transformers()
+    file = Path(path)
+    try:
+        if file.suffix == ".gguf":
+            return transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+        return transformers.AutoTokenizer.from_pretrained(str(file if file.is_dir() else file.parent))
+    except Exception as error:  # transformers raises many kinds for the same reason: there is none it can read
+        raise Failure(f"{path}: no tokenizer that transformers can read: {one_line(error)}") from error
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+        from transformers.utils import logging
+    except ImportError:
+        raise Failure("transformers is needed to run models: pip install transformers accelerate") from None
+    quiet: Any = logging
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    return transformers
+
+
+def _is_float(path: Path) -> bool:
+    from ..checkpoints import open_checkpoint
+
+    return open_checkpoint(path).format == "float"
+
+
+class Answer:
+    """Tokens of one answer as ``generate`` makes them: a streamer of transformers.
+
+    Attributes:
+        text: the answer so far.
+        tokens: how many.
+    """
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        self._tokenizer, self._write = tokenizer, write
+        self._ids: list[int] = []  # since the last line break, which no later token changes
+        self._shown = 0
+        self._prompt = True
+        self.text, self.tokens = "", 0
+        self._begun = self._first = self._last = time.perf_counter()
+
+    def put(self, ids: Any) -> None:
+        if self._prompt:  # generate gives the prompt first
+            self._prompt = False
+            return
+        self._last = time.perf_counter()
+        if not self.tokens:
+            self._first = self._last
+        self.tokens += ids.numel()
+        self._ids += ids.flatten().tolist()
+        self._show(final=False)
+
+    def end(self) -> None:
+        self._show(final=True)
+
+    def _show(self, final: bool) -> None:
+        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and not final:  # half of a character
+            return
+        self._write(text[self._shown :])
+        self.text += text[self._shown :]
+        self._shown = len(text)
+        if text.endswith("\n"):
+            self._ids, self._shown = [], 0
+
+    @property
+    def seconds(self) -> float:
+        return self._last - self._begun
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the tokens after the first, which took the reading of the prompt."""
+        return (self.tokens - 1) / (self._last - self._first) if self.tokens > 1 else 0.0
+
+    def __str__(self) -> str:
+        rate = f"{self.tokens_per_second:.1f} tokens/s" if self.tokens > 1 else "no rate"
+        return f"{self.tokens} tokens, first after {self._first - self._begun:.2f} s, then {rate}"
+
+
+def generate(args: argparse.Namespace, model: Any, ids: Any, answer: Answer) -> None:
+    """Lets the model go on after ids [1, T]."""
+    import torch
+
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
+    if args.temperature is not None:
+        sampling = args.temperature > 0
+        options |= {"do_sample": sampling, "temperature": args.temperature if sampling else None}
+        options |= {} if sampling else {"top_k": None, "top_p": None}
+    end = model.generation_config.eos_token_id
+    padding = end[0] if isinstance(end, list) else end
+    if model.generation_config.pad_token_id is None and padding is not None:
+        options["pad_token_id"] = padding
+    ids = ids.to(model.device)
+    with torch.inference_mode():
+        model.generate(ids, attention_mask=torch.ones_like(ids), streamer=answer, **options)
+
+
+def check_generation(args: argparse.Namespace) -> None:
+    if args.max_new_tokens < 1:
+        args.parser.error(f"--max-new-tokens {args.max_new_tokens}: must be at least 1")
+    if args.temperature is not None and not 0 <= args.temperature < float("inf"):
+        args.parser.error(f"--temperature {args.temperature}: must be 0 or a positive number")

@@ -1,0 +1,82 @@
+"""``qao quantize``: a float model on disk to a quantised one, without ever holding it in memory."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints.base import Checkpoint
+from .common import DTYPES, Failure, Output, add_scheme_options, command, device_of, scheme_of
+
+_DESCRIPTION = """
+MODEL is a directory of Hugging Face (config.json and safetensors), a float .safetensors file, or a .gguf file. It is
+read, quantised and written layer by layer: memory holds a few layers, never the model. The same layers are quantised as
+by qao.quantize_ in Python: linear layers, but no embeddings, no routers or others that are no plain nn.Linear, and no
+heads tied to an embedding (--embeddings quantises both).
+
+OUT is a directory for transformers, vLLM and qao, in the layout of compressed-tensors; where that cannot hold the
+result, in qao's own. Tokenizer, chat template and other files are copied.
+"""
+_EXAMPLES = r"""
+qao quantize Qwen3-8B Qwen3-8B-int4 --scheme int4
+qao quantize Qwen3-8B Qwen3-8B-int4 --scheme int4 --group-size 32 --symmetric --device cuda
+qao quantize Llama-3-70B Llama-3-70B-fp8 --scheme fp8_fp8 --granularity block --dtype bfloat16
+qao quantize model out --scheme int8 --exclude lm_head --exclude 're:.*\.down_proj' --set clip_search=false
+"""
+FORMATS = ("compressed-tensors", "qao")
+
+
+def add(commands: Any) -> None:
+    parser = command(commands, "quantize", run, "quantise a float model, file to file", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("model", type=Path, metavar="MODEL")
+    parser.add_argument("out", type=Path, metavar="OUT")
+    add_scheme_options(parser, required=True)
+    parser.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave a module and all in it, or re:<pattern> for whole names; again for more",
+    )
+    parser.add_argument("--embeddings", action="store_true", help="quantise embeddings tied to the head, with it")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="of what stays in float (that of the file)")
+    parser.add_argument("--device", help="where to quantise: cpu (default), cuda, cuda:1")
+    add_output_options(parser)
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--to", choices=FORMATS, help="layout of the result (compressed-tensors where it can)")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is a directory with a model")
+    parser.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="of a file of the result (5)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from .plan import Plan
+    from .transfer import choose_format, config_of, transfer
+
+    output, scheme, device = Output(args), scheme_of(args), device_of(args)
+    source = _open(args.model)
+    if source.layers and source.format != "gguf":
+        raise Failure(f"{args.model} is quantised already ({source.format}); qao convert changes its layout")
+    dtype = DTYPES[args.dtype] if args.dtype else None
+    plan = Plan(source, scheme, exclude=args.exclude, embeddings=args.embeddings, dtype=dtype, device=device)
+    format = choose_format(args.to, plan.layers, plan.in_features, plan.obstacle)
+    config = config_of(format, source.config, plan.layers, plan.linears, dtype)
+    aliases = plan.aliases if format == "qao" else {}
+    figures = transfer(args, partial(_open, args.model), plan.steps(source, format), config, aliases)
+    output.say(f"{plan.report}\n{figures}\n{args.out}: {format}")
+    output.result({"out": str(args.out), "format": format, **figures.to_dict(), **plan.report.to_dict()})
+    return 0
+
+
+def _open(path: Path) -> Checkpoint:
+    """A checkpoint whose tensors are all floats as far as that can be had."""
+    from ..checkpoints import open_checkpoint
+
+    if path.suffix == ".gguf" and path.exists():
+        from ..checkpoints.gguf import GgufCheckpoint
+
+        return GgufCheckpoint(path, dequantize=True)
+    return open_checkpoint(path)

@@ -1,0 +1,50 @@
+"""An output directory that is there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from .common import Failure
+
+
+@contextlib.contextmanager
+def staged(out: Path, source: Path, force: bool) -> Iterator[Path]:
+    """A new directory beside ``out`` to write into; it becomes ``out`` at the end, or is removed if anything raises.
+
+    Raises:
+        Failure: ``out`` exists and ``force`` is not given, is no model that may be replaced, or holds ``source``.
+    """
+    out = Path(os.path.abspath(out))
+    _check(out, source, force)
+    staging = out.with_name(f"{out.name}.tmp-{os.getpid()}")
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+        if out.exists():
+            replaced = out.with_name(f"{out.name}.old-{os.getpid()}")
+            out.rename(replaced)
+            staging.rename(out)
+            shutil.rmtree(replaced)
+        else:
+            staging.rename(out)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _check(out: Path, source: Path, force: bool) -> None:
+    if not out.exists() and not out.is_symlink():
+        return
+    if not force:
+        raise Failure(f"{out} exists; choose another name, or replace it with --force")
+    if not out.is_dir() or out.is_symlink():
+        raise Failure(f"{out} is no directory; --force replaces only directories with a model")
+    if source.resolve().is_relative_to(out.resolve()):
+        raise Failure(f"{out} is what is read ({source}); choose another name")
+    # A mistyped path must not cost a home directory.
+    if any(out.iterdir()) and not (list(out.glob("*.safetensors")) or (out / "config.json").exists()):
+        raise Failure(f"{out} holds no model; --force replaces only directories with one")

@@ -1,0 +1,180 @@
+"""From one checkpoint to another, tensor by tensor: what ``quantize`` and ``convert`` have in common."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import VERSION
+from ..checkpoints.base import Checkpoint
+from ..checkpoints.ct_write import can_write, layer_tensors, quantization_config
+from ..formats import PackedWeight, Scheme
+from ..integrations.config import QaoConfig
+from ..linear import QuantLinear
+from ..packed import PackedModule
+from .common import Failure, memory, one_line, progress, size
+from .shards import ShardWriter
+from .staging import staged
+
+_RENEW = 128 << 20  # bytes read until the source is opened anew: pages of a mapped file count as memory of the process
+# What holds weights, in any format. Everything else beside them (tokenizer, chat template, licence) is copied.
+_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz")
+_CONFIGS = ("config.json", "quantize_config.json", "quant_config.json")
+
+
+@dataclass
+class Step:
+    """Tensors of the result that are made together, from the source as it is opened at the time."""
+
+    bytes: int  # that are read, about
+    make: Callable[[Checkpoint], Mapping[str, Tensor]]
+
+
+@dataclass
+class Figures:
+    """What a transfer took."""
+
+    bytes_read: int
+    bytes_written: int  # of tensors
+    seconds: float
+    peak_memory: int  # bytes of the whole process
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rate = size(self.bytes_read / max(self.seconds, 1e-9))
+        return (
+            f"{size(self.bytes_read)} read, {size(self.bytes_written)} written in {self.seconds:.1f} s ({rate}/s), "
+            f"at most {size(self.peak_memory)} of memory"
+        )
+
+
+def transfer(
+    args: argparse.Namespace,
+    reopen: Callable[[], Checkpoint],
+    steps: list[Step],
+    config: dict[str, Any],
+    aliases: Mapping[str, str] | None = None,
+) -> Figures:
+    """Runs the steps and writes the directory ``args.out``, with all that is beside the weights of ``args.model``.
+
+    ``aliases``: further names of tensors in qao's layout, as ``qao.save`` writes them.
+    """
+    if not args.shard_size > 0:
+        args.parser.error(f"--shard-size {args.shard_size}: must be positive")
+    begun = time.monotonic()
+    total, fresh = sum(step.bytes for step in steps), 0
+    with staged(args.out, args.model, args.force) as directory:
+        metadata = {"format": "pt", "qao": str(VERSION)} | ({"aliases": json.dumps(aliases)} if aliases else {})
+        writer = ShardWriter(directory, metadata, int(args.shard_size * 1e9))
+        source = reopen()
+        try:
+            with progress(args, total, args.command) as bar:
+                for step in steps:
+                    writer.add(step.make(source))
+                    bar.set_postfix_str(f"memory {size(memory()['now'])}", refresh=False)
+                    bar.update(step.bytes)
+                    fresh += step.bytes
+                    if fresh > _RENEW:
+                        source, fresh = reopen(), 0
+            writer.close()
+        finally:
+            writer.abandon()
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        _copy_others(args.model, directory)
+    return Figures(total, writer.bytes, time.monotonic() - begun, memory()["peak"])
+
+
+def copies(
+    checkpoint: Checkpoint, names: Iterable[str], cast: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor
+) -> list[Step]:
+    """A step for each tensor that stays as it is, but for ``cast``."""
+
+    def step(name: str) -> Step:
+        return Step(tensor_bytes(checkpoint, name), lambda source: {name: cast(name, source.tensor(name))})
+
+    return [step(name) for name in names]
+
+
+def tensor_bytes(checkpoint: Checkpoint, name: str) -> int:
+    shape, dtype = checkpoint.shape_dtype(name)
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def encode(
+    format: str, name: str, scheme: Scheme, n: int, k: int, packed: PackedWeight, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors of a layer, on the CPU, by their names in a file of this format."""
+    host: Any = {key: None if tensor is None else tensor.cpu() for key, tensor in packed.tensors().items()}
+    if format == "qao":
+        return PackedModule(n, k, scheme, PackedWeight(**host), dtype).state_dict(prefix=f"{name}.")
+    layer = QuantLinear(k, n, scheme, PackedWeight(**host), None, dtype)
+    return {f"{name}.{key}": tensor for key, tensor in layer_tensors(layer).items()}
+
+
+def choose_format(
+    wanted: str | None, layers: Mapping[str, Scheme], in_features: Mapping[str, int], obstacle: str | None
+) -> str:
+    """The format of the result: compressed-tensors where it can say every layer, else qao's own.
+
+    Raises:
+        Failure: ``wanted`` is compressed-tensors, and it cannot.
+    """
+    if wanted == "qao":
+        return wanted
+    reasons = (f"{name}: {why}" for name, scheme in layers.items() if (why := can_write(scheme, in_features[name])))
+    reason = obstacle or next(reasons, None)
+    if reason is None:
+        return "compressed-tensors"
+    if wanted:
+        raise Failure(f"compressed-tensors cannot hold this: {reason}; use --to qao")
+    warnings.warn(f"written in qao's own layout, since compressed-tensors cannot hold this: {reason}", stacklevel=2)
+    return "qao"
+
+
+def config_of(
+    format: str, config: dict[str, Any], layers: Mapping[str, Scheme], linears: list[str], dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """config.json of the result; ``linears``: names of those in float, ``dtype``: a new one of what is in float."""
+    if format == "qao":
+        added = QaoConfig(layers=layers).to_dict()
+    else:
+        added = quantization_config(layers, linears)
+    config = config | {"quantization_config": added}
+    if dtype is not None:
+        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+        config[key] = str(dtype).removeprefix("torch.")
+    return config
+
+
+def _copy_others(model: Path, directory: Path) -> None:
+    if model.suffix == ".gguf":
+        _tokenizer_of_gguf(model, directory)
+    for file in sorted(model.rglob("*")) if model.is_dir() else []:
+        inside = file.relative_to(model)
+        hidden = any(part.startswith(".") for part in inside.parts)
+        if hidden or not file.is_file() or file.name.endswith(_WEIGHTS) or str(inside) in _CONFIGS:
+            continue
+        (directory / inside).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, directory / inside)
+
+
+def _tokenizer_of_gguf(model: Path, directory: Path) -> None:
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(model.parent), gguf_file=model.name)
+        tokenizer.save_pretrained(str(directory))
+    except Exception as error:  # transformers knows few tokenizers of GGUF; the weights are good without one
+        warnings.warn(f"no tokenizer is written: {one_line(error)}", stacklevel=2)
