@@ -1,0 +1,443 @@
+"""The command line, in process: files as the library makes them, exit codes, and nothing left behind by what fails."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qao
+import torch
+from qao import doctor
+from qao.cli import main
+from qao.cli.shards import ShardWriter
+from qao.packed import PackedModule
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+COMMANDS = ["quantize", "convert", "inspect", "chat", "generate", "eval", "bench", "doctor"]
+TEXT = "The quick brown fox jumps over the lazy dog. " * 20
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("models") / "tied", tie_word_embeddings=True)
+
+
+def save_llama(path: Path, **options: Any) -> Path:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(
+        **sizes, vocab_size=256, num_hidden_layers=2, bos_token_id=0, eos_token_id=1, dtype=torch.bfloat16, **options
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(path)
+    save_tokenizer(path)
+    return path
+
+
+def save_tokenizer(path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:254]
+    tokenizer = Tokenizer(models.BPE({"<s>": 0, "</s>": 1, **{c: i + 2 for i, c in enumerate(alphabet)}}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}: {% endfor %}"
+    fast.save_pretrained(path)
+
+
+def load(path: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+
+
+def quantized_layers(model: torch.nn.Module) -> dict[str, dict[str, Tensor]]:
+    return {
+        name: {key: tensor for key, tensor in module.packed.tensors().items() if tensor is not None}
+        for name, module in model.named_modules()
+        if isinstance(module, PackedModule)
+    }
+
+
+def assert_same(path: Path, model: torch.nn.Module) -> None:
+    """The file holds the layers of ``model`` bit for bit, and all else as it is."""
+    checkpoint = qao.checkpoints.open_checkpoint(path)
+    expected = quantized_layers(model)
+    assert expected and checkpoint.layers.keys() == expected.keys()
+    for name, tensors in expected.items():
+        packed = checkpoint.layers[name].pack()
+        assert packed.keys() == tensors.keys()
+        for key, tensor in tensors.items():
+            assert packed[key].dtype == tensor.dtype and torch.equal(packed[key], tensor), f"{name}.{key}"
+    state = model.state_dict()
+    assert checkpoint.others
+    for name in checkpoint.others:
+        assert checkpoint.shape_dtype(name)[1] == state[name].dtype and torch.equal(
+            checkpoint.tensor(name), state[name]
+        )
+
+
+def stderr_line(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if not line.startswith("qao: warning:")]
+    assert captured.out == "" and len(lines) == 1 and lines[0].startswith("qao: error: ")
+    return lines[0]
+
+
+def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in COMMANDS:
+        assert main([command, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert f"\nexamples:\n  qao {command}" in text and "130  stopped with Ctrl-C" in text
+    assert main(["--help"]) == 0
+    assert all(f"\n    {command} " in text for text in [capsys.readouterr().out] for command in COMMANDS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"qao {qao.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "scheme", "format"),
+    [
+        (["--scheme", "int4", "--group-size", "32"], qao.Int4WeightOnly(32), "compressed-tensors"),
+        (["--scheme", "int4", "--symmetric"], qao.Int4WeightOnly(symmetric=True), "qao"),  # 128 divides no K
+        (["--scheme", "int8", "--to", "qao", "--set", "clip_search=false"], qao.Int8WeightOnly(False), "qao"),
+        (["--scheme", "fp8_fp8"], qao.Float8DynamicActivationFloat8Weight(), "compressed-tensors"),
+        (
+            ["--scheme", "int8_int4", "--set", "symmetric_activations=False", "--to", "qao"],
+            qao.Int8DynamicActivationInt4Weight(symmetric_activations=False),
+            "qao",
+        ),
+        (["--scheme", "fp8", "--granularity", "block"], qao.Float8WeightOnly("block"), "compressed-tensors"),
+    ],
+)
+def test_quantize_writes_what_the_library_makes(
+    llama: Path, tmp_path: Path, options: list[str], scheme: Any, format: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["quantize", str(llama), str(out), *options, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    model = load(llama)
+    expected = qao.quantize_(model, scheme)
+    assert_same(out, model)
+    assert report["format"] == format == qao.checkpoints.open_checkpoint(out).format
+    errors = [row.relative_error for row in expected.rows]
+    assert [row["relative_error"] for row in report["rows"]] == errors and None not in errors
+    assert {file.name for file in llama.iterdir()} == {file.name for file in out.iterdir()}
+    ids = torch.arange(5, 25)[None]
+    assert torch.equal(qao.from_pretrained(out)(ids).logits, model(ids).logits)
+
+
+def test_quantize_in_another_dtype_and_in_shards(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ["--scheme", "int4", "--group-size", "32", "--dtype", "float16", "--shard-size", "5e-5"]
+    assert (
+        main(["quantize", str(llama), str(out), *options, "--exclude", "lm_head", "--exclude", r"re:.*\.v_proj"]) == 0
+    )
+    model = load(llama).half()
+    left = {"lm_head": None, r"re:.*\.v_proj": None}
+    qao.quantize_(model, {**left, "re:.*": qao.Int4WeightOnly(32)})
+    assert_same(out, model)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(file.name for file in out.glob("*.safetensors"))
+    assert len(files) > 2 and files == sorted(set(index["weight_map"].values()))
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_quantize_a_tied_embedding(tied: Path, tmp_path: Path) -> None:
+    for options in ([], ["--embeddings"]):
+        out = tmp_path / f"out{len(options)}"
+        assert main(["quantize", str(tied), str(out), "--scheme", "int4", *options, "--quiet"]) == 0
+        model = load(tied)
+        qao.quantize_(model, qao.Int4WeightOnly(), embeddings=bool(options))
+        assert_same(out, model)
+    names = safetensors_torch.load_file(out / "model.safetensors").keys()
+    assert len([name for name in names if name.endswith("qweight")]) == 15  # that of head and embedding once
+
+
+def test_quantize_gpt2_whose_weights_are_transposed(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=96, bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    assert main(["quantize", str(tmp_path / "gpt2"), str(tmp_path / "out"), "--scheme", "int8", "--quiet"]) == 0
+    model = load(tmp_path / "gpt2")
+    qao.quantize_(model, qao.Int8WeightOnly())
+    assert_same(tmp_path / "out", model)
+    assert main(["inspect", str(tmp_path / "out"), "--against", str(tmp_path / "gpt2"), "--json"]) == 0
+
+
+def test_quantize_a_file_without_config(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {"a.up.weight": torch.randn(32, 64), "a.up.bias": torch.randn(32), "embed.weight": torch.randn(9, 64)}
+    safetensors_torch.save_file(tensors, tmp_path / "model.safetensors")
+    assert main(["quantize", str(tmp_path / "model.safetensors"), str(tmp_path / "out"), "--scheme", "int8"]) == 0
+    checkpoint = qao.checkpoints.open_checkpoint(tmp_path / "out")
+    packed = qao.Int8WeightOnly().quantize(tensors["a.up.weight"])
+    assert torch.equal(checkpoint.layers["a.up"].pack()["qweight"], packed.qweight)
+    assert set(checkpoint.others) == {"a.up.bias", "embed.weight"}
+
+
+def test_convert_there_and_back(llama: Path, tmp_path: Path) -> None:
+    model = load(llama)
+    qao.quantize_(model, qao.Int4WeightOnly(32))
+    assert main(["quantize", str(llama), str(tmp_path / "a"), "--scheme", "int4", "--group-size", "32"]) == 0
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "qao"]) == 0
+    assert main(["convert", str(tmp_path / "b"), str(tmp_path / "c")]) == 0
+    for name, format in (("b", "qao"), ("c", "compressed-tensors")):
+        assert qao.checkpoints.open_checkpoint(tmp_path / name).format == format
+        assert_same(tmp_path / name, model)
+    a, c = (safetensors_torch.load_file(tmp_path / name / "model.safetensors") for name in "ac")
+    assert a.keys() == c.keys() and all(torch.equal(a[name], c[name]) for name in a)
+
+
+def test_inspect(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    main(["quantize", str(llama), str(out), "--scheme", "int4", "--group-size", "32", "--exclude", "model.layers.1"])
+    capsys.readouterr()
+    assert main(["inspect", str(out), "--against", str(llama), "--json"]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    layer = {one["name"]: one for one in report["layers"]}["model.layers.0.mlp.up_proj"]
+    assert layer["bits_per_weight"] == 4 + 32 / 32  # a scale and a zero point of 16 bits for 32 columns
+    model = load(llama)
+    weight = model.model.layers[0].mlp.up_proj.weight.double()
+    qao.quantize_(model, qao.Int4WeightOnly(32))
+    error = (weight - model.model.layers[0].mlp.up_proj.dequantize(torch.float64)).norm() / weight.norm()
+    assert layer["relative_error"] == pytest.approx(error.item(), rel=1e-6)
+    assert any("model.layers.#.mlp.up_proj is not the same everywhere" in text for text in report["odd"])
+    assert "PROBLEM" not in captured.err and report["problems"] == []
+
+    file = out / "model.safetensors"
+    tensors = safetensors_torch.load_file(file)
+    tensors["model.norm.weight"][3] = float("nan")
+    safetensors_torch.save_file(tensors, file)
+    assert main(["inspect", str(out)]) == 0
+    assert main(["inspect", str(out), "--check"]) == 1
+    assert "PROBLEM: model.norm.weight holds NaN or Inf" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["{llama}", "{out}", "--scheme", "int5"], 2, "invalid choice: 'int5'"),
+        (["{llama}", "{out}", "--scheme", "int8", "--group-size", "32"], 2, "int8 has no group_size; it has clip"),
+        (["{llama}", "{out}", "--scheme", "int4", "--group-size", "33"], 2, "group_size must be 32, 64, 128, 256"),
+        (["{llama}", "{out}", "--scheme", "int4", "--set", "clip_search"], 2, "must be FIELD=VALUE"),
+        (["{llama}", "{out}", "--scheme", "int4", "--device", "gpu"], 2, "no such device"),
+        (["{llama}", "{out}", "--scheme", "int4", "--shard-size", "-1"], 2, "must be positive"),
+        (["{llama}", "{out}", "--scheme", "int4", "--exclude", "head"], 1, "no module of the model matches 'head'"),
+        (["{llama}", "{out}", "--scheme", "int4", "--exclude", "re:.*"], 1, "no layer is to be quantised"),
+        (["{llama}", "{out}", "--scheme", "int4", "--to", "compressed-tensors"], 1, "cannot hold this"),
+        (["{out}", "{out}2", "--scheme", "int4"], 1, "no such file or directory"),
+        (["{llama}", "{llama}", "--scheme", "int8"], 1, "exists; choose another name"),
+        (["{llama}", "{llama}", "--scheme", "int8", "--force"], 1, "is what is read"),
+        (["{llama}", "{tmp}", "--scheme", "int8", "--force"], 1, "holds no model"),
+    ],
+)
+def test_errors_are_one_line_and_leave_nothing(
+    llama: Path, tmp_path: Path, arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dear.txt").write_text("x")
+    before = sorted(llama.iterdir())
+    names = {"llama": llama, "out": tmp_path / "out", "tmp": tmp_path}
+    assert main(["quantize", *(text.format(**names) for text in arguments)]) == status
+    assert message in stderr_line(capsys)
+    assert [file.name for file in tmp_path.iterdir()] == ["dear.txt"] and sorted(llama.iterdir()) == before
+
+
+def test_a_config_of_another_model(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
+    config = json.loads((llama / "config.json").read_text())
+    for change, message in (
+        ({"num_hidden_layers": 3}, "lacks the weights of 7 layers"),
+        ({"intermediate_size": 128}, "the config makes it float of shape [128, 64]"),
+        ({"architectures": ["NoSuchModel"]}, "has no NoSuchModel"),
+        ({"model_type": "no_such_type"}, "config.json: transformers makes no no_such_type model of it"),
+    ):
+        (model / "config.json").write_text(json.dumps({**config, **change}))
+        assert main(["quantize", str(model), str(tmp_path / "out"), "--scheme", "int8"]) == 1
+        assert message in stderr_line(capsys)
+    (model / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes()[:-100])
+    assert main(["quantize", str(model), str(tmp_path / "out"), "--scheme", "int8"]) == 1
+    assert "no readable safetensors file" in stderr_line(capsys)
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.fixture
+def third_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BaseException]]:
+    """What the third write of a shard raises."""
+    raised: list[BaseException] = []
+    original, calls = ShardWriter.add, []
+
+    def add(self: ShardWriter, tensors: Any) -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            raise raised[0]
+        original(self, tensors)
+
+    monkeypatch.setattr(ShardWriter, "add", add)
+    yield raised
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (KeyboardInterrupt(), 130, "qao: stopped\n"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "qao: error: No space left on device\n"),
+    ],
+)
+def test_what_is_stopped_leaves_the_old_output(
+    llama: Path,
+    tmp_path: Path,
+    third_layer: list[BaseException],
+    error: BaseException,
+    status: int,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    third_layer.append(error)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    assert main(["quantize", str(llama), str(tmp_path / "out"), "--scheme", "int8", "--force"]) == status
+    assert capsys.readouterr() == ("", text)
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["config.json"]
+
+
+def test_force_replaces_a_model(llama: Path, tmp_path: Path) -> None:
+    for scheme in ("int8", "fp8"):
+        assert main(["quantize", str(llama), str(tmp_path / "out"), "--scheme", scheme, "--force"]) == 0
+    layers = qao.checkpoints.open_checkpoint(tmp_path / "out").layers.values()
+    assert {layer.scheme.word for layer in layers} == {"fp8"}
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {f"{i}.weight": torch.randn(1024, 1024) for i in range(24)}
+    safetensors_torch.save_file(tensors, tmp_path / "model.safetensors")
+    command = [sys.executable, "-m", "qao", "quantize", str(tmp_path / "model.safetensors"), str(tmp_path / "out")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, "--scheme", "int4"], stderr=subprocess.PIPE, text=True, env=environment)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("out.tmp-*/part-*")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 130 and text.endswith("qao: stopped\n") and "Traceback" not in text
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        main(["inspect", str(tmp_path / "none"), "--debug"])
+
+
+def test_shards_are_read_by_safetensors(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {
+        "odd": torch.arange(3, dtype=torch.uint8),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 4),
+        "flag": torch.tensor([True, False, True]),
+        "half": torch.randn(3, 5).half(),
+        "long": torch.arange(7),
+        "e4m3": torch.randn(4, 6).to(torch.float8_e4m3fn),
+        "transposed": torch.randn(4, 6).bfloat16().t(),
+        "double": torch.randn(3).double(),
+    }
+    writer = ShardWriter(tmp_path, {"format": "pt"}, 1 << 30)
+    for name, tensor in tensors.items():
+        writer.add({name: tensor})
+    with pytest.raises(Exception, match="odd: two tensors of this name"):
+        writer.add({"odd": tensors["odd"]})
+    writer.close()
+    loaded = safetensors_torch.load_file(tmp_path / "model.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
+        assert torch.equal(loaded[name].double(), tensor.double())
+    with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_generate_and_chat(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["quantize", str(llama), str(out), "--scheme", "int8"]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    model = qao.from_pretrained(out)
+    for path in (out, llama):
+        model = qao.from_pretrained(out) if path is out else load(llama)
+        ids = tokenizer("Hello", return_tensors="pt")["input_ids"]
+        made = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+        capsys.readouterr()
+        options = ["--max-new-tokens", "12", "--temperature", "0", "--json"]
+        assert main(["generate", str(path), "Hello", *options]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["text"] == tokenizer.decode(made, skip_special_tokens=True) and report["tokens"] == len(made)
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n/reset\nHello\n\n/exit\nHello\n"))
+    assert main(["chat", str(out), "--max-new-tokens", "12", "--temperature", "0"]) == 0
+    text = capsys.readouterr().out
+    first, second, rest = (answer.partition(", first after")[0] for answer in text.split("tokens/s]\n\n"))
+    assert first == second and first.endswith("[12 tokens") and rest == ""  # /reset forgets, /exit ends
+    assert main(["generate", str(out), "x", "--max-new-tokens", "0"]) == 2
+
+
+def test_eval(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from qao import evaluate
+
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = ["--text", str(tmp_path / "text.txt"), "--windows", "3", "--window", "50", "--json"]
+    assert main(["eval", str(llama), "--scheme", "int4", "--group-size", "32", *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    model, tokenizer = load(llama), transformers.AutoTokenizer.from_pretrained(llama)
+    ids = [tokenizer.bos_token_id, *tokenizer(TEXT, add_special_tokens=False)["input_ids"][:150]]
+    before = evaluate.perplexity(model, ids, window=50, num_bytes=150)
+    qao.quantize_(model, qao.Int4WeightOnly(32))
+    after = evaluate.perplexity(model, ids, window=50, num_bytes=150)
+    assert [one["perplexity"] for one in report["models"]] == [after.perplexity, before.perplexity]
+    assert [one["bits_per_byte"] for one in report["models"]] == [after.bits_per_byte, before.bits_per_byte]
+    assert report["difference"] == vars(evaluate.compare(after, before))
+    assert main(["eval", str(llama), "--symmetric"]) == 2
+
+
+def test_bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qao.cli.bench._ROUND_SECONDS", 1e-4)
+    monkeypatch.setattr("qao.cli.bench._CPU_BYTES", 1 << 16)
+    assert main(["bench", "--layer", "64x96", "--tokens", "1,3", "--scheme", "int4", "--json"]) == 0
+    times = json.loads(capsys.readouterr().out)["times"]
+    assert [(one["m"], one["name"]) for one in times] == [(m, name) for m in (1, 3) for name in ("F.linear", "int4")]
+    assert all(one["seconds"] > 0 and (one["n"], one["k"]) == (64, 96) for one in times)
+    assert main(["bench"]) == 2 and main(["bench", "--layer", "64"]) == 2
+
+
+def test_facts_and_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main([]) == 0
+    assert capsys.readouterr().out.startswith(f"qao          {qao.__version__}, ")
+    monkeypatch.setattr(doctor, "checks", lambda: [doctor.Check("good", None)])
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["failed"] == 0
+    monkeypatch.setattr(doctor, "checks", lambda: [doctor.Check("good", None), doctor.Check("bad", "is off by 1")])
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.endswith("ok    good\nFAIL  bad  is off by 1\n\n1 of 2 checks passed\n")
