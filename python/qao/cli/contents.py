@@ -187,16 +187,19 @@ def _odd(contents: Contents) -> Iterator[str]:
     families: dict[str, set[str]] = defaultdict(set)
     for layer in contents.layers:
         families[_family(layer.name)].add(layer.text)
+    likes: dict[tuple[Any, ...], list[TensorFacts]] = defaultdict(list)
     for one in contents.floats:
         family = _family(one.name.removesuffix(".weight"))
         if one.name.endswith(".weight") and family in families:
             families[family].add(one.dtype)
-        embedding = any(word in one.name.lower() for word in _EMBEDDINGS)
-        share = torch.Size(one.shape).numel() / max(contents.parameters, 1)
-        if contents.layers and len(one.shape) >= 2 and share >= _BIG and not embedding:
-            yield f"{one.name} {list(one.shape)} is {one.dtype} and {share:.1%} of the parameters"
-        if one.dtype not in DTYPES:
-            yield f"{one.name} {list(one.shape)} is {one.dtype}"
+        likes[_family(one.name), one.shape, one.dtype].append(one)
+    for (family, shape, dtype), group in likes.items():
+        embedding = any(word in family.lower() for word in _EMBEDDINGS)
+        share = len(group) * torch.Size(shape).numel() / max(contents.parameters, 1)
+        big = contents.layers and len(shape) >= 2 and share >= _BIG and not embedding
+        if big or dtype not in DTYPES:
+            name = common_name([one.name for one in group])
+            yield f"{name} {list(shape)}: {dtype}, {share:.1%} of the parameters"
     for family, kinds in families.items():
         if len(kinds) > 1:
             yield f"{family} is not the same everywhere: {', '.join(sorted(kinds))}"
