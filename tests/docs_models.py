@@ -77,6 +77,14 @@ def write_llm(directory: str) -> None:
     llm(tokenizer).save_pretrained(directory)
 
 
+def write_quantized_llm(directory: str) -> None:
+    """The same with int4 layers, in the layout of compressed-tensors."""
+    write_llm(directory)
+    qao.from_pretrained(directory, scheme=qao.Int4WeightOnly(symmetric=True), dtype=torch.bfloat16).save_pretrained(
+        directory
+    )
+
+
 def write_gptq_llm(directory: str) -> None:
     """``llm()`` as GPTQ version 1, symmetric: value i of a word of qweight is k = 8j + i, zeros are 7."""
     from safetensors.torch import save_file
