@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch
@@ -132,8 +131,7 @@ def _complain(report: Report, strict: bool) -> None:
         )
     messages = [f"these big weights stay as they are:{text}"] if problems else []
     if not any(row.status in ("quantized", "already quantized") for row in report.rows):
-        reasons = Counter(row.note for row in report.rows if row.status in ("excluded", "left"))
-        text = "".join(f"\n  {count} of {reasons.total()}: {reason}" for reason, count in reasons.most_common())
+        text = "".join(f"\n  {reason}" for reason in report.reasons)
         messages.append(f"no layer was quantised.{text or ' The model has no linear layers.'}")
     if messages:
         warnings.warn("quantize_: " + "\n".join(messages), stacklevel=3)

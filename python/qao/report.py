@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -62,6 +63,12 @@ class Report:
     def problems(self) -> list[Row]:
         """Rows that were asked for and are not quantised."""
         return [row for row in self.rows if row.status in ("left", "untouched")]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why linear layers are not quantised, most frequent first: "3 of 4: by the filter"."""
+        notes = Counter(row.note for row in self.rows if row.status in ("excluded", "left"))
+        return [f"{count} of {notes.total()}: {note}" for note, count in notes.most_common()]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in types that JSON knows."""

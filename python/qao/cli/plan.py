@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,11 +65,13 @@ class Plan:
         }
         # The last pattern is one that nobody writes: of two equal keys one would be lost.
         schemes: Any = {**dict.fromkeys(exclude), "re:(?:.*)": scheme} if exclude else scheme
-        self.report: Report = quantize_(model, schemes, embeddings=embeddings, progress=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "quantize_: no layer was quantised")  # an error, below
+            self.report: Report = quantize_(model, schemes, embeddings=embeddings, progress=False)
         self._rows = {row.name: row for row in self.report.rows}
         self._modules = {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
         if not self._modules:
-            raise Failure("no layer is to be quantised")
+            raise Failure("; ".join(("no layer is to be quantised", *self.report.reasons)))
         self.linears = [name for name, module in model.named_modules() if is_linear(module)]
         self._prefix = self._find(source)
         self.layers = {name: self._scheme(source, name) for name in self._modules}
