@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import pickle
 import types
 from typing import Any
 
@@ -262,17 +264,23 @@ def test_assigned_tensors_at_odd_addresses_are_copied_once(scheme: qao.Scheme) -
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def test_what_requires_grad_of_a_whole_model_does() -> None:
-    """Freezing works; thawing is an error of torch, and what docs/quantize.md says instead thaws the rest."""
+@pytest.mark.parametrize("made_anew", ["as made", "copied", "moved", "pickled", "loaded", "assigned"])
+def test_requires_grad_of_a_whole_model(made_anew: str) -> None:
+    """What is trainable becomes so, and the packed tensors, whose integers torch would refuse, stay as they are."""
     model = nn.Sequential(nn.Embedding(10, 64), nn.Linear(64, 64), nn.LayerNorm(64))
     quantize_(model, SCHEME)
+    if made_anew == "copied":
+        model = copy.deepcopy(model)
+    elif made_anew == "moved":
+        model = model.to("meta").to_empty(device="cpu").bfloat16()
+    elif made_anew == "pickled":
+        model = pickle.loads(pickle.dumps(model))
+    elif made_anew in ("loaded", "assigned"):
+        model.load_state_dict(model.state_dict(), assign=made_anew == "assigned")
+    assert model.requires_grad_() is model
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trainable == {"0.weight", "1.bias", "2.weight", "2.bias"}
+    model(torch.tensor([[1, 2]])).sum().backward()
+    assert model[1].bias.grad is not None and model[1].qweight.grad is None
     model.requires_grad_(False)
     assert not any(parameter.requires_grad for parameter in model.parameters())
-    with pytest.raises(RuntimeError, match="only Tensors of floating point dtype can require gradients"):
-        model.requires_grad_(True)
-    model.requires_grad_(False)
-    for module in model.modules():
-        if not isinstance(module, QuantLinear):
-            for parameter in module.parameters(recurse=False):
-                parameter.requires_grad_(True)
-    assert {n for n, p in model.named_parameters() if p.requires_grad} == {"0.weight", "2.weight", "2.bias"}

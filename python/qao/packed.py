@@ -37,6 +37,17 @@ class PackedModule(nn.Module):
         self._sizes = n, k
         for name, tensor in packed.tensors().items():
             self.register_parameter(name, None if tensor is None else frozen(tensor))
+        self._freeze()
+
+    def _freeze(self) -> None:
+        """Makes ``model.requires_grad_()`` pass over the packed tensors, where torch would refuse the integers.
+
+        An attribute of the Parameter, since a subclass of it costs compiled calls 10 %. Whatever makes Parameters anew
+        calls this again.
+        """
+        for tensor in self.packed.tensors().values():
+            if tensor is not None:
+                tensor.requires_grad_ = _stay_frozen  # type: ignore[method-assign, assignment]
 
     @property
     def packed(self) -> PackedWeight:
@@ -105,6 +116,7 @@ class PackedModule(nn.Module):
         """Replaces the weight. Modules that shared it keep the present one."""
         for name, tensor in packed.tensors().items():
             self._parameters[name] = None if tensor is None else frozen(tensor)
+        self._freeze()
         for other in self._tied:
             other._tied = [module for module in other._tied if module is not self]
         self._tied = ()
@@ -117,8 +129,9 @@ class PackedModule(nn.Module):
         """Makes the Parameters fit again after others have set them one by one: frozen, and where kernels can read."""
         for parameter in self._parameters.values():
             if parameter is not None:
-                parameter.requires_grad_(False)
+                parameter.requires_grad = False
                 parameter.data = aligned(parameter.data)
+        self._freeze()
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         own = [tensor for tensor in self.packed.tensors().values() if tensor is not None]
@@ -132,7 +145,9 @@ class PackedModule(nn.Module):
             return moved.contiguous()  # .to(memory_format=torch.channels_last) reorders anything with 4 dimensions
 
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.qweight.device)).dtype
-        return super()._apply(move_only, recurse)  # type: ignore[no-any-return, no-untyped-call]
+        super()._apply(move_only, recurse)  # type: ignore[no-untyped-call]
+        self._freeze()
+        return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -179,6 +194,7 @@ class PackedModule(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        self._freeze()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         tensors = state["_parameters"]
@@ -188,6 +204,7 @@ class PackedModule(nn.Module):
             state["_sizes"] = state["out_features"], state["in_features"]
             state["dtype"] = (tensors["scales"] if tensors["bias"] is None else tensors["bias"]).dtype
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._freeze()
 
 
 def attached(module: nn.Module) -> str | None:
@@ -208,6 +225,10 @@ def attached(module: nn.Module) -> str | None:
 def frozen(tensor: Tensor) -> nn.Parameter:
     """A Parameter is taken as it is: modules with tied weights share one."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+
+
+def _stay_frozen(requires_grad: bool = True) -> None:
+    """``requires_grad_`` of a packed tensor: no gradient of it exists."""
 
 
 def aligned(tensor: Tensor) -> Tensor:
