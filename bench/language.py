@@ -10,6 +10,7 @@ import copy
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import qao
@@ -39,12 +40,14 @@ CASES: dict[str, dict[str, qao.Scheme | None]] = {
 @torch.inference_mode()
 def run(device: str) -> dict[str, Any]:
     """Measures quality in float32 activations and speed in bfloat16, and returns the results file's content."""
-    demo, checkpoint, ids, num_bytes = _load()
+    path, ids, num_bytes = _load()
     ids = ids.to(device)
-    float32 = demo.load(checkpoint, torch.float32, quantized=False).to(device)
+    stored = qao.from_pretrained(path, dtype=torch.float32, device=device)
+    float32 = qao.dequantize_(copy.deepcopy(stored))
     makers: dict[str, Callable[[], nn.Module]] = {
         "fp32": lambda: float32,
-        "the file's four bits": lambda: demo.load(checkpoint, torch.float32, quantized=True).to(device),
+        "the file's four bits": lambda: stored,
+        "the file's four bits; head and embedding int8": partial(_quantized, stored, {HEAD: qao.Int8WeightOnly()}),
         **{name: partial(_quantized, float32, schemes) for name, schemes in CASES.items()},
     }
     bfloat16 = copy.deepcopy(float32).to(torch.bfloat16)
@@ -77,7 +80,7 @@ def _generate(model: Any) -> None:
     model.generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
 
 
-def _load() -> tuple[Any, Any, torch.Tensor, int]:
+def _load() -> tuple[Path, torch.Tensor, int]:
     sys.path.insert(0, str(ROOT / "examples"))
     import language_model
 
@@ -91,7 +94,7 @@ def _load() -> tuple[Any, Any, torch.Tensor, int]:
 
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     ids, num_bytes = language_model.text(tokenizer, WINDOWS * WINDOW)
-    return language_model, qao.checkpoints.open_checkpoint(path), torch.tensor(ids), num_bytes
+    return path, torch.tensor(ids), num_bytes
 
 
 def render(results: dict[str, Any]) -> str:

@@ -18,7 +18,6 @@ from typing import Any
 import qao
 import torch
 from common import SCHEMES
-from qao.checkpoints import Checkpoint, open_checkpoint
 from qao.evaluate import Evaluation, compare, perplexity
 from torch import nn
 
@@ -27,7 +26,7 @@ QUESTIONS = (
     "Explain in two sentences why the sky is blue.",
     "Write a haiku about the sea.",
 )
-WINDOWS, WINDOW = 8, 128  # of the text that is predicted, in tokens
+WINDOWS, WINDOW = 6, 128  # of the text that is predicted, in tokens
 ANSWER = 48  # tokens at most
 TIMED_TOKENS, ROUNDS = 12, 3
 Cells = list[str]
@@ -40,26 +39,6 @@ def find_model() -> Path | None:
     if found[0] is None or found[0].origin is None or None in found:
         return None
     return next(Path(found[0].origin).parent.glob("*.gguf"), None)
-
-
-def load(checkpoint: Checkpoint, dtype: torch.dtype, *, quantized: bool) -> nn.Module:
-    """The model with the linear layers of the file, its other tensors in ``dtype``; or all of it in ``dtype``."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(**checkpoint.config)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
-    tensors = {name: checkpoint.tensor(name).to(dtype) for name in checkpoint.others}
-    for name, layer in checkpoint.layers.items():
-        linear = qao.QuantLinear.from_quantized(*layer.read(), scheme=layer.scheme, dtype=dtype)
-        if quantized:
-            model.set_submodule(name, linear)
-        else:
-            tensors[f"{name}.weight"] = linear.dequantize(torch.float32).to(dtype)
-    model.load_state_dict(tensors, strict=False, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # the only buffers; they were on meta
-    model.tie_weights()
-    return model.eval()
 
 
 def answer(model: Any, tokenizer: Any, device: str) -> None:
@@ -78,17 +57,19 @@ def answer(model: Any, tokenizer: Any, device: str) -> None:
 def run(path: Path, device: str) -> dict[str, Cells]:
     """Answers questions; then memory, tokens per second and bits per byte of each model, in the columns of HEADER."""
     from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     print(f"\n== SmolLM2-135M-Instruct (real weights, {path.name}) on {device} ==", flush=True)
     start = time.perf_counter()
-    checkpoint = open_checkpoint(path)
-    models = {"GGUF": load(checkpoint, torch.float32, quantized=True).to(device)}
+    models: dict[str, Any] = {"GGUF": qao.from_pretrained(path, dtype=torch.float32, device=device)}
     seconds = time.perf_counter() - start
-    print(f"{len(checkpoint.layers)} linear layers in {seconds:.1f} s: the numbers of the file, no float copy of them")
+    layers = sum(isinstance(module, qao.QuantLinear) for module in models["GGUF"].modules())
+    print(f"{layers} linear layers in {seconds:.1f} s: the numbers of the file, no float copy of them")
     tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     answer(models["GGUF"], tokenizer, device)
 
-    models["fp32"] = load(checkpoint, torch.float32, quantized=False).to(device)
+    models["fp32"] = qao.dequantize_(copy.deepcopy(models["GGUF"]))
     models["bf16"] = copy.deepcopy(models["fp32"]).to(torch.bfloat16)
     models["GGUF, bf16"] = copy.deepcopy(models["GGUF"]).to(torch.bfloat16)
     print("\ntiming: the same weights in fp32, in bf16, and as they are in the file ...", flush=True)

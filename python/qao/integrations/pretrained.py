@@ -47,7 +47,7 @@ def from_pretrained(
     Raises:
         CheckpointError: the checkpoint is damaged, of a kind that no kernel of qao multiplies, or none of this model:
             tensors are missing or left over. With ``auto_class`` transformers reports those, as it always does.
-        ValueError: no scheme for a checkpoint of floats, or one for a quantised one.
+        ValueError: no scheme for a checkpoint of floats; a scheme, or ``embeddings``, for a quantised one.
         ImportError: transformers is not installed.
     """
     try:
@@ -69,6 +69,11 @@ def from_pretrained(
             )
     elif scheme is not None:
         raise ValueError(f"from_pretrained: {local} is quantised already ({checkpoint.format}); leave scheme out")
+    elif embeddings:
+        raise ValueError(
+            f"from_pretrained: {local} is quantised already ({checkpoint.format}); embeddings are loaded as they are "
+            'there. Quantise a tied one next: qao.quantize_(model, {"lm_head": qao.Int8WeightOnly()}, embeddings=True)'
+        )
     config = _config(transformers, checkpoint.config, local, options)
     cls = _model_class(config, auto_class)
     common = {"config": config, "device_map": where, **options}
