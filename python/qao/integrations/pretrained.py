@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,6 +88,7 @@ def from_pretrained(
         None, state_dict=state, dtype=dtype or _dtype(config, checkpoint), output_loading_info=True, **common
     )
     problems = [f"{what[:-5]}: {name}" for what in ("missing_keys", "unexpected_keys") for name in sorted(info[what])]
+    problems += _mismatched(cls, config, state)
     if problems and auto_class is None:
         text = "".join(f"\n  {line}" for line in problems[:20])
         raise CheckpointError(f"{local}: not a checkpoint of {cls.__name__}: {len(problems)} tensors differ:{text}")
@@ -117,6 +119,18 @@ class _Value:
 
     def numel(self) -> int:
         return self.shape.numel()
+
+
+def _mismatched(cls: Any, config: Any, state: Mapping[str, _Value]) -> list[str]:
+    """Tensors of another shape than the float model's, which some versions of transformers take without a word."""
+    with torch.device("meta"):
+        model = cls(copy.deepcopy(config))
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return [
+        f"size mismatch: {name} {list(value.shape)}, the model has {list(own[name].shape)}"
+        for name, value in state.items()
+        if name in own and own[name].shape != value.shape
+    ]
 
 
 def _local(path: str | os.PathLike[str], revision: str | None) -> Path:
