@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import operators, ops
-from .quantizer import SCALE_BLOCK, QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, row_sums
+from .quantizer import SCALE_BLOCK, QuantizedWeight, as_stored, quantize_fp8, quantize_int4, quantize_int8, row_sums
 
 try:
     from . import _host as _host
@@ -108,8 +108,8 @@ class Scheme(ABC):
         if (zeros is not None) != has_zeros:
             raise ValueError(f"{self}: zeros must be {'given' if has_zeros else 'None'} for a weight of this scheme")
         dtype = self._scale_dtype(scales.dtype)
-        scales = _as_stored("scales", scales, shape, dtype, self)
-        zeros = None if zeros is None else _as_stored("zeros", zeros, shape, dtype, self)
+        scales = as_stored("scales", scales, shape, dtype, str(self))
+        zeros = None if zeros is None else as_stored("zeros", zeros, shape, dtype, str(self))
         weight, stored = self._store(q.contiguous(), scales, zeros)
         sums = None if self.symmetric_activations else self._weight_sums(q, scales, zeros)
         scale = self.activation_scale
@@ -297,15 +297,3 @@ class Float8Weight(Scheme):
 
 def _plain_value(value: Any) -> Any:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-
-
-def _as_stored(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype, scheme: Scheme) -> Tensor:
-    """Scales or zero points, checked, in the dtype and shape that the layout asks for."""
-    if [size for size in values.shape if size != 1] != [size for size in shape if size != 1]:
-        raise ValueError(f"{scheme}: {name} must have shape {list(shape)}, not {list(values.shape)}")
-    if name == "scales" and not values.is_floating_point():
-        raise ValueError(f"{scheme}: scales must have a float dtype, not {values.dtype}")
-    stored = values.detach().reshape(shape).to(dtype).contiguous()
-    if not stored.is_meta and not stored.isfinite().all():
-        raise ValueError(f"{scheme}: {name} hold values that are not finite in {dtype}. Use a wider scale_dtype.")
-    return stored

@@ -120,6 +120,18 @@ def quantize_fp8(weight: Tensor, granularity: str, *, name: str = "weight") -> Q
     return QuantizedWeight(q, scales, None, _relative_error(squares))
 
 
+def as_stored(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype, scheme: str) -> Tensor:
+    """Scales or zero points, checked, in the dtype and shape that the layout asks for."""
+    if [size for size in values.shape if size != 1] != [size for size in shape if size != 1]:
+        raise ValueError(f"{scheme}: {name} must have shape {list(shape)}, not {list(values.shape)}")
+    if name == "scales" and not values.is_floating_point():
+        raise ValueError(f"{scheme}: scales must have a float dtype, not {values.dtype}")
+    stored = values.detach().reshape(shape).to(dtype).contiguous()
+    if not stored.is_meta and not stored.isfinite().all():
+        raise ValueError(f"{scheme}: {name} hold values that are not finite in {dtype}. Use a wider scale_dtype.")
+    return stored
+
+
 def row_sums(q: Tensor, scales: Tensor, zeros: Tensor | int, group_size: int) -> Tensor:
     """float32 [N]: sums over k of (q - zero) * scale, for q [N, K] of whole numbers, scales and zeros [N, G]."""
     n, k = q.shape

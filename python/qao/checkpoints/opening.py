@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from . import awq, compressed_tensors, fp8, gptq, native, torchao
 from .base import Checkpoint, CheckpointError
 from .files import SafetensorsCheckpoint, TensorFiles, read_json
+from .gguf import GgufCheckpoint
 from .settings import Settings
 
 __all__ = ["open_checkpoint"]
@@ -45,7 +45,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
     if path.suffix == ".gguf":
-        checkpoint: Checkpoint = importlib.import_module(".gguf", __package__).GgufCheckpoint(path)
+        checkpoint: Checkpoint = GgufCheckpoint(path)
         return checkpoint
     if path.is_file() and path.suffix != ".safetensors":
         raise CheckpointError(f"{path}: only .safetensors and .gguf files are read; pickles can run any code")
