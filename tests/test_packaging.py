@@ -238,8 +238,10 @@ def test_sdist_to_install(source_copy: Path, tmp_path: Path) -> None:
     (sdist,) = tmp_path.glob("qao-*.tar.gz")
     pip("install", "--no-deps", "--no-build-isolation", "--target", tmp_path / "site", sdist)
     assert str(tmp_path / "site") in output(python(RUN_OPERATORS, tmp_path / "site"))
-    modules = {path.name for path in (ROOT / "python" / "qao").glob("*.py")}
-    installed = {path.name for path in (tmp_path / "site" / "qao").iterdir() if path.name != "__pycache__"}
+    package, target = ROOT / "python" / "qao", tmp_path / "site" / "qao"
+    modules = {str(path.relative_to(package)) for path in package.rglob("*.py")}
+    files = (path for path in target.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    installed = {str(path.relative_to(target)) for path in files}
     hosts = {path.name for path in PACKAGE.glob("_host.*.so")}
     assert installed == modules | hosts | {"_C.so", "_host.pyi", "py.typed"}
 
