@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,12 @@ import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Workers of pytest-xdist share the GPUs: all see all of them, each another one first. Before CUDA starts.
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
+    if worker and count > 1:
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+        first = int(worker.removeprefix("gw")) % count
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
     config.addinivalue_line("markers", "every_isa: run again at every CPU instruction set by test_threads_isa.py")
 
 

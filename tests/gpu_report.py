@@ -63,7 +63,7 @@ def run(workers: int) -> int:
     counter = Counter()
     options = []
     if workers:  # they share the CPUs
-        options = ["-n", str(workers)]
+        options = ["-n", str(workers), "--dist", "worksteal"]
         share = str(max((os.cpu_count() or 1) // workers, 1))
         for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
             os.environ.setdefault(name, share)
