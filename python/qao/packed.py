@@ -76,7 +76,15 @@ class PackedModule(nn.Module):
     @property
     def pip_install_qao(self) -> Tensor:
         """The marker of the layer as a ``state_dict`` holds it; a property, since torch looks names of entries up."""
-        return marker.encode(marker.Marker(self.scheme.to_dict(), *self._sizes, self.dtype))
+        return self._beside(marker.encode(marker.Marker(self.scheme.to_dict(), *self._sizes, self.dtype)))
+
+    def _beside(self, entry: Tensor) -> Tensor:
+        """``entry`` on the device of the packed weight: torch.distributed.checkpoint loads no state dict of several.
+
+        On meta, where it would be lost, only beside what is sharded and waits for its numbers.
+        """
+        qweight = self.qweight
+        return entry if qweight.is_meta and type(qweight) is nn.Parameter else entry.to(qweight.device)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight [N, K] the layer multiplies with, in a float dtype (None: that of the scales)."""
@@ -151,7 +159,7 @@ class PackedModule(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + marker.TRIPWIRE] = marker.tripwire()
+        destination[prefix + marker.TRIPWIRE] = self._beside(marker.tripwire())
         destination[prefix + marker.MARKER] = self.pip_install_qao
 
     def _load_from_state_dict(

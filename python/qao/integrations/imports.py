@@ -33,6 +33,7 @@ _PARTS = {
     "accelerate": "accelerate",
     "diffusers.quantizers.auto": "diffusers",
     "peft": "peft",
+    "torch.distributed.fsdp._fully_shard._fsdp_param": "fsdp",
     "transformers.quantizers.auto": "transformers",
 }
 

@@ -1,0 +1,229 @@
+"""One of two processes of tests/test_distributed.py: ``python distributed_worker.py RANK FOLDER``.
+
+Runs every function below that is marked ``case`` and writes ``FOLDER/RANK.json``: what each one raised, "" for nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import qao
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+CASES: dict[str, Callable[[Path], None]] = {}
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+INT4 = qao.Int4WeightOnly(group_size=32)
+SCHEMES = {
+    "int4": INT4,
+    "int4 in float16": qao.Int4WeightOnly(group_size=32, scale_dtype=torch.float16),
+    "int8": qao.Int8WeightOnly(),
+    "fp8": qao.Float8WeightOnly(),
+    "fp8 block": qao.Float8WeightOnly(granularity="block"),
+    "int8_int8": qao.Int8DynamicActivationInt8Weight(symmetric_activations=False),
+    "int8_int4": qao.Int8DynamicActivationInt4Weight(group_size=32, symmetric_activations=False),
+    "fp8_fp8": qao.Float8DynamicActivationFloat8Weight(granularity="tensor", activation_scale=0.02),
+    "fp8_int4": qao.Float8DynamicActivationInt4Weight(group_size=32),
+}
+
+
+def case(function: Callable[[Path], None]) -> Callable[[Path], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def net(scheme: qao.Scheme) -> nn.Sequential:
+    """Sizes that no number of processes divides, the same numbers everywhere."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(70, 101), nn.GELU(), nn.Linear(101, 35))
+    qao.quantize_(model, scheme)
+    return model
+
+
+def shard(model: nn.Module, *blocks: nn.Module, **options: Any) -> nn.Module:
+    for block in (*blocks, model):
+        fully_shard(block, mesh=init_device_mesh("cpu", (2,)), **options)
+    return model
+
+
+def equal(got: Tensor, expected: Tensor) -> None:
+    assert got.dtype == expected.dtype and torch.equal(got, expected), (got, expected)
+
+
+def packed_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: p.dtype for name, p in model.named_parameters() if not name.endswith("bias")}
+
+
+# ---- FSDP2 -----------------------------------------------------------------------------------------------------------
+
+
+def check_fsdp2(scheme: qao.Scheme, policy: MixedPrecisionPolicy | None = None, **options: Any) -> None:
+    """Results and gradients of the sharded model are those of the whole one, bit for bit."""
+    whole = net(scheme)
+    model = copy.deepcopy(whole)
+    x = torch.randn(3, 70)
+    if policy is not None:  # the policy casts biases and x, nothing else
+        whole, x = whole.bfloat16(), x.bfloat16()
+        options["mp_policy"] = policy
+    dtypes = packed_dtypes(model)
+    for some in (whole, model):
+        some.requires_grad_()
+    shard(model, model[0], model[2], **options)
+    assert packed_dtypes(model) == dtypes
+    for _ in range(2):
+        whole.zero_grad()
+        model.zero_grad()
+        y = model(x)
+        equal(y, whole(x))
+        y.float().sum().backward()
+        whole(x).float().sum().backward()
+        for got, expected in zip((model[0].bias, model[2].bias), (whole[0].bias, whole[2].bias), strict=True):
+            equal(got.grad.full_tensor(), expected.grad.to(got.dtype))
+    for layer, expected in ((model[0], whole[0]), (model[2], whole[2])):
+        layer.unshard()
+        for got, own in zip(layer.packed.tensors().values(), expected.packed.tensors().values(), strict=True):
+            assert (got is None) == (own is None)
+            if own is not None:
+                equal(got.data, own.data)
+
+
+for _name, _scheme in SCHEMES.items():
+    CASES[f"fsdp2 {_name}"] = lambda folder, scheme=_scheme: check_fsdp2(scheme)
+    CASES[f"fsdp2 in bfloat16 {_name}"] = lambda folder, scheme=_scheme: check_fsdp2(scheme, policy=HALF)
+
+
+@case
+def fsdp2_with_offload(folder: Path) -> None:
+    check_fsdp2(INT4, policy=HALF, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+@case
+def fsdp2_with_parameters_kept(folder: Path) -> None:
+    check_fsdp2(INT4, policy=HALF, reshard_after_forward=False)
+
+
+@case
+def fsdp2_leaves_floats_to_the_policy(folder: Path) -> None:
+    model = shard(nn.Linear(8, 8), mp_policy=HALF)
+    assert model(torch.ones(1, 8)).dtype == torch.bfloat16
+
+
+# ---- checkpoints of models of transformers ---------------------------------------------------------------------------
+
+
+def llama(tied: bool = False) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 101}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)).eval()
+
+
+def qwen2() -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 101}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).eval()
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=101, n_positions=64, **ids)).eval()
+
+
+def tied_llama() -> nn.Module:
+    return llama(tied=True)
+
+
+MODELS = {"llama": (llama, False), "qwen2": (qwen2, False), "gpt2": (gpt2, False), "tied": (tied_llama, True)}
+
+
+def skeleton(make: Callable[[], nn.Module], embeddings: bool) -> nn.Module:
+    """The quantised model, sharded, its Parameters on meta: the recipe of docs/quantize.md."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        model = make()
+    model.tie_weights()
+    qao.quantize_(model, INT4, embeddings=embeddings)
+    return shard(model, *(model.transformer.h if hasattr(model, "transformer") else model.model.layers))
+
+
+@torch.no_grad()
+def check_checkpoint(folder: Path, make: Callable[[], nn.Module], embeddings: bool) -> None:
+    torch.manual_seed(0)
+    whole = make()
+    qao.quantize_(whole, INT4, embeddings=embeddings)
+    ids = torch.arange(10)[None]
+    expected = whole(ids).logits
+
+    model = skeleton(make, embeddings)
+    state = whole.state_dict() if dist.get_rank() == 0 else {}
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    equal(model(ids).logits, expected)
+    model.reshard()  # the root keeps what it gathered
+
+    dcp.save(model.state_dict(), checkpoint_id=folder / make.__name__)
+    again = skeleton(make, embeddings)
+    state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in again.state_dict().items()}
+    dcp.load(state, checkpoint_id=folder / make.__name__)
+    again.load_state_dict(state, assign=True)
+    equal(again(ids).logits, expected)
+
+
+for _name, (_make, _embeddings) in MODELS.items():
+    CASES[f"checkpoint {_name}"] = lambda folder, m=_make, e=_embeddings: check_checkpoint(folder, m, e)
+
+
+# ---- DDP -------------------------------------------------------------------------------------------------------------
+
+
+@case
+def ddp(folder: Path) -> None:
+    whole = net(INT4).requires_grad_()
+    model = DistributedDataParallel(copy.deepcopy(whole))
+    x = torch.randn(3, 70)
+    y = model(x)
+    equal(y, whole(x))
+    y.sum().backward()
+    whole(x).sum().backward()
+    for (name, got), own in zip(model.module.named_parameters(), whole.parameters(), strict=True):
+        assert got.requires_grad == name.endswith("bias")
+        if got.requires_grad:
+            equal(got.grad, own.grad)
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2, timeout=timedelta(seconds=30)
+    )
+    raised = {}
+    for name, run in CASES.items():
+        try:
+            run(folder)
+            raised[name] = ""
+        except Exception:
+            raised[name] = traceback.format_exc()
+    (folder / f"{rank}.json").write_text(json.dumps(raised))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
