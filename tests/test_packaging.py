@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,12 +26,14 @@ SOURCES = (
     "README.md",
     "CMakeLists.txt",
     "MANIFEST.in",
+    "Makefile",
     "csrc",
     "cuda",
     "pyproject.toml",
     "python",
     "setup.py",
     "third_party",
+    "tools",
 )
 RUN_OPERATORS = """
 import torch, qao.ops
@@ -163,6 +166,15 @@ def test_doctor_reports_an_impossible_isa() -> None:
     assert "QAO_CPU_ISA=sse2 is not one of" in report
 
 
+@pytest.mark.parametrize("library", sorted(PACKAGE.glob("*.so")), ids=lambda library: library.name.split(".")[0])
+def test_no_folder_of_the_builder_is_in_a_binary(library: Path) -> None:
+    """__FILE__ and the like name sources as from the root of the repository, and headers as from torch's package."""
+    content = library.read_bytes()
+    assert bytes(ROOT) not in content
+    assert not re.findall(rb"\0/[\w./+-]+/(?:csrc/\w+\.cpp|cuda/\w+/\w+\.cu|torch/include/[\w./]+)", content)
+    assert library.name != "_C.so" or b"\0torch/include/torch/csrc/stable/" in content
+
+
 # ---- build errors ----------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +227,28 @@ def test_make_names_what_an_environment_lacks() -> None:
     assert "torch>=2.11" not in result.stdout
 
 
+# ---- the source distribution -----------------------------------------------------------------------------------------
+
+
+def test_the_sdist_holds_all_that_make_touches(tmp_path: Path) -> None:
+    ignore = shutil.ignore_patterns("*.so", "*.egg-info", "__pycache__", ".?*", "build", "dist", "*.py[cod]")
+    tree = Path(shutil.copytree(ROOT, tmp_path / "tree", ignore=ignore))
+    shutil.copy(ROOT / ".clang-format", tree)  # for make lint
+    expected = {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
+    command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(tmp_path)]
+    subprocess.run(command, cwd=tree, check=True, capture_output=True)
+    (sdist,) = tmp_path.glob("qao-*.tar.gz")
+    subprocess.run(["tar", "xf", sdist, "-C", tmp_path], check=True)
+    root = sdist.with_name(sdist.name.removesuffix(".tar.gz"))
+    assert {name for name in expected if not (root / name).exists()} == set()
+    for target in ("demo", "test", "docs", "lint", "wheel"):
+        for venv in ("", ".venv"):
+            make = ["make", "-n", target, f"VENV={venv}", f"PYTHON={sys.executable}"]
+            commands = output(subprocess.run(make, cwd=root, capture_output=True, text=True))
+            scripts = re.findall(r"(?<=[ \n])[\w/]+\.py\b", commands)
+            assert "setup.py" in scripts and all((root / script).exists() for script in scripts)
+
+
 # ---- installing ------------------------------------------------------------------------------------------------------
 
 
@@ -256,4 +290,26 @@ def test_without_pybind_the_wheel_fits_every_python_3(source_copy: Path, tmp_pat
         name for name in names if name.startswith("qao/_host.") and name.endswith(".so")
     ]
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    output(python(RUN_OPERATORS, tmp_path / "site"))
+
+
+@pytest.mark.packaging
+def test_make_wheel_makes_one_for_other_machines(source_copy: Path, tmp_path: Path) -> None:
+    """Its tag is that of the symbols it needs; it bundles no library, and carries the licences of what is inside."""
+    pytest.importorskip("auditwheel")
+    command = ["make", "wheel", "VENV=", f"PYTHON={sys.executable}"]
+    result = subprocess.run(
+        command, cwd=source_copy, capture_output=True, text=True, env={**os.environ, "QAO_CUDA": "OFF"}
+    )
+    output(result)
+    (wheel,) = (source_copy / "dist").glob("qao-*.whl")
+    assert "-manylinux_2_" in wheel.name and "-linux_" not in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "site")
+    assert not [name for name in names if ".libs/" in name]
+    for text in ("LICENSE", "third_party/licenses/pybind11.txt", "third_party/licenses/pytorch.txt"):
+        assert f"qao-{qao.__version__}.dist-info/licenses/{text}" in names
+    for library in (tmp_path / "site" / "qao").glob("*.so"):
+        assert bytes(source_copy) not in library.read_bytes()
     output(python(RUN_OPERATORS, tmp_path / "site"))
