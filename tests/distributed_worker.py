@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import qao
@@ -167,6 +168,8 @@ def skeleton(make: Callable[[], nn.Module], embeddings: bool) -> nn.Module:
 
 @torch.no_grad()
 def check_checkpoint(folder: Path, make: Callable[[], nn.Module], embeddings: bool) -> None:
+    from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
+
     torch.manual_seed(0)
     whole = make()
     qao.quantize_(whole, INT4, embeddings=embeddings)
@@ -178,6 +181,11 @@ def check_checkpoint(folder: Path, make: Callable[[], nn.Module], embeddings: bo
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     equal(model(ids).logits, expected)
     model.reshard()  # the root keeps what it gathered
+
+    third = skeleton(make, embeddings)
+    main = SimpleNamespace(is_main_process=dist.get_rank() == 0)
+    fsdp2_load_full_state_dict(main, third, whole.state_dict() if main.is_main_process else {})
+    equal(third(ids).logits, expected)
 
     dcp.save(model.state_dict(), checkpoint_id=folder / make.__name__)
     again = skeleton(make, embeddings)

@@ -54,7 +54,8 @@ def decode(tensor: Tensor, name: str = MARKER) -> Marker:
     if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not 0 < tensor.numel() <= _LONGEST:
         raise ValueError(f"{name}: not a marker of qao: {tensor.dtype}{list(tensor.shape)}, not uint8 of one dimension")
     try:
-        content = json.loads(bytes(tensor.cpu().tolist()))
+        plain: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        content = json.loads(bytes(plain.cpu().tolist()))
         version = content["version"]
         if isinstance(version, int) and version > VERSION:
             raise ValueError(

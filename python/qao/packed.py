@@ -79,12 +79,15 @@ class PackedModule(nn.Module):
         return self._beside(marker.encode(marker.Marker(self.scheme.to_dict(), *self._sizes, self.dtype)))
 
     def _beside(self, entry: Tensor) -> Tensor:
-        """``entry`` on the device of the packed weight: torch.distributed.checkpoint loads no state dict of several.
+        """``entry`` where the packed weight is: torch.distributed.checkpoint takes no state dict on two devices.
 
-        On meta, where it would be lost, only beside what is sharded and waits for its numbers.
+        Beside a sharded weight it is a replicated DTensor, for accelerate expects nothing else there. It stays off
+        meta, where it would be lost, but for a sharded weight that waits for its numbers.
         """
-        qweight = self.qweight
-        return entry if qweight.is_meta and type(qweight) is nn.Parameter else entry.to(qweight.device)
+        qweight: Any = self.qweight
+        if hasattr(qweight, "device_mesh"):
+            return type(qweight).from_local(entry.to(qweight.device), qweight.device_mesh)  # type: ignore[no-any-return]
+        return entry if qweight.is_meta else entry.to(qweight.device)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight [N, K] the layer multiplies with, in a float dtype (None: that of the scales)."""
