@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .formats import FLOAT_DTYPES, PackedWeight, Scheme
 from .packed import PackedModule, attached, frozen
+from .subclass import computes_linear
 
 _autocasts = torch._C._is_any_autocast_enabled
 
@@ -33,9 +34,14 @@ def linear_weight(linear: nn.Module) -> Tensor:
 
 def obstacle(linear: nn.Module) -> str | None:
     """Why a linear module cannot be replaced by a QuantLinear without changing what it does; None if it can."""
-    if not _is_conv1d(linear) and type(linear).forward is not nn.Linear.forward:
+    own_forward = not _is_conv1d(linear) and type(linear).forward is not nn.Linear.forward
+    if own_forward and not computes_linear(type(linear)):
         return f"{type(linear).__name__} is a subclass of nn.Linear with its own forward"
-    return instance_obstacle(linear)
+    if reason := instance_obstacle(linear):
+        return reason
+    tensors = {**linear._parameters, **linear._buffers, **linear._modules}
+    others = [name for name, value in tensors.items() if value is not None and name not in ("weight", "bias")]
+    return f"it has {', '.join(others)} beside weight and bias, which would be lost" if others else None
 
 
 def instance_obstacle(module: nn.Module) -> str | None:

@@ -19,6 +19,7 @@ from .formats import Scheme
 from .linear import QuantLinear, is_linear, linear_weight, obstacle
 from .packed import PackedModule
 from .report import Row
+from .spared import ROUTER, is_router, spared
 
 Select = Callable[[str, nn.Module], Scheme | None]
 
@@ -31,6 +32,8 @@ _READ_BY_PARENT: dict[type[nn.Module], tuple[str, ...]] = {
     nn.MultiheadAttention: ("out_proj",),
     nn.TransformerEncoderLayer: ("linear1", "linear2"),
 }
+# Of the same, by the names of classes whose library need not be installed: RWKV rescales these weights in place.
+_WRITTEN_BY_MODEL = {"RwkvSelfAttention": ("output",), "RwkvFeedForward": ("value",)}
 
 
 @dataclass
@@ -85,8 +88,21 @@ def _find(model: nn.Module, belongs: Callable[[nn.Module], bool]) -> list[Layer]
     return list(layers.values())
 
 
-def selector(model: nn.Module, scheme: Scheme | Mapping[str, Scheme | None] | Select) -> Select:
-    """``scheme`` in its three forms as one function, which checks what it returns."""
+@dataclass
+class Selection:
+    """What ``scheme`` in its three forms says of each layer; the schemes it gives are checked."""
+
+    choose: Select
+    spared: dict[str, str]  # layers whose scheme was not meant for them in particular, and why they do not get it
+
+    def __call__(self, name: str, module: nn.Module) -> Scheme | None:
+        chosen = self.choose(name, module)
+        if chosen is not None and not isinstance(chosen, Scheme):
+            raise TypeError(f"quantize_: the scheme of {name} must be a Scheme or None, not {chosen!r}")
+        return chosen
+
+
+def selector(model: nn.Module, scheme: Scheme | Mapping[str, Scheme | None] | Select) -> Selection:
     if isinstance(scheme, type) or not (isinstance(scheme, (Scheme, Mapping)) or callable(scheme)):
         hint = f"; did you mean {scheme.__name__}()?" if isinstance(scheme, type) else ""
         raise TypeError(
@@ -94,27 +110,28 @@ def selector(model: nn.Module, scheme: Scheme | Mapping[str, Scheme | None] | Se
             f"function of name and module, not {scheme!r}{hint}"
         )
     if isinstance(scheme, Scheme):
-        return lambda name, module: scheme
-    if isinstance(scheme, Mapping):
-        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-        for key in scheme:
-            if not any(_matches(key, name) for name in names):
-                raise ValueError(f"quantize_: no module of the model matches {key!r}. See model.named_modules().")
-        choose: Select = partial(_first_match, scheme)
-    else:
-        choose = by_name_and_module(scheme, "quantize_: scheme")
-
-    def select(name: str, module: nn.Module) -> Scheme | None:
-        chosen = choose(name, module)
-        if chosen is not None and not isinstance(chosen, Scheme):
-            raise TypeError(f"quantize_: the scheme of {name} must be a Scheme or None, not {chosen!r}")
-        return chosen
-
-    return select
+        return Selection(lambda name, module: scheme, spared(model))
+    if not isinstance(scheme, Mapping):
+        return Selection(by_name_and_module(scheme, "quantize_: scheme"), {})
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for key in scheme:
+        if not any(_matches(key, name) for name in modules):
+            raise ValueError(f"quantize_: no module of the model matches {key!r}. See model.named_modules().")
+    kept = spared(model)
+    # A key that matches other layers too is meant for all of them, one that does not for these.
+    others = [name for name, module in modules.items() if is_linear(module) and name not in kept] if kept else []
+    for_all = {key for key in scheme if any(_matches(key, name) for name in others)}
+    kept = {name: why for name, why in kept.items() if _first_key(scheme, name) in for_all}
+    return Selection(partial(_first_match, scheme), kept)
 
 
 def _first_match(schemes: Mapping[str, Scheme | None], name: str, module: nn.Module) -> Scheme | None:
-    return next((scheme for key, scheme in schemes.items() if _matches(key, name)), None)
+    key = _first_key(schemes, name)
+    return None if key is None else schemes[key]
+
+
+def _first_key(schemes: Mapping[str, Scheme | None], name: str) -> str | None:
+    return next((key for key in schemes if _matches(key, name)), None)
 
 
 def _matches(key: str, name: str) -> bool:
@@ -125,7 +142,7 @@ def _matches(key: str, name: str) -> bool:
 
 def decide(
     layer: Layer,
-    select: Select,
+    select: Selection,
     filter: Callable[[str, nn.Module], bool] | None,
 ) -> None:
     """Sets what becomes of a layer, as far as the layer and its parents tell."""
@@ -143,10 +160,12 @@ def decide(
         layer.leave("excluded", "no scheme for it")
     elif filter is not None and not filter(row.name, module):
         layer.leave("excluded", "by the filter")
+    elif row.name in select.spared:
+        layer.leave("excluded", select.spared[row.name])
     elif any(part.startswith("lora_") for part in row.name.split(".")):
         layer.leave("excluded", "a LoRA adapter, which is there to be trained")
     elif reader is not None:
-        layer.leave("left", f"{type(reader).__name__} reads its weight itself instead of calling it")
+        layer.leave("left", f"{type(reader).__name__} reads or writes its weight itself")
     elif _is_compiled(layer):
         layer.leave("left", _COMPILED)
     elif reason is not None:
@@ -167,7 +186,8 @@ def _is_compiled(layer: Layer) -> bool:
 
 
 def _read_by(parent: nn.Module) -> tuple[str, ...]:
-    return next((names for kind, names in _READ_BY_PARENT.items() if isinstance(parent, kind)), ())
+    named = _WRITTEN_BY_MODEL.get(type(parent).__name__, ())
+    return next((names for kind, names in _READ_BY_PARENT.items() if isinstance(parent, kind)), named)
 
 
 def resolve_tied_weights(model: nn.Module, layers: list[Layer], embeddings: list[Layer], with_embeddings: bool) -> None:
@@ -230,20 +250,26 @@ def find_untouched(model: nn.Module, layers: list[Layer], asked: Select | None) 
     """Fused expert tensors, and every other weight of at least 1 % of the parameters that is no embedding."""
     big = BIG * count_parameters(model)
     seen = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        owner = modules[name.partition(".parametrizations.")[0]]  # name itself, but for what torch computes weights of
+        convolution = isinstance(owner, nn.modules.conv._ConvNd)
         for key, weight in module._parameters.items():
             if weight is None or id(weight) in seen or weight.dim() < 2 or not weight.is_floating_point():
                 continue
             seen.add(id(weight))
-            convolution = isinstance(module, nn.modules.conv._ConvNd)
-            fused = weight.dim() == 3 and weight.shape[0] > 1 and not convolution
-            if "Embedding" in type(module).__name__ or not (fused or weight.numel() >= big):
+            three = weight.dim() == 3 and min(weight.shape) > 1 and not convolution
+            if "Embedding" in type(owner).__name__ or not (three or weight.numel() >= big):
                 continue
-            note = "fused expert tensor" if fused else f"weight of {type(module).__name__}, not a linear layer"
+            kind = type(owner).__name__
+            fused = three and re.search("expert|moe", f"{name}.{kind}", re.IGNORECASE)
+            note = "fused expert tensor" if fused else f"weight of {kind}, not a linear layer"
             row = Row(f"{name}.{key}" if name else key, tuple(weight.shape), "untouched", note=note)
             row.bytes_before = byte_count(weight)
             if asked is not None and asked(name, module) is None:
                 row.status = "excluded"
+            elif is_router(name, row.shape, modules):
+                row.status, row.note = "excluded", ROUTER
             yield row
 
 
