@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .linear import QuantLinear, is_linear, obstacle
+from . import survey
+from .linear import QuantLinear
 from .report import common_name, table
+from .schemes import Int8WeightOnly
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
 
 @dataclass
@@ -75,7 +80,7 @@ class Explanation:
 def explain(
     model: nn.Module,
     *inputs: Any,
-    more: Iterable[tuple[Any, ...]] = (),
+    more: Iterable[tuple[Any, ...] | Mapping[str, Any]] = (),
     compile: bool | dict[str, Any] = True,
     **kwargs: Any,
 ) -> Explanation:
@@ -87,33 +92,55 @@ def explain(
 
     Args:
         model: any module, quantised or not; one that torch.compile returned stands for the module inside.
-        inputs: one call's arguments.
-        more: arguments of further calls, for example with other numbers of tokens; recompilations show there.
+        inputs: one call's arguments. A single dict of tensors, as a tokenizer returns it, gives the keyword arguments
+            of models that take its keys as such, and is passed as it is to others.
+        more: arguments of further calls, for example with other numbers of tokens; recompilations show there. A tuple
+            holds positional arguments, a dict keyword arguments, which replace those of the same name in ``kwargs``.
         compile: False leaves torch.compile out; a dict is its arguments, for example ``{"mode": "max-autotune"}``.
 
     Raises:
         Exception: whatever the model raises in eager mode. What torch.compile raises is part of the result.
     """
     model = getattr(model, "_orig_mod", model)
-    calls = [inputs, *more]
+    calls = [_call(model, arguments, kwargs) for arguments in (inputs, *more)]
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
-    seen = _eager(model, layers, calls, kwargs)
+    seen = _eager(model, layers, calls)
     options = {} if compile is True else compile
     return Explanation(
         layers=seen,
         uncalled=[name for name in layers if name not in {call.name for call in seen}],
-        unquantized={
-            name: obstacle(module) or "though it could be"
-            for name, module in model.named_modules()
-            if is_linear(module)
-        },
-        compilation=None if options is False else _compiled(model, [calls[0], *calls], kwargs, options),
+        unquantized=_unquantized(model),
+        compilation=None if options is False else _compiled(model, [calls[0], *calls], options),
     )
 
 
-def _eager(
-    model: nn.Module, layers: dict[str, QuantLinear], calls: list[tuple[Any, ...]], kwargs: dict[str, Any]
-) -> list[LayerCall]:
+def _call(model: nn.Module, arguments: tuple[Any, ...] | Mapping[str, Any], kwargs: dict[str, Any]) -> Call:
+    if isinstance(arguments, Mapping):
+        return (), {**kwargs, **arguments}
+    if len(arguments) == 1 and isinstance(arguments[0], Mapping) and all(isinstance(key, str) for key in arguments[0]):
+        try:
+            inspect.signature(model.forward).bind(**{**kwargs, **arguments[0]})
+        except TypeError:  # its keys are no arguments
+            return arguments, kwargs
+        return (), {**kwargs, **arguments[0]}
+    return arguments, kwargs
+
+
+def _unquantized(model: nn.Module) -> dict[str, str]:
+    """Why linear layers are none of QuantLinear: what ``quantize_`` would say of them, asked for one scheme for all."""
+    select = survey.selector(model, Int8WeightOnly())
+    layers = survey.find_layers(model)
+    for layer in layers:
+        survey.decide(layer, select, None)
+    survey.resolve_tied_weights(model, layers, survey.find_embeddings(model), False)
+    return {
+        layer.row.name: "though it could be" if layer.scheme else layer.row.note or layer.row.status
+        for layer in layers
+        if not isinstance(layer.module, QuantLinear)
+    }
+
+
+def _eager(model: nn.Module, layers: dict[str, QuantLinear], calls: list[Call]) -> list[LayerCall]:
     seen: dict[tuple[Any, ...], LayerCall] = {}
 
     def record(name: str) -> Any:
@@ -128,8 +155,8 @@ def _eager(
 
     handles = [layer.register_forward_pre_hook(record(name)) for name, layer in layers.items()]
     try:
-        for arguments in calls:
-            model(*arguments, **kwargs)
+        for arguments, keywords in calls:
+            model(*arguments, **keywords)
     finally:
         for handle in handles:
             handle.remove()
@@ -161,9 +188,7 @@ def _is_copied(x: Tensor) -> bool:
     return (x.shape[-1] > 1 and rows.stride(1) != 1) or (rows.shape[0] > 1 and rows.stride(0) == 0)
 
 
-def _compiled(
-    model: nn.Module, calls: list[tuple[Any, ...]], kwargs: dict[str, Any], options: dict[str, Any]
-) -> Compilation:
+def _compiled(model: nn.Module, calls: list[Call], options: dict[str, Any]) -> Compilation:
     from torch._dynamo import utils
 
     result = Compilation()
@@ -172,8 +197,8 @@ def _compiled(
     utils.clear_compilation_metrics()
     compiled = torch.compile(model, **options)
     try:
-        for arguments in calls:
-            compiled(*arguments, **kwargs)
+        for arguments, keywords in calls:
+            compiled(*arguments, **keywords)
     except Exception as error:  # a failed compilation is a result here: what it says goes into the report
         result.error = f"{type(error).__name__}: {error}"
     frames = utils.get_compilation_metrics()
@@ -182,7 +207,7 @@ def _compiled(
     result.recompiles = [frame.recompile_reason for frame in frames if frame.recompile_reason]
     result.seconds = sum(frame.entire_frame_compile_time_s or 0.0 for frame in frames)
     if utils.counters["graph_break"]:
-        result.breaks = _breaks(model, calls[0], kwargs) or list(utils.counters["graph_break"])
+        result.breaks = _breaks(model, *calls[0]) or list(utils.counters["graph_break"])
     torch._dynamo.reset()
     return result
 
@@ -262,7 +287,8 @@ def _advice(e: Explanation) -> Iterator[str]:
 
 def _by_cause(recompiles: list[str]) -> tuple[list[str], list[str], list[str]]:
     """Recompilations for a size or stride, for a tensor of another mode, and for anything else."""
-    sizes = [text for text in recompiles if "size mismatch" in text or "stride mismatch" in text]
+    # The first time by comparison of tensors, then by conditions such as "args[0].stride()[0] == args[0].size()[1]".
+    sizes = [text for text in recompiles if re.search(r"(size|stride) mismatch|\.(size|stride)\(\)", text)]
     modes = [text for text in recompiles if "dispatch key set mismatch" in text]
     return sizes, modes, [text for text in recompiles if text not in sizes and text not in modes]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .formats import FLOAT_DTYPES, PackedWeight, Scheme
-from .packed import PackedModule, attached, frozen
+from .packed import SHARDED, PackedModule, attached, frozen
 from .subclass import computes_linear
 
 _autocasts = torch._C._is_any_autocast_enabled
@@ -48,7 +48,11 @@ def instance_obstacle(module: nn.Module) -> str | None:
     """The same of what was done to one module, whatever its class: hooks, parametrizations, a weight of others."""
     weight = module._parameters.get("weight")
     if weight is None:
-        return "its weight is computed from other parameters (parametrization or weight_norm)"
+        return "its weight is computed from other parameters (parametrization, weight_norm, pruning)"
+    if type(weight).__name__ == "DTensor":
+        return SHARDED
+    if hasattr(weight, "ds_id"):
+        return "DeepSpeed partitions its weight (ZeRO-3): quantise before deepspeed.initialize"
     if reason := attached(module):
         return reason
     if type(weight) is not nn.Parameter:

@@ -218,6 +218,12 @@ class PackedModule(nn.Module):
         self._freeze()
 
 
+SHARDED = (
+    "it is sharded (fully_shard, FSDP, tensor parallelism): quantise first, then call fully_shard, since "
+    "FullyShardedDataParallel takes no integers"
+)
+
+
 def attached(module: nn.Module) -> str | None:
     """What hangs on a module and would be lost with it; None if nothing does."""
     if "_hf_hook" in vars(module):
@@ -229,7 +235,9 @@ def attached(module: nn.Module) -> str | None:
     own = MethodType(type(module).forward, module)
     if vars(module).get("forward", own) != own:
         return "its forward was replaced on the instance"
-    hooks = [name.strip("_") for name, value in vars(module).items() if name.endswith("_hooks") and value]
+    hooks = {name.strip("_"): value for name, value in vars(module).items() if name.endswith("_hooks") and value}
+    if "fsdp" in repr(hooks).lower():
+        return SHARDED
     return f"it has {', '.join(hooks)}, which would be lost" if hooks else None
 
 

@@ -1,4 +1,4 @@
-"""Linear layers that a scheme meant for all of a model leaves as they are: they cost little, and errors in them much."""
+"""Linear layers that a scheme meant for all leaves as they are: they are small, and errors in them cost much."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def spared(model: nn.Module) -> dict[str, str]:
 def is_router(name: str, shape: tuple[int, ...], modules: Mapping[str, nn.Module]) -> bool:
     """Whether the module ``name`` with a weight [N, K] belongs to what chooses experts, or weighs them.
 
-    A part of its name has the word "router", the class of it or of a module around it has "Router" or "TopK" in its name,
-    or a part of its name is "gate" ("gating", "shared_expert_gate", ...), it has fewer outputs than inputs and is no
-    part of an expert. "gate_proj" and "gate_up_proj" are none.
+    A part of its name has the word "router"; or the class of it, or of a module around it, has "Router" or "TopK" in
+    its name; or a part of its name is "gate" ("gating", "shared_expert_gate", ...), it has fewer outputs than inputs
+    and is no part of an expert. "gate_proj" and "gate_up_proj" are none.
     """
     parts = name.split(".")
     path = [".".join(parts[: i + 1]) for i in range(len(parts))]

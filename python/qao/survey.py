@@ -17,7 +17,7 @@ from .embedding import QuantEmbedding, is_embedding, scheme_obstacle
 from .embedding import obstacle as obstacle_of_embedding
 from .formats import Scheme
 from .linear import QuantLinear, is_linear, linear_weight, obstacle
-from .packed import PackedModule
+from .packed import SHARDED, PackedModule
 from .report import Row
 from .spared import ROUTER, is_router, spared
 
@@ -47,6 +47,7 @@ class Layer:
     tied_to: Layer | None = None  # an earlier layer with the same weight
     elements: int = 0  # of the float weight; 0 if counted in tied_to
     x_dtype: torch.dtype = torch.float32  # that the layer will probably see
+    in_fsdp: bool = False  # inside FullyShardedDataParallel, whose flat parameter the weight is a part of
 
     def leave(self, status: str, note: str | None = None) -> None:
         self.scheme, self.row.status, self.row.scheme, self.row.note = None, status, None, note
@@ -75,6 +76,9 @@ def _is_any_embedding(module: nn.Module) -> bool:
 
 
 def _find(model: nn.Module, belongs: Callable[[nn.Module], bool]) -> list[Layer]:
+    # Without the import of torch.distributed.fsdp, which is not everywhere.
+    wrapped = (module for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel")
+    flat = {id(module) for wrapper in wrapped for module in wrapper.modules()}
     layers = {id(module): Layer(module, Row(name, (), "")) for name, module in model.named_modules() if belongs(module)}
     for parent_name, parent in model.named_modules():
         for attribute, child in parent._modules.items():
@@ -82,6 +86,7 @@ def _find(model: nn.Module, belongs: Callable[[nn.Module], bool]) -> list[Layer]
             if layer is None:
                 continue
             layer.places.append((parent, attribute))
+            layer.in_fsdp = id(child) in flat
             name = f"{parent_name}.{attribute}" if parent_name else attribute
             if name != layer.row.name:
                 layer.row.aliases.append(name)
@@ -166,6 +171,8 @@ def decide(
         layer.leave("excluded", "a LoRA adapter, which is there to be trained")
     elif reader is not None:
         layer.leave("left", f"{type(reader).__name__} reads or writes its weight itself")
+    elif layer.in_fsdp:
+        layer.leave("left", SHARDED)
     elif _is_compiled(layer):
         layer.leave("left", _COMPILED)
     elif reason is not None:

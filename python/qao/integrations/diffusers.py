@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
 from diffusers.quantizers.base import DiffusersQuantizer
 from torch import Tensor, nn
 
@@ -11,7 +12,7 @@ from .. import marker
 from ..checkpoint import VERSION
 from .config import QaoConfig
 from .loading import Loader
-from .registration import fill
+from .registration import fill, tell_dtype
 
 __all__ = ["QaoConfig", "QaoQuantizer", "attach", "register"]
 
@@ -107,3 +108,4 @@ def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
     quantizer.quantization_config = config
     model.register_to_config(quantization_config=config)
     model.hf_quantizer = quantizer
+    tell_dtype(diffusers.ModelMixin)

@@ -6,7 +6,10 @@ import importlib
 import sys
 from typing import Any
 
+import torch
 from torch import nn
+
+from ..packed import PackedModule
 
 
 def attach(model: nn.Module) -> None:
@@ -33,3 +36,24 @@ def fill(tables: Any, config: type, quantizer: type) -> None:
     """Makes "qao" known to ``quantizers.auto`` of transformers or diffusers."""
     tables.AUTO_QUANTIZATION_CONFIG_MAPPING["qao"] = config
     tables.AUTO_QUANTIZER_MAPPING["qao"] = quantizer
+
+
+def tell_dtype(base: Any) -> None:
+    """Makes ``model.dtype`` of these libraries, the dtype of its first float tensor, pass over the scales.
+
+    Pipelines cast inputs to it, and scales may be float32 in a model of bfloat16. Of ``base`` and what inherits it.
+    """
+    theirs = base.dtype.fget
+    if theirs.__module__ == __name__:
+        return
+
+    def dtype(self: nn.Module) -> torch.dtype:
+        found: torch.dtype = theirs(self)
+        for module in self.modules():
+            if isinstance(module, PackedModule):
+                return module.dtype if found == module.scales.dtype else found
+            if any(tensor is not None and tensor.is_floating_point() for tensor in module._parameters.values()):
+                break
+        return found
+
+    base.dtype = property(dtype, doc=base.dtype.__doc__)

@@ -17,7 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from .. import marker, survey
 from .config import QaoConfig
 from .loading import Loader
-from .registration import fill
+from .registration import fill, tell_dtype
 from .saving import files_of
 
 __all__ = ["QaoConfig", "QaoQuantizer", "attach", "register"]
@@ -187,3 +187,4 @@ def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
         quantizer = QaoQuantizer(config, pre_quantized=True)
     quantizer.quantization_config = model.config.quantization_config = config
     model.hf_quantizer = quantizer
+    tell_dtype(transformers.PreTrainedModel)
