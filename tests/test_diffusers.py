@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -77,3 +78,32 @@ def test_another_dtype_leaves_scales_alone(tmp_path: Path) -> None:
             assert half.get_parameter(name).dtype == parameter.dtype
     assert half.norm_out.linear.bias.dtype == torch.float16
     assert torch.allclose(run(half).float(), run(model), atol=0.02 * float(run(model).abs().max()))
+
+
+@pytest.mark.filterwarnings("ignore:quantize_. these big weights")
+@pytest.mark.parametrize("make", [unet, flux])
+def test_the_dtype_of_a_model_is_not_that_of_its_scales(make: Callable[[], Any]) -> None:
+    """Pipelines cast what they give a model to it. The first float tensor of Flux is a scale."""
+    model = make().bfloat16()
+    qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
+    assert model.dtype == torch.bfloat16
+    assert run(model).dtype == torch.bfloat16
+    assert model.to(torch.float16).dtype == torch.float16
+    assert make().dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:quantize_. these big weights")
+@pytest.mark.filterwarnings("ignore:The weight .* of a quantised layer was read")
+@pytest.mark.parametrize("make", [unet, flux])
+def test_fused_projections_are_those_of_the_dequantised_weights(make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    qao.quantize_(model, qao.Int8WeightOnly(clip_search=False), progress=False)
+    plain = qao.dequantize_(copy.deepcopy(model))
+    truth = run(plain)
+    model.fuse_qkv_projections()
+    assert any("to_qkv" in name for name, _ in model.named_modules())
+    # The same float32 products, of one matrix instead of three.
+    torch.testing.assert_close(run(model), truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
+    model.unfuse_qkv_projections()
+    torch.testing.assert_close(run(model), truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import UserDict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import qao
@@ -76,6 +78,75 @@ def test_one_graph_and_its_inputs(device: str) -> None:
     assert compilation is not None
     assert compilation.graphs == 1 and compilation.breaks == [] and compilation.recompiles == []
     assert compilation.graph_inputs == [1 + 4 * 3] and compilation.seconds > 0 and compilation.error is None
+
+
+class Keywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, shift: Tensor | None = None, *, twice: bool = False) -> Tensor:
+        y = self.layer(x if shift is None else x + shift)
+        return y * 2 if twice else y
+
+
+class OneDict(nn.Module):
+    """As the models of sentence-transformers: the dict is the argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, features: dict[str, Tensor], **kwargs: Any) -> Tensor:
+        return self.layer(features["x"])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("wrap", [dict, UserDict])
+def test_dicts_are_keyword_arguments(wrap: Any, device: str) -> None:
+    model = Keywords().to(device)
+    qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
+    x, longer = x_of(3, device), x_of(5, device)
+    more = [wrap({"x": longer, "shift": longer}), (longer, longer), {"x": longer, "twice": False}]
+    explanation = qao.explain(model, wrap({"x": x, "shift": x}), more=more, twice=True, compile=OPTIONS)
+    assert [(call.tokens, call.calls) for call in explanation.layers] == [(3, 1), (5, 3)]
+    compilation = explanation.compilation
+    assert compilation is not None and compilation.error is None
+    assert compilation.recompiles
+
+
+@torch.inference_mode()
+def test_a_dict_that_is_the_argument_stays_one(device: str) -> None:
+    model = OneDict().to(device)
+    qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
+    explanation = qao.explain(model, {"x": x_of(3, device)}, compile=False)
+    assert [call.tokens for call in explanation.layers] == [3]
+
+
+@torch.inference_mode()
+def test_conditions_on_sizes_are_sizes(device: str) -> None:
+    """A batch of one, then one of four: torch says "args[0].stride()[0] == args[0].size()[1]"."""
+    model = nn.Sequential(nn.Linear(64, 64)).to(device)
+    qao.quantize_(model, qao.Int8DynamicActivationInt8Weight(), progress=False)
+    x = randn(4, 22, 64, dtype=torch.float32, device=device)
+    more = [(x[:2],), (x[:1, :11],), (x,), (x[:, :5],)]
+    explanation = qao.explain(model, x[:2, :11], more=more, compile=OPTIONS)
+    compilation = explanation.compilation
+    assert compilation is not None and len(compilation.recompiles) >= 2
+    advice = " ".join(explanation.advice)
+    assert "Recompiled for another size" in advice and "other reasons" not in advice
+
+
+def test_why_a_layer_is_not_quantised() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 64), "head": nn.Linear(64, 8), "router": nn.Linear(64, 4)})
+    model["head"].weight = model["embed"].weight
+    model["plain"], model["hooked"] = nn.Linear(64, 64), nn.Linear(64, 64)
+    model["hooked"].register_forward_hook(lambda *_: None)
+    model.forward = lambda: None
+    reasons = qao.explain(model, compile=False).unquantized
+    assert reasons.pop("plain") == "though it could be"
+    assert "embeddings=True" in reasons.pop("head") and "a router" in reasons.pop("router")
+    assert "forward_hooks" in reasons.pop("hooked") and not reasons
 
 
 @torch.inference_mode()

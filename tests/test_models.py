@@ -112,12 +112,55 @@ def mixtral() -> nn.Module:
     return transformers.MixtralForCausalLM(config)
 
 
+def falcon() -> nn.Module:
+    """Its FalconLinear has a forward of its own."""
+    sizes = {"vocab_size": 120, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.FalconForCausalLM(transformers.FalconConfig(**sizes))
+
+
+STATE_SPACE = {"vocab_size": 120, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
+
+
+def mamba() -> nn.Module:
+    """Reads the weight of dt_proj."""
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**STATE_SPACE))
+
+
+def falcon_mamba() -> nn.Module:
+    return transformers.FalconMambaForCausalLM(transformers.FalconMambaConfig(**STATE_SPACE))
+
+
+def mamba2() -> nn.Module:
+    """Reads the dtype of the weight of in_proj."""
+    sizes = {"head_dim": 16, "num_heads": 8, "n_groups": 1, "chunk_size": 8}
+    return transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**STATE_SPACE, **sizes))
+
+
+def jamba() -> nn.Module:
+    layers = {"attn_layer_period": 2, "attn_layer_offset": 1}
+    sizes = {"num_experts": 1, "num_experts_per_tok": 1, "mamba_d_state": 8, "use_mamba_kernels": False}
+    return transformers.JambaForCausalLM(transformers.JambaConfig(**{**DECODER, **layers, **sizes}))
+
+
+def rwkv() -> nn.Module:
+    """Divides the weights of some layers in place before its first forward, by 2 in the second block."""
+    sizes = {"vocab_size": 120, "hidden_size": 64, "attention_hidden_size": 64, "num_hidden_layers": 2}
+    return transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes, context_length=64, rescale_every=1))
+
+
+def switch() -> nn.Module:
+    sizes = {"vocab_size": 120, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4, "num_experts": 4}
+    layers = {"num_layers": 2, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    config = transformers.SwitchTransformersConfig(**sizes, **layers, decoder_start_token_id=0)
+    return transformers.SwitchTransformersForConditionalGeneration(config)
+
+
 def inputs(build: Callable[[], nn.Module], device: str) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     if build is vit:
         return {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator).to(device)}
     tokens = torch.randint(3, 120, (2, 11), generator=generator).to(device)
-    return {"input_ids": tokens} | ({"decoder_input_ids": tokens[:, :5]} if build is t5 else {})
+    return {"input_ids": tokens} | ({"decoder_input_ids": tokens[:, :5]} if build in (t5, switch) else {})
 
 
 def make(build: Callable[[], nn.Module], device: str) -> nn.Module:
@@ -157,6 +200,13 @@ def as_double(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
         (bert, 2 * 6 + 1),
         (t5, 2 * 6 + 2 * 10),
         (vit, 2 * 6 + 1),
+        (falcon, 2 * 4),
+        (mamba, 2 * 4),
+        (falcon_mamba, 2 * 4),
+        (mamba2, 2 * 2 + 1),
+        (jamba, 4 + 4 + 2 * 3 + 1),
+        (rwkv, 2 * (7 - 2) + 1),
+        (switch, 2 * (4 + 8 + 2 + 4 * 2)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -243,6 +293,46 @@ def test_fused_experts_are_said_loudly() -> None:
     with pytest.warns(UserWarning, match="experts.gate_up_proj.*fused expert tensor"):
         report = quantize_(model, SCHEME)
     assert "model.layers.1.mlp.experts.down_proj" in {row.name for row in report.problems}
+
+
+def test_the_convolution_of_wav2vec2_is_no_expert() -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    layers = {"conv_dim": (16,), "conv_stride": (5,), "conv_kernel": (10,), "num_feat_extract_layers": 1}
+    config = transformers.Wav2Vec2Config(**sizes, **layers, intermediate_size=96, num_conv_pos_embedding_groups=4)
+    report = quantize_(transformers.Wav2Vec2ForCTC(config), SCHEME)
+    notes = [row.note for row in report.rows if "pos_conv_embed" in row.name]
+    assert notes == ["weight of ParametrizedConv1d, not a linear layer"]
+    assert not any("expert" in (row.note or "") for row in report.rows)
+
+
+def test_routers_of_experts_stay(device: str) -> None:
+    model = make(switch, device)
+    report = quantize_(model, SCHEME)
+    routers = [row for row in report.rows if row.name.endswith("router.classifier")]
+    assert len(routers) == 2 and all("a router of experts" in (row.note or "") for row in routers)
+    report = quantize_(model, {r"re:.*\.router\.classifier": SCHEME})
+    assert all(row.status == "quantized" for row in report.rows if row.name.endswith("router.classifier"))
+
+
+@pytest.mark.parametrize("build", [qwen2, t5], ids=lambda build: build.__name__)
+def test_the_dtype_of_a_model_is_not_that_of_its_scales(build: Callable[[], nn.Module], device: str) -> None:
+    """Eight-bit weights have float32 scales, and here they are the first float tensors of the model."""
+    model = make(build, device).bfloat16()
+    quantize_(model, Int8WeightOnly(clip_search=False), embeddings=True)
+    assert next(p for p in model.parameters() if p.is_floating_point()).dtype == torch.float32
+    assert model.dtype == torch.bfloat16
+    assert model.half().dtype == torch.float16
+    assert model.float().dtype == torch.float32
+    model.bfloat16()
+    arguments = inputs(build, device)
+    expected = logits(model, arguments)
+    assert expected.dtype == torch.bfloat16
+    if build is t5:  # which asks for it in its forward
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(logits(compiled, arguments), expected)
+    plain = make(build, device)  # no layer of which is quantised
+    assert plain.dtype == torch.float32 and plain.bfloat16().dtype == torch.bfloat16
 
 
 def test_generation(device: str) -> None:
