@@ -107,3 +107,13 @@ def test_fused_projections_are_those_of_the_dequantised_weights(make: Callable[[
     torch.testing.assert_close(run(model), truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
     model.unfuse_qkv_projections()
     torch.testing.assert_close(run(model), truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
+
+
+def test_a_model_that_is_dequantised_is_saved_as_floats(tmp_path: Path) -> None:
+    model = flux()
+    qao.quantize_(model, qao.Int8WeightOnly(clip_search=False), progress=False)
+    qao.dequantize_(model).save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    loaded = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path)
+    state = model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())

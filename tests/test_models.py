@@ -4,6 +4,7 @@ weights."""
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,10 @@ from qao import (
     Int8WeightOnly,
     QuantLinear,
     Scheme,
+    dequantize_,
     quantize_,
 )
+from qao.packed import PackedModule
 from torch import Tensor, nn
 
 transformers: Any = pytest.importorskip("transformers")
@@ -333,6 +336,25 @@ def test_the_dtype_of_a_model_is_not_that_of_its_scales(build: Callable[[], nn.M
         assert torch.equal(logits(compiled, arguments), expected)
     plain = make(build, device)  # no layer of which is quantised
     assert plain.dtype == torch.float32 and plain.bfloat16().dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("build", [gpt2, t5, falcon], ids=lambda build: build.__name__)
+def test_a_model_that_is_dequantised_is_saved_as_floats(build: Callable[[], nn.Module], tmp_path: Any) -> None:
+    """Conv1D of GPT-2 has its weight transposed, and a square one would load without a word."""
+    model = make(build, "cpu")
+    names = {name: type(module) for name, module in model.named_modules() if not name.endswith("lm_head")}
+    quantize_(model, Int8WeightOnly(clip_search=False), embeddings=True)
+    assert model.hf_quantizer is not None
+    dequantize_(model)
+    assert not any(isinstance(module, PackedModule) for module in model.modules())
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if build is gpt2:
+        assert {name: type(module) for name, module in model.named_modules() if name in names} == names
+    model.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    state = model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
 
 
 def test_generation(device: str) -> None:

@@ -6,13 +6,15 @@ import torch
 from torch import nn
 
 from .embedding import rename_ties
+from .integrations import registration
 from .packed import PackedModule, attached
 
 
 def dequantize_(model: nn.Module) -> nn.Module:
     """Replaces every quantised layer of ``model`` by a float one of the weight it multiplies with, in place.
 
-    A QuantLinear becomes an nn.Linear in its dtype, a QuantEmbedding an nn.Embedding. Modules and weights that are
+    A QuantLinear becomes an nn.Linear in its dtype (or the Conv1D of transformers that it was), a QuantEmbedding an
+    nn.Embedding. Models of transformers and diffusers are saved as float models again. Modules and weights that are
     shared stay shared. What quantising rounded stays rounded, and activations are no longer quantised. All parameters
     start frozen, as they were.
 
@@ -42,4 +44,5 @@ def dequantize_(model: nn.Module) -> nn.Module:
             if child is layer:
                 setattr(parent, attribute, floats)
     rename_ties(model)
+    registration.detach(model)
     return model

@@ -189,10 +189,20 @@ class QuantLinear(PackedModule):
         n, k = q.shape
         return cls(k, n, scheme, packed, _kernel_bias(bias, q.device), dtype)
 
-    def to_float(self, weight: nn.Parameter | None = None) -> nn.Linear:
-        """An nn.Linear in ``dtype`` of the dequantised weight, or of ``weight`` [N, K]; it starts frozen."""
-        linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
-        linear.weight = frozen(self.dequantize(self.dtype)) if weight is None else weight
+    def to_float(self, weight: nn.Parameter | None = None) -> nn.Module:
+        """An nn.Linear in ``dtype`` of the dequantised weight, or the Conv1D that it was; it starts frozen.
+
+        ``weight``: its Parameter, where another one like it has it already.
+        """
+        linear: nn.Module = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        own = self.dequantize(self.dtype) if weight is None else weight
+        if self.stands_for == "Conv1D":  # whose checkpoints hold the weight transposed
+            from transformers.pytorch_utils import Conv1D
+
+            with torch.device("meta"):
+                linear = Conv1D(self.out_features, self.in_features)
+            own = own.t().contiguous() if weight is None else own
+        linear.weight = frozen(own)
         if self.bias is not None:
             linear.bias = frozen(self.bias.detach().to(self.dtype, copy=True))
         return linear.train(self.training)

@@ -14,7 +14,7 @@ from .config import QaoConfig
 from .loading import Loader
 from .registration import fill, tell_dtype
 
-__all__ = ["QaoConfig", "QaoQuantizer", "attach", "register"]
+__all__ = ["QaoConfig", "QaoQuantizer", "attach", "forget_config", "register"]
 
 
 class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
@@ -109,3 +109,9 @@ def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
     model.register_to_config(quantization_config=config)
     model.hf_quantizer = quantizer
     tell_dtype(diffusers.ModelMixin)
+
+
+def forget_config(model: Any) -> None:
+    """What ``attach`` wrote into the configuration, which is frozen."""
+    kept = {name: value for name, value in model._internal_dict.items() if name != "quantization_config"}
+    model._internal_dict = type(model._internal_dict)(kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,12 +15,27 @@ from ..packed import PackedModule
 
 def attach(model: nn.Module) -> None:
     """Tells models of these libraries inside ``model`` that they are quantised, for ``save_pretrained`` to write it."""
+    for ours, outermost in _models(model):
+        ours.attach(outermost)
+
+
+def detach(model: nn.Module) -> None:
+    """Tells them that they no longer are."""
+    for ours, outermost in _models(model):
+        if isinstance(getattr(outermost, "hf_quantizer", None), ours.QaoQuantizer):
+            del outermost.hf_quantizer
+            ours.forget_config(outermost)
+            if "is_quantized" in vars(outermost):  # set by from_pretrained
+                outermost.is_quantized = False  # type: ignore[assignment]
+
+
+def _models(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
+    """The module of this folder and the outermost models, for each library that is loaded."""
     for library, of in (("transformers", "PreTrainedModel"), ("diffusers", "ModelMixin")):
         base = _loaded(f"{library}.{'modeling_utils' if library == 'transformers' else 'models.modeling_utils'}", of)
         if base is not None:
             ours = importlib.import_module(f"qao.integrations.{library}")
-            for outermost in _outermost(model, base):
-                ours.attach(outermost)
+            yield from ((ours, outermost) for outermost in _outermost(model, base))
 
 
 def _outermost(module: nn.Module, base: type) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from .loading import Loader
 from .registration import fill, tell_dtype
 from .saving import files_of
 
-__all__ = ["QaoConfig", "QaoQuantizer", "attach", "register"]
+__all__ = ["QaoConfig", "QaoQuantizer", "attach", "forget_config", "register"]
 
 _V5 = int(transformers.__version__.partition(".")[0]) >= 5
 
@@ -188,3 +188,10 @@ def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
     quantizer.quantization_config = model.config.quantization_config = config
     model.hf_quantizer = quantizer
     tell_dtype(transformers.PreTrainedModel)
+
+
+def forget_config(model: Any) -> None:
+    """What ``attach`` wrote into the configuration."""
+    model.__dict__.pop("quantization_method", None)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
