@@ -276,6 +276,50 @@ def test_a_head_tied_to_the_embedding_is_left() -> None:
     assert notes(report) == {"head": "its weight is also that of embed; embeddings=True quantises both"}
 
 
+# ---- weights that are read -------------------------------------------------------------------------------------------
+
+
+class Eva(nn.Module):
+    """The attention of EVA-02 in timm: one product, and a bias made of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192, bias=False)
+        self.q_bias, self.v_bias = nn.Parameter(torch.randn(64)), nn.Parameter(torch.randn(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = torch.cat((self.q_bias, torch.zeros_like(self.v_bias), self.v_bias))
+        return nn.functional.linear(x, weight=self.qkv.weight, bias=bias)
+
+
+class Swin(nn.Module):
+    """That of Swin V2 in torchvision, whose bias of k is zero, and a weight that is transposed before it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.qkv.bias.clone()
+        bias[64:128].zero_()
+        q, k, v = nn.functional.linear(x, self.qkv.weight, bias).chunk(3, -1)
+        return (q + k + v) @ self.proj.weight.t() + (self.proj.weight @ x.t()).t()
+
+
+@pytest.mark.filterwarnings("ignore:The weight .* of a quantised layer was read")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Eva, Swin])
+def test_modules_that_read_a_weight_read_the_dequantised_one(
+    kind: type[nn.Module], dtype: torch.dtype, device: str
+) -> None:
+    model = kind().to(device, dtype)
+    quantize_(model, SCHEME)
+    assert quantized(model)
+    plain = qao.dequantize_(copy.deepcopy(model))
+    x = torch.randn(3, 64, device=device, dtype=dtype)
+    assert torch.equal(model(x), plain(x))  # the same products of the same numbers
+
+
 # ---- what is left ----------------------------------------------------------------------------------------------------
 
 

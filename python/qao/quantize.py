@@ -33,8 +33,9 @@ def quantize_(
     """Replaces the linear layers of ``model`` by QuantLinear, in place.
 
     Layers that cannot be replaced without changing what the model computes are left and reported: those with hooks or
-    parametrizations, subclasses of nn.Linear with their own forward, weights tied to an embedding, layers whose parent
-    reads the weight itself. Layers that are quantised already stay as they are; shared modules and tied weights stay
+    parametrizations, subclasses of nn.Linear whose forward does more, weights tied to an embedding, layers whose parent
+    reads the weight itself. Routers of experts (see docs/quantize.md for how they are known) and layers with one output
+    are excluded unless a scheme is meant for them. Layers that are quantised already stay as they are; shared modules and tied weights stay
     shared. Everything in the list of errors below is checked before the first change.
 
     Args:
@@ -42,7 +43,8 @@ def quantize_(
             QuantLinear on meta, ready for ``load_state_dict(..., assign=True)``.
         scheme: one scheme for all; or a dict from names to schemes, where a name stands for that module and all inside
             it, ``"re:<pattern>"`` for every module whose whole name matches, None means "leave it", the first match
-            wins and layers without a match are left; or a function that returns a scheme or None. Functions get the
+            wins and layers without a match are left; a router, or a layer with one output, gets its scheme from a key
+            that matches no other linear layers, or not at all; or a function that returns a scheme or None. Functions get the
             name and the module of a layer, in the order that the names of their parameters (``name`` or ``fqn``,
             ``module`` or ``m``, ...) or their annotations say.
         filter: function of name and module as above; layers for which it is false are left.
