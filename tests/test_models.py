@@ -16,6 +16,7 @@ from qao import (
     Int4WeightOnly,
     Int8DynamicActivationInt8Weight,
     Int8WeightOnly,
+    QaoConfig,
     QuantLinear,
     Scheme,
     dequantize_,
@@ -355,6 +356,22 @@ def test_a_model_that_is_dequantised_is_saved_as_floats(build: Callable[[], nn.M
     loaded = type(model).from_pretrained(tmp_path).eval()
     state = model.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_a_quantised_falcon_is_loaded_again(tmp_path: Any) -> None:
+    """Not as compressed-tensors, whose loader knows layers by the name of nn.Linear."""
+    model = make(falcon, "cpu")
+    model.save_pretrained(tmp_path / "float")
+    expected = type(model).from_pretrained(tmp_path / "float").eval()
+    quantize_(expected, SCHEME)
+    expected.save_pretrained(tmp_path / "quantised")
+    config = QaoConfig(SCHEME)
+    while_loading = type(model).from_pretrained(tmp_path / "float", quantization_config=config).eval()
+    again = type(model).from_pretrained(tmp_path / "quantised").eval()
+    arguments = inputs(falcon, "cpu")
+    for loaded in (while_loading, again):
+        assert sum(isinstance(module, QuantLinear) for module in loaded.modules()) == 2 * 4
+        assert torch.equal(logits(loaded, arguments), logits(expected, arguments))
 
 
 def test_generation(device: str) -> None:

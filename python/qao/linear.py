@@ -23,7 +23,8 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def class_of_linear(linear: nn.Module) -> str:
-    return "Conv1D" if _is_conv1d(linear) else "Linear"
+    """Loaders of other packages choose layers by it."""
+    return type(linear).__name__
 
 
 def linear_weight(linear: nn.Module) -> Tensor:
@@ -81,7 +82,7 @@ class QuantLinear(PackedModule):
         in_features, out_features: K and N.
         dtype: of the float weight it stands for; ``.to(dtype)`` changes it.
         scheme: how the weight is quantised.
-        stands_for: the class of linear layer it was made of, "Linear" or the "Conv1D" of transformers.
+        stands_for: name of the class it was made of: "Linear", the "Conv1D" of transformers, or that of a subclass.
     """
 
     bias: nn.Parameter | None

@@ -34,18 +34,18 @@ def quantize_(
 
     Layers that cannot be replaced without changing what the model computes are left and reported: those with hooks or
     parametrizations, subclasses of nn.Linear whose forward does more, weights tied to an embedding, layers whose parent
-    reads the weight itself. Routers of experts (see docs/quantize.md for how they are known) and layers with one output
-    are excluded unless a scheme is meant for them. Layers that are quantised already stay as they are; shared modules and tied weights stay
-    shared. Everything in the list of errors below is checked before the first change.
+    reads the weight itself. Routers of experts (docs/quantize.md says how they are known) and layers with one output
+    are excluded unless a scheme is meant for them. Layers that are quantised already stay as they are; shared modules
+    and tied weights stay shared. Everything in the list of errors below is checked before the first change.
 
     Args:
         model: any module with linear layers inside (nn.Linear, or the Conv1D of transformers). Layers on meta become
             QuantLinear on meta, ready for ``load_state_dict(..., assign=True)``.
         scheme: one scheme for all; or a dict from names to schemes, where a name stands for that module and all inside
             it, ``"re:<pattern>"`` for every module whose whole name matches, None means "leave it", the first match
-            wins and layers without a match are left; a router, or a layer with one output, gets its scheme from a key
-            that matches no other linear layers, or not at all; or a function that returns a scheme or None. Functions get the
-            name and the module of a layer, in the order that the names of their parameters (``name`` or ``fqn``,
+            wins and layers without a match are left (a router or a layer with one output gets its scheme from a key
+            that matches no other linear layers, or none); or a function that returns a scheme or None. Functions get
+            the name and the module of a layer, in the order that the names of their parameters (``name`` or ``fqn``,
             ``module`` or ``m``, ...) or their annotations say.
         filter: function of name and module as above; layers for which it is false are left.
         embeddings: quantise embeddings too whose weight is that of a linear layer which gets a scheme of int4 or int8

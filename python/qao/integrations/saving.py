@@ -39,7 +39,8 @@ def _compressed_tensors(model: nn.Module, state: dict[str, Tensor]) -> tuple[dic
     layers = {name: module for name, module in modules.items() if isinstance(module, PackedModule)}
     tensors = dict(state)
     for name, layer in layers.items():
-        # Loaders look for modules of class Linear: a Conv1D they would leave as it is, with random numbers.
+        # Loaders look for modules whose class is called Linear: a Conv1D, or a subclass such as FalconLinear, they
+        # would leave as it is, with random numbers.
         if not isinstance(layer, QuantLinear) or layer.stands_for != "Linear" or layer.qweight.is_meta:
             return None
         if ct_write.can_write(layer.scheme, layer.in_features) is not None:
