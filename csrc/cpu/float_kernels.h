@@ -26,6 +26,7 @@ constexpr int kWordShift = 15;  // fixed point: a second 16-bit word counts in u
 // Rows of x beyond a kernel's arithmetic.
 constexpr uint8_t kHasNonfinite = 1;  // Inf or NaN were packed as 0; their products are added afterwards
 constexpr uint8_t kIsHuge = 2;        // sums of the row's parts could overflow one by one: the row is computed anew
+constexpr uint8_t kHasOutliers = 4;   // fixed point: values in `outliers` were packed as 0; the same
 
 struct FloatJob {
   int64_t m = 0, n = 0, k = 0;  // m: rows of this call, counted from x and y
@@ -49,12 +50,13 @@ struct FloatJob {
   int64_t sections = 0, sections_per_group = 0;
 
   // x as fixed point with one power-of-two scale per `chunk_tiles` K-tiles: x = scale * (word 0 + word 1 * 2^-15), each
-  // word an integer of at most 2^14 in magnitude, stored as 256 * high + low with signed bytes. float32 has both words.
+  // word an integer below 2^15 - 128 in magnitude, stored as 256 * high + low with signed bytes. float32 has both words.
   int words = 0;
   int64_t chunk_tiles = 0, chunks = 0;
   int8_t* bytes = nullptr;        // [m][tiles_k][words][high, low][64], each 64 in the order of tile_column()
   float* chunk_scales = nullptr;  // [m][chunks]
   float* word_sums = nullptr;     // [m][sections][words] sums of the words
+  uint64_t* outliers = nullptr;   // [m][tiles_k] a bit a column: Inf, NaN, and what lies too far above its chunk
 
   // x for AMX: B tiles of 16 k-pairs x 16 rows, in `parts` bfloat16 summands (float32: 3, float16: 2).
   int parts = 0;
@@ -66,13 +68,22 @@ struct FloatJob {
   // x for W in eight bits without AMX: float32, scales applied, zeros past K, columns in the kernel's order.
   float* floats = nullptr;  // [m][64 tiles_k]
 
-  uint8_t* remarks = nullptr;  // [m]; what float_mm.cpp must put right afterwards: bits of the two constants above
+  uint8_t* remarks = nullptr;  // [m]; what float_mm.cpp must put right afterwards: bits of the constants above
 };
 
 // e4m3 x, rows [begin, end), as rows of 64 tiles_k values of x_dtype at `out`.
 void widen_fp8_avx2(const FloatJob& job, void* out, int64_t begin, int64_t end);
 // x as fixed point, rows [begin, end).
 void int4_pack_fixed_avx2(const FloatJob& job, int64_t begin, int64_t end);
+// What int4_pack_fixed_avx2 left out of x: row m has columns and values [first[m], first[m + 1]).
+struct Outliers {
+  const int64_t* first = nullptr;
+  const int32_t* columns = nullptr;
+  const float* values = nullptr;
+};
+// y (of y_dtype) = job.y (float32, the product without them) + their products, for N-tiles [begin, end).
+void int4_add_outliers_avx2(const FloatJob& job, const Outliers& outliers, void* y, DType y_dtype, int64_t begin,
+                            int64_t end);
 // x as AMX tiles, [begin, end) in units of kPackK columns.
 void pack_pairs_amx(const FloatJob& job, int64_t begin, int64_t end);
 // x as float32, rows [begin, end).

@@ -6,6 +6,7 @@
 
 #include "cpu/float_kernels.h"
 #include "cpu/mm8_scalar.h"
+#include "cpu/numeric.h"
 #include "cpu/pieces.h"
 #include "cpu/scratch.h"
 #include "int4_mm/layout.h"
@@ -127,6 +128,7 @@ int64_t lay_out(const Problem& p, const Arguments& a, Form form, int64_t first, 
     job->bytes = pieces.take<int8_t>(rows * job->tiles_k * job->words * 2 * kTileK);
     job->chunk_scales = pieces.take<float>(rows * job->chunks);
     job->word_sums = pieces.take<float>(rows * job->sections * job->words);
+    job->outliers = pieces.take<uint64_t>(rows * job->tiles_k);
   } else if (form == Form::kFloats) {
     job->floats = pieces.take<float>(rows * job->tiles_k * kTileK);
   } else {
@@ -155,6 +157,43 @@ void mend_rows(const Problem& p, const Arguments& a, const FloatJob& job, int64_
   }
 }
 
+// The kernel's product without the outliers of x goes to memory as float32, and they are added to it. Rows that have
+// none get the same bits as otherwise.
+void run_with_outliers(const Kernel& kernel, FloatJob job, const Threads& threads) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < job.m * job.tiles_k; ++i) count += __builtin_popcountll(job.outliers[i]);
+  float *product = nullptr, *values = nullptr;
+  int64_t* first = nullptr;
+  int32_t* columns = nullptr;
+  const auto take = [&](void* memory) {
+    Pieces pieces(memory);
+    product = pieces.take<float>(job.m * job.n);
+    first = pieces.take<int64_t>(job.m + 1);
+    columns = pieces.take<int32_t>(count), values = pieces.take<float>(count);
+    return pieces.bytes();
+  };
+  take(scratch(Scratch::kOutliers, take(nullptr)));
+  int64_t i = 0;
+  for (int64_t m = 0; m < job.m; ++m) {
+    first[m] = i;
+    for (int64_t t = 0; t < job.tiles_k; ++t) {
+      for (uint64_t bits = job.outliers[m * job.tiles_k + t]; bits != 0; bits &= bits - 1, ++i) {
+        columns[i] = static_cast<int32_t>(t * kTileK + __builtin_ctzll(bits));
+        values[i] = load(job.x, m * job.x_stride + columns[i], job.x_dtype);
+      }
+    }
+  }
+  first[job.m] = i;
+  void* const y = job.y;
+  const DType y_dtype = job.y_dtype;
+  job.y = product, job.y_dtype = DType::kFloat32;
+  const Outliers outliers = {first, columns, values};
+  split(threads, job.tiles_n, [&](int64_t begin, int64_t end) {
+    kernel.run(job, begin, end);
+    int4_add_outliers_avx2(job, outliers, y, y_dtype, begin, end);
+  });
+}
+
 void run_rows(const Kernel& kernel, const Problem& p, const Arguments& a, int64_t first, int64_t rows,
               const Threads& threads) {
   const FloatJob described = describe(p, a, kernel.form);
@@ -175,6 +214,9 @@ void run_rows(const Kernel& kernel, const Problem& p, const Arguments& a, int64_
   }
   prepare(kernel.form == Form::kPairs ? divide_up(p.k, kPackK) : rows,
           [&](int64_t begin, int64_t end) { kernel.pack(job, begin, end); });
+  if (std::any_of(job.remarks, job.remarks + rows, [](uint8_t remark) { return (remark & kHasOutliers) != 0; })) {
+    return run_with_outliers(kernel, job, threads);
+  }
   split(threads, job.tiles_n, [&](int64_t begin, int64_t end) { kernel.run(job, begin, end); });
   mend_rows(p, a, job, first, threads);
 }

@@ -1,7 +1,9 @@
 // Rows of x as fixed point, for the kernels that multiply bytes (float_kernels.h describes the form).
 //
-// A power of two scales each chunk so that its largest magnitude is in [2^13, 2^14). Values keep 14 bits below that,
-// more than bfloat16 or float16 hold together with the weight's rounding; the second word of float32 makes it 29 bits.
+// A power of two scales each chunk so that its largest magnitude has 15 bits; the second word of float32 adds 15 more.
+// What is far below the largest keeps fewer bits than its dtype. That is right where few values are: beside the largest
+// they hardly count. Where most are (an outlier: their sum counts, if W is small at the outlier's column), the largest
+// are left out of the chunk, and int4_add_outliers_avx2.cpp adds their products. It is for the chunk alone to say.
 #include "cpu/float_kernels.h"
 #include "cpu/simd_avx2.h"
 #include "int4_mm/layout.h"
@@ -13,7 +15,16 @@ using int4_mm::kTileK;
 
 constexpr int kStep = 16;  // columns of one k-step of a tile
 constexpr int kInfinityBits = 0x7F800000;
-constexpr int kMinExponent = 14;  // biased; keeps the scale 2^(exponent - 127 - 13) a normal float
+constexpr int kMinExponent = 15;  // biased; keeps the scale 2^(exponent - 127 - 14) a normal float
+// Added to the bits of the largest magnitude: from 1.984 * 2^e on it takes exponent e + 1, so that the high byte of a
+// word, rounded, is at most 127.
+constexpr int kHeadroom = 0x020000;
+
+// A value this many powers of two below the largest is coarse: its error is more than half a last bit of bfloat16, two of
+// float16 (twelve bits are too many for what a gaussian spans), and of float32 one.
+int coarse_exponents(DType dtype) { return dtype == DType::kFloat16 ? 4 : 6; }
+// How many of a chunk's nonzero values may be coarse. Of a gaussian 2 to 5 % are, of float16 10 to 20 %.
+int64_t coarse_allowed(int64_t nonzero) { return nonzero > 16 ? (nonzero - 16) * 3 / 4 : 0; }
 
 int horizontal_max(__m256i v) {
   __m128i m = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
@@ -30,16 +41,16 @@ int horizontal_sum(__m256i v) {
 }
 
 // values[0 .. count) = x, then zeros up to a whole tile; returns the bits of the largest magnitude. Inf and NaN become
-// 0 and are remarked on.
-int load_chunk(const FloatJob& job, int64_t index, int64_t count, int64_t padded, float* values, uint8_t* remarks) {
+// 0 and outliers.
+int load_chunk(const FloatJob& job, int64_t index, int64_t count, int64_t padded, float* values, uint64_t* outliers) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF), infinity = _mm256_set1_epi32(kInfinityBits);
   __m256i largest = _mm256_setzero_si256();
   for (int64_t i = 0; i < padded; i += 8) {
     __m256 v = i < count ? load_first(job.x, index + i, job.x_dtype, count - i) : _mm256_setzero_ps();
     __m256i bits = _mm256_and_si256(_mm256_castps_si256(v), magnitude);
     const __m256i is_finite = _mm256_cmpgt_epi32(infinity, bits);
-    if (_mm256_movemask_epi8(is_finite) != -1) {
-      *remarks |= kHasNonfinite;
+    if (const int finite = _mm256_movemask_ps(_mm256_castsi256_ps(is_finite)); finite != 0xFF) {
+      outliers[i / kTileK] |= static_cast<uint64_t>(~finite & 0xFF) << i % kTileK;
       v = _mm256_and_ps(v, _mm256_castsi256_ps(is_finite));
       bits = _mm256_and_si256(bits, is_finite);
     }
@@ -47,6 +58,43 @@ int load_chunk(const FloatJob& job, int64_t index, int64_t count, int64_t padded
     _mm256_store_ps(values + i, v);
   }
   return horizontal_max(largest);
+}
+
+bool has_outliers(const float* values, int64_t count, int largest, int coarse) {
+  const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
+  const int exponent = largest >> 23;
+  const __m256i limit = _mm256_set1_epi32(exponent > coarse ? (exponent - coarse) << 23 : 0);
+  const __m256i smallest = _mm256_set1_epi32(0x00800000);  // below it: as good as 0
+  __m256i below = _mm256_setzero_si256(), zeros = below;   // minus the number of each
+  for (int64_t i = 0; i < count; i += 8) {
+    const __m256i bits = _mm256_and_si256(_mm256_castps_si256(_mm256_load_ps(values + i)), magnitude);
+    below = _mm256_add_epi32(below, _mm256_cmpgt_epi32(limit, bits));
+    zeros = _mm256_add_epi32(zeros, _mm256_cmpgt_epi32(smallest, bits));
+  }
+  const int64_t zero = -horizontal_sum(zeros), few = -horizontal_sum(below) - zero;
+  return few > coarse_allowed(count - zero);
+}
+
+// Moves the largest of values[0 .. count), as few as possible and those of one exponent together, to the outliers, until
+// no more of the others are coarse than may be. Returns the bits of the largest that stays.
+[[gnu::noinline]] int move_outliers(float* values, int64_t count, int coarse, uint64_t* outliers) {
+  int64_t up_to[256] = {};  // nonzero values of this exponent or less
+  for (int64_t i = 0; i < count; ++i) ++up_to[float_to_bits(values[i]) >> 23 & 0xFF];
+  up_to[0] = 0;
+  for (int e = 1; e < 256; ++e) up_to[e] += up_to[e - 1];
+  int top = 254;
+  while (top > coarse && up_to[top - coarse - 1] > coarse_allowed(up_to[top])) --top;
+  int largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int bits = static_cast<int>(float_to_bits(values[i]) & 0x7FFFFFFF);
+    if (bits >> 23 > top) {
+      outliers[i / kTileK] |= uint64_t{1} << i % kTileK;
+      values[i] = 0;
+    } else if (bits > largest) {
+      largest = bits;
+    }
+  }
+  return largest;
 }
 
 // Four k-steps of 16 bytes each in natural order -> one tile in the order of tile_column().
@@ -63,7 +111,7 @@ void store_tile(const __m128i (&steps)[4], int8_t* out) {
   _mm_store_si128(rows + 3, _mm_unpackhi_epi64(high01, high23));
 }
 
-// One tile of integer words, |word| <= 2^14: its high and low bytes to out[0..64) and out[64..128), sums of each step.
+// One tile of integer words, |word| < 2^15 - 128: its high and low bytes to out[0..64) and out[64..128), sums of each step.
 void store_words(const __m256i (&words)[4], int8_t* out, int* step_sums) {
   __m128i high[4], low[4];
   for (int step = 0; step < 4; ++step) {
@@ -85,13 +133,19 @@ void pack_row(const FloatJob& job, int64_t m) {
   alignas(32) float values[kMaxSection];
   float* sums = job.word_sums + m * job.sections * job.words;
   for (int64_t s = 0; s < job.sections * job.words; ++s) sums[s] = 0;
+  uint64_t* outliers = job.outliers + m * job.tiles_k;
+  for (int64_t t = 0; t < job.tiles_k; ++t) outliers[t] = 0;
+  const int coarse = coarse_exponents(job.x_dtype);
   for (int64_t c = 0; c < job.chunks; ++c) {
     const int64_t first_tile = c * job.chunk_tiles, k0 = first_tile * kTileK;
     const int64_t tiles = job.tiles_k - first_tile < job.chunk_tiles ? job.tiles_k - first_tile : job.chunk_tiles;
-    const int bits = load_chunk(job, m * job.x_stride + k0, job.k - k0, tiles * kTileK, values, job.remarks + m);
-    const int exponent = bits >> 23 > kMinExponent ? bits >> 23 : kMinExponent;
-    job.chunk_scales[m * job.chunks + c] = bits_to_float(static_cast<uint32_t>(exponent - 13) << 23);
-    const __m256 inverse = _mm256_set1_ps(bits_to_float(static_cast<uint32_t>(267 - exponent) << 23));
+    int bits = load_chunk(job, m * job.x_stride + k0, job.k - k0, tiles * kTileK, values, outliers + first_tile);
+    if (has_outliers(values, tiles * kTileK, bits, coarse)) {
+      bits = move_outliers(values, tiles * kTileK, coarse, outliers + first_tile);
+    }
+    const int exponent = (bits + kHeadroom) >> 23 > kMinExponent ? (bits + kHeadroom) >> 23 : kMinExponent;
+    job.chunk_scales[m * job.chunks + c] = bits_to_float(static_cast<uint32_t>(exponent - 14) << 23);
+    const __m256 inverse = _mm256_set1_ps(bits_to_float(static_cast<uint32_t>(268 - exponent) << 23));
 
     for (int64_t t = 0; t < tiles; ++t) {
       __m256i words[2][4];
@@ -116,6 +170,9 @@ void pack_row(const FloatJob& job, int64_t m) {
         }
       }
     }
+  }
+  for (int64_t t = 0; t < job.tiles_k; ++t) {
+    if (outliers[t] != 0) job.remarks[m] |= kHasOutliers;
   }
 }
 
