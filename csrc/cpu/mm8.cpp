@@ -40,17 +40,17 @@ constexpr int64_t kInt8FewRows = 4, kInt4FewRows = 1;
 
 const Kernel& choose_int8_int8(const Problem& p, Isa isa) {
   if (isa == Isa::kAvx2) return kInt8Avx2;
-  return isa == Isa::kAmx && p.m > kInt8FewRows ? kInt8Amx : kInt8Avx512;
+  return isa == Isa::kAmx && p.m > kInt8FewRows && p.k <= kMaxIntegerK ? kInt8Amx : kInt8Avx512;
 }
 
 const Kernel& choose_int8_int4(const Problem& p, Isa isa) {
   if (isa == Isa::kAvx2) return kInt4Avx2;
   if (p.m <= kInt4FewRows) return kInt4GemvAvx512;
-  return isa == Isa::kAmx ? kInt4Amx : kInt4GemmAvx512;
+  return isa == Isa::kAmx && p.k <= kMaxIntegerK ? kInt4Amx : kInt4GemmAvx512;
 }
 
 const Kernel& choose(const Problem& p, Isa isa) {
-  if (isa == Isa::kScalar || p.k > kMaxIntegerK) return kScalar;
+  if (isa == Isa::kScalar) return kScalar;
   return p.weight == Format::kInt8 ? choose_int8_int8(p, isa) : choose_int8_int4(p, isa);
 }
 
@@ -58,7 +58,7 @@ constexpr int64_t kMaxRows = 256;                      // of x at a time
 constexpr int64_t kMaxPackedBytes = int64_t{5} << 18;  // fewer if they are long: they shall stay in L2
 constexpr int64_t kSerialPackBytes = 65536;            // waking threads would cost more
 
-Mm8Job describe(const Problem& p, const Arguments& a) {
+Mm8Job describe(const Problem& p, const Arguments& a, Form form) {
   Mm8Job job;
   job.n = p.n, job.k = p.k;
   job.x_stride = a.x_stride;
@@ -71,6 +71,9 @@ Mm8Job describe(const Problem& p, const Arguments& a) {
   job.tiles_n = divide_up(p.n, kTileRows), job.tiles_k = divide_up(p.k, kTileColumns);
   job.group_size = p.weight == Format::kInt4 ? p.group_size : p.k;
   job.groups = divide_up(p.k, job.group_size);
+  const int64_t largest = p.weight == Format::kInt4 && form == Form::kRows ? kRowsSection : kMaxIntegerK;
+  job.section = std::min(job.group_size, largest);
+  job.sections = divide_up(p.k, job.section);
   job.steps = p.weight == Format::kInt4 && p.group_size == 32 ? 2 * job.tiles_k : job.tiles_k;
   return job;
 }
@@ -87,13 +90,13 @@ int64_t lay_out(const Problem& p, const Arguments& a, Form form, int64_t first, 
   Pieces pieces(memory);
   const int64_t padded_rows = form == Form::kTiles ? job->tiles_m * kTileRows : rows;
   job->bytes = pieces.take<int8_t>(padded_rows * (form == Form::kTiles ? job->steps : job->tiles_k) * kTileColumns);
-  job->sums = pieces.take<float>(padded_rows * job->groups);
+  job->sums = pieces.take<float>(padded_rows * job->sections);
   return pieces.bytes();
 }
 
 void run_rows(const Kernel& kernel, const Problem& p, const Arguments& a, int64_t first, int64_t rows,
               const Threads& threads) {
-  Mm8Job job = describe(p, a);
+  Mm8Job job = describe(p, a, kernel.form);
   const int64_t bytes = lay_out(p, a, kernel.form, first, rows, nullptr, &job);
   lay_out(p, a, kernel.form, first, rows, scratch(Scratch::kActivations, bytes), &job);
   const int64_t units = kernel.form == Form::kTiles ? job.tiles_m : rows;
@@ -107,7 +110,7 @@ void run_rows(const Kernel& kernel, const Problem& p, const Arguments& a, int64_
 
 // Rows at a time: a multiple of 32 whose packed form fits its share of memory.
 int64_t rows_at_once(const Problem& p, const Arguments& a, Form form) {
-  Mm8Job job = describe(p, a);
+  Mm8Job job = describe(p, a, form);
   const int64_t bytes_per_row = lay_out(p, a, form, 0, 32, nullptr, &job) / 32;
   return std::clamp(kMaxPackedBytes / bytes_per_row / 32 * 32, int64_t{32}, kMaxRows);
 }

@@ -1,8 +1,10 @@
 // int8 x times int4 W with `vpmaddubsw`: W's nibbles, unsigned, times the bytes of x; lanes along K, the two rows g and
 // g + 8 that share W's bytes against up to three of x.
 //
-// Sums of eight products stay in 16 bits (8 * 2 * 15 * 128 < 2^15), those of a group in 32, then
+// Sums of eight products stay in 16 bits (8 * 2 * 15 * 128 < 2^15) and are exact. Lane by lane, per section of a group:
 //   y += scale * (sum(q * x) - zero * sum(x)).
+// Zero points come off there and not at the end: x may be far from 0 all along K (asymmetric), and then both sums are
+// large.
 #include "cpu/mm8_finish_avx2.h"
 #include "cpu/mm8_kernels.h"
 #include "cpu/parallel.h"
@@ -20,11 +22,11 @@ using int4_mm::kTileN;
 constexpr int kRowsX = 3;
 constexpr int kPairs = kTileN / 2;     // row pairs (g, g + 8) of a tile
 constexpr int kVectors = kTileK / 32;  // of a row pair's 64 bytes
-constexpr int64_t kTilesAtOnce = 4;    // K-tiles whose sums fit 16 bits
+static_assert(kRowsSection == 4 * kTileK);  // K-tiles whose sums fit 16 bits
 
-// Scales and zero points of an N-tile: [groups][scale, scale * zero][16].
+// Scales and zero points of an N-tile and a group.
 struct Parameters {
-  alignas(32) float scale[kTileN], shift[kTileN];
+  alignas(32) float scale[kTileN], zero[kTileN];
 };
 void load_parameters(const Mm8Job& job, int64_t tile, Parameters* parameters) {
   for (int64_t group = 0; group < job.groups; ++group) {
@@ -34,7 +36,7 @@ void load_parameters(const Mm8Job& job, int64_t tile, Parameters* parameters) {
       const __m256 zero = job.parameters == 2 ? load8(job.scales, at + kTileN + row, job.scale_dtype)
                                               : _mm256_set1_ps(int4_mm::kSymmetricZero);
       _mm256_store_ps(parameters[group].scale + row, scale);
-      _mm256_store_ps(parameters[group].shift + row, _mm256_mul_ps(scale, zero));
+      _mm256_store_ps(parameters[group].zero + row, zero);
     }
   }
 }
@@ -57,12 +59,42 @@ __attribute__((always_inline)) inline void add_tile(const uint8_t* pair, const i
   }
 }
 
-// Lanes of `row` in the K-tiles from `tile` on. With groups of 32 they belong to two groups, in the pattern 0 0 1 1.
-__m256 row_scale(const Mm8Job& job, const Parameters* parameters, int64_t tile, int row) {
-  const int64_t group = tile * kTileK / job.group_size;
-  const __m256 scale = _mm256_broadcast_ss(parameters[group].scale + row);
-  if (job.group_size != 32 || group + 1 == job.groups) return scale;
-  return _mm256_blend_ps(scale, _mm256_broadcast_ss(parameters[group + 1].scale + row), 0xCC);
+// Of at least a K-tile: with groups of 32 they hold two groups.
+int64_t sections(const Mm8Job& job) { return divide_up(job.tiles_k, divide_up(job.section, kTileK)); }
+
+// Where the section that begins with K-tile `tile` ends.
+int64_t section_end(const Mm8Job& job, int64_t tile) {
+  return least(tile + divide_up(job.section, kTileK), job.tiles_k);
+}
+
+// out[m][sections][8]: sums of x in the lanes in which its products with W are summed.
+void sum_lanes(const Mm8Job& job, float* out) {
+  const __m256i ones = _mm256_set1_epi8(1);
+  for (int64_t m = 0; m < job.m; ++m) {
+    for (int64_t tile = 0; tile < job.tiles_k; out += 8) {
+      __m256i sum = _mm256_setzero_si256();
+      for (const int64_t end = section_end(job, tile); tile < end; ++tile) {
+        const __m256i* x = reinterpret_cast<const __m256i*>(job.bytes + (m * job.tiles_k + tile) * kTileK);
+        for (int v = 0; v < kVectors; ++v) {
+          sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(ones, _mm256_load_si256(x + v)));
+        }
+      }
+      _mm256_store_ps(out, _mm256_cvtepi32_ps(_mm256_madd_epi16(sum, _mm256_set1_epi16(1))));
+    }
+  }
+}
+
+// Scale and zero point in the lanes of a row in the K-tiles from `tile` on. With groups of 32 they belong to two
+// groups, in the pattern 0 0 1 1.
+struct RowParameters {
+  __m256 scale, zero;
+};
+RowParameters of_row(const Mm8Job& job, const Parameters* parameters, int64_t tile, int row) {
+  const Parameters* group = parameters + tile * kTileK / job.group_size;
+  const RowParameters values = {_mm256_broadcast_ss(group->scale + row), _mm256_broadcast_ss(group->zero + row)};
+  if (job.group_size != 32 || group + 1 == parameters + job.groups) return values;
+  return {_mm256_blend_ps(values.scale, _mm256_broadcast_ss(group[1].scale + row), 0xCC),
+          _mm256_blend_ps(values.zero, _mm256_broadcast_ss(group[1].zero + row), 0xCC)};
 }
 
 float lane_sum(__m256 a) {
@@ -71,18 +103,18 @@ float lane_sum(__m256 a) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-// out[kM][16]: rows g and g + 8, without the zero points.
+// out[kM][16]: rows g and g + 8. x_sums: those of row m and the next.
 template <int kM>
-void multiply(const Mm8Job& job, const uint8_t* weight, const Parameters* parameters, int64_t m, int g, float* out) {
-  const int64_t x_row = job.tiles_k * kTileK;
-  const int64_t group_tiles = job.group_size < kTileK ? 1 : (job.group_size + kTileK - 1) / kTileK;
+void multiply(const Mm8Job& job, const uint8_t* weight, const Parameters* parameters, const float* x_sums, int64_t m, int g,
+              float* out) {
+  const int64_t x_row = job.tiles_k * kTileK, x_sums_row = sections(job) * 8;
   __m256 sums[2][kM];
   for (auto& row : sums) {
     for (auto& sum : row) sum = _mm256_setzero_ps();
   }
-  for (int64_t tile = 0; tile < job.tiles_k;) {
-    const int64_t end = least(tile + least(kTilesAtOnce, group_tiles - tile % group_tiles), job.tiles_k);
-    const __m256 scales[2] = {row_scale(job, parameters, tile, g), row_scale(job, parameters, tile, g + kPairs)};
+  for (int64_t tile = 0; tile < job.tiles_k; x_sums += 8) {
+    const int64_t end = section_end(job, tile);
+    const RowParameters of_rows[2] = {of_row(job, parameters, tile, g), of_row(job, parameters, tile, g + kPairs)};
     __m256i products[2][kM];
     for (auto& row : products) {
       for (auto& product : row) product = _mm256_setzero_si256();
@@ -95,7 +127,9 @@ void multiply(const Mm8Job& job, const uint8_t* weight, const Parameters* parame
     for (int row = 0; row < 2; ++row) {
       for (int i = 0; i < kM; ++i) {
         const __m256i wide = _mm256_madd_epi16(products[row][i], _mm256_set1_epi16(1));
-        sums[row][i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(wide), scales[row], sums[row][i]);
+        const __m256 x_sum = _mm256_load_ps(x_sums + i * x_sums_row);
+        const __m256 value = _mm256_fnmadd_ps(of_rows[row].zero, x_sum, _mm256_cvtepi32_ps(wide));
+        sums[row][i] = _mm256_fmadd_ps(value, of_rows[row].scale, sums[row][i]);
       }
     }
   }
@@ -106,11 +140,12 @@ void multiply(const Mm8Job& job, const uint8_t* weight, const Parameters* parame
 }
 
 template <int kM = kRowsX>
-void multiply_some(const Mm8Job& job, const uint8_t* weight, const Parameters* parameters, int64_t m, int g,
-                   float* out) {
+void multiply_some(const Mm8Job& job, const uint8_t* weight, const Parameters* parameters, const float* x_sums,
+                   int64_t m, int g, float* out) {
   if constexpr (kM > 0) {
-    if (job.m - m >= kM) return multiply<kM>(job, weight, parameters, m, g, out + m * kTileN);
-    multiply_some<kM - 1>(job, weight, parameters, m, g, out);
+    const float* x_sums_row = x_sums + m * sections(job) * 8;
+    if (job.m - m >= kM) return multiply<kM>(job, weight, parameters, x_sums_row, m, g, out + m * kTileN);
+    multiply_some<kM - 1>(job, weight, parameters, x_sums, m, g, out);
   }
 }
 
@@ -119,22 +154,20 @@ void multiply_some(const Mm8Job& job, const uint8_t* weight, const Parameters* p
 void mm8_int4_avx2(const Mm8Job& job, int64_t begin, int64_t end) {
   auto* parameters =
       static_cast<Parameters*>(scratch(Scratch::kPanel, job.groups * static_cast<int64_t>(sizeof(Parameters))));
-  float* sums = static_cast<float*>(scratch(Scratch::kSums, job.m * kTileN * int64_t{sizeof(float)}));
+  const int64_t values = job.m * (kTileN + sections(job) * 8);
+  float* sums = static_cast<float*>(scratch(Scratch::kSums, values * int64_t{sizeof(float)}));
+  float* x_sums = sums + job.m * kTileN;
+  sum_lanes(job, x_sums);
   for (int64_t tile = begin; tile < end; ++tile) {
     const uint8_t* weight = static_cast<const uint8_t*>(job.weight) + tile * job.tiles_k * kTileBytes;
     load_parameters(job, tile, parameters);
     for (int g = 0; g < kPairs; ++g) {
-      for (int64_t m = 0; m < job.m; m += kRowsX) multiply_some(job, weight, parameters, m, g, sums);
+      for (int64_t m = 0; m < job.m; m += kRowsX) multiply_some(job, weight, parameters, x_sums, m, g, sums);
     }
     for (int64_t row = 0; row < kTileN && tile * kTileN + row < job.n; row += 8) {
       const Columns columns = load_columns(job, tile * kTileN + row);
       for (int64_t m = 0; m < job.m; ++m) {
-        __m256 sum = _mm256_load_ps(sums + m * kTileN + row);
-        for (int64_t group = 0; group < job.groups; ++group) {
-          const __m256 x_sum = _mm256_broadcast_ss(job.sums + m * job.groups + group);
-          sum = _mm256_fnmadd_ps(_mm256_load_ps(parameters[group].shift + row), x_sum, sum);
-        }
-        write_row(job, columns, m, sum);
+        write_row(job, columns, m, _mm256_load_ps(sums + m * kTileN + row));
       }
     }
   }

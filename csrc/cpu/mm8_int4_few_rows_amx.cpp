@@ -1,7 +1,7 @@
 // int8 x times int4 W with AMX, up to 16 rows of x: 16 rows of W are expanded tile by tile, with no more than a mask,
 // into A tiles of 16 rows x 64 unsigned bytes; B tiles come packed (mm8_pack_tiles_avx512.cpp). Sums are exact integers
 // up to the end of a group, then, in registers,
-//   total += scale * C - scale * zero * sum(x).
+//   total += scale * (C - zero * sum(x)).
 #include "cpu/mm8_int4_parameters_avx512.h"
 #include "cpu/mm8_kernels.h"
 #include "cpu/mm8_tiles_amx.h"
@@ -27,12 +27,12 @@ void expand_tile(const uint8_t* tile, uint8_t* a) {
   }
 }
 
-// total + scale * C - scale * zero * sums of x, for one row of W.
+// total + scale * (C - zero * sums of x), for one row of W.
 __attribute__((always_inline)) inline __m512 fold(const int32_t* c, int row, const Int4Parameters& parameters,
                                                   __m512 x_sums, __m512 total) {
   const __m512 sum = _mm512_cvtepi32_ps(_mm512_load_si512(c + row * kTileRows));
-  total = _mm512_fmadd_ps(_mm512_set1_ps(parameters.scale[row]), sum, total);
-  return _mm512_fnmadd_ps(_mm512_set1_ps(parameters.shift[row]), x_sums, total);
+  const __m512 value = _mm512_fnmadd_ps(_mm512_set1_ps(parameters.zero[row]), x_sums, sum);
+  return _mm512_fmadd_ps(_mm512_set1_ps(parameters.scale[row]), value, total);
 }
 
 // One N-tile along all of K, its totals in registers. Groups are folded one behind, tiles of W expanded one ahead: the

@@ -1,8 +1,9 @@
 // Several rows of int8 x times int4 W with VNNI: 16 rows of W in the lanes of a register, four k at a time.
 //
 // The nibbles of 32 rows of W over up to 256 k expand into a panel in L1, [four k][16 rows][4 bytes]; every row of x
-// then broadcasts four bytes against it. Per group, with integer sums exact:
-//   y += scale * sum(q * x) - scale * zero * sum(x).
+// then broadcasts four bytes against it. Per section, with integer sums exact:
+//   y += scale * (sum(q * x) - zero * sum(x)).
+// Zero points come off section by section: x may be far from 0 all along K (asymmetric), and then both sums are large.
 #include "cpu/int4_panel_avx512.h"
 #include "cpu/mm8_finish_avx512.h"
 #include "cpu/mm8_int4_parameters_avx512.h"
@@ -21,14 +22,14 @@ using int4_mm::kTileN;
 constexpr int64_t kMaxTiles = 4;  // K-tiles of a panel
 constexpr int kRowsX = 6;         // rows of x at once: 2 x 6 sums, 2 of W, and operands
 
-// Panel rows [begin, end) of a section, which lies in one group.
+// Panel rows [begin, end) of section `index`.
 struct Section {
-  int64_t begin, end, group;
+  int64_t begin, end, group, index;
 };
 
-// total[i][16 kN] += one section for kM rows of x. x: the first at the panel's first K-tile.
+// total[i][16 kN] += one section for the rows m .. m + kM of x. x: row m at the panel's first K-tile.
 template <int kN, int kM>
-void multiply(const Mm8Job& job, const Section& section, const int8_t* x, const uint8_t* panel,
+void multiply(const Mm8Job& job, int64_t m, const Section& section, const int8_t* x, const uint8_t* panel,
               const Int4Parameters* const (&parameters)[kN], float* total) {
   const int64_t x_row = job.tiles_k * kTileK;
   __m512i sums[kN][kM];
@@ -56,10 +57,13 @@ void multiply(const Mm8Job& job, const Section& section, const int8_t* x, const 
     visit % kQuads == 0 ? add_quads.template operator()<0>(visit) : add_quads.template operator()<kQuads / 2>(visit);
   }
   for (int i = 0; i < kM; ++i) {
+    const __m512 x_sum = _mm512_set1_ps(job.sums[(m + i) * job.sections + section.index]);
     for (int n = 0; n < kN; ++n) {
       float* at = total + (i * kN + n) * kTileN;
       const __m512 scale = _mm512_load_ps(parameters[n][section.group].scale);
-      _mm512_store_ps(at, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[n][i]), scale, _mm512_load_ps(at)));
+      const __m512 zero = _mm512_load_ps(parameters[n][section.group].zero);
+      const __m512 value = _mm512_fnmadd_ps(zero, x_sum, _mm512_cvtepi32_ps(sums[n][i]));
+      _mm512_store_ps(at, _mm512_fmadd_ps(value, scale, _mm512_load_ps(at)));
     }
   }
 }
@@ -68,7 +72,7 @@ template <int kN, int kM = kRowsX>
 void multiply_some(const Mm8Job& job, int64_t m, const Section& section, const int8_t* x, const uint8_t* panel,
                    const Int4Parameters* const (&parameters)[kN], float* total) {
   if constexpr (kM > 0) {
-    if (job.m - m >= kM) return multiply<kN, kM>(job, section, x, panel, parameters, total);
+    if (job.m - m >= kM) return multiply<kN, kM>(job, m, section, x, panel, parameters, total);
     multiply_some<kN, kM - 1>(job, m, section, x, panel, parameters, total);
   }
 }
@@ -97,7 +101,7 @@ void run_tiles(const Mm8Job& job, int64_t tile_n, uint8_t* panel, Int4Parameters
     for (int64_t k = 0; k < end;) {
       const int64_t group = (t * kTileK + k) / job.group_size;
       const int64_t next = least((group + 1) * job.group_size - t * kTileK, tiles * kTileK);
-      const Section section = {k / 4, (next + 31) / 32 * (kQuads / 2), group};
+      const Section section = {k / 4, (next + 31) / 32 * (kQuads / 2), group, (t * kTileK + k) / job.section};
       for (int64_t m = 0; m < job.m; m += kRowsX) {
         const int8_t* x = job.bytes + m * job.tiles_k * kTileK + t * kTileK;
         multiply_some<kN>(job, m, section, x, panel, parameters, total + m * kN * kTileN);
@@ -109,7 +113,7 @@ void run_tiles(const Mm8Job& job, int64_t tile_n, uint8_t* panel, Int4Parameters
     const Columns columns = load_columns(job, (tile_n + n) * kTileN);
     for (int64_t m = 0; m < job.m; ++m) {
       const __m512 sum = _mm512_load_ps(total + (m * kN + n) * kTileN);
-      write_row(job, columns, m, subtract_zeros(job, parameters[n], m, sum));
+      write_row(job, columns, m, sum);
     }
   }
 }

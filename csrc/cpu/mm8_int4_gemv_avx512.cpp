@@ -1,7 +1,7 @@
 // A few rows of int8 x times int4 W with VNNI: W's nibbles as they lie, unsigned, times the bytes of x. Lanes stay
 // apart until the end of the row: lane j always holds columns 4 j .. 4 j + 3 of tile_column()'s order.
 //
-// Per group and row, with integer sums exact:  y += scale * sum(q * x) - scale * zero * sum(x).
+// Per row and section, with integer sums exact:  y += scale * (sum(q * x) - zero * sum(x)).
 #include "cpu/mm8_finish_avx512.h"
 #include "cpu/mm8_int4_parameters_avx512.h"
 #include "cpu/mm8_kernels.h"
@@ -22,10 +22,10 @@ constexpr int kMaxTiles = 4;  // K-tiles summed before their scale is applied
 
 // With groups of 32 the lanes of a row belong to two groups, in the pattern 0 0 1 1.
 template <bool kHalves>
-__attribute__((always_inline)) inline __m512 row_scale(const Int4Parameters* parameters, int row) {
-  const __m512 scale = _mm512_set1_ps(parameters[0].scale[row]);
-  if constexpr (!kHalves) return scale;
-  return _mm512_mask_blend_ps(0xCCCC, scale, _mm512_set1_ps(parameters[1].scale[row]));
+__attribute__((always_inline)) inline __m512 of_row(const float* group0, const float* group1, int row) {
+  const __m512 value = _mm512_set1_ps(group0[row]);
+  if constexpr (!kHalves) return value;
+  return _mm512_mask_blend_ps(0xCCCC, value, _mm512_set1_ps(group1[row]));
 }
 
 template <int kTiles>
@@ -41,12 +41,19 @@ template <bool kHalves, int kTiles>
 __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, const int8_t* x,
                                                      const Int4Parameters* parameters, WeightStream& stream,
                                                      __m512 (&sums)[kTileN]) {
-  __m512i columns[kTiles];
+  __m512i columns[kTiles], ones[kTiles];
 #pragma GCC unroll 4
   for (int t = 0; t < kTiles; ++t) {
     stream.fetch();
     columns[t] = _mm512_load_si512(x + t * kTileK);
+    ones[t] = _mm512_set1_epi8(1);
   }
+  const __m512 x_sums = dot<kTiles>(ones, columns);
+  const auto add_row = [&](int row, const __m512i(&q)[kTiles]) __attribute__((always_inline)) {
+    const __m512 zero = of_row<kHalves>(parameters[0].zero, parameters[1].zero, row);
+    const __m512 value = _mm512_fnmadd_ps(zero, x_sums, dot<kTiles>(q, columns));
+    sums[row] = _mm512_fmadd_ps(value, of_row<kHalves>(parameters[0].scale, parameters[1].scale, row), sums[row]);
+  };
 #pragma GCC unroll 8
   for (int g = 0; g < kPairs; ++g) {
     __m512i low[kTiles], high[kTiles];
@@ -56,9 +63,8 @@ __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, cons
       low[t] = _mm512_and_si512(bytes, _mm512_set1_epi8(0x0F));
       high[t] = _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(0xF0)));
     }
-    sums[g] = _mm512_fmadd_ps(dot<kTiles>(low, columns), row_scale<kHalves>(parameters, g), sums[g]);
-    sums[g + kPairs] =
-        _mm512_fmadd_ps(dot<kTiles>(high, columns), row_scale<kHalves>(parameters, g + kPairs), sums[g + kPairs]);
+    add_row(g, low);
+    add_row(g + kPairs, high);
   }
 }
 
@@ -90,7 +96,7 @@ void run_tile(const Mm8Job& job, int64_t tile, int64_t m, const Int4Parameters* 
     add_tiles<kHalves, 1>(weight + t * kTileBytes, x + t * kTileK, parameters + t * kTileK / job.group_size, stream,
                           sums);
   }
-  write_row(job, load_columns(job, tile * kTileN), m, subtract_zeros(job, parameters, m, lane_sums(sums)));
+  write_row(job, load_columns(job, tile * kTileN), m, lane_sums(sums));
 }
 
 template <bool kHalves, int kTiles>

@@ -10,7 +10,7 @@ namespace qao::cpu {
 
 struct Int4Parameters {
   alignas(64) float scale[int4_mm::kTileN];  // 1/16 of it for rows 8..15
-  alignas(64) float shift[int4_mm::kTileN];  // scale * zero
+  alignas(64) float zero[int4_mm::kTileN];   // 16 times it for rows 8..15
 };
 
 // Of groups [begin, end) of one N-tile. Not inlined: the loops that use them shall read memory, where a broadcast is
@@ -24,17 +24,8 @@ struct Int4Parameters {
     const __m512 zero = job.parameters == 2 ? load16(job.scales, at + int4_mm::kTileN, job.scale_dtype)
                                             : _mm512_set1_ps(int4_mm::kSymmetricZero);
     _mm512_store_ps(parameters->scale, _mm512_mask_mul_ps(scale, kUpperRows, scale, _mm512_set1_ps(1.0f / 16)));
-    _mm512_store_ps(parameters->shift, _mm512_mul_ps(scale, zero));
+    _mm512_store_ps(parameters->zero, _mm512_mask_mul_ps(zero, kUpperRows, zero, _mm512_set1_ps(16)));
   }
-}
-
-// sum - scale * zero * sum(x) over the groups of row m of x, for rows of W of one N-tile; sum has the other term.
-static inline __m512 subtract_zeros(const Mm8Job& job, const Int4Parameters* parameters, int64_t m, __m512 sum) {
-  for (int64_t group = 0; group < job.groups; ++group) {
-    const __m512 x_sum = _mm512_set1_ps(job.sums[m * job.groups + group]);
-    sum = _mm512_fnmadd_ps(_mm512_load_ps(parameters[group].shift), x_sum, sum);
-  }
-  return sum;
 }
 
 }  // namespace qao::cpu

@@ -32,16 +32,17 @@ __attribute__((always_inline)) inline void add_columns(const __m256i (&w)[kRowsW
   }
 }
 
-// out[kM][4 of 16] = W · x for four rows of W.
+// out[kM][4 of 16] = W · x over columns [begin, end) for four rows of W, of which w and x hold column 0.
 template <int kM>
-void multiply(const Mm8Job& job, const uint8_t* const (&w)[kRowsW], const int8_t* x, int32_t* out) {
+void multiply(const Mm8Job& job, const uint8_t* const (&w)[kRowsW], const int8_t* x, int64_t begin, int64_t end,
+              int32_t* out) {
   const int64_t x_row = job.tiles_k * kTileColumns;
   __m256i sums[kM][kRowsW];
   for (auto& row : sums) {
     for (auto& sum : row) sum = _mm256_setzero_si256();
   }
-  int64_t k = 0;
-  for (; k + kStep <= job.k; k += kStep) {
+  int64_t k = begin;
+  for (; k + kStep <= end; k += kStep) {
     __m256i columns[kRowsW];
 #pragma GCC unroll 4
     for (int r = 0; r < kRowsW; ++r) {
@@ -50,11 +51,11 @@ void multiply(const Mm8Job& job, const uint8_t* const (&w)[kRowsW], const int8_t
     }
     add_columns<kM>(columns, x + k, x_row, sums);
   }
-  if (k < job.k) {
+  if (k < end) {
     __m256i columns[kRowsW];
     for (int r = 0; r < kRowsW; ++r) {
       int8_t padded[kStep] = {};
-      __builtin_memcpy(padded, w[r] + k, static_cast<size_t>(job.k - k));
+      __builtin_memcpy(padded, w[r] + k, static_cast<size_t>(end - k));
       columns[r] = widen(padded);
     }
     add_columns<kM>(columns, x + k, x_row, sums);
@@ -65,26 +66,34 @@ void multiply(const Mm8Job& job, const uint8_t* const (&w)[kRowsW], const int8_t
 }  // namespace
 
 void mm8_int8_avx2(const Mm8Job& job, int64_t begin, int64_t end) {
-  int32_t* sums = static_cast<int32_t*>(scratch(Scratch::kSums, job.m * kTileRows * int64_t{sizeof(int32_t)}));
+  const int64_t count = job.m * kTileRows;
+  int32_t* sums = static_cast<int32_t*>(scratch(Scratch::kSums, 2 * count * int64_t{sizeof(int32_t)}));
+  float* totals = reinterpret_cast<float*>(sums + count);
   const int64_t x_row = job.tiles_k * kTileColumns;
   for (int64_t n = begin * kTileRows; n < end * kTileRows; n += kTileRows) {
-    for (int quad = 0; quad < kTileRows; quad += kRowsW) {
-      const uint8_t* w[kRowsW];  // past N the last row again; what comes of it is not written
-      for (int r = 0; r < kRowsW; ++r) {
-        w[r] = static_cast<const uint8_t*>(job.weight) + least(n + quad + r, job.n - 1) * job.k;
+    for (int64_t s = 0; s < job.sections; ++s) {
+      const int64_t k = s * job.section, k_end = least(k + job.section, job.k);
+      for (int quad = 0; quad < kTileRows; quad += kRowsW) {
+        const uint8_t* w[kRowsW];  // past N the last row again; what comes of it is not written
+        for (int r = 0; r < kRowsW; ++r) {
+          w[r] = static_cast<const uint8_t*>(job.weight) + least(n + quad + r, job.n - 1) * job.k;
+        }
+        int64_t m = 0;
+        for (; m + kRowsX <= job.m; m += kRowsX) {
+          multiply<kRowsX>(job, w, job.bytes + m * x_row, k, k_end, sums + m * kTileRows + quad);
+        }
+        if (m < job.m) multiply<1>(job, w, job.bytes + m * x_row, k, k_end, sums + m * kTileRows + quad);
       }
-      int64_t m = 0;
-      for (; m + kRowsX <= job.m; m += kRowsX) {
-        multiply<kRowsX>(job, w, job.bytes + m * x_row, sums + m * kTileRows + quad);
+      for (int64_t i = 0; i < count; i += 8) {
+        const __m256 sum = _mm256_cvtepi32_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(sums + i)));
+        _mm256_store_ps(totals + i, s == 0 ? sum : _mm256_add_ps(_mm256_load_ps(totals + i), sum));
       }
-      if (m < job.m) multiply<1>(job, w, job.bytes + m * x_row, sums + m * kTileRows + quad);
     }
     for (int64_t first = 0; first < kTileRows && n + first < job.n; first += 8) {
       const Columns columns = load_columns(job, n + first);
       const __m256 scales = load_scales(job, n + first);
       for (int64_t m = 0; m < job.m; ++m) {
-        const __m256i sum = _mm256_load_si256(reinterpret_cast<const __m256i*>(sums + m * kTileRows + first));
-        write_row(job, columns, m, _mm256_mul_ps(_mm256_cvtepi32_ps(sum), scales));
+        write_row(job, columns, m, _mm256_mul_ps(_mm256_load_ps(totals + m * kTileRows + first), scales));
       }
     }
   }

@@ -36,16 +36,17 @@ __attribute__((always_inline)) inline void add_columns(const __m512i (&w)[kRowsW
   }
 }
 
-// out[kM][4 of 16] = (W + 128) · x for four rows of W.
+// out[kM][4 of 16] = (W + 128) · x over columns [begin, end) for four rows of W, of which w and x hold column 0.
 template <int kM, bool kFetch>
-void multiply(const Mm8Job& job, const uint8_t* const (&w)[kRowsW], const int8_t* x, int32_t* out) {
+void multiply(const Mm8Job& job, const uint8_t* const (&w)[kRowsW], const int8_t* x, int64_t begin, int64_t end,
+              int32_t* out) {
   const int64_t x_row = job.tiles_k * kTileColumns;
   __m512i sums[kM][kRowsW];
   for (auto& row : sums) {
     for (auto& sum : row) sum = _mm512_setzero_si512();
   }
-  int64_t k = 0;
-  for (; k + kTileColumns <= job.k; k += kTileColumns) {
+  int64_t k = begin;
+  for (; k + kTileColumns <= end; k += kTileColumns) {
     __m512i columns[kRowsW];
 #pragma GCC unroll 4
     for (int r = 0; r < kRowsW; ++r) {
@@ -54,8 +55,8 @@ void multiply(const Mm8Job& job, const uint8_t* const (&w)[kRowsW], const int8_t
     }
     add_columns<kM>(columns, x + k, x_row, sums);
   }
-  if (k < job.k) {
-    const __mmask64 mask = ~__mmask64{0} >> (kTileColumns - (job.k - k));
+  if (k < end) {
+    const __mmask64 mask = ~__mmask64{0} >> (kTileColumns - (end - k));
     __m512i columns[kRowsW];
     for (int r = 0; r < kRowsW; ++r) columns[r] = _mm512_maskz_loadu_epi8(mask, w[r] + k);
     add_columns<kM>(columns, x + k, x_row, sums);
@@ -64,34 +65,45 @@ void multiply(const Mm8Job& job, const uint8_t* const (&w)[kRowsW], const int8_t
 }
 
 template <bool kFetch, int kM = kRowsX>
-void multiply_some(const Mm8Job& job, const uint8_t* const (&w)[kRowsW], int64_t m, int32_t* out) {
+void multiply_some(const Mm8Job& job, const uint8_t* const (&w)[kRowsW], int64_t m, int64_t begin, int64_t end,
+                   int32_t* out) {
   if constexpr (kM > 0) {
     if (job.m - m >= kM) {
-      return multiply<kM, kFetch>(job, w, job.bytes + m * job.tiles_k * kTileColumns, out + m * kTileRows);
+      const int8_t* x = job.bytes + m * job.tiles_k * kTileColumns;
+      return multiply<kM, kFetch>(job, w, x, begin, end, out + m * kTileRows);
     }
-    multiply_some<kFetch, kM - 1>(job, w, m, out);
+    multiply_some<kFetch, kM - 1>(job, w, m, begin, end, out);
   }
 }
 
 }  // namespace
 
 void mm8_int8_avx512(const Mm8Job& job, int64_t begin, int64_t end) {
-  int32_t* sums = static_cast<int32_t*>(scratch(Scratch::kSums, job.m * kTileRows * int64_t{sizeof(int32_t)}));
+  const int64_t count = job.m * kTileRows;
+  int32_t* sums = static_cast<int32_t*>(scratch(Scratch::kSums, 2 * count * int64_t{sizeof(int32_t)}));
+  float* totals = reinterpret_cast<float*>(sums + count);
   for (int64_t n = begin * kTileRows; n < end * kTileRows; n += kTileRows) {
-    for (int quad = 0; quad < kTileRows; quad += kRowsW) {
-      const uint8_t* w[kRowsW];  // past N the last row again; what comes of it is not written
-      for (int r = 0; r < kRowsW; ++r) {
-        w[r] = static_cast<const uint8_t*>(job.weight) + least(n + quad + r, job.n - 1) * job.k;
+    for (int64_t s = 0; s < job.sections; ++s) {
+      const int64_t k = s * job.section, k_end = least(k + job.section, job.k);
+      for (int quad = 0; quad < kTileRows; quad += kRowsW) {
+        const uint8_t* w[kRowsW];  // past N the last row again; what comes of it is not written
+        for (int r = 0; r < kRowsW; ++r) {
+          w[r] = static_cast<const uint8_t*>(job.weight) + least(n + quad + r, job.n - 1) * job.k;
+        }
+        multiply_some<true>(job, w, 0, k, k_end, sums + quad);
+        for (int64_t m = kRowsX; m < job.m; m += kRowsX) multiply_some<false>(job, w, m, k, k_end, sums + quad);
       }
-      multiply_some<true>(job, w, 0, sums + quad);
-      for (int64_t m = kRowsX; m < job.m; m += kRowsX) multiply_some<false>(job, w, m, sums + quad);
+      for (int64_t m = 0; m < job.m; ++m) {
+        const __m512i excess = _mm512_set1_epi32(static_cast<int32_t>(128 * job.sums[m * job.sections + s]));
+        const __m512i sum = _mm512_sub_epi32(_mm512_load_si512(sums + m * kTileRows), excess);
+        const __m512 before = s == 0 ? _mm512_setzero_ps() : _mm512_load_ps(totals + m * kTileRows);
+        _mm512_store_ps(totals + m * kTileRows, _mm512_add_ps(before, _mm512_cvtepi32_ps(sum)));
+      }
     }
     const Columns columns = load_columns(job, n);
     const __m512 scales = load_scales(job, n);
     for (int64_t m = 0; m < job.m; ++m) {
-      const __m512i excess = _mm512_set1_epi32(static_cast<int32_t>(128 * job.sums[m]));
-      const __m512i sum = _mm512_sub_epi32(_mm512_load_si512(sums + m * kTileRows), excess);
-      write_row(job, columns, m, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales));
+      write_row(job, columns, m, _mm512_mul_ps(_mm512_load_ps(totals + m * kTileRows), scales));
     }
   }
 }

@@ -11,8 +11,9 @@
 
 namespace qao::cpu {
 
-// Products of bytes are summed in int32: 255 * 128 * K < 2^31.
+// Products of bytes are summed in int32: 255 * 128 * k < 2^31. Sums over more columns go on in float32.
 constexpr int64_t kMaxIntegerK = 65536;
+constexpr int64_t kRowsSection = 256;  // int4, x as rows
 constexpr int kTileRows = 16;     // rows of W in an N-tile, rows of x in a tile of x
 constexpr int kTileColumns = 64;  // k of a K-tile
 
@@ -33,6 +34,9 @@ struct Mm8Job {
   int parameters = 1;         // int4: 2 if zero points follow the scales
   int64_t tiles_n = 0, tiles_k = 0;
   int64_t group_size = 0, groups = 1;  // int4: columns that share a scale; int8: all of K
+  // Columns whose products are summed as integers, all of one group. int4: a group, as rows at most kRowsSection of it;
+  // int8: at most kMaxIntegerK.
+  int64_t section = 0, sections = 1;
 
   // int8 x, columns of each 64 in the order of W's bytes (int4: tile_column()), zeros past K. Either rows or B tiles of
   // 16 fours of k x 16 rows; with groups of 32 two B tiles a K-tile, one for each half, zeros in the place of the
@@ -40,7 +44,7 @@ struct Mm8Job {
   int64_t tiles_m = 0;
   int64_t steps = 0;        // B tiles along K
   int8_t* bytes = nullptr;  // [m][tiles_k][64], or [tiles_m][steps][16][16][4]
-  float* sums = nullptr;    // sums of x over a group: [m][groups], or [groups][16 tiles_m]
+  float* sums = nullptr;    // sums of x over a section: [m][sections], or [sections][16 tiles_m]
 };
 
 // Rows of x [begin, end), and tiles of 16 rows of it.

@@ -1,4 +1,4 @@
-// int8 x as padded rows, columns in the order of W's bytes, and the sums of its groups.
+// int8 x as padded rows, columns in the order of W's bytes, and the sums of its sections.
 #include <immintrin.h>
 
 #include "cpu/mm8_kernels.h"
@@ -44,12 +44,12 @@ int sum(__m128i a, __m128i b) {
 void mm8_pack_rows_avx2(const Mm8Job& job, int64_t begin, int64_t end) {
   for (int64_t m = begin; m < end; ++m) {
     const int8_t* x = static_cast<const int8_t*>(job.x) + m * job.x_stride;
-    float* sums = job.sums + m * job.groups;
-    for (int64_t group = 0; group < job.groups; ++group) sums[group] = 0;
+    float* sums = job.sums + m * job.sections;
+    for (int64_t s = 0; s < job.sections; ++s) sums[s] = 0;
     for (int64_t k = 0; k < job.k; k += kTileColumns) {
       Columns columns = load_columns(x + k, job.k - k);
       for (int half = 0; half < 2 && k + 32 * half < job.k; ++half) {
-        sums[(k + 32 * half) / job.group_size] +=
+        sums[(k + 32 * half) / job.section] +=
             static_cast<float>(sum(columns.part[2 * half], columns.part[2 * half + 1]));
       }
       if (job.weight_format == Format::kInt4) columns = in_tile_order(columns);
