@@ -50,7 +50,8 @@ struct FloatJob {
   int64_t sections = 0, sections_per_group = 0;
 
   // x as fixed point with one power-of-two scale per `chunk_tiles` K-tiles: x = scale * (word 0 + word 1 * 2^-15), each
-  // word an integer below 2^15 - 128 in magnitude, stored as 256 * high + low with signed bytes. float32 has both words.
+  // word an integer below 2^15 - 128 in magnitude, stored as 256 * high + low with signed bytes. float32 has both
+  // words.
   int words = 0;
   int64_t chunk_tiles = 0, chunks = 0;
   int8_t* bytes = nullptr;        // [m][tiles_k][words][high, low][64], each 64 in the order of tile_column()

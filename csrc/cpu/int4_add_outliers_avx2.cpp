@@ -16,8 +16,8 @@ struct Column {
   __m256 rows[2];
 };
 Column load_column(const FloatJob& job, int64_t tile, int64_t k) {
-  const uint8_t* at = job.weight + (tile * job.tiles_k + k / kTileK) * kTileBytes +
-                      int4_mm::tile_byte(0, static_cast<int>(k % kTileK));
+  const uint8_t* at =
+      job.weight + (tile * job.tiles_k + k / kTileK) * kTileBytes + int4_mm::tile_byte(0, static_cast<int>(k % kTileK));
   __m128i bytes = _mm_setzero_si128();
   bytes = _mm_insert_epi8(bytes, at[0 * kTileK], 0);
   bytes = _mm_insert_epi8(bytes, at[1 * kTileK], 1);

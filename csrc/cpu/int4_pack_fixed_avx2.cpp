@@ -20,8 +20,8 @@ constexpr int kMinExponent = 15;  // biased; keeps the scale 2^(exponent - 127 -
 // word, rounded, is at most 127.
 constexpr int kHeadroom = 0x020000;
 
-// A value this many powers of two below the largest is coarse: its error is more than half a last bit of bfloat16, two of
-// float16 (twelve bits are too many for what a gaussian spans), and of float32 one.
+// A value further than this many powers of two below the largest is coarse: its error is more than half a last bit of
+// its dtype.
 int coarse_exponents(DType dtype) { return dtype == DType::kFloat16 ? 4 : 6; }
 // How many of a chunk's nonzero values may be coarse. Of a gaussian 2 to 5 % are, of float16 10 to 20 %.
 int64_t coarse_allowed(int64_t nonzero) { return nonzero > 16 ? (nonzero - 16) * 3 / 4 : 0; }
@@ -75,8 +75,8 @@ bool has_outliers(const float* values, int64_t count, int largest, int coarse) {
   return few > coarse_allowed(count - zero);
 }
 
-// Moves the largest of values[0 .. count), as few as possible and those of one exponent together, to the outliers, until
-// no more of the others are coarse than may be. Returns the bits of the largest that stays.
+// Moves the largest of values[0 .. count), as few as possible and those of one exponent together, to the outliers,
+// until no more of the others are coarse than may be. Returns the bits of the largest that stays.
 [[gnu::noinline]] int move_outliers(float* values, int64_t count, int coarse, uint64_t* outliers) {
   int64_t up_to[256] = {};  // nonzero values of this exponent or less
   for (int64_t i = 0; i < count; ++i) ++up_to[float_to_bits(values[i]) >> 23 & 0xFF];
@@ -111,7 +111,8 @@ void store_tile(const __m128i (&steps)[4], int8_t* out) {
   _mm_store_si128(rows + 3, _mm_unpackhi_epi64(high01, high23));
 }
 
-// One tile of integer words, |word| < 2^15 - 128: its high and low bytes to out[0..64) and out[64..128), sums of each step.
+// One tile of integer words, |word| < 2^15 - 128: its high and low bytes to out[0..64) and out[64..128), sums of each
+// step.
 void store_words(const __m256i (&words)[4], int8_t* out, int* step_sums) {
   __m128i high[4], low[4];
   for (int step = 0; step < 4; ++step) {

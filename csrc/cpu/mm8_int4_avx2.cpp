@@ -20,8 +20,8 @@ using int4_mm::kTileK;
 using int4_mm::kTileN;
 
 constexpr int kRowsX = 3;
-constexpr int kPairs = kTileN / 2;     // row pairs (g, g + 8) of a tile
-constexpr int kVectors = kTileK / 32;  // of a row pair's 64 bytes
+constexpr int kPairs = kTileN / 2;          // row pairs (g, g + 8) of a tile
+constexpr int kVectors = kTileK / 32;       // of a row pair's 64 bytes
 static_assert(kRowsSection == 4 * kTileK);  // K-tiles whose sums fit 16 bits
 
 // Scales and zero points of an N-tile and a group.
@@ -105,8 +105,8 @@ float lane_sum(__m256 a) {
 
 // out[kM][16]: rows g and g + 8. x_sums: those of row m and the next.
 template <int kM>
-void multiply(const Mm8Job& job, const uint8_t* weight, const Parameters* parameters, const float* x_sums, int64_t m, int g,
-              float* out) {
+void multiply(const Mm8Job& job, const uint8_t* weight, const Parameters* parameters, const float* x_sums, int64_t m,
+              int g, float* out) {
   const int64_t x_row = job.tiles_k * kTileK, x_sums_row = sections(job) * 8;
   __m256 sums[2][kM];
   for (auto& row : sums) {
@@ -114,7 +114,7 @@ void multiply(const Mm8Job& job, const uint8_t* weight, const Parameters* parame
   }
   for (int64_t tile = 0; tile < job.tiles_k; x_sums += 8) {
     const int64_t end = section_end(job, tile);
-    const RowParameters of_rows[2] = {of_row(job, parameters, tile, g), of_row(job, parameters, tile, g + kPairs)};
+    const int64_t begin = tile;
     __m256i products[2][kM];
     for (auto& row : products) {
       for (auto& product : row) product = _mm256_setzero_si256();
@@ -125,11 +125,12 @@ void multiply(const Mm8Job& job, const uint8_t* weight, const Parameters* parame
       add_tile<kM>(pair, job.bytes + m * x_row + tile * kTileK, x_row, products);
     }
     for (int row = 0; row < 2; ++row) {
+      const RowParameters values = of_row(job, parameters, begin, g + row * kPairs);
       for (int i = 0; i < kM; ++i) {
         const __m256i wide = _mm256_madd_epi16(products[row][i], _mm256_set1_epi16(1));
         const __m256 x_sum = _mm256_load_ps(x_sums + i * x_sums_row);
-        const __m256 value = _mm256_fnmadd_ps(of_rows[row].zero, x_sum, _mm256_cvtepi32_ps(wide));
-        sums[row][i] = _mm256_fmadd_ps(value, of_rows[row].scale, sums[row][i]);
+        const __m256 value = _mm256_fnmadd_ps(values.zero, x_sum, _mm256_cvtepi32_ps(wide));
+        sums[row][i] = _mm256_fmadd_ps(value, values.scale, sums[row][i]);
       }
     }
   }

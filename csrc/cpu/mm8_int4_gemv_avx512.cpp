@@ -29,15 +29,15 @@ __attribute__((always_inline)) inline __m512 of_row(const float* group0, const f
 }
 
 template <int kTiles>
-__attribute__((always_inline)) inline __m512 dot(const __m512i (&w)[kTiles], const __m512i (&x)[kTiles]) {
-  __m512i sum = _mm512_setzero_si512();
+__attribute__((always_inline)) inline __m512i dot(__m512i sum, const __m512i (&w)[kTiles], const __m512i (&x)[kTiles]) {
 #pragma GCC unroll 4
   for (int t = 0; t < kTiles; ++t) sum = _mm512_dpbusd_epi32(sum, w[t], x[t]);
-  return _mm512_cvtepi32_ps(sum);
+  return sum;
 }
 
-// sums[row] += kTiles K-tiles of one group, or of two halves.
-template <bool kHalves, int kTiles>
+// sums[row] += kTiles K-tiles of one group, or of two halves. Without zero points (kZeros) all are 8, and sums of
+// products begin at what they take off.
+template <bool kHalves, bool kZeros, int kTiles>
 __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, const int8_t* x,
                                                      const Int4Parameters* parameters, WeightStream& stream,
                                                      __m512 (&sums)[kTileN]) {
@@ -48,10 +48,16 @@ __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, cons
     columns[t] = _mm512_load_si512(x + t * kTileK);
     ones[t] = _mm512_set1_epi8(1);
   }
-  const __m512 x_sums = dot<kTiles>(ones, columns);
-  const auto add_row = [&](int row, const __m512i(&q)[kTiles]) __attribute__((always_inline)) {
-    const __m512 zero = of_row<kHalves>(parameters[0].zero, parameters[1].zero, row);
-    const __m512 value = _mm512_fnmadd_ps(zero, x_sums, dot<kTiles>(q, columns));
+  const __m512i none = _mm512_setzero_si512(), x_sums = dot<kTiles>(none, ones, columns);
+  static_assert(int4_mm::kSymmetricZero == 1 << 3);
+  const __m512i low_start = kZeros ? none : _mm512_sub_epi32(none, _mm512_slli_epi32(x_sums, 3));
+  const __m512i high_start = kZeros ? none : _mm512_slli_epi32(low_start, 4);  // rows 8..15 are 16 times their q
+  const __m512 float_sums = _mm512_cvtepi32_ps(x_sums);
+  const auto add_row = [&](int row, __m512i start, const __m512i(&q)[kTiles]) __attribute__((always_inline)) {
+    __m512 value = _mm512_cvtepi32_ps(dot<kTiles>(start, q, columns));
+    if constexpr (kZeros) {
+      value = _mm512_fnmadd_ps(of_row<kHalves>(parameters[0].zero, parameters[1].zero, row), float_sums, value);
+    }
     sums[row] = _mm512_fmadd_ps(value, of_row<kHalves>(parameters[0].scale, parameters[1].scale, row), sums[row]);
   };
 #pragma GCC unroll 8
@@ -63,8 +69,8 @@ __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, cons
       low[t] = _mm512_and_si512(bytes, _mm512_set1_epi8(0x0F));
       high[t] = _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(0xF0)));
     }
-    add_row(g, low);
-    add_row(g + kPairs, high);
+    add_row(g, low_start, low);
+    add_row(g + kPairs, high_start, high);
   }
 }
 
@@ -80,7 +86,7 @@ __m512 lane_sums(const __m512 (&rows)[kTileN]) {
   return sum;
 }
 
-template <bool kHalves, int kTiles>
+template <bool kHalves, bool kZeros, int kTiles>
 void run_tile(const Mm8Job& job, int64_t tile, int64_t m, const Int4Parameters* parameters, WeightStream stream) {
   const uint8_t* weight = static_cast<const uint8_t*>(job.weight) + tile * job.tiles_k * kTileBytes;
   const int8_t* x = job.bytes + m * job.tiles_k * kTileK;
@@ -89,17 +95,17 @@ void run_tile(const Mm8Job& job, int64_t tile, int64_t m, const Int4Parameters* 
   for (int row = 0; row < kTileN; ++row) sums[row] = _mm512_setzero_ps();
   int64_t t = 0;
   for (; t + kTiles <= job.tiles_k; t += kTiles) {
-    add_tiles<kHalves, kTiles>(weight + t * kTileBytes, x + t * kTileK, parameters + t * kTileK / job.group_size,
-                               stream, sums);
+    add_tiles<kHalves, kZeros, kTiles>(weight + t * kTileBytes, x + t * kTileK,
+                                       parameters + t * kTileK / job.group_size, stream, sums);
   }
   for (; t < job.tiles_k; ++t) {
-    add_tiles<kHalves, 1>(weight + t * kTileBytes, x + t * kTileK, parameters + t * kTileK / job.group_size, stream,
-                          sums);
+    add_tiles<kHalves, kZeros, 1>(weight + t * kTileBytes, x + t * kTileK, parameters + t * kTileK / job.group_size,
+                                  stream, sums);
   }
   write_row(job, load_columns(job, tile * kTileN), m, lane_sums(sums));
 }
 
-template <bool kHalves, int kTiles>
+template <bool kHalves, bool kZeros, int kTiles>
 void run(const Mm8Job& job, int64_t begin, int64_t end) {
   const uint8_t* weight = static_cast<const uint8_t*>(job.weight) + begin * job.tiles_k * kTileBytes;
   const int64_t bytes = (job.groups + 1) * static_cast<int64_t>(sizeof(Int4Parameters));
@@ -108,24 +114,29 @@ void run(const Mm8Job& job, int64_t begin, int64_t end) {
   for (int64_t tile = begin; tile < end; ++tile) {
     load_parameters(job, tile, 0, job.groups, parameters);
     for (int64_t m = 0; m < job.m; ++m) {
-      run_tile<kHalves, kTiles>(job, tile, m, parameters, WeightStream(weight, tile - begin, job.tiles_k));
+      run_tile<kHalves, kZeros, kTiles>(job, tile, m, parameters, WeightStream(weight, tile - begin, job.tiles_k));
     }
+  }
+}
+
+template <bool kZeros>
+void run_groups(const Mm8Job& job, int64_t begin, int64_t end) {
+  switch (job.group_size) {
+    case 32:
+      return run<true, kZeros, 1>(job, begin, end);
+    case 64:
+      return run<false, kZeros, 1>(job, begin, end);
+    case 128:
+      return run<false, kZeros, 2>(job, begin, end);
+    default:
+      return run<false, kZeros, kMaxTiles>(job, begin, end);
   }
 }
 
 }  // namespace
 
 void mm8_int4_gemv_avx512(const Mm8Job& job, int64_t begin, int64_t end) {
-  switch (job.group_size) {
-    case 32:
-      return run<true, 1>(job, begin, end);
-    case 64:
-      return run<false, 1>(job, begin, end);
-    case 128:
-      return run<false, 2>(job, begin, end);
-    default:
-      return run<false, kMaxTiles>(job, begin, end);
-  }
+  job.parameters == 2 ? run_groups<true>(job, begin, end) : run_groups<false>(job, begin, end);
 }
 
 }  // namespace qao::cpu

@@ -14,8 +14,8 @@ namespace qao::cpu {
 // Products of bytes are summed in int32: 255 * 128 * k < 2^31. Sums over more columns go on in float32.
 constexpr int64_t kMaxIntegerK = 65536;
 constexpr int64_t kRowsSection = 256;  // int4, x as rows
-constexpr int kTileRows = 16;     // rows of W in an N-tile, rows of x in a tile of x
-constexpr int kTileColumns = 64;  // k of a K-tile
+constexpr int kTileRows = 16;          // rows of W in an N-tile, rows of x in a tile of x
+constexpr int kTileColumns = 64;       // k of a K-tile
 
 struct Mm8Job {
   int64_t m = 0, n = 0, k = 0;  // m: rows of this call, counted from x and y

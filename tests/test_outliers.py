@@ -1,0 +1,194 @@
+"""x whose values are far apart, and K so large that integer sums leave 32 bits.
+
+`accuracy.row_scale` is the size of all that is summed, an outlier of x included, so it hides what the outlier does to
+the values beside it. Here W is 0 in the outliers' columns: y, and the scale by which its error is measured, know only
+the rest of x.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from accuracy import check_close, truth
+from ops_schemes import (
+    DTYPES,
+    FLOAT,
+    INT4,
+    INT8,
+    INT8_ASYMMETRIC,
+    INT8_INT4,
+    SCHEMES,
+    Activation,
+    Int4Format,
+    Parts,
+    Scheme,
+    Weight,
+)
+from ops_support import bits, randn
+from torch import Tensor
+
+M_KINDS = (1, 2, 5, 40)  # each of them may be another kernel
+OUTLIERS = {"one": 1, "six": 6, "one in eight": 38}
+K = 300
+
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+every_m = pytest.mark.parametrize("m", M_KINDS)
+every_dtype = pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
+
+
+def with_columns_of_zero(parts: Parts, columns: Tensor) -> Parts:
+    """The same weight, but exactly 0 in `columns`; zero points become integers."""
+    if parts.group_size is None:
+        q = parts.q.view(torch.int8).clone()
+        q[:, columns] = 0
+        return replace(parts, q=q.view(parts.q.dtype))
+    zeros = None if parts.zeros is None else parts.zeros.round()
+    q, k = parts.q.clone(), parts.q.shape[1]
+    width = k if parts.group_size == -1 else parts.group_size
+    zero = torch.full_like(q, 8) if zeros is None else zeros.repeat_interleave(width, 1)[:, :k].to(q.dtype)
+    q[:, columns] = zero[:, columns]
+    return replace(parts, q=q, zeros=zeros)
+
+
+def some_columns(k: int, count: int) -> Tensor:
+    return torch.randperm(k, generator=torch.Generator().manual_seed(count))[:count]
+
+
+def check_beside(scheme: Scheme, weight: Weight, x: Tensor, columns: Tensor) -> None:
+    """The product, against a tolerance that does not know x[:, columns]."""
+    rest, seen = x.clone(), weight.activation.seen(x)
+    rest[:, columns], seen[:, columns] = 0, 0
+    slack = weight.slack(rest if weight.activation == FLOAT else x)
+    check_close(scheme.mm(x, weight), rest, weight.dense, seen=seen, slack=slack)
+
+
+@pytest.mark.every_isa
+@every_dtype
+@every_m
+@pytest.mark.parametrize("count", OUTLIERS.values(), ids=OUTLIERS)
+@every_scheme
+def test_beside_outliers(scheme: Scheme, count: int, m: int, x_dtype: torch.dtype, device: str) -> None:
+    columns = some_columns(K, count).to(device)
+    for fmt in scheme.few_formats:
+        weight = scheme.pack(with_columns_of_zero(scheme.parts(37, K, fmt, device), columns), fmt.activation)
+        x = randn(m, K, dtype=x_dtype, device=device)
+        x[:, columns] = 30000 if fmt.activation == FLOAT else 100  # 100: what a quantised x has steps for
+        check_beside(scheme, weight, x, columns)
+
+
+@pytest.mark.every_isa
+@every_dtype
+@every_m
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
+def test_beside_outliers_of_every_size(group_size: int, m: int, x_dtype: torch.dtype, device: str) -> None:
+    """A few times, and 2^14 times, what stands beside them."""
+    columns = some_columns(K, 20).to(device)
+    fmt = Int4Format(group_size, "integer", torch.bfloat16)
+    weight = INT4.pack(with_columns_of_zero(INT4.parts(37, K, fmt, device), columns))
+    for exponent in range(2, 15, 2):
+        x = randn(m, K, dtype=torch.float32, device=device)
+        x[:, columns] *= 2.0**exponent
+        check_beside(INT4, weight, x.to(x_dtype), columns)
+
+
+@pytest.mark.every_isa
+@every_dtype
+@every_m
+def test_ladder(m: int, x_dtype: torch.dtype, device: str) -> None:
+    """27 magnitudes, 2^12 down to 2^-14, in one chunk; each product sees but one of them."""
+    k = 64
+    x = torch.zeros(m, k, device=device)
+    x[:, 5:32] = 2.0 ** torch.arange(12, -15, -1, device=device)
+    x = (x * (1 + torch.rand(m, k, generator=torch.Generator().manual_seed(1)).to(device) * 0.99)).to(x_dtype)
+    q = torch.full((k, k), 8, dtype=torch.uint8, device=device)
+    q.fill_diagonal_(15)
+    weight = INT4.pack(Parts(q, torch.full((k, 1), 0.125, device=device), None, 64))
+    y, expected = INT4.mm(x, weight).double(), truth(x, weight.dense)
+    info = torch.finfo(x_dtype)  # one rounding of x, one of y
+    assert ((y - expected).abs() <= info.eps * expected.abs() + info.smallest_normal * info.eps).all()
+
+
+@pytest.mark.every_isa
+@every_dtype
+def test_outliers_stay_in_their_row(x_dtype: torch.dtype, device: str) -> None:
+    """Rows without get the bits that they get among their like; an outlier's own product is right, too."""
+    weight = INT4.make_weight(37, K, device=device)
+    for m in (2, 5, 40):
+        x = randn(m, K, dtype=x_dtype, device=device)
+        before = INT4.mm(x, weight)
+        x[0, 7], x[0, 100], x[1, 299] = 30000, -20000, 30000
+        y = INT4.mm(x, weight)
+        assert torch.equal(bits(y[2:]), bits(before[2:]))
+        check_close(y, x, weight.dense, slack=weight.slack(x))
+
+
+@pytest.mark.every_isa
+@every_dtype
+def test_threads_with_outliers(x_dtype: torch.dtype) -> None:
+    weight = INT4.make_weight(100, K)
+    before = torch.get_num_threads()
+    try:
+        for m in (1, 7, 40):
+            x = randn(m, K, dtype=x_dtype, device="cpu")
+            x[:, some_columns(K, 6)] = 30000
+            results = []
+            for threads in (1, 2, 5):
+                torch.set_num_threads(threads)
+                results.append(bits(INT4.mm(x, weight)))
+            assert all(torch.equal(result, results[0]) for result in results)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("zeros", ["none", "integer"])
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
+@pytest.mark.parametrize("m", [1, 3, 17])
+def test_asymmetric_x_with_an_outlier(m: int, group_size: int, zeros: str) -> None:
+    """All of x lies near one end of its range: sums of q * x are a thousand times what is left in the end.
+
+    W has no mean. A float32 sum of sections is off by 2^-24 of its running value an addition, and these errors add up
+    like sqrt(sections); lanes run apart, with values of their own, for which the bound has a factor of 4.
+    """
+    n, k = 16, 16384
+    size = k if group_size == -1 else group_size
+    groups = randn(n, k, dtype=torch.float32, device="cpu").view(n, k // size, size)
+    low, high = (groups.amin(2), groups.amax(2)) if zeros == "integer" else (None, groups.abs().amax(2))
+    scales = high / 7 if low is None else (high - low) / 15
+    zero = None if low is None else (-low / scales).round()
+    offset = torch.tensor(8.0) if zero is None else zero[..., None]
+    q = (groups / scales[..., None] + offset).round().clamp(0, 15).to(torch.uint8).view(n, k)
+    weight = INT8_INT4.pack(Parts(q, scales, zero, group_size), INT8_ASYMMETRIC)
+    x = randn(m, k, dtype=torch.float32, device="cpu") * 0.5
+    x[:, 7] = 1000
+    codes, x_scales, x_zeros = INT8_ASYMMETRIC.quantize(x)
+    products = codes.double()[:, None] * weight.dense  # [M, N, K]
+    running = products.view(m, n, -1, 32).sum(3).cumsum(2).abs().amax(2)
+    offsets = x_zeros.double().view(m, 1) * weight.dense.sum(1)
+    bound = 4 * 2.0**-24 * (k / 32) ** 0.5 * (running + offsets.abs()) * x_scales.double().view(m, 1)
+    error = (INT8_INT4.mm(x, weight).double() - truth(weight.activation.seen(x), weight.dense)).abs()
+    assert (error <= bound).all(), (error / bound).max()
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("m", [1, 7])
+@pytest.mark.parametrize("activation", [INT8, INT8_ASYMMETRIC], ids=str)
+@pytest.mark.parametrize("group_size", [None, 128, -1], ids=str)
+def test_integer_sums_beyond_32_bits(group_size: int | None, activation: Activation, m: int, device: str) -> None:
+    """K above 65536; all products of one sign and as large as they can be, then random ones."""
+    n, k = 3, 2 * 65536 + 1024 + 37
+    scheme = INT8_INT4 if group_size is not None else next(s for s in SCHEMES if s.word == "int8_int8")
+    for largest in (True, False):
+        parts = scheme.parts(n, k, Int4Format(group_size) if group_size is not None else None, device)
+        if largest:
+            parts.q.fill_(15 if group_size is not None else -128)
+        weight = scheme.pack(parts, activation)
+        x = randn(m, k, dtype=torch.float32, device=device)
+        if largest:
+            x = 1 + x.abs() * 0.001
+        seen = weight.activation.seen(x)
+        error = (scheme.mm(x, weight).double() - truth(seen, weight.dense)).abs()
+        accumulation = 2.0**-24 * k**0.5  # as in accuracy.tolerance; a sum that wraps is off by more than a third
+        assert (error <= accumulation * (seen.abs() @ weight.dense.abs().T) + weight.slack(x)).all()
