@@ -38,6 +38,10 @@ STABLE_TORCH_LIBRARY(qao, m) {
       "add_rms_norm_quantize(Tensor x, Tensor? residual, Tensor? weight, float eps, ScalarType dtype) "
       "-> (Tensor, Tensor, Tensor)");
   m.def("silu_mul_quantize(Tensor gate, Tensor up, ScalarType dtype) -> (Tensor, Tensor)");
+  m.def(
+      "quantize_groups(Tensor weight, int group_size, ScalarType dtype, bool symmetric, ScalarType scale_dtype, "
+      "float[] factors) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("quantize_blocks(Tensor weight, int rows, int columns) -> (Tensor, Tensor, Tensor)");
   m.def("pack_int4(Tensor q, Tensor scales, Tensor? zeros, int group_size) -> (Tensor, Tensor)");
   m.def(
       "unpack_int4(Tensor weight, Tensor scales, int out_features, int in_features, int group_size) "
@@ -71,6 +75,8 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("rms_norm_quantize", TORCH_BOX(&qao::rms_norm_quantize_op));
   m.impl("add_rms_norm_quantize", TORCH_BOX(&qao::add_rms_norm_quantize_op));
   m.impl("silu_mul_quantize", TORCH_BOX(&qao::silu_mul_quantize_op));
+  m.impl("quantize_groups", TORCH_BOX(&qao::quantize_groups_op));
+  m.impl("quantize_blocks", TORCH_BOX(&qao::quantize_blocks_op));
   m.impl("pack_int4", TORCH_BOX(&qao::pack_int4_op));
   m.impl("unpack_int4", TORCH_BOX(&qao::unpack_int4_op));
   m.impl("dequantize_int4", TORCH_BOX(&qao::dequantize_int4_op));

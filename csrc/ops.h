@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "tensor.h"
 
@@ -50,6 +51,13 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_quantize_op(const Tensor& x, con
                                                             torch::headeronly::ScalarType dtype);
 std::tuple<Tensor, Tensor> silu_mul_quantize_op(const Tensor& gate, const Tensor& up,
                                                 torch::headeronly::ScalarType dtype);
+
+// quantize_weight.cpp
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weight, int64_t group_size,
+                                                              torch::headeronly::ScalarType dtype, bool symmetric,
+                                                              torch::headeronly::ScalarType scale_dtype,
+                                                              std::vector<double> factors);
+std::tuple<Tensor, Tensor, Tensor> quantize_blocks_op(const Tensor& weight, int64_t rows, int64_t columns);
 
 // int4_pack.cpp
 std::tuple<Tensor, Tensor> pack_int4_op(const Tensor& q, const Tensor& scales, const std::optional<Tensor>& zeros,

@@ -172,6 +172,7 @@ int32_t uint8_code() { return aoti_torch_dtype_uint8(); }
 int32_t int32_code() { return aoti_torch_dtype_int32(); }
 int32_t int64_code() { return aoti_torch_dtype_int64(); }
 int32_t float32_code() { return aoti_torch_dtype_float32(); }
+int32_t float64_code() { return aoti_torch_dtype_float64(); }
 int32_t fp8_code() { return aoti_torch_dtype_float8_e4m3fn(); }
 
 std::optional<DType> float_dtype_of(int32_t code) {

@@ -104,6 +104,7 @@ int32_t uint8_code();
 int32_t int32_code();
 int32_t int64_code();
 int32_t float32_code();
+int32_t float64_code();
 int32_t fp8_code();  // float8_e4m3fn
 std::optional<DType> float_dtype_of(int32_t torch_dtype);
 

@@ -1,8 +1,8 @@
 // Conversions between plain [N, K] nibbles and the packed layout, one 16 x 64 tile at a time.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
-#include <vector>
 
 #include "cpu/int4_mm.h"
 #include "cpu/numeric.h"
@@ -17,8 +17,9 @@ using int4_mm::kTileN;
 using int4_mm::Problem;
 using int4_mm::Unpacked;
 
-constexpr int kPairs = kTileN / 2;  // rows g and g + 8 share 64 bytes
-constexpr int kSegment = 32;        // columns that always lie in one group
+constexpr int kPairs = kTileN / 2;         // rows g and g + 8 share 64 bytes
+constexpr int64_t kPieceValues = 1 << 17;  // that a thread takes at a time
+constexpr int kSegment = 32;               // columns that always lie in one group
 
 constexpr std::array<uint8_t, kTileK> kColumns = [] {
   std::array<uint8_t, kTileK> columns{};
@@ -47,10 +48,10 @@ void unpack_tile(const uint8_t* in, Tile& q) {
 
 template <typename Task>
 void for_each_tile_row(const Problem& p, const Threads& threads, const Task& task) {
-  const int64_t tiles = int4_mm::tiles_n(p.n);
-  threads.for_each([&](int index) {
-    for (int64_t t = tiles * index / threads.count; t < tiles * (index + 1) / threads.count; ++t) task(t);
-  });
+  share(threads, int4_mm::tiles_n(p.n), std::max<int64_t>(1, kPieceValues / (kTileN * p.k)),
+        [&](int64_t begin, int64_t end) {
+          for (int64_t t = begin; t < end; ++t) task(t);
+        });
 }
 
 int64_t rows_in_tile(const Problem& p, int64_t tile) { return std::min<int64_t>(kTileN, p.n - tile * kTileN); }
@@ -59,21 +60,21 @@ int parameters(const Problem& p) { return p.has_zeros ? 2 : 1; }
 
 // Index of the first value above 15, or -1.
 int64_t first_invalid(const Problem& p, const uint8_t* q, const Threads& threads) {
-  std::vector<int64_t> found(static_cast<size_t>(threads.count), -1);
-  threads.for_each([&](int index) {
-    for (int64_t n = p.n * index / threads.count; n < p.n * (index + 1) / threads.count; ++n) {
+  std::atomic<int64_t> first_row{p.n};
+  share(threads, p.n, std::max<int64_t>(1, kPieceValues / p.k), [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
       const uint8_t* row = q + n * p.k;
       uint8_t bits = 0;
       for (int64_t k = 0; k < p.k; ++k) bits |= row[k];
       if (bits <= 15) continue;
-      found[index] = std::find_if(row, row + p.k, [](uint8_t value) { return value > 15; }) - q;
+      for (int64_t known = first_row; n < known && !first_row.compare_exchange_weak(known, n);) {
+      }
       return;
     }
   });
-  for (int64_t i : found) {
-    if (i >= 0) return i;
-  }
-  return -1;
+  if (first_row == p.n) return -1;
+  const uint8_t* row = q + first_row * p.k;
+  return std::find_if(row, row + p.k, [](uint8_t value) { return value > 15; }) - q;
 }
 
 // Scale and zero point of row n, group g.

@@ -1,6 +1,7 @@
 // How CPU kernels use threads: csrc hands them torch's own pool, tests and benchmarks may hand them anything.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 namespace qao::cpu {
@@ -30,6 +31,18 @@ void split(const Threads& threads, int64_t count, const Task& task) {
   threads.for_each([&](int i) {
     const int64_t begin = count * i / threads.count, end = count * (i + 1) / threads.count;
     if (begin < end) task(begin, end);
+  });
+}
+
+// Calls task(begin, end) for pieces of [0, count) that threads take one after the other, so that a thread which lost
+// its core to another process holds up nobody. Which thread gets a piece is chance: results must not depend on it.
+template <typename Task>
+void share(const Threads& threads, int64_t count, int64_t piece, const Task& task) {
+  std::atomic<int64_t> next{0};
+  threads.for_each([&](int) {
+    for (int64_t begin; (begin = next.fetch_add(piece, std::memory_order_relaxed)) < count;) {
+      task(begin, least(begin + piece, count));
+    }
   });
 }
 

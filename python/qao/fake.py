@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -181,6 +181,29 @@ def _(
 @_register("silu_mul_quantize")
 def _(gate: Tensor, up: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _like_x(gate, gate.shape[-1], dtype), _like_x(gate, 1, torch.float32)
+
+
+@_register("quantize_groups")
+def _(
+    weight: Tensor,
+    group_size: int,
+    dtype: torch.dtype,
+    symmetric: bool,
+    scale_dtype: torch.dtype,
+    factors: Sequence[float],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, k = weight.shape
+    scales = weight.new_empty((n, _groups(k, group_size)), dtype=scale_dtype)
+    squares = weight.new_empty(2, dtype=torch.float64)
+    return weight.new_empty((n, k), dtype=dtype), scales, torch.empty_like(scales), squares
+
+
+@_register("quantize_blocks")
+def _(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    n, k = weight.shape
+    scales = weight.new_empty((-(-n // max(1, rows)), -(-k // max(1, columns))), dtype=torch.float32)
+    q = weight.new_empty((n, k), dtype=torch.float8_e4m3fn)
+    return q, scales, weight.new_empty(2, dtype=torch.float64)
 
 
 @_register("pack_int4")

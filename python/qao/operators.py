@@ -10,12 +10,47 @@ All raise RuntimeError where a shape, dtype, device or alignment does not fit; t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 _qao = torch.ops.qao
 
 # ---- four-bit weights ------------------------------------------------------------------------------------------------
+
+
+def quantize_groups(
+    weight: Tensor,
+    group_size: int,
+    dtype: torch.dtype,
+    symmetric: bool,
+    scale_dtype: torch.dtype,
+    factors: Sequence[float],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """W ≈ (q - zero) * scale by groups, on the CPU: q of ``dtype`` [N, K], scales and zeros of ``scale_dtype`` [N, G],
+    and float64 [2], the sums of squares of the error and of W, which are not finite where a value of W is not.
+
+    Args:
+        weight: W [N, K] in a float dtype, of any strides.
+        group_size: 32, 64, 128, 256, or K, or -1 for K.
+        dtype: torch.uint8 for 0..15, or torch.int8 for -127..127, which is symmetric.
+        symmetric: zeros are 8 (uint8) or 0 (int8); else whole numbers 0..15.
+        scale_dtype: a float dtype; scales are rounded to it before q is chosen.
+        factors: positive; a group's range is multiplied by each, and the first of least squared error is kept.
+    """
+    return _qao.quantize_groups.default(weight, group_size, dtype, symmetric, scale_dtype, factors)  # type: ignore[no-any-return]
+
+
+def quantize_blocks(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """W ≈ q * scale by blocks, on the CPU: q float8_e4m3fn [N, K], scales float32 [ceil(N / rows), ceil(K / columns)]
+    that map the largest magnitude of a block to 448, and squares as ``quantize_groups`` has them.
+
+    Args:
+        weight: W [N, K] in a float dtype, of any strides.
+        rows, columns: of a block; 1 and K for a scale a row, N and K for one. Larger ones count as N and K.
+    """
+    return _qao.quantize_blocks.default(weight, rows, columns)  # type: ignore[no-any-return]
 
 
 def pack_int4(q: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,8 @@ from .operators import (  # noqa: E402, F401
     int8_quantize,
     int8_scaled_mm,
     pack_int4,
+    quantize_blocks,
+    quantize_groups,
     rms_norm_quantize,
     silu_mul_quantize,
     unpack_int4,

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from . import operators
+
 # Multiples of a group's range that the search tries, 1.09 to 0.52. Below 1 the tails of the group are clipped and the
 # rest gets finer steps; a little above 1 the steps may happen to fall on the values.
 _CLIP_FACTORS = tuple(1 + 0.03 * step for step in range(3, -17, -1))
@@ -100,24 +102,38 @@ def quantize_fp8(weight: Tensor, granularity: str, *, name: str = "weight") -> Q
     Raises:
         ValueError: the weight holds NaN or Inf, or more than float32 can; the message begins with ``name``.
     """
-    check_finite(weight, name)
+    quantize = _blocks_on_cpu if weight.device.type == "cpu" else _blocks_by_torch
+    q, scales, squares = quantize(weight.detach(), granularity)
+    _check_values(squares, weight, name)
+    _check_scales(scales, weight, name)
+    return QuantizedWeight(q, scales, None, _relative_error(squares))
+
+
+def _blocks_on_cpu(weight: Tensor, granularity: str) -> tuple[Tensor, Tensor, Tensor]:
+    weight = weight.float() if weight.dtype == torch.float64 else weight
+    n, k = weight.shape
+    rows, columns = {"row": (1, k), "tensor": (n, k), "block": (SCALE_BLOCK, SCALE_BLOCK)}[granularity]
+    return operators.quantize_blocks(weight, rows, columns)
+
+
+def _blocks_by_torch(weight: Tensor, granularity: str) -> tuple[Tensor, Tensor, Tensor]:
+    """q, scales, and squares of the error and of the weight, float64 [2]."""
     n, k = weight.shape
     height, width = (SCALE_BLOCK, SCALE_BLOCK) if granularity == "block" else (1, k)
     largest = torch.cat([_largest(values, height, width) for _, values in _chunks(weight, height)])
     if granularity == "tensor":
         largest = largest.amax(0, keepdim=True)
     scales = largest.div_(LARGEST_FP8).clamp_(min=torch.finfo(torch.float32).tiny)
-    _check_scales(scales, weight, name)
     every = scales.expand(n, 1) if granularity == "tensor" else scales  # one for each `height` rows
     q = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=weight.device)
-    squares = torch.zeros(2, dtype=torch.float64, device=weight.device)  # of the error and of the weight
+    squares = torch.zeros(2, dtype=torch.float64, device=weight.device)
     for rows, values in _chunks(weight, height):
         scale = every[rows.start // height : -(-rows.stop // height)]
         scale = scale.repeat_interleave(height, 0)[: len(values)].repeat_interleave(width, 1)[:, :k]
         q[rows] = (values / scale).clamp_(-LARGEST_FP8, LARGEST_FP8).to(q.dtype)
         squares[0] += (q[rows].float() * scale - values).square_().sum(dtype=torch.float64)
         squares[1] += values.square_().sum(dtype=torch.float64)
-    return QuantizedWeight(q, scales, None, _relative_error(squares))
+    return q, scales, squares
 
 
 def as_stored(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype, scheme: str) -> Tensor:
@@ -155,6 +171,12 @@ def _chunks(weight: Tensor, multiple: int = 1) -> Iterator[tuple[slice, Tensor]]
         yield rows, weight.detach()[rows].to(torch.float32, copy=True)
 
 
+def _check_values(squares: Tensor, weight: Tensor, name: str) -> None:
+    """NaN and Inf make the sum of squares so, as do finite values beyond 1e19."""
+    if not squares[1].isfinite():
+        check_finite(weight, name)
+
+
 def _check_scales(scales: Tensor, weight: Tensor, name: str) -> None:
     if not scales.isfinite().all():
         raise ValueError(
@@ -177,26 +199,54 @@ def _quantize_groups(
     clip_search: bool,
     name: str,
 ) -> QuantizedWeight:
-    check_finite(weight, name)
+    factors = _CLIP_FACTORS if clip_search else (1.0,)
+    quantize = _groups_on_cpu if weight.device.type == "cpu" else _groups_by_torch
+    q, scales, zeros, squares = quantize(weight.detach(), group_size, codes, symmetric, scale_dtype, factors)
+    _check_values(squares, weight, name)
+    _check_scales(scales, weight, name)
+    return QuantizedWeight(q, scales, None if symmetric else zeros, _relative_error(squares))
+
+
+_Groups = tuple[Tensor, Tensor, Tensor, Tensor]  # q, scales, zeros; squares of the error and of the weight, float64 [2]
+
+
+def _groups_on_cpu(
+    weight: Tensor,
+    group_size: int,
+    codes: _Codes,
+    symmetric: bool,
+    scale_dtype: torch.dtype,
+    factors: tuple[float, ...],
+) -> _Groups:
+    weight = weight.float() if weight.dtype == torch.float64 else weight
+    return operators.quantize_groups(weight, group_size, codes.dtype, symmetric, scale_dtype, factors)
+
+
+def _groups_by_torch(
+    weight: Tensor,
+    group_size: int,
+    codes: _Codes,
+    symmetric: bool,
+    scale_dtype: torch.dtype,
+    factors: tuple[float, ...],
+) -> _Groups:
     n, k = weight.shape
     size = k if group_size == -1 else group_size
     q = torch.empty(n, k, dtype=codes.dtype, device=weight.device)
     scales = torch.empty(n, (k + size - 1) // size, dtype=scale_dtype, device=weight.device)
-    zeros = None if symmetric else torch.empty_like(scales)
+    zeros = torch.empty_like(scales)
     squares = torch.zeros(2, dtype=torch.float64, device=weight.device)  # of the error and of the weight
     for rows, values in _chunks(weight):
         squares[1] += values.square().sum(dtype=torch.float64)
         # Zeros pad the last group: they are exact under every scale and change neither its range nor its error.
         groups = functional.pad(values, (0, -k % size)).view(len(values), -1, size)
-        scale, zero, error = _search(groups, codes, symmetric, scale_dtype, _CLIP_FACTORS if clip_search else (1.0,))
+        scale, zero, error = _search(groups, codes, symmetric, scale_dtype, factors)
         groups = groups.div(scale).round_().add_(zero).clamp_(codes.lowest, codes.highest)
         q[rows] = groups.view(len(values), -1)[:, :k].to(codes.dtype)
         scales[rows] = scale.squeeze(-1).to(scale_dtype)
-        if zeros is not None:
-            zeros[rows] = zero.squeeze(-1).to(scale_dtype)
+        zeros[rows] = zero.squeeze(-1).to(scale_dtype)
         squares[0] += error.sum(dtype=torch.float64)
-    _check_scales(scales, weight, name)
-    return QuantizedWeight(q, scales, zeros, _relative_error(squares))
+    return q, scales, zeros, squares
 
 
 def _search(

@@ -1,0 +1,90 @@
+// One group of a weight, for every instruction set: `Lanes` is sixteen float32 values and what to do with them. The
+// order of every sum is that of sixteen lanes, so all instruction sets give the same bits; none may fuse a product and
+// a sum (-ffp-contract=off, CMakeLists.txt). `static`: see numeric.h.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "cpu/numeric.h"
+#include "cpu/quantize_weight_kernels.h"
+
+namespace qao::cpu {
+
+constexpr int kLanes = 16;
+constexpr float kRounder = 0x1.8p23f;  // added and taken off again, it rounds to nearest even; |values| below 2^22
+
+static inline float round_even(float value) { return (value + kRounder) - kRounder; }
+static inline float rounded_to(DType dtype, float value) {
+  if (dtype == DType::kFloat32) return value;
+  return dtype == DType::kBFloat16 ? from_bf16(to_bf16(value)) : from_fp16(to_fp16(value));
+}
+
+template <typename Lanes>
+static inline Lanes round_even(Lanes v) {
+  const Lanes rounder = Lanes::all(kRounder);
+  return sub(add(v, rounder), rounder);
+}
+
+// The range of the values and 0.
+struct Range {
+  float low, high;
+};
+
+// The scale that maps a group's whole range onto the codes.
+static inline float full_scale(const GroupRules& rules, Range range) {
+  const Codes& c = rules.codes;
+  if (!rules.symmetric) return (range.high - range.low) / (c.highest - c.lowest);
+  const float below = c.middle - c.lowest, above = c.highest - c.middle;
+  if (below == above) return (-range.low > range.high ? -range.low : range.high) / above;
+  // One code more below the middle: the sign of the scale gives it to the larger side.
+  return (-range.low >= range.high ? range.low : range.high) / -below;
+}
+
+static inline float zero_of(const GroupRules& rules, Range range, float factor, float scale) {
+  const Codes& c = rules.codes;
+  if (rules.symmetric) return c.middle;
+  const float zero = round_even(range.low * -factor / scale) + c.lowest;
+  return zero < c.lowest ? c.lowest : zero > c.highest ? c.highest : zero;
+}
+
+template <typename Lanes>
+static QuantizedGroup quantize_group(const GroupRules& rules, const float* values, int64_t count, uint8_t* q) {
+  Lanes low = Lanes::all(0), high = low, norm = low;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Lanes v = Lanes::load(values + i);
+    low = least(low, v), high = largest(high, v), norm = add(norm, mul(v, v));
+  }
+  const Range range{lowest_of(low), -lowest_of(sub(Lanes::all(0), high))};
+  const Codes& codes = rules.codes;
+  const float full = full_scale(rules, range);
+  QuantizedGroup best;
+  for (int64_t f = 0; f < rules.factor_count; ++f) {
+    float scale = full * rules.factors[f];
+    scale = rounded_to(rules.scale_dtype, std::fabs(scale) < rules.smallest ? rules.smallest : scale);
+    const float zero = zero_of(rules, range, rules.factors[f], scale);
+    const Lanes scales = Lanes::all(scale), lowest = Lanes::all(codes.lowest - zero),
+                highest = Lanes::all(codes.highest - zero);
+    Lanes error = Lanes::all(0);
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const Lanes v = Lanes::load(values + i);
+      const Lanes code = least(largest(round_even(div(v, scales)), lowest), highest);
+      const Lanes difference = sub(v, mul(code, scales));
+      error = add(error, mul(difference, difference));
+    }
+    const float sum = sum_of(error);
+    if (f == 0 || sum < best.error) best = {scale, zero, sum, 0};
+  }
+  best.norm = sum_of(norm);
+  const Lanes scales = Lanes::all(best.scale), zero = Lanes::all(best.zero), lowest = Lanes::all(codes.lowest),
+              highest = Lanes::all(codes.highest);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Lanes code = least(largest(add(round_even(div(Lanes::load(values + i), scales)), zero), lowest), highest);
+    uint8_t bytes[kLanes];
+    to_bytes(add(code, Lanes::all(kRounder)), bytes);  // the lowest byte of its bits is the code
+    std::memcpy(q + i, bytes, static_cast<size_t>(count - i < kLanes ? count - i : kLanes));
+  }
+  return best;
+}
+
+}  // namespace qao::cpu

@@ -1,0 +1,150 @@
+// Rows and threads of quantize_weight.h; the loops over a group of integers are quantize_group.h.
+#include "cpu/quantize_weight.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "cpu/isa.h"
+#include "cpu/numeric.h"
+#include "cpu/quantize_kernels.h"
+#include "cpu/quantize_weight_kernels.h"
+#include "cpu/scratch.h"
+
+namespace qao::cpu {
+namespace {
+
+constexpr int64_t kPieceValues = 1 << 15;  // that a thread takes at a time: a fraction of a millisecond
+constexpr float kLargestFp8 = 448;
+constexpr int64_t kPadding = 16;  // kernels read whole vectors
+
+struct Kernels {
+  const QuantizeKernels* rows;
+  QuantizeGroup group;
+};
+
+Kernels kernels_of(Isa isa) {
+  if (isa == Isa::kScalar) return {&kQuantizeScalar, quantize_group_scalar};
+  if (isa == Isa::kAvx2) return {&kQuantizeAvx2, quantize_group_avx2};
+  return {&kQuantizeAvx512, quantize_group_avx512};
+}
+
+// Groups of zeros, too, need a scale to divide by: the least of its dtype that is a normal number in float32.
+float smallest_scale(DType dtype) { return dtype == DType::kFloat16 ? 0x1p-24f : std::numeric_limits<float>::min(); }
+
+GroupRules rules_of(const WeightProblem& p) {
+  GroupRules rules;
+  rules.codes = p.format == Format::kInt4 ? Codes{0, 15, 8} : Codes{-127, 127, 0};
+  rules.symmetric = p.symmetric;
+  rules.scale_dtype = p.scale_dtype;
+  rules.smallest = smallest_scale(p.scale_dtype);
+  rules.factors = p.factors, rules.factor_count = p.factor_count;
+  return rules;
+}
+
+struct Squares {
+  double error = 0, norm = 0;
+};
+
+// What row n of the weight is, in float32.
+struct Source {
+  Source(int64_t n, int64_t k, DType dtype, const WeightArguments& a) {
+    problem.m = n, problem.k = k, problem.x_dtype = dtype;
+    arguments.x = a.weight, arguments.x_stride = a.weight_stride;
+  }
+  quantize::Problem problem;
+  quantize::Arguments arguments;
+};
+
+// task(n, values) for every row, with zeros after its values up to a whole vector. Threads take rows as they come.
+template <typename Task>
+void for_each_row(const Threads& threads, const QuantizeKernels& kernels, const Source& source, const Task& task) {
+  const int64_t k = source.problem.k, padded = divide_up(k, kPadding) * kPadding;
+  share(threads, source.problem.m, std::max<int64_t>(1, kPieceValues / k), [&](int64_t begin, int64_t end) {
+    float* values = static_cast<float*>(scratch(Scratch::kActivations, padded * static_cast<int64_t>(sizeof(float))));
+    std::fill(values + k, values + padded, 0.0f);
+    for (int64_t n = begin; n < end; ++n) {
+      kernels.values(source.problem, source.arguments, n, values);
+      task(n, values);
+    }
+  });
+}
+
+// By row, so that threads do not change the sum.
+void add_up(const std::vector<Squares>& squares, double* sums) {
+  sums[0] = sums[1] = 0;
+  for (const Squares& row : squares) sums[0] += row.error, sums[1] += row.norm;
+}
+
+}  // namespace
+
+Status quantize_weight(const WeightProblem& p, const WeightArguments& a, const Threads& threads) {
+  Isa isa;
+  if (Status status = selected_isa(&isa); !status.ok()) return status;
+  const Kernels kernels = kernels_of(isa);
+  const GroupRules rules = rules_of(p);
+  std::vector<Squares> squares(static_cast<size_t>(p.n));
+  for_each_row(threads, *kernels.rows, Source(p.n, p.k, p.weight_dtype, a), [&](int64_t n, const float* values) {
+    for (int64_t g = 0; g < p.groups(); ++g) {
+      const int64_t first = g * p.group_size, count = std::min(p.group_size, p.k - first);
+      const QuantizedGroup group = kernels.group(rules, values + first, count, a.q + n * p.k + first);
+      store(a.scales, n * p.groups() + g, p.scale_dtype, group.scale);
+      store(a.zeros, n * p.groups() + g, p.scale_dtype, group.zero);
+      squares[n].error += group.error, squares[n].norm += group.norm;
+    }
+  });
+  add_up(squares, a.squares);
+  return {};
+}
+
+Status quantize_weight_fp8(const BlockProblem& p, const WeightArguments& a, const Threads& threads) {
+  Isa isa;
+  if (Status status = selected_isa(&isa); !status.ok()) return status;
+  const QuantizeKernels& kernels = *kernels_of(isa).rows;
+  const Source source(p.n, p.k, p.weight_dtype, a);
+  const int64_t across = p.block_columns();
+  // task(block column, its first column, its columns)
+  const auto blocks = [&](const auto& task) {
+    for (int64_t b = 0; b < across; ++b) task(b, b * p.columns, std::min(p.columns, p.k - b * p.columns));
+  };
+  std::vector<float> largest(static_cast<size_t>(p.n * across));  // of each row
+  for_each_row(threads, kernels, source, [&](int64_t n, const float* values) {
+    blocks([&](int64_t b, int64_t first, int64_t count) {
+      const QuantizeRange range = kernels.range(values + first, count);
+      largest[n * across + b] =
+          range.finite ? std::max(-range.low, range.high) : std::numeric_limits<float>::infinity();
+    });
+  });
+  float* scales = static_cast<float*>(a.scales);
+  std::fill(scales, scales + p.block_rows() * across, std::numeric_limits<float>::min());
+  for (int64_t n = 0; n < p.n; ++n) {
+    for (int64_t b = 0; b < across; ++b) {
+      float& scale = scales[n / p.rows * across + b];
+      scale = std::max(scale, largest[n * across + b] / kLargestFp8);
+    }
+  }
+  float decoded[256];
+  for (int code = 0; code < 256; ++code) decoded[code] = from_fp8(static_cast<uint8_t>(code));
+  std::vector<Squares> squares(static_cast<size_t>(p.n));
+  for_each_row(threads, kernels, source, [&](int64_t n, float* values) {
+    uint8_t* q = a.q + n * p.k;
+    blocks([&](int64_t b, int64_t first, int64_t count) {
+      const float scale = scales[n / p.rows * across + b];
+      float* block = values + first;
+      Squares sums;
+      for (int64_t i = 0; i < count; ++i) sums.norm += block[i] * block[i];
+      // A quotient, as a GPU's: the reciprocal's rounding would move values near the middle between two codes.
+      for (int64_t i = 0; i < count; ++i) block[i] /= scale;
+      kernels.to_fp8(block, count, 1, q + first);
+      for (int64_t i = 0; i < count; ++i) {
+        const float difference = (decoded[q[first + i]] - block[i]) * scale;
+        sums.error += difference * difference;
+      }
+      squares[n].error += sums.error, squares[n].norm += sums.norm;
+    });
+  });
+  add_up(squares, a.squares);
+  return {};
+}
+
+}  // namespace qao::cpu

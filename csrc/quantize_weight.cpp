@@ -1,0 +1,86 @@
+#include "cpu/quantize_weight.h"
+
+#include <algorithm>
+
+#include "int4_operands.h"
+#include "ops.h"
+#include "rows.h"
+
+namespace qao {
+
+using torch::headeronly::ScalarType;
+
+namespace {
+
+void check_weight(const Op& op, const Argument& weight) {
+  op.check(weight.is_cpu(), "weight must be on the CPU",
+           "Move it with .cpu(); quantize_ takes a model on a GPU as well");
+  op.check(weight.dim() == 2 && weight.numel() > 0, "weight must have shape [N, K], N and K at least 1",
+           "Check weight.shape");
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weight_tensor, int64_t group_size,
+                                                              ScalarType dtype, bool symmetric, ScalarType scale_dtype,
+                                                              std::vector<double> factors) {
+  Op op("quantize_groups");
+  const Argument weight("weight", weight_tensor);
+  op.involve(&weight);
+  op.involve("group_size", group_size);
+  check_weight(op, weight);
+  cpu::WeightProblem problem;
+  problem.n = weight.size(0), problem.k = weight.size(1);
+  problem.weight_dtype = op.float_dtype(weight);
+  problem.group_size = checked_group_size(op, group_size, problem.k);
+  op.check(dtype == ScalarType::Byte || (dtype == ScalarType::Char && symmetric),
+           "dtype must be uint8 (0..15), or with a symmetric weight int8", "Pass torch.uint8 or torch.int8");
+  problem.format = dtype == ScalarType::Byte ? Format::kInt4 : Format::kInt8;
+  problem.symmetric = symmetric;
+  problem.scale_dtype = op.float_dtype("scale_dtype", scale_dtype);
+  std::vector<float> multiples(factors.begin(), factors.end());
+  bool usable = !multiples.empty();
+  for (float factor : multiples) usable = usable && factor > 0 && factor <= std::numeric_limits<float>::max();
+  op.check(usable, "factors must be positive and finite, at least one", "Pass [1.0] for no search");
+  problem.factors = multiples.data(), problem.factor_count = static_cast<int64_t>(multiples.size());
+
+  const Rows rows(weight_tensor, weight);
+  Tensor q = empty({problem.n, problem.k}, dtype == ScalarType::Byte ? uint8_code() : int8_code(), weight);
+  Tensor scales = empty({problem.n, problem.groups()}, torch_dtype(problem.scale_dtype), weight);
+  Tensor zeros = empty({problem.n, problem.groups()}, torch_dtype(problem.scale_dtype), weight);
+  Tensor squares = empty({2}, float64_code(), weight);
+  cpu::WeightArguments arguments;
+  arguments.weight = rows.data, arguments.weight_stride = rows.stride;
+  arguments.q = static_cast<uint8_t*>(q.data_ptr());
+  arguments.scales = scales.data_ptr(), arguments.zeros = zeros.data_ptr();
+  arguments.squares = static_cast<double*>(squares.data_ptr());
+  op.check(cpu::quantize_weight(problem, arguments, torch_threads(problem.n * problem.k * problem.factor_count)));
+  return {q, scales, zeros, squares};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_blocks_op(const Tensor& weight_tensor, int64_t rows, int64_t columns) {
+  Op op("quantize_blocks");
+  const Argument weight("weight", weight_tensor);
+  op.involve(&weight);
+  op.involve("rows", rows), op.involve("columns", columns);
+  check_weight(op, weight);
+  op.check(rows >= 1 && columns >= 1, "rows and columns of a block must be at least 1",
+           "Pass 1 and K for a scale a row, N and K for one, 128 and 128 for blocks");
+  cpu::BlockProblem problem;
+  problem.n = weight.size(0), problem.k = weight.size(1);
+  problem.weight_dtype = op.float_dtype(weight);
+  problem.rows = std::min(rows, problem.n), problem.columns = std::min(columns, problem.k);
+
+  const Rows source(weight_tensor, weight);
+  Tensor q = empty({problem.n, problem.k}, fp8_code(), weight);
+  Tensor scales = empty({problem.block_rows(), problem.block_columns()}, float32_code(), weight);
+  Tensor squares = empty({2}, float64_code(), weight);
+  cpu::WeightArguments arguments;
+  arguments.weight = source.data, arguments.weight_stride = source.stride;
+  arguments.q = static_cast<uint8_t*>(q.data_ptr());
+  arguments.scales = scales.data_ptr(), arguments.squares = static_cast<double*>(squares.data_ptr());
+  op.check(cpu::quantize_weight_fp8(problem, arguments, torch_threads(problem.n * problem.k)));
+  return {q, scales, squares};
+}
+
+}  // namespace qao
