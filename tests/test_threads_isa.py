@@ -127,3 +127,19 @@ def test_several_python_threads(scheme: Scheme) -> None:
 
     with ThreadPoolExecutor(6) as pool:
         assert all(pool.map(repeat, range(len(calls))))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+def test_shared_tiles_have_the_same_bits(scheme: Scheme) -> None:
+    """Long products hand out pieces of N to the threads as they come."""
+    weight = scheme.make_weight(2064, 512, scheme.few_formats[0])
+    x = randn(260, 512, dtype=torch.bfloat16, device="cpu")
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(bits(scheme.mm(x, weight)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)

@@ -79,7 +79,6 @@ const Kernel& choose(const Problem& p, Isa isa) {
 constexpr int64_t kMaxRows = 512;                       // of x at a time
 constexpr int64_t kMaxPackedBytes = int64_t{16} << 20;  // fewer if they are long
 constexpr int64_t kMaxFloatBytes = int64_t{1} << 20;    // read again for every 4 rows of W, so they must fit L2
-constexpr int64_t kSerialPackValues = 16384;            // waking threads would cost more
 
 FloatJob describe(const Problem& p, const Arguments& a, Form form) {
   static constexpr float kOne = 1;
@@ -188,7 +187,7 @@ void run_with_outliers(const Kernel& kernel, FloatJob job, const Threads& thread
   const DType y_dtype = job.y_dtype;
   job.y = product, job.y_dtype = DType::kFloat32;
   const Outliers outliers = {first, columns, values};
-  split(threads, job.tiles_n, [&](int64_t begin, int64_t end) {
+  split_tiles(threads, job.tiles_n, job.m * job.n * job.k, [&](int64_t begin, int64_t end) {
     kernel.run(job, begin, end);
     int4_add_outliers_avx2(job, outliers, y, y_dtype, begin, end);
   });
@@ -205,7 +204,7 @@ void run_rows(const Kernel& kernel, const Problem& p, const Arguments& a, int64_
   std::memset(job.remarks, 0, static_cast<size_t>(rows));
 
   const auto prepare = [&](int64_t units, const auto& step) {
-    rows* p.k <= kSerialPackValues ? step(int64_t{0}, units) : split(threads, units, step);
+    is_serial(threads, rows * p.k) ? step(int64_t{0}, units) : split(threads, units, step);
   };
   if (wide != nullptr) {
     prepare(rows, [&](int64_t begin, int64_t end) { widen_fp8_avx2(job, wide, begin, end); });
@@ -217,7 +216,7 @@ void run_rows(const Kernel& kernel, const Problem& p, const Arguments& a, int64_
   if (std::any_of(job.remarks, job.remarks + rows, [](uint8_t remark) { return (remark & kHasOutliers) != 0; })) {
     return run_with_outliers(kernel, job, threads);
   }
-  split(threads, job.tiles_n, [&](int64_t begin, int64_t end) { kernel.run(job, begin, end); });
+  split_tiles(threads, job.tiles_n, rows * p.n * p.k, [&](int64_t begin, int64_t end) { kernel.run(job, begin, end); });
   mend_rows(p, a, job, first, threads);
 }
 

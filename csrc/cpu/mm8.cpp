@@ -56,7 +56,6 @@ const Kernel& choose(const Problem& p, Isa isa) {
 
 constexpr int64_t kMaxRows = 256;                      // of x at a time
 constexpr int64_t kMaxPackedBytes = int64_t{5} << 18;  // fewer if they are long: they shall stay in L2
-constexpr int64_t kSerialPackBytes = 65536;            // waking threads would cost more
 
 Mm8Job describe(const Problem& p, const Arguments& a, Form form) {
   Mm8Job job;
@@ -100,12 +99,12 @@ void run_rows(const Kernel& kernel, const Problem& p, const Arguments& a, int64_
   const int64_t bytes = lay_out(p, a, kernel.form, first, rows, nullptr, &job);
   lay_out(p, a, kernel.form, first, rows, scratch(Scratch::kActivations, bytes), &job);
   const int64_t units = kernel.form == Form::kTiles ? job.tiles_m : rows;
-  if (bytes <= kSerialPackBytes) {
+  if (is_serial(threads, rows * p.k / 2)) {  // a copy takes half as long
     kernel.pack(job, 0, units);
   } else {
     split(threads, units, [&](int64_t begin, int64_t end) { kernel.pack(job, begin, end); });
   }
-  split(threads, job.tiles_n, [&](int64_t begin, int64_t end) { kernel.run(job, begin, end); });
+  split_tiles(threads, job.tiles_n, rows * p.n * p.k, [&](int64_t begin, int64_t end) { kernel.run(job, begin, end); });
 }
 
 // Rows at a time: a multiple of 32 whose packed form fits its share of memory.

@@ -25,6 +25,13 @@ struct Threads {
 static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Whether the calling thread alone is as fast over so many values, at some six values a nanosecond: others save it less
+// than waking them takes, and beside a busy process every wait for them may take a slice of its time.
+static inline bool is_serial(const Threads& threads, int64_t values) {
+  constexpr int64_t kWaking = 32768;
+  return values * (threads.count - 1) <= kWaking * threads.count;
+}
+
 // Calls task(begin, end) on every thread that gets a part of [0, count); the parts depend on nothing else.
 template <typename Task>
 void split(const Threads& threads, int64_t count, const Task& task) {
@@ -44,6 +51,17 @@ void share(const Threads& threads, int64_t count, int64_t piece, const Task& tas
       task(begin, least(begin + piece, count));
     }
   });
+}
+
+// As split, for the N-tiles of a product of so many multiplications: long ones are shared. Pieces are large enough for
+// what kernels fetch ahead (weight_stream.h) and for their blocks of N-tiles.
+template <typename Task>
+void split_tiles(const Threads& threads, int64_t tiles, int64_t multiplications, const Task& task) {
+  constexpr int64_t kPieceTiles = 32, kPieceWork = int64_t{1} << 26;  // 0.1 ms of a fast core
+  const int64_t per_block = multiplications / tiles * kPieceTiles + 1;
+  const int64_t piece = divide_up(kPieceWork, per_block) * kPieceTiles;
+  if (threads.count == 1 || tiles < 2 * piece * threads.count) return split(threads, tiles, task);
+  share(threads, tiles, piece, task);
 }
 
 }  // namespace qao::cpu

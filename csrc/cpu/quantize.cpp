@@ -18,7 +18,6 @@ using quantize::Problem;
 
 constexpr float kSmallestMaximum = 0x1p-100f;  // below, a scale's reciprocal would overflow
 constexpr float kLargestFp8 = 448;
-constexpr int64_t kSerialValues = 16384;  // waking threads would cost more
 
 const QuantizeKernels& kernels_of(Isa isa) {
   return isa == Isa::kScalar ? kQuantizeScalar : isa == Isa::kAvx2 ? kQuantizeAvx2 : kQuantizeAvx512;
@@ -82,7 +81,7 @@ Status quantize(const Problem& p, const Arguments& a, const Threads& all_threads
   Isa isa;
   if (Status status = selected_isa(&isa); !status.ok()) return status;
   const QuantizeKernels& kernels = kernels_of(isa);
-  const Threads threads = p.m * p.k <= kSerialValues ? Threads{} : all_threads;
+  const Threads threads = is_serial(all_threads, p.m * p.k) ? Threads{} : all_threads;
   // task(thread, m, values) for every row
   const auto rows = [&](const auto& task) {
     threads.for_each([&](int i) {
