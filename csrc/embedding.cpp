@@ -1,7 +1,5 @@
 #include "qao/embedding.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include "cpu/embedding.h"
 #include "int4_operands.h"
 #include "ops.h"
@@ -25,7 +23,7 @@ Tensor gather(const Op& op, const Argument& ids, const Tensor& ids_tensor, const
   Tensor out = empty_vectors(problem.k, torch_dtype(problem.out_dtype), ids);
   if (problem.m == 0) return out;
   std::optional<Tensor> copy;
-  arguments.ids = ids.is_contiguous() ? ids.data() : copy.emplace(torch::stable::contiguous(ids_tensor)).data_ptr();
+  arguments.ids = ids.is_contiguous() ? ids.data() : copy.emplace(contiguous(ids_tensor, ids)).data_ptr();
   arguments.weight = static_cast<const uint8_t*>(weight.data());
   arguments.out = out.data_ptr();
   if (weight.is_cpu()) {

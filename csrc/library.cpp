@@ -1,9 +1,18 @@
 // Every operator of qao: the table of contents. One line an op; docs/ops.md says what each argument means.
+#include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 
+#include <cstdio>
+
+#include "named.h"
 #include "ops.h"
 
-STABLE_TORCH_LIBRARY(qao, m) {
+namespace {
+
+using torch::stable::detail::StableLibrary;
+using torch::stable::detail::StableTorchLibraryInit;
+
+void define(StableLibrary& m) {
   m.def(
       "int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features, int in_features, int "
       "group_size) "
@@ -55,35 +64,61 @@ STABLE_TORCH_LIBRARY(qao, m) {
   m.def("int8_embedding(Tensor ids, Tensor weight, Tensor scales, ScalarType dtype) -> Tensor");
 }
 
-namespace {
 // One implementation an op; it asks its tensors which device they are on.
-void implement(torch::stable::detail::StableLibrary& m) {
-  m.impl("int4_mm", TORCH_BOX(&qao::int4_mm_op));
-  m.impl("add_rms_norm_int4_mm", TORCH_BOX(&qao::add_rms_norm_int4_mm_op));
-  m.impl("int8_mm", TORCH_BOX(&qao::int8_mm_op));
-  m.impl("fp8_mm", TORCH_BOX(&qao::fp8_mm_op));
-  m.impl("int8_int8_mm", TORCH_BOX(&qao::int8_int8_mm_op));
-  m.impl("int8_int4_mm", TORCH_BOX(&qao::int8_int4_mm_op));
-  m.impl("fp8_fp8_mm", TORCH_BOX(&qao::fp8_fp8_mm_op));
-  m.impl("fp8_int4_mm", TORCH_BOX(&qao::fp8_int4_mm_op));
-  m.impl("int8_scaled_mm", TORCH_BOX(&qao::int8_scaled_mm_op));
-  m.impl("fp8_scaled_mm", TORCH_BOX(&qao::fp8_scaled_mm_op));
-  m.impl("int8_quantize", TORCH_BOX(&qao::int8_quantize_op));
-  m.impl("fp8_quantize", TORCH_BOX(&qao::fp8_quantize_op));
-  m.impl("add_rms_norm", TORCH_BOX(&qao::add_rms_norm_op));
-  m.impl("silu_mul", TORCH_BOX(&qao::silu_mul_op));
-  m.impl("rms_norm_quantize", TORCH_BOX(&qao::rms_norm_quantize_op));
-  m.impl("add_rms_norm_quantize", TORCH_BOX(&qao::add_rms_norm_quantize_op));
-  m.impl("silu_mul_quantize", TORCH_BOX(&qao::silu_mul_quantize_op));
-  m.impl("quantize_groups", TORCH_BOX(&qao::quantize_groups_op));
-  m.impl("quantize_blocks", TORCH_BOX(&qao::quantize_blocks_op));
-  m.impl("pack_int4", TORCH_BOX(&qao::pack_int4_op));
-  m.impl("unpack_int4", TORCH_BOX(&qao::unpack_int4_op));
-  m.impl("dequantize_int4", TORCH_BOX(&qao::dequantize_int4_op));
-  m.impl("int4_embedding", TORCH_BOX(&qao::int4_embedding_op));
-  m.impl("int8_embedding", TORCH_BOX(&qao::int8_embedding_op));
+void implement(StableLibrary& m) {
+  qao::implement<"int4_mm", &qao::int4_mm_op>(m);
+  qao::implement<"add_rms_norm_int4_mm", &qao::add_rms_norm_int4_mm_op>(m);
+  qao::implement<"int8_mm", &qao::int8_mm_op>(m);
+  qao::implement<"fp8_mm", &qao::fp8_mm_op>(m);
+  qao::implement<"int8_int8_mm", &qao::int8_int8_mm_op>(m);
+  qao::implement<"int8_int4_mm", &qao::int8_int4_mm_op>(m);
+  qao::implement<"fp8_fp8_mm", &qao::fp8_fp8_mm_op>(m);
+  qao::implement<"fp8_int4_mm", &qao::fp8_int4_mm_op>(m);
+  qao::implement<"int8_scaled_mm", &qao::int8_scaled_mm_op>(m);
+  qao::implement<"fp8_scaled_mm", &qao::fp8_scaled_mm_op>(m);
+  qao::implement<"int8_quantize", &qao::int8_quantize_op>(m);
+  qao::implement<"fp8_quantize", &qao::fp8_quantize_op>(m);
+  qao::implement<"add_rms_norm", &qao::add_rms_norm_op>(m);
+  qao::implement<"silu_mul", &qao::silu_mul_op>(m);
+  qao::implement<"rms_norm_quantize", &qao::rms_norm_quantize_op>(m);
+  qao::implement<"add_rms_norm_quantize", &qao::add_rms_norm_quantize_op>(m);
+  qao::implement<"silu_mul_quantize", &qao::silu_mul_quantize_op>(m);
+  qao::implement<"quantize_groups", &qao::quantize_groups_op>(m);
+  qao::implement<"quantize_blocks", &qao::quantize_blocks_op>(m);
+  qao::implement<"pack_int4", &qao::pack_int4_op>(m);
+  qao::implement<"unpack_int4", &qao::unpack_int4_op>(m);
+  qao::implement<"dequantize_int4", &qao::dequantize_int4_op>(m);
+  qao::implement<"int4_embedding", &qao::int4_embedding_op>(m);
+  qao::implement<"int8_embedding", &qao::int8_embedding_op>(m);
 }
+
+// A namespace is defined once in a process. A second copy of this library finds it taken, and stays unused: torch's
+// macros do not look at the error and crash the process.
+bool register_once() {
+  constexpr const char* file = "csrc/library.cpp";  // torch shows it in messages, so no path of who built this
+  TorchLibraryHandle trial = nullptr;
+  if (aoti_torch_library_init_def("qao", file, __LINE__, &trial) != AOTI_TORCH_SUCCESS) {
+    Dl_info self{};
+    dladdr(reinterpret_cast<const void*>(&implement), &self);
+    std::fprintf(stderr, "qao: %s stays unused: this process has the operators of another copy of qao\n",
+                 self.dli_fname);
+    return false;
+  }
+  aoti_torch_delete_library_object(trial);
+  new StableTorchLibraryInit(StableLibrary::Kind::DEF, define, "qao", nullptr, file, __LINE__);
+  // Sparse and quantised tensors come to the operators too, whose checks refuse them in fewer words than torch. Not
+  // those of MKL-DNN: torch gives the address of their blocks, which nothing here could tell from rows.
+  for (const char* key :
+       {"CPU", "CUDA", "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "QuantizedCPU", "QuantizedCUDA"}) {
+    // Never destroyed: other threads may be in an operator when the process ends.
+    new StableTorchLibraryInit(StableLibrary::Kind::IMPL, implement, "qao", key, file, __LINE__);
+  }
+  return true;
+}
+
+const bool registered = register_once();
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(qao, CPU, m) { implement(m); }
-STABLE_TORCH_LIBRARY_IMPL(qao, CUDA, m) { implement(m); }
+// For python/qao/ops.py: 1 if the operators of this process are those of this copy of the library.
+extern "C" __attribute__((visibility("default"))) int qao_is_registered() { return registered; }

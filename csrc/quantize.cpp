@@ -1,5 +1,7 @@
 #include "qao/quantize.h"
 
+#include <torch/csrc/stable/ops.h>
+
 #include "cpu/quantize.h"
 #include "fp8_operands.h"
 #include "norm.h"

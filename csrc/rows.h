@@ -1,8 +1,6 @@
 // An activation [..., K] as the rows a kernel reads.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include "tensor.h"
 
 namespace qao {
@@ -29,7 +27,7 @@ struct Rows {
     }
     if (stride == 0 && count > 1) regular = false;  // the copy engine cannot read one row many times
     if (!regular) {
-      copy = torch::stable::contiguous(tensor);
+      copy = contiguous(tensor, x);
       data = copy->data_ptr();
       stride = x.size(last);
     }

@@ -2,9 +2,11 @@
 
 #include <dlfcn.h>
 #include <torch/csrc/stable/c/shim.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
 
 #include <algorithm>
+#include <new>
 #include <stdexcept>
 
 #if defined(QAO_WITH_CUDA)
@@ -14,8 +16,11 @@
 namespace qao {
 namespace {
 
+// Errors without their operator, which rethrow_named adds.
+[[noreturn]] void fail(const std::string& what) { throw std::runtime_error("qao: " + what); }
+
 void expect(AOTITorchError code, const char* call) {
-  if (code != AOTI_TORCH_SUCCESS) throw std::runtime_error(std::string("qao: torch refused ") + call);
+  if (code != AOTI_TORCH_SUCCESS) fail(std::string("torch refused ") + call);
 }
 
 const char* dtype_name(int32_t dtype) {
@@ -56,13 +61,20 @@ std::string list_of(const int64_t* values, int64_t count) {
 
 Argument::Argument(const char* name, const Tensor& tensor) : name_(name) {
   AtenTensorHandle handle = tensor.get();
-  expect(aoti_torch_get_dim(handle, &dim_), "get_dim");
-  expect(aoti_torch_get_sizes(handle, &sizes_), "get_sizes");
-  expect(aoti_torch_get_strides(handle, &strides_), "get_strides");
-  expect(aoti_torch_get_dtype(handle, &dtype_), "get_dtype");
-  expect(aoti_torch_get_device_type(handle, &device_type_), "get_device_type");
-  expect(aoti_torch_get_device_index(handle, &device_index_), "get_device_index");
-  expect(aoti_torch_get_data_ptr(handle, &data_), "get_data_ptr");
+  const bool read = aoti_torch_get_strides(handle, &strides_) == AOTI_TORCH_SUCCESS &&
+                    aoti_torch_get_sizes(handle, &sizes_) == AOTI_TORCH_SUCCESS &&
+                    aoti_torch_get_dim(handle, &dim_) == AOTI_TORCH_SUCCESS &&
+                    aoti_torch_get_dtype(handle, &dtype_) == AOTI_TORCH_SUCCESS &&
+                    aoti_torch_get_device_type(handle, &device_type_) == AOTI_TORCH_SUCCESS &&
+                    aoti_torch_get_device_index(handle, &device_index_) == AOTI_TORCH_SUCCESS &&
+                    aoti_torch_get_data_ptr(handle, &data_) == AOTI_TORCH_SUCCESS;
+  if (read && (data_ != nullptr || numel() == 0)) return;  // null: FSDP, for one, frees storages of live tensors
+  bool defined = false;
+  aoti_torch_is_defined(handle, &defined);
+  fail(name +
+       (defined ? std::string(" has no memory that can be read. Pass a plain, dense tensor")
+                : std::string(" must be a tensor, not None. Pass a tensor")) +
+       ".");
 }
 
 int64_t Argument::numel() const {
@@ -106,6 +118,19 @@ void Op::fail(const std::string& what, const std::string& remedy) const {
     got += std::string(", ") + numbers_[i].first + ": " + std::to_string(numbers_[i].second);
   }
   throw std::runtime_error(std::string("qao::") + name_ + ": " + what + ". Got " + got + ". " + remedy + ".");
+}
+
+void rethrow_named(const char* name, const std::exception& error) {
+  const std::string text = error.what(), ours = "qao: ", begin = std::string("qao::") + name + ": ";
+  if (text.compare(0, 5, "qao::") == 0) throw std::runtime_error(text);
+  if (text.compare(0, ours.size(), ours) == 0) throw std::runtime_error(begin + text.substr(ours.size()));
+  if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) {
+    throw std::runtime_error(begin + "out of memory on the host. Free memory, or pass fewer rows at a time.");
+  }
+  // The text is a line of torch's headers.
+  throw std::runtime_error(begin +
+                           "a call of torch failed, out of memory maybe. Free memory, or pass fewer rows at a "
+                           "time.");
 }
 
 DType Op::float_dtype(const Argument& argument) const {
@@ -195,14 +220,18 @@ Tensor empty_of(const int64_t* sizes, int64_t dim, int32_t dtype, const Argument
   }
   AtenTensorHandle handle = nullptr;
   const int32_t device_type = like.is_cuda() ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
-  expect(aoti_torch_empty_strided(dim, sizes, strides, dtype, device_type, like.device_index(), &handle),
-         "an allocation (out of memory?)");
+  if (aoti_torch_empty_strided(dim, sizes, strides, dtype, device_type, like.device_index(), &handle) !=
+      AOTI_TORCH_SUCCESS) {
+    fail("out of memory: torch could not allocate " + std::string(dtype_name(dtype)) + list_of(sizes, dim) +
+         " beside " + like.describe() + ". Free memory, or pass fewer rows at a time.");
+  }
   return Tensor(handle);
 }
 
 // The first `kept` sizes of `like`, and `last`.
 Tensor empty_after(int64_t kept, int64_t last, int32_t dtype, const Argument& like) {
-  if (kept >= kMaxDim) throw std::runtime_error("qao: tensors of more than 16 dimensions are not supported");
+  if (kept >= kMaxDim)
+    fail("tensors of more than 16 dimensions are not supported. Got " + like.describe() + ". Flatten it.");
   int64_t sizes[kMaxDim];
   std::copy_n(like.sizes(), kept, sizes);
   sizes[kept] = last;
@@ -223,6 +252,15 @@ Tensor empty_vectors(int64_t last, int32_t dtype, const Argument& like) {
   return empty_after(like.dim(), last, dtype, like);
 }
 
+Tensor contiguous(const Tensor& tensor, const Argument& argument) {
+  try {
+    return torch::stable::contiguous(tensor);
+  } catch (const std::exception&) {  // its text is a line of torch's headers
+    fail("out of memory: torch could not copy " + argument.describe() +
+         ", whose rows do not lie at a constant distance. Free memory, or pass fewer rows at a time.");
+  }
+}
+
 void* current_stream(const Argument& on) {
   // The symbol exists only in libtorch_cuda, which a CPU build of torch does not have: no strong reference to it.
   using GetStream = AOTITorchError (*)(int32_t, void**);
@@ -232,7 +270,7 @@ void* current_stream(const Argument& on) {
     return reinterpret_cast<GetStream>(symbol);
   }();
   if (get_stream == nullptr) {
-    throw std::runtime_error("qao: a CUDA tensor was passed, but libtorch_cuda.so is not loaded in this process");
+    fail("a CUDA tensor was passed, but libtorch_cuda.so is not loaded in this process. Import a CUDA build of torch.");
   }
   void* stream = nullptr;
   expect(get_stream(on.device_index(), &stream), "the current CUDA stream");

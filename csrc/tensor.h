@@ -7,6 +7,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <array>
+#include <exception>
 #include <initializer_list>
 #include <limits>
 #include <optional>
@@ -97,6 +98,9 @@ class Op {
   size_t argument_count_ = 0, number_count_ = 0;
 };
 
+// Throws `error` again with the name of its operator, and without what torch says about its own headers.
+[[noreturn]] void rethrow_named(const char* name, const std::exception& error);
+
 // dtype codes of torch that the ops accept
 int32_t torch_dtype(DType dtype);
 int32_t int8_code();
@@ -113,6 +117,9 @@ std::optional<DType> float_dtype_of(int32_t torch_dtype);
 Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, const Argument& like);
 Tensor empty_rows(int64_t last, int32_t dtype, const Argument& like);
 Tensor empty_vectors(int64_t last, int32_t dtype, const Argument& like);
+
+// A copy of the tensor of `argument` whose elements lie one after the other.
+Tensor contiguous(const Tensor& tensor, const Argument& argument);
 
 // The cudaStream_t torch would use on this device now.
 void* current_stream(const Argument& on);

@@ -64,3 +64,10 @@ def test_it_needs_only_libtorch_cpu_and_the_c_runtime() -> None:
 def test_it_exports_nothing_of_qao_or_cuda() -> None:
     exported = run("nm", "-D", "--defined-only", "--demangle", LIBRARY)
     assert not re.findall(r" (?:qao::|cuda|__cuda).*", exported)
+
+
+def test_no_path_of_the_machine_that_built_it() -> None:
+    """Messages of torch's headers hold the file they come from."""
+    content = LIBRARY.read_bytes()
+    for path in (Path(torch.__file__).parent, LIBRARY.parents[2]):
+        assert str(path).encode() not in content

@@ -24,13 +24,18 @@ def _register(operator: str) -> Callable[[Kernel], Kernel]:
         def checked(*arguments: Any) -> Any:
             devices = {argument.device for argument in arguments if isinstance(argument, Tensor)}
             if len(devices) > 1:
-                schema = getattr(torch.ops.qao, operator).default._schema
-                got = (_describe(a.name, value) for a, value in zip(schema.arguments, arguments, strict=True))
                 raise RuntimeError(
-                    f"qao::{operator}: operands are on different devices. Got {', '.join(filter(None, got))}. Move "
-                    "them to one device with .to(device); a layer on meta has no data: load a checkpoint into it first."
+                    f"qao::{operator}: operands are on different devices. Got {_describe_all(operator, arguments)}. "
+                    "Move them to one device with .to(device); a layer on meta has no data: load a checkpoint into it "
+                    "first."
                 )
-            return kernel(*arguments)
+            try:
+                return kernel(*arguments)
+            except (AttributeError, IndexError, ValueError) as error:  # a None, or too few dimensions
+                raise RuntimeError(
+                    f"qao::{operator}: an argument is no tensor of a shape it can have. Got "
+                    f"{_describe_all(operator, arguments)}. See the documentation of qao.ops.{operator}."
+                ) from error
 
         torch.library.register_fake(f"qao::{operator}")(checked)
         return kernel
@@ -38,10 +43,16 @@ def _register(operator: str) -> Callable[[Kernel], Kernel]:
     return register
 
 
+def _describe_all(operator: str, arguments: tuple[Any, ...]) -> str:
+    schema = getattr(torch.ops.qao, operator).default._schema
+    got = (_describe(a.name, value) for a, value in zip(schema.arguments, arguments, strict=True))
+    return ", ".join(filter(None, got))
+
+
 def _describe(name: str, value: Any) -> str | None:
     if isinstance(value, Tensor):
         return f"{name}: {str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
-    return f"{name}: {value}" if type(value) is int else None
+    return f"{name}: {value}" if value is None or type(value) is int else None
 
 
 def _like_x(x: Tensor, last: int | torch.SymInt, dtype: torch.dtype | None = None) -> Tensor:

@@ -21,6 +21,7 @@ Weights
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,13 @@ def _load() -> None:
             f"qao's operator library does not load with torch {torch.__version__}: {error}. qao needs torch >= 2.11; "
             "upgrade torch or reinstall qao."
         ) from error
+    if not ctypes.CDLL(str(library)).qao_is_registered():
+        others = {path for path in torch.ops.loaded_libraries if Path(path).parts[-2:] == ("qao", "_C.so")}
+        first = ", ".join(sorted(others - {str(library.resolve())})) or "a place that torch does not know"
+        raise ImportError(
+            f"this process has loaded another copy of qao already, from {first}, so that {library} cannot be used. "
+            "Start a new process, with one of them on sys.path."
+        )
 
 
 _load()
@@ -159,7 +167,11 @@ def product(
     """Any of the products below, ``constants`` all that is no tensor. Layers call it as it is: a function between them
     costs 1 % of the function calls that compile a layer."""
     operator, dequantize = kind
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+    try:
+        wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    except AttributeError:  # x is no tensor: the operator says so
+        wanted = False
+    if wanted:
         return _Product.apply(operator, dequantize, constants, x, weight, scales, bias, *others)  # type: ignore[no-untyped-call, no-any-return]
     return operator(x, weight, scales, bias, *others, *constants)
 

@@ -1,0 +1,35 @@
+// An operator's C++ function as torch calls it: whatever it throws names the operator.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <exception>
+
+#include "tensor.h"
+
+namespace qao {
+
+// A string as a template argument.
+template <size_t size>
+struct OpName {
+  constexpr OpName(const char (&literal)[size]) { std::copy_n(literal, size, text); }
+  char text[size];
+};
+
+template <OpName name, auto* function>
+void boxed(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
+  try {
+    TORCH_BOX(function)(stack, inputs, outputs);
+  } catch (const std::exception& error) {
+    rethrow_named(name.text, error);
+  }
+}
+
+template <OpName name, auto* function>
+void implement(torch::stable::detail::StableLibrary& library) {
+  library.impl(name.text, boxed<name, function>);
+}
+
+}  // namespace qao

@@ -1,0 +1,198 @@
+"""A correct call of every operator, and what a hostile caller makes of it; as a program, a seeded run of such calls:
+``python abuse_support.py SEED COUNT`` writes the call it is at into its standard output before it makes it."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import qao  # noqa: F401  # the operators
+import torch
+from ops_support import randn
+from test_errors import BYTES, K, N, arguments_of
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+Arguments = dict[str, Any]
+Change = Callable[[Tensor, random.Random], Any]
+
+PACKED = ("int4_mm", "int8_int4_mm", "fp8_int4_mm", "pack_int4", "unpack_int4", "dequantize_int4")
+INT8 = torch.int8
+
+
+def _others(device: str) -> dict[str, Arguments]:
+    x, norm = randn(3, K, dtype=torch.bfloat16, device=device), randn(K, dtype=torch.float32, device=device)
+    weight, scales, bias = (arguments_of("int4_mm", device)[name] for name in ("weight", "scales", "bias"))
+    ids = torch.tensor([1, 2, 0], device=device)
+    sizes = {"out_features": N, "in_features": K, "group_size": 64}
+    rows = {"num_embeddings": N, "embedding_dim": K, "group_size": 64}
+    groups = {"group_size": 64, "dtype": torch.uint8, "symmetric": False, "scale_dtype": torch.float16}
+    groups["factors"] = [1.0, 0.9]
+    normed = {"x": x, "residual": x.clone(), "weight": norm, "eps": 1e-6}
+    fused = {"norm_weight": norm, "eps": 1e-6, "weight": weight, "scales": scales, "bias": bias, **sizes}
+    return {
+        "int8_quantize": {"x": x, "symmetric": True},
+        "fp8_quantize": {"x": x, "group_size": 0, "scale": torch.ones(1, device=device)},
+        "add_rms_norm": normed,
+        "silu_mul": {"gate": x, "up": x.clone()},
+        "rms_norm_quantize": {"x": x, "weight": norm, "eps": 1e-6, "dtype": INT8},
+        "add_rms_norm_quantize": {**normed, "dtype": INT8},
+        "silu_mul_quantize": {"gate": x, "up": x.clone(), "dtype": INT8},
+        "quantize_groups": {"weight": torch.randn(N, K), **groups},  # on the CPU alone
+        "quantize_blocks": {"weight": torch.randn(N, K), "rows": 1, "columns": K},
+        "add_rms_norm_int4_mm": {"x": x, "residual": x.clone(), **fused, "gated": True},
+        "int4_embedding": {"ids": ids, "weight": weight, "scales": scales, **rows, "dtype": torch.float32},
+        "int8_embedding": {
+            "ids": ids,
+            "weight": torch.ones(N, K, dtype=INT8, device=device),
+            "scales": torch.ones(N, device=device),
+            "dtype": torch.float32,
+        },
+    }
+
+
+CALLS = (*PACKED, *BYTES, *_others("cpu"))  # every operator
+
+
+def call_of(op: str, device: str) -> Arguments:
+    """Arguments that fit, by name; every optional tensor is given."""
+    return arguments_of(op, device) if op in PACKED or op in BYTES else _others(device)[op]
+
+
+# ---- hostile arguments -----------------------------------------------------------------------------------------------
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32,
+          torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16)  # fmt: skip
+
+
+class _Subclass(Tensor):
+    pass
+
+
+def freed(t: Tensor) -> Tensor:
+    """A tensor whose storage was given back, as FSDP leaves them."""
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def _offset(t: Tensor) -> Tensor:
+    return t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
+
+
+def _out_of_range(t: Tensor, rng: random.Random) -> Tensor:
+    return torch.full_like(t, rng.choice((2**62, N, -1, 2**31))) if t.dtype == torch.int64 else t * 2
+
+
+TENSORS: dict[str, Change] = {
+    "None": lambda t, rng: None,
+    "list": lambda t, rng: [1.0],
+    "str": lambda t, rng: "x",
+    "array": lambda t, rng: numpy.zeros(3, "f"),
+    "dtype": lambda t, rng: t.to(rng.choice(DTYPES)),
+    "a number": lambda t, rng: t.flatten()[0],
+    "a dimension more": lambda t, rng: t[None],
+    "flat": lambda t, rng: t.flatten(),
+    "63 dimensions": lambda t, rng: t.reshape([1] * (63 - t.dim()) + list(t.shape)),
+    "empty": lambda t, rng: t[:0],
+    "short": lambda t, rng: t.narrow(rng.randrange(t.dim()), 0, 1),
+    "double": lambda t, rng: torch.cat((t, t), rng.randrange(t.dim())),
+    "transposed": lambda t, rng: t.transpose(0, -1),
+    "transposed memory": lambda t, rng: t.transpose(0, -1).contiguous().transpose(0, -1),
+    "offset": lambda t, rng: _offset(t),
+    "huge": lambda t, rng: t[:1].expand(2 ** rng.choice((33, 40, 50)), *t.shape[1:]),
+    "huge and empty": lambda t, rng: t.new_empty(2**31, 0, t.shape[-1]),
+    "overlapping": lambda t, rng: t.as_strided(t.shape, [1] * t.dim()),
+    "one element": lambda t, rng: t.as_strided(t.shape, [0] * t.dim()),
+    "sparse": lambda t, rng: t.to_sparse(),
+    "compressed": lambda t, rng: t.to_sparse_csr(),
+    "blocked": lambda t, rng: t.float().to_mkldnn(),
+    "nested": lambda t, rng: torch.nested.nested_tensor([t, t]),
+    "quantised by torch": lambda t, rng: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
+    "meta": lambda t, rng: t.to("meta"),
+    "fake": lambda t, rng: FakeTensorMode().from_tensor(t),
+    "functional": lambda t, rng: torch._to_functional_tensor(t),
+    "subclass": lambda t, rng: t.as_subclass(_Subclass),
+    "Parameter": lambda t, rng: nn.Parameter(t, requires_grad=False),
+    "needs a gradient": lambda t, rng: t.clone().requires_grad_(),
+    "imaginary": lambda t, rng: t.to(torch.complex64).conj().imag,
+    "freed": lambda t, rng: freed(t),
+    "NaN": lambda t, rng: t.clone().fill_(float("nan")),
+    "infinite": lambda t, rng: t.clone().fill_(float("inf")),
+    "out of range": _out_of_range,
+}
+SIZES = (
+    -(2**63),
+    -(2**31),
+    -1,
+    0,
+    1,
+    2,
+    31,
+    32,
+    64,
+    128,
+    200,
+    2**31 - 1,
+    2**31,
+    2**62,
+    2**63 - 1,
+    2**63,
+    1.5,
+    None,
+    "x",
+)
+NUMBERS = (float("nan"), float("inf"), -1.0, 0.0, 1e308, None, "x")
+
+
+def hostile(op: str, rng: random.Random) -> tuple[str, Arguments]:
+    """A call of ``op`` with one to three arguments of another kind, and which."""
+    arguments, said = call_of(op, "cpu"), []
+    for name in rng.sample(list(arguments), min(len(arguments), rng.choice((1, 1, 2, 3)))):
+        value = arguments[name]
+        if isinstance(value, Tensor):
+            kind = rng.choice(list(TENSORS))
+            try:
+                arguments[name] = TENSORS[kind](value, rng)
+            except (RuntimeError, NotImplementedError, IndexError):  # of torch: no such tensor
+                continue
+        else:
+            choices = SIZES if type(value) is int else NUMBERS if type(value) is float else (*DTYPES, None, 5, "x")
+            arguments[name] = rng.choice(choices)
+            kind = repr(arguments[name])
+        said.append(f"{name}: {kind}")
+    return f"{op} {said}", arguments
+
+
+def abuse(seed: int, count: int) -> Iterator[str]:
+    """Makes the calls; before each, what it is, and after a bad message, that."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        op = rng.choice(CALLS)
+        what, arguments = hostile(op, rng)
+        yield f"at {what}"
+        try:
+            getattr(torch.ops.qao, op)(**arguments)
+        except Exception as error:
+            yield from _blame(op, what, error)
+
+
+def _blame(op: str, what: str, error: Exception) -> Iterator[str]:
+    text = str(error)
+    ours = text.startswith(f"qao::{op}: ")
+    # Torch refuses some by itself: what is no tensor, kinds without kernels, fake beside real ones.
+    named = f"qao::{op}" in text or f"qao.{op}" in text
+    if "API call failed" in text or not (ours or named) or (ours and "a call of torch failed" in text):
+        if not isinstance(error, NotImplementedError) and "fake" not in what:
+            yield f"BAD {what}: {type(error).__name__}: {text[:400]}"
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    for line in abuse(int(sys.argv[1]), int(sys.argv[2])):
+        print(line, flush=True)
+    print("survived", flush=True)
