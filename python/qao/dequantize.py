@@ -16,7 +16,8 @@ def dequantize_(model: nn.Module) -> nn.Module:
     A QuantLinear becomes an nn.Linear in its dtype (or the Conv1D of transformers that it was), a QuantEmbedding an
     nn.Embedding. Models of transformers and diffusers are saved as float models again. Modules and weights that are
     shared stay shared. What quantising rounded stays rounded, and activations are no longer quantised. All parameters
-    start frozen, as they were.
+    start frozen, as they were. Should it stop in the middle (Ctrl-C, out of memory), every layer is either as it was or
+    in floats, and calling it again does the rest.
 
     Returns:
         ``model``.
@@ -35,14 +36,20 @@ def dequantize_(model: nn.Module) -> nn.Module:
         if reason := attached(layer):
             raise ValueError(f"dequantize_: {name}: {reason}. The model is unchanged.")
     places = [(parent, key, child) for parent in model.modules() for key, child in parent._modules.items()]
-    weights: dict[tuple[nn.Parameter, torch.dtype], nn.Parameter] = {}  # float ones by the packed one that is shared
+    units: dict[tuple[nn.Parameter, torch.dtype], list[PackedModule]] = {}  # layers of one weight
     for layer in layers:
-        key = layer.qweight, layer.dtype
-        floats = layer.to_float(weights.get(key))
-        weights[key] = floats.weight  # type: ignore[assignment]
-        for parent, attribute, child in places:
-            if child is layer:
-                setattr(parent, attribute, floats)
-    rename_ties(model)
+        units.setdefault((layer.qweight, layer.dtype), []).append(layer)
+    try:
+        for unit in units.values():
+            floats: dict[PackedModule, nn.Module] = {}
+            weight: nn.Parameter | None = None
+            for layer in unit:
+                floats[layer] = layer.to_float(weight)
+                weight = floats[layer].weight  # type: ignore[assignment]
+            for parent, attribute, child in places:
+                if child in floats:
+                    setattr(parent, attribute, floats[child])
+    finally:
+        rename_ties(model)
     registration.detach(model)
     return model

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.machinery
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -35,7 +38,24 @@ def checks() -> Iterator[Check]:
             yield Check(f"{device} {name}", _problem_of(error, device))
 
 
+def host_problem() -> str | None:
+    """Why qao._host, which only reports, is not available; None if it is, or was left out of this build."""
+    built = sorted(Path(__file__).parent.glob("_host.*.so"))
+    if _host is not None or not built:
+        return None
+    try:
+        importlib.import_module("qao._host")
+    except ImportError as error:
+        suffixes = importlib.machinery.EXTENSION_SUFFIXES
+        others = not any(path.name == f"_host{suffix}" for path in built for suffix in suffixes)
+        why = f"it is for another Python than this one, which takes _host{suffixes[0]}" if others else str(error)
+        return f"{built[0]} does not load: {why}. The operators work without it; reinstall qao"
+    return None
+
+
 def _build() -> Iterator[Check]:
+    if (problem := host_problem()) is not None:
+        yield Check("qao._host", problem)
     if _host is None:
         return
     build, cpu = _host.build_info(), _host.cpu_features()

@@ -107,20 +107,20 @@ class Scheme(ABC):
             raise ValueError(f"{self}: q must be {expected} of shape [N, K], not {q.dtype}{list(q.shape)}")
         if (zeros is not None) != has_zeros:
             raise ValueError(f"{self}: zeros must be {'given' if has_zeros else 'None'} for a weight of this scheme")
-        dtype = self._scale_dtype(scales.dtype)
+        dtype = self.scale_dtype_of(scales.dtype)
         scales = as_stored("scales", scales, shape, dtype, str(self))
         zeros = None if zeros is None else as_stored("zeros", zeros, shape, dtype, str(self))
         weight, stored = self._store(q.contiguous(), scales, zeros)
         sums = None if self.symmetric_activations else self._weight_sums(q, scales, zeros)
         scale = self.activation_scale
-        activation_scale = None if scale is None else torch.full((1,), float(scale), device=q.device)
+        activation_scale = None if scale is None else torch.full((1,), scale, dtype=torch.float32, device=q.device)
         return PackedWeight(weight, stored, sums, activation_scale)
 
     def empty(self, n: int, k: int, *, dtype: torch.dtype, device: torch.device | str) -> PackedWeight:
         """Uninitialised tensors for a layer whose float weight [n, k] would have ``dtype``."""
         dtypes, shape, has_zeros = self._plain(n, k)
         q = torch.empty(n, k, dtype=dtypes[0], device="meta")
-        scales = torch.empty(shape, dtype=self._scale_dtype(dtype), device="meta")
+        scales = torch.empty(shape, dtype=self.scale_dtype_of(dtype), device="meta")
         packed = self.pack(q, scales, scales if has_zeros else None)
         empty: Any = (t if t is None else torch.empty_like(t, device=device) for t in packed.tensors().values())
         return PackedWeight(*empty)
@@ -157,7 +157,7 @@ class Scheme(ABC):
             x=self.activations, weight=self.weights, x_zeros=not self.symmetric_activations, **facts
         )
 
-    def _scale_dtype(self, given: torch.dtype) -> torch.dtype:
+    def scale_dtype_of(self, given: torch.dtype) -> torch.dtype:
         """The dtype scales are stored in, where the weight or its scales have ``given``."""
         return given if given in self.scale_dtypes else torch.float32
 
@@ -201,11 +201,11 @@ class Int4Weight(Scheme):
         activations = "" if self.symmetric_activations else ", asymmetric activations"
         return f"{self.word} g{self.group_size} {'symmetric' if self.symmetric else 'asymmetric'}{activations}"
 
-    def _scale_dtype(self, given: torch.dtype) -> torch.dtype:
-        return self.scale_dtype or super()._scale_dtype(given)
+    def scale_dtype_of(self, given: torch.dtype) -> torch.dtype:
+        return self.scale_dtype or super().scale_dtype_of(given)
 
     def _quantize(self, weight: Tensor, name: str) -> QuantizedWeight:
-        dtype, clip_search = self._scale_dtype(weight.dtype), self.clip_search
+        dtype, clip_search = self.scale_dtype_of(weight.dtype), self.clip_search
         return quantize_int4(
             weight, self.group_size, symmetric=self.symmetric, scale_dtype=dtype, clip_search=clip_search, name=name
         )

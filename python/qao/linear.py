@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .formats import FLOAT_DTYPES, PackedWeight, Scheme
 from .packed import SHARDED, PackedModule, attached, frozen
@@ -38,11 +39,30 @@ def obstacle(linear: nn.Module) -> str | None:
     own_forward = not _is_conv1d(linear) and type(linear).forward is not nn.Linear.forward
     if own_forward and not computes_linear(type(linear)):
         return f"{type(linear).__name__} is a subclass of nn.Linear with its own forward"
-    if reason := instance_obstacle(linear):
+    if reason := instance_obstacle(linear) or _bias_obstacle(linear):
         return reason
     tensors = {**linear._parameters, **linear._buffers, **linear._modules}
     others = [name for name, value in tensors.items() if value is not None and name not in ("weight", "bias")]
     return f"it has {', '.join(others)} beside weight and bias, which would be lost" if others else None
+
+
+def _bias_obstacle(linear: nn.Module) -> str | None:
+    if "bias" not in linear._parameters:
+        return "its bias is no Parameter (a buffer, a plain tensor, or computed by a parametrization)"
+    bias = linear._parameters["bias"]
+    if bias is not None and type(bias) is not nn.Parameter:
+        return f"its bias is a {type(bias).__name__}, not a plain Parameter"
+    return None if bias is None else wrong_bias(bias, linear_weight(linear).shape[0])
+
+
+def wrong_bias(bias: Tensor, n: int) -> str | None:
+    """Why a layer of n rows cannot have this bias; None if it can."""
+    if bias.layout != torch.strided:
+        return f"its bias has layout {bias.layout}, not torch.strided"
+    if bias.shape != (n,) or bias.dtype not in (*FLOAT_DTYPES, torch.float64):
+        described = f"{str(bias.dtype).removeprefix('torch.')}{list(bias.shape)}"
+        return f"its bias is {described}, not [{n}] in a float dtype"
+    return None
 
 
 def instance_obstacle(module: nn.Module) -> str | None:
@@ -50,6 +70,8 @@ def instance_obstacle(module: nn.Module) -> str | None:
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed from other parameters (parametrization, weight_norm, pruning)"
+    if is_lazy(weight):
+        return "it is lazy and has no weight yet: run the model once before"
     if type(weight).__name__ == "DTensor":
         return SHARDED
     if hasattr(weight, "ds_id"):
@@ -60,6 +82,10 @@ def instance_obstacle(module: nn.Module) -> str | None:
         return f"its weight is a {type(weight).__name__}, not a plain Parameter"
     if weight.dtype not in (*FLOAT_DTYPES, torch.float64):
         return f"its weight has dtype {weight.dtype}"
+    if weight.layout != torch.strided:
+        return f"its weight has layout {weight.layout}, not torch.strided"
+    if weight.dim() != 2:
+        return f"its weight {list(weight.shape)} has not two dimensions"
     if weight.numel() == 0:
         return f"its weight {list(weight.shape)} is empty"
     return None
@@ -97,6 +123,8 @@ class QuantLinear(PackedModule):
         bias: Tensor | None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if bias is not None and (reason := wrong_bias(bias, out_features)):
+            raise ValueError(f"QuantLinear: {in_features} to {out_features} features: {reason}")
         given = packed.scales if bias is None else bias
         super().__init__(out_features, in_features, scheme, packed, dtype or given.dtype)
         self.in_features = in_features
@@ -115,7 +143,14 @@ class QuantLinear(PackedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> QuantLinear:
-        """A layer of uninitialised tensors; ``dtype`` is that of the bias and of the float weight it stands for."""
+        """A layer of uninitialised tensors; ``dtype`` is that of the bias and of the float weight it stands for.
+
+        Raises:
+            ValueError: a size is not a positive whole number.
+        """
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if type(size) is not int or size < 1:
+                raise ValueError(f"QuantLinear.empty: {name} must be a positive int, not {size!r}")
         device = torch.get_default_device() if device is None else device
         dtype = dtype or torch.get_default_dtype()
         packed = scheme.empty(out_features, in_features, dtype=dtype, device=device)
@@ -217,7 +252,8 @@ class QuantLinear(PackedModule):
     @staticmethod
     def autocast(x: Tensor) -> Tensor:
         """x as the operator gets it: cast where autocast would cast the input of F.linear, which spares float64."""
-        if not x.is_meta and x.dtype != torch.float64:  # autocast knows no meta device
+        # Autocast knows no meta device; what is no tensor is refused by the operator.
+        if isinstance(x, Tensor) and not x.is_meta and x.dtype != torch.float64:
             device_type = x.device.type
             if torch.is_autocast_enabled(device_type):
                 return x.to(torch.get_autocast_dtype(device_type))

@@ -38,6 +38,9 @@ def quantize_(
     are excluded unless a scheme is meant for them. Layers that are quantised already stay as they are; shared modules
     and tied weights stay shared. Everything in the list of errors below is checked before the first change.
 
+    Should it stop in the middle all the same (Ctrl-C, out of memory), then every layer is either quantised or as it
+    was, a warning says how many are, and the model computes. Called again with the same arguments, it does the rest.
+
     Args:
         model: any module with linear layers inside (nn.Linear, or the Conv1D of transformers). Layers on meta become
             QuantLinear on meta, ready for ``load_state_dict(..., assign=True)``.
@@ -63,8 +66,9 @@ def quantize_(
     Raises:
         TypeError: ``model`` is itself a linear layer, which cannot be replaced in place; or ``scheme`` is none of the
             above; or a function does not say whether it takes (name, module) or (module, name).
-        ValueError: a key of the dict matches no module; a weight holds NaN or Inf; a layer on meta shall go to a
-            device; or ``strict`` and something would be left.
+        ValueError: a key of the dict matches no module; a weight holds NaN or Inf, or more than its scales can hold;
+            something on meta shall go to a device, or the other way round; or ``strict`` and something would be left.
+        RuntimeError, AssertionError: torch has no such ``device``.
     """
     if is_linear(model):
         raise TypeError(
@@ -86,19 +90,23 @@ def quantize_(
     layers += [layer for layer in readers if embeddings or layer.row.status != "kept" or _was_asked_for(layer.tied_to)]
     report = Report(parameters, 0, [*(layer.row for layer in layers), *untouched])
     pending = [layer for layer in layers if layer.scheme is not None]
+    _check_device(model, device)
     for layer in pending:
         if layer.tied_to is None:
             _check_weight(layer, device)
     _complain(report, strict)
 
-    _replace(pending, device, progress)
-    if any(isinstance(layer.module, QuantEmbedding) for layer in pending):
-        rename_ties(model)
+    try:
+        _replace(pending, device, progress)
+    finally:
+        if any(isinstance(layer.module, QuantEmbedding) for layer in pending):
+            rename_ties(model)
+        if any(isinstance(layer.module, PackedModule) for layer in layers):
+            registration.attach(model)
     if device is not None:
         model.to(device)
     for layer in layers:
         _finish_row(layer)
-    registration.attach(model)
     report.parameters_quantized = sum(layer.elements for layer in layers if isinstance(layer.module, PackedModule))
     return report
 
@@ -107,14 +115,30 @@ def _was_asked_for(layer: survey.Layer | None) -> bool:
     return layer is not None and layer.row.status == "left"
 
 
+def _check_device(model: nn.Module, device: torch.device | str | None) -> None:
+    if device is None:
+        return
+    to_meta = torch.empty(0, device=device).is_meta  # raises where there is no such device
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta and not to_meta:
+            name = name.removesuffix(".weight")
+            raise ValueError(
+                f"quantize_: {name} is on meta and has no data to quantise on {device}. Load the model first."
+            )
+        if to_meta and not tensor.is_meta:
+            raise ValueError(f"quantize_: {name} has data, which device='meta' would drop. Use model.to('meta') first.")
+
+
 def _check_weight(layer: survey.Layer, device: torch.device | str | None) -> None:
+    """Raises all that quantising it would."""
+    assert layer.scheme is not None
     weight = linear_weight(layer.module)
-    if not weight.is_meta:
-        check_finite(weight, layer.row.name)
-    elif device is not None and torch.device(device).type != "meta":
-        raise ValueError(
-            f"quantize_: {layer.row.name} is on meta and has no data to quantise on {device}. Load the model first."
-        )
+    if weight.is_meta:
+        return
+    largest = check_finite(weight, layer.row.name)
+    # No scale is larger than the largest weight. Where that is near the limit of scales, only trying tells.
+    if largest > torch.finfo(layer.scheme.scale_dtype_of(weight.dtype)).max / 4:
+        pack(layer.module, layer.scheme, device, layer.row.name)
 
 
 def _complain(report: Report, strict: bool) -> None:
@@ -142,22 +166,44 @@ def _complain(report: Report, strict: bool) -> None:
 def _replace(pending: list[survey.Layer], device: torch.device | str | None, progress: bool) -> None:
     from tqdm import tqdm  # type: ignore[import-untyped]  # here, to keep `import qao` light
 
-    for layer in tqdm(pending, desc="quantize_", unit="layer", delay=2, disable=not progress):
-        assert layer.scheme is not None
-        if layer.tied_to is None:
-            packed = pack(layer.module, layer.scheme, device, layer.row.name)
-        else:
-            first = layer.tied_to.module
-            assert isinstance(first, QuantLinear)
-            packed = first.packed._replace(relative_error=layer.tied_to.row.relative_error)
-        layer.row.relative_error = packed.relative_error
-        kind = QuantEmbedding if is_embedding(layer.module) else QuantLinear
-        # The float module goes as soon as its successor is there: memory never holds two models.
-        layer.module = module = kind.from_packed(layer.module, layer.scheme, packed)
+    # The weight of all layers of a list is one: they are replaced together or not at all.
+    units = {id(layer): [layer] for layer in pending if layer.tied_to is None}
+    for layer in pending:
         if layer.tied_to is not None:
-            module.tie(first)
-        for parent, attribute in layer.places:
-            setattr(parent, attribute, layer.module)
+            units[id(layer.tied_to)].append(layer)
+    done = 0
+    try:
+        for unit in tqdm(units.values(), desc="quantize_", unit="layer", delay=2, disable=not progress):
+            made = _quantized(unit, device)
+            # The float module goes as soon as its successor is there: memory never holds two models.
+            for layer, module in zip(unit, made, strict=True):
+                layer.module = module
+                for parent, attribute in layer.places:
+                    setattr(parent, attribute, module)
+            done += len(unit)
+    except BaseException as error:
+        warnings.warn(
+            f"quantize_: {type(error).__name__} in {unit[0].row.name}: {done} of {len(pending)} layers are quantised, "
+            "the others are as they were. Call quantize_ again with the same arguments for the rest.",
+            stacklevel=3,
+        )
+        raise
+
+
+def _quantized(unit: list[survey.Layer], device: torch.device | str | None) -> list[QuantLinear | QuantEmbedding]:
+    """What takes the places of layers with one weight."""
+    first, *others = unit
+    assert first.scheme is not None
+    packed = pack(first.module, first.scheme, device, first.row.name)
+    head = QuantLinear.from_packed(first.module, first.scheme, packed)
+    made: list[QuantLinear | QuantEmbedding] = [head]
+    for layer in others:
+        kind = QuantEmbedding if is_embedding(layer.module) else QuantLinear
+        made.append(kind.from_packed(layer.module, first.scheme, head.packed))
+        made[-1].tie(head)
+    for layer in unit:
+        layer.row.relative_error = packed.relative_error
+    return made
 
 
 def _finish_row(layer: survey.Layer) -> None:

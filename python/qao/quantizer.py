@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -45,13 +46,15 @@ _INT4 = _Codes(torch.uint8, 0, 15, 8)
 _INT8 = _Codes(torch.int8, -127, 127, 0)
 
 
-def check_finite(weight: Tensor, name: str) -> None:
-    """Raises ValueError if ``weight`` holds NaN or Inf."""
-    if weight.numel() and not torch.stack(torch.aminmax(weight.detach())).isfinite().all():
+def check_finite(weight: Tensor, name: str) -> float:
+    """The largest magnitude in ``weight``; raises ValueError if that is NaN or Inf."""
+    largest = torch.stack(torch.aminmax(weight.detach())).abs().max().item() if weight.numel() else 0.0
+    if not math.isfinite(largest):
         raise ValueError(
             f"{name}: the weight {list(weight.shape)} ({weight.dtype}) holds NaN or Inf and cannot be quantised. Check "
             "the checkpoint, or leave this layer out with a scheme of None."
         )
+    return largest
 
 
 def quantize_int4(
@@ -179,9 +182,14 @@ def _check_values(squares: Tensor, weight: Tensor, name: str) -> None:
 
 def _check_scales(scales: Tensor, weight: Tensor, name: str) -> None:
     if not scales.isfinite().all():
+        wide = scales.dtype == torch.float32
+        remedy = (
+            "Leave this layer out with a scheme of None"
+            if wide
+            else "Use a wider scale_dtype, for example torch.float32"
+        )
         raise ValueError(
-            f"{name}: a scale of the weight {list(weight.shape)} ({weight.dtype}) overflows {scales.dtype}. Use a "
-            "wider scale_dtype, for example torch.float32."
+            f"{name}: a scale of the weight {list(weight.shape)} ({weight.dtype}) overflows {scales.dtype}. {remedy}."
         )
 
 

@@ -158,7 +158,7 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
         granularity: what shares a scale: "row": a row of W, a token; "tensor": all of W, all of x; "block": 128 x 128
             of W, 128 columns of a token.
         activation_scale: one scale for every activation, known beforehand (its largest magnitude / 448), instead of
-            one found in each; larger values saturate. None: dynamic. A layer holds it as a tensor of that name.
+            one found in each; larger values saturate. None: dynamic. A layer holds it as a float32 of that name.
         fast_accum: let GPUs sum more than 128 columns in the tensor core's short accumulator: faster, less accurate.
 
     Raises:
@@ -176,8 +176,12 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
         self._check_bool("fast_accum")
         scale = self.activation_scale
         if scale is not None:
-            if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
-                self._reject("activation_scale", "a positive number, or None for a scale found in each activation")
+            # As the float32 that kernels read; a smaller one is 0 there or loses digits, a larger one is infinite.
+            bounds = torch.finfo(torch.float32)
+            number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+            if not (number and bounds.tiny <= scale <= bounds.max):
+                expected = f"a number from {bounds.tiny:.4g} to {bounds.max:.4g} (float32), or None for a scale found"
+                self._reject("activation_scale", f"{expected} in each activation")
             if self.granularity == "block":
                 self._reject("activation_scale", 'None with granularity "block"')
 

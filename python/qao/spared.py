@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .linear import is_linear, linear_weight
 from .packed import PackedModule
@@ -21,7 +22,8 @@ def spared(model: nn.Module) -> dict[str, str]:
     modules = dict(model.named_modules(remove_duplicate=False))
     found = {}
     for name, module in modules.items():
-        if not is_linear(module) or isinstance(module, PackedModule) or module._parameters.get("weight") is None:
+        weight = module._parameters.get("weight")
+        if not is_linear(module) or isinstance(module, PackedModule) or weight is None or is_lazy(weight):
             continue
         shape = tuple(linear_weight(module).shape)
         if is_router(name, shape, modules):

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .callbacks import by_name_and_module
 from .embedding import QuantEmbedding, is_embedding, scheme_obstacle
@@ -155,12 +156,13 @@ def decide(
     if isinstance(module, QuantLinear):
         _already_quantized(layer, module)
         return
-    weight = linear_weight(module)
-    row.shape, row.bytes_before = tuple(weight.shape), byte_count(weight)
-    layer.elements, layer.x_dtype = weight.numel(), weight.dtype
     scheme = select(row.name, module)
     reader = next((p for p, attribute in layer.places if attribute in _read_by(p)), None)
     reason = obstacle(module)
+    if not is_lazy(module.weight):  # type: ignore[arg-type]
+        weight = linear_weight(module)
+        row.shape, row.bytes_before = tuple(weight.shape), byte_count(weight)
+        layer.elements, layer.x_dtype = weight.numel(), weight.dtype
     if scheme is None:
         layer.leave("excluded", "no scheme for it")
     elif filter is not None and not filter(row.name, module):
@@ -262,7 +264,9 @@ def find_untouched(model: nn.Module, layers: list[Layer], asked: Select | None) 
         owner = modules[name.partition(".parametrizations.")[0]]  # name itself, but for what torch computes weights of
         convolution = isinstance(owner, nn.modules.conv._ConvNd)
         for key, weight in module._parameters.items():
-            if weight is None or id(weight) in seen or weight.dim() < 2 or not weight.is_floating_point():
+            if weight is None or is_lazy(weight) or id(weight) in seen:
+                continue
+            if weight.dim() < 2 or not weight.is_floating_point():
                 continue
             seen.add(id(weight))
             three = weight.dim() == 3 and min(weight.shape) > 1 and not convolution
@@ -292,7 +296,8 @@ def count_parameters(model: nn.Module) -> int:
     """Elements of all parameters, each counted once; of a quantised weight, those of the float weight."""
     counts: dict[int, int] = {}
     for module in model.modules():
-        counts.update((id(p), p.numel()) for p in module._parameters.values() if p is not None)
+        own = (p for p in module._parameters.values() if p is not None and not is_lazy(p))
+        counts.update((id(p), p.numel()) for p in own)
         if isinstance(module, PackedModule):
             counts.update((id(tensor), 0) for tensor in module.packed.tensors().values())
             counts[id(module.qweight)] = math.prod(module._sizes)

@@ -13,6 +13,7 @@ import torch
 
 from .. import doctor
 from .._version import __version__
+from ..formats import _host
 from .common import Output, command
 
 
@@ -61,10 +62,9 @@ def _facts() -> list[tuple[str, str]]:
 
 
 def _build() -> list[tuple[str, str]]:
-    try:
-        from .. import _host
-    except ImportError as error:
-        return [("build", f"unknown: qao._host is not available ({error}); the operators work without it")]
+    if _host is None:
+        problem = doctor.host_problem() or "this build has no qao._host; the operators work without it"
+        return [("build", f"unknown: {problem}")]
     build, cpu = _host.build_info(), _host.cpu_features()
     cuda = f"CUDA {build['cuda']} ({', '.join(build['archs'])})" if build["cuda"] else "no CUDA kernels"
     return [

@@ -148,7 +148,7 @@ class Plan:
         """As exact as layout.describe: of int4 with the dtype that its scales will have."""
         scheme = self._modules[name].scheme
         if isinstance(scheme, Int4Weight):
-            scheme = replace(scheme, scale_dtype=scheme._scale_dtype(self._dtype_of(source, self._prefix[name])))
+            scheme = replace(scheme, scale_dtype=scheme.scale_dtype_of(self._dtype_of(source, self._prefix[name])))
         return scheme
 
     def _aliases(self, source: Checkpoint) -> dict[str, str]:
