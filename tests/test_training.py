@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import qao
 import torch
-from ops_schemes import INT4_SCHEMES
 from ops_schemes import SCHEMES as OPERATORS
 from ops_schemes import Scheme as Operator
 from ops_support import randn
-from qao import reference
+from qao import gradients, reference
 from test_compile_schemes import ONE_OF_EACH, SCHEMES, Mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -25,32 +24,29 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.word)
-def test_gradcheck_in_float64(operator: Operator) -> None:
+def test_gradcheck_in_float64(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient that every product shares, around the float64 reference of its weight."""
     weight = operator.make_weight(5, 33)
 
     def multiply(x: Tensor, _weight: Tensor, _scales: Tensor, bias: Tensor | None, *_: object) -> Tensor:
         return reference.mm(x, weight.dense, bias)
 
-    def dequantize(packed: Tensor, scales: Tensor, *sizes: object) -> Tensor:
-        if operator in INT4_SCHEMES:
-            return qao.ops.dequantize_int4(packed, scales, *sizes[:-1], torch.float32).double()
-        return (qao.ops.dequantize_fp8 if "fp8" in operator.word else qao.ops.dequantize_int8)(
-            packed, scales, torch.float64
-        )
+    def dequantize(packed: Tensor, scales: Tensor, dtype: torch.dtype, *rest: object) -> Tensor:
+        return gradients.DENSE[operator.op](packed, scales, torch.float32, *rest).to(dtype)
 
-    sizes = weight.arguments[-3:] if operator in INT4_SCHEMES else ()
+    monkeypatch.setitem(gradients.DENSE, multiply, dequantize)
 
     def product(x: Tensor, bias: Tensor) -> Tensor:
-        return qao.ops.product((multiply, dequantize), sizes, x, *weight.operands, bias)
+        return qao.ops.product(multiply, weight.arguments, x, *weight.operands, bias)
 
     x = randn(3, 33, dtype=torch.float64, device="cpu").requires_grad_()
     bias = randn(5, dtype=torch.float64, device="cpu").requires_grad_()
     # dequantize rounds W to float32, 2^-24 of values below 1; gradcheck's own differences are coarser.
-    assert torch.autograd.gradcheck(product, (x, bias))
+    assert torch.autograd.gradcheck(product, (x, bias), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(product, (x, bias), check_fwd_over_rev=True)
 
 
-def gradients(forward: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+def gradients_of(forward: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
     """d/dx and d/dbias of a loss."""
     model.zero_grad()
     x = x.detach().requires_grad_()
@@ -66,7 +62,7 @@ def test_every_way_to_the_gradient_is_the_same(name: str, device: str) -> None:
     model = Mlp(SCHEMES[name]).to(device)
     model.up.requires_grad_()  # the bias; the rest stays frozen
     x = randn(5, 64, dtype=torch.float32, device=device)
-    expected = gradients(model, model, x)
+    expected = gradients_of(model, model, x)
 
     def compiler(graph: torch.fx.GraphModule) -> Callable[..., object]:
         return torch.compile(graph, backend="aot_eager", fullgraph=True)
@@ -75,7 +71,7 @@ def test_every_way_to_the_gradient_is_the_same(name: str, device: str) -> None:
         return checkpoint(model, x, use_reentrant=False)
 
     def check(forward: Callable[[Tensor], Tensor]) -> None:
-        for actual, wanted in zip(gradients(forward, model, x), expected, strict=True):
+        for actual, wanted in zip(gradients_of(forward, model, x), expected, strict=True):
             assert (actual - wanted).abs().max() <= 2.0**-18 * wanted.abs().max()
 
     check(checkpointed)

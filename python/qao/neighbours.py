@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .gradients import traced, transformed
+
 _add_rms_norm = torch.ops.qao.add_rms_norm.default
 _silu_mul = torch.ops.qao.silu_mul.default
+_DTYPES = torch.float32, torch.float16, torch.bfloat16
 
 
 class _AddRmsNorm(torch.autograd.Function):
@@ -58,6 +61,30 @@ def _wants_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
+# ---- forward-mode and torch.func, in operators of torch, which have all the derivatives there are --------------------
+
+
+def _plain_add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    _check("add_rms_norm", x, residual)
+    h = x.clone() if residual is None else x + residual
+    y = h.float() * (h.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (y if weight is None else y * weight.float()).to(h.dtype), h
+
+
+def _plain_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    _check("silu_mul", gate, up)
+    return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+def _check(name: str, x: Tensor, other: Tensor | None) -> None:
+    other = x if other is None else other
+    if x.dtype not in _DTYPES or (x.dtype, x.shape) != (other.dtype, other.shape):
+        raise RuntimeError(
+            f"qao::{name}: both tensors must be alike and float32, float16 or bfloat16. Got {x.dtype}{list(x.shape)} "
+            f"and {other.dtype}{list(other.shape)}. Cast or reshape them."
+        )
+
+
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """The residual stream and its RMSNorm: h = x + residual, y = h / sqrt(mean(h²) + eps) * weight; returns (y, h).
 
@@ -74,7 +101,11 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps:
     Raises:
         RuntimeError: A shape, dtype or device does not fit; the message lists all and the remedy.
     """
+    if transformed():
+        return _plain_add_rms_norm(x, residual, weight, eps)
     if _wants_gradient(x, residual, weight):
+        if torch.compiler.is_dynamo_compiling():
+            return _traced_add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]
         return _AddRmsNorm.apply(x, residual, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
     return _add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]
 
@@ -91,6 +122,14 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     Raises:
         RuntimeError: A shape, dtype or device does not fit; the message lists all and the remedy.
     """
+    if transformed():
+        return _plain_silu_mul(gate, up)
     if _wants_gradient(gate, up):
+        if torch.compiler.is_dynamo_compiling():
+            return _traced_silu_mul(gate, up)  # type: ignore[no-any-return]
         return _SiluMul.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
     return _silu_mul(gate, up)  # type: ignore[no-any-return]
+
+
+_traced_add_rms_norm = traced(_add_rms_norm, add_rms_norm)
+_traced_silu_mul = traced(_silu_mul, silu_mul)

@@ -24,12 +24,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from .quantizer import SCALE_BLOCK
 
 
 def _load() -> None:
@@ -57,7 +54,10 @@ def _load() -> None:
 
 _load()
 
-from . import fake  # noqa: E402, F401  # registers; the operators must be there
+from . import fake, transforms  # noqa: E402, F401  # they register; the operators must be there
+from .gradients import dequantize_fp8 as dequantize_fp8  # noqa: E402
+from .gradients import dequantize_int8 as dequantize_int8  # noqa: E402
+from .gradients import product as product  # noqa: E402
 from .neighbours import add_rms_norm, silu_mul  # noqa: E402, F401
 from .operators import (  # noqa: E402, F401
     add_rms_norm_int4_mm,
@@ -77,29 +77,7 @@ from .operators import (  # noqa: E402, F401
     unpack_int4,
 )
 
-# ---- dequantisation: W [N, K] in a float dtype, computed in float32 and rounded once ---------------------------------
-
-
-def dequantize_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight int8 [N, K] times scales float32 [N] or [1]."""
-    return (weight.float() * scales.view(-1, 1)).to(dtype)
-
-
-def dequantize_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight float8_e4m3fn [N, K], or its bytes as int8, times scales float32 of any of the shapes ``fp8_mm`` takes."""
-    n, k = weight.shape
-    if scales.dim() < 2 or scales.shape in ((n, 1), (1, 1)):
-        scales = scales.reshape(-1, 1)
-    else:
-        scales = scales.repeat_interleave(SCALE_BLOCK, 0)[:n].repeat_interleave(SCALE_BLOCK, 1)[:, :k]
-    return (weight.view(torch.float8_e4m3fn).float() * scales).to(dtype)
-
-
-def _dequantize_fp8_fp8(
-    weight: Tensor, scales: Tensor, x_group_size: int, fast_accum: bool, dtype: torch.dtype
-) -> Tensor:
-    return dequantize_fp8(weight, scales, dtype)
-
+torch.fx.wrap("product")  # a node of fx.symbolic_trace, as the choice in it is made when the graph runs
 
 # ---- rows of W, by format: (ids [...], weight, scales, *constants, dtype) -> [..., K] --------------------------------
 
@@ -108,73 +86,14 @@ EMBEDDINGS: dict[str, Callable[..., Tensor]] = {
     "int8": int8_embedding,
 }
 
-# ---- gradients: outside the operators, entered only when somebody wants one ------------------------------------------
-
-
-class _Product(torch.autograd.Function):
-    """``operator(x, weight, scales, bias, *others, *constants)``, and d/dx and d/dbias; everything else is frozen."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        operator: Callable[..., Tensor],
-        dequantize: Callable[..., Tensor],
-        constants: tuple[int, ...],
-        x: Tensor,
-        weight: Tensor,
-        scales: Tensor,
-        bias: Tensor | None,
-        *others: Any,
-    ) -> Tensor:
-        ctx.save_for_backward(weight, scales)
-        ctx.dequantize, ctx.constants = dequantize, constants
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return operator(x, weight, scales, bias, *others, *constants)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[3]:
-            weight, scales = ctx.saved_tensors
-            grad_x = grad @ ctx.dequantize(weight, scales, *ctx.constants, grad.dtype)
-        if ctx.needs_input_grad[6]:
-            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
-        return None, None, None, grad_x, None, None, grad_bias, *(None,) * (len(ctx.needs_input_grad) - 7)
-
-
-# An operator, and W from (weight, scales, *constants, dtype).
-Kind = tuple[Callable[..., Tensor], Callable[..., Tensor]]
-
-INT4: Kind = torch.ops.qao.int4_mm.default, torch.ops.qao.dequantize_int4.default
-INT8: Kind = torch.ops.qao.int8_mm.default, dequantize_int8
-FP8: Kind = torch.ops.qao.fp8_mm.default, dequantize_fp8
-INT8_INT8: Kind = torch.ops.qao.int8_int8_mm.default, dequantize_int8
-INT8_INT4: Kind = torch.ops.qao.int8_int4_mm.default, torch.ops.qao.dequantize_int4.default
-FP8_FP8: Kind = torch.ops.qao.fp8_fp8_mm.default, _dequantize_fp8_fp8
-FP8_INT4: Kind = torch.ops.qao.fp8_int4_mm.default, torch.ops.qao.dequantize_int4.default
-
-
-def product(
-    kind: Kind,
-    constants: tuple[int, ...],
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    *others: Any,
-) -> Tensor:
-    """Any of the products below, ``constants`` all that is no tensor. Layers call it as it is: a function between them
-    costs 1 % of the function calls that compile a layer."""
-    operator, dequantize = kind
-    try:
-        wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-    except AttributeError:  # x is no tensor: the operator says so
-        wanted = False
-    if wanted:
-        return _Product.apply(operator, dequantize, constants, x, weight, scales, bias, *others)  # type: ignore[no-untyped-call, no-any-return]
-    return operator(x, weight, scales, bias, *others, *constants)
-
+# What layers call ``product`` with.
+INT4 = torch.ops.qao.int4_mm.default
+INT8 = torch.ops.qao.int8_mm.default
+FP8 = torch.ops.qao.fp8_mm.default
+INT8_INT8 = torch.ops.qao.int8_int8_mm.default
+INT8_INT4 = torch.ops.qao.int8_int4_mm.default
+FP8_FP8 = torch.ops.qao.fp8_fp8_mm.default
+FP8_INT4 = torch.ops.qao.fp8_int4_mm.default
 
 # ---- products: as the raw operators, and differentiable --------------------------------------------------------------
 

@@ -34,6 +34,7 @@ _PARTS = {
     "diffusers.quantizers.auto": "diffusers",
     "peft": "peft",
     "torch.distributed.fsdp._fully_shard._fsdp_param": "fsdp",
+    "torch.utils.flop_counter": "flop_counter",
     "transformers.quantizers.auto": "transformers",
 }
 

@@ -1,0 +1,243 @@
+"""The gradient of a product, however torch asks for it: backward, forward-mode, torch.func, in a graph of Dynamo.
+
+Every product is ``operator(x, weight, scales, bias, *rest)``, y = x · Wᵀ + bias, with gradients to x and bias; rounding
+x to eight bits counts as the identity (straight-through). The operators are without autograd: ``product`` enters one
+of three ways around them if somebody wants a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from ._version import __version__
+from .quantizer import SCALE_BLOCK
+
+_qao = torch.ops.qao
+# The innermost transform of torch.func, or None; its type, since that is what Dynamo knows without a node in the graph.
+_innermost = torch._C._functorch.peek_interpreter_stack
+_NONE: Any = type(None)
+
+# ---- W [N, K] in a float dtype, computed in float32 and rounded once -------------------------------------------------
+
+
+def dequantize_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight int8 [N, K] times scales float32 [N] or [1]."""
+    return (weight.float() * scales.view(-1, 1)).to(dtype)
+
+
+def dequantize_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight float8_e4m3fn [N, K], or its bytes as int8, times scales float32 of any of the shapes ``fp8_mm`` takes."""
+    n, k = weight.shape
+    if scales.dim() < 2 or scales.shape in ((n, 1), (1, 1)):
+        scales = scales.reshape(-1, 1)
+    else:
+        scales = scales.repeat_interleave(SCALE_BLOCK, 0)[:n].repeat_interleave(SCALE_BLOCK, 1)[:, :k]
+    return (weight.view(torch.float8_e4m3fn).float() * scales).to(dtype)
+
+
+def _of_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
+    return _qao.dequantize_int4.default(weight, scales, *rest[-3:], dtype)  # type: ignore[no-any-return]
+
+
+def _of_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
+    return dequantize_int8(weight, scales, dtype)
+
+
+def _of_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
+    return dequantize_fp8(weight, scales, dtype)
+
+
+# An operator, and its W from (weight, scales, dtype, *rest).
+DENSE: dict[Any, Callable[..., Tensor]] = {
+    _qao.int4_mm.default: _of_int4,
+    _qao.int8_mm.default: _of_int8,
+    _qao.fp8_mm.default: _of_fp8,
+    _qao.int8_int8_mm.default: _of_int8,
+    _qao.int8_int4_mm.default: _of_int4,
+    _qao.fp8_fp8_mm.default: _of_fp8,
+    _qao.fp8_int4_mm.default: _of_int4,
+}
+
+# ---- eager -----------------------------------------------------------------------------------------------------------
+
+
+class _Product(Function):
+    """For backward alone: the one that costs least on the host."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, weight: Tensor, scales: Tensor, operator: Any, rest: tuple[Any, ...]
+    ) -> Tensor:
+        _save(ctx, bias, weight, scales, operator, rest)
+        return operator(x, weight, scales, bias, *rest)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        wants_x, wants_bias, *frozen = ctx.needs_input_grad
+        grad_x = grad @ _dense(ctx, grad.dtype) if wants_x else None
+        grad_bias = None
+        if wants_bias:
+            plain = grad.values() if grad.is_nested else grad
+            grad_bias = plain.sum_to_size(plain.shape[-1:]).to(ctx.bias_dtype)
+        return grad_x, grad_bias, *(None for _ in frozen)
+
+
+# Past the Python of Function.apply, 3 µs that serve torch.func, which never comes here.
+_apply: Callable[..., Tensor] = super(Function, _Product).apply
+
+
+def _save(ctx: Any, bias: Tensor | None, weight: Tensor, scales: Tensor, operator: Any, rest: tuple[Any, ...]) -> None:
+    ctx.save_for_backward(weight, scales)
+    ctx.operator, ctx.rest = operator, rest
+    if bias is not None:
+        ctx.bias_dtype = bias.dtype
+
+
+def _dense(ctx: Any, dtype: torch.dtype) -> Tensor:
+    return DENSE[ctx.operator](*ctx.saved_tensors, dtype, *ctx.rest)
+
+
+# ---- forward-mode and torch.func -------------------------------------------------------------------------------------
+
+
+def transformed() -> bool:
+    """Whether torch.func or forward-mode may look at what is computed now."""
+    if type(_innermost()) is _NONE and forward_ad._current_level < 0:
+        return False
+    _leave_to_python()
+    return True
+
+
+def _leave_to_python() -> None:
+    """Ends what Dynamo traces: it cannot tell which derivatives will be asked for, and would make them zero."""
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(
+            "qao: no graph can hold torch.func or forward-mode around a quantised layer. Without fullgraph=True they "
+            "run eagerly."
+        )
+
+
+class _Transformed(Function):
+    """The same with all that jvp, vmap and what is made of them ask for, at 30 µs a call."""
+
+    @staticmethod
+    def forward(x: Tensor, bias: Tensor | None, weight: Tensor, scales: Tensor, operator: Any, *rest: Any) -> Tensor:
+        return operator(x, weight, scales, bias, *rest)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, bias, weight, scales, operator, *rest = inputs
+        _save(ctx, bias, weight, scales, operator, tuple(rest))
+        ctx.save_for_forward(weight, scales)
+        ctx.dtype, ctx.shape = output.dtype, output.shape
+
+    backward = _Product.backward
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        of_x, of_bias, *_ = tangents
+        parts = [of_x @ _dense(ctx, ctx.dtype).t()] if of_x is not None else []
+        if of_bias is not None:
+            parts.append(of_bias.to(ctx.dtype).expand(ctx.shape))
+        tangent: Tensor = sum(parts[1:], start=parts[0])
+        return tangent
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+        x, bias, weight, scales, operator, *rest = arguments
+        of_x, of_bias, of_weight, of_scales, _, *of_rest = in_dims
+        dims = of_x, of_weight, of_scales, of_bias, *of_rest
+        return batched(partial(product, operator, ()), operator, info.batch_size, dims, x, weight, scales, bias, *rest)
+
+
+def batched(
+    call: Callable[..., Tensor], operator: Any, batch: int, dims: tuple[Any, ...], *arguments: Any
+) -> tuple[Tensor, int]:
+    """``call``, a product by ``operator``: those with a number in ``dims`` have a dimension of that number too many.
+
+    Raises:
+        RuntimeError: one of them is neither x nor bias.
+    """
+    x, weight, scales, bias, *rest = arguments
+    of_x, of_weight, of_scales, of_bias, *of_rest = dims
+    if any(dim is not None for dim in (of_weight, of_scales, *of_rest)):
+        raise RuntimeError(
+            f"{operator._schema.name}: vmap over a quantised weight is not supported: x and bias alone may have a "
+            f"dimension of vmap. Got in_dims x: {of_x}, weight: {of_weight}, scales: {of_scales}, bias: {of_bias}, "
+            f"weight {list(weight.shape)}. Call the layers one by one, or dequantize_ the model for an ensemble."
+        )
+    if of_x is None:  # of_bias is a number, then
+        y = call(x, weight, scales, None, *rest).unsqueeze(0)
+    else:
+        x = x.movedim(of_x, 0)
+        plain = bias if of_bias is None else None
+        if operator is _qao.fp8_fp8_mm.default and rest[0] is None and rest[1] == 0:  # a scale for all of each x
+            y = torch.stack([call(part, weight, scales, plain, *rest) for part in x.unbind(0)])
+        else:
+            y = call(x, weight, scales, plain, *rest)
+    if of_bias is not None:
+        bias = bias.movedim(of_bias, 0)
+        y = (y + bias.view(batch, *(1,) * (y.dim() - 2), -1)).to(y.dtype)
+    return y, 0
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+def traced(operator: Any, function: Callable[..., Any]) -> Any:
+    """The operator that stands for ``function``, ``operator`` with gradients, in a graph of Dynamo's.
+
+    AOTAutograd takes it apart. An autograd.Function there would keep a graph out of the cache of compiled graphs. What
+    an operator is taken apart into is no part of the key of that cache, so the version of qao is part of the name.
+    """
+    word = operator._schema.name.partition("::")[2]
+    name = f"{word}_{__version__.replace('.', '_')}"
+    _library.define(name + str(operator._schema).partition(word)[2])
+    _library.impl(name, function, "CompositeImplicitAutograd")
+    return getattr(torch.ops.qao_with_grad, name).default
+
+
+def _traced_product(operator: Any) -> Any:
+    def impl(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        return product(operator, rest, x, weight, scales, bias)
+
+    return traced(operator, impl)
+
+
+_library = torch.library.Library("qao_with_grad", "FRAGMENT")
+TRACED: dict[Any, Any] = {operator: _traced_product(operator) for operator in DENSE}
+
+
+def product(
+    operator: Callable[..., Tensor],
+    constants: tuple[Any, ...],
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    *others: Any,
+) -> Tensor:
+    """``operator(x, weight, scales, bias, *others, *constants)``, an operator of DENSE, differentiable.
+
+    Layers call it as it is: a function between them costs 1 % of the function calls that compile a layer.
+    """
+    if type(_innermost()) is not _NONE or forward_ad._current_level >= 0:
+        _leave_to_python()
+        return _Transformed.apply(x, bias, weight, scales, operator, *others, *constants)  # type: ignore[no-untyped-call, no-any-return]
+    try:
+        wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    except AttributeError:  # x is no tensor: the operator says so
+        wanted = False
+    if wanted:
+        if torch.compiler.is_dynamo_compiling():
+            operator = TRACED[operator]
+        else:
+            return _apply(x, bias, weight, scales, operator, (*others, *constants))
+    return operator(x, weight, scales, bias, *others, *constants)

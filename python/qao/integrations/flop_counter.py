@@ -1,0 +1,29 @@
+"""torch.utils.flop_counter: FlopCounterMode counts 2 · M · N · K for every product."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+
+def register() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    qao = torch.ops.qao
+    products = (
+        *(qao.int4_mm, qao.int8_mm, qao.fp8_mm, qao.int8_int8_mm, qao.int8_int4_mm, qao.fp8_fp8_mm, qao.fp8_int4_mm),
+        *(qao.int8_scaled_mm, qao.fp8_scaled_mm),
+    )
+    register_flop_formula(products)(_product)
+    register_flop_formula(qao.add_rms_norm_int4_mm)(_fused)
+
+
+def _product(x: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+    return 2 * int(prod(x)) * int(out_shape[-1])
+
+
+def _fused(x: Any, *arguments: Any, out_shape: Any, **_: Any) -> int:
+    """``gated`` halves the result, not the product."""
+    return 2 * int(prod(x)) * int(arguments[6])

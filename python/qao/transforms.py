@@ -1,0 +1,85 @@
+"""What vmap, jagged nested tensors and FlopCounterMode need to know of the operators; registered by import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
+
+from .gradients import DENSE, batched
+
+_qao = torch.ops.qao
+_library = torch.library.Library("qao", "FRAGMENT")
+
+# ---- vmap ------------------------------------------------------------------------------------------------------------
+
+
+def _register_product(operator: Any) -> None:
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+        return batched(operator, operator, info.batch_size, in_dims, *arguments)
+
+    torch.library.register_vmap(operator._schema.name, rule)
+
+
+def _register_rows(operator: Any, rows: int) -> None:
+    """Of an operator whose first ``rows`` arguments are [..., K] alike, each row for itself, or are None."""
+    name = operator._schema.name
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        if any(dim is not None for dim in in_dims[rows:]):
+            raise RuntimeError(
+                f"{name}: vmap over a weight is not supported. Got in_dims {in_dims}; "
+                f"the first {rows} may have a dimension of vmap. Call it once a weight."
+            )
+        moved = [
+            tensor
+            if tensor is None
+            else tensor.expand(info.batch_size, *tensor.shape)
+            if dim is None
+            else tensor.movedim(dim, 0)
+            for tensor, dim in zip(arguments[:rows], in_dims, strict=False)
+        ]
+        result = operator(*moved, *arguments[rows:])
+        return result, (0,) * len(result) if isinstance(result, tuple) else 0
+
+    torch.library.register_vmap(name, rule)
+
+
+# ---- jagged nested tensors -------------------------------------------------------------------------------------------
+
+
+def _register_jagged(operator: Any) -> None:
+    """x [B, j, ..., K] with jagged j: the product of its values, in the same structure."""
+
+    def rule(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        x, *others = args
+        if not isinstance(x, NestedTensor) or x._ragged_idx == x.dim() - 1:
+            raise RuntimeError(
+                f"{operator._schema.name}: x alone may be a jagged nested tensor, and its last dimension, in_features, "
+                f"not the jagged one. Got {', '.join(_layout(tensor) for tensor in args if isinstance(tensor, Tensor))}"
+                ". Transpose x, or take its .values()."
+            )
+        structure = {"_metadata_cache": x._metadata_cache, "_ragged_idx": x._ragged_idx}
+        return NestedTensor(operator(x._values, *others), offsets=x.offsets(), lengths=x.lengths(), **structure)
+
+    name = operator._schema.name
+    _library.impl(name, torch.library.fallthrough_kernel, "AutogradNestedTensor")
+    torch.library.register_torch_dispatch(name, NestedTensor, rule)
+
+
+def _layout(tensor: Tensor) -> str:
+    return f"{str(tensor.layout).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+for _operator in DENSE:
+    _register_product(_operator)
+    _register_jagged(_operator)
+for _operator, _rows in (
+    (_qao.add_rms_norm.default, 2),
+    (_qao.silu_mul.default, 2),
+    (_qao.int4_embedding.default, 1),
+    (_qao.int8_embedding.default, 1),
+):
+    _register_rows(_operator, _rows)
