@@ -15,6 +15,7 @@ from . import survey
 from .linear import QuantLinear
 from .report import common_name, table
 from .schemes import Int8WeightOnly
+from .selection import selector
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
@@ -128,7 +129,7 @@ def _call(model: nn.Module, arguments: tuple[Any, ...] | Mapping[str, Any], kwar
 
 def _unquantized(model: nn.Module) -> dict[str, str]:
     """Why linear layers are none of QuantLinear: what ``quantize_`` would say of them, asked for one scheme for all."""
-    select = survey.selector(model, Int8WeightOnly())
+    select = selector(model, Int8WeightOnly())
     layers = survey.find_layers(model)
     for layer in layers:
         survey.decide(layer, select, None)

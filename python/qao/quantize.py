@@ -18,6 +18,7 @@ from .linear import QuantLinear, is_linear, linear_weight, pack
 from .packed import PackedModule
 from .quantizer import check_finite
 from .report import Report
+from .selection import selector
 
 
 def quantize_(
@@ -75,7 +76,7 @@ def quantize_(
             f"quantize_: the model is itself a {type(model).__name__} and cannot replace itself in place. Use "
             "`model = qao.QuantLinear.from_linear(model, scheme)`."
         )
-    select = survey.selector(model, scheme)
+    select = selector(model, scheme)
     keep = None if filter is None else by_name_and_module(filter, "quantize_: filter")
     layers = survey.find_layers(model)
     for layer in layers:

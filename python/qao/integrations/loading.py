@@ -14,6 +14,7 @@ from ..layout import make_room
 from ..linear import QuantLinear
 from ..packed import PackedModule
 from ..quantize import quantize_
+from ..selection import matches, selector
 from .config import QaoConfig
 
 
@@ -71,7 +72,7 @@ class Loader:
     def _plan(self, model: nn.Module, tied: set[str]) -> None:
         """Which weights are quantised as they arrive: those of one linear layer alone. The rest follows at the end."""
         assert self.config.scheme is not None
-        select = survey.selector(model, self.config.scheme)
+        select = selector(model, self.config.scheme)
         keep = _filter(model, self.config.modules_to_not_convert)
         users: dict[int, int] = {}
         for module in model.modules():
@@ -145,4 +146,4 @@ def _filter(model: nn.Module, names: list[str]) -> Callable[[str, nn.Module], bo
 
 
 def _matches(key: str, name: str) -> bool:
-    return survey._matches(key, name) if key.startswith("re:") else f".{key}." in f".{name}."
+    return matches(key, name) if key.startswith("re:") else f".{key}." in f".{name}."
