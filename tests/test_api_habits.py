@@ -113,6 +113,7 @@ OPERATORS = {
     if schema.name.startswith("qao::")
 }
 PYTHON_TYPE = {"Tensor": "Tensor", "Optional[Tensor]": "Tensor | None", "int": "int", "float": "float", "bool": "bool"}
+PYTHON_TYPE |= {"List[float]": "Sequence[float]"}
 
 
 def test_the_operators_are_found() -> None:
@@ -128,7 +129,7 @@ def test_every_operator_has_a_function_of_its_arguments(name: str) -> None:
     assert list(parameters) == [argument.name for argument in arguments]
     for argument in arguments:
         # A schema spells ScalarType "int" once it is registered.
-        expected = "torch.dtype" if argument.name in ("dtype", "out_dtype") else PYTHON_TYPE[str(argument.type)]
+        expected = "torch.dtype" if argument.name.endswith("dtype") else PYTHON_TYPE[str(argument.type)]
         assert parameters[argument.name].annotation == expected, argument.name
     results = ", ".join("Tensor" for _ in OPERATORS[name].returns)
     assert inspect.signature(function).return_annotation == (f"tuple[{results}]" if "," in results else results)

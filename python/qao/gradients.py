@@ -199,8 +199,9 @@ def traced(operator: Any, function: Callable[..., Any]) -> Any:
     """
     word = operator._schema.name.partition("::")[2]
     name = f"{word}_{__version__.replace('.', '_')}"
-    _library.define(name + str(operator._schema).partition(word)[2])
-    _library.impl(name, function, "CompositeImplicitAutograd")
+    if not hasattr(torch.ops.qao_with_grad, name):  # a package that is imported again finds its own there
+        _library.define(name + str(operator._schema).partition(word)[2])
+        _library.impl(name, function, "CompositeImplicitAutograd")
     return getattr(torch.ops.qao_with_grad, name).default
 
 

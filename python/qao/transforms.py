@@ -73,13 +73,19 @@ def _layout(tensor: Tensor) -> str:
     return f"{str(tensor.layout).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-for _operator in DENSE:
-    _register_product(_operator)
-    _register_jagged(_operator)
-for _operator, _rows in (
-    (_qao.add_rms_norm.default, 2),
-    (_qao.silu_mul.default, 2),
-    (_qao.int4_embedding.default, 1),
-    (_qao.int8_embedding.default, 1),
-):
-    _register_rows(_operator, _rows)
+def _register() -> None:
+    for operator in DENSE:
+        _register_product(operator)
+        _register_jagged(operator)
+    for operator, rows in (
+        (_qao.add_rms_norm.default, 2),
+        (_qao.silu_mul.default, 2),
+        (_qao.int4_embedding.default, 1),
+        (_qao.int8_embedding.default, 1),
+    ):
+        _register_rows(operator, rows)
+
+
+# A package that is imported again finds its rules there.
+if not torch._C._dispatch_has_kernel_for_dispatch_key("qao::int4_mm", "FuncTorchBatched"):
+    _register()
