@@ -52,7 +52,7 @@ lint: build-lint
 wheel: build-wheel
 	rm -rf build/wheel
 	$(PY) -m pip wheel --no-build-isolation --no-deps -w build/wheel .
-	$(if $(BIN),PATH="$(abspath $(BIN)):$$PATH") $(PY) -m auditwheel repair \
+	PATH="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH" $(PY) -m auditwheel repair \
 	  --exclude 'libtorch*.so' --exclude 'libc10*.so' -w dist build/wheel/qao-*.whl
 
 clean:
