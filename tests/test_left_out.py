@@ -1,0 +1,298 @@
+"""Which layers quantize_ replaces and which it leaves: subclasses of nn.Linear, routers, sharded layers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import qao
+import torch
+from qao import Int4WeightOnly, quantize_
+from test_quantize import COARSE, SCHEME, Model, notes, quantized
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+# Models here are so small that every weight in them is a big one.
+pytestmark = pytest.mark.filterwarnings("ignore:quantize_. these big weights stay")
+
+
+# ---- subclasses of nn.Linear -----------------------------------------------------------------------------------------
+
+
+class Matmul(nn.Linear):
+    """FalconLinear of transformers computes like this."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = input @ self.weight.T
+        if self.bias is None:
+            return hidden
+        return hidden + self.bias
+
+
+class Scripted(nn.Linear):
+    """And that of timm like this."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.jit.is_scripting():
+            return nn.functional.linear(input, self.weight.to(dtype=input.dtype))
+        return nn.functional.linear(input, self.weight, self.bias)
+
+
+class Inherited(Matmul):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+@pytest.mark.parametrize("device_of_model", ["cpu", "meta"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [Matmul, Scripted, Inherited])
+def test_subclasses_that_compute_what_linear_does(kind: type[nn.Linear], bias: bool, device_of_model: str) -> None:
+    state = torch.get_rng_state()
+    model = nn.Sequential(kind(64, 48, bias=bias, device=device_of_model), nn.Linear(48, 32, device=device_of_model))
+    seeded = torch.get_rng_state() if device_of_model == "meta" else None
+    report = quantize_(model, SCHEME)
+    assert list(quantized(model)) == ["0", "1"] and not report.problems
+    if seeded is not None:  # finding out draws no numbers
+        assert torch.equal(state, torch.get_rng_state())
+
+
+class Lora(nn.Linear):
+    """Adds nothing at first: lora_B is zero."""
+
+    def __init__(self, n: int, k: int) -> None:
+        super().__init__(n, k)
+        self.lora_A = nn.Parameter(torch.randn(4, n))
+        self.lora_B = nn.Parameter(torch.zeros(k, 4))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight + self.lora_B @ self.lora_A, self.bias)
+
+
+class Later(nn.Linear):
+    """Is a plain one until somebody sets ``adapter``."""
+
+    adapter: Any = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = nn.functional.linear(input, self.weight, self.bias)
+        return y if self.adapter is None else self.adapter(y)
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight, self.bias) * 2
+
+
+class Casting(nn.Linear):
+    """Accepts any dtype of input and answers in its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input.to(self.weight.dtype), self.weight, self.bias)
+
+
+class NoBias(nn.Linear):
+    """Not that of nn.Linear where there is a bias."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight.t()
+
+
+class Writing(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        y = nn.functional.linear(input, self.weight, self.bias)
+        self.to = y  # what it reaches for is known, but not that it writes it
+        return y
+
+
+class LoraBelow(Lora):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+class Called(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight, self.bias)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return self.forward(input) + 1
+
+
+def closed_over() -> type[nn.Linear]:
+    scale = [1.0]
+
+    class Closure(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return nn.functional.linear(input, self.weight, self.bias) * scale[0]
+
+    return Closure
+
+
+@pytest.mark.parametrize(
+    "kind", [Lora, LoraBelow, Later, Scaled, Casting, NoBias, Writing, Called, closed_over()], ids=lambda k: k.__name__
+)
+def test_subclasses_that_do_or_may_do_more_are_left(kind: type[nn.Linear]) -> None:
+    model = nn.Sequential(kind(64, 64), nn.Linear(64, 32))
+    plain = copy.deepcopy(model)
+    report = quantize_(model, {"0": SCHEME})
+    assert not quantized(model)
+    assert notes(report)["0"] == f"{kind.__name__} is a subclass of nn.Linear with its own forward"
+    x = torch.randn(2, 64)
+    assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Matmul])
+def test_a_linear_that_owns_more_than_weight_and_bias_is_left(kind: type[nn.Linear]) -> None:
+    model = nn.ModuleList(kind(64, 64) for _ in range(4))
+    model[0].register_buffer("input_scale", torch.ones(1))
+    model[1].adapter = nn.Linear(64, 64)
+    model[2].extra = nn.Parameter(torch.ones(3))
+    model[3].register_parameter("extra", None)
+    report = quantize_(model, SCHEME)
+    assert set(quantized(model)) == {"1.adapter", "3"}
+    lost = "beside weight and bias, which would be lost"
+    assert notes(report) == {
+        "0": f"it has input_scale {lost}",
+        "1": f"it has adapter {lost}",
+        "2": f"it has extra {lost}",
+    }
+
+
+def test_a_bias_that_is_computed_is_no_bias_of_a_quantised_layer() -> None:
+    model = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+    nn.utils.parametrize.register_parametrization(model[0], "bias", nn.ReLU())
+    prune.l1_unstructured(model[1], "bias", 0.5)
+    prune.l1_unstructured(model[2], "weight", 0.5)
+    x = torch.randn(2, 64)
+    expected = [layer(x) for layer in model]
+    report = quantize_(model, SCHEME)
+    assert not quantized(model) and {"0", "1", "2"} <= notes(report).keys()
+    assert all(torch.equal(layer(x), y) for layer, y in zip(model, expected, strict=True))
+
+
+# ---- what one scheme for all leaves out ------------------------------------------------------------------------------
+
+
+class Moe(nn.Module):
+    """Names as in Qwen2-MoE, Switch Transformers and models written by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(64, 4, bias=False)
+        self.shared_expert_gate = nn.Linear(64, 1, bias=False)
+        self.router = nn.ModuleDict({"classifier": nn.Linear(64, 4)})
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({"gate_proj": nn.Linear(64, 32), "gate": nn.Linear(64, 32)}) for _ in range(2)
+        )
+        self.output = nn.ModuleDict({"gate": nn.Linear(64, 64)})  # of a gated layer, not of experts
+        self.score = nn.Linear(64, 1)
+
+
+SPARED = {"gate", "shared_expert_gate", "router.classifier", "score"}
+DENSE = {"experts.0.gate_proj", "experts.0.gate", "experts.1.gate_proj", "experts.1.gate", "output.gate"}
+
+
+@pytest.mark.parametrize(
+    "scheme, named",
+    [
+        (SCHEME, set()),
+        ({"re:.*": SCHEME}, set()),
+        ({"score": None, "re:.*": SCHEME}, set()),
+        ({"re:.*gate.*": COARSE, "re:.*": SCHEME}, set()),  # gate_proj, too, so it is not meant for routers
+        ({"gate": COARSE, "re:.*": SCHEME}, {"gate"}),
+        ({"router": COARSE, "re:.*": SCHEME}, {"router.classifier"}),
+        ({"re:(gate|score)": COARSE, "re:.*": SCHEME}, {"gate", "score"}),
+        (lambda name, module: SCHEME, SPARED),
+    ],
+)
+def test_routers_and_single_outputs_are_quantised_where_they_are_meant(scheme: Any, named: set[str]) -> None:
+    model = Moe()
+    report = quantize_(model, scheme, strict=True)
+    assert quantized(model).keys() == DENSE | named
+    excluded = {row.name: row.note or "" for row in report.rows if row.status == "excluded"}
+    assert excluded.keys() == SPARED - named
+    for name in excluded.keys() - {"score"}:
+        assert "a router of experts" in excluded[name] and "name it" in excluded[name]
+    if isinstance(scheme, Int4WeightOnly):
+        assert "it has a single output" in excluded["score"]
+
+
+def test_the_class_around_a_layer_may_say_that_it_routes() -> None:
+    class TopKRouter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+            self.weight = nn.Parameter(torch.randn(8, 64))
+
+    model = nn.ModuleDict({"mixer": TopKRouter(), "linear": nn.Linear(64, 64)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nor is its own weight a big one that anybody forgot
+        report = quantize_(model, SCHEME, strict=True)
+    assert list(quantized(model)) == ["linear"]
+    assert {row.name for row in report.rows if row.status == "excluded"} == {"mixer.layer", "mixer.weight"}
+
+
+def test_a_checkpoint_with_a_quantised_router_still_loads(tmp_path: Any) -> None:
+    model = Moe()
+    quantize_(model, lambda name, module: SCHEME)
+    qao.save(model, tmp_path / "model.safetensors")
+    loaded = qao.load(tmp_path / "model.safetensors", Moe())
+    assert quantized(loaded) == quantized(model)
+    assert torch.equal(loaded.gate.dequantize(), model.gate.dequantize())
+
+
+def test_weights_of_three_dimensions_that_are_no_experts() -> None:
+    model = nn.ModuleDict(
+        {
+            "position": nn.utils.parametrizations.weight_norm(nn.Conv1d(64, 64, 8, groups=4), dim=2),
+            "linear": nn.Linear(64, 64),
+        }
+    )
+    model.register_parameter("scale", nn.Parameter(torch.ones(4, 1, 1)))
+    model.register_parameter("recurrent", nn.Parameter(torch.randn(4, 16, 16)))
+    report = notes(quantize_(model, SCHEME))
+    assert report == {
+        "position.parametrizations.weight.original1": "weight of ParametrizedConv1d, not a linear layer",
+        "recurrent": "weight of ModuleDict, not a linear layer",
+    }
+
+
+# ---- sharded ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_process() -> Iterator[Any]:
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    yield distributed.device_mesh.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_sharded_layers_are_called_so(one_process: Any) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    def flat(use_orig_params: bool) -> nn.Module:
+        return FullyShardedDataParallel(Model(), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+
+    model = Model()
+    fully_shard(model.blocks[0], mesh=one_process)
+    fully_shard(model.head, mesh=one_process)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one process alone
+        models = [model, flat(True), flat(False)]
+    for sharded in models:
+        report = quantize_(sharded, SCHEME)
+        left = {row.name: row.note or "" for row in report.rows if row.status == "left"}
+        assert left and all("it is sharded" in note and "then call fully_shard" in note for note in left.values())
+    assert set(quantized(model)) == {"blocks.1.up", "blocks.1.down"}
+
+
+def test_quantised_layers_can_be_sharded(one_process: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model, tokens = Model(), torch.arange(5)
+    quantize_(model, SCHEME)
+    expected = model(tokens)
+    assert torch.equal(fully_shard(model, mesh=one_process)(tokens), expected)
