@@ -294,6 +294,9 @@ def test_tied_embeddings_stay_tied(build: Callable[[], nn.Module]) -> None:
 
 def test_fused_experts_are_said_loudly() -> None:
     model = make(mixtral, "cpu")
+    if transformers.__version__ < "5":  # their experts are modules of linear layers
+        assert quantize_(model, SCHEME).coverage > 0.8
+        return
     with pytest.warns(UserWarning, match="experts.gate_up_proj.*fused expert tensor"):
         report = quantize_(model, SCHEME)
     assert "model.layers.1.mlp.experts.down_proj" in {row.name for row in report.problems}
