@@ -4,8 +4,9 @@
 // index looks up a 32-entry table by its low five bits; a table of 16 entries stored twice makes the fifth irrelevant,
 // so the four nibbles need shifts of 0, 4, 8, 12 and no mask.
 //   x bfloat16 (1 part):          the table holds (q - zero) * scale, and C accumulates over the whole of K.
-//   x float16, float32 (2, 3):    the table holds q - 8, exact; every section ends with
-//                                 y += scale * (C + (8 - zero) * sum(x)).
+//   x float16, float32 (2, 3):    the table holds q - whole, exact, and every section ends with
+//                                 y += scale * (C + (whole - zero) * sum(x)).
+// `whole` is the zero point where that is a whole number of 0..15, so what W multiplies by 0 is not seen in any sum.
 #include "cpu/gemm_amx.h"
 #include "cpu/parameters_avx512.h"
 
@@ -21,6 +22,23 @@ __m512i table(float scale, float zero) {
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(w, w));
 }
 
+__m512 whole_zeros(const Parameters& parameters) {
+  const __m512 zero = _mm512_load_ps(parameters.zero);
+  const __m512 in_range = _mm512_max_ps(_mm512_min_ps(zero, _mm512_set1_ps(15)), _mm512_setzero_ps());
+  return _mm512_roundscale_ps(in_range, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+// What expand() tabulates.
+template <bool kSectioned>
+void load_entries(const FloatJob& job, int64_t tile_n, int64_t group, Parameters* parameters) {
+  load_parameters(job, tile_n, group, parameters);
+  if constexpr (kSectioned) {
+    _mm512_store_ps(parameters->zero, whole_zeros(*parameters));
+    _mm512_store_ps(parameters->scale, _mm512_set1_ps(1));
+    keep_in_memory(*parameters);
+  }
+}
+
 __m512i look_up(__m512i words, __m512i entries) { return _mm512_permutexvar_epi16(words, entries); }
 
 template <int kPartsOfX, bool kHalfTiles>
@@ -32,12 +50,12 @@ struct Int4 {
   __attribute__((always_inline)) static void expand(const FloatJob& job, int64_t tile_n, int, const Section& section,
                                                     uint16_t* out) {
     Parameters parameters;
-    if constexpr (!kSectioned) load_parameters(job, tile_n, section.group, &parameters);
+    load_entries<kSectioned>(job, tile_n, section.group, &parameters);
     const uint8_t* weight = job.weight + (tile_n * job.tiles_k + section.tile) * kTileBytes;
     for (int g = 0; g < 8; ++g) {
       const int row0 = g * 32, row8 = (g + 8) * 32;
-      const __m512i low = kSectioned ? table(1, 8) : table(parameters.scale[g], parameters.zero[g]);
-      const __m512i high = kSectioned ? table(1, 8) : table(parameters.scale[g + 8], parameters.zero[g + 8]);
+      const __m512i low = table(parameters.scale[g], parameters.zero[g]);
+      const __m512i high = table(parameters.scale[g + 8], parameters.zero[g + 8]);
       if constexpr (kHalves) {
         const __m512i bytes = _mm512_loadu_si512(weight + g * 64);
         // Every 128-bit lane twice the same 64 bits: once for even bytes, once for odd ones.
@@ -62,15 +80,16 @@ struct Int4 {
     }
   }
 
-  // total += scale * (c + (8 - zero) * sums of x)
+  // total += scale * (c + (whole - zero) * sums of x)
   static void add_section(const FloatJob& job, int64_t tile_n, int64_t tile_m, int64_t s, const float* c,
                           float* total) {
     Parameters parameters;
     load_parameters(job, tile_n, s / job.sections_per_group, &parameters);
+    _mm512_store_ps(parameters.zero, _mm512_sub_ps(whole_zeros(parameters), _mm512_load_ps(parameters.zero)));
+    keep_in_memory(parameters);
     const __m512 sums = _mm512_load_ps(job.sums + (s * job.tiles_m + tile_m) * kRowsX);
     for (int n = 0; n < kTileN; ++n) {
-      const __m512 shifted = _mm512_fmadd_ps(_mm512_set1_ps(int4_mm::kSymmetricZero - parameters.zero[n]), sums,
-                                             _mm512_load_ps(c + n * kRowsX));
+      const __m512 shifted = _mm512_fmadd_ps(_mm512_set1_ps(parameters.zero[n]), sums, _mm512_load_ps(c + n * kRowsX));
       _mm512_store_ps(total + n * kRowsX, _mm512_fmadd_ps(_mm512_set1_ps(parameters.scale[n]), shifted,
                                                           _mm512_load_ps(total + n * kRowsX)));
     }

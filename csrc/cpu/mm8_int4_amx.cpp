@@ -304,7 +304,10 @@ void many_rows(const Mm8Job& job, int64_t tile_n, int count, const Workspace& me
 }  // namespace
 
 void mm8_int4_amx(const Mm8Job& job, int64_t begin, int64_t end) {
-  if (job.tiles_m == 1 && job.steps == job.tiles_k) return mm8_int4_few_rows_amx(job, begin, end);
+  // Longer, and the sums from which that one takes zero points off would not be exact as float32.
+  constexpr int64_t kExactColumns = 8192;
+  const bool exact = least(job.group_size, job.k) <= kExactColumns;
+  if (job.tiles_m == 1 && job.steps == job.tiles_k && exact) return mm8_int4_few_rows_amx(job, begin, end);
   const TileScope registers;
   const int64_t panel_bytes = 2 * panel_tiles(job) * kTileBytes;
   const int64_t parameter_bytes = (job.groups + kMaxSections - 1) * static_cast<int64_t>(sizeof(PairParameters));
