@@ -12,7 +12,7 @@ from .. import marker
 from ..checkpoint import VERSION
 from .config import QaoConfig
 from .loading import Loader
-from .registration import fill, tell_dtype
+from .registration import fill, mark
 
 __all__ = ["QaoConfig", "QaoQuantizer", "attach", "forget_config", "register"]
 
@@ -101,14 +101,9 @@ def register() -> None:
 def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
     """Tells a model that it is quantised, so that ``save_pretrained`` writes so."""
     config = QaoConfig.of(model)
-    if not config.layers:
-        return
-    if quantizer is None:
-        quantizer = QaoQuantizer(config, pre_quantized=True)
-    quantizer.quantization_config = config
-    model.register_to_config(quantization_config=config)
-    model.hf_quantizer = quantizer
-    tell_dtype(diffusers.ModelMixin)
+    quantizer = quantizer or QaoQuantizer(config, pre_quantized=True)
+    if mark(model, config, quantizer, diffusers.ModelMixin):
+        model.register_to_config(quantization_config=config)
 
 
 def forget_config(model: Any) -> None:

@@ -54,7 +54,17 @@ def fill(tables: Any, config: type, quantizer: type) -> None:
     tables.AUTO_QUANTIZER_MAPPING["qao"] = quantizer
 
 
-def tell_dtype(base: Any) -> None:
+def mark(model: Any, config: Any, quantizer: Any, base: Any) -> bool:
+    """Gives ``model``, of the class ``base`` of its library, its quantiser; False if nothing in it is quantised."""
+    if not config.layers:
+        return False
+    quantizer.quantization_config = config
+    model.hf_quantizer = quantizer
+    _tell_dtype(base)
+    return True
+
+
+def _tell_dtype(base: Any) -> None:
     """Makes ``model.dtype`` of these libraries, the dtype of its first float tensor, pass over the scales.
 
     Pipelines cast inputs to it, and scales may be float32 in a model of bfloat16. Of ``base`` and what inherits it.

@@ -17,7 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from .. import marker, survey
 from .config import QaoConfig
 from .loading import Loader
-from .registration import fill, tell_dtype
+from .registration import fill, mark
 from .saving import files_of
 
 __all__ = ["QaoConfig", "QaoQuantizer", "attach", "forget_config", "register"]
@@ -181,13 +181,9 @@ def register() -> None:
 def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
     """Tells a model that it is quantised: ``save_pretrained`` asks ``hf_quantizer``, which writes what is so then."""
     config = QaoConfig.of(model)
-    if not config.layers:
-        return
-    if quantizer is None:
-        quantizer = QaoQuantizer(config, pre_quantized=True)
-    quantizer.quantization_config = model.config.quantization_config = config
-    model.hf_quantizer = quantizer
-    tell_dtype(transformers.PreTrainedModel)
+    quantizer = quantizer or QaoQuantizer(config, pre_quantized=True)
+    if mark(model, config, quantizer, transformers.PreTrainedModel):
+        model.config.quantization_config = config
 
 
 def forget_config(model: Any) -> None:
