@@ -337,7 +337,8 @@ def test_the_dtype_of_a_model_is_not_that_of_its_scales(build: Callable[[], nn.M
     if build is t5:  # which asks for it in its forward
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="eager", fullgraph=True)
-        assert torch.equal(logits(compiled, arguments), expected)
+        # Its cache copies the configuration deeply, which the Dynamo of torch 2.11 does not trace.
+        assert torch.equal(logits(compiled, arguments | {"use_cache": False}), expected)
     plain = make(build, device)  # no layer of which is quantised
     assert plain.dtype == torch.float32 and plain.bfloat16().dtype == torch.bfloat16
 

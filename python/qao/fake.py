@@ -37,7 +37,8 @@ def _register(operator: str) -> Callable[[Kernel], Kernel]:
                     f"{_describe_all(operator, arguments)}. See the documentation of qao.ops.{operator}."
                 ) from error
 
-        torch.library.register_fake(f"qao::{operator}")(checked)
+        # A package that is imported again registers again.
+        torch.library.register_fake(f"qao::{operator}", allow_override=True)(checked)
         return kernel
 
     return register
