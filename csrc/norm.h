@@ -34,9 +34,9 @@ struct Norm {
     op.involve(&x);
     if (residual_tensor) op.involve(&residual.emplace("residual", *residual_tensor));
     if (weight_tensor) op.involve(&weight.emplace(weight_name, *weight_tensor));
-    rows.emplace(rows_of(op, x_tensor, x, &problem));
     op.check(eps >= 0 && eps <= std::numeric_limits<float>::max(), "eps must be a number from 0 to the largest float32",
              "Pass that of the model, 1e-6 for example");
+    rows.emplace(rows_of(op, x_tensor, x, &problem));
     problem.producer = quantize::Producer::kRmsNorm;
     problem.eps = static_cast<float>(eps);
     arguments.x = rows->data, arguments.x_stride = rows->stride;

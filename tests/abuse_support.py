@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import resource
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -193,6 +194,8 @@ def _blame(op: str, what: str, error: Exception) -> Iterator[str]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    # Some systems promise more memory than they have, and kill who uses it.
+    resource.setrlimit(resource.RLIMIT_AS, (32 << 30, 32 << 30))
     for line in abuse(int(sys.argv[1]), int(sys.argv[2])):
         print(line, flush=True)
     print("survived", flush=True)

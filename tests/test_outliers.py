@@ -56,11 +56,28 @@ def some_columns(k: int, count: int) -> Tensor:
     return torch.randperm(k, generator=torch.Generator().manual_seed(count))[:count]
 
 
-def check_beside(scheme: Scheme, weight: Weight, x: Tensor, columns: Tensor) -> None:
+def of_bytes(x: Tensor, scale: Tensor) -> Tensor:
+    """[M, N]: what Hopper's kernels for few tokens may lose of int4 beside outliers; 0 elsewhere. scale [N]: largest.
+
+    They sum x times bytes of W as subnormal numbers and take zero points off afterwards. The tensor cores add products
+    of eight columns, 16 of them in a K-step, and cut each sum 24 bits below the largest exponent, which for a subnormal
+    is that of the smallest normal number: 2^7 or 2^8 steps in bfloat16, 2^10 in float16. A scale is 16 such steps.
+    docs/kernels/int4_mm.md says what it would cost not to.
+    """
+    hopper = x.is_cuda and torch.cuda.get_device_capability() == (9, 0)
+    if not hopper or x.shape[0] > 16 or x.dtype == torch.float32:
+        return torch.zeros((), device=x.device)
+    steps = 2.0**8 if x.dtype == torch.bfloat16 else 2.0**10
+    return 16 * 2.0**-23 * steps / 16 * x.double().abs().sum(1)[:, None] * scale.double()
+
+
+def check_beside(scheme: Scheme, weight: Weight, x: Tensor, columns: Tensor, scale: Tensor | None = None) -> None:
     """The product, against a tolerance that does not know x[:, columns]."""
     rest, seen = x.clone(), weight.activation.seen(x)
     rest[:, columns], seen[:, columns] = 0, 0
     slack = weight.slack(rest if weight.activation == FLOAT else x)
+    if scale is not None:
+        slack = slack + of_bytes(x, scale)
     check_close(scheme.mm(x, weight), rest, weight.dense, seen=seen, slack=slack)
 
 
@@ -72,10 +89,11 @@ def check_beside(scheme: Scheme, weight: Weight, x: Tensor, columns: Tensor) -> 
 def test_beside_outliers(scheme: Scheme, count: int, m: int, x_dtype: torch.dtype, device: str) -> None:
     columns = some_columns(K, count).to(device)
     for fmt in scheme.few_formats:
-        weight = scheme.pack(with_columns_of_zero(scheme.parts(37, K, fmt, device), columns), fmt.activation)
+        parts = with_columns_of_zero(scheme.parts(37, K, fmt, device), columns)
+        weight = scheme.pack(parts, fmt.activation)
         x = randn(m, K, dtype=x_dtype, device=device)
         x[:, columns] = 30000 if fmt.activation == FLOAT else 100  # 100: what a quantised x has steps for
-        check_beside(scheme, weight, x, columns)
+        check_beside(scheme, weight, x, columns, parts.scales.amax(1) if scheme is INT4 else None)
 
 
 @pytest.mark.every_isa
@@ -86,11 +104,12 @@ def test_beside_outliers_of_every_size(group_size: int, m: int, x_dtype: torch.d
     """A few times, and 2^14 times, what stands beside them."""
     columns = some_columns(K, 20).to(device)
     fmt = Int4Format(group_size, "integer", torch.bfloat16)
-    weight = INT4.pack(with_columns_of_zero(INT4.parts(37, K, fmt, device), columns))
+    parts = with_columns_of_zero(INT4.parts(37, K, fmt, device), columns)
+    weight = INT4.pack(parts)
     for exponent in range(2, 15, 2):
         x = randn(m, K, dtype=torch.float32, device=device)
         x[:, columns] *= 2.0**exponent
-        check_beside(INT4, weight, x.to(x_dtype), columns)
+        check_beside(INT4, weight, x.to(x_dtype), columns, parts.scales.amax(1))
 
 
 @pytest.mark.every_isa
@@ -104,10 +123,12 @@ def test_ladder(m: int, x_dtype: torch.dtype, device: str) -> None:
     x = (x * (1 + torch.rand(m, k, generator=torch.Generator().manual_seed(1)).to(device) * 0.99)).to(x_dtype)
     q = torch.full((k, k), 8, dtype=torch.uint8, device=device)
     q.fill_diagonal_(15)
-    weight = INT4.pack(Parts(q, torch.full((k, 1), 0.125, device=device), None, 64))
+    scales = torch.full((k, 1), 0.125, device=device)
+    weight = INT4.pack(Parts(q, scales, None, 64))
     y, expected = INT4.mm(x, weight).double(), truth(x, weight.dense)
     info = torch.finfo(x_dtype)  # one rounding of x, one of y
-    assert ((y - expected).abs() <= info.eps * expected.abs() + info.smallest_normal * info.eps).all()
+    allowed = info.eps * expected.abs() + info.smallest_normal * info.eps + of_bytes(x, scales[:, 0])
+    assert ((y - expected).abs() <= allowed).all()
 
 
 @pytest.mark.every_isa

@@ -209,13 +209,14 @@ struct Cta {
       a[i] = Half<T>::add(ptx::and_or(word >> (4 * i), 0x000F000F, Half<T>::kMagic), group.offset[i % 2]);
     }
   }
-  // Zero points are mostly integers: the fraction is taken off only where a row of this warp has one.
+  // Zero points are mostly integers: the fraction is taken off only where a row of this warp has one, and beside a
+  // float32 x by the kernel that adds up, since here it would be rounded.
   template <int count>
-  static __device__ __forceinline__ bool any_fraction(const Group (&groups)[count]) {
+  __device__ __forceinline__ bool any_fraction(const Group (&groups)[count]) const {
     uint32_t bits = 0;
 #pragma unroll
     for (int i = 0; zeros && i < count; ++i) bits |= groups[i].fraction[0] | groups[i].fraction[1];
-    return zeros && __any_sync(0xFFFFFFFFu, (bits & 0x7FFF7FFF) != 0);
+    return zeros && p.parts == 1 && __any_sync(0xFFFFFFFFu, (bits & 0x7FFF7FFF) != 0);
   }
   static __device__ __forceinline__ void take_fraction(const Group& group, uint32_t (&a)[4]) {
 #pragma unroll

@@ -151,11 +151,9 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
     params.x_aligned = true;
   }
 
-  // The kernel applies zero points itself, except to a split x, where its rounding would show.
-  const bool half = problem.x_dtype == DType::kFloat16, zeros = problem.has_zeros && !split_x;
-  if (Status status = launch_product(sm80_kernel(plan.config, half, zeros), plan, params, stream); !status.ok()) {
-    return status;
-  }
+  const bool half = problem.x_dtype == DType::kFloat16;
+  const Sm80Kernel kernel = sm80_kernel(plan.config, half, problem.has_zeros);
+  if (Status status = launch_product(kernel, plan, params, stream); !status.ok()) return status;
   if (!finish) return {};
 
   FinishParams last{};

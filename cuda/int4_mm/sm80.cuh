@@ -29,7 +29,7 @@ __device__ __forceinline__ void multiply(const Cta& cta, uint32_t stage, const u
   typename Cta::Group groups[Tile::kTilesN];
 #pragma unroll
   for (int i = 0; i < Tile::kTilesN; ++i) cta.read_group(stage, first_step / 2 * (steps == 2), i, groups[i]);
-  const bool fractions = Cta::any_fraction(groups);
+  const bool fractions = cta.any_fraction(groups);
   float product[Tile::kTilesN][Tile::kTilesM][4] = {};
   uint32_t b[(Tile::kTilesM + 1) / 2][4];
 #pragma unroll

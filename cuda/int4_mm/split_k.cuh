@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/convert.cuh"
+#include "common/mma.cuh"
 #include "int4_mm/layout.h"
 #include "qao/int4_mm.h"
 
@@ -10,7 +11,7 @@ namespace qao::int4_mm {
 struct FinishParams {
   const float* partials;  // [splits, m, n]
   int splits;
-  const float* group_sums;  // [m, groups] sums of x, when zero points are still to be applied (float32 x); else null
+  const float* group_sums;  // [m, groups] sums of x, for the fractions of zero points (float32 x); else null
   const void* scales;       // packed, read only with group_sums
   const void* bias;         // [n] or null
   void* y;
@@ -19,7 +20,13 @@ struct FinishParams {
   DType scale_dtype, bias_dtype, y_dtype;
 };
 
-// One thread four rows of W of one token. y = sum of splits + sum over groups of scale (8 - zero) sum(x) + bias.
+// The part of a zero point that Cta::read_group does not take off for bfloat16 parts of x, negative.
+__device__ __forceinline__ float minus_fraction(float zero) {
+  using Bfloat16 = Half<__nv_bfloat16>;
+  return -(Bfloat16::low(Bfloat16::pair(-Bfloat16::kMagicValue - zero)) + Bfloat16::kMagicValue) - zero;
+}
+
+// One thread four rows of W of one token. y = sum of splits - sum over groups of scale fraction sum(x) + bias.
 __global__ void __launch_bounds__(256) finish_kernel(const FinishParams p) {
   const int quads = (p.n + 3) / 4;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -47,7 +54,7 @@ __global__ void __launch_bounds__(256) finish_kernel(const FinishParams p) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {  // rows past n are padding of the same tile
         value[e] += load_float(p.scales, scale + e, p.scale_dtype) *
-                    (kSymmetricZero - load_float(p.scales, zero + e, p.scale_dtype)) * x_sum;
+                    minus_fraction(load_float(p.scales, zero + e, p.scale_dtype)) * x_sum;
       }
     }
   }

@@ -51,6 +51,8 @@ struct Consumer {
     const uint32_t weight = ring.address() + K::kStage.x;
     if constexpr (K::kScalesOperand) {
       raw.template load<groups>(weight, weight + K::kStage.weight + K::kStage.scales, ring.rest(), warp, lane);
+    } else if constexpr (K::kFromRegisters && K::kFloatX && K::kPacked) {
+      raw.load(p, weight, weight + K::kStage.weight, warp, lane);
     } else if constexpr (K::kFromRegisters) {
       raw.load(weight, warp, lane);
     }
@@ -91,9 +93,9 @@ struct Consumer {
   // To the producer, every lane for what it has read.
   __device__ __forceinline__ void release(uint32_t barrier) const { tma::barrier_arrive(barrier); }
 
-  // A group's scale and zero point less 8, of rows g and g + 8.
+  // A group's scale and the fraction of its zero point, of rows g and g + 8.
   struct Group {
-    float scale[2], zero[2];
+    float scale[2], fraction[2];
     float beyond[2];  // swapped: beside the next scale block of W
   };
   template <DType dtype>
@@ -104,7 +106,8 @@ struct Consumer {
       const uint32_t at = from + (lane / 4 + high * 8) * size_of(dtype);
       group.scale[high] = load_shared_float<dtype>(at);
       if constexpr (K::kColumns) {
-        group.zero[high] = (p.has_zeros ? load_shared_float<dtype>(at + int4_mm::kTileN * size_of(dtype)) : 8.0f) - 8;
+        const uint32_t zero = at + int4_mm::kTileN * size_of(dtype);
+        group.fraction[high] = p.has_zeros ? zero_fraction(load_shared_float<dtype>(zero)) : 0.0f;
       }
     }
     return group;
@@ -125,7 +128,7 @@ struct Consumer {
     }
   }
 
-  // sum += scale (product - zero column), or scale column product for blocks.
+  // sum += scale (product - fraction column), or scale column product for blocks.
   template <int half = 0>
   __device__ __forceinline__ void fold(const Group& group, uint32_t columns) {
 #pragma unroll
@@ -144,7 +147,7 @@ struct Consumer {
         } else if constexpr (K::kFold == Fold::kBlock) {
           to[e] += group.scale[e / 2] * column_of[e % 2] * value;
         } else {
-          to[e] += group.scale[e / 2] * (K::kColumns ? value - group.zero[e / 2] * column_of[e % 2] : value);
+          to[e] += group.scale[e / 2] * (K::kColumns ? value - group.fraction[e / 2] * column_of[e % 2] : value);
         }
       }
     }

@@ -1,8 +1,10 @@
 // The A operand of one K-tile from shared memory: a warp's 16 rows of W as the tensor cores take them.
 #pragma once
 
+#include "common/convert.cuh"
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
+#include "common/zero_point.cuh"
 #include "int4_mm/layout.h"
 #include "mm8/sm90_kernels.h"
 
@@ -95,23 +97,45 @@ struct RawOperand<T, Format::kInt4, false, rows> {
   }
 };
 
-// q - 8, for a float32 x in bfloat16 parts: scales and zero points are applied to float32 sums.
+// q less the whole part of the zero point, for a float32 x in bfloat16 parts: scales, and fractions of zero points, are
+// applied to float32 sums.
 template <int rows>
 struct RawOperand<__nv_bfloat16, Format::kInt4, false, rows> {
   uint4 words;
+  uint32_t minus[2][2];  // -(128 + whole), pairs: of each 32 columns, rows g and g + 8
 
-  __device__ __forceinline__ void load(uint32_t weight, int warp, int lane) {
+  // `parameters`: of the warp's row tile, for `groups` groups of the K-tile.
+  __device__ __forceinline__ void load(const Params& p, uint32_t weight, uint32_t parameters, int warp, int lane) {
     words = ptx::load_shared_16(weight + warp * int4_mm::kTileBytes + lane * 16);
+    if (p.scale_dtype == DType::kBFloat16) {
+      load_zeros<DType::kBFloat16>(p, parameters + warp * p.groups_per_tile * p.group_bytes, lane);
+    } else if (p.scale_dtype == DType::kFloat16) {
+      load_zeros<DType::kFloat16>(p, parameters + warp * p.groups_per_tile * p.group_bytes, lane);
+    } else {
+      load_zeros<DType::kFloat32>(p, parameters + warp * p.groups_per_tile * p.group_bytes, lane);
+    }
+  }
+  template <DType dtype>
+  __device__ __forceinline__ void load_zeros(const Params& p, uint32_t from, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t group = from + (p.groups_per_tile == 2 ? half * p.group_bytes : 0);
+#pragma unroll
+      for (int high = 0; high < 2; ++high) {
+        const int row = int4_mm::kTileN + lane / 4 + high * 8;
+        const float zero = p.has_zeros ? load_shared_float<dtype>(group + row * size_of(dtype)) : 8.0f;
+        minus[half][high] = Half<__nv_bfloat16>::pair(-128 - whole_zero(zero));
+      }
+    }
   }
   __device__ __forceinline__ void convert(Operand<>& a) const {
     using Bfloat16 = Half<__nv_bfloat16>;
-    constexpr uint32_t kOffset = 0xC308C308;  // -(128 + 8)
 #pragma unroll
     for (int step = 0; step < kAtomSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t nibbles = word_of(words, step) >> (4 * i);
-        a[step][i] = Bfloat16::add(ptx::and_or(nibbles, 0x000F000F, Bfloat16::kMagic), kOffset);
+        a[step][i] = Bfloat16::add(ptx::and_or(nibbles, 0x000F000F, Bfloat16::kMagic), minus[step / 2][i % 2]);
       }
     }
   }
