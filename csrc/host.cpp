@@ -11,9 +11,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "cpu/int4_mm.h"
-#include "cpu/isa.h"
-#include "cpu/mm8.h"
+#include "cpu/mm.h"
 #include "int4_mm/layout.h"
 #include "qao/int4_mm.h"
 #include "qao/mm8.h"
@@ -23,8 +21,6 @@ namespace py = pybind11;
 namespace qao {
 namespace {
 
-constexpr cpu::Isa kIsas[] = {cpu::Isa::kScalar, cpu::Isa::kAvx2, cpu::Isa::kAvx512, cpu::Isa::kAvx512Bf16,
-                              cpu::Isa::kAmx};
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
 constexpr Format kFormats[] = {Format::kFloat, Format::kInt8, Format::kFp8, Format::kInt4};
 constexpr Scaling kScalings[] = {Scaling::kTensor, Scaling::kRow, Scaling::kBlock};
@@ -32,7 +28,6 @@ constexpr Scaling kScalings[] = {Scaling::kTensor, Scaling::kRow, Scaling::kBloc
 const auto& all(DType) { return kDTypes; }
 const auto& all(Format) { return kFormats; }
 const auto& all(Scaling) { return kScalings; }
-const auto& all(cpu::Isa) { return kIsas; }
 
 template <typename Enum>
 Enum named(const std::string& name, const char* what) {
@@ -42,6 +37,15 @@ Enum named(const std::string& name, const char* what) {
     names += std::string(names.empty() ? "" : ", ") + name_of(value);
   }
   throw std::invalid_argument(std::string(what) + " '" + name + "' is not one of " + names);
+}
+
+const cpu::Level& level_named(const std::string& name) {
+  std::string names;
+  for (const cpu::Level& level : cpu::levels()) {
+    if (name == level.name) return level;
+    names += std::string(names.empty() ? "" : ", ") + level.name;
+  }
+  throw std::invalid_argument("isa '" + name + "' is not one of " + names);
 }
 
 void check(const Status& status) {
@@ -111,10 +115,8 @@ Status make_plan(const mm8::Problem& problem, const Gpu& gpu, mm8::Plan* plan) {
 template <typename Problem>
 using PlanOf = std::conditional_t<std::is_same_v<Problem, int4_mm::Problem>, int4_mm::Plan, mm8::Plan>;
 
-cpu::KernelName cpu_kernel_of(const int4_mm::Problem& problem, cpu::Isa isa) {
-  return cpu::int4_mm_kernel(problem, isa);
-}
-cpu::KernelName cpu_kernel_of(const mm8::Problem& problem, cpu::Isa isa) { return cpu::mm8_kernel(problem, isa); }
+const mm8::Problem& on_cpu(const mm8::Problem& problem) { return problem; }
+mm8::Problem on_cpu(const int4_mm::Problem& problem) { return cpu::as_mm8(problem); }
 
 // The part of a plan that is the kernel, whatever the problem's sizes.
 template <typename Plan>
@@ -145,14 +147,14 @@ py::dict plan(const Problem& problem, const Gpu& gpu) {
 }
 
 template <typename Problem>
-std::string cpu_kernel(const Problem& problem, const std::optional<std::string>& isa_name) {
-  cpu::Isa isa = cpu::Isa::kScalar;
-  if (isa_name) {
-    isa = named<cpu::Isa>(*isa_name, "isa");
+std::string cpu_kernel(const Problem& problem, const std::optional<std::string>& level) {
+  cpu::Features features = cpu::kScalar;
+  if (level) {
+    features = level_named(*level).features;
   } else {
-    check(cpu::selected_isa(&isa));
+    check(cpu::selected_features(&features));
   }
-  return cpu_kernel_of(resolved(problem), isa).name;
+  return cpu::mm_kernel(on_cpu(resolved(problem)), features);
 }
 
 // ---- the kernel table ----
@@ -168,7 +170,7 @@ template <typename Problem>
 void add_kernels(const std::string& op, Problem problem, py::list& rows) {
   problem.n = problem.k = 4096, problem.group_size = 128;
   std::set<std::tuple<int, std::string, std::string, int>> on_gpus;
-  std::set<std::tuple<cpu::Isa, std::string>> on_cpus;
+  std::set<std::tuple<std::string, std::string>> on_cpus;
   for (DType dtype : kDTypes) {
     problem.x_dtype = dtype;
     for (problem.m = 1; problem.m <= kMostTokens; problem.m *= 2) {
@@ -182,15 +184,15 @@ void add_kernels(const std::string& op, Problem problem, py::list& rows) {
         row["compute_capability"] = gpu.compute_capability;
         rows.append(row);
       }
-      for (cpu::Isa isa : kIsas) {
-        const cpu::KernelName kernel = cpu_kernel_of(resolved(problem), isa);
-        if (!on_cpus.emplace(isa, kernel.name).second) continue;
+      for (const cpu::Level& level : cpu::levels()) {
+        const std::string kernel = cpu::mm_kernel(on_cpu(resolved(problem)), level.features);
+        if (!on_cpus.emplace(level.name, kernel).second) continue;
         py::dict row;
         row["op"] = op;
         row["device"] = "cpu";
-        row["isa"] = name_of(isa);
-        row["kernel"] = kernel.name;
-        row["instruction"] = kernel.instruction;
+        row["isa"] = level.name;
+        row["kernel"] = kernel;
+        row["instruction"] = kernel.substr(kernel.rfind(' ') + 1);
         rows.append(row);
       }
     }
@@ -214,11 +216,12 @@ py::list kernels() {
 }
 
 py::dict cpu_features() {
-  cpu::Isa selected;
-  const Status status = cpu::selected_isa(&selected);
+  cpu::Features selected;
+  const Status status = cpu::selected_features(&selected);
   py::dict result;
-  result["detected"] = name_of(cpu::detected_isa());
-  result["selected"] = status.ok() ? py::object(py::str(name_of(selected))) : py::none();
+  result["detected"] = cpu::highest_level(cpu::detected_features()).name;
+  result["features"] = cpu::names_of(cpu::detected_features());
+  result["selected"] = status.ok() ? py::object(py::str(cpu::highest_level(selected).name)) : py::none();
   result["error"] = status.ok() ? py::object(py::none()) : py::str(status.message());
   return result;
 }
@@ -285,7 +288,9 @@ PYBIND11_MODULE(_host, m) {
   m.def("kernels", &kernels,
         "Every kernel with the instruction that multiplies: one dict a CUDA tile that some plan uses on a compute "
         "capability, one a CPU kernel of an instruction set.");
-  m.def("cpu_features", &cpu_features, "detected and selected instruction set, or error: why none is selected.");
+  m.def("cpu_features", &cpu_features,
+        "detected and selected level, features (all that were detected, as in /proc/cpuinfo), or error: why none is "
+        "selected.");
   m.def("build_info", &build_info,
         "version, cuda (toolkit, or None), archs, compiler, torch (headers), torch_target (oldest torch it loads on).");
   m.def("layout", &layout, "Sizes of the packed int4 layout: TILE_N, TILE_K, TILE_BYTES.");

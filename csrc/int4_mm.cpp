@@ -1,6 +1,6 @@
 #include "qao/int4_mm.h"
 
-#include "cpu/int4_mm.h"
+#include "cpu/mm.h"
 #include "int4_operands.h"
 #include "norm.h"
 #include "ops.h"
@@ -70,7 +70,7 @@ Tensor run(const Op& op, const int4_mm::Problem& problem, int4_mm::Arguments arg
   if (problem.m == 0) return y;
   arguments.y = y.data_ptr();
   if (x.is_cpu()) {
-    op.check(cpu::int4_mm(problem, arguments, torch_threads(problem.m * problem.n * problem.k)));
+    op.check(cpu::mm(problem, arguments, torch_threads(problem.m * problem.n * problem.k)));
     return y;
   }
 #if defined(QAO_WITH_CUDA)

@@ -1,4 +1,5 @@
-#include "cpu/int4_mm.h"
+#include "cpu/int4_pack.h"
+
 #include "int4_operands.h"
 #include "ops.h"
 

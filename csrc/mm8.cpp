@@ -1,6 +1,6 @@
 #include "qao/mm8.h"
 
-#include "cpu/mm8.h"
+#include "cpu/mm.h"
 #include "cpu/quantize.h"
 #include "cpu/scratch.h"
 #include "fp8_operands.h"
@@ -242,7 +242,7 @@ class Product {
     arguments.y = y.data_ptr();
     if (x_.is_cpu()) {
       give_x(plan, arguments);
-      op_.check(cpu::mm8(problem_, arguments, torch_threads(rows * problem_.n * problem_.k)));
+      op_.check(cpu::mm(problem_, arguments, torch_threads(rows * problem_.n * problem_.k)));
       return y;
     }
 #if defined(QAO_WITH_CUDA)

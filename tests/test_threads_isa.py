@@ -16,7 +16,7 @@ from ops_support import bits, check_product, randn
 
 TESTS = Path(__file__).parent
 
-# What /proc/cpuinfo must list for each level, beyond the levels before it (csrc/cpu/isa.h).
+# What /proc/cpuinfo must list for each level, beyond the levels before it (csrc/cpu/features.h).
 ISA_FLAGS = {
     "scalar": (),
     "avx2": ("avx2", "fma", "f16c"),

@@ -23,6 +23,20 @@ def includes(path: Path) -> list[str]:
     return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
 
 
+def all_includes(path: Path) -> set[str]:
+    """Those of the headers it includes, too, as far as they are ours."""
+    found: set[str] = set()
+    waiting = [path]
+    while waiting:
+        for name in includes(waiting.pop()):
+            if name in found:
+                continue
+            found.add(name)
+            homes = (folder / name for folder in (CSRC, CUDA, CUDA / "include"))
+            waiting += [home for home in homes if home.is_file()][:1]
+    return found
+
+
 def imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -42,7 +56,37 @@ def test_there_is_something_to_check() -> None:
 @pytest.mark.parametrize("path", [*sources(CUDA), *sources(CSRC / "cpu")], ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_torch_and_no_python_behind_the_wall(path: Path) -> None:
     forbidden = re.compile(r"(torch|ATen|c10|caffe2|pybind11)/|Python\.h$")
-    assert not [name for name in includes(path) if forbidden.match(name)]
+    assert not [name for name in all_includes(path) if forbidden.match(name)]
+
+
+# What a folder of CPU kernels is compiled for includes what these are compiled for.
+CPU_FOLDERS = {
+    "avx2": ("avx2",),
+    "avx512": ("avx2", "avx512"),
+    "avx512_bf16": ("avx2", "avx512", "avx512_bf16"),
+    "amx": ("avx2", "avx512", "avx512_bf16", "amx"),
+}
+
+
+@pytest.mark.parametrize("path", sources(CSRC / "cpu"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_cpu_code_includes_headers_of_its_instruction_set_alone(path: Path) -> None:
+    place = path.relative_to(CSRC / "cpu").parts
+    allowed = ["cpu/x86/detect.h"]
+    if place[0] == "x86":
+        allowed += [f"cpu/x86/{name.name}" for name in (CSRC / "cpu" / "x86").glob("*.h")]
+    if len(place) == 3:
+        allowed += [f"cpu/x86/{folder}/" for folder in CPU_FOLDERS[place[1]]]
+    sets = [name for name in all_includes(path) if name.startswith("cpu/x86/")]
+    assert not [name for name in sets if not name.startswith(tuple(allowed))]
+    intrinsics = [name for name in all_includes(path) if name.endswith("intrin.h")]
+    assert place[0] == "x86" or not intrinsics
+
+
+def test_every_cpu_folder_has_compiler_flags() -> None:
+    folders = {path.name for path in (CSRC / "cpu" / "x86").iterdir() if path.is_dir()}
+    assert {"avx2", "avx512", "amx"} <= folders <= set(CPU_FOLDERS)
+    named = re.search(r"foreach\(folder ([^)]*)\)", (ROOT / "CMakeLists.txt").read_text())
+    assert named and folders <= set(named[1].split())
 
 
 @pytest.mark.parametrize("path", sources(CSRC), ids=lambda path: str(path.relative_to(ROOT)))

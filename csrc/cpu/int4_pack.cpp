@@ -1,10 +1,11 @@
 // Conversions between plain [N, K] nibbles and the packed layout, one 16 x 64 tile at a time.
+#include "cpu/int4_pack.h"
+
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
 
-#include "cpu/int4_mm.h"
 #include "cpu/numeric.h"
 #include "int4_mm/layout.h"
 

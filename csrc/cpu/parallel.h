@@ -54,7 +54,7 @@ void share(const Threads& threads, int64_t count, int64_t piece, const Task& tas
 }
 
 // As split, for the N-tiles of a product of so many multiplications: long ones are shared. Pieces are large enough for
-// what kernels fetch ahead (weight_stream.h) and for their blocks of N-tiles.
+// what kernels fetch ahead (x86/weight_stream.h) and for their blocks of N-tiles.
 template <typename Task>
 void split_tiles(const Threads& threads, int64_t tiles, int64_t multiplications, const Task& task) {
   constexpr int64_t kPieceTiles = 32, kPieceWork = int64_t{1} << 26;  // 0.1 ms of a fast core

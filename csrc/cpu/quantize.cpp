@@ -19,9 +19,10 @@ using quantize::Problem;
 constexpr float kSmallestMaximum = 0x1p-100f;  // below, a scale's reciprocal would overflow
 constexpr float kLargestFp8 = 448;
 
-const QuantizeKernels& kernels_of(Isa isa) {
-  return isa == Isa::kScalar ? kQuantizeScalar : isa == Isa::kAvx2 ? kQuantizeAvx2 : kQuantizeAvx512;
-}
+constexpr struct {
+  Features needs;
+  const QuantizeKernels* kernels;
+} kTable[] = {{kAvx512, &avx512::kQuantize}, {kAvx2, &avx2::kQuantize}, {kScalar, &scalar::kQuantize}};
 
 void include(QuantizeRange* range, const QuantizeRange& other) {
   range->low = std::min(range->low, other.low), range->high = std::max(range->high, other.high);
@@ -77,10 +78,16 @@ void quantize_fp8(const Problem& p, const Arguments& a, const QuantizeKernels& k
 
 }  // namespace
 
+const QuantizeKernels& quantize_kernels(Features features) {
+  const auto* row = kTable;
+  while (!includes(features, row->needs)) ++row;
+  return *row->kernels;
+}
+
 Status quantize(const Problem& p, const Arguments& a, const Threads& all_threads) {
-  Isa isa;
-  if (Status status = selected_isa(&isa); !status.ok()) return status;
-  const QuantizeKernels& kernels = kernels_of(isa);
+  Features features;
+  if (Status status = selected_features(&features); !status.ok()) return status;
+  const QuantizeKernels& kernels = quantize_kernels(features);
   const Threads threads = is_serial(all_threads, p.m * p.k) ? Threads{} : all_threads;
   // task(thread, m, values) for every row
   const auto rows = [&](const auto& task) {

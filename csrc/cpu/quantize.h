@@ -2,7 +2,6 @@
 // alone; no torch headers.
 #pragma once
 
-#include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "qao/quantize.h"
 

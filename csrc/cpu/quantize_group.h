@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "cpu/numeric.h"
-#include "cpu/quantize_weight_kernels.h"
+#include "cpu/quantize_kernels.h"
 
 namespace qao::cpu {
 

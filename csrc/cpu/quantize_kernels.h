@@ -1,9 +1,11 @@
-// What quantize.cpp asks of each instruction set. Files compiled for one ISA include this header, so it declares and
-// never defines (int4_kernels.h says why); they read the fields of Problem and call none of its functions.
+// The loops of quantize.cpp and quantize_weight.cpp, which each instruction set has of its own. Files compiled for one
+// of them include this header, so it declares and never defines (mm_job.h says why); they read the fields of Problem
+// and call none of its functions.
 #pragma once
 
 #include <cstdint>
 
+#include "cpu/features.h"
 #include "qao/quantize.h"
 
 namespace qao::cpu {
@@ -11,6 +13,25 @@ namespace qao::cpu {
 struct QuantizeRange {
   float low = 0, high = 0;  // of some values and 0
   bool finite = true;       // else the other two mean nothing
+};
+
+// The whole numbers a value of a weight may become; `middle` is the zero point of a symmetric weight.
+struct Codes {
+  float lowest = 0, highest = 0, middle = 0;
+};
+
+struct GroupRules {
+  Codes codes;
+  bool symmetric = true;
+  DType scale_dtype = DType::kFloat32;
+  float smallest = 0;              // magnitude of a scale
+  const float* factors = nullptr;  // multiples of the group's range that are tried
+  int64_t factor_count = 0;
+};
+
+struct QuantizedGroup {
+  float scale = 0, zero = 0;
+  float error = 0, norm = 0;  // squares: of the values less what they became, and of the values
 };
 
 struct QuantizeKernels {
@@ -22,8 +43,25 @@ struct QuantizeKernels {
   void (*to_fp8)(const float* values, int64_t count, float inverse, uint8_t* q);
   // y[index .. index + count) = values
   void (*to_float)(const float* values, int64_t count, void* y, int64_t index, DType y_dtype);
+  // A group of a weight: values[0 .. count), which zeros follow up to a multiple of 16: they are exact under every
+  // scale.
+  QuantizedGroup (*group)(const GroupRules&, const float* values, int64_t count, uint8_t* q);
 };
 
-extern const QuantizeKernels kQuantizeScalar, kQuantizeAvx2, kQuantizeAvx512;
+namespace scalar {
+extern const QuantizeKernels kQuantize;
+QuantizedGroup quantize_group(const GroupRules&, const float* values, int64_t count, uint8_t* q);
+}  // namespace scalar
+namespace avx2 {
+extern const QuantizeKernels kQuantize;
+QuantizedGroup quantize_group(const GroupRules&, const float* values, int64_t count, uint8_t* q);
+}  // namespace avx2
+namespace avx512 {
+extern const QuantizeKernels kQuantize;
+QuantizedGroup quantize_group(const GroupRules&, const float* values, int64_t count, uint8_t* q);
+}  // namespace avx512
+
+// Those of the most features that are there.
+const QuantizeKernels& quantize_kernels(Features features);
 
 }  // namespace qao::cpu

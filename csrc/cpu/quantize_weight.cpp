@@ -5,10 +5,8 @@
 #include <limits>
 #include <vector>
 
-#include "cpu/isa.h"
 #include "cpu/numeric.h"
 #include "cpu/quantize_kernels.h"
-#include "cpu/quantize_weight_kernels.h"
 #include "cpu/scratch.h"
 
 namespace qao::cpu {
@@ -17,17 +15,6 @@ namespace {
 constexpr int64_t kPieceValues = 1 << 15;  // that a thread takes at a time: a fraction of a millisecond
 constexpr float kLargestFp8 = 448;
 constexpr int64_t kPadding = 16;  // kernels read whole vectors
-
-struct Kernels {
-  const QuantizeKernels* rows;
-  QuantizeGroup group;
-};
-
-Kernels kernels_of(Isa isa) {
-  if (isa == Isa::kScalar) return {&kQuantizeScalar, quantize_group_scalar};
-  if (isa == Isa::kAvx2) return {&kQuantizeAvx2, quantize_group_avx2};
-  return {&kQuantizeAvx512, quantize_group_avx512};
-}
 
 // Groups of zeros, too, need a scale to divide by: the least of its dtype that is a normal number in float32.
 float smallest_scale(DType dtype) { return dtype == DType::kFloat16 ? 0x1p-24f : std::numeric_limits<float>::min(); }
@@ -79,12 +66,12 @@ void add_up(const std::vector<Squares>& squares, double* sums) {
 }  // namespace
 
 Status quantize_weight(const WeightProblem& p, const WeightArguments& a, const Threads& threads) {
-  Isa isa;
-  if (Status status = selected_isa(&isa); !status.ok()) return status;
-  const Kernels kernels = kernels_of(isa);
+  Features features;
+  if (Status status = selected_features(&features); !status.ok()) return status;
+  const QuantizeKernels& kernels = quantize_kernels(features);
   const GroupRules rules = rules_of(p);
   std::vector<Squares> squares(static_cast<size_t>(p.n));
-  for_each_row(threads, *kernels.rows, Source(p.n, p.k, p.weight_dtype, a), [&](int64_t n, const float* values) {
+  for_each_row(threads, kernels, Source(p.n, p.k, p.weight_dtype, a), [&](int64_t n, const float* values) {
     for (int64_t g = 0; g < p.groups(); ++g) {
       const int64_t first = g * p.group_size, count = std::min(p.group_size, p.k - first);
       const QuantizedGroup group = kernels.group(rules, values + first, count, a.q + n * p.k + first);
@@ -98,9 +85,9 @@ Status quantize_weight(const WeightProblem& p, const WeightArguments& a, const T
 }
 
 Status quantize_weight_fp8(const BlockProblem& p, const WeightArguments& a, const Threads& threads) {
-  Isa isa;
-  if (Status status = selected_isa(&isa); !status.ok()) return status;
-  const QuantizeKernels& kernels = *kernels_of(isa).rows;
+  Features features;
+  if (Status status = selected_features(&features); !status.ok()) return status;
+  const QuantizeKernels& kernels = quantize_kernels(features);
   const Source source(p.n, p.k, p.weight_dtype, a);
   const int64_t across = p.block_columns();
   // task(block column, its first column, its columns)

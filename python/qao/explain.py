@@ -279,7 +279,7 @@ def _advice(e: Explanation) -> Iterator[str]:
             f"x is copied before {len(copied)} layers ({copied[0]} …), since the elements of its rows are apart: "
             "give them x.contiguous() where it is made."
         )
-    if slow := {call.scheme for call in e.layers if call.kernel == "scalar"}:
+    if slow := {call.scheme for call in e.layers if (call.kernel or "").startswith("scalar ")}:
         yield (
             f"The plain C++ kernel runs for {', '.join(sorted(slow))}: this CPU, or QAO_CPU_ISA, offers no vector "
             "kernel for it. Another scheme may be faster here; python -m qao doctor shows the instruction set."

@@ -1,0 +1,100 @@
+// One product y = x · Wᵀ + bias over some rows of x, as the driver hands it to a kernel. Files compiled for one
+// instruction set include this header, so it declares and never defines: an inline function here could reach the linker
+// as AVX-512 code and be chosen for every CPU.
+//
+// A kernel runs in two steps over at most Packing::max_rows rows of x: `pack` puts x into the form its inner loop
+// reads, `run` computes y for a range of N-tiles of 16 rows of W. mm.cpp splits both over threads.
+//
+// K is cut into sections. int4 W: a group, or a part of it if the kernel sums fewer columns at a time, so the scale and
+// zero point of a section are constants. W in eight bits: what the kernel sums at a time, or the 128 columns of a block
+// of scales.
+#pragma once
+
+#include <cstdint>
+
+#include "qao/types.h"
+
+namespace qao::cpu {
+
+constexpr int kTileRows = 16;     // rows of W in an N-tile, rows of x in a tile of x
+constexpr int kTileColumns = 64;  // k of a K-tile
+
+// Columns of a section at most.
+constexpr int kMaxSection = 256;         // bytes times int4 W
+constexpr int kMaxSectionBf16 = 128;     // bfloat16 tiles, and W in eight bits with scales by block
+constexpr int64_t kMaxIntegerK = 65536;  // bytes summed in int32: 255 * 128 * k < 2^31
+constexpr int kPrefetchBytes = 2048;     // of W ahead of its use: the hardware stops at every 4 KB page
+constexpr int kFewRows = 8;              // rows of x whose high and low bytes fill one tile of x
+constexpr int kBlockK = 512;             // bfloat16 tiles: k per block of packed x; a multiple of every section
+constexpr int kPackK = 256;              // bfloat16 tiles: k that one thread packs at a time, likewise
+constexpr int kWordShift = 15;           // fixed point: a second 16-bit word counts in units of 2^-15 of the first
+
+// Rows of x beyond a kernel's arithmetic.
+constexpr uint8_t kHasNonfinite = 1;  // Inf or NaN were packed as 0; their products are added afterwards
+constexpr uint8_t kIsHuge = 2;        // sums of the row's parts could overflow one by one: the row is computed anew
+constexpr uint8_t kHasOutliers = 4;   // fixed point: values in `outliers` were packed as 0; the same
+
+struct Job {
+  int64_t m = 0, n = 0, k = 0;  // m: rows of this call, counted from x and y
+  const void* x = nullptr;
+  int64_t x_stride = 0;  // elements
+  // y[m] is multiplied by x_scales[m * x_scale_stride]; x in blocks of 128 columns: by block, blocks side by side.
+  const float* x_scales = nullptr;
+  int64_t x_scale_stride = 0;
+  int64_t x_block_stride = 0;          // 1 with blocks, else 0
+  const int32_t* x_zeros = nullptr;    // int8 x: [m], null if it is symmetric
+  const uint8_t* weight = nullptr;     // [n][k]; int4: packed
+  const void* scales = nullptr;        // of W
+  const float* weight_sums = nullptr;  // with x_zeros: [n]
+  const void* bias = nullptr;          // null if none
+  void* y = nullptr;
+  Format weight_format = Format::kInt4;
+  Scaling weight_scaling = Scaling::kRow;  // W in eight bits; its scales are float32
+  DType x_dtype = DType::kBFloat16, y_dtype = DType::kBFloat16, scale_dtype = DType::kBFloat16,
+        bias_dtype = DType::kBFloat16;
+  int parameters = 1;  // int4: 2 if zero points follow the scales
+  int64_t tiles_n = 0, tiles_k = 0;
+  int64_t group_size = 0, groups = 1;  // int4: columns that share a scale; W in eight bits: all of K
+  int64_t section = 0, sections = 0, sections_per_group = 0;
+
+  // ---- x packed: a kernel reads the form its row of the table names (mm_packing.h) ----
+
+  // Sums of x over each section, for zero points. int8 rows: [m][sections]; tiles: [sections][16 tiles_m], of bfloat16
+  // tiles only for int4 W and more than one part.
+  float* x_sums = nullptr;
+
+  // Fixed point, one power-of-two scale per `chunk_tiles` K-tiles: x = scale * (word 0 + word 1 * 2^-15), each word an
+  // integer below 2^15 - 128 in magnitude, stored as 256 * high + low with signed bytes. float32 has both words.
+  int words = 0;
+  int64_t chunk_tiles = 0, chunks = 0;
+  int8_t* fixed_point = nullptr;  // [m][tiles_k][words][high, low][64], each 64 in the order of tile_column()
+  float* chunk_scales = nullptr;  // [m][chunks]
+  float* word_sums = nullptr;     // [m][sections][words] sums of the words
+  uint64_t* outliers = nullptr;   // [m][tiles_k] a bit a column: Inf, NaN, and what lies too far above its chunk
+
+  // bfloat16 as B tiles of 16 k-pairs x 16 rows, in `parts` summands (float32: 3, float16: 2).
+  int parts = 0;
+  int64_t tiles_m = 0;
+  uint16_t* bf16_tiles = nullptr;   // [blocks of 512 k][tiles_m][8 K-tiles][parts][2][16][16][2]
+  float* x_block_scales = nullptr;  // [sections][16 tiles_m]; only if W has blocks
+
+  // float32, scales applied, zeros past K, columns in the kernel's order.
+  float* float32 = nullptr;  // [m][64 tiles_k]
+
+  // int8, columns of each 64 in the order of W's bytes (int4: tile_column()), zeros past K. Either rows or B tiles of
+  // 16 fours of k x 16 rows; with groups of 32 two B tiles a K-tile, one for each half, zeros in the place of the
+  // other.
+  int64_t steps = 0;       // B tiles along K
+  int8_t* int8 = nullptr;  // [m][tiles_k][64], or [tiles_m][steps][16][16][4]
+
+  uint8_t* remarks = nullptr;  // float x: [m]; what the driver must put right afterwards: bits of the constants above
+};
+
+// Values of x that are left out of its fixed point: row m has columns and values [first[m], first[m + 1]).
+struct Outliers {
+  const int64_t* first = nullptr;
+  const int32_t* columns = nullptr;
+  const float* values = nullptr;
+};
+
+}  // namespace qao::cpu

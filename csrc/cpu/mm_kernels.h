@@ -1,0 +1,46 @@
+// Every kernel of a product, by the namespace of its instruction set; mm_table.cpp says when each runs. Names are the
+// form of x, the format of W ("w8": int8 or fp8), and gemv (lanes run along K, each row of x reads W again) or gemm.
+#pragma once
+
+#include "cpu/mm_job.h"
+
+namespace qao::cpu {
+
+// pack_...: x into the form of that name, [begin, end) of the units that its Packing counts.
+// Products: y for N-tiles [begin, end).
+namespace avx2 {
+void widen_fp8(const Job& job, void* out, int64_t begin, int64_t end);  // as rows of 64 tiles_k values of x_dtype
+void pack_fixed_point(const Job& job, int64_t begin, int64_t end);
+// y (of y_dtype) = job.y (float32, the product without outliers) + their products.
+void add_outliers(const Job& job, const Outliers& outliers, void* y, DType y_dtype, int64_t begin, int64_t end);
+void pack_float32(const Job& job, int64_t begin, int64_t end);
+void pack_int8_rows(const Job& job, int64_t begin, int64_t end);
+void fixed_point_int4_gemv(const Job& job, int64_t begin, int64_t end);
+void fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end);
+void float32_w8_gemm(const Job& job, int64_t begin, int64_t end);
+void int8_int8_gemm(const Job& job, int64_t begin, int64_t end);
+void int8_int4_gemm(const Job& job, int64_t begin, int64_t end);
+}  // namespace avx2
+
+namespace avx512 {
+void pack_float32(const Job& job, int64_t begin, int64_t end);
+void fixed_point_int4_gemv(const Job& job, int64_t begin, int64_t end);
+void fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end);
+void float32_w8_gemm(const Job& job, int64_t begin, int64_t end);
+void int8_int8_gemm(const Job& job, int64_t begin, int64_t end);
+void int8_int4_gemv(const Job& job, int64_t begin, int64_t end);
+void int8_int4_gemm(const Job& job, int64_t begin, int64_t end);
+}  // namespace avx512
+
+namespace amx {
+void pack_bf16_tiles(const Job& job, int64_t begin, int64_t end);
+void pack_int8_tiles(const Job& job, int64_t begin, int64_t end);
+void fixed_point_int4_few_rows(const Job& job, int64_t begin, int64_t end);  // at most kFewRows rows of x, one word
+void bf16_int4_gemm(const Job& job, int64_t begin, int64_t end);
+void bf16_w8_gemm(const Job& job, int64_t begin, int64_t end);
+void int8_int8_gemm(const Job& job, int64_t begin, int64_t end);
+void int8_int4_few_rows(const Job& job, int64_t begin, int64_t end);  // at most 16 rows of x, no groups of 32
+void int8_int4_gemm(const Job& job, int64_t begin, int64_t end);      // leaves such rows to the one before
+}  // namespace amx
+
+}  // namespace qao::cpu

@@ -1,0 +1,119 @@
+#include "cpu/mm_packing.h"
+
+#include <algorithm>
+
+#include "cpu/mm_kernels.h"
+#include "cpu/parallel.h"
+
+namespace qao::cpu {
+namespace {
+
+using mm8::Arguments;
+using mm8::Problem;
+
+int64_t rows_of(const Job& job) { return job.m; }
+int64_t tiles_of(const Job& job) { return job.tiles_m; }
+int64_t columns_of(const Job& job) { return divide_up(job.k, kPackK); }
+
+void lay_out_fixed_point(Pieces& pieces, Job* job) {
+  job->words = job->x_dtype == DType::kFloat32 ? 2 : 1;
+  job->chunk_tiles = divide_up(job->section, kTileColumns);
+  job->chunks = divide_up(job->tiles_k, job->chunk_tiles);
+  job->fixed_point = pieces.take<int8_t>(job->m * job->tiles_k * job->words * 2 * kTileColumns);
+  job->chunk_scales = pieces.take<float>(job->m * job->chunks);
+  job->word_sums = pieces.take<float>(job->m * job->sections * job->words);
+  job->outliers = pieces.take<uint64_t>(job->m * job->tiles_k);
+}
+
+void lay_out_float32_rows(Pieces& pieces, Job* job) {
+  job->float32 = pieces.take<float>(job->m * job->tiles_k * kTileColumns);
+}
+
+void lay_out_bf16_tiles(Pieces& pieces, Job* job) {
+  job->parts = job->x_dtype == DType::kFloat32 ? 3 : job->x_dtype == DType::kFloat16 ? 2 : 1;
+  const int64_t padded_rows = job->tiles_m * kTileRows;
+  const bool sums = job->weight_format == Format::kInt4 && job->parts > 1;
+  const bool blocks = job->weight_format != Format::kInt4 && job->weight_scaling == Scaling::kBlock;
+  job->bf16_tiles = pieces.take<uint16_t>(divide_up(job->k, kBlockK) * kBlockK * padded_rows * job->parts);
+  job->x_sums = pieces.take<float>(sums ? job->sections * padded_rows : 0);
+  job->x_block_scales = blocks ? pieces.take<float>(job->sections * padded_rows) : nullptr;
+}
+
+void lay_out_int8_rows(Pieces& pieces, Job* job) {
+  job->int8 = pieces.take<int8_t>(job->m * job->tiles_k * kTileColumns);
+  job->x_sums = pieces.take<float>(job->m * job->sections);
+}
+
+void lay_out_int8_tiles(Pieces& pieces, Job* job) {
+  job->steps = job->weight_format == Format::kInt4 && job->group_size == 32 ? 2 * job->tiles_k : job->tiles_k;
+  const int64_t padded_rows = job->tiles_m * kTileRows;
+  job->int8 = pieces.take<int8_t>(padded_rows * job->steps * kTileColumns);
+  job->x_sums = pieces.take<float>(padded_rows * job->sections);
+}
+
+// The dtype kernels see. fp8 is widened, exactly in any dtype; with an int4 W to that of y, since what the kernels
+// round goes by it.
+DType kernel_dtype(const Problem& p) {
+  if (p.x != Format::kFp8) return p.x_dtype;
+  return p.weight == Format::kInt4 ? p.y_dtype : DType::kBFloat16;
+}
+
+constexpr int64_t kFloatBytes = int64_t{16} << 20;
+constexpr int64_t kFloat32Bytes = int64_t{1} << 20;  // read again for every 4 rows of W, so they must fit L2
+constexpr int64_t kInt8Bytes = int64_t{5} << 18;     // they shall stay in L2
+
+}  // namespace
+
+const Packing kFixedPoint = {512,
+                             kFloatBytes,
+                             kMaxSection,
+                             lay_out_fixed_point,
+                             rows_of,
+                             avx2::pack_fixed_point,
+                             avx2::widen_fp8,
+                             avx2::add_outliers};
+const Packing kBf16Tiles = {512,        kFloatBytes,          kMaxSectionBf16, lay_out_bf16_tiles,
+                            columns_of, amx::pack_bf16_tiles, avx2::widen_fp8, nullptr};
+const Packing kFloat32RowsAvx2 = {512,     kFloat32Bytes,      kMaxSectionBf16, lay_out_float32_rows,
+                                  rows_of, avx2::pack_float32, avx2::widen_fp8, nullptr};
+const Packing kFloat32RowsAvx512 = {512,     kFloat32Bytes,        kMaxSectionBf16, lay_out_float32_rows,
+                                    rows_of, avx512::pack_float32, avx2::widen_fp8, nullptr};
+const Packing kInt8Rows = {256,     kInt8Bytes,           kMaxIntegerK, lay_out_int8_rows,
+                           rows_of, avx2::pack_int8_rows, nullptr,      nullptr};
+const Packing kInt8RowsInSections = {256,     kInt8Bytes,           kMaxSection, lay_out_int8_rows,
+                                     rows_of, avx2::pack_int8_rows, nullptr,     nullptr};
+const Packing kInt8Tiles = {256,      kInt8Bytes,           kMaxIntegerK, lay_out_int8_tiles,
+                            tiles_of, amx::pack_int8_tiles, nullptr,      nullptr};
+
+Job describe(const Problem& p, const Arguments& a, const Packing& packing) {
+  static constexpr float kOne = 1;
+  Job job;
+  job.n = p.n, job.k = p.k;
+  job.x = a.x, job.x_stride = a.x_stride;
+  job.x_scales = p.x == Format::kFloat ? &kOne : a.x_scales;
+  if (p.x != Format::kFloat) {
+    job.x_scale_stride = p.x_scaling == Scaling::kTensor ? 0 : p.x_scaling == Scaling::kRow ? 1 : p.k_blocks();
+    job.x_block_stride = p.x_scaling == Scaling::kBlock ? 1 : 0;
+  }
+  job.x_zeros = p.x_zeros ? a.x_zeros : nullptr;
+  job.weight = static_cast<const uint8_t*>(a.weight), job.scales = a.scales;
+  job.weight_sums = a.weight_sums;
+  job.bias = p.has_bias ? a.bias : nullptr;
+  job.y = a.y;
+  job.weight_format = p.weight, job.weight_scaling = p.weight_scaling;
+  job.x_dtype = kernel_dtype(p), job.y_dtype = p.y_dtype;
+  job.scale_dtype = p.scale_dtype, job.bias_dtype = p.bias_dtype;
+  job.parameters = p.has_zeros ? 2 : 1;
+  job.tiles_n = divide_up(p.n, kTileRows), job.tiles_k = divide_up(p.k, kTileColumns);
+  const bool int4 = p.weight == Format::kInt4;
+  job.group_size = int4 ? p.group_size : p.k;
+  job.groups = divide_up(p.k, job.group_size);
+  // One group a row is as long as any, so its sections need no common length.
+  const bool grouped = int4 && (p.group_size == 32 || p.group_size == 64 || p.group_size == 128 || p.group_size == 256);
+  job.section = grouped ? std::min(p.group_size, packing.max_section) : packing.max_section;
+  job.sections = divide_up(p.k, job.section);
+  job.sections_per_group = grouped ? p.group_size / job.section : job.sections;
+  return job;
+}
+
+}  // namespace qao::cpu

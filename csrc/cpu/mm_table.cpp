@@ -1,0 +1,81 @@
+#include "cpu/mm_table.h"
+
+#include <limits>
+
+#include "cpu/mm_kernels.h"
+
+namespace qao::cpu {
+namespace {
+
+using mm8::Problem;
+
+constexpr unsigned bit(Format format) { return 1u << static_cast<int>(format); }
+
+constexpr unsigned kFloatX = bit(Format::kFloat) | bit(Format::kFp8);  // fp8 x is widened first
+constexpr unsigned kInt8 = bit(Format::kInt8), kInt4 = bit(Format::kInt4), kW8 = kInt8 | bit(Format::kFp8);
+constexpr unsigned kAnyFormat = ~0u;
+
+constexpr int64_t kAnyNumber = std::numeric_limits<int64_t>::max();
+constexpr RowsOfX kAny = {0, kAnyNumber};
+constexpr RowsOfX up_to(int64_t most) { return {0, most}; }
+constexpr RowsOfX from(int64_t least) { return {least, kAnyNumber}; }
+
+// One 16-bit word a value of x, and groups of whole K-tiles.
+bool fits_byte_tiles(const Problem& p) {
+  const DType dtype = p.x == Format::kFp8 ? p.y_dtype : p.x_dtype;
+  return dtype != DType::kFloat32 && p.group_size != 32;
+}
+bool fits_int32(const Problem& p) { return p.k <= kMaxIntegerK; }
+
+// In the order in which they are tried; the limits of M are where the next one becomes the faster.
+constexpr Kernel kKernels[] = {
+    // x in float or fp8, W int4
+    {"amx gemm tdpbusd",
+     kAmx,
+     kFloatX,
+     kInt4,
+     {2, kFewRows},
+     fits_byte_tiles,
+     &kFixedPoint,
+     amx::fixed_point_int4_few_rows},
+    {"avx512 gemv vpdpbusd", kAvx512, kFloatX, kInt4, up_to(2), nullptr, &kFixedPoint, avx512::fixed_point_int4_gemv},
+    {"amx gemm tdpbf16ps", kAmx, kFloatX, kInt4, kAny, nullptr, &kBf16Tiles, amx::bf16_int4_gemm},
+    {"avx512 gemm vpdpbusd", kAvx512, kFloatX, kInt4, kAny, nullptr, &kFixedPoint, avx512::fixed_point_int4_gemm},
+    {"avx2 gemv vpmaddubsw", kAvx2, kFloatX, kInt4, up_to(1), nullptr, &kFixedPoint, avx2::fixed_point_int4_gemv},
+    {"avx2 gemm vpmaddubsw", kAvx2, kFloatX, kInt4, kAny, nullptr, &kFixedPoint, avx2::fixed_point_int4_gemm},
+
+    // x in float or fp8, W int8 or fp8
+    {"amx gemm tdpbf16ps", kAmx, kFloatX, kW8, from(3), nullptr, &kBf16Tiles, amx::bf16_w8_gemm},
+    {"avx512 gemm vfmadd231ps", kAvx512, kFloatX, kW8, kAny, nullptr, &kFloat32RowsAvx512, avx512::float32_w8_gemm},
+    {"avx2 gemm vfmadd231ps", kAvx2, kFloatX, kW8, kAny, nullptr, &kFloat32RowsAvx2, avx2::float32_w8_gemm},
+
+    // x int8, W int8
+    {"amx gemm tdpbssd", kAmx, kInt8, kInt8, from(5), fits_int32, &kInt8Tiles, amx::int8_int8_gemm},
+    {"avx512 gemm vpdpbusd", kAvx512, kInt8, kInt8, kAny, nullptr, &kInt8Rows, avx512::int8_int8_gemm},
+    {"avx2 gemm vpmaddwd", kAvx2, kInt8, kInt8, kAny, nullptr, &kInt8Rows, avx2::int8_int8_gemm},
+
+    // x int8, W int4
+    {"avx512 gemv vpdpbusd", kAvx512, kInt8, kInt4, up_to(1), nullptr, &kInt8RowsInSections, avx512::int8_int4_gemv},
+    {"amx gemm tdpbusd", kAmx, kInt8, kInt4, kAny, fits_int32, &kInt8Tiles, amx::int8_int4_gemm},
+    {"avx512 gemm vpdpbusd", kAvx512, kInt8, kInt4, kAny, nullptr, &kInt8RowsInSections, avx512::int8_int4_gemm},
+    {"avx2 gemm vpmaddubsw", kAvx2, kInt8, kInt4, kAny, nullptr, &kInt8RowsInSections, avx2::int8_int4_gemm},
+
+    // everything; the last row, so that there always is a kernel
+    {"scalar gemm float64", kScalar, kAnyFormat, kAnyFormat, kAny, nullptr, nullptr, nullptr},
+};
+
+bool supports(const Kernel& kernel, const Problem& p, Features features) {
+  return (kernel.x_formats & bit(p.x)) != 0 && (kernel.w_formats & bit(p.weight)) != 0 &&
+         includes(features, kernel.needs) && p.m >= kernel.rows.least && p.m <= kernel.rows.most &&
+         (kernel.condition == nullptr || kernel.condition(p));
+}
+
+}  // namespace
+
+const Kernel& choose(const Problem& problem, Features features) {
+  const Kernel* kernel = kKernels;
+  while (!supports(*kernel, problem, features)) ++kernel;
+  return *kernel;
+}
+
+}  // namespace qao::cpu

@@ -1,0 +1,99 @@
+#include "cpu/scalar/mm.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cpu/numeric.h"
+#include "int4_mm/layout.h"
+
+namespace qao::cpu {
+namespace {
+
+using mm8::Arguments;
+using mm8::Problem;
+
+// Element (m, k) of x as stored, without its scale and zero point.
+float x_value(const Problem& p, const Arguments& a, int64_t m, int64_t k) {
+  const int64_t at = m * a.x_stride + k;
+  if (p.x == Format::kInt8) return static_cast<const int8_t*>(a.x)[at];
+  if (p.x == Format::kFp8) return from_fp8(static_cast<const uint8_t*>(a.x)[at]);
+  return load(a.x, at, p.x_dtype);
+}
+
+float x_scale(const Problem& p, const Arguments& a, int64_t m, int64_t block) {
+  if (p.x == Format::kFloat) return 1;
+  if (p.x_scaling == Scaling::kTensor) return a.x_scales[0];
+  return a.x_scales[p.x_scaling == Scaling::kRow ? m : m * p.k_blocks() + block];
+}
+
+// What is constant along a run of columns of W.
+struct Group {
+  float scale, zero;
+};
+Group weight_group(const Problem& p, const Arguments& a, int64_t n, int64_t group) {
+  if (p.weight == Format::kInt4) {
+    const int64_t at = int4_mm::scale_offset(n, group, p.groups(), p.has_zeros ? 2 : 1, 0);
+    return {load(a.scales, at, p.scale_dtype),
+            p.has_zeros ? load(a.scales, at + int4_mm::kTileN, p.scale_dtype) : float{int4_mm::kSymmetricZero}};
+  }
+  const float* scales = static_cast<const float*>(a.scales);
+  if (p.weight_scaling == Scaling::kTensor) return {scales[0], 0};
+  return {scales[p.weight_scaling == Scaling::kRow ? n : n / kScaleBlock * p.k_blocks() + group], 0};
+}
+
+float weight_value(const Problem& p, const Arguments& a, int64_t n, int64_t k) {
+  const uint8_t* weight = static_cast<const uint8_t*>(a.weight);
+  if (p.weight == Format::kInt4) {
+    const int shift = int4_mm::tile_shift(static_cast<int>(n % int4_mm::kTileN));
+    return static_cast<float>(weight[int4_mm::weight_offset(n, k, int4_mm::tiles_k(p.k))] >> shift & 15);
+  }
+  const uint8_t value = weight[n * p.k + k];
+  return p.weight == Format::kFp8 ? from_fp8(value) : static_cast<int8_t>(value);
+}
+
+double dot(const Problem& p, const Arguments& a, int64_t m, int64_t n) {
+  const int64_t length = p.weight == Format::kInt4 ? p.group_size : kScaleBlock;
+  double sum = 0;
+  for (int64_t first = 0, group = 0; first < p.k; first += length, ++group) {
+    const Group w = weight_group(p, a, n, group);
+    double group_sum = 0;
+    for (int64_t k = first; k < std::min(first + length, p.k); ++k) {
+      group_sum += static_cast<double>(weight_value(p, a, n, k) - w.zero) * x_value(p, a, m, k);
+    }
+    sum += group_sum * w.scale * x_scale(p, a, m, group);
+  }
+  if (p.x_zeros) sum -= static_cast<double>(a.x_zeros[m]) * a.weight_sums[n] * x_scale(p, a, m, 0);
+  return sum;
+}
+
+}  // namespace
+
+void scalar::mm_row(const Problem& p, const Arguments& a, int64_t m, int64_t begin, int64_t end) {
+  for (int64_t n = begin; n < end; ++n) {
+    const float bias = p.has_bias ? load(a.bias, n, p.bias_dtype) : 0.0f;
+    store(a.y, m * p.n + n, p.y_dtype, static_cast<float>(dot(p, a, m, n)) + bias);
+  }
+}
+
+void scalar::mm(const Problem& p, const Arguments& a, int64_t begin, int64_t end) {
+  for (int64_t m = 0; m < p.m; ++m) scalar::mm_row(p, a, m, begin, end);
+}
+
+void scalar::mm_add_nonfinite(const Problem& p, const Arguments& a, int64_t m, int64_t begin, int64_t end) {
+  const int64_t length = p.weight == Format::kInt4 ? p.group_size : kScaleBlock;
+  for (int64_t k = 0; k < p.k; ++k) {
+    const float x = x_value(p, a, m, k);
+    if (std::isfinite(x)) continue;
+    if (std::isnan(x)) {  // whatever the weights: the rest need not be looked at
+      for (int64_t n = begin; n < end; ++n) store(a.y, m * p.n + n, p.y_dtype, x);
+      return;
+    }
+    for (int64_t n = begin; n < end; ++n) {
+      const Group group = weight_group(p, a, n, k / length);
+      const float w = (weight_value(p, a, n, k) - group.zero) * group.scale;
+      store(a.y, m * p.n + n, p.y_dtype, load(a.y, m * p.n + n, p.y_dtype) + x * w);
+    }
+  }
+}
+
+}  // namespace qao::cpu

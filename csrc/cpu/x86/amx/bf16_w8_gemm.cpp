@@ -1,0 +1,105 @@
+// W in eight bits for bf16_gemm.h. int8 and e4m3 are exact in bfloat16. One scale a row or for all of W multiplies y;
+// one a block of 128 x 128 multiplies a section's sums.
+#include "cpu/mm_kernels.h"
+#include "cpu/x86/amx/bf16_gemm.h"
+#include "cpu/x86/avx512/expand.h"
+
+namespace qao::cpu {
+namespace {
+
+template <Format kFormat, int kPartsOfX, bool kBlocks>
+struct Bytes {
+  static constexpr int kParts = kPartsOfX;
+  static constexpr bool kHalves = false, kSectioned = kBlocks;
+
+  template <int kN, bool kWholeK>
+  __attribute__((always_inline)) static void expand(const Job& job, int64_t tile_n, int index, const Section& section,
+                                                    uint16_t* out) {
+    const int64_t n = tile_n * kTileN, last = least(kTileN, job.n - n) - 1;
+    for (int64_t t = 0; t < section.tiles; ++t, out += 2 * kTileValues) {
+      const int64_t k = (section.tile + t) * kTileK;
+      const uint8_t* weight = job.weight + n * job.k + k;
+      if constexpr (kWholeK) fetch_streams<kN>(job, tile_n, index, section.tile + t);
+      for (int64_t r = 0; r < kTileN; ++r) {  // past N the last row again; what comes of it is not written
+        const uint8_t* row = weight + least(r, last) * job.k;
+        if constexpr (!kWholeK) _mm_prefetch(row + kN * kTileN * job.k, _MM_HINT_T1);
+        alignas(64) uint8_t padded[kTileK];
+        if (k + kTileK > job.k) {
+          const __mmask64 inside = ~__mmask64{0} >> (k + kTileK - job.k);
+          _mm512_store_si512(padded, _mm512_maskz_loadu_epi8(inside, row));
+          row = padded;
+        }
+        __m512i halves[2];
+        expand_row(row, halves);
+        _mm512_store_si512(out + r * 32, halves[0]);
+        _mm512_store_si512(out + kTileValues + r * 32, halves[1]);
+      }
+    }
+  }
+
+  // total += scale * c; both operands' scales are those of one block of K.
+  static void add_section(const Job& job, int64_t tile_n, int64_t tile_m, int64_t s, const float* c, float* total) {
+    const float w_scale = static_cast<const float*>(job.scales)[tile_n * kTileN / kScaleBlock * job.sections + s];
+    const __m512 scale = _mm512_mul_ps(_mm512_load_ps(job.x_block_scales + (s * job.tiles_m + tile_m) * kRowsX),
+                                       _mm512_set1_ps(w_scale));
+    for (int i = 0; i < kTileSums; i += kRowsX) {
+      _mm512_store_ps(total + i, _mm512_fmadd_ps(scale, _mm512_load_ps(c + i), _mm512_load_ps(total + i)));
+    }
+  }
+
+  static __m512 row_scales(const Job& job, int64_t n, __mmask16 mask) {
+    if (kBlocks) return _mm512_set1_ps(1);
+    if (job.weight_scaling == Scaling::kRow) return load16(job.scales, n, DType::kFloat32, mask);
+    return _mm512_set1_ps(*static_cast<const float*>(job.scales));
+  }
+  static float x_scale(const Job& job, int64_t m) { return kBlocks ? 1 : job.x_scales[m * job.x_scale_stride]; }
+
+ private:
+  // The next kN N-tiles lie together: they are fetched as four streams, a share with each K-tile (x86/weight_stream.h).
+  template <int kN>
+  __attribute__((always_inline)) static void fetch_streams(const Job& job, int64_t tile_n, int index, int64_t tile_k) {
+    constexpr int kStreams = 4, kShare = kTileN * kTileK / kStreams;
+    const int64_t tiles_bytes = kN * kTileN * job.k;
+    const uint8_t* next = job.weight + (tile_n - index + kN) * kTileN * job.k + (tile_k * kN + index) * kShare;
+    for (int stream = 0; stream < kStreams; ++stream) {
+      for (int line = 0; line < kShare; line += 64) {
+        _mm_prefetch(next + stream * (tiles_bytes / kStreams) + line, _MM_HINT_T1);
+      }
+    }
+  }
+
+  __attribute__((always_inline)) static void expand_row(const uint8_t* row, __m512i (&halves)[2]) {
+    if constexpr (kFormat == Format::kFp8) {
+      expand_fp8(_mm512_loadu_si512(row), halves);
+    } else {
+      const __m128i* bytes = reinterpret_cast<const __m128i*>(row);
+      for (int h = 0; h < 2; ++h) {
+        const __m512 first = widen_int8(_mm_loadu_si128(bytes + 2 * h));
+        const __m512 second = widen_int8(_mm_loadu_si128(bytes + 2 * h + 1));
+        halves[h] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
+      }
+    }
+  }
+};
+
+template <Format kFormat, bool kBlocks>
+void run_format(const Job& job, int64_t begin, int64_t end) {
+  switch (job.parts) {
+    case 1:
+      return run_gemm<Bytes<kFormat, 1, kBlocks>>(job, begin, end);
+    case 2:
+      return run_gemm<Bytes<kFormat, 2, kBlocks>>(job, begin, end);
+    default:
+      return run_gemm<Bytes<kFormat, 3, kBlocks>>(job, begin, end);
+  }
+}
+
+}  // namespace
+
+void amx::bf16_w8_gemm(const Job& job, int64_t begin, int64_t end) {
+  if (job.weight_format == Format::kInt8) return run_format<Format::kInt8, false>(job, begin, end);
+  job.weight_scaling == Scaling::kBlock ? run_format<Format::kFp8, true>(job, begin, end)
+                                        : run_format<Format::kFp8, false>(job, begin, end);
+}
+
+}  // namespace qao::cpu

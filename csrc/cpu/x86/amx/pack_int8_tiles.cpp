@@ -1,0 +1,78 @@
+// int8 x as B tiles: 16 fours of k x 16 rows, columns in the order of W's bytes, and the sums of its groups.
+#include "cpu/mm_kernels.h"
+#include "cpu/parallel.h"
+#include "cpu/x86/avx512/simd.h"
+#include "int4_mm/layout.h"
+
+namespace qao::cpu {
+namespace {
+
+constexpr int64_t kTileBytes = kTileRows * kTileColumns;
+
+struct Order {
+  alignas(64) uint8_t column[kTileColumns];
+};
+constexpr Order tile_order() {
+  Order order{};
+  for (int i = 0; i < kTileColumns; ++i) order.column[i] = static_cast<uint8_t>(int4_mm::tile_column(i));
+  return order;
+}
+constexpr Order kTileOrder = tile_order();
+
+// Row `i` of a tile is the four of columns i; with groups of 32, which of the two it belongs to.
+constexpr bool in_half(int i, int half) { return i % 4 / 2 == half; }
+
+void store_tile(const __m512i (&fours)[kTileRows], int8_t* out) {
+  for (int i = 0; i < kTileRows; ++i) _mm512_store_si512(out + i * kTileColumns, fours[i]);
+}
+
+__m512i add_sums(__m512i sums, const __m512i (&fours)[kTileRows]) {
+  for (const __m512i& four : fours) sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), four);
+  return sums;
+}
+
+}  // namespace
+
+void amx::pack_int8_tiles(const Job& job, int64_t begin, int64_t end) {
+  const bool permuted = job.weight_format == Format::kInt4, halves = job.steps != job.tiles_k;
+  const __m512i order = _mm512_load_si512(kTileOrder.column);
+  const int64_t padded_rows = job.tiles_m * kTileRows;
+  for (int64_t tile = begin; tile < end; ++tile) {
+    const int64_t rows = least(kTileRows, job.m - tile * kTileRows);
+    const int8_t* x = static_cast<const int8_t*>(job.x) + tile * kTileRows * job.x_stride;
+    int8_t* out = job.int8 + tile * job.steps * kTileBytes;
+    float* sums = job.x_sums + tile * kTileRows;
+    __m512i group_sums = _mm512_setzero_si512();
+    for (int64_t k = 0; k < job.k; k += kTileColumns) {
+      const __mmask64 mask = ~__mmask64{0} >> (kTileColumns - least(kTileColumns, job.k - k));
+      __m512i fours[kTileRows];
+#pragma GCC unroll 16
+      for (int i = 0; i < kTileRows; ++i) {
+        fours[i] = i < rows ? _mm512_maskz_loadu_epi8(mask, x + i * job.x_stride + k) : _mm512_setzero_si512();
+        if (permuted) fours[i] = _mm512_permutexvar_epi8(order, fours[i]);
+      }
+      transpose16(fours);
+      if (halves) {
+        for (int half = 0; half < 2; ++half, out += kTileBytes) {
+          __m512i part[kTileRows];
+          for (int i = 0; i < kTileRows; ++i) part[i] = in_half(i, half) ? fours[i] : _mm512_setzero_si512();
+          store_tile(part, out);
+          const int64_t group = k / 32 + half;
+          if (group == job.groups) continue;
+          const __m512i part_sums = add_sums(_mm512_setzero_si512(), part);
+          _mm512_store_ps(sums + group * padded_rows, _mm512_cvtepi32_ps(part_sums));
+        }
+      } else {
+        store_tile(fours, out);
+        out += kTileBytes;
+        group_sums = add_sums(group_sums, fours);
+        if ((k + kTileColumns) % job.group_size == 0 || k + kTileColumns >= job.k) {
+          _mm512_store_ps(sums + k / job.group_size * padded_rows, _mm512_cvtepi32_ps(group_sums));
+          group_sums = _mm512_setzero_si512();
+        }
+      }
+    }
+  }
+}
+
+}  // namespace qao::cpu

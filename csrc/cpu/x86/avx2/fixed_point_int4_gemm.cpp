@@ -1,0 +1,218 @@
+// Several rows of x against W with `vpmaddubsw`: eight rows of W in the lanes of a register, four k at a time.
+//
+// Per chunk of K the nibbles of 16 rows of W expand into a panel in L1, [four k][16 rows][4 bytes]; every row of x then
+// broadcasts four bytes against it. Sums of eight fours stay in 16 bits (8 * 2 * 15 * 128 < 2^15), then widen.
+#include "cpu/mm_kernels.h"
+#include "cpu/parallel.h"
+#include "cpu/scratch.h"
+#include "cpu/x86/avx2/simd.h"
+#include "int4_mm/layout.h"
+
+namespace qao::cpu {
+namespace {
+
+using int4_mm::kTileBytes;
+using int4_mm::kTileK;
+using int4_mm::kTileN;
+
+constexpr int kQuads = kTileK / 4;           // panel rows of a K-tile
+constexpr int kQuadsAtOnce = 8;              // that fit 16-bit sums
+constexpr int kTilePanel = kTileN * kTileK;  // bytes of a K-tile's panel
+constexpr int kMaxTiles = kMaxSection / kTileK;
+constexpr int kVectors = kTileN / 8;
+constexpr int kRowsX = 4;
+
+// Quads are visited with those of the first 32 columns of a K-tile before the others, so that a group of 32 is a range.
+constexpr int quad_of(int visit) { return visit % 8 / 2 * 4 + visit / 8 * 2 + visit % 2; }
+
+__m256i broadcast_quad(const int8_t* bytes) {
+  int32_t quad;
+  __builtin_memcpy(&quad, bytes, 4);
+  return _mm256_set1_epi32(quad);
+}
+
+// In place: 8 x 8 words of 32 bits.
+__attribute__((always_inline)) inline void transpose8(__m256i (&a)[8]) {
+  __m256i b[8];
+#pragma GCC unroll 16
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 8; i += 4) {
+    a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 4; ++i) {
+    b[i] = _mm256_permute2x128_si256(a[i], a[i + 4], 0x20);
+    b[i + 4] = _mm256_permute2x128_si256(a[i], a[i + 4], 0x31);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 8; ++i) a[i] = b[i];
+}
+
+void expand_tile(const uint8_t* weight, uint8_t* panel) {
+  const __m256i mask = _mm256_set1_epi8(0x0F);
+#pragma GCC unroll 16
+  for (int part = 0; part < 2; ++part) {  // quads 8 part .. 8 part + 7 of the row pairs
+    __m256i low[8], high[8];
+#pragma GCC unroll 16
+    for (int g = 0; g < 8; ++g) {
+      const uint8_t* pair = weight + g * kTileK;
+      if (part == 0) _mm_prefetch(pair + kPrefetchBytes, _MM_HINT_T0);
+      const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(pair + part * 32));
+      low[g] = _mm256_and_si256(both, mask);
+      high[g] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+    }
+    transpose8(low);
+    transpose8(high);
+#pragma GCC unroll 16
+    for (int visit = 0; visit < kQuads; ++visit) {
+      const int quad = quad_of(visit);
+      if (quad / 8 != part) continue;
+      __m256i* row = reinterpret_cast<__m256i*>(panel + visit * 64);
+      _mm256_store_si256(row, low[quad % 8]);
+      _mm256_store_si256(row + 1, high[quad % 8]);
+    }
+  }
+}
+
+struct Section {  // of one N-tile
+  __m256 scale[kVectors], zero[kVectors];
+};
+Section load_section(const Job& job, int64_t tile, int64_t s) {
+  const int64_t offset = (tile * job.groups + s / job.sections_per_group) * job.parameters * kTileN;
+  Section section;
+  for (int v = 0; v < kVectors; ++v) {
+    section.scale[v] = load8(job.scales, offset + 8 * v, job.scale_dtype);
+    section.zero[v] = job.parameters == 2 ? load8(job.scales, offset + kTileN + 8 * v, job.scale_dtype)
+                                          : _mm256_set1_ps(int4_mm::kSymmetricZero);
+  }
+  return section;
+}
+
+// sums += weight_of_plane * (W * x) over eight quads; panel and x begin at the first of them.
+template <int kM>
+__attribute__((always_inline)) inline void add_quads(const uint8_t* panel, const int8_t* x, int64_t x_row, int first,
+                                                     __m256i plane_weight, __m256i (&sums)[kM][kVectors]) {
+  __m256i products[kM][kVectors];
+  for (auto& row : products) {
+    for (auto& product : row) product = _mm256_setzero_si256();
+  }
+#pragma GCC unroll 8
+  for (int visit = 0; visit < kQuadsAtOnce; ++visit) {
+    const __m256i* row = reinterpret_cast<const __m256i*>(panel + (first + visit) * 64);
+    const __m256i w[kVectors] = {_mm256_load_si256(row), _mm256_load_si256(row + 1)};
+#pragma GCC unroll 4
+    for (int i = 0; i < kM; ++i) {
+      const __m256i four = broadcast_quad(x + i * x_row + quad_of(first + visit) * 4);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        const __m256i product = _mm256_maddubs_epi16(w[v], four);
+        products[i][v] = _mm256_add_epi16(products[i][v], product);
+        asm("" : "+x"(products[i][v]));  // add now: gathered at the end, the products would spill
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < kM; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      sums[i][v] = _mm256_add_epi32(sums[i][v], _mm256_madd_epi16(products[i][v], plane_weight));
+    }
+  }
+}
+
+// total[i][16] += section `s` for the rows m .. m + kM of x.
+template <int kM>
+void multiply(const Job& job, int64_t m, int64_t s, const uint8_t* panel, const Section& section, float* total) {
+  const int64_t tile = s * job.section / kTileK, tiles = least(job.chunk_tiles, job.tiles_k - tile);
+  const int64_t x_tile = job.words * 2 * kTileK, x_row = job.tiles_k * x_tile;
+  const bool whole = job.section >= kTileK;  // not one half of a K-tile
+  const int8_t* x = job.fixed_point + m * x_row + tile * x_tile;
+  __m256 result[kM][kVectors];
+  for (auto& row : result) {
+    for (auto& value : row) value = _mm256_setzero_ps();
+  }
+  for (int w = job.words - 1; w >= 0; --w) {
+    __m256i sums[kM][kVectors];
+    for (auto& row : sums) {
+      for (auto& sum : row) sum = _mm256_setzero_si256();
+    }
+    for (int plane = 0; plane < 2; ++plane) {
+      const __m256i plane_weight = _mm256_set1_epi16(plane == 0 ? 256 : 1);
+      for (int64_t t = 0; t < tiles; ++t) {
+        const int8_t* bytes = x + t * x_tile + (w * 2 + plane) * kTileK;
+        const uint8_t* tile_panel = panel + t * kTilePanel;
+        if (whole || s % 2 == 0) add_quads<kM>(tile_panel, bytes, x_row, 0, plane_weight, sums);
+        if (whole || s % 2 == 1) add_quads<kM>(tile_panel, bytes, x_row, kQuadsAtOnce, plane_weight, sums);
+      }
+    }
+    for (int i = 0; i < kM; ++i) {
+      const __m256 x_sum = _mm256_set1_ps(job.word_sums[((m + i) * job.sections + s) * job.words + w]);
+      for (int v = 0; v < kVectors; ++v) {
+        const __m256 value = _mm256_fnmadd_ps(section.zero[v], x_sum, _mm256_cvtepi32_ps(sums[i][v]));
+        result[i][v] = _mm256_fmadd_ps(result[i][v], _mm256_set1_ps(1.0f / (1 << kWordShift)), value);
+      }
+    }
+  }
+  for (int i = 0; i < kM; ++i) {
+    const __m256 x_scale = _mm256_set1_ps(job.chunk_scales[(m + i) * job.chunks + tile / job.chunk_tiles]);
+    for (int v = 0; v < kVectors; ++v) {
+      float* at = total + i * kTileN + 8 * v;
+      const __m256 scaled = _mm256_mul_ps(result[i][v], x_scale);
+      _mm256_store_ps(at, _mm256_fmadd_ps(scaled, section.scale[v], _mm256_load_ps(at)));
+    }
+  }
+}
+
+template <int kM = kRowsX>
+void multiply_some(const Job& job, int64_t m, int64_t rows, int64_t s, const uint8_t* panel, const Section& section,
+                   float* total) {
+  if constexpr (kM > 0) {
+    if (rows == kM) return multiply<kM>(job, m, s, panel, section, total);
+    multiply_some<kM - 1>(job, m, rows, s, panel, section, total);
+  }
+}
+
+void run_tile(const Job& job, int64_t tile_n) {
+  uint8_t* panel = static_cast<uint8_t*>(scratch(Scratch::kPanel, int64_t{kMaxTiles} * kTilePanel));
+  float* total = static_cast<float*>(scratch(Scratch::kSums, job.m * kTileN * int64_t{sizeof(float)}));
+  for (int64_t i = 0; i < job.m * kVectors; ++i) _mm256_store_ps(total + i * 8, _mm256_setzero_ps());
+
+  const int64_t sections_per_chunk = job.chunk_tiles * kTileK / job.section;
+  for (int64_t chunk = 0; chunk < job.chunks; ++chunk) {
+    const int64_t tile_k = chunk * job.chunk_tiles, tiles = least(job.chunk_tiles, job.tiles_k - tile_k);
+    const uint8_t* weight = job.weight + (tile_n * job.tiles_k + tile_k) * kTileBytes;
+    for (int64_t t = 0; t < tiles; ++t) expand_tile(weight + t * kTileBytes, panel + t * kTilePanel);
+    const int64_t end = least(job.sections, (chunk + 1) * sections_per_chunk);
+    for (int64_t s = chunk * sections_per_chunk; s < end; ++s) {
+      const Section section = load_section(job, tile_n, s);
+      for (int64_t m = 0; m < job.m; m += kRowsX) {
+        multiply_some(job, m, least(kRowsX, job.m - m), s, panel, section, total + m * kTileN);
+      }
+    }
+  }
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t row = tile_n * kTileN + 8 * v, count = job.n - row;
+    if (count <= 0) break;
+    const __m256 bias = job.bias != nullptr ? load_first(job.bias, row, job.bias_dtype, count) : _mm256_setzero_ps();
+    for (int64_t m = 0; m < job.m; ++m) {
+      const __m256 x_scale = _mm256_set1_ps(job.x_scales[m * job.x_scale_stride]);
+      const __m256 y = _mm256_fmadd_ps(_mm256_load_ps(total + m * kTileN + 8 * v), x_scale, bias);
+      store_first(job.y, m * job.n + row, job.y_dtype, y, count);
+    }
+  }
+}
+
+}  // namespace
+
+void avx2::fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end) {
+  for (int64_t tile = begin; tile < end; ++tile) run_tile(job, tile);
+}
+
+}  // namespace qao::cpu

@@ -1,0 +1,182 @@
+// A few rows of x against W with `vpmaddubsw`: W's nibbles, unsigned, times the signed bytes of x in fixed point.
+//
+// Sums of a chunk stay in 16 bits: 15 * 128 * 2 a product pair, at most 8 of them in 256 k, is 30720 < 2^15.
+// Per chunk and row, with integer sums exact:  y += scale * x_scale * (sum(q * x) - zero * sum(x)).
+#include "cpu/mm_kernels.h"
+#include "cpu/x86/avx2/simd.h"
+#include "int4_mm/layout.h"
+
+namespace qao::cpu {
+namespace {
+
+using int4_mm::kTileBytes;
+using int4_mm::kTileK;
+using int4_mm::kTileN;
+
+constexpr int kPairs = 8;              // row pairs (g, g + 8) of a tile
+constexpr int kVectors = kTileK / 32;  // of one row pair's 64 bytes
+
+// What a chunk needs of each row of W. With groups of 32 the lanes of a row belong to two groups, in the pattern
+// 0 0 1 1 twice: the four values are stored; otherwise one.
+template <bool kHalves>
+struct RowValues {
+  static constexpr int kStored = kHalves ? 4 : 1;
+  alignas(32) float values[kTileN * kStored];
+
+  void set(int row, float group0, float group1) {
+    for (int i = 0; i < kStored; ++i) values[row * kStored + i] = i < 2 ? group0 : group1;
+  }
+  __m256 operator[](int row) const {
+    if constexpr (kHalves) {
+      return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(values + 4 * row));
+    } else {
+      return _mm256_broadcast_ss(values + row);
+    }
+  }
+};
+
+template <bool kHalves>
+struct Factors {
+  RowValues<kHalves> scale, zero;  // scale includes x's
+};
+
+struct Section {
+  alignas(32) float scale[kTileN], zero[kTileN];
+};
+void load_section(const Job& job, int64_t tile, int64_t s, Section* section) {
+  const int64_t offset = (tile * job.groups + s / job.sections_per_group) * job.parameters * kTileN;
+  for (int row = 0; row < kTileN; row += 8) {
+    _mm256_store_ps(section->scale + row, load8(job.scales, offset + row, job.scale_dtype));
+    _mm256_store_ps(section->zero + row, job.parameters == 2 ? load8(job.scales, offset + kTileN + row, job.scale_dtype)
+                                                             : _mm256_set1_ps(int4_mm::kSymmetricZero));
+  }
+}
+
+template <bool kHalves>
+void make_factors(const Job& job, int64_t tile, int64_t chunk, float x_scale, Factors<kHalves>* factors) {
+  Section sections[2];
+  const int64_t s = kHalves ? 2 * chunk : chunk;
+  load_section(job, tile, s, &sections[0]);
+  if (kHalves) load_section(job, tile, s + 1 < job.sections ? s + 1 : s, &sections[1]);
+  const Section &a = sections[0], &b = sections[kHalves];
+  for (int row = 0; row < kTileN; ++row) {
+    factors->scale.set(row, a.scale[row] * x_scale, b.scale[row] * x_scale);
+    factors->zero.set(row, a.zero[row], b.zero[row]);
+  }
+}
+
+// 256 * sum(w * high) + sum(w * low), lane by lane.
+template <int kTiles>
+__attribute__((always_inline)) inline __m256 dot(const __m256i (&w)[kTiles * kVectors], const int8_t* x,
+                                                 int64_t x_tile) {
+  __m256i high = _mm256_setzero_si256(), low = _mm256_setzero_si256();
+#pragma GCC unroll 8
+  for (int i = 0; i < kTiles * kVectors; ++i) {
+    const __m256i* bytes = reinterpret_cast<const __m256i*>(x + i / kVectors * x_tile) + i % kVectors;
+    high = _mm256_add_epi16(high, _mm256_maddubs_epi16(w[i], _mm256_load_si256(bytes)));
+    low = _mm256_add_epi16(low, _mm256_maddubs_epi16(w[i], _mm256_load_si256(bytes + kVectors)));
+  }
+  return _mm256_cvtepi32_ps(
+      _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(256)), _mm256_madd_epi16(low, _mm256_set1_epi16(1))));
+}
+
+// sums[row] += kTiles K-tiles of one chunk.
+template <int kWords, bool kHalves, int kTiles>
+void add_tiles(const uint8_t* weight, const int8_t* x, const Factors<kHalves>& factors, __m256 (&sums)[kTileN]) {
+  constexpr int64_t kXTile = kWords * 2 * kTileK;
+  constexpr float kSecondWord = 1.0f / (1 << kWordShift);
+  const __m256i mask = _mm256_set1_epi8(0x0F);
+  __m256i ones[kTiles * kVectors];
+  for (__m256i& one : ones) one = _mm256_set1_epi8(1);
+  __m256 x_sums[kWords];
+  for (int w = 0; w < kWords; ++w) x_sums[w] = dot<kTiles>(ones, x + w * 2 * kTileK, kXTile);
+
+#pragma GCC unroll 8
+  for (int g = 0; g < kPairs; ++g) {
+    __m256i low[kTiles * kVectors], high[kTiles * kVectors];
+#pragma GCC unroll 8
+    for (int i = 0; i < kTiles * kVectors; ++i) {
+      const uint8_t* bytes = weight + i / kVectors * kTileBytes + g * kTileK + i % kVectors * 32;
+      if (i % kVectors == 0) _mm_prefetch(bytes + kPrefetchBytes, _MM_HINT_T0);
+      const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes));
+      low[i] = _mm256_and_si256(both, mask);
+      high[i] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+    }
+    const auto add_row = [&](int row, const __m256i(&q)[kTiles* kVectors]) __attribute__((always_inline)) {
+      __m256 value = _mm256_setzero_ps();
+      for (int w = kWords - 1; w >= 0; --w) {
+        const __m256 word = _mm256_fnmadd_ps(factors.zero[row], x_sums[w], dot<kTiles>(q, x + w * 2 * kTileK, kXTile));
+        value = _mm256_fmadd_ps(value, _mm256_set1_ps(kSecondWord), word);
+      }
+      sums[row] = _mm256_fmadd_ps(value, factors.scale[row], sums[row]);
+    };
+    add_row(g, low);
+    add_row(g + kPairs, high);
+  }
+}
+
+__m256 row_sums(const __m256* lanes) {  // of eight rows
+  const auto add_pairs = [](__m256 a, __m256 b) { return _mm256_hadd_ps(a, b); };
+  const __m256 rows0123 = add_pairs(add_pairs(lanes[0], lanes[1]), add_pairs(lanes[2], lanes[3]));
+  const __m256 rows4567 = add_pairs(add_pairs(lanes[4], lanes[5]), add_pairs(lanes[6], lanes[7]));
+  return _mm256_add_ps(_mm256_permute2f128_ps(rows0123, rows4567, 0x20),
+                       _mm256_permute2f128_ps(rows0123, rows4567, 0x31));
+}
+
+template <int kWords, bool kHalves, int kTiles>
+void run_tile(const Job& job, int64_t tile, int64_t m) {
+  constexpr int64_t kXTile = kWords * 2 * kTileK;
+  const uint8_t* weight = job.weight + tile * job.tiles_k * kTileBytes;
+  const int8_t* x = job.fixed_point + m * job.tiles_k * kXTile;
+  const float* x_scales = job.chunk_scales + m * job.chunks;
+  __m256 sums[kTileN];
+  for (__m256& sum : sums) sum = _mm256_setzero_ps();
+
+  Factors<kHalves> factors;
+  int64_t t = 0, chunk = 0;
+  for (; t + kTiles <= job.tiles_k; t += kTiles, ++chunk) {
+    make_factors(job, tile, chunk, x_scales[chunk], &factors);
+    add_tiles<kWords, kHalves, kTiles>(weight + t * kTileBytes, x + t * kXTile, factors, sums);
+  }
+  if (t < job.tiles_k) make_factors(job, tile, chunk, x_scales[chunk], &factors);
+  for (; t < job.tiles_k; ++t) {
+    add_tiles<kWords, kHalves, 1>(weight + t * kTileBytes, x + t * kXTile, factors, sums);
+  }
+
+  for (int row = 0; row < kTileN; row += 8) {
+    const int64_t n = tile * kTileN + row, count = job.n - n;
+    if (count <= 0) break;
+    __m256 y = _mm256_mul_ps(row_sums(sums + row), _mm256_set1_ps(job.x_scales[m * job.x_scale_stride]));
+    if (job.bias != nullptr) y = _mm256_add_ps(y, load_first(job.bias, n, job.bias_dtype, count));
+    store_first(job.y, m * job.n + n, job.y_dtype, y, count);
+  }
+}
+
+template <int kWords, bool kHalves, int kTiles>
+void run(const Job& job, int64_t begin, int64_t end) {
+  for (int64_t tile = begin; tile < end; ++tile) {
+    for (int64_t m = 0; m < job.m; ++m) run_tile<kWords, kHalves, kTiles>(job, tile, m);
+  }
+}
+
+template <int kWords>
+void run_words(const Job& job, int64_t begin, int64_t end) {
+  switch (job.section) {
+    case 32:
+      return run<kWords, true, 1>(job, begin, end);
+    case 64:
+      return run<kWords, false, 1>(job, begin, end);
+    case 128:
+      return run<kWords, false, 2>(job, begin, end);
+    default:
+      return run<kWords, false, 4>(job, begin, end);
+  }
+}
+
+}  // namespace
+
+void avx2::fixed_point_int4_gemv(const Job& job, int64_t begin, int64_t end) {
+  job.words == 1 ? run_words<1>(job, begin, end) : run_words<2>(job, begin, end);
+}
+
+}  // namespace qao::cpu

@@ -1,0 +1,35 @@
+// From sums of products to y, 8 columns at a time. `static`: see numeric.h.
+#pragma once
+
+#include "cpu/mm_job.h"
+#include "cpu/x86/avx2/simd.h"
+
+namespace qao::cpu {
+
+// What columns n .. n + count of y need.
+struct Columns {
+  int64_t n, count;
+  __m256 bias, weight_sums;
+};
+static inline Columns load_columns(const Job& job, int64_t n) {
+  const int64_t count = job.n - n < 8 ? job.n - n : 8;
+  return {n, count, job.bias != nullptr ? load_first(job.bias, n, job.bias_dtype, count) : _mm256_setzero_ps(),
+          job.x_zeros != nullptr ? load_first(job.weight_sums, n, DType::kFloat32, count) : _mm256_setzero_ps()};
+}
+
+// W's scales, if it has one a row or one for all.
+static inline __m256 load_scales(const Job& job, int64_t n) {
+  if (job.weight_scaling == Scaling::kRow) return load_first(job.scales, n, DType::kFloat32, job.n - n);
+  return _mm256_set1_ps(*static_cast<const float*>(job.scales));
+}
+
+// y[m] from the sums over k of x's integers times W.
+static inline void write_row(const Job& job, const Columns& columns, int64_t m, __m256 sum) {
+  if (job.x_zeros != nullptr) {
+    sum = _mm256_fnmadd_ps(_mm256_set1_ps(static_cast<float>(job.x_zeros[m])), columns.weight_sums, sum);
+  }
+  const __m256 y = _mm256_fmadd_ps(_mm256_set1_ps(job.x_scales[m]), sum, columns.bias);
+  store_first(job.y, m * job.n + columns.n, job.y_dtype, y, columns.count);
+}
+
+}  // namespace qao::cpu

@@ -1,0 +1,49 @@
+// Bytes of W as bfloat16, exactly: 64 columns in order. `static`: see numeric.h.
+#pragma once
+
+#include "cpu/mm_job.h"
+#include "cpu/x86/avx512/simd.h"
+
+namespace qao::cpu {
+
+// The two bytes of e4m3's bfloat16, by e4m3 without its sign.
+struct Fp8Table {
+  alignas(64) uint8_t low[128], high[128];
+};
+static constexpr Fp8Table kFp8Table = [] {
+  Fp8Table table = {};
+  for (int i = 0; i < 128; ++i) {
+    int bits = (i << 4) + (120 << 7);  // the exponent moves from bias 7 to bias 127
+    if (i < 8) {                       // subnormal: i * 2^-9
+      const int log2 = i < 2 ? 0 : i < 4 ? 1 : 2;
+      bits = i == 0 ? 0 : (118 + log2) << 7 | ((i << (7 - log2)) & 0x7F);
+    }
+    if (i == 127) bits = 0x7FC0;  // NaN
+    table.low[i] = static_cast<uint8_t>(bits & 0xFF);
+    table.high[i] = static_cast<uint8_t>(bits >> 8);
+  }
+  return table;
+}();
+
+__attribute__((always_inline)) static inline __m512i look_up_byte(const uint8_t (&table)[128], __m512i index) {
+  return _mm512_permutex2var_epi8(_mm512_load_si512(table), index, _mm512_load_si512(table + 64));
+}
+
+// out[0]: columns 0..31, out[1]: columns 32..63.
+__attribute__((always_inline)) static inline void expand_fp8(__m512i bytes, __m512i (&out)[2]) {
+  // unpack takes quarters of 8 bytes from each 128-bit lane
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  bytes = _mm512_permutexvar_epi64(order, bytes);
+  const __m512i low = look_up_byte(kFp8Table.low, bytes), high = look_up_byte(kFp8Table.high, bytes);
+  const __m512i sign = _mm512_set1_epi8(-128);
+  const __m512i signed_high = _mm512_ternarylogic_epi32(high, bytes, sign, 0xF8);  // high | (bytes & sign)
+  out[0] = _mm512_unpacklo_epi8(low, signed_high);
+  out[1] = _mm512_unpackhi_epi8(low, signed_high);
+}
+
+// 16 columns of int8 as float32.
+__attribute__((always_inline)) static inline __m512 widen_int8(__m128i bytes) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
+
+}  // namespace qao::cpu

@@ -1,0 +1,36 @@
+// From sums of products to y, 16 columns at a time. `static`: see numeric.h.
+#pragma once
+
+#include "cpu/mm_job.h"
+#include "cpu/x86/avx512/simd.h"
+
+namespace qao::cpu {
+
+// What columns n .. n + 16 of y need.
+struct Columns {
+  int64_t n;
+  __mmask16 mask;
+  __m512 bias, weight_sums;
+};
+static inline Columns load_columns(const Job& job, int64_t n) {
+  const __mmask16 mask = first(job.n - n);
+  return {n, mask, job.bias != nullptr ? load16(job.bias, n, job.bias_dtype, mask) : _mm512_setzero_ps(),
+          job.x_zeros != nullptr ? load16(job.weight_sums, n, DType::kFloat32, mask) : _mm512_setzero_ps()};
+}
+
+// W's scales, if it has one a row or one for all.
+static inline __m512 load_scales(const Job& job, int64_t n) {
+  if (job.weight_scaling == Scaling::kRow) return load16(job.scales, n, DType::kFloat32, first(job.n - n));
+  return _mm512_set1_ps(*static_cast<const float*>(job.scales));
+}
+
+// y[m] from the sums over k of x's integers times W.
+static inline void write_row(const Job& job, const Columns& columns, int64_t m, __m512 sum) {
+  if (job.x_zeros != nullptr) {
+    sum = _mm512_fnmadd_ps(_mm512_set1_ps(static_cast<float>(job.x_zeros[m])), columns.weight_sums, sum);
+  }
+  const __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(job.x_scales[m]), sum, columns.bias);
+  store16(job.y, m * job.n + columns.n, job.y_dtype, y, columns.mask);
+}
+
+}  // namespace qao::cpu
