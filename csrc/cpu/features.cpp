@@ -2,8 +2,6 @@
 
 #include <cstdlib>
 
-#include "cpu/x86/detect.h"
-
 namespace qao::cpu {
 namespace {
 

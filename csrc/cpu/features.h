@@ -38,7 +38,7 @@ constexpr Features kAvx512 =
 constexpr Features kAvx512Bf16 = kAvx512 | kHasAvx512Bf16;
 constexpr Features kAmx = kAvx512Bf16 | kHasAmxTile | kHasAmxInt8 | kHasAmxBf16;
 
-constexpr bool includes(Features all, Features some) { return (all & some) == some; }
+static constexpr bool includes(Features all, Features some) { return (all & some) == some; }
 
 // A name that QAO_CPU_ISA may have.
 struct Level {
@@ -49,7 +49,8 @@ std::span<const Level> levels();             // from few features to many
 const Level& highest_level(Features offer);  // the last one that is part of `offer`
 std::string names_of(Features features);     // as /proc/cpuinfo spells them, separated by spaces
 
-Features detected_features();
+Features detect_features();    // asks the CPU and the OS: detect.cpp of the architecture
+Features detected_features();  // asked once
 // The features in use, read once from QAO_CPU_ISA; a name that is unknown or not available is an error, never a silent
 // fallback.
 Status selected_features(Features* features);

@@ -29,11 +29,15 @@ int64_t lay_out(const Problem& p, const Packing& packing, int64_t rows, void* me
   return pieces.bytes();
 }
 
-// Rows at a time: a multiple of 32 whose packed form fits its share of memory.
-int64_t rows_at_once(const Problem& p, const Packing& packing, Job job) {
+constexpr int64_t kFewestRows = 32;
+
+// Rows at a time: a multiple of kFewestRows whose packed form fits its share of memory.
+int64_t rows_at_once(const Problem& p, const Packing& packing, const Job& described) {
+  if (p.m <= kFewestRows) return kFewestRows;
+  Job job = described;
   void* wide = nullptr;
-  const int64_t bytes_per_row = lay_out(p, packing, 32, nullptr, &job, &wide) / 32;
-  return std::clamp(packing.max_bytes / bytes_per_row / 32 * 32, int64_t{32}, packing.max_rows);
+  const int64_t bytes_per_row = lay_out(p, packing, kFewestRows, nullptr, &job, &wide) / kFewestRows;
+  return std::clamp(packing.max_bytes / bytes_per_row / kFewestRows * kFewestRows, kFewestRows, packing.max_rows);
 }
 
 void run_kernel(const Kernel& kernel, const Job& job, const Threads& threads) {

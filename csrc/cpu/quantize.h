@@ -2,10 +2,15 @@
 // alone; no torch headers.
 #pragma once
 
+#include "cpu/features.h"
 #include "cpu/parallel.h"
 #include "qao/quantize.h"
 
 namespace qao::cpu {
+
+// The loops for the most features that are there; quantize_weight.cpp runs them too.
+struct QuantizeKernels;
+const QuantizeKernels& quantize_kernels(Features features);
 
 Status quantize(const quantize::Problem& problem, const quantize::Arguments& arguments, const Threads& threads);
 

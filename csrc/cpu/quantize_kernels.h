@@ -5,7 +5,6 @@
 
 #include <cstdint>
 
-#include "cpu/features.h"
 #include "qao/quantize.h"
 
 namespace qao::cpu {
@@ -60,8 +59,5 @@ namespace avx512 {
 extern const QuantizeKernels kQuantize;
 QuantizedGroup quantize_group(const GroupRules&, const float* values, int64_t count, uint8_t* q);
 }  // namespace avx512
-
-// Those of the most features that are there.
-const QuantizeKernels& quantize_kernels(Features features);
 
 }  // namespace qao::cpu

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu/numeric.h"
+#include "cpu/quantize.h"
 #include "cpu/quantize_kernels.h"
 #include "cpu/scratch.h"
 

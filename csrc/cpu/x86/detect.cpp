@@ -1,8 +1,9 @@
-#include "cpu/x86/detect.h"
-
+// What cpuid and the OS say.
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include "cpu/features.h"
 
 namespace qao::cpu {
 namespace {

@@ -23,7 +23,7 @@ __m512i table(float scale, float zero) {
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(w, w));
 }
 
-__m512 whole_zeros(const Parameters& parameters) {
+__m512 whole_zeros(const Int4Parameters& parameters) {
   const __m512 zero = _mm512_load_ps(parameters.zero);
   const __m512 in_range = _mm512_max_ps(_mm512_min_ps(zero, _mm512_set1_ps(15)), _mm512_setzero_ps());
   return _mm512_roundscale_ps(in_range, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -31,7 +31,7 @@ __m512 whole_zeros(const Parameters& parameters) {
 
 // What expand() tabulates.
 template <bool kSectioned>
-void load_entries(const Job& job, int64_t tile_n, int64_t group, Parameters* parameters) {
+void load_entries(const Job& job, int64_t tile_n, int64_t group, Int4Parameters* parameters) {
   load_parameters(job, tile_n, group, parameters);
   if constexpr (kSectioned) {
     _mm512_store_ps(parameters->zero, whole_zeros(*parameters));
@@ -50,7 +50,7 @@ struct Int4 {
   template <int, bool>
   __attribute__((always_inline)) static void expand(const Job& job, int64_t tile_n, int, const Section& section,
                                                     uint16_t* out) {
-    Parameters parameters;
+    Int4Parameters parameters;
     load_entries<kSectioned>(job, tile_n, section.group, &parameters);
     const uint8_t* weight = job.weight + (tile_n * job.tiles_k + section.tile) * kTileBytes;
     for (int g = 0; g < 8; ++g) {
@@ -83,7 +83,7 @@ struct Int4 {
 
   // total += scale * (c + (whole - zero) * sums of x)
   static void add_section(const Job& job, int64_t tile_n, int64_t tile_m, int64_t s, const float* c, float* total) {
-    Parameters parameters;
+    Int4Parameters parameters;
     load_parameters(job, tile_n, s / job.sections_per_group, &parameters);
     _mm512_store_ps(parameters.zero, _mm512_sub_ps(whole_zeros(parameters), _mm512_load_ps(parameters.zero)));
     keep_in_memory(parameters);

@@ -68,7 +68,7 @@ __attribute__((always_inline)) inline void expand(const uint8_t* tile, uint8_t* 
   }
 }
 
-__attribute__((always_inline)) inline void fold(const int32_t* c, const Parameters& parameters,
+__attribute__((always_inline)) inline void fold(const int32_t* c, const Int4Parameters& parameters,
                                                 const ChunkFactors& factors, __m512 (&total)[kTileN]) {
   const __m512 x_scale = _mm512_load_ps(factors.scale), x_sum = _mm512_load_ps(factors.sum);
 #pragma GCC unroll 16
@@ -100,7 +100,7 @@ void write_rows(const Job& job, int64_t tile_n, const __m512 (&total)[kTileN]) {
 void run_tile(const Job& job, int64_t tile_n, const int8_t* b, const ChunkFactors* factors, WeightStream stream) {
   alignas(64) uint8_t a[2][kTileRegisterBytes];
   alignas(64) int32_t c[2][kTileN * kColumns];
-  Parameters parameters[2];
+  Int4Parameters parameters[2];
   __m512 total[kTileN];
 #pragma GCC unroll 16
   for (int row = 0; row < kTileN; ++row) total[row] = _mm512_setzero_ps();

@@ -6,7 +6,7 @@
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/amx/int8_tiles.h"
-#include "cpu/x86/avx512/int8_int4_parameters.h"
+#include "cpu/x86/avx512/int4_parameters.h"
 #include "cpu/x86/weight_stream.h"
 #include "int4_mm/layout.h"
 
@@ -78,7 +78,7 @@ void amx::int8_int4_few_rows(const Job& job, int64_t begin, int64_t end) {
   auto* parameters = static_cast<Int4Parameters*>(scratch(Scratch::kPanel, bytes));
   const uint8_t* weight = job.weight + begin * job.tiles_k * kPackedBytes;
   for (int64_t tile_n = begin; tile_n < end; ++tile_n) {
-    load_parameters(job, tile_n, 0, job.groups, parameters);
+    load_shifted_parameters(job, tile_n, parameters);
     few_rows(job, tile_n, parameters, WeightStream(weight, tile_n - begin, job.tiles_k));
   }
 }

@@ -6,6 +6,7 @@
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/avx512/int4_panel.h"
+#include "cpu/x86/avx512/int4_parameters.h"
 #include "int4_mm/layout.h"
 
 namespace qao::cpu {
@@ -17,19 +18,6 @@ using int4_mm::kTileN;
 
 constexpr int kMaxTiles = kMaxSection / kTileK;
 constexpr int kRowsX = 6;  // rows of x at once: 2 x 6 sums, 2 of W, and operands
-
-struct Section {  // of one N-tile: 1/16 of the scale and 16 times the zero point for rows 8..15
-  __m512 scale, zero;
-};
-Section load_section(const Job& job, int64_t tile, int64_t s) {
-  const int64_t offset = (tile * job.groups + s / job.sections_per_group) * job.parameters * kTileN;
-  const __m512 scale = load16(job.scales, offset, job.scale_dtype);
-  const __m512 zero = job.parameters == 2 ? load16(job.scales, offset + kTileN, job.scale_dtype)
-                                          : _mm512_set1_ps(int4_mm::kSymmetricZero);
-  constexpr __mmask16 kUpperRows = 0xFF00;
-  return {_mm512_mask_mul_ps(scale, kUpperRows, scale, _mm512_set1_ps(1.0f / 16)),
-          _mm512_mask_mul_ps(zero, kUpperRows, zero, _mm512_set1_ps(16))};
-}
 
 // sums += W * x over one plane (high or low bytes) of a section: panel visits [begin, end) of each of `tiles` K-tiles.
 template <int kN, int kM>
@@ -64,7 +52,8 @@ __attribute__((always_inline)) inline void add_plane(const uint8_t* panel, const
 
 // total[i][16 kN] += section `s` for the rows m .. m + kM of x.
 template <int kN, int kM>
-void multiply(const Job& job, int64_t m, int64_t s, const uint8_t* panel, const Section (&sections)[kN], float* total) {
+void multiply(const Job& job, int64_t m, int64_t s, const uint8_t* panel, const GroupVectors (&sections)[kN],
+              float* total) {
   const int64_t tile = s * job.section / kTileK, tiles = least(job.chunk_tiles, job.tiles_k - tile);
   const int half = job.section < kTileK ? static_cast<int>(s % 2) : -1;
   const int64_t x_tile = job.words * 2 * kTileK, x_row = job.tiles_k * x_tile;
@@ -103,7 +92,7 @@ void multiply(const Job& job, int64_t m, int64_t s, const uint8_t* panel, const 
 
 template <int kN, int kM = kRowsX>
 void multiply_some(const Job& job, int64_t m, int64_t rows, int64_t s, const uint8_t* panel,
-                   const Section (&sections)[kN], float* total) {
+                   const GroupVectors (&sections)[kN], float* total) {
   if constexpr (kM > 0) {
     if (rows == kM) return multiply<kN, kM>(job, m, s, panel, sections, total);
     multiply_some<kN, kM - 1>(job, m, rows, s, panel, sections, total);
@@ -127,8 +116,9 @@ void run_tiles(const Job& job, int64_t tile_n) {
     }
     const int64_t end = least(job.sections, (chunk + 1) * sections_per_chunk);
     for (int64_t s = chunk * sections_per_chunk; s < end; ++s) {
-      Section sections[kN];
-      for (int n = 0; n < kN; ++n) sections[n] = load_section(job, tile_n + n, s);
+      GroupVectors sections[kN];
+      for (int n = 0; n < kN; ++n)
+        sections[n] = for_shifted_rows(load_group(job, tile_n + n, s / job.sections_per_group));
       for (int64_t m = 0; m < job.m; m += kRowsX) {
         multiply_some<kN>(job, m, least(kRowsX, job.m - m), s, panel, sections, total + m * kN * kTileN);
       }

@@ -5,6 +5,7 @@
 // Lanes stay apart until the end of the row: lane j always holds columns 4 j .. 4 j + 3 of tile_column()'s order.
 #include "cpu/mm_kernels.h"
 #include "cpu/scratch.h"
+#include "cpu/x86/avx512/int4_parameters.h"
 #include "cpu/x86/avx512/simd.h"
 #include "cpu/x86/weight_stream.h"
 #include "int4_mm/layout.h"
@@ -48,14 +49,6 @@ struct Factors {
   RowValues<kHalves> zero;           // 16 times it for rows 8..15
 };
 
-// Scales and zero points of section `s` for the 16 rows of an N-tile.
-void load_section(const Job& job, int64_t tile, int64_t s, __m512* scale, __m512* zero) {
-  const int64_t offset = (tile * job.groups + s / job.sections_per_group) * job.parameters * kTileN;
-  *scale = load16(job.scales, offset, job.scale_dtype);
-  *zero = job.parameters == 2 ? load16(job.scales, offset + kTileN, job.scale_dtype)
-                              : _mm512_set1_ps(int4_mm::kSymmetricZero);
-}
-
 // Of all chunks of one N-tile and one row of x. Not inlined: the loop that uses them shall read memory, where a
 // broadcast is free, and not permute the registers they came from.
 template <int kWords, bool kHalves>
@@ -63,10 +56,10 @@ template <int kWords, bool kHalves>
   constexpr __mmask16 kUpperRows = 0xFF00;
   for (int64_t chunk = 0; chunk < job.chunks; ++chunk) {
     const __m512 x_scale = _mm512_set1_ps(job.chunk_scales[m * job.chunks + chunk]);
-    __m512 scale[2], zero[2];
-    const int64_t s = kHalves ? 2 * chunk : chunk;
-    load_section(job, tile, s, &scale[0], &zero[0]);
-    load_section(job, tile, kHalves && s + 1 < job.sections ? s + 1 : s, &scale[1], &zero[1]);
+    const int64_t s = kHalves ? 2 * chunk : chunk, next = kHalves && s + 1 < job.sections ? s + 1 : s;
+    const GroupVectors halves[2] = {load_group(job, tile, s / job.sections_per_group),
+                                    load_group(job, tile, next / job.sections_per_group)};
+    __m512 scale[2] = {halves[0].scale, halves[1].scale}, zero[2] = {halves[0].zero, halves[1].zero};
     for (int h = 0; h < 2; ++h) {
       scale[h] = _mm512_mul_ps(scale[h], x_scale);
       scale[h] = _mm512_mask_mul_ps(scale[h], kUpperRows, scale[h], _mm512_set1_ps(1.0f / 16));

@@ -8,7 +8,7 @@
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/avx512/int4_panel.h"
-#include "cpu/x86/avx512/int8_int4_parameters.h"
+#include "cpu/x86/avx512/int4_parameters.h"
 #include "cpu/x86/avx512/int8_output.h"
 #include "int4_mm/layout.h"
 
@@ -81,7 +81,7 @@ template <int kN>
 void run_tiles(const Job& job, int64_t tile_n, uint8_t* panel, Int4Parameters* memory, float* total) {
   const Int4Parameters* parameters[kN];
   for (int n = 0; n < kN; ++n) {
-    load_parameters(job, tile_n + n, 0, job.groups, memory + n * job.groups);
+    load_shifted_parameters(job, tile_n + n, memory + n * job.groups);
     parameters[n] = memory + n * job.groups;
   }
   for (int64_t i = 0; i < job.m * kN; ++i) _mm512_store_ps(total + i * kTileN, _mm512_setzero_ps());

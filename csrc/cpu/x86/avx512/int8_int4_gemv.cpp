@@ -4,7 +4,7 @@
 // Per row and section, with integer sums exact:  y += scale * (sum(q * x) - zero * sum(x)).
 #include "cpu/mm_kernels.h"
 #include "cpu/scratch.h"
-#include "cpu/x86/avx512/int8_int4_parameters.h"
+#include "cpu/x86/avx512/int4_parameters.h"
 #include "cpu/x86/avx512/int8_output.h"
 #include "cpu/x86/avx512/simd.h"
 #include "cpu/x86/weight_stream.h"
@@ -112,7 +112,7 @@ void run(const Job& job, int64_t begin, int64_t end) {
   auto* parameters = static_cast<Int4Parameters*>(scratch(Scratch::kPanel, bytes));
   parameters[job.groups] = Int4Parameters{};  // the second half of a last K-tile that has but one
   for (int64_t tile = begin; tile < end; ++tile) {
-    load_parameters(job, tile, 0, job.groups, parameters);
+    load_shifted_parameters(job, tile, parameters);
     for (int64_t m = 0; m < job.m; ++m) {
       run_tile<kHalves, kZeros, kTiles>(job, tile, m, parameters, WeightStream(weight, tile - begin, job.tiles_k));
     }
