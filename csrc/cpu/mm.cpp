@@ -32,9 +32,9 @@ int64_t lay_out(const Problem& p, const Packing& packing, int64_t rows, void* me
 constexpr int64_t kFewestRows = 32;
 
 // Rows at a time: a multiple of kFewestRows whose packed form fits its share of memory.
-int64_t rows_at_once(const Problem& p, const Packing& packing, const Job& described) {
+int64_t rows_at_once(const Problem& p, const Arguments& a, const Packing& packing) {
   if (p.m <= kFewestRows) return kFewestRows;
-  Job job = described;
+  Job job = describe(p, a, packing);
   void* wide = nullptr;
   const int64_t bytes_per_row = lay_out(p, packing, kFewestRows, nullptr, &job, &wide) / kFewestRows;
   return std::clamp(packing.max_bytes / bytes_per_row / kFewestRows * kFewestRows, kFewestRows, packing.max_rows);
@@ -97,8 +97,9 @@ void mend_rows(const Problem& p, const Arguments& a, const Job& job, int64_t fir
 }
 
 // Rows [first, first + rows) of x.
-void run_rows(const Kernel& kernel, const Problem& p, const Arguments& a, Job job, int64_t first, int64_t rows,
+void run_rows(const Kernel& kernel, const Problem& p, const Arguments& a, int64_t first, int64_t rows,
               const Threads& threads) {
+  Job job = describe(p, a, *kernel.packing);
   const int64_t x_bytes = p.x == Format::kFloat ? size_of(p.x_dtype) : 1;
   job.x = static_cast<const char*>(a.x) + first * a.x_stride * x_bytes;
   job.x_scales += first * job.x_scale_stride;
@@ -151,10 +152,9 @@ Status mm(const Problem& p, const Arguments& a, const Threads& threads) {
     split(threads, p.n, [&](int64_t begin, int64_t end) { scalar::mm(p, a, begin, end); });
     return {};
   }
-  const Job job = describe(p, a, *kernel.packing);
-  const int64_t step = rows_at_once(p, *kernel.packing, job);
+  const int64_t step = rows_at_once(p, a, *kernel.packing);
   for (int64_t first = 0; first < p.m; first += step) {
-    run_rows(kernel, p, a, job, first, std::min(step, p.m - first), threads);
+    run_rows(kernel, p, a, first, std::min(step, p.m - first), threads);
   }
   return {};
 }

@@ -1,5 +1,6 @@
 #include "cpu/mm_table.h"
 
+#include <array>
 #include <limits>
 
 #include "cpu/mm_kernels.h"
@@ -64,16 +65,31 @@ constexpr Kernel kKernels[] = {
     {"scalar gemm float64", kScalar, kAnyFormat, kAnyFormat, kAny, nullptr, nullptr, nullptr},
 };
 
-bool supports(const Kernel& kernel, const Problem& p, Features features) {
-  return (kernel.x_formats & bit(p.x)) != 0 && (kernel.w_formats & bit(p.weight)) != 0 &&
-         includes(features, kernel.needs) && p.m >= kernel.rows.least && p.m <= kernel.rows.most &&
-         (kernel.condition == nullptr || kernel.condition(p));
+constexpr bool serves(const Kernel& kernel, Format x, Format weight) {
+  return (kernel.x_formats & bit(x)) != 0 && (kernel.w_formats & bit(weight)) != 0;
 }
+
+bool supports(const Kernel& kernel, const Problem& p, Features features) {
+  return serves(kernel, p.x, p.weight) && includes(features, kernel.needs) && p.m >= kernel.rows.least &&
+         p.m <= kernel.rows.most && (kernel.condition == nullptr || kernel.condition(p));
+}
+
+// The first row for each pair of formats: a choice takes less time than walking the rows of the others would.
+constexpr int kFormats = 4;
+constexpr auto kFirst = [] {
+  std::array<std::array<uint8_t, kFormats>, kFormats> first{};
+  for (int x = 0; x < kFormats; ++x) {
+    for (int w = 0; w < kFormats; ++w) {
+      while (!serves(kKernels[first[x][w]], Format{x}, Format{w})) ++first[x][w];
+    }
+  }
+  return first;
+}();
 
 }  // namespace
 
 const Kernel& choose(const Problem& problem, Features features) {
-  const Kernel* kernel = kKernels;
+  const Kernel* kernel = kKernels + kFirst[static_cast<int>(problem.x)][static_cast<int>(problem.weight)];
   while (!supports(*kernel, problem, features)) ++kernel;
   return *kernel;
 }
