@@ -56,7 +56,8 @@ std::tuple<Tensor, Tensor> silu_mul_quantize_op(const Tensor& gate, const Tensor
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weight, int64_t group_size,
                                                               torch::headeronly::ScalarType dtype, bool symmetric,
                                                               torch::headeronly::ScalarType scale_dtype,
-                                                              std::vector<double> factors);
+                                                              std::vector<double> factors,
+                                                              const std::optional<Tensor>& importance);
 std::tuple<Tensor, Tensor, Tensor> quantize_blocks_op(const Tensor& weight, int64_t rows, int64_t columns);
 
 // int4_pack.cpp

@@ -23,11 +23,17 @@ void check_weight(const Op& op, const Argument& weight) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weight_tensor, int64_t group_size,
                                                               ScalarType dtype, bool symmetric, ScalarType scale_dtype,
-                                                              std::vector<double> factors) {
+                                                              std::vector<double> factors,
+                                                              const std::optional<Tensor>& importance_tensor) {
   Op op("quantize_groups");
   const Argument weight("weight", weight_tensor);
   op.involve(&weight);
   op.involve("group_size", group_size);
+  std::optional<Argument> importance;
+  if (importance_tensor) {
+    importance.emplace("importance", *importance_tensor);
+    op.involve(&*importance);
+  }
   check_weight(op, weight);
   cpu::WeightProblem problem;
   problem.n = weight.size(0), problem.k = weight.size(1);
@@ -44,6 +50,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weig
   op.check(usable, "factors must be positive and finite, at least one", "Pass [1.0] for no search");
   problem.factors = multiples.data(), problem.factor_count = static_cast<int64_t>(multiples.size());
 
+  if (importance) {
+    op.check(importance->is_cpu() && importance->dtype() == float32_code() && importance->has_shape({problem.k}) &&
+                 importance->is_contiguous(),
+             "importance must be float32 [K], contiguous and on the CPU", "Pass None where all columns are alike");
+  }
+
   const Rows rows(weight_tensor, weight);
   Tensor q = empty({problem.n, problem.k}, dtype == ScalarType::Byte ? uint8_code() : int8_code(), weight);
   Tensor scales = empty({problem.n, problem.groups()}, torch_dtype(problem.scale_dtype), weight);
@@ -54,6 +66,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weig
   arguments.q = static_cast<uint8_t*>(q.data_ptr());
   arguments.scales = scales.data_ptr(), arguments.zeros = zeros.data_ptr();
   arguments.squares = static_cast<double*>(squares.data_ptr());
+  if (importance) arguments.importance = static_cast<const float*>(importance->data());
   op.check(cpu::quantize_weight(problem, arguments, torch_threads(problem.n * problem.k * problem.factor_count)));
   return {q, scales, zeros, squares};
 }

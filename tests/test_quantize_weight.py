@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from ops_schemes import DTYPES
-from qao import quantizer, reference
-from qao.quantizer import _CLIP_FACTORS, _INT4, _INT8, SCALE_BLOCK
+from qao import quantizer, quantizer_fp8, reference
+from qao.quantizer import _CLIP_FACTORS, _INT4, _INT8
+from qao.quantizer_fp8 import SCALE_BLOCK
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -77,7 +78,7 @@ def search(
     """q, scale, zero and squared error of one group of every row, [N, size]: every factor, the first best one."""
     best: tuple[Tensor, ...] | None = None
     for factor in _CLIP_FACTORS:
-        scale, zero, _ = quantizer._search(group[:, None], codes, symmetric, scale_dtype, (factor,))
+        scale, zero = quantizer._search(group[:, None], codes, symmetric, scale_dtype, (factor,))
         scale, zero = scale[:, 0], zero[:, 0]
         steps = (group / scale).round()
         clipped = torch.minimum(torch.maximum(steps, codes.lowest - zero), codes.highest - zero)
@@ -134,7 +135,7 @@ def test_the_search_is_as_good_as_that_of_torch(codes: Any, symmetric: bool) -> 
 def test_blocks_have_the_bits_of_torch(n: int, k: int, granularity: str) -> None:
     for dtype in DTYPES:
         weight = random_weight(n, k, dtype)
-        got, expected = (f(weight, granularity) for f in (quantizer._blocks_on_cpu, quantizer._blocks_by_torch))
+        got, expected = (f(weight, granularity) for f in (quantizer_fp8._blocks_on_cpu, quantizer_fp8._blocks_by_torch))
         assert same(got[:2], expected[:2])
         torch.testing.assert_close(got[2], expected[2], rtol=1e-5, atol=1e-12)
 
@@ -200,7 +201,7 @@ def test_a_weight_is_quantised_by_few_calls() -> None:
     for quantize in (
         lambda: quantizer.quantize_int4(weight, 128, symmetric=False, scale_dtype=torch.bfloat16),
         lambda: quantizer.quantize_int8(weight),
-        lambda: quantizer.quantize_fp8(weight, "block"),
+        lambda: quantizer_fp8.quantize_fp8(weight, "block"),
     ):
         with _Count() as count:
             quantize()

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from qao import quantizer, reference
-from qao.quantizer import QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8
+from qao.quantizer import QuantizedWeight, quantize_int4, quantize_int8
+from qao.quantizer_fp8 import quantize_fp8
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -49,7 +49,8 @@ static inline float zero_of(const GroupRules& rules, Range range, float factor, 
 }
 
 template <typename Lanes>
-static QuantizedGroup quantize_group(const GroupRules& rules, const float* values, int64_t count, uint8_t* q) {
+static QuantizedGroup quantize_group(const GroupRules& rules, const float* values, const float* importance,
+                                     int64_t count, uint8_t* q) {
   Lanes low = Lanes::all(0), high = low, norm = low;
   for (int64_t i = 0; i < count; i += kLanes) {
     const Lanes v = Lanes::load(values + i);
@@ -59,31 +60,37 @@ static QuantizedGroup quantize_group(const GroupRules& rules, const float* value
   const Codes& codes = rules.codes;
   const float full = full_scale(rules, range);
   QuantizedGroup best;
+  float least_loss = 0;
   for (int64_t f = 0; f < rules.factor_count; ++f) {
     float scale = full * rules.factors[f];
     scale = rounded_to(rules.scale_dtype, std::fabs(scale) < rules.smallest ? rules.smallest : scale);
     const float zero = zero_of(rules, range, rules.factors[f], scale);
     const Lanes scales = Lanes::all(scale), lowest = Lanes::all(codes.lowest - zero),
                 highest = Lanes::all(codes.highest - zero);
-    Lanes error = Lanes::all(0);
+    Lanes loss = Lanes::all(0);
     for (int64_t i = 0; i < count; i += kLanes) {
       const Lanes v = Lanes::load(values + i);
       const Lanes code = least(largest(round_even(div(v, scales)), lowest), highest);
       const Lanes difference = sub(v, mul(code, scales));
-      error = add(error, mul(difference, difference));
+      loss = add(loss, mul(mul(difference, difference), Lanes::load(importance + i)));
     }
-    const float sum = sum_of(error);
-    if (f == 0 || sum < best.error) best = {scale, zero, sum, 0};
+    const float sum = sum_of(loss);
+    if (f == 0 || sum < least_loss) best.scale = scale, best.zero = zero, least_loss = sum;
   }
   best.norm = sum_of(norm);
+  Lanes error = Lanes::all(0);
   const Lanes scales = Lanes::all(best.scale), zero = Lanes::all(best.zero), lowest = Lanes::all(codes.lowest),
               highest = Lanes::all(codes.highest);
   for (int64_t i = 0; i < count; i += kLanes) {
-    const Lanes code = least(largest(add(round_even(div(Lanes::load(values + i), scales)), zero), lowest), highest);
+    const Lanes v = Lanes::load(values + i);
+    const Lanes code = least(largest(add(round_even(div(v, scales)), zero), lowest), highest);
+    const Lanes difference = sub(v, mul(sub(code, zero), scales));
+    error = add(error, mul(difference, difference));
     uint8_t bytes[kLanes];
     to_bytes(add(code, Lanes::all(kRounder)), bytes);  // the lowest byte of its bits is the code
     std::memcpy(q + i, bytes, static_cast<size_t>(count - i < kLanes ? count - i : kLanes));
   }
+  best.error = sum_of(error);
   return best;
 }
 

@@ -43,21 +43,25 @@ struct QuantizeKernels {
   // y[index .. index + count) = values
   void (*to_float)(const float* values, int64_t count, void* y, int64_t index, DType y_dtype);
   // A group of a weight: values[0 .. count), which zeros follow up to a multiple of 16: they are exact under every
-  // scale.
-  QuantizedGroup (*group)(const GroupRules&, const float* values, int64_t count, uint8_t* q);
+  // scale. Of the factors it takes the first of the least sum of squared errors times importance, which is as long
+  // and >= 0.
+  QuantizedGroup (*group)(const GroupRules&, const float* values, const float* importance, int64_t count, uint8_t* q);
 };
 
 namespace scalar {
 extern const QuantizeKernels kQuantize;
-QuantizedGroup quantize_group(const GroupRules&, const float* values, int64_t count, uint8_t* q);
+QuantizedGroup quantize_group(const GroupRules&, const float* values, const float* importance, int64_t count,
+                              uint8_t* q);
 }  // namespace scalar
 namespace avx2 {
 extern const QuantizeKernels kQuantize;
-QuantizedGroup quantize_group(const GroupRules&, const float* values, int64_t count, uint8_t* q);
+QuantizedGroup quantize_group(const GroupRules&, const float* values, const float* importance, int64_t count,
+                              uint8_t* q);
 }  // namespace avx2
 namespace avx512 {
 extern const QuantizeKernels kQuantize;
-QuantizedGroup quantize_group(const GroupRules&, const float* values, int64_t count, uint8_t* q);
+QuantizedGroup quantize_group(const GroupRules&, const float* values, const float* importance, int64_t count,
+                              uint8_t* q);
 }  // namespace avx512
 
 }  // namespace qao::cpu

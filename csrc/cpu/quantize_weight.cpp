@@ -72,10 +72,13 @@ Status quantize_weight(const WeightProblem& p, const WeightArguments& a, const T
   const QuantizeKernels& kernels = quantize_kernels(features);
   const GroupRules rules = rules_of(p);
   std::vector<Squares> squares(static_cast<size_t>(p.n));
+  std::vector<float> importance(static_cast<size_t>(divide_up(p.k, kPadding) * kPadding), 1.0f);
+  if (a.importance) std::copy(a.importance, a.importance + p.k, importance.begin());
   for_each_row(threads, kernels, Source(p.n, p.k, p.weight_dtype, a), [&](int64_t n, const float* values) {
     for (int64_t g = 0; g < p.groups(); ++g) {
       const int64_t first = g * p.group_size, count = std::min(p.group_size, p.k - first);
-      const QuantizedGroup group = kernels.group(rules, values + first, count, a.q + n * p.k + first);
+      const QuantizedGroup group =
+          kernels.group(rules, values + first, importance.data() + first, count, a.q + n * p.k + first);
       store(a.scales, n * p.groups() + g, p.scale_dtype, group.scale);
       store(a.zeros, n * p.groups() + g, p.scale_dtype, group.zero);
       squares[n].error += group.error, squares[n].norm += group.norm;

@@ -24,12 +24,13 @@ struct WeightProblem {
 };
 
 struct WeightArguments {
-  const void* weight = nullptr;  // [n, k] of weight_dtype, unit stride along k
-  int64_t weight_stride = 0;     // elements
-  uint8_t* q = nullptr;          // [n, k]
-  void* scales = nullptr;        // [n, groups] of scale_dtype
-  void* zeros = nullptr;         // [n, groups] of scale_dtype
-  double* squares = nullptr;     // [2]: sums of squares of the error and of the weight; not finite if a value is not
+  const void* weight = nullptr;       // [n, k] of weight_dtype, unit stride along k
+  int64_t weight_stride = 0;          // elements
+  const float* importance = nullptr;  // [k], of the squared error of each column; null: all alike
+  uint8_t* q = nullptr;               // [n, k]
+  void* scales = nullptr;             // [n, groups] of scale_dtype
+  void* zeros = nullptr;              // [n, groups] of scale_dtype
+  double* squares = nullptr;  // [2]: sums of squares of the error and of the weight; not finite if a value is not
 };
 
 Status quantize_weight(const WeightProblem& problem, const WeightArguments& arguments, const Threads& threads);

@@ -203,6 +203,7 @@ def _(
     symmetric: bool,
     scale_dtype: torch.dtype,
     factors: Sequence[float],
+    importance: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, k = weight.shape
     scales = weight.new_empty((n, _groups(k, group_size)), dtype=scale_dtype)

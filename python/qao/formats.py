@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from . import operators, ops
-from .quantizer import SCALE_BLOCK, QuantizedWeight, as_stored, quantize_fp8, quantize_int4, quantize_int8, row_sums
+from .quantizer import QuantizedWeight, as_stored, quantize_int4, quantize_int8, row_sums
+from .quantizer_fp8 import SCALE_BLOCK, quantize_fp8
 
 try:
     from . import _host as _host

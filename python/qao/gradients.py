@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from ._version import __version__
-from .quantizer import SCALE_BLOCK
+from .quantizer_fp8 import SCALE_BLOCK
 
 _qao = torch.ops.qao
 # The innermost transform of torch.func, or None; its type, since that is what Dynamo knows without a node in the graph.

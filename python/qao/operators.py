@@ -27,6 +27,7 @@ def quantize_groups(
     symmetric: bool,
     scale_dtype: torch.dtype,
     factors: Sequence[float],
+    importance: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """W ≈ (q - zero) * scale by groups, on the CPU: q of ``dtype`` [N, K], scales and zeros of ``scale_dtype`` [N, G],
     and float64 [2], the sums of squares of the error and of W, which are not finite where a value of W is not.
@@ -37,9 +38,13 @@ def quantize_groups(
         dtype: torch.uint8 for 0..15, or torch.int8 for -127..127, which is symmetric.
         symmetric: zeros are 8 (uint8) or 0 (int8); else whole numbers 0..15.
         scale_dtype: a float dtype; scales are rounded to it before q is chosen.
-        factors: positive; a group's range is multiplied by each, and the first of least squared error is kept.
+        factors: positive; a group's range is multiplied by each, and the first of least weighted error is kept.
+        importance: float32 [K], contiguous, >= 0: weights of the squared errors of columns, for the choice of a
+            factor alone; None: all alike.
     """
-    return _qao.quantize_groups.default(weight, group_size, dtype, symmetric, scale_dtype, factors)  # type: ignore[no-any-return]
+    return _qao.quantize_groups.default(  # type: ignore[no-any-return]
+        weight, group_size, dtype, symmetric, scale_dtype, factors, importance
+    )
 
 
 def quantize_blocks(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Float weights to four or eight bits: round-to-nearest, for integers with a search for the best clipping range."""
+"""Float weights to integers of four or eight bits: round-to-nearest, with a search for the best clipping range."""
 
 from __future__ import annotations
 
@@ -20,15 +20,11 @@ _CLIP_FACTORS = tuple(1 + 0.03 * step for step in range(3, -17, -1))
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 
 
-LARGEST_FP8 = 448.0  # of e4m3
-SCALE_BLOCK = 128  # rows and columns of a weight, columns of an activation, that share a scale by blocks
-
-
 class QuantizedWeight(NamedTuple):
     """W ≈ (q - zero) * scale."""
 
     q: Tensor  # [N, K]: uint8 0..15, int8 -127..127, or float8_e4m3fn
-    scales: Tensor  # int4 [N, ceil(K / group_size)], of either sign; int8 [N]; fp8 see quantize_fp8
+    scales: Tensor  # int4 [N, ceil(K / group_size)], of either sign; int8 [N]; fp8 see quantizer_fp8.py
     zeros: Tensor | None  # like scales, whole numbers 0..15; None: 8 everywhere for int4, 0 otherwise (symmetric)
     relative_error: float  # ‖W - Ŵ‖ / ‖W‖, Frobenius; 0 for an all-zero weight
 
@@ -64,6 +60,7 @@ def quantize_int4(
     symmetric: bool,
     scale_dtype: torch.dtype,
     clip_search: bool = True,
+    importance: Tensor | None = None,
     name: str = "weight",
 ) -> QuantizedWeight:
     """Quantises a float weight [N, K] to four bits, on the device it is on.
@@ -71,72 +68,24 @@ def quantize_int4(
     Every group of ``group_size`` columns (-1: the whole row; the last may be short) gets a scale and, unless
     ``symmetric``, a whole-number zero point. A symmetric scale is negative where the largest value of its group is
     positive: codes reach one step further below the zero point 8 than above. With ``clip_search`` the group's range is
-    multiplied by a few fixed factors and the one of least squared error is kept. Scales are rounded to ``scale_dtype``
-    before q is chosen: the error that is minimised is the one the layer will have. Computed in float32, a chunk of
-    rows at a time.
+    multiplied by a few fixed factors and the one of least squared error is kept, each column's error weighed by
+    ``importance``, such as the mean square of its activations: float [K], >= 0, on any device; None: all alike. Scales
+    are rounded to ``scale_dtype`` before q is chosen: the error that is minimised is the one the layer will have.
+    Computed in float32, a chunk of rows at a time.
 
     Raises:
-        ValueError: the weight holds NaN or Inf, or a scale overflows ``scale_dtype``; the message begins with ``name``.
+        ValueError: ``importance`` is none of the above, the weight holds NaN or Inf, or a scale overflows
+            ``scale_dtype``; the message begins with ``name``.
     """
-    return _quantize_groups(weight, group_size, _INT4, symmetric, scale_dtype, clip_search, name)
+    return _quantize_groups(weight, group_size, _INT4, symmetric, scale_dtype, clip_search, importance, name)
 
 
-def quantize_int8(weight: Tensor, *, clip_search: bool = True, name: str = "weight") -> QuantizedWeight:
+def quantize_int8(
+    weight: Tensor, *, clip_search: bool = True, importance: Tensor | None = None, name: str = "weight"
+) -> QuantizedWeight:
     """Quantises a float weight [N, K] to -127..127 with a positive float32 scale a row, otherwise as quantize_int4."""
-    result = _quantize_groups(weight, -1, _INT8, True, torch.float32, clip_search, name)
+    result = _quantize_groups(weight, -1, _INT8, True, torch.float32, clip_search, importance, name)
     return result._replace(scales=result.scales.flatten())
-
-
-def _largest(values: Tensor, height: int, width: int) -> Tensor:
-    """The largest magnitude in each block of height x width; the last ones may be smaller."""
-    rows, columns = values.shape
-    padded = functional.pad(values.abs_(), (0, -columns % width, 0, -rows % height))
-    blocks: Tensor = padded.view(padded.shape[0] // height, height, -1, width)
-    return blocks.amax((1, 3))
-
-
-def quantize_fp8(weight: Tensor, granularity: str, *, name: str = "weight") -> QuantizedWeight:
-    """Quantises a float weight [N, K] to float8_e4m3fn, on the device it is on.
-
-    A float32 scale maps the largest magnitude of what shares it to 448, the largest e4m3 number; nothing overflows to
-    NaN. ``granularity``: "row", scales [N, 1]; "tensor", [1, 1]; "block", one for each 128 x 128,
-    [ceil(N / 128), ceil(K / 128)].
-
-    Raises:
-        ValueError: the weight holds NaN or Inf, or more than float32 can; the message begins with ``name``.
-    """
-    quantize = _blocks_on_cpu if weight.device.type == "cpu" else _blocks_by_torch
-    q, scales, squares = quantize(weight.detach(), granularity)
-    _check_values(squares, weight, name)
-    _check_scales(scales, weight, name)
-    return QuantizedWeight(q, scales, None, _relative_error(squares))
-
-
-def _blocks_on_cpu(weight: Tensor, granularity: str) -> tuple[Tensor, Tensor, Tensor]:
-    weight = weight.float() if weight.dtype == torch.float64 else weight
-    n, k = weight.shape
-    rows, columns = {"row": (1, k), "tensor": (n, k), "block": (SCALE_BLOCK, SCALE_BLOCK)}[granularity]
-    return operators.quantize_blocks(weight, rows, columns)
-
-
-def _blocks_by_torch(weight: Tensor, granularity: str) -> tuple[Tensor, Tensor, Tensor]:
-    """q, scales, and squares of the error and of the weight, float64 [2]."""
-    n, k = weight.shape
-    height, width = (SCALE_BLOCK, SCALE_BLOCK) if granularity == "block" else (1, k)
-    largest = torch.cat([_largest(values, height, width) for _, values in _chunks(weight, height)])
-    if granularity == "tensor":
-        largest = largest.amax(0, keepdim=True)
-    scales = largest.div_(LARGEST_FP8).clamp_(min=torch.finfo(torch.float32).tiny)
-    every = scales.expand(n, 1) if granularity == "tensor" else scales  # one for each `height` rows
-    q = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=weight.device)
-    squares = torch.zeros(2, dtype=torch.float64, device=weight.device)
-    for rows, values in _chunks(weight, height):
-        scale = every[rows.start // height : -(-rows.stop // height)]
-        scale = scale.repeat_interleave(height, 0)[: len(values)].repeat_interleave(width, 1)[:, :k]
-        q[rows] = (values / scale).clamp_(-LARGEST_FP8, LARGEST_FP8).to(q.dtype)
-        squares[0] += (q[rows].float() * scale - values).square_().sum(dtype=torch.float64)
-        squares[1] += values.square_().sum(dtype=torch.float64)
-    return q, scales, squares
 
 
 def as_stored(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype, scheme: str) -> Tensor:
@@ -164,7 +113,7 @@ def row_sums(q: Tensor, scales: Tensor, zeros: Tensor | int, group_size: int) ->
     return ((sums - lengths * zeros) * scales.double().view(n, -1)).sum(1).float()
 
 
-def _chunks(weight: Tensor, multiple: int = 1) -> Iterator[tuple[slice, Tensor]]:
+def chunks(weight: Tensor, multiple: int = 1) -> Iterator[tuple[slice, Tensor]]:
     """Runs of rows, a multiple of ``multiple`` long, with their values in float32, which the caller may overwrite."""
     n, k = weight.shape
     elements = _CHUNK_ELEMENTS.get(weight.device.type, _CHUNK_ELEMENTS["cpu"])
@@ -174,13 +123,13 @@ def _chunks(weight: Tensor, multiple: int = 1) -> Iterator[tuple[slice, Tensor]]
         yield rows, weight.detach()[rows].to(torch.float32, copy=True)
 
 
-def _check_values(squares: Tensor, weight: Tensor, name: str) -> None:
+def check_values(squares: Tensor, weight: Tensor, name: str) -> None:
     """NaN and Inf make the sum of squares so, as do finite values beyond 1e19."""
     if not squares[1].isfinite():
         check_finite(weight, name)
 
 
-def _check_scales(scales: Tensor, weight: Tensor, name: str) -> None:
+def check_scales(scales: Tensor, weight: Tensor, name: str) -> None:
     if not scales.isfinite().all():
         wide = scales.dtype == torch.float32
         remedy = (
@@ -193,7 +142,21 @@ def _check_scales(scales: Tensor, weight: Tensor, name: str) -> None:
         )
 
 
-def _relative_error(squares: Tensor) -> float:
+def _checked_importance(importance: Tensor, weight: Tensor, name: str) -> Tensor:
+    k = weight.shape[1]
+    usable = importance.is_floating_point() and importance.shape == (k,)
+    if usable:
+        importance = importance.detach().to(weight.device, torch.float32).contiguous()
+        usable = bool((importance.isfinite() & (importance >= 0)).all())
+    if not usable:
+        raise ValueError(
+            f"{name}: importance must be of shape [{k}] in a float dtype, finite and not negative, for a weight "
+            f"{list(weight.shape)}, not {importance.dtype}{list(importance.shape)}"
+        )
+    return importance
+
+
+def relative_error(squares: Tensor) -> float:
     error, norm = squares.sqrt().tolist()
     return error / norm if norm else 0.0
 
@@ -205,14 +168,19 @@ def _quantize_groups(
     symmetric: bool,
     scale_dtype: torch.dtype,
     clip_search: bool,
+    importance: Tensor | None,
     name: str,
 ) -> QuantizedWeight:
     factors = _CLIP_FACTORS if clip_search else (1.0,)
     quantize = _groups_on_cpu if weight.device.type == "cpu" else _groups_by_torch
-    q, scales, zeros, squares = quantize(weight.detach(), group_size, codes, symmetric, scale_dtype, factors)
-    _check_values(squares, weight, name)
-    _check_scales(scales, weight, name)
-    return QuantizedWeight(q, scales, None if symmetric else zeros, _relative_error(squares))
+    if importance is not None:
+        importance = _checked_importance(importance, weight, name)
+    q, scales, zeros, squares = quantize(
+        weight.detach(), group_size, codes, symmetric, scale_dtype, factors, importance
+    )
+    check_values(squares, weight, name)
+    check_scales(scales, weight, name)
+    return QuantizedWeight(q, scales, None if symmetric else zeros, relative_error(squares))
 
 
 _Groups = tuple[Tensor, Tensor, Tensor, Tensor]  # q, scales, zeros; squares of the error and of the weight, float64 [2]
@@ -225,9 +193,10 @@ def _groups_on_cpu(
     symmetric: bool,
     scale_dtype: torch.dtype,
     factors: tuple[float, ...],
+    importance: Tensor | None = None,
 ) -> _Groups:
     weight = weight.float() if weight.dtype == torch.float64 else weight
-    return operators.quantize_groups(weight, group_size, codes.dtype, symmetric, scale_dtype, factors)
+    return operators.quantize_groups(weight, group_size, codes.dtype, symmetric, scale_dtype, factors, importance)
 
 
 def _groups_by_torch(
@@ -237,6 +206,7 @@ def _groups_by_torch(
     symmetric: bool,
     scale_dtype: torch.dtype,
     factors: tuple[float, ...],
+    importance: Tensor | None = None,
 ) -> _Groups:
     n, k = weight.shape
     size = k if group_size == -1 else group_size
@@ -244,23 +214,29 @@ def _groups_by_torch(
     scales = torch.empty(n, (k + size - 1) // size, dtype=scale_dtype, device=weight.device)
     zeros = torch.empty_like(scales)
     squares = torch.zeros(2, dtype=torch.float64, device=weight.device)  # of the error and of the weight
-    for rows, values in _chunks(weight):
+    weights = None if importance is None else functional.pad(importance, (0, -k % size)).view(-1, size)
+    for rows, values in chunks(weight):
         squares[1] += values.square().sum(dtype=torch.float64)
         # Zeros pad the last group: they are exact under every scale and change neither its range nor its error.
         groups = functional.pad(values, (0, -k % size)).view(len(values), -1, size)
-        scale, zero, error = _search(groups, codes, symmetric, scale_dtype, factors)
-        groups = groups.div(scale).round_().add_(zero).clamp_(codes.lowest, codes.highest)
-        q[rows] = groups.view(len(values), -1)[:, :k].to(codes.dtype)
+        scale, zero = _search(groups, codes, symmetric, scale_dtype, factors, weights)
+        chosen = groups.div(scale).round_().add_(zero).clamp_(codes.lowest, codes.highest)
+        q[rows] = chosen.view(len(values), -1)[:, :k].to(codes.dtype)
         scales[rows] = scale.squeeze(-1).to(scale_dtype)
         zeros[rows] = zero.squeeze(-1).to(scale_dtype)
-        squares[0] += error.sum(dtype=torch.float64)
+        squares[0] += groups.addcmul_(chosen.sub_(zero), scale, value=-1).square_().sum(dtype=torch.float64)
     return q, scales, zeros, squares
 
 
 def _search(
-    values: Tensor, codes: _Codes, symmetric: bool, scale_dtype: torch.dtype, factors: tuple[float, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The best (scale, zero, squared error), each [rows, groups, 1], for values [rows, groups, size]."""
+    values: Tensor,
+    codes: _Codes,
+    symmetric: bool,
+    scale_dtype: torch.dtype,
+    factors: tuple[float, ...],
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The best (scale, zero), each [rows, groups, 1], for values [rows, groups, size] and weights [groups, size]."""
     low, high = torch.aminmax(values, dim=-1, keepdim=True)
     low, high = low.clamp_(max=0), high.clamp_(min=0)
     if not symmetric:
@@ -285,7 +261,10 @@ def _search(
         torch.div(values, scale, out=scratch).round_()
         torch.clamp(scratch, codes.lowest - zero, codes.highest - zero, out=scratch)
         torch.addcmul(values, scratch, scale, value=-1, out=scratch)
-        candidate = scale, zero, scratch.square_().sum(-1, keepdim=True)
+        scratch.square_()
+        if weights is not None:
+            scratch.mul_(weights)
+        candidate = scale, zero, scratch.sum(-1, keepdim=True)
         if best is None:
             best = candidate
         else:
@@ -296,4 +275,4 @@ def _search(
                 torch.where(better, candidate[2], best[2]),
             )
     assert best is not None
-    return best
+    return best[:2]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import ops
 from .formats import Float8Weight, Int4Weight, Int8Weight, Scheme, _host
-from .quantizer import SCALE_BLOCK
+from .quantizer_fp8 import SCALE_BLOCK
 
 __all__ = [
     "SCHEMES",

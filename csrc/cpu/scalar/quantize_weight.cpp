@@ -60,8 +60,9 @@ void to_bytes(const Plain& lanes, uint8_t (&bytes)[kLanes]) {
 
 }  // namespace
 
-QuantizedGroup scalar::quantize_group(const GroupRules& rules, const float* values, int64_t count, uint8_t* q) {
-  return cpu::quantize_group<Plain>(rules, values, count, q);
+QuantizedGroup scalar::quantize_group(const GroupRules& rules, const float* values, const float* importance,
+                                      int64_t count, uint8_t* q) {
+  return cpu::quantize_group<Plain>(rules, values, importance, count, q);
 }
 
 }  // namespace qao::cpu

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from ..formats import Granularity
-from ..quantizer import SCALE_BLOCK
+from ..quantizer_fp8 import SCALE_BLOCK
 from ..schemes import Float8DynamicActivationFloat8Weight
 from .base import QuantizedLayer
 from .files import TensorFiles

@@ -43,8 +43,9 @@ inline void to_bytes(Two x, uint8_t (&bytes)[kLanes]) {
 
 }  // namespace
 
-QuantizedGroup avx2::quantize_group(const GroupRules& rules, const float* values, int64_t count, uint8_t* q) {
-  return cpu::quantize_group<Two>(rules, values, count, q);
+QuantizedGroup avx2::quantize_group(const GroupRules& rules, const float* values, const float* importance,
+                                    int64_t count, uint8_t* q) {
+  return cpu::quantize_group<Two>(rules, values, importance, count, q);
 }
 
 }  // namespace qao::cpu

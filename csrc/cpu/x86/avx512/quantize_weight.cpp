@@ -32,8 +32,9 @@ inline void to_bytes(One x, uint8_t (&bytes)[kLanes]) {
 
 }  // namespace
 
-QuantizedGroup avx512::quantize_group(const GroupRules& rules, const float* values, int64_t count, uint8_t* q) {
-  return cpu::quantize_group<One>(rules, values, count, q);
+QuantizedGroup avx512::quantize_group(const GroupRules& rules, const float* values, const float* importance,
+                                      int64_t count, uint8_t* q) {
+  return cpu::quantize_group<One>(rules, values, importance, count, q);
 }
 
 }  // namespace qao::cpu
