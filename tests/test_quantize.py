@@ -12,6 +12,7 @@ import pytest
 import qao
 import torch
 from qao import Int4WeightOnly, QuantLinear, Report, quantize_
+from qao.importance import estimate_importance
 from torch import Tensor, nn
 
 SCHEME = Int4WeightOnly(group_size=32)
@@ -510,3 +511,23 @@ def test_progress_is_silent_when_it_is_quick_or_unwanted(capfd: pytest.CaptureFi
         for progress in (True, False):
             quantize_(Model(), SCHEME, progress=progress)
     assert capfd.readouterr() == ("", "")
+
+
+def test_values_tell_of_queries_and_keys(device: str) -> None:
+    """What a layer of values finds out about the columns that queries read as well."""
+    attention = torch.nn.Module()
+    generator = torch.Generator().manual_seed(0)
+    for name, k in (("q_proj", 64), ("k_proj", 32), ("v_proj", 64)):
+        layer = torch.nn.Linear(k, 48, bias=False)
+        layer.weight.data = torch.randn(48, k, generator=generator) * torch.logspace(-2, 0, k).roll(k // 2)
+        setattr(attention, name, layer.to(device))
+    attention.q_proj.weight.data = attention.q_proj.weight.data.flip(1)
+    weights = {name: layer.weight.detach().clone() for name, layer in attention.named_children()}
+    scheme = Int4WeightOnly(group_size=32)
+    quantize_(attention, scheme, progress=False)
+    told = scheme.quantize(weights["q_proj"], importance=estimate_importance(weights["v_proj"]))
+    alone = {name: scheme.quantize(weight) for name, weight in weights.items()}
+    assert not torch.equal(told.scales, alone["q_proj"].scales)
+    for name, expected in (("q_proj", told), ("k_proj", alone["k_proj"]), ("v_proj", alone["v_proj"])):
+        layer = getattr(attention, name)
+        assert torch.equal(layer.scales, expected.scales) and torch.equal(layer.qweight, expected.qweight)

@@ -54,7 +54,7 @@ def threads(count: int) -> Iterator[None]:
 def test_round_to_nearest_has_the_bits_of_torch(n: int, k: int, codes: Any, symmetric: bool) -> None:
     for dtype, scale_dtype, group_size in itertools.product(DTYPES, DTYPES, (32, 64, 128, 256, -1)):
         weight = random_weight(n, k, dtype)
-        arguments = weight, group_size, codes, symmetric, scale_dtype, (1.0,)
+        arguments = weight, group_size, codes, symmetric, scale_dtype, (1.0,), None
         got, expected = quantizer._groups_on_cpu(*arguments), quantizer._groups_by_torch(*arguments)
         assert same(got[:3], expected[:3])
         # torch may fuse a product and a difference: each is off by no more than 2^-24 of its value.
@@ -73,7 +73,7 @@ def sum_of_lanes(values: Tensor) -> Tensor:
 
 
 def search(
-    group: Tensor, codes: Any, symmetric: bool, scale_dtype: torch.dtype
+    group: Tensor, codes: Any, symmetric: bool, scale_dtype: torch.dtype, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, scale, zero and squared error of one group of every row, [N, size]: every factor, the first best one."""
     best: tuple[Tensor, ...] | None = None
@@ -84,12 +84,14 @@ def search(
         clipped = torch.minimum(torch.maximum(steps, codes.lowest - zero), codes.highest - zero)
         product = clipped * scale
         difference = group - product
-        tried = (clipped + zero).to(codes.dtype), scale[:, 0], zero[:, 0], sum_of_lanes(difference * difference)
+        squares = difference * difference
+        loss, error = sum_of_lanes(squares * weights), sum_of_lanes(squares)
+        tried = (clipped + zero).to(codes.dtype), scale[:, 0], zero[:, 0], error, loss
         if best is None:
             best = tried
         else:
-            better = tried[3] < best[3]
-            rows = [better[:, None], better, better, better]
+            better = tried[4] < best[4]
+            rows = [better[:, None], better, better, better, better]
             best = tuple(torch.where(row, new, old) for row, new, old in zip(rows, tried, best, strict=True))
     assert best is not None
     return best[0], best[1], best[2], best[3]
@@ -103,9 +105,11 @@ def test_the_search_takes_the_first_best_factor(n: int, k: int, codes: Any, symm
     for dtype, group_size in ((torch.float32, 32), (torch.bfloat16, 128), (torch.float16, -1)):
         weight = random_weight(n, k, dtype)
         size = k if group_size == -1 else group_size
-        groups = [search(part, codes, symmetric, dtype) for part in weight.float().split(size, 1)]
+        importance = torch.rand(k, generator=torch.Generator().manual_seed(k))
+        parts = zip(weight.float().split(size, 1), importance.split(size), strict=True)
+        groups = [search(part, codes, symmetric, dtype, weights) for part, weights in parts]
         q, scales, zeros, squares = OPS.quantize_groups(
-            weight, group_size, codes.dtype, symmetric, dtype, _CLIP_FACTORS
+            weight, group_size, codes.dtype, symmetric, dtype, _CLIP_FACTORS, importance
         )
         assert torch.equal(q, torch.cat([group[0] for group in groups], 1))
         assert torch.equal(scales, torch.stack([group[1] for group in groups], 1).to(dtype))
@@ -114,6 +118,19 @@ def test_the_search_takes_the_first_best_factor(n: int, k: int, codes: Any, symm
         for group, part in zip(groups, weight.float().split(size, 1), strict=True):
             error, norm = error + group[3], norm + sum_of_lanes(part * part)
         assert squares.tolist() == [sum(error.tolist()), sum(norm.tolist())]
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("n, k", [*SHAPES, (16, 1040)])
+def test_grids_have_the_bits_of_torch(n: int, k: int) -> None:
+    for scale_dtype, group_size in itertools.product(DTYPES, (32, 128, -1)):
+        generator = torch.Generator().manual_seed(k)
+        weight = (torch.randint(0, 16, (n, k), generator=generator) - 7.4) * torch.rand(n, 1, generator=generator)
+        arguments = weight, group_size, _INT4, False, scale_dtype, (1.0,), None
+        got, expected = quantizer._groups_on_cpu(*arguments), quantizer._groups_by_torch(*arguments)
+        assert same(got[:3], expected[:3])
+        whole = got[2][:, : k // group_size] if group_size > 0 else got[2]
+        assert k < 128 or (group_size == -1 and k % 16) or (whole != whole.round()).any()  # grids there are
 
 
 @every_format
@@ -205,7 +222,7 @@ def test_a_weight_is_quantised_by_few_calls() -> None:
     ):
         with _Count() as count:
             quantize()
-        assert count.calls <= 20
+        assert count.calls <= 24
 
 
 def test_opcheck() -> None:
@@ -213,6 +230,7 @@ def test_opcheck() -> None:
         weight = random_weight(9, 70, dtype)
         groups = (weight, 32, torch.uint8, False, torch.float16, [1.0, 0.9])
         torch.library.opcheck(OPS.quantize_groups.default, groups, test_utils=UTILITIES)
+        torch.library.opcheck(OPS.quantize_groups.default, (*groups, torch.ones(70)), test_utils=UTILITIES)
         rows = (weight, -1, torch.int8, True, torch.float32, [1.0])
         torch.library.opcheck(OPS.quantize_groups.default, rows, test_utils=UTILITIES)
         torch.library.opcheck(OPS.quantize_blocks.default, (weight, 4, 32), test_utils=UTILITIES)
@@ -246,6 +264,9 @@ GROUPS = {
         ({"factors": [1.0, 0.0]}, "factors must be positive"),
         ({"factors": [float("nan")]}, "factors must be positive"),
         ({"factors": [float("inf")]}, "factors must be positive"),
+        ({"importance": torch.ones(63)}, r"importance must be float32 \[K\]"),
+        ({"importance": torch.ones(64, dtype=torch.float64)}, "importance must be float32"),
+        ({"importance": torch.ones(128)[::2]}, "contiguous and on the CPU"),
     ],
 )
 def test_groups_of_bad_arguments(wrong: dict[str, Any], message: str) -> None:

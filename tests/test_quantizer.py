@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from qao import quantizer, reference
+from qao.importance import estimate_importance
 from qao.quantizer import QuantizedWeight, quantize_int4, quantize_int8
 from qao.quantizer_fp8 import quantize_fp8
 from torch import Tensor
@@ -97,7 +98,14 @@ def test_scales_are_rounded_before_q_is_chosen(symmetric: bool, device: str) -> 
 def test_clip_search_lowers_the_error_of_every_group(symmetric: bool, group_size: int, device: str) -> None:
     weight = random_weight(64, 512, device)
     plain, searched = (
-        quantize_int4(weight, group_size, symmetric=symmetric, scale_dtype=torch.float32, clip_search=search)
+        quantize_int4(
+            weight,
+            group_size,
+            symmetric=symmetric,
+            scale_dtype=torch.float32,
+            clip_search=search,
+            importance=torch.ones(512),
+        )
         for search in (False, True)
     )
     before = group_errors(weight, dense(plain, group_size), group_size)
@@ -106,18 +114,73 @@ def test_clip_search_lowers_the_error_of_every_group(symmetric: bool, group_size
     assert searched.relative_error < plain.relative_error
 
 
-def test_clip_search_chooses_the_best_of_its_ranges(device: str) -> None:
-    """Against every range tried one by one in float64."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_clip_search_chooses_the_best_of_its_ranges(dtype: torch.dtype, device: str) -> None:
+    """Against every range tried one by one in float64, with errors weighed by the importance of their columns."""
     weight = random_weight(16, 64, device)
-    got = quantize_int4(weight, 32, symmetric=True, scale_dtype=torch.float32)
+    importance = torch.linspace(0, 3, 64, device=device).square().to(dtype)
+    got = quantize_int4(weight, 32, symmetric=True, scale_dtype=torch.float32, importance=importance)
+    weights = importance.double().view(2, 32)
     groups = weight.double().unflatten(1, (-1, 32))
     extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     errors = []
-    for factor in quantizer._CLIP_FACTORS:
+    for factor in quantizer._CLIP_FACTORS_INT4:
         scale = extreme / -8 * factor
-        errors.append(((groups / scale).round().clamp(-8, 7) * scale - groups).square().sum(-1))
+        errors.append((((groups / scale).round().clamp(-8, 7) * scale - groups).square() * weights).sum(-1))
     best = torch.stack(errors).amin(0)
-    torch.testing.assert_close(group_errors(weight, dense(got, 32), 32), best, rtol=1e-4, atol=0)
+    found = (weight.double() - dense(got, 32)).square().unflatten(1, (-1, 32)) * weights
+    torch.testing.assert_close(found.sum(-1), best, rtol=1e-4, atol=0)
+
+
+def test_the_importance_is_estimated_where_none_is_given(device: str) -> None:
+    weight = random_weight(48, 128, device) * torch.logspace(-3, 1, 128, device=device)
+    squares = weight.double().square().mean(0)
+    estimate = estimate_importance(weight)
+    torch.testing.assert_close(estimate.double(), 1 / (squares / squares.mean() + 1e-4), rtol=1e-5, atol=0)
+    default, given, alike = (
+        quantize_int4(weight, 32, symmetric=False, scale_dtype=torch.float32, importance=importance)
+        for importance in (None, estimate, torch.ones(128))
+    )
+    assert torch.equal(default.scales, given.scales) and torch.equal(default.q, given.q)
+    assert not torch.equal(default.scales, alike.scales)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.ones(63),
+        torch.ones(64, 1),
+        torch.ones(64, dtype=torch.int32),
+        -torch.ones(64),
+        torch.full((64,), torch.inf),
+    ],
+    ids=["short", "matrix", "integers", "negative", "infinite"],
+)
+def test_importance_that_is_none(wrong: Tensor, device: str) -> None:
+    weight = random_weight(4, 64, device)
+    with pytest.raises(ValueError, match=r"^w: importance must be of shape \[64\] in a float dtype.*not torch"):
+        quantize_int4(weight, 32, symmetric=True, scale_dtype=torch.float32, importance=wrong, name="w")
+
+
+@pytest.mark.parametrize("group_size, k", [(32, 96), (128, 256), (-1, 80)])
+def test_a_grid_comes_back_exactly(group_size: int, k: int, device: str) -> None:
+    """Sixteen steps from lowest to highest whose zero point is no whole number, as files of four bits hold them."""
+    size = k if group_size == -1 else group_size
+    generator = torch.Generator().manual_seed(k)
+    codes = torch.randint(0, 16, (24, k // size, size), generator=generator)
+    codes[..., 3], codes[..., 17] = 0, 15
+    scales = torch.rand(24, k // size, 1, generator=generator) + 0.5
+    zeros = torch.rand(24, k // size, 1, generator=generator) * 0.6 + torch.randint(-20, 20, (24, k // size, 1)) + 0.2
+    weight = ((codes - zeros) * scales).flatten(1)
+    got = quantize_int4(weight.to(device), group_size, symmetric=False, scale_dtype=torch.float32)
+    assert torch.equal(got.q.cpu(), codes.flatten(1).to(torch.uint8))
+    distance = (dense(got, group_size).cpu() - weight.double()).abs()
+    # A difference of extremes, a quotient and the values of the weight itself, each rounded to float32.
+    assert distance.max() <= 40 * 1.5 * 2.0**-21
+    off = weight.clone()
+    off[:, 5] += 0.3 * scales[:, 0, 0]  # one value between two steps: a grid no more
+    zeros_of = quantize_int4(off.to(device), group_size, symmetric=False, scale_dtype=torch.float32).zeros
+    assert zeros_of is not None and torch.equal(zeros_of[:, 0], zeros_of[:, 0].round())
 
 
 @symmetric_or_not

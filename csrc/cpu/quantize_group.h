@@ -26,6 +26,12 @@ static inline Lanes round_even(Lanes v) {
   return sub(add(v, rounder), rounder);
 }
 
+// Steps by which values may miss a grid, for rounding. 1/16: that of bfloat16
+// scales stays below, and 32 values would be so near by chance once in 1e27 groups.
+constexpr float kGridTolerance = 0x1p-4f;
+constexpr float kWholeTolerance = 0x1p-12f;  // steps by which a zero point that is a whole number may miss it
+constexpr float kLargestGridZero = 64;
+
 // The range of the values and 0.
 struct Range {
   float low, high;
@@ -48,6 +54,35 @@ static inline float zero_of(const GroupRules& rules, Range range, float factor, 
   return zero < c.lowest ? c.lowest : zero > c.highest ? c.highest : zero;
 }
 
+// The steps from the lowest to the highest value, if every value is on one but for rounding; scales of 0 are none.
+// Where the zero point is a whole number, the search finds the grid.
+template <typename Lanes>
+static bool find_grid(const GroupRules& rules, const float* values, int64_t count, QuantizedGroup* group) {
+  const Codes& codes = rules.codes;
+  if (count < rules.size || count % kLanes != 0) return false;  // zeros follow
+  Lanes low = Lanes::load(values), high = low;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Lanes v = Lanes::load(values + i);
+    low = least(low, v), high = largest(high, v);
+  }
+  const float lowest_value = lowest_of(low), highest_value = -lowest_of(sub(Lanes::all(0), high));
+  const float scale = rounded_to(rules.scale_dtype, (highest_value - lowest_value) / (codes.highest - codes.lowest));
+  if (!(scale > rules.smallest)) return false;
+  const float zero = rounded_to(rules.scale_dtype, -lowest_value / scale);
+  if (!(std::fabs(zero) < kLargestGridZero) || std::fabs(zero - round_even(zero)) < kWholeTolerance) return false;
+  const Lanes scales = Lanes::all(scale), zeros = Lanes::all(zero), lowest = Lanes::all(codes.lowest),
+              highest = Lanes::all(codes.highest);
+  Lanes distance = Lanes::all(0);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Lanes steps = add(div(Lanes::load(values + i), scales), zeros);
+    const Lanes off = sub(steps, least(largest(round_even(steps), lowest), highest));
+    distance = largest(distance, largest(off, sub(Lanes::all(0), off)));
+  }
+  if (!(-lowest_of(sub(Lanes::all(0), distance)) < kGridTolerance)) return false;
+  group->scale = scale, group->zero = zero;
+  return true;
+}
+
 template <typename Lanes>
 static QuantizedGroup quantize_group(const GroupRules& rules, const float* values, const float* importance,
                                      int64_t count, uint8_t* q) {
@@ -61,7 +96,8 @@ static QuantizedGroup quantize_group(const GroupRules& rules, const float* value
   const float full = full_scale(rules, range);
   QuantizedGroup best;
   float least_loss = 0;
-  for (int64_t f = 0; f < rules.factor_count; ++f) {
+  const bool on_grid = !rules.symmetric && find_grid<Lanes>(rules, values, count, &best);
+  for (int64_t f = 0; f < (on_grid ? 0 : rules.factor_count); ++f) {
     float scale = full * rules.factors[f];
     scale = rounded_to(rules.scale_dtype, std::fabs(scale) < rules.smallest ? rules.smallest : scale);
     const float zero = zero_of(rules, range, rules.factors[f], scale);
@@ -83,7 +119,9 @@ static QuantizedGroup quantize_group(const GroupRules& rules, const float* value
               highest = Lanes::all(codes.highest);
   for (int64_t i = 0; i < count; i += kLanes) {
     const Lanes v = Lanes::load(values + i);
-    const Lanes code = least(largest(add(round_even(div(v, scales)), zero), lowest), highest);
+    const Lanes steps = div(v, scales);
+    const Lanes rounded = on_grid ? round_even(add(steps, zero)) : add(round_even(steps), zero);
+    const Lanes code = least(largest(rounded, lowest), highest);
     const Lanes difference = sub(v, mul(sub(code, zero), scales));
     error = add(error, mul(difference, difference));
     uint8_t bytes[kLanes];

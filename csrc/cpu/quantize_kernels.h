@@ -24,6 +24,7 @@ struct GroupRules {
   bool symmetric = true;
   DType scale_dtype = DType::kFloat32;
   float smallest = 0;              // magnitude of a scale
+  int64_t size = 0;                // of a whole group
   const float* factors = nullptr;  // multiples of the group's range that are tried
   int64_t factor_count = 0;
 };
@@ -44,7 +45,8 @@ struct QuantizeKernels {
   void (*to_float)(const float* values, int64_t count, void* y, int64_t index, DType y_dtype);
   // A group of a weight: values[0 .. count), which zeros follow up to a multiple of 16: they are exact under every
   // scale. Of the factors it takes the first of the least sum of squared errors times importance, which is as long
-  // and >= 0.
+  // and >= 0. Values that lie on a grid of sixteen steps already keep it, with a zero point that is no whole number,
+  // unless symmetric.
   QuantizedGroup (*group)(const GroupRules&, const float* values, const float* importance, int64_t count, uint8_t* q);
 };
 

@@ -26,6 +26,7 @@ GroupRules rules_of(const WeightProblem& p) {
   rules.symmetric = p.symmetric;
   rules.scale_dtype = p.scale_dtype;
   rules.smallest = smallest_scale(p.scale_dtype);
+  rules.size = p.group_size;
   rules.factors = p.factors, rules.factor_count = p.factor_count;
   return rules;
 }

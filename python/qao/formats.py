@@ -52,7 +52,7 @@ class Scheme(ABC):
     # ---- the weight format: what a subclass says about it
 
     @abstractmethod
-    def _quantize(self, weight: Tensor, name: str) -> QuantizedWeight:
+    def _quantize(self, weight: Tensor, name: str, importance: Tensor | None) -> QuantizedWeight:
         """``quantize`` as far as plain tensors."""
 
     @abstractmethod
@@ -82,9 +82,9 @@ class Scheme(ABC):
         """What the operator of a layer W [n, k] is told beside tensors."""
         return ()
 
-    def quantize(self, weight: Tensor, name: str = "weight") -> PackedWeight:
-        """Quantises and packs a float weight [N, K] on its device; ``name`` begins the message of a ValueError."""
-        quantized = self._quantize(weight, name)
+    def quantize(self, weight: Tensor, name: str = "weight", importance: Tensor | None = None) -> PackedWeight:
+        """Quantises and packs a float weight [N, K]; ``importance``, read by int4 alone, as in ``quantize_int4``."""
+        quantized = self._quantize(weight, name, importance)
         packed = self.pack(quantized.q, quantized.scales, quantized.zeros)
         return packed._replace(relative_error=quantized.relative_error)
 
@@ -205,11 +205,10 @@ class Int4Weight(Scheme):
     def scale_dtype_of(self, given: torch.dtype) -> torch.dtype:
         return self.scale_dtype or super().scale_dtype_of(given)
 
-    def _quantize(self, weight: Tensor, name: str) -> QuantizedWeight:
-        dtype, clip_search = self.scale_dtype_of(weight.dtype), self.clip_search
-        return quantize_int4(
-            weight, self.group_size, symmetric=self.symmetric, scale_dtype=dtype, clip_search=clip_search, name=name
-        )
+    def _quantize(self, weight: Tensor, name: str, importance: Tensor | None) -> QuantizedWeight:
+        dtype = self.scale_dtype_of(weight.dtype)
+        options: Any = {"clip_search": self.clip_search, "importance": importance, "name": name}
+        return quantize_int4(weight, self.group_size, symmetric=self.symmetric, scale_dtype=dtype, **options)
 
     def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int, int], bool]:
         groups = 1 if self.group_size == -1 else -(-k // self.group_size)
@@ -243,7 +242,7 @@ class Int8Weight(Scheme):
     def __post_init__(self) -> None:
         self._check_bool("clip_search", "symmetric_activations")
 
-    def _quantize(self, weight: Tensor, name: str) -> QuantizedWeight:
+    def _quantize(self, weight: Tensor, name: str, importance: Tensor | None) -> QuantizedWeight:
         return quantize_int8(weight, clip_search=self.clip_search, name=name)
 
     def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int], bool]:
@@ -275,7 +274,7 @@ class Float8Weight(Scheme):
     def __str__(self) -> str:
         return f"{self.word} {self.granularity}"
 
-    def _quantize(self, weight: Tensor, name: str) -> QuantizedWeight:
+    def _quantize(self, weight: Tensor, name: str, importance: Tensor | None) -> QuantizedWeight:
         return quantize_fp8(weight, self.granularity, name=name)
 
     def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int, int], bool]:

@@ -277,10 +277,12 @@ def pack(linear: nn.Module, scheme: Scheme, device: torch.device | str | None, n
     return pack_weight(linear_weight(linear), scheme, device, name)
 
 
-def pack_weight(weight: Tensor, scheme: Scheme, device: torch.device | str | None, name: str) -> PackedWeight:
+def pack_weight(
+    weight: Tensor, scheme: Scheme, device: torch.device | str | None, name: str, importance: Tensor | None = None
+) -> PackedWeight:
     """The same of a weight [N, K]."""
     if not weight.is_meta:
-        return scheme.quantize(weight if device is None else weight.to(device), name)
+        return scheme.quantize(weight if device is None else weight.to(device), name, importance)
     if device is not None and torch.device(device).type != "meta":
         raise ValueError(
             f"{name}: the weight is on meta and has no data to quantise on {device}. Load the model first."
@@ -294,6 +296,5 @@ def _kernel_bias(bias: Tensor | None, device: torch.device) -> Tensor | None:
         return None
     if bias.is_meta:  # of a model that is being loaded, whose bias is yet to come
         device = bias.device
-    return bias.detach().to(
-        device, torch.float32 if bias.dtype == torch.float64 else bias.dtype
-    )  # no kernel has float64
+    dtype = torch.float32 if bias.dtype == torch.float64 else bias.dtype  # no kernel has float64
+    return bias.detach().to(device, dtype)

@@ -7,14 +7,15 @@ import warnings
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import survey
 from .callbacks import by_name_and_module
 from .embedding import QuantEmbedding, is_embedding, rename_ties
-from .formats import Scheme
+from .formats import Int4Weight, Scheme
+from .importance import estimate_importance, told_by
 from .integrations import registration
-from .linear import QuantLinear, is_linear, linear_weight, pack
+from .linear import QuantLinear, is_linear, linear_weight, pack, pack_weight
 from .packed import PackedModule
 from .quantizer import check_finite
 from .report import Report
@@ -97,8 +98,9 @@ def quantize_(
             _check_weight(layer, device)
     _complain(report, strict)
 
+    importance = _importance(layers)
     try:
-        _replace(pending, device, progress)
+        _replace(pending, importance, device, progress)
     finally:
         if any(isinstance(layer.module, QuantEmbedding) for layer in pending):
             rename_ties(model)
@@ -164,7 +166,26 @@ def _complain(report: Report, strict: bool) -> None:
         warnings.warn("quantize_: " + "\n".join(messages), stacklevel=3)
 
 
-def _replace(pending: list[survey.Layer], device: torch.device | str | None, progress: bool) -> None:
+def _importance(layers: list[survey.Layer]) -> dict[str, Tensor]:
+    """Of layers in int4 by name, where the weight of another that is quantised tells: before that one is."""
+    named = {layer.row.name: layer.module for layer in layers if is_linear(layer.module) and layer.scheme is not None}
+    found = {}
+    for layer in layers:
+        other = named.get(told_by(layer.row.name) or "")
+        if other is None or not isinstance(layer.scheme, Int4Weight) or not layer.scheme.clip_search:
+            continue
+        weight = linear_weight(other)
+        if not weight.is_meta and weight.shape[1] == linear_weight(layer.module).shape[1]:
+            found[layer.row.name] = estimate_importance(weight)
+    return found
+
+
+def _replace(
+    pending: list[survey.Layer],
+    importance: Mapping[str, Tensor],
+    device: torch.device | str | None,
+    progress: bool,
+) -> None:
     from tqdm import tqdm  # type: ignore[import-untyped]  # here, to keep `import qao` light
 
     # The weight of all layers of a list is one: they are replaced together or not at all.
@@ -175,7 +196,7 @@ def _replace(pending: list[survey.Layer], device: torch.device | str | None, pro
     done = 0
     try:
         for unit in tqdm(units.values(), desc="quantize_", unit="layer", delay=2, disable=not progress):
-            made = _quantized(unit, device)
+            made = _quantized(unit, importance.get(unit[0].row.name), device)
             # The float module goes as soon as its successor is there: memory never holds two models.
             for layer, module in zip(unit, made, strict=True):
                 layer.module = module
@@ -191,11 +212,13 @@ def _replace(pending: list[survey.Layer], device: torch.device | str | None, pro
         raise
 
 
-def _quantized(unit: list[survey.Layer], device: torch.device | str | None) -> list[QuantLinear | QuantEmbedding]:
+def _quantized(
+    unit: list[survey.Layer], importance: Tensor | None, device: torch.device | str | None
+) -> list[QuantLinear | QuantEmbedding]:
     """What takes the places of layers with one weight."""
     first, *others = unit
     assert first.scheme is not None
-    packed = pack(first.module, first.scheme, device, first.row.name)
+    packed = pack_weight(linear_weight(first.module), first.scheme, device, first.row.name, importance)
     head = QuantLinear.from_packed(first.module, first.scheme, packed)
     made: list[QuantLinear | QuantEmbedding] = [head]
     for layer in others:

@@ -11,10 +11,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import operators
+from .importance import checked_importance, estimate_importance
 
 # Multiples of a group's range that the search tries, 1.09 to 0.52. Below 1 the tails of the group are clipped and the
 # rest gets finer steps; a little above 1 the steps may happen to fall on the values.
 _CLIP_FACTORS = tuple(1 + 0.03 * step for step in range(3, -17, -1))
+# The same for four bits: an estimate of what matters leads a longer search astray (docs/numerics.md).
+_CLIP_FACTORS_INT4 = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85)
+# Steps by which values may miss a grid of sixteen, and its zero point a whole number: as in quantize_group.h.
+_GRID_TOLERANCE, _WHOLE_TOLERANCE = 2.0**-4, 2.0**-12
+_LARGEST_GRID_ZERO = 64.0
 # Elements quantised at a time. A CPU core's second-level cache holds such a chunk and its scratch; a GPU needs more
 # work per launch, and memory stays bounded by a few hundred megabytes.
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
@@ -25,7 +31,8 @@ class QuantizedWeight(NamedTuple):
 
     q: Tensor  # [N, K]: uint8 0..15, int8 -127..127, or float8_e4m3fn
     scales: Tensor  # int4 [N, ceil(K / group_size)], of either sign; int8 [N]; fp8 see quantizer_fp8.py
-    zeros: Tensor | None  # like scales, whole numbers 0..15; None: 8 everywhere for int4, 0 otherwise (symmetric)
+    # Like scales: whole numbers 0..15, others where a group is a grid already. None: 8 for int4, 0 otherwise.
+    zeros: Tensor | None
     relative_error: float  # ‖W - Ŵ‖ / ‖W‖, Frobenius; 0 for an all-zero weight
 
 
@@ -69,9 +76,10 @@ def quantize_int4(
     ``symmetric``, a whole-number zero point. A symmetric scale is negative where the largest value of its group is
     positive: codes reach one step further below the zero point 8 than above. With ``clip_search`` the group's range is
     multiplied by a few fixed factors and the one of least squared error is kept, each column's error weighed by
-    ``importance``, such as the mean square of its activations: float [K], >= 0, on any device; None: all alike. Scales
-    are rounded to ``scale_dtype`` before q is chosen: the error that is minimised is the one the layer will have.
-    Computed in float32, a chunk of rows at a time.
+    ``importance``, such as the mean square of its activations: float [K], >= 0, on any device; None takes
+    ``importance.estimate_importance``. Unless ``symmetric``, a group that is a grid of sixteen steps already is kept,
+    with a zero point that is no whole number. Scales are rounded to ``scale_dtype`` before q is chosen: the error that
+    is minimised is the one the layer will have. Computed in float32, a chunk of rows at a time.
 
     Raises:
         ValueError: ``importance`` is none of the above, the weight holds NaN or Inf, or a scale overflows
@@ -142,20 +150,6 @@ def check_scales(scales: Tensor, weight: Tensor, name: str) -> None:
         )
 
 
-def _checked_importance(importance: Tensor, weight: Tensor, name: str) -> Tensor:
-    k = weight.shape[1]
-    usable = importance.is_floating_point() and importance.shape == (k,)
-    if usable:
-        importance = importance.detach().to(weight.device, torch.float32).contiguous()
-        usable = bool((importance.isfinite() & (importance >= 0)).all())
-    if not usable:
-        raise ValueError(
-            f"{name}: importance must be of shape [{k}] in a float dtype, finite and not negative, for a weight "
-            f"{list(weight.shape)}, not {importance.dtype}{list(importance.shape)}"
-        )
-    return importance
-
-
 def relative_error(squares: Tensor) -> float:
     error, norm = squares.sqrt().tolist()
     return error / norm if norm else 0.0
@@ -171,10 +165,12 @@ def _quantize_groups(
     importance: Tensor | None,
     name: str,
 ) -> QuantizedWeight:
-    factors = _CLIP_FACTORS if clip_search else (1.0,)
+    factors = (_CLIP_FACTORS_INT4 if codes is _INT4 else _CLIP_FACTORS) if clip_search else (1.0,)
     quantize = _groups_on_cpu if weight.device.type == "cpu" else _groups_by_torch
-    if importance is not None:
-        importance = _checked_importance(importance, weight, name)
+    if importance is None and clip_search and codes is _INT4:
+        importance = estimate_importance(weight)
+    elif importance is not None:
+        importance = checked_importance(importance, weight, name)
     q, scales, zeros, squares = quantize(
         weight.detach(), group_size, codes, symmetric, scale_dtype, factors, importance
     )
@@ -220,12 +216,39 @@ def _groups_by_torch(
         # Zeros pad the last group: they are exact under every scale and change neither its range nor its error.
         groups = functional.pad(values, (0, -k % size)).view(len(values), -1, size)
         scale, zero = _search(groups, codes, symmetric, scale_dtype, factors, weights)
-        chosen = groups.div(scale).round_().add_(zero).clamp_(codes.lowest, codes.highest)
+        steps = groups.div(scale)
+        if not symmetric and size % 16 == 0:  # whole groups alone, which no zeros pad
+            whole = slice(0, k // size)
+            _keep_grids(groups[:, whole], steps[:, whole], scale[:, whole], zero[:, whole], codes, scale_dtype)
+        chosen = torch.where(zero == zero.round(), steps.round() + zero, (steps + zero).round())
+        chosen.clamp_(codes.lowest, codes.highest)
         q[rows] = chosen.view(len(values), -1)[:, :k].to(codes.dtype)
         scales[rows] = scale.squeeze(-1).to(scale_dtype)
         zeros[rows] = zero.squeeze(-1).to(scale_dtype)
         squares[0] += groups.addcmul_(chosen.sub_(zero), scale, value=-1).square_().sum(dtype=torch.float64)
     return q, scales, zeros, squares
+
+
+def _keep_grids(
+    values: Tensor, steps: Tensor, scale: Tensor, zero: Tensor, codes: _Codes, scale_dtype: torch.dtype
+) -> None:
+    """Where a group is a grid of sixteen steps from its lowest to its highest value, sets its scale, zero and steps."""
+    low, high = torch.aminmax(values, dim=-1, keepdim=True)
+    grid_scale = ((high - low) / (codes.highest - codes.lowest)).to(scale_dtype).float()
+    grid_zero = (-low / grid_scale).to(scale_dtype).float()
+    found = values / grid_scale + grid_zero
+    distance = (found - found.round().clamp_(codes.lowest, codes.highest)).abs().amax(-1, keepdim=True)
+    is_grid = (grid_scale > _smallest_scale(scale_dtype)) & (grid_zero.abs() < _LARGEST_GRID_ZERO)
+    is_grid &= (distance < _GRID_TOLERANCE) & ((grid_zero - grid_zero.round()).abs() >= _WHOLE_TOLERANCE)
+    torch.where(is_grid, grid_scale, scale, out=scale)
+    torch.where(is_grid, grid_zero, zero, out=zero)
+    torch.where(is_grid, values / grid_scale, steps, out=steps)
+
+
+def _smallest_scale(dtype: torch.dtype) -> float:
+    """Groups of zeros, too, need a scale to divide by."""
+    info = torch.finfo(dtype)
+    return max(info.tiny * info.eps, torch.finfo(torch.float32).tiny)
 
 
 def _search(
@@ -245,9 +268,7 @@ def _search(
         full = torch.maximum(-low, high) / (codes.highest - codes.middle)
     else:  # one code more below the middle: the sign of the scale gives it to the larger side
         full = torch.where(-low >= high, low, high) / (codes.lowest - codes.middle)
-    # Groups of zeros, too, need a scale to divide by.
-    info = torch.finfo(scale_dtype)
-    smallest = max(info.tiny * info.eps, torch.finfo(torch.float32).tiny)
+    smallest = _smallest_scale(scale_dtype)
 
     best: tuple[Tensor, Tensor, Tensor] | None = None
     scratch = torch.empty_like(values)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..checkpoints.base import Checkpoint
 from ..embedding import QuantEmbedding
 from ..formats import Int4Weight, PackedWeight, Scheme
+from ..importance import estimate_importance, told_by
 from ..linear import is_linear
 from ..marker import MARKER, TRIPWIRE
 from ..packed import PackedModule
@@ -97,7 +98,7 @@ class Plan:
             if tuple(weight.shape) != module._sizes or weight.dtype not in _FLOATS:
                 found, wanted = f"{weight.dtype}{list(weight.shape)}", list(module._sizes)
                 raise Failure(f"{prefix}.weight is {found}, and the config makes it float of shape {wanted}")
-            packed = module.scheme.quantize(weight.to(self._device), prefix)
+            packed = module.scheme.quantize(weight.to(self._device), prefix, self._importance(source, first))
             tensors: dict[str, Tensor] = {}
             for name in names:
                 self._rows[name].relative_error = packed.relative_error
@@ -108,6 +109,14 @@ class Plan:
             return {key: tensor for key, tensor in tensors.items() if key not in self.aliases}
 
         return Step(_layer_bytes(source, prefix), make)
+
+    def _importance(self, source: Checkpoint, name: str) -> Tensor | None:
+        """As ``quantize_`` finds it, from the weight of the layer beside this one."""
+        other = told_by(name) or ""
+        if self.in_features.get(other) != self.in_features[name]:
+            return None
+        prefix = self._prefix[other]
+        return estimate_importance(self._cast(f"{prefix}.weight", _weight(source, prefix)))
 
     def _dtype_of(self, source: Checkpoint, prefix: str) -> torch.dtype:
         """That ``_cast`` will give its weight."""

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import marker, survey
-from ..formats import Scheme
+from ..formats import Int4Weight, Scheme
+from ..importance import estimate_importance, told_by
 from ..layout import make_room
-from ..linear import QuantLinear
+from ..linear import QuantLinear, linear_weight, pack_weight
 from ..packed import PackedModule
 from ..quantize import quantize_
 from ..selection import matches, selector
@@ -32,6 +33,8 @@ class Loader:
         self.pre_quantized = pre_quantized
         self.pending: dict[str, survey.Layer] = {}
         self.dtypes: dict[str, torch.dtype] = {}
+        self._importance: dict[str, Tensor] = {}  # of columns, by the layer whose weight told
+        self._waiting: dict[str, list[survey.Layer]] = {}  # with their weights, by the layer that will tell
         self.hidden: set[str] = set()
         self._hook: Any = None
 
@@ -92,14 +95,28 @@ class Loader:
         if value.shape != layer.module._parameters["weight"].shape:  # type: ignore[union-attr]
             raise ValueError(f"{name}: {list(value.shape)} in the checkpoint, and {list(layer.row.shape)} in the model")
         layer.module._parameters["weight"] = nn.Parameter(value, requires_grad=False)
-        layer.module = made = QuantLinear.from_linear(layer.module, layer.scheme, name=layer.row.name)
+        for other in [other for other, found in self.pending.items() if found is layer]:
+            del self.pending[other]
+        name, teller = layer.row.name, told_by(layer.row.name) or ""
+        if f"{teller}.weight" in self.pending and isinstance(layer.scheme, Int4Weight):
+            self._waiting.setdefault(teller, []).append(layer)
+            return
+        self._importance[name] = estimate_importance(linear_weight(layer.module))
+        for ready, by in ((layer, teller), *((other, name) for other in self._waiting.pop(name, []))):
+            self._replace(ready, self._importance.get(by))
+
+    def _replace(self, layer: survey.Layer, importance: Tensor | None) -> None:
+        assert layer.scheme is not None
+        weight = linear_weight(layer.module)
+        if importance is not None and importance.shape[0] != weight.shape[1]:
+            importance = None
+        packed = pack_weight(weight, layer.scheme, None, layer.row.name, importance)
+        layer.module = made = QuantLinear.from_packed(layer.module, layer.scheme, packed)
         for parameter in made.parameters():
             if not parameter.is_meta:
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers would do it anew
         for parent, attribute in layer.places:
             setattr(parent, attribute, made)
-        for other in [other for other, found in self.pending.items() if found is layer]:
-            del self.pending[other]
 
     def finish(self, model: nn.Module) -> None:
         """When all have arrived."""

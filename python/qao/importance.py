@@ -1,0 +1,56 @@
+"""How much each column of a weight matters, where no activations were measured: an estimate by weights alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LEAST_MEAN_SQUARE = 1e-4  # of a column, over that of the weight: no estimate of its importance goes further
+# Of layers that read one activation, by their names beside each other, the one whose weight tells its size. The columns
+# of queries, keys and gates tell nothing: what they read goes through a softmax or a sigmoid.
+_TOLD_BY = {
+    "q_proj": "v_proj",
+    "k_proj": "v_proj",
+    "gate_proj": "up_proj",
+    "query": "value",
+    "key": "value",
+    "q_lin": "v_lin",
+    "k_lin": "v_lin",
+    "w1": "w3",
+    "wi_0": "wi_1",
+}
+
+
+def told_by(name: str) -> str | None:
+    """Of a layer, the name of the one beside it whose weight tells how large the activations are that both read."""
+    parent, dot, own = name.rpartition(".")
+    other = _TOLD_BY.get(own)
+    return None if other is None else f"{parent}{dot}{other}"
+
+
+def estimate_importance(weight: Tensor) -> Tensor:
+    """float32 [K]: the mean square of activations by column, as far as a weight [N, K] that reads them tells.
+
+    The reciprocal of the column's mean square, relative to the whole: where training let an activation grow, it shrank
+    the weights that read it.
+    """
+    weight = weight.detach()
+    weight = weight.float() if weight.dtype == torch.float64 else weight
+    squares = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32).square_()
+    mean = squares.mean().clamp_(min=torch.finfo(torch.float32).tiny)
+    importance: Tensor = squares.div_(mean).add_(_LEAST_MEAN_SQUARE).reciprocal_()
+    return importance
+
+
+def checked_importance(importance: Tensor, weight: Tensor, name: str) -> Tensor:
+    k = weight.shape[1]
+    usable = importance.is_floating_point() and importance.shape == (k,)
+    if usable:
+        importance = importance.detach().to(weight.device, torch.float32).contiguous()
+        usable = bool((importance.isfinite() & (importance >= 0)).all())
+    if not usable:
+        raise ValueError(
+            f"{name}: importance must be of shape [{k}] in a float dtype, finite and not negative, for a weight "
+            f"{list(weight.shape)}, not {importance.dtype}{list(importance.shape)}"
+        )
+    return importance
