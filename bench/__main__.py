@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import bars, host, language, llama, numerics, plots, quantize, table, tune
+from . import bars, host, language, llama, numerics, plots, quantize, table, tune, weights_only
 from .meta import RESULTS, device_slug, write
 from .runner import LAYERS, TOKENS, Run, run
 from .schemes import SCHEMES
@@ -25,12 +25,13 @@ def make_parser() -> argparse.ArgumentParser:
     for name, text in (
         ("quantize", "bandwidth of the activation quantisers and of the fused producers"),
         ("numerics", "accuracy of every scheme on the demo's model"),
+        ("weights_only", "accuracy of int4 weights rounded without data, on the demo's models"),
         ("language", "what every scheme costs a language model, and its tokens per second"),
         ("host", "host time of one eager call of a layer"),
     ):
         command = commands.add_parser(name, help=text)
         _add_common(command)
-        if name not in ("numerics", "language"):
+        if name not in ("numerics", "weights_only", "language"):
             _add_check(command)
     whole = commands.add_parser("llama", help="tokens per second of whole decoders; needs transformers")
     _add_common(whole)
@@ -63,6 +64,9 @@ def main() -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device cuda: torch {torch.__version__} sees no GPU")
     folder = arguments.out or RESULTS / device_slug(arguments.device)
+    if arguments.command == "weights_only":
+        write(weights_only.run(arguments.device), folder / "weights_only.json")
+        return 0
     if arguments.command == "numerics":
         write(numerics.run(arguments.device), folder / "numerics.json")
         return 0

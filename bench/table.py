@@ -4,7 +4,8 @@
 <!-- bench:summary:cpu --> … <!-- /bench -->    one layer under every scheme
 <!-- bench:tokens:cpu --> … <!-- /bench -->     all large layers under every scheme
 <!-- bench:formats:cpu -->, <!-- bench:decoders:h200 -->   of numerics.json, llama.json, in short
-<!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:language:cpu -->, <!-- bench:host:cpu -->,
+<!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:weights_only:cpu -->,
+<!-- bench:language:cpu -->, <!-- bench:host:cpu -->,
 <!-- bench:llama:h200 -->,
 <!-- bench:llama_head:h200 -->
 <!-- kernels --> … <!-- /kernels -->            what qao._host says about each scheme
@@ -17,13 +18,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import choosing, host, kernels, language, llama, numerics, plots, products, quantize
+from . import choosing, host, kernels, language, llama, numerics, plots, products, quantize, weights_only
 from .meta import RESULTS, ROOT, source_hash
 from .schemes import SCHEMES
 
 _RENDERERS = {
     "quantize": quantize,
     "numerics": numerics,
+    "weights_only": weights_only,
     "language": language,
     "host": host,
     "llama": llama,

@@ -47,8 +47,8 @@ class Int4WeightOnly(Int4Weight):
         symmetric: no zero points: W = (q - 8) * scale instead of (q - zero) * scale. A little smaller and faster, less
             accurate.
         scale_dtype: dtype of scales and zero points; None takes that of the layer's weight (float64: float32).
-        clip_search: try several clipping ranges per group and keep the one of least squared error; False takes the
-            full range.
+        clip_search: try several clipping ranges per group and keep the one of least squared error, columns weighed by
+            what the weight tells of its activations (docs/numerics.md); False takes the full range.
 
     Raises:
         ValueError, TypeError: an argument is none of the above.

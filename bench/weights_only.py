@@ -1,0 +1,99 @@
+"""What rounding weights to four bits without data costs: a language model on two texts, and an embedding model.
+
+Weights alone are rounded, and the head stays as it is: what language.py and numerics.py measure of whole schemes, on
+more text and with the share of nearest neighbours that embeddings keep.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import qao
+import torch
+from qao.evaluate import compare, perplexity
+from torch import Tensor, nn
+
+from .language import HEAD, WINDOW, WINDOWS
+from .language import _load as load_language
+from .markdown import caption, table
+from .meta import ROOT, describe
+from .numerics import _load as load_embedding
+
+SCHEMES: dict[str, qao.Scheme] = {
+    "groups of 128": qao.Int4WeightOnly(),
+    "groups of 128, full range": qao.Int4WeightOnly(clip_search=False),
+    "groups of 128, symmetric": qao.Int4WeightOnly(symmetric=True),
+    "groups of 128, symmetric, full range": qao.Int4WeightOnly(symmetric=True, clip_search=False),
+    "groups of 32": qao.Int4WeightOnly(group_size=32),
+    "groups of 32, full range": qao.Int4WeightOnly(group_size=32, clip_search=False),
+}
+SENTENCES = 1000  # for neighbours
+LINES = 1500  # of docstrings, the second text
+
+
+@torch.inference_mode()
+def run(device: str) -> dict[str, Any]:
+    """Quantises both models under every scheme, prints a line each, and returns the results file's content."""
+    path, topics, _ = load_language()
+    language = qao.dequantize_(qao.from_pretrained(path, dtype=torch.float32, device=device))
+    texts = {"topics": topics, "docstrings": _docstrings(path)}
+    exact = {name: perplexity(language, ids, window=WINDOW) for name, ids in texts.items()}
+    embedding, encoder, batches = load_embedding(device, SENTENCES)
+    vectors = _vectors(embedding, encoder, batches)
+    rows = []
+    for name, scheme in SCHEMES.items():
+        row: dict[str, Any] = {"scheme": name}
+        model = _quantized(language, {HEAD: None, "re:.*": scheme})
+        for text, ids in texts.items():
+            cost = compare(perplexity(model, ids, window=WINDOW), exact[text])
+            nats = exact[text].nats_per_token
+            row |= {text: cost.nats_per_token / nats, f"{text}_error": cost.standard_error / nats}
+        found = _vectors(embedding, _quantized(encoder, scheme), batches)
+        row["neighbours_kept"] = (_nearest(found) == _nearest(vectors)).double().mean().item()
+        row["cosine_mean"] = (found * vectors).sum(-1).mean().item()
+        print(f"{name:<38}", *(f"{key} {value:.4f}" for key, value in row.items() if key != "scheme"), flush=True)
+        rows.append(row)
+    return {"meta": describe(device) | {"windows": WINDOWS, "window": WINDOW, "sentences": SENTENCES}, "rows": rows}
+
+
+def _docstrings(path: Any) -> Tensor:
+    sys.path.insert(0, str(ROOT / "examples"))
+    from sentences import standard_library_sentences
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return torch.tensor(tokenizer("\n".join(standard_library_sentences(LINES)))["input_ids"][: WINDOWS * WINDOW + 1])
+
+
+def _quantized(model: nn.Module, scheme: Any) -> nn.Module:
+    quantized = copy.deepcopy(model)
+    qao.quantize_(quantized, scheme, progress=False)
+    return quantized
+
+
+def _vectors(embedding: Any, model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
+    return nn.functional.normalize(torch.cat([embedding.embed(model, batch) for batch in batches]).double(), dim=-1)
+
+
+def _nearest(vectors: Tensor) -> Tensor:
+    """Of each sentence, which other one is the most alike."""
+    return (vectors @ vectors.T).fill_diagonal_(-2).argmax(-1)
+
+
+def render(results: dict[str, Any]) -> str:
+    """The Markdown of one results file."""
+    meta, rows = results["meta"], results["rows"]
+    text = f"{caption(meta)}; {meta['windows']} windows of {meta['window']} tokens; {meta['sentences']} sentences."
+    lines = [
+        [
+            row["scheme"],
+            *(f"{row[text]:+.2%} ± {row[f'{text}_error']:.2%}" for text in ("topics", "docstrings")),
+            f"{row['neighbours_kept']:.1%}",
+            f"{row['cosine_mean']:.5f}",
+        ]
+        for row in rows
+    ]
+    header = ["int4", "language reference", "docstrings", "neighbours kept", "cosine: mean"]
+    return f"{text}\n\n{table(header, lines)}"
