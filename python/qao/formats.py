@@ -52,7 +52,7 @@ class Scheme(ABC):
     # ---- the weight format: what a subclass says about it
 
     @abstractmethod
-    def _quantize(self, weight: Tensor, name: str, importance: Tensor | None) -> QuantizedWeight:
+    def _quantize(self, weight: Tensor, name: str, importance: Tensor | None = None) -> QuantizedWeight:
         """``quantize`` as far as plain tensors."""
 
     @abstractmethod
@@ -205,7 +205,7 @@ class Int4Weight(Scheme):
     def scale_dtype_of(self, given: torch.dtype) -> torch.dtype:
         return self.scale_dtype or super().scale_dtype_of(given)
 
-    def _quantize(self, weight: Tensor, name: str, importance: Tensor | None) -> QuantizedWeight:
+    def _quantize(self, weight: Tensor, name: str, importance: Tensor | None = None) -> QuantizedWeight:
         dtype = self.scale_dtype_of(weight.dtype)
         options: Any = {"clip_search": self.clip_search, "importance": importance, "name": name}
         return quantize_int4(weight, self.group_size, symmetric=self.symmetric, scale_dtype=dtype, **options)
@@ -242,7 +242,7 @@ class Int8Weight(Scheme):
     def __post_init__(self) -> None:
         self._check_bool("clip_search", "symmetric_activations")
 
-    def _quantize(self, weight: Tensor, name: str, importance: Tensor | None) -> QuantizedWeight:
+    def _quantize(self, weight: Tensor, name: str, importance: Tensor | None = None) -> QuantizedWeight:
         return quantize_int8(weight, clip_search=self.clip_search, name=name)
 
     def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int], bool]:
@@ -274,7 +274,7 @@ class Float8Weight(Scheme):
     def __str__(self) -> str:
         return f"{self.word} {self.granularity}"
 
-    def _quantize(self, weight: Tensor, name: str, importance: Tensor | None) -> QuantizedWeight:
+    def _quantize(self, weight: Tensor, name: str, importance: Tensor | None = None) -> QuantizedWeight:
         return quantize_fp8(weight, self.granularity, name=name)
 
     def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int, int], bool]:
