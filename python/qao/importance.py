@@ -7,7 +7,7 @@ from torch import Tensor
 
 _LEAST_MEAN_SQUARE = 1e-4  # of a column, over that of the weight: no estimate of its importance goes further
 # Of layers that read one activation, by their names beside each other, the one whose weight tells its size. The columns
-# of queries, keys and gates tell nothing: what they read goes through a softmax or a sigmoid.
+# of queries, keys and gates follow their activations much less (measured on SmolLM2).
 _TOLD_BY = {
     "q_proj": "v_proj",
     "k_proj": "v_proj",
@@ -31,8 +31,8 @@ def told_by(name: str) -> str | None:
 def estimate_importance(weight: Tensor) -> Tensor:
     """float32 [K]: the mean square of activations by column, as far as a weight [N, K] that reads them tells.
 
-    The reciprocal of the column's mean square, relative to the whole: where training let an activation grow, it shrank
-    the weights that read it.
+    The reciprocal of the column's mean square, relative to the whole: a guess that columns with small weights
+    read large activations, which docs/numerics.md measures.
     """
     weight = weight.detach()
     weight = weight.float() if weight.dtype == torch.float64 else weight
