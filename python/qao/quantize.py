@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from . import survey
 from .callbacks import by_name_and_module
 from .embedding import QuantEmbedding, is_embedding, rename_ties
-from .formats import Int4Weight, Scheme
+from .formats import Int4Weight, PackedWeight, Scheme
 from .importance import estimate_importance, told_by
 from .integrations import registration
 from .linear import QuantLinear, is_linear, linear_weight, pack, pack_weight
@@ -72,6 +73,49 @@ def quantize_(
             something on meta shall go to a device, or the other way round; or ``strict`` and something would be left.
         RuntimeError, AssertionError: torch has no such ``device``.
     """
+    planned = plan(model, scheme, filter, embeddings, device, strict)
+    try:
+        _replace(planned.pending, _importance(planned.layers), device, progress)
+    finally:
+        planned.settle()
+    if device is not None:
+        model.to(device)
+    return planned.finished()
+
+
+@dataclass
+class Plan:
+    """What becomes of each layer of a model, before anything is changed."""
+
+    model: nn.Module
+    layers: list[survey.Layer]  # with their rows in the report
+    pending: list[survey.Layer]  # those to be quantised
+    report: Report
+
+    def settle(self) -> None:
+        """Lets the libraries know what is quantised by now, whether that is all or not."""
+        if any(isinstance(layer.module, QuantEmbedding) for layer in self.pending):
+            rename_ties(self.model)
+        if any(isinstance(layer.module, PackedModule) for layer in self.layers):
+            registration.attach(self.model)
+
+    def finished(self) -> Report:
+        for layer in self.layers:
+            _finish_row(layer)
+        quantized = (layer for layer in self.layers if isinstance(layer.module, PackedModule))
+        self.report.parameters_quantized = sum(layer.elements for layer in quantized)
+        return self.report
+
+
+def plan(
+    model: nn.Module,
+    scheme: Scheme | Mapping[str, Scheme | None] | Callable[..., Scheme | None],
+    filter: Callable[..., bool] | None,
+    embeddings: bool,
+    device: torch.device | str | None,
+    strict: bool,
+) -> Plan:
+    """Raises and warns as ``quantize_`` does, and changes nothing."""
     if is_linear(model):
         raise TypeError(
             f"quantize_: the model is itself a {type(model).__name__} and cannot replace itself in place. Use "
@@ -97,21 +141,34 @@ def quantize_(
         if layer.tied_to is None:
             _check_weight(layer, device)
     _complain(report, strict)
+    return Plan(model, layers, pending, report)
 
-    importance = _importance(layers)
-    try:
-        _replace(pending, importance, device, progress)
-    finally:
-        if any(isinstance(layer.module, QuantEmbedding) for layer in pending):
-            rename_ties(model)
-        if any(isinstance(layer.module, PackedModule) for layer in layers):
-            registration.attach(model)
-    if device is not None:
-        model.to(device)
-    for layer in layers:
-        _finish_row(layer)
-    report.parameters_quantized = sum(layer.elements for layer in layers if isinstance(layer.module, PackedModule))
-    return report
+
+def units_of(pending: list[survey.Layer]) -> list[list[survey.Layer]]:
+    """Layers with one weight, which are replaced together or not at all; the first of each list owns it."""
+    units = {id(layer): [layer] for layer in pending if layer.tied_to is None}
+    for layer in pending:
+        if layer.tied_to is not None:
+            units[id(layer.tied_to)].append(layer)
+    return list(units.values())
+
+
+def put(unit: list[survey.Layer], packed: PackedWeight) -> None:
+    """Replaces layers with one weight by quantised ones."""
+    first, *others = unit
+    assert first.scheme is not None
+    head = QuantLinear.from_packed(first.module, first.scheme, packed)
+    made: list[QuantLinear | QuantEmbedding] = [head]
+    for layer in others:
+        kind = QuantEmbedding if is_embedding(layer.module) else QuantLinear
+        made.append(kind.from_packed(layer.module, first.scheme, head.packed))
+        made[-1].tie(head)
+    # The float module goes as soon as its successor is there: memory never holds two models.
+    for layer, module in zip(unit, made, strict=True):
+        layer.row.relative_error = packed.relative_error
+        layer.module = module
+        for parent, attribute in layer.places:
+            setattr(parent, attribute, module)
 
 
 def _was_asked_for(layer: survey.Layer | None) -> bool:
@@ -163,7 +220,7 @@ def _complain(report: Report, strict: bool) -> None:
         text = "".join(f"\n  {reason}" for reason in report.reasons)
         messages.append(f"no layer was quantised.{text or ' The model has no linear layers.'}")
     if messages:
-        warnings.warn("quantize_: " + "\n".join(messages), stacklevel=3)
+        warnings.warn("quantize_: " + "\n".join(messages), stacklevel=4)
 
 
 def _importance(layers: list[survey.Layer]) -> dict[str, Tensor]:
@@ -188,20 +245,13 @@ def _replace(
 ) -> None:
     from tqdm import tqdm  # type: ignore[import-untyped]  # here, to keep `import qao` light
 
-    # The weight of all layers of a list is one: they are replaced together or not at all.
-    units = {id(layer): [layer] for layer in pending if layer.tied_to is None}
-    for layer in pending:
-        if layer.tied_to is not None:
-            units[id(layer.tied_to)].append(layer)
     done = 0
     try:
-        for unit in tqdm(units.values(), desc="quantize_", unit="layer", delay=2, disable=not progress):
-            made = _quantized(unit, importance.get(unit[0].row.name), device)
-            # The float module goes as soon as its successor is there: memory never holds two models.
-            for layer, module in zip(unit, made, strict=True):
-                layer.module = module
-                for parent, attribute in layer.places:
-                    setattr(parent, attribute, module)
+        for unit in tqdm(units_of(pending), desc="quantize_", unit="layer", delay=2, disable=not progress):
+            first = unit[0]
+            assert first.scheme is not None
+            name = first.row.name
+            put(unit, pack_weight(linear_weight(first.module), first.scheme, device, name, importance.get(name)))
             done += len(unit)
     except BaseException as error:
         warnings.warn(
@@ -210,24 +260,6 @@ def _replace(
             stacklevel=3,
         )
         raise
-
-
-def _quantized(
-    unit: list[survey.Layer], importance: Tensor | None, device: torch.device | str | None
-) -> list[QuantLinear | QuantEmbedding]:
-    """What takes the places of layers with one weight."""
-    first, *others = unit
-    assert first.scheme is not None
-    packed = pack_weight(linear_weight(first.module), first.scheme, device, first.row.name, importance)
-    head = QuantLinear.from_packed(first.module, first.scheme, packed)
-    made: list[QuantLinear | QuantEmbedding] = [head]
-    for layer in others:
-        kind = QuantEmbedding if is_embedding(layer.module) else QuantLinear
-        made.append(kind.from_packed(layer.module, first.scheme, head.packed))
-        made[-1].tie(head)
-    for layer in unit:
-        layer.row.relative_error = packed.relative_error
-    return made
 
 
 def _finish_row(layer: survey.Layer) -> None:
