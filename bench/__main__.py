@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import bars, host, language, llama, numerics, plots, quantize, table, tune, weights_only
+from . import bars, calibrate, host, language, llama, numerics, plots, quantize, table, tune, weights_only
 from .meta import RESULTS, device_slug, write
 from .runner import LAYERS, TOKENS, Run, run
 from .schemes import SCHEMES
@@ -33,6 +33,9 @@ def make_parser() -> argparse.ArgumentParser:
         _add_common(command)
         if name not in ("numerics", "weights_only", "language"):
             _add_check(command)
+    calibrated = commands.add_parser("calibrate", help="what calibration gives a language model, and what it takes")
+    _add_common(calibrated)
+    calibrate.add_arguments(calibrated)
     whole = commands.add_parser("llama", help="tokens per second of whole decoders; needs transformers")
     _add_common(whole)
     llama.add_arguments(whole)
@@ -72,6 +75,9 @@ def main() -> int:
         return 0
     if arguments.command == "language":
         write(language.run(arguments.device), folder / "language.json")
+        return 0
+    if arguments.command == "calibrate":
+        calibrate.run(arguments, folder / "calibrate.json")
         return 0
     if arguments.command == "quantize":
         results = quantize.run(arguments.device)

@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, qao.Scheme | None]] = {
 @torch.inference_mode()
 def run(device: str) -> dict[str, Any]:
     """Measures quality in float32 activations and speed in bfloat16, and returns the results file's content."""
-    path, ids, num_bytes = _load()
+    path, ids, num_bytes, _ = load_text()
     ids = ids.to(device)
     stored = qao.from_pretrained(path, dtype=torch.float32, device=device)
     float32 = qao.dequantize_(copy.deepcopy(stored))
@@ -80,7 +80,8 @@ def _generate(model: Any) -> None:
     model.generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
 
 
-def _load() -> tuple[Path, torch.Tensor, int]:
+def load_text() -> tuple[Path, torch.Tensor, int, Any]:
+    """The model's file, ids and bytes of the text that is predicted, and the tokenizer."""
     sys.path.insert(0, str(ROOT / "examples"))
     import language_model
 
@@ -94,7 +95,7 @@ def _load() -> tuple[Path, torch.Tensor, int]:
 
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     ids, num_bytes = language_model.text(tokenizer, WINDOWS * WINDOW)
-    return path, torch.tensor(ids), num_bytes
+    return path, torch.tensor(ids), num_bytes, tokenizer
 
 
 def render(results: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@
 <!-- bench:tokens:cpu --> … <!-- /bench -->     all large layers under every scheme
 <!-- bench:formats:cpu -->, <!-- bench:decoders:h200 -->   of numerics.json, llama.json, in short
 <!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:weights_only:cpu -->,
-<!-- bench:language:cpu -->, <!-- bench:host:cpu -->,
+<!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:host:cpu -->,
 <!-- bench:llama:h200 -->,
 <!-- bench:llama_head:h200 -->
 <!-- kernels --> … <!-- /kernels -->            what qao._host says about each scheme
@@ -18,7 +18,19 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import choosing, host, kernels, language, llama, numerics, plots, products, quantize, weights_only
+from . import (
+    calibrate,
+    choosing,
+    host,
+    kernels,
+    language,
+    llama,
+    numerics,
+    plots,
+    products,
+    quantize,
+    weights_only,
+)
 from .meta import RESULTS, ROOT, source_hash
 from .schemes import SCHEMES
 
@@ -27,13 +39,14 @@ _RENDERERS = {
     "numerics": numerics,
     "weights_only": weights_only,
     "language": language,
+    "calibrate": calibrate,
     "host": host,
     "llama": llama,
     "llama_head": llama,
 }
 _OF_ALL_SCHEMES = {"summary": products.render_summary, "tokens": choosing.render_tokens}
 _IN_SHORT = {"formats": ("numerics", choosing.render_formats), "decoders": ("llama", choosing.render_decoders)}
-_DOCUMENTS = ("README.md", "docs/choosing.md", "docs/performance.md", "docs/numerics.md")
+_DOCUMENTS = ("README.md", "docs/choosing.md", "docs/performance.md", "docs/numerics.md", "docs/calibrate.md")
 _RESULTS = re.compile(r"<!-- bench:(\w+):([\w-]+) -->\n.*?<!-- /bench -->", re.DOTALL)
 _KERNELS = re.compile(r"<!-- kernels -->\n.*?<!-- /kernels -->", re.DOTALL)
 

@@ -6,6 +6,7 @@ report = qao.quantize_(model, qao.Int4WeightOnly())
 from __future__ import annotations
 
 from ._version import __version__
+from .calibration import calibrate
 from .checkpoint import load, save
 from .dequantize import dequantize_
 from .embedding import QuantEmbedding
@@ -47,6 +48,7 @@ __all__ = [
     "Row",
     "Scheme",
     "__version__",
+    "calibrate",
     "dequantize_",
     "explain",
     "from_pretrained",

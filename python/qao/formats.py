@@ -53,7 +53,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def _quantize(self, weight: Tensor, name: str, importance: Tensor | None = None) -> QuantizedWeight:
-        """``quantize`` as far as plain tensors."""
+        """``quantize`` as far as plain tensors; ``importance`` [K] of columns, where a range is searched."""
 
     @abstractmethod
     def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int, int] | tuple[int], bool]:
@@ -243,7 +243,7 @@ class Int8Weight(Scheme):
         self._check_bool("clip_search", "symmetric_activations")
 
     def _quantize(self, weight: Tensor, name: str, importance: Tensor | None = None) -> QuantizedWeight:
-        return quantize_int8(weight, clip_search=self.clip_search, name=name)
+        return quantize_int8(weight, clip_search=self.clip_search, importance=importance, name=name)
 
     def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int], bool]:
         return (torch.int8,), (n,), False

@@ -25,6 +25,7 @@ class Row:
     relative_error: float | None = None  # ‖W - Ŵ‖ / ‖W‖, Frobenius; None if unknown
     kernel: str | None = None  # for one token / for many; None if unknown
     aliases: list[str] = field(default_factory=list)  # other names of the same module
+    output_error: float | None = None  # ‖(W - Ŵ) X‖ / ‖W X‖ over inputs X of calibration; None if unknown
 
 
 @dataclass

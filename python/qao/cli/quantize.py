@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..calibration import METHODS
 from ..checkpoints.base import Checkpoint
 from .common import DTYPES, Failure, Output, add_scheme_options, command, device_of, scheme_of
 
@@ -18,11 +19,15 @@ heads tied to an embedding (--embeddings quantises both).
 
 OUT is a directory for transformers, vLLM and qao, in the layout of compressed-tensors; where that cannot hold the
 result, in qao's own. Tokenizer, chat template and other files are copied.
+
+With --calibrate TEXT the model is loaded by transformers and quantised so that it does well on that text: fewer errors
+at the same size and speed, for minutes of work and the memory of the float model and the quantised one.
 """
 _EXAMPLES = r"""
 qao quantize Qwen3-8B Qwen3-8B-int4 --scheme int4
 qao quantize Qwen3-8B Qwen3-8B-int4 --scheme int4 --group-size 32 --symmetric --device cuda
 qao quantize Llama-3-70B Llama-3-70B-fp8 --scheme fp8_fp8 --granularity block --dtype bfloat16
+qao quantize Qwen3-8B Qwen3-8B-int4 --scheme int4 --calibrate texts.txt --device cuda
 qao quantize model out --scheme int8 --exclude lm_head --exclude 're:.*\.down_proj' --set clip_search=false
 """
 FORMATS = ("compressed-tensors", "qao")
@@ -42,6 +47,11 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--embeddings", action="store_true", help="quantise embeddings tied to the head, with it")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of what stays in float (that of the file)")
+    group = parser.add_argument_group("calibration")
+    group.add_argument("--calibrate", type=Path, metavar="TEXT", help="a text like those the model is for, in UTF-8")
+    group.add_argument("--method", choices=METHODS, default="gptq", help="gptq (default), or smoothquant before it")
+    group.add_argument("--samples", type=int, default=128, metavar="N", help="pieces of the text, at most (128)")
+    group.add_argument("--window", type=int, default=512, metavar="TOKENS", help="length of each (512)")
     parser.add_argument("--device", help="where to quantise: cpu (default), cuda, cuda:1")
     add_output_options(parser)
 
@@ -57,6 +67,12 @@ def run(args: argparse.Namespace) -> int:
     from .transfer import choose_format, config_of, transfer
 
     output, scheme, device = Output(args), scheme_of(args), device_of(args)
+    if args.samples < 1 or args.window < 1:
+        args.parser.error("--samples and --window must be at least 1")
+    if args.calibrate is not None:
+        from .calibrated import run as calibrated
+
+        return calibrated(args, scheme)
     source = _open(args.model)
     if source.layers and source.format != "gguf":
         raise Failure(f"{args.model} is quantised already ({source.format}); qao convert changes its layout")

@@ -92,7 +92,7 @@ def transfer(
         finally:
             writer.abandon()
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        _copy_others(args.model, directory)
+        copy_others(args.model, directory)
     return Figures(total, writer.bytes, time.monotonic() - begun, memory()["peak"])
 
 
@@ -158,7 +158,8 @@ def config_of(
     return config
 
 
-def _copy_others(model: Path, directory: Path) -> None:
+def copy_others(model: Path, directory: Path) -> None:
+    """Copies what lies beside the weights of a model and is not its config: tokenizer, chat template, licence."""
     if model.suffix == ".gguf":
         _tokenizer_of_gguf(model, directory)
     for file in sorted(model.rglob("*")) if model.is_dir() else []:

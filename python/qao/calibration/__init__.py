@@ -1,0 +1,5 @@
+"""Quantisers that look at data."""
+
+from .calibrating import METHODS, calibrate
+
+__all__ = ["METHODS", "calibrate"]

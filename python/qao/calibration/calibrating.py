@@ -1,0 +1,188 @@
+"""calibrate: quantises a model so that it does well on data, in place."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import quantize, survey
+from ..formats import PackedWeight, Scheme
+from ..linear import is_linear, linear_weight, pack
+from ..report import Report
+from .choice import quantized
+from .scaling import smooth
+from .statistics import Inputs
+from .stream import Blocks, Call, check_first, evaluating, find_blocks, samples_of
+
+METHODS = ("gptq", "smoothquant")
+Unit = list[survey.Layer]
+
+UNREACHED = "the data did not reach it: rounded to nearest"
+
+
+def calibrate(
+    model: nn.Module,
+    data: Iterable[Any],
+    scheme: Scheme | Mapping[str, Scheme | None] | Callable[..., Scheme | None],
+    *,
+    method: str = "gptq",
+    damping: float = 0.01,
+    filter: Callable[..., bool] | None = None,
+    embeddings: bool = False,
+    progress: bool = True,
+    strict: bool = False,
+) -> Report:
+    """Quantises the linear layers of ``model`` in place, so that they do well on ``data``.
+
+    The same layers as by ``quantize_`` get the same formats; what differs are the numbers in them, so that a model
+    costs the same at run time. Every weight is chosen for the inputs that its layer has behind the layers quantised
+    before it: GPTQ, docs/calibrate.md. A model of decoder blocks runs one block at a time, twice over all samples; any
+    other model runs as a whole once, which rows of the report say. Gradients and training modes stay as they are.
+
+    Should it stop in the middle (an error, Ctrl-C), the model is as it was.
+
+    Args:
+        model: with its weights on their devices; the samples are moved to that of its first parameter.
+        data: samples of text like that the model is for; 64 to 256 of 512 tokens do. Each is token ids (a list, or
+            int64 [T] or [B, T]), a tensor that the model takes as its argument, a tuple of its arguments, or a mapping
+            of its keywords. Do not pad: padded positions count as tokens.
+        scheme: as of ``quantize_``: one, a dict from names, or a function.
+        method: "gptq"; or "smoothquant", which before that moves the outliers of activations into weights where that
+            changes nothing in exact arithmetic (for schemes that quantise activations).
+        damping: of GPTQ, a share of the mean of the diagonal of H: more for little data.
+        filter, embeddings, progress, strict: as of ``quantize_``.
+
+    Returns:
+        The Report of ``quantize_``, whose rows have ``output_error`` too: how far outputs of the layer are off.
+
+    Raises:
+        TypeError, ValueError: as ``quantize_``; or there is no such method, the model or a sample is on meta, data is
+            empty or of a wrong type, the model cannot run it, or inputs of a layer hold NaN or Inf. The model is as it
+            was.
+    """
+    if method not in METHODS:
+        raise ValueError(f"calibrate: method must be one of {', '.join(METHODS)}, not {method!r}")
+    if not (isinstance(damping, (int, float)) and 0 < damping <= 1):
+        raise ValueError(f"calibrate: damping must be a number above 0, at most 1, not {damping!r}")
+    _check_data(model)
+    calls = samples_of(data, model)
+    planned = quantize.plan(model, scheme, filter, embeddings, None, strict)
+    units = quantize.units_of(planned.pending)
+    before = [(layer, layer.module) for layer in planned.pending]
+    folded: list[Callable[[], None]] = []
+    try:
+        with evaluating(model):
+            check_first(model, calls)
+            if method == "smoothquant":
+                smooth(model, calls, units, folded)
+            for some, hessian, note in _inputs(model, calls, units, progress):
+                _quantize(some, hessian, note, damping)
+    except BaseException:
+        for layer, module in before:
+            layer.module = module
+            for parent, attribute in layer.places:
+                setattr(parent, attribute, module)
+        for restore in reversed(folded):
+            restore()
+        raise
+    finally:
+        planned.settle()
+    for layer, module in before:
+        layer.module.train(module.training)
+    report = planned.finished()
+    unreached = [row.name for row in report.rows if row.note == UNREACHED]
+    if unreached:
+        warnings.warn(f"calibrate: the data did not reach {', '.join(unreached)}, rounded to nearest", stacklevel=2)
+    return report
+
+
+def _check_data(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(f"calibrate: {name} is on meta, and the model cannot run. Load it first.")
+
+
+def _inputs(
+    model: nn.Module, calls: list[Call], units: list[Unit], progress: bool
+) -> Iterator[tuple[list[Unit], Tensor | None, str | None]]:
+    """Units of one scheme with the mean of x xᵀ of their common inputs, each to be quantised before the next.
+
+    None instead of a mean: they have no inputs. Last a note for their rows.
+    """
+    from tqdm import tqdm  # type: ignore[import-untyped]  # here, to keep `import qao` light
+
+    blocks, why = find_blocks(model, calls)
+    inside = _by_block(blocks, units)
+    stages = {id(unit) for some in inside for unit in some}
+    outside = [unit for unit in units if id(unit) not in stages]
+    with tqdm(total=len(units), desc="calibrate", unit="layer", delay=2, disable=not progress) as bar:
+        for index, some in enumerate(inside):
+            assert blocks is not None
+            inputs = Inputs()
+            if some:
+                with inputs.watch(_linears(some)):
+                    blocks.run(index, inputs.forget, keep=False)
+            for together in _with_one_input(some, inputs):
+                yield together, inputs.hessian(_linears(together[:1]), together[0][0].row.name), None
+                bar.update(len(together))
+            blocks.run(index, inputs.forget, keep=True)
+        if outside:
+            note = f"calibrated in one pass over the whole model: {why}" if why else None
+            inputs = Inputs()
+            with inputs.watch(_linears(outside)):
+                for args, keywords in calls:
+                    model(*args, **keywords)
+                    inputs.forget()
+            for together in _with_one_input(outside, inputs):
+                yield together, inputs.hessian(_linears(together[:1]), together[0][0].row.name), note
+                bar.update(len(together))
+
+
+def _with_one_input(units: list[Unit], inputs: Inputs) -> list[list[Unit]]:
+    groups: dict[Any, list[Unit]] = {}
+    for unit in units:
+        weight = linear_weight(unit[0].module)
+        key = tuple(inputs.key(module) for module in _linears([unit]))
+        groups.setdefault((key, unit[0].scheme, weight.shape[1], weight.dtype, weight.device), []).append(unit)
+    return list(groups.values())
+
+
+def _by_block(blocks: Blocks | None, units: list[Unit]) -> list[list[Unit]]:
+    """Units whose linear layers all lie in one block, by block."""
+    if blocks is None:
+        return []
+    owners = {id(module): index for index, block in enumerate(blocks.modules) for module in block.modules()}
+    found: list[list[Unit]] = [[] for _ in blocks.modules]
+    for unit in units:
+        of = {owners.get(id(module), -1) for module in _linears([unit])}
+        if len(of) == 1 and (index := of.pop()) >= 0:
+            found[index].append(unit)
+    return found
+
+
+def _linears(units: Iterable[Unit]) -> list[nn.Module]:
+    return [layer.module for unit in units for layer in unit if is_linear(layer.module)]
+
+
+def _quantize(units: list[Unit], hessian: Tensor | None, note: str | None, damping: float) -> None:
+    """Quantises layers with one input."""
+    firsts = [unit[0] for unit in units]
+    names, scheme = [layer.row.name for layer in firsts], firsts[0].scheme
+    assert scheme is not None
+    made: list[tuple[PackedWeight, float | None]]
+    if hessian is None:
+        note = UNREACHED
+        made = [(pack(layer.module, scheme, None, layer.row.name), None) for layer in firsts]
+    else:
+        made = [*quantized([linear_weight(layer.module) for layer in firsts], hessian, scheme, damping, names)]
+    for unit, (packed, error) in zip(units, made, strict=True):
+        if error is not None and not math.isfinite(error):
+            raise ValueError(f"{unit[0].row.name}: its outputs are too large for float32, and errors cannot be weighed")
+        quantize.put(unit, packed)
+        for layer in unit:
+            layer.row.output_error = error
+            layer.row.note = layer.row.note if note is None else "; ".join(filter(None, (layer.row.note, note)))

@@ -1,0 +1,83 @@
+"""What calibration needs to know of the inputs of linear layers, collected while a model runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..linear import linear_weight
+
+
+class Inputs:
+    """Sums over tokens of x xᵀ, float32 [K, K], by linear layer.
+
+    Layers with one input (q, k and v of an attention) have it multiplied once, and ``key`` tells that they do.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[nn.Module, Tensor] = {}
+        self._tokens: dict[nn.Module, int] = {}
+        self._seen: dict[nn.Module, list[int]] = {}  # which products the sum is made of
+        self._recent: list[tuple[Tensor, int, Tensor]] = []  # inputs, whose tensors keep their ids, and products
+        self._count = 0
+
+    @contextlib.contextmanager
+    def watch(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        handles = [module.register_forward_pre_hook(self._add, with_kwargs=True) for module in modules]
+        try:
+            yield
+        finally:
+            self._recent.clear()
+            for handle in handles:
+                handle.remove()
+
+    def forget(self) -> None:
+        """Inputs of earlier samples, whose memory may be used again."""
+        self._recent.clear()
+
+    def _add(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        x: Tensor = args[0] if args else keywords["input"]
+        number, product = self._product(x)
+        if module in self._sums:
+            self._sums[module] += product
+        else:
+            self._sums[module] = product.clone()
+        self._tokens[module] = self._tokens.get(module, 0) + x.numel() // max(1, x.shape[-1])
+        self._seen.setdefault(module, []).append(number)
+
+    def _product(self, x: Tensor) -> tuple[int, Tensor]:
+        for other, number, product in self._recent:
+            if other is x:
+                return number, product
+        rows = x.detach().reshape(-1, x.shape[-1]).float()
+        self._count += 1
+        self._recent = [*self._recent[-1:], (x, self._count, rows.t() @ rows)]
+        return self._recent[-1][1:]
+
+    def hessian(self, modules: Iterable[nn.Module], name: str) -> Tensor | None:
+        """The mean of x xᵀ over the tokens of modules with one weight; None if no token reached them.
+
+        Raises:
+            ValueError: it holds NaN or Inf; the message begins with ``name``.
+        """
+        reached = [module for module in modules if self._tokens.get(module)]
+        if not reached:
+            return None
+        hessian = self._sums[reached[0]].clone()
+        for module in reached[1:]:
+            hessian += self._sums[module]
+        hessian /= sum(self._tokens[module] for module in reached)
+        if not hessian.diagonal().isfinite().all():
+            raise ValueError(
+                f"{name}: its inputs hold NaN or Inf, or are too large for float32. The weight is "
+                f"{list(linear_weight(reached[0]).shape)}. Check the checkpoint, run the model in bfloat16 or float32, "
+                "or leave this layer out with a scheme of None."
+            )
+        return hessian
+
+    def key(self, module: nn.Module) -> tuple[int, ...]:
+        """Equal for layers that had the same inputs."""
+        return tuple(self._seen.get(module, ()))

@@ -1,0 +1,59 @@
+"""``qao quantize --calibrate``: a model that is loaded, calibrated on a text, and saved."""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..formats import Scheme
+from .common import Failure, Output, memory, size
+from .model import load_model, load_tokenizer
+from .staging import staged
+from .transfer import copy_others
+
+
+def run(args: argparse.Namespace, scheme: Scheme) -> int:
+    from .. import calibrate, dequantize_
+
+    output = Output(args)
+    if args.to is not None:
+        args.parser.error(
+            "--to: with --calibrate the result is in compressed-tensors where it can say it, else in qao's"
+        )
+    data = samples(load_tokenizer(str(args.model)), args.calibrate, args.samples, args.window)
+    with staged(args.out, args.model, args.force) as directory:
+        model: Any = dequantize_(load_model(args, str(args.model)))
+        begun = time.monotonic()
+        # The last pattern is one that nobody writes: of two equal keys one would be lost.
+        rules: Any = {**dict.fromkeys(args.exclude), "re:(?:.*)": scheme} if args.exclude else scheme
+        options: dict[str, Any] = {"method": args.method, "embeddings": args.embeddings, "progress": not args.quiet}
+        report = calibrate(model, data, rules, **options)
+        if not any(row.status == "quantized" for row in report.rows):
+            raise Failure(f"no layer of {args.model} is to be quantised: {'; '.join(report.reasons)}")
+        seconds = time.monotonic() - begun
+        model.save_pretrained(directory, max_shard_size=f"{args.shard_size}GB")
+        copy_others(args.model, directory)
+    figures = {"seconds": seconds, "samples": len(data), "tokens": len(data) * args.window, "memory": memory()["peak"]}
+    output.say(
+        f"{report}\n{args.method} on {len(data)} texts of {args.window} tokens in {seconds:.1f} s, "
+        f"at most {size(figures['memory'])} of memory\n{args.out}"
+    )
+    output.result({"out": str(args.out), "method": args.method, **figures, **report.to_dict()})
+    return 0
+
+
+def samples(tokenizer: Any, file: Path, count: int, window: int) -> list[torch.Tensor]:
+    """int64 [1, window] each, spread evenly over the text of a file."""
+    text = file.read_text(encoding="utf-8")
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+    whole = ids[: ids.numel() // window * window].view(-1, 1, window)
+    if not len(whole):
+        raise Failure(f"{file} has {ids.numel()} tokens, fewer than one text of {window}; give more, or --window")
+    if len(whole) < count:
+        warnings.warn(f"{file} has {len(whole)} texts of {window} tokens, not {count}", stacklevel=2)
+    return [whole[index] for index in torch.linspace(0, len(whole) - 1, min(count, len(whole))).long()]

@@ -1,0 +1,78 @@
+"""``qao quantize --calibrate``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import qao
+import torch
+from qao.cli import main
+from qao.cli.calibrated import samples
+from test_cli import load, save_llama, save_tokenizer
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = save_llama(tmp_path_factory.mktemp("calibrated") / "llama")
+    save_tokenizer(path)
+    return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text("\n".join(f"a line of the text, and number {i * i}" for i in range(200)), encoding="utf-8")
+    return file
+
+
+def test_it_writes_what_the_library_makes(
+    llama: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    out = tmp_path / "out"
+    options = [
+        "--calibrate",
+        str(text),
+        "--samples",
+        "5",
+        "--window",
+        "20",
+        "--exclude",
+        "lm_head",
+        "--json",
+        "--quiet",
+    ]
+    assert main(["quantize", str(llama), str(out), "--scheme", "int4", "--group-size", "32", *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["samples"], report["tokens"], report["method"]) == (5, 100, "gptq")
+    model = load(llama)
+    data = samples(AutoTokenizer.from_pretrained(llama), text, 5, 20)
+    assert [tuple(ids.shape) for ids in data] == [(1, 20)] * 5
+    expected = qao.calibrate(model, data, {"lm_head": None, "re:.*": qao.Int4WeightOnly(group_size=32)}, progress=False)
+    assert [row["output_error"] for row in report["rows"]] == [row.output_error for row in expected.rows]
+    written = qao.from_pretrained(out)
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, qao.QuantLinear)}
+    assert layers
+    for name, layer in layers.items():
+        again = written.get_submodule(name)
+        assert torch.equal(again.qweight, layer.qweight) and torch.equal(again.scales, layer.scales), name
+    assert (out / "tokenizer.json").exists()
+
+
+def test_errors(llama: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("a line")
+    out = tmp_path / "out"
+    base = ["quantize", str(llama), str(out), "--scheme", "int4", "--group-size", "32", "--quiet", "--calibrate"]
+    assert main([*base, str(short)]) == 1
+    assert "fewer than one text of 512" in capsys.readouterr().err
+    assert main([*base, str(tmp_path / "none.txt")]) == 1
+    assert "No such file" in capsys.readouterr().err
+    assert main([*base, str(text), "--samples", "0"]) == 2
+    assert main([*base, str(text), "--to", "qao"]) == 2
+    assert not out.exists()

@@ -1,0 +1,162 @@
+"""GPTQ beside its plain float64 loop, and beside rounding to nearest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from qao import (
+    Float8DynamicActivationInt4Weight,
+    Float8WeightOnly,
+    Int4WeightOnly,
+    Int8DynamicActivationInt4Weight,
+    Int8DynamicActivationInt8Weight,
+    Int8WeightOnly,
+    Scheme,
+)
+from qao.calibration.choice import quantized
+from qao.calibration.gptq import damped, gptq
+from qao.calibration.grid import Grid
+from torch import Tensor
+
+N, K = 24, 320  # three blocks of columns, the last of them short; not all groups divide K
+
+SCHEMES: list[Scheme] = [
+    *(
+        Int4WeightOnly(group_size=size, symmetric=symmetric)
+        for size in (32, 128, 256, -1)
+        for symmetric in (False, True)
+    ),
+    Int8DynamicActivationInt4Weight(group_size=64, symmetric_activations=False),
+    Float8DynamicActivationInt4Weight(),
+    Int8WeightOnly(),
+    Int8DynamicActivationInt8Weight(),
+    *(Float8WeightOnly(granularity=shares) for shares in ("row", "tensor", "block")),
+]
+
+
+def data(device: str, k: int = K, tokens: int = 600) -> tuple[Tensor, Tensor]:
+    """A weight [N, k] and the mean H [k, k] of inputs that depend on each other, a few of them large."""
+    g = torch.Generator().manual_seed(0)
+    mixed = torch.randn(tokens, k, generator=g) @ torch.randn(k, k, generator=g) * 0.05
+    x = (mixed + torch.randn(tokens, k, generator=g)) * torch.where(torch.arange(k) % 37 == 5, 8.0, 1.0)
+    return (torch.randn(N, k, generator=g) * 0.1).to(device), (x.T @ x / tokens).to(device)
+
+
+def plain(weight: Tensor, hessian: Tensor, grid: Grid, damping: float) -> tuple[Tensor, Tensor]:
+    """The loop of the paper, one column at a time with the inverse itself, in float64; codes, and distances to ties."""
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    inverse = damped(hessian, damping)[order][:, order].inverse()
+    rest = weight.double().clone()[:, order]
+    codes, margins = torch.empty_like(rest), torch.empty_like(rest)
+    for j in range(len(order)):
+        scales, zeros = (None if t is None else t.double() for t in grid.columns(order[j : j + 1]))
+        assert scales is not None
+        scale, zero = scales[0], None if zeros is None else zeros[0]
+        error = torch.empty_like(scale)
+        grid.round(rest[:, j], scale, zero, codes=codes[:, j], errors=error)
+        ratio = rest[:, j] / scale
+        margins[:, j] = (ratio - ratio.floor() - 0.5).abs()
+        rest[:, j + 1 :] -= (error / inverse[0, 0])[:, None] * inverse[0, 1:]
+        inverse = inverse[1:, 1:] - inverse[1:, :1] * inverse[:1, 1:] / inverse[0, 0]
+    back = order.argsort()
+    return codes[:, back], margins[:, back]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_blocked_is_the_plain_loop(scheme: Scheme, device: str) -> None:
+    """The same codes, but for values so near to a tie that float32 may decide otherwise, and rows behind them."""
+    weight, hessian = data(device)
+    grid = Grid.of(scheme._quantize(weight, "w"), scheme, N, K)
+    codes = gptq(weight, hessian, grid)
+    expected, margins = plain(weight.cpu(), hessian.cpu(), Grid(*_on_cpu(grid)), 0.01)
+    differs = (codes.cpu().double() != expected).any(1)
+    if isinstance(scheme, Float8WeightOnly):  # ties of e4m3 are no halves: few rows differ, and by as little
+        assert differs.float().mean() <= 0.5
+        relative = (
+            grid.dequantize(codes).cpu() - Grid(*_on_cpu(grid)).dequantize(expected.float())
+        ).norm() / weight.norm()
+        assert relative < 0.02
+    else:
+        near = (margins < 1e-4).any(1)
+        assert not (differs & ~near).any()
+        assert differs.sum() <= 3
+
+
+def _on_cpu(grid: Grid) -> tuple[Tensor, Tensor | None, int, tuple[int, int] | None]:
+    return grid.scales.cpu(), None if grid.zeros is None else grid.zeros.cpu(), grid.size, grid.limits
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_error_under_h(scheme: Scheme, device: str) -> None:
+    """Less than that of rounding to nearest, and what the packed weight has, group by group in the order of columns."""
+    weight, hessian = data(device)
+    ((packed, error),) = quantized([weight], hessian, scheme, 0.01, ["w"])
+    nearest = scheme.quantize(weight)
+
+    def errors(of: object) -> float:
+        restored = scheme.dequantize(of.qweight, of.scales, N, K, torch.float32)  # type: ignore[attr-defined]
+        rest, h = (restored - weight).double(), hessian.double()
+        whole = weight.double()
+        return (((rest @ h) * rest).sum() / ((whole @ h) * whole).sum()).sqrt().item()
+
+    assert errors(packed) == pytest.approx(error, rel=1e-3)
+    assert error < 0.9 * errors(nearest)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("size", [32, 64, 128, 256, -1])
+def test_a_weight_on_a_grid_comes_back(size: int, symmetric: bool, device: str) -> None:
+    _, hessian = data(device)
+    g = torch.Generator().manual_seed(1)
+    groups = 1 if size == -1 else -(-K // size)
+    q = torch.randint(0, 16, (N, K), generator=g).float()
+    q[:, :: 32 if size == -1 else size] = 0
+    q[:, 1 :: 32 if size == -1 else size] = 15
+    scales = 2.0 ** torch.randint(-6, -2, (N, groups), generator=g)
+    zeros = torch.full_like(scales, 8) if symmetric else torch.randint(0, 16, (N, groups), generator=g).float()
+    on_grid = Grid(scales, zeros, K if size == -1 else size, (0, 15)).dequantize(q).to(device)
+    scheme = Int4WeightOnly(group_size=size, symmetric=symmetric)
+    ((packed, error),) = quantized([on_grid], hessian, scheme, 0.01, ["w"])
+    assert torch.equal(scheme.dequantize(packed.qweight, packed.scales, N, K, torch.float32), on_grid)
+    assert error == 0 and packed.relative_error == 0
+
+
+def test_columns_without_inputs(device: str) -> None:
+    """They are rounded to nearest, and H need not have full rank."""
+    weight, hessian = data(device, tokens=40)
+    hessian[:, 100:140] = 0
+    hessian[100:140] = 0
+    scheme = Int4WeightOnly(group_size=64)
+    nearest = scheme._quantize(weight, "w")
+    codes = gptq(weight, hessian, Grid.of(nearest, scheme, N, K))
+    assert torch.equal(codes[:, 100:140].to(torch.uint8), nearest.q[:, 100:140])
+    assert not torch.equal(codes.to(torch.uint8), nearest.q)
+
+
+def test_without_any_inputs(device: str) -> None:
+    weight, _ = data(device)
+    ((packed, error),) = quantized([weight], torch.zeros(K, K, device=device), Int8WeightOnly(), 0.01, ["w"])
+    assert error == 0 and torch.equal(packed.qweight, Int8WeightOnly().quantize(weight).qweight)
+
+
+def test_stacked_layers(device: str) -> None:
+    """Rows do not know of each other, so layers with one input may be stacked."""
+    weight, hessian = data(device)
+    scheme = Int4WeightOnly(group_size=32)
+    whole = gptq(weight, hessian, Grid.of(scheme._quantize(weight, "w"), scheme, N, K))
+    for rows in (slice(0, 7), slice(7, N)):
+        part = gptq(weight[rows], hessian, Grid.of(scheme._quantize(weight[rows], "w"), scheme, len(weight[rows]), K))
+        assert (part != whole[rows]).float().mean() < 0.01  # other shapes add in another order
+
+
+def test_kernels_take_it(device: str) -> None:
+    """The product of a calibrated layer is that with its dequantised weight: groups are where kernels look for them."""
+    from qao import QuantLinear
+
+    weight, hessian = data(device)
+    scheme = Int4WeightOnly(group_size=64)
+    ((packed, _),) = quantized([weight], hessian, scheme, 0.01, ["w"])
+    layer = QuantLinear(K, N, scheme, packed, None, torch.float32)
+    x = torch.randn(5, K, generator=torch.Generator().manual_seed(2)).to(device)
+    expected = x.double() @ layer.dequantize(torch.float32).double().t()
+    assert (layer(x).double() - expected).abs().max() < 1e-5 * expected.abs().max()
