@@ -37,7 +37,7 @@ _BATCH = 32
 @torch.inference_mode()
 def run(device: str, sentences: int = SENTENCES) -> dict[str, Any]:
     """Quantises the model in float32 under every scheme, prints a line each, and returns the results file's content."""
-    embedding, model, batches = _load(device, sentences)
+    embedding, model, batches = load_embedding(device, sentences)
     linear = model.get_submodule(LAYER)
     activations: list[Tensor] = []
     hook = linear.register_forward_pre_hook(lambda _, inputs: activations.append(inputs[0]))
@@ -64,7 +64,7 @@ def run(device: str, sentences: int = SENTENCES) -> dict[str, Any]:
     return {"meta": meta | {"tokens": layer_input.shape[0]}, "rows": rows}
 
 
-def _load(device: str, sentences: int) -> tuple[Any, nn.Module, list[dict[str, Tensor]]]:
+def load_embedding(device: str, sentences: int) -> tuple[Any, nn.Module, list[dict[str, Tensor]]]:
     sys.path.insert(0, str(ROOT / "examples"))
     import embedding
 

@@ -15,11 +15,10 @@ import torch
 from qao.evaluate import compare, perplexity
 from torch import Tensor, nn
 
-from .language import HEAD, WINDOW, WINDOWS
-from .language import _load as load_language
+from .language import HEAD, WINDOW, WINDOWS, load_text
 from .markdown import caption, table
 from .meta import ROOT, describe
-from .numerics import _load as load_embedding
+from .numerics import load_embedding
 
 SCHEMES: dict[str, qao.Scheme] = {
     "groups of 128": qao.Int4WeightOnly(),
@@ -35,7 +34,7 @@ LINES, SECOND_WINDOWS = 700, 6  # of docstrings, the second text
 @torch.inference_mode()
 def run(device: str) -> dict[str, Any]:
     """Quantises both models under every scheme, prints a line each, and returns the results file's content."""
-    path, topics, _ = load_language()
+    path, topics, _, _ = load_text()
     language = qao.dequantize_(qao.from_pretrained(path, dtype=torch.float32, device=device))
     texts = {"topics": topics, "docstrings": _docstrings(path)}
     assert len(texts["docstrings"]) == SECOND_WINDOWS * WINDOW + 1

@@ -43,7 +43,7 @@ def _others(device: str) -> dict[str, Arguments]:
         "rms_norm_quantize": {"x": x, "weight": norm, "eps": 1e-6, "dtype": INT8},
         "add_rms_norm_quantize": {**normed, "dtype": INT8},
         "silu_mul_quantize": {"gate": x, "up": x.clone(), "dtype": INT8},
-        "quantize_groups": {"weight": torch.randn(N, K), **groups, "importance": torch.rand(K)},  # on the CPU alone
+        "quantize_groups": {"weight": torch.randn(N, K), **groups, "importance": torch.rand(K)},
         "quantize_blocks": {"weight": torch.randn(N, K), "rows": 1, "columns": K},
         "add_rms_norm_int4_mm": {"x": x, "residual": x.clone(), **fused, "gated": True},
         "int4_embedding": {"ids": ids, "weight": weight, "scales": scales, **rows, "dtype": torch.float32},
@@ -56,6 +56,7 @@ def _others(device: str) -> dict[str, Arguments]:
     }
 
 
+ON_CPU = ("quantize_groups", "quantize_blocks")  # whatever the device that is asked for
 CALLS = (*PACKED, *BYTES, *_others("cpu"))  # every operator
 
 

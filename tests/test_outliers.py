@@ -60,15 +60,16 @@ def of_bytes(x: Tensor, scale: Tensor) -> Tensor:
     """[M, N]: what Hopper's kernels for few tokens may lose of int4 beside outliers; 0 elsewhere. scale [N]: largest.
 
     They sum x times bytes of W as subnormal numbers and take zero points off afterwards. The tensor cores add products
-    of eight columns, 16 of them in a K-step, and cut each sum 24 bits below the largest exponent, which for a subnormal
-    is that of the smallest normal number: 2^7 or 2^8 steps in bfloat16, 2^10 in float16. A scale is 16 such steps.
+    of eight columns, 16 times in a K-step, and cut each 24 bits below the largest exponent, which for a subnormal is
+    that of the smallest normal number: 2^7 or 2^8 steps in bfloat16, 2^10 in float16. A scale is 16 such steps; a cut
+    loses half a unit in the mean.
     docs/kernels/int4_mm.md says what it would cost not to.
     """
     hopper = x.is_cuda and torch.cuda.get_device_capability() == (9, 0)
     if not hopper or x.shape[0] > 16 or x.dtype == torch.float32:
         return torch.zeros((), device=x.device)
     steps = 2.0**8 if x.dtype == torch.bfloat16 else 2.0**10
-    return 16 * 2.0**-23 * steps / 16 * x.double().abs().sum(1)[:, None] * scale.double()
+    return 16 * (8 / 2) * 2.0**-23 * steps / 16 * x.double().abs().sum(1)[:, None] * scale.double()
 
 
 def check_beside(scheme: Scheme, weight: Weight, x: Tensor, columns: Tensor, scale: Tensor | None = None) -> None:

@@ -220,8 +220,8 @@ def _groups_by_torch(
         if not symmetric and size % 16 == 0:  # whole groups alone, which no zeros pad
             whole = slice(0, k // size)
             _keep_grids(groups[:, whole], steps[:, whole], scale[:, whole], zero[:, whole], codes, scale_dtype)
-        chosen = torch.where(zero == zero.round(), steps.round() + zero, (steps + zero).round())
-        chosen.clamp_(codes.lowest, codes.highest)
+        is_whole, chosen = zero == zero.round(), steps.round().add_(zero)
+        torch.where(is_whole, chosen, steps.add_(zero).round_(), out=chosen).clamp_(codes.lowest, codes.highest)
         q[rows] = chosen.view(len(values), -1)[:, :k].to(codes.dtype)
         scales[rows] = scale.squeeze(-1).to(scale_dtype)
         zeros[rows] = zero.squeeze(-1).to(scale_dtype)
@@ -236,13 +236,13 @@ def _keep_grids(
     low, high = torch.aminmax(values, dim=-1, keepdim=True)
     grid_scale = ((high - low) / (codes.highest - codes.lowest)).to(scale_dtype).float()
     grid_zero = (-low / grid_scale).to(scale_dtype).float()
-    found = values / grid_scale + grid_zero
-    distance = (found - found.round().clamp_(codes.lowest, codes.highest)).abs().amax(-1, keepdim=True)
+    found = torch.div(values, grid_scale).add_(grid_zero)
+    distance = found.round().clamp_(codes.lowest, codes.highest).sub_(found).abs_().amax(-1, keepdim=True)
     is_grid = (grid_scale > _smallest_scale(scale_dtype)) & (grid_zero.abs() < _LARGEST_GRID_ZERO)
     is_grid &= (distance < _GRID_TOLERANCE) & ((grid_zero - grid_zero.round()).abs() >= _WHOLE_TOLERANCE)
     torch.where(is_grid, grid_scale, scale, out=scale)
     torch.where(is_grid, grid_zero, zero, out=zero)
-    torch.where(is_grid, values / grid_scale, steps, out=steps)
+    torch.where(is_grid, torch.div(values, grid_scale, out=found), steps, out=steps)
 
 
 def _smallest_scale(dtype: torch.dtype) -> float:
