@@ -214,7 +214,9 @@ def _groups_by_torch(
     for rows, values in chunks(weight):
         squares[1] += values.square().sum(dtype=torch.float64)
         # Zeros pad the last group: they are exact under every scale and change neither its range nor its error.
-        groups = functional.pad(values, (0, -k % size)).view(len(values), -1, size)
+        padded = functional.pad(values, (0, -k % size)) if k % size else values
+        groups = padded.view(len(values), -1, size)
+        del values, padded  # a chunk is large: each copy of it lives as briefly as it can
         scale, zero = _search(groups, codes, symmetric, scale_dtype, factors, weights)
         steps = groups.div(scale)
         if not symmetric and size % 16 == 0:  # whole groups alone, which no zeros pad
@@ -222,10 +224,12 @@ def _groups_by_torch(
             _keep_grids(groups[:, whole], steps[:, whole], scale[:, whole], zero[:, whole], codes, scale_dtype)
         is_whole, chosen = zero == zero.round(), steps.round().add_(zero)
         torch.where(is_whole, chosen, steps.add_(zero).round_(), out=chosen).clamp_(codes.lowest, codes.highest)
-        q[rows] = chosen.view(len(values), -1)[:, :k].to(codes.dtype)
+        del steps
+        q[rows] = chosen.view(len(groups), -1)[:, :k].to(codes.dtype)
         scales[rows] = scale.squeeze(-1).to(scale_dtype)
         zeros[rows] = zero.squeeze(-1).to(scale_dtype)
         squares[0] += groups.addcmul_(chosen.sub_(zero), scale, value=-1).square_().sum(dtype=torch.float64)
+        del groups, chosen
     return q, scales, zeros, squares
 
 
