@@ -53,6 +53,12 @@ def test_a_scheme_is_a_frozen_value(config: type[qao.Scheme]) -> None:
         ({"group_size": 0}, ValueError, "group_size must be"),
         ({"group_size": True}, ValueError, "group_size must be"),
         ({"group_size": "128"}, ValueError, "group_size must be.*'128'"),
+        ({"group_size": "auto"}, ValueError, "budget_bits must be a number above 4 .*not None"),
+        ({"group_size": "auto", "budget_bits": 4}, ValueError, "budget_bits must be a number above 4"),
+        ({"group_size": "auto", "budget_bits": float("nan")}, ValueError, "budget_bits must be a number above 4"),
+        ({"group_size": "auto", "budget_bits": True}, ValueError, "budget_bits must be a number above 4"),
+        ({"group_size": "auto", "budget_bits": "4.5"}, ValueError, "budget_bits must be a number above 4"),
+        ({"group_size": 32, "budget_bits": 4.5}, ValueError, "budget_bits must be None with group_size=32"),
         ({"symmetric": 1}, TypeError, "symmetric must be True or False"),
         ({"clip_search": None}, TypeError, "clip_search must be True or False"),
         ({"scale_dtype": torch.float64}, ValueError, "scale_dtype must be torch.float32.*torch.float64"),
@@ -149,7 +155,7 @@ def test_int8_by_int4_never_falls_back(
     with Record(), torch.no_grad():
         layer(x)
     assert calls == ["qao.int8_int4_mm.default"]
-    if qao.formats._host is not None:
+    if qao.scheme._host is not None:
         assert scheme.kernel(3, 48, 300, x_dtype=torch.bfloat16, scale_dtype=stored, device=torch.device(device))
 
 

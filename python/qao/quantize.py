@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from . import survey
+from . import grouping, survey
 from .callbacks import by_name_and_module
 from .embedding import QuantEmbedding, is_embedding, rename_ties
 from .formats import Int4Weight, PackedWeight, Scheme
@@ -70,12 +70,17 @@ def quantize_(
         TypeError: ``model`` is itself a linear layer, which cannot be replaced in place; or ``scheme`` is none of the
             above; or a function does not say whether it takes (name, module) or (module, name).
         ValueError: a key of the dict matches no module; a weight holds NaN or Inf, or more than its scales can hold;
-            something on meta shall go to a device, or the other way round; or ``strict`` and something would be left.
+            something on meta shall go to a device, or the other way round; a budget of bits is too small, or its layers
+            are on meta; or ``strict`` and something would be left.
         RuntimeError, AssertionError: torch has no such ``device``.
     """
     planned = plan(model, scheme, filter, embeddings, device, strict)
+    importance = _importance(planned.layers)
+    if any(grouping.is_auto(layer.scheme) for layer in planned.pending):
+        units = units_of(planned.pending)
+        grouping.assign(units, grouping.measured(units, importance, device, progress))
     try:
-        _replace(planned.pending, _importance(planned.layers), device, progress)
+        _replace(planned.pending, importance, device, progress)
     finally:
         planned.settle()
     if device is not None:
@@ -198,7 +203,7 @@ def _check_weight(layer: survey.Layer, device: torch.device | str | None) -> Non
     largest = check_finite(weight, layer.row.name)
     # No scale is larger than the largest weight. Where that is near the limit of scales, only trying tells.
     if largest > torch.finfo(layer.scheme.scale_dtype_of(weight.dtype)).max / 4:
-        pack(layer.module, layer.scheme, device, layer.row.name)
+        pack(layer.module, grouping.fixed(layer.scheme, -1), device, layer.row.name)
 
 
 def _complain(report: Report, strict: bool) -> None:

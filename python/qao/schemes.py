@@ -43,12 +43,15 @@ class Int4WeightOnly(Int4Weight):
 
     Args:
         group_size: columns of W that share a scale: 32, 64, 128, 256, or -1 for one group per row. Smaller groups are
-            more accurate and cost more: a scale and, unless symmetric, a zero point per group and row.
+            more accurate and cost more: a scale and, unless symmetric, a zero point per group and row. "auto":
+            ``quantize_`` and ``calibrate`` choose one for each layer.
         symmetric: no zero points: W = (q - 8) * scale instead of (q - zero) * scale. A little smaller and faster, less
             accurate.
         scale_dtype: dtype of scales and zero points; None takes that of the layer's weight (float64: float32).
         clip_search: try several clipping ranges per group and keep the one of least squared error, columns weighed by
             what the weight tells of its activations (docs/numerics.md); False takes the full range.
+        budget_bits: with "auto", how many bits a weight may take on average over all layers of this scheme, scales and
+            zero points included.
 
     Raises:
         ValueError, TypeError: an argument is none of the above.
@@ -61,7 +64,7 @@ class Int4WeightOnly(Int4Weight):
         return ops.product(ops.INT4, constants, x, layer["qweight"], layer["scales"], layer["bias"])
 
     def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
-        return _host.Int4Problem(group_size=self.group_size, has_zeros=not self.symmetric, **facts)
+        return _host.Int4Problem(group_size=self.size, has_zeros=not self.symmetric, **facts)
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class Int8DynamicActivationInt4Weight(Int4Weight):
     Every combination of group size, symmetric or not, and dtype of the scales has a kernel of its own.
 
     Args:
-        group_size, symmetric, scale_dtype, clip_search: as in ``Int4WeightOnly``.
+        group_size, symmetric, scale_dtype, clip_search, budget_bits: as in ``Int4WeightOnly``.
         symmetric_activations: as in ``Int8DynamicActivationInt8Weight``.
 
     Raises:
@@ -216,7 +219,7 @@ class Float8DynamicActivationInt4Weight(Int4Weight):
     """Weights in four bits; every token is rounded to e4m3 with a scale of its own.
 
     Args:
-        group_size, symmetric, scale_dtype, clip_search: as in ``Int4WeightOnly``.
+        group_size, symmetric, scale_dtype, clip_search, budget_bits: as in ``Int4WeightOnly``.
 
     Raises:
         ValueError, TypeError: an argument is none of the above.

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import quantize, survey
+from .. import grouping, quantize, survey
 from ..formats import PackedWeight, Scheme
 from ..linear import is_linear, linear_weight, pack
 from ..report import Report
 from .choice import quantized
+from .gptq import damped
 from .scaling import smooth
 from .statistics import Inputs
 from .stream import Blocks, Call, check_first, evaluating, find_blocks, samples_of
@@ -79,6 +80,8 @@ def calibrate(
             check_first(model, calls)
             if method == "smoothquant":
                 smooth(model, calls, units, folded)
+            if any(grouping.is_auto(unit[0].scheme) for unit in units):
+                _choose_groups(model, calls, units, damping, progress)
             for some, hessian, note in _inputs(model, calls, units, progress):
                 _quantize(some, hessian, note, damping)
     except BaseException:
@@ -106,12 +109,34 @@ def _check_data(model: nn.Module) -> None:
             raise ValueError(f"calibrate: {name} is on meta, and the model cannot run. Load it first.")
 
 
+def _choose_groups(model: nn.Module, calls: list[Call], units: list[Unit], damping: float, progress: bool) -> None:
+    """Gives units whose group size is to be chosen theirs, by what rounding does to outputs of the float model."""
+    errors: dict[int, grouping.Errors] = {}
+    for some, hessian, _ in _inputs(model, calls, units, progress, changes=False):
+        for unit in some:
+            if grouping.is_auto(unit[0].scheme):
+                errors[id(unit)] = _group_errors(unit[0], hessian, damping)
+    grouping.assign(units, [errors.get(id(unit), {}) for unit in units])
+
+
+def _group_errors(layer: survey.Layer, hessian: Tensor | None, damping: float) -> grouping.Errors:
+    assert layer.scheme is not None
+    weight, name = linear_weight(layer.module), layer.row.name
+    if hessian is None:
+        return grouping.weight_errors(weight, layer.scheme, name, None)
+    importance = damped(hessian, damping).diagonal().float()
+    return grouping.weight_errors(
+        weight, layer.scheme, name, importance, lambda difference: ((difference @ hessian) * difference).sum(1)
+    )
+
+
 def _inputs(
-    model: nn.Module, calls: list[Call], units: list[Unit], progress: bool
+    model: nn.Module, calls: list[Call], units: list[Unit], progress: bool, *, changes: bool = True
 ) -> Iterator[tuple[list[Unit], Tensor | None, str | None]]:
     """Units of one scheme with the mean of x xᵀ of their common inputs, each to be quantised before the next.
 
-    None instead of a mean: they have no inputs. Last a note for their rows.
+    None instead of a mean: they have no inputs. Last a note for their rows. ``changes``: they are quantised, so that
+    the next block needs the outputs of this one anew.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]  # here, to keep `import qao` light
 
@@ -119,17 +144,20 @@ def _inputs(
     inside = _by_block(blocks, units)
     stages = {id(unit) for some in inside for unit in some}
     outside = [unit for unit in units if id(unit) not in stages]
-    with tqdm(total=len(units), desc="calibrate", unit="layer", delay=2, disable=not progress) as bar:
+    with tqdm(
+        total=len(units), desc="calibrate" if changes else "group sizes", unit="layer", delay=2, disable=not progress
+    ) as bar:
         for index, some in enumerate(inside):
             assert blocks is not None
             inputs = Inputs()
             if some:
                 with inputs.watch(_linears(some)):
-                    blocks.run(index, inputs.forget, keep=False)
+                    blocks.run(index, inputs.forget, keep=not changes)
             for together in _with_one_input(some, inputs):
                 yield together, inputs.hessian(_linears(together[:1]), together[0][0].row.name), None
                 bar.update(len(together))
-            blocks.run(index, inputs.forget, keep=True)
+            if changes or not some:
+                blocks.run(index, inputs.forget, keep=True)
         if outside:
             note = f"calibrated in one pass over the whole model: {why}" if why else None
             inputs = Inputs()

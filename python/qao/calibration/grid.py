@@ -31,7 +31,7 @@ class Grid:
         scales = quantized.scales.float()
         if isinstance(scheme, Int4Weight):
             zeros = torch.full_like(scales, 8) if quantized.zeros is None else quantized.zeros.float()
-            return cls(scales, zeros, k if scheme.group_size == -1 else scheme.group_size, (0, 15))
+            return cls(scales, zeros, k if scheme.size == -1 else scheme.size, (0, 15))
         if not isinstance(scheme, Float8Weight):
             return cls(scales.view(n, 1), None, k, (-127, 127))
         if scheme.granularity == "block":

@@ -34,9 +34,9 @@ def can_write(scheme: Scheme, in_features: int | None = None) -> str | None:
     """Why a layer of this scheme (and K) cannot be written as compressed-tensors; None if it can."""
     if type(scheme).word not in ("int4", "int8", "fp8", "int8_int8", "int8_int4", "fp8_fp8", "fp8_int4"):
         return f"compressed-tensors has no name for {scheme}"
-    if isinstance(scheme, Int4Weight) and scheme.group_size > 0 and in_features is not None:
-        if in_features % scheme.group_size:
-            return f"in_features {in_features} is no multiple of the group size {scheme.group_size}"
+    if isinstance(scheme, Int4Weight) and scheme.size > 0 and in_features is not None:
+        if in_features % scheme.size:
+            return f"in_features {in_features} is no multiple of the group size {scheme.size}"
     return None
 
 
@@ -70,7 +70,7 @@ def layer_tensors(layer: QuantLinear) -> dict[str, Tensor]:
 
 
 def _int4(scheme: Int4Weight, qweight: Tensor, scales: Tensor, n: int, k: int) -> dict[str, Tensor]:
-    q, plain, zeros = torch.ops.qao.unpack_int4(qweight, scales, n, k, scheme.group_size)
+    q, plain, zeros = torch.ops.qao.unpack_int4(qweight, scales, n, k, scheme.size)
     whole = zeros.to(torch.uint8)
     if not torch.equal(whole.to(zeros.dtype), zeros) or (whole > 15).any():
         raise ValueError("compressed-tensors: zero points of this layer are no whole numbers 0..15")
@@ -151,9 +151,9 @@ def _group(scheme: Scheme) -> dict[str, Any]:
         if strategy == "block":
             weights["block_structure"] = [128, 128]
     elif isinstance(scheme, Int4Weight):
-        by_row = scheme.group_size == -1
+        by_row = scheme.size == -1
         weights = _args(4, "int", "channel" if by_row else "group", symmetric=scheme.symmetric)
-        weights["group_size"] = None if by_row else scheme.group_size
+        weights["group_size"] = None if by_row else scheme.size
     else:
         weights = _args(8, "int", "channel")
     return {"weights": weights, "input_activations": _inputs(scheme), "output_activations": None, "format": format}

@@ -97,6 +97,6 @@ def _plain(stored: Callable[[], dict[str, Tensor]], scheme: Scheme, n: int, k: i
     tensors = stored()
     qweight, scales = tensors["qweight"], tensors["scales"]
     if isinstance(scheme, Int4Weight):
-        q, plain, zeros = torch.ops.qao.unpack_int4(qweight, scales, n, k, scheme.group_size)
+        q, plain, zeros = torch.ops.qao.unpack_int4(qweight, scales, n, k, scheme.size)
         return Plain(q, plain, None if scheme.symmetric else zeros)
     return Plain(qweight.view(torch.float8_e4m3fn) if isinstance(scheme, Float8Weight) else qweight, scales)

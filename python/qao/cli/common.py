@@ -112,7 +112,12 @@ def size(count: float) -> str:
 def add_scheme_options(parser: argparse.ArgumentParser, required: bool) -> None:
     group = parser.add_argument_group("scheme")
     group.add_argument("--scheme", choices=list(SCHEMES), required=required, help="weights, or activations_weights")
-    group.add_argument("--group-size", type=int, metavar="G", help="int4 weights: 32, 64, 128, 256, or -1 for a row")
+    group.add_argument(
+        "--group-size", type=_group_size, metavar="G", help="int4 weights: 32, 64, 128, 256, -1 for a row, or auto"
+    )
+    group.add_argument(
+        "--budget-bits", type=float, metavar="BITS", help="of a weight, on average, for --group-size auto: 4.5"
+    )
     group.add_argument("--symmetric", action="store_true", help="int4 weights: no zero points")
     group.add_argument("--granularity", choices=["row", "tensor", "block"], help="fp8 weights: what shares a scale")
     group.add_argument(
@@ -125,6 +130,8 @@ def scheme_of(args: argparse.Namespace) -> Scheme:
     content: dict[str, Any] = {"scheme": args.scheme}
     if args.group_size is not None:
         content["group_size"] = args.group_size
+    if args.budget_bits is not None:
+        content["budget_bits"] = args.budget_bits
     if args.symmetric:
         content["symmetric"] = True
     if args.granularity is not None:
@@ -142,6 +149,15 @@ def scheme_of(args: argparse.Namespace) -> Scheme:
     except (ValueError, TypeError) as error:
         args.parser.error(one_line(error))
         raise  # never reached: error() exits
+
+
+def _group_size(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, and not auto") from None
 
 
 def _value(text: str) -> Any:

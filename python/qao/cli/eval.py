@@ -40,8 +40,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.windows < 1 or args.window < 1:
         args.parser.error("--windows and --window must be at least 1")
-    if args.scheme is None and (args.group_size is not None or args.symmetric or args.granularity or args.set):
-        args.parser.error("--group-size, --symmetric, --granularity and --set belong to a --scheme")
+    options = (args.group_size, args.budget_bits, args.granularity)
+    if args.scheme is None and (args.symmetric or args.set or any(option is not None for option in options)):
+        args.parser.error("--group-size, --budget-bits, --symmetric, --granularity and --set belong to a --scheme")
     output, scheme = Output(args), scheme_of(args) if args.scheme else None
     text = _text(args.text)
     tokens, count = _tokens(load_tokenizer(args.model), text, args.windows * args.window)

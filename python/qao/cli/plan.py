@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import grouping
 from ..checkpoints.base import Checkpoint
 from ..embedding import QuantEmbedding
 from ..formats import Int4Weight, PackedWeight, Scheme
@@ -64,8 +65,14 @@ class Plan:
         self._transposed = {
             name for name, module in model.named_modules() if is_linear(module) and not isinstance(module, nn.Linear)
         }
-        # The last pattern is one that nobody writes: of two equal keys one would be lost.
-        schemes: Any = {**dict.fromkeys(exclude), "re:(?:.*)": scheme} if exclude else scheme
+        schemes: Any = scheme
+        if grouping.is_auto(scheme):
+            options: Any = {"exclude": exclude, "embeddings": embeddings, "dtype": dtype, "device": device}
+            schemes = Plan(source, grouping.fixed(scheme, 128), **options)._with_groups(source, scheme)
+        if exclude:
+            # The last pattern is one that nobody writes: of two equal keys one would be lost.
+            rest = schemes if isinstance(schemes, dict) else {"re:(?:.*)": schemes}
+            schemes = {**dict.fromkeys(exclude), **rest}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "quantize_: no layer was quantised")  # an error, below
             self.report: Report = quantize_(model, schemes, embeddings=embeddings, progress=False)
@@ -93,11 +100,7 @@ class Plan:
         prefix, module = self._prefix[first], self._modules[first]
 
         def make(source: Checkpoint) -> dict[str, Tensor]:
-            weight = self._cast(f"{prefix}.weight", _weight(source, prefix))
-            weight = weight.t() if first in self._transposed else weight
-            if tuple(weight.shape) != module._sizes or weight.dtype not in _FLOATS:
-                found, wanted = f"{weight.dtype}{list(weight.shape)}", list(module._sizes)
-                raise Failure(f"{prefix}.weight is {found}, and the config makes it float of shape {wanted}")
+            weight = self._read(source, first)
             packed = module.scheme.quantize(weight.to(self._device), prefix, self._importance(source, first))
             tensors: dict[str, Tensor] = {}
             for name in names:
@@ -109,6 +112,30 @@ class Plan:
             return {key: tensor for key, tensor in tensors.items() if key not in self.aliases}
 
         return Step(_layer_bytes(source, prefix), make)
+
+    def _read(self, source: Checkpoint, name: str) -> Tensor:
+        """The float weight [N, K] of a module."""
+        prefix, sizes = self._prefix[name], self._modules[name]._sizes
+        weight = self._cast(f"{prefix}.weight", _weight(source, prefix))
+        weight = weight.t() if name in self._transposed else weight
+        if tuple(weight.shape) != sizes or weight.dtype not in _FLOATS:
+            found = f"{weight.dtype}{list(weight.shape)}"
+            raise Failure(f"{prefix}.weight is {found}, and the config makes it float of shape {list(sizes)}")
+        return weight
+
+    def _with_groups(self, source: Checkpoint, scheme: Scheme) -> dict[str, Scheme]:
+        """``scheme`` with a group size for each module, as ``quantize_`` chooses them."""
+        found, elements = [], []
+        tied = list(self._tied().values())
+        for names in tied:
+            first = next(name for name in names if _holds(source, self._prefix[name]))
+            weight = self._read(source, first)
+            importance = self._importance(source, first)
+            errors = grouping.weight_errors(weight.to(self._device), scheme, self._prefix[first], importance)
+            found.append(grouping.options_of(weight.shape, weight.dtype, scheme, errors))
+            elements.append(weight.numel())
+        sizes = grouping.choose(found, elements, scheme)
+        return {name: grouping.fixed(scheme, size) for names, size in zip(tied, sizes, strict=True) for name in names}
 
     def _importance(self, source: Checkpoint, name: str) -> Tensor | None:
         """As ``quantize_`` finds it, from the weight of the layer beside this one."""

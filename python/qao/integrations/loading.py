@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import marker, survey
 from ..formats import Int4Weight, Scheme
+from ..grouping import is_auto
 from ..importance import estimate_importance, told_by
 from ..layout import make_room
 from ..linear import QuantLinear, linear_weight, pack_weight
@@ -85,7 +86,8 @@ class Loader:
             survey.decide(layer, select, keep)
             names = [f"{name}.weight" for name in (layer.row.name, *layer.row.aliases)]
             alone = users[id(layer.module._parameters.get("weight"))] == 1 and not tied.intersection(names)
-            if layer.scheme is not None and alone:
+            # A group size that is to be chosen needs all weights.
+            if layer.scheme is not None and alone and not is_auto(layer.scheme):
                 self.pending.update(dict.fromkeys(names, layer))
 
     def take(self, name: str, value: Tensor) -> None:
