@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "common/integers.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 #include "qao/int4_mm.h"
 #include "qao/mm8.h"
 
@@ -132,9 +132,9 @@ class Operands {
  public:
   Operands(const Formats& formats, int64_t m, int64_t n, int64_t k, int64_t groups)
       : packed_(formats.weight == Format::kInt4),
-        bytes_(packed_ ? int4_mm::weight_bytes(n, k) : n * k),
+        bytes_(packed_ ? int4::weight_bytes(n, k) : n * k),
         copies_(std::max<int64_t>(3, kColdBytes / bytes_ + 1)),
-        columns_(packed_ && formats.x != Format::kFloat ? int4_mm::tiles_k(k) * int4_mm::kTileK : k),
+        columns_(packed_ && formats.x != Format::kFloat ? int4::tiles_k(k) * int4::kTileK : k),
         x_(random_x(formats.x, m * columns_)),
         weights_(random_weight(formats.weight, bytes_), bytes_, copies_),
         scales_(packed_ ? group_parameters(n, groups) : floats(n, 0.01f), packed_ ? parameters(n, groups) * 2 : n * 4,
@@ -154,10 +154,10 @@ class Operands {
 
  private:
   // Scales of packed groups, each followed by its zero points.
-  static int64_t parameters(int64_t n, int64_t groups) { return int4_mm::tiles_n(n) * groups * 2 * int4_mm::kTileN; }
+  static int64_t parameters(int64_t n, int64_t groups) { return int4::tiles_n(n) * groups * 2 * int4::kTileN; }
   static Memory group_parameters(int64_t n, int64_t groups) {
     std::vector<uint16_t> values(static_cast<size_t>(parameters(n, groups)));
-    for (size_t i = 0; i < values.size(); ++i) values[i] = bfloat16(i / int4_mm::kTileN % 2 == 0 ? 0.0078125f : 7.0f);
+    for (size_t i = 0; i < values.size(); ++i) values[i] = bfloat16(i / int4::kTileN % 2 == 0 ? 0.0078125f : 7.0f);
     return upload(values);
   }
 

@@ -51,11 +51,7 @@ Tensor int4_embedding_op(const Tensor& ids_tensor, const Tensor& weight_tensor, 
   op.involve("group_size", group_size);
   op.check(num_embeddings >= 1 && embedding_dim >= 1, "num_embeddings and embedding_dim must be at least 1",
            "Pass the N and K of the weight that was packed");
-  int4_mm::Problem packed;
-  packed.n = num_embeddings;
-  packed.k = embedding_dim;
-  packed.group_size = checked_group_size(op, group_size, embedding_dim);
-  check_packed(op, weight, scales, weight, packed);
+  const int4::Weight packed = checked_packed(op, weight, scales, weight, num_embeddings, embedding_dim, group_size);
 
   Problem problem;
   problem.n = packed.n;

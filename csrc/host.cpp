@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "cpu/mm.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 #include "qao/int4_mm.h"
 #include "qao/mm8.h"
 
@@ -240,9 +240,9 @@ py::dict build_info() {
 
 py::dict layout() {
   py::dict result;
-  result["TILE_N"] = int4_mm::kTileN;
-  result["TILE_K"] = int4_mm::kTileK;
-  result["TILE_BYTES"] = int4_mm::kTileBytes;
+  result["TILE_N"] = int4::kTileN;
+  result["TILE_K"] = int4::kTileK;
+  result["TILE_BYTES"] = int4::kTileBytes;
   return result;
 }
 

@@ -29,14 +29,14 @@ struct Weight {
   int4_mm::Problem checked(const Op& op, const Argument& x) const {
     int4_mm::Problem problem;
     problem.x_dtype = op.float_dtype(x);
-    op.check(n >= 1 && k >= 1, "out_features and in_features must be at least 1",
-             "Pass the N and K of the weight that was packed");
+    check_packed_sizes(op, n, k);
     op.check(x.dim() >= 1 && x.size(x.dim() - 1) == k, "x must have shape [..., in_features]",
              "Check x.shape against the layer's in_features");
-    problem.k = k;
-    problem.n = n;
-    problem.group_size = checked_group_size(op, group_size, k);
-    check_packed(op, weight, scales, x, problem);
+    const int4::Weight packed = checked_packed(op, weight, scales, x, n, k, group_size);
+    problem.n = packed.n, problem.k = packed.k;
+    problem.group_size = packed.group_size;
+    problem.has_zeros = packed.has_zeros;
+    problem.scale_dtype = packed.scale_dtype;
     if (bias) {
       problem.has_bias = true;
       problem.bias_dtype = op.check_bias(*bias, x, n);

@@ -1,11 +1,16 @@
 // The checks every int4 op makes of its packed operands.
 #pragma once
 
-#include "int4_mm/layout.h"
-#include "qao/int4_mm.h"
+#include "int4/layout.h"
+#include "qao/int4.h"
 #include "tensor.h"
 
 namespace qao {
+
+inline void check_packed_sizes(const Op& op, int64_t n, int64_t k) {
+  op.check(n >= 1 && k >= 1, "out_features and in_features must be at least 1",
+           "Pass the N and K of the weight that was packed");
+}
 
 // group_size as kernels know it: -1 becomes K; anything but 32, 64, 128, 256 and K is an error.
 inline int64_t checked_group_size(const Op& op, int64_t group_size, int64_t k) {
@@ -16,24 +21,27 @@ inline int64_t checked_group_size(const Op& op, int64_t group_size, int64_t k) {
   return group_size;
 }
 
-// Shapes, dtypes, device and alignment of a packed weight and its scales; fills has_zeros and scale_dtype of `problem`,
-// whose n, k and group_size are set.
-inline void check_packed(const Op& op, const Argument& weight, const Argument& scales, const Argument& device,
-                         int4_mm::Problem& problem) {
-  const int64_t tiles_n = int4_mm::tiles_n(problem.n), tiles_k = int4_mm::tiles_k(problem.k);
+// A packed weight [n, k] and its scales, after a look at their shapes, dtypes, device and alignment.
+inline int4::Weight checked_packed(const Op& op, const Argument& weight, const Argument& scales, const Argument& device,
+                                   int64_t n, int64_t k, int64_t group_size) {
+  int4::Weight shape;
+  shape.n = n, shape.k = k;
+  shape.group_size = checked_group_size(op, group_size, k);
+  const int64_t tiles_n = int4::tiles_n(n), tiles_k = int4::tiles_k(k);
   op.check(weight.dtype() == int8_code(), "weight must be packed int4 in an int8 tensor", "Make it with pack_int4");
-  op.check(weight.has_shape({tiles_n, tiles_k, int4_mm::kTileBytes}),
+  op.check(weight.has_shape({tiles_n, tiles_k, int4::kTileBytes}),
            "weight must have shape [ceil(N / 16), ceil(K / 64), 512]",
            "Make it with pack_int4, and pass the N (out_features) and K (in_features) of the weight that was packed");
-  problem.scale_dtype = op.float_dtype(scales);
+  shape.scale_dtype = op.float_dtype(scales);
   const int64_t parameters = scales.dim() == 4 ? scales.size(2) : 0;
-  op.check((parameters == 1 || parameters == 2) &&
-               scales.has_shape({tiles_n, problem.groups(), parameters, int4_mm::kTileN}),
-           "scales must have shape [ceil(N / 16), ceil(K / group_size), 1 (symmetric) or 2 (with zero points), 16]",
-           "Pass the scales that pack_int4 returned, and the group_size it was given");
-  problem.has_zeros = parameters == 2;
+  op.check(
+      (parameters == 1 || parameters == 2) && scales.has_shape({tiles_n, shape.groups(), parameters, int4::kTileN}),
+      "scales must have shape [ceil(N / 16), ceil(K / group_size), 1 (symmetric) or 2 (with zero points), 16]",
+      "Pass the scales that pack_int4 returned, and the group_size it was given");
+  shape.has_zeros = parameters == 2;
   op.check_packed_operand(weight, device);
   op.check_packed_operand(scales, device);
+  return shape;
 }
 
 }  // namespace qao

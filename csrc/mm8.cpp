@@ -60,15 +60,11 @@ class Product {
   void use_packed_weight(int64_t out_features, int64_t in_features, int64_t group_size) {
     op_.involve("out_features", out_features), op_.involve("in_features", in_features);
     op_.involve("group_size", group_size);
-    op_.check(out_features >= 1 && in_features >= 1, "out_features and in_features must be at least 1",
-              "Pass the N and K of the weight that was packed");
+    check_packed_sizes(op_, out_features, in_features);
     problem_.weight = Format::kInt4;
     set_sizes(out_features, in_features);
-    int4_mm::Problem packed;
-    packed.n = problem_.n;
-    packed.k = problem_.k;
-    packed.group_size = problem_.group_size = checked_group_size(op_, group_size, problem_.k);
-    check_packed(op_, weight_, scales_, x_, packed);
+    const int4::Weight packed = checked_packed(op_, weight_, scales_, x_, out_features, in_features, group_size);
+    problem_.group_size = packed.group_size;
     problem_.has_zeros = packed.has_zeros;
     problem_.scale_dtype = packed.scale_dtype;
   }

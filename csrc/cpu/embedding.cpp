@@ -4,23 +4,23 @@
 #include <array>
 
 #include "cpu/numeric.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 namespace {
 
 using embedding::Arguments;
 using embedding::Problem;
-using int4_mm::kTileBytes;
-using int4_mm::kTileK;
-using int4_mm::kTileN;
+using int4::kTileBytes;
+using int4::kTileK;
+using int4::kTileN;
 
 constexpr int kSegment = 32;  // columns that always lie in one group
 
 // Of a column of a tile: its byte among the 64 of its row pair.
 constexpr std::array<uint8_t, kTileK> kBytes = [] {
   std::array<uint8_t, kTileK> bytes{};
-  for (int column = 0; column < kTileK; ++column) bytes[column] = static_cast<uint8_t>(int4_mm::tile_byte(0, column));
+  for (int column = 0; column < kTileK; ++column) bytes[column] = static_cast<uint8_t>(int4::tile_byte(0, column));
   return bytes;
 }();
 
@@ -37,17 +37,17 @@ Value as(float value) {
 
 template <DType dtype, typename Value>
 void int4_row(const Problem& p, const Arguments& a, int64_t id, Value* out) {
-  const int64_t k_tiles = int4_mm::tiles_k(p.k), groups = p.groups();
-  const int row = static_cast<int>(id % kTileN), shift = int4_mm::tile_shift(row);
+  const int64_t k_tiles = int4::tiles_k(p.k), groups = p.groups();
+  const int row = static_cast<int>(id % kTileN), shift = int4::tile_shift(row);
   const uint8_t* tiles = a.weight + id / kTileN * k_tiles * kTileBytes + row % 8 * kTileK;
   Value values[16];  // what a nibble stands for, in the group of the segment
   int64_t group = -1;
   for (int64_t k = 0; k < p.k; k += kSegment) {
     if (k / p.group_size != group) {
       group = k / p.group_size;
-      const int64_t at = int4_mm::scale_offset(id, group, groups, p.has_zeros ? 2 : 1, 0);
+      const int64_t at = int4::scale_offset(id, group, groups, p.has_zeros ? 2 : 1, 0);
       const float scale = load(a.scales, at, p.scale_dtype);
-      const float zero = p.has_zeros ? load(a.scales, at + kTileN, p.scale_dtype) : float{int4_mm::kSymmetricZero};
+      const float zero = p.has_zeros ? load(a.scales, at + kTileN, p.scale_dtype) : float{int4::kSymmetricZero};
       for (int i = 0; i < 16; ++i) values[i] = as<dtype, Value>((static_cast<float>(i) - zero) * scale);
     }
     const uint8_t* bytes = tiles + k / kTileK * kTileBytes;

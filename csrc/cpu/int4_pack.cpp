@@ -7,16 +7,16 @@
 #include <cstring>
 
 #include "cpu/numeric.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 namespace {
 
-using int4_mm::kTileBytes;
-using int4_mm::kTileK;
-using int4_mm::kTileN;
-using int4_mm::Problem;
-using int4_mm::Unpacked;
+using int4::kTileBytes;
+using int4::kTileK;
+using int4::kTileN;
+using int4::Unpacked;
+using int4::Weight;
 
 constexpr int kPairs = kTileN / 2;         // rows g and g + 8 share 64 bytes
 constexpr int64_t kPieceValues = 1 << 17;  // that a thread takes at a time
@@ -24,7 +24,7 @@ constexpr int kSegment = 32;               // columns that always lie in one gro
 
 constexpr std::array<uint8_t, kTileK> kColumns = [] {
   std::array<uint8_t, kTileK> columns{};
-  for (int byte = 0; byte < kTileK; ++byte) columns[byte] = static_cast<uint8_t>(int4_mm::tile_column(byte));
+  for (int byte = 0; byte < kTileK; ++byte) columns[byte] = static_cast<uint8_t>(int4::tile_column(byte));
   return columns;
 }();
 
@@ -48,19 +48,19 @@ void unpack_tile(const uint8_t* in, Tile& q) {
 }
 
 template <typename Task>
-void for_each_tile_row(const Problem& p, const Threads& threads, const Task& task) {
-  share(threads, int4_mm::tiles_n(p.n), std::max<int64_t>(1, kPieceValues / (kTileN * p.k)),
+void for_each_tile_row(const Weight& p, const Threads& threads, const Task& task) {
+  share(threads, int4::tiles_n(p.n), std::max<int64_t>(1, kPieceValues / (kTileN * p.k)),
         [&](int64_t begin, int64_t end) {
           for (int64_t t = begin; t < end; ++t) task(t);
         });
 }
 
-int64_t rows_in_tile(const Problem& p, int64_t tile) { return std::min<int64_t>(kTileN, p.n - tile * kTileN); }
-int64_t columns_in_tile(const Problem& p, int64_t tile) { return std::min<int64_t>(kTileK, p.k - tile * kTileK); }
-int parameters(const Problem& p) { return p.has_zeros ? 2 : 1; }
+int64_t rows_in_tile(const Weight& p, int64_t tile) { return std::min<int64_t>(kTileN, p.n - tile * kTileN); }
+int64_t columns_in_tile(const Weight& p, int64_t tile) { return std::min<int64_t>(kTileK, p.k - tile * kTileK); }
+int parameters(const Weight& p) { return p.has_zeros ? 2 : 1; }
 
 // Index of the first value above 15, or -1.
-int64_t first_invalid(const Problem& p, const uint8_t* q, const Threads& threads) {
+int64_t first_invalid(const Weight& p, const uint8_t* q, const Threads& threads) {
   std::atomic<int64_t> first_row{p.n};
   share(threads, p.n, std::max<int64_t>(1, kPieceValues / p.k), [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
@@ -79,16 +79,16 @@ int64_t first_invalid(const Problem& p, const uint8_t* q, const Threads& threads
 }
 
 // Scale and zero point of row n, group g.
-std::array<float, 2> load_group(const Problem& p, const void* scales, int64_t n, int64_t g) {
-  const int64_t offset = int4_mm::scale_offset(n, g, p.groups(), parameters(p), 0);
+std::array<float, 2> load_group(const Weight& p, const void* scales, int64_t n, int64_t g) {
+  const int64_t offset = int4::scale_offset(n, g, p.groups(), parameters(p), 0);
   return {load(scales, offset, p.scale_dtype),
-          p.has_zeros ? load(scales, offset + kTileN, p.scale_dtype) : float{int4_mm::kSymmetricZero}};
+          p.has_zeros ? load(scales, offset + kTileN, p.scale_dtype) : float{int4::kSymmetricZero}};
 }
 
 template <typename Value>
-void dequantize(const Problem& p, const uint8_t* weight, const void* scales, DType out_dtype, Value* out,
+void dequantize(const Weight& p, const uint8_t* weight, const void* scales, DType out_dtype, Value* out,
                 const Threads& threads) {
-  const int64_t k_tiles = int4_mm::tiles_k(p.k);
+  const int64_t k_tiles = int4::tiles_k(p.k);
   for_each_tile_row(p, threads, [&](int64_t tile_n) {
     for (int64_t tile_k = 0; tile_k < k_tiles; ++tile_k) {
       Tile q;
@@ -111,18 +111,18 @@ void dequantize(const Problem& p, const uint8_t* weight, const void* scales, DTy
 
 }  // namespace
 
-Status int4_pack(const Problem& p, const Unpacked& from, uint8_t* weight, void* scales, const Threads& threads) {
+Status int4_pack(const Weight& p, const Unpacked& from, uint8_t* weight, void* scales, const Threads& threads) {
   if (const int64_t i = first_invalid(p, from.q, threads); i >= 0) {
     return Status::error("q holds " + std::to_string(from.q[i]) + " at row " + std::to_string(i / p.k) + ", column " +
                              std::to_string(i % p.k) + "; values must be 0..15",
                          "Quantise to four bits first");
   }
-  const int64_t k_tiles = int4_mm::tiles_k(p.k), groups = p.groups();
+  const int64_t k_tiles = int4::tiles_k(p.k), groups = p.groups();
   for_each_tile_row(p, threads, [&](int64_t tile_n) {
     const int64_t rows = rows_in_tile(p, tile_n), first = tile_n * kTileN;
     for (int64_t tile_k = 0; tile_k < k_tiles; ++tile_k) {
       Tile q;
-      std::memset(q, int4_mm::kSymmetricZero, sizeof q);
+      std::memset(q, int4::kSymmetricZero, sizeof q);
       for (int64_t row = 0; row < rows; ++row) {
         const uint8_t* source = from.q + (first + row) * p.k + tile_k * kTileK;
         std::memcpy(q[row], source, static_cast<size_t>(columns_in_tile(p, tile_k)));
@@ -132,10 +132,10 @@ Status int4_pack(const Problem& p, const Unpacked& from, uint8_t* weight, void* 
     for (int64_t n = first; n < first + kTileN; ++n) {
       const bool exists = n < p.n;
       for (int64_t g = 0; g < groups; ++g) {
-        const int64_t offset = int4_mm::scale_offset(n, g, groups, parameters(p), 0);
+        const int64_t offset = int4::scale_offset(n, g, groups, parameters(p), 0);
         store(scales, offset, p.scale_dtype, exists ? load(from.scales, n * groups + g, p.scale_dtype) : 0.0f);
         if (!p.has_zeros) continue;
-        const float zero = exists ? load(from.zeros, n * groups + g, p.scale_dtype) : float{int4_mm::kSymmetricZero};
+        const float zero = exists ? load(from.zeros, n * groups + g, p.scale_dtype) : float{int4::kSymmetricZero};
         store(scales, offset + kTileN, p.scale_dtype, zero);
       }
     }
@@ -143,9 +143,9 @@ Status int4_pack(const Problem& p, const Unpacked& from, uint8_t* weight, void* 
   return {};
 }
 
-Status int4_unpack(const Problem& p, const uint8_t* weight, const void* scales, const Unpacked& to,
+Status int4_unpack(const Weight& p, const uint8_t* weight, const void* scales, const Unpacked& to,
                    const Threads& threads) {
-  const int64_t k_tiles = int4_mm::tiles_k(p.k), groups = p.groups();
+  const int64_t k_tiles = int4::tiles_k(p.k), groups = p.groups();
   for_each_tile_row(p, threads, [&](int64_t tile_n) {
     const int64_t rows = rows_in_tile(p, tile_n), first = tile_n * kTileN;
     for (int64_t tile_k = 0; tile_k < k_tiles; ++tile_k) {
@@ -167,7 +167,7 @@ Status int4_unpack(const Problem& p, const uint8_t* weight, const void* scales, 
   return {};
 }
 
-Status int4_dequantize(const Problem& p, const uint8_t* weight, const void* scales, DType out_dtype, void* out,
+Status int4_dequantize(const Weight& p, const uint8_t* weight, const void* scales, DType out_dtype, void* out,
                        const Threads& threads) {
   if (out_dtype == DType::kFloat32) {
     dequantize(p, weight, scales, out_dtype, static_cast<float*>(out), threads);

@@ -4,14 +4,14 @@
 
 #include "common/check.h"
 #include "common/convert.cuh"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 #include "qao/embedding.h"
 
 namespace qao::embedding {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWordsPerTile = int4_mm::kTileK / 4;  // of one row pair
+constexpr int kWordsPerTile = int4::kTileK / 4;  // of one row pair
 constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
 
 struct Sizes {
@@ -39,11 +39,11 @@ __device__ __forceinline__ void store_pair(const Sizes& s, void* out, int64_t i,
 // One thread one word: columns 2t, 2t + 8, 2t + 1, 2t + 9 of a k-step of 16 in rows g and g + 8, of which one is read.
 __global__ void __launch_bounds__(kThreads)
     int4_kernel(Sizes s, const void* ids, const uint8_t* weight, const void* scales, void* out) {
-  const int64_t k_tiles = int4_mm::tiles_k(s.k), word = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
+  const int64_t k_tiles = int4::tiles_k(s.k), word = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
   const int64_t k_tile = word / kWordsPerTile;
   if (k_tile >= k_tiles) return;
   const int byte = static_cast<int>(word % kWordsPerTile) * 4;
-  const int64_t k = k_tile * int4_mm::kTileK + int4_mm::tile_column(byte);
+  const int64_t k = k_tile * int4::kTileK + int4::tile_column(byte);
   if (k >= s.k) return;
   const int64_t group = k / s.group_size;  // of the four columns: groups begin at multiples of 32
   for (int64_t i = blockIdx.x; i < s.m; i += gridDim.x) {
@@ -53,15 +53,14 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (float& v : value) v = __int_as_float(0x7FC00000);
     } else {
-      const int row = static_cast<int>(id % int4_mm::kTileN), pair = row % 8, shift = int4_mm::tile_shift(row);
-      const int64_t tile = id / int4_mm::kTileN * k_tiles + k_tile;
+      const int row = static_cast<int>(id % int4::kTileN), pair = row % 8, shift = int4::tile_shift(row);
+      const int64_t tile = id / int4::kTileN * k_tiles + k_tile;
       const uint32_t bits =
-          *reinterpret_cast<const uint32_t*>(weight + tile * int4_mm::kTileBytes + pair * int4_mm::kTileK + byte);
-      const float scale =
-          load_float(scales, int4_mm::scale_offset(id, group, s.groups, s.parameters, 0), s.scale_dtype);
+          *reinterpret_cast<const uint32_t*>(weight + tile * int4::kTileBytes + pair * int4::kTileK + byte);
+      const float scale = load_float(scales, int4::scale_offset(id, group, s.groups, s.parameters, 0), s.scale_dtype);
       const float zero = s.parameters == 1
-                             ? int4_mm::kSymmetricZero
-                             : load_float(scales, int4_mm::scale_offset(id, group, s.groups, 2, 1), s.scale_dtype);
+                             ? int4::kSymmetricZero
+                             : load_float(scales, int4::scale_offset(id, group, s.groups, 2, 1), s.scale_dtype);
 #pragma unroll
       for (int b = 0; b < 4; ++b) value[b] = (static_cast<float>(bits >> (8 * b + shift) & 15) - zero) * scale;
     }
@@ -103,7 +102,7 @@ Status launch(const Problem& p, const Arguments& a, void* stream_handle) {
   s.scale_dtype = p.scale_dtype, s.out_dtype = p.out_dtype;
   s.aligned = p.k % 4 == 0 && reinterpret_cast<uintptr_t>(a.weight) % 4 == 0;
   if (int4) s.groups = p.groups(), s.group_size = p.group_size, s.parameters = p.has_zeros ? 2 : 1;
-  const int64_t words = int4 ? int4_mm::tiles_k(p.k) * kWordsPerTile : (p.k + 3) / 4;
+  const int64_t words = int4 ? int4::tiles_k(p.k) * kWordsPerTile : (p.k + 3) / 4;
   // A short row takes no more warps than it has words for.
   const unsigned threads = static_cast<unsigned>(std::min<int64_t>(kThreads, (words + 31) / 32 * 32));
   const dim3 grid(static_cast<unsigned>(std::min(p.m, kMaxGridX)),

@@ -14,8 +14,8 @@
 #include "common/mma.cuh"
 #include "common/place.cuh"
 #include "common/ptx.cuh"
+#include "int4/layout.h"
 #include "int4_mm/kernels.h"
-#include "int4_mm/layout.h"
 #include "int4_mm/tile.h"
 
 namespace qao::int4_mm {

@@ -8,8 +8,8 @@
 #include "common/convert.cuh"
 #include "common/mma.cuh"
 #include "common/ptx.cuh"
+#include "int4/layout.h"
 #include "int4_mm/kernels.h"
-#include "int4_mm/layout.h"
 #include "int4_mm/tile.h"
 
 namespace qao::int4_mm {
@@ -68,9 +68,9 @@ __device__ __noinline__ float4 exact(const Params& p, const Cut& d, int n, int t
     const int parameters = p.group_bytes / (kTileN * size_of(p.scale_dtype));
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int q = p.weight[weight_offset(n + e, k, p.k_tiles)] >> tile_shift((n + e) % kTileN) & 15;
+      const int q = p.weight[int4::weight_offset(n + e, k, p.k_tiles)] >> int4::tile_shift((n + e) % kTileN) & 15;
       const auto read = [&](int parameter) {
-        return load_float(p.scales, scale_offset(n + e, group, p.groups, parameters, parameter), p.scale_dtype);
+        return load_float(p.scales, int4::scale_offset(n + e, group, p.groups, parameters, parameter), p.scale_dtype);
       };
       sum[e] += (q - (d.zeros ? read(1) : kSymmetricZero)) * read(0) * x;
     }

@@ -4,9 +4,9 @@
 #include <cuda_bf16.h>
 
 #include "common/ptx.cuh"
+#include "int4/layout.h"
 #include "int4_mm/decode_common.cuh"
 #include "int4_mm/kernels.h"
-#include "int4_mm/layout.h"
 #include "int4_mm/tile.h"
 
 namespace qao::int4_mm::decode {

@@ -6,11 +6,11 @@
 #pragma once
 
 #include "common/ptx.cuh"
+#include "int4/layout.h"
 #include "int4_mm/decode_common.cuh"
 #include "int4_mm/few_product.cuh"
 #include "int4_mm/few_x.cuh"
 #include "int4_mm/kernels.h"
-#include "int4_mm/layout.h"
 #include "int4_mm/tile.h"
 
 namespace qao::int4_mm::few {

@@ -8,8 +8,8 @@
 #include "common/launch.h"
 #include "common/shared_memory.h"
 #include "common/tensor_map.h"
+#include "int4/layout.h"
 #include "int4_mm/kernels.h"
-#include "int4_mm/layout.h"
 #include "int4_mm/sm90.h"
 #include "int4_mm/split_k.cuh"
 #include "int4_mm/workspace.h"
@@ -41,7 +41,7 @@ Status launch_streaming(const char* doing, void (*kernel)(Params, Cut...), dim3 
   launch.shared_bytes = plan.shared_bytes;
   launch.cluster = plan.split_k;
   launch.overlapped = true;
-  launch.streamed = params.weight, launch.streamed_bytes = weight_bytes(params.n, params.k);
+  launch.streamed = params.weight, launch.streamed_bytes = int4::weight_bytes(params.n, params.k);
   return launch_kernel(launch, doing, kernel, params, cut...);
 }
 

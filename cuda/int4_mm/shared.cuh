@@ -18,9 +18,9 @@
 #include "common/mma.cuh"
 #include "common/ptx.cuh"
 #include "common/tma.cuh"
+#include "int4/layout.h"
 #include "int4_mm/decode_common.cuh"
 #include "int4_mm/kernels.h"
-#include "int4_mm/layout.h"
 #include "int4_mm/tile.h"
 
 namespace qao::int4_mm::shared {

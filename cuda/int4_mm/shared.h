@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/integers.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 #include "int4_mm/steps.h"
 #include "int4_mm/tile.h"
 #include "qao/int4_mm.h"

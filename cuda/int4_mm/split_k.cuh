@@ -3,7 +3,7 @@
 
 #include "common/convert.cuh"
 #include "common/mma.cuh"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 #include "qao/int4_mm.h"
 
 namespace qao::int4_mm {
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(256) finish_kernel(const FinishParams p) {
   if (p.group_sums != nullptr) {
     for (int g = 0; g < p.groups; ++g) {
       const float x_sum = p.group_sums[m * p.groups + g];
-      const int64_t scale = scale_offset(n, g, p.groups, 2, 0), zero = scale_offset(n, g, p.groups, 2, 1);
+      const int64_t scale = int4::scale_offset(n, g, p.groups, 2, 0), zero = int4::scale_offset(n, g, p.groups, 2, 1);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {  // rows past n are padding of the same tile
         value[e] += load_float(p.scales, scale + e, p.scale_dtype) *

@@ -3,9 +3,16 @@
 
 #include <algorithm>
 
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::int4_mm {
+
+using int4::kSymmetricZero;
+using int4::kTileBytes;
+using int4::kTileK;
+using int4::kTileN;
+using int4::tiles_k;
+using int4::tiles_n;
 
 template <int warps_n, int warps_m, int warps_k, int tiles_n_, int tiles_m_, int stages, int ctas_per_sm>
 struct Tile {

@@ -7,7 +7,7 @@
 #include "common/integers.h"
 #include "common/launch.h"
 #include "common/shared_memory.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 #include "mm8/epilogue.cuh"
 #include "mm8/kernels.h"
 #include "mm8/sm90_kernels.h"
@@ -70,8 +70,8 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
   p.m = problem.m;
   p.n = static_cast<int>(problem.n);
   p.k = static_cast<int>(problem.k);
-  p.x_columns = problem.weight == Format::kInt4 ? static_cast<int>(int4_mm::tiles_k(problem.k) * int4_mm::kTileK) : p.k;
-  p.row_tiles = static_cast<int>(int4_mm::tiles_n(problem.n));
+  p.x_columns = problem.weight == Format::kInt4 ? static_cast<int>(int4::tiles_k(problem.k) * int4::kTileK) : p.k;
+  p.row_tiles = static_cast<int>(int4::tiles_n(problem.n));
   p.k_tiles = static_cast<int>((problem.k + kTileK - 1) / kTileK);
   p.parts = 1;
   p.x_aligned = problem.x_aligned || problem.quantizes_x;

@@ -5,7 +5,7 @@
 #include <iterator>
 
 #include "common/integers.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 #include "mm8/sm90_tile.h"
 #include "mm8/workspace.h"
 
@@ -129,7 +129,7 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
       // A warpgroup of a tall tile would be idle with fewer rows; those of a swapped one may all have every row.
       if (tile.tall() || (traits.swapped && tokens == tile.rows)) continue;
       const int64_t row_blocks = waves * slots / (token_blocks * split);
-      const int64_t fewest = ceil_div(ceil_div(problem.n, row_blocks), int4_mm::kTileN) * int4_mm::kTileN;
+      const int64_t fewest = ceil_div(ceil_div(problem.n, row_blocks), int4::kTileN) * int4::kTileN;
       if (fewest <= kWarpgroupRows) {
         visit_rows(kWarpgroupRows);
       } else if (fewest < tile.rows && waits_for_bytes(traits, tokens)) {

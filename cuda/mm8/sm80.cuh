@@ -63,7 +63,7 @@ struct Warp {
   __device__ __forceinline__ void load_weight(uint32_t stage, int step, int i, uint32_t (&a)[Product::kMmas][4]) {
     const int row_tile = i * Tile::kWarpsN + cta.warp_n;
     if constexpr (Product::kWeight == Format::kInt4) {
-      const uint2 words = ptx::load_shared_8(stage + row_tile * Cta::kWeightTileBytes + step / 2 * int4_mm::kTileBytes +
+      const uint2 words = ptx::load_shared_8(stage + row_tile * Cta::kWeightTileBytes + step / 2 * int4::kTileBytes +
                                              cta.lane * 16 + step % 2 * 8);
       Product::weight({words.x, words.y}, a);
     } else {

@@ -78,12 +78,12 @@ Status make_tensor_maps(const Problem& problem, const Plan& plan, const Argument
   using Size = cuuint64_t;
   const bool packed = problem.weight == Format::kInt4, float_x = problem.x == Format::kFloat;
   const bool half = problem.x_dtype == DType::kFloat16;
-  const Size m = problem.m, n = problem.n, k = problem.k, row_tiles = int4_mm::tiles_n(problem.n),
-             tiles_k = int4_mm::tiles_k(problem.k), bytes = float_x ? 2 : 1;
+  const Size m = problem.m, n = problem.n, k = problem.k, row_tiles = int4::tiles_n(problem.n),
+             tiles_k = int4::tiles_k(problem.k), bytes = float_x ? 2 : 1;
   const cuuint32_t tile_k = static_cast<cuuint32_t>(tile_k_of(problem, plan)), tokens = p.x_rows,
                    atom_k = 128 / static_cast<cuuint32_t>(bytes), tile_rows = p.tile_rows,
-                   box_tiles = tile_rows / int4_mm::kTileN;
-  const TensorShape x_shape{{packed && !float_x ? tiles_k * int4_mm::kTileK : k, static_cast<Size>(x.parts), m},
+                   box_tiles = tile_rows / int4::kTileN;
+  const TensorShape x_shape{{packed && !float_x ? tiles_k * int4::kTileK : k, static_cast<Size>(x.parts), m},
                             {(x.parts > 1 ? x.part_stride : x.stride) * bytes, x.stride * bytes},
                             {atom_k, 1, tokens}};
   const CUtensorMapDataType x_dtype = !float_x ? CU_TENSOR_MAP_DATA_TYPE_UINT8
@@ -96,9 +96,9 @@ Status make_tensor_maps(const Problem& problem, const Plan& plan, const Argument
     return encode_tensor_map(&maps->weight, arguments.weight, CU_TENSOR_MAP_DATA_TYPE_UINT8, weight,
                              tile_k == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
   }
-  const TensorShape weight{{int4_mm::kTileBytes / 4, tiles_k, row_tiles},
-                           {int4_mm::kTileBytes, tiles_k * int4_mm::kTileBytes},
-                           {int4_mm::kTileBytes / 4, tile_k / int4_mm::kTileK, box_tiles}};
+  const TensorShape weight{{int4::kTileBytes / 4, tiles_k, row_tiles},
+                           {int4::kTileBytes, tiles_k * int4::kTileBytes},
+                           {int4::kTileBytes / 4, tile_k / int4::kTileK, box_tiles}};
   const Size group_bytes = p.group_bytes, groups = p.groups;
   const TensorShape scales{
       {group_bytes / 2, groups, row_tiles},
@@ -148,7 +148,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   set_groups(problem, tile_k, &p);
   p.factor = 1;
   if (packed) {
-    p.group_bytes = (problem.has_zeros ? 2 : 1) * int4_mm::kTileN * size_of(problem.scale_dtype);
+    p.group_bytes = (problem.has_zeros ? 2 : 1) * int4::kTileN * size_of(problem.scale_dtype);
     p.has_zeros = problem.has_zeros;
     p.scales = arguments.scales;
     p.subtracts_zeros = problem.x == Format::kFp8 || (problem.x == Format::kInt8 && problem.has_zeros);

@@ -106,7 +106,7 @@ struct Consumer {
       const uint32_t at = from + (lane / 4 + high * 8) * size_of(dtype);
       group.scale[high] = load_shared_float<dtype>(at);
       if constexpr (K::kColumns) {
-        const uint32_t zero = at + int4_mm::kTileN * size_of(dtype);
+        const uint32_t zero = at + int4::kTileN * size_of(dtype);
         group.fraction[high] = p.has_zeros ? zero_fraction(load_shared_float<dtype>(zero)) : 0.0f;
       }
     }
@@ -333,7 +333,7 @@ struct Consumer {
         walk_folding<1>(at.begin, at.end);
       }
       if constexpr (K::kPacked && !K::kFloatX) {
-        const int row_tile = min(row0(at) / int4_mm::kTileN + warp % 4, (p.n - 1) / int4_mm::kTileN);
+        const int row_tile = min(row0(at) / int4::kTileN + warp % 4, (p.n - 1) / int4::kTileN);
         if (p.subtracts_zeros) subtract_zeros<K>(p, row_tile, token0(at), at.split_k, sum);
       }
       write(sum, epilogue, at);

@@ -5,7 +5,7 @@
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "common/zero_point.cuh"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 #include "mm8/sm90_kernels.h"
 
 namespace qao::mm8::sm90 {
@@ -75,9 +75,9 @@ struct RawOperand<T, Format::kInt4, false, rows> {
 
   // From a warp's row tile.
   __device__ __forceinline__ void load(uint32_t weight, int warp, int lane) {
-    const uint32_t from = weight + warp * 2 * int4_mm::kTileBytes + lane * 16;
+    const uint32_t from = weight + warp * 2 * int4::kTileBytes + lane * 16;
     words[0] = ptx::load_shared_16(from);
-    words[1] = ptx::load_shared_16(from + int4_mm::kTileBytes);
+    words[1] = ptx::load_shared_16(from + int4::kTileBytes);
   }
   __device__ __forceinline__ void convert(Operand<>& a) const {
 #pragma unroll
@@ -106,7 +106,7 @@ struct RawOperand<__nv_bfloat16, Format::kInt4, false, rows> {
 
   // `parameters`: of the warp's row tile, for `groups` groups of the K-tile.
   __device__ __forceinline__ void load(const Params& p, uint32_t weight, uint32_t parameters, int warp, int lane) {
-    words = ptx::load_shared_16(weight + warp * int4_mm::kTileBytes + lane * 16);
+    words = ptx::load_shared_16(weight + warp * int4::kTileBytes + lane * 16);
     if (p.scale_dtype == DType::kBFloat16) {
       load_zeros<DType::kBFloat16>(p, parameters + warp * p.groups_per_tile * p.group_bytes, lane);
     } else if (p.scale_dtype == DType::kFloat16) {
@@ -122,7 +122,7 @@ struct RawOperand<__nv_bfloat16, Format::kInt4, false, rows> {
       const uint32_t group = from + (p.groups_per_tile == 2 ? half * p.group_bytes : 0);
 #pragma unroll
       for (int high = 0; high < 2; ++high) {
-        const int row = int4_mm::kTileN + lane / 4 + high * 8;
+        const int row = int4::kTileN + lane / 4 + high * 8;
         const float zero = p.has_zeros ? load_shared_float<dtype>(group + row * size_of(dtype)) : 8.0f;
         minus[half][high] = Half<__nv_bfloat16>::pair(-128 - whole_zero(zero));
       }
@@ -188,7 +188,7 @@ struct RawOperand<T, Format::kInt4, true, rows, steps> {
     load<groups>(main, from + (warp * 8 + lane / 4) * 8);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      words[tile] = ptx::load_shared_16(weight + (warp * kTiles + tile) * int4_mm::kTileBytes + lane * 16);
+      words[tile] = ptx::load_shared_16(weight + (warp * kTiles + tile) * int4::kTileBytes + lane * 16);
     }
     if (has_rest) load<groups>(rest, from + rows * kRestBytes + (warp * 8 + lane / 4) * 8);
   }

@@ -7,7 +7,7 @@
 #include "common/ptx.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 #include "mm8/sm90_kernels.h"
 #include "mm8/sm90_operand.cuh"
 #include "mm8/sm90_tile.h"
@@ -121,8 +121,8 @@ __device__ __forceinline__ int first_group(const Params& p, int at) {
 // Brings the CTA's first K-tiles of W into L2, a lane each.
 template <typename K>
 __device__ __forceinline__ void prefetch_weight(const Params& p, const TensorMaps& maps) {
-  constexpr int kPackedTiles = K::kTileK / int4_mm::kTileK;
-  const int row_tiles = p.tile_rows / int4_mm::kTileN;
+  constexpr int kPackedTiles = K::kTileK / int4::kTileK;
+  const int row_tiles = p.tile_rows / int4::kTileN;
   const Place at = place<K>(p, first_turn(p));
   const int lane = threadIdx.x % 32, i = at.begin + lane, k_tile = i % p.k_tiles;
   if (lane >= p.prefetch_tiles || i >= at.end) return;
@@ -138,8 +138,8 @@ __device__ __forceinline__ void prefetch_weight(const Params& p, const TensorMap
 // they count stays in uniform registers, where the copy engine wants it; one of them issues.
 template <typename K>
 __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, Ring<K> ring) {
-  constexpr int kPackedTiles = K::kTileK / int4_mm::kTileK;
-  const int row_tiles = p.tile_rows / int4_mm::kTileN;
+  constexpr int kPackedTiles = K::kTileK / int4::kTileK;
+  const int row_tiles = p.tile_rows / int4::kTileN;
   const int scale_bytes = K::kPacked ? row_tiles * p.groups_per_tile * p.group_bytes : 0;
   const int bytes = p.x_rows * K::kAtoms * 128 + K::kStage.weight / K::kTile.rows * p.tile_rows +
                     (K::kScalesOperand ? 0 : scale_bytes);
@@ -191,7 +191,7 @@ __device__ __forceinline__ bool make_scales(const Params& p, int lane, uint32_t 
     const uint32_t at = tile + high * 8 * size_of(dtype);
     const float2 scales = load_shared_float2<dtype>(at);
     float2 zeros = {8, 8};
-    if (p.has_zeros) zeros = load_shared_float2<dtype>(at + int4_mm::kTileN * size_of(dtype));
+    if (p.has_zeros) zeros = load_shared_float2<dtype>(at + int4::kTileN * size_of(dtype));
     made[0][high] = row_scale<T, high>(scales.x * p.scale_factor, zeros.x);
     made[1][high] = row_scale<T, high>(scales.y * p.scale_factor, zeros.y);
   };

@@ -6,7 +6,7 @@
 
 #include "common/convert.cuh"
 #include "common/mma.cuh"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 #include "mm8/sm90_producer.cuh"
 
 namespace qao::mm8::sm90 {
@@ -32,8 +32,8 @@ __device__ __forceinline__ void read_zeros(const Params& p, int row_tile, int fi
 #pragma unroll
     for (int high = 0; high < 2; ++high) {
       const int64_t at = (static_cast<int64_t>(row_tile) * p.groups + min(first + i, end - 1)) * parameters;
-      const int64_t scale_at = at * int4_mm::kTileN + row + 8 * high;
-      const float zero = p.has_zeros ? load_float(p.scales, scale_at + int4_mm::kTileN, dtype) : 8.0f;
+      const int64_t scale_at = at * int4::kTileN + row + 8 * high;
+      const float zero = p.has_zeros ? load_float(p.scales, scale_at + int4::kTileN, dtype) : 8.0f;
       const float in_product = std::is_same_v<typename K::T, int8_t> ? 16 * (zero - 8) : zero / 512;
       to[i][high] = first + i < end ? -load_float(p.scales, scale_at, dtype) * in_product : 0.0f;
     }

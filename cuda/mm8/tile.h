@@ -3,12 +3,12 @@
 
 #include <algorithm>
 
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 #include "qao/types.h"
 
 namespace qao::mm8 {
 
-using int4_mm::kTileN;         // rows of the tensor cores' W operand
+using int4::kTileN;            // rows of the tensor cores' W operand
 constexpr int kTileK = 128;    // columns of a K-tile: 128 bytes of a row of eight bits, two packed int4 tiles
 constexpr int kMaxGroups = 4;  // groups of 32 in a K-tile
 

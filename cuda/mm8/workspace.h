@@ -54,7 +54,7 @@ inline ResidentX resident_of(const Problem& problem) {
 }
 
 inline int64_t weight_bytes(const Problem& problem) {
-  return problem.weight == Format::kInt4 ? int4_mm::weight_bytes(problem.n, problem.k) : problem.n * problem.k;
+  return problem.weight == Format::kInt4 ? int4::weight_bytes(problem.n, problem.k) : problem.n * problem.k;
 }
 
 // Of a row of floats that the kernel quantises, in shared memory.

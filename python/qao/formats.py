@@ -23,7 +23,7 @@ GROUP_SIZES = (32, 64, 128, 256, -1)  # that kernels of four bits take, the most
 
 @dataclass(frozen=True)
 class Int4Weight(Scheme):
-    """W = (q - zero) * scale in four bits, group by group along K, packed in the tiles of cuda/int4_mm/layout.h."""
+    """W = (q - zero) * scale in four bits, group by group along K, packed in the tiles of cuda/int4/layout.h."""
 
     group_size: int | Literal["auto"] = 128
     symmetric: bool = False

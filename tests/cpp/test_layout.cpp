@@ -1,12 +1,12 @@
-// cuda/int4_mm/layout.h against the picture in its head, written here a second time.
+// cuda/int4/layout.h against the picture in its head, written here a second time.
 #include <doctest/doctest.h>
 
 #include <set>
 #include <vector>
 
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
-namespace qao::int4_mm {
+namespace qao::int4 {
 namespace {
 
 // Column of byte b of the word that lane 4g + t holds for a k-step.
@@ -141,4 +141,4 @@ TEST_CASE("scales lie as [N/16][groups][parameters][16]") {
   }
 }
 
-}  // namespace qao::int4_mm
+}  // namespace qao::int4

@@ -4,9 +4,9 @@
 #include <string>
 
 #include "gpus.h"
+#include "int4/layout.h"
 #include "int4_mm/decode.h"
 #include "int4_mm/few.h"
-#include "int4_mm/layout.h"
 #include "int4_mm/shared.h"
 #include "qao/int4_mm.h"
 

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "cpu/numeric.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 namespace {
@@ -32,9 +32,9 @@ struct Group {
 };
 Group weight_group(const Problem& p, const Arguments& a, int64_t n, int64_t group) {
   if (p.weight == Format::kInt4) {
-    const int64_t at = int4_mm::scale_offset(n, group, p.groups(), p.has_zeros ? 2 : 1, 0);
+    const int64_t at = int4::scale_offset(n, group, p.groups(), p.has_zeros ? 2 : 1, 0);
     return {load(a.scales, at, p.scale_dtype),
-            p.has_zeros ? load(a.scales, at + int4_mm::kTileN, p.scale_dtype) : float{int4_mm::kSymmetricZero}};
+            p.has_zeros ? load(a.scales, at + int4::kTileN, p.scale_dtype) : float{int4::kSymmetricZero}};
   }
   const float* scales = static_cast<const float*>(a.scales);
   if (p.weight_scaling == Scaling::kTensor) return {scales[0], 0};
@@ -44,8 +44,8 @@ Group weight_group(const Problem& p, const Arguments& a, int64_t n, int64_t grou
 float weight_value(const Problem& p, const Arguments& a, int64_t n, int64_t k) {
   const uint8_t* weight = static_cast<const uint8_t*>(a.weight);
   if (p.weight == Format::kInt4) {
-    const int shift = int4_mm::tile_shift(static_cast<int>(n % int4_mm::kTileN));
-    return static_cast<float>(weight[int4_mm::weight_offset(n, k, int4_mm::tiles_k(p.k))] >> shift & 15);
+    const int shift = int4::tile_shift(static_cast<int>(n % int4::kTileN));
+    return static_cast<float>(weight[int4::weight_offset(n, k, int4::tiles_k(p.k))] >> shift & 15);
   }
   const uint8_t value = weight[n * p.k + k];
   return p.weight == Format::kFp8 ? from_fp8(value) : static_cast<int8_t>(value);

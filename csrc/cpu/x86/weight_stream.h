@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 
@@ -14,7 +14,7 @@ class WeightStream {
  public:
   // For the N-tile that is `index` tiles behind `weight`; tiles_k K-tiles long.
   WeightStream(const uint8_t* weight, int64_t index, int64_t tiles_k)
-      : row_bytes_(tiles_k * int4_mm::kTileBytes),
+      : row_bytes_(tiles_k * int4::kTileBytes),
         next_(weight + (index / kStreams + 1) * kStreams * row_bytes_ + index % kStreams * (row_bytes_ / kStreams)) {}
 
   // Once for every K-tile that is used. Reaching past the end of W is harmless.
@@ -22,11 +22,11 @@ class WeightStream {
 #pragma GCC unroll 8
     for (int i = 0; i < kStreams; ++i) {
 #pragma GCC unroll 8
-      for (int line = 0; line < int4_mm::kTileBytes / kStreams; line += 64) {
+      for (int line = 0; line < int4::kTileBytes / kStreams; line += 64) {
         _mm_prefetch(reinterpret_cast<const char*>(next_ + i * row_bytes_ + line), _MM_HINT_T1);
       }
     }
-    next_ += int4_mm::kTileBytes / kStreams;
+    next_ += int4::kTileBytes / kStreams;
   }
 
  private:

@@ -13,7 +13,7 @@ struct Problem {
   int64_t m = 0;                  // ids
   int64_t n = 0;                  // rows of W (num_embeddings)
   int64_t k = 0;                  // columns of W (embedding_dim)
-  Format weight = Format::kInt4;  // kInt4: packed (cuda/int4_mm/layout.h); kInt8: row-major
+  Format weight = Format::kInt4;  // kInt4: packed (cuda/int4/layout.h); kInt8: row-major
   int64_t group_size = 0;         // int4: 32, 64, 128, 256 or k
   bool has_zeros = false;         // int4: the scales tensor also holds zero points
   bool one_scale = false;         // int8: one scale for all of W instead of one a row

@@ -1,4 +1,4 @@
-// int4_mm: y[M,N] = x[M,K] · W[N,K]ᵀ + bias[N], W stored in four bits (layout: cuda/int4_mm/layout.h).
+// int4_mm: y[M,N] = x[M,K] · W[N,K]ᵀ + bias[N], W stored in four bits (layout: cuda/int4/layout.h).
 // This is the C++ API; csrc/int4_mm.cpp is its only caller in qao, and nothing here knows torch.
 #pragma once
 
@@ -75,17 +75,5 @@ std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu);
 
 // Enqueues the plan on `stream` (a cudaStream_t) of the current device. Asynchronous; safe to capture in a CUDA graph.
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream);
-
-// Layout conversions on the GPU, all asynchronous. `scales` and `zeros` are row-major [n, groups].
-struct Unpacked {
-  uint8_t* q = nullptr;    // [n, k], one value 0..15 a byte
-  void* scales = nullptr;  // [n, groups] of scale_dtype
-  void* zeros = nullptr;   // [n, groups] of scale_dtype; pack: null when symmetric; unpack: filled with 8 then
-};
-Status pack(const Problem& problem, const Unpacked& from, uint8_t* weight, void* scales, void* stream);
-Status unpack(const Problem& problem, const uint8_t* weight, const void* scales, const Unpacked& to, void* stream);
-// out[n,k] of out_dtype = (q - zero) * scale, computed in float32 and rounded once.
-Status dequantize(const Problem& problem, const uint8_t* weight, const void* scales, DType out_dtype, void* out,
-                  void* stream);
 
 }  // namespace qao::int4_mm

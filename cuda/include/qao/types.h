@@ -29,7 +29,7 @@ constexpr const char* name_of(DType dtype) {
   return "?";
 }
 
-// How the elements of a matrix are stored: in a DType, in eight bits (fp8 is e4m3), in four (cuda/int4_mm/layout.h).
+// How the elements of a matrix are stored: in a DType, in eight bits (fp8 is e4m3), in four (cuda/int4/layout.h).
 enum class Format : int { kFloat = 0, kInt8 = 1, kFp8 = 2, kInt4 = 3 };
 
 constexpr const char* name_of(Format format) {

@@ -24,13 +24,13 @@
 #include "cpu/scratch.h"
 #include "cpu/x86/amx/tiles.h"
 #include "cpu/x86/avx512/simd.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 namespace {
 
-using int4_mm::kTileK;
-using int4_mm::kTileN;
+using int4::kTileK;
+using int4::kTileN;
 
 constexpr int kRowsX = 16;        // rows of x in a B tile
 constexpr int kTileValues = 512;  // bfloat16 values of an A or B tile

@@ -14,7 +14,7 @@
 namespace qao::cpu {
 namespace {
 
-using int4_mm::kTileBytes;
+using int4::kTileBytes;
 
 // 32 bfloat16 entries, index q: (q - zero) * scale, twice.
 __m512i table(float scale, float zero) {

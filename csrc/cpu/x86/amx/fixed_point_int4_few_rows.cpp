@@ -15,14 +15,14 @@
 #include "cpu/x86/avx512/int4_parameters.h"
 #include "cpu/x86/avx512/simd.h"
 #include "cpu/x86/weight_stream.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 namespace {
 
-using int4_mm::kTileBytes;
-using int4_mm::kTileK;
-using int4_mm::kTileN;
+using int4::kTileBytes;
+using int4::kTileK;
+using int4::kTileN;
 
 constexpr int64_t kHalf = kFewRows;  // columns of C per plane of x
 constexpr int kColumns = 2 * kFewRows;

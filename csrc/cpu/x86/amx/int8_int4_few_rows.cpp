@@ -8,14 +8,14 @@
 #include "cpu/x86/amx/int8_tiles.h"
 #include "cpu/x86/avx512/int4_parameters.h"
 #include "cpu/x86/weight_stream.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 namespace {
 
-using int4_mm::kTileN;
+using int4::kTileN;
 
-constexpr int64_t kPackedBytes = int4_mm::kTileBytes;  // of a tile of W
+constexpr int64_t kPackedBytes = int4::kTileBytes;  // of a tile of W
 constexpr int64_t kTileBytes = kTileRegisterBytes;
 
 void expand_tile(const uint8_t* tile, uint8_t* a) {

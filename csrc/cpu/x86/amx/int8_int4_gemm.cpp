@@ -9,15 +9,15 @@
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/amx/int8_tiles.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 namespace {
 
-using int4_mm::kTileK;
-using int4_mm::kTileN;
+using int4::kTileK;
+using int4::kTileN;
 
-constexpr int64_t kPackedBytes = int4_mm::kTileBytes;  // of a tile of W
+constexpr int64_t kPackedBytes = int4::kTileBytes;  // of a tile of W
 constexpr int64_t kTileBytes = kTileRegisterBytes;
 
 constexpr int64_t kLargePanelTiles = 16;  // K-tiles of a panel if a group is as long and x has many rows
@@ -43,7 +43,7 @@ struct PairParameters {
 bool load_pair_parameters(const Job& job, int64_t tile, int n, PairParameters* parameters) {
   bool rests = false;
   for (int64_t group = 0; group < job.groups + kMaxSections - 1; ++group, ++parameters) {
-    __m512 scale = _mm512_setzero_ps(), zero = _mm512_set1_ps(int4_mm::kSymmetricZero);
+    __m512 scale = _mm512_setzero_ps(), zero = _mm512_set1_ps(int4::kSymmetricZero);
     if (group < job.groups) {
       const int64_t at = (tile * job.groups + group) * job.parameters * kTileN;
       scale = load16(job.scales, at, job.scale_dtype);

@@ -7,12 +7,12 @@
 // float32 and float16 become sums of 3 and 2 bfloat16 parts, exactly but for bits below bfloat16's range.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx512/simd.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 namespace {
 
-using int4_mm::kTileK;
+using int4::kTileK;
 
 constexpr int kRows = 16;         // of x in a tile
 constexpr int kTileValues = 512;  // 16 pairs x 16 rows

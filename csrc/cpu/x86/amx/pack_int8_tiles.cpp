@@ -2,7 +2,7 @@
 #include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/x86/avx512/simd.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 namespace {
@@ -14,7 +14,7 @@ struct Order {
 };
 constexpr Order tile_order() {
   Order order{};
-  for (int i = 0; i < kTileColumns; ++i) order.column[i] = static_cast<uint8_t>(int4_mm::tile_column(i));
+  for (int i = 0; i < kTileColumns; ++i) order.column[i] = static_cast<uint8_t>(int4::tile_column(i));
   return order;
 }
 constexpr Order kTileOrder = tile_order();

@@ -2,14 +2,14 @@
 // of W, in float32. y is rounded to its dtype only after them.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx2/simd.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 namespace {
 
-using int4_mm::kTileBytes;
-using int4_mm::kTileK;
-using int4_mm::kTileN;
+using int4::kTileBytes;
+using int4::kTileK;
+using int4::kTileN;
 
 // (q - zero) * scale of a column of W in one N-tile: rows 0..7 and 8..15.
 struct Column {
@@ -17,7 +17,7 @@ struct Column {
 };
 Column load_column(const Job& job, int64_t tile, int64_t k) {
   const uint8_t* at =
-      job.weight + (tile * job.tiles_k + k / kTileK) * kTileBytes + int4_mm::tile_byte(0, static_cast<int>(k % kTileK));
+      job.weight + (tile * job.tiles_k + k / kTileK) * kTileBytes + int4::tile_byte(0, static_cast<int>(k % kTileK));
   __m128i bytes = _mm_setzero_si128();
   bytes = _mm_insert_epi8(bytes, at[0 * kTileK], 0);
   bytes = _mm_insert_epi8(bytes, at[1 * kTileK], 1);
@@ -34,7 +34,7 @@ Column load_column(const Job& job, int64_t tile, int64_t k) {
   Column column;
   for (int v = 0; v < 2; ++v) {
     const __m256 zero = job.parameters == 2 ? load8(job.scales, offset + kTileN + 8 * v, job.scale_dtype)
-                                            : _mm256_set1_ps(int4_mm::kSymmetricZero);
+                                            : _mm256_set1_ps(int4::kSymmetricZero);
     column.rows[v] = _mm256_mul_ps(_mm256_sub_ps(_mm256_cvtepi32_ps(q[v]), zero),
                                    load8(job.scales, offset + 8 * v, job.scale_dtype));
   }

@@ -6,14 +6,14 @@
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/avx2/simd.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 namespace {
 
-using int4_mm::kTileBytes;
-using int4_mm::kTileK;
-using int4_mm::kTileN;
+using int4::kTileBytes;
+using int4::kTileK;
+using int4::kTileN;
 
 constexpr int kQuads = kTileK / 4;           // panel rows of a K-tile
 constexpr int kQuadsAtOnce = 8;              // that fit 16-bit sums
@@ -90,7 +90,7 @@ Section load_section(const Job& job, int64_t tile, int64_t s) {
   for (int v = 0; v < kVectors; ++v) {
     section.scale[v] = load8(job.scales, offset + 8 * v, job.scale_dtype);
     section.zero[v] = job.parameters == 2 ? load8(job.scales, offset + kTileN + 8 * v, job.scale_dtype)
-                                          : _mm256_set1_ps(int4_mm::kSymmetricZero);
+                                          : _mm256_set1_ps(int4::kSymmetricZero);
   }
   return section;
 }

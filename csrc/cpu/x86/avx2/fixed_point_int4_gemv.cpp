@@ -4,14 +4,14 @@
 // Per chunk and row, with integer sums exact:  y += scale * x_scale * (sum(q * x) - zero * sum(x)).
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx2/simd.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 namespace {
 
-using int4_mm::kTileBytes;
-using int4_mm::kTileK;
-using int4_mm::kTileN;
+using int4::kTileBytes;
+using int4::kTileK;
+using int4::kTileN;
 
 constexpr int kPairs = 8;              // row pairs (g, g + 8) of a tile
 constexpr int kVectors = kTileK / 32;  // of one row pair's 64 bytes
@@ -48,7 +48,7 @@ void load_section(const Job& job, int64_t tile, int64_t s, Section* section) {
   for (int row = 0; row < kTileN; row += 8) {
     _mm256_store_ps(section->scale + row, load8(job.scales, offset + row, job.scale_dtype));
     _mm256_store_ps(section->zero + row, job.parameters == 2 ? load8(job.scales, offset + kTileN + row, job.scale_dtype)
-                                                             : _mm256_set1_ps(int4_mm::kSymmetricZero));
+                                                             : _mm256_set1_ps(int4::kSymmetricZero));
   }
 }
 

@@ -10,14 +10,14 @@
 #include "cpu/scratch.h"
 #include "cpu/x86/avx2/int8_output.h"
 #include "cpu/x86/avx2/simd.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 namespace {
 
-using int4_mm::kTileBytes;
-using int4_mm::kTileK;
-using int4_mm::kTileN;
+using int4::kTileBytes;
+using int4::kTileK;
+using int4::kTileN;
 
 constexpr int kRowsX = 3;
 constexpr int kPairs = kTileN / 2;         // row pairs (g, g + 8) of a tile
@@ -34,7 +34,7 @@ void load_parameters(const Job& job, int64_t tile, Parameters* parameters) {
     for (int row = 0; row < kTileN; row += 8) {
       const __m256 scale = load8(job.scales, at + row, job.scale_dtype);
       const __m256 zero = job.parameters == 2 ? load8(job.scales, at + kTileN + row, job.scale_dtype)
-                                              : _mm256_set1_ps(int4_mm::kSymmetricZero);
+                                              : _mm256_set1_ps(int4::kSymmetricZero);
       _mm256_store_ps(parameters[group].scale + row, scale);
       _mm256_store_ps(parameters[group].zero + row, zero);
     }

@@ -6,12 +6,12 @@
 // are left out of the chunk, and add_outliers.cpp adds their products. It is for the chunk alone to say.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx2/simd.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 namespace {
 
-using int4_mm::kTileK;
+using int4::kTileK;
 
 constexpr int kStep = 16;  // columns of one k-step of a tile
 constexpr int kInfinityBits = 0x7F800000;

@@ -21,7 +21,7 @@ Columns load_columns(const int8_t* x, int64_t count) {
   return columns;
 }
 
-// int4_mm::tile_column(): fours of columns 2t, 2t + 8, 2t + 1, 2t + 9 of each part; those of one t lie side by side.
+// int4::tile_column(): fours of columns 2t, 2t + 8, 2t + 1, 2t + 9 of each part; those of one t lie side by side.
 Columns in_tile_order(const Columns& columns) {
   __m128i fours[4];
   for (int i = 0; i < 4; ++i) fours[i] = _mm_unpacklo_epi8(columns.part[i], _mm_srli_si128(columns.part[i], 8));

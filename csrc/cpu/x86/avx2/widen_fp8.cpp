@@ -1,7 +1,7 @@
 // e4m3 x in a wider dtype, exactly.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx2/expand.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 
@@ -10,7 +10,7 @@ void avx2::widen_fp8(const Job& job, void* out, int64_t begin, int64_t end) {
   for (int64_t m = begin; m < end; ++m) {
     const uint8_t* x = static_cast<const uint8_t*>(job.x) + m * job.x_stride;
     const int64_t size = size_of(job.x_dtype);
-    char* row = static_cast<char*>(out) + m * job.tiles_k * int4_mm::kTileK * size;
+    char* row = static_cast<char*>(out) + m * job.tiles_k * int4::kTileK * size;
     for (int64_t k = 0; k < job.k; k += kColumns) {
       __m128i bytes;
       if (k + kColumns <= job.k) {

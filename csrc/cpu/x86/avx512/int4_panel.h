@@ -3,12 +3,12 @@
 #pragma once
 
 #include "cpu/x86/avx512/simd.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 
-constexpr int kQuads = int4_mm::kTileK / 4;                    // panel rows of a K-tile
-constexpr int kTilePanel = int4_mm::kTileN * int4_mm::kTileK;  // bytes of a K-tile's panel
+constexpr int kQuads = int4::kTileK / 4;                 // panel rows of a K-tile
+constexpr int kTilePanel = int4::kTileN * int4::kTileK;  // bytes of a K-tile's panel
 
 // Quads are visited with those of the first 32 columns of a K-tile before the others, so that a group of 32 is a range.
 static constexpr int quad_of(int visit) { return visit % 8 / 2 * 4 + visit / 8 * 2 + visit % 2; }
@@ -22,11 +22,11 @@ static inline __m512i broadcast_quad(const int8_t* bytes) {
 // One tile of W; rows 8..15 hold 16 times their nibble. Prefetches `ahead` bytes further by `hint`.
 template <_mm_hint hint>
 static inline void expand_tile(const uint8_t* weight, int64_t ahead, uint8_t* panel) {
-  __m512i rows[int4_mm::kTileN];
+  __m512i rows[int4::kTileN];
 #pragma GCC unroll 8
   for (int g = 0; g < 8; ++g) {
-    _mm_prefetch(weight + g * int4_mm::kTileK + ahead, hint);
-    const __m512i bytes = _mm512_loadu_si512(weight + g * int4_mm::kTileK);
+    _mm_prefetch(weight + g * int4::kTileK + ahead, hint);
+    const __m512i bytes = _mm512_loadu_si512(weight + g * int4::kTileK);
     rows[g] = _mm512_and_si512(bytes, _mm512_set1_epi8(0x0F));
     rows[g + 8] = _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(0xF0)));
   }

@@ -4,7 +4,7 @@
 
 #include "cpu/mm_job.h"
 #include "cpu/x86/avx512/simd.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 
@@ -14,10 +14,10 @@ struct GroupVectors {
 };
 
 static inline GroupVectors load_group(const Job& job, int64_t tile_n, int64_t group) {
-  const int64_t at = (tile_n * job.groups + group) * job.parameters * int4_mm::kTileN;
+  const int64_t at = (tile_n * job.groups + group) * job.parameters * int4::kTileN;
   return {load16(job.scales, at, job.scale_dtype), job.parameters == 2
-                                                       ? load16(job.scales, at + int4_mm::kTileN, job.scale_dtype)
-                                                       : _mm512_set1_ps(int4_mm::kSymmetricZero)};
+                                                       ? load16(job.scales, at + int4::kTileN, job.scale_dtype)
+                                                       : _mm512_set1_ps(int4::kSymmetricZero)};
 }
 
 // For W's bytes as they lie: `& 0x0F` is row g, `& 0xF0` is 16 times row g + 8. Rows 8..15 get 1/16 of the scale and 16
@@ -30,7 +30,7 @@ static inline GroupVectors for_shifted_rows(const GroupVectors& group) {
 
 // The same in memory.
 struct Int4Parameters {
-  alignas(64) float scale[int4_mm::kTileN], zero[int4_mm::kTileN];
+  alignas(64) float scale[int4::kTileN], zero[int4::kTileN];
 };
 
 static inline void store_group(const GroupVectors& group, Int4Parameters* parameters) {

@@ -10,14 +10,14 @@
 #include "cpu/x86/avx512/int4_panel.h"
 #include "cpu/x86/avx512/int4_parameters.h"
 #include "cpu/x86/avx512/int8_output.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 namespace {
 
-using int4_mm::kTileBytes;
-using int4_mm::kTileK;
-using int4_mm::kTileN;
+using int4::kTileBytes;
+using int4::kTileK;
+using int4::kTileN;
 
 constexpr int64_t kMaxTiles = 4;  // K-tiles of a panel
 constexpr int kRowsX = 6;         // rows of x at once: 2 x 6 sums, 2 of W, and operands

@@ -8,14 +8,14 @@
 #include "cpu/x86/avx512/int8_output.h"
 #include "cpu/x86/avx512/simd.h"
 #include "cpu/x86/weight_stream.h"
-#include "int4_mm/layout.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 namespace {
 
-using int4_mm::kTileBytes;
-using int4_mm::kTileK;
-using int4_mm::kTileN;
+using int4::kTileBytes;
+using int4::kTileK;
+using int4::kTileN;
 
 constexpr int kPairs = 8;     // row pairs (g, g + 8) of a tile
 constexpr int kMaxTiles = 4;  // K-tiles summed before their scale is applied
@@ -49,7 +49,7 @@ __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, cons
     ones[t] = _mm512_set1_epi8(1);
   }
   const __m512i none = _mm512_setzero_si512(), x_sums = dot<kTiles>(none, ones, columns);
-  static_assert(int4_mm::kSymmetricZero == 1 << 3);
+  static_assert(int4::kSymmetricZero == 1 << 3);
   const __m512i low_start = kZeros ? none : _mm512_sub_epi32(none, _mm512_slli_epi32(x_sums, 3));
   const __m512i high_start = kZeros ? none : _mm512_slli_epi32(low_start, 4);  // rows 8..15 are 16 times their q
   const __m512 float_sums = _mm512_cvtepi32_ps(x_sums);

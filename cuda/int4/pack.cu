@@ -2,10 +2,10 @@
 // backward pass uses.
 #include "common/check.h"
 #include "common/convert.cuh"
-#include "int4_mm/layout.h"
-#include "qao/int4_mm.h"
+#include "int4/layout.h"
+#include "qao/int4.h"
 
-namespace qao::int4_mm {
+namespace qao::int4 {
 namespace {
 
 struct Sizes {
@@ -14,10 +14,8 @@ struct Sizes {
   DType scale_dtype;
 };
 
-Sizes sizes_of(const Problem& problem) {
-  return {problem.n,          problem.k,          tiles_k(problem.k),
-          problem.groups(),   problem.group_size, problem.has_zeros ? 2 : 1,
-          problem.scale_dtype};
+Sizes sizes_of(const Weight& w) {
+  return {w.n, w.k, tiles_k(w.k), w.groups(), w.group_size, w.has_zeros ? 2 : 1, w.scale_dtype};
 }
 
 constexpr int kThreads = 256;
@@ -112,9 +110,9 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-Status pack(const Problem& problem, const Unpacked& from, uint8_t* weight, void* scales, void* stream_handle) {
+Status pack(const Weight& shape, const Unpacked& from, uint8_t* weight, void* scales, void* stream_handle) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
-  const Sizes s = sizes_of(problem);
+  const Sizes s = sizes_of(shape);
   pack_weight_kernel<<<blocks(weight_bytes(s.n, s.k)), kThreads, 0, stream>>>(s, from.q, weight);
   if (Status status = launch_status("launching pack_weight_kernel"); !status.ok()) return status;
   pack_scales_kernel<<<blocks(tiles_n(s.n) * kTileN * s.groups), kThreads, 0, stream>>>(s, from.scales, from.zeros,
@@ -122,23 +120,22 @@ Status pack(const Problem& problem, const Unpacked& from, uint8_t* weight, void*
   return launch_status("launching pack_scales_kernel");
 }
 
-Status unpack(const Problem& problem, const uint8_t* weight, const void* scales, const Unpacked& to,
-              void* stream_handle) {
+Status unpack(const Weight& shape, const uint8_t* weight, const void* scales, const Unpacked& to, void* stream_handle) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
-  const Sizes s = sizes_of(problem);
+  const Sizes s = sizes_of(shape);
   unpack_weight_kernel<<<blocks(s.n * s.k), kThreads, 0, stream>>>(s, weight, to.q);
   if (Status status = launch_status("launching unpack_weight_kernel"); !status.ok()) return status;
   unpack_scales_kernel<<<blocks(s.n * s.groups), kThreads, 0, stream>>>(s, scales, to.scales, to.zeros);
   return launch_status("launching unpack_scales_kernel");
 }
 
-Status dequantize(const Problem& problem, const uint8_t* weight, const void* scales, DType out_dtype, void* out,
+Status dequantize(const Weight& shape, const uint8_t* weight, const void* scales, DType out_dtype, void* out,
                   void* stream_handle) {
-  const Sizes s = sizes_of(problem);
+  const Sizes s = sizes_of(shape);
   const int64_t threads = tiles_n(s.n) * 8 * s.k_tiles * 8;
   dequantize_kernel<<<blocks(threads), kThreads, 0, static_cast<cudaStream_t>(stream_handle)>>>(s, weight, scales,
                                                                                                 out_dtype, out);
   return launch_status("launching dequantize_kernel");
 }
 
-}  // namespace qao::int4_mm
+}  // namespace qao::int4

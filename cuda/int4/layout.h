@@ -31,7 +31,7 @@
 
 #include "qao/types.h"
 
-namespace qao::int4_mm {
+namespace qao::int4 {
 
 constexpr int kTileN = 16;
 constexpr int kTileK = 64;
@@ -69,4 +69,4 @@ QAO_HOST_DEVICE constexpr int64_t scale_offset(int64_t n, int64_t group, int64_t
   return ((n / kTileN * groups + group) * parameters + parameter) * kTileN + n % kTileN;
 }
 
-}  // namespace qao::int4_mm
+}  // namespace qao::int4
