@@ -1,4 +1,4 @@
-# make demo | test | gpu-test | bench | docs | lint | wheel | clean
+# make demo | test | gpu-test | arm-test | bench | docs | lint | wheel | clean
 #
 # By default everything happens in .venv, which make creates: Python, a C++ compiler and the network are enough.
 # VENV= uses the environment of PYTHON as it is, and installs nothing: make test PYTHON=python3 VENV=
@@ -9,6 +9,10 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # cpu or cuda, for make bench
 DEVICE ?= cpu
+# what make wheel builds for: aarch64 also on another machine
+ARCH ?= $(shell uname -m)
+# make arm-test: pytest's arguments instead of the share of the tests that matters
+ARM_TESTS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 BUILD_NEEDS = "setuptools>=77.0.3" "cmake>=3.25" ninja "pybind11>=2.10"
@@ -23,7 +27,7 @@ PY = $(VENV)/bin/python
 BIN = $(VENV)/bin/
 endif
 
-.PHONY: demo test gpu-test bench docs lint wheel clean
+.PHONY: demo test gpu-test arm-test bench docs lint wheel clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -51,9 +55,16 @@ lint: build-lint
 # Into dist, with the manylinux tag of the oldest glibc that has the symbols it needs; torch's libraries are torch's.
 wheel: build-wheel
 	rm -rf build/wheel
-	$(PY) -m pip wheel --no-build-isolation --no-deps -w build/wheel .
+	$(CROSS_ENVIRONMENT)
+	QAO_ARCH=$(ARCH) $(PY) -m pip wheel --no-build-isolation --no-deps -w build/wheel .
 	PATH="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH" $(PY) -m auditwheel repair \
-	  --exclude 'libtorch*.so' --exclude 'libc10*.so' -w dist build/wheel/qao-*.whl
+	  --exclude 'libtorch*.so' --exclude 'libc10*.so' -w dist build/wheel/qao-*_$(ARCH).whl
+
+# Under an emulator on any other machine than aarch64, with the wheel; CONTRIBUTING.md says what it takes.
+arm-test:
+	$(MAKE) wheel ARCH=aarch64
+	$(PY) tools/aarch64/environment.py test
+	$(PY) tools/aarch64/test.py $(ARM_TESTS)
 
 clean:
 	rm -rf build dist python/*.egg-info python/qao/*.so
@@ -90,7 +101,10 @@ $(VENV)/installed: pyproject.toml
 	@touch $@
 endif
 
-ifeq ($(QAO_PREBUILT),)
+ifneq ($(ARCH),$(shell uname -m))
+BUILD = @echo "For $(ARCH): the libraries in python/qao stay as they are"
+CROSS_ENVIRONMENT = $(PY) tools/$(ARCH)/environment.py torch
+else ifeq ($(QAO_PREBUILT),)
 BUILD = $(PY) setup.py -q build_ext --inplace
 else
 BUILD = @echo "QAO_PREBUILT: using the libraries in python/qao as they are"

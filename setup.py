@@ -4,6 +4,8 @@ Environment variables:
     QAO_CUDA: AUTO (default: CUDA kernels where nvcc is found), ON, OFF. A GPU is never needed to build.
     QAO_CUDA_ARCHS, or TORCH_CUDA_ARCH_LIST: GPU architectures of the portable kernels, default "80;90".
     QAO_PYBIND: ON, OFF (no qao._host; the wheel then fits every Python 3), AUTO (default: ON where Python.h is).
+    QAO_ARCH: aarch64 builds for it on another machine, with what tools/aarch64/environment.py put into build/aarch64;
+        without qao._host and CUDA kernels. Default: this machine's.
     MAX_JOBS: parallel compiler processes, default one a CPU.
     CMAKE_ARGS: more arguments for CMake.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -29,6 +32,10 @@ if sys.version_info < (3, 10, 6):
     sys.exit(f"qao needs Python 3.10.6 or newer; this is {sys.version.split()[0]} ({sys.executable}).")
 
 ROOT = Path(__file__).resolve().parent
+ARCH = os.environ.get("QAO_ARCH") or platform.machine()
+CROSS = platform.machine() != ARCH
+if CROSS and not (ROOT / "tools" / ARCH / "toolchain.cmake").exists():
+    sys.exit(f"QAO_ARCH={ARCH}: this {platform.machine()} machine builds for itself and aarch64.")
 
 
 def pybind_wanted() -> bool:
@@ -36,6 +43,10 @@ def pybind_wanted() -> bool:
     choice = os.environ.get("QAO_PYBIND", "AUTO").upper()
     if choice not in ("AUTO", "ON", "OFF"):
         sys.exit(f"QAO_PYBIND={choice} is not one of AUTO, ON, OFF.")
+    if CROSS:
+        if choice == "ON":
+            sys.exit(f"QAO_PYBIND=ON, but there is no Python for {ARCH} to build qao._host with.")
+        return False
     header = Path(sysconfig.get_path("include"), "Python.h")
     if choice != "OFF" and not header.exists():
         text = f"{header} is missing (Debian and Ubuntu: apt install python3-dev)"
@@ -78,15 +89,19 @@ class CMakeBuild(build_ext):
     def build_extensions(self) -> None:
         options = {
             "CMAKE_BUILD_TYPE": "Debug" if self.debug else "Release",
-            "QAO_CUDA": os.environ.get("QAO_CUDA", "AUTO").upper(),
+            "QAO_CUDA": "OFF" if CROSS else os.environ.get("QAO_CUDA", "AUTO").upper(),
             "QAO_CUDA_ARCHS": os.environ.get("QAO_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST") or "80;90",
             "QAO_PYBIND": "ON" if PYBIND else "OFF",
         }
         key = hashlib.sha256(f"{ROOT} {sorted(options.items())}".encode()).hexdigest()[:8]
-        build_dir = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}-{key}"
+        build_dir = ROOT / "build" / f"cmake-{ARCH if CROSS else sys.implementation.cache_tag}-{key}"
         # Paths stay out of the key: those of pip's isolated builds change every time.
         options["CMAKE_MAKE_PROGRAM"] = find_tool("ninja")
-        options["TORCH_ROOT"] = str(package_dir("torch"))
+        if CROSS:
+            options["CMAKE_TOOLCHAIN_FILE"] = str(ROOT / "tools" / ARCH / "toolchain.cmake")
+            options["TORCH_ROOT"] = str(ROOT / "build" / ARCH / "site" / "torch")
+        else:
+            options["TORCH_ROOT"] = str(package_dir("torch"))
         if PYBIND:
             options["Python_EXECUTABLE"] = sys.executable
             options["pybind11_DIR"] = str(package_dir("pybind11") / "share" / "cmake" / "pybind11")
@@ -111,8 +126,9 @@ class Wheel(bdist_wheel):
     """Without _host nothing in the wheel depends on the version of Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        python, abi, platform = super().get_tag()
-        return (python, abi, platform) if PYBIND else ("py3", "none", platform)
+        python, abi, tag = super().get_tag()
+        tag = f"linux_{ARCH}" if CROSS else tag
+        return (python, abi, tag) if PYBIND else ("py3", "none", tag)
 
 
 setup(

@@ -208,6 +208,7 @@ def test_cuda_on_without_nvcc_is_an_error(source_copy: Path) -> None:
     [
         ("QAO_CUDA", "maybe", "QAO_CUDA=MAYBE is not one of AUTO, ON, OFF"),
         ("QAO_PYBIND", "maybe", "QAO_PYBIND=MAYBE is not one of AUTO, ON, OFF"),
+        ("QAO_ARCH", "riscv64", "builds for itself and aarch64"),
         ("QAO_CUDA_ARCHS", "80;hopper", "'hopper' is not an architecture"),
         ("TORCH_CUDA_ARCH_LIST", "6.1 7.5", "names no architecture of compute capability 8.0 or newer"),
     ],

@@ -59,12 +59,20 @@ def test_no_torch_and_no_python_behind_the_wall(path: Path) -> None:
     assert not [name for name in all_includes(path) if forbidden.match(name)]
 
 
-# What a folder of CPU kernels is compiled for includes what these are compiled for.
+# By architecture: what a folder of CPU kernels is compiled for includes what these are compiled for.
 CPU_FOLDERS = {
-    "avx2": ("avx2",),
-    "avx512": ("avx2", "avx512"),
-    "avx512_bf16": ("avx2", "avx512", "avx512_bf16"),
-    "amx": ("avx2", "avx512", "avx512_bf16", "amx"),
+    "x86": {
+        "avx2": ("avx2",),
+        "avx512": ("avx2", "avx512"),
+        "avx512_bf16": ("avx2", "avx512", "avx512_bf16"),
+        "amx": ("avx2", "avx512", "avx512_bf16", "amx"),
+    },
+    "arm": {
+        "neon": ("neon",),
+        "neon_dotprod": ("neon", "neon_dotprod"),
+        "neon_i8mm": ("neon", "neon_dotprod", "neon_i8mm"),
+        "neon_bf16": ("neon", "neon_dotprod", "neon_i8mm", "neon_bf16"),
+    },
 }
 
 
@@ -72,19 +80,20 @@ CPU_FOLDERS = {
 def test_cpu_code_includes_headers_of_its_instruction_set_alone(path: Path) -> None:
     place = path.relative_to(CSRC / "cpu").parts
     allowed: list[str] = []
-    if place[0] == "x86":
-        allowed += [f"cpu/x86/{name.name}" for name in (CSRC / "cpu" / "x86").glob("*.h")]
+    if place[0] in CPU_FOLDERS:
+        allowed += [f"cpu/{place[0]}/{name.name}" for name in (CSRC / "cpu" / place[0]).glob("*.h")]
     if len(place) == 3:
-        allowed += [f"cpu/x86/{folder}/" for folder in CPU_FOLDERS[place[1]]]
-    sets = [name for name in all_includes(path) if name.startswith("cpu/x86/")]
+        allowed += [f"cpu/{place[0]}/{folder}/" for folder in CPU_FOLDERS[place[0]][place[1]]]
+    sets = [name for name in all_includes(path) if name.startswith(("cpu/x86/", "cpu/arm/"))]
     assert not [name for name in sets if not name.startswith(tuple(allowed))]
-    intrinsics = [name for name in all_includes(path) if name.endswith("intrin.h")]
-    assert place[0] == "x86" or not intrinsics
+    intrinsics = {name for name in all_includes(path) if name.endswith("intrin.h") or name.startswith("arm_")}
+    assert intrinsics <= {"x86": {"immintrin.h"}, "arm": {"arm_neon.h"}}.get(place[0], set())
 
 
-def test_every_cpu_folder_has_compiler_flags() -> None:
-    folders = {path.name for path in (CSRC / "cpu" / "x86").iterdir() if path.is_dir()}
-    assert {"avx2", "avx512", "amx"} <= folders <= set(CPU_FOLDERS)
+@pytest.mark.parametrize("architecture", CPU_FOLDERS)
+def test_every_cpu_folder_has_compiler_flags(architecture: str) -> None:
+    folders = {path.name for path in (CSRC / "cpu" / architecture).iterdir() if path.is_dir()}
+    assert folders <= set(CPU_FOLDERS[architecture])
     named = re.search(r"foreach\(folder ([^)]*)\)", (ROOT / "CMakeLists.txt").read_text())
     assert named and folders <= set(named[1].split())
 

@@ -6,7 +6,12 @@ namespace qao::cpu {
 namespace {
 
 constexpr Level kLevels[] = {
+#if defined(__aarch64__)
+    {"scalar", kScalar},      {"neon", kNeon},          {"neon_dotprod", kNeonDotprod},
+    {"neon_i8mm", kNeonI8mm}, {"neon_bf16", kNeonBf16},
+#else
     {"scalar", kScalar}, {"avx2", kAvx2}, {"avx512", kAvx512}, {"avx512_bf16", kAvx512Bf16}, {"amx", kAmx},
+#endif
 };
 
 constexpr struct {
@@ -27,6 +32,10 @@ constexpr struct {
     {kHasAmxTile, "amx_tile"},
     {kHasAmxInt8, "amx_int8"},
     {kHasAmxBf16, "amx_bf16"},
+    {kHasAsimd, "asimd"},
+    {kHasAsimdDp, "asimddp"},
+    {kHasI8mm, "i8mm"},
+    {kHasBf16, "bf16"},
 };
 
 struct Selection {

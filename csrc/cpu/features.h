@@ -28,6 +28,11 @@ enum Feature : Features {
   kHasAmxTile = 1u << 11,  // with the OS's permission to use tiles
   kHasAmxInt8 = 1u << 12,
   kHasAmxBf16 = 1u << 13,
+
+  kHasAsimd = 1u << 24,  // aarch64
+  kHasAsimdDp = 1u << 25,
+  kHasI8mm = 1u << 26,
+  kHasBf16 = 1u << 27,
 };
 
 // What the files of a folder are compiled for, and so what their kernels need (CMakeLists.txt has the same as flags).
@@ -37,6 +42,10 @@ constexpr Features kAvx512 =
     kAvx2 | kHasAvx512F | kHasAvx512Bw | kHasAvx512Dq | kHasAvx512Vl | kHasAvx512Vbmi | kHasAvx512Vnni;
 constexpr Features kAvx512Bf16 = kAvx512 | kHasAvx512Bf16;
 constexpr Features kAmx = kAvx512Bf16 | kHasAmxTile | kHasAmxInt8 | kHasAmxBf16;
+constexpr Features kNeon = kHasAsimd;
+constexpr Features kNeonDotprod = kNeon | kHasAsimdDp;
+constexpr Features kNeonI8mm = kNeonDotprod | kHasI8mm;
+constexpr Features kNeonBf16 = kNeonI8mm | kHasBf16;
 
 static constexpr bool includes(Features all, Features some) { return (all & some) == some; }
 
@@ -45,7 +54,7 @@ struct Level {
   const char* name;
   Features features;
 };
-std::span<const Level> levels();             // from few features to many
+std::span<const Level> levels();             // of this architecture, from few features to many
 const Level& highest_level(Features offer);  // the last one that is part of `offer`
 std::string names_of(Features features);     // as /proc/cpuinfo spells them, separated by spaces
 

@@ -11,6 +11,7 @@ namespace {
 using mm8::Arguments;
 using mm8::Problem;
 
+#if defined(__x86_64__)
 int64_t rows_of(const Job& job) { return job.m; }
 int64_t tiles_of(const Job& job) { return job.tiles_m; }
 int64_t columns_of(const Job& job) { return divide_up(job.k, kPackK); }
@@ -51,6 +52,8 @@ void lay_out_int8_tiles(Pieces& pieces, Job* job) {
   job->x_sums = pieces.take<float>(padded_rows * job->sections);
 }
 
+#endif
+
 // The dtype kernels see. fp8 is widened, exactly in any dtype; with an int4 W to that of y, since what the kernels
 // round goes by it.
 DType kernel_dtype(const Problem& p) {
@@ -58,12 +61,15 @@ DType kernel_dtype(const Problem& p) {
   return p.weight == Format::kInt4 ? p.y_dtype : DType::kBFloat16;
 }
 
+#if defined(__x86_64__)
 constexpr int64_t kFloatBytes = int64_t{16} << 20;
 constexpr int64_t kFloat32Bytes = int64_t{1} << 20;  // read again for every 4 rows of W, so they must fit L2
 constexpr int64_t kInt8Bytes = int64_t{5} << 18;     // they shall stay in L2
+#endif
 
 }  // namespace
 
+#if defined(__x86_64__)
 const Packing kFixedPoint = {512,
                              kFloatBytes,
                              kMaxSection,
@@ -84,6 +90,7 @@ const Packing kInt8RowsInSections = {256,     kInt8Bytes,           kMaxSection,
                                      rows_of, avx2::pack_int8_rows, nullptr,     nullptr};
 const Packing kInt8Tiles = {256,      kInt8Bytes,           kMaxIntegerK, lay_out_int8_tiles,
                             tiles_of, amx::pack_int8_tiles, nullptr,      nullptr};
+#endif
 
 Job describe(const Problem& p, const Arguments& a, const Packing& packing) {
   static constexpr float kOne = 1;

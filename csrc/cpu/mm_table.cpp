@@ -21,15 +21,18 @@ constexpr RowsOfX kAny = {0, kAnyNumber};
 constexpr RowsOfX up_to(int64_t most) { return {0, most}; }
 constexpr RowsOfX from(int64_t least) { return {least, kAnyNumber}; }
 
+#if defined(__x86_64__)
 // One 16-bit word a value of x, and groups of whole K-tiles.
 bool fits_byte_tiles(const Problem& p) {
   const DType dtype = p.x == Format::kFp8 ? p.y_dtype : p.x_dtype;
   return dtype != DType::kFloat32 && p.group_size != 32;
 }
 bool fits_int32(const Problem& p) { return p.k <= kMaxIntegerK; }
+#endif
 
 // In the order in which they are tried; the limits of M are where the next one becomes the faster.
 constexpr Kernel kKernels[] = {
+#if defined(__x86_64__)
     // x in float or fp8, W int4
     {"amx gemm tdpbusd",
      kAmx,
@@ -61,6 +64,7 @@ constexpr Kernel kKernels[] = {
     {"avx512 gemm vpdpbusd", kAvx512, kInt8, kInt4, kAny, nullptr, &kInt8RowsInSections, avx512::int8_int4_gemm},
     {"avx2 gemm vpmaddubsw", kAvx2, kInt8, kInt4, kAny, nullptr, &kInt8RowsInSections, avx2::int8_int4_gemm},
 
+#endif
     // everything; the last row, so that there always is a kernel
     {"scalar gemm float64", kScalar, kAnyFormat, kAnyFormat, kAny, nullptr, nullptr, nullptr},
 };

@@ -22,7 +22,13 @@ constexpr float kLargestFp8 = 448;
 constexpr struct {
   Features needs;
   const QuantizeKernels* kernels;
-} kTable[] = {{kAvx512, &avx512::kQuantize}, {kAvx2, &avx2::kQuantize}, {kScalar, &scalar::kQuantize}};
+} kTable[] = {
+#if defined(__x86_64__)
+    {kAvx512, &avx512::kQuantize},
+    {kAvx2, &avx2::kQuantize},
+#endif
+    {kScalar, &scalar::kQuantize},
+};
 
 void include(QuantizeRange* range, const QuantizeRange& other) {
   range->low = std::min(range->low, other.low), range->high = std::max(range->high, other.high);
