@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 from .markdown import table
 from .schemes import SCHEMES
 
-_ISAS = {
+_X86 = {
     "scalar": "any x86-64",
     "avx2": "AVX2",
     "avx512": "AVX-512 VNNI",
     "avx512_bf16": "AVX-512 BF16",
     "amx": "AMX",
 }
+_ARM = {
+    "scalar": "any aarch64, forced",
+    "neon": "NEON",
+    "neon_dotprod": "dot product",
+    "neon_i8mm": "I8MM",
+    "neon_bf16": "BF16",
+}
+_ISAS = _ARM if platform.machine() == "aarch64" else _X86
 
 
 def render() -> str:

@@ -78,6 +78,9 @@ struct Job {
   uint16_t* bf16_tiles = nullptr;   // [blocks of 512 k][tiles_m][8 K-tiles][parts][2][16][16][2]
   float* x_block_scales = nullptr;  // [sections][16 tiles_m]; only if W has blocks
 
+  // bfloat16 by pairs of rows, zeros past M and K.
+  uint16_t* bf16_pairs = nullptr;  // [m / 2, rounded up][16 tiles_k][2][4]
+
   // float32, scales applied, zeros past K, columns in the kernel's order.
   float* float32 = nullptr;  // [m][64 tiles_k]
 

@@ -43,4 +43,33 @@ void int8_int4_few_rows(const Job& job, int64_t begin, int64_t end);  // at most
 void int8_int4_gemm(const Job& job, int64_t begin, int64_t end);      // leaves such rows to the one before
 }  // namespace amx
 
+namespace neon {
+void widen_fp8(const Job& job, void* out, int64_t begin, int64_t end);
+void pack_fixed_point(const Job& job, int64_t begin, int64_t end);
+void add_outliers(const Job& job, const Outliers& outliers, void* y, DType y_dtype, int64_t begin, int64_t end);
+void pack_float32(const Job& job, int64_t begin, int64_t end);
+void pack_int8_rows(const Job& job, int64_t begin, int64_t end);
+void fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end);
+void float32_w8_gemm(const Job& job, int64_t begin, int64_t end);
+void int8_int8_gemm(const Job& job, int64_t begin, int64_t end);
+void int8_int4_gemm(const Job& job, int64_t begin, int64_t end);
+}  // namespace neon
+
+namespace neon_dotprod {
+void fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end);
+void int8_int8_gemm(const Job& job, int64_t begin, int64_t end);
+void int8_int4_gemm(const Job& job, int64_t begin, int64_t end);
+}  // namespace neon_dotprod
+
+namespace neon_i8mm {
+void fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end);
+void int8_int8_gemm(const Job& job, int64_t begin, int64_t end);
+void int8_int4_gemm(const Job& job, int64_t begin, int64_t end);
+}  // namespace neon_i8mm
+
+namespace neon_bf16 {
+void pack_bf16_pairs(const Job& job, int64_t begin, int64_t end);
+void bf16_w8_gemm(const Job& job, int64_t begin, int64_t end);
+}  // namespace neon_bf16
+
 }  // namespace qao::cpu

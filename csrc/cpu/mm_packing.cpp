@@ -11,10 +11,7 @@ namespace {
 using mm8::Arguments;
 using mm8::Problem;
 
-#if defined(__x86_64__)
 int64_t rows_of(const Job& job) { return job.m; }
-int64_t tiles_of(const Job& job) { return job.tiles_m; }
-int64_t columns_of(const Job& job) { return divide_up(job.k, kPackK); }
 
 void lay_out_fixed_point(Pieces& pieces, Job* job) {
   job->words = job->x_dtype == DType::kFloat32 ? 2 : 1;
@@ -30,6 +27,15 @@ void lay_out_float32_rows(Pieces& pieces, Job* job) {
   job->float32 = pieces.take<float>(job->m * job->tiles_k * kTileColumns);
 }
 
+void lay_out_int8_rows(Pieces& pieces, Job* job) {
+  job->int8 = pieces.take<int8_t>(job->m * job->tiles_k * kTileColumns);
+  job->x_sums = pieces.take<float>(job->m * job->sections);
+}
+
+#if defined(__x86_64__)
+int64_t tiles_of(const Job& job) { return job.tiles_m; }
+int64_t columns_of(const Job& job) { return divide_up(job.k, kPackK); }
+
 void lay_out_bf16_tiles(Pieces& pieces, Job* job) {
   job->parts = job->x_dtype == DType::kFloat32 ? 3 : job->x_dtype == DType::kFloat16 ? 2 : 1;
   const int64_t padded_rows = job->tiles_m * kTileRows;
@@ -40,11 +46,6 @@ void lay_out_bf16_tiles(Pieces& pieces, Job* job) {
   job->x_block_scales = blocks ? pieces.take<float>(job->sections * padded_rows) : nullptr;
 }
 
-void lay_out_int8_rows(Pieces& pieces, Job* job) {
-  job->int8 = pieces.take<int8_t>(job->m * job->tiles_k * kTileColumns);
-  job->x_sums = pieces.take<float>(job->m * job->sections);
-}
-
 void lay_out_int8_tiles(Pieces& pieces, Job* job) {
   job->steps = job->weight_format == Format::kInt4 && job->group_size == 32 ? 2 * job->tiles_k : job->tiles_k;
   const int64_t padded_rows = job->tiles_m * kTileRows;
@@ -52,6 +53,12 @@ void lay_out_int8_tiles(Pieces& pieces, Job* job) {
   job->x_sums = pieces.take<float>(padded_rows * job->sections);
 }
 
+#elif defined(__aarch64__)
+int64_t pairs_of(const Job& job) { return divide_up(job.m, 2); }
+
+void lay_out_bf16_pairs(Pieces& pieces, Job* job) {
+  job->bf16_pairs = pieces.take<uint16_t>(pairs_of(*job) * 2 * job->tiles_k * kTileColumns);
+}
 #endif
 
 // The dtype kernels see. fp8 is widened, exactly in any dtype; with an int4 W to that of y, since what the kernels
@@ -61,11 +68,9 @@ DType kernel_dtype(const Problem& p) {
   return p.weight == Format::kInt4 ? p.y_dtype : DType::kBFloat16;
 }
 
-#if defined(__x86_64__)
 constexpr int64_t kFloatBytes = int64_t{16} << 20;
 constexpr int64_t kFloat32Bytes = int64_t{1} << 20;  // read again for every 4 rows of W, so they must fit L2
 constexpr int64_t kInt8Bytes = int64_t{5} << 18;     // they shall stay in L2
-#endif
 
 }  // namespace
 
@@ -90,6 +95,24 @@ const Packing kInt8RowsInSections = {256,     kInt8Bytes,           kMaxSection,
                                      rows_of, avx2::pack_int8_rows, nullptr,     nullptr};
 const Packing kInt8Tiles = {256,      kInt8Bytes,           kMaxIntegerK, lay_out_int8_tiles,
                             tiles_of, amx::pack_int8_tiles, nullptr,      nullptr};
+#elif defined(__aarch64__)
+const Packing kFixedPoint = {512,
+                             kFloatBytes,
+                             kMaxSection,
+                             lay_out_fixed_point,
+                             rows_of,
+                             neon::pack_fixed_point,
+                             neon::widen_fp8,
+                             neon::add_outliers};
+const Packing kBf16Pairs = {
+    512,    kFloat32Bytes, kMaxSectionBf16, lay_out_bf16_pairs, pairs_of, neon_bf16::pack_bf16_pairs, neon::widen_fp8,
+    nullptr};
+const Packing kFloat32Rows = {512,     kFloat32Bytes,      kMaxSectionBf16, lay_out_float32_rows,
+                              rows_of, neon::pack_float32, neon::widen_fp8, nullptr};
+const Packing kInt8Rows = {256,     kInt8Bytes,           kMaxIntegerK, lay_out_int8_rows,
+                           rows_of, neon::pack_int8_rows, nullptr,      nullptr};
+const Packing kInt8RowsInSections = {256,     kInt8Bytes,           kMaxSection, lay_out_int8_rows,
+                                     rows_of, neon::pack_int8_rows, nullptr,     nullptr};
 #endif
 
 Job describe(const Problem& p, const Arguments& a, const Packing& packing) {

@@ -23,7 +23,7 @@ struct Packing {
 };
 
 extern const Packing kFixedPoint, kBf16Tiles, kFloat32RowsAvx2, kFloat32RowsAvx512, kInt8Rows, kInt8RowsInSections,
-    kInt8Tiles;
+    kInt8Tiles, kFloat32Rows, kBf16Pairs;
 
 // The job that `problem` is for a kernel of that form, but for the rows of a call: m, y, packed x.
 Job describe(const mm8::Problem& problem, const mm8::Arguments& arguments, const Packing& packing);

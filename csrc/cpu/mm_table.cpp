@@ -28,6 +28,8 @@ bool fits_byte_tiles(const Problem& p) {
   return dtype != DType::kFloat32 && p.group_size != 32;
 }
 bool fits_int32(const Problem& p) { return p.k <= kMaxIntegerK; }
+#elif defined(__aarch64__)
+bool is_bf16(const Problem& p) { return p.x == Format::kFp8 || p.x_dtype == DType::kBFloat16; }
 #endif
 
 // In the order in which they are tried; the limits of M are where the next one becomes the faster.
@@ -63,6 +65,26 @@ constexpr Kernel kKernels[] = {
     {"amx gemm tdpbusd", kAmx, kInt8, kInt4, kAny, fits_int32, &kInt8Tiles, amx::int8_int4_gemm},
     {"avx512 gemm vpdpbusd", kAvx512, kInt8, kInt4, kAny, nullptr, &kInt8RowsInSections, avx512::int8_int4_gemm},
     {"avx2 gemm vpmaddubsw", kAvx2, kInt8, kInt4, kAny, nullptr, &kInt8RowsInSections, avx2::int8_int4_gemm},
+
+#elif defined(__aarch64__)
+    // x in float or fp8, W int4
+    {"neon_i8mm gemm smmla", kNeonI8mm, kFloatX, kInt4, kAny, nullptr, &kFixedPoint, neon_i8mm::fixed_point_int4_gemm},
+    {"neon_dotprod gemm sdot", kNeonDotprod, kFloatX, kInt4, kAny, nullptr, &kFixedPoint,
+     neon_dotprod::fixed_point_int4_gemm},
+    {"neon gemm smull", kNeon, kFloatX, kInt4, kAny, nullptr, &kFixedPoint, neon::fixed_point_int4_gemm},
+
+    // x in float or fp8, W int8 or fp8
+    {"neon_bf16 gemm bfmmla", kNeonBf16, kFloatX, kW8, kAny, is_bf16, &kBf16Pairs, neon_bf16::bf16_w8_gemm},
+    {"neon gemm fmla", kNeon, kFloatX, kW8, kAny, nullptr, &kFloat32Rows, neon::float32_w8_gemm},
+
+    // x int8
+    {"neon_i8mm gemm smmla", kNeonI8mm, kInt8, kInt8, kAny, nullptr, &kInt8Rows, neon_i8mm::int8_int8_gemm},
+    {"neon_dotprod gemm sdot", kNeonDotprod, kInt8, kInt8, kAny, nullptr, &kInt8Rows, neon_dotprod::int8_int8_gemm},
+    {"neon gemm smull", kNeon, kInt8, kInt8, kAny, nullptr, &kInt8Rows, neon::int8_int8_gemm},
+    {"neon_i8mm gemm smmla", kNeonI8mm, kInt8, kInt4, kAny, nullptr, &kInt8RowsInSections, neon_i8mm::int8_int4_gemm},
+    {"neon_dotprod gemm sdot", kNeonDotprod, kInt8, kInt4, kAny, nullptr, &kInt8RowsInSections,
+     neon_dotprod::int8_int4_gemm},
+    {"neon gemm smull", kNeon, kInt8, kInt4, kAny, nullptr, &kInt8RowsInSections, neon::int8_int4_gemm},
 
 #endif
     // everything; the last row, so that there always is a kernel

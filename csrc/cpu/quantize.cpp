@@ -26,6 +26,8 @@ constexpr struct {
 #if defined(__x86_64__)
     {kAvx512, &avx512::kQuantize},
     {kAvx2, &avx2::kQuantize},
+#elif defined(__aarch64__)
+    {kNeon, &neon::kQuantize},
 #endif
     {kScalar, &scalar::kQuantize},
 };

@@ -65,5 +65,10 @@ extern const QuantizeKernels kQuantize;
 QuantizedGroup quantize_group(const GroupRules&, const float* values, const float* importance, int64_t count,
                               uint8_t* q);
 }  // namespace avx512
+namespace neon {
+extern const QuantizeKernels kQuantize;
+QuantizedGroup quantize_group(const GroupRules&, const float* values, const float* importance, int64_t count,
+                              uint8_t* q);
+}  // namespace neon
 
 }  // namespace qao::cpu

@@ -1,7 +1,7 @@
 """Runs tests for aarch64 under the emulator, with the wheel in dist/: tools/aarch64/test.py [pytest's arguments].
 
-By default the share of the suite that sees CPU kernels: every operator at every instruction set that the emulator has,
-against float64.
+By default the share of the suite that sees CPU kernels, against float64: what is marked every_isa, with each level of
+QAO_CPU_ISA forced, and what is about operators alone, with the highest one. As many levels at a time as there are CPUs.
 """
 
 from __future__ import annotations
@@ -11,25 +11,65 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "build" / "aarch64"
-NAMES = ("mm", "scaled_mm", "outliers", "quantize_ops", "quantize_weight", "int4_pack", "embedding_ops", "threads_isa")
-TESTS = [f"tests/test_{name}.py" for name in NAMES]
+LEVELS = ("neon", "neon_dotprod", "neon_i8mm", "neon_bf16")
+EVERY_ISA = ("mm", "outliers", "determinism", "threads_isa", "quantize_weight")
+ONCE = ("scaled_mm", "quantize_ops", "int4_pack", "embedding_ops")
+AARCH64 = 183  # e_machine of an ELF file
 
 
-def main(arguments: list[str]) -> int:
+def unpack_wheel(package: Path) -> None:
+    """The newest wheel; its name must say what is inside."""
     wheels = sorted((ROOT / "dist").glob("qao-*_aarch64.whl"), key=lambda path: path.stat().st_mtime)
     if not wheels:
         sys.exit("There is no wheel for aarch64 in dist/. Build it: make wheel ARCH=aarch64")
-    package = HOME / "package"
+    if "-py3-none-manylinux_2_" not in wheels[-1].name:
+        sys.exit(f"{wheels[-1].name} is not for every Python 3 on manylinux.")
     shutil.rmtree(package, ignore_errors=True)
     with zipfile.ZipFile(wheels[-1]) as wheel:
         wheel.extractall(package)
-    environment = {**os.environ, "PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [str(HOME / "python"), "-m", "pytest", "-p", "no:cacheprovider", *(arguments or TESTS)]
-    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    libraries = list(package.rglob("*.so"))
+    machines = {int.from_bytes(library.read_bytes()[18:20], "little") for library in libraries}
+    if [library.name for library in libraries] != ["_C.so"] or machines != {AARCH64}:
+        sys.exit(f"{wheels[-1].name} holds {libraries} for the machines {machines}, not _C.so for {AARCH64}.")
+
+
+def pytest(package: Path, arguments: list[str], isa: str, log: Path | None) -> int:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(package),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "QAO_CPU_ISA": isa,
+        "OMP_NUM_THREADS": "1",  # the tests of threads set their own
+    }
+    command = [str(HOME / "python"), "-m", "pytest", "-p", "no:cacheprovider", "-k", "not cuda", *arguments]
+    if log is None:
+        return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    with log.open("w") as output:
+        return subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output).returncode
+
+
+def main(arguments: list[str]) -> int:
+    package = HOME / "package"
+    unpack_wheel(package)
+    if arguments:
+        return pytest(package, arguments, "", None)
+    runs = {"once": ("", [f"tests/test_{name}.py" for name in ONCE])}
+    runs |= {isa: (isa, ["-m", "every_isa", *(f"tests/test_{name}.py" for name in EVERY_ISA)]) for isa in LEVELS}
+
+    def run(name: str) -> int:
+        isa, of = runs[name]
+        log = HOME / f"test-{name}.log"
+        code = pytest(package, of, isa, log)
+        print(f"{name}: {log.read_text().strip().splitlines()[-1]} ({log.relative_to(ROOT)})", flush=True)
+        return code
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return max(pool.map(run, runs))
 
 
 if __name__ == "__main__":

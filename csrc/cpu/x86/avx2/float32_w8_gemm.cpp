@@ -39,8 +39,8 @@ struct Simd {
 }  // namespace
 }  // namespace qao::cpu
 
+#include "cpu/float32_w8_gemm.h"
 #include "cpu/mm_kernels.h"
-#include "cpu/x86/float32_w8_gemm.h"
 
 namespace qao::cpu {
 

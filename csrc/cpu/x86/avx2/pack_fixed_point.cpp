@@ -1,9 +1,5 @@
 // Rows of x as fixed point, for the kernels that multiply bytes (mm_job.h describes the form).
-//
-// A power of two scales each chunk so that its largest magnitude has 15 bits; the second word of float32 adds 15 more.
-// What is far below the largest keeps fewer bits than its dtype. That is right where few values are: beside the largest
-// they hardly count. Where most are (an outlier: their sum counts, if W is small at the outlier's column), the largest
-// are left out of the chunk, and add_outliers.cpp adds their products. It is for the chunk alone to say.
+#include "cpu/fixed_point.h"
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx2/simd.h"
 #include "int4/layout.h"
@@ -12,19 +8,6 @@ namespace qao::cpu {
 namespace {
 
 using int4::kTileK;
-
-constexpr int kStep = 16;  // columns of one k-step of a tile
-constexpr int kInfinityBits = 0x7F800000;
-constexpr int kMinExponent = 15;  // biased; keeps the scale 2^(exponent - 127 - 14) a normal float
-// Added to the bits of the largest magnitude: from 1.984 * 2^e on it takes exponent e + 1, so that the high byte of a
-// word, rounded, is at most 127.
-constexpr int kHeadroom = 0x020000;
-
-// A value further than this many powers of two below the largest is coarse: its error is more than half a last bit of
-// its dtype.
-int coarse_exponents(DType dtype) { return dtype == DType::kFloat16 ? 4 : 6; }
-// How many of a chunk's nonzero values may be coarse. Of a gaussian 2 to 5 % are, of float16 10 to 20 %.
-int64_t coarse_allowed(int64_t nonzero) { return nonzero > 16 ? (nonzero - 16) * 3 / 4 : 0; }
 
 int horizontal_max(__m256i v) {
   __m128i m = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
@@ -73,28 +56,6 @@ bool has_outliers(const float* values, int64_t count, int largest, int coarse) {
   }
   const int64_t zero = -horizontal_sum(zeros), few = -horizontal_sum(below) - zero;
   return few > coarse_allowed(count - zero);
-}
-
-// Moves the largest of values[0 .. count), as few as possible and those of one exponent together, to the outliers,
-// until no more of the others are coarse than may be. Returns the bits of the largest that stays.
-[[gnu::noinline]] int move_outliers(float* values, int64_t count, int coarse, uint64_t* outliers) {
-  int64_t up_to[256] = {};  // nonzero values of this exponent or less
-  for (int64_t i = 0; i < count; ++i) ++up_to[float_to_bits(values[i]) >> 23 & 0xFF];
-  up_to[0] = 0;
-  for (int e = 1; e < 256; ++e) up_to[e] += up_to[e - 1];
-  int top = 254;
-  while (top > coarse && up_to[top - coarse - 1] > coarse_allowed(up_to[top])) --top;
-  int largest = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const int bits = static_cast<int>(float_to_bits(values[i]) & 0x7FFFFFFF);
-    if (bits >> 23 > top) {
-      outliers[i / kTileK] |= uint64_t{1} << i % kTileK;
-      values[i] = 0;
-    } else if (bits > largest) {
-      largest = bits;
-    }
-  }
-  return largest;
 }
 
 // Four k-steps of 16 bytes each in natural order -> one tile in the order of tile_column().

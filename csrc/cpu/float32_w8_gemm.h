@@ -18,6 +18,7 @@ constexpr int kRowsW = 4, kRowsX = Simd::kRowsX;
 constexpr int64_t kPanelK = 512;  // columns of a panel
 constexpr int kVectors = Simd::kColumns / Simd::kLanes;
 using Vector = Simd::Vector;
+typedef float Four __attribute__((vector_size(16), may_alias));  // rows of W
 
 // kColumns columns of a row of W; of the last ones `count`, the others are 0.
 template <Format kFormat>
@@ -36,7 +37,7 @@ struct Rows {
   const float* block_scales;  // of these rows, or null
 
   __attribute__((always_inline)) inline void columns(int r, int64_t at, Vector (&out)[kVectors]) const {
-    _mm_prefetch(row[r] + kRowsW * k + at, _MM_HINT_T1);
+    __builtin_prefetch(row[r] + kRowsW * k + at, 0, 2);
     expand<kFormat>(row[r] + at, k - at, out);
     if (block_scales == nullptr) return;
     const Vector scale = Simd::broadcast(block_scales[at / kScaleBlock]);
@@ -76,7 +77,8 @@ void multiply(const Source& weight, const float* x, int64_t x_row, int64_t begin
     }
   }
   for (int i = 0; i < kM; ++i) {
-    _mm_store_ps(sums + i * kTileRows, _mm_add_ps(_mm_load_ps(sums + i * kTileRows), Simd::lane_sums(lanes[i])));
+    Four* const at = reinterpret_cast<Four*>(sums + i * kTileRows);
+    *at = *at + Simd::lane_sums(lanes[i]);
   }
 }
 

@@ -1,0 +1,195 @@
+// int4 W against rows of bytes, for every instruction set: a row of int8 x is one row of bytes, a row in fixed point
+// two (high and low) a word. Lanes run along K; four row pairs (g, g + 8) of W, eight rows, by up to two rows of bytes.
+//
+// Per section, with integer sums exact:  y += scale * (sum(q * x) - zero * sum(x)).
+// Zero points come off there and not at the end: x may be far from 0 all along K, and then both sums are large.
+//
+// `Dot` holds the instructions (lane_dot.h).
+#pragma once
+
+#include "cpu/arm/simd.h"
+#include "cpu/mm_job.h"
+#include "cpu/parallel.h"
+#include "cpu/scratch.h"
+#include "int4/layout.h"
+
+namespace qao::cpu {
+namespace {
+
+using int4::kTileBytes;
+using int4::kTileK;
+using int4::kTileN;
+
+constexpr int kPairs = 4;                // of W at a time
+constexpr int kQuads = kTileN / kPairs;  // of rows of an N-tile
+
+// Of an N-tile and a section; quads of rows.
+struct Parameters {
+  float32x4_t scale[kQuads], zero[kQuads];
+};
+Parameters load_parameters(const Job& job, int64_t tile, int64_t s) {
+  const int64_t at = (tile * job.groups + s / job.sections_per_group) * job.parameters * kTileN;
+  Parameters parameters;
+  for (int q = 0; q < kQuads; ++q) {
+    parameters.scale[q] = load4(job.scales, at + 4 * q, job.scale_dtype);
+    parameters.zero[q] = job.parameters == 2 ? load4(job.scales, at + kTileN + 4 * q, job.scale_dtype)
+                                             : vdupq_n_f32(int4::kSymmetricZero);
+  }
+  return parameters;
+}
+
+// The tiles of W from `pairs` on, against rows of bytes that are x_row apart; x_tile from one tile to the next.
+template <int kV>
+__attribute__((always_inline)) inline Dot::Sums<2 * kPairs, kV> multiply(const uint8_t* pairs, const int8_t* x,
+                                                                         int64_t x_row, int64_t x_tile, int64_t tiles) {
+  Dot::Sums<2 * kPairs, kV> sums;
+  for (int64_t t = 0; t < tiles; ++t, pairs += kTileBytes, x += x_tile) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kTileK; v += 16) {
+      int8x16_t w[2 * kPairs], bytes[kV];
+#pragma GCC unroll 4
+      for (int g = 0; g < kPairs; ++g) {
+        const uint8x16_t both = vld1q_u8(pairs + g * kTileK + v);
+        w[g] = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
+        w[g + kPairs] = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
+      }
+#pragma GCC unroll 2
+      for (int i = 0; i < kV; ++i) bytes[i] = vld1q_s8(x + i * x_row + v);
+      sums.add(w, bytes);
+    }
+  }
+  return sums;
+}
+
+// What a section of x is beside its bytes.
+struct Words {
+  const float* sums;  // of the section, by word
+  float scale;
+};
+
+// total[16] += the product of a section: high bytes count 256 times, the second word 2^-15.
+template <typename Part>
+void add_fixed_point(int words, const Words& x, const Parameters& parameters, int first_quad, const Part& part,
+                     float* total) {
+  for (int r = 0; r < 2; ++r) {
+    const int quad = first_quad + 2 * r;
+    float32x4_t value = vdupq_n_f32(0);
+    for (int w = words - 1; w >= 0; --w) {
+      const int32x4_t sum = vaddq_s32(vshlq_n_s32(part(r, w, 0), 8), part(r, w, 1));
+      const float32x4_t product = vfmsq_n_f32(vcvtq_f32_s32(sum), parameters.zero[quad], x.sums[w]);
+      value = vfmaq_n_f32(product, value, 1.0f / (1 << kWordShift));
+    }
+    float* at = total + 4 * quad;
+    vst1q_f32(at, vfmaq_f32(vld1q_f32(at), vmulq_n_f32(value, x.scale), parameters.scale[quad]));
+  }
+}
+
+// total[m][16] += section s and, with groups of 32, s + 1, which is the other half of the same tile.
+void multiply_fixed_point(const Job& job, const uint8_t* weight, int64_t s, const Parameters (&parameters)[2],
+                          float* total) {
+  const int64_t tile = s * job.section / kTileK, tiles = least(job.chunk_tiles, job.tiles_k - tile);
+  const int64_t x_tile = job.words * 2 * kTileK;
+  const bool halves = job.section < kTileK;
+  for (int g = 0; g < 2 * kPairs; g += kPairs) {
+    const uint8_t* pairs = weight + tile * kTileBytes + g * kTileK;
+    for (int64_t m = 0; m < job.m; ++m) {
+      const int8_t* x = job.fixed_point + (m * job.tiles_k + tile) * x_tile;
+      const float* sums = job.word_sums + (m * job.sections + s) * job.words;
+      const float scale = job.chunk_scales[m * job.chunks + tile / job.chunk_tiles];
+      Dot::Sums<2 * kPairs, 2> words[2];
+      for (int w = 0; w < job.words; ++w) {
+        words[w] = multiply<2>(pairs, x + w * 2 * kTileK, kTileK, x_tile, tiles);
+      }
+      const auto add = [&](int of, const auto& part) {
+        const Words section = {sums + of * job.words, scale};
+        add_fixed_point(job.words, section, parameters[of], g / kPairs, part, total + m * kTileN);
+      };
+      if (halves) {
+        add(0, [&](int r, int w, int v) { return words[w].template half<0>(r, v); });
+        if (s + 1 < job.sections) add(1, [&](int r, int w, int v) { return words[w].template half<1>(r, v); });
+      } else {
+        add(0, [&](int r, int w, int v) { return words[w].all(r, v); });
+      }
+    }
+  }
+}
+
+// The same of int8 x, kM rows.
+template <int kM>
+void multiply_int8(const Job& job, const uint8_t* weight, int64_t m, int64_t s, const Parameters (&parameters)[2],
+                   float* total) {
+  const int64_t tile = s * job.section / kTileK;
+  const int64_t tiles = least(divide_up(job.section, kTileK), job.tiles_k - tile);
+  const int8_t* x = job.int8 + (m * job.tiles_k + tile) * kTileK;
+  for (int g = 0; g < 2 * kPairs; g += kPairs) {
+    const Dot::Sums<2 * kPairs, kM> sums =
+        multiply<kM>(weight + tile * kTileBytes + g * kTileK, x, job.tiles_k * kTileK, kTileK, tiles);
+    const auto add = [&](int of, const auto& part) {
+      for (int i = 0; i < kM; ++i) {
+        const float x_sum = job.x_sums[(m + i) * job.sections + s + of];
+        for (int r = 0; r < 2; ++r) {
+          const int quad = g / kPairs + 2 * r;
+          float* at = total + (m + i) * kTileN + 4 * quad;
+          const float32x4_t value = vfmsq_n_f32(vcvtq_f32_s32(part(r, i)), parameters[of].zero[quad], x_sum);
+          vst1q_f32(at, vfmaq_f32(vld1q_f32(at), value, parameters[of].scale[quad]));
+        }
+      }
+    };
+    if (job.section < kTileK) {
+      add(0, [&](int r, int i) { return sums.template half<0>(r, i); });
+      if (s + 1 < job.sections) add(1, [&](int r, int i) { return sums.template half<1>(r, i); });
+    } else {
+      add(0, [&](int r, int i) { return sums.all(r, i); });
+    }
+  }
+}
+
+// y for the N-tile's 16 columns.
+void write(const Job& job, int64_t tile, const float* total) {
+  for (int q = 0; q < kQuads; ++q) {
+    const int64_t n = tile * kTileN + 4 * q, count = job.n - n;
+    if (count <= 0) break;
+    const float32x4_t bias = job.bias != nullptr ? load_first(job.bias, n, job.bias_dtype, count) : vdupq_n_f32(0);
+    const float32x4_t weight_sums =
+        job.x_zeros != nullptr ? load_first(job.weight_sums, n, DType::kFloat32, count) : vdupq_n_f32(0);
+    for (int64_t m = 0; m < job.m; ++m) {
+      float32x4_t sum = vld1q_f32(total + m * kTileN + 4 * q);
+      if (job.x_zeros != nullptr) sum = vfmsq_n_f32(sum, weight_sums, static_cast<float>(job.x_zeros[m]));
+      store_first(job.y, m * job.n + n, job.y_dtype, vfmaq_n_f32(bias, sum, job.x_scales[m * job.x_scale_stride]),
+                  count);
+    }
+  }
+}
+
+// section(weight, s, parameters, total): adds the product of section s, and of s + 1 if sections are half a tile.
+template <typename Section>
+void run_int4(const Job& job, int64_t begin, int64_t end, const Section& section) {
+  float* total = static_cast<float*>(scratch(Scratch::kSums, job.m * kTileN * int64_t{sizeof(float)}));
+  const int64_t step = job.section < kTileK ? 2 : 1;
+  for (int64_t tile = begin; tile < end; ++tile) {
+    for (int64_t i = 0; i < job.m * kTileN; ++i) total[i] = 0;
+    for (int64_t s = 0; s < job.sections; s += step) {
+      const Parameters parameters[2] = {load_parameters(job, tile, s),
+                                        load_parameters(job, tile, least(s + step - 1, job.sections - 1))};
+      section(job.weight + tile * job.tiles_k * kTileBytes, s, parameters, total);
+    }
+    write(job, tile, total);
+  }
+}
+
+void run_fixed_point(const Job& job, int64_t begin, int64_t end) {
+  run_int4(job, begin, end, [&](const uint8_t* weight, int64_t s, const Parameters(&parameters)[2], float* total) {
+    multiply_fixed_point(job, weight, s, parameters, total);
+  });
+}
+
+void run_int8(const Job& job, int64_t begin, int64_t end) {
+  run_int4(job, begin, end, [&](const uint8_t* weight, int64_t s, const Parameters(&parameters)[2], float* total) {
+    int64_t m = 0;
+    for (; m + 2 <= job.m; m += 2) multiply_int8<2>(job, weight, m, s, parameters, total);
+    if (m < job.m) multiply_int8<1>(job, weight, m, s, parameters, total);
+  });
+}
+
+}  // namespace
+}  // namespace qao::cpu

@@ -1,0 +1,44 @@
+// Sums of products of bytes whose lanes run along K: of kRows rows of W with kV rows of bytes. `Instruction::dot(sum,
+// w, x)` adds to each 32-bit lane the products of its four bytes. Bytes of an int4 tile lie so that a lane is a k-step
+// of 16 columns (int4::tile_column()).
+#pragma once
+
+#include <arm_neon.h>
+
+namespace qao::cpu {
+namespace {
+
+template <typename Instruction>
+struct LaneDot {
+  template <int kRows, int kV>
+  struct Sums {
+    int32x4_t lanes[kRows][kV];
+
+    Sums() {
+      for (auto& row : lanes) {
+        for (int32x4_t& sum : row) sum = vdupq_n_s32(0);
+      }
+    }
+    __attribute__((always_inline)) void add(const int8x16_t (&w)[kRows], const int8x16_t (&x)[kV]) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kV; ++v) lanes[r][v] = Instruction::dot(lanes[r][v], w[r], x[v]);
+      }
+    }
+    // Rows 4 quad .. 4 quad + 3 with row of bytes v: of lanes 0 and 1, or 2 and 3; and of all.
+    template <int kHalf>
+    int32x4_t half(int quad, int v) const {
+      const auto* row = lanes + 4 * quad;
+      const int32x4_t a = vpaddq_s32(row[0][v], row[1][v]), b = vpaddq_s32(row[2][v], row[3][v]);
+      return kHalf == 0 ? vuzp1q_s32(a, b) : vuzp2q_s32(a, b);
+    }
+    int32x4_t all(int quad, int v) const {
+      const auto* row = lanes + 4 * quad;
+      return vpaddq_s32(vpaddq_s32(row[0][v], row[1][v]), vpaddq_s32(row[2][v], row[3][v]));
+    }
+  };
+};
+
+}  // namespace
+}  // namespace qao::cpu

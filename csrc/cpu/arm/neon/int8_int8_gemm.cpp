@@ -1,0 +1,17 @@
+// int8 x times int8 W, by `smull`.
+#include "cpu/arm/neon/dot.h"
+
+namespace qao::cpu {
+namespace {
+using Dot = LaneDot<Bytes>;
+}
+}  // namespace qao::cpu
+
+#include "cpu/arm/int8_gemm.h"
+#include "cpu/mm_kernels.h"
+
+namespace qao::cpu {
+
+void neon::int8_int8_gemm(const Job& job, int64_t begin, int64_t end) { run_int8(job, begin, end); }
+
+}  // namespace qao::cpu

@@ -1,0 +1,18 @@
+// int4 W against x in fixed point and int8 x, by `smmla`.
+#include "cpu/arm/neon_i8mm/dot.h"
+
+namespace qao::cpu {
+namespace {
+using Dot = MatrixDot;
+}
+}  // namespace qao::cpu
+
+#include "cpu/arm/int4_gemm.h"
+#include "cpu/mm_kernels.h"
+
+namespace qao::cpu {
+
+void neon_i8mm::fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end) { run_fixed_point(job, begin, end); }
+void neon_i8mm::int8_int4_gemm(const Job& job, int64_t begin, int64_t end) { run_int8(job, begin, end); }
+
+}  // namespace qao::cpu

@@ -1,0 +1,17 @@
+// int8 x times int8 W, by `smmla`.
+#include "cpu/arm/neon_i8mm/dot.h"
+
+namespace qao::cpu {
+namespace {
+using Dot = MatrixDot;
+}
+}  // namespace qao::cpu
+
+#include "cpu/arm/int8_gemm.h"
+#include "cpu/mm_kernels.h"
+
+namespace qao::cpu {
+
+void neon_i8mm::int8_int8_gemm(const Job& job, int64_t begin, int64_t end) { run_int8(job, begin, end); }
+
+}  // namespace qao::cpu
