@@ -14,13 +14,11 @@
 #include <iostream>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "common/integers.h"
 #include "int4/layout.h"
-#include "qao/int4_mm.h"
-#include "qao/mm8.h"
+#include "qao/mm.h"
 
 namespace qao {
 namespace {
@@ -108,9 +106,6 @@ Formats formats_of(const std::string& operands) {
   return {format(operands.substr(0, bar)), format(operands.substr(std::min(bar + 1, operands.size())))};
 }
 
-void set_formats(const Formats&, int4_mm::Problem*) {}
-void set_formats(const Formats& formats, mm8::Problem* p) { p->x = formats.x, p->weight = formats.weight; }
-
 // The same bytes in several places.
 class Copies {
  public:
@@ -145,11 +140,17 @@ class Operands {
 
   int64_t copies() const { return copies_; }
   const void* y() const { return y_.get(); }
-  void set(int64_t copy, void* workspace, int4_mm::Arguments* a) const { set_common(copy, workspace, a); }
-  void set(int64_t copy, void* workspace, mm8::Arguments* a) const {
-    set_common(copy, workspace, a);
-    a->x_scales = static_cast<const float*>(x_scales_.get());
-    if (packed_) a->x_sums = static_cast<const float*>(x_sums_.get());
+  mm::Arguments arguments(int64_t copy, void* workspace) const {
+    mm::Arguments a;
+    a.x = x_.get();
+    a.x_stride = columns_;
+    a.x_scales = static_cast<const float*>(x_scales_.get());
+    if (packed_) a.x_sums = static_cast<const float*>(x_sums_.get());
+    a.weight = weights_.at(copy);
+    a.scales = scales_.at(copy);
+    a.y = y_.get();
+    a.workspace = workspace;
+    return a;
   }
 
  private:
@@ -159,16 +160,6 @@ class Operands {
     std::vector<uint16_t> values(static_cast<size_t>(parameters(n, groups)));
     for (size_t i = 0; i < values.size(); ++i) values[i] = bfloat16(i / int4::kTileN % 2 == 0 ? 0.0078125f : 7.0f);
     return upload(values);
-  }
-
-  template <typename Arguments>
-  void set_common(int64_t copy, void* workspace, Arguments* a) const {
-    a->x = x_.get();
-    a->x_stride = columns_;
-    a->weight = weights_.at(copy);
-    a->scales = scales_.at(copy);
-    a->y = y_.get();
-    a->workspace = workspace;
   }
 
   bool packed_;
@@ -249,14 +240,11 @@ class Timer {
 };
 
 // Microseconds a call, W out of the L2; roughly if above `hopeless`.
-template <typename Arguments, typename Problem, typename Plan>
-double measure(const Problem& problem, const Plan& plan, const Operands& operands, const Timer& timer,
+double measure(const mm::Problem& problem, const mm::Plan& plan, const Operands& operands, const Timer& timer,
                double hopeless = INFINITY) {
   const Memory workspace = allocate(plan.workspace_bytes);
   const auto enqueue = [&](int64_t i, cudaStream_t stream) {
-    Arguments arguments;
-    operands.set(i % operands.copies(), workspace.get(), &arguments);
-    return launch(problem, plan, arguments, stream);
+    return launch(problem, plan, operands.arguments(i % operands.copies(), workspace.get()), stream);
   };
   const double turn = timer.measure(timer.graph_of(operands.copies(), enqueue), 1);
   const double once = turn / static_cast<double>(operands.copies());
@@ -265,24 +253,23 @@ double measure(const Problem& problem, const Plan& plan, const Operands& operand
   return timer.measure(timer.graph_of(calls, enqueue), kReplays) / static_cast<double>(calls);
 }
 
-template <typename Problem, typename Arguments, typename Plan>
 void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& gpu, const Timer& timer, bool warm_up) {
-  Problem problem;
-  set_formats(formats, &problem);
+  mm::Problem problem;
+  problem.x = formats.x, problem.weight = formats.weight;
   problem.m = m, problem.n = n, problem.k = k;
   problem.group_size = kGroup;
   problem.has_zeros = formats.weight == Format::kInt4;
   problem.scale_dtype = DType::kBFloat16;
   const Operands operands(formats, m, n, k, problem.groups());
   const double bytes = static_cast<double>(n * k) * (formats.weight == Format::kInt4 ? 0.5 : 1);  // as plan() counts
-  Plan chosen;
+  mm::Plan chosen;
   check(plan(problem, gpu, &chosen));
-  for (int i = 0; warm_up && i < kWarmUps; ++i) measure<Arguments>(problem, chosen, operands, timer);
+  for (int i = 0; warm_up && i < kWarmUps; ++i) measure(problem, chosen, operands, timer);
   std::vector<float> first;
   double best = INFINITY;
-  for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
-    const Plan& plan = candidate.plan;
-    const double us = measure<Arguments>(problem, plan, operands, timer, kHopeless * best);
+  for (const Candidate<mm::Plan>& candidate : candidates(problem, gpu)) {
+    const mm::Plan& plan = candidate.plan;
+    const double us = measure(problem, plan, operands, timer, kHopeless * best);
     best = std::min(best, us);
     const std::vector<float> values = result(m, n, operands);
     if (first.empty()) first = values;
@@ -290,10 +277,9 @@ void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& g
       std::fprintf(stderr, "qao_sweep: another result by %s\n", to_string(plan).c_str());
       std::exit(1);
     }
-    const bool is_chosen = std::string_view(plan.kernel) == chosen.kernel && plan.config == chosen.config &&
-                           plan.tile_n == chosen.tile_n && plan.splits_last == chosen.splits_last &&
-                           plan.split_k == chosen.split_k && plan.ctas == chosen.ctas &&
-                           plan.shared_bytes == chosen.shared_bytes;
+    const bool is_chosen = plan.body == chosen.body && plan.config == chosen.config && plan.tile_n == chosen.tile_n &&
+                           plan.splits_last == chosen.splits_last && plan.split_k == chosen.split_k &&
+                           plan.ctas == chosen.ctas && plan.shared_bytes == chosen.shared_bytes;
     std::printf(R"({"m": %ld, "n": %ld, "k": %ld, "chosen": %s, "plan": "%s", "operands": "%s", "tile_m": %d, )",
                 static_cast<long>(m), static_cast<long>(n), static_cast<long>(k), is_chosen ? "true" : "false",
                 to_string(plan).c_str(), candidate.operands, plan.tile_m);
@@ -316,15 +302,10 @@ int main(int count, char** words) {
     return 1;
   }
   const Formats formats = formats_of(words[1]);
-  const bool int4 = formats.x == Format::kFloat && formats.weight == Format::kInt4;
   Gpu gpu;
   check(query_gpu(0, &gpu));
   const Timer timer;
   int64_t m, n, k;
-  for (bool first = true; std::cin >> m >> n >> k; first = false) {
-    const auto run = int4 ? sweep<int4_mm::Problem, int4_mm::Arguments, int4_mm::Plan>
-                          : sweep<mm8::Problem, mm8::Arguments, mm8::Plan>;
-    run(formats, m, n, k, gpu, timer, first);
-  }
+  for (bool first = true; std::cin >> m >> n >> k; first = false) sweep(formats, m, n, k, gpu, timer, first);
   return 0;
 }

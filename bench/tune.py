@@ -1,6 +1,6 @@
 """``python -m bench tune``: measures what plan() goes by, and writes it into the table that is compiled in.
 
-``qao_sweep`` (bench/sweep.cpp) times every plan that could run a problem. To each row of cuda/mm8/sm90_costs.inc, which
+``qao_sweep`` (bench/sweep.cpp) times every plan that could run a problem. To each row of cuda/mm/wgmma/costs.inc, which
 is one kind of operands with one tile of tokens, belong the microseconds that explain its times best by the model of
 qao/cost.h. Then plan()'s choices are compared with the best of the sweep, also on layers that had no part in the fit.
 """
@@ -22,7 +22,7 @@ import torch
 from .meta import ROOT
 from .runner import LAYERS, TOKENS
 
-TABLE = ROOT / "cuda" / "mm8" / "sm90_costs.inc"
+TABLE = ROOT / "cuda" / "mm" / "wgmma" / "costs.inc"
 OPERANDS = ("float_int4", "float_int8", "float_fp8", "int8_int8", "int8_int4", "fp8_fp8", "fp8_int4")
 UNSEEN = ((5120, 5120), (13824, 5120), (2560, 9728), (3584, 18944))  # N, K of layers that no cost is fitted to
 UNSEEN_TOKENS = (2, 12, 24, 48, 100, 200, 700, 3000)

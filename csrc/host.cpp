@@ -8,13 +8,11 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
-#include <type_traits>
 #include <vector>
 
 #include "cpu/mm.h"
 #include "int4/layout.h"
-#include "qao/int4_mm.h"
-#include "qao/mm8.h"
+#include "qao/mm.h"
 
 namespace py = pybind11;
 
@@ -75,30 +73,8 @@ void define(py::class_<Class>& type, const char* name, Value Class::* member) {
   }
 }
 
-// The attributes that both kinds of problem have.
-template <typename Problem>
-py::class_<Problem> define_problem(py::module_& m, const char* name, const char* doc) {
-  py::class_<Problem> type(m, name, doc);
-  define_init(type);
-  define(type, "m", &Problem::m);
-  define(type, "n", &Problem::n);
-  define(type, "k", &Problem::k);
-  define(type, "group_size", &Problem::group_size);
-  define(type, "has_zeros", &Problem::has_zeros);
-  define(type, "has_bias", &Problem::has_bias);
-  define(type, "x_aligned", &Problem::x_aligned);
-  define(type, "x_dtype", &Problem::x_dtype);
-  define(type, "scale_dtype", &Problem::scale_dtype);
-  define(type, "bias_dtype", &Problem::bias_dtype);
-  return type;
-}
-
 // As an operator would state it: y has the dtype of x, or of what x was quantised from, and blocks go with blocks.
-int4_mm::Problem resolved(int4_mm::Problem problem) {
-  if (problem.group_size == -1) problem.group_size = problem.k;
-  return problem;
-}
-mm8::Problem resolved(mm8::Problem problem) {
+mm::Problem resolved(mm::Problem problem) {
   if (problem.group_size == -1) problem.group_size = problem.k;
   if (problem.x == Format::kFp8 && problem.weight_scaling == Scaling::kBlock) problem.x_scaling = Scaling::kBlock;
   problem.y_dtype = problem.x_dtype;
@@ -108,21 +84,10 @@ mm8::Problem resolved(mm8::Problem problem) {
 
 // ---- what runs a problem ----
 
-Status make_plan(const int4_mm::Problem& problem, const Gpu& gpu, int4_mm::Plan* plan) {
-  return int4_mm::plan(problem, gpu, plan);
-}
-Status make_plan(const mm8::Problem& problem, const Gpu& gpu, mm8::Plan* plan) { return mm8::plan(problem, gpu, plan); }
-template <typename Problem>
-using PlanOf = std::conditional_t<std::is_same_v<Problem, int4_mm::Problem>, int4_mm::Plan, mm8::Plan>;
-
-const mm8::Problem& on_cpu(const mm8::Problem& problem) { return problem; }
-mm8::Problem on_cpu(const int4_mm::Problem& problem) { return cpu::as_mm8(problem); }
-
 // The part of a plan that is the kernel, whatever the problem's sizes.
-template <typename Plan>
-py::dict kernel_facts(const Plan& plan) {
+py::dict kernel_facts(const mm::Plan& plan) {
   py::dict result;
-  result["kernel"] = plan.kernel;
+  result["kernel"] = name_of(plan.body);
   result["instruction"] = plan.instruction;
   result["config"] = plan.config;
   result["tile_n"] = plan.tile_n;
@@ -132,10 +97,9 @@ py::dict kernel_facts(const Plan& plan) {
   return result;
 }
 
-template <typename Problem>
-py::dict plan(const Problem& problem, const Gpu& gpu) {
-  PlanOf<Problem> plan;
-  check(make_plan(resolved(problem), gpu, &plan));
+py::dict plan(const mm::Problem& problem, const Gpu& gpu) {
+  mm::Plan plan;
+  check(mm::plan(resolved(problem), gpu, &plan));
   py::dict result = kernel_facts(plan);
   result["reason"] = plan.reason;
   result["shared_bytes"] = plan.shared_bytes;
@@ -146,15 +110,14 @@ py::dict plan(const Problem& problem, const Gpu& gpu) {
   return result;
 }
 
-template <typename Problem>
-std::string cpu_kernel(const Problem& problem, const std::optional<std::string>& level) {
+std::string cpu_kernel(const mm::Problem& problem, const std::optional<std::string>& level) {
   cpu::Features features = cpu::kScalar;
   if (level) {
     features = level_named(*level).features;
   } else {
     check(cpu::selected_features(&features));
   }
-  return cpu::mm_kernel(on_cpu(resolved(problem)), features);
+  return cpu::mm_kernel(resolved(problem), features);
 }
 
 // ---- the kernel table ----
@@ -166,18 +129,19 @@ constexpr int64_t kMostTokens = 4096;
 
 // Adds what the choices for one op name: a row a CUDA tile of a compute capability, a row a CPU kernel of an
 // instruction set. Nothing here knows a kernel; where a plan fails there is none.
-template <typename Problem>
-void add_kernels(const std::string& op, Problem problem, py::list& rows) {
+void add_kernels(const std::string& op, mm::Problem problem, py::list& rows) {
   problem.n = problem.k = 4096, problem.group_size = 128;
+  problem.scale_dtype = DType::kBFloat16;
   std::set<std::tuple<int, std::string, std::string, int>> on_gpus;
   std::set<std::tuple<std::string, std::string>> on_cpus;
   for (DType dtype : kDTypes) {
     problem.x_dtype = dtype;
     for (problem.m = 1; problem.m <= kMostTokens; problem.m *= 2) {
       for (const Gpu& gpu : kGpus) {
-        PlanOf<Problem> plan;
-        if (!make_plan(resolved(problem), gpu, &plan).ok()) continue;
-        if (!on_gpus.emplace(gpu.compute_capability, plan.kernel, plan.instruction, plan.config).second) continue;
+        mm::Plan plan;
+        if (!mm::plan(resolved(problem), gpu, &plan).ok()) continue;
+        if (!on_gpus.emplace(gpu.compute_capability, name_of(plan.body), plan.instruction, plan.config).second)
+          continue;
         py::dict row = kernel_facts(plan);
         row["op"] = op;
         row["device"] = "cuda";
@@ -185,7 +149,7 @@ void add_kernels(const std::string& op, Problem problem, py::list& rows) {
         rows.append(row);
       }
       for (const cpu::Level& level : cpu::levels()) {
-        const std::string kernel = cpu::mm_kernel(on_cpu(resolved(problem)), level.features);
+        const std::string kernel = cpu::mm_kernel(resolved(problem), level.features);
         if (!on_cpus.emplace(level.name, kernel).second) continue;
         py::dict row;
         row["op"] = op;
@@ -201,12 +165,10 @@ void add_kernels(const std::string& op, Problem problem, py::list& rows) {
 
 py::list kernels() {
   py::list rows;
-  add_kernels("int4_mm", int4_mm::Problem{}, rows);
   for (Format x : {Format::kFloat, Format::kInt8, Format::kFp8}) {
     for (Format weight : {Format::kInt8, Format::kFp8, Format::kInt4}) {
-      const bool exists = x == Format::kFloat ? weight != Format::kInt4 : weight == x || weight == Format::kInt4;
-      if (!exists) continue;
-      mm8::Problem problem;
+      if (x != Format::kFloat && weight != x && weight != Format::kInt4) continue;
+      mm::Problem problem;
       problem.x = x;
       problem.weight = weight;
       add_kernels((x == Format::kFloat ? "" : std::string(name_of(x)) + "_") + name_of(weight) + "_mm", problem, rows);
@@ -254,20 +216,29 @@ PYBIND11_MODULE(_host, m) {
   using namespace qao;
   m.doc() = "Plans, kernel table, CPU features and build information of qao. M tokens, N out_features, K in_features.";
 
-  define_problem<int4_mm::Problem>(
-      m, "Int4Problem", "An int4_mm. Attributes are keyword arguments of the constructor; group_size -1 stands for k.");
-  auto mm8_problem = define_problem<mm8::Problem>(
-      m, "Mm8Problem",
-      "A product with an operand of eight bits: x is 'float', 'int8' or 'fp8', weight 'int8', 'fp8' or 'int4'; x_dtype "
-      "is that of y, and of x before it was quantised.");
-  define(mm8_problem, "x", &mm8::Problem::x);
-  define(mm8_problem, "weight", &mm8::Problem::weight);
-  define(mm8_problem, "x_scaling", &mm8::Problem::x_scaling);
-  define(mm8_problem, "weight_scaling", &mm8::Problem::weight_scaling);
-  define(mm8_problem, "x_zeros", &mm8::Problem::x_zeros);
-  define(mm8_problem, "fast_accum", &mm8::Problem::fast_accum);
-  define(mm8_problem, "static_scale", &mm8::Problem::static_scale);
-  define(mm8_problem, "weight_aligned", &mm8::Problem::weight_aligned);
+  py::class_<mm::Problem> problem(
+      m, "Problem",
+      "A product: x is 'float', 'int8' or 'fp8', weight 'int8', 'fp8' or 'int4'; x_dtype is that of y, and of x before "
+      "it was quantised. Attributes are keyword arguments of the constructor; group_size -1 stands for k.");
+  define_init(problem);
+  define(problem, "m", &mm::Problem::m);
+  define(problem, "n", &mm::Problem::n);
+  define(problem, "k", &mm::Problem::k);
+  define(problem, "group_size", &mm::Problem::group_size);
+  define(problem, "has_zeros", &mm::Problem::has_zeros);
+  define(problem, "has_bias", &mm::Problem::has_bias);
+  define(problem, "x_aligned", &mm::Problem::x_aligned);
+  define(problem, "x_dtype", &mm::Problem::x_dtype);
+  define(problem, "scale_dtype", &mm::Problem::scale_dtype);
+  define(problem, "bias_dtype", &mm::Problem::bias_dtype);
+  define(problem, "x", &mm::Problem::x);
+  define(problem, "weight", &mm::Problem::weight);
+  define(problem, "x_scaling", &mm::Problem::x_scaling);
+  define(problem, "weight_scaling", &mm::Problem::weight_scaling);
+  define(problem, "x_zeros", &mm::Problem::x_zeros);
+  define(problem, "fast_accum", &mm::Problem::fast_accum);
+  define(problem, "static_scale", &mm::Problem::static_scale);
+  define(problem, "weight_aligned", &mm::Problem::weight_aligned);
   py::class_<Gpu> gpu(
       m, "Gpu",
       "A GPU's numbers: compute_capability (10 * major + minor), num_sms, and shared_bytes_per_cta, the "
@@ -279,12 +250,10 @@ PYBIND11_MODULE(_host, m) {
 
   constexpr const char* kPlanDoc =
       "The plan of a problem on a GPU, as a dict. Needs no GPU. Raises RuntimeError where no kernel runs the problem.";
-  m.def("plan", &plan<int4_mm::Problem>, arg("problem"), arg("gpu"), kPlanDoc);
-  m.def("plan", &plan<mm8::Problem>, arg("problem"), arg("gpu"), kPlanDoc);
+  m.def("plan", &plan, arg("problem"), arg("gpu"), kPlanDoc);
   constexpr const char* kCpuKernelDoc =
       "Name of the CPU kernel of a problem at an instruction set, by default the selected one.";
-  m.def("cpu_kernel", &cpu_kernel<int4_mm::Problem>, arg("problem"), arg("isa") = py::none(), kCpuKernelDoc);
-  m.def("cpu_kernel", &cpu_kernel<mm8::Problem>, arg("problem"), arg("isa") = py::none(), kCpuKernelDoc);
+  m.def("cpu_kernel", &cpu_kernel, arg("problem"), arg("isa") = py::none(), kCpuKernelDoc);
   m.def("kernels", &kernels,
         "Every kernel with the instruction that multiplies: one dict a CUDA tile that some plan uses on a compute "
         "capability, one a CPU kernel of an instruction set.");

@@ -1,9 +1,8 @@
-#include "qao/int4_mm.h"
-
 #include "cpu/mm.h"
 #include "int4_operands.h"
 #include "norm.h"
 #include "ops.h"
+#include "qao/mm.h"
 #include "rows.h"
 
 namespace qao {
@@ -26,9 +25,10 @@ struct Weight {
   Weight(const Weight&) = delete;  // op points to the arguments
 
   // The problem but for m and the alignment of x.
-  int4_mm::Problem checked(const Op& op, const Argument& x) const {
-    int4_mm::Problem problem;
-    problem.x_dtype = op.float_dtype(x);
+  mm::Problem checked(const Op& op, const Argument& x) const {
+    mm::Problem problem;
+    problem.weight = Format::kInt4;
+    problem.x_dtype = problem.y_dtype = op.float_dtype(x);
     check_packed_sizes(op, n, k);
     op.check(x.dim() >= 1 && x.size(x.dim() - 1) == k, "x must have shape [..., in_features]",
              "Check x.shape against the layer's in_features");
@@ -43,8 +43,8 @@ struct Weight {
     }
     return problem;
   }
-  int4_mm::Arguments arguments() const {
-    int4_mm::Arguments arguments;
+  mm::Arguments arguments() const {
+    mm::Arguments arguments;
     arguments.weight = static_cast<const uint8_t*>(weight.data());
     arguments.scales = scales.data();
     arguments.bias = bias ? bias->data() : nullptr;
@@ -65,7 +65,7 @@ Gpu gpu_of(const Op& op, const Argument& x) {
 #endif
 
 // y [..., n], or its gated half; x is there for its shape, dtype and device.
-Tensor run(const Op& op, const int4_mm::Problem& problem, int4_mm::Arguments arguments, const Argument& x) {
+Tensor run(const Op& op, const mm::Problem& problem, mm::Arguments arguments, const Argument& x) {
   Tensor y = empty_rows(problem.gated ? problem.n / 2 : problem.n, x.dtype(), x);
   if (problem.m == 0) return y;
   arguments.y = y.data_ptr();
@@ -75,14 +75,14 @@ Tensor run(const Op& op, const int4_mm::Problem& problem, int4_mm::Arguments arg
   }
 #if defined(QAO_WITH_CUDA)
   const DeviceScope scope(x);
-  int4_mm::Plan plan;
-  op.check(int4_mm::plan(problem, gpu_of(op, x), &plan));
+  mm::Plan plan;
+  op.check(mm::plan(problem, gpu_of(op, x), &plan));
   std::optional<Tensor> workspace;
   if (plan.workspace_bytes > 0) {
     workspace = empty({plan.workspace_bytes}, uint8_code(), x);
     arguments.workspace = workspace->data_ptr();
   }
-  op.check(int4_mm::launch(problem, plan, arguments, current_stream(x)));
+  op.check(mm::launch(problem, plan, arguments, current_stream(x)));
   return y;
 #else
   op.fail_without_cuda();
@@ -91,14 +91,14 @@ Tensor run(const Op& op, const int4_mm::Problem& problem, int4_mm::Arguments arg
 
 #if defined(QAO_WITH_CUDA)
 // Whether one kernel makes all of it; `problem` and `arguments` are then complete.
-bool fuse(const Norm& norm, bool gated, int4_mm::Problem* problem, int4_mm::Arguments* arguments) {
+bool fuse(const Norm& norm, bool gated, mm::Problem* problem, mm::Arguments* arguments) {
   const auto aligned = [&](const Rows& rows) { return rows.is_aligned(size_of(problem->x_dtype)); };
   if (!norm.x.is_cuda() || problem->m == 0) return false;
   if (norm.weight && (norm.problem.norm_weight_dtype != problem->x_dtype || !norm.weight->is_aligned(16))) return false;
-  int4_mm::Problem fused = *problem;
+  mm::Problem fused = *problem;
   fused.x_aligned = aligned(*norm.rows) && (!norm.residual || aligned(*norm.residual_rows));
   fused.normed = true, fused.gated = gated;
-  if (!int4_mm::fuses_norm(fused, gpu_of(norm.op, norm.x))) return false;
+  if (!mm::fuses_norm(fused, gpu_of(norm.op, norm.x))) return false;
   *problem = fused;
   arguments->x = norm.arguments.x, arguments->x_stride = norm.arguments.x_stride;
   arguments->residual = norm.arguments.residual, arguments->residual_stride = norm.arguments.residual_stride;
@@ -108,7 +108,7 @@ bool fuse(const Norm& norm, bool gated, int4_mm::Problem* problem, int4_mm::Argu
   return true;
 }
 #else
-bool fuse(const Norm&, bool, int4_mm::Problem*, int4_mm::Arguments*) { return false; }
+bool fuse(const Norm&, bool, mm::Problem*, mm::Arguments*) { return false; }
 #endif
 
 }  // namespace
@@ -120,11 +120,11 @@ Tensor int4_mm_op(const Tensor& x_tensor, const Tensor& weight_tensor, const Ten
   const Argument x("x", x_tensor);
   op.involve(&x);
   const Weight weight(op, weight_tensor, scales_tensor, bias_tensor, out_features, in_features, group_size);
-  int4_mm::Problem problem = weight.checked(op, x);
+  mm::Problem problem = weight.checked(op, x);
   const Rows rows(x_tensor, x);
   problem.m = rows.count;
   problem.x_aligned = rows.is_aligned(size_of(problem.x_dtype));
-  int4_mm::Arguments arguments = weight.arguments();
+  mm::Arguments arguments = weight.arguments();
   arguments.x = rows.data;
   arguments.x_stride = rows.stride;
   return run(op, problem, arguments, x);
@@ -137,11 +137,11 @@ std::tuple<Tensor, Tensor> add_rms_norm_int4_mm_op(const Tensor& x, const std::o
                                                    int64_t in_features, int64_t group_size, bool gated) {
   Norm norm("add_rms_norm_int4_mm", x, residual, norm_weight, eps, "norm_weight");
   const Weight weight(norm.op, weight_tensor, scales_tensor, bias_tensor, out_features, in_features, group_size);
-  int4_mm::Problem problem = weight.checked(norm.op, norm.x);
+  mm::Problem problem = weight.checked(norm.op, norm.x);
   norm.op.check(!gated || out_features % 2 == 0, "a gated weight must have an even number of rows",
                 "Join the rows of gate and up, as many of each");
   problem.m = norm.problem.m;
-  int4_mm::Arguments arguments = weight.arguments();
+  mm::Arguments arguments = weight.arguments();
   Tensor sum = norm.make_sum();
   if (fuse(norm, gated, &problem, &arguments)) return {run(norm.op, problem, arguments, norm.x), sum};
 

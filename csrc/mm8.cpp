@@ -1,11 +1,10 @@
-#include "qao/mm8.h"
-
 #include "cpu/mm.h"
 #include "cpu/quantize.h"
 #include "cpu/scratch.h"
 #include "fp8_operands.h"
 #include "int4_operands.h"
 #include "ops.h"
+#include "qao/mm.h"
 #include "rows.h"
 
 namespace qao {
@@ -74,7 +73,7 @@ class Product {
     problem_.x_dtype = problem_.y_dtype = op_.float_dtype(x_);
     const Rows rows(x_tensor_, x_);
     problem_.x_aligned = rows.is_aligned(size_of(problem_.x_dtype));
-    return finish(rows.count, [&](const mm8::Plan&, mm8::Arguments& arguments) {
+    return finish(rows.count, [&](const mm::Plan&, mm::Arguments& arguments) {
       arguments.x = rows.data;
       arguments.x_stride = rows.stride;
     });
@@ -99,7 +98,7 @@ class Product {
     } else {
       op_.check(!weight_sums_, "weight_sums without x_zeros", "Pass both, or neither for a symmetric x");
     }
-    return finish(rows.count, [&](const mm8::Plan&, mm8::Arguments& arguments) {
+    return finish(rows.count, [&](const mm::Plan&, mm::Arguments& arguments) {
       arguments.x = rows.data;
       arguments.x_stride = rows.stride;
       arguments.x_scales = static_cast<const float*>(x_scales.data());
@@ -131,7 +130,7 @@ class Product {
     q.x_stride = rows.stride;
     q.q_stride = divide_up(problem_.k, 64) * 64;
     std::optional<Tensor> memory;
-    return finish(rows.count, [&](const mm8::Plan& plan, mm8::Arguments& arguments) {
+    return finish(rows.count, [&](const mm::Plan& plan, mm::Arguments& arguments) {
       if (plan.quantizes_x) {
         arguments.x = rows.data;
         arguments.x_stride = rows.stride;
@@ -229,8 +228,8 @@ class Product {
     if (rows == 0) return y;
 
     const DeviceScope scope(x_);
-    mm8::Plan plan;
-    mm8::Arguments arguments;
+    mm::Plan plan;
+    mm::Arguments arguments;
     arguments.weight = weight_.data();
     arguments.scales = scales_.data();
     arguments.weight_sums = weight_sums_ ? static_cast<const float*>(weight_sums_->data()) : nullptr;
@@ -244,13 +243,13 @@ class Product {
 #if defined(QAO_WITH_CUDA)
     Gpu gpu;
     op_.check(query_gpu(x_.device_index(), &gpu));
-    op_.check(mm8::plan(problem_, gpu, &plan));
+    op_.check(mm::plan(problem_, gpu, &plan));
     give_x(plan, arguments);
     std::optional<Tensor> workspace;
     if (plan.workspace_bytes > 0) {
       arguments.workspace = workspace.emplace(empty({plan.workspace_bytes}, uint8_code(), x_)).data_ptr();
     }
-    op_.check(mm8::launch(problem_, plan, arguments, current_stream(x_)));
+    op_.check(mm::launch(problem_, plan, arguments, current_stream(x_)));
     return y;
 #else
     op_.fail_without_cuda();
@@ -261,7 +260,7 @@ class Product {
   const Argument x_, weight_, scales_;
   std::optional<Argument> bias_, weight_sums_;
   const Tensor& x_tensor_;
-  mm8::Problem problem_;
+  mm::Problem problem_;
 };
 
 }  // namespace

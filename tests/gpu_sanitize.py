@@ -36,7 +36,7 @@ _SHARE = "QAO_SANITIZE_SHARE"  # "first:step:seed:end": the tests of a process, 
 _TESTS = re.compile(r"(\d+) passed")
 _REPORT = re.compile(r"^=+ (?!Error: process).*(?:Invalid|Uninit|hazard detected|Barrier error|Internal|Error:)")
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)")
-_SPLIT_K = re.compile(r"qao::\w+::sm80::.*Tile<((?:\(int\)\d+(?:, )?)+)>")  # warps along N, M and K first
+_SPLIT_K = re.compile(r"qao::mm::mma_sync::.*Tile<((?:\(int\)\d+(?:, )?)+)>")  # warps along N, M and K first
 _THREAD = re.compile(r"(?:Read|Write) Thread \((\d+),0,0\)")
 
 
@@ -130,7 +130,7 @@ def counts(tool: str, report: list[str]) -> bool:
 
     initcheck does not see what cuBLAS writes through the copy engine, which the tests then read by kernels of torch.
     racecheck forgets a __syncthreads where barriers of a part of the CTA are used too, as by the slices of K of the
-    portable tiles, which meet at nothing else (docs/kernels/mm8.md).
+    portable tiles, which meet at nothing else (docs/kernels/mma_sync.md).
     """
     text = "\n".join(report)
     if tool == "initcheck":

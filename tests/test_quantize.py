@@ -495,8 +495,8 @@ def test_kernel_names() -> None:
     report = quantize_(Model(), SCHEME)
     for row in report.rows:
         n, k = row.shape
-        facts = {"n": n, "k": k, "group_size": 32, "has_zeros": True, "x_dtype": "float32", "scale_dtype": "float32"}
-        names = [host.cpu_kernel(host.Int4Problem(m=m, **facts)) for m in (1, 512)]
+        facts = {"weight": "int4", "n": n, "k": k, "group_size": 32, "has_zeros": True, "x_dtype": "float32"}
+        names = [host.cpu_kernel(host.Problem(m=m, **facts)) for m in (1, 512)]
         assert row.kernel == " / ".join(dict.fromkeys(names))
 
 

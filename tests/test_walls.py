@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA, CSRC, PYTHON = ROOT / "cuda", ROOT / "csrc", ROOT / "python" / "qao"
+BODIES = sorted(path.name for path in (CUDA / "mm").iterdir() if path.is_dir())
 C_SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".inc"}
 OPS = sorted(path.name for path in CUDA.iterdir() if path.is_dir() and path.name not in ("include", "common"))
 
@@ -47,7 +48,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def test_there_is_something_to_check() -> None:
-    assert "int4_mm" in OPS
+    assert "mm" in OPS and "wgmma" in BODIES
     assert len(sources(CUDA)) >= 8 and len(sources(CSRC)) >= 8
     assert "torch/csrc/stable/library.h" in includes(CSRC / "library.cpp")
     assert "torch" in set(imports(PYTHON / "ops.py"))
@@ -121,8 +122,25 @@ def test_common_and_the_public_headers_include_no_op() -> None:
 
 
 def test_plans_are_pure_host_code() -> None:
-    for path in CUDA.glob("*/plan.cpp"):
-        assert not [name for name in includes(path) if name.startswith("cuda") or name.endswith((".cuh", ".cu"))], path
+    """A .cpp under cuda/ is a plan: it also runs where nothing of CUDA is installed."""
+    plans = sorted(CUDA.rglob("*.cpp"))
+    assert {path.parent.name for path in plans} == {"mm", *BODIES}
+    for path in plans:
+        names = all_includes(path)
+        assert not [name for name in names if name.startswith("cuda") or name.endswith((".cuh", ".cu"))], path
+
+
+def test_compute_capabilities_are_asked_for_in_one_place() -> None:
+    """Everything else asks what the GPU can do."""
+    asking = {path.name for path in sources(CUDA / "mm") if re.search(r"compute_capability *[<>=!]", path.read_text())}
+    assert asking == {"gpu.h"}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_kernel_bodies_know_of_each_other_what_their_plans_say(body: str) -> None:
+    others = re.compile(rf"mm/({'|'.join(other for other in BODIES if other != body)})/(?!plan\.h$)")
+    for path in sources(CUDA / "mm" / body):
+        assert not [name for name in all_includes(path) if others.match(name)], path
 
 
 def test_reference_imports_no_op() -> None:

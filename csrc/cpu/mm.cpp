@@ -13,8 +13,8 @@
 namespace qao::cpu {
 namespace {
 
-using mm8::Arguments;
-using mm8::Problem;
+using mm::Arguments;
+using mm::Problem;
 
 // Sets the sizes of x's packed form for `rows` rows and, with memory, where it lies; returns its bytes. `wide` is where
 // x goes that must be widened first, else null.
@@ -131,17 +131,6 @@ void run_rows(const Kernel& kernel, const Problem& p, const Arguments& a, int64_
 
 }  // namespace
 
-mm8::Problem as_mm8(const int4_mm::Problem& p) {
-  mm8::Problem problem;
-  problem.m = p.m, problem.n = p.n, problem.k = p.k;
-  problem.weight = Format::kInt4;
-  problem.x_dtype = problem.y_dtype = p.x_dtype;
-  problem.group_size = p.group_size;
-  problem.has_zeros = p.has_zeros, problem.scale_dtype = p.scale_dtype;
-  problem.has_bias = p.has_bias, problem.bias_dtype = p.bias_dtype;
-  return problem;
-}
-
 const char* mm_kernel(const Problem& problem, Features features) { return choose(problem, features).name; }
 
 Status mm(const Problem& p, const Arguments& a, const Threads& threads) {
@@ -157,14 +146,6 @@ Status mm(const Problem& p, const Arguments& a, const Threads& threads) {
     run_rows(kernel, p, a, first, std::min(step, p.m - first), threads);
   }
   return {};
-}
-
-Status mm(const int4_mm::Problem& problem, const int4_mm::Arguments& a, const Threads& threads) {
-  Arguments arguments;
-  arguments.x = a.x, arguments.x_stride = a.x_stride;
-  arguments.weight = a.weight, arguments.scales = a.scales, arguments.bias = a.bias;
-  arguments.y = a.y;
-  return mm(as_mm8(problem), arguments, threads);
 }
 
 }  // namespace qao::cpu

@@ -3,17 +3,12 @@
 
 #include "cpu/features.h"
 #include "cpu/parallel.h"
-#include "qao/int4_mm.h"
-#include "qao/mm8.h"
+#include "qao/mm.h"
 
 namespace qao::cpu {
 
-// Float x with int4 W is a problem of its own on CUDA, and one of mm8's here.
-mm8::Problem as_mm8(const int4_mm::Problem& problem);
-
 // The kernel that mm() runs for this problem with these features: "avx512 gemv vpdpbusd".
-const char* mm_kernel(const mm8::Problem& problem, Features features);
-Status mm(const mm8::Problem& problem, const mm8::Arguments& arguments, const Threads& threads);
-Status mm(const int4_mm::Problem& problem, const int4_mm::Arguments& arguments, const Threads& threads);
+const char* mm_kernel(const mm::Problem& problem, Features features);
+Status mm(const mm::Problem& problem, const mm::Arguments& arguments, const Threads& threads);
 
 }  // namespace qao::cpu

@@ -8,8 +8,8 @@
 namespace qao::cpu {
 namespace {
 
-using mm8::Arguments;
-using mm8::Problem;
+using mm::Arguments;
+using mm::Problem;
 
 int64_t rows_of(const Job& job) { return job.m; }
 

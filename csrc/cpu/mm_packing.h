@@ -3,7 +3,7 @@
 
 #include "cpu/mm_job.h"
 #include "cpu/pieces.h"
-#include "qao/mm8.h"
+#include "qao/mm.h"
 
 namespace qao::cpu {
 
@@ -26,6 +26,6 @@ extern const Packing kFixedPoint, kBf16Tiles, kFloat32RowsAvx2, kFloat32RowsAvx5
     kInt8Tiles, kFloat32Rows, kBf16Pairs;
 
 // The job that `problem` is for a kernel of that form, but for the rows of a call: m, y, packed x.
-Job describe(const mm8::Problem& problem, const mm8::Arguments& arguments, const Packing& packing);
+Job describe(const mm::Problem& problem, const mm::Arguments& arguments, const Packing& packing);
 
 }  // namespace qao::cpu

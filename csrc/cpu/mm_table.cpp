@@ -8,7 +8,7 @@
 namespace qao::cpu {
 namespace {
 
-using mm8::Problem;
+using mm::Problem;
 
 constexpr unsigned bit(Format format) { return 1u << static_cast<int>(format); }
 

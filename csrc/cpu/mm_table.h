@@ -15,12 +15,12 @@ struct Kernel {
   Features needs;                 // of the CPU
   unsigned x_formats, w_formats;  // it serves: a bit a Format
   RowsOfX rows;
-  bool (*condition)(const mm8::Problem&);  // more that it asks of a problem, or null
+  bool (*condition)(const mm::Problem&);  // more that it asks of a problem, or null
   const Packing* packing;  // the form of x that run() reads; null: the scalar kernel, which reads x itself
   void (*run)(const Job&, int64_t begin, int64_t end);
 };
 
 // The first kernel of the table that the features and the problem allow. A pure function.
-const Kernel& choose(const mm8::Problem& problem, Features features);
+const Kernel& choose(const mm::Problem& problem, Features features);
 
 }  // namespace qao::cpu

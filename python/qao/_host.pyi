@@ -2,7 +2,7 @@
 
 from typing import Any
 
-class _Problem:
+class Problem:
     m: int
     n: int
     k: int
@@ -13,11 +13,6 @@ class _Problem:
     x_dtype: str
     scale_dtype: str
     bias_dtype: str
-    def __init__(self, **attributes: Any) -> None: ...
-
-class Int4Problem(_Problem): ...
-
-class Mm8Problem(_Problem):
     x: str
     weight: str
     x_scaling: str
@@ -26,6 +21,7 @@ class Mm8Problem(_Problem):
     fast_accum: bool
     static_scale: bool
     weight_aligned: bool
+    def __init__(self, **attributes: Any) -> None: ...
 
 class Gpu:
     compute_capability: int
@@ -33,8 +29,8 @@ class Gpu:
     shared_bytes_per_cta: int
     def __init__(self, **attributes: int) -> None: ...
 
-def plan(problem: Int4Problem | Mm8Problem, gpu: Gpu) -> dict[str, Any]: ...
-def cpu_kernel(problem: Int4Problem | Mm8Problem, isa: str | None = None) -> str: ...
+def plan(problem: Problem, gpu: Gpu) -> dict[str, Any]: ...
+def cpu_kernel(problem: Problem, isa: str | None = None) -> str: ...
 def kernels() -> list[dict[str, Any]]: ...
 def cpu_features() -> dict[str, str | None]: ...
 def build_info() -> dict[str, Any]: ...

@@ -94,7 +94,7 @@ class Int4Weight(Scheme):
     def constants(self, n: int, k: int) -> tuple[int, ...]:
         return n, k, self.size
 
-    def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
+    def _problem(self, **facts: Any) -> _host.Problem:
         return super()._problem(group_size=self.size, has_zeros=not self.symmetric, **facts)
 
 
@@ -159,5 +159,5 @@ class Float8Weight(Scheme):
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
         return ops.dequantize_fp8(weight, scales, dtype)
 
-    def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
+    def _problem(self, **facts: Any) -> _host.Problem:
         return super()._problem(weight_scaling=self.granularity, **facts)

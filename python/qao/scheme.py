@@ -148,11 +148,9 @@ class Scheme(ABC):
         )
         return _host.plan(problem, gpu)
 
-    def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
+    def _problem(self, **facts: Any) -> _host.Problem:
         """All that the choice of a kernel depends on; a subclass adds its own facts."""
-        return _host.Mm8Problem(
-            x=self.activations, weight=self.weights, x_zeros=not self.symmetric_activations, **facts
-        )
+        return _host.Problem(x=self.activations, weight=self.weights, x_zeros=not self.symmetric_activations, **facts)
 
     def scale_dtype_of(self, given: torch.dtype) -> torch.dtype:
         """The dtype scales are stored in, where the weight or its scales have ``given``."""

@@ -63,9 +63,6 @@ class Int4WeightOnly(Int4Weight):
     def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
         return ops.product(ops.INT4, constants, x, layer["qweight"], layer["scales"], layer["bias"])
 
-    def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
-        return _host.Int4Problem(group_size=self.size, has_zeros=not self.symmetric, **facts)
-
 
 @dataclass(frozen=True)
 class Int8WeightOnly(Int8Weight):
@@ -205,7 +202,7 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
     def constants(self, n: int, k: int) -> tuple[int, ...]:
         return {"row": -1, "tensor": 0, "block": SCALE_BLOCK}[self._x_granularity()], self.fast_accum
 
-    def _problem(self, **facts: Any) -> _host.Int4Problem | _host.Mm8Problem:
+    def _problem(self, **facts: Any) -> _host.Problem:
         return super()._problem(
             x_scaling=self._x_granularity(),
             static_scale=self.activation_scale is not None,

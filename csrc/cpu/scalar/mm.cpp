@@ -9,8 +9,8 @@
 namespace qao::cpu {
 namespace {
 
-using mm8::Arguments;
-using mm8::Problem;
+using mm::Arguments;
+using mm::Problem;
 
 // Element (m, k) of x as stored, without its scale and zero point.
 float x_value(const Problem& p, const Arguments& a, int64_t m, int64_t k) {

@@ -1,5 +1,5 @@
 // The time that plan() expects of a plan: how often it does what takes time, times what that was measured to take
-// (mm8/sm90_costs.inc, by `python -m bench tune`), or reading W, whichever takes longer, and some of the other.
+// (mm/wgmma/costs.inc, by `python -m bench tune`), or reading W, whichever takes longer, and some of the other.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ inline double microseconds(const Terms& counts, const Terms& costs, double bytes
 template <typename Plan>
 struct Candidate {
   Plan plan;
-  const char* operands = "";  // with plan.tile_m the row of mm8/sm90_costs.inc; "": no cost decides on it
+  const char* operands = "";  // with plan.tile_m the row of mm/wgmma/costs.inc; "": no cost decides on it
   Terms counts{};
 };
 

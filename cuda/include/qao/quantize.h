@@ -13,7 +13,7 @@ namespace qao::quantize {
 // Where an element (m, k) of q is stored.
 enum class Order : int {
   kRows = 0,       // row m, column k
-  kInt4Tiles = 1,  // row m, columns of each 64 permuted as the int4 kernels of mm8 meet them: int4_tile_slot()
+  kInt4Tiles = 1,  // row m, columns of each 64 permuted as the mma.sync kernels meet them: int4_tile_slot()
 };
 
 // kInt4Tiles: slot of column `k` (0..63) inside its 64. Slot 32 j + 16 h + 4 t + i holds column

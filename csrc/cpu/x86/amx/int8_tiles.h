@@ -1,4 +1,4 @@
-// What the AMX kernels of mm8 share: from C tiles to y. `static`: see numeric.h.
+// What the AMX kernels of int8 share: from C tiles to y. `static`: see numeric.h.
 #pragma once
 
 #include "cpu/mm_job.h"

@@ -1,0 +1,80 @@
+// What the kernels of a float x and an int4 weight get, in stream/ and in mma_sync/: one block of parameters, one way
+// to fill it in.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/integers.h"
+#include "int4/layout.h"
+#include "mm/launch.h"
+#include "mm/problem.h"
+
+namespace qao::mm {
+
+struct Int4Params {
+  const void* x;  // [m, parts * part_stride] 16-bit
+  int64_t x_stride;
+  const uint8_t* weight;
+  const uint8_t* scales;
+  const void* bias;  // null if there is none or another kernel adds it
+  void* y;           // [splits, m, n] of y_dtype
+  int64_t m;
+  int n, k;
+  int row_tiles, k_tiles;  // of the whole weight
+  int parts;               // 3 when x is a float32 split into bfloat16 parts, laid side by side; else 1
+  int part_stride;
+  int groups;
+  int group_shift;        // group of K-tile t is t >> group_shift; -1: two groups of 32 per tile
+  int group_bytes;        // parameters of one group of a row tile
+  int scale_chunk_shift;  // log2 of the 16-byte chunks of parameters that a K-tile needs per row tile
+  bool x_aligned;
+  DType scale_dtype, bias_dtype, y_dtype;
+  int split_k;
+  // Of a normed problem (stream/resident_x.cuh): x + residual goes through RMSNorm. All null in others.
+  const void* residual;  // [m, k], or null
+  int64_t residual_stride;
+  const void* norm_weight;  // [k], or null
+  void* sum;                // [m, k] x + residual
+  float eps;
+};
+
+inline int group_shift_of(int64_t group_size, int64_t k) {
+  if (group_size == 32 && k > 32) return -1;
+  int shift = 0;
+  while (shift < 30 && (int64_t{int4::kTileK} << shift) < std::min(group_size, k)) ++shift;
+  return group_size >= k ? 30 : shift;
+}
+
+inline Int4Params int4_params(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x) {
+  Int4Params p{};
+  p.x = x.data;
+  p.x_stride = x.stride;
+  p.weight = static_cast<const uint8_t*>(arguments.weight);
+  p.scales = static_cast<const uint8_t*>(arguments.scales);
+  p.bias = arguments.bias;
+  p.y = arguments.y;
+  p.m = problem.m;
+  p.n = static_cast<int>(problem.n);
+  p.k = static_cast<int>(problem.k);
+  p.row_tiles = static_cast<int>(int4::tiles_n(problem.n));
+  p.k_tiles = static_cast<int>(int4::tiles_k(problem.k));
+  p.parts = x.parts;
+  p.part_stride = static_cast<int>(x.part_stride);
+  p.groups = static_cast<int>(problem.groups());
+  p.group_shift = group_shift_of(problem.group_size, problem.k);
+  p.group_bytes = group_bytes(problem);
+  p.scale_chunk_shift = log2_of(p.group_bytes / 16) + (p.group_shift < 0 ? 1 : 0);
+  p.x_aligned = x.aligned;
+  p.scale_dtype = problem.scale_dtype;
+  p.bias_dtype = problem.bias_dtype;
+  p.y_dtype = problem.x_dtype;
+  p.split_k = plan.split_k;
+  p.residual = arguments.residual, p.residual_stride = arguments.residual_stride;
+  p.norm_weight = arguments.norm_weight;
+  p.sum = arguments.sum;
+  p.eps = arguments.eps;
+  return p;
+}
+
+}  // namespace qao::mm

@@ -1,0 +1,49 @@
+// Carries out a plan: at most three kernels on one stream. split float32 x -> product -> finish (split-K, zero points).
+#include "common/check.h"
+#include "common/float32.cuh"
+#include "mm/launch.h"
+#include "mm/problem.h"
+
+namespace qao::mm {
+namespace {
+
+// A float32 x in bfloat16 parts, with the sums that the zero points want.
+Status split_x(const Problem& problem, const Workspace& layout, const Arguments& arguments, cudaStream_t stream, X* x) {
+  uint8_t* workspace = static_cast<uint8_t*>(arguments.workspace);
+  uint16_t* parts = reinterpret_cast<uint16_t*>(workspace + layout.parts);
+  float* sums = layout.x_sums >= 0 ? reinterpret_cast<float*>(workspace + layout.x_sums) : nullptr;
+  const int group = static_cast<int>(split_group(problem)), groups = static_cast<int>(ceil_div(problem.k, group));
+  split_float32_kernel<<<blocks_of(problem.m * groups * 32, 256), 256, 0, stream>>>(
+      static_cast<const float*>(arguments.x), arguments.x_stride, problem.m, static_cast<int>(problem.k), group, groups,
+      static_cast<int>(layout.part_stride), parts, sums);
+  *x = {parts, kFloat32Parts * layout.part_stride, kFloat32Parts, layout.part_stride, true, sums};
+  return launch_status("launching split_float32_kernel");
+}
+
+}  // namespace
+
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream) {
+  if (problem.m == 0) return {};
+  X x{arguments.x, arguments.x_stride, 1, 0, problem.x_aligned || problem.quantizes_x, arguments.x_sums};
+  if (is_split(problem)) {
+    const Workspace layout = workspace_of(problem, plan);
+    Status status = split_x(problem, layout, arguments, static_cast<cudaStream_t>(stream), &x);
+    if (!status.ok()) return status;
+  }
+  switch (plan.body) {
+    case Body::kStreamResident:
+    case Body::kStreamTma:
+    case Body::kStreamRing:
+      return stream::launch(problem, plan, arguments, x, stream);
+    case Body::kWgmma:
+      return wgmma::launch(problem, plan, arguments, x, stream);
+    case Body::kMmaSync:
+    case Body::kMmaSyncFp8:
+      return mma_sync::launch(problem, plan, arguments, x, stream);
+    case Body::kMmaSyncFloatInt4:
+      return mma_sync::float_int4::launch(problem, plan, arguments, x, stream);
+  }
+  return Status::error("the plan names no kernel body");
+}
+
+}  // namespace qao::mm

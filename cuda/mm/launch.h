@@ -1,0 +1,38 @@
+// What launch() hands to a body.
+#pragma once
+
+#include <cstdint>
+
+#include "qao/mm.h"
+
+namespace qao::mm {
+
+// x as the tensor cores read it: of eight or 16 bits, a float32 in bfloat16 parts side by side; or the floats that the
+// product quantises itself.
+struct X {
+  const void* data;
+  int64_t stride;  // elements
+  int parts;
+  int64_t part_stride;  // elements
+  bool aligned;         // base address and rows, to 16 bytes
+  const float* sums;    // [m, groups], or null
+};
+
+namespace stream {
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream);
+}
+namespace wgmma {
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream);
+}
+namespace mma_sync {
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream);
+namespace float_int4 {
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream);
+}
+}  // namespace mma_sync
+
+inline unsigned blocks_of(int64_t threads, int per_block) {
+  return static_cast<unsigned>((threads + per_block - 1) / per_block);
+}
+
+}  // namespace qao::mm

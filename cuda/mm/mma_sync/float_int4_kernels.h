@@ -1,0 +1,14 @@
+// The kernels for a float x and an int4 weight as float_int4_launch.cu sees them.
+#pragma once
+
+#include "mm/int4_params.h"
+
+namespace qao::mm::mma_sync::float_int4 {
+
+using Params = Int4Params;
+
+// Of row `config` of float_int4_tiles.inc; `zeros`: it applies zero points.
+using Kernel = void (*)(Params);
+Kernel kernel_of(int config, bool half, bool zeros);
+
+}  // namespace qao::mm::mma_sync::float_int4

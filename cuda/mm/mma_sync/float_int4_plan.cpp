@@ -1,0 +1,91 @@
+#include <algorithm>
+
+#include "common/integers.h"
+#include "mm/gpu.h"
+#include "mm/mma_sync/float_int4_tile.h"
+#include "mm/mma_sync/plan.h"
+#include "mm/problem.h"
+#include "mm/wgmma/plan.h"
+
+namespace qao::mm::mma_sync::float_int4 {
+namespace {
+
+struct Config {
+  int index;  // its row
+  int64_t max_m;
+  bool one_wave;
+  int tile_n, tile_m, warps_k, warps, stages, ctas_per_sm;
+  int64_t shared_bytes;
+};
+
+template <typename Tile>
+constexpr Config config_of(int index, int64_t max_m, bool one_wave) {
+  return {index,
+          max_m,
+          one_wave,
+          Tile::kN,
+          Tile::kM,
+          Tile::kWarpsK,
+          Tile::kThreads / 32,
+          Tile::kStages,
+          Tile::kCtasPerSm,
+          Tile::kSharedBytes};
+}
+
+constexpr int64_t kAnyM = INT64_MAX;
+constexpr int kFirst = __COUNTER__ + 1;  // a row's index is its place in the list: __COUNTER__ may begin anywhere
+constexpr Config kConfigs[] = {
+#define QAO_TILE(max_m, one_wave, ...) config_of<Tile<__VA_ARGS__>>(__COUNTER__ - kFirst, max_m, one_wave),
+#include "mm/mma_sync/float_int4_tiles.inc"
+#undef QAO_TILE
+};
+
+// The first row that serves the problem on this GPU; null if none does.
+const Config* first_fitting(const Problem& problem, const Gpu& gpu) {
+  for (const Config& config : kConfigs) {
+    if (problem.m > config.max_m) continue;
+    if (config.shared_bytes > gpu.shared_bytes_per_cta) continue;
+    if (config.one_wave && ceil_div(problem.n, config.tile_n) > gpu.num_sms * config.ctas_per_sm) continue;
+    return &config;
+  }
+  return nullptr;
+}
+
+int64_t output_tiles(const Config& config, const Problem& problem) {
+  return ceil_div(problem.n, config.tile_n) * ceil_div(std::max<int64_t>(problem.m, 1), config.tile_m);
+}
+
+// CTAs that share an output tile. Splitting costs a second kernel and a trip through memory, so it must fill SMs that
+// would idle, and leave every slice enough K-tiles to fill its pipeline.
+int choose_split(const Config& config, int64_t tiles, int64_t k_steps, int num_sms) {
+  if (2 * tiles > num_sms) return 1;
+  const int64_t fill = num_sms / tiles;
+  const int64_t deepest = k_steps / (static_cast<int64_t>(config.warps_k) * config.stages);
+  return static_cast<int>(std::clamp<int64_t>(std::min(fill, deepest), 1, 32));
+}
+
+}  // namespace
+
+bool supports(const Problem& problem, const Gpu&) { return is_float_int4(problem); }
+
+bool plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  const Config* config = first_fitting(problem, gpu);
+  if (config == nullptr) return false;
+  const int64_t tiles = output_tiles(*config, problem);
+  const int64_t k_steps = int4::tiles_k(problem.k) * (is_split(problem) ? kFloat32Parts : 1);
+  plan->body = Body::kMmaSyncFloatInt4;
+  plan->reason = is_hopper(gpu) ? wgmma::against(problem, gpu) : "mma.sync serves every GPU from sm_80";
+  plan->instruction = problem.x_dtype == DType::kFloat16 ? "mma.sync f16" : "mma.sync bf16";
+  plan->config = config->index;
+  plan->tile_n = config->tile_n;
+  plan->tile_m = config->tile_m;
+  plan->warps = config->warps;
+  plan->stages = config->stages;
+  plan->split_k = choose_split(*config, tiles, k_steps, gpu.num_sms);
+  plan->ctas = tiles * plan->split_k;
+  plan->shared_bytes = config->shared_bytes;
+  plan->workspace_bytes = workspace_of(problem, *plan).bytes;
+  return true;
+}
+
+}  // namespace qao::mm::mma_sync::float_int4

@@ -1,0 +1,34 @@
+// The compile-time shape of a CTA beside a float x and an int4 weight, and its shared-memory layout: one definition for
+// the kernel and for plan().
+#pragma once
+
+#include <algorithm>
+
+#include "int4/layout.h"
+#include "mm/mma_sync/shape.h"
+
+namespace qao::mm::mma_sync::float_int4 {
+
+using int4::kSymmetricZero;
+using int4::kTileBytes;
+using int4::kTileK;
+using int4::kTileN;
+
+template <int warps_n, int warps_m, int warps_k, int tiles_n, int tiles_m, int stages, int ctas_per_sm>
+struct Tile : Shape<warps_n, warps_m, warps_k, tiles_n, tiles_m, stages, ctas_per_sm> {
+  using Base = Shape<warps_n, warps_m, warps_k, tiles_n, tiles_m, stages, ctas_per_sm>;
+
+  // A stage of a slice: packed weights, x, scales of one K-tile.
+  static constexpr int kWeightBytes = Base::kRowTiles * kTileBytes;
+  static constexpr int kRowBytes = kTileK * 2;  // a token's 64 16-bit values
+  static constexpr int kXBytes = Base::kM * kRowBytes;
+  static constexpr int kScaleTileBytes = 2 * 2 * kTileN * 4;  // at most two groups, scale and zero, float32
+  static constexpr int kScaleBytes = Base::kRowTiles * kScaleTileBytes;
+  static constexpr int kStageBytes = kWeightBytes + kXBytes + kScaleBytes;
+
+  // The epilogue reuses the ring: a float32 tile per slice.
+  static constexpr int kEpilogueBytes = warps_k * Base::kM * Base::kPaddedN * 4;
+  static constexpr int kSharedBytes = std::max(warps_k * stages * kStageBytes, kEpilogueBytes);
+};
+
+}  // namespace qao::mm::mma_sync::float_int4

@@ -1,0 +1,28 @@
+// How large an x in shared memory is that the product quantises: one definition for plan() and for launch().
+#pragma once
+
+#include <algorithm>
+
+#include "common/integers.h"
+#include "mm/mma_sync/tile.h"
+#include "mm/problem.h"
+
+namespace qao::mm::mma_sync {
+
+// Groups of an int4 weight in a K-tile.
+inline int tile_groups_of(const Problem& problem) {
+  return problem.groups() == 1 ? 1 : static_cast<int>(std::max<int64_t>(1, kTileK / problem.group_size));
+}
+
+inline ResidentX resident_of(const Problem& problem) {
+  const int k_tiles = static_cast<int>((problem.k + kTileK - 1) / kTileK);
+  const int parameters = problem.weight == Format::kInt4 ? tile_groups_of(problem) : has_blocks(problem) ? 1 : 0;
+  return {static_cast<int>(problem.m), k_tiles, parameters};
+}
+
+// Of a row of floats that the kernel quantises, in shared memory.
+inline int float_row_bytes(const Problem& problem) {
+  return static_cast<int>(round_up(problem.k, kTileK) * size_of(problem.x_dtype));
+}
+
+}  // namespace qao::mm::mma_sync

@@ -1,0 +1,75 @@
+// Which kernel body runs a problem, and how. Pure host code: a function of the problem and the GPU's numbers, nothing
+// else.
+#include "mm/mma_sync/plan.h"
+
+#include "mm/gpu.h"
+#include "mm/stream/plan.h"
+#include "mm/wgmma/plan.h"
+#include "qao/mm.h"
+
+namespace qao::mm {
+namespace {
+
+struct Row {
+  // Whether the body has a kernel for the formats on the GPU.
+  bool (*supports)(const Problem& problem, const Gpu& gpu);
+  // Fills in the plan; false where another body is faster, or nothing fits.
+  bool (*plan)(const Problem& problem, const Gpu& gpu, Plan* plan);
+};
+
+// The first one that supports a problem and plans it runs it. The first row alone serves normed problems.
+constexpr Row kBodies[] = {
+    {stream::supports, stream::plan_resident},
+    {stream::supports, stream::plan_tma},
+    {stream::supports, stream::plan_ring},
+    {wgmma::supports, wgmma::plan},
+    {mma_sync::supports_fp8, mma_sync::plan_fp8},
+    {mma_sync::supports, mma_sync::plan},
+    {mma_sync::float_int4::supports, mma_sync::float_int4::plan},
+};
+
+}  // namespace
+
+bool fuses_norm(const Problem& problem, const Gpu& gpu) {
+  Plan plan;
+  return kBodies[0].supports(problem, gpu) && kBodies[0].plan(problem, gpu, &plan);
+}
+
+Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  if (!is_supported(gpu)) {
+    return Status::error("GPUs of compute capability " + std::to_string(gpu.compute_capability / 10) + "." +
+                             std::to_string(gpu.compute_capability % 10) + " are not supported; 8.0 is the lowest",
+                         "Run on a newer GPU, or on the CPU");
+  }
+  const bool fused = problem.normed || problem.gated;
+  for (const Row& row : kBodies) {
+    *plan = Plan{};
+    if (row.supports(problem, gpu) && row.plan(problem, gpu, plan)) return {};
+    if (fused) return Status::error("no kernel makes RMSNorm and this product at once", "Ask fuses_norm() first");
+  }
+  return Status::error("no kernel fits the GPU's " + std::to_string(gpu.shared_bytes_per_cta) +
+                       " bytes of shared memory");
+}
+
+std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu) {
+  std::vector<Candidate<Plan>> all;
+  stream::add_candidates(problem, gpu, &all);
+  Candidate<Plan> portable;
+  if (plan(problem, without_hopper(gpu), &portable.plan).ok()) all.push_back(portable);
+  if (wgmma::supports(problem, gpu)) wgmma::add_candidates(problem, gpu, &all);
+  return all;
+}
+
+std::string to_string(const Plan& plan) {
+  using std::to_string;
+  return std::string(name_of(plan.body)) + " (" + plan.instruction + ") tile " + to_string(plan.tile_n) + "x" +
+         to_string(plan.tile_m) + " warps " + to_string(plan.warps) + " stages " + to_string(plan.stages) +
+         " split_k " + to_string(plan.split_k) + (plan.splits_last ? " splits_last" : "") + " ctas " +
+         to_string(plan.ctas) + " shared " + to_string(plan.shared_bytes) + " workspace " +
+         to_string(plan.workspace_bytes) + " (" + plan.reason + ")" +
+         (plan.quantizer[0] == '\0'
+              ? ""
+              : std::string(" quantizes_x ") + (plan.quantizes_x ? "yes (" : "no (") + plan.quantizer + ")");
+}
+
+}  // namespace qao::mm

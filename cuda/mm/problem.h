@@ -1,0 +1,87 @@
+// What follows from a problem for every body, and what lies where in the workspace: one definition for plan(), which
+// sizes it, and launch(), which fills it.
+#pragma once
+
+#include <cstdint>
+
+#include "common/float32.h"
+#include "common/integers.h"
+#include "int4/layout.h"
+#include "qao/mm.h"
+
+namespace qao::mm {
+
+// What plans call a short and a tiny K, and a long run of row tiles.
+constexpr int64_t kShortK = 8192, kTinyK = 2048, kLongRun = 6;
+
+// A float32 x is multiplied as bfloat16 parts.
+inline bool is_split(const Problem& problem) {
+  return problem.x == Format::kFloat && problem.x_dtype == DType::kFloat32;
+}
+
+// int4_mm's formats.
+inline bool is_float_int4(const Problem& problem) {
+  return problem.x == Format::kFloat && problem.weight == Format::kInt4;
+}
+
+// One scale for each block of 128 x 128 of W.
+inline bool has_blocks(const Problem& problem) {
+  return problem.weight != Format::kInt4 && problem.weight_scaling == Scaling::kBlock;
+}
+
+inline int64_t weight_bytes(const Problem& problem) {
+  return problem.weight == Format::kInt4 ? int4::weight_bytes(problem.n, problem.k) : problem.n * problem.k;
+}
+
+// Parameters of one group of 16 rows of an int4 weight: 16 scales, then 16 zero points if there are any.
+inline int group_bytes(const Problem& problem) {
+  return (problem.has_zeros ? 2 : 1) * int4::kTileN * size_of(problem.scale_dtype);
+}
+
+// Columns of x that share a sum of a split x.
+inline int64_t split_group(const Problem& problem) {
+  return problem.weight == Format::kInt4 ? problem.group_size : kScaleBlock;
+}
+
+struct Workspace {
+  int64_t partials = -1;    // float32 [partials, m, n]; -1: the product writes y itself
+  int64_t parts = -1;       // bfloat16 [m, 3, part_stride]: float32 x, split
+  int64_t part_stride = 0;  // elements
+  int64_t x_sums = -1;      // float32 [m, groups]: of that x, for the zero points of an int4 weight
+  int64_t bytes = 0;
+};
+
+// `partials`: results that a second kernel adds up; 0 if there is none.
+inline Workspace workspace_of(const Problem& problem, int partials) {
+  Workspace workspace;
+  const auto take = [&](int64_t bytes) {
+    const int64_t at = workspace.bytes;
+    workspace.bytes += round_up(bytes, 256);
+    return at;
+  };
+  if (partials > 0) workspace.partials = take(4 * partials * problem.m * problem.n);
+  if (is_split(problem)) {
+    workspace.part_stride = round_up(problem.k, 8);
+    workspace.parts = take(2 * problem.m * kFloat32Parts * workspace.part_stride);
+    if (problem.has_zeros) workspace.x_sums = take(4 * problem.m * problem.groups());
+  }
+  return workspace;
+}
+
+// Results that the body leaves to a second kernel.
+inline int partials_of(const Problem& problem, const Plan& plan) {
+  switch (plan.body) {
+    case Body::kMmaSync:
+    case Body::kMmaSyncFp8:
+      return plan.split_k > 1 ? plan.split_k : 0;
+    case Body::kMmaSyncFloatInt4:  // it takes off the fractions of zero points beside a float32 x, too
+      return plan.split_k > 1 || (is_split(problem) && problem.has_zeros) ? plan.split_k : 0;
+    default:  // others add up on their own
+      return 0;
+  }
+}
+inline Workspace workspace_of(const Problem& problem, const Plan& plan) {
+  return workspace_of(problem, partials_of(problem, plan));
+}
+
+}  // namespace qao::mm

@@ -1,0 +1,140 @@
+// What the streaming bodies share: operands out of weights, the units of their sums, and what they do with four rows of
+// a token. Their namespaces say where x is: in the ring (ring.cuh), held in shared memory (resident.cuh), or there by
+// the copy engine (tma.cuh).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "common/convert.cuh"
+#include "common/mma.cuh"
+#include "common/ptx.cuh"
+#include "int4/layout.h"
+#include "mm/stream/kernels.h"
+#include "mm/stream/tile.h"
+
+namespace qao::mm::stream {
+
+constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
+// What a sum of products of x with bytes of W as subnormal numbers counts; a bfloat16 x is scaled by 2^100 first.
+template <typename T>
+constexpr float kUnitOf = 0x1p33f;
+template <>
+constexpr float kUnitOf<__half> = 0x1p24f;
+constexpr float kUnit = kUnitOf<__nv_bfloat16>;
+constexpr int kPrefetchBytes = 8192;  // of weights per row tile
+
+constexpr uint32_t kScaleX = 0x71807180;  // 2^100
+__device__ __forceinline__ uint32_t scale_x(uint32_t pair, uint32_t by = kScaleX) {
+  return Half<__nv_bfloat16>::multiply_add(pair, by, 0x80008000);
+}
+
+// The 16-row operand out of a word of packed weights: its bytes as subnormal numbers, for which see ring.cuh.
+__device__ __forceinline__ void make_operand(uint32_t word, uint32_t (&a)[4]) {
+  const uint32_t odd = __byte_perm(word, 0, 0x4341);
+  a[0] = word & 0x000F000F, a[1] = word & 0x00FF00FF, a[2] = odd & 0x000F000F, a[3] = odd;
+}
+
+// value += what `slices` have at the shared address `from` and `distance` bytes apart from there on, in their order.
+template <int slices>
+__device__ __forceinline__ void add_slices(uint32_t from, int distance, float (&value)[4]) {
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+    const uint4 part = ptx::load_shared_16(from + s * distance);
+    value[0] += __uint_as_float(part.x), value[1] += __uint_as_float(part.y);
+    value[2] += __uint_as_float(part.z), value[3] += __uint_as_float(part.w);
+  }
+}
+
+// Token `token` of x as it was given.
+template <typename T>
+struct GivenX {
+  const Params& p;
+  int token;
+  __device__ __forceinline__ float operator()(int k) const {
+    return load_float(p.x, token * p.x_stride + k, Half<T>::kDType);
+  }
+};
+
+// Plain float32 arithmetic, by a warp. `X` gives a token's x, `Cut` is RingParams, ResidentParams or TmaParams.
+template <typename X, typename Cut>
+__device__ __noinline__ float4 exact(const Params& p, const Cut& d, int n, int token) {
+  const int lane = threadIdx.x % 32;
+  const X values{p, token};
+  float sum[4] = {};
+  for (int k = lane; k < p.k; k += 32) {
+    const float x = values(k);
+    const int group =
+        (k / kStepColumns * d.groups_of_step + k % kStepColumns * d.groups_of_step / kStepColumns) >> d.group_shift;
+    const int parameters = p.group_bytes / (kTileN * size_of(p.scale_dtype));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int q = p.weight[int4::weight_offset(n + e, k, p.k_tiles)] >> int4::tile_shift((n + e) % kTileN) & 15;
+      const auto read = [&](int parameter) {
+        return load_float(p.scales, int4::scale_offset(n + e, group, p.groups, parameters, parameter), p.scale_dtype);
+      };
+      sum[e] += (q - (d.zeros ? read(1) : kSymmetricZero)) * read(0) * x;
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) sum[e] += __shfl_xor_sync(kAllLanes, sum[e], distance);
+  }
+  return {sum[0], sum[1], sum[2], sum[3]};
+}
+
+// A value of each lane that is not finite is computed again, by the whole warp. The rare case is kept out of the code
+// that others run through: code is fetched slowly when it runs for the first time.
+template <typename X, typename Cut>
+__device__ __noinline__ float4 repaired(const Params& p, const Cut& d, int n, int token, uint32_t lanes, float4 value) {
+  for (; lanes != 0; lanes &= lanes - 1) {
+    const int from = __ffs(lanes) - 1;
+    const float4 again = exact<X>(p, d, __shfl_sync(kAllLanes, n, from), __shfl_sync(kAllLanes, token, from));
+    if (static_cast<int>(threadIdx.x % 32) == from) value = again;
+  }
+  return value;
+}
+template <typename X = GivenX<__nv_bfloat16>, typename Cut>
+__device__ __forceinline__ void repair(const Params& p, const Cut& d, int n, int token, float (&value)[4]) {
+  const uint32_t wrong = __ballot_sync(kAllLanes, !isfinite(value[0] + value[1] + value[2] + value[3]));
+  if (wrong == 0) return;
+  const float4 v = repaired<X>(p, d, n, token, wrong, {value[0], value[1], value[2], value[3]});
+  value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
+}
+
+static __device__ __noinline__ float4 biased(const Params& p, int n, float4 value) {
+  float bias[4] = {};
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    if (n + e < p.n) bias[e] = load_float(p.bias, n + e, p.bias_dtype);
+  }
+  return {value.x + bias[0], value.y + bias[1], value.z + bias[2], value.w + bias[3]};
+}
+__device__ __forceinline__ void add_bias(const Params& p, int n, float (&value)[4]) {
+  if (p.bias == nullptr) return;
+  const float4 v = biased(p, n, {value[0], value[1], value[2], value[3]});
+  value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
+}
+
+// To y [m, outputs] of T; rows past its end are not stored.
+template <typename T = __nv_bfloat16>
+__device__ __forceinline__ void store_rows(const Params& p, int outputs, int n, int token, const float (&value)[4]) {
+  const int64_t at = static_cast<int64_t>(token) * outputs + n;
+  if (outputs % 4 == 0) {
+    if (n < outputs) store_float4(p.y, at, Half<T>::kDType, value);
+  } else {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (n + e < outputs) store_float(p.y, at + e, Half<T>::kDType, value[e]);
+    }
+  }
+}
+// With the bias.
+template <typename T = __nv_bfloat16>
+__device__ __forceinline__ void store_rows(const Params& p, int n, int token, float (&value)[4]) {
+  add_bias(p, n, value);
+  store_rows<T>(p, p.n, n, token, value);
+}
+
+}  // namespace qao::mm::stream

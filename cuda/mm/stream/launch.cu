@@ -1,0 +1,67 @@
+// Weights are on their way before the kernel ahead of this one has ended (programmatic dependent launch). How a body
+// cuts the problem follows from the plan: the same function told plan() how much memory that takes.
+#include "common/launch.h"
+#include "common/shared_memory.h"
+#include "common/tensor_map.h"
+#include "mm/launch.h"
+#include "mm/problem.h"
+#include "mm/stream/kernels.h"
+
+namespace qao::mm::stream {
+namespace {
+
+template <typename... Cut>
+Status launch_streaming(const char* doing, void (*kernel)(Params, Cut...), dim3 grid, const Problem& problem,
+                        const Plan& plan, cudaStream_t stream, const Params& params, const Cut&... cut) {
+  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
+  Launch launch{grid, dim3(plan.warps * 32), stream};
+  launch.shared_bytes = plan.shared_bytes;
+  launch.cluster = plan.split_k;
+  launch.overlapped = true;
+  launch.streamed = params.weight, launch.streamed_bytes = weight_bytes(problem);
+  return launch_kernel(launch, doing, kernel, params, cut...);
+}
+
+// Of x [m, k], in boxes of 64 columns and all tokens.
+Status make_x_map(const Problem& problem, const Params& params, CUtensorMap* map) {
+  const cuuint64_t row_bytes = static_cast<cuuint64_t>(params.x_stride) * 2;
+  const TensorShape shape{{static_cast<cuuint64_t>(problem.k), 1, static_cast<cuuint64_t>(problem.m)},
+                          {row_bytes, row_bytes},
+                          {kBoxColumns, 1, static_cast<cuuint32_t>(problem.m)}};
+  return encode_tensor_map(map, params.x, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, shape, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+}  // namespace
+
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream_handle) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
+  const Params params = int4_params(problem, plan, arguments, x);
+  const int clusters = static_cast<int>(plan.ctas / plan.split_k), room = static_cast<int>(plan.shared_bytes);
+  const bool half_x = problem.x_dtype == DType::kFloat16;
+  int shared_bytes;
+  if (RingParams cut; plan.body == Body::kStreamRing &&
+                      ring_params(problem, kRing[plan.config], plan.split_k, clusters, room, &cut, &shared_bytes)) {
+    const RingKernel of =
+        ring_kernel(plan.config, cut.groups_of_step / cut.columns_of_token, problem.has_zeros, problem.scale_dtype);
+    return launch_streaming("launching stream::ring_kernel", of, dim3(plan.split_k, clusters), problem, plan, stream,
+                            params, cut);
+  }
+  if (ResidentParams cut; plan.body == Body::kStreamResident &&
+                          resident_params(problem, kResident[plan.config], clusters, room, &cut, &shared_bytes)) {
+    const ResidentKernel of =
+        resident_kernel(plan.config, half_x, cut.groups_of_step, problem.has_zeros, problem.scale_dtype);
+    return launch_streaming("launching stream::resident_kernel", of, dim3(clusters), problem, plan, stream, params,
+                            cut);
+  }
+  if (TmaParams cut;
+      plan.body == Body::kStreamTma && tma_params(problem, kTma[plan.config], clusters, room, &cut, &shared_bytes)) {
+    CUtensorMap map;
+    if (Status status = make_x_map(problem, params, &map); !status.ok()) return status;
+    const TmaKernel of = tma_kernel(plan.config, half_x, problem.has_zeros, problem.scale_dtype == DType::kFloat16);
+    return launch_streaming("launching stream::tma_kernel", of, dim3(clusters), problem, plan, stream, params, cut,
+                            map);
+  }
+  return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
+}
+
+}  // namespace qao::mm::stream

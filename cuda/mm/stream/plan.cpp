@@ -1,0 +1,210 @@
+#include "mm/stream/plan.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "common/integers.h"
+#include "mm/gpu.h"
+#include "mm/problem.h"
+#include "mm/stream/resident.h"
+#include "mm/stream/ring.h"
+#include "mm/stream/tma.h"
+
+namespace qao::mm::stream {
+namespace {
+
+// Rows of ring.inc, as they measured: for weights of which a multiprocessor has little, and for all others.
+constexpr int kFewShort = 0, kFew = 1, kManyShort = 2, kMany = 3;
+
+// Fills in `plan` if the body for few tokens serves the problem with this row, with `split` CTAs that share row tiles.
+bool fill_ring(const Problem& problem, const Gpu& gpu, int index, int split, Plan* plan) {
+  const RingConfig& config = kRing[index];
+  const int clusters = static_cast<int>(std::min<int64_t>(gpu.num_sms / split, tiles_n(problem.n)));
+  RingParams params;
+  int shared_bytes;
+  if (!ring_params(problem, config, split, clusters, ring_shared_limit(config, gpu.shared_bytes_per_cta), &params,
+                   &shared_bytes)) {
+    return false;
+  }
+  plan->body = Body::kStreamRing;
+  plan->reason = "at most 16 bfloat16 tokens on Hopper: weights stream through mma.sync";
+  plan->instruction = "mma.sync bf16";
+  plan->config = index;
+  plan->tile_n = config.tiles_n * kTileN;
+  plan->tile_m = static_cast<int>(config.max_m);
+  plan->warps = config.warps;
+  plan->stages = params.stages;
+  plan->split_k = split;
+  plan->ctas = static_cast<int64_t>(clusters) * split;
+  plan->shared_bytes = shared_bytes;
+  plan->workspace_bytes = 0;
+  return true;
+}
+
+bool ring_serves(const Problem& problem, const RingConfig& config) {
+  return problem.x_dtype == DType::kBFloat16 && problem.m >= 1 && problem.m <= config.max_m;
+}
+
+// More than eight tokens of weights with many rows and hardly any columns, such as the head of a small language model,
+// are the many-token body's.
+bool is_shallow(const Problem& problem, const Gpu& gpu) {
+  return problem.m > 8 && problem.k <= 8 * kStepColumns && tiles_n(problem.n) >= 8 * gpu.num_sms && problem.x_aligned;
+}
+
+// Fills in `plan` if the body for at most eight tokens can serve the problem.
+bool fill_resident(const Problem& problem, const Gpu& gpu, int index, Plan* plan) {
+  const bool half = problem.x_dtype == DType::kFloat16;
+  if (problem.x_dtype == DType::kFloat32 || (half && problem.normed)) return false;
+  if (problem.m < 1 || problem.m > kResidentTokens) return false;
+  const ResidentConfig& config = kResident[index];
+  const int ctas = static_cast<int>(std::min<int64_t>(gpu.num_sms, tiles_n(problem.n) >> problem.gated));
+  ResidentParams params;
+  int shared_bytes;
+  if (!resident_params(problem, config, ctas, gpu.shared_bytes_per_cta, &params, &shared_bytes)) return false;
+  plan->body = Body::kStreamResident;
+  plan->reason = "at most 8 tokens of 16 bits on Hopper: weights stream through mma.sync past x in shared memory";
+  plan->instruction = half ? "mma.sync f16" : "mma.sync bf16";
+  plan->config = index;
+  plan->tile_n = config.tiles_n * kTileN;
+  plan->tile_m = kResidentTokens;
+  plan->warps = config.warps;
+  plan->stages = config.stages;
+  plan->ctas = ctas;
+  plan->shared_bytes = shared_bytes;
+  return true;
+}
+
+// Passes over row tiles, `pass_tiles` at a time, of the CTA that has most.
+int64_t passes_of(const Problem& problem, const Gpu& gpu, int64_t pass_tiles) {
+  return ceil_div(ceil_div(tiles_n(problem.n), gpu.num_sms), pass_tiles);
+}
+// Row tiles that they have room for.
+int64_t places_of(const Problem& problem, const Gpu& gpu, int64_t pass_tiles) {
+  return passes_of(problem, gpu, pass_tiles) * pass_tiles;
+}
+
+// The same body of a normed problem, for as many tokens as were measured to pay. Two row tiles a pass are gate and up.
+bool plan_normed(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  if (!problem.normed || !problem.x_aligned || problem.k % kStepColumns != 0) return false;
+  if (problem.gated && problem.n % (2 * kTileN) != 0) return false;
+  const int64_t largest_x = tiles_n(problem.n) >= 8 * gpu.num_sms ? 32768 : 8192;  // elements
+  if (problem.m * problem.k > largest_x) return false;
+  int best = -1;
+  for (int index = 0; index < static_cast<int>(std::size(kResident)); ++index) {
+    if (problem.gated && kResident[index].tiles_n != 2) continue;
+    const auto places = [&](int row) { return places_of(problem, gpu, kResident[row].tiles_n); };
+    if (best < 0 || places(index) < places(best)) best = index;
+  }
+  if (best < 0 || !fill_resident(problem, gpu, best, plan)) return false;
+  plan->reason = problem.gated ? "few bfloat16 tokens on Hopper: RMSNorm and SiLU-multiply within the product"
+                               : "few bfloat16 tokens on Hopper: RMSNorm within the product";
+  return true;
+}
+
+// Tokens of bfloat16 for which the body for at most eight was measured to pay: the more row tiles a multiprocessor has,
+// the more; three row tiles are one pass of it.
+int64_t most_resident_tokens(const Problem& problem, const Gpu& gpu) {
+  const int64_t of_sm = ceil_div(tiles_n(problem.n), gpu.num_sms);
+  return of_sm > 32 ? 8 : of_sm > 8 ? 5 : of_sm > 6 ? 4 : of_sm == 3 ? 3 : 2;
+}
+
+// Not where warps have hardly a K-step each, or x, which every CTA waits for, is large. For float16 always: the
+// portable kernels are slower.
+bool plan_plain(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  if (problem.x_dtype != DType::kFloat16) {
+    if (problem.m > most_resident_tokens(problem, gpu) || problem.k < 24 * kStepColumns ||
+        problem.m * problem.k > 32768)
+      return false;
+  }
+  int64_t fewest = INT64_MAX;
+  for (int index = 0; index < static_cast<int>(std::size(kResident)); ++index) {
+    const int64_t places = places_of(problem, gpu, kResident[index].tiles_n);
+    if (places < fewest && fill_resident(problem, gpu, index, plan)) fewest = places;
+  }
+  return fewest < INT64_MAX;
+}
+
+// Fills in `plan` if the body for 9 to 16 tokens with x in shared memory can serve the problem with this row.
+bool fill_tma(const Problem& problem, const Gpu& gpu, int index, Plan* plan) {
+  const bool half = problem.x_dtype == DType::kFloat16;
+  if (problem.x_dtype == DType::kFloat32) return false;
+  if (problem.m <= kResidentTokens || problem.m > kTmaTokens) return false;
+  const TmaConfig& config = kTma[index];
+  const int ctas = static_cast<int>(std::min<int64_t>(gpu.num_sms, tiles_n(problem.n)));
+  TmaParams params;
+  int shared_bytes;
+  if (!tma_params(problem, config, ctas, gpu.shared_bytes_per_cta, &params, &shared_bytes)) return false;
+  plan->body = Body::kStreamTma;
+  plan->reason = "9 to 16 tokens of 16 bits on Hopper: weights stream through mma.sync past x in shared memory";
+  plan->instruction = half ? "mma.sync f16" : "mma.sync bf16";
+  plan->config = index;
+  plan->tile_n = config.tiles_n * kTileN;
+  plan->tile_m = kTmaTokens;
+  plan->warps = config.warps;
+  plan->stages = config.stages;
+  plan->ctas = ctas;
+  plan->shared_bytes = shared_bytes;
+  return true;
+}
+
+bool is_fused(const Problem& problem) { return problem.normed || problem.gated; }
+
+}  // namespace
+
+bool supports(const Problem& problem, const Gpu& gpu) {
+  return is_hopper(gpu) && is_float_int4(problem) && !is_split(problem);
+}
+
+bool plan_resident(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  return is_fused(problem) ? plan_normed(problem, gpu, plan) : plan_plain(problem, gpu, plan);
+}
+
+// As measured: wherever three row tiles a pass fit beside x, or one pass does; a pass costs as much as a place.
+bool plan_tma(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  if (is_shallow(problem, gpu)) return false;
+  int64_t least = INT64_MAX;
+  for (int index = 0; index < static_cast<int>(std::size(kTma)); ++index) {
+    const int64_t pass_tiles = kTma[index].tiles_n;
+    const int64_t passes = passes_of(problem, gpu, pass_tiles), cost = passes * (pass_tiles + 1);
+    const bool pays = passes == 1 || pass_tiles >= 3;
+    if (pays && cost <= least && fill_tma(problem, gpu, index, plan)) least = cost;
+  }
+  return least < INT64_MAX;
+}
+
+bool plan_ring(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  if (!ring_serves(problem, kRing[kMany]) || is_shallow(problem, gpu)) return false;
+  const int64_t row_tiles = tiles_n(problem.n), steps = ceil_div(problem.k, kStepColumns);
+  const int64_t share = row_tiles * steps / gpu.num_sms;  // row tiles times K-steps of a multiprocessor
+  const bool is_short = share <= 64 && row_tiles <= 2 * gpu.num_sms, few = problem.m <= kRing[kFew].max_m;
+  const int index = few ? (is_short ? kFewShort : kFew) : is_short ? kManyShort : kMany;
+
+  // Two CTAs that share row tiles, each with half of K, where that leaves multiprocessors, or so many places of passes
+  // empty that it pays for the exchange of every pass.
+  const auto passes = [&](int64_t clusters) { return ceil_div(ceil_div(row_tiles, clusters), kRing[index].tiles_n); };
+  const bool pays = is_short ? 2 * row_tiles <= gpu.num_sms
+                             : gpu.num_sms >= 2 && 2 * passes(gpu.num_sms / 2) <= 3 * passes(gpu.num_sms);
+  return fill_ring(problem, gpu, index, pays && steps >= 2 ? 2 : 1, plan);
+}
+
+void add_candidates(const Problem& problem, const Gpu& gpu, std::vector<Candidate<Plan>>* all) {
+  if (!supports(problem, gpu)) return;
+  Candidate<Plan> candidate;
+  for (int index = 0; index < static_cast<int>(std::size(kResident)); ++index) {
+    candidate.plan = {};
+    if (fill_resident(problem, gpu, index, &candidate.plan)) all->push_back(candidate);
+  }
+  for (int index = 0; index < static_cast<int>(std::size(kRing)); ++index) {
+    for (int split = 1; split <= std::min<int64_t>(2, ceil_div(problem.k, kStepColumns)); ++split) {
+      candidate.plan = {};
+      if (!ring_serves(problem, kRing[index])) continue;
+      if (fill_ring(problem, gpu, index, split, &candidate.plan)) all->push_back(candidate);
+    }
+  }
+  for (int index = 0; index < static_cast<int>(std::size(kTma)); ++index) {
+    candidate.plan = {};
+    if (fill_tma(problem, gpu, index, &candidate.plan)) all->push_back(candidate);
+  }
+}
+
+}  // namespace qao::mm::stream

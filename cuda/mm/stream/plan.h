@@ -1,0 +1,18 @@
+// What plan() asks about the streaming bodies. Pure host code. A plan function returns false where another body is
+// faster, or nothing fits.
+#pragma once
+
+#include <vector>
+
+#include "qao/mm.h"
+
+namespace qao::mm::stream {
+
+bool supports(const Problem& problem, const Gpu& gpu);
+bool plan_resident(const Problem& problem, const Gpu& gpu, Plan* plan);  // the only one for normed problems
+bool plan_tma(const Problem& problem, const Gpu& gpu, Plan* plan);
+bool plan_ring(const Problem& problem, const Gpu& gpu, Plan* plan);
+
+void add_candidates(const Problem& problem, const Gpu& gpu, std::vector<Candidate<Plan>>* all);
+
+}  // namespace qao::mm::stream

@@ -1,0 +1,27 @@
+#include "mm/stream/resident.cuh"
+#include "mm/stream/variants.h"
+
+namespace qao::mm::stream {
+namespace {
+
+template <typename Tile>
+ResidentKernel of(bool half_x, int groups, bool has_zeros, DType scale_dtype) {
+  return variant(groups, has_zeros, scale_dtype, [&]<int count, bool zeros, DType dtype>() -> ResidentKernel {
+    if (half_x) return &held::resident_kernel<Tile, __half, count, zeros, dtype>;
+    return &held::resident_kernel<Tile, __nv_bfloat16, count, zeros, dtype>;
+  });
+}
+
+constexpr ResidentKernel (*kKernels[])(bool, int, bool, DType) = {
+#define QAO_RESIDENT(...) &of<ResidentTile<__VA_ARGS__>>,
+#include "mm/stream/resident.inc"
+#undef QAO_RESIDENT
+};
+
+}  // namespace
+
+ResidentKernel resident_kernel(int config, bool half_x, int groups, bool has_zeros, DType scale_dtype) {
+  return kKernels[config](half_x, groups, has_zeros, scale_dtype);
+}
+
+}  // namespace qao::mm::stream

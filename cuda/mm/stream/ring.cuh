@@ -1,0 +1,298 @@
+// The body for few tokens on Hopper, where all that counts is that weights stream: mma.sync, weights as the 16-row
+// operand and tokens as the 8-column one. x is bfloat16.
+//
+// A CTA owns a run of row tiles and walks it in passes of kTilesN. Its warps are slices of K; warp w takes the K-steps
+// w, w + kWarps, ... of 128 columns through a cp.async ring of its own, which runs on from pass to pass. Sums of the
+// slices, and of the CTAs of a cluster that share row tiles, are added in their order.
+//
+// Nibbles become operands with four instructions for eight of them: a byte in the low half of a bfloat16 is a subnormal
+// number of that value times 2^-133, exactly. So the operand's row g is q[g], its row g + 8 is q[g] + 16 q[g + 8], and
+// the two are told apart in the float32 sums. x is multiplied by 2^100 lest its products vanish. Zero points come off
+// the sums too, with the sum of x over the group that a product with ones gives. What overflows on that way, or was not
+// finite to begin with, is computed again by `exact`.
+//
+// The columns of a product are tokens, or where there is room, and a K-step has several groups, pairs of a token and a
+// group: x is zero in the columns of other groups. So a column has one scale, and no group needs sums of its own.
+#pragma once
+
+#include "common/mma.cuh"
+#include "mm/stream/ring_cta.cuh"
+
+namespace qao::mm::stream::x_ring {
+
+// `groups` of a K-step that have sums of their own, `dtype` of W's parameters.
+template <typename Tile, int groups, bool zeros, DType dtype>
+struct Ring : Cta<Tile> {
+  using Base = Cta<Tile>;
+  using Base::Base, Base::kR, Base::kTM, Base::x_offset;
+  using Base::d, Base::lane, Base::p, Base::partials, Base::rank, Base::row_tile0, Base::row_tiles, Base::slice;
+
+  // Columns are pairs only in products of eight.
+  __device__ __forceinline__ int columns_of_token() const { return kTM == 1 ? d.columns_of_token : 1; }
+  // Of the K-step's groups, the one that a column belongs to where columns are pairs; and its token.
+  __device__ __forceinline__ int column_group(int column) const { return kTM == 1 ? column >> d.token_shift : 0; }
+  __device__ __forceinline__ int column_token(int column) const {
+    return kTM == 1 ? column & ((1 << d.token_shift) - 1) : column;
+  }
+  // What this lane multiplies its column's x by in the quarters of a K-step: nothing but those of its group count.
+  struct Units {
+    uint32_t of[4];
+  };
+  __device__ __forceinline__ Units units() const {
+    Units units;
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      const bool mine = columns_of_token() == 1 || quarter * columns_of_token() / 4 == column_group(lane / 4);
+      units.of[quarter] = kTM > 1 || mine ? kScaleX : 0;
+    }
+    return units;
+  }
+
+  using X = uint32_t[8][kTM][2];  // operands of eight k-steps
+  __device__ __forceinline__ void load_x(uint32_t x, const Units& units, X& b) const {
+    const int last = d.tokens - 1;  // rows that do not exist may be any
+    if constexpr (kTM == 1) {
+      const int row = min(column_token(lane % 8), last);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t four[4];
+        ptx::ldmatrix_x4(four, x + x_offset(row, 4 * i + lane / 8));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) b[2 * i + j / 2][0][j % 2] = scale_x(four[j], units.of[i]);
+      }
+    } else {
+#pragma unroll
+      for (int pair = 0; pair < kTM / 2; ++pair) {
+        const int row = min(pair * 16 + lane / 16 * 8 + lane % 8, last);
+#pragma unroll
+        for (int step = 0; step < 8; ++step) {
+          uint32_t four[4];
+          ptx::ldmatrix_x4(four, x + x_offset(row, 2 * step + lane / 8 % 2));
+#pragma unroll
+          for (int j = 0; j < 4; ++j) b[step][2 * pair + j / 2][j % 2] = scale_x(four[j]);
+        }
+      }
+    }
+  }
+
+  // Where in a stage this lane's row g has its scale.
+  static constexpr int kSize = size_of(dtype), kGroupBytes = (zeros ? 2 : 1) * kTileN * kSize;
+  __device__ __forceinline__ uint32_t parameters() const {
+    return d.scale_offset + column_group(lane % 4 * 2) * kGroupBytes + lane / 4 * kSize;
+  }
+
+  using Sums = float[kR][kTM][4];
+  static constexpr int kColumnBytes = Tile::kPaddedRow * 4;
+
+  // Row tiles that do not exist are multiplied like others: their sums go nowhere.
+  __device__ __forceinline__ void multiply(uint32_t stage, const Units& units, uint32_t parameters, Sums& sum) const {
+    X b;
+    load_x(stage + d.x_offset, units, b);
+    constexpr int kSteps = 8 / groups, kTogether = kR % 2 == 0 ? 2 : 1;
+    float x_sum[groups][kTM][4] = {};
+#pragma unroll
+    for (int step = 0; step < 8; ++step) {
+      const uint32_t ones[4] = {0x00010001, 0x00010001, 0x00010001, 0x00010001};
+#pragma unroll
+      for (int j = 0; j < kTM; ++j) Half<T>::mma(x_sum[step / kSteps][j], ones, b[step][j][0], b[step][j][1]);
+    }
+    const uint32_t words = stage + lane * 16;
+    const uint32_t tile_parameters = (kTM == 1 ? d.groups_of_step : groups) * kGroupBytes;
+#pragma unroll
+    for (int first = 0; first < kR; first += kTogether) {
+      uint32_t word[kTogether][8];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint4 four = ptx::load_shared_16(words + (first + i) * kStepBytes + half * kTileBytes);
+          word[i][4 * half] = four.x, word[i][4 * half + 1] = four.y;
+          word[i][4 * half + 2] = four.z, word[i][4 * half + 3] = four.w;
+        }
+      }
+#pragma unroll
+      for (int group = 0; group < groups; ++group) {
+        float scale[kTogether][2], zero[kTogether][2];  // of rows g and g + 8
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const uint32_t from = stage + parameters + (first + i) * tile_parameters + group * kGroupBytes;
+#pragma unroll
+          for (int high = 0; high < 2; ++high) {
+            scale[i][high] = load_shared_float<dtype>(from + high * 8 * kSize);
+            zero[i][high] = zeros ? load_shared_float<dtype>(from + (kTileN + high * 8) * kSize) : kSymmetricZero;
+          }
+        }
+        float product[kTogether][kTM][4] = {};
+#pragma unroll
+        for (int step = group * kSteps; step < (group + 1) * kSteps; ++step) {
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i) {
+            uint32_t a[4];
+            make_operand(word[i][step], a);
+#pragma unroll
+            for (int j = 0; j < kTM; ++j) Half<T>::mma(product[i][j], a, b[step][j][0], b[step][j][1]);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+#pragma unroll
+          for (int j = 0; j < kTM; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const float low = product[i][j][e], both = product[i][j][e + 2], x = x_sum[group][j][e];
+              sum[first + i][j][e] += scale[i][0] * (low - zero[i][0] * x);
+              sum[first + i][j][e + 2] += scale[i][1] * (both - low - zero[i][1] * (16 * x));
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // Sums in shared memory: [slot][slice][token][columns of the token][kPaddedRow] float32, a slot the row tiles of a
+  // pass.
+  __device__ __forceinline__ uint32_t partial(int slot, int of_slice, int token) const {
+    return partials + ((slot * Tile::kWarps + of_slice) * d.tokens + token) * columns_of_token() * kColumnBytes;
+  }
+  __device__ __forceinline__ void keep(int slot, int tiles, const Sums& sum) const {
+    const int column = lane % 4 * 2;
+    const uint32_t to = partial(slot, slice, column_token(column)) + column_group(column) * kColumnBytes + lane / 4 * 4;
+#pragma unroll
+    for (int j = 0; j < kTM; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int token = j * 8 + e;  // beyond that of `column`
+        if (token + column_token(column) >= d.tokens) continue;
+#pragma unroll
+        for (int i = 0; i < kR; ++i) {
+          if (i >= tiles) break;
+          const uint32_t at = to + token * columns_of_token() * kColumnBytes + i * (kTileN * 4);
+          ptx::store_shared_float(at, sum[i][j][e] * kUnit);
+          ptx::store_shared_float(at + 32, sum[i][j][e + 2] * (kUnit / 16));
+        }
+      }
+    }
+  }
+
+  // Adds slices and CTAs of the `slots` passes from `pass` on, and stores y, a thread four rows of a token.
+  template <bool clustered>
+  __device__ __forceinline__ void write(int pass, int slots) const {
+    __syncthreads();
+    constexpr int kQuads = kR * kTileN / 4, kRowsAtOnce = Tile::kThreads / kQuads;
+    static_assert(32 % kQuads == 0, "lanes of a warp share a token or have whole tokens");
+    const int m = d.tokens, quad = threadIdx.x % kQuads;
+    if constexpr (clustered) {
+      for (int row = threadIdx.x / kQuads; row < slots * m; row += kRowsAtOnce) {
+        int slot = 0, token = row;
+        while (token >= m) token -= m, ++slot;
+        float value[4] = {};
+        add_slices(slot, token, quad, value);
+        ptx::store_shared_16(partial(slot, 0, token) + quad * 16,
+                             {__float_as_uint(value[0]), __float_as_uint(value[1]), __float_as_uint(value[2]),
+                              __float_as_uint(value[3])});
+      }
+      ptx::cluster_barrier();
+    }
+    const int ranks = clustered ? gridDim.x : 1;
+    // All lanes of a warp go round alike.
+    for (int first = threadIdx.x / 32 * 32 / kQuads + (clustered ? rank * kRowsAtOnce : 0); first < slots * m;
+         first += ranks * kRowsAtOnce) {
+      int slot = 0, token = first + threadIdx.x % 32 / kQuads;
+      bool exists = token < slots * m;
+      while (exists && token >= m) token -= m, ++slot;
+      const int row_tile = (pass + slot) * kR + quad / 4, n = (row_tile0 + row_tile) * kTileN + quad % 4 * 4;
+      exists = exists && row_tile < row_tiles;
+      float value[4] = {};
+      if (exists) {
+        if constexpr (clustered) {
+          for (int r = 0; r < ranks; ++r) {
+            const float4 part = ptx::load_cluster_float4(ptx::cluster_address(partial(slot, 0, token) + quad * 16, r));
+            value[0] += part.x, value[1] += part.y, value[2] += part.z, value[3] += part.w;
+          }
+        } else {
+          add_slices(slot, token, quad, value);
+        }
+      }
+      repair(p, d, n, token, value);
+      if (exists) store_rows(p, n, token, value);
+    }
+  }
+  __device__ __forceinline__ void add_slices(int slot, int token, int quad, float (&value)[4]) const {
+    for (int column = 0; column < columns_of_token(); ++column) {
+      stream::add_slices<Tile::kWarps>(partial(slot, 0, token) + column * kColumnBytes + quad * 16,
+                                       d.tokens * columns_of_token() * kColumnBytes, value);
+    }
+  }
+};
+
+// Until all but the last stages - 2 copies under way have arrived.
+__device__ __forceinline__ void wait_for_stage(int stages) {
+  if (stages == 2) {
+    ptx::cp_async_wait<0>();
+  } else if (stages == 3) {
+    ptx::cp_async_wait<1>();
+  } else {
+    ptx::cp_async_wait<2>();
+  }
+}
+
+template <typename Tile, int groups, bool zeros, DType dtype>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
+    ring_kernel(const __grid_constant__ Params p, const __grid_constant__ RingParams d) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  using Cta = Ring<Tile, groups, zeros, dtype>;
+  const Cta cta(p, d, ptx::shared_address(shared));
+
+  // The kernel before this one may still run. What it writes must not be read before the wait, and might be anything,
+  // weights too: they are brought as far as the L2 cache, where a later write to them still counts.
+  if (threadIdx.x < min(cta.row_tiles, Tile::kTilesN)) {
+    const int row_tile = cta.row_tile0 + threadIdx.x;
+    const int bytes = min(min(cta.steps * kStepBytes, (p.k_tiles - 2 * cta.begin) * kTileBytes), kPrefetchBytes);
+    ptx::prefetch_l2(p.weight + row_tile * d.row_tile_bytes + cta.begin * kStepBytes, bytes);
+    ptx::prefetch_l2(p.scales + row_tile * d.row_tile_scale_bytes, static_cast<int>(d.row_tile_scale_bytes));
+  }
+  auto ahead = cta.first();
+  const auto units = cta.units();
+  const uint32_t parameters = ptx::opaque(cta.parameters());
+  ptx::wait_for_previous_kernel();
+  ptx::launch_dependents();
+
+#pragma unroll 1
+  for (int i = 0; i < d.stages - 1; ++i) {
+    cta.fetch(ahead, cta.stage_address(i));
+    ptx::cp_async_commit();
+    cta.advance(ahead);
+  }
+
+  uint32_t stage = cta.ring, stage_ahead = cta.stage_address(d.stages - 1);
+  const uint32_t last_stage = stage_ahead;
+  int step = cta.slice, slot = 0;
+  for (int pass = 0; pass < d.passes; ++pass) {
+    typename Cta::Sums sum = {};
+    const int tiles = cta.row_tiles - pass * Tile::kTilesN;
+    for (; step < cta.steps; step += Tile::kWarps) {
+      wait_for_stage(d.stages);
+      __syncwarp();  // this stage has arrived for all, the previous one has been read by all
+      cta.fetch(ahead, stage_ahead);
+      ptx::cp_async_commit();
+      cta.advance(ahead);
+      cta.multiply(stage, units, parameters, sum);
+      stage_ahead = stage;
+      stage = stage == last_stage ? cta.ring : stage + d.stage_bytes;
+    }
+    step -= cta.steps;
+    cta.keep(slot, tiles, sum);
+    if (++slot == d.slots || pass + 1 == d.passes) {
+      if (d.clustered) {
+        cta.template write<true>(pass + 1 - slot, slot);
+        ptx::cluster_barrier();  // the others have read this CTA's sums
+      } else {
+        cta.template write<false>(pass + 1 - slot, slot);
+        if (pass + 1 < d.passes) __syncthreads();
+      }
+      slot = 0;
+    }
+  }
+}
+
+}  // namespace qao::mm::stream::x_ring

@@ -1,0 +1,322 @@
+// The body for 9 to 16 tokens on Hopper whose x fits into shared memory: ring.cuh's arithmetic (which see) on
+// resident.cuh's walk, with x brought once by the copy engine.
+//
+// A CTA owns a run of row tiles and walks it in passes of kTilesN. Its warps are slices of K: each takes every so many
+// K-steps of 128 columns through a cp.async ring of its own, which runs on from pass to pass. Sums of the slices are
+// added in their order.
+//
+// All of x comes to every CTA, [K-step][two boxes of 64 columns][token], 128 bytes a row with their 16-byte chunks
+// permuted. A K-step has an mbarrier: the one warp that needs it first waits for no other.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "common/mma.cuh"
+#include "common/ptx.cuh"
+#include "common/tma.cuh"
+#include "int4/layout.h"
+#include "mm/stream/common.cuh"
+#include "mm/stream/kernels.h"
+#include "mm/stream/tile.h"
+
+namespace qao::mm::stream::tma {
+
+// T is what x is; `half`: parameters of W are float16, else bfloat16.
+template <typename Tile, typename T, bool zeros, bool half>
+struct Tma {
+  static constexpr int kR = Tile::kTilesN, kWarps = Tile::kWarps, kStages = Tile::kStages;
+  static constexpr int kGroupBytes = tma_group_bytes(zeros), kStageBytes = tma_stage_bytes(kR, zeros);
+  static constexpr int kColumnTiles = kTmaTokens / 8, kStepX = kStepBoxes * kBoxBytes;
+  static constexpr int kSumsBytes = kTileN * kTmaTokens * 4;  // of a row tile
+  static_assert(kR * kSumsBytes <= kStageBytes, "sums of a pass lie in a stage");
+  const Params& p;
+  const TmaParams& d;
+  const int lane, slice, row_tile0, row_tiles;
+  const uint32_t x, ring;
+
+  __device__ __forceinline__ Tma(const Params& params, const TmaParams& cut, uint32_t base)
+      : p(params),
+        d(cut),
+        lane(threadIdx.x % 32),
+        slice(ptx::warp_index()),
+        row_tile0(blockIdx.x * d.row_tiles + min(static_cast<int>(blockIdx.x), d.more_row_tiles)),
+        row_tiles(d.row_tiles + (static_cast<int>(blockIdx.x) < d.more_row_tiles)),
+        x(base),
+        ring(base + d.ring_offset + slice * (kStages * kStageBytes)) {}
+
+  // ---- x.
+
+  __device__ __forceinline__ uint32_t arrived(int step) const { return x + d.barriers_offset + step * 8; }
+  // Warps share the barriers, since lanes would take turns. Columns past K count: they are zeros.
+  __device__ __forceinline__ void expect_x() const {
+    if (!ptx::elect_one()) return;
+#pragma unroll 1
+    for (int step = slice; step < d.steps; step += kWarps) {
+      qao::tma::barrier_init(arrived(step), 1);
+      qao::tma::barrier_expect(arrived(step), kStepBoxes * d.tokens * kBoxRowBytes);
+    }
+    qao::tma::barrier_init_fence();
+  }
+  // First boxes first. By then all barriers are initialised.
+  __device__ __forceinline__ void bring_x(const CUtensorMap& map) const {
+    if (!ptx::elect_one()) return;
+#pragma unroll 1
+    for (int box = slice; box < d.steps * kStepBoxes; box += kWarps) {
+      qao::tma::load_3d(x + box * kBoxBytes, &map, box * kBoxColumns, 0, 0, arrived(box / kStepBoxes));
+    }
+  }
+
+  // ---- Weights.
+
+  // Walks this warp's K-steps, pass after pass, with this lane's pointers.
+  struct Cursor {
+    int step;
+    int tiles;  // row tiles that the CTA has left; none past the last pass
+    const uint8_t *weight, *scales;
+  };
+  static constexpr int kChunks = kGroupBytes / 16;  // of parameters of a row tile
+  static_assert(kR * kChunks <= 32, "a lane copies one");
+
+  __device__ __forceinline__ void seek(Cursor& at) const {
+    while (at.step >= d.steps) at.step -= d.steps, at.tiles -= kR;
+    const int row_tile = row_tile0 + row_tiles - at.tiles;
+    at.weight = p.weight + row_tile * d.row_tile_bytes + at.step * kStepBytes + lane * 16;
+    at.scales = p.scales + (row_tile + lane / kChunks) * d.row_tile_scale_bytes +
+                (at.step >> d.group_shift) * kGroupBytes + lane % kChunks * 16;
+  }
+  __device__ __forceinline__ Cursor first() const {
+    Cursor at{slice, row_tiles};
+    seek(at);
+    return at;
+  }
+  __device__ __forceinline__ void advance(Cursor& at) const {
+    at.step += kWarps;
+    at.weight += kWarps * kStepBytes;
+    at.scales += d.scale_advance;
+    if (at.step >= d.steps) seek(at);
+  }
+  // Starts copying a K-step of the pass's row tiles and their parameters.
+  __device__ __forceinline__ void fetch(const Cursor& at, uint32_t stage) const {
+    const uint32_t to = stage + lane * 16;
+    const uint8_t* weight = at.weight;
+#pragma unroll
+    for (int i = 0; i < kR; ++i) {
+      if (i < at.tiles) {
+        ptx::cp_async_16(to + i * kStepBytes, weight);
+        ptx::cp_async_16(to + i * kStepBytes + kTileBytes, weight + kTileBytes);
+      }
+      if (i + 1 < kR) weight += d.row_tile_bytes;
+    }
+    if (lane < min(kR, at.tiles) * kChunks) ptx::cp_async_16(to + kR * kStepBytes, at.scales);
+    ptx::cp_async_commit();
+  }
+
+  // ---- Products.
+
+  using Sums = float[kR][kColumnTiles][4];
+
+  // Parameters of this lane's rows g and g + 8, pairs of 16 bits: a transposed matrix has both in every two of its
+  // columns.
+  using Parameters = uint32_t[kR][zeros ? 2 : 1];
+  __device__ __forceinline__ void load_parameters(uint32_t from, Parameters& to) const {
+    constexpr int kAll = kGroupBytes / 32 * kR;
+    uint32_t pairs[kAll + 3];
+#pragma unroll
+    for (int i = 0; i < kAll; i += 4) {
+      if (kAll - i > 2) {
+        ptx::ldmatrix_x4_transposed(reinterpret_cast<uint32_t (&)[4]>(pairs[i]), from + i * 32);
+      } else {
+        ptx::ldmatrix_x2_transposed(reinterpret_cast<uint32_t (&)[2]>(pairs[i]), from + i * 32);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAll; ++i) to[i / (zeros ? 2 : 1)][i % (zeros ? 2 : 1)] = pairs[i];
+  }
+  static __device__ __forceinline__ float low(uint32_t pair) {
+    return half ? Half<__half>::low(pair) : Half<__nv_bfloat16>::low(pair);
+  }
+  static __device__ __forceinline__ float high(uint32_t pair) {
+    return half ? Half<__half>::high(pair) : Half<__nv_bfloat16>::high(pair);
+  }
+
+  // What a lane needs to know of its rows and columns: where ldmatrix finds x, weights and parameters in a stage, and
+  // the lane that has the sum of the token of its first column.
+  struct Places {
+    uint32_t x, weights, parameters, column;
+  };
+  __device__ __forceinline__ Places places() const {
+    return {ptx::opaque(x + lane % 8 * 128 + ((lane / 8 ^ lane % 8) << 4)), ptx::opaque(lane * 16),
+            ptx::opaque(kR * kStepBytes + lane / 8 * 32 + lane % 2 * 16), ptx::opaque(lane % 4 * 8)};
+  }
+
+  // Row tiles and tokens that do not exist are multiplied like others: their sums go nowhere.
+  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t x_step, const Places& at, Sums& sum) const {
+    float product[kR][kColumnTiles][4] = {};
+    // Four operands of eight columns are one of sixteen rows: token g in rows g and g + 8.
+    float x_sum[kColumnTiles][4] = {};
+#pragma unroll
+    for (int box = 0; box < kStepBoxes; ++box) {
+      uint4 words[kR];
+#pragma unroll
+      for (int i = 0; i < kR; ++i) {
+        words[i] = ptx::load_shared_16(stage + at.weights + i * kStepBytes + box * kTileBytes);
+      }
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        uint32_t b[kColumnTiles][4];
+#pragma unroll
+        for (int j = 0; j < kColumnTiles; ++j) {
+          ptx::ldmatrix_x4(b[j], (x_step ^ pair * 64) + box * kBoxBytes + j * (kBoxBytes / kColumnTiles));
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            if constexpr (std::is_same_v<T, __nv_bfloat16>) b[j][c] = scale_x(b[j][c]);
+          }
+          Half<T>::mma(x_sum[j], b[j], 0x00010001, 0x00010001);
+        }
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+#pragma unroll
+          for (int i = 0; i < kR; ++i) {
+            const uint32_t word = pair == 0 ? (s == 0 ? words[i].x : words[i].y) : (s == 0 ? words[i].z : words[i].w);
+            uint32_t a[4];
+            make_operand(word, a);
+#pragma unroll
+            for (int j = 0; j < kColumnTiles; ++j) Half<T>::mma(product[i][j], a, b[j][2 * s], b[j][2 * s + 1]);
+          }
+        }
+      }
+    }
+    float xs[kColumnTiles][2];  // of this lane's columns
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; ++j) {
+      const float of_token = x_sum[j][0] + x_sum[j][2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) xs[j][e] = __shfl_sync(kAllLanes, of_token, at.column + e * 4);
+    }
+    Parameters parameters;
+    load_parameters(stage + at.parameters, parameters);
+#pragma unroll
+    for (int i = 0; i < kR; ++i) {
+      const float scale[2] = {low(parameters[i][0]), high(parameters[i][0])};
+      float zero[2] = {kSymmetricZero, kSymmetricZero};
+      if constexpr (zeros) zero[0] = low(parameters[i][1]), zero[1] = high(parameters[i][1]);
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float first = product[i][j][e], both = product[i][j][e + 2];
+          sum[i][j][e] += scale[0] * (first - zero[0] * xs[j][e]);
+          sum[i][j][e + 2] += scale[1] * (both - first - 16 * zero[1] * xs[j][e]);
+        }
+      }
+    }
+  }
+
+  // All K-steps of this warp, then the sums.
+  __device__ __forceinline__ void walk(Cursor& ahead) const {
+    const Places at = places();
+    const uint32_t end = ring + kStages * kStageBytes;
+    uint32_t stage = ring, stage_ahead = end - kStageBytes;
+    int step = slice;
+#pragma unroll 1
+    for (int pass = 0; pass < d.passes; ++pass) {
+      Sums sum = {};
+#pragma unroll 1
+      for (; step < d.steps; step += kWarps) {
+        ptx::cp_async_wait<kStages - 2>();
+        __syncwarp();
+        fetch(ahead, stage_ahead);
+        advance(ahead);
+        if (pass == 0) qao::tma::barrier_wait(arrived(step), 0);
+        multiply(stage, at.x + step * kStepX, at, sum);
+        stage_ahead = stage;
+        stage += kStageBytes;
+        if (stage == end) stage = ring;
+      }
+      step -= d.steps;
+      __syncwarp();
+      keep(stage_ahead, sum);
+      __syncthreads();
+      write(pass);
+      if (pass + 1 < d.passes) __syncthreads();
+    }
+  }
+
+  // ---- Sums: each warp's lie in the stage that it has read last, [row tile][token][row] float32. Against bank
+  // conflicts, a token's place has its lowest two bits the other way round, and rows g and g + 8 change places in every
+  // other four tokens.
+
+  __device__ __forceinline__ uint32_t place_of(int of_slice) const { return x + d.places_offset + of_slice * 4; }
+  __device__ __forceinline__ void keep(uint32_t to, const Sums& sum) const {
+    const int g = lane / 4, t = lane % 4;
+    if (lane == 0) ptx::store_shared_4(place_of(slice), to);
+    to += (t / 2 * 4 + t % 2) * (kTileN * 4) + (t / 2 * 8 + g) * 4;
+#pragma unroll
+    for (int i = 0; i < kR; ++i) {
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const uint32_t at = i * kSumsBytes + (j * 8 + e * 2) * (kTileN * 4);
+          ptx::store_shared_float(to + at, sum[i][j][e] * kUnitOf<T>);
+          ptx::store_shared_float((to ^ 32) + at, sum[i][j][e + 2] * (kUnitOf<T> / 16));
+        }
+      }
+    }
+  }
+  // Adds the slices and stores y, a thread four rows of a token.
+  __device__ __forceinline__ void write(int pass) const {
+    constexpr int kQuads = kSumsBytes / 16;
+#pragma unroll 1
+    for (int first = slice * 32; first < kR * kQuads; first += Tile::kThreads) {  // alike for all lanes of a warp
+      const int i = first + lane, at = i % kQuads / 4, row_tile = pass * kR + i / kQuads;
+      const int token = (at & ~3) | at % 2 * 2 | at / 2 % 2, quad = i % 4 ^ (at / 4 % 2 * 2);
+      const int n = (row_tile0 + row_tile) * kTileN + quad * 4;
+      const bool exists = token < d.tokens && row_tile < row_tiles;
+      float value[4] = {};
+      if (exists) {
+#pragma unroll
+        for (int s = 0; s < kWarps; ++s) add_slices<1>(ptx::load_shared_word(place_of(s)) + i * 16, 0, value);
+      }
+      repair<GivenX<T>>(p, d, n, token, value);
+      if (exists) store_rows<T>(p, n, token, value);
+    }
+  }
+};
+
+template <typename Tile, typename T, bool zeros, bool half>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    tma_kernel(const __grid_constant__ Params p, const __grid_constant__ TmaParams d,
+               const __grid_constant__ CUtensorMap x) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const Tma<Tile, T, zeros, half> cta(p, d, ptx::shared_address(memory));
+  cta.expect_x();
+
+  // The kernel before this one may still run. What it writes must not be read before the wait, and might be anything,
+  // weights too: they are brought as far as the L2 cache, where a later write to them still counts.
+  if (threadIdx.x < min(cta.row_tiles, Tile::kTilesN)) {
+    const int row_tile = cta.row_tile0 + threadIdx.x;
+    ptx::prefetch_l2(p.weight + row_tile * d.row_tile_bytes, min(p.k_tiles * kTileBytes, kPrefetchBytes));
+    ptx::prefetch_l2(p.scales + row_tile * d.row_tile_scale_bytes, static_cast<int>(d.row_tile_scale_bytes));
+  }
+  if (threadIdx.x == 0) qao::tma::prefetch_map(&x);
+  auto ahead = cta.first();
+  __syncthreads();
+  ptx::wait_for_previous_kernel();
+  ptx::launch_dependents();
+
+  cta.bring_x(x);
+  __syncwarp();
+#pragma unroll 1
+  for (int i = 0; i < Tile::kStages - 1; ++i) {
+    cta.fetch(ahead, cta.ring + i * cta.kStageBytes);
+    cta.advance(ahead);
+  }
+  cta.walk(ahead);
+}
+
+}  // namespace qao::mm::stream::tma

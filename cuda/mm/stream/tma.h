@@ -1,0 +1,75 @@
+// How tma.cuh cuts a problem: one definition for plan() and for launch().
+#pragma once
+
+#include "common/integers.h"
+#include "int4/layout.h"
+#include "mm/stream/tile.h"
+#include "mm/stream/walk.h"
+#include "qao/mm.h"
+
+namespace qao::mm::stream {
+
+struct TmaConfig {
+  int tiles_n, warps, stages;
+};
+
+template <typename Tile>
+constexpr TmaConfig tma_config() {
+  return {Tile::kTilesN, Tile::kWarps, Tile::kStages};
+}
+
+constexpr TmaConfig kTma[] = {
+#define QAO_TMA(...) tma_config<TmaTile<__VA_ARGS__>>(),
+#include "mm/stream/tma.inc"
+#undef QAO_TMA
+};
+
+// Of parameters of a group, in 16 bits.
+constexpr int tma_group_bytes(bool zeros) { return (zeros ? 2 : 1) * kTileN * 2; }
+// Copies that lie across lines of 128 bytes take longer.
+constexpr int tma_stage_bytes(int tiles_n, bool zeros) {
+  return round_up(tiles_n * (kStepBytes + tma_group_bytes(zeros)), 128);
+}
+
+// What the kernel gets. Row tiles have 16 rows of W, K-steps kStepColumns columns.
+struct TmaParams {
+  int row_tiles, more_row_tiles;  // of a CTA; the first `more` have one more
+  int passes;                     // over the row tiles
+  int steps;                      // K-steps
+  int tokens;
+  int64_t row_tile_bytes, row_tile_scale_bytes;
+  int ring_offset, barriers_offset, places_offset;  // in shared memory, behind x
+  int groups_of_step, group_shift;                  // K-step s has group s >> group_shift alone
+  int scale_advance;                                // bytes of parameters from a K-step of a warp to its next
+  bool zeros;
+};
+
+// False if K-steps are not whole, groups smaller or parameters wider than 16 bits, if the copy engine cannot read x, or
+// if a CTA has not `shared_limit` bytes' room.
+inline bool tma_params(const Problem& problem, const TmaConfig& config, int ctas, int shared_limit, TmaParams* to,
+                       int* shared_bytes) {
+  const StepGroups groups = step_groups(problem, config.warps);
+  if (groups.of_step > 1) return false;
+  if (size_of(problem.scale_dtype) != 2 || !problem.x_aligned) return false;
+  if (tiles_k(problem.k) % 2 != 0) return false;
+  TmaParams d{};
+  const int row_tiles = static_cast<int>(tiles_n(problem.n)), k_tiles = static_cast<int>(tiles_k(problem.k));
+  d.row_tiles = row_tiles / ctas, d.more_row_tiles = row_tiles % ctas;
+  d.passes = (d.row_tiles + (d.more_row_tiles > 0) + config.tiles_n - 1) / config.tiles_n;
+  d.steps = k_tiles / 2;
+  d.tokens = static_cast<int>(problem.m);
+  d.row_tile_bytes = static_cast<int64_t>(k_tiles) * kTileBytes;
+  d.row_tile_scale_bytes = problem.groups() * groups.bytes;
+  d.groups_of_step = groups.of_step, d.group_shift = groups.shift, d.scale_advance = groups.advance;
+  d.zeros = problem.has_zeros;
+  if (d.steps > shared_limit / (kStepBoxes * kBoxBytes)) return false;
+
+  d.ring_offset = d.steps * kStepBoxes * kBoxBytes;
+  d.barriers_offset = d.ring_offset + config.warps * config.stages * tma_stage_bytes(config.tiles_n, problem.has_zeros);
+  d.places_offset = d.barriers_offset + d.steps * 8;
+  *shared_bytes = d.places_offset + config.warps * 4;
+  *to = d;
+  return *shared_bytes <= shared_limit;
+}
+
+}  // namespace qao::mm::stream

@@ -1,0 +1,25 @@
+// Streaming kernels are compiled for what their loops would otherwise ask in every step: how many groups a K-step
+// has, whether there are zero points, the parameters' dtype.
+#pragma once
+
+#include "qao/types.h"
+
+namespace qao::mm::stream {
+
+// of.template operator()<groups, zeros, dtype>() for a K-step's groups (1, 2 or 4).
+template <typename Of>
+auto variant(int groups, bool has_zeros, DType dtype, const Of& of) {
+  const auto of_dtype = [&]<int count, bool zeros>() {
+    if (dtype == DType::kBFloat16) return of.template operator()<count, zeros, DType::kBFloat16>();
+    if (dtype == DType::kFloat16) return of.template operator()<count, zeros, DType::kFloat16>();
+    return of.template operator()<count, zeros, DType::kFloat32>();
+  };
+  const auto of_zeros = [&]<int count>() {
+    return has_zeros ? of_dtype.template operator()<count, true>() : of_dtype.template operator()<count, false>();
+  };
+  if (groups == 1) return of_zeros.template operator()<1>();
+  if (groups == 2) return of_zeros.template operator()<2>();
+  return of_zeros.template operator()<4>();
+}
+
+}  // namespace qao::mm::stream

@@ -1,0 +1,245 @@
+// From the sums of a tile to y: scaled and stored, or first added over the CTAs of a cluster in their order. Each of
+// the three ways is compiled once a kernel.
+#pragma once
+
+#include <type_traits>
+
+#include "common/convert.cuh"
+#include "common/ptx.cuh"
+#include "mm/wgmma/producer.cuh"
+
+namespace qao::mm::wgmma {
+
+// Scales, sums and bias of a warpgroup's 64 rows of W wait in shared memory, [3][64], and the scales and zero points of
+// the tile's tokens, a copy for each warpgroup, [2][tokens].
+template <typename K>
+__device__ __forceinline__ void fetch_scales(const Params& p, uint32_t rows, uint32_t tokens, int row0,
+                                             int64_t token0) {
+  const int thread = threadIdx.x % 128, row = row0 + thread % 64;
+  const bool in_weight = row < p.n;
+  if (thread < 64) {
+    if (p.row_scales != nullptr) {
+      ptx::cp_async_4(rows + thread * 4, p.row_scales + (in_weight ? row * p.row_scale_stride : 0), in_weight);
+    }
+  } else {
+    if (p.weight_sums != nullptr) ptx::cp_async_4(rows + thread * 4, p.weight_sums + (in_weight ? row : 0), in_weight);
+    if (p.bias != nullptr) {
+      ptx::store_shared_float(rows + 256 + thread * 4, in_weight ? load_float(p.bias, row, p.bias_dtype) : 0.0f);
+    }
+  }
+  for (int i = thread; !K::kFloatX && i < K::kTokens; i += 128) {
+    const bool exists = token0 + i < p.m;
+    const int64_t token = exists ? token0 + i : 0;
+    if (p.x_scales != nullptr) ptx::cp_async_4(tokens + i * 4, p.x_scales + token * p.x_scale_stride, exists);
+    if (p.x_zeros != nullptr) ptx::cp_async_4(tokens + (K::kTokens + i) * 4, p.x_zeros + token, exists);
+  }
+  ptx::cp_async_commit();
+}
+// Before they are read.
+__device__ __forceinline__ void wait_for_scales(int warpgroup) {
+  ptx::cp_async_wait<0>();
+  ptx::named_barrier(1 + warpgroup, 128);
+}
+
+// What one thread needs of `count` rows, `row` and every `step`-th after it. `scaled_x`: x has scales.
+template <bool scaled_x, int count, int step>
+struct Rows {
+  float scale[count], weight_sum[count], bias[count];
+
+  __device__ __forceinline__ Rows(const Params& p, uint32_t rows, int row) {
+#pragma unroll
+    for (int e = 0; e < count; ++e) {
+      const uint32_t at = rows + (row + e * step) * 4;
+      scale[e] = p.row_scales != nullptr ? p.factor * ptx::load_shared_float(at) : p.factor;
+      weight_sum[e] = p.weight_sums != nullptr ? ptx::load_shared_float(at + 256) : 0.0f;
+      bias[e] = p.bias != nullptr ? ptx::load_shared_float(at + 512) : 0.0f;
+    }
+  }
+  __device__ __forceinline__ float finish(int e, float sum, float x_scale, float x_zero) const {
+    if constexpr (!scaled_x) return scale[e] * sum + bias[e];
+    return x_scale * (scale[e] * sum - x_zero * weight_sum[e]) + bias[e];
+  }
+};
+
+// Of two neighbouring tokens.
+template <typename K>
+struct Tokens {
+  float2 scale = {1, 1}, zero = {0, 0};
+
+  __device__ __forceinline__ Tokens(const Params& p, uint32_t tokens, int token) {
+    if constexpr (K::kFloatX) return;
+    if (p.x_scales != nullptr) scale = ptx::load_shared_float2(tokens + token * 4);
+    if (p.x_zeros != nullptr) {
+      zero.x = static_cast<float>(ptx::load_shared_int(tokens + (K::kTokens + token) * 4));
+      zero.y = static_cast<float>(ptx::load_shared_int(tokens + (K::kTokens + token) * 4 + 4));
+    }
+  }
+};
+// One warpgroup's rows of y, [row0, row_end), at most 64 of them, and the tokens from token0; the shared addresses of
+// what fetch_scales brought.
+struct Target {
+  uint32_t rows, tokens;
+  int64_t token0;
+  int row0, row_end;
+  int split_k;  // see Place
+};
+
+// Of a tile whose K is split over the cluster: transposed into `tiles`, then every CTA adds up and stores its share of
+// the tokens.
+template <typename K, typename Sum>
+__device__ __forceinline__ void write_split_result(const Params& p, const Sum (&sum)[K::kTilesM][4], uint32_t tiles,
+                                                   const Target& at) {
+  constexpr int kBatch = 4;  // tokens of a thread whose parts are read at once
+  const int thread = threadIdx.x % 128, lane = thread % 32, rank = ptx::cluster_rank();
+  const uint32_t tile = tiles + threadIdx.x / 128 * K::kTokens * kPaddedN * 4;
+  const int row = thread % 16 * 4, n = at.row0 + row;
+  ptx::cp_async_wait<0>();  // of fetch_scales
+#pragma unroll
+  for (int j = 0; j < K::kTilesM; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int column = j * 8 + lane % 4 * 2 + e % 2, row = thread / 32 * 16 + lane / 4 + e / 2 * 8;
+      uint32_t to = tile + (column * kPaddedN + row) * 4;
+      if constexpr (K::kOwnTokens) {
+        to = tiles + ((column / 64 * K::kTokens + threadIdx.x / 128 * 64 + row) * kPaddedN + column % 64) * 4;
+      } else if constexpr (K::kSwapped) {
+        to = tile + (row * kPaddedN + column) * 4;
+      }
+      ptx::store_shared_float(to, static_cast<float>(sum[j][e]));
+    }
+  }
+  ptx::cluster_barrier();
+  const Rows<!K::kFloatX, 4, 1> rows(p, at.rows, row);
+  const int end = static_cast<int>(min(static_cast<int64_t>((rank + 1) * K::kTokens / at.split_k), p.m - at.token0));
+#pragma unroll 1
+  for (int first = rank * K::kTokens / at.split_k + thread / 16; first < end && n < at.row_end; first += 8 * kBatch) {
+    float total[kBatch][4] = {};
+#pragma unroll 2
+    for (int r = 0; r < at.split_k; ++r) {
+      float4 part[kBatch];
+      const auto read = [&](uint32_t from, auto load) {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) part[i] = load(from + min(first + 8 * i, K::kTokens - 1) * (kPaddedN * 4));
+      };
+      if (r == rank) {  // what lies here need not go through the network of the cluster
+        read(tile + row * 4, ptx::load_shared_float4);
+      } else {
+        read(ptx::cluster_address(tile + row * 4, r), ptx::load_cluster_float4);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        total[i][0] += part[i].x, total[i][1] += part[i].y, total[i][2] += part[i].z, total[i][3] += part[i].w;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int token = first + 8 * i;
+      if (token >= end) break;
+      float x_scale = 1, x_zero = 0;
+      if (!K::kFloatX && p.x_scales != nullptr) x_scale = ptx::load_shared_float(at.tokens + token * 4);
+      if (!K::kFloatX && p.x_zeros != nullptr) {
+        x_zero = static_cast<float>(ptx::load_shared_int(at.tokens + (K::kTokens + token) * 4));
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) total[i][e] = rows.finish(e, total[i][e], x_scale, x_zero);
+      const int64_t to = (at.token0 + token) * p.n + n;
+      if (p.n % 4 == 0) {
+        store_float4(p.y, to, p.y_dtype, total[i]);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (n + e < at.row_end) store_float(p.y, to + e, p.y_dtype, total[i][e]);
+        }
+      }
+    }
+  }
+  ptx::cluster_arrive();  // a CTA that has gone cannot be read
+  ptx::cluster_wait();
+}
+
+// The same of a whole tile into a float32 y. Eight lanes hold neighbouring rows: 32 bytes of y.
+template <typename K, typename Sum>
+__device__ __forceinline__ void write_float_result(const Params& p, const Sum (&sum)[K::kTilesM][4], const Target& at) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4, n = at.row0 + row;
+  wait_for_scales(threadIdx.x / 128);
+  const Rows<!K::kFloatX, 2, 8> rows(p, at.rows, row);
+  float* y = static_cast<float*>(p.y) + (at.token0 + lane % 4 * 2) * p.n + n;
+  const int64_t count = p.m - at.token0 - lane % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < K::kTilesM; ++j) {
+    const Tokens<K> x(p, at.tokens, j * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float value = rows.finish(e / 2, static_cast<float>(sum[j][e]), e % 2 == 0 ? x.scale.x : x.scale.y,
+                                      e % 2 == 0 ? x.zero.x : x.zero.y);
+      if (j * 8 + e % 2 < count && n + e / 2 * 8 < at.row_end)
+        y[static_cast<int64_t>(j * 8 + e % 2) * p.n + e / 2 * 8] = value;
+    }
+  }
+  ptx::named_barrier(1 + threadIdx.x / 128, 128);  // before the scales are overwritten
+}
+
+__device__ __forceinline__ uint32_t pack(float low, float high, bool half) {
+  const __half2 halves = __floats2half2_rn(low, high);
+  const __nv_bfloat162 bfloats = __floats2bfloat162_rn(low, high);
+  return half ? *reinterpret_cast<const uint32_t*>(&halves) : *reinterpret_cast<const uint32_t*>(&bfloats);
+}
+
+// Eight neighbouring rows of a token, of 16 bits each.
+__device__ __forceinline__ void store_eight(const Params& p, int64_t token, int n, int row_end, const uint4& eight) {
+  uint16_t* y = static_cast<uint16_t*>(p.y) + token * p.n + n;
+  if (p.n % 8 == 0) {
+    *reinterpret_cast<uint4*>(y) = eight;
+    return;
+  }
+  const uint32_t word[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if (n + e < row_end) y[e] = static_cast<uint16_t>(word[e / 2] >> e % 2 * 16);
+  }
+}
+
+// Into a y of 16 bits, a chunk of tokens at a time in two buffers by turns: scaled in registers, transposed by
+// stmatrix, stored eight rows of W at a time.
+template <typename K, typename Sum>
+__device__ __forceinline__ void write_half_result(const Params& p, const Sum (&sum)[K::kTilesM][4], uint32_t buffers,
+                                                  const Target& at) {
+  constexpr int kChunkRowBytes = kChunkBytes / kChunkTokens;
+  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, warpgroup = threadIdx.x / 128;
+  const bool half = K::kFloatX ? std::is_same_v<typename K::T, __half> : p.y_dtype == DType::kFloat16;
+  wait_for_scales(warpgroup);
+  const Rows<!K::kFloatX, 2, 8> rows(p, at.rows, warp * 16 + lane / 4);
+#pragma unroll
+  for (int first = 0; first < K::kTilesM; first += kChunkTokens / 8) {
+    const uint32_t tile = buffers + (warpgroup * 2 + first * 8 / kChunkTokens % 2) * kChunkBytes;
+#pragma unroll
+    for (int j = 0; j < kChunkTokens / 8; j += 2) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const Sum(&of)[4] = sum[first + j + i];
+        const Tokens<K> x(p, at.tokens, (first + j + i) * 8 + lane % 4 * 2);
+#pragma unroll
+        for (int high = 0; high < 2; ++high) {
+          pairs[2 * i + high] =
+              pack(rows.finish(high, static_cast<float>(of[2 * high]), x.scale.x, x.zero.x),
+                   rows.finish(high, static_cast<float>(of[2 * high + 1]), x.scale.y, x.zero.y), half);
+        }
+      }
+      const int token = (j + lane / 16) * 8 + lane % 8;
+      ptx::stmatrix_x4_transposed(tile + token * kChunkRowBytes + warp * 32 + lane / 8 % 2 * 16, pairs);
+    }
+    ptx::named_barrier(1 + warpgroup, 128);
+    const int n = at.row0 + thread % 8 * 8;
+#pragma unroll
+    for (int i = 0; i < kChunkTokens / 16; ++i) {
+      const int token = thread / 8 + i * 16;
+      const int64_t m = at.token0 + first * 8 + token;
+      if (m >= p.m || n >= at.row_end) continue;
+      store_eight(p, m, n, at.row_end, ptx::load_shared_16(tile + token * kChunkRowBytes + thread % 8 * 16));
+    }
+  }
+  ptx::named_barrier(1 + warpgroup, 128);  // before the buffers are used again
+}
+
+}  // namespace qao::mm::wgmma

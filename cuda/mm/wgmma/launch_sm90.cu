@@ -1,0 +1,192 @@
+#include <algorithm>
+
+#include "common/integers.h"
+#include "common/launch.h"
+#include "common/shared_memory.h"
+#include "common/tensor_map.h"
+#include "mm/launch.h"
+#include "mm/problem.h"
+#include "mm/wgmma/kernel.cuh"
+
+namespace qao::mm::wgmma {
+namespace {
+
+constexpr int64_t kPrefetchBytes = 16 * 1024;  // of W, for each CTA: more delays the first copies of x
+
+using KernelFunction = void (*)(Params, TensorMaps);
+
+// Null where traits_of() says the tile is not compiled.
+template <int rows, int tokens, typename T, Format weight, Fold fold, bool columns = false>
+KernelFunction one() {
+  constexpr bool kFloatX = sizeof(T) == 2, kSwapped = fold == Fold::kBlock && !kFloatX && !columns;
+  constexpr Traits kTraits{kFloatX, weight == Format::kInt4, columns, fold != Fold::kNone, kSwapped};
+  if constexpr (kTraits.serves({rows, tokens})) {
+    return &mm_kernel<Kernel<T, weight, fold, columns, rows, tokens>>;
+  } else {
+    return nullptr;
+  }
+}
+
+template <int rows, int tokens, typename T>
+KernelFunction of_float(const Problem& p) {
+  if (p.weight == Format::kInt4) return one<rows, tokens, T, Format::kInt4, Fold::kNone>();
+  if (p.weight == Format::kInt8) return one<rows, tokens, T, Format::kInt8, Fold::kNone>();
+  if (p.weight_scaling == Scaling::kBlock) return one<rows, tokens, T, Format::kFp8, Fold::kBlock>();
+  return one<rows, tokens, T, Format::kFp8, Fold::kNone>();
+}
+template <int rows, int tokens>
+KernelFunction of_parts(const Problem& p) {
+  using T = __nv_bfloat16;
+  if (p.weight == Format::kInt4) return one<rows, tokens, T, Format::kInt4, Fold::kGroup, true>();
+  if (p.weight == Format::kInt8) return one<rows, tokens, T, Format::kInt8, Fold::kPromote>();
+  if (p.weight_scaling == Scaling::kBlock) return one<rows, tokens, T, Format::kFp8, Fold::kBlock>();
+  return one<rows, tokens, T, Format::kFp8, Fold::kPromote>();
+}
+template <int rows, int tokens>
+KernelFunction kernel_of(const Problem& p) {
+  using qao::wgmma::E4m3;
+  if (is_split(p)) return of_parts<rows, tokens>(p);
+  if (p.x == Format::kFloat) {
+    return p.x_dtype == DType::kFloat16 ? of_float<rows, tokens, __half>(p) : of_float<rows, tokens, __nv_bfloat16>(p);
+  }
+  if (p.x == Format::kInt8) {
+    if (p.weight == Format::kInt8) return one<rows, tokens, int8_t, Format::kInt8, Fold::kNone>();
+    return one<rows, tokens, int8_t, Format::kInt4, Fold::kGroup>();
+  }
+  if (p.weight == Format::kInt4) return one<rows, tokens, E4m3, Format::kInt4, Fold::kGroup>();
+  if (p.weight_scaling == Scaling::kBlock) {
+    return one<rows, tokens, E4m3, Format::kFp8, Fold::kBlock, !can_swap(tokens)>();
+  }
+  if constexpr (tokens == 256) {
+    if (p.fast_accum) return one<rows, tokens, E4m3, Format::kFp8, Fold::kNone>();
+  }
+  return one<rows, tokens, E4m3, Format::kFp8, Fold::kPromote>();
+}
+// Of row `config` of tiles.inc.
+KernelFunction kernel_of(const Problem& p, int config) {
+  int row = 0;
+#define QAO_TILE(rows, tokens) \
+  if (config == row++) return kernel_of<rows, tokens>(p);
+#include "mm/wgmma/tiles.inc"
+#undef QAO_TILE
+  return nullptr;
+}
+
+Status make_tensor_maps(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x,
+                        const Params& p, TensorMaps* maps) {
+  using Size = cuuint64_t;
+  const bool packed = problem.weight == Format::kInt4, float_x = problem.x == Format::kFloat;
+  const bool half = problem.x_dtype == DType::kFloat16;
+  const Size m = problem.m, n = problem.n, k = problem.k, row_tiles = int4::tiles_n(problem.n),
+             tiles_k = int4::tiles_k(problem.k), bytes = float_x ? 2 : 1;
+  const cuuint32_t tile_k = static_cast<cuuint32_t>(tile_k_of(problem, plan)), tokens = p.x_rows,
+                   atom_k = 128 / static_cast<cuuint32_t>(bytes), tile_rows = p.tile_rows,
+                   box_tiles = tile_rows / int4::kTileN;
+  const TensorShape x_shape{{packed && !float_x ? tiles_k * int4::kTileK : k, static_cast<Size>(x.parts), m},
+                            {(x.parts > 1 ? x.part_stride : x.stride) * bytes, x.stride * bytes},
+                            {atom_k, 1, tokens}};
+  const CUtensorMapDataType x_dtype = !float_x ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                      : half   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                               : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  Status status = encode_tensor_map(&maps->x, x.data, x_dtype, x_shape, CU_TENSOR_MAP_SWIZZLE_128B);
+  if (!status.ok()) return status;
+  if (!packed) {
+    const TensorShape weight{{k, 1, n}, {k, k}, {tile_k, 1, tile_rows}};
+    return encode_tensor_map(&maps->weight, arguments.weight, CU_TENSOR_MAP_DATA_TYPE_UINT8, weight,
+                             tile_k == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
+  }
+  const TensorShape weight{{int4::kTileBytes / 4, tiles_k, row_tiles},
+                           {int4::kTileBytes, tiles_k * int4::kTileBytes},
+                           {int4::kTileBytes / 4, tile_k / int4::kTileK, box_tiles}};
+  const Size group_bytes = p.group_bytes, groups = p.groups;
+  const TensorShape scales{
+      {group_bytes / 2, groups, row_tiles},
+      {group_bytes, groups * group_bytes},
+      {static_cast<cuuint32_t>(group_bytes / 2), static_cast<cuuint32_t>(p.groups_per_tile), box_tiles}};
+  status = encode_tensor_map(&maps->weight, arguments.weight, CU_TENSOR_MAP_DATA_TYPE_UINT32, weight,
+                             CU_TENSOR_MAP_SWIZZLE_NONE);
+  if (!status.ok()) return status;
+  return encode_tensor_map(&maps->scales, arguments.scales, CU_TENSOR_MAP_DATA_TYPE_UINT16, scales,
+                           CU_TENSOR_MAP_SWIZZLE_NONE);
+}
+
+// Groups along K: how many in a K-tile, or how many K-tiles in one.
+void set_groups(const Problem& problem, int64_t tile_k, Params* p) {
+  p->groups = static_cast<int>(problem.weight == Format::kInt4 ? problem.groups() : problem.k_blocks());
+  const int64_t size = problem.weight == Format::kInt4 ? problem.group_size : kScaleBlock;
+  p->groups_per_tile = p->groups > 1 && size < tile_k ? static_cast<int>(tile_k / size) : 1;
+  p->fold_shift = 0;
+  if (problem.weight == Format::kInt4 || has_blocks(problem)) {
+    while (p->fold_shift < 30 && (tile_k << p->fold_shift) < size) ++p->fold_shift;
+    if (p->groups == 1) p->fold_shift = 30;
+  }
+}
+
+}  // namespace
+
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream) {
+  const Traits traits = traits_of(problem, plan.tile_m);
+  const bool packed = traits.packed, block = has_blocks(problem);
+  const int64_t tile_k = tile_k_of(problem, plan);
+  Params p{};
+  p.m = problem.m;
+  p.n = static_cast<int>(problem.n);
+  p.k_tiles = static_cast<int>(ceil_div(problem.k, tile_k));
+  p.parts = x.parts;
+  p.tile_rows = plan.tile_n;
+  p.row_blocks = static_cast<int>(ceil_div(problem.n, plan.tile_n));
+  p.token_blocks = static_cast<int>(ceil_div(problem.m, plan.tile_m));
+  p.split_k = plan.split_k;
+  const int tiles = p.row_blocks * p.token_blocks, ctas = static_cast<int>(plan.ctas);
+  p.whole_tiles = plan.splits_last ? tiles / ctas * ctas : tiles;
+  // Rows past the last token would be filled with zeros, which takes as long as copying them.
+  p.x_rows = static_cast<int>(std::min<int64_t>(plan.tile_m, round_up(problem.m, 8)));
+  const int64_t tile_bytes = plan.tile_n * tile_k / (packed ? 2 : 1);
+  p.prefetch_tiles = static_cast<int>(std::min<int64_t>(kPrefetchBytes / tile_bytes, 32));
+  set_groups(problem, tile_k, &p);
+  p.factor = 1;
+  if (packed) {
+    p.group_bytes = group_bytes(problem);
+    p.has_zeros = problem.has_zeros;
+    p.scales = arguments.scales;
+    p.subtracts_zeros = problem.x == Format::kFp8 || (problem.x == Format::kInt8 && problem.has_zeros);
+    p.scale_dtype = problem.scale_dtype;
+    // A symmetric W beside a float32 x has no sums: a copy of nothing still wants an address.
+    p.columns = x.sums != nullptr ? x.sums : static_cast<const float*>(arguments.scales);
+    p.column_tiles = traits.columns && x.sums != nullptr ? p.k_tiles : 0;
+    p.scale_factor = problem.x_dtype == DType::kFloat16 && problem.scale_dtype != DType::kFloat16 ? 64.0f : 1.0f;
+    p.factor = problem.x == Format::kInt8 ? 1.0f / 16 : problem.x == Format::kFp8 ? 512.0f : 1 / p.scale_factor;
+    if (problem.x_dtype == DType::kBFloat16 && problem.x == Format::kFloat) {
+      p.factor = 1 / Nibble<__nv_bfloat16, false>::kSmall;
+    }
+  } else if (block) {
+    p.block_scales = static_cast<const float*>(arguments.scales);
+    p.columns = arguments.x_scales;
+    p.column_tiles = p.k_tiles;
+  } else {
+    p.row_scales = static_cast<const float*>(arguments.scales);
+    p.row_scale_stride = problem.weight_scaling == Scaling::kRow ? 1 : 0;
+  }
+  if (problem.x != Format::kFloat && problem.x_scaling != Scaling::kBlock) {
+    p.x_scales = arguments.x_scales;
+    p.x_scale_stride = problem.x_scaling == Scaling::kRow ? 1 : 0;
+  }
+  if (problem.x_zeros) p.x_zeros = arguments.x_zeros, p.weight_sums = arguments.weight_sums;
+  p.bias = arguments.bias;
+  p.y = arguments.y;
+  p.bias_dtype = problem.bias_dtype;
+  p.y_dtype = problem.y_dtype;
+
+  TensorMaps maps{};
+  if (Status status = make_tensor_maps(problem, plan, arguments, x, p, &maps); !status.ok()) return status;
+  const KernelFunction kernel = kernel_of(problem, plan.config);
+  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
+  Launch launch{static_cast<unsigned>(plan.ctas), static_cast<unsigned>(plan.warps) * 32,
+                static_cast<cudaStream_t>(stream)};
+  launch.shared_bytes = static_cast<size_t>(plan.shared_bytes);
+  launch.cluster = plan.splits_last ? kLastSplit : p.split_k;
+  launch.overlapped = true;
+  return launch_kernel(launch, "launching wgmma::mm_kernel", kernel, p, maps);
+}
+
+}  // namespace qao::mm::wgmma

@@ -1,0 +1,233 @@
+// The A operand of one K-tile from shared memory: a warp's 16 rows of W as the tensor cores take them.
+#pragma once
+
+#include "common/convert.cuh"
+#include "common/mma.cuh"
+#include "common/wgmma.cuh"
+#include "common/zero_point.cuh"
+#include "int4/layout.h"
+#include "mm/wgmma/kernels.h"
+
+namespace qao::mm::wgmma {
+
+constexpr int kAtomSteps = 4;  // products per 128 bytes of x: 32 each
+template <int steps = kAtomSteps>
+using Operand = uint32_t[steps][4];
+
+// Two bytes as two values of T, exactly.
+template <typename T, Format format>
+__device__ __forceinline__ uint32_t widen(uint32_t bytes) {
+  if constexpr (format == Format::kFp8) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(halves) : "h"(static_cast<uint16_t>(bytes)));
+    if constexpr (std::is_same_v<T, __half>) return halves;
+    const float2 values = __half22float2(*reinterpret_cast<const __half2*>(&halves));
+    const __nv_bfloat162 pair = __float22bfloat162_rn(values);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else if constexpr (std::is_same_v<T, __half>) {  // 1024 + (128 + v) - 1152
+    return Half<T>::add(__byte_perm(bytes ^ 0x8080, 0x64646464, 0x4140), Half<T>::pair(-1152.0f));
+  } else {  // (128 + low seven bits) - (128, or 256 where v is negative)
+    const uint32_t spread = __byte_perm(bytes, 0x43434343, 0x4140);
+    const uint32_t low = spread & 0xFF7FFF7F, sign = spread & 0xFF80FF80;
+    const __nv_bfloat162 pair =
+        __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&low), *reinterpret_cast<const __nv_bfloat162*>(&sign));
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+// A thread's share of a K-tile. 8-bit rows of 64 or 128 bytes, their 16-byte chunks permuted by the copy engine: a
+// thread's two bytes lie in a bank of their own. `scaled`: int4 beside a float x is multiplied by its scales.
+template <typename T, Format format, bool scaled, int rows, int steps = kAtomSteps>
+struct RawOperand {
+  uint16_t bytes[steps][4];
+
+  // From a warp's 16 rows.
+  __device__ __forceinline__ void load(uint32_t weight, int warp, int lane) {
+    const int row = lane / 4;
+    constexpr int kRowBytes = steps * 16;
+    const uint32_t from = weight + (warp * 16 + row) * kRowBytes + lane % 4 * 2;
+    const int swizzle = steps == 8 ? row : row / 2;
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+      const uint32_t chunk = from + ((step ^ swizzle) << 4);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) bytes[step][i] = ptx::load_shared_2(chunk + i % 2 * 8 * kRowBytes + i / 2 * 8);
+    }
+  }
+  __device__ __forceinline__ void convert(Operand<steps>& a) const {
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[step][i] = widen<T, format>(bytes[step][i]);
+    }
+  }
+};
+
+__device__ __forceinline__ uint32_t word_of(const uint4& words, int i) {
+  return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
+
+// Int4 in two tiles of 64 k. For int8, 16 (q - 8): a nibble with its top bit flipped is q - 8 in two's complement. For
+// e4m3, q 2^-9: the byte 0x0q itself.
+template <typename T, int rows>
+struct RawOperand<T, Format::kInt4, false, rows> {
+  uint4 words[2];
+
+  // From a warp's row tile.
+  __device__ __forceinline__ void load(uint32_t weight, int warp, int lane) {
+    const uint32_t from = weight + warp * 2 * int4::kTileBytes + lane * 16;
+    words[0] = ptx::load_shared_16(from);
+    words[1] = ptx::load_shared_16(from + int4::kTileBytes);
+  }
+  __device__ __forceinline__ void convert(Operand<>& a) const {
+#pragma unroll
+    for (int step = 0; step < kAtomSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t word = word_of(words[step / 2], step % 2 * 2 + i);
+        if constexpr (std::is_same_v<T, int8_t>) {
+          a[step][2 * i] = ptx::and_xor(word << 4, 0xF0F0F0F0, 0x80808080);
+          a[step][2 * i + 1] = ptx::and_xor(word, 0xF0F0F0F0, 0x80808080);
+        } else {
+          a[step][2 * i] = word & 0x0F0F0F0F;
+          a[step][2 * i + 1] = word >> 4 & 0x0F0F0F0F;
+        }
+      }
+    }
+  }
+};
+
+// q less the whole part of the zero point, for a float32 x in bfloat16 parts: scales, and fractions of zero points, are
+// applied to float32 sums.
+template <int rows>
+struct RawOperand<__nv_bfloat16, Format::kInt4, false, rows> {
+  uint4 words;
+  uint32_t minus[2][2];  // -(128 + whole), pairs: of each 32 columns, rows g and g + 8
+
+  // `parameters`: of the warp's row tile, for `groups` groups of the K-tile.
+  __device__ __forceinline__ void load(const Params& p, uint32_t weight, uint32_t parameters, int warp, int lane) {
+    words = ptx::load_shared_16(weight + warp * int4::kTileBytes + lane * 16);
+    if (p.scale_dtype == DType::kBFloat16) {
+      load_zeros<DType::kBFloat16>(p, parameters + warp * p.groups_per_tile * p.group_bytes, lane);
+    } else if (p.scale_dtype == DType::kFloat16) {
+      load_zeros<DType::kFloat16>(p, parameters + warp * p.groups_per_tile * p.group_bytes, lane);
+    } else {
+      load_zeros<DType::kFloat32>(p, parameters + warp * p.groups_per_tile * p.group_bytes, lane);
+    }
+  }
+  template <DType dtype>
+  __device__ __forceinline__ void load_zeros(const Params& p, uint32_t from, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t group = from + (p.groups_per_tile == 2 ? half * p.group_bytes : 0);
+#pragma unroll
+      for (int high = 0; high < 2; ++high) {
+        const int row = int4::kTileN + lane / 4 + high * 8;
+        const float zero = p.has_zeros ? load_shared_float<dtype>(group + row * size_of(dtype)) : 8.0f;
+        minus[half][high] = Half<__nv_bfloat16>::pair(-128 - whole_zero(zero));
+      }
+    }
+  }
+  __device__ __forceinline__ void convert(Operand<>& a) const {
+    using Bfloat16 = Half<__nv_bfloat16>;
+#pragma unroll
+    for (int step = 0; step < kAtomSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t nibbles = word_of(words, step) >> (4 * i);
+        a[step][i] = Bfloat16::add(ptx::and_or(nibbles, 0x000F000F, Bfloat16::kMagic), minus[step / 2][i % 2]);
+      }
+    }
+  }
+};
+
+// A nibble in the low bits of a 16-bit half, of rows g of a row tile, or four bits higher, of rows g + 8, read as T
+// where it lies: kBase + q kUnit. In bfloat16 that is a subnormal, and scales bring both to kSmall (q - zero) scale,
+// which normal numbers hold.
+template <typename T, bool high>
+struct Nibble {
+  static constexpr uint32_t kMask = high ? 0x00F000F0 : 0x000F000F, kMagic = high ? 0x54005400 : 0x64006400;
+  static constexpr float kBase = high ? 64 : 1024, kUnit = 1, kSmall = 1;
+};
+template <bool high>
+struct Nibble<__nv_bfloat16, high> {
+  static constexpr uint32_t kMask = high ? 0x00F000F0 : 0x000F000F, kMagic = 0;
+  static constexpr float kBase = 0, kUnit = high ? 0x1p-129f : 0x1p-133f, kSmall = 0x1p-33f;
+};
+
+// (q - zero) scale, rounded once: with q' = q - the part of zero that T holds beside kBase, exact, it is
+// scale q' + (rest q' + shift), where `rest` is what T cuts off the scale and `shift` what it cuts off zero, scaled.
+// Mostly both are zero.
+struct RowScale {  // of one row of W in one group, values of T: scale << 16 | offset, shift << 16 | rest
+  uint32_t main, rest;
+};
+template <typename T, bool high>
+__device__ __forceinline__ RowScale row_scale(float scale, float zero) {
+  using N = Nibble<T, high>;
+  constexpr float kUp = 0x1p64f, kDown = 0x1p-64f / N::kUnit;  // 1 / kUnit is no float
+  const float small = scale * (N::kSmall / N::kUnit);
+  const uint32_t main = Half<T>::pair(-N::kBase - zero * N::kUnit, small);
+  const float fraction = (-Half<T>::low(main) - N::kBase) * kUp * kDown - zero;
+  return {main, Half<T>::pair(small - Half<T>::high(main), scale * fraction * N::kSmall)};
+}
+__device__ __forceinline__ uint32_t pair_of_low(uint32_t word) { return __byte_perm(word, 0, 0x1010); }
+__device__ __forceinline__ uint32_t pair_of_high(uint32_t word) { return __byte_perm(word, 0, 0x3232); }
+
+template <typename T, int rows, int steps>
+struct RawOperand<T, Format::kInt4, true, rows, steps> {
+  static constexpr int kTiles = steps / kAtomSteps;  // of 64 k
+
+  uint4 words[kTiles];
+  uint2 main[steps / 2], rest[steps / 2];  // of RowScale, for each 32 columns: rows g and g + 8
+  bool has_rest;                           // some row of the tile's; else `rest` is not there
+
+  // `from`: what make_scales() left, [group of the K-tile][main, rest][row tile][g][g, g + 8].
+  template <int groups>
+  __device__ __forceinline__ void load(uint32_t weight, uint32_t from, uint32_t rest_flag, int warp, int lane) {
+    has_rest = ptx::load_shared_word(rest_flag) != 0;
+    load<groups>(main, from + (warp * 8 + lane / 4) * 8);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      words[tile] = ptx::load_shared_16(weight + (warp * kTiles + tile) * int4::kTileBytes + lane * 16);
+    }
+    if (has_rest) load<groups>(rest, from + rows * kRestBytes + (warp * 8 + lane / 4) * 8);
+  }
+  template <int groups>
+  static __device__ __forceinline__ void load(uint2 (&to)[steps / 2], uint32_t from) {
+    constexpr int kSpan = steps / 2 / groups;
+#pragma unroll
+    for (int i = 0; i < steps / 2; ++i) {
+      to[i] = i % kSpan == 0 ? ptx::load_shared_8(from + i / kSpan * (rows * kRowScaleBytes)) : to[i - 1];
+    }
+  }
+  template <bool high>
+  static __device__ __forceinline__ uint32_t whole_numbers(uint32_t word, uint32_t scale) {
+    using N = Nibble<T, high>;
+    return Half<T>::add(ptx::and_or(word, N::kMask, N::kMagic), pair_of_low(scale));
+  }
+  __device__ __forceinline__ void convert(Operand<steps>& a) const {
+    if (has_rest) {
+      convert<true>(a);
+    } else {
+      convert<false>(a);
+    }
+  }
+  template <bool exactly>
+  __device__ __forceinline__ void convert(Operand<steps>& a) const {
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+      const uint32_t of[2] = {main[step / 2].x, main[step / 2].y}, cut[2] = {rest[step / 2].x, rest[step / 2].y};
+      const uint32_t word = word_of(words[step / kAtomSteps], step % kAtomSteps), upper = word >> 8;
+      const uint32_t whole[4] = {whole_numbers<false>(word, of[0]), whole_numbers<true>(word, of[1]),
+                                 whole_numbers<false>(upper, of[0]), whole_numbers<true>(upper, of[1])};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t less = 0x80008000;  // minus zero
+        if (exactly) less = Half<T>::multiply_add(whole[i], pair_of_low(cut[i % 2]), pair_of_high(cut[i % 2]));
+        a[step][i] = Half<T>::multiply_add(whole[i], pair_of_high(of[i % 2]), less);
+      }
+    }
+  }
+};
+
+}  // namespace qao::mm::wgmma

@@ -1,0 +1,233 @@
+// The Hopper part of plan(): the row, the cluster and the split of K of least expected time.
+#include "mm/wgmma/plan.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "common/integers.h"
+#include "int4/layout.h"
+#include "mm/gpu.h"
+#include "mm/problem.h"
+#include "mm/wgmma/tile.h"
+
+namespace qao::mm::wgmma {
+namespace {
+
+// CTAs that run at once. Those of a cluster must find room in one part of the chip, so large clusters cannot fill it.
+int64_t slots_of(const Gpu& gpu, int cluster) { return cluster > 2 ? gpu.num_sms * 3 / 4 : gpu.num_sms; }
+
+// What the Hopper kernels cost: a row for each kind of operands and number of tokens; tall tiles have rows of their
+// own.
+enum class Operands {
+  kFloatInt4,
+  kFloatInt4Tall,
+  kFloatEightBits,
+  kFloatEightBitsTall,
+  kFloatFolded,
+  kInt8Int8,
+  kInt8Int8Tall,
+  kFp8Fp8,
+  kFp8Fp8Tall,
+  kFp8Fp8Fast,  // sums that stay in the tensor cores
+  kFp8Fp8Blocks,
+  kInt8Int4,
+  kInt8Int4Symmetric,
+  kInt8Int4Channel,
+  kFp8Int4,
+};
+struct Cost {
+  Operands operands;
+  int tokens;
+  const char* name;
+  Terms costs;
+};
+constexpr Cost kCosts[] = {
+#define QAO_MEMORY(...)
+#define QAO_COST(operands, tokens, ...) {Operands::operands, tokens, #operands, {__VA_ARGS__}},
+#include "mm/wgmma/costs.inc"
+#undef QAO_COST
+#undef QAO_MEMORY
+};
+#define QAO_MEMORY(...) constexpr Memory kMemory{__VA_ARGS__};
+#define QAO_COST(...)
+#include "mm/wgmma/costs.inc"
+#undef QAO_COST
+#undef QAO_MEMORY
+
+Operands operands_of(const Problem& p, const Traits& traits, Tile tile) {
+  using enum Operands;
+  const bool tall = tile.tall();
+  if (traits.float_x) {
+    if (traits.folds) return kFloatFolded;
+    if (traits.packed) return tall ? kFloatInt4Tall : kFloatInt4;
+    return tall ? kFloatEightBitsTall : kFloatEightBits;
+  }
+  if (!traits.packed) {
+    if (p.weight_scaling == Scaling::kBlock) return kFp8Fp8Blocks;
+    if (p.x == Format::kFp8) return !traits.folds ? kFp8Fp8Fast : tall ? kFp8Fp8Tall : kFp8Fp8;
+    return tall ? kInt8Int8Tall : kInt8Int8;
+  }
+  if (p.x == Format::kFp8) return kFp8Int4;
+  return p.groups() == 1 ? kInt8Int4Channel : p.has_zeros ? kInt8Int4 : kInt8Int4Symmetric;
+}
+
+// Null: plan() does not take this tile.
+const Cost* cost_of(const Problem& problem, Tile tile) {
+  const Operands operands = operands_of(problem, traits_of(problem, tile.tokens), tile);
+  for (const Cost& row : kCosts) {
+    if (row.operands == operands && row.tokens == tile.tokens) return &row;
+  }
+  return nullptr;
+}
+
+// Tokens up to which mma.sync wins. `run`: row tiles a multiprocessor has.
+int64_t largest_mma_sync_m(const Problem& problem, const Gpu& gpu) {
+  const bool int4 = problem.weight == Format::kInt4, blocks = has_blocks(problem);
+  const int64_t run = ceil_div(int4::tiles_n(problem.n), gpu.num_sms);
+  const bool one_pass = run <= 2, short_k = problem.k <= kShortK;
+  switch (problem.x) {
+    case Format::kFloat:
+      if (int4) return !is_split(problem) && int4::tiles_n(problem.n) > 2 * gpu.num_sms ? 8 : 16;
+      // Its tile of 32 tokens does not fold: scales of blocks, the parts of a float32 x.
+      return (problem.weight == Format::kInt8 ? 32 : 16) / (blocks || is_split(problem) ? 1 : 2);
+    case Format::kInt8:
+      if (int4) return one_pass && short_k ? 32 : 16;
+      return one_pass ? 32 : run < kLongRun ? 16 : 8;
+    default:
+      if (int4) return run <= 3 ? 16 : 8;
+      return blocks && short_k && one_pass ? 16 : 8;
+  }
+}
+
+struct Choice {
+  int row = -1, split = 1;
+  int tile_rows = 0;
+  int64_t ctas = 0;
+  bool splits_last = false;
+  Terms counts{};
+};
+
+// How much of a K-tile's time goes with its rows of W.
+double share_of_rows(const Traits& traits) { return traits.float_x && traits.packed ? 0.55 : 0.75; }
+// Whether fewer rows than a warpgroup's save time, by their bytes. A warpgroup multiplies 64 rows, however few of them
+// there are.
+bool waits_for_bytes(const Traits& traits, int tokens) {
+  return !traits.float_x && !traits.packed && tokens <= (traits.folds ? 64 : 128);
+}
+
+// Calls visit with every row, cluster and split that serve the problem, once with tiles of as many rows of W as there
+// can be and, if that may save time, once with as few as do not make more waves.
+template <typename Visit>
+void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit) {
+  for (int row = 0; row < static_cast<int>(std::size(kTiles)); ++row) {
+    const Tile tile = kTiles[row];
+    const int tokens = tile.tokens;
+    const Traits traits = traits_of(problem, tokens);
+    if (!traits.serves(tile)) continue;
+    const int64_t steps = ceil_div(problem.k, traits.tile_k(tile)) * (is_split(problem) ? kFloat32Parts : 1);
+    const int64_t token_blocks = ceil_div(problem.m, tokens);
+    for (int split = 1; split <= std::min<int64_t>(kMaxCluster, steps); ++split) {
+      const int64_t slots = slots_of(gpu, split);
+      const auto ctas_of = [&](int tile_rows) { return ceil_div(problem.n, tile_rows) * token_blocks * split; };
+      const int64_t waves = ceil_div(ctas_of(tile.rows), slots);
+      if (split > 1 && waves > 1) continue;  // those that split K do not walk over tiles
+      const auto visit_rows = [&](int tile_rows) {
+        const double k_tiles = static_cast<double>(waves * ceil_div(steps, split)) *
+                               (1 - share_of_rows(traits) * (1 - 1.0 * tile_rows / tile.rows));
+        const double parts = split > 1 ? split : 0;
+        const Terms counts = {k_tiles, static_cast<double>(waves), split > 1 ? 1.0 : 0.0, parts};
+        visit(Choice{row, split, tile_rows, ctas_of(tile_rows), false, counts});
+      };
+      visit_rows(tile.rows);
+      // Pairs of CTAs split K of the tiles left over after full waves.
+      const int64_t pairs = slots / kLastSplit, full = waves - 1, left = ctas_of(tile.rows) - full * pairs * kLastSplit;
+      if (split == 1 && full > 0 && left <= pairs && steps >= kLastSplit) {
+        const auto k_tiles = static_cast<double>(full * steps + ceil_div(steps, kLastSplit));
+        const Terms counts = {k_tiles, static_cast<double>(waves), 1, kLastSplit};
+        visit(Choice{row, split, tile.rows, pairs * kLastSplit, true, counts});
+      }
+      // A warpgroup of a tall tile would be idle with fewer rows; those of a swapped one may all have every row.
+      if (tile.tall() || (traits.swapped && tokens == tile.rows)) continue;
+      const int64_t row_blocks = waves * slots / (token_blocks * split);
+      const int64_t fewest = ceil_div(ceil_div(problem.n, row_blocks), int4::kTileN) * int4::kTileN;
+      if (fewest <= kWarpgroupRows) {
+        visit_rows(kWarpgroupRows);
+      } else if (fewest < tile.rows && waits_for_bytes(traits, tokens)) {
+        visit_rows(static_cast<int>(fewest));
+      }
+    }
+  }
+}
+
+void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* plan) {
+  const Tile tile = kTiles[choice.row];
+  const Stage stage(traits_of(problem, tile.tokens), tile);
+  plan->body = Body::kWgmma;
+  plan->reason = "many tokens on Hopper: wgmma";
+  plan->instruction = problem.x == Format::kInt8           ? "wgmma s8"
+                      : problem.x == Format::kFp8          ? "wgmma e4m3"
+                      : problem.x_dtype == DType::kFloat16 ? "wgmma f16"
+                                                           : "wgmma bf16";
+  plan->config = choice.row;
+  plan->tile_n = choice.tile_rows;
+  plan->tile_m = tile.tokens;
+  plan->warps = tile.warpgroups() * 4 + kProducerThreads / 32;
+  plan->stages = stage.count;
+  plan->shared_bytes = stage.total;
+  plan->split_k = choice.split;
+  plan->splits_last = choice.splits_last;
+  plan->ctas = choice.split > 1 ? choice.ctas : std::min<int64_t>(choice.ctas, gpu.num_sms);
+  plan->workspace_bytes = workspace_of(problem, *plan).bytes;
+  if (problem.quantizes_x) plan->quantizer = "more than a few tokens";
+}
+
+// What the body cannot read or add up; null if it can.
+const char* unfit(const Problem& problem) {
+  if (!problem.x_aligned && !problem.quantizes_x && !is_split(problem))
+    return "the copy engine needs x aligned to 16 bytes";
+  if (problem.weight != Format::kInt4 && !problem.weight_aligned) {
+    return "the copy engine needs rows of W aligned to 16 bytes";
+  }
+  if (problem.x == Format::kInt8 && problem.k > kMaxIntegerK) return "int32 sums over all of K could overflow";
+  return nullptr;
+}
+
+}  // namespace
+
+bool supports(const Problem&, const Gpu& gpu) { return is_hopper(gpu); }
+
+const char* against(const Problem& problem, const Gpu& gpu) {
+  if (problem.m <= largest_mma_sync_m(problem, gpu)) return "few tokens: mma.sync with K split over warps";
+  return unfit(problem);
+}
+
+bool plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
+  if (against(problem, gpu) != nullptr) return false;
+  const double bytes = static_cast<double>(problem.n * problem.k) * (problem.weight == Format::kInt4 ? 0.5 : 1);
+  Choice best;
+  double least = 0;
+  int row = -1;
+  const Cost* cost = nullptr;
+  for_each_choice(problem, gpu, [&](const Choice& choice) {
+    if (choice.row != row) cost = cost_of(problem, kTiles[row = choice.row]);
+    if (cost == nullptr) return;
+    const double time = microseconds(choice.counts, cost->costs, bytes, kMemory);
+    if (best.row >= 0 && time >= least) return;
+    best = choice;
+    least = time;
+  });
+  fill(problem, gpu, best, plan);
+  return true;
+}
+
+void add_candidates(const Problem& problem, const Gpu& gpu, std::vector<Candidate<Plan>>* all) {
+  if (unfit(problem) != nullptr) return;
+  for_each_choice(problem, gpu, [&](const Choice& choice) {
+    Candidate<Plan>& candidate = all->emplace_back();
+    fill(problem, gpu, choice, &candidate.plan);
+    if (const Cost* cost = cost_of(problem, kTiles[choice.row])) candidate.operands = cost->name;
+    candidate.counts = choice.counts;
+  });
+}
+
+}  // namespace qao::mm::wgmma

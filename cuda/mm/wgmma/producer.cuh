@@ -1,0 +1,268 @@
+// What a Hopper kernel is made for, which tile a CTA computes, and the producer warps that feed it.
+#pragma once
+
+#include <type_traits>
+
+#include "common/convert.cuh"
+#include "common/ptx.cuh"
+#include "common/tma.cuh"
+#include "common/wgmma.cuh"
+#include "int4/layout.h"
+#include "mm/wgmma/kernels.h"
+#include "mm/wgmma/operand.cuh"
+#include "mm/wgmma/tile.h"
+
+namespace qao::mm::wgmma {
+
+// What happens to sums during the walk over K.
+enum class Fold {
+  kNone,     // nothing: scales wait for the epilogue
+  kPromote,  // sums of e4m3 or of the parts of a float32 x, which the tensor cores cut short, move to float32 sums
+  kBlock,    // scales of 128 x 128 blocks of W, and of 1 x 128 of an x of eight bits
+  kGroup,    // scales of the groups of an int4 W
+};
+
+// T: what the tensor cores multiply, __nv_bfloat16, __half, int8_t or qao::wgmma::E4m3. `columns`: the fold needs a
+// value per token, a scale of x or a sum of it.
+template <typename T_, Format weight, Fold fold, bool columns, int rows, int tokens>
+struct Kernel {
+  using T = T_;
+  using Product = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;
+  static constexpr Format kWeight = weight;
+  static constexpr Fold kFold = fold;
+  static constexpr bool kFolds = fold != Fold::kNone, kColumns = columns;
+  static constexpr bool kFloatX = !std::is_same_v<T, int8_t> && !std::is_same_v<T, qao::wgmma::E4m3>;
+  static constexpr bool kPacked = weight == Format::kInt4, kFromRegisters = kFloatX || kPacked;
+  static constexpr bool kScalesOperand = kPacked && kFloatX && !kFolds;  // int4 is multiplied by its scales in T
+  static constexpr bool kSwapped = fold == Fold::kBlock && !kFloatX && !columns;
+  static constexpr bool kOwnTokens = kSwapped && tokens == rows;  // of a warpgroup; else it has rows of its own
+  static constexpr bool kOneHalf = kFolds && tokens == 256;  // products of all tokens find no room beside their sums
+  static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds, kSwapped};
+  static constexpr Tile kTile{rows, tokens};
+  static constexpr int kTileK = kTraits.tile_k(kTile), kTokens = tokens, kTilesM = tokens / 8;
+  static constexpr int kAtomK = kFloatX ? 64 : 128, kAtoms = kTileK / kAtomK;  // 128 bytes of a token
+  static constexpr int kSteps = kAtoms * kAtomSteps;                           // products, 32 bytes of a token each
+  static constexpr Stage kStage{kTraits, kTile};
+  static constexpr int kWarpgroups = kTile.warpgroups(), kConsumerThreads = kWarpgroups * 128,
+                       kThreads = kConsumerThreads + kProducerThreads;
+  // A thread starts with as many registers as all can have; consumers take what the producers give up, and no more.
+  static constexpr int kProducerRegisters = kScalesOperand ? 56 : 40;
+  static constexpr int kConsumerRegisters = kTile.tall() ? 152 : kScalesOperand ? 224 : 232;
+  static_assert(kWarpgroups * tokens * kPaddedN * 4 <= kStage.epilogue, "a tile of split K overlays the ring");
+  static constexpr int kPanel = 2048 / tokens;  // token tiles
+};
+
+// The ring of stages, its mbarriers, three for each stage, a word of each that says whether its scales have a rest, and
+// where a role has got to.
+template <typename K>
+struct Ring {
+  uint32_t data;  // shared address
+  int stage = 0, parity = 0;
+
+  __device__ __forceinline__ uint32_t address() const { return data + stage * K::kStage.bytes; }
+  __device__ __forceinline__ uint32_t arrived() const { return data + K::kStage.barriers + stage * 8; }
+  __device__ __forceinline__ uint32_t released() const { return arrived() + kBarrierBytes; }
+  __device__ __forceinline__ uint32_t scales_arrived() const { return arrived() + 2 * kBarrierBytes; }
+  __device__ __forceinline__ uint32_t rest() const { return arrived() + 3 * kBarrierBytes; }
+  __device__ __forceinline__ void advance() {
+    if (++stage == K::kStage.count) stage = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ void advance(int stages) {  // at most a whole round
+    stage += stages;
+    if (stage >= K::kStage.count) stage -= K::kStage.count, parity ^= 1;
+  }
+};
+
+// Consumer warpgroups that have rows of W.
+__device__ __forceinline__ int warpgroups(const Params& p) {
+  return (p.tile_rows + kWarpgroupRows - 1) / kWarpgroupRows;
+}
+
+// One tile of y, and the K-tiles this CTA walks for it, counted through all parts of x. Tiles come in panels of 2048
+// tokens, inside a panel all token tiles of one row tile together: weights are read from L2 within a panel, x stays
+// there between row tiles.
+struct Place {
+  int row_block, token_block, begin, end;
+  int split_k;  // CTAs of a cluster that have a part of K each
+};
+// a / b, which takes long, where that is not plain: what comes before a CTA's first copy is part of every call.
+__device__ __forceinline__ int quotient(int a, int b) { return a < b ? 0 : b == 1 ? a : a / b; }
+// Of number `turn` of all: those past Params::whole_tiles count for each CTA of the pair that splits K.
+template <typename K>
+__device__ __forceinline__ Place place(const Params& p, int turn) {
+  const bool whole = turn < p.whole_tiles;
+  const int tile = whole ? turn : p.whole_tiles + (turn - p.whole_tiles) / kLastSplit;
+  const int panel = quotient(tile, K::kPanel * p.row_blocks), inside = tile - panel * K::kPanel * p.row_blocks;
+  const int width = min(K::kPanel, p.token_blocks - panel * K::kPanel), row_block = quotient(inside, width);
+  const int split_k = whole ? p.split_k : kLastSplit, steps = p.parts * p.k_tiles;
+  const int part = split_k > 1 ? ptx::cluster_rank() : 0;
+  return {row_block, panel * K::kPanel + inside - row_block * width, quotient(steps * part, split_k),
+          quotient(steps * (part + 1), split_k), split_k};
+}
+// This CTA's first turn.
+__device__ __forceinline__ int first_turn(const Params& p) {
+  return p.split_k > 1 ? ptx::cluster_index() : static_cast<int>(blockIdx.x);
+}
+template <typename K, typename Work>
+__device__ __forceinline__ void for_each_tile(const Params& p, const Work& work) {
+  const int step = p.split_k > 1 ? ptx::cluster_count() : static_cast<int>(gridDim.x);
+  const int turns = p.whole_tiles + (p.row_blocks * p.token_blocks - p.whole_tiles) * kLastSplit;
+  for (int turn = first_turn(p); turn < turns; turn += step) work(place<K>(p, turn));
+}
+
+// K-tile `at` is the last of its group.
+__device__ __forceinline__ bool ends_group(const Params& p, int at) {
+  return at + 1 == p.k_tiles || ((at + 1) & ((1 << p.fold_shift) - 1)) == 0;
+}
+__device__ __forceinline__ int first_group(const Params& p, int at) {
+  return p.groups_per_tile > 1 ? at * p.groups_per_tile : at >> p.fold_shift;
+}
+
+// Brings the CTA's first K-tiles of W into L2, a lane each.
+template <typename K>
+__device__ __forceinline__ void prefetch_weight(const Params& p, const TensorMaps& maps) {
+  constexpr int kPackedTiles = K::kTileK / int4::kTileK;
+  const int row_tiles = p.tile_rows / int4::kTileN;
+  const Place at = place<K>(p, first_turn(p));
+  const int lane = threadIdx.x % 32, i = at.begin + lane, k_tile = i % p.k_tiles;
+  if (lane >= p.prefetch_tiles || i >= at.end) return;
+  if constexpr (K::kPacked) {
+    tma::prefetch_3d(&maps.weight, 0, kPackedTiles * k_tile, at.row_block * row_tiles);
+    tma::prefetch_3d(&maps.scales, 0, first_group(p, k_tile), at.row_block * row_tiles);
+  } else {
+    tma::prefetch_3d(&maps.weight, k_tile * K::kTileK, 0, at.row_block * p.tile_rows);
+  }
+}
+
+// One warp: fills stage after stage. What lies outside a tensor arrives as zero. All lanes walk along, so that what
+// they count stays in uniform registers, where the copy engine wants it; one of them issues.
+template <typename K>
+__device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, Ring<K> ring) {
+  constexpr int kPackedTiles = K::kTileK / int4::kTileK;
+  const int row_tiles = p.tile_rows / int4::kTileN;
+  const int scale_bytes = K::kPacked ? row_tiles * p.groups_per_tile * p.group_bytes : 0;
+  const int bytes = p.x_rows * K::kAtoms * 128 + K::kStage.weight / K::kTile.rows * p.tile_rows +
+                    (K::kScalesOperand ? 0 : scale_bytes);
+  for_each_tile<K>(p, [&](const Place& at) {
+    int part = 0, k_tile = at.begin;
+    while (k_tile >= p.k_tiles) k_tile -= p.k_tiles, ++part;
+    const int token0 = at.token_block * K::kTokens;
+    ptx::wait_for_previous_kernel();
+#pragma unroll 1
+    for (int i = at.begin; i < at.end; ++i) {
+      tma::barrier_wait(ring.released(), ring.parity ^ 1);
+      const uint32_t x = ring.address(), weight = x + K::kStage.x, barrier = ring.arrived();
+      if (ptx::elect_one()) {
+        if constexpr (K::kPacked) {  // scales first: they are the longest on their way to the products
+          const uint32_t scales_barrier = K::kScalesOperand ? ring.scales_arrived() : barrier;
+          tma::barrier_expect(scales_barrier, K::kScalesOperand ? scale_bytes : bytes);
+          tma::load_3d(weight + K::kStage.weight, &maps.scales, 0, first_group(p, k_tile), at.row_block * row_tiles,
+                       scales_barrier);
+          if (K::kScalesOperand) tma::barrier_expect(barrier, bytes);
+          tma::load_3d(weight, &maps.weight, 0, kPackedTiles * k_tile, at.row_block * row_tiles, barrier);
+        } else {
+          tma::barrier_expect(barrier, bytes);
+          tma::load_3d(weight, &maps.weight, k_tile * K::kTileK, 0, at.row_block * p.tile_rows, barrier);
+        }
+#pragma unroll
+        for (int atom = 0; atom < K::kAtoms; ++atom) {
+          const uint32_t to = x + atom * K::kTokens * 128;
+          const int column = k_tile * K::kTileK + atom * K::kAtomK;
+          tma::load_3d(to, &maps.x, column, part, token0, barrier);
+        }
+      }
+      ring.advance();
+      if (++k_tile == p.k_tiles) k_tile = 0, ++part;
+    }
+  });
+  ptx::launch_dependents();  // what is left is to multiply what lies in the ring
+}
+
+constexpr int kHelperThreads = kProducerThreads - 32;
+
+// The scales of one group of a tile's rows as the operand needs them, a lane two pairs of rows. True if any has a rest.
+template <typename T, int rows, DType dtype>
+__device__ __forceinline__ bool make_scales(const Params& p, int lane, uint32_t from, uint32_t to) {
+  constexpr int kLanes = 4;  // of a row tile
+  const uint32_t tile = from + lane / kLanes * (p.groups_per_tile * p.group_bytes) + lane % kLanes * 2 * size_of(dtype);
+  RowScale made[2][2];  // rows g and g + 8
+  const auto make = [&](auto of_high) {
+    constexpr bool high = decltype(of_high)::value;
+    const uint32_t at = tile + high * 8 * size_of(dtype);
+    const float2 scales = load_shared_float2<dtype>(at);
+    float2 zeros = {8, 8};
+    if (p.has_zeros) zeros = load_shared_float2<dtype>(at + int4::kTileN * size_of(dtype));
+    made[0][high] = row_scale<T, high>(scales.x * p.scale_factor, zeros.x);
+    made[1][high] = row_scale<T, high>(scales.y * p.scale_factor, zeros.y);
+  };
+  make(std::bool_constant<false>{});
+  make(std::bool_constant<true>{});
+  const uint32_t rest = made[0][0].rest | made[0][1].rest | made[1][0].rest | made[1][1].rest;
+  to += lane * 2 * 2 * 4;
+  ptx::store_shared_16(to, {made[0][0].main, made[0][1].main, made[1][0].main, made[1][1].main});
+  ptx::store_shared_16(to + rows * kRestBytes, {made[0][0].rest, made[0][1].rest, made[1][0].rest, made[1][1].rest});
+  return (rest & 0x7FFF7FFF) != 0;
+}
+// Of all groups of a K-tile.
+template <typename K, DType dtype>
+__device__ __forceinline__ bool make_all_scales(const Params& p, uint32_t stage) {
+  uint32_t from = stage + K::kStage.x + K::kStage.weight, to = from + K::kStage.scales;
+  bool rest = false;
+#pragma unroll 1
+  for (int group = 0; group < p.groups_per_tile; ++group) {
+    for (int lane = threadIdx.x % 32; lane < p.tile_rows / 4; lane += 32) {
+      rest |= make_scales<typename K::T, K::kTile.rows, dtype>(p, lane, from, to);
+    }
+    from += p.group_bytes, to += K::kTile.rows * kRowScaleBytes;
+  }
+  return __any_sync(0xFFFFFFFFu, rest);
+}
+
+// Three warps make them ready, K-tiles by turns.
+template <typename K>
+__device__ __forceinline__ void make_scales(const Params& p, Ring<K> ring) {
+  constexpr int kWarps = kHelperThreads / 32;
+  static_assert(K::kStage.count >= kWarps);
+  int ahead = threadIdx.x % kProducerThreads / 32 - 1;  // K-tiles of the other warps before this one's next
+  ring.advance(ahead);
+  for_each_tile<K>(p, [&](const Place& place) {
+    int at = place.begin + ahead;
+#pragma unroll 1
+    for (; at < place.end; at += kWarps, ring.advance(kWarps)) {
+      // A warp may be a whole ring ahead of a slow copy, and must not take the parity of two rounds ago for this one's.
+      tma::barrier_wait(ring.released(), ring.parity ^ 1);
+      tma::barrier_wait(ring.scales_arrived(), ring.parity);
+      const bool rest = p.scale_dtype == DType::kBFloat16  ? make_all_scales<K, DType::kBFloat16>(p, ring.address())
+                        : p.scale_dtype == DType::kFloat16 ? make_all_scales<K, DType::kFloat16>(p, ring.address())
+                                                           : make_all_scales<K, DType::kFloat32>(p, ring.address());
+      if (threadIdx.x % 32 == 0) ptx::store_shared_4(ring.rest(), rest);
+      tma::barrier_arrive(ring.arrived());  // every lane for what it stored
+    }
+    ahead = at - place.end;
+  });
+}
+
+// Three warps: the values per token.
+template <typename K>
+__device__ __forceinline__ void produce_columns(const Params& p, Ring<K> ring) {
+  for_each_tile<K>(p, [&](const Place& place) {
+    const int64_t token0 = static_cast<int64_t>(place.token_block) * K::kTokens;
+    ptx::wait_for_previous_kernel();
+    for (int at = place.begin; at < place.end; ++at) {
+      tma::barrier_wait(ring.released(), ring.parity ^ 1);
+      const uint32_t to = ring.address() + K::kStage.x + K::kStage.weight + K::kStage.scales;
+      const int group = first_group(p, at);
+      const bool ends = ends_group(p, at);  // its sum of x comes off once; until then it counts as zero
+      for (int i = threadIdx.x % kProducerThreads - 32; i < p.groups_per_tile * K::kTokens; i += kHelperThreads) {
+        const int64_t token = token0 + i % K::kTokens;
+        const int g = group + i / K::kTokens;
+        const bool exists = ends && at < p.column_tiles && token < p.m && g < p.groups;
+        ptx::cp_async_4(to + i * 4, exists ? p.columns + token * p.groups + g : p.columns, exists);
+      }
+      tma::barrier_arrive_after_copies(ring.arrived());
+      ring.advance();
+    }
+  });
+}
+
+}  // namespace qao::mm::wgmma

@@ -1,0 +1,141 @@
+// The swapped product of fp8 blocks: tokens are the 64-row operand of wgmma and as many rows of W its columns. A thread
+// then has two tokens and so two scales a K-tile, which it keeps in registers. As columns the tokens' scales would come
+// from shared memory, a float for each token and thread: that takes its port, which the operands need, half as long
+// again.
+#pragma once
+
+#include <cstdint>
+
+#include "common/ptx.cuh"
+#include "mm/wgmma/epilogue.cuh"
+
+namespace qao::mm::wgmma {
+
+// A thread's first token in the tile; the other is eight further.
+template <typename K>
+__device__ __forceinline__ int swapped_token() {
+  return threadIdx.x % (K::kOwnTokens ? K::kConsumerThreads : 128) / 32 * 16 + threadIdx.x % 32 / 4;
+}
+
+// Scales of x times those of W for a thread's two tokens, K-tile after K-tile. The four lanes of a token read four
+// K-tiles ahead, a lane each. Rows of a warpgroup's own may lie in two scale blocks of W.
+template <typename K>
+struct TokenScales {
+  static constexpr int kBlocks = K::kOwnTokens ? 1 : 2;
+
+  const float *x[2], *weight[kBlocks];
+  int next_block;  // the first row of the second one
+  int at, end;     // this lane's K-tile, the last one that exists
+  int turn;        // the lane that has the present K-tile's
+  float scales[2][kBlocks], next[2], next_weight[kBlocks];
+
+  // A token past the last one takes the last one's: its sums are not stored.
+  __device__ __forceinline__ void place(const Params& p, int64_t token0, int row0) {
+    for (int i = 0; i < 2; ++i) x[i] = p.columns + min(token0 + swapped_token<K>() + 8 * i, p.m - 1) * p.groups;
+    const int block = row0 / kScaleBlock, blocks = (p.n - 1) / kScaleBlock;
+    for (int i = 0; i < kBlocks; ++i)
+      weight[i] = p.block_scales + static_cast<int64_t>(min(block + i, blocks)) * p.groups;
+    next_block = (block + 1) * static_cast<int>(kScaleBlock) - row0;
+  }
+  __device__ __forceinline__ void read() {
+    const int group = min(at, end - 1);
+    for (int i = 0; i < kBlocks; ++i) next_weight[i] = __ldg(weight[i] + group);
+    next[0] = x[0][group], next[1] = x[1][group];
+    at += 4;
+  }
+  __device__ __forceinline__ void take() {
+    for (int i = 0; i < kBlocks; ++i) scales[0][i] = next[0] * next_weight[i], scales[1][i] = next[1] * next_weight[i];
+    read();
+  }
+  __device__ __forceinline__ void start(int begin, int last) {
+    at = begin + threadIdx.x % 4, end = last, turn = 0;
+    read();
+    take();
+  }
+  __device__ __forceinline__ float present(int token, int block) const {
+    return block < kBlocks ? __shfl_sync(0xFFFFFFFFu, scales[token][block % kBlocks], turn, 4) : 0.0f;
+  }
+  __device__ __forceinline__ void advance() {
+    turn = (turn + 1) & 3;
+    if (turn == 0) take();
+  }
+};
+
+// y = sum + bias: the scales of both operands are in the sums. Bias of `row` and the next one, `rows`: what
+// fetch_scales brought for this warpgroup's 64 rows, and 3 * 64 * 4 further for the other one's.
+__device__ __forceinline__ float2 swapped_bias(const Params& p, uint32_t rows, int row) {
+  if (p.bias == nullptr) return {0, 0};
+  return ptx::load_shared_float2(rows + (row / 64 * 3 + 2) * 64 * 4 + row % 64 * 4);
+}
+
+// Into a float32 y. Four lanes hold eight neighbouring rows: 32 bytes of y.
+template <typename K>
+__device__ __forceinline__ void write_swapped_float(const Params& p, const float (&sum)[K::kTilesM][4],
+                                                    const Target& at) {
+#pragma unroll
+  for (int j = 0; j < K::kTilesM; ++j) {
+    const int row = j * 8 + threadIdx.x % 4 * 2;
+    const float2 bias = swapped_bias(p, at.rows, row);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int64_t m = at.token0 + swapped_token<K>() + e / 2 * 8;
+      const int n = at.row0 + row + e % 2;
+      if (m < p.m && n < at.row_end) static_cast<float*>(p.y)[m * p.n + n] = sum[j][e] + (e % 2 == 0 ? bias.x : bias.y);
+    }
+  }
+}
+
+// Into a y of 16 bits: a warp's 16 tokens, 64 rows of W at a time, through shared memory for stores of 16 bytes.
+template <typename K>
+__device__ __forceinline__ void write_swapped_half(const Params& p, const float (&sum)[K::kTilesM][4], uint32_t buffers,
+                                                   const Target& at) {
+  constexpr int kRowBytes = kChunkBytes / kChunkTokens, kWarpTokens = 16, kRows = 64;
+  const int lane = threadIdx.x % 32;
+  const bool half = p.y_dtype == DType::kFloat16;
+  const uint32_t tile = buffers + threadIdx.x / 32 * kWarpTokens * kRowBytes;
+#pragma unroll
+  for (int first = 0; first < K::kTilesM * 8; first += kRows) {
+#pragma unroll
+    for (int j = 0; j < kRows / 8; j += 2) {
+      uint32_t pairs[4];  // tokens 0..7 and 8..15 of eight rows, then of the next eight
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float (&of)[4] = sum[first / 8 + j + i];
+        const float2 bias = swapped_bias(p, at.rows, first + (j + i) * 8 + lane % 4 * 2);
+        pairs[2 * i] = pack(of[0] + bias.x, of[1] + bias.y, half);
+        pairs[2 * i + 1] = pack(of[2] + bias.x, of[3] + bias.y, half);
+      }
+      ptx::stmatrix_x4(tile + lane % 16 * kRowBytes + (j + lane / 16) * 16, pairs);
+    }
+    __syncwarp();
+    const int n = at.row0 + first + lane % 8 * 8;
+#pragma unroll
+    for (int i = 0; i < kWarpTokens; i += 4) {
+      const int token = i + lane / 8;
+      const int64_t m = at.token0 + swapped_token<K>() - lane / 4 + token;
+      if (m >= p.m || n >= at.row_end) continue;
+      store_eight(p, m, n, at.row_end, ptx::load_shared_16(tile + token * kRowBytes + lane % 8 * 16));
+    }
+    __syncwarp();
+  }
+}
+
+// `of`: this warpgroup's rows; those of the tile if all warpgroups share them.
+template <typename K>
+__device__ __forceinline__ void write_swapped_result(const Params& p, const float (&sum)[K::kTilesM][4],
+                                                     uint32_t buffers, const Target& of) {
+  const int other = K::kOwnTokens ? threadIdx.x / 128 : 0;
+  const Target at{of.rows - other * 3 * 64 * 4, of.tokens, of.token0, of.row0 - other * 64, of.row_end, of.split_k};
+  const auto wait = [] {
+    ptx::named_barrier(K::kOwnTokens ? 3 : 1 + threadIdx.x / 128, K::kOwnTokens ? K::kConsumerThreads : 128);
+  };
+  if (p.bias != nullptr) wait();
+  if (p.y_dtype == DType::kFloat32) {
+    write_swapped_float<K>(p, sum, at);
+  } else {
+    write_swapped_half<K>(p, sum, buffers, at);
+  }
+  if (p.bias != nullptr) wait();  // before the next tile's overwrites it
+}
+
+}  // namespace qao::mm::wgmma

@@ -1,0 +1,99 @@
+// The compile-time shape of the wgmma kernels and their shared-memory layout: one definition for kernels and plan().
+#pragma once
+
+#include <algorithm>
+
+#include "mm/problem.h"
+#include "qao/mm.h"
+
+namespace qao::mm::wgmma {
+
+constexpr int kWarpgroupRows = 64, kProducerThreads = 128;
+constexpr int kMaxSharedBytes = 226 * 1024;  // of a multiprocessor
+constexpr int kMaxCluster = 8, kLastSplit = 2;
+constexpr int64_t kMaxIntegerK = (int64_t{1} << 17) - 1;  // sums of (-128)^2 stay below 2^31
+
+// What a CTA computes of y. A consumer warpgroup has 64 of the rows of W.
+struct Tile {
+  int rows, tokens;
+
+  constexpr int warpgroups() const { return rows / kWarpgroupRows; }
+  constexpr bool tall() const { return rows > 2 * kWarpgroupRows; }
+};
+
+// What decides which kernel serves a problem, and with which tiles.
+struct Traits {
+  bool float_x;
+  bool packed;   // W is int4
+  bool columns;  // scaling the sums needs a value per token: a sum of x or a scale of it
+  bool folds;    // sums are scaled during the walk over K: a second set of them
+  bool swapped;  // tokens are the 64-row operand and rows of W its columns, as many of them
+
+  // Whether the tile is compiled. Folding and an operand in registers take room of the sums; where folding is all, the
+  // largest tile multiplies half of its tokens at a time.
+  constexpr bool serves(Tile tile) const {
+    if (tile.tall()) return float_x ? !folds : !(packed || columns || swapped);
+    if (tile.tokens == 32) return !(folds && float_x);
+    return tile.tokens <= (folds && (packed || float_x || columns) ? 128 : 256);
+  }
+  // Columns of a K-tile. What surrounds its products takes as long for few tokens as for many.
+  constexpr int tile_k(Tile tile) const {
+    return !float_x || (!folds && tile.tokens <= 128 && !tile.tall()) ? 128 : 64;
+  }
+};
+// Each warpgroup has 64 rows of W and the same 64 tokens, or 64 tokens and the same 128 rows.
+constexpr bool can_swap(int tokens) { return tokens == kWarpgroupRows || tokens == 2 * kWarpgroupRows; }
+
+inline Traits traits_of(const Problem& p, int tokens) {
+  const bool float_x = p.x == Format::kFloat, packed = p.weight == Format::kInt4, split = is_split(p);
+  const bool block = has_blocks(p);
+  // e4m3 sums may stay in the tensor cores where asked for: that is worth kernels of its own with the largest tile.
+  const bool short_sums = p.x == Format::kFp8 && !(p.fast_accum && tokens == 256);
+  const bool swapped = block && !float_x && can_swap(tokens);
+  const bool columns = packed ? split : block && !float_x && !swapped;
+  return {float_x, packed, columns, (packed && !float_x) || block || split || short_sums, swapped};
+}
+
+constexpr Tile kTiles[] = {
+#define QAO_TILE(rows, tokens) {rows, tokens},
+#include "mm/wgmma/tiles.inc"
+#undef QAO_TILE
+};
+inline int tile_k_of(const Problem& problem, const Plan& plan) {
+  return traits_of(problem, plan.tile_m).tile_k(kTiles[plan.config]);
+}
+
+// The epilogue transposes through shared memory: rows of tokens, padded against bank conflicts.
+constexpr int kPaddedN = 64 + 4, kChunkTokens = 32, kChunkBytes = kChunkTokens * (64 * 2 + 16);
+
+constexpr int kMaxStages = 8, kBarrierBytes = kMaxStages * 8, kControlBytes = 4 * kBarrierBytes;  // see Ring
+constexpr int kRowScaleBytes = 8, kRestBytes = 4;  // of one row of W in one group: see RowScale
+
+// A stage holds tile_k columns of x, in parts of 128 bytes of each token, and of W.
+struct Stage {
+  int x, weight, scales;  // bytes
+  int columns;            // floats per token that the scaling of sums needs, or scales of rows of W made ready
+  int bytes, count, epilogue, tokens, rows, barriers, total;
+
+  constexpr Stage(const Traits& t, Tile tile)
+      : x(tile.tokens * t.tile_k(tile) * (t.float_x ? 2 : 1)),
+        weight(tile.rows * t.tile_k(tile) / (t.packed ? 2 : 1)),
+        scales(t.packed ? t.tile_k(tile) / 32 * tile.rows * 2 * 4
+                        : 0),  // groups of 32, scale and zero, float32 at most
+        columns(t.columns               ? (t.packed ? 2 : 1) * tile.tokens * 4
+                : t.packed && t.float_x ? t.tile_k(tile) / 32 * tile.rows * kRowScaleBytes
+                                        : 0),
+        bytes((x + weight + scales + columns + 1023) / 1024 * 1024),
+        // After the ring, for each warpgroup: two chunks, the scales and zero points of x, scales, sums and bias of its
+        // rows of W. Then the mbarriers.
+        count(std::min(kMaxStages, (kMaxSharedBytes - tile.warpgroups() * 2 * (kChunkBytes + tile.tokens * 4) -
+                                    3 * tile.rows * 4 - kControlBytes) /
+                                       bytes)),
+        epilogue(count * bytes),
+        tokens(epilogue + tile.warpgroups() * 2 * kChunkBytes),
+        rows(tokens + tile.warpgroups() * 2 * tile.tokens * 4),
+        barriers(rows + 3 * tile.rows * 4),
+        total(barriers + kControlBytes) {}
+};
+
+}  // namespace qao::mm::wgmma

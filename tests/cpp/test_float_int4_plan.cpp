@@ -1,0 +1,416 @@
+// mm::plan over GPUs and problems: every plan must be runnable and cover the whole product.
+#include <doctest/doctest.h>
+
+#include <string>
+
+#include "gpus.h"
+#include "int4/layout.h"
+#include "mm/stream/resident.h"
+#include "mm/stream/ring.h"
+#include "mm/stream/tma.h"
+#include "qao/mm.h"
+
+namespace qao::mm {
+namespace {
+
+using namespace stream;
+
+Problem float_int4() {
+  Problem problem;
+  problem.weight = Format::kInt4;
+  problem.scale_dtype = DType::kBFloat16;
+  return problem;
+}
+
+template <typename Visit>
+void for_each_problem(const Visit& visit) {
+  for (const Gpu& gpu : kGpus) {
+    for (int64_t m : {1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 100, 128, 129, 1000, 4096, 100000}) {
+      for (int64_t n : {1, 15, 16, 17, 100, 896, 4096, 14336, 152064}) {
+        for (int64_t k : {1, 31, 64, 65, 384, 896, 4096, 14336}) {
+          for (int64_t group_size : {int64_t{32}, int64_t{128}, k}) {
+            for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+              for (bool has_zeros : {false, true}) {
+                Problem problem = float_int4();
+                problem.m = m, problem.n = n, problem.k = k, problem.group_size = group_size;
+                problem.x_dtype = dtype, problem.has_zeros = has_zeros;
+                visit(problem, gpu);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+std::string describe(const Problem& p, const Gpu& gpu) {
+  return "m " + std::to_string(p.m) + " n " + std::to_string(p.n) + " k " + std::to_string(p.k) + " group " +
+         std::to_string(p.group_size) + " x " + name_of(p.x_dtype) + (p.has_zeros ? " zeros" : "") + " on compute " +
+         std::to_string(gpu.compute_capability);
+}
+
+}  // namespace
+
+TEST_CASE("every problem has a plan that fits its GPU and covers the product") {
+  for_each_problem([](const Problem& problem, const Gpu& gpu) {
+    Plan plan;
+    const Status status = mm::plan(problem, gpu, &plan);
+    const std::string about = describe(problem, gpu) + ": " + (status.ok() ? to_string(plan) : status.message());
+    INFO(about);
+    REQUIRE(status.ok());
+    REQUIRE(plan.tile_n > 0);
+    REQUIRE(plan.tile_m > 0);
+    CHECK(plan.tile_n % kTileN == 0);
+    CHECK(plan.warps >= 1);
+    CHECK(plan.warps <= 32);
+    CHECK(plan.stages >= 1);
+    CHECK(plan.shared_bytes <= gpu.shared_bytes_per_cta);
+    CHECK(plan.split_k >= 1);
+    // Split-K parts are added up without a workspace on Hopper, and CTAs of sm90 walk over tiles where there are many.
+    const Body body = plan.body;
+    const int64_t tiles = ceil_div(problem.n, plan.tile_n) * ceil_div(problem.m, plan.tile_m);
+    if (body == Body::kStreamRing || body == Body::kStreamResident || body == Body::kStreamTma) {
+      CHECK(gpu.compute_capability == 90);
+      CHECK(problem.m <= plan.tile_m);
+      CHECK(plan.ctas <= gpu.num_sms);
+      CHECK(plan.ctas % plan.split_k == 0);
+      CHECK(plan.workspace_bytes == 0);
+    } else if (body == Body::kWgmma && plan.split_k == 1) {
+      CHECK(plan.ctas >= 1);
+      CHECK(plan.ctas <= gpu.num_sms);
+    } else if (body == Body::kWgmma) {
+      CHECK(plan.ctas == tiles * plan.split_k);
+    } else {
+      CHECK(plan.ctas == tiles * plan.split_k);
+    }
+    // A slice of K without a K-tile (float32 x brings three bfloat16 parts) would be a CTA without work.
+    CHECK(plan.split_k <= tiles_k(problem.k) * (problem.x_dtype == DType::kFloat32 ? 3 : 1));
+    if (plan.split_k > 1 && body == Body::kMmaSyncFloatInt4)
+      CHECK(plan.workspace_bytes >= 4 * plan.split_k * problem.m * problem.n);
+    CHECK(plan.reason[0] != '\0');
+  });
+}
+
+TEST_CASE("what a decode plan tells the kernel covers the product and fits the shared memory") {
+  for_each_problem([](const Problem& problem, const Gpu& gpu) {
+    for (DType scale_dtype : {DType::kFloat32, DType::kBFloat16}) {
+      Problem scaled = problem;
+      scaled.scale_dtype = scale_dtype;
+      Plan plan;
+      REQUIRE(mm::plan(scaled, gpu, &plan).ok());
+      if (plan.body != Body::kStreamRing) continue;
+      INFO(describe(scaled, gpu) << ": " << to_string(plan));
+      const RingConfig& config = kRing[plan.config];
+      const int clusters = static_cast<int>(plan.ctas / plan.split_k);
+      RingParams d;
+      int shared_bytes;
+      REQUIRE(
+          ring_params(scaled, config, plan.split_k, clusters, static_cast<int>(plan.shared_bytes), &d, &shared_bytes));
+      CHECK(shared_bytes <= plan.shared_bytes);
+      CHECK(d.stages == plan.stages);
+      CHECK(static_cast<int64_t>(d.row_tiles) * clusters + d.more_row_tiles == tiles_n(problem.n));
+      CHECK(d.steps >= 1);
+      CHECK(d.steps * plan.split_k + d.more_steps == ceil_div(problem.k, kStepColumns));
+      CHECK(d.passes * config.tiles_n >= d.row_tiles + (d.more_row_tiles > 0));
+      CHECK(d.slots >= 1);
+      CHECK(d.slots <= d.passes);
+      CHECK((d.columns_of_token == 1 || d.columns_of_token == d.groups_of_step));
+      CHECK((d.columns_of_token == 1 || d.tokens * d.columns_of_token <= 8));
+      CHECK(d.x_offset % 128 == 0);
+      CHECK(d.stage_bytes % 128 == 0);
+      CHECK(d.plain_steps * kStepColumns <= problem.k);
+    }
+  });
+}
+
+TEST_CASE("what a plan for at most eight tokens tells the kernel covers the product and fits the shared memory") {
+  int64_t served = 0;
+  for_each_problem([&](const Problem& problem, const Gpu& gpu) {
+    for (DType scale_dtype : {DType::kFloat32, DType::kBFloat16}) {
+      Problem scaled = problem;
+      scaled.scale_dtype = scale_dtype;
+      Plan plan;
+      REQUIRE(mm::plan(scaled, gpu, &plan).ok());
+      if (plan.body != Body::kStreamResident) continue;
+      INFO(describe(scaled, gpu) << ": " << to_string(plan));
+      ++served;
+      CHECK(plan.split_k == 1);
+      const ResidentConfig& config = kResident[plan.config];
+      const int ctas = static_cast<int>(plan.ctas), limit = static_cast<int>(plan.shared_bytes);
+      ResidentParams d;
+      int shared_bytes;
+      REQUIRE(resident_params(scaled, config, ctas, limit, &d, &shared_bytes));
+      CHECK(shared_bytes <= plan.shared_bytes);
+      CHECK(static_cast<int64_t>(d.row_tiles) * ctas + d.more_row_tiles == tiles_n(problem.n));
+      CHECK(d.steps == ceil_div(problem.k, kStepColumns));
+      CHECK(d.passes * config.tiles_n >= d.row_tiles + (d.more_row_tiles > 0));
+      CHECK(d.slots >= 1);
+      CHECK(d.slots <= d.passes);
+      CHECK(d.ring_offset % 128 == 0);
+      CHECK(d.zeros_offset >= d.steps * d.tokens * kTokenBytes);
+      CHECK(d.ring_offset >= d.zeros_offset + kZeroBytes);
+      CHECK(d.stage_bytes % 128 == 0);
+      CHECK(d.tokens * d.groups_of_step <= 8);  // columns of a product
+      CHECK(d.partials_offset % 16 == 0);
+      CHECK(d.plain_steps * kStepColumns <= problem.k);
+      // A warp's pointer to parameters moves by whole groups.
+      CHECK(((config.warps * d.groups_of_step) & ((1 << std::min(d.group_shift, 1)) - 1)) == 0);
+      // An x too large for shared memory is left to another body.
+      scaled.k = 1 << 20;
+      CHECK_FALSE(resident_params(scaled, config, ctas, gpu.shared_bytes_per_cta, &d, &shared_bytes));
+    }
+  });
+  CHECK(served > 0);
+}
+
+TEST_CASE("a product with RMSNorm before it is one kernel for few tokens on Hopper, and is refused elsewhere") {
+  int64_t served = 0;
+  for_each_problem([&](const Problem& problem, const Gpu& gpu) {
+    for (bool gated : {false, true}) {
+      Problem normed = problem;
+      normed.normed = true, normed.gated = gated;
+      Plan plan;
+      const bool fuses = fuses_norm(normed, gpu);
+      INFO(describe(normed, gpu) << (gated ? " gated: " : ": ") << to_string(plan));
+      REQUIRE(mm::plan(normed, gpu, &plan).ok() == fuses);
+      if (!fuses) continue;
+      ++served;
+      CHECK(gpu.compute_capability == 90);
+      CHECK(problem.x_dtype == DType::kBFloat16);
+      CHECK(problem.k % kStepColumns == 0);
+      const ResidentConfig& config = kResident[plan.config];
+      ResidentParams d;
+      int shared_bytes;
+      REQUIRE(resident_params(normed, config, static_cast<int>(plan.ctas), static_cast<int>(plan.shared_bytes), &d,
+                              &shared_bytes));
+      CHECK(shared_bytes <= gpu.shared_bytes_per_cta);
+      // Pairs of row tiles, one of gate and one of up.
+      const int64_t parts = gated ? 2 : 1, tiles = static_cast<int64_t>(d.row_tiles) * plan.ctas + d.more_row_tiles;
+      CHECK(tiles * parts * kTileN >= problem.n);
+      if (gated) CHECK(tiles * parts * kTileN == problem.n);
+      CHECK(d.passes * config.tiles_n >= (d.row_tiles + (d.more_row_tiles > 0)) * parts);
+      // A factor for each of eight tokens, and a sum of squares for every token and K-step.
+      CHECK(d.factors_offset % 16 == 0);
+      CHECK(d.partials_offset % 16 == 0);
+      CHECK(d.partials_offset - d.factors_offset >= 4 * (kResidentTokens + d.steps * d.tokens));
+      normed.x_aligned = false;
+      CHECK_FALSE(fuses_norm(normed, gpu));
+    }
+  });
+  CHECK(served > 0);
+}
+
+TEST_CASE("what a plan with x of 9 to 16 tokens in shared memory tells the kernel covers the product and fits") {
+  int64_t served = 0;
+  for_each_problem([&](const Problem& problem, const Gpu& gpu) {
+    for (DType scale_dtype : {DType::kFloat32, DType::kBFloat16}) {
+      Problem scaled = problem;
+      scaled.scale_dtype = scale_dtype;
+      for (const Candidate<Plan>& candidate : candidates(scaled, gpu)) {
+        const Plan& plan = candidate.plan;
+        if (plan.body != Body::kStreamTma) continue;
+        const std::string about = describe(scaled, gpu) + ": " + to_string(plan);
+        INFO(about);
+        ++served;
+        const TmaConfig& config = kTma[plan.config];
+        const int ctas = static_cast<int>(plan.ctas), limit = static_cast<int>(plan.shared_bytes);
+        TmaParams d;
+        int shared_bytes;
+        REQUIRE(tma_params(scaled, config, ctas, limit, &d, &shared_bytes));
+        CHECK(shared_bytes == plan.shared_bytes);
+        CHECK(problem.m <= plan.tile_m);
+        CHECK(plan.ctas <= gpu.num_sms);
+        CHECK(plan.split_k == 1);
+        CHECK(d.row_tiles >= 1);
+        CHECK(static_cast<int64_t>(d.row_tiles) * ctas + d.more_row_tiles == tiles_n(problem.n));
+        CHECK(d.passes * config.tiles_n >= d.row_tiles + (d.more_row_tiles > 0));
+        CHECK(d.steps * kStepColumns >= problem.k);
+        CHECK(d.row_tile_bytes == d.steps * kStepBytes);
+        const int stage_bytes = tma_stage_bytes(config.tiles_n, problem.has_zeros);
+        CHECK(stage_bytes % 128 == 0);
+        CHECK(stage_bytes >= config.tiles_n * kTileN * kTmaTokens * 4);  // sums of a pass
+        CHECK(d.ring_offset == d.steps * kStepBoxes * kBoxBytes);
+        CHECK(d.barriers_offset == d.ring_offset + config.warps * config.stages * stage_bytes);
+        CHECK(d.barriers_offset % 8 == 0);
+        CHECK(d.places_offset == d.barriers_offset + 8 * d.steps);
+        // A warp's pointer to parameters moves by whole groups.
+        CHECK((config.warps & ((1 << std::min(d.group_shift, 1)) - 1)) == 0);
+        scaled.x_aligned = false;
+        CHECK_FALSE(tma_params(scaled, config, ctas, limit, &d, &shared_bytes));
+        scaled.x_aligned = true;
+      }
+    }
+  });
+  CHECK(served > 0);
+}
+
+TEST_CASE("few tokens of 16 bits on Hopper stream their weights, all else does not") {
+  Problem problem = float_int4();
+  problem.m = 1, problem.n = problem.k = 4096, problem.group_size = 128, problem.has_zeros = true;
+  const auto planned = [](const Problem& of, const Gpu& gpu) {
+    Plan plan;
+    REQUIRE(mm::plan(of, gpu, &plan).ok());
+    return plan;
+  };
+  const auto body = [&](const Problem& of, const Gpu& gpu) { return planned(of, gpu).body; };
+  CHECK(body(problem, kH200) == Body::kStreamResident);
+  CHECK(body(problem, kA100) == Body::kMmaSyncFloatInt4);
+  problem.n = 6144;  // three row tiles a pass
+  CHECK(body(problem, kH200) == Body::kStreamResident);
+  CHECK(planned(problem, kH200).tile_n == 48);
+  problem.m = 3;
+  CHECK(body(problem, kH200) == Body::kStreamResident);
+  problem.m = 4;
+  CHECK(body(problem, kH200) == Body::kStreamRing);
+  problem.m = 1;
+  problem.group_size = 32;  // parameters of three row tiles are more than a warp copies at once
+  CHECK(planned(problem, kH200).tile_n == 32);
+  problem.n = 4096;
+  CHECK(body(problem, kH200) == Body::kStreamResident);
+  problem.k = 2048;  // hardly a K-step a warp
+  CHECK(body(problem, kH200) == Body::kStreamRing);
+  problem.m = 4, problem.n = 14336, problem.k = 4096;  // more than eight columns of a token and a group
+  CHECK(body(problem, kH200) == Body::kStreamRing);
+  problem.group_size = 128;
+  CHECK(body(problem, kH200) == Body::kStreamResident);
+  problem.m = 5;
+  CHECK(body(problem, kH200) == Body::kStreamRing);
+  problem.n = 28672;  // many rows for every multiprocessor
+  CHECK(body(problem, kH200) == Body::kStreamResident);
+  problem.m = 6;
+  CHECK(body(problem, kH200) == Body::kStreamRing);
+  problem.n = 128256;
+  CHECK(body(problem, kH200) == Body::kStreamResident);
+  problem.k = 65536;  // x does not fit
+  CHECK(body(problem, kH200) == Body::kStreamRing);
+
+  for (int64_t n : {1024, 4096, 6144, 14336, 28672}) {
+    problem.m = 16, problem.n = n, problem.k = 4096;
+    CHECK(body(problem, kH200) == Body::kStreamTma);
+    problem.group_size = 64;  // sums of their own
+    CHECK(body(problem, kH200) == Body::kStreamRing);
+    problem.group_size = 128;
+  }
+  problem.n = 28672;  // four passes of four row tiles rather than five of three
+  CHECK(planned(problem, kH200).tile_n == 64);
+  problem.n = 10240;  // two of three rather than two of four
+  CHECK(planned(problem, kH200).tile_n == 48);
+  problem.n = 5120, problem.k = 5120;  // beside x only passes of two row tiles fit
+  CHECK(body(problem, kH200) == Body::kStreamRing);
+  problem.n = 3584, problem.k = 18944;
+  CHECK(body(problem, kH200) == Body::kStreamRing);
+  problem.n = 152064, problem.k = 896;  // hardly any columns
+  CHECK(body(problem, kH200) == Body::kWgmma);
+  for (int64_t n : {4096, 8192, 28672, 152064}) {
+    problem.m = 17, problem.n = n, problem.k = 4096, problem.x_aligned = true;
+    CHECK(body(problem, kH200) == Body::kWgmma);
+    CHECK(body(problem, kA100) == Body::kMmaSyncFloatInt4);
+    problem.x_aligned = false;
+    CHECK(body(problem, kH200) == Body::kMmaSyncFloatInt4);
+  }
+  problem.m = 16, problem.n = 4096;  // the copy engine brings x
+  CHECK(body(problem, kH200) == Body::kStreamRing);
+  problem.x_aligned = true, problem.x_dtype = DType::kFloat16;
+  CHECK(body(problem, kH200) == Body::kStreamTma);
+  problem.m = 8, problem.k = 896;
+  CHECK(body(problem, kH200) == Body::kStreamResident);
+  problem.k = 14336;
+  CHECK(body(problem, kH200) == Body::kMmaSyncFloatInt4);
+  problem.m = 16;
+  CHECK(body(problem, kH200) == Body::kMmaSyncFloatInt4);
+  problem.n = 6144;
+  CHECK(body(problem, kH200) == Body::kWgmma);
+  problem.m = 1, problem.x_dtype = DType::kFloat32;
+  CHECK(body(problem, kH200) == Body::kMmaSyncFloatInt4);
+}
+
+TEST_CASE("pairs of CTAs split K for 9 to 16 tokens where that fills more of the GPU") {
+  const auto planned = [](int64_t m, int64_t n, int64_t k) {
+    Problem problem = float_int4();
+    problem.m = m, problem.n = n, problem.k = k, problem.group_size = 128;
+    Plan plan;
+    REQUIRE(mm::plan(problem, kH200, &plan).ok());
+    return plan;
+  };
+  CHECK(planned(8, 1024, 4096).ctas == 128);  // 64 row tiles
+  CHECK(planned(8, 4096, 4096).split_k == 1);
+  CHECK(planned(16, 2560, 9728).split_k == 2);
+  CHECK(planned(16, 4096, 14336).split_k == 2);
+  CHECK(planned(16, 13824, 5120).split_k == 1);
+}
+
+TEST_CASE("what plan() takes is among the candidates, and every one of them fits the GPU") {
+  for_each_problem([](const Problem& problem, const Gpu& gpu) {
+    Plan plan;
+    REQUIRE(mm::plan(problem, gpu, &plan).ok());
+    const std::string about = describe(problem, gpu) + ": " + to_string(plan);
+    INFO(about);
+    int found = 0;
+    for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
+      const Plan& other = candidate.plan;
+      CHECK(other.shared_bytes <= gpu.shared_bytes_per_cta);
+      CHECK(problem.m <= (other.body == Body::kStreamRing ? other.tile_m : problem.m));
+      found += other.body == plan.body && other.config == plan.config && other.tile_n == plan.tile_n &&
+               other.split_k == plan.split_k && other.splits_last == plan.splits_last && other.ctas == plan.ctas &&
+               other.shared_bytes == plan.shared_bytes;
+    }
+    CHECK(found == 1);
+  });
+}
+
+TEST_CASE("splitting K never fills the GPU more than once") {
+  for_each_problem([](const Problem& problem, const Gpu& gpu) {
+    Plan plan;
+    REQUIRE(mm::plan(problem, gpu, &plan).ok());
+    INFO(describe(problem, gpu) << ": " << to_string(plan));
+    if (plan.split_k > 1) CHECK(plan.ctas <= gpu.num_sms);
+  });
+}
+
+TEST_CASE("the same problem gives the same plan") {
+  for_each_problem([](const Problem& problem, const Gpu& gpu) {
+    Plan first, second;
+    REQUIRE(mm::plan(problem, gpu, &first).ok());
+    REQUIRE(mm::plan(problem, gpu, &second).ok());
+    REQUIRE(to_string(first) == to_string(second));
+  });
+}
+
+TEST_CASE("wgmma serves more than 16 tokens of an aligned x on Hopper, in the tile that measured best") {
+  const auto planned = [&](int64_t m, int64_t n, int64_t k, bool aligned = true) {
+    Problem problem = float_int4();
+    problem.m = m, problem.n = n, problem.k = k, problem.group_size = 128, problem.x_aligned = aligned;
+    Plan plan;
+    REQUIRE(mm::plan(problem, kH200, &plan).ok());
+    return plan;
+  };
+  CHECK(planned(16, 4096, 4096).body == Body::kStreamTma);
+  CHECK(planned(17, 4096, 4096, false).body == Body::kMmaSyncFloatInt4);
+  CHECK(planned(17, 4096, 4096).body == Body::kWgmma);
+  CHECK(std::string(planned(17, 4096, 4096).instruction) == "wgmma bf16");
+  const Plan few = planned(64, 28672, 4096);  // more row tiles than multiprocessors: CTAs walk over them
+  CHECK(few.tile_m == 64);
+  CHECK(few.ctas == 132);
+  const Plan middle = planned(128, 8192, 8192), large = planned(4096, 28672, 4096);
+  CHECK(middle.tile_m == 128);
+  CHECK(middle.split_k == 2);
+  CHECK(large.tile_m == 256);
+  const Plan tall = planned(512, 6144, 4096), left = planned(512, 28672, 4096);
+  CHECK(tall.tile_n == 192);
+  CHECK(tall.ctas == 128);
+  CHECK(left.tile_m == 256);
+  CHECK(left.splits_last);
+}
+
+TEST_CASE("a GPU below compute capability 8.0 is refused by name") {
+  Problem problem = float_int4();
+  problem.m = problem.n = problem.k = 64, problem.group_size = 64;
+  Plan plan;
+  const Status status = mm::plan(problem, Gpu{75, 40, 65536}, &plan);
+  CHECK(!status.ok());
+  CHECK(status.message().find("7.5") != std::string::npos);
+  CHECK(status.message().find("8.0") != std::string::npos);
+}
+
+}  // namespace qao::mm
