@@ -11,16 +11,9 @@
 
 namespace qao {
 
-// int4_mm.cpp
+// mm.cpp
 Tensor int4_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
                   int64_t out_features, int64_t in_features, int64_t group_size);
-std::tuple<Tensor, Tensor> add_rms_norm_int4_mm_op(const Tensor& x, const std::optional<Tensor>& residual,
-                                                   const std::optional<Tensor>& norm_weight, double eps,
-                                                   const Tensor& weight, const Tensor& scales,
-                                                   const std::optional<Tensor>& bias, int64_t out_features,
-                                                   int64_t in_features, int64_t group_size, bool gated);
-
-// mm8.cpp
 Tensor int8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias);
 Tensor fp8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias);
 Tensor int8_int8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
@@ -37,6 +30,13 @@ Tensor int8_scaled_mm_op(const Tensor& x, const Tensor& x_scales, const std::opt
                          const std::optional<Tensor>& weight_sums, torch::headeronly::ScalarType out_dtype);
 Tensor fp8_scaled_mm_op(const Tensor& x, const Tensor& x_scales, const Tensor& weight, const Tensor& scales,
                         const std::optional<Tensor>& bias, torch::headeronly::ScalarType out_dtype, bool fast_accum);
+
+// norm_mm.cpp
+std::tuple<Tensor, Tensor> add_rms_norm_int4_mm_op(const Tensor& x, const std::optional<Tensor>& residual,
+                                                   const std::optional<Tensor>& norm_weight, double eps,
+                                                   const Tensor& weight, const Tensor& scales,
+                                                   const std::optional<Tensor>& bias, int64_t out_features,
+                                                   int64_t in_features, int64_t group_size, bool gated);
 
 // quantize.cpp
 std::tuple<Tensor, Tensor, Tensor> int8_quantize_op(const Tensor& x, bool symmetric);

@@ -1,0 +1,72 @@
+// RMSNorm, an int4 product and, if wanted, SiLU-multiply: one kernel where one is faster, else one each.
+#include "norm.h"
+#include "ops.h"
+#include "product.h"
+
+namespace qao {
+namespace {
+
+#if defined(QAO_WITH_CUDA)
+// Whether one kernel makes all of it; the product then has all that it needs.
+bool fuse(const Norm& norm, bool gated, Product& product) {
+  const auto aligned = [&](const Rows& rows) { return rows.is_aligned(size_of(product.problem.x_dtype)); };
+  if (!norm.x.is_cuda() || product.problem.m == 0) return false;
+  if (norm.weight && (norm.problem.norm_weight_dtype != product.problem.x_dtype || !norm.weight->is_aligned(16))) {
+    return false;
+  }
+  mm::Problem fused = product.problem;
+  fused.x_aligned = aligned(*norm.rows) && (!norm.residual || aligned(*norm.residual_rows));
+  fused.normed = true, fused.gated = gated;
+  if (!mm::fuses_norm(fused, gpu_of(norm.op, norm.x))) return false;
+  product.problem = fused;
+  mm::Arguments& arguments = product.arguments;
+  arguments.x = norm.arguments.x, arguments.x_stride = norm.arguments.x_stride;
+  arguments.residual = norm.arguments.residual, arguments.residual_stride = norm.arguments.residual_stride;
+  arguments.norm_weight = norm.arguments.norm_weight;
+  arguments.sum = norm.arguments.sum;
+  arguments.eps = norm.problem.eps;
+  return true;
+}
+#else
+bool fuse(const Norm&, bool, Product&) { return false; }
+#endif
+
+// SiLU of the first half of each row of y times the second.
+Tensor gate(const Norm& norm, const Tensor& y, int64_t n) {
+  quantize::Problem problem;
+  problem.m = norm.problem.m, problem.k = n / 2;
+  problem.x_dtype = norm.problem.x_dtype;
+  problem.producer = quantize::Producer::kSiluMul;
+  quantize::Arguments halves;
+  halves.x = y.data_ptr();
+  halves.up = static_cast<const char*>(y.data_ptr()) + problem.k * size_of(problem.x_dtype);
+  halves.x_stride = halves.up_stride = n;
+  return values(norm.op, problem, halves, norm.x);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> add_rms_norm_int4_mm_op(const Tensor& x, const std::optional<Tensor>& residual,
+                                                   const std::optional<Tensor>& norm_weight, double eps,
+                                                   const Tensor& weight, const Tensor& scales,
+                                                   const std::optional<Tensor>& bias, int64_t out_features,
+                                                   int64_t in_features, int64_t group_size, bool gated) {
+  Norm norm("add_rms_norm_int4_mm", x, residual, norm_weight, eps, "norm_weight");
+  Product product(norm.op, norm.x, weight, scales, bias);
+  product.use_packed_weight(out_features, in_features, group_size);
+  norm.op.check(!gated || out_features % 2 == 0, "a gated weight must have an even number of rows",
+                "Join the rows of gate and up, as many of each");
+  product.problem.m = norm.problem.m;
+  product.problem.x_dtype = product.problem.y_dtype = norm.problem.x_dtype;
+  Tensor sum = norm.make_sum();
+  if (fuse(norm, gated, product)) return {product.run(), sum};
+
+  const Tensor normed = values(norm.op, norm.problem, norm.arguments, norm.x);
+  product.arguments.x = normed.data_ptr();
+  product.arguments.x_stride = product.problem.k;
+  product.problem.x_aligned = product.problem.k * size_of(product.problem.x_dtype) % 16 == 0;
+  const Tensor y = product.run();
+  return {gated ? gate(norm, y, out_features) : y, sum};
+}
+
+}  // namespace qao

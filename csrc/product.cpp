@@ -1,0 +1,116 @@
+#include "product.h"
+
+#include "cpu/mm.h"
+#include "int4_operands.h"
+
+namespace qao {
+
+Product::Product(Op& op, const Argument& x, const Tensor& weight, const Tensor& scales,
+                 const std::optional<Tensor>& bias, const std::optional<Tensor>& weight_sums)
+    : op_(op), x_(x), weight_("weight", weight), scales_("scales", scales) {
+  op_.involve(&weight_), op_.involve(&scales_);
+  if (bias) op_.involve(&bias_.emplace("bias", *bias));
+  if (weight_sums) op_.involve(&weight_sums_.emplace("weight_sums", *weight_sums));
+  arguments.weight = weight_.data();
+  arguments.scales = scales_.data();
+}
+
+void Product::set_sizes(int64_t n, int64_t k) {
+  problem.n = n;
+  problem.k = k;
+  op_.check(x_.dim() >= 1 && x_.size(x_.dim() - 1) == k, "x must have shape [..., in_features]",
+            "Check x.shape against the layer's in_features");
+}
+
+// One scale for each block of 128 x 128.
+bool Product::has_block_scales() const {
+  return scales_.has_shape({(problem.n + kScaleBlock - 1) / kScaleBlock, problem.k_blocks()});
+}
+
+void Product::use_weight(Format format) {
+  problem.weight = format;
+  const bool typed = weight_.dtype() == int8_code() || (format == Format::kFp8 && weight_.dtype() == fp8_code());
+  op_.check(typed && weight_.dim() == 2 && weight_.size(0) >= 1 && weight_.size(1) >= 1,
+            format == Format::kInt8 ? "weight must be int8 of shape [N, K]"
+                                    : "weight must be float8_e4m3fn (or its bytes as int8) of shape [N, K]",
+            "Quantise the weight first");
+  set_sizes(weight_.size(0), weight_.size(1));
+  op_.check(scales_.dtype() == float32_code(), "scales must be float32", "Pass scales.float()");
+  if (scales_.numel() == problem.n && (scales_.dim() == 1 || scales_.size(scales_.dim() - 1) == 1)) {
+    problem.weight_scaling = Scaling::kRow;
+  } else if (scales_.numel() == 1) {
+    problem.weight_scaling = Scaling::kTensor;
+  } else {
+    op_.check(format == Format::kFp8 && has_block_scales(),
+              format == Format::kFp8
+                  ? "scales must have shape [N], [1], or [ceil(N / 128), ceil(K / 128)] for blocks of 128 x 128"
+                  : "scales must have shape [N] or [1]",
+              "Check scales.shape against weight.shape");
+    problem.weight_scaling = Scaling::kBlock;
+  }
+  problem.weight_aligned = weight_.is_aligned(16) && problem.k % 16 == 0;
+  op_.check_operand(weight_, x_), op_.check_operand(scales_, x_);
+}
+
+void Product::use_packed_weight(int64_t out_features, int64_t in_features, int64_t group_size) {
+  op_.involve("out_features", out_features), op_.involve("in_features", in_features);
+  op_.involve("group_size", group_size);
+  check_packed_sizes(op_, out_features, in_features);
+  problem.weight = Format::kInt4;
+  set_sizes(out_features, in_features);
+  const int4::Weight packed = checked_packed(op_, weight_, scales_, x_, out_features, in_features, group_size);
+  problem.group_size = packed.group_size;
+  problem.has_zeros = packed.has_zeros;
+  problem.scale_dtype = packed.scale_dtype;
+}
+
+void Product::use_bias_and_sums() {
+  if (bias_) {
+    problem.has_bias = true;
+    problem.bias_dtype = op_.check_bias(*bias_, x_, problem.n);
+    arguments.bias = bias_->data();
+  }
+  if (!weight_sums_) return;
+  problem.x_zeros = true;
+  op_.check(weight_sums_->dtype() == float32_code() && weight_sums_->has_shape({problem.n}),
+            "weight_sums must be float32 of shape [out_features]",
+            "Pass the row sums of the dequantised weight, or None for a symmetric x");
+  op_.check_operand(*weight_sums_, x_);
+  arguments.weight_sums = static_cast<const float*>(weight_sums_->data());
+}
+
+#if defined(QAO_WITH_CUDA)
+Gpu gpu_of(const Op& op, const Argument& x) {
+  Gpu gpu;
+  op.check(query_gpu(x.device_index(), &gpu));
+  return gpu;
+}
+#endif
+
+Tensor Product::run() {
+  use_bias_and_sums();
+  Tensor y = empty_rows(problem.gated ? problem.n / 2 : problem.n, torch_dtype(problem.y_dtype), x_);
+  if (problem.m == 0) return y;
+  arguments.y = y.data_ptr();
+  if (x_.is_cpu()) {
+    if (quantized_) quantized_->make(op_, arguments);
+    op_.check(cpu::mm(problem, arguments, torch_threads(problem.m * problem.n * problem.k)));
+    return y;
+  }
+#if defined(QAO_WITH_CUDA)
+  const DeviceScope scope(x_);
+  mm::Plan plan;
+  op_.check(mm::plan(problem, gpu_of(op_, x_), &plan));
+  if (quantized_ && !plan.quantizes_x) quantized_->make(op_, arguments);
+  std::optional<Tensor> workspace;
+  if (plan.workspace_bytes > 0) {
+    arguments.workspace = workspace.emplace(empty({plan.workspace_bytes}, uint8_code(), x_)).data_ptr();
+  }
+  op_.check(mm::launch(problem, plan, arguments, current_stream(x_)));
+  return y;
+#else
+  op_.fail_without_cuda();
+#endif
+}
+
+}  // namespace qao

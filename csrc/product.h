@@ -1,0 +1,67 @@
+// One call of a product: an operator function says what it has, step by step, each step checks its part and adds it to
+// the problem, run() computes.
+#pragma once
+
+#include <optional>
+
+#include "qao/mm.h"
+#include "quantized_x.h"
+#include "rows.h"
+#include "tensor.h"
+
+namespace qao {
+
+// An operator and its x.
+struct Call {
+  Call(const char* name, const Tensor& tensor) : op(name), x("x", tensor) { op.involve(&x); }
+  Call(const Call&) = delete;  // op points to x
+
+  Op op;
+  const Argument x;
+};
+
+class Product {
+ public:
+  Product(Op& op, const Argument& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+          const std::optional<Tensor>& weight_sums = std::nullopt);
+  Product(const Product&) = delete;  // op points to the arguments
+
+  // 1. W in eight bits: [N, K], one scale a row, one for all, or with fp8 one a block of 128 x 128; or packed.
+  void use_weight(Format format);
+  void use_packed_weight(int64_t out_features, int64_t in_features, int64_t group_size);
+
+  // 2. x as the tensor cores take it; in eight bits with its scales; in a float dtype, to be quantised by the product
+  // or before it, where `x_scale` is a scale of all of x that is known beforehand.
+  void use_float_x(const Tensor& tensor);
+  void use_scaled_x(const Tensor& tensor, Format format, const Argument& x_scales, const Argument* x_zeros,
+                    torch::headeronly::ScalarType out_dtype);
+  void use_dynamic_x(const Tensor& tensor, Format format, Scaling scaling, const Argument* x_scale = nullptr);
+
+  // 3. y [..., N], or the gated half of it.
+  Tensor run();
+
+  mm::Problem problem;
+  mm::Arguments arguments;
+
+ private:
+  void set_sizes(int64_t n, int64_t k);
+  bool has_block_scales() const;
+  void use_rows(const Tensor& tensor, int64_t element_size);
+  void check_blocks();
+  void check_x_scales(const Argument& x_scales);
+  void use_bias_and_sums();
+
+  Op& op_;
+  const Argument& x_;
+  const Argument weight_, scales_;
+  std::optional<Argument> bias_, weight_sums_;
+  std::optional<Rows> rows_;
+  std::optional<QuantizedX> quantized_;
+};
+
+// The GPU of x.
+#if defined(QAO_WITH_CUDA)
+Gpu gpu_of(const Op& op, const Argument& x);
+#endif
+
+}  // namespace qao

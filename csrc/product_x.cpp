@@ -1,0 +1,80 @@
+#include "product.h"
+
+namespace qao {
+
+void Product::use_rows(const Tensor& tensor, int64_t element_size) {
+  const Rows& rows = rows_.emplace(tensor, x_);
+  problem.m = rows.count;
+  problem.x_aligned = rows.is_aligned(element_size);
+  arguments.x = rows.data;
+  arguments.x_stride = rows.stride;
+}
+
+void Product::use_float_x(const Tensor& tensor) {
+  problem.x_dtype = problem.y_dtype = op_.float_dtype(x_);
+  use_rows(tensor, size_of(problem.x_dtype));
+}
+
+void Product::use_scaled_x(const Tensor& tensor, Format format, const Argument& x_scales, const Argument* x_zeros,
+                           torch::headeronly::ScalarType out_dtype) {
+  op_.check(x_.dtype() == (format == Format::kInt8 ? int8_code() : fp8_code()),
+            format == Format::kInt8 ? "x must be int8" : "x must be float8_e4m3fn",
+            "Quantise it with int8_quantize or fp8_quantize");
+  problem.x = format;
+  problem.y_dtype = op_.float_dtype("out_dtype", out_dtype);
+  use_rows(tensor, 1);
+  check_x_scales(x_scales);
+  arguments.x_scales = static_cast<const float*>(x_scales.data());
+  if (x_zeros == nullptr) {
+    op_.check(!weight_sums_, "weight_sums without x_zeros", "Pass both, or neither for a symmetric x");
+    return;
+  }
+  op_.check(x_zeros->dtype() == int32_code() && x_zeros->numel() == problem.m,
+            "x_zeros must be int32, one for each row of x", "Pass what int8_quantize returned");
+  op_.check(weight_sums_.has_value(), "x_zeros need weight_sums", "Pass the row sums of the dequantised weight");
+  op_.check_operand(*x_zeros, x_);
+  arguments.x_zeros = static_cast<const int32_t*>(x_zeros->data());
+}
+
+void Product::check_x_scales(const Argument& x_scales) {
+  op_.check(x_scales.dtype() == float32_code(), "x_scales must be float32", "Pass x_scales.float()");
+  const int64_t count = x_scales.numel();
+  const bool blocks = problem.weight_scaling == Scaling::kBlock;
+  if (problem.x == Format::kInt8) {
+    op_.check(count == problem.m, "x_scales must hold one scale for each row of x", "Pass what int8_quantize returned");
+    problem.x_scaling = Scaling::kRow;
+  } else {
+    op_.check(blocks ? count == problem.m * problem.k_blocks() : count == problem.m || count == 1,
+              blocks ? "with 128 x 128 blocks of weight, x_scales must hold one scale for each 128 columns of a row"
+                     : "x_scales must hold one scale for each row of x, or one for all",
+              "Pass what fp8_quantize returned");
+    problem.x_scaling = blocks ? Scaling::kBlock : count == problem.m ? Scaling::kRow : Scaling::kTensor;
+  }
+  op_.check_operand(x_scales, x_);
+}
+
+void Product::use_dynamic_x(const Tensor& tensor, Format format, Scaling scaling, const Argument* x_scale) {
+  problem.x_dtype = problem.y_dtype = op_.float_dtype(x_);
+  problem.x = format;
+  problem.x_scaling = scaling;
+  problem.quantizes_x = true;
+  problem.x_zeros = weight_sums_.has_value();
+  problem.static_scale = x_scale != nullptr;
+  check_blocks();
+  use_rows(tensor, size_of(problem.x_dtype));
+  if (x_scale != nullptr) arguments.x_scales = static_cast<const float*>(x_scale->data());
+  quantized_.emplace(problem, x_, x_scale);
+}
+
+// Blocks of x go with blocks of W.
+void Product::check_blocks() {
+  if (problem.x != Format::kFp8 || problem.weight != Format::kFp8) return;
+  // The scale of a weight of one block looks like that of a tensor, or of one row.
+  const bool blocks = has_block_scales();
+  if (problem.x_scaling == Scaling::kBlock && blocks) problem.weight_scaling = Scaling::kBlock;
+  op_.check((problem.x_scaling == Scaling::kBlock) == (problem.weight_scaling == Scaling::kBlock),
+            "blocks of 128 columns of x go with blocks of 128 x 128 of weight, and neither without the other",
+            "Quantise x and weight alike");
+}
+
+}  // namespace qao

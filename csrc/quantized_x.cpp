@@ -1,0 +1,81 @@
+#include "quantized_x.h"
+
+#include "cpu/quantize.h"
+#include "cpu/scratch.h"
+#include "int4/layout.h"
+
+namespace qao {
+namespace {
+
+constexpr int64_t kKeptBytes = 1 << 20;  // of a quantised x, that a thread keeps from call to call
+
+// What lies where in one piece of memory, offsets in bytes.
+struct Layout {
+  int64_t bytes = 0;
+  int64_t q_stride, q, scales, zeros, sums, workspace;
+
+  Layout(const quantize::Problem& problem, int64_t workspace_bytes)
+      : q_stride((problem.k + 63) / 64 * 64),
+        q(take(problem.m * q_stride)),
+        scales(take(problem.scales() * 4)),
+        zeros(take(problem.m * 4)),
+        sums(take(problem.m * problem.sums_groups() * 4)),
+        workspace(take(workspace_bytes)) {}
+
+ private:
+  int64_t take(int64_t size) {
+    const int64_t at = bytes;
+    bytes += (size + 15) / 16 * 16;
+    return at;
+  }
+};
+
+}  // namespace
+
+QuantizedX::QuantizedX(const mm::Problem& problem, const Argument& x, const Argument* scale) : x_(x), scale_(scale) {
+  problem_.m = problem.m;
+  problem_.k = problem.k;
+  problem_.x_dtype = problem.x_dtype;
+  problem_.format = problem.x;
+  problem_.scaling = problem.x_scaling;
+  problem_.symmetric = !problem.x_zeros;
+  problem_.static_scale = problem.static_scale;
+  if (problem.weight == Format::kInt4 && x.is_cuda()) {
+    problem_.order = quantize::Order::kInt4Tiles;
+    problem_.sums_group = problem.group_size;
+  }
+}
+
+void QuantizedX::make(const Op& op, mm::Arguments& arguments) {
+  int64_t workspace_bytes = 0;
+#if defined(QAO_WITH_CUDA)
+  if (x_.is_cuda()) workspace_bytes = quantize::workspace_bytes(problem_);
+#endif
+  const Layout layout(problem_, workspace_bytes);
+  char* base;
+  if (x_.is_cpu() && layout.bytes <= kKeptBytes) {
+    base = static_cast<char*>(cpu::scratch(cpu::Scratch::kQuantized, layout.bytes));
+  } else {
+    base = static_cast<char*>(memory_.emplace(empty({layout.bytes}, uint8_code(), x_)).data_ptr());
+  }
+  quantize::Arguments q;
+  q.x = arguments.x, q.x_stride = arguments.x_stride;
+  q.q = base + layout.q, q.q_stride = layout.q_stride;
+  q.scales = reinterpret_cast<float*>(scale_ != nullptr ? scale_->data() : base + layout.scales);
+  if (!problem_.symmetric) q.zeros = reinterpret_cast<int32_t*>(base + layout.zeros);
+  if (problem_.sums_group > 0) q.sums = reinterpret_cast<float*>(base + layout.sums);
+  q.workspace = base + layout.workspace;
+  if (x_.is_cpu()) {
+    op.check(cpu::quantize(problem_, q, torch_threads()));
+  } else {
+#if defined(QAO_WITH_CUDA)
+    op.check(quantize::launch(problem_, q, current_stream(x_)));
+#endif
+  }
+  arguments.x = q.q, arguments.x_stride = q.q_stride;
+  arguments.x_scales = q.scales;
+  arguments.x_zeros = q.zeros;
+  arguments.x_sums = q.sums;
+}
+
+}  // namespace qao
