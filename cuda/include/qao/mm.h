@@ -91,18 +91,18 @@ enum class Body : int {
 constexpr const char* name_of(Body body) {
   switch (body) {
     case Body::kStreamResident:
-      return "few";
+      return "stream resident";
     case Body::kStreamTma:
-      return "shared";
+      return "stream tma";
     case Body::kStreamRing:
-      return "decode";
+      return "stream ring";
     case Body::kWgmma:
-      return "sm90";
+      return "wgmma";
     case Body::kMmaSync:
     case Body::kMmaSyncFloatInt4:
-      return "sm80";
+      return "mma.sync";
     case Body::kMmaSyncFp8:
-      return "sm89";
+      return "mma.sync fp8";
   }
   return "?";
 }

@@ -4,6 +4,7 @@
 #include "mm/gpu.h"
 #include "mm/mma_sync/float_int4_tile.h"
 #include "mm/mma_sync/plan.h"
+#include "mm/mma_sync/split.h"
 #include "mm/problem.h"
 #include "mm/wgmma/plan.h"
 
@@ -55,15 +56,6 @@ int64_t output_tiles(const Config& config, const Problem& problem) {
   return ceil_div(problem.n, config.tile_n) * ceil_div(std::max<int64_t>(problem.m, 1), config.tile_m);
 }
 
-// CTAs that share an output tile. Splitting costs a second kernel and a trip through memory, so it must fill SMs that
-// would idle, and leave every slice enough K-tiles to fill its pipeline.
-int choose_split(const Config& config, int64_t tiles, int64_t k_steps, int num_sms) {
-  if (2 * tiles > num_sms) return 1;
-  const int64_t fill = num_sms / tiles;
-  const int64_t deepest = k_steps / (static_cast<int64_t>(config.warps_k) * config.stages);
-  return static_cast<int>(std::clamp<int64_t>(std::min(fill, deepest), 1, 32));
-}
-
 }  // namespace
 
 bool supports(const Problem& problem, const Gpu&) { return is_float_int4(problem); }
@@ -81,7 +73,7 @@ bool plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   plan->tile_m = config->tile_m;
   plan->warps = config->warps;
   plan->stages = config->stages;
-  plan->split_k = choose_split(*config, tiles, k_steps, gpu.num_sms);
+  plan->split_k = split_of(tiles, gpu.num_sms, k_steps, int64_t{config->warps_k} * config->stages);
   plan->ctas = tiles * plan->split_k;
   plan->shared_bytes = config->shared_bytes;
   plan->workspace_bytes = workspace_of(problem, *plan).bytes;

@@ -16,7 +16,24 @@ namespace {
 // Rows of ring.inc, as they measured: for weights of which a multiprocessor has little, and for all others.
 constexpr int kFewShort = 0, kFew = 1, kManyShort = 2, kMany = 3;
 
-// Fills in `plan` if the body for few tokens serves the problem with this row, with `split` CTAs that share row tiles.
+// What every plan here says of its row and of how many CTAs there are, `split` to a cluster.
+template <typename Config>
+void fill(const Problem& problem, Body body, const char* reason, const Config& config, int index, int clusters,
+          int split, int shared_bytes, Plan* plan) {
+  plan->body = body;
+  plan->reason = reason;
+  plan->instruction = problem.x_dtype == DType::kFloat16 ? "mma.sync f16" : "mma.sync bf16";
+  plan->config = index;
+  plan->tile_n = config.tiles_n * kTileN;
+  plan->tile_m = config.tokens;
+  plan->warps = config.warps;
+  plan->stages = config.stages;
+  plan->split_k = split;
+  plan->ctas = static_cast<int64_t>(clusters) * split;
+  plan->shared_bytes = shared_bytes;
+}
+
+// Fills in `plan` if ring.cuh serves the problem with this row, with `split` CTAs that share row tiles.
 bool fill_ring(const Problem& problem, const Gpu& gpu, int index, int split, Plan* plan) {
   const RingConfig& config = kRing[index];
   const int clusters = static_cast<int>(std::min<int64_t>(gpu.num_sms / split, tiles_n(problem.n)));
@@ -26,51 +43,34 @@ bool fill_ring(const Problem& problem, const Gpu& gpu, int index, int split, Pla
                    &shared_bytes)) {
     return false;
   }
-  plan->body = Body::kStreamRing;
-  plan->reason = "at most 16 bfloat16 tokens on Hopper: weights stream through mma.sync";
-  plan->instruction = "mma.sync bf16";
-  plan->config = index;
-  plan->tile_n = config.tiles_n * kTileN;
-  plan->tile_m = static_cast<int>(config.max_m);
-  plan->warps = config.warps;
+  fill(problem, Body::kStreamRing, "at most 16 bfloat16 tokens on Hopper: weights stream through mma.sync", config,
+       index, clusters, split, shared_bytes, plan);
   plan->stages = params.stages;
-  plan->split_k = split;
-  plan->ctas = static_cast<int64_t>(clusters) * split;
-  plan->shared_bytes = shared_bytes;
-  plan->workspace_bytes = 0;
   return true;
 }
 
 bool ring_serves(const Problem& problem, const RingConfig& config) {
-  return problem.x_dtype == DType::kBFloat16 && problem.m >= 1 && problem.m <= config.max_m;
+  return problem.x_dtype == DType::kBFloat16 && problem.m >= 1 && problem.m <= config.tokens;
 }
 
 // More than eight tokens of weights with many rows and hardly any columns, such as the head of a small language model,
-// are the many-token body's.
+// are wgmma's.
 bool is_shallow(const Problem& problem, const Gpu& gpu) {
   return problem.m > 8 && problem.k <= 8 * kStepColumns && tiles_n(problem.n) >= 8 * gpu.num_sms && problem.x_aligned;
 }
 
-// Fills in `plan` if the body for at most eight tokens can serve the problem.
+// Fills in `plan` if resident.cuh can serve the problem with this row.
 bool fill_resident(const Problem& problem, const Gpu& gpu, int index, Plan* plan) {
-  const bool half = problem.x_dtype == DType::kFloat16;
-  if (problem.x_dtype == DType::kFloat32 || (half && problem.normed)) return false;
+  if (problem.x_dtype == DType::kFloat16 && problem.normed) return false;
   if (problem.m < 1 || problem.m > kResidentTokens) return false;
   const ResidentConfig& config = kResident[index];
   const int ctas = static_cast<int>(std::min<int64_t>(gpu.num_sms, tiles_n(problem.n) >> problem.gated));
   ResidentParams params;
   int shared_bytes;
   if (!resident_params(problem, config, ctas, gpu.shared_bytes_per_cta, &params, &shared_bytes)) return false;
-  plan->body = Body::kStreamResident;
-  plan->reason = "at most 8 tokens of 16 bits on Hopper: weights stream through mma.sync past x in shared memory";
-  plan->instruction = half ? "mma.sync f16" : "mma.sync bf16";
-  plan->config = index;
-  plan->tile_n = config.tiles_n * kTileN;
-  plan->tile_m = kResidentTokens;
-  plan->warps = config.warps;
-  plan->stages = config.stages;
-  plan->ctas = ctas;
-  plan->shared_bytes = shared_bytes;
+  fill(problem, Body::kStreamResident,
+       "at most 8 tokens of 16 bits on Hopper: weights stream through mma.sync past x in shared memory", config, index,
+       ctas, 1, shared_bytes, plan);
   return true;
 }
 
@@ -101,7 +101,7 @@ bool plan_normed(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return true;
 }
 
-// Tokens of bfloat16 for which the body for at most eight was measured to pay: the more row tiles a multiprocessor has,
+// Tokens of bfloat16 for which resident.cuh was measured to pay: the more row tiles a multiprocessor has,
 // the more; three row tiles are one pass of it.
 int64_t most_resident_tokens(const Problem& problem, const Gpu& gpu) {
   const int64_t of_sm = ceil_div(tiles_n(problem.n), gpu.num_sms);
@@ -124,26 +124,17 @@ bool plan_plain(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return fewest < INT64_MAX;
 }
 
-// Fills in `plan` if the body for 9 to 16 tokens with x in shared memory can serve the problem with this row.
+// Fills in `plan` if tma.cuh can serve the problem with this row.
 bool fill_tma(const Problem& problem, const Gpu& gpu, int index, Plan* plan) {
-  const bool half = problem.x_dtype == DType::kFloat16;
-  if (problem.x_dtype == DType::kFloat32) return false;
   if (problem.m <= kResidentTokens || problem.m > kTmaTokens) return false;
   const TmaConfig& config = kTma[index];
   const int ctas = static_cast<int>(std::min<int64_t>(gpu.num_sms, tiles_n(problem.n)));
   TmaParams params;
   int shared_bytes;
   if (!tma_params(problem, config, ctas, gpu.shared_bytes_per_cta, &params, &shared_bytes)) return false;
-  plan->body = Body::kStreamTma;
-  plan->reason = "9 to 16 tokens of 16 bits on Hopper: weights stream through mma.sync past x in shared memory";
-  plan->instruction = half ? "mma.sync f16" : "mma.sync bf16";
-  plan->config = index;
-  plan->tile_n = config.tiles_n * kTileN;
-  plan->tile_m = kTmaTokens;
-  plan->warps = config.warps;
-  plan->stages = config.stages;
-  plan->ctas = ctas;
-  plan->shared_bytes = shared_bytes;
+  fill(problem, Body::kStreamTma,
+       "9 to 16 tokens of 16 bits on Hopper: weights stream through mma.sync past x in shared memory", config, index,
+       ctas, 1, shared_bytes, plan);
   return true;
 }
 
@@ -176,7 +167,7 @@ bool plan_ring(const Problem& problem, const Gpu& gpu, Plan* plan) {
   if (!ring_serves(problem, kRing[kMany]) || is_shallow(problem, gpu)) return false;
   const int64_t row_tiles = tiles_n(problem.n), steps = ceil_div(problem.k, kStepColumns);
   const int64_t share = row_tiles * steps / gpu.num_sms;  // row tiles times K-steps of a multiprocessor
-  const bool is_short = share <= 64 && row_tiles <= 2 * gpu.num_sms, few = problem.m <= kRing[kFew].max_m;
+  const bool is_short = share <= 64 && row_tiles <= 2 * gpu.num_sms, few = problem.m <= kRing[kFew].tokens;
   const int index = few ? (is_short ? kFewShort : kFew) : is_short ? kManyShort : kMany;
 
   // Two CTAs that share row tiles, each with half of K, where that leaves multiprocessors, or so many places of passes

@@ -11,13 +11,16 @@
 
 namespace qao::mm::stream {
 
+constexpr int kResidentTokens = 8;
+
 struct ResidentConfig {
+  int tokens;  // at most
   int tiles_n, warps, stages, ctas_per_sm, padded_row;
 };
 
 template <typename Tile>
 constexpr ResidentConfig resident_config() {
-  return {Tile::kTilesN, Tile::kWarps, Tile::kStages, Tile::kCtasPerSm, Tile::kPaddedRow};
+  return {kResidentTokens, Tile::kTilesN, Tile::kWarps, Tile::kStages, Tile::kCtasPerSm, Tile::kPaddedRow};
 }
 
 constexpr ResidentConfig kResident[] = {
@@ -25,7 +28,6 @@ constexpr ResidentConfig kResident[] = {
 #include "mm/stream/resident.inc"
 #undef QAO_RESIDENT
 };
-constexpr int kResidentTokens = 8;
 constexpr int kZeroBytes = 16;  // of zeros, behind x in shared memory
 
 // What the kernel gets. Row tiles have 16 rows of W, K-steps kStepColumns columns.
@@ -51,29 +53,24 @@ inline bool resident_params(const Problem& problem, const ResidentConfig& config
                             ResidentParams* to, int* shared_bytes) {
   ResidentParams d{};
   d.normed = problem.normed, d.gated = problem.gated;
-  const int row_tiles = static_cast<int>(tiles_n(problem.n)) >> d.gated, k_tiles = static_cast<int>(tiles_k(problem.k));
-  const StepGroups groups = step_groups(problem, config.warps);
-  d.row_tiles = row_tiles / ctas, d.more_row_tiles = row_tiles % ctas;
-  d.steps = (k_tiles + 1) / 2, d.tokens = static_cast<int>(problem.m);
-  d.row_tile_bytes = static_cast<int64_t>(k_tiles) * kTileBytes;
-  d.row_tile_scale_bytes = problem.groups() * groups.bytes;
+  const int row_tiles = static_cast<int>(tiles_n(problem.n)) >> d.gated;
+  const Walk walk = fill_walk(problem, row_tiles, ctas, config.warps, &d);
+  d.steps = walk.steps;
   const int distance = problem.gated ? row_tiles : 1;
   d.next_tile_bytes = distance * d.row_tile_bytes, d.next_tile_scale_bytes = distance * d.row_tile_scale_bytes;
   const int of_pass = config.tiles_n >> d.gated;
   d.next_pass_bytes = of_pass * d.row_tile_bytes, d.next_pass_scale_bytes = of_pass * d.row_tile_scale_bytes;
-  d.groups_of_step = groups.of_step, d.group_shift = groups.shift, d.scale_advance = groups.advance;
-  d.chunk_shift = log2_of(d.groups_of_step * groups.bytes / 16);
+  d.chunk_shift = log2_of(walk.scale_bytes / 16);
   if (d.tokens * d.groups_of_step > kResidentTokens || config.tiles_n << d.chunk_shift > 32) return false;
   d.plain_steps = static_cast<int>(problem.k / kStepColumns);
-  d.zeros = problem.has_zeros;
 
   const int64_t x_bytes = static_cast<int64_t>(d.steps) * d.tokens * kTokenBytes;
   if (x_bytes > shared_limit) return false;
   d.zeros_offset = static_cast<int>(x_bytes);
   const int slot_bytes = config.warps * d.tokens * config.padded_row * 4;
-  d.passes = (((d.row_tiles + (d.more_row_tiles > 0)) << d.gated) + config.tiles_n - 1) / config.tiles_n;
+  d.passes = passes_over(walk.most << d.gated, config.tiles_n);
   // Copies that lie across lines of 128 bytes take longer.
-  d.stage_bytes = round_up(config.tiles_n * (kStepBytes + d.groups_of_step * groups.bytes), 128);
+  d.stage_bytes = round_up(config.tiles_n * (kStepBytes + walk.scale_bytes), 128);
   d.ring_offset = round_up(d.zeros_offset + kZeroBytes, 128);
   d.factors_offset = d.ring_offset + config.warps * config.stages * d.stage_bytes;
   const int units = problem.normed ? kResidentTokens + d.steps * d.tokens : 0;

@@ -12,7 +12,7 @@
 namespace qao::mm::stream {
 
 struct RingConfig {
-  int64_t max_m;
+  int tokens;  // at most
   int stages;  // at most
   int tiles_n, warps, ctas_per_sm, padded_row;
 };
@@ -48,37 +48,29 @@ struct RingParams {
 inline bool ring_params(const Problem& problem, const RingConfig& config, int split, int clusters, int shared_limit,
                         RingParams* to, int* shared_bytes) {
   RingParams d{};
-  const int row_tiles = static_cast<int>(tiles_n(problem.n)), k_tiles = static_cast<int>(tiles_k(problem.k));
-  const int steps = (k_tiles + 1) / 2, tokens = static_cast<int>(problem.m);
-  const StepGroups groups = step_groups(problem, config.warps);
-  d.row_tiles = row_tiles / clusters, d.more_row_tiles = row_tiles % clusters;
-  d.steps = steps / split, d.more_steps = steps % split;
-  d.tokens = tokens;
-  d.row_tile_bytes = static_cast<int64_t>(k_tiles) * kTileBytes;
-  d.row_tile_scale_bytes = problem.groups() * groups.bytes;
-  d.groups_of_step = groups.of_step, d.group_shift = groups.shift, d.scale_advance = groups.advance;
-  d.chunk_shift = log2_of(d.groups_of_step * groups.bytes / 16);
+  const Walk walk = fill_walk(problem, static_cast<int>(tiles_n(problem.n)), clusters, config.warps, &d);
+  d.steps = walk.steps / split, d.more_steps = walk.steps % split;
+  d.chunk_shift = log2_of(walk.scale_bytes / 16);
   const int groups_shift = log2_of(d.groups_of_step);
-  const bool pairs = config.max_m == 8 && problem.m << groups_shift <= 8;
+  const bool pairs = config.tokens == 8 && problem.m << groups_shift <= 8;
   d.columns_of_token = pairs ? d.groups_of_step : 1;
   d.token_shift = pairs ? 3 - groups_shift : 3;
   const bool plain = problem.x_aligned && (config.tiles_n << d.chunk_shift) <= 64;
   d.plain_steps = plain ? static_cast<int>(problem.k / kStepColumns) : 0;
-  d.zeros = problem.has_zeros, d.clustered = split > 1;
+  d.clustered = split > 1;
 
-  const int most = d.row_tiles + (d.more_row_tiles > 0), held = std::min(most, config.tiles_n);
-  const int scale_bytes = d.groups_of_step * groups.bytes;
-  d.passes = (most + config.tiles_n - 1) / config.tiles_n;
+  const int held = std::min(walk.most, config.tiles_n);
+  d.passes = passes_over(walk.most, config.tiles_n);
   d.scale_offset = held * kStepBytes;
-  d.x_offset = round_up(d.scale_offset + held * scale_bytes, 128);
-  d.stage_bytes = d.x_offset + tokens * kStepColumns * 2;
-  const int slot_bytes = config.warps * tokens * d.columns_of_token * config.padded_row * 4;
+  d.x_offset = round_up(d.scale_offset + held * walk.scale_bytes, 128);
+  d.stage_bytes = d.x_offset + d.tokens * kStepColumns * 2;
+  const int slot_bytes = config.warps * d.tokens * d.columns_of_token * config.padded_row * 4;
   for (d.stages = config.stages; d.stages >= 2; --d.stages) {
     const int ring = d.stages * config.warps * d.stage_bytes;
     d.slots = std::min(d.passes, (shared_limit - ring) / slot_bytes);
     // Row tiles that do not exist are read, from whatever follows.
-    const int read =
-        ring - d.stage_bytes + std::max(config.tiles_n * kStepBytes, d.scale_offset + config.tiles_n * scale_bytes);
+    const int read = ring - d.stage_bytes +
+                     std::max(config.tiles_n * kStepBytes, d.scale_offset + config.tiles_n * walk.scale_bytes);
     *shared_bytes = std::max(ring + d.slots * slot_bytes, read);
     if (d.slots >= 1 && *shared_bytes <= shared_limit) {
       *to = d;

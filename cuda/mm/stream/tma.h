@@ -10,12 +10,13 @@
 namespace qao::mm::stream {
 
 struct TmaConfig {
+  int tokens;  // at most
   int tiles_n, warps, stages;
 };
 
 template <typename Tile>
 constexpr TmaConfig tma_config() {
-  return {Tile::kTilesN, Tile::kWarps, Tile::kStages};
+  return {kTmaTokens, Tile::kTilesN, Tile::kWarps, Tile::kStages};
 }
 
 constexpr TmaConfig kTma[] = {
@@ -48,20 +49,13 @@ struct TmaParams {
 // if a CTA has not `shared_limit` bytes' room.
 inline bool tma_params(const Problem& problem, const TmaConfig& config, int ctas, int shared_limit, TmaParams* to,
                        int* shared_bytes) {
-  const StepGroups groups = step_groups(problem, config.warps);
-  if (groups.of_step > 1) return false;
   if (size_of(problem.scale_dtype) != 2 || !problem.x_aligned) return false;
   if (tiles_k(problem.k) % 2 != 0) return false;
   TmaParams d{};
-  const int row_tiles = static_cast<int>(tiles_n(problem.n)), k_tiles = static_cast<int>(tiles_k(problem.k));
-  d.row_tiles = row_tiles / ctas, d.more_row_tiles = row_tiles % ctas;
-  d.passes = (d.row_tiles + (d.more_row_tiles > 0) + config.tiles_n - 1) / config.tiles_n;
-  d.steps = k_tiles / 2;
-  d.tokens = static_cast<int>(problem.m);
-  d.row_tile_bytes = static_cast<int64_t>(k_tiles) * kTileBytes;
-  d.row_tile_scale_bytes = problem.groups() * groups.bytes;
-  d.groups_of_step = groups.of_step, d.group_shift = groups.shift, d.scale_advance = groups.advance;
-  d.zeros = problem.has_zeros;
+  const Walk walk = fill_walk(problem, static_cast<int>(tiles_n(problem.n)), ctas, config.warps, &d);
+  if (d.groups_of_step > 1) return false;
+  d.passes = passes_over(walk.most, config.tiles_n);
+  d.steps = walk.steps;
   if (d.steps > shared_limit / (kStepBoxes * kBoxBytes)) return false;
 
   d.ring_offset = d.steps * kStepBoxes * kBoxBytes;

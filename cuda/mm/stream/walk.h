@@ -1,28 +1,40 @@
-// How groups fall on the K-steps of the streaming bodies: one definition for their cuts.
+// What the streaming bodies have in common of how they cut a problem: CTAs own runs of row tiles, warps take K-steps.
 #pragma once
 
 #include <algorithm>
 
 #include "common/integers.h"
-#include "int4/layout.h"
+#include "mm/problem.h"
 #include "mm/stream/tile.h"
-#include "qao/mm.h"
 
 namespace qao::mm::stream {
 
-struct StepGroups {
-  int bytes;           // of parameters of a group and row tile
-  int of_step, shift;  // K-step s begins with group s * of_step >> shift
-  int advance;         // bytes of parameters from a K-step to that `warps` later
+// A CTA and W at once.
+struct Walk {
+  int steps;        // K-steps of all columns
+  int most;         // row tiles of the CTA that has most
+  int scale_bytes;  // of a K-step's parameters of a row tile
 };
 
-inline StepGroups step_groups(const Problem& problem, int warps) {
-  StepGroups groups{(problem.has_zeros ? 2 : 1) * kTileN * size_of(problem.scale_dtype), 1, 30, 0};
-  if (problem.group_size >= problem.k) return groups;  // one for all steps
-  groups.of_step = std::max(kStepColumns / static_cast<int>(problem.group_size), 1);
-  groups.shift = log2_of(problem.group_size / kStepColumns);
-  groups.advance = (warps * groups.of_step >> groups.shift) * groups.bytes;
-  return groups;
+// Fills in what every `Cut` has: `row_tiles` of W are shared out among so many CTAs, K-steps among the warps of one.
+template <typename Cut>
+Walk fill_walk(const Problem& problem, int row_tiles, int ctas, int warps, Cut* cut) {
+  cut->row_tiles = row_tiles / ctas, cut->more_row_tiles = row_tiles % ctas;
+  cut->tokens = static_cast<int>(problem.m);
+  cut->row_tile_bytes = tiles_k(problem.k) * kTileBytes;
+  cut->row_tile_scale_bytes = problem.groups() * group_bytes(problem);
+  cut->zeros = problem.has_zeros;
+  cut->groups_of_step = 1, cut->group_shift = 30, cut->scale_advance = 0;  // one group for all steps
+  if (problem.group_size < problem.k) {
+    cut->groups_of_step = std::max(kStepColumns / static_cast<int>(problem.group_size), 1);
+    cut->group_shift = log2_of(problem.group_size / kStepColumns);
+    cut->scale_advance = (warps * cut->groups_of_step >> cut->group_shift) * group_bytes(problem);
+  }
+  return {static_cast<int>((tiles_k(problem.k) + 1) / 2), cut->row_tiles + (cut->more_row_tiles > 0),
+          cut->groups_of_step * group_bytes(problem)};
 }
+
+// Passes over so many row tiles.
+inline int passes_over(int row_tiles, int tiles_n) { return (row_tiles + tiles_n - 1) / tiles_n; }
 
 }  // namespace qao::mm::stream

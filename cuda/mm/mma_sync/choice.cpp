@@ -1,0 +1,163 @@
+#include "mm/mma_sync/choice.h"
+
+#include <algorithm>
+
+#include "common/integers.h"
+#include "mm/mma_sync/resident.h"
+#include "mm/mma_sync/split.h"
+
+namespace qao::mm::mma_sync {
+namespace {
+
+template <typename Tile>
+constexpr Config config_of(int index, int64_t max_m, ShareKind share, XKind x, WeightKind weight) {
+  const int eight_bits = x == XKind::kQuantizes ? 0 : 1;
+  return {index,
+          max_m,
+          share,
+          x,
+          weight,
+          Tile::kScalesX,
+          Tile::kN,
+          Tile::kM,
+          Tile::kWarpsK,
+          Tile::kThreads / 32,
+          Tile::kStages,
+          Tile::kCtasPerSm,
+          Tile::kTokenSumBytes,
+          Tile::ring_bytes({eight_bits, Format::kInt8}),
+          Tile::ring_bytes({eight_bits, Format::kInt4}),
+          Tile::ring_bytes({eight_bits, Format::kFp8}),
+          Tile::ring_bytes({2, Format::kInt8}),
+          Tile::ring_bytes({2, Format::kFp8})};
+}
+
+constexpr int64_t kAnyM = INT64_MAX;
+constexpr int kFirst = __COUNTER__ + 1;  // a row's index is its place in the list: __COUNTER__ may begin anywhere
+constexpr Config kConfigs[] = {
+#define QAO_TILE(max_m, share, x, weight, ...) \
+  config_of<Tile<__VA_ARGS__>>(__COUNTER__ - kFirst, max_m, share, x, weight),
+#include "mm/mma_sync/tiles.inc"
+#undef QAO_TILE
+};
+
+constexpr int64_t kManyTokens = 64;  // above, arithmetic takes longer than reading W
+
+// Columns whose products of int8 surely fit an int32 sum.
+constexpr int64_t kInt32Columns = 65536;
+
+// CTAs that share an output tile: with many tokens they fill halves of SMs, and int32 sums must not overflow.
+int choose_split(const Config& config, const Problem& problem, int64_t tiles, int64_t k_steps, int num_sms) {
+  int64_t least = 1;
+  if (problem.x == Format::kInt8 && problem.weight == Format::kInt8) {
+    least = ceil_div(k_steps, config.warps_k * (kInt32Columns / kTileK));
+  }
+  const int64_t room = num_sms * (problem.m > kManyTokens ? config.ctas_per_sm : 1);
+  return std::max(static_cast<int>(least),
+                  split_of(tiles, room, k_steps, static_cast<int64_t>(config.warps_k) * config.stages));
+}
+
+// Shared memory a CTA may take: the others of the row need their place too. A multiprocessor has 1 KB more than one CTA
+// may take, and every CTA costs 1 KB.
+int64_t shared_room(const Config& config, const Problem& problem, const Gpu& gpu) {
+  const int all = gpu.shared_bytes_per_cta + 1024, ctas = all / (config.ring_bytes(problem) + 1024);
+  return ctas == 0 ? 0 : all / std::min(ctas, config.ctas_per_sm) - 1024;
+}
+
+// Shared memory for the ring, the sums and what of x stays; false if a CTA has not so much.
+bool lay_out(const Problem& problem, const Gpu& gpu, bool quantizes, bool single_pass, Choice* choice) {
+  const Config& config = *choice->config;
+  const int64_t room = shared_room(config, problem, gpu);
+  const int ring = config.ring_bytes(problem);
+  const int sums = config.token_sum_bytes * static_cast<int>(std::clamp<int64_t>(problem.m, 1, config.tile_m));
+  choice->sums_at = single_pass ? 0 : ring;
+  for (choice->sum_places = single_pass ? 1 : 2; choice->sum_places > 0; --choice->sum_places) {
+    choice->shared_bytes = single_pass ? std::max(ring, sums) : ring + choice->sum_places * sums;
+    if (quantizes) {
+      const int behind_ring = static_cast<int>(choice->shared_bytes) - ring;
+      choice->shared_bytes =
+          resident_at(ring, behind_ring, config.stages, static_cast<int>(problem.m) * float_row_bytes(problem)) +
+          resident_of(problem).bytes();
+    }
+    if (choice->shared_bytes <= room) return true;
+  }
+  return false;
+}
+
+constexpr int64_t kMaxQuantizedK = 1 << 18;  // more would fit no GPU
+constexpr int kMaxUnsplit = 2;               // parts of K that a product gives up for quantising x itself
+
+// Floats of x that a CTA can quantise in the time that a kernel for x alone would take; int4 wants sums of groups too.
+int64_t most_floats(const Config& config, Format weight) {
+  return config.warps * (weight == Format::kInt4 ? 1792 : config.warps == 8 ? 3072 : 2048);
+}
+
+// Whether a row serves runs of so many row tiles, or tiles.
+bool serves(const Config& config, int64_t run, bool one_wave, int64_t k) {
+  const bool one_pass = run <= config.tile_n / kTileN;
+  switch (config.share) {
+    case ShareKind::kOnePass:
+      return one_pass;
+    case ShareKind::kOneShortPass:
+      return one_pass && k <= kShortK;
+    case ShareKind::kOneTinyPass:
+      return one_pass && k <= kTinyK;
+    case ShareKind::kLongRun:
+      return run >= kLongRun;
+    case ShareKind::kOneWave:
+      return one_wave;
+    case ShareKind::kRun:
+    case ShareKind::kTile:
+      return true;
+  }
+  return false;
+}
+
+// What a multiprocessor takes for runs of so many row tiles, in half a row tile: the places of all passes, empty or
+// not, and what a pass begins and ends with, which is as much as half a row tile of eight bits, or one of four.
+int64_t run_cost(const Config& config, Format weight, int64_t run) {
+  const int64_t places = config.tile_n / kTileN;
+  return config.ctas_per_sm * ceil_div(run, places) * (2 * places + (weight == Format::kInt4 ? 2 : 1));
+}
+
+}  // namespace
+
+Choice choose(const Problem& problem, const Gpu& gpu, bool quantizes) {
+  const int64_t m = std::max<int64_t>(problem.m, 1);
+  const int64_t k_steps = ceil_div(problem.k, kTileK) * (is_split(problem) ? kFloat32Parts : 1);
+  Choice best;
+  int64_t best_cost = 0;
+  for (const Config& config : kConfigs) {
+    if (best.config != nullptr && (config.share != ShareKind::kRun || config.max_m != best.config->max_m)) continue;
+    if (m > config.max_m || quantizes != (config.x == XKind::kQuantizes) || !serves(config.weight, problem.weight))
+      continue;
+    if (!quantizes && !serves(config.x, problem.x == Format::kFloat)) continue;
+    // CTAs that have all tokens share the rows of W out among them where shared memory allows. Others are tiles.
+    const int64_t row_tiles = ceil_div(problem.n, kTileN), row_blocks = ceil_div(problem.n, config.tile_n);
+    const int64_t slots = gpu.num_sms * config.ctas_per_sm, runs = std::min(row_tiles, slots);
+    const int64_t run = ceil_div(row_tiles, runs);
+    if (!serves(config, run, row_blocks <= slots, problem.k)) continue;
+    for (bool shares : {true, false}) {
+      if (shares && (m > config.tile_m || !is_run(config.share))) continue;
+      Choice choice{&config};
+      choice.runs = shares;
+      choice.ctas = shares ? runs : row_blocks * ceil_div(m, config.tile_m);
+      choice.split_k = choose_split(config, problem, choice.ctas, k_steps, gpu.num_sms);
+      if (quantizes) {
+        // Every warp has one token, and a part of K would not know the range of the others.
+        if (m > config.warps || problem.k > kMaxQuantizedK || choice.split_k > kMaxUnsplit) continue;
+        if (m * problem.k > most_floats(config, problem.weight)) continue;
+        choice.split_k = 1;
+      }
+      const bool single_pass = !shares || run <= config.tile_n / kTileN;
+      if (!lay_out(problem, gpu, quantizes, single_pass, &choice)) continue;
+      if (config.share != ShareKind::kRun) return choice;
+      const int64_t cost = shares ? run_cost(config, problem.weight, run) : INT64_MAX;
+      if (best.config == nullptr || cost < best_cost) best = choice, best_cost = cost;
+      break;
+    }
+  }
+  return best;
+}
+
+}  // namespace qao::mm::mma_sync

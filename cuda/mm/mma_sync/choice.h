@@ -1,0 +1,42 @@
+// Which row of tiles.inc runs a problem, and how CTAs share it out. Pure host code.
+#pragma once
+
+#include <cstdint>
+
+#include "mm/mma_sync/tile.h"
+#include "mm/problem.h"
+
+namespace qao::mm::mma_sync {
+
+// A row of tiles.inc.
+struct Config {
+  int index;  // its row
+  int64_t max_m;
+  ShareKind share;
+  XKind x;
+  WeightKind weight;
+  bool scales_x;
+  int tile_n, tile_m, warps_k, warps, stages, ctas_per_sm, token_sum_bytes;
+  // The ring by what the operands are.
+  int int8_int8, int8_int4, fp8_fp8, float_int8, float_fp8;
+
+  int ring_bytes(const Problem& problem) const {
+    if (problem.weight == Format::kInt4) return int8_int4;
+    if (problem.x == Format::kFloat) return problem.weight == Format::kInt8 ? float_int8 : float_fp8;
+    return problem.weight == Format::kInt8 ? int8_int8 : fp8_fp8;
+  }
+};
+
+struct Choice {
+  const Config* config = nullptr;
+  int64_t ctas = 0;  // of one part of K
+  bool runs = false;
+  int64_t shared_bytes = 0;
+  int sums_at = 0, sum_places = 1;
+  int split_k = 1;
+};
+
+// The row that tiles.inc says for the problem on this GPU; none is possible where the product is to quantise x.
+Choice choose(const Problem& problem, const Gpu& gpu, bool quantizes);
+
+}  // namespace qao::mm::mma_sync
