@@ -88,26 +88,42 @@ def perplexity(
         ValueError: fewer than two tokens, an id that is negative, a window or length below 1, a model in training mode,
             or logits that are no [1, T, V].
     """
+    if num_bytes is not None and num_bytes < 1:
+        raise ValueError(f"perplexity: num_bytes must be at least 1, not {num_bytes}")
+    nats, counts = [], []
+    with torch.inference_mode():
+        for seen in windows(model, tokens, window):
+            logits = _logits(model, seen)
+            nats.append(functional.cross_entropy(logits, seen[1:], reduction="none").double().sum().item())
+            counts.append(seen.numel() - 1)
+    return Evaluation(tuple(nats), tuple(counts), num_bytes)
+
+
+def windows(model: nn.Module, tokens: Sequence[int] | Tensor, window: int) -> list[Tensor]:
+    """Ids [T + 1] on the device of the model, T tokens of which are predicted; raises as ``perplexity``."""
     ids = torch.as_tensor(tokens, dtype=torch.int64).reshape(-1)
     if ids.numel() < 2 or int(ids.min()) < 0:
         raise ValueError(f"perplexity: tokens must be two or more ids from 0 on, not {ids.numel()}: {ids[:8].tolist()}")
-    if window < 1 or (num_bytes is not None and num_bytes < 1):
-        raise ValueError(f"perplexity: window and num_bytes must be at least 1, not {window} and {num_bytes}")
+    if window < 1:
+        raise ValueError(f"perplexity: window must be at least 1, not {window}")
     if model.training:
         raise ValueError("perplexity: the model is in training mode, where dropout may be random. Call model.eval()")
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    nats, counts = [], []
-    with torch.inference_mode():
-        for begin in range(0, ids.numel() - 1, window):
-            seen = ids[begin : begin + window + 1].to(device)
-            output: Any = model(seen[None, :-1])
-            logits = getattr(output, "logits", output)
-            if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != (1, seen.numel() - 1):
-                shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-                raise ValueError(f"perplexity: the model must give logits [1, {seen.numel() - 1}, V], not {shape}")
-            nats.append(functional.cross_entropy(logits[0].float(), seen[1:], reduction="none").double().sum().item())
-            counts.append(seen.numel() - 1)
-    return Evaluation(tuple(nats), tuple(counts), num_bytes)
+    return [ids[begin : begin + window + 1].to(device) for begin in range(0, ids.numel() - 1, window)]
+
+
+def log_probabilities(model: nn.Module, seen: Tensor) -> Tensor:
+    """float32 [T, V] of what follows each of the first T tokens of a window."""
+    return _logits(model, seen).log_softmax(-1)
+
+
+def _logits(model: nn.Module, seen: Tensor) -> Tensor:
+    output: Any = model(seen[None, :-1])
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != (1, seen.numel() - 1):
+        shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"perplexity: the model must give logits [1, {seen.numel() - 1}, V], not {shape}")
+    return logits[0].float()
 
 
 def compare(evaluation: Evaluation, reference: Evaluation) -> Comparison:
@@ -118,13 +134,18 @@ def compare(evaluation: Evaluation, reference: Evaluation) -> Comparison:
     """
     if (evaluation.window_tokens, evaluation.num_bytes) != (reference.window_tokens, reference.num_bytes):
         raise ValueError("compare: both evaluations must be of the same tokens and windows")
-    tokens, windows = sum(reference.window_tokens), len(reference.window_tokens)
     differences = [a - b for a, b in zip(evaluation.window_nats, reference.window_nats, strict=True)]
-    mean = math.fsum(differences) / tokens
-    # Of a ratio of sums: the last window may be shorter.
-    rest = math.fsum((d - mean * n) ** 2 for d, n in zip(differences, reference.window_tokens, strict=True))
-    error = math.sqrt(rest * windows / (windows - 1)) / tokens if windows > 1 else math.nan
+    mean, error = mean_and_error(differences, reference.window_tokens)
     if reference.num_bytes is None:
         return Comparison(mean, error)
-    bits = tokens / math.log(2) / reference.num_bytes
+    bits = sum(reference.window_tokens) / math.log(2) / reference.num_bytes
     return Comparison(mean, error, mean * bits, error * bits)
+
+
+def mean_and_error(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, float]:
+    """Per token, of sums over windows of so many tokens, with the standard error over windows; NaN of a single one."""
+    tokens, number = sum(counts), len(counts)
+    mean = math.fsum(sums) / tokens
+    # Of a ratio of sums: the last window may be shorter.
+    rest = math.fsum((one - mean * count) ** 2 for one, count in zip(sums, counts, strict=True))
+    return mean, math.sqrt(rest * number / (number - 1)) / tokens if number > 1 else math.nan

@@ -75,7 +75,7 @@ def quantize_(
         RuntimeError, AssertionError: torch has no such ``device``.
     """
     planned = plan(model, scheme, filter, embeddings, device, strict)
-    importance = _importance(planned.layers)
+    importance = importance_of(planned.layers)
     if any(grouping.is_auto(layer.scheme) for layer in planned.pending):
         units = units_of(planned.pending)
         grouping.assign(units, grouping.measured(units, importance, device, progress))
@@ -228,7 +228,7 @@ def _complain(report: Report, strict: bool) -> None:
         warnings.warn("quantize_: " + "\n".join(messages), stacklevel=4)
 
 
-def _importance(layers: list[survey.Layer]) -> dict[str, Tensor]:
+def importance_of(layers: list[survey.Layer]) -> dict[str, Tensor]:
     """Of layers in int4 by name, where the weight of another that is quantised tells: before that one is."""
     named = {layer.row.name: layer.module for layer in layers if is_linear(layer.module) and layer.scheme is not None}
     found = {}

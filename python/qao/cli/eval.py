@@ -15,12 +15,15 @@ Perplexity and bits per byte over windows of a text, each predicted from its own
 by window, so that the standard error of the difference is far smaller than that of either figure:
   --against MODEL2   MODEL beside MODEL2
   --scheme ...       a float MODEL, quantised while it is loaded, beside itself (or MODEL2)
+With --layers each layer of MODEL in floats is quantised alone, and the table has those that change the predictions
+most: their divergence from the float model's (Kullback-Leibler), with its standard error over windows.
 Without --text it is the text of Python's own help (pydoc), which depends on the version of Python: good to compare
 models on one machine, not to compare with figures of others.
 """
 _EXAMPLES = """
 qao eval Qwen3-8B-int4 --against Qwen3-8B --text wikitext.txt --windows 100
 qao eval Qwen3-8B --scheme int4 --group-size 32
+qao eval Qwen3-8B --scheme int4 --layers --windows 2 --plot layers.png
 qao eval SmolLM2-135M-Instruct.gguf --json
 """
 
@@ -33,6 +36,12 @@ def add(commands: Any) -> None:
     parser.add_argument("--window", type=int, default=512, metavar="TOKENS", help="length of each (512)")
     parser.add_argument("--against", metavar="MODEL2", help="a model with the same tokenizer")
     add_scheme_options(parser, required=False)
+    group = parser.add_argument_group("layers")
+    group.add_argument("--layers", action="store_true", help="quantise one layer at a time, and compare these")
+    group.add_argument("--worst", type=int, default=20, metavar="N", help="rows of the table (20); --json has all")
+    group.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw all layers: .png, .svg or .pdf; needs matplotlib"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,8 +52,17 @@ def run(args: argparse.Namespace) -> int:
     options = (args.group_size, args.budget_bits, args.granularity)
     if args.scheme is None and (args.symmetric or args.set or any(option is not None for option in options)):
         args.parser.error("--group-size, --budget-bits, --symmetric, --granularity and --set belong to a --scheme")
+    if args.layers and (args.scheme is None or args.against):
+        args.parser.error("--layers needs a --scheme, and takes no --against")
+    if args.worst < 1 or (args.plot and not args.layers):
+        args.parser.error("--worst must be at least 1, and --plot belongs to --layers")
     output, scheme = Output(args), scheme_of(args) if args.scheme else None
     text = _text(args.text)
+    if args.layers:
+        from .layers import run as by_layer
+
+        tokens, count = _tokens(load_tokenizer(args.model), text, args.windows * args.window)
+        return by_layer(args, output, scheme, tokens, count)
     tokens, count = _tokens(load_tokenizer(args.model), text, args.windows * args.window)
     reference = args.against or (args.model if scheme is not None else None)
     if args.against and _tokens(load_tokenizer(args.against), text, args.windows * args.window) != (tokens, count):
