@@ -1,7 +1,8 @@
 """What calibration gives a real language model, and what it takes: nats a token above float32, seconds.
 
 SmolLM2-135M-Instruct as in bench/language.py, predicted on Python's language reference; calibrated on other text, the
-docstrings of Python's standard library.
+docstrings of Python's standard library. Its weights are grids of four bits in groups of 32, which such groups give back
+exactly, so these are measured on the same model with other weights: "off its grid".
 """
 
 from __future__ import annotations
@@ -23,13 +24,18 @@ from .language import HEAD, WINDOW, WINDOWS, load_text
 from .markdown import caption, table
 from .meta import describe
 
+OFF_GRID = "off its grid"
+AUTO = qao.Int4WeightOnly(group_size="auto", budget_bits=4.5, scale_dtype=torch.float16)
 # By name: scheme, method (None: without data).
 CASES: dict[str, tuple[qao.Scheme, str | None]] = {
     "int4 g128": (qao.Int4WeightOnly(), "gptq"),
     "int8_int8, smoothquant": (qao.Int8DynamicActivationInt8Weight(), "smoothquant"),
     "fp8_fp8": (qao.Float8DynamicActivationFloat8Weight(), "gptq"),
     "int8_int4 g128": (qao.Int8DynamicActivationInt4Weight(), "gptq"),
-    "int4 g32": (qao.Int4WeightOnly(group_size=32), "gptq"),
+    f"int4 g32, {OFF_GRID}": (qao.Int4WeightOnly(group_size=32), "gptq"),
+    "int4 auto, 4.5 bits": (AUTO, "gptq"),
+    f"int4 auto, 4.5 bits, {OFF_GRID}": (AUTO, "gptq"),
+    f"int4 g64, {OFF_GRID}": (qao.Int4WeightOnly(group_size=64, scale_dtype=torch.float16), "gptq"),
     "int8_int4 g128, smoothquant": (qao.Int8DynamicActivationInt4Weight(), "smoothquant"),
     "int8_int8": (qao.Int8DynamicActivationInt8Weight(), "gptq"),
     "fp8_int4 g128": (qao.Float8DynamicActivationInt4Weight(), "gptq"),
@@ -41,6 +47,9 @@ CASES: dict[str, tuple[qao.Scheme, str | None]] = {
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--samples", type=int, default=128, help=f"texts of {WINDOW} tokens to calibrate on (128)")
     command.add_argument("--only", choices=list(CASES), action="append", help="these cases, beside those of the file")
+    command.add_argument(
+        "--add", type=Path, action="append", default=[], metavar="FILE", help="keep the rows of another run too"
+    )
 
 
 def run(arguments: argparse.Namespace, path: Path) -> None:
@@ -51,19 +60,21 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
     float32 = qao.dequantize_(qao.from_pretrained(gguf, dtype=torch.float32, device=device))
     data = samples(tokenizer, arguments.samples)
     reference = perplexity(float32, ids, window=WINDOW, num_bytes=num_bytes)
-    rows = (
-        {row["model"]: row for row in json.loads(path.read_text())["rows"]} if arguments.only and path.exists() else {}
-    )
-    rows["fp32"] = {"model": "fp32", "nats_per_token": reference.nats_per_token}
+    files = [path] if arguments.only and path.exists() else []
+    kept = [row for file in (*files, *arguments.add) for row in json.loads(file.read_text())["rows"]]
+    rows = {row["model"]: row for row in kept if row["model"] in CASES}
+    rows = {"fp32": {"model": "fp32", "nats_per_token": reference.nats_per_token}, **rows}
     for name in arguments.only or CASES:
         scheme, method = CASES[name]
         model = copy.deepcopy(float32)
+        if name.endswith(OFF_GRID):
+            off_grid(model)
+        plain = copy.deepcopy(model)
         rules = {HEAD: None, "re:.*": scheme}
         wall, processor = time.perf_counter(), time.process_time()
         report = qao.calibrate(model, data, rules, method=method or "gptq", progress=False)
         wall, processor = time.perf_counter() - wall, time.process_time() - processor
         cost = compare(perplexity(model, ids, window=WINDOW, num_bytes=num_bytes), reference)
-        plain = copy.deepcopy(float32)
         qao.quantize_(plain, rules, progress=False)
         without = compare(perplexity(plain, ids, window=WINDOW, num_bytes=num_bytes), reference)
         errors = [row.output_error for row in report.rows if row.output_error is not None]
@@ -76,6 +87,33 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
         meta = describe(device) | {"windows": WINDOWS, "window": WINDOW, "threads": torch.get_num_threads()}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"meta": meta, "rows": list(rows.values())}, indent=1) + "\n")
+
+
+def off_grid(model: Any, spread: float = 0.1) -> None:
+    """Other weights for a Llama that computes the same: channels between two layers in slightly other sizes."""
+    random, width = torch.Generator().manual_seed(0), model.model.layers[0].self_attn.head_dim
+    repeats = model.config.num_attention_heads // model.config.num_key_value_heads
+
+    def sizes(like: torch.Tensor) -> torch.Tensor:
+        return torch.randn(len(like), generator=random).mul(spread).exp().to(like.device)
+
+    with torch.no_grad():
+        for block in model.model.layers:
+            attention, mlp = block.self_attn, block.mlp
+            for norm, readers in (
+                (block.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+                (block.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+            ):
+                size = sizes(norm.weight)
+                norm.weight.div_(size)
+                for linear in readers:
+                    linear.weight.mul_(size)
+            size = sizes(attention.v_proj.weight)
+            attention.v_proj.weight.mul_(size[:, None])
+            attention.o_proj.weight.div_(size.view(-1, 1, width).expand(-1, repeats, -1).reshape(-1))
+            size = sizes(mlp.up_proj.weight)
+            mlp.up_proj.weight.mul_(size[:, None])
+            mlp.down_proj.weight.div_(size)
 
 
 def samples(tokenizer: Any, count: int) -> list[torch.Tensor]:
@@ -100,7 +138,13 @@ def render(results: dict[str, Any]) -> str:
         return f"{row['nats_above' + suffix] / nats:+.2%} ± {row['standard_error' + suffix] / nats:.2%}"
 
     lines = [
-        [row["model"], share(row, "_without"), share(row), f"{row['samples']}", f"{row['processor_seconds']:.0f}"]
+        [
+            row["model"],
+            share(row, "_without"),
+            share(row),
+            f"{row['samples']}",
+            f"{row['processor_seconds']:.0f}",
+        ]
         for row in rows
     ]
     header = ["scheme", "nats above fp32, no data", "calibrated", "texts", "processor seconds"]

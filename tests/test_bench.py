@@ -14,7 +14,7 @@ import torch
 from cpu_isas import ISA_FLAGS
 from torch import Tensor
 
-from bench import bars, choosing, kernels, llama, llama_model, meta, plots, quantize, table, tune
+from bench import bars, calibrate, choosing, kernels, llama, llama_model, meta, plots, quantize, table, tune
 from bench.meta import write
 from bench.peers import Peer
 from bench.peers.torch4 import TinyGemm, TorchInt4
@@ -454,3 +454,20 @@ def test_a_sweep_becomes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert memory == MEMORY
     for row, expected in COSTS.items():
         assert costs[row] == pytest.approx(expected, rel=1e-2, abs=1e-3)
+
+
+def test_another_model_off_its_grid_computes_the_same() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, vocab_size=64, num_hidden_layers=2)
+    ).double()
+    ids = torch.arange(20)[None]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        expected = model(ids).logits
+        calibrate.off_grid(model)
+        assert torch.allclose(model(ids).logits, expected, rtol=1e-6, atol=1e-9)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) == ("layers" not in name), name

@@ -31,7 +31,8 @@ def calibrate(
     scheme: Scheme | Mapping[str, Scheme | None] | Callable[..., Scheme | None],
     *,
     method: str = "gptq",
-    damping: float = 0.01,
+    damping: float = 0.03,
+    rounds: int = 2,
     filter: Callable[..., bool] | None = None,
     embeddings: bool = False,
     progress: bool = True,
@@ -55,6 +56,8 @@ def calibrate(
         method: "gptq"; or "smoothquant", which before that moves the outliers of activations into weights where that
             changes nothing in exact arithmetic (for schemes that quantise activations).
         damping: of GPTQ, a share of the mean of the diagonal of H: more for little data.
+        rounds: how often codes and scales of int4 and int8 weights are chosen anew after GPTQ; each takes as long as
+            GPTQ itself.
         filter, embeddings, progress, strict: as of ``quantize_``.
 
     Returns:
@@ -69,6 +72,8 @@ def calibrate(
         raise ValueError(f"calibrate: method must be one of {', '.join(METHODS)}, not {method!r}")
     if not (isinstance(damping, (int, float)) and 0 < damping <= 1):
         raise ValueError(f"calibrate: damping must be a number above 0, at most 1, not {damping!r}")
+    if type(rounds) is not int or rounds < 0:
+        raise ValueError(f"calibrate: rounds must be a whole number from 0 on, not {rounds!r}")
     _check_data(model)
     calls = samples_of(data, model)
     planned = quantize.plan(model, scheme, filter, embeddings, None, strict)
@@ -83,7 +88,7 @@ def calibrate(
             if any(grouping.is_auto(unit[0].scheme) for unit in units):
                 _choose_groups(model, calls, units, damping, progress)
             for some, hessian, note in _inputs(model, calls, units, progress):
-                _quantize(some, hessian, note, damping)
+                _quantize(some, hessian, note, damping, rounds)
     except BaseException:
         for layer, module in before:
             layer.module = module
@@ -196,7 +201,7 @@ def _linears(units: Iterable[Unit]) -> list[nn.Module]:
     return [layer.module for unit in units for layer in unit if is_linear(layer.module)]
 
 
-def _quantize(units: list[Unit], hessian: Tensor | None, note: str | None, damping: float) -> None:
+def _quantize(units: list[Unit], hessian: Tensor | None, note: str | None, damping: float, rounds: int) -> None:
     """Quantises layers with one input."""
     firsts = [unit[0] for unit in units]
     names, scheme = [layer.row.name for layer in firsts], firsts[0].scheme
@@ -206,7 +211,8 @@ def _quantize(units: list[Unit], hessian: Tensor | None, note: str | None, dampi
         note = UNREACHED
         made = [(pack(layer.module, scheme, None, layer.row.name), None) for layer in firsts]
     else:
-        made = [*quantized([linear_weight(layer.module) for layer in firsts], hessian, scheme, damping, names)]
+        weights = [linear_weight(layer.module) for layer in firsts]
+        made = [*quantized(weights, hessian, scheme, damping, names, rounds)]
     for unit, (packed, error) in zip(units, made, strict=True):
         if error is not None and not math.isfinite(error):
             raise ValueError(f"{unit[0].row.name}: its outputs are too large for float32, and errors cannot be weighed")

@@ -10,15 +10,17 @@ from torch import Tensor
 from ..formats import PackedWeight, Scheme
 from .gptq import damped, gptq
 from .grid import Grid
+from .refining import refined
 
 
 def quantized(
-    weights: Sequence[Tensor], hessian: Tensor, scheme: Scheme, damping: float, names: Sequence[str]
+    weights: Sequence[Tensor], hessian: Tensor, scheme: Scheme, damping: float, names: Sequence[str], rounds: int = 2
 ) -> list[tuple[PackedWeight, float]]:
     """Quantises float weights [N, K] of layers with one input, whose mean of x xᵀ is ``hessian`` [K, K].
 
     Scales are those of the scheme, with the damped diagonal of H as the importance of columns; codes are those of
-    GPTQ, for the rows of all weights at once. Where rounding to nearest has the smaller error under H, its codes stay.
+    GPTQ, for the rows of all weights at once; whole numbers and their scales are refined in ``rounds`` more. Where
+    rounding to nearest has the smaller error under H, it stays.
 
     Returns:
         Of each its packed weight, and ‖(W - Ŵ) X‖ / ‖W X‖ over the inputs X.
@@ -30,14 +32,20 @@ def quantized(
     nearest = [scheme._quantize(w.detach(), name, importance) for w, name in zip(weights, names, strict=True)]
     grids = [Grid.of(one, scheme, *weight.shape) for one, weight in zip(nearest, weights, strict=True)]
     floats = [weight.detach().float() for weight in weights]
-    stacked = gptq(torch.cat(floats), hessian, grids[0].stacked(grids[1:]), damping=damping)
-    results = []
-    parts = stacked.split([len(weight) for weight in weights])
-    for weight, one, grid, codes in zip(floats, nearest, grids, parts, strict=True):
-        before, after = weight - grid.dequantize(one.q.float()), weight - grid.dequantize(codes)
+    stacked, all_rows = grids[0].stacked(grids[1:]), torch.cat(floats)
+    found = gptq(all_rows, hessian, stacked, damping=damping)
+    if rounds and stacked.limits is not None:
+        dtype, regular = nearest[0].scales.dtype, damped(hessian, damping)
+        found, stacked = refined(all_rows, regular, stacked, found, rounds=rounds, dtype=dtype)
+    results, rows = [], [len(weight) for weight in weights]
+    parts = zip(found.split(rows), stacked.split(rows), strict=True)
+    for weight, one, grid, (codes, refined_grid) in zip(floats, nearest, grids, parts, strict=True):
+        before, after = weight - grid.dequantize(one.q.float()), weight - refined_grid.dequantize(codes)
         errors = [_squares(difference, hessian) for difference in (before, after, weight)]
         better = errors[1] < errors[0]
-        packed = scheme.pack(grid.stored(codes) if better else one.q, one.scales, one.zeros)
+        q, scales = (grid.stored(codes), refined_grid.scales) if better else (one.q, one.scales)
+        scales = one.scales if stacked.limits is None else scales.to(one.scales.dtype)  # others are no scales by row
+        packed = scheme.pack(q, scales, one.zeros)
         norm, error = weight.double().norm().item(), (after if better else before).double().norm().item()
         packed = packed._replace(relative_error=error / norm if norm else 0.0)
         results.append((packed, (min(errors[:2]) / errors[2]) ** 0.5 if errors[2] else 0.0))

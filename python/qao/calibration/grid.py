@@ -44,6 +44,12 @@ class Grid:
         zeros = None if self.zeros is None else torch.cat([grid.zeros for grid in grids if grid.zeros is not None])
         return Grid(torch.cat([grid.scales for grid in grids]), zeros, self.size, self.limits)
 
+    def split(self, rows: Sequence[int]) -> list[Grid]:
+        """The inverse of ``stacked``."""
+        scales = self.scales.split(list(rows))
+        zeros: Sequence[Tensor | None] = [None] * len(rows) if self.zeros is None else self.zeros.split(list(rows))
+        return [Grid(one, zero, self.size, self.limits) for one, zero in zip(scales, zeros, strict=True)]
+
     def columns(self, which: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scales and zero points [columns, N] of these columns."""
         groups = which // self.size

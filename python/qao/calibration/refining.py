@@ -1,0 +1,79 @@
+"""Codes and scales of a quantised weight chosen anew by turns, each the best beside the others: coordinate descent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .grid import Grid
+
+_BLOCK = 128  # columns that see each other's changes one by one; those behind them get one matrix product
+
+
+def refined(
+    weight: Tensor, hessian: Tensor, grid: Grid, codes: Tensor, *, rounds: int, dtype: torch.dtype
+) -> tuple[Tensor, Grid]:
+    """Codes [N, K] and scales for which tr((W - Ŵ) H (W - Ŵ)ᵀ) is at most what it was.
+
+    A round is the scales, then each column of codes; the scales come last once more. GPTQ cannot go back to a column,
+    and its scales were chosen before its codes: this mends both. Zero points stay.
+
+    Args:
+        weight: float32 [N, K].
+        hessian: [K, K], positive definite (``gptq.damped``).
+        grid: of whole numbers with scales for each row.
+        codes: float32, of ``grid``; overwritten.
+        rounds: each costs about as much as GPTQ.
+        dtype: in which scales are stored; new ones are of it.
+    """
+    hessian = hessian.float()
+    for _ in range(rounds):
+        grid = _scales(weight, hessian, grid, codes, dtype)
+        _codes(weight, hessian, grid, codes)
+    return codes, _scales(weight, hessian, grid, codes, dtype)
+
+
+def _scales(weight: Tensor, hessian: Tensor, grid: Grid, codes: Tensor, dtype: torch.dtype) -> Grid:
+    """Least squares for the scale of one group after the other."""
+    scales = grid.scales.clone()
+    slope = (weight - grid.dequantize(codes)) @ hessian  # minus half the derivative by Ŵ
+    for group in range(scales.shape[1]):
+        begin, end = group * grid.size, min((group + 1) * grid.size, weight.shape[1])
+        values, before = codes[:, begin:end], scales[:, group]
+        if grid.zeros is not None:
+            values = values - grid.zeros[:, group, None]
+        slopes = (values * slope[:, begin:end]).sum(1)
+        curvature = ((values @ hessian[begin:end, begin:end]) * values).sum(1)
+        after = (before + slopes / curvature.clamp(min=torch.finfo(torch.float32).tiny)).to(dtype).float()
+        change = after - before
+        # Rounded to its dtype it must still be better; a scale that vanishes or turns its sign is none.
+        better = (after * before > 0) & after.isfinite() & (change * (change * curvature - 2 * slopes) < 0)
+        scales[:, group] = torch.where(better, after, before)
+        change = torch.where(better, change, 0)
+        slope[:, end:].addmm_(values * change[:, None], hessian[begin:end, end:], alpha=-1)
+    return replace(grid, scales=scales)
+
+
+def _codes(weight: Tensor, hessian: Tensor, grid: Grid, codes: Tensor) -> None:
+    """The best code for each column, from the first to the last, in place."""
+    assert grid.limits is not None
+    k = weight.shape[1]
+    # [K, N]: a column of W is a run of memory.
+    slope = hessian @ (weight - grid.dequantize(codes)).t()
+    scales = grid.columns(torch.arange(k, device=weight.device))[0]
+    steps = (scales * hessian.diagonal()[:, None]).reciprocal_()
+    columns = codes.t().contiguous()
+    moved = torch.empty(min(_BLOCK, k), len(weight), device=weight.device)
+    for begin in range(0, k, _BLOCK):
+        end = min(begin + _BLOCK, k)
+        local, inner = slope[begin:end], hessian[begin:end, begin:end]
+        for i in range(end - begin):
+            column = columns[begin + i]
+            found = torch.addcmul(column, local[i], steps[begin + i]).round_().clamp_(*grid.limits)
+            torch.sub(found, column, out=moved[i]).mul_(scales[begin + i])
+            columns[begin + i] = found
+            local[i + 1 :].addr_(inner[i, i + 1 :], moved[i], alpha=-1)
+        slope[end:].addmm_(hessian[end:, begin:end], moved[: end - begin], alpha=-1)
+    codes.copy_(columns.t())
