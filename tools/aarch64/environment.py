@@ -97,6 +97,10 @@ def needed(library: Path) -> set[str]:
 def replace_cuda() -> None:
     """Libraries of the names that torch's wheel needs and that nobody has, and one with all their functions."""
     folder = SITE / "torch" / "lib"
+    functions_of_all = "libno_cuda.so"
+    for path in folder.glob("*.so*"):  # of a run before
+        if path.name == functions_of_all or functions_of_all in needed(path):
+            path.unlink()
     torch = sorted(folder.glob("*.so*"))
     system = {path.name: path for path in (SYSTEM / "lib").rglob("*.so*")}
     system |= {path.name: path for path in (SYSTEM / "usr" / "lib").rglob("*.so.*")}
@@ -114,11 +118,11 @@ def replace_cuda() -> None:
     assembly = HOME / "no_cuda.s"
     assembly.write_text(f".text\n{source}mov w0, #{NO_DEVICE}\nret\n")
     # The loader checks versions against the library of a name, so the functions must lie in one of another name.
-    link("libno_cuda.so", assembly)
+    link(functions_of_all, assembly)
     empty = HOME / "empty.s"
     empty.write_text("")
     for name in sorted(everything - set(system)):
-        link(name, empty, folder / "libno_cuda.so")
+        link(name, empty, folder / functions_of_all)
 
 
 def write_cpu() -> None:
@@ -147,12 +151,13 @@ def write_python() -> None:
 def once(name: str, *steps: object) -> None:
     """Runs the steps unless they were run before with this very file."""
     stamp = HOME / f"made-{name}"
-    if stamp.exists() and stamp.stat().st_mtime >= Path(__file__).stat().st_mtime:
+    recipe = Path(__file__).read_text()
+    if stamp.exists() and stamp.read_text() == recipe:
         return
     for step in steps:
         step()  # type: ignore[operator]
     HOME.mkdir(parents=True, exist_ok=True)
-    stamp.touch()
+    stamp.write_text(recipe)
 
 
 def main(target: str) -> None:

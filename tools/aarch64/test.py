@@ -17,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "build" / "aarch64"
 LEVELS = ("neon", "neon_dotprod", "neon_i8mm", "neon_bf16")
-EVERY_ISA = ("mm", "outliers", "determinism", "threads_isa", "quantize_weight")
-ONCE = ("scaled_mm", "quantize_ops", "int4_pack", "embedding_ops")
+EVERY_ISA = ("mm", "outliers", "determinism", "threads_isa")
+ONCE = ("scaled_mm", "quantize_ops", "quantize_weight", "int4_pack", "embedding_ops")
 AARCH64 = 183  # e_machine of an ELF file
 
 
@@ -46,7 +46,8 @@ def pytest(package: Path, arguments: list[str], isa: str, log: Path | None) -> i
         "QAO_CPU_ISA": isa,
         "OMP_NUM_THREADS": "1",  # the tests of threads set their own
     }
-    command = [str(HOME / "python"), "-m", "pytest", "-p", "no:cacheprovider", "-k", "not cuda", *arguments]
+    options = ["-p", "no:cacheprovider", "--durations=10", "-k", "not cuda"]
+    command = [str(HOME / "python"), "-m", "pytest", *options, *arguments]
     if log is None:
         return subprocess.run(command, cwd=ROOT, env=environment).returncode
     with log.open("w") as output:
