@@ -30,7 +30,15 @@ PACKAGES = (
 )
 DEBIAN = (
     *("libc6", "libgcc-s1", "libstdc++6", f"python{PYTHON}", f"python{PYTHON}-minimal", "zlib1g", "libexpat1"),
-    *(f"libpython{PYTHON}-minimal", f"libpython{PYTHON}-stdlib", "libffi8", "libssl3", "libbz2-1.0", "liblzma5"),
+    *(
+        f"libpython{PYTHON}-minimal",
+        f"libpython{PYTHON}-stdlib",
+        f"libpython{PYTHON}-dev",
+        "libffi8",
+        "libssl3",
+        "libbz2-1.0",
+        "liblzma5",
+    ),
     *("libsqlite3-0", "libuuid1", "libcrypt1", "libtinfo6", "libncursesw6", "libreadline8"),
 )
 EMULATOR = "qemu-aarch64-static"

@@ -1,11 +1,13 @@
 """Runs tests for aarch64 under the emulator, with the wheel in dist/: tools/aarch64/test.py [pytest's arguments].
 
-By default the share of the suite that sees CPU kernels, against float64: what is marked every_isa, with each level of
-QAO_CPU_ISA forced, and what is about operators alone, with the highest one. As many levels at a time as there are CPUs.
+Adds qao._host, which the wheel leaves out so as to fit every Python 3. By default the share of the suite that sees CPU
+kernels, against float64: what is marked every_isa, with each level of QAO_CPU_ISA forced, and what is about operators
+alone, with the highest one. As many levels at a time as there are CPUs.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -14,11 +16,13 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from environment import PYTHON, SITE, SYSTEM
+
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "build" / "aarch64"
 LEVELS = ("neon", "neon_dotprod", "neon_i8mm", "neon_bf16")
 EVERY_ISA = ("mm", "outliers", "determinism", "threads_isa")
-ONCE = ("scaled_mm", "quantize_ops", "quantize_weight", "int4_pack", "embedding_ops")
+ONCE = ("host", "scaled_mm", "quantize_ops", "quantize_weight", "int4_pack", "embedding_ops")
 AARCH64 = 183  # e_machine of an ELF file
 
 
@@ -36,6 +40,34 @@ def unpack_wheel(package: Path) -> None:
     machines = {int.from_bytes(library.read_bytes()[18:20], "little") for library in libraries}
     if [library.name for library in libraries] != ["_C.so"] or machines != {AARCH64}:
         sys.exit(f"{wheels[-1].name} holds {libraries} for the machines {machines}, not _C.so for {AARCH64}.")
+
+
+def build_host(package: Path) -> None:
+    pybind11 = importlib.util.find_spec("pybind11")
+    if pybind11 is None or not pybind11.submodule_search_locations:
+        sys.exit(f"{sys.executable} has no pybind11. Install it: pip install pybind11")
+    suffix = f".cpython-{PYTHON.replace('.', '')}-aarch64-linux-gnu.so"
+    options = {
+        "CMAKE_TOOLCHAIN_FILE": ROOT / "tools" / "aarch64" / "toolchain.cmake",
+        "CMAKE_CXX_FLAGS": f"-idirafter {SYSTEM}/usr/include",  # where Debian's Python.h finds pyconfig.h
+        "TORCH_ROOT": SITE / "torch",
+        "QAO_CUDA": "OFF",
+        "QAO_PYBIND": "ON",
+        "Python_EXECUTABLE": sys.executable,
+        "Python_INCLUDE_DIR": SYSTEM / "usr" / "include" / f"python{PYTHON}",
+        "PYTHON_MODULE_EXTENSION": suffix,
+        "pybind11_DIR": Path(pybind11.submodule_search_locations[0]) / "share" / "cmake" / "pybind11",
+    }
+    build = HOME / "host"
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    cmake = shutil.which("cmake", path=path) or "cmake"
+    for command in (
+        [cmake, "-S", str(ROOT), "-B", str(build), *(f"-D{name}={value}" for name, value in options.items())],
+        [cmake, "--build", str(build), "--target", "_host", "--parallel"],
+    ):
+        if subprocess.run(command, stdout=subprocess.DEVNULL).returncode != 0:
+            sys.exit("qao._host could not be built; the reason is in the messages above.")
+    shutil.copy(build / f"_host{suffix}", package / "qao")
 
 
 def pytest(package: Path, arguments: list[str], isa: str, log: Path | None) -> int:
@@ -57,6 +89,7 @@ def pytest(package: Path, arguments: list[str], isa: str, log: Path | None) -> i
 def main(arguments: list[str]) -> int:
     package = HOME / "package"
     unpack_wheel(package)
+    build_host(package)
     if arguments:
         return pytest(package, arguments, "", None)
     runs = {"once": ("", [f"tests/test_{name}.py" for name in ONCE])}
