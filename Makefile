@@ -60,7 +60,7 @@ wheel: build-wheel
 	PATH="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH" $(PY) -m auditwheel repair \
 	  --exclude 'libtorch*.so' --exclude 'libc10*.so' -w dist build/wheel/qao-*_$(ARCH).whl
 
-# Under an emulator on any other machine than aarch64, with the wheel; CONTRIBUTING.md says what it takes.
+# With the wheel, under an emulator: on an aarch64 machine make test does more. CONTRIBUTING.md says what it takes.
 arm-test:
 	$(MAKE) wheel ARCH=aarch64
 	$(PY) tools/aarch64/environment.py test
