@@ -11,6 +11,7 @@ from .schemes import SCHEMES
 _X86 = {
     "scalar": "any x86-64",
     "avx2": "AVX2",
+    "avx_vnni": "AVX-VNNI",
     "avx512": "AVX-512 VNNI",
     "avx512_bf16": "AVX-512 BF16",
     "amx": "AMX",

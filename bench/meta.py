@@ -106,6 +106,6 @@ def _cpu_name() -> str:
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     model = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
-    known = ("avx2", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimddp", "i8mm", "bf16")
+    known = ("avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimddp", "i8mm", "bf16")
     present = [flag for flag in known if flags and flag in flags[1].split()]
     return ", ".join([model[1] if model else platform.machine(), *present])

@@ -362,7 +362,7 @@ def test_kernel_table_merges_hardware_that_is_alike(monkeypatch: pytest.MonkeyPa
     ]
     monkeypatch.setattr(host, "kernels", lambda: cpu + gpu)
     on_cpus, on_gpus = kernels.render().split("\n\n")
-    assert "| CPU | any x86-64, AVX-512 VNNI, AVX-512 BF16 | AVX2, AMX |" in on_cpus
+    assert "| CPU | any x86-64, AVX-VNNI, AVX-512 VNNI, AVX-512 BF16 | AVX2, AMX |" in on_cpus
     assert "| `int8` | none | `vpfoo` |" in on_cpus
     assert "| `int8` | `mma.sync` bf16, f16; `wgmma` f16 |" in on_gpus
 

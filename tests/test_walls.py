@@ -64,6 +64,7 @@ def test_no_torch_and_no_python_behind_the_wall(path: Path) -> None:
 CPU_FOLDERS = {
     "x86": {
         "avx2": ("avx2",),
+        "avx_vnni": ("avx2", "avx_vnni"),
         "avx512": ("avx2", "avx512"),
         "avx512_bf16": ("avx2", "avx512", "avx512_bf16"),
         "amx": ("avx2", "avx512", "avx512_bf16", "amx"),

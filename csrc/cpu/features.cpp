@@ -10,7 +10,8 @@ constexpr Level kLevels[] = {
     {"scalar", kScalar},      {"neon", kNeon},          {"neon_dotprod", kNeonDotprod},
     {"neon_i8mm", kNeonI8mm}, {"neon_bf16", kNeonBf16},
 #else
-    {"scalar", kScalar}, {"avx2", kAvx2}, {"avx512", kAvx512}, {"avx512_bf16", kAvx512Bf16}, {"amx", kAmx},
+    {"scalar", kScalar},          {"avx2", kAvx2}, {"avx_vnni", kAvxVnni}, {"avx512", kAvx512},
+    {"avx512_bf16", kAvx512Bf16}, {"amx", kAmx},
 #endif
 };
 

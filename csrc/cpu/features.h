@@ -38,6 +38,7 @@ enum Feature : Features {
 // What the files of a folder are compiled for, and so what their kernels need (CMakeLists.txt has the same as flags).
 constexpr Features kScalar = 0;
 constexpr Features kAvx2 = kHasAvx2 | kHasFma | kHasF16c;
+constexpr Features kAvxVnni = kAvx2 | kHasAvxVnni;
 constexpr Features kAvx512 =
     kAvx2 | kHasAvx512F | kHasAvx512Bw | kHasAvx512Dq | kHasAvx512Vl | kHasAvx512Vbmi | kHasAvx512Vnni;
 constexpr Features kAvx512Bf16 = kAvx512 | kHasAvx512Bf16;

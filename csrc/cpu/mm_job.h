@@ -59,8 +59,8 @@ struct Job {
 
   // ---- x packed: a kernel reads the form its row of the table names (mm_packing.h) ----
 
-  // Sums of x over each section, for zero points. int8 rows: [m][sections]; tiles: [sections][16 tiles_m], of bfloat16
-  // tiles only for int4 W and more than one part.
+  // Sums of x over each section, for zero points. Rows and panels: [m][sections]; tiles: [sections][16 tiles_m], of
+  // bfloat16 tiles only for int4 W and more than one part.
   float* x_sums = nullptr;
 
   // Fixed point, one power-of-two scale per `chunk_tiles` K-tiles: x = scale * (word 0 + word 1 * 2^-15), each word an
@@ -89,6 +89,10 @@ struct Job {
   // other.
   int64_t steps = 0;       // B tiles along K
   int8_t* int8 = nullptr;  // [m][tiles_k][64], or [tiles_m][steps][16][16][4]
+
+  // Words of 32 bits: one column of float32 (scales applied), two of bfloat16 or four of int8, zeros past K
+  // (x86/panel_gemm.h).
+  uint32_t* panels = nullptr;  // [panels of K][m][64]
 
   uint8_t* remarks = nullptr;  // float x: [m]; what the driver must put right afterwards: bits of the constants above
 };

@@ -14,23 +14,44 @@ void pack_fixed_point(const Job& job, int64_t begin, int64_t end);
 // y (of y_dtype) = job.y (float32, the product without outliers) + their products.
 void add_outliers(const Job& job, const Outliers& outliers, void* y, DType y_dtype, int64_t begin, int64_t end);
 void pack_float32(const Job& job, int64_t begin, int64_t end);
+void pack_float32_panels(const Job& job, int64_t begin, int64_t end);
 void pack_int8_rows(const Job& job, int64_t begin, int64_t end);
+void pack_int8_panels(const Job& job, int64_t begin, int64_t end);
+void pack_int16_panels(const Job& job, int64_t begin, int64_t end);
 void fixed_point_int4_gemv(const Job& job, int64_t begin, int64_t end);
 void fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end);
-void float32_w8_gemm(const Job& job, int64_t begin, int64_t end);
+void float32_w8_gemv(const Job& job, int64_t begin, int64_t end);
+void float32_gemm(const Job& job, int64_t begin, int64_t end);
+void int8_int8_gemv(const Job& job, int64_t begin, int64_t end);
 void int8_int8_gemm(const Job& job, int64_t begin, int64_t end);
+void int8_int4_gemv(const Job& job, int64_t begin, int64_t end);
 void int8_int4_gemm(const Job& job, int64_t begin, int64_t end);
 }  // namespace avx2
 
+namespace avx_vnni {
+void int8_int8_gemm(const Job& job, int64_t begin, int64_t end);
+void int8_int4_gemm(const Job& job, int64_t begin, int64_t end);
+}  // namespace avx_vnni
+
 namespace avx512 {
 void pack_float32(const Job& job, int64_t begin, int64_t end);
+void pack_float32_panels(const Job& job, int64_t begin, int64_t end);
+void pack_int8_panels(const Job& job, int64_t begin, int64_t end);
 void fixed_point_int4_gemv(const Job& job, int64_t begin, int64_t end);
 void fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end);
-void float32_w8_gemm(const Job& job, int64_t begin, int64_t end);
+void float32_w8_gemv(const Job& job, int64_t begin, int64_t end);
+void float32_gemm(const Job& job, int64_t begin, int64_t end);
+void int8_int8_gemv(const Job& job, int64_t begin, int64_t end);
 void int8_int8_gemm(const Job& job, int64_t begin, int64_t end);
 void int8_int4_gemv(const Job& job, int64_t begin, int64_t end);
 void int8_int4_gemm(const Job& job, int64_t begin, int64_t end);
 }  // namespace avx512
+
+namespace avx512_bf16 {
+void pack_bf16_panels(const Job& job, int64_t begin, int64_t end);
+void bf16_w8_gemm(const Job& job, int64_t begin, int64_t end);
+void bf16_int4_gemm(const Job& job, int64_t begin, int64_t end);
+}  // namespace avx512_bf16
 
 namespace amx {
 void pack_bf16_tiles(const Job& job, int64_t begin, int64_t end);

@@ -46,6 +46,14 @@ void lay_out_bf16_tiles(Pieces& pieces, Job* job) {
   job->x_block_scales = blocks ? pieces.take<float>(job->sections * padded_rows) : nullptr;
 }
 
+// Panels (x86/panel_gemm.h) of so many columns, so many of which are one word.
+template <int64_t kPanelColumns, int64_t kColumns>
+void lay_out_panels(Pieces& pieces, Job* job) {
+  const int64_t words = divide_up(job->k, kPanelColumns) * (kPanelColumns / kColumns);
+  job->panels = pieces.take<uint32_t>(words * job->m);
+  job->x_sums = pieces.take<float>(job->m * job->sections);
+}
+
 void lay_out_int8_tiles(Pieces& pieces, Job* job) {
   job->steps = job->weight_format == Format::kInt4 && job->group_size == 32 ? 2 * job->tiles_k : job->tiles_k;
   const int64_t padded_rows = job->tiles_m * kTileRows;
@@ -89,6 +97,21 @@ const Packing kFloat32RowsAvx2 = {512,     kFloat32Bytes,      kMaxSectionBf16, 
                                   rows_of, avx2::pack_float32, avx2::widen_fp8, nullptr};
 const Packing kFloat32RowsAvx512 = {512,     kFloat32Bytes,        kMaxSectionBf16, lay_out_float32_rows,
                                     rows_of, avx512::pack_float32, avx2::widen_fp8, nullptr};
+
+// A panel holds whole sections.
+constexpr Packing panels(int64_t max_section, decltype(Packing::lay_out) lay_out, decltype(Packing::pack) pack,
+                         decltype(Packing::widen_fp8) widen_fp8) {
+  return {512, kFloatBytes, max_section, lay_out, rows_of, pack, widen_fp8, nullptr};
+}
+const Packing kFloat32PanelsAvx2 = panels(256, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8);
+const Packing kFloat32PanelsAvx512 = panels(64, lay_out_panels<64, 1>, avx512::pack_float32_panels, avx2::widen_fp8);
+const Packing kBf16Panels = panels(128, lay_out_panels<128, 2>, avx512_bf16::pack_bf16_panels, avx2::widen_fp8);
+const Packing kInt16Panels = panels(kMaxIntegerK, lay_out_panels<256, 2>, avx2::pack_int16_panels, nullptr);
+const Packing kInt8PanelsAvx2 = panels(kMaxIntegerK, lay_out_panels<256, 4>, avx2::pack_int8_panels, nullptr);
+const Packing kInt8PanelsAvx512 = panels(kMaxIntegerK, lay_out_panels<256, 4>, avx512::pack_int8_panels, nullptr);
+const Packing kInt8PanelsInSectionsAvx2 = panels(256, lay_out_panels<256, 4>, avx2::pack_int8_panels, nullptr);
+const Packing kInt8PanelsInSectionsAvx512 = panels(256, lay_out_panels<256, 4>, avx512::pack_int8_panels, nullptr);
+
 const Packing kInt8Rows = {256,     kInt8Bytes,           kMaxIntegerK, lay_out_int8_rows,
                            rows_of, avx2::pack_int8_rows, nullptr,      nullptr};
 const Packing kInt8RowsInSections = {256,     kInt8Bytes,           kMaxSection, lay_out_int8_rows,

@@ -22,8 +22,9 @@ struct Packing {
   void (*add_outliers)(const Job& job, const Outliers& outliers, void* y, DType y_dtype, int64_t begin, int64_t end);
 };
 
-extern const Packing kFixedPoint, kBf16Tiles, kFloat32RowsAvx2, kFloat32RowsAvx512, kInt8Rows, kInt8RowsInSections,
-    kInt8Tiles, kFloat32Rows, kBf16Pairs;
+extern const Packing kFixedPoint, kBf16Tiles, kBf16Panels, kFloat32RowsAvx2, kFloat32RowsAvx512, kFloat32PanelsAvx2,
+    kFloat32PanelsAvx512, kInt8Rows, kInt8RowsInSections, kInt8PanelsAvx2, kInt8PanelsInSectionsAvx2, kInt8PanelsAvx512,
+    kInt8PanelsInSectionsAvx512, kInt16Panels, kInt8Tiles, kFloat32Rows, kBf16Pairs;
 
 // The job that `problem` is for a kernel of that form, but for the rows of a call: m, y, packed x.
 Job describe(const mm::Problem& problem, const mm::Arguments& arguments, const Packing& packing);

@@ -27,6 +27,11 @@ bool fits_byte_tiles(const Problem& p) {
   const DType dtype = p.x == Format::kFp8 ? p.y_dtype : p.x_dtype;
   return dtype != DType::kFloat32 && p.group_size != 32;
 }
+bool has_float32_x(const Problem& p) { return (p.x == Format::kFp8 ? p.y_dtype : p.x_dtype) == DType::kFloat32; }
+bool has_bf16_x(const Problem& p) {  // fp8 x is widened to it
+  return (p.x == Format::kFp8 && (p.weight != Format::kInt4 || p.y_dtype == DType::kBFloat16)) ||
+         (p.x == Format::kFloat && p.x_dtype == DType::kBFloat16);
+}
 bool fits_int32(const Problem& p) { return p.k <= kMaxIntegerK; }
 #elif defined(__aarch64__)
 bool is_bf16(const Problem& p) { return p.x == Format::kFp8 || p.x_dtype == DType::kBFloat16; }
@@ -46,25 +51,42 @@ constexpr Kernel kKernels[] = {
      amx::fixed_point_int4_few_rows},
     {"avx512 gemv vpdpbusd", kAvx512, kFloatX, kInt4, up_to(2), nullptr, &kFixedPoint, avx512::fixed_point_int4_gemv},
     {"amx gemm tdpbf16ps", kAmx, kFloatX, kInt4, kAny, nullptr, &kBf16Tiles, amx::bf16_int4_gemm},
+    {"avx512_bf16 gemm vdpbf16ps", kAvx512Bf16, kFloatX, kInt4, from(16), has_bf16_x, &kBf16Panels,
+     avx512_bf16::bf16_int4_gemm},
+    {"avx512 gemm vfmadd231ps", kAvx512, kFloatX, kInt4, from(5), has_float32_x, &kFloat32PanelsAvx512,
+     avx512::float32_gemm},
     {"avx512 gemm vpdpbusd", kAvx512, kFloatX, kInt4, kAny, nullptr, &kFixedPoint, avx512::fixed_point_int4_gemm},
     {"avx2 gemv vpmaddubsw", kAvx2, kFloatX, kInt4, up_to(1), nullptr, &kFixedPoint, avx2::fixed_point_int4_gemv},
+    {"avx2 gemm vfmadd231ps", kAvx2, kFloatX, kInt4, from(16), nullptr, &kFloat32PanelsAvx2, avx2::float32_gemm},
     {"avx2 gemm vpmaddubsw", kAvx2, kFloatX, kInt4, kAny, nullptr, &kFixedPoint, avx2::fixed_point_int4_gemm},
 
     // x in float or fp8, W int8 or fp8
     {"amx gemm tdpbf16ps", kAmx, kFloatX, kW8, from(3), nullptr, &kBf16Tiles, amx::bf16_w8_gemm},
-    {"avx512 gemm vfmadd231ps", kAvx512, kFloatX, kW8, kAny, nullptr, &kFloat32RowsAvx512, avx512::float32_w8_gemm},
-    {"avx2 gemm vfmadd231ps", kAvx2, kFloatX, kW8, kAny, nullptr, &kFloat32RowsAvx2, avx2::float32_w8_gemm},
+    {"avx512_bf16 gemm vdpbf16ps", kAvx512Bf16, kFloatX, kW8, from(5), has_bf16_x, &kBf16Panels,
+     avx512_bf16::bf16_w8_gemm},
+    {"avx512 gemv vfmadd231ps", kAvx512, kFloatX, kW8, up_to(12), nullptr, &kFloat32RowsAvx512,
+     avx512::float32_w8_gemv},
+    {"avx512 gemm vfmadd231ps", kAvx512, kFloatX, kW8, kAny, nullptr, &kFloat32PanelsAvx512, avx512::float32_gemm},
+    {"avx2 gemv vfmadd231ps", kAvx2, kFloatX, kW8, up_to(4), nullptr, &kFloat32RowsAvx2, avx2::float32_w8_gemv},
+    {"avx2 gemm vfmadd231ps", kAvx2, kFloatX, kW8, kAny, nullptr, &kFloat32PanelsAvx2, avx2::float32_gemm},
 
     // x int8, W int8
     {"amx gemm tdpbssd", kAmx, kInt8, kInt8, from(5), fits_int32, &kInt8Tiles, amx::int8_int8_gemm},
-    {"avx512 gemm vpdpbusd", kAvx512, kInt8, kInt8, kAny, nullptr, &kInt8Rows, avx512::int8_int8_gemm},
-    {"avx2 gemm vpmaddwd", kAvx2, kInt8, kInt8, kAny, nullptr, &kInt8Rows, avx2::int8_int8_gemm},
+    {"avx512 gemm vpdpbusd", kAvx512, kInt8, kInt8, from(9), fits_int32, &kInt8PanelsAvx512, avx512::int8_int8_gemm},
+    {"avx512 gemv vpdpbusd", kAvx512, kInt8, kInt8, kAny, nullptr, &kInt8Rows, avx512::int8_int8_gemv},
+    {"avx_vnni gemm vpdpbusd", kAvxVnni, kInt8, kInt8, from(3), fits_int32, &kInt8PanelsAvx2, avx_vnni::int8_int8_gemm},
+    {"avx2 gemm vpmaddwd", kAvx2, kInt8, kInt8, from(3), fits_int32, &kInt16Panels, avx2::int8_int8_gemm},
+    {"avx2 gemv vpmaddwd", kAvx2, kInt8, kInt8, kAny, nullptr, &kInt8Rows, avx2::int8_int8_gemv},
 
     // x int8, W int4
     {"avx512 gemv vpdpbusd", kAvx512, kInt8, kInt4, up_to(1), nullptr, &kInt8RowsInSections, avx512::int8_int4_gemv},
     {"amx gemm tdpbusd", kAmx, kInt8, kInt4, kAny, fits_int32, &kInt8Tiles, amx::int8_int4_gemm},
-    {"avx512 gemm vpdpbusd", kAvx512, kInt8, kInt4, kAny, nullptr, &kInt8RowsInSections, avx512::int8_int4_gemm},
-    {"avx2 gemm vpmaddubsw", kAvx2, kInt8, kInt4, kAny, nullptr, &kInt8RowsInSections, avx2::int8_int4_gemm},
+    {"avx512 gemm vpdpbusd", kAvx512, kInt8, kInt4, kAny, nullptr, &kInt8PanelsInSectionsAvx512,
+     avx512::int8_int4_gemm},
+    {"avx2 gemv vpmaddubsw", kAvx2, kInt8, kInt4, up_to(3), nullptr, &kInt8RowsInSections, avx2::int8_int4_gemv},
+    {"avx_vnni gemm vpdpbusd", kAvxVnni, kInt8, kInt4, kAny, nullptr, &kInt8PanelsInSectionsAvx2,
+     avx_vnni::int8_int4_gemm},
+    {"avx2 gemm vpmaddubsw", kAvx2, kInt8, kInt4, kAny, nullptr, &kInt8PanelsInSectionsAvx2, avx2::int8_int4_gemm},
 
 #elif defined(__aarch64__)
     // x in float or fp8, W int4

@@ -5,7 +5,7 @@
 #include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
-#include "cpu/x86/avx2/simd.h"
+#include "cpu/x86/avx2/int4_panel.h"
 #include "int4/layout.h"
 
 namespace qao::cpu {
@@ -15,70 +15,17 @@ using int4::kTileBytes;
 using int4::kTileK;
 using int4::kTileN;
 
-constexpr int kQuads = kTileK / 4;           // panel rows of a K-tile
 constexpr int kQuadsAtOnce = 8;              // that fit 16-bit sums
+constexpr int kPanelRow = 4 * kTileN;        // bytes
 constexpr int kTilePanel = kTileN * kTileK;  // bytes of a K-tile's panel
 constexpr int kMaxTiles = kMaxSection / kTileK;
 constexpr int kVectors = kTileN / 8;
 constexpr int kRowsX = 4;
 
-// Quads are visited with those of the first 32 columns of a K-tile before the others, so that a group of 32 is a range.
-constexpr int quad_of(int visit) { return visit % 8 / 2 * 4 + visit / 8 * 2 + visit % 2; }
-
 __m256i broadcast_quad(const int8_t* bytes) {
   int32_t quad;
   __builtin_memcpy(&quad, bytes, 4);
   return _mm256_set1_epi32(quad);
-}
-
-// In place: 8 x 8 words of 32 bits.
-__attribute__((always_inline)) inline void transpose8(__m256i (&a)[8]) {
-  __m256i b[8];
-#pragma GCC unroll 16
-  for (int i = 0; i < 8; i += 2) {
-    b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
-    b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 8; i += 4) {
-    a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
-    a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
-    a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
-    a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 4; ++i) {
-    b[i] = _mm256_permute2x128_si256(a[i], a[i + 4], 0x20);
-    b[i + 4] = _mm256_permute2x128_si256(a[i], a[i + 4], 0x31);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 8; ++i) a[i] = b[i];
-}
-
-void expand_tile(const uint8_t* weight, uint8_t* panel) {
-  const __m256i mask = _mm256_set1_epi8(0x0F);
-#pragma GCC unroll 16
-  for (int part = 0; part < 2; ++part) {  // quads 8 part .. 8 part + 7 of the row pairs
-    __m256i low[8], high[8];
-#pragma GCC unroll 16
-    for (int g = 0; g < 8; ++g) {
-      const uint8_t* pair = weight + g * kTileK;
-      if (part == 0) _mm_prefetch(pair + kPrefetchBytes, _MM_HINT_T0);
-      const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(pair + part * 32));
-      low[g] = _mm256_and_si256(both, mask);
-      high[g] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
-    }
-    transpose8(low);
-    transpose8(high);
-#pragma GCC unroll 16
-    for (int visit = 0; visit < kQuads; ++visit) {
-      const int quad = quad_of(visit);
-      if (quad / 8 != part) continue;
-      __m256i* row = reinterpret_cast<__m256i*>(panel + visit * 64);
-      _mm256_store_si256(row, low[quad % 8]);
-      _mm256_store_si256(row + 1, high[quad % 8]);
-    }
-  }
 }
 
 struct Section {  // of one N-tile
@@ -188,7 +135,12 @@ void run_tile(const Job& job, int64_t tile_n) {
   for (int64_t chunk = 0; chunk < job.chunks; ++chunk) {
     const int64_t tile_k = chunk * job.chunk_tiles, tiles = least(job.chunk_tiles, job.tiles_k - tile_k);
     const uint8_t* weight = job.weight + (tile_n * job.tiles_k + tile_k) * kTileBytes;
-    for (int64_t t = 0; t < tiles; ++t) expand_tile(weight + t * kTileBytes, panel + t * kTilePanel);
+    for (int64_t t = 0; t < tiles; ++t) {
+      for (int line = 0; line < kTileBytes; line += 64) {
+        _mm_prefetch(weight + t * kTileBytes + kPrefetchBytes + line, _MM_HINT_T0);
+      }
+      expand_tile(weight + t * kTileBytes, panel + t * kTilePanel, kPanelRow);
+    }
     const int64_t end = least(job.sections, (chunk + 1) * sections_per_chunk);
     for (int64_t s = chunk * sections_per_chunk; s < end; ++s) {
       const Section section = load_section(job, tile_n, s);

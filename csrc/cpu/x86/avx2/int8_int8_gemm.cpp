@@ -1,102 +1,62 @@
-// int8 x times int8 W with `vpmaddwd`: lanes along K, four rows of W against up to two of x, both widened to 16 bits,
-// where every product and sum is exact.
+// int8 x times int8 W with `vpmaddwd`: both as 16-bit numbers, two columns a step, sums in int32 over all of K.
 #include "cpu/mm_kernels.h"
-#include "cpu/parallel.h"
-#include "cpu/scratch.h"
-#include "cpu/x86/avx2/int8_output.h"
-#include "cpu/x86/avx2/simd.h"
+#include "cpu/x86/avx2/panel.h"
 
 namespace qao::cpu {
 namespace {
 
-constexpr int kRowsW = 4, kRowsX = 2, kStep = 16;  // kStep: columns at a time
+struct Int16 : IntegerSums {
+  static constexpr int kStepsOfPart = 1;
+  static constexpr int64_t kSteps = 128, kColumns = 2, kPanelColumns = kSteps * kColumns;
+  static constexpr int64_t kLines = kLinesOfBytes<kPanelColumns>;
+  static constexpr bool kSectioned = false;
+  using Parameters = NoParameters;
+  static Sum multiply_add(Sum sum, Operand w, Operand x) { return now(_mm256_add_epi32(sum, _mm256_madd_epi16(w, x))); }
+  static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
 
-__m256i widen(const void* bytes) { return _mm256_cvtepi8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(bytes))); }
-
-// Sums of the lanes of four registers.
-__m128i lane_sums(const __m256i (&a)[kRowsW]) {
-  const __m256i four = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
-  return _mm_add_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
-}
-
-template <int kM>
-__attribute__((always_inline)) inline void add_columns(const __m256i (&w)[kRowsW], const int8_t* x, int64_t x_row,
-                                                       __m256i (&sums)[kM][kRowsW]) {
-#pragma GCC unroll 2
-  for (int i = 0; i < kM; ++i) {
-    const __m256i words = widen(x + i * x_row);
-#pragma GCC unroll 4
-    for (int r = 0; r < kRowsW; ++r) {
-      sums[i][r] = _mm256_add_epi32(sums[i][r], _mm256_madd_epi16(w[r], words));
+  static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters*, int, uint32_t* out,
+                     int64_t stride) {
+    constexpr int kAtOnce = 16;  // columns
+    for (int half = 0; half < 2; ++half) {
+      for (int64_t k = 0; k < kPanelColumns && panel * kPanelColumns + k < job.k; k += kAtOnce) {
+        __m256i rows[8];
+        for (int r = 0; r < 8; ++r) {
+          uint8_t padded[kAtOnce];
+          const uint8_t* bytes = row_bytes(job, tile_n * kTileRows + 8 * half + r, panel * kPanelColumns + k, padded);
+          rows[r] = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+        }
+        store_steps(rows, out + k / kColumns * stride + 8 * half, stride, [](int step) { return step; });
+      }
     }
   }
-}
-
-// out[kM][4 of 16] = W · x over columns [begin, end) for four rows of W, of which w and x hold column 0.
-template <int kM>
-void multiply(const Job& job, const uint8_t* const (&w)[kRowsW], const int8_t* x, int64_t begin, int64_t end,
-              int32_t* out) {
-  const int64_t x_row = job.tiles_k * kTileColumns;
-  __m256i sums[kM][kRowsW];
-  for (auto& row : sums) {
-    for (auto& sum : row) sum = _mm256_setzero_si256();
+  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+    return line_of_bytes<kPanelColumns>(job, tile_n, panel, i);
   }
-  int64_t k = begin;
-  for (; k + kStep <= end; k += kStep) {
-    __m256i columns[kRowsW];
-#pragma GCC unroll 4
-    for (int r = 0; r < kRowsW; ++r) {
-      _mm_prefetch(w[r] + kRowsW * job.k + k, _MM_HINT_T1);  // the rows that come next
-      columns[r] = widen(w[r] + k);
-    }
-    add_columns<kM>(columns, x + k, x_row, sums);
+  static void add(const Job&, const Parameters&, int, int64_t, int64_t, int64_t, Sum sums, uint32_t* totals) {
+    add_int8(sums, totals);
   }
-  if (k < end) {
-    __m256i columns[kRowsW];
-    for (int r = 0; r < kRowsW; ++r) {
-      int8_t padded[kStep] = {};
-      __builtin_memcpy(padded, w[r] + k, static_cast<size_t>(end - k));
-      columns[r] = widen(padded);
-    }
-    add_columns<kM>(columns, x + k, x_row, sums);
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
+    finish_int8(job, tile_n, totals, stride, 0);
   }
-  for (int i = 0; i < kM; ++i) _mm_store_si128(reinterpret_cast<__m128i*>(out + i * kTileRows), lane_sums(sums[i]));
-}
+};
 
 }  // namespace
 
-void avx2::int8_int8_gemm(const Job& job, int64_t begin, int64_t end) {
-  const int64_t count = job.m * kTileRows;
-  int32_t* sums = static_cast<int32_t*>(scratch(Scratch::kSums, 2 * count * int64_t{sizeof(int32_t)}));
-  float* totals = reinterpret_cast<float*>(sums + count);
-  const int64_t x_row = job.tiles_k * kTileColumns;
-  for (int64_t n = begin * kTileRows; n < end * kTileRows; n += kTileRows) {
-    for (int64_t s = 0; s < job.sections; ++s) {
-      const int64_t k = s * job.section, k_end = least(k + job.section, job.k);
-      for (int quad = 0; quad < kTileRows; quad += kRowsW) {
-        const uint8_t* w[kRowsW];  // past N the last row again; what comes of it is not written
-        for (int r = 0; r < kRowsW; ++r) {
-          w[r] = job.weight + least(n + quad + r, job.n - 1) * job.k;
-        }
-        int64_t m = 0;
-        for (; m + kRowsX <= job.m; m += kRowsX) {
-          multiply<kRowsX>(job, w, job.int8 + m * x_row, k, k_end, sums + m * kTileRows + quad);
-        }
-        if (m < job.m) multiply<1>(job, w, job.int8 + m * x_row, k, k_end, sums + m * kTileRows + quad);
-      }
-      for (int64_t i = 0; i < count; i += 8) {
-        const __m256 sum = _mm256_cvtepi32_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(sums + i)));
-        _mm256_store_ps(totals + i, s == 0 ? sum : _mm256_add_ps(_mm256_load_ps(totals + i), sum));
-      }
-    }
-    for (int64_t first = 0; first < kTileRows && n + first < job.n; first += 8) {
-      const Columns columns = load_columns(job, n + first);
-      const __m256 scales = load_scales(job, n + first);
-      for (int64_t m = 0; m < job.m; ++m) {
-        write_row(job, columns, m, _mm256_mul_ps(_mm256_load_ps(totals + m * kTileRows + first), scales));
-      }
+void avx2::pack_int16_panels(const Job& job, int64_t begin, int64_t end) {
+  constexpr int64_t kColumns = Int16::kPanelColumns;
+  for (int64_t m = begin; m < end; ++m) {
+    const int8_t* x = static_cast<const int8_t*>(job.x) + m * job.x_stride;
+    for (int64_t k = 0; k < divide_up(job.k, kColumns) * kColumns; k += 16) {
+      alignas(16) int8_t padded[16] = {};
+      const int64_t inside = least(16, job.k - k);
+      if (inside > 0) __builtin_memcpy(padded, x + k, static_cast<size_t>(inside));
+      uint32_t* panel = job.panels + (k / kColumns * job.m + m) * Int16::kSteps + k % kColumns / Int16::kColumns;
+      const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(padded));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(panel), _mm256_cvtepi8_epi16(bytes));
     }
   }
 }
+
+void avx2::int8_int8_gemm(const Job& job, int64_t begin, int64_t end) { run_panels<Int16>(job, begin, end); }
 
 }  // namespace qao::cpu

@@ -47,4 +47,28 @@ static inline void store_first(void* data, int64_t index, DType dtype, __m256 va
   }
 }
 
+// In place: 8 x 8 words of 32 bits.
+__attribute__((always_inline)) static inline void transpose8(__m256i (&a)[8]) {
+  __m256i b[8];
+#pragma GCC unroll 16
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 8; i += 4) {
+    a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 4; ++i) {
+    b[i] = _mm256_permute2x128_si256(a[i], a[i + 4], 0x20);
+    b[i + 4] = _mm256_permute2x128_si256(a[i], a[i + 4], 0x31);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 8; ++i) a[i] = b[i];
+}
+
 }  // namespace qao::cpu

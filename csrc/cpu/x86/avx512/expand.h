@@ -29,11 +29,8 @@ __attribute__((always_inline)) static inline __m512i look_up_byte(const uint8_t 
   return _mm512_permutex2var_epi8(_mm512_load_si512(table), index, _mm512_load_si512(table + 64));
 }
 
-// out[0]: columns 0..31, out[1]: columns 32..63.
-__attribute__((always_inline)) static inline void expand_fp8(__m512i bytes, __m512i (&out)[2]) {
-  // unpack takes quarters of 8 bytes from each 128-bit lane
-  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-  bytes = _mm512_permutexvar_epi64(order, bytes);
+// Of the bytes 8 i .. 8 i + 7 of each 128-bit lane, i = 0 and 1.
+__attribute__((always_inline)) static inline void expand_fp8_halves(__m512i bytes, __m512i (&out)[2]) {
   const __m512i low = look_up_byte(kFp8Table.low, bytes), high = look_up_byte(kFp8Table.high, bytes);
   const __m512i sign = _mm512_set1_epi8(-128);
   const __m512i signed_high = _mm512_ternarylogic_epi32(high, bytes, sign, 0xF8);  // high | (bytes & sign)
@@ -41,9 +38,26 @@ __attribute__((always_inline)) static inline void expand_fp8(__m512i bytes, __m5
   out[1] = _mm512_unpackhi_epi8(low, signed_high);
 }
 
+// out[0]: columns 0..31, out[1]: columns 32..63.
+__attribute__((always_inline)) static inline void expand_fp8(__m512i bytes, __m512i (&out)[2]) {
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  expand_fp8_halves(_mm512_permutexvar_epi64(order, bytes), out);
+}
+
+// Of each word's four bytes, out[0]: the first two, out[1]: the other two.
+__attribute__((always_inline)) static inline void expand_fp8_quads(__m512i quads, __m512i (&out)[2]) {
+  const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+  expand_fp8_halves(_mm512_shuffle_epi8(quads, order), out);
+}
+
 // 16 columns of int8 as float32.
 __attribute__((always_inline)) static inline __m512 widen_int8(__m128i bytes) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
+
+// Byte i of each word, int8, as float32.
+__attribute__((always_inline)) static inline __m512 widen_byte(__m512i words, unsigned i) {
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(i == 3 ? words : _mm512_slli_epi32(words, 24 - 8 * i), 24));
 }
 
 }  // namespace qao::cpu

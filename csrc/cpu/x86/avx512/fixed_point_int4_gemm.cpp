@@ -17,6 +17,7 @@ using int4::kTileK;
 using int4::kTileN;
 
 constexpr int kMaxTiles = kMaxSection / kTileK;
+constexpr int kPanelRow = 64;
 constexpr int kRowsX = 6;  // rows of x at once: 2 x 6 sums, 2 of W, and operands
 
 // sums += W * x over one plane (high or low bytes) of a section: panel visits [begin, end) of each of `tiles` K-tiles.
@@ -111,7 +112,10 @@ void run_tiles(const Job& job, int64_t tile_n) {
     for (int n = 0; n < kN; ++n) {
       const uint8_t* weight = job.weight + ((tile_n + n) * job.tiles_k + tile_k) * kTileBytes;
       for (int64_t t = 0; t < tiles; ++t) {
-        expand_tile<_MM_HINT_T0>(weight + t * kTileBytes, kPrefetchBytes, panel + (n * kMaxTiles + t) * kTilePanel);
+        for (int line = 0; line < kTileBytes; line += 64) {
+          _mm_prefetch(weight + t * kTileBytes + kPrefetchBytes + line, _MM_HINT_T0);
+        }
+        expand_tile(weight + t * kTileBytes, panel + (n * kMaxTiles + t) * kTilePanel, kPanelRow);
       }
     }
     const int64_t end = least(job.sections, (chunk + 1) * sections_per_chunk);

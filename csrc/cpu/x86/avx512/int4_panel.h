@@ -19,20 +19,18 @@ static inline __m512i broadcast_quad(const int8_t* bytes) {
   return _mm512_set1_epi32(quad);
 }
 
-// One tile of W; rows 8..15 hold 16 times their nibble. Prefetches `ahead` bytes further by `hint`.
-template <_mm_hint hint>
-static inline void expand_tile(const uint8_t* weight, int64_t ahead, uint8_t* panel) {
+// One tile of W, a panel row every `stride` bytes; rows 8..15 hold 16 times their nibble.
+static inline void expand_tile(const uint8_t* weight, uint8_t* panel, int64_t stride) {
   __m512i rows[int4::kTileN];
 #pragma GCC unroll 8
   for (int g = 0; g < 8; ++g) {
-    _mm_prefetch(weight + g * int4::kTileK + ahead, hint);
     const __m512i bytes = _mm512_loadu_si512(weight + g * int4::kTileK);
     rows[g] = _mm512_and_si512(bytes, _mm512_set1_epi8(0x0F));
     rows[g + 8] = _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(0xF0)));
   }
   transpose16(rows);
 #pragma GCC unroll 16
-  for (int visit = 0; visit < kQuads; ++visit) _mm512_store_si512(panel + visit * 64, rows[quad_of(visit)]);
+  for (int visit = 0; visit < kQuads; ++visit) _mm512_store_si512(panel + visit * stride, rows[quad_of(visit)]);
 }
 
 }  // namespace qao::cpu

@@ -1,111 +1,48 @@
-// int8 x times int8 W with VNNI: lanes along K, four rows of W against up to six of x.
-//
-// `vpdpbusd` wants one operand unsigned: W ^ 0x80 is W + 128, and 128 times the sum of x is taken off at the end.
-// A row of W is one stream of pages; four at once, with the next four fetched meanwhile, keep the memory busy.
+// int8 x times int8 W with VNNI, sums in int32 over all of K. W ^ 0x80 is W + 128, and 128 times the sum of x is taken
+// off at the end.
 #include "cpu/mm_kernels.h"
-#include "cpu/parallel.h"
-#include "cpu/scratch.h"
 #include "cpu/x86/avx512/int8_output.h"
-#include "cpu/x86/avx512/simd.h"
+#include "cpu/x86/avx512/int8_panel.h"
 
 namespace qao::cpu {
 namespace {
 
-constexpr int kRowsW = 4, kRowsX = 6;
+struct Int8 : Int8Panel {
+  using Parameters = NoParameters;
+  static constexpr int64_t kLines = kTileRows * kPanelColumns / kTileColumns;
+  static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
 
-// Sums of the lanes of four registers.
-__attribute__((always_inline)) inline __m128i lane_sums(const __m512i (&a)[kRowsW]) {
-  const __m512i pair01 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
-  const __m512i pair23 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
-  const __m512i four = _mm512_add_epi32(_mm512_unpacklo_epi64(pair01, pair23), _mm512_unpackhi_epi64(pair01, pair23));
-  const __m256i two = _mm256_add_epi32(_mm512_castsi512_si256(four), _mm512_extracti64x4_epi64(four, 1));
-  return _mm_add_epi32(_mm256_castsi256_si128(two), _mm256_extracti128_si256(two, 1));
-}
-
-template <int kM>
-__attribute__((always_inline)) inline void add_columns(const __m512i (&w)[kRowsW], const int8_t* x, int64_t x_row,
-                                                       __m512i (&sums)[kM][kRowsW]) {
-  __m512i flipped[kRowsW];
-#pragma GCC unroll 4
-  for (int r = 0; r < kRowsW; ++r) flipped[r] = _mm512_xor_si512(w[r], _mm512_set1_epi8(-128));
-#pragma GCC unroll 6
-  for (int i = 0; i < kM; ++i) {
-    const __m512i bytes = _mm512_load_si512(x + i * x_row);
-#pragma GCC unroll 4
-    for (int r = 0; r < kRowsW; ++r) sums[i][r] = _mm512_dpbusd_epi32(sums[i][r], flipped[r], bytes);
-  }
-}
-
-// out[kM][4 of 16] = (W + 128) · x over columns [begin, end) for four rows of W, of which w and x hold column 0.
-template <int kM, bool kFetch>
-void multiply(const Job& job, const uint8_t* const (&w)[kRowsW], const int8_t* x, int64_t begin, int64_t end,
-              int32_t* out) {
-  const int64_t x_row = job.tiles_k * kTileColumns;
-  __m512i sums[kM][kRowsW];
-  for (auto& row : sums) {
-    for (auto& sum : row) sum = _mm512_setzero_si512();
-  }
-  int64_t k = begin;
-  for (; k + kTileColumns <= end; k += kTileColumns) {
-    __m512i columns[kRowsW];
-#pragma GCC unroll 4
-    for (int r = 0; r < kRowsW; ++r) {
-      columns[r] = _mm512_loadu_si512(w[r] + k);
-      if constexpr (kFetch) _mm_prefetch(w[r] + kRowsW * job.k + k, _MM_HINT_T1);
+  static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters*, int, uint32_t* out,
+                     int64_t stride) {
+    for (int64_t k = 0; k < kPanelColumns && panel * kPanelColumns + k < job.k; k += kTileColumns) {
+      __m512i quads[kTileRows];
+      load_quads(job, tile_n, panel * kPanelColumns + k, quads);
+#pragma GCC unroll 16
+      for (int i = 0; i < kTileRows; ++i) {
+        _mm512_store_si512(out + (k / kColumns + i) * stride, _mm512_xor_si512(quads[i], _mm512_set1_epi8(-128)));
+      }
     }
-    add_columns<kM>(columns, x + k, x_row, sums);
   }
-  if (k < end) {
-    const __mmask64 mask = ~__mmask64{0} >> (kTileColumns - (end - k));
-    __m512i columns[kRowsW];
-    for (int r = 0; r < kRowsW; ++r) columns[r] = _mm512_maskz_loadu_epi8(mask, w[r] + k);
-    add_columns<kM>(columns, x + k, x_row, sums);
+  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+    return line_of_bytes<kPanelColumns>(job, tile_n, panel, i);
   }
-  for (int i = 0; i < kM; ++i) _mm_store_si128(reinterpret_cast<__m128i*>(out + i * kTileRows), lane_sums(sums[i]));
-}
 
-template <bool kFetch, int kM = kRowsX>
-void multiply_some(const Job& job, const uint8_t* const (&w)[kRowsW], int64_t m, int64_t begin, int64_t end,
-                   int32_t* out) {
-  if constexpr (kM > 0) {
-    if (job.m - m >= kM) {
-      const int8_t* x = job.int8 + m * job.tiles_k * kTileColumns;
-      return multiply<kM, kFetch>(job, w, x, begin, end, out + m * kTileRows);
-    }
-    multiply_some<kFetch, kM - 1>(job, w, m, begin, end, out);
+  static void add(const Job&, const Parameters&, int, int64_t, int64_t, int64_t, Sum sums, uint32_t* totals) {
+    _mm512_store_si512(totals, _mm512_add_epi32(sums, _mm512_load_si512(totals)));
   }
-}
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
+    const Columns columns = load_columns(job, tile_n * kTileRows);
+    const __m512 scales = row_scales(job, tile_n);
+    for (int64_t m = 0; m < job.m; ++m) {
+      const __m512i excess = _mm512_set1_epi32(static_cast<int32_t>(128 * job.x_sums[m]));
+      const __m512i sum = _mm512_sub_epi32(_mm512_load_si512(totals + m * stride), excess);
+      write_row(job, columns, m, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales));
+    }
+  }
+};
 
 }  // namespace
 
-void avx512::int8_int8_gemm(const Job& job, int64_t begin, int64_t end) {
-  const int64_t count = job.m * kTileRows;
-  int32_t* sums = static_cast<int32_t*>(scratch(Scratch::kSums, 2 * count * int64_t{sizeof(int32_t)}));
-  float* totals = reinterpret_cast<float*>(sums + count);
-  for (int64_t n = begin * kTileRows; n < end * kTileRows; n += kTileRows) {
-    for (int64_t s = 0; s < job.sections; ++s) {
-      const int64_t k = s * job.section, k_end = least(k + job.section, job.k);
-      for (int quad = 0; quad < kTileRows; quad += kRowsW) {
-        const uint8_t* w[kRowsW];  // past N the last row again; what comes of it is not written
-        for (int r = 0; r < kRowsW; ++r) {
-          w[r] = job.weight + least(n + quad + r, job.n - 1) * job.k;
-        }
-        multiply_some<true>(job, w, 0, k, k_end, sums + quad);
-        for (int64_t m = kRowsX; m < job.m; m += kRowsX) multiply_some<false>(job, w, m, k, k_end, sums + quad);
-      }
-      for (int64_t m = 0; m < job.m; ++m) {
-        const __m512i excess = _mm512_set1_epi32(static_cast<int32_t>(128 * job.x_sums[m * job.sections + s]));
-        const __m512i sum = _mm512_sub_epi32(_mm512_load_si512(sums + m * kTileRows), excess);
-        const __m512 before = s == 0 ? _mm512_setzero_ps() : _mm512_load_ps(totals + m * kTileRows);
-        _mm512_store_ps(totals + m * kTileRows, _mm512_add_ps(before, _mm512_cvtepi32_ps(sum)));
-      }
-    }
-    const Columns columns = load_columns(job, n);
-    const __m512 scales = load_scales(job, n);
-    for (int64_t m = 0; m < job.m; ++m) {
-      write_row(job, columns, m, _mm512_mul_ps(_mm512_load_ps(totals + m * kTileRows), scales));
-    }
-  }
-}
+void avx512::int8_int8_gemm(const Job& job, int64_t begin, int64_t end) { run_panels<Int8>(job, begin, end); }
 
 }  // namespace qao::cpu

@@ -68,7 +68,7 @@ namespace qao::cpu {
 void avx512::pack_float32(const Job& job, int64_t begin, int64_t end) {
   job.weight_format == Format::kInt8 ? pack<Format::kInt8>(job, begin, end) : pack<Format::kFp8>(job, begin, end);
 }
-void avx512::float32_w8_gemm(const Job& job, int64_t begin, int64_t end) {
+void avx512::float32_w8_gemv(const Job& job, int64_t begin, int64_t end) {
   job.weight_format == Format::kInt8 ? run<Format::kInt8>(job, begin, end) : run<Format::kFp8>(job, begin, end);
 }
 

@@ -1,0 +1,141 @@
+// float32 sums of float x, as float32, times any W that expands to float32 (panel_gemm.h). Groups and blocks have their
+// scales in the expanded W, blocks of x in the packed x.
+#include "cpu/mm_kernels.h"
+#include "cpu/x86/avx2/expand.h"
+#include "cpu/x86/avx2/panel.h"
+
+namespace qao::cpu {
+namespace {
+
+struct Float32Panel : Avx2Panel {
+  static constexpr int kStepsOfPart = 1;
+  static constexpr int64_t kSteps = 256, kColumns = 1, kPanelColumns = kSteps;
+  static constexpr bool kSectioned = false;
+  using Sum = __m256;
+  using Operand = __m256;
+  static Sum zero() { return _mm256_setzero_ps(); }
+  static Operand load(const uint32_t* words) { return _mm256_load_ps(reinterpret_cast<const float*>(words)); }
+  static Operand broadcast(const uint32_t* word) { return _mm256_broadcast_ss(reinterpret_cast<const float*>(word)); }
+  static Sum multiply_add(Sum sum, Operand w, Operand x) { return _mm256_fmadd_ps(w, x, sum); }
+
+  template <typename Parameters>
+  static void add(const Job&, const Parameters&, int, int64_t, int64_t, int64_t, Sum sums, uint32_t* totals) {
+    store_total(totals, _mm256_add_ps(sums, load_total(totals)));
+  }
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
+    const bool has_scales = job.weight_format != Format::kInt4 && job.weight_scaling != Scaling::kBlock;
+    each_eight(job, tile_n, totals, [&](int64_t n, const uint32_t* eight) {
+      const Columns columns = load_columns(job, n);
+      const __m256 scales = has_scales ? load_scales(job, n) : _mm256_set1_ps(1);
+      for (int64_t m = 0; m < job.m; ++m) {
+        const __m256 y = _mm256_fmadd_ps(load_total(eight + m * stride), scales, columns.bias);
+        store_first(job.y, m * job.n + n, job.y_dtype, y, columns.count);
+      }
+    });
+  }
+};
+
+template <Format kFormat>
+struct Bytes : Float32Panel {
+  using Parameters = NoParameters;
+  static constexpr int64_t kLines = kLinesOfBytes<kPanelColumns>;
+  static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
+
+  static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters*, int, uint32_t* out,
+                     int64_t stride) {
+    constexpr int kAtOnce = 16;  // columns
+    const int64_t blocks = divide_up(job.k, kScaleBlock);
+    const float* scales = static_cast<const float*>(job.scales) + tile_n * kTileRows / kScaleBlock * blocks;
+    for (int half = 0; half < 2; ++half) {
+      for (int64_t k = 0; k < kPanelColumns && panel * kPanelColumns + k < job.k; k += kAtOnce) {
+        const int64_t at = panel * kPanelColumns + k;
+        const __m256 scale = _mm256_set1_ps(job.weight_scaling == Scaling::kBlock ? scales[at / kScaleBlock] : 1);
+        __m256i rows[2][8];
+        for (int r = 0; r < 8; ++r) {
+          uint8_t padded[kAtOnce];
+          const uint8_t* bytes = row_bytes(job, tile_n * kTileRows + 8 * half + r, at, padded);
+          __m256 values[2];
+          widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)), values);
+          for (int i = 0; i < 2; ++i) rows[i][r] = _mm256_castps_si256(_mm256_mul_ps(values[i], scale));
+        }
+        for (int i = 0; i < 2; ++i) {
+          store_steps(rows[i], out + (k + 8 * i) * stride + 8 * half, stride, [](int step) { return step; });
+        }
+      }
+    }
+  }
+  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+    return line_of_bytes<kPanelColumns>(job, tile_n, panel, i);
+  }
+
+ private:
+  static void widen(__m128i bytes, __m256 (&out)[2]) {
+    kFormat == Format::kInt8 ? expand_int8(bytes, out) : expand_fp8(bytes, out);
+  }
+};
+
+struct Int4 : Float32Panel {
+  using Parameters = Int4Group;
+  static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
+  static void prepare(const Job& job, int64_t tile_n, int64_t group, Int4Group* out) {
+    load_int4_group(job, tile_n, group, out);
+  }
+
+  static void expand(const Job& job, int64_t tile_n, int64_t panel, const Int4Group* groups, int groups_stride,
+                     uint32_t* out, int64_t stride) {
+    for (int64_t k = 0; k < kPanelColumns && panel * kPanelColumns + k < job.k; k += kTileColumns) {
+      const int64_t at = panel * kPanelColumns + k;
+      const uint8_t* weight = job.weight + (tile_n * job.tiles_k + at / kTileColumns) * int4::kTileBytes;
+      for (int eight = 0; eight < 8; ++eight) {  // bytes of a row pair: all in the same half of the K-tile
+        const Int4Group& group = groups[least(at + eight % 2 * 32, job.k - 1) / job.group_size * groups_stride];
+        __m256i low[8], high[8];
+        for (int g = 0; g < 8; ++g) {
+          const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(weight + g * 64 + eight * 8));
+          const __m256i words = _mm256_cvtepu8_epi32(bytes);
+          low[g] = value(_mm256_and_si256(words, _mm256_set1_epi32(0x0F)), group, g);
+          high[g] = value(_mm256_srli_epi32(words, 4), group, g + 8);
+        }
+        const auto column = [eight](int i) { return int4::tile_column(8 * eight + i); };
+        store_steps(low, out + k * stride, stride, column);
+        store_steps(high, out + k * stride + 8, stride, column);
+      }
+    }
+  }
+  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+    return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
+  }
+
+ private:
+  static __m256i value(__m256i nibbles, const Int4Group& group, int row) {
+    const __m256 difference = _mm256_sub_ps(_mm256_cvtepi32_ps(nibbles), _mm256_broadcast_ss(group.zero + row));
+    return _mm256_castps_si256(_mm256_mul_ps(difference, _mm256_broadcast_ss(group.scale + row)));
+  }
+};
+
+}  // namespace
+
+void avx2::pack_float32_panels(const Job& job, int64_t begin, int64_t end) {
+  constexpr int64_t kColumns = Float32Panel::kPanelColumns;
+  for (int64_t m = begin; m < end; ++m) {
+    for (int64_t k = 0; k < job.tiles_k * kTileColumns; k += 8) {
+      const __m256 scale = _mm256_set1_ps(job.x_scales[m * job.x_scale_stride + k / kScaleBlock * job.x_block_stride]);
+      __m256 x = _mm256_setzero_ps();
+      if (k < job.k) x = _mm256_mul_ps(load_first(job.x, m * job.x_stride + k, job.x_dtype, job.k - k), scale);
+      uint32_t* panel = job.panels + (k / kColumns * job.m + m) * kColumns;
+      _mm256_store_ps(reinterpret_cast<float*>(panel + k % kColumns), x);
+    }
+  }
+}
+
+void avx2::float32_gemm(const Job& job, int64_t begin, int64_t end) {
+  switch (job.weight_format) {
+    case Format::kInt4:
+      return run_panels<Int4>(job, begin, end);
+    case Format::kInt8:
+      return run_panels<Bytes<Format::kInt8>>(job, begin, end);
+    default:
+      return run_panels<Bytes<Format::kFp8>>(job, begin, end);
+  }
+}
+
+}  // namespace qao::cpu

@@ -1,0 +1,146 @@
+// What formats of panel_gemm.h have in common with AVX2: 16 rows of W, and how their bytes become panels. `static`: see
+// numeric.h.
+#pragma once
+
+#include "cpu/mm_job.h"
+#include "cpu/x86/avx2/int4_panel.h"
+#include "cpu/x86/avx2/int8_output.h"
+#include "cpu/x86/panel_gemm.h"
+
+namespace qao::cpu {
+namespace {
+
+// 12 sums, two of W, and a word of x.
+struct Avx2Panel {
+  static constexpr int kLanes = 8, kVectors = 2;
+};
+
+struct NoParameters {};
+
+inline __m256 load_total(const uint32_t* totals) { return _mm256_load_ps(reinterpret_cast<const float*>(totals)); }
+inline void store_total(uint32_t* totals, __m256 sum) { _mm256_store_ps(reinterpret_cast<float*>(totals), sum); }
+
+// Sums of integers, for x and W in int8 or int4.
+struct IntegerSums : Avx2Panel {
+  using Sum = __m256i;
+  using Operand = __m256i;
+  static Sum zero() { return _mm256_setzero_si256(); }
+  static Operand load(const uint32_t* words) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(words)); }
+  static Operand broadcast(const uint32_t* word) { return _mm256_set1_epi32(static_cast<int>(*word)); }
+};
+
+// The compiler would gather products and add them later, for which there are no registers.
+__attribute__((always_inline)) inline __m256i now(__m256i sum) {
+  asm("" : "+x"(sum));
+  return sum;
+}
+
+// visit(n, totals): y's columns of an N-tile, eight at a time, and where their totals begin.
+template <typename Visit>
+void each_eight(const Job& job, int64_t tile_n, const uint32_t* totals, const Visit& visit) {
+  for (int64_t n = tile_n * kTileRows; n < least((tile_n + 1) * kTileRows, job.n); n += 8) {
+    visit(n, totals + n % kTileRows);
+  }
+}
+
+// Sums in int32 over all of K, `excess` times the sum of x too large.
+inline void finish_int8(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, int excess) {
+  each_eight(job, tile_n, totals, [&](int64_t n, const uint32_t* eight) {
+    const Columns columns = load_columns(job, n);
+    const __m256 scales = load_scales(job, n);
+    for (int64_t m = 0; m < job.m; ++m) {
+      const __m256i off = _mm256_set1_epi32(excess * static_cast<int32_t>(job.x_sums[m]));
+      const __m256i sum = _mm256_sub_epi32(IntegerSums::load(eight + m * stride), off);
+      write_row(job, columns, m, _mm256_mul_ps(_mm256_cvtepi32_ps(sum), scales));
+    }
+  });
+}
+inline void add_int8(__m256i sums, uint32_t* totals) {
+  _mm256_store_si256(reinterpret_cast<__m256i*>(totals), _mm256_add_epi32(sums, IntegerSums::load(totals)));
+}
+
+// Eight rows of eight words, as the steps that column(i) says.
+template <typename Column>
+__attribute__((always_inline)) inline void store_steps(__m256i (&rows)[8], uint32_t* out, int64_t stride,
+                                                       const Column& column) {
+  transpose8(rows);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) _mm256_store_si256(reinterpret_cast<__m256i*>(out + column(i) * stride), rows[i]);
+}
+
+// kBytes of a row of W in eight bits from column k on; past N the last row again, whose products are not written, past
+// K zeros.
+template <int kBytes>
+inline const uint8_t* row_bytes(const Job& job, int64_t n, int64_t k, uint8_t (&padded)[kBytes]) {
+  const uint8_t* bytes = job.weight + least(n, job.n - 1) * job.k + k;
+  if (job.k - k >= kBytes) return bytes;
+  __builtin_memset(padded, 0, kBytes);
+  __builtin_memcpy(padded, bytes, static_cast<size_t>(job.k - k));
+  return padded;
+}
+
+// Lines of W in eight bits and of packed int4 W, for Format::line(); kColumns of a panel.
+template <int64_t kColumns>
+const uint8_t* line_of_bytes(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+  constexpr int64_t kRowLines = kColumns / kTileColumns;
+  return job.weight + (tile_n * kTileRows + i / kRowLines) * job.k + panel * kColumns + i % kRowLines * kTileColumns;
+}
+template <int64_t kColumns>
+const uint8_t* line_of_int4(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+  return job.weight + (tile_n * job.tiles_k + panel * (kColumns / kTileColumns)) * int4::kTileBytes + i * 64;
+}
+template <int64_t kColumns>
+constexpr int64_t kLinesOfBytes = kTileRows * kColumns / kTileColumns;
+template <int64_t kColumns>
+constexpr int64_t kLinesOfInt4 = kColumns / kTileColumns * int4::kTileBytes / 64;
+
+// Of a group of 16 rows of int4 W.
+struct Int4Group {
+  alignas(32) float scale[kTileRows], zero[kTileRows];
+};
+inline void load_int4_group(const Job& job, int64_t tile_n, int64_t group, Int4Group* out) {
+  const int64_t at = (tile_n * job.groups + group) * job.parameters * kTileRows;
+  for (int row = 0; row < kTileRows; row += 8) {
+    _mm256_store_ps(out->scale + row, load8(job.scales, at + row, job.scale_dtype));
+    _mm256_store_ps(out->zero + row, job.parameters == 2 ? load8(job.scales, at + kTileRows + row, job.scale_dtype)
+                                                         : _mm256_set1_ps(int4::kSymmetricZero));
+  }
+}
+
+// int8 x times int4 W, as bytes in the order of int4_panel.h: total += scale * (sum(q * x) - zero * sum(x)). Zero
+// points come off section by section: x may be far from 0 all along K (asymmetric), and then both sums are large.
+struct Int4Bytes : IntegerSums {
+  static constexpr int64_t kSteps = 64, kColumns = 4, kPanelColumns = kSteps * kColumns;
+  static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
+  static constexpr bool kSectioned = true;
+  using Parameters = Int4Group;
+  static void prepare(const Job& job, int64_t tile_n, int64_t group, Int4Group* out) {
+    load_int4_group(job, tile_n, group, out);
+  }
+  static void expand(const Job& job, int64_t tile_n, int64_t panel, const Int4Group*, int, uint32_t* out,
+                     int64_t stride) {
+    for (int64_t k = 0; k < kPanelColumns && panel * kPanelColumns + k < job.k; k += kTileColumns) {
+      const int64_t tile_k = (panel * kPanelColumns + k) / kTileColumns;
+      const uint8_t* weight = job.weight + (tile_n * job.tiles_k + tile_k) * int4::kTileBytes;
+      expand_tile(weight, reinterpret_cast<uint8_t*>(out + k / kColumns * stride), 4 * stride);
+    }
+  }
+  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+    return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
+  }
+  static void add(const Job& job, const Int4Group& group, int v, int64_t, int64_t m, int64_t s, Sum sums,
+                  uint32_t* totals) {
+    const __m256 x_sum = _mm256_broadcast_ss(job.x_sums + m * job.sections + s);
+    const __m256 value = _mm256_fnmadd_ps(_mm256_load_ps(group.zero + 8 * v), x_sum, _mm256_cvtepi32_ps(sums));
+    store_total(totals, _mm256_fmadd_ps(value, _mm256_load_ps(group.scale + 8 * v), load_total(totals)));
+  }
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
+    each_eight(job, tile_n, totals, [&](int64_t n, const uint32_t* eight) {
+      const Columns columns = load_columns(job, n);
+      for (int64_t m = 0; m < job.m; ++m) write_row(job, columns, m, load_total(eight + m * stride));
+    });
+  }
+};
+
+}  // namespace
+}  // namespace qao::cpu

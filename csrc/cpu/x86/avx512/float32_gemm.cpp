@@ -1,0 +1,134 @@
+// float32 sums of float x, as float32, times any W that expands to float32: for x that is not bfloat16, and for CPUs
+// without its products. Groups and blocks have their scales in the expanded W, blocks of x in the packed x.
+#include "cpu/mm_kernels.h"
+#include "cpu/x86/avx512/expand.h"
+#include "cpu/x86/avx512/int4_parameters.h"
+#include "cpu/x86/avx512/panel.h"
+
+namespace qao::cpu {
+namespace {
+
+struct Float32Panel : FloatSums {
+  static constexpr int64_t kColumns = 1, kPanelColumns = kSteps;
+  static constexpr bool kSectioned = false;
+  static Sum multiply_add(Sum sum, Operand w, Operand x) {
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_castsi512_ps(x), sum);
+  }
+  template <typename Parameters>
+  static void add(const Job&, const Parameters&, int, int64_t, int64_t, int64_t, Sum sums, uint32_t* totals) {
+    store_total(totals, _mm512_add_ps(sums, load_total(totals)));
+  }
+};
+
+template <Format kFormat>
+struct Bytes : Float32Panel {
+  using Parameters = NoParameters;
+  static constexpr int64_t kLines = kTileRows * kPanelColumns / kTileColumns;
+  static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
+
+  static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters*, int, uint32_t* out,
+                     int64_t stride) {
+    __m512 scale = _mm512_set1_ps(1);
+    if (job.weight_scaling == Scaling::kBlock) {
+      const int64_t blocks = divide_up(job.k, kScaleBlock), block = panel * kPanelColumns / kScaleBlock;
+      scale = _mm512_set1_ps(static_cast<const float*>(job.scales)[tile_n * kTileRows / kScaleBlock * blocks + block]);
+    }
+    __m512i quads[kTileRows];
+    load_quads(job, tile_n, panel * kPanelColumns, quads);
+#pragma GCC unroll 16
+    for (int i = 0; i < kTileRows; ++i) {
+      __m512 columns[4];
+      widen(quads[i], columns);
+      for (int j = 0; j < 4; ++j) {
+        if (job.weight_scaling == Scaling::kBlock) columns[j] = _mm512_mul_ps(columns[j], scale);
+        store_total(out + (4 * i + j) * stride, columns[j]);
+      }
+    }
+  }
+  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+    return line_of_bytes<kPanelColumns>(job, tile_n, panel, i);
+  }
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
+    const bool per_block = job.weight_scaling == Scaling::kBlock;
+    write_tile<false>(job, tile_n, per_block ? _mm512_set1_ps(1) : row_scales(job, tile_n), totals, stride);
+  }
+
+ private:
+  // Four columns of 16 rows.
+  __attribute__((always_inline)) static void widen(__m512i quads, __m512 (&columns)[4]) {
+    if constexpr (kFormat == Format::kInt8) {
+      for (int j = 0; j < 4; ++j) columns[j] = widen_byte(quads, j);
+    } else {
+      __m512i pairs[2];
+      expand_fp8_quads(quads, pairs);
+      for (int i = 0; i < 2; ++i) {
+        columns[2 * i] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs[i], 16));
+        const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
+        columns[2 * i + 1] = _mm512_castsi512_ps(_mm512_and_si512(pairs[i], upper));
+      }
+    }
+  }
+};
+
+struct Int4 : Float32Panel {
+  using Parameters = Int4Parameters;
+  static constexpr int64_t kLines = int4::kTileBytes / 64;
+  static void prepare(const Job& job, int64_t tile_n, int64_t group, Parameters* out) {
+    load_parameters(job, tile_n, group, out);
+  }
+
+  static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters* groups, int groups_stride,
+                     uint32_t* out, int64_t stride) {
+    const uint8_t* weight = job.weight + (tile_n * job.tiles_k + panel) * int4::kTileBytes;
+    const int64_t k = panel * kPanelColumns;
+    // The two halves of the K-tile may be of two groups.
+    const Parameters* const halves[2] = {&groups[k / job.group_size * groups_stride],
+                                         &groups[least(k + 32, job.k - 1) / job.group_size * groups_stride]};
+    __m512i quads[kTileRows];
+    load_nibbles(weight, quads);
+#pragma GCC unroll 16
+    for (int i = 0; i < kTileRows; ++i) {
+      const Parameters& group = *halves[i % 4 / 2];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const __m512i nibbles = _mm512_and_si512(_mm512_srli_epi32(quads[i], 8 * j), _mm512_set1_epi32(0x0F));
+        const __m512 difference = _mm512_sub_ps(_mm512_cvtepi32_ps(nibbles), _mm512_load_ps(group.zero));
+        store_total(out + int4::tile_column(4 * i + j) * stride,
+                    _mm512_mul_ps(difference, _mm512_load_ps(group.scale)));
+      }
+    }
+  }
+  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+    return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
+  }
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
+    write_tile<false>(job, tile_n, _mm512_set1_ps(1), totals, stride);
+  }
+};
+
+}  // namespace
+
+void avx512::pack_float32_panels(const Job& job, int64_t begin, int64_t end) {
+  constexpr int64_t kColumns = Float32Panel::kPanelColumns;
+  for (int64_t m = begin; m < end; ++m) {
+    for (int64_t k = 0; k < job.tiles_k * kTileColumns; k += 16) {
+      const float scale = job.x_scales[m * job.x_scale_stride + k / kScaleBlock * job.x_block_stride];
+      const __m512 x = load16(job.x, m * job.x_stride + k, job.x_dtype, first(job.k - k));
+      uint32_t* panel = job.panels + (k / kColumns * job.m + m) * kColumns;
+      _mm512_store_ps(reinterpret_cast<float*>(panel + k % kColumns), _mm512_mul_ps(x, _mm512_set1_ps(scale)));
+    }
+  }
+}
+
+void avx512::float32_gemm(const Job& job, int64_t begin, int64_t end) {
+  switch (job.weight_format) {
+    case Format::kInt4:
+      return run_panels<Int4>(job, begin, end);
+    case Format::kInt8:
+      return run_panels<Bytes<Format::kInt8>>(job, begin, end);
+    default:
+      return run_panels<Bytes<Format::kFp8>>(job, begin, end);
+  }
+}
+
+}  // namespace qao::cpu

@@ -1,0 +1,90 @@
+// What formats of panel_gemm.h have in common with AVX-512: 64 rows of W, and how their bytes become panels. `static`:
+// see numeric.h.
+#pragma once
+
+#include "cpu/mm_job.h"
+#include "cpu/x86/avx512/simd.h"
+#include "cpu/x86/panel_gemm.h"
+#include "int4/layout.h"
+
+namespace qao::cpu {
+namespace {
+
+// 24 sums, 4 of W, and a word of x.
+struct Avx512Panel {
+  static constexpr int kLanes = 16, kVectors = 4, kStepsOfPart = 1;
+  static constexpr int64_t kSteps = 64;
+  using Operand = __m512i;
+  static Operand load(const uint32_t* words) { return _mm512_load_si512(words); }
+  static Operand broadcast(const uint32_t* word) { return _mm512_set1_epi32(static_cast<int>(*word)); }
+};
+
+struct FloatSums : Avx512Panel {
+  using Sum = __m512;
+  static Sum zero() { return _mm512_setzero_ps(); }
+};
+
+struct NoParameters {};
+
+inline __m512 load_total(const uint32_t* totals) { return _mm512_load_ps(reinterpret_cast<const float*>(totals)); }
+inline void store_total(uint32_t* totals, __m512 sum) { _mm512_store_ps(reinterpret_cast<float*>(totals), sum); }
+
+// 16 rows of W in eight bits, 64 columns from `k` on, as fours of columns: quads[i] has 4i .. 4i + 3 of each row. Zeros
+// past K; past N the last row again, whose products are not written.
+__attribute__((always_inline)) inline void load_quads(const Job& job, int64_t tile_n, int64_t k,
+                                                      __m512i (&quads)[kTileRows]) {
+  const int64_t n = tile_n * kTileRows, last = least(kTileRows, job.n - n) - 1;
+  const uint8_t* weight = job.weight + n * job.k + k;
+  const __mmask64 inside = job.k - k >= kTileColumns ? ~__mmask64{0} : ~__mmask64{0} >> (kTileColumns - (job.k - k));
+#pragma GCC unroll 16
+  for (int64_t r = 0; r < kTileRows; ++r) {
+    quads[r] = _mm512_maskz_loadu_epi8(inside, weight + least(r, last) * job.k);
+  }
+  transpose16(quads);
+}
+
+// The same of a K-tile of int4 W: quads[4t + step] has the nibbles of columns 16 step + 2t, and 8, 1 and 9 further.
+__attribute__((always_inline)) inline void load_nibbles(const uint8_t* weight, __m512i (&quads)[kTileRows]) {
+  const __m512i nibble = _mm512_set1_epi8(0x0F);
+#pragma GCC unroll 8
+  for (int g = 0; g < 8; ++g) {  // row g is the lower nibbles, row g + 8 the upper ones
+    const __m512i bytes = _mm512_loadu_si512(weight + g * 64);
+    quads[g] = _mm512_and_si512(bytes, nibble);
+    quads[g + 8] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
+  }
+  transpose16(quads);
+}
+
+// Lines of W in eight bits and of packed int4 W, for Format::line(); kColumns of a panel.
+template <int64_t kColumns>
+const uint8_t* line_of_bytes(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+  constexpr int64_t kRowLines = kColumns / kTileColumns;
+  return job.weight + (tile_n * kTileRows + i / kRowLines) * job.k + panel * kColumns + i % kRowLines * kTileColumns;
+}
+template <int64_t kColumns>
+const uint8_t* line_of_int4(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+  return job.weight + (tile_n * job.tiles_k + panel * (kColumns / kTileColumns)) * int4::kTileBytes + i * 64;
+}
+
+// y of 16 rows of W from float totals, kTimesX: multiplied by the scale of x.
+template <bool kTimesX>
+void write_tile(const Job& job, int64_t tile_n, __m512 scales, const uint32_t* totals, int64_t stride) {
+  const int64_t n = tile_n * kTileRows;
+  const __mmask16 mask = first(job.n - n);
+  const __m512 bias = job.bias != nullptr ? load16(job.bias, n, job.bias_dtype, mask) : _mm512_setzero_ps();
+  for (int64_t m = 0; m < job.m; ++m) {
+    __m512 y = load_total(totals + m * stride);
+    if constexpr (kTimesX) y = _mm512_mul_ps(y, _mm512_set1_ps(job.x_scales[m * job.x_scale_stride]));
+    store16(job.y, m * job.n + n, job.y_dtype, _mm512_fmadd_ps(y, scales, bias), mask);
+  }
+}
+
+// One scale a row of W or one for all.
+inline __m512 row_scales(const Job& job, int64_t tile_n) {
+  const int64_t n = tile_n * kTileRows;
+  if (job.weight_scaling == Scaling::kRow) return load16(job.scales, n, DType::kFloat32, first(job.n - n));
+  return _mm512_set1_ps(*static_cast<const float*>(job.scales));
+}
+
+}  // namespace
+}  // namespace qao::cpu

@@ -1,0 +1,70 @@
+// bfloat16 x times W in eight bits, which is exact in bfloat16. One scale a row or for all of W multiplies y; one a
+// block of 128 x 128 multiplies the sums of a panel, which are those of a block.
+#include "cpu/mm_kernels.h"
+#include "cpu/x86/avx512/expand.h"
+#include "cpu/x86/avx512_bf16/panel_bf16.h"
+
+namespace qao::cpu {
+namespace {
+
+// 16 rows of four columns as pairs of bfloat16: the first two columns, the other two.
+template <Format kFormat>
+__attribute__((always_inline)) inline void widen(__m512i quads, __m512i (&pairs)[2]) {
+  if constexpr (kFormat == Format::kFp8) {
+    expand_fp8_quads(quads, pairs);
+  } else {
+    for (int i = 0; i < 2; ++i) {  // the upper half of a float32 whose other bits are 0
+      const __m512 first = widen_byte(quads, 2 * i), second = widen_byte(quads, 2 * i + 1);
+      pairs[i] = _mm512_mask_mov_epi16(_mm512_srli_epi32(_mm512_castps_si512(first), 16), 0xAAAAAAAA,
+                                       _mm512_castps_si512(second));
+    }
+  }
+}
+
+template <Format kFormat, bool kBlocks>
+struct Bytes : Bf16Panel {
+  using Parameters = NoParameters;
+  static constexpr int64_t kLines = kTileRows * kPanelColumns / kTileColumns;
+  static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
+
+  static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters*, int, uint32_t* out,
+                     int64_t stride) {
+    for (int64_t k = 0; k < kPanelColumns && panel * kPanelColumns + k < job.k; k += kTileColumns) {
+      __m512i quads[kTileRows];
+      load_quads(job, tile_n, panel * kPanelColumns + k, quads);
+#pragma GCC unroll 16
+      for (int i = 0; i < kTileRows; ++i) {
+        __m512i pairs[2];
+        widen<kFormat>(quads[i], pairs);
+        for (int h = 0; h < 2; ++h) _mm512_store_si512(out + (k / kColumns + 2 * i + h) * stride, pairs[h]);
+      }
+    }
+  }
+  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+    return line_of_bytes<kPanelColumns>(job, tile_n, panel, i);
+  }
+
+  static void add(const Job& job, const Parameters&, int, int64_t tile_n, int64_t m, int64_t s, Sum sums,
+                  uint32_t* totals) {
+    if constexpr (kBlocks) {
+      const float w = static_cast<const float*>(job.scales)[tile_n * kTileRows / kScaleBlock * job.sections + s];
+      const float x = job.x_scales[m * job.x_scale_stride + s * job.x_block_stride];
+      store_total(totals, _mm512_fmadd_ps(sums, _mm512_set1_ps(w * x), load_total(totals)));
+    } else {
+      store_total(totals, _mm512_add_ps(sums, load_total(totals)));
+    }
+  }
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
+    write_tile<!kBlocks>(job, tile_n, kBlocks ? _mm512_set1_ps(1) : row_scales(job, tile_n), totals, stride);
+  }
+};
+
+}  // namespace
+
+void avx512_bf16::bf16_w8_gemm(const Job& job, int64_t begin, int64_t end) {
+  if (job.weight_format == Format::kInt8) return run_panels<Bytes<Format::kInt8, false>>(job, begin, end);
+  job.weight_scaling == Scaling::kBlock ? run_panels<Bytes<Format::kFp8, true>>(job, begin, end)
+                                        : run_panels<Bytes<Format::kFp8, false>>(job, begin, end);
+}
+
+}  // namespace qao::cpu

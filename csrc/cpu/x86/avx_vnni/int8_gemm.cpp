@@ -1,0 +1,55 @@
+// int8 x times int8 or int4 W with `vpdpbusd` of 256 bits, sums in int32. Its first operand is unsigned: W's nibbles,
+// or W ^ 0x80, which is W + 128, and 128 times the sum of x is taken off at the end.
+#include "cpu/mm_kernels.h"
+#include "cpu/x86/avx2/panel.h"
+
+namespace qao::cpu {
+namespace {
+
+struct Int8 : IntegerSums {
+  static constexpr int kStepsOfPart = 1;
+  static constexpr int64_t kSteps = 64, kColumns = 4, kPanelColumns = kSteps * kColumns;
+  static constexpr int64_t kLines = kLinesOfBytes<kPanelColumns>;
+  static constexpr bool kSectioned = false;
+  using Parameters = NoParameters;
+  static Sum multiply_add(Sum sum, Operand w, Operand x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
+  static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
+
+  static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters*, int, uint32_t* out,
+                     int64_t stride) {
+    constexpr int kAtOnce = 32;  // columns
+    for (int half = 0; half < 2; ++half) {
+      for (int64_t k = 0; k < kPanelColumns && panel * kPanelColumns + k < job.k; k += kAtOnce) {
+        __m256i rows[8];
+        for (int r = 0; r < 8; ++r) {
+          uint8_t padded[kAtOnce];
+          const uint8_t* bytes = row_bytes(job, tile_n * kTileRows + 8 * half + r, panel * kPanelColumns + k, padded);
+          const __m256i values = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes));
+          rows[r] = _mm256_xor_si256(values, _mm256_set1_epi8(-128));
+        }
+        store_steps(rows, out + k / kColumns * stride + 8 * half, stride, [](int step) { return step; });
+      }
+    }
+  }
+  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+    return line_of_bytes<kPanelColumns>(job, tile_n, panel, i);
+  }
+  static void add(const Job&, const Parameters&, int, int64_t, int64_t, int64_t, Sum sums, uint32_t* totals) {
+    add_int8(sums, totals);
+  }
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
+    finish_int8(job, tile_n, totals, stride, 128);
+  }
+};
+
+struct Int4 : Int4Bytes {
+  static constexpr int kStepsOfPart = 1;
+  static Sum multiply_add(Sum sum, Operand w, Operand x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
+};
+
+}  // namespace
+
+void avx_vnni::int8_int8_gemm(const Job& job, int64_t begin, int64_t end) { run_panels<Int8>(job, begin, end); }
+void avx_vnni::int8_int4_gemm(const Job& job, int64_t begin, int64_t end) { run_panels<Int4>(job, begin, end); }
+
+}  // namespace qao::cpu

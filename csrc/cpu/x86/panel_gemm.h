@@ -1,0 +1,158 @@
+// y = x Wᵀ in vector registers, for several rows of x: rows of W in the lanes, so that no sum is ever added across
+// lanes. Each includer instantiates it for its formats.
+//
+// K is cut into steps, the columns that fill 32 bits (one of float32, two of 16 bits, four of int8), and steps into
+// panels. A panel of W is expanded into L1, [step][rows of W], and meets every row of x; x is packed as
+// [panel][row][step]. Six rows of x against a panel have all of their sums in registers: each word of x is broadcast
+// once and each word of W loaded once for six. The sums of a panel start at zero and are added to totals in memory,
+// which keeps rounding errors small and lets groups and blocks have their scales.
+//
+// A format is a class of static members:
+//   kLanes, kVectors        words of a vector, vectors of W that meet six rows of x
+//   kSteps, kColumns, kPanelColumns   steps of a panel, columns of a step and of a panel
+//   kSectioned              the sums of every section are added apart, else those of a panel
+//   Sum, Operand            vectors: of sums, of W's or x's words
+//   zero, load, broadcast   of them
+//   multiply_add(sum, w, x)  the sum after it, by value: GCC 12 keeps what is passed by reference in memory
+//   kStepsOfPart, widen()   sums of so many steps are added to wider ones; 1: they are wide
+//   Parameters, prepare()   what add() needs of W, one for each group and N-tile; may be empty
+//   expand()                an N-tile of a panel of W, kLanes words at a time `stride` words apart
+//   line()                  an address of W that the next panel of an N-tile needs, by number, and how many there are
+//   add()                   total += what a section's sums are worth
+//   finish()                y of 16 rows of W from their totals
+#pragma once
+
+#include <utility>
+
+#include "cpu/mm_job.h"
+#include "cpu/parallel.h"
+#include "cpu/scratch.h"
+
+namespace qao::cpu {
+namespace {
+
+constexpr int kRowsAtOnce = 6;  // of x
+
+// visit<0>(), visit<1>(), …: a loop that is unrolled before registers are given out.
+template <int kCount>
+__attribute__((always_inline)) inline void each(auto&& visit) {
+  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+    (visit.template operator()<i>(), ...);
+  }(std::make_integer_sequence<int, kCount>{});
+}
+
+// kTiles N-tiles of W at one panel.
+template <typename F>
+struct Block {
+  static constexpr int kTileVectors = kTileRows / F::kLanes;
+
+  int64_t tile_n;
+  int64_t panel = 0;
+  uint32_t* weight;                      // [steps][kTiles][16]
+  const typename F::Parameters* groups;  // [groups][kTiles]
+  uint32_t* totals;                      // [m][kTiles][16]
+};
+
+// sums += W · x over the steps [begin, end) of the panel.
+template <typename F, int kM, int kV>
+__attribute__((always_inline)) inline void add_steps(const uint32_t* weight, const uint32_t* x, int64_t begin,
+                                                     int64_t end, typename F::Sum (&sums)[kM][kV]) {
+  for (int64_t step = begin; step < end; ++step) {
+    typename F::Operand w[kV];
+    each<kV>([&]<int v>() { w[v] = F::load(weight + (step * kV + v) * F::kLanes); });
+    each<kM>([&]<int i>() {
+      const typename F::Operand value = F::broadcast(x + i * F::kSteps + step);
+      each<kV>([&]<int v>() { sums[i][v] = F::multiply_add(sums[i][v], w[v], value); });
+    });
+  }
+}
+
+// The steps [begin, end) of the panel, which belong to section s, for the rows m .. m + kM of x.
+template <typename F, int kTiles, int kM>
+[[gnu::noinline]] void multiply_section(const Job& job, const Block<F>& block, int64_t m, int64_t s, int64_t begin,
+                                        int64_t end) {
+  constexpr int kV = kTiles * Block<F>::kTileVectors;
+  const uint32_t* x = job.panels + (block.panel * job.m + m) * F::kSteps;
+  typename F::Sum sums[kM][kV];
+  each<kM>([&]<int i>() { each<kV>([&]<int v>() { sums[i][v] = F::zero(); }); });
+  if constexpr (F::kStepsOfPart == 1) {
+    add_steps<F>(block.weight, x, begin, end, sums);
+  } else {
+    for (int64_t part = begin; part < end; part += F::kStepsOfPart) {
+      typename F::Sum narrow[kM][kV];
+      each<kM>([&]<int i>() { each<kV>([&]<int v>() { narrow[i][v] = F::zero(); }); });
+      add_steps<F>(block.weight, x, part, part + F::kStepsOfPart, narrow);
+      each<kM>([&]<int i>() { each<kV>([&]<int v>() { sums[i][v] = F::widen(sums[i][v], narrow[i][v]); }); });
+    }
+  }
+  const int64_t group = s / job.sections_per_group;
+  each<kM>([&]<int i>() {
+    uint32_t* totals = block.totals + (m + i) * kV * F::kLanes;
+    each<kV>([&]<int v>() {
+      const typename F::Parameters& parameters = block.groups[group * kTiles + v / Block<F>::kTileVectors];
+      F::add(job, parameters, v % Block<F>::kTileVectors, block.tile_n + v / Block<F>::kTileVectors, m + i, s,
+             sums[i][v], totals + v * F::kLanes);
+    });
+  });
+}
+
+template <typename F, int kTiles, int kM = kRowsAtOnce>
+void multiply_panel(const Job& job, const Block<F>& block, int64_t m) {
+  if constexpr (kM > 0) {
+    if (job.m - m < kM) return multiply_panel<F, kTiles, kM - 1>(job, block, m);
+    const int64_t first = block.panel * F::kPanelColumns, columns = least(job.k - first, F::kPanelColumns);
+    // Whole sixteens: a format may order the columns within them as it likes.
+    const int64_t end = divide_up(columns, 16 * F::kColumns) * 16;
+    const int64_t length = F::kSectioned ? least(job.section, F::kPanelColumns) / F::kColumns : F::kSteps;
+    for (int64_t begin = 0; begin * F::kColumns < columns; begin += length) {
+      const int64_t s = (first + begin * F::kColumns) / job.section;
+      multiply_section<F, kTiles, kM>(job, block, m, s, begin, least(begin + length, end));
+    }
+  }
+}
+
+template <typename F, int kTiles>
+void run_block(const Job& job, Block<F> block, typename F::Parameters* groups) {
+  constexpr int64_t kRow = kTiles * kTileRows;
+  for (int64_t group = 0; group < job.groups; ++group) {
+    for (int t = 0; t < kTiles; ++t) F::prepare(job, block.tile_n + t, group, &groups[group * kTiles + t]);
+  }
+  for (int64_t i = 0; i < job.m * kRow; ++i) block.totals[i] = 0;
+  const int64_t panels = divide_up(job.k, F::kPanelColumns), batches = divide_up(job.m, kRowsAtOnce);
+  for (block.panel = 0; block.panel < panels; ++block.panel) {
+    for (int t = 0; t < kTiles; ++t) {
+      F::expand(job, block.tile_n + t, block.panel, groups + t, kTiles, block.weight + t * kTileRows, kRow);
+    }
+    // The lines of W's next panel are fetched in between: all at once, they would wait for each other.
+    const bool last = block.panel + 1 == panels;
+    const int64_t next_tile = last ? block.tile_n + kTiles : block.tile_n, next_panel = last ? 0 : block.panel + 1;
+    for (int64_t batch = 0; batch < batches; ++batch) {
+      for (int64_t i = batch * kTiles * F::kLines / batches; i < (batch + 1) * kTiles * F::kLines / batches; ++i) {
+        __builtin_prefetch(F::line(job, next_tile + i / F::kLines, next_panel, i % F::kLines), 0, 2);
+      }
+      multiply_panel<F, kTiles>(job, block, batch * kRowsAtOnce);
+    }
+  }
+  for (int t = 0; t < kTiles; ++t) F::finish(job, block.tile_n + t, block.totals + t * kTileRows, kRow);
+}
+
+template <typename F>
+void run_panels(const Job& job, int64_t begin, int64_t end) {
+  constexpr int kTiles = F::kVectors * F::kLanes / kTileRows;
+  Block<F> block;
+  block.weight = static_cast<uint32_t*>(scratch(Scratch::kPanel, int64_t{F::kSteps} * kTiles * kTileRows * 4));
+  block.totals = static_cast<uint32_t*>(scratch(Scratch::kSums, job.m * kTiles * kTileRows * 4));
+  const int64_t bytes = job.groups * kTiles * static_cast<int64_t>(sizeof(typename F::Parameters));
+  auto* groups = static_cast<typename F::Parameters*>(scratch(Scratch::kGroups, bytes));
+  block.groups = groups;
+  block.tile_n = begin;
+  const auto run_all = [&]<int kCount>(std::integral_constant<int, kCount>) {
+    for (; block.tile_n + kCount <= end; block.tile_n += kCount) run_block<F, kCount>(job, block, groups);
+  };
+  run_all(std::integral_constant<int, kTiles>());
+  if constexpr (kTiles > 2) run_all(std::integral_constant<int, 2>());
+  if constexpr (kTiles > 1) run_all(std::integral_constant<int, 1>());
+}
+
+}  // namespace
+}  // namespace qao::cpu
