@@ -423,8 +423,8 @@ def test_eval(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qao.cli.bench._ROUND_SECONDS", 1e-4)
-    monkeypatch.setattr("qao.cli.bench._CPU_BYTES", 1 << 16)
+    monkeypatch.setattr("qao.cli.timing.ROUND_SECONDS", 1e-4)
+    monkeypatch.setattr("qao.cli.timing.CPU_BYTES", 1 << 16)
     assert main(["bench", "--layer", "64x96", "--tokens", "1,3", "--scheme", "int4", "--json"]) == 0
     times = json.loads(capsys.readouterr().out)["times"]
     assert [(one["m"], one["name"]) for one in times] == [(m, name) for m in (1, 3) for name in ("F.linear", "int4")]
@@ -436,8 +436,16 @@ def test_facts_and_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert main([]) == 0
     assert capsys.readouterr().out.startswith(f"qao          {qao.__version__}, ")
     monkeypatch.setattr(doctor, "checks", lambda: [doctor.Check("good", None)])
+    monkeypatch.setattr("qao.cli.timing.ROUND_SECONDS", 1e-4)
+    monkeypatch.setattr("qao.cli.doctor._SIZE", 64)
     assert main(["doctor", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["failed"] == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["failed"] == 0
+    on_cpu = [speed for speed in result["speeds"] if speed["device"] == "cpu"]
+    assert [speed["m"] for speed in on_cpu] == [1, 256]
+    for speed in on_cpu:
+        assert set(speed["ratios"]) == set(qao.SCHEMES) and min(speed["ratios"].values()) > 0
+        assert speed["ratios"][speed["fastest"]] == max(speed["ratios"].values())
     monkeypatch.setattr(doctor, "checks", lambda: [doctor.Check("good", None), doctor.Check("bad", "is off by 1")])
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out.endswith("ok    good\nFAIL  bad  is off by 1\n\n1 of 2 checks passed\n")

@@ -14,7 +14,13 @@ import torch
 from .. import doctor
 from .._version import __version__
 from ..formats import _host
+from ..report import table
+from ..schemes import SCHEMES
 from .common import Output, command
+from .timing import copies_of_layers, seconds_of_calls
+
+# What is timed: one layer, from copies that together leave a core's own caches, for few tokens and for many.
+_SIZE, _TOKENS, _BYTES, _ROUNDS = 2048, (1, 256), 32 << 20, 3
 
 
 def add(commands: Any) -> None:
@@ -22,9 +28,10 @@ def add(commands: Any) -> None:
         commands,
         "doctor",
         run,
-        "run every operator against its reference",
-        "Versions, GPU, driver and instruction set, then every operator on every device. Put the output into every\n"
-        "bug report. The exit status is 1 if a check fails.",
+        "run every operator against its reference, and say which scheme is fastest here",
+        "Versions, GPU, driver and instruction set, then every operator on every device, then a layer of every scheme\n"
+        "beside F.linear in bfloat16, about two seconds a device. Put the output into every bug report. The exit\n"
+        "status is 1 if a check fails.",
         "qao doctor\nqao doctor --json > doctor.json",
     )
     parser.add_argument("--facts", action="store_true", help="only what the installation is, as qao alone tells")
@@ -47,8 +54,30 @@ def run(args: argparse.Namespace) -> int:
         )
     failed = sum(check.problem is not None for check in checks)
     output.say(f"\n{len(checks) - failed} of {len(checks)} checks passed")
-    output.result({"facts": dict(facts), "checks": [check._asdict() for check in checks], "failed": failed})
+    speeds = [] if failed else _speeds(output)
+    result = {"facts": dict(facts), "checks": [check._asdict() for check in checks], "failed": failed}
+    output.result(result | {"speeds": speeds})
     return 1 if failed else 0
+
+
+def _speeds(output: Output) -> list[dict[str, Any]]:
+    """A layer of every scheme on every device, for few tokens and for many."""
+    words, speeds = list(SCHEMES), []
+    for name in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
+        device = torch.device(name)
+        layers = copies_of_layers(_SIZE, _SIZE, words, device, _BYTES)
+        output.say(f"\n{name}: times as fast as F.linear in bfloat16, {_SIZE}x{_SIZE}")
+        cells = []
+        for tokens in _TOKENS:
+            x = torch.randn(tokens, _SIZE, device=device).bfloat16()
+            times = seconds_of_calls(layers, x, _ROUNDS)
+            ratios = {word: times["F.linear"] / times[word] for word in words}
+            fastest = max(ratios, key=lambda word: ratios[word])
+            speeds.append({"device": name, "m": tokens, "n": _SIZE, "k": _SIZE, "ratios": ratios, "fastest": fastest})
+            cells.append((str(tokens), *(f"{ratios[word]:.2f}" for word in words), fastest))
+        for line in table(("M", *words, "fastest"), cells):
+            output.say(line)
+    return speeds
 
 
 def _facts() -> list[tuple[str, str]]:
