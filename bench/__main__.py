@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import bars, calibrate, host, language, llama, numerics, plots, quantize, table, tune, weights_only
+from . import bars, calibrate, four_bits, host, language, llama, numerics, plots, quantize, table, tune, weights_only
 from .meta import RESULTS, device_slug, write
 from .runner import LAYERS, TOKENS, Run, run
 from .schemes import SCHEMES
@@ -36,6 +36,10 @@ def make_parser() -> argparse.ArgumentParser:
     calibrated = commands.add_parser("calibrate", help="what calibration gives a language model, and what it takes")
     _add_common(calibrated)
     calibrate.add_arguments(calibrated)
+    beside = commands.add_parser("four_bits", help="quality of four bits by qao and by other packages; needs these")
+    beside.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/cpu")
+    four_bits.add_arguments(beside)
+    beside.set_defaults(device="cpu")
     whole = commands.add_parser("llama", help="tokens per second of whole decoders; needs transformers")
     _add_common(whole)
     llama.add_arguments(whole)
@@ -78,6 +82,9 @@ def main() -> int:
         return 0
     if arguments.command == "calibrate":
         calibrate.run(arguments, folder / "calibrate.json")
+        return 0
+    if arguments.command == "four_bits":
+        four_bits.run(arguments, folder / "four_bits.json")
         return 0
     if arguments.command == "quantize":
         results = quantize.run(arguments.device)

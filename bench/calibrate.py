@@ -47,21 +47,23 @@ CASES: dict[str, tuple[qao.Scheme, str | None]] = {
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--samples", type=int, default=128, help=f"texts of {WINDOW} tokens to calibrate on (128)")
     command.add_argument("--only", choices=list(CASES), action="append", help="these cases, beside those of the file")
-    command.add_argument(
-        "--add", type=Path, action="append", default=[], metavar="FILE", help="keep the rows of another run too"
-    )
+    command.add_argument("--add", type=Path, metavar="FILE", help="measure nothing: join the results of another run")
 
 
 def run(arguments: argparse.Namespace, path: Path) -> None:
     """Measures case by case and writes the results file after each."""
+    if arguments.add:
+        path.write_text(
+            json.dumps(joined(json.loads(path.read_text()), json.loads(arguments.add.read_text())), indent=1) + "\n"
+        )
+        return
     gguf, ids, num_bytes, tokenizer = load_text()
     device = arguments.device
     ids = ids.to(device)
     float32 = qao.dequantize_(qao.from_pretrained(gguf, dtype=torch.float32, device=device))
     data = samples(tokenizer, arguments.samples)
     reference = perplexity(float32, ids, window=WINDOW, num_bytes=num_bytes)
-    files = [path] if arguments.only and path.exists() else []
-    kept = [row for file in (*files, *arguments.add) for row in json.loads(file.read_text())["rows"]]
+    kept = json.loads(path.read_text())["rows"] if arguments.only and path.exists() else []
     rows = {row["model"]: row for row in kept if row["model"] in CASES}
     rows = {"fp32": {"model": "fp32", "nats_per_token": reference.nats_per_token}, **rows}
     for name in arguments.only or CASES:
@@ -87,6 +89,13 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
         meta = describe(device) | {"windows": WINDOWS, "window": WINDOW, "threads": torch.get_num_threads()}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"meta": meta, "rows": list(rows.values())}, indent=1) + "\n")
+
+
+def joined(before: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Rows of both, of the other where both have one, in the order of CASES; both have the same reference."""
+    assert abs(before["rows"][0]["nats_per_token"] - other["rows"][0]["nats_per_token"]) < 1e-4
+    rows = {row["model"]: row for row in (*before["rows"], *other["rows"])}
+    return {"meta": other["meta"], "rows": [other["rows"][0], *(rows[name] for name in CASES if name in rows)]}
 
 
 def off_grid(model: Any, spread: float = 0.1) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 _SOURCE_FOLDERS = ("csrc", "cuda", "python")
-_PEERS = ("humming-kernels", "gemlite", "torchao", "triton", "bitsandbytes")
+_PEERS = ("humming-kernels", "gemlite", "torchao", "triton", "bitsandbytes", "hqq", "gguf")
 # Strings and character constants, which may hold what looks like a comment, and comments.
 _CPP = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|(//[^\n]*|/\*.*?\*/)', re.DOTALL)
 _SOURCE_SUFFIXES = {".cpp", ".cu", ".cuh", ".h", ".inc", ".py"}

@@ -5,7 +5,7 @@
 <!-- bench:tokens:cpu --> … <!-- /bench -->     all large layers under every scheme
 <!-- bench:formats:cpu -->, <!-- bench:decoders:h200 -->   of numerics.json, llama.json, in short
 <!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:weights_only:cpu -->,
-<!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:host:cpu -->,
+<!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:four_bits:cpu -->, <!-- bench:host:cpu -->,
 <!-- bench:llama:h200 -->,
 <!-- bench:llama_head:h200 -->
 <!-- kernels --> … <!-- /kernels -->            what qao._host says about each scheme
@@ -21,6 +21,7 @@ from typing import Any
 from . import (
     calibrate,
     choosing,
+    four_bits,
     host,
     kernels,
     language,
@@ -40,6 +41,7 @@ _RENDERERS = {
     "weights_only": weights_only,
     "language": language,
     "calibrate": calibrate,
+    "four_bits": four_bits,
     "host": host,
     "llama": llama,
     "llama_head": llama,

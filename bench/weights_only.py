@@ -40,7 +40,7 @@ def run(device: str) -> dict[str, Any]:
     assert len(texts["docstrings"]) == SECOND_WINDOWS * WINDOW + 1
     exact = {name: perplexity(language, ids, window=WINDOW) for name, ids in texts.items()}
     embedding, encoder, batches = load_embedding(device, SENTENCES)
-    vectors = _vectors(embedding, encoder, batches)
+    truth = vectors(embedding, encoder, batches)
     rows = []
     for name, scheme in SCHEMES.items():
         row: dict[str, Any] = {"scheme": name}
@@ -49,9 +49,9 @@ def run(device: str) -> dict[str, Any]:
             cost = compare(perplexity(model, ids, window=WINDOW), exact[text])
             nats = exact[text].nats_per_token
             row |= {text: cost.nats_per_token / nats, f"{text}_error": cost.standard_error / nats}
-        found = _vectors(embedding, _quantized(encoder, scheme), batches)
-        row["neighbours_kept"] = (_nearest(found) == _nearest(vectors)).double().mean().item()
-        row["cosine_mean"] = (found * vectors).sum(-1).mean().item()
+        found = vectors(embedding, _quantized(encoder, scheme), batches)
+        row["neighbours_kept"] = (nearest(found) == nearest(truth)).double().mean().item()
+        row["cosine_mean"] = (found * truth).sum(-1).mean().item()
         print(f"{name:<38}", *(f"{key} {value:.4f}" for key, value in row.items() if key != "scheme"), flush=True)
         rows.append(row)
     meta = describe(device) | {"windows": WINDOWS, "second_windows": SECOND_WINDOWS, "window": WINDOW}
@@ -75,11 +75,11 @@ def _quantized(model: nn.Module, scheme: Any) -> nn.Module:
     return quantized
 
 
-def _vectors(embedding: Any, model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
+def vectors(embedding: Any, model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
     return nn.functional.normalize(torch.cat([embedding.embed(model, batch) for batch in batches]).double(), dim=-1)
 
 
-def _nearest(vectors: Tensor) -> Tensor:
+def nearest(vectors: Tensor) -> Tensor:
     """Of each sentence, which other one is the most alike."""
     return (vectors @ vectors.T).fill_diagonal_(-2).argmax(-1)
 

@@ -14,7 +14,7 @@ import torch
 from cpu_isas import ISA_FLAGS
 from torch import Tensor
 
-from bench import bars, calibrate, choosing, kernels, llama, llama_model, meta, plots, quantize, table, tune
+from bench import bars, calibrate, choosing, four_bits, kernels, llama, llama_model, meta, plots, quantize, table, tune
 from bench.meta import write
 from bench.peers import Peer
 from bench.peers.torch4 import TinyGemm, TorchInt4
@@ -471,3 +471,49 @@ def test_another_model_off_its_grid_computes_the_same() -> None:
         assert torch.allclose(model(ids).logits, expected, rtol=1e-6, atol=1e-9)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]) == ("layers" not in name), name
+
+
+def test_methods_of_four_bits_are_applied_alike() -> None:
+    """Of qao and of others: the same layers, the bits that are stored, and the model itself stays."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rounded, _, bits = four_bits._applied(lambda weight: (weight.sign(), 5.5 * weight.numel()), model, {"2": None}, [])
+    assert bits == 5.5 and torch.equal(rounded[2].weight, before["2.weight"])
+    assert all(torch.equal(rounded[i].weight, before[f"{i}.weight"].sign()) for i in (0, 1))
+    quantised, _, bits = four_bits._applied(four_bits._int4(32), model, {"2": None}, [])
+    assert [type(layer).__name__ for layer in quantised] == ["QuantLinear", "QuantLinear", "Linear"]
+    assert bits == 4 + 2 * 16 / 32
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_four_bits_in_the_documents() -> None:
+    meta = {"device": "cpu", "torch": "2", "date": "2026-01-01", "source_hash": "0" * 64, "peers": {"hqq": "1"}}
+    meta |= {"windows": 6, "window": 512, "sentences": 320, "nats_per_token": 2.6}
+    row = {"seconds": 3.4, "texts": 0, "standard_error": 0.004, "neighbours_kept": 0.85, "cosine_mean": 0.97}
+    rows = [
+        row | {"method": "more", "bits": 5.0, "nats_above": 0.01},
+        row | {"method": "less", "bits": 4.5, "nats_above": 0.09},
+    ]
+    rows.append(
+        {"method": "data", "bits": 4.5, "nats_above": 0.02, "standard_error": 0.001, "seconds": 90.0, "texts": 16}
+    )
+    lines = four_bits.render({"meta": meta, "rows": rows}).splitlines()
+    assert "2.600 nats a token in float32; 320 sentences; hqq 1." in lines[0]
+    assert lines[4:] == [
+        "| data | 4.50 | +2.00% ± 0.10% |  |  | 90 |",
+        "| less | 4.50 | +9.00% ± 0.40% | 85.0% | 0.9700 | 3 |",
+        "| more | 5.00 | +1.00% ± 0.40% | 85.0% | 0.9700 | 3 |",
+    ]
+
+
+def test_two_runs_of_calibration_become_one() -> None:
+    first, second = {"model": "fp32", "nats_per_token": 2.7}, {"model": "fp32", "nats_per_token": 2.70001}
+    before = {"meta": "old", "rows": [first, {"model": "int4 g32", "samples": 1}, {"model": "int4 g128", "samples": 1}]}
+    other = {"meta": "new", "rows": [second, {"model": "fp8_fp8", "samples": 2}, {"model": "int4 g128", "samples": 2}]}
+    rows = [
+        second,
+        {"model": "int4 g128", "samples": 2},
+        {"model": "fp8_fp8", "samples": 2},
+    ]  # no such case as int4 g32
+    assert calibrate.joined(before, other) == {"meta": "new", "rows": rows}

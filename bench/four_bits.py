@@ -1,0 +1,191 @@
+"""Weights in four bits by qao and by others, on the same models and text in one run: bits, nats, neighbours, seconds.
+
+Every method rounds the same layers, and what it stores is computed with in float32. SmolLM2 is taken "off its grid"
+(see calibrate.py): as it is in its file, groups of 32 with a zero point would give it back exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import qao
+import torch
+from qao.evaluate import compare, perplexity
+from torch import Tensor, nn
+
+from .calibrate import AUTO, off_grid, samples
+from .language import HEAD, WINDOW, load_text
+from .markdown import caption, table
+from .meta import describe
+from .numerics import load_embedding
+from .weights_only import SENTENCES, nearest, vectors
+
+WINDOWS = 6
+HALF = torch.float16
+Rounding = Callable[[Tensor], tuple[Tensor, float]]  # of a weight [N, K]: the values that are stored, and their bits
+
+
+def _bitsandbytes(weight: Tensor) -> tuple[Tensor, float]:
+    from bitsandbytes import functional
+
+    q, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    return functional.dequantize_4bit(q, state), 8 * (q.nbytes + state.absmax.nbytes)
+
+
+def _hqq(size: int) -> Rounding:
+    def rounded(weight: Tensor) -> tuple[Tensor, float]:
+        from hqq.core.quantize import Quantizer
+
+        options: dict[str, Any] = {"nbits": 4, "group_size": size, "axis": 1, "device": "cpu"}
+        q, facts = Quantizer.quantize(weight, compute_dtype=torch.float32, **options)
+        groups = facts["scale"].numel() + facts["zero"].numel()
+        return Quantizer.dequantize(q, facts), 4 * weight.numel() + 16 * groups
+
+    return rounded
+
+
+def _torchao(size: int) -> Rounding:
+    def rounded(weight: Tensor) -> tuple[Tensor, float]:
+        from torchao.quantization import IntxWeightOnlyConfig, quantize_
+        from torchao.quantization.granularity import PerGroup
+        from torchao.quantization.quant_primitives import MappingType
+
+        linear = nn.Linear(*reversed(weight.shape), bias=False)
+        linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
+        asymmetric = MappingType.ASYMMETRIC
+        quantize_(linear, IntxWeightOnlyConfig(torch.int4, PerGroup(size), mapping_type=asymmetric))
+        # With scales and zero points of 16 bits, as its tensors of four bits have them.
+        return linear.weight.dequantize(), weight.numel() * (4 + 2 * 16 / size)
+
+    return rounded
+
+
+def _gguf(name: str) -> Rounding:
+    def rounded(weight: Tensor) -> tuple[Tensor, float]:
+        import gguf
+
+        kind = getattr(gguf.GGMLQuantizationType, name)
+        q = gguf.quants.quantize(weight.numpy(), kind)
+        return torch.from_numpy(numpy.ascontiguousarray(gguf.quants.dequantize(q, kind))), 8 * q.nbytes
+
+    return rounded
+
+
+def _int4(size: int, **options: Any) -> qao.Scheme:
+    return qao.Int4WeightOnly(group_size=size, scale_dtype=HALF, **options)
+
+
+# A scheme; a scheme and how many texts to calibrate on; or the rounding of another package.
+METHODS: dict[str, qao.Scheme | tuple[qao.Scheme, int] | Rounding] = {
+    "qao int4 g64": _int4(64),
+    "torchao int4 g64, to nearest": _torchao(64),
+    "HQQ int4 g64": _hqq(64),
+    "bitsandbytes nf4, blocks of 64": _bitsandbytes,
+    "llama.cpp Q4_0": _gguf("Q4_0"),
+    "qao int4 g32, symmetric": _int4(32, symmetric=True),
+    "qao int4 auto, 4.5 bits": AUTO,
+    "qao int4 g128": _int4(128),
+    "qao int4 g32": _int4(32),
+    "torchao int4 g32, to nearest": _torchao(32),
+    "HQQ int4 g32": _hqq(32),
+    "llama.cpp Q4_1": _gguf("Q4_1"),
+    "qao int4 auto, 4.5 bits, calibrated": (AUTO, 16),
+    "qao int4 g64, calibrated": (_int4(64), 16),
+    "qao int4 g32, calibrated": (_int4(32), 16),
+}
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--only", choices=list(METHODS), action="append", help="these, beside those of the file")
+
+
+def run(arguments: argparse.Namespace, path: Path) -> None:
+    """Measures method by method and writes the results file after each."""
+    gguf_file, ids, _, tokenizer = load_text()
+    ids = ids[: WINDOWS * WINDOW + 1]
+    language = qao.dequantize_(qao.from_pretrained(gguf_file, dtype=torch.float32))
+    off_grid(language)
+    exact = perplexity(language, ids, window=WINDOW)
+    embedding, encoder, batches = load_embedding("cpu", SENTENCES)
+    truth = vectors(embedding, encoder, batches)
+    kept = json.loads(path.read_text())["rows"] if arguments.only and path.exists() else []
+    rows = {row["method"]: row for row in kept if row["method"] in METHODS}
+    for name in arguments.only or METHODS:
+        method = METHODS[name]
+        data = samples(tokenizer, _texts(method)) if _texts(method) else []
+        model, seconds, bits = _applied(method, language, {HEAD: None}, data)
+        cost = compare(perplexity(model, ids, window=WINDOW), exact)
+        row: dict[str, Any] = {"method": name, "bits": bits, "seconds": seconds, "texts": _texts(method)}
+        row |= {"nats_above": cost.nats_per_token / exact.nats_per_token}
+        row |= {"standard_error": cost.standard_error / exact.nats_per_token}
+        if not _texts(method):
+            small = _applied(method, encoder, {}, [])[0]
+            found = vectors(embedding, small, batches)
+            row["neighbours_kept"] = (nearest(found) == nearest(truth)).double().mean().item()
+            row["cosine_mean"] = (found * truth).sum(-1).mean().item()
+        rows[name] = row
+        print(json.dumps(row), flush=True)
+        meta = describe("cpu") | {"windows": WINDOWS, "window": WINDOW, "sentences": SENTENCES}
+        meta["nats_per_token"] = exact.nats_per_token
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            json.dumps({"meta": meta, "rows": [rows[one] for one in METHODS if one in rows]}, indent=1) + "\n"
+        )
+
+
+def _texts(method: Any) -> int:
+    return method[1] if isinstance(method, tuple) else 0
+
+
+def _applied(
+    method: Any, model: nn.Module, left: dict[str, None], data: list[Tensor]
+) -> tuple[nn.Module, float, float]:
+    """A copy under a method, processor seconds, and bits a weight."""
+    model = copy.deepcopy(model)
+    begun = time.process_time()
+    if not callable(method):
+        scheme = method[0] if isinstance(method, tuple) else method
+        rules: Any = {**left, "re:.*": scheme}
+        if data:
+            report = qao.calibrate(model, data, rules, progress=False)
+        else:
+            report = qao.quantize_(model, rules, progress=False)
+        seconds = time.process_time() - begun
+        return model, seconds, 8 * report.bytes_after / report.parameters_quantized
+    bits, elements = 0.0, 0
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and name not in left:
+                values, taken = method(module.weight.detach())
+                module.weight.copy_(values)
+                bits, elements = bits + taken, elements + module.weight.numel()
+    return model, time.process_time() - begun, bits / elements
+
+
+def render(results: dict[str, Any]) -> str:
+    """The Markdown of one results file, from the fewest bits on."""
+    meta, rows = results["meta"], results["rows"]
+    windows = (
+        f"{meta['windows']} windows of {meta['window']} tokens, {meta['nats_per_token']:.3f} nats a token in float32"
+    )
+    peers = ", ".join(f"{name} {version}" for name, version in sorted(meta["peers"].items()))
+    lines = [
+        [
+            row["method"],
+            f"{row['bits']:.2f}",
+            f"{row['nats_above']:+.2%} ± {row['standard_error']:.2%}",
+            f"{row['neighbours_kept']:.1%}" if "neighbours_kept" in row else "",
+            f"{row['cosine_mean']:.4f}" if "cosine_mean" in row else "",
+            f"{row['seconds']:.0f}",
+        ]
+        for row in sorted(rows, key=lambda row: (round(row["bits"], 2), row["nats_above"]))
+    ]
+    header = ["method", "bits a weight", "nats above fp32", "neighbours kept", "cosine: mean", "processor seconds"]
+    return f"{caption(meta)}; {windows}; {meta['sentences']} sentences; {peers}.\n\n{table(header, lines)}"
