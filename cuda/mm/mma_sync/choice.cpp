@@ -11,7 +11,10 @@ namespace {
 
 template <typename Tile>
 constexpr Config config_of(int index, int64_t max_m, ShareKind share, XKind x, WeightKind weight) {
-  const int eight_bits = x == XKind::kQuantizes ? 0 : 1;
+  // A ring without x where x is a ResidentX.
+  const auto ring = [&](int x_bytes, Format format) {
+    return Tile::ring_bytes({x == XKind::kQuantizes && x_bytes == 1 ? 0 : x_bytes, format});
+  };
   return {index,
           max_m,
           share,
@@ -25,11 +28,11 @@ constexpr Config config_of(int index, int64_t max_m, ShareKind share, XKind x, W
           Tile::kStages,
           Tile::kCtasPerSm,
           Tile::kTokenSumBytes,
-          Tile::ring_bytes({eight_bits, Format::kInt8}),
-          Tile::ring_bytes({eight_bits, Format::kInt4}),
-          Tile::ring_bytes({eight_bits, Format::kFp8}),
-          Tile::ring_bytes({2, Format::kInt8}),
-          Tile::ring_bytes({2, Format::kFp8})};
+          {
+#define QAO_OPERANDS(name, x, weight, x_bytes, format) ring(x_bytes, format),
+#include "mm/mma_sync/operands.inc"
+#undef QAO_OPERANDS
+          }};
 }
 
 constexpr int64_t kAnyM = INT64_MAX;

@@ -1,8 +1,11 @@
 // Which row of tiles.inc runs a problem, and how CTAs share it out. Pure host code.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 
+#include "mm/mma_sync/operands.h"
 #include "mm/mma_sync/tile.h"
 #include "mm/problem.h"
 
@@ -17,14 +20,9 @@ struct Config {
   WeightKind weight;
   bool scales_x;
   int tile_n, tile_m, warps_k, warps, stages, ctas_per_sm, token_sum_bytes;
-  // The ring by what the operands are.
-  int int8_int8, int8_int4, fp8_fp8, float_int8, float_fp8;
+  std::array<int, static_cast<size_t>(Operands::kCount)> ring;  // bytes of it, by the operands
 
-  int ring_bytes(const Problem& problem) const {
-    if (problem.weight == Format::kInt4) return int8_int4;
-    if (problem.x == Format::kFloat) return problem.weight == Format::kInt8 ? float_int8 : float_fp8;
-    return problem.weight == Format::kInt8 ? int8_int8 : fp8_fp8;
-  }
+  int ring_bytes(const Problem& problem) const { return ring[static_cast<size_t>(operands_of(problem))]; }
 };
 
 struct Choice {

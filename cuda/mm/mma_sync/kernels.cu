@@ -12,28 +12,14 @@ constexpr std::array kKernels = {
 #undef QAO_TILE
 };
 
+constexpr decltype(kKernels<Int8, Int8>)* kOfOperands[] = {
+#define QAO_OPERANDS(name, x, weight, ...) &kKernels<x, weight>,
+#include "mm/mma_sync/operands.inc"
+#undef QAO_OPERANDS
+};
+
 }  // namespace
 
-Kernel kernel_of(int config, Operands operands) {
-  switch (operands) {
-    case Operands::kInt8Int8:
-      return kKernels<Int8, Int8>[config];
-    case Operands::kInt8Int4:
-      return kKernels<Int8, Int4>[config];
-    case Operands::kFp8Fp8:
-      return kKernels<Fp8, Fp8>[config];
-    case Operands::kFp8Int4:
-      return kKernels<Fp8, Int4>[config];
-    case Operands::kBFloat16Int8:
-      return kKernels<__nv_bfloat16, Int8>[config];
-    case Operands::kBFloat16Fp8:
-      return kKernels<__nv_bfloat16, Fp8>[config];
-    case Operands::kFloat16Int8:
-      return kKernels<__half, Int8>[config];
-    case Operands::kFloat16Fp8:
-      return kKernels<__half, Fp8>[config];
-  }
-  return nullptr;
-}
+Kernel kernel_of(int config, Operands operands) { return (*kOfOperands[static_cast<int>(operands)])[config]; }
 
 }  // namespace qao::mm::mma_sync

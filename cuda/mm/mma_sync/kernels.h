@@ -8,17 +8,7 @@
 
 namespace qao::mm::mma_sync {
 
-// The kernels a row of tiles.inc is compiled for: what x and W are made of.
-enum class Operands : int {
-  kInt8Int8 = 0,
-  kInt8Int4,
-  kFp8Fp8,
-  kFp8Int4,
-  kBFloat16Int8,
-  kBFloat16Fp8,
-  kFloat16Int8,
-  kFloat16Fp8,
-};
+enum class Operands : int;  // operands.h
 
 // What becomes of a float32 sum over all of K: y = sum * scale of x * scale of W - zero point + bias.
 struct Epilogue {

@@ -1,6 +1,7 @@
 // The portable body on fp8 tensor cores: compiled for sm_89, and as PTX for what is newer.
 #include <array>
 
+#include "mm/mma_sync/operands.h"
 #include "mm/mma_sync/warp.cuh"
 
 namespace qao::mm::mma_sync {

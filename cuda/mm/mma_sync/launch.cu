@@ -7,19 +7,12 @@
 #include "mm/launch.h"
 #include "mm/mma_sync/epilogue.cuh"
 #include "mm/mma_sync/kernels.h"
+#include "mm/mma_sync/operands.h"
 #include "mm/mma_sync/resident.h"
 #include "mm/problem.h"
 
 namespace qao::mm::mma_sync {
 namespace {
-
-Operands operands_of(const Problem& problem) {
-  const bool int8 = problem.weight == Format::kInt8;
-  if (problem.x == Format::kInt8) return int8 ? Operands::kInt8Int8 : Operands::kInt8Int4;
-  if (problem.x == Format::kFp8) return problem.weight == Format::kFp8 ? Operands::kFp8Fp8 : Operands::kFp8Int4;
-  if (problem.x_dtype == DType::kFloat16) return int8 ? Operands::kFloat16Int8 : Operands::kFloat16Fp8;
-  return int8 ? Operands::kBFloat16Int8 : Operands::kBFloat16Fp8;
-}
 
 // Groups of an int4 weight, counted in K-tiles.
 void set_groups(const Problem& problem, const Arguments& arguments, const X& x, Params* p) {
