@@ -27,6 +27,7 @@
 #include "cpu/mm_job.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
+#include "int4/layout.h"
 
 namespace qao::cpu {
 namespace {
@@ -40,6 +41,23 @@ __attribute__((always_inline)) inline void each(auto&& visit) {
     (visit.template operator()<i>(), ...);
   }(std::make_integer_sequence<int, kCount>{});
 }
+
+struct NoParameters {};
+
+// Lines of W in eight bits and of packed int4 W, for Format::line(); kColumns of a panel.
+template <int64_t kColumns>
+inline const uint8_t* line_of_bytes(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+  constexpr int64_t kRowLines = kColumns / kTileColumns;
+  return job.weight + (tile_n * kTileRows + i / kRowLines) * job.k + panel * kColumns + i % kRowLines * kTileColumns;
+}
+template <int64_t kColumns>
+inline const uint8_t* line_of_int4(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+  return job.weight + (tile_n * job.tiles_k + panel * (kColumns / kTileColumns)) * int4::kTileBytes + i * 64;
+}
+template <int64_t kColumns>
+constexpr int64_t kLinesOfBytes = kTileRows * kColumns / kTileColumns;
+template <int64_t kColumns>
+constexpr int64_t kLinesOfInt4 = kColumns / kTileColumns * int4::kTileBytes / 64;
 
 // kTiles N-tiles of W at one panel.
 template <typename F>

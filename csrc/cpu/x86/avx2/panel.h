@@ -15,8 +15,6 @@ struct Avx2Panel {
   static constexpr int kLanes = 8, kVectors = 2;
 };
 
-struct NoParameters {};
-
 inline __m256 load_total(const uint32_t* totals) { return _mm256_load_ps(reinterpret_cast<const float*>(totals)); }
 inline void store_total(uint32_t* totals, __m256 sum) { _mm256_store_ps(reinterpret_cast<float*>(totals), sum); }
 
@@ -78,21 +76,6 @@ inline const uint8_t* row_bytes(const Job& job, int64_t n, int64_t k, uint8_t (&
   __builtin_memcpy(padded, bytes, static_cast<size_t>(job.k - k));
   return padded;
 }
-
-// Lines of W in eight bits and of packed int4 W, for Format::line(); kColumns of a panel.
-template <int64_t kColumns>
-const uint8_t* line_of_bytes(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-  constexpr int64_t kRowLines = kColumns / kTileColumns;
-  return job.weight + (tile_n * kTileRows + i / kRowLines) * job.k + panel * kColumns + i % kRowLines * kTileColumns;
-}
-template <int64_t kColumns>
-const uint8_t* line_of_int4(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-  return job.weight + (tile_n * job.tiles_k + panel * (kColumns / kTileColumns)) * int4::kTileBytes + i * 64;
-}
-template <int64_t kColumns>
-constexpr int64_t kLinesOfBytes = kTileRows * kColumns / kTileColumns;
-template <int64_t kColumns>
-constexpr int64_t kLinesOfInt4 = kColumns / kTileColumns * int4::kTileBytes / 64;
 
 // Of a group of 16 rows of int4 W.
 struct Int4Group {

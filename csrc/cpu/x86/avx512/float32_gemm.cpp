@@ -23,7 +23,7 @@ struct Float32Panel : FloatSums {
 template <Format kFormat>
 struct Bytes : Float32Panel {
   using Parameters = NoParameters;
-  static constexpr int64_t kLines = kTileRows * kPanelColumns / kTileColumns;
+  static constexpr int64_t kLines = kLinesOfBytes<kPanelColumns>;
   static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
 
   static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters*, int, uint32_t* out,
@@ -72,7 +72,7 @@ struct Bytes : Float32Panel {
 
 struct Int4 : Float32Panel {
   using Parameters = Int4Parameters;
-  static constexpr int64_t kLines = int4::kTileBytes / 64;
+  static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
   static void prepare(const Job& job, int64_t tile_n, int64_t group, Parameters* out) {
     load_parameters(job, tile_n, group, out);
   }

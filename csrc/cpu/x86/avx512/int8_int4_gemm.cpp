@@ -13,7 +13,7 @@ namespace {
 
 struct Int4 : Int8Panel {
   using Parameters = Int4Parameters;
-  static constexpr int64_t kLines = kPanelColumns / kTileColumns * int4::kTileBytes / 64;
+  static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
   static void prepare(const Job& job, int64_t tile_n, int64_t group, Parameters* out) {
     store_group(for_shifted_rows(load_group(job, tile_n, group)), out);
   }

@@ -9,7 +9,7 @@ namespace {
 
 struct Int8 : Int8Panel {
   using Parameters = NoParameters;
-  static constexpr int64_t kLines = kTileRows * kPanelColumns / kTileColumns;
+  static constexpr int64_t kLines = kLinesOfBytes<kPanelColumns>;
   static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
 
   static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters*, int, uint32_t* out,

@@ -24,8 +24,6 @@ struct FloatSums : Avx512Panel {
   static Sum zero() { return _mm512_setzero_ps(); }
 };
 
-struct NoParameters {};
-
 inline __m512 load_total(const uint32_t* totals) { return _mm512_load_ps(reinterpret_cast<const float*>(totals)); }
 inline void store_total(uint32_t* totals, __m512 sum) { _mm512_store_ps(reinterpret_cast<float*>(totals), sum); }
 
@@ -53,17 +51,6 @@ __attribute__((always_inline)) inline void load_nibbles(const uint8_t* weight, _
     quads[g + 8] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
   }
   transpose16(quads);
-}
-
-// Lines of W in eight bits and of packed int4 W, for Format::line(); kColumns of a panel.
-template <int64_t kColumns>
-const uint8_t* line_of_bytes(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-  constexpr int64_t kRowLines = kColumns / kTileColumns;
-  return job.weight + (tile_n * kTileRows + i / kRowLines) * job.k + panel * kColumns + i % kRowLines * kTileColumns;
-}
-template <int64_t kColumns>
-const uint8_t* line_of_int4(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-  return job.weight + (tile_n * job.tiles_k + panel * (kColumns / kTileColumns)) * int4::kTileBytes + i * 64;
 }
 
 // y of 16 rows of W from float totals, kTimesX: multiplied by the scale of x.

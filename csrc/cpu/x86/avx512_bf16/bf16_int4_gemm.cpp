@@ -34,7 +34,7 @@ constexpr Bf16Table kNumbers = [] {
 
 struct Int4 : Bf16Panel {
   using Parameters = Group;
-  static constexpr int64_t kLines = kPanelColumns / kTileColumns * int4::kTileBytes / 64;
+  static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
 
   static void prepare(const Job& job, int64_t tile_n, int64_t group, Group* out) {
     const GroupVectors of_rows = load_group(job, tile_n, group);

@@ -24,7 +24,7 @@ __attribute__((always_inline)) inline void widen(__m512i quads, __m512i (&pairs)
 template <Format kFormat, bool kBlocks>
 struct Bytes : Bf16Panel {
   using Parameters = NoParameters;
-  static constexpr int64_t kLines = kTileRows * kPanelColumns / kTileColumns;
+  static constexpr int64_t kLines = kLinesOfBytes<kPanelColumns>;
   static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
 
   static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters*, int, uint32_t* out,
