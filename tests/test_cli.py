@@ -336,7 +336,13 @@ def test_ctrl_c(tmp_path: Path) -> None:
     safetensors_torch.save_file(tensors, tmp_path / "model.safetensors")
     command = [sys.executable, "-m", "qao", "quantize", str(tmp_path / "model.safetensors"), str(tmp_path / "out")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, "--scheme", "int4"], stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        [*command, "--scheme", "int4"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+    )
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("out.tmp-*/part-*")) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
