@@ -72,17 +72,14 @@ def unpack_wheels(*requirements: str) -> None:
 
 
 def unpack_debian() -> None:
-    """By apt, but with lists of its own: this machine's packages stay as they are."""
+    """By apt, from this machine's sources, but with lists of its own: its packages stay as they are."""
     apt = HOME / "apt"
     for folder in ("lists/partial", "archives/partial"):
         (apt / folder).mkdir(parents=True, exist_ok=True)
     (apt / "status").touch()
-    keyring = "/usr/share/keyrings/debian-archive-keyring.gpg"
-    (apt / "sources.list").write_text(f"deb [signed-by={keyring}] http://deb.debian.org/debian bookworm main\n")
     (apt / "apt.conf").write_text(
         f'APT::Architecture "arm64"; APT::Architectures {{ "arm64"; }};\n'
         f'Dir::State "{apt}"; Dir::State::status "{apt}/status"; Dir::Cache "{apt}";\n'
-        f'Dir::Etc::sourcelist "{apt}/sources.list"; Dir::Etc::sourceparts "/dev/null";\n'
     )
     environment = {**os.environ, "APT_CONFIG": str(apt / "apt.conf")}
     run("apt-get", "update", "-qq", env=environment)
