@@ -22,7 +22,7 @@ from qao.evaluate import compare, perplexity
 
 from .language import HEAD, WINDOW, WINDOWS, load_text
 from .markdown import caption, table
-from .meta import describe
+from .meta import describe, write
 
 OFF_GRID = "off its grid"
 AUTO = qao.Int4WeightOnly(group_size="auto", budget_bits=4.5, scale_dtype=torch.float16)
@@ -53,9 +53,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, path: Path) -> None:
     """Measures case by case and writes the results file after each."""
     if arguments.add:
-        path.write_text(
-            json.dumps(joined(json.loads(path.read_text()), json.loads(arguments.add.read_text())), indent=1) + "\n"
-        )
+        write(joined(json.loads(path.read_text()), json.loads(arguments.add.read_text())), path)
         return
     gguf, ids, num_bytes, tokenizer = load_text()
     device = arguments.device
@@ -87,8 +85,7 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
         rows[name] = row
         print(json.dumps(row), flush=True)
         meta = describe(device) | {"windows": WINDOWS, "window": WINDOW, "threads": torch.get_num_threads()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"meta": meta, "rows": list(rows.values())}, indent=1) + "\n")
+        write({"meta": meta, "rows": list(rows.values())}, path)
 
 
 def joined(before: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .calibrate import AUTO, off_grid, samples
 from .language import HEAD, WINDOW, load_text
 from .markdown import caption, table
-from .meta import describe
+from .meta import describe, write
 from .numerics import load_embedding
 from .weights_only import SENTENCES, nearest, vectors
 
@@ -134,10 +134,7 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
         print(json.dumps(row), flush=True)
         meta = describe("cpu") | {"windows": WINDOWS, "window": WINDOW, "sentences": SENTENCES}
         meta["nats_per_token"] = exact.nats_per_token
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            json.dumps({"meta": meta, "rows": [rows[one] for one in METHODS if one in rows]}, indent=1) + "\n"
-        )
+        write({"meta": meta, "rows": [rows[one] for one in METHODS if one in rows]}, path)
 
 
 def _texts(method: Any) -> int:
