@@ -352,6 +352,25 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+def _pressed_in_cpp(*_: Any) -> None:
+    """What torch makes of Ctrl-C where it arrives while C++ asks Python something."""
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+    except KeyboardInterrupt:
+        pass
+    raise ValueError("could not determine the shape of an object")
+
+
+def test_ctrl_c_that_came_back_as_another_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(qao.cli.inspect, "run", _pressed_in_cpp)
+    assert main(["inspect", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "qao: stopped\n" and signal.getsignal(signal.SIGINT) is before
+
+
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         main(["inspect", str(tmp_path / "none"), "--debug"])

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from .._version import __version__
 from . import bench, chat, convert, doctor, eval, generate, inspect, quantize
 from .common import Failure, one_line
+from .interrupt import interruptible
 
 EXIT_CODES = """\
 exit status:
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.command is None:
             args = parser().parse_args(["doctor", "--facts"])
         debug = args.debug
-        with _warnings(args.quiet):
+        with _warnings(args.quiet), interruptible():
             status: int = args.run(args)
         sys.stdout.flush()
         return status

@@ -8,6 +8,7 @@ from typing import Any
 
 from .common import Output, command
 from .generate import chat_ids
+from .interrupt import interruptible
 from .model import (
     Answer,
     add_generation_options,
@@ -57,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
         messages.append({"role": "user", "content": line})
         answer = Answer(tokenizer, output.write)
         try:
-            generate(args, model, chat_ids(tokenizer, messages, args.model), answer)
+            with interruptible():
+                generate(args, model, chat_ids(tokenizer, messages, args.model), answer)
         except KeyboardInterrupt:
             output.write(" …")
         messages.append({"role": "assistant", "content": answer.text})
