@@ -31,7 +31,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EVERY_PAGE = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "kernels").glob("*.md"))]
 OPS_PAGE = ROOT / "docs" / "ops.md"
-OPS = sorted(set(re.findall(r'm\.impl\("(\w+)"', (ROOT / "csrc" / "library.cpp").read_text())))
+OPS = sorted(set(re.findall(r'implement<"(\w+)"', (ROOT / "csrc" / "library.cpp").read_text())))
+assert "int4_mm" in OPS
 
 _BLOCK = re.compile(
     r"^<!-- (?:setup|check):(?P<setup>.*?)-->"
@@ -131,6 +132,27 @@ def test_links(page: Path) -> None:
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{page.name}: {target} is not there"
         assert not anchor or anchor in anchors(file), f"{page.name}: {target} has no such heading"
+
+
+# ---- docs/architecture.md --------------------------------------------------------------------------------------------
+
+
+def test_the_walk_of_a_call_is_the_one_that_plan_takes() -> None:
+    """The table's bodies are those of plan() on an H200; its files are the eight before the body's and the row's."""
+    host = pytest.importorskip("qao._host", reason="built without pybind11")
+    gpu = host.Gpu(compute_capability=90, num_sms=132, shared_bytes_per_cta=232448)
+    content = (ROOT / "docs" / "architecture.md").read_text()
+    (steps,) = re.findall(r"as far as the plan:\n(.*?)\nFrom there", content, re.DOTALL)
+    before = {name for name in re.findall(r"\]\((\S+)\)", steps) if not name.endswith("library.cpp")}
+    (table,) = re.findall(r"<!-- walk -->\n(.*?)<!-- /walk -->", content, re.DOTALL)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert len(rows) >= 6
+    for word, m, body, *places, count in rows:
+        x, _, weight = word.rpartition("_")
+        facts = {"group_size": 128, "has_zeros": True, "scale_dtype": "bfloat16"}
+        problem = host.Problem(m=int(m), n=4096, k=4096, x=x or "float", weight=weight, **facts)
+        assert host.plan(problem, gpu)["kernel"] == body, (word, m)
+        assert len(before | set(re.findall(r"\]\((\S+)\)", " ".join(places)))) == int(count), (word, m)
 
 
 # ---- docs/api.md -----------------------------------------------------------------------------------------------------
