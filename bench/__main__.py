@@ -47,6 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     tables = commands.add_parser("table", help="write results and kernel table into README.md and docs/")
     tables.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
     commands.add_parser("plots", help="draw the results into docs/plots; needs matplotlib")
+    commands.add_parser("documents", help="plots and table: all of the documents that is made from results")
     tuner = commands.add_parser("tune", help="measure this GPU's costs of plans into the table that is compiled in")
     tuner.add_argument("operands", nargs="*", metavar="OPERANDS", help=f"of {', '.join(tune.OPERANDS)}; none: all")
     tuner.add_argument("--sweep", type=Path, metavar="PROGRAM", help="qao_sweep, instead of building it")
@@ -58,9 +59,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.command == "table":
         return table.update(arguments.check)
-    if arguments.command == "plots":
+    if arguments.command in ("plots", "documents"):
         plots.draw_all()
-        return 0
+        return table.update(check=False) if arguments.command == "documents" else 0
     if arguments.command == "tune":
         if unknown := set(arguments.operands) - set(tune.OPERANDS):
             parser.error(f"no operands {', '.join(sorted(unknown))}; there are {', '.join(tune.OPERANDS)}")

@@ -8,17 +8,21 @@
 <!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:four_bits:cpu -->, <!-- bench:host:cpu -->,
 <!-- bench:llama:h200 -->,
 <!-- bench:llama_head:h200 -->
+<!-- bench:stream:h200 -->, <!-- bench:wgmma:h200 -->, <!-- bench:mma_sync:h200 -->    the cells of a kernel body
 <!-- kernels --> … <!-- /kernels -->            what qao._host says about each scheme
+<!-- tried --> … <!-- /tried -->                the sections of docs/kernels/log
 """
 
 from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from . import (
+    bodies,
     calibrate,
     choosing,
     four_bits,
@@ -46,10 +50,20 @@ _RENDERERS = {
     "llama": llama,
     "llama_head": llama,
 }
-_OF_ALL_SCHEMES = {"summary": products.render_summary, "tokens": choosing.render_tokens}
+_OF_ALL_SCHEMES = {
+    "summary": products.render_summary,
+    "tokens": choosing.render_tokens,
+    **{page: partial(bodies.render, page) for page in bodies.BODIES},
+}
 _IN_SHORT = {"formats": ("numerics", choosing.render_formats), "decoders": ("llama", choosing.render_decoders)}
-_DOCUMENTS = ("README.md", "docs/choosing.md", "docs/performance.md", "docs/numerics.md", "docs/calibrate.md")
+_LOG = ROOT / "docs" / "kernels" / "log"
+_DOCUMENTS = (
+    *("README.md", "docs/choosing.md", "docs/performance.md", "docs/numerics.md", "docs/calibrate.md"),
+    *(f"docs/kernels/{page}.md" for page in bodies.BODIES),
+    "docs/kernels/log/index.md",
+)
 _RESULTS = re.compile(r"<!-- bench:(\w+):([\w-]+) -->\n.*?<!-- /bench -->", re.DOTALL)
+_TRIED = re.compile(r"<!-- tried -->\n.*?<!-- /tried -->", re.DOTALL)
 _KERNELS = re.compile(r"<!-- kernels -->\n.*?<!-- /kernels -->", re.DOTALL)
 
 
@@ -61,7 +75,7 @@ def update(check: bool) -> int:
         if not path.exists():
             continue
         before = path.read_text()
-        after = _KERNELS.sub(_kernels_block, _RESULTS.sub(_results_block, before))
+        after = _TRIED.sub(_tried_block, _KERNELS.sub(_kernels_block, _RESULTS.sub(_results_block, before)))
         if after != before:
             stale.append(name)
             if not check:
@@ -72,6 +86,24 @@ def update(check: bool) -> int:
 
 def _kernels_block(match: re.Match[str]) -> str:
     return f"<!-- kernels -->\n{kernels.render()}\n<!-- /kernels -->"
+
+
+def _tried_block(match: re.Match[str]) -> str:
+    """A line a section of every page: its link, and how many rows its tables have."""
+    lines = []
+    for page in sorted(_LOG.glob("*.md")):
+        if page.name == "index.md":
+            continue
+        title, *sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
+        lines.append(f"\n**{title.splitlines()[0].removeprefix('# What was tried: ')}**\n")
+        for section in sections:
+            heading = section.splitlines()[0]
+            anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            tables = len(re.findall(r"^\|[ :|-]*-[ :|-]*\|$", section, re.MULTILINE))
+            rows = len(re.findall(r"^\|", section, re.MULTILINE)) - 2 * tables
+            count = f": {rows} row{'s' * (rows > 1)}" if rows else ""
+            lines.append(f"- [{heading}]({page.name}#{anchor}){count}")
+    return "\n".join(["<!-- tried -->", *lines, "<!-- /tried -->"])
 
 
 def _results_block(match: re.Match[str]) -> str:

@@ -130,7 +130,7 @@ def counts(tool: str, report: list[str]) -> bool:
 
     initcheck does not see what cuBLAS writes through the copy engine, which the tests then read by kernels of torch.
     racecheck forgets a __syncthreads where barriers of a part of the CTA are used too, as by the slices of K of the
-    portable tiles, which meet at nothing else (docs/kernels/mma_sync.md).
+    portable tiles, which meet at nothing else (docs/kernels/log/mma_sync.md).
     """
     text = "\n".join(report)
     if tool == "initcheck":

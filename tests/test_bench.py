@@ -14,7 +14,21 @@ import torch
 from cpu_isas import ISA_FLAGS
 from torch import Tensor
 
-from bench import bars, calibrate, choosing, four_bits, kernels, llama, llama_model, meta, plots, quantize, table, tune
+from bench import (
+    bars,
+    bodies,
+    calibrate,
+    choosing,
+    four_bits,
+    kernels,
+    llama,
+    llama_model,
+    meta,
+    plots,
+    quantize,
+    table,
+    tune,
+)
 from bench.meta import write
 from bench.peers import Peer
 from bench.peers.torch4 import TinyGemm, TorchInt4
@@ -320,6 +334,41 @@ def test_table_replaces_its_block_and_nothing_else(
 def test_the_documents_say_what_the_results_and_the_kernels_say() -> None:
     pytest.importorskip("qao._host", reason="qao was built without qao._host")
     assert table.update(check=True) == 0, "run `python -m bench table`"
+
+
+def test_a_body_has_the_cells_that_plan_gives_it() -> None:
+    """int4 at one token on an H200 is stream's, at 4096 wgmma's; int8_int8 at one token mma.sync's."""
+    pytest.importorskip("qao._host", reason="qao was built without qao._host")
+    about = {"device": "NVIDIA H200", "sms": 132, "torch": "2", "date": "today", "source_hash": "0123456789abcdef"}
+    row = {"N": 4096, "K": 4096, "us": 2.0, "bf16_us": 8.0, "floor_us": 1.0}
+    grouping = {"group_size": 128, "symmetric": False}
+    results = {
+        "int4": {"meta": about, "rows": [row | grouping | {"M": m} for m in (1, 4096)]},
+        "int8_int8": {
+            "meta": about,
+            "rows": [row | {"group_size": None, "symmetric": None, "M": m} for m in (1, 4096)],
+        },
+    }
+    tables = {page: bodies.render(page, results).partition("\n\n")[2].splitlines() for page in bodies.BODIES}
+    assert tables["stream"] == ["| N × K | M=1 |", "| :--- | ---: |", "| 4096 × 4096 | 2.0 (4.00) |"]
+    assert tables["mma_sync"] == tables["stream"]
+    cells = ["| `int4` | 4.00, 50% |", "| `int8_int8` | 4.00, 50% |"]
+    assert tables["wgmma"] == ["| scheme | M=4096 |", "| :--- | ---: |", *cells]
+
+
+def test_the_list_of_what_was_tried_names_every_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "docs" / "kernels" / "log"
+    log.mkdir(parents=True)
+    monkeypatch.setattr(table, "ROOT", tmp_path)
+    monkeypatch.setattr(table, "_LOG", log)
+    (log / "index.md").write_text("<!-- tried -->\nold\n<!-- /tried -->\n")
+    (log / "body.md").write_text(
+        "# What was tried: a body\n\n## One `x`\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n## Two\n"
+    )
+    assert table.update(check=True) == 1
+    assert table.update(check=False) == 0
+    lines = (log / "index.md").read_text().splitlines()
+    assert lines[1:-1] == ["", "**a body**", "", "- [One `x`](body.md#one-x): 1 row", "- [Two](body.md#two)"]
 
 
 def test_the_fastest_scheme_is_bold() -> None:

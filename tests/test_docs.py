@@ -29,7 +29,7 @@ from bench.__main__ import make_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-EVERY_PAGE = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "kernels").glob("*.md"))]
+EVERY_PAGE = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "kernels").rglob("*.md"))]
 OPS_PAGE = ROOT / "docs" / "ops.md"
 OPS = sorted(set(re.findall(r'implement<"(\w+)"', (ROOT / "csrc" / "library.cpp").read_text())))
 assert "int4_mm" in OPS
@@ -132,6 +132,12 @@ def test_links(page: Path) -> None:
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{page.name}: {target} is not there"
         assert not anchor or anchor in anchors(file), f"{page.name}: {target} has no such heading"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "kernels").glob("*.md")), ids=lambda page: page.name)
+def test_a_kernel_page_is_short(page: Path) -> None:
+    """What was tried belongs to docs/kernels/log."""
+    assert len(page.read_text().splitlines()) <= 150
 
 
 # ---- docs/architecture.md --------------------------------------------------------------------------------------------
