@@ -1,16 +1,9 @@
-"""One of two processes of tests/test_distributed.py: ``python distributed_worker.py RANK FOLDER``.
-
-Runs every function below that is marked ``case`` and writes ``FOLDER/RANK.json``: what each one raised, "" for nothing.
-"""
+"""FSDP2, DDP and distributed checkpoints: one of the two processes of tests/test_distributed.py."""
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +12,14 @@ import qao
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from gloo_support import Cases, main
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-CASES: dict[str, Callable[[Path], None]] = {}
+CASES: Cases = {}
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 INT4 = qao.Int4WeightOnly(group_size=32)
 SCHEMES = {
@@ -217,21 +211,5 @@ def ddp(folder: Path) -> None:
             equal(got.grad, own.grad)
 
 
-def main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2, timeout=timedelta(seconds=30)
-    )
-    raised = {}
-    for name, run in CASES.items():
-        try:
-            run(folder)
-            raised[name] = ""
-        except Exception:
-            raised[name] = traceback.format_exc()
-    (folder / f"{rank}.json").write_text(json.dumps(raised))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(CASES)

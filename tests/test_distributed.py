@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import distributed_worker
 import pytest
 import qao
 import torch
-
-WORKER = Path(distributed_worker.__file__)
+from gloo_support import Raised, launch
 
 
 @pytest.fixture(scope="module")
-def raised(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def raised(tmp_path_factory: pytest.TempPathFactory) -> list[Raised]:
     """What each case raised in each process."""
-    folder = tmp_path_factory.mktemp("distributed")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(qao.__file__).parents[1]), *sys.path])
-    logs = [folder / f"{rank}.log" for rank in (0, 1)]
-    processes = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, str(WORKER), str(rank), str(folder)]
-        with log.open("w") as output:
-            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout=180) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return launch(Path(distributed_worker.__file__), tmp_path_factory.mktemp("distributed"))
 
 
 @pytest.mark.parametrize("name", distributed_worker.CASES)
-def test_two_processes(name: str, raised: list[dict[str, str]]) -> None:
+def test_two_processes(name: str, raised: list[Raised]) -> None:
     if name.startswith("checkpoint"):
         for library in ("transformers", "accelerate"):
             if importlib.util.find_spec(library) is None:

@@ -166,7 +166,7 @@ def test_the_walk_of_a_call_is_the_one_that_plan_takes() -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     documented = set(re.findall(r"^::: qao\.(\w+)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
-    assert documented == {*qao.__all__, "ops"} - {"__version__"}
+    assert documented == {*qao.__all__, "ops", "distributed"} - {"__version__"}
 
 
 # ---- docs/ops.md -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ report = qao.quantize_(model, qao.Int4WeightOnly())
 
 from __future__ import annotations
 
+from typing import Any
+
 from ._version import __version__
 from .calibration import calibrate
 from .checkpoint import load, save
@@ -59,3 +61,12 @@ __all__ = [
 ]
 
 _install()
+
+
+def __getattr__(name: str) -> Any:
+    """``qao.distributed``, once it is used: it imports torch.distributed.tensor, which takes a second."""
+    if name == "distributed":
+        import importlib
+
+        return importlib.import_module("qao.distributed")
+    raise AttributeError(f"module 'qao' has no attribute {name!r}")

@@ -7,7 +7,7 @@ from torch import nn
 
 from .embedding import rename_ties
 from .integrations import registration
-from .packed import PackedModule, attached
+from .packed import PackedModule, Sharded, attached
 
 
 def dequantize_(model: nn.Module) -> nn.Module:
@@ -24,7 +24,7 @@ def dequantize_(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: ``model`` is itself a quantised layer, which cannot be replaced in place.
-        ValueError: a layer has hooks, which would be lost; the model is unchanged.
+        ValueError: a layer has hooks, which would be lost, or is sharded (qao.distributed); the model is unchanged.
     """
     if isinstance(model, PackedModule):
         raise TypeError(
@@ -33,6 +33,10 @@ def dequantize_(model: nn.Module) -> nn.Module:
         )
     layers = {module: name for name, module in model.named_modules() if isinstance(module, PackedModule)}
     for layer, name in layers.items():
+        if isinstance(layer, Sharded):
+            raise ValueError(
+                f"dequantize_: {name} is sharded ({layer.layout}). Do it before that. The model is unchanged."
+            )
         if reason := attached(layer):
             raise ValueError(f"dequantize_: {name}: {reason}. The model is unchanged.")
     places = [(parent, key, child) for parent in model.modules() for key, child in parent._modules.items()]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import ops
 from .formats import PackedWeight, Scheme
 from .linear import instance_obstacle, pack_weight
-from .packed import PackedModule, frozen
+from .packed import PackedModule, Sharded, frozen
 
 
 def is_embedding(module: nn.Module) -> bool:
@@ -28,7 +28,8 @@ def _is_scaled(module: nn.Module) -> bool:
 
 def obstacle(embedding: nn.Module) -> str | None:
     """Why an nn.Embedding cannot be replaced by a QuantEmbedding without changing what it does; None if it can."""
-    if type(embedding).forward is not nn.Embedding.forward and not _is_scaled(embedding):
+    known = type(embedding).forward is nn.Embedding.forward or isinstance(embedding, Sharded)
+    if not known and not _is_scaled(embedding):
         return f"{type(embedding).__name__} is a subclass of nn.Embedding with its own forward"
     if embedding.max_norm is not None:
         return "it has max_norm, which rewrites rows of the weight in every forward"

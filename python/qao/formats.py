@@ -85,6 +85,13 @@ class Int4Weight(Scheme):
     def _store(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor]:
         return torch.ops.qao.pack_int4(q, scales, zeros, self.size)  # type: ignore[no-any-return]
 
+    def unpack(self, weight: Tensor, scales: Tensor, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        q, plain, zeros = operators.unpack_int4(weight, scales, n, k, self.size)
+        return q, plain, None if self.symmetric else zeros
+
+    def units(self, n: int, k: int) -> tuple[int, int]:
+        return 1, self.size if 0 < self.size < k else 1
+
     def _weight_sums(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         return row_sums(q, scales, 8 if zeros is None else zeros, self.size)
 
@@ -119,6 +126,9 @@ class Int8Weight(Scheme):
     def _store(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor]:
         return q, scales
 
+    def unpack(self, weight: Tensor, scales: Tensor, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        return weight, scales, None
+
     def _weight_sums(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         return row_sums(q, scales, 0, -1)
 
@@ -152,6 +162,13 @@ class Float8Weight(Scheme):
 
     def _store(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor]:
         return q.view(torch.int8), scales
+
+    def unpack(self, weight: Tensor, scales: Tensor, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        return weight.view(torch.float8_e4m3fn), scales, None
+
+    def units(self, n: int, k: int) -> tuple[int, int]:
+        blocks = self.granularity == "block"
+        return SCALE_BLOCK if blocks and n > SCALE_BLOCK else 1, SCALE_BLOCK if blocks and k > SCALE_BLOCK else 1
 
     def _weight_sums(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         raise NotImplementedError("e4m3 activations have no zero points")

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .formats import FLOAT_DTYPES, PackedWeight, Scheme
-from .packed import SHARDED, PackedModule, attached, frozen
+from .packed import SHARDED, PackedModule, Sharded, attached, frozen
 from .subclass import computes_linear
 
 _autocasts = torch._C._is_any_autocast_enabled
@@ -25,7 +25,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 def class_of_linear(linear: nn.Module) -> str:
     """Loaders of other packages choose layers by it."""
-    return type(linear).__name__
+    return "Linear" if isinstance(linear, Sharded) else type(linear).__name__
 
 
 def linear_weight(linear: nn.Module) -> Tensor:
@@ -36,8 +36,8 @@ def linear_weight(linear: nn.Module) -> Tensor:
 
 def obstacle(linear: nn.Module) -> str | None:
     """Why a linear module cannot be replaced by a QuantLinear without changing what it does; None if it can."""
-    own_forward = not _is_conv1d(linear) and type(linear).forward is not nn.Linear.forward
-    if own_forward and not computes_linear(type(linear)):
+    known = _is_conv1d(linear) or isinstance(linear, Sharded) or type(linear).forward is nn.Linear.forward
+    if not known and not computes_linear(type(linear)):
         return f"{type(linear).__name__} is a subclass of nn.Linear with its own forward"
     if reason := instance_obstacle(linear) or _bias_obstacle(linear):
         return reason

@@ -18,6 +18,12 @@ from .weight import DequantizedWeight
 Self = TypeVar("Self", bound="PackedModule")
 
 
+class Sharded:
+    """Base of the layers of qao.distributed, each of which holds one rank's part of a weight."""
+
+    layout: Any  # a qao.distributed.layout.Layout, which needs torch.distributed
+
+
 class PackedModule(nn.Module):
     """Owner of a quantised weight [N, K] as frozen Parameters, which are moved and never cast.
 
@@ -220,7 +226,7 @@ class PackedModule(nn.Module):
 
 SHARDED = (
     "it is sharded (fully_shard, FSDP, tensor parallelism): quantise first, then call fully_shard, since "
-    "FullyShardedDataParallel takes no integers"
+    "FullyShardedDataParallel takes no integers, or parallelize_module, with the styles of qao.distributed"
 )
 
 

@@ -17,7 +17,7 @@ from .formats import Int4Weight, PackedWeight, Scheme
 from .importance import estimate_importance, told_by
 from .integrations import registration
 from .linear import QuantLinear, is_linear, linear_weight, pack, pack_weight
-from .packed import PackedModule
+from .packed import PackedModule, Sharded
 from .quantizer import check_finite
 from .report import Report
 from .selection import selector
@@ -142,6 +142,11 @@ def plan(
     report = Report(parameters, 0, [*(layer.row for layer in layers), *untouched])
     pending = [layer for layer in layers if layer.scheme is not None]
     _check_device(model, device)
+    if any(grouping.is_auto(layer.scheme) and isinstance(layer.module, Sharded) for layer in pending):
+        raise ValueError(
+            "quantize_: group_size='auto' with sharded layers: ranks would choose by their own parts, and differ. "
+            "Quantise before parallelize_module, or give a group_size."
+        )
     for layer in pending:
         if layer.tied_to is None:
             _check_weight(layer, device)
@@ -168,6 +173,11 @@ def put(unit: list[survey.Layer], packed: PackedWeight) -> None:
         kind = QuantEmbedding if is_embedding(layer.module) else QuantLinear
         made.append(kind.from_packed(layer.module, first.scheme, head.packed))
         made[-1].tie(head)
+    for layer, module in zip(unit, made, strict=True):
+        if isinstance(layer.module, Sharded):
+            from .distributed.styles import adopt  # here, since it imports torch.distributed
+
+            adopt(module, layer.module)
     # The float module goes as soon as its successor is there: memory never holds two models.
     for layer, module in zip(unit, made, strict=True):
         layer.row.relative_error = packed.relative_error

@@ -67,6 +67,14 @@ class Scheme(ABC):
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
         """W [n, k] in a float dtype, from what ``pack`` made."""
 
+    @abstractmethod
+    def unpack(self, weight: Tensor, scales: Tensor, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The inverse of ``pack``: q [n, k], scales and zeros as ``pack`` takes them, bit for bit."""
+
+    def units(self, n: int, k: int) -> tuple[int, int]:
+        """Rows and columns of a weight [n, k] that share a scale, so that no cut may part them; 1 where any may."""
+        return 1, 1
+
     # ---- what follows from it
 
     @staticmethod  # of a scheme that all layers share, torch.compile would guard in every layer that they do

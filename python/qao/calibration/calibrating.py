@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import grouping, quantize, survey
 from ..formats import PackedWeight, Scheme
 from ..linear import is_linear, linear_weight, pack
+from ..packed import Sharded
 from ..report import Report
 from .choice import quantized
 from .gptq import damped
@@ -75,6 +76,8 @@ def calibrate(
     if type(rounds) is not int or rounds < 0:
         raise ValueError(f"calibrate: rounds must be a whole number from 0 on, not {rounds!r}")
     _check_data(model)
+    if any(isinstance(module, Sharded) for module in model.modules()):
+        raise ValueError("calibrate: the model is sharded, and calibrating needs whole weights. Do it before that.")
     calls = samples_of(data, model)
     planned = quantize.plan(model, scheme, filter, embeddings, None, strict)
     units = quantize.units_of(planned.pending)

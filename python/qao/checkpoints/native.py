@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from .. import marker
-from ..formats import Float8Weight, Int4Weight, Scheme
+from ..formats import Int4Weight, Scheme
 from ..schemes import scheme_from_dict
 from .base import Plain, QuantizedLayer
 from .files import TensorFiles
@@ -95,8 +94,4 @@ def _stored(files: TensorFiles, parts: dict[str, str]) -> dict[str, Tensor]:
 
 def _plain(stored: Callable[[], dict[str, Tensor]], scheme: Scheme, n: int, k: int) -> Plain:
     tensors = stored()
-    qweight, scales = tensors["qweight"], tensors["scales"]
-    if isinstance(scheme, Int4Weight):
-        q, plain, zeros = torch.ops.qao.unpack_int4(qweight, scales, n, k, scheme.size)
-        return Plain(q, plain, None if scheme.symmetric else zeros)
-    return Plain(qweight.view(torch.float8_e4m3fn) if isinstance(scheme, Float8Weight) else qweight, scales)
+    return Plain(*scheme.unpack(tensors["qweight"], tensors["scales"], n, k))

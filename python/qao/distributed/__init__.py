@@ -1,0 +1,7 @@
+"""Tensor parallelism of quantised layers: styles for ``torch.distributed.tensor.parallel.parallelize_module``."""
+
+from __future__ import annotations
+
+from .styles import Colwise, Rowwise
+
+__all__ = ["Colwise", "Rowwise"]

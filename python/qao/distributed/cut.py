@@ -1,0 +1,91 @@
+"""Where a weight may be cut among ranks, and one rank's part of it. No collectives."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats import Int4Weight, PackedWeight, Scheme
+
+_TILE = 16, 64  # rows and columns of int4 that only lie together (cuda/int4/layout.h)
+
+
+class Cut(NamedTuple):
+    """One rank's part [begin, end) of one dimension of a weight: that of ``torch.chunk``, as DTensor has it."""
+
+    dim: int  # of W [N, K]: 0 rows, 1 columns
+    size: int  # of the whole dimension
+    begin: int
+    end: int
+    rank: int
+    world: int
+
+    def of(self, tensor: Tensor, unit: int = 1) -> Tensor:
+        """The part of a tensor with an entry for each ``unit`` rows or columns; all of one with an entry for all."""
+        if tensor.dim() <= self.dim or tensor.shape[self.dim] == 1:
+            return tensor
+        first, last = self.begin // unit, -(-self.end // unit)
+        return tensor.narrow(self.dim, first, last - first)
+
+
+def cut(sizes: tuple[int, int], dim: int, units: tuple[int, int], rank: int, world: int, what: str) -> Cut:
+    """The part of ``rank``.
+
+    Raises:
+        ValueError: a cut would part what shares a scale, or a rank would have nothing; it names the numbers of ranks
+            that work. The message begins with ``what``.
+    """
+    size, unit = sizes[dim], units[dim]
+    if not _works(size, unit, world):
+        fit = [n for n in range(1, min(4096, -(-size // unit)) + 1) if _works(size, unit, n)]
+        shown = ", ".join(map(str, fit[:16])) + (", …" if len(fit) > 16 else "")
+        name = ("rows (out_features)", "columns (in_features)")[dim]
+        why = f"of which {unit} at a time share a scale and stay together" if unit > 1 else "and no rank may have none"
+        raise ValueError(
+            f"{what}: its weight {list(sizes)} cannot be cut among {world} ranks: {size} {name}, {why}. Numbers of "
+            f"ranks that work: {shown}. Others need a smaller group_size, granularity 'row', or this layer left whole."
+        )
+    chunk = -(-size // world)
+    return Cut(dim, size, chunk * rank, min(size, chunk * (rank + 1)), rank, world)
+
+
+def _works(size: int, unit: int, world: int) -> bool:
+    chunk = -(-size // world)
+    return chunk * (world - 1) < size and (world == 1 or chunk % unit == 0)
+
+
+def part(scheme: Scheme, packed: PackedWeight, sizes: tuple[int, int], cut: Cut) -> PackedWeight:
+    """One rank's part of a quantised weight, packed again: the same codes and scales, sums over its own columns."""
+    q, scales, zeros = scheme.unpack(packed.qweight, packed.scales, *sizes)
+    unit = scheme.units(*sizes)[cut.dim]
+    zeros = None if zeros is None else cut.of(zeros, unit)
+    made = scheme.pack(cut.of(q).contiguous(), cut.of(scales, unit), zeros)
+    return made._replace(
+        qweight=local(made.qweight), scales=local(made.scales), activation_scale=packed.activation_scale
+    )
+
+
+def joins(scheme: Scheme, sizes: tuple[int, int], cut: Cut) -> bool:
+    """Whether the parts of all ranks, one beside the other, are the packed weight of the whole."""
+    chunk = -(-sizes[cut.dim] // cut.world)
+    tile = _TILE[cut.dim] if isinstance(scheme, Int4Weight) else 1
+    return cut.world == 1 or (chunk % tile == 0 and chunk % scheme.units(*sizes)[cut.dim] == 0)
+
+
+def is_cut(key: str, scheme: Scheme | None, sizes: tuple[int, int], dim: int) -> bool:
+    """Whether a tensor of a layer is cut along its own dimension ``dim``, or whole on every rank; sums aside."""
+    if key in ("weight", "qweight"):
+        return True
+    if key in ("bias", "weight_sums"):
+        return dim == 0
+    if key != "scales" or scheme is None:
+        return False
+    shape = scheme._plain(*sizes)[1]
+    return len(shape) > dim and shape[dim] > 1
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Of its own memory, so that the whole can be freed."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

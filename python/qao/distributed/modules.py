@@ -1,0 +1,162 @@
+"""Sharded layers: the classes that ``Colwise`` and ``Rowwise`` give to modules, and what each computes.
+
+A sharded layer holds plain tensors of its own part, and is a layer of that size: ``out_features``, ``in_features`` and
+the kernels it runs are those of the part. Its ``state_dict`` holds DTensors of the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import functional
+
+from .. import marker
+from ..embedding import QuantEmbedding
+from ..linear import QuantLinear
+from ..packed import PackedModule, Sharded
+from .cut import is_cut, joins
+from .layout import LAST, Layout
+
+
+class _Sharded(Sharded):
+    """State dicts of the whole; of one class with nn.Module, which comes after it."""
+
+    layout: Layout
+    whole_sums: Tensor | None = None  # float32 [N] of all columns, where the layer has those of its own
+
+    def _whole(self: Any, key: str, tensor: Tensor) -> DTensor:
+        layout: Layout = self.layout
+        scheme: Any = getattr(self, "scheme", None)  # None: floats
+        if key == "weight_sums" and self.whole_sums is not None:
+            tensor = self.whole_sums
+        if key == "qweight" and not joins(scheme, layout.sizes, layout.cut):
+            raise ValueError(
+                f"{type(self).__name__}.state_dict: {layout}, of a weight {list(layout.sizes)} in {scheme}, end within "
+                "a group or a tile of 16 rows and 64 columns, and do not join to the packed weight of the whole. Save "
+                "the model before it is sharded, or choose a number of ranks that leaves each a multiple of that."
+            )
+        dim, cut = layout.cut.dim, is_cut(key, scheme, layout.sizes, layout.cut.dim)
+        whole = 0
+        if cut and scheme is not None and key in ("qweight", "scales"):
+            whole = getattr(scheme.empty(*layout.sizes, dtype=self.dtype, device="meta"), key).shape[dim]
+        return layout.whole(tensor, cut, dim, whole or layout.cut.size)
+
+    def _save_to_state_dict(self: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        for key, tensor in self._parameters.items():
+            if tensor is not None:
+                destination[prefix + key] = self._whole(key, destination[prefix + key])
+
+    def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Takes DTensors as ``state_dict`` has them, whole tensors, and the rank's own parts."""
+        for key, own in self._parameters.items():
+            value = state_dict.get(prefix + key)
+            if own is None or not isinstance(value, Tensor):
+                continue
+            if not isinstance(value, DTensor) and value.shape == own.shape and key != "weight_sums":
+                continue
+            wanted = self._whole(key, own)
+            if not isinstance(value, DTensor) and value.shape == wanted.shape:
+                value = DTensor.from_local(value, self.layout.mesh, [Replicate()], run_check=False)
+            if isinstance(value, DTensor) and value.shape == wanted.shape:
+                state_dict[prefix + key] = value.redistribute(placements=wanted.placements).to_local()
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
+        if self.whole_sums is not None:
+            self.whole_sums = self.weight_sums.detach().clone()
+            self.sum_own_columns()
+
+    def sum_own_columns(self: Any) -> None:
+        """Sets ``weight_sums`` to those of the rank's own columns."""
+        q, scales, zeros = self.scheme.unpack(self.qweight, self.scales, *self._sizes)
+        with torch.no_grad():
+            self.weight_sums.copy_(self.scheme._weight_sums(q, scales, zeros))
+
+    @property
+    def pip_install_qao(self: Any) -> Tensor:
+        n, k = self.layout.sizes
+        return self._beside(marker.encode(marker.Marker(self.scheme.to_dict(), n, k, self.dtype)))  # type: ignore[no-any-return]
+
+    def extra_repr(self: Any) -> str:
+        return f"{super().extra_repr()}, {self.layout}"  # type: ignore[misc]
+
+
+class ColwiseQuantLinear(_Sharded, QuantLinear):
+    """Rows of W: y [..., N / world] of the whole x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layout.leave(super().forward(self.layout.enter(x, Replicate())), self.layout.sizes[0])
+
+
+class RowwiseQuantLinear(_Sharded, QuantLinear):
+    """Columns of W: the sum over ranks of what their own columns of x give."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, bias = self.autocast(self.layout.enter(x, LAST)), self.bias
+        tensors = self._parameters if bias is None else {**self._parameters, "bias": None}
+        return self.layout.add(self._mm(x, tensors, self._constants), bias)
+
+
+class ColwiseLinear(_Sharded, nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layout.leave(super().forward(self.layout.enter(x, Replicate())), self.layout.sizes[0])
+
+
+class RowwiseLinear(_Sharded, nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layout.add(functional.linear(self.layout.enter(x, LAST), self.weight), self.bias)
+
+
+class RowwiseQuantEmbedding(_Sharded, QuantEmbedding):
+    """Rows of W: a rank gives zeros for ids of others, and all are added."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        ids, own = self.layout.own_ids(self.layout.enter(ids, Replicate()))
+        return self.layout.add(super().forward(ids).masked_fill(~own[..., None], 0), None)
+
+
+class ColwiseQuantEmbedding(_Sharded, QuantEmbedding):
+    """Columns of W: rows [..., K / world]."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layout.leave(super().forward(self.layout.enter(ids, Replicate())), self.layout.sizes[1])
+
+
+class RowwiseEmbedding(_Sharded, nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        ids, own = self.layout.own_ids(self.layout.enter(ids, Replicate()))
+        return self.layout.add(functional.embedding(ids, self.weight).masked_fill(~own[..., None], 0), None)
+
+
+class ColwiseEmbedding(_Sharded, nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layout.leave(super().forward(self.layout.enter(ids, Replicate())), self.layout.sizes[1])
+
+
+LINEARS: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = {  # cut by rows, by columns
+    QuantLinear: (ColwiseQuantLinear, RowwiseQuantLinear),
+    nn.Linear: (ColwiseLinear, RowwiseLinear),
+}
+EMBEDDINGS: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = {
+    QuantEmbedding: (RowwiseQuantEmbedding, ColwiseQuantEmbedding),
+    nn.Embedding: (RowwiseEmbedding, ColwiseEmbedding),
+}
+
+
+def give(module: nn.Module, layout: Layout) -> None:
+    """Makes a module that holds its part already a sharded layer, in place."""
+    module.layout = layout  # type: ignore[assignment]
+    module.__class__ = {**LINEARS, **EMBEDDINGS}[type(module)][layout.cut.dim]
+
+
+def resize(module: Any, sizes: tuple[int, int]) -> None:
+    """Makes the attributes of a module those of a weight of these sizes."""
+    n, k = sizes
+    if isinstance(module, (nn.Linear, QuantLinear)):
+        module.out_features, module.in_features = n, k
+    else:
+        module.num_embeddings, module.embedding_dim = n, k
+    if isinstance(module, PackedModule):
+        module._sizes, module._constants = sizes, module.scheme.constants(n, k)  # type: ignore[assignment]

@@ -1,0 +1,204 @@
+"""Colwise and Rowwise: how ``parallelize_module`` shards a QuantLinear, a QuantEmbedding, and their float modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ..embedding import QuantEmbedding
+from ..embedding import obstacle as obstacle_of_embedding
+from ..formats import PackedWeight
+from ..linear import QuantLinear, obstacle
+from ..packed import PackedModule, Sharded, attached, frozen
+from .cut import Cut, cut, local, part
+from .layout import LAST, Layout
+from .modules import EMBEDDINGS, LINEARS, give, resize
+
+_WHOLE = Replicate()
+
+
+class _Style(ParallelStyle):
+    """What both styles do alike; a subclass says along which dimension of W [N, K] linears and embeddings are cut."""
+
+    linear_dim: int
+    _layouts: dict[int, tuple[Placement, Placement]] = {0: (_WHOLE, LAST), 1: (LAST, _WHOLE)}
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        self.input_layouts, self.output_layouts = input_layouts, output_layouts
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        dim = self.linear_dim if type(module) in LINEARS else 1 - self.linear_dim
+        _check(module, type(self).__name__, device_mesh)
+        weight: Any = module._parameters["qweight" if isinstance(module, PackedModule) else "weight"]
+        sizes: tuple[int, int] = module._sizes if isinstance(module, PackedModule) else tuple(weight.shape)
+        units = module.scheme.units(*sizes) if isinstance(module, PackedModule) else (1, 1)
+        rank, world = device_mesh.get_local_rank(), device_mesh.size()
+        own = cut(sizes, dim, units, rank, world, f"{type(self).__name__}: {type(module).__name__}")
+        inputs, outputs = self._layouts[self.linear_dim]
+        inputs = _WHOLE if type(module) in EMBEDDINGS else inputs  # of ids, which all ranks have
+        outputs = self.output_layouts or outputs
+        if not isinstance(outputs, (Replicate, Shard)):
+            raise ValueError(f"{type(self).__name__}: output_layouts must be Replicate() or Shard(dim), not {outputs}")
+        layout = Layout(device_mesh, own, sizes, self.input_layouts or inputs, outputs, self.use_local_output)
+        _take_part(module, layout, _Sender(device_mesh, self.src_data_rank))
+        return module
+
+    def __repr__(self) -> str:
+        layouts = f"input_layouts={self.input_layouts}, output_layouts={self.output_layouts}"
+        return f"{type(self).__name__}({layouts}, use_local_output={self.use_local_output})"
+
+
+class Colwise(_Style):
+    """A ParallelStyle: every rank has some of the outputs; rows of W [N, K] of a linear, columns of an embedding.
+
+    For ``parallelize_module``, on a QuantLinear, a QuantEmbedding, or an nn.Linear or nn.Embedding that
+    ``qao.quantize_`` gets afterwards. x [..., K] is whole on every rank, y [..., N / world] the rank's part; that of
+    ``torch.chunk``, where the numbers do not divide. No collective forward; backward, the gradient of x is summed.
+    Codes, scales and the rounding of activations are those of the whole layer; results differ from its own only where
+    the kernel for N / world rows adds in another order.
+
+    Args:
+        input_layouts: of an x that is no DTensor; None: Replicate().
+        output_layouts: of y: Replicate() gathers it; None: Shard(-1).
+        use_local_output: y as a plain tensor, not a DTensor.
+
+    Raises:
+        ValueError: a cut would part rows of a block (granularity "block"), or leave a rank without any; the message
+            lists the numbers of ranks that work. The module has hooks, or a weight that is no plain tensor.
+        TypeError: another module, or one that is sharded already.
+    """
+
+    linear_dim = 0
+
+
+class Rowwise(_Style):
+    """A ParallelStyle: every rank has some of the inputs; columns of W [N, K] of a linear, rows of an embedding.
+
+    As ``Colwise``, with x [..., K / world] the rank's part and y [..., N] the sum over ranks: one all-reduce forward,
+    none backward. The bias is added once, after the sum. Columns that share a scale stay together: K / world must be a
+    multiple of the group size of int4, of 128 for granularity "block". Where activations are quantised, each rank
+    finds the scale of a token, of all x for granularity "tensor", in its own columns: without a further collective,
+    and no coarser than the scale of the whole token. ``weight_sums`` are those of the rank's columns.
+
+    An embedding gives zeros for ids of other ranks, and the sum is exact.
+
+    Args:
+        input_layouts: of an x that is no DTensor; None: Shard(-1), of ids Replicate().
+        output_layouts: of y; Shard(1) scatters the sum along the sequence; None: Replicate().
+        use_local_output: y as a plain tensor, not a DTensor.
+
+    Raises:
+        ValueError, TypeError: as in ``Colwise``.
+    """
+
+    linear_dim = 1
+
+
+class _Sender:
+    """Brings tensors of one rank to all and to the device of the mesh, as ``distribute_tensor`` does."""
+
+    def __init__(self, mesh: DeviceMesh, source: int | None) -> None:
+        self.mesh, self.source = mesh, source
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        if tensor.is_meta:
+            return tensor
+        kind = self.mesh.device_type
+        if tensor.device.type != kind:
+            index = None if kind == "cpu" else torch.get_device_module(kind).current_device()
+            tensor = tensor.to(torch.device(kind, index) if index is not None else kind)
+        if self.source is not None and self.mesh.size() > 1:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+            dist.broadcast(tensor, group=self.mesh.get_group(), group_src=self.source)
+        return tensor
+
+
+def _check(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise ValueError(f"{style}: the mesh has {mesh.ndim} dimensions; give one of them: mesh['tp']")
+    if isinstance(module, Sharded):
+        raise TypeError(f"{style}: this {type(module).__name__} is sharded already: {module.layout}")
+    if type(module) not in LINEARS and type(module) not in EMBEDDINGS:
+        raise TypeError(
+            f"{style}: shards QuantLinear, QuantEmbedding, nn.Linear and nn.Embedding, not {type(module).__name__}. "
+            "Quantise it first, or use a style of torch.distributed.tensor.parallel."
+        )
+    if isinstance(module, PackedModule):
+        sharded = type(module.qweight) is not nn.Parameter
+        reason = attached(module) or (f"its weight is a {type(module.qweight).__name__}" if sharded else None)
+    else:
+        reason = obstacle_of_embedding(module) if type(module) in EMBEDDINGS else obstacle(module)
+    if reason is not None:
+        raise ValueError(f"{style}: {type(module).__name__} cannot be sharded: {reason}")
+
+
+def _take_part(module: Any, layout: Layout, send: _Sender) -> None:
+    """Leaves in a module the rank's part of its weight, and makes it a sharded layer."""
+    own = layout.cut
+    if isinstance(module, PackedModule):
+        packed = _part_of_packed(module, layout, send)
+        sums = module.weight_sums
+        for name, tensor in packed.tensors().items():
+            if module._parameters.get(name) is not None:
+                module._parameters[name] = None if tensor is None else frozen(tensor)
+        module._freeze()
+        if own.dim == 1 and sums is not None:
+            module.whole_sums = send(sums)
+    else:
+        module.weight = _part_of_parameter(module.weight, own, send)
+    sizes = (own.end - own.begin, layout.sizes[1]) if own.dim == 0 else (layout.sizes[0], own.end - own.begin)
+    resize(module, sizes)
+    bias = module._parameters.get("bias")
+    if bias is not None:
+        module.bias = _part_of_parameter(bias, own if own.dim == 0 else None, send)
+    give(module, layout)
+
+
+# A weight that modules share stays shared: its parts are kept with it, until the last of them has let go of it.
+
+
+def _part_of_packed(module: PackedModule, layout: Layout, send: _Sender) -> PackedWeight:
+    qweight: Any = module.qweight
+    known = vars(qweight).setdefault("_qao_parts", {})
+    key = (layout.mesh, layout.cut)
+    if key not in known:
+        tensors: Any = {name: t if t is None else send(t) for name, t in module.packed.tensors().items()}
+        everywhere = PackedWeight(**tensors)
+        made = part(module.scheme, everywhere, layout.sizes, layout.cut)
+        known[key] = made._replace(qweight=frozen(made.qweight), scales=frozen(made.scales))
+    return known[key]  # type: ignore[no-any-return]
+
+
+def _part_of_parameter(parameter: nn.Parameter, own: Cut | None, send: _Sender) -> nn.Parameter:
+    whole: Any = parameter
+    known = vars(whole).setdefault("_qao_parts", {})
+    if own not in known:
+        tensor = send(parameter)
+        known[own] = nn.Parameter(local(tensor if own is None else own.of(tensor)), parameter.requires_grad)
+    return known[own]  # type: ignore[no-any-return]
+
+
+def adopt(made: QuantLinear | QuantEmbedding, floats: Any) -> None:
+    """Makes a quantised layer of a rank's part sharded, as the float layer was whose place it takes."""
+    layout: Layout = floats.layout
+    if layout.cut.dim == 1 and isinstance(made, QuantLinear) and made.weight_sums is not None:
+        sums = made.weight_sums.detach().clone()
+        if not sums.is_meta:
+            dist.all_reduce(sums, group=layout.mesh.get_group())
+        made.__dict__["whole_sums"] = sums
+    give(made, layout)

@@ -1,0 +1,76 @@
+"""Cases that run in two processes on the CPU, joined by gloo: a worker is a script of cases, a test file starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import qao
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Cases = dict[str, Callable[[Path], None]]
+Raised = dict[str, str]  # what each case raised in one process, "" for nothing
+
+
+def launch(worker: Path, folder: Path, timeout: int = 240) -> list[Raised]:
+    """Runs ``python worker RANK FOLDER`` for two ranks; kills both if one of them hangs."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(qao.__file__).parents[1]), *sys.path])
+    logs = [folder / f"{rank}.log" for rank in (0, 1)]
+    processes = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, str(worker), str(rank), str(folder)]
+        with log.open("w") as output:
+            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+class Collectives(TorchDispatchMode):
+    """What the process asks of others inside it: ``names`` of operators, ``sizes`` of their first tensors in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func.name().partition("::")
+        if space in ("c10d", "_c10d_functional") and "wait" not in name and name != "barrier":
+            first = tree_leaves(args)[0]
+            self.names.append(name.partition(".")[0])
+            self.sizes.append(first.nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def main(cases: Cases) -> None:
+    """Of a worker: runs its cases one after the other and writes ``FOLDER/RANK.json``."""
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    raised = {}
+    for name, run in cases.items():
+        try:
+            run(folder)
+            raised[name] = ""
+        except Exception:
+            raised[name] = traceback.format_exc()
+    (folder / f"{rank}.json").write_text(json.dumps(raised))
+    dist.destroy_process_group()

@@ -1,0 +1,305 @@
+"""qao.distributed.Colwise and Rowwise: one of the two processes of tests/test_tensor_parallel.py."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import qao
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from gloo_support import Cases, Collectives, main
+from qao.distributed import Colwise, Rowwise
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+CASES: Cases = {}
+SCHEMES = {
+    "int4": qao.Int4WeightOnly(group_size=32),
+    "int4 rows": qao.Int4WeightOnly(group_size=-1, symmetric=True),
+    "int8": qao.Int8WeightOnly(),
+    "fp8": qao.Float8WeightOnly(),
+    "fp8 block": qao.Float8WeightOnly(granularity="block"),
+    "int8_int8": qao.Int8DynamicActivationInt8Weight(),
+    "int8_int8 asymmetric": qao.Int8DynamicActivationInt8Weight(symmetric_activations=False),
+    "int8_int4": qao.Int8DynamicActivationInt4Weight(group_size=32),
+    "int8_int4 asymmetric": qao.Int8DynamicActivationInt4Weight(group_size=32, symmetric_activations=False),
+    "fp8_fp8": qao.Float8DynamicActivationFloat8Weight(),
+    "fp8_fp8 block": qao.Float8DynamicActivationFloat8Weight(granularity="block"),
+    "fp8_fp8 tensor": qao.Float8DynamicActivationFloat8Weight(granularity="tensor"),
+    "fp8_fp8 static": qao.Float8DynamicActivationFloat8Weight(granularity="tensor", activation_scale=0.01),
+    "fp8_int4": qao.Float8DynamicActivationInt4Weight(group_size=32),
+}
+PLAN = {"up": Colwise(), "down": Rowwise()}
+
+
+def case(function: Callable[[Path], None]) -> Callable[[Path], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2,))
+
+
+class Mlp(nn.Module):
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(96, 256, bias), nn.Linear(256, 80, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def activations(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def quantized(scheme: qao.Scheme, model: nn.Module | None = None) -> nn.Module:
+    model = model or Mlp()
+    qao.quantize_(model, scheme)
+    return model
+
+
+def close(got: Tensor, expected: Tensor, exact: Tensor) -> None:
+    """``got`` is at most twice as far from what float64 gives as ``expected`` is; both are sums in float32."""
+    error = (expected.double() - exact).norm()
+    assert (got.double() - exact).norm() <= 2 * error + 1e-6 * exact.norm(), (got, expected)
+
+
+def in_float64(model: nn.Module, x: Tensor) -> Tensor:
+    """The float model, without any rounding but that of its weights."""
+    return copy.deepcopy(model).double()(x.double())
+
+
+def check_scheme(scheme: qao.Scheme) -> None:
+    floats, x = Mlp(), activations(3, 5, 96)
+    exact = in_float64(floats, x)
+    whole = quantized(scheme, copy.deepcopy(floats))
+    model = parallelize_module(copy.deepcopy(whole), mesh(), PLAN)
+    with torch.no_grad(), Collectives() as trace:
+        y, expected = model(x), whole(x)
+    assert trace.names == ["allreduce_"], trace.names
+    close(y, expected, exact)
+    if scheme.activations == "float" or "block" in str(scheme) or scheme.activation_scale is not None:
+        # The same codes, scales and activations: nothing is left but the order of sums of 256 products in float32.
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+    # The parts are those of the whole, bit for bit, and so is what a column-wise layer computes of them.
+    rank = dist.get_rank()
+    rows = slice(128 * rank, 128 * rank + 128)
+    assert torch.equal(model.up.dequantize(), whole.up.dequantize()[rows])
+    assert torch.equal(model.down.dequantize(), whole.down.dequantize()[:, rows])
+    up, expected = model.up(x), whole.up(x)[..., rows]
+    assert torch.equal(up, expected) or (scheme.weights == "fp8" and torch.allclose(up, expected, rtol=1e-5, atol=1e-6))
+
+    # Sharded first: ranks search the ranges of their own parts.
+    later = quantized(scheme, parallelize_module(copy.deepcopy(floats), mesh(), PLAN))
+    assert "rows" in repr(later.up) and "out_features=128" in repr(later.up) and "columns" in repr(later.down)
+    close(later(x), whole(x), exact)
+    layer = quantized(scheme, nn.Sequential(parallelize_module(copy.deepcopy(floats.down), mesh(), Rowwise())))[0]
+    assert torch.equal(layer.bias, floats.down.bias)
+
+
+def check_gradients(scheme: qao.Scheme) -> None:
+    """Straight through: gradients are those of the dequantised weights, summed over ranks for x, once for biases."""
+    whole = quantized(scheme).requires_grad_()
+    model = parallelize_module(copy.deepcopy(whole), mesh(), PLAN)
+    results = []
+    for some in (whole, model):
+        x = activations(3, 96).requires_grad_()
+        hidden = some.up(x)
+        y = some.down(hidden)  # linear, so that gradients do not depend on how activations were rounded
+        y.backward(activations(*y.shape))
+        results.append((x.grad, some.up.bias.grad, some.down.bias.grad))
+    part = slice(128 * dist.get_rank(), 128 * dist.get_rank() + 128)
+    (dx, up, down), (got_dx, got_up, got_down) = results
+    for got, expected in ((got_dx, dx), (got_up, up[part]), (got_down, down)):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def check_compiled(scheme: qao.Scheme) -> None:
+    torch._dynamo.reset()
+    model = parallelize_module(quantized(scheme), mesh(), PLAN)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    for rows in (1, 5):
+        x = activations(rows, 96)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+for _name, _scheme in SCHEMES.items():
+    CASES[f"scheme {_name}"] = lambda folder, scheme=_scheme: check_scheme(scheme)
+    CASES[f"gradients {_name}"] = lambda folder, scheme=_scheme: check_gradients(scheme)
+for _name in ("int4", "int8_int8 asymmetric", "fp8_fp8"):
+    CASES[f"compiled {_name}"] = lambda folder, scheme=SCHEMES[_name]: check_compiled(scheme)
+
+
+@case
+def rowwise_finds_scales_of_a_token_in_its_own_columns(folder: Path) -> None:
+    """Each part is the operator on its own columns of x; a huge value on one rank does not coarsen those of others."""
+    whole = quantized(qao.Int8DynamicActivationInt8Weight()).down
+    layer = parallelize_module(copy.deepcopy(whole), mesh(), Rowwise())
+    x = activations(4, 256)
+    x[:, 3] = 1e4
+    parts = []
+    for columns in (slice(0, 128), slice(128, 256)):
+        q, scales, _ = qao.ops.int8_quantize(x[:, columns].contiguous(), True)
+        parts.append((q * scales).double() @ whole.dequantize(torch.float64)[:, columns].T)
+    own = slice(128 * dist.get_rank(), 128 * dist.get_rank() + 128)
+    y = layer(x[:, own].contiguous())
+    torch.testing.assert_close(y.double(), sum(parts) + whole.bias.double(), rtol=1e-5, atol=1e-4)
+
+
+@case
+def layouts(folder: Path) -> None:
+    """DTensors in and out, a gathered output, an input that is split here, a sum that is scattered."""
+    whole, x = quantized(SCHEMES["int8"]), activations(2, 4, 96)
+    hidden = torch.relu(whole.up(x))
+    expected = whole.down(hidden)
+    up = parallelize_module(copy.deepcopy(whole.up), mesh(), Colwise(output_layouts=Replicate()))
+    assert torch.equal(up(x), whole.up(x))
+    up = parallelize_module(copy.deepcopy(whole.up), mesh(), Colwise(use_local_output=False))
+    down = parallelize_module(copy.deepcopy(whole.down), mesh(), Rowwise(use_local_output=False))
+    y = down(torch.relu(up(DTensor.from_local(x, mesh(), [Replicate()]))))
+    assert isinstance(y, DTensor)
+    torch.testing.assert_close(y.full_tensor(), expected)
+    down = parallelize_module(copy.deepcopy(whole.down), mesh(), Rowwise(input_layouts=Replicate()))
+    torch.testing.assert_close(down(hidden), expected)
+    down = parallelize_module(
+        copy.deepcopy(whole.down), mesh(), Rowwise(input_layouts=Replicate(), output_layouts=Shard(1))
+    )
+    own = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    torch.testing.assert_close(down(hidden), expected[:, own])
+    sequence = parallelize_module(copy.deepcopy(whole.up), mesh(), Colwise(input_layouts=Shard(1)))
+    half = slice(128 * dist.get_rank(), 128 * dist.get_rank() + 128)
+    assert torch.equal(sequence(x[:, own]), whole.up(x)[..., half])
+
+
+@case
+def sizes_that_do_not_divide(folder: Path) -> None:
+    """Parts are those of torch.chunk: 51 and 50 of 101."""
+    torch.manual_seed(0)
+    floats = nn.Sequential(nn.Linear(70, 101), nn.Linear(101, 35))
+    x = activations(3, 70)
+    for scheme in (SCHEMES["int8"], SCHEMES["int4 rows"], SCHEMES["fp8_fp8"]):
+        whole = quantized(scheme, copy.deepcopy(floats))
+        model = parallelize_module(copy.deepcopy(whole), mesh(), {"0": Colwise(), "1": Rowwise()})
+        assert model[0].out_features == model[1].in_features == (51, 50)[dist.get_rank()]
+        close(model(x), whole(x), in_float64(floats, x))
+        gathered = parallelize_module(copy.deepcopy(whole[0]), mesh(), Colwise(output_layouts=Replicate()))
+        torch.testing.assert_close(gathered(x), whole[0](x))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(160, 64), nn.Linear(64, 160, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids))
+
+
+@case
+def tied_heads(folder: Path) -> None:
+    ids = torch.tensor([[0, 79, 80, 159, 3]])
+    plan = {"embed": Rowwise(), "head": Colwise(output_layouts=Replicate())}
+    for scheme in (SCHEMES["int4"], SCHEMES["int8"], SCHEMES["int8_int4 asymmetric"]):
+        whole = Tied()
+        floats = copy.deepcopy(whole)
+        qao.quantize_(whole, scheme, embeddings=True)
+        model = parallelize_module(copy.deepcopy(whole), mesh(), plan)
+        assert model.embed.qweight is model.head.qweight and model.embed.scales is model.head.scales
+        assert torch.equal(model.embed(ids), whole.embed(ids))
+        torch.testing.assert_close(model(ids), whole(ids))
+        columns = parallelize_module(copy.deepcopy(whole.embed), mesh(), Colwise(output_layouts=Replicate()))
+        assert torch.equal(columns(ids), whole.embed(ids))
+        later = parallelize_module(floats, mesh(), plan)
+        assert later.embed.weight is later.head.weight
+        qao.quantize_(later, scheme, embeddings=True)
+        assert later.embed.qweight is later.head.qweight and later.embed.num_embeddings == 80
+        close(later(ids), whole(ids), Tied().double()(ids))
+        for wrong in (-1, 160):
+            raises(RuntimeError, partial(model.embed, torch.tensor([wrong])), "160" if wrong == 160 else "-1")
+
+
+def raises(kind: type[Exception], call: Callable[[], object], *words: str) -> None:
+    try:
+        call()
+    except kind as error:
+        assert all(word in str(error) for word in words), error
+        return
+    raise AssertionError(f"no {kind.__name__}")
+
+
+@case
+def errors_name_what_works(folder: Path) -> None:
+    def layer(n: int, k: int, scheme: qao.Scheme) -> nn.Module:
+        return qao.QuantLinear.from_linear(nn.Linear(k, n), scheme)
+
+    odd = layer(64, 96, SCHEMES["int4"])  # three groups
+    raises(ValueError, lambda: parallelize_module(odd, mesh(), Rowwise()), "[64, 96]", "32 at a time", "work: 1, 3")
+    assert type(odd) is qao.QuantLinear and odd.in_features == 96
+    blocks = layer(384, 128, SCHEMES["fp8 block"])
+    raises(ValueError, lambda: parallelize_module(blocks, mesh(), Colwise()), "rows", "work: 1, 3")
+    raises(ValueError, lambda: parallelize_module(layer(1, 64, SCHEMES["int8"]), mesh(), Colwise()), "work: 1.")
+    raises(TypeError, lambda: parallelize_module(nn.Conv1d(1, 1, 1), mesh(), Colwise()), "Conv1d")
+    sharded = parallelize_module(layer(64, 64, SCHEMES["int8"]), mesh(), Colwise())
+    raises(TypeError, lambda: parallelize_module(sharded, mesh(), Rowwise()), "sharded already", "rows 0:32 of 64"[:4])
+    auto = nn.Sequential(parallelize_module(nn.Linear(512, 512), mesh(), Colwise()))
+    scheme = qao.Int4WeightOnly(group_size="auto", budget_bits=5)
+    raises(ValueError, lambda: qao.quantize_(auto, scheme), "auto", "differ")
+    raises(ValueError, lambda: qao.calibrate(auto, [torch.ones(1, 512)], SCHEMES["int8"]), "sharded")
+    raises(ValueError, lambda: qao.dequantize_(nn.Sequential(sharded)), "sharded")
+
+
+@case
+def weights_are_those_of_the_first_rank(folder: Path) -> None:
+    torch.manual_seed(dist.get_rank())
+    layer = qao.QuantLinear.from_linear(nn.Linear(64, 64), SCHEMES["int4"])
+    torch.manual_seed(0)
+    first = qao.QuantLinear.from_linear(nn.Linear(64, 64), SCHEMES["int4"])
+    layer = parallelize_module(layer, mesh(), Colwise(output_layouts=Replicate()))
+    assert torch.equal(layer(activations(2, 64)), first(activations(2, 64)))
+
+
+@case
+def state_dicts_are_of_the_whole(folder: Path) -> None:
+    """A checkpoint of two ranks is loaded by one, and the other way round."""
+    for number, scheme in enumerate(SCHEMES.values()):
+        whole, x = quantized(scheme), activations(3, 96)
+        model = parallelize_module(copy.deepcopy(whole), mesh(), PLAN)
+        expected, path = model(x), folder / f"state {number}"
+        dcp.save(model.state_dict(), checkpoint_id=path)
+        alone = quantized(scheme)
+        for parameter in alone.parameters():
+            parameter.data.zero_()
+        state = alone.state_dict()
+        dcp.load(state, checkpoint_id=path)
+        alone.load_state_dict(state)
+        for key, tensor in whole.state_dict().items():
+            assert torch.equal(alone.state_dict()[key], tensor), key
+        for source in ("file", "whole"):
+            again = parallelize_module(quantized(scheme), mesh(), PLAN)
+            for parameter in again.parameters():
+                parameter.data.zero_()
+            state = again.state_dict()
+            if source == "file":
+                dcp.load(state, checkpoint_id=path)
+            again.load_state_dict(state if source == "file" else whole.state_dict())
+            assert torch.equal(again(x), expected)
+    # 96 columns a rank are three groups, and one and a half tiles.
+    layer = parallelize_module(qao.QuantLinear.from_linear(nn.Linear(192, 64), SCHEMES["int4"]), mesh(), Rowwise())
+    raises(ValueError, layer.state_dict, "columns 0:96"[:7], "tile", "before it is sharded")
+
+
+if __name__ == "__main__":
+    main(CASES)
