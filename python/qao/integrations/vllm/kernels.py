@@ -1,0 +1,300 @@
+"""qao's operators as linear kernels of vLLM, for checkpoints that vLLM reads: one class a table of kernels.
+
+Written against vLLM 0.33. ``can_implement`` says no, with the reason, to whatever would not be computed exactly as the
+checkpoint says; vLLM then asks its own kernels. Fused experts have tables of their own, which are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm import envs
+from vllm.model_executor.kernels import linear
+from vllm.model_executor.kernels.linear import (
+    Fp8BlockScaledMMLinearKernel,
+    FP8ScaledMMLinearKernel,
+    Int8ScaledMMLinearKernel,
+    MPLinearKernel,
+)
+from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import PlatformEnum, current_platform
+from vllm.scalar_type import scalar_types
+
+from ... import ops
+from ...checkpoints.plain import group_size_of
+from ...formats import Scheme, _host
+from ...schemes import (
+    Float8DynamicActivationInt4Weight,
+    Int4WeightOnly,
+    Int8DynamicActivationInt4Weight,
+    Int8DynamicActivationInt8Weight,
+    Int8WeightOnly,
+)
+from .. import served
+
+Answer = tuple[bool, str | None]
+MIN_CAPABILITY = 80
+_OPERATORS = {"int4": ops.INT4, "int8": ops.INT8, "int8_int4": ops.INT8_INT4, "fp8_int4": ops.FP8_INT4}
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _missing(compute_capability: int | None = None) -> str | None:
+    """Why no kernel of qao runs in this process; None if they do."""
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT: qao chooses its kernels by the number of tokens"
+    if current_platform.is_cpu():
+        return None
+    if not current_platform.is_cuda():
+        return "qao runs on CUDA and on CPUs"
+    if _host is not None and _host.build_info()["cuda"] is None:
+        return "this qao was built without CUDA kernels: install one that was built with nvcc"
+    if compute_capability is not None and compute_capability < MIN_CAPABILITY:
+        return f"qao needs compute capability {MIN_CAPABILITY}, this is {compute_capability}"
+    return None
+
+
+class _Kernel:
+    """What vLLM asks every class but those of mixed precision."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        reason = _missing(compute_capability)
+        return reason is None, reason
+
+
+class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
+    """Weights of four bits in groups or rows, of eight bits in rows; activations as they come, or int8 or e4m3."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return MIN_CAPABILITY
+
+    @classmethod
+    def can_implement(cls, c: Any) -> Answer:
+        reason = _missing() or _mixed_obstacle(c)
+        return reason is None, reason
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        c = self.config
+        w_q, w_s, w_zp = self._get_weight_params(layer)
+        bits, out = c.weight_type.size_bits, getattr(w_s, "output_dim", 0)
+        k, n = c.partition_weight_shape
+        scales, zeros = (w_s.data if out == 0 else w_s.data.t())[:n], None
+        if c.zero_points:
+            out = getattr(w_zp, "output_dim", 0)
+            zeros = served.rows(w_zp.data, 4, packed_dim=getattr(w_zp, "packed_dim", 0), output_dim=out)[:n]
+        if w_q.dtype == torch.int8:  # one value a byte, -8..7 (W4A8 of integers)
+            q = (w_q.data + 8).view(torch.uint8)
+        else:
+            packed, out = getattr(w_q, "packed_dim", 1), getattr(w_q, "output_dim", 0)
+            q = served.rows(w_q.data, bits, packed_dim=packed, output_dim=out)[:n, :k]
+        scheme = _mixed_scheme(c, layer)
+        if bits == 8:
+            made = scheme.pack((q ^ 0x80).view(torch.int8), scales.reshape(-1))
+        else:
+            made = served.grouped(scheme, q, scales, zeros, c.group_size)
+        replace_parameter(layer, self.w_q_name, made.qweight)
+        replace_parameter(layer, self.w_s_name, made.scales)
+        if self.w_zp_name is not None and getattr(layer, self.w_zp_name, None) is not None:
+            replace_parameter(layer, self.w_zp_name, None)  # with the scales now, or 8 everywhere
+        self._takes_sums = scheme.activations == "int8"
+        if self._takes_sums:
+            replace_parameter(layer, "qao_weight_sums", made.weight_sums)
+        self._operator, self._rest = _OPERATORS[scheme.word], scheme.constants(n, k)
+
+    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        weight, scales = getattr(layer, self.w_q_name), getattr(layer, self.w_s_name)
+        sums = (layer.qao_weight_sums,) if self._takes_sums else ()
+        return self._operator(x, weight, scales, bias, *sums, *self._rest)  # type: ignore[no-any-return]
+
+
+def _mixed_obstacle(c: Any) -> str | None:
+    kind, k = c.weight_type, c.partition_weight_shape[0]
+    if kind == scalar_types.uint8b128:
+        if c.group_size not in (-1, c.full_weight_shape[0]):
+            return f"eight bits in groups of {c.group_size} columns; qao has one scale a row there"
+        if c.zero_points or c.act_type not in _FLOATS:
+            return "eight bits with zero points, or with activations of eight bits; qao has neither in this layout"
+        return None
+    if kind not in (scalar_types.uint4, scalar_types.uint4b8, scalar_types.int4):
+        return f"weights of type {kind}; qao has four bits, and eight without zero points"
+    if c.zero_points != (kind == scalar_types.uint4):
+        return f"weights of type {kind} {'with' if c.zero_points else 'without'} zero points"
+    if c.act_type not in (*_FLOATS, torch.int8, torch.float8_e4m3fn):
+        return f"activations of type {c.act_type}"
+    return served.groups_obstacle(c.group_size, k, c.full_weight_shape[0])
+
+
+def _mixed_scheme(c: Any, layer: nn.Module) -> Scheme:
+    """How the layer is multiplied; what activations become, vLLM says in three places."""
+    if c.weight_type.size_bits == 8:
+        return Int8WeightOnly()
+    size = group_size_of(c.group_size, c.partition_weight_shape[0])
+    assert size is not None  # _mixed_obstacle
+    symmetric = not c.zero_points
+    if c.act_type == torch.float8_e4m3fn:
+        return Float8DynamicActivationInt4Weight(size, symmetric)
+    asked = getattr(layer, "_humming_input_quant_config", None) or {}
+    tokens = asked.get("num_bits") == 8 and asked.get("type") == "int" and asked.get("strategy") == "token"
+    if c.weight_type == scalar_types.int4:  # CompressedTensorsW4A8Int
+        symmetric_x = bool(getattr(getattr(layer, "scheme", None), "input_symmetric", True))
+        return Int8DynamicActivationInt4Weight(size, symmetric, symmetric_activations=symmetric_x)
+    if tokens or c.act_type == torch.int8:  # CompressedTensorsWNA8Int; VLLM_MARLIN_INPUT_DTYPE
+        symmetric_x = bool(asked.get("symmetric", True))
+        return Int8DynamicActivationInt4Weight(size, symmetric, symmetric_activations=symmetric_x)
+    return Int4WeightOnly(size, symmetric)
+
+
+class QaoInt8Kernel(_Kernel, Int8ScaledMMLinearKernel):  # type: ignore[misc]
+    """Weights in int8 with a scale per row or matrix; activations in int8, a scale (and zero point) per token."""
+
+    @classmethod
+    def can_implement(cls, c: Any) -> Answer:
+        if c.is_static_input_scheme:
+            return False, "static scales of int8 activations; qao finds one in each token"
+        return True, None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        w_q, w_s, _, _, w_sums = self.layer_param_names
+        weight = getattr(layer, w_q).data
+        widths = getattr(layer, "logical_widths", [len(weight)])
+        scheme = Int8DynamicActivationInt8Weight(symmetric_activations=self.config.input_symmetric)
+        made = scheme.pack(weight, served.row_scales(getattr(layer, w_s), widths))
+        replace_parameter(layer, w_q, made.qweight)
+        replace_parameter(layer, w_s, made.scales)
+        replace_parameter(layer, w_sums, made.weight_sums)
+
+    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        weight, scales, _, _, sums = self._get_layer_params(layer)
+        return ops.INT8_INT8(x, weight, scales, bias, sums)  # type: ignore[no-any-return]
+
+
+class _Fp8(_Kernel, FP8ScaledMMLinearKernel):  # type: ignore[misc]
+    def apply_scaled_mm(
+        self,
+        *,
+        A: Tensor,
+        B: Tensor,
+        out_dtype: torch.dtype,
+        As: Tensor,
+        Bs: Tensor,
+        bias: Tensor | None,
+        output_shape: Sequence[int],
+    ) -> Tensor:
+        """Of activations that vLLM quantised: A [M, K], B [K, N], a view of the weight [N, K]."""
+        y = torch.ops.qao.fp8_scaled_mm.default(A, As, B.t(), Bs, bias, out_dtype, False)
+        return y.view(*output_shape)  # type: ignore[no-any-return]
+
+
+class QaoFp8Kernel(_Fp8):
+    """Weights in e4m3 with a scale per row or for all; activations in e4m3, a scale per token or for all."""
+
+    @classmethod
+    def can_implement(cls, c: Any) -> Answer:
+        weight, x = c.weight_quant_key, c.activation_quant_key
+        shape = weight.scale.group_shape
+        by_row = shape.is_per_channel() or shape.is_per_token()
+        if weight.dtype != torch.float8_e4m3fn or not (by_row or shape.is_per_tensor()):
+            return False, f"a weight of {weight}; qao has e4m3 with a scale per row or for all of it"
+        shape = x.scale.group_shape
+        if x.dtype != torch.float8_e4m3fn or not (shape.is_per_tensor() or shape.is_per_token()):
+            return False, f"activations of {x}; qao has e4m3 with a scale per token or for all of them"
+        if x.scale.static and not shape.is_per_tensor():
+            return False, f"activations of {x}; qao has static scales for all of x alone"
+        return True, None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        _, w_s, x_s, x_ub = self._get_layer_params(layer)
+        replace_parameter(layer, self.layer_param_names[1], w_s.data.float().contiguous())
+        if x_s is not None:
+            replace_parameter(layer, self.layer_param_names[2], x_s.data.float().reshape(1))
+        self._x_group_size = -1 if self.config.activation_quant_key.scale.group_shape.is_per_token() else 0
+        self._limited = x_ub is not None  # FBGEMM's upper bound of activations, which vLLM's own quantisation knows
+
+    def apply_weights(self, layer: nn.Module, x: Any, bias: Tensor | None = None) -> Tensor:
+        if self._limited:
+            return super().apply_weights(layer, x, bias)  # type: ignore[no-any-return]
+        weight, scales, x_scale, _ = self._get_layer_params(layer)
+        y = ops.FP8_FP8(x, weight.t(), scales, bias, x_scale, self._x_group_size, False)
+        return y.to(self.config.out_dtype)  # type: ignore[no-any-return]
+
+
+class QaoFp8BlockKernel(_Kernel, Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
+    """Weights in e4m3 with a scale per block of 128 x 128; activations in e4m3, a scale per 128 columns of a token."""
+
+    @classmethod
+    def can_implement(cls, config: Any) -> Answer:
+        weight, x = config.weight_quant_key, config.activation_quant_key
+        shape, x_shape = weight.scale.group_shape, x.scale.group_shape
+        if weight.dtype != torch.float8_e4m3fn or (shape.row, shape.col) != (128, 128):
+            return False, f"a weight of {weight}; qao has e4m3 in blocks of 128 x 128"
+        if x.dtype != torch.float8_e4m3fn or (x_shape.row, x_shape.col) != (1, 128) or x.scale.static:
+            return False, f"activations of {x}; qao has dynamic e4m3 in groups of 128 columns beside such weights"
+        return True, None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        params = self._get_layer_params(layer)
+        replace_parameter(layer, params.WEIGHT, params.weight.data.contiguous())
+        # ue8m0 scales are powers of two: float32 holds them exactly
+        replace_parameter(layer, params.block_scale_attr, params.block_scale.data.float().contiguous())
+        self._scale_name = params.block_scale_attr
+
+    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
+        y = ops.FP8_FP8(x, layer.weight, getattr(layer, self._scale_name), bias, None, 128, False)
+        return y.to(self.config.out_dtype)  # type: ignore[no-any-return]
+
+    def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
+        """Of activations that vLLM quantised."""
+        args = A, As, B, Bs, None, self.config.out_dtype, False
+        return torch.ops.qao.fp8_scaled_mm.default(*args)  # type: ignore[no-any-return]
+
+
+class QaoFp8WeightOnlyKernel(_Fp8):
+    """Weights in e4m3 with a scale per row, for all or per block of 128 x 128; activations as they come."""
+
+    @classmethod
+    def can_implement(cls, c: Any) -> Answer:
+        weight = c.weight_quant_key
+        shape = weight.scale.group_shape
+        known = shape.is_per_tensor() or shape.is_per_channel() or (shape.row, shape.col) == (128, 128)
+        if weight.dtype != torch.float8_e4m3fn or not (known or shape.is_per_token()):
+            return False, f"a weight of {weight}; qao has e4m3 with a scale per row, block of 128 x 128, or for all"
+        return True, None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self._blocks = getattr(layer, "weight_block_size", None) is not None
+        self._scale_name = "weight_scale_inv" if self._blocks else self.layer_param_names[1]
+        scales = getattr(layer, self._scale_name).data.float().contiguous()
+        replace_parameter(layer, self._scale_name, scales)
+
+    def apply_weights(self, layer: nn.Module, x: Any, bias: Tensor | None = None) -> Tensor:
+        weight: Tensor = layer._parameters["weight"]  # type: ignore[assignment]
+        weight = weight if self._blocks else weight.t()
+        y = ops.FP8(x, weight, getattr(layer, self._scale_name), bias)
+        return y.to(self.config.out_dtype)  # type: ignore[no-any-return]
+
+
+# Kernel, vLLM's name of its kind (None: it has none), the table of that kind.
+_KERNELS: tuple[tuple[type, str | None, str], ...] = (
+    (QaoMixedPrecisionKernel, "mp", "_POSSIBLE_KERNELS"),
+    (QaoInt8Kernel, "int8", "_POSSIBLE_INT8_KERNELS"),
+    (QaoFp8Kernel, "fp8", "_POSSIBLE_FP8_KERNELS"),
+    (QaoFp8BlockKernel, "fp8_block", "_POSSIBLE_FP8_BLOCK_KERNELS"),
+    (QaoFp8WeightOnlyKernel, None, "_POSSIBLE_WFP8A16_KERNELS"),
+)
+
+
+def register() -> None:
+    """Puts these kernels before vLLM's own, which ask the first that can."""
+    tables = [
+        getattr(linear, table) for _, _, table in _KERNELS
+    ]  # of another version: an error before anything is done
+    for (kernel, kind, _), table in zip(_KERNELS, tables, strict=True):
+        for platform in (PlatformEnum.CUDA, PlatformEnum.CPU):
+            if kind is not None:
+                linear.register_linear_kernel(kernel, platform, kind)
+            kernels = table.setdefault(platform, [])
+            kernels[:] = [kernel, *(other for other in kernels if other is not kernel)]

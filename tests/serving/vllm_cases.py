@@ -1,0 +1,301 @@
+"""vLLM's own layers with qao's kernels; run by tests/test_vllm.py in a process of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import vllm_support  # noqa: F401  # first: it makes vLLM importable
+
+# isort: split
+
+import pytest
+import qao
+import qao.integrations.vllm
+import tomllib
+import torch
+import vllm.plugins
+from accuracy import check_close
+from ops_schemes import Activation
+from qao.integrations.vllm import kernels
+from test_checkpoints_compressed_tensors import CASES, compressed, config_of, decompressed, scheme_of
+from test_checkpoints_gptq_awq import Weight
+from torch import Tensor
+from vllm.model_executor.kernels import linear
+from vllm.model_executor.kernels.linear import MPLinearLayerConfig
+from vllm.model_executor.layers.quantization import auto_gptq
+from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
+from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.platforms import PlatformEnum
+from vllm.scalar_type import scalar_types
+from vllm_support import KINDS, K, Loaded, N, engine
+
+qao.integrations.vllm.register()
+ROOT = Path(__file__).parents[2]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LAYERS = [*((kind, size, "bf16") for kind in KINDS for size in (1, 2)), ("qkv", 2, "fp16"), ("row", 2, "fp16")]
+FLOAT = Activation()
+INT8, INT8_ASYM = Activation("int8"), Activation("int8", symmetric=False)
+E4M3, E4M3_ALL, E4M3_STATIC = (
+    Activation("fp8"),
+    Activation("fp8", group_size=0),
+    Activation("fp8", group_size=0, static_scale=0.25),
+)
+E4M3_BLOCK = Activation("fp8", group_size=128)
+
+# A case of compressed-tensors, the kernel that is to run it, what becomes of x.
+COMPRESSED = {
+    "W4A16": ("QaoMixedPrecisionKernel", FLOAT),
+    "W4A16 asym": ("QaoMixedPrecisionKernel", FLOAT),
+    "W4A16 g32": ("QaoMixedPrecisionKernel", FLOAT),
+    "W4A16 channel": ("QaoMixedPrecisionKernel", FLOAT),
+    "W4A16 channel asym": ("QaoMixedPrecisionKernel", FLOAT),
+    "W8A16 channel": ("QaoMixedPrecisionKernel", FLOAT),
+    "W8A8": ("QaoInt8Kernel", INT8),
+    "W8A8 asym": ("QaoInt8Kernel", INT8_ASYM),
+    "W8A8 tensor": ("QaoInt8Kernel", INT8),
+    "W4A8": ("QaoMixedPrecisionKernel", INT8),
+    "W4AFP8 packed": ("QaoMixedPrecisionKernel", Activation("fp8", beside_int4=True)),
+    "FP8_DYNAMIC": ("QaoFp8Kernel", E4M3),
+    "FP8_BLOCK": ("QaoFp8BlockKernel", E4M3_BLOCK),
+    "FP8": ("QaoFp8Kernel", E4M3_STATIC),
+    "FP8 channel, static": ("QaoFp8Kernel", E4M3_STATIC),
+    "FP8 tensor by token": ("QaoFp8Kernel", E4M3),
+    "FP8 weights": ("QaoFp8WeightOnlyKernel", FLOAT),
+}
+
+
+def states_of(case: str, kind: str, dtype: torch.dtype) -> tuple[dict, list[dict[str, Tensor]], list[Tensor]]:
+    """The config of a checkpoint, its tensors for each matrix, and in float64 what they are."""
+    scheme = scheme_of(CASES[case][0])
+    scheme.targets = ["Linear"]
+    if "packed" in case:
+        scheme.format = "pack-quantized"
+    states = [compressed(scheme, rows, K, dtype) for _, _, rows in KINDS[kind][1]]
+    if scheme.weights.type == "float" and scheme.weights.strategy == "tensor":
+        for state in states:  # those of matrices that are joined, vLLM quantises again with the largest scale
+            state["weight_scale"] = states[0]["weight_scale"]
+    dense = [decompressed({**state, "weight_scale": state["weight_scale"].double()}, scheme) for state in states]
+    return config_of({"group_0": scheme}, format=scheme.format), states, dense
+
+
+def check(loaded: Loaded, dense: list[Tensor], biases: list[Tensor], what: Activation, dtype: torch.dtype) -> None:
+    part, bias = loaded.part_of(dense), loaded.part_of(biases) if biases else None
+    for tokens in (1, 5, 40):
+        x = torch.randn(tokens, K, dtype=dtype)
+        own = x[:, loaded.columns()].contiguous()
+        check_close(loaded(x), own, part, bias, what.seen(own), what.slack(own, part))
+
+
+def add_bias(kind: str, states: list[dict[str, Tensor]], dtype: torch.dtype) -> list[Tensor]:
+    """Beside the weights of a layer that adds it before results are summed."""
+    if kind == "row":
+        return []
+    biases = [torch.randn(rows, dtype=dtype) for _, _, rows in KINDS[kind][1]]
+    for state, bias in zip(states, biases, strict=True):
+        state["bias"] = bias
+    return biases
+
+
+@pytest.mark.parametrize(("kind", "size", "dtype"), LAYERS)
+@pytest.mark.parametrize("case", COMPRESSED)
+def test_compressed_tensors(case: str, kind: str, size: int, dtype: str) -> None:
+    torch.manual_seed(len(case))
+    kernel, what = COMPRESSED[case]
+    config, states, dense = states_of(case, kind, DTYPES[dtype])
+    biases = add_bias(kind, states, DTYPES[dtype])
+    by_token = CompressedTensorsConfig._is_fp8_w4a8  # of W4AFP8, which vLLM has for Hopper alone
+    hopper = mock.patch.object(CompressedTensorsConfig, "_is_fp8_w4a8_sm90", staticmethod(by_token))
+    with engine(DTYPES[dtype]), hopper:
+        for rank in range(size):
+            loaded = Loaded(kind, CompressedTensorsConfig.from_config(config), states, rank, size)
+            assert type(loaded.kernel).__name__ == kernel
+            check(loaded, dense, biases, what, DTYPES[dtype])
+
+
+class Checkpoint:
+    """A GPTQ or AWQ weight for each matrix of a layer; ``zero`` None: zero points of their own."""
+
+    def __init__(self, kind: str, dtype: torch.dtype, group_size: int, **options: Any) -> None:
+        self.weights = [Weight(rows, K, group_size, dtype=dtype, **options) for _, _, rows in KINDS[kind][1]]
+
+    @property
+    def dense(self) -> list[Tensor]:
+        return [weight.dequantized.double() for weight in self.weights]  # exact in float32
+
+    def states(self, names: tuple[str, ...], make: Callable[[Weight], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        return [{name: make(weight)[f"a.{name}"] for name in names} for weight in self.weights]
+
+
+@pytest.mark.parametrize(("kind", "size", "dtype"), LAYERS)
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 128), (4, -1), (8, -1)])
+def test_gptq(bits: int, group_size: int, kind: str, size: int, dtype: str) -> None:
+    torch.manual_seed(bits + group_size)
+    made = Checkpoint(kind, DTYPES[dtype], group_size, bits=bits, zero=1 << bits - 1)
+    states = made.states(("qweight", "qzeros", "scales"), Weight.gptq)
+    biases = add_bias(kind, states, DTYPES[dtype])
+    config = {"bits": bits, "group_size": group_size, "desc_act": False, "sym": True}
+    # Before any kernel is asked, vLLM asks whether Marlin can, which has no eight bits on a CPU.
+    with engine(DTYPES[dtype]), mock.patch.object(auto_gptq, "verify_marlin_supported"):
+        for rank in range(size):
+            loaded = Loaded(kind, AutoGPTQConfig.from_config(config), states, rank, size)
+            assert type(loaded.kernel) is kernels.QaoMixedPrecisionKernel
+            check(loaded, made.dense, biases, FLOAT, DTYPES[dtype])
+
+
+@pytest.mark.parametrize(("kind", "size", "dtype"), LAYERS)
+@pytest.mark.parametrize("group_size", [32, 128, 256])
+def test_awq(group_size: int, kind: str, size: int, dtype: str) -> None:
+    torch.manual_seed(group_size)
+    made = Checkpoint(kind, DTYPES[dtype], group_size)
+    states = made.states(("qweight", "qzeros", "scales"), Weight.awq)
+    biases = add_bias(kind, states, DTYPES[dtype])
+    config = {"bits": 4, "group_size": group_size, "zero_point": True}
+    with engine(DTYPES[dtype]):
+        for rank in range(size):
+            loaded = Loaded(kind, AutoAWQConfig.from_config(config), states, rank, size)
+            assert type(loaded.kernel) is kernels.QaoMixedPrecisionKernel
+            check(loaded, made.dense, biases, FLOAT, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheme", ["block", "dynamic", "static"])
+def test_fp8(scheme: str, kind: str, size: int) -> None:
+    """The layouts of Hugging Face and of DeepSeek."""
+    torch.manual_seed(size)
+    config = {"quant_method": "fp8", "activation_scheme": "static" if scheme == "static" else "dynamic"}
+    if scheme == "block":
+        config["weight_block_size"] = [128, 128]
+    states, dense = [], []
+    for _, _, rows in KINDS[kind][1]:
+        weight = torch.randn(rows, K).mul(60).to(torch.float8_e4m3fn)
+        scales = torch.rand(rows // 128, K // 128) * 0.01 + 0.001 if scheme == "block" else torch.tensor(0.004)
+        states.append({"weight": weight, "weight_scale_inv" if scheme == "block" else "weight_scale": scales})
+        if scheme == "static":
+            states[-1]["input_scale"] = torch.tensor(0.25)
+        by_row = scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1) if scheme == "block" else scales
+        dense.append(weight.double() * by_row.double())
+    biases = add_bias(kind, states, torch.bfloat16)
+    what = {"block": E4M3_BLOCK, "dynamic": E4M3_ALL, "static": E4M3_STATIC}[scheme]
+    with engine(torch.bfloat16):
+        for rank in range(size):
+            loaded = Loaded(kind, Fp8Config.from_config(config), states, rank, size)
+            expected = kernels.QaoFp8BlockKernel if scheme == "block" else kernels.QaoFp8Kernel
+            assert type(loaded.kernel) is expected
+            check(loaded, dense, biases, what, torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", ["W4A16 asym", "W8A8 asym", "FP8_DYNAMIC", "FP8_BLOCK", "FP8 weights"])
+def test_compiles_into_one_graph(case: str) -> None:
+    config, states, _ = states_of(case, "qkv", torch.bfloat16)
+    with engine(torch.bfloat16):
+        loaded = Loaded("qkv", CompressedTensorsConfig.from_config(config), states)
+        x = torch.randn(3, K, dtype=torch.bfloat16)
+        compiled = torch.compile(lambda x: loaded.layer(x)[0], fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            assert torch.equal(compiled(x), loaded(x))
+
+
+def test_weights_are_held_once() -> None:
+    """Nothing of what a checkpoint stored stays beside the packed weight."""
+    config, states, _ = states_of("W4A16 asym", "qkv", torch.bfloat16)
+    with engine(torch.bfloat16):
+        loaded = Loaded("qkv", CompressedTensorsConfig.from_config(config), states)
+    held = sum(p.numel() * p.element_size() for p in loaded.layer.parameters())
+    rows = sum(part[2] for part in KINDS["qkv"][1])
+    packed = qao.Int4WeightOnly(128).empty(rows, K, dtype=torch.bfloat16, device="meta")
+    wanted = sum(t.numel() * t.element_size() for t in packed.tensors().values() if t is not None)
+    assert held == wanted + 16  # weight_shape
+
+
+def mixed(kind: Any, group_size: int = 128, zero_points: bool = False, k: int = K, full: int = K, **more: Any) -> Any:
+    values = {"act_type": torch.bfloat16, **more}
+    return MPLinearLayerConfig((full, N), (k, N), kind, values["act_type"], group_size, zero_points)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (mixed(scalar_types.uint8b128), "eight bits in groups of 128"),
+        (mixed(scalar_types.uint8, -1, True), "weights of type uint8"),
+        (mixed(scalar_types.uint3b4), "weights of type uint3b4"),
+        (mixed(scalar_types.uint4, 48, True), "groups of 48 columns"),
+        (mixed(scalar_types.uint4, 16, True), "groups of 16 columns"),
+        (mixed(scalar_types.uint4b8, 128, k=192, full=384), "a shard of 192 columns, which groups of 128 do not"),
+        (mixed(scalar_types.uint4, 128, False), "without zero points"),
+        (mixed(scalar_types.uint4b8, act_type=torch.int32), "activations of type torch.int32"),
+    ],
+)
+def test_refuses_with_a_reason(config: Any, reason: str) -> None:
+    answer, why = kernels.QaoMixedPrecisionKernel.can_implement(config)
+    assert not answer and reason in why
+
+
+def test_static_int8_activations_are_left_to_vllm() -> None:
+    with engine(torch.bfloat16):
+        assert type(linear.init_int8_linear_kernel(True, False, True, "test")) is kernels.QaoInt8Kernel
+        assert "vllm." in type(linear.init_int8_linear_kernel(True, True, True, "test")).__module__
+    answer, why = kernels.QaoInt8Kernel.can_implement(linear.Int8ScaledMMLinearLayerConfig(True, True, True))
+    assert not answer and "static scales of int8 activations" in why
+
+
+def test_batch_invariance_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert "number of tokens" in kernels.QaoFp8BlockKernel.is_supported()[1]
+    assert "number of tokens" in kernels.QaoMixedPrecisionKernel.can_implement(mixed(scalar_types.uint4b8))[1]
+
+
+def test_vllms_own_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "QaoInt8Kernel")
+    with engine(torch.bfloat16):
+        assert "vllm." in type(linear.init_int8_linear_kernel(True, False, True, "test")).__module__
+
+
+def test_registers_in_front_and_once() -> None:
+    qao.integrations.vllm.register()
+    qao.integrations.vllm.register()
+    for kernel, _, table in kernels._KERNELS:
+        for platform in (PlatformEnum.CUDA, PlatformEnum.CPU):
+            names = [one.__name__ for one in getattr(linear, table)[platform]]
+            assert names[0] == kernel.__name__ and names.count(kernel.__name__) == 1
+
+
+def test_vllm_finds_it_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    metadata = tmp_path / "qao_of_this_test-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: qao-of-this-test\nVersion: 1\n")
+    lines = [f"{name} = {value}" for name, value in found.items()]
+    (metadata / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines]))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(vllm.plugins, "plugins_loaded", False)
+    monkeypatch.setattr(linear, "_POSSIBLE_KERNELS", {PlatformEnum.CPU: [], PlatformEnum.CUDA: []})
+    vllm.plugins.load_general_plugins()
+    assert linear._POSSIBLE_KERNELS[PlatformEnum.CUDA] == [kernels.QaoMixedPrecisionKernel]
+
+
+def tables() -> list[Any]:
+    return [(table, {**getattr(linear, table, {})}) for _, _, table in kernels._KERNELS]
+
+
+def test_another_version_is_told_and_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = tables()
+    monkeypatch.setattr(vllm, "__version__", "0.40.1")
+    told = rf"this vllm \(0\.40\.1\): RuntimeError: qao {re.escape(qao.__version__)} knows vLLM 0\.33"
+    with pytest.warns(UserWarning, match=told):
+        qao.integrations.vllm.register()
+    assert tables() == before
+
+
+def test_what_has_gone_is_told_and_the_rest_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(linear, "_POSSIBLE_FP8_BLOCK_KERNELS")
+    before = tables()
+    with pytest.warns(UserWarning, match=rf"this vllm \({vllm.__version__}\): AttributeError: .*_FP8_BLOCK_KERNELS"):
+        qao.integrations.vllm.register()
+    assert tables() == before

@@ -1,0 +1,44 @@
+"""The Python sources of vLLM and SGLang, for tests/test_vllm.py and tests/test_sglang.py: ``python serving.py FOLDER``.
+
+pip downloads their wheels (375 MB, some seconds), of which the Python files stay (140 MB). Neither is installed: their
+dependencies are gigabytes that no test needs, and they ask for other versions of what tests have.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from zipfile import ZipFile
+
+# The versions that the tests run with, as docs/serving.md says, and the oldest Python these run on.
+SOURCES = {"vllm": "0.33.0", "sglang": "0.5.23"}
+PYTHON = (3, 11)
+
+
+def fetch(package: str, version: str, folder: Path) -> None:
+    target = folder / f"{package}-{version}"
+    if target.exists():
+        return
+    with tempfile.TemporaryDirectory(dir=folder) as here:
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", here]
+        subprocess.run([*pip, f"{package}=={version}"], check=True)
+        (wheel,) = Path(here).glob("*.whl")
+        unpacked = Path(here, "unpacked")
+        with ZipFile(wheel) as archive:
+            archive.extractall(unpacked, [name for name in archive.namelist() if name.endswith((".py", "/METADATA"))])
+        unpacked.rename(target)
+
+
+def main(folder: Path) -> None:
+    if sys.version_info < PYTHON:
+        print(f"vLLM and SGLang need Python {'.'.join(map(str, PYTHON))}: their tests are left out")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for package, version in SOURCES.items():
+        fetch(package, version, folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
