@@ -127,8 +127,8 @@ constexpr Gpu kGpus[] = {{80, 108, 166912}, {86, 82, 101376},   {89, 128, 101376
                          {90, 132, 232448}, {100, 148, 232448}, {120, 170, 101376}};
 constexpr int64_t kMostTokens = 4096;
 
-// Adds what the choices for one op name: a row a CUDA tile of a compute capability, a row a CPU kernel of an
-// instruction set. Nothing here knows a kernel; where a plan fails there is none.
+// Adds the kernels that are chosen for one operator: a row per CUDA tile and compute capability, a row per CPU kernel
+// and instruction set. Nothing here knows a kernel; where a plan fails there is no row.
 void add_kernels(const std::string& op, mm::Problem problem, py::list& rows) {
   problem.n = problem.k = 4096, problem.group_size = 128;
   problem.scale_dtype = DType::kBFloat16;

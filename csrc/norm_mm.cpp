@@ -1,4 +1,4 @@
-// RMSNorm, an int4 product and, if wanted, SiLU-multiply: one kernel where one is faster, else one each.
+// RMSNorm, an int4 product and, if gated, SiLU-multiply: one kernel where that is faster, else a kernel each.
 #include "norm.h"
 #include "ops.h"
 #include "product.h"

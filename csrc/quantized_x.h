@@ -14,8 +14,8 @@ class QuantizedX {
   // `problem` says how; `scale`: of all of x, known beforehand, or null.
   QuantizedX(const mm::Problem& problem, const Argument& x, const Argument* scale);
 
-  // Quantises the rows that `arguments` name, and puts the quantised ones and what belongs to them in their place.
-  // Where the product quantises x itself, the scale that is known is all it wants: it is there from the beginning.
+  // Quantises the rows of x in `arguments` and replaces x, its scales, zero points and sums there. Where the product
+  // quantises x itself, only a known scale is needed, and that is in `arguments` from the start.
   void make(const Op& op, mm::Arguments& arguments);
 
  private:

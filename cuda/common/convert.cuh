@@ -25,7 +25,7 @@ __device__ __forceinline__ float load_shared_float(uint32_t from) {
   return __half2float(__ushort_as_half(bits));
 }
 
-// Two neighbours at once; `from` must be aligned to their size.
+// Two adjacent elements at once; `from` must be aligned to their size.
 template <DType dtype>
 __device__ __forceinline__ float2 load_shared_float2(uint32_t from) {
   if constexpr (dtype == DType::kFloat32) return ptx::load_shared_float2(from);
@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_float(void* data, int64_t index, DType dty
   }
 }
 
-// Two neighbours at once; `data` + index must be aligned to their size.
+// Two adjacent elements at once; `data` + index must be aligned to their size.
 __device__ __forceinline__ void store_float2(void* data, int64_t index, DType dtype, float2 value) {
   if (dtype == DType::kFloat32) {
     *reinterpret_cast<float2*>(static_cast<float*>(data) + index) = value;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void store_float2(void* data, int64_t index, DType dt
   }
 }
 
-// Four neighbours at once; `data` + index must be aligned to their size.
+// Four adjacent elements at once; `data` + index must be aligned to their size.
 __device__ __forceinline__ void store_float4(void* data, int64_t index, DType dtype, const float (&value)[4]) {
   if (dtype == DType::kFloat32) {
     *reinterpret_cast<float4*>(static_cast<float*>(data) + index) = {value[0], value[1], value[2], value[3]};

@@ -16,7 +16,7 @@ int current_gpu() {
 
 namespace {
 
-// What is asked of a GPU, once.
+// Facts of a GPU, queried once and cached.
 struct Facts {
   Gpu gpu;
   int64_t largest_window;

@@ -12,7 +12,8 @@ __device__ __forceinline__ float truncate_to_bf16(float value) {
   return __uint_as_float(__float_as_uint(value) & 0xFFFF0000u);
 }
 
-// One warp one group of one token: parts [m, 3, part_stride] and, if wanted, the group's sum of x [m, groups].
+// A warp has one group of one token. It writes parts [m, 3, part_stride] and, if wanted, the group's sum of x [m,
+// groups].
 static __global__ void __launch_bounds__(256)
     split_float32_kernel(const float* x, int64_t x_stride, int64_t m, int k, int group_size, int groups,
                          int part_stride, uint16_t* parts, float* group_sums) {
@@ -30,7 +31,7 @@ static __global__ void __launch_bounds__(256)
     const bool finite = isfinite(rest);
 #pragma unroll
     for (int part = 0; part < kFloat32Parts; ++part) {
-      // The first part of infinity is infinity; a NaN must not lose the mantissa bits that make it one.
+      // The first part of infinity is infinity. A NaN must keep a mantissa bit, or it would become infinity.
       const float piece = isnan(rest) ? __uint_as_float(0x7FC00000u) : truncate_to_bf16(rest);
       to[part * part_stride + column] = static_cast<uint16_t>(__float_as_uint(piece) >> 16);
       rest = finite ? rest - piece : 0.0f;

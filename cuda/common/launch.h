@@ -14,10 +14,10 @@ struct Launch {
   dim3 grid, cta;
   cudaStream_t stream;
   size_t shared_bytes = 0;
-  int cluster = 1;          // CTAs, neighbours along x
+  int cluster = 1;          // CTAs, adjacent along x of the grid
   bool overlapped = false;  // programmatic dependent launch: only for kernels that wait for the one before
-  // What the kernel reads once. It leaves the L2 cache before anything else does: what kernels brought there ahead of
-  // their turn stays until they come to it.
+  // Memory that the kernel reads once. Its lines are the first to leave the L2 cache, so that what later kernels
+  // prefetched stays there.
   const void* streamed = nullptr;
   int64_t streamed_bytes = 0;
 };
@@ -55,8 +55,8 @@ Status launch_kernel(const Launch& launch, const char* doing, void (*kernel)(Par
   return cuda_status(cudaLaunchKernelEx(&config, kernel, parameters...), doing);
 }
 
-// Whether `kernel`, of a portable file, is there in sm_90 code on the current device and so waits for the kernel before
-// it. Code for older architectures does not, whatever it runs on. Every thread remembers, since asking takes long.
+// Whether `kernel`, of a file compiled for the portable set, runs as sm_90 code on the current device. Only that code
+// waits for the kernel before it. Cached by every thread, since the query is slow.
 inline bool is_hopper_code(const void* kernel) {
   struct Known {
     const void* kernel;

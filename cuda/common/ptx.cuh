@@ -137,8 +137,9 @@ __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
 }
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
-// Both, in kernels that are compiled for older GPUs too (common/launch.h: is_hopper_code). In the other order a chain
-// of such kernels would be let in at once, and those that wait would take the place of those that work.
+// Both, for kernels that are compiled for older GPUs too (common/launch.h: is_hopper_code). Signalling before the wait
+// would start a whole chain of such kernels at once, and the ones that only wait would occupy SMs that the running one
+// needs.
 __device__ __forceinline__ void overlap_neighbours() {
 #if __CUDA_ARCH__ >= 900
   wait_for_previous_kernel();
@@ -150,14 +151,15 @@ __device__ __forceinline__ void prefetch_l2(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(from), "r"(bytes) : "memory");
 }
 
-// The CTAs of a cluster: their number of this one, a barrier of all their threads that still run, and reading the
-// shared memory of CTA `rank` at an address of one's own (sm_90).
+// Clusters (sm_90): the rank of this CTA, a barrier of all threads that still run, and a read of the shared memory of
+// CTA `rank`, at the address that the data would have in this one.
 __device__ __forceinline__ int cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %cluster_ctarank;\n" : "=r"(rank));
   return static_cast<int>(rank);
 }
-// This cluster's number in the grid, and how many there are. A CTA that was launched without is a cluster of its own.
+// Index of this cluster in the grid, and the number of clusters. A CTA that was launched without clusters is one by
+// itself.
 __device__ __forceinline__ int cluster_index() {
   uint32_t index;
   asm volatile("mov.u32 %0, %clusterid.x;\n" : "=r"(index));
@@ -171,7 +173,7 @@ __device__ __forceinline__ int cluster_count() {
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
 }
-// The same in two halves, without an order of the memory accesses before it.
+// The barrier in two halves, relaxed: it does not order the memory accesses before it.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;\n" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory"); }
 __device__ __forceinline__ uint32_t cluster_address(uint32_t shared_address, int rank) {
@@ -201,7 +203,7 @@ __device__ __forceinline__ void stmatrix_x4_transposed(uint32_t to, const uint32
                : "memory");
 }
 
-// Hides how `value` came about: it is kept in a register and not computed again where it is used.
+// Hides from the compiler how `value` was computed, so that it keeps it in a register instead of computing it again.
 __device__ __forceinline__ uint32_t opaque(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
@@ -231,7 +233,7 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return result;
 }
 
-// Two bfloat16: the larger magnitudes of two pairs; NaN counts for nothing.
+// Two bfloat16 at once: the larger magnitude of a and b; a NaN is ignored.
 __device__ __forceinline__ uint32_t max_of_magnitudes(uint32_t a, uint32_t b) {
   uint32_t result;
   asm("{.reg .b32 p, q;\nabs.bf16x2 p, %1;\nabs.bf16x2 q, %2;\nmax.bf16x2 %0, p, q;\n}\n"
@@ -246,7 +248,7 @@ __device__ __forceinline__ uint32_t to_float16(float low, float high) {
   return pair;
 }
 
-// The values are computed before this point, no later.
+// Makes the compiler compute the values before this point.
 __device__ __forceinline__ void pin(uint32_t (&values)[4]) {
   asm volatile("" : "+r"(values[0]), "+r"(values[1]), "+r"(values[2]), "+r"(values[3]));
 }
@@ -254,9 +256,9 @@ __device__ __forceinline__ void pin(uint4& value) {
   asm volatile("" : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w));
 }
 
-// This thread's warp, told by one lane: the compiler then knows that branches on it do not split the warp.
+// Index of this thread's warp, broadcast by one lane: the compiler then knows that a branch on it does not diverge.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 32), 0); }
-// True in one lane of a warp that is together (sm_90).
+// True in one lane of a converged warp (sm_90).
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile("{.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.b32 %0, 1, 0, p;}\n" : "=r"(elected));

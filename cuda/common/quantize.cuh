@@ -51,7 +51,7 @@ struct Packed {
       for (int i = 0; i < kParts; ++i) part[i] = {word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
     }
   }
-  // What was computed of it before must be computed again.
+  // Makes the compiler unpack the vector again after this point, where it would keep unpacked values in registers.
   __device__ __forceinline__ void pin() {
 #pragma unroll
     for (int i = 0; i < kParts; ++i) ptx::pin(part[i]);
@@ -274,7 +274,7 @@ __device__ __forceinline__ float sum_of(const Target& target, uint2 word) {
   return sum;
 }
 
-// Sums over `lanes` neighbouring lanes, a power of two. Several at once hide each other's latency.
+// Sums over `lanes` adjacent lanes, a power of two. Several at once hide each other's latency.
 template <typename T, int count>
 __device__ __forceinline__ void sum_over_lanes(T (&sum)[count], int lanes) {
 #pragma unroll

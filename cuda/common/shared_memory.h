@@ -8,8 +8,8 @@
 
 namespace qao {
 
-// Grants `kernel` all that a CTA of the current device can have: what a launch then uses is its own affair. The runtime
-// takes long to do it, so every thread remembers what it has granted.
+// Allows `kernel` as much dynamic shared memory as a CTA of the current device can have; a launch then asks for what it
+// needs. The call is slow, so every thread remembers for which kernels it was made.
 inline Status grant_shared_memory(const void* kernel) {
   struct Granted {
     const void* kernel;

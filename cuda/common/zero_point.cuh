@@ -1,5 +1,6 @@
-// A zero point in two parts. Operands take the whole one off: q - whole is exact in 16 bits, and 0 where a weight is 0,
-// so nothing of an outlier of x stands in a sum beside it. The fraction comes off float32 sums, times a sum of x.
+// A zero point in two parts. Operands are q less the whole part, which is exact in 16 bits and 0 where the weight is 0:
+// an outlier of x in such a column adds nothing to the sum. The fraction, times a sum of x, is subtracted from float32
+// sums.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // A few KiB a row, each byte read once: latency and the bytes of `out` are all there is to it. A thread reads four
-// bytes of W and writes what they stand for; neighbours in a warp write neighbours in the row.
+// bytes of W and writes what they stand for; adjacent lanes write adjacent elements of the row.
 #include <algorithm>
 
 #include "common/check.h"
@@ -36,7 +36,8 @@ __device__ __forceinline__ void store_pair(const Sizes& s, void* out, int64_t i,
   if (k + 1 < s.k) store_float(out, at + 1, s.out_dtype, second);
 }
 
-// One thread one word: columns 2t, 2t + 8, 2t + 1, 2t + 9 of a k-step of 16 in rows g and g + 8, of which one is read.
+// A thread has one word: columns 2t, 2t + 8, 2t + 1, 2t + 9 of a k-step of 16 in rows g and g + 8, of which one is
+// read.
 __global__ void __launch_bounds__(kThreads)
     int4_kernel(Sizes s, const void* ids, const uint8_t* weight, const void* scales, void* out) {
   const int64_t k_tiles = int4::tiles_k(s.k), word = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One thread four columns.
+// A thread has four columns.
 __global__ void __launch_bounds__(kThreads)
     int8_kernel(Sizes s, const void* ids, const uint8_t* weight, const float* scales, void* out) {
   const int64_t k = (static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x) * 4;

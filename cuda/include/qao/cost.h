@@ -1,5 +1,6 @@
-// The time that plan() expects of a plan: how often it does what takes time, times what that was measured to take
-// (mm/wgmma/costs.inc, by `python -m bench tune`), or reading W, whichever takes longer, and some of the other.
+// The time that plan() expects a plan to take. Work is counts (Terms) times their measured costs (mm/wgmma/costs.inc,
+// written by `python -m bench tune`); reading is the bytes of W at the rate of the memory. They overlap: the time is
+// the longer of the two and a share of the shorter.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +33,7 @@ inline double microseconds(const Terms& counts, const Terms& costs, double bytes
 template <typename Plan>
 struct Candidate {
   Plan plan;
-  const char* operands = "";  // with plan.tile_m the row of mm/wgmma/costs.inc; "": no cost decides on it
+  const char* operands = "";  // names, with plan.tile_m, the row of mm/wgmma/costs.inc; "": not chosen by cost
   Terms counts{};
 };
 

@@ -112,20 +112,20 @@ struct Plan {
   Body body = Body::kMmaSync;
   const char* reason = "";       // the rule that chose it
   const char* instruction = "";  // the tensor cores' instruction, for people: "mma.sync s8", "wgmma e4m3", ...
-  bool quantizes_x = false;      // of Problem::quantizes_x: the product does it
-  const char* quantizer = "";    // of Problem::quantizes_x: who does, and why
+  bool quantizes_x = false;      // the product quantises x (Problem::quantizes_x) itself
+  const char* quantizer = "";    // with Problem::quantizes_x: who quantises x, and why
   int config = -1;               // row of the body's table of tiles
   int tile_n = 0;                // rows of W per CTA
   int tile_m = 0;                // tokens per CTA
   int warps = 0;                 // warps per CTA
   int stages = 0;                // depth of the shared-memory pipeline
-  bool runs = false;         // CTAs share the rows of W out evenly and walk them tile_n at a time; else they are tiles
+  bool runs = false;         // a CTA walks its equal share of the rows of W, tile_n at a time; else it is a tile of y
   int split_k = 1;           // CTAs that share one output tile, summed in a fixed order
   bool splits_last = false;  // pairs of CTAs share each tile that is left over after full waves
   int64_t ctas = 0;
   int64_t shared_bytes = 0;  // dynamic shared memory per CTA
   int sums_at = 0;           // offset of the epilogue's sums in it; 0: they take the place of the pipeline
-  int sum_places = 1;        // 2: those of one pass over rows of W need not wait for the last ones to be read
+  int sum_places = 1;        // 2: double-buffered, so a pass need not wait until the sums of the last one are read
   int prefetch_bytes = 0;    // of W that a CTA asks for before it waits for the previous kernel
   bool next_early = false;   // the next kernel may start while this one runs
   int64_t workspace_bytes = 0;
@@ -137,8 +137,8 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan);
 bool fuses_norm(const Problem& problem, const Gpu& gpu);
 std::string to_string(const Plan& plan);
 
-// Every plan that could run the problem on this GPU, of a portable body only the one that plan() takes where no other
-// body is. For bench/sweep.cpp.
+// Every plan that could run the problem on this GPU; of the portable bodies only the one that plan() would take without
+// the others. For bench/sweep.cpp.
 std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu);
 
 // Enqueues the plan on `stream` (a cudaStream_t) of the current device. Asynchronous; safe to capture in a CUDA graph.

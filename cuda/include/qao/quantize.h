@@ -1,6 +1,6 @@
 // Activations to eight bits: q = round(value / scale) + zero, value = x, or what a fused producer makes of its inputs.
-// The values of a producer are also to be had as they are, y in the dtype of x.
-// The C++ API; csrc/quantize.cpp and csrc/quantized_x.cpp are its callers.
+// A producer's values can also be returned as they are: y in the dtype of x. The C++ API; csrc/quantize.cpp and
+// csrc/quantized_x.cpp are its callers.
 #pragma once
 
 #include <cstdint>

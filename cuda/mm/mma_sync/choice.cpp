@@ -11,7 +11,7 @@ namespace {
 
 template <typename Tile>
 constexpr Config config_of(int index, int64_t max_m, ShareKind share, XKind x, WeightKind weight) {
-  // A ring without x where x is a ResidentX.
+  // Where x is a ResidentX, the ring holds W alone.
   const auto ring = [&](int x_bytes, Format format) {
     return Tile::ring_bytes({x == XKind::kQuantizes && x_bytes == 1 ? 0 : x_bytes, format});
   };
@@ -49,7 +49,8 @@ constexpr int64_t kManyTokens = 64;  // above, arithmetic takes longer than read
 // Columns whose products of int8 surely fit an int32 sum.
 constexpr int64_t kInt32Columns = 65536;
 
-// CTAs that share an output tile: with many tokens they fill halves of SMs, and int32 sums must not overflow.
+// How many CTAs share an output tile: enough for one CTA on every SM, or config.ctas_per_sm with many tokens, and so
+// many that int32 sums cannot overflow.
 int choose_split(const Config& config, const Problem& problem, int64_t tiles, int64_t k_steps, int num_sms) {
   int64_t least = 1;
   if (problem.x == Format::kInt8 && problem.weight == Format::kInt8) {
@@ -60,14 +61,14 @@ int choose_split(const Config& config, const Problem& problem, int64_t tiles, in
                   split_of(tiles, room, k_steps, static_cast<int64_t>(config.warps_k) * config.stages));
 }
 
-// Shared memory a CTA may take: the others of the row need their place too. A multiprocessor has 1 KB more than one CTA
-// may take, and every CTA costs 1 KB.
+// Shared memory that one CTA may take so that config.ctas_per_sm of them fit on an SM. An SM has 1 KB more than the
+// limit of a CTA, and each CTA costs 1 KB.
 int64_t shared_room(const Config& config, const Problem& problem, const Gpu& gpu) {
   const int all = gpu.shared_bytes_per_cta + 1024, ctas = all / (config.ring_bytes(problem) + 1024);
   return ctas == 0 ? 0 : all / std::min(ctas, config.ctas_per_sm) - 1024;
 }
 
-// Shared memory for the ring, the sums and what of x stays; false if a CTA has not so much.
+// Lays out shared memory: the ring, the sums, a resident x. False if a CTA may not have so much.
 bool lay_out(const Problem& problem, const Gpu& gpu, bool quantizes, bool single_pass, Choice* choice) {
   const Config& config = *choice->config;
   const int64_t room = shared_room(config, problem, gpu);
@@ -88,14 +89,14 @@ bool lay_out(const Problem& problem, const Gpu& gpu, bool quantizes, bool single
 }
 
 constexpr int64_t kMaxQuantizedK = 1 << 18;  // more would fit no GPU
-constexpr int kMaxUnsplit = 2;               // parts of K that a product gives up for quantising x itself
+constexpr int kMaxUnsplit = 2;               // largest split of K that is given up so that the product can quantise x
 
-// Floats of x that a CTA can quantise in the time that a kernel for x alone would take; int4 wants sums of groups too.
+// Floats of x that a CTA can quantise in the time that a separate kernel would take; int4 needs sums of groups too.
 int64_t most_floats(const Config& config, Format weight) {
   return config.warps * (weight == Format::kInt4 ? 1792 : config.warps == 8 ? 3072 : 2048);
 }
 
-// Whether a row serves runs of so many row tiles, or tiles.
+// Whether a row serves CTAs with runs of `run` row tiles, or tiles of y.
 bool serves(const Config& config, int64_t run, bool one_wave, int64_t k) {
   const bool one_pass = run <= config.tile_n / kTileN;
   switch (config.share) {
@@ -116,8 +117,8 @@ bool serves(const Config& config, int64_t run, bool one_wave, int64_t k) {
   return false;
 }
 
-// What a multiprocessor takes for runs of so many row tiles, in half a row tile: the places of all passes, empty or
-// not, and what a pass begins and ends with, which is as much as half a row tile of eight bits, or one of four.
+// Cost of a run on one SM, in units of half a row tile: all places of its passes, empty ones too, and the fixed cost of
+// a pass, which is that of half a row tile in eight bits, or of one in four.
 int64_t run_cost(const Config& config, Format weight, int64_t run) {
   const int64_t places = config.tile_n / kTileN;
   return config.ctas_per_sm * ceil_div(run, places) * (2 * places + (weight == Format::kInt4 ? 2 : 1));
@@ -135,7 +136,8 @@ Choice choose(const Problem& problem, const Gpu& gpu, bool quantizes) {
     if (m > config.max_m || quantizes != (config.x == XKind::kQuantizes) || !serves(config.weight, problem.weight))
       continue;
     if (!quantizes && !serves(config.x, problem.x == Format::kFloat)) continue;
-    // CTAs that have all tokens share the rows of W out among them where shared memory allows. Others are tiles.
+    // Where a CTA has all tokens, CTAs share the row tiles of W evenly if shared memory allows it. Otherwise each is a
+    // tile of y.
     const int64_t row_tiles = ceil_div(problem.n, kTileN), row_blocks = ceil_div(problem.n, config.tile_n);
     const int64_t slots = gpu.num_sms * config.ctas_per_sm, runs = std::min(row_tiles, slots);
     const int64_t run = ceil_div(row_tiles, runs);
@@ -147,7 +149,7 @@ Choice choose(const Problem& problem, const Gpu& gpu, bool quantizes) {
       choice.ctas = shares ? runs : row_blocks * ceil_div(m, config.tile_m);
       choice.split_k = choose_split(config, problem, choice.ctas, k_steps, gpu.num_sms);
       if (quantizes) {
-        // Every warp has one token, and a part of K would not know the range of the others.
+        // A warp quantises a token over all of K: a CTA with a part of K would not know the range of the rest.
         if (m > config.warps || problem.k > kMaxQuantizedK || choice.split_k > kMaxUnsplit) continue;
         if (m * problem.k > most_floats(config, problem.weight)) continue;
         choice.split_k = 1;

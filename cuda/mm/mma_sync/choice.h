@@ -1,4 +1,4 @@
-// Which row of tiles.inc runs a problem, and how CTAs share it out. Pure host code.
+// Which row of tiles.inc runs a problem, and how its work is split over CTAs. Pure host code.
 #pragma once
 
 #include <array>
@@ -34,7 +34,8 @@ struct Choice {
   int split_k = 1;
 };
 
-// The row that tiles.inc says for the problem on this GPU; none is possible where the product is to quantise x.
+// The row of tiles.inc for the problem on this GPU. `config` is null where none fits: then the product cannot quantise
+// x, or the GPU has too little shared memory.
 Choice choose(const Problem& problem, const Gpu& gpu, bool quantizes);
 
 }  // namespace qao::mm::mma_sync

@@ -1,10 +1,9 @@
 // What a CTA of the portable body brings into shared memory, and how it leaves its result.
 //
-//            tokens                    CTA: passes of kN rows x kM tokens, warps_k slices of K. Slice s walks the
-//            K-tiles
-//         +---------+                  begin + s, begin + s + warps_k, ... through a ring of its own, so a slice of one
-//         |    x    |                  warp needs no barrier. The walk goes on from pass to pass.
-//         +---------+
+//            tokens
+//         +---------+      CTA: passes of kN rows x kM tokens, warps_k slices of K. Slice s walks the K-tiles
+//         |    x    |      begin + s, begin + s + warps_k, ... through a ring of its own, so a slice of one
+//         +---------+      warp needs no barrier. The walk goes on from pass to pass.
 //   +---+ +---------+
 //   | W | |    y    |
 //   +---+ +---------+
@@ -117,8 +116,8 @@ struct Cta {
       x += p.part_stride - static_cast<int64_t>(p.k_tiles) * kXRowBytes;
     }
   }
-  // Brings the beginning of W into the L2 cache, where a write to it by a kernel that still runs would count (sm_90). A
-  // request takes long, so they are few: of whole rows (int4: of 16 at once).
+  // Prefetches the first rows of W into L2 (sm_90). No further than L2: a kernel that still runs may write W, and L2
+  // sees such a write. A request takes about 60 ns to issue, so they are few and of whole rows (int4: of 16 rows).
   __device__ __forceinline__ void prefetch() const {
     const int rows = kInt4Weight ? count : min(p.n - first_row_tile * kTileN, count * kTileN);
     if (threadIdx.x >= min(rows, p.prefetch_rows)) return;
@@ -220,7 +219,7 @@ struct Cta {
     const int count = max(0, min(columns - chunk * kElements, kElements));
     for (int row = thread / kChunks; row < rows; row += kRowsAtOnce, from += kRowsAtOnce * stride) {
       const uint32_t at = to + swizzled<row_bytes>(row, chunk);
-      if (aligned && (count == 0 || count == kElements)) {  // a copy of a part would be all 16 bytes' to memcheck
+      if (aligned && (count == 0 || count == kElements)) {  // memcheck takes a partial copy for 16 bytes
         ptx::cp_async_16(at, count > 0 ? from : from - chunk * 16, count > 0);
       } else {
         alignas(16) Element values[kElements];
@@ -233,7 +232,8 @@ struct Cta {
     }
   }
 
-  // Two packed tiles of each 16 rows, or one at the end of K: what stays in the other's place meets zeros of x.
+  // Two packed tiles of each 16 rows, or one at the end of K: old data in the place of the other is multiplied by zeros
+  // of x.
   __device__ __forceinline__ void fetch_int4(uint32_t to, int columns) const {
     constexpr int kChunks = kWeightChunks, kCount = Tile::kRowTiles * kChunks;
 #pragma unroll
@@ -286,10 +286,10 @@ struct Cta {
     return p.tile_groups > 1 || (tile & ((1 << p.group_shift) - 1)) == 0;
   }
 
-  // Two neighbouring tokens' parameters: sums of x in `group` of the K-tile, or scales.
+  // Parameters of two adjacent tokens: sums of x in `group` of the K-tile, or scales.
   __device__ __forceinline__ float2 read_tokens(const KTile& tile, int group, int token_tile) const {
     int token = (warp_m * Tile::kTilesM + token_tile) * 8 + lane % 4 * 2;
-    if constexpr (quantizes) token = min(token, token_stride() - 2);  // any, where there is none
+    if constexpr (quantizes) token = min(token, token_stride() - 2);  // tokens that do not exist read an existing one
     return ptx::load_shared_float2(tile.tokens + (group * token_stride() + token) * 4);
   }
 
@@ -319,7 +319,7 @@ struct Cta {
 
   // The four rows of W whose results of a pass this thread stores.
   static constexpr int kQuads = Tile::kN / 4;
-  static constexpr int kStorers = Tile::kThreads / kQuads * kQuads;  // all threads but for a rest
+  static constexpr int kStorers = Tile::kThreads / kQuads * kQuads;  // a multiple of kQuads
   __device__ __forceinline__ int own_row(int of_pass) const {
     return (first_row_tile + of_pass * Tile::kRowTiles) * kTileN + static_cast<int>(threadIdx.x) % kQuads * 4;
   }

@@ -15,7 +15,7 @@ __device__ __forceinline__ Token token_of(const Epilogue& e, int64_t m) {
           e.x_zeros == nullptr ? 0.0f : static_cast<float>(e.x_zeros[m])};
 }
 
-// What four neighbouring rows n.. of W, as far as they exist, have of their own.
+// Scale, sum and bias of rows n .. n + 3 of W, as far as they exist.
 struct Rows {
   float scale[4], sum[4], bias[4];
 };
@@ -58,7 +58,7 @@ __device__ __forceinline__ void write_four(const Epilogue& e, int split, int64_t
   if (vector) store_float4(e.y, at, e.y_dtype, value);
 }
 
-// One thread four rows of W of one token: adds what `splits` CTAs left in `partials`, in a fixed order.
+// A thread has four rows of W of one token. It adds what `splits` CTAs left in `partials`, in a fixed order.
 static __global__ void __launch_bounds__(256) finish_kernel(const float* partials, int splits, const Epilogue e) {
   const int quads = (e.n + 3) / 4;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

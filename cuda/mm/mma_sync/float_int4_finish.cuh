@@ -26,7 +26,7 @@ __device__ __forceinline__ float minus_fraction(float zero) {
   return -(Bfloat16::low(Bfloat16::pair(-Bfloat16::kMagicValue - zero)) + Bfloat16::kMagicValue) - zero;
 }
 
-// One thread four rows of W of one token. y = sum of splits - sum over groups of scale fraction sum(x) + bias.
+// A thread has four rows of W of one token. y = sum of splits - sum over groups of scale fraction sum(x) + bias.
 __global__ void __launch_bounds__(256) finish_kernel(const FinishParams p) {
   const int quads = (p.n + 3) / 4;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

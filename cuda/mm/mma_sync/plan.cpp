@@ -13,8 +13,8 @@ namespace {
 
 constexpr int64_t kLeastPrefetch = 16384, kMostPrefetch = 32768;  // bytes of W, a CTA
 
-// What of W a CTA brings into the L2 cache before it waits for the previous kernel: the more, the longer it will take.
-// Where few bytes of W come beside an x that is yet to be quantised, x would be late.
+// Bytes of W that a CTA prefetches into L2 before it waits for the previous kernel: an eighth of what it will read, 16
+// to 32 KB. None for int4 where the product quantises x: x would arrive late.
 int prefetch_bytes(const Problem& problem, const Choice& choice, bool quantizes) {
   const bool packed = problem.weight == Format::kInt4;
   const bool possible = choice.runs && choice.split_k == 1 && (packed || problem.weight_aligned);
@@ -23,14 +23,14 @@ int prefetch_bytes(const Problem& problem, const Choice& choice, bool quantizes)
   return static_cast<int>(std::clamp(eighth / 1024 * 1024, kLeastPrefetch, kMostPrefetch));
 }
 
-// Whether the next kernel may start as soon as all CTAs run: not where more of its CTAs find room on one multiprocessor
-// than on another, which would last as long as it does.
+// Whether the next kernel may start as soon as all CTAs of this one run. Not where SMs have room for one more CTA
+// beside them: CTAs of the next kernel would be spread unevenly over the SMs for as long as it runs.
 bool lets_next_early(const Config& config, const Choice& choice, const Gpu& gpu) {
   return config.ctas_per_sm == 1 ||
          (config.ctas_per_sm + 1) * (choice.shared_bytes + 1024) > gpu.shared_bytes_per_cta + 1024;
 }
 
-// Why a product cannot quantise such an x itself; null if at most x's size is against it.
+// Why the product cannot quantise this x itself; null if it can, unless x is too large (choose()).
 const char* against_quantizing(const Problem& problem) {
   if (problem.m > ResidentX::kMaxTokens) return "more than a few tokens";
   if (!problem.x_aligned) return "rows of x are not aligned to 16 bytes";

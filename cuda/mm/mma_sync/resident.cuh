@@ -3,7 +3,7 @@
 //
 //   floats in shared memory  ->  range of each token  ->  q in K-tiles, with what else the product needs of x
 //
-// Warps token, token + 2^n, ... have one token, 2^n being the power of two from which all tokens have some. All
+// Token t is the work of warps t, t + P, t + 2P, ..., P being the number of tokens rounded up to a power of two. The
 // arithmetic is that of the kernels in quantize/, to the bit.
 #pragma once
 

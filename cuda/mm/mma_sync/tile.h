@@ -23,25 +23,26 @@ struct OperandBytes {
     if (weight == Format::kInt4) return row_tiles * kMaxGroups * 2 * kTileN * 4;
     return weight == Format::kFp8 ? (row_tiles + 1) / 2 * 8 : 0;
   }
-  // Sums of x for the zero points; with an fp8 weight, scales of blocks of x.
+  // Of tokens: sums of x for the zero points; with an fp8 weight, scales of blocks of x.
   constexpr int token_parameters(int tokens) const {
     if (x_bytes == 0) return 0;
     return weight == Format::kInt4 ? kMaxGroups * tokens * 4 : weight == Format::kFp8 && x_bytes == 1 ? tokens * 4 : 0;
   }
 };
 
-// Which x a tile serves: what fits shared memory best differs. kQuantizes: floats that the kernel quantises, a
-// ResidentX.
+// Which x a row of tiles.inc is for: the tile that fits shared memory best depends on it. kQuantizes: floats that the
+// kernel quantises itself, into a ResidentX.
 enum class XKind { kAny, kEightBits, kSixteenBits, kQuantizes };
 constexpr bool serves(XKind kind, bool sixteen_bits) {
   return kind == XKind::kAny || (kind == XKind::kSixteenBits) == sixteen_bits;
 }
-// Which shares of W a CTA may have: a run of row tiles, of any length; that takes one pass; with few columns, with very
-// few; that is long. Or a tile: of any product; of products whose tiles all run at once.
+// What a CTA of a row computes. A run of row tiles: of any length (kRun); that is one pass (kOnePass), also with few
+// columns (kOneShortPass) or very few (kOneTinyPass); that is long (kLongRun). Or a tile of y: in any product (kTile);
+// in products whose tiles all run at once (kOneWave).
 enum class ShareKind { kRun, kOnePass, kOneShortPass, kOneTinyPass, kLongRun, kTile, kOneWave };
 constexpr bool is_run(ShareKind kind) { return kind != ShareKind::kTile && kind != ShareKind::kOneWave; }
-// Which weights: those of int8 cost few instructions, others are converted or scaled; those of int4 are half as many
-// bytes.
+// Which weights a row is for: int8 costs few instructions, others are converted or scaled (kConverted); int4 has half
+// as many bytes.
 enum class WeightKind { kAny, kInt8, kFp8, kInt4, kConverted, kEightBits };
 constexpr bool serves(WeightKind kind, Format weight) {
   switch (kind) {
@@ -61,8 +62,8 @@ constexpr bool serves(WeightKind kind, Format weight) {
   return false;
 }
 
-// x of a few tokens that comes as floats, which every CTA quantises while its first K-tiles of W arrive, and stays in
-// shared memory for all of K: the ring holds W alone.
+// x of a few tokens that arrives as floats. Every CTA quantises it while its first K-tiles of W arrive and keeps it in
+// shared memory for all of K; the ring holds W alone.
 //
 //   offset 0     x, by K-tile and token: 128 bytes, swizzled as in the ring
 //   parameters   float, by group or block and token: sums of x, or scales of its blocks
@@ -71,7 +72,7 @@ struct ResidentX {
   static constexpr int kMaxTokens = 8, kMaxWarps = 16;
   struct TokenState {
     float scale[kMaxTokens], zero[kMaxTokens];
-    uint32_t high[kMaxWarps], below[kMaxWarps];  // of the values that a warp has seen
+    uint32_t high[kMaxWarps], below[kMaxWarps];  // range of the values that a warp has seen
     int64_t sum[kMaxWarps];
   };
 
@@ -87,8 +88,8 @@ struct ResidentX {
   QAO_HOST_DEVICE constexpr int bytes() const { return state_at() + static_cast<int>(sizeof(TokenState)); }
 };
 
-// Where it begins: behind the ring and the sums, and behind the floats of x, which lie in the ring's last stage (the
-// last to be filled) and beyond.
+// Where a ResidentX begins: behind the ring and the sums, and behind the floats of x, which lie in the ring's last
+// stage (the last to be filled) and beyond.
 constexpr int resident_at(int ring_bytes, int sum_bytes, int stages, int float_bytes) {
   const int behind_floats = ring_bytes / stages * (stages - 1) + float_bytes;
   return (std::max(ring_bytes + sum_bytes, behind_floats) + 127) / 128 * 128;
@@ -98,8 +99,8 @@ template <int warps_n, int warps_m, int warps_k, int tiles_n, int tiles_m, int s
 struct Tile : Shape<warps_n, warps_m, warps_k, tiles_n, tiles_m, stages, ctas_per_sm> {
   using Base = Shape<warps_n, warps_m, warps_k, tiles_n, tiles_m, stages, ctas_per_sm>;
 
-  // bfloat16 x fp8: fp8 becomes float16 in one instruction, bfloat16 in many, so where x is less work than W it becomes
-  // float16 too.
+  // bfloat16 x fp8: fp8 becomes float16 in one instruction and bfloat16 in many. So where converting x is less work
+  // than converting W, x becomes float16 too.
   static constexpr bool kScalesX = 2 * tiles_m <= tiles_n;
 
   // A stage of a slice: W, x, parameters of the rows and of the tokens, of one K-tile. The stages of all slices lie
@@ -112,7 +113,7 @@ struct Tile : Shape<warps_n, warps_m, warps_k, tiles_n, tiles_m, stages, ctas_pe
     return (bytes + 127) / 128 * 128;
   }
 
-  // The epilogue's float32 sums: of a slice and token those of kN rows.
+  // The epilogue's float32 sums: for each slice and token, those of kN rows.
   static constexpr int kTokenSumBytes = warps_k * Base::kPaddedN * 4;
   static constexpr int ring_bytes(OperandBytes operands) { return warps_k * stages * stage_bytes(operands); }
 };

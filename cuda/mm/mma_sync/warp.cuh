@@ -43,7 +43,7 @@ struct Warp {
       }
     } else if constexpr (Tile::kTilesM == 1) {
       int row = first + cta.lane % 8;
-      if constexpr (quantizes) row = min(row, cta.tokens - 1);  // any, where there is none
+      if constexpr (quantizes) row = min(row, cta.tokens - 1);  // tokens that do not exist read an existing one
       uint32_t words[2];
       ptx::ldmatrix_x2(words, x + swizzled<kTileK>(row, 2 * step + cta.lane / 8 % 2));
       Product::x(words, b[0]);
@@ -210,7 +210,7 @@ struct Warp {
   __device__ __forceinline__ void multiply_k_tile(const KTile& tile, int k_tile) {
     if constexpr (Product::kWeight == Format::kInt8) {
       multiply<0, kSteps>(tile);
-      // The tensor cores cut off what a long sum does not hold; 16-bit results do not show it.
+      // The tensor cores truncate long sums, which a float32 y (x in parts) would show and a 16-bit one does not.
       if (Product::kXBytes == 2 && cta.p.parts > 1) {
         fold_block(tile);
         clear_product();

@@ -1,6 +1,6 @@
-// What the streaming bodies share: operands out of weights, the units of their sums, and what they do with four rows of
-// a token. Their namespaces say where x is: in the ring (ring.cuh), held in shared memory (resident.cuh), or there by
-// the copy engine (tma.cuh).
+// What the streaming bodies share: operands made of weights, the unit of their sums, and storing four rows of a token.
+// Their namespaces say where x is: in the ring (ring.cuh), held in shared memory (resident.cuh), or there by the copy
+// engine (tma.cuh).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,7 +16,7 @@
 namespace qao::mm::stream {
 
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
-// What a sum of products of x with bytes of W as subnormal numbers counts; a bfloat16 x is scaled by 2^100 first.
+// The unit of a sum of x times bytes of W read as subnormal numbers; a bfloat16 x is scaled by 2^100 first.
 template <typename T>
 constexpr float kUnitOf = 0x1p33f;
 template <>
@@ -84,8 +84,8 @@ __device__ __noinline__ float4 exact(const Params& p, const Cut& d, int n, int t
   return {sum[0], sum[1], sum[2], sum[3]};
 }
 
-// A value of each lane that is not finite is computed again, by the whole warp. The rare case is kept out of the code
-// that others run through: code is fetched slowly when it runs for the first time.
+// A value of each lane that is not finite is computed again, by the whole warp. The rare case is a function of its own:
+// instructions are fetched slowly when they first run.
 template <typename X, typename Cut>
 __device__ __noinline__ float4 repaired(const Params& p, const Cut& d, int n, int token, uint32_t lanes, float4 value) {
   for (; lanes != 0; lanes &= lanes - 1) {

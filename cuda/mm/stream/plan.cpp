@@ -13,10 +13,11 @@
 namespace qao::mm::stream {
 namespace {
 
-// Rows of ring.inc, as they measured: for weights of which a multiprocessor has little, and for all others.
+// Rows of ring.inc, by measurement: for at most 8 tokens (Few) or more, and for weights that are little work for an SM
+// (Short) or more.
 constexpr int kFewShort = 0, kFew = 1, kManyShort = 2, kMany = 3;
 
-// What every plan here says of its row and of how many CTAs there are, `split` to a cluster.
+// Fields that all plans here fill in alike. A cluster has `split` CTAs.
 template <typename Config>
 void fill(const Problem& problem, Body body, const char* reason, const Config& config, int index, int clusters,
           int split, int shared_bytes, Plan* plan) {
@@ -150,7 +151,8 @@ bool plan_resident(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return is_fused(problem) ? plan_normed(problem, gpu, plan) : plan_plain(problem, gpu, plan);
 }
 
-// As measured: wherever three row tiles a pass fit beside x, or one pass does; a pass costs as much as a place.
+// Measured to pay where three row tiles a pass fit beside x, or one pass is enough. A pass costs as much as one more
+// row tile.
 bool plan_tma(const Problem& problem, const Gpu& gpu, Plan* plan) {
   if (is_shallow(problem, gpu)) return false;
   int64_t least = INT64_MAX;
@@ -170,8 +172,8 @@ bool plan_ring(const Problem& problem, const Gpu& gpu, Plan* plan) {
   const bool is_short = share <= 64 && row_tiles <= 2 * gpu.num_sms, few = problem.m <= kRing[kFew].tokens;
   const int index = few ? (is_short ? kFewShort : kFew) : is_short ? kManyShort : kMany;
 
-  // Two CTAs that share row tiles, each with half of K, where that leaves multiprocessors, or so many places of passes
-  // empty that it pays for the exchange of every pass.
+  // Pairs of CTAs share row tiles, each with half of K, where SMs would idle otherwise, or where so many places of
+  // passes would stay empty that it pays for the exchange after each pass.
   const auto passes = [&](int64_t clusters) { return ceil_div(ceil_div(row_tiles, clusters), kRing[index].tiles_n); };
   const bool pays = is_short ? 2 * row_tiles <= gpu.num_sms
                              : gpu.num_sms >= 2 && 2 * passes(gpu.num_sms / 2) <= 3 * passes(gpu.num_sms);

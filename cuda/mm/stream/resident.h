@@ -48,7 +48,7 @@ struct ResidentParams {
 };
 
 // False if a K-step has too many groups for the columns of a product or for the lanes that copy their parameters, or if
-// a CTA has not `shared_limit` bytes' room.
+// a CTA would need more than `shared_limit` bytes.
 inline bool resident_params(const Problem& problem, const ResidentConfig& config, int ctas, int shared_limit,
                             ResidentParams* to, int* shared_bytes) {
   ResidentParams d{};

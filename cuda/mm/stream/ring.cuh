@@ -50,7 +50,7 @@ struct Ring : Cta<Tile> {
 
   using X = uint32_t[8][kTM][2];  // operands of eight k-steps
   __device__ __forceinline__ void load_x(uint32_t x, const Units& units, X& b) const {
-    const int last = d.tokens - 1;  // rows that do not exist may be any
+    const int last = d.tokens - 1;  // tokens that do not exist read the last one
     if constexpr (kTM == 1) {
       const int row = min(column_token(lane % 8), last);
 #pragma unroll

@@ -44,7 +44,7 @@ struct RingParams {
   bool zeros, clustered;
 };
 
-// Clusters of `split` CTAs, `clusters` of them. False if a CTA has not `shared_limit` bytes' room for it.
+// For `clusters` clusters of `split` CTAs. False if a CTA would need more than `shared_limit` bytes.
 inline bool ring_params(const Problem& problem, const RingConfig& config, int split, int clusters, int shared_limit,
                         RingParams* to, int* shared_bytes) {
   RingParams d{};
@@ -68,7 +68,7 @@ inline bool ring_params(const Problem& problem, const RingConfig& config, int sp
   for (d.stages = config.stages; d.stages >= 2; --d.stages) {
     const int ring = d.stages * config.warps * d.stage_bytes;
     d.slots = std::min(d.passes, (shared_limit - ring) / slot_bytes);
-    // Row tiles that do not exist are read, from whatever follows.
+    // The last stage is read as if all its row tiles existed, so that memory must be there.
     const int read = ring - d.stage_bytes +
                      std::max(config.tiles_n * kStepBytes, d.scale_offset + config.tiles_n * walk.scale_bytes);
     *shared_bytes = std::max(ring + d.slots * slot_bytes, read);
@@ -80,7 +80,7 @@ inline bool ring_params(const Problem& problem, const RingConfig& config, int sp
   return false;
 }
 
-// What a CTA may have so that the wanted number of them runs on a multiprocessor; each takes 1 KB besides.
+// Shared memory that a CTA may have so that config.ctas_per_sm of them fit on an SM; each costs 1 KB more.
 inline int ring_shared_limit(const RingConfig& config, int shared_bytes_per_cta) {
   return (shared_bytes_per_cta + 1024) / config.ctas_per_sm - 1024;
 }

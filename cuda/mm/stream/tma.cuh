@@ -51,7 +51,8 @@ struct Tma {
   // ---- x.
 
   __device__ __forceinline__ uint32_t arrived(int step) const { return x + d.barriers_offset + step * 8; }
-  // Warps share the barriers, since lanes would take turns. Columns past K count: they are zeros.
+  // Warps share the barriers out among them; the lanes of one would take turns. Columns past K arrive as zeros and
+  // count.
   __device__ __forceinline__ void expect_x() const {
     if (!ptx::elect_one()) return;
 #pragma unroll 1

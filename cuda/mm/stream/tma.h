@@ -45,8 +45,8 @@ struct TmaParams {
   bool zeros;
 };
 
-// False if K-steps are not whole, groups smaller or parameters wider than 16 bits, if the copy engine cannot read x, or
-// if a CTA has not `shared_limit` bytes' room.
+// False if K is no multiple of a K-step, if groups are smaller than one, if parameters are wider than 16 bits, if the
+// copy engine cannot read x, or if a CTA would need more than `shared_limit` bytes.
 inline bool tma_params(const Problem& problem, const TmaConfig& config, int ctas, int shared_limit, TmaParams* to,
                        int* shared_bytes) {
   if (size_of(problem.scale_dtype) != 2 || !problem.x_aligned) return false;

@@ -1,4 +1,4 @@
-// What the streaming bodies have in common of how they cut a problem: CTAs own runs of row tiles, warps take K-steps.
+// How all streaming bodies cut a problem: CTAs own runs of row tiles, warps take K-steps.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace qao::mm::stream {
 
-// A CTA and W at once.
+// What fill_walk() returns.
 struct Walk {
   int steps;        // K-steps of all columns
   int most;         // row tiles of the CTA that has most
@@ -34,7 +34,7 @@ Walk fill_walk(const Problem& problem, int row_tiles, int ctas, int warps, Cut* 
           cut->groups_of_step * group_bytes(problem)};
 }
 
-// Passes over so many row tiles.
+// Passes of `tiles_n` row tiles.
 inline int passes_over(int row_tiles, int tiles_n) { return (row_tiles + tiles_n - 1) / tiles_n; }
 
 }  // namespace qao::mm::stream

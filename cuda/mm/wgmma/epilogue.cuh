@@ -35,7 +35,7 @@ __device__ __forceinline__ void fetch_scales(const Params& p, uint32_t rows, uin
   }
   ptx::cp_async_commit();
 }
-// Before they are read.
+// Before the scales are read.
 __device__ __forceinline__ void wait_for_scales(int warpgroup) {
   ptx::cp_async_wait<0>();
   ptx::named_barrier(1 + warpgroup, 128);
@@ -61,7 +61,7 @@ struct Rows {
   }
 };
 
-// Of two neighbouring tokens.
+// Scale and zero point of two adjacent tokens.
 template <typename K>
 struct Tokens {
   float2 scale = {1, 1}, zero = {0, 0};

@@ -32,7 +32,7 @@ struct Consumer {
   Ring<K>& ring;
   const int lane = threadIdx.x % 32, warp = ptx::warp_index();
   // A fold of half of the tokens can run beside the products of the other half, where those do not read W from shared
-  // memory a second time. The largest tile is halved for want of registers: its halves have the same ones by turns.
+  // memory a second time. The largest tile is halved for want of registers: its halves use the same ones in turn.
   static constexpr bool kBeside = K::kFolds && K::kPacked && !K::kFloatX && K::kTokens >= 64;
   static constexpr int kHalves = kBeside || K::kOneHalf ? 2 : 1, kProducts = K::kOneHalf ? 1 : kHalves;
   static constexpr int kHalfTiles = K::kTilesM / kHalves;
@@ -92,7 +92,7 @@ struct Consumer {
     qao::wgmma::commit();
   }
 
-  // To the producer, every lane for what it has read.
+  // Releases the stage to the producer: every lane arrives for what it has read.
   __device__ __forceinline__ void release(uint32_t barrier) const { tma::barrier_arrive(barrier); }
 
   // A group's scale and the fraction of its zero point, of rows g and g + 8.
@@ -283,7 +283,8 @@ struct Consumer {
     release(unreleased);
   }
 
-  // The same with one operand, made once its last products are done: that hides under the other warpgroup's products.
+  // The same with one operand, which is made when its last products are done: the products of the other warpgroup hide
+  // that.
   template <int groups>
   __device__ __forceinline__ void walk_scaling(int begin, int end) {
     uint32_t unreleased = 0;

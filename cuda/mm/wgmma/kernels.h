@@ -22,8 +22,8 @@ struct Params {
   int k_tiles, parts;            // parts: 3 when x is a float32 split into bfloat16 parts, else 1
   int row_blocks, token_blocks;  // tiles of y
   int whole_tiles;               // clusters of kLastSplit CTAs split K of the tiles that come after them
-  int tile_rows;                 // of W: those of the kernel's tile or less, which leaves warpgroups nothing to do
-  int x_rows;                    // tokens that a copy of x brings; the tile's others stay as they were
+  int tile_rows;                 // rows of W in a tile, at most the kernel's; with few of them warpgroups idle
+  int x_rows;                    // tokens that a copy of x brings; the rest of the tile keeps old data
   int prefetch_tiles;            // K-tiles of W that a CTA asks for before it waits for the kernel before: at most 32
   int split_k;                   // CTAs of a cluster that share a tile of y
   int groups;                    // along K: int4 groups, or blocks of 128

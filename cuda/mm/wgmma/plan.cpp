@@ -80,7 +80,7 @@ const Cost* cost_of(const Problem& problem, Tile tile) {
   return nullptr;
 }
 
-// Tokens up to which mma.sync wins. `run`: row tiles a multiprocessor has.
+// The most tokens at which mma.sync is faster. `run`: row tiles of an SM.
 int64_t largest_mma_sync_m(const Problem& problem, const Gpu& gpu) {
   const bool int4 = problem.weight == Format::kInt4, blocks = has_blocks(problem);
   const int64_t run = ceil_div(int4::tiles_n(problem.n), gpu.num_sms);
@@ -88,7 +88,8 @@ int64_t largest_mma_sync_m(const Problem& problem, const Gpu& gpu) {
   switch (problem.x) {
     case Format::kFloat:
       if (int4) return !is_split(problem) && int4::tiles_n(problem.n) > 2 * gpu.num_sms ? 8 : 16;
-      // Its tile of 32 tokens does not fold: scales of blocks, the parts of a float32 x.
+      // Its tile of 32 tokens is not compiled with folds, which blocks and the parts of a float32 x need: mma.sync
+      // keeps twice as many tokens.
       return (problem.weight == Format::kInt8 ? 32 : 16) / (blocks || is_split(problem) ? 1 : 2);
     case Format::kInt8:
       if (int4) return one_pass && short_k ? 32 : 16;
@@ -107,16 +108,16 @@ struct Choice {
   Terms counts{};
 };
 
-// How much of a K-tile's time goes with its rows of W.
+// The share of a K-tile's time that is proportional to its rows of W.
 double share_of_rows(const Traits& traits) { return traits.float_x && traits.packed ? 0.55 : 0.75; }
-// Whether fewer rows than a warpgroup's save time, by their bytes. A warpgroup multiplies 64 rows, however few of them
-// there are.
+// Whether reading W takes the time, so that a tile of fewer rows is faster. Where multiplying does it is not: a
+// warpgroup multiplies 64 rows, however few exist.
 bool waits_for_bytes(const Traits& traits, int tokens) {
   return !traits.float_x && !traits.packed && tokens <= (traits.folds ? 64 : 128);
 }
 
-// Calls visit with every row, cluster and split that serve the problem, once with tiles of as many rows of W as there
-// can be and, if that may save time, once with as few as do not make more waves.
+// Calls visit with every row of tiles.inc, cluster and split of K that serve the problem: once with tiles of all their
+// rows of W and, if that may save time, once with the fewest rows that need no more waves.
 template <typename Visit>
 void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit) {
   for (int row = 0; row < static_cast<int>(std::size(kTiles)); ++row) {
@@ -146,7 +147,7 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
         const Terms counts = {k_tiles, static_cast<double>(waves), 1, kLastSplit};
         visit(Choice{row, split, tile.rows, pairs * kLastSplit, true, counts});
       }
-      // A warpgroup of a tall tile would be idle with fewer rows; those of a swapped one may all have every row.
+      // With fewer rows a warpgroup of a tall tile would idle; the warpgroups of a swapped tile may share all rows.
       if (tile.tall() || (traits.swapped && tokens == tile.rows)) continue;
       const int64_t row_blocks = waves * slots / (token_blocks * split);
       const int64_t fewest = ceil_div(ceil_div(problem.n, row_blocks), int4::kTileN) * int4::kTileN;

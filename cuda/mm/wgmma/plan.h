@@ -8,7 +8,7 @@
 namespace qao::mm::wgmma {
 
 bool supports(const Problem& problem, const Gpu& gpu);
-// Why another body is to run a problem that this one supports; null if none is.
+// The reason to leave a problem that this body supports to another one; null if there is none.
 const char* against(const Problem& problem, const Gpu& gpu);
 // The plan of least expected time; false where something is against it.
 bool plan(const Problem& problem, const Gpu& gpu, Plan* plan);

@@ -52,8 +52,8 @@ struct Kernel {
   static constexpr int kPanel = 2048 / tokens;  // token tiles
 };
 
-// The ring of stages, its mbarriers, three for each stage, a word of each that says whether its scales have a rest, and
-// where a role has got to.
+// The ring of stages and the position of a role in it. A stage has three mbarriers and a word that says whether any of
+// its scales has a rest (RowScale).
 template <typename K>
 struct Ring {
   uint32_t data;  // shared address
@@ -85,9 +85,11 @@ struct Place {
   int row_block, token_block, begin, end;
   int split_k;  // CTAs of a cluster that have a part of K each
 };
-// a / b, which takes long, where that is not plain: what comes before a CTA's first copy is part of every call.
+// a / b without a division in the common cases: it is slow, and what comes before a CTA's first copy adds to every
+// call.
 __device__ __forceinline__ int quotient(int a, int b) { return a < b ? 0 : b == 1 ? a : a / b; }
-// Of number `turn` of all: those past Params::whole_tiles count for each CTA of the pair that splits K.
+// The tile of turn `turn`. Past Params::whole_tiles each tile has two turns, one for each CTA of the pair that splits
+// its K.
 template <typename K>
 __device__ __forceinline__ Place place(const Params& p, int turn) {
   const bool whole = turn < p.whole_tiles;

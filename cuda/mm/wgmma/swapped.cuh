@@ -1,7 +1,7 @@
 // The swapped product of fp8 blocks: tokens are the 64-row operand of wgmma and as many rows of W its columns. A thread
-// then has two tokens and so two scales a K-tile, which it keeps in registers. As columns the tokens' scales would come
-// from shared memory, a float for each token and thread: that takes its port, which the operands need, half as long
-// again.
+// then has two tokens and so two scales a K-tile, which it keeps in registers. If tokens were the columns, each thread
+// would read their scales from shared memory, a float for each token. The operands need its port; that would take half
+// as much time of it again.
 #pragma once
 
 #include <cstdint>

@@ -25,18 +25,20 @@ struct Tile {
 struct Traits {
   bool float_x;
   bool packed;   // W is int4
-  bool columns;  // scaling the sums needs a value per token: a sum of x or a scale of it
-  bool folds;    // sums are scaled during the walk over K: a second set of them
+  bool columns;  // the fold needs a value per token: a sum of x or a scale of it
+  bool folds;    // sums are scaled during the walk over K, into a second set of registers
   bool swapped;  // tokens are the 64-row operand and rows of W its columns, as many of them
 
-  // Whether the tile is compiled. Folding and an operand in registers take room of the sums; where folding is all, the
-  // largest tile multiplies half of its tokens at a time.
+  // Whether the tile is compiled. Folds and operands in registers leave fewer registers for sums. A kernel that folds
+  // and has both operands in shared memory is compiled with the largest tile too, and multiplies half of its tokens at
+  // a time.
   constexpr bool serves(Tile tile) const {
     if (tile.tall()) return float_x ? !folds : !(packed || columns || swapped);
     if (tile.tokens == 32) return !(folds && float_x);
     return tile.tokens <= (folds && (packed || float_x || columns) ? 128 : 256);
   }
-  // Columns of a K-tile. What surrounds its products takes as long for few tokens as for many.
+  // Columns of a K-tile. The work around its products takes as long for few tokens as for many, so few tokens have long
+  // K-tiles.
   constexpr int tile_k(Tile tile) const {
     return !float_x || (!folds && tile.tokens <= 128 && !tile.tall()) ? 128 : 64;
   }
@@ -47,7 +49,7 @@ constexpr bool can_swap(int tokens) { return tokens == kWarpgroupRows || tokens 
 inline Traits traits_of(const Problem& p, int tokens) {
   const bool float_x = p.x == Format::kFloat, packed = p.weight == Format::kInt4, split = is_split(p);
   const bool block = has_blocks(p);
-  // e4m3 sums may stay in the tensor cores where asked for: that is worth kernels of its own with the largest tile.
+  // With fast_accum e4m3 sums may stay in the tensor cores. Only the largest tile has kernels for that.
   const bool short_sums = p.x == Format::kFp8 && !(p.fast_accum && tokens == 256);
   const bool swapped = block && !float_x && can_swap(tokens);
   const bool columns = packed ? split : block && !float_x && !swapped;
