@@ -17,7 +17,7 @@ import torch
 from accuracy import check_close
 from ops_schemes import SCHEMES, Scheme, Weight
 from ops_support import check_product, randn
-from qao import neighbours
+from qao import norm_silu
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
@@ -146,7 +146,7 @@ def test_torch_func_in_a_compiled_function(device: str) -> None:
         torch.compile(tangent, backend="aot_eager", fullgraph=True)(x)
 
 
-def test_neighbours(device: str) -> None:
+def test_norm_silu(device: str) -> None:
     """Against formulas in float64, of which torch has every derivative."""
     x, residual = (values(3, 8, device=device, seed=s) for s in (0, 1))
 
@@ -155,14 +155,14 @@ def test_neighbours(device: str) -> None:
         return (h * (h.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).pow(3).sum() + h.square().sum()
 
     def norm(x: Tensor, residual: Tensor) -> Tensor:
-        y, h = neighbours.add_rms_norm(x, residual, None, 1e-5)
+        y, h = norm_silu.add_rms_norm(x, residual, None, 1e-5)
         return y.pow(3).sum() + h.square().sum()
 
     def plain_silu(gate: Tensor, up: Tensor) -> Tensor:
         return (nn.functional.silu(gate) * up).square().sum()
 
     def silu(gate: Tensor, up: Tensor) -> Tensor:
-        return neighbours.silu_mul(gate, up).square().sum()
+        return norm_silu.silu_mul(gate, up).square().sum()
 
     for function, plain in ((norm, plain_norm), (silu, plain_silu)):
         for which in (0, 1):

@@ -140,7 +140,7 @@ __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("gridd
 // Both, for kernels that are compiled for older GPUs too (common/launch.h: is_hopper_code). Signalling before the wait
 // would start a whole chain of such kernels at once, and the ones that only wait would occupy SMs that the running one
 // needs.
-__device__ __forceinline__ void overlap_neighbours() {
+__device__ __forceinline__ void wait_then_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   wait_for_previous_kernel();
   launch_dependents();

@@ -237,7 +237,7 @@ template <DType dtype, Producer producer, int kVectors, bool kFast>
 __global__ void __launch_bounds__(max_threads(kVectors), min_ctas(kVectors))
     rows_kernel(const __grid_constant__ Params p) {
   if constexpr (kFast && producer == Producer::kRmsNorm) prefetch_norm<dtype>(p);
-  ptx::overlap_neighbours();
+  ptx::wait_then_launch_dependents();
   constexpr bool kProduct = producer != Producer::kNone, kNorm = producer == Producer::kRmsNorm;
   const bool quantized = !kProduct || p.y == nullptr;
   Row<dtype, producer, kVectors, kFast> row(p);

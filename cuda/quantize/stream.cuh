@@ -44,7 +44,7 @@ __device__ __forceinline__ int64_t count_slices(const Params& p) {
 // The maxima of `parts` parts of x, part i being the slices i, i + parts, ...
 template <DType dtype, int kVectors>
 __global__ void __launch_bounds__(kStreamThreads) maxima_kernel(const __grid_constant__ Params p) {
-  ptx::overlap_neighbours();
+  ptx::wait_then_launch_dependents();
   Partial part;
   for (int64_t index = blockIdx.x; index < count_slices(p); index += p.parts) {
     const Slice<dtype, kVectors> slice(p, index);
@@ -69,7 +69,7 @@ __device__ __forceinline__ float tensor_scale(const Params& p) {
 
 template <DType dtype, Scaling scaling, int kVectors>
 __global__ void __launch_bounds__(kStreamThreads) stream_kernel(const __grid_constant__ Params p) {
-  ptx::overlap_neighbours();
+  ptx::wait_then_launch_dependents();
   const Slice<dtype, kVectors> slice(p, blockIdx.x);
   Rounding rounding;
   if constexpr (scaling == Scaling::kTensor) rounding = rounding_of(tensor_scale(p));

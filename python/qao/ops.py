@@ -58,7 +58,7 @@ from . import fake, transforms  # noqa: E402, F401  # they register; the operato
 from .gradients import dequantize_fp8 as dequantize_fp8  # noqa: E402
 from .gradients import dequantize_int8 as dequantize_int8  # noqa: E402
 from .gradients import product as product  # noqa: E402
-from .neighbours import add_rms_norm, silu_mul  # noqa: E402, F401
+from .norm_silu import add_rms_norm, silu_mul  # noqa: E402, F401
 from .operators import (  # noqa: E402, F401
     add_rms_norm_int4_mm,
     add_rms_norm_quantize,
