@@ -16,7 +16,7 @@ SOURCES = Path(os.environ.get("QAO_SERVING") or Path(sys.prefix, "serving"))
 
 
 def run_cases(engine: str) -> int:
-    """Runs tests/serving/<engine>_cases.py and returns how many cases passed; none may fail or be skipped."""
+    """Runs tests/serving/<engine>_*cases.py and returns how many cases passed; none may fail or be skipped."""
     found = sorted(SOURCES.glob(f"{engine}-*"))
     if not found:
         reason = f"no {engine} in {SOURCES}: python tools/serving.py {SOURCES} fetches it (Python 3.11 or newer)"
@@ -26,8 +26,8 @@ def run_cases(engine: str) -> int:
     paths = [str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     env |= {"QAO_TEST_ENGINE": str(found[-1]), "PYTHONPATH": os.pathsep.join(paths)}
-    cases = str(ROOT / "tests" / "serving" / f"{engine}_cases.py")
-    pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", cases]
+    cases = map(str, sorted((ROOT / "tests" / "serving").glob(f"{engine}_*cases.py")))
+    pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *cases]
     done = subprocess.run(pytest_command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-4000:]
     # The config says -q as well, so that pytest prints no summary: count its dots.

@@ -1,0 +1,183 @@
+"""A linear layer of a serving engine with a weight of qao's own checkpoints: parameters, loading, the product.
+
+Engines make a layer for the share of a weight that one process has, often of several matrices joined (q, k and v), and
+fill each parameter through a loader that cuts a matrix along ``output_dim`` and ``input_dim``. Packed int4 weights are
+[tiles of 16 rows, tiles of 64 columns, bytes], so they are cut between tiles, without unpacking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .. import marker, ops
+from ..formats import Float8Weight, Int4Weight, Scheme
+from ..quantizer_fp8 import SCALE_BLOCK
+from ..schemes import Float8DynamicActivationFloat8Weight
+from .served import row_scales
+
+_TILE_ROWS, _TILE_COLUMNS = 16, 64
+_OPERATORS: dict[str, Any] = {
+    "int4": ops.INT4,
+    "int8": ops.INT8,
+    "fp8": ops.FP8,
+    "int8_int8": ops.INT8_INT8,
+    "int8_int4": ops.INT8_INT4,
+    "fp8_fp8": ops.FP8_FP8,
+    "fp8_int4": ops.FP8_INT4,
+}
+
+
+def scheme_of(layers: Mapping[str, Scheme], name: str, joined: Mapping[str, Sequence[str]]) -> Scheme | None:
+    """The scheme of a layer of the engine, from those of a checkpoint's; None: it is not quantised.
+
+    Args:
+        layers: schemes by the names of the checkpoint.
+        name: the engine's: "model.layers.0.self_attn.qkv_proj".
+        joined: what an engine's layer is made of, by the last part of its name: {"qkv_proj": ["q_proj", …]}.
+
+    Raises:
+        ValueError: the layers that it joins are not quantised alike.
+    """
+    if name in layers:
+        return layers[name]
+    path, dot, last = name.rpartition(".")
+    names = [path + dot + part for part in joined.get(last, [last])]
+    found = [layers.get(one) for one in names]
+    if any(_alike(one) != _alike(found[0]) for one in found):
+        told = ", ".join(f"{one}: {layers.get(one) or 'not quantised'}" for one in names)
+        raise ValueError(f"qao: {name} joins layers that are not quantised alike: {told}. Give them one scheme.")
+    return found[0]
+
+
+def _alike(scheme: Scheme | None) -> Scheme | None:
+    static = isinstance(scheme, Float8DynamicActivationFloat8Weight) and scheme.activation_scale is not None
+    return replace(scheme, activation_scale=1.0) if static else scheme  # type: ignore[type-var]
+
+
+def quantised_inside(layers: Mapping[str, Scheme], name: str) -> list[str]:
+    """Names of a checkpoint's quantised layers that are ``name`` or lie within."""
+    return [one for one in layers if one == name or one.startswith(f"{name}.")]
+
+
+class ServedLinear:
+    """The quantisation method of one layer, as vLLM and SGLang ask it."""
+
+    parameters: ClassVar[Any]  # the engine's module of parameter classes
+
+    def __init__(self, scheme: Scheme, name: str) -> None:
+        self.scheme, self.name = scheme, name
+        self.operator = _OPERATORS[scheme.word]
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Makes the parameters of a share of the weight [output_size, input_size]."""
+        k, parts = input_size_per_partition, list(output_partition_sizes)
+        n = sum(parts)
+        self._check_cuts(parts, k, cut_rows=len(parts) > 1 or n != output_size, cut_columns=k != input_size)
+        self.parts, self.k, self.full_k = parts, k, input_size
+        self.rest = self.scheme.constants(n, k)
+        layer.weight_block_size = [SCALE_BLOCK, SCALE_BLOCK]  # type: ignore[assignment]
+        loader = extra["weight_loader"]
+        empty = self.scheme.empty(n, k, dtype=params_dtype, device="meta").tensors()
+        for name, meta in empty.items():
+            parameter = None if meta is None else self._parameter(name, meta, loader)
+            layer.register_parameter(name, parameter)
+        for name in (marker.MARKER, marker.TRIPWIRE):  # which are in the checkpoint, and gone once it is loaded
+            data = torch.empty(0, dtype=torch.uint8)
+            made = self.parameters.BasevLLMParameter(data=data, weight_loader=self._check_marker)
+            layer.register_parameter(name, made)
+
+    def _granularity(self) -> str | None:
+        return self.scheme.granularity if isinstance(self.scheme, Float8Weight) else None
+
+    def _check_cuts(self, parts: list[int], k: int, *, cut_rows: bool, cut_columns: bool) -> None:
+        rows, columns = 1, 1
+        size = -1
+        if isinstance(self.scheme, Int4Weight):
+            rows, columns, size = _TILE_ROWS, _TILE_COLUMNS, self.scheme.size
+        elif self._granularity() == "block":
+            rows = columns = SCALE_BLOCK
+        columns = max(columns, size)
+        if cut_rows and any(part % rows for part in parts):
+            wrong = f"matrices of {parts} rows, which {self.scheme} can be cut into and joined from between {rows} rows"
+        elif cut_columns and k % columns:
+            wrong = f"{k} columns, which {self.scheme} can be cut into between {columns} columns"
+        else:
+            return
+        raise ValueError(f"qao: {self.name}: one process gets {wrong}. Choose another tensor parallel size.")
+
+    def _parameter(self, name: str, meta: Tensor, loader: Callable[..., None]) -> nn.Parameter:
+        kinds, int4 = self.parameters, isinstance(self.scheme, Int4Weight)
+        if name == "activation_scale" or (name == "scales" and self._granularity() == "tensor"):
+            data = torch.zeros(len(self.parts), dtype=meta.dtype)
+            return kinds.BasevLLMParameter(data=data, weight_loader=_one_of_each)  # type: ignore[no-any-return]
+        options: dict[str, Any] = {"data": torch.empty_like(meta, device=torch.get_default_device())}
+        options |= {"weight_loader": loader, "output_dim": 0}
+        tiles = {"packed_dim": 0, "packed_factor": _TILE_ROWS}
+        if name == "qweight":
+            if int4:
+                return kinds.PackedvLLMParameter(input_dim=1, **tiles, **options)  # type: ignore[no-any-return]
+            return kinds.ModelWeightParameter(input_dim=1, **options)  # type: ignore[no-any-return]
+        if name == "scales" and int4:
+            if self.scheme.size == -1:  # type: ignore[attr-defined]
+                return kinds.PackedColumnParameter(**tiles, **options)  # type: ignore[no-any-return]
+            return kinds.PackedvLLMParameter(input_dim=1, **tiles, **options)  # type: ignore[no-any-return]
+        if name == "scales" and self._granularity() == "block":
+            return kinds.BlockQuantScaleParameter(input_dim=1, **options)  # type: ignore[no-any-return]
+        return kinds.ChannelQuantScaleParameter(**options)  # type: ignore[no-any-return]
+
+    def _check_marker(self, parameter: nn.Parameter, loaded: Tensor, *args: Any, **kwargs: Any) -> None:
+        """What a layer of the checkpoint says of itself, against what the config says of it."""
+        if torch.equal(loaded.cpu(), marker.tripwire()):
+            return
+        found = marker.decode(loaded, f"{self.name}.{marker.MARKER}")
+        said, wanted = ({**one, "scale_dtype": None} for one in (found.scheme, self.scheme.to_dict()))
+        for one in (said, wanted):  # each layer has its own
+            if one.get("activation_scale") is not None:
+                one["activation_scale"] = 1.0
+        if said != wanted or found.in_features != self.full_k:
+            raise ValueError(
+                f"qao: {self.name}: the config says {self.scheme} of {self.full_k} columns, the checkpoint holds "
+                f"{found.scheme} of {found.in_features}. Save the model anew."
+            )
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Makes of what was loaded what the operator takes."""
+        for name in (marker.MARKER, marker.TRIPWIRE):
+            layer._parameters.pop(name, None)
+        own: Any = layer._parameters
+        if self._granularity() == "tensor":
+            own["scales"].data = row_scales(own["scales"].data, self.parts)
+        if own["activation_scale"] is not None:  # matrices that are joined multiply one x
+            own["activation_scale"].data = own["activation_scale"].data.max().reshape(1)
+        if own["weight_sums"] is not None and self.k != self.full_k:  # those of all columns were loaded
+            weight = own["qweight"].data, own["scales"].data
+            dense = self.scheme.dequantize(*weight, sum(self.parts), self.k, torch.float32)
+            own["weight_sums"].data = dense.sum(1, dtype=torch.float64).float()
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        weight, scales = layer.qweight, layer.scales
+        if self.scheme.activations == "int8":
+            return self.operator(x, weight, scales, bias, layer.weight_sums, *self.rest)  # type: ignore[no-any-return]
+        if self.scheme.word == "fp8_fp8":
+            return self.operator(x, weight, scales, bias, layer.activation_scale, *self.rest)  # type: ignore[no-any-return]
+        return self.operator(x, weight, scales, bias, *self.rest)  # type: ignore[no-any-return]
+
+
+def _one_of_each(parameter: nn.Parameter, loaded: Tensor, part: Any = None, **kwargs: Any) -> None:
+    """Loads the number that one of the joined matrices has; without ``part``, all of them have it."""
+    index = slice(None) if part is None else {"q": 0, "k": 1, "v": 2}.get(part, part)
+    parameter.data[index] = loaded.reshape(())

@@ -1,0 +1,168 @@
+"""Checkpoints in qao's own format in vLLM's own layers; run by tests/test_vllm.py in a process of its own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import vllm_support  # noqa: F401  # first: it makes vLLM importable
+
+# isort: split
+import pytest
+import qao
+import qao.integrations.vllm
+import torch
+from accuracy import check_close
+from checkpoint_support import SCHEMES
+from ops_schemes import Activation
+from qao.formats import Scheme
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm_support import KINDS, K, Loaded, engine
+
+qao.integrations.vllm.register()
+DTYPE = torch.bfloat16
+
+
+def activation(scheme: Scheme) -> Activation:
+    if scheme.activations == "int8":
+        return Activation("int8", symmetric=scheme.symmetric_activations)
+    if scheme.activations == "float":
+        return Activation()
+    if scheme.weights == "int4":
+        return Activation("fp8", beside_int4=True)
+    group_size = scheme.constants(1, 1)[0]
+    return Activation("fp8", group_size=group_size, static_scale=scheme.activation_scale)
+
+
+def exact(scheme: Scheme) -> Scheme:
+    """As a checkpoint of a model in DTYPE says it."""
+    return replace(scheme, scale_dtype=scheme.scale_dtype or DTYPE) if scheme.weights == "int4" else scheme
+
+
+def checkpoint(kind: str, scheme: Scheme) -> tuple[dict[str, Any], list[dict[str, Tensor]], list[Tensor]]:
+    """What qao writes of a model with these layers: config, tensors of each matrix, and in float64 what they are."""
+    layers, states, dense = {}, [], []
+    for name, _, rows in KINDS[kind][1]:
+        linear = nn.Linear(K, rows, bias=kind != "row", dtype=DTYPE)
+        made = qao.QuantLinear.from_linear(linear, scheme)
+        layers[name] = exact(scheme)
+        states.append(made.state_dict())
+        dense.append(made.dequantize(torch.float64))
+    return json.loads(json.dumps(qao.QaoConfig(layers=layers, dtype=DTYPE).to_dict())), states, dense
+
+
+def load(kind: str, content: dict[str, Any], states: list[dict[str, Tensor]], rank: int = 0, size: int = 1) -> Loaded:
+    return Loaded(kind, get_quantization_config("qao").from_config(content), states, rank, size)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_layers(scheme: Scheme, kind: str, size: int) -> None:
+    torch.manual_seed(size)
+    content, states, dense = checkpoint(kind, scheme)
+    what = activation(scheme)
+    with engine(DTYPE):
+        for rank in range(size):
+            loaded = load(kind, content, states, rank, size)
+            names = {name for name, _ in loaded.layer.named_parameters()}
+            assert names <= {"qweight", "scales", "weight_sums", "activation_scale", "bias"}
+            part = loaded.part_of(dense)
+            bias = None if kind == "row" else loaded.part_of([state["bias"] for state in states])
+            for tokens in (1, 5, 40):
+                x = torch.randn(tokens, K, dtype=DTYPE)[:, loaded.columns()].contiguous()
+                y = loaded.layer(x)[0].detach()
+                check_close(y, x, part, bias, what.seen(x), what.slack(x, part))
+
+
+@pytest.mark.parametrize("scheme", [SCHEMES[0], qao.Float8DynamicActivationFloat8Weight("tensor")], ids=str)
+def test_compiles_into_one_graph(scheme: Scheme) -> None:
+    content, states, _ = checkpoint("qkv", scheme)
+    with engine(DTYPE), torch.no_grad():
+        loaded = load("qkv", content, states)
+        x = torch.randn(3, K, dtype=DTYPE)
+        compiled = torch.compile(lambda x: loaded.layer(x)[0], fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), loaded(x))
+
+
+def test_the_name_is_known_once() -> None:
+    qao.integrations.vllm.register()
+    assert QUANTIZATION_METHODS.count("qao") == 1
+
+
+def test_what_is_not_quantised_stays_in_floats() -> None:
+    content, _, _ = checkpoint("column", SCHEMES[0])
+    with engine(DTYPE):
+        layer = KINDS["row"][0](quant_config=get_quantization_config("qao").from_config(content), bias=False)
+        assert type(layer.quant_method) is UnquantizedLinearMethod
+
+
+def test_a_quantised_head() -> None:
+    linear = nn.Linear(K, 96, bias=False, dtype=DTYPE)
+    made = qao.QuantLinear.from_linear(linear, SCHEMES[0])
+    content = qao.QaoConfig(layers={"lm_head": exact(SCHEMES[0])}).to_dict()
+    with engine(DTYPE):
+        head = ParallelLMHead(
+            96,
+            K,
+            params_dtype=DTYPE,
+            quant_config=get_quantization_config("qao").from_config(content),
+            prefix="lm_head",
+        )
+        parameters = dict(head.named_parameters())
+        for name, tensor in made.state_dict().items():
+            parameters[name].weight_loader(parameters[name], tensor)
+        head.quant_method.process_weights_after_loading(head)
+        x = torch.randn(4, K, dtype=DTYPE)
+        y = head.quant_method.apply(head, x)
+        check_close(y[:, :96].contiguous(), x, made.dequantize(torch.float64))
+
+
+def test_layers_that_are_joined_must_be_quantised_alike() -> None:
+    content, states, _ = checkpoint("qkv", SCHEMES[0])
+    content["layers"][0]["modules"].pop()
+    with engine(DTYPE), pytest.raises(ValueError, match="qkv_proj joins .*v_proj: not quantised. Give them one scheme"):
+        load("qkv", content, states)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kind", "size", "message"),
+    [
+        (qao.Int4WeightOnly(256), "row", 4, "gets 128 columns, which int4 g256 .* between 256 columns. Choose another"),
+        (qao.Int4WeightOnly(-1), "row", 16, "gets 32 columns, .* between 64 columns"),
+        (qao.Int4WeightOnly(32), "column", 32, r"gets matrices of \[8\] rows, .* between 16 rows"),
+        (qao.Float8WeightOnly("block"), "gate_up", 4, r"gets matrices of \[64, 64\] rows, .* between 128 rows"),
+    ],
+)
+def test_cuts_within_what_shares_a_scale(scheme: Scheme, kind: str, size: int, message: str) -> None:
+    content, states, _ = checkpoint(kind, scheme)
+    with engine(DTYPE), pytest.raises(ValueError, match=message):
+        load(kind, content, states, 0, size)
+
+
+def test_a_checkpoint_that_is_another_than_its_config() -> None:
+    content, _, _ = checkpoint("column", qao.Int4WeightOnly(128))
+    _, states, _ = checkpoint("column", qao.Int4WeightOnly(128, True))
+    with engine(DTYPE), pytest.raises(ValueError, match="the config says int4 g128 asymmetric .* Save the model anew"):
+        load("column", content, [dict(reversed(states[0].items()))])
+
+
+def test_experts_and_embeddings_are_refused() -> None:
+    names = {"model.layers.0.mlp.experts.0.up_proj": SCHEMES[0], "model.embed_tokens": SCHEMES[0]}
+    config = get_quantization_config("qao").from_config(qao.QaoConfig(layers=names).to_dict())
+    experts, embedding = RoutedExperts.__new__(RoutedExperts), VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+    with pytest.raises(NotImplementedError, match="model.layers.0.mlp.experts: experts quantised by qao .1 layers"):
+        config.get_quant_method(experts, "model.layers.0.mlp.experts")
+    with pytest.raises(NotImplementedError, match="model.embed_tokens: a quantised embedding"):
+        config.get_quant_method(embedding, "model.embed_tokens")
+
+
+def test_a_model_that_is_yet_to_be_quantised_is_refused() -> None:
+    content = qao.QaoConfig(qao.Int4WeightOnly()).to_dict()
+    with pytest.raises(ValueError, match="vLLM serves models that are quantised"):
+        get_quantization_config("qao").from_config(content)
