@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -299,6 +300,117 @@ def state_dicts_are_of_the_whole(folder: Path) -> None:
     # 96 columns a rank are three groups, and one and a half tiles.
     layer = parallelize_module(qao.QuantLinear.from_linear(nn.Linear(192, 64), SCHEMES["int4"]), mesh(), Rowwise())
     raises(ValueError, layer.state_dict, "columns 0:96"[:7], "tile", "before it is sharded")
+
+
+# ---- tp_plan of transformers -----------------------------------------------------------------------------------------
+
+
+def causal_lm(tied: bool) -> nn.Module:
+    """Qwen2, whose projections have biases; without random ones they would be zeros."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 160}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=tied)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def shared(folder: Path, name: str, save: Callable[[Path], object]) -> str:
+    """A checkpoint that the first rank writes for both."""
+    if dist.get_rank() == 0:
+        save(folder / name)
+    dist.barrier()
+    return str(folder / name)
+
+
+def check_kinds(model: nn.Module, head: str, embedding: str) -> None:
+    layer = model.model.layers[1]
+    assert type(layer.mlp.up_proj).__name__ == type(layer.self_attn.q_proj).__name__ == "ColwiseQuantLinear"
+    assert type(layer.mlp.down_proj).__name__ == "RowwiseQuantLinear" and layer.mlp.down_proj.in_features == 128
+    assert (type(model.lm_head).__name__, type(model.model.embed_tokens).__name__) == (head, embedding)
+    assert not any(isinstance(parameter, DTensor) for parameter in layer.mlp.parameters())
+
+
+@torch.no_grad()
+def check_tp_plan(folder: Path, scheme: qao.Scheme, tied: bool, embeddings: bool) -> None:
+    """Quantised while it is loaded, then loaded from quantised checkpoints: all as the unsharded model."""
+    from transformers import Qwen2ForCausalLM
+
+    os.environ["WORLD_SIZE"] = "2"  # as torchrun does; "auto" reads it
+    name, ids = f"{scheme.word} {tied} {embeddings}", torch.arange(9)[None]
+    floats = causal_lm(tied)
+    path = shared(folder, f"floats {name}", floats.save_pretrained)
+    whole = copy.deepcopy(floats)
+    qao.quantize_(whole, scheme, embeddings=embeddings)
+    expected, exact = whole(ids).logits, floats.double()(ids).logits
+    kinds = ("ColwiseQuantLinear", "RowwiseQuantEmbedding" if embeddings else "Embedding")
+    kinds = ("Linear", "Embedding") if tied and not embeddings else kinds
+
+    config = qao.QaoConfig(scheme, embeddings=embeddings)
+    model = Qwen2ForCausalLM.from_pretrained(path, quantization_config=config, tp_plan="auto", dtype=torch.float32)
+    check_kinds(model, *kinds)
+    assert not embeddings or model.lm_head.qweight is model.model.embed_tokens.qweight
+    got = model(ids).logits
+    close(got, expected, exact)
+    if scheme.activations == "float":  # the same codes and scales
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+    path = shared(folder, f"quantised {name}", whole.save_pretrained)
+    native = shared(folder, f"native {name}", lambda to: write_native(whole, to))
+    for checkpoint in (path, native):
+        again = qao.from_pretrained(checkpoint, distributed_config={"tp_size": 2})
+        check_kinds(again, *kinds)
+        assert torch.equal(again(ids).logits, got), checkpoint
+    again = Qwen2ForCausalLM.from_pretrained(native, tp_plan="auto")
+    assert torch.equal(again(ids).logits, got)
+
+    again.save_pretrained(folder / f"saved {name}")  # all gather, and the first writes
+    dist.barrier()
+    alone = qao.from_pretrained(folder / f"saved {name}")
+    for key, tensor in alone.state_dict().items():
+        assert key.endswith("pip_install_qao") or torch.equal(whole.state_dict()[key], tensor), key
+
+
+def write_native(model: nn.Module, folder: Path) -> None:
+    """The layout of qao, of which transformers knows by QaoConfig, also where compressed-tensors could say it."""
+    qao.save(model, folder)
+    config = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [type(model).__name__], torch.float32
+    config.quantization_config = qao.QaoConfig.of(model).to_dict()
+    config.save_pretrained(folder)
+
+
+for _name, _tied, _embeddings in (
+    ("int4", False, False),
+    ("int8_int8 asymmetric", False, False),
+    ("int8", True, False),
+    ("int8_int4", True, True),
+):
+    CASES[f"tp_plan {_name}"] = partial(check_tp_plan, scheme=SCHEMES[_name], tied=_tied, embeddings=_embeddings)
+
+
+@case
+def tp_plan_with_a_style_that_is_none_of_ours(folder: Path) -> None:
+    from transformers import Qwen2ForCausalLM
+
+    path = shared(folder, "packed", causal_lm(False).save_pretrained)
+    config = {"tp_size": 2, "tp_plan": {"model.layers.*.mlp.up_proj": "packed_colwise"}}
+    quantization = qao.QaoConfig(SCHEMES["int8"])
+    load = partial(Qwen2ForCausalLM.from_pretrained, path, distributed_config=config)
+    raises(ValueError, partial(load, quantization_config=quantization), "up_proj", "'packed_colwise'", "rowwise")
+    # Left in floats, it is sharded by transformers.
+    quantization = qao.QaoConfig(SCHEMES["int8"], modules_to_not_convert=["up_proj", "gate_proj"])
+    config = {"tp_size": 2}
+    model = Qwen2ForCausalLM.from_pretrained(path, distributed_config=config, quantization_config=quantization)
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)
+    whole, ids = causal_lm(False), torch.arange(9)[None]
+    qao.quantize_(whole, SCHEMES["int8"], filter=lambda name, module: "up_proj" not in name and "gate" not in name)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,10 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> list[Raised]:
 
 @pytest.mark.parametrize("name", tensor_parallel_worker.CASES)
 def test_two_processes(name: str, raised: list[Raised]) -> None:
+    if name.startswith("tp_plan"):
+        version = pytest.importorskip("transformers").__version__
+        if tuple(map(int, version.split(".")[:2])) < (5, 23):
+            pytest.skip("transformers 5.23 and later")
     assert [of_one[name] for of_one in raised] == ["", ""], "\n".join(of_one[name] for of_one in raised)
 
 

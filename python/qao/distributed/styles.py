@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..embedding import QuantEmbedding
@@ -16,7 +16,7 @@ from ..embedding import obstacle as obstacle_of_embedding
 from ..formats import PackedWeight
 from ..linear import QuantLinear, obstacle
 from ..packed import PackedModule, Sharded, attached, frozen
-from .cut import Cut, cut, local, part
+from .cut import Cut, cut, is_cut, joins, local, part
 from .layout import LAST, Layout
 from .modules import EMBEDDINGS, LINEARS, give, resize
 
@@ -41,6 +41,23 @@ class _Style(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _take_part(module, self._layout_of(module, device_mesh), _Sender(device_mesh, self.src_data_rank))
+        return module
+
+    def expect(self, module: PackedModule, mesh: DeviceMesh) -> None:
+        """Of a module on meta: makes its Parameters DTensors, of which a loader reads the rank's parts.
+
+        ``_apply`` takes them then. Where parts do not join to the whole, Parameters stay as they are.
+        """
+        layout = self._layout_of(module, mesh)
+        if not joins(module.scheme, layout.sizes, layout.cut):
+            return
+        for key, tensor in module._parameters.items():
+            if tensor is not None and is_cut(key, module.scheme, layout.sizes, layout.cut.dim):
+                placed = distribute_tensor(tensor, mesh, [Shard(layout.cut.dim)], src_data_rank=None)
+                module._parameters[key] = nn.Parameter(placed, requires_grad=False)
+
+    def _layout_of(self, module: nn.Module, device_mesh: DeviceMesh) -> Layout:
         dim = self.linear_dim if type(module) in LINEARS else 1 - self.linear_dim
         _check(module, type(self).__name__, device_mesh)
         weight: Any = module._parameters["qweight" if isinstance(module, PackedModule) else "weight"]
@@ -53,9 +70,7 @@ class _Style(ParallelStyle):
         outputs = self.output_layouts or outputs
         if not isinstance(outputs, (Replicate, Shard)):
             raise ValueError(f"{type(self).__name__}: output_layouts must be Replicate() or Shard(dim), not {outputs}")
-        layout = Layout(device_mesh, own, sizes, self.input_layouts or inputs, outputs, self.use_local_output)
-        _take_part(module, layout, _Sender(device_mesh, self.src_data_rank))
-        return module
+        return Layout(device_mesh, own, sizes, self.input_layouts or inputs, outputs, self.use_local_output)
 
     def __repr__(self) -> str:
         layouts = f"input_layouts={self.input_layouts}, output_layouts={self.output_layouts}"
@@ -139,8 +154,9 @@ def _check(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
             "Quantise it first, or use a style of torch.distributed.tensor.parallel."
         )
     if isinstance(module, PackedModule):
-        sharded = type(module.qweight) is not nn.Parameter
-        reason = attached(module) or (f"its weight is a {type(module.qweight).__name__}" if sharded else None)
+        qweight: Any = module.qweight
+        elsewhere = isinstance(qweight, DTensor) and qweight.device_mesh != mesh
+        reason = attached(module) or ("FSDP or another mesh has its weight" if elsewhere else None)
     else:
         reason = obstacle_of_embedding(module) if type(module) in EMBEDDINGS else obstacle(module)
     if reason is not None:
@@ -177,17 +193,31 @@ def _part_of_packed(module: PackedModule, layout: Layout, send: _Sender) -> Pack
     known = vars(qweight).setdefault("_qao_parts", {})
     key = (layout.mesh, layout.cut)
     if key not in known:
-        tensors: Any = {name: t if t is None else send(t) for name, t in module.packed.tensors().items()}
-        everywhere = PackedWeight(**tensors)
-        made = part(module.scheme, everywhere, layout.sizes, layout.cut)
+        if isinstance(qweight, DTensor):  # parts, as ``expect`` asked for them
+            made = _arrived(module, layout)
+        else:
+            tensors: Any = {name: t if t is None else send(t) for name, t in module.packed.tensors().items()}
+            made = part(module.scheme, PackedWeight(**tensors), layout.sizes, layout.cut)
         known[key] = made._replace(qweight=frozen(made.qweight), scales=frozen(made.scales))
     return known[key]  # type: ignore[no-any-return]
+
+
+def _arrived(module: PackedModule, layout: Layout) -> PackedWeight:
+    own: Any = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in module.packed.tensors().items()}
+    packed, cut = PackedWeight(**own), layout.cut
+    if cut.dim == 1 and packed.weight_sums is not None:
+        plain = module.scheme.unpack(packed.qweight, packed.scales, layout.sizes[0], cut.end - cut.begin)
+        sums = module.scheme._weight_sums(*plain)
+        return packed._replace(weight_sums=sums)
+    return packed
 
 
 def _part_of_parameter(parameter: nn.Parameter, own: Cut | None, send: _Sender) -> nn.Parameter:
     whole: Any = parameter
     known = vars(whole).setdefault("_qao_parts", {})
-    if own not in known:
+    if own not in known and isinstance(whole, DTensor):
+        known[own] = nn.Parameter(whole.to_local().detach(), parameter.requires_grad)
+    elif own not in known:
         tensor = send(parameter)
         known[own] = nn.Parameter(local(tensor if own is None else own.of(tensor)), parameter.requires_grad)
     return known[own]  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ from ..packed import PackedModule
 from ..quantize import quantize_
 from ..selection import matches, selector
 from .config import QaoConfig
+from .tensor_parallel import Sharding
 
 
 class Loader:
@@ -38,6 +39,8 @@ class Loader:
         self._waiting: dict[str, list[survey.Layer]] = {}  # with their weights, by the layer that will tell
         self.hidden: set[str] = set()
         self._hook: Any = None
+        self.sharding: Sharding | None = None  # of transformers' tensor parallelism
+        self._late: tuple[type[nn.Module], ...] = ()  # modules of which some are quantised at the end
 
     def validate(self, device_map: Any) -> None:
         """Raises ValueError for what cannot be loaded."""
@@ -78,6 +81,7 @@ class Loader:
         assert self.config.scheme is not None
         select = selector(model, self.config.scheme)
         keep = _filter(model, self.config.modules_to_not_convert)
+        self._late = (nn.Linear, nn.Embedding) if self.config.embeddings else ()
         users: dict[int, int] = {}
         for module in model.modules():
             for parameter in module._parameters.values():
@@ -86,8 +90,9 @@ class Loader:
             survey.decide(layer, select, keep)
             names = [f"{name}.weight" for name in (layer.row.name, *layer.row.aliases)]
             alone = users[id(layer.module._parameters.get("weight"))] == 1 and not tied.intersection(names)
-            # A group size that is to be chosen needs all weights.
-            if layer.scheme is not None and alone and not is_auto(layer.scheme):
+            if is_auto(layer.scheme):  # needs all weights
+                self._late = (nn.Linear, nn.Embedding)
+            elif layer.scheme is not None and alone:
                 self.pending.update(dict.fromkeys(names, layer))
 
     def take(self, name: str, value: Tensor) -> None:
@@ -119,6 +124,8 @@ class Loader:
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers would do it anew
         for parent, attribute in layer.places:
             setattr(parent, attribute, made)
+        if self.sharding is not None and (made.bias is None or not made.bias.is_meta):
+            self.sharding.take([layer.row.name, *layer.row.aliases], made)
 
     def finish(self, model: nn.Module) -> None:
         """When all have arrived."""
@@ -128,9 +135,15 @@ class Loader:
             embeddings: Any = {"embeddings": True} if self.config.embeddings else {}
             keep = _filter(model, self.config.modules_to_not_convert)
             quantize_(model, self.config.scheme, filter=keep, progress=False, **embeddings)
+        if self.sharding is not None:
+            self.sharding.finish()
         for module in model.modules():
             if isinstance(module, PackedModule):
                 module.settle()
+
+    def is_quantised(self, name: str, module: nn.Module) -> bool:
+        """Whether a module of the skeleton is a quantised layer, or may become one."""
+        return isinstance(module, PackedModule) or f"{name}.weight" in self.pending or type(module) in self._late
 
 
 def _names_in(model: nn.Module, layers: Mapping[str, Scheme]) -> dict[str, Scheme]:

@@ -114,6 +114,9 @@ class _Value:
         tensor: Tensor = self._lazy.load()
         return tensor.to(*args, **kwargs)
 
+    def get_shape(self) -> list[int]:  # of a slice of safetensors, for which parts of it are asked
+        return list(self.shape)
+
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
 

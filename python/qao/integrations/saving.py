@@ -11,14 +11,17 @@ from .. import marker
 from ..checkpoint import header, unshared
 from ..layout import describe
 from ..linear import QuantLinear, is_linear
-from ..packed import PackedModule
+from ..packed import PackedModule, Sharded
 from .config import QaoConfig
 
 
 def files_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], Any]:
     """Tensors by name, metadata, and what config.json says: compressed-tensors where it can say it, else qao's own."""
     state: dict[str, Tensor] = dict(model.state_dict())
-    written = _compressed_tensors(model, state)
+    sharded = any(isinstance(module, Sharded) for module in model.modules())
+    if sharded:
+        _gather(state)
+    written = None if sharded else _compressed_tensors(model, state)
     if written is not None:
         return written[0], {}, written[1]
     quantised = {
@@ -30,6 +33,17 @@ def files_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], Any]:
     _, aliases = unshared({name: tensor for name, tensor in state.items() if name in quantised})
     kept = {name: tensor for name, tensor in state.items() if name not in aliases}
     return kept, header(aliases), QaoConfig.of(model)
+
+
+def _gather(state: dict[str, Any]) -> None:
+    """Makes DTensors whole, on every rank, as transformers does of float models; shared ones stay shared."""
+    known: dict[tuple[int, Any], Tensor] = {}
+    for name, tensor in state.items():
+        if hasattr(tensor, "full_tensor"):
+            key = tensor.to_local().data_ptr(), tensor.placements
+            if key not in known:
+                known[key] = tensor.full_tensor()
+            state[name] = known[key]
 
 
 def _compressed_tensors(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:

@@ -19,6 +19,7 @@ from .config import QaoConfig
 from .loading import Loader
 from .registration import fill, mark
 from .saving import files_of
+from .tensor_parallel import Sharding
 
 __all__ = ["QaoConfig", "QaoQuantizer", "attach", "forget_config", "register"]
 
@@ -55,6 +56,7 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         ties = getattr(model, "all_tied_weights_keys", None)  # version 5; in 4 they share a Parameter by now
         self.loader.prepare(model, [name for pair in ties.items() for name in pair] if isinstance(ties, dict) else [])
+        self.loader.sharding = Sharding(model, self.loader.is_quantised)
         self._unexpected = model._keys_to_ignore_on_load_unexpected
         if self.loader.hidden:
             patterns = [*(self._unexpected or ()), rf"(^|\.){marker.MARKER}$"]
