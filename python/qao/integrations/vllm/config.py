@@ -71,7 +71,7 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
             if inside:
                 raise NotImplementedError(
                     f"qao: {prefix}: experts quantised by qao ({len(inside)} layers, such as {inside[0]}) have no "
-                    "kernel in vLLM. Leave them in floats, or save the model as compressed-tensors, whose experts vLLM serves."
+                    "kernel in vLLM. Leave them in floats, or save the model as compressed-tensors."
                 )
             return UnquantizedFusedMoEMethod(layer.moe_config)
         if isinstance(layer, VocabParallelEmbedding) and inside:
