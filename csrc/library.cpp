@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <cstdio>
+#include <string>
 
 #include "named.h"
 #include "ops.h"
@@ -11,6 +12,14 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 using torch::stable::detail::StableTorchLibraryInit;
+
+// A product whose weights are those of experts, and which rows are whose; `rest` follows.
+void define_grouped(StableLibrary& m, const std::string& name, const std::string& rest) {
+  m.def((name +
+         "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, Tensor? row_scale" +
+         (rest.empty() ? "" : ", ") + rest + ") -> Tensor")
+            .c_str());
+}
 
 void define(StableLibrary& m) {
   m.def(
@@ -32,6 +41,13 @@ void define(StableLibrary& m) {
   m.def(
       "fp8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features, int in_features, "
       "int group_size) -> Tensor");
+  define_grouped(m, "int4_grouped_mm", "int out_features, int in_features, int group_size");
+  define_grouped(m, "int8_grouped_mm", "");
+  define_grouped(m, "fp8_grouped_mm", "");
+  define_grouped(m, "int8_int8_grouped_mm", "Tensor? weight_sums");
+  define_grouped(m, "int8_int4_grouped_mm", "Tensor? weight_sums, int out_features, int in_features, int group_size");
+  define_grouped(m, "fp8_fp8_grouped_mm", "Tensor? x_scale, int x_group_size, bool fast_accum");
+  define_grouped(m, "fp8_int4_grouped_mm", "int out_features, int in_features, int group_size");
   m.def(
       "int8_scaled_mm(Tensor x, Tensor x_scales, Tensor? x_zeros, Tensor weight, Tensor scales, Tensor? bias, "
       "Tensor? weight_sums, ScalarType out_dtype) -> Tensor");
@@ -74,6 +90,13 @@ void implement(StableLibrary& m) {
   qao::implement<"int8_int4_mm", &qao::int8_int4_mm_op>(m);
   qao::implement<"fp8_fp8_mm", &qao::fp8_fp8_mm_op>(m);
   qao::implement<"fp8_int4_mm", &qao::fp8_int4_mm_op>(m);
+  qao::implement<"int4_grouped_mm", &qao::int4_grouped_mm_op>(m);
+  qao::implement<"int8_grouped_mm", &qao::int8_grouped_mm_op>(m);
+  qao::implement<"fp8_grouped_mm", &qao::fp8_grouped_mm_op>(m);
+  qao::implement<"int8_int8_grouped_mm", &qao::int8_int8_grouped_mm_op>(m);
+  qao::implement<"int8_int4_grouped_mm", &qao::int8_int4_grouped_mm_op>(m);
+  qao::implement<"fp8_fp8_grouped_mm", &qao::fp8_fp8_grouped_mm_op>(m);
+  qao::implement<"fp8_int4_grouped_mm", &qao::fp8_int4_grouped_mm_op>(m);
   qao::implement<"int8_scaled_mm", &qao::int8_scaled_mm_op>(m);
   qao::implement<"fp8_scaled_mm", &qao::fp8_scaled_mm_op>(m);
   qao::implement<"int8_quantize", &qao::int8_quantize_op>(m);

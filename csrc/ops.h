@@ -31,6 +31,35 @@ Tensor int8_scaled_mm_op(const Tensor& x, const Tensor& x_scales, const std::opt
 Tensor fp8_scaled_mm_op(const Tensor& x, const Tensor& x_scales, const Tensor& weight, const Tensor& scales,
                         const std::optional<Tensor>& bias, torch::headeronly::ScalarType out_dtype, bool fast_accum);
 
+// grouped_mm.cpp
+Tensor int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
+                          const std::optional<Tensor>& bias, const Tensor& offsets,
+                          const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
+                          int64_t out_features, int64_t in_features, int64_t group_size);
+Tensor int8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
+                          const std::optional<Tensor>& bias, const Tensor& offsets,
+                          const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale);
+Tensor fp8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                         const Tensor& offsets, const std::optional<Tensor>& row_index,
+                         const std::optional<Tensor>& row_scale);
+Tensor int8_int8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
+                               const std::optional<Tensor>& bias, const Tensor& offsets,
+                               const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
+                               const std::optional<Tensor>& weight_sums);
+Tensor int8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
+                               const std::optional<Tensor>& bias, const Tensor& offsets,
+                               const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
+                               const std::optional<Tensor>& weight_sums, int64_t out_features, int64_t in_features,
+                               int64_t group_size);
+Tensor fp8_fp8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
+                             const std::optional<Tensor>& bias, const Tensor& offsets,
+                             const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
+                             const std::optional<Tensor>& x_scale, int64_t x_group_size, bool fast_accum);
+Tensor fp8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
+                              const std::optional<Tensor>& bias, const Tensor& offsets,
+                              const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
+                              int64_t out_features, int64_t in_features, int64_t group_size);
+
 // norm_mm.cpp
 std::tuple<Tensor, Tensor> add_rms_norm_int4_mm_op(const Tensor& x, const std::optional<Tensor>& residual,
                                                    const std::optional<Tensor>& norm_weight, double eps,

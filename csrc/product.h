@@ -43,7 +43,7 @@ class Product {
   mm::Problem problem;
   mm::Arguments arguments;
 
- private:
+ protected:
   void set_sizes(int64_t n, int64_t k);
   bool has_block_scales() const;
   void use_rows(const Tensor& tensor, int64_t element_size);
@@ -53,7 +53,7 @@ class Product {
 
   Op& op_;
   const Argument& x_;
-  const Argument weight_, scales_;
+  Argument weight_, scales_;
   std::optional<Argument> bias_, weight_sums_;
   std::optional<Rows> rows_;
   std::optional<QuantizedX> quantized_;

@@ -87,7 +87,7 @@ int64_t Argument::numel() const {
 // that is read, row by row.
 bool Argument::is_contiguous() const {
   int64_t expected = 1;
-  for (int64_t i = dim_ - 1; i >= 0; --i) {
+  for (int64_t i = dim_ - 1; i >= -hidden_; --i) {
     if (sizes_[i] != 1 && strides_[i] != expected) return numel() == 0;
     expected *= sizes_[i];
   }
@@ -103,9 +103,15 @@ bool Argument::has_shape(std::initializer_list<int64_t> shape) const {
   return true;
 }
 
+int64_t Argument::hide_first() {
+  --dim_, ++hidden_;
+  ++strides_;
+  return *sizes_++;
+}
+
 std::string Argument::describe() const {
-  std::string text = std::string(name_) + ": " + dtype_name(dtype_) + list_of(sizes_, dim_);
-  if (!is_contiguous()) text.append(" strides ").append(list_of(strides_, dim_));
+  std::string text = std::string(name_) + ": " + dtype_name(dtype_) + list_of(sizes_ - hidden_, dim_ + hidden_);
+  if (!is_contiguous()) text.append(" strides ").append(list_of(strides_ - hidden_, dim_ + hidden_));
   text += is_cuda() ? " on cuda" : is_cpu() ? " on cpu" : " on another device";
   if (is_cuda()) text.append(":").append(std::to_string(device_index_));
   return text;
@@ -117,7 +123,7 @@ void Op::fail(const std::string& what, const std::string& remedy) const {
   for (size_t i = 0; i < number_count_; ++i) {
     got += std::string(", ") + numbers_[i].first + ": " + std::to_string(numbers_[i].second);
   }
-  throw std::runtime_error(std::string("qao::") + name_ + ": " + what + ". Got " + got + ". " + remedy + ".");
+  throw std::runtime_error(std::string("qao::") + name_ + ": " + what + note_ + ". Got " + got + ". " + remedy + ".");
 }
 
 void rethrow_named(const char* name, const std::exception& error) {

@@ -45,6 +45,10 @@ class Argument {
   void* data() const { return data_; }
   const int64_t* sizes() const { return sizes_; }
 
+  // From here on the argument is one of the equal parts that lie along dimension 0, the first; returns how many there
+  // are. Messages go on showing all of it, and contiguous means all of it.
+  int64_t hide_first();
+
   // "x: bfloat16[3, 64] strides [64, 1] on cuda:0"
   std::string describe() const;
 
@@ -53,6 +57,7 @@ class Argument {
   int64_t dim_ = 0;
   int64_t* sizes_ = nullptr;
   int64_t* strides_ = nullptr;
+  int64_t hidden_ = 0;  // dimensions before the first one
   int32_t dtype_ = 0;
   int32_t device_type_ = 0;
   int32_t device_index_ = -1;
@@ -67,6 +72,8 @@ class Op {
 
   void involve(const Argument* argument) { arguments_.at(argument_count_++) = argument; }
   void involve(const char* name, int64_t value) { numbers_.at(number_count_++) = {name, value}; }
+  // Said of every mistake.
+  void note(const char* text) { note_ = text; }
 
   [[noreturn]] void fail(const std::string& what, const std::string& remedy) const;
   void check(bool condition, const char* what, const char* remedy) const {
@@ -92,6 +99,7 @@ class Op {
 
  private:
   const char* name_;
+  const char* note_ = "";
   // Arrays, since a vector would ask for memory several times in every call.
   std::array<const Argument*, 8> arguments_;
   std::array<std::pair<const char*, int64_t>, 4> numbers_;

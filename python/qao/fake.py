@@ -61,6 +61,11 @@ def _like_x(x: Tensor, last: int | torch.SymInt, dtype: torch.dtype | None = Non
     return torch.empty((*x.shape[:-1], last), dtype=dtype or x.dtype, device=x.device)
 
 
+def _rows(x: Tensor, row_index: Tensor | None, last: int | torch.SymInt) -> Tensor:
+    count = (x if row_index is None else row_index).shape[0]
+    return torch.empty((count, last), dtype=x.dtype, device=x.device)
+
+
 def _groups(k: int, group_size: int) -> int:
     return 1 if group_size <= 0 else (k + group_size - 1) // group_size  # a bad one is refused when the op runs
 
@@ -126,6 +131,37 @@ def _(
     fast_accum: bool,
 ) -> Tensor:
     return _like_x(x, weight.shape[0])
+
+
+@_register("int4_grouped_mm")
+@_register("int8_int4_grouped_mm")
+@_register("fp8_int4_grouped_mm")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    *rest: Any,
+) -> Tensor:
+    return _rows(x, row_index, rest[-3])
+
+
+@_register("int8_grouped_mm")
+@_register("fp8_grouped_mm")
+@_register("int8_int8_grouped_mm")
+@_register("fp8_fp8_grouped_mm")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    *rest: Any,
+) -> Tensor:
+    return _rows(x, row_index, weight.shape[1])
 
 
 @_register("int8_scaled_mm")

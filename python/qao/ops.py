@@ -9,6 +9,7 @@ All products take and return alike:
     weight, scales: as their scheme stores them, see below.
     bias: [N] in a float dtype, or None.
     result: [..., N], contiguous, in x's dtype; accumulated in float32, or exactly where both operands are integers.
+Those of experts, ``*_grouped_mm``: see grouped.py.
 They raise RuntimeError where a shape, dtype, device or alignment does not fit; the message lists all and the remedy.
 Gradients go to x and bias. That of x is dy · W: rounding x to eight bits counts as the identity (straight-through).
 
@@ -58,6 +59,15 @@ from . import fake, transforms  # noqa: E402, F401  # they register; the operato
 from .gradients import dequantize_fp8 as dequantize_fp8  # noqa: E402
 from .gradients import dequantize_int8 as dequantize_int8  # noqa: E402
 from .gradients import product as product  # noqa: E402
+from .grouped import (  # noqa: E402, F401
+    fp8_fp8_grouped_mm,
+    fp8_grouped_mm,
+    fp8_int4_grouped_mm,
+    int4_grouped_mm,
+    int8_grouped_mm,
+    int8_int4_grouped_mm,
+    int8_int8_grouped_mm,
+)
 from .norm_silu import add_rms_norm, silu_mul  # noqa: E402, F401
 from .operators import (  # noqa: E402, F401
     add_rms_norm_int4_mm,

@@ -1,4 +1,4 @@
-"""torch.utils.flop_counter: FlopCounterMode counts 2 · M · N · K for every product."""
+"""torch.utils.flop_counter: FlopCounterMode counts 2 · M · N · K for every product, M being rows of y if grouped."""
 
 from __future__ import annotations
 
@@ -18,10 +18,20 @@ def register() -> None:
     )
     register_flop_formula(products)(_product)
     register_flop_formula(qao.add_rms_norm_int4_mm)(_fused)
+    register_flop_formula(
+        (
+            *(qao.int4_grouped_mm, qao.int8_grouped_mm, qao.fp8_grouped_mm, qao.int8_int8_grouped_mm),
+            *(qao.int8_int4_grouped_mm, qao.fp8_fp8_grouped_mm, qao.fp8_int4_grouped_mm),
+        )
+    )(_grouped)
 
 
 def _product(x: Any, *_: Any, out_shape: Any, **__: Any) -> int:
     return 2 * int(prod(x)) * int(out_shape[-1])
+
+
+def _grouped(x: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+    return 2 * int(x[-1]) * int(prod(out_shape))
 
 
 def _fused(x: Any, *arguments: Any, out_shape: Any, **_: Any) -> int:

@@ -1,0 +1,14 @@
+// Grouped products on the CPU. Same Problem, Arguments and Experts as CUDA; no torch headers.
+#pragma once
+
+#include "cpu/parallel.h"
+#include "qao/grouped_mm.h"
+
+namespace qao::cpu {
+
+// Row for row the bits of cpu::mm over the rows of each expert, but for row_scale. `experts` is checked: its ends do
+// not decrease and its indices are rows of x.
+Status grouped_mm(const mm::Problem& problem, const mm::Arguments& arguments, const mm::Experts& experts,
+                  const Threads& threads);
+
+}  // namespace qao::cpu

@@ -1,0 +1,130 @@
+#include "cpu/mm_batch.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/numeric.h"
+#include "cpu/scalar/mm.h"
+#include "cpu/scratch.h"
+
+namespace qao::cpu {
+namespace {
+
+using mm::Arguments;
+using mm::Problem;
+
+constexpr int64_t kFewestRows = 32;
+
+}  // namespace
+
+Batch Batch::of(const Kernel& kernel, const Problem& p, const Arguments& a, int64_t first, int64_t rows) {
+  Batch batch;
+  batch.kernel = &kernel;
+  batch.problem = p, batch.arguments = a;
+  batch.problem.m = rows;
+  Arguments& own = batch.arguments;
+  own.x = static_cast<const char*>(a.x) + first * a.x_stride * (p.x == Format::kFloat ? size_of(p.x_dtype) : 1);
+  own.y = static_cast<char*>(a.y) + first * p.n * size_of(p.y_dtype);
+  if (p.x != Format::kFloat && p.x_scaling != Scaling::kTensor) {
+    own.x_scales += first * (p.x_scaling == Scaling::kRow ? 1 : p.k_blocks());
+  }
+  if (p.x_zeros) own.x_zeros += first;
+  return batch;
+}
+
+int64_t Batch::most_rows(const Kernel& kernel, const Problem& p, const Arguments& a) {
+  if (kernel.packing == nullptr) return std::max<int64_t>(p.m, 1);
+  if (p.m <= kFewestRows) return kFewestRows;
+  Batch batch = of(kernel, p, a, 0, kFewestRows);
+  Pieces pieces(nullptr);
+  batch.lay_out(pieces);
+  const int64_t fitting = kernel.packing->max_bytes / (pieces.bytes() / kFewestRows) / kFewestRows * kFewestRows;
+  return std::clamp(fitting, kFewestRows, kernel.packing->max_rows);
+}
+
+void Batch::lay_out(Pieces& pieces) {
+  if (kernel->packing == nullptr) return;
+  job = describe(problem, arguments, *kernel->packing);
+  job.m = problem.m;
+  job.tiles_m = divide_up(job.m, kTileRows);
+  const int64_t wide_bytes = job.m * job.tiles_k * kTileColumns * size_of(job.x_dtype);
+  wide = problem.x == Format::kFp8 ? pieces.take<char>(wide_bytes) : nullptr;
+  kernel->packing->lay_out(pieces, &job);
+  job.remarks = problem.x != Format::kInt8 ? pieces.take<uint8_t>(job.m) : nullptr;
+}
+
+void Batch::widen(int64_t begin, int64_t end) const { kernel->packing->widen_fp8(job, wide, begin, end); }
+
+void Batch::use_wide() {
+  job.x = wide;
+  job.x_stride = job.tiles_k * kTileColumns;
+}
+
+int64_t Batch::units() const { return kernel->packing == nullptr ? 0 : kernel->packing->units(job); }
+
+void Batch::pack(int64_t begin, int64_t end) const {
+  if (begin < end) kernel->packing->pack(job, begin, end);
+}
+
+bool Batch::has_outliers() const {
+  if (job.remarks == nullptr) return false;
+  return std::any_of(job.remarks, job.remarks + job.m, [](uint8_t remark) { return (remark & kHasOutliers) != 0; });
+}
+
+void Batch::run(int64_t begin, int64_t end) const {
+  if (kernel->packing != nullptr) return kernel->run(job, begin, end);
+  scalar::mm(problem, arguments, begin * kTileRows, least(end * kTileRows, problem.n));
+}
+
+// The kernel's product without the outliers of x goes to memory as float32, and they are added to it. Rows that have
+// none get the same bits as otherwise.
+void Batch::run_with_outliers(const Threads& threads) const {
+  Job inner = job;
+  int64_t count = 0;
+  for (int64_t i = 0; i < job.m * job.tiles_k; ++i) count += __builtin_popcountll(job.outliers[i]);
+  float *product = nullptr, *values = nullptr;
+  int64_t* first = nullptr;
+  int32_t* columns = nullptr;
+  const auto take = [&](void* memory) {
+    Pieces pieces(memory);
+    product = pieces.take<float>(job.m * job.n);
+    first = pieces.take<int64_t>(job.m + 1);
+    columns = pieces.take<int32_t>(count), values = pieces.take<float>(count);
+    return pieces.bytes();
+  };
+  take(scratch(Scratch::kOutliers, take(nullptr)));
+  int64_t i = 0;
+  for (int64_t m = 0; m < job.m; ++m) {
+    first[m] = i;
+    for (int64_t t = 0; t < job.tiles_k; ++t) {
+      for (uint64_t bits = job.outliers[m * job.tiles_k + t]; bits != 0; bits &= bits - 1, ++i) {
+        columns[i] = static_cast<int32_t>(t * kTileColumns + __builtin_ctzll(bits));
+        values[i] = load(job.x, m * job.x_stride + columns[i], job.x_dtype);
+      }
+    }
+  }
+  first[job.m] = i;
+  inner.y = product, inner.y_dtype = DType::kFloat32;
+  const Outliers outliers = {first, columns, values};
+  split_tiles(threads, job.tiles_n, work(), [&](int64_t begin, int64_t end) {
+    kernel->run(inner, begin, end);
+    kernel->packing->add_outliers(inner, outliers, job.y, job.y_dtype, begin, end);
+  });
+}
+
+// Rows that hold Inf, NaN or values too large for the kernel.
+void Batch::mend(const Threads& threads) const {
+  if (job.remarks == nullptr) return;
+  for (int64_t m = 0; m < job.m; ++m) {
+    if (job.remarks[m] == 0) continue;
+    split(threads, problem.n, [&](int64_t begin, int64_t end) {
+      if (job.remarks[m] & kIsHuge) {
+        scalar::mm_row(problem, arguments, m, begin, end);
+      } else {
+        scalar::mm_add_nonfinite(problem, arguments, m, begin, end);
+      }
+    });
+  }
+}
+
+}  // namespace qao::cpu

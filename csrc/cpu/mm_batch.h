@@ -1,0 +1,42 @@
+// Some rows of a product on their way through a kernel: x is packed, y is computed by N-tiles, and what the kernel's
+// arithmetic leaves out of x is put right. The drivers mm.cpp and grouped_mm.cpp spread these steps over threads.
+#pragma once
+
+#include "cpu/mm_table.h"
+#include "cpu/parallel.h"
+#include "cpu/pieces.h"
+
+namespace qao::cpu {
+
+struct Batch {
+  const Kernel* kernel = nullptr;
+  mm::Problem problem;      // with m the rows of this batch
+  mm::Arguments arguments;  // whose x, y and what belongs to rows begin with its first one
+  // Set by lay_out.
+  Job job;
+  void* wide = nullptr;  // where x goes that must be widened first
+
+  // Rows [first, first + rows) of a product.
+  static Batch of(const Kernel& kernel, const mm::Problem& problem, const mm::Arguments& arguments, int64_t first,
+                  int64_t rows);
+  // Rows at a time: a multiple of 32 whose packed form fits its share of memory; all for a kernel that packs none.
+  static int64_t most_rows(const Kernel& kernel, const mm::Problem& problem, const mm::Arguments& arguments);
+
+  // Where packed x lies; without memory `pieces` only counts bytes.
+  void lay_out(Pieces& pieces);
+
+  // In this order; each part of a step may run on a thread of its own.
+  void widen(int64_t begin, int64_t end) const;  // rows, if there is `wide`
+  void use_wide();                               // once after it
+  int64_t units() const;                         // that pack takes
+  void pack(int64_t begin, int64_t end) const;
+  bool has_outliers() const;
+  void run(int64_t begin, int64_t end) const;  // N-tiles; unless there are outliers
+  void run_with_outliers(const Threads& threads) const;
+  void mend(const Threads& threads) const;  // after run
+
+  int64_t tiles_n() const { return divide_up(problem.n, kTileRows); }
+  int64_t work() const { return problem.m * problem.n * problem.k; }
+};
+
+}  // namespace qao::cpu

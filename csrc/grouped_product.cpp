@@ -1,0 +1,100 @@
+#include "grouped_product.h"
+
+#include <string>
+
+#include "cpu/grouped_mm.h"
+
+namespace qao {
+
+GroupedProduct::GroupedProduct(Op& op, const Argument& x, const Tensor& weight, const Tensor& scales,
+                               const std::optional<Tensor>& bias, const Routing& routing,
+                               const std::optional<Tensor>& weight_sums)
+    : Product(op, x, weight, scales, bias, weight_sums), offsets_("offsets", routing.offsets) {
+  op_.involve(&offsets_);
+  if (routing.row_index) op_.involve(&row_index_.emplace("row_index", *routing.row_index));
+  if (routing.row_scale) op_.involve(&row_scale_.emplace("row_scale", *routing.row_scale));
+  op_.check(x_.dim() == 2, "x must have shape [rows, in_features]", "Pass x.flatten(0, -2)");
+  experts_.count = hide_experts(&weight_);
+  op_.check(experts_.count >= 1, "there must be at least one expert", "Pass weights of at least one");
+  bool alike = hide_experts(&scales_) == experts_.count;
+  if (bias_) alike = hide_experts(&*bias_) == experts_.count && alike;
+  if (weight_sums_) alike = hide_experts(&*weight_sums_) == experts_.count && alike;
+  op_.check(alike, "weight and all that belongs to it must be of as many experts, along dimension 0",
+            "Stack those of all experts");
+  op_.note(" (shapes are those of one expert, behind a dimension of experts)");
+}
+
+int64_t GroupedProduct::hide_experts(Argument* argument) {
+  op_.check(argument->dim() >= 2, "weight, scales, bias and weight_sums must have a dimension of experts, the first",
+            "Stack those of all experts");
+  return argument->hide_first();
+}
+
+void GroupedProduct::check_routing() {
+  op_.note("");
+  op_.check(offsets_.dtype() == int32_code() && offsets_.has_shape({experts_.count}),
+            "offsets must be int32 of shape [experts]", "Pass counts.cumsum(0, dtype=torch.int32)");
+  op_.check_operand(offsets_, x_);
+  experts_.ends = static_cast<const int32_t*>(offsets_.data());
+  experts_.rows = problem.m;
+  if (row_index_) {
+    experts_.wide_index = row_index_->dtype() == int64_code();
+    op_.check((experts_.wide_index || row_index_->dtype() == int32_code()) && row_index_->dim() == 1,
+              "row_index must be int64 or int32 of one dimension, a row of x for each row of the result",
+              "Pass None for an x that is sorted by expert");
+    op_.check_operand(*row_index_, x_);
+    experts_.rows = row_index_->numel();
+    experts_.row_index = row_index_->data();
+  }
+  if (!row_scale_) return;
+  experts_.row_scale_dtype = op_.float_dtype(*row_scale_);
+  op_.check(row_scale_->has_shape({experts_.rows}), "row_scale must have one number for each row of the result",
+            "Check its shape against row_index, or against x without one");
+  op_.check_operand(*row_scale_, x_);
+  experts_.row_scale = row_scale_->data();
+}
+
+// What lies in the memory of the CPU is looked at before anything runs.
+void GroupedProduct::check_values() const {
+  int32_t last = 0;
+  for (int64_t e = 0; e < experts_.count; ++e) {
+    const int32_t end = experts_.ends[e];
+    if (end < last || end > experts_.rows) {
+      op_.fail("offsets must not decrease and lie in 0.." + std::to_string(experts_.rows) +
+                   ", the rows of the result: " + std::to_string(end) + " of expert " + std::to_string(e) +
+                   " follows " + std::to_string(last),
+               "Pass for each expert the row after its last one");
+    }
+    last = end;
+  }
+  if (!row_index_) return;
+  for (int64_t s = 0; s < experts_.rows; ++s) {
+    const int64_t row = experts_.index(s);
+    if (row < 0 || row >= problem.m) {
+      op_.fail("row_index must name rows of x: " + std::to_string(row) + " of row " + std::to_string(s) + " is none",
+               "Pass numbers from 0 on below x.shape[0]");
+    }
+  }
+}
+
+Tensor GroupedProduct::run() {
+  use_bias_and_sums();
+  check_routing();
+  if (!x_.is_cpu()) {
+    op_.fail("there is no CUDA kernel of grouped products yet", "Keep experts on the CPU, or in floats");
+  }
+  check_values();
+  Tensor y = empty({experts_.rows, problem.n}, torch_dtype(problem.y_dtype), x_);
+  if (experts_.rows == 0) return y;
+  arguments.y = y.data_ptr();
+  const int64_t scale_bytes = problem.weight == Format::kInt4 ? size_of(problem.scale_dtype) : 4;
+  experts_.weight_bytes = weight_.numel();
+  experts_.scales_bytes = scales_.numel() * scale_bytes;
+  experts_.bias_bytes = problem.n * size_of(problem.bias_dtype);
+  experts_.sums_bytes = problem.n * 4;
+  if (quantized_ && problem.m > 0) quantized_->make(op_, arguments);
+  op_.check(cpu::grouped_mm(problem, arguments, experts_, torch_threads(experts_.rows * problem.n * problem.k)));
+  return y;
+}
+
+}  // namespace qao

@@ -1,0 +1,36 @@
+// One call of a grouped product: the steps of a Product, whose weight, scales, bias and sums are of one expert each
+// behind a dimension of experts.
+#pragma once
+
+#include "product.h"
+#include "qao/grouped_mm.h"
+
+namespace qao {
+
+// Which rows of y are of which expert, of which row of x they are made, and what they are multiplied by.
+struct Routing {
+  const Tensor& offsets;
+  const std::optional<Tensor>& row_index;
+  const std::optional<Tensor>& row_scale;
+};
+
+class GroupedProduct : public Product {
+ public:
+  GroupedProduct(Op& op, const Argument& x, const Tensor& weight, const Tensor& scales,
+                 const std::optional<Tensor>& bias, const Routing& routing,
+                 const std::optional<Tensor>& weight_sums = std::nullopt);
+
+  // y [S, N].
+  Tensor run();
+
+ private:
+  void check_routing();
+  void check_values() const;
+  int64_t hide_experts(Argument* argument);
+
+  mm::Experts experts_;
+  const Argument offsets_;
+  std::optional<Argument> row_index_, row_scale_;
+};
+
+}  // namespace qao

@@ -1,0 +1,286 @@
+"""Grouped products: those of ``qao.ops`` with a weight for each of E experts, every row of y being of one of them.
+
+Tensors of the dense product's weight are stacked: weight, scales and ``weight_sums`` as the dense operator takes them
+behind a dimension [E, ...], bias [E, N] or None. Sizes: T rows of x, S rows of y; x [T, K], y [S, N] in x's dtype,
+
+    y[s] = row_scale[s] * (x[row_index[s]] · W[e]ᵀ + bias[e])   of the expert e with offsets[e - 1] <= s < offsets[e],
+    y[s] = 0                                                     for rows that no expert has, from offsets[E - 1] on.
+
+    offsets: int32 [E] on the device of x, the row of y after an expert's last one: the cumulated counts of tokens, as
+        torch's grouped_mm takes them. The first expert begins with row 0. Empty experts are fine.
+    row_index: int64 or int32 [S], the row of x for each row of y; None: the same row, S = T.
+    row_scale: [S] in a float dtype, applied to float32 sums before y is rounded; None: 1.
+
+Without row_scale a row is what the dense operator gives for the rows of its expert, bit for bit; x is rounded to eight
+bits once, however many rows of y read it (a scale for all of x is that of all its rows). Nothing in a call depends on
+the numbers in offsets but the result. On the CPU offsets that decrease or lie past S, and rows that x does not have,
+raise RuntimeError; there are no CUDA kernels yet, which raises it too.
+
+Gradients go to x, bias and row_scale: as for dense products, rounding x counts as the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from .gradients import DENSE, _library, traced, transformed
+
+_qao = torch.ops.qao
+
+# An operator, and W [N, K] of one expert from (weight, scales, dtype, *rest).
+GROUPED: dict[Any, Callable[..., Tensor]] = {
+    getattr(_qao, operator._schema.name.removeprefix("qao::").removesuffix("mm") + "grouped_mm").default: dense
+    for operator, dense in DENSE.items()
+}
+_BY_NAME = {operator._schema.name: dense for operator, dense in GROUPED.items()}
+
+# ---- the product with Wᵀ's transpose, an operator so that graphs hold no loop over experts ---------------------------
+
+
+def _backward_rows(
+    grad: Tensor, weight: Tensor, scales: Tensor, offsets: Tensor, operator: str, in_features: int, sizes: list[int]
+) -> Tensor:
+    """[S, K]: row s of ``grad`` [S, N] times W of its expert, 0 where it has none."""
+    dense = _BY_NAME[operator]
+    rows = grad.new_zeros((grad.shape[0], in_features))
+    begin = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if end > begin:
+            torch.mm(grad[begin:end], dense(weight[expert], scales[expert], grad.dtype, *sizes), out=rows[begin:end])
+        begin = end
+    return rows
+
+
+if not hasattr(torch.ops.qao_with_grad, "grouped_rows"):  # a package that is imported again finds its own there
+    _library.define(
+        "grouped_rows(Tensor grad, Tensor weight, Tensor scales, Tensor offsets, str operator, int in_features, "
+        "int[] sizes) -> Tensor"
+    )
+    _library.impl("grouped_rows", _backward_rows, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        "qao_with_grad::grouped_rows",
+        lambda grad, weight, scales, offsets, operator, in_features, sizes: grad.new_empty(
+            (grad.shape[0], in_features)
+        ),
+    )
+
+
+class _Grouped(Function):
+    @staticmethod
+    def forward(x: Tensor, bias: Any, row_scale: Any, weight: Any, scales: Any, operator: Any, *rest: Any) -> Tensor:
+        offsets, row_index, *others = rest
+        return operator(x, weight, scales, bias, offsets, row_index, row_scale, *others)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, bias, row_scale, weight, scales, operator, offsets, row_index, *others = inputs
+        ctx.save_for_backward(x if row_scale is not None else None, bias, row_scale, weight, scales, offsets, row_index)
+        ctx.operator, ctx.sizes = operator._schema.name, [value for value in others if type(value) is int]
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias, row_scale, weight, scales, offsets, row_index = ctx.saved_tensors
+        wants_x, wants_bias, wants_scale, *frozen = ctx.needs_input_grad
+        grad_x = grad_bias = grad_scale = None
+        factor = None if row_scale is None else row_scale.float().unsqueeze(1)
+        if wants_x or wants_scale:
+            rows = torch.ops.qao_with_grad.grouped_rows(
+                grad.contiguous(), weight, scales, offsets, ctx.operator, ctx.x_shape[-1], ctx.sizes
+            )
+        if wants_x:
+            grad_x = rows if factor is None else rows * factor
+            if row_index is not None:
+                grad_x = grad_x.float().new_zeros(ctx.x_shape).index_add(0, row_index, grad_x.float())
+            grad_x = grad_x.to(ctx.x_dtype)
+        if wants_scale:
+            grad_scale = (rows.float() * (x if row_index is None else x[row_index]).float()).sum(1)
+            if bias is not None:
+                grad_scale += (grad.float() * (_members(grad, offsets) @ bias.float())).sum(1)
+            grad_scale = grad_scale.to(row_scale.dtype)
+        if wants_bias:
+            weighted = grad.float() if factor is None else grad.float() * factor
+            grad_bias = (_members(grad, offsets).t() @ weighted).to(bias.dtype)
+        return grad_x, grad_bias, grad_scale, *(None for _ in frozen)
+
+
+def _members(grad: Tensor, offsets: Tensor) -> Tensor:
+    """float32 [S, E]: 1 where row s is of expert e."""
+    rows = torch.arange(grad.shape[0], device=grad.device, dtype=offsets.dtype).unsqueeze(1)
+    begins = torch.cat((offsets.new_zeros(1), offsets[:-1]))
+    return ((rows >= begins) & (rows < offsets)).float()
+
+
+def _traced(operator: Any) -> Any:
+    def impl(
+        x: Tensor,
+        weight: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        offsets: Tensor,
+        row_index: Tensor | None,
+        row_scale: Tensor | None,
+        *rest: Any,
+    ) -> Tensor:
+        return grouped_product(operator, rest, x, weight, scales, bias, offsets, row_index, row_scale)
+
+    return traced(operator, impl)
+
+
+TRACED: dict[Any, Any] = {operator: _traced(operator) for operator in GROUPED}
+
+
+def grouped_product(
+    operator: Callable[..., Tensor],
+    constants: tuple[Any, ...],
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+    *others: Any,
+) -> Tensor:
+    """``operator(x, weight, scales, bias, offsets, row_index, row_scale, *others, *constants)``, one of GROUPED,
+    differentiable."""
+    rest = (*others, *constants)
+    wanted = torch.is_grad_enabled() and any(
+        isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (x, bias, row_scale)
+    )
+    if wanted or transformed():
+        if not torch.compiler.is_dynamo_compiling():
+            arguments = (x, bias, row_scale, weight, scales, operator, offsets, row_index, *rest)
+            return _Grouped.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
+        operator = TRACED[operator]
+    return operator(x, weight, scales, bias, offsets, row_index, row_scale, *rest)
+
+
+torch.fx.wrap("grouped_product")  # a node of fx.symbolic_trace, as the choice in it is made when the graph runs
+
+# What experts call ``grouped_product`` with.
+INT4 = _qao.int4_grouped_mm.default
+INT8 = _qao.int8_grouped_mm.default
+FP8 = _qao.fp8_grouped_mm.default
+INT8_INT8 = _qao.int8_int8_grouped_mm.default
+INT8_INT4 = _qao.int8_int4_grouped_mm.default
+FP8_FP8 = _qao.fp8_fp8_grouped_mm.default
+FP8_INT4 = _qao.fp8_int4_grouped_mm.default
+
+# ---- as the raw operators, and differentiable ------------------------------------------------------------------------
+
+
+def int4_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+) -> Tensor:
+    """``qao.ops.int4_mm`` of experts."""
+    constants = out_features, in_features, group_size
+    return grouped_product(INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale)
+
+
+def int8_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+) -> Tensor:
+    """``qao.ops.int8_mm`` of experts."""
+    return grouped_product(INT8, (), x, weight, scales, bias, offsets, row_index, row_scale)
+
+
+def fp8_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+) -> Tensor:
+    """``qao.ops.fp8_mm`` of experts."""
+    return grouped_product(FP8, (), x, weight, scales, bias, offsets, row_index, row_scale)
+
+
+def int8_int8_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+    weight_sums: Tensor | None,
+) -> Tensor:
+    """``qao.ops.int8_int8_mm`` of experts."""
+    return grouped_product(INT8_INT8, (), x, weight, scales, bias, offsets, row_index, row_scale, weight_sums)
+
+
+def int8_int4_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+    weight_sums: Tensor | None,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+) -> Tensor:
+    """``qao.ops.int8_int4_mm`` of experts."""
+    constants = out_features, in_features, group_size
+    return grouped_product(INT8_INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale, weight_sums)
+
+
+def fp8_fp8_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+    x_scale: Tensor | None,
+    x_group_size: int,
+    fast_accum: bool,
+) -> Tensor:
+    """``qao.ops.fp8_fp8_mm`` of experts; ``x_scale``, float32 [1], is that of all of them."""
+    constants = x_group_size, fast_accum
+    return grouped_product(FP8_FP8, constants, x, weight, scales, bias, offsets, row_index, row_scale, x_scale)
+
+
+def fp8_int4_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+) -> Tensor:
+    """``qao.ops.fp8_int4_mm`` of experts."""
+    constants = out_features, in_features, group_size
+    return grouped_product(FP8_INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale)

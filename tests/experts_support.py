@@ -1,0 +1,82 @@
+"""Grouped products as the tests see them: stacked weights of experts, and routings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import accuracy
+import torch
+from ops_schemes import Format, Scheme, Weight
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Weights of one format, and the operands of all."""
+
+    scheme: Scheme
+    weights: tuple[Weight, ...]
+    bias: Tensor | None = None  # [E, N]
+
+    @property
+    def op(self) -> Any:
+        return getattr(torch.ops.qao, f"{self.scheme.word}_grouped_mm").default
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor]:
+        weight, scales = (torch.stack(parts) for parts in zip(*(w.operands for w in self.weights), strict=True))
+        return weight, scales
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        first = self.weights[0]
+        if first.activation.format == "int8" and not first.activation.symmetric:
+            return torch.stack([w.arguments[0] for w in self.weights]), *first.arguments[1:]
+        return first.arguments
+
+    def all_arguments(
+        self, x: Tensor, offsets: Tensor, row_index: Tensor | None = None, row_scale: Tensor | None = None
+    ) -> tuple[Any, ...]:
+        return (x, *self.operands, self.bias, offsets, row_index, row_scale, *self.arguments)
+
+    def mm(self, *routed: Any, **options: Any) -> Tensor:
+        y: Tensor = self.op(*self.all_arguments(*routed, **options))
+        return y
+
+    def check(
+        self, y: Tensor, x: Tensor, counts: list[int], row_index: Tensor | None, row_scale: Tensor | None
+    ) -> None:
+        """Row by row the float64 product of its expert, and zeros where there is none."""
+        seen = self.weights[0].activation.seen(x)
+        index = torch.arange(x.shape[0]) if row_index is None else row_index.long()
+        begin = 0
+        for weight, bias, count in zip(self.weights, self.biases(), counts, strict=True):
+            rows = slice(begin, begin + count)
+            begin += count
+            if count == 0:
+                continue
+            own = x[index[rows]]
+            tolerance = accuracy.tolerance(own, weight.dense, bias, seen[index[rows]], weight.slack(own))
+            expected = accuracy.truth(seen[index[rows]], weight.dense, bias)
+            factor = torch.ones(count, 1).double() if row_scale is None else row_scale[rows, None].double()
+            error = (y[rows].double() - expected * factor).abs()
+            assert (error <= tolerance.elements * factor.abs()).all()
+        assert begin <= y.shape[0] and not y[begin:].any()
+
+    def biases(self) -> list[Tensor | None]:
+        return [None] * len(self.weights) if self.bias is None else list(self.bias)
+
+
+def make_experts(
+    scheme: Scheme, count: int, n: int, k: int, fmt: Format | None = None, bias_dtype: torch.dtype | None = None
+) -> Experts:
+    weights = tuple(scheme.make_weight(n, k, fmt, seed=seed) for seed in range(count))
+    generator = torch.Generator().manual_seed(5)
+    bias = None if bias_dtype is None else torch.randn(count, n, generator=generator).to(bias_dtype)
+    return Experts(scheme, weights, bias)
+
+
+def ends(counts: list[int]) -> Tensor:
+    """Offsets for so many rows of each expert."""
+    return torch.tensor(counts).cumsum(0, dtype=torch.int32)

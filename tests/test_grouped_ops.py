@@ -1,0 +1,271 @@
+"""Grouped products: every row is that of its expert, whatever the routing; hostile routings; torch's own checks."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from experts_support import Experts, ends, make_experts
+from ops_schemes import DTYPES, SCHEMES, SHORT, Format, Scheme, generator
+from ops_support import randn
+from torch import Tensor
+
+FORMATS = [
+    pytest.param(scheme, fmt, id=f"{scheme.word}-{fmt}")
+    for scheme in SCHEMES
+    for fmt in (scheme.formats if len(scheme.formats) < 9 else scheme.few_formats)
+]
+FEW = [pytest.param(scheme, fmt, id=f"{scheme.word}-{fmt}") for scheme in SCHEMES for fmt in scheme.few_formats]
+COUNTS = [0, 1, 40, 0, 3, 17, 2, 0]  # rows of experts, some of none
+TAIL = 5  # rows that no expert has
+
+
+def bits(y: Tensor) -> Tensor:
+    return y.view(torch.int32 if y.dtype == torch.float32 else torch.int16)
+
+
+def gathered(rows: int, of: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.randint(0, of, (rows,), generator=generator(3), dtype=dtype)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("x_dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize(("scheme", "fmt"), FORMATS)
+def test_rows_are_those_of_their_expert(scheme: Scheme, fmt: Format, x_dtype: torch.dtype) -> None:
+    experts = make_experts(scheme, len(COUNTS), 100, 300, fmt, x_dtype)
+    rows = sum(COUNTS) + TAIL
+    x = randn(rows, 300, dtype=x_dtype, device="cpu")
+    y = experts.mm(x, ends(COUNTS))
+    experts.check(y, x, COUNTS, None, None)
+    assert y.dtype == x_dtype and y.is_contiguous()
+    few = randn(11, 300, dtype=x_dtype, device="cpu", seed=1)
+    index, scale = gathered(rows, 11), randn(rows, dtype=torch.float32, device="cpu")
+    experts.check(experts.mm(few, ends(COUNTS), index, scale), few, COUNTS, index, scale)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("x_dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize(("scheme", "fmt"), FEW)
+def test_bits_are_those_of_the_dense_operator(scheme: Scheme, fmt: Format, x_dtype: torch.dtype) -> None:
+    """Also of values that kernels leave out of their arithmetic: outliers, Inf and NaN stay in their rows."""
+    experts = make_experts(scheme, len(COUNTS), 72, 320, fmt, torch.float32)
+    few = randn(23, 320, dtype=x_dtype, device="cpu")
+    few[3, 7], few[5, 9], few[11, 0] = 3e4, torch.inf, torch.nan
+    index = gathered(sum(COUNTS), 23)
+    y = experts.mm(few, ends(COUNTS), index)
+    begin = 0
+    for weight, bias, count in zip(experts.weights, experts.biases(), COUNTS, strict=True):
+        rows = slice(begin, begin + count)
+        begin += count
+        if weight.activation.keeps_rows_apart:
+            assert torch.equal(bits(y[rows]), bits(scheme.mm(few[index[rows]], weight, bias)))
+    assert torch.equal(bits(experts.mm(few[index], ends(COUNTS))), bits(y))
+    powers = 2.0 ** torch.randint(0, 4, (len(index),), generator=generator(0))
+    normal = y.isfinite() & (y.abs() >= torch.finfo(x_dtype).smallest_normal)
+    scaled = experts.mm(few, ends(COUNTS), index, powers)
+    assert torch.equal(scaled[normal], (y.double() * powers[:, None]).to(x_dtype)[normal])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+def test_numbers_of_threads_and_repetitions(scheme: Scheme) -> None:
+    counts = [1, 0, 300, 1, 1, 2, 64]
+    experts = make_experts(scheme, len(counts), 520, 512)
+    x = randn(9, 512, dtype=torch.bfloat16, device="cpu")
+    index, scale = gathered(sum(counts), 9, torch.int32), randn(sum(counts), dtype=torch.bfloat16, device="cpu")
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(bits(experts.mm(x, ends(counts), index, scale)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("x_dtype", DTYPES, ids=SHORT.get)
+def test_more_rows_than_are_packed_at_a_time(x_dtype: torch.dtype) -> None:
+    scheme, counts = SCHEMES[0], [2500, 700, 1, 2300]
+    experts = make_experts(scheme, 4, 16, 2048)
+    x = randn(64, 2048, dtype=x_dtype, device="cpu")
+    index = gathered(sum(counts), 64)
+    y = experts.mm(x, ends(counts), index, torch.ones(sum(counts)))
+    begin = 0
+    for weight, count in zip(experts.weights, counts, strict=True):
+        rows = slice(begin, begin + count)
+        begin += count
+        assert torch.equal(bits(y[rows]), bits(scheme.mm(x[index[rows]], weight)))
+
+
+def test_no_rows_and_one_expert() -> None:
+    for scheme in SCHEMES:
+        experts = make_experts(scheme, 1, 24, 64)
+        x = randn(6, 64, dtype=torch.bfloat16, device="cpu")
+        assert experts.mm(x[:0], ends([0])).shape == (0, 24)
+        assert experts.mm(x, ends([0]), gathered(0, 6)).shape == (0, 24)
+        assert not experts.mm(x, ends([0])).any()
+        experts.check(experts.mm(x.t().contiguous().t(), ends([6])), x, [6], None, None)
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+INT4, INT8 = SCHEMES[0], SCHEMES[3]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "what"),
+    [
+        ([2, 1, 6], "offsets must not decrease and lie in 0..6, the rows of the result: 1 of expert 1 follows 2"),
+        ([2, 4, 7], "7 of expert 2 follows 4"),
+        ([-1, 4, 6], "-1 of expert 0 follows 0"),
+        ([2, 2**31 - 1, 6], "2147483647 of expert 1 follows 2"),
+        ([2, 4], "offsets must be int32 of shape [experts]"),
+        ([0, 2, 4, 6], "offsets must be int32 of shape [experts]"),
+    ],
+)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+def test_hostile_offsets(scheme: Scheme, offsets: list[int], what: str) -> None:
+    experts, x = make_experts(scheme, 3, 32, 64), randn(6, 64, dtype=torch.bfloat16, device="cpu")
+    with pytest.raises(RuntimeError, match=f"^qao::{scheme.word}_grouped_mm: .*{re.escape(what)}") as error:
+        experts.mm(x, torch.tensor(offsets, dtype=torch.int32))
+    assert "x: bfloat16[6, 64] on cpu" in str(error.value) and "offsets: int32" in str(error.value)
+
+
+def _changed(experts: Experts, given: Tensor, changes: dict[str, Any]) -> Tensor:
+    names = [argument.name for argument in experts.op._schema.arguments]
+    arguments = dict(zip(names, experts.all_arguments(given, ends([2, 4])), strict=True))
+    y: Tensor = experts.op(*(arguments | changes).values())
+    return y
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes", "what"),
+    [
+        (INT8, {"offsets": torch.tensor([2, 6])}, "offsets must be int32"),
+        (INT8, {"row_index": torch.tensor([0, 1, 2, 3, 4, 6])}, "row_index must name rows of x: 6 of row 5 is none"),
+        (INT8, {"row_index": torch.tensor([0, -1, 2, 3, 4, 5])}, "row_index must name rows of x: -1 of row 1 is none"),
+        (INT8, {"row_index": torch.zeros(6)}, "row_index must be int64 or int32 of one dimension"),
+        (INT8, {"row_scale": torch.ones(5)}, "row_scale must have one number for each row of the result"),
+        (INT8, {"row_scale": torch.ones(6, dtype=torch.int64)}, "row_scale must be float32, float16 or bfloat16"),
+        (INT8, {"x": torch.ones(2, 3, 64)}, "x must have shape [rows, in_features]"),
+        (INT8, {"x": torch.ones(6, 63)}, "x must have shape [..., in_features] (shapes are those of one expert"),
+        (INT8, {"weight": torch.ones(2, 32, 64)}, "weight must be int8 of shape [N, K] (shapes are those of one"),
+        (
+            INT8,
+            {"weight": torch.ones(64, dtype=torch.int8)},
+            "weight, scales, bias and weight_sums must have a dimension of",
+        ),
+        (INT8, {"weight": torch.ones(0, 32, 64, dtype=torch.int8)}, "there must be at least one expert"),
+        (INT8, {"scales": torch.ones(3, 32)}, "weight and all that belongs to it must be of as many experts"),
+        (INT8, {"bias": torch.ones(3, 32)}, "weight and all that belongs to it must be of as many experts"),
+        (INT8, {"bias": torch.ones(2, 31)}, "bias must have shape [out_features] (shapes are those of one expert"),
+        (INT8, {"weight": torch.ones(2, 64, 32, dtype=torch.int8).mT}, "weight must be contiguous"),
+        (INT8, {"weight": torch.ones(2, 40, 64, dtype=torch.int8)[:, :32]}, "weight must be contiguous"),
+        (INT4, {"group_size": 64}, "scales must have shape"),
+        (INT4, {"group_size": 63}, "group_size must be 32, 64, 128, 256"),
+    ],
+)
+def test_mistakes(scheme: Scheme, changes: dict[str, Any], what: str) -> None:
+    experts, x = make_experts(scheme, 2, 32, 512), randn(6, 512, dtype=torch.bfloat16, device="cpu")
+    if scheme is INT8:
+        experts, x = make_experts(scheme, 2, 32, 64), randn(6, 64, dtype=torch.bfloat16, device="cpu")
+    with pytest.raises(RuntimeError, match=f"^qao::{scheme.word}_grouped_mm: {re.escape(what)}"):
+        _changed(experts, x, changes)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+def test_no_cuda_kernel_yet(scheme: Scheme) -> None:
+    experts, x = make_experts(scheme, 2, 32, 64), randn(6, 64, dtype=torch.bfloat16, device="cpu")
+    on_gpu = [a.cuda() if isinstance(a, Tensor) else a for a in experts.all_arguments(x, ends([2, 4]))]
+    with pytest.raises(RuntimeError, match="there is no CUDA kernel of grouped products yet"):
+        experts.op(*on_gpu)
+
+
+# ---- torch -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize(("scheme", "fmt"), FEW)
+def test_opcheck(scheme: Scheme, fmt: Format, gather: bool) -> None:
+    experts = make_experts(scheme, 3, 40, 96, fmt, torch.float32)
+    x, index, scale = randn(7, 96, dtype=torch.float16, device="cpu"), gathered(12, 7), torch.rand(12)
+    routed = (x, ends([4, 0, 6]), index, scale) if gather else (x, ends([4, 0, 2]), None, None)
+    utilities = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(experts.op, experts.all_arguments(*routed), test_utils=utilities)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+def test_one_graph_for_every_routing(scheme: Scheme) -> None:
+    import qao
+
+    experts = make_experts(scheme, 4, 48, 64)
+    function = getattr(qao.ops, f"{scheme.word}_grouped_mm")
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    x, index = randn(8, 64, dtype=torch.bfloat16, device="cpu"), gathered(16, 8)
+    for i, counts in enumerate(([16, 0, 0, 0], [1, 2, 3, 4], [0, 0, 0, 0], [4, 4, 4, 4])):
+        arguments = experts.all_arguments(x, ends(counts), index)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            assert torch.equal(bits(compiled(*arguments)), bits(experts.op(*arguments)))
+
+
+def expected_gradients(
+    experts: Experts, x: Tensor, counts: list[int], index: Tensor, scale: Tensor, bias: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    x64, scale64, bias64 = (t.detach().double().requires_grad_() for t in (x, scale, bias))
+    parts, begin = [], 0
+    for weight, own, count in zip(experts.weights, bias64, counts, strict=True):
+        rows = slice(begin, begin + count)
+        begin += count
+        parts.append(scale64[rows, None] * (x64[index[rows]] @ weight.dense.T + own))
+    (torch.cat(parts) * grad[:begin].double()).sum().backward()
+    assert x64.grad is not None and scale64.grad is not None and bias64.grad is not None
+    return x64.grad, scale64.grad, bias64.grad
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("scheme", "fmt"), FEW)
+def test_gradients(scheme: Scheme, fmt: Format, compiled: bool) -> None:
+    import qao
+
+    counts = [3, 0, 9, 4]
+    experts = make_experts(scheme, 4, 48, 96, fmt, torch.float32)
+    x = randn(8, 96, dtype=torch.float32, device="cpu").requires_grad_()
+    index, rows = gathered(20, 8), 20
+    scale = randn(rows, dtype=torch.float32, device="cpu", seed=2).requires_grad_()
+    assert experts.bias is not None
+    bias = experts.bias.clone().requires_grad_()
+    function = getattr(qao.ops, f"{scheme.word}_grouped_mm")
+    if compiled:
+        torch._dynamo.reset()
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    y = function(x, *experts.operands, bias, ends(counts), index, scale, *experts.arguments)
+    grad = randn(rows, 48, dtype=torch.float32, device="cpu", seed=4)
+    y.backward(grad)
+    for tensor, expected in zip(
+        (x, scale, bias), expected_gradients(experts, x, counts, index, scale, bias, grad), strict=True
+    ):
+        assert tensor.grad is not None
+        # float32 sums of up to 96 terms of any sign: each of the roundings is at most 2^-24 of the largest sum.
+        assert (tensor.grad.double() - expected).abs().max() <= 2.0**-19 * expected.abs().max()
+
+
+def test_gradient_of_a_sorted_x_alone() -> None:
+    import qao
+
+    experts = make_experts(INT4, 3, 48, 128)
+    x = randn(10, 128, dtype=torch.bfloat16, device="cpu").requires_grad_()
+    y = qao.ops.int4_grouped_mm(x, *experts.operands, None, ends([4, 0, 5]), None, None, *experts.arguments)
+    grad = randn(10, 48, dtype=torch.bfloat16, device="cpu", seed=4)
+    (of_x,) = torch.autograd.grad(y, x, grad)
+    dense = [weight.dense.bfloat16() for weight in experts.weights]
+    assert torch.equal(of_x, torch.cat((grad[:4] @ dense[0], grad[4:9] @ dense[2], torch.zeros_like(x[:1]))))
+
+    def loss(x: Tensor) -> Tensor:
+        arguments = experts.all_arguments(x, ends([4, 0, 5]))
+        return (qao.ops.int4_grouped_mm(*arguments) * grad).sum()
+
+    assert torch.equal(torch.func.grad(loss)(x.detach()), of_x)
