@@ -10,7 +10,21 @@ from typing import Any
 
 import torch
 
-from . import bars, calibrate, four_bits, host, language, llama, numerics, plots, quantize, table, tune, weights_only
+from . import (
+    bars,
+    calibrate,
+    experts,
+    four_bits,
+    host,
+    language,
+    llama,
+    numerics,
+    plots,
+    quantize,
+    table,
+    tune,
+    weights_only,
+)
 from .meta import RESULTS, device_slug, write
 from .runner import LAYERS, TOKENS, Run, run
 from .schemes import SCHEMES
@@ -40,6 +54,12 @@ def make_parser() -> argparse.ArgumentParser:
     beside.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/cpu")
     four_bits.add_arguments(beside)
     beside.set_defaults(device="cpu")
+    grouped = commands.add_parser("experts", help="products of experts, beside loops of dense ones and bfloat16")
+    _add_common(grouped)
+    grouped.add_argument("--models", nargs="+", choices=experts.MODELS, default=list(experts.MODELS), metavar="NAME")
+    grouped.add_argument("--m", nargs="+", type=int, default=list(experts.TOKENS), metavar="M", help="tokens")
+    grouped.add_argument("--quick", action="store_true", help="a quarter of the time a cell: rougher medians")
+    _add_check(grouped)
     whole = commands.add_parser("llama", help="tokens per second of whole decoders; needs transformers")
     _add_common(whole)
     llama.add_arguments(whole)
@@ -87,6 +107,10 @@ def main() -> int:
     if arguments.command == "four_bits":
         four_bits.run(arguments, folder / "four_bits.json")
         return 0
+    if arguments.command == "experts":
+        results = experts.run(arguments.device, arguments.models, arguments.m, arguments.quick)
+        write(results, folder / "experts.json")
+        return _report(*experts.misses(results["rows"])) if arguments.check else 0
     if arguments.command == "quantize":
         results = quantize.run(arguments.device)
         write(results, folder / "quantize.json")
