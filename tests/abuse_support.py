@@ -56,12 +56,31 @@ def _others(device: str) -> dict[str, Arguments]:
     }
 
 
-ON_CPU = ("quantize_groups", "quantize_blocks")  # whatever the device that is asked for
-CALLS = (*PACKED, *BYTES, *_others("cpu"))  # every operator
+DENSE = [op for op in (*PACKED, *BYTES) if op.endswith("_mm") and "scaled" not in op]
+GROUPED = [op.replace("_mm", "_grouped_mm") for op in DENSE]
+# Whatever the device that is asked for; grouped products have no CUDA kernels yet.
+ON_CPU = ("quantize_groups", "quantize_blocks", *GROUPED)
+CALLS = (*PACKED, *BYTES, *GROUPED, *_others("cpu"))  # every operator
+
+
+def _of_experts(op: str) -> Arguments:
+    dense = arguments_of(op.replace("_grouped_mm", "_mm"), "cpu")
+    experts = {name: torch.stack((dense[name], dense[name])) for name in PER_EXPERT if name in dense}
+    routing = {
+        "offsets": torch.tensor([1, 4], dtype=torch.int32),
+        "row_index": torch.tensor([2, 0, 1, 0]),
+        "row_scale": torch.ones(4),
+    }
+    return dense | experts | routing
+
+
+PER_EXPERT = ("weight", "scales", "bias", "weight_sums")
 
 
 def call_of(op: str, device: str) -> Arguments:
     """Arguments that fit, by name; every optional tensor is given."""
+    if op in GROUPED:
+        return _of_experts(op)
     return arguments_of(op, device) if op in PACKED or op in BYTES else _others(device)[op]
 
 
@@ -87,7 +106,8 @@ def _offset(t: Tensor) -> Tensor:
 
 
 def _out_of_range(t: Tensor, rng: random.Random) -> Tensor:
-    return torch.full_like(t, rng.choice((2**62, N, -1, 2**31))) if t.dtype == torch.int64 else t * 2
+    largest = {torch.int64: 2**62, torch.int32: 2**31 - 1}.get(t.dtype)
+    return t * 2 if largest is None else torch.full_like(t, rng.choice((largest, N, -1, largest // 2**30)))
 
 
 TENSORS: dict[str, Change] = {
