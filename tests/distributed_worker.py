@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.parallel import DistributedDataParallel
 
 CASES: Cases = {}
+KEYS = ("weight", "bias")
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 INT4 = qao.Int4WeightOnly(group_size=32)
 SCHEMES = {
@@ -114,6 +115,21 @@ def fsdp2_with_parameters_kept(folder: Path) -> None:
 def fsdp2_leaves_floats_to_the_policy(folder: Path) -> None:
     model = shard(nn.Linear(8, 8), mp_policy=HALF)
     assert model(torch.ones(1, 8)).dtype == torch.bfloat16
+
+
+@case
+def fsdp2_takes_new_weights(folder: Path) -> None:
+    for scheme in SCHEMES.values():
+        model, expected = net(scheme), net(scheme)
+        torch.manual_seed(7)
+        new = {f"{name}.{key}": torch.randn(getattr(expected[int(name)], key).shape) for name in "02" for key in KEYS}
+        qao.update_(expected, new)
+        shard(model, model[0], model[2])
+        x = torch.randn(3, 70)
+        model(x)
+        model.reshard()
+        qao.update_(model, new)
+        equal(model(x), expected(x))
 
 
 # ---- checkpoints of models of transformers ---------------------------------------------------------------------------

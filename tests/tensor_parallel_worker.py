@@ -302,6 +302,35 @@ def state_dicts_are_of_the_whole(folder: Path) -> None:
     raises(ValueError, layer.state_dict, "columns 0:96"[:7], "tile", "before it is sharded")
 
 
+@case
+def new_weights_for_sharded_layers(folder: Path) -> None:
+    """As sharding what quantising the new floats gives, in place; of parts, what quantising parts gives."""
+    torch.manual_seed(7)
+    new = {name: torch.randn_like(tensor) for name, tensor in Mlp().state_dict().items()}
+    part = slice(128 * dist.get_rank(), 128 * dist.get_rank() + 128)
+    x = activations(3, 96)
+    for scheme in SCHEMES.values():
+        model = parallelize_module(quantized(scheme), mesh(), PLAN)
+        floats = Mlp()
+        floats.load_state_dict(new)
+        expected = parallelize_module(quantized(scheme, copy.deepcopy(floats)), mesh(), PLAN)
+        addresses = [parameter.data_ptr() for parameter in model.parameters()]
+        assert qao.update_(model, new) == ["up", "down"]
+        assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
+        assert torch.equal(model(x), expected(x))
+        for key, tensor in expected.state_dict().items():
+            assert torch.equal(full(model.state_dict()[key]), full(tensor)), key
+        later = quantized(scheme, parallelize_module(floats, mesh(), PLAN))
+        model.up.load_float_(new["up.weight"][part])
+        model.down.load_float_(new["down.weight"][:, part])
+        assert torch.equal(model(x), later(x))
+        raises(ValueError, partial(model.up.load_float_, torch.ones(64, 96)), "[256, 96] or [128, 96]")
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 # ---- tp_plan of transformers -----------------------------------------------------------------------------------------
 
 

@@ -254,7 +254,7 @@ def test_the_page_about_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     page = (Path(__file__).parents[1] / "docs" / "finetuning.md").read_text()
     names: dict[str, Any] = {"make_model": make_model, "folder": tmp_path, "batches": [IDS] * 4, "model": make_model()}
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for block in blocks[:3]:
         exec(block, names)
     expected = logits(names["model"].eval())

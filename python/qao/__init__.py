@@ -31,6 +31,7 @@ from .schemes import (
     Int8WeightOnly,
     scheme_from_dict,
 )
+from .update import update_
 
 __all__ = [
     "SCHEMES",
@@ -58,6 +59,7 @@ __all__ = [
     "quantize_",
     "save",
     "scheme_from_dict",
+    "update_",
 ]
 
 _install()

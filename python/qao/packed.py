@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from . import marker
 from .formats import Int4Weight, PackedWeight, Scheme
+from .update import Updatable
 from .weight import DequantizedWeight
 
 Self = TypeVar("Self", bound="PackedModule")
@@ -24,7 +25,7 @@ class Sharded:
     layout: Any  # a qao.distributed.layout.Layout, which needs torch.distributed
 
 
-class PackedModule(nn.Module):
+class PackedModule(Updatable, nn.Module):
     """Owner of a quantised weight [N, K] as frozen Parameters, which are moved and never cast.
 
     A ``state_dict`` holds them and the two entries of marker.py, which tell any loader what they are.
@@ -118,7 +119,7 @@ class PackedModule(nn.Module):
                     return own
         return loaded
 
-    def requantize(self, weight: Tensor, name: str = "weight") -> PackedWeight:
+    def requantize(self, weight: Tensor, name: str = "weight", importance: Tensor | None = None) -> PackedWeight:
         """Another float weight [N, K], quantised as this one is; for ``set_packed``.
 
         Raises:
@@ -127,7 +128,7 @@ class PackedModule(nn.Module):
         scheme = self.scheme
         if isinstance(scheme, Int4Weight):
             scheme = replace(scheme, scale_dtype=self.scales.dtype)
-        return scheme.quantize(weight, name)
+        return scheme.quantize(weight, name, importance)
 
     def set_packed(self, packed: PackedWeight) -> None:
         """Replaces the weight. Modules that shared it keep the present one."""

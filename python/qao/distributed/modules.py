@@ -9,15 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 
 from .. import marker
 from ..embedding import QuantEmbedding
+from ..formats import PackedWeight
 from ..linear import QuantLinear
 from ..packed import PackedModule, Sharded
-from .cut import is_cut, joins
+from .cut import is_cut, joins, part
 from .layout import LAST, Layout
 
 
@@ -67,6 +69,27 @@ class _Sharded(Sharded):
         if self.whole_sums is not None:
             self.whole_sums = self.weight_sums.detach().clone()
             self.sum_own_columns()
+
+    def _weight_shapes(self: Any) -> list[tuple[int, int]]:
+        return [self.layout.sizes, self._sizes]
+
+    def _requantized(self: Any, weight: Tensor, importance: Tensor | None, name: str) -> PackedWeight:
+        packed: PackedWeight = super()._requantized(weight, importance, name)  # type: ignore[misc]
+        self._next_sums = None
+        if tuple(weight.shape) == self.layout.sizes:
+            self._next_sums = packed.weight_sums
+            packed = part(self.scheme, packed, self.layout.sizes, self.layout.cut)
+        return packed
+
+    def _overwrite(self: Any, packed: PackedWeight) -> None:
+        super()._overwrite(packed)  # type: ignore[misc]
+        if self.whole_sums is not None:
+            sums = self._next_sums
+            if sums is None:
+                sums = self.weight_sums.detach().clone()
+                dist.all_reduce(sums, group=self.layout.mesh.get_group())
+            self.whole_sums.copy_(sums)
+        self._next_sums = None
 
     def sum_own_columns(self: Any) -> None:
         """Sets ``weight_sums`` to those of the rank's own columns."""
