@@ -27,7 +27,10 @@ def fetch(package: str, version: str, folder: Path) -> None:
         (wheel,) = Path(here).glob("*.whl")
         unpacked = Path(here, "unpacked")
         with ZipFile(wheel) as archive:
-            archive.extractall(unpacked, [name for name in archive.namelist() if name.endswith((".py", "/METADATA"))])
+            for name in archive.namelist():
+                Path(unpacked, name).parent.mkdir(parents=True, exist_ok=True)  # SGLang looks whether some are there
+                if name.endswith((".py", "/METADATA")):
+                    archive.extract(name, unpacked)
         unpacked.rename(target)
 
 

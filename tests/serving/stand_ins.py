@@ -48,6 +48,8 @@ class _Anything(metaclass=_Kind):
 
 
 class _StandIn(ModuleType):
+    __version__ = "0.0.0"
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

@@ -15,12 +15,11 @@ import vllm_support  # noqa: F401  # first: it makes vLLM importable
 import pytest
 import qao
 import qao.integrations.vllm
-import tomllib
 import torch
 import vllm.plugins
 from accuracy import check_close
+from loaded import KINDS, K, N, installed
 from ops_schemes import Activation
-from qao.integrations.vllm import kernels
 from test_checkpoints_compressed_tensors import CASES, compressed, config_of, decompressed, scheme_of
 from test_checkpoints_gptq_awq import Weight
 from torch import Tensor
@@ -33,10 +32,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import PlatformEnum
 from vllm.scalar_type import scalar_types
-from vllm_support import KINDS, K, Loaded, N, engine
+from vllm_support import Loaded, engine, kernels
 
-qao.integrations.vllm.register()
-ROOT = Path(__file__).parents[2]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAYERS = [*((kind, size, "bf16") for kind in KINDS for size in (1, 2)), ("qkv", 2, "fp16"), ("row", 2, "fp16")]
 FLOAT = Activation()
@@ -76,7 +73,7 @@ def states_of(case: str, kind: str, dtype: torch.dtype) -> tuple[dict, list[dict
     scheme.targets = ["Linear"]
     if "packed" in case:
         scheme.format = "pack-quantized"
-    states = [compressed(scheme, rows, K, dtype) for _, _, rows in KINDS[kind][1]]
+    states = [compressed(scheme, rows, K, dtype) for _, _, rows in KINDS[kind]]
     if scheme.weights.type == "float" and scheme.weights.strategy == "tensor":
         for state in states:  # those of matrices that are joined, vLLM quantises again with the largest scale
             state["weight_scale"] = states[0]["weight_scale"]
@@ -96,7 +93,7 @@ def add_bias(kind: str, states: list[dict[str, Tensor]], dtype: torch.dtype) -> 
     """Beside the weights of a layer that adds it before results are summed."""
     if kind == "row":
         return []
-    biases = [torch.randn(rows, dtype=dtype) for _, _, rows in KINDS[kind][1]]
+    biases = [torch.randn(rows, dtype=dtype) for _, _, rows in KINDS[kind]]
     for state, bias in zip(states, biases, strict=True):
         state["bias"] = bias
     return biases
@@ -122,7 +119,7 @@ class Checkpoint:
     """A GPTQ or AWQ weight for each matrix of a layer; ``zero`` None: zero points of their own."""
 
     def __init__(self, kind: str, dtype: torch.dtype, group_size: int, **options: Any) -> None:
-        self.weights = [Weight(rows, K, group_size, dtype=dtype, **options) for _, _, rows in KINDS[kind][1]]
+        self.weights = [Weight(rows, K, group_size, dtype=dtype, **options) for _, _, rows in KINDS[kind]]
 
     @property
     def dense(self) -> list[Tensor]:
@@ -173,7 +170,7 @@ def test_fp8(scheme: str, kind: str, size: int) -> None:
     if scheme == "block":
         config["weight_block_size"] = [128, 128]
     states, dense = [], []
-    for _, _, rows in KINDS[kind][1]:
+    for _, _, rows in KINDS[kind]:
         weight = torch.randn(rows, K).mul(60).to(torch.float8_e4m3fn)
         scales = torch.rand(rows // 128, K // 128) * 0.01 + 0.001 if scheme == "block" else torch.tensor(0.004)
         states.append({"weight": weight, "weight_scale_inv" if scheme == "block" else "weight_scale": scales})
@@ -208,7 +205,7 @@ def test_weights_are_held_once() -> None:
     with engine(torch.bfloat16):
         loaded = Loaded("qkv", CompressedTensorsConfig.from_config(config), states)
     held = sum(p.numel() * p.element_size() for p in loaded.layer.parameters())
-    rows = sum(part[2] for part in KINDS["qkv"][1])
+    rows = sum(part[2] for part in KINDS["qkv"])
     packed = qao.Int4WeightOnly(128).empty(rows, K, dtype=torch.bfloat16, device="meta")
     wanted = sum(t.numel() * t.element_size() for t in packed.tensors().values() if t is not None)
     assert held == wanted + 16  # weight_shape
@@ -267,13 +264,7 @@ def test_registers_in_front_and_once() -> None:
 
 
 def test_vllm_finds_it_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
-    metadata = tmp_path / "qao_of_this_test-1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: qao-of-this-test\nVersion: 1\n")
-    lines = [f"{name} = {value}" for name, value in found.items()]
-    (metadata / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines]))
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(installed(tmp_path, "vllm.general_plugins"))
     monkeypatch.setattr(vllm.plugins, "plugins_loaded", False)
     monkeypatch.setattr(linear, "_POSSIBLE_KERNELS", {PlatformEnum.CPU: [], PlatformEnum.CUDA: []})
     vllm.plugins.load_general_plugins()
@@ -287,7 +278,7 @@ def tables() -> list[Any]:
 def test_another_version_is_told_and_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     before = tables()
     monkeypatch.setattr(vllm, "__version__", "0.40.1")
-    told = rf"this vllm \(0\.40\.1\): RuntimeError: qao {re.escape(qao.__version__)} knows vLLM 0\.33"
+    told = rf"this vllm \(0\.40\.1\): RuntimeError: qao {re.escape(qao.__version__)} knows vllm 0\.33"
     with pytest.warns(UserWarning, match=told):
         qao.integrations.vllm.register()
     assert tables() == before

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from typing import Any
 
 import vllm_support  # noqa: F401  # first: it makes vLLM importable
@@ -15,69 +13,32 @@ import qao.integrations.vllm
 import torch
 from accuracy import check_close
 from checkpoint_support import SCHEMES
-from ops_schemes import Activation
+from loaded import KINDS, K
+from native import DTYPE, check, checkpoint, exact
 from qao.formats import Scheme
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm_support import KINDS, K, Loaded, engine
-
-qao.integrations.vllm.register()
-DTYPE = torch.bfloat16
-
-
-def activation(scheme: Scheme) -> Activation:
-    if scheme.activations == "int8":
-        return Activation("int8", symmetric=scheme.symmetric_activations)
-    if scheme.activations == "float":
-        return Activation()
-    if scheme.weights == "int4":
-        return Activation("fp8", beside_int4=True)
-    group_size = scheme.constants(1, 1)[0]
-    return Activation("fp8", group_size=group_size, static_scale=scheme.activation_scale)
-
-
-def exact(scheme: Scheme) -> Scheme:
-    """As a checkpoint of a model in DTYPE says it."""
-    return replace(scheme, scale_dtype=scheme.scale_dtype or DTYPE) if scheme.weights == "int4" else scheme
-
-
-def checkpoint(kind: str, scheme: Scheme) -> tuple[dict[str, Any], list[dict[str, Tensor]], list[Tensor]]:
-    """What qao writes of a model with these layers: config, tensors of each matrix, and in float64 what they are."""
-    layers, states, dense = {}, [], []
-    for name, _, rows in KINDS[kind][1]:
-        linear = nn.Linear(K, rows, bias=kind != "row", dtype=DTYPE)
-        made = qao.QuantLinear.from_linear(linear, scheme)
-        layers[name] = exact(scheme)
-        states.append(made.state_dict())
-        dense.append(made.dequantize(torch.float64))
-    return json.loads(json.dumps(qao.QaoConfig(layers=layers, dtype=DTYPE).to_dict())), states, dense
+from vllm_support import _MAKE, Loaded, engine
 
 
 def load(kind: str, content: dict[str, Any], states: list[dict[str, Tensor]], rank: int = 0, size: int = 1) -> Loaded:
     return Loaded(kind, get_quantization_config("qao").from_config(content), states, rank, size)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "size"), [*((kind, 2) for kind in KINDS), ("qkv", 1)])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_layers(scheme: Scheme, kind: str, size: int) -> None:
     torch.manual_seed(size)
     content, states, dense = checkpoint(kind, scheme)
-    what = activation(scheme)
     with engine(DTYPE):
         for rank in range(size):
             loaded = load(kind, content, states, rank, size)
             names = {name for name, _ in loaded.layer.named_parameters()}
             assert names <= {"qweight", "scales", "weight_sums", "activation_scale", "bias"}
-            part = loaded.part_of(dense)
-            bias = None if kind == "row" else loaded.part_of([state["bias"] for state in states])
-            for tokens in (1, 5, 40):
-                x = torch.randn(tokens, K, dtype=DTYPE)[:, loaded.columns()].contiguous()
-                y = loaded.layer(x)[0].detach()
-                check_close(y, x, part, bias, what.seen(x), what.slack(x, part))
+            check(loaded, scheme, states, dense)
 
 
 @pytest.mark.parametrize("scheme", [SCHEMES[0], qao.Float8DynamicActivationFloat8Weight("tensor")], ids=str)
@@ -98,7 +59,7 @@ def test_the_name_is_known_once() -> None:
 def test_what_is_not_quantised_stays_in_floats() -> None:
     content, _, _ = checkpoint("column", SCHEMES[0])
     with engine(DTYPE):
-        layer = KINDS["row"][0](quant_config=get_quantization_config("qao").from_config(content), bias=False)
+        layer = _MAKE["row"](quant_config=get_quantization_config("qao").from_config(content), bias=False)
         assert type(layer.quant_method) is UnquantizedLinearMethod
 
 
@@ -158,7 +119,7 @@ def test_experts_and_embeddings_are_refused() -> None:
     experts, embedding = RoutedExperts.__new__(RoutedExperts), VocabParallelEmbedding.__new__(VocabParallelEmbedding)
     with pytest.raises(NotImplementedError, match="model.layers.0.mlp.experts: experts quantised by qao .1 layers"):
         config.get_quant_method(experts, "model.layers.0.mlp.experts")
-    with pytest.raises(NotImplementedError, match="model.embed_tokens: a quantised embedding"):
+    with pytest.raises(NotImplementedError, match="model.embed_tokens: vLLM does not serve a quantised embedding"):
         config.get_quant_method(embedding, "model.embed_tokens")
 
 

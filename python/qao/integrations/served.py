@@ -6,11 +6,30 @@ Engines name a dimension of a tensor by what runs along it: ``output_dim`` (rows
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import torch
 from torch import Tensor
 
+from .._version import __version__
 from ..checkpoints.plain import group_size_of, nibbles, regroup
 from ..formats import PackedWeight, Scheme
+
+
+def register_beside(engine: str, versions: tuple[str, ...], module: str) -> None:
+    """Calls ``register`` of a module of qao, if the imported ``engine`` is one of ``versions`` (their first numbers).
+
+    Raises:
+        RuntimeError: it is another. The engine's processes go on, told by a warning: see imports.py.
+    """
+    found = sys.modules[engine].__version__
+    if ".".join(found.split(".")[:2]) not in versions:
+        raise RuntimeError(
+            f"qao {__version__} knows {engine} {', '.join(versions)}; {engine} {found} runs as if qao were not there"
+        )
+    importlib.import_module(module).register()
+
 
 GROUPS = "groups of 32, 64, 128, 256, multiples of these, or a row"
 

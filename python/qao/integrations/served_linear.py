@@ -18,6 +18,7 @@ from .. import marker, ops
 from ..formats import Float8Weight, Int4Weight, Scheme
 from ..quantizer_fp8 import SCALE_BLOCK
 from ..schemes import Float8DynamicActivationFloat8Weight
+from .config import QaoConfig
 from .served import row_scales
 
 _TILE_ROWS, _TILE_COLUMNS = 16, 64
@@ -32,36 +33,82 @@ _OPERATORS: dict[str, Any] = {
 }
 
 
-def scheme_of(layers: Mapping[str, Scheme], name: str, joined: Mapping[str, Sequence[str]]) -> Scheme | None:
-    """The scheme of a layer of the engine, from those of a checkpoint's; None: it is not quantised.
+class Served:
+    """What a config.json that qao wrote says of a model's layers, under the names of an engine.
 
     Args:
-        layers: schemes by the names of the checkpoint.
-        name: the engine's: "model.layers.0.self_attn.qkv_proj".
-        joined: what an engine's layer is made of, by the last part of its name: {"qkv_proj": ["q_proj", …]}.
-
-    Raises:
-        ValueError: the layers that it joins are not quantised alike.
+        layers: schemes of the quantised layers by name.
+        engine: for messages.
     """
-    if name in layers:
-        return layers[name]
-    path, dot, last = name.rpartition(".")
-    names = [path + dot + part for part in joined.get(last, [last])]
-    found = [layers.get(one) for one in names]
-    if any(_alike(one) != _alike(found[0]) for one in found):
-        told = ", ".join(f"{one}: {layers.get(one) or 'not quantised'}" for one in names)
-        raise ValueError(f"qao: {name} joins layers that are not quantised alike: {told}. Give them one scheme.")
-    return found[0]
+
+    def __init__(self, layers: Mapping[str, Scheme], engine: str) -> None:
+        self.layers, self.engine = dict(layers), engine
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any], engine: str) -> Served:
+        """From its ``quantization_config``.
+
+        Raises:
+            ValueError: it is none that qao wrote, or of a model that is yet to be quantised.
+        """
+        config = QaoConfig.from_dict(content)
+        assert isinstance(config, QaoConfig)
+        if config.scheme is not None and not config.layers:
+            raise ValueError(
+                f"qao: this config.json asks to quantise a model of floats while it is loaded. {engine} serves models "
+                "that are quantised: qao quantize MODEL FOLDER --scheme int4 writes one"
+            )
+        return cls(config.layers, engine)
+
+    def scheme_of(self, name: str, joined: Mapping[str, Sequence[str]]) -> Scheme | None:
+        """The scheme of a layer of the engine; None: it is not quantised.
+
+        Args:
+            name: the engine's: "model.layers.0.self_attn.qkv_proj".
+            joined: what such a layer is made of, by the last part of its name: {"qkv_proj": ["q_proj", …]}.
+
+        Raises:
+            ValueError: the layers that it joins are not quantised alike.
+        """
+        if name in self.layers:
+            return self.layers[name]
+        path, dot, last = name.rpartition(".")
+        names = [path + dot + part for part in joined.get(last) or _JOINED.get(last, (last,))]
+        found = [self.layers.get(one) for one in names]
+        if any(_alike(one) != _alike(found[0]) for one in found):
+            told = ", ".join(f"{one}: {self.layers.get(one) or 'not quantised'}" for one in names)
+            raise ValueError(f"qao: {name} joins layers that are not quantised alike: {told}. Give them one scheme.")
+        return found[0]
+
+    def refuse_experts(self, name: str) -> None:
+        """Raises NotImplementedError where experts of the engine's layer ``name`` are quantised."""
+        if inside := self._inside(name):
+            raise NotImplementedError(
+                f"qao: {name}: experts quantised by qao ({len(inside)} layers, such as {inside[0]}) have no kernel in "
+                f"{self.engine}. Leave them in floats, or save the model as compressed-tensors."
+            )
+
+    def refuse_embedding(self, name: str) -> None:
+        """The same of an embedding."""
+        if self._inside(name):
+            raise NotImplementedError(
+                f"qao: {name}: {self.engine} does not serve a quantised embedding. Quantise without embeddings=True."
+            )
+
+    def _inside(self, name: str) -> list[str]:
+        return [one for one in self.layers if one == name or one.startswith(f"{name}.")]
+
+
+# What is joined in models that do not say it.
+_JOINED: dict[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 
 
 def _alike(scheme: Scheme | None) -> Scheme | None:
     static = isinstance(scheme, Float8DynamicActivationFloat8Weight) and scheme.activation_scale is not None
     return replace(scheme, activation_scale=1.0) if static else scheme  # type: ignore[type-var]
-
-
-def quantised_inside(layers: Mapping[str, Scheme], name: str) -> list[str]:
-    """Names of a checkpoint's quantised layers that are ``name`` or lie within."""
-    return [one for one in layers if one == name or one.startswith(f"{name}.")]
 
 
 class ServedLinear:
@@ -86,6 +133,7 @@ class ServedLinear:
         """Makes the parameters of a share of the weight [output_size, input_size]."""
         k, parts = input_size_per_partition, list(output_partition_sizes)
         n = sum(parts)
+        self._check_head(getattr(layer, "org_vocab_size", 0))
         self._check_cuts(parts, k, cut_rows=len(parts) > 1 or n != output_size, cut_columns=k != input_size)
         self.parts, self.k, self.full_k = parts, k, input_size
         self.rest = self.scheme.constants(n, k)
@@ -102,6 +150,14 @@ class ServedLinear:
 
     def _granularity(self) -> str | None:
         return self.scheme.granularity if isinstance(self.scheme, Float8Weight) else None
+
+    def _check_head(self, rows: int) -> None:
+        """Of a head, whose rows engines pad: one of ``rows`` rows, 0 of other layers."""
+        if self._granularity() == "block" and rows or isinstance(self.scheme, Int4Weight) and rows % _TILE_ROWS:
+            raise ValueError(
+                f"qao: {self.name}: a head of {rows} rows is padded here, which {self.scheme} shares scales or tiles "
+                "among. Leave it in floats or quantise it to int8."
+            )
 
     def _check_cuts(self, parts: list[int], k: int, *, cut_rows: bool, cut_columns: bool) -> None:
         rows, columns = 1, 1

@@ -7,12 +7,10 @@ imports vLLM: what is to be told to one of its modules is told once that module 
 
 from __future__ import annotations
 
-import importlib
-import sys
 from functools import partial
 
-from ..._version import __version__
 from ..imports import when_imported
+from ..served import register_beside
 
 __all__ = ["VERSIONS", "register"]
 
@@ -26,15 +24,6 @@ _PARTS = {
 
 
 def register() -> None:
-    """Makes qao known to vLLM; calling it again changes nothing. Of another vLLM it warns, and leaves it as it is."""
+    """Makes qao known to vLLM; calling it again changes nothing. Beside another vLLM it warns, and does nothing."""
     for module, part in _PARTS.items():
-        when_imported(module, partial(_register, part))
-
-
-def _register(part: str) -> None:
-    found = sys.modules["vllm"].__version__
-    if ".".join(found.split(".")[:2]) not in VERSIONS:
-        raise RuntimeError(
-            f"qao {__version__} knows vLLM {', '.join(VERSIONS)}; vLLM {found} runs with its own kernels alone"
-        )
-    importlib.import_module(f"{__name__}.{part}").register()
+        when_imported(module, partial(register_beside, "vllm", VERSIONS, f"{__name__}.{part}"))

@@ -1,0 +1,80 @@
+"""The quantisation config "qao" of SGLang: checkpoints in qao's own format. Linear layers, experts only in floats.
+
+It is registered while SGLang's table of methods is imported, so that what it needs of SGLang's layers comes later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers import quantization
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
+from torch import nn
+
+from ...quantizer_fp8 import SCALE_BLOCK
+from ..served_linear import Served
+
+
+class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
+    """``quantization_config`` of a config.json that qao wrote."""
+
+    weight_block_size = [SCALE_BLOCK, SCALE_BLOCK]  # loaders ask for it where scales are those of blocks
+
+    def __init__(self, served: Served, packed_modules_mapping: dict[str, list[str]] | None = None) -> None:
+        super().__init__()
+        self.served = served
+        self.packed_modules_mapping = packed_modules_mapping or {}
+
+    @classmethod
+    def get_name(cls) -> str:
+        return "qao"
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    def get_scaled_act_names(self) -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> QaoQuantizationConfig:
+        # SGLang hands its mapping over inside the config of the checkpoint.
+        return cls(Served.from_dict(config, "SGLang"), config.get("packed_modules_mapping"))
+
+    def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
+        self.served.layers = hf_to_sglang_mapper.apply_dict(self.served.layers)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        from sglang.srt.layers.linear import LinearBase
+        from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+        from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
+        from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+        from .linear import QaoLinearMethod
+
+        if isinstance(layer, (LinearBase, ParallelLMHead)):
+            scheme = self.served.scheme_of(prefix, self.packed_modules_mapping)
+            if scheme is not None:
+                return QaoLinearMethod(scheme, prefix, self)
+            return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+        if isinstance(layer, FusedMoE):
+            self.served.refuse_experts(prefix)
+            return UnquantizedFusedMoEMethod(layer.use_triton_kernels, layer.use_flashinfer_trtllm_moe)
+        if isinstance(layer, VocabParallelEmbedding):
+            self.served.refuse_embedding(prefix)
+        return None
+
+
+def register() -> None:
+    """Makes the name "qao" known; another call puts the same class there."""
+    for table in (quantization.QUANTIZATION_METHODS, quantization.CPU_QUANTIZATION_METHODS):
+        table["qao"] = QaoQuantizationConfig

@@ -1,0 +1,23 @@
+"""Linear layers of qao's own checkpoints in SGLang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.layers import linear, parameter
+from sglang.srt.layers.quantization.base_config import LinearMethodBase
+
+from ...formats import Scheme
+from ..served_linear import ServedLinear
+
+
+class QaoLinearMethod(ServedLinear, LinearMethodBase):  # type: ignore[misc]
+    parameters = parameter
+
+    def __init__(self, scheme: Scheme, name: str, quant_config: Any) -> None:
+        super().__init__(scheme, name)
+        self.quant_config = quant_config
+
+
+if QaoLinearMethod.__name__ not in linear.WEIGHT_LOADER_V2_SUPPORTED:
+    linear.WEIGHT_LOADER_V2_SUPPORTED.append(QaoLinearMethod.__name__)

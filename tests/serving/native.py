@@ -1,0 +1,57 @@
+"""Layers of checkpoints in qao's own format, for any engine: what qao writes, and what is to come out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import qao
+import torch
+from accuracy import check_close
+from loaded import KINDS, K, Layer
+from ops_schemes import Activation
+from qao.formats import Scheme
+from torch import Tensor, nn
+
+DTYPE = torch.bfloat16
+
+
+def activation(scheme: Scheme) -> Activation:
+    if scheme.activations == "int8":
+        return Activation("int8", symmetric=scheme.symmetric_activations)
+    if scheme.activations == "float":
+        return Activation()
+    if scheme.weights == "int4":
+        return Activation("fp8", beside_int4=True)
+    group_size = scheme.constants(1, 1)[0]
+    return Activation("fp8", group_size=group_size, static_scale=scheme.activation_scale)
+
+
+def exact(scheme: Scheme) -> Scheme:
+    """As a checkpoint of a model in DTYPE says it."""
+    return replace(scheme, scale_dtype=scheme.scale_dtype or DTYPE) if scheme.weights == "int4" else scheme
+
+
+def checkpoint(kind: str, scheme: Scheme) -> tuple[dict[str, Any], list[dict[str, Tensor]], list[Tensor]]:
+    """What qao writes of a model with these layers: config, tensors of each matrix, and in float64 what they are."""
+    layers, states, dense = {}, [], []
+    for name, _, rows in KINDS[kind]:
+        linear = nn.Linear(K, rows, bias=kind != "row", dtype=DTYPE)
+        made = qao.QuantLinear.from_linear(linear, scheme)
+        layers[name] = exact(scheme)
+        states.append(made.state_dict())
+        dense.append(made.dequantize(torch.float64))
+    return json.loads(json.dumps(qao.QaoConfig(layers=layers, dtype=DTYPE).to_dict())), states, dense
+
+
+def check(loaded: Layer, scheme: Scheme, states: list[dict[str, Tensor]], dense: list[Tensor]) -> None:
+    """The layer multiplies its share of the weights ``dense``."""
+    names = {name for name, _ in loaded.layer.named_parameters()}
+    assert names <= {"qweight", "scales", "weight_sums", "activation_scale", "bias"}
+    part, what = loaded.part_of(dense), activation(scheme)
+    bias = None if loaded.kind == "row" else loaded.part_of([state["bias"] for state in states])
+    for tokens in (1, 5, 40):
+        x = torch.randn(tokens, K, dtype=DTYPE)
+        own = x[:, loaded.columns()].contiguous()
+        check_close(loaded(x), own, part, bias, what.seen(own), what.slack(own, part))

@@ -1,0 +1,88 @@
+"""Checkpoints in qao's own format in SGLang's own layers; run by tests/test_sglang.py in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import sglang_support  # noqa: F401  # first: it makes SGLang importable
+
+# isort: split
+import pytest
+import qao
+import qao.integrations.sglang
+import sglang
+import torch
+from checkpoint_support import SCHEMES
+from loaded import KINDS, installed
+from native import check, checkpoint
+from qao.formats import Scheme
+from sglang.srt import plugins
+from sglang.srt.layers import quantization
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang_support import Loaded
+from torch import Tensor
+
+
+def load(kind: str, content: dict[str, Any], states: list[dict[str, Tensor]], rank: int = 0, size: int = 1) -> Loaded:
+    return Loaded(kind, quantization.get_quantization_config("qao").from_config(content), states, rank, size)
+
+
+@pytest.mark.parametrize(("kind", "size"), [*((kind, 2) for kind in KINDS), ("qkv", 1)])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_layers(scheme: Scheme, kind: str, size: int) -> None:
+    torch.manual_seed(size)
+    content, states, dense = checkpoint(kind, scheme)
+    for rank in range(size):
+        loaded = load(kind, content, states, rank, size)
+        check(loaded, scheme, states, dense)
+
+
+def config(*names: str) -> Any:
+    content = qao.QaoConfig(layers=dict.fromkeys(names, SCHEMES[0])).to_dict()
+    return quantization.get_quantization_config("qao").from_config(content)
+
+
+def test_layers_that_are_joined_must_be_quantised_alike() -> None:
+    """Also in models that do not tell what they join."""
+    made = config("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj")
+    with pytest.raises(ValueError, match="qkv_proj joins .*v_proj: not quantised. Give them one scheme"):
+        made.get_quant_method(LinearBase.__new__(LinearBase), "model.layers.0.self_attn.qkv_proj")
+
+
+def test_what_is_not_quantised_stays_in_floats() -> None:
+    method = config("model.layers.0.mlp.fc1").get_quant_method(LinearBase.__new__(LinearBase), "model.layers.1.mlp.fc1")
+    assert type(method) is UnquantizedLinearMethod
+
+
+def test_cuts_within_what_shares_a_scale() -> None:
+    content, states, _ = checkpoint("row", qao.Int4WeightOnly(256))
+    with pytest.raises(ValueError, match="gets 128 columns, which int4 g256 .* between 256 columns. Choose another"):
+        load("row", content, states, 0, 4)
+
+
+def test_experts_and_embeddings_are_refused() -> None:
+    made = config("model.layers.0.mlp.experts.0.up_proj", "model.embed_tokens")
+    with pytest.raises(NotImplementedError, match="model.layers.0.mlp.experts: experts quantised by qao .*in SGLang"):
+        made.get_quant_method(FusedMoE.__new__(FusedMoE), "model.layers.0.mlp.experts")
+    with pytest.raises(NotImplementedError, match="model.embed_tokens: SGLang does not serve a quantised embedding"):
+        made.get_quant_method(VocabParallelEmbedding.__new__(VocabParallelEmbedding), "model.embed_tokens")
+
+
+def test_sglang_finds_it_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(installed(tmp_path, "sglang.srt.plugins"))
+    monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    monkeypatch.delitem(quantization.QUANTIZATION_METHODS, "qao")
+    plugins.load_plugins()
+    assert "qao" in quantization.QUANTIZATION_METHODS
+
+
+def test_another_version_is_told_and_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "__version__", "0.6.1", raising=False)
+    monkeypatch.delitem(quantization.QUANTIZATION_METHODS, "qao")
+    with pytest.warns(UserWarning, match=r"sglang \(0\.6\.1\): RuntimeError: qao .* knows sglang 0\.5; sglang 0\.6\.1"):
+        qao.integrations.sglang.register()
+    assert "qao" not in quantization.QUANTIZATION_METHODS
