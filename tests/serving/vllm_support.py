@@ -38,16 +38,21 @@ from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
 kernels: Any = sys.modules["qao.integrations.vllm.kernels"]
 
 
-# Of vLLM's compiled operators, the one that it joins matrices with that have a scale each.
+# Of vLLM's compiled operators those that loading needs: one quantises matrices anew that it joins and that have a scale
+# each, one arranges weights in floats for products that no test asks for.
 _operators = torch.library.Library("_C", "FRAGMENT")
-_operators.define(
-    "static_scaled_fp8_quant(Tensor(a!) result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()"
-)
+_operators.define("static_scaled_fp8_quant(Tensor(a!) result, Tensor input, Tensor scale, int[]? shape) -> ()")
+_operators.define("convert_weight_packed(Tensor weight) -> Tensor")
 
 
 @torch.library.impl(_operators, "static_scaled_fp8_quant", "CPU")
-def _static_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor, shape: Any = None) -> None:
+def _static_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor, shape: Any) -> None:
     result.copy_((input.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn))
+
+
+@torch.library.impl(_operators, "convert_weight_packed", "CPU")
+def _convert_weight_packed(weight: Tensor) -> Tensor:
+    return weight.clone()
 
 
 @contextmanager

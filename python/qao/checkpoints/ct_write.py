@@ -95,8 +95,8 @@ def quantization_config(layers: Mapping[str, Scheme], ignore: list[str]) -> dict
         ignore: names of the linear layers that are in float.
 
     Returns:
-        One group that targets "Linear" where all layers are alike, else groups that name their layers. What only qao
-        knows stands under "qao".
+        One group that targets "Linear", and heads by name, where all layers are alike, else groups that name their
+        layers. What only qao knows stands under "qao".
 
     Raises:
         ValueError: no layers, or a scheme that cannot be written.
@@ -115,13 +115,15 @@ def quantization_config(layers: Mapping[str, Scheme], ignore: list[str]) -> dict
                 break
         else:
             groups.append((args, own, [name]))
+    # By name what is in no numbered block, the head above all: to vLLM that is no "Linear".
+    heads = [name for name in layers if not any(part.isdigit() for part in name.split("."))]
     formats = {args["format"] for args, _, _ in groups}
     config: dict[str, Any] = {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {
-            f"group_{i}": {"targets": ["Linear"] if len(groups) == 1 else names, **args}
+            f"group_{i}": {"targets": ["Linear", *heads] if len(groups) == 1 else names, **args}
             for i, (args, _, names) in enumerate(groups)
         },
         "ignore": list(ignore),

@@ -1,0 +1,90 @@
+"""Models that ``save_pretrained`` wrote, as vLLM's own loader makes and loads them; run by tests/test_vllm.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import vllm_support  # noqa: F401  # first: it makes vLLM importable
+
+# isort: split
+import pytest
+import qao
+import torch
+from accuracy import check_close
+from native import DTYPE, activation
+from transformers import LlamaConfig, LlamaForCausalLM
+from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models import registry
+from vllm_support import engine
+
+# vLLM's layers, by the last part of their names, and what they join.
+LAYERS = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "o_proj": ["o_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+    "down_proj": ["down_proj"],
+}
+
+
+def llama(intermediate_size: int) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
+    config = LlamaConfig(intermediate_size=intermediate_size, num_hidden_layers=2, max_position_embeddings=64, **sizes)
+    config.tie_word_embeddings = False
+    return LlamaForCausalLM(config).to(DTYPE)
+
+
+@pytest.fixture
+def without_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM asks a process of its own what a model class can, which would not know our stand-ins; and there is no GPU
+    whose cache it could empty."""
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda function: function())
+    with mock.patch.object(torch.accelerator, "empty_cache"):
+        yield
+
+
+def load(folder: Path) -> tuple[Any, str]:
+    """vLLM's model, and what it takes the quantisation for."""
+    config = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=32)
+    devices, files = DeviceConfig(device="cpu"), LoadConfig(load_format="safetensors")
+    whole = VllmConfig(model_config=config, load_config=files, device_config=devices)
+    with engine(DTYPE), set_current_vllm_config(whole):
+        return get_model(vllm_config=whole), config.quantization
+
+
+@pytest.mark.parametrize(
+    ("scheme", "intermediate_size", "method"),
+    [
+        (qao.Int4WeightOnly(128), 256, "compressed-tensors"),
+        (qao.Int8DynamicActivationInt8Weight(), 256, "compressed-tensors"),
+        (qao.Float8DynamicActivationFloat8Weight("row"), 256, "compressed-tensors"),
+        (qao.Int4WeightOnly(128), 192, "qao"),  # a group that is short, which compressed-tensors cannot say
+        (qao.Int8DynamicActivationInt4Weight(128, symmetric_activations=False), 192, "qao"),
+    ],
+    ids=str,
+)
+def test_a_saved_model(
+    scheme: qao.formats.Scheme, intermediate_size: int, method: str, tmp_path: Path, without_processes: None
+) -> None:
+    ours = llama(intermediate_size)
+    qao.quantize_(ours, scheme)
+    ours.save_pretrained(tmp_path)
+    theirs, found = load(tmp_path)
+    assert found == method
+    modules, what = dict(theirs.named_modules()), activation(scheme)
+    for path in ("model.layers.0", "model.layers.1"):
+        for name, joined in LAYERS.items():
+            block = "self_attn" if name in ("qkv_proj", "o_proj") else "mlp"
+            parts = [ours.get_submodule(f"{path}.{block}.{one}") for one in joined]
+            dense = torch.cat([part.dequantize(torch.float64) for part in parts])
+            x = torch.randn(5, dense.shape[1], dtype=DTYPE)
+            y = modules[f"{path}.{block}.{name}"](x)[0].detach()
+            check_close(y, x, dense, None, what.seen(x), what.slack(x, dense))
+    x, dense = torch.randn(5, 128, dtype=DTYPE), ours.lm_head.dequantize(torch.float64)
+    y = theirs.lm_head.quant_method.apply(theirs.lm_head, x).detach()
+    check_close(y, x, dense, None, what.seen(x), what.slack(x, dense))
+    assert torch.equal(modules["model.embed_tokens"].weight, ours.model.embed_tokens.weight)
