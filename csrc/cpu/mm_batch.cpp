@@ -48,12 +48,12 @@ void Batch::lay_out(Pieces& pieces) {
   job.m = problem.m;
   job.tiles_m = divide_up(job.m, kTileRows);
   const int64_t wide_bytes = job.m * job.tiles_k * kTileColumns * size_of(job.x_dtype);
-  wide = problem.x == Format::kFp8 ? pieces.take<char>(wide_bytes) : nullptr;
+  wide = problem.x != Format::kFloat && kernel->packing->widen != nullptr ? pieces.take<char>(wide_bytes) : nullptr;
   kernel->packing->lay_out(pieces, &job);
   job.remarks = problem.x != Format::kInt8 ? pieces.take<uint8_t>(job.m) : nullptr;
 }
 
-void Batch::widen(int64_t begin, int64_t end) const { kernel->packing->widen_fp8(job, wide, begin, end); }
+void Batch::widen(int64_t begin, int64_t end) const { kernel->packing->widen(job, wide, begin, end); }
 
 void Batch::use_wide() {
   job.x = wide;

@@ -27,6 +27,7 @@ constexpr int kPrefetchBytes = 2048;     // of W ahead of its use: the hardware 
 constexpr int kFewRows = 8;              // rows of x whose high and low bytes fill one tile of x
 constexpr int kBlockK = 512;             // bfloat16 tiles: k per block of packed x; a multiple of every section
 constexpr int kPackK = 256;              // bfloat16 tiles: k that one thread packs at a time, likewise
+constexpr int kFewTilesM = 4;            // bfloat16 tiles: tiles of x up to which W expands anew for every two of them
 constexpr int kWordShift = 15;           // fixed point: a second 16-bit word counts in units of 2^-15 of the first
 
 // Rows of x beyond a kernel's arithmetic.

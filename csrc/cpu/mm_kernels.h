@@ -54,6 +54,8 @@ void bf16_int4_gemm(const Job& job, int64_t begin, int64_t end);
 }  // namespace avx512_bf16
 
 namespace amx {
+void widen_int8(const Job& job, void* out, int64_t begin, int64_t end);  // as avx2::widen_fp8; less x_zeros
+void widen_fp8(const Job& job, void* out, int64_t begin, int64_t end);   // scaled, if x has blocks that W's tiles lack
 void pack_bf16_tiles(const Job& job, int64_t begin, int64_t end);
 void pack_int8_tiles(const Job& job, int64_t begin, int64_t end);
 void fixed_point_int4_few_rows(const Job& job, int64_t begin, int64_t end);  // at most kFewRows rows of x, one word

@@ -40,7 +40,9 @@ void lay_out_bf16_tiles(Pieces& pieces, Job* job) {
   job->parts = job->x_dtype == DType::kFloat32 ? 3 : job->x_dtype == DType::kFloat16 ? 2 : 1;
   const int64_t padded_rows = job->tiles_m * kTileRows;
   const bool sums = job->weight_format == Format::kInt4 && job->parts > 1;
-  const bool blocks = job->weight_format != Format::kInt4 && job->weight_scaling == Scaling::kBlock;
+  // y in bfloat16 allows operands that are rounded to it, scales applied; so much work pays where W seldom expands.
+  const bool rounded = job->y_dtype == DType::kBFloat16 && job->tiles_m > kFewTilesM;
+  const bool blocks = job->weight_format != Format::kInt4 && job->weight_scaling == Scaling::kBlock && !rounded;
   job->bf16_tiles = pieces.take<uint16_t>(divide_up(job->k, kBlockK) * kBlockK * padded_rows * job->parts);
   job->x_sums = pieces.take<float>(sums ? job->sections * padded_rows : 0);
   job->x_block_scales = blocks ? pieces.take<float>(job->sections * padded_rows) : nullptr;
@@ -69,10 +71,10 @@ void lay_out_bf16_pairs(Pieces& pieces, Job* job) {
 }
 #endif
 
-// The dtype kernels see. fp8 is widened, exactly in any dtype; with an int4 W to that of y, since what the kernels
-// round goes by it.
+// The dtype kernels see, if they see floats. fp8 is widened, exactly in any dtype; beside an int4 W x in eight bits
+// takes the dtype of y, since what the kernels round goes by it.
 DType kernel_dtype(const Problem& p) {
-  if (p.x != Format::kFp8) return p.x_dtype;
+  if (p.x == Format::kFloat) return p.x_dtype;
   return p.weight == Format::kInt4 ? p.y_dtype : DType::kBFloat16;
 }
 
@@ -92,7 +94,9 @@ const Packing kFixedPoint = {512,
                              avx2::widen_fp8,
                              avx2::add_outliers};
 const Packing kBf16Tiles = {512,        kFloatBytes,          kMaxSectionBf16, lay_out_bf16_tiles,
-                            columns_of, amx::pack_bf16_tiles, avx2::widen_fp8, nullptr};
+                            columns_of, amx::pack_bf16_tiles, amx::widen_fp8,  nullptr};
+const Packing kBf16TilesOfInt8 = {512,        kFloatBytes,          kMaxSectionBf16, lay_out_bf16_tiles,
+                                  columns_of, amx::pack_bf16_tiles, amx::widen_int8, nullptr};
 const Packing kFloat32RowsAvx2 = {512,     kFloat32Bytes,      kMaxSectionBf16, lay_out_float32_rows,
                                   rows_of, avx2::pack_float32, avx2::widen_fp8, nullptr};
 const Packing kFloat32RowsAvx512 = {512,     kFloat32Bytes,        kMaxSectionBf16, lay_out_float32_rows,
@@ -100,8 +104,8 @@ const Packing kFloat32RowsAvx512 = {512,     kFloat32Bytes,        kMaxSectionBf
 
 // A panel holds whole sections.
 constexpr Packing panels(int64_t max_section, decltype(Packing::lay_out) lay_out, decltype(Packing::pack) pack,
-                         decltype(Packing::widen_fp8) widen_fp8) {
-  return {512, kFloatBytes, max_section, lay_out, rows_of, pack, widen_fp8, nullptr};
+                         decltype(Packing::widen) widen) {
+  return {512, kFloatBytes, max_section, lay_out, rows_of, pack, widen, nullptr};
 }
 const Packing kFloat32PanelsAvx2 = panels(256, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8);
 const Packing kFloat32PanelsAvx512 = panels(64, lay_out_panels<64, 1>, avx512::pack_float32_panels, avx2::widen_fp8);

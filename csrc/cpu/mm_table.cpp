@@ -32,6 +32,10 @@ bool has_bf16_x(const Problem& p) {  // fp8 x is widened to it
   return (p.x == Format::kFp8 && (p.weight != Format::kInt4 || p.y_dtype == DType::kBFloat16)) ||
          (p.x == Format::kFloat && p.x_dtype == DType::kBFloat16);
 }
+// Sums of bytes would end every 32 or 64 columns; W in bfloat16 holds its scales, and y is no finer.
+bool has_short_groups(const Problem& p) {
+  return p.y_dtype == DType::kBFloat16 && (p.group_size == 32 || (p.group_size == 64 && p.m > 64));
+}
 bool fits_int32(const Problem& p) { return p.k <= kMaxIntegerK; }
 #elif defined(__aarch64__)
 bool is_bf16(const Problem& p) { return p.x == Format::kFp8 || p.x_dtype == DType::kBFloat16; }
@@ -80,6 +84,7 @@ constexpr Kernel kKernels[] = {
 
     // x int8, W int4
     {"avx512 gemv vpdpbusd", kAvx512, kInt8, kInt4, up_to(1), nullptr, &kInt8RowsInSections, avx512::int8_int4_gemv},
+    {"amx gemm tdpbf16ps", kAmx, kInt8, kInt4, kAny, has_short_groups, &kBf16TilesOfInt8, amx::bf16_int4_gemm},
     {"amx gemm tdpbusd", kAmx, kInt8, kInt4, kAny, fits_int32, &kInt8Tiles, amx::int8_int4_gemm},
     {"avx512 gemm vpdpbusd", kAvx512, kInt8, kInt4, kAny, nullptr, &kInt8PanelsInSectionsAvx512,
      avx512::int8_int4_gemm},

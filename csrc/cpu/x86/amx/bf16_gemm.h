@@ -14,7 +14,7 @@
 //                           sections follow each other along all of K, else N-tiles do first
 //   add_section()           kSectioned: total[16 n][16 m] += what section s, whose sums are c, is worth
 //   row_scales()            for 16 rows of W, applied to y
-//   x_scale()               for a row of x, applied to y
+//   kScaledX                y is multiplied by the scales of x's rows
 #pragma once
 
 #include <utility>
@@ -22,8 +22,8 @@
 #include "cpu/mm_job.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
+#include "cpu/x86/amx/output.h"
 #include "cpu/x86/amx/tiles.h"
-#include "cpu/x86/avx512/simd.h"
 #include "int4/layout.h"
 
 namespace qao::cpu {
@@ -38,7 +38,6 @@ constexpr int kTileSums = 256;    // float32 values of a C tile
 constexpr int64_t kBlockTilesK = kBlockK / kTileK;
 constexpr int64_t kBlockTilesN = 32;  // N-tiles whose C stays in L2
 constexpr int kFewRowsTilesN = 4;
-constexpr int64_t kFewTilesM = 4;  // tiles of x up to which expanding W once for every two costs less than blocks of K
 
 // Where the section lies: its group, and the K-tiles [first, first + count) it covers (half of one if section is 32).
 struct Section {
@@ -65,20 +64,22 @@ const uint16_t* b_tile(const Job& job, int64_t tile_m, const Section& section, i
   return job.bf16_tiles + ((in_block * W::kParts + part) * 2 + e) * kTileValues;
 }
 
-// y = total * scales + bias for one C tile [16 n][16 m].
-template <typename W>
-void write_tile(const Job& job, int64_t tile_n, int64_t tile_m, const float* total) {
-  __m512i rows[kTileN];
-  for (int n = 0; n < kTileN; ++n) rows[n] = _mm512_load_si512(total + n * kRowsX);
-  transpose16(rows);
-  const int64_t n = tile_n * kTileN, m = tile_m * kRowsX, count = least(kRowsX, job.m - m);
-  const __mmask16 mask = first(job.n - n);
-  const __m512 bias = job.bias != nullptr ? load16(job.bias, n, job.bias_dtype, mask) : _mm512_setzero_ps();
-  const __m512 scales = W::row_scales(job, n, mask);
-  for (int64_t i = 0; i < count; ++i) {
-    const __m512 scale = _mm512_mul_ps(scales, _mm512_set1_ps(W::x_scale(job, m + i)));
-    store16(job.y, (m + i) * job.n + n, job.y_dtype, _mm512_fmadd_ps(_mm512_castsi512_ps(rows[i]), scale, bias), mask);
+// y = total * scales + bias for the C tiles [16 n][16 m] of kN N-tiles side by side.
+template <typename W, int kN>
+void write_tiles(const Job& job, int64_t tile_n, int64_t tile_m, const float* first_total, const float* second_total) {
+  const int64_t n = tile_n * kTileN, m = tile_m * kRowsX;
+  ColumnsOfPair columns;
+  load_columns(job, n, &columns);
+  alignas(64) float scales[2 * kTileN];
+  for (int i = 0; i < kN; ++i) {
+    _mm512_store_ps(scales + i * kTileN, W::row_scales(job, n + i * kTileN, first(job.n - n - i * kTileN)));
   }
+  const __m512 x_scale = W::kScaledX ? load_rows(job, m).scale : _mm512_set1_ps(1);
+  store_tiles<kN>(job, n, m, [&](int i) __attribute__((always_inline)) {
+    const float* total = i < kTileN ? first_total + i * kRowsX : second_total + (i - kTileN) * kRowsX;
+    const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(scales[i]), x_scale);
+    return _mm512_fmadd_ps(_mm512_load_ps(total), scale, _mm512_set1_ps(columns.bias[i]));
+  });
 }
 
 // ---- up to 2 N-tiles against up to 2 tiles of x: registers 0..3 = C[n][m], 4..5 = A[n], 6..7 = B[m] ----
@@ -158,7 +159,12 @@ void few_rows_tiles(const Job& job, int64_t tile_n, int64_t tile_m, uint16_t* pa
     }
   }
   if constexpr (!W::kSectioned) (tile_store<kC>(totals[kC]), ...);
-  (write_tile<W>(job, tile_n + kC / kM, tile_m + kC % kM, totals[kC]), ...);
+  for (int n = 0; n < kN; n += 2) {
+    for (int m = 0; m < kM; ++m) {
+      constexpr int kPair = kN == 1 ? 1 : 2;
+      write_tiles<W, kPair>(job, tile_n + n, tile_m + m, totals[n * kM + m], totals[(n + kPair - 1) * kM + m]);
+    }
+  }
 }
 
 // kN N-tiles against all rows of x: the first pass finds W in memory, the others in L2.
@@ -292,10 +298,11 @@ void many_rows(const Job& job, int64_t begin, int64_t end) {
         }
       }
     }
-    for (int64_t m = 0; m < job.tiles_m; ++m) {  // neighbours in N share cache lines of y
-      for (int64_t n = block_n; n < end_n; ++n) {
-        write_tile<W>(job, n, m, total + ((n - block_n) * job.tiles_m + m) * kTileSums);
-      }
+    const auto at = [&](int64_t n, int64_t m) { return total + ((n - block_n) * job.tiles_m + m) * kTileSums; };
+    for (int64_t m = 0; m < job.tiles_m; ++m) {
+      int64_t n = block_n;
+      for (; n + 2 <= end_n; n += 2) write_tiles<W, 2>(job, n, m, at(n, m), at(n + 1, m));
+      if (n < end_n) write_tiles<W, 1>(job, n, m, at(n, m), nullptr);
     }
   }
 }

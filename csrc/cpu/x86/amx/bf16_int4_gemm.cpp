@@ -45,7 +45,7 @@ __m512i look_up(__m512i words, __m512i entries) { return _mm512_permutexvar_epi1
 template <int kPartsOfX, bool kHalfTiles>
 struct Int4 {
   static constexpr int kParts = kPartsOfX;
-  static constexpr bool kHalves = kHalfTiles, kSectioned = kParts > 1;
+  static constexpr bool kHalves = kHalfTiles, kSectioned = kParts > 1, kScaledX = true;
 
   template <int, bool>
   __attribute__((always_inline)) static void expand(const Job& job, int64_t tile_n, int, const Section& section,
@@ -96,7 +96,6 @@ struct Int4 {
   }
 
   static __m512 row_scales(const Job&, int64_t, __mmask16) { return _mm512_set1_ps(1); }
-  static float x_scale(const Job& job, int64_t m) { return job.x_scales[m * job.x_scale_stride]; }
 };
 
 template <int kParts>

@@ -1,21 +1,28 @@
 // W in eight bits for bf16_gemm.h. int8 and e4m3 are exact in bfloat16. One scale a row or for all of W multiplies y;
-// one a block of 128 x 128 multiplies a section's sums.
+// one a block of 128 x 128 multiplies a section's sums or, where y is as coarse and W expands seldom, W.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/amx/bf16_gemm.h"
+#include "cpu/x86/amx/scale_bf16.h"
 #include "cpu/x86/avx512/expand.h"
 
 namespace qao::cpu {
 namespace {
 
-template <Format kFormat, int kPartsOfX, bool kBlocks>
+// What the scales of W multiply.
+enum class Scales { kY, kSections, kWeight };
+
+template <Format kFormat, int kPartsOfX, Scales kScales>
 struct Bytes {
   static constexpr int kParts = kPartsOfX;
-  static constexpr bool kHalves = false, kSectioned = kBlocks;
+  static constexpr bool kHalves = false, kSectioned = kScales == Scales::kSections, kScaledX = kScales == Scales::kY;
 
   template <int kN, bool kWholeK>
   __attribute__((always_inline)) static void expand(const Job& job, int64_t tile_n, int index, const Section& section,
                                                     uint16_t* out) {
     const int64_t n = tile_n * kTileN, last = least(kTileN, job.n - n) - 1;
+    __m512 scale;
+    if constexpr (kScales == Scales::kWeight)
+      scale = _mm512_set1_ps(block_scale(job, tile_n, section.tile * kTileK / kScaleBlock));
     for (int64_t t = 0; t < section.tiles; ++t, out += 2 * kTileValues) {
       const int64_t k = (section.tile + t) * kTileK;
       const uint8_t* weight = job.weight + n * job.k + k;
@@ -31,6 +38,9 @@ struct Bytes {
         }
         __m512i halves[2];
         expand_row(row, halves);
+        if constexpr (kScales == Scales::kWeight) {
+          for (__m512i& half : halves) half = scale_bf16(half, scale);
+        }
         _mm512_store_si512(out + r * 32, halves[0]);
         _mm512_store_si512(out + kTileValues + r * 32, halves[1]);
       }
@@ -39,22 +49,24 @@ struct Bytes {
 
   // total += scale * c; both operands' scales are those of one block of K.
   static void add_section(const Job& job, int64_t tile_n, int64_t tile_m, int64_t s, const float* c, float* total) {
-    const float w_scale = static_cast<const float*>(job.scales)[tile_n * kTileN / kScaleBlock * job.sections + s];
     const __m512 scale = _mm512_mul_ps(_mm512_load_ps(job.x_block_scales + (s * job.tiles_m + tile_m) * kRowsX),
-                                       _mm512_set1_ps(w_scale));
+                                       _mm512_set1_ps(block_scale(job, tile_n, s)));
     for (int i = 0; i < kTileSums; i += kRowsX) {
       _mm512_store_ps(total + i, _mm512_fmadd_ps(scale, _mm512_load_ps(c + i), _mm512_load_ps(total + i)));
     }
   }
 
   static __m512 row_scales(const Job& job, int64_t n, __mmask16 mask) {
-    if (kBlocks) return _mm512_set1_ps(1);
+    if (kScales != Scales::kY) return _mm512_set1_ps(1);
     if (job.weight_scaling == Scaling::kRow) return load16(job.scales, n, DType::kFloat32, mask);
     return _mm512_set1_ps(*static_cast<const float*>(job.scales));
   }
-  static float x_scale(const Job& job, int64_t m) { return kBlocks ? 1 : job.x_scales[m * job.x_scale_stride]; }
 
  private:
+  static float block_scale(const Job& job, int64_t tile_n, int64_t section) {
+    return static_cast<const float*>(job.scales)[tile_n * kTileN / kScaleBlock * job.sections + section];
+  }
+
   // The next kN N-tiles lie together: they are fetched as four streams, a share with each K-tile (x86/weight_stream.h).
   template <int kN>
   __attribute__((always_inline)) static void fetch_streams(const Job& job, int64_t tile_n, int index, int64_t tile_k) {
@@ -82,24 +94,25 @@ struct Bytes {
   }
 };
 
-template <Format kFormat, bool kBlocks>
+template <Format kFormat, Scales kScales>
 void run_format(const Job& job, int64_t begin, int64_t end) {
   switch (job.parts) {
     case 1:
-      return run_gemm<Bytes<kFormat, 1, kBlocks>>(job, begin, end);
+      return run_gemm<Bytes<kFormat, 1, kScales>>(job, begin, end);
     case 2:
-      return run_gemm<Bytes<kFormat, 2, kBlocks>>(job, begin, end);
+      return run_gemm<Bytes<kFormat, 2, kScales>>(job, begin, end);
     default:
-      return run_gemm<Bytes<kFormat, 3, kBlocks>>(job, begin, end);
+      return run_gemm<Bytes<kFormat, 3, kScales>>(job, begin, end);
   }
 }
 
 }  // namespace
 
 void amx::bf16_w8_gemm(const Job& job, int64_t begin, int64_t end) {
-  if (job.weight_format == Format::kInt8) return run_format<Format::kInt8, false>(job, begin, end);
-  job.weight_scaling == Scaling::kBlock ? run_format<Format::kFp8, true>(job, begin, end)
-                                        : run_format<Format::kFp8, false>(job, begin, end);
+  if (job.weight_format == Format::kInt8) return run_format<Format::kInt8, Scales::kY>(job, begin, end);
+  if (job.weight_scaling != Scaling::kBlock) return run_format<Format::kFp8, Scales::kY>(job, begin, end);
+  if (job.x_block_scales != nullptr) return run_format<Format::kFp8, Scales::kSections>(job, begin, end);
+  run_gemm<Bytes<Format::kFp8, 1, Scales::kWeight>>(job, begin, end);
 }
 
 }  // namespace qao::cpu

@@ -64,10 +64,9 @@ void few_rows(const Job& job, int64_t tile_n, const Int4Parameters* parameters, 
     if (group > 0) fold_group(group - 1);
   }
   fold_group(job.groups - 1);
-  alignas(64) float sums[kTileSums];
-#pragma GCC unroll 16
-  for (int row = 0; row < kTileN; ++row) _mm512_store_ps(sums + row * kTileRows, total[row]);
-  write_tiles(job, tile_n, sums, [](__m512i row) { return _mm512_castsi512_ps(row); });
+  ColumnsOfPair columns;
+  load_columns(job, tile_n * kTileRows, &columns);
+  store_integer_tiles<1>(job, tile_n * kTileRows, 0, columns, [&](int i) { return total[i]; });
 }
 
 }  // namespace

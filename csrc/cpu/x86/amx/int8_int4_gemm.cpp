@@ -1,14 +1,9 @@
 // int8 x times int4 W with AMX, more than 16 rows of x or groups of 32. 32 rows of W are expanded in panels of 256 k,
-// less their zero points, into A tiles of 16 rows x 64 bytes, and meet all rows of x, 32 x 32 of C at a time; B tiles
-// come packed (pack_int8_tiles.cpp). Sums are exact integers up to the end of a group, or of a panel.
-//
-// L1 holds a panel of A tiles, the C tiles of two units (a panel against two tiles of x) and most of the totals. C
-// tiles are stored and folded between the products of the next unit, and tiles loaded between those of the step before:
-// neither a fold nor a load overlaps with much else.
+// less their zero points, into A tiles for int8_pipeline.h; B tiles come packed (pack_int8_tiles.cpp). Sums are exact
+// integers up to the end of a group, or of a panel.
 #include "cpu/mm_kernels.h"
-#include "cpu/parallel.h"
 #include "cpu/scratch.h"
-#include "cpu/x86/amx/int8_tiles.h"
+#include "cpu/x86/amx/int8_pipeline.h"
 #include "int4/layout.h"
 
 namespace qao::cpu {
@@ -18,7 +13,6 @@ using int4::kTileK;
 using int4::kTileN;
 
 constexpr int64_t kPackedBytes = int4::kTileBytes;  // of a tile of W
-constexpr int64_t kTileBytes = kTileRegisterBytes;
 
 constexpr int64_t kLargePanelTiles = 16;  // K-tiles of a panel if a group is as long and x has many rows
 constexpr int64_t kPanelTiles = 4;
@@ -78,159 +72,31 @@ void expand_without_zeros(const uint8_t* tile, const uint64_t* lower, const uint
   }
 }
 
-// A panel against kM tiles of x.
-struct Unit {
-  const int8_t *b, *next_b;          // of this one and of the one that follows
-  int64_t steps, section;            // a section: a group's steps within the panel
-  float* total;                      // [2][16 n][kM][16 m]
-  const PairParameters* parameters;  // of the first section
-};
+// Of a unit's sections, each by its group's scale.
+template <int kSectionsOfUnit>
+struct ScaleAndAdd {
+  static constexpr int kSections = kSectionsOfUnit;
+  using Total = float;
 
-// Units one after the other. Registers 0..3 = C of 2 N-tiles x kM tiles of x, 4..5 = A, 6..7 = B.
-template <int kM, int kSections>
-class Pipeline {
- public:
-  // c: memory for two units' C tiles, [kSections][2][16 n][kM][16 m] each.
-  Pipeline(const Job& job, const uint8_t* panel, int32_t* c)
-      : panel_(panel),
-        a_tile_(panel_tiles(job) * kTileBytes),
-        b_tile_(job.steps * kTileBytes),
-        halves_(job.steps > job.tiles_k ? 1 : 0),
-        c_(c),
-        store_(c) {}
-
-  // The tiles of a unit's first step, when the panel is new.
-  void load(const int8_t* b) const {
-    tile_load_once<6>(b);
-    tile_load<4>(panel_);
-    tile_load<5>(panel_ + a_tile_);
-    if constexpr (kM == 2) tile_load_once<7>(b + b_tile_);
-  }
-
-  // fetch() is called every step.
-  template <typename Fetch>
-  void run(const Unit& unit, const Fetch& fetch) {
-    // Copies of members, which would be read again after every tile instruction.
-    const uint8_t* const panel = panel_;
-    const int64_t a_tile = a_tile_, b_tile = b_tile_, steps = unit.steps;
-    const int halves = halves_;
-    const int8_t *const b = unit.b, *const next_unit_b = unit.next_b;
-    const Unit before = before_;
-    const int32_t* const before_c = c_ + (1 - parity_) * kUnitSums;
-    int32_t *c = c_ + parity_ * kUnitSums, *store = store_;
-    int64_t row = row_;
-    const auto fold = [&](int64_t rows) __attribute__((always_inline)) {
-      for (const int64_t end = least(row + rows, kRows); row < end; row += 2) {
-        fold_row(before, before_c, row);
-        fold_row(before, before_c, row + 1);
-      }
-    };
-    // The first step stores the last C tiles of the unit before; the others fold them.
-    const int64_t slots = 4 * (steps - 1), rows_per_slot = slots > 0 ? 2 * divide_up(kRows / 2, slots) : 0;
-    int64_t i = 0;
-    const auto step = [&]<bool kFirstOfSection>(int64_t rows) __attribute__((always_inline)) {
-      ++i;
-      const uint8_t* next_a = i < steps ? panel + (i >> halves) * kTileBytes : panel;
-      const int8_t* next_b = i < steps ? b + i * kTileBytes : next_unit_b;
-      const auto multiply = [&]<int n, int m>() __attribute__((always_inline)) {
-        if constexpr (kFirstOfSection) {
-          store_c<n, m>(store);
-          tile_zero<2 * n + m>();
-        }
-        tile_multiply_signed_bytes<2 * n + m, 4 + n, 6 + m>();
-      };
-      multiply.template operator()<0, 0>();
-      fold(rows);
-      multiply.template operator()<1, 0>();
-      tile_load_once<6>(next_b);
-      fetch();
-      fold(rows);
-      if constexpr (kM == 2) multiply.template operator()<0, 1>();
-      tile_load<4>(next_a);
-      fold(rows);
-      if constexpr (kM == 2) multiply.template operator()<1, 1>();
-      if constexpr (kM == 2) tile_load_once<7>(next_b + b_tile);
-      tile_load<5>(next_a + a_tile);
-      fold(rows);
-    };
-    for (int64_t section_end = unit.section; i < steps; section_end += unit.section, c += kSectionSums) {
-      step.template operator()<true>(i == 0 ? 0 : rows_per_slot);
-      store = c;
-      while (i < least(steps, section_end)) step.template operator()<false>(rows_per_slot);
-    }
-    fold(kRows);
-    before_ = unit, store_ = store;
-    row_ = 0, parity_ = 1 - parity_;
-  }
-
-  // Folds what is left.
-  void finish() {
-    each_c<2, kM>([&]<int n, int m>() { store_c<n, m>(store_); });
-    for (; row_ < kRows; ++row_) fold_row(before_, c_ + (1 - parity_) * kUnitSums, row_);
-  }
-
- private:
-  static constexpr int64_t kRows = 2 * kTileN;
-  static constexpr int64_t kSectionSums = 2 * kM * kTileSums, kUnitSums = kSections * kSectionSums;
-
-  template <int n, int m>
-  __attribute__((always_inline)) static void store_c(int32_t* c) {
-    tile_store<2 * n + m>(c + n * kM * kTileSums + m * kTileRows, kM * kTileRows * int64_t{sizeof(int32_t)});
-  }
-
-  // A row of W against kM tiles of x.
-  __attribute__((always_inline)) static void fold_row(const Unit& unit, const int32_t* c, int64_t row) {
-    float* total = unit.total + row * kM * kTileRows;
-    c += row * kM * kTileRows;
+  template <int kM>
+  __attribute__((always_inline)) void operator()(const int32_t* c, int64_t row) const {
+    float* to = total + row * kM * kTileRows;
     __m512 sum[kM];
-    for (int m = 0; m < kM; ++m) sum[m] = _mm512_load_ps(total + m * kTileRows);
+    for (int m = 0; m < kM; ++m) sum[m] = _mm512_load_ps(to + m * kTileRows);
 #pragma GCC unroll 4
     for (int s = 0; s < kSections; ++s) {
-      const __m512 scale = _mm512_set1_ps(unit.parameters[s].scale[row]);
+      const __m512 scale = _mm512_set1_ps(parameters[s].scale[row]);
       for (int m = 0; m < kM; ++m) {
-        const __m512i sums = _mm512_load_si512(c + s * kSectionSums + m * kTileRows);
+        const __m512i sums = _mm512_load_si512(c + (s * 2 * kTileRows + row) * kM * kTileRows + m * kTileRows);
         sum[m] = _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(sums), sum[m]);
       }
     }
-    for (int m = 0; m < kM; ++m) _mm512_store_ps(total + m * kTileRows, sum[m]);
+    for (int m = 0; m < kM; ++m) _mm512_store_ps(to + m * kTileRows, sum[m]);
   }
 
-  const uint8_t* panel_;
-  int64_t a_tile_, b_tile_;
-  int halves_;
-  int32_t *c_, *store_;
-  Unit before_ = {};
-  int64_t row_ = kRows;  // of `before_`, the next to be folded
-  int64_t parity_ = 0;
+  Total* total;
+  const PairParameters* parameters;  // of the first section
 };
-
-// y of `count` N-tiles from total [pairs of tiles of x][2][16 n][2 or, of an odd last tile, 1][16 m]; neighbours in N
-// share cache lines. rests: parameters with the rests of zero points, or null if there are none.
-void write_pair(const Job& job, int64_t tile_n, int count, const float* total, const PairParameters* rests) {
-  Columns columns[2];
-  for (int n = 0; n < count; ++n) columns[n] = load_columns(job, (tile_n + n) * kTileRows);
-  for (int64_t tile = 0; tile < job.tiles_m; ++tile) {
-    const int64_t first = tile / 2 * 2, in_pair = least(2, job.tiles_m - first);
-    __m512i rows[2][kTileRows];
-    for (int n = 0; n < count; ++n) {
-      const float* sums = total + (first * 2 + n * in_pair) * kTileSums + (tile - first) * kTileRows;
-      __m512 row[kTileRows];
-      for (int i = 0; i < kTileRows; ++i) row[i] = _mm512_load_ps(sums + i * in_pair * kTileRows);
-      for (int64_t group = 0; rests != nullptr && group < job.groups; ++group) {
-        const float* shift = rests[group].shift + n * kTileN;
-        const __m512 x_sums = load_sums(job, group, tile);
-#pragma GCC unroll 16
-        for (int i = 0; i < kTileRows; ++i) row[i] = _mm512_fnmadd_ps(_mm512_set1_ps(shift[i]), x_sums, row[i]);
-      }
-#pragma GCC unroll 16
-      for (int i = 0; i < kTileRows; ++i) rows[n][i] = _mm512_castps_si512(row[i]);
-      transpose16(rows[n]);
-    }
-    for (int64_t i = 0; i < least(kTileRows, job.m - tile * kTileRows); ++i) {
-      for (int n = 0; n < count; ++n) write_row(job, columns[n], tile * kTileRows + i, _mm512_castsi512_ps(rows[n][i]));
-    }
-  }
-}
 
 constexpr int64_t kUnitsBytes = 2 * kMaxSections * 4 * kTileSums * int64_t{sizeof(int32_t)};
 
@@ -241,64 +107,90 @@ struct Workspace {
   PairParameters* parameters;
 };
 
-// `count` N-tiles, 1 or 2; in the place of a second one the first again.
+// `count` N-tiles, 1 or 2, for multiply_panels(); in the place of a second one the first again.
 template <int kSections>
-void many_rows(const Job& job, int64_t tile_n, int count, const Workspace& memory) {
-  bool rests = false;
-  for (int n = 0; n < 2; ++n) rests |= load_pair_parameters(job, tile_n + n % count, n, memory.parameters);
-  const int64_t block = panel_tiles(job), in_group = group_steps(job), halves = job.steps / job.tiles_k;
-  const int64_t steps = job.groups * in_group;  // with groups of 32 the last K-tile may have but one half
-  const int64_t row_bytes = job.tiles_k * kPackedBytes;
-  const uint8_t* weight = job.weight + tile_n * row_bytes;
-  const int64_t total_values = 2 * job.tiles_m * kTileSums;
-  float* total = static_cast<float*>(scratch(Scratch::kSums, total_values * int64_t{sizeof(float)}));
-  for (int64_t i = 0; i < total_values; i += 16) _mm512_store_ps(total + i, _mm512_setzero_ps());
+struct Int4 {
+  using Fold = ScaleAndAdd<kSections>;
+  static constexpr bool kDirect = false;
 
-  Pipeline<2, kSections> two(job, memory.panel, memory.c);
-  Pipeline<1, kSections> one(job, memory.panel, memory.c);
-  const int64_t pairs = job.tiles_m / 2;
-  bool forward = true;  // every panel begins with the totals that the one before left near
-  for (int64_t t = 0; t < job.tiles_k; t += block, forward = !forward) {
-    const int64_t end = least(job.tiles_k, t + block);
+  Int4(const Job& of_job, int64_t tile_n, int of_count, const Workspace& of_memory)
+      : job(of_job),
+        memory(of_memory),
+        count(of_count),
+        in_group(group_steps(job)),
+        row_bytes(job.tiles_k * kPackedBytes),
+        weight(job.weight + tile_n * row_bytes),
+        tiles(panel_tiles(job)),
+        steps(job.groups * in_group),
+        section(least(in_group, tiles * (job.steps / job.tiles_k))) {
+    for (int n = 0; n < 2; ++n) has_rests |= load_pair_parameters(job, tile_n + n % count, n, memory.parameters);
+  }
+
+  Rows fill(int64_t t, int64_t end, int64_t slots) {
+    const int64_t halves = job.steps / job.tiles_k;
     for (int n = 0; n < 2; ++n) {
       for (int64_t i = t; i < end; ++i) {
         const PairParameters* first = memory.parameters + i * halves / in_group;
         expand_without_zeros(weight + n % count * row_bytes + i * kPackedBytes, first[0].zero + n * kTileN,
-                             first[halves - 1].zero + n * kTileN, memory.panel + (n * block + i - t) * kTileBytes);
+                             first[halves - 1].zero + n * kTileN, memory.panel + (n * tiles + i - t) * kTileBytes);
       }
     }
-    const int64_t begin_step = t * halves, end_step = least(end * halves, steps);
-    // What comes next of W is fetched meanwhile, a share every step.
-    const int64_t slots = (end_step - begin_step) * ((job.tiles_m + 1) / 2);
-    const int64_t lines = divide_up(kPackedBytes / 64 * (end - t), slots);
-    const uint8_t* next = weight + (end < job.tiles_k ? end * kPackedBytes : 2 * row_bytes);
-    const auto fetch = [&]() __attribute__((always_inline)) {
-      for (int64_t line = 0; line < lines; ++line, next += 64) {
-        _mm_prefetch(next, _MM_HINT_T1);
-        _mm_prefetch(next + row_bytes, _MM_HINT_T1);
-      }
-    };
-    const auto b_at = [&](int64_t tile_m) { return job.int8 + (tile_m * job.steps + begin_step) * kTileBytes; };
-    const auto unit = [&](int64_t tile_m, int64_t next_m) -> Unit {
-      return {b_at(tile_m),
-              b_at(next_m),
-              end_step - begin_step,
-              least(in_group, block * halves),
-              total + tile_m * 2 * kTileSums,
-              memory.parameters + begin_step / in_group};
-    };
-    const auto tile_of = [&](int64_t pair) { return 2 * (forward ? pair : pairs - 1 - pair); };
-    if (pairs > 0) two.load(b_at(tile_of(0)));
-    for (int64_t i = 0; i < pairs; ++i) two.run(unit(tile_of(i), tile_of(least(i + 1, pairs - 1))), fetch);
-    if (job.tiles_m % 2 != 0) {
-      if (pairs > 0) two.finish();
-      one.load(b_at(2 * pairs));
-      one.run(unit(2 * pairs, 2 * pairs), fetch);
-      one.finish();
+    lines = divide_up(kPackedBytes / 64 * (end - t), slots);
+    next = weight + (end < job.tiles_k ? end * kPackedBytes : 2 * row_bytes);
+    return {};
+  }
+
+  __attribute__((always_inline)) void fetch() {
+    for (int64_t line = 0; line < lines; ++line, next += 64) {
+      _mm_prefetch(next, _MM_HINT_T1);
+      _mm_prefetch(next + row_bytes, _MM_HINT_T1);
     }
   }
-  if (job.tiles_m % 2 == 0) two.finish();
-  write_pair(job, tile_n, count, total, rests ? memory.parameters : nullptr);
+
+  Fold fold(int64_t step, float* total) const { return {total, memory.parameters + step / in_group}; }
+
+  const Job& job;
+  const Workspace& memory;
+  const int count;
+  const int64_t in_group, row_bytes;
+  const uint8_t* const weight;
+  const int64_t tiles, steps, section;  // with groups of 32 the last K-tile may have but one half
+  bool has_rests = false;               // of zero points
+  int64_t lines = 0;                    // of either N-tile to be fetched with every step
+  const uint8_t* next = nullptr;
+};
+
+// totals -= rests of zero points times sums of x.
+void take_off_rests(const Job& job, const PairParameters* parameters, float* totals) {
+  for (int64_t tile = 0; tile < job.tiles_m; ++tile) {
+    const int64_t first = tile / 2 * 2, stride = least(2, job.tiles_m - first) * kTileRows;
+    for (int n = 0; n < 2; ++n) {
+      float* of_tile = totals + first * 2 * kTileSums + (tile - first) * kTileRows + n * kTileN * stride;
+      __m512 row[kTileN];
+      for (int i = 0; i < kTileN; ++i) row[i] = _mm512_load_ps(of_tile + i * stride);
+      for (int64_t group = 0; group < job.groups; ++group) {
+        const float* shift = parameters[group].shift + n * kTileN;
+        const __m512 x_sums = load_sums(job, group, tile);
+#pragma GCC unroll 16
+        for (int i = 0; i < kTileN; ++i) row[i] = _mm512_fnmadd_ps(_mm512_set1_ps(shift[i]), x_sums, row[i]);
+      }
+      for (int i = 0; i < kTileN; ++i) _mm512_store_ps(of_tile + i * stride, row[i]);
+    }
+  }
+}
+
+template <int kSections>
+void many_rows(const Job& job, int64_t begin, int64_t end, const Workspace& memory) {
+  const int64_t bytes = 2 * job.tiles_m * kTileSums * int64_t{sizeof(float)};
+  float* totals = static_cast<float*>(scratch(Scratch::kSums, bytes));
+  for (int64_t tile_n = begin; tile_n < end; tile_n += 2) {
+    const int count = static_cast<int>(least(2, end - tile_n));
+    Int4<kSections> w(job, tile_n, count, memory);
+    multiply_panels(job, w, memory.panel, memory.c, totals);
+    if (w.has_rests) take_off_rests(job, memory.parameters, totals);
+    const auto sums = [](int, __m512i total) __attribute__((always_inline)) { return _mm512_castsi512_ps(total); };
+    count == 2 ? write_totals<2>(job, tile_n, totals, sums) : write_totals<1>(job, tile_n, totals, sums);
+  }
 }
 
 }  // namespace
@@ -316,9 +208,7 @@ void amx::int8_int4_gemm(const Job& job, int64_t begin, int64_t end) {
                             reinterpret_cast<PairParameters*>(panel + panel_bytes + kUnitsBytes)};
   const int64_t steps = panel_tiles(job) * (job.steps / job.tiles_k), sections = steps / least(group_steps(job), steps);
   const auto run = sections == 1 ? many_rows<1> : sections == 2 ? many_rows<2> : many_rows<kMaxSections>;
-  for (int64_t tile_n = begin; tile_n < end; tile_n += 2) {
-    run(job, tile_n, static_cast<int>(least(2, end - tile_n)), memory);
-  }
+  run(job, begin, end, memory);
 }
 
 }  // namespace qao::cpu

@@ -1,57 +1,18 @@
 // int8 x times int8 W with AMX: A tiles are 16 rows of W x 64 k, B tiles come packed (pack_int8_tiles.cpp).
 //
-// A tiles are loaded from W as it lies. The first rows of x also copy them into L1, where neither pages nor cache sets
-// collide, for the others; up to 32 rows need no copy. The rows of W that come next are fetched meanwhile.
+// Up to 32 rows of x: A tiles are loaded from W as it lies, and C stays in registers along all of K. More: panels of
+// 1024 k (int8_pipeline.h); the first rows of x load W as it lies and copy it into the panel, where neither pages nor
+// cache sets collide, for the others. The rows of W that come next are fetched meanwhile.
 #include "cpu/mm_kernels.h"
-#include "cpu/parallel.h"
 #include "cpu/scratch.h"
-#include "cpu/x86/amx/int8_tiles.h"
+#include "cpu/x86/amx/int8_pipeline.h"
+#include "cpu/x86/avx512/int8_output.h"
 
 namespace qao::cpu {
 namespace {
 
-constexpr int64_t kTileBytes = kTileRegisterBytes;
-constexpr int64_t kBlockTilesN = 2;   // a pair at a time: its pages of W and its C stay near
-constexpr int64_t kBlockTilesK = 16;  // K-tiles of a panel, which stays in L1
+constexpr int64_t kPanelTiles = 16;
 constexpr int64_t kDirectTilesM = 2;  // x so short that W is not copied
-
-// ---- registers 0..3 = C of 1 or 2 N-tiles x 1 or 2 tiles of x, 4..5 = A, 6..7 = B ----
-
-// A tiles of W along K, of one or two N-tiles. Distances in bytes: of N-tiles, of steps along K, of rows.
-struct ATiles {
-  const uint8_t* first;
-  int64_t tile_n, step, row;
-};
-
-// C[kN][kM] += `count` steps; `b` has B tiles side by side, the other tile of x `b_tile` bytes on. Tiles of the next
-// step load between the products of this one; those of x, in L2, must not push W out of L1. each_step(i) is called
-// while A of step i is in its registers.
-template <int kN, int kM, typename EachStep>
-__attribute__((always_inline)) inline void multiply_tiles(const ATiles& a, const int8_t* b, int64_t b_tile,
-                                                          int64_t count, const EachStep& each_step) {
-  const auto multiply = []<int n, int m>() { tile_multiply_signed_bytes<2 * n + m, 4 + n, 6 + m>(); };
-  if (count == 0) return;
-  const uint8_t* next_a = a.first;
-  tile_load_once<6>(b);
-  tile_load<4>(next_a, a.row);
-  if constexpr (kN == 2) tile_load<5>(next_a + a.tile_n, a.row);
-  if constexpr (kM == 2) tile_load_once<7>(b + b_tile);
-  const auto step = [&]<bool kMore>(int64_t i) __attribute__((always_inline)) {
-    next_a += a.step;
-    b += kTileRegisterBytes;
-    multiply.template operator()<0, 0>();
-    if constexpr (kN == 2) multiply.template operator()<1, 0>();
-    if constexpr (kMore) tile_load_once<6>(b);
-    each_step(i);
-    if constexpr (kM == 2) multiply.template operator()<0, 1>();
-    if constexpr (kMore) tile_load<4>(next_a, a.row);
-    if constexpr (kN == 2 && kM == 2) multiply.template operator()<1, 1>();
-    if constexpr (kMore && kM == 2) tile_load_once<7>(b + b_tile);
-    if constexpr (kMore && kN == 2) tile_load<5>(next_a + a.tile_n, a.row);
-  };
-  for (int64_t i = 0; i < count - 1; ++i) step.template operator()<true>(i);
-  step.template operator()<false>(count - 1);
-}
 
 // 16 rows of W from row n, columns [begin, end), as A tiles; zeros past N and K.
 void copy_tiles(const Job& job, int64_t n, int64_t begin, int64_t end, uint8_t* out) {
@@ -66,87 +27,172 @@ void copy_tiles(const Job& job, int64_t n, int64_t begin, int64_t end, uint8_t* 
   }
 }
 
-// Two forms of the same A tiles: in W as it lies, K-tiles [begin, whole) of a block, and copied, [begin, end).
-struct Panel {
-  ATiles direct, copied;
-  uint8_t* copy;
-  int64_t begin, whole, end;
-  const uint8_t* next;  // rows of W to be fetched
-};
+// ---- few rows: registers 0..3 = C of 1 or 2 N-tiles x 1 or 2 tiles of x, 4..5 = A, 6..7 = B ----
 
-// c[kN][tiles_m] += the panel times tile_m and the next kM - 1 of x.
+// C[kN][kM] += `count` steps: A tiles `row` bytes between rows, `tile_n` between N-tiles, `step` between steps. Tiles
+// of the next step load between the products of this one; `fetch`, if any: so many rows of W are fetched from there on.
 template <int kN, int kM>
-void multiply(const Job& job, const Panel& panel, int64_t tile_m, int32_t* c) {
-  const auto at = [&](int n, int m) { return c + (n * job.tiles_m + tile_m + m) * kTileSums; };
-  if (panel.begin == 0) {
-    each_c<kN, kM>([]<int n, int m>() { tile_zero<2 * n + m>(); });
-  } else {
-    each_c<kN, kM>([&]<int n, int m>() { tile_load<2 * n + m>(at(n, m)); });
-  }
-  const int8_t* b = job.int8 + (tile_m * job.tiles_k + panel.begin) * kTileBytes;
-  const int64_t b_tile = job.tiles_k * kTileBytes, whole = panel.whole - panel.begin;
-  const bool copies = kM < job.tiles_m;
-  if (tile_m == 0) {
-    multiply_tiles<kN, kM>(panel.direct, b, b_tile, whole, [&](int64_t i) {
-      if (copies) {
-        tile_store<4>(panel.copy + i * kTileBytes);
-        if constexpr (kN == 2) tile_store<5>(panel.copy + panel.copied.tile_n + i * kTileBytes);
-      }
-      for (int64_t row = 0; row < kN * kTileRows; ++row) {
-        _mm_prefetch(panel.next + row * job.k + i * kTileColumns, _MM_HINT_T1);
-      }
-    });
-    ATiles rest = panel.copied;
-    rest.first += whole * kTileBytes;
-    multiply_tiles<kN, kM>(rest, b + whole * kTileBytes, b_tile, panel.end - panel.whole, [](int64_t) {});
-  } else {
-    multiply_tiles<kN, kM>(panel.copied, b, b_tile, panel.end - panel.begin, [](int64_t) {});
-  }
-  each_c<kN, kM>([&]<int n, int m>() { tile_store<2 * n + m>(at(n, m)); });
+__attribute__((always_inline)) inline void multiply_tiles(const Job& job, const uint8_t* a, int64_t tile_n,
+                                                          int64_t step, int64_t row, const int8_t* b, int64_t count,
+                                                          const uint8_t* fetch) {
+  const auto multiply = []<int n, int m>() { tile_multiply_signed_bytes<2 * n + m, 4 + n, 6 + m>(); };
+  const int64_t b_tile = job.tiles_k * kTileBytes;
+  if (count == 0) return;
+  tile_load_once<6>(b);
+  tile_load<4>(a, row);
+  if constexpr (kN == 2) tile_load<5>(a + tile_n, row);
+  if constexpr (kM == 2) tile_load_once<7>(b + b_tile);
+  const auto one_step = [&]<bool kMore>(int64_t i) __attribute__((always_inline)) {
+    a += step;
+    b += kTileBytes;
+    multiply.template operator()<0, 0>();
+    if constexpr (kN == 2) multiply.template operator()<1, 0>();
+    if constexpr (kMore) tile_load_once<6>(b);
+    for (int64_t r = 0; fetch != nullptr && r < kN * kTileRows; ++r) {
+      _mm_prefetch(fetch + r * job.k + i * kTileColumns, _MM_HINT_T1);
+    }
+    if constexpr (kM == 2) multiply.template operator()<0, 1>();
+    if constexpr (kMore) tile_load<4>(a, row);
+    if constexpr (kN == 2 && kM == 2) multiply.template operator()<1, 1>();
+    if constexpr (kMore && kM == 2) tile_load_once<7>(b + b_tile);
+    if constexpr (kMore && kN == 2) tile_load<5>(a + tile_n, row);
+  };
+  for (int64_t i = 0; i < count - 1; ++i) one_step.template operator()<true>(i);
+  one_step.template operator()<false>(count - 1);
 }
 
-// c[kN][tiles_m] += K-tiles [begin, end). copy: memory for kN x `step_k` A tiles.
-template <int kN>
-void run_block(const Job& job, int64_t tile_n, int64_t begin, int64_t end, int64_t step_k, uint8_t* copy, int32_t* c) {
+// c[kN][kM] = N-tiles times all rows of x. rest: memory for two A tiles, for what of K is no whole K-tile and for rows
+// past N.
+template <int kN, int kM>
+void few_rows(const Job& job, int64_t tile_n, uint8_t* rest, int32_t* c) {
   const int64_t n = tile_n * kTileRows;
-  const uint8_t* first = job.weight + n * job.k + begin * kTileColumns;
-  const int64_t whole = n + kN * kTileRows <= job.n ? least(end, job.k / kTileColumns) : begin;
-  const ATiles direct = {first, kTileRows * job.k, kTileColumns, job.k};
-  const ATiles copied = {copy, step_k * kTileBytes, kTileBytes, kTileColumns};
-  const Panel panel = {direct, copied, copy, begin, whole, end, first + kN * kTileRows * job.k};
-  for (int i = 0; i < kN && whole < end; ++i) {
-    copy_tiles(job, n + i * kTileRows, whole * kTileColumns, least(end * kTileColumns, job.k),
-               copy + (i * step_k + whole - begin) * kTileBytes);
+  const uint8_t* first = job.weight + n * job.k;
+  const int64_t whole = n + kN * kTileRows <= job.n ? job.k / kTileColumns : 0;
+  each_c<kN, kM>([]<int n, int m>() { tile_zero<2 * n + m>(); });
+  multiply_tiles<kN, kM>(job, first, kTileRows * job.k, kTileColumns, job.k, job.int8, whole,
+                         first + kN * kTileRows * job.k);
+  for (int64_t t = whole; t < job.tiles_k; ++t) {
+    for (int i = 0; i < kN; ++i) {
+      copy_tiles(job, n + i * kTileRows, t * kTileColumns, least((t + 1) * kTileColumns, job.k), rest + i * kTileBytes);
+    }
+    multiply_tiles<kN, kM>(job, rest, kTileBytes, 0, kTileColumns, job.int8 + t * kTileBytes, 1, nullptr);
   }
-  int64_t tile_m = 0;
-  for (; tile_m + 2 <= job.tiles_m; tile_m += 2) multiply<kN, 2>(job, panel, tile_m, c);
-  if (tile_m < job.tiles_m) multiply<kN, 1>(job, panel, tile_m, c);
+  each_c<kN, kM>([&]<int n, int m>() { tile_store<2 * n + m>(c + (n * kM + m) * kTileSums); });
+}
+
+void load_pair_scales(const Job& job, int64_t tile_n, float* scales) {
+  for (int i = 0; i < 2; ++i) _mm512_store_ps(scales + i * kTileRows, load_scales(job, (tile_n + i) * kTileRows));
+}
+
+template <int kN, int kM>
+void few_rows_and_y(const Job& job, int64_t tile_n) {
+  alignas(64) uint8_t rest[2 * kTileBytes];
+  alignas(64) int32_t c[kN * kM * kTileSums];
+  few_rows<kN, kM>(job, tile_n, rest, c);
+  alignas(64) float scales[2 * kTileRows];
+  load_pair_scales(job, tile_n, scales);
+  ColumnsOfPair columns;
+  load_columns(job, tile_n * kTileRows, &columns);
+  for (int m = 0; m < kM; ++m) {
+    const auto sums = [&](int i) __attribute__((always_inline)) {
+      const int32_t* sum = c + (i / kTileRows * kM + m) * kTileSums + i % kTileRows * kTileRows;
+      return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sum)), _mm512_set1_ps(scales[i]));
+    };
+    store_integer_tiles<kN>(job, tile_n * kTileRows, m * kTileRows, columns, sums);
+  }
+}
+
+void few_rows_range(const Job& job, int64_t begin, int64_t end) {
+  for (int64_t tile_n = begin; tile_n < end; tile_n += 2) {
+    if (tile_n + 1 < end) {
+      job.tiles_m == 2 ? few_rows_and_y<2, 2>(job, tile_n) : few_rows_and_y<2, 1>(job, tile_n);
+    } else {
+      job.tiles_m == 2 ? few_rows_and_y<1, 2>(job, tile_n) : few_rows_and_y<1, 1>(job, tile_n);
+    }
+  }
+}
+
+// ---- more rows ----
+
+struct Add {
+  static constexpr int kSections = 1;
+  using Total = int32_t;
+
+  template <int kM>
+  __attribute__((always_inline)) void operator()(const int32_t* c, int64_t row) const {
+    for (int64_t m = 0; m < kM; ++m) {
+      int32_t* to = total + (row * kM + m) * kTileRows;
+      const __m512i sums = _mm512_load_si512(c + (row * kM + m) * kTileRows);
+      _mm512_store_si512(to, _mm512_add_epi32(_mm512_load_si512(to), sums));
+    }
+  }
+
+  Total* total;
+};
+
+// Two N-tiles for multiply_panels().
+struct Int8 {
+  using Fold = Add;
+  static constexpr bool kDirect = true;
+  static constexpr int64_t tiles = kPanelTiles, section = kPanelTiles;
+
+  Int8(const Job& of_job, int64_t tile_n, uint8_t* of_panel)
+      : job(of_job), n(tile_n * kTileRows), panel(of_panel), steps(job.tiles_k) {}
+
+  Rows fill(int64_t t, int64_t end, int64_t slots) {
+    const int64_t whole = n + kPanelRows <= job.n ? least(end, job.k / kTileColumns) : t;
+    for (int i = 0; i < 2 && whole < end; ++i) {
+      copy_tiles(job, n + i * kTileRows, whole * kTileColumns, least(end * kTileColumns, job.k),
+                 panel + (i * tiles + whole - t) * kTileBytes);
+    }
+    const uint8_t* first = job.weight + n * job.k + t * kTileColumns;
+    lines = divide_up(kPanelRows * (end - t), slots);
+    next = first + kPanelRows * job.k;
+    next_row = 0;
+    return {first, job.k, whole - t};
+  }
+
+  __attribute__((always_inline)) void fetch() {
+    for (int64_t line = 0; line < lines; ++line) {
+      _mm_prefetch(next + next_row * job.k, _MM_HINT_T1);
+      if (++next_row == kPanelRows) next += 64, next_row = 0;
+    }
+  }
+
+  Fold fold(int64_t, int32_t* total) const { return {total}; }
+
+  const Job& job;
+  const int64_t n;
+  uint8_t* const panel;
+  const int64_t steps;
+  int64_t lines = 0, next_row = 0;  // lines to be fetched with every step; of which row the next one is
+  const uint8_t* next = nullptr;
+};
+
+void many_rows(const Job& job, int64_t begin, int64_t end) {
+  constexpr int64_t kPanelBytes = 2 * kPanelTiles * kTileBytes;
+  constexpr int64_t kUnitsBytes = 2 * Pipeline<2, Add>::kUnitSums * int64_t{sizeof(int32_t)};
+  uint8_t* panel = static_cast<uint8_t*>(scratch(Scratch::kPanel, kPanelBytes + kUnitsBytes));
+  int32_t* c = reinterpret_cast<int32_t*>(panel + kPanelBytes);
+  const int64_t bytes = 2 * job.tiles_m * kTileSums * int64_t{sizeof(int32_t)};
+  int32_t* totals = static_cast<int32_t*>(scratch(Scratch::kSums, bytes));
+  for (int64_t tile_n = begin; tile_n < end; tile_n += 2) {
+    Int8 w(job, tile_n, panel);
+    multiply_panels(job, w, panel, c, totals);
+    alignas(64) float scales[2 * kTileRows];
+    load_pair_scales(job, tile_n, scales);
+    const auto sums = [&](int i, __m512i total) __attribute__((always_inline)) {
+      return _mm512_mul_ps(_mm512_cvtepi32_ps(total), _mm512_set1_ps(scales[i]));
+    };
+    tile_n + 1 < end ? write_totals<2>(job, tile_n, totals, sums) : write_totals<1>(job, tile_n, totals, sums);
+  }
 }
 
 }  // namespace
 
 void amx::int8_int8_gemm(const Job& job, int64_t begin, int64_t end) {
-  const TileScope tiles;
-  const int64_t step_k = job.tiles_m <= kDirectTilesM ? job.tiles_k : kBlockTilesK;
-  uint8_t* copy = static_cast<uint8_t*>(scratch(Scratch::kPanel, 2 * step_k * kTileBytes));
-  const int64_t row_sums = job.tiles_m * kTileSums;
-  int32_t* c = static_cast<int32_t*>(scratch(Scratch::kSums, kBlockTilesN * row_sums * int64_t{sizeof(int32_t)}));
-  for (int64_t block = begin; block < end; block += kBlockTilesN) {
-    const int64_t block_end = least(end, block + kBlockTilesN);
-    for (int64_t t = 0; t < job.tiles_k; t += step_k) {
-      const int64_t end_t = least(job.tiles_k, t + step_k);
-      for (int64_t tile_n = block; tile_n < block_end; tile_n += 2) {
-        int32_t* pair = c + (tile_n - block) * row_sums;
-        tile_n + 1 < block_end ? run_block<2>(job, tile_n, t, end_t, step_k, copy, pair)
-                               : run_block<1>(job, tile_n, t, end_t, step_k, copy, pair);
-      }
-    }
-    for (int64_t tile_n = block; tile_n < block_end; ++tile_n) {
-      const __m512 scales = load_scales(job, tile_n * kTileRows);
-      write_tiles(job, tile_n, c + (tile_n - block) * row_sums,
-                  [&](__m512i sums) { return _mm512_mul_ps(_mm512_cvtepi32_ps(sums), scales); });
-    }
-  }
+  const TileScope registers;
+  job.tiles_m <= kDirectTilesM ? few_rows_range(job, begin, end) : many_rows(job, begin, end);
 }
 
 }  // namespace qao::cpu

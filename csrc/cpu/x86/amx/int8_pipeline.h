@@ -1,0 +1,206 @@
+// Many rows of x in int8 against a panel of W: 32 rows of W as A tiles of 16 x 64 bytes, which stay in L1. A unit is a
+// panel against one or two tiles of x. Its C tiles are stored and folded into totals between the products of the next
+// unit, and tiles are loaded between those of the step before: neither a fold nor a load overlaps with much else.
+//
+// L1 holds a panel, the C tiles of two units and most of the totals. `static`: see numeric.h.
+#pragma once
+
+#include "cpu/parallel.h"
+#include "cpu/scratch.h"
+#include "cpu/x86/amx/int8_tiles.h"
+
+namespace qao::cpu {
+namespace {
+
+constexpr int64_t kTileBytes = kTileRegisterBytes;
+constexpr int64_t kPanelRows = 2 * kTileRows;  // of W
+
+// W as it lies, of which the first unit loads the panel's A tiles and copies them: K-tiles [0, whole); the others must
+// be in the panel. Distances in bytes.
+struct Rows {
+  const uint8_t* first = nullptr;
+  int64_t row = 0, whole = 0;
+};
+
+// Fold: kSections, a Total of 32 bits, `total` [2][16 n][kM][16 m] and
+//   operator()<kM>(c, row)   total[row] += c[kSections][2][16 n][kM][16 m], row of 2 x 16.
+template <typename Fold>
+struct Unit {
+  const int8_t *b, *next_b;  // B tiles of this one and of the one that follows
+  int64_t steps, section;    // a section: steps that are summed at a time
+  Fold fold;
+};
+
+// Units one after the other. Registers 0..3 = C of 2 N-tiles x kM tiles of x, 4..5 = A, 6..7 = B.
+template <int kM, typename Fold>
+class Pipeline {
+ public:
+  static constexpr int64_t kSectionSums = 2 * kM * kTileSums, kUnitSums = Fold::kSections * kSectionSums;
+
+  // Bytes between the panel's N-tiles, and between tiles of x; halves: 1 if two steps share an A tile, else 0. c:
+  // memory for two units' C tiles.
+  Pipeline(uint8_t* panel, int64_t a_tile, int64_t b_tile, int halves, int32_t* c)
+      : panel_(panel), a_tile_(a_tile), b_tile_(b_tile), halves_(halves), c_(c), store_(c) {}
+
+  // The tiles of a unit's first step, when the panel is new.
+  void load(const int8_t* b, const Rows& direct) const {
+    tile_load_once<6>(b);
+    if (direct.whole > 0) {
+      tile_load<4>(direct.first, direct.row);
+      tile_load<5>(direct.first + kTileRows * direct.row, direct.row);
+    } else {
+      tile_load<4>(panel_);
+      tile_load<5>(panel_ + a_tile_);
+    }
+    if constexpr (kM == 2) tile_load_once<7>(b + b_tile_);
+  }
+
+  // fetch() is called every step.
+  template <bool kDirect, typename Fetch>
+  void run(const Unit<Fold>& unit, const Rows& direct, const Fetch& fetch) {
+    // Copies of members, which would be read again after every tile instruction.
+    uint8_t* const panel = panel_;
+    const int64_t a_tile = a_tile_, b_tile = b_tile_, steps = unit.steps;
+    const int halves = halves_;
+    const int8_t *const b = unit.b, *const next_unit_b = unit.next_b;
+    const Fold before = before_;
+    const int32_t* const before_c = c_ + (1 - parity_) * kUnitSums;
+    int32_t *c = c_ + parity_ * kUnitSums, *store = store_;
+    int64_t row = row_;
+    const auto fold = [&](int64_t rows) __attribute__((always_inline)) {
+      for (const int64_t end = least(row + rows, kPanelRows); row < end; row += 2) {
+        before.template operator()<kM>(before_c, row);
+        before.template operator()<kM>(before_c, row + 1);
+      }
+    };
+    // The first step stores the last C tiles of the unit before; the others fold them.
+    const int64_t slots = 4 * (steps - 1), rows_per_slot = slots > 0 ? 2 * divide_up(kPanelRows / 2, slots) : 0;
+    int64_t i = 0;
+    const auto step = [&]<bool kFirstOfSection>(int64_t rows) __attribute__((always_inline)) {
+      const auto multiply = [&]<int n, int m>() __attribute__((always_inline)) {
+        if constexpr (kFirstOfSection) {
+          store_c<n, m>(store);
+          tile_zero<2 * n + m>();
+        }
+        tile_multiply_signed_bytes<2 * n + m, 4 + n, 6 + m>();
+      };
+      uint8_t* const copy = panel + i * kTileBytes;
+      ++i;
+      const uint8_t* next_a = i < steps ? panel + (i >> halves) * kTileBytes : panel;
+      int64_t next_a_tile = a_tile, next_row = kTileColumns;
+      if constexpr (kDirect) {
+        if (i < direct.whole) {
+          next_a = direct.first + i * kTileColumns;
+          next_a_tile = kTileRows * direct.row, next_row = direct.row;
+        }
+      }
+      const int8_t* next_b = i < steps ? b + i * kTileBytes : next_unit_b;
+      multiply.template operator()<0, 0>();
+      fold(rows);
+      multiply.template operator()<1, 0>();
+      tile_load_once<6>(next_b);
+      fetch();
+      fold(rows);
+      if constexpr (kM == 2) multiply.template operator()<0, 1>();
+      if constexpr (kDirect) tile_store<4>(copy);
+      tile_load<4>(next_a, next_row);
+      fold(rows);
+      if constexpr (kM == 2) multiply.template operator()<1, 1>();
+      if constexpr (kM == 2) tile_load_once<7>(next_b + b_tile);
+      if constexpr (kDirect) tile_store<5>(copy + a_tile);
+      tile_load<5>(next_a + next_a_tile, next_row);
+      fold(rows);
+    };
+    for (int64_t section_end = unit.section; i < steps; section_end += unit.section, c += kSectionSums) {
+      step.template operator()<true>(i == 0 ? 0 : rows_per_slot);
+      store = c;
+      while (i < least(steps, section_end)) step.template operator()<false>(rows_per_slot);
+    }
+    fold(kPanelRows);
+    before_ = unit.fold, store_ = store;
+    row_ = 0, parity_ = 1 - parity_;
+  }
+
+  // Folds what is left.
+  void finish() {
+    each_c<2, kM>([&]<int n, int m>() { store_c<n, m>(store_); });
+    for (; row_ < kPanelRows; ++row_) before_.template operator()<kM>(c_ + (1 - parity_) * kUnitSums, row_);
+  }
+
+ private:
+  template <int n, int m>
+  __attribute__((always_inline)) static void store_c(int32_t* c) {
+    tile_store<2 * n + m>(c + n * kM * kTileSums + m * kTileRows, kM * kTileRows * int64_t{sizeof(int32_t)});
+  }
+
+  uint8_t* panel_;
+  int64_t a_tile_, b_tile_;
+  int halves_;
+  int32_t *c_, *store_;
+  Fold before_ = {};
+  int64_t row_ = kPanelRows;  // of `before_`, the next to be folded
+  int64_t parity_ = 0;
+};
+
+// All rows of x against 32 rows of W, panel by panel. totals: [pairs of tiles of x][2][16 n][2 or, of an odd last tile,
+// 1][16 m]. panel: memory for 2 x W::tiles A tiles; c: for the C tiles of two units.
+//
+// W is a class with
+//   Fold, kDirect            kDirect: the first unit of a panel reads W as it lies; x has at least two tiles then
+//   tiles, steps, section    K-tiles of a panel, steps along all of K, steps of a section
+//   Rows fill(t, end, slots) puts K-tiles [t, end) into the panel, or says where they lie
+//   fetch()                  called `slots` times until the next fill(): fetches a share of what comes next
+//   fold(step, total)        the Fold of a unit that begins there
+template <typename W>
+void multiply_panels(const Job& job, W& w, uint8_t* panel, int32_t* c, typename W::Fold::Total* totals) {
+  using Fold = typename W::Fold;
+  const int64_t halves = job.steps / job.tiles_k, b_tile = job.steps * kTileBytes, pairs = job.tiles_m / 2;
+  for (int64_t i = 0; i < 2 * job.tiles_m * kTileSums; i += 16) _mm512_store_si512(totals + i, _mm512_setzero_si512());
+  Pipeline<2, Fold> two(panel, w.tiles * kTileBytes, b_tile, halves == 2, c);
+  Pipeline<1, Fold> one(panel, w.tiles * kTileBytes, b_tile, halves == 2, c);
+  bool forward = true;  // every panel begins with the totals that the one before left near
+  for (int64_t t = 0; t < job.tiles_k; t += w.tiles, forward = !forward) {
+    const int64_t end = least(job.tiles_k, t + w.tiles);
+    const int64_t begin_step = t * halves, end_step = least(end * halves, w.steps);
+    const Rows direct = w.fill(t, end, (end_step - begin_step) * ((job.tiles_m + 1) / 2));
+    const auto fetch = [&]() __attribute__((always_inline)) { w.fetch(); };
+    const auto b_at = [&](int64_t tile_m) { return job.int8 + (tile_m * job.steps + begin_step) * kTileBytes; };
+    const auto unit = [&](int64_t tile_m, int64_t next_m) -> Unit<Fold> {
+      return {b_at(tile_m), b_at(next_m), end_step - begin_step, w.section,
+              w.fold(begin_step, totals + tile_m * 2 * kTileSums)};
+    };
+    const auto tile_of = [&](int64_t pair) { return 2 * (forward ? pair : pairs - 1 - pair); };
+    const auto pair_unit = [&](int64_t i) { return unit(tile_of(i), tile_of(least(i + 1, pairs - 1))); };
+    if (pairs > 0) {
+      two.load(b_at(tile_of(0)), direct);
+      two.template run<W::kDirect>(pair_unit(0), direct, fetch);
+      for (int64_t i = 1; i < pairs; ++i) two.template run<false>(pair_unit(i), direct, fetch);
+    }
+    if (job.tiles_m % 2 != 0) {
+      if (pairs > 0) two.finish();
+      one.load(b_at(2 * pairs), {});
+      one.template run<false>(unit(2 * pairs, 2 * pairs), {}, fetch);
+      one.finish();
+    }
+  }
+  if (job.tiles_m % 2 == 0) two.finish();
+}
+
+// y of kN N-tiles from such totals. sums(i, total) makes what row i of W has against a tile of x float32, scaled as W
+// is.
+template <int kN, typename Total, typename Sums>
+void write_totals(const Job& job, int64_t tile_n, const Total* totals, const Sums& sums) {
+  ColumnsOfPair columns;
+  load_columns(job, tile_n * kTileRows, &columns);
+  for (int64_t tile = 0; tile < job.tiles_m; ++tile) {
+    const int64_t first = tile / 2 * 2, in_pair = least(2, job.tiles_m - first);
+    const Total* of_tile = totals + first * 2 * kTileSums + (tile - first) * kTileRows;
+    const auto row = [&](int i) __attribute__((always_inline)) {
+      return sums(i, _mm512_load_si512(of_tile + i * in_pair * kTileRows));
+    };
+    store_integer_tiles<kN>(job, tile_n * kTileRows, tile * kTileRows, columns, row);
+  }
+}
+
+}  // namespace
+}  // namespace qao::cpu

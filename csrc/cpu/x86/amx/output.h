@@ -1,0 +1,95 @@
+// From C tiles, rows of W by rows of x, to y. `static`: see numeric.h.
+#pragma once
+
+#include "cpu/mm_job.h"
+#include "cpu/parallel.h"
+#include "cpu/x86/avx512/simd.h"
+
+namespace qao::cpu {
+
+// What 16 rows of x multiply y by, and their zero points; 0 past M.
+struct RowsOfTile {
+  __m512 scale, zero;
+};
+static inline RowsOfTile load_rows(const Job& job, int64_t m) {
+  const __mmask16 mask = first(job.m - m);
+  const auto stride = static_cast<int>(job.x_scale_stride);
+  const __m512i at = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                        _mm512_set1_epi32(stride));
+  const float* scales = job.x_scales + m * job.x_scale_stride;
+  RowsOfTile rows = {_mm512_mask_i32gather_ps(_mm512_setzero_ps(), mask, at, scales, 4), _mm512_setzero_ps()};
+  if (job.x_zeros != nullptr) rows.zero = _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(mask, job.x_zeros + m));
+  return rows;
+}
+
+// What two N-tiles add and what zero points of x multiply; 0 past N.
+struct ColumnsOfPair {
+  alignas(64) float bias[2 * kTileRows];
+  alignas(64) float weight_sums[2 * kTileRows];
+};
+static inline void load_columns(const Job& job, int64_t n, ColumnsOfPair* columns) {
+  for (int i = 0; i < 2; ++i) {
+    const int64_t at = n + i * kTileRows;
+    const __mmask16 mask = first(job.n - at);
+    const __m512 bias = job.bias != nullptr ? load16(job.bias, at, job.bias_dtype, mask) : _mm512_setzero_ps();
+    _mm512_store_ps(columns->bias + i * kTileRows, bias);
+    const __m512 sums =
+        job.x_zeros != nullptr ? load16(job.weight_sums, at, DType::kFloat32, mask) : _mm512_setzero_ps();
+    _mm512_store_ps(columns->weight_sums + i * kTileRows, sums);
+  }
+}
+
+// y of 16 rows of x from row m on and of kN N-tiles from column n on, as far as both exist. row(i): of row i of W,
+// float32 by rows of x; for kN = 2 called for all 32.
+template <int kN, typename Row>
+__attribute__((always_inline)) static inline void store_tiles(const Job& job, int64_t n, int64_t m, const Row& row) {
+  const int64_t count = least(kTileRows, job.m - m), columns = job.n - n;
+  if constexpr (kN == 2) {
+    if (job.y_dtype ==
+        DType::kBFloat16) {  // two rows of W side by side are words, so one transpose serves both N-tiles
+      alignas(64) static constexpr auto kSideBySide = [] {
+        struct {
+          uint16_t order[32];
+        } table = {};
+        for (int i = 0; i < 32; ++i) table.order[i] = static_cast<uint16_t>(i / 2 + i % 2 * 16);
+        return table;
+      }();
+      const __m512i side_by_side = _mm512_load_si512(kSideBySide.order);
+      __m512i words[kTileRows];
+#pragma GCC unroll 16
+      for (int i = 0; i < kTileRows; ++i) {
+        const __m512bh apart = _mm512_cvtne2ps_pbh(row(2 * i + 1), row(2 * i));
+        words[i] = _mm512_permutexvar_epi16(side_by_side, reinterpret_cast<__m512i>(apart));
+      }
+      transpose16(words);
+      const __mmask32 mask = columns >= 2 * kTileRows ? 0xFFFFFFFFu : (1u << columns) - 1;
+      uint16_t* to = static_cast<uint16_t*>(job.y) + m * job.n + n;
+      for (int64_t i = 0; i < count; ++i) _mm512_mask_storeu_epi16(to + i * job.n, mask, words[i]);
+      return;
+    }
+  }
+  for (int half = 0; half < kN; ++half) {
+    const __mmask16 mask = first(columns - half * kTileRows);
+    __m512i words[kTileRows];
+#pragma GCC unroll 16
+    for (int i = 0; i < kTileRows; ++i) words[i] = _mm512_castps_si512(row(half * kTileRows + i));
+    transpose16(words);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t at = (m + i) * job.n + n + half * kTileRows;
+      store16(job.y, at, job.y_dtype, _mm512_castsi512_ps(words[i]), mask);
+    }
+  }
+}
+
+// The same of integer products: sums(i) is row i of the sums over k of x's integers times W, scaled as W is.
+template <int kN, typename Sums>
+__attribute__((always_inline)) static inline void store_integer_tiles(const Job& job, int64_t n, int64_t m,
+                                                                      const ColumnsOfPair& columns, const Sums& sums) {
+  const RowsOfTile rows = load_rows(job, m);
+  store_tiles<kN>(job, n, m, [&](int i) __attribute__((always_inline)) {
+    const __m512 sum = _mm512_fnmadd_ps(rows.zero, _mm512_set1_ps(columns.weight_sums[i]), sums(i));
+    return _mm512_fmadd_ps(rows.scale, sum, _mm512_set1_ps(columns.bias[i]));
+  });
+}
+
+}  // namespace qao::cpu
