@@ -31,6 +31,9 @@ from .schemes import SCHEMES
 from .timing import ceilings
 
 
+_OF_QUALITY = ("numerics", "weights_only", "language", "calibrate", "four_bits")  # the same on every CPU but for rounding
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -91,7 +94,8 @@ def main() -> int:
         return 0 if tune.run(kinds, arguments.sweep, gpu, ceilings("cuda")[0] / 1e6) else 1
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device cuda: torch {torch.__version__} sees no GPU")
-    folder = arguments.out or RESULTS / device_slug(arguments.device)
+    of_any_cpu = arguments.device == "cpu" and arguments.command in _OF_QUALITY
+    folder = arguments.out or RESULTS / ("cpu" if of_any_cpu else device_slug(arguments.device))
     if arguments.command == "weights_only":
         write(weights_only.run(arguments.device), folder / "weights_only.json")
         return 0

@@ -14,4 +14,6 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def caption(meta: dict[str, Any]) -> str:
     threads = f", {meta['threads']} threads" if "threads" in meta else ""
+    held = ", ".join(f"{name}={value}" for name, value in meta.get("held_by", {}).items())
+    threads += f", held to fewer instructions ({held})" if held else ""
     return f"{meta['device']}{threads}, torch {meta['torch']}, {meta['date']}, sources {meta['source_hash'][:12]}"

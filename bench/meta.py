@@ -18,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 _SOURCE_FOLDERS = ("csrc", "cuda", "python")
+_LIMITS_OF_PEERS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 _PEERS = ("humming-kernels", "gemlite", "torchao", "triton", "bitsandbytes", "hqq", "gguf")
 # Strings and character constants, which may hold what looks like a comment, and comments.
 _CPP = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|(//[^\n]*|/\*.*?\*/)', re.DOTALL)
@@ -53,9 +54,10 @@ def code(path: Path) -> str:
 
 
 def device_slug(device: str) -> str:
-    """Folder of a device's results: ``cpu``, or the GPU's name in short ("NVIDIA H200" is ``h200``)."""
+    """Folder of what was timed on a device: the name in short of a GPU ("NVIDIA H200" is ``h200``), or of a CPU and the
+    level of its kernels (``xeon-amx``; with QAO_CPU_ISA one that was held to fewer instructions)."""
     if device == "cpu":
-        return "cpu"
+        return f"{_cpu_family()}-{_cpu_level()}"
     import torch
 
     name = torch.cuda.get_device_name().lower().replace("nvidia", "").replace("geforce", "")
@@ -66,7 +68,11 @@ def describe(device: str) -> dict[str, Any]:
     """The ``meta`` of a results file."""
     import torch
 
-    meta: dict[str, Any] = {"device": _cpu_name(), "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
+    meta: dict[str, Any] = {"device": _cpu_name(), "kernels": _cpu_level()}
+    meta |= {"threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
+    held = {name: os.environ[name] for name in ("QAO_CPU_ISA", *_LIMITS_OF_PEERS) if name in os.environ}
+    if held:
+        meta["held_by"] = held
     if device == "cuda":
         gpu = torch.cuda.get_device_properties()
         meta = {"device": gpu.name, "sms": gpu.multi_processor_count, "l2_bytes": gpu.L2_cache_size}
@@ -100,12 +106,32 @@ def write(results: dict[str, Any], path: Path) -> None:
     print(f"\nwrote {path}")
 
 
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    model = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
+    return model[1] if model else platform.machine()
+
+
+def _cpu_family() -> str:
+    """The word of the model's name that people know it by, else the architecture."""
+    words = re.findall(r"[a-z]+", _cpu_model().lower())
+    families = ("xeon", "epyc", "ryzen", "threadripper", "core", "neoverse", "graviton")
+    return next((family for family in families if family in words), platform.machine())
+
+
+def _cpu_level() -> str:
+    """Of qao's kernels, as they run here."""
+    from qao import _host
+
+    return str(_host.cpu_features()["selected"])
+
+
 def _cpu_name() -> str:
     """Model name and the vector extensions that decide which kernel runs, where Linux tells them."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    model = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
     known = ("avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimddp", "i8mm", "bf16")
     present = [flag for flag in known if flags and flag in flags[1].split()]
-    return ", ".join([model[1] if model else platform.machine(), *present])
+    return ", ".join([_cpu_model(), *present])

@@ -1,11 +1,11 @@
 """Markdown between markers in the documents, so that no number and no fact about a kernel is ever typed by hand.
 
-<!-- bench:int4:cpu --> … <!-- /bench -->       every cell of bench/results/cpu/int4.json
-<!-- bench:summary:cpu --> … <!-- /bench -->    one layer under every scheme
-<!-- bench:tokens:cpu --> … <!-- /bench -->     all large layers under every scheme
+<!-- bench:int4:h200 --> … <!-- /bench -->      every cell of bench/results/h200/int4.json
+<!-- bench:summary:h200 --> … <!-- /bench -->   one layer under every scheme
+<!-- bench:tokens:h200 --> … <!-- /bench -->     all large layers under every scheme
 <!-- bench:formats:cpu -->, <!-- bench:decoders:h200 -->   of numerics.json, llama.json, in short
 <!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:weights_only:cpu -->,
-<!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:four_bits:cpu -->, <!-- bench:host:cpu -->,
+<!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:four_bits:cpu -->, <!-- bench:host:h200 -->,
 <!-- bench:llama:h200 -->,
 <!-- bench:llama_head:h200 -->
 <!-- bench:stream:h200 -->, <!-- bench:wgmma:h200 -->, <!-- bench:mma_sync:h200 -->    the cells of a kernel body
