@@ -30,8 +30,13 @@ from .runner import LAYERS, TOKENS, Run, run
 from .schemes import SCHEMES
 from .timing import ceilings
 
-
-_OF_QUALITY = ("numerics", "weights_only", "language", "calibrate", "four_bits")  # the same on every CPU but for rounding
+_OF_QUALITY = (
+    "numerics",
+    "weights_only",
+    "language",
+    "calibrate",
+    "four_bits",
+)  # the same on every CPU but for rounding
 
 
 def make_parser() -> argparse.ArgumentParser:
