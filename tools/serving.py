@@ -17,12 +17,19 @@ SOURCES = {"vllm": "0.33.0", "sglang": "0.5.23"}
 PYTHON = (3, 11)
 
 
+# Whatever this machine is: the Python files are the same in all wheels.
+WHEELS = (
+    *("--platform", "manylinux_2_34_x86_64", "--platform", "manylinux_2_28_x86_64"),
+    *("--python-version", "3.11", "--implementation", "cp", "--abi", "cp311", "--abi", "abi3"),
+)
+
+
 def fetch(package: str, version: str, folder: Path) -> None:
     target = folder / f"{package}-{version}"
     if target.exists():
         return
     with tempfile.TemporaryDirectory(dir=folder) as here:
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", here]
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", *WHEELS, "-d", here]
         subprocess.run([*pip, f"{package}=={version}"], check=True)
         (wheel,) = Path(here).glob("*.whl")
         unpacked = Path(here, "unpacked")
