@@ -211,6 +211,19 @@ def test_weights_are_held_once() -> None:
     assert held == wanted + 16  # weight_shape
 
 
+@pytest.mark.parametrize("case", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK"])
+def test_fp8_kernels_are_told_nothing_by_loading(case: str) -> None:
+    """vLLM may hand them weights that another process loaded (weights_already_processed)."""
+    config, states, _ = states_of(case, "column", torch.bfloat16)
+    with engine(torch.bfloat16):
+        loaded = Loaded("column", CompressedTensorsConfig.from_config(config), states)
+        x = torch.randn(3, K, dtype=torch.bfloat16)
+        before, old = loaded(x), loaded.kernel
+        names = {"layer_param_names": old.layer_param_names} if hasattr(old, "layer_param_names") else {}
+        loaded.layer.scheme.fp8_linear = type(old)(old.config, **names)
+        assert torch.equal(loaded(x), before)
+
+
 def mixed(kind: Any, group_size: int = 128, zero_points: bool = False, k: int = K, full: int = K, **more: Any) -> Any:
     values = {"act_type": torch.bfloat16, **more}
     return MPLinearLayerConfig((full, N), (k, N), kind, values["act_type"], group_size, zero_points)

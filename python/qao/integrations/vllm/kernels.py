@@ -207,18 +207,17 @@ class QaoFp8Kernel(_Fp8):
         return True, None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        _, w_s, x_s, x_ub = self._get_layer_params(layer)
+        _, w_s, x_s, _ = self._get_layer_params(layer)
         replace_parameter(layer, self.layer_param_names[1], w_s.data.float().contiguous())
         if x_s is not None:
             replace_parameter(layer, self.layer_param_names[2], x_s.data.float().reshape(1))
-        self._x_group_size = -1 if self.config.activation_quant_key.scale.group_shape.is_per_token() else 0
-        self._limited = x_ub is not None  # FBGEMM's upper bound of activations, which vLLM's own quantisation knows
 
     def apply_weights(self, layer: nn.Module, x: Any, bias: Tensor | None = None) -> Tensor:
-        if self._limited:
+        weight, scales, x_scale, x_limit = self._get_layer_params(layer)
+        if x_limit is not None:  # FBGEMM's upper bound of activations, which vLLM's own quantisation knows
             return super().apply_weights(layer, x, bias)  # type: ignore[no-any-return]
-        weight, scales, x_scale, _ = self._get_layer_params(layer)
-        y = ops.FP8_FP8(x, weight.t(), scales, bias, x_scale, self._x_group_size, False)
+        group_size = -1 if self.config.activation_quant_key.scale.group_shape.is_per_token() else 0
+        y = ops.FP8_FP8(x, weight.t(), scales, bias, x_scale, group_size, False)
         return y.to(self.config.out_dtype)  # type: ignore[no-any-return]
 
 
@@ -240,10 +239,11 @@ class QaoFp8BlockKernel(_Kernel, Fp8BlockScaledMMLinearKernel):  # type: ignore[
         replace_parameter(layer, params.WEIGHT, params.weight.data.contiguous())
         # ue8m0 scales are powers of two: float32 holds them exactly
         replace_parameter(layer, params.block_scale_attr, params.block_scale.data.float().contiguous())
-        self._scale_name = params.block_scale_attr
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
-        y = ops.FP8_FP8(x, layer.weight, getattr(layer, self._scale_name), bias, None, 128, False)
+        scales = getattr(layer, "weight_scale_inv", None)
+        scales = layer.weight_scale if scales is None else scales
+        y = ops.FP8_FP8(x, layer.weight, scales, bias, None, 128, False)
         return y.to(self.config.out_dtype)  # type: ignore[no-any-return]
 
     def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
