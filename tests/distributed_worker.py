@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import qao
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gloo_support import Cases, main
+from gloo_support import Cases, Collectives, main
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,6 +40,10 @@ SCHEMES = {
 def case(function: Callable[[Path], None]) -> Callable[[Path], None]:
     CASES[function.__name__] = function
     return function
+
+
+GPUS = ((90, 132, 232448), (80, 108, 166912), (89, 142, 101376), (100, 148, 232448))
+STORED = {"int4": "bfloat16", "int8": "float32", "fp8": "float32"}  # dtype of scales
 
 
 def net(scheme: qao.Scheme) -> nn.Sequential:
@@ -205,6 +210,102 @@ def check_checkpoint(folder: Path, make: Callable[[], nn.Module], embeddings: bo
     equal(again(ids).logits, expected)
 
 
+@case
+@torch.no_grad()
+def checkpoint_of_another_number_of_processes(folder: Path) -> None:
+    torch.manual_seed(0)
+    whole, ids = llama(), torch.arange(10)[None]
+    qao.quantize_(whole, INT4)
+    expected = whole(ids).logits
+    two, one = folder / "of two", folder / f"of one, {dist.get_rank()}"
+    model = copy.deepcopy(whole)
+    shard(model, *model.model.layers)
+    dcp.save(model.state_dict(), checkpoint_id=two)
+    dcp.save(whole.state_dict(), checkpoint_id=one, no_dist=True)
+
+    alone = llama()
+    qao.quantize_(alone, INT4)
+    state = alone.state_dict()
+    dcp.load(state, checkpoint_id=two, no_dist=True)
+    alone.load_state_dict(state)
+    equal(alone(ids).logits, expected)
+
+    model = llama()
+    qao.quantize_(model, INT4)
+    shard(model, *model.model.layers)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder / "of one, 0")
+    model.load_state_dict(state)
+    equal(model(ids).logits, expected)
+
+
+# ---- LoRA ------------------------------------------------------------------------------------------------------------
+
+
+@case
+def checkpoint_lora_with_fsdp2(folder: Path) -> None:
+    """Losses and adapters of training on a sharded base are those of one process."""
+    import peft
+
+    torch.manual_seed(0)
+    base = llama()
+    qao.quantize_(base, INT4)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0)
+    alone = peft.get_peft_model(base, config)
+    for name, parameter in alone.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    sharded = copy.deepcopy(alone)
+    shard(sharded, *sharded.base_model.model.model.layers)
+    ids = torch.randint(0, 101, (2, 12), generator=torch.Generator().manual_seed(3))
+    losses = []
+    for model in (alone, sharded):
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        for _ in range(4):
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[3] < losses[0]
+    torch.testing.assert_close(losses[4:], losses[:4], rtol=1e-5, atol=0)
+    for (name, got), (_, own) in zip(sharded.named_parameters(), alone.named_parameters(), strict=True):
+        if own.requires_grad:
+            torch.testing.assert_close(got.full_tensor(), own, rtol=1e-3, atol=1e-4, msg=name)
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+@case
+def every_rank_plans_alike(folder: Path) -> None:
+    """Whatever else a rank has: other memory, other environment, another order of calls, other data."""
+    from qao import _host
+
+    second = dist.get_rank() == 1
+    memory = torch.randn(1 << 20) if second else None
+    if second:
+        os.environ.update(OMP_NUM_THREADS="7", CUDA_VISIBLE_DEVICES="3", LOCAL_RANK="1", NCCL_ALGO="Tree")
+    gpus = [_host.Gpu(compute_capability=c, num_sms=s, shared_bytes_per_cta=b) for c, s, b in GPUS]
+    facts = [
+        (name, m, n, k, gpu)
+        for name in SCHEMES
+        for m in (1, 7, 16, 33, 128, 2048)
+        for n, k in ((4096, 4096), (14336, 8192), (1024, 3584), (8192, 28672))  # of 70B models, cut in two to eight
+        for gpu in range(len(gpus))
+    ]
+    plans = {}
+    for name, m, n, k, gpu in reversed(facts) if second else facts:
+        scheme = SCHEMES[name]
+        problem = scheme._problem(m=m, n=n, k=k, x_dtype="bfloat16", scale_dtype=STORED[scheme.weights])
+        plans[f"{name} {m} {n} {k} {gpu}"] = repr(sorted(_host.plan(problem, gpus[gpu]).items()))
+    assert len(plans) == len(facts) and (memory is not None) == second
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, plans)
+    assert gathered[0] == gathered[1]
+
+
 for _name, (_make, _embeddings) in MODELS.items():
     CASES[f"checkpoint {_name}"] = lambda folder, m=_make, e=_embeddings: check_checkpoint(folder, m, e)
 
@@ -225,6 +326,25 @@ def ddp(folder: Path) -> None:
         assert got.requires_grad == name.endswith("bias")
         if got.requires_grad:
             equal(got.grad, own.grad)
+
+
+@case
+def ddp_sends_no_quantised_weight(folder: Path) -> None:
+    """Of a step: buffers forward, gradients backward, and nothing else."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(70, 101), nn.BatchNorm1d(101), nn.Linear(101, 35))
+    qao.quantize_(model, qao.Int8WeightOnly())
+    model = DistributedDataParallel(model.requires_grad_())
+    for _ in range(3):
+        with Collectives() as trace:
+            model(torch.randn(3, 70)).sum().backward()
+    sent = dict(zip(trace.names, trace.sizes, strict=True))
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    assert set(sent) == {"broadcast_", "allreduce_"} and sent["allreduce_"] == trained, sent
+    packed = min(layer.qweight.nbytes for layer in (model.module[0], model.module[2]))
+    buffers = 2 * 101 * 4 + 8  # means, variances and their count
+    assert max(size for name, size in zip(trace.names, trace.sizes, strict=True) if name == "broadcast_") <= buffers
+    assert buffers < packed and trained < packed
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ Cases = dict[str, Callable[[Path], None]]
 Raised = dict[str, str]  # what each case raised in one process, "" for nothing
 
 
-def launch(worker: Path, folder: Path, timeout: int = 240) -> list[Raised]:
+def launch(worker: Path, folder: Path, timeout: int = 600) -> list[Raised]:
     """Runs ``python worker RANK FOLDER`` for two ranks; kills both if one of them hangs."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(qao.__file__).parents[1]), *sys.path])

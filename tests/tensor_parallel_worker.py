@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import qao
 import torch
@@ -140,6 +141,28 @@ for _name, _scheme in SCHEMES.items():
     CASES[f"gradients {_name}"] = lambda folder, scheme=_scheme: check_gradients(scheme)
 for _name in ("int4", "int8_int8 asymmetric", "fp8_fp8"):
     CASES[f"compiled {_name}"] = lambda folder, scheme=SCHEMES[_name]: check_compiled(scheme)
+
+
+@case
+def compiled_graphs_are_alike_on_every_rank(folder: Path) -> None:
+    """Of a step: the same code, with one all-reduce, and every product one opaque operator."""
+    for scheme in SCHEMES.values():
+        torch._dynamo.reset()
+        codes: list[str] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[Tensor], codes: list[str] = codes) -> Any:
+            codes.append(graph.code)
+            return graph
+
+        model = parallelize_module(quantized(scheme), mesh(), PLAN)
+        with torch.no_grad():
+            torch.compile(model, fullgraph=True, dynamic=False, backend=backend)(activations(3, 96))
+        (code,) = codes
+        assert code.count("_c10d_functional.all_reduce") == 1, code
+        assert code.count(f".{scheme.word}_mm") == 2, code
+        of_all: list[Any] = [None, None]
+        dist.all_gather_object(of_all, code)
+        assert of_all[0] == of_all[1], of_all
 
 
 @case

@@ -21,7 +21,7 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> list[Raised]:
 @pytest.mark.parametrize("name", distributed_worker.CASES)
 def test_two_processes(name: str, raised: list[Raised]) -> None:
     if name.startswith("checkpoint"):
-        for library in ("transformers", "accelerate"):
+        for library in ("transformers", "accelerate", *(["peft"] if "lora" in name else [])):
             if importlib.util.find_spec(library) is None:
                 pytest.skip(f"needs {library}")
     assert [of_one[name] for of_one in raised] == ["", ""], "\n".join(of_one[name] for of_one in raised)

@@ -1,0 +1,131 @@
+"""Context parallelism around attention whose projections are quantised; for tests/test_context_parallel.py.
+
+``python context_parallel_worker.py RANK FOLDER``: one of two processes of gloo. ``... fake``: one of 32 ranks whose
+process group is torch's fake one, whose collectives return at once and what they return is of no matter.
+
+torch's context parallelism knows the attention kernels of GPUs. ``ring_on_cpu`` tells it of the one of the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import qao
+import torch
+import torch.distributed as dist
+from gloo_support import Cases, main
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._context_parallel import _attention
+from torch.nn import functional
+
+CASES: Cases = {}
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+SCHEMES = {
+    "int4": qao.Int4WeightOnly(group_size=32),
+    "int8_int8": qao.Int8DynamicActivationInt8Weight(),
+    "fp8_fp8": qao.Float8DynamicActivationFloat8Weight(),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TOKENS = 64
+
+
+rings: list[Any] = []  # one for each time attention went around the ranks, or was traced doing so
+
+
+def ring_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    query, key, value, dropout, is_causal = (*args, 0.0, False)[:5]
+    rings.append(args)
+    mesh = query.device_mesh
+    out, sums = _attention._templated_ring_attention(
+        mesh.get_group(),
+        2,
+        CPU_ATTENTION,
+        query=query.to_local(),
+        key=key.to_local(),
+        value=value.to_local(),
+        is_causal=is_causal,
+        **{"dropout_p": dropout, **kwargs},
+    )
+    return tuple(DTensor.from_local(one, mesh, query.placements, run_check=False) for one in (out, sums))
+
+
+_attention.custom_ops[CPU_ATTENTION] = ring_on_cpu
+
+
+class Attention(nn.Module):
+    """Four heads of 32, causal; nothing in it depends on the position of a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(128, 384), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        q, k, v = (part.view(batch, tokens, 4, 32).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, tokens, 128))
+
+
+def model(scheme: qao.Scheme, dtype: torch.dtype) -> nn.Module:
+    made = nn.Sequential(Attention(), Attention()).to(dtype).eval()
+    qao.quantize_(made, scheme)
+    return made
+
+
+@torch.no_grad()
+def run(made: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, compiled: bool) -> tuple[Tensor, ...]:
+    """What the rank gives for its tokens; what one process gives for them; the same of its weights in float64."""
+    torch._dynamo.reset()
+    x = torch.randn(1, TOKENS, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+    positions = torch.arange(TOKENS)
+    expected, exact = made(x), qao.dequantize_(copy.deepcopy(made)).double()(x.double())
+    rings.clear()
+    called = torch.compile(made, dynamic=False, backend="aot_eager") if compiled else made
+    with context_parallel(mesh, buffers=[x, positions], buffer_seq_dims=[1, 0]):
+        y = called(x)
+        assert len(rings) >= 2, "attention did not go around the ranks"
+        return y, expected[:, positions.clone()], exact[:, positions.clone()]
+
+
+def check(scheme: qao.Scheme, dtype: torch.dtype, compiled: bool) -> None:
+    precision = torch.get_float32_matmul_precision()
+    made, mesh = model(scheme, dtype), init_device_mesh("cpu", (2,))
+    try:
+        for allowed in ("highest", "high"):  # without and with TF32, where there is any
+            torch.set_float32_matmul_precision(allowed)
+            y, expected, exact = run(made, mesh, dtype, compiled)
+            assert y.shape == (1, TOKENS // 2, 128)
+            error, own = ((one.double() - exact).norm() for one in (expected, y))
+            assert own <= 2 * error + 1e-6 * exact.norm(), (own, error)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+for _name, _scheme in SCHEMES.items():
+    for _dtype_name, _dtype in DTYPES.items():
+        for _compiled in (False, True):
+            CASES[f"{_name} {_dtype_name} {'compiled' if _compiled else 'eager'}"] = (
+                lambda folder, of=(_scheme, _dtype, _compiled): check(*of)
+            )
+
+
+def fake(world: int = 32) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    mesh = init_device_mesh("cpu", (world,))
+    for dtype in DTYPES.values():
+        for compiled in (False, True):
+            assert run(model(SCHEMES["int4"], dtype), mesh, dtype, compiled)[0].shape == (1, TOKENS // world, 128)
+    print("finished")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    fake() if sys.argv[1] == "fake" else main(CASES)
