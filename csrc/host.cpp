@@ -20,7 +20,6 @@ namespace qao {
 namespace {
 
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
-constexpr Format kFormats[] = {Format::kFloat, Format::kInt8, Format::kFp8, Format::kInt4};
 constexpr Scaling kScalings[] = {Scaling::kTensor, Scaling::kRow, Scaling::kBlock};
 
 const auto& all(DType) { return kDTypes; }

@@ -54,6 +54,14 @@ def test_there_is_something_to_check() -> None:
     assert "torch" in set(imports(PYTHON / "ops.py"))
 
 
+def test_every_include_of_ours_is_found() -> None:
+    """Or all_includes() would look past it."""
+    folders = (CSRC, CUDA, CUDA / "include")
+    for path in [*sources(CUDA), *sources(CSRC)]:
+        ours = re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE)
+        assert not [name for name in ours if not any((folder / name).is_file() for folder in folders)], path
+
+
 @pytest.mark.parametrize("path", [*sources(CUDA), *sources(CSRC / "cpu")], ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_torch_and_no_python_behind_the_wall(path: Path) -> None:
     forbidden = re.compile(r"(torch|ATen|c10|caffe2|pybind11)/|Python\.h$")
@@ -103,10 +111,10 @@ def test_every_cpu_folder_has_compiler_flags(architecture: str) -> None:
 @pytest.mark.parametrize("path", sources(CSRC), ids=lambda path: str(path.relative_to(ROOT)))
 def test_csrc_uses_the_stable_abi_alone(path: Path) -> None:
     allowed = re.compile(r"torch/(csrc/stable/|csrc/inductor/aoti_torch/c/|headeronly/)")
-    torch_headers = [name for name in includes(path) if re.match(r"(torch|ATen|c10|caffe2)/", name)]
+    torch_headers = [name for name in all_includes(path) if re.match(r"(torch|ATen|c10|caffe2)/", name)]
     assert not [name for name in torch_headers if not allowed.match(name)]
     if path.name != "host.cpp":
-        assert not [name for name in includes(path) if name.startswith("pybind11/")]
+        assert not [name for name in all_includes(path) if name.startswith("pybind11/")]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -114,12 +122,17 @@ def test_op_folders_include_of_each_other_only_the_layout(op: str) -> None:
     """A weight format belongs to one op and is read by several."""
     others = re.compile(rf"({'|'.join(other for other in OPS if other != op)})/(?!layout\.h$)")
     for path in sources(CUDA / op):
-        assert not [name for name in includes(path) if others.match(name)], path
+        assert not [name for name in all_includes(path) if others.match(name)], path
 
 
 def test_common_and_the_public_headers_include_no_op() -> None:
     for path in [*sources(CUDA / "common"), *sources(CUDA / "include")]:
-        assert not [name for name in includes(path) if name.startswith(tuple(f"{op}/" for op in OPS))], path
+        assert not [name for name in all_includes(path) if name.startswith(tuple(f"{op}/" for op in OPS))], path
+
+
+@pytest.mark.parametrize("path", [*sources(CUDA), *sources(CSRC / "cpu")], ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_kernel_file_can_be_read_at_once(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= (250 if path.name.endswith("plan.cpp") else 400)
 
 
 def test_plans_are_pure_host_code() -> None:

@@ -42,10 +42,18 @@ Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
                          "Run on a newer GPU, or on the CPU");
   }
   const bool fused = problem.normed || problem.gated;
+  bool supported = false;
   for (const Row& row : kBodies) {
     *plan = Plan{};
-    if (row.supports(problem, gpu) && row.plan(problem, gpu, plan)) return {};
+    const bool supports = row.supports(problem, gpu);
+    supported |= supports;
+    if (supports && row.plan(problem, gpu, plan)) return {};
     if (fused) return Status::error("no kernel makes RMSNorm and this product at once", "Ask fuses_norm() first");
+  }
+  if (!supported) {
+    return Status::error(
+        std::string("no CUDA kernel multiplies x in ") + name_of(problem.x) + " by W in " + name_of(problem.weight),
+        "Move the layer to the CPU, or quantise it to another scheme");
   }
   return Status::error("no kernel fits the GPU's " + std::to_string(gpu.shared_bytes_per_cta) +
                        " bytes of shared memory");

@@ -8,7 +8,7 @@
 
 #include "gpus.h"
 #include "mm/mma_sync/tile.h"
-#include "mm/wgmma/tile.h"
+#include "mm/wgmma/formats.h"
 #include "qao/mm.h"
 
 namespace qao::mm {

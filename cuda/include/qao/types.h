@@ -46,6 +46,9 @@ constexpr const char* name_of(Format format) {
   return "?";
 }
 
+constexpr Format kFormats[] = {Format::kFloat, Format::kInt8, Format::kFp8, Format::kInt4};
+constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
+
 // What shares a scale: the whole matrix, each row of it, or each block: 1 x 128 of an activation, 128 x 128 of a
 // weight.
 enum class Scaling : int { kTensor = 0, kRow = 1, kBlock = 2 };

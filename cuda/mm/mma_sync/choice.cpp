@@ -29,7 +29,7 @@ constexpr Config config_of(int index, int64_t max_m, ShareKind share, XKind x, W
           Tile::kCtasPerSm,
           Tile::kTokenSumBytes,
           {
-#define QAO_OPERANDS(name, x, weight, x_bytes, format) ring(x_bytes, format),
+#define QAO_OPERANDS(name, x_type, weight_type, x_bytes, x, weight, ...) ring(x_bytes, Format::weight),
 #include "mm/mma_sync/operands.inc"
 #undef QAO_OPERANDS
           }};

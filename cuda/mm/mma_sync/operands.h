@@ -1,6 +1,8 @@
 // What x and W are made of: the kernels that a row of tiles.inc is compiled for.
 #pragma once
 
+#include <array>
+
 #include "mm/problem.h"
 
 namespace qao::mm::mma_sync {
@@ -9,15 +11,25 @@ enum class Operands : int {
 #define QAO_OPERANDS(name, ...) name,
 #include "mm/mma_sync/operands.inc"
 #undef QAO_OPERANDS
-  kCount,
+  kCount,  // also: no kernels
 };
 
+// By the formats of x and W, and whether x is float16.
+constexpr auto kOperandsOfFormats = [] {
+  std::array<std::array<std::array<Operands, 2>, kFormatCount>, kFormatCount> of{};
+  for (auto& of_x : of) {
+    for (auto& of_weight : of_x) of_weight = {Operands::kCount, Operands::kCount};
+  }
+#define QAO_OPERANDS(name, x_type, weight_type, bytes, x, weight, dtype) \
+  of[static_cast<int>(Format::x)][static_cast<int>(Format::weight)][DType::dtype == DType::kFloat16] = Operands::name;
+#include "mm/mma_sync/operands.inc"
+#undef QAO_OPERANDS
+  return of;
+}();
+
 inline Operands operands_of(const Problem& problem) {
-  const bool int8 = problem.weight == Format::kInt8;
-  if (problem.x == Format::kInt8) return int8 ? Operands::kInt8Int8 : Operands::kInt8Int4;
-  if (problem.x == Format::kFp8) return problem.weight == Format::kFp8 ? Operands::kFp8Fp8 : Operands::kFp8Int4;
-  if (problem.x_dtype == DType::kFloat16) return int8 ? Operands::kFloat16Int8 : Operands::kFloat16Fp8;
-  return int8 ? Operands::kBFloat16Int8 : Operands::kBFloat16Fp8;
+  const bool float16 = problem.x == Format::kFloat && problem.x_dtype == DType::kFloat16;
+  return kOperandsOfFormats[static_cast<int>(problem.x)][static_cast<int>(problem.weight)][float16];
 }
 
 }  // namespace qao::mm::mma_sync

@@ -84,10 +84,12 @@ bool fill(const Problem& problem, const Gpu& gpu, Body body, Plan* plan) {
 
 }  // namespace
 
-bool supports(const Problem& problem, const Gpu&) { return !is_float_int4(problem); }
+bool supports(const Problem& problem, const Gpu&) { return operands_of(problem) != Operands::kCount; }
 bool plan(const Problem& problem, const Gpu& gpu, Plan* plan) { return fill(problem, gpu, Body::kMmaSync, plan); }
 
-bool supports_fp8(const Problem& problem, const Gpu& gpu) { return problem.x == Format::kFp8 && has_fp8_mma(gpu); }
+bool supports_fp8(const Problem& problem, const Gpu& gpu) {
+  return problem.x == Format::kFp8 && supports(problem, gpu) && has_fp8_mma(gpu);
+}
 bool plan_fp8(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return fill(problem, gpu, Body::kMmaSyncFp8, plan);
 }

@@ -1,4 +1,7 @@
 #include <algorithm>
+#include <array>
+#include <tuple>
+#include <utility>
 
 #include "common/integers.h"
 #include "common/launch.h"
@@ -15,62 +18,33 @@ constexpr int64_t kPrefetchBytes = 16 * 1024;  // of W, for each CTA: more delay
 
 using KernelFunction = void (*)(Params, TensorMaps);
 
-// Null where traits_of() says the tile is not compiled.
-template <int rows, int tokens, typename T, Format weight, Fold fold, bool columns = false>
-KernelFunction one() {
-  constexpr bool kFloatX = sizeof(T) == 2, kSwapped = fold == Fold::kBlock && !kFloatX && !columns;
-  constexpr Traits kTraits{kFloatX, weight == Format::kInt4, columns, fold != Fold::kNone, kSwapped};
-  if constexpr (kTraits.serves({rows, tokens})) {
-    return &mm_kernel<Kernel<T, weight, fold, columns, rows, tokens>>;
+// Null where the row is not for such tiles, or they are not compiled.
+template <int row, typename T, int rows, int tokens>
+constexpr KernelFunction one() {
+  constexpr Formats kOf = kRows[row];
+  if constexpr (kOf.is_for(tokens) && kOf.traits().serves({rows, tokens})) {
+    return &mm_kernel<Kernel<T, kOf.weight, kOf.fold, kOf.columns, rows, tokens>>;
   } else {
     return nullptr;
   }
 }
 
-template <int rows, int tokens, typename T>
-KernelFunction of_float(const Problem& p) {
-  if (p.weight == Format::kInt4) return one<rows, tokens, T, Format::kInt4, Fold::kNone>();
-  if (p.weight == Format::kInt8) return one<rows, tokens, T, Format::kInt8, Fold::kNone>();
-  if (p.weight_scaling == Scaling::kBlock) return one<rows, tokens, T, Format::kFp8, Fold::kBlock>();
-  return one<rows, tokens, T, Format::kFp8, Fold::kNone>();
-}
-template <int rows, int tokens>
-KernelFunction of_parts(const Problem& p) {
-  using T = __nv_bfloat16;
-  if (p.weight == Format::kInt4) return one<rows, tokens, T, Format::kInt4, Fold::kGroup, true>();
-  if (p.weight == Format::kInt8) return one<rows, tokens, T, Format::kInt8, Fold::kPromote>();
-  if (p.weight_scaling == Scaling::kBlock) return one<rows, tokens, T, Format::kFp8, Fold::kBlock>();
-  return one<rows, tokens, T, Format::kFp8, Fold::kPromote>();
-}
-template <int rows, int tokens>
-KernelFunction kernel_of(const Problem& p) {
+// Of a tile, by rows of formats.inc.
+template <int rows, int tokens, size_t... row>
+constexpr std::array<KernelFunction, kRowCount> of_tile(std::index_sequence<row...>) {
   using qao::wgmma::E4m3;
-  if (is_split(p)) return of_parts<rows, tokens>(p);
-  if (p.x == Format::kFloat) {
-    return p.x_dtype == DType::kFloat16 ? of_float<rows, tokens, __half>(p) : of_float<rows, tokens, __nv_bfloat16>(p);
-  }
-  if (p.x == Format::kInt8) {
-    if (p.weight == Format::kInt8) return one<rows, tokens, int8_t, Format::kInt8, Fold::kNone>();
-    return one<rows, tokens, int8_t, Format::kInt4, Fold::kGroup>();
-  }
-  if (p.weight == Format::kInt4) return one<rows, tokens, E4m3, Format::kInt4, Fold::kGroup>();
-  if (p.weight_scaling == Scaling::kBlock) {
-    return one<rows, tokens, E4m3, Format::kFp8, Fold::kBlock, !can_swap(tokens)>();
-  }
-  if constexpr (tokens == 256) {
-    if (p.fast_accum) return one<rows, tokens, E4m3, Format::kFp8, Fold::kNone>();
-  }
-  return one<rows, tokens, E4m3, Format::kFp8, Fold::kPromote>();
+  using Types = std::tuple<
+#define QAO_FORMATS(x, type, ...) type,
+#include "mm/wgmma/formats.inc"
+#undef QAO_FORMATS
+      void>;
+  return {one<row, std::tuple_element_t<row, Types>, rows, tokens>()...};
 }
-// Of row `config` of tiles.inc.
-KernelFunction kernel_of(const Problem& p, int config) {
-  int row = 0;
-#define QAO_TILE(rows, tokens) \
-  if (config == row++) return kernel_of<rows, tokens>(p);
+constexpr std::array<KernelFunction, kRowCount> kKernels[] = {
+#define QAO_TILE(rows, tokens) of_tile<rows, tokens>(std::make_index_sequence<kRowCount>{}),
 #include "mm/wgmma/tiles.inc"
 #undef QAO_TILE
-  return nullptr;
-}
+};
 
 Status make_tensor_maps(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x,
                         const Params& p, TensorMaps* maps) {
@@ -179,7 +153,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
 
   TensorMaps maps{};
   if (Status status = make_tensor_maps(problem, plan, arguments, x, p, &maps); !status.ok()) return status;
-  const KernelFunction kernel = kernel_of(problem, plan.config);
+  const KernelFunction kernel = kKernels[plan.config][row_of(problem, plan.tile_m)];
   if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
   Launch launch{static_cast<unsigned>(plan.ctas), static_cast<unsigned>(plan.warps) * 32,
                 static_cast<cudaStream_t>(stream)};

@@ -8,7 +8,7 @@
 #include "int4/layout.h"
 #include "mm/gpu.h"
 #include "mm/problem.h"
-#include "mm/wgmma/tile.h"
+#include "mm/wgmma/formats.h"
 
 namespace qao::mm::wgmma {
 namespace {
@@ -195,7 +195,7 @@ const char* unfit(const Problem& problem) {
 
 }  // namespace
 
-bool supports(const Problem&, const Gpu& gpu) { return is_hopper(gpu); }
+bool supports(const Problem& problem, const Gpu& gpu) { return is_hopper(gpu) && has_kernels(problem); }
 
 const char* against(const Problem& problem, const Gpu& gpu) {
   if (problem.m <= largest_mma_sync_m(problem, gpu)) return "few tokens: mma.sync with K split over warps";

@@ -8,19 +8,11 @@
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 #include "int4/layout.h"
+#include "mm/wgmma/formats.h"
 #include "mm/wgmma/kernels.h"
 #include "mm/wgmma/operand.cuh"
-#include "mm/wgmma/tile.h"
 
 namespace qao::mm::wgmma {
-
-// What happens to sums during the walk over K.
-enum class Fold {
-  kNone,     // nothing: scales wait for the epilogue
-  kPromote,  // sums of e4m3 or of the parts of a float32 x, which the tensor cores cut short, move to float32 sums
-  kBlock,    // scales of 128 x 128 blocks of W, and of 1 x 128 of an x of eight bits
-  kGroup,    // scales of the groups of an int4 W
-};
 
 // T: what the tensor cores multiply, __nv_bfloat16, __half, int8_t or qao::wgmma::E4m3. `columns`: the fold needs a
 // value per token, a scale of x or a sum of it.

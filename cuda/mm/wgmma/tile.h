@@ -46,25 +46,11 @@ struct Traits {
 // Each warpgroup has 64 rows of W and the same 64 tokens, or 64 tokens and the same 128 rows.
 constexpr bool can_swap(int tokens) { return tokens == kWarpgroupRows || tokens == 2 * kWarpgroupRows; }
 
-inline Traits traits_of(const Problem& p, int tokens) {
-  const bool float_x = p.x == Format::kFloat, packed = p.weight == Format::kInt4, split = is_split(p);
-  const bool block = has_blocks(p);
-  // With fast_accum e4m3 sums may stay in the tensor cores. Only the largest tile has kernels for that.
-  const bool short_sums = p.x == Format::kFp8 && !(p.fast_accum && tokens == 256);
-  const bool swapped = block && !float_x && can_swap(tokens);
-  const bool columns = packed ? split : block && !float_x && !swapped;
-  return {float_x, packed, columns, (packed && !float_x) || block || split || short_sums, swapped};
-}
-
 constexpr Tile kTiles[] = {
 #define QAO_TILE(rows, tokens) {rows, tokens},
 #include "mm/wgmma/tiles.inc"
 #undef QAO_TILE
 };
-inline int tile_k_of(const Problem& problem, const Plan& plan) {
-  return traits_of(problem, plan.tile_m).tile_k(kTiles[plan.config]);
-}
-
 // The epilogue transposes through shared memory: rows of tokens, padded against bank conflicts.
 constexpr int kPaddedN = 64 + 4, kChunkTokens = 32, kChunkBytes = kChunkTokens * (64 * 2 + 16);
 

@@ -1,0 +1,361 @@
+// What a consumer warpgroup does with its 64 rows of W: products of K-tile after K-tile, folds, the epilogue. The walks
+// over K differ in what hides what: the conversion of W, the products, the folds.
+#pragma once
+
+#include "mm/wgmma/epilogue.cuh"
+#include "mm/wgmma/operand.cuh"
+#include "mm/wgmma/producer.cuh"
+#include "mm/wgmma/swapped.cuh"
+#include "mm/wgmma/zeros.cuh"
+
+namespace qao::mm::wgmma {
+
+// One warpgroup's 64 rows of one tile of y.
+template <typename K>
+struct Consumer {
+  using T = typename K::T;
+
+  const Params& p;
+  Ring<K>& ring;
+  const int lane = threadIdx.x % 32, warp = ptx::warp_index();
+  // A fold of half of the tokens can run beside the products of the other half, where those do not read W from shared
+  // memory a second time. The largest tile is halved for want of registers: its halves use the same ones in turn.
+  static constexpr bool kBeside = K::kFolds && K::kPacked && !K::kFloatX && K::kTokens >= 64;
+  static constexpr int kHalves = kBeside || K::kOneHalf ? 2 : 1, kProducts = K::kOneHalf ? 1 : kHalves;
+  static constexpr int kHalfTiles = K::kTilesM / kHalves;
+  typename K::Product product[kProducts][kHalfTiles][4];
+  float sum[K::kFolds ? K::kTilesM : 1][4];
+  Operand<K::kSteps> operand[K::kScalesOperand ? 1 : 2];  // K-tiles alternate between two
+  RawOperand<T, K::kWeight, K::kScalesOperand, K::kTile.rows, K::kSteps> raw;
+  std::conditional_t<K::kSwapped, TokenScales<K>, int> token_scales;
+  const float* block_scales;  // of these rows of W
+  float block_scale, next_block_scale;
+
+  // Waits for the K-tile of the ring's present stage and reads what is to be converted.
+  template <int groups = 1>
+  __device__ __forceinline__ void fetch() {
+    tma::barrier_wait(ring.arrived(), ring.parity);
+    const uint32_t weight = ring.address() + K::kStage.x;
+    if constexpr (K::kScalesOperand) {
+      raw.template load<groups>(weight, weight + K::kStage.weight + K::kStage.scales, ring.rest(), warp, lane);
+    } else if constexpr (K::kFromRegisters && K::kFloatX && K::kPacked) {
+      raw.load(p, weight, weight + K::kStage.weight, warp, lane);
+    } else if constexpr (K::kFromRegisters) {
+      raw.load(weight, warp, lane);
+    }
+  }
+  // An operand from what fetch() read.
+  template <int buffer>
+  __device__ __forceinline__ void convert() {
+    if constexpr (K::kFromRegisters) {
+      raw.convert(operand[buffer]);
+#pragma unroll
+      for (int step = 0; step < K::kSteps; ++step) {
+        ptx::pin(operand[buffer][step]);  // or the compiler moves this work behind the wait it should hide under
+      }
+    }
+  }
+
+  // Products of k-steps [first, first + steps), 32 bytes of each token each. Nothing may write registers between them.
+  template <int buffer, int first, int steps, int half = 0>
+  __device__ __forceinline__ void multiply(uint32_t stage, bool fresh) {
+    const uint32_t own = warp / 4 * 64 * 128;
+    const uint64_t x = qao::wgmma::descriptor(stage + (K::kOwnTokens ? own : half * kHalfTiles * 8 * 128));
+    const uint64_t weight = qao::wgmma::descriptor(stage + K::kStage.x + (K::kOwnTokens ? 0 : own));
+    qao::wgmma::fence();
+#pragma unroll
+    for (int step = first; step < first + steps; ++step) {
+      if constexpr (K::kFromRegisters) {
+        const uint64_t columns = x + step / kAtomSteps * (K::kTokens * 128 / 16) + step % kAtomSteps * 2;
+        qao::wgmma::Product<T, kHalfTiles * 8>::run(product[half], operand[buffer][step], columns,
+                                                    step > first || !fresh);
+      } else if constexpr (K::kSwapped) {
+        qao::wgmma::Product<T, K::kTokens>::run(product[0], x + 2 * step, weight + 2 * step, step > first || !fresh);
+      } else {
+        qao::wgmma::Product<T, kHalfTiles * 8>::run(product[0], weight + 2 * step, x + 2 * step,
+                                                    step > first || !fresh);
+      }
+    }
+    qao::wgmma::commit();
+  }
+
+  // Releases the stage to the producer: every lane arrives for what it has read.
+  __device__ __forceinline__ void release(uint32_t barrier) const { tma::barrier_arrive(barrier); }
+
+  // A group's scale and the fraction of its zero point, of rows g and g + 8.
+  struct Group {
+    float scale[2], fraction[2];
+    float beyond[2];  // swapped: beside the next scale block of W
+  };
+  template <DType dtype>
+  __device__ __forceinline__ Group read_group(uint32_t from) const {
+    Group group;
+#pragma unroll
+    for (int high = 0; high < 2; ++high) {
+      const uint32_t at = from + (lane / 4 + high * 8) * size_of(dtype);
+      group.scale[high] = load_shared_float<dtype>(at);
+      if constexpr (K::kColumns) {
+        const uint32_t zero = at + int4::kTileN * size_of(dtype);
+        group.fraction[high] = p.has_zeros ? zero_fraction(load_shared_float<dtype>(zero)) : 0.0f;
+      }
+    }
+    return group;
+  }
+  __device__ __forceinline__ Group read_group(uint32_t stage, int index) const {
+    if constexpr (K::kFold == Fold::kGroup) {
+      const uint32_t from = stage + K::kStage.x + K::kStage.weight + (warp * p.groups_per_tile + index) * p.group_bytes;
+      if (p.scale_dtype == DType::kBFloat16) return read_group<DType::kBFloat16>(from);
+      if (p.scale_dtype == DType::kFloat16) return read_group<DType::kFloat16>(from);
+      return read_group<DType::kFloat32>(from);
+    } else if constexpr (K::kSwapped) {
+      const TokenScales<K>& of = token_scales;
+      return {{of.present(0, 0), of.present(1, 0)}, {0, 0}, {of.present(0, 1), of.present(1, 1)}};
+    } else if constexpr (K::kFold == Fold::kBlock) {
+      return {{block_scale, block_scale}, {0, 0}, {0, 0}};
+    } else {
+      return {};
+    }
+  }
+
+  // sum += scale (product - fraction column), or scale column product for blocks.
+  template <int half = 0>
+  __device__ __forceinline__ void fold(const Group& group, uint32_t columns) {
+#pragma unroll
+    for (int j = 0; j < kHalfTiles; ++j) {
+      float (&to)[4] = sum[half * kHalfTiles + j];
+      float2 column = {1, 1};
+      if constexpr (K::kColumns) column = ptx::load_shared_float2(columns + (j * 8 + lane % 4 * 2) * 4);
+      const float column_of[2] = {column.x, column.y};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float value = static_cast<float>(product[half % kProducts][j][e]);
+        if constexpr (K::kFold == Fold::kPromote) {
+          to[e] += value;
+        } else if constexpr (K::kSwapped && !K::kOwnTokens) {
+          to[e] += (j * 8 < token_scales.next_block ? group.scale[e / 2] : group.beyond[e / 2]) * value;
+        } else if constexpr (K::kFold == Fold::kBlock) {
+          to[e] += group.scale[e / 2] * column_of[e % 2] * value;
+        } else {
+          to[e] += group.scale[e / 2] * (K::kColumns ? value - group.fraction[e / 2] * column_of[e % 2] : value);
+        }
+      }
+    }
+  }
+
+  // One or two K-tiles, in pieces of a group each, and the operand of the K-tile after them unless these are the last
+  // ones. Sums are folded once a group, or where the tensor cores would cut them short; the next piece's products are
+  // issued as soon as a fold has read the sums that they overwrite.
+  template <int groups, int k_tiles>
+  __device__ __forceinline__ void folding_k_tiles(int& at, bool& fresh, bool last) {
+    constexpr int kPieceSteps = K::kSteps / groups, kPieces = k_tiles * groups;
+    uint32_t stage = ring.address();
+    const auto issue = [&]<int piece, int half>() {
+      multiply<piece / groups, piece % groups * kPieceSteps, kPieceSteps, half>(stage, groups > 1 || fresh);
+    };
+    const auto work = [&]<int piece>() {
+      constexpr bool kEndsTile = piece % groups == groups - 1, kMore = piece + 1 < kPieces;
+      const uint32_t from = stage, released = ring.released();
+      const uint32_t columns =
+          from + K::kStage.x + K::kStage.weight + K::kStage.scales + piece % groups * K::kTokens * 4;
+      if constexpr (K::kFold == Fold::kBlock && !K::kSwapped) {
+        block_scale = next_block_scale;
+        next_block_scale = __ldg(block_scales + ((at + 1 == p.k_tiles ? 0 : at + 1) >> p.fold_shift));
+      }
+      const bool folds = groups > 1 || !std::is_same_v<T, int8_t> || ends_group(p, at) || (!kMore && last);
+      if constexpr (kEndsTile) {
+        ring.advance();
+        if (kMore || !last) {
+          fetch();
+          convert<kMore ? 1 : 0>();
+        }
+        stage = ring.address();
+        fresh = folds;
+        at = at + 1 == p.k_tiles ? 0 : at + 1;
+      }
+      const Group scales = read_group(from, piece % groups);
+      if constexpr (K::kSwapped) token_scales.advance();
+      if constexpr (kHalves == 2) {
+        qao::wgmma::wait<1>();
+        if (folds) fold<0>(scales, columns);
+        if constexpr (kMore) issue.template operator()<piece + 1, 0>();
+      }
+      qao::wgmma::wait<kHalves == 2 && kMore ? 1 : 0>();
+      if constexpr (kEndsTile && !K::kColumns) release(released);
+      if (folds) fold<kHalves - 1>(scales, columns);
+      if constexpr (kEndsTile && K::kColumns) release(released);
+      if constexpr (kMore) issue.template operator()<piece + 1, kHalves - 1>();
+    };
+    issue.template operator()<0, 0>();
+    if constexpr (kHalves == 2) issue.template operator()<0, 1>();
+    [&]<int... piece>(std::integer_sequence<int, piece...>) {
+      (work.template operator()<piece>(), ...);
+    }(std::make_integer_sequence<int, kPieces>{});
+  }
+
+  template <typename Sum>
+  static __device__ __forceinline__ void zero(Sum (&sums)[K::kTilesM][4]) {
+#pragma unroll
+    for (int j = 0; j < K::kTilesM; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[j][e] = 0;
+    }
+  }
+
+  template <int groups>
+  __device__ __forceinline__ void walk_folding(int begin, int end) {
+    zero(sum);
+    bool fresh = true;
+    int at = begin % p.k_tiles;
+    if constexpr (K::kSwapped) {
+      token_scales.start(begin, end);
+    } else if constexpr (K::kFold == Fold::kBlock) {
+      next_block_scale = __ldg(block_scales + (at >> p.fold_shift));
+    }
+    fetch();
+    convert<0>();
+    int i = begin;
+    for (; i + 1 < end; i += 2) folding_k_tiles<groups, 2>(at, fresh, i + 2 == end);
+    if (i < end) folding_k_tiles<groups, 1>(at, fresh, true);
+  }
+
+  // A K-tile whose first half is under way, and the first half of the next one. Through the same registers, products
+  // wait for the fold before them and a fold for its products: the tensor cores have the other warpgroup's in the
+  // meantime.
+  template <bool last>
+  __device__ __forceinline__ void halved_k_tile() {
+    const uint32_t stage = ring.address(), released = ring.released();
+    qao::wgmma::wait<0>();
+    fold<0>({}, 0);
+    multiply<0, 0, K::kSteps, 1>(stage, true);
+    ring.advance();
+    if constexpr (!last) fetch();
+    qao::wgmma::wait<0>();
+    release(released);
+    fold<1>({}, 0);
+    if constexpr (!last) multiply<0, 0, K::kSteps, 0>(ring.address(), true);
+  }
+
+  __device__ __forceinline__ void walk_halves(int begin, int end) {
+    zero(sum);
+    fetch();
+    multiply<0, 0, K::kSteps, 0>(ring.address(), true);
+#pragma unroll 1
+    for (int i = begin; i + 1 < end; ++i) halved_k_tile<false>();
+    halved_k_tile<true>();
+  }
+
+  // Without folds one K-tile's products may be under way while the next one's are issued.
+  template <int buffer>
+  __device__ __forceinline__ void k_tile(bool first, bool last, uint32_t& unreleased) {
+    multiply<buffer, 0, K::kSteps>(ring.address(), false);
+    qao::wgmma::wait<1>();
+    if (!first) release(unreleased);
+    unreleased = ring.released();
+    ring.advance();
+    if (!last) {
+      fetch();
+      convert<1 - buffer>();
+    }
+  }
+
+  __device__ __forceinline__ void walk(int begin, int end) {
+    uint32_t unreleased = 0;
+    fetch();
+    convert<0>();
+    for (int i = begin; i < end; i += 2) {
+      k_tile<0>(i == begin, i + 1 == end, unreleased);
+      if (i + 1 < end) k_tile<1>(false, i + 2 == end, unreleased);
+    }
+    qao::wgmma::wait<0>();
+    release(unreleased);
+  }
+
+  // The same with one operand, which is made when its last products are done: the products of the other warpgroup hide
+  // that.
+  template <int groups>
+  __device__ __forceinline__ void walk_scaling(int begin, int end) {
+    uint32_t unreleased = 0;
+#pragma unroll 1
+    for (int i = begin; i < end; ++i) {
+      fetch<groups>();
+      qao::wgmma::wait<0>();
+      if (i > begin) release(unreleased);
+      convert<0>();
+      multiply<0, 0, K::kSteps>(ring.address(), false);
+      unreleased = ring.released();
+      ring.advance();
+    }
+    qao::wgmma::wait<0>();
+    release(unreleased);
+  }
+
+  __device__ __forceinline__ void run(const Place& at, uint32_t epilogue) {
+    ptx::wait_for_previous_kernel();
+    fetch_scales<K>(p, rows(), tokens(), row0(at), token0(at));
+    if constexpr (K::kSwapped) {
+      token_scales.place(p, token0(at), row0(at));
+    } else if constexpr (K::kFold == Fold::kBlock) {
+      const int block = min(row0(at) + warp % 4 * 16, p.n - 1) / kScaleBlock;
+      block_scales = p.block_scales + static_cast<int64_t>(block) * p.groups;
+    }
+    if constexpr (!K::kFolds) {
+      zero(product[0]);
+      if constexpr (K::kScalesOperand) {
+        if (p.groups_per_tile == 1) {
+          walk_scaling<1>(at.begin, at.end);
+        } else if (K::kAtoms == 1 || p.groups_per_tile == 2) {
+          walk_scaling<2>(at.begin, at.end);
+        } else {
+          walk_scaling<2 * K::kAtoms>(at.begin, at.end);
+        }
+      } else {
+        walk(at.begin, at.end);
+      }
+      write(product[0], epilogue, at);
+    } else {
+      if constexpr (K::kOneHalf) {
+        walk_halves(at.begin, at.end);
+      } else if (K::kPacked && p.groups_per_tile == 2) {
+        walk_folding<K::kPacked ? 2 : 1>(at.begin, at.end);
+      } else if (K::kPacked && !K::kFloatX && p.groups_per_tile == 4) {
+        walk_folding<K::kPacked && !K::kFloatX ? 4 : 1>(at.begin, at.end);
+      } else {
+        walk_folding<1>(at.begin, at.end);
+      }
+      if constexpr (K::kPacked && !K::kFloatX) {
+        const int row_tile = min(row0(at) / int4::kTileN + warp % 4, (p.n - 1) / int4::kTileN);
+        if (p.subtracts_zeros) subtract_zeros<K>(p, row_tile, token0(at), at.split_k, sum);
+      }
+      write(sum, epilogue, at);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t rows() const { return ring.data + K::kStage.rows + warp / 4 * 3 * 64 * 4; }
+  __device__ __forceinline__ uint32_t tokens() const {
+    return ring.data + K::kStage.tokens + warp / 4 * 2 * K::kTokens * 4;
+  }
+  __device__ __forceinline__ int row0(const Place& at) const { return at.row_block * p.tile_rows + warp / 4 * 64; }
+  __device__ __forceinline__ int64_t token0(const Place& at) const {
+    return static_cast<int64_t>(at.token_block) * K::kTokens;
+  }
+
+  // A float x gives a y of its own dtype; one in bfloat16 parts was float32.
+  template <typename Sum>
+  __device__ __forceinline__ void write(const Sum& result, uint32_t epilogue, const Place& at) const {
+    constexpr bool kFloatY = !K::kFloatX || K::kFolds, kHalfY = !K::kFloatX || !K::kFolds || K::kFold == Fold::kBlock;
+    const Target target{rows(), tokens(), token0(at), row0(at), min(p.n, (at.row_block + 1) * p.tile_rows), at.split_k};
+    if (at.split_k > 1) {
+      // All warpgroups are done with the ring, which the tile overlays.
+      ptx::named_barrier(1 + K::kWarpgroups, warpgroups(p) * 128);
+      write_split_result<K>(p, result, ring.data, target);
+    } else if constexpr (K::kSwapped) {
+      write_swapped_result<K>(p, result, epilogue, target);
+    } else if (kFloatY && (!kHalfY || p.y_dtype == DType::kFloat32)) {
+      if constexpr (kFloatY) write_float_result<K>(p, result, target);
+    } else {
+      if constexpr (kHalfY) write_half_result<K>(p, result, epilogue, target);
+    }
+  }
+};
+
+}  // namespace qao::mm::wgmma
