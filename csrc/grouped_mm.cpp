@@ -21,7 +21,7 @@ Tensor int8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& s
                           const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale) {
   Call call("int8_grouped_mm", x);
   GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale});
-  product.use_weight(Format::kInt8);
+  product.use_weight(kInt8Rows);
   product.use_float_x(x);
   return product.run();
 }
@@ -31,7 +31,7 @@ Tensor fp8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& sc
                          const std::optional<Tensor>& row_scale) {
   Call call("fp8_grouped_mm", x);
   GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale});
-  product.use_weight(Format::kFp8);
+  product.use_weight(kFp8Rows);
   product.use_float_x(x);
   return product.run();
 }
@@ -42,7 +42,7 @@ Tensor int8_int8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tens
                                const std::optional<Tensor>& weight_sums) {
   Call call("int8_int8_grouped_mm", x);
   GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale}, weight_sums);
-  product.use_weight(Format::kInt8);
+  product.use_weight(kInt8Rows);
   product.use_dynamic_x(x, Format::kInt8, Scaling::kRow);
   return product.run();
 }
@@ -68,7 +68,7 @@ Tensor fp8_fp8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor
   std::optional<Argument> given;
   if (x_scale) call.op.involve(&given.emplace("x_scale", *x_scale));
   call.op.involve("x_group_size", x_group_size);
-  product.use_weight(Format::kFp8);
+  product.use_weight(kFp8Rows);
   product.problem.fast_accum = fast_accum;
   const Scaling scaling = x_scaling_of(call.op, x_group_size);
   if (given) check_static_scale(call.op, *given, call.x, scaling);

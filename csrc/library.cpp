@@ -1,4 +1,5 @@
-// Every operator of qao: the table of contents. One line an op; docs/ops.md says what each argument means.
+// Every operator of qao: the table of contents. Products are tables of mm.cpp and scaled_mm.cpp, all others have a line
+// here; docs/ops.md says what each argument means.
 #include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 
@@ -22,25 +23,12 @@ void define_grouped(StableLibrary& m, const std::string& name, const std::string
 }
 
 void define(StableLibrary& m) {
-  m.def(
-      "int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features, int in_features, int "
-      "group_size) "
-      "-> Tensor");
+  for (const auto& table : {qao::products(), qao::scaled_products()}) {
+    for (const qao::Operator& product : table) m.def(product.schema);
+  }
   m.def(
       "add_rms_norm_int4_mm(Tensor x, Tensor? residual, Tensor? norm_weight, float eps, Tensor weight, Tensor scales, "
       "Tensor? bias, int out_features, int in_features, int group_size, bool gated) -> (Tensor, Tensor)");
-  m.def("int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor");
-  m.def("fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor");
-  m.def("int8_int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? weight_sums) -> Tensor");
-  m.def(
-      "int8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? weight_sums, int out_features, "
-      "int in_features, int group_size) -> Tensor");
-  m.def(
-      "fp8_fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? x_scale, int x_group_size, "
-      "bool fast_accum) -> Tensor");
-  m.def(
-      "fp8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features, int in_features, "
-      "int group_size) -> Tensor");
   define_grouped(m, "int4_grouped_mm", "int out_features, int in_features, int group_size");
   define_grouped(m, "int8_grouped_mm", "");
   define_grouped(m, "fp8_grouped_mm", "");
@@ -48,12 +36,6 @@ void define(StableLibrary& m) {
   define_grouped(m, "int8_int4_grouped_mm", "Tensor? weight_sums, int out_features, int in_features, int group_size");
   define_grouped(m, "fp8_fp8_grouped_mm", "Tensor? x_scale, int x_group_size, bool fast_accum");
   define_grouped(m, "fp8_int4_grouped_mm", "int out_features, int in_features, int group_size");
-  m.def(
-      "int8_scaled_mm(Tensor x, Tensor x_scales, Tensor? x_zeros, Tensor weight, Tensor scales, Tensor? bias, "
-      "Tensor? weight_sums, ScalarType out_dtype) -> Tensor");
-  m.def(
-      "fp8_scaled_mm(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, Tensor? bias, ScalarType out_dtype, "
-      "bool fast_accum) -> Tensor");
   m.def("int8_quantize(Tensor x, bool symmetric) -> (Tensor, Tensor, Tensor)");
   m.def("fp8_quantize(Tensor x, int group_size, Tensor? scale) -> (Tensor, Tensor)");
   m.def("add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps) -> (Tensor, Tensor)");
@@ -82,14 +64,10 @@ void define(StableLibrary& m) {
 
 // One implementation an op; it asks its tensors which device they are on.
 void implement(StableLibrary& m) {
-  qao::implement<"int4_mm", &qao::int4_mm_op>(m);
+  for (const auto& table : {qao::products(), qao::scaled_products()}) {
+    for (const qao::Operator& product : table) m.impl(product.name, product.call);
+  }
   qao::implement<"add_rms_norm_int4_mm", &qao::add_rms_norm_int4_mm_op>(m);
-  qao::implement<"int8_mm", &qao::int8_mm_op>(m);
-  qao::implement<"fp8_mm", &qao::fp8_mm_op>(m);
-  qao::implement<"int8_int8_mm", &qao::int8_int8_mm_op>(m);
-  qao::implement<"int8_int4_mm", &qao::int8_int4_mm_op>(m);
-  qao::implement<"fp8_fp8_mm", &qao::fp8_fp8_mm_op>(m);
-  qao::implement<"fp8_int4_mm", &qao::fp8_int4_mm_op>(m);
   qao::implement<"int4_grouped_mm", &qao::int4_grouped_mm_op>(m);
   qao::implement<"int8_grouped_mm", &qao::int8_grouped_mm_op>(m);
   qao::implement<"fp8_grouped_mm", &qao::fp8_grouped_mm_op>(m);
@@ -97,8 +75,6 @@ void implement(StableLibrary& m) {
   qao::implement<"int8_int4_grouped_mm", &qao::int8_int4_grouped_mm_op>(m);
   qao::implement<"fp8_fp8_grouped_mm", &qao::fp8_fp8_grouped_mm_op>(m);
   qao::implement<"fp8_int4_grouped_mm", &qao::fp8_int4_grouped_mm_op>(m);
-  qao::implement<"int8_scaled_mm", &qao::int8_scaled_mm_op>(m);
-  qao::implement<"fp8_scaled_mm", &qao::fp8_scaled_mm_op>(m);
   qao::implement<"int8_quantize", &qao::int8_quantize_op>(m);
   qao::implement<"fp8_quantize", &qao::fp8_quantize_op>(m);
   qao::implement<"add_rms_norm", &qao::add_rms_norm_op>(m);

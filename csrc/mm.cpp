@@ -1,12 +1,13 @@
-// The products: W, then x, then run.
+// The products, a function and a row of the table each: W, then x, then run.
 #include "fp8_operands.h"
 #include "ops.h"
 #include "product.h"
 
 namespace qao {
+namespace {
 
-Tensor int4_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                  int64_t out_features, int64_t in_features, int64_t group_size) {
+Tensor int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+               int64_t out_features, int64_t in_features, int64_t group_size) {
   Call call("int4_mm", x);
   Product product(call.op, call.x, weight, scales, bias);
   product.use_packed_weight(out_features, in_features, group_size);
@@ -14,34 +15,34 @@ Tensor int4_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, c
   return product.run();
 }
 
-Tensor int8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias) {
+Tensor int8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias) {
   Call call("int8_mm", x);
   Product product(call.op, call.x, weight, scales, bias);
-  product.use_weight(Format::kInt8);
+  product.use_weight(kInt8Rows);
   product.use_float_x(x);
   return product.run();
 }
 
-Tensor fp8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias) {
+Tensor fp8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias) {
   Call call("fp8_mm", x);
   Product product(call.op, call.x, weight, scales, bias);
-  product.use_weight(Format::kFp8);
+  product.use_weight(kFp8Rows);
   product.use_float_x(x);
   return product.run();
 }
 
-Tensor int8_int8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                       const std::optional<Tensor>& weight_sums) {
+Tensor int8_int8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                    const std::optional<Tensor>& weight_sums) {
   Call call("int8_int8_mm", x);
   Product product(call.op, call.x, weight, scales, bias, weight_sums);
-  product.use_weight(Format::kInt8);
+  product.use_weight(kInt8Rows);
   product.use_dynamic_x(x, Format::kInt8, Scaling::kRow);
   return product.run();
 }
 
-Tensor int8_int4_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                       const std::optional<Tensor>& weight_sums, int64_t out_features, int64_t in_features,
-                       int64_t group_size) {
+Tensor int8_int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                    const std::optional<Tensor>& weight_sums, int64_t out_features, int64_t in_features,
+                    int64_t group_size) {
   Call call("int8_int4_mm", x);
   Product product(call.op, call.x, weight, scales, bias, weight_sums);
   product.use_packed_weight(out_features, in_features, group_size);
@@ -49,14 +50,14 @@ Tensor int8_int4_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scal
   return product.run();
 }
 
-Tensor fp8_fp8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                     const std::optional<Tensor>& x_scale, int64_t x_group_size, bool fast_accum) {
+Tensor fp8_fp8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                  const std::optional<Tensor>& x_scale, int64_t x_group_size, bool fast_accum) {
   Call call("fp8_fp8_mm", x);
   Product product(call.op, call.x, weight, scales, bias);
   std::optional<Argument> given;
   if (x_scale) call.op.involve(&given.emplace("x_scale", *x_scale));
   call.op.involve("x_group_size", x_group_size);
-  product.use_weight(Format::kFp8);
+  product.use_weight(kFp8Rows);
   product.problem.fast_accum = fast_accum;
   const Scaling scaling = x_scaling_of(call.op, x_group_size);
   if (given) check_static_scale(call.op, *given, call.x, scaling);
@@ -64,8 +65,8 @@ Tensor fp8_fp8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales
   return product.run();
 }
 
-Tensor fp8_int4_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                      int64_t out_features, int64_t in_features, int64_t group_size) {
+Tensor fp8_int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                   int64_t out_features, int64_t in_features, int64_t group_size) {
   Call call("fp8_int4_mm", x);
   Product product(call.op, call.x, weight, scales, bias);
   product.use_packed_weight(out_features, in_features, group_size);
@@ -73,30 +74,24 @@ Tensor fp8_int4_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scale
   return product.run();
 }
 
-Tensor int8_scaled_mm_op(const Tensor& x, const Tensor& x_scales, const std::optional<Tensor>& x_zeros,
-                         const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                         const std::optional<Tensor>& weight_sums, torch::headeronly::ScalarType out_dtype) {
-  Call call("int8_scaled_mm", x);
-  Product product(call.op, call.x, weight, scales, bias, weight_sums);
-  const Argument scales_of_x("x_scales", x_scales);
-  call.op.involve(&scales_of_x);
-  std::optional<Argument> zeros;
-  if (x_zeros) call.op.involve(&zeros.emplace("x_zeros", *x_zeros));
-  product.use_weight(Format::kInt8);
-  product.use_scaled_x(x, Format::kInt8, scales_of_x, zeros ? &*zeros : nullptr, out_dtype);
-  return product.run();
-}
+constexpr Operator kProducts[] = {
+    operator_of<"int4_mm", int4_mm>("int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features, "
+                                    "int in_features, int group_size) -> Tensor"),
+    operator_of<"int8_mm", int8_mm>("int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor"),
+    operator_of<"fp8_mm", fp8_mm>("fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor"),
+    operator_of<"int8_int8_mm", int8_int8_mm>(
+        "int8_int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? weight_sums) -> Tensor"),
+    operator_of<"int8_int4_mm", int8_int4_mm>(
+        "int8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? weight_sums, int out_features, int "
+        "in_features, int group_size) -> Tensor"),
+    operator_of<"fp8_fp8_mm", fp8_fp8_mm>("fp8_fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? "
+                                          "x_scale, int x_group_size, bool fast_accum) -> Tensor"),
+    operator_of<"fp8_int4_mm", fp8_int4_mm>("fp8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int "
+                                            "out_features, int in_features, int group_size) -> Tensor"),
+};
 
-Tensor fp8_scaled_mm_op(const Tensor& x, const Tensor& x_scales, const Tensor& weight, const Tensor& scales,
-                        const std::optional<Tensor>& bias, torch::headeronly::ScalarType out_dtype, bool fast_accum) {
-  Call call("fp8_scaled_mm", x);
-  Product product(call.op, call.x, weight, scales, bias);
-  const Argument scales_of_x("x_scales", x_scales);
-  call.op.involve(&scales_of_x);
-  product.use_weight(Format::kFp8);
-  product.problem.fast_accum = fast_accum;
-  product.use_scaled_x(x, Format::kFp8, scales_of_x, nullptr, out_dtype);
-  return product.run();
-}
+}  // namespace
+
+std::span<const Operator> products() { return kProducts; }
 
 }  // namespace qao

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <exception>
+#include <string_view>
 
 #include "tensor.h"
 
@@ -25,6 +26,18 @@ void boxed(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
   } catch (const std::exception& error) {
     rethrow_named(name.text, error);
   }
+}
+
+// An operator of a table: what torch is told of it.
+struct Operator {
+  const char* name;
+  const char* schema;
+  void (*call)(StableIValue*, uint64_t, uint64_t);
+};
+template <OpName name, auto* function>
+consteval Operator operator_of(const char* schema) {
+  if (!std::string_view(schema).starts_with(name.text)) throw "the schema is of another operator";
+  return {name.text, schema, boxed<name, function>};
 }
 
 template <OpName name, auto* function>

@@ -4,32 +4,18 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <optional>
+#include <span>
 #include <tuple>
 #include <vector>
 
+#include "named.h"
 #include "tensor.h"
 
 namespace qao {
 
-// mm.cpp
-Tensor int4_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                  int64_t out_features, int64_t in_features, int64_t group_size);
-Tensor int8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias);
-Tensor fp8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias);
-Tensor int8_int8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                       const std::optional<Tensor>& weight_sums);
-Tensor int8_int4_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                       const std::optional<Tensor>& weight_sums, int64_t out_features, int64_t in_features,
-                       int64_t group_size);
-Tensor fp8_fp8_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                     const std::optional<Tensor>& x_scale, int64_t x_group_size, bool fast_accum);
-Tensor fp8_int4_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                      int64_t out_features, int64_t in_features, int64_t group_size);
-Tensor int8_scaled_mm_op(const Tensor& x, const Tensor& x_scales, const std::optional<Tensor>& x_zeros,
-                         const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                         const std::optional<Tensor>& weight_sums, torch::headeronly::ScalarType out_dtype);
-Tensor fp8_scaled_mm_op(const Tensor& x, const Tensor& x_scales, const Tensor& weight, const Tensor& scales,
-                        const std::optional<Tensor>& bias, torch::headeronly::ScalarType out_dtype, bool fast_accum);
+// mm.cpp, scaled_mm.cpp
+std::span<const Operator> products();
+std::span<const Operator> scaled_products();
 
 // grouped_mm.cpp
 Tensor int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,

@@ -27,12 +27,10 @@ bool Product::has_block_scales() const {
   return scales_.has_shape({(problem.n + kScaleBlock - 1) / kScaleBlock, problem.k_blocks()});
 }
 
-void Product::use_weight(Format format) {
-  problem.weight = format;
-  const bool typed = weight_.dtype() == int8_code() || (format == Format::kFp8 && weight_.dtype() == fp8_code());
-  op_.check(typed && weight_.dim() == 2 && weight_.size(0) >= 1 && weight_.size(1) >= 1,
-            format == Format::kInt8 ? "weight must be int8 of shape [N, K]"
-                                    : "weight must be float8_e4m3fn (or its bytes as int8) of shape [N, K]",
+void Product::use_weight(const RowMajor& rows) {
+  problem.weight = rows.format;
+  const bool typed = weight_.dtype() == int8_code() || weight_.dtype() == rows.dtype();
+  op_.check(typed && weight_.dim() == 2 && weight_.size(0) >= 1 && weight_.size(1) >= 1, rows.must_be,
             "Quantise the weight first");
   set_sizes(weight_.size(0), weight_.size(1));
   op_.check(scales_.dtype() == float32_code(), "scales must be float32", "Pass scales.float()");
@@ -41,8 +39,8 @@ void Product::use_weight(Format format) {
   } else if (scales_.numel() == 1) {
     problem.weight_scaling = Scaling::kTensor;
   } else {
-    op_.check(format == Format::kFp8 && has_block_scales(),
-              format == Format::kFp8
+    op_.check(rows.may_have_blocks && has_block_scales(),
+              rows.may_have_blocks
                   ? "scales must have shape [N], [1], or [ceil(N / 128), ceil(K / 128)] for blocks of 128 x 128"
                   : "scales must have shape [N] or [1]",
               "Check scales.shape against weight.shape");

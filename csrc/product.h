@@ -20,14 +20,25 @@ struct Call {
   const Argument x;
 };
 
+// A weight of eight bits, row-major [N, K].
+struct RowMajor {
+  Format format;
+  int32_t (*dtype)();    // torch's; a tensor of int8 may stand for its bytes
+  const char* must_be;   // what the weight must be
+  bool may_have_blocks;  // scales of 128 x 128
+};
+inline constexpr RowMajor kInt8Rows = {Format::kInt8, int8_code, "weight must be int8 of shape [N, K]", false};
+inline constexpr RowMajor kFp8Rows = {Format::kFp8, fp8_code,
+                                      "weight must be float8_e4m3fn (or its bytes as int8) of shape [N, K]", true};
+
 class Product {
  public:
   Product(Op& op, const Argument& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
           const std::optional<Tensor>& weight_sums = std::nullopt);
   Product(const Product&) = delete;  // op points to the arguments
 
-  // 1. W in eight bits: [N, K], one scale a row, one for all, or with fp8 one a block of 128 x 128; or packed.
-  void use_weight(Format format);
+  // 1. W in eight bits: one scale a row, one for all, or one a block; or packed.
+  void use_weight(const RowMajor& rows);
   void use_packed_weight(int64_t out_features, int64_t in_features, int64_t group_size);
 
   // 2. x as the tensor cores take it; in eight bits with its scales; in a float dtype, to be quantised by the product

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EVERY_PAGE = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "kernels").rglob("*.md"))]
 OPS_PAGE = ROOT / "docs" / "ops.md"
-OPS = sorted(set(re.findall(r'implement<"(\w+)"', (ROOT / "csrc" / "library.cpp").read_text())))
+OPS = sorted(s.name.removeprefix("qao::") for s in torch._C._jit_get_all_schemas() if s.name.startswith("qao::"))
 assert "int4_mm" in OPS
 
 _BLOCK = re.compile(

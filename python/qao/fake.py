@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .gradients import DENSE
+
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 TILE_N, TILE_K, TILE_BYTES = 16, 64, 512  # of a packed int4 weight; checked against the C++ layout by the tests
@@ -70,12 +72,19 @@ def _groups(k: int, group_size: int) -> int:
     return 1 if group_size <= 0 else (k + group_size - 1) // group_size  # a bad one is refused when the op runs
 
 
-@_register("int4_mm")
-@_register("fp8_int4_mm")
-def _(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, in_features: int, group_size: int
-) -> Tensor:
-    return _like_x(x, out_features)
+def _register_product(operator: Any) -> None:
+    """y [..., N] of a product: its sizes and dtype are those arguments of the schema that say so, or W's and x's."""
+    names = [argument.name for argument in operator._schema.arguments]
+    rows, dtype = (names.index(name) if name in names else None for name in ("out_features", "out_dtype"))
+
+    @_register(operator._schema.name.removeprefix("qao::"))
+    def _(*given: Any) -> Tensor:
+        x, n = given[0], given[names.index("weight")].shape[0] if rows is None else given[rows]
+        return _like_x(x, n, None if dtype is None else given[dtype])
+
+
+for _product in (*DENSE, torch.ops.qao.int8_scaled_mm.default, torch.ops.qao.fp8_scaled_mm.default):
+    _register_product(_product)
 
 
 @_register("add_rms_norm_int4_mm")
@@ -93,44 +102,6 @@ def _(
     gated: bool,
 ) -> tuple[Tensor, Tensor]:
     return _like_x(x, out_features // 2 if gated else out_features), _like_x(x, x.shape[-1])
-
-
-@_register("int8_mm")
-@_register("fp8_mm")
-def _(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    return _like_x(x, weight.shape[0])
-
-
-@_register("int8_int8_mm")
-def _(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, weight_sums: Tensor | None) -> Tensor:
-    return _like_x(x, weight.shape[0])
-
-
-@_register("int8_int4_mm")
-def _(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    weight_sums: Tensor | None,
-    out_features: int,
-    in_features: int,
-    group_size: int,
-) -> Tensor:
-    return _like_x(x, out_features)
-
-
-@_register("fp8_fp8_mm")
-def _(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
-    x_group_size: int,
-    fast_accum: bool,
-) -> Tensor:
-    return _like_x(x, weight.shape[0])
 
 
 @_register("int4_grouped_mm")
@@ -162,33 +133,6 @@ def _(
     *rest: Any,
 ) -> Tensor:
     return _rows(x, row_index, weight.shape[1])
-
-
-@_register("int8_scaled_mm")
-def _(
-    x: Tensor,
-    x_scales: Tensor,
-    x_zeros: Tensor | None,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    weight_sums: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return _like_x(x, weight.shape[0], out_dtype)
-
-
-@_register("fp8_scaled_mm")
-def _(
-    x: Tensor,
-    x_scales: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    return _like_x(x, weight.shape[0], out_dtype)
 
 
 @_register("int8_quantize")

@@ -53,15 +53,15 @@ def _of_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> T
     return dequantize_fp8(weight, scales, dtype)
 
 
-# An operator, and its W from (weight, scales, dtype, *rest).
+# W from (weight, scales, dtype, *rest), by the word that ends the names of its products.
+_DENSE = {"int4": _of_int4, "int8": _of_int8, "fp8": _of_fp8}
+
+# Every product <weight>_mm, and those of an x of eight bits, <x>_<weight>_mm; with the W of each.
 DENSE: dict[Any, Callable[..., Tensor]] = {
-    _qao.int4_mm.default: _of_int4,
-    _qao.int8_mm.default: _of_int8,
-    _qao.fp8_mm.default: _of_fp8,
-    _qao.int8_int8_mm.default: _of_int8,
-    _qao.int8_int4_mm.default: _of_int4,
-    _qao.fp8_fp8_mm.default: _of_fp8,
-    _qao.fp8_int4_mm.default: _of_int4,
+    getattr(_qao, name).default: dense
+    for weight, dense in _DENSE.items()
+    for name in (f"{weight}_mm", f"int8_{weight}_mm", f"fp8_{weight}_mm")
+    if hasattr(_qao, name)
 }
 
 # ---- eager -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,47 @@
+// Products of an x that is in eight bits already.
+#include "ops.h"
+#include "product.h"
+
+namespace qao {
+namespace {
+
+Tensor int8_scaled_mm(const Tensor& x, const Tensor& x_scales, const std::optional<Tensor>& x_zeros,
+                      const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& weight_sums, torch::headeronly::ScalarType out_dtype) {
+  Call call("int8_scaled_mm", x);
+  Product product(call.op, call.x, weight, scales, bias, weight_sums);
+  const Argument scales_of_x("x_scales", x_scales);
+  call.op.involve(&scales_of_x);
+  std::optional<Argument> zeros;
+  if (x_zeros) call.op.involve(&zeros.emplace("x_zeros", *x_zeros));
+  product.use_weight(kInt8Rows);
+  product.use_scaled_x(x, Format::kInt8, scales_of_x, zeros ? &*zeros : nullptr, out_dtype);
+  return product.run();
+}
+
+Tensor fp8_scaled_mm(const Tensor& x, const Tensor& x_scales, const Tensor& weight, const Tensor& scales,
+                     const std::optional<Tensor>& bias, torch::headeronly::ScalarType out_dtype, bool fast_accum) {
+  Call call("fp8_scaled_mm", x);
+  Product product(call.op, call.x, weight, scales, bias);
+  const Argument scales_of_x("x_scales", x_scales);
+  call.op.involve(&scales_of_x);
+  product.use_weight(kFp8Rows);
+  product.problem.fast_accum = fast_accum;
+  product.use_scaled_x(x, Format::kFp8, scales_of_x, nullptr, out_dtype);
+  return product.run();
+}
+
+constexpr Operator kProducts[] = {
+    operator_of<"int8_scaled_mm", int8_scaled_mm>(
+        "int8_scaled_mm(Tensor x, Tensor x_scales, Tensor? x_zeros, Tensor weight, Tensor scales, Tensor? bias, "
+        "Tensor? weight_sums, ScalarType out_dtype) -> Tensor"),
+    operator_of<"fp8_scaled_mm", fp8_scaled_mm>(
+        "fp8_scaled_mm(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, Tensor? bias, ScalarType out_dtype, "
+        "bool fast_accum) -> Tensor"),
+};
+
+}  // namespace
+
+std::span<const Operator> scaled_products() { return kProducts; }
+
+}  // namespace qao
