@@ -49,6 +49,11 @@ constexpr const char* name_of(Format format) {
 constexpr Format kFormats[] = {Format::kFloat, Format::kInt8, Format::kFp8, Format::kInt4};
 constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
 
+// Weights of four bits are packed, with parameters of groups along K. All others are row-major bytes.
+constexpr bool is_packed(Format weight) { return weight == Format::kInt4; }
+// Whether W may have a scale for each block of 128 x 128, which kernels then apply along K.
+constexpr bool may_have_blocks(Format weight) { return weight == Format::kFp8; }
+
 // What shares a scale: the whole matrix, each row of it, or each block: 1 x 128 of an activation, 128 x 128 of a
 // weight.
 enum class Scaling : int { kTensor = 0, kRow = 1, kBlock = 2 };

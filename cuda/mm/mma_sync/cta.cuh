@@ -24,7 +24,7 @@ namespace qao::mm::mma_sync {
 template <typename Product, typename Tile, bool quantizes>
 struct Cta {
   static constexpr OperandBytes kOperands{quantizes ? 0 : Product::kXBytes, Product::kWeight};
-  static constexpr bool kInt4Weight = Product::kWeight == Format::kInt4, kFp8Weight = Product::kWeight == Format::kFp8;
+  static constexpr bool kInt4Weight = is_packed(Product::kWeight), kBlocks = may_have_blocks(Product::kWeight);
   static constexpr int kStageBytes = Tile::stage_bytes(kOperands), kStageDistance = Tile::kWarpsK * kStageBytes;
   static constexpr int kXAt = Tile::weight_bytes(kOperands), kWeightParametersAt = kXAt + Tile::x_bytes(kOperands),
                        kTokenParametersAt = kWeightParametersAt + kOperands.weight_parameters(Tile::kRowTiles);
@@ -162,7 +162,7 @@ struct Cta {
 
   __device__ __forceinline__ void fetch_weight(uint32_t to) const {
     const int columns = columns_left();
-    if constexpr (kFp8Weight) {
+    if constexpr (kBlocks) {
       if (p.block_scales != nullptr && slice_thread < row_tiles) {
         const int64_t block = (row_tile0 + slice_thread) * kTileN / kScaleBlock;
         ptx::cp_async_4(to + kWeightParametersAt + slice_thread * 4, p.block_scales + block * p.k_tiles + k_tile);
@@ -188,7 +188,7 @@ struct Cta {
     }
     if constexpr (kInt4Weight) {
       fetch_sums(to.tokens);
-    } else if constexpr (kFp8Weight && Product::kXBytes == 1) {
+    } else if constexpr (kBlocks && Product::kXBytes == 1) {
       if (p.block_scales == nullptr) return;
       for (int token = slice_thread; token < tokens; token += Tile::kSliceThreads) {
         ptx::cp_async_4(to.tokens + token * 4, p.x_block_scales + (token0 + token) * p.k_tiles + k_tile);

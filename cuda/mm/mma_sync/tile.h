@@ -16,17 +16,17 @@ struct OperandBytes {
   int x_bytes;
   Format weight;
 
-  constexpr int weight_tile() const { return kTileN * kTileK / (weight == Format::kInt4 ? 2 : 1); }
+  constexpr int weight_tile() const { return kTileN * kTileK / (is_packed(weight) ? 2 : 1); }
   // Scales and zero points of 16 rows; of an fp8 weight the scale of their block. Behind them are the tokens', which
   // are read two at once.
   constexpr int weight_parameters(int row_tiles) const {
-    if (weight == Format::kInt4) return row_tiles * kMaxGroups * 2 * kTileN * 4;
-    return weight == Format::kFp8 ? (row_tiles + 1) / 2 * 8 : 0;
+    if (is_packed(weight)) return row_tiles * kMaxGroups * 2 * kTileN * 4;
+    return may_have_blocks(weight) ? (row_tiles + 1) / 2 * 8 : 0;
   }
   // Of tokens: sums of x for the zero points; with an fp8 weight, scales of blocks of x.
   constexpr int token_parameters(int tokens) const {
     if (x_bytes == 0) return 0;
-    return weight == Format::kInt4 ? kMaxGroups * tokens * 4 : weight == Format::kFp8 && x_bytes == 1 ? tokens * 4 : 0;
+    return is_packed(weight) ? kMaxGroups * tokens * 4 : may_have_blocks(weight) && x_bytes == 1 ? tokens * 4 : 0;
   }
 };
 

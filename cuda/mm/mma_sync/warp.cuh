@@ -8,8 +8,8 @@ namespace qao::mm::mma_sync {
 
 constexpr int kSteps = kTileK / 32;  // k-steps of a K-tile
 
-// One warp of a CTA. int8 W is summed by the tensor cores over all of K, exactly (int32) or about as float32 does;
-// otherwise products of a K-tile or a group are added to float32 sums, with what scales there are.
+// One warp of a CTA. W without scales along K is summed by the tensor cores over all of K, exactly (int32) or about as
+// float32 does; otherwise products of a K-tile or a group are added to float32 sums, with what scales there are.
 template <typename X, typename W, typename Tile, bool quantizes>
 struct Warp {
   using Product = mma_sync::Product<X, W>;
@@ -19,7 +19,8 @@ struct Warp {
   static constexpr bool kLosesNan = mma_sync::kLosesNan<X, W> && !kScalesX;
   using KTile = typename Cta::KTile;
   using Value = typename Product::Sum;
-  static constexpr bool kFolds = Product::kWeight != Format::kInt8;  // always; else only the parts of a float32 x
+  static constexpr bool kPacked = is_packed(Product::kWeight), kBlocks = may_have_blocks(Product::kWeight);
+  static constexpr bool kFolds = kPacked || kBlocks;  // always; else only the parts of a float32 x
 
   Cta& cta;
   typename Cta::template Sums<Value> product;
@@ -62,7 +63,7 @@ struct Warp {
   // The operand of k-step `step` of row tile i.
   __device__ __forceinline__ void load_weight(uint32_t stage, int step, int i, uint32_t (&a)[Product::kMmas][4]) {
     const int row_tile = i * Tile::kWarpsN + cta.warp_n;
-    if constexpr (Product::kWeight == Format::kInt4) {
+    if constexpr (kPacked) {
       const uint2 words = ptx::load_shared_8(stage + row_tile * Cta::kWeightTileBytes + step / 2 * int4::kTileBytes +
                                              cta.lane * 16 + step % 2 * 8);
       Product::weight({words.x, words.y}, a);
@@ -208,14 +209,14 @@ struct Warp {
 
   template <int tile_groups>
   __device__ __forceinline__ void multiply_k_tile(const KTile& tile, int k_tile) {
-    if constexpr (Product::kWeight == Format::kInt8) {
+    if constexpr (!kFolds) {
       multiply<0, kSteps>(tile);
       // The tensor cores truncate long sums, which a float32 y (x in parts) would show and a 16-bit one does not.
       if (Product::kXBytes == 2 && cta.p.parts > 1) {
         fold_block(tile);
         clear_product();
       }
-    } else if constexpr (Product::kWeight == Format::kFp8) {
+    } else if constexpr (kBlocks) {
       clear_product();
       multiply<0, kSteps>(tile);
       fold_block(tile);
@@ -301,7 +302,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) mm_kernel(co
   for (int pass = 0, passes = cta.passes(); pass < passes; ++pass) {
     const typename Warp::Cta::EarlyRows rows(cta, pass);
     warp.clear();
-    if (Warp::Product::kWeight != Format::kInt4 || p.tile_groups == 1) {
+    if (!Warp::kPacked || p.tile_groups == 1) {
       warp.template walk<1>(step, stage_now, stage_ahead);
     } else if (p.tile_groups == 2) {
       warp.template walk<2>(step, stage_now, stage_ahead);
