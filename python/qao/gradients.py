@@ -41,28 +41,20 @@ def dequantize_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor
     return (weight.view(torch.float8_e4m3fn).float() * scales).to(dtype)
 
 
-def _of_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
+def dense_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
     return _qao.dequantize_int4.default(weight, scales, *rest[-3:], dtype)  # type: ignore[no-any-return]
 
 
-def _of_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
+def dense_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
     return dequantize_int8(weight, scales, dtype)
 
 
-def _of_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
+def dense_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
     return dequantize_fp8(weight, scales, dtype)
 
 
-# W from (weight, scales, dtype, *rest), by the word that ends the names of its products.
-_DENSE = {"int4": _of_int4, "int8": _of_int8, "fp8": _of_fp8}
-
-# Every product <weight>_mm, and those of an x of eight bits, <x>_<weight>_mm; with the W of each.
-DENSE: dict[Any, Callable[..., Tensor]] = {
-    getattr(_qao, name).default: dense
-    for weight, dense in _DENSE.items()
-    for name in (f"{weight}_mm", f"int8_{weight}_mm", f"fp8_{weight}_mm")
-    if hasattr(_qao, name)
-}
+# The products, and W of each from (weight, scales, dtype, *rest): ``differentiable`` adds them.
+DENSE: dict[Any, Callable[..., Tensor]] = {}
 
 # ---- eager -----------------------------------------------------------------------------------------------------------
 
@@ -213,7 +205,13 @@ def _traced_product(operator: Any) -> Any:
 
 
 _library = torch.library.Library("qao_with_grad", "FRAGMENT")
-TRACED: dict[Any, Any] = {operator: _traced_product(operator) for operator in DENSE}
+TRACED: dict[Any, Any] = {}
+
+
+def differentiable(operator: Any, dense: Callable[..., Tensor]) -> Any:
+    """Makes a product known to all that knows of products, with W from (weight, scales, dtype, *rest); returns it."""
+    DENSE[operator], TRACED[operator] = dense, _traced_product(operator)
+    return operator
 
 
 def product(

@@ -33,10 +33,10 @@ from .gradients import DENSE, _library, traced, transformed
 
 _qao = torch.ops.qao
 
-# An operator, and W [N, K] of one expert from (weight, scales, dtype, *rest).
+# The operators that products have for experts, and W [N, K] of one expert from (weight, scales, dtype, *rest).
+_NAMES = {op._schema.name.removeprefix("qao::").removesuffix("mm") + "grouped_mm": w for op, w in DENSE.items()}
 GROUPED: dict[Any, Callable[..., Tensor]] = {
-    getattr(_qao, operator._schema.name.removeprefix("qao::").removesuffix("mm") + "grouped_mm").default: dense
-    for operator, dense in DENSE.items()
+    getattr(_qao, name).default: dense for name, dense in _NAMES.items() if hasattr(_qao, name)
 }
 _BY_NAME = {operator._schema.name: dense for operator, dense in GROUPED.items()}
 

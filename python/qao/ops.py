@@ -55,10 +55,21 @@ def _load() -> None:
 
 _load()
 
-from . import fake, transforms  # noqa: E402, F401  # they register; the operators must be there
+from .gradients import dense_fp8, dense_int4, dense_int8, differentiable  # noqa: E402  # the operators must be there
 from .gradients import dequantize_fp8 as dequantize_fp8  # noqa: E402
 from .gradients import dequantize_int8 as dequantize_int8  # noqa: E402
 from .gradients import product as product  # noqa: E402
+
+# What layers call ``product`` with. The imports below look through these.
+INT4 = differentiable(torch.ops.qao.int4_mm.default, dense_int4)
+INT8 = differentiable(torch.ops.qao.int8_mm.default, dense_int8)
+FP8 = differentiable(torch.ops.qao.fp8_mm.default, dense_fp8)
+INT8_INT8 = differentiable(torch.ops.qao.int8_int8_mm.default, dense_int8)
+INT8_INT4 = differentiable(torch.ops.qao.int8_int4_mm.default, dense_int4)
+FP8_FP8 = differentiable(torch.ops.qao.fp8_fp8_mm.default, dense_fp8)
+FP8_INT4 = differentiable(torch.ops.qao.fp8_int4_mm.default, dense_int4)
+
+from . import fake, transforms  # noqa: E402, F401  # they register
 from .grouped import (  # noqa: E402, F401
     fp8_fp8_grouped_mm,
     fp8_grouped_mm,
@@ -95,15 +106,6 @@ EMBEDDINGS: dict[str, Callable[..., Tensor]] = {
     "int4": int4_embedding,
     "int8": int8_embedding,
 }
-
-# What layers call ``product`` with.
-INT4 = torch.ops.qao.int4_mm.default
-INT8 = torch.ops.qao.int8_mm.default
-FP8 = torch.ops.qao.fp8_mm.default
-INT8_INT8 = torch.ops.qao.int8_int8_mm.default
-INT8_INT4 = torch.ops.qao.int8_int4_mm.default
-FP8_FP8 = torch.ops.qao.fp8_fp8_mm.default
-FP8_INT4 = torch.ops.qao.fp8_int4_mm.default
 
 # ---- products: as the raw operators, and differentiable --------------------------------------------------------------
 
