@@ -37,6 +37,12 @@ def test_attributes_are_what_was_given() -> None:
     assert (given.n, given.has_bias, given.x_aligned) == (0, False, True)
 
 
+@pytest.mark.parametrize("capability", GPUS)
+def test_formats_without_a_kernel_are_refused(capability: int) -> None:
+    with pytest.raises(RuntimeError, match="no CUDA kernel multiplies x in int8 by W in fp8"):
+        host.plan(host.Problem(m=64, n=4096, k=4096, x="int8", weight="fp8"), gpu(capability))
+
+
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="x_dtype 'int8' is not one of float32, float16, bfloat16"):
         host.Problem(x_dtype="int8")

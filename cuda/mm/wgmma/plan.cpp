@@ -182,8 +182,9 @@ void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* pl
   if (problem.quantizes_x) plan->quantizer = "more than a few tokens";
 }
 
-// What the body cannot read or add up; null if it can.
+// What the body cannot multiply, read or add up; null if it can.
 const char* unfit(const Problem& problem) {
+  if (!has_kernels(problem)) return "wgmma has no kernel for these formats";
   if (!problem.x_aligned && !problem.quantizes_x && !is_split(problem))
     return "the copy engine needs x aligned to 16 bytes";
   if (problem.weight != Format::kInt4 && !problem.weight_aligned) {
