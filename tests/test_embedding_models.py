@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import qao
 import torch
 from qao import QuantEmbedding, QuantLinear, quantize_
 from test_models import (
@@ -90,6 +91,19 @@ def test_quantised_embeddings_are_tied_again(build: Callable[[], nn.Module], tmp
     numbers = [name for name, value in saved.items() if value.shape == embed.qweight.shape]
     assert sum(torch.equal(saved[name], embed.qweight) for name in numbers) == 1
     assert type(model)._tied_weights_keys == classes == type(make(build, "cpu"))._tied_weights_keys
+
+
+def test_a_checkpoint_whose_head_alone_has_sums_of_rows(tmp_path: Any) -> None:
+    """Asymmetric activations ask them of the head; the embedding shares its weight and has none."""
+    scheme = qao.Int8DynamicActivationInt8Weight(symmetric_activations=False)
+    model = make(llama_tied, "cpu")
+    quantize_(model, scheme, embeddings=True)
+    arguments = inputs(llama_tied, "cpu")
+    expected = logits(model, arguments)
+    model.save_pretrained(tmp_path)
+    loaded = qao.from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded, arguments), expected)
+    assert loaded.get_input_embeddings().qweight is loaded.get_output_embeddings().qweight
 
 
 def test_generation_with_quantised_embeddings(device: str) -> None:

@@ -128,11 +128,10 @@ bool supports(const Kernel& kernel, const Problem& p, Features features) {
 }
 
 // The first row for each pair of formats: a choice takes less time than walking the rows of the others would.
-constexpr int kFormats = 4;
 constexpr auto kFirst = [] {
-  std::array<std::array<uint8_t, kFormats>, kFormats> first{};
-  for (int x = 0; x < kFormats; ++x) {
-    for (int w = 0; w < kFormats; ++w) {
+  std::array<std::array<uint8_t, kFormatCount>, kFormatCount> first{};
+  for (int x = 0; x < kFormatCount; ++x) {
+    for (int w = 0; w < kFormatCount; ++w) {
       while (!serves(kKernels[first[x][w]], Format{x}, Format{w})) ++first[x][w];
     }
   }

@@ -58,6 +58,11 @@ class QuantizedLayer:
             raise CheckpointError(f"{self.name}: {error}") from error
         return {name: tensor for name, tensor in packed.tensors().items() if tensor is not None}
 
+    def meta(self) -> dict[str, Tensor]:
+        """What ``pack`` returns, on meta: shapes and dtypes of tensors that need not be read for it."""
+        packed = self.scheme.empty(self.out_features, self.in_features, dtype=torch.float32, device="meta")
+        return {name: tensor for name, tensor in packed.tensors().items() if tensor is not None}
+
 
 class LazyTensor:
     """A tensor that is read when it is asked for: ``load()``, or ``[...]`` for a part of it."""
@@ -128,7 +133,7 @@ class _StateDict(Mapping[str, LazyTensor]):
         self._tensors: dict[str, LazyTensor] = {}
         for layer in checkpoint.layers.values():
             once = _Once(layer)
-            for name, meta in once.meta().items():
+            for name, meta in layer.meta().items():
                 load = _bound(once.take, name)
                 self._tensors[f"{layer.name}.{name}".lstrip(".")] = LazyTensor(tuple(meta.shape), meta.dtype, load)
         for name in checkpoint.others:
@@ -153,11 +158,6 @@ class _Once:
         self._layer = layer
         self._left: dict[str, Tensor] = {}
         self._lock = threading.Lock()
-
-    def meta(self) -> dict[str, Tensor]:
-        layer = self._layer
-        packed = layer.scheme.empty(layer.out_features, layer.in_features, dtype=torch.float32, device="meta")
-        return {name: tensor for name, tensor in packed.tensors().items() if tensor is not None}
 
     def take(self, name: str) -> Tensor:
         with self._lock:

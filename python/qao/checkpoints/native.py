@@ -37,6 +37,10 @@ class NativeLayer(QuantizedLayer):
     """A layer that is packed already: ``pack`` reads its tensors as they are."""
 
     stored: Callable[[], dict[str, Tensor]] = dict
+    parts: tuple[str, ...] = ()  # names of what it returns
+
+    def meta(self) -> dict[str, Tensor]:
+        return {part: tensor for part, tensor in super().meta().items() if part in self.parts}
 
     def pack(self) -> dict[str, Tensor]:
         return self.stored()
@@ -54,10 +58,10 @@ def read(files: TensorFiles) -> list[QuantizedLayer]:
         raise files.error("header", f"its aliases are no JSON: {error}") from error
     for name, stored in Settings(aliases, f"{files.directory}: aliases"):
         files.alias(name, stored)
-    return list(_layers(files))
+    return list(_layers(files, set(aliases.values())))
 
 
-def _layers(files: TensorFiles) -> Iterator[QuantizedLayer]:
+def _layers(files: TensorFiles, shared: set[str]) -> Iterator[QuantizedLayer]:
     for key in files.names:
         if key != marker.MARKER and not key.endswith("." + marker.MARKER):
             continue
@@ -78,6 +82,8 @@ def _layers(files: TensorFiles) -> Iterator[QuantizedLayer]:
             scheme = replace(scheme, scale_dtype=files.dtype(scales))
         expected = scheme.empty(n, k, dtype=found.dtype, device="meta").tensors()
         parts = {part: prefix + part for part, tensor in expected.items() if tensor is not None}
+        if prefix + "qweight" in shared and prefix + "weight_sums" not in files:  # an embedding; the head has them
+            parts.pop("weight_sums", None)
         for part, name in parts.items():
             wanted = expected[part]
             assert wanted is not None
@@ -85,7 +91,7 @@ def _layers(files: TensorFiles) -> Iterator[QuantizedLayer]:
         keys = (key, *parts.values(), *(name for name in [prefix + marker.TRIPWIRE] if name in files))
         stored = partial(_stored, files, parts)
         plain = partial(_plain, stored, scheme, n, k)
-        yield NativeLayer(prefix.removesuffix("."), scheme, n, k, keys, plain, stored=stored)
+        yield NativeLayer(prefix.removesuffix("."), scheme, n, k, keys, plain, stored=stored, parts=tuple(parts))
 
 
 def _stored(files: TensorFiles, parts: dict[str, str]) -> dict[str, Tensor]:
