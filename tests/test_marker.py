@@ -66,7 +66,7 @@ def test_what_is_no_scheme(content: dict[str, object], message: str) -> None:
 @every_scheme
 def test_the_marker_names_scheme_sizes_and_dtype(kind: type[qao.Scheme]) -> None:
     found = marker.decode(make(kind).state_dict()["0.pip_install_qao"])
-    assert found == (kind().to_dict(), 40, 96, torch.bfloat16)
+    assert found == (kind().to_dict(), 40, 96, torch.bfloat16, None)
 
 
 def changed(**fields: object) -> Tensor:

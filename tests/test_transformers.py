@@ -243,8 +243,11 @@ def test_experts_that_the_model_holds_in_one_tensor(native: Path, tmp_path: Path
         for name in [name for name in tensors if name.startswith(old)]:
             tensors[name.replace(old, new)] = tensors.pop(name)
 
+    path = rewritten(native, tmp_path / "x", rename)
+    config = path / "config.json"
+    config.write_text(config.read_text().replace("layers.0.mlp.up_proj", "layers.0.mlp.experts.0.up_proj"))
     with pytest.raises(ValueError, match="experts.0.up_proj: .* quantised experts one by one"):
-        qao.from_pretrained(rewritten(native, tmp_path / "x", rename))
+        qao.from_pretrained(path)
 
 
 def test_of_gptq(floats: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from .calibration import calibrate
 from .checkpoint import load, save
 from .dequantize import dequantize_
 from .embedding import QuantEmbedding
+from .experts import QuantExperts
 from .explain import Explanation, explain
 from .formats import PackedWeight, Scheme
 from .integrations.config import QaoConfig
@@ -46,6 +47,7 @@ __all__ = [
     "PackedWeight",
     "QaoConfig",
     "QuantEmbedding",
+    "QuantExperts",
     "QuantLinear",
     "Report",
     "Row",

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from .embedding import rename_ties
+from .experts import QuantExperts, QuantProjection
 from .integrations import registration
 from .packed import PackedModule, Sharded, attached
 
@@ -14,10 +15,10 @@ def dequantize_(model: nn.Module) -> nn.Module:
     """Replaces every quantised layer of ``model`` by a float one of the weight it multiplies with, in place.
 
     A QuantLinear becomes an nn.Linear in its dtype (or the Conv1D of transformers that it was), a QuantEmbedding an
-    nn.Embedding. Models of transformers and diffusers are saved as float models again. Modules and weights that are
-    shared stay shared. What quantising rounded stays rounded, and activations are no longer quantised. All parameters
-    start frozen, as they were. Should it stop in the middle (Ctrl-C, out of memory), every layer is either as it was or
-    in floats, and calling it again does the rest.
+    nn.Embedding, QuantExperts the fused experts they were. Models of transformers and diffusers are saved as float
+    models again. Modules and weights that are shared stay shared. What quantising rounded stays rounded, and
+    activations are no longer quantised. All parameters start frozen, as they were. Should it stop in the middle
+    (Ctrl-C, out of memory), every layer is either as it was or in floats, and calling it again does the rest.
 
     Returns:
         ``model``.
@@ -39,9 +40,12 @@ def dequantize_(model: nn.Module) -> nn.Module:
             )
         if reason := attached(layer):
             raise ValueError(f"dequantize_: {name}: {reason}. The model is unchanged.")
+    experts = [module for module in model.modules() if isinstance(module, QuantExperts)]
     places = [(parent, key, child) for parent in model.modules() for key, child in parent._modules.items()]
     units: dict[tuple[nn.Parameter, torch.dtype], list[PackedModule]] = {}  # layers of one weight
     for layer in layers:
+        if isinstance(layer, QuantProjection):
+            continue
         units.setdefault((layer.qweight, layer.dtype), []).append(layer)
     try:
         for unit in units.values():
@@ -53,6 +57,11 @@ def dequantize_(model: nn.Module) -> nn.Module:
             for parent, attribute, child in places:
                 if child in floats:
                     setattr(parent, attribute, floats[child])
+        for some in experts:
+            made = some.to_float()
+            for parent, attribute, child in places:
+                if child is some:
+                    setattr(parent, attribute, made)
     finally:
         rename_ties(model)
     registration.detach(model)

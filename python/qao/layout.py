@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from . import fused
 from .embedding import QuantEmbedding, is_embedding, rename_ties
 from .embedding import obstacle as obstacle_of_embedding
+from .experts import QuantExperts, projections_of
 from .formats import Int4Weight, Scheme
 from .linear import QuantLinear, class_of_linear, is_linear, linear_weight, obstacle
 from .packed import PackedModule
@@ -58,9 +61,12 @@ def make_room(
             replace, or one of other sizes. The model is unchanged.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    successors: dict[int, PackedModule] = {}  # by the id of the module that is replaced
+    successors: dict[int, nn.Module] = {}  # by the id of the module that is replaced
     owners: dict[tuple[int, Scheme], PackedModule] = {}  # by the id of its float weight
-    for name, scheme in schemes.items():
+    plain, experts = _apart(schemes, modules)
+    for name, parts in experts.items():
+        successors[id(modules[name])] = _empty_experts(name, modules[name], parts, sizes or {}, dtypes or {})
+    for name, scheme in plain.items():
         module = modules.get(name)
         if module is None:
             raise ValueError(f"{name}: the checkpoint has a quantised layer here, and {type(model).__name__} no module")
@@ -82,6 +88,54 @@ def make_room(
     if any(isinstance(made, QuantEmbedding) for made in successors.values()):
         rename_ties(model)
     return done
+
+
+def _apart(
+    schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Module]
+) -> tuple[dict[str, Scheme], dict[str, dict[str, Scheme]]]:
+    """Those of whole layers; and by the names of experts those of their projections, "up" and "down"."""
+    plain: dict[str, Scheme] = {}
+    experts: dict[str, dict[str, Scheme]] = {}
+    for name, scheme in schemes.items():
+        parent, _, key = name.rpartition(".")
+        owner = modules.get(parent)
+        if owner is not None and (fused.is_fused(owner) or isinstance(owner, QuantExperts)):
+            experts.setdefault(parent, {})[key] = scheme
+        else:
+            plain[name] = scheme
+    return plain, experts
+
+
+def _empty_experts(
+    name: str,
+    module: nn.Module,
+    schemes: Mapping[str, Scheme],
+    sizes: Mapping[str, tuple[int, int]],
+    dtypes: Mapping[str, torch.dtype],
+) -> QuantExperts:
+    quantised = isinstance(module, QuantExperts)
+    origin: Any = module.skeleton() if isinstance(module, QuantExperts) else module
+    reason = None if quantised else fused.obstacle(origin, "cpu")
+    if sorted(schemes) != ["down", "up"] or reason is not None:
+        raise ValueError(
+            f"{name}: the checkpoint has quantised experts here, which cannot be replaced: "
+            f"{reason or 'up and down are quantised together, and it has ' + ', '.join(schemes)}"
+        )
+    packed = {}
+    for part, key in zip(("up", "down"), projections_of(origin), strict=True):
+        weight = origin._parameters[key]
+        count, n, k = (weight.mT if origin.is_transposed else weight).shape
+        given = sizes.get(f"{name}.{part}", (n, k))
+        if tuple(given) != (n, k):
+            raise ValueError(
+                f"{name}.{part}: the checkpoint has weights {list(given)} here, and the model {[n, k]}: another model?"
+            )
+        dtype = dtypes.get(f"{name}.{part}", weight.dtype)
+        packed[key] = schemes[part], schemes[part].empty(n, k, dtype=dtype, device="meta", experts=count)
+    made = fused.assemble(origin, packed)
+    for part, projection in (("up", made.up), ("down", made.down)):
+        projection.dtype = dtypes.get(f"{name}.{part}", projection.dtype)
+    return made
 
 
 def undo(done: Undo) -> None:

@@ -194,7 +194,7 @@ class QuantLinear(PackedModule):
         """The layer that takes the place of ``linear``, with a weight that ``pack`` made."""
         weight = linear_weight(linear)
         out_features, in_features = weight.shape
-        bias = _kernel_bias(linear._parameters["bias"], packed.qweight.device)
+        bias = kernel_bias(linear._parameters["bias"], packed.qweight.device)
         made = cls(in_features, out_features, scheme, packed, bias, weight.dtype).train(linear.training)
         made.stands_for = class_of_linear(linear)
         return made
@@ -223,7 +223,7 @@ class QuantLinear(PackedModule):
         """
         packed = scheme.pack(q, scales, zeros)
         n, k = q.shape
-        return cls(k, n, scheme, packed, _kernel_bias(bias, q.device), dtype)
+        return cls(k, n, scheme, packed, kernel_bias(bias, q.device), dtype)
 
     def to_float(self, weight: nn.Parameter | None = None) -> nn.Module:
         """An nn.Linear in ``dtype`` of the dequantised weight, or the Conv1D that it was; it starts frozen.
@@ -291,7 +291,7 @@ def pack_weight(
     return scheme.empty(n, k, dtype=weight.dtype, device="meta")
 
 
-def _kernel_bias(bias: Tensor | None, device: torch.device) -> Tensor | None:
+def kernel_bias(bias: Tensor | None, device: torch.device) -> Tensor | None:
     if bias is None:
         return None
     if bias.is_meta:  # of a model that is being loaded, whose bias is yet to come

@@ -32,11 +32,13 @@ class Marker(NamedTuple):
     out_features: int
     in_features: int
     dtype: torch.dtype
+    experts: int | None = None  # how many weights of these sizes it is, one behind the other; None: one
 
 
 def encode(marker: Marker) -> Tensor:
     """uint8: the marker as JSON."""
-    content = {"version": VERSION, **marker._asdict(), "dtype": str(marker.dtype).removeprefix("torch.")}
+    told = {name: value for name, value in marker._asdict().items() if value is not None}
+    content = {"version": VERSION, **told, "dtype": str(marker.dtype).removeprefix("torch.")}
     return _bytes(json.dumps(content).encode())
 
 
@@ -63,12 +65,13 @@ def decode(tensor: Tensor, name: str = MARKER) -> Marker:
             )
         scheme, n, k = content["scheme"], content["out_features"], content["in_features"]
         dtype = getattr(torch, content["dtype"])
-        whole = all(type(size) is int and size > 0 for size in (n, k, version))
+        experts = content.get("experts")
+        whole = all(type(size) is int and size > 0 for size in (n, k, version, 1 if experts is None else experts))
         if not (whole and isinstance(scheme, dict) and isinstance(dtype, torch.dtype)):
             raise TypeError("a field has a wrong type")
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{name}: not a marker of qao: {error}") from error
-    return Marker(scheme, n, k, dtype)
+    return Marker(scheme, n, k, dtype, experts)
 
 
 def _bytes(text: bytes) -> Tensor:

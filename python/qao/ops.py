@@ -70,6 +70,7 @@ FP8_FP8 = differentiable(torch.ops.qao.fp8_fp8_mm.default, dense_fp8)
 FP8_INT4 = differentiable(torch.ops.qao.fp8_int4_mm.default, dense_int4)
 
 from . import fake, transforms  # noqa: E402, F401  # they register
+from .grouped import GROUPED as GROUPED  # noqa: E402
 from .grouped import (  # noqa: E402, F401
     fp8_fp8_grouped_mm,
     fp8_grouped_mm,
@@ -79,6 +80,7 @@ from .grouped import (  # noqa: E402, F401
     int8_int4_grouped_mm,
     int8_int8_grouped_mm,
 )
+from .grouped import grouped_product as grouped_product  # noqa: E402
 from .norm_silu import add_rms_norm, silu_mul  # noqa: E402, F401
 from .operators import (  # noqa: E402, F401
     add_rms_norm_int4_mm,

@@ -62,11 +62,16 @@ class PackedModule(Updatable, nn.Module):
         return PackedWeight(self.qweight, self.scales, self.weight_sums, self.activation_scale)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight it stands for."""
+        return self._sizes
+
+    @property
     def weight(self) -> Tensor:
         """The dequantised weight [N, K] in ``dtype``, read-only. Each use computes it anew; see DequantizedWeight."""
         if torch.compiler.is_compiling():  # what is not used is no part of the graph
             return self.dequantize(self.dtype)
-        return DequantizedWeight(self._sizes, self.dtype, self.qweight, lambda: self.dequantize(self.dtype))
+        return DequantizedWeight(self.shape, self.dtype, self.qweight, lambda: self.dequantize(self.dtype))
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
@@ -83,7 +88,10 @@ class PackedModule(Updatable, nn.Module):
     @property
     def pip_install_qao(self) -> Tensor:
         """The marker of the layer as a ``state_dict`` holds it; a property, since torch looks names of entries up."""
-        return self._beside(marker.encode(marker.Marker(self.scheme.to_dict(), *self._sizes, self.dtype)))
+        return self._beside(marker.encode(self._marker()))
+
+    def _marker(self) -> marker.Marker:
+        return marker.Marker(self.scheme.to_dict(), *self._sizes, self.dtype)
 
     def _beside(self, entry: Tensor) -> Tensor:
         """``entry`` where the packed weight is: torch.distributed.checkpoint takes no state dict on two devices.

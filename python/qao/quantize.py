@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from . import grouping, survey
+from . import fused, grouping, survey
 from .callbacks import by_name_and_module
 from .embedding import QuantEmbedding, is_embedding, rename_ties
 from .formats import Int4Weight, PackedWeight, Scheme
@@ -33,7 +33,7 @@ def quantize_(
     progress: bool = True,
     strict: bool = False,
 ) -> Report:
-    """Replaces the linear layers of ``model`` by QuantLinear, in place.
+    """Replaces the linear layers of ``model`` by QuantLinear, and fused experts by QuantExperts, in place.
 
     Layers that cannot be replaced without changing what the model computes are left and reported: those with hooks or
     parametrizations, subclasses of nn.Linear whose forward does more, weights tied to an embedding, layers whose parent
@@ -51,8 +51,8 @@ def quantize_(
             it, ``"re:<pattern>"`` for every module whose whole name matches, None means "leave it", the first match
             wins and layers without a match are left (a router or a layer with one output gets its scheme from a key
             that matches no other linear layers, or none); or a function that returns a scheme or None. Functions get
-            the name and the module of a layer, in the order that the names of their parameters (``name`` or ``fqn``,
-            ``module`` or ``m``, ...) or their annotations say.
+            the name and the module of a layer (of fused experts: theirs), in the order that the names of their
+            parameters (``name`` or ``fqn``, ``module`` or ``m``, ...) or their annotations say.
         filter: function of name and module as above; layers for which it is false are left.
         embeddings: quantise embeddings too whose weight is that of a linear layer which gets a scheme of int4 or int8
             weights (the head of many language models), as QuantEmbedding: one weight for both. False leaves such linear
@@ -80,7 +80,7 @@ def quantize_(
         units = units_of(planned.pending)
         grouping.assign(units, grouping.measured(units, importance, device, progress))
     try:
-        _replace(planned.pending, importance, device, progress)
+        _replace([*units_of(planned.pending), *planned.experts], importance, device, progress)
     finally:
         planned.settle()
     if device is not None:
@@ -95,6 +95,7 @@ class Plan:
     model: nn.Module
     layers: list[survey.Layer]  # with their rows in the report
     pending: list[survey.Layer]  # those to be quantised
+    experts: list[list[survey.Layer]]  # and projections of experts, those of one module together
     report: Report
 
     def settle(self) -> None:
@@ -135,13 +136,16 @@ def plan(
     survey.resolve_tied_weights(model, layers, readers, embeddings)
     # A function knows linear layers only, so whether it wanted another weight cannot be asked.
     asked = select if isinstance(scheme, Mapping) else None
-    untouched = list(survey.find_untouched(model, layers, asked))
+    experts = fused.find(model, select, keep, device)
+    own = [layer for unit in experts for layer in unit]
+    untouched = list(survey.find_untouched(model, [*layers, *own], asked))
 
     parameters = survey.count_parameters(model)
+    pending = [layer for layer in (*layers, *readers) if layer.scheme is not None]
+    layers += own
     layers += [layer for layer in readers if embeddings or layer.row.status != "kept" or _was_asked_for(layer.tied_to)]
     report = Report(parameters, 0, [*(layer.row for layer in layers), *untouched])
-    pending = [layer for layer in layers if layer.scheme is not None]
-    _check_device(model, device)
+    survey.check_device(model, device)
     if any(grouping.is_auto(layer.scheme) and isinstance(layer.module, Sharded) for layer in pending):
         raise ValueError(
             "quantize_: group_size='auto' with sharded layers: ranks would choose by their own parts, and differ. "
@@ -150,8 +154,11 @@ def plan(
     for layer in pending:
         if layer.tied_to is None:
             _check_weight(layer, device)
+    experts = [unit for unit in experts if all(layer.scheme is not None for layer in unit)]
+    for unit in experts:
+        fused.check(unit, device)
     _complain(report, strict)
-    return Plan(model, layers, pending, report)
+    return Plan(model, layers, pending, experts, report)
 
 
 def units_of(pending: list[survey.Layer]) -> list[list[survey.Layer]]:
@@ -188,20 +195,6 @@ def put(unit: list[survey.Layer], packed: PackedWeight) -> None:
 
 def _was_asked_for(layer: survey.Layer | None) -> bool:
     return layer is not None and layer.row.status == "left"
-
-
-def _check_device(model: nn.Module, device: torch.device | str | None) -> None:
-    if device is None:
-        return
-    to_meta = torch.empty(0, device=device).is_meta  # raises where there is no such device
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta and not to_meta:
-            name = name.removesuffix(".weight")
-            raise ValueError(
-                f"quantize_: {name} is on meta and has no data to quantise on {device}. Load the model first."
-            )
-        if to_meta and not tensor.is_meta:
-            raise ValueError(f"quantize_: {name} has data, which device='meta' would drop. Use model.to('meta') first.")
 
 
 def _check_weight(layer: survey.Layer, device: torch.device | str | None) -> None:
@@ -253,7 +246,7 @@ def importance_of(layers: list[survey.Layer]) -> dict[str, Tensor]:
 
 
 def _replace(
-    pending: list[survey.Layer],
+    units: list[list[survey.Layer]],
     importance: Mapping[str, Tensor],
     device: torch.device | str | None,
     progress: bool,
@@ -262,16 +255,19 @@ def _replace(
 
     done = 0
     try:
-        for unit in tqdm(units_of(pending), desc="quantize_", unit="layer", delay=2, disable=not progress):
+        for unit in tqdm(units, desc="quantize_", unit="layer", delay=2, disable=not progress):
             first = unit[0]
             assert first.scheme is not None
             name = first.row.name
-            put(unit, pack_weight(linear_weight(first.module), first.scheme, device, name, importance.get(name)))
+            if fused.is_fused(first.module):
+                fused.replace(unit, device)
+            else:
+                put(unit, pack_weight(linear_weight(first.module), first.scheme, device, name, importance.get(name)))
             done += len(unit)
     except BaseException as error:
         warnings.warn(
-            f"quantize_: {type(error).__name__} in {unit[0].row.name}: {done} of {len(pending)} layers are quantised, "
-            "the others are as they were. Call quantize_ again with the same arguments for the rest.",
+            f"quantize_: {type(error).__name__} in {unit[0].row.name}: {done} of {sum(map(len, units))} layers are "
+            "quantised, the others are as they were. Call quantize_ again with the same arguments for the rest.",
             stacklevel=3,
         )
         raise
@@ -288,7 +284,7 @@ def _finish_row(layer: survey.Layer) -> None:
     x_dtype = torch.float32 if layer.x_dtype == torch.float64 else layer.x_dtype
     kernels = [
         module.scheme.kernel(
-            m, *row.shape, x_dtype=x_dtype, scale_dtype=module.scales.dtype, device=module.qweight.device
+            m, *module._sizes, x_dtype=x_dtype, scale_dtype=module.scales.dtype, device=module.qweight.device
         )
         for m in (1, 512)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,6 +31,13 @@ class PackedWeight(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor | None]:
         return {name: value for name, value in self._asdict().items() if name != "relative_error"}
+
+
+def stacked(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """Those of experts, as grouped products take them: behind one more dimension. A static scale is that of all."""
+    sums = [one.weight_sums for one in weights if one.weight_sums is not None]
+    qweight, scales = torch.stack([one.qweight for one in weights]), torch.stack([one.scales for one in weights])
+    return PackedWeight(qweight, scales, torch.stack(sums) if sums else None, weights[0].activation_scale)
 
 
 class Scheme(ABC):
@@ -121,12 +128,16 @@ class Scheme(ABC):
         activation_scale = None if scale is None else torch.full((1,), scale, dtype=torch.float32, device=q.device)
         return PackedWeight(weight, stored, sums, activation_scale)
 
-    def empty(self, n: int, k: int, *, dtype: torch.dtype, device: torch.device | str) -> PackedWeight:
-        """Uninitialised tensors for a layer whose float weight [n, k] would have ``dtype``."""
+    def empty(
+        self, n: int, k: int, *, dtype: torch.dtype, device: torch.device | str, experts: int | None = None
+    ) -> PackedWeight:
+        """Uninitialised tensors for a layer whose float weight [n, k] would have ``dtype``, or for so many experts."""
         dtypes, shape, has_zeros = self._plain(n, k)
         q = torch.empty(n, k, dtype=dtypes[0], device="meta")
         scales = torch.empty(shape, dtype=self.scale_dtype_of(dtype), device="meta")
         packed = self.pack(q, scales, scales if has_zeros else None)
+        if experts is not None:
+            packed = stacked([packed] * experts)
         empty: Any = (t if t is None else torch.empty_like(t, device=device) for t in packed.tensors().values())
         return PackedWeight(*empty)
 

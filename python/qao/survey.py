@@ -91,6 +91,11 @@ def _find(model: nn.Module, belongs: Callable[[nn.Module], bool]) -> list[Layer]
     return list(layers.values())
 
 
+def places_of(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Every parent and attribute."""
+    return [(parent, key) for parent in model.modules() for key, child in parent._modules.items() if child is module]
+
+
 def decide(
     layer: Layer,
     select: Selection,
@@ -120,7 +125,7 @@ def decide(
         layer.leave("left", f"{type(reader).__name__} reads or writes its weight itself")
     elif layer.in_fsdp:
         layer.leave("left", SHARDED)
-    elif _is_compiled(layer):
+    elif is_compiled(layer):
         layer.leave("left", _COMPILED)
     elif reason is not None:
         layer.leave("left", reason)
@@ -135,7 +140,7 @@ def _already_quantized(layer: Layer, module: PackedModule) -> None:
     layer.elements, layer.x_dtype = math.prod(row.shape), module.dtype
 
 
-def _is_compiled(layer: Layer) -> bool:
+def is_compiled(layer: Layer) -> bool:
     return any(type(parent).__name__ == "OptimizedModule" for parent, _ in layer.places)
 
 
@@ -192,7 +197,7 @@ def _others(names: list[str], layer: Layer) -> str:
 def _embedding_reason(linears: list[Layer], readers: list[Layer], scheme: Scheme, with_embeddings: bool) -> str:
     """Why embeddings keep the weight they share with linears of this scheme as it is; "" if they do not."""
     reasons = [obstacle_of_embedding(layer.module) for layer in readers]
-    reasons += [_COMPILED for layer in readers if _is_compiled(layer)]
+    reasons += [_COMPILED for layer in readers if is_compiled(layer)]
     reasons += ["a linear has it transposed" for layer in linears if not isinstance(layer.module, nn.Linear)]
     reason = next(filter(None, [*reasons, scheme_obstacle(scheme)]), None)
     if reason is not None:
@@ -229,6 +234,21 @@ def find_untouched(model: nn.Module, layers: list[Layer], asked: Select | None) 
             yield row
 
 
+def check_device(model: nn.Module, device: torch.device | str | None) -> None:
+    """Raises where quantising there cannot work: a weight without data, or one whose data would be dropped."""
+    if device is None:
+        return
+    to_meta = torch.empty(0, device=device).is_meta  # raises where there is no such device
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta and not to_meta:
+            name = name.removesuffix(".weight")
+            raise ValueError(
+                f"quantize_: {name} is on meta and has no data to quantise on {device}. Load the model first."
+            )
+        if to_meta and not tensor.is_meta:
+            raise ValueError(f"quantize_: {name} has data, which device='meta' would drop. Use model.to('meta') first.")
+
+
 def byte_count(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -245,5 +265,5 @@ def count_parameters(model: nn.Module) -> int:
         counts.update((id(p), p.numel()) for p in own)
         if isinstance(module, PackedModule):
             counts.update((id(tensor), 0) for tensor in module.packed.tensors().values())
-            counts[id(module.qweight)] = math.prod(module._sizes)
+            counts[id(module.qweight)] = math.prod(module.shape)
     return sum(counts.values())

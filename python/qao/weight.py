@@ -26,7 +26,7 @@ class DequantizedWeight(Tensor):
     _is_hf_initialized = True  # initialisers of transformers, which some models call on weights of children, skip it
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, int], dtype: torch.dtype, source: Tensor, dequantize: Any) -> Any:
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, source: Tensor, dequantize: Any) -> Any:
         weight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=source.device)
         weight.source, weight._dequantize = source, dequantize
         return weight

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import grouping, quantize, survey
+from .. import fused, grouping, quantize, survey
 from ..formats import PackedWeight, Scheme
 from ..linear import is_linear, linear_weight, pack
 from ..packed import Sharded
@@ -42,9 +42,10 @@ def calibrate(
     """Quantises the linear layers of ``model`` in place, so that they do well on ``data``.
 
     The same layers as by ``quantize_`` get the same formats; what differs are the numbers in them, so that a model
-    costs the same at run time. Every weight is chosen for the inputs that its layer has behind the layers quantised
-    before it: GPTQ, docs/calibrate.md. A model of decoder blocks runs one block at a time, twice over all samples; any
-    other model runs as a whole once, which rows of the report say. Gradients and training modes stay as they are.
+    costs the same at run time. Fused experts are rounded to nearest. Every other weight is chosen for the inputs that
+    its layer has behind the layers quantised before it: GPTQ, docs/calibrate.md. A model of decoder blocks runs one
+    block at a time, twice over all samples; any other model runs as a whole once, which rows of the report say.
+    Gradients and training modes stay as they are.
 
     Should it stop in the middle (an error, Ctrl-C), the model is as it was.
 
@@ -81,7 +82,8 @@ def calibrate(
     calls = samples_of(data, model)
     planned = quantize.plan(model, scheme, filter, embeddings, None, strict)
     units = quantize.units_of(planned.pending)
-    before = [(layer, layer.module) for layer in planned.pending]
+    experts = [layer for unit in planned.experts for layer in unit]
+    before = [(layer, layer.module) for layer in (*planned.pending, *experts)]
     folded: list[Callable[[], None]] = []
     try:
         with evaluating(model):
@@ -92,6 +94,8 @@ def calibrate(
                 _choose_groups(model, calls, units, damping, progress)
             for some, hessian, note in _inputs(model, calls, units, progress):
                 _quantize(some, hessian, note, damping, rounds)
+            for unit in planned.experts:
+                fused.replace(unit, None)
     except BaseException:
         for layer, module in before:
             layer.module = module

@@ -44,6 +44,7 @@ class QuantizedLayer:
     keys: tuple[str, ...]  # names in the file of the tensors it is made of; the bias is a tensor of its own
     read: Callable[[], Plain]  # raises CheckpointError
     note: str | None = None  # what is not exactly as stored: "static input scales dropped"
+    experts: int | None = None  # of fused experts: how many weights of these sizes it is
 
     def pack(self) -> dict[str, Tensor]:
         """Reads the layer and packs it: the parameters of a QuantLinear by name, without the bias.
@@ -60,7 +61,8 @@ class QuantizedLayer:
 
     def meta(self) -> dict[str, Tensor]:
         """What ``pack`` returns, on meta: shapes and dtypes of tensors that need not be read for it."""
-        packed = self.scheme.empty(self.out_features, self.in_features, dtype=torch.float32, device="meta")
+        sizes = self.out_features, self.in_features
+        packed = self.scheme.empty(*sizes, dtype=torch.float32, device="meta", experts=self.experts)
         return {name: tensor for name, tensor in packed.tensors().items() if tensor is not None}
 
 

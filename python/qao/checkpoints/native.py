@@ -80,7 +80,9 @@ def _layers(files: TensorFiles, shared: set[str]) -> Iterator[QuantizedLayer]:
         files.check(scales, scheme.scale_dtypes)
         if isinstance(scheme, Int4Weight):
             scheme = replace(scheme, scale_dtype=files.dtype(scales))
-        expected = scheme.empty(n, k, dtype=found.dtype, device="meta").tensors()
+        if (found.experts or 1) >= _LARGEST:
+            raise files.error(key, f"says {found.experts} experts, which are none")
+        expected = scheme.empty(n, k, dtype=found.dtype, device="meta", experts=found.experts).tensors()
         parts = {part: prefix + part for part, tensor in expected.items() if tensor is not None}
         if prefix + "qweight" in shared and prefix + "weight_sums" not in files:  # an embedding; the head has them
             parts.pop("weight_sums", None)
@@ -91,7 +93,15 @@ def _layers(files: TensorFiles, shared: set[str]) -> Iterator[QuantizedLayer]:
         keys = (key, *parts.values(), *(name for name in [prefix + marker.TRIPWIRE] if name in files))
         stored = partial(_stored, files, parts)
         plain = partial(_plain, stored, scheme, n, k)
-        yield NativeLayer(prefix.removesuffix("."), scheme, n, k, keys, plain, stored=stored, parts=tuple(parts))
+        if found.experts is not None:
+            plain = partial(_refuse, files, key)
+        experts = found.experts
+        name = prefix.removesuffix(".")
+        yield NativeLayer(name, scheme, n, k, keys, plain, experts=experts, stored=stored, parts=tuple(parts))
+
+
+def _refuse(files: TensorFiles, key: str) -> Plain:
+    raise files.error(key, "is of fused experts, which other formats do not hold: load them with qao instead")
 
 
 def _stored(files: TensorFiles, parts: dict[str, str]) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import marker, survey
 from ..formats import Int4Weight, Scheme
+from ..fused import Arriving, find, is_fused
 from ..grouping import is_auto
 from ..importance import estimate_importance, told_by
 from ..layout import make_room
@@ -26,6 +27,7 @@ class Loader:
 
     Attributes:
         pending: weights that are quantised when they arrive, by name.
+        experts: and projections of fused experts.
         dtypes: of the tensors of quantised layers, by name: nobody may cast them.
         hidden: names in the checkpoint that are no tensors of the model: the markers.
     """
@@ -34,6 +36,7 @@ class Loader:
         self.config = config
         self.pre_quantized = pre_quantized
         self.pending: dict[str, survey.Layer] = {}
+        self.experts = Arriving()
         self.dtypes: dict[str, torch.dtype] = {}
         self._importance: dict[str, Tensor] = {}  # of columns, by the layer whose weight told
         self._waiting: dict[str, list[survey.Layer]] = {}  # with their weights, by the layer that will tell
@@ -94,9 +97,16 @@ class Loader:
                 self._late = (nn.Linear, nn.Embedding)
             elif layer.scheme is not None and alone:
                 self.pending.update(dict.fromkeys(names, layer))
+        self.experts = Arriving(find(model, select, keep, None))
+
+    def takes(self, name: str) -> bool:
+        return name in self.pending or name in self.experts.pending
 
     def take(self, name: str, value: Tensor) -> None:
         """Puts a QuantLinear in the place of the linear whose weight has arrived; its bias comes before or after."""
+        if name in self.experts.pending:
+            self.experts.take(name, value)
+            return
         layer = self.pending[name]
         assert layer.scheme is not None
         if value.shape != layer.module._parameters["weight"].shape:  # type: ignore[union-attr]
@@ -132,6 +142,7 @@ class Loader:
         if self._hook is not None:
             self._hook.remove()
         if self.config.scheme is not None and not self.pre_quantized:
+            self.experts.finish()
             embeddings: Any = {"embeddings": True} if self.config.embeddings else {}
             keep = _filter(model, self.config.modules_to_not_convert)
             quantize_(model, self.config.scheme, filter=keep, progress=False, **embeddings)
@@ -149,6 +160,8 @@ class Loader:
 def _names_in(model: nn.Module, layers: Mapping[str, Scheme]) -> dict[str, Scheme]:
     """``layers`` by their names in this model: one with a head has its base model inside it, under a prefix."""
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    experts = [name for name, module in model.named_modules() if is_fused(module)]
+    modules.update(f"{name}.{part}" for name in experts for part in ("up", "down"))
     prefix = getattr(model, "base_model_prefix", "")
     found = {}
     for name, scheme in layers.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,7 +82,7 @@ def from_pretrained(
     if checkpoint.format == "float":
         quantisation = QaoConfig(scheme, embeddings=embeddings)
         return cls.from_pretrained(str(local), quantization_config=quantisation, dtype=dtype or "auto", **common)
-    schemes = {name: layer.scheme for name, layer in checkpoint.layers.items()}
+    schemes = _told(local) or {name: layer.scheme for name, layer in checkpoint.layers.items()}
     config.quantization_config = QaoConfig(layers=schemes).to_dict()
     state = {name: _Value(tensor) for name, tensor in checkpoint.state_dict().items()}
     model, info = cls.from_pretrained(
@@ -96,6 +97,16 @@ def from_pretrained(
     if model.can_generate() and (local / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(str(local))
     return model
+
+
+def _told(local: Path) -> Mapping[str, Scheme]:
+    """The layers that a config.json of qao's names. In files some models have other names (block_sparse_moe)."""
+    path = local / "config.json"
+    content = json.loads(path.read_text()).get("quantization_config") if path.exists() else None
+    if not isinstance(content, dict) or content.get("quant_method") != "qao":
+        return {}
+    config: Any = QaoConfig.from_dict(content)
+    return config.layers  # type: ignore[no-any-return]
 
 
 class _Value:

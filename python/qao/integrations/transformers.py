@@ -67,7 +67,7 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
     # ---- while they arrive: version 5
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        return param_name in self.loader.pending or self._cast_to is not None
+        return self.loader.takes(param_name) or self._cast_to is not None
 
     def get_quantize_ops(self) -> Any:
         return _Quantize(self.loader)
@@ -164,7 +164,7 @@ class _Quantize:
     ) -> dict[str, Any]:
         left = {}
         for name, value in input_dict.items():
-            if name not in self._loader.pending:
+            if not self._loader.takes(name):
                 left[name] = value
                 continue
             self._loader.take(name, value[0] if isinstance(value, list) else value)
