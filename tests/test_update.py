@@ -54,6 +54,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_a_layer_gets_another_weight_in_place(scheme: qao.Scheme, device: str) -> None:
+    torch._dynamo.reset()  # a scheme a case, and each is compiled anew
     torch.manual_seed(0)
     old, new = nn.Linear(96, 40).to(device), nn.Linear(96, 40).to(device)
     layer = qao.QuantLinear.from_linear(old, scheme)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import ops, reference, schemes
 from ._version import __version__
+from .experts import QuantProjection, quantize_projection
 from .formats import Scheme, _host
 
 _N, _K, _GROUP_SIZE = 80, 192, 64  # more than one tile each way, and the last ones not full
@@ -108,6 +109,18 @@ def _product(scheme: Scheme) -> Callable[[str], float]:
             expected = reference.mm(_seen(scheme, x), dense, tensors["bias"])
             errors.append(_distance(scheme.mm(x, tensors, scheme.constants(_N, _K)), expected))
         return max(errors)
+
+    return error
+
+
+def _grouped_product(scheme: Scheme) -> Callable[[str], float]:
+    def error(device: str) -> float:
+        weight, x = _random(2, _N, _K, device=device), _random(33, _K, device=device)
+        packed = quantize_projection(weight, scheme, False, None, "weight")
+        projection = QuantProjection(2, _N, _K, scheme, packed, None, torch.bfloat16)
+        dense, seen = projection.dequantize(torch.float32), _seen(scheme, x)
+        expected = torch.cat([reference.mm(seen[:1], dense[0]), reference.mm(seen[1:], dense[1])])
+        return _distance(projection(x, torch.tensor([1, 33], dtype=torch.int32, device=device)), expected)
 
     return error
 
@@ -226,6 +239,7 @@ def _embedding(device: str, scheme: Scheme) -> float:
 # By operator: how far it is from its reference on a device.
 OPERATORS: dict[str, Callable[[str], float]] = {
     **{f"{scheme.word}_mm": _product(scheme()) for scheme in schemes.SCHEMES.values()},
+    **{f"{scheme.word}_grouped_mm": _grouped_product(scheme()) for scheme in schemes.SCHEMES.values()},
     "int8_scaled_mm": _int8_scaled_mm,
     "fp8_scaled_mm": _fp8_scaled_mm,
     "int8_quantize": _int8_quantize,
@@ -244,4 +258,5 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "int4_embedding": lambda device: _embedding(device, schemes.Int4WeightOnly()),
     "int8_embedding": lambda device: _embedding(device, schemes.Int8WeightOnly()),
 }
-_OF_CPU = ("quantize_groups", "quantize_blocks")  # there are no kernels of others
+# There are no kernels of others.
+_OF_CPU = ("quantize_groups", "quantize_blocks", *(f"{word}_grouped_mm" for word in schemes.SCHEMES))

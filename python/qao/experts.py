@@ -109,6 +109,10 @@ def projections_of(fused: Any) -> tuple[str, str]:
     return "gate_up_proj" if fused.has_gate else "up_proj", "down_proj"
 
 
+def _has_norm(fused: Any) -> bool:
+    return getattr(fused, "has_post_expert_norm", False)  # before transformers 5.23 none had
+
+
 class QuantExperts(nn.Module):
     """The experts of one layer, quantised: takes the place of fused experts of transformers 5 (docs/experts.md).
 
@@ -126,7 +130,7 @@ class QuantExperts(nn.Module):
         super().__init__()
         self.up, self.down = up, down
         self.num_experts = down.experts
-        if origin.has_post_expert_norm:
+        if _has_norm(origin):
             self.post_expert_norm = origin.post_expert_norm
         # No child: it has no tensors left, and transformers would initialise those that its class used to have.
         self._origin = (_emptied(origin),)
@@ -141,7 +145,7 @@ class QuantExperts(nn.Module):
         (origin,) = self._origin
         rows = self.up(hidden_states, offsets, order // top_k)
         rows = origin._apply_gate(rows) if origin.has_gate else origin.act_fn(rows)
-        if origin.has_post_expert_norm:
+        if _has_norm(origin):
             norm: Any = self.post_expert_norm
             rows = norm(self.down(rows, offsets)) * weights.unsqueeze(1).to(rows.dtype)
         else:
@@ -174,7 +178,7 @@ class QuantExperts(nn.Module):
             experts._parameters[name] = frozen(torch.empty(shape, dtype=projection.dtype, device="meta"))
             if projection.bias is not None:
                 experts._parameters[f"{name}_bias"] = frozen(torch.empty_like(projection.bias, device="meta"))
-        if experts.has_post_expert_norm:
+        if _has_norm(experts):
             experts._modules = {**experts._modules, "post_expert_norm": self._modules["post_expert_norm"]}
         return experts
 

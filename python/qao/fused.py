@@ -18,7 +18,7 @@ from .report import Row
 from .selection import Selection
 from .survey import Layer, byte_count, is_compiled, packed_bytes, places_of
 
-_SAYS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+_SAYS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _NO_CUDA = "fused experts: there are no CUDA kernels of grouped products yet; quantise and run the model on the CPU"
 
 
