@@ -73,7 +73,10 @@ def nemotron() -> Any:
 
 def aria() -> Any:
     """The same, transposed without bias."""
-    return _block(transformers.models.aria.modeling_aria.AriaExperts, moe_num_experts=4, intermediate_size=64)
+    kind = transformers.models.aria.modeling_aria.AriaExperts
+    if not hasattr(kind, "_apply_gate"):
+        pytest.skip(f"transformers {transformers.__version__} has Aria's experts in modules of their own")
+    return _block(kind, moe_num_experts=4, intermediate_size=64)
 
 
 def _block(kind: Any, **sizes: int) -> Any:
