@@ -2,7 +2,7 @@
 // one a block of 128 x 128 multiplies a section's sums or, where y is as coarse and W expands seldom, W.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/amx/bf16_gemm.h"
-#include "cpu/x86/amx/scale_bf16.h"
+#include "cpu/x86/amx/bf16_pairs.h"
 #include "cpu/x86/avx512/expand.h"
 
 namespace qao::cpu {

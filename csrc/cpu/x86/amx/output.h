@@ -3,6 +3,7 @@
 
 #include "cpu/mm_job.h"
 #include "cpu/parallel.h"
+#include "cpu/x86/amx/bf16_pairs.h"
 #include "cpu/x86/avx512/simd.h"
 
 namespace qao::cpu {
@@ -45,21 +46,12 @@ template <int kN, typename Row>
 __attribute__((always_inline)) static inline void store_tiles(const Job& job, int64_t n, int64_t m, const Row& row) {
   const int64_t count = least(kTileRows, job.m - m), columns = job.n - n;
   if constexpr (kN == 2) {
-    if (job.y_dtype ==
-        DType::kBFloat16) {  // two rows of W side by side are words, so one transpose serves both N-tiles
-      alignas(64) static constexpr auto kSideBySide = [] {
-        struct {
-          uint16_t order[32];
-        } table = {};
-        for (int i = 0; i < 32; ++i) table.order[i] = static_cast<uint16_t>(i / 2 + i % 2 * 16);
-        return table;
-      }();
-      const __m512i side_by_side = _mm512_load_si512(kSideBySide.order);
+    // Two rows of W side by side are words, so one transpose serves both N-tiles.
+    if (job.y_dtype == DType::kBFloat16) {
       __m512i words[kTileRows];
 #pragma GCC unroll 16
       for (int i = 0; i < kTileRows; ++i) {
-        const __m512bh apart = _mm512_cvtne2ps_pbh(row(2 * i + 1), row(2 * i));
-        words[i] = _mm512_permutexvar_epi16(side_by_side, reinterpret_cast<__m512i>(apart));
+        words[i] = to_bf16_pairs(row(2 * i), row(2 * i + 1));
       }
       transpose16(words);
       const __mmask32 mask = columns >= 2 * kTileRows ? 0xFFFFFFFFu : (1u << columns) - 1;

@@ -1,7 +1,7 @@
 // x in eight bits as bfloat16, rows of 64 tiles_k values. int8 less its zero point (int8_quantize's, -128..127)
 // and e4m3 are exact; e4m3 with scales by block is scaled and rounded, unless sums are to end with blocks.
 #include "cpu/mm_kernels.h"
-#include "cpu/x86/amx/scale_bf16.h"
+#include "cpu/x86/amx/bf16_pairs.h"
 #include "cpu/x86/avx512/expand.h"
 
 namespace qao::cpu {
