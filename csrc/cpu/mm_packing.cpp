@@ -4,6 +4,7 @@
 
 #include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"
+#include "fp4/layout.h"
 
 namespace qao::cpu {
 namespace {
@@ -163,8 +164,13 @@ Job describe(const Problem& p, const Arguments& a, const Packing& packing) {
   job.parameters = p.has_zeros ? 2 : 1;
   job.tiles_n = divide_up(p.n, kTileRows), job.tiles_k = divide_up(p.k, kTileColumns);
   const bool int4 = p.weight == Format::kInt4;
-  job.group_size = int4 ? p.group_size : p.k;
+  job.group_size = is_packed(p.weight) ? p.group_size : p.k;
   job.groups = divide_up(p.k, job.group_size);
+  if (p.weight == Format::kFp4) {  // groups of 16 are halves of a section
+    job.scale_rows = fp4::scale_rows(p.k, p.group_size);
+    job.section = fp4::kMxGroup, job.sections = divide_up(p.k, job.section), job.sections_per_group = 1;
+    return job;
+  }
   // One group a row is as long as any, so its sections need no common length.
   const bool grouped = int4 && (p.group_size == 32 || p.group_size == 64 || p.group_size == 128 || p.group_size == 256);
   job.section = grouped ? std::min(p.group_size, packing.max_section) : packing.max_section;

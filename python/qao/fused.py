@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .experts import QuantExperts, QuantProjection, projections_of, quantize_projection
+from .experts import QuantExperts, QuantProjection, has_grouped_product, projections_of, quantize_projection
 from .formats import FLOAT_DTYPES, PackedWeight, Scheme
 from .grouping import is_auto
 from .linear import kernel_bias
@@ -96,6 +96,8 @@ def _decided(
             layer.leave("excluded", "by the filter")
         elif reason is not None:
             layer.leave("untouched", reason)
+        elif not has_grouped_product(scheme):
+            layer.leave("left", f"{scheme.word} has no product for experts: give them another scheme, by name")
         elif is_auto(scheme):
             layer.leave("left", "group sizes are not chosen for experts: give them a scheme with one, by name")
         elif is_compiled(layer):
