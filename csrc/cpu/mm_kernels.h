@@ -34,6 +34,7 @@ void int8_int4_gemm(const Job& job, int64_t begin, int64_t end);
 }  // namespace avx_vnni
 
 namespace avx512 {
+void widen_fp8(const Job& job, void* out, int64_t begin, int64_t end);
 void pack_float32(const Job& job, int64_t begin, int64_t end);
 void pack_float32_panels(const Job& job, int64_t begin, int64_t end);
 void pack_int8_panels(const Job& job, int64_t begin, int64_t end);

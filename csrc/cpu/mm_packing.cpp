@@ -110,7 +110,7 @@ constexpr Packing panels(int64_t max_section, decltype(Packing::lay_out) lay_out
 }
 const Packing kFloat32PanelsAvx2 = panels(256, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8);
 const Packing kFloat32PanelsAvx512 = panels(64, lay_out_panels<64, 1>, avx512::pack_float32_panels, avx2::widen_fp8);
-const Packing kBf16Panels = panels(128, lay_out_panels<128, 2>, avx512_bf16::pack_bf16_panels, avx2::widen_fp8);
+const Packing kBf16Panels = panels(128, lay_out_panels<128, 2>, avx512_bf16::pack_bf16_panels, avx512::widen_fp8);
 const Packing kInt16Panels = panels(kMaxIntegerK, lay_out_panels<256, 2>, avx2::pack_int16_panels, nullptr);
 const Packing kInt8PanelsAvx2 = panels(kMaxIntegerK, lay_out_panels<256, 4>, avx2::pack_int8_panels, nullptr);
 const Packing kInt8PanelsAvx512 = panels(kMaxIntegerK, lay_out_panels<256, 4>, avx512::pack_int8_panels, nullptr);
@@ -121,7 +121,7 @@ const Packing kInt8Rows = {256,     kInt8Bytes,           kMaxIntegerK, lay_out_
                            rows_of, avx2::pack_int8_rows, nullptr,      nullptr};
 const Packing kInt8RowsInSections = {256,     kInt8Bytes,           kMaxSection, lay_out_int8_rows,
                                      rows_of, avx2::pack_int8_rows, nullptr,     nullptr};
-const Packing kInt8Tiles = {256,      kInt8Bytes,           kMaxIntegerK, lay_out_int8_tiles,
+const Packing kInt8Tiles = {512,      kInt8Bytes,           kMaxIntegerK, lay_out_int8_tiles,
                             tiles_of, amx::pack_int8_tiles, nullptr,      nullptr};
 #elif defined(__aarch64__)
 const Packing kFixedPoint = {512,
