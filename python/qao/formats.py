@@ -115,6 +115,7 @@ class Fp4Weight(Scheme):
 
     weights: ClassVar[str] = "fp4"
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
     def __post_init__(self) -> None:
         if self.format not in fp4.GROUPS:
