@@ -365,10 +365,14 @@ def _pressed_in_cpp(*_: Any) -> None:
 def test_ctrl_c_that_came_back_as_another_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(qao.cli.inspect, "run", _pressed_in_cpp)
-    assert main(["inspect", str(tmp_path)]) == 130
-    assert capsys.readouterr().err == "qao: stopped\n" and signal.getsignal(signal.SIGINT) is before
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        assert main(["inspect", str(tmp_path)]) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "qao: stopped\n"
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
