@@ -114,4 +114,6 @@ SCHEMES = {
 }
 
 # The public schemes with their defaults, as layers have them, by the same words.
-LAYER_SCHEMES: dict[str, qao.Scheme] = {word: kind() for word, kind in schemes.SCHEMES.items()}
+LAYER_SCHEMES: dict[str, qao.Scheme] = {
+    word: kind() for word, kind in schemes.SCHEMES.items() if "cuda" in kind.devices
+}

@@ -80,10 +80,7 @@ void GroupedProduct::check_values() const {
 Tensor GroupedProduct::run() {
   use_bias_and_sums();
   check_routing();
-  if (!x_.is_cpu()) {
-    op_.fail("there is no CUDA kernel of grouped products yet", "Keep experts on the CPU, or in floats");
-  }
-  check_values();
+  if (x_.is_cpu()) check_values();
   Tensor y = empty({experts_.rows, problem.n}, torch_dtype(problem.y_dtype), x_);
   if (experts_.rows == 0) return y;
   arguments.y = y.data_ptr();
@@ -92,9 +89,25 @@ Tensor GroupedProduct::run() {
   experts_.scales_bytes = scales_.numel() * scale_bytes;
   experts_.bias_bytes = problem.n * size_of(problem.bias_dtype);
   experts_.sums_bytes = problem.n * 4;
+  if (x_.is_cpu()) {
+    if (quantized_ && problem.m > 0) quantized_->make(op_, arguments);
+    op_.check(cpu::grouped_mm(problem, arguments, experts_, torch_threads(experts_.rows * problem.n * problem.k)));
+    return y;
+  }
+#if defined(QAO_WITH_CUDA)
+  const DeviceScope scope(x_);
+  mm::Plan plan;
+  op_.check(mm::plan(problem, experts_, gpu_of(op_, x_), &plan));
   if (quantized_ && problem.m > 0) quantized_->make(op_, arguments);
-  op_.check(cpu::grouped_mm(problem, arguments, experts_, torch_threads(experts_.rows * problem.n * problem.k)));
+  std::optional<Tensor> workspace;
+  if (plan.workspace_bytes > 0) {
+    arguments.workspace = workspace.emplace(empty({plan.workspace_bytes}, uint8_code(), x_)).data_ptr();
+  }
+  op_.check(mm::launch(problem, plan, arguments, experts_, current_stream(x_)));
   return y;
+#else
+  op_.fail_without_cuda();
+#endif
 }
 
 }  // namespace qao

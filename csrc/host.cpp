@@ -165,7 +165,7 @@ void add_kernels(const std::string& op, mm::Problem problem, py::list& rows) {
 py::list kernels() {
   py::list rows;
   for (Format x : {Format::kFloat, Format::kInt8, Format::kFp8}) {
-    for (Format weight : {Format::kInt8, Format::kFp8, Format::kInt4}) {
+    for (Format weight : {Format::kInt8, Format::kFp8, Format::kInt4, Format::kFp4}) {
       if (x != Format::kFloat && weight != x && weight != Format::kInt4) continue;
       mm::Problem problem;
       problem.x = x;
@@ -217,8 +217,8 @@ PYBIND11_MODULE(_host, m) {
 
   py::class_<mm::Problem> problem(
       m, "Problem",
-      "A product: x is 'float', 'int8' or 'fp8', weight 'int8', 'fp8' or 'int4'; x_dtype is that of y, and of x before "
-      "it was quantised. Attributes are keyword arguments of the constructor; group_size -1 stands for k.");
+      "A product: x is 'float', 'int8' or 'fp8', weight 'int8', 'fp8', 'int4' or 'fp4'; x_dtype is that of y, and of x "
+      "before it was quantised. Attributes are keyword arguments of the constructor; group_size -1 stands for k.");
   define_init(problem);
   define(problem, "m", &mm::Problem::m);
   define(problem, "n", &mm::Problem::n);

@@ -31,6 +31,15 @@ Tensor fp8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const
   return product.run();
 }
 
+Tensor fp4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+              int64_t out_features, int64_t in_features, int64_t group_size) {
+  Call call("fp4_mm", x);
+  Product product(call.op, call.x, weight, scales, bias);
+  product.use_fp4_weight(out_features, in_features, group_size);
+  product.use_float_x(x);
+  return product.run();
+}
+
 Tensor int8_int8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
                     const std::optional<Tensor>& weight_sums) {
   Call call("int8_int8_mm", x);
@@ -79,6 +88,8 @@ constexpr Operator kProducts[] = {
                                     "int in_features, int group_size) -> Tensor"),
     operator_of<"int8_mm", int8_mm>("int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor"),
     operator_of<"fp8_mm", fp8_mm>("fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor"),
+    operator_of<"fp4_mm", fp4_mm>("fp4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features, "
+                                  "int in_features, int group_size) -> Tensor"),
     operator_of<"int8_int8_mm", int8_int8_mm>(
         "int8_int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? weight_sums) -> Tensor"),
     operator_of<"int8_int4_mm", int8_int4_mm>(

@@ -1,6 +1,7 @@
 #include "product.h"
 
 #include "cpu/mm.h"
+#include "fp4_operands.h"
 #include "int4_operands.h"
 
 namespace qao {
@@ -60,6 +61,17 @@ void Product::use_packed_weight(int64_t out_features, int64_t in_features, int64
   problem.group_size = packed.group_size;
   problem.has_zeros = packed.has_zeros;
   problem.scale_dtype = packed.scale_dtype;
+}
+
+void Product::use_fp4_weight(int64_t out_features, int64_t in_features, int64_t group_size) {
+  op_.involve("out_features", out_features), op_.involve("in_features", in_features);
+  op_.involve("group_size", group_size);
+  check_packed_sizes(op_, out_features, in_features);
+  problem.weight = Format::kFp4;
+  set_sizes(out_features, in_features);
+  check_fp4(op_, weight_, scales_, x_, out_features, in_features, group_size);
+  problem.group_size = group_size;
+  problem.scale_dtype = DType::kBFloat16;
 }
 
 void Product::use_bias_and_sums() {

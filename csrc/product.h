@@ -37,9 +37,10 @@ class Product {
           const std::optional<Tensor>& weight_sums = std::nullopt);
   Product(const Product&) = delete;  // op points to the arguments
 
-  // 1. W in eight bits: one scale a row, one for all, or one a block; or packed.
+  // 1. W in eight bits: one scale a row, one for all, or one a block; or packed, of integers or of floats.
   void use_weight(const RowMajor& rows);
   void use_packed_weight(int64_t out_features, int64_t in_features, int64_t group_size);
+  void use_fp4_weight(int64_t out_features, int64_t in_features, int64_t group_size);
 
   // 2. x as the tensor cores take it; in eight bits with its scales; in a float dtype, to be quantised by the product
   // or before it, where `x_scale` is a scale of all of x that is known beforehand.

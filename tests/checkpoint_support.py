@@ -26,6 +26,8 @@ SCHEMES = [
     qao.Float8DynamicActivationFloat8Weight("tensor", activation_scale=0.1, fast_accum=True),
     qao.Float8DynamicActivationInt4Weight(128, True),
     qao.Float8DynamicActivationInt4Weight(64),
+    qao.Fp4WeightOnly(),
+    qao.Fp4WeightOnly("nvfp4"),
 ]
 
 

@@ -49,7 +49,7 @@ class Experts:
     ) -> None:
         """Row by row the float64 product of its expert, and zeros where there is none."""
         seen = self.weights[0].activation.seen(x)
-        index = torch.arange(x.shape[0]) if row_index is None else row_index.long()
+        index = torch.arange(x.shape[0], device=x.device) if row_index is None else row_index.long()
         begin = 0
         for weight, bias, count in zip(self.weights, self.biases(), counts, strict=True):
             rows = slice(begin, begin + count)
@@ -59,7 +59,8 @@ class Experts:
             own = x[index[rows]]
             tolerance = accuracy.tolerance(own, weight.dense, bias, seen[index[rows]], weight.slack(own))
             expected = accuracy.truth(seen[index[rows]], weight.dense, bias)
-            factor = torch.ones(count, 1).double() if row_scale is None else row_scale[rows, None].double()
+            factor = torch.ones(count, 1, device=x.device) if row_scale is None else row_scale[rows, None]
+            factor = factor.double()
             error = (y[rows].double() - expected * factor).abs()
             assert (error <= tolerance.elements * factor.abs()).all()
         assert begin <= y.shape[0] and not y[begin:].any()
@@ -69,14 +70,20 @@ class Experts:
 
 
 def make_experts(
-    scheme: Scheme, count: int, n: int, k: int, fmt: Format | None = None, bias_dtype: torch.dtype | None = None
+    scheme: Scheme,
+    count: int,
+    n: int,
+    k: int,
+    fmt: Format | None = None,
+    bias_dtype: torch.dtype | None = None,
+    device: str = "cpu",
 ) -> Experts:
-    weights = tuple(scheme.make_weight(n, k, fmt, seed=seed) for seed in range(count))
+    weights = tuple(scheme.make_weight(n, k, fmt, device, seed=seed) for seed in range(count))
     generator = torch.Generator().manual_seed(5)
-    bias = None if bias_dtype is None else torch.randn(count, n, generator=generator).to(bias_dtype)
+    bias = None if bias_dtype is None else torch.randn(count, n, generator=generator).to(device, bias_dtype)
     return Experts(scheme, weights, bias)
 
 
-def ends(counts: list[int]) -> Tensor:
+def ends(counts: list[int], device: str = "cpu") -> Tensor:
     """Offsets for so many rows of each expert."""
-    return torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    return torch.tensor(counts).cumsum(0, dtype=torch.int32).to(device)

@@ -27,6 +27,7 @@ FILES = (
     "test_int4_pack.py",
     "test_embedding_ops.py",
     "test_determinism.py",
+    "test_grouped_ops.py",
 )
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _LARGE = re.compile(r"m(1000|4096)-|graph")  # a graph cannot be captured where each tensor is allocated on its own

@@ -1,7 +1,8 @@
-"""The seven schemes as the shared tests see them: formats, random weights, what the operator makes of x.
+"""The eight schemes as the shared tests see them: formats, random weights, what the operator makes of x.
 
-``SCHEMES`` is what the generic tests run over. A scheme's formats say how its weight is stored and its activation
-quantised; ``make_weight`` gives the operator's arguments and, in float64, exactly what they mean.
+``PRODUCTS`` is what the generic tests run over; ``SCHEMES`` are those on every device, which are products of experts
+too. A scheme's formats say how its weight is stored and its activation quantised; ``make_weight`` gives the operator's
+arguments and, in float64, exactly what they mean.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import qao.ops
 import torch
 from qao import reference
+from qao.fp4 import codes_of
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -143,20 +145,33 @@ class Weight:
 class Parts:
     """A weight in plain tensors."""
 
-    q: Tensor  # [N, K]: int4 in uint8, int8, or float8_e4m3fn
+    q: Tensor  # [N, K]: int4 or e2m1 in uint8, int8, or float8_e4m3fn
     scales: Tensor
-    zeros: Tensor | None = None  # int4
-    group_size: int | None = None  # int4
+    zeros: Tensor | None = None  # int4; fp4: the divisor [N]
+    group_size: int | None = None  # int4, fp4
+    is_float: bool = False  # fp4
+
+    def with_rows_times(self, factors: Tensor) -> Parts:
+        """The same weight with row n multiplied by factors[n], powers of two."""
+        if self.is_float and self.zeros is not None:
+            return replace(self, zeros=self.zeros / factors)
+        return replace(
+            self, scales=self.scales * factors.view(-1, *[1] * (self.scales.dim() - 1)).to(self.scales.dtype)
+        )
 
     def dense(self) -> Tensor:
         """[N, K] float64."""
         if self.group_size is None:
             return reference.dequantize_8bit(self.q, self.scales)
+        if self.is_float:
+            return reference.dequantize_fp4(self.q, self.scales, self.zeros, self.group_size)
         return reference.dequantize(self.q, self.scales, self.zeros, self.group_size)
 
     def operands(self) -> tuple[Tensor, Tensor]:
         if self.group_size is None:
             return self.q.view(torch.int8), self.scales  # as layers store e4m3 too
+        if self.is_float:
+            return qao.ops.pack_fp4(self.q, self.scales, self.zeros, self.group_size)
         return torch.ops.qao.pack_int4(self.q, self.scales, self.zeros, self.group_size)
 
     @property
@@ -164,7 +179,11 @@ class Parts:
         return self.scales.shape[0] == self.q.shape[0]
 
     def of_integers(self, values: Tensor) -> Parts:
-        """The same format with scales of one and no zero points, for values [N, K] in -7..7."""
+        """The same format with scales of one and no zero points, for values [N, K] in -7..7, of
+        which fp4 rounds 5 and 7."""
+        if self.is_float:
+            zeros = None if self.zeros is None else torch.ones_like(self.zeros)
+            return replace(self, q=codes_of(values.float()), scales=torch.ones_like(self.scales), zeros=zeros)
         q = values if self.group_size is None else values + 8
         return replace(self, q=q.to(self.q.dtype), scales=torch.ones_like(self.scales), zeros=None)
 
@@ -217,7 +236,29 @@ class ByteFormat:
         return Parts(q, torch.rand(shape, generator=g) * 0.002 + 0.001)
 
 
-Format = Int4Format | ByteFormat
+@dataclass(frozen=True)
+class Fp4Format:
+    """Four-bit floats in groups of 32 (MXFP4) or 16 (NVFP4), with a divisor for all of W or for each row."""
+
+    group_size: int = 32
+    divisor: str = "none"
+    activation: Activation = FLOAT
+
+    def __str__(self) -> str:
+        return f"g{self.group_size}-{self.divisor}"
+
+    def parts(self, n: int, k: int, seed: int) -> Parts:
+        g = generator(seed)
+        groups = -(-k // self.group_size)
+        q = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
+        if self.group_size == 32:
+            return Parts(q, 2.0 ** torch.randint(-8, -4, (n, groups), generator=g), None, 32, True)
+        scales = (torch.rand(n, groups, generator=g) * 440 + 1).to(torch.float8_e4m3fn).float()
+        divisor = torch.rand(n if self.divisor == "row" else 1, generator=g) * 20000 + 10000
+        return Parts(q, scales, divisor.expand(n).contiguous(), 16, True)
+
+
+Format = Int4Format | ByteFormat | Fp4Format
 
 
 # ---- schemes ---------------------------------------------------------------------------------------------------------
@@ -242,7 +283,7 @@ class Scheme:
     def parts(self, n: int, k: int, fmt: Format | None = None, device: str = "cpu", seed: int = 0) -> Parts:
         parts = (fmt or self.few_formats[0]).parts(n, k, seed)
         moved = (t if t is None else t.to(device) for t in (parts.q, parts.scales, parts.zeros))
-        return Parts(*moved, parts.group_size)
+        return Parts(*moved, parts.group_size, parts.is_float)
 
     def pack(self, parts: Parts, activation: Activation = FLOAT) -> Weight:
         dense = parts.dense()
@@ -312,3 +353,6 @@ SCHEMES = (
         ByteFormat(_F8, "block", FP8_BLOCK),
     ),
 )
+# Four-bit floats have kernels for the CPU alone: conftest.py leaves their cases out elsewhere.
+FP4 = Scheme("fp4", (Fp4Format(), Fp4Format(16, "tensor"), Fp4Format(16, "row")), (Fp4Format(), Fp4Format(16, "row")))
+PRODUCTS = (*SCHEMES, FP4)

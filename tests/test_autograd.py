@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from accuracy import check_close, tolerance, truth
-from ops_schemes import DTYPES, FLOAT, SCHEMES, Scheme
+from ops_schemes import DTYPES, FLOAT, PRODUCTS, Scheme
 from ops_support import check_product, randn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+pytestmark = pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 
 
 def check_bias_gradient(grad: Tensor, dy: Tensor, bias: Tensor) -> None:

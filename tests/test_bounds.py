@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops_schemes import DTYPES, SCHEMES, Scheme
+from ops_schemes import DTYPES, PRODUCTS, Scheme
 from ops_support import bits, randn
 from torch import Tensor
 
@@ -37,7 +37,7 @@ def beside_guards(t: Any, at_end: bool) -> Any:
 
 @pytest.mark.parametrize("at_end", (False, True), ids=("begin", "end"))
 @pytest.mark.parametrize("m", (1, 2, 5, 16, 40))
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+@pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 def test_nothing_is_read_past_an_operand(scheme: Scheme, m: int, at_end: bool) -> None:
     for i, fmt in enumerate(scheme.few_formats):
         for n, k in ((16, 64), (33, 100), (100, 384), (17, 1000)):

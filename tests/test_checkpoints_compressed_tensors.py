@@ -233,7 +233,7 @@ def test_zero_points_of_symmetric_weights(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "NVFP4": (lambda c: c["config_groups"]["g"]["weights"].update(num_bits=4, type="float"), "MXFP4 and NVFP4"),
+    "e2m1": (lambda c: c["config_groups"]["g"]["weights"].update(num_bits=4, type="float"), "groups of 16"),
     "three bits": (lambda c: c["config_groups"]["g"]["weights"].update(num_bits=3), "int of 3 bits"),
     "group 16": (lambda c: c["config_groups"]["g"]["weights"].update(group_size=16), "groups of 16 columns"),
     "group 0": (lambda c: c["config_groups"]["g"]["weights"].update(group_size=0), "group_size must be positive"),
@@ -310,7 +310,7 @@ def test_int8_file_with_values_beyond_four_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_written_layers_come_back_and_the_package_reads_them(scheme: qao.formats.Scheme, tmp_path: Path) -> None:
     shapes = [(40, 256), (16, 512)]
-    if not isinstance(scheme, qao.formats.Int4Weight) or scheme.group_size == -1:
+    if not isinstance(scheme, (qao.formats.Fp4Weight, qao.formats.Int4Weight)) or scheme.size == -1:
         shapes.append((37, 101))
     layers = {
         f"l{i}": qao.QuantLinear.from_linear(torch.nn.Linear(k, n, bias=False), scheme)
@@ -333,7 +333,8 @@ def test_written_layers_come_back_and_the_package_reads_them(scheme: qao.formats
         state = {key.removeprefix(f"{name}."): t for key, t in saved.items() if key.startswith(f"{name}.")}
         expected = compressor(group).compression_param_names(group)
         assert set(state) - {"input_scale"} == set(expected)
-        assert torch.equal(decompressed(state, group), layer.dequantize(state["weight_scale"].dtype))
+        dtype = torch.bfloat16 if scheme.word == "fp4" else state["weight_scale"].dtype
+        assert torch.equal(decompressed(state, group), layer.dequantize(dtype))
 
 
 def test_presets_are_said_as_the_package_says_them() -> None:
@@ -346,6 +347,8 @@ def test_presets_are_said_as_the_package_says_them() -> None:
         "FP8": qao.Float8DynamicActivationFloat8Weight("tensor", activation_scale=1.0),
         "FP8_DYNAMIC": qao.Float8DynamicActivationFloat8Weight("row"),
         "FP8_BLOCK": qao.Float8DynamicActivationFloat8Weight("block"),
+        "NVFP4A16": qao.Fp4WeightOnly("nvfp4"),
+        "MXFP4A16": qao.Fp4WeightOnly(),
     }
     for name, scheme in presets.items():
         theirs = scheme_of(preset_name_to_scheme(name, ["Linear"]))

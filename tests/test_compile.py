@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from ops_schemes import DTYPES, FLOAT, INT4, SCHEMES, Int4Format, Scheme, Weight
+from ops_schemes import DTYPES, FLOAT, INT4, PRODUCTS, Int4Format, Scheme, Weight
 from ops_support import check_product, randn
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-scheme_parameter = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+scheme_parameter = pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 
 
 @pytest.fixture(autouse=True)

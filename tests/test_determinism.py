@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops_schemes import DTYPES, SCHEMES, Scheme
+from ops_schemes import DTYPES, PRODUCTS, Scheme
 from ops_support import bits, randn
 
-pytestmark = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+pytestmark = pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 
 
 @pytest.mark.every_isa

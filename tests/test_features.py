@@ -15,14 +15,14 @@ import pytest
 import qao
 import torch
 from accuracy import check_close
-from ops_schemes import SCHEMES, Scheme, Weight
+from ops_schemes import PRODUCTS, Scheme, Weight
 from ops_support import check_product, randn
 from qao import norm_silu
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+every_scheme = pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 
 
 def values(*shape: int, device: str, seed: int = 0) -> Tensor:
@@ -235,10 +235,10 @@ def test_jagged(scheme: Scheme, compiled: bool, device: str) -> None:
 
 
 def test_the_jagged_dimension_is_not_that_of_features(device: str) -> None:
-    weight = SCHEMES[0].make_weight(40, 70, device=device)
+    weight = PRODUCTS[0].make_weight(40, 70, device=device)
     x = torch.nested.nested_tensor([values(70, n, device=device).T for n in (2, 3)], layout=torch.jagged)
     with pytest.raises(RuntimeError, match=r"qao::int4_mm: x alone may be a jagged .* Got jagged"):
-        SCHEMES[0].mm(x.transpose(1, 2), weight)
+        PRODUCTS[0].mm(x.transpose(1, 2), weight)
 
 
 @every_scheme

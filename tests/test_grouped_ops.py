@@ -26,23 +26,54 @@ def bits(y: Tensor) -> Tensor:
     return y.view(torch.int32 if y.dtype == torch.float32 else torch.int16)
 
 
-def gathered(rows: int, of: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.randint(0, of, (rows,), generator=generator(3), dtype=dtype)
+def gathered(rows: int, of: int, dtype: torch.dtype = torch.int64, device: str = "cpu") -> Tensor:
+    return torch.randint(0, of, (rows,), generator=generator(3), dtype=dtype).to(device)
+
+
+def poison(device: str) -> None:
+    """What a GPU's next results are put into holds NaN, so that what no kernel writes shows."""
+    if device == "cuda":
+        for size in (2**12, 2**16, 2**19, 2**20):
+            torch.full((size,), torch.nan, device=device)
 
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize("x_dtype", DTYPES, ids=SHORT.get)
 @pytest.mark.parametrize(("scheme", "fmt"), FORMATS)
-def test_rows_are_those_of_their_expert(scheme: Scheme, fmt: Format, x_dtype: torch.dtype) -> None:
-    experts = make_experts(scheme, len(COUNTS), 100, 300, fmt, x_dtype)
+def test_rows_are_those_of_their_expert(scheme: Scheme, fmt: Format, x_dtype: torch.dtype, device: str) -> None:
+    experts = make_experts(scheme, len(COUNTS), 100, 300, fmt, x_dtype, device)
     rows = sum(COUNTS) + TAIL
-    x = randn(rows, 300, dtype=x_dtype, device="cpu")
-    y = experts.mm(x, ends(COUNTS))
+    x = randn(rows, 300, dtype=x_dtype, device=device)
+    poison(device)
+    y = experts.mm(x, ends(COUNTS, device))
     experts.check(y, x, COUNTS, None, None)
-    assert y.dtype == x_dtype and y.is_contiguous()
-    few = randn(11, 300, dtype=x_dtype, device="cpu", seed=1)
-    index, scale = gathered(rows, 11), randn(rows, dtype=torch.float32, device="cpu")
-    experts.check(experts.mm(few, ends(COUNTS), index, scale), few, COUNTS, index, scale)
+    assert y.dtype == x_dtype and y.is_contiguous() and y.device == x.device
+    few = randn(11, 300, dtype=x_dtype, device=device, seed=1)
+    index, scale = gathered(rows, 11, device=device), randn(rows, dtype=torch.float32, device=device)
+    experts.check(experts.mm(few, ends(COUNTS, device), index, scale), few, COUNTS, index, scale)
+
+
+# Rows an expert, on average and at most, that kernels have tiles for; and more experts than a warp has lanes.
+ROUTINGS = {
+    "few": [1, 0, 2, 9, 1, 0, 3],
+    "some": [8, 0, 17, 5, 8, 1],
+    "more": [16, 33, 7, 0, 20],
+    "many": [130, 0, 64, 1],
+    "of many experts": [3 * (i % 9 == 2) for i in range(40)],
+}
+
+
+@pytest.mark.parametrize("counts", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize(("scheme", "fmt"), FEW)
+def test_tiles(scheme: Scheme, fmt: Format, counts: list[int], device: str) -> None:
+    """Sizes that fill tiles and that do not, aligned rows, with and without rows of nobody."""
+    for n, k, x_dtype in ((48, 320, torch.bfloat16), (132, 1024, torch.float16), (200, 64, torch.float32)):
+        experts = make_experts(scheme, len(counts), n, k, fmt, x_dtype, device)
+        x = randn(37, k, dtype=x_dtype, device=device)
+        for rows in (sum(counts), sum(counts) + 70):
+            index, scale = gathered(rows, 37, torch.int32, device), randn(rows, dtype=x_dtype, device=device)
+            poison(device)
+            experts.check(experts.mm(x, ends(counts, device), index, scale), x, counts, index, scale)
 
 
 @pytest.mark.every_isa
@@ -99,14 +130,15 @@ def test_more_rows_than_are_packed_at_a_time(x_dtype: torch.dtype) -> None:
         assert torch.equal(bits(y[rows]), bits(scheme.mm(x[index[rows]], weight)))
 
 
-def test_no_rows_and_one_expert() -> None:
+def test_no_rows_and_one_expert(device: str) -> None:
     for scheme in SCHEMES:
-        experts = make_experts(scheme, 1, 24, 64)
-        x = randn(6, 64, dtype=torch.bfloat16, device="cpu")
-        assert experts.mm(x[:0], ends([0])).shape == (0, 24)
-        assert experts.mm(x, ends([0]), gathered(0, 6)).shape == (0, 24)
-        assert not experts.mm(x, ends([0])).any()
-        experts.check(experts.mm(x.t().contiguous().t(), ends([6])), x, [6], None, None)
+        experts = make_experts(scheme, 1, 24, 64, device=device)
+        x = randn(6, 64, dtype=torch.bfloat16, device=device)
+        none = ends([0], device)
+        assert experts.mm(x[:0], none).shape == (0, 24)
+        assert experts.mm(x, none, gathered(0, 6, device=device)).shape == (0, 24)
+        assert not experts.mm(x, none).any()
+        experts.check(experts.mm(x.t().contiguous().t(), ends([6], device)), x, [6], None, None)
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
@@ -175,13 +207,91 @@ def test_mistakes(scheme: Scheme, changes: dict[str, Any], what: str) -> None:
         _changed(experts, x, changes)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+# ---- on a GPU, which nobody waits for --------------------------------------------------------------------------------
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+
+
+def nearest(offsets: list[int], rows: int) -> list[int]:
+    """The counts of rows that a GPU makes of any offsets."""
+    end, counts = 0, []
+    for offset in offsets:
+        last, end = end, max(end, min(offset, rows))
+        counts.append(end - last)
+    return counts
+
+
+HOSTILE = [
+    [2, 1, 6, 70],
+    [70, 3, -9, 2],
+    [-1, -5, 40, 39],
+    [2**31 - 1, 0, 0, 0],
+    [-(2**31), 2**31 - 1, -(2**31), 9],
+    [0, 0, 0, -1],
+]
+
+
+@on_gpu
+@pytest.mark.parametrize(("scheme", "fmt"), FEW)
+def test_hostile_routings_are_harmless(scheme: Scheme, fmt: Format) -> None:
+    experts = make_experts(scheme, 4, 72, 320, fmt, torch.float32, "cuda")
+    x, scale = randn(40, 320, dtype=torch.bfloat16, device="cuda"), randn(40, dtype=torch.float32, device="cuda")
+    for offsets in HOSTILE:
+        right = ends(nearest(offsets, 40), "cuda")
+        poison("cuda")
+        y = experts.mm(x, torch.tensor(offsets, dtype=torch.int32, device="cuda"), None, scale)
+        assert torch.equal(bits(y), bits(experts.mm(x, right, None, scale)))
+    experts.check(y, x, nearest(offsets, 40), None, scale)
+    index = torch.tensor([-1, 40, 2**31 - 1, -(2**31), 3, 39] * 5, dtype=torch.int32, device="cuda")
+    right = ends([7, 0, 20, 3], "cuda")
+    for rows in (index, index.long() * 2**20):
+        y = experts.mm(x, right, rows)
+        assert torch.equal(bits(y), bits(experts.mm(x, right, rows.clamp(0, 39))))
+        experts.check(y, x, [7, 0, 20, 3], rows.clamp(0, 39), None)
+
+
+@on_gpu
+@pytest.mark.parametrize("rows", [24, 640])
+@pytest.mark.parametrize(("scheme", "fmt"), FEW)
+def test_graphs_replay_with_other_routings(scheme: Scheme, fmt: Format, rows: int) -> None:
+    experts = make_experts(scheme, 8, 136, 512, fmt, torch.bfloat16, "cuda")
+    x, scale = randn(16, 512, dtype=torch.bfloat16, device="cuda"), torch.ones(rows, device="cuda")
+    index, offsets = gathered(rows, 16, device="cuda"), ends([rows // 8] * 8, "cuda")
+    arguments = experts.all_arguments(x, offsets, index, scale)
+    experts.op(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = experts.op(*arguments)
+    for seed in range(3):
+        counts = torch.rand(8, generator=generator(seed)).pow(3)
+        counts = (counts / counts.sum() * (rows - seed)).int()
+        offsets.copy_(counts.cumsum(0))
+        index.copy_(torch.randint(0, 16, (rows,), generator=generator(seed)))
+        scale.copy_(torch.rand(rows, generator=generator(seed)))
+        x.copy_(randn(16, 512, dtype=torch.bfloat16, device="cuda", seed=seed))
+        y.fill_(torch.nan)
+        graph.replay()
+        experts.check(y, x, counts.tolist(), index, scale)
+        assert torch.equal(bits(y), bits(experts.op(*arguments)))
+
+
+@on_gpu
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
-def test_no_cuda_kernel_yet(scheme: Scheme) -> None:
-    experts, x = make_experts(scheme, 2, 32, 64), randn(6, 64, dtype=torch.bfloat16, device="cpu")
-    on_gpu = [a.cuda() if isinstance(a, Tensor) else a for a in experts.all_arguments(x, ends([2, 4]))]
-    with pytest.raises(RuntimeError, match="there is no CUDA kernel of grouped products yet"):
-        experts.op(*on_gpu)
+def test_nobody_waits_and_every_run_gives_the_same_bits(scheme: Scheme) -> None:
+    counts = [1, 0, 300, 1, 1, 2, 64]
+    experts = make_experts(scheme, len(counts), 520, 512, device="cuda")
+    x = randn(9, 512, dtype=torch.bfloat16, device="cuda")
+    index, scale = gathered(sum(counts), 9, torch.int32, "cuda"), randn(369, dtype=torch.bfloat16, device="cuda")
+    arguments = experts.all_arguments(x, ends(counts, "cuda"), index, scale)
+    experts.op(*arguments)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [bits(experts.op(*arguments)) for _ in range(20)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 # ---- torch -----------------------------------------------------------------------------------------------------------
@@ -189,25 +299,26 @@ def test_no_cuda_kernel_yet(scheme: Scheme) -> None:
 
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize(("scheme", "fmt"), FEW)
-def test_opcheck(scheme: Scheme, fmt: Format, gather: bool) -> None:
-    experts = make_experts(scheme, 3, 40, 96, fmt, torch.float32)
-    x, index, scale = randn(7, 96, dtype=torch.float16, device="cpu"), gathered(12, 7), torch.rand(12)
-    routed = (x, ends([4, 0, 6]), index, scale) if gather else (x, ends([4, 0, 2]), None, None)
+def test_opcheck(scheme: Scheme, fmt: Format, gather: bool, device: str) -> None:
+    experts = make_experts(scheme, 3, 40, 96, fmt, torch.float32, device)
+    x, index = randn(7, 96, dtype=torch.float16, device=device), gathered(12, 7, device=device)
+    scale = torch.rand(12, device=device)
+    routed = (x, ends([4, 0, 6], device), index, scale) if gather else (x, ends([4, 0, 2], device), None, None)
     utilities = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(experts.op, experts.all_arguments(*routed), test_utils=utilities)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
-def test_one_graph_for_every_routing(scheme: Scheme) -> None:
+def test_one_graph_for_every_routing(scheme: Scheme, device: str) -> None:
     import qao
 
-    experts = make_experts(scheme, 4, 48, 64)
+    experts = make_experts(scheme, 4, 48, 64, device=device)
     function = getattr(qao.ops, f"{scheme.word}_grouped_mm")
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    x, index = randn(8, 64, dtype=torch.bfloat16, device="cpu"), gathered(16, 8)
+    x, index = randn(8, 64, dtype=torch.bfloat16, device=device), gathered(16, 8, device=device)
     for i, counts in enumerate(([16, 0, 0, 0], [1, 2, 3, 4], [0, 0, 0, 0], [4, 4, 4, 4])):
-        arguments = experts.all_arguments(x, ends(counts), index)
+        arguments = experts.all_arguments(x, ends(counts, device), index)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
             assert torch.equal(bits(compiled(*arguments)), bits(experts.op(*arguments)))
 
@@ -228,29 +339,32 @@ def expected_gradients(
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("scheme", "fmt"), FEW)
-def test_gradients(scheme: Scheme, fmt: Format, compiled: bool) -> None:
+def test_gradients(scheme: Scheme, fmt: Format, compiled: bool, device: str) -> None:
     import qao
 
     counts = [3, 0, 9, 4]
-    experts = make_experts(scheme, 4, 48, 96, fmt, torch.float32)
-    x = randn(8, 96, dtype=torch.float32, device="cpu").requires_grad_()
-    index, rows = gathered(20, 8), 20
-    scale = randn(rows, dtype=torch.float32, device="cpu", seed=2).requires_grad_()
+    experts = make_experts(scheme, 4, 48, 96, fmt, torch.float32, device)
+    x = randn(8, 96, dtype=torch.float32, device=device).requires_grad_()
+    index, rows = gathered(20, 8, device=device), 20
+    scale = randn(rows, dtype=torch.float32, device=device, seed=2).requires_grad_()
     assert experts.bias is not None
     bias = experts.bias.clone().requires_grad_()
     function = getattr(qao.ops, f"{scheme.word}_grouped_mm")
     if compiled:
         torch._dynamo.reset()
         function = torch.compile(function, fullgraph=True, backend="aot_eager")
-    y = function(x, *experts.operands, bias, ends(counts), index, scale, *experts.arguments)
-    grad = randn(rows, 48, dtype=torch.float32, device="cpu", seed=4)
-    y.backward(grad)
-    for tensor, expected in zip(
-        (x, scale, bias), expected_gradients(experts, x, counts, index, scale, bias, grad), strict=True
-    ):
-        assert tensor.grad is not None
+    grad = randn(rows, 48, dtype=torch.float32, device=device, seed=4)
+
+    def gradients() -> tuple[Tensor, ...]:
+        y = function(x, *experts.operands, bias, ends(counts, device), index, scale, *experts.arguments)
+        return torch.autograd.grad(y, (x, scale, bias), grad)
+
+    given, again = gradients(), gradients()
+    expected = expected_gradients(experts, x, counts, index, scale, bias, grad)
+    for own, other, exact in zip(given, again, expected, strict=True):
+        assert torch.equal(own, other)
         # float32 sums of up to 96 terms of any sign: each of the roundings is at most 2^-24 of the largest sum.
-        assert (tensor.grad.double() - expected).abs().max() <= 2.0**-19 * expected.abs().max()
+        assert (own.double() - exact).abs().max() <= 2.0**-19 * exact.abs().max()
 
 
 def test_gradient_of_a_sorted_x_alone() -> None:

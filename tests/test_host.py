@@ -50,7 +50,7 @@ def test_unknown_names_are_refused() -> None:
         host.Problem(tokens=1)
     with pytest.raises(ValueError, match="isa 'sse9' is not one of " + ", ".join(ISA_FLAGS)):
         host.cpu_kernel(host.Problem(m=1, n=64, k=64, group_size=64), "sse9")
-    with pytest.raises(ValueError, match="weight 'int3' is not one of float, int8, fp8, int4"):
+    with pytest.raises(ValueError, match="weight 'int3' is not one of float, int8, fp8, int4, fp4"):
         host.Problem(weight="int3")
 
 

@@ -19,7 +19,7 @@ from ops_schemes import (
     INT8,
     INT8_ASYMMETRIC,
     INT8_INT4,
-    SCHEMES,
+    PRODUCTS,
     Activation,
     Int4Format,
     Parts,
@@ -33,7 +33,7 @@ M_KINDS = (1, 2, 5, 40)  # each of them may be another kernel
 OUTLIERS = {"one": 1, "six": 6, "one in eight": 38}
 K = 300
 
-every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+every_scheme = pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 every_m = pytest.mark.parametrize("m", M_KINDS)
 every_dtype = pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
 
@@ -44,6 +44,10 @@ def with_columns_of_zero(parts: Parts, columns: Tensor) -> Parts:
         q = parts.q.view(torch.int8).clone()
         q[:, columns] = 0
         return replace(parts, q=q.view(parts.q.dtype))
+    if parts.is_float:
+        q = parts.q.clone()
+        q[:, columns] = 0
+        return replace(parts, q=q)
     zeros = None if parts.zeros is None else parts.zeros.round()
     q, k = parts.q.clone(), parts.q.shape[1]
     width = k if parts.group_size == -1 else parts.group_size
@@ -201,7 +205,7 @@ def test_asymmetric_x_with_an_outlier(m: int, group_size: int, zeros: str) -> No
 def test_integer_sums_beyond_32_bits(group_size: int | None, activation: Activation, m: int, device: str) -> None:
     """K above 65536; all products of one sign and as large as they can be, then random ones."""
     n, k = 3, 2 * 65536 + 1024 + 37
-    scheme = INT8_INT4 if group_size is not None else next(s for s in SCHEMES if s.word == "int8_int8")
+    scheme = INT8_INT4 if group_size is not None else next(s for s in PRODUCTS if s.word == "int8_int8")
     for largest in (True, False):
         parts = scheme.parts(n, k, Int4Format(group_size) if group_size is not None else None, device)
         if largest:

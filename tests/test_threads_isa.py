@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from cpu_isas import ISA_FLAGS
-from ops_schemes import DTYPES, SCHEMES, Scheme
+from ops_schemes import DTYPES, PRODUCTS, Scheme
 from ops_support import bits, check_product, randn
 
 TESTS = Path(__file__).parent
@@ -92,7 +92,7 @@ def test_empty_isa_means_the_best() -> None:
 @pytest.mark.every_isa
 @pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+@pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 def test_numbers_of_threads(scheme: Scheme, threads: int, x_dtype: torch.dtype) -> None:
     """More threads than cores, tiles or rows included."""
     before = torch.get_num_threads()
@@ -107,7 +107,7 @@ def test_numbers_of_threads(scheme: Scheme, threads: int, x_dtype: torch.dtype) 
 
 
 @pytest.mark.every_isa
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+@pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 def test_several_python_threads(scheme: Scheme) -> None:
     """Kernels keep no state between or across calls: every thread gets the bits that it gets alone."""
     calls = [
@@ -124,11 +124,11 @@ def test_several_python_threads(scheme: Scheme) -> None:
         assert all(pool.map(repeat, range(len(calls))))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+@pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 def test_shared_tiles_have_the_same_bits(scheme: Scheme) -> None:
     """Long products hand out pieces of N to the threads as they come."""
-    weight = scheme.make_weight(2064, 512, scheme.few_formats[0])
-    x = randn(260, 512, dtype=torch.bfloat16, device="cpu")
+    weight = scheme.make_weight(2064, 544, scheme.few_formats[0])
+    x = randn(250, 544, dtype=torch.bfloat16, device="cpu")
     before = torch.get_num_threads()
     results = []
     try:
@@ -138,3 +138,25 @@ def test_shared_tiles_have_the_same_bits(scheme: Scheme) -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
+def test_split_rows_have_the_same_bits(scheme: Scheme, x_dtype: torch.dtype) -> None:
+    """Beside a small weight threads share many rows: as many parts as threads, more, and fewer."""
+    weight = scheme.make_weight(50, 130, scheme.few_formats[0])
+    before = torch.get_num_threads()
+    try:
+        for m in (300, 1060):
+            x = randn(m, 130, dtype=x_dtype, device="cpu")
+            torch.set_num_threads(5)
+            check_product(scheme.mm(x, weight), x, weight)
+            x[2, 3], x[m - 1, 5] = float("inf"), 30000  # which kernels leave out and add afterwards
+            results = []
+            for threads in (1, 2, 3, 5, 16):
+                torch.set_num_threads(threads)
+                results.append(bits(scheme.mm(x, weight)))
+            assert all(torch.equal(result, results[0]) for result in results)
+    finally:
+        torch.set_num_threads(before)

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "cpu/mm_batch.h"
 #include "cpu/scratch.h"
@@ -14,12 +15,28 @@ namespace {
 using mm::Arguments;
 using mm::Problem;
 
-void run_batch(Batch batch, const Threads& threads) {
+constexpr int64_t kRowsUnit = 32;                   // of a part: whole pairs of tiles of x
+constexpr int64_t kFewestRows = 128;                // of a part: W is expanded for each
+constexpr int64_t kSmallWeight = int64_t{1} << 23;  // values of a W that every thread may read for itself
+constexpr int64_t kPartsBytes = int64_t{32} << 20;  // of packed x of all parts together
+
+int64_t bytes_of(Batch batch) {
   Pieces count(nullptr);
   batch.lay_out(count);
-  Pieces pieces(scratch(Scratch::kActivations, count.bytes()));
-  batch.lay_out(pieces);
+  return count.bytes();
+}
 
+void lay_out(Batch* batch, void* memory) {
+  Pieces pieces(memory);
+  batch->lay_out(pieces);
+}
+
+void forget_remarks(const Batch& batch) {
+  if (batch.job.remarks != nullptr) std::memset(batch.job.remarks, 0, static_cast<size_t>(batch.problem.m));
+}
+
+void run_batch(Batch batch, const Threads& threads) {
+  lay_out(&batch, scratch(Scratch::kActivations, bytes_of(batch)));
   const auto prepare = [&](int64_t units, int64_t values, const auto& step) {
     is_serial(threads, values) ? step(int64_t{0}, units) : split(threads, units, step);
   };
@@ -28,13 +45,77 @@ void run_batch(Batch batch, const Threads& threads) {
     prepare(rows, values, [&](int64_t begin, int64_t end) { batch.widen(begin, end); });
     batch.use_wide();
   }
-  if (batch.job.remarks != nullptr) std::memset(batch.job.remarks, 0, static_cast<size_t>(rows));
+  forget_remarks(batch);
   // Bytes are copied, which takes half as long.
   prepare(batch.units(), batch.problem.x == Format::kInt8 ? values / 2 : values,
           [&](int64_t begin, int64_t end) { batch.pack(begin, end); });
   if (batch.has_outliers()) return batch.run_with_outliers(threads);
   split_tiles(threads, batch.tiles_n(), batch.work(), [&](int64_t begin, int64_t end) { batch.run(begin, end); });
   batch.mend(threads);
+}
+
+// More threads than parts: each part is for a few threads, which meet after every step.
+void run_shared(std::vector<Batch>& parts, const Threads& threads) {
+  int64_t bytes = 0;
+  for (const Batch& part : parts) bytes += bytes_of(part);
+  char* memory = static_cast<char*>(scratch(Scratch::kActivations, bytes));
+  for (Batch& part : parts) {
+    lay_out(&part, memory);
+    memory += bytes_of(part);
+    forget_remarks(part);
+  }
+  // step(part, begin, end) of units(part): the parts are a line, of which every thread has a piece as long.
+  const int64_t count = static_cast<int64_t>(parts.size());
+  const auto each = [&](const auto& units, const auto& step) {
+    threads.for_each([&](int64_t thread) {
+      for (int64_t i = 0; i < count; ++i) {
+        const auto at = [&](int64_t border) {
+          return units(parts[i]) * std::clamp<int64_t>(border * count - i * threads.count, 0, threads.count) /
+                 threads.count;
+        };
+        if (at(thread) < at(thread + 1)) step(parts[i], at(thread), at(thread + 1));
+      }
+    });
+  };
+  if (parts[0].wide != nullptr) {
+    each([](const Batch& part) { return part.problem.m; },
+         [](const Batch& part, int64_t begin, int64_t end) { part.widen(begin, end); });
+    for (Batch& part : parts) part.use_wide();
+  }
+  each([](const Batch& part) { return part.units(); },
+       [](const Batch& part, int64_t begin, int64_t end) { part.pack(begin, end); });
+  const auto has_outliers = [](const Batch& part) { return part.has_outliers(); };
+  if (std::none_of(parts.begin(), parts.end(), has_outliers)) {
+    each([](const Batch& part) { return divide_up(part.tiles_n(), 2); },
+         [](const Batch& part, int64_t begin, int64_t end) { part.run(2 * begin, least(2 * end, part.tiles_n())); });
+    for (const Batch& part : parts) part.mend(threads);
+    return;
+  }
+  for (const Batch& part : parts) {
+    if (part.has_outliers()) {
+      part.run_with_outliers(threads);
+    } else {
+      split(threads, part.tiles_n(), [&](int64_t begin, int64_t end) { part.run(begin, end); });
+      part.mend(threads);
+    }
+  }
+}
+
+// Parts of the rows one after the other, each by all threads; or side by side, so that no thread reads what another one
+// packed, where all of them may read W and there are rows enough.
+struct Cut {
+  int64_t count = 1;
+  bool side_by_side = false;
+};
+
+Cut cut(const Kernel& kernel, const Problem& p, const Arguments& a, int64_t threads) {
+  const int64_t least_count = divide_up(p.m, Batch::most_rows(kernel, p, a)), most_count = p.m / kFewestRows;
+  if (kernel.packing == nullptr || threads == 1 || most_count < 2 || p.n * p.k > kSmallWeight) return {least_count};
+  if (least_count > threads) {
+    const int64_t even = divide_up(least_count, threads) * threads;
+    return {even <= most_count ? even : least_count, true};
+  }
+  return {std::max(least_count, std::min(threads, most_count)), true};
 }
 
 }  // namespace
@@ -45,10 +126,23 @@ Status mm(const Problem& p, const Arguments& a, const Threads& threads) {
   Features features;
   if (Status status = selected_features(&features); !status.ok()) return status;
   const Kernel& kernel = choose(p, features);
-  const int64_t step = Batch::most_rows(kernel, p, a);
-  for (int64_t first = 0; first < p.m; first += step) {
-    run_batch(Batch::of(kernel, p, a, first, std::min(step, p.m - first)), threads);
+  const Cut parts = cut(kernel, p, a, threads.count);
+  const int64_t units = divide_up(p.m, kRowsUnit);
+  const auto part = [&](int64_t i) {
+    const int64_t first = units * i / parts.count * kRowsUnit;
+    return Batch::of(kernel, p, a, first, std::min(units * (i + 1) / parts.count * kRowsUnit, p.m) - first);
+  };
+  if (parts.side_by_side && parts.count >= threads.count) {
+    share_near(threads, parts.count, [&](int64_t i) { run_batch(part(i), Threads{}); });
+    return {};
   }
+  if (parts.side_by_side && bytes_of(part(0)) * parts.count <= kPartsBytes) {
+    std::vector<Batch> all;
+    for (int64_t i = 0; i < parts.count; ++i) all.push_back(part(i));
+    run_shared(all, threads);
+    return {};
+  }
+  for (int64_t i = 0; i < parts.count; ++i) run_batch(part(i), threads);
   return {};
 }
 

@@ -6,8 +6,8 @@
 // reads, `run` computes y for a range of N-tiles of 16 rows of W. mm.cpp splits both over threads.
 //
 // K is cut into sections. int4 W: a group, or a part of it if the kernel sums fewer columns at a time, so the scale and
-// zero point of a section are constants. W in eight bits: what the kernel sums at a time, or the 128 columns of a block
-// of scales.
+// zero point of a section are constants. fp4 W: 32 columns, one group or two. W in eight bits: what the kernel sums at
+// a time, or the 128 columns of a block of scales.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,7 @@ struct Job {
   int64_t x_scale_stride = 0;
   int64_t x_block_stride = 0;          // 1 with blocks, else 0
   const int32_t* x_zeros = nullptr;    // int8 x: [m], null if it is symmetric
-  const uint8_t* weight = nullptr;     // [n][k]; int4: packed
+  const uint8_t* weight = nullptr;     // [n][k]; int4, fp4: packed
   const void* scales = nullptr;        // of W
   const float* weight_sums = nullptr;  // with x_zeros: [n]
   const void* bias = nullptr;          // null if none
@@ -55,7 +55,8 @@ struct Job {
         bias_dtype = DType::kBFloat16;
   int parameters = 1;  // int4: 2 if zero points follow the scales
   int64_t tiles_n = 0, tiles_k = 0;
-  int64_t group_size = 0, groups = 1;  // int4: columns that share a scale; W in eight bits: all of K
+  int64_t group_size = 0, groups = 1;  // int4, fp4: columns that share a scale; W in eight bits: all of K
+  int64_t scale_rows = 0;              // fp4: dimension 1 of its scales, of which groups of 16 have three more
   int64_t section = 0, sections = 0, sections_per_group = 0;
 
   // ---- x packed: a kernel reads the form its row of the table names (mm_packing.h) ----

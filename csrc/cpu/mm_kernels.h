@@ -34,6 +34,7 @@ void int8_int4_gemm(const Job& job, int64_t begin, int64_t end);
 }  // namespace avx_vnni
 
 namespace avx512 {
+void widen_fp8(const Job& job, void* out, int64_t begin, int64_t end);
 void pack_float32(const Job& job, int64_t begin, int64_t end);
 void pack_float32_panels(const Job& job, int64_t begin, int64_t end);
 void pack_int8_panels(const Job& job, int64_t begin, int64_t end);
@@ -51,6 +52,7 @@ namespace avx512_bf16 {
 void pack_bf16_panels(const Job& job, int64_t begin, int64_t end);
 void bf16_w8_gemm(const Job& job, int64_t begin, int64_t end);
 void bf16_int4_gemm(const Job& job, int64_t begin, int64_t end);
+void bf16_fp4_gemm(const Job& job, int64_t begin, int64_t end);
 }  // namespace avx512_bf16
 
 namespace amx {
@@ -60,6 +62,7 @@ void pack_bf16_tiles(const Job& job, int64_t begin, int64_t end);
 void pack_int8_tiles(const Job& job, int64_t begin, int64_t end);
 void fixed_point_int4_few_rows(const Job& job, int64_t begin, int64_t end);  // at most kFewRows rows of x, one word
 void bf16_int4_gemm(const Job& job, int64_t begin, int64_t end);
+void bf16_fp4_gemm(const Job& job, int64_t begin, int64_t end);
 void bf16_w8_gemm(const Job& job, int64_t begin, int64_t end);
 void int8_int8_gemm(const Job& job, int64_t begin, int64_t end);
 void int8_int4_few_rows(const Job& job, int64_t begin, int64_t end);  // at most 16 rows of x, no groups of 32

@@ -4,6 +4,7 @@
 
 #include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"
+#include "fp4/layout.h"
 
 namespace qao::cpu {
 namespace {
@@ -109,7 +110,7 @@ constexpr Packing panels(int64_t max_section, decltype(Packing::lay_out) lay_out
 }
 const Packing kFloat32PanelsAvx2 = panels(256, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8);
 const Packing kFloat32PanelsAvx512 = panels(64, lay_out_panels<64, 1>, avx512::pack_float32_panels, avx2::widen_fp8);
-const Packing kBf16Panels = panels(128, lay_out_panels<128, 2>, avx512_bf16::pack_bf16_panels, avx2::widen_fp8);
+const Packing kBf16Panels = panels(128, lay_out_panels<128, 2>, avx512_bf16::pack_bf16_panels, avx512::widen_fp8);
 const Packing kInt16Panels = panels(kMaxIntegerK, lay_out_panels<256, 2>, avx2::pack_int16_panels, nullptr);
 const Packing kInt8PanelsAvx2 = panels(kMaxIntegerK, lay_out_panels<256, 4>, avx2::pack_int8_panels, nullptr);
 const Packing kInt8PanelsAvx512 = panels(kMaxIntegerK, lay_out_panels<256, 4>, avx512::pack_int8_panels, nullptr);
@@ -120,7 +121,7 @@ const Packing kInt8Rows = {256,     kInt8Bytes,           kMaxIntegerK, lay_out_
                            rows_of, avx2::pack_int8_rows, nullptr,      nullptr};
 const Packing kInt8RowsInSections = {256,     kInt8Bytes,           kMaxSection, lay_out_int8_rows,
                                      rows_of, avx2::pack_int8_rows, nullptr,     nullptr};
-const Packing kInt8Tiles = {256,      kInt8Bytes,           kMaxIntegerK, lay_out_int8_tiles,
+const Packing kInt8Tiles = {512,      kInt8Bytes,           kMaxIntegerK, lay_out_int8_tiles,
                             tiles_of, amx::pack_int8_tiles, nullptr,      nullptr};
 #elif defined(__aarch64__)
 const Packing kFixedPoint = {512,
@@ -163,8 +164,13 @@ Job describe(const Problem& p, const Arguments& a, const Packing& packing) {
   job.parameters = p.has_zeros ? 2 : 1;
   job.tiles_n = divide_up(p.n, kTileRows), job.tiles_k = divide_up(p.k, kTileColumns);
   const bool int4 = p.weight == Format::kInt4;
-  job.group_size = int4 ? p.group_size : p.k;
+  job.group_size = is_packed(p.weight) ? p.group_size : p.k;
   job.groups = divide_up(p.k, job.group_size);
+  if (p.weight == Format::kFp4) {  // groups of 16 are halves of a section
+    job.scale_rows = fp4::scale_rows(p.k, p.group_size);
+    job.section = fp4::kMxGroup, job.sections = divide_up(p.k, job.section), job.sections_per_group = 1;
+    return job;
+  }
   // One group a row is as long as any, so its sections need no common length.
   const bool grouped = int4 && (p.group_size == 32 || p.group_size == 64 || p.group_size == 128 || p.group_size == 256);
   job.section = grouped ? std::min(p.group_size, packing.max_section) : packing.max_section;

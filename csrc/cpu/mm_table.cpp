@@ -14,6 +14,7 @@ constexpr unsigned bit(Format format) { return 1u << static_cast<int>(format); }
 
 constexpr unsigned kFloatX = bit(Format::kFloat) | bit(Format::kFp8);  // fp8 x is widened first
 constexpr unsigned kInt8 = bit(Format::kInt8), kInt4 = bit(Format::kInt4), kW8 = kInt8 | bit(Format::kFp8);
+constexpr unsigned kFp4 = bit(Format::kFp4);
 constexpr unsigned kAnyFormat = ~0u;
 
 constexpr int64_t kAnyNumber = std::numeric_limits<int64_t>::max();
@@ -38,6 +39,7 @@ bool has_short_groups(const Problem& p) {
 }
 bool fits_int32(const Problem& p) { return p.k <= kMaxIntegerK; }
 #elif defined(__aarch64__)
+bool has_groups_of_32(const Problem& p) { return p.group_size == 32; }
 bool is_bf16(const Problem& p) { return p.x == Format::kFp8 || p.x_dtype == DType::kBFloat16; }
 #endif
 
@@ -63,6 +65,15 @@ constexpr Kernel kKernels[] = {
     {"avx2 gemv vpmaddubsw", kAvx2, kFloatX, kInt4, up_to(1), nullptr, &kFixedPoint, avx2::fixed_point_int4_gemv},
     {"avx2 gemm vfmadd231ps", kAvx2, kFloatX, kInt4, from(16), nullptr, &kFloat32PanelsAvx2, avx2::float32_gemm},
     {"avx2 gemm vpmaddubsw", kAvx2, kFloatX, kInt4, kAny, nullptr, &kFixedPoint, avx2::fixed_point_int4_gemm},
+
+    // x in float, W fp4
+    {"avx512 gemv vpdpbusd", kAvx512, kFloatX, kFp4, up_to(2), nullptr, &kFixedPoint, avx512::fixed_point_int4_gemv},
+    {"amx gemm tdpbf16ps", kAmx, kFloatX, kFp4, kAny, nullptr, &kBf16Tiles, amx::bf16_fp4_gemm},
+    {"avx512_bf16 gemm vdpbf16ps", kAvx512Bf16, kFloatX, kFp4, kAny, has_bf16_x, &kBf16Panels,
+     avx512_bf16::bf16_fp4_gemm},
+    {"avx512 gemm vfmadd231ps", kAvx512, kFloatX, kFp4, kAny, nullptr, &kFloat32PanelsAvx512, avx512::float32_gemm},
+    {"avx2 gemv vpmaddubsw", kAvx2, kFloatX, kFp4, up_to(1), nullptr, &kFixedPoint, avx2::fixed_point_int4_gemv},
+    {"avx2 gemm vfmadd231ps", kAvx2, kFloatX, kFp4, kAny, nullptr, &kFloat32PanelsAvx2, avx2::float32_gemm},
 
     // x in float or fp8, W int8 or fp8
     {"amx gemm tdpbf16ps", kAmx, kFloatX, kW8, from(3), nullptr, &kBf16Tiles, amx::bf16_w8_gemm},
@@ -99,6 +110,13 @@ constexpr Kernel kKernels[] = {
     {"neon_dotprod gemm sdot", kNeonDotprod, kFloatX, kInt4, kAny, nullptr, &kFixedPoint,
      neon_dotprod::fixed_point_int4_gemm},
     {"neon gemm smull", kNeon, kFloatX, kInt4, kAny, nullptr, &kFixedPoint, neon::fixed_point_int4_gemm},
+
+    // x in float, W fp4
+    {"neon_i8mm gemm smmla", kNeonI8mm, kFloatX, kFp4, kAny, has_groups_of_32, &kFixedPoint,
+     neon_i8mm::fixed_point_int4_gemm},
+    {"neon_dotprod gemm sdot", kNeonDotprod, kFloatX, kFp4, kAny, nullptr, &kFixedPoint,
+     neon_dotprod::fixed_point_int4_gemm},
+    {"neon gemm smull", kNeon, kFloatX, kFp4, kAny, nullptr, &kFixedPoint, neon::fixed_point_int4_gemm},
 
     // x in float or fp8, W int8 or fp8
     {"neon_bf16 gemm bfmmla", kNeonBf16, kFloatX, kW8, kAny, is_bf16, &kBf16Pairs, neon_bf16::bf16_w8_gemm},

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 
 namespace qao::cpu {
 
@@ -49,6 +50,20 @@ void share(const Threads& threads, int64_t count, int64_t piece, const Task& tas
   threads.for_each([&](int) {
     for (int64_t begin; (begin = next.fetch_add(piece, std::memory_order_relaxed)) < count;) {
       task(begin, least(begin + piece, count));
+    }
+  });
+}
+
+// Calls task(i) for every i in [0, count). Threads begin with those that split() would give them, then take what others
+// have not begun: results must not depend on who does what.
+template <typename Task>
+void share_near(const Threads& threads, int64_t count, const Task& task) {
+  const std::unique_ptr<std::atomic<bool>[]> taken(new std::atomic<bool>[static_cast<size_t>(count)]());
+  threads.for_each([&](int thread) {
+    const int64_t first = count * thread / threads.count;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t at = (first + i) % count;
+      if (!taken[static_cast<size_t>(at)].exchange(true, std::memory_order_relaxed)) task(at);
     }
   });
 }

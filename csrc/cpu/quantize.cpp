@@ -45,8 +45,11 @@ float scale_of(const Problem& p, const QuantizeRange& range) {
   return std::max(range.high / 255 - range.low / 255, kSmallestMaximum);
 }
 
-void quantize_int8(const Problem& p, const Arguments& a, const QuantizeKernels& kernels, int64_t m,
-                   const float* values) {
+Floats from(Floats values, int64_t first) {
+  return {static_cast<const char*>(values.data) + first * size_of(values.dtype), values.dtype};
+}
+
+void quantize_int8(const Problem& p, const Arguments& a, const QuantizeKernels& kernels, int64_t m, Floats values) {
   const QuantizeRange range = kernels.range(values, p.k);
   const float scale = scale_of(p, range), inverse = 1 / scale;
   int zero = 0;
@@ -63,23 +66,23 @@ void quantize_int8(const Problem& p, const Arguments& a, const QuantizeKernels& 
   if (a.zeros != nullptr) a.zeros[m] = zero;
 }
 
-void quantize_fp8(const Problem& p, const Arguments& a, const QuantizeKernels& kernels, int64_t m,
-                  const float* values) {
+void quantize_fp8(const Problem& p, const Arguments& a, const QuantizeKernels& kernels, int64_t m, Floats values) {
   uint8_t* q = static_cast<uint8_t*>(a.q) + m * a.q_stride;
   const int64_t length = p.scaling == Scaling::kBlock ? kScaleBlock : p.k;
   for (int64_t first = 0; first < p.k; first += length) {
     const int64_t count = std::min(length, p.k - first);
+    const Floats part = from(values, first);
     float scale;
     if (p.scaling == Scaling::kTensor) {
       scale = a.scales[0];
     } else {
-      scale = scale_of(p, kernels.range(values + first, count));
+      scale = scale_of(p, kernels.range(part, count));
       a.scales[p.scaling == Scaling::kRow ? m : m * p.blocks() + first / kScaleBlock] = scale;
     }
     if (std::isnan(scale)) {
       std::memset(q + first, 0, static_cast<size_t>(count));
     } else {
-      kernels.to_fp8(values + first, count, 1 / scale, q + first);
+      kernels.to_fp8(part, count, 1 / scale, q + first);
     }
   }
 }
@@ -97,29 +100,37 @@ Status quantize(const Problem& p, const Arguments& a, const Threads& all_threads
   if (Status status = selected_features(&features); !status.ok()) return status;
   const QuantizeKernels& kernels = quantize_kernels(features);
   const Threads threads = is_serial(all_threads, p.m * p.k) ? Threads{} : all_threads;
-  // task(thread, m, values) for every row
+  // task(thread, m, values) for every row; without a producer the values are x as it lies.
+  const bool as_it_lies = p.producer == quantize::Producer::kNone;
   const auto rows = [&](const auto& task) {
     threads.for_each([&](int i) {
       const int64_t begin = p.m * i / threads.count, end = p.m * (i + 1) / threads.count;
-      float* values = static_cast<float*>(scratch(Scratch::kActivations, p.k * static_cast<int64_t>(sizeof(float))));
+      const int64_t bytes = as_it_lies ? 0 : p.k * static_cast<int64_t>(sizeof(float));
+      float* values = static_cast<float*>(scratch(Scratch::kActivations, bytes));
       for (int64_t m = begin; m < end; ++m) {
-        kernels.values(p, a, m, values);
-        task(i, m, values);
+        if (as_it_lies) {
+          task(i, m, from({a.x, p.x_dtype}, m * a.x_stride));
+        } else {
+          kernels.values(p, a, m, values);
+          task(i, m, {values});
+        }
       }
     });
   };
   if (p.scaling == Scaling::kTensor && !p.static_scale) {
     std::vector<QuantizeRange> parts(static_cast<size_t>(threads.count));
-    rows([&](int i, int64_t, const float* values) { include(&parts[i], kernels.range(values, p.k)); });
+    rows([&](int i, int64_t, Floats values) { include(&parts[i], kernels.range(values, p.k)); });
     QuantizeRange range;
     for (const QuantizeRange& part : parts) include(&range, part);
     a.scales[0] = scale_of(p, range);
   }
   if (p.format == Format::kFloat) {
-    rows([&](int, int64_t m, const float* values) { kernels.to_float(values, p.k, a.y, m * p.k, p.x_dtype); });
+    rows([&](int, int64_t m, Floats values) {
+      kernels.to_float(static_cast<const float*>(values.data), p.k, a.y, m * p.k, p.x_dtype);
+    });
     return {};
   }
-  rows([&](int, int64_t m, const float* values) {
+  rows([&](int, int64_t m, Floats values) {
     p.format == Format::kInt8 ? quantize_int8(p, a, kernels, m, values) : quantize_fp8(p, a, kernels, m, values);
     std::memset(static_cast<char*>(a.q) + m * a.q_stride + p.k, 0, static_cast<size_t>(a.q_stride - p.k));
   });

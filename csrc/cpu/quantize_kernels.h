@@ -9,6 +9,12 @@
 
 namespace qao::cpu {
 
+// Floats side by side.
+struct Floats {
+  const void* data = nullptr;
+  DType dtype = DType::kFloat32;
+};
+
 struct QuantizeRange {
   float low = 0, high = 0;  // of some values and 0
   bool finite = true;       // else the other two mean nothing
@@ -37,10 +43,10 @@ struct QuantizedGroup {
 struct QuantizeKernels {
   // Row m of the values, values[0 .. k), in float32; and row m of Arguments::sum, if there is one.
   void (*values)(const quantize::Problem&, const quantize::Arguments&, int64_t m, float* values);
-  QuantizeRange (*range)(const float* values, int64_t count);
+  QuantizeRange (*range)(Floats values, int64_t count);
   // q = min(max(round(value * inverse) + zero, lowest), 127), zero and lowest integers
-  void (*to_int8)(const float* values, int64_t count, float inverse, int zero, int lowest, int8_t* q);
-  void (*to_fp8)(const float* values, int64_t count, float inverse, uint8_t* q);
+  void (*to_int8)(Floats values, int64_t count, float inverse, int zero, int lowest, int8_t* q);
+  void (*to_fp8)(Floats values, int64_t count, float inverse, uint8_t* q);
   // y[index .. index + count) = values
   void (*to_float)(const float* values, int64_t count, void* y, int64_t index, DType y_dtype);
   // A group of a weight: values[0 .. count), which zeros follow up to a multiple of 16: they are exact under every

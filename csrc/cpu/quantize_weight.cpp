@@ -102,7 +102,7 @@ Status quantize_weight_fp8(const BlockProblem& p, const WeightArguments& a, cons
   std::vector<float> largest(static_cast<size_t>(p.n * across));  // of each row
   for_each_row(threads, kernels, source, [&](int64_t n, const float* values) {
     blocks([&](int64_t b, int64_t first, int64_t count) {
-      const QuantizeRange range = kernels.range(values + first, count);
+      const QuantizeRange range = kernels.range({values + first}, count);
       largest[n * across + b] =
           range.finite ? std::max(-range.low, range.high) : std::numeric_limits<float>::infinity();
     });
@@ -127,7 +127,7 @@ Status quantize_weight_fp8(const BlockProblem& p, const WeightArguments& a, cons
       for (int64_t i = 0; i < count; ++i) sums.norm += block[i] * block[i];
       // A quotient, as a GPU's: the reciprocal's rounding would move values near the middle between two codes.
       for (int64_t i = 0; i < count; ++i) block[i] /= scale;
-      kernels.to_fp8(block, count, 1, q + first);
+      kernels.to_fp8({block}, count, 1, q + first);
       for (int64_t i = 0; i < count; ++i) {
         const float difference = (decoded[q[first + i]] - block[i]) * scale;
         sums.error += difference * difference;

@@ -2,6 +2,7 @@
 #include "common/check.h"
 #include "common/float32.cuh"
 #include "mm/launch.h"
+#include "mm/mma_sync/grouped.h"
 #include "mm/problem.h"
 
 namespace qao::mm {
@@ -20,16 +21,29 @@ Status split_x(const Problem& problem, const Workspace& layout, const Arguments&
   return launch_status("launching split_float32_kernel");
 }
 
+// x as the tensor cores read it.
+Status prepare_x(const Problem& problem, const Workspace& layout, const Arguments& arguments, void* stream, X* x) {
+  *x = {arguments.x, arguments.x_stride, 1, 0, problem.x_aligned || problem.quantizes_x, arguments.x_sums};
+  if (!is_split(problem) || problem.m == 0) return {};
+  return split_x(problem, layout, arguments, static_cast<cudaStream_t>(stream), x);
+}
+
 }  // namespace
+
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts,
+              void* stream) {
+  if (experts.rows == 0) return {};
+  X x;
+  Status status = prepare_x(problem, workspace_of(problem, 0), arguments, stream, &x);
+  if (!status.ok()) return status;
+  return mma_sync::grouped::launch(problem, plan, arguments, experts, x, stream);
+}
 
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream) {
   if (problem.m == 0) return {};
-  X x{arguments.x, arguments.x_stride, 1, 0, problem.x_aligned || problem.quantizes_x, arguments.x_sums};
-  if (is_split(problem)) {
-    const Workspace layout = workspace_of(problem, plan);
-    Status status = split_x(problem, layout, arguments, static_cast<cudaStream_t>(stream), &x);
-    if (!status.ok()) return status;
-  }
+  X x;
+  Status status = prepare_x(problem, workspace_of(problem, plan), arguments, stream, &x);
+  if (!status.ok()) return status;
   switch (plan.body) {
     case Body::kStreamResident:
     case Body::kStreamTma:

@@ -239,7 +239,7 @@ def _embedding(device: str, scheme: Scheme) -> float:
 # By operator: how far it is from its reference on a device.
 OPERATORS: dict[str, Callable[[str], float]] = {
     **{f"{scheme.word}_mm": _product(scheme()) for scheme in schemes.SCHEMES.values()},
-    **{f"{scheme.word}_grouped_mm": _grouped_product(scheme()) for scheme in schemes.SCHEMES.values()},
+    **{f"{word}_grouped_mm": _grouped_product(scheme()) for word, scheme in schemes.SCHEMES.items() if word != "fp4"},
     "int8_scaled_mm": _int8_scaled_mm,
     "fp8_scaled_mm": _fp8_scaled_mm,
     "int8_quantize": _int8_quantize,
@@ -259,4 +259,4 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "int8_embedding": lambda device: _embedding(device, schemes.Int8WeightOnly()),
 }
 # There are no kernels of others.
-_OF_CPU = ("quantize_groups", "quantize_blocks", *(f"{word}_grouped_mm" for word in schemes.SCHEMES))
+_OF_CPU = ("fp4_mm", "quantize_groups", "quantize_blocks")

@@ -21,11 +21,17 @@ from .scheme import stacked
 _autocasts = torch._C._is_any_autocast_enabled
 
 _OPERATORS = {operator._schema.name.removeprefix("qao::"): operator for operator in ops.GROUPED}
+
 _OTHERS = {  # tensors that the operator of a scheme takes beside weight, scales and bias
     "int8_int8": ("weight_sums",),
     "int8_int4": ("weight_sums",),
     "fp8_fp8": ("activation_scale",),
 }
+
+
+def has_grouped_product(scheme: Scheme) -> bool:
+    """Whether experts can have it."""
+    return f"{scheme.word}_grouped_mm" in _OPERATORS
 
 
 class QuantProjection(PackedModule):

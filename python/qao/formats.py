@@ -1,4 +1,4 @@
-"""The three weight formats with all that follows from each."""
+"""The four weight formats with all that follows from each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from . import operators, ops
+from . import fp4, operators, ops
 from .quantizer import QuantizedWeight, quantize_int4, quantize_int8, row_sums
+from .quantizer_fp4 import quantize_fp4
 from .quantizer_fp8 import SCALE_BLOCK, quantize_fp8
 from .scheme import FLOAT_DTYPES as FLOAT_DTYPES
 from .scheme import PackedWeight as PackedWeight
@@ -103,6 +104,77 @@ class Int4Weight(Scheme):
 
     def _problem(self, **facts: Any) -> _host.Problem:
         return super()._problem(group_size=self.size, has_zeros=not self.symmetric, **facts)
+
+
+@dataclass(frozen=True)
+class Fp4Weight(Scheme):
+    """Four-bit floats in groups along K, in the tiles of cuda/int4/layout.h: W = code * scale, or, with "nvfp4",
+    W = code * (scale / divisor). In plain tensors ``zeros`` is the divisor, float32 [N, 1]."""
+
+    format: Literal["mxfp4", "nvfp4"] = "mxfp4"
+
+    weights: ClassVar[str] = "fp4"
+    scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
+
+    def __post_init__(self) -> None:
+        if self.format not in fp4.GROUPS:
+            self._reject("format", '"mxfp4" or "nvfp4"')
+
+    @property
+    def size(self) -> int:
+        """Columns of W that share a scale."""
+        return fp4.GROUPS[self.format]
+
+    def __str__(self) -> str:
+        return f"{self.word} {self.format}"
+
+    def scale_dtype_of(self, given: torch.dtype) -> torch.dtype:
+        return torch.bfloat16
+
+    def pack(self, q: Tensor, scales: Tensor, zeros: Tensor | None = None) -> PackedWeight:
+        """As ``Scheme.pack``, of e2m1 codes in uint8 and scales [N, ceil(K / group)]: powers of two, or with "nvfp4"
+        numbers of e4m3; ``zeros``: with "nvfp4" their divisor, float32 [N], [N, 1] or [1], else None."""
+        try:
+            divisor = None if zeros is None else zeros.detach().reshape(-1)
+            return PackedWeight(*fp4.pack_fp4(q, scales, divisor, self.size))
+        except ValueError as error:
+            raise ValueError(f"{self}: {error}") from error
+
+    def _quantize(self, weight: Tensor, name: str, importance: Tensor | None = None) -> QuantizedWeight:
+        return quantize_fp4(weight, self.format, name=name)
+
+    def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int, int], bool]:
+        return (torch.uint8,), (n, -(-k // self.size)), False
+
+    def _store(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor]:
+        return fp4.pack_fp4(q, scales, zeros, self.size)
+
+    def unpack(self, weight: Tensor, scales: Tensor, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        q, plain, divisor = fp4.unpack_fp4(weight, scales, n, k, self.size)
+        return q, plain, None if divisor is None else divisor[:, None]
+
+    def units(self, n: int, k: int) -> tuple[int, int]:
+        return 1, self.size if self.size < k else 1
+
+    def _weight_sums(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        raise NotImplementedError("activations of fp4 weights have no zero points")
+
+    def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
+        return fp4.dequantize_fp4(weight, scales, n, k, self.size, dtype)
+
+    def constants(self, n: int, k: int) -> tuple[int, ...]:
+        return n, k, self.size
+
+    def plan(
+        self, m: int, n: int, k: int, *, x_dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device
+    ) -> dict[str, Any] | None:
+        if device.type == "cuda":
+            return {"kernel": "none", "text": "fp4 has kernels for the CPU alone; others quantise to int4"}
+        return super().plan(m, n, k, x_dtype=x_dtype, scale_dtype=scale_dtype, device=device)
+
+    def _problem(self, **facts: Any) -> _host.Problem:
+        return super()._problem(group_size=self.size, **facts)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .experts import QuantExperts, QuantProjection, projections_of, quantize_projection
+from .experts import QuantExperts, QuantProjection, has_grouped_product, projections_of, quantize_projection
 from .formats import FLOAT_DTYPES, PackedWeight, Scheme
 from .grouping import is_auto
 from .linear import kernel_bias
@@ -19,7 +19,6 @@ from .selection import Selection
 from .survey import Layer, byte_count, is_compiled, packed_bytes, places_of
 
 _SAYS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-_NO_CUDA = "fused experts: there are no CUDA kernels of grouped products yet; quantise and run the model on the CPU"
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -27,8 +26,8 @@ def is_fused(module: nn.Module) -> bool:
     return all(isinstance(vars(module).get(name), bool) for name in _SAYS) and hasattr(type(module), "_apply_gate")
 
 
-def obstacle(module: Any, device: torch.device | str | None = None) -> str | None:
-    """Why fused experts cannot become QuantExperts; None if they can. ``device``: where they would go."""
+def obstacle(module: Any) -> str | None:
+    """Why fused experts cannot become QuantExperts; None if they can."""
     up, down = projections_of(module)
     names = [up, down, *((f"{up}_bias", f"{down}_bias") if module.has_bias else ())]
     if sorted(module._parameters) != sorted(names):
@@ -46,8 +45,7 @@ def obstacle(module: Any, device: torch.device | str | None = None) -> str | Non
         return f"fused experts: it has {', '.join([*others, *module._buffers])}, which would be lost"
     if reason := attached(module):
         return f"fused experts: {reason}"
-    where = module._parameters[up].device if device is None else torch.device(device)
-    return _NO_CUDA if where.type == "cuda" else None
+    return None
 
 
 def _has_tensors(module: nn.Module | None) -> bool:
@@ -58,11 +56,10 @@ def find(
     model: nn.Module,
     select: Selection,
     keep: Callable[[str, nn.Module], bool] | None,
-    device: torch.device | str | None,
 ) -> list[list[Layer]]:
     """The two projections of each layer's experts, with what becomes of them."""
     return [
-        _decided(name, module, model, select, keep, device)
+        _decided(name, module, model, select, keep)
         for name, module in model.named_modules()
         if is_fused(module) or isinstance(module, QuantExperts)
     ]
@@ -74,7 +71,6 @@ def _decided(
     model: nn.Module,
     select: Selection,
     keep: Callable[[str, nn.Module], bool] | None,
-    device: torch.device | str | None,
 ) -> list[Layer]:
     places = places_of(model, module)
     if isinstance(module, QuantExperts):
@@ -88,7 +84,7 @@ def _decided(
         row = Row(f"{name}.{key}", tuple(shape), "", bytes_before=byte_count(weight))
         layers.append(Layer(module, row, places, elements=weight.numel(), x_dtype=weight.dtype))
     scheme = select(name, module)
-    reason = obstacle(module, device)
+    reason = obstacle(module)
     for layer in layers:
         if scheme is None:
             layer.leave("excluded", "no scheme for it")
@@ -96,6 +92,8 @@ def _decided(
             layer.leave("excluded", "by the filter")
         elif reason is not None:
             layer.leave("untouched", reason)
+        elif not has_grouped_product(scheme):
+            layer.leave("left", f"{scheme.word} has no product for experts: give them another scheme, by name")
         elif is_auto(scheme):
             layer.leave("left", "group sizes are not chosen for experts: give them a scheme with one, by name")
         elif is_compiled(layer):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from ._version import __version__
+from .fp4 import dequantize_fp4
 from .quantizer_fp8 import SCALE_BLOCK
 
 _qao = torch.ops.qao
@@ -51,6 +52,11 @@ def dense_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -
 
 def dense_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
     return dequantize_fp8(weight, scales, dtype)
+
+
+def dense_fp4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
+    n, k, group_size = rest[-3:]
+    return dequantize_fp4(weight, scales, n, k, group_size, dtype)
 
 
 # The products, and W of each from (weight, scales, dtype, *rest): ``differentiable`` adds them.

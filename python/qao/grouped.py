@@ -11,12 +11,14 @@ behind a dimension [E, ...], bias [E, N] or None. Sizes: T rows of x, S rows of 
     row_index: int64 or int32 [S], the row of x for each row of y; None: the same row, S = T.
     row_scale: [S] in a float dtype, applied to float32 sums before y is rounded; None: 1.
 
-Without row_scale a row is what the dense operator gives for the rows of its expert, bit for bit; x is rounded to eight
-bits once, however many rows of y read it (a scale for all of x is that of all its rows). Nothing in a call depends on
-the numbers in offsets but the result. On the CPU offsets that decrease or lie past S, and rows that x does not have,
-raise RuntimeError; there are no CUDA kernels yet, which raises it too.
+On the CPU, without row_scale, a row is what the dense operator gives for the rows of its expert, bit for bit. x is
+rounded to eight bits once, however many rows of y read it (a scale for all of x is that of all its rows). Nothing in a
+call depends on the numbers in offsets but the result, which is the same in every run. On the CPU offsets that decrease
+or lie past S, and rows that x does not have, raise RuntimeError. A GPU, which nobody waits for, reads them as the
+nearest that are right: an expert begins where the one before it ends, and ends there or later, at S at most.
 
-Gradients go to x, bias and row_scale: as for dense products, rounding x counts as the identity.
+Gradients go to x, bias and row_scale: as for dense products, rounding x counts as the identity. Making them waits for
+the offsets, so a backward pass cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -50,10 +52,10 @@ def _backward_rows(
     dense = _BY_NAME[operator]
     rows = grad.new_zeros((grad.shape[0], in_features))
     begin = 0
-    for expert, end in enumerate(offsets.tolist()):
+    for expert, end in enumerate(offsets.clamp(max=grad.shape[0]).tolist()):
         if end > begin:
             torch.mm(grad[begin:end], dense(weight[expert], scales[expert], grad.dtype, *sizes), out=rows[begin:end])
-        begin = end
+            begin = end
     return rows
 
 
@@ -98,7 +100,7 @@ class _Grouped(Function):
         if wants_x:
             grad_x = rows if factor is None else rows * factor
             if row_index is not None:
-                grad_x = grad_x.float().new_zeros(ctx.x_shape).index_add(0, row_index, grad_x.float())
+                grad_x = _added(grad_x.float(), row_index, ctx.x_shape)
             grad_x = grad_x.to(ctx.x_dtype)
         if wants_scale:
             grad_scale = (rows.float() * (x if row_index is None else x[row_index]).float()).sum(1)
@@ -111,11 +113,21 @@ class _Grouped(Function):
         return grad_x, grad_bias, grad_scale, *(None for _ in frozen)
 
 
+def _added(rows: Tensor, row_index: Tensor, shape: torch.Size) -> Tensor:
+    """rows [S, K], added to the rows of a tensor of zeros that ``row_index`` names, in the same order every time."""
+    zeros = rows.new_zeros(shape)
+    if not rows.is_cuda:
+        return zeros.index_add(0, row_index, rows)
+    # index_add has no order on a GPU; this sorts
+    return zeros.index_put((row_index.long().clamp(0, shape[0] - 1),), rows, accumulate=True)
+
+
 def _members(grad: Tensor, offsets: Tensor) -> Tensor:
     """float32 [S, E]: 1 where row s is of expert e."""
     rows = torch.arange(grad.shape[0], device=grad.device, dtype=offsets.dtype).unsqueeze(1)
-    begins = torch.cat((offsets.new_zeros(1), offsets[:-1]))
-    return ((rows >= begins) & (rows < offsets)).float()
+    ends = offsets.clamp(0, grad.shape[0]).cummax(0).values
+    begins = torch.cat((ends.new_zeros(1), ends[:-1]))
+    return ((rows >= begins) & (rows < ends)).float()
 
 
 def _traced(operator: Any) -> Any:

@@ -115,7 +115,7 @@ def _empty_experts(
 ) -> QuantExperts:
     quantised = isinstance(module, QuantExperts)
     origin: Any = module.skeleton() if isinstance(module, QuantExperts) else module
-    reason = None if quantised else fused.obstacle(origin, "cpu")
+    reason = None if quantised else fused.obstacle(origin)
     if sorted(schemes) != ["down", "up"] or reason is not None:
         raise ValueError(
             f"{name}: the checkpoint has quantised experts here, which cannot be replaced: "

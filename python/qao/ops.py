@@ -16,6 +16,7 @@ Gradients go to x and bias. That of x is dy · W: rounding x to eight bits count
 Weights
     int4: weight and scales as ``pack_int4`` returned them, with the same ``group_size``, N and K.
     int8: weight int8 [N, K], scales float32 [N] or [1].
+    fp4: weight and scales as ``pack_fp4`` returned them, with the same ``group_size``, N and K. On the CPU alone.
     fp8: weight float8_e4m3fn [N, K] or its bytes as int8, scales float32 [N], [N, 1], [1] or one a block of 128 x 128,
         [ceil(N / 128), ceil(K / 128)].
 """
@@ -55,7 +56,8 @@ def _load() -> None:
 
 _load()
 
-from .gradients import dense_fp8, dense_int4, dense_int8, differentiable  # noqa: E402  # the operators must be there
+from .fp4 import dequantize_fp4, pack_fp4, unpack_fp4  # noqa: E402, F401  # the operators must be there
+from .gradients import dense_fp4, dense_fp8, dense_int4, dense_int8, differentiable  # noqa: E402  # the operators must be there
 from .gradients import dequantize_fp8 as dequantize_fp8  # noqa: E402
 from .gradients import dequantize_int8 as dequantize_int8  # noqa: E402
 from .gradients import product as product  # noqa: E402
@@ -64,6 +66,7 @@ from .gradients import product as product  # noqa: E402
 INT4 = differentiable(torch.ops.qao.int4_mm.default, dense_int4)
 INT8 = differentiable(torch.ops.qao.int8_mm.default, dense_int8)
 FP8 = differentiable(torch.ops.qao.fp8_mm.default, dense_fp8)
+FP4 = differentiable(torch.ops.qao.fp4_mm.default, dense_fp4)
 INT8_INT8 = differentiable(torch.ops.qao.int8_int8_mm.default, dense_int8)
 INT8_INT4 = differentiable(torch.ops.qao.int8_int4_mm.default, dense_int4)
 FP8_FP8 = differentiable(torch.ops.qao.fp8_fp8_mm.default, dense_fp8)
@@ -128,6 +131,14 @@ def int8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> T
 def fp8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """y = x · Wᵀ + bias with an fp8 weight."""
     return product(FP8, (), x, weight, scales, bias)
+
+
+def fp4_mm(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, in_features: int, group_size: int
+) -> Tensor:
+    """y = x · Wᵀ + bias with an fp4 weight: ``group_size`` 32 is MXFP4, 16 NVFP4."""
+    constants = out_features, in_features, group_size
+    return product(FP4, constants, x, weight, scales, bias)
 
 
 def int8_int8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, weight_sums: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from . import fused, grouping, survey
 from .callbacks import by_name_and_module
 from .embedding import QuantEmbedding, is_embedding, rename_ties
+from .experts import QuantProjection
 from .formats import Int4Weight, PackedWeight, Scheme
 from .importance import estimate_importance, told_by
 from .integrations import registration
@@ -136,7 +137,7 @@ def plan(
     survey.resolve_tied_weights(model, layers, readers, embeddings)
     # A function knows linear layers only, so whether it wanted another weight cannot be asked.
     asked = select if isinstance(scheme, Mapping) else None
-    experts = fused.find(model, select, keep, device)
+    experts = fused.find(model, select, keep)
     own = [layer for unit in experts for layer in unit]
     untouched = list(survey.find_untouched(model, [*layers, *own], asked))
 
@@ -280,6 +281,9 @@ def _finish_row(layer: survey.Layer) -> None:
     row.bytes_after = 0 if layer.tied_to else survey.packed_bytes(module)
     if isinstance(module, QuantEmbedding):
         row.kernel = f"{module.scheme.weights}_embedding"
+        return
+    if isinstance(module, QuantProjection) and module.qweight.is_cuda:
+        row.kernel = "mma.sync"  # for any number of tokens
         return
     x_dtype = torch.float32 if layer.x_dtype == torch.float64 else layer.x_dtype
     kernels = [

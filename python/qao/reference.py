@@ -2,7 +2,7 @@
 
 A scheme's y is ``mm(x̂, Ŵ, bias)``, x̂ what it makes of the activation and Ŵ of the weight, both float64:
 
-    Ŵ: ``dequantize`` (int4), ``dequantize_8bit`` (int8, fp8)
+    Ŵ: ``dequantize`` (int4), ``dequantize_8bit`` (int8, fp8), ``dequantize_fp4``
     x̂: x itself; ``dequantize_activation(*quantize_activation_int8(x, ...))``; the same of fp8
 
 Plain (unpacked) tensors throughout. int4: q uint8 [N, K] of values 0..15, scales and zeros [N, ceil(K / group_size)].
@@ -56,6 +56,16 @@ def dequantize(q: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int)
 
     zero = SYMMETRIC_ZERO if zeros is None else per_column(zeros)
     return (q.double() - zero) * per_column(scales)
+
+
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0..7; with 8 the same below zero
+
+
+def dequantize_fp4(q: Tensor, scales: Tensor, divisor: Tensor | None, group_size: int) -> Tensor:
+    """W [N, K] = value of q * (scale / divisor) in float64, q e2m1 codes; divisor [N] or [N, 1], None stands for 1."""
+    values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], dtype=torch.float64, device=q.device)
+    of_groups = scales.double() / (1 if divisor is None else divisor.double().reshape(-1, 1))
+    return values[q.long()] * of_groups.repeat_interleave(group_size, dim=1)[:, : q.shape[1]]
 
 
 def dequantize_8bit(q: Tensor, scales: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ class Scheme(ABC):
     activations: ClassVar[str] = "float"  # what the product takes: "float" (as they come), "int8" or "fp8"
     weights: ClassVar[str]  # "int4", "int8" or "fp8"
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]]  # that the kernels take
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")  # types of devices that have kernels
 
     # Of schemes that quantise activations. A scheme that offers the choice has a field of that name.
     symmetric_activations: bool = True

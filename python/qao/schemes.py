@@ -7,6 +7,7 @@ which is one call of the scheme's operator:
     int4         Int4WeightOnly             Int8DynamicActivationInt4Weight       Float8DynamicActivationInt4Weight
     int8         Int8WeightOnly             Int8DynamicActivationInt8Weight
     e4m3         Float8WeightOnly                                                 Float8DynamicActivationFloat8Weight
+    e2m1         Fp4WeightOnly
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .formats import Float8Weight, Int4Weight, Int8Weight, Scheme, _host
+from .formats import Float8Weight, Fp4Weight, Int4Weight, Int8Weight, Scheme, _host
 from .quantizer_fp8 import SCALE_BLOCK
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Float8DynamicActivationFloat8Weight",
     "Float8DynamicActivationInt4Weight",
     "Float8WeightOnly",
+    "Fp4WeightOnly",
     "Int4WeightOnly",
     "Int8DynamicActivationInt4Weight",
     "Int8DynamicActivationInt8Weight",
@@ -99,6 +101,26 @@ class Float8WeightOnly(Float8Weight):
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
         return ops.product(ops.FP8, (), x, layer["qweight"], layer["scales"], layer["bias"])
+
+
+@dataclass(frozen=True)
+class Fp4WeightOnly(Fp4Weight):
+    """Weights in four-bit floats (e2m1), activations as they come (float32, float16 or bfloat16). For checkpoints that
+    have such weights; products run on the CPU.
+
+    Args:
+        format: "mxfp4": groups of 32 columns with a power of two each. "nvfp4": groups of 16 with an e4m3 scale each,
+            and a float32 number by which all are divided.
+
+    Raises:
+        ValueError: an argument is none of the above.
+    """
+
+    word: ClassVar[str] = "fp4"
+
+    @staticmethod
+    def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
+        return ops.product(ops.FP4, constants, x, layer["qweight"], layer["scales"], layer["bias"])
 
 
 @dataclass(frozen=True)
@@ -237,6 +259,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         Int4WeightOnly,
         Int8WeightOnly,
         Float8WeightOnly,
+        Fp4WeightOnly,
         Int8DynamicActivationInt8Weight,
         Int8DynamicActivationInt4Weight,
         Float8DynamicActivationFloat8Weight,

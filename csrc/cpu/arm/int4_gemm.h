@@ -4,6 +4,9 @@
 // Per section, with integer sums exact:  y += scale * (sum(q * x) - zero * sum(x)).
 // Zero points come off there and not at the end: x may be far from 0 all along K, and then both sums are large.
 //
+// fp4 W (cuda/fp4/layout.h) is the same with `tbl` in the place of masks: bytes are twice the values, and there are no
+// zero points. A tile has the groups of its halves, or of its four k-steps.
+//
 // `Dot` holds the instructions (lane_dot.h).
 #pragma once
 
@@ -11,6 +14,7 @@
 #include "cpu/mm_job.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
+#include "fp4/layout.h"
 #include "int4/layout.h"
 
 namespace qao::cpu {
@@ -38,8 +42,21 @@ Parameters load_parameters(const Job& job, int64_t tile, int64_t s) {
   return parameters;
 }
 
+// Of sixteen bytes: rows g and g + 8.
+template <Format kFormat>
+__attribute__((always_inline)) inline void widen(uint8x16_t both, int8x16_t* low, int8x16_t* high) {
+  const uint8x16_t lower = vandq_u8(both, vdupq_n_u8(15)), upper = vshrq_n_u8(both, 4);
+  if constexpr (kFormat == Format::kFp4) {
+    constexpr int8_t kTwice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    const int8x16_t entries = vld1q_s8(kTwice);
+    *low = vqtbl1q_s8(entries, lower), *high = vqtbl1q_s8(entries, upper);
+  } else {
+    *low = vreinterpretq_s8_u8(lower), *high = vreinterpretq_s8_u8(upper);
+  }
+}
+
 // The tiles of W from `pairs` on, against rows of bytes that are x_row apart; x_tile from one tile to the next.
-template <int kV>
+template <int kV, Format kFormat = Format::kInt4>
 __attribute__((always_inline)) inline Dot::Sums<2 * kPairs, kV> multiply(const uint8_t* pairs, const int8_t* x,
                                                                          int64_t x_row, int64_t x_tile, int64_t tiles) {
   Dot::Sums<2 * kPairs, kV> sums;
@@ -49,9 +66,7 @@ __attribute__((always_inline)) inline Dot::Sums<2 * kPairs, kV> multiply(const u
       int8x16_t w[2 * kPairs], bytes[kV];
 #pragma GCC unroll 4
       for (int g = 0; g < kPairs; ++g) {
-        const uint8x16_t both = vld1q_u8(pairs + g * kTileK + v);
-        w[g] = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
-        w[g + kPairs] = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
+        widen<kFormat>(vld1q_u8(pairs + g * kTileK + v), &w[g], &w[g + kPairs]);
       }
 #pragma GCC unroll 2
       for (int i = 0; i < kV; ++i) bytes[i] = vld1q_s8(x + i * x_row + v);
@@ -181,6 +196,78 @@ void run_fixed_point(const Job& job, int64_t begin, int64_t end) {
   run_int4(job, begin, end, [&](const uint8_t* weight, int64_t s, const Parameters(&parameters)[2], float* total) {
     multiply_fixed_point(job, weight, s, parameters, total);
   });
+}
+
+// Scales of a group times `factors`, and zero points of 0.
+Parameters load_fp4_parameters(const Job& job, int64_t tile, int64_t group, const float32x4_t (&factors)[kQuads]) {
+  Parameters parameters;
+  for (int q = 0; q < kQuads; ++q) {
+    const int64_t at = (tile * job.scale_rows + group) * kTileN + 4 * q;
+    parameters.scale[q] = vmulq_f32(load4(job.scales, at, DType::kBFloat16), factors[q]);
+    parameters.zero[q] = vdupq_n_f32(0);
+  }
+  return parameters;
+}
+
+// Half of what the sums of each row, codes times their scales, are multiplied by.
+void load_fp4_factors(const Job& job, int64_t tile, float32x4_t (&factors)[kQuads]) {
+  for (int q = 0; q < kQuads; ++q) {
+    float32x4_t divisor = vdupq_n_f32(1);
+    if (job.scale_rows > job.groups) {
+      const int64_t at = (tile * job.scale_rows + job.groups) * kTileN + 4 * q;
+      divisor = vaddq_f32(load4(job.scales, at, DType::kBFloat16), load4(job.scales, at + kTileN, DType::kBFloat16));
+      divisor = vaddq_f32(divisor, load4(job.scales, at + 2 * kTileN, DType::kBFloat16));
+    }
+    factors[q] = vdivq_f32(vdupq_n_f32(0.5f), divisor);
+  }
+}
+
+// total[m][16] += K-tile `t`, in kGroups groups: 2, or 4 of a Dot that keeps k-steps apart.
+template <int kGroups, typename D = Dot>
+void multiply_fp4(const Job& job, const uint8_t* weight, int64_t t, const Parameters (&parameters)[kGroups],
+                  float* total) {
+  const int64_t x_tile = job.words * 2 * kTileK;
+  for (int g = 0; g < 2 * kPairs; g += kPairs) {
+    const uint8_t* pairs = weight + t * kTileBytes + g * kTileK;
+    for (int64_t m = 0; m < job.m; ++m) {
+      const int8_t* x = job.fixed_point + (m * job.tiles_k + t) * x_tile;
+      const Words section = {job.word_sums + m * job.sections * job.words, job.chunk_scales[m * job.chunks + t]};
+      typename D::template Sums<2 * kPairs, 2> words[2];
+      for (int w = 0; w < job.words; ++w) {
+        words[w] = multiply<2, Format::kFp4>(pairs, x + w * 2 * kTileK, kTileK, x_tile, 1);
+      }
+      const auto add = [&](int of, const auto& part) {
+        add_fixed_point(job.words, section, parameters[of], g / kPairs, part, total + m * kTileN);
+      };
+      if constexpr (kGroups == 2) {
+        add(0, [&](int r, int w, int v) { return words[w].template half<0>(r, v); });
+        add(1, [&](int r, int w, int v) { return words[w].template half<1>(r, v); });
+      } else {
+        add(0, [&](int r, int w, int v) { return words[w].template step<0>(r, v); });
+        add(1, [&](int r, int w, int v) { return words[w].template step<1>(r, v); });
+        add(2, [&](int r, int w, int v) { return words[w].template step<2>(r, v); });
+        add(3, [&](int r, int w, int v) { return words[w].template step<3>(r, v); });
+      }
+    }
+  }
+}
+
+template <int kGroups>
+void run_fp4(const Job& job, int64_t begin, int64_t end) {
+  float* total = static_cast<float*>(scratch(Scratch::kSums, job.m * kTileN * int64_t{sizeof(float)}));
+  for (int64_t tile = begin; tile < end; ++tile) {
+    for (int64_t i = 0; i < job.m * kTileN; ++i) total[i] = 0;
+    float32x4_t factors[kQuads];
+    load_fp4_factors(job, tile, factors);
+    for (int64_t t = 0; t < job.tiles_k; ++t) {
+      Parameters parameters[kGroups];
+      for (int i = 0; i < kGroups; ++i) {
+        parameters[i] = load_fp4_parameters(job, tile, least(t * kGroups + i, job.groups - 1), factors);
+      }
+      multiply_fp4<kGroups>(job, job.weight + tile * job.tiles_k * kTileBytes, t, parameters, total);
+    }
+    write(job, tile, total);
+  }
 }
 
 void run_int8(const Job& job, int64_t begin, int64_t end) {

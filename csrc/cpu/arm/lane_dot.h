@@ -33,6 +33,17 @@ struct LaneDot {
       const int32x4_t a = vpaddq_s32(row[0][v], row[1][v]), b = vpaddq_s32(row[2][v], row[3][v]);
       return kHalf == 0 ? vuzp1q_s32(a, b) : vuzp2q_s32(a, b);
     }
+    // The same of one lane, a k-step of 16 columns.
+    template <int kStep>
+    int32x4_t step(int quad, int v) const {
+      const auto* row = lanes + 4 * quad;
+      const auto pair = [v](const auto& a, const auto& b) {
+        return kStep % 2 == 0 ? vtrn1q_s32(a[v], b[v]) : vtrn2q_s32(a[v], b[v]);
+      };
+      const int32x4_t first = pair(row[0], row[1]), second = pair(row[2], row[3]);
+      return kStep < 2 ? vcombine_s32(vget_low_s32(first), vget_low_s32(second))
+                       : vcombine_s32(vget_high_s32(first), vget_high_s32(second));
+    }
     int32x4_t all(int quad, int v) const {
       const auto* row = lanes + 4 * quad;
       return vpaddq_s32(vpaddq_s32(row[0][v], row[1][v]), vpaddq_s32(row[2][v], row[3][v]));

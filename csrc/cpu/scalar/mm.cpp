@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "cpu/numeric.h"
+#include "fp4/layout.h"
 #include "int4/layout.h"
 
 namespace qao::cpu {
@@ -36,6 +37,14 @@ Group weight_group(const Problem& p, const Arguments& a, int64_t n, int64_t grou
     return {load(a.scales, at, p.scale_dtype),
             p.has_zeros ? load(a.scales, at + int4::kTileN, p.scale_dtype) : float{int4::kSymmetricZero}};
   }
+  if (p.weight == Format::kFp4) {
+    const int64_t rows = fp4::scale_rows(p.k, p.group_size);
+    const auto at = [&](int64_t row) {
+      return load(a.scales, int4::scale_offset(n, row, rows, 1, 0), DType::kBFloat16);
+    };
+    if (p.group_size == fp4::kMxGroup) return {at(group), 0};
+    return {at(group) / (at(rows - 3) + at(rows - 2) + at(rows - 1)), 0};
+  }
   const float* scales = static_cast<const float*>(a.scales);
   if (p.weight_scaling == Scaling::kTensor) return {scales[0], 0};
   return {scales[p.weight_scaling == Scaling::kRow ? n : n / kScaleBlock * p.k_blocks() + group], 0};
@@ -43,16 +52,17 @@ Group weight_group(const Problem& p, const Arguments& a, int64_t n, int64_t grou
 
 float weight_value(const Problem& p, const Arguments& a, int64_t n, int64_t k) {
   const uint8_t* weight = static_cast<const uint8_t*>(a.weight);
-  if (p.weight == Format::kInt4) {
+  if (is_packed(p.weight)) {
     const int shift = int4::tile_shift(static_cast<int>(n % int4::kTileN));
-    return static_cast<float>(weight[int4::weight_offset(n, k, int4::tiles_k(p.k))] >> shift & 15);
+    const int nibble = weight[int4::weight_offset(n, k, int4::tiles_k(p.k))] >> shift & 15;
+    return p.weight == Format::kFp4 ? fp4::kValues[nibble] : static_cast<float>(nibble);
   }
   const uint8_t value = weight[n * p.k + k];
   return p.weight == Format::kFp8 ? from_fp8(value) : static_cast<int8_t>(value);
 }
 
 double dot(const Problem& p, const Arguments& a, int64_t m, int64_t n) {
-  const int64_t length = p.weight == Format::kInt4 ? p.group_size : kScaleBlock;
+  const int64_t length = is_packed(p.weight) ? p.group_size : kScaleBlock;
   double sum = 0;
   for (int64_t first = 0, group = 0; first < p.k; first += length, ++group) {
     const Group w = weight_group(p, a, n, group);
@@ -80,7 +90,7 @@ void scalar::mm(const Problem& p, const Arguments& a, int64_t begin, int64_t end
 }
 
 void scalar::mm_add_nonfinite(const Problem& p, const Arguments& a, int64_t m, int64_t begin, int64_t end) {
-  const int64_t length = p.weight == Format::kInt4 ? p.group_size : kScaleBlock;
+  const int64_t length = is_packed(p.weight) ? p.group_size : kScaleBlock;
   for (int64_t k = 0; k < p.k; ++k) {
     const float x = x_value(p, a, m, k);
     if (std::isfinite(x)) continue;

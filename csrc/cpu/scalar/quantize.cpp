@@ -34,24 +34,25 @@ void values_of(const Problem& p, const Arguments& a, int64_t m, float* values) {
   for (int64_t k = 0; k < p.k; ++k) values[k] *= factor;
 }
 
-QuantizeRange range_of(const float* values, int64_t count) {
+QuantizeRange range_of(Floats values, int64_t count) {
   QuantizeRange range;
   for (int64_t k = 0; k < count; ++k) {
-    range.finite = range.finite && std::isfinite(values[k]);
-    range.low = std::min(range.low, values[k]), range.high = std::max(range.high, values[k]);
+    const float value = load(values.data, k, values.dtype);
+    range.finite = range.finite && std::isfinite(value);
+    range.low = std::min(range.low, value), range.high = std::max(range.high, value);
   }
   return range;
 }
 
-void round_to_int8(const float* values, int64_t count, float inverse, int zero, int lowest, int8_t* q) {
+void round_to_int8(Floats values, int64_t count, float inverse, int zero, int lowest, int8_t* q) {
   for (int64_t k = 0; k < count; ++k) {
-    const int rounded = static_cast<int>(std::nearbyint(values[k] * inverse)) + zero;
+    const int rounded = static_cast<int>(std::nearbyint(load(values.data, k, values.dtype) * inverse)) + zero;
     q[k] = static_cast<int8_t>(std::clamp(rounded, lowest, 127));
   }
 }
 
-void round_to_fp8(const float* values, int64_t count, float inverse, uint8_t* q) {
-  for (int64_t k = 0; k < count; ++k) q[k] = to_fp8(values[k] * inverse);
+void round_to_fp8(Floats values, int64_t count, float inverse, uint8_t* q) {
+  for (int64_t k = 0; k < count; ++k) q[k] = to_fp8(load(values.data, k, values.dtype) * inverse);
 }
 
 void round_to_float(const float* values, int64_t count, void* y, int64_t index, DType y_dtype) {

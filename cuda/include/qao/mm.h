@@ -4,6 +4,7 @@
 //   int4_mm        float    int4
 //   int8_mm        float    int8
 //   fp8_mm         float    fp8
+//   fp4_mm         float    fp4     on the CPU alone
 //   int8_int8_mm   int8     int8
 //   int8_int4_mm   int8     int4
 //   fp8_fp8_mm     fp8      fp8
@@ -34,9 +35,9 @@ struct Problem {
   DType y_dtype = DType::kBFloat16;        // x_dtype if x == kFloat
   Scaling x_scaling = Scaling::kRow;       // x == kFp8; kBlock exactly if weight_scaling is
   Scaling weight_scaling = Scaling::kRow;  // weight != kInt4
-  int64_t group_size = 0;                  // weight == kInt4: 32, 64, 128, 256 or k (one group per row)
+  int64_t group_size = 0;                  // kInt4: 32, 64, 128, 256 or k (one group per row); kFp4: 32 or 16
   bool has_zeros = false;                  // weight == kInt4: asymmetric, zero points follow the scales
-  DType scale_dtype = DType::kFloat32;     // weight == kInt4; other scales are float32
+  DType scale_dtype = DType::kFloat32;     // kInt4; kFp4: bfloat16; other scales are float32
   bool has_bias = false;
   DType bias_dtype = DType::kBFloat16;
   bool x_zeros = false;     // x == kInt8: asymmetric, Arguments::x_zeros and weight_sums are given
@@ -63,8 +64,8 @@ struct Arguments {
   const float* x_scales = nullptr;     // x != kFloat: kTensor [1], kRow [m], kBlock [m, k_blocks]
   const int32_t* x_zeros = nullptr;    // [m]
   const float* x_sums = nullptr;       // weight == kInt4, CUDA: [m, groups] sums of x's integers or e4m3 values
-  const void* weight = nullptr;        // [n, k], rows adjacent; int4: packed (cuda/int4/layout.h)
-  const void* scales = nullptr;        // float32: kTensor [1], kRow [n], kBlock [ceil(n/128), k_blocks]; int4: packed
+  const void* weight = nullptr;        // [n, k], rows adjacent; int4, fp4: packed (cuda/int4/, fp4/layout.h)
+  const void* scales = nullptr;        // float32: kTensor [1], kRow [n], kBlock [ceil(n/128), k_blocks]; else packed
   const float* weight_sums = nullptr;  // [n] sums over k of the dequantised weight
   const void* bias = nullptr;          // [n] of bias_dtype, or null
   void* y = nullptr;                   // [m, n] of y_dtype, contiguous

@@ -29,8 +29,9 @@ constexpr const char* name_of(DType dtype) {
   return "?";
 }
 
-// How the elements of a matrix are stored: in a DType, in eight bits (fp8 is e4m3), in four (cuda/int4/layout.h).
-enum class Format : int { kFloat = 0, kInt8 = 1, kFp8 = 2, kInt4 = 3 };
+// How the elements of a matrix are stored: in a DType, in eight bits (fp8 is e4m3), in four (cuda/int4/layout.h; fp4 is
+// e2m1, cuda/fp4/layout.h).
+enum class Format : int { kFloat = 0, kInt8 = 1, kFp8 = 2, kInt4 = 3, kFp4 = 4 };
 
 constexpr const char* name_of(Format format) {
   switch (format) {
@@ -42,15 +43,17 @@ constexpr const char* name_of(Format format) {
       return "fp8";
     case Format::kInt4:
       return "int4";
+    case Format::kFp4:
+      return "fp4";
   }
   return "?";
 }
 
-constexpr Format kFormats[] = {Format::kFloat, Format::kInt8, Format::kFp8, Format::kInt4};
+constexpr Format kFormats[] = {Format::kFloat, Format::kInt8, Format::kFp8, Format::kInt4, Format::kFp4};
 constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
 
 // Weights of four bits are packed, with parameters of groups along K. All others are row-major bytes.
-constexpr bool is_packed(Format weight) { return weight == Format::kInt4; }
+constexpr bool is_packed(Format weight) { return weight == Format::kInt4 || weight == Format::kFp4; }
 // Whether W may have a scale for each block of 128 x 128, which kernels then apply along K.
 constexpr bool may_have_blocks(Format weight) { return weight == Format::kFp8; }
 

@@ -11,6 +11,7 @@
 
 #include "common/place.cuh"
 #include "common/ptx.cuh"
+#include "mm/mma_sync/edge.cuh"
 #include "mm/mma_sync/epilogue.cuh"
 #include "mm/mma_sync/kernels.h"
 #include "mm/mma_sync/product.cuh"
@@ -23,6 +24,7 @@ namespace qao::mm::mma_sync {
 // `quantizes`: x is a ResidentX, the ring is W's alone.
 template <typename Product, typename Tile, bool quantizes>
 struct Cta {
+  static constexpr bool kQuantizes = quantizes;
   static constexpr OperandBytes kOperands{quantizes ? 0 : Product::kXBytes, Product::kWeight};
   static constexpr bool kInt4Weight = is_packed(Product::kWeight), kBlocks = may_have_blocks(Product::kWeight);
   static constexpr int kStageBytes = Tile::stage_bytes(kOperands), kStageDistance = Tile::kWarpsK * kStageBytes;
@@ -213,22 +215,10 @@ struct Cta {
   template <typename Element, int row_bytes>
   static __device__ __noinline__ void fetch_edge(uint32_t to, const uint8_t* from, int64_t stride, int columns,
                                                  int rows, bool aligned) {
-    constexpr int kChunks = row_bytes / 16, kElements = 16 / sizeof(Element);
-    constexpr int kRowsAtOnce = Tile::kSliceThreads / kChunks;
+    constexpr int kChunks = row_bytes / 16, kRowsAtOnce = Tile::kSliceThreads / kChunks;
     const int thread = threadIdx.x % Tile::kSliceThreads, chunk = thread % kChunks;
-    const int count = max(0, min(columns - chunk * kElements, kElements));
     for (int row = thread / kChunks; row < rows; row += kRowsAtOnce, from += kRowsAtOnce * stride) {
-      const uint32_t at = to + swizzled<row_bytes>(row, chunk);
-      if (aligned && (count == 0 || count == kElements)) {  // memcheck takes a partial copy for 16 bytes
-        ptx::cp_async_16(at, count > 0 ? from : from - chunk * 16, count > 0);
-      } else {
-        alignas(16) Element values[kElements];
-#pragma unroll
-        for (int i = 0; i < kElements; ++i) {
-          values[i] = i < count ? reinterpret_cast<const Element*>(from)[i] : Element{0};
-        }
-        ptx::store_shared_16(at, *reinterpret_cast<const uint4*>(values));
-      }
+      fetch_edge_chunk<Element>(to + swizzled<row_bytes>(row, chunk), from, chunk, columns, aligned);
     }
   }
 
@@ -333,9 +323,11 @@ struct Cta {
     }
   };
 
-  // Slices are added in their order, transposed through shared memory to token-major, and stored four rows at a time.
-  __device__ __forceinline__ void write_result(const Sums<float>& sum, uint8_t* shared_memory, int of_pass, int split,
-                                               const EarlyRows& early) const {
+  // Slices are added in their order, transposed through shared memory to token-major, and handed over four rows at a
+  // time.
+  template <typename Write>
+  __device__ __forceinline__ void add_slices(const Sums<float>& sum, uint8_t* shared_memory, int of_pass,
+                                             const EarlyRows& early, const Write& write) const {
     if (p.sums_at == 0) {
       ptx::cp_async_wait<0>();
       __syncthreads();  // every slice is done with its ring, which the sums overlay
@@ -367,8 +359,15 @@ struct Cta {
         const float4 part = *reinterpret_cast<const float4*>(&tile[(s * tokens + token) * Tile::kPaddedN + row]);
         value[0] += part.x, value[1] += part.y, value[2] += part.z, value[3] += part.w;
       }
-      write_four(p.epilogue, split, token0 + token, n, rows, token_at(token), value);
+      write(token, n, rows, value);
     }
+  }
+  __device__ __forceinline__ void write_result(const Sums<float>& sum, uint8_t* shared_memory, int of_pass, int split,
+                                               const EarlyRows& early) const {
+    const auto write = [&](int token, int n, const Rows& rows, float (&value)[4]) {
+      write_four(p.epilogue, split, token0 + token, n, rows, token_at(token), value);
+    };
+    add_slices(sum, shared_memory, of_pass, early, write);
   }
   __device__ __forceinline__ Token token_at(int token) const {
     if constexpr (quantizes) {

@@ -3,6 +3,7 @@
 
 #include "common/convert.cuh"
 #include "mm/mma_sync/kernels.h"
+#include "mm/mma_sync/store.cuh"
 
 namespace qao::mm::mma_sync {
 
@@ -31,31 +32,24 @@ __device__ __forceinline__ Rows rows_of(const Epilogue& e, int n) {
   return rows;
 }
 
-// The rows' results of token m: to y, or to this split's partial sums.
-__device__ __forceinline__ void write_four(const Epilogue& e, int split, int64_t m, int n, const Rows& rows,
-                                           const Token& token, float (&value)[4]) {
-  const bool vector = e.n % 4 == 0;
-  const int count = min(4, e.n - n);
-  const int64_t at = m * e.n + n;
-  if (e.partials != nullptr) {
-    float* partials = e.partials + split * e.m * e.n;
-    if (vector) {
-      store_float4(partials, at, DType::kFloat32, value);
-    } else {
-      for (int i = 0; i < count; ++i) partials[at + i] = value[i];
-    }
-    return;
-  }
+// What the sums of four rows become.
+__device__ __forceinline__ void finish_four(const Epilogue& e, const Rows& rows, const Token& token,
+                                            float (&value)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if (i >= count) break;
     if (e.scales != nullptr) value[i] *= rows.scale[i];
     if (e.weight_sums != nullptr) value[i] -= token.zero * rows.sum[i];
     value[i] *= token.scale;
     if (e.bias != nullptr) value[i] += rows.bias[i];
-    if (!vector) store_float(e.y, at + i, e.y_dtype, value[i]);
   }
-  if (vector) store_float4(e.y, at, e.y_dtype, value);
+}
+
+// The rows' results of token m: to y, or to this split's partial sums.
+__device__ __forceinline__ void write_four(const Epilogue& e, int split, int64_t m, int n, const Rows& rows,
+                                           const Token& token, float (&value)[4]) {
+  if (e.partials != nullptr) return store_four(e.partials + split * e.m * e.n, DType::kFloat32, m, n, e.n, value);
+  finish_four(e, rows, token, value);
+  store_four(e.y, e.y_dtype, m, n, e.n, value);
 }
 
 // A thread has four rows of W of one token. It adds what `splits` CTAs left in `partials`, in a fixed order.

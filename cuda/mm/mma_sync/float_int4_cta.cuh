@@ -17,6 +17,7 @@
 #include "int4/layout.h"
 #include "mm/mma_sync/float_int4_kernels.h"
 #include "mm/mma_sync/float_int4_tile.h"
+#include "mm/mma_sync/store.cuh"
 
 namespace qao::mm::mma_sync::float_int4 {
 
@@ -225,8 +226,10 @@ struct Cta {
 
   using Sums = float[Tile::kTilesN][Tile::kTilesM][4];
 
-  // Slices are added in their order, transposed through shared memory to token-major, and stored four rows at a time.
-  __device__ __forceinline__ void write_result(const Sums& sum, float* tile, int split) const {
+  // Slices are added in their order, transposed through shared memory to token-major, and handed over four rows at a
+  // time.
+  template <typename Write>
+  __device__ __forceinline__ void add_slices(const Sums& sum, float* tile, const Write& write) const {
     ptx::cp_async_wait<0>();
     ptx::named_barrier(0, Tile::kThreads);  // every slice is done with its ring, which `tile` overlays
 #pragma unroll
@@ -243,11 +246,9 @@ struct Cta {
     }
     ptx::named_barrier(0, Tile::kThreads);
     constexpr int kQuads = Tile::kN / 4;
-    const bool vector_store = p.n % 4 == 0;
     for (int i = threadIdx.x; i < Tile::kM * kQuads; i += Tile::kThreads) {
-      const int token = i / kQuads, row = i % kQuads * 4;
-      const int64_t n = static_cast<int64_t>(row_tile0) * kTileN + row;
-      if (token0 + token >= p.m) break;
+      const int token = i / kQuads, row = i % kQuads * 4, n = row_tile0 * kTileN + row;
+      if (token >= tokens) break;
       if (n >= p.n) continue;
       float value[4] = {};
 #pragma unroll
@@ -255,14 +256,17 @@ struct Cta {
         const float4 part = *reinterpret_cast<const float4*>(&tile[(s * Tile::kM + token) * Tile::kPaddedN + row]);
         value[0] += part.x, value[1] += part.y, value[2] += part.z, value[3] += part.w;
       }
-      const int64_t at = (split * p.m + token0 + token) * p.n + n;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if (p.bias != nullptr && n + e < p.n) value[e] += load_float(p.bias, n + e, p.bias_dtype);
-        if (!vector_store && n + e < p.n) store_float(p.y, at + e, p.y_dtype, value[e]);
       }
-      if (vector_store) store_float4(p.y, at, p.y_dtype, value);
+      write(token, n, value);
     }
+  }
+  __device__ __forceinline__ void write_result(const Sums& sum, float* tile, int split) const {
+    add_slices(sum, tile, [&](int token, int n, const float (&value)[4]) {
+      store_four(p.y, p.y_dtype, split * p.m + token0 + token, n, p.n, value);
+    });
   }
 };
 

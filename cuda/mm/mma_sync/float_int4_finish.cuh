@@ -2,8 +2,7 @@
 #pragma once
 
 #include "common/convert.cuh"
-#include "common/mma.cuh"
-#include "int4/layout.h"
+#include "mm/mma_sync/float_int4_fraction.cuh"
 #include "qao/mm.h"
 
 namespace qao::mm::mma_sync::float_int4 {
@@ -19,12 +18,6 @@ struct FinishParams {
   int n, groups;
   DType scale_dtype, bias_dtype, y_dtype;
 };
-
-// The part of a zero point that Cta::read_group does not take off for bfloat16 parts of x, negative.
-__device__ __forceinline__ float minus_fraction(float zero) {
-  using Bfloat16 = Half<__nv_bfloat16>;
-  return -(Bfloat16::low(Bfloat16::pair(-Bfloat16::kMagicValue - zero)) + Bfloat16::kMagicValue) - zero;
-}
 
 // A thread has four rows of W of one token. y = sum of splits - sum over groups of scale fraction sum(x) + bias.
 __global__ void __launch_bounds__(256) finish_kernel(const FinishParams p) {
@@ -48,15 +41,7 @@ __global__ void __launch_bounds__(256) finish_kernel(const FinishParams p) {
     }
   }
   if (p.group_sums != nullptr) {
-    for (int g = 0; g < p.groups; ++g) {
-      const float x_sum = p.group_sums[m * p.groups + g];
-      const int64_t scale = int4::scale_offset(n, g, p.groups, 2, 0), zero = int4::scale_offset(n, g, p.groups, 2, 1);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {  // rows past n are padding of the same tile
-        value[e] += load_float(p.scales, scale + e, p.scale_dtype) *
-                    minus_fraction(load_float(p.scales, zero + e, p.scale_dtype)) * x_sum;
-      }
-    }
+    add_fractions(p.scales, p.scale_dtype, p.groups, n, p.group_sums + m * p.groups, value);
   }
 #pragma unroll
   for (int e = 0; e < 4; ++e) {

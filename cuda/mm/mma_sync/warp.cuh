@@ -10,10 +10,11 @@ constexpr int kSteps = kTileK / 32;  // k-steps of a K-tile
 
 // One warp of a CTA. W without scales along K is summed by the tensor cores over all of K, exactly (int32) or about as
 // float32 does; otherwise products of a K-tile or a group are added to float32 sums, with what scales there are.
-template <typename X, typename W, typename Tile, bool quantizes>
+template <typename X, typename W, typename Tile, typename CtaOfWarp>
 struct Warp {
   using Product = mma_sync::Product<X, W>;
-  using Cta = mma_sync::Cta<Product, Tile, quantizes>;
+  using Cta = CtaOfWarp;
+  static constexpr bool quantizes = Cta::kQuantizes;
   static constexpr bool kScalesX = std::is_same_v<X, __nv_bfloat16> && std::is_same_v<W, Fp8> && Tile::kScalesX;
   using Math = std::conditional_t<kScalesX, mma_sync::Product<__half, Fp8>, Product>;
   static constexpr bool kLosesNan = mma_sync::kLosesNan<X, W> && !kScalesX;
@@ -281,12 +282,31 @@ struct Warp {
       }
     }
   }
+
+  // All passes of the CTA.
+  __device__ __forceinline__ void run(uint8_t* shared, int split) {
+    start();
+    int step = cta.slice, stage_now = 0, stage_ahead = Tile::kStages - 1;
+    for (int pass = 0, passes = cta.passes(); pass < passes; ++pass) {
+      const typename Cta::EarlyRows rows(cta, pass);
+      clear();
+      if (!kPacked || cta.p.tile_groups == 1) {
+        walk<1>(step, stage_now, stage_ahead);
+      } else if (cta.p.tile_groups == 2) {
+        walk<2>(step, stage_now, stage_ahead);
+      } else {
+        walk<4>(step, stage_now, stage_ahead);
+      }
+      finish();
+      cta.write_result(sum, shared, pass, split, rows);
+    }
+  }
 };
 
 template <typename X, typename W, typename Tile, bool quantizes>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) mm_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  using Warp = Warp<X, W, Tile, quantizes>;
+  using Warp = Warp<X, W, Tile, Cta<Product<X, W>, Tile, quantizes>>;
   const Place at = place<Tile>(p);
   typename Warp::Cta cta(p, at, ptx::shared_address(shared));
   cta.seek();
@@ -297,21 +317,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) mm_kernel(co
   if (p.next_early) ptx::launch_dependents();
 #endif
   Warp warp{cta};
-  warp.start();
-  int step = cta.slice, stage_now = 0, stage_ahead = Tile::kStages - 1;
-  for (int pass = 0, passes = cta.passes(); pass < passes; ++pass) {
-    const typename Warp::Cta::EarlyRows rows(cta, pass);
-    warp.clear();
-    if (!Warp::kPacked || p.tile_groups == 1) {
-      warp.template walk<1>(step, stage_now, stage_ahead);
-    } else if (p.tile_groups == 2) {
-      warp.template walk<2>(step, stage_now, stage_ahead);
-    } else {
-      warp.template walk<4>(step, stage_now, stage_ahead);
-    }
-    warp.finish();
-    cta.write_result(warp.sum, shared, pass, at.split, rows);
-  }
+  warp.run(shared, at.split);
 }
 
 // The kernel of a row of tiles.inc, null where the row does not serve such operands.

@@ -4,10 +4,13 @@ pack-quantized    weight_packed int32 [N, ceil(K·b/32)], value i of a word is k
                   weight_shape int64 [2]; asymmetric: weight_zero_point int32 [ceil(N·b/32), G], along N, stored like q
 int-, float-,     weight int8 (of four bits too) or e4m3 [N, K]; asymmetric: weight_zero_point int8 [N, G]
 naive-quantized
-all               weight_scale: by group [N, G], by channel [N, 1], by tensor [1], by block [ceil(N/128), ceil(K/128)];
+all of these      weight_scale: by group [N, G], by channel [N, 1], by tensor [1], by block [ceil(N/128), ceil(K/128)];
                   input_scale [1] of static activations
+nvfp4-, mxfp4-    weight_packed uint8 [N, K / 2], e2m1, lower nibble first; weight_scale [N, G]: in groups of 16 e4m3,
+pack-quantized    with weight_global_scale [1] that divides them; in groups of 32 exponents + 127 in uint8
 
-W = (q - zero) · scale. Which layers are quantised follows from the tensors, how from ``config_groups``.
+W = (q - zero) · scale, or e2m1 · (scale / global scale). Which layers are quantised follows from the tensors, how from
+``config_groups``.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import Tensor
 from ..formats import Scheme
 from .base import Plain, QuantizedLayer
 from .ct_config import Args, Group, group_of, groups_of, layer_scheme
+from .ct_fp4 import fp4_layer
 from .files import FLOATS, TensorFiles
 from .plain import FP8_SCALES, check_layer_name, four_bits, fp8_scale_shapes, grouping, nibbles, read_fp8, regroup
 from .settings import Settings
@@ -57,6 +61,8 @@ def read(files: TensorFiles, settings: Settings) -> Contents:
 
 def _layer(files: TensorFiles, name: str, group: Group) -> QuantizedLayer:
     args, inputs = group.weights, group.inputs
+    if args.kind == "float" and args.bits == 4:
+        return fp4_layer(files, name, group)
     packed, weight, scale = f"{name}.weight_packed", f"{name}.weight", f"{name}.weight_scale"
     main = packed if packed in files else weight
     if main == weight:

@@ -11,6 +11,7 @@ from ..schemes import (
     Float8DynamicActivationFloat8Weight,
     Float8DynamicActivationInt4Weight,
     Float8WeightOnly,
+    Fp4WeightOnly,
     Int4WeightOnly,
     Int8DynamicActivationInt4Weight,
     Int8DynamicActivationInt8Weight,
@@ -19,9 +20,12 @@ from ..schemes import (
 from .base import CheckpointError
 from .settings import Settings, matches
 
-__all__ = ["Args", "Group", "group_of", "groups_of", "layer_scheme"]
+__all__ = ["FP4_ARGS", "Args", "Group", "group_of", "groups_of", "layer_scheme"]
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_FP4 = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
+# Strategy, columns of a group and dtypes of scales of each.
+FP4_ARGS = {"nvfp4": ("tensor_group", 16, "torch.float8_e4m3fn"), "mxfp4": ("group", 32, "torch.uint8")}
 _GRANULARITY: dict[str, Granularity] = {"tensor": "tensor", "channel": "row", "block": "block"}
 
 
@@ -50,6 +54,7 @@ class Group:
     inputs: Args | None
     outputs: bool  # whether the results of the layers are to be quantised
     fast_accum: bool
+    inputs_left: bool = False  # whether activations are to be quantised and are not, beside weights in e2m1
 
     def fail(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.name}: {message}")
@@ -77,18 +82,21 @@ def groups_of(settings: Settings) -> list[Group]:
 def _group(settings: Settings, format: str, own: Settings | None) -> Group:
     if settings.values.get("format") is not None:
         format = settings.text("format", format)
-    if format not in (*_FORMATS, "mixed-precision"):
-        raise CheckpointError(f"{settings.where}: the format {format!r:.40} is not read; {', '.join(_FORMATS)} are")
+    if format not in (*_FORMATS, *_FP4, "mixed-precision"):
+        known = ", ".join((*_FORMATS, *_FP4))
+        raise CheckpointError(f"{settings.where}: the format {format!r:.40} is not read; {known} are")
     weights, inputs = settings.child("weights"), settings.child("input_activations")
     assert weights is not None
     of_weights = _weight_args(weights)
+    fp4 = of_weights.kind == "float" and of_weights.bits == 4
     return Group(
         settings.where,
         tuple(settings.texts("targets")),
         of_weights,
-        None if inputs is None else _input_args(inputs, of_weights),
+        None if inputs is None or fp4 else _input_args(inputs, of_weights),
         settings.child("output_activations") is not None,
         own is not None and own.flag("fast_accum", False),
+        fp4 and inputs is not None,
     )
 
 
@@ -107,9 +115,10 @@ def _args(settings: Settings, dynamic: bool, default: str) -> Args:
 def _weight_args(settings: Settings) -> Args:
     args = _args(settings, False, "tensor")
     where = settings.where
+    if (args.kind, args.bits) == ("float", 4):
+        return _fp4_args(settings, args)
     if (args.kind, args.bits) not in (("int", 4), ("int", 8), ("float", 8)):
-        what = "MXFP4 and NVFP4 are not read; " if (args.kind, args.bits) == ("float", 4) else ""
-        raise CheckpointError(f"{where}: {args.kind} of {args.bits} bits; {what}qao has int4, int8 and e4m3")
+        raise CheckpointError(f"{where}: {args.kind} of {args.bits} bits; qao has int4, int8, e4m3 and e2m1")
     strategies = ("tensor", "channel", "block") if args.kind == "float" else ("tensor", "channel", "group")
     if args.strategy not in strategies:
         raise settings.fail("strategy", f"one of {', '.join(strategies)} for {args.kind} weights of {args.bits} bits")
@@ -122,6 +131,19 @@ def _weight_args(settings: Settings) -> Args:
     if args.strategy == "block" and settings.values.get("block_structure") not in ([128, 128], "128x128"):
         raise settings.fail("block_structure", "[128, 128]")
     return args
+
+
+def _fp4_args(settings: Settings, args: Args) -> Args:
+    """Of MXFP4 and NVFP4."""
+    for strategy, group_size, dtype in FP4_ARGS.values():
+        if (args.strategy, args.group_size) == (strategy, group_size):
+            if settings.values.get("scale_dtype") not in (None, dtype):
+                raise settings.fail("scale_dtype", f"{dtype} in groups of {group_size}")
+            if not args.symmetric:
+                raise settings.fail("symmetric", "true for float weights")
+            return args
+    expected = " or ".join(f"{strategy} with groups of {size}" for strategy, size, _ in FP4_ARGS.values())
+    raise settings.fail("strategy", f"{expected} for float weights of 4 bits")
 
 
 def _input_args(settings: Settings, weights: Args) -> Args:
@@ -182,6 +204,10 @@ def layer_scheme(
             notes.append("static input scales dropped: activations are quantised token by token")
         elif inputs.strategy == "tensor" and (weights.kind, weights.strategy) != ("float", "tensor"):
             notes.append("activations are quantised token by token, not with one scale for all")
+    if group.inputs_left:
+        notes.append("activations are not quantised: beside e2m1 they are multiplied as they come")
+    if weights.kind == "float" and weights.bits == 4:
+        return Fp4WeightOnly("nvfp4" if weights.group_size == 16 else "mxfp4"), notes
     if weights.kind == "float":
         if inputs is None:
             return Float8WeightOnly(weights.granularity), notes

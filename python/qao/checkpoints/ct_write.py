@@ -10,6 +10,8 @@ int8_int4   weight int8 of -8..7, weight_scale                  int-quantized
             and weight_zero_point unless symmetric
 fp8         weight e4m3, weight_scale                           naive-quantized
 fp8_fp8     the same, and input_scale of static activations     float-quantized
+fp4         weight_packed, weight_scale                         mxfp4-pack-quantized
+            and weight_global_scale                             nvfp4-pack-quantized
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import Float8Weight, Int4Weight, Scheme
+from ..formats import Float8Weight, Fp4Weight, Int4Weight, Scheme
 from ..linear import QuantLinear
 from ..schemes import Float8DynamicActivationFloat8Weight
+from .ct_fp4 import fp4_args, fp4_tensors
 from .plain import packed_nibbles
 
 __all__ = ["can_write", "layer_tensors", "quantization_config"]
@@ -32,9 +35,9 @@ _FLOAT_STRATEGY = {"row": "channel", "tensor": "tensor", "block": "block"}
 
 def can_write(scheme: Scheme, in_features: int | None = None) -> str | None:
     """Why a layer of this scheme (and K) cannot be written as compressed-tensors; None if it can."""
-    if type(scheme).word not in ("int4", "int8", "fp8", "int8_int8", "int8_int4", "fp8_fp8", "fp8_int4"):
+    if type(scheme).word not in ("int4", "int8", "fp8", "fp4", "int8_int8", "int8_int4", "fp8_fp8", "fp8_int4"):
         return f"compressed-tensors has no name for {scheme}"
-    if isinstance(scheme, Int4Weight) and scheme.size > 0 and in_features is not None:
+    if isinstance(scheme, (Fp4Weight, Int4Weight)) and scheme.size > 0 and in_features is not None:
         if in_features % scheme.size:
             return f"in_features {in_features} is no multiple of the group size {scheme.size}"
     return None
@@ -47,7 +50,8 @@ def layer_tensors(layer: QuantLinear) -> dict[str, Tensor]:
         See the table above. Scales keep their dtype; q and zero points are those of the layer.
 
     Raises:
-        ValueError: the layer cannot be written: ``can_write``, or zero points that are no whole numbers.
+        ValueError: the layer cannot be written: ``can_write``, zero points that are no whole numbers, or of fp4 rows
+            that do not share their divisor.
     """
     scheme, n, k = layer.scheme, layer.out_features, layer.in_features
     reason = can_write(scheme, k)
@@ -56,6 +60,8 @@ def layer_tensors(layer: QuantLinear) -> dict[str, Tensor]:
     qweight, scales = layer.qweight.detach(), layer.scales.detach()
     if isinstance(scheme, Int4Weight):
         return _int4(scheme, qweight, scales, n, k)
+    if isinstance(scheme, Fp4Weight):
+        return fp4_tensors(*scheme.unpack(qweight, scales, n, k))
     if isinstance(scheme, Float8Weight):
         one = scheme.granularity == "tensor"
         tensors = {"weight": qweight.view(torch.float8_e4m3fn), "weight_scale": scales.reshape(1) if one else scales}
@@ -152,6 +158,9 @@ def _group(scheme: Scheme) -> dict[str, Any]:
         weights = _args(8, "float", strategy)
         if strategy == "block":
             weights["block_structure"] = [128, 128]
+    elif isinstance(scheme, Fp4Weight):
+        format, changes = fp4_args(scheme.format)
+        weights = _args(4, "float", "") | changes
     elif isinstance(scheme, Int4Weight):
         by_row = scheme.size == -1
         weights = _args(4, "int", "channel" if by_row else "group", symmetric=scheme.symmetric)

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = dict.fromkeys(args.layer)
     if args.model is not None:
         sizes.update(dict.fromkeys(_sizes_of(args.model)))
-    words = args.scheme or list(SCHEMES)
+    words = args.scheme or [word for word, kind in SCHEMES.items() if device.type in kind.devices]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     output.say(f"{name}; median µs of a call, and how many times as fast as F.linear in bfloat16")
     rows, cells = [], []

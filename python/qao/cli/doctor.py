@@ -62,9 +62,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _speeds(output: Output) -> list[dict[str, Any]]:
     """A layer of every scheme on every device, for few tokens and for many."""
-    words, speeds = list(SCHEMES), []
+    speeds = []
     for name in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
         device = torch.device(name)
+        words = [word for word, kind in SCHEMES.items() if device.type in kind.devices]
         layers = copies_of_layers(_SIZE, _SIZE, words, device, _BYTES)
         output.say(f"\n{name}: times as fast as F.linear in bfloat16, {_SIZE}x{_SIZE}")
         cells = []

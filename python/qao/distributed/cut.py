@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import Int4Weight, PackedWeight, Scheme
+from ..formats import Fp4Weight, Int4Weight, PackedWeight, Scheme
 
 _TILE = 16, 64  # rows and columns of int4 that only lie together (cuda/int4/layout.h)
 
@@ -70,7 +70,9 @@ def part(scheme: Scheme, packed: PackedWeight, sizes: tuple[int, int], cut: Cut)
 def joins(scheme: Scheme, sizes: tuple[int, int], cut: Cut) -> bool:
     """Whether the parts of all ranks, one beside the other, are the packed weight of the whole."""
     chunk = -(-sizes[cut.dim] // cut.world)
-    tile = _TILE[cut.dim] if isinstance(scheme, Int4Weight) else 1
+    if isinstance(scheme, Fp4Weight) and scheme.format == "nvfp4" and cut.dim == 1:
+        return cut.world == 1  # each has the divisor of its rows behind its scales
+    tile = _TILE[cut.dim] if isinstance(scheme, (Fp4Weight, Int4Weight)) else 1
     return cut.world == 1 or (chunk % tile == 0 and chunk % scheme.units(*sizes)[cut.dim] == 0)
 
 

@@ -13,7 +13,8 @@ def register() -> None:
 
     qao = torch.ops.qao
     products = (
-        *(qao.int4_mm, qao.int8_mm, qao.fp8_mm, qao.int8_int8_mm, qao.int8_int4_mm, qao.fp8_fp8_mm, qao.fp8_int4_mm),
+        *(qao.int4_mm, qao.int8_mm, qao.fp8_mm, qao.fp4_mm),
+        *(qao.int8_int8_mm, qao.int8_int4_mm, qao.fp8_fp8_mm, qao.fp8_int4_mm),
         *(qao.int8_scaled_mm, qao.fp8_scaled_mm),
     )
     register_flop_formula(products)(_product)

@@ -97,7 +97,7 @@ class Loader:
                 self._late = (nn.Linear, nn.Embedding)
             elif layer.scheme is not None and alone:
                 self.pending.update(dict.fromkeys(names, layer))
-        self.experts = Arriving(find(model, select, keep, None))
+        self.experts = Arriving(find(model, select, keep))
 
     def takes(self, name: str) -> bool:
         return name in self.pending or name in self.experts.pending

@@ -2,6 +2,7 @@
 // of W, in float32. y is rounded to its dtype only after them.
 #include "cpu/arm/simd.h"
 #include "cpu/mm_kernels.h"
+#include "fp4/layout.h"
 #include "int4/layout.h"
 
 namespace qao::cpu {
@@ -13,15 +14,32 @@ using int4::kTileN;
 
 constexpr int kVectors = kTileN / 4;
 
-// (q - zero) * scale of a column of W in one N-tile.
+// A column of W in one N-tile.
 struct Column {
   float32x4_t rows[kVectors];
 };
+Column fp4_column(const Job& job, int64_t tile, int64_t k, const uint8_t (&bytes)[8]) {
+  float values[kTileN];
+  for (int row = 0; row < kTileN; ++row) values[row] = fp4::kValues[bytes[row % 8] >> int4::tile_shift(row) & 15];
+  Column column;
+  for (int v = 0; v < kVectors; ++v) {
+    const auto scale = [&](int64_t row) {
+      return load4(job.scales, (tile * job.scale_rows + row) * kTileN + 4 * v, DType::kBFloat16);
+    };
+    column.rows[v] = vmulq_f32(vld1q_f32(values + 4 * v), scale(k / job.group_size));
+    if (job.scale_rows > job.groups) {
+      const float32x4_t divisor = vaddq_f32(vaddq_f32(scale(job.groups), scale(job.groups + 1)), scale(job.groups + 2));
+      column.rows[v] = vdivq_f32(column.rows[v], divisor);
+    }
+  }
+  return column;
+}
 Column load_column(const Job& job, int64_t tile, int64_t k) {
   const uint8_t* at =
       job.weight + (tile * job.tiles_k + k / kTileK) * kTileBytes + int4::tile_byte(0, static_cast<int>(k % kTileK));
   uint8_t bytes[8];
   for (int g = 0; g < 8; ++g) bytes[g] = at[g * kTileK];
+  if (job.weight_format == Format::kFp4) return fp4_column(job, tile, k, bytes);
   const uint16x8_t low = vmovl_u8(vand_u8(vld1_u8(bytes), vdup_n_u8(15)));
   const uint16x8_t high = vmovl_u8(vshr_n_u8(vld1_u8(bytes), 4));
   const uint16x4_t q[kVectors] = {vget_low_u16(low), vget_high_u16(low), vget_low_u16(high), vget_high_u16(high)};

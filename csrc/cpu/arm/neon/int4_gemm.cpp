@@ -1,4 +1,4 @@
-// int4 W against x in fixed point and int8 x, by `smull`.
+// int4 W against x in fixed point and int8 x, fp4 W against the first, by `smull`.
 #include "cpu/arm/neon/dot.h"
 
 namespace qao::cpu {
@@ -12,7 +12,10 @@ using Dot = LaneDot<Nibbles>;
 
 namespace qao::cpu {
 
-void neon::fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end) { run_fixed_point(job, begin, end); }
+void neon::fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end) {
+  if (job.weight_format != Format::kFp4) return run_fixed_point(job, begin, end);
+  job.group_size == fp4::kMxGroup ? run_fp4<2>(job, begin, end) : run_fp4<4>(job, begin, end);
+}
 void neon::int8_int4_gemm(const Job& job, int64_t begin, int64_t end) { run_int8(job, begin, end); }
 
 }  // namespace qao::cpu

@@ -64,11 +64,11 @@ void values_of(const Problem& p, const Arguments& a, int64_t m, float* values) {
   }
 }
 
-QuantizeRange range_of(const float* values, int64_t count) {
+QuantizeRange range_of(Floats values, int64_t count) {
   float32x4_t low = vdupq_n_f32(0), high = low;
   uint32x4_t largest = vdupq_n_u32(0);  // bits of the magnitude: from those of infinity on not finite
   for (int64_t k = 0; k < count; k += 4) {
-    const float32x4_t v = load_first(values, k, DType::kFloat32, count - k);
+    const float32x4_t v = load_first(values.data, k, values.dtype, count - k);
     low = vminnmq_f32(low, v), high = vmaxnmq_f32(high, v);
     largest = vmaxq_u32(largest, vreinterpretq_u32_f32(vabsq_f32(v)));
   }
@@ -86,9 +86,9 @@ void store_bytes(uint32x4_t words, int64_t count, uint8_t* q) {
   std::memcpy(q, bytes, static_cast<size_t>(count < 4 ? count : 4));
 }
 
-void round_to_int8(const float* values, int64_t count, float inverse, int zero, int lowest, int8_t* q) {
+void round_to_int8(Floats values, int64_t count, float inverse, int zero, int lowest, int8_t* q) {
   for (int64_t k = 0; k < count; k += 4) {
-    const float32x4_t v = load_first(values, k, DType::kFloat32, count - k);
+    const float32x4_t v = load_first(values.data, k, values.dtype, count - k);
     const int32x4_t rounded = vcvtnq_s32_f32(vmulq_n_f32(v, inverse));
     const int32x4_t raised = vmaxq_s32(vaddq_s32(rounded, vdupq_n_s32(zero)), vdupq_n_s32(lowest));
     store_bytes(vreinterpretq_u32_s32(vminq_s32(raised, vdupq_n_s32(127))), count - k,
@@ -97,9 +97,9 @@ void round_to_int8(const float* values, int64_t count, float inverse, int zero, 
 }
 
 // to_fp8() of numeric.h.
-void round_to_fp8(const float* values, int64_t count, float inverse, uint8_t* q) {
+void round_to_fp8(Floats values, int64_t count, float inverse, uint8_t* q) {
   for (int64_t k = 0; k < count; k += 4) {
-    const float32x4_t scaled = vmulq_n_f32(load_first(values, k, DType::kFloat32, count - k), inverse);
+    const float32x4_t scaled = vmulq_n_f32(load_first(values.data, k, values.dtype, count - k), inverse);
     const uint32x4_t bits = vreinterpretq_u32_f32(scaled), magnitude = vandq_u32(bits, vdupq_n_u32(0x7FFFFFFF));
     const uint32x4_t odd = vandq_u32(vshrq_n_u32(magnitude, 20), vdupq_n_u32(1));
     uint32x4_t code = vaddq_u32(magnitude, vaddq_u32(odd, vdupq_n_u32(0x7FFFFu - 0x3C000000u)));

@@ -1,4 +1,4 @@
-// int4 W against x in fixed point and int8 x, by `sdot`.
+// int4 W against x in fixed point and int8 x, fp4 W against the first, by `sdot`.
 #include "cpu/arm/neon_dotprod/dot.h"
 
 namespace qao::cpu {
@@ -13,7 +13,8 @@ using Dot = LaneDot<Sdot>;
 namespace qao::cpu {
 
 void neon_dotprod::fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end) {
-  run_fixed_point(job, begin, end);
+  if (job.weight_format != Format::kFp4) return run_fixed_point(job, begin, end);
+  job.group_size == fp4::kMxGroup ? run_fp4<2>(job, begin, end) : run_fp4<4>(job, begin, end);
 }
 void neon_dotprod::int8_int4_gemm(const Job& job, int64_t begin, int64_t end) { run_int8(job, begin, end); }
 

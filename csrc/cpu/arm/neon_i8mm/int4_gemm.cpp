@@ -1,4 +1,4 @@
-// int4 W against x in fixed point and int8 x, by `smmla`.
+// int4 W against x in fixed point and int8 x, fp4 W in groups of 32 against the first, by `smmla`.
 #include "cpu/arm/neon_i8mm/dot.h"
 
 namespace qao::cpu {
@@ -12,7 +12,9 @@ using Dot = MatrixDot;
 
 namespace qao::cpu {
 
-void neon_i8mm::fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end) { run_fixed_point(job, begin, end); }
+void neon_i8mm::fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end) {
+  job.weight_format == Format::kFp4 ? run_fp4<2>(job, begin, end) : run_fixed_point(job, begin, end);
+}
 void neon_i8mm::int8_int4_gemm(const Job& job, int64_t begin, int64_t end) { run_int8(job, begin, end); }
 
 }  // namespace qao::cpu

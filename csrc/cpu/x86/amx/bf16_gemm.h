@@ -252,8 +252,12 @@ void multiply_block(const Job& job, int64_t tile_n, int64_t tile_m, int64_t begi
     } else {
       each_c<kN, kM>([&]<int n, int m>() { tile_load<2 * n + m>(at(n, m)); });
     }
-    const Section last(job, end - 1);
-    multiply(begin, W::kHalves ? end - begin : 2 * (last.tile + last.tiles - Section(job, begin).tile));
+    if constexpr (W::kHalves && W::kParts > 1) {  // the parts of x lie between the halves
+      for (int64_t s = begin; s < end; ++s) multiply(s, 1);
+    } else {
+      const Section last(job, end - 1);
+      multiply(begin, W::kHalves ? end - begin : 2 * (last.tile + last.tiles - Section(job, begin).tile));
+    }
     each_c<kN, kM>([&]<int n, int m>() { tile_store<2 * n + m>(at(n, m)); });
   }
 }

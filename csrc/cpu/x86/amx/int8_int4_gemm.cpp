@@ -77,24 +77,21 @@ template <int kSectionsOfUnit>
 struct ScaleAndAdd {
   static constexpr int kSections = kSectionsOfUnit;
   using Total = float;
+  using Vector = __m512;
+  static Vector load(const Total* from) { return _mm512_load_ps(from); }
+  static void store(Total* to, Vector v) { _mm512_store_ps(to, v); }
 
   template <int kM>
-  __attribute__((always_inline)) void operator()(const int32_t* c, int64_t row) const {
-    float* to = total + row * kM * kTileRows;
-    __m512 sum[kM];
-    for (int m = 0; m < kM; ++m) sum[m] = _mm512_load_ps(to + m * kTileRows);
+  __attribute__((always_inline)) Vector add(const int32_t* c, int64_t row, int m, Vector total) const {
 #pragma GCC unroll 4
     for (int s = 0; s < kSections; ++s) {
-      const __m512 scale = _mm512_set1_ps(parameters[s].scale[row]);
-      for (int m = 0; m < kM; ++m) {
-        const __m512i sums = _mm512_load_si512(c + (s * 2 * kTileRows + row) * kM * kTileRows + m * kTileRows);
-        sum[m] = _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(sums), sum[m]);
-      }
+      const __m512i sums = _mm512_load_si512(c + (s * 2 * kTileRows + row) * kM * kTileRows + m * kTileRows);
+      total = _mm512_fmadd_ps(_mm512_set1_ps(parameters[s].scale[row]), _mm512_cvtepi32_ps(sums), total);
     }
-    for (int m = 0; m < kM; ++m) _mm512_store_ps(to + m * kTileRows, sum[m]);
+    return total;
   }
+  __attribute__((always_inline)) __m512 scaled(Vector total, int64_t) const { return total; }
 
-  Total* total;
   const PairParameters* parameters;  // of the first section
 };
 
@@ -147,7 +144,7 @@ struct Int4 {
     }
   }
 
-  Fold fold(int64_t step, float* total) const { return {total, memory.parameters + step / in_group}; }
+  Fold fold(int64_t step) const { return {memory.parameters + step / in_group}; }
 
   const Job& job;
   const Workspace& memory;
@@ -183,14 +180,22 @@ template <int kSections>
 void many_rows(const Job& job, int64_t begin, int64_t end, const Workspace& memory) {
   const int64_t bytes = 2 * job.tiles_m * kTileSums * int64_t{sizeof(float)};
   float* totals = static_cast<float*>(scratch(Scratch::kSums, bytes));
+  DirectOutput direct(job);
   for (int64_t tile_n = begin; tile_n < end; tile_n += 2) {
     const int count = static_cast<int>(least(2, end - tile_n));
     Int4<kSections> w(job, tile_n, count, memory);
-    multiply_panels(job, w, memory.panel, memory.c, totals);
+    if (w.has_rests) direct.write();
+    const Output* output = w.has_rests ? nullptr : direct.of(tile_n, end);
+    multiply_panels(job, w, memory.panel, memory.c, totals, output);
+    if (output != nullptr) {
+      direct.add();
+      continue;
+    }
     if (w.has_rests) take_off_rests(job, memory.parameters, totals);
     const auto sums = [](int, __m512i total) __attribute__((always_inline)) { return _mm512_castsi512_ps(total); };
     count == 2 ? write_totals<2>(job, tile_n, totals, sums) : write_totals<1>(job, tile_n, totals, sums);
   }
+  direct.write();
 }
 
 }  // namespace

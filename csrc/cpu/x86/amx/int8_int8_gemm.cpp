@@ -1,8 +1,9 @@
 // int8 x times int8 W with AMX: A tiles are 16 rows of W x 64 k, B tiles come packed (pack_int8_tiles.cpp).
 //
-// Up to 32 rows of x: A tiles are loaded from W as it lies, and C stays in registers along all of K. More: panels of
-// 1024 k (int8_pipeline.h); the first rows of x load W as it lies and copy it into the panel, where neither pages nor
-// cache sets collide, for the others. The rows of W that come next are fetched meanwhile.
+// Up to 64 rows of x, or a small W: A tiles are loaded from W as it lies, for 32 rows of x after the other, and C stays
+// in registers along all of K. More: panels of 1024 k (int8_pipeline.h); the first rows of x load W as it lies and copy
+// it into the panel, where neither pages nor cache sets collide, for the others. The rows of W that come next are
+// fetched meanwhile.
 #include "cpu/mm_kernels.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/amx/int8_pipeline.h"
@@ -12,7 +13,14 @@ namespace qao::cpu {
 namespace {
 
 constexpr int64_t kPanelTiles = 16;
-constexpr int64_t kDirectTilesM = 2;  // x so short that W is not copied
+
+// W is not copied for so few rows of x, nor beside a small W: 32 of its rows stay in L1, and lines of y in few pages.
+constexpr int64_t kDirectTilesM = 4;
+constexpr int64_t kDirectTilesK = 16, kDirectN = 3072;
+
+bool is_direct(const Job& job) {
+  return job.tiles_m <= kDirectTilesM || (job.tiles_k <= kDirectTilesK && job.n <= kDirectN);
+}
 
 // 16 rows of W from row n, columns [begin, end), as A tiles; zeros past N and K.
 void copy_tiles(const Job& job, int64_t n, int64_t begin, int64_t end, uint8_t* out) {
@@ -27,7 +35,7 @@ void copy_tiles(const Job& job, int64_t n, int64_t begin, int64_t end, uint8_t* 
   }
 }
 
-// ---- few rows: registers 0..3 = C of 1 or 2 N-tiles x 1 or 2 tiles of x, 4..5 = A, 6..7 = B ----
+// ---- W as it lies: registers 0..3 = C of 1 or 2 N-tiles x 1 or 2 tiles of x, 4..5 = A, 6..7 = B ----
 
 // C[kN][kM] += `count` steps: A tiles `row` bytes between rows, `tile_n` between N-tiles, `step` between steps. Tiles
 // of the next step load between the products of this one; `fetch`, if any: so many rows of W are fetched from there on.
@@ -61,21 +69,22 @@ __attribute__((always_inline)) inline void multiply_tiles(const Job& job, const 
   one_step.template operator()<false>(count - 1);
 }
 
-// c[kN][kM] = N-tiles times all rows of x. rest: memory for two A tiles, for what of K is no whole K-tile and for rows
-// past N.
+// c[kN][kM] = N-tiles times tiles of x from tile_m on; the first ones fetch the next N-tiles. rest: memory for two A
+// tiles, for what of K is no whole K-tile and for rows past N.
 template <int kN, int kM>
-void few_rows(const Job& job, int64_t tile_n, uint8_t* rest, int32_t* c) {
+void multiply_direct(const Job& job, int64_t tile_n, int64_t tile_m, uint8_t* rest, int32_t* c) {
   const int64_t n = tile_n * kTileRows;
   const uint8_t* first = job.weight + n * job.k;
+  const int8_t* x = job.int8 + tile_m * job.tiles_k * kTileBytes;
   const int64_t whole = n + kN * kTileRows <= job.n ? job.k / kTileColumns : 0;
   each_c<kN, kM>([]<int n, int m>() { tile_zero<2 * n + m>(); });
-  multiply_tiles<kN, kM>(job, first, kTileRows * job.k, kTileColumns, job.k, job.int8, whole,
-                         first + kN * kTileRows * job.k);
+  multiply_tiles<kN, kM>(job, first, kTileRows * job.k, kTileColumns, job.k, x, whole,
+                         tile_m == 0 ? first + kN * kTileRows * job.k : nullptr);
   for (int64_t t = whole; t < job.tiles_k; ++t) {
     for (int i = 0; i < kN; ++i) {
       copy_tiles(job, n + i * kTileRows, t * kTileColumns, least((t + 1) * kTileColumns, job.k), rest + i * kTileBytes);
     }
-    multiply_tiles<kN, kM>(job, rest, kTileBytes, 0, kTileColumns, job.int8 + t * kTileBytes, 1, nullptr);
+    multiply_tiles<kN, kM>(job, rest, kTileBytes, 0, kTileColumns, x + t * kTileBytes, 1, nullptr);
   }
   each_c<kN, kM>([&]<int n, int m>() { tile_store<2 * n + m>(c + (n * kM + m) * kTileSums); });
 }
@@ -85,10 +94,10 @@ void load_pair_scales(const Job& job, int64_t tile_n, float* scales) {
 }
 
 template <int kN, int kM>
-void few_rows_and_y(const Job& job, int64_t tile_n) {
+void direct_pair(const Job& job, int64_t tile_n, int64_t tile_m) {
   alignas(64) uint8_t rest[2 * kTileBytes];
   alignas(64) int32_t c[kN * kM * kTileSums];
-  few_rows<kN, kM>(job, tile_n, rest, c);
+  multiply_direct<kN, kM>(job, tile_n, tile_m, rest, c);
   alignas(64) float scales[2 * kTileRows];
   load_pair_scales(job, tile_n, scales);
   ColumnsOfPair columns;
@@ -98,17 +107,21 @@ void few_rows_and_y(const Job& job, int64_t tile_n) {
       const int32_t* sum = c + (i / kTileRows * kM + m) * kTileSums + i % kTileRows * kTileRows;
       return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sum)), _mm512_set1_ps(scales[i]));
     };
-    store_integer_tiles<kN>(job, tile_n * kTileRows, m * kTileRows, columns, sums);
+    store_integer_tiles<kN>(job, tile_n * kTileRows, (tile_m + m) * kTileRows, columns, sums);
   }
 }
 
-void few_rows_range(const Job& job, int64_t begin, int64_t end) {
+// kN N-tiles against all rows of x: the first pass finds W in memory, a second one in L2.
+template <int kN>
+void direct_rows(const Job& job, int64_t tile_n) {
+  int64_t tile_m = 0;
+  for (; tile_m + 2 <= job.tiles_m; tile_m += 2) direct_pair<kN, 2>(job, tile_n, tile_m);
+  if (tile_m < job.tiles_m) direct_pair<kN, 1>(job, tile_n, tile_m);
+}
+
+void direct_range(const Job& job, int64_t begin, int64_t end) {
   for (int64_t tile_n = begin; tile_n < end; tile_n += 2) {
-    if (tile_n + 1 < end) {
-      job.tiles_m == 2 ? few_rows_and_y<2, 2>(job, tile_n) : few_rows_and_y<2, 1>(job, tile_n);
-    } else {
-      job.tiles_m == 2 ? few_rows_and_y<1, 2>(job, tile_n) : few_rows_and_y<1, 1>(job, tile_n);
-    }
+    tile_n + 1 < end ? direct_rows<2>(job, tile_n) : direct_rows<1>(job, tile_n);
   }
 }
 
@@ -117,17 +130,19 @@ void few_rows_range(const Job& job, int64_t begin, int64_t end) {
 struct Add {
   static constexpr int kSections = 1;
   using Total = int32_t;
+  using Vector = __m512i;
+  static Vector load(const Total* from) { return _mm512_load_si512(from); }
+  static void store(Total* to, Vector v) { _mm512_store_si512(to, v); }
 
   template <int kM>
-  __attribute__((always_inline)) void operator()(const int32_t* c, int64_t row) const {
-    for (int64_t m = 0; m < kM; ++m) {
-      int32_t* to = total + (row * kM + m) * kTileRows;
-      const __m512i sums = _mm512_load_si512(c + (row * kM + m) * kTileRows);
-      _mm512_store_si512(to, _mm512_add_epi32(_mm512_load_si512(to), sums));
-    }
+  __attribute__((always_inline)) Vector add(const int32_t* c, int64_t row, int m, Vector total) const {
+    return _mm512_add_epi32(total, _mm512_load_si512(c + (row * kM + m) * kTileRows));
+  }
+  __attribute__((always_inline)) __m512 scaled(Vector total, int64_t row) const {
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(total), _mm512_set1_ps(scales[row]));
   }
 
-  Total* total;
+  const float* scales;
 };
 
 // Two N-tiles for multiply_panels().
@@ -137,7 +152,9 @@ struct Int8 {
   static constexpr int64_t tiles = kPanelTiles, section = kPanelTiles;
 
   Int8(const Job& of_job, int64_t tile_n, uint8_t* of_panel)
-      : job(of_job), n(tile_n * kTileRows), panel(of_panel), steps(job.tiles_k) {}
+      : job(of_job), n(tile_n * kTileRows), panel(of_panel), steps(job.tiles_k) {
+    load_pair_scales(job, tile_n, scales);
+  }
 
   Rows fill(int64_t t, int64_t end, int64_t slots) {
     const int64_t whole = n + kPanelRows <= job.n ? least(end, job.k / kTileColumns) : t;
@@ -159,7 +176,7 @@ struct Int8 {
     }
   }
 
-  Fold fold(int64_t, int32_t* total) const { return {total}; }
+  Fold fold(int64_t) const { return {scales}; }
 
   const Job& job;
   const int64_t n;
@@ -167,6 +184,7 @@ struct Int8 {
   const int64_t steps;
   int64_t lines = 0, next_row = 0;  // lines to be fetched with every step; of which row the next one is
   const uint8_t* next = nullptr;
+  alignas(64) float scales[kPanelRows];
 };
 
 void many_rows(const Job& job, int64_t begin, int64_t end) {
@@ -176,23 +194,28 @@ void many_rows(const Job& job, int64_t begin, int64_t end) {
   int32_t* c = reinterpret_cast<int32_t*>(panel + kPanelBytes);
   const int64_t bytes = 2 * job.tiles_m * kTileSums * int64_t{sizeof(int32_t)};
   int32_t* totals = static_cast<int32_t*>(scratch(Scratch::kSums, bytes));
+  DirectOutput output_of(job);
   for (int64_t tile_n = begin; tile_n < end; tile_n += 2) {
     Int8 w(job, tile_n, panel);
-    multiply_panels(job, w, panel, c, totals);
-    alignas(64) float scales[2 * kTileRows];
-    load_pair_scales(job, tile_n, scales);
+    const Output* output = output_of.of(tile_n, end);
+    multiply_panels(job, w, panel, c, totals, output);
+    if (output != nullptr) {
+      output_of.add();
+      continue;
+    }
     const auto sums = [&](int i, __m512i total) __attribute__((always_inline)) {
-      return _mm512_mul_ps(_mm512_cvtepi32_ps(total), _mm512_set1_ps(scales[i]));
+      return _mm512_mul_ps(_mm512_cvtepi32_ps(total), _mm512_set1_ps(w.scales[i]));
     };
     tile_n + 1 < end ? write_totals<2>(job, tile_n, totals, sums) : write_totals<1>(job, tile_n, totals, sums);
   }
+  output_of.write();
 }
 
 }  // namespace
 
 void amx::int8_int8_gemm(const Job& job, int64_t begin, int64_t end) {
   const TileScope registers;
-  job.tiles_m <= kDirectTilesM ? few_rows_range(job, begin, end) : many_rows(job, begin, end);
+  is_direct(job) ? direct_range(job, begin, end) : many_rows(job, begin, end);
 }
 
 }  // namespace qao::cpu

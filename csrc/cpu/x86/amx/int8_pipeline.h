@@ -1,6 +1,7 @@
 // Many rows of x in int8 against a panel of W: 32 rows of W as A tiles of 16 x 64 bytes, which stay in L1. A unit is a
-// panel against one or two tiles of x. Its C tiles are stored and folded into totals between the products of the next
-// unit, and tiles are loaded between those of the step before: neither a fold nor a load overlaps with much else.
+// panel against one or two tiles of x. Its C tiles are stored and folded into totals, or those of the last panel into
+// y, between the products of the next unit, and tiles are loaded between those of the step before: neither a fold nor a
+// load overlaps with much else.
 //
 // L1 holds a panel, the C tiles of two units and most of the totals. `static`: see numeric.h.
 #pragma once
@@ -22,13 +23,29 @@ struct Rows {
   int64_t row = 0, whole = 0;
 };
 
-// Fold: kSections, a Total of 32 bits, `total` [2][16 n][kM][16 m] and
-//   operator()<kM>(c, row)   total[row] += c[kSections][2][16 n][kM][16 m], row of 2 x 16.
+// Where y is written without totals: two N-tiles, y in bfloat16. `words`: [2][16] lines, pairs of rows of W by rows of
+// x.
+struct Output {
+  __m512i* lines;  // of row 0 of x; those of the others follow `stride` after each other
+  int64_t stride;
+  const float *x_scales, *x_zeros;  // [16 tiles_m]
+  const ColumnsOfPair* columns;
+  __m512i* words;
+};
+
+// Fold: kSections, a Total of 32 bits and
+//   add<kM>(c, row, m, total)   total + c[kSections][2][16 n][kM][16 m] for tile m of x, row of 2 x 16
+//   scaled(total, row)          as float32, scaled as W is
+// from: totals so far, [2][16 n][kM][16 m], null if there are none; to: where they go, or null: to y, tiles of x from
+// row m on.
 template <typename Fold>
 struct Unit {
-  const int8_t *b, *next_b;  // B tiles of this one and of the one that follows
-  int64_t steps, section;    // a section: steps that are summed at a time
-  Fold fold;
+  const int8_t *b = nullptr, *next_b = nullptr;  // B tiles of this one and of the one that follows
+  int64_t steps = 0, section = 0;                // a section: steps that are summed at a time
+  Fold fold = {};
+  const typename Fold::Total* from = nullptr;
+  typename Fold::Total* to = nullptr;
+  int64_t m = 0;
 };
 
 // Units one after the other. Registers 0..3 = C of 2 N-tiles x kM tiles of x, 4..5 = A, 6..7 = B.
@@ -39,8 +56,8 @@ class Pipeline {
 
   // Bytes between the panel's N-tiles, and between tiles of x; halves: 1 if two steps share an A tile, else 0. c:
   // memory for two units' C tiles.
-  Pipeline(uint8_t* panel, int64_t a_tile, int64_t b_tile, int halves, int32_t* c)
-      : panel_(panel), a_tile_(a_tile), b_tile_(b_tile), halves_(halves), c_(c), store_(c) {}
+  Pipeline(uint8_t* panel, int64_t a_tile, int64_t b_tile, int halves, int32_t* c, const Output* output)
+      : panel_(panel), a_tile_(a_tile), b_tile_(b_tile), halves_(halves), c_(c), store_(c), output_(output) {}
 
   // The tiles of a unit's first step, when the panel is new.
   void load(const int8_t* b, const Rows& direct) const {
@@ -63,20 +80,20 @@ class Pipeline {
     const int64_t a_tile = a_tile_, b_tile = b_tile_, steps = unit.steps;
     const int halves = halves_;
     const int8_t *const b = unit.b, *const next_unit_b = unit.next_b;
-    const Fold before = before_;
+    const Unit<Fold> before = before_;
+    const Output* const output = output_;
     const int32_t* const before_c = c_ + (1 - parity_) * kUnitSums;
     int32_t *c = c_ + parity_ * kUnitSums, *store = store_;
-    int64_t row = row_;
-    const auto fold = [&](int64_t rows) __attribute__((always_inline)) {
-      for (const int64_t end = least(row + rows, kPanelRows); row < end; row += 2) {
-        before.template operator()<kM>(before_c, row);
-        before.template operator()<kM>(before_c, row + 1);
+    int64_t folded = folded_;
+    const auto fold = [&](int64_t count) __attribute__((always_inline)) {
+      for (const int64_t end = least(folded + count, kFolds); folded < end; ++folded) {
+        fold_one(before, output, before_c, folded);
       }
     };
     // The first step stores the last C tiles of the unit before; the others fold them.
-    const int64_t slots = 4 * (steps - 1), rows_per_slot = slots > 0 ? 2 * divide_up(kPanelRows / 2, slots) : 0;
+    const int64_t slots = 4 * (steps - 1), folds_per_slot = slots > 0 ? divide_up(kFolds, slots) : 0;
     int64_t i = 0;
-    const auto step = [&]<bool kFirstOfSection>(int64_t rows) __attribute__((always_inline)) {
+    const auto step = [&]<bool kFirstOfSection>(int64_t folds) __attribute__((always_inline)) {
       const auto multiply = [&]<int n, int m>() __attribute__((always_inline)) {
         if constexpr (kFirstOfSection) {
           store_c<n, m>(store);
@@ -96,38 +113,82 @@ class Pipeline {
       }
       const int8_t* next_b = i < steps ? b + i * kTileBytes : next_unit_b;
       multiply.template operator()<0, 0>();
-      fold(rows);
+      fold(folds);
       multiply.template operator()<1, 0>();
       tile_load_once<6>(next_b);
       fetch();
-      fold(rows);
+      fold(folds);
       if constexpr (kM == 2) multiply.template operator()<0, 1>();
       if constexpr (kDirect) tile_store<4>(copy);
       tile_load<4>(next_a, next_row);
-      fold(rows);
+      fold(folds);
       if constexpr (kM == 2) multiply.template operator()<1, 1>();
       if constexpr (kM == 2) tile_load_once<7>(next_b + b_tile);
       if constexpr (kDirect) tile_store<5>(copy + a_tile);
       tile_load<5>(next_a + next_a_tile, next_row);
-      fold(rows);
+      fold(folds);
     };
     for (int64_t section_end = unit.section; i < steps; section_end += unit.section, c += kSectionSums) {
-      step.template operator()<true>(i == 0 ? 0 : rows_per_slot);
+      step.template operator()<true>(i == 0 ? 0 : folds_per_slot);
       store = c;
-      while (i < least(steps, section_end)) step.template operator()<false>(rows_per_slot);
+      while (i < least(steps, section_end)) step.template operator()<false>(folds_per_slot);
     }
-    fold(kPanelRows);
-    before_ = unit.fold, store_ = store;
-    row_ = 0, parity_ = 1 - parity_;
+    fold(kFolds);
+    before_ = unit, store_ = store;
+    folded_ = 0, parity_ = 1 - parity_;
   }
 
   // Folds what is left.
   void finish() {
     each_c<2, kM>([&]<int n, int m>() { store_c<n, m>(store_); });
-    for (; row_ < kPanelRows; ++row_) before_.template operator()<kM>(c_ + (1 - parity_) * kUnitSums, row_);
+    for (; folded_ < kFolds; ++folded_) fold_one(before_, output_, c_ + (1 - parity_) * kUnitSums, folded_);
   }
 
  private:
+  static constexpr int64_t kFolds = kPanelRows / 2 + kM;  // pairs of rows, then tiles of y
+
+  __attribute__((always_inline)) static void fold_one(const Unit<Fold>& unit, const Output* output, const int32_t* c,
+                                                      int64_t i) {
+    using Total = typename Fold::Total;
+    constexpr int64_t kPairs = kPanelRows / 2;
+    if (i >= kPairs) {
+      if (unit.to == nullptr)
+        write(*output, unit.m + (i - kPairs) * kTileRows, output->words + (i - kPairs) * kTileRows);
+      return;
+    }
+    const int64_t row = 2 * i;
+#pragma GCC unroll 2
+    for (int m = 0; m < kM; ++m) {
+      typename Fold::Vector sums[2];
+      for (int r = 0; r < 2; ++r) {
+        const int64_t at = ((row + r) * kM + m) * kTileRows;
+        const auto before = unit.from != nullptr ? Fold::load(unit.from + at) : typename Fold::Vector{};
+        sums[r] = unit.fold.template add<kM>(c, row + r, m, before);
+        if (unit.to != nullptr) Fold::store(unit.to + at, sums[r]);
+      }
+      if (unit.to == nullptr) {
+        __m512 y[2];
+        const __m512 zero = _mm512_load_ps(output->x_zeros + unit.m + m * kTileRows);
+        const __m512 scale = _mm512_load_ps(output->x_scales + unit.m + m * kTileRows);
+        for (int r = 0; r < 2; ++r) {
+          y[r] =
+              integer_y(zero, scale, *output->columns, static_cast<int>(row + r), unit.fold.scaled(sums[r], row + r));
+        }
+        output->words[m * kTileRows + i] = to_bf16_pairs(y[0], y[1]);
+      }
+    }
+    static_assert(sizeof(Total) == 4);
+  }
+
+  // Not inlined: it would be so in every slot.
+  __attribute__((noinline)) static void write(const Output& output, int64_t m, const __m512i* lines) {
+    __m512i words[kTileRows];
+#pragma GCC unroll 16
+    for (int i = 0; i < kTileRows; ++i) words[i] = lines[i];
+    transpose16(words);
+    for (int i = 0; i < kTileRows; ++i) output.lines[(m + i) * output.stride] = words[i];
+  }
+
   template <int n, int m>
   __attribute__((always_inline)) static void store_c(int32_t* c) {
     tile_store<2 * n + m>(c + n * kM * kTileSums + m * kTileRows, kM * kTileRows * int64_t{sizeof(int32_t)});
@@ -137,27 +198,29 @@ class Pipeline {
   int64_t a_tile_, b_tile_;
   int halves_;
   int32_t *c_, *store_;
-  Fold before_ = {};
-  int64_t row_ = kPanelRows;  // of `before_`, the next to be folded
+  const Output* output_;
+  Unit<Fold> before_;
+  int64_t folded_ = kFolds;  // of `before_`
   int64_t parity_ = 0;
 };
 
 // All rows of x against 32 rows of W, panel by panel. totals: [pairs of tiles of x][2][16 n][2 or, of an odd last tile,
-// 1][16 m]. panel: memory for 2 x W::tiles A tiles; c: for the C tiles of two units.
+// 1][16 m]; with `output` the last panel writes y instead. panel: memory for 2 x W::tiles A tiles; c: for the C tiles
+// of two units.
 //
 // W is a class with
 //   Fold, kDirect            kDirect: the first unit of a panel reads W as it lies; x has at least two tiles then
 //   tiles, steps, section    K-tiles of a panel, steps along all of K, steps of a section
 //   Rows fill(t, end, slots) puts K-tiles [t, end) into the panel, or says where they lie
 //   fetch()                  called `slots` times until the next fill(): fetches a share of what comes next
-//   fold(step, total)        the Fold of a unit that begins there
+//   fold(step)               the Fold of a unit that begins there
 template <typename W>
-void multiply_panels(const Job& job, W& w, uint8_t* panel, int32_t* c, typename W::Fold::Total* totals) {
+void multiply_panels(const Job& job, W& w, uint8_t* panel, int32_t* c, typename W::Fold::Total* totals,
+                     const Output* output) {
   using Fold = typename W::Fold;
   const int64_t halves = job.steps / job.tiles_k, b_tile = job.steps * kTileBytes, pairs = job.tiles_m / 2;
-  for (int64_t i = 0; i < 2 * job.tiles_m * kTileSums; i += 16) _mm512_store_si512(totals + i, _mm512_setzero_si512());
-  Pipeline<2, Fold> two(panel, w.tiles * kTileBytes, b_tile, halves == 2, c);
-  Pipeline<1, Fold> one(panel, w.tiles * kTileBytes, b_tile, halves == 2, c);
+  Pipeline<2, Fold> two(panel, w.tiles * kTileBytes, b_tile, halves == 2, c, output);
+  Pipeline<1, Fold> one(panel, w.tiles * kTileBytes, b_tile, halves == 2, c, output);
   bool forward = true;  // every panel begins with the totals that the one before left near
   for (int64_t t = 0; t < job.tiles_k; t += w.tiles, forward = !forward) {
     const int64_t end = least(job.tiles_k, t + w.tiles);
@@ -166,8 +229,15 @@ void multiply_panels(const Job& job, W& w, uint8_t* panel, int32_t* c, typename 
     const auto fetch = [&]() __attribute__((always_inline)) { w.fetch(); };
     const auto b_at = [&](int64_t tile_m) { return job.int8 + (tile_m * job.steps + begin_step) * kTileBytes; };
     const auto unit = [&](int64_t tile_m, int64_t next_m) -> Unit<Fold> {
-      return {b_at(tile_m), b_at(next_m), end_step - begin_step, w.section,
-              w.fold(begin_step, totals + tile_m * 2 * kTileSums)};
+      typename Fold::Total* const total = totals + tile_m * 2 * kTileSums;
+      return {b_at(tile_m),
+              b_at(next_m),
+              end_step - begin_step,
+              w.section,
+              w.fold(begin_step),
+              t == 0 ? nullptr : total,
+              output != nullptr && end == job.tiles_k ? nullptr : total,
+              tile_m * kTileRows};
     };
     const auto tile_of = [&](int64_t pair) { return 2 * (forward ? pair : pairs - 1 - pair); };
     const auto pair_unit = [&](int64_t i) { return unit(tile_of(i), tile_of(least(i + 1, pairs - 1))); };
@@ -185,6 +255,61 @@ void multiply_panels(const Job& job, W& w, uint8_t* panel, int32_t* c, typename 
   }
   if (job.tiles_m % 2 == 0) two.finish();
 }
+
+// y of some pairs of N-tiles, before it is written all at once: while lines of y wait for their memory, tiles would
+// wait for them.
+class DirectOutput {
+ public:
+  explicit DirectOutput(const Job& job) : job_(job), rows_(job.tiles_m * kTileRows) {
+    const int64_t bytes = rows_ * (2 * int64_t{sizeof(float)} + kPairs * int64_t{sizeof(__m512i)});
+    lines_ = static_cast<__m512i*>(scratch(Scratch::kGroups, bytes));
+    auto* scales = reinterpret_cast<float*>(lines_ + rows_ * kPairs);
+    load_all_rows(job, scales, scales + rows_);
+    output_ = {lines_, kPairs, scales, scales + rows_, &columns_, words_};
+  }
+  DirectOutput(const DirectOutput&) = delete;
+
+  // For N-tiles from tile_n on, the next ones after those of the last add(), or write() comes before. Null if y is not
+  // bfloat16 or there is but one N-tile.
+  const Output* of(int64_t tile_n, int64_t end) {
+    if (job_.y_dtype != DType::kBFloat16 || tile_n + 1 >= end) return nullptr;
+    const int64_t n = tile_n * kTileRows;
+    if (count_ == 0) first_ = n;
+    load_columns(job_, n, &columns_);
+    return &output_;
+  }
+
+  // The pair is done.
+  void add() {
+    ++output_.lines;
+    if (++count_ == kPairs) write();
+  }
+
+  void write() {
+    if (count_ == 0) return;
+    output_.lines = lines_;
+    auto* y = static_cast<uint16_t*>(job_.y) + first_;
+    const int64_t last = job_.n - first_ - (count_ - 1) * kPanelRows;  // columns of the last pair
+    const __mmask32 mask = last >= kPanelRows ? 0xFFFFFFFFu : (1u << last) - 1;
+    for (int64_t m = 0; m < job_.m; ++m, y += job_.n) {
+      const __m512i* line = lines_ + m * kPairs;
+      for (int64_t i = 0; i < count_ - 1; ++i) _mm512_storeu_si512(y + i * kPanelRows, line[i]);
+      _mm512_mask_storeu_epi16(y + (count_ - 1) * kPanelRows, mask, line[count_ - 1]);
+    }
+    count_ = 0;
+  }
+
+ private:
+  static constexpr int64_t kPairs = 4;
+
+  const Job& job_;
+  const int64_t rows_;
+  Output output_;
+  ColumnsOfPair columns_;
+  __m512i words_[2 * kTileRows];
+  __m512i* lines_;  // [rows][kPairs], the first `count_` in use
+  int64_t first_ = 0, count_ = 0;
+};
 
 // y of kN N-tiles from such totals. sums(i, total) makes what row i of W has against a tile of x float32, scaled as W
 // is.

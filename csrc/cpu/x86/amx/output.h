@@ -40,6 +40,32 @@ static inline void load_columns(const Job& job, int64_t n, ColumnsOfPair* column
   }
 }
 
+// The same of all rows, which a kernel reads again and again: [2][16 tiles_m], scales and zero points.
+static inline void load_all_rows(const Job& job, float* scales, float* zeros) {
+  for (int64_t m = 0; m < job.tiles_m * kTileRows; m += kTileRows) {
+    const RowsOfTile rows = load_rows(job, m);
+    _mm512_store_ps(scales + m, rows.scale), _mm512_store_ps(zeros + m, rows.zero);
+  }
+}
+
+// y in bfloat16 of 16 rows of x from row m on and of two N-tiles from column n on, as far as they exist. words: two
+// rows of W side by side, by rows of x.
+__attribute__((always_inline)) static inline void store_pairs(const Job& job, int64_t n, int64_t m,
+                                                              __m512i (&words)[kTileRows]) {
+  const int64_t count = least(kTileRows, job.m - m), columns = job.n - n;
+  transpose16(words);
+  const __mmask32 mask = columns >= 2 * kTileRows ? 0xFFFFFFFFu : (1u << columns) - 1;
+  uint16_t* to = static_cast<uint16_t*>(job.y) + m * job.n + n;
+  for (int64_t i = 0; i < count; ++i) _mm512_mask_storeu_epi16(to + i * job.n, mask, words[i]);
+}
+
+// y of row i of a pair of N-tiles. sum: over k of x's integers times W, scaled as W is.
+__attribute__((always_inline)) static inline __m512 integer_y(__m512 x_zero, __m512 x_scale,
+                                                              const ColumnsOfPair& columns, int i, __m512 sum) {
+  const __m512 shifted = _mm512_fnmadd_ps(x_zero, _mm512_set1_ps(columns.weight_sums[i]), sum);
+  return _mm512_fmadd_ps(x_scale, shifted, _mm512_set1_ps(columns.bias[i]));
+}
+
 // y of 16 rows of x from row m on and of kN N-tiles from column n on, as far as both exist. row(i): of row i of W,
 // float32 by rows of x; for kN = 2 called for all 32.
 template <int kN, typename Row>
@@ -53,11 +79,7 @@ __attribute__((always_inline)) static inline void store_tiles(const Job& job, in
       for (int i = 0; i < kTileRows; ++i) {
         words[i] = to_bf16_pairs(row(2 * i), row(2 * i + 1));
       }
-      transpose16(words);
-      const __mmask32 mask = columns >= 2 * kTileRows ? 0xFFFFFFFFu : (1u << columns) - 1;
-      uint16_t* to = static_cast<uint16_t*>(job.y) + m * job.n + n;
-      for (int64_t i = 0; i < count; ++i) _mm512_mask_storeu_epi16(to + i * job.n, mask, words[i]);
-      return;
+      return store_pairs(job, n, m, words);
     }
   }
   for (int half = 0; half < kN; ++half) {
@@ -79,8 +101,7 @@ __attribute__((always_inline)) static inline void store_integer_tiles(const Job&
                                                                       const ColumnsOfPair& columns, const Sums& sums) {
   const RowsOfTile rows = load_rows(job, m);
   store_tiles<kN>(job, n, m, [&](int i) __attribute__((always_inline)) {
-    const __m512 sum = _mm512_fnmadd_ps(rows.zero, _mm512_set1_ps(columns.weight_sums[i]), sums(i));
-    return _mm512_fmadd_ps(rows.scale, sum, _mm512_set1_ps(columns.bias[i]));
+    return integer_y(rows.zero, rows.scale, columns, i, sums(i));
   });
 }
 

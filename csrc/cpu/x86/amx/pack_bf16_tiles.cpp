@@ -2,7 +2,7 @@
 //
 // W in eight bits expands in order: tile h is half h of a K-tile. In the expansion of int4 (bf16_int4_gemm.cpp)
 // pair `4 t + step` of A tile e is column 16 step + 2 t + 8 e and the next. With groups of 32 a tile must not mix the
-// two halves of a K-tile: tile h is then half h, pair `4 t + 2 e + step % 2`.
+// two halves of a K-tile: tile h is then half h, pair `4 t + 2 e + step % 2`. fp4 is as int4 with groups of 32.
 //
 // float32 and float16 become sums of 3 and 2 bfloat16 parts, exactly but for bits below bfloat16's range.
 #include "cpu/mm_kernels.h"
@@ -86,7 +86,7 @@ void pack_half_tile(const Job& job, int64_t tile_m, int64_t tile_k, int half) {
     uint16_t* tiles = job.bf16_tiles + (in_block * job.parts + p) * 2 * kTileValues;
     for (int pair = 0; pair < 16; ++pair) {
       const int step = pair / 8, e = pair % 8 / 4, t = pair % 4;  // columns 16 step + 8 e + 2 t of this half
-      const bool bytes = job.weight_format != Format::kInt4;
+      const bool bytes = !is_packed(job.weight_format);
       const int tile = bytes || job.section == 32 ? half : e;
       const int row = bytes ? pair : job.section == 32 ? 4 * t + 2 * e + step : 4 * t + 2 * half + step;
       _mm512_store_si512(tiles + tile * kTileValues + row * 2 * kRows, rows[p][pair]);

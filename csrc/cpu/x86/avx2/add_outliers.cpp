@@ -1,6 +1,7 @@
 // The products of those few values of x that its fixed point leaves out (pack_fixed_point.cpp), column by column
 // of W, in float32. y is rounded to its dtype only after them.
 #include "cpu/mm_kernels.h"
+#include "cpu/x86/avx2/fp4.h"
 #include "cpu/x86/avx2/simd.h"
 #include "int4/layout.h"
 
@@ -11,7 +12,7 @@ using int4::kTileBytes;
 using int4::kTileK;
 using int4::kTileN;
 
-// (q - zero) * scale of a column of W in one N-tile: rows 0..7 and 8..15.
+// A column of W in one N-tile: rows 0..7 and 8..15.
 struct Column {
   __m256 rows[2];
 };
@@ -29,9 +30,17 @@ Column load_column(const Job& job, int64_t tile, int64_t k) {
   bytes = _mm_insert_epi8(bytes, at[7 * kTileK], 7);
   const __m256i both = _mm256_cvtepu8_epi32(bytes);
   const __m256i q[2] = {_mm256_and_si256(both, _mm256_set1_epi32(15)), _mm256_srli_epi32(both, 4)};
+  Column column;
+  if (job.weight_format == Format::kFp4) {
+    for (int v = 0; v < 2; ++v) {
+      const __m256 scale =
+          _mm256_mul_ps(load_fp4_scales(job, tile, k / job.group_size, v), fp4_row_factors(job, tile, v));
+      column.rows[v] = _mm256_mul_ps(fp4_value(q[v]), scale);
+    }
+    return column;
+  }
   const int64_t group = k / job.section / job.sections_per_group;
   const int64_t offset = (tile * job.groups + group) * job.parameters * kTileN;
-  Column column;
   for (int v = 0; v < 2; ++v) {
     const __m256 zero = job.parameters == 2 ? load8(job.scales, offset + kTileN + 8 * v, job.scale_dtype)
                                             : _mm256_set1_ps(int4::kSymmetricZero);

@@ -1,8 +1,11 @@
 // A few rows of x against W with `vpmaddubsw`: W's nibbles, unsigned, times the signed bytes of x in fixed point.
+// Of fp4 `vpshufb` makes bytes 0..24: twice the value, plus 12.
 //
-// Sums of a chunk stay in 16 bits: 15 * 128 * 2 a product pair, at most 8 of them in 256 k, is 30720 < 2^15.
-// Per chunk and row, with integer sums exact:  y += scale * x_scale * (sum(q * x) - zero * sum(x)).
+// Sums of a chunk stay in 16 bits: 15 * 128 * 2 a product pair, at most 8 of them in 256 k, is 30720 < 2^15; fp4 has 64
+// k. Per chunk and row, with integer sums exact:  y += scale * x_scale * (sum(q * x) - zero * sum(x)).
 #include "cpu/mm_kernels.h"
+#include "cpu/parallel.h"
+#include "cpu/x86/avx2/fp4.h"
 #include "cpu/x86/avx2/simd.h"
 #include "int4/layout.h"
 
@@ -17,17 +20,28 @@ constexpr int kPairs = 8;              // row pairs (g, g + 8) of a tile
 constexpr int kVectors = kTileK / 32;  // of one row pair's 64 bytes
 
 // What a chunk needs of each row of W. With groups of 32 the lanes of a row belong to two groups, in the pattern
-// 0 0 1 1 twice: the four values are stored; otherwise one.
-template <bool kHalves>
+// 0 0 1 1 twice, with groups of 16 to four: the four values are stored; otherwise one.
+template <int kGroups>
 struct RowValues {
-  static constexpr int kStored = kHalves ? 4 : 1;
+  static constexpr int kStored = kGroups == 1 ? 1 : 4;
   alignas(32) float values[kTileN * kStored];
 
   void set(int row, float group0, float group1) {
     for (int i = 0; i < kStored; ++i) values[row * kStored + i] = i < 2 ? group0 : group1;
   }
+  // Four values each of eight rows.
+  void set(int row, const __m256 (&groups)[4]) {
+    const __m256 low[2] = {_mm256_unpacklo_ps(groups[0], groups[1]), _mm256_unpacklo_ps(groups[2], groups[3])};
+    const __m256 high[2] = {_mm256_unpackhi_ps(groups[0], groups[1]), _mm256_unpackhi_ps(groups[2], groups[3])};
+    const __m256 rows[4] = {_mm256_shuffle_ps(low[0], low[1], 0x44), _mm256_shuffle_ps(low[0], low[1], 0xEE),
+                            _mm256_shuffle_ps(high[0], high[1], 0x44), _mm256_shuffle_ps(high[0], high[1], 0xEE)};
+    for (int r = 0; r < 4; ++r) {  // and row r + 4 in the upper lane
+      _mm_store_ps(values + 4 * (row + r), _mm256_castps256_ps128(rows[r]));
+      _mm_store_ps(values + 4 * (row + r + 4), _mm256_extractf128_ps(rows[r], 1));
+    }
+  }
   __m256 operator[](int row) const {
-    if constexpr (kHalves) {
+    if constexpr (kGroups > 1) {
       return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(values + 4 * row));
     } else {
       return _mm256_broadcast_ss(values + row);
@@ -35,9 +49,31 @@ struct RowValues {
   }
 };
 
-template <bool kHalves>
-struct Factors {
-  RowValues<kHalves> scale, zero;  // scale includes x's
+// Of W the bytes that are multiplied, of row g and of row g + 8 when shifted down, and the factors of a chunk.
+template <int kWordsOfX, int kGroupsOfTile>
+struct Int4 {
+  static constexpr int kWords = kWordsOfX, kGroups = kGroupsOfTile;
+  struct Factors {
+    RowValues<kGroups> scale, zero;  // scale includes x's
+    __m256 less_zero(int row, __m256 x_sum, __m256 sum) const { return _mm256_fnmadd_ps(zero[row], x_sum, sum); }
+  };
+  static __m256 of_x_sum(__m256 x_sum) { return x_sum; }
+  static __m256i nibbles(__m256i bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(0x0F)); }
+};
+
+template <int kWordsOfX, int kGroupsOfTile>
+struct Fp4 {
+  static constexpr int kWords = kWordsOfX, kGroups = kGroupsOfTile;
+  struct Factors {
+    RowValues<kGroups> scale;  // half of it, over the row's divisor
+    __m256 less_zero(int, __m256 x_sum, __m256 sum) const { return _mm256_sub_ps(sum, x_sum); }
+  };
+  static __m256 of_x_sum(__m256 x_sum) { return _mm256_mul_ps(x_sum, _mm256_set1_ps(12)); }
+  static __m256i nibbles(__m256i bytes) {
+    const __m128i entries = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    const __m256i index = _mm256_and_si256(bytes, _mm256_set1_epi8(0x0F));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), index);
+  }
 };
 
 struct Section {
@@ -52,8 +88,10 @@ void load_section(const Job& job, int64_t tile, int64_t s, Section* section) {
   }
 }
 
-template <bool kHalves>
-void make_factors(const Job& job, int64_t tile, int64_t chunk, float x_scale, Factors<kHalves>* factors) {
+template <int kWords, int kGroups>
+void make_factors(const Job& job, int64_t tile, int64_t chunk, float x_scale, Int4<kWords, kGroups>,
+                  typename Int4<kWords, kGroups>::Factors* factors) {
+  constexpr bool kHalves = kGroups == 2;
   Section sections[2];
   const int64_t s = kHalves ? 2 * chunk : chunk;
   load_section(job, tile, s, &sections[0]);
@@ -62,6 +100,20 @@ void make_factors(const Job& job, int64_t tile, int64_t chunk, float x_scale, Fa
   for (int row = 0; row < kTileN; ++row) {
     factors->scale.set(row, a.scale[row] * x_scale, b.scale[row] * x_scale);
     factors->zero.set(row, a.zero[row], b.zero[row]);
+  }
+}
+
+template <int kWords, int kGroups>
+void make_factors(const Job& job, int64_t tile, int64_t chunk, float x_scale, Fp4<kWords, kGroups>,
+                  typename Fp4<kWords, kGroups>::Factors* factors) {
+  for (int v = 0; v < 2; ++v) {
+    const __m256 factor = _mm256_mul_ps(fp4_row_factors(job, tile, v), _mm256_set1_ps(x_scale * 0.5f));
+    __m256 scales[4];
+    for (int i = 0; i < 4; ++i) {
+      const int64_t group = least(kGroups * chunk + i / (4 / kGroups), job.groups - 1);
+      scales[i] = _mm256_mul_ps(load_fp4_scales(job, tile, group, v), factor);
+    }
+    factors->scale.set(8 * v, scales);
   }
 }
 
@@ -81,15 +133,15 @@ __attribute__((always_inline)) inline __m256 dot(const __m256i (&w)[kTiles * kVe
 }
 
 // sums[row] += kTiles K-tiles of one chunk.
-template <int kWords, bool kHalves, int kTiles>
-void add_tiles(const uint8_t* weight, const int8_t* x, const Factors<kHalves>& factors, __m256 (&sums)[kTileN]) {
+template <typename W, int kTiles>
+void add_tiles(const uint8_t* weight, const int8_t* x, const typename W::Factors& factors, __m256 (&sums)[kTileN]) {
+  constexpr int kWords = W::kWords;
   constexpr int64_t kXTile = kWords * 2 * kTileK;
   constexpr float kSecondWord = 1.0f / (1 << kWordShift);
-  const __m256i mask = _mm256_set1_epi8(0x0F);
   __m256i ones[kTiles * kVectors];
   for (__m256i& one : ones) one = _mm256_set1_epi8(1);
   __m256 x_sums[kWords];
-  for (int w = 0; w < kWords; ++w) x_sums[w] = dot<kTiles>(ones, x + w * 2 * kTileK, kXTile);
+  for (int w = 0; w < kWords; ++w) x_sums[w] = W::of_x_sum(dot<kTiles>(ones, x + w * 2 * kTileK, kXTile));
 
 #pragma GCC unroll 8
   for (int g = 0; g < kPairs; ++g) {
@@ -99,13 +151,13 @@ void add_tiles(const uint8_t* weight, const int8_t* x, const Factors<kHalves>& f
       const uint8_t* bytes = weight + i / kVectors * kTileBytes + g * kTileK + i % kVectors * 32;
       if (i % kVectors == 0) _mm_prefetch(bytes + kPrefetchBytes, _MM_HINT_T0);
       const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes));
-      low[i] = _mm256_and_si256(both, mask);
-      high[i] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+      low[i] = W::nibbles(both);
+      high[i] = W::nibbles(_mm256_srli_epi16(both, 4));
     }
     const auto add_row = [&](int row, const __m256i(&q)[kTiles* kVectors]) __attribute__((always_inline)) {
       __m256 value = _mm256_setzero_ps();
       for (int w = kWords - 1; w >= 0; --w) {
-        const __m256 word = _mm256_fnmadd_ps(factors.zero[row], x_sums[w], dot<kTiles>(q, x + w * 2 * kTileK, kXTile));
+        const __m256 word = factors.less_zero(row, x_sums[w], dot<kTiles>(q, x + w * 2 * kTileK, kXTile));
         value = _mm256_fmadd_ps(value, _mm256_set1_ps(kSecondWord), word);
       }
       sums[row] = _mm256_fmadd_ps(value, factors.scale[row], sums[row]);
@@ -123,24 +175,24 @@ __m256 row_sums(const __m256* lanes) {  // of eight rows
                        _mm256_permute2f128_ps(rows0123, rows4567, 0x31));
 }
 
-template <int kWords, bool kHalves, int kTiles>
+template <typename W, int kTiles>
 void run_tile(const Job& job, int64_t tile, int64_t m) {
-  constexpr int64_t kXTile = kWords * 2 * kTileK;
+  constexpr int64_t kXTile = W::kWords * 2 * kTileK;
   const uint8_t* weight = job.weight + tile * job.tiles_k * kTileBytes;
   const int8_t* x = job.fixed_point + m * job.tiles_k * kXTile;
   const float* x_scales = job.chunk_scales + m * job.chunks;
   __m256 sums[kTileN];
   for (__m256& sum : sums) sum = _mm256_setzero_ps();
 
-  Factors<kHalves> factors;
+  typename W::Factors factors;
   int64_t t = 0, chunk = 0;
   for (; t + kTiles <= job.tiles_k; t += kTiles, ++chunk) {
-    make_factors(job, tile, chunk, x_scales[chunk], &factors);
-    add_tiles<kWords, kHalves, kTiles>(weight + t * kTileBytes, x + t * kXTile, factors, sums);
+    make_factors(job, tile, chunk, x_scales[chunk], W(), &factors);
+    add_tiles<W, kTiles>(weight + t * kTileBytes, x + t * kXTile, factors, sums);
   }
-  if (t < job.tiles_k) make_factors(job, tile, chunk, x_scales[chunk], &factors);
+  if (t < job.tiles_k) make_factors(job, tile, chunk, x_scales[chunk], W(), &factors);
   for (; t < job.tiles_k; ++t) {
-    add_tiles<kWords, kHalves, 1>(weight + t * kTileBytes, x + t * kXTile, factors, sums);
+    add_tiles<W, 1>(weight + t * kTileBytes, x + t * kXTile, factors, sums);
   }
 
   for (int row = 0; row < kTileN; row += 8) {
@@ -152,24 +204,28 @@ void run_tile(const Job& job, int64_t tile, int64_t m) {
   }
 }
 
-template <int kWords, bool kHalves, int kTiles>
+template <typename W, int kTiles>
 void run(const Job& job, int64_t begin, int64_t end) {
   for (int64_t tile = begin; tile < end; ++tile) {
-    for (int64_t m = 0; m < job.m; ++m) run_tile<kWords, kHalves, kTiles>(job, tile, m);
+    for (int64_t m = 0; m < job.m; ++m) run_tile<W, kTiles>(job, tile, m);
   }
 }
 
 template <int kWords>
 void run_words(const Job& job, int64_t begin, int64_t end) {
+  if (job.weight_format == Format::kFp4) {
+    return job.group_size == fp4::kMxGroup ? run<Fp4<kWords, 2>, 1>(job, begin, end)
+                                           : run<Fp4<kWords, 4>, 1>(job, begin, end);
+  }
   switch (job.section) {
     case 32:
-      return run<kWords, true, 1>(job, begin, end);
+      return run<Int4<kWords, 2>, 1>(job, begin, end);
     case 64:
-      return run<kWords, false, 1>(job, begin, end);
+      return run<Int4<kWords, 1>, 1>(job, begin, end);
     case 128:
-      return run<kWords, false, 2>(job, begin, end);
+      return run<Int4<kWords, 1>, 2>(job, begin, end);
     default:
-      return run<kWords, false, 4>(job, begin, end);
+      return run<Int4<kWords, 1>, 4>(job, begin, end);
   }
 }
 

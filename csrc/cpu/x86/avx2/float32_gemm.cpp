@@ -2,6 +2,7 @@
 // scales in the expanded W, blocks of x in the packed x.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx2/expand.h"
+#include "cpu/x86/avx2/fp4.h"
 #include "cpu/x86/avx2/panel.h"
 
 namespace qao::cpu {
@@ -23,7 +24,7 @@ struct Float32Panel : Avx2Panel {
     store_total(totals, _mm256_add_ps(sums, load_total(totals)));
   }
   static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
-    const bool has_scales = job.weight_format != Format::kInt4 && job.weight_scaling != Scaling::kBlock;
+    const bool has_scales = !is_packed(job.weight_format) && job.weight_scaling != Scaling::kBlock;
     each_eight(job, tile_n, totals, [&](int64_t n, const uint32_t* eight) {
       const Columns columns = load_columns(job, n);
       const __m256 scales = has_scales ? load_scales(job, n) : _mm256_set1_ps(1);
@@ -112,6 +113,53 @@ struct Int4 : Float32Panel {
   }
 };
 
+struct Fp4 : Float32Panel {
+  struct Parameters {
+    alignas(32) float scale[kTileRows];
+  };
+  static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
+  static void prepare(const Job& job, int64_t tile_n, int64_t group, Parameters* out) {
+    for (int v = 0; v < 2; ++v) {
+      const __m256 scale = _mm256_mul_ps(load_fp4_scales(job, tile_n, group, v), fp4_row_factors(job, tile_n, v));
+      _mm256_store_ps(out->scale + 8 * v, scale);
+    }
+  }
+
+  static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters* groups, int groups_stride,
+                     uint32_t* out, int64_t stride) {
+    for (int64_t k = 0; k < kPanelColumns && panel * kPanelColumns + k < job.k; k += kTileColumns) {
+      const int64_t at = panel * kPanelColumns + k;
+      const uint8_t* weight = job.weight + (tile_n * job.tiles_k + at / kTileColumns) * int4::kTileBytes;
+      for (int eight = 0; eight < 8; ++eight) {  // bytes of a row pair: four each of two k-steps
+        const float* scales[2];
+        for (int i = 0; i < 2; ++i) {
+          const int64_t step = least(at + (eight % 2 * 2 + i) * 16, job.k - 1);
+          scales[i] = groups[step / job.group_size * groups_stride].scale;
+        }
+        __m256i low[8], high[8];
+        for (int g = 0; g < 8; ++g) {
+          const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(weight + g * 64 + eight * 8));
+          const __m256i words = _mm256_cvtepu8_epi32(bytes);
+          low[g] = value(_mm256_and_si256(words, _mm256_set1_epi32(0x0F)), scales, g);
+          high[g] = value(_mm256_srli_epi32(words, 4), scales, g + 8);
+        }
+        const auto column = [eight](int i) { return int4::tile_column(8 * eight + i); };
+        store_steps(low, out + k * stride, stride, column);
+        store_steps(high, out + k * stride + 8, stride, column);
+      }
+    }
+  }
+  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+    return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
+  }
+
+ private:
+  static __m256i value(__m256i codes, const float* const (&scales)[2], int row) {
+    const __m256 scale = _mm256_set_m128(_mm_broadcast_ss(scales[1] + row), _mm_broadcast_ss(scales[0] + row));
+    return _mm256_castps_si256(_mm256_mul_ps(fp4_value(codes), scale));
+  }
+};
+
 }  // namespace
 
 void avx2::pack_float32_panels(const Job& job, int64_t begin, int64_t end) {
@@ -131,6 +179,8 @@ void avx2::float32_gemm(const Job& job, int64_t begin, int64_t end) {
   switch (job.weight_format) {
     case Format::kInt4:
       return run_panels<Int4>(job, begin, end);
+    case Format::kFp4:
+      return run_panels<Fp4>(job, begin, end);
     case Format::kInt8:
       return run_panels<Bytes<Format::kInt8>>(job, begin, end);
     default:

@@ -72,12 +72,12 @@ void values_of(const Problem& p, const Arguments& a, int64_t m, float* values) {
   }
 }
 
-QuantizeRange range_of(const float* values, int64_t count) {
+QuantizeRange range_of(Floats values, int64_t count) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
   __m256 low = _mm256_setzero_ps(), high = low;
   __m256i largest = _mm256_setzero_si256();  // bits of the magnitude: from those of infinity on not finite
   for (int64_t k = 0; k < count; k += 8) {
-    const __m256 v = load_first(values, k, DType::kFloat32, count - k);
+    const __m256 v = load_first(values.data, k, values.dtype, count - k);
     low = _mm256_min_ps(low, v), high = _mm256_max_ps(high, v);
     largest = _mm256_max_epi32(largest, _mm256_and_si256(_mm256_castps_si256(v), magnitude));
   }
@@ -106,9 +106,9 @@ void store_bytes(__m256i words, int64_t count, uint8_t* q) {
   }
 }
 
-void round_to_int8(const float* values, int64_t count, float inverse, int zero, int lowest, int8_t* q) {
+void round_to_int8(Floats values, int64_t count, float inverse, int zero, int lowest, int8_t* q) {
   for (int64_t k = 0; k < count; k += 8) {
-    const __m256 v = load_first(values, k, DType::kFloat32, count - k);
+    const __m256 v = load_first(values.data, k, values.dtype, count - k);
     const __m256i rounded = _mm256_cvtps_epi32(_mm256_mul_ps(v, _mm256_set1_ps(inverse)));
     const __m256i raised =
         _mm256_max_epi32(_mm256_add_epi32(rounded, _mm256_set1_epi32(zero)), _mm256_set1_epi32(lowest));
@@ -117,9 +117,9 @@ void round_to_int8(const float* values, int64_t count, float inverse, int zero, 
 }
 
 // to_fp8() of numeric.h.
-void round_to_fp8(const float* values, int64_t count, float inverse, uint8_t* q) {
+void round_to_fp8(Floats values, int64_t count, float inverse, uint8_t* q) {
   for (int64_t k = 0; k < count; k += 8) {
-    const __m256 scaled = _mm256_mul_ps(load_first(values, k, DType::kFloat32, count - k), _mm256_set1_ps(inverse));
+    const __m256 scaled = _mm256_mul_ps(load_first(values.data, k, values.dtype, count - k), _mm256_set1_ps(inverse));
     const __m256i bits = _mm256_castps_si256(scaled);
     const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF));
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(magnitude, 20), _mm256_set1_epi32(1));

@@ -1,10 +1,15 @@
 // A few rows of x against W with VNNI byte products: W's nibbles as they lie, unsigned, times the signed bytes of x in
 // fixed point. One 64-byte load holds two rows of W over 64 k; `& 0x0F` is row g, `& 0xF0` is 16 times row g + 8.
+// Of fp4 `vpermb` makes bytes 0..24: twice the value, plus 12.
 //
 // Per chunk and row, with integer sums exact:  y += scale * x_scale * (sum(q * x) - zero * sum(x)).
 // Lanes stay apart until the end of the row: lane j always holds columns 4 j .. 4 j + 3 of tile_column()'s order.
+#include <type_traits>
+
 #include "cpu/mm_kernels.h"
+#include "cpu/parallel.h"
 #include "cpu/scratch.h"
+#include "cpu/x86/avx512/fp4.h"
 #include "cpu/x86/avx512/int4_parameters.h"
 #include "cpu/x86/avx512/simd.h"
 #include "cpu/x86/weight_stream.h"
@@ -20,14 +25,14 @@ using int4::kTileN;
 constexpr int kPairs = 8;  // row pairs (g, g + 8) of a tile
 
 // What a chunk needs of each row of W. With groups of 32 the lanes of a row belong to two groups, in the pattern
-// 0 0 1 1: the four values are stored; otherwise one.
-template <bool kHalves>
+// 0 0 1 1, with groups of 16 to four: the four values are stored; otherwise one.
+template <int kGroups>
 struct RowValues {
-  static constexpr int kStored = kHalves ? 4 : 1;
+  static constexpr int kStored = kGroups == 1 ? 1 : 4;
   alignas(64) float values[kTileN * kStored];
 
   void set(__m512 group0, __m512 group1) {
-    if constexpr (kHalves) {
+    if constexpr (kGroups == 2) {
       for (int i = 0; i < 4; ++i) {
         const __m512i row = _mm512_add_epi32(_mm512_setr_epi32(0, 0, 16, 16, 1, 1, 17, 17, 2, 2, 18, 18, 3, 3, 19, 19),
                                              _mm512_set1_epi32(4 * i));
@@ -37,22 +42,69 @@ struct RowValues {
       _mm512_store_ps(values, group0);
     }
   }
+  void set(const __m512 (&groups)[4]) {
+    const __m512 low01 = _mm512_unpacklo_ps(groups[0], groups[1]), high01 = _mm512_unpackhi_ps(groups[0], groups[1]);
+    const __m512 low23 = _mm512_unpacklo_ps(groups[2], groups[3]), high23 = _mm512_unpackhi_ps(groups[2], groups[3]);
+    const auto join = [](__m512 a, __m512 b, auto select) {
+      return _mm512_castpd_ps(_mm512_shuffle_pd(_mm512_castps_pd(a), _mm512_castps_pd(b), decltype(select)::value));
+    };
+    using First = std::integral_constant<int, 0x00>;
+    using Second = std::integral_constant<int, 0xFF>;
+    // Lane j of rows[r] is row 4 j + r.
+    const __m512 rows[4] = {join(low01, low23, First()), join(low01, low23, Second()), join(high01, high23, First()),
+                            join(high01, high23, Second())};
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+      _mm_store_ps(values + 4 * r, _mm512_castps512_ps128(rows[r]));
+      _mm_store_ps(values + 4 * (4 + r), _mm512_extractf32x4_ps(rows[r], 1));
+      _mm_store_ps(values + 4 * (8 + r), _mm512_extractf32x4_ps(rows[r], 2));
+      _mm_store_ps(values + 4 * (12 + r), _mm512_extractf32x4_ps(rows[r], 3));
+    }
+  }
   __m512 operator[](int row) const {
-    if constexpr (kHalves) return _mm512_broadcast_f32x4(_mm_load_ps(values + 4 * row));
+    if constexpr (kGroups > 1) return _mm512_broadcast_f32x4(_mm_load_ps(values + 4 * row));
     return _mm512_set1_ps(values[row]);
   }
 };
 
-template <int kWords, bool kHalves>
-struct Factors {
-  RowValues<kHalves> scale[kWords];  // scale * x_scale, 1/16 of it for rows 8..15, 2^-15 of it for the second word
-  RowValues<kHalves> zero;           // 16 times it for rows 8..15
+// Of W the bytes that are multiplied, row g and row g + 8, and the factors of a chunk.
+template <int kWordsOfX, int kGroupsOfTile>
+struct Int4 {
+  static constexpr int kWords = kWordsOfX, kGroups = kGroupsOfTile;
+  struct Factors {
+    RowValues<kGroups> scale[kWords];  // scale * x_scale, 1/16 of it for rows 8..15, 2^-15 of it for the second word
+    RowValues<kGroups> zero;           // 16 times it for rows 8..15
+    __m512 less_zero(int row, __m512 x_sum, __m512 sum) const { return _mm512_fnmadd_ps(zero[row], x_sum, sum); }
+  };
+  static __m512 of_x_sum(__m512 x_sum) { return x_sum; }
+  static __m512i low(__m512i bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(0x0F)); }
+  static __m512i high(__m512i bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(0xF0))); }
+};
+
+template <int kWordsOfX, int kGroupsOfTile>
+struct Fp4 {
+  static constexpr int kWords = kWordsOfX, kGroups = kGroupsOfTile;
+  struct Factors {
+    RowValues<kGroups> scale[kWords];  // scale / divisor * x_scale / 2, 2^-15 of it for the second word
+    __m512 less_zero(int, __m512 x_sum, __m512 sum) const { return _mm512_sub_ps(sum, x_sum); }
+  };
+  static __m512 of_x_sum(__m512 x_sum) { return _mm512_mul_ps(x_sum, _mm512_set1_ps(12)); }
+  static __m512i low(__m512i bytes) { return _mm512_permutexvar_epi8(bytes, entries()); }
+  static __m512i high(__m512i bytes) { return _mm512_permutexvar_epi8(_mm512_srli_epi16(bytes, 4), entries()); }
+
+ private:
+  // Four times: `vpermb` takes the lower six bits for an index.
+  static __m512i entries() {
+    return _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+  }
 };
 
 // Of all chunks of one N-tile and one row of x. Not inlined: the loop that uses them shall read memory, where a
 // broadcast is free, and not permute the registers they came from.
-template <int kWords, bool kHalves>
-[[gnu::noinline]] void make_factors(const Job& job, int64_t tile, int64_t m, Factors<kWords, kHalves>* factors) {
+template <int kWords, int kGroups>
+[[gnu::noinline]] void make_factors(const Job& job, int64_t tile, int64_t m, Int4<kWords, kGroups>,
+                                    typename Int4<kWords, kGroups>::Factors* factors) {
+  constexpr bool kHalves = kGroups == 2;
   constexpr __mmask16 kUpperRows = 0xFF00;
   for (int64_t chunk = 0; chunk < job.chunks; ++chunk) {
     const __m512 x_scale = _mm512_set1_ps(job.chunk_scales[m * job.chunks + chunk]);
@@ -73,6 +125,27 @@ template <int kWords, bool kHalves>
   }
 }
 
+template <int kWords, int kGroups>
+[[gnu::noinline]] void make_factors(const Job& job, int64_t tile, int64_t m, Fp4<kWords, kGroups>,
+                                    typename Fp4<kWords, kGroups>::Factors* factors) {
+  const __m512 of_rows = _mm512_mul_ps(fp4_row_factors(job, tile), _mm512_set1_ps(0.5f));
+  for (int64_t chunk = 0; chunk < job.chunks; ++chunk) {
+    __m512 scale[4];
+    __m512 factor = _mm512_mul_ps(of_rows, _mm512_set1_ps(job.chunk_scales[m * job.chunks + chunk]));
+    for (int i = 0; i < kGroups; ++i) {
+      scale[i] = _mm512_mul_ps(load_fp4_scales(job, tile, least(kGroups * chunk + i, job.groups - 1)), factor);
+    }
+    for (int w = 0; w < kWords; ++w) {
+      if constexpr (kGroups == 4) {
+        factors[chunk].scale[w].set(scale);
+      } else {
+        factors[chunk].scale[w].set(scale[0], scale[1]);
+      }
+      for (int i = 0; i < kGroups; ++i) scale[i] = _mm512_mul_ps(scale[i], _mm512_set1_ps(1.0f / (1 << kWordShift)));
+    }
+  }
+}
+
 // 256 * sum(w * high) + sum(w * low), lane by lane.
 template <int kTiles>
 __attribute__((always_inline)) inline __m512 dot(const __m512i (&w)[kTiles], const __m512i (&x)[kTiles][2]) {
@@ -86,10 +159,11 @@ __attribute__((always_inline)) inline __m512 dot(const __m512i (&w)[kTiles], con
 }
 
 // sums[row] += kTiles K-tiles of one chunk.
-template <int kWords, bool kHalves, int kTiles>
+template <typename W, int kTiles>
 __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, const int8_t* x,
-                                                     const Factors<kWords, kHalves>& factors, WeightStream& stream,
+                                                     const typename W::Factors& factors, WeightStream& stream,
                                                      __m512 (&sums)[kTileN]) {
+  constexpr int kWords = W::kWords;
 #pragma GCC unroll 4
   for (int t = 0; t < kTiles; ++t) stream.fetch();
   __m512i planes[kWords][kTiles][2];
@@ -104,7 +178,7 @@ __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, cons
       planes[w][t][1] = _mm512_load_si512(bytes + kTileK);
       ones[t] = _mm512_set1_epi8(1);
     }
-    x_sums[w] = dot<kTiles>(ones, planes[w]);
+    x_sums[w] = W::of_x_sum(dot<kTiles>(ones, planes[w]));
   }
 #pragma GCC unroll 8
   for (int g = 0; g < kPairs; ++g) {
@@ -113,21 +187,22 @@ __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, cons
     for (int t = 0; t < kTiles; ++t) {
       const uint8_t* pair = weight + t * kTileBytes + g * kTileK;
       const __m512i bytes = _mm512_loadu_si512(pair);
-      low[t] = _mm512_and_si512(bytes, _mm512_set1_epi8(0x0F));
-      high[t] = _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(0xF0)));
+      low[t] = W::low(bytes);
+      high[t] = W::high(bytes);
     }
 #pragma GCC unroll 2
     for (int w = 0; w < kWords; ++w) {
-      const __m512 a = _mm512_fnmadd_ps(factors.zero[g], x_sums[w], dot<kTiles>(low, planes[w]));
-      const __m512 b = _mm512_fnmadd_ps(factors.zero[g + kPairs], x_sums[w], dot<kTiles>(high, planes[w]));
+      const __m512 a = factors.less_zero(g, x_sums[w], dot<kTiles>(low, planes[w]));
+      const __m512 b = factors.less_zero(g + kPairs, x_sums[w], dot<kTiles>(high, planes[w]));
       sums[g] = _mm512_fmadd_ps(a, factors.scale[w][g], sums[g]);
       sums[g + kPairs] = _mm512_fmadd_ps(b, factors.scale[w][g + kPairs], sums[g + kPairs]);
     }
   }
 }
 
-template <int kWords, bool kHalves, int kTiles>
-void run_tile(const Job& job, int64_t tile, int64_t m, const Factors<kWords, kHalves>* factors, WeightStream stream) {
+template <typename W, int kTiles>
+void run_tile(const Job& job, int64_t tile, int64_t m, const typename W::Factors* factors, WeightStream stream) {
+  constexpr int kWords = W::kWords;
   const uint8_t* weight = job.weight + tile * job.tiles_k * kTileBytes;
   const int8_t* x = job.fixed_point + m * job.tiles_k * kWords * 2 * kTileK;
   __m512 sums[kTileN];
@@ -136,11 +211,10 @@ void run_tile(const Job& job, int64_t tile, int64_t m, const Factors<kWords, kHa
 
   int64_t t = 0, chunk = 0;
   for (; t + kTiles <= job.tiles_k; t += kTiles, ++chunk) {
-    add_tiles<kWords, kHalves, kTiles>(weight + t * kTileBytes, x + t * kWords * 2 * kTileK, factors[chunk], stream,
-                                       sums);
+    add_tiles<W, kTiles>(weight + t * kTileBytes, x + t * kWords * 2 * kTileK, factors[chunk], stream, sums);
   }
   for (; t < job.tiles_k; ++t) {
-    add_tiles<kWords, kHalves, 1>(weight + t * kTileBytes, x + t * kWords * 2 * kTileK, factors[chunk], stream, sums);
+    add_tiles<W, 1>(weight + t * kTileBytes, x + t * kWords * 2 * kTileK, factors[chunk], stream, sums);
   }
 
   // Sixteen rows of lanes to one vector of row sums.
@@ -163,30 +237,34 @@ void run_tile(const Job& job, int64_t tile, int64_t m, const Factors<kWords, kHa
   store16(job.y, m * job.n + n, job.y_dtype, y, mask);
 }
 
-template <int kWords, bool kHalves, int kTiles>
+template <typename W, int kTiles>
 void run(const Job& job, int64_t begin, int64_t end) {
-  using Row = Factors<kWords, kHalves>;
+  using Row = typename W::Factors;
   const uint8_t* begin_weight = job.weight + begin * job.tiles_k * kTileBytes;
   Row* factors = static_cast<Row*>(scratch(Scratch::kPanel, job.chunks * int64_t{sizeof(Row)}));
   for (int64_t tile = begin; tile < end; ++tile) {
     for (int64_t m = 0; m < job.m; ++m) {
-      make_factors(job, tile, m, factors);
-      run_tile<kWords, kHalves, kTiles>(job, tile, m, factors, WeightStream(begin_weight, tile - begin, job.tiles_k));
+      make_factors(job, tile, m, W(), factors);
+      run_tile<W, kTiles>(job, tile, m, factors, WeightStream(begin_weight, tile - begin, job.tiles_k));
     }
   }
 }
 
 template <int kWords>
 void run_words(const Job& job, int64_t begin, int64_t end) {
+  if (job.weight_format == Format::kFp4) {
+    return job.group_size == fp4::kMxGroup ? run<Fp4<kWords, 2>, 1>(job, begin, end)
+                                           : run<Fp4<kWords, 4>, 1>(job, begin, end);
+  }
   switch (job.section) {
     case 32:
-      return run<kWords, true, 1>(job, begin, end);
+      return run<Int4<kWords, 2>, 1>(job, begin, end);
     case 64:
-      return run<kWords, false, 1>(job, begin, end);
+      return run<Int4<kWords, 1>, 1>(job, begin, end);
     case 128:
-      return run<kWords, false, 2>(job, begin, end);
+      return run<Int4<kWords, 1>, 2>(job, begin, end);
     default:
-      return run<kWords, false, 4>(job, begin, end);
+      return run<Int4<kWords, 1>, 4>(job, begin, end);
   }
 }
 

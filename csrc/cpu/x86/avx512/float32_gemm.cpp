@@ -2,6 +2,7 @@
 // without its products. Groups and blocks have their scales in the expanded W, blocks of x in the packed x.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx512/expand.h"
+#include "cpu/x86/avx512/fp4.h"
 #include "cpu/x86/avx512/int4_parameters.h"
 #include "cpu/x86/avx512/panel.h"
 
@@ -106,6 +107,41 @@ struct Int4 : Float32Panel {
   }
 };
 
+struct Fp4 : Float32Panel {
+  struct Parameters {
+    alignas(64) float scale[kTileRows];
+  };
+  static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
+  static void prepare(const Job& job, int64_t tile_n, int64_t group, Parameters* out) {
+    _mm512_store_ps(out->scale, _mm512_mul_ps(load_fp4_scales(job, tile_n, group), fp4_row_factors(job, tile_n)));
+  }
+
+  static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters* groups, int groups_stride,
+                     uint32_t* out, int64_t stride) {
+    __m512 scales[4];  // of the four k-steps
+    for (int step = 0; step < 4; ++step) {
+      const int64_t k = least(panel * kPanelColumns + 16 * step, job.k - 1);
+      scales[step] = _mm512_load_ps(groups[k / job.group_size * groups_stride].scale);
+    }
+    __m512i quads[kTileRows];
+    load_nibbles(job.weight + (tile_n * job.tiles_k + panel) * int4::kTileBytes, quads);
+#pragma GCC unroll 16
+    for (int i = 0; i < kTileRows; ++i) {
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const __m512 code = _mm512_permutexvar_ps(_mm512_srli_epi32(quads[i], 8 * j), fp4_values());
+        store_total(out + int4::tile_column(4 * i + j) * stride, _mm512_mul_ps(code, scales[i % 4]));
+      }
+    }
+  }
+  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+    return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
+  }
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
+    write_tile<false>(job, tile_n, _mm512_set1_ps(1), totals, stride);
+  }
+};
+
 }  // namespace
 
 void avx512::pack_float32_panels(const Job& job, int64_t begin, int64_t end) {
@@ -124,6 +160,8 @@ void avx512::float32_gemm(const Job& job, int64_t begin, int64_t end) {
   switch (job.weight_format) {
     case Format::kInt4:
       return run_panels<Int4>(job, begin, end);
+    case Format::kFp4:
+      return run_panels<Fp4>(job, begin, end);
     case Format::kInt8:
       return run_panels<Bytes<Format::kInt8>>(job, begin, end);
     default:

@@ -1,0 +1,25 @@
+#include <array>
+
+#include "mm/mma_sync/grouped.cuh"
+
+namespace qao::mm::mma_sync::grouped {
+namespace {
+
+template <typename X, typename W>
+constexpr std::array kKernels = {
+#define QAO_TILE(rows, x, runs, ...) kernel_for<x, X, W, Tile<__VA_ARGS__>>(),
+#include "mm/mma_sync/grouped_tiles.inc"
+#undef QAO_TILE
+};
+
+constexpr decltype(kKernels<Int8, Int8>)* kOfOperands[] = {
+#define QAO_OPERANDS(name, x, weight, ...) &kKernels<x, weight>,
+#include "mm/mma_sync/operands.inc"
+#undef QAO_OPERANDS
+};
+
+}  // namespace
+
+Kernel kernel_of(int config, Operands operands) { return (*kOfOperands[static_cast<int>(operands)])[config]; }
+
+}  // namespace qao::mm::mma_sync::grouped

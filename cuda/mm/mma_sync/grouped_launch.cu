@@ -1,0 +1,64 @@
+#include <algorithm>
+
+#include "common/launch.h"
+#include "common/shared_memory.h"
+#include "mm/mma_sync/grouped.h"
+#include "mm/mma_sync/operands.h"
+#include "mm/mma_sync/params.h"
+#include "mm/problem.h"
+
+namespace qao::mm::mma_sync::grouped {
+namespace {
+
+Routing routing_of(const Problem& problem, const Plan& plan, const Experts& experts) {
+  Routing r{};
+  r.ends = experts.ends;
+  r.experts = static_cast<int>(experts.count);
+  r.rows = static_cast<int>(experts.rows);
+  r.limit = problem.m == 0 ? 0 : r.rows;
+  r.token_tiles = token_tiles(experts.count, experts.rows, plan.tile_m);
+  r.row_blocks = static_cast<int>(plan.ctas / r.token_tiles);
+  r.row_index = experts.row_index;
+  r.wide_index = experts.wide_index;
+  r.x_rows = static_cast<int>(problem.m);
+  r.row_scale = experts.row_scale;
+  r.row_scale_dtype = experts.row_scale_dtype;
+  r.weight_bytes = experts.weight_bytes, r.scales_bytes = experts.scales_bytes;
+  r.bias_bytes = experts.bias_bytes, r.sums_bytes = experts.sums_bytes;
+  r.table_at = static_cast<int>(plan.shared_bytes) - table_bytes(plan.tile_m);
+  return r;
+}
+
+template <typename Params>
+Status launch_product(void (*kernel)(Params, Routing), const Plan& plan, const Params& params, const Routing& routing,
+                      void* stream) {
+  const void* address = reinterpret_cast<const void*>(kernel);
+  if (Status status = grant_shared_memory(address); !status.ok()) return status;
+  Launch launch{dim3(static_cast<unsigned>(plan.ctas)), dim3(plan.warps * 32), static_cast<cudaStream_t>(stream)};
+  launch.shared_bytes = plan.shared_bytes;
+  launch.overlapped = is_hopper_code(address);
+  return launch_kernel(launch, "launching mma_sync::grouped::mm_kernel", kernel, params, routing);
+}
+
+}  // namespace
+
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts, const X& x,
+              void* stream) {
+  Routing routing = routing_of(problem, plan, experts);
+  if (plan.body == Body::kMmaSyncFloatInt4) {
+    Int4Params params = int4_params(problem, plan, arguments, x);
+    routing.x_stride = params.x_stride, params.x_stride = 0;
+    routing.x_sums = is_split(problem) ? x.sums : nullptr;
+    const bool half = problem.x_dtype == DType::kFloat16;
+    return launch_product(float_int4_kernel_of(plan.config, half, problem.has_zeros), plan, params, routing, stream);
+  }
+  Plan dense = plan;
+  dense.runs = false;  // a dense run has all CTAs of the grid
+  Params params = params_of(problem, dense, arguments, x);
+  if (plan.runs)
+    params.run = params.row_tiles / routing.row_blocks, params.more_runs = params.row_tiles % routing.row_blocks;
+  routing.x_stride = params.x_stride, params.x_stride = 0;
+  return launch_product(grouped::kernel_of(plan.config, operands_of(problem)), plan, params, routing, stream);
+}
+
+}  // namespace qao::mm::mma_sync::grouped

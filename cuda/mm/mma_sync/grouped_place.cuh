@@ -1,0 +1,126 @@
+// Which expert's rows a CTA of a grouped product has. It finds them itself: nobody waits for the routing but the GPU.
+#pragma once
+
+#include "common/convert.cuh"
+#include "common/ptx.cuh"
+#include "mm/mma_sync/grouped.h"
+
+namespace qao::mm::mma_sync::grouped {
+
+// Panels of 16 token tiles, inside a panel all of one row block together (common/place.cuh): tiles of one expert are
+// neighbours and read its weights while they are in L2.
+struct TileIndex {
+  int row_block, tokens;
+};
+__device__ __forceinline__ TileIndex tile_of(const Routing& r) {
+  constexpr int kPanel = 16;
+  const int block = blockIdx.x, panel = block / (kPanel * r.row_blocks), inside = block % (kPanel * r.row_blocks);
+  const int width = min(kPanel, r.token_tiles - panel * kPanel);
+  return {inside / width, panel * kPanel + inside % width};
+}
+
+// Rows of an expert, or of nobody: expert == experts. rows == 0: the CTA has nothing to do.
+struct Share {
+  int expert, begin, rows;  // of y
+  int token_block;          // of them: tile_m rows
+};
+
+// Tile `tile` of the walk over all experts' tiles of `tile_m` rows, and then nobody's. A warp computes it as one; all
+// lanes get the result. A lane has neighbouring experts: it needs the end of those before it, a maximum since offsets
+// may be anything, and their number of tiles.
+template <int tile_m>
+__device__ __forceinline__ Share find_share(const Routing& r, int tile) {
+  const int lane = threadIdx.x % 32, each = (r.experts + 31) / 32;
+  const int first = min(lane * each, r.experts), last = min(first + each, r.experts);
+  int end = 0;
+  for (int e = first; e < last; ++e) end = max(end, min(r.ends[e], r.limit));
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = __shfl_up_sync(~0u, end, distance);
+    if (lane >= distance) end = max(end, other);
+  }
+  const int all_rows = __shfl_sync(~0u, end, 31);
+  int begin = __shfl_up_sync(~0u, end, 1);
+  if (lane == 0) begin = 0;
+
+  int own_tiles = 0;
+  for (int e = first, from = begin; e < last; ++e) {
+    const int to = max(from, min(r.ends[e], r.limit));
+    own_tiles += (to - from + tile_m - 1) / tile_m;
+    from = to;
+  }
+  int tiles = own_tiles;  // up to this lane's last expert
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = __shfl_up_sync(~0u, tiles, distance);
+    if (lane >= distance) tiles += other;
+  }
+  const int all_tiles = __shfl_sync(~0u, tiles, 31);
+  if (tile >= all_tiles) {
+    const int block = tile - all_tiles;
+    return {r.experts, all_rows, block < (r.rows - all_rows + tile_m - 1) / tile_m ? r.rows - all_rows : 0, block};
+  }
+
+  Share share = {};
+  const bool owns = tile >= tiles - own_tiles && tile < tiles;
+  if (owns) {
+    int before = tiles - own_tiles;
+    for (int e = first, from = begin; e < last; ++e) {
+      const int to = max(from, min(r.ends[e], r.limit)), count = (to - from + tile_m - 1) / tile_m;
+      if (tile < before + count) {
+        share = {e, from, to - from, tile - before};
+        break;
+      }
+      before += count, from = to;
+    }
+  }
+  const int owner = __ffs(__ballot_sync(~0u, owns)) - 1;
+  return {__shfl_sync(~0u, share.expert, owner), __shfl_sync(~0u, share.begin, owner),
+          __shfl_sync(~0u, share.rows, owner), __shfl_sync(~0u, share.token_block, owner)};
+}
+
+// Rows of x for the tokens of a CTA, into its table.
+template <int tile_m>
+__device__ __forceinline__ void fill_table(const Routing& r, const Share& share, uint32_t table) {
+  for (int token = threadIdx.x; token < tile_m; token += blockDim.x) {
+    const int of = share.token_block * tile_m + token;
+    if (of >= share.rows) break;
+    int64_t row = share.begin + of;
+    if (r.row_index != nullptr) {
+      row =
+          r.wide_index ? static_cast<const int64_t*>(r.row_index)[row] : static_cast<const int32_t*>(r.row_index)[row];
+    }
+    row = min(max(row, int64_t{0}), static_cast<int64_t>(r.x_rows - 1));
+    ptx::store_shared_4(table + token * 4, static_cast<uint32_t>(row));
+  }
+  __syncthreads();
+}
+
+// Zeros for a tile of rows that no expert has: columns begin .. end - 1 of y.
+template <int tile_m>
+__device__ __forceinline__ void write_zeros(const Share& share, void* y, DType dtype, int n, int begin, int end) {
+  const int first = share.token_block * tile_m, rows = min(share.rows - first, tile_m), columns = end - begin;
+  for (int i = threadIdx.x; i < rows * columns; i += blockDim.x) {
+    const int64_t row = share.begin + first + i / columns;
+    store_float(y, row * n + begin + i % columns, dtype, 0.0f);
+  }
+}
+
+// What a row of y is multiplied by; `row` counts all rows.
+__device__ __forceinline__ void scale_row(const Routing& r, int64_t row, float (&value)[4]) {
+  if (r.row_scale == nullptr) return;
+  const float factor = load_float(r.row_scale, row, r.row_scale_dtype);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) value[i] *= factor;
+}
+
+template <typename T>
+__device__ __forceinline__ const T* of_expert(const T* pointer, int expert, int64_t bytes) {
+  if (pointer == nullptr) return nullptr;
+  return reinterpret_cast<const T*>(reinterpret_cast<const uint8_t*>(pointer) + expert * bytes);
+}
+__device__ __forceinline__ const void* of_expert(const void* pointer, int expert, int64_t bytes) {
+  return of_expert(static_cast<const uint8_t*>(pointer), expert, bytes);
+}
+
+}  // namespace qao::mm::mma_sync::grouped

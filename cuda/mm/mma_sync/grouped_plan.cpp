@@ -1,0 +1,167 @@
+// How a grouped product is run: which tile, and how many CTAs, by the numbers of rows and experts alone.
+#include <algorithm>
+#include <array>
+#include <string>
+
+#include "common/integers.h"
+#include "mm/gpu.h"
+#include "mm/mma_sync/float_int4_tile.h"
+#include "mm/mma_sync/grouped.h"
+#include "mm/mma_sync/operands.h"
+#include "mm/mma_sync/tile.h"
+#include "mm/problem.h"
+#include "qao/grouped_mm.h"
+
+namespace qao::mm {
+namespace {
+
+namespace grouped = mma_sync::grouped;
+using mma_sync::Operands;
+using mma_sync::XKind;
+
+struct Config {
+  int64_t most_rows;  // of an expert, on average
+  XKind x;
+  bool runs;
+  int tile_n, tile_m, warps, stages, ctas_per_sm, sum_bytes;
+  std::array<int, static_cast<size_t>(Operands::kCount)> ring;  // bytes of it, by the operands
+};
+
+template <typename Tile>
+constexpr Config config_of(int64_t most_rows, XKind x, bool runs) {
+  return {most_rows,
+          x,
+          runs,
+          Tile::kN,
+          Tile::kM,
+          Tile::kThreads / 32,
+          Tile::kStages,
+          Tile::kCtasPerSm,
+          Tile::kTokenSumBytes * Tile::kM,
+          {
+#define QAO_OPERANDS(name, x_type, weight_type, x_bytes, x, weight, ...) Tile::ring_bytes({x_bytes, Format::weight}),
+#include "mm/mma_sync/operands.inc"
+#undef QAO_OPERANDS
+          }};
+}
+
+constexpr int64_t kAnyM = INT64_MAX;
+constexpr Config kConfigs[] = {
+#define QAO_TILE(most_rows, x, runs, ...) config_of<mma_sync::Tile<__VA_ARGS__>>(most_rows, x, runs),
+#include "mm/mma_sync/grouped_tiles.inc"
+#undef QAO_TILE
+};
+
+struct FloatInt4Config {
+  int64_t most_rows;
+  int tile_n, tile_m, warps, stages, ctas_per_sm, shared_bytes;
+};
+template <typename Tile>
+constexpr FloatInt4Config float_int4_config_of(int64_t most_rows) {
+  return {most_rows, Tile::kN, Tile::kM, Tile::kThreads / 32, Tile::kStages, Tile::kCtasPerSm, Tile::kSharedBytes};
+}
+constexpr FloatInt4Config kFloatInt4Configs[] = {
+#define QAO_TILE(most_rows, ...) float_int4_config_of<mma_sync::float_int4::Tile<__VA_ARGS__>>(most_rows),
+#include "mm/mma_sync/grouped_float_int4_tiles.inc"
+#undef QAO_TILE
+};
+
+// Columns whose products of int8 surely fit an int32 sum.
+constexpr int64_t kInt32Columns = 65536;
+constexpr int64_t kWaves = 3;  // CTAs for each place on the GPU, where they walk runs: they take different times
+
+int64_t rows_of_expert(int64_t experts, int64_t rows) {
+  return ceil_div(rows, std::max<int64_t>(1, std::min(experts, rows)));
+}
+
+template <typename Config>
+void fill(const Config& config, int64_t experts, int64_t rows, int64_t row_tiles, const Gpu& gpu, bool runs,
+          Plan* plan) {
+  plan->reason = "grouped: rows of each expert, found on the GPU";
+  plan->tile_n = config.tile_n;
+  plan->tile_m = config.tile_m;
+  plan->warps = config.warps;
+  plan->stages = config.stages;
+  plan->runs = runs;
+  const int64_t tiles = grouped::token_tiles(experts, rows, config.tile_m), pass = config.tile_n / int4::kTileN;
+  int64_t row_blocks = ceil_div(row_tiles, pass);
+  if (runs) {
+    // As many CTAs as fill the GPU a few times, each of whole passes.
+    const int64_t wanted = ceil_div(kWaves * gpu.num_sms * config.ctas_per_sm, std::max<int64_t>(tiles, 1));
+    const int64_t passes = ceil_div(row_blocks, std::min(wanted, row_blocks));
+    row_blocks = ceil_div(row_tiles, passes * pass);
+  }
+  plan->ctas = tiles * row_blocks;
+}
+
+Status no_tile(const Gpu& gpu) {
+  return Status::error("no kernel fits the GPU's " + std::to_string(gpu.shared_bytes_per_cta) +
+                       " bytes of shared memory");
+}
+
+Status plan_float_int4(const Problem& problem, int64_t experts, int64_t rows, const Gpu& gpu, Plan* plan) {
+  for (const FloatInt4Config& config : kFloatInt4Configs) {
+    plan->config = static_cast<int>(&config - kFloatInt4Configs);
+    plan->shared_bytes = config.shared_bytes + grouped::table_bytes(config.tile_m);
+    if (rows_of_expert(experts, rows) > config.most_rows || plan->shared_bytes > gpu.shared_bytes_per_cta) continue;
+    plan->body = Body::kMmaSyncFloatInt4;
+    plan->instruction = problem.x_dtype == DType::kFloat16 ? "mma.sync f16" : "mma.sync bf16";
+    fill(config, experts, rows, int4::tiles_n(problem.n), gpu, false, plan);
+    return {};
+  }
+  return no_tile(gpu);
+}
+
+Status plan_eight_bits(const Problem& problem, int64_t experts, int64_t rows, const Gpu& gpu, Plan* plan) {
+  const Operands operands = mma_sync::operands_of(problem);
+  for (const Config& config : kConfigs) {
+    plan->config = static_cast<int>(&config - kConfigs);
+    if (rows_of_expert(experts, rows) > config.most_rows || !serves(config.x, problem.x == Format::kFloat)) continue;
+    plan->body = Body::kMmaSync;
+    plan->instruction = problem.x == Format::kInt8  ? "mma.sync s8"
+                        : problem.x == Format::kFp8 ? "mma.sync f16"
+                                                    : "mma.sync";
+    const int ring = config.ring[static_cast<size_t>(operands)], table = grouped::table_bytes(config.tile_m);
+    // In a run the next pass arrives while the sums of one are read.
+    const bool runs = config.runs && ring + config.sum_bytes + table <= gpu.shared_bytes_per_cta;
+    plan->sums_at = runs ? ring : 0;
+    plan->shared_bytes = (runs ? ring + config.sum_bytes : std::max(ring, config.sum_bytes)) + table;
+    if (plan->shared_bytes > gpu.shared_bytes_per_cta) continue;
+    fill(config, experts, rows, int4::tiles_n(problem.n), gpu, runs, plan);
+    return {};
+  }
+  return no_tile(gpu);
+}
+
+}  // namespace
+
+Status plan(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan* plan) {
+  *plan = Plan{};
+  if (!is_supported(gpu)) {
+    return Status::error("GPUs of compute capability " + std::to_string(gpu.compute_capability / 10) + "." +
+                             std::to_string(gpu.compute_capability % 10) + " are not supported; 8.0 is the lowest",
+                         "Run on a newer GPU, or on the CPU");
+  }
+  if (!is_float_int4(problem) && mma_sync::operands_of(problem) == Operands::kCount) {
+    return Status::error(std::string("no CUDA kernel multiplies x in ") + name_of(problem.x) + " by W in " +
+                             name_of(problem.weight) + " for experts",
+                         "Move the layer to the CPU, or quantise it to another scheme");
+  }
+  if (std::max({experts.rows, experts.count, problem.m}) >= INT32_MAX / 2) {
+    return Status::error("CUDA kernels of grouped products count rows and experts in 30 bits", "Pass fewer at a time");
+  }
+  if (problem.x == Format::kInt8 && problem.weight == Format::kInt8 && problem.k > kInt32Columns) {
+    return Status::error("an expert with more than 65536 columns of int8 has no CUDA kernel",
+                         "Quantise it to another scheme");
+  }
+  Status status = is_float_int4(problem) ? plan_float_int4(problem, experts.count, experts.rows, gpu, plan)
+                                         : plan_eight_bits(problem, experts.count, experts.rows, gpu, plan);
+  if (!status.ok()) return status;
+  if (plan->ctas > INT32_MAX) {
+    return Status::error("so many rows of experts do not fit one launch", "Pass fewer at a time");
+  }
+  plan->workspace_bytes = workspace_of(problem, 0).bytes;
+  return {};
+}
+
+}  // namespace qao::mm

@@ -1,0 +1,76 @@
+"""Float weights to four-bit floats: MXFP4 and NVFP4, each group with the better of two scales."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .fp4 import GROUPS, codes_of, values_of
+from .quantizer import QuantizedWeight, check_values, chunks, relative_error
+
+LARGEST_FP4, LARGEST_FP8 = 6.0, 448.0  # of e2m1 and e4m3
+_EXPONENTS = -127, 127  # of e8m0
+
+
+def quantize_fp4(weight: Tensor, format: str, *, name: str = "weight") -> QuantizedWeight:
+    """Quantises a float weight [N, K] to e2m1 codes, on the device it is on.
+
+    "mxfp4": groups of 32, a power of two each: the one that keeps the group's largest magnitude below 8 (of which 6 is
+    the largest code), or twice that, whichever has the smaller squared error. "nvfp4": groups of 16, an e4m3 scale each
+    that maps the largest magnitude to 6, or to 4, whichever is better; ``zeros`` is the divisor of all scales, float32
+    [N, 1], by which the largest of them becomes 448.
+
+    Raises:
+        ValueError: the weight holds NaN or Inf, or more than float32 can; the message begins with ``name``.
+    """
+    n, k = weight.shape
+    size = GROUPS[format]
+    q = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(n, -(-k // size), dtype=torch.float32, device=weight.device)
+    squares = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    divisor = _divisor(weight) if format == "nvfp4" else None
+    for rows, values in chunks(weight):
+        squares[1] += values.square().sum(dtype=torch.float64)
+        groups = functional.pad(values, (0, -k % size)).view(len(values), -1, size)
+        best, codes = _choose(groups, _candidates(groups, divisor), divisor)
+        scales[rows] = best.squeeze(-1)
+        q[rows] = codes.view(len(values), -1)[:, :k]
+        best = best if divisor is None else best / divisor
+        squares[0] += (values_of(codes) * best - groups).square_().sum(dtype=torch.float64)
+    check_values(squares, weight, name)
+    zeros = None if divisor is None else divisor.expand(n, 1).contiguous()
+    return QuantizedWeight(q, scales, zeros, relative_error(squares))
+
+
+def _divisor(weight: Tensor) -> Tensor:
+    """float32 [1]: what the largest magnitude of all of W makes it; 1 where that is 0, or no number it could be."""
+    largest = torch.stack([values.abs().amax() for _, values in chunks(weight)]).amax().reshape(1)
+    divisor = LARGEST_FP4 * LARGEST_FP8 / largest
+    return torch.where(divisor.isfinite() & (divisor > 0), divisor, 1.0).clamp_(2.0**-100, 2.0**100)
+
+
+def _candidates(groups: Tensor, divisor: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Two scales of each group, [rows, groups, 1]."""
+    largest = groups.abs().amax(-1, keepdim=True)
+    if divisor is None:
+        exponent = (torch.frexp(largest).exponent - 3).clamp_(*_EXPONENTS)  # largest / 2^exponent is in [4, 8)
+        one = torch.ones_like(largest)
+        return torch.ldexp(one, exponent), torch.ldexp(one, (exponent + 1).clamp_(max=_EXPONENTS[1]))
+    wanted = largest * divisor
+    first, second = (
+        (wanted / code).nan_to_num_(0).clamp_(max=LARGEST_FP8).to(torch.float8_e4m3fn).float()
+        for code in (LARGEST_FP4, 4.0)
+    )
+    return first, second
+
+
+def _choose(groups: Tensor, candidates: tuple[Tensor, Tensor], divisor: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The better scale of each group [rows, groups, 1], and the codes under it [rows, groups, size]."""
+    errors, codes = [], []
+    for scale in candidates:
+        step = scale if divisor is None else scale / divisor
+        codes.append(codes_of(torch.where(step > 0, groups / step, 0)))
+        errors.append((values_of(codes[-1]) * step - groups).square_().sum(-1, keepdim=True))
+    second = errors[1] < errors[0]
+    return torch.where(second, candidates[1], candidates[0]), torch.where(second, codes[1], codes[0])

@@ -1,0 +1,111 @@
+// mm::plan for experts over GPUs, formats and sizes: every plan must fit its GPU and have tiles for every routing.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "gpus.h"
+#include "int4/layout.h"
+#include "mm/mma_sync/grouped.h"
+#include "mm/mma_sync/operands.h"
+#include "mm/problem.h"
+#include "qao/grouped_mm.h"
+
+namespace qao::mm {
+namespace {
+
+// All pairs of formats that have kernels.
+std::vector<Problem> problems() {
+  std::vector<Problem> all;
+  for (Format x : kFormats) {
+    for (Format weight : kFormats) {
+      for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+        Problem problem;
+        problem.x = x, problem.weight = weight, problem.x_dtype = dtype;
+        problem.scale_dtype = DType::kFloat32, problem.group_size = 32, problem.has_zeros = true;
+        problem.quantizes_x = x != Format::kFloat;
+        if (is_float_int4(problem) || mma_sync::operands_of(problem) != mma_sync::Operands::kCount) {
+          all.push_back(problem);
+        }
+      }
+    }
+  }
+  return all;
+}
+
+// Tiles of `tile_m` rows that experts of so many rows have, and those of none.
+int64_t tiles_of(const std::vector<int64_t>& ends, int64_t rows, int64_t tile_m) {
+  int64_t begin = 0, tiles = 0;
+  for (int64_t end : ends) tiles += ceil_div(end - begin, tile_m), begin = end;
+  return tiles + ceil_div(rows - begin, tile_m);
+}
+
+}  // namespace
+
+TEST_CASE("every grouped product has a plan that fits its GPU") {
+  CHECK(problems().size() == 21);
+  for (const Gpu& gpu : kGpus) {
+    for (Problem problem : problems()) {
+      for (int64_t experts : {1, 8, 128, 384}) {
+        for (int64_t rows : {1, 8, 100, 2000, 100000}) {
+          for (int64_t n : {1, 100, 1536, 28672}) {
+            for (int64_t k : {1, 768, 7168}) {
+              problem.m = rows, problem.n = n, problem.k = k;
+              Experts e;
+              e.count = experts, e.rows = rows;
+              Plan plan;
+              const Status status = mm::plan(problem, e, gpu, &plan);
+              const std::string about = std::string(name_of(problem.x)) + " x " + name_of(problem.weight) + ", " +
+                                        std::to_string(experts) + " experts, " + std::to_string(rows) +
+                                        " rows: " + (status.ok() ? to_string(plan) : status.message());
+              INFO(about);
+              REQUIRE(status.ok());
+              CHECK(plan.shared_bytes <= gpu.shared_bytes_per_cta);
+              const int64_t tiles = mma_sync::grouped::token_tiles(experts, rows, plan.tile_m);
+              REQUIRE(tiles > 0);
+              CHECK(plan.ctas % tiles == 0);
+              const int64_t row_blocks = plan.ctas / tiles, row_tiles = int4::tiles_n(n);
+              CHECK(row_blocks <= row_tiles);  // none without work
+              if (!plan.runs) CHECK(row_blocks == ceil_div(n, plan.tile_n));
+              CHECK((plan.workspace_bytes > 0) == (problem.x == Format::kFloat && problem.x_dtype == DType::kFloat32));
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("no routing needs more tiles than a plan has") {
+  std::mt19937 random(1);
+  for (int round = 0; round < 20000; ++round) {
+    const int64_t experts = 1 + static_cast<int64_t>(random() % 40), rows = 1 + static_cast<int64_t>(random() % 300);
+    std::vector<int64_t> ends;
+    for (int64_t e = 0; e < experts; ++e) ends.push_back(static_cast<int64_t>(random() % (rows + 1)));
+    std::sort(ends.begin(), ends.end());
+    for (int tile_m : {8, 16, 32, 64}) {
+      CHECK(tiles_of(ends, rows, tile_m) <= mma_sync::grouped::token_tiles(experts, rows, tile_m));
+    }
+  }
+}
+
+TEST_CASE("what has no plan says so") {
+  Problem problem;
+  problem.x = problem.weight = Format::kInt8;
+  problem.m = 4, problem.n = 16, problem.k = 65537;
+  Experts experts;
+  experts.count = 2, experts.rows = 4;
+  Plan plan;
+  CHECK(!mm::plan(problem, experts, kH200, &plan).ok());
+  problem.k = 65536;
+  CHECK(mm::plan(problem, experts, kH200, &plan).ok());
+  CHECK(!mm::plan(problem, experts, Gpu{75, 40, 65536}, &plan).ok());
+  problem.x = Format::kFp8;
+  CHECK(!mm::plan(problem, experts, kH200, &plan).ok());
+  experts.rows = int64_t{1} << 31, problem.x = Format::kInt8;
+  CHECK(!mm::plan(problem, experts, kH200, &plan).ok());
+}
+
+}  // namespace qao::mm

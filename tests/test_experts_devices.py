@@ -1,0 +1,143 @@
+"""QuantExperts of fused experts that are made here as transformers decorates them: on a CPU and on a GPU alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import qao
+import torch
+import torch.nn.functional as F
+from ops_schemes import generator
+from qao import QuantExperts
+from torch import Tensor, nn
+
+E, K, INNER, TOP = 6, 128, 96, 2
+SCHEMES = [
+    qao.Int4WeightOnly(group_size=32),
+    qao.Int8WeightOnly(),
+    qao.Float8WeightOnly(),
+    qao.Int8DynamicActivationInt8Weight(symmetric_activations=False),
+    qao.Int8DynamicActivationInt4Weight(group_size=32, symmetric_activations=False),
+    qao.Float8DynamicActivationFloat8Weight(),
+    qao.Float8DynamicActivationInt4Weight(group_size=32),
+]
+
+
+class Fused(nn.Module):
+    """What ``use_experts_implementation`` of transformers 5 leaves of a class."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.has_gate, self.has_bias, self.is_transposed, self.is_concatenated = True, False, False, True
+        self.num_experts, self.act_fn = E, nn.SiLU()
+        for name, shape in (("gate_up_proj", (E, 2 * INNER, K)), ("down_proj", (E, K, INNER))):
+            weight = torch.randn(shape, generator=generator(len(name))) * 0.1
+            self.register_parameter(name, nn.Parameter(weight.to(device, dtype)))
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+def quantized(scheme: Any, device: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    model = nn.ModuleDict({"experts": Fused(device, dtype)})
+    report = qao.quantize_(model, scheme, progress=False)
+    assert [row.status for row in report.rows] == ["quantized"] * 2 and report.coverage == 1 and not report.problems
+    assert isinstance(model["experts"], QuantExperts) and model["experts"].up.qweight.device.type == device
+    return model["experts"], report
+
+
+def routed(device: str, tokens: int = 9, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """x, experts and their weights; the last number is of an expert of somebody else."""
+    g = generator(seed)
+    x, weights = torch.randn(tokens, K, generator=g), torch.rand(tokens, TOP, generator=g)
+    index = torch.rand(tokens, E + 1, generator=g).topk(TOP).indices
+    return x.to(device), index.to(device), weights.to(device)
+
+
+def exact(experts: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """In float64, of the dequantised weights."""
+    up, down = (p.dequantize(torch.float64) for p in (experts.up, experts.down))
+    chosen = F.one_hot(index, E + 1)[..., :E].double()  # [T, k, E]
+    gate, value = torch.einsum("enk,tk->ten", up, x.double()).chunk(2, -1)
+    each = torch.einsum("ekn,ten->tek", down, F.silu(gate) * value)
+    return torch.einsum("tje,tj,tek->tk", chosen, weights.double(), each)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+def allowed(scheme: Any, device: str) -> float:
+    """Of two products, relative to the norm. A GPU's tensor cores cut off float32 sums, by up to 2^-21 of the largest
+    term in each of some ten steps. Rounding x to e4m3 is an error of up to 2^-4 in each product, 0.036 on average; to
+    int8 at most 0.015 here."""
+    if scheme.activations == "float":
+        return 1e-6 if device == "cpu" else 2.0**-18
+    return 0.072 if scheme.activations == "fp8" else 0.03
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_they_compute_what_their_dequantised_weights_do(scheme: Any, device: str) -> None:
+    experts, _ = quantized(scheme, device)
+    for tokens in (1, 9, 200):
+        x, index, weights = routed(device, tokens)
+        with torch.no_grad():
+            y = experts(x, index, weights)
+            assert distance(y, exact(experts, x, index, weights)) < allowed(scheme, device)
+            assert not experts(x, torch.full_like(index, E), weights).any()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_gradients_reach_x_and_weights_and_are_the_same_in_every_run(scheme: Any, device: str) -> None:
+    experts, _ = quantized(scheme, device)
+    x, index, weights = routed(device)
+    x.requires_grad_(), weights.requires_grad_()
+    grad = torch.randn(x.shape, generator=generator(3)).to(device)
+
+    def gradients(y: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y, (x, weights), grad.to(y.dtype))
+
+    first, second = (gradients(experts(x, index, weights)) for _ in range(2))
+    for own, again, truth in zip(first, second, gradients(exact(experts, x, index, weights)), strict=True):
+        assert torch.equal(own, again)
+        # The gate passes on what the first product was wrong by, the derivative of SiLU at most 1.1 times.
+        assert distance(own, truth.double()) < 4 * allowed(scheme, device)
+
+
+def test_a_model_moves_to_a_gpu_and_back() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    experts, _ = quantized(SCHEMES[0], "cpu")
+    state = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
+    x, index, weights = routed("cuda")
+    with torch.no_grad():
+        y = experts.cuda()(x, index, weights)
+        assert distance(y, exact(experts, x, index, weights)) < allowed(SCHEMES[0], "cuda")
+    assert all(torch.equal(tensor, state[name]) for name, tensor in experts.cpu().state_dict().items())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_on_a_gpu_nobody_waits_and_graphs_replay(scheme: Any) -> None:
+    experts, report = quantized(scheme, "cuda", torch.bfloat16)
+    assert {row.kernel for row in report.rows} == {"mma.sync"}
+    static = [tensor.bfloat16() if tensor.is_floating_point() else tensor for tensor in routed("cuda")]
+    with torch.no_grad():
+        experts(*static)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            experts(*static)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = experts(*static)
+        for seed in range(1, 5):
+            for tensor, new in zip(static, routed("cuda", seed=seed), strict=True):
+                tensor.copy_(new)
+            graph.replay()
+            assert torch.equal(y, experts(*static))
+            assert distance(y, exact(experts, *static)) < 0.01 + allowed(scheme, "cuda")  # bfloat16 between products
