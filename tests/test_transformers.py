@@ -44,6 +44,11 @@ def load(path: Path, config: Any = None, **options: Any) -> Any:
 @every_scheme
 @pytest.mark.parametrize("device_map", [None, "cpu", "auto"])
 def test_on_load_is_what_quantize_does(kind: type[qao.Scheme], device_map: str | None, floats: Path) -> None:
+    runs_on = "cuda" if device_map == "auto" and torch.cuda.is_available() else "cpu"
+    if runs_on not in kind.devices:
+        with pytest.raises(ValueError, match=f"and 14 more layers would run on .{runs_on}., which has no kernels of"):
+            load(floats, qao.QaoConfig(kind()), device_map=device_map)
+        return
     model = load(floats, qao.QaoConfig(kind()), device_map=device_map)
     expected = load(floats).to(model.device)  # a GPU quantises with other roundings
     qao.quantize_(expected, kind())
@@ -54,6 +59,22 @@ def test_on_load_is_what_quantize_does(kind: type[qao.Scheme], device_map: str |
     assert model.hf_quantizer.is_trainable and model.hf_quantizer.is_serializable()
     assert "QuantLinear(" in str(model)
     assert model.generate(support.IDS.to(model.device), max_new_tokens=2, do_sample=False).shape == (1, 11)
+
+
+@pytest.mark.parametrize("device_map", ["mps", {"model": "cpu", "lm_head": "mps"}, {"model": "mps", "lm_head": "disk"}])
+def test_devices_without_kernels_are_refused(device_map: Any, floats: Path, tmp_path: Path) -> None:
+    """Before a weight moves there, so on every machine."""
+    scheme = {"lm_head": qao.Int4WeightOnly(256)}  # which is written in the format of qao
+    message = (
+        'QaoConfig: lm_head would run on "mps", which has no kernels of Int4WeightOnly .int4 g256 asymmetric.*. '
+        'Load with device_map="cpu" or device_map="cuda"'
+    )
+    if not (isinstance(device_map, dict) and "disk" in device_map.values()):
+        with pytest.raises(ValueError, match=message):
+            load(floats, qao.QaoConfig(scheme), device_map=device_map)
+    load(floats, qao.QaoConfig(scheme)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, device_map=device_map)
 
 
 def test_which_layers(floats: Path) -> None:

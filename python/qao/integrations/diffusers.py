@@ -37,7 +37,7 @@ class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return [name for name in loaded_keys if name not in hidden]
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        self.loader.prepare(model)
+        self.loader.prepare(model, device_map=kwargs.get("device_map"))
         return model
 
     def check_if_quantized_param(

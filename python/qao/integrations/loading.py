@@ -17,6 +17,7 @@ from ..layout import make_room
 from ..linear import QuantLinear, linear_weight, pack_weight
 from ..packed import PackedModule
 from ..quantize import quantize_
+from ..schemes import SCHEMES
 from ..selection import matches, selector
 from .config import QaoConfig
 from .tensor_parallel import Sharding
@@ -41,12 +42,14 @@ class Loader:
         self._importance: dict[str, Tensor] = {}  # of columns, by the layer whose weight told
         self._waiting: dict[str, list[survey.Layer]] = {}  # with their weights, by the layer that will tell
         self.hidden: set[str] = set()
+        self._schemes: dict[str, Scheme] = {}  # of layers by name, once the model is known
         self._hook: Any = None
         self.sharding: Sharding | None = None  # of transformers' tensor parallelism
         self._late: tuple[type[nn.Module], ...] = ()  # modules of which some are quantised at the end
 
     def validate(self, device_map: Any) -> None:
-        """Raises ValueError for what cannot be loaded."""
+        """Raises ValueError for what cannot be loaded. Libraries ask before there is a model, and some again with the
+        map that "auto" became."""
         if not self.pre_quantized and self.config.scheme is None:
             raise ValueError(
                 "QaoConfig: this checkpoint is not quantised by qao, so say how to quantise it: "
@@ -59,13 +62,19 @@ class Loader:
                 "QaoConfig: layers that are offloaded to disk cannot be quantised while they are loaded. Quantise and "
                 "save the model first, then load it with this device_map."
             )
+        if isinstance(device_map, dict):
+            check_devices(self._schemes, device_map)
 
-    def prepare(self, model: nn.Module, tied: Iterable[str] = ()) -> None:
+    def prepare(self, model: nn.Module, tied: Iterable[str] = (), device_map: Any = None) -> None:
         """Before the weights arrive. ``tied``: weights that other names share, besides those that share a Parameter."""
         if not self.pre_quantized:
             self._plan(model, set(tied))
+            planned = self.pending.items()
+            self._schemes = {name.removesuffix(".weight"): layer.scheme for name, layer in planned if layer.scheme}
+            self.validate(device_map)
             return
-        schemes = _names_in(model, self.config.layers)
+        self._schemes = schemes = _names_in(model, self.config.layers)
+        self.validate(device_map)
         make_room(model, schemes)
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
@@ -155,6 +164,39 @@ class Loader:
     def is_quantised(self, name: str, module: nn.Module) -> bool:
         """Whether a module of the skeleton is a quantised layer, or may become one."""
         return isinstance(module, PackedModule) or f"{name}.weight" in self.pending or type(module) in self._late
+
+
+def check_devices(schemes: Mapping[str, Scheme], device_map: Mapping[str, Any]) -> None:
+    """Raises ValueError where a layer would run on a device that has no kernels for its scheme."""
+    kinds = {name: _kind(device) for name, device in device_map.items()}
+    # What a map with an accelerator leaves on the CPU or the disk is computed there, on the first one.
+    main = next((kind for kind in kinds.values() if kind not in ("cpu", "disk")), "cpu")
+    wrong = []
+    for name, scheme in schemes.items():
+        places = [place for place in kinds if not place or f"{name}.".startswith(f"{place}.")]
+        kind = kinds[max(places, key=len)] if places else main
+        kind = main if kind in ("cpu", "disk") else kind
+        if kind not in (*scheme.devices, "meta"):
+            wrong.append((name, scheme, kind))
+    if not wrong:
+        return
+    name, scheme, kind = wrong[0]
+    more = f" and {len(wrong) - 1} more layers" if len(wrong) > 1 else ""
+    others = [word for word, other in SCHEMES.items() if kind in other.devices]
+    instead = f', or choose a scheme that has kernels on "{kind}": {", ".join(others)}' if others else ""
+    runs = " or ".join(f'device_map="{device}"' for device in scheme.devices)
+    raise ValueError(
+        f'QaoConfig: {name}{more} would run on "{kind}", which has no kernels of {type(scheme).__name__} ({scheme}). '
+        f"Load with {runs}{instead}."
+    )
+
+
+def _kind(device: Any) -> str:
+    """The type of a device as a map has it: a number is one of the accelerator's."""
+    if not isinstance(device, int):
+        return str(device).partition(":")[0]
+    accelerator = torch.accelerator.current_accelerator()
+    return "cuda" if accelerator is None else accelerator.type
 
 
 def _names_in(model: nn.Module, layers: Mapping[str, Scheme]) -> dict[str, Scheme]:

@@ -1,8 +1,8 @@
 """A linear layer of a serving engine with a weight of qao's own checkpoints: parameters, loading, the product.
 
 Engines make a layer for the share of a weight that one process has, often of several matrices joined (q, k and v), and
-fill each parameter through a loader that cuts a matrix along ``output_dim`` and ``input_dim``. Packed int4 weights are
-[tiles of 16 rows, tiles of 64 columns, bytes], so they are cut between tiles, without unpacking.
+fill each parameter through a loader that cuts a matrix along ``output_dim`` and ``input_dim``. Packed weights of four
+bits are [tiles of 16 rows, tiles of 64 columns, bytes], so they are cut between tiles, without unpacking.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import marker, ops
-from ..formats import Float8Weight, Int4Weight, Scheme
+from ..formats import Float8Weight, Fp4Weight, Int4Weight, Scheme
+from ..fp4 import ROW_PARTS
 from ..quantizer_fp8 import SCALE_BLOCK
 from ..schemes import Float8DynamicActivationFloat8Weight
 from .config import QaoConfig
@@ -26,6 +27,7 @@ _OPERATORS: dict[str, Any] = {
     "int4": ops.INT4,
     "int8": ops.INT8,
     "fp8": ops.FP8,
+    "fp4": ops.FP4,
     "int8_int8": ops.INT8_INT8,
     "int8_int4": ops.INT8_INT4,
     "fp8_fp8": ops.FP8_FP8,
@@ -151,9 +153,13 @@ class ServedLinear:
     def _granularity(self) -> str | None:
         return self.scheme.granularity if isinstance(self.scheme, Float8Weight) else None
 
+    def _group_size(self) -> int | None:
+        """Columns that share a scale in the tiles of a weight of four bits, -1: all; None of other weights."""
+        return self.scheme.size if isinstance(self.scheme, (Fp4Weight, Int4Weight)) else None
+
     def _check_head(self, rows: int) -> None:
         """Of a head, whose rows engines pad: one of ``rows`` rows, 0 of other layers."""
-        if self._granularity() == "block" and rows or isinstance(self.scheme, Int4Weight) and rows % _TILE_ROWS:
+        if self._granularity() == "block" and rows or self._group_size() is not None and rows % _TILE_ROWS:
             raise ValueError(
                 f"qao: {self.name}: a head of {rows} rows is padded here, which {self.scheme} shares scales or tiles "
                 "among. Leave it in floats or quantise it to int8."
@@ -161,12 +167,11 @@ class ServedLinear:
 
     def _check_cuts(self, parts: list[int], k: int, *, cut_rows: bool, cut_columns: bool) -> None:
         rows, columns = 1, 1
-        size = -1
-        if isinstance(self.scheme, Int4Weight):
-            rows, columns, size = _TILE_ROWS, _TILE_COLUMNS, self.scheme.size
+        size = self._group_size()
+        if size is not None:
+            rows, columns = _TILE_ROWS, max(_TILE_COLUMNS, size)
         elif self._granularity() == "block":
             rows = columns = SCALE_BLOCK
-        columns = max(columns, size)
         if cut_rows and any(part % rows for part in parts):
             wrong = f"matrices of {parts} rows, which {self.scheme} can be cut into and joined from between {rows} rows"
         elif cut_columns and k % columns:
@@ -176,7 +181,7 @@ class ServedLinear:
         raise ValueError(f"qao: {self.name}: one process gets {wrong}. Choose another tensor parallel size.")
 
     def _parameter(self, name: str, meta: Tensor, loader: Callable[..., None]) -> nn.Parameter:
-        kinds, int4 = self.parameters, isinstance(self.scheme, Int4Weight)
+        kinds, size = self.parameters, self._group_size()
         if name == "activation_scale" or (name == "scales" and self._granularity() == "tensor"):
             data = torch.zeros(len(self.parts), dtype=meta.dtype)
             return kinds.BasevLLMParameter(data=data, weight_loader=_one_of_each)  # type: ignore[no-any-return]
@@ -184,12 +189,14 @@ class ServedLinear:
         options |= {"weight_loader": loader, "output_dim": 0}
         tiles = {"packed_dim": 0, "packed_factor": _TILE_ROWS}
         if name == "qweight":
-            if int4:
+            if size is not None:
                 return kinds.PackedvLLMParameter(input_dim=1, **tiles, **options)  # type: ignore[no-any-return]
             return kinds.ModelWeightParameter(input_dim=1, **options)  # type: ignore[no-any-return]
-        if name == "scales" and int4:
-            if self.scheme.size == -1:  # type: ignore[attr-defined]
+        if name == "scales" and size is not None:
+            if size == -1:
                 return kinds.PackedColumnParameter(**tiles, **options)  # type: ignore[no-any-return]
+            if isinstance(self.scheme, Fp4Weight) and self.scheme.format == "nvfp4" and self.k != self.full_k:
+                options["weight_loader"] = _DivisorOfEach(self.full_k // self.k, loader)
             return kinds.PackedvLLMParameter(input_dim=1, **tiles, **options)  # type: ignore[no-any-return]
         if name == "scales" and self._granularity() == "block":
             return kinds.BlockQuantScaleParameter(input_dim=1, **options)  # type: ignore[no-any-return]
@@ -231,6 +238,19 @@ class ServedLinear:
         if self.scheme.word == "fp8_fp8":
             return self.operator(x, weight, scales, bias, layer.activation_scale, *self.rest)  # type: ignore[no-any-return]
         return self.operator(x, weight, scales, bias, *self.rest)  # type: ignore[no-any-return]
+
+
+class _DivisorOfEach:
+    """Loads NVFP4 scales [tiles, G + 3, 1, 16] that are cut along G: every share ends with the three rows of its
+    divisor, so they are repeated behind the groups of each of ``shares`` before ``loader`` cuts."""
+
+    def __init__(self, shares: int, loader: Callable[..., None]) -> None:
+        self._shares, self._loader = shares, loader
+
+    def __call__(self, parameter: nn.Parameter, loaded: Tensor, *args: Any, **kwargs: Any) -> None:
+        groups, divisor = loaded[:, :-ROW_PARTS], loaded[:, -ROW_PARTS:]
+        parts = [torch.cat([share, divisor], 1) for share in groups.chunk(self._shares, 1)]
+        self._loader(parameter, torch.cat(parts, 1), *args, **kwargs)
 
 
 def _one_of_each(parameter: nn.Parameter, loaded: Tensor, part: Any = None, **kwargs: Any) -> None:

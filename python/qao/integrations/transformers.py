@@ -55,7 +55,8 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         ties = getattr(model, "all_tied_weights_keys", None)  # version 5; in 4 they share a Parameter by now
-        self.loader.prepare(model, [name for pair in ties.items() for name in pair] if isinstance(ties, dict) else [])
+        tied = [name for pair in ties.items() for name in pair] if isinstance(ties, dict) else []
+        self.loader.prepare(model, tied, kwargs.get("device_map"))
         self.loader.sharding = Sharding(model, self.loader.is_quantised)
         self._unexpected = model._keys_to_ignore_on_load_unexpected
         if self.loader.hidden:
