@@ -32,10 +32,11 @@ int64_t GroupedProduct::hide_experts(Argument* argument) {
 
 void GroupedProduct::check_routing() {
   op_.note("");
-  op_.check(offsets_.dtype() == int32_code() && offsets_.has_shape({experts_.count}),
-            "offsets must be int32 of shape [experts]", "Pass counts.cumsum(0, dtype=torch.int32)");
+  const bool has_begin = offsets_.has_shape({experts_.count + 1});
+  op_.check(offsets_.dtype() == int32_code() && (has_begin || offsets_.has_shape({experts_.count})),
+            "offsets must be int32 of shape [experts] or [experts + 1]", "Pass counts.cumsum(0, dtype=torch.int32)");
   op_.check_operand(offsets_, x_);
-  experts_.ends = static_cast<const int32_t*>(offsets_.data());
+  experts_.ends = static_cast<const int32_t*>(offsets_.data()) + (has_begin ? 1 : 0);
   experts_.rows = problem.m;
   if (row_index_) {
     experts_.wide_index = row_index_->dtype() == int64_code();
@@ -56,6 +57,11 @@ void GroupedProduct::check_routing() {
 
 // What lies in the memory of the CPU is looked at before anything runs.
 void GroupedProduct::check_values() const {
+  if (offsets_.has_shape({experts_.count + 1}) && experts_.ends[-1] != 0) {
+    op_.fail("the first of [experts + 1] offsets must be 0, where the first expert begins: " +
+                 std::to_string(experts_.ends[-1]),
+             "Leave out rows before it from x, or from row_index");
+  }
   int32_t last = 0;
   for (int64_t e = 0; e < experts_.count; ++e) {
     const int32_t end = experts_.ends[e];

@@ -10,6 +10,8 @@ import torch
 from experts_support import Experts, ends, make_experts
 from ops_schemes import DTYPES, SCHEMES, SHORT, Format, Scheme, generator
 from ops_support import randn
+from qao.grouped import GROUPED
+from qao.grouped_rows import by_experts, by_tiles
 from torch import Tensor
 
 FORMATS = [
@@ -130,6 +132,20 @@ def test_more_rows_than_are_packed_at_a_time(x_dtype: torch.dtype) -> None:
         assert torch.equal(bits(y[rows]), bits(scheme.mm(x[index[rows]], weight)))
 
 
+def test_offsets_may_begin_with_the_first_row(device: str) -> None:
+    import qao
+
+    for scheme in SCHEMES:
+        experts = make_experts(scheme, 3, 24, 64, device=device)
+        x, counts = randn(9, 64, dtype=torch.bfloat16, device=device).requires_grad_(), [2, 0, 5]
+        function = getattr(qao.ops, f"{scheme.word}_grouped_mm")
+        short = ends(counts, device)
+        long = torch.cat((short.new_zeros(1), short))
+        results = [function(*experts.all_arguments(x, offsets)) for offsets in (short, long)]
+        assert torch.equal(*map(bits, results))
+        assert torch.equal(*(torch.autograd.grad(y, x, torch.ones_like(y))[0] for y in results))
+
+
 def test_no_rows_and_one_expert(device: str) -> None:
     for scheme in SCHEMES:
         experts = make_experts(scheme, 1, 24, 64, device=device)
@@ -154,7 +170,8 @@ INT4, INT8 = SCHEMES[0], SCHEMES[3]
         ([-1, 4, 6], "-1 of expert 0 follows 0"),
         ([2, 2**31 - 1, 6], "2147483647 of expert 1 follows 2"),
         ([2, 4], "offsets must be int32 of shape [experts]"),
-        ([0, 2, 4, 6], "offsets must be int32 of shape [experts]"),
+        ([0, 0, 2, 4, 6], "offsets must be int32 of shape [experts]"),
+        ([1, 2, 4, 6], "the first of [experts + 1] offsets must be 0, where the first expert begins: 1"),
     ],
 )
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
@@ -365,6 +382,67 @@ def test_gradients(scheme: Scheme, fmt: Format, compiled: bool, device: str) -> 
         assert torch.equal(own, other)
         # float32 sums of up to 96 terms of any sign: each of the roundings is at most 2^-24 of the largest sum.
         assert (own.double() - exact).abs().max() <= 2.0**-19 * exact.abs().max()
+
+
+OFFSETS = [[0, 1, 1, 40, 90, 90, 91, 200], [200] * 8, [0] * 8, [0, 0, 0, 0, 0, 0, 0, 7], [5, 2, 80, -4, 300, 9, 9, 9]]
+
+
+@pytest.mark.parametrize(("scheme", "fmt"), FEW)
+def test_rows_of_gradients_need_no_look_at_the_offsets(scheme: Scheme, fmt: Format, device: str) -> None:
+    """As a GPU makes them, beside a loop over experts; n is no multiple of what is packed."""
+    experts = make_experts(scheme, 8, 40, 96, fmt, torch.float32, device)
+    dense, sizes = GROUPED[experts.op], [value for value in experts.arguments if type(value) is int]
+    weight, scales = experts.operands
+    for rows in (200, 5):
+        grad = randn(rows, 40, dtype=torch.float32, device=device, seed=7)
+        for offsets in OFFSETS:
+            given = torch.tensor(offsets, dtype=torch.int32, device=device)
+            arguments = grad, weight, scales, given, dense, 96, sizes
+            loop = by_experts(*arguments)
+            exact = torch.zeros(rows, 96, dtype=torch.float64, device=device)
+            begin = 0
+            for expert, count in enumerate(nearest(offsets, rows)):
+                own = slice(begin, begin + count)
+                exact[own] = grad[own].double() @ experts.weights[expert].dense.double()
+                begin += count
+            for made in (loop, by_tiles(*arguments)):
+                # float32 sums of 40 terms of any sign: each of the roundings is at most 2^-24 of the largest sum.
+                assert (made.double() - exact).abs().max() <= 2.0**-19 * max(1.0, exact.abs().max().item())
+                assert not made[begin:].any()
+
+
+@on_gpu
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+def test_graphs_hold_the_backward_pass(scheme: Scheme) -> None:
+    import qao
+
+    experts = make_experts(scheme, 8, 136, 512, None, torch.float32, "cuda")
+    assert experts.bias is not None
+    x = randn(16, 512, dtype=torch.float32, device="cuda").requires_grad_()
+    scale, bias = torch.ones(64, device="cuda").requires_grad_(), experts.bias.clone().requires_grad_()
+    index, offsets = gathered(64, 16, device="cuda"), ends([8] * 8, "cuda")
+    grad = randn(64, 136, dtype=torch.float32, device="cuda", seed=4)
+    function = getattr(qao.ops, f"{scheme.word}_grouped_mm")
+
+    def gradients() -> tuple[Tensor, ...]:
+        y = function(x, *experts.operands, bias, offsets, index, scale, *experts.arguments)
+        return torch.autograd.grad(y, (x, scale, bias), grad)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        gradients()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients()
+    for counts in ([64, 0, 0, 0, 0, 0, 0, 0], [0, 3, 30, 1, 0, 20, 2, 5]):
+        offsets.copy_(ends(counts))
+        graph.replay()
+        expected = expected_gradients(experts, x, counts, index, scale, bias, grad)
+        for own, again, exact in zip(captured, gradients(), expected, strict=True):
+            assert torch.equal(own, again)
+            assert (own.double() - exact).abs().max() <= 2.0**-19 * exact.abs().max()
 
 
 def test_gradient_of_a_sorted_x_alone() -> None:

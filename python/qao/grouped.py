@@ -7,7 +7,7 @@ behind a dimension [E, ...], bias [E, N] or None. Sizes: T rows of x, S rows of 
     y[s] = 0                                                     for rows that no expert has, from offsets[E - 1] on.
 
     offsets: int32 [E] on the device of x, the row of y after an expert's last one: the cumulated counts of tokens, as
-        torch's grouped_mm takes them. The first expert begins with row 0. Empty experts are fine.
+        torch's grouped_mm takes them; or [E + 1], with the 0 before them. Empty experts are fine.
     row_index: int64 or int32 [S], the row of x for each row of y; None: the same row, S = T.
     row_scale: [S] in a float dtype, applied to float32 sums before y is rounded; None: 1.
 
@@ -17,8 +17,8 @@ call depends on the numbers in offsets but the result, which is the same in ever
 or lie past S, and rows that x does not have, raise RuntimeError. A GPU, which nobody waits for, reads them as the
 nearest that are right: an expert begins where the one before it ends, and ends there or later, at S at most.
 
-Gradients go to x, bias and row_scale: as for dense products, rounding x counts as the identity. Making them waits for
-the offsets, so a backward pass cannot be captured in a CUDA graph.
+Gradients go to x, bias and row_scale: as for dense products, rounding x counts as the identity. A CUDA graph can
+capture a backward pass, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .gradients import DENSE, _library, traced, transformed
+from .gradients import DENSE, traced, transformed
+from .grouped_rows import define_rows
 
 _qao = torch.ops.qao
 
@@ -40,37 +41,7 @@ _NAMES = {op._schema.name.removeprefix("qao::").removesuffix("mm") + "grouped_mm
 GROUPED: dict[Any, Callable[..., Tensor]] = {
     getattr(_qao, name).default: dense for name, dense in _NAMES.items() if hasattr(_qao, name)
 }
-_BY_NAME = {operator._schema.name: dense for operator, dense in GROUPED.items()}
-
-# ---- the product with Wᵀ's transpose, an operator so that graphs hold no loop over experts ---------------------------
-
-
-def _backward_rows(
-    grad: Tensor, weight: Tensor, scales: Tensor, offsets: Tensor, operator: str, in_features: int, sizes: list[int]
-) -> Tensor:
-    """[S, K]: row s of ``grad`` [S, N] times W of its expert, 0 where it has none."""
-    dense = _BY_NAME[operator]
-    rows = grad.new_zeros((grad.shape[0], in_features))
-    begin = 0
-    for expert, end in enumerate(offsets.clamp(max=grad.shape[0]).tolist()):
-        if end > begin:
-            torch.mm(grad[begin:end], dense(weight[expert], scales[expert], grad.dtype, *sizes), out=rows[begin:end])
-            begin = end
-    return rows
-
-
-if not hasattr(torch.ops.qao_with_grad, "grouped_rows"):  # a package that is imported again finds its own there
-    _library.define(
-        "grouped_rows(Tensor grad, Tensor weight, Tensor scales, Tensor offsets, str operator, int in_features, "
-        "int[] sizes) -> Tensor"
-    )
-    _library.impl("grouped_rows", _backward_rows, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        "qao_with_grad::grouped_rows",
-        lambda grad, weight, scales, offsets, operator, in_features, sizes: grad.new_empty(
-            (grad.shape[0], in_features)
-        ),
-    )
+define_rows({operator._schema.name: dense for operator, dense in GROUPED.items()})
 
 
 class _Grouped(Function):
@@ -90,6 +61,7 @@ class _Grouped(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, bias, row_scale, weight, scales, offsets, row_index = ctx.saved_tensors
+        offsets = offsets[offsets.shape[0] - weight.shape[0] :]
         wants_x, wants_bias, wants_scale, *frozen = ctx.needs_input_grad
         grad_x = grad_bias = grad_scale = None
         factor = None if row_scale is None else row_scale.float().unsqueeze(1)
