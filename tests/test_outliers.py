@@ -11,10 +11,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accuracy import check_close, truth
 from ops_schemes import (
     DTYPES,
     FLOAT,
+    FP4,
+    FP8_INT4,
     INT4,
     INT8,
     INT8_ASYMMETRIC,
@@ -134,6 +137,58 @@ def test_ladder(m: int, x_dtype: torch.dtype, device: str) -> None:
     info = torch.finfo(x_dtype)  # one rounding of x, one of y
     allowed = info.eps * expected.abs() + info.smallest_normal * info.eps + of_bytes(x, scales[:, 0])
     assert ((y - expected).abs() <= allowed).all()
+
+
+def by_terms(error: Tensor, x: Tensor, dense: Tensor) -> Tensor:
+    """error [M, N] / (|x| · |W|ᵀ): each element by the size of its own terms."""
+    return (error / (x.double().abs() @ dense.abs().T)).nan_to_num(nan=0.0)
+
+
+@pytest.mark.every_isa
+@every_dtype
+@every_m
+@pytest.mark.parametrize("scheme", [INT4, FP8_INT4, FP4], ids=lambda scheme: scheme.word)
+def test_rows_of_ladders(scheme: Scheme, m: int, x_dtype: torch.dtype) -> None:
+    """Magnitudes spread evenly over many powers of two, all along K. W sees all of them, or not the largest half or
+    quarter of these powers; y is as good as plain torch's, element by element."""
+    k, columns = 512, torch.arange(512)
+    signs = torch.randint(0, 2, (128, k), generator=torch.Generator().manual_seed(1)) * 2.0 - 1
+    for span in (16, 20, 30):
+        exponents = -torch.linspace(0, span, k)[some_columns(k, k)]
+        x = (randn(m, k, dtype=torch.float32, device="cpu").sign() * 1.5 * 2.0**exponents).to(x_dtype)
+        for fmt in scheme.few_formats:
+            for unseen in (0.0, 0.25, 0.5):
+                parts = with_columns_of_zero(scheme.parts(64, k, fmt), columns[exponents > -span * unseen])
+                weight = scheme.pack(parts, fmt.activation)
+                seen, dense = weight.activation.seen(x), weight.dense
+                sample = seen[:1] * signs
+                plain = F.linear(sample.to(x_dtype), dense.to(x_dtype)).double() - truth(sample, dense)
+                error = by_terms(scheme.mm(x, weight).double() - truth(seen, dense), seen, dense)
+                assert error.abs().max() <= 2 * by_terms(plain, sample, dense).abs().max(), (span, str(fmt), unseen)
+
+
+@pytest.mark.every_isa
+@every_dtype
+def test_a_ladder_stays_in_its_row(x_dtype: torch.dtype) -> None:
+    """Its row is computed in another way, the others as ever, with any number of threads."""
+    weight = INT4.make_weight(37, K)
+    before = torch.get_num_threads()
+    try:
+        for m in (3, 7):
+            x = randn(m, K, dtype=x_dtype, device="cpu")
+            plain = INT4.mm(x, weight)
+            ladder = 2.0 ** -torch.linspace(0, 24, K)[some_columns(K, K)]
+            x[1] = x[m - 1] = ladder
+            results = []
+            for threads in (1, 2, 5):
+                torch.set_num_threads(threads)
+                results.append(bits(INT4.mm(x, weight)))
+            assert all(torch.equal(result, results[0]) for result in results)
+            assert torch.equal(results[0][0], bits(plain)[0])
+            assert torch.equal(results[0][2:-1], bits(plain)[2:-1])
+            assert torch.equal(results[0][1], results[0][-1])
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.every_isa

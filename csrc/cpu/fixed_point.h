@@ -3,7 +3,8 @@
 // A power of two scales each chunk so that its largest magnitude has 15 bits; the second word of float32 adds 15 more.
 // What is far below the largest keeps fewer bits than its dtype. That is right where few values are: beside the largest
 // they hardly count. Where most are (an outlier: their sum counts, if W is small at the outlier's column), the largest
-// are left out of the chunk, and add_outliers.cpp adds their products. It is for the chunk alone to say.
+// are left out of the chunk, and add_outliers.cpp adds their products. It is for the chunk alone to say. A row that
+// leaves many out has no use for fixed point: it is computed anew, in float32.
 #pragma once
 
 #include "cpu/mm_job.h"
@@ -23,16 +24,30 @@ constexpr int kHeadroom = 0x020000;
 static inline int coarse_exponents(DType dtype) { return dtype == DType::kFloat16 ? 4 : 6; }
 // How many of a chunk's nonzero values may be coarse. Of a gaussian 2 to 5 % are, of float16 10 to 20 %.
 static inline int64_t coarse_allowed(int64_t nonzero) { return nonzero > 16 ? (nonzero - 16) * 3 / 4 : 0; }
+// And how many may be deep, so far below that at most 6 bits are left (float32: 21). Of GELU's and SiLU's outputs up to
+// 44 % are in chunks of 64.
+constexpr int kDeepExponents = 8;
+static inline int64_t deep_allowed(int64_t nonzero) { return nonzero * 9 / 20; }
+
+// How many may be deep beside outliers: more are a ladder of magnitudes, of which outliers are but the top.
+static inline int64_t deep_beside_outliers(int64_t nonzero) { return nonzero / 4; }
+
+// Outliers in a row of K values, beyond which float32 sums of all of it cost no more.
+static inline int64_t outliers_allowed(int64_t k) { return 16 + k / 8; }
 
 // Moves the largest of values[0 .. count), as few as possible and those of one exponent together, to the outliers,
-// until no more of the others are coarse than may be. Returns the bits of the largest that stays.
-[[gnu::noinline, maybe_unused]] static int move_outliers(float* values, int64_t count, int coarse, uint64_t* outliers) {
+// until no more of the others are coarse, or deep, than may be. Returns the bits of the largest that stays. `remark` is
+// the row's.
+[[gnu::noinline, maybe_unused]] static int move_outliers(float* values, int64_t count, int coarse, uint64_t* outliers,
+                                                         uint8_t* remark) {
   int64_t up_to[256] = {};  // nonzero values of this exponent or less
   for (int64_t i = 0; i < count; ++i) ++up_to[float_to_bits(values[i]) >> 23 & 0xFF];
   up_to[0] = 0;
   for (int e = 1; e < 256; ++e) up_to[e] += up_to[e - 1];
   int top = 254;
-  while (top > coarse && up_to[top - coarse - 1] > coarse_allowed(up_to[top])) --top;
+  const auto below = [&](int exponents) { return top > exponents ? up_to[top - exponents - 1] : 0; };
+  while (below(coarse) > coarse_allowed(up_to[top]) || below(kDeepExponents) > deep_allowed(up_to[top])) --top;
+  if (below(kDeepExponents) > deep_beside_outliers(up_to[top])) *remark |= kIsWide;
   int largest = 0;
   for (int64_t i = 0; i < count; ++i) {
     const int bits = static_cast<int>(float_to_bits(values[i]) & 0x7FFFFFFF);
@@ -44,6 +59,22 @@ static inline int64_t coarse_allowed(int64_t nonzero) { return nonzero > 16 ? (n
     }
   }
   return largest;
+}
+
+// Products of outliers that are summed at a time, before they are added to the others: rounding errors stay small.
+constexpr int64_t kOutliersAtOnce = 16;
+
+// What the driver must put right of row m, whose outliers are marked. [tiles_k] a bit a column.
+[[maybe_unused]] static void remark_outliers(const Job& job, int64_t m, uint64_t* outliers) {
+  int64_t count = 0;
+  for (int64_t t = 0; t < job.tiles_k; ++t) count += __builtin_popcountll(outliers[t]);
+  if (count == 0) return;
+  if (count > outliers_allowed(job.k)) job.remarks[m] |= kIsWide;
+  if ((job.remarks[m] & kIsWide) == 0) {
+    job.remarks[m] |= kHasOutliers;
+  } else {
+    for (int64_t t = 0; t < job.tiles_k; ++t) outliers[t] = 0;
+  }
 }
 
 }  // namespace qao::cpu

@@ -154,7 +154,7 @@ class Wave {
     } else {
       share(threads_, all, piece_of(all), run);
     }
-    for (const Batch* batch : plain) batch->mend(threads_);
+    for (const Part& part : parts_) part.batch.mend(threads_);
   }
 
   // N-tiles that a thread takes at a time: a few pieces for each thread, of whole blocks of tiles where there are

@@ -49,8 +49,11 @@ void run_batch(Batch batch, const Threads& threads) {
   // Bytes are copied, which takes half as long.
   prepare(batch.units(), batch.problem.x == Format::kInt8 ? values / 2 : values,
           [&](int64_t begin, int64_t end) { batch.pack(begin, end); });
-  if (batch.has_outliers()) return batch.run_with_outliers(threads);
-  split_tiles(threads, batch.tiles_n(), batch.work(), [&](int64_t begin, int64_t end) { batch.run(begin, end); });
+  if (batch.has_outliers()) {
+    batch.run_with_outliers(threads);
+  } else {
+    split_tiles(threads, batch.tiles_n(), batch.work(), [&](int64_t begin, int64_t end) { batch.run(begin, end); });
+  }
   batch.mend(threads);
 }
 
@@ -96,8 +99,8 @@ void run_shared(std::vector<Batch>& parts, const Threads& threads) {
       part.run_with_outliers(threads);
     } else {
       split(threads, part.tiles_n(), [&](int64_t begin, int64_t end) { part.run(begin, end); });
-      part.mend(threads);
     }
+    part.mend(threads);
   }
 }
 

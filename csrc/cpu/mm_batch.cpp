@@ -112,11 +112,42 @@ void Batch::run_with_outliers(const Threads& threads) const {
   });
 }
 
-// Rows that hold Inf, NaN or values too large for the kernel.
+// y of rows [first, first + rows), whatever lies there.
+void Batch::run_in_float32(int64_t first, int64_t rows, const Threads& threads) const {
+  const Kernel* wide_rows = kernel->packing->wide_rows;
+  if (wide_rows == nullptr) {
+    return split(threads, problem.n, [&](int64_t begin, int64_t end) {
+      for (int64_t m = first; m < first + rows; ++m) scalar::mm_row(problem, arguments, m, begin, end);
+    });
+  }
+  const int64_t most = most_rows(*wide_rows, problem, arguments);
+  for (const int64_t last = first + rows; first < last; first += most) {
+    Batch batch = of(*wide_rows, problem, arguments, first, std::min(most, last - first));
+    Pieces count(nullptr);
+    batch.lay_out(count);
+    Pieces pieces(scratch(Scratch::kWideRows, count.bytes()));
+    batch.lay_out(pieces);
+    if (batch.wide != nullptr) {
+      split(threads, batch.problem.m, [&](int64_t begin, int64_t end) { batch.widen(begin, end); });
+      batch.use_wide();
+    }
+    split(threads, batch.units(), [&](int64_t begin, int64_t end) { batch.pack(begin, end); });
+    split_tiles(threads, batch.tiles_n(), batch.work(), [&](int64_t begin, int64_t end) { batch.run(begin, end); });
+  }
+}
+
+// Rows that hold Inf, NaN, values too large for the kernel, or too far apart.
 void Batch::mend(const Threads& threads) const {
   if (job.remarks == nullptr) return;
-  for (int64_t m = 0; m < job.m; ++m) {
-    if (job.remarks[m] == 0) continue;
+  for (int64_t m = 0, end = 0; m < job.m; m = end) {
+    for (end = m; end < job.m && (job.remarks[end] & kIsWide) != 0; ++end) {
+    }
+    if (end > m) {
+      run_in_float32(m, end - m, threads);
+      continue;
+    }
+    end = m + 1;
+    if ((job.remarks[m] & (kIsHuge | kHasNonfinite)) == 0) continue;
     split(threads, problem.n, [&](int64_t begin, int64_t end) {
       if (job.remarks[m] & kIsHuge) {
         scalar::mm_row(problem, arguments, m, begin, end);

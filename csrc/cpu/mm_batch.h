@@ -33,10 +33,13 @@ struct Batch {
   bool has_outliers() const;
   void run(int64_t begin, int64_t end) const;  // N-tiles; unless there are outliers
   void run_with_outliers(const Threads& threads) const;
-  void mend(const Threads& threads) const;  // after run
+  void mend(const Threads& threads) const;  // after either
 
   int64_t tiles_n() const { return divide_up(problem.n, kTileRows); }
   int64_t work() const { return problem.m * problem.n * problem.k; }
+
+ private:
+  void run_in_float32(int64_t first, int64_t rows, const Threads& threads) const;  // some of them
 };
 
 }  // namespace qao::cpu

@@ -34,6 +34,7 @@ constexpr int kWordShift = 15;           // fixed point: a second 16-bit word co
 constexpr uint8_t kHasNonfinite = 1;  // Inf or NaN were packed as 0; their products are added afterwards
 constexpr uint8_t kIsHuge = 2;        // sums of the row's parts could overflow one by one: the row is computed anew
 constexpr uint8_t kHasOutliers = 4;   // fixed point: values in `outliers` were packed as 0; the same
+constexpr uint8_t kIsWide = 8;        // fixed point: they were too many: the row is computed anew, in float32
 
 struct Job {
   int64_t m = 0, n = 0, k = 0;  // m: rows of this call, counted from x and y

@@ -22,6 +22,7 @@ void fixed_point_int4_gemv(const Job& job, int64_t begin, int64_t end);
 void fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end);
 void float32_w8_gemv(const Job& job, int64_t begin, int64_t end);
 void float32_gemm(const Job& job, int64_t begin, int64_t end);
+void float32_wide_gemm(const Job& job, int64_t begin, int64_t end);  // sums of few columns apart; W of four bits
 void int8_int8_gemv(const Job& job, int64_t begin, int64_t end);
 void int8_int8_gemm(const Job& job, int64_t begin, int64_t end);
 void int8_int4_gemv(const Job& job, int64_t begin, int64_t end);

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cpu/mm_kernels.h"
+#include "cpu/mm_table.h"
 #include "cpu/parallel.h"
 #include "fp4/layout.h"
 
@@ -93,7 +94,8 @@ const Packing kFixedPoint = {512,
                              rows_of,
                              avx2::pack_fixed_point,
                              avx2::widen_fp8,
-                             avx2::add_outliers};
+                             avx2::add_outliers,
+                             &kWideRowsAvx2};
 const Packing kBf16Tiles = {512,        kFloatBytes,          kMaxSectionBf16, lay_out_bf16_tiles,
                             columns_of, amx::pack_bf16_tiles, amx::widen_fp8,  nullptr};
 const Packing kBf16TilesOfInt8 = {512,        kFloatBytes,          kMaxSectionBf16, lay_out_bf16_tiles,
@@ -109,6 +111,7 @@ constexpr Packing panels(int64_t max_section, decltype(Packing::lay_out) lay_out
   return {512, kFloatBytes, max_section, lay_out, rows_of, pack, widen, nullptr};
 }
 const Packing kFloat32PanelsAvx2 = panels(256, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8);
+const Packing kFloat32WidePanelsAvx2 = panels(32, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8);
 const Packing kFloat32PanelsAvx512 = panels(64, lay_out_panels<64, 1>, avx512::pack_float32_panels, avx2::widen_fp8);
 const Packing kBf16Panels = panels(128, lay_out_panels<128, 2>, avx512_bf16::pack_bf16_panels, avx512::widen_fp8);
 const Packing kInt16Panels = panels(kMaxIntegerK, lay_out_panels<256, 2>, avx2::pack_int16_panels, nullptr);

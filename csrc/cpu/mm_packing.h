@@ -7,6 +7,8 @@
 
 namespace qao::cpu {
 
+struct Kernel;
+
 struct Packing {
   int64_t max_rows;     // of x at a time
   int64_t max_bytes;    // of them when packed; fewer rows if they are long, 32 at least
@@ -20,10 +22,12 @@ struct Packing {
   // Only if pack() leaves outliers out: y (of y_dtype) = job.y (float32, the product without them) + their products,
   // for N-tiles [begin, end).
   void (*add_outliers)(const Job& job, const Outliers& outliers, void* y, DType y_dtype, int64_t begin, int64_t end);
+  // Likewise: the float32 kernel for rows that have too many of them; null: the scalar one.
+  const Kernel* wide_rows = nullptr;
 };
 
 extern const Packing kFixedPoint, kBf16Tiles, kBf16TilesOfInt8, kBf16Panels, kFloat32RowsAvx2, kFloat32RowsAvx512,
-    kFloat32PanelsAvx2, kFloat32PanelsAvx512, kInt8Rows, kInt8RowsInSections, kInt8PanelsAvx2,
+    kFloat32PanelsAvx2, kFloat32WidePanelsAvx2, kFloat32PanelsAvx512, kInt8Rows, kInt8RowsInSections, kInt8PanelsAvx2,
     kInt8PanelsInSectionsAvx2, kInt8PanelsAvx512, kInt8PanelsInSectionsAvx512, kInt16Panels, kInt8Tiles, kFloat32Rows,
     kBf16Pairs;
 

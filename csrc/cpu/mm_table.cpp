@@ -158,6 +158,12 @@ constexpr auto kFirst = [] {
 
 }  // namespace
 
+#if defined(__x86_64__)
+const Kernel kWideRowsAvx2 = {
+    "avx2 gemm vfmadd231ps", kAvx2, kFloatX, kInt4 | kFp4, kAny, nullptr, &kFloat32WidePanelsAvx2,
+    avx2::float32_wide_gemm};
+#endif
+
 const Kernel& choose(const Problem& problem, Features features) {
   const Kernel* kernel = kKernels + kFirst[static_cast<int>(problem.x)][static_cast<int>(problem.weight)];
   while (!supports(*kernel, problem, features)) ++kernel;

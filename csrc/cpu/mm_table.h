@@ -20,6 +20,10 @@ struct Kernel {
   void (*run)(const Job&, int64_t begin, int64_t end);
 };
 
+#if defined(__x86_64__)
+extern const Kernel kWideRowsAvx2;  // for float and fp8 x, any M, int4 and fp4 W
+#endif
+
 // The first kernel of the table that the features and the problem allow. A pure function.
 const Kernel& choose(const mm::Problem& problem, Features features);
 

@@ -5,7 +5,15 @@
 
 namespace qao::cpu {
 
-enum class Scratch : int { kActivations = 0, kPanel = 1, kSums = 2, kQuantized = 3, kOutliers = 4, kGroups = 5 };
+enum class Scratch : int {
+  kActivations = 0,
+  kPanel = 1,
+  kSums = 2,
+  kQuantized = 3,
+  kOutliers = 4,
+  kGroups = 5,
+  kWideRows = 6
+};
 
 // At least `bytes` bytes, 64-byte aligned, contents undefined; valid until this thread asks for the same kind again.
 void* scratch(Scratch kind, int64_t bytes);

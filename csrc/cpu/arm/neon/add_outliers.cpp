@@ -1,7 +1,9 @@
 // The products of those few values of x that its fixed point leaves out (pack_fixed_point.cpp), column by column
 // of W, in float32. y is rounded to its dtype only after them.
 #include "cpu/arm/simd.h"
+#include "cpu/fixed_point.h"
 #include "cpu/mm_kernels.h"
+#include "cpu/parallel.h"
 #include "fp4/layout.h"
 #include "int4/layout.h"
 
@@ -62,9 +64,15 @@ void neon::add_outliers(const Job& job, const Outliers& outliers, void* y, DType
     for (int64_t m = 0; m < job.m; ++m) {
       float32x4_t sums[kVectors];
       for (float32x4_t& sum : sums) sum = vdupq_n_f32(0);
-      for (int64_t i = outliers.first[m]; i < outliers.first[m + 1]; ++i) {
-        const Column column = load_column(job, tile, outliers.columns[i]);
-        for (int v = 0; v < kVectors; ++v) sums[v] = vfmaq_n_f32(sums[v], column.rows[v], outliers.values[i]);
+      for (int64_t i = outliers.first[m]; i < outliers.first[m + 1];) {
+        const int64_t end = least(i + kOutliersAtOnce, outliers.first[m + 1]);
+        float32x4_t some[kVectors];
+        for (float32x4_t& sum : some) sum = vdupq_n_f32(0);
+        for (; i < end; ++i) {
+          const Column column = load_column(job, tile, outliers.columns[i]);
+          for (int v = 0; v < kVectors; ++v) some[v] = vfmaq_n_f32(some[v], column.rows[v], outliers.values[i]);
+        }
+        for (int v = 0; v < kVectors; ++v) sums[v] = vaddq_f32(sums[v], some[v]);
       }
       const float x_scale = job.x_scales[m * job.x_scale_stride];
       for (int v = 0; v < kVectors; ++v) {

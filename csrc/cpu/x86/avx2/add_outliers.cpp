@@ -1,6 +1,8 @@
 // The products of those few values of x that its fixed point leaves out (pack_fixed_point.cpp), column by column
 // of W, in float32. y is rounded to its dtype only after them.
+#include "cpu/fixed_point.h"
 #include "cpu/mm_kernels.h"
+#include "cpu/parallel.h"
 #include "cpu/x86/avx2/fp4.h"
 #include "cpu/x86/avx2/simd.h"
 #include "int4/layout.h"
@@ -56,10 +58,15 @@ void avx2::add_outliers(const Job& job, const Outliers& outliers, void* y, DType
   for (int64_t tile = begin; tile < end; ++tile) {
     for (int64_t m = 0; m < job.m; ++m) {
       __m256 sums[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-      for (int64_t i = outliers.first[m]; i < outliers.first[m + 1]; ++i) {
-        const Column column = load_column(job, tile, outliers.columns[i]);
-        const __m256 x = _mm256_broadcast_ss(outliers.values + i);
-        for (int v = 0; v < 2; ++v) sums[v] = _mm256_fmadd_ps(column.rows[v], x, sums[v]);
+      for (int64_t i = outliers.first[m]; i < outliers.first[m + 1];) {
+        const int64_t end = least(i + kOutliersAtOnce, outliers.first[m + 1]);
+        __m256 some[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+        for (; i < end; ++i) {
+          const Column column = load_column(job, tile, outliers.columns[i]);
+          const __m256 x = _mm256_broadcast_ss(outliers.values + i);
+          for (int v = 0; v < 2; ++v) some[v] = _mm256_fmadd_ps(column.rows[v], x, some[v]);
+        }
+        for (int v = 0; v < 2; ++v) sums[v] = _mm256_add_ps(sums[v], some[v]);
       }
       const __m256 x_scale = _mm256_broadcast_ss(job.x_scales + m * job.x_scale_stride);
       for (int v = 0; v < 2; ++v) {

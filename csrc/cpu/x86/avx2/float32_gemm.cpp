@@ -160,6 +160,12 @@ struct Fp4 : Float32Panel {
   }
 };
 
+// Sums of 32 columns apart: of values far apart, a longer sum rounds the small ones away that came after the large.
+template <typename F>
+struct InSections : F {
+  static constexpr bool kSectioned = true;
+};
+
 }  // namespace
 
 void avx2::pack_float32_panels(const Job& job, int64_t begin, int64_t end) {
@@ -186,6 +192,11 @@ void avx2::float32_gemm(const Job& job, int64_t begin, int64_t end) {
     default:
       return run_panels<Bytes<Format::kFp8>>(job, begin, end);
   }
+}
+
+void avx2::float32_wide_gemm(const Job& job, int64_t begin, int64_t end) {
+  job.weight_format == Format::kInt4 ? run_panels<InSections<Int4>>(job, begin, end)
+                                     : run_panels<InSections<Fp4>>(job, begin, end);
 }
 
 }  // namespace qao::cpu

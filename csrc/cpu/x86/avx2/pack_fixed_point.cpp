@@ -46,16 +46,21 @@ int load_chunk(const Job& job, int64_t index, int64_t count, int64_t padded, flo
 bool has_outliers(const float* values, int64_t count, int largest, int coarse) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
   const int exponent = largest >> 23;
-  const __m256i limit = _mm256_set1_epi32(exponent > coarse ? (exponent - coarse) << 23 : 0);
-  const __m256i smallest = _mm256_set1_epi32(0x00800000);  // below it: as good as 0
-  __m256i below = _mm256_setzero_si256(), zeros = below;   // minus the number of each
+  const auto limit_of = [exponent](int exponents) {
+    return _mm256_set1_epi32(exponent > exponents ? (exponent - exponents) << 23 : 0);
+  };
+  const __m256i limit = limit_of(coarse), deep_limit = limit_of(kDeepExponents);
+  const __m256i smallest = _mm256_set1_epi32(0x00800000);               // below it: as good as 0
+  __m256i below = _mm256_setzero_si256(), deep = below, zeros = below;  // minus the number of each
   for (int64_t i = 0; i < count; i += 8) {
     const __m256i bits = _mm256_and_si256(_mm256_castps_si256(_mm256_load_ps(values + i)), magnitude);
     below = _mm256_add_epi32(below, _mm256_cmpgt_epi32(limit, bits));
+    deep = _mm256_add_epi32(deep, _mm256_cmpgt_epi32(deep_limit, bits));
     zeros = _mm256_add_epi32(zeros, _mm256_cmpgt_epi32(smallest, bits));
   }
-  const int64_t zero = -horizontal_sum(zeros), few = -horizontal_sum(below) - zero;
-  return few > coarse_allowed(count - zero);
+  const int64_t zero = -horizontal_sum(zeros);
+  return -horizontal_sum(below) - zero > coarse_allowed(count - zero) ||
+         -horizontal_sum(deep) - zero > deep_allowed(count - zero);
 }
 
 // Four k-steps of 16 bytes each in natural order -> one tile in the order of tile_column().
@@ -103,7 +108,7 @@ void pack_row(const Job& job, int64_t m) {
     const int64_t tiles = job.tiles_k - first_tile < job.chunk_tiles ? job.tiles_k - first_tile : job.chunk_tiles;
     int bits = load_chunk(job, m * job.x_stride + k0, job.k - k0, tiles * kTileK, values, outliers + first_tile);
     if (has_outliers(values, tiles * kTileK, bits, coarse)) {
-      bits = move_outliers(values, tiles * kTileK, coarse, outliers + first_tile);
+      bits = move_outliers(values, tiles * kTileK, coarse, outliers + first_tile, job.remarks + m);
     }
     const int exponent = (bits + kHeadroom) >> 23 > kMinExponent ? (bits + kHeadroom) >> 23 : kMinExponent;
     job.chunk_scales[m * job.chunks + c] = bits_to_float(static_cast<uint32_t>(exponent - 14) << 23);
@@ -133,9 +138,7 @@ void pack_row(const Job& job, int64_t m) {
       }
     }
   }
-  for (int64_t t = 0; t < job.tiles_k; ++t) {
-    if (outliers[t] != 0) job.remarks[m] |= kHasOutliers;
-  }
+  remark_outliers(job, m, outliers);
 }
 
 }  // namespace
