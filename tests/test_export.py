@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -169,3 +170,31 @@ def test_the_cpp_example_runs_a_package(package: tuple[nn.Module, Path], tmp_pat
     expected = model(x)
     assert told["shape"] == list(expected.shape)
     assert abs(told["sum"] - expected.double().sum().item()) <= 1e-5 * expected.double().abs().sum().item()
+
+
+@pytest.fixture(scope="module")
+def onnx_block() -> tuple[nn.Module, Tensor]:
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(128, 64), nn.GELU(), nn.Linear(64, 128)).eval(), torch.randn(3, 128)
+
+
+@pytest.mark.parametrize("word", qao.SCHEMES)
+def test_onnx_says_what_to_export(word: str, onnx_block: tuple[nn.Module, Tensor]) -> None:
+    model, x = copy.deepcopy(onnx_block[0]), onnx_block[1]
+    qao.quantize_(model, qao.SCHEMES[word]())
+    with pytest.raises(Exception, match=f"qao::{word}_mm: ONNX has no such operator. Export .*dequantize_"):
+        torch.onnx.export(model, (x,), dynamo=True, verbose=False)
+    torch.export.export(model, (x,))  # others still know it
+
+
+def test_onnx_takes_the_dequantised_model(onnx_block: tuple[nn.Module, Tensor]) -> None:
+    reference = pytest.importorskip("onnx.reference")
+    model, x = copy.deepcopy(onnx_block[0]), onnx_block[1]
+    qao.quantize_(model, qao.Int4WeightOnly())
+    plain = copy.deepcopy(model)
+    qao.dequantize_(plain)
+    program = torch.onnx.export(plain, (x,), dynamo=True, verbose=False).model_proto
+    (y,) = reference.ReferenceEvaluator(program).run(None, {program.graph.input[0].name: x.numpy()})
+    actual, expected = torch.from_numpy(y), model(x)
+    assert (actual - expected).abs().max() <= 2.0**-20 * expected.abs().max()  # sums of 128 products, in another order

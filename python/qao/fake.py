@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from .gradients import DENSE
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 TILE_N, TILE_K, TILE_BYTES = 16, 64, 512  # of a packed int4 weight; checked against the C++ layout by the tests
+_ONNX = "torch.onnx._internal.exporter._flags"  # what says so; no compilation shall import it
 
 
 def _register(operator: str) -> Callable[[Kernel], Kernel]:
@@ -24,6 +26,11 @@ def _register(operator: str) -> Callable[[Kernel], Kernel]:
 
     def register(kernel: Kernel) -> Kernel:
         def checked(*arguments: Any) -> Any:
+            if _ONNX in sys.modules and torch.onnx.is_in_onnx_export():
+                raise RuntimeError(
+                    f"qao::{operator}: ONNX has no such operator. Export what qao.dequantize_(model) makes of the "
+                    "model, or of a copy of it."
+                )
             devices = {argument.device for argument in arguments if isinstance(argument, Tensor)}
             if len(devices) > 1:
                 raise RuntimeError(
