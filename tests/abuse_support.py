@@ -35,9 +35,12 @@ def _others(device: str) -> dict[str, Arguments]:
     groups["factors"] = [1.0, 0.9]
     normed = {"x": x, "residual": x.clone(), "weight": norm, "eps": 1e-6}
     fused = {"norm_weight": norm, "eps": 1e-6, "weight": weight, "scales": scales, "bias": bias, **sizes}
-    fp4 = {"weight": torch.zeros(3, 4, 512, dtype=INT8), "scales": torch.ones(3, 16, 1, 16, dtype=torch.bfloat16)}
+    fp4 = {
+        "weight": torch.zeros(3, 4, 512, dtype=INT8, device=device),
+        "scales": torch.ones(3, 16, 1, 16, dtype=torch.bfloat16, device=device),
+    }
     return {
-        "fp4_mm": {"x": x.cpu(), **fp4, "bias": bias.cpu(), **sizes, "group_size": 16},
+        "fp4_mm": {"x": x, **fp4, "bias": bias, **sizes, "group_size": 16},
         "int8_quantize": {"x": x, "symmetric": True},
         "fp8_quantize": {"x": x, "group_size": 0, "scale": torch.ones(1, device=device)},
         "add_rms_norm": normed,
@@ -60,7 +63,7 @@ def _others(device: str) -> dict[str, Arguments]:
 
 DENSE = [op for op in (*PACKED, *BYTES) if op.endswith("_mm") and "scaled" not in op]
 GROUPED = [op.replace("_mm", "_grouped_mm") for op in DENSE]
-ON_CPU = ("fp4_mm", "quantize_groups", "quantize_blocks")  # whatever the device that is asked for
+ON_CPU = ("quantize_groups", "quantize_blocks")  # whatever the device that is asked for
 CALLS = (*PACKED, *BYTES, *GROUPED, *_others("cpu"))  # every operator
 
 

@@ -19,18 +19,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "every_isa: run again at every CPU instruction set by test_threads_isa.py")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Four-bit floats have kernels for the CPU alone: test_fp4.py says what their operator answers on a GPU."""
-    left = [item for item in items if not _lacks_kernels(item)]
-    config.hook.pytest_deselected(items=[item for item in items if _lacks_kernels(item)])
-    items[:] = left
-
-
-def _lacks_kernels(item: pytest.Item) -> bool:
-    given = getattr(getattr(item, "callspec", None), "params", {})
-    return given.get("device") == "cuda" and getattr(given.get("scheme"), "word", None) == "fp4"
-
-
 @pytest.fixture(
     params=[
         "cpu",

@@ -1,6 +1,6 @@
 """The eight schemes as the shared tests see them: formats, random weights, what the operator makes of x.
 
-``PRODUCTS`` is what the generic tests run over; ``SCHEMES`` are those on every device, which are products of experts
+``PRODUCTS`` is what the generic tests run over; ``SCHEMES`` are those that are products of experts
 too. A scheme's formats say how its weight is stored and its activation quantised; ``make_weight`` gives the operator's
 arguments and, in float64, exactly what they mean.
 """
@@ -353,6 +353,5 @@ SCHEMES = (
         ByteFormat(_F8, "block", FP8_BLOCK),
     ),
 )
-# Four-bit floats have kernels for the CPU alone: conftest.py leaves their cases out elsewhere.
 FP4 = Scheme("fp4", (Fp4Format(), Fp4Format(16, "tensor"), Fp4Format(16, "row")), (Fp4Format(), Fp4Format(16, "row")))
 PRODUCTS = (*SCHEMES, FP4)

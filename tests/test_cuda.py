@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ops_schemes import DTYPES, INT4, SCHEMES, Int4Format, Scheme, Weight
+from ops_schemes import DTYPES, INT4, PRODUCTS, Int4Format, Scheme, Weight
 from ops_support import bits, check_product, randn
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
-scheme_parameter = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+scheme_parameter = pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 M_KINDS = (1, 4, 16, 33, 64, 300)
 KINDS = tuple(zip(M_KINDS, 2 * DTYPES, strict=True))
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from accuracy import check_close
-from ops_schemes import SCHEMES, Scheme
+from ops_schemes import PRODUCTS, Scheme
 from ops_support import check_product, randn
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
     pytest.mark.usefixtures("free_memory_afterwards"),
 ]
-scheme_parameter = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+scheme_parameter = pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 
 
 def need_memory(gigabytes: int) -> None:

@@ -14,6 +14,7 @@ OPS = {
     "int4_mm": {"x": "float", "weight": "int4"},
     "int8_mm": {"x": "float", "weight": "int8"},
     "fp8_mm": {"x": "float", "weight": "fp8"},
+    "fp4_mm": {"x": "float", "weight": "fp4"},
     "int8_int8_mm": {"x": "int8", "weight": "int8"},
     "int8_int4_mm": {"x": "int8", "weight": "int4"},
     "fp8_fp8_mm": {"x": "fp8", "weight": "fp8"},

@@ -44,11 +44,6 @@ def load(path: Path, config: Any = None, **options: Any) -> Any:
 @every_scheme
 @pytest.mark.parametrize("device_map", [None, "cpu", "auto"])
 def test_on_load_is_what_quantize_does(kind: type[qao.Scheme], device_map: str | None, floats: Path) -> None:
-    runs_on = "cuda" if device_map == "auto" and torch.cuda.is_available() else "cpu"
-    if runs_on not in kind.devices:
-        with pytest.raises(ValueError, match=f"and 14 more layers would run on .{runs_on}., which has no kernels of"):
-            load(floats, qao.QaoConfig(kind()), device_map=device_map)
-        return
     model = load(floats, qao.QaoConfig(kind()), device_map=device_map)
     expected = load(floats).to(model.device)  # a GPU quantises with other roundings
     qao.quantize_(expected, kind())

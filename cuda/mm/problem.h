@@ -24,23 +24,28 @@ inline bool is_float_int4(const Problem& problem) {
   return problem.x == Format::kFloat && problem.weight == Format::kInt4;
 }
 
+// fp4_mm's formats.
+inline bool is_float_fp4(const Problem& problem) {
+  return problem.x == Format::kFloat && problem.weight == Format::kFp4;
+}
+
 // One scale for each block of 128 x 128 of W.
 inline bool has_blocks(const Problem& problem) {
-  return problem.weight != Format::kInt4 && problem.weight_scaling == Scaling::kBlock;
+  return !is_packed(problem.weight) && problem.weight_scaling == Scaling::kBlock;
 }
 
 inline int64_t weight_bytes(const Problem& problem) {
-  return problem.weight == Format::kInt4 ? int4::weight_bytes(problem.n, problem.k) : problem.n * problem.k;
+  return is_packed(problem.weight) ? int4::weight_bytes(problem.n, problem.k) : problem.n * problem.k;
 }
 
-// Parameters of one group of 16 rows of an int4 weight: 16 scales, then 16 zero points if there are any.
+// Parameters of one group of 16 rows of a packed weight: 16 scales, then 16 zero points if there are any.
 inline int group_bytes(const Problem& problem) {
   return (problem.has_zeros ? 2 : 1) * int4::kTileN * size_of(problem.scale_dtype);
 }
 
 // Columns of x that share a sum of a split x.
 inline int64_t split_group(const Problem& problem) {
-  return problem.weight == Format::kInt4 ? problem.group_size : kScaleBlock;
+  return is_packed(problem.weight) ? problem.group_size : kScaleBlock;
 }
 
 struct Workspace {

@@ -115,7 +115,6 @@ class Fp4Weight(Scheme):
 
     weights: ClassVar[str] = "fp4"
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
-    devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
     def __post_init__(self) -> None:
         if self.format not in fp4.GROUPS:
@@ -165,13 +164,6 @@ class Fp4Weight(Scheme):
 
     def constants(self, n: int, k: int) -> tuple[int, ...]:
         return n, k, self.size
-
-    def plan(
-        self, m: int, n: int, k: int, *, x_dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device
-    ) -> dict[str, Any] | None:
-        if device.type == "cuda":
-            return {"kernel": "none", "text": "fp4 has kernels for the CPU alone; others quantise to int4"}
-        return super().plan(m, n, k, x_dtype=x_dtype, scale_dtype=scale_dtype, device=device)
 
     def _problem(self, **facts: Any) -> _host.Problem:
         return super()._problem(group_size=self.size, **facts)

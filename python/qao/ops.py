@@ -16,7 +16,7 @@ Gradients go to x and bias. That of x is dy · W: rounding x to eight bits count
 Weights
     int4: weight and scales as ``pack_int4`` returned them, with the same ``group_size``, N and K.
     int8: weight int8 [N, K], scales float32 [N] or [1].
-    fp4: weight and scales as ``pack_fp4`` returned them, with the same ``group_size``, N and K. On the CPU alone.
+    fp4: weight and scales as ``pack_fp4`` returned them, with the same ``group_size``, N and K.
     fp8: weight float8_e4m3fn [N, K] or its bytes as int8, scales float32 [N], [N, 1], [1] or one a block of 128 x 128,
         [ceil(N / 128), ceil(K / 128)].
 """

@@ -106,7 +106,7 @@ class Float8WeightOnly(Float8Weight):
 @dataclass(frozen=True)
 class Fp4WeightOnly(Fp4Weight):
     """Weights in four-bit floats (e2m1), activations as they come (float32, float16 or bfloat16). For checkpoints that
-    have such weights; products run on the CPU.
+    have such weights.
 
     Args:
         format: "mxfp4": groups of 32 columns with a power of two each. "nvfp4": groups of 16 with an e4m3 scale each,

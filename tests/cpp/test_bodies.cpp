@@ -18,13 +18,13 @@ constexpr Body kBodies[] = {Body::kStreamResident, Body::kStreamTma,  Body::kStr
 std::vector<Problem> products() {
   std::vector<Problem> all;
   for (Format x : {Format::kFloat, Format::kInt8, Format::kFp8}) {
-    for (Format weight : {Format::kInt8, Format::kFp8, Format::kInt4}) {
+    for (Format weight : {Format::kInt8, Format::kFp8, Format::kInt4, Format::kFp4}) {
       if (x != Format::kFloat && weight != x && weight != Format::kInt4) continue;
       for (int64_t m : {1, 3, 8, 12, 16, 17, 512}) {
         Problem problem;
         problem.m = m, problem.n = problem.k = 4096;
         problem.x = x, problem.weight = weight;
-        problem.group_size = 128, problem.scale_dtype = DType::kBFloat16;
+        problem.group_size = weight == Format::kFp4 ? 32 : 128, problem.scale_dtype = DType::kBFloat16;
         all.push_back(problem);
       }
     }
@@ -44,7 +44,7 @@ TEST_CASE("every body runs some problem, on the GPUs and for the formats it is f
                                 std::to_string(gpu.compute_capability) + ": " + to_string(plan);
       INFO(about);
       seen.insert(plan.body);
-      const bool float_int4 = problem.x == Format::kFloat && problem.weight == Format::kInt4;
+      const bool float_int4 = problem.x == Format::kFloat && is_packed(problem.weight);
       const bool streams =
           plan.body == Body::kStreamResident || plan.body == Body::kStreamTma || plan.body == Body::kStreamRing;
       if (streams || plan.body == Body::kWgmma) CHECK(is_hopper(gpu));

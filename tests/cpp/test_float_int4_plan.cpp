@@ -38,6 +38,14 @@ void for_each_problem(const Visit& visit) {
               }
             }
           }
+          for (int64_t group_size : {16, 32}) {
+            for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+              Problem problem;
+              problem.weight = Format::kFp4, problem.scale_dtype = DType::kBFloat16;
+              problem.m = m, problem.n = n, problem.k = k, problem.group_size = group_size, problem.x_dtype = dtype;
+              visit(problem, gpu);
+            }
+          }
         }
       }
     }
@@ -46,8 +54,8 @@ void for_each_problem(const Visit& visit) {
 
 std::string describe(const Problem& p, const Gpu& gpu) {
   return "m " + std::to_string(p.m) + " n " + std::to_string(p.n) + " k " + std::to_string(p.k) + " group " +
-         std::to_string(p.group_size) + " x " + name_of(p.x_dtype) + (p.has_zeros ? " zeros" : "") + " on compute " +
-         std::to_string(gpu.compute_capability);
+         std::to_string(p.group_size) + " of " + name_of(p.weight) + " x " + name_of(p.x_dtype) +
+         (p.has_zeros ? " zeros" : "") + " on compute " + std::to_string(gpu.compute_capability);
 }
 
 }  // namespace
@@ -95,6 +103,7 @@ TEST_CASE("every problem has a plan that fits its GPU and covers the product") {
 TEST_CASE("what a decode plan tells the kernel covers the product and fits the shared memory") {
   for_each_problem([](const Problem& problem, const Gpu& gpu) {
     for (DType scale_dtype : {DType::kFloat32, DType::kBFloat16}) {
+      if (problem.weight == Format::kFp4 && scale_dtype != DType::kBFloat16) continue;
       Problem scaled = problem;
       scaled.scale_dtype = scale_dtype;
       Plan plan;
@@ -128,6 +137,7 @@ TEST_CASE("what a plan for at most eight tokens tells the kernel covers the prod
   int64_t served = 0;
   for_each_problem([&](const Problem& problem, const Gpu& gpu) {
     for (DType scale_dtype : {DType::kFloat32, DType::kBFloat16}) {
+      if (problem.weight == Format::kFp4 && scale_dtype != DType::kBFloat16) continue;
       Problem scaled = problem;
       scaled.scale_dtype = scale_dtype;
       Plan plan;
@@ -205,6 +215,7 @@ TEST_CASE("what a plan with x of 9 to 16 tokens in shared memory tells the kerne
   int64_t served = 0;
   for_each_problem([&](const Problem& problem, const Gpu& gpu) {
     for (DType scale_dtype : {DType::kFloat32, DType::kBFloat16}) {
+      if (problem.weight == Format::kFp4 && scale_dtype != DType::kBFloat16) continue;
       Problem scaled = problem;
       scaled.scale_dtype = scale_dtype;
       for (const Candidate<Plan>& candidate : candidates(scaled, gpu)) {

@@ -4,7 +4,7 @@
 //   int4_mm        float    int4
 //   int8_mm        float    int8
 //   fp8_mm         float    fp8
-//   fp4_mm         float    fp4     on the CPU alone
+//   fp4_mm         float    fp4
 //   int8_int8_mm   int8     int8
 //   int8_int4_mm   int8     int4
 //   fp8_fp8_mm     fp8      fp8

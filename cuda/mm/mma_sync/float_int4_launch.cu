@@ -1,5 +1,6 @@
 #include "common/check.h"
 #include "common/shared_memory.h"
+#include "fp4/layout.h"
 #include "mm/launch.h"
 #include "mm/mma_sync/float_int4_finish.cuh"
 #include "mm/mma_sync/float_int4_kernels.h"
@@ -28,7 +29,14 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
     params.y = static_cast<uint8_t*>(arguments.workspace) + layout.partials;
     params.y_dtype = DType::kFloat32;
   }
-  const Kernel kernel = kernel_of(plan.config, problem.x_dtype == DType::kFloat16, problem.has_zeros);
+  const bool half = problem.x_dtype == DType::kFloat16;
+  Kernel kernel = nullptr;
+  if (problem.weight == Format::kFp4) {
+    params.groups = static_cast<int>(fp4::scale_rows(problem.k, problem.group_size));
+    kernel = fp4_kernel_of(plan.config, half, problem.group_size == fp4::kNvGroup);
+  } else {
+    kernel = kernel_of(plan.config, half, problem.has_zeros);
+  }
   if (Status status = launch_product(kernel, plan, params, stream); !status.ok()) return status;
   if (!finish) return {};
 

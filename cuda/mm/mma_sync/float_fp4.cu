@@ -1,0 +1,22 @@
+#include <array>
+
+#include "mm/mma_sync/float_fp4.cuh"
+
+namespace qao::mm::mma_sync::float_int4 {
+namespace {
+
+template <typename T, int groups>
+constexpr std::array kKernels = {
+#define QAO_TILE(max_m, one_wave, ...) static_cast<Kernel>(&fp4_kernel<T, Tile<__VA_ARGS__>, groups>),
+#include "mm/mma_sync/float_int4_tiles.inc"
+#undef QAO_TILE
+};
+
+}  // namespace
+
+Kernel fp4_kernel_of(int config, bool half, bool nvfp4) {
+  if (half) return nvfp4 ? kKernels<__half, 4>[config] : kKernels<__half, 2>[config];
+  return nvfp4 ? kKernels<__nv_bfloat16, 4>[config] : kKernels<__nv_bfloat16, 2>[config];
+}
+
+}  // namespace qao::mm::mma_sync::float_int4

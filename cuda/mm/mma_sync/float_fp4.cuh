@@ -1,0 +1,182 @@
+// The portable body for a float x and an fp4 weight (fp4/layout.h): float_int4.cuh with another conversion of nibbles,
+// no zero points, and groups of half a K-tile or of one k-step. Codes are exact in 16 bits, scales are applied to
+// float32 sums, and what divides a row's scales to the sums of the whole row.
+#pragma once
+
+#include "fp4/layout.h"
+#include "mm/mma_sync/float_int4.cuh"
+
+namespace qao::mm::mma_sync::float_int4 {
+
+// Where a code's exponent and mantissa lie in a 16-bit float, and a pair of what the float is then too small by.
+template <typename T>
+struct CodePlace;
+template <>
+struct CodePlace<__nv_bfloat16> {
+  static constexpr int kShift = 6;
+  static constexpr uint32_t kFactor = 0x7E807E80;  // 2^126
+};
+template <>
+struct CodePlace<__half> {
+  static constexpr int kShift = 9;
+  static constexpr uint32_t kFactor = 0x74007400;  // 2^14
+};
+
+// `groups`: of a K-tile, 2 or 4.
+template <typename T, typename Tile, int groups>
+struct Fp4Cta : Cta<T, Tile, false> {
+  using Base = Cta<T, Tile, false>;
+  using Base::Base;
+  using typename Base::Sums;
+  static constexpr int kGroupBytes = kTileN * 2;
+
+  // As Cta::fetch.
+  __device__ __forceinline__ void fetch(int stage) const {
+    const uint32_t to = this->stage_address(stage);
+    this->fetch_weight(to);
+    if (this->p.x_aligned && (this->k_tile + 1) * kTileK <= this->p.k) {
+      this->fetch_x(Base::x_address(to));
+    } else {
+      Base::fetch_x_edge(Base::x_address(to), this->x, this->p.x_stride, this->p.k - this->k_tile * kTileK,
+                         this->tokens);
+    }
+    fetch_scales(Base::scale_address(to));
+  }
+
+  // Of all groups of the K-tile; past K zeros.
+  __device__ __forceinline__ void fetch_scales(uint32_t to) const {
+    constexpr int kChunks = groups * kGroupBytes / 16;
+    const int group = groups * this->k_tile;
+    for (int i = this->slice_thread; i < this->row_tiles * kChunks; i += Tile::kSliceThreads) {
+      const int row_tile = i / kChunks, chunk = i % kChunks;
+      const uint32_t at = to + row_tile * Tile::kScaleTileBytes + chunk * 16;
+      if (group + chunk * 16 / kGroupBytes < this->p.groups) {
+        const int64_t from = static_cast<int64_t>(this->row_tile0 + row_tile) * this->p.groups + group;
+        ptx::cp_async_16(at, this->p.scales + from * kGroupBytes + chunk * 16);
+      } else {
+        ptx::store_shared_16(at, {0, 0, 0, 0});
+      }
+    }
+  }
+
+  // Rows g and g + 8 of row tile i of this warp.
+  __device__ __forceinline__ void read_scales(uint32_t stage, int group, int i, float (&scale)[2]) const {
+    const uint32_t from =
+        Base::scale_address(stage) + (i * Tile::kWarpsN + this->warp_n) * Tile::kScaleTileBytes + group * kGroupBytes;
+#pragma unroll
+    for (int high = 0; high < 2; ++high) {
+      scale[high] = load_shared_float<DType::kBFloat16>(from + (this->lane / 4 + high * 8) * 2);
+    }
+  }
+
+  // The A operand of one k-step: a code's bits as those of a float, times a power of two.
+  static __device__ __forceinline__ void widen(uint32_t word, uint32_t (&a)[4]) {
+    using Place = CodePlace<T>;
+    constexpr uint32_t kMagnitude = 0x00070007u << Place::kShift, kSign = 0x80008000u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int left = Place::kShift - 4 * i;
+      const uint32_t magnitude = (left >= 0 ? word << (left & 31) : word >> (-left & 31)) & kMagnitude;
+      a[i] = Half<T>::multiply_add(magnitude | (word << (12 - 4 * i) & kSign), Place::kFactor, kSign);
+    }
+  }
+
+  // NVFP4: over the divisors of the rows.
+  __device__ __forceinline__ void divide_rows(Sums& sum) const {
+    if constexpr (groups == 4) {
+#pragma unroll
+      for (int i = 0; i < Tile::kTilesN; ++i) {
+        const int row_tile = this->row_tile0 + i * Tile::kWarpsN + this->warp_n;
+        if (row_tile >= this->p.row_tiles) continue;
+        const int64_t first = static_cast<int64_t>(row_tile + 1) * this->p.groups - fp4::kRowParts;
+#pragma unroll
+        for (int high = 0; high < 2; ++high) {
+          const int64_t at = first * kTileN + this->lane / 4 + high * 8;
+          const float divisor = load_float(this->p.scales, at, DType::kBFloat16) +
+                                load_float(this->p.scales, at + kTileN, DType::kBFloat16) +
+                                load_float(this->p.scales, at + 2 * kTileN, DType::kBFloat16);
+#pragma unroll
+          for (int j = 0; j < Tile::kTilesM; ++j) {
+            sum[i][j][2 * high] /= divisor, sum[i][j][2 * high + 1] /= divisor;
+          }
+        }
+      }
+    }
+  }
+};
+
+// One K-tile, group by group: products in the tensor cores, then scaled into `sum`.
+template <int groups, typename T, typename Tile, typename Cta>
+__device__ __forceinline__ void multiply_fp4(const Cta& cta, uint32_t stage, const uint4 (&words)[Tile::kTilesN],
+                                             typename Cta::Sums& sum) {
+  constexpr int kSteps = 4 / groups;
+  uint32_t b[(Tile::kTilesM + 1) / 2][4];
+#pragma unroll
+  for (int group = 0; group < groups; ++group) {
+    float product[Tile::kTilesN][Tile::kTilesM][4] = {};
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int step = group * kSteps + s;
+      if (Tile::kTilesM > 1 || step % 2 == 0) load_x<Cta, Tile>(cta, Cta::x_address(stage), step, b);
+#pragma unroll
+      for (int i = 0; i < Tile::kTilesN; ++i) {
+        uint32_t a[4];
+        Cta::widen(Cta::word_of(words[i], step), a);
+#pragma unroll
+        for (int j = 0; j < Tile::kTilesM; ++j) {
+          const int first = Tile::kTilesM == 1 ? step % 2 * 2 : j % 2 * 2;
+          Half<T>::mma(product[i][j], a, b[j / 2][first], b[j / 2][first + 1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < Tile::kTilesN; ++i) {
+      float scale[2];
+      cta.read_scales(stage, group, i, scale);
+#pragma unroll
+      for (int j = 0; j < Tile::kTilesM; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[i][j][e] += scale[e / 2] * product[i][j][e];
+      }
+    }
+  }
+}
+
+// The walk of main_loop() over this CTA's K-tiles.
+template <typename T, typename Tile, int groups>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) fp4_kernel(const Params p) {
+  using ThisCta = Fp4Cta<T, Tile, groups>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const Place at = place<Tile>(p);
+  ThisCta cta(p, at.row_block, at.token_block, ptx::shared_address(shared));
+  typename ThisCta::Sums sum = {};
+  const int steps = (at.end - at.begin + Tile::kWarpsK - 1) / Tile::kWarpsK;
+  const int mine = (at.end - at.begin - cta.slice + Tile::kWarpsK - 1) / Tile::kWarpsK;
+  cta.seek(at.begin + cta.slice);
+#pragma unroll
+  for (int i = 0; i < Tile::kStages - 1; ++i) {
+    if (i < mine) cta.fetch(i);
+    ptx::cp_async_commit();
+    cta.advance();
+  }
+  int stage_now = 0, stage_ahead = Tile::kStages - 1;
+  for (int i = 0; i < steps; ++i) {
+    ptx::cp_async_wait<Tile::kStages - 2>();
+    cta.sync_slice();
+    if (i + Tile::kStages - 1 < mine) cta.fetch(stage_ahead);
+    ptx::cp_async_commit();
+    cta.advance();
+    const uint32_t stage = cta.stage_address(stage_now);
+    stage_ahead = stage_now;
+    stage_now = stage_now + 1 == Tile::kStages ? 0 : stage_now + 1;
+    if (i >= mine) continue;
+    uint4 words[Tile::kTilesN];
+#pragma unroll
+    for (int j = 0; j < Tile::kTilesN; ++j) words[j] = cta.read_words(stage, j);
+    multiply_fp4<groups, T, Tile>(cta, stage, words, sum);
+  }
+  cta.divide_rows(sum);
+  cta.write_result(sum, reinterpret_cast<float*>(shared), at.split);
+}
+
+}  // namespace qao::mm::mma_sync::float_int4
