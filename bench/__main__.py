@@ -64,8 +64,10 @@ def make_parser() -> argparse.ArgumentParser:
     beside.set_defaults(device="cpu")
     grouped = commands.add_parser("experts", help="products of experts, beside loops of dense ones and bfloat16")
     _add_common(grouped)
-    grouped.add_argument("--models", nargs="+", choices=experts.MODELS, default=list(experts.MODELS), metavar="NAME")
-    grouped.add_argument("--m", nargs="+", type=int, default=list(experts.TOKENS), metavar="M", help="tokens")
+    grouped.add_argument("--models", nargs="+", choices=experts.MODELS, metavar="NAME")
+    grouped.add_argument("--m", nargs="+", type=int, metavar="M", help="tokens")
+    grouped.add_argument("--routings", nargs="+", choices=experts.ROUTINGS, default=experts.ROUTINGS, metavar="NAME")
+    grouped.add_argument("--schemes", nargs="+", choices=experts.SCHEMES, default=experts.SCHEMES, metavar="NAME")
     grouped.add_argument("--quick", action="store_true", help="a quarter of the time a cell: rougher medians")
     _add_check(grouped)
     whole = commands.add_parser("llama", help="tokens per second of whole decoders; needs transformers")
@@ -117,7 +119,8 @@ def main() -> int:
         four_bits.run(arguments, folder / "four_bits.json")
         return 0
     if arguments.command == "experts":
-        results = experts.run(arguments.device, arguments.models, arguments.m, arguments.quick)
+        choice = arguments.models, arguments.m, arguments.routings, arguments.schemes
+        results = experts.run(arguments.device, *choice, quick=arguments.quick)
         write(results, folder / "experts.json")
         return _report(*experts.misses(results["rows"])) if arguments.check else 0
     if arguments.command == "quantize":

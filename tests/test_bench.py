@@ -20,6 +20,7 @@ from bench import (
     calibrate,
     choosing,
     experts,
+    experts_contenders,
     four_bits,
     kernels,
     llama,
@@ -571,7 +572,8 @@ def test_two_runs_of_calibration_become_one() -> None:
 
 def test_experts_times_every_scheme_beside_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "_CELL_S", 0.002)
-    monkeypatch.setitem(experts.MODELS, "tiny", experts.Model(8, 2, 64, 128))
+    monkeypatch.setattr(experts, "ceilings", lambda device: (1e9, 1e12))
+    monkeypatch.setitem(experts.MODELS, "tiny", experts_contenders.Model(8, 2, 64, 128))
     results = experts.run("cpu", ["tiny"], [1, 20])
     assert {row["name"] for row in results["rows"] if "times_loop" in row} == set(experts.SCHEMES)
     assert experts.misses(results["rows"])[1] == len(experts.SCHEMES) * len(experts.ROUTINGS) * 2
@@ -580,9 +582,9 @@ def test_experts_times_every_scheme_beside_its_loop(monkeypatch: pytest.MonkeyPa
 
 
 def test_experts_are_chosen_by_the_law_that_is_asked_for() -> None:
-    model = experts.Model(64, 8, 16, 16)
+    model = experts_contenders.Model(64, 8, 16, 16)
     for routing in experts.ROUTINGS:
-        index, ends = experts.route(model, 100, routing)
+        index, ends = experts_contenders.route(model, 100, routing)
         assert len(index) == ends[-1] == 800 and (torch.bincount(index) == 8).all()
     counts = torch.cat((ends[:1], ends.diff()))
     assert counts[0] > 80 and counts[32:].float().mean() < 8
