@@ -24,7 +24,12 @@ from .meta import describe, warn_if_busy
 from .schemes import LAYER_SCHEMES
 
 SIZES = {"cpu": (16, 64), "cuda": (1024,)}  # K = N
-MODES: dict[str, Callable[[], Any]] = {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
+GRADIENT = "gradient of x"
+MODES: dict[str, Callable[[], Any]] = {
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    GRADIENT: torch.enable_grad,  # the call alone, without backward
+}
 BAR = {"cpu": 1.1, "cuda": 1.0}  # times nn.Linear's, at most
 BASELINE = "nn.Linear"
 
@@ -74,7 +79,7 @@ def render(results: dict[str, Any]) -> str:
 
 
 def _rows(device: str, size: int, mode: str) -> Iterator[dict[str, Any]]:
-    calls = dict(_contenders(device, size))
+    calls = dict(_contenders(device, size, mode == GRADIENT))
     with MODES[mode]():
         seconds = _host_seconds(calls, device)
     print(f"{size} x {size}, {mode}")
@@ -87,9 +92,9 @@ def _rows(device: str, size: int, mode: str) -> Iterator[dict[str, Any]]:
         }
 
 
-def _contenders(device: str, size: int) -> Iterator[tuple[str, Call]]:
+def _contenders(device: str, size: int, trains: bool) -> Iterator[tuple[str, Call]]:
     linear = nn.Linear(size, size, device=device, dtype=torch.bfloat16)
-    x = torch.randn(1, size, device=device).bfloat16()
+    x = torch.randn(1, size, device=device).bfloat16().requires_grad_(trains)
     yield BASELINE, partial(linear, x)
     yield "F.linear", partial(F.linear, x, linear.weight, linear.bias)
     for word, scheme in LAYER_SCHEMES.items():

@@ -31,6 +31,8 @@ def test_gradcheck_in_float64(operator: Operator, monkeypatch: pytest.MonkeyPatc
     def multiply(x: Tensor, _weight: Tensor, _scales: Tensor, bias: Tensor | None, *_: object) -> Tensor:
         return reference.mm(x, weight.dense, bias)
 
+    multiply._op = multiply  # type: ignore[attr-defined]  # as operators have it
+
     def dequantize(packed: Tensor, scales: Tensor, dtype: torch.dtype, *rest: object) -> Tensor:
         return gradients.DENSE[operator.op](packed, scales, torch.float32, *rest).to(dtype)
 

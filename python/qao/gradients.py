@@ -23,6 +23,7 @@ _qao = torch.ops.qao
 # The innermost transform of torch.func, or None; its type, since that is what Dynamo knows without a node in the graph.
 _innermost = torch._C._functorch.peek_interpreter_stack
 _NONE: Any = type(None)
+_is_grad_enabled, _is_dynamo_compiling = torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
 
 # ---- W [N, K] in a float dtype, computed in float32 and rounded once -------------------------------------------------
 
@@ -69,11 +70,12 @@ class _Product(Function):
     """For backward alone: the one that costs least on the host."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, weight: Tensor, scales: Tensor, operator: Any, rest: tuple[Any, ...]
-    ) -> Tensor:
-        _save(ctx, bias, weight, scales, operator, rest)
-        return operator(x, weight, scales, bias, *rest)  # type: ignore[no-any-return]
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, operator: Any, operands: tuple[Any, ...]) -> Tensor:
+        """``operands``: all of the operator's but x. ``bias``: that among them if it wants a gradient, else None."""
+        ctx.save_for_backward(operands[0], operands[1])
+        ctx.product = operator, operands
+        # OpOverload.__call__ is a function in Python that calls this.
+        return operator._op(x, *operands)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -83,7 +85,7 @@ class _Product(Function):
         grad_bias = None
         if wants_bias:
             plain = grad.values() if grad.is_nested else grad
-            grad_bias = plain.sum_to_size(plain.shape[-1:]).to(ctx.bias_dtype)
+            grad_bias = plain.sum_to_size(plain.shape[-1:]).to(ctx.product[1][2].dtype)
         return grad_x, grad_bias, *(None for _ in frozen)
 
 
@@ -91,15 +93,9 @@ class _Product(Function):
 _apply: Callable[..., Tensor] = super(Function, _Product).apply
 
 
-def _save(ctx: Any, bias: Tensor | None, weight: Tensor, scales: Tensor, operator: Any, rest: tuple[Any, ...]) -> None:
-    ctx.save_for_backward(weight, scales)
-    ctx.operator, ctx.rest = operator, rest
-    if bias is not None:
-        ctx.bias_dtype = bias.dtype
-
-
 def _dense(ctx: Any, dtype: torch.dtype) -> Tensor:
-    return DENSE[ctx.operator](*ctx.saved_tensors, dtype, *ctx.rest)
+    operator, operands = ctx.product
+    return DENSE[operator](*ctx.saved_tensors, dtype, *operands[3:])
 
 
 # ---- forward-mode and torch.func -------------------------------------------------------------------------------------
@@ -115,7 +111,7 @@ def transformed() -> bool:
 
 def _leave_to_python() -> None:
     """Ends what Dynamo traces: it cannot tell which derivatives will be asked for, and would make them zero."""
-    if torch.compiler.is_dynamo_compiling():
+    if _is_dynamo_compiling():
         raise RuntimeError(
             "qao: no graph can hold torch.func or forward-mode around a quantised layer. Without fullgraph=True they "
             "run eagerly."
@@ -131,9 +127,10 @@ class _Transformed(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, bias, weight, scales, operator, *rest = inputs
-        _save(ctx, bias, weight, scales, operator, tuple(rest))
+        _, bias, weight, scales, operator, *rest = inputs
+        ctx.save_for_backward(weight, scales)
         ctx.save_for_forward(weight, scales)
+        ctx.product = operator, (weight, scales, bias, *rest)
         ctx.dtype, ctx.shape = output.dtype, output.shape
 
     backward = _Product.backward
@@ -236,13 +233,10 @@ def product(
     if type(_innermost()) is not _NONE or forward_ad._current_level >= 0:
         _leave_to_python()
         return _Transformed.apply(x, bias, weight, scales, operator, *others, *constants)  # type: ignore[no-untyped-call, no-any-return]
-    try:
-        wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-    except AttributeError:  # x is no tensor: the operator says so
-        wanted = False
-    if wanted:
-        if torch.compiler.is_dynamo_compiling():
-            operator = TRACED[operator]
-        else:
-            return _apply(x, bias, weight, scales, operator, (*others, *constants))
+    if _is_grad_enabled():
+        trained = bias if bias is not None and bias.requires_grad else None
+        if trained is not None or getattr(x, "requires_grad", False):  # x may be no tensor: the operator says so
+            if _is_dynamo_compiling():
+                return TRACED[operator](x, weight, scales, bias, *others, *constants)  # type: ignore[no-any-return]
+            return _apply(x, trained, operator, (weight, scales, bias, *others, *constants))
     return operator(x, weight, scales, bias, *others, *constants)
