@@ -20,6 +20,7 @@ from ops_support import check_product, randn
 from qao import norm_silu
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize, prune
 from torch.utils.flop_counter import FlopCounterMode
 
 every_scheme = pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
@@ -311,3 +312,45 @@ def test_float64_is_refused_and_says_what_to_do(device: str) -> None:
     with pytest.raises(RuntimeError, match=r"qao::int4_mm: x must be float32.* Got x: float64.* Convert it"):
         layer(values(5, 70, device=device).double())
     layer.float()(values(5, 70, device=device))
+
+
+class Doubled(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        return 2 * values
+
+
+def test_a_bias_is_pruned_and_parametrised() -> None:
+    linear = nn.Linear(64, 48)
+    layer = qao.QuantLinear.from_linear(linear, qao.Int8WeightOnly())
+    x, bias = values(3, 64, device="cpu"), linear.bias.detach().clone()
+    without = layer(x) - bias
+    prune.l1_unstructured(layer, "bias", amount=24)
+    assert (layer.bias == 0).sum() == 24
+    same(layer(x) - layer.bias, without)
+    prune.remove(layer, "bias")
+    same(layer(x) - layer.bias, without)
+    other = qao.QuantLinear.from_linear(linear, qao.Int8WeightOnly())
+    parametrize.register_parametrization(other, "bias", Doubled())
+    other.parametrizations.bias.original.requires_grad_()
+    y = other(x)
+    same(y - 2 * bias, without)
+    y.sum().backward()
+    assert torch.equal(other.parametrizations.bias.original.grad, torch.full((48,), 6.0))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer, "weight", nn.Parameter(torch.zeros(48, 64))),
+        lambda layer: setattr(layer, "weight", torch.zeros(48, 64)),
+        lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+    ],
+    ids=["Parameter", "Tensor", "pruned"],
+)
+def test_the_weight_is_not_set(change: Callable[[nn.Module], object]) -> None:
+    layer = qao.QuantLinear.from_linear(nn.Linear(64, 48), qao.Int8WeightOnly())
+    with pytest.raises(
+        AttributeError, match="cannot be set, pruned or parametrised. Make a module of the float weight"
+    ):
+        change(layer)
+    assert layer(values(3, 64, device="cpu")).shape == (3, 48)

@@ -236,6 +236,36 @@ def test_shared_modules_stay_one_module() -> None:
     assert report.parameters == sum(p.numel() for p in nn.Sequential(nn.Linear(64, 64), Block()).parameters())
 
 
+class HoldsALayerTwice(nn.Module):
+    """As the heads of MaskFormer do: what they call is no child, but an item of a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.by_name = {"second": self.second, "other": 1}
+        self.layers = [self.first, torch.relu]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.by_name["second"](x)
+
+
+def test_a_layer_in_a_plain_list_is_replaced_there_too() -> None:
+    model = nn.Sequential(HoldsALayerTwice())
+    held = model[0]
+    x = torch.randn(3, 32)
+    before = model(x)
+    qao.quantize_(model, qao.Int8WeightOnly())
+    assert held.layers[0] is held.first and held.by_name["second"] is held.second
+    assert isinstance(held.first, qao.QuantLinear)
+    assert not torch.equal(model(x), before)  # it is what was quantised that is called
+    assert model.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
+    qao.dequantize_(model)
+    assert held.layers[0] is held.first and held.by_name["second"] is held.second
+    assert type(held.first) is nn.Linear and held.layers[1] is torch.relu and held.by_name["other"] == 1
+
+
 def test_tied_linears_share_their_quantised_weight() -> None:
     model = Model()
     model.blocks[1].up.weight = model.blocks[0].up.weight

@@ -9,6 +9,7 @@ from .embedding import rename_ties
 from .experts import QuantExperts, QuantProjection
 from .integrations import registration
 from .packed import PackedModule, Sharded, attached
+from .places import put_module
 
 
 def dequantize_(model: nn.Module) -> nn.Module:
@@ -56,12 +57,12 @@ def dequantize_(model: nn.Module) -> nn.Module:
                 weight = floats[layer].weight  # type: ignore[assignment]
             for parent, attribute, child in places:
                 if child in floats:
-                    setattr(parent, attribute, floats[child])
+                    put_module(parent, attribute, floats[child])
         for some in experts:
             made = some.to_float()
             for parent, attribute, child in places:
                 if child is some:
-                    setattr(parent, attribute, made)
+                    put_module(parent, attribute, made)
     finally:
         rename_ties(model)
     registration.detach(model)

@@ -115,6 +115,12 @@ def projections_of(fused: Any) -> tuple[str, str]:
     return "gate_up_proj" if fused.has_gate else "up_proj", "down_proj"
 
 
+def expert_sizes(fused: Any, weight: Tensor) -> tuple[int, int, int]:
+    """E, N and K of a projection's weight [E, N, K], which some hold as [E, K, N]."""
+    count, n, k = (weight.mT if fused.is_transposed else weight).shape
+    return count, n, k
+
+
 def _has_norm(fused: Any) -> bool:
     return getattr(fused, "has_post_expert_norm", False)  # before transformers 5.23 none had
 

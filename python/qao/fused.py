@@ -8,15 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .experts import QuantExperts, QuantProjection, has_grouped_product, projections_of, quantize_projection
+from .experts import (
+    QuantExperts,
+    QuantProjection,
+    expert_sizes,
+    has_grouped_product,
+    projections_of,
+    quantize_projection,
+)
 from .formats import FLOAT_DTYPES, PackedWeight, Scheme
 from .grouping import is_auto
 from .linear import kernel_bias
 from .packed import SHARDED, attached
+from .places import places_of, put_module
 from .quantizer import check_finite
 from .report import Row
 from .selection import Selection
-from .survey import Layer, byte_count, is_compiled, packed_bytes, places_of
+from .survey import COMPILED, Layer, byte_count, is_compiled, packed_bytes
 
 _SAYS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
@@ -80,8 +88,8 @@ def _decided(
         weight = module._parameters.get(key)
         if weight is None:
             continue
-        shape = weight.mT.shape if module.is_transposed and weight.dim() == 3 else weight.shape
-        row = Row(f"{name}.{key}", tuple(shape), "", bytes_before=byte_count(weight))
+        shape = expert_sizes(module, weight) if weight.dim() == 3 else tuple(weight.shape)
+        row = Row(f"{name}.{key}", shape, "", bytes_before=byte_count(weight))
         layers.append(Layer(module, row, places, elements=weight.numel(), x_dtype=weight.dtype))
     scheme = select(name, module)
     reason = obstacle(module)
@@ -97,7 +105,7 @@ def _decided(
         elif is_auto(scheme):
             layer.leave("left", "group sizes are not chosen for experts: give them a scheme with one, by name")
         elif is_compiled(layer):
-            layer.leave("left", "torch.compile was called on it and keeps it: quantise first, then compile")
+            layer.leave("left", COMPILED)
         else:
             layer.scheme, layer.row.status, layer.row.scheme = scheme, "quantized", str(scheme)
     return layers
@@ -146,7 +154,7 @@ def put(unit: list[Layer], packed: dict[str, tuple[Scheme, PackedWeight]]) -> No
     for layer in unit:
         layer.module = experts.projections()[_key(layer)]
     for parent, attribute in unit[0].places:
-        setattr(parent, attribute, experts)
+        put_module(parent, attribute, experts)
 
 
 def assemble(origin: Any, packed: dict[str, tuple[Scheme, PackedWeight]]) -> QuantExperts:
@@ -155,7 +163,7 @@ def assemble(origin: Any, packed: dict[str, tuple[Scheme, PackedWeight]]) -> Qua
     for key in projections_of(origin):
         scheme, weights = packed[key]
         weight = origin._parameters[key]
-        count, n, k = (weight.mT if origin.is_transposed else weight).shape
+        count, n, k = expert_sizes(origin, weight)
         bias: Tensor | None = kernel_bias(origin._parameters.get(f"{key}_bias"), weights.qweight.device)
         made[key] = QuantProjection(count, n, k, scheme, weights, bias, weight.dtype)
     return QuantExperts(origin, *made.values())

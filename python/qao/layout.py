@@ -12,10 +12,11 @@ from torch import nn
 from . import fused
 from .embedding import QuantEmbedding, is_embedding, rename_ties
 from .embedding import obstacle as obstacle_of_embedding
-from .experts import QuantExperts, projections_of
+from .experts import QuantExperts, expert_sizes, projections_of
 from .formats import Int4Weight, Scheme
 from .linear import QuantLinear, class_of_linear, is_linear, linear_weight, obstacle
 from .packed import PackedModule
+from .places import put_module
 
 Undo = list[tuple[nn.Module, str, nn.Module]]  # parent, attribute, the module that was there
 
@@ -84,7 +85,7 @@ def make_room(
         for attribute, child in list(parent._modules.items()):
             if child is not None and id(child) in successors:
                 done.append((parent, attribute, child))
-                setattr(parent, attribute, successors[id(child)])
+                put_module(parent, attribute, successors[id(child)])
     if any(isinstance(made, QuantEmbedding) for made in successors.values()):
         rename_ties(model)
     return done
@@ -124,7 +125,7 @@ def _empty_experts(
     packed = {}
     for part, key in zip(("up", "down"), projections_of(origin), strict=True):
         weight = origin._parameters[key]
-        count, n, k = (weight.mT if origin.is_transposed else weight).shape
+        count, n, k = expert_sizes(origin, weight)
         given = sizes.get(f"{name}.{part}", (n, k))
         if tuple(given) != (n, k):
             raise ValueError(
@@ -140,7 +141,7 @@ def _empty_experts(
 
 def undo(done: Undo) -> None:
     for parent, attribute, module in done:
-        setattr(parent, attribute, module)
+        put_module(parent, attribute, module)
 
 
 def _weight_of(name: str, module: nn.Module, size: tuple[int, int] | None) -> torch.Tensor:

@@ -154,14 +154,8 @@ class QuantLinear(PackedModule):
         device = torch.get_default_device() if device is None else device
         dtype = dtype or torch.get_default_dtype()
         packed = scheme.empty(out_features, in_features, dtype=dtype, device=device)
-        return cls(
-            in_features,
-            out_features,
-            scheme,
-            packed,
-            torch.empty(out_features, device=device, dtype=dtype) if bias else None,
-            dtype,
-        )
+        given = torch.empty(out_features, device=device, dtype=dtype) if bias else None
+        return cls(in_features, out_features, scheme, packed, given, dtype)
 
     @classmethod
     def from_linear(
@@ -247,7 +241,10 @@ class QuantLinear(PackedModule):
         if _autocasts():  # 0.1 µs, and no call of Python where nothing is cast
             x = self.autocast(x)
         # The dict of tensors, since Module.__getattr__ is Python and would take 0.5 µs a tensor.
-        return self._mm(x, self._parameters, self._constants)
+        tensors = self._parameters
+        if "bias" not in tensors:  # pruned, or computed by a parametrization
+            tensors = {**tensors, "bias": self.bias}
+        return self._mm(x, tensors, self._constants)
 
     @staticmethod
     def autocast(x: Tensor) -> Tensor:

@@ -79,11 +79,17 @@ class PackedModule(Updatable, nn.Module):
         source = getattr(value, "source", None)
         other = next((other for other in (self, *self._tied) if other.qweight is source), None)
         if other is None:
-            raise AttributeError(
-                f"{type(self).__name__}.weight is computed from qweight and cannot be set. Make a module of the float "
-                "weight instead: qao.QuantLinear.from_linear(linear, scheme)."
-            )
+            self.register_parameter("weight", None)
+            return
         self.qweight, self.scales = other.qweight, other.scales
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name in ("weight", "weight_orig"):  # the second is what pruning makes
+            raise AttributeError(
+                f"{type(self).__name__}.weight is computed from qweight and cannot be set, pruned or parametrised. "
+                "Make a module of the float weight instead: qao.QuantLinear.from_linear(linear, scheme)."
+            )
+        super().register_parameter(name, param)
 
     @property
     def pip_install_qao(self) -> Tensor:

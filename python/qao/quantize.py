@@ -19,6 +19,7 @@ from .importance import estimate_importance, told_by
 from .integrations import registration
 from .linear import QuantLinear, is_linear, linear_weight, pack, pack_weight
 from .packed import PackedModule, Sharded
+from .places import put_module
 from .quantizer import check_finite
 from .report import Report
 from .selection import selector
@@ -191,7 +192,7 @@ def put(unit: list[survey.Layer], packed: PackedWeight) -> None:
         layer.row.relative_error = packed.relative_error
         layer.module = module
         for parent, attribute in layer.places:
-            setattr(parent, attribute, module)
+            put_module(parent, attribute, module)
 
 
 def _was_asked_for(layer: survey.Layer | None) -> bool:

@@ -22,6 +22,7 @@ from . import grouping, quantize
 from .evaluate import log_probabilities, mean_and_error, windows
 from .formats import Scheme
 from .linear import QuantLinear, linear_weight, pack_weight
+from .places import put_module
 from .survey import Layer
 
 __all__ = ["LayerCost", "by_layer"]
@@ -127,11 +128,11 @@ def _in_place(unit: list[Layer], module: QuantLinear) -> Iterator[None]:
         successors[id(layer.module)] = QuantLinear.from_packed(layer.module, layer.scheme, module.packed)
     try:
         for parent, attribute, before in places:
-            setattr(parent, attribute, successors[id(before)])
+            put_module(parent, attribute, successors[id(before)])
         yield
     finally:
         for parent, attribute, before in places:
-            setattr(parent, attribute, before)
+            put_module(parent, attribute, before)
 
 
 def _sums(found: Tensor, exact: Tensor, piece: Tensor) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from .spared import ROUTER, is_router
 
 BIG = 0.01  # share of the model's parameters from which a weight that stays as it is deserves a warning
 
-_COMPILED = "torch.compile was called on it and keeps it: quantise first, then compile"
+COMPILED = "torch.compile was called on it and keeps it: quantise first, then compile"
 
 # Parents whose own code reads the weight of these children instead of calling them.
 _READ_BY_PARENT: dict[type[nn.Module], tuple[str, ...]] = {
@@ -91,11 +91,6 @@ def _find(model: nn.Module, belongs: Callable[[nn.Module], bool]) -> list[Layer]
     return list(layers.values())
 
 
-def places_of(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Every parent and attribute."""
-    return [(parent, key) for parent in model.modules() for key, child in parent._modules.items() if child is module]
-
-
 def decide(
     layer: Layer,
     select: Selection,
@@ -126,7 +121,7 @@ def decide(
     elif layer.in_fsdp:
         layer.leave("left", SHARDED)
     elif is_compiled(layer):
-        layer.leave("left", _COMPILED)
+        layer.leave("left", COMPILED)
     elif reason is not None:
         layer.leave("left", reason)
     else:
@@ -197,7 +192,7 @@ def _others(names: list[str], layer: Layer) -> str:
 def _embedding_reason(linears: list[Layer], readers: list[Layer], scheme: Scheme, with_embeddings: bool) -> str:
     """Why embeddings keep the weight they share with linears of this scheme as it is; "" if they do not."""
     reasons = [obstacle_of_embedding(layer.module) for layer in readers]
-    reasons += [_COMPILED for layer in readers if is_compiled(layer)]
+    reasons += [COMPILED for layer in readers if is_compiled(layer)]
     reasons += ["a linear has it transposed" for layer in linears if not isinstance(layer.module, nn.Linear)]
     reason = next(filter(None, [*reasons, scheme_obstacle(scheme)]), None)
     if reason is not None:

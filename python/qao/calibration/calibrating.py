@@ -13,6 +13,7 @@ from .. import fused, grouping, quantize, survey
 from ..formats import PackedWeight, Scheme
 from ..linear import is_linear, linear_weight, pack
 from ..packed import Sharded
+from ..places import put_module
 from ..report import Report
 from .choice import quantized
 from .gptq import damped
@@ -100,7 +101,7 @@ def calibrate(
         for layer, module in before:
             layer.module = module
             for parent, attribute in layer.places:
-                setattr(parent, attribute, module)
+                put_module(parent, attribute, module)
         for restore in reversed(folded):
             restore()
         raise

@@ -16,6 +16,7 @@ from ..importance import estimate_importance, told_by
 from ..layout import make_room
 from ..linear import QuantLinear, linear_weight, pack_weight
 from ..packed import PackedModule
+from ..places import put_module
 from ..quantize import quantize_
 from ..schemes import SCHEMES
 from ..selection import matches, selector
@@ -142,7 +143,7 @@ class Loader:
             if not parameter.is_meta:
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers would do it anew
         for parent, attribute in layer.places:
-            setattr(parent, attribute, made)
+            put_module(parent, attribute, made)
         if self.sharding is not None and (made.bias is None or not made.bias.is_meta):
             self.sharding.take([layer.row.name, *layer.row.aliases], made)
 
