@@ -1,9 +1,9 @@
 // qao_sweep OPERANDS: times every candidate plan of problems, for `python -m bench tune`.
 //
-// OPERANDS names x and W: int8_int8, fp8_int4, float_int4 (x in bfloat16), ... A line "m n k" of standard input is a
-// problem, K a multiple of 128; a line of JSON on standard output a candidate: {"m", "n", "k", "chosen", "plan",
-// "operands", "tile_m", "counts", "bytes", "us"}. Products alone: x is quantised beforehand. int4: asymmetric groups of
-// 128, bfloat16 scales.
+// OPERANDS names x and W: int8_int8, fp8_int4, float_int4 (x in bfloat16), ...; fp8_fp8_fast: with fast_accum. A line
+// "m n k" of standard input is a problem, K a multiple of 128; a line of JSON on standard output a candidate: {"m",
+// "n", "k", "chosen", "plan", "operands", "tile_m", "counts", "bytes", "us"}. Products alone: x is quantised
+// beforehand. int4: asymmetric groups of 128, bfloat16 scales.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -30,7 +30,8 @@ constexpr double kHopeless = 1.5;  // times the best plan's time: not measured a
 constexpr int kWarmUps = 40;       // measurements that no one sees, until the clocks have settled
 constexpr int64_t kGroup = 128;
 constexpr int64_t kComparedTokens = 16;
-constexpr double kMaxDifference = 0.02;  // of two plans' results, against the largest value: sums in another order
+constexpr double kMaxDifference = 0.02;     // of two plans' results, against the largest value: sums in another order
+constexpr double kMaxFastDifference = 0.2;  // sums of 14 bits, of products that cancel
 
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
@@ -92,18 +93,22 @@ uint16_t bfloat16(float value) {
 
 struct Formats {
   Format x = Format::kFloat, weight = Format::kInt4;
+  bool fast_accum = false;
 };
 
-Formats formats_of(const std::string& operands) {
+Formats formats_of(const std::string& words) {
+  const std::string fast = "_fast";
+  const bool is_fast = words.ends_with(fast);
+  const std::string operands = is_fast ? words.substr(0, words.size() - fast.size()) : words;
   const auto format = [&](const std::string& name) {
     for (Format f : {Format::kFloat, Format::kInt8, Format::kFp8, Format::kInt4}) {
       if (name == name_of(f)) return f;
     }
-    std::fprintf(stderr, "qao_sweep: '%s' is not x_weight, such as int8_int4 or float_fp8\n", operands.c_str());
+    std::fprintf(stderr, "qao_sweep: '%s' is not x_weight, such as int8_int4 or float_fp8\n", words.c_str());
     std::exit(1);
   };
   const size_t bar = std::min(operands.find('_'), operands.size());
-  return {format(operands.substr(0, bar)), format(operands.substr(std::min(bar + 1, operands.size())))};
+  return {format(operands.substr(0, bar)), format(operands.substr(std::min(bar + 1, operands.size()))), is_fast};
 }
 
 // The same bytes in several places.
@@ -258,6 +263,7 @@ void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& g
   problem.x = formats.x, problem.weight = formats.weight;
   problem.m = m, problem.n = n, problem.k = k;
   problem.group_size = kGroup;
+  problem.fast_accum = formats.fast_accum;
   problem.has_zeros = formats.weight == Format::kInt4;
   problem.scale_dtype = DType::kBFloat16;
   const Operands operands(formats, m, n, k, problem.groups());
@@ -273,7 +279,7 @@ void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& g
     best = std::min(best, us);
     const std::vector<float> values = result(m, n, operands);
     if (first.empty()) first = values;
-    if (!(difference(values, first) < kMaxDifference)) {
+    if (!(difference(values, first) < (formats.fast_accum ? kMaxFastDifference : kMaxDifference))) {
       std::fprintf(stderr, "qao_sweep: another result by %s\n", to_string(plan).c_str());
       std::exit(1);
     }

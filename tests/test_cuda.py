@@ -6,13 +6,15 @@ import threading
 from dataclasses import replace
 
 import pytest
+import qao
 import torch
-from ops_schemes import DTYPES, INT4, PRODUCTS, Int4Format, Scheme, Weight
+from ops_schemes import DTYPES, INT4, PRODUCTS, SCHEMES, Format, Int4Format, Scheme, Weight
 from ops_support import bits, check_product, randn
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 scheme_parameter = pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
+BY_WORD = {scheme.word: scheme for scheme in SCHEMES}
 M_KINDS = (1, 4, 16, 33, 64, 300)
 KINDS = tuple(zip(M_KINDS, 2 * DTYPES, strict=True))
 
@@ -43,6 +45,53 @@ def test_full_size_layers(scheme: Scheme, n: int, k: int, x_dtype: torch.dtype) 
     for m in (1, 8, 17, 64, 256, 500, 1000):
         x = randn(m, k, dtype=x_dtype, device="cuda", seed=m)
         check_product(scheme.mm(x, weight, bias), x, weight, bias)
+
+
+hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="a kernel of compute capability 9.0",
+)
+
+
+def check_taken_by_turns(scheme: qao.Scheme, m: int, n: int, k: int, x_dtype: torch.dtype) -> None:
+    plan = scheme.plan(m, n, k, x_dtype=x_dtype, scale_dtype=torch.float32, device=torch.device("cuda", 0))
+    assert plan is not None and "by turns" in plan["text"]
+
+
+@hopper
+@pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "m,n,k",
+    [
+        (4090, 5128, 1088),  # the last tiles of rows and of tokens are cut; a last K-tile of 64 columns
+        (3001, 6196, 640),  # y that the copy engine cannot store
+        (2700, 14336, 128),  # one K-tile
+    ],
+)
+@pytest.mark.parametrize("fmt", BY_WORD["int8_int8"].formats, ids=str)
+def test_tiles_by_turns(m: int, n: int, k: int, x_dtype: torch.dtype, fmt: Format) -> None:
+    check_taken_by_turns(qao.Int8DynamicActivationInt8Weight(), m, n, k, x_dtype)
+    scheme = BY_WORD["int8_int8"]
+    weight = scheme.make_weight(n, k, fmt, "cuda")
+    x, bias = randn(m, k, dtype=x_dtype, device="cuda"), randn(n, dtype=torch.float32, device="cuda")
+    y = scheme.mm(x, weight, bias)
+    check_product(y, x, weight, bias)
+    assert bits(scheme.mm(x, weight, bias)).equal(bits(y))
+    assert bits(scheme.mm(x[:7], weight, bias)).equal(bits(y[:7]))  # sums of integers are the same in any tile
+
+
+@hopper
+def test_fast_sums_by_turns() -> None:
+    """The tensor cores' short accumulator keeps 13 bits, and adds 32 columns at a time."""
+    m, n, k = 4090, 5128, 1088
+    check_taken_by_turns(qao.Float8DynamicActivationFloat8Weight(fast_accum=True), m, n, k, torch.bfloat16)
+    scheme = BY_WORD["fp8_fp8"]
+    weight = scheme.make_weight(n, k, None, "cuda")
+    x = randn(m, k, dtype=torch.float32, device="cuda")
+    exact, fast = (scheme.op(x, *weight.operands, None, *weight.arguments[:2], flag).double() for flag in (False, True))
+    seen = x.double().abs() * (1 + 2.0**-4)  # in eight bits
+    assert ((fast - exact).abs() <= k / 32 * 2.0**-13 * (seen @ weight.dense.double().abs().T)).all()
+    assert not fast.equal(exact)
 
 
 FEW_TOKENS_FORMATS = (  # every group size; every dtype of parameters with zero points and without

@@ -21,6 +21,10 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
+// At a barrier of another CTA of the cluster: `barrier` is a cluster address.
+__device__ __forceinline__ void barrier_arrive_remotely(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
 // This thread's arrival, once its cp.async copies so far are complete.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
@@ -51,6 +55,32 @@ __device__ __forceinline__ void load_3d(uint32_t to, const CUtensorMap* map, int
           "r"(to),
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier)
       : "memory");
+}
+
+// The same box to the same place in the shared memory of the first `ctas` of the cluster, and to the barrier there.
+__device__ __forceinline__ void load_3d_to_all(uint32_t to, const CUtensorMap* map, int c0, int c1, int c2,
+                                               uint32_t barrier, int ctas) {
+  const uint16_t mask = static_cast<uint16_t>((1u << ctas) - 1);
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
+      "%3, %4}], [%5], %6;\n" ::"r"(to),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "h"(mask)
+      : "memory");
+}
+
+// What ordinary stores left in shared memory becomes visible to the copy engine.
+__device__ __forceinline__ void fence_stores() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+// A box from shared memory to (c0, c1, c2); what lies outside the tensor is not written.
+__device__ __forceinline__ void store_3d(const CUtensorMap* map, uint32_t from, int c0, int c1, int c2) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];\n" ::"l"(map),
+               "r"(from), "r"(c0), "r"(c1), "r"(c2)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+}
+// Until at most `pending` of this thread's stores have not read their box yet.
+template <int pending>
+__device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(pending) : "memory");
 }
 
 }  // namespace qao::tma

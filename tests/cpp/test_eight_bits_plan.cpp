@@ -140,7 +140,7 @@ TEST_CASE("eight bits: where sums are folded, tiles of more than 128 tokens are 
       for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
         const int tokens = candidate.plan.tile_m;
         if (candidate.plan.body != Body::kWgmma || tokens <= 128) continue;
-        const bool folds = wgmma::traits_of(problem, tokens).folds;
+        const bool folds = wgmma::traits_of(problem, wgmma::kTiles[candidate.plan.config]).folds;
         CHECK((promotes || !folds));
         if (!promotes || tokens != 256) continue;
         CHECK(folds == !fast);
@@ -150,6 +150,30 @@ TEST_CASE("eight bits: where sums are folded, tiles of more than 128 tokens are 
     }
   });
   CHECK(halved > 0);
+}
+
+TEST_CASE("eight bits: tiles by turns, in pairs of CTAs, where sums need nothing along K") {
+  int64_t found = 0;
+  for_each_problem([&](Problem problem, const Gpu& gpu) {
+    for (bool fast : {false, true}) {
+      problem.fast_accum = fast;
+      for (const Candidate<Plan>& candidate : candidates(problem, gpu)) {
+        const Plan& plan = candidate.plan;
+        if (plan.body != Body::kWgmma || !wgmma::kTiles[plan.config].by_turns) continue;
+        ++found;
+        CHECK(problem.x == problem.weight);
+        CHECK((problem.x == Format::kInt8 || fast));
+        CHECK(!wgmma::traits_of(problem, wgmma::kTiles[plan.config]).folds);
+        CHECK(plan.ctas % wgmma::kTurnsCluster == 0);
+        CHECK(plan.ctas <= gpu.num_sms);
+        CHECK(plan.split_k == 1);
+        CHECK(!plan.splits_last);
+        CHECK(plan.tile_n == wgmma::kTiles[plan.config].rows);
+        CHECK(to_string(plan).find("by turns") != std::string::npos);
+      }
+    }
+  });
+  CHECK(found > 0);
 }
 
 TEST_CASE("eight bits: what plan() takes is among the candidates") {

@@ -16,6 +16,7 @@ struct Consumer {
   using T = typename K::T;
 
   const Params& p;
+  const CUtensorMap& y_map;
   Ring<K>& ring;
   const int lane = threadIdx.x % 32, warp = ptx::warp_index();
   // A fold of half of the tokens can run beside the products of the other half, where those do not read W from shared
@@ -353,7 +354,7 @@ struct Consumer {
     } else if (kFloatY && (!kHalfY || p.y_dtype == DType::kFloat32)) {
       if constexpr (kFloatY) write_float_result<K>(p, result, target);
     } else {
-      if constexpr (kHalfY) write_half_result<K>(p, result, epilogue, target);
+      if constexpr (kHalfY) write_half_result<K>(p, y_map, result, epilogue, target);
     }
   }
 };

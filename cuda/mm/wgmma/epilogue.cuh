@@ -6,15 +6,16 @@
 
 #include "common/convert.cuh"
 #include "common/ptx.cuh"
+#include "common/tma.cuh"
 #include "mm/wgmma/producer.cuh"
 
 namespace qao::mm::wgmma {
 
-// Scales, sums and bias of a warpgroup's 64 rows of W wait in shared memory, [3][64], and the scales and zero points of
-// the tile's tokens, a copy for each warpgroup, [2][tokens].
-template <typename K>
-__device__ __forceinline__ void fetch_scales(const Params& p, uint32_t rows, uint32_t tokens, int row0,
-                                             int64_t token0) {
+constexpr int kRowScalesBytes = 3 * 64 * 4;
+
+// Scales, sums and bias of 64 rows of W wait in shared memory, [3][64], for each part of a warpgroup's rows, and the
+// scales and zero points of the tile's tokens, a copy for each warpgroup, [2][tokens].
+__device__ __forceinline__ void fetch_row_scales(const Params& p, uint32_t rows, int row0) {
   const int thread = threadIdx.x % 128, row = row0 + thread % 64;
   const bool in_weight = row < p.n;
   if (thread < 64) {
@@ -27,7 +28,13 @@ __device__ __forceinline__ void fetch_scales(const Params& p, uint32_t rows, uin
       ptx::store_shared_float(rows + 256 + thread * 4, in_weight ? load_float(p.bias, row, p.bias_dtype) : 0.0f);
     }
   }
-  for (int i = thread; !K::kFloatX && i < K::kTokens; i += 128) {
+}
+template <typename K>
+__device__ __forceinline__ void fetch_scales(const Params& p, uint32_t rows, uint32_t tokens, int row0,
+                                             int64_t token0) {
+#pragma unroll
+  for (int i = 0; i < K::kRowParts; ++i) fetch_row_scales(p, rows + i * kRowScalesBytes, row0 + i * 64);
+  for (int i = threadIdx.x % 128; !K::kFloatX && i < K::kTokens; i += 128) {
     const bool exists = token0 + i < p.m;
     const int64_t token = exists ? token0 + i : 0;
     if (p.x_scales != nullptr) ptx::cp_async_4(tokens + i * 4, p.x_scales + token * p.x_scale_stride, exists);
@@ -199,44 +206,62 @@ __device__ __forceinline__ void store_eight(const Params& p, int64_t token, int 
   }
 }
 
-// Into a y of 16 bits, a chunk of tokens at a time in two buffers by turns: scaled in registers, transposed by
-// stmatrix, stored eight rows of W at a time.
+// Where eight rows of W of a token lie in a chunk of y: padded, or as the copy engine's swizzle has them.
+template <typename K>
+__device__ __forceinline__ uint32_t y_address(uint32_t chunk, int token, int eight) {
+  constexpr int kTokenBytes = K::kStage.chunk_bytes / kChunkTokens;
+  return chunk + token * kTokenBytes + ((K::kByTurns ? eight ^ token % 8 : eight) << 4);
+}
+
+// Into a y of 16 bits, a chunk of tokens at a time in a few buffers by turns: scaled in registers, transposed by
+// stmatrix, stored eight rows of W at a time; or by the copy engine, which may still read what it stores when this
+// returns.
 template <typename K, typename Sum>
-__device__ __forceinline__ void write_half_result(const Params& p, const Sum (&sum)[K::kTilesM][4], uint32_t buffers,
-                                                  const Target& at) {
-  constexpr int kChunkRowBytes = kChunkBytes / kChunkTokens;
+__device__ __forceinline__ void write_half_result(const Params& p, const CUtensorMap& y_map,
+                                                  const Sum (&sum)[K::kTilesM][4], uint32_t buffers, const Target& at) {
+  constexpr int kBuffers = K::kStage.chunks;
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, warpgroup = threadIdx.x / 128;
   const bool half = K::kFloatX ? std::is_same_v<typename K::T, __half> : p.y_dtype == DType::kFloat16;
+  const bool copies = K::kByTurns && p.copies_y;
+  if (copies) tma::wait_for_stores<0>();  // of the rows before
   wait_for_scales(warpgroup);
   const Rows<!K::kFloatX, 2, 8> rows(p, at.rows, warp * 16 + lane / 4);
 #pragma unroll
-  for (int first = 0; first < K::kTilesM; first += kChunkTokens / 8) {
-    const uint32_t tile = buffers + (warpgroup * 2 + first * 8 / kChunkTokens % 2) * kChunkBytes;
+  for (int chunk = 0; chunk < K::kTokens / kChunkTokens; ++chunk) {
+    const uint32_t tile = buffers + (warpgroup * kBuffers + chunk % kBuffers) * K::kStage.chunk_bytes;
 #pragma unroll
     for (int j = 0; j < kChunkTokens / 8; j += 2) {
       uint32_t pairs[4];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const Sum(&of)[4] = sum[first + j + i];
-        const Tokens<K> x(p, at.tokens, (first + j + i) * 8 + lane % 4 * 2);
+        const int eight = chunk * (kChunkTokens / 8) + j + i;
+        const Tokens<K> x(p, at.tokens, eight * 8 + lane % 4 * 2);
 #pragma unroll
         for (int high = 0; high < 2; ++high) {
           pairs[2 * i + high] =
-              pack(rows.finish(high, static_cast<float>(of[2 * high]), x.scale.x, x.zero.x),
-                   rows.finish(high, static_cast<float>(of[2 * high + 1]), x.scale.y, x.zero.y), half);
+              pack(rows.finish(high, static_cast<float>(sum[eight][2 * high]), x.scale.x, x.zero.x),
+                   rows.finish(high, static_cast<float>(sum[eight][2 * high + 1]), x.scale.y, x.zero.y), half);
         }
       }
       const int token = (j + lane / 16) * 8 + lane % 8;
-      ptx::stmatrix_x4_transposed(tile + token * kChunkRowBytes + warp * 32 + lane / 8 % 2 * 16, pairs);
+      ptx::stmatrix_x4_transposed(y_address<K>(tile, token, warp * 2 + lane / 8 % 2), pairs);
+    }
+    if (copies) {
+      tma::fence_stores();
+      if (chunk + 1 >= kBuffers) tma::wait_for_stores<kBuffers - 2>();  // the place of the next chunk
     }
     ptx::named_barrier(1 + warpgroup, 128);
+    const int64_t token0 = at.token0 + chunk * kChunkTokens;
+    if (copies) {
+      if (thread == 0 && at.row0 < at.row_end) tma::store_3d(&y_map, tile, at.row0, 0, static_cast<int>(token0));
+      continue;
+    }
     const int n = at.row0 + thread % 8 * 8;
 #pragma unroll
     for (int i = 0; i < kChunkTokens / 16; ++i) {
       const int token = thread / 8 + i * 16;
-      const int64_t m = at.token0 + first * 8 + token;
-      if (m >= p.m || n >= at.row_end) continue;
-      store_eight(p, m, n, at.row_end, ptx::load_shared_16(tile + token * kChunkRowBytes + thread % 8 * 16));
+      if (token0 + token >= p.m || n >= at.row_end) continue;
+      store_eight(p, token0 + token, n, at.row_end, ptx::load_shared_16(y_address<K>(tile, token, thread % 8)));
     }
   }
   ptx::named_barrier(1 + warpgroup, 128);  // before the buffers are used again

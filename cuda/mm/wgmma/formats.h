@@ -28,9 +28,9 @@ inline XKind x_kind_of(const Problem& problem) {
   return problem.x_dtype == DType::kFloat16 ? XKind::kFloat16 : XKind::kBFloat16;
 }
 
-// The tiles a row is for, by their tokens. kLargestIfFast: with fast_accum, sums may stay in the tensor cores; the
-// largest tile alone has a kernel for that.
-enum class TileTokens { kAnyTokens, kSwapped, kNotSwapped, kLargestIfFast };
+// The tiles a row is for. kFastAccum: with fast_accum, sums may stay in the tensor cores; the largest tile and those by
+// turns have kernels for that.
+enum class Tiles { kAllTiles, kSwapped, kNotSwapped, kFastAccum };
 
 struct Formats {
   XKind x;
@@ -38,15 +38,15 @@ struct Formats {
   bool blocks;  // one scale for each block of 128 x 128 of W
   Fold fold;
   bool columns;  // the fold needs a value per token
-  TileTokens tokens;
+  Tiles tiles;
 
-  constexpr bool is_for(int tile_tokens) const {
-    if (tokens == TileTokens::kSwapped) return can_swap(tile_tokens);
-    if (tokens == TileTokens::kNotSwapped) return !can_swap(tile_tokens);
-    return tokens == TileTokens::kAnyTokens || tile_tokens == 256;
+  constexpr bool is_for(Tile tile) const {
+    if (tiles == Tiles::kSwapped) return can_swap(tile.tokens);
+    if (tiles == Tiles::kNotSwapped) return !can_swap(tile.tokens);
+    return tiles == Tiles::kAllTiles || tile.tokens == 256 || tile.by_turns;
   }
-  constexpr bool serves(int tile_tokens, bool fast_accum) const {
-    return is_for(tile_tokens) && (tokens != TileTokens::kLargestIfFast || fast_accum);
+  constexpr bool serves(Tile tile, bool fast_accum) const {
+    return is_for(tile) && (tiles != Tiles::kFastAccum || fast_accum);
   }
   constexpr Traits traits() const {
     const bool float_x = x != XKind::kInt8 && x != XKind::kFp8;
@@ -55,8 +55,8 @@ struct Formats {
   }
 };
 constexpr Formats kRows[] = {
-#define QAO_FORMATS(x, type, weight, blocks, fold, columns, tokens) \
-  {XKind::x, Format::weight, blocks, Fold::fold, columns, TileTokens::tokens},
+#define QAO_FORMATS(x, type, weight, blocks, fold, columns, tiles) \
+  {XKind::x, Format::weight, blocks, Fold::fold, columns, Tiles::tiles},
 #include "mm/wgmma/formats.inc"
 #undef QAO_FORMATS
 };
@@ -87,7 +87,7 @@ static_assert(
             const bool first =
                 kFirstRow[static_cast<int>(kRows[row].x)][static_cast<int>(kRows[row].weight)][kRows[row].blocks] ==
                 row;
-            while (first && alike() && !kRows[at].serves(tile.tokens, fast)) ++at;
+            while (first && alike() && !kRows[at].serves(tile, fast)) ++at;
             if (first && !alike()) return false;
           }
         }
@@ -101,16 +101,16 @@ inline int first_row_of(const Problem& problem) {
 }
 inline bool has_kernels(const Problem& problem) { return first_row_of(problem) < kRowCount; }
 
-// The row that serves the problem in tiles of so many tokens.
-inline int row_of(const Problem& problem, int tokens) {
+// The row that serves the problem in such tiles.
+inline int row_of(const Problem& problem, Tile tile) {
   int row = first_row_of(problem);
-  while (!kRows[row].serves(tokens, problem.fast_accum)) ++row;
+  while (!kRows[row].serves(tile, problem.fast_accum)) ++row;
   return row;
 }
-inline Traits traits_of(const Problem& problem, int tokens) { return kRows[row_of(problem, tokens)].traits(); }
+inline Traits traits_of(const Problem& problem, Tile tile) { return kRows[row_of(problem, tile)].traits(); }
 
 inline int tile_k_of(const Problem& problem, const Plan& plan) {
-  return traits_of(problem, plan.tile_m).tile_k(kTiles[plan.config]);
+  return traits_of(problem, kTiles[plan.config]).tile_k(kTiles[plan.config]);
 }
 
 }  // namespace qao::mm::wgmma

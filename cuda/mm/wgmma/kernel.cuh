@@ -15,6 +15,7 @@
 //   +---+ +---------+
 #pragma once
 
+#include "mm/wgmma/by_turns.cuh"
 #include "mm/wgmma/consumer.cuh"
 
 namespace qao::mm::wgmma {
@@ -26,13 +27,18 @@ __global__ void __launch_bounds__(K::kThreads, 1) mm_kernel(Params p, const __gr
   if (threadIdx.x < K::kStage.count) {
     const uint32_t barrier = ring.arrived() + threadIdx.x * 8;
     tma::barrier_init(barrier, 1 + (K::kColumns ? kHelperThreads : K::kScalesOperand ? 32 : 0));
-    tma::barrier_init(barrier + kBarrierBytes, warpgroups(p) * 128);
+    // By turns: a lane of each warp of one warpgroup, in both CTAs of the pair.
+    tma::barrier_init(barrier + kBarrierBytes, K::kByTurns ? kTurnsCluster * 4 : warpgroups(p) * 128);
     if (K::kScalesOperand) tma::barrier_init(barrier + 2 * kBarrierBytes, 1);
     tma::barrier_init_fence();
   }
   const int warp = ptx::warp_index() - K::kConsumerThreads / 32;
-  if (warp == 0 && ptx::elect_one()) tma::prefetch_map(&maps.x);
+  if (warp == 0 && ptx::elect_one()) {
+    tma::prefetch_map(&maps.x);
+    if (K::kByTurns && p.copies_y) tma::prefetch_map(&maps.y);
+  }
   __syncthreads();
+  if constexpr (K::kByTurns) ptx::cluster_barrier();  // what comes next arrives at barriers of the other CTA
   // All that comes from the kernel before, and the y that it may still read, is only touched after a wait for it: each
   // role waits when all else is ready. W may be its work too: up to there it went to L2 alone, where it cannot grow
   // stale.
@@ -47,8 +53,10 @@ __global__ void __launch_bounds__(K::kThreads, 1) mm_kernel(Params p, const __gr
   } else {
     ptx::raise_registers<K::kConsumerRegisters>();
     const uint32_t epilogue = ring.data + K::kStage.epilogue;
-    if (warp + K::kConsumerThreads / 32 < warpgroups(p) * 4) {
-      for_each_tile<K>(p, [&](const Place& at) { Consumer<K>{p, ring}.run(at, epilogue); });
+    if constexpr (K::kByTurns) {
+      consume_by_turns<K>(p, maps.y, ring, epilogue);
+    } else if (warp + K::kConsumerThreads / 32 < warpgroups(p) * 4) {
+      for_each_tile<K>(p, [&](const Place& at) { Consumer<K>{p, maps.y, ring}.run(at, epilogue); });
     }
   }
 }

@@ -11,9 +11,9 @@
 namespace qao::mm::wgmma {
 
 // What the copy engine reads, in boxes of one K-tile: x [token][part][k], W [row][1][k] or packed
-// [row tile][tile of 64 k][512 bytes], int4 scales [row tile][group][parameters].
+// [row tile][tile of 64 k][512 bytes], int4 scales [row tile][group][parameters]. What it writes: y [token][1][n].
 struct TensorMaps {
-  CUtensorMap x, weight, scales;
+  CUtensorMap x, weight, scales, y;
 };
 
 struct Params {
@@ -46,6 +46,7 @@ struct Params {
   const float* weight_sums;
   const void* bias;
   void* y;
+  bool copies_y;  // the copy engine can store it, 16 bits a value
   DType bias_dtype, y_dtype;
 };
 

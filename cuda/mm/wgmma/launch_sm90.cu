@@ -19,18 +19,18 @@ constexpr int64_t kPrefetchBytes = 16 * 1024;  // of W, for each CTA: more delay
 using KernelFunction = void (*)(Params, TensorMaps);
 
 // Null where the row is not for such tiles, or they are not compiled.
-template <int row, typename T, int rows, int tokens>
+template <int row, typename T, int rows, int tokens, bool by_turns>
 constexpr KernelFunction one() {
   constexpr Formats kOf = kRows[row];
-  if constexpr (kOf.is_for(tokens) && kOf.traits().serves({rows, tokens})) {
-    return &mm_kernel<Kernel<T, kOf.weight, kOf.fold, kOf.columns, rows, tokens>>;
+  if constexpr (kOf.is_for({rows, tokens, by_turns}) && kOf.traits().serves({rows, tokens, by_turns})) {
+    return &mm_kernel<Kernel<T, kOf.weight, kOf.fold, kOf.columns, rows, tokens, by_turns>>;
   } else {
     return nullptr;
   }
 }
 
 // Of a tile, by rows of formats.inc.
-template <int rows, int tokens, size_t... row>
+template <int rows, int tokens, bool by_turns, size_t... row>
 constexpr std::array<KernelFunction, kRowCount> of_tile(std::index_sequence<row...>) {
   using qao::wgmma::E4m3;
   using Types = std::tuple<
@@ -38,10 +38,10 @@ constexpr std::array<KernelFunction, kRowCount> of_tile(std::index_sequence<row.
 #include "mm/wgmma/formats.inc"
 #undef QAO_FORMATS
       void>;
-  return {one<row, std::tuple_element_t<row, Types>, rows, tokens>()...};
+  return {one<row, std::tuple_element_t<row, Types>, rows, tokens, by_turns>()...};
 }
 constexpr std::array<KernelFunction, kRowCount> kKernels[] = {
-#define QAO_TILE(rows, tokens) of_tile<rows, tokens>(std::make_index_sequence<kRowCount>{}),
+#define QAO_TILE(rows, tokens, by_turns) of_tile<rows, tokens, by_turns>(std::make_index_sequence<kRowCount>{}),
 #include "mm/wgmma/tiles.inc"
 #undef QAO_TILE
 };
@@ -64,6 +64,11 @@ Status make_tensor_maps(const Problem& problem, const Plan& plan, const Argument
                                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   Status status = encode_tensor_map(&maps->x, x.data, x_dtype, x_shape, CU_TENSOR_MAP_SWIZZLE_128B);
   if (!status.ok()) return status;
+  if (p.copies_y) {
+    const TensorShape y{{n, 1, m}, {n * 2, n * 2}, {kWarpgroupRows, 1, kChunkTokens}};
+    status = encode_tensor_map(&maps->y, p.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, y, CU_TENSOR_MAP_SWIZZLE_128B);
+    if (!status.ok()) return status;
+  }
   if (!packed) {
     const TensorShape weight{{k, 1, n}, {k, k}, {tile_k, 1, tile_rows}};
     return encode_tensor_map(&maps->weight, arguments.weight, CU_TENSOR_MAP_DATA_TYPE_UINT8, weight,
@@ -99,7 +104,8 @@ void set_groups(const Problem& problem, int64_t tile_k, Params* p) {
 }  // namespace
 
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream) {
-  const Traits traits = traits_of(problem, plan.tile_m);
+  const Tile tile = kTiles[plan.config];
+  const Traits traits = traits_of(problem, tile);
   const bool packed = traits.packed, block = has_blocks(problem);
   const int64_t tile_k = tile_k_of(problem, plan);
   Params p{};
@@ -111,10 +117,12 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   p.row_blocks = static_cast<int>(ceil_div(problem.n, plan.tile_n));
   p.token_blocks = static_cast<int>(ceil_div(problem.m, plan.tile_m));
   p.split_k = plan.split_k;
+  if (tile.by_turns) p.row_blocks = (p.row_blocks + kTurnsCluster - 1) / kTurnsCluster;
   const int tiles = p.row_blocks * p.token_blocks, ctas = static_cast<int>(plan.ctas);
   p.whole_tiles = plan.splits_last ? tiles / ctas * ctas : tiles;
   // Rows past the last token would be filled with zeros, which takes as long as copying them.
-  p.x_rows = static_cast<int>(std::min<int64_t>(plan.tile_m, round_up(problem.m, 8)));
+  p.x_rows = tile.by_turns ? plan.tile_m / kTurnsCluster
+                           : static_cast<int>(std::min<int64_t>(plan.tile_m, round_up(problem.m, 8)));
   const int64_t tile_bytes = plan.tile_n * tile_k / (packed ? 2 : 1);
   p.prefetch_tiles = static_cast<int>(std::min<int64_t>(kPrefetchBytes / tile_bytes, 32));
   set_groups(problem, tile_k, &p);
@@ -150,15 +158,16 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   p.y = arguments.y;
   p.bias_dtype = problem.bias_dtype;
   p.y_dtype = problem.y_dtype;
+  p.copies_y = tile.by_turns && size_of(p.y_dtype) == 2 && p.n % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
 
   TensorMaps maps{};
   if (Status status = make_tensor_maps(problem, plan, arguments, x, p, &maps); !status.ok()) return status;
-  const KernelFunction kernel = kKernels[plan.config][row_of(problem, plan.tile_m)];
+  const KernelFunction kernel = kKernels[plan.config][row_of(problem, tile)];
   if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
   Launch launch{static_cast<unsigned>(plan.ctas), static_cast<unsigned>(plan.warps) * 32,
                 static_cast<cudaStream_t>(stream)};
   launch.shared_bytes = static_cast<size_t>(plan.shared_bytes);
-  launch.cluster = plan.splits_last ? kLastSplit : p.split_k;
+  launch.cluster = plan.splits_last ? kLastSplit : tile.by_turns ? kTurnsCluster : p.split_k;
   launch.overlapped = true;
   return launch_kernel(launch, "launching wgmma::mm_kernel", kernel, p, maps);
 }

@@ -26,9 +26,11 @@ enum class Operands {
   kFloatFolded,
   kInt8Int8,
   kInt8Int8Tall,
+  kInt8Int8Turns,
   kFp8Fp8,
   kFp8Fp8Tall,
   kFp8Fp8Fast,  // sums that stay in the tensor cores
+  kFp8Fp8FastTurns,
   kFp8Fp8Blocks,
   kInt8Int4,
   kInt8Int4Symmetric,
@@ -64,8 +66,9 @@ Operands operands_of(const Problem& p, const Traits& traits, Tile tile) {
   }
   if (!traits.packed) {
     if (p.weight_scaling == Scaling::kBlock) return kFp8Fp8Blocks;
-    if (p.x == Format::kFp8) return !traits.folds ? kFp8Fp8Fast : tall ? kFp8Fp8Tall : kFp8Fp8;
-    return tall ? kInt8Int8Tall : kInt8Int8;
+    if (p.x == Format::kFp8 && !traits.folds) return tile.by_turns ? kFp8Fp8FastTurns : kFp8Fp8Fast;
+    if (p.x == Format::kFp8) return tall ? kFp8Fp8Tall : kFp8Fp8;
+    return tile.by_turns ? kInt8Int8Turns : tall ? kInt8Int8Tall : kInt8Int8;
   }
   if (p.x == Format::kFp8) return kFp8Int4;
   return p.groups() == 1 ? kInt8Int4Channel : p.has_zeros ? kInt8Int4 : kInt8Int4Symmetric;
@@ -73,7 +76,7 @@ Operands operands_of(const Problem& p, const Traits& traits, Tile tile) {
 
 // Null: plan() does not take this tile.
 const Cost* cost_of(const Problem& problem, Tile tile) {
-  const Operands operands = operands_of(problem, traits_of(problem, tile.tokens), tile);
+  const Operands operands = operands_of(problem, traits_of(problem, tile), tile);
   for (const Cost& row : kCosts) {
     if (row.operands == operands && row.tokens == tile.tokens) return &row;
   }
@@ -116,6 +119,9 @@ bool waits_for_bytes(const Traits& traits, int tokens) {
   return !traits.float_x && !traits.packed && tokens <= (traits.folds ? 64 : 128);
 }
 
+// K-tiles that a warpgroup could multiply by turns while it stores a tile of y.
+constexpr int64_t kEpilogueKTiles = 12;
+
 // Calls visit with every row of tiles.inc, cluster and split of K that serve the problem: once with tiles of all their
 // rows of W and, if that may save time, once with the fewest rows that need no more waves.
 template <typename Visit>
@@ -123,10 +129,18 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
   for (int row = 0; row < static_cast<int>(std::size(kTiles)); ++row) {
     const Tile tile = kTiles[row];
     const int tokens = tile.tokens;
-    const Traits traits = traits_of(problem, tokens);
+    const Traits traits = traits_of(problem, tile);
     if (!traits.serves(tile)) continue;
     const int64_t steps = ceil_div(problem.k, traits.tile_k(tile)) * (is_split(problem) ? kFloat32Parts : 1);
     const int64_t token_blocks = ceil_div(problem.m, tokens);
+    if (tile.by_turns) {  // the products of one tile hide the epilogue of another: all but the last one's
+      const int64_t clusters = gpu.num_sms / kTurnsCluster;
+      const int64_t tiles = ceil_div(ceil_div(problem.n, tile.rows), kTurnsCluster) * token_blocks;
+      const double turn = std::max(static_cast<double>(steps), static_cast<double>(steps + kEpilogueKTiles) / 2);
+      const Terms counts = {turn * static_cast<double>(ceil_div(tiles, clusters)), 1, 0, 0};
+      visit(Choice{row, 1, tile.rows, std::min(tiles, clusters) * kTurnsCluster, false, counts});
+      continue;
+    }
     for (int split = 1; split <= std::min<int64_t>(kMaxCluster, steps); ++split) {
       const int64_t slots = slots_of(gpu, split);
       const auto ctas_of = [&](int tile_rows) { return ceil_div(problem.n, tile_rows) * token_blocks * split; };
@@ -162,9 +176,9 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
 
 void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* plan) {
   const Tile tile = kTiles[choice.row];
-  const Stage stage(traits_of(problem, tile.tokens), tile);
+  const Stage stage(traits_of(problem, tile), tile);
   plan->body = Body::kWgmma;
-  plan->reason = "many tokens on Hopper: wgmma";
+  plan->reason = tile.by_turns ? "many tokens on Hopper: wgmma by turns" : "many tokens on Hopper: wgmma";
   plan->instruction = problem.x == Format::kInt8           ? "wgmma s8"
                       : problem.x == Format::kFp8          ? "wgmma e4m3"
                       : problem.x_dtype == DType::kFloat16 ? "wgmma f16"

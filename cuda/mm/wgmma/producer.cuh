@@ -16,7 +16,7 @@ namespace qao::mm::wgmma {
 
 // T: what the tensor cores multiply, __nv_bfloat16, __half, int8_t or qao::wgmma::E4m3. `columns`: the fold needs a
 // value per token, a scale of x or a sum of it.
-template <typename T_, Format weight, Fold fold, bool columns, int rows, int tokens>
+template <typename T_, Format weight, Fold fold, bool columns, int rows, int tokens, bool by_turns>
 struct Kernel {
   using T = T_;
   using Product = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;
@@ -30,7 +30,9 @@ struct Kernel {
   static constexpr bool kOwnTokens = kSwapped && tokens == rows;  // of a warpgroup; else it has rows of its own
   static constexpr bool kOneHalf = kFolds && tokens == 256;  // products of all tokens find no room beside their sums
   static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds, kSwapped};
-  static constexpr Tile kTile{rows, tokens};
+  static constexpr Tile kTile{rows, tokens, by_turns};
+  static constexpr bool kByTurns = by_turns;
+  static constexpr int kRowParts = kTile.warpgroup_rows() / kWarpgroupRows;  // of a warpgroup, 64 rows each
   static constexpr int kTileK = kTraits.tile_k(kTile), kTokens = tokens, kTilesM = tokens / 8;
   static constexpr int kAtomK = kFloatX ? 64 : 128, kAtoms = kTileK / kAtomK;  // 128 bytes of a token
   static constexpr int kSteps = kAtoms * kAtomSteps;                           // products, 32 bytes of a token each
@@ -58,6 +60,11 @@ struct Ring {
   __device__ __forceinline__ uint32_t rest() const { return arrived() + 3 * kBarrierBytes; }
   __device__ __forceinline__ void advance() {
     if (++stage == K::kStage.count) stage = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ void skip(int stages) {  // any number
+    stage += stages;
+    parity ^= stage / K::kStage.count & 1;
+    stage %= K::kStage.count;
   }
   __device__ __forceinline__ void advance(int stages) {  // at most a whole round
     stage += stages;
@@ -87,21 +94,29 @@ __device__ __forceinline__ Place place(const Params& p, int turn) {
   const bool whole = turn < p.whole_tiles;
   const int tile = whole ? turn : p.whole_tiles + (turn - p.whole_tiles) / kLastSplit;
   const int panel = quotient(tile, K::kPanel * p.row_blocks), inside = tile - panel * K::kPanel * p.row_blocks;
-  const int width = min(K::kPanel, p.token_blocks - panel * K::kPanel), row_block = quotient(inside, width);
+  const int width = min(K::kPanel, p.token_blocks - panel * K::kPanel);
+  int row_block = quotient(inside, width);
   const int split_k = whole ? p.split_k : kLastSplit, steps = p.parts * p.k_tiles;
   const int part = split_k > 1 ? ptx::cluster_rank() : 0;
-  return {row_block, panel * K::kPanel + inside - row_block * width, quotient(steps * part, split_k),
-          quotient(steps * (part + 1), split_k), split_k};
+  const int token_block = panel * K::kPanel + inside - row_block * width;
+  if constexpr (K::kByTurns) row_block = row_block * kTurnsCluster + ptx::cluster_rank();
+  return {row_block, token_block, quotient(steps * part, split_k), quotient(steps * (part + 1), split_k), split_k};
 }
 // This CTA's first turn.
+template <typename K>
 __device__ __forceinline__ int first_turn(const Params& p) {
-  return p.split_k > 1 ? ptx::cluster_index() : static_cast<int>(blockIdx.x);
+  return K::kByTurns || p.split_k > 1 ? ptx::cluster_index() : static_cast<int>(blockIdx.x);
+}
+template <typename K>
+__device__ __forceinline__ int turn_step(const Params& p) {
+  return K::kByTurns || p.split_k > 1 ? ptx::cluster_count() : static_cast<int>(gridDim.x);
+}
+__device__ __forceinline__ int turns(const Params& p) {
+  return p.whole_tiles + (p.row_blocks * p.token_blocks - p.whole_tiles) * kLastSplit;
 }
 template <typename K, typename Work>
 __device__ __forceinline__ void for_each_tile(const Params& p, const Work& work) {
-  const int step = p.split_k > 1 ? ptx::cluster_count() : static_cast<int>(gridDim.x);
-  const int turns = p.whole_tiles + (p.row_blocks * p.token_blocks - p.whole_tiles) * kLastSplit;
-  for (int turn = first_turn(p); turn < turns; turn += step) work(place<K>(p, turn));
+  for (int turn = first_turn<K>(p); turn < turns(p); turn += turn_step<K>(p)) work(place<K>(p, turn));
 }
 
 // K-tile `at` is the last of its group.
@@ -117,7 +132,7 @@ template <typename K>
 __device__ __forceinline__ void prefetch_weight(const Params& p, const TensorMaps& maps) {
   constexpr int kPackedTiles = K::kTileK / int4::kTileK;
   const int row_tiles = p.tile_rows / int4::kTileN;
-  const Place at = place<K>(p, first_turn(p));
+  const Place at = place<K>(p, first_turn<K>(p));
   const int lane = threadIdx.x % 32, i = at.begin + lane, k_tile = i % p.k_tiles;
   if (lane >= p.prefetch_tiles || i >= at.end) return;
   if constexpr (K::kPacked) {
@@ -135,8 +150,8 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
   constexpr int kPackedTiles = K::kTileK / int4::kTileK;
   const int row_tiles = p.tile_rows / int4::kTileN;
   const int scale_bytes = K::kPacked ? row_tiles * p.groups_per_tile * p.group_bytes : 0;
-  const int bytes = p.x_rows * K::kAtoms * 128 + K::kStage.weight / K::kTile.rows * p.tile_rows +
-                    (K::kScalesOperand ? 0 : scale_bytes);
+  const int bytes = (K::kByTurns ? K::kTokens : p.x_rows) * K::kAtoms * 128 +
+                    K::kStage.weight / K::kTile.rows * p.tile_rows + (K::kScalesOperand ? 0 : scale_bytes);
   for_each_tile<K>(p, [&](const Place& at) {
     int part = 0, k_tile = at.begin;
     while (k_tile >= p.k_tiles) k_tile -= p.k_tiles, ++part;
@@ -162,7 +177,12 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
         for (int atom = 0; atom < K::kAtoms; ++atom) {
           const uint32_t to = x + atom * K::kTokens * 128;
           const int column = k_tile * K::kTileK + atom * K::kAtomK;
-          tma::load_3d(to, &maps.x, column, part, token0, barrier);
+          if constexpr (K::kByTurns) {  // each CTA of the pair brings half of the tokens to both
+            const int first = ptx::cluster_rank() * p.x_rows;
+            tma::load_3d_to_all(to + first * 128, &maps.x, column, part, token0 + first, barrier, kTurnsCluster);
+          } else {
+            tma::load_3d(to, &maps.x, column, part, token0, barrier);
+          }
         }
       }
       ring.advance();

@@ -10,14 +10,16 @@ namespace qao::mm::wgmma {
 
 constexpr int kWarpgroupRows = 64, kProducerThreads = 128;
 constexpr int kMaxSharedBytes = 226 * 1024;  // of a multiprocessor
-constexpr int kMaxCluster = 8, kLastSplit = 2;
+constexpr int kMaxCluster = 8, kLastSplit = 2, kTurnsCluster = 2;
 constexpr int64_t kMaxIntegerK = (int64_t{1} << 17) - 1;  // sums of (-128)^2 stay below 2^31
 
-// What a CTA computes of y. A consumer warpgroup has 64 of the rows of W.
+// What a CTA computes of y at a time. A consumer warpgroup has 64 of the rows of W, or all of them in its turn.
 struct Tile {
   int rows, tokens;
+  bool by_turns;
 
-  constexpr int warpgroups() const { return rows / kWarpgroupRows; }
+  constexpr int warpgroups() const { return by_turns ? 2 : rows / kWarpgroupRows; }
+  constexpr int warpgroup_rows() const { return by_turns ? rows : kWarpgroupRows; }
   constexpr bool tall() const { return rows > 2 * kWarpgroupRows; }
 };
 
@@ -33,6 +35,7 @@ struct Traits {
   // and has both operands in shared memory is compiled with the largest tile too, and multiplies half of its tokens at
   // a time.
   constexpr bool serves(Tile tile) const {
+    if (tile.by_turns) return !(float_x || packed || folds);
     if (tile.tall()) return float_x ? !folds : !(packed || columns || swapped);
     if (tile.tokens == 32) return !(folds && float_x);
     return tile.tokens <= (folds && (packed || float_x || columns) ? 128 : 256);
@@ -47,20 +50,23 @@ struct Traits {
 constexpr bool can_swap(int tokens) { return tokens == kWarpgroupRows || tokens == 2 * kWarpgroupRows; }
 
 constexpr Tile kTiles[] = {
-#define QAO_TILE(rows, tokens) {rows, tokens},
+#define QAO_TILE(rows, tokens, by_turns) {rows, tokens, by_turns},
 #include "mm/wgmma/tiles.inc"
 #undef QAO_TILE
 };
-// The epilogue transposes through shared memory: rows of tokens, padded against bank conflicts.
-constexpr int kPaddedN = 64 + 4, kChunkTokens = 32, kChunkBytes = kChunkTokens * (64 * 2 + 16);
+// The epilogue transposes through shared memory: rows of tokens, padded against bank conflicts, or swizzled where the
+// copy engine stores them.
+constexpr int kPaddedN = 64 + 4, kChunkTokens = 32, kChunkBytes = kChunkTokens * (64 * 2 + 16),
+              kSwizzledChunkBytes = kChunkTokens * 64 * 2;
 
 constexpr int kMaxStages = 8, kBarrierBytes = kMaxStages * 8, kControlBytes = 4 * kBarrierBytes;  // see Ring
 constexpr int kRowScaleBytes = 8, kRestBytes = 4;  // of one row of W in one group: see RowScale
 
 // A stage holds tile_k columns of x, in parts of 128 bytes of each token, and of W.
 struct Stage {
-  int x, weight, scales;  // bytes
-  int columns;            // floats per token that the scaling of sums needs, or scales of rows of W made ready
+  int x, weight, scales;    // bytes
+  int columns;              // floats per token that the scaling of sums needs, or scales of rows of W made ready
+  int chunk_bytes, chunks;  // of y: a warpgroup's buffers
   int bytes, count, epilogue, tokens, rows, barriers, total;
 
   constexpr Stage(const Traits& t, Tile tile)
@@ -71,16 +77,18 @@ struct Stage {
         columns(t.columns               ? (t.packed ? 2 : 1) * tile.tokens * 4
                 : t.packed && t.float_x ? t.tile_k(tile) / 32 * tile.rows * kRowScaleBytes
                                         : 0),
+        chunk_bytes(tile.by_turns ? kSwizzledChunkBytes : kChunkBytes),
+        chunks(tile.by_turns ? 3 : 2),
         bytes((x + weight + scales + columns + 1023) / 1024 * 1024),
-        // After the ring, for each warpgroup: two chunks, the scales and zero points of x, scales, sums and bias of its
-        // rows of W. Then the mbarriers.
-        count(std::min(kMaxStages, (kMaxSharedBytes - tile.warpgroups() * 2 * (kChunkBytes + tile.tokens * 4) -
-                                    3 * tile.rows * 4 - kControlBytes) /
+        // After the ring, for each warpgroup: chunks of y, the scales and zero points of x, scales, sums and bias of
+        // its rows of W. Then the mbarriers.
+        count(std::min(kMaxStages, (kMaxSharedBytes - tile.warpgroups() * (chunks * chunk_bytes + 2 * tile.tokens * 4) -
+                                    3 * tile.warpgroups() * tile.warpgroup_rows() * 4 - kControlBytes) /
                                        bytes)),
         epilogue(count * bytes),
-        tokens(epilogue + tile.warpgroups() * 2 * kChunkBytes),
+        tokens(epilogue + tile.warpgroups() * chunks * chunk_bytes),
         rows(tokens + tile.warpgroups() * 2 * tile.tokens * 4),
-        barriers(rows + 3 * tile.rows * 4),
+        barriers(rows + 3 * tile.warpgroups() * tile.warpgroup_rows() * 4),
         total(barriers + kControlBytes) {}
 };
 
