@@ -235,6 +235,25 @@ def test_jagged(scheme: Scheme, compiled: bool, device: str) -> None:
         assert torch.equal(mm(x, weight, bias).values(), y.values())
 
 
+@every_scheme
+def test_strided_nested_tensors(scheme: Scheme, device: str) -> None:
+    weight = scheme.make_weight(40, 70, device=device)
+    parts = [values(n, 2, 70, device=device, seed=n) for n in (3, 1, 5)]
+    x = torch.nested.nested_tensor(parts, requires_grad=True)
+    bias = values(40, device=device).requires_grad_()
+    y = scheme.mm_with_grad(x, weight, bias)
+    assert y.is_nested and y.layout == torch.strided
+    rows = torch.cat([part.view(-1, 70) for part in parts])
+    assert [part.shape for part in y.unbind()] == [(n, 2, 40) for n in (3, 1, 5)]
+    check_product(torch.cat([part.view(-1, 40) for part in y.unbind()]).detach(), rows, weight, bias.detach())
+    dy = [values(n, 2, 40, device=device, seed=10 + n) for n in (3, 1, 5)]
+    y.backward(torch.nested.as_nested_tensor(dy))
+    dy_rows = torch.cat([part.view(-1, 40) for part in dy])
+    assert x.grad is not None and x.grad.is_nested
+    check_close(torch.cat([part.view(-1, 70) for part in x.grad.unbind()]), dy_rows, weight.dense.T)
+    same(bias.grad, dy_rows.sum(0))
+
+
 def test_the_jagged_dimension_is_not_that_of_features(device: str) -> None:
     weight = PRODUCTS[0].make_weight(40, 70, device=device)
     x = torch.nested.nested_tensor([values(70, n, device=device).T for n in (2, 3)], layout=torch.jagged)

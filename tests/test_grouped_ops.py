@@ -82,10 +82,11 @@ def test_tiles(scheme: Scheme, fmt: Format, counts: list[int], device: str) -> N
 @pytest.mark.parametrize("x_dtype", DTYPES, ids=SHORT.get)
 @pytest.mark.parametrize(("scheme", "fmt"), FEW)
 def test_bits_are_those_of_the_dense_operator(scheme: Scheme, fmt: Format, x_dtype: torch.dtype) -> None:
-    """Also of values that kernels leave out of their arithmetic: outliers, Inf and NaN stay in their rows."""
+    """Also of values that kernels leave out of their arithmetic: outliers, ladders, Inf and NaN stay in their rows."""
     experts = make_experts(scheme, len(COUNTS), 72, 320, fmt, torch.float32)
     few = randn(23, 320, dtype=x_dtype, device="cpu")
     few[3, 7], few[5, 9], few[11, 0] = 3e4, torch.inf, torch.nan
+    few[9] = 2.0 ** -torch.linspace(0, 24, 320)[torch.randperm(320, generator=generator(0))]
     index = gathered(sum(COUNTS), 23)
     y = experts.mm(few, ends(COUNTS), index)
     begin = 0

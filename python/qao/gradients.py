@@ -93,6 +93,16 @@ class _Product(Function):
 _apply: Callable[..., Tensor] = super(Function, _Product).apply
 
 
+def of_parts(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The product of a nested x [B, *, K] in torch's older layout, which autograd.Function refuses: of all rows."""
+    parts = x.unbind()
+    rows = [part.reshape(-1, x.size(-1)) for part in parts]
+    products = multiply(torch.cat(rows)).split([len(some) for some in rows])
+    return torch.nested.as_nested_tensor(
+        [some.view(*part.shape[:-1], -1) for some, part in zip(products, parts, strict=True)]
+    )
+
+
 def _dense(ctx: Any, dtype: torch.dtype) -> Tensor:
     operator, operands = ctx.product
     return DENSE[operator](*ctx.saved_tensors, dtype, *operands[3:])
@@ -238,5 +248,7 @@ def product(
         if trained is not None or getattr(x, "requires_grad", False):  # x may be no tensor: the operator says so
             if _is_dynamo_compiling():
                 return TRACED[operator](x, weight, scales, bias, *others, *constants)  # type: ignore[no-any-return]
+            if x.is_nested and x.layout == torch.strided:
+                return of_parts(lambda rows: product(operator, constants, rows, weight, scales, bias, *others), x)
             return _apply(x, trained, operator, (weight, scales, bias, *others, *constants))
     return operator(x, weight, scales, bias, *others, *constants)

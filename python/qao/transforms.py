@@ -1,4 +1,4 @@
-"""What vmap, jagged nested tensors and FlopCounterMode need to know of the operators; registered by import."""
+"""What vmap, nested tensors and FlopCounterMode need to know of the operators; registered by import."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from .gradients import DENSE, batched
+from .gradients import DENSE, batched, of_parts
 
 _qao = torch.ops.qao
 _library = torch.library.Library("qao", "FRAGMENT")
@@ -47,7 +47,7 @@ def _register_rows(operator: Any, rows: int) -> None:
     torch.library.register_vmap(name, rule)
 
 
-# ---- jagged nested tensors -------------------------------------------------------------------------------------------
+# ---- nested tensors --------------------------------------------------------------------------------------------------
 
 
 def _register_jagged(operator: Any) -> None:
@@ -69,6 +69,14 @@ def _register_jagged(operator: Any) -> None:
     torch.library.register_torch_dispatch(name, NestedTensor, rule)
 
 
+def _register_strided(operator: Any) -> None:
+    def rule(x: Tensor, *others: Any) -> Tensor:
+        return of_parts(lambda rows: operator(rows, *others), x)
+
+    for device in ("CPU", "CUDA"):
+        _library.impl(operator._schema.name, rule, f"NestedTensor{device}")
+
+
 def _layout(tensor: Tensor) -> str:
     return f"{str(tensor.layout).removeprefix('torch.')} {list(tensor.shape)}"
 
@@ -77,6 +85,7 @@ def _register() -> None:
     for operator in DENSE:
         _register_product(operator)
         _register_jagged(operator)
+        _register_strided(operator)
     for operator, rows in (
         (_qao.add_rms_norm.default, 2),
         (_qao.silu_mul.default, 2),
