@@ -92,7 +92,8 @@ class Checkpoint(ABC):
     """An open checkpoint.
 
     Attributes:
-        format: "compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "torchao", "gguf", "qao" or "float".
+        format: "compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "torchao", "gguf", "qao", "float", or
+            "mxfp4", which is floats as well: experts that are dequantised when they are read.
         config: the content of config.json without ``quantization_config``; {} without such a file.
         layers: quantised linear layers by the name of their module.
         others: names of the tensors that belong to no quantised layer: embeddings, norms, biases, float linears.

@@ -12,6 +12,7 @@ from . import awq, compressed_tensors, fp8, gptq, native, torchao
 from .base import Checkpoint, CheckpointError
 from .files import SafetensorsCheckpoint, TensorFiles, read_json
 from .gguf import GgufCheckpoint
+from .mxfp4 import Mxfp4Checkpoint
 from .settings import Settings
 
 __all__ = ["open_checkpoint"]
@@ -58,19 +59,22 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         method, settings = "torchao", Settings({}, f"{path}: header")
     if settings is None:
         opened = SafetensorsCheckpoint("float", config, files)
+    elif method == "mxfp4":
+        opened = Mxfp4Checkpoint(config, files)
     elif method == "compressed-tensors":
         opened = SafetensorsCheckpoint(method, config, files, *compressed_tensors.read(files, settings))
     else:
         method = method.replace("-", "_")
         if method not in _READERS:
-            known = ", ".join(["compressed-tensors", *_READERS])
+            known = ", ".join(["compressed-tensors", *_READERS, "mxfp4"])
             raise CheckpointError(f"{settings.where}: quant_method {method!r:.40} is not read; {known} are")
         opened = SafetensorsCheckpoint(method, config, files, _READERS[method](files, settings))
     for name in opened.others:
-        raw = settings is not None and files.dtype(name) == torch.float8_e4m3fn
+        raw = settings is not None and opened.shape_dtype(name)[1] == torch.float8_e4m3fn
         if raw or name.endswith(_QUANTISED):
             raise files.error(name, f"is part of a quantised weight, but of no {method} layer; is config.json its own?")
-    if settings is not None and not opened.layers:
+    found = opened.others != files.names if method == "mxfp4" else opened.layers
+    if settings is not None and not found:
         raise CheckpointError(f"{path}: {settings.where} says {method}, but no tensor is quantised in that way")
     return opened
 

@@ -66,7 +66,7 @@ def _transformers() -> Any:
 def _is_float(path: Path) -> bool:
     from ..checkpoints import open_checkpoint
 
-    return open_checkpoint(path).format == "float"
+    return open_checkpoint(path).format in ("float", "mxfp4")
 
 
 class Answer:

@@ -63,10 +63,12 @@ def from_pretrained(
     where = {"": torch.device(device)} if device is not None else device_map
     local = _local(path, options.pop("revision", None))
     checkpoint = open_checkpoint(local)
-    if checkpoint.format == "float":
+    floats = checkpoint.format in ("float", "mxfp4")
+    if floats:
         if scheme is None:
+            what = "is not quantised" if checkpoint.format == "float" else "has experts in MXFP4, which has no product"
             raise ValueError(
-                f"from_pretrained: {local} is not quantised. Give a scheme to quantise it while it is loaded, for "
+                f"from_pretrained: {local} {what}. Give a scheme to quantise it while it is loaded, for "
                 "example scheme=qao.Int4WeightOnly()."
             )
     elif scheme is not None:
@@ -82,8 +84,11 @@ def from_pretrained(
     if checkpoint.format == "float":
         quantisation = QaoConfig(scheme, embeddings=embeddings)
         return cls.from_pretrained(str(local), quantization_config=quantisation, dtype=dtype or "auto", **common)
-    schemes = _told(local) or {name: layer.scheme for name, layer in checkpoint.layers.items()}
-    config.quantization_config = QaoConfig(layers=schemes).to_dict()
+    if floats:
+        common["quantization_config"] = QaoConfig(scheme, embeddings=embeddings)
+    else:
+        schemes = _told(local) or {name: layer.scheme for name, layer in checkpoint.layers.items()}
+        config.quantization_config = QaoConfig(layers=schemes).to_dict()
     state = {name: _Value(tensor) for name, tensor in checkpoint.state_dict().items()}
     model, info = cls.from_pretrained(
         None, state_dict=state, dtype=dtype or _dtype(config, checkpoint), output_loading_info=True, **common
