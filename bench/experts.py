@@ -6,8 +6,9 @@ in fp8 (rows of x are gathered for them, and quantised beforehand); and on a CPU
 F.linear, which on a GPU would wait for the routing. There calls rotate over routings and copies of the weights, so that
 few tokens meet experts that no cache holds.
 
-A row's floor is what its operands let this device do: the bytes of the experts that tokens chose, at the measured rate
-of reads, or the operations at the measured rate of bfloat16 products, twice that if both operands are of eight bits.
+On a GPU a row has its floor, what its operands let the device do: the bytes of the experts that tokens chose, at the
+measured rate of reads, or the operations at the measured rate of bfloat16 products, twice that if both operands are of
+eight bits.
 """
 
 from __future__ import annotations
@@ -54,16 +55,17 @@ def run(
     warn_if_busy(meta)
     seconds = (_CELL_S if device == "cpu" else _GRAPHS_S) / (_QUICK if quick else 1)
     rows: list[dict[str, Any]] = []
+    rates = (0.0, 0.0)
     if device == "cuda":
         settle_clocks()
-    rates = ceilings(device)
+        rates = ceilings(device)
     with torch.inference_mode():
         for name in models or (MODELS if device == "cuda" else SMALL):
             experts = Experts(MODELS[name], device, schemes)
             for routing in routings:
                 for count in tokens or TOKENS[device]:
                     calls = experts.calls(count, routing)
-                    floors = experts.floors(count, routing, rates)
+                    floors = experts.floors(count, routing, rates) if device == "cuda" else {}
                     experts.check(calls)
                     times = _times(calls, floors, seconds, device)
                     rows += _rows({"model": name, "routing": routing, "tokens": count}, times, floors)
@@ -83,9 +85,9 @@ def _rows(cell: dict[str, Any], times: dict[str, float], floors: dict[str, float
     bf16 = min(time for name, time in times.items() if name.startswith("bf16"))
     peer = min(bf16, times.get(FP8_PEER, bf16))
     for name, time in times.items():
-        floor = floors[name.removesuffix(" loop")]
-        row = cell | {"name": name, "us": time * 1e6, "floor_us": floor * 1e6}
-        row |= {"times_bf16": bf16 / time, "times_peer": peer / time}
+        row = cell | {"name": name, "us": time * 1e6, "times_bf16": bf16 / time, "times_peer": peer / time}
+        if floor := floors.get(name):
+            row["floor_us"] = floor * 1e6
         if loop := times.get(f"{name} loop"):
             row["times_loop"] = loop / time
         print(*(f"{value:.2f}" if isinstance(value, float) else f"{value}" for value in row.values()), flush=True)
@@ -131,14 +133,17 @@ def render(results: dict[str, Any]) -> str:
     rows = [row for row in results["rows"] if not row["name"].endswith("loop")]
     cells: dict[tuple[Any, ...], dict[int, str]] = {}
     for row in rows:
-        other = row.get("times_loop", row["times_peer"])
-        text = f"{row['us']:.0f} ({row['us'] / row['floor_us']:.2f}; {row['times_bf16']:.2f}x, {other:.2f}x)"
+        if floor := row.get("floor_us"):
+            text = f"{row['us']:.0f} ({row['us'] / floor:.2f}; {row['times_bf16']:.2f}x, {row['times_peer']:.2f}x)"
+        else:
+            text = f"{row['us']:.0f} ({row['times_bf16']:.2f}x"
+            text += f", {row['times_loop']:.2f}x)" if "times_loop" in row else ")"
         cells.setdefault((row["model"], row["routing"], row["name"]), {})[row["tokens"]] = text
     tokens = sorted({row["tokens"] for row in rows})
     lines = [[*key, *(found.get(count, "") for count in tokens)] for key, found in cells.items()]
     header = ["experts of", "routing", "operator", *(f"{count} tokens" for count in tokens)]
-    text = (
-        "µs (times as long as its floor; times as fast as bfloat16's best, and on a CPU as the loop over experts with "
-        "the dense operator, on a GPU as the best of torch)"
-    )
+    if any("floor_us" in row for row in rows):
+        text = "µs (times as long as its floor; times as fast as bfloat16's best, as the best of torch)"
+    else:
+        text = "µs (times as fast as bfloat16's best, as the loop over experts with the dense operator)"
     return f"{caption(results['meta'])}; {text}.\n\n{table(header, lines)}"

@@ -147,6 +147,36 @@ def test_offsets_may_begin_with_the_first_row(device: str) -> None:
         assert torch.equal(*(torch.autograd.grad(y, x, torch.ones_like(y))[0] for y in results))
 
 
+BF16_FEW = [param for param in FEW if param.values[0].word == "int4"]
+
+
+@pytest.mark.parametrize(("n", "k"), [(1000, 512), (48, 2880), (2064, 1024), (17, 200)])
+@pytest.mark.parametrize(("scheme", "fmt"), BF16_FEW)
+def test_few_rows_of_bfloat16(scheme: Scheme, fmt: Format, n: int, k: int, device: str) -> None:
+    """What Hopper has a body of its own for: one row an expert, an expert with all of them, steps that end past K, rows
+    that no 16-byte load can read, and what a byte as a subnormal number cannot hold."""
+    experts = make_experts(scheme, 6, n, k, fmt, torch.bfloat16, device)
+    x = randn(12, k + 1, dtype=torch.bfloat16, device=device)
+    for counts in ([1, 1, 1, 1, 1, 1], [0, 0, 29, 0, 0, 1], [9, 2, 8, 0, 1, 0]):
+        rows = sum(counts) + 2
+        index, scale = gathered(rows, 12, device=device), randn(rows, dtype=torch.float32, device=device)
+        for own in (x[:, :k], x[:, 1:], x[:, :k].contiguous()):
+            poison(device)
+            experts.check(experts.mm(own, ends(counts, device), index, scale), own, counts, index, scale)
+    large = x[:, :k].contiguous()
+    large[0, 0], large[1, 3], large[2, 5] = 2.0**40, torch.inf, torch.nan
+    index = torch.arange(12, device=device).roll(3)
+    y, dense = experts.mm(large, ends([3, 2, 3, 1, 2, 1], device), index), torch.empty(12, n, device=device)
+    begin = 0
+    for weight, bias, count in zip(experts.weights, experts.biases(), [3, 2, 3, 1, 2, 1], strict=True):
+        rows_of = slice(begin, begin + count)
+        begin += count
+        dense[rows_of] = scheme.mm(large[index[rows_of]], weight, bias).float()
+    assert torch.equal(y.isfinite(), dense.isfinite()) and torch.equal(y.isnan(), dense.isnan())
+    difference = (y.float() - dense).nan_to_num(0, 0, 0).abs()
+    assert (difference <= 2.0**-6 * dense.nan_to_num(0, 0, 0).abs().amax(1, keepdim=True)).all()
+
+
 def test_no_rows_and_one_expert(device: str) -> None:
     for scheme in SCHEMES:
         experts = make_experts(scheme, 1, 24, 64, device=device)

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "qao/mm.h"
+#include "qao/grouped_mm.h"
 
 namespace qao::mm {
 
@@ -20,7 +20,9 @@ struct X {
 
 namespace stream {
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream);
-}
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts, const X& x,
+              void* stream);
+}  // namespace stream
 namespace wgmma {
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream);
 }

@@ -8,9 +8,9 @@
 
 #include "gpus.h"
 #include "int4/layout.h"
-#include "mm/mma_sync/grouped.h"
 #include "mm/mma_sync/operands.h"
 #include "mm/problem.h"
+#include "mm/routing.h"
 #include "qao/grouped_mm.h"
 
 namespace qao::mm {
@@ -63,7 +63,7 @@ TEST_CASE("every grouped product has a plan that fits its GPU") {
               INFO(about);
               REQUIRE(status.ok());
               CHECK(plan.shared_bytes <= gpu.shared_bytes_per_cta);
-              const int64_t tiles = mma_sync::grouped::token_tiles(experts, rows, plan.tile_m);
+              const int64_t tiles = token_tiles(experts, rows, plan.tile_m);
               REQUIRE(tiles > 0);
               CHECK(plan.ctas % tiles == 0);
               const int64_t row_blocks = plan.ctas / tiles, row_tiles = int4::tiles_n(n);
@@ -86,9 +86,33 @@ TEST_CASE("no routing needs more tiles than a plan has") {
     for (int64_t e = 0; e < experts; ++e) ends.push_back(static_cast<int64_t>(random() % (rows + 1)));
     std::sort(ends.begin(), ends.end());
     for (int tile_m : {8, 16, 32, 64}) {
-      CHECK(tiles_of(ends, rows, tile_m) <= mma_sync::grouped::token_tiles(experts, rows, tile_m));
+      CHECK(tiles_of(ends, rows, tile_m) <= token_tiles(experts, rows, tile_m));
     }
   }
+}
+
+TEST_CASE("few bfloat16 rows an expert stream on Hopper") {
+  Problem problem;
+  problem.x = Format::kFloat, problem.weight = Format::kInt4, problem.x_dtype = DType::kBFloat16;
+  problem.n = 1536, problem.k = 2048, problem.group_size = 128, problem.x_aligned = true;
+  Experts experts;
+  experts.count = 128;
+  Plan plan;
+  for (int64_t rows : {8, 256}) {
+    problem.m = experts.rows = rows;
+    REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
+    CHECK(plan.body == Body::kStreamRing);
+    const bool at_once = plan.ctas <= kH200.num_sms, several_waves = plan.ctas >= 2 * kH200.num_sms;
+    CHECK((at_once || several_waves));
+    REQUIRE(mm::plan(problem, experts, kA100, &plan).ok());
+    CHECK(plan.body == Body::kMmaSyncFloatInt4);
+  }
+  problem.m = experts.rows = 128 * 8;
+  REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
+  CHECK(plan.body == Body::kStreamRing);
+  problem.group_size = 32;
+  REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
+  CHECK(plan.body == Body::kMmaSyncFloatInt4);
 }
 
 TEST_CASE("what has no plan says so") {

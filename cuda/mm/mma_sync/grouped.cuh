@@ -1,8 +1,9 @@
 // Grouped products: a CTA of the portable body with the weights of one expert, and rows of x that lie anywhere.
 #pragma once
 
-#include "mm/mma_sync/grouped_place.cuh"
+#include "mm/mma_sync/grouped.h"
 #include "mm/mma_sync/warp.cuh"
+#include "mm/routing.cuh"
 
 namespace qao::mm::mma_sync::grouped {
 

@@ -4,21 +4,13 @@
 
 #include "mm/mma_sync/float_int4.cuh"
 #include "mm/mma_sync/float_int4_fraction.cuh"
-#include "mm/mma_sync/grouped_place.cuh"
+#include "mm/mma_sync/grouped.h"
+#include "mm/routing.cuh"
 
 namespace qao::mm::mma_sync::grouped {
 namespace {
 
 using float_int4::kTileK, float_int4::kTileN;
-
-__device__ __forceinline__ Int4Params params_of_expert(const Int4Params& p, const Routing& r, const Share& share) {
-  Int4Params own = p;
-  own.m = share.rows;
-  own.weight = of_expert(p.weight, share.expert, r.weight_bytes);
-  own.scales = of_expert(p.scales, share.expert, r.scales_bytes);
-  own.bias = of_expert(p.bias, share.expert, r.bias_bytes);
-  return own;
-}
 
 template <typename T, typename Tile, bool zeros>
 struct Cta : float_int4::Cta<T, Tile, zeros> {

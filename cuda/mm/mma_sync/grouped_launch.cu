@@ -10,25 +10,6 @@
 namespace qao::mm::mma_sync::grouped {
 namespace {
 
-Routing routing_of(const Problem& problem, const Plan& plan, const Experts& experts) {
-  Routing r{};
-  r.ends = experts.ends;
-  r.experts = static_cast<int>(experts.count);
-  r.rows = static_cast<int>(experts.rows);
-  r.limit = problem.m == 0 ? 0 : r.rows;
-  r.token_tiles = token_tiles(experts.count, experts.rows, plan.tile_m);
-  r.row_blocks = static_cast<int>(plan.ctas / r.token_tiles);
-  r.row_index = experts.row_index;
-  r.wide_index = experts.wide_index;
-  r.x_rows = static_cast<int>(problem.m);
-  r.row_scale = experts.row_scale;
-  r.row_scale_dtype = experts.row_scale_dtype;
-  r.weight_bytes = experts.weight_bytes, r.scales_bytes = experts.scales_bytes;
-  r.bias_bytes = experts.bias_bytes, r.sums_bytes = experts.sums_bytes;
-  r.table_at = static_cast<int>(plan.shared_bytes) - table_bytes(plan.tile_m);
-  return r;
-}
-
 template <typename Params>
 Status launch_product(void (*kernel)(Params, Routing), const Plan& plan, const Params& params, const Routing& routing,
                       void* stream) {
@@ -45,6 +26,7 @@ Status launch_product(void (*kernel)(Params, Routing), const Plan& plan, const P
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts, const X& x,
               void* stream) {
   Routing routing = routing_of(problem, plan, experts);
+  routing.table_at = static_cast<int>(plan.shared_bytes) - table_bytes(plan.tile_m);
   if (plan.body == Body::kMmaSyncFloatInt4) {
     Int4Params params = int4_params(problem, plan, arguments, x);
     routing.x_stride = params.x_stride, params.x_stride = 0;

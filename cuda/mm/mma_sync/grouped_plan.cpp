@@ -6,16 +6,16 @@
 #include "common/integers.h"
 #include "mm/gpu.h"
 #include "mm/mma_sync/float_int4_tile.h"
-#include "mm/mma_sync/grouped.h"
 #include "mm/mma_sync/operands.h"
 #include "mm/mma_sync/tile.h"
 #include "mm/problem.h"
+#include "mm/routing.h"
+#include "mm/stream/plan.h"
 #include "qao/grouped_mm.h"
 
 namespace qao::mm {
 namespace {
 
-namespace grouped = mma_sync::grouped;
 using mma_sync::Operands;
 using mma_sync::XKind;
 
@@ -83,7 +83,7 @@ void fill(const Config& config, int64_t experts, int64_t rows, int64_t row_tiles
   plan->warps = config.warps;
   plan->stages = config.stages;
   plan->runs = runs;
-  const int64_t tiles = grouped::token_tiles(experts, rows, config.tile_m), pass = config.tile_n / int4::kTileN;
+  const int64_t tiles = token_tiles(experts, rows, config.tile_m), pass = config.tile_n / int4::kTileN;
   int64_t row_blocks = ceil_div(row_tiles, pass);
   if (runs) {
     // As many CTAs as fill the GPU a few times, each of whole passes.
@@ -102,7 +102,7 @@ Status no_tile(const Gpu& gpu) {
 Status plan_float_int4(const Problem& problem, int64_t experts, int64_t rows, const Gpu& gpu, Plan* plan) {
   for (const FloatInt4Config& config : kFloatInt4Configs) {
     plan->config = static_cast<int>(&config - kFloatInt4Configs);
-    plan->shared_bytes = config.shared_bytes + grouped::table_bytes(config.tile_m);
+    plan->shared_bytes = config.shared_bytes + table_bytes(config.tile_m);
     if (rows_of_expert(experts, rows) > config.most_rows || plan->shared_bytes > gpu.shared_bytes_per_cta) continue;
     plan->body = Body::kMmaSyncFloatInt4;
     plan->instruction = problem.x_dtype == DType::kFloat16 ? "mma.sync f16" : "mma.sync bf16";
@@ -121,7 +121,7 @@ Status plan_eight_bits(const Problem& problem, int64_t experts, int64_t rows, co
     plan->instruction = problem.x == Format::kInt8  ? "mma.sync s8"
                         : problem.x == Format::kFp8 ? "mma.sync f16"
                                                     : "mma.sync";
-    const int ring = config.ring[static_cast<size_t>(operands)], table = grouped::table_bytes(config.tile_m);
+    const int ring = config.ring[static_cast<size_t>(operands)], table = table_bytes(config.tile_m);
     // In a run the next pass arrives while the sums of one are read.
     const bool runs = config.runs && ring + config.sum_bytes + table <= gpu.shared_bytes_per_cta;
     plan->sums_at = runs ? ring : 0;
@@ -154,6 +154,7 @@ Status plan(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan
     return Status::error("an expert with more than 65536 columns of int8 has no CUDA kernel",
                          "Quantise it to another scheme");
   }
+  if (stream::plan_grouped(problem, experts, gpu, plan)) return {};
   Status status = is_float_int4(problem) ? plan_float_int4(problem, experts.count, experts.rows, gpu, plan)
                                          : plan_eight_bits(problem, experts.count, experts.rows, gpu, plan);
   if (!status.ok()) return status;

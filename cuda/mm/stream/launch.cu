@@ -5,20 +5,22 @@
 #include "common/tensor_map.h"
 #include "mm/launch.h"
 #include "mm/problem.h"
+#include "mm/stream/grouped.h"
 #include "mm/stream/kernels.h"
 
 namespace qao::mm::stream {
 namespace {
 
+// The weights of `streamed` leave caches first; null: nothing is known of them.
 template <typename... Cut>
-Status launch_streaming(const char* doing, void (*kernel)(Params, Cut...), dim3 grid, const Problem& problem,
+Status launch_streaming(const char* doing, void (*kernel)(Params, Cut...), dim3 grid, const Problem* streamed,
                         const Plan& plan, cudaStream_t stream, const Params& params, const Cut&... cut) {
   if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
   Launch launch{grid, dim3(plan.warps * 32), stream};
   launch.shared_bytes = plan.shared_bytes;
   launch.cluster = plan.split_k;
   launch.overlapped = true;
-  launch.streamed = params.weight, launch.streamed_bytes = weight_bytes(problem);
+  if (streamed != nullptr) launch.streamed = params.weight, launch.streamed_bytes = weight_bytes(*streamed);
   return launch_kernel(launch, doing, kernel, params, cut...);
 }
 
@@ -43,14 +45,14 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
                       ring_params(problem, kRing[plan.config], plan.split_k, clusters, room, &cut, &shared_bytes)) {
     const RingKernel of =
         ring_kernel(plan.config, cut.groups_of_step / cut.columns_of_token, problem.has_zeros, problem.scale_dtype);
-    return launch_streaming("launching stream::ring_kernel", of, dim3(plan.split_k, clusters), problem, plan, stream,
+    return launch_streaming("launching stream::ring_kernel", of, dim3(plan.split_k, clusters), &problem, plan, stream,
                             params, cut);
   }
   if (ResidentParams cut; plan.body == Body::kStreamResident &&
                           resident_params(problem, kResident[plan.config], clusters, room, &cut, &shared_bytes)) {
     const ResidentKernel of =
         resident_kernel(plan.config, half_x, cut.groups_of_step, problem.has_zeros, problem.scale_dtype);
-    return launch_streaming("launching stream::resident_kernel", of, dim3(clusters), problem, plan, stream, params,
+    return launch_streaming("launching stream::resident_kernel", of, dim3(clusters), &problem, plan, stream, params,
                             cut);
   }
   if (TmaParams cut;
@@ -58,10 +60,26 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
     CUtensorMap map;
     if (Status status = make_x_map(problem, params, &map); !status.ok()) return status;
     const TmaKernel of = tma_kernel(plan.config, half_x, problem.has_zeros, problem.scale_dtype == DType::kFloat16);
-    return launch_streaming("launching stream::tma_kernel", of, dim3(clusters), problem, plan, stream, params, cut,
+    return launch_streaming("launching stream::tma_kernel", of, dim3(clusters), &problem, plan, stream, params, cut,
                             map);
   }
   return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
+}
+
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts, const X& x,
+              void* stream) {
+  const Params params = int4_params(problem, plan, arguments, x);
+  const Routing routing = routing_of(problem, plan, experts);
+  RingParams cut;
+  int shared_bytes;
+  const int room = static_cast<int>(plan.shared_bytes);
+  if (!grouped_params(problem, routing.row_blocks, room, &cut, &shared_bytes)) {
+    return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
+  }
+  const GroupedKernel kernel = grouped_kernel(cut.groups_of_step, problem.has_zeros, problem.scale_dtype);
+  const dim3 grid(1, static_cast<unsigned>(routing.row_blocks), static_cast<unsigned>(routing.token_tiles));
+  return launch_streaming("launching stream::grouped_ring_kernel", kernel, grid, nullptr, plan,
+                          static_cast<cudaStream_t>(stream), params, cut, routing);
 }
 
 }  // namespace qao::mm::stream

@@ -77,6 +77,20 @@ struct Cta {
       if (at.tiles > 0) fetch_slowly(p, d, at.k_step, at.tiles, at.weight, at.scales, at.x, stage);
       return;
     }
+    fetch_weight(at, stage);
+    const T* x = at.x;
+    const uint32_t to_x = stage + d.x_offset + x_offset(lane / 16, lane % 16);
+    const int rows = at.tiles > 0 ? d.tokens - lane / 16 : 0;
+#pragma unroll
+    for (int i = 0; i * kRowsAtOnce < Tile::kTokens; ++i) {
+      if (i == 1 && d.tokens <= kRowsAtOnce) break;
+      ptx::cp_async_16_if(i * kRowsAtOnce < rows,
+                          (to_x ^ (i * kRowsAtOnce % 8 << 4)) + i * kRowsAtOnce * kStepColumns * 2, x);
+      x += kRowsAtOnce * p.x_stride;
+    }
+  }
+  // The weights and the parameters of a whole K-step.
+  __device__ __forceinline__ void fetch_weight(const Cursor& at, uint32_t stage) const {
     const uint32_t to = stage + lane * 16;
     const uint8_t* weight = at.weight;
 #pragma unroll
@@ -92,22 +106,30 @@ struct Cta {
       ptx::cp_async_16_if(tile + tiles < min(at.tiles, kR), to + d.scale_offset + 512,
                           at.scales + tiles * d.row_tile_scale_bytes);
     }
-    const T* x = at.x;
-    const uint32_t to_x = stage + d.x_offset + x_offset(lane / 16, lane % 16);
-    const int rows = at.tiles > 0 ? d.tokens - lane / 16 : 0;
-#pragma unroll
-    for (int i = 0; i * kRowsAtOnce < Tile::kTokens; ++i) {
-      if (i == 1 && d.tokens <= kRowsAtOnce) break;
-      ptx::cp_async_16_if(i * kRowsAtOnce < rows,
-                          (to_x ^ (i * kRowsAtOnce % 8 << 4)) + i * kRowsAtOnce * kStepColumns * 2, x);
-      x += kRowsAtOnce * p.x_stride;
-    }
   }
   // Any step: one that ends past K, of groups that take more than 64 chunks of parameters, of an x that 16-byte loads
   // cannot read. Kept out of the main loop's code and registers.
   static __device__ __noinline__ void fetch_slowly(const Params& p, const RingParams& d, int k_step, int tiles_left,
                                                    const uint8_t* weight, const uint8_t* scales, const T* x,
                                                    uint32_t stage) {
+    fetch_weight_slowly(p, d, k_step, tiles_left, weight, scales, stage);
+    const int lane = threadIdx.x % 32;
+    const int chunk = lane % 16, columns = p.k - k_step * kStepColumns;
+    for (int row = lane / 16; row < d.tokens; row += kRowsAtOnce, x += kRowsAtOnce * p.x_stride) {
+      const uint32_t at_shared = stage + d.x_offset + x_offset(row, chunk);
+      if (p.x_aligned && (chunk + 1) * 8 <= columns) {
+        ptx::cp_async_16(at_shared, x);
+        continue;
+      }
+      T values[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[i] = chunk * 8 + i < columns ? x[i] : T(0.0f);
+      ptx::store_shared_16(at_shared, *reinterpret_cast<const uint4*>(values));
+    }
+  }
+  static __device__ __forceinline__ void fetch_weight_slowly(const Params& p, const RingParams& d, int k_step,
+                                                             int tiles_left, const uint8_t* weight,
+                                                             const uint8_t* scales, uint32_t stage) {
     const int lane = threadIdx.x % 32;
     const int tiles = min(tiles_left, kR);
     const uint32_t to = stage + lane * 16;
@@ -126,18 +148,6 @@ struct Cta {
       } else {
         ptx::store_shared_16(at_shared, {0, 0, 0, 0});
       }
-    }
-    const int chunk = lane % 16, columns = p.k - k_step * kStepColumns;
-    for (int row = lane / 16; row < d.tokens; row += kRowsAtOnce, x += kRowsAtOnce * p.x_stride) {
-      const uint32_t at_shared = stage + d.x_offset + x_offset(row, chunk);
-      if (p.x_aligned && (chunk + 1) * 8 <= columns) {
-        ptx::cp_async_16(at_shared, x);
-        continue;
-      }
-      T values[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) values[i] = chunk * 8 + i < columns ? x[i] : T(0.0f);
-      ptx::store_shared_16(at_shared, *reinterpret_cast<const uint4*>(values));
     }
   }
   // 16-byte chunks of a token's 256 bytes are swizzled: no bank conflicts.

@@ -3,9 +3,10 @@
 
 #include "common/convert.cuh"
 #include "common/ptx.cuh"
-#include "mm/mma_sync/grouped.h"
+#include "mm/int4_params.h"
+#include "mm/routing.h"
 
-namespace qao::mm::mma_sync::grouped {
+namespace qao::mm {
 
 // Panels of 16 token tiles, inside a panel all of one row block together (common/place.cuh): tiles of one expert are
 // neighbours and read its weights while they are in L2.
@@ -27,13 +28,24 @@ struct Share {
 
 // Tile `tile` of the walk over all experts' tiles of `tile_m` rows, and then nobody's. A warp computes it as one; all
 // lanes get the result. A lane has neighbouring experts: it needs the end of those before it, a maximum since offsets
-// may be anything, and their number of tiles.
+// may be anything, and their number of tiles. Its first few ends are read at once and kept.
 template <int tile_m>
 __device__ __forceinline__ Share find_share(const Routing& r, int tile) {
+  constexpr int kHeld = 4;
   const int lane = threadIdx.x % 32, each = (r.experts + 31) / 32;
   const int first = min(lane * each, r.experts), last = min(first + each, r.experts);
+  int held[kHeld];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) held[i] = first + i < last ? min(r.ends[first + i], r.limit) : 0;
+  const auto for_each = [&](const auto& use) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (first + i < last) use(first + i, held[i]);
+    }
+    for (int e = first + kHeld; e < last; ++e) use(e, min(r.ends[e], r.limit));
+  };
   int end = 0;
-  for (int e = first; e < last; ++e) end = max(end, min(r.ends[e], r.limit));
+  for_each([&](int, int own) { end = max(end, own); });
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const int other = __shfl_up_sync(~0u, end, distance);
@@ -43,12 +55,12 @@ __device__ __forceinline__ Share find_share(const Routing& r, int tile) {
   int begin = __shfl_up_sync(~0u, end, 1);
   if (lane == 0) begin = 0;
 
-  int own_tiles = 0;
-  for (int e = first, from = begin; e < last; ++e) {
-    const int to = max(from, min(r.ends[e], r.limit));
+  int own_tiles = 0, from = begin;
+  for_each([&](int, int own) {
+    const int to = max(from, own);
     own_tiles += (to - from + tile_m - 1) / tile_m;
     from = to;
-  }
+  });
   int tiles = own_tiles;  // up to this lane's last expert
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -62,18 +74,14 @@ __device__ __forceinline__ Share find_share(const Routing& r, int tile) {
   }
 
   Share share = {};
-  const bool owns = tile >= tiles - own_tiles && tile < tiles;
-  if (owns) {
-    int before = tiles - own_tiles;
-    for (int e = first, from = begin; e < last; ++e) {
-      const int to = max(from, min(r.ends[e], r.limit)), count = (to - from + tile_m - 1) / tile_m;
-      if (tile < before + count) {
-        share = {e, from, to - from, tile - before};
-        break;
-      }
-      before += count, from = to;
-    }
-  }
+  int before = tiles - own_tiles;
+  const bool owns = tile >= before && tile < tiles;
+  from = begin;
+  for_each([&](int expert, int own) {
+    const int to = max(from, own), count = (to - from + tile_m - 1) / tile_m;
+    if (tile >= before && tile < before + count) share = {expert, from, to - from, tile - before};
+    before += count, from = to;
+  });
   const int owner = __ffs(__ballot_sync(~0u, owns)) - 1;
   return {__shfl_sync(~0u, share.expert, owner), __shfl_sync(~0u, share.begin, owner),
           __shfl_sync(~0u, share.rows, owner), __shfl_sync(~0u, share.token_block, owner)};
@@ -123,4 +131,14 @@ __device__ __forceinline__ const void* of_expert(const void* pointer, int expert
   return of_expert(static_cast<const uint8_t*>(pointer), expert, bytes);
 }
 
-}  // namespace qao::mm::mma_sync::grouped
+// With rows of y of one expert as its tokens.
+__device__ __forceinline__ Int4Params params_of_expert(const Int4Params& p, const Routing& r, const Share& share) {
+  Int4Params own = p;
+  own.m = share.rows;
+  own.weight = of_expert(p.weight, share.expert, r.weight_bytes);
+  own.scales = of_expert(p.scales, share.expert, r.scales_bytes);
+  own.bias = of_expert(p.bias, share.expert, r.bias_bytes);
+  return own;
+}
+
+}  // namespace qao::mm

@@ -1,0 +1,12 @@
+#include "mm/stream/grouped.cuh"
+#include "mm/stream/variants.h"
+
+namespace qao::mm::stream {
+
+GroupedKernel grouped_kernel(int groups, bool has_zeros, DType scale_dtype) {
+  return variant(groups, has_zeros, scale_dtype, []<int count, bool zeros, DType dtype>() -> GroupedKernel {
+    return &x_ring::grouped_ring_kernel<GroupedTile, count, zeros, dtype>;
+  });
+}
+
+}  // namespace qao::mm::stream
