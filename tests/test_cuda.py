@@ -76,7 +76,6 @@ def test_tiles_by_turns(m: int, n: int, k: int, x_dtype: torch.dtype, fmt: Forma
     y = scheme.mm(x, weight, bias)
     check_product(y, x, weight, bias)
     assert bits(scheme.mm(x, weight, bias)).equal(bits(y))
-    assert bits(scheme.mm(x[:7], weight, bias)).equal(bits(y[:7]))  # sums of integers are the same in any tile
 
 
 @hopper
