@@ -373,3 +373,12 @@ def test_the_weight_is_not_set(change: Callable[[nn.Module], object]) -> None:
     ):
         change(layer)
     assert layer(values(3, 64, device="cpu")).shape == (3, 48)
+
+
+def test_torchscript_traces_and_does_not_script() -> None:
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU())
+    qao.quantize_(model, qao.Int8WeightOnly())
+    x = values(3, 64, device="cpu")
+    with pytest.raises(RuntimeError, match="QuantLinear: torch.jit.script cannot take it: use torch.export or"):
+        torch.jit.script(model)
+    assert torch.equal(torch.jit.trace(model, x)(x), model(x))

@@ -175,6 +175,34 @@ def test_other_architectures(name: str, tmp_path: Path) -> None:
     assert type(again) is kind and torch.equal(again(x)[0], y)
 
 
+def test_modules_that_files_name_otherwise(tmp_path: Path) -> None:
+    """transformers 5.23 calls DINOv2's projections attention.q_proj, and attention.attention.query in files."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "mlp_ratio": 2, "image_size": 32, "patch_size": 16}
+    config = transformers.Dinov2WithRegistersConfig(**sizes, num_hidden_layers=1, num_attention_heads=4)
+    kind = transformers.Dinov2WithRegistersModel
+    model = kind(config).eval()
+    qao.quantize_(model, qao.Int8WeightOnly())
+    model.save_pretrained(tmp_path)
+    again = qao.from_pretrained(tmp_path)
+    x = torch.ones(1, 3, 32, 32)
+    assert torch.equal(again(x)[0], model(x)[0])
+    count = sum(isinstance(module, qao.QuantLinear) for module in again.modules())
+    assert count == sum(isinstance(module, qao.QuantLinear) for module in model.modules()) == 6
+
+
+def test_a_model_without_linear_layers_is_saved_as_it_is(tmp_path: Path) -> None:
+    sizes = {"embedding_size": 16, "hidden_sizes": [16] * 4, "depths": [1] * 4, "groups_width": 8}
+    kind = transformers.RegNetModel
+    kind(transformers.RegNetConfig(**sizes)).save_pretrained(tmp_path / "f")
+    with pytest.warns(UserWarning, match="no layer was quantised"):
+        model = kind.from_pretrained(tmp_path / "f", quantization_config=qao.QaoConfig(qao.Int8WeightOnly()))
+    model.save_pretrained(tmp_path / "q")
+    assert "quantization_config" not in json.loads((tmp_path / "q" / "config.json").read_text())
+    x = torch.ones(1, 3, 32, 32)
+    assert torch.equal(kind.from_pretrained(tmp_path / "q")(x)[0], model(x)[0])
+
+
 # ---- QaoConfig -------------------------------------------------------------------------------------------------------
 
 

@@ -116,6 +116,11 @@ class PackedModule(Updatable, nn.Module):
         kernel_dtype = torch.float32 if dtype == torch.float64 else dtype
         return self.scheme.dequantize(self.qweight, self.scales, *self._sizes, kernel_dtype).to(dtype)
 
+    def __prepare_scriptable__(self) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__}: torch.jit.script cannot take it: use torch.export or torch.jit.trace."
+        )
+
     def tie(self, other: PackedModule) -> None:
         """Notes that this module was made with the Parameters of ``other``, so that loading keeps it so."""
         self._tied = other._tied = [*(other._tied or [other]), self]

@@ -201,13 +201,17 @@ def _kind(device: Any) -> str:
 
 
 def _names_in(model: nn.Module, layers: Mapping[str, Scheme]) -> dict[str, Scheme]:
-    """``layers`` by their names in this model: one with a head has its base model inside it, under a prefix."""
+    """``layers`` by their names in this model: one with a head has its base model inside it, under a prefix; and
+    transformers writes some models under other names than its modules have (Swin, DINOv2)."""
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     experts = [name for name, module in model.named_modules() if is_fused(module)]
     modules.update(f"{name}.{part}" for name in experts for part in ("up", "down"))
     prefix = getattr(model, "base_model_prefix", "")
     found = {}
+    renamed = _renaming(model)
     for name, scheme in layers.items():
+        if name not in modules:
+            name = renamed(name)
         names = [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")] if prefix else [name]
         known = next((one for one in names if one in modules), None)
         if known is not None:
@@ -220,6 +224,17 @@ def _names_in(model: nn.Module, layers: Mapping[str, Scheme]) -> dict[str, Schem
             )
             raise ValueError(f"{name}: a quantised layer in the checkpoint, no module of {type(model).__name__}: {why}")
     return found
+
+
+def _renaming(model: nn.Module) -> Callable[[str], str]:
+    """From the name of a layer in a checkpoint to that of its module, as transformers 5 renames tensors."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+    except ImportError:  # version 4, where names are the same
+        return lambda name: name
+    renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
+    return lambda name: rename_source_key(f"{name}.weight", renamings, [])[0].removesuffix(".weight")
 
 
 def _filter(model: nn.Module, names: list[str]) -> Callable[[str, nn.Module], bool] | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
 from .. import marker, survey
+from ..packed import PackedModule
 from .config import QaoConfig
 from .loading import Loader
 from .registration import fill, mark
@@ -139,6 +140,9 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
     # ---- saving and the rest
 
     def get_state_dict_and_metadata(self, model: Any, *args: Any) -> tuple[dict[str, Any], dict[str, str]]:
+        if not any(isinstance(module, PackedModule) for module in model.modules()):  # it had no linear layers
+            forget_config(model)
+            return dict(model.state_dict()), {}
         state, metadata, model.config.quantization_config = files_of(model)
         return state, metadata
 
