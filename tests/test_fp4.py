@@ -190,7 +190,10 @@ def test_every_gpu_has_a_plan(capability: int, shared_bytes: int) -> None:
     for m in (1, 16, 256):
         for dtype in ("float32", "float16", "bfloat16"):
             facts = {"m": m, "n": 4096, "k": 4096, "weight": "fp4", "group_size": 16, "x_dtype": dtype}
-            assert host.plan(host.Problem(**facts), gpu)["kernel"] == "mma.sync"
+            facts["scale_dtype"] = "bfloat16"
+            hopper = capability == 90 and dtype == "bfloat16"
+            kernel = {1: "stream resident", 16: "stream ring", 256: "wgmma"}[m] if hopper else "mma.sync"
+            assert host.plan(host.Problem(**facts), gpu)["kernel"] == kernel
 
 
 # ---- quantising ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-// What the kernels of a float x and an int4 weight get, in stream/ and in mma_sync/: one block of parameters, one way
-// to fill it in.
+// What the kernels of a float x and an int4 or fp4 weight get, in stream/ and in mma_sync/: one block of parameters,
+// one way to fill it in.
 #pragma once
 
 #include <algorithm>
@@ -24,11 +24,12 @@ struct Int4Params {
   int row_tiles, k_tiles;  // of the whole weight
   int parts;               // 3 when x is a float32 split into bfloat16 parts, laid side by side; else 1
   int part_stride;
-  int groups;
+  int groups;             // rows of scales
   int group_shift;        // group of K-tile t is t >> group_shift; -1: two groups of 32 per tile
   int group_bytes;        // parameters of one group of a row tile
   int scale_chunk_shift;  // log2 of the 16-byte chunks of parameters that a K-tile needs per row tile
   bool x_aligned;
+  bool fp4, divided;  // nibbles are codes; the last rows of scales are parts of a divisor (NVFP4)
   DType scale_dtype, bias_dtype, y_dtype;
   int split_k;
   // Of a normed problem (stream/resident_x.cuh): x + residual goes through RMSNorm. All null in others.
@@ -61,7 +62,8 @@ inline Int4Params int4_params(const Problem& problem, const Plan& plan, const Ar
   p.k_tiles = static_cast<int>(int4::tiles_k(problem.k));
   p.parts = x.parts;
   p.part_stride = static_cast<int>(x.part_stride);
-  p.groups = static_cast<int>(problem.groups());
+  p.groups = static_cast<int>(scale_rows(problem));
+  p.fp4 = is_float_fp4(problem), p.divided = p.fp4 && problem.group_size == fp4::kNvGroup;
   p.group_shift = group_shift_of(problem.group_size, problem.k);
   p.group_bytes = group_bytes(problem);
   p.scale_chunk_shift = log2_of(p.group_bytes / 16) + (p.group_shift < 0 ? 1 : 0);

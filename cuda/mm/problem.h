@@ -6,6 +6,7 @@
 
 #include "common/float32.h"
 #include "common/integers.h"
+#include "fp4/layout.h"
 #include "int4/layout.h"
 #include "qao/mm.h"
 
@@ -32,6 +33,11 @@ inline bool is_float_fp4(const Problem& problem) {
 // One scale for each block of 128 x 128 of W.
 inline bool has_blocks(const Problem& problem) {
   return !is_packed(problem.weight) && problem.weight_scaling == Scaling::kBlock;
+}
+
+// Rows of an fp4 or int4 weight's scales for 16 rows of W: groups, and what divides their scales.
+inline int64_t scale_rows(const Problem& problem) {
+  return is_float_fp4(problem) ? fp4::scale_rows(problem.k, problem.group_size) : problem.groups();
 }
 
 inline int64_t weight_bytes(const Problem& problem) {

@@ -256,6 +256,41 @@ TEST_CASE("what a plan with x of 9 to 16 tokens in shared memory tells the kerne
   CHECK(served > 0);
 }
 
+TEST_CASE("on Hopper an fp4 weight beside bfloat16 has kernels of its own, beside other x that of every GPU") {
+  Problem problem;
+  problem.weight = Format::kFp4, problem.scale_dtype = DType::kBFloat16, problem.n = problem.k = 4096;
+  const auto body = [&](const Gpu& gpu) {
+    Plan plan;
+    REQUIRE(mm::plan(problem, gpu, &plan).ok());
+    return plan.body;
+  };
+  for (int64_t group_size : {16, 32}) {
+    problem.group_size = group_size;
+    for (int64_t m : {1, 8, 9, 16, 17, 1000}) {
+      problem.m = m;
+      CHECK(body(kH200) == (m == 1 ? Body::kStreamResident : m <= 16 ? Body::kStreamRing : Body::kWgmma));
+      CHECK(body(kA100) == Body::kMmaSyncFloatInt4);
+      for (DType dtype : {DType::kFloat32, DType::kFloat16}) {
+        problem.x_dtype = dtype;
+        CHECK(body(kH200) == Body::kMmaSyncFloatInt4);
+      }
+      problem.x_dtype = DType::kBFloat16;
+    }
+  }
+  problem.m = 2;  // as many columns of a product as four groups have
+  CHECK(body(kH200) == Body::kStreamResident);
+  problem.n = 14336;  // several passes
+  CHECK(body(kH200) == Body::kStreamRing);
+  problem.group_size = 16;
+  CHECK(body(kH200) == Body::kStreamRing);
+  problem.m = 1;
+  CHECK(body(kH200) == Body::kStreamResident);
+  problem.m = 2, problem.n = 4096;
+  CHECK(body(kH200) == Body::kStreamRing);
+  problem.m = 1, problem.k = problem.group_size;  // a K-step of one group
+  CHECK(body(kH200) == Body::kMmaSyncFloatInt4);
+}
+
 TEST_CASE("few tokens of 16 bits on Hopper stream their weights, all else does not") {
   Problem problem = float_int4();
   problem.m = 1, problem.n = problem.k = 4096, problem.group_size = 128, problem.has_zeros = true;

@@ -3,24 +3,11 @@
 // float32 sums, and what divides a row's scales to the sums of the whole row.
 #pragma once
 
+#include "common/fp4.cuh"
 #include "fp4/layout.h"
 #include "mm/mma_sync/float_int4.cuh"
 
 namespace qao::mm::mma_sync::float_int4 {
-
-// Where a code's exponent and mantissa lie in a 16-bit float, and a pair of what the float is then too small by.
-template <typename T>
-struct CodePlace;
-template <>
-struct CodePlace<__nv_bfloat16> {
-  static constexpr int kShift = 6;
-  static constexpr uint32_t kFactor = 0x7E807E80;  // 2^126
-};
-template <>
-struct CodePlace<__half> {
-  static constexpr int kShift = 9;
-  static constexpr uint32_t kFactor = 0x74007400;  // 2^14
-};
 
 // `groups`: of a K-tile, 2 or 4.
 template <typename T, typename Tile, int groups>
@@ -69,15 +56,11 @@ struct Fp4Cta : Cta<T, Tile, false> {
     }
   }
 
-  // The A operand of one k-step: a code's bits as those of a float, times a power of two.
+  // The A operand of one k-step.
   static __device__ __forceinline__ void widen(uint32_t word, uint32_t (&a)[4]) {
-    using Place = CodePlace<T>;
-    constexpr uint32_t kMagnitude = 0x00070007u << Place::kShift, kSign = 0x80008000u;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int left = Place::kShift - 4 * i;
-      const uint32_t magnitude = (left >= 0 ? word << (left & 31) : word >> (-left & 31)) & kMagnitude;
-      a[i] = Half<T>::multiply_add(magnitude | (word << (12 - 4 * i) & kSign), Place::kFactor, kSign);
+      a[i] = Half<T>::multiply_add(fp4::small_pair<T>(word, i), fp4::Place<T>::kFactor, 0x80008000u);
     }
   }
 

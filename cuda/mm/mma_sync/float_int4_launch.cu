@@ -32,7 +32,6 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   const bool half = problem.x_dtype == DType::kFloat16;
   Kernel kernel = nullptr;
   if (problem.weight == Format::kFp4) {
-    params.groups = static_cast<int>(fp4::scale_rows(problem.k, problem.group_size));
     kernel = fp4_kernel_of(plan.config, half, problem.group_size == fp4::kNvGroup);
   } else {
     kernel = kernel_of(plan.config, half, problem.has_zeros);

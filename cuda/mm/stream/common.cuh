@@ -9,6 +9,7 @@
 #include "common/convert.cuh"
 #include "common/mma.cuh"
 #include "common/ptx.cuh"
+#include "fp4/layout.h"
 #include "int4/layout.h"
 #include "mm/stream/kernels.h"
 #include "mm/stream/tile.h"
@@ -22,6 +23,7 @@ constexpr float kUnitOf = 0x1p33f;
 template <>
 constexpr float kUnitOf<__half> = 0x1p24f;
 constexpr float kUnit = kUnitOf<__nv_bfloat16>;
+constexpr float kFp4Unit = 0x1p26f;   // of codes as common/fp4.cuh places them
 constexpr int kPrefetchBytes = 8192;  // of weights per row tile
 
 constexpr uint32_t kScaleX = 0x71807180;  // 2^100
@@ -56,6 +58,25 @@ struct GivenX {
   }
 };
 
+__device__ __forceinline__ float code_value(int code) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>((code & 7) << 9 | (code & 8) << 12))) * 0x1p14f;
+}
+// What divides the scales of rows n .. n + 3 of an NVFP4 weight comes off their sums.
+__device__ __forceinline__ void divide_rows(const Params& p, int n, float (&value)[4]) {
+  using Bfloat16 = Half<__nv_bfloat16>;
+  if (!p.divided) return;
+  const int64_t at = int4::scale_offset(n, p.groups - fp4::kRowParts, p.groups, 1, 0);
+  float divisor[4] = {};
+#pragma unroll
+  for (int part = 0; part < fp4::kRowParts; ++part) {
+    const uint2 of = *reinterpret_cast<const uint2*>(p.scales + (at + part * kTileN) * 2);
+    divisor[0] += Bfloat16::low(of.x), divisor[1] += Bfloat16::high(of.x);
+    divisor[2] += Bfloat16::low(of.y), divisor[3] += Bfloat16::high(of.y);
+  }
+#pragma unroll
+  for (int e = 0; e < 4; ++e) value[e] /= divisor[e];
+}
+
 // Plain float32 arithmetic, by a warp. `X` gives a token's x, `Cut` is RingParams, ResidentParams or TmaParams.
 template <typename X, typename Cut>
 __device__ __noinline__ float4 exact(const Params& p, const Cut& d, int n, int token) {
@@ -73,7 +94,7 @@ __device__ __noinline__ float4 exact(const Params& p, const Cut& d, int n, int t
       const auto read = [&](int parameter) {
         return load_float(p.scales, int4::scale_offset(n + e, group, p.groups, parameters, parameter), p.scale_dtype);
       };
-      sum[e] += (q - (d.zeros ? read(1) : kSymmetricZero)) * read(0) * x;
+      sum[e] += (p.fp4 ? code_value(q) : q - (d.zeros ? read(1) : kSymmetricZero)) * read(0) * x;
     }
   }
 #pragma unroll

@@ -18,8 +18,13 @@ using Params = Int4Params;
 using RingKernel = void (*)(Params, RingParams);
 RingKernel ring_kernel(int config, int groups, bool has_zeros, DType scale_dtype);
 
+// Of an fp4 weight beside a bfloat16 x, as fp4_resident_kernel().
+RingKernel fp4_ring_kernel(int config, int groups);
+
 using ResidentKernel = void (*)(Params, ResidentParams);
 ResidentKernel resident_kernel(int config, bool half_x, int groups, bool has_zeros, DType scale_dtype);
+
+ResidentKernel fp4_resident_kernel(int config, int groups);
 
 // `half`: the parameters are float16, not bfloat16. The map is that of x.
 using TmaKernel = void (*)(Params, TmaParams, CUtensorMap);

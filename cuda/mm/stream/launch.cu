@@ -43,15 +43,17 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   int shared_bytes;
   if (RingParams cut; plan.body == Body::kStreamRing &&
                       ring_params(problem, kRing[plan.config], plan.split_k, clusters, room, &cut, &shared_bytes)) {
-    const RingKernel of =
-        ring_kernel(plan.config, cut.groups_of_step / cut.columns_of_token, problem.has_zeros, problem.scale_dtype);
+    const int groups = cut.groups_of_step / cut.columns_of_token;
+    const RingKernel of = params.fp4 ? fp4_ring_kernel(plan.config, groups)
+                                     : ring_kernel(plan.config, groups, problem.has_zeros, problem.scale_dtype);
     return launch_streaming("launching stream::ring_kernel", of, dim3(plan.split_k, clusters), &problem, plan, stream,
                             params, cut);
   }
   if (ResidentParams cut; plan.body == Body::kStreamResident &&
                           resident_params(problem, kResident[plan.config], clusters, room, &cut, &shared_bytes)) {
     const ResidentKernel of =
-        resident_kernel(plan.config, half_x, cut.groups_of_step, problem.has_zeros, problem.scale_dtype);
+        params.fp4 ? fp4_resident_kernel(plan.config, cut.groups_of_step)
+                   : resident_kernel(plan.config, half_x, cut.groups_of_step, problem.has_zeros, problem.scale_dtype);
     return launch_streaming("launching stream::resident_kernel", of, dim3(clusters), &problem, plan, stream, params,
                             cut);
   }

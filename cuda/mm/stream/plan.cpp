@@ -51,6 +51,7 @@ bool fill_ring(const Problem& problem, const Gpu& gpu, int index, int split, Pla
 }
 
 bool ring_serves(const Problem& problem, const RingConfig& config) {
+  if (is_float_fp4(problem) && problem.k <= problem.group_size) return false;  // a K-step of one group
   return problem.x_dtype == DType::kBFloat16 && problem.m >= 1 && problem.m <= config.tokens;
 }
 
@@ -62,7 +63,8 @@ bool is_shallow(const Problem& problem, const Gpu& gpu) {
 
 // Fills in `plan` if resident.cuh can serve the problem with this row.
 bool fill_resident(const Problem& problem, const Gpu& gpu, int index, Plan* plan) {
-  if (problem.x_dtype == DType::kFloat16 && problem.normed) return false;
+  if (problem.x_dtype == DType::kFloat16 && (problem.normed || is_float_fp4(problem))) return false;
+  if (is_float_fp4(problem) && (problem.k <= problem.group_size || problem.normed)) return false;
   if (problem.m < 1 || problem.m > kResidentTokens) return false;
   const ResidentConfig& config = kResident[index];
   const int ctas = static_cast<int>(std::min<int64_t>(gpu.num_sms, tiles_n(problem.n) >> problem.gated));
@@ -117,6 +119,8 @@ bool plan_plain(const Problem& problem, const Gpu& gpu, Plan* plan) {
         problem.m * problem.k > 32768)
       return false;
   }
+  // MXFP4 in several passes was faster in the ring.
+  if (is_float_fp4(problem) && problem.group_size == fp4::kMxGroup && passes_of(problem, gpu, 3) > 1) return false;
   int64_t fewest = INT64_MAX;
   for (int index = 0; index < static_cast<int>(std::size(kResident)); ++index) {
     const int64_t places = places_of(problem, gpu, kResident[index].tiles_n);
@@ -127,7 +131,7 @@ bool plan_plain(const Problem& problem, const Gpu& gpu, Plan* plan) {
 
 // Fills in `plan` if tma.cuh can serve the problem with this row.
 bool fill_tma(const Problem& problem, const Gpu& gpu, int index, Plan* plan) {
-  if (problem.m <= kResidentTokens || problem.m > kTmaTokens) return false;
+  if (!is_float_int4(problem) || problem.m <= kResidentTokens || problem.m > kTmaTokens) return false;
   const TmaConfig& config = kTma[index];
   const int ctas = static_cast<int>(std::min<int64_t>(gpu.num_sms, tiles_n(problem.n)));
   TmaParams params;
@@ -144,7 +148,7 @@ bool is_fused(const Problem& problem) { return problem.normed || problem.gated; 
 }  // namespace
 
 bool supports(const Problem& problem, const Gpu& gpu) {
-  return is_hopper(gpu) && is_float_int4(problem) && !is_split(problem);
+  return is_hopper(gpu) && (is_float_int4(problem) || is_float_fp4(problem)) && !is_split(problem);
 }
 
 bool plan_resident(const Problem& problem, const Gpu& gpu, Plan* plan) {

@@ -15,9 +15,8 @@
 
 namespace qao::mm::stream::held {
 
-template <typename Tile, typename T, int groups, bool zeros, DType dtype>
+template <typename Tile, typename T, typename Product>
 struct Held {
-  using Product = held::Product<Tile, T, groups, zeros, dtype>;
   static constexpr int kR = Tile::kTilesN, kWarps = Tile::kWarps;
   const Params& p;
   const ResidentParams& d;
@@ -168,6 +167,9 @@ struct Held {
         if (d.normed) multiply(value, factors().of(token));
       }
       repair<FewX<T>>(p, d, n, token, value);
+      if constexpr (Product::kFp4) {
+        if (exists) divide_rows(p, n, value);
+      }
       if (exists) add_bias(p, n, value);
       if (gated()) {
 #pragma unroll
@@ -185,12 +187,12 @@ struct Held {
   }
 };
 
-// T is what x is, `dtype` what the parameters of W are.
-template <typename Tile, typename T, int groups, bool zeros, DType dtype>
+// T is what x is, Product what multiplies it by W.
+template <typename Tile, typename T, typename Product>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     resident_kernel(const __grid_constant__ Params p, const __grid_constant__ ResidentParams d) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  using Cta = Held<Tile, T, groups, zeros, dtype>;
+  using Cta = Held<Tile, T, Product>;
   const Cta cta(p, d, ptx::shared_address(shared));
 
   // The kernel before this one may still run. What it writes must not be read before the wait, and might be anything,
@@ -227,7 +229,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
       x.load();
     }
   };
-  constexpr bool kNorms = std::is_same_v<T, __nv_bfloat16>;
+  constexpr bool kNorms = std::is_same_v<T, __nv_bfloat16> && !Product::kFp4;
   if (kNorms && d.normed) {
     if constexpr (kNorms) bring(NormedX<Tile::kThreads>(p, d, cta.shared));
   } else {

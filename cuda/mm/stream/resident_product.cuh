@@ -20,6 +20,7 @@ template <typename Tile, typename T, int groups, bool zeros, DType dtype>
 class Product {
  public:
   static constexpr int kR = Tile::kTilesN;
+  static constexpr bool kFp4 = false;
   using Sums = float[kR][4];
 
   __device__ __forceinline__ Product(const ResidentParams& d, uint32_t shared)

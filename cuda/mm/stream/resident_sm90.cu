@@ -7,8 +7,9 @@ namespace {
 template <typename Tile>
 ResidentKernel of(bool half_x, int groups, bool has_zeros, DType scale_dtype) {
   return variant(groups, has_zeros, scale_dtype, [&]<int count, bool zeros, DType dtype>() -> ResidentKernel {
-    if (half_x) return &held::resident_kernel<Tile, __half, count, zeros, dtype>;
-    return &held::resident_kernel<Tile, __nv_bfloat16, count, zeros, dtype>;
+    using held::Product, held::resident_kernel;
+    if (half_x) return &resident_kernel<Tile, __half, Product<Tile, __half, count, zeros, dtype>>;
+    return &resident_kernel<Tile, __nv_bfloat16, Product<Tile, __nv_bfloat16, count, zeros, dtype>>;
   });
 }
 

@@ -20,8 +20,9 @@
 
 namespace qao::mm::stream::x_ring {
 
-// `groups` of a K-step that have sums of their own, `dtype` of W's parameters.
-template <typename Tile, int groups, bool zeros, DType dtype>
+// `groups` of a K-step that have sums of their own, `dtype` of W's parameters. fp4 has products of its own:
+// ring_fp4.cuh.
+template <typename Tile, int groups, bool zeros, DType dtype, Format weight = Format::kInt4>
 struct Ring : Cta<Tile> {
   using Base = Cta<Tile>;
   using Base::Base, Base::kR, Base::kTM, Base::x_offset;
@@ -83,6 +84,8 @@ struct Ring : Cta<Tile> {
 
   using Sums = float[kR][kTM][4];
   static constexpr int kColumnBytes = Tile::kPaddedRow * 4;
+  static constexpr bool kFp4 = weight == Format::kFp4;
+  static constexpr float kLowUnit = kFp4 ? kFp4Unit : kUnit, kHighUnit = kFp4 ? kFp4Unit : kUnit / 16;
 
   // Row tiles that do not exist are multiplied like others: their sums go nowhere.
   __device__ __forceinline__ void multiply(uint32_t stage, const Units& units, uint32_t parameters, Sums& sum) const {
@@ -167,8 +170,8 @@ struct Ring : Cta<Tile> {
         for (int i = 0; i < kR; ++i) {
           if (i >= tiles) break;
           const uint32_t at = to + token * columns_of_token() * kColumnBytes + i * (kTileN * 4);
-          ptx::store_shared_float(at, sum[i][j][e] * kUnit);
-          ptx::store_shared_float(at + 32, sum[i][j][e + 2] * (kUnit / 16));
+          ptx::store_shared_float(at, sum[i][j][e] * kLowUnit);
+          ptx::store_shared_float(at + 32, sum[i][j][e + 2] * kHighUnit);
         }
       }
     }
@@ -214,6 +217,9 @@ struct Ring : Cta<Tile> {
         }
       }
       repair(p, d, n, token, value);
+      if constexpr (kFp4) {
+        if (exists) divide_rows(p, n, value);
+      }
       if (exists) store_rows(p, n, token, value);
     }
   }
@@ -236,11 +242,10 @@ __device__ __forceinline__ void wait_for_stage(int stages) {
   }
 }
 
-template <typename Tile, int groups, bool zeros, DType dtype>
+template <typename Tile, typename Cta>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     ring_kernel(const __grid_constant__ Params p, const __grid_constant__ RingParams d) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  using Cta = Ring<Tile, groups, zeros, dtype>;
   const Cta cta(p, d, ptx::shared_address(shared));
 
   // The kernel before this one may still run. What it writes must not be read before the wait, and might be anything,

@@ -52,14 +52,16 @@ inline bool ring_params(const Problem& problem, const RingConfig& config, int sp
   d.steps = walk.steps / split, d.more_steps = walk.steps % split;
   d.chunk_shift = log2_of(walk.scale_bytes / 16);
   const int groups_shift = log2_of(d.groups_of_step);
-  const bool pairs = config.tokens == 8 && problem.m << groups_shift <= 8;
+  const bool pairs = !is_float_fp4(problem) && config.tokens == 8 && problem.m << groups_shift <= 8;
   d.columns_of_token = pairs ? d.groups_of_step : 1;
   d.token_shift = pairs ? 3 - groups_shift : 3;
   const bool plain = problem.x_aligned && (config.tiles_n << d.chunk_shift) <= 64;
   d.plain_steps = plain ? static_cast<int>(problem.k / kStepColumns) : 0;
   d.clustered = split > 1;
 
-  const int held = std::min(walk.most, config.tiles_n);
+  // Row tiles that do not exist are read like others. An fp4 weight has room for them in the stage, so that nobody
+  // writes there meanwhile.
+  const int held = is_float_fp4(problem) ? config.tiles_n : std::min(walk.most, config.tiles_n);
   d.passes = passes_over(walk.most, config.tiles_n);
   d.scale_offset = held * kStepBytes;
   d.x_offset = round_up(d.scale_offset + held * walk.scale_bytes, 128);

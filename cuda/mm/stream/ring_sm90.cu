@@ -7,7 +7,7 @@ namespace {
 template <typename Tile>
 RingKernel of(int groups, bool has_zeros, DType scale_dtype) {
   return variant(groups, has_zeros, scale_dtype, [&]<int count, bool zeros, DType dtype>() -> RingKernel {
-    return &x_ring::ring_kernel<Tile, count, zeros, dtype>;
+    return &x_ring::ring_kernel<Tile, x_ring::Ring<Tile, count, zeros, dtype>>;
   });
 }
 

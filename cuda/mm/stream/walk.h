@@ -22,7 +22,7 @@ Walk fill_walk(const Problem& problem, int row_tiles, int ctas, int warps, Cut* 
   cut->row_tiles = row_tiles / ctas, cut->more_row_tiles = row_tiles % ctas;
   cut->tokens = static_cast<int>(problem.m);
   cut->row_tile_bytes = tiles_k(problem.k) * kTileBytes;
-  cut->row_tile_scale_bytes = problem.groups() * group_bytes(problem);
+  cut->row_tile_scale_bytes = scale_rows(problem) * group_bytes(problem);
   cut->zeros = problem.has_zeros;
   cut->groups_of_step = 1, cut->group_shift = 30, cut->scale_advance = 0;  // one group for all steps
   if (problem.group_size < problem.k) {

@@ -301,7 +301,13 @@ struct Consumer {
     }
     if constexpr (!K::kFolds) {
       zero(product[0]);
-      if constexpr (K::kScalesOperand) {
+      if constexpr (K::kWeight == Format::kFp4) {  // a group is a k-step, or two
+        if (p.groups_per_tile == K::kSteps) {
+          walk_scaling<K::kSteps>(at.begin, at.end);
+        } else {
+          walk_scaling<K::kSteps / 2>(at.begin, at.end);
+        }
+      } else if constexpr (K::kScalesOperand) {
         if (p.groups_per_tile == 1) {
           walk_scaling<1>(at.begin, at.end);
         } else if (K::kAtoms == 1 || p.groups_per_tile == 2) {

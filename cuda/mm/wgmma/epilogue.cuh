@@ -15,11 +15,14 @@ constexpr int kRowScalesBytes = 3 * 64 * 4;
 
 // Scales, sums and bias of 64 rows of W wait in shared memory, [3][64], for each part of a warpgroup's rows, and the
 // scales and zero points of the tile's tokens, a copy for each warpgroup, [2][tokens].
+template <typename K>
 __device__ __forceinline__ void fetch_row_scales(const Params& p, uint32_t rows, int row0) {
   const int thread = threadIdx.x % 128, row = row0 + thread % 64;
   const bool in_weight = row < p.n;
   if (thread < 64) {
-    if (p.row_scales != nullptr) {
+    if constexpr (K::kWeight == Format::kFp4) {
+      if (p.row_scales != nullptr) ptx::store_shared_float(rows + thread * 4, in_weight ? fp4_row_scale(p, row) : 0.0f);
+    } else if (p.row_scales != nullptr) {
       ptx::cp_async_4(rows + thread * 4, p.row_scales + (in_weight ? row * p.row_scale_stride : 0), in_weight);
     }
   } else {
@@ -33,7 +36,7 @@ template <typename K>
 __device__ __forceinline__ void fetch_scales(const Params& p, uint32_t rows, uint32_t tokens, int row0,
                                              int64_t token0) {
 #pragma unroll
-  for (int i = 0; i < K::kRowParts; ++i) fetch_row_scales(p, rows + i * kRowScalesBytes, row0 + i * 64);
+  for (int i = 0; i < K::kRowParts; ++i) fetch_row_scales<K>(p, rows + i * kRowScalesBytes, row0 + i * 64);
   for (int i = threadIdx.x % 128; !K::kFloatX && i < K::kTokens; i += 128) {
     const bool exists = token0 + i < p.m;
     const int64_t token = exists ? token0 + i : 0;

@@ -51,7 +51,7 @@ struct Formats {
   constexpr Traits traits() const {
     const bool float_x = x != XKind::kInt8 && x != XKind::kFp8;
     const bool swapped = fold == Fold::kBlock && !float_x && !columns;
-    return {float_x, weight == Format::kInt4, columns, fold != Fold::kNone, swapped};
+    return {float_x, is_packed(weight), columns, fold != Fold::kNone, swapped};
   }
 };
 constexpr Formats kRows[] = {

@@ -30,6 +30,7 @@ struct Params {
   int groups_per_tile;           // 4, 2 or 1
   int fold_shift;                // groups_per_tile == 1: K-tile t belongs to group t >> fold_shift
   int group_bytes;               // int4 parameters of one group of 16 rows
+  int scale_rows;                // fp4: groups and parts of the divisor
   bool has_zeros;                // they include zero points
   bool subtracts_zeros;          // after the walk over K, from `columns`, the sums of x
   const void* scales;            // the parameters themselves
@@ -40,7 +41,7 @@ struct Params {
   int column_tiles;              // K-tiles that have them: of the first part of x; 0: none
   // y = x_scale (factor row_scale sum - x_zero weight_sum) + bias; null pointers stand for 1, 1, 0, 0, 0.
   float factor;
-  const float *row_scales, *x_scales;
+  const float *row_scales, *x_scales;    // row_scales of NVFP4: the packed scales, which hold each row's divisor
   int row_scale_stride, x_scale_stride;  // 0: one for all
   const int32_t* x_zeros;
   const float* weight_sums;

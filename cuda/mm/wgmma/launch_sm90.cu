@@ -7,6 +7,7 @@
 #include "common/launch.h"
 #include "common/shared_memory.h"
 #include "common/tensor_map.h"
+#include "fp4/layout.h"
 #include "mm/launch.h"
 #include "mm/problem.h"
 #include "mm/wgmma/kernel.cuh"
@@ -49,7 +50,7 @@ constexpr std::array<KernelFunction, kRowCount> kKernels[] = {
 Status make_tensor_maps(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x,
                         const Params& p, TensorMaps* maps) {
   using Size = cuuint64_t;
-  const bool packed = problem.weight == Format::kInt4, float_x = problem.x == Format::kFloat;
+  const bool packed = is_packed(problem.weight), float_x = problem.x == Format::kFloat;
   const bool half = problem.x_dtype == DType::kFloat16;
   const Size m = problem.m, n = problem.n, k = problem.k, row_tiles = int4::tiles_n(problem.n),
              tiles_k = int4::tiles_k(problem.k), bytes = float_x ? 2 : 1;
@@ -80,7 +81,7 @@ Status make_tensor_maps(const Problem& problem, const Plan& plan, const Argument
   const Size group_bytes = p.group_bytes, groups = p.groups;
   const TensorShape scales{
       {group_bytes / 2, groups, row_tiles},
-      {group_bytes, groups * group_bytes},
+      {group_bytes, static_cast<Size>(p.scale_rows) * group_bytes},
       {static_cast<cuuint32_t>(group_bytes / 2), static_cast<cuuint32_t>(p.groups_per_tile), box_tiles}};
   status = encode_tensor_map(&maps->weight, arguments.weight, CU_TENSOR_MAP_DATA_TYPE_UINT32, weight,
                              CU_TENSOR_MAP_SWIZZLE_NONE);
@@ -91,11 +92,13 @@ Status make_tensor_maps(const Problem& problem, const Plan& plan, const Argument
 
 // Groups along K: how many in a K-tile, or how many K-tiles in one.
 void set_groups(const Problem& problem, int64_t tile_k, Params* p) {
-  p->groups = static_cast<int>(problem.weight == Format::kInt4 ? problem.groups() : problem.k_blocks());
-  const int64_t size = problem.weight == Format::kInt4 ? problem.group_size : kScaleBlock;
-  p->groups_per_tile = p->groups > 1 && size < tile_k ? static_cast<int>(tile_k / size) : 1;
+  const bool packed = is_packed(problem.weight), fp4 = problem.weight == Format::kFp4;
+  p->groups = static_cast<int>(packed ? problem.groups() : problem.k_blocks());
+  p->scale_rows = fp4 ? static_cast<int>(fp4::scale_rows(problem.k, problem.group_size)) : p->groups;
+  const int64_t size = packed ? problem.group_size : kScaleBlock;
+  p->groups_per_tile = (p->groups > 1 || fp4) && size < tile_k ? static_cast<int>(tile_k / size) : 1;
   p->fold_shift = 0;
-  if (problem.weight == Format::kInt4 || has_blocks(problem)) {
+  if (packed || has_blocks(problem)) {
     while (p->fold_shift < 30 && (tile_k << p->fold_shift) < size) ++p->fold_shift;
     if (p->groups == 1) p->fold_shift = 30;
   }
@@ -140,6 +143,10 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
     p.factor = problem.x == Format::kInt8 ? 1.0f / 16 : problem.x == Format::kFp8 ? 512.0f : 1 / p.scale_factor;
     if (problem.x_dtype == DType::kBFloat16 && problem.x == Format::kFloat) {
       p.factor = 1 / Nibble<__nv_bfloat16, false>::kSmall;
+    }
+    if (problem.weight == Format::kFp4) {
+      p.factor = kFp4Factor;
+      if (problem.group_size == fp4::kNvGroup) p.row_scales = static_cast<const float*>(arguments.scales);
     }
   } else if (block) {
     p.block_scales = static_cast<const float*>(arguments.scales);

@@ -85,7 +85,7 @@ const Cost* cost_of(const Problem& problem, Tile tile) {
 
 // The most tokens at which mma.sync is faster. `run`: row tiles of an SM.
 int64_t largest_mma_sync_m(const Problem& problem, const Gpu& gpu) {
-  const bool int4 = problem.weight == Format::kInt4, blocks = has_blocks(problem);
+  const bool int4 = is_packed(problem.weight), blocks = has_blocks(problem);
   const int64_t run = ceil_div(int4::tiles_n(problem.n), gpu.num_sms);
   const bool one_pass = run <= 2, short_k = problem.k <= kShortK;
   switch (problem.x) {
@@ -201,7 +201,7 @@ const char* unfit(const Problem& problem) {
   if (!has_kernels(problem)) return "wgmma has no kernel for these formats";
   if (!problem.x_aligned && !problem.quantizes_x && !is_split(problem))
     return "the copy engine needs x aligned to 16 bytes";
-  if (problem.weight != Format::kInt4 && !problem.weight_aligned) {
+  if (!is_packed(problem.weight) && !problem.weight_aligned) {
     return "the copy engine needs rows of W aligned to 16 bytes";
   }
   if (problem.x == Format::kInt8 && problem.k > kMaxIntegerK) return "int32 sums over all of K could overflow";
@@ -219,7 +219,7 @@ const char* against(const Problem& problem, const Gpu& gpu) {
 
 bool plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   if (against(problem, gpu) != nullptr) return false;
-  const double bytes = static_cast<double>(problem.n * problem.k) * (problem.weight == Format::kInt4 ? 0.5 : 1);
+  const double bytes = static_cast<double>(problem.n * problem.k) * (is_packed(problem.weight) ? 0.5 : 1);
   Choice best;
   double least = 0;
   int row = -1;

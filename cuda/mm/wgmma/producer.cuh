@@ -11,6 +11,7 @@
 #include "mm/wgmma/formats.h"
 #include "mm/wgmma/kernels.h"
 #include "mm/wgmma/operand.cuh"
+#include "mm/wgmma/operand_fp4.cuh"
 
 namespace qao::mm::wgmma {
 
@@ -24,8 +25,9 @@ struct Kernel {
   static constexpr Fold kFold = fold;
   static constexpr bool kFolds = fold != Fold::kNone, kColumns = columns;
   static constexpr bool kFloatX = !std::is_same_v<T, int8_t> && !std::is_same_v<T, qao::wgmma::E4m3>;
-  static constexpr bool kPacked = weight == Format::kInt4, kFromRegisters = kFloatX || kPacked;
-  static constexpr bool kScalesOperand = kPacked && kFloatX && !kFolds;  // int4 is multiplied by its scales in T
+  static constexpr bool kPacked = is_packed(weight), kFromRegisters = kFloatX || kPacked;
+  static constexpr bool kScalesOperand =
+      kPacked && kFloatX && !kFolds;  // int4 and fp4 are multiplied by their scales in T
   static constexpr bool kSwapped = fold == Fold::kBlock && !kFloatX && !columns;
   static constexpr bool kOwnTokens = kSwapped && tokens == rows;  // of a warpgroup; else it has rows of its own
   static constexpr bool kOneHalf = kFolds && tokens == 256;  // products of all tokens find no room beside their sums
@@ -246,10 +248,15 @@ __device__ __forceinline__ void make_scales(const Params& p, Ring<K> ring) {
       // A warp may be a whole ring ahead of a slow copy, and must not take the parity of two rounds ago for this one's.
       tma::barrier_wait(ring.released(), ring.parity ^ 1);
       tma::barrier_wait(ring.scales_arrived(), ring.parity);
-      const bool rest = p.scale_dtype == DType::kBFloat16  ? make_all_scales<K, DType::kBFloat16>(p, ring.address())
-                        : p.scale_dtype == DType::kFloat16 ? make_all_scales<K, DType::kFloat16>(p, ring.address())
-                                                           : make_all_scales<K, DType::kFloat32>(p, ring.address());
-      if (threadIdx.x % 32 == 0) ptx::store_shared_4(ring.rest(), rest);
+      if constexpr (K::kWeight == Format::kFp4) {
+        const uint32_t from = ring.address() + K::kStage.x + K::kStage.weight;
+        make_fp4_scales<K::kTile.rows>(p, threadIdx.x % 32, from, from + K::kStage.scales);
+      } else {
+        const bool rest = p.scale_dtype == DType::kBFloat16  ? make_all_scales<K, DType::kBFloat16>(p, ring.address())
+                          : p.scale_dtype == DType::kFloat16 ? make_all_scales<K, DType::kFloat16>(p, ring.address())
+                                                             : make_all_scales<K, DType::kFloat32>(p, ring.address());
+        if (threadIdx.x % 32 == 0) ptx::store_shared_4(ring.rest(), rest);
+      }
       tma::barrier_arrive(ring.arrived());  // every lane for what it stored
     }
     ahead = at - place.end;

@@ -26,7 +26,7 @@ struct Tile {
 // What decides which kernel serves a problem, and with which tiles.
 struct Traits {
   bool float_x;
-  bool packed;   // W is int4
+  bool packed;   // W is int4 or fp4
   bool columns;  // the fold needs a value per token: a sum of x or a scale of it
   bool folds;    // sums are scaled during the walk over K, into a second set of registers
   bool swapped;  // tokens are the 64-row operand and rows of W its columns, as many of them

@@ -1,0 +1,64 @@
+// ring.cuh for an fp4 weight (fp4/layout.h). A code as a small number is an operand as it lies, so rows g and g + 8
+// need no telling apart, and there are no zero points to take off. Each of a K-step's four or eight groups has sums of
+// its own; what divides a row's scales divides its sum.
+#pragma once
+
+#include "common/fp4.cuh"
+#include "mm/stream/ring.cuh"
+
+namespace qao::mm::stream::x_ring {
+
+// `groups` of a K-step: 4 of MXFP4, 8 of NVFP4.
+template <typename Tile, int groups>
+struct Fp4Ring : Ring<Tile, groups, false, DType::kBFloat16, Format::kFp4> {
+  using Base = Ring<Tile, groups, false, DType::kBFloat16, Format::kFp4>;
+  using Base::Base, Base::kR, Base::kTM, Base::d, Base::lane;
+  using typename Base::Sums, typename Base::Units, typename Base::X;
+  static constexpr int kTileBytesOfScales = groups * kTileN * 2;
+
+  // Where in a stage ldmatrix finds scales: transposed, rows g and g + 8 of four groups are neighbours.
+  __device__ __forceinline__ uint32_t parameters() const { return d.scale_offset + lane / 8 * 32 + lane % 2 * 16; }
+
+  // As Ring::multiply.
+  __device__ __forceinline__ void multiply(uint32_t stage, const Units& units, uint32_t parameters, Sums& sum) const {
+    X b;
+    this->load_x(stage + d.x_offset, units, b);
+    constexpr int kSteps = 8 / groups;
+#pragma unroll
+    for (int i = 0; i < kR; ++i) {
+      uint32_t scales[groups];
+#pragma unroll
+      for (int first = 0; first < groups; first += 4) {
+        ptx::ldmatrix_x4_transposed(reinterpret_cast<uint32_t (&)[4]>(scales[first]),
+                                    stage + parameters + i * kTileBytesOfScales + first * 32);
+      }
+      uint32_t words[8];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4 four = ptx::load_shared_16(stage + lane * 16 + i * kStepBytes + half * kTileBytes);
+        words[4 * half] = four.x, words[4 * half + 1] = four.y;
+        words[4 * half + 2] = four.z, words[4 * half + 3] = four.w;
+      }
+#pragma unroll
+      for (int group = 0; group < groups; ++group) {
+        float product[kTM][4] = {};
+#pragma unroll
+        for (int step = group * kSteps; step < (group + 1) * kSteps; ++step) {
+          uint32_t a[4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) a[e] = fp4::small_pair<T>(words[step], e);
+#pragma unroll
+          for (int j = 0; j < kTM; ++j) Half<T>::mma(product[j], a, b[step][j][0], b[step][j][1]);
+        }
+        const float scale[2] = {Half<T>::low(scales[group]), Half<T>::high(scales[group])};
+#pragma unroll
+        for (int j = 0; j < kTM; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[i][j][e] += scale[e / 2] * product[j][e];
+        }
+      }
+    }
+  }
+};
+
+}  // namespace qao::mm::stream::x_ring
