@@ -8,6 +8,7 @@
 <!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:four_bits:cpu -->, <!-- bench:host:h200 -->,
 <!-- bench:llama:h200 -->,
 <!-- bench:llama_head:h200 -->
+<!-- bench:experts:xeon-amx -->
 <!-- bench:stream:h200 -->, <!-- bench:wgmma:h200 -->, <!-- bench:mma_sync:h200 -->    the cells of a kernel body
 <!-- kernels --> … <!-- /kernels -->            what qao._host says about each scheme
 <!-- tried --> … <!-- /tried -->                the sections of docs/kernels/log
@@ -62,7 +63,7 @@ _LOG = ROOT / "docs" / "kernels" / "log"
 _DOCUMENTS = (
     *("README.md", "docs/choosing.md", "docs/performance.md", "docs/numerics.md", "docs/calibrate.md"),
     *(f"docs/kernels/{page}.md" for page in bodies.BODIES),
-    "docs/kernels/log/index.md",
+    *("docs/kernels/grouped.md", "docs/kernels/log/index.md"),
 )
 _RESULTS = re.compile(r"<!-- bench:(\w+):([\w-]+) -->\n.*?<!-- /bench -->", re.DOTALL)
 _TRIED = re.compile(r"<!-- tried -->\n.*?<!-- /tried -->", re.DOTALL)
