@@ -252,6 +252,9 @@ def test_strided_nested_tensors(scheme: Scheme, device: str) -> None:
     assert x.grad is not None and x.grad.is_nested
     check_close(torch.cat([part.view(-1, 70) for part in x.grad.unbind()]), dy_rows, weight.dense.T)
     same(bias.grad, dy_rows.sum(0))
+    scales = torch.nested.nested_tensor([weight.operands[1].flatten()])
+    with pytest.raises(RuntimeError, match=rf"qao::{scheme.word}_mm: x alone may be a nested tensor. Got scales. Give others"):
+        scheme.op(x.detach()[0], weight.operands[0], scales, None, *weight.arguments)
 
 
 def test_the_jagged_dimension_is_not_that_of_features(device: str) -> None:

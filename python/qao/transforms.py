@@ -70,7 +70,19 @@ def _register_jagged(operator: Any) -> None:
 
 
 def _register_strided(operator: Any) -> None:
+    names = [argument.name for argument in operator._schema.arguments]
+
     def rule(x: Tensor, *others: Any) -> Tensor:
+        nested = [
+            name
+            for name, tensor in zip(names, (x, *others), strict=False)
+            if isinstance(tensor, Tensor) and tensor.is_nested
+        ]
+        if nested != ["x"]:
+            raise RuntimeError(
+                f"{operator._schema.name}: x alone may be a nested tensor. Got {', '.join(nested)}. Give others as "
+                "plain tensors; .unbind() has them."
+            )
         return of_parts(lambda rows: operator(rows, *others), x)
 
     for device in ("CPU", "CUDA"):
