@@ -194,6 +194,24 @@ def test_experts_without_a_gate_and_transposed_ones(make: Callable[[], Any]) -> 
         assert not experts(x, index, weights)[3].any() and experts(x, index, weights)[4].any()
 
 
+@pytest.mark.filterwarnings("ignore:The weight .* of a quantised layer was read")
+@pytest.mark.parametrize("make", [nemotron, aria, gpt_oss, qwen3_moe], ids=lambda make: make.__name__)
+def test_weights_are_read_under_the_names_they_had(make: Callable[[], Any]) -> None:
+    """Qwen3-Omni's initialisation does so while it is loaded, and writes what nobody has initialised."""
+    model = nn.ModuleDict({"all": made(make)})
+    qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
+    experts: Any = next(module for module in model.modules() if isinstance(module, QuantExperts))
+    floats = dict(experts.to_float().named_parameters())
+    names = [name for name in floats if not name.endswith("_bias")]
+    assert len(names) == 2
+    for name in names:
+        read = getattr(experts, name)
+        assert read.shape == floats[name].shape and read.dtype == floats[name].dtype
+        assert read._is_hf_initialized
+        assert torch.equal(read + 0, floats[name])
+    assert sum(hasattr(experts, name) for name in ("gate_up_proj", "up_proj", "down_proj")) == 2
+
+
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_generate_eager_and_compiled(make: Callable[[], Any]) -> None:
     model = quantized(make, qao.Int4WeightOnly(group_size=32))

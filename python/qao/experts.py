@@ -17,6 +17,7 @@ from .formats import PackedWeight, Scheme
 from .linear import QuantLinear
 from .packed import PackedModule, frozen
 from .scheme import stacked
+from .weight import DequantizedWeight
 
 _autocasts = torch._C._is_any_autocast_enabled
 
@@ -165,6 +166,20 @@ class QuantExperts(nn.Module):
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
         together: Tensor = rows[back].view(tokens, top_k, -1).sum(1)
         return together.to(hidden_states.dtype)
+
+    # The weights under the names they had, for models that read them.
+    gate_up_proj = property(lambda self: self._weight("gate_up_proj"))
+    up_proj = property(lambda self: self._weight("up_proj"))
+    down_proj = property(lambda self: self._weight("down_proj"))
+
+    def _weight(self, name: str) -> Tensor:
+        fused, projection = self._origin[0], self.projections().get(name)
+        if projection is None:
+            raise AttributeError(f"{type(fused).__name__} has no {name}")
+        if not fused.is_transposed:
+            return projection.weight
+        (count, n, k), dtype = projection.shape, projection.dtype
+        return DequantizedWeight((count, k, n), dtype, projection.qweight, lambda: projection.dequantize(dtype).mT)
 
     def projections(self) -> dict[str, QuantProjection]:
         """By the names of the Parameters they were."""
