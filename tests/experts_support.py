@@ -6,9 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import accuracy
+import qao
 import torch
 from ops_schemes import Format, Scheme, Weight
 from torch import Tensor
+
+# One of each word that has products of experts.
+SCHEMES = [
+    qao.Int4WeightOnly(group_size=32),
+    qao.Int8WeightOnly(),
+    qao.Float8WeightOnly(),
+    qao.Int8DynamicActivationInt8Weight(symmetric_activations=False),
+    qao.Int8DynamicActivationInt4Weight(group_size=32, symmetric_activations=False),
+    qao.Float8DynamicActivationFloat8Weight(),
+    qao.Float8DynamicActivationInt4Weight(group_size=32),
+]
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,18 @@ VALUES = torch.tensor([*reference.FP4_VALUES, *(-value for value in reference.FP
 
 
 def stored(experts: int, n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Random blocks and scales, and in float64 what they stand for, [experts, k, n]."""
+    """Random blocks and scales, and what they stand for."""
     blocks = torch.randint(0, 256, (experts, n, k // 32, 16), dtype=torch.uint8)
     scales = torch.randint(118, 125, (experts, n, k // 32), dtype=torch.uint8)
-    q = torch.stack((blocks & 15, blocks >> 4), -1).view(experts, n, k).long()
-    dense = VALUES[q] * (2.0 ** (scales.double() - 127)).repeat_interleave(32, -1)
-    return {"blocks": blocks, "scales": scales}, dense.mT
+    tensors = {"blocks": blocks, "scales": scales}
+    return tensors, dense_of(tensors)
+
+
+def dense_of(tensors: dict[str, Tensor]) -> Tensor:
+    """What blocks and scales stand for in float64, [experts, k, n]."""
+    blocks, scales = tensors["blocks"], tensors["scales"]
+    q = torch.stack((blocks & 15, blocks >> 4), -1).flatten(2).long()
+    return (VALUES[q] * (2.0 ** (scales.double() - 127)).repeat_interleave(32, -1)).mT
 
 
 def opened(directory: Path, tensors: dict[str, Tensor]) -> Any:
@@ -36,10 +42,9 @@ def opened(directory: Path, tensors: dict[str, Tensor]) -> Any:
 
 
 def test_weights_are_read_exactly(tmp_path: Path) -> None:
-    tensors, dense = stored(E, N, K)
+    tensors, _ = stored(E, N, K)
     tensors["scales"][0, 0] = torch.tensor([0, 127, 252])  # 2^-127 and large ones
-    q = torch.stack((tensors["blocks"] & 15, tensors["blocks"] >> 4), -1).view(E, N, K).long()
-    dense = (VALUES[q] * (2.0 ** (tensors["scales"].double() - 127)).repeat_interleave(32, -1)).mT
+    dense = dense_of(tensors)
     checkpoint = opened(tmp_path, {**tensors, "proj_bias": torch.randn(E, N)})
     assert checkpoint.format == "mxfp4" and not checkpoint.layers and "quantization_config" not in checkpoint.config
     assert set(checkpoint.others) == {"a.up", "a.up_proj_bias"} and "MXFP4" in checkpoint.notes[0]

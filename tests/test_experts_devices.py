@@ -8,20 +8,12 @@ import pytest
 import qao
 import torch
 import torch.nn.functional as F
+from experts_support import SCHEMES
 from ops_schemes import generator
 from qao import QuantExperts
 from torch import Tensor, nn
 
 E, K, INNER, TOP = 6, 128, 96, 2
-SCHEMES = [
-    qao.Int4WeightOnly(group_size=32),
-    qao.Int8WeightOnly(),
-    qao.Float8WeightOnly(),
-    qao.Int8DynamicActivationInt8Weight(symmetric_activations=False),
-    qao.Int8DynamicActivationInt4Weight(group_size=32, symmetric_activations=False),
-    qao.Float8DynamicActivationFloat8Weight(),
-    qao.Float8DynamicActivationInt4Weight(group_size=32),
-]
 
 
 class Fused(nn.Module):
