@@ -191,6 +191,66 @@ def test_modules_that_files_name_otherwise(tmp_path: Path) -> None:
     assert count == sum(isinstance(module, qao.QuantLinear) for module in model.modules()) == 6
 
 
+@pytest.mark.parametrize("scheme", [qao.Int8WeightOnly(), qao.Int4WeightOnly(256)], ids=["compressed-tensors", "qao"])
+def test_modules_that_files_join(scheme: qao.Scheme, tmp_path: Path) -> None:
+    """transformers 5.23 writes Molmo2's q_proj, k_proj and v_proj as one att_proj; quantised ones stay three."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 160, "additional_vocab_size": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    kind = transformers.Molmo2TextModel
+    config = transformers.Molmo2TextConfig(**sizes, **heads, num_hidden_layers=2, max_position_embeddings=32)
+    model = kind(config).eval()
+    model.save_pretrained(tmp_path / "f")
+    which = {r"re:layers\.0\..*": scheme}
+    qao.quantize_(model, which)
+    expected = model(support.IDS)[0]
+    loaded = kind.from_pretrained(tmp_path / "f", quantization_config=qao.QaoConfig(which))
+    assert torch.equal(loaded(support.IDS)[0], expected)
+    model.save_pretrained(tmp_path)
+    again = qao.from_pretrained(tmp_path)
+    assert torch.equal(again(support.IDS)[0], expected)
+    again.save_pretrained(tmp_path)  # the conversions that loading noted
+    assert torch.equal(qao.from_pretrained(tmp_path)(support.IDS)[0], expected)
+    if isinstance(scheme, qao.Int4WeightOnly):  # a short group: qao's own format, which transformers reads itself
+        assert torch.equal(kind.from_pretrained(tmp_path)(support.IDS)[0], expected)
+
+
+def test_models_made_in_the_dtype_of_their_configuration(tmp_path: Path) -> None:
+    """Apertus makes tensors of ``config.dtype`` itself, which must be a dtype by then, not its name."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 160, "num_hidden_layers": 1}
+    config = transformers.ApertusConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model = transformers.ApertusForCausalLM(config).eval()
+    qao.quantize_(model, qao.Int4WeightOnly(256))  # in qao's own format
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(qao.from_pretrained(tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize(
+    "scheme", [qao.Int8WeightOnly(), qao.Int8DynamicActivationInt8Weight(symmetric_activations=False)], ids=str
+)
+def test_linear_layers_of_one_weight(scheme: qao.Scheme, tmp_path: Path) -> None:
+    """NeoMME ties a linear layer to another: what they share is written once and shared again."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 160, "embedding_rank": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    kind = transformers.NeoMMEForMaskedLM
+    model = kind(transformers.NeoMMEConfig(**sizes, **heads, num_hidden_layers=1)).eval()
+    torch.nn.init.normal_(model.model.layers[0].mlp.down_proj.weight)  # it begins with 0
+    qao.quantize_(model, scheme)
+    expected = model(support.IDS)[0]
+    model.save_pretrained(tmp_path)
+    for again in (qao.from_pretrained(tmp_path), kind.from_pretrained(tmp_path)):
+        assert torch.equal(again(support.IDS)[0], expected)
+        tied, other = again.unembedding_projection, again.model.embed_tokens.embedding_projection
+        assert isinstance(tied, qao.QuantLinear)
+        names = [name for name, tensor in tied.packed.tensors().items() if tensor is not None]
+        assert all(getattr(tied, name) is getattr(other, name) for name in names)
+    qao.dequantize_(model)
+    assert torch.equal(model.unembedding_projection.weight, model.model.embed_tokens.embedding_projection.weight)
+    model.tie_weights()
+    assert model.unembedding_projection.weight is model.model.embed_tokens.embedding_projection.weight
+
+
 def test_a_model_without_linear_layers_is_saved_as_it_is(tmp_path: Path) -> None:
     sizes = {"embedding_size": 16, "hidden_sizes": [16] * 4, "depths": [1] * 4, "groups_width": 8}
     kind = transformers.RegNetModel

@@ -187,7 +187,8 @@ def rename_ties(model: nn.Module) -> None:
     """Tells models of transformers which tensors are tied now: they tie again, save and load by the names of these.
 
     ``{"lm_head.weight": "model.embed_tokens.weight"}`` (a list of the targets in version 4) becomes the same of
-    ``qweight`` and ``scales`` where both modules are quantised, and is so again where none is any more; all else stays.
+    ``qweight``, ``scales`` and what else they share where both modules are quantised, and is so again where none is any
+    more; all else stays.
     """
     for module in model.modules():
         for attribute in ("_tied_weights_keys", "all_tied_weights_keys"):
@@ -200,12 +201,14 @@ def _renamed(module: nn.Module, ties: Mapping[str, str] | list[str]) -> dict[str
     renamed: dict[str, str] = {}
     for target in ties:
         sides = target, ties[target] if isinstance(ties, Mapping) else target
-        packed = {_is_packed(module, side) for side in sides}
+        owners = [_owner(module, side) for side in sides]
+        packed = [owner for owner in owners if isinstance(owner, PackedModule)]
         key = target.rpartition(".")[2]
         keys: tuple[str, ...] = (key,)
-        if key == "weight" and packed == {True}:
-            keys = "qweight", "scales"
-        elif key in ("qweight", "scales") and packed == {False}:
+        if key == "weight" and len(packed) == 2:
+            tensors = [owner.packed.tensors() for owner in packed]
+            keys = tuple(name for name in tensors[0] if all(of[name] is not None for of in tensors))
+        elif key in PackedWeight._fields and not packed and None not in owners:
             keys = ("weight",)
         for name in keys:
             of = [side if name == key else side.removesuffix(key) + name for side in sides]
@@ -213,9 +216,9 @@ def _renamed(module: nn.Module, ties: Mapping[str, str] | list[str]) -> dict[str
     return renamed if isinstance(ties, Mapping) else list(renamed)
 
 
-def _is_packed(module: nn.Module, name: str) -> bool | None:
-    """Whether the tensor of that name is one of a quantised module; None if there is no such module."""
+def _owner(module: nn.Module, name: str) -> nn.Module | None:
+    """The module whose tensor has that name; None if there is no such module."""
     try:
-        return isinstance(module.get_submodule(name.rpartition(".")[0]), PackedModule)
+        return module.get_submodule(name.rpartition(".")[0])
     except AttributeError:  # a pattern, or a name of a model that this one is part of
         return None

@@ -86,8 +86,7 @@ def make_room(
             if child is not None and id(child) in successors:
                 done.append((parent, attribute, child))
                 put_module(parent, attribute, successors[id(child)])
-    if any(isinstance(made, QuantEmbedding) for made in successors.values()):
-        rename_ties(model)
+    rename_ties(model)
     return done
 
 

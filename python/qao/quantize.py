@@ -102,9 +102,8 @@ class Plan:
 
     def settle(self) -> None:
         """Lets the libraries know what is quantised by now, whether that is all or not."""
-        if any(isinstance(layer.module, QuantEmbedding) for layer in self.pending):
-            rename_ties(self.model)
         if any(isinstance(layer.module, PackedModule) for layer in self.layers):
+            rename_ties(self.model)
             registration.attach(self.model)
 
     def finished(self) -> Report:

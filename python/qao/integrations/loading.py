@@ -135,7 +135,8 @@ class Loader:
     def _replace(self, layer: survey.Layer, importance: Tensor | None) -> None:
         assert layer.scheme is not None
         weight = linear_weight(layer.module)
-        if importance is not None and importance.shape[0] != weight.shape[1]:
+        int4 = isinstance(layer.scheme, Int4Weight)  # which quantize_ does it for
+        if not int4 or (importance is not None and importance.shape[0] != weight.shape[1]):
             importance = None
         packed = pack_weight(weight, layer.scheme, None, layer.row.name, importance)
         layer.module = made = QuantLinear.from_packed(layer.module, layer.scheme, packed)

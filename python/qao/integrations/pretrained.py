@@ -177,7 +177,8 @@ def _config(transformers: Any, content: dict[str, Any], local: Path, options: di
     for part in (config, config.get_text_config()):
         quantisation = getattr(part, "quantization_config", None)
         if isinstance(quantisation, dict) and quantisation.get("quant_method") == "qao" and quantisation.get("dtype"):
-            config.dtype = quantisation["dtype"]
+            told: Any = QaoConfig.from_dict(quantisation)
+            config.dtype = told.dtype  # a dtype, not its name: Apertus makes tensors of it
         if quantisation is not None:
             del part.quantization_config
     return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ def files_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], Any]:
     if sharded:
         _gather(state)
     written = None if sharded else _compressed_tensors(model, state)
+    _keep_apart(model, state if written is None else written[0])
     if written is not None:
         return written[0], {}, written[1]
     quantised = {
@@ -46,17 +48,47 @@ def _gather(state: dict[str, Any]) -> None:
             state[name] = known[key]
 
 
+def _keep_apart(model: nn.Module, names: Iterable[str]) -> None:
+    """Takes those conversions off the model by which transformers 5 would join tensors of quantised layers on the way
+    to the file, as it joins the float weights of q, k and v (Molmo2). It reads either form."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange, WeightConverter
+    except ImportError:  # version 4, which converts nothing
+        return
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # what it would take itself, of a model that no file was loaded into
+        every = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [one for one in every if not isinstance(one, PrefixChange)]
+    layers = {name for name, module in model.named_modules() if isinstance(module, PackedModule)}
+    names = [name for name in names if name.rpartition(".")[0] in layers]
+
+    def joins(conversion: Any) -> bool:
+        if not isinstance(conversion, WeightConverter):
+            return False
+        back = conversion.reverse_transform()
+        return any(back.rename_source_key(name)[1] is not None for name in names)
+
+    left = [one for one in conversions if not joins(one)]
+    if len(left) < len(conversions):
+        model._weight_conversions = left  # type: ignore[assignment]
+
+
 def _compressed_tensors(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     from ..checkpoints import ct_write
 
     modules = dict(model.named_modules())
     layers = {name: module for name, module in modules.items() if isinstance(module, PackedModule)}
     tensors = dict(state)
+    weights: set[int] = set()
     for name, layer in layers.items():
         # Loaders look for modules whose class is called Linear: a Conv1D, or a subclass such as FalconLinear, they
         # would leave as it is, with random numbers.
         if not isinstance(layer, QuantLinear) or layer.stands_for != "Linear" or layer.qweight.is_meta:
             return None
+        if id(layer.qweight) in weights:  # which would be written once, under one of the names
+            return None
+        weights.add(id(layer.qweight))
         if ct_write.can_write(layer.scheme, layer.in_features) is not None:
             return None
         for key in (*layer.packed.tensors(), marker.TRIPWIRE, marker.MARKER):
