@@ -169,6 +169,29 @@ def test_rows_of_ladders(scheme: Scheme, m: int, x_dtype: torch.dtype) -> None:
 
 @pytest.mark.every_isa
 @every_dtype
+@every_m
+@pytest.mark.parametrize("scheme", [INT4, FP8_INT4, FP4], ids=lambda scheme: scheme.word)
+def test_rows_of_magnitudes_of_two_kinds(scheme: Scheme, m: int, x_dtype: torch.dtype) -> None:
+    """A share of x is 2^8 and more times as large as the rest, which alone W sees: as good as plain torch's."""
+    k = 512
+    draw = torch.Generator().manual_seed(1)
+    signs = torch.randint(0, 2, (128, k), generator=draw) * 2.0 - 1
+    for share, distance in ((0.5, 8), (0.75, 8), (0.25, 8), (0.6, 11), (0.8, 14)):
+        large = some_columns(k, int(share * k))
+        x = (1 + torch.rand(m, k, generator=draw)) * (torch.randint(0, 2, (m, k), generator=draw) * 2 - 1)
+        x[:, large] *= 2.0**distance
+        x = x.to(x_dtype)
+        for fmt in scheme.few_formats:
+            weight = scheme.pack(with_columns_of_zero(scheme.parts(64, k, fmt), large), fmt.activation)
+            seen, dense = weight.activation.seen(x), weight.dense
+            sample = seen[:1] * signs
+            plain = F.linear(sample.to(x_dtype), dense.to(x_dtype)).double() - truth(sample, dense)
+            error = by_terms(scheme.mm(x, weight).double() - truth(seen, dense), seen, dense)
+            assert error.abs().max() <= 2 * by_terms(plain, sample, dense).abs().max(), (share, distance, str(fmt))
+
+
+@pytest.mark.every_isa
+@every_dtype
 def test_a_ladder_stays_in_its_row(x_dtype: torch.dtype) -> None:
     """Its row is computed in another way, the others as ever, with any number of threads."""
     weight = INT4.make_weight(37, K)

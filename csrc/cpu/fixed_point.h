@@ -4,7 +4,8 @@
 // What is far below the largest keeps fewer bits than its dtype. That is right where few values are: beside the largest
 // they hardly count. Where most are (an outlier: their sum counts, if W is small at the outlier's column), the largest
 // are left out of the chunk, and add_outliers.cpp adds their products. It is for the chunk alone to say. A row that
-// leaves many out has no use for fixed point: it is computed anew, in float32.
+// leaves many out has no use for fixed point, nor has one whose magnitudes are of two kinds, far apart with next to
+// nothing between: it is computed anew, in float32.
 #pragma once
 
 #include "cpu/mm_job.h"
@@ -31,6 +32,56 @@ static inline int64_t deep_allowed(int64_t nonzero) { return nonzero * 9 / 20; }
 
 // How many may be deep beside outliers: more are a ladder of magnitudes, of which outliers are but the top.
 static inline int64_t deep_beside_outliers(int64_t nonzero) { return nonzero / 4; }
+
+// Of a chunk: its nonzero values, and those of them that are coarse, deep, or in the tail.
+struct Counts {
+  int64_t nonzero, coarse, deep, tail;
+};
+constexpr int kTailExponents = 2;  // beyond coarse ones: the first powers of two in which a gap may lie
+
+[[maybe_unused]] static bool has_outliers(const Counts& counts) {
+  return counts.coarse > coarse_allowed(counts.nonzero) || counts.deep > deep_allowed(counts.nonzero);
+}
+
+// Of a row: its nonzero values; and of chunks that may have a gap those more than coarse + i powers of two below the
+// largest of their chunk.
+constexpr int kTailLength = 6;
+struct Tail {
+  int64_t nonzero = 0, below[kTailLength] = {};
+};
+// What counts as a kind: a sixteenth of the row. The activations of language models hardly reach that, or fall off
+// slowly: those with a longer tail (GELU and SiLU of large values, their products with gates) have a quarter or more of
+// what lies further down within any two powers of two. In a gap of two, at most a tenth of that may lie.
+constexpr int64_t kKindShare = 16, kFewestOfKind = 16, kGapShare = 10;
+
+// Whether it is worth a closer look: few ordinary chunks have as many in the tail with as few before it, or as many
+// deep.
+[[maybe_unused]] static bool may_have_gap(const Counts& counts) {
+  const bool falls_off = (counts.coarse - counts.tail) * 2 > counts.tail && counts.deep * 8 < counts.nonzero;
+  return counts.tail * kKindShare >= counts.nonzero && !falls_off;
+}
+
+[[maybe_unused]] static void add_tail(const float* values, int64_t count, int largest, int coarse, Tail* tail) {
+  for (int i = 0; i < kTailLength; ++i) {
+    const int exponent = (largest >> 23) - coarse - i;
+    const uint32_t limit = exponent > 1 ? static_cast<uint32_t>(exponent) << 23 : 0x00800000;
+    int below = 0;
+    for (int64_t j = 0; j < count; ++j) {
+      const uint32_t bits = float_to_bits(values[j]) & 0x7FFFFFFF;
+      below += bits >= 0x00800000 && bits < limit;
+    }
+    tail->below[i] += below;
+  }
+}
+
+[[maybe_unused]] static bool has_gap(const Tail& tail) {
+  for (int i = 0; i + kTailExponents < kTailLength; ++i) {
+    const int64_t further = tail.below[i + kTailExponents];
+    const bool many = further >= kFewestOfKind && further * kKindShare >= tail.nonzero;
+    if (many && (tail.below[i] - further) * kGapShare <= further) return true;
+  }
+  return false;
+}
 
 // Outliers in a row of K values, beyond which float32 sums of all of it cost no more.
 static inline int64_t outliers_allowed(int64_t k) { return 16 + k / 8; }

@@ -32,23 +32,24 @@ int load_chunk(const Job& job, int64_t index, int64_t count, int64_t padded, flo
   return vmaxvq_s32(largest);
 }
 
-bool has_outliers(const float* values, int64_t count, int largest, int coarse) {
+Counts count_chunk(const float* values, int64_t count, int largest, int coarse) {
   const int exponent = largest >> 23;
   const auto limit_of = [exponent](int exponents) {
     return vdupq_n_s32(exponent > exponents ? (exponent - exponents) << 23 : 0);
   };
   const int32x4_t limit = limit_of(coarse), deep_limit = limit_of(kDeepExponents);
+  const int32x4_t tail_limit = limit_of(coarse + kTailExponents);
   const int32x4_t smallest = vdupq_n_s32(0x00800000);  // below it: as good as 0
-  uint32x4_t below = vdupq_n_u32(0), deep = below, zeros = below;
+  uint32x4_t below = vdupq_n_u32(0), deep = below, tail = below, zeros = below;
   for (int64_t i = 0; i < count; i += 4) {
     const int32x4_t bits = magnitude_bits(vld1q_f32(values + i));
     below = vsubq_u32(below, vcltq_s32(bits, limit));
     deep = vsubq_u32(deep, vcltq_s32(bits, deep_limit));
+    tail = vsubq_u32(tail, vcltq_s32(bits, tail_limit));
     zeros = vsubq_u32(zeros, vcltq_s32(bits, smallest));
   }
   const int64_t zero = vaddvq_u32(zeros);
-  return vaddvq_u32(below) - zero > coarse_allowed(count - zero) ||
-         vaddvq_u32(deep) - zero > deep_allowed(count - zero);
+  return {count - zero, vaddvq_u32(below) - zero, vaddvq_u32(deep) - zero, vaddvq_u32(tail) - zero};
 }
 
 // One tile of integer words, |word| < 2^15 - 128: its high and low bytes to out[0..64) and out[64..128), sums of each
@@ -88,12 +89,18 @@ void pack_row(const Job& job, int64_t m) {
   uint64_t* outliers = job.outliers + m * job.tiles_k;
   for (int64_t t = 0; t < job.tiles_k; ++t) outliers[t] = 0;
   const int coarse = coarse_exponents(job.x_dtype);
+  Tail tail;
   for (int64_t c = 0; c < job.chunks; ++c) {
     const int64_t first_tile = c * job.chunk_tiles, k0 = first_tile * kTileK;
     const int64_t tiles = job.tiles_k - first_tile < job.chunk_tiles ? job.tiles_k - first_tile : job.chunk_tiles;
     int bits = load_chunk(job, m * job.x_stride + k0, job.k - k0, tiles * kTileK, values, outliers + first_tile);
-    if (has_outliers(values, tiles * kTileK, bits, coarse)) {
+    const Counts counts = count_chunk(values, tiles * kTileK, bits, coarse);
+    tail.nonzero += counts.nonzero;
+    if (has_outliers(counts)) {
       bits = move_outliers(values, tiles * kTileK, coarse, outliers + first_tile, job.remarks + m);
+      add_tail(values, tiles * kTileK, bits, coarse, &tail);
+    } else if (may_have_gap(counts)) {
+      add_tail(values, tiles * kTileK, bits, coarse, &tail);
     }
     const int exponent = (bits + kHeadroom) >> 23 > kMinExponent ? (bits + kHeadroom) >> 23 : kMinExponent;
     job.chunk_scales[m * job.chunks + c] = bits_to_float(static_cast<uint32_t>(exponent - 14) << 23);
@@ -112,6 +119,7 @@ void pack_row(const Job& job, int64_t m) {
       }
     }
   }
+  if (has_gap(tail)) job.remarks[m] |= kIsWide;
   remark_outliers(job, m, outliers);
 }
 

@@ -43,24 +43,29 @@ int load_chunk(const Job& job, int64_t index, int64_t count, int64_t padded, flo
   return horizontal_max(largest);
 }
 
-bool has_outliers(const float* values, int64_t count, int largest, int coarse) {
+Counts count_chunk(const float* values, int64_t count, int largest, int coarse) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
   const int exponent = largest >> 23;
   const auto limit_of = [exponent](int exponents) {
     return _mm256_set1_epi32(exponent > exponents ? (exponent - exponents) << 23 : 0);
   };
   const __m256i limit = limit_of(coarse), deep_limit = limit_of(kDeepExponents);
-  const __m256i smallest = _mm256_set1_epi32(0x00800000);               // below it: as good as 0
-  __m256i below = _mm256_setzero_si256(), deep = below, zeros = below;  // minus the number of each
+  const __m256i tail_limit = limit_of(coarse + kTailExponents);
+  const __m256i smallest = _mm256_set1_epi32(0x00800000);                             // below it: as good as 0
+  __m256i below = _mm256_setzero_si256(), deep = below, tail = below, zeros = below;  // minus the number of each
   for (int64_t i = 0; i < count; i += 8) {
     const __m256i bits = _mm256_and_si256(_mm256_castps_si256(_mm256_load_ps(values + i)), magnitude);
     below = _mm256_add_epi32(below, _mm256_cmpgt_epi32(limit, bits));
     deep = _mm256_add_epi32(deep, _mm256_cmpgt_epi32(deep_limit, bits));
+    tail = _mm256_add_epi32(tail, _mm256_cmpgt_epi32(tail_limit, bits));
     zeros = _mm256_add_epi32(zeros, _mm256_cmpgt_epi32(smallest, bits));
   }
-  const int64_t zero = -horizontal_sum(zeros);
-  return -horizontal_sum(below) - zero > coarse_allowed(count - zero) ||
-         -horizontal_sum(deep) - zero > deep_allowed(count - zero);
+  const __m256i pairs = _mm256_hadd_epi32(_mm256_hadd_epi32(zeros, below), _mm256_hadd_epi32(deep, tail));
+  alignas(16) int sums[4];
+  _mm_store_si128(reinterpret_cast<__m128i*>(sums),
+                  _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+  const int64_t zero = -sums[0];
+  return {count - zero, -sums[1] - zero, -sums[2] - zero, -sums[3] - zero};
 }
 
 // Four k-steps of 16 bytes each in natural order -> one tile in the order of tile_column().
@@ -103,12 +108,18 @@ void pack_row(const Job& job, int64_t m) {
   uint64_t* outliers = job.outliers + m * job.tiles_k;
   for (int64_t t = 0; t < job.tiles_k; ++t) outliers[t] = 0;
   const int coarse = coarse_exponents(job.x_dtype);
+  Tail tail;
   for (int64_t c = 0; c < job.chunks; ++c) {
     const int64_t first_tile = c * job.chunk_tiles, k0 = first_tile * kTileK;
     const int64_t tiles = job.tiles_k - first_tile < job.chunk_tiles ? job.tiles_k - first_tile : job.chunk_tiles;
     int bits = load_chunk(job, m * job.x_stride + k0, job.k - k0, tiles * kTileK, values, outliers + first_tile);
-    if (has_outliers(values, tiles * kTileK, bits, coarse)) {
+    const Counts counts = count_chunk(values, tiles * kTileK, bits, coarse);
+    tail.nonzero += counts.nonzero;
+    if (has_outliers(counts)) {
       bits = move_outliers(values, tiles * kTileK, coarse, outliers + first_tile, job.remarks + m);
+      add_tail(values, tiles * kTileK, bits, coarse, &tail);
+    } else if (may_have_gap(counts)) {
+      add_tail(values, tiles * kTileK, bits, coarse, &tail);
     }
     const int exponent = (bits + kHeadroom) >> 23 > kMinExponent ? (bits + kHeadroom) >> 23 : kMinExponent;
     job.chunk_scales[m * job.chunks + c] = bits_to_float(static_cast<uint32_t>(exponent - 14) << 23);
@@ -138,6 +149,7 @@ void pack_row(const Job& job, int64_t m) {
       }
     }
   }
+  if (has_gap(tail)) job.remarks[m] |= kIsWide;
   remark_outliers(job, m, outliers);
 }
 
