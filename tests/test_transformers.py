@@ -251,6 +251,24 @@ def test_linear_layers_of_one_weight(scheme: qao.Scheme, tmp_path: Path) -> None
     assert model.unembedding_projection.weight is model.model.embed_tokens.embedding_projection.weight
 
 
+def test_ties_that_a_model_computes() -> None:
+    """DEIMv2 has its ``_tied_weights_keys`` as a property, which nobody can set."""
+
+    class Detector(torch.nn.Sequential):
+        @property
+        def _tied_weights_keys(self) -> dict[str, str]:
+            return {"1.weight": "0.weight", r"head.(?!0)\d+": "head.0"}
+
+    model = Detector(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False))
+    model[1].weight = model[0].weight
+    model.all_tied_weights_keys = {"1.weight": "0.weight"}
+    qao.quantize_(model, qao.Int8WeightOnly())
+    assert model[1].qweight is model[0].qweight
+    assert model.all_tied_weights_keys == {"1.qweight": "0.qweight", "1.scales": "0.scales"}
+    qao.dequantize_(model)
+    assert model.all_tied_weights_keys == {"1.weight": "0.weight"}
+
+
 def test_a_model_without_linear_layers_is_saved_as_it_is(tmp_path: Path) -> None:
     sizes = {"embedding_size": 16, "hidden_sizes": [16] * 4, "depths": [1] * 4, "groups_width": 8}
     kind = transformers.RegNetModel

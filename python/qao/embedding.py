@@ -193,8 +193,9 @@ def rename_ties(model: nn.Module) -> None:
     for module in model.modules():
         for attribute in ("_tied_weights_keys", "all_tied_weights_keys"):
             ties = getattr(module, attribute, None)
-            if isinstance(ties, (Mapping, list)):
-                setattr(module, attribute, _renamed(module, ties))
+            renamed = _renamed(module, ties) if isinstance(ties, (Mapping, list)) else ties
+            if renamed != ties and not isinstance(getattr(type(module), attribute, None), property):
+                setattr(module, attribute, renamed)
 
 
 def _renamed(module: nn.Module, ties: Mapping[str, str] | list[str]) -> dict[str, str] | list[str]:
