@@ -172,14 +172,18 @@ def test_rows_of_ladders(scheme: Scheme, m: int, x_dtype: torch.dtype) -> None:
 @every_m
 @pytest.mark.parametrize("scheme", [INT4, FP8_INT4, FP4], ids=lambda scheme: scheme.word)
 def test_rows_of_magnitudes_of_two_kinds(scheme: Scheme, m: int, x_dtype: torch.dtype) -> None:
-    """A share of x is 2^8 and more times as large as the rest, which alone W sees: as good as plain torch's."""
+    """A share of x is 2^8 and more times as large as the rest, which alone W sees: as good as plain torch's.
+
+    In the last case half of that share lies halfway."""
     k = 512
     draw = torch.Generator().manual_seed(1)
     signs = torch.randint(0, 2, (128, k), generator=draw) * 2.0 - 1
-    for share, distance in ((0.5, 8), (0.75, 8), (0.25, 8), (0.6, 11), (0.8, 14)):
+    for share, distance in ((0.5, 8), (0.75, 8), (0.25, 8), (0.6, 11), (0.8, 14), (0.66, 13)):
         large = some_columns(k, int(share * k))
+        halfway = large[: len(large) // 2 if distance == 13 else 0]
         x = (1 + torch.rand(m, k, generator=draw)) * (torch.randint(0, 2, (m, k), generator=draw) * 2 - 1)
         x[:, large] *= 2.0**distance
+        x[:, halfway] *= 2.0 ** (-distance / 2)
         x = x.to(x_dtype)
         for fmt in scheme.few_formats:
             weight = scheme.pack(with_columns_of_zero(scheme.parts(64, k, fmt), large), fmt.activation)

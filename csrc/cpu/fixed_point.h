@@ -44,7 +44,7 @@ constexpr int kTailExponents = 2;  // beyond coarse ones: the first powers of tw
 }
 
 // Of a row: its nonzero values; and of chunks that may have a gap those more than coarse + i powers of two below the
-// largest of their chunk.
+// largest of their chunk. Chunks without their outliers count apart: their gap lies elsewhere.
 constexpr int kTailLength = 6;
 struct Tail {
   int64_t nonzero = 0, below[kTailLength] = {};

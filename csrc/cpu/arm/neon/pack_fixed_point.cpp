@@ -89,16 +89,16 @@ void pack_row(const Job& job, int64_t m) {
   uint64_t* outliers = job.outliers + m * job.tiles_k;
   for (int64_t t = 0; t < job.tiles_k; ++t) outliers[t] = 0;
   const int coarse = coarse_exponents(job.x_dtype);
-  Tail tail;
+  Tail tail, without_outliers;
   for (int64_t c = 0; c < job.chunks; ++c) {
     const int64_t first_tile = c * job.chunk_tiles, k0 = first_tile * kTileK;
     const int64_t tiles = job.tiles_k - first_tile < job.chunk_tiles ? job.tiles_k - first_tile : job.chunk_tiles;
     int bits = load_chunk(job, m * job.x_stride + k0, job.k - k0, tiles * kTileK, values, outliers + first_tile);
     const Counts counts = count_chunk(values, tiles * kTileK, bits, coarse);
-    tail.nonzero += counts.nonzero;
+    tail.nonzero += counts.nonzero, without_outliers.nonzero += counts.nonzero;
     if (has_outliers(counts)) {
       bits = move_outliers(values, tiles * kTileK, coarse, outliers + first_tile, job.remarks + m);
-      add_tail(values, tiles * kTileK, bits, coarse, &tail);
+      add_tail(values, tiles * kTileK, bits, coarse, &without_outliers);
     } else if (may_have_gap(counts)) {
       add_tail(values, tiles * kTileK, bits, coarse, &tail);
     }
@@ -119,7 +119,7 @@ void pack_row(const Job& job, int64_t m) {
       }
     }
   }
-  if (has_gap(tail)) job.remarks[m] |= kIsWide;
+  if (has_gap(tail) || has_gap(without_outliers)) job.remarks[m] |= kIsWide;
   remark_outliers(job, m, outliers);
 }
 
