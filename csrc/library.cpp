@@ -47,7 +47,8 @@ void define(StableLibrary& m) {
   m.def("silu_mul_quantize(Tensor gate, Tensor up, ScalarType dtype) -> (Tensor, Tensor)");
   m.def(
       "quantize_groups(Tensor weight, int group_size, ScalarType dtype, bool symmetric, ScalarType scale_dtype, "
-      "float[] factors, Tensor? importance=None) -> (Tensor, Tensor, Tensor, Tensor)");
+      "float[] factors, Tensor? importance=None, bool whole_zeros=False, int rounds=0) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def("quantize_blocks(Tensor weight, int rows, int columns) -> (Tensor, Tensor, Tensor)");
   m.def("pack_int4(Tensor q, Tensor scales, Tensor? zeros, int group_size) -> (Tensor, Tensor)");
   m.def(

@@ -72,7 +72,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weig
                                                               torch::headeronly::ScalarType dtype, bool symmetric,
                                                               torch::headeronly::ScalarType scale_dtype,
                                                               std::vector<double> factors,
-                                                              const std::optional<Tensor>& importance);
+                                                              const std::optional<Tensor>& importance, bool whole_zeros,
+                                                              int64_t rounds);
 std::tuple<Tensor, Tensor, Tensor> quantize_blocks_op(const Tensor& weight, int64_t rows, int64_t columns);
 
 // int4_pack.cpp

@@ -24,11 +24,12 @@ void check_weight(const Op& op, const Argument& weight) {
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weight_tensor, int64_t group_size,
                                                               ScalarType dtype, bool symmetric, ScalarType scale_dtype,
                                                               std::vector<double> factors,
-                                                              const std::optional<Tensor>& importance_tensor) {
+                                                              const std::optional<Tensor>& importance_tensor,
+                                                              bool whole_zeros, int64_t rounds) {
   Op op("quantize_groups");
   const Argument weight("weight", weight_tensor);
   op.involve(&weight);
-  op.involve("group_size", group_size);
+  op.involve("group_size", group_size), op.involve("rounds", rounds);
   std::optional<Argument> importance;
   if (importance_tensor) {
     importance.emplace("importance", *importance_tensor);
@@ -50,6 +51,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weig
   op.check(usable, "factors must be positive and finite, at least one", "Pass [1.0] for no search");
   problem.factors = multiples.data(), problem.factor_count = static_cast<int64_t>(multiples.size());
 
+  op.check(rounds >= 0, "rounds must not be negative", "Pass 0 for scales and zero points as the factors make them");
+  problem.whole_zeros = whole_zeros, problem.rounds = rounds;
+
   if (importance) {
     op.check(importance->is_cpu() && importance->dtype() == float32_code() && importance->has_shape({problem.k}) &&
                  importance->is_contiguous(),
@@ -67,7 +71,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weig
   arguments.scales = scales.data_ptr(), arguments.zeros = zeros.data_ptr();
   arguments.squares = static_cast<double*>(squares.data_ptr());
   if (importance) arguments.importance = static_cast<const float*>(importance->data());
-  op.check(cpu::quantize_weight(problem, arguments, torch_threads(problem.n * problem.k * problem.factor_count)));
+  op.check(
+      cpu::quantize_weight(problem, arguments, torch_threads(problem.n * problem.k * (problem.factor_count + rounds))));
   return {q, scales, zeros, squares};
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ SCHEMES = [
     qao.Fp4WeightOnly(),
     qao.Fp4WeightOnly("nvfp4"),
 ]
+
+
+def with_whole_zeros(scheme: qao.Scheme) -> qao.Scheme:
+    """The same, of four bits with zero points that other formats can hold."""
+    return replace(scheme, whole_zeros=True) if isinstance(scheme, qao.formats.Int4Weight) else scheme
 
 
 def write(directory: Path, tensors: dict[str, Tensor], config: dict[str, Any], **metadata: str) -> None:

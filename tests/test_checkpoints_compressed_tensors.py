@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import qao
 import torch
-from checkpoint_support import SCHEMES, assert_same_layer, layer_of, write
+from checkpoint_support import SCHEMES, assert_same_layer, layer_of, with_whole_zeros, write
 from qao.checkpoints import CheckpointError, open_checkpoint
 from qao.checkpoints.ct_write import can_write, layer_tensors, quantization_config
 from safetensors.torch import load_file
@@ -307,7 +307,7 @@ def test_int8_file_with_values_beyond_four_bits(tmp_path: Path) -> None:
         open_checkpoint(tmp_path).layers["a"].read()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("scheme", [with_whole_zeros(scheme) for scheme in SCHEMES], ids=str)
 def test_written_layers_come_back_and_the_package_reads_them(scheme: qao.formats.Scheme, tmp_path: Path) -> None:
     shapes = [(40, 256), (16, 512)]
     if not isinstance(scheme, (qao.formats.Fp4Weight, qao.formats.Int4Weight)) or scheme.size == -1:
@@ -364,8 +364,8 @@ def test_presets_are_said_as_the_package_says_them() -> None:
 
 def test_several_schemes_make_groups_with_exact_targets(tmp_path: Path) -> None:
     schemes = {
-        "a.q": qao.Int4WeightOnly(32),
-        "a.k": qao.Int4WeightOnly(32),
+        "a.q": qao.Int4WeightOnly(32, whole_zeros=True),
+        "a.k": qao.Int4WeightOnly(32, whole_zeros=True),
         "a.o": qao.Float8DynamicActivationFloat8Weight("row", fast_accum=True),
         "head": qao.Float8DynamicActivationFloat8Weight("row", activation_scale=0.5),
         "tail": qao.Float8DynamicActivationFloat8Weight("row", activation_scale=2.0),
@@ -378,7 +378,7 @@ def test_several_schemes_make_groups_with_exact_targets(tmp_path: Path) -> None:
         ["a.o"],
         ["head", "tail"],
     ]
-    assert config["qao"] == {"group_1": {"fast_accum": True}}
+    assert config["qao"] == {"group_0": {"whole_zeros": True}, "group_1": {"fast_accum": True}}
     QuantizationConfig.model_validate(config)
     tensors = {f"{name}.{key}": t for name, layer in layers.items() for key, t in layer_tensors(layer).items()}
     write(tmp_path, tensors, {"quantization_config": config})

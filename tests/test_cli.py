@@ -115,7 +115,12 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("options", "scheme", "format"),
     [
-        (["--scheme", "int4", "--group-size", "32"], qao.Int4WeightOnly(32), "compressed-tensors"),
+        (["--scheme", "int4", "--group-size", "32"], qao.Int4WeightOnly(32), "qao"),  # zero points that are not whole
+        (
+            ["--scheme", "int4", "--group-size", "32", "--set", "whole_zeros=true"],
+            qao.Int4WeightOnly(32, whole_zeros=True),
+            "compressed-tensors",
+        ),
         (["--scheme", "int4", "--symmetric"], qao.Int4WeightOnly(symmetric=True), "qao"),  # 128 divides no K
         (["--scheme", "int8", "--to", "qao", "--set", "clip_search=false"], qao.Int8WeightOnly(False), "qao"),
         (["--scheme", "fp8_fp8"], qao.Float8DynamicActivationFloat8Weight(), "compressed-tensors"),
@@ -195,8 +200,9 @@ def test_quantize_a_file_without_config(tmp_path: Path) -> None:
 
 def test_convert_there_and_back(llama: Path, tmp_path: Path) -> None:
     model = load(llama)
-    qao.quantize_(model, qao.Int4WeightOnly(32))
-    assert main(["quantize", str(llama), str(tmp_path / "a"), "--scheme", "int4", "--group-size", "32"]) == 0
+    qao.quantize_(model, qao.Int4WeightOnly(32, whole_zeros=True))
+    options = ["--scheme", "int4", "--group-size", "32", "--set", "whole_zeros=true"]
+    assert main(["quantize", str(llama), str(tmp_path / "a"), *options]) == 0
     assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "qao"]) == 0
     assert main(["convert", str(tmp_path / "b"), str(tmp_path / "c")]) == 0
     for name, format in (("b", "qao"), ("c", "compressed-tensors")):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ops_schemes import DTYPES
-from qao import quantizer, quantizer_fp8, reference
+from qao import quantizer, quantizer_fp8, quantizer_search, reference
 from qao.quantizer import _CLIP_FACTORS, _INT4, _INT8
 from qao.quantizer_fp8 import SCALE_BLOCK
 from torch import Tensor
@@ -78,7 +78,7 @@ def search(
     """q, scale, zero and squared error of one group of every row, [N, size]: every factor, the first best one."""
     best: tuple[Tensor, ...] | None = None
     for factor in _CLIP_FACTORS:
-        scale, zero = quantizer._search(group[:, None], codes, symmetric, scale_dtype, (factor,))
+        scale, zero = quantizer_search.search(group[:, None], codes, symmetric, scale_dtype, (factor,))
         scale, zero = scale[:, 0], zero[:, 0]
         steps = (group / scale).round()
         clipped = torch.minimum(torch.maximum(steps, codes.lowest - zero), codes.highest - zero)
@@ -231,6 +231,7 @@ def test_opcheck() -> None:
         groups = (weight, 32, torch.uint8, False, torch.float16, [1.0, 0.9])
         torch.library.opcheck(OPS.quantize_groups.default, groups, test_utils=UTILITIES)
         torch.library.opcheck(OPS.quantize_groups.default, (*groups, torch.ones(70)), test_utils=UTILITIES)
+        torch.library.opcheck(OPS.quantize_groups.default, (*groups, None, False, 2), test_utils=UTILITIES)
         rows = (weight, -1, torch.int8, True, torch.float32, [1.0])
         torch.library.opcheck(OPS.quantize_groups.default, rows, test_utils=UTILITIES)
         torch.library.opcheck(OPS.quantize_blocks.default, (weight, 4, 32), test_utils=UTILITIES)
@@ -267,6 +268,7 @@ GROUPS = {
         ({"importance": torch.ones(63)}, r"importance must be float32 \[K\]"),
         ({"importance": torch.ones(64, dtype=torch.float64)}, "importance must be float32"),
         ({"importance": torch.ones(128)[::2]}, "contiguous and on the CPU"),
+        ({"rounds": -1}, "rounds must not be negative"),
     ],
 )
 def test_groups_of_bad_arguments(wrong: dict[str, Any], message: str) -> None:

@@ -179,16 +179,18 @@ def test_a_grid_comes_back_exactly(group_size: int, k: int, device: str) -> None
     assert distance.max() <= 40 * 1.5 * 2.0**-21
     off = weight.clone()
     off[:, 5] += 0.3 * scales[:, 0, 0]  # one value between two steps: a grid no more
-    zeros_of = quantize_int4(off.to(device), group_size, symmetric=False, scale_dtype=torch.float32).zeros
-    assert zeros_of is not None and torch.equal(zeros_of[:, 0], zeros_of[:, 0].round())
+    moved = quantize_int4(off.to(device), group_size, symmetric=False, scale_dtype=torch.float32)
+    assert not torch.equal(moved.scales[:, 0], got.scales[:, 0])
+    assert torch.equal(moved.scales[:, 1:], got.scales[:, 1:])
 
 
 @symmetric_or_not
 def test_short_last_group_is_quantised_by_itself(symmetric: bool, device: str) -> None:
     weight = random_weight(8, 100, device)
+    importance = torch.rand(100, generator=torch.Generator().manual_seed(0))
     whole, first, last = (
-        quantize_int4(part, 64, symmetric=symmetric, scale_dtype=torch.float32)
-        for part in (weight, weight[:, :64], weight[:, 64:])
+        quantize_int4(weight[:, part], 64, symmetric=symmetric, scale_dtype=torch.float32, importance=importance[part])
+        for part in (slice(0, 100), slice(0, 64), slice(64, 100))
     )
     assert torch.equal(whole.q, torch.cat((first.q, last.q), 1))
     assert torch.equal(whole.scales, torch.cat((first.scales, last.scales), 1))

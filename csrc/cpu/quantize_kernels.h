@@ -33,6 +33,8 @@ struct GroupRules {
   int64_t size = 0;                // of a whole group
   const float* factors = nullptr;  // multiples of the group's range that are tried
   int64_t factor_count = 0;
+  bool whole_zeros = false;  // zero points are whole numbers; unless symmetric they may be others else
+  int64_t rounds = 0;        // of least squares for scale and zero point
 };
 
 struct QuantizedGroup {
@@ -49,10 +51,10 @@ struct QuantizeKernels {
   void (*to_fp8)(Floats values, int64_t count, float inverse, uint8_t* q);
   // y[index .. index + count) = values
   void (*to_float)(const float* values, int64_t count, void* y, int64_t index, DType y_dtype);
-  // A group of a weight: values[0 .. count), which zeros follow up to a multiple of 16: they are exact under every
-  // scale. Of the factors it takes the first of the least sum of squared errors times importance, which is as long
-  // and >= 0. Values that lie on a grid of sixteen steps already keep it, with a zero point that is no whole number,
-  // unless symmetric.
+  // A group of a weight: values[0 .. count), which zeros follow up to a multiple of 16, of no importance. Of the
+  // factors it takes the first of the least sum of squared errors times importance, which is as long and >= 0. Unless
+  // symmetric or with whole zero points, values that lie on a grid of sixteen steps already keep it, and others get
+  // scale and zero point by least squares from there, in `rounds` at most.
   QuantizedGroup (*group)(const GroupRules&, const float* values, const float* importance, int64_t count, uint8_t* q);
 };
 

@@ -28,6 +28,7 @@ GroupRules rules_of(const WeightProblem& p) {
   rules.smallest = smallest_scale(p.scale_dtype);
   rules.size = p.group_size;
   rules.factors = p.factors, rules.factor_count = p.factor_count;
+  rules.whole_zeros = p.whole_zeros, rules.rounds = p.rounds;
   return rules;
 }
 
@@ -73,8 +74,9 @@ Status quantize_weight(const WeightProblem& p, const WeightArguments& a, const T
   const QuantizeKernels& kernels = quantize_kernels(features);
   const GroupRules rules = rules_of(p);
   std::vector<Squares> squares(static_cast<size_t>(p.n));
-  std::vector<float> importance(static_cast<size_t>(divide_up(p.k, kPadding) * kPadding), 1.0f);
-  if (a.importance) std::copy(a.importance, a.importance + p.k, importance.begin());
+  std::vector<float> importance(static_cast<size_t>(divide_up(p.k, kPadding) * kPadding), 0.0f);
+  a.importance ? void(std::copy(a.importance, a.importance + p.k, importance.begin()))
+               : std::fill(importance.begin(), importance.begin() + p.k, 1.0f);
   for_each_row(threads, kernels, Source(p.n, p.k, p.weight_dtype, a), [&](int64_t n, const float* values) {
     for (int64_t g = 0; g < p.groups(); ++g) {
       const int64_t first = g * p.group_size, count = std::min(p.group_size, p.k - first);

@@ -19,6 +19,8 @@ struct WeightProblem {
   DType scale_dtype = DType::kFloat32;
   const float* factors = nullptr;  // multiples of a group's range that are tried, the first of the best is taken
   int64_t factor_count = 0;
+  bool whole_zeros = false;  // no zero points but whole numbers
+  int64_t rounds = 0;        // of least squares for the scale and a zero point that is none
 
   int64_t groups() const { return (k + group_size - 1) / group_size; }
 };

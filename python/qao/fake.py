@@ -191,6 +191,8 @@ def _(
     scale_dtype: torch.dtype,
     factors: Sequence[float],
     importance: Tensor | None = None,
+    whole_zeros: bool = False,
+    rounds: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, k = weight.shape
     scales = weight.new_empty((n, _groups(k, group_size)), dtype=scale_dtype)

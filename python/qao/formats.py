@@ -31,6 +31,7 @@ class Int4Weight(Scheme):
     scale_dtype: torch.dtype | None = None
     clip_search: bool = True
     budget_bits: float | None = field(default=None, kw_only=True)
+    whole_zeros: bool = field(default=False, kw_only=True)
 
     weights: ClassVar[str] = "int4"
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOAT_DTYPES
@@ -45,7 +46,7 @@ class Int4Weight(Scheme):
         if self.group_size == "auto" and not (number and 4 < budget < math.inf):  # type: ignore[operator]
             expected = "a number above 4 with group_size='auto': bits a weight, scales and zero points included"
             self._reject("budget_bits", expected)
-        self._check_bool("symmetric", "clip_search", "symmetric_activations")
+        self._check_bool("symmetric", "clip_search", "symmetric_activations", "whole_zeros")
         if self.scale_dtype is not None and self.scale_dtype not in FLOAT_DTYPES:
             expected = "torch.float32, torch.float16, torch.bfloat16, or None for the dtype of the layer's weight"
             self._reject("scale_dtype", expected)
@@ -62,21 +63,24 @@ class Int4Weight(Scheme):
 
     def to_dict(self) -> dict[str, Any]:
         content = super().to_dict()
-        if self.budget_bits is None:  # as before there were budgets, for those who cannot read them
-            del content["budget_bits"]
+        for name in ("budget_bits", "whole_zeros"):  # as before there were these, for those who cannot read them
+            if not content[name]:
+                del content[name]
         return content
 
     def __str__(self) -> str:
         activations = "" if self.symmetric_activations else ", asymmetric activations"
         groups = f"auto {self.budget_bits:g} bits" if self.group_size == "auto" else f"g{self.group_size}"
-        return f"{self.word} {groups} {'symmetric' if self.symmetric else 'asymmetric'}{activations}"
+        zeros = "symmetric" if self.symmetric else "asymmetric, whole zeros" if self.whole_zeros else "asymmetric"
+        return f"{self.word} {groups} {zeros}{activations}"
 
     def scale_dtype_of(self, given: torch.dtype) -> torch.dtype:
         return self.scale_dtype or super().scale_dtype_of(given)
 
     def _quantize(self, weight: Tensor, name: str, importance: Tensor | None = None) -> QuantizedWeight:
         dtype = self.scale_dtype_of(weight.dtype)
-        options: Any = {"clip_search": self.clip_search, "importance": importance, "name": name}
+        options: Any = {"clip_search": self.clip_search, "whole_zeros": self.whole_zeros, "name": name}
+        options["importance"] = importance
         return quantize_int4(weight, self.size, symmetric=self.symmetric, scale_dtype=dtype, **options)
 
     def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int, int], bool]:

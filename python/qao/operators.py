@@ -28,6 +28,8 @@ def quantize_groups(
     scale_dtype: torch.dtype,
     factors: Sequence[float],
     importance: Tensor | None = None,
+    whole_zeros: bool = False,
+    rounds: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """W ≈ (q - zero) * scale by groups, on the CPU: q of ``dtype`` [N, K], scales and zeros of ``scale_dtype`` [N, G],
     and float64 [2], the sums of squares of the error and of W, which are not finite where a value of W is not.
@@ -36,14 +38,16 @@ def quantize_groups(
         weight: W [N, K] in a float dtype, of any strides.
         group_size: 32, 64, 128, 256, or K, or -1 for K.
         dtype: torch.uint8 for 0..15, or torch.int8 for -127..127, which is symmetric.
-        symmetric: zeros are 8 (uint8) or 0 (int8); else whole numbers 0..15.
+        symmetric: zeros are 8 (uint8) or 0 (int8).
         scale_dtype: a float dtype; scales are rounded to it before q is chosen.
         factors: positive; a group's range is multiplied by each, and the first of least weighted error is kept.
-        importance: float32 [K], contiguous, >= 0: weights of the squared errors of columns, for the choice of a
-            factor alone; None: all alike.
+        importance: float32 [K], contiguous, >= 0: weights of the squared errors of columns in these choices; None: all
+            alike.
+        whole_zeros: zeros are whole numbers 0..15; else a group that is a grid of sixteen steps keeps it.
+        rounds: how often the others get scale and zero by least squares, at most.
     """
     return _qao.quantize_groups.default(  # type: ignore[no-any-return]
-        weight, group_size, dtype, symmetric, scale_dtype, factors, importance
+        weight, group_size, dtype, symmetric, scale_dtype, factors, importance, whole_zeros, rounds
     )
 
 

@@ -12,15 +12,15 @@ from torch.nn import functional
 
 from . import operators
 from .importance import checked_importance, estimate_importance
+from .quantizer_search import Codes, find_grids, refit, search
 
 # Multiples of a group's range that the search tries, 1.09 to 0.52. Below 1 the tails of the group are clipped and the
 # rest gets finer steps; a little above 1 the steps may happen to fall on the values.
 _CLIP_FACTORS = tuple(1 + 0.03 * step for step in range(3, -17, -1))
 # The same for four bits: an estimate of what matters leads a longer search astray (docs/numerics.md).
 _CLIP_FACTORS_INT4 = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85)
-# Steps by which values may miss a grid of sixteen, and its zero point a whole number: as in quantize_group.h.
-_GRID_TOLERANCE, _WHOLE_TOLERANCE = 2.0**-4, 2.0**-12
-_LARGEST_GRID_ZERO = 64.0
+# Rounds of least squares for scale and zero point of four bits: more are hardly better (docs/numerics.md).
+_ROUNDS_INT4 = 8
 # Elements quantised at a time. A CPU core's second-level cache holds such a chunk and its scratch; a GPU needs more
 # work per launch, and memory stays bounded by a few hundred megabytes.
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
@@ -31,22 +31,12 @@ class QuantizedWeight(NamedTuple):
 
     q: Tensor  # [N, K]: uint8 0..15, int8 -127..127, or float8_e4m3fn
     scales: Tensor  # int4 [N, ceil(K / group_size)], of either sign; int8 [N]; fp8 see quantizer_fp8.py
-    # Like scales: whole numbers 0..15, others where a group is a grid already. None: 8 for int4, 0 otherwise.
-    zeros: Tensor | None
+    zeros: Tensor | None  # like scales, whole numbers or not; None: 8 for int4, 0 otherwise
     relative_error: float  # ‖W - Ŵ‖ / ‖W‖, Frobenius; 0 for an all-zero weight
 
 
-class _Codes(NamedTuple):
-    """The whole numbers a value may become; ``middle`` is the zero point of a symmetric weight."""
-
-    dtype: torch.dtype
-    lowest: int
-    highest: int
-    middle: int
-
-
-_INT4 = _Codes(torch.uint8, 0, 15, 8)
-_INT8 = _Codes(torch.int8, -127, 127, 0)
+_INT4 = Codes(torch.uint8, 0, 15, 8)
+_INT8 = Codes(torch.int8, -127, 127, 0)
 
 
 def check_finite(weight: Tensor, name: str) -> float:
@@ -67,25 +57,29 @@ def quantize_int4(
     symmetric: bool,
     scale_dtype: torch.dtype,
     clip_search: bool = True,
+    whole_zeros: bool = False,
     importance: Tensor | None = None,
     name: str = "weight",
 ) -> QuantizedWeight:
     """Quantises a float weight [N, K] to four bits, on the device it is on.
 
     Every group of ``group_size`` columns (-1: the whole row; the last may be short) gets a scale and, unless
-    ``symmetric``, a whole-number zero point. A symmetric scale is negative where the largest value of its group is
-    positive: codes reach one step further below the zero point 8 than above. With ``clip_search`` the group's range is
-    multiplied by a few fixed factors and the one of least squared error is kept, each column's error weighed by
-    ``importance``, such as the mean square of its activations: float [K], >= 0, on any device; None takes
-    ``importance.estimate_importance``. Unless ``symmetric``, a group that is a grid of sixteen steps already is kept,
-    with a zero point that is no whole number. Scales are rounded to ``scale_dtype`` before q is chosen: the error that
-    is minimised is the one the layer will have. Computed in float32, a chunk of rows at a time.
+    ``symmetric``, a zero point. A symmetric scale is negative where the largest value of its group is positive: codes
+    reach one step further below the zero point 8 than above. With ``clip_search`` the group's range is multiplied by a
+    few fixed factors and the one of least squared error is kept, each column's error weighed by ``importance``, such as
+    the mean square of its activations: float [K], >= 0, on any device; None takes ``importance.estimate_importance``.
+    From there scale and zero point are fitted by least squares. Zero points so are numbers that need not be whole, nor
+    are those of a group that is a grid of sixteen steps already, which is kept; with ``whole_zeros`` they are 0..15,
+    without either. Scales are rounded to ``scale_dtype`` before q is chosen: the error that is minimised is the one the
+    layer will have. Computed in float32, a chunk of rows at a time.
 
     Raises:
         ValueError: ``importance`` is none of the above, the weight holds NaN or Inf, or a scale overflows
             ``scale_dtype``; the message begins with ``name``.
     """
-    return _quantize_groups(weight, group_size, _INT4, symmetric, scale_dtype, clip_search, importance, name)
+    return _quantize_groups(
+        weight, group_size, _INT4, symmetric, scale_dtype, clip_search, importance, name, whole_zeros
+    )
 
 
 def quantize_int8(
@@ -158,21 +152,23 @@ def relative_error(squares: Tensor) -> float:
 def _quantize_groups(
     weight: Tensor,
     group_size: int,
-    codes: _Codes,
+    codes: Codes,
     symmetric: bool,
     scale_dtype: torch.dtype,
     clip_search: bool,
     importance: Tensor | None,
     name: str,
+    whole_zeros: bool = False,
 ) -> QuantizedWeight:
     factors = (_CLIP_FACTORS_INT4 if codes is _INT4 else _CLIP_FACTORS) if clip_search else (1.0,)
+    rounds = _ROUNDS_INT4 if clip_search and codes is _INT4 and not (symmetric or whole_zeros) else 0
     quantize = _groups_on_cpu if weight.device.type == "cpu" else _groups_by_torch
     if importance is None and clip_search and codes is _INT4:
         importance = estimate_importance(weight)
     elif importance is not None:
         importance = checked_importance(importance, weight, name)
     q, scales, zeros, squares = quantize(
-        weight.detach(), group_size, codes, symmetric, scale_dtype, factors, importance
+        weight.detach(), group_size, codes, symmetric, scale_dtype, factors, importance, whole_zeros, rounds
     )
     check_values(squares, weight, name)
     check_scales(scales, weight, name)
@@ -185,24 +181,30 @@ _Groups = tuple[Tensor, Tensor, Tensor, Tensor]  # q, scales, zeros; squares of 
 def _groups_on_cpu(
     weight: Tensor,
     group_size: int,
-    codes: _Codes,
+    codes: Codes,
     symmetric: bool,
     scale_dtype: torch.dtype,
     factors: tuple[float, ...],
     importance: Tensor | None = None,
+    whole_zeros: bool = False,
+    rounds: int = 0,
 ) -> _Groups:
     weight = weight.float() if weight.dtype == torch.float64 else weight
-    return operators.quantize_groups(weight, group_size, codes.dtype, symmetric, scale_dtype, factors, importance)
+    return operators.quantize_groups(
+        weight, group_size, codes.dtype, symmetric, scale_dtype, factors, importance, whole_zeros, rounds
+    )
 
 
 def _groups_by_torch(
     weight: Tensor,
     group_size: int,
-    codes: _Codes,
+    codes: Codes,
     symmetric: bool,
     scale_dtype: torch.dtype,
     factors: tuple[float, ...],
     importance: Tensor | None = None,
+    whole_zeros: bool = False,
+    rounds: int = 0,
 ) -> _Groups:
     n, k = weight.shape
     size = k if group_size == -1 else group_size
@@ -210,94 +212,46 @@ def _groups_by_torch(
     scales = torch.empty(n, (k + size - 1) // size, dtype=scale_dtype, device=weight.device)
     zeros = torch.empty_like(scales)
     squares = torch.zeros(2, dtype=torch.float64, device=weight.device)  # of the error and of the weight
-    weights = None if importance is None else functional.pad(importance, (0, -k % size)).view(-1, size)
+    importance = weight.new_ones(k, dtype=torch.float32) if importance is None else importance
+    weights = functional.pad(importance, (0, -k % size)).view(-1, size)
     for rows, values in chunks(weight):
         squares[1] += values.square().sum(dtype=torch.float64)
-        # Zeros pad the last group: they are exact under every scale and change neither its range nor its error.
+        # Zeros pad the last group: they do not change its range, and their errors do not count.
         padded = functional.pad(values, (0, -k % size)) if k % size else values
         groups = padded.view(len(values), -1, size)
         del values, padded  # a chunk is large: each copy of it lives as briefly as it can
-        scale, zero = _search(groups, codes, symmetric, scale_dtype, factors, weights)
+        scale, zero = search(groups, codes, symmetric, scale_dtype, factors, weights)
+        if not symmetric and not whole_zeros:
+            _free_zeros(groups, scale, zero, codes, scale_dtype, weights, rounds, k // size)
         steps = groups.div(scale)
-        if not symmetric and size % 16 == 0:  # whole groups alone, which no zeros pad
-            whole = slice(0, k // size)
-            _keep_grids(groups[:, whole], steps[:, whole], scale[:, whole], zero[:, whole], codes, scale_dtype)
         is_whole, chosen = zero == zero.round(), steps.round().add_(zero)
         torch.where(is_whole, chosen, steps.add_(zero).round_(), out=chosen).clamp_(codes.lowest, codes.highest)
         del steps
         q[rows] = chosen.view(len(groups), -1)[:, :k].to(codes.dtype)
         scales[rows] = scale.squeeze(-1).to(scale_dtype)
         zeros[rows] = zero.squeeze(-1).to(scale_dtype)
-        squares[0] += groups.addcmul_(chosen.sub_(zero), scale, value=-1).square_().sum(dtype=torch.float64)
+        groups.addcmul_(chosen.sub_(zero), scale, value=-1).square_()
+        squares[0] += groups.view(len(groups), -1)[:, :k].sum(dtype=torch.float64)
         del groups, chosen
     return q, scales, zeros, squares
 
 
-def _keep_grids(
-    values: Tensor, steps: Tensor, scale: Tensor, zero: Tensor, codes: _Codes, scale_dtype: torch.dtype
-) -> None:
-    """Where a group is a grid of sixteen steps from its lowest to its highest value, sets its scale, zero and steps."""
-    low, high = torch.aminmax(values, dim=-1, keepdim=True)
-    grid_scale = ((high - low) / (codes.highest - codes.lowest)).to(scale_dtype).float()
-    grid_zero = (-low / grid_scale).to(scale_dtype).float()
-    found = torch.div(values, grid_scale).add_(grid_zero)
-    distance = found.round().clamp_(codes.lowest, codes.highest).sub_(found).abs_().amax(-1, keepdim=True)
-    is_grid = (grid_scale > _smallest_scale(scale_dtype)) & (grid_zero.abs() < _LARGEST_GRID_ZERO)
-    is_grid &= (distance < _GRID_TOLERANCE) & ((grid_zero - grid_zero.round()).abs() >= _WHOLE_TOLERANCE)
-    torch.where(is_grid, grid_scale, scale, out=scale)
-    torch.where(is_grid, grid_zero, zero, out=zero)
-    torch.where(is_grid, torch.div(values, grid_scale, out=found), steps, out=steps)
-
-
-def _smallest_scale(dtype: torch.dtype) -> float:
-    """Groups of zeros, too, need a scale to divide by."""
-    info = torch.finfo(dtype)
-    return max(info.tiny * info.eps, torch.finfo(torch.float32).tiny)
-
-
-def _search(
-    values: Tensor,
-    codes: _Codes,
-    symmetric: bool,
+def _free_zeros(
+    groups: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    codes: Codes,
     scale_dtype: torch.dtype,
-    factors: tuple[float, ...],
-    weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The best (scale, zero), each [rows, groups, 1], for values [rows, groups, size] and weights [groups, size]."""
-    low, high = torch.aminmax(values, dim=-1, keepdim=True)
-    low, high = low.clamp_(max=0), high.clamp_(min=0)
-    if not symmetric:
-        full = (high - low) / (codes.highest - codes.lowest)
-    elif codes.middle - codes.lowest == codes.highest - codes.middle:
-        full = torch.maximum(-low, high) / (codes.highest - codes.middle)
-    else:  # one code more below the middle: the sign of the scale gives it to the larger side
-        full = torch.where(-low >= high, low, high) / (codes.lowest - codes.middle)
-    smallest = _smallest_scale(scale_dtype)
-
-    best: tuple[Tensor, Tensor, Tensor] | None = None
-    scratch = torch.empty_like(values)
-    for factor in factors:
-        scale = full * factor
-        scale = torch.where(scale.abs() < smallest, smallest, scale).to(scale_dtype).float()
-        if symmetric:
-            zero = torch.full_like(scale, codes.middle)
-        else:
-            zero = (low * -factor / scale).round_().add_(codes.lowest).clamp_(codes.lowest, codes.highest)
-        torch.div(values, scale, out=scratch).round_()
-        torch.clamp(scratch, codes.lowest - zero, codes.highest - zero, out=scratch)
-        torch.addcmul(values, scratch, scale, value=-1, out=scratch)
-        scratch.square_()
-        if weights is not None:
-            scratch.mul_(weights)
-        candidate = scale, zero, scratch.sum(-1, keepdim=True)
-        if best is None:
-            best = candidate
-        else:
-            better = candidate[2] < best[2]
-            best = (
-                torch.where(better, scale, best[0]),
-                torch.where(better, zero, best[1]),
-                torch.where(better, candidate[2], best[2]),
-            )
-    assert best is not None
-    return best[:2]
+    weights: Tensor,
+    rounds: int,
+    whole_groups: int,
+) -> None:
+    """Other scales and zero points, in place. Zeros may pad the last group, which then is taken for no grid."""
+    if rounds:
+        better = refit(groups, scale, zero, codes, scale_dtype, rounds, weights)
+        scale.copy_(better[0]), zero.copy_(better[1])
+    if groups.shape[-1] % 16 == 0:
+        whole = slice(0, whole_groups)
+        on_grid, grid_scale, grid_zero = find_grids(groups[:, whole], codes, scale_dtype)
+        scale[:, whole] = torch.where(on_grid, grid_scale, scale[:, whole])
+        zero[:, whole] = torch.where(on_grid, grid_zero, zero[:, whole])

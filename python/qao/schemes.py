@@ -50,10 +50,13 @@ class Int4WeightOnly(Int4Weight):
         symmetric: no zero points: W = (q - 8) * scale instead of (q - zero) * scale. A little smaller and faster, less
             accurate.
         scale_dtype: dtype of scales and zero points; None takes that of the layer's weight (float64: float32).
-        clip_search: try several clipping ranges per group and keep the one of least squared error, columns weighed by
-            what the weight tells of its activations (docs/numerics.md); False takes the full range.
+        clip_search: try several clipping ranges per group, keep the one of least squared error, and fit scale and zero
+            point from there, columns weighed by what the weight tells of its activations (docs/numerics.md); False
+            takes the full range.
         budget_bits: with "auto", how many bits a weight may take on average over all layers of this scheme, scales and
             zero points included.
+        whole_zeros: zero points are whole numbers 0..15, as checkpoints of compressed-tensors, AWQ and GPTQ hold them:
+            less accurate. They need not be whole otherwise, which is no slower.
 
     Raises:
         ValueError, TypeError: an argument is none of the above.
@@ -154,7 +157,7 @@ class Int8DynamicActivationInt4Weight(Int4Weight):
     Every combination of group size, symmetric or not, and dtype of the scales has a kernel of its own.
 
     Args:
-        group_size, symmetric, scale_dtype, clip_search, budget_bits: as in ``Int4WeightOnly``.
+        group_size, symmetric, scale_dtype, clip_search, budget_bits, whole_zeros: as in ``Int4WeightOnly``.
         symmetric_activations: as in ``Int8DynamicActivationInt8Weight``.
 
     Raises:
@@ -238,7 +241,7 @@ class Float8DynamicActivationInt4Weight(Int4Weight):
     """Weights in four bits; every token is rounded to e4m3 with a scale of its own.
 
     Args:
-        group_size, symmetric, scale_dtype, clip_search, budget_bits: as in ``Int4WeightOnly``.
+        group_size, symmetric, scale_dtype, clip_search, budget_bits, whole_zeros: as in ``Int4WeightOnly``.
 
     Raises:
         ValueError, TypeError: an argument is none of the above.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,6 +56,7 @@ class Group:
     outputs: bool  # whether the results of the layers are to be quantised
     fast_accum: bool
     inputs_left: bool = False  # whether activations are to be quantised and are not, beside weights in e2m1
+    whole_zeros: bool = False  # as Int4WeightOnly's
 
     def fail(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.name}: {message}")
@@ -97,6 +99,7 @@ def _group(settings: Settings, format: str, own: Settings | None) -> Group:
         settings.child("output_activations") is not None,
         own is not None and own.flag("fast_accum", False),
         fp4 and inputs is not None,
+        own is not None and own.flag("whole_zeros", False),
     )
 
 
@@ -221,12 +224,9 @@ def layer_scheme(
         if inputs is None:
             return Int8WeightOnly(), notes
         return Int8DynamicActivationInt8Weight(symmetric_activations=inputs.symmetric), notes
-    symmetric = weights.symmetric
+    four_bits: Any = {"symmetric": weights.symmetric, "scale_dtype": scale_dtype, "whole_zeros": group.whole_zeros}
     if inputs is None:
-        return Int4WeightOnly(group_size, symmetric, scale_dtype), notes
+        return Int4WeightOnly(group_size, **four_bits), notes
     if inputs.kind == "float":
-        return Float8DynamicActivationInt4Weight(group_size, symmetric, scale_dtype), notes
-    return (
-        Int8DynamicActivationInt4Weight(group_size, symmetric, scale_dtype, symmetric_activations=inputs.symmetric),
-        notes,
-    )
+        return Float8DynamicActivationInt4Weight(group_size, **four_bits), notes
+    return Int8DynamicActivationInt4Weight(group_size, symmetric_activations=inputs.symmetric, **four_bits), notes

@@ -147,7 +147,8 @@ def _is_packed(scheme: Scheme) -> bool:
 
 def _own(scheme: Scheme) -> dict[str, Any]:
     fast = isinstance(scheme, Float8DynamicActivationFloat8Weight) and scheme.fast_accum
-    return {"fast_accum": True} if fast else {}
+    whole = isinstance(scheme, Int4Weight) and scheme.whole_zeros
+    return {name: True for name, says in (("fast_accum", fast), ("whole_zeros", whole)) if says}
 
 
 def _group(scheme: Scheme) -> dict[str, Any]:

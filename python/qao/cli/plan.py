@@ -202,6 +202,9 @@ class Plan:
                 return f"{name} is a quantised embedding"
             if name in self._transposed:
                 return f"{name} is a Conv1D, no Linear"
+            scheme = module.scheme
+            if isinstance(scheme, Int4Weight) and not scheme.symmetric and not scheme.whole_zeros:
+                return "zero points are no whole numbers; --set whole_zeros=true makes them so"
         return "several layers share a weight" if len(self._tied()) < len(self._modules) else None
 
 
