@@ -55,7 +55,7 @@ def _register(operator: str) -> Callable[[Kernel], Kernel]:
 
 def _describe_all(operator: str, arguments: tuple[Any, ...]) -> str:
     schema = getattr(torch.ops.qao, operator).default._schema
-    got = (_describe(a.name, value) for a, value in zip(schema.arguments, arguments, strict=True))
+    got = (_describe(a.name, value) for a, value in zip(schema.arguments, arguments, strict=False))
     return ", ".join(filter(None, got))
 
 

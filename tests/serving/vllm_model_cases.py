@@ -59,7 +59,8 @@ def load(folder: Path) -> tuple[Any, str]:
 @pytest.mark.parametrize(
     ("scheme", "intermediate_size", "method"),
     [
-        (qao.Int4WeightOnly(128), 256, "compressed-tensors"),
+        (qao.Int4WeightOnly(128, whole_zeros=True), 256, "compressed-tensors"),
+        (qao.Int4WeightOnly(128), 256, "qao"),  # zero points that are not whole
         (qao.Int8DynamicActivationInt8Weight(), 256, "compressed-tensors"),
         (qao.Float8DynamicActivationFloat8Weight("row"), 256, "compressed-tensors"),
         (qao.Int4WeightOnly(128), 192, "qao"),  # a group that is short, which compressed-tensors cannot say
