@@ -15,6 +15,7 @@ from . import (
     calibrate,
     experts,
     four_bits,
+    gptq,
     host,
     language,
     llama,
@@ -49,11 +50,12 @@ def make_parser() -> argparse.ArgumentParser:
         ("numerics", "accuracy of every scheme on the demo's model"),
         ("weights_only", "accuracy of int4 weights rounded without data, on the demo's models"),
         ("language", "what every scheme costs a language model, and its tokens per second"),
+        ("gptq", "float weights a second that calibration quantises"),
         ("host", "host time of one eager call of a layer"),
     ):
         command = commands.add_parser(name, help=text)
         _add_common(command)
-        if name not in ("numerics", "weights_only", "language"):
+        if name not in ("numerics", "weights_only", "language", "gptq"):
             _add_check(command)
     calibrated = commands.add_parser("calibrate", help="what calibration gives a language model, and what it takes")
     _add_common(calibrated)
@@ -108,6 +110,9 @@ def main() -> int:
         return 0
     if arguments.command == "numerics":
         write(numerics.run(arguments.device), folder / "numerics.json")
+        return 0
+    if arguments.command == "gptq":
+        write(gptq.run(arguments.device), folder / "gptq.json")
         return 0
     if arguments.command == "language":
         write(language.run(arguments.device), folder / "language.json")

@@ -17,7 +17,11 @@ from typing import Any
 import numpy
 import qao
 import torch
+from qao import quantize
+from qao.calibration import calibrating
+from qao.calibration.stream import evaluating, samples_of
 from qao.evaluate import compare, perplexity
+from qao.linear import linear_weight
 from torch import Tensor, nn
 
 from .calibrate import AUTO, off_grid, samples
@@ -30,6 +34,7 @@ from .weights_only import SENTENCES, nearest, vectors
 WINDOWS = 6
 HALF = torch.float16
 Rounding = Callable[[Tensor], tuple[Tensor, float]]  # of a weight [N, K]: the values that are stored, and their bits
+Calibrating = Callable[[nn.Module, list[Tensor], Any], float]  # quantises a model in place; bits a weight
 
 
 def _bitsandbytes(weight: Tensor) -> tuple[Tensor, float]:
@@ -78,12 +83,37 @@ def _gguf(name: str) -> Rounding:
     return rounded
 
 
+def _llm_compressor(size: int) -> Calibrating:
+    """Its GPTQ with its defaults (W4A16_ASYM), each layer with the H of what the layers before it make."""
+
+    def calibrated(model: nn.Module, data: list[Tensor], rules: Any) -> float:
+        from compressed_tensors.quantization import QuantizationArgs
+        from compressed_tensors.quantization.utils import calculate_qparams
+        from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
+
+        kind: Any = {"num_bits": 4, "symmetric": False, "strategy": "group", "group_size": size}
+        arguments = QuantizationArgs(**kind, actorder="static")
+        units = quantize.units_of(quantize.plan(model, rules, None, False, None, False).pending)
+        with evaluating(model):
+            for some, hessian, _ in calibrating._inputs(model, samples_of(data, model), units, False):
+                assert hessian is not None
+                for unit in some:
+                    weight = linear_weight(unit[0].module).detach()
+                    groups = nn.functional.pad(weight, (0, -weight.shape[1] % size)).unflatten(1, (-1, size))
+                    scales, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments)
+                    operands = [one[None].clone() for one in (weight, hessian, scales, zeros)]
+                    weight.copy_(quantize_weight(*operands, None, arguments)[0][0])
+        return 4 + (16 + 4) / size  # its zero points are packed in four bits
+
+    return calibrated
+
+
 def _int4(size: int, **options: Any) -> qao.Scheme:
     return qao.Int4WeightOnly(group_size=size, scale_dtype=HALF, **options)
 
 
-# A scheme; a scheme and how many texts to calibrate on; or the rounding of another package.
-METHODS: dict[str, qao.Scheme | tuple[qao.Scheme, int] | Rounding] = {
+# A scheme or the rounding of another package; or what calibrates, and on how many texts.
+METHODS: dict[str, qao.Scheme | Rounding | tuple[qao.Scheme | Calibrating, int]] = {
     "qao int4 g64": _int4(64),
     "torchao int4 g64, to nearest": _torchao(64),
     "HQQ int4 g64": _hqq(64),
@@ -97,8 +127,12 @@ METHODS: dict[str, qao.Scheme | tuple[qao.Scheme, int] | Rounding] = {
     "HQQ int4 g32": _hqq(32),
     "llama.cpp Q4_1": _gguf("Q4_1"),
     "qao int4 auto, 4.5 bits, calibrated": (AUTO, 16),
+    "qao int4 g128, calibrated": (_int4(128), 16),
     "qao int4 g64, calibrated": (_int4(64), 16),
     "qao int4 g32, calibrated": (_int4(32), 16),
+    "llm-compressor GPTQ g128": (_llm_compressor(128), 16),
+    "llm-compressor GPTQ g64": (_llm_compressor(64), 16),
+    "llm-compressor GPTQ g32": (_llm_compressor(32), 16),
 }
 
 
@@ -147,8 +181,11 @@ def _applied(
     """A copy under a method, processor seconds, and bits a weight."""
     model = copy.deepcopy(model)
     begun = time.process_time()
-    if not callable(method):
-        scheme = method[0] if isinstance(method, tuple) else method
+    scheme = method[0] if isinstance(method, tuple) else method
+    if data and callable(scheme):
+        bits = scheme(model, data, {**left, "re:.*": _int4(-1)})  # any that takes all layers
+        return model, time.process_time() - begun, bits
+    if not callable(scheme):
         rules: Any = {**left, "re:.*": scheme}
         if data:
             report = qao.calibrate(model, data, rules, progress=False)

@@ -5,7 +5,8 @@
 <!-- bench:tokens:h200 --> … <!-- /bench -->     all large layers under every scheme
 <!-- bench:formats:cpu -->, <!-- bench:decoders:h200 -->   of numerics.json, llama.json, in short
 <!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:weights_only:cpu -->,
-<!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:four_bits:cpu -->, <!-- bench:host:h200 -->,
+<!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:four_bits:cpu -->, <!-- bench:gptq:h200 -->,
+<!-- bench:host:h200 -->,
 <!-- bench:llama:h200 -->,
 <!-- bench:llama_head:h200 -->
 <!-- bench:experts:xeon-amx -->
@@ -28,6 +29,7 @@ from . import (
     choosing,
     experts,
     four_bits,
+    gptq,
     host,
     kernels,
     language,
@@ -48,6 +50,7 @@ _RENDERERS = {
     "language": language,
     "calibrate": calibrate,
     "four_bits": four_bits,
+    "gptq": gptq,
     "experts": experts,
     "host": host,
     "llama": llama,
