@@ -25,7 +25,9 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
 }  // namespace stream
 namespace wgmma {
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream);
-}
+Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts, const X& x,
+              void* stream);
+}  // namespace wgmma
 namespace mma_sync {
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x, void* stream);
 namespace float_int4 {

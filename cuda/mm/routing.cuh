@@ -26,23 +26,28 @@ struct Share {
   int token_block;          // of them: tile_m rows
 };
 
-// Tile `tile` of the walk over all experts' tiles of `tile_m` rows, and then nobody's. A warp computes it as one; all
-// lanes get the result. A lane has neighbouring experts: it needs the end of those before it, a maximum since offsets
-// may be anything, and their number of tiles. Its first few ends are read at once and kept.
-template <int tile_m>
-__device__ __forceinline__ Share find_share(const Routing& r, int tile) {
+struct RowsAndTiles {
+  int rows, tiles;
+};
+
+// Calls use(expert, begin, end, first_tile) for the experts of this lane, whose rows of y are [begin, end), with the
+// number of tiles of `tile_m` rows before them, and returns the numbers of all. A warp computes it as one. A lane has
+// neighbouring experts: it needs the end of those before it, a maximum since offsets may be anything, and their number
+// of tiles. Its first few ends are read at once and kept.
+template <int tile_m, typename Use>
+__device__ __forceinline__ RowsAndTiles for_each_expert(const Routing& r, const Use& use) {
   constexpr int kHeld = 4;
   const int lane = threadIdx.x % 32, each = (r.experts + 31) / 32;
   const int first = min(lane * each, r.experts), last = min(first + each, r.experts);
   int held[kHeld];
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) held[i] = first + i < last ? min(r.ends[first + i], r.limit) : 0;
-  const auto for_each = [&](const auto& use) {
+  const auto for_each = [&](const auto& of) {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      if (first + i < last) use(first + i, held[i]);
+      if (first + i < last) of(first + i, held[i]);
     }
-    for (int e = first + kHeld; e < last; ++e) use(e, min(r.ends[e], r.limit));
+    for (int e = first + kHeld; e < last; ++e) of(e, min(r.ends[e], r.limit));
   };
   int end = 0;
   for_each([&](int, int own) { end = max(end, own); });
@@ -67,21 +72,31 @@ __device__ __forceinline__ Share find_share(const Routing& r, int tile) {
     const int other = __shfl_up_sync(~0u, tiles, distance);
     if (lane >= distance) tiles += other;
   }
-  const int all_tiles = __shfl_sync(~0u, tiles, 31);
-  if (tile >= all_tiles) {
-    const int block = tile - all_tiles;
-    return {r.experts, all_rows, block < (r.rows - all_rows + tile_m - 1) / tile_m ? r.rows - all_rows : 0, block};
-  }
-
-  Share share = {};
   int before = tiles - own_tiles;
-  const bool owns = tile >= before && tile < tiles;
   from = begin;
   for_each([&](int expert, int own) {
-    const int to = max(from, own), count = (to - from + tile_m - 1) / tile_m;
-    if (tile >= before && tile < before + count) share = {expert, from, to - from, tile - before};
-    before += count, from = to;
+    const int to = max(from, own);
+    use(expert, from, to, before);
+    before += (to - from + tile_m - 1) / tile_m, from = to;
   });
+  return {all_rows, __shfl_sync(~0u, tiles, 31)};
+}
+
+// Tile `tile` of the walk over all experts' tiles of `tile_m` rows, and then nobody's. A warp computes it as one; all
+// lanes get the result.
+template <int tile_m>
+__device__ __forceinline__ Share find_share(const Routing& r, int tile) {
+  Share share = {};
+  bool owns = false;
+  const RowsAndTiles all = for_each_expert<tile_m>(r, [&](int expert, int begin, int end, int first_tile) {
+    if (tile < first_tile || tile >= first_tile + (end - begin + tile_m - 1) / tile_m) return;
+    share = {expert, begin, end - begin, tile - first_tile};
+    owns = true;
+  });
+  if (tile >= all.tiles) {
+    const int block = tile - all.tiles;
+    return {r.experts, all.rows, block < (r.rows - all.rows + tile_m - 1) / tile_m ? r.rows - all.rows : 0, block};
+  }
   const int owner = __ffs(__ballot_sync(~0u, owns)) - 1;
   return {__shfl_sync(~0u, share.expert, owner), __shfl_sync(~0u, share.begin, owner),
           __shfl_sync(~0u, share.rows, owner), __shfl_sync(~0u, share.token_block, owner)};

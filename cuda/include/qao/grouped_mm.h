@@ -29,7 +29,8 @@ struct Experts {
 // On a GPU `ends` and `row_index` may hold any numbers: an expert begins where the one before it ends, and ends in
 // 0..rows; numbers that are no row of x count as the nearest that is.
 
-// As for dense products (qao/mm.h): pure, and asynchronous. Of `experts` only the sizes count for a plan.
+// As for dense products (qao/mm.h): pure, and asynchronous. Of `experts` the sizes count for a plan, and whether
+// there is a row_index.
 Status plan(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan* plan);
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts,
               void* stream);

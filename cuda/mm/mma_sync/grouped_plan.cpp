@@ -11,6 +11,7 @@
 #include "mm/problem.h"
 #include "mm/routing.h"
 #include "mm/stream/plan.h"
+#include "mm/wgmma/plan.h"
 #include "qao/grouped_mm.h"
 
 namespace qao::mm {
@@ -154,7 +155,7 @@ Status plan(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan
     return Status::error("an expert with more than 65536 columns of int8 has no CUDA kernel",
                          "Quantise it to another scheme");
   }
-  if (stream::plan_grouped(problem, experts, gpu, plan)) return {};
+  if (stream::plan_grouped(problem, experts, gpu, plan) || wgmma::plan_grouped(problem, experts, gpu, plan)) return {};
   Status status = is_float_int4(problem) ? plan_float_int4(problem, experts.count, experts.rows, gpu, plan)
                                          : plan_eight_bits(problem, experts.count, experts.rows, gpu, plan);
   if (!status.ok()) return status;

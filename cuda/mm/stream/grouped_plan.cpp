@@ -10,9 +10,9 @@
 namespace qao::mm::stream {
 namespace {
 
-// Of an expert, on average: mma_sync/ does more of them in fewer tiles. Groups shorter than a K-step have sums of their
+// Of an expert, on average: wgmma/ does more of them in fewer tiles. Groups shorter than a K-step have sums of their
 // own, so that less of a CTA's time is reading W.
-constexpr int64_t kMostRows = 8, kMostRowsOfShortGroups = 4;
+constexpr int64_t kMostRows = 6, kMostRowsOfShortGroups = 3;
 constexpr int64_t kWaves = 2;  // where CTAs do not all run at once: the start of one costs 5 us
 
 // CTAs that share the row tiles of one tile of rows. All at once if these are enough to fill the GPU, for all of them

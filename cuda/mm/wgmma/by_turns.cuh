@@ -65,19 +65,20 @@ struct Turn {
 template <typename K>
 __device__ __forceinline__ void consume_by_turns(const Params& p, const CUtensorMap& y_map, Ring<K> ring,
                                                  uint32_t chunks) {
-  const int warpgroup = ptx::warp_index() / 4, other = 1 - warpgroup, step = turn_step<K>(p), end = turns(p);
+  const int warpgroup = ptx::warp_index() / 4, other = 1 - warpgroup, step = turn_step<K>(p),
+            end = turns<K>(p, ring.data);
   const uint32_t rows = ring.data + K::kStage.rows + warpgroup * K::kRowParts * kRowScalesBytes,
-                 tokens = ring.data + K::kStage.tokens + warpgroup * 2 * K::kTokens * 4;
+                 tokens = ring.data + K::kStage.tokens + warpgroup * K::kStage.token_floats * K::kTokens * 4;
   if (warpgroup == 1) {
     pass_turn_to(other);
     ring.skip(p.k_tiles);
   }
   ptx::wait_for_previous_kernel();
   for (int turn = first_turn<K>(p) + warpgroup * step; turn < end; turn += 2 * step) {
-    const Place at = place<K>(p, turn);
+    const Place at = place<K>(p, ring.data, turn);
     const int row0 = at.row_block * K::kTile.rows, row_end = min(p.n, row0 + K::kTile.rows);
-    const int64_t token0 = static_cast<int64_t>(at.token_block) * K::kTokens;
-    fetch_scales<K>(p, rows, tokens, row0, token0);
+    const int64_t token0 = first_token<K>(at), token_end = last_token<K>(p, at);
+    fetch_scales<K>(p, rows, tokens, at, row0);
     Turn<K> of{p, ring};
     wait_for_turn(warpgroup);
     of.walk(p.k_tiles, [&] {
@@ -86,7 +87,8 @@ __device__ __forceinline__ void consume_by_turns(const Params& p, const CUtensor
     ring.skip(p.k_tiles);
 #pragma unroll
     for (int half = 0; half < K::kRowParts; ++half) {
-      const Target target{rows + half * kRowScalesBytes, tokens, token0, row0 + half * kWarpgroupRows, row_end, 1};
+      const Target target{rows + half * kRowScalesBytes, tokens,  token0, token_end,
+                          row0 + half * kWarpgroupRows,  row_end, 1};
       if (p.y_dtype == DType::kFloat32) {
         write_float_result<K>(p, of.sum[half], target);
       } else {

@@ -292,12 +292,12 @@ struct Consumer {
 
   __device__ __forceinline__ void run(const Place& at, uint32_t epilogue) {
     ptx::wait_for_previous_kernel();
-    fetch_scales<K>(p, rows(), tokens(), row0(at), token0(at));
+    fetch_scales<K>(p, rows(), tokens(), at, row0(at));
     if constexpr (K::kSwapped) {
-      token_scales.place(p, token0(at), row0(at));
+      token_scales.place(p, at, row0(at));
     } else if constexpr (K::kFold == Fold::kBlock) {
-      const int block = min(row0(at) + warp % 4 * 16, p.n - 1) / kScaleBlock;
-      block_scales = p.block_scales + static_cast<int64_t>(block) * p.groups;
+      const int block = min(row0(at) + warp % 4 * 16, p.n - 1) / kScaleBlock, last = (p.n - 1) / kScaleBlock;
+      block_scales = p.block_scales + (of_expert<K>(at, last + 1) + int64_t{block}) * p.groups;
     }
     if constexpr (!K::kFolds) {
       zero(product[0]);
@@ -330,8 +330,9 @@ struct Consumer {
         walk_folding<1>(at.begin, at.end);
       }
       if constexpr (K::kPacked && !K::kFloatX) {
-        const int row_tile = min(row0(at) / int4::kTileN + warp % 4, (p.n - 1) / int4::kTileN);
-        if (p.subtracts_zeros) subtract_zeros<K>(p, row_tile, token0(at), at.split_k, sum);
+        const int last = (p.n - 1) / int4::kTileN;
+        const int row_tile = of_expert<K>(at, last + 1) + min(row0(at) / int4::kTileN + warp % 4, last);
+        if (p.subtracts_zeros) subtract_zeros<K>(p, row_tile, first_token<K>(at), at.split_k, sum);
       }
       write(sum, epilogue, at);
     }
@@ -339,19 +340,22 @@ struct Consumer {
 
   __device__ __forceinline__ uint32_t rows() const { return ring.data + K::kStage.rows + warp / 4 * 3 * 64 * 4; }
   __device__ __forceinline__ uint32_t tokens() const {
-    return ring.data + K::kStage.tokens + warp / 4 * 2 * K::kTokens * 4;
+    return ring.data + K::kStage.tokens + warp / 4 * K::kStage.token_floats * K::kTokens * 4;
   }
   __device__ __forceinline__ int row0(const Place& at) const { return at.row_block * p.tile_rows + warp / 4 * 64; }
-  __device__ __forceinline__ int64_t token0(const Place& at) const {
-    return static_cast<int64_t>(at.token_block) * K::kTokens;
-  }
 
   // A float x gives a y of its own dtype; one in bfloat16 parts was float32.
   template <typename Sum>
   __device__ __forceinline__ void write(const Sum& result, uint32_t epilogue, const Place& at) const {
     constexpr bool kFloatY = !K::kFloatX || K::kFolds, kHalfY = !K::kFloatX || !K::kFolds || K::kFold == Fold::kBlock;
-    const Target target{rows(), tokens(), token0(at), row0(at), min(p.n, (at.row_block + 1) * p.tile_rows), at.split_k};
-    if (at.split_k > 1) {
+    const Target target{rows(),
+                        tokens(),
+                        first_token<K>(at),
+                        last_token<K>(p, at),
+                        row0(at),
+                        min(p.n, (at.row_block + 1) * p.tile_rows),
+                        at.split_k};
+    if (!K::kGrouped && at.split_k > 1) {
       // All warpgroups are done with the ring, which the tile overlays.
       ptx::named_barrier(1 + K::kWarpgroups, warpgroups(p) * 128);
       write_split_result<K>(p, result, ring.data, target);

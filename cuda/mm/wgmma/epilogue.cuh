@@ -16,27 +16,42 @@ constexpr int kRowScalesBytes = 3 * 64 * 4;
 // Scales, sums and bias of 64 rows of W wait in shared memory, [3][64], for each part of a warpgroup's rows, and the
 // scales and zero points of the tile's tokens, a copy for each warpgroup, [2][tokens].
 template <typename K>
-__device__ __forceinline__ void fetch_row_scales(const Params& p, uint32_t rows, int row0) {
-  const int thread = threadIdx.x % 128, row = row0 + thread % 64;
+__device__ __forceinline__ void fetch_row_scales(const Params& p, uint32_t rows, const Place& place, int row0) {
+  const int thread = threadIdx.x % 128, row = row0 + thread % 64, expert = of_expert<K>(place, p.n);
   const bool in_weight = row < p.n;
   if (thread < 64) {
     if constexpr (K::kWeight == Format::kFp4) {
       if (p.row_scales != nullptr) ptx::store_shared_float(rows + thread * 4, in_weight ? fp4_row_scale(p, row) : 0.0f);
     } else if (p.row_scales != nullptr) {
-      ptx::cp_async_4(rows + thread * 4, p.row_scales + (in_weight ? row * p.row_scale_stride : 0), in_weight);
+      const int all = of_expert<K>(place, 1);  // one scale an expert
+      const int at = p.row_scale_stride == 0 ? all : in_weight ? expert + row : 0;
+      ptx::cp_async_4(rows + thread * 4, p.row_scales + at, in_weight);
     }
   } else {
-    if (p.weight_sums != nullptr) ptx::cp_async_4(rows + thread * 4, p.weight_sums + (in_weight ? row : 0), in_weight);
+    if (p.weight_sums != nullptr)
+      ptx::cp_async_4(rows + thread * 4, p.weight_sums + (in_weight ? expert + row : 0), in_weight);
     if (p.bias != nullptr) {
-      ptx::store_shared_float(rows + 256 + thread * 4, in_weight ? load_float(p.bias, row, p.bias_dtype) : 0.0f);
+      ptx::store_shared_float(rows + 256 + thread * 4,
+                              in_weight ? load_float(p.bias, expert + row, p.bias_dtype) : 0.0f);
     }
   }
 }
+// What rows of y are multiplied by, behind scales and zero points.
 template <typename K>
-__device__ __forceinline__ void fetch_scales(const Params& p, uint32_t rows, uint32_t tokens, int row0,
-                                             int64_t token0) {
+__device__ __forceinline__ void fetch_factors(const Routing& r, uint32_t tokens, int64_t token0) {
+  for (int i = threadIdx.x % 128; r.row_scale != nullptr && i < K::kTokens; i += 128) {
+    const bool exists = token0 + i < r.rows;
+    ptx::store_shared_float(tokens + (2 * K::kTokens + i) * 4,
+                            exists ? load_float(r.row_scale, token0 + i, r.row_scale_dtype) : 0.0f);
+  }
+}
+template <typename K>
+__device__ __forceinline__ void fetch_scales(const Params& p, uint32_t rows, uint32_t tokens, const Place& place,
+                                             int row0) {
+  const int64_t token0 = first_token<K>(place);
 #pragma unroll
-  for (int i = 0; i < K::kRowParts; ++i) fetch_row_scales<K>(p, rows + i * kRowScalesBytes, row0 + i * 64);
+  for (int i = 0; i < K::kRowParts; ++i) fetch_row_scales<K>(p, rows + i * kRowScalesBytes, place, row0 + i * 64);
+  if constexpr (K::kGrouped) fetch_factors<K>(static_cast<const GroupedParams&>(p).routing, tokens, token0);
   for (int i = threadIdx.x % 128; !K::kFloatX && i < K::kTokens; i += 128) {
     const bool exists = token0 + i < p.m;
     const int64_t token = exists ? token0 + i : 0;
@@ -74,9 +89,14 @@ struct Rows {
 // Scale and zero point of two adjacent tokens.
 template <typename K>
 struct Tokens {
-  float2 scale = {1, 1}, zero = {0, 0};
+  float2 scale = {1, 1}, zero = {0, 0}, factor = {1, 1};
 
   __device__ __forceinline__ Tokens(const Params& p, uint32_t tokens, int token) {
+    if constexpr (K::kGrouped) {
+      if (static_cast<const GroupedParams&>(p).routing.row_scale != nullptr) {
+        factor = ptx::load_shared_float2(tokens + (2 * K::kTokens + token) * 4);
+      }
+    }
     if constexpr (K::kFloatX) return;
     if (p.x_scales != nullptr) scale = ptx::load_shared_float2(tokens + token * 4);
     if (p.x_zeros != nullptr) {
@@ -85,11 +105,11 @@ struct Tokens {
     }
   }
 };
-// One warpgroup's rows of y, [row0, row_end), at most 64 of them, and the tokens from token0; the shared addresses of
-// what fetch_scales brought.
+// One warpgroup's rows of y, [row0, row_end), at most 64 of them, and tokens [token0, token_end), as far as the tile
+// goes; the shared addresses of what fetch_scales brought.
 struct Target {
   uint32_t rows, tokens;
-  int64_t token0;
+  int64_t token0, token_end;
   int row0, row_end;
   int split_k;  // see Place
 };
@@ -120,7 +140,8 @@ __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&
   }
   ptx::cluster_barrier();
   const Rows<!K::kFloatX, 4, 1> rows(p, at.rows, row);
-  const int end = static_cast<int>(min(static_cast<int64_t>((rank + 1) * K::kTokens / at.split_k), p.m - at.token0));
+  const int end =
+      static_cast<int>(min(static_cast<int64_t>((rank + 1) * K::kTokens / at.split_k), at.token_end - at.token0));
 #pragma unroll 1
   for (int first = rank * K::kTokens / at.split_k + thread / 16; first < end && n < at.row_end; first += 8 * kBatch) {
     float total[kBatch][4] = {};
@@ -174,14 +195,15 @@ __device__ __forceinline__ void write_float_result(const Params& p, const Sum (&
   wait_for_scales(threadIdx.x / 128);
   const Rows<!K::kFloatX, 2, 8> rows(p, at.rows, row);
   float* y = static_cast<float*>(p.y) + (at.token0 + lane % 4 * 2) * p.n + n;
-  const int64_t count = p.m - at.token0 - lane % 4 * 2;
+  const int64_t count = at.token_end - at.token0 - lane % 4 * 2;
 #pragma unroll
   for (int j = 0; j < K::kTilesM; ++j) {
     const Tokens<K> x(p, at.tokens, j * 8 + lane % 4 * 2);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float value = rows.finish(e / 2, static_cast<float>(sum[j][e]), e % 2 == 0 ? x.scale.x : x.scale.y,
-                                      e % 2 == 0 ? x.zero.x : x.zero.y);
+      float value = rows.finish(e / 2, static_cast<float>(sum[j][e]), e % 2 == 0 ? x.scale.x : x.scale.y,
+                                e % 2 == 0 ? x.zero.x : x.zero.y);
+      if constexpr (K::kGrouped) value *= e % 2 == 0 ? x.factor.x : x.factor.y;
       if (j * 8 + e % 2 < count && n + e / 2 * 8 < at.row_end)
         y[static_cast<int64_t>(j * 8 + e % 2) * p.n + e / 2 * 8] = value;
     }
@@ -241,9 +263,10 @@ __device__ __forceinline__ void write_half_result(const Params& p, const CUtenso
         const Tokens<K> x(p, at.tokens, eight * 8 + lane % 4 * 2);
 #pragma unroll
         for (int high = 0; high < 2; ++high) {
-          pairs[2 * i + high] =
-              pack(rows.finish(high, static_cast<float>(sum[eight][2 * high]), x.scale.x, x.zero.x),
-                   rows.finish(high, static_cast<float>(sum[eight][2 * high + 1]), x.scale.y, x.zero.y), half);
+          float low = rows.finish(high, static_cast<float>(sum[eight][2 * high]), x.scale.x, x.zero.x);
+          float next = rows.finish(high, static_cast<float>(sum[eight][2 * high + 1]), x.scale.y, x.zero.y);
+          if constexpr (K::kGrouped) low *= x.factor.x, next *= x.factor.y;
+          pairs[2 * i + high] = pack(low, next, half);
         }
       }
       const int token = (j + lane / 16) * 8 + lane % 8;
@@ -255,7 +278,7 @@ __device__ __forceinline__ void write_half_result(const Params& p, const CUtenso
     }
     ptx::named_barrier(1 + warpgroup, 128);
     const int64_t token0 = at.token0 + chunk * kChunkTokens;
-    if (copies) {
+    if (copies && (!K::kGrouped || token0 + kChunkTokens <= at.token_end)) {  // what follows is another expert's
       if (thread == 0 && at.row0 < at.row_end) tma::store_3d(&y_map, tile, at.row0, 0, static_cast<int>(token0));
       continue;
     }
@@ -263,7 +286,7 @@ __device__ __forceinline__ void write_half_result(const Params& p, const CUtenso
 #pragma unroll
     for (int i = 0; i < kChunkTokens / 16; ++i) {
       const int token = thread / 8 + i * 16;
-      if (token0 + token >= p.m || n >= at.row_end) continue;
+      if (token0 + token >= at.token_end || n >= at.row_end) continue;
       store_eight(p, token0 + token, n, at.row_end, ptx::load_shared_16(y_address<K>(tile, token, thread % 8)));
     }
   }

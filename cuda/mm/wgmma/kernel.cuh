@@ -21,7 +21,8 @@
 namespace qao::mm::wgmma {
 
 template <typename K>
-__global__ void __launch_bounds__(K::kThreads, 1) mm_kernel(Params p, const __grid_constant__ TensorMaps maps) {
+__global__ void __launch_bounds__(K::kThreads, 1)
+    mm_kernel(typename K::Params p, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) uint8_t shared[];
   Ring<K> ring{ptx::shared_address(shared)};
   if (threadIdx.x < K::kStage.count) {
@@ -37,6 +38,12 @@ __global__ void __launch_bounds__(K::kThreads, 1) mm_kernel(Params p, const __gr
     tma::prefetch_map(&maps.x);
     if (K::kByTurns && p.copies_y) tma::prefetch_map(&maps.y);
   }
+  if constexpr (K::kGrouped) {
+    if (ptx::warp_index() == 0) {
+      ptx::wait_for_previous_kernel();  // whose the routing may be
+      make_table<K::kTokens>(p.routing, ring.data + K::kStage.table);
+    }
+  }
   __syncthreads();
   if constexpr (K::kByTurns) ptx::cluster_barrier();  // what comes next arrives at barriers of the other CTA
   // All that comes from the kernel before, and the y that it may still read, is only touched after a wait for it: each
@@ -44,7 +51,7 @@ __global__ void __launch_bounds__(K::kThreads, 1) mm_kernel(Params p, const __gr
   // stale.
   if (warp >= 0) {
     ptx::limit_registers<K::kProducerRegisters>();
-    if (warp == 1) prefetch_weight<K>(p, maps);
+    if (!K::kGrouped && warp == 1) prefetch_weight<K>(p, maps, ring.data);
     if (warp == 0) produce<K>(p, maps, ring);
     if (K::kColumns && warp > 0) produce_columns<K>(p, ring);
     if constexpr (K::kScalesOperand) {
@@ -56,7 +63,10 @@ __global__ void __launch_bounds__(K::kThreads, 1) mm_kernel(Params p, const __gr
     if constexpr (K::kByTurns) {
       consume_by_turns<K>(p, maps.y, ring, epilogue);
     } else if (warp + K::kConsumerThreads / 32 < warpgroups(p) * 4) {
-      for_each_tile<K>(p, [&](const Place& at) { Consumer<K>{p, maps.y, ring}.run(at, epilogue); });
+      for_each_tile<K>(p, ring.data, [&](const Place& at) { Consumer<K>{p, maps.y, ring}.run(at, epilogue); });
+    }
+    if constexpr (K::kGrouped) {
+      write_rest(p.routing, ring.data + K::kStage.table, p.y, p.y_dtype, p.n, K::kConsumerThreads);
     }
   }
 }

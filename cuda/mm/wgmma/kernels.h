@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "mm/routing.h"
 #include "mm/wgmma/tile.h"
 #include "qao/mm.h"
 
@@ -49,6 +50,10 @@ struct Params {
   void* y;
   bool copies_y;  // the copy engine can store it, 16 bits a value
   DType bias_dtype, y_dtype;
+};
+// m: rows of all experts, sorted by expert. The weights, scales and biases of experts follow each other.
+struct GroupedParams : Params {
+  Routing routing;
 };
 
 }  // namespace qao::mm::wgmma

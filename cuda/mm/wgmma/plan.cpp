@@ -8,6 +8,7 @@
 #include "int4/layout.h"
 #include "mm/gpu.h"
 #include "mm/problem.h"
+#include "mm/wgmma/costs.h"
 #include "mm/wgmma/formats.h"
 
 namespace qao::mm::wgmma {
@@ -15,73 +16,6 @@ namespace {
 
 // CTAs that run at once. Those of a cluster must find room in one part of the chip, so large clusters cannot fill it.
 int64_t slots_of(const Gpu& gpu, int cluster) { return cluster > 2 ? gpu.num_sms * 3 / 4 : gpu.num_sms; }
-
-// What the Hopper kernels cost: a row for each kind of operands and number of tokens; tall tiles have rows of their
-// own.
-enum class Operands {
-  kFloatInt4,
-  kFloatInt4Tall,
-  kFloatEightBits,
-  kFloatEightBitsTall,
-  kFloatFolded,
-  kInt8Int8,
-  kInt8Int8Tall,
-  kInt8Int8Turns,
-  kFp8Fp8,
-  kFp8Fp8Tall,
-  kFp8Fp8Fast,  // sums that stay in the tensor cores
-  kFp8Fp8FastTurns,
-  kFp8Fp8Blocks,
-  kInt8Int4,
-  kInt8Int4Symmetric,
-  kInt8Int4Channel,
-  kFp8Int4,
-};
-struct Cost {
-  Operands operands;
-  int tokens;
-  const char* name;
-  Terms costs;
-};
-constexpr Cost kCosts[] = {
-#define QAO_MEMORY(...)
-#define QAO_COST(operands, tokens, ...) {Operands::operands, tokens, #operands, {__VA_ARGS__}},
-#include "mm/wgmma/costs.inc"
-#undef QAO_COST
-#undef QAO_MEMORY
-};
-#define QAO_MEMORY(...) constexpr Memory kMemory{__VA_ARGS__};
-#define QAO_COST(...)
-#include "mm/wgmma/costs.inc"
-#undef QAO_COST
-#undef QAO_MEMORY
-
-Operands operands_of(const Problem& p, const Traits& traits, Tile tile) {
-  using enum Operands;
-  const bool tall = tile.tall();
-  if (traits.float_x) {
-    if (traits.folds) return kFloatFolded;
-    if (traits.packed) return tall ? kFloatInt4Tall : kFloatInt4;
-    return tall ? kFloatEightBitsTall : kFloatEightBits;
-  }
-  if (!traits.packed) {
-    if (p.weight_scaling == Scaling::kBlock) return kFp8Fp8Blocks;
-    if (p.x == Format::kFp8 && !traits.folds) return tile.by_turns ? kFp8Fp8FastTurns : kFp8Fp8Fast;
-    if (p.x == Format::kFp8) return tall ? kFp8Fp8Tall : kFp8Fp8;
-    return tile.by_turns ? kInt8Int8Turns : tall ? kInt8Int8Tall : kInt8Int8;
-  }
-  if (p.x == Format::kFp8) return kFp8Int4;
-  return p.groups() == 1 ? kInt8Int4Channel : p.has_zeros ? kInt8Int4 : kInt8Int4Symmetric;
-}
-
-// Null: plan() does not take this tile.
-const Cost* cost_of(const Problem& problem, Tile tile) {
-  const Operands operands = operands_of(problem, traits_of(problem, tile), tile);
-  for (const Cost& row : kCosts) {
-    if (row.operands == operands && row.tokens == tile.tokens) return &row;
-  }
-  return nullptr;
-}
 
 // The most tokens at which mma.sync is faster. `run`: row tiles of an SM.
 int64_t largest_mma_sync_m(const Problem& problem, const Gpu& gpu) {
@@ -179,10 +113,7 @@ void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* pl
   const Stage stage(traits_of(problem, tile), tile);
   plan->body = Body::kWgmma;
   plan->reason = tile.by_turns ? "many tokens on Hopper: wgmma by turns" : "many tokens on Hopper: wgmma";
-  plan->instruction = problem.x == Format::kInt8           ? "wgmma s8"
-                      : problem.x == Format::kFp8          ? "wgmma e4m3"
-                      : problem.x_dtype == DType::kFloat16 ? "wgmma f16"
-                                                           : "wgmma bf16";
+  plan->instruction = instruction_of(problem);
   plan->config = choice.row;
   plan->tile_n = choice.tile_rows;
   plan->tile_m = tile.tokens;
@@ -196,7 +127,8 @@ void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* pl
   if (problem.quantizes_x) plan->quantizer = "more than a few tokens";
 }
 
-// What the body cannot multiply, read or add up; null if it can.
+}  // namespace
+
 const char* unfit(const Problem& problem) {
   if (!has_kernels(problem)) return "wgmma has no kernel for these formats";
   if (!problem.x_aligned && !problem.quantizes_x && !is_split(problem))
@@ -207,8 +139,6 @@ const char* unfit(const Problem& problem) {
   if (problem.x == Format::kInt8 && problem.k > kMaxIntegerK) return "int32 sums over all of K could overflow";
   return nullptr;
 }
-
-}  // namespace
 
 bool supports(const Problem& problem, const Gpu& gpu) { return is_hopper(gpu) && has_kernels(problem); }
 

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "qao/mm.h"
+#include "qao/grouped_mm.h"
 
 namespace qao::mm::wgmma {
 
@@ -12,6 +12,10 @@ bool supports(const Problem& problem, const Gpu& gpu);
 const char* against(const Problem& problem, const Gpu& gpu);
 // The plan of least expected time; false where something is against it.
 bool plan(const Problem& problem, const Gpu& gpu, Plan* plan);
+// What the body cannot multiply, read or add up; null if it can.
+const char* unfit(const Problem& problem);
+// Of experts; no Hopper, no kernel, or few rows an expert: false.
+bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan* plan);
 // All plans, with what they are expected to cost.
 void add_candidates(const Problem& problem, const Gpu& gpu, std::vector<Candidate<Plan>>* all);
 

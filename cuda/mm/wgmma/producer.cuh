@@ -8,6 +8,7 @@
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 #include "int4/layout.h"
+#include "mm/wgmma/experts.cuh"
 #include "mm/wgmma/formats.h"
 #include "mm/wgmma/kernels.h"
 #include "mm/wgmma/operand.cuh"
@@ -17,7 +18,8 @@ namespace qao::mm::wgmma {
 
 // T: what the tensor cores multiply, __nv_bfloat16, __half, int8_t or qao::wgmma::E4m3. `columns`: the fold needs a
 // value per token, a scale of x or a sum of it.
-template <typename T_, Format weight, Fold fold, bool columns, int rows, int tokens, bool by_turns>
+template <typename T_, Format weight, Fold fold, bool columns, int rows, int tokens, bool by_turns,
+          bool grouped = false>
 struct Kernel {
   using T = T_;
   using Product = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;
@@ -33,12 +35,13 @@ struct Kernel {
   static constexpr bool kOneHalf = kFolds && tokens == 256;  // products of all tokens find no room beside their sums
   static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds, kSwapped};
   static constexpr Tile kTile{rows, tokens, by_turns};
-  static constexpr bool kByTurns = by_turns;
+  static constexpr bool kByTurns = by_turns, kGrouped = grouped;
+  using Params = std::conditional_t<grouped, GroupedParams, wgmma::Params>;
   static constexpr int kRowParts = kTile.warpgroup_rows() / kWarpgroupRows;  // of a warpgroup, 64 rows each
   static constexpr int kTileK = kTraits.tile_k(kTile), kTokens = tokens, kTilesM = tokens / 8;
   static constexpr int kAtomK = kFloatX ? 64 : 128, kAtoms = kTileK / kAtomK;  // 128 bytes of a token
   static constexpr int kSteps = kAtoms * kAtomSteps;                           // products, 32 bytes of a token each
-  static constexpr Stage kStage{kTraits, kTile};
+  static constexpr Stage kStage{kTraits, kTile, grouped};
   static constexpr int kWarpgroups = kTile.warpgroups(), kConsumerThreads = kWarpgroups * 128,
                        kThreads = kConsumerThreads + kProducerThreads;
   // A thread starts with as many registers as all can have; consumers take what the producers give up, and no more.
@@ -84,25 +87,53 @@ __device__ __forceinline__ int warpgroups(const Params& p) {
 // there between row tiles.
 struct Place {
   int row_block, token_block, begin, end;
-  int split_k;  // CTAs of a cluster that have a part of K each
+  int split_k;      // CTAs of a cluster that have a part of K each
+  ExpertRows rows;  // grouped: whose tile it is
 };
+template <typename K>
+__device__ __forceinline__ int64_t first_token(const Place& at) {
+  return (K::kGrouped ? at.rows.begin : 0) + static_cast<int64_t>(at.token_block) * K::kTokens;
+}
+template <typename K>
+__device__ __forceinline__ int64_t last_token(const Params& p, const Place& at) {  // the one after it
+  return K::kGrouped ? at.rows.end : p.m;
+}
+// An expert's share of what has `size` parts an expert.
+template <typename K>
+__device__ __forceinline__ int of_expert(const Place& at, int size) {
+  return K::kGrouped ? at.rows.expert * size : 0;
+}
 // a / b without a division in the common cases: it is slow, and what comes before a CTA's first copy adds to every
 // call.
 __device__ __forceinline__ int quotient(int a, int b) { return a < b ? 0 : b == 1 ? a : a / b; }
+// Inside the panels of one product's token blocks.
+template <typename K>
+__device__ __forceinline__ void place_in_panel(const Params& p, int tile, int token_blocks, Place* at) {
+  const int panel = quotient(tile, K::kPanel * p.row_blocks), inside = tile - panel * K::kPanel * p.row_blocks;
+  const int width = min(K::kPanel, token_blocks - panel * K::kPanel);
+  at->row_block = quotient(inside, width);
+  at->token_block = panel * K::kPanel + inside - at->row_block * width;
+}
 // The tile of turn `turn`. Past Params::whole_tiles each tile has two turns, one for each CTA of the pair that splits
 // its K.
 template <typename K>
-__device__ __forceinline__ Place place(const Params& p, int turn) {
-  const bool whole = turn < p.whole_tiles;
-  const int tile = whole ? turn : p.whole_tiles + (turn - p.whole_tiles) / kLastSplit;
-  const int panel = quotient(tile, K::kPanel * p.row_blocks), inside = tile - panel * K::kPanel * p.row_blocks;
-  const int width = min(K::kPanel, p.token_blocks - panel * K::kPanel);
-  int row_block = quotient(inside, width);
-  const int split_k = whole ? p.split_k : kLastSplit, steps = p.parts * p.k_tiles;
-  const int part = split_k > 1 ? ptx::cluster_rank() : 0;
-  const int token_block = panel * K::kPanel + inside - row_block * width;
-  if constexpr (K::kByTurns) row_block = row_block * kTurnsCluster + ptx::cluster_rank();
-  return {row_block, token_block, quotient(steps * part, split_k), quotient(steps * (part + 1), split_k), split_k};
+__device__ __forceinline__ Place place(const Params& p, uint32_t shared, int turn) {
+  const int steps = p.parts * p.k_tiles;
+  Place at{0, 0, 0, steps, 1, {}};
+  if constexpr (K::kGrouped) {
+    const Routing& r = static_cast<const GroupedParams&>(p).routing;
+    const ExpertTiles of = find_expert(r, shared + K::kStage.table, turn, p.row_blocks);
+    place_in_panel<K>(p, turn - of.first_tile * p.row_blocks, of.tiles, &at);
+    at.rows = of.rows;
+  } else {
+    const bool whole = turn < p.whole_tiles;
+    place_in_panel<K>(p, whole ? turn : p.whole_tiles + (turn - p.whole_tiles) / kLastSplit, p.token_blocks, &at);
+    at.split_k = whole ? p.split_k : kLastSplit;
+    const int part = at.split_k > 1 ? ptx::cluster_rank() : 0;
+    at.begin = quotient(steps * part, at.split_k), at.end = quotient(steps * (part + 1), at.split_k);
+  }
+  if constexpr (K::kByTurns) at.row_block = at.row_block * kTurnsCluster + ptx::cluster_rank();
+  return at;
 }
 // This CTA's first turn.
 template <typename K>
@@ -113,12 +144,27 @@ template <typename K>
 __device__ __forceinline__ int turn_step(const Params& p) {
   return K::kByTurns || p.split_k > 1 ? ptx::cluster_count() : static_cast<int>(gridDim.x);
 }
-__device__ __forceinline__ int turns(const Params& p) {
+template <typename K>
+__device__ __forceinline__ int turns(const Params& p, uint32_t shared) {
+  if constexpr (K::kGrouped) {
+    return all_of_experts(static_cast<const GroupedParams&>(p).routing, shared + K::kStage.table).tiles * p.row_blocks;
+  }
   return p.whole_tiles + (p.row_blocks * p.token_blocks - p.whole_tiles) * kLastSplit;
 }
+// `shared`: the address of a CTA's shared memory.
 template <typename K, typename Work>
-__device__ __forceinline__ void for_each_tile(const Params& p, const Work& work) {
-  for (int turn = first_turn<K>(p); turn < turns(p); turn += turn_step<K>(p)) work(place<K>(p, turn));
+__device__ __forceinline__ void for_each_tile(const Params& p, uint32_t shared, const Work& work) {
+  const int end = turns<K>(p, shared), step = turn_step<K>(p);
+  for (int turn = first_turn<K>(p); turn < end; turn += step) work(place<K>(p, shared, turn));
+}
+// The first row of W of a tile, or row tile of a packed W.
+template <typename K>
+__device__ __forceinline__ int weight_row(const Params& p, const Place& at) {
+  if constexpr (K::kPacked) {
+    const int row_tiles = (p.n + int4::kTileN - 1) / int4::kTileN;
+    return of_expert<K>(at, row_tiles) + at.row_block * (p.tile_rows / int4::kTileN);
+  }
+  return of_expert<K>(at, p.n) + at.row_block * p.tile_rows;
 }
 
 // K-tile `at` is the last of its group.
@@ -131,17 +177,16 @@ __device__ __forceinline__ int first_group(const Params& p, int at) {
 
 // Brings the CTA's first K-tiles of W into L2, a lane each.
 template <typename K>
-__device__ __forceinline__ void prefetch_weight(const Params& p, const TensorMaps& maps) {
+__device__ __forceinline__ void prefetch_weight(const Params& p, const TensorMaps& maps, uint32_t shared) {
   constexpr int kPackedTiles = K::kTileK / int4::kTileK;
-  const int row_tiles = p.tile_rows / int4::kTileN;
-  const Place at = place<K>(p, first_turn<K>(p));
+  const Place at = place<K>(p, shared, first_turn<K>(p));
   const int lane = threadIdx.x % 32, i = at.begin + lane, k_tile = i % p.k_tiles;
   if (lane >= p.prefetch_tiles || i >= at.end) return;
   if constexpr (K::kPacked) {
-    tma::prefetch_3d(&maps.weight, 0, kPackedTiles * k_tile, at.row_block * row_tiles);
-    tma::prefetch_3d(&maps.scales, 0, first_group(p, k_tile), at.row_block * row_tiles);
+    tma::prefetch_3d(&maps.weight, 0, kPackedTiles * k_tile, weight_row<K>(p, at));
+    tma::prefetch_3d(&maps.scales, 0, first_group(p, k_tile), weight_row<K>(p, at));
   } else {
-    tma::prefetch_3d(&maps.weight, k_tile * K::kTileK, 0, at.row_block * p.tile_rows);
+    tma::prefetch_3d(&maps.weight, k_tile * K::kTileK, 0, weight_row<K>(p, at));
   }
 }
 
@@ -154,10 +199,10 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
   const int scale_bytes = K::kPacked ? row_tiles * p.groups_per_tile * p.group_bytes : 0;
   const int bytes = (K::kByTurns ? K::kTokens : p.x_rows) * K::kAtoms * 128 +
                     K::kStage.weight / K::kTile.rows * p.tile_rows + (K::kScalesOperand ? 0 : scale_bytes);
-  for_each_tile<K>(p, [&](const Place& at) {
+  for_each_tile<K>(p, ring.data, [&](const Place& at) {
     int part = 0, k_tile = at.begin;
     while (k_tile >= p.k_tiles) k_tile -= p.k_tiles, ++part;
-    const int token0 = at.token_block * K::kTokens;
+    const int token0 = static_cast<int>(first_token<K>(at)), row0 = weight_row<K>(p, at);
     ptx::wait_for_previous_kernel();
 #pragma unroll 1
     for (int i = at.begin; i < at.end; ++i) {
@@ -167,13 +212,12 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
         if constexpr (K::kPacked) {  // scales first: they are the longest on their way to the products
           const uint32_t scales_barrier = K::kScalesOperand ? ring.scales_arrived() : barrier;
           tma::barrier_expect(scales_barrier, K::kScalesOperand ? scale_bytes : bytes);
-          tma::load_3d(weight + K::kStage.weight, &maps.scales, 0, first_group(p, k_tile), at.row_block * row_tiles,
-                       scales_barrier);
+          tma::load_3d(weight + K::kStage.weight, &maps.scales, 0, first_group(p, k_tile), row0, scales_barrier);
           if (K::kScalesOperand) tma::barrier_expect(barrier, bytes);
-          tma::load_3d(weight, &maps.weight, 0, kPackedTiles * k_tile, at.row_block * row_tiles, barrier);
+          tma::load_3d(weight, &maps.weight, 0, kPackedTiles * k_tile, row0, barrier);
         } else {
           tma::barrier_expect(barrier, bytes);
-          tma::load_3d(weight, &maps.weight, k_tile * K::kTileK, 0, at.row_block * p.tile_rows, barrier);
+          tma::load_3d(weight, &maps.weight, k_tile * K::kTileK, 0, row0, barrier);
         }
 #pragma unroll
         for (int atom = 0; atom < K::kAtoms; ++atom) {
@@ -241,7 +285,7 @@ __device__ __forceinline__ void make_scales(const Params& p, Ring<K> ring) {
   static_assert(K::kStage.count >= kWarps);
   int ahead = threadIdx.x % kProducerThreads / 32 - 1;  // K-tiles of the other warps before this one's next
   ring.advance(ahead);
-  for_each_tile<K>(p, [&](const Place& place) {
+  for_each_tile<K>(p, ring.data, [&](const Place& place) {
     int at = place.begin + ahead;
 #pragma unroll 1
     for (; at < place.end; at += kWarps, ring.advance(kWarps)) {
@@ -266,8 +310,8 @@ __device__ __forceinline__ void make_scales(const Params& p, Ring<K> ring) {
 // Three warps: the values per token.
 template <typename K>
 __device__ __forceinline__ void produce_columns(const Params& p, Ring<K> ring) {
-  for_each_tile<K>(p, [&](const Place& place) {
-    const int64_t token0 = static_cast<int64_t>(place.token_block) * K::kTokens;
+  for_each_tile<K>(p, ring.data, [&](const Place& place) {
+    const int64_t token0 = first_token<K>(place);
     ptx::wait_for_previous_kernel();
     for (int at = place.begin; at < place.end; ++at) {
       tma::barrier_wait(ring.released(), ring.parity ^ 1);

@@ -30,11 +30,12 @@ struct TokenScales {
   float scales[2][kBlocks], next[2], next_weight[kBlocks];
 
   // A token past the last one takes the last one's: its sums are not stored.
-  __device__ __forceinline__ void place(const Params& p, int64_t token0, int row0) {
+  __device__ __forceinline__ void place(const Params& p, const Place& of, int row0) {
+    const int64_t token0 = first_token<K>(of);
     for (int i = 0; i < 2; ++i) x[i] = p.columns + min(token0 + swapped_token<K>() + 8 * i, p.m - 1) * p.groups;
     const int block = row0 / kScaleBlock, blocks = (p.n - 1) / kScaleBlock;
     for (int i = 0; i < kBlocks; ++i)
-      weight[i] = p.block_scales + static_cast<int64_t>(min(block + i, blocks)) * p.groups;
+      weight[i] = p.block_scales + (of_expert<K>(of, blocks + 1) + int64_t{min(block + i, blocks)}) * p.groups;
     next_block = (block + 1) * static_cast<int>(kScaleBlock) - row0;
   }
   __device__ __forceinline__ void read() {
@@ -68,10 +69,25 @@ __device__ __forceinline__ float2 swapped_bias(const Params& p, uint32_t rows, i
   return ptx::load_shared_float2(rows + (row / 64 * 3 + 2) * 64 * 4 + row % 64 * 4);
 }
 
+// What a thread's two tokens of y are multiplied by.
+template <typename K>
+struct SwappedFactors {
+  float of[2] = {1, 1};
+
+  __device__ __forceinline__ SwappedFactors(const Params& p, uint32_t tokens) {
+    if constexpr (K::kGrouped) {
+      if (static_cast<const GroupedParams&>(p).routing.row_scale == nullptr) return;
+      const uint32_t from = tokens + (2 * K::kTokens + swapped_token<K>()) * 4;
+      of[0] = ptx::load_shared_float(from), of[1] = ptx::load_shared_float(from + 8 * 4);
+    }
+  }
+};
+
 // Into a float32 y. Four lanes hold eight neighbouring rows: 32 bytes of y.
 template <typename K>
 __device__ __forceinline__ void write_swapped_float(const Params& p, const float (&sum)[K::kTilesM][4],
                                                     const Target& at) {
+  const SwappedFactors<K> factor(p, at.tokens);
 #pragma unroll
   for (int j = 0; j < K::kTilesM; ++j) {
     const int row = j * 8 + threadIdx.x % 4 * 2;
@@ -80,7 +96,8 @@ __device__ __forceinline__ void write_swapped_float(const Params& p, const float
     for (int e = 0; e < 4; ++e) {
       const int64_t m = at.token0 + swapped_token<K>() + e / 2 * 8;
       const int n = at.row0 + row + e % 2;
-      if (m < p.m && n < at.row_end) static_cast<float*>(p.y)[m * p.n + n] = sum[j][e] + (e % 2 == 0 ? bias.x : bias.y);
+      const float value = factor.of[e / 2] * (sum[j][e] + (e % 2 == 0 ? bias.x : bias.y));
+      if (m < at.token_end && n < at.row_end) static_cast<float*>(p.y)[m * p.n + n] = value;
     }
   }
 }
@@ -93,6 +110,7 @@ __device__ __forceinline__ void write_swapped_half(const Params& p, const float 
   const int lane = threadIdx.x % 32;
   const bool half = p.y_dtype == DType::kFloat16;
   const uint32_t tile = buffers + threadIdx.x / 32 * kWarpTokens * kRowBytes;
+  const SwappedFactors<K> factor(p, at.tokens);
 #pragma unroll
   for (int first = 0; first < K::kTilesM * 8; first += kRows) {
 #pragma unroll
@@ -102,8 +120,8 @@ __device__ __forceinline__ void write_swapped_half(const Params& p, const float 
       for (int i = 0; i < 2; ++i) {
         const float (&of)[4] = sum[first / 8 + j + i];
         const float2 bias = swapped_bias(p, at.rows, first + (j + i) * 8 + lane % 4 * 2);
-        pairs[2 * i] = pack(of[0] + bias.x, of[1] + bias.y, half);
-        pairs[2 * i + 1] = pack(of[2] + bias.x, of[3] + bias.y, half);
+        pairs[2 * i] = pack(factor.of[0] * (of[0] + bias.x), factor.of[0] * (of[1] + bias.y), half);
+        pairs[2 * i + 1] = pack(factor.of[1] * (of[2] + bias.x), factor.of[1] * (of[3] + bias.y), half);
       }
       ptx::stmatrix_x4(tile + lane % 16 * kRowBytes + (j + lane / 16) * 16, pairs);
     }
@@ -113,7 +131,7 @@ __device__ __forceinline__ void write_swapped_half(const Params& p, const float 
     for (int i = 0; i < kWarpTokens; i += 4) {
       const int token = i + lane / 8;
       const int64_t m = at.token0 + swapped_token<K>() - lane / 4 + token;
-      if (m >= p.m || n >= at.row_end) continue;
+      if (m >= at.token_end || n >= at.row_end) continue;
       store_eight(p, m, n, at.row_end, ptx::load_shared_16(tile + token * kRowBytes + lane % 8 * 16));
     }
     __syncwarp();
@@ -125,17 +143,19 @@ template <typename K>
 __device__ __forceinline__ void write_swapped_result(const Params& p, const float (&sum)[K::kTilesM][4],
                                                      uint32_t buffers, const Target& of) {
   const int other = K::kOwnTokens ? threadIdx.x / 128 : 0;
-  const Target at{of.rows - other * 3 * 64 * 4, of.tokens, of.token0, of.row0 - other * 64, of.row_end, of.split_k};
+  Target at = of;
+  at.rows -= other * 3 * 64 * 4, at.row0 -= other * 64;
+  const bool waits = p.bias != nullptr || K::kGrouped;
   const auto wait = [] {
     ptx::named_barrier(K::kOwnTokens ? 3 : 1 + threadIdx.x / 128, K::kOwnTokens ? K::kConsumerThreads : 128);
   };
-  if (p.bias != nullptr) wait();
+  if (waits) wait();
   if (p.y_dtype == DType::kFloat32) {
     write_swapped_float<K>(p, sum, at);
   } else {
     write_swapped_half<K>(p, sum, buffers, at);
   }
-  if (p.bias != nullptr) wait();  // before the next tile's overwrites it
+  if (waits) wait();  // before the next tile's overwrites it
 }
 
 }  // namespace qao::mm::wgmma

@@ -59,6 +59,9 @@ constexpr Tile kTiles[] = {
 constexpr int kPaddedN = 64 + 4, kChunkTokens = 32, kChunkBytes = kChunkTokens * (64 * 2 + 16),
               kSwizzledChunkBytes = kChunkTokens * 64 * 2;
 
+// Of a grouped product: where the rows and the tiles of each expert begin, in shared memory.
+constexpr int kMaxExperts = 512, kTableBytes = (kMaxExperts + 1) * 8;
+
 constexpr int kMaxStages = 8, kBarrierBytes = kMaxStages * 8, kControlBytes = 4 * kBarrierBytes;  // see Ring
 constexpr int kRowScaleBytes = 8, kRestBytes = 4;  // of one row of W in one group: see RowScale
 
@@ -67,9 +70,10 @@ struct Stage {
   int x, weight, scales;    // bytes
   int columns;              // floats per token that the scaling of sums needs, or scales of rows of W made ready
   int chunk_bytes, chunks;  // of y: a warpgroup's buffers
-  int bytes, count, epilogue, tokens, rows, barriers, total;
+  int token_floats;         // of the epilogue, for each token
+  int bytes, count, epilogue, tokens, rows, barriers, table, total;
 
-  constexpr Stage(const Traits& t, Tile tile)
+  constexpr Stage(const Traits& t, Tile tile, bool grouped = false)
       : x(tile.tokens * t.tile_k(tile) * (t.float_x ? 2 : 1)),
         weight(tile.rows * t.tile_k(tile) / (t.packed ? 2 : 1)),
         scales(t.packed ? t.tile_k(tile) / 32 * tile.rows * 2 * 4
@@ -79,17 +83,20 @@ struct Stage {
                                         : 0),
         chunk_bytes(tile.by_turns ? kSwizzledChunkBytes : kChunkBytes),
         chunks(tile.by_turns ? 3 : 2),
+        token_floats(grouped ? 3 : 2),
         bytes((x + weight + scales + columns + 1023) / 1024 * 1024),
-        // After the ring, for each warpgroup: chunks of y, the scales and zero points of x, scales, sums and bias of
-        // its rows of W. Then the mbarriers.
-        count(std::min(kMaxStages, (kMaxSharedBytes - tile.warpgroups() * (chunks * chunk_bytes + 2 * tile.tokens * 4) -
+        // After the ring, for each warpgroup: chunks of y, scales and zero points of x and factors of y, scales, sums
+        // and bias of its rows of W. Then the mbarriers and the table of experts.
+        count(std::min(kMaxStages, (kMaxSharedBytes - (grouped ? kTableBytes : 0) -
+                                    tile.warpgroups() * (chunks * chunk_bytes + token_floats * tile.tokens * 4) -
                                     3 * tile.warpgroups() * tile.warpgroup_rows() * 4 - kControlBytes) /
                                        bytes)),
         epilogue(count * bytes),
         tokens(epilogue + tile.warpgroups() * chunks * chunk_bytes),
-        rows(tokens + tile.warpgroups() * 2 * tile.tokens * 4),
+        rows(tokens + tile.warpgroups() * token_floats * tile.tokens * 4),
         barriers(rows + 3 * tile.warpgroups() * tile.warpgroup_rows() * 4),
-        total(barriers + kControlBytes) {}
+        table(barriers + kControlBytes),
+        total(table + (grouped ? kTableBytes : 0)) {}
 };
 
 }  // namespace qao::mm::wgmma

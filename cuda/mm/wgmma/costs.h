@@ -1,0 +1,84 @@
+// What plans expect of the Hopper kernels: costs.inc by operands and tiles.
+#pragma once
+
+#include "mm/problem.h"
+#include "mm/wgmma/formats.h"
+#include "qao/cost.h"
+
+namespace qao::mm::wgmma {
+
+// What the Hopper kernels cost: a row for each kind of operands and number of tokens; tall tiles have rows of their
+// own.
+enum class Operands {
+  kFloatInt4,
+  kFloatInt4Tall,
+  kFloatEightBits,
+  kFloatEightBitsTall,
+  kFloatFolded,
+  kInt8Int8,
+  kInt8Int8Tall,
+  kInt8Int8Turns,
+  kFp8Fp8,
+  kFp8Fp8Tall,
+  kFp8Fp8Fast,  // sums that stay in the tensor cores
+  kFp8Fp8FastTurns,
+  kFp8Fp8Blocks,
+  kInt8Int4,
+  kInt8Int4Symmetric,
+  kInt8Int4Channel,
+  kFp8Int4,
+};
+struct Cost {
+  Operands operands;
+  int tokens;
+  const char* name;
+  Terms costs;
+};
+inline constexpr Cost kCosts[] = {
+#define QAO_MEMORY(...)
+#define QAO_COST(operands, tokens, ...) {Operands::operands, tokens, #operands, {__VA_ARGS__}},
+#include "mm/wgmma/costs.inc"
+#undef QAO_COST
+#undef QAO_MEMORY
+};
+#define QAO_MEMORY(...) inline constexpr Memory kMemory{__VA_ARGS__};
+#define QAO_COST(...)
+#include "mm/wgmma/costs.inc"
+#undef QAO_COST
+#undef QAO_MEMORY
+
+inline Operands operands_of(const Problem& p, const Traits& traits, Tile tile) {
+  using enum Operands;
+  const bool tall = tile.tall();
+  if (traits.float_x) {
+    if (traits.folds) return kFloatFolded;
+    if (traits.packed) return tall ? kFloatInt4Tall : kFloatInt4;
+    return tall ? kFloatEightBitsTall : kFloatEightBits;
+  }
+  if (!traits.packed) {
+    if (p.weight_scaling == Scaling::kBlock) return kFp8Fp8Blocks;
+    if (p.x == Format::kFp8 && !traits.folds) return tile.by_turns ? kFp8Fp8FastTurns : kFp8Fp8Fast;
+    if (p.x == Format::kFp8) return tall ? kFp8Fp8Tall : kFp8Fp8;
+    return tile.by_turns ? kInt8Int8Turns : tall ? kInt8Int8Tall : kInt8Int8;
+  }
+  if (p.x == Format::kFp8) return kFp8Int4;
+  return p.groups() == 1 ? kInt8Int4Channel : p.has_zeros ? kInt8Int4 : kInt8Int4Symmetric;
+}
+
+// Null: plan() does not take this tile.
+inline const Cost* cost_of(const Problem& problem, Tile tile) {
+  const Operands operands = operands_of(problem, traits_of(problem, tile), tile);
+  for (const Cost& row : kCosts) {
+    if (row.operands == operands && row.tokens == tile.tokens) return &row;
+  }
+  return nullptr;
+}
+
+inline const char* instruction_of(const Problem& problem) {
+  return problem.x == Format::kInt8           ? "wgmma s8"
+         : problem.x == Format::kFp8          ? "wgmma e4m3"
+         : problem.x_dtype == DType::kFloat16 ? "wgmma f16"
+                                              : "wgmma bf16";
+}
+
+}  // namespace qao::mm::wgmma

@@ -1,0 +1,63 @@
+// Grouped products: where the rows and tiles of each expert begin, as a table in a CTA's shared memory. Its warps look
+// their tiles up there, since CTAs stay and have tiles of several experts.
+#pragma once
+
+#include "common/ptx.cuh"
+#include "mm/routing.cuh"
+#include "mm/wgmma/tile.h"
+
+namespace qao::mm::wgmma {
+
+// Of one expert, of y.
+struct ExpertRows {
+  int expert, begin, end;
+};
+// Its tiles of rows, counted through all experts.
+struct ExpertTiles {
+  ExpertRows rows;
+  int first_tile, tiles;
+};
+// Of all experts.
+struct AllOfExperts {
+  int tiles, rows;
+};
+
+// One warp: an entry an expert, the tiles and the rows before it, and one for what comes after the last.
+template <int tile_m>
+__device__ __forceinline__ void make_table(const Routing& r, uint32_t table) {
+  const auto store = [&](int expert, int tiles, int rows) {
+    ptx::store_shared_8(table + expert * 8, {static_cast<uint32_t>(tiles), static_cast<uint32_t>(rows)});
+  };
+  const RowsAndTiles all =
+      for_each_expert<tile_m>(r, [&](int expert, int begin, int, int first_tile) { store(expert, first_tile, begin); });
+  if (threadIdx.x % 32 == 0) store(r.experts, all.tiles, all.rows);
+}
+
+__device__ __forceinline__ AllOfExperts all_of_experts(const Routing& r, uint32_t table) {
+  const uint2 last = ptx::load_shared_8(table + r.experts * 8);
+  return {static_cast<int>(last.x), static_cast<int>(last.y)};
+}
+
+// Whose tile it is that takes turn `turn` where every tile of rows has `row_blocks` turns: the last expert that begins
+// no later. A warp computes it as one.
+__device__ __forceinline__ ExpertTiles find_expert(const Routing& r, uint32_t table, int turn, int row_blocks) {
+  int begun = 0;
+  for (int e = threadIdx.x % 32; e < r.experts; e += 32) {
+    begun += ptx::load_shared_int(table + e * 8) * row_blocks <= turn;
+  }
+  const int expert = static_cast<int>(__reduce_add_sync(0xFFFFFFFFu, static_cast<unsigned>(begun))) - 1;
+  const uint2 first = ptx::load_shared_8(table + expert * 8), next = ptx::load_shared_8(table + expert * 8 + 8);
+  const int tiles = static_cast<int>(next.x - first.x);
+  return {{expert, static_cast<int>(first.y), static_cast<int>(next.y)}, static_cast<int>(first.x), tiles};
+}
+
+// Zeros for the rows of y that no expert has: this CTA's part, by `threads` threads.
+__device__ __forceinline__ void write_rest(const Routing& r, uint32_t table, void* y, DType dtype, int n, int threads) {
+  const int64_t begin = static_cast<int64_t>(all_of_experts(r, table).rows) * n, end = static_cast<int64_t>(r.rows) * n;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * threads;
+  for (int64_t i = begin + static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x; i < end; i += step) {
+    store_float(y, i, dtype, 0.0f);
+  }
+}
+
+}  // namespace qao::mm::wgmma

@@ -1,0 +1,48 @@
+// Grouped products on Hopper: which tiles they have, and what lies where in their workspace.
+#pragma once
+
+#include "mm/problem.h"
+#include "mm/wgmma/formats.h"
+#include "qao/grouped_mm.h"
+
+namespace qao::mm::wgmma {
+
+constexpr bool serves_experts(const Formats& of, Tile tile) {
+  return of.weight != Format::kFp4 && !tile.tall() && tile.tokens != 192;
+}
+
+// The copy engine reads rows that lie side by side: where they do not, or are not aligned, they are copied first.
+inline bool gathers(const Problem& problem, const Experts& experts) {
+  return problem.m > 0 &&
+         (experts.row_index != nullptr || !(problem.x_aligned || problem.quantizes_x || is_split(problem)));
+}
+
+// Rows of x and what belongs to them, in the order of y: offsets into the workspace, behind what workspace_of() says.
+struct Gathered {
+  int64_t x_bytes = 0;  // of a row
+  int64_t x = -1, sums = -1, scales = -1, zeros = -1;
+  int64_t sums_width = 0, scales_width = 0;  // numbers of a row
+  int64_t bytes = 0;                         // of all of the workspace
+
+  Gathered(const Problem& problem, int64_t rows) : bytes(workspace_of(problem, 0).bytes) {
+    const bool packed = is_packed(problem.weight), float_x = problem.x == Format::kFloat;
+    const int64_t columns = packed && !float_x ? int4::tiles_k(problem.k) * int4::kTileK : problem.k;
+    x_bytes = is_split(problem) ? kFloat32Parts * workspace_of(problem, 0).part_stride * 2
+                                : round_up(columns * (float_x ? 2 : 1), 16);
+    if (packed) sums_width = problem.groups();
+    if (!float_x) scales_width = problem.x_scaling == Scaling::kBlock ? problem.k_blocks() : 1;
+    x = take(rows * x_bytes);
+    sums = take(rows * sums_width * 4);
+    scales = take(rows * scales_width * 4);
+    zeros = take(rows * 4);
+  }
+
+ private:
+  int64_t take(int64_t size) {
+    const int64_t at = bytes;
+    bytes += round_up(size, 256);
+    return at;
+  }
+};
+
+}  // namespace qao::mm::wgmma

@@ -1,0 +1,98 @@
+// How experts run on Hopper: the tile of least expected time, by the numbers of rows and experts alone.
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+
+#include "common/integers.h"
+#include "mm/gpu.h"
+#include "mm/routing.h"
+#include "mm/wgmma/costs.h"
+#include "mm/wgmma/grouped.h"
+#include "mm/wgmma/plan.h"
+
+namespace qao::mm::wgmma {
+namespace {
+
+// Where other bodies are faster: up to so many rows of an expert on average, unless there are many tiles of one row,
+// `tiles` of them for every SM.
+struct Few {
+  int64_t rows, tiles;
+};
+Few few(const Problem& problem) {
+  const bool short_groups = is_packed(problem.weight) && problem.group_size < 64;
+  if (problem.x == Format::kFloat) {
+    if (is_packed(problem.weight) || is_split(problem)) return {short_groups ? 3 : 6, INT64_MAX};
+    return problem.weight == Format::kFp8 ? Few{1, 2} : Few{2, INT64_MAX};
+  }
+  if (!is_packed(problem.weight)) return {0, 0};
+  return problem.x == Format::kFp8 && short_groups ? Few{7, INT64_MAX} : Few{1, 5};
+}
+constexpr int64_t kTurnsRows = 64;  // of an expert on average: tiles by turns have 128 tokens
+
+// Tiles of an expert if its rows are spread about their average as tokens that choose at random, and a quarter of it
+// more: as many as there are multiples of `tokens` below its rows.
+double expected_tiles(double rows, int tokens) {
+  const double deviation = std::sqrt(rows + rows * rows / 16);
+  double tiles = 0, chance;
+  double below = 0.5;
+  do {
+    chance = 0.5 * std::erfc((below - rows) / (deviation * std::sqrt(2.0)));
+    tiles += chance;
+    below += tokens;
+  } while (chance > 1e-3);
+  return tiles;
+}
+
+}  // namespace
+
+bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan* plan) {
+  Problem gathered = problem;
+  gathered.x_aligned = true;
+  if (!supports(problem, gpu) || unfit(gathered) != nullptr || experts.count > kMaxExperts) return false;
+  const int64_t active = std::max<int64_t>(1, std::min(experts.count, experts.rows));
+  const int64_t average = ceil_div(experts.rows, active);
+  const Few least_here = few(problem);
+  const int64_t shares = active * ceil_div(problem.n, 2 * kWarpgroupRows) / gpu.num_sms;
+  if (average <= least_here.rows && shares < least_here.tiles) return false;
+  const double rows = static_cast<double>(experts.rows) / static_cast<double>(active);
+  const double bytes = static_cast<double>(active * weight_bytes(problem));
+  const int64_t parts = is_split(problem) ? kFloat32Parts : 1;
+  int best = -1;
+  double least = 0;
+  for (int row = 0; row < static_cast<int>(std::size(kTiles)); ++row) {
+    const Tile tile = kTiles[row];
+    const Formats& formats = kRows[row_of(problem, tile)];
+    const Cost* cost = cost_of(problem, tile);
+    if (tile.by_turns && average < kTurnsRows) continue;
+    if (!serves_experts(formats, tile) || !formats.traits().serves(tile) || cost == nullptr) continue;
+    const int64_t row_blocks = round_up(ceil_div(problem.n, tile.rows), tile.by_turns ? kTurnsCluster : 1);
+    const double tiles = expected_tiles(rows, tile.tokens) * static_cast<double>(active * row_blocks);
+    const double waves = std::max(1.0, tiles / gpu.num_sms);
+    const auto steps = static_cast<double>(parts * ceil_div(problem.k, formats.traits().tile_k(tile)));
+    // By turns, products hide all epilogues but the last one's.
+    const double time = microseconds({waves * steps, tile.by_turns ? 1 : waves, 0, 0}, cost->costs, bytes, kMemory);
+    if (best >= 0 && time >= least) continue;
+    best = row, least = time;
+  }
+  if (best < 0) return false;
+  const Tile tile = kTiles[best];
+  const Stage stage(traits_of(problem, tile), tile, true);
+  plan->body = Body::kWgmma;
+  plan->reason = "grouped: many rows an expert on Hopper: wgmma";
+  plan->instruction = instruction_of(problem);
+  plan->config = best;
+  plan->tile_n = tile.rows;
+  plan->tile_m = tile.tokens;
+  plan->warps = tile.warpgroups() * 4 + kProducerThreads / 32;
+  plan->stages = stage.count;
+  plan->shared_bytes = stage.total;
+  const int64_t cluster = tile.by_turns ? kTurnsCluster : 1;
+  const int64_t clusters =
+      token_tiles(experts.count, experts.rows, tile.tokens) * ceil_div(problem.n, tile.rows * cluster);
+  plan->ctas = std::min<int64_t>(clusters, gpu.num_sms / cluster) * cluster;
+  plan->workspace_bytes =
+      gathers(problem, experts) ? Gathered(problem, experts.rows).bytes : workspace_of(problem, 0).bytes;
+  return true;
+}
+
+}  // namespace qao::mm::wgmma

@@ -1,0 +1,69 @@
+// Experts on Hopper: rows of x are brought into the order of y where they are not, then multiplied.
+#include "common/launch.h"
+#include "common/shared_memory.h"
+#include "mm/launch.h"
+#include "mm/wgmma/gather.cuh"
+#include "mm/wgmma/kernel_table.cuh"
+#include "mm/wgmma/params.h"
+
+namespace qao::mm::wgmma {
+namespace {
+
+// What the kernel reads of x afterwards, in `arguments` and `x`.
+Status gather(const Problem& problem, const Routing& routing, void* stream, Arguments* arguments, X* x) {
+  const Gathered layout(problem, routing.rows);
+  uint8_t* workspace = static_cast<uint8_t*>(arguments->workspace);
+  const int64_t x_unit = problem.x == Format::kFloat ? 2 : 1, row = x->stride * x_unit;
+  // Rows of floats end where they end: the last one's padding may not be there.
+  const bool whole = is_split(problem) || problem.x != Format::kFloat || (x->aligned && problem.k % 8 == 0);
+  const int bytes = static_cast<int>(whole ? layout.x_bytes : problem.k * 2), unit = whole ? 16 : 2;
+  RowCopies copies{};
+  copies.of[0] = {static_cast<const uint8_t*>(x->data), workspace + layout.x, row, layout.x_bytes, bytes / unit, unit};
+  const auto numbers = [&](int of, const void* from, int64_t to, int64_t width) {
+    if (from == nullptr || width == 0) return static_cast<const void*>(from);
+    copies.of[of] = {
+        static_cast<const uint8_t*>(from), workspace + to, width * 4, width * 4, static_cast<int>(width), 4};
+    return static_cast<const void*>(workspace + to);
+  };
+  x->sums = static_cast<const float*>(numbers(1, x->sums, layout.sums, layout.sums_width));
+  arguments->x_scales = static_cast<const float*>(numbers(2, arguments->x_scales, layout.scales, layout.scales_width));
+  arguments->x_zeros = static_cast<const int32_t*>(numbers(3, arguments->x_zeros, layout.zeros, 1));
+  x->data = workspace + layout.x;
+  x->stride = layout.x_bytes / x_unit;
+  Launch launch{blocks_of(routing.rows, kGatherRows), kGatherThreads, static_cast<cudaStream_t>(stream)};
+  launch.overlapped = true;
+  return launch_kernel(launch, "launching wgmma::gather_rows_kernel", gather_rows_kernel, routing, copies);
+}
+
+}  // namespace
+
+Status launch(const Problem& problem, const Plan& plan, const Arguments& given, const Experts& experts, const X& of_x,
+              void* stream) {
+  if (problem.m == 0) {  // nothing to choose from: zeros
+    const size_t bytes = static_cast<size_t>(experts.rows * problem.n * size_of(problem.y_dtype));
+    return cuda_status(cudaMemsetAsync(given.y, 0, bytes, static_cast<cudaStream_t>(stream)), "writing zeros");
+  }
+  Arguments arguments = given;
+  X x = of_x;
+  const Routing routing = routing_of(problem, plan, experts);
+  if (gathers(problem, experts)) {
+    if (Status status = gather(problem, routing, stream, &arguments, &x); !status.ok()) return status;
+  }
+  Problem sorted = problem;
+  sorted.m = experts.rows;
+  GroupedParams p{params_of(sorted, plan, arguments, x), routing};
+  TensorMaps maps{};
+  if (Status status = make_tensor_maps(sorted, plan, arguments, x, p, experts.count, &maps); !status.ok()) {
+    return status;
+  }
+  const KernelFunction<true> kernel = kKernels<true>[plan.config][row_of(problem, kTiles[plan.config])];
+  if (Status status = grant_shared_memory(reinterpret_cast<const void*>(kernel)); !status.ok()) return status;
+  Launch launch{static_cast<unsigned>(plan.ctas), static_cast<unsigned>(plan.warps) * 32,
+                static_cast<cudaStream_t>(stream)};
+  launch.shared_bytes = static_cast<size_t>(plan.shared_bytes);
+  launch.cluster = kTiles[plan.config].by_turns ? kTurnsCluster : 1;
+  launch.overlapped = true;
+  return launch_kernel(launch, "launching wgmma::mm_kernel of experts", kernel, p, maps);
+}
+
+}  // namespace qao::mm::wgmma

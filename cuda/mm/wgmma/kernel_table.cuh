@@ -1,0 +1,47 @@
+// Every kernel that formats.inc and tiles.inc ask for, by its row in both.
+#pragma once
+
+#include <array>
+#include <tuple>
+#include <utility>
+
+#include "mm/wgmma/grouped.h"
+#include "mm/wgmma/kernel.cuh"
+
+namespace qao::mm::wgmma {
+
+template <bool grouped>
+using KernelFunction = void (*)(std::conditional_t<grouped, GroupedParams, Params>, TensorMaps);
+
+// Null where the row is not for such tiles, or they are not compiled.
+template <bool grouped, int row, typename T, int rows, int tokens, bool by_turns>
+constexpr KernelFunction<grouped> one() {
+  constexpr Formats kOf = kRows[row];
+  constexpr Tile kTile{rows, tokens, by_turns};
+  if constexpr (kOf.is_for(kTile) && kOf.traits().serves(kTile) && (!grouped || serves_experts(kOf, kTile))) {
+    return &mm_kernel<Kernel<T, kOf.weight, kOf.fold, kOf.columns, rows, tokens, by_turns, grouped>>;
+  } else {
+    return nullptr;
+  }
+}
+
+// Of a tile, by rows of formats.inc.
+template <bool grouped, int rows, int tokens, bool by_turns, size_t... row>
+constexpr std::array<KernelFunction<grouped>, kRowCount> of_tile(std::index_sequence<row...>) {
+  using qao::wgmma::E4m3;
+  using Types = std::tuple<
+#define QAO_FORMATS(x, type, ...) type,
+#include "mm/wgmma/formats.inc"
+#undef QAO_FORMATS
+      void>;
+  return {one<grouped, row, std::tuple_element_t<row, Types>, rows, tokens, by_turns>()...};
+}
+template <bool grouped>
+constexpr std::array<KernelFunction<grouped>, kRowCount> kKernels[] = {
+#define QAO_TILE(rows, tokens, by_turns) \
+  of_tile<grouped, rows, tokens, by_turns>(std::make_index_sequence<kRowCount>{}),
+#include "mm/wgmma/tiles.inc"
+#undef QAO_TILE
+};
+
+}  // namespace qao::mm::wgmma
