@@ -251,6 +251,22 @@ def test_linear_layers_of_one_weight(scheme: qao.Scheme, tmp_path: Path) -> None
     assert model.unembedding_projection.weight is model.model.embed_tokens.embedding_projection.weight
 
 
+def test_a_configuration_of_several_texts(tmp_path: Path) -> None:
+    """MusicGen has a text encoder beside a decoder: transformers knows no one configuration of its text."""
+    torch.manual_seed(0)
+    text = transformers.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2)
+    audio = transformers.EncodecConfig(
+        hidden_size=16, num_filters=2, codebook_size=16, codebook_dim=16, upsampling_ratios=[2]
+    )
+    sizes = {"vocab_size": 64, "hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    parts = {"text_encoder": text, "audio_encoder": audio, "decoder": transformers.MusicgenDecoderConfig(**sizes)}
+    model = transformers.MusicgenForConditionalGeneration(transformers.MusicgenConfig(**parts)).eval()
+    qao.quantize_(model, qao.Int8WeightOnly())
+    model.save_pretrained(tmp_path)
+    again = qao.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+
+
 def test_ties_that_a_model_computes() -> None:
     """DEIMv2 has its ``_tied_weights_keys`` as a property, which nobody can set."""
 

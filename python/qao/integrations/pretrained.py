@@ -174,7 +174,7 @@ def _config(transformers: Any, content: dict[str, Any], local: Path, options: di
         from ..checkpoints import CheckpointError
 
         raise CheckpointError(f"{local}: there is no config.json that tells what model it is; qao.load(path, module)")
-    for part in (config, config.get_text_config()):
+    for part in (config, *(part for part in vars(config).values() if isinstance(part, transformers.PretrainedConfig))):
         quantisation = getattr(part, "quantization_config", None)
         if isinstance(quantisation, dict) and quantisation.get("quant_method") == "qao" and quantisation.get("dtype"):
             told: Any = QaoConfig.from_dict(quantisation)
