@@ -52,10 +52,10 @@ def plain(weight: Tensor, hessian: Tensor, grid: Grid, damping: float) -> tuple[
     for j in range(len(order)):
         scales, zeros = (None if t is None else t.double() for t in grid.columns(order[j : j + 1]))
         assert scales is not None
-        scale, zero = scales[0], None if zeros is None else zeros[0]
-        error = torch.empty_like(scale)
-        grid.round(rest[:, j], scale, zero, codes=codes[:, j], errors=error)
-        ratio = rest[:, j] / scale
+        scale, error = scales[0], torch.empty_like(scales[0])
+        values = rest[:, j] if zeros is None else rest[:, j] + zeros[0] * scale
+        grid.round(values, scale, codes=codes[:, j], errors=error)
+        ratio = values / scale
         margins[:, j] = (ratio - ratio.floor() - 0.5).abs()
         rest[:, j + 1 :] -= (error / inverse[0, 0])[:, None] * inverse[0, 1:]
         inverse = inverse[1:, 1:] - inverse[1:, :1] * inverse[:1, 1:] / inverse[0, 0]

@@ -37,23 +37,63 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid, *, damping: float = 0.01) 
     # [K, N]: a column of W is a run of memory.
     rest = weight.detach().t()[order].float()
     codes = torch.empty(k, n, dtype=torch.float32, device=weight.device)
-    errors = torch.empty(min(_BLOCK, k), n, dtype=torch.float32, device=weight.device)
+    columns = _Columns(grid, rest[:_BLOCK])
     for begin in range(0, k, _BLOCK):
         end = min(begin + _BLOCK, k)
         scales, zeros = grid.columns(order[begin:end])
-        values, local = rest[begin:end], ratios[begin:end, begin:end]
-        rows, scale, zero = (
-            values.unbind(),
-            scales.unbind(),
-            [None] * (end - begin) if zeros is None else zeros.unbind(),
-        )
-        for i in range(end - begin):
-            grid.round(rows[i], scale[i], zero[i], codes=codes[begin + i], errors=errors[i])
-            values[i + 1 :].addr_(local[i, i + 1 :], errors[i], alpha=-1)
-        rest[end:].addmm_(ratios[begin:end, end:].t(), errors[: end - begin], alpha=-1)
+        codes[begin:end], errors = columns.round(rest[begin:end], scales, zeros, ratios[begin:end, begin:end])
+        rest[end:].addmm_(ratios[begin:end, end:].t(), errors, alpha=-1)
     back = torch.empty_like(order)
     back[order] = torch.arange(k, device=order.device)
     return codes[back].t().contiguous()
+
+
+class _Columns:
+    """The columns of a block one after the other, in memory of its own.
+
+    On a GPU they are captured once and replayed for every block: hundreds of small kernels, which take longer to launch
+    than to run.
+    """
+
+    def __init__(self, grid: Grid, like: Tensor) -> None:
+        self._grid = grid
+        self._values, self._scales = torch.empty_like(like), torch.ones_like(like)
+        self._codes, self._errors = torch.empty_like(like), torch.empty_like(like)
+        self._local = like.new_empty(len(like), len(like))
+        self._graph = self._captured() if like.is_cuda and len(like) == _BLOCK else None
+
+    def round(self, values: Tensor, scales: Tensor, zeros: Tensor | None, local: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and errors of columns [B, N], in memory that the next block overwrites; ``local``: ratios [B, B]."""
+        count = len(values)
+        if zeros is None:
+            self._values[:count] = values
+        else:  # what is subtracted from a column is the same with its zero point taken off before
+            torch.addcmul(values, zeros, scales, out=self._values[:count])
+        self._scales[:count], self._local[:count, :count] = scales, local
+        if self._graph is not None and count == _BLOCK:
+            self._graph.replay()
+        else:
+            self._run(count)
+        return self._codes[:count], self._errors[:count]
+
+    def _run(self, count: int) -> None:
+        values, local = self._values[:count], self._local
+        for i in range(count):
+            self._grid.round(values[i], self._scales[i], codes=self._codes[i], errors=self._errors[i])
+            values[i + 1 :].addr_(local[i, i + 1 : count], self._errors[i], alpha=-1)
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        device = self._values.device
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._run(_BLOCK)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        return graph
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:

@@ -56,20 +56,17 @@ class Grid:
         zeros = None if self.zeros is None else self.zeros.t()[groups]
         return self.scales.t()[groups], zeros
 
-    def round(self, values: Tensor, scales: Tensor, zeros: Tensor | None, *, codes: Tensor, errors: Tensor) -> None:
-        """Writes the nearest codes of ``values``, and values less what those stand for.
+    def round(self, values: Tensor, scales: Tensor, *, codes: Tensor, errors: Tensor) -> None:
+        """Writes the nearest codes of ``values``, W + zero * scale, and values less what those stand for.
 
-        It runs once a column: on a GPU, time is the number of launches.
+        It runs once a column: on a GPU, time is the number of kernels.
         """
         torch.div(values, scales, out=codes)
         if self.limits is None:
             codes.copy_(codes.clamp_(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn))
-        elif zeros is None:
-            codes.round_().clamp_(*self.limits)
         else:
-            codes.add_(zeros).round_().clamp_(*self.limits)
-        whole = codes if zeros is None else torch.sub(codes, zeros, out=errors)
-        torch.addcmul(values, whole, scales, value=-1, out=errors)
+            codes.round_().clamp_(*self.limits)
+        torch.addcmul(values, codes, scales, value=-1, out=errors)
 
     def dequantize(self, codes: Tensor) -> Tensor:
         """W [N, K] of codes [N, K]."""
