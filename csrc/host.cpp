@@ -12,6 +12,7 @@
 
 #include "cpu/mm.h"
 #include "int4/layout.h"
+#include "qao/grouped_mm.h"
 #include "qao/mm.h"
 
 namespace py = pybind11;
@@ -96,9 +97,15 @@ py::dict kernel_facts(const mm::Plan& plan) {
   return result;
 }
 
-py::dict plan(const mm::Problem& problem, const Gpu& gpu) {
+py::dict plan(const mm::Problem& problem, const Gpu& gpu, int64_t experts) {
   mm::Plan plan;
-  check(mm::plan(resolved(problem), gpu, &plan));
+  if (experts == 0) {
+    check(mm::plan(resolved(problem), gpu, &plan));
+  } else {
+    mm::Experts routed;
+    routed.count = experts, routed.rows = problem.m;
+    check(mm::plan(resolved(problem), routed, gpu, &plan));
+  }
   py::dict result = kernel_facts(plan);
   result["reason"] = plan.reason;
   result["shared_bytes"] = plan.shared_bytes;
@@ -248,8 +255,10 @@ PYBIND11_MODULE(_host, m) {
   define(gpu, "shared_bytes_per_cta", &Gpu::shared_bytes_per_cta);
 
   constexpr const char* kPlanDoc =
-      "The plan of a problem on a GPU, as a dict. Needs no GPU. Raises RuntimeError where no kernel runs the problem.";
-  m.def("plan", &plan, arg("problem"), arg("gpu"), kPlanDoc);
+      "The plan of a problem on a GPU, as a dict; with experts, of a grouped product of that many. Needs no GPU. "
+      "Raises "
+      "RuntimeError where no kernel runs the problem.";
+  m.def("plan", &plan, arg("problem"), arg("gpu"), arg("experts") = 0, kPlanDoc);
   constexpr const char* kCpuKernelDoc =
       "Name of the CPU kernel of a problem at an instruction set, by default the selected one.";
   m.def("cpu_kernel", &cpu_kernel, arg("problem"), arg("isa") = py::none(), kCpuKernelDoc);

@@ -282,14 +282,17 @@ def _finish_row(layer: survey.Layer) -> None:
     if isinstance(module, QuantEmbedding):
         row.kernel = f"{module.scheme.weights}_embedding"
         return
-    if isinstance(module, QuantProjection) and module.qweight.is_cuda:
-        row.kernel = "mma.sync"  # for any number of tokens
-        return
+    experts = module.experts if isinstance(module, QuantProjection) and module.qweight.is_cuda else 0
     x_dtype = torch.float32 if layer.x_dtype == torch.float64 else layer.x_dtype
     kernels = [
         module.scheme.kernel(
-            m, *module._sizes, x_dtype=x_dtype, scale_dtype=module.scales.dtype, device=module.qweight.device
+            m,
+            *module._sizes,
+            x_dtype=x_dtype,
+            scale_dtype=module.scales.dtype,
+            device=module.qweight.device,
+            experts=experts,
         )
-        for m in (1, 512)
+        for m in (1, 512 * max(1, experts))
     ]
     row.kernel = " / ".join(dict.fromkeys(name for name in kernels if name)) or None

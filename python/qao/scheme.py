@@ -143,16 +143,34 @@ class Scheme(ABC):
         return PackedWeight(*empty)
 
     def kernel(
-        self, m: int, n: int, k: int, *, x_dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device
+        self,
+        m: int,
+        n: int,
+        k: int,
+        *,
+        x_dtype: torch.dtype,
+        scale_dtype: torch.dtype,
+        device: torch.device,
+        experts: int = 0,
     ) -> str | None:
         """Name of the kernel that multiplies x [m, k] on ``device``; None where that is not known."""
-        plan = self.plan(m, n, k, x_dtype=x_dtype, scale_dtype=scale_dtype, device=device)
+        plan = self.plan(m, n, k, x_dtype=x_dtype, scale_dtype=scale_dtype, device=device, experts=experts)
         return None if plan is None else str(plan["kernel"])
 
     def plan(
-        self, m: int, n: int, k: int, *, x_dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device
+        self,
+        m: int,
+        n: int,
+        k: int,
+        *,
+        x_dtype: torch.dtype,
+        scale_dtype: torch.dtype,
+        device: torch.device,
+        experts: int = 0,
     ) -> dict[str, Any] | None:
-        """How x [m, k] is multiplied on ``device``: "kernel", its name; "text", the choice in words; more on a GPU."""
+        """How x [m, k] is multiplied on ``device``: "kernel", its name; "text", the choice in words; more on a GPU.
+
+        ``experts``: as many share the rows on a GPU."""
         if _host is None or device.type not in ("cpu", "cuda"):
             return None
         x, scales = (str(dtype).removeprefix("torch.") for dtype in (x_dtype, scale_dtype))
@@ -166,7 +184,7 @@ class Scheme(ABC):
             num_sms=properties.multi_processor_count,
             shared_bytes_per_cta=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         )
-        return _host.plan(problem, gpu)
+        return _host.plan(problem, gpu, experts)
 
     def _problem(self, **facts: Any) -> _host.Problem:
         """All that the choice of a kernel depends on; a subclass adds its own facts."""

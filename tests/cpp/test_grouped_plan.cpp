@@ -65,10 +65,16 @@ TEST_CASE("every grouped product has a plan that fits its GPU") {
               CHECK(plan.shared_bytes <= gpu.shared_bytes_per_cta);
               const int64_t tiles = token_tiles(experts, rows, plan.tile_m);
               REQUIRE(tiles > 0);
-              CHECK(plan.ctas % tiles == 0);
-              const int64_t row_blocks = plan.ctas / tiles, row_tiles = int4::tiles_n(n);
-              CHECK(row_blocks <= row_tiles);  // none without work
-              if (!plan.runs) CHECK(row_blocks == ceil_div(n, plan.tile_n));
+              const int64_t row_tiles = int4::tiles_n(n);
+              if (plan.body == Body::kWgmma) {  // CTAs stay, at most one an SM
+                CHECK(plan.ctas >= 1);
+                CHECK(plan.ctas <= std::min<int64_t>(gpu.num_sms, tiles * (ceil_div(n, plan.tile_n) + 1)));
+              } else {
+                CHECK(plan.ctas % tiles == 0);
+                const int64_t row_blocks = plan.ctas / tiles;
+                CHECK(row_blocks <= row_tiles);  // none without work
+                if (!plan.runs) CHECK(row_blocks == ceil_div(n, plan.tile_n));
+              }
               CHECK((plan.workspace_bytes > 0) == (problem.x == Format::kFloat && problem.x_dtype == DType::kFloat32));
             }
           }
@@ -107,12 +113,44 @@ TEST_CASE("few bfloat16 rows an expert stream on Hopper") {
     REQUIRE(mm::plan(problem, experts, kA100, &plan).ok());
     CHECK(plan.body == Body::kMmaSyncFloatInt4);
   }
-  problem.m = experts.rows = 128 * 8;
+  problem.m = experts.rows = 128 * 6;
   REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
   CHECK(plan.body == Body::kStreamRing);
   problem.group_size = 32;
   REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
-  CHECK(plan.body == Body::kMmaSyncFloatInt4);
+  CHECK(plan.body == Body::kWgmma);
+}
+
+TEST_CASE("many rows an expert are wgmma's on Hopper") {
+  Problem problem;
+  problem.x = problem.weight = Format::kInt8, problem.quantizes_x = true;
+  problem.n = 1536, problem.k = 2048;
+  Experts experts;
+  experts.count = 128;
+  Plan plan;
+  const auto plan_of = [&](int64_t rows) {
+    problem.m = experts.rows = rows;
+    REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
+    CHECK(plan.body == Body::kWgmma);
+    CHECK(plan.split_k == 1);
+  };
+  plan_of(128 * 32);
+  CHECK(plan.tile_m < 128);
+  CHECK(plan.workspace_bytes == 0);  // rows lie as they are read
+  const int index = 0;
+  experts.row_index = &index;
+  plan_of(128 * 128);
+  CHECK(plan.tile_m == 128);
+  CHECK(plan.ctas % 2 == 0);  // by turns: pairs share x
+  CHECK(plan.workspace_bytes >= 128 * 128 * problem.k);
+  experts.row_index = nullptr;
+  problem.quantizes_x = false, problem.x = Format::kFloat, problem.x_aligned = false;
+  plan_of(128 * 16);
+  CHECK(plan.workspace_bytes >= 128 * 16 * 2 * problem.k);
+  experts.count = 1024;  // more than the table holds
+  problem.m = experts.rows = 1024 * 64;
+  REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
+  CHECK(plan.body == Body::kMmaSync);
 }
 
 TEST_CASE("what has no plan says so") {
