@@ -242,6 +242,7 @@ PYBIND11_MODULE(_host, m) {
   define(problem, "x_scaling", &mm::Problem::x_scaling);
   define(problem, "weight_scaling", &mm::Problem::weight_scaling);
   define(problem, "x_zeros", &mm::Problem::x_zeros);
+  define(problem, "row_scales", &mm::Problem::row_scales);
   define(problem, "fast_accum", &mm::Problem::fast_accum);
   define(problem, "static_scale", &mm::Problem::static_scale);
   define(problem, "weight_aligned", &mm::Problem::weight_aligned);

@@ -51,10 +51,13 @@ Tensor int8_int8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales,
 
 Tensor int8_int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
                     const std::optional<Tensor>& weight_sums, int64_t out_features, int64_t in_features,
-                    int64_t group_size) {
+                    int64_t group_size, const std::optional<Tensor>& row_scales) {
   Call call("int8_int4_mm", x);
   Product product(call.op, call.x, weight, scales, bias, weight_sums);
+  std::optional<Argument> of_rows;
+  if (row_scales) call.op.involve(&of_rows.emplace("row_scales", *row_scales));
   product.use_packed_weight(out_features, in_features, group_size);
+  if (of_rows) product.use_row_scales(*of_rows);
   product.use_dynamic_x(x, Format::kInt8, Scaling::kRow);
   return product.run();
 }
@@ -94,7 +97,7 @@ constexpr Operator kProducts[] = {
         "int8_int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? weight_sums) -> Tensor"),
     operator_of<"int8_int4_mm", int8_int4_mm>(
         "int8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? weight_sums, int out_features, int "
-        "in_features, int group_size) -> Tensor"),
+        "in_features, int group_size, Tensor? row_scales=None) -> Tensor"),
     operator_of<"fp8_fp8_mm", fp8_fp8_mm>("fp8_fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? "
                                           "x_scale, int x_group_size, bool fast_accum) -> Tensor"),
     operator_of<"fp8_int4_mm", fp8_int4_mm>("fp8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int "

@@ -74,6 +74,17 @@ void Product::use_fp4_weight(int64_t out_features, int64_t in_features, int64_t 
   problem.scale_dtype = DType::kBFloat16;
 }
 
+void Product::use_row_scales(const Argument& row_scales) {
+  op_.check(!problem.has_zeros, "row_scales are for a weight without zero points",
+            "Pass None, or quantise with symmetric=True");
+  op_.check(row_scales.dtype() == float32_code() && row_scales.has_shape({problem.n}),
+            "row_scales must be float32 of shape [out_features]",
+            "Pass what quantising with integer_scales=True made, or None");
+  op_.check_operand(row_scales, x_);
+  problem.row_scales = true;
+  arguments.row_scales = static_cast<const float*>(row_scales.data());
+}
+
 void Product::use_bias_and_sums() {
   if (bias_) {
     problem.has_bias = true;

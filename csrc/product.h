@@ -41,6 +41,7 @@ class Product {
   void use_weight(const RowMajor& rows);
   void use_packed_weight(int64_t out_features, int64_t in_features, int64_t group_size);
   void use_fp4_weight(int64_t out_features, int64_t in_features, int64_t group_size);
+  void use_row_scales(const Argument& row_scales);  // of a packed weight
 
   // 2. x as the tensor cores take it; in eight bits with its scales; in a float dtype, to be quantised by the product
   // or before it, where `x_scale` is a scale of all of x that is known beforehand.

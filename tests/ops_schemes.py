@@ -150,13 +150,16 @@ class Parts:
     zeros: Tensor | None = None  # int4; fp4: the divisor [N]
     group_size: int | None = None  # int4, fp4
     is_float: bool = False  # fp4
+    row_scales: Tensor | None = None  # [N], of which int4's scales are whole numbers
 
     def with_rows_times(self, factors: Tensor) -> Parts:
         """The same weight with row n multiplied by factors[n], powers of two."""
         if self.is_float and self.zeros is not None:
             return replace(self, zeros=self.zeros / factors)
         return replace(
-            self, scales=self.scales * factors.view(-1, *[1] * (self.scales.dim() - 1)).to(self.scales.dtype)
+            self,
+            scales=self.scales * factors.view(-1, *[1] * (self.scales.dim() - 1)).to(self.scales.dtype),
+            row_scales=None if self.row_scales is None else self.row_scales * factors,
         )
 
     def dense(self) -> Tensor:
@@ -185,12 +188,16 @@ class Parts:
             zeros = None if self.zeros is None else torch.ones_like(self.zeros)
             return replace(self, q=codes_of(values.float()), scales=torch.ones_like(self.scales), zeros=zeros)
         q = values if self.group_size is None else values + 8
-        return replace(self, q=q.to(self.q.dtype), scales=torch.ones_like(self.scales), zeros=None)
+        row_scales = None if self.row_scales is None else torch.ones_like(self.row_scales)
+        return replace(
+            self, q=q.to(self.q.dtype), scales=torch.ones_like(self.scales), zeros=None, row_scales=row_scales
+        )
 
 
 @dataclass(frozen=True)
 class Int4Format:
-    """How an int4 weight is quantised; ``zeros`` is "none" (symmetric), "integer" or "float"."""
+    """How an int4 weight is quantised; ``zeros`` is "none" (symmetric), "integer" or "float"; or "rows":
+    symmetric, with scales that are whole numbers times one of their row."""
 
     group_size: int = 128
     zeros: str = "none"
@@ -207,6 +214,11 @@ class Int4Format:
         q = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
         scales = (torch.rand(n, groups, generator=g) * 0.02 + 0.01).to(self.scale_dtype)
         zeros = None
+        if self.zeros == "rows":
+            rows = torch.randint(8, 16, (n,), generator=g) * 2.0**-13
+            whole = torch.randint(-15, 16, (n, groups), generator=g)
+            whole += whole >= 0  # any but 0
+            return Parts(q, (whole * rows[:, None]).to(self.scale_dtype), None, self.group_size, False, rows)
         if self.zeros == "integer":
             zeros = torch.randint(0, 16, (n, groups), generator=g).to(self.scale_dtype)
         elif self.zeros == "float":
@@ -282,8 +294,10 @@ class Scheme:
 
     def parts(self, n: int, k: int, fmt: Format | None = None, device: str = "cpu", seed: int = 0) -> Parts:
         parts = (fmt or self.few_formats[0]).parts(n, k, seed)
-        moved = (t if t is None else t.to(device) for t in (parts.q, parts.scales, parts.zeros))
-        return Parts(*moved, parts.group_size, parts.is_float)
+        q, scales, zeros, row_scales = (
+            t if t is None else t.to(device) for t in (parts.q, parts.scales, parts.zeros, parts.row_scales)
+        )
+        return Parts(q, scales, zeros, parts.group_size, parts.is_float, row_scales)  # type: ignore[arg-type]
 
     def pack(self, parts: Parts, activation: Activation = FLOAT) -> Weight:
         dense = parts.dense()
@@ -293,7 +307,8 @@ class Scheme:
         elif self.word == "fp8_fp8":
             arguments = (activation.scale(dense.device), activation.group_size, False)
         sizes = () if parts.group_size is None else (*parts.q.shape, parts.group_size)
-        return Weight(parts.operands(), (*arguments, *sizes), dense, activation)
+        last = () if parts.row_scales is None else (parts.row_scales,)
+        return Weight(parts.operands(), (*arguments, *sizes, *last), dense, activation)
 
     def make_weight(self, n: int, k: int, fmt: Format | None = None, device: str = "cpu", seed: int = 0) -> Weight:
         fmt = fmt or self.few_formats[0]
@@ -328,7 +343,7 @@ def _byte_scheme(word: str, *formats: ByteFormat) -> Scheme:
 _F8 = torch.float8_e4m3fn
 INT4 = _int4_scheme("int4", _int4_formats(("none", "integer", "float"), DTYPES, FLOAT), FLOAT, FLOAT)
 INT8_INT4 = _int4_scheme(
-    "int8_int4", _int4_formats(("none", "float"), DTYPES, INT8, INT8_ASYMMETRIC), INT8, INT8_ASYMMETRIC
+    "int8_int4", _int4_formats(("none", "rows", "float"), DTYPES, INT8, INT8_ASYMMETRIC), INT8, INT8_ASYMMETRIC
 )
 FP8_INT4 = _int4_scheme(
     "fp8_int4", _int4_formats(("none", "float"), DTYPES, FP8_BESIDE_INT4), FP8_BESIDE_INT4, FP8_BESIDE_INT4

@@ -35,6 +35,11 @@ inline bool has_blocks(const Problem& problem) {
   return !is_packed(problem.weight) && problem.weight_scaling == Scaling::kBlock;
 }
 
+// Groups of an int4 W beside an int8 x have whole numbers times one scale a row.
+inline bool has_row_scales(const Problem& problem) {
+  return problem.row_scales && problem.x == Format::kInt8 && problem.weight == Format::kInt4 && !problem.has_zeros;
+}
+
 // Rows of an fp4 or int4 weight's scales for 16 rows of W: groups, and what divides their scales.
 inline int64_t scale_rows(const Problem& problem) {
   return is_float_fp4(problem) ? fp4::scale_rows(problem.k, problem.group_size) : problem.groups();

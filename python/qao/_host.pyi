@@ -18,6 +18,7 @@ class Problem:
     x_scaling: str
     weight_scaling: str
     x_zeros: bool
+    row_scales: bool
     fast_accum: bool
     static_scale: bool
     weight_aligned: bool

@@ -47,6 +47,10 @@ def dense_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -
     return _qao.dequantize_int4.default(weight, scales, *rest[-3:], dtype)  # type: ignore[no-any-return]
 
 
+def dense_int8_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
+    return _qao.dequantize_int4.default(weight, scales, *rest[1:4], dtype)  # type: ignore[no-any-return]
+
+
 def dense_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
     return dequantize_int8(weight, scales, dtype)
 

@@ -57,7 +57,7 @@ def _load() -> None:
 _load()
 
 from .fp4 import dequantize_fp4, pack_fp4, unpack_fp4  # noqa: E402, F401  # the operators must be there
-from .gradients import dense_fp4, dense_fp8, dense_int4, dense_int8, differentiable  # noqa: E402  # the operators must be there
+from .gradients import dense_fp4, dense_fp8, dense_int4, dense_int8, dense_int8_int4, differentiable  # noqa: E402
 from .gradients import dequantize_fp8 as dequantize_fp8  # noqa: E402
 from .gradients import dequantize_int8 as dequantize_int8  # noqa: E402
 from .gradients import product as product  # noqa: E402
@@ -68,7 +68,7 @@ INT8 = differentiable(torch.ops.qao.int8_mm.default, dense_int8)
 FP8 = differentiable(torch.ops.qao.fp8_mm.default, dense_fp8)
 FP4 = differentiable(torch.ops.qao.fp4_mm.default, dense_fp4)
 INT8_INT8 = differentiable(torch.ops.qao.int8_int8_mm.default, dense_int8)
-INT8_INT4 = differentiable(torch.ops.qao.int8_int4_mm.default, dense_int4)
+INT8_INT4 = differentiable(torch.ops.qao.int8_int4_mm.default, dense_int8_int4)
 FP8_FP8 = differentiable(torch.ops.qao.fp8_fp8_mm.default, dense_fp8)
 FP8_INT4 = differentiable(torch.ops.qao.fp8_int4_mm.default, dense_int4)
 
@@ -159,10 +159,17 @@ def int8_int4_mm(
     out_features: int,
     in_features: int,
     group_size: int,
+    row_scales: Tensor | None = None,
 ) -> Tensor:
-    """y = x̂ · Wᵀ + bias with an int4 weight; x̂ and ``weight_sums`` as for ``int8_int8_mm``."""
+    """y = x̂ · Wᵀ + bias with an int4 weight; x̂ and ``weight_sums`` as for ``int8_int8_mm``.
+
+    ``row_scales``: float32 [N], of which the scales of a symmetric W are whole numbers, -15 to 16 but 0, each of its
+    row's. The result is the same but for rounding; Hopper multiplies many tokens without scaling sums of each group.
+    Others than those give wrong numbers there.
+    """
     constants = out_features, in_features, group_size
-    return product(INT8_INT4, constants, x, weight, scales, bias, weight_sums)
+    last = constants if row_scales is None else (*constants, row_scales)
+    return product(INT8_INT4, last, x, weight, scales, bias, weight_sums)
 
 
 def fp8_fp8_mm(

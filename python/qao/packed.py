@@ -35,6 +35,7 @@ class PackedModule(Updatable, nn.Module):
     scales: nn.Parameter
     weight_sums: nn.Parameter | None
     activation_scale: nn.Parameter | None
+    row_scales: nn.Parameter | None
     _tied: Sequence[PackedModule] = ()  # modules that share qweight and scales, this one among them
 
     def __init__(self, n: int, k: int, scheme: Scheme, packed: PackedWeight, dtype: torch.dtype) -> None:
@@ -59,7 +60,7 @@ class PackedModule(Updatable, nn.Module):
     @property
     def packed(self) -> PackedWeight:
         """The frozen tensors."""
-        return PackedWeight(self.qweight, self.scales, self.weight_sums, self.activation_scale)
+        return PackedWeight(self.qweight, self.scales, self.weight_sums, self.activation_scale, self.row_scales)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -235,6 +236,7 @@ class PackedModule(Updatable, nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         tensors = state["_parameters"]
+        tensors.setdefault("row_scales", None)  # in 0.1.0 there were none
         if "qweight" not in tensors and "weight" in tensors:  # pickled whole by qao 0.1.0
             _warn_unmarked("a pickled layer")
             state["_parameters"] = {"qweight" if name == "weight" else name: t for name, t in tensors.items()}

@@ -27,6 +27,7 @@ class PackedWeight(NamedTuple):
     scales: Tensor
     weight_sums: Tensor | None = None  # float32 [N], sums over k of the dequantised W; for asymmetric activations
     activation_scale: Tensor | None = None  # float32 [1]; for static activations
+    row_scales: Tensor | None = None  # float32 [N], of which scales are whole numbers; int8_int4 with integer_scales
     relative_error: float | None = None  # ‖W - Ŵ‖ / ‖W‖, Frobenius; None if unknown
 
     def tensors(self) -> dict[str, Tensor | None]:
@@ -34,7 +35,8 @@ class PackedWeight(NamedTuple):
 
 
 def stacked(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """Those of experts, as grouped products take them: behind one more dimension. A static scale is that of all."""
+    """Those of experts, as grouped products take them: behind one more dimension. A static scale is that of all; those
+    of rows are not taken."""
     sums = [one.weight_sums for one in weights if one.weight_sums is not None]
     qweight, scales = torch.stack([one.qweight for one in weights]), torch.stack([one.scales for one in weights])
     return PackedWeight(qweight, scales, torch.stack(sums) if sums else None, weights[0].activation_scale)
@@ -70,6 +72,10 @@ class Scheme(ABC):
     @abstractmethod
     def _weight_sums(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         """float32 [N]: sums over k of W."""
+
+    def _row_scales(self, scales: Tensor) -> Tensor | None:
+        """float32 [N], where the operator takes it: ``scales``, as they are stored, are whole numbers times those."""
+        return None
 
     @abstractmethod
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -127,7 +133,7 @@ class Scheme(ABC):
         sums = None if self.symmetric_activations else self._weight_sums(q, scales, zeros)
         scale = self.activation_scale
         activation_scale = None if scale is None else torch.full((1,), scale, dtype=torch.float32, device=q.device)
-        return PackedWeight(weight, stored, sums, activation_scale)
+        return PackedWeight(weight, stored, sums, activation_scale, self._row_scales(scales))
 
     def empty(
         self, n: int, k: int, *, dtype: torch.dtype, device: torch.device | str, experts: int | None = None

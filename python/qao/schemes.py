@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .formats import Float8Weight, Fp4Weight, Int4Weight, Int8Weight, Scheme, _host
+from .formats import Float8Weight, Fp4Weight, Int4Weight, Int8Weight, IntegerScaledInt4Weight, Scheme, _host
 from .quantizer_fp8 import SCALE_BLOCK
 
 __all__ = [
@@ -151,7 +151,7 @@ class Int8DynamicActivationInt8Weight(Int8Weight):
 
 
 @dataclass(frozen=True)
-class Int8DynamicActivationInt4Weight(Int4Weight):
+class Int8DynamicActivationInt4Weight(IntegerScaledInt4Weight):
     """Weights in four bits; every token is rounded to eight bits with a scale of its own.
 
     Every combination of group size, symmetric or not, and dtype of the scales has a kernel of its own.
@@ -159,6 +159,9 @@ class Int8DynamicActivationInt4Weight(Int4Weight):
     Args:
         group_size, symmetric, scale_dtype, clip_search, budget_bits, whole_zeros: as in ``Int4WeightOnly``.
         symmetric_activations: as in ``Int8DynamicActivationInt8Weight``.
+        integer_scales: with symmetric weights, a row's scales are whole numbers times one scale of the row, and Hopper
+            need not scale the sums of each group of many tokens; a little less accurate (docs/numerics.md). One group
+            a row stays as it is.
 
     Raises:
         ValueError, TypeError: an argument is none of the above.
@@ -172,7 +175,9 @@ class Int8DynamicActivationInt4Weight(Int4Weight):
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
         weight, scales, bias, weight_sums = layer["qweight"], layer["scales"], layer["bias"], layer["weight_sums"]
-        return ops.product(ops.INT8_INT4, constants, x, weight, scales, bias, weight_sums)
+        row_scales = layer["row_scales"]
+        last = constants if row_scales is None else (*constants, row_scales)
+        return ops.product(ops.INT8_INT4, last, x, weight, scales, bias, weight_sums)
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,13 @@ class Updatable:
     def _overwrite(self: Any, packed: PackedWeight) -> None:
         for key in ("qweight", "scales"):
             _write(self._parameters[key], getattr(packed, key))
-        for module in {id(one): one for one in (self, *self._tied)}.values():  # an embedding has no sums, its head may
-            sums = module._parameters["weight_sums"]
-            if sums is not None and module.qweight is self.qweight:
-                _write(sums, packed.weight_sums)  # type: ignore[arg-type]
+        for module in {
+            id(one): one for one in (self, *self._tied)
+        }.values():  # an embedding has none of these, its head may
+            for key in ("weight_sums", "row_scales"):
+                own = module._parameters[key]
+                if own is not None and module.qweight is self.qweight:
+                    _write(own, getattr(packed, key))
 
     def _weight_shapes(self) -> list[tuple[int, int]]:
         """Of weights that ``load_float_`` takes."""

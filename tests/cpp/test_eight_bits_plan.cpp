@@ -1,6 +1,7 @@
 // mm::plan over GPUs and operations: every plan must be runnable, cover the whole product and name its instruction.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <array>
 #include <string>
 #include <utility>
@@ -46,6 +47,7 @@ void for_each_problem(const Visit& visit) {
           for (Problem problem : all) {
             problem.m = m, problem.n = n, problem.k = k;
             problem.group_size = problem.y_dtype == DType::kFloat32 ? 32 : problem.x_aligned ? 128 : k;
+            problem.row_scales = problem.x == Format::kInt8 && problem.weight == Format::kInt4 && m % 2 == 1;
             visit(problem, gpu);
           }
         }
@@ -150,6 +152,28 @@ TEST_CASE("eight bits: where sums are folded, tiles of more than 128 tokens are 
     }
   });
   CHECK(halved > 0);
+}
+
+TEST_CASE("eight bits: int4 with scales of rows folds nothing and has tiles of 256 tokens") {
+  Problem problem;
+  problem.x = Format::kInt8, problem.weight = Format::kInt4, problem.quantizes_x = true;
+  problem.m = 4096, problem.n = 4096, problem.k = 4096;
+  for (int64_t group_size : {32, 64, 128, 256, 4096}) {
+    for (bool has_zeros : {false, true}) {
+      for (bool row_scales : {false, true}) {
+        problem.group_size = group_size, problem.has_zeros = has_zeros, problem.row_scales = row_scales && !has_zeros;
+        int most = 0;
+        for (const Candidate<Plan>& candidate : candidates(problem, kH200)) {
+          if (candidate.plan.body != Body::kWgmma) continue;
+          const bool folds = wgmma::traits_of(problem, wgmma::kTiles[candidate.plan.config]).folds;
+          CHECK(folds == (has_zeros || !row_scales));
+          CHECK((candidate.operands == std::string("kInt8Int4Rows")) == !folds);
+          most = std::max(most, candidate.plan.tile_m);
+        }
+        CHECK(most == (has_zeros || !row_scales ? 128 : 256));
+      }
+    }
+  }
 }
 
 TEST_CASE("eight bits: tiles by turns, in pairs of CTAs, where sums need nothing along K") {

@@ -51,6 +51,7 @@ struct Problem {
   bool normed = false, gated = false;
   bool x_aligned = true;  // base address and row stride are multiples of 16 bytes
   bool weight_aligned = true;
+  bool row_scales = false;  // x == kInt8, weight == kInt4, no zeros: Arguments::row_scales is given
 
   int64_t groups() const { return (k + group_size - 1) / group_size; }
   int64_t k_blocks() const { return (k + kScaleBlock - 1) / kScaleBlock; }
@@ -76,6 +77,8 @@ struct Arguments {
   void* sum = nullptr;                // [m, k] x + residual, is written
   float eps = 0;
   void* workspace = nullptr;  // Plan::workspace_bytes, may hold anything on entry
+  // [n]: every scale of an int4 W is a whole number from -15 to 16 times that of its row.
+  const float* row_scales = nullptr;
 };
 
 // The kernel bodies, in the folders of cuda/mm/.

@@ -27,7 +27,9 @@ struct Consumer {
   typename K::Product product[kProducts][kHalfTiles][4];
   float sum[K::kFolds ? K::kTilesM : 1][4];
   Operand<K::kSteps> operand[K::kScalesOperand ? 1 : 2];  // K-tiles alternate between two
-  RawOperand<T, K::kWeight, K::kScalesOperand, K::kTile.rows, K::kSteps> raw;
+  std::conditional_t<K::kRowScales, RowScaledOperand,
+                     RawOperand<T, K::kWeight, K::kScalesOperand, K::kTile.rows, K::kSteps>>
+      raw;
   std::conditional_t<K::kSwapped, TokenScales<K>, int> token_scales;
   const float* block_scales;  // of these rows of W
   float block_scale, next_block_scale;
@@ -41,6 +43,9 @@ struct Consumer {
       raw.template load<groups>(weight, weight + K::kStage.weight + K::kStage.scales, ring.rest(), warp, lane);
     } else if constexpr (K::kFromRegisters && K::kFloatX && K::kPacked) {
       raw.load(p, weight, weight + K::kStage.weight, warp, lane);
+    } else if constexpr (K::kRowScales) {
+      raw.template load<(groups > 0), K::kTile.rows>(weight, weight + K::kStage.weight + K::kStage.scales / 2, warp,
+                                                     lane);
     } else if constexpr (K::kFromRegisters) {
       raw.load(weight, warp, lane);
     }
@@ -246,7 +251,7 @@ struct Consumer {
   }
 
   // Without folds one K-tile's products may be under way while the next one's are issued.
-  template <int buffer>
+  template <int buffer, int groups>
   __device__ __forceinline__ void k_tile(bool first, bool last, uint32_t& unreleased) {
     multiply<buffer, 0, K::kSteps>(ring.address(), false);
     qao::wgmma::wait<1>();
@@ -254,18 +259,19 @@ struct Consumer {
     unreleased = ring.released();
     ring.advance();
     if (!last) {
-      fetch();
+      fetch<groups>();
       convert<1 - buffer>();
     }
   }
 
+  template <int groups = 1>
   __device__ __forceinline__ void walk(int begin, int end) {
     uint32_t unreleased = 0;
-    fetch();
+    fetch<groups>();
     convert<0>();
     for (int i = begin; i < end; i += 2) {
-      k_tile<0>(i == begin, i + 1 == end, unreleased);
-      if (i + 1 < end) k_tile<1>(false, i + 2 == end, unreleased);
+      k_tile<0, groups>(i == begin, i + 1 == end, unreleased);
+      if (i + 1 < end) k_tile<1, groups>(false, i + 2 == end, unreleased);
     }
     qao::wgmma::wait<0>();
     release(unreleased);
@@ -314,6 +320,12 @@ struct Consumer {
           walk_scaling<2>(at.begin, at.end);
         } else {
           walk_scaling<2 * K::kAtoms>(at.begin, at.end);
+        }
+      } else if constexpr (K::kRowScales) {
+        if (p.groups == 1) {
+          walk<0>(at.begin, at.end);
+        } else {
+          walk<kAtomSteps>(at.begin, at.end);
         }
       } else {
         walk(at.begin, at.end);

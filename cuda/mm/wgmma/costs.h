@@ -26,6 +26,7 @@ enum class Operands {
   kInt8Int4,
   kInt8Int4Symmetric,
   kInt8Int4Channel,
+  kInt8Int4Rows,  // a scale for each row of W, whole numbers for its groups
   kFp8Int4,
 };
 struct Cost {
@@ -62,6 +63,7 @@ inline Operands operands_of(const Problem& p, const Traits& traits, Tile tile) {
     return tile.by_turns ? kInt8Int8Turns : tall ? kInt8Int8Tall : kInt8Int8;
   }
   if (p.x == Format::kFp8) return kFp8Int4;
+  if (has_row_scales(p)) return kInt8Int4Rows;
   return p.groups() == 1 ? kInt8Int4Channel : p.has_zeros ? kInt8Int4 : kInt8Int4Symmetric;
 }
 

@@ -22,6 +22,9 @@ __device__ __forceinline__ void fetch_row_scales(const Params& p, uint32_t rows,
   if (thread < 64) {
     if constexpr (K::kWeight == Format::kFp4) {
       if (p.row_scales != nullptr) ptx::store_shared_float(rows + thread * 4, in_weight ? fp4_row_scale(p, row) : 0.0f);
+    } else if constexpr (K::kRowScales) {
+      const float scale = in_weight ? load_float(p.row_scales, row, p.row_scale_dtype) : 0.0f;
+      ptx::store_shared_float(rows + thread * 4, scale);
     } else if (p.row_scales != nullptr) {
       const int all = of_expert<K>(place, 1);  // one scale an expert
       const int at = p.row_scale_stride == 0 ? all : in_weight ? expert + row : 0;

@@ -29,8 +29,8 @@ inline XKind x_kind_of(const Problem& problem) {
 }
 
 // The tiles a row is for. kFastAccum: with fast_accum, sums may stay in the tensor cores; the largest tile and those by
-// turns have kernels for that.
-enum class Tiles { kAllTiles, kSwapped, kNotSwapped, kFastAccum };
+// turns have kernels for that. kRowScales: all, with a scale for each row of W and whole numbers for its groups.
+enum class Tiles { kAllTiles, kSwapped, kNotSwapped, kFastAccum, kRowScales };
 
 struct Formats {
   XKind x;
@@ -43,10 +43,10 @@ struct Formats {
   constexpr bool is_for(Tile tile) const {
     if (tiles == Tiles::kSwapped) return can_swap(tile.tokens);
     if (tiles == Tiles::kNotSwapped) return !can_swap(tile.tokens);
-    return tiles == Tiles::kAllTiles || tile.tokens == 256 || tile.by_turns;
+    return tiles != Tiles::kFastAccum || tile.tokens == 256 || tile.by_turns;
   }
-  constexpr bool serves(Tile tile, bool fast_accum) const {
-    return is_for(tile) && (tiles != Tiles::kFastAccum || fast_accum);
+  constexpr bool serves(Tile tile, bool fast_accum, bool row_scales) const {
+    return is_for(tile) && (tiles != Tiles::kFastAccum || fast_accum) && (tiles != Tiles::kRowScales || row_scales);
   }
   constexpr Traits traits() const {
     const bool float_x = x != XKind::kInt8 && x != XKind::kFp8;
@@ -87,7 +87,7 @@ static_assert(
             const bool first =
                 kFirstRow[static_cast<int>(kRows[row].x)][static_cast<int>(kRows[row].weight)][kRows[row].blocks] ==
                 row;
-            while (first && alike() && !kRows[at].serves(tile, fast)) ++at;
+            while (first && alike() && !kRows[at].serves(tile, fast, fast)) ++at;
             if (first && !alike()) return false;
           }
         }
@@ -104,7 +104,7 @@ inline bool has_kernels(const Problem& problem) { return first_row_of(problem) <
 // The row that serves the problem in such tiles.
 inline int row_of(const Problem& problem, Tile tile) {
   int row = first_row_of(problem);
-  while (!kRows[row].serves(tile, problem.fast_accum)) ++row;
+  while (!kRows[row].serves(tile, problem.fast_accum, has_row_scales(problem))) ++row;
   return row;
 }
 inline Traits traits_of(const Problem& problem, Tile tile) { return kRows[row_of(problem, tile)].traits(); }

@@ -17,6 +17,7 @@
 
 #include "mm/wgmma/by_turns.cuh"
 #include "mm/wgmma/consumer.cuh"
+#include "mm/wgmma/whole_scales.cuh"
 
 namespace qao::mm::wgmma {
 
@@ -27,10 +28,12 @@ __global__ void __launch_bounds__(K::kThreads, 1)
   Ring<K> ring{ptx::shared_address(shared)};
   if (threadIdx.x < K::kStage.count) {
     const uint32_t barrier = ring.arrived() + threadIdx.x * 8;
-    tma::barrier_init(barrier, 1 + (K::kColumns ? kHelperThreads : K::kScalesOperand ? 32 : 0));
+    tma::barrier_init(barrier, 1 + (K::kColumns                                            ? kHelperThreads
+                                    : K::kScalesOperand || (K::kRowScales && p.groups > 1) ? 32
+                                                                                           : 0));
     // By turns: a lane of each warp of one warpgroup, in both CTAs of the pair.
     tma::barrier_init(barrier + kBarrierBytes, K::kByTurns ? kTurnsCluster * 4 : warpgroups(p) * 128);
-    if (K::kScalesOperand) tma::barrier_init(barrier + 2 * kBarrierBytes, 1);
+    if (K::kMakesScales) tma::barrier_init(barrier + 2 * kBarrierBytes, 1);
     tma::barrier_init_fence();
   }
   const int warp = ptx::warp_index() - K::kConsumerThreads / 32;
@@ -56,6 +59,8 @@ __global__ void __launch_bounds__(K::kThreads, 1)
     if (K::kColumns && warp > 0) produce_columns<K>(p, ring);
     if constexpr (K::kScalesOperand) {
       if (warp > 0) make_scales<K>(p, ring);
+    } else if constexpr (K::kRowScales) {
+      if (warp > 0 && p.groups > 1) make_whole_scales<K>(p, ring);
     }
   } else {
     ptx::raise_registers<K::kConsumerRegisters>();

@@ -17,6 +17,8 @@ struct TensorMaps {
   CUtensorMap x, weight, scales, y;
 };
 
+constexpr int kOneGroup = 16;  // what stands for the whole number of a row's only group: see RowScaledOperand
+
 struct Params {
   int64_t m;
   int n;
@@ -44,6 +46,7 @@ struct Params {
   float factor;
   const float *row_scales, *x_scales;    // row_scales of NVFP4: the packed scales, which hold each row's divisor
   int row_scale_stride, x_scale_stride;  // 0: one for all
+  DType row_scale_dtype;                 // of int4; else float32
   const int32_t* x_zeros;
   const float* weight_sums;
   const void* bias;

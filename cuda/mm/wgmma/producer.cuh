@@ -13,6 +13,7 @@
 #include "mm/wgmma/kernels.h"
 #include "mm/wgmma/operand.cuh"
 #include "mm/wgmma/operand_fp4.cuh"
+#include "mm/wgmma/operand_row_scales.cuh"
 
 namespace qao::mm::wgmma {
 
@@ -30,6 +31,9 @@ struct Kernel {
   static constexpr bool kPacked = is_packed(weight), kFromRegisters = kFloatX || kPacked;
   static constexpr bool kScalesOperand =
       kPacked && kFloatX && !kFolds;  // int4 and fp4 are multiplied by their scales in T
+  // int4 beside int8: multiplied by whole numbers of its groups, in int8
+  static constexpr bool kRowScales = kPacked && !kFloatX && !kFolds;
+  static constexpr bool kMakesScales = kScalesOperand || kRowScales;  // three warps make what scales W, a stage ahead
   static constexpr bool kSwapped = fold == Fold::kBlock && !kFloatX && !columns;
   static constexpr bool kOwnTokens = kSwapped && tokens == rows;  // of a warpgroup; else it has rows of its own
   static constexpr bool kOneHalf = kFolds && tokens == 256;  // products of all tokens find no room beside their sums
@@ -45,8 +49,8 @@ struct Kernel {
   static constexpr int kWarpgroups = kTile.warpgroups(), kConsumerThreads = kWarpgroups * 128,
                        kThreads = kConsumerThreads + kProducerThreads;
   // A thread starts with as many registers as all can have; consumers take what the producers give up, and no more.
-  static constexpr int kProducerRegisters = kScalesOperand ? 56 : 40;
-  static constexpr int kConsumerRegisters = kTile.tall() ? 152 : kScalesOperand ? 224 : 232;
+  static constexpr int kProducerRegisters = kMakesScales ? 56 : 40;
+  static constexpr int kConsumerRegisters = kTile.tall() ? 152 : kMakesScales ? 224 : 232;
   static_assert(kWarpgroups * tokens * kPaddedN * 4 <= kStage.epilogue, "a tile of split K overlays the ring");
   static constexpr int kPanel = 2048 / tokens;  // token tiles
 };
@@ -198,7 +202,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
   const int row_tiles = p.tile_rows / int4::kTileN;
   const int scale_bytes = K::kPacked ? row_tiles * p.groups_per_tile * p.group_bytes : 0;
   const int bytes = (K::kByTurns ? K::kTokens : p.x_rows) * K::kAtoms * 128 +
-                    K::kStage.weight / K::kTile.rows * p.tile_rows + (K::kScalesOperand ? 0 : scale_bytes);
+                    K::kStage.weight / K::kTile.rows * p.tile_rows + (K::kMakesScales ? 0 : scale_bytes);
   for_each_tile<K>(p, ring.data, [&](const Place& at) {
     int part = 0, k_tile = at.begin;
     while (k_tile >= p.k_tiles) k_tile -= p.k_tiles, ++part;
@@ -210,10 +214,12 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
       const uint32_t x = ring.address(), weight = x + K::kStage.x, barrier = ring.arrived();
       if (ptx::elect_one()) {
         if constexpr (K::kPacked) {  // scales first: they are the longest on their way to the products
-          const uint32_t scales_barrier = K::kScalesOperand ? ring.scales_arrived() : barrier;
-          tma::barrier_expect(scales_barrier, K::kScalesOperand ? scale_bytes : bytes);
-          tma::load_3d(weight + K::kStage.weight, &maps.scales, 0, first_group(p, k_tile), row0, scales_barrier);
-          if (K::kScalesOperand) tma::barrier_expect(barrier, bytes);
+          if (!K::kRowScales || p.groups > 1) {
+            const uint32_t scales_barrier = K::kMakesScales ? ring.scales_arrived() : barrier;
+            tma::barrier_expect(scales_barrier, K::kMakesScales ? scale_bytes : bytes);
+            tma::load_3d(weight + K::kStage.weight, &maps.scales, 0, first_group(p, k_tile), row0, scales_barrier);
+          }
+          if (K::kMakesScales) tma::barrier_expect(barrier, bytes);
           tma::load_3d(weight, &maps.weight, 0, kPackedTiles * k_tile, row0, barrier);
         } else {
           tma::barrier_expect(barrier, bytes);

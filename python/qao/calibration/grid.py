@@ -11,6 +11,7 @@ from torch import Tensor
 from ..formats import Float8Weight, Int4Weight, Scheme
 from ..quantizer import QuantizedWeight
 from ..quantizer_fp8 import LARGEST_FP8, SCALE_BLOCK
+from ..quantizer_integer import nearest_multiple
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Grid:
     zeros: Tensor | None  # None: 0
     size: int
     limits: tuple[int, int] | None
+    unit: Tensor | None = None  # float32 [N, 1], if scales are whole numbers times that of their row
 
     @classmethod
     def of(cls, quantized: QuantizedWeight, scheme: Scheme, n: int, k: int) -> Grid:
@@ -31,7 +33,9 @@ class Grid:
         scales = quantized.scales.float()
         if isinstance(scheme, Int4Weight):
             zeros = torch.full_like(scales, 8) if quantized.zeros is None else quantized.zeros.float()
-            return cls(scales, zeros, k if scheme.size == -1 else scheme.size, (0, 15))
+            unit = scheme._row_scales(quantized.scales)
+            unit = None if unit is None else unit[:, None]
+            return cls(scales, zeros, k if scheme.size == -1 else scheme.size, (0, 15), unit)
         if not isinstance(scheme, Float8Weight):
             return cls(scales.view(n, 1), None, k, (-127, 127))
         if scheme.granularity == "block":
@@ -42,13 +46,23 @@ class Grid:
         """One for the rows of several weights of one scheme."""
         grids = [self, *others]
         zeros = None if self.zeros is None else torch.cat([grid.zeros for grid in grids if grid.zeros is not None])
-        return Grid(torch.cat([grid.scales for grid in grids]), zeros, self.size, self.limits)
+        unit = None if self.unit is None else torch.cat([grid.unit for grid in grids if grid.unit is not None])
+        return Grid(torch.cat([grid.scales for grid in grids]), zeros, self.size, self.limits, unit)
 
     def split(self, rows: Sequence[int]) -> list[Grid]:
         """The inverse of ``stacked``."""
-        scales = self.scales.split(list(rows))
-        zeros: Sequence[Tensor | None] = [None] * len(rows) if self.zeros is None else self.zeros.split(list(rows))
-        return [Grid(one, zero, self.size, self.limits) for one, zero in zip(scales, zeros, strict=True)]
+
+        def parts(tensor: Tensor | None) -> Sequence[Tensor | None]:
+            return [None] * len(rows) if tensor is None else tensor.split(list(rows))
+
+        every = zip(self.scales.split(list(rows)), parts(self.zeros), parts(self.unit), strict=True)
+        return [Grid(scales, zeros, self.size, self.limits, unit) for scales, zeros, unit in every]
+
+    def stored_scales(self, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """What scales [N] of a group become where they are stored."""
+        if self.unit is not None:
+            return nearest_multiple(scales, self.unit[:, 0])
+        return scales.to(dtype).float()
 
     def columns(self, which: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scales and zero points [columns, N] of these columns."""

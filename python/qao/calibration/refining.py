@@ -46,7 +46,8 @@ def _scales(weight: Tensor, hessian: Tensor, grid: Grid, codes: Tensor, dtype: t
             values = values - grid.zeros[:, group, None]
         slopes = (values * slope[:, begin:end]).sum(1)
         curvature = ((values @ hessian[begin:end, begin:end]) * values).sum(1)
-        after = (before + slopes / curvature.clamp(min=torch.finfo(torch.float32).tiny)).to(dtype).float()
+        after = before + slopes / curvature.clamp(min=torch.finfo(torch.float32).tiny)
+        after = grid.stored_scales(after, dtype)
         change = after - before
         # Rounded to its dtype it must still be better; a scale that vanishes or turns its sign is none.
         better = (after * before > 0) & after.isfinite() & (change * (change * curvature - 2 * slopes) < 0)

@@ -2,7 +2,7 @@
 
 <layer>.pip_install_qao   uint8, JSON: scheme, sizes, dtype; see marker.py
 <layer>.weight            uint8, the tripwire for other loaders; dropped
-<layer>.qweight, .scales, .weight_sums, .activation_scale   as a QuantLinear holds them
+<layer>.qweight, .scales, .weight_sums, .activation_scale, .row_scales   as a QuantLinear holds them
 header                    "aliases": JSON, further names of tensors that several layers share
 """
 
@@ -84,8 +84,9 @@ def _layers(files: TensorFiles, shared: set[str]) -> Iterator[QuantizedLayer]:
             raise files.error(key, f"says {found.experts} experts, which are none")
         expected = scheme.empty(n, k, dtype=found.dtype, device="meta", experts=found.experts).tensors()
         parts = {part: prefix + part for part, tensor in expected.items() if tensor is not None}
-        if prefix + "qweight" in shared and prefix + "weight_sums" not in files:  # an embedding; the head has them
-            parts.pop("weight_sums", None)
+        for part in ("weight_sums", "row_scales"):
+            if prefix + "qweight" in shared and prefix + part not in files:  # an embedding; the head has them
+                parts.pop(part, None)
         for part, name in parts.items():
             wanted = expected[part]
             assert wanted is not None

@@ -63,7 +63,10 @@ def part(scheme: Scheme, packed: PackedWeight, sizes: tuple[int, int], cut: Cut)
     zeros = None if zeros is None else cut.of(zeros, unit)
     made = scheme.pack(cut.of(q).contiguous(), cut.of(scales, unit), zeros)
     return made._replace(
-        qweight=local(made.qweight), scales=local(made.scales), activation_scale=packed.activation_scale
+        qweight=local(made.qweight),
+        scales=local(made.scales),
+        activation_scale=packed.activation_scale,
+        row_scales=None if packed.row_scales is None else local(cut.of(packed.row_scales)),  # the same on all ranks
     )
 
 
@@ -80,7 +83,7 @@ def is_cut(key: str, scheme: Scheme | None, sizes: tuple[int, int], dim: int) ->
     """Whether a tensor of a layer is cut along its own dimension ``dim``, or whole on every rank; sums aside."""
     if key in ("weight", "qweight"):
         return True
-    if key in ("bias", "weight_sums"):
+    if key in ("bias", "weight_sums", "row_scales"):
         return dim == 0
     if key != "scales" or scheme is None:
         return False

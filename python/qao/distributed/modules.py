@@ -23,6 +23,15 @@ from .cut import is_cut, joins, part
 from .layout import LAST, Layout
 
 
+def check_row_scales(module: Any, layout: Layout, name: str) -> None:
+    """Of a module whose part of a weight was or will be quantised by itself."""
+    if layout.cut.dim == 1 and module.row_scales is not None:
+        raise ValueError(
+            f"{name}: with integer_scales, the scales of a row are chosen for all of its columns, and a rank has some. "
+            "Quantise the whole weight and shard the layer then, or load the whole weight."
+        )
+
+
 class _Sharded(Sharded):
     """State dicts of the whole; of one class with nn.Module, which comes after it."""
 
@@ -74,6 +83,8 @@ class _Sharded(Sharded):
         return [self.layout.sizes, self._sizes]
 
     def _requantized(self: Any, weight: Tensor, importance: Tensor | None, name: str) -> PackedWeight:
+        if tuple(weight.shape) != self.layout.sizes:
+            check_row_scales(self, self.layout, name)
         packed: PackedWeight = super()._requantized(weight, importance, name)  # type: ignore[misc]
         self._next_sums = None
         if tuple(weight.shape) == self.layout.sizes:

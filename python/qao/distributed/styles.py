@@ -18,7 +18,7 @@ from ..linear import QuantLinear, obstacle
 from ..packed import PackedModule, Sharded, attached, frozen
 from .cut import Cut, cut, is_cut, joins, local, part
 from .layout import LAST, Layout
-from .modules import EMBEDDINGS, LINEARS, give, resize
+from .modules import EMBEDDINGS, LINEARS, check_row_scales, give, resize
 
 _WHOLE = Replicate()
 
@@ -226,6 +226,7 @@ def _part_of_parameter(parameter: nn.Parameter, own: Cut | None, send: _Sender) 
 def adopt(made: QuantLinear | QuantEmbedding, floats: Any) -> None:
     """Makes a quantised layer of a rank's part sharded, as the float layer was whose place it takes."""
     layout: Layout = floats.layout
+    check_row_scales(made, layout, "quantize_")
     if layout.cut.dim == 1 and isinstance(made, QuantLinear) and made.weight_sums is not None:
         sums = made.weight_sums.detach().clone()
         if not sums.is_meta:

@@ -234,7 +234,8 @@ class ServedLinear:
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight, scales = layer.qweight, layer.scales
         if self.scheme.activations == "int8":
-            return self.operator(x, weight, scales, bias, layer.weight_sums, *self.rest)  # type: ignore[no-any-return]
+            last = () if layer.row_scales is None else (layer.row_scales,)
+            return self.operator(x, weight, scales, bias, layer.weight_sums, *self.rest, *last)  # type: ignore[no-any-return]
         if self.scheme.word == "fp8_fp8":
             return self.operator(x, weight, scales, bias, layer.activation_scale, *self.rest)  # type: ignore[no-any-return]
         return self.operator(x, weight, scales, bias, *self.rest)  # type: ignore[no-any-return]
