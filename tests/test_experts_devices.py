@@ -114,7 +114,8 @@ def test_a_model_moves_to_a_gpu_and_back() -> None:
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_on_a_gpu_nobody_waits_and_graphs_replay(scheme: Any) -> None:
     experts, report = quantized(scheme, "cuda", torch.bfloat16)
-    assert {row.kernel for row in report.rows} == {"mma.sync"}
+    hopper = torch.cuda.get_device_capability() == (9, 0)  # few rows an expert / many of them
+    assert all(str(row.kernel).endswith("wgmma" if hopper else "mma.sync") for row in report.rows)
     static = [tensor.bfloat16() if tensor.is_floating_point() else tensor for tensor in routed("cuda")]
     with torch.no_grad():
         experts(*static)

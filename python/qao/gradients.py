@@ -48,7 +48,8 @@ def dense_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -
 
 
 def dense_int8_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
-    return _qao.dequantize_int4.default(weight, scales, *rest[1:4], dtype)  # type: ignore[no-any-return]
+    sizes = rest if len(rest) == 3 else rest[1:4]  # of experts, or between weight_sums and row_scales
+    return _qao.dequantize_int4.default(weight, scales, *sizes, dtype)  # type: ignore[no-any-return]
 
 
 def dense_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
