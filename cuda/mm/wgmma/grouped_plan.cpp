@@ -30,8 +30,10 @@ Few few(const Problem& problem) {
 constexpr int64_t kTurnsRows = 64;  // of an expert on average: tiles by turns have 128 tokens
 
 // Tiles of an expert if its rows are spread about their average as tokens that choose at random, and a quarter of it
-// more: as many as there are multiples of `tokens` below its rows.
+// more: as many as there are multiples of `tokens` below its rows. Of many tiles half of the last one is filled.
 double expected_tiles(double rows, int tokens) {
+  constexpr double kMany = 32;
+  if (rows > kMany * tokens) return rows / tokens + 0.5;
   const double deviation = std::sqrt(rows + rows * rows / 16);
   double tiles = 0, chance;
   double below = 0.5;
