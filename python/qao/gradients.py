@@ -44,11 +44,7 @@ def dequantize_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def dense_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
-    return _qao.dequantize_int4.default(weight, scales, *rest[-3:], dtype)  # type: ignore[no-any-return]
-
-
-def dense_int8_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
-    sizes = rest if len(rest) == 3 else rest[1:4]  # of experts, or between weight_sums and row_scales
+    sizes = (size for size in rest if not (size is None or isinstance(size, Tensor)))  # beside other operands
     return _qao.dequantize_int4.default(weight, scales, *sizes, dtype)  # type: ignore[no-any-return]
 
 

@@ -32,7 +32,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .gradients import DENSE, traced, transformed
-from .grouped_rows import define_rows
+from .grouped_rows import bounds_of, define_rows
 
 _qao = torch.ops.qao
 
@@ -97,8 +97,7 @@ def _added(rows: Tensor, row_index: Tensor, shape: torch.Size) -> Tensor:
 def _members(grad: Tensor, offsets: Tensor) -> Tensor:
     """float32 [S, E]: 1 where row s is of expert e."""
     rows = torch.arange(grad.shape[0], device=grad.device, dtype=offsets.dtype).unsqueeze(1)
-    ends = offsets.clamp(0, grad.shape[0]).cummax(0).values
-    begins = torch.cat((ends.new_zeros(1), ends[:-1]))
+    begins, ends = bounds_of(offsets, grad.shape[0])
     return ((rows >= begins) & (rows < ends)).float()
 
 

@@ -75,13 +75,18 @@ def by_tiles(
     return rows[:count]
 
 
+def bounds_of(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The first row of each expert and the one after its last, as kernels take any ``offsets``."""
+    ends = offsets.clamp(0, rows).cummax(0).values
+    return torch.cat((ends.new_zeros(1), ends[:-1])), ends
+
+
 def _tiles(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """The expert of each tile, and its rows [tiles, rows of a tile]; ``rows`` for those that do not exist."""
     filled = min(len(offsets), rows)
     fewest, most = _TILE_ROWS
     tile = min(max(1 << (-(-rows // filled) - 1).bit_length(), fewest), most)
-    ends = offsets.clamp(0, rows).cummax(0).values.long()
-    begins = torch.cat((ends.new_zeros(1), ends[:-1]))
+    begins, ends = (bounds.long() for bounds in bounds_of(offsets, rows))
     tiles_of = (ends - begins + tile - 1) // tile
     last = tiles_of.cumsum(0)
     # Every expert may leave one unfilled; tiles past the last one are past the last expert's rows, too.

@@ -57,7 +57,7 @@ def _load() -> None:
 _load()
 
 from .fp4 import dequantize_fp4, pack_fp4, unpack_fp4  # noqa: E402, F401  # the operators must be there
-from .gradients import dense_fp4, dense_fp8, dense_int4, dense_int8, dense_int8_int4, differentiable  # noqa: E402
+from .gradients import dense_fp4, dense_fp8, dense_int4, dense_int8, differentiable  # noqa: E402  # the operators must be there
 from .gradients import dequantize_fp8 as dequantize_fp8  # noqa: E402
 from .gradients import dequantize_int8 as dequantize_int8  # noqa: E402
 from .gradients import product as product  # noqa: E402
@@ -68,7 +68,7 @@ INT8 = differentiable(torch.ops.qao.int8_mm.default, dense_int8)
 FP8 = differentiable(torch.ops.qao.fp8_mm.default, dense_fp8)
 FP4 = differentiable(torch.ops.qao.fp4_mm.default, dense_fp4)
 INT8_INT8 = differentiable(torch.ops.qao.int8_int8_mm.default, dense_int8)
-INT8_INT4 = differentiable(torch.ops.qao.int8_int4_mm.default, dense_int8_int4)
+INT8_INT4 = differentiable(torch.ops.qao.int8_int4_mm.default, dense_int4)
 FP8_FP8 = differentiable(torch.ops.qao.fp8_fp8_mm.default, dense_fp8)
 FP8_INT4 = differentiable(torch.ops.qao.fp8_int4_mm.default, dense_int4)
 
