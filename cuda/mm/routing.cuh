@@ -102,19 +102,21 @@ __device__ __forceinline__ Share find_share(const Routing& r, int tile) {
           __shfl_sync(~0u, share.rows, owner), __shfl_sync(~0u, share.token_block, owner)};
 }
 
+// The row of x for a row of y; numbers that are no row of x count as the nearest that is.
+__device__ __forceinline__ int64_t x_row(const Routing& r, int64_t row) {
+  if (r.row_index != nullptr) {
+    row = r.wide_index ? static_cast<const int64_t*>(r.row_index)[row] : static_cast<const int32_t*>(r.row_index)[row];
+  }
+  return min(max(row, int64_t{0}), static_cast<int64_t>(r.x_rows - 1));
+}
+
 // Rows of x for the tokens of a CTA, into its table.
 template <int tile_m>
 __device__ __forceinline__ void fill_table(const Routing& r, const Share& share, uint32_t table) {
   for (int token = threadIdx.x; token < tile_m; token += blockDim.x) {
     const int of = share.token_block * tile_m + token;
     if (of >= share.rows) break;
-    int64_t row = share.begin + of;
-    if (r.row_index != nullptr) {
-      row =
-          r.wide_index ? static_cast<const int64_t*>(r.row_index)[row] : static_cast<const int32_t*>(r.row_index)[row];
-    }
-    row = min(max(row, int64_t{0}), static_cast<int64_t>(r.x_rows - 1));
-    ptx::store_shared_4(table + token * 4, static_cast<uint32_t>(row));
+    ptx::store_shared_4(table + token * 4, static_cast<uint32_t>(x_row(r, share.begin + of)));
   }
   __syncthreads();
 }

@@ -148,19 +148,9 @@ class Scheme(ABC):
         empty: Any = (t if t is None else torch.empty_like(t, device=device) for t in packed.tensors().values())
         return PackedWeight(*empty)
 
-    def kernel(
-        self,
-        m: int,
-        n: int,
-        k: int,
-        *,
-        x_dtype: torch.dtype,
-        scale_dtype: torch.dtype,
-        device: torch.device,
-        experts: int = 0,
-    ) -> str | None:
-        """Name of the kernel that multiplies x [m, k] on ``device``; None where that is not known."""
-        plan = self.plan(m, n, k, x_dtype=x_dtype, scale_dtype=scale_dtype, device=device, experts=experts)
+    def kernel(self, m: int, n: int, k: int, **options: Any) -> str | None:
+        """Name of the kernel that multiplies x [m, k], options as for ``plan``; None where that is not known."""
+        plan = self.plan(m, n, k, **options)
         return None if plan is None else str(plan["kernel"])
 
     def plan(

@@ -17,10 +17,6 @@ struct ExpertTiles {
   ExpertRows rows;
   int first_tile, tiles;
 };
-// Of all experts.
-struct AllOfExperts {
-  int tiles, rows;
-};
 
 // One warp: an entry an expert, the tiles and the rows before it, and one for what comes after the last.
 template <int tile_m>
@@ -33,9 +29,9 @@ __device__ __forceinline__ void make_table(const Routing& r, uint32_t table) {
   if (threadIdx.x % 32 == 0) store(r.experts, all.tiles, all.rows);
 }
 
-__device__ __forceinline__ AllOfExperts all_of_experts(const Routing& r, uint32_t table) {
+__device__ __forceinline__ RowsAndTiles all_of_experts(const Routing& r, uint32_t table) {
   const uint2 last = ptx::load_shared_8(table + r.experts * 8);
-  return {static_cast<int>(last.x), static_cast<int>(last.y)};
+  return {static_cast<int>(last.y), static_cast<int>(last.x)};
 }
 
 // Whose tile it is that takes turn `turn` where every tile of rows has `row_blocks` turns: the last expert that begins

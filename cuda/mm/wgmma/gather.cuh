@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/ptx.cuh"
-#include "mm/routing.h"
+#include "mm/routing.cuh"
 
 namespace qao::mm::wgmma {
 
@@ -16,14 +16,6 @@ struct RowCopy {
 struct RowCopies {
   RowCopy of[4];
 };
-
-// A row of x for each row of y; numbers that are no row of x count as the nearest that is.
-__device__ __forceinline__ int64_t x_row(const Routing& r, int64_t row) {
-  if (r.row_index != nullptr) {
-    row = r.wide_index ? static_cast<const int64_t*>(r.row_index)[row] : static_cast<const int32_t*>(r.row_index)[row];
-  }
-  return min(max(row, int64_t{0}), static_cast<int64_t>(r.x_rows - 1));
-}
 
 template <typename Unit>
 __device__ __forceinline__ void copy_row(const RowCopy& copy, int64_t from, int64_t to) {
