@@ -22,6 +22,7 @@ from . import (
     numerics,
     plots,
     quantize,
+    rotation,
     table,
     tune,
     weights_only,
@@ -37,6 +38,7 @@ _OF_QUALITY = (
     "language",
     "calibrate",
     "four_bits",
+    "rotation",
 )  # the same on every CPU but for rounding
 
 
@@ -49,17 +51,22 @@ def make_parser() -> argparse.ArgumentParser:
         ("quantize", "bandwidth of the activation quantisers and of the fused producers"),
         ("numerics", "accuracy of every scheme on the demo's model"),
         ("weights_only", "accuracy of int4 weights rounded without data, on the demo's models"),
-        ("language", "what every scheme costs a language model, and its tokens per second"),
         ("gptq", "float weights a second that calibration quantises"),
         ("host", "host time of one eager call of a layer"),
     ):
         command = commands.add_parser(name, help=text)
         _add_common(command)
-        if name not in ("numerics", "weights_only", "language", "gptq"):
+        if name not in ("numerics", "weights_only", "gptq"):
             _add_check(command)
+    spoken = commands.add_parser("language", help="what every scheme costs a language model, and its tokens per second")
+    _add_common(spoken)
+    language.add_arguments(spoken)
     calibrated = commands.add_parser("calibrate", help="what calibration gives a language model, and what it takes")
     _add_common(calibrated)
     calibrate.add_arguments(calibrated)
+    turned = commands.add_parser("rotation", help="what a Hadamard rotation of activations would give a language model")
+    _add_common(turned)
+    rotation.add_arguments(turned)
     beside = commands.add_parser("four_bits", help="quality of four bits by qao and by other packages; needs these")
     beside.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/cpu")
     four_bits.add_arguments(beside)
@@ -115,10 +122,13 @@ def main() -> int:
         write(gptq.run(arguments.device), folder / "gptq.json")
         return 0
     if arguments.command == "language":
-        write(language.run(arguments.device), folder / "language.json")
+        language.run(arguments, folder / "language.json")
         return 0
     if arguments.command == "calibrate":
         calibrate.run(arguments, folder / "calibrate.json")
+        return 0
+    if arguments.command == "rotation":
+        rotation.run(arguments, folder / "rotation.json")
         return 0
     if arguments.command == "four_bits":
         four_bits.run(arguments, folder / "four_bits.json")

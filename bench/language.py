@@ -6,7 +6,9 @@ Q4_1): the float32 model is what that file says, and a scheme in four bits round
 
 from __future__ import annotations
 
+import argparse
 import copy
+import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +21,7 @@ from qao.evaluate import compare, perplexity
 from torch import nn
 
 from .markdown import caption, table
-from .meta import ROOT, describe
+from .meta import ROOT, describe, write
 from .timing import interleaved
 
 WINDOWS, WINDOW = 12, 512
@@ -37,12 +39,18 @@ CASES: dict[str, dict[str, qao.Scheme | None]] = {
 }
 
 
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--only", nargs="+", metavar="NAME", help="these models, beside those of the file")
+    command.add_argument("--measure", choices=["quality", "speed"], action="append", help="instead of both")
+
+
 @torch.inference_mode()
-def run(device: str) -> dict[str, Any]:
-    """Measures quality in float32 activations and speed in bfloat16, and returns the results file's content."""
-    path, ids, num_bytes, _ = load_text()
+def run(arguments: argparse.Namespace, path: Path) -> None:
+    """Measures quality in float32 activations and speed in bfloat16, and writes the results file after each model."""
+    device, measures = arguments.device, arguments.measure or ["quality", "speed"]
+    file, ids, num_bytes, _ = load_text()
     ids = ids.to(device)
-    stored = qao.from_pretrained(path, dtype=torch.float32, device=device)
+    stored = qao.from_pretrained(file, dtype=torch.float32, device=device)
     float32 = qao.dequantize_(copy.deepcopy(stored))
     makers: dict[str, Callable[[], nn.Module]] = {
         "fp32": lambda: float32,
@@ -50,23 +58,28 @@ def run(device: str) -> dict[str, Any]:
         "the file's four bits; head and embedding int8": partial(_quantized, stored, {HEAD: qao.Int8WeightOnly()}),
         **{name: partial(_quantized, float32, schemes) for name, schemes in CASES.items()},
     }
+    if unknown := set(arguments.only or ()) - set(makers):
+        raise SystemExit(f"no model {', '.join(sorted(unknown))}; there are {', '.join(makers)}")
     bfloat16 = copy.deepcopy(float32).to(torch.bfloat16)
-    reference, rows = None, []
-    for name, make in makers.items():
-        model = make()
-        result = perplexity(model, ids, window=WINDOW, num_bytes=num_bytes)
-        reference = reference or result
-        cost = compare(result, reference)
-        fast = copy.deepcopy(model).to(torch.bfloat16)
-        bf16_seconds, seconds = interleaved([partial(_generate, m) for m in (bfloat16, fast)], 6.0, device, 3)
-        row = {"model": name, "bits_per_byte": result.bits_per_byte, "nats_per_token": result.nats_per_token}
-        row |= {"nats_above": cost.nats_per_token, "standard_error": cost.standard_error}
-        row |= {"bytes": sum(parameter.nbytes for parameter in fast.parameters())}
-        row |= {"tokens_per_second": TOKENS / seconds, "times_bf16": bf16_seconds / seconds}
+    kept = json.loads(path.read_text())["rows"] if path.exists() and (arguments.only or arguments.measure) else []
+    rows: dict[str, dict[str, Any]] = {row["model"]: row for row in kept if row["model"] in makers}
+    reference = perplexity(float32, ids, window=WINDOW, num_bytes=num_bytes) if "quality" in measures else None
+    for name in arguments.only or makers:
+        model = makers[name]()
+        row = rows.setdefault(name, {"model": name})
+        if reference is not None:
+            result = perplexity(model, ids, window=WINDOW, num_bytes=num_bytes)
+            cost = compare(result, reference)
+            row |= {"bits_per_byte": result.bits_per_byte, "nats_per_token": result.nats_per_token}
+            row |= {"nats_above": cost.nats_per_token, "standard_error": cost.standard_error}
+        if "speed" in measures:
+            fast = copy.deepcopy(model).to(torch.bfloat16)
+            bf16_seconds, seconds = interleaved([partial(_generate, m) for m in (bfloat16, fast)], 6.0, device, 3)
+            row |= {"bytes": sum(parameter.nbytes for parameter in fast.parameters())}
+            row |= {"tokens_per_second": TOKENS / seconds, "times_bf16": bf16_seconds / seconds}
         print(f"{name:<44}", *(f"{key} {value:.5g}" for key, value in row.items() if key != "model"), flush=True)
-        rows.append(row)
-    meta = describe(device) | {"windows": WINDOWS, "window": WINDOW, "text_bytes": num_bytes}
-    return {"meta": meta, "rows": rows}
+        meta = describe(device) | {"windows": WINDOWS, "window": WINDOW, "text_bytes": num_bytes}
+        write({"meta": meta, "rows": [rows[one] for one in makers if one in rows]}, path)
 
 
 def _quantized(model: nn.Module, schemes: dict[str, qao.Scheme | None]) -> nn.Module:
@@ -100,7 +113,7 @@ def load_text() -> tuple[Path, torch.Tensor, int, Any]:
 
 def render(results: dict[str, Any]) -> str:
     """The Markdown of one results file."""
-    meta, rows = results["meta"], results["rows"]
+    meta, rows = results["meta"], [row for row in results["rows"] if {"bytes", "nats_above"} <= row.keys()]
     text = f"{caption(meta)}; {meta['windows']} windows of {meta['window']} tokens, {meta['text_bytes']} bytes."
     nats = rows[0]["nats_per_token"]
     lines = [

@@ -6,7 +6,7 @@
 <!-- bench:formats:cpu -->, <!-- bench:decoders:h200 -->   of numerics.json, llama.json, in short
 <!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:weights_only:cpu -->,
 <!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:four_bits:cpu -->, <!-- bench:gptq:h200 -->,
-<!-- bench:host:h200 -->,
+<!-- bench:rotation:cpu -->, <!-- bench:host:h200 -->,
 <!-- bench:llama:h200 -->,
 <!-- bench:llama_head:h200 -->
 <!-- bench:experts:xeon-amx -->
@@ -38,6 +38,7 @@ from . import (
     plots,
     products,
     quantize,
+    rotation,
     weights_only,
 )
 from .meta import RESULTS, ROOT, source_hash
@@ -50,6 +51,7 @@ _RENDERERS = {
     "language": language,
     "calibrate": calibrate,
     "four_bits": four_bits,
+    "rotation": rotation,
     "gptq": gptq,
     "experts": experts,
     "host": host,

@@ -23,11 +23,13 @@ from bench import (
     experts_contenders,
     four_bits,
     kernels,
+    language,
     llama,
     llama_model,
     meta,
     plots,
     quantize,
+    rotation,
     table,
     tune,
 )
@@ -568,6 +570,47 @@ def test_two_runs_of_calibration_become_one() -> None:
         {"model": "fp8_fp8", "samples": 2},
     ]  # no such case as int4 g32
     assert calibrate.joined(before, other) == {"meta": "new", "rows": rows}
+
+
+def test_a_rotation_is_a_hadamard_matrix_by_blocks() -> None:
+    x = torch.randn(3, 96, dtype=torch.float64)
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < 32:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
+    expected = (x.view(3, 3, 32) @ matrix / 32**0.5).view(3, 96)
+    torch.testing.assert_close(rotation.rotated(x, 32), expected)
+    assert rotation.block_of(96, 128) == 32
+    assert rotation.block_of(1536, 128) == 128
+
+
+def test_a_rotated_layer_computes_the_same() -> None:
+    linear = torch.nn.Linear(96, 8, dtype=torch.float64)
+    x = torch.randn(3, 96, dtype=torch.float64)
+    expected = linear(x)
+    with torch.no_grad():
+        linear.weight.copy_(rotation.rotated(linear.weight, 32))
+    torch.testing.assert_close(rotation.Rotated(linear, 32)(x), expected)
+    assert not torch.allclose(linear(x), expected)
+
+
+def test_rotations_stand_beside_the_same_without_one() -> None:
+    meta = {"device": "cpu", "torch": "2", "date": "2026", "source_hash": "0" * 64, "windows": 2, "window": 512}
+    plain = {"scheme": "int8", "method": None, "block": 0, "layers": "all", "nats_above": 0.04, "standard_error": 0.01}
+    turned = plain | {"method": "gptq", "block": 64, "difference": -0.02, "standard_error_of_difference": 0.005}
+    text = rotation.render({"meta": meta | {"nats_per_token": 2.0}, "rows": [plain, turned]})
+    assert text.splitlines()[-2:] == [
+        "| int8, no data | none | +2.00% ± 0.50% |  |",
+        "| int8, gptq | all, 64 | +2.00% ± 0.50% | -1.00% ± 0.25% |",
+    ]
+
+
+def test_a_language_model_is_shown_when_quality_and_speed_are_measured() -> None:
+    meta = {"device": "cpu", "torch": "2", "date": "2026", "source_hash": "0" * 64, "windows": 2, "window": 512}
+    row = {"model": "fp32", "nats_per_token": 2.0, "bits_per_byte": 1.0, "nats_above": 0.0, "standard_error": 0.0}
+    both = row | {"model": "int8", "nats_above": 0.1, "bytes": 2**20, "times_bf16": 1.5}
+    rows = [row | {"bytes": 2**21, "times_bf16": 1.0}, both, row | {"model": "half"}]
+    text = language.render({"meta": meta | {"text_bytes": 9}, "rows": rows})
+    assert text.splitlines()[-1] == "| int8 | 1 | 1.0000 | +5.00% ± 0.00% | 1.50 |"
 
 
 def test_experts_times_every_scheme_beside_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
