@@ -145,6 +145,16 @@ def test_the_importance_is_estimated_where_none_is_given(device: str) -> None:
     assert not torch.equal(default.scales, alike.scales)
 
 
+def test_columns_of_an_embedding_or_head_count_alike(device: str) -> None:
+    columns = torch.logspace(-1, 1, 64, device=device)
+    weight = random_weight(1024, 64, device) * columns
+    assert torch.equal(estimate_importance(weight), torch.ones(64, device=device))
+    assert estimate_importance(weight[1:]).unique().numel() > 1
+    table, rows = (quantize_int4(w, 64, symmetric=False, scale_dtype=torch.float32) for w in (weight, weight[1:]))
+    error, weighed = (dense(made, 64) - w.double() for made, w in ((table, weight), (rows, weight[1:])))
+    assert error.norm() < 0.9 * weighed.norm()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_ROWS_OF_A_TABLE = 16  # times its columns: heads and embeddings have as many, layers inside a model have not
 _LEAST_MEAN_SQUARE = 1e-4  # of a column, over that of the weight: no estimate of its importance goes further
 # Of layers that read one activation, by their names beside each other, the one whose weight tells its size. The columns
 # of queries, keys and gates follow their activations much less (measured on SmolLM2).
@@ -32,9 +33,12 @@ def estimate_importance(weight: Tensor) -> Tensor:
     """float32 [K]: the mean square of activations by column, as far as a weight [N, K] that reads them tells.
 
     The reciprocal of the column's mean square, relative to the whole: a guess that columns with small weights
-    read large activations, which docs/numerics.md measures.
+    read large activations, which docs/numerics.md measures. It is none for an embedding, whose rows are activations, or
+    for a head, which is often the same weight: their columns count alike.
     """
     weight = weight.detach()
+    if weight.shape[0] >= _ROWS_OF_A_TABLE * weight.shape[1]:
+        return torch.ones(weight.shape[1], dtype=torch.float32, device=weight.device)
     weight = weight.float() if weight.dtype == torch.float64 else weight
     squares = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32).square_()
     mean = squares.mean().clamp_(min=torch.finfo(torch.float32).tiny)
