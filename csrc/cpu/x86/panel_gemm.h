@@ -19,7 +19,7 @@
 //   expand()                an N-tile of a panel of W, kLanes words at a time `stride` words apart
 //   line()                  an address of W that the next panel of an N-tile needs, by number, and how many there are
 //   add()                   total += what a section's sums are worth
-//   finish()                y of 16 rows of W from their totals
+//   finish()                some rows of y beside 16 rows of W, from their totals
 #pragma once
 
 #include <utility>
@@ -43,6 +43,11 @@ __attribute__((always_inline)) inline void each(auto&& visit) {
 }
 
 struct NoParameters {};
+
+struct RowsOfY {
+  int64_t begin, end;
+};
+constexpr int64_t kRowsOfY = 8;  // written at once: as many lines one beneath the other as L1 holds for any stride
 
 // Lines of W in eight bits and of packed int4 W, for Format::line(); kColumns of a panel.
 template <int64_t kColumns>
@@ -129,6 +134,22 @@ void multiply_panel(const Job& job, const Block<F>& block, int64_t m) {
   }
 }
 
+// y of all tiles, some rows at a time: a line of y that two tiles share is fetched once, while other rows are written.
+template <typename F, int kTiles>
+void write_block(const Job& job, const Block<F>& block) {
+  constexpr int64_t kRow = kTiles * kTileRows;
+  const int64_t size = size_of(job.y_dtype), row_bytes = job.n * size;
+  char* y = static_cast<char*>(job.y) + block.tile_n * kTileRows * size;
+  const auto fetch = [&](int64_t m) {
+    for (int64_t byte = 0; byte < kRow * size; byte += 64) __builtin_prefetch(y + m * row_bytes + byte, 1, 3);
+  };
+  for (int64_t begin = 0; begin < job.m; begin += kRowsOfY) {
+    const RowsOfY rows = {begin, least(begin + kRowsOfY, job.m)};
+    for (int64_t m = rows.end; m < least(rows.end + kRowsOfY, job.m); ++m) fetch(m);
+    for (int t = 0; t < kTiles; ++t) F::finish(job, block.tile_n + t, block.totals + t * kTileRows, kRow, rows);
+  }
+}
+
 template <typename F, int kTiles>
 void run_block(const Job& job, Block<F> block, typename F::Parameters* groups) {
   constexpr int64_t kRow = kTiles * kTileRows;
@@ -151,7 +172,7 @@ void run_block(const Job& job, Block<F> block, typename F::Parameters* groups) {
       multiply_panel<F, kTiles>(job, block, batch * kRowsAtOnce);
     }
   }
-  for (int t = 0; t < kTiles; ++t) F::finish(job, block.tile_n + t, block.totals + t * kTileRows, kRow);
+  write_block<F, kTiles>(job, block);
 }
 
 template <typename F>

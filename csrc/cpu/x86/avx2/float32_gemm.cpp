@@ -23,12 +23,12 @@ struct Float32Panel : Avx2Panel {
   static void add(const Job&, const Parameters&, int, int64_t, int64_t, int64_t, Sum sums, uint32_t* totals) {
     store_total(totals, _mm256_add_ps(sums, load_total(totals)));
   }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
     const bool has_scales = !is_packed(job.weight_format) && job.weight_scaling != Scaling::kBlock;
     each_eight(job, tile_n, totals, [&](int64_t n, const uint32_t* eight) {
       const Columns columns = load_columns(job, n);
       const __m256 scales = has_scales ? load_scales(job, n) : _mm256_set1_ps(1);
-      for (int64_t m = 0; m < job.m; ++m) {
+      for (int64_t m = rows.begin; m < rows.end; ++m) {
         const __m256 y = _mm256_fmadd_ps(load_total(eight + m * stride), scales, columns.bias);
         store_first(job.y, m * job.n + n, job.y_dtype, y, columns.count);
       }

@@ -35,8 +35,8 @@ struct Int16 : IntegerSums {
   static void add(const Job&, const Parameters&, int, int64_t, int64_t, int64_t, Sum sums, uint32_t* totals) {
     add_int8(sums, totals);
   }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
-    finish_int8(job, tile_n, totals, stride, 0);
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
+    finish_int8(job, tile_n, totals, stride, rows, 0);
   }
 };
 

@@ -42,11 +42,12 @@ void each_eight(const Job& job, int64_t tile_n, const uint32_t* totals, const Vi
 }
 
 // Sums in int32 over all of K, `excess` times the sum of x too large.
-inline void finish_int8(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, int excess) {
+inline void finish_int8(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows,
+                        int excess) {
   each_eight(job, tile_n, totals, [&](int64_t n, const uint32_t* eight) {
     const Columns columns = load_columns(job, n);
     const __m256 scales = load_scales(job, n);
-    for (int64_t m = 0; m < job.m; ++m) {
+    for (int64_t m = rows.begin; m < rows.end; ++m) {
       const __m256i off = _mm256_set1_epi32(excess * static_cast<int32_t>(job.x_sums[m]));
       const __m256i sum = _mm256_sub_epi32(IntegerSums::load(eight + m * stride), off);
       write_row(job, columns, m, _mm256_mul_ps(_mm256_cvtepi32_ps(sum), scales));
@@ -117,10 +118,10 @@ struct Int4Bytes : IntegerSums {
     const __m256 value = _mm256_fnmadd_ps(_mm256_load_ps(group.zero + 8 * v), x_sum, _mm256_cvtepi32_ps(sums));
     store_total(totals, _mm256_fmadd_ps(value, _mm256_load_ps(group.scale + 8 * v), load_total(totals)));
   }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
     each_eight(job, tile_n, totals, [&](int64_t n, const uint32_t* eight) {
       const Columns columns = load_columns(job, n);
-      for (int64_t m = 0; m < job.m; ++m) write_row(job, columns, m, load_total(eight + m * stride));
+      for (int64_t m = rows.begin; m < rows.end; ++m) write_row(job, columns, m, load_total(eight + m * stride));
     });
   }
 };

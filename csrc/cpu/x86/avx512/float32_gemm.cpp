@@ -49,9 +49,9 @@ struct Bytes : Float32Panel {
   static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
     return line_of_bytes<kPanelColumns>(job, tile_n, panel, i);
   }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
     const bool per_block = job.weight_scaling == Scaling::kBlock;
-    write_tile<false>(job, tile_n, per_block ? _mm512_set1_ps(1) : row_scales(job, tile_n), totals, stride);
+    write_tile<false>(job, tile_n, per_block ? _mm512_set1_ps(1) : row_scales(job, tile_n), totals, stride, rows);
   }
 
  private:
@@ -102,8 +102,8 @@ struct Int4 : Float32Panel {
   static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
     return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
   }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
-    write_tile<false>(job, tile_n, _mm512_set1_ps(1), totals, stride);
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
+    write_tile<false>(job, tile_n, _mm512_set1_ps(1), totals, stride, rows);
   }
 };
 
@@ -137,8 +137,8 @@ struct Fp4 : Float32Panel {
   static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
     return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
   }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
-    write_tile<false>(job, tile_n, _mm512_set1_ps(1), totals, stride);
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
+    write_tile<false>(job, tile_n, _mm512_set1_ps(1), totals, stride, rows);
   }
 };
 

@@ -36,9 +36,9 @@ struct Int4 : Int8Panel {
     const __m512 value = _mm512_fnmadd_ps(_mm512_load_ps(group.zero), x_sum, _mm512_cvtepi32_ps(sums));
     store_total(totals, _mm512_fmadd_ps(value, _mm512_load_ps(group.scale), load_total(totals)));
   }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
     const Columns columns = load_columns(job, tile_n * kTileRows);
-    for (int64_t m = 0; m < job.m; ++m) write_row(job, columns, m, load_total(totals + m * stride));
+    for (int64_t m = rows.begin; m < rows.end; ++m) write_row(job, columns, m, load_total(totals + m * stride));
   }
 };
 

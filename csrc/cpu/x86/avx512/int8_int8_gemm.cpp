@@ -30,10 +30,10 @@ struct Int8 : Int8Panel {
   static void add(const Job&, const Parameters&, int, int64_t, int64_t, int64_t, Sum sums, uint32_t* totals) {
     _mm512_store_si512(totals, _mm512_add_epi32(sums, _mm512_load_si512(totals)));
   }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
     const Columns columns = load_columns(job, tile_n * kTileRows);
     const __m512 scales = row_scales(job, tile_n);
-    for (int64_t m = 0; m < job.m; ++m) {
+    for (int64_t m = rows.begin; m < rows.end; ++m) {
       const __m512i excess = _mm512_set1_epi32(static_cast<int32_t>(128 * job.x_sums[m]));
       const __m512i sum = _mm512_sub_epi32(_mm512_load_si512(totals + m * stride), excess);
       write_row(job, columns, m, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales));

@@ -55,11 +55,11 @@ __attribute__((always_inline)) inline void load_nibbles(const uint8_t* weight, _
 
 // y of 16 rows of W from float totals, kTimesX: multiplied by the scale of x.
 template <bool kTimesX>
-void write_tile(const Job& job, int64_t tile_n, __m512 scales, const uint32_t* totals, int64_t stride) {
+void write_tile(const Job& job, int64_t tile_n, __m512 scales, const uint32_t* totals, int64_t stride, RowsOfY rows) {
   const int64_t n = tile_n * kTileRows;
   const __mmask16 mask = first(job.n - n);
   const __m512 bias = job.bias != nullptr ? load16(job.bias, n, job.bias_dtype, mask) : _mm512_setzero_ps();
-  for (int64_t m = 0; m < job.m; ++m) {
+  for (int64_t m = rows.begin; m < rows.end; ++m) {
     __m512 y = load_total(totals + m * stride);
     if constexpr (kTimesX) y = _mm512_mul_ps(y, _mm512_set1_ps(job.x_scales[m * job.x_scale_stride]));
     store16(job.y, m * job.n + n, job.y_dtype, _mm512_fmadd_ps(y, scales, bias), mask);

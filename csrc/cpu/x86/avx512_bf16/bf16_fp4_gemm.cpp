@@ -49,8 +49,8 @@ struct Fp4 : Bf16Panel {
   static void add(const Job&, const Parameters&, int, int64_t, int64_t, int64_t, Sum sums, uint32_t* totals) {
     store_total(totals, _mm512_add_ps(sums, load_total(totals)));
   }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
-    write_tile<true>(job, tile_n, fp4_row_factors(job, tile_n), totals, stride);
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
+    write_tile<true>(job, tile_n, fp4_row_factors(job, tile_n), totals, stride, rows);
   }
 
  private:

@@ -80,8 +80,8 @@ struct Int4 : Bf16Panel {
     }
     store_total(totals, _mm512_fmadd_ps(sums, _mm512_load_ps(group.scale), load_total(totals)));
   }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
-    write_tile<true>(job, tile_n, _mm512_set1_ps(1), totals, stride);
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
+    write_tile<true>(job, tile_n, _mm512_set1_ps(1), totals, stride, rows);
   }
 };
 

@@ -54,8 +54,8 @@ struct Bytes : Bf16Panel {
       store_total(totals, _mm512_add_ps(sums, load_total(totals)));
     }
   }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride) {
-    write_tile<!kBlocks>(job, tile_n, kBlocks ? _mm512_set1_ps(1) : row_scales(job, tile_n), totals, stride);
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
+    write_tile<!kBlocks>(job, tile_n, kBlocks ? _mm512_set1_ps(1) : row_scales(job, tile_n), totals, stride, rows);
   }
 };
 
