@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,6 +101,26 @@ def test_frozen_operands_get_no_gradient(scheme: Scheme, device: str) -> None:
     scheme.mm_with_grad(x, weight).sum().backward()
     assert scales.grad is None
     assert x.grad is not None
+
+
+def test_hooks_of_saved_tensors_get_no_weight(scheme: Scheme, device: str) -> None:
+    """save_on_cpu, for one, would copy it in every forward."""
+    weight = scheme.make_weight(50, 200, device=device)
+    x = randn(3, 200, dtype=torch.float32, device=device).requires_grad_()
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor), lambda nothing: nothing):
+        y = scheme.mm_with_grad(x, weight)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert not saved
+    assert grad.shape == x.shape
+
+
+def test_no_weight_is_the_operators_error(scheme: Scheme, device: str) -> None:
+    weight = scheme.make_weight(50, 200, device=device)
+    x = randn(3, 200, dtype=torch.float32, device=device).requires_grad_()
+    nothing = replace(weight, operands=(None, *weight.operands[1:]))
+    with pytest.raises(RuntimeError, match=f"{scheme.word}_mm.*weight must be a tensor, not None"):
+        scheme.mm_with_grad(x, nothing)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
