@@ -194,6 +194,21 @@ SPARED = {"gate", "shared_expert_gate", "router.classifier", "score"}
 DENSE = {"experts.0.gate_proj", "experts.0.gate", "experts.1.gate_proj", "experts.1.gate", "output.gate"}
 
 
+def test_the_router_of_jetmoe_stays() -> None:
+    """`router.layer`, with a class of transformers around it."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.JetMoeConfig(
+        **{"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 32},
+        **{"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    )
+    model = transformers.JetMoeForCausalLM(config)
+    routers = {name for name, module in model.named_modules() if name.endswith("router.layer")}
+    report = quantize_(model, SCHEME)
+    excluded = {row.name: row.note or "" for row in report.rows if row.status == "excluded"}
+    assert routers
+    assert all("router" in excluded[name] for name in routers)
+
+
 @pytest.mark.parametrize(
     "scheme, named",
     [
