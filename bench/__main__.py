@@ -17,6 +17,7 @@ from . import (
     four_bits,
     gptq,
     host,
+    invariance,
     language,
     llama,
     numerics,
@@ -64,6 +65,9 @@ def make_parser() -> argparse.ArgumentParser:
     calibrated = commands.add_parser("calibrate", help="what calibration gives a language model, and what it takes")
     _add_common(calibrated)
     calibrate.add_arguments(calibrated)
+    invariant = commands.add_parser("invariance", help="what batch-invariant products cost")
+    _add_common(invariant)
+    invariance.add_arguments(invariant)
     turned = commands.add_parser("rotation", help="what a Hadamard rotation of activations would give a language model")
     _add_common(turned)
     rotation.add_arguments(turned)
@@ -126,6 +130,9 @@ def main() -> int:
         return 0
     if arguments.command == "calibrate":
         calibrate.run(arguments, folder / "calibrate.json")
+        return 0
+    if arguments.command == "invariance":
+        invariance.run(arguments, folder / "invariance.json")
         return 0
     if arguments.command == "rotation":
         rotation.run(arguments, folder / "rotation.json")

@@ -8,61 +8,63 @@ namespace qao {
 Tensor int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                           const std::optional<Tensor>& bias, const Tensor& offsets,
                           const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
-                          int64_t out_features, int64_t in_features, int64_t group_size) {
+                          int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant) {
   Call call("int4_grouped_mm", x);
   GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale});
   product.use_packed_weight(out_features, in_features, group_size);
   product.use_float_x(x);
-  return product.run();
+  return product.run(batch_invariant);
 }
 
 Tensor int8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                           const std::optional<Tensor>& bias, const Tensor& offsets,
-                          const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale) {
+                          const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
+                          bool batch_invariant) {
   Call call("int8_grouped_mm", x);
   GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale});
   product.use_weight(kInt8Rows);
   product.use_float_x(x);
-  return product.run();
+  return product.run(batch_invariant);
 }
 
 Tensor fp8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
                          const Tensor& offsets, const std::optional<Tensor>& row_index,
-                         const std::optional<Tensor>& row_scale) {
+                         const std::optional<Tensor>& row_scale, bool batch_invariant) {
   Call call("fp8_grouped_mm", x);
   GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale});
   product.use_weight(kFp8Rows);
   product.use_float_x(x);
-  return product.run();
+  return product.run(batch_invariant);
 }
 
 Tensor int8_int8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                                const std::optional<Tensor>& bias, const Tensor& offsets,
                                const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
-                               const std::optional<Tensor>& weight_sums) {
+                               const std::optional<Tensor>& weight_sums, bool batch_invariant) {
   Call call("int8_int8_grouped_mm", x);
   GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale}, weight_sums);
   product.use_weight(kInt8Rows);
   product.use_dynamic_x(x, Format::kInt8, Scaling::kRow);
-  return product.run();
+  return product.run(batch_invariant);
 }
 
 Tensor int8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                                const std::optional<Tensor>& bias, const Tensor& offsets,
                                const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
                                const std::optional<Tensor>& weight_sums, int64_t out_features, int64_t in_features,
-                               int64_t group_size) {
+                               int64_t group_size, bool batch_invariant) {
   Call call("int8_int4_grouped_mm", x);
   GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale}, weight_sums);
   product.use_packed_weight(out_features, in_features, group_size);
   product.use_dynamic_x(x, Format::kInt8, Scaling::kRow);
-  return product.run();
+  return product.run(batch_invariant);
 }
 
 Tensor fp8_fp8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                              const std::optional<Tensor>& bias, const Tensor& offsets,
                              const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
-                             const std::optional<Tensor>& x_scale, int64_t x_group_size, bool fast_accum) {
+                             const std::optional<Tensor>& x_scale, int64_t x_group_size, bool fast_accum,
+                             bool batch_invariant) {
   Call call("fp8_fp8_grouped_mm", x);
   GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale});
   std::optional<Argument> given;
@@ -73,18 +75,18 @@ Tensor fp8_fp8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor
   const Scaling scaling = x_scaling_of(call.op, x_group_size);
   if (given) check_static_scale(call.op, *given, call.x, scaling);
   product.use_dynamic_x(x, Format::kFp8, scaling, given ? &*given : nullptr);
-  return product.run();
+  return product.run(batch_invariant);
 }
 
 Tensor fp8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                               const std::optional<Tensor>& bias, const Tensor& offsets,
                               const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
-                              int64_t out_features, int64_t in_features, int64_t group_size) {
+                              int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant) {
   Call call("fp8_int4_grouped_mm", x);
   GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale});
   product.use_packed_weight(out_features, in_features, group_size);
   product.use_dynamic_x(x, Format::kFp8, Scaling::kRow);
-  return product.run();
+  return product.run(batch_invariant);
 }
 
 }  // namespace qao

@@ -83,7 +83,8 @@ void GroupedProduct::check_values() const {
   }
 }
 
-Tensor GroupedProduct::run() {
+Tensor GroupedProduct::run(bool batch_invariant) {
+  if (batch_invariant) keep_rows_apart();
   use_bias_and_sums();
   check_routing();
   if (x_.is_cpu()) check_values();

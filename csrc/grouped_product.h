@@ -21,7 +21,7 @@ class GroupedProduct : public Product {
                  const std::optional<Tensor>& weight_sums = std::nullopt);
 
   // y [S, N].
-  Tensor run();
+  Tensor run(bool batch_invariant);
 
  private:
   void check_routing();

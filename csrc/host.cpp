@@ -246,6 +246,7 @@ PYBIND11_MODULE(_host, m) {
   define(problem, "fast_accum", &mm::Problem::fast_accum);
   define(problem, "static_scale", &mm::Problem::static_scale);
   define(problem, "weight_aligned", &mm::Problem::weight_aligned);
+  define(problem, "batch_invariant", &mm::Problem::batch_invariant);
   py::class_<Gpu> gpu(
       m, "Gpu",
       "A GPU's numbers: compute_capability (10 * major + minor), num_sms, and shared_bytes_per_cta, the "

@@ -18,7 +18,7 @@ using torch::stable::detail::StableTorchLibraryInit;
 void define_grouped(StableLibrary& m, const std::string& name, const std::string& rest) {
   m.def((name +
          "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, Tensor? row_scale" +
-         (rest.empty() ? "" : ", ") + rest + ") -> Tensor")
+         (rest.empty() ? "" : ", ") + rest + ", bool batch_invariant=False) -> Tensor")
             .c_str());
 }
 

@@ -7,51 +7,53 @@ namespace qao {
 namespace {
 
 Tensor int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-               int64_t out_features, int64_t in_features, int64_t group_size) {
+               int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant) {
   Call call("int4_mm", x);
   Product product(call.op, call.x, weight, scales, bias);
   product.use_packed_weight(out_features, in_features, group_size);
   product.use_float_x(x);
-  return product.run();
+  return product.run(batch_invariant);
 }
 
-Tensor int8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias) {
+Tensor int8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+               bool batch_invariant) {
   Call call("int8_mm", x);
   Product product(call.op, call.x, weight, scales, bias);
   product.use_weight(kInt8Rows);
   product.use_float_x(x);
-  return product.run();
+  return product.run(batch_invariant);
 }
 
-Tensor fp8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias) {
+Tensor fp8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+              bool batch_invariant) {
   Call call("fp8_mm", x);
   Product product(call.op, call.x, weight, scales, bias);
   product.use_weight(kFp8Rows);
   product.use_float_x(x);
-  return product.run();
+  return product.run(batch_invariant);
 }
 
 Tensor fp4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-              int64_t out_features, int64_t in_features, int64_t group_size) {
+              int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant) {
   Call call("fp4_mm", x);
   Product product(call.op, call.x, weight, scales, bias);
   product.use_fp4_weight(out_features, in_features, group_size);
   product.use_float_x(x);
-  return product.run();
+  return product.run(batch_invariant);
 }
 
 Tensor int8_int8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                    const std::optional<Tensor>& weight_sums) {
+                    const std::optional<Tensor>& weight_sums, bool batch_invariant) {
   Call call("int8_int8_mm", x);
   Product product(call.op, call.x, weight, scales, bias, weight_sums);
   product.use_weight(kInt8Rows);
   product.use_dynamic_x(x, Format::kInt8, Scaling::kRow);
-  return product.run();
+  return product.run(batch_invariant);
 }
 
 Tensor int8_int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
                     const std::optional<Tensor>& weight_sums, int64_t out_features, int64_t in_features,
-                    int64_t group_size, const std::optional<Tensor>& row_scales) {
+                    int64_t group_size, const std::optional<Tensor>& row_scales, bool batch_invariant) {
   Call call("int8_int4_mm", x);
   Product product(call.op, call.x, weight, scales, bias, weight_sums);
   std::optional<Argument> of_rows;
@@ -59,11 +61,11 @@ Tensor int8_int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales,
   product.use_packed_weight(out_features, in_features, group_size);
   if (of_rows) product.use_row_scales(*of_rows);
   product.use_dynamic_x(x, Format::kInt8, Scaling::kRow);
-  return product.run();
+  return product.run(batch_invariant);
 }
 
 Tensor fp8_fp8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                  const std::optional<Tensor>& x_scale, int64_t x_group_size, bool fast_accum) {
+                  const std::optional<Tensor>& x_scale, int64_t x_group_size, bool fast_accum, bool batch_invariant) {
   Call call("fp8_fp8_mm", x);
   Product product(call.op, call.x, weight, scales, bias);
   std::optional<Argument> given;
@@ -74,34 +76,38 @@ Tensor fp8_fp8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, c
   const Scaling scaling = x_scaling_of(call.op, x_group_size);
   if (given) check_static_scale(call.op, *given, call.x, scaling);
   product.use_dynamic_x(x, Format::kFp8, scaling, given ? &*given : nullptr);
-  return product.run();
+  return product.run(batch_invariant);
 }
 
 Tensor fp8_int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                   int64_t out_features, int64_t in_features, int64_t group_size) {
+                   int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant) {
   Call call("fp8_int4_mm", x);
   Product product(call.op, call.x, weight, scales, bias);
   product.use_packed_weight(out_features, in_features, group_size);
   product.use_dynamic_x(x, Format::kFp8, Scaling::kRow);
-  return product.run();
+  return product.run(batch_invariant);
 }
 
 constexpr Operator kProducts[] = {
     operator_of<"int4_mm", int4_mm>("int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features, "
-                                    "int in_features, int group_size) -> Tensor"),
-    operator_of<"int8_mm", int8_mm>("int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor"),
-    operator_of<"fp8_mm", fp8_mm>("fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias) -> Tensor"),
+                                    "int in_features, int group_size, bool batch_invariant=False) -> Tensor"),
+    operator_of<"int8_mm", int8_mm>(
+        "int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, bool batch_invariant=False) -> Tensor"),
+    operator_of<"fp8_mm", fp8_mm>(
+        "fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, bool batch_invariant=False) -> Tensor"),
     operator_of<"fp4_mm", fp4_mm>("fp4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features, "
-                                  "int in_features, int group_size) -> Tensor"),
-    operator_of<"int8_int8_mm", int8_int8_mm>(
-        "int8_int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? weight_sums) -> Tensor"),
+                                  "int in_features, int group_size, bool batch_invariant=False) -> Tensor"),
+    operator_of<"int8_int8_mm", int8_int8_mm>("int8_int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, "
+                                              "Tensor? weight_sums, bool batch_invariant=False) -> Tensor"),
     operator_of<"int8_int4_mm", int8_int4_mm>(
         "int8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? weight_sums, int out_features, int "
-        "in_features, int group_size, Tensor? row_scales=None) -> Tensor"),
-    operator_of<"fp8_fp8_mm", fp8_fp8_mm>("fp8_fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? "
-                                          "x_scale, int x_group_size, bool fast_accum) -> Tensor"),
-    operator_of<"fp8_int4_mm", fp8_int4_mm>("fp8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int "
-                                            "out_features, int in_features, int group_size) -> Tensor"),
+        "in_features, int group_size, Tensor? row_scales=None, bool batch_invariant=False) -> Tensor"),
+    operator_of<"fp8_fp8_mm", fp8_fp8_mm>(
+        "fp8_fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? "
+        "x_scale, int x_group_size, bool fast_accum, bool batch_invariant=False) -> Tensor"),
+    operator_of<"fp8_int4_mm", fp8_int4_mm>(
+        "fp8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int "
+        "out_features, int in_features, int group_size, bool batch_invariant=False) -> Tensor"),
 };
 
 }  // namespace

@@ -21,30 +21,32 @@ std::span<const Operator> scaled_products();
 Tensor int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                           const std::optional<Tensor>& bias, const Tensor& offsets,
                           const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
-                          int64_t out_features, int64_t in_features, int64_t group_size);
+                          int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant);
 Tensor int8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                           const std::optional<Tensor>& bias, const Tensor& offsets,
-                          const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale);
+                          const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
+                          bool batch_invariant);
 Tensor fp8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
                          const Tensor& offsets, const std::optional<Tensor>& row_index,
-                         const std::optional<Tensor>& row_scale);
+                         const std::optional<Tensor>& row_scale, bool batch_invariant);
 Tensor int8_int8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                                const std::optional<Tensor>& bias, const Tensor& offsets,
                                const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
-                               const std::optional<Tensor>& weight_sums);
+                               const std::optional<Tensor>& weight_sums, bool batch_invariant);
 Tensor int8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                                const std::optional<Tensor>& bias, const Tensor& offsets,
                                const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
                                const std::optional<Tensor>& weight_sums, int64_t out_features, int64_t in_features,
-                               int64_t group_size);
+                               int64_t group_size, bool batch_invariant);
 Tensor fp8_fp8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                              const std::optional<Tensor>& bias, const Tensor& offsets,
                              const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
-                             const std::optional<Tensor>& x_scale, int64_t x_group_size, bool fast_accum);
+                             const std::optional<Tensor>& x_scale, int64_t x_group_size, bool fast_accum,
+                             bool batch_invariant);
 Tensor fp8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                               const std::optional<Tensor>& bias, const Tensor& offsets,
                               const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
-                              int64_t out_features, int64_t in_features, int64_t group_size);
+                              int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant);
 
 // norm_mm.cpp
 std::tuple<Tensor, Tensor> add_rms_norm_int4_mm_op(const Tensor& x, const std::optional<Tensor>& residual,

@@ -108,7 +108,8 @@ Gpu gpu_of(const Op& op, const Argument& x) {
 }
 #endif
 
-Tensor Product::run() {
+Tensor Product::run(bool batch_invariant) {
+  if (batch_invariant) keep_rows_apart();
   use_bias_and_sums();
   Tensor y = empty_rows(problem.gated ? problem.n / 2 : problem.n, torch_dtype(problem.y_dtype), x_);
   if (problem.m == 0) return y;

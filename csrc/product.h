@@ -51,7 +51,7 @@ class Product {
   void use_dynamic_x(const Tensor& tensor, Format format, Scaling scaling, const Argument* x_scale = nullptr);
 
   // 3. y [..., N], or the gated half of it.
-  Tensor run();
+  Tensor run(bool batch_invariant = false);
 
   mm::Problem problem;
   mm::Arguments arguments;
@@ -63,12 +63,14 @@ class Product {
   void check_blocks();
   void check_x_scales(const Argument& x_scales);
   void use_bias_and_sums();
+  void keep_rows_apart();
 
   Op& op_;
   const Argument& x_;
   Argument weight_, scales_;
   std::optional<Argument> bias_, weight_sums_;
   std::optional<Rows> rows_;
+  const Tensor* tensor_ = nullptr;  // that they are of
   std::optional<QuantizedX> quantized_;
 };
 

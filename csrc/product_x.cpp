@@ -4,6 +4,7 @@ namespace qao {
 
 void Product::use_rows(const Tensor& tensor, int64_t element_size) {
   const Rows& rows = rows_.emplace(tensor, x_);
+  tensor_ = &tensor;
   problem.m = rows.count;
   problem.x_aligned = rows.is_aligned(element_size);
   arguments.x = rows.data;
@@ -75,6 +76,23 @@ void Product::check_blocks() {
   op_.check((problem.x_scaling == Scaling::kBlock) == (problem.weight_scaling == Scaling::kBlock),
             "blocks of 128 columns of x go with blocks of 128 x 128 of weight, and neither without the other",
             "Quantise x and weight alike");
+}
+
+// What a plan may not depend on if a row's bits shall not: a scale of all rows, and where the rows happen to lie.
+void Product::keep_rows_apart() {
+  problem.batch_invariant = true;
+  problem.fast_accum = false;  // not every tile has kernels for it
+  op_.check(!(quantized_ && problem.x_scaling == Scaling::kTensor && !problem.static_scale),
+            "with batch_invariant a scale may not be that of all rows of x",
+            "Pass x_scale, or x_group_size=-1 for a scale a row");
+  if (!x_.is_cuda() || problem.m == 0 || quantized_) return;  // what is quantised here lies as it should
+  const bool can_align = problem.k * (problem.x == Format::kFloat ? size_of(problem.x_dtype) : 1) % 16 == 0;
+  if (can_align && !problem.x_aligned) {
+    rows_->move(*tensor_, x_);
+    arguments.x = rows_->data;
+    arguments.x_stride = rows_->stride;
+  }
+  problem.x_aligned = can_align;
 }
 
 }  // namespace qao

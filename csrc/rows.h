@@ -26,12 +26,11 @@ struct Rows {
       rows_below *= x.size(i);
     }
     if (stride == 0 && count > 1) regular = false;  // the copy engine cannot read one row many times
-    if (!regular) {
-      copy = contiguous(tensor, x);
-      data = copy->data_ptr();
-      stride = x.size(last);
-    }
+    if (!regular) use(contiguous(tensor, x), x);
   }
+
+  // To memory of their own, which begins at an aligned address.
+  void move(const Tensor& tensor, const Argument& x) { use(cloned(tensor, x), x); }
 
   bool is_aligned(int64_t element_size) const {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && (count <= 1 || stride * element_size % 16 == 0);
@@ -41,6 +40,13 @@ struct Rows {
   int64_t count = 0;   // M
   int64_t stride = 0;  // elements
   std::optional<Tensor> copy;
+
+ private:
+  void use(const Tensor& rows, const Argument& x) {
+    copy = rows;
+    data = copy->data_ptr();
+    stride = x.size(x.dim() - 1);
+  }
 };
 
 }  // namespace qao

@@ -7,7 +7,8 @@ namespace {
 
 Tensor int8_scaled_mm(const Tensor& x, const Tensor& x_scales, const std::optional<Tensor>& x_zeros,
                       const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                      const std::optional<Tensor>& weight_sums, torch::headeronly::ScalarType out_dtype) {
+                      const std::optional<Tensor>& weight_sums, torch::headeronly::ScalarType out_dtype,
+                      bool batch_invariant) {
   Call call("int8_scaled_mm", x);
   Product product(call.op, call.x, weight, scales, bias, weight_sums);
   const Argument scales_of_x("x_scales", x_scales);
@@ -16,11 +17,12 @@ Tensor int8_scaled_mm(const Tensor& x, const Tensor& x_scales, const std::option
   if (x_zeros) call.op.involve(&zeros.emplace("x_zeros", *x_zeros));
   product.use_weight(kInt8Rows);
   product.use_scaled_x(x, Format::kInt8, scales_of_x, zeros ? &*zeros : nullptr, out_dtype);
-  return product.run();
+  return product.run(batch_invariant);
 }
 
 Tensor fp8_scaled_mm(const Tensor& x, const Tensor& x_scales, const Tensor& weight, const Tensor& scales,
-                     const std::optional<Tensor>& bias, torch::headeronly::ScalarType out_dtype, bool fast_accum) {
+                     const std::optional<Tensor>& bias, torch::headeronly::ScalarType out_dtype, bool fast_accum,
+                     bool batch_invariant) {
   Call call("fp8_scaled_mm", x);
   Product product(call.op, call.x, weight, scales, bias);
   const Argument scales_of_x("x_scales", x_scales);
@@ -28,16 +30,16 @@ Tensor fp8_scaled_mm(const Tensor& x, const Tensor& x_scales, const Tensor& weig
   product.use_weight(kFp8Rows);
   product.problem.fast_accum = fast_accum;
   product.use_scaled_x(x, Format::kFp8, scales_of_x, nullptr, out_dtype);
-  return product.run();
+  return product.run(batch_invariant);
 }
 
 constexpr Operator kProducts[] = {
     operator_of<"int8_scaled_mm", int8_scaled_mm>(
         "int8_scaled_mm(Tensor x, Tensor x_scales, Tensor? x_zeros, Tensor weight, Tensor scales, Tensor? bias, "
-        "Tensor? weight_sums, ScalarType out_dtype) -> Tensor"),
+        "Tensor? weight_sums, ScalarType out_dtype, bool batch_invariant=False) -> Tensor"),
     operator_of<"fp8_scaled_mm", fp8_scaled_mm>(
         "fp8_scaled_mm(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, Tensor? bias, ScalarType out_dtype, "
-        "bool fast_accum) -> Tensor"),
+        "bool fast_accum, bool batch_invariant=False) -> Tensor"),
 };
 
 }  // namespace

@@ -258,13 +258,26 @@ Tensor empty_vectors(int64_t last, int32_t dtype, const Argument& like) {
   return empty_after(like.dim(), last, dtype, like);
 }
 
-Tensor contiguous(const Tensor& tensor, const Argument& argument) {
+namespace {
+
+template <typename Copy>
+Tensor copy_of(const Argument& argument, const Copy& copy) {
   try {
-    return torch::stable::contiguous(tensor);
+    return copy();
   } catch (const std::exception&) {  // its text is a line of torch's headers
     fail("out of memory: torch could not copy " + argument.describe() +
-         ", whose rows do not lie at a constant distance. Free memory, or pass fewer rows at a time.");
+         ", which no kernel reads as it lies. Free memory, or pass fewer rows at a time.");
   }
+}
+
+}  // namespace
+
+Tensor contiguous(const Tensor& tensor, const Argument& argument) {
+  return copy_of(argument, [&] { return torch::stable::contiguous(tensor); });
+}
+
+Tensor cloned(const Tensor& tensor, const Argument& argument) {
+  return copy_of(argument, [&] { return torch::stable::contiguous(torch::stable::clone(tensor)); });
 }
 
 void* current_stream(const Argument& on) {

@@ -128,6 +128,7 @@ Tensor empty_vectors(int64_t last, int32_t dtype, const Argument& like);
 
 // A copy of the tensor of `argument` whose elements lie one after the other.
 Tensor contiguous(const Tensor& tensor, const Argument& argument);
+Tensor cloned(const Tensor& tensor, const Argument& argument);  // the same, whether they do or not
 
 // The cudaStream_t torch would use on this device now.
 void* current_stream(const Argument& on);

@@ -164,7 +164,12 @@ const Kernel kWideRowsAvx2 = {
     avx2::float32_wide_gemm};
 #endif
 
-const Kernel& choose(const Problem& problem, Features features) {
+const Kernel& choose(const Problem& given, Features features) {
+  Problem problem = given;
+  if (problem.batch_invariant) {  // the kernel of many rows, except AMX's, which have several orders of sums
+    problem.m = kAnyNumber;
+    features &= ~(kHasAmxTile | kHasAmxInt8 | kHasAmxBf16);
+  }
   const Kernel* kernel = kKernels + kFirst[static_cast<int>(problem.x)][static_cast<int>(problem.weight)];
   while (!supports(*kernel, problem, features)) ++kernel;
   return *kernel;

@@ -18,6 +18,7 @@ from .formats import PackedWeight, Scheme
 from .integrations.config import QaoConfig
 from .integrations.imports import install as _install
 from .integrations.pretrained import from_pretrained
+from .invariance import batch_invariant
 from .linear import QuantLinear
 from .quantize import quantize_
 from .report import Report, Row
@@ -55,6 +56,7 @@ __all__ = [
     "Row",
     "Scheme",
     "__version__",
+    "batch_invariant",
     "calibrate",
     "dequantize_",
     "explain",

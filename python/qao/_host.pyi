@@ -22,6 +22,7 @@ class Problem:
     fast_accum: bool
     static_scale: bool
     weight_aligned: bool
+    batch_invariant: bool
     def __init__(self, **attributes: Any) -> None: ...
 
 class Gpu:

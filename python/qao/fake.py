@@ -123,7 +123,7 @@ def _(
     row_index: Tensor | None,
     *rest: Any,
 ) -> Tensor:
-    return _rows(x, row_index, rest[-3])
+    return _rows(x, row_index, next(value for value in rest if not (value is None or isinstance(value, Tensor))))
 
 
 @_register("int8_grouped_mm")

@@ -17,6 +17,7 @@ from torch.autograd import Function, forward_ad
 
 from ._version import __version__
 from .fp4 import dequantize_fp4
+from .invariance import MODE, count_arguments, with_mode
 from .quantizer_fp8 import SCALE_BLOCK
 
 _qao = torch.ops.qao
@@ -43,9 +44,12 @@ def dequantize_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor
     return (weight.view(torch.float8_e4m3fn).float() * scales).to(dtype)
 
 
+def _sizes(rest: tuple[Any, ...]) -> list[Any]:
+    return [value for value in rest if not (value is None or isinstance(value, (Tensor, bool)))]
+
+
 def dense_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
-    sizes = (size for size in rest if not (size is None or isinstance(size, Tensor)))  # beside other operands
-    return _qao.dequantize_int4.default(weight, scales, *sizes, dtype)  # type: ignore[no-any-return]
+    return _qao.dequantize_int4.default(weight, scales, *_sizes(rest), dtype)  # type: ignore[no-any-return]
 
 
 def dense_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
@@ -57,7 +61,7 @@ def dense_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) ->
 
 
 def dense_fp4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
-    n, k, group_size = rest[-3:]
+    n, k, group_size = _sizes(rest)
     return dequantize_fp4(weight, scales, n, k, group_size, dtype)
 
 
@@ -166,8 +170,10 @@ class _Transformed(Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
         x, bias, weight, scales, operator, *rest = arguments
         of_x, of_bias, of_weight, of_scales, _, *of_rest = in_dims
-        dims = of_x, of_weight, of_scales, of_bias, *of_rest
-        return batched(partial(product, operator, ()), operator, info.batch_size, dims, x, weight, scales, bias, *rest)
+        operands = with_mode(operator, (x, weight, scales, bias, *rest), False)
+        added = (None,) * (len(operands) - 4 - len(rest))
+        dims = of_x, of_weight, of_scales, of_bias, *of_rest, *added
+        return batched(partial(product, operator, ()), operator, info.batch_size, dims, *operands)
 
 
 def batched(
@@ -220,7 +226,8 @@ def traced(operator: Any, function: Callable[..., Any]) -> Any:
 
 def _traced_product(operator: Any) -> Any:
     def impl(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        return product(operator, rest, x, weight, scales, bias)
+        x, weight, scales, bias, *given = with_mode(operator, (x, weight, scales, bias, *rest), False)
+        return product(operator, tuple(given), x, weight, scales, bias)
 
     return traced(operator, impl)
 
@@ -231,6 +238,7 @@ TRACED: dict[Any, Any] = {}
 
 def differentiable(operator: Any, dense: Callable[..., Tensor]) -> Any:
     """Makes a product known to all that knows of products, with W from (weight, scales, dtype, *rest); returns it."""
+    count_arguments(operator)
     DENSE[operator], TRACED[operator] = dense, _traced_product(operator)
     return operator
 
@@ -248,6 +256,8 @@ def product(
 
     Layers call it as it is: a function between them costs 1 % of the function calls that compile a layer.
     """
+    if MODE.on:
+        constants = with_mode(operator, (x, weight, scales, bias, *others, *constants), True)[4 + len(others) :]
     if type(_innermost()) is not _NONE or forward_ad._current_level >= 0:
         _leave_to_python()
         return _Transformed.apply(x, bias, weight, scales, operator, *others, *constants)  # type: ignore[no-untyped-call, no-any-return]

@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from .gradients import DENSE, traced, transformed
 from .grouped_rows import bounds_of, define_rows
+from .invariance import MODE, asked, count_arguments, with_mode
 
 _qao = torch.ops.qao
 
@@ -41,6 +42,8 @@ _NAMES = {op._schema.name.removeprefix("qao::").removesuffix("mm") + "grouped_mm
 GROUPED: dict[Any, Callable[..., Tensor]] = {
     getattr(_qao, name).default: dense for name, dense in _NAMES.items() if hasattr(_qao, name)
 }
+for _operator in GROUPED:
+    count_arguments(_operator)
 define_rows({operator._schema.name: dense for operator, dense in GROUPED.items()})
 
 
@@ -112,7 +115,8 @@ def _traced(operator: Any) -> Any:
         row_scale: Tensor | None,
         *rest: Any,
     ) -> Tensor:
-        return grouped_product(operator, rest, x, weight, scales, bias, offsets, row_index, row_scale)
+        given = with_mode(operator, (x, weight, scales, bias, offsets, row_index, row_scale, *rest), False)
+        return grouped_product(operator, given[7:], x, weight, scales, bias, offsets, row_index, row_scale)
 
     return traced(operator, impl)
 
@@ -135,6 +139,8 @@ def grouped_product(
     """``operator(x, weight, scales, bias, offsets, row_index, row_scale, *others, *constants)``, one of GROUPED,
     differentiable."""
     rest = (*others, *constants)
+    if MODE.on:
+        rest = with_mode(operator, (x, weight, scales, bias, offsets, row_index, row_scale, *rest), True)[7:]
     wanted = torch.is_grad_enabled() and any(
         isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (x, bias, row_scale)
     )
@@ -171,9 +177,10 @@ def int4_grouped_mm(
     out_features: int,
     in_features: int,
     group_size: int,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``qao.ops.int4_mm`` of experts."""
-    constants = out_features, in_features, group_size
+    constants = out_features, in_features, group_size, *asked(batch_invariant)
     return grouped_product(INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale)
 
 
@@ -185,9 +192,10 @@ def int8_grouped_mm(
     offsets: Tensor,
     row_index: Tensor | None,
     row_scale: Tensor | None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``qao.ops.int8_mm`` of experts."""
-    return grouped_product(INT8, (), x, weight, scales, bias, offsets, row_index, row_scale)
+    return grouped_product(INT8, asked(batch_invariant), x, weight, scales, bias, offsets, row_index, row_scale)
 
 
 def fp8_grouped_mm(
@@ -198,9 +206,10 @@ def fp8_grouped_mm(
     offsets: Tensor,
     row_index: Tensor | None,
     row_scale: Tensor | None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``qao.ops.fp8_mm`` of experts."""
-    return grouped_product(FP8, (), x, weight, scales, bias, offsets, row_index, row_scale)
+    return grouped_product(FP8, asked(batch_invariant), x, weight, scales, bias, offsets, row_index, row_scale)
 
 
 def int8_int8_grouped_mm(
@@ -212,9 +221,12 @@ def int8_int8_grouped_mm(
     row_index: Tensor | None,
     row_scale: Tensor | None,
     weight_sums: Tensor | None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``qao.ops.int8_int8_mm`` of experts."""
-    return grouped_product(INT8_INT8, (), x, weight, scales, bias, offsets, row_index, row_scale, weight_sums)
+    return grouped_product(
+        INT8_INT8, asked(batch_invariant), x, weight, scales, bias, offsets, row_index, row_scale, weight_sums
+    )
 
 
 def int8_int4_grouped_mm(
@@ -229,9 +241,10 @@ def int8_int4_grouped_mm(
     out_features: int,
     in_features: int,
     group_size: int,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``qao.ops.int8_int4_mm`` of experts."""
-    constants = out_features, in_features, group_size
+    constants = out_features, in_features, group_size, *asked(batch_invariant)
     return grouped_product(INT8_INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale, weight_sums)
 
 
@@ -246,9 +259,10 @@ def fp8_fp8_grouped_mm(
     x_scale: Tensor | None,
     x_group_size: int,
     fast_accum: bool,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``qao.ops.fp8_fp8_mm`` of experts; ``x_scale``, float32 [1], is that of all of them."""
-    constants = x_group_size, fast_accum
+    constants = x_group_size, fast_accum, *asked(batch_invariant)
     return grouped_product(FP8_FP8, constants, x, weight, scales, bias, offsets, row_index, row_scale, x_scale)
 
 
@@ -263,7 +277,8 @@ def fp8_int4_grouped_mm(
     out_features: int,
     in_features: int,
     group_size: int,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``qao.ops.fp8_int4_mm`` of experts."""
-    constants = out_features, in_features, group_size
+    constants = out_features, in_features, group_size, *asked(batch_invariant)
     return grouped_product(FP8_INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale)

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .invariance import MODE
+
 _qao = torch.ops.qao
 
 # ---- four-bit weights ------------------------------------------------------------------------------------------------
@@ -180,6 +182,7 @@ def int8_scaled_mm(
     bias: Tensor | None,
     weight_sums: Tensor | None,
     out_dtype: torch.dtype,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``int8_int8_mm`` of an x that is quantised: [..., N] in ``out_dtype``, a float dtype.
 
@@ -190,8 +193,11 @@ def int8_scaled_mm(
         bias: [N] in a float dtype, or None.
         weight_sums: float32 [N], sums over k of the dequantised W; given exactly if x_zeros is.
         out_dtype: of the result.
+        batch_invariant: a row of the result depends on its row of x and W alone.
     """
-    return _qao.int8_scaled_mm.default(x, x_scales, x_zeros, weight, scales, bias, weight_sums, out_dtype)  # type: ignore[no-any-return]
+    operands = x, x_scales, x_zeros, weight, scales, bias, weight_sums
+    mode = batch_invariant or MODE.on
+    return _qao.int8_scaled_mm.default(*operands, out_dtype, mode)  # type: ignore[no-any-return]
 
 
 def fp8_scaled_mm(
@@ -202,6 +208,7 @@ def fp8_scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``fp8_fp8_mm`` of an x that is quantised: [..., N] in ``out_dtype``, a float dtype.
 
@@ -212,8 +219,11 @@ def fp8_scaled_mm(
         bias: [N] in a float dtype, or None.
         out_dtype: of the result.
         fast_accum: GPUs may sum more than 128 columns in the tensor core's short accumulator.
+        batch_invariant: a row of the result depends on its row of x and W alone.
     """
-    return _qao.fp8_scaled_mm.default(x, x_scales, weight, scales, bias, out_dtype, fast_accum)  # type: ignore[no-any-return]
+    operands = x, x_scales, weight, scales, bias
+    mode = batch_invariant or MODE.on
+    return _qao.fp8_scaled_mm.default(*operands, out_dtype, fast_accum, mode)  # type: ignore[no-any-return]
 
 
 def add_rms_norm_int4_mm(

@@ -10,6 +10,7 @@ All products take and return alike:
     bias: [N] in a float dtype, or None.
     result: [..., N], contiguous, in x's dtype; accumulated in float32, or exactly where both operands are integers.
 Those of experts, ``*_grouped_mm``: see grouped.py.
+With ``batch_invariant``, or within ``qao.batch_invariant()``, a row of the result depends on its row of x and W alone.
 They raise RuntimeError where a shape, dtype, device or alignment does not fit; the message lists all and the remedy.
 Gradients go to x and bias. That of x is dy · W: rounding x to eight bits counts as the identity (straight-through).
 
@@ -84,6 +85,7 @@ from .grouped import (  # noqa: E402, F401
     int8_int8_grouped_mm,
 )
 from .grouped import grouped_product as grouped_product  # noqa: E402
+from .invariance import asked  # noqa: E402
 from .norm_silu import add_rms_norm, silu_mul  # noqa: E402, F401
 from .operators import (  # noqa: E402, F401
     add_rms_norm_int4_mm,
@@ -116,38 +118,71 @@ EMBEDDINGS: dict[str, Callable[..., Tensor]] = {
 
 
 def int4_mm(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, in_features: int, group_size: int
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """y = x · Wᵀ + bias with an int4 weight."""
-    constants = out_features, in_features, group_size
+    constants = out_features, in_features, group_size, *asked(batch_invariant)
     return product(INT4, constants, x, weight, scales, bias)
 
 
-def int8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+def int8_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    batch_invariant: bool = False,
+) -> Tensor:
     """y = x · Wᵀ + bias with an int8 weight."""
-    return product(INT8, (), x, weight, scales, bias)
+    return product(INT8, asked(batch_invariant), x, weight, scales, bias)
 
 
-def fp8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+def fp8_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    batch_invariant: bool = False,
+) -> Tensor:
     """y = x · Wᵀ + bias with an fp8 weight."""
-    return product(FP8, (), x, weight, scales, bias)
+    return product(FP8, asked(batch_invariant), x, weight, scales, bias)
 
 
 def fp4_mm(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, in_features: int, group_size: int
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """y = x · Wᵀ + bias with an fp4 weight: ``group_size`` 32 is MXFP4, 16 NVFP4."""
-    constants = out_features, in_features, group_size
+    constants = out_features, in_features, group_size, *asked(batch_invariant)
     return product(FP4, constants, x, weight, scales, bias)
 
 
-def int8_int8_mm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, weight_sums: Tensor | None) -> Tensor:
+def int8_int8_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    weight_sums: Tensor | None,
+    batch_invariant: bool = False,
+) -> Tensor:
     """y = x̂ · Wᵀ + bias with an int8 weight and x̂ = x rounded to int8, a scale per token.
 
     ``weight_sums``: float32 [N], sums over k of the dequantised W, makes the rounding of x asymmetric (with a zero
     point per token); None: symmetric.
     """
-    return product(INT8_INT8, (), x, weight, scales, bias, weight_sums)
+    return product(INT8_INT8, asked(batch_invariant), x, weight, scales, bias, weight_sums)
 
 
 def int8_int4_mm(
@@ -160,6 +195,7 @@ def int8_int4_mm(
     in_features: int,
     group_size: int,
     row_scales: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """y = x̂ · Wᵀ + bias with an int4 weight; x̂ and ``weight_sums`` as for ``int8_int8_mm``.
 
@@ -168,7 +204,8 @@ def int8_int4_mm(
     Others than those give wrong numbers there.
     """
     constants = out_features, in_features, group_size
-    last = constants if row_scales is None else (*constants, row_scales)
+    last = constants if row_scales is None and not batch_invariant else (*constants, row_scales)
+    last = *last, *asked(batch_invariant)
     return product(INT8_INT4, last, x, weight, scales, bias, weight_sums)
 
 
@@ -180,6 +217,7 @@ def fp8_fp8_mm(
     x_scale: Tensor | None,
     x_group_size: int,
     fast_accum: bool,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """y = x̂ · Wᵀ + bias with an fp8 weight and x̂ = x rounded to e4m3.
 
@@ -187,12 +225,19 @@ def fp8_fp8_mm(
     of x. ``x_scale``: float32 [1], that one scale if it is known beforehand. ``fast_accum``: GPUs may sum more than
     128 columns in the tensor core's short accumulator.
     """
-    return product(FP8_FP8, (x_group_size, fast_accum), x, weight, scales, bias, x_scale)
+    return product(FP8_FP8, (x_group_size, fast_accum, *asked(batch_invariant)), x, weight, scales, bias, x_scale)
 
 
 def fp8_int4_mm(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, in_features: int, group_size: int
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """y = x̂ · Wᵀ + bias with an int4 weight and x̂ = x rounded to e4m3, a scale per token."""
-    constants = out_features, in_features, group_size
+    constants = out_features, in_features, group_size, *asked(batch_invariant)
     return product(FP8_INT4, constants, x, weight, scales, bias)

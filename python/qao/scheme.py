@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from .invariance import MODE
 from .quantizer import QuantizedWeight, as_stored
 
 try:
@@ -170,7 +171,7 @@ class Scheme(ABC):
         if _host is None or device.type not in ("cpu", "cuda"):
             return None
         x, scales = (str(dtype).removeprefix("torch.") for dtype in (x_dtype, scale_dtype))
-        problem = self._problem(m=m, n=n, k=k, x_dtype=x, scale_dtype=scales)
+        problem = self._problem(m=m, n=n, k=k, x_dtype=x, scale_dtype=scales, batch_invariant=MODE.on)
         if device.type == "cpu":
             kernel = _host.cpu_kernel(problem)
             return {"kernel": kernel, "text": f"for M = {m} with {x} activations on {_host.cpu_features()['selected']}"}

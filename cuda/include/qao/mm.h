@@ -52,6 +52,9 @@ struct Problem {
   bool x_aligned = true;  // base address and row stride are multiples of 16 bytes
   bool weight_aligned = true;
   bool row_scales = false;  // x == kInt8, weight == kInt4, no zeros: Arguments::row_scales is given
+  // The bits of a row of y depend on nothing but its row of x and W: neither on m nor on other rows. `x_aligned` then
+  // follows from k and the dtype of x.
+  bool batch_invariant = false;
 
   int64_t groups() const { return (k + group_size - 1) / group_size; }
   int64_t k_blocks() const { return (k + kScaleBlock - 1) / kScaleBlock; }

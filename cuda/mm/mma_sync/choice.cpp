@@ -56,6 +56,7 @@ int choose_split(const Config& config, const Problem& problem, int64_t tiles, in
   if (problem.x == Format::kInt8 && problem.weight == Format::kInt8) {
     least = ceil_div(k_steps, config.warps_k * (kInt32Columns / kTileK));
   }
+  if (problem.batch_invariant) return static_cast<int>(least);
   const int64_t room = num_sms * (problem.m > kManyTokens ? config.ctas_per_sm : 1);
   return std::max(static_cast<int>(least),
                   split_of(tiles, room, k_steps, static_cast<int64_t>(config.warps_k) * config.stages));
@@ -133,6 +134,7 @@ Choice choose(const Problem& problem, const Gpu& gpu, bool quantizes) {
   int64_t best_cost = 0;
   for (const Config& config : kConfigs) {
     if (best.config != nullptr && (config.share != ShareKind::kRun || config.max_m != best.config->max_m)) continue;
+    if (problem.batch_invariant && config.max_m != kAnyM) continue;  // tiles differ in the order of their sums
     if (m > config.max_m || quantizes != (config.x == XKind::kQuantizes) || !serves(config.weight, problem.weight))
       continue;
     if (!quantizes && !serves(config.x, problem.x == Format::kFloat)) continue;

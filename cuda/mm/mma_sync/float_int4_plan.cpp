@@ -45,6 +45,7 @@ constexpr Config kConfigs[] = {
 const Config* first_fitting(const Problem& problem, const Gpu& gpu) {
   for (const Config& config : kConfigs) {
     if (problem.m > config.max_m) continue;
+    if (problem.batch_invariant && config.max_m != kAnyM) continue;  // tiles differ in the order of their sums
     if (config.shared_bytes > gpu.shared_bytes_per_cta) continue;
     if (config.one_wave && ceil_div(problem.n, config.tile_n) > gpu.num_sms * config.ctas_per_sm) continue;
     return &config;
@@ -73,7 +74,8 @@ bool plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   plan->tile_m = config->tile_m;
   plan->warps = config->warps;
   plan->stages = config->stages;
-  plan->split_k = split_of(tiles, gpu.num_sms, k_steps, int64_t{config->warps_k} * config->stages);
+  plan->split_k =
+      problem.batch_invariant ? 1 : split_of(tiles, gpu.num_sms, k_steps, int64_t{config->warps_k} * config->stages);
   plan->ctas = tiles * plan->split_k;
   plan->shared_bytes = config->shared_bytes;
   plan->workspace_bytes = workspace_of(problem, *plan).bytes;

@@ -104,6 +104,7 @@ Status plan_float_int4(const Problem& problem, int64_t experts, int64_t rows, co
   for (const FloatInt4Config& config : kFloatInt4Configs) {
     plan->config = static_cast<int>(&config - kFloatInt4Configs);
     plan->shared_bytes = config.shared_bytes + table_bytes(config.tile_m);
+    if (problem.batch_invariant && config.most_rows != kAnyM) continue;  // tiles differ in the order of their sums
     if (rows_of_expert(experts, rows) > config.most_rows || plan->shared_bytes > gpu.shared_bytes_per_cta) continue;
     plan->body = Body::kMmaSyncFloatInt4;
     plan->instruction = problem.x_dtype == DType::kFloat16 ? "mma.sync f16" : "mma.sync bf16";
@@ -117,6 +118,7 @@ Status plan_eight_bits(const Problem& problem, int64_t experts, int64_t rows, co
   const Operands operands = mma_sync::operands_of(problem);
   for (const Config& config : kConfigs) {
     plan->config = static_cast<int>(&config - kConfigs);
+    if (problem.batch_invariant && config.most_rows != kAnyM) continue;
     if (rows_of_expert(experts, rows) > config.most_rows || !serves(config.x, problem.x == Format::kFloat)) continue;
     plan->body = Body::kMmaSync;
     plan->instruction = problem.x == Format::kInt8  ? "mma.sync s8"

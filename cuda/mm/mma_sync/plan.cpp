@@ -32,6 +32,7 @@ bool lets_next_early(const Config& config, const Choice& choice, const Gpu& gpu)
 
 // Why the product cannot quantise this x itself; null if it can, unless x is too large (choose()).
 const char* against_quantizing(const Problem& problem) {
+  if (problem.batch_invariant) return "batch-invariant";
   if (problem.m > ResidentX::kMaxTokens) return "more than a few tokens";
   if (!problem.x_aligned) return "rows of x are not aligned to 16 bytes";
   if (problem.x_scaling == Scaling::kTensor && !problem.static_scale && problem.m > 1) return "tokens share a scale";

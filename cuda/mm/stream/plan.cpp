@@ -148,6 +148,7 @@ bool is_fused(const Problem& problem) { return problem.normed || problem.gated; 
 }  // namespace
 
 bool supports(const Problem& problem, const Gpu& gpu) {
+  if (problem.batch_invariant) return false;  // warps split K as it suits the number of tokens
   return is_hopper(gpu) && (is_float_int4(problem) || is_float_fp4(problem)) && !is_split(problem);
 }
 

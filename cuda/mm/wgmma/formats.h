@@ -104,8 +104,15 @@ inline bool has_kernels(const Problem& problem) { return first_row_of(problem) <
 // The row that serves the problem in such tiles.
 inline int row_of(const Problem& problem, Tile tile) {
   int row = first_row_of(problem);
-  while (!kRows[row].serves(tile, problem.fast_accum, has_row_scales(problem))) ++row;
+  // Not all tiles have kernels that leave sums in the tensor cores.
+  const bool fast = problem.fast_accum && !problem.batch_invariant;
+  while (!kRows[row].serves(tile, fast, has_row_scales(problem))) ++row;
   return row;
+}
+// Whether a row of y has the same bits in all tiles that keep_order() says yes to: K is walked in one order by all, but
+// operands that change places may be added in another one.
+inline bool keep_order(const Problem& problem, Traits traits) {
+  return traits.swapped || problem.x != Format::kFp8 || !has_blocks(problem);
 }
 inline Traits traits_of(const Problem& problem, Tile tile) { return kRows[row_of(problem, tile)].traits(); }
 

@@ -55,7 +55,7 @@ bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu
   const int64_t average = ceil_div(experts.rows, active);
   const Few least_here = few(problem);
   const int64_t shares = active * ceil_div(problem.n, 2 * kWarpgroupRows) / gpu.num_sms;
-  if (average <= least_here.rows && shares < least_here.tiles) return false;
+  if (!problem.batch_invariant && average <= least_here.rows && shares < least_here.tiles) return false;
   const double rows = static_cast<double>(experts.rows) / static_cast<double>(active);
   const double bytes = static_cast<double>(active * weight_bytes(problem));
   const int64_t parts = is_split(problem) ? kFloat32Parts : 1;
@@ -66,6 +66,7 @@ bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu
     const Formats& formats = kRows[row_of(problem, tile)];
     const Cost* cost = cost_of(problem, tile);
     if (tile.by_turns && average < kTurnsRows) continue;
+    if (problem.batch_invariant && !keep_order(problem, formats.traits())) continue;
     if (!serves_experts(formats, tile) || !formats.traits().serves(tile) || cost == nullptr) continue;
     const int64_t row_blocks = round_up(ceil_div(problem.n, tile.rows), tile.by_turns ? kTurnsCluster : 1);
     const double tiles = expected_tiles(rows, tile.tokens) * static_cast<double>(active * row_blocks);

@@ -64,7 +64,7 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
     const Tile tile = kTiles[row];
     const int tokens = tile.tokens;
     const Traits traits = traits_of(problem, tile);
-    if (!traits.serves(tile)) continue;
+    if (!traits.serves(tile) || (problem.batch_invariant && !keep_order(problem, traits))) continue;
     const int64_t steps = ceil_div(problem.k, traits.tile_k(tile)) * (is_split(problem) ? kFloat32Parts : 1);
     const int64_t token_blocks = ceil_div(problem.m, tokens);
     if (tile.by_turns) {  // the products of one tile hide the epilogue of another: all but the last one's
@@ -75,7 +75,9 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
       visit(Choice{row, 1, tile.rows, std::min(tiles, clusters) * kTurnsCluster, false, counts});
       continue;
     }
-    for (int split = 1; split <= std::min<int64_t>(kMaxCluster, steps); ++split) {
+    // A part of K has sums of its own.
+    const int64_t most_parts = problem.batch_invariant ? 1 : std::min<int64_t>(kMaxCluster, steps);
+    for (int split = 1; split <= most_parts; ++split) {
       const int64_t slots = slots_of(gpu, split);
       const auto ctas_of = [&](int tile_rows) { return ceil_div(problem.n, tile_rows) * token_blocks * split; };
       const int64_t waves = ceil_div(ctas_of(tile.rows), slots);
@@ -90,7 +92,7 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
       visit_rows(tile.rows);
       // Pairs of CTAs split K of the tiles left over after full waves.
       const int64_t pairs = slots / kLastSplit, full = waves - 1, left = ctas_of(tile.rows) - full * pairs * kLastSplit;
-      if (split == 1 && full > 0 && left <= pairs && steps >= kLastSplit) {
+      if (!problem.batch_invariant && split == 1 && full > 0 && left <= pairs && steps >= kLastSplit) {
         const auto k_tiles = static_cast<double>(full * steps + ceil_div(steps, kLastSplit));
         const Terms counts = {k_tiles, static_cast<double>(waves), 1, kLastSplit};
         visit(Choice{row, split, tile.rows, pairs * kLastSplit, true, counts});
@@ -112,7 +114,9 @@ void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* pl
   const Tile tile = kTiles[choice.row];
   const Stage stage(traits_of(problem, tile), tile);
   plan->body = Body::kWgmma;
-  plan->reason = tile.by_turns ? "many tokens on Hopper: wgmma by turns" : "many tokens on Hopper: wgmma";
+  plan->reason = problem.batch_invariant ? "batch-invariant on Hopper: wgmma walks K in one order"
+                 : tile.by_turns         ? "many tokens on Hopper: wgmma by turns"
+                                         : "many tokens on Hopper: wgmma";
   plan->instruction = instruction_of(problem);
   plan->config = choice.row;
   plan->tile_n = choice.tile_rows;
@@ -124,7 +128,7 @@ void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* pl
   plan->splits_last = choice.splits_last;
   plan->ctas = choice.split > 1 ? choice.ctas : std::min<int64_t>(choice.ctas, gpu.num_sms);
   plan->workspace_bytes = workspace_of(problem, *plan).bytes;
-  if (problem.quantizes_x) plan->quantizer = "more than a few tokens";
+  if (problem.quantizes_x) plan->quantizer = problem.batch_invariant ? "batch-invariant" : "more than a few tokens";
 }
 
 }  // namespace
@@ -143,7 +147,8 @@ const char* unfit(const Problem& problem) {
 bool supports(const Problem& problem, const Gpu& gpu) { return is_hopper(gpu) && has_kernels(problem); }
 
 const char* against(const Problem& problem, const Gpu& gpu) {
-  if (problem.m <= largest_mma_sync_m(problem, gpu)) return "few tokens: mma.sync with K split over warps";
+  if (!problem.batch_invariant && problem.m <= largest_mma_sync_m(problem, gpu))
+    return "few tokens: mma.sync with K split over warps";
   return unfit(problem);
 }
 

@@ -1,0 +1,73 @@
+"""What ``qao.batch_invariant()`` costs: a layer in it and outside, by turns in one process."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import qao
+import torch
+from torch import Tensor, nn
+
+from .meta import describe, write
+from .timing import Graph, copies_of, interleaved, replayed
+
+SCHEMES: dict[str, qao.Scheme] = {
+    "int4": qao.Int4WeightOnly(),
+    "int8": qao.Int8WeightOnly(),
+    "fp8": qao.Float8WeightOnly(),
+    "fp4": qao.Fp4WeightOnly(),
+    "int8_int8": qao.Int8DynamicActivationInt8Weight(),
+    "int8_int4": qao.Int8DynamicActivationInt4Weight(symmetric=True),
+    "fp8_fp8": qao.Float8DynamicActivationFloat8Weight(),
+    "fp8_int4": qao.Float8DynamicActivationInt4Weight(symmetric=True),
+}
+LAYERS = ((4096, 4096), (28672, 4096), (4096, 14336))
+TOKENS = {"cuda": (1, 16, 64, 256, 1024, 4096), "cpu": (1, 4, 16, 64)}
+
+
+def measure(scheme: qao.Scheme, n: int, k: int, tokens: tuple[int, ...], device: str, seconds: float) -> list[Any]:
+    """Microseconds outside and inside, for each number of tokens."""
+    linear = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
+    layer = qao.QuantLinear.from_linear(linear, scheme)
+    copies = copies_of(layer.qweight.nbytes, device)
+    tensors = [{**layer._parameters} for _ in range(copies)]
+    for own in tensors[1:]:
+        own["qweight"] = nn.Parameter(layer.qweight.clone(), requires_grad=False)
+    rows = []
+    for m in tokens:
+        x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+        calls = [partial(_call, layer, x, cycle(tensors), invariant) for invariant in (False, True)]
+        if device == "cuda":
+            floor = max(layer.qweight.nbytes / 4.8e12, 2 * m * n * k / 1.5e15)
+            times = replayed([Graph(call, copies, floor) for call in calls], seconds)
+        else:
+            times = interleaved(calls, seconds)
+        plain, inside = (time * 1e6 for time in times)
+        rows.append({"n": n, "k": k, "m": m, "plain_us": plain, "invariant_us": inside, "ratio": inside / plain})
+    return rows
+
+
+def _call(layer: qao.QuantLinear, x: Tensor, tensors: Iterator[dict[str, Any]], invariant: bool) -> None:
+    with qao.batch_invariant(invariant), torch.no_grad():
+        layer._mm(x, next(tensors), layer._constants)
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--seconds", type=float, default=0.1, help="for each cell and way")
+    command.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES), metavar="SCHEME")
+
+
+def run(arguments: argparse.Namespace, path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for word in arguments.schemes:
+        for n, k in LAYERS:
+            of_layer = measure(SCHEMES[word], n, k, TOKENS[arguments.device], arguments.device, arguments.seconds)
+            rows += [{"scheme": word, **row} for row in of_layer]
+            ratios = " ".join(f"M={row['m']} {row['plain_us']:.1f} {row['ratio']:.2f}" for row in of_layer)
+            print(f"{word} {n}x{k}: {ratios}", flush=True)
+            write({"meta": describe(arguments.device), "rows": rows}, path)
