@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Iterator
 from functools import partial
 from itertools import cycle
@@ -13,6 +14,7 @@ import qao
 import torch
 from torch import Tensor, nn
 
+from .markdown import caption, table
 from .meta import describe, write
 from .timing import Graph, copies_of, interleaved, replayed
 
@@ -71,3 +73,16 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
             ratios = " ".join(f"M={row['m']} {row['plain_us']:.1f} {row['ratio']:.2f}" for row in of_layer)
             print(f"{word} {n}x{k}: {ratios}", flush=True)
             write({"meta": describe(arguments.device), "rows": rows}, path)
+
+
+def render(results: dict[str, Any]) -> str:
+    """The Markdown of one results file: a line a scheme, the geometric mean and the largest ratio over the layers."""
+    rows = results["rows"]
+    tokens = list(dict.fromkeys(row["m"] for row in rows))
+    lines = []
+    for word in dict.fromkeys(row["scheme"] for row in rows):
+        of_m = [[row["ratio"] for row in rows if row["scheme"] == word and row["m"] == m] for m in tokens]
+        lines.append([f"`{word}`", *(f"{statistics.geometric_mean(some):.2f}, {max(some):.2f}" for some in of_m)])
+    layers = ", ".join(dict.fromkeys(f"{row['n']} × {row['k']}" for row in rows))
+    text = f"Time in the context over time outside, geometric mean and largest of {layers}. {caption(results['meta'])}."
+    return f"{text}\n\n{table(['scheme', *(f'M={m}' for m in tokens)], lines)}"
