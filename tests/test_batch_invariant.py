@@ -13,7 +13,8 @@ from qao.invariance import MODE, with_mode
 from torch import Tensor, nn
 
 every_scheme = pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
-COUNTS = (1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 65, 130, 257)
+# Rows of x; on a CPU, whose scalar kernel is slow, as far as its kernels differ.
+COUNTS = {"cpu": (1, 2, 3, 7, 9, 17, 33), "cuda": (1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 65, 130, 257)}
 
 
 def product(scheme: Scheme, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -34,14 +35,27 @@ def test_rows_alone_and_together(scheme: Scheme, n: int, k: int, x_dtype: torch.
         weight = scheme.make_weight(n, k, fmt, device)
         if not rows_apart(weight):
             continue
-        x = randn(COUNTS[-1], k, dtype=x_dtype, device=device)
+        *counts, all_rows = COUNTS[device]
+        x = randn(all_rows, k, dtype=x_dtype, device=device)
         bias = randn(n, dtype=torch.float32, device=device)
         y = product(scheme, x, weight, bias)
         check_product(y, x, weight, bias)
-        for m in COUNTS:
+        for m in counts:
             assert torch.equal(bits(product(scheme, x[:m], weight, bias)), bits(y[:m])), m
-            first = COUNTS[-1] - m
+            first = all_rows - m
             assert torch.equal(bits(product(scheme, x[first:], weight, bias)), bits(y[first:])), m
+
+
+@every_scheme
+def test_many_rows(scheme: Scheme, device: str) -> None:
+    """Which threads and batches share."""
+    weight = scheme.make_weight(100, 320, scheme.few_formats[1], device)
+    if not rows_apart(weight):
+        return
+    x = randn(700, 320, dtype=torch.bfloat16, device=device)
+    y = product(scheme, x, weight, None)
+    for first, last in ((0, 1), (699, 700), (5, 133), (128, 700), (300, 650)):
+        assert torch.equal(bits(product(scheme, x[first:last], weight, None)), bits(y[first:last]))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
