@@ -14,6 +14,7 @@ from . import (
     bars,
     calibrate,
     experts,
+    experts_block,
     four_bits,
     gptq,
     host,
@@ -83,6 +84,10 @@ def make_parser() -> argparse.ArgumentParser:
     grouped.add_argument("--schemes", nargs="+", choices=experts.SCHEMES, default=experts.SCHEMES, metavar="NAME")
     grouped.add_argument("--quick", action="store_true", help="a quarter of the time a cell: rougher medians")
     _add_check(grouped)
+    block = commands.add_parser("experts_block", help="a whole block of a mixture, compiled; needs transformers")
+    _add_common(block)
+    block.add_argument("--m", nargs="+", type=int, default=experts_block.TOKENS, metavar="M", help="tokens")
+    block.add_argument("--schemes", nargs="+", choices=experts.SCHEMES, default=experts_block.SCHEMES, metavar="NAME")
     whole = commands.add_parser("llama", help="tokens per second of whole decoders; needs transformers")
     _add_common(whole)
     llama.add_arguments(whole)
@@ -145,6 +150,10 @@ def main() -> int:
         results = experts.run(arguments.device, *choice, quick=arguments.quick)
         write(results, folder / "experts.json")
         return _report(*experts.misses(results["rows"])) if arguments.check else 0
+    if arguments.command == "experts_block":
+        path = folder / "experts_block.json"
+        experts_block.run(arguments.device, arguments.m, arguments.schemes, lambda results: write(results, path))
+        return 0
     if arguments.command == "quantize":
         results = quantize.run(arguments.device)
         write(results, folder / "quantize.json")

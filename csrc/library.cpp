@@ -36,6 +36,8 @@ void define(StableLibrary& m) {
   define_grouped(m, "int8_int4_grouped_mm", "Tensor? weight_sums, int out_features, int in_features, int group_size");
   define_grouped(m, "fp8_fp8_grouped_mm", "Tensor? x_scale, int x_group_size, bool fast_accum");
   define_grouped(m, "fp8_int4_grouped_mm", "int out_features, int in_features, int group_size");
+  m.def("expert_sort(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)");
+  m.def("expert_sum(Tensor rows, Tensor places, Tensor weights) -> Tensor");
   m.def("int8_quantize(Tensor x, bool symmetric) -> (Tensor, Tensor, Tensor)");
   m.def("fp8_quantize(Tensor x, int group_size, Tensor? scale) -> (Tensor, Tensor)");
   m.def("add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps) -> (Tensor, Tensor)");
@@ -76,6 +78,8 @@ void implement(StableLibrary& m) {
   qao::implement<"int8_int4_grouped_mm", &qao::int8_int4_grouped_mm_op>(m);
   qao::implement<"fp8_fp8_grouped_mm", &qao::fp8_fp8_grouped_mm_op>(m);
   qao::implement<"fp8_int4_grouped_mm", &qao::fp8_int4_grouped_mm_op>(m);
+  qao::implement<"expert_sort", &qao::expert_sort_op>(m);
+  qao::implement<"expert_sum", &qao::expert_sum_op>(m);
   qao::implement<"int8_quantize", &qao::int8_quantize_op>(m);
   qao::implement<"fp8_quantize", &qao::fp8_quantize_op>(m);
   qao::implement<"add_rms_norm", &qao::add_rms_norm_op>(m);

@@ -48,6 +48,10 @@ Tensor fp8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tenso
                               const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
                               int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant);
 
+// experts.cpp
+std::tuple<Tensor, Tensor, Tensor> expert_sort_op(const Tensor& experts, int64_t num_experts);
+Tensor expert_sum_op(const Tensor& rows, const Tensor& places, const Tensor& weights);
+
 // norm_mm.cpp
 std::tuple<Tensor, Tensor> add_rms_norm_int4_mm_op(const Tensor& x, const std::optional<Tensor>& residual,
                                                    const std::optional<Tensor>& norm_weight, double eps,

@@ -41,6 +41,12 @@ def _others(device: str) -> dict[str, Arguments]:
     }
     return {
         "fp4_mm": {"x": x, **fp4, "bias": bias, **sizes, "group_size": 16},
+        "expert_sort": {"experts": torch.tensor([[1, 2], [0, 2]], device=device), "num_experts": 3},
+        "expert_sum": {
+            "rows": x,
+            "places": torch.tensor([[0, 2], [1, 1]], dtype=torch.int32, device=device),
+            "weights": torch.ones(2, 2, device=device),
+        },
         "int8_quantize": {"x": x, "symmetric": True},
         "fp8_quantize": {"x": x, "group_size": 0, "scale": torch.ones(1, device=device)},
         "add_rms_norm": normed,

@@ -192,6 +192,13 @@ def _add_rms_norm_int4_mm(device: str) -> float:
     return max(errors)
 
 
+def _expert_rows(device: str) -> float:
+    """There and back, with weights that add up to one."""
+    x, chosen = _random(33, _K, device=device), torch.arange(132, device=device).view(33, 4) * 7 % 9
+    _, row_index, places = qao.expert_sort(chosen, 8)
+    return _distance(qao.expert_sum(x[row_index], places, torch.full((33, 4), 0.25, device=device)), x.double())
+
+
 def _silu_mul(device: str) -> float:
     gate, up = _random(33, _K, device=device), _random(34, _K, device=device)[1:]
     return _distance(qao.silu_mul(gate, up), reference.silu_mul(gate, up))
@@ -240,6 +247,8 @@ def _embedding(device: str, scheme: Scheme) -> float:
 OPERATORS: dict[str, Callable[[str], float]] = {
     **{f"{scheme.word}_mm": _product(scheme()) for scheme in schemes.SCHEMES.values()},
     **{f"{word}_grouped_mm": _grouped_product(scheme()) for word, scheme in schemes.SCHEMES.items() if word != "fp4"},
+    "expert_sort": _expert_rows,
+    "expert_sum": _expert_rows,
     "int8_scaled_mm": _int8_scaled_mm,
     "fp8_scaled_mm": _fp8_scaled_mm,
     "int8_quantize": _int8_quantize,

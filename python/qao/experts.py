@@ -1,7 +1,7 @@
 """QuantExperts: the experts of a mixture, all of a projection's weights in one quantised tensor and one operator call.
 
-Tokens are sorted by expert with torch's own operators (stable, of sizes that depend on no routing), go through the up
-projection, which gathers them, the gate, and the down projection, which weighs them, and back in their order are added.
+Tokens are sorted by expert (stable, of sizes that depend on no routing), go through the up projection, which gathers
+them, the gate, and the down projection; the rows of a token are weighed and added.
 """
 
 from __future__ import annotations
@@ -126,6 +126,20 @@ def _has_norm(fused: Any) -> bool:
     return getattr(fused, "has_post_expert_norm", False)  # before transformers 5.23 none had
 
 
+def _has_silu(fused: Any, width: int) -> bool:
+    """Whether its gate is silu(gate) * up of two halves, which one kernel computes: it is asked with numbers."""
+    if not fused.has_gate:
+        return False
+    sizes = torch.logspace(-3, 3, 16, device="cpu").unsqueeze(1)
+    probe = torch.randn(16, 2 * width, generator=torch.Generator().manual_seed(0), device="cpu") * sizes
+    try:
+        y = fused._apply_gate(probe)
+    except Exception:  # noqa: BLE001  # whatever it needs besides, it is another one
+        return False
+    gate, up = probe.chunk(2, -1)
+    return y.shape == gate.shape and torch.allclose(y, torch.nn.functional.silu(gate) * up, rtol=1e-5)
+
+
 class QuantExperts(nn.Module):
     """The experts of one layer, quantised: takes the place of fused experts of transformers 5 (docs/experts.md).
 
@@ -147,24 +161,22 @@ class QuantExperts(nn.Module):
             self.post_expert_norm = origin.post_expert_norm
         # No child: it has no tensors left, and transformers would initialise those that its class used to have.
         self._origin = (_emptied(origin),)
+        self._has_silu = _has_silu(self._origin[0], down.in_features)
         self.train(origin.training)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        tokens, top_k = top_k_index.shape
-        sorted_experts, order = top_k_index.reshape(-1).sort(stable=True)
-        numbers = torch.arange(self.num_experts, device=order.device, dtype=sorted_experts.dtype)
-        offsets = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
-        weights = top_k_weights.reshape(-1)[order]
+        offsets, row_index, places = ops.expert_sort(top_k_index, self.num_experts)
         (origin,) = self._origin
-        rows = self.up(hidden_states, offsets, order // top_k)
-        rows = origin._apply_gate(rows) if origin.has_gate else origin.act_fn(rows)
+        rows = self.up(hidden_states, offsets, row_index)
+        if self._has_silu:
+            rows = ops.silu_mul(*rows.chunk(2, -1))
+        else:
+            rows = origin._apply_gate(rows) if origin.has_gate else origin.act_fn(rows)
+        rows = self.down(rows, offsets)
         if _has_norm(origin):
             norm: Any = self.post_expert_norm
-            rows = norm(self.down(rows, offsets)) * weights.unsqueeze(1).to(rows.dtype)
-        else:
-            rows = self.down(rows, offsets, None, weights)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        together: Tensor = rows[back].view(tokens, top_k, -1).sum(1)
+            rows = norm(rows)
+        together: Tensor = ops.expert_sum(rows.contiguous(), places, top_k_weights.contiguous())
         return together.to(hidden_states.dtype)
 
     # The weights under the names they had, for models that read them.

@@ -142,6 +142,19 @@ def _(
     return _rows(x, row_index, weight.shape[1])
 
 
+@_register("expert_sort")
+def _(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, top_k = experts.shape
+    sizes = (num_experts,), (tokens * top_k,), (tokens, top_k)
+    offsets, row_index, places = (torch.empty(s, dtype=torch.int32, device=experts.device) for s in sizes)
+    return offsets, row_index, places
+
+
+@_register("expert_sum")
+def _(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    return torch.empty((places.shape[0], rows.shape[1]), dtype=rows.dtype, device=rows.device)
+
+
 @_register("int8_quantize")
 def _(x: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
     return _like_x(x, x.shape[-1], torch.int8), _like_x(x, 1, torch.float32), _like_x(x, 1, torch.int32)

@@ -75,7 +75,7 @@ class _Grouped(Function):
         if wants_x:
             grad_x = rows if factor is None else rows * factor
             if row_index is not None:
-                grad_x = _added(grad_x.float(), row_index, ctx.x_shape)
+                grad_x = added(grad_x.float(), row_index, ctx.x_shape)
             grad_x = grad_x.to(ctx.x_dtype)
         if wants_scale:
             grad_scale = (rows.float() * (x if row_index is None else x[row_index]).float()).sum(1)
@@ -88,7 +88,7 @@ class _Grouped(Function):
         return grad_x, grad_bias, grad_scale, *(None for _ in frozen)
 
 
-def _added(rows: Tensor, row_index: Tensor, shape: torch.Size) -> Tensor:
+def added(rows: Tensor, row_index: Tensor, shape: torch.Size) -> Tensor:
     """rows [S, K], added to the rows of a tensor of zeros that ``row_index`` names, in the same order every time."""
     zeros = rows.new_zeros(shape)
     if not rows.is_cuda:

@@ -74,6 +74,7 @@ FP8_FP8 = differentiable(torch.ops.qao.fp8_fp8_mm.default, dense_fp8)
 FP8_INT4 = differentiable(torch.ops.qao.fp8_int4_mm.default, dense_int4)
 
 from . import fake, transforms  # noqa: E402, F401  # they register
+from .expert_rows import expert_sort, expert_sum  # noqa: E402, F401
 from .grouped import GROUPED as GROUPED  # noqa: E402
 from .grouped import (  # noqa: E402, F401
     fp8_fp8_grouped_mm,

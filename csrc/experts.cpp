@@ -1,0 +1,74 @@
+#include "qao/experts.h"
+
+#include "cpu/experts.h"
+#include "ops.h"
+
+namespace qao {
+
+std::tuple<Tensor, Tensor, Tensor> expert_sort_op(const Tensor& experts_tensor, int64_t num_experts) {
+  Op op("expert_sort");
+  const Argument chosen("experts", experts_tensor);
+  op.involve(&chosen);
+  op.involve("num_experts", num_experts);
+  experts::Sort sort;
+  sort.wide = chosen.dtype() == int64_code();
+  op.check((sort.wide || chosen.dtype() == int32_code()) && chosen.dim() == 2,
+           "experts must be int64 or int32 of shape [tokens, top_k]", "Pass the numbers that the router chose");
+  op.check(num_experts >= 1 && num_experts < int64_t{1} << 24, "num_experts must be from 1 to 2^24",
+           "Pass the number of experts that have weights here");
+  sort.slots = chosen.numel();
+  op.check(sort.slots < int64_t{1} << 31, "there must be fewer than 2^31 numbers", "Pass fewer tokens at a time");
+  sort.top_k = chosen.size(1), sort.experts = num_experts;
+  Tensor offsets = empty({num_experts}, int32_code(), chosen), row_index = empty({sort.slots}, int32_code(), chosen),
+         places = empty({chosen.size(0), sort.top_k}, int32_code(), chosen);
+  std::optional<Tensor> copy;
+  sort.chosen = chosen.is_contiguous() ? chosen.data() : copy.emplace(contiguous(experts_tensor, chosen)).data_ptr();
+  sort.offsets = static_cast<int32_t*>(offsets.data_ptr());
+  sort.row_index = static_cast<int32_t*>(row_index.data_ptr());
+  sort.places = static_cast<int32_t*>(places.data_ptr());
+  if (chosen.is_cpu()) {
+    cpu::sort(sort);
+  } else {
+#if defined(QAO_WITH_CUDA)
+    const DeviceScope scope(chosen);
+    op.check(experts::launch(sort, current_stream(chosen)));
+#else
+    op.fail_without_cuda();
+#endif
+  }
+  return {offsets, row_index, places};
+}
+
+Tensor expert_sum_op(const Tensor& rows_tensor, const Tensor& places_tensor, const Tensor& weights_tensor) {
+  Op op("expert_sum");
+  const Argument rows("rows", rows_tensor), places("places", places_tensor), weights("weights", weights_tensor);
+  op.involve(&rows), op.involve(&places), op.involve(&weights);
+  experts::Sum sum;
+  sum.dtype = op.float_dtype(rows), sum.weights_dtype = op.float_dtype(weights);
+  op.check(rows.dim() == 2 && rows.size(1) >= 1 && rows.size(0) < int64_t{1} << 31 && rows.size(1) < int64_t{1} << 26,
+           "rows must have shape [places, columns]", "Pass what the last product of the experts gave");
+  op.check(places.dtype() == int32_code() && places.dim() == 2, "places must be int32 of shape [tokens, top_k]",
+           "Pass the places of expert_sort");
+  op.check(weights.has_shape({places.size(0), places.size(1)}), "weights must have the shape of places",
+           "Pass those of the router for the same experts");
+  for (const Argument* operand : {&rows, &places, &weights}) op.check_operand(*operand, rows);
+  sum.tokens = places.size(0), sum.top_k = places.size(1);
+  sum.count = rows.size(0), sum.columns = rows.size(1);
+  sum.rows = rows.data(), sum.places = static_cast<const int32_t*>(places.data()), sum.weights = weights.data();
+  Tensor y = empty({sum.tokens, sum.columns}, rows.dtype(), rows);
+  if (sum.tokens == 0) return y;
+  sum.y = y.data_ptr();
+  if (rows.is_cpu()) {
+    op.check(cpu::sum(sum, torch_threads(sum.tokens * sum.top_k * sum.columns)));
+  } else {
+#if defined(QAO_WITH_CUDA)
+    const DeviceScope scope(rows);
+    op.check(experts::launch(sum, current_stream(rows)));
+#else
+    op.fail_without_cuda();
+#endif
+  }
+  return y;
+}
+
+}  // namespace qao
