@@ -13,7 +13,7 @@ from typing import Any
 
 import qao
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .markdown import caption, table
 from .meta import describe
@@ -34,16 +34,26 @@ def make_block(scheme: qao.Scheme | None, device: str) -> Any:
     sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
     config = Qwen3MoeConfig(**sizes, norm_topk_prob=True)
     config._experts_implementation = "grouped_mm"
-    torch.manual_seed(0)
-    with torch.device(device):
+    with torch.device("meta"):
         block = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16).requires_grad_(False).eval()
-    for parameter in block.parameters():
-        nn.init.normal_(parameter, std=0.02)
     if scheme is not None:
         report = qao.quantize_(block, {"experts": scheme}, progress=False)
         if not any(isinstance(module, qao.QuantExperts) for module in block.modules()):
             raise RuntimeError(f"the experts were not quantised:\n{report}")
+    block = block.to_empty(device=device)
+    torch.manual_seed(0)
+    for name, parameter in block.named_parameters():
+        _fill(name, parameter.detach())
     return block
+
+
+def _fill(name: str, tensor: Tensor) -> None:
+    if tensor.dtype == torch.int8:
+        tensor.random_(-127, 128)
+    elif name.endswith("scales"):
+        tensor.uniform_(1e-3, 2e-3)
+    else:
+        tensor.copy_(torch.randn(tensor.shape, device=tensor.device, dtype=torch.bfloat16).mul_(0.02))
 
 
 def run(
