@@ -98,6 +98,33 @@ def test_gradients_reach_x_and_weights_and_are_the_same_in_every_run(scheme: Any
         assert distance(own, truth.double()) < 4 * allowed(scheme, device)
 
 
+class Clamped(Fused):
+    """A gate that is another one far from zero."""
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate.clamp(max=50.0)) * up
+
+
+@pytest.mark.parametrize("kind", [Fused, Clamped])
+def test_a_call_is_five_operators_and_other_gates_are_the_models_own(kind: Any, device: str) -> None:
+    model = nn.ModuleDict({"experts": kind(device, torch.float32)})
+    qao.quantize_(model, SCHEMES[0], progress=False)
+    x, index, weights = routed(device)
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model["experts"](x, index, weights)
+    called = [event.key for event in profile.key_averages() if event.key.startswith("qao::")]
+    gate = ["qao::silu_mul"] if kind is Fused else []
+    assert sorted(called) == sorted(["qao::expert_sort", "qao::int4_grouped_mm", "qao::expert_sum", *gate])
+    with torch.no_grad():  # gates past 50
+        y = model["experts"](1e3 * x, index, weights)
+        floats = model["experts"].to_float()
+        rows = torch.einsum("enk,tk->ten", floats.gate_up_proj, 1e3 * x)
+        each = torch.einsum("ekn,ten->tek", floats.down_proj, floats._apply_gate(rows)).double()
+        truth = torch.einsum("tje,tj,tek->tk", F.one_hot(index, E + 1)[..., :E].double(), weights.double(), each)
+    assert distance(y, truth) < 2.0**-16
+
+
 def test_a_model_moves_to_a_gpu_and_back() -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")

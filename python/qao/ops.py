@@ -74,7 +74,8 @@ FP8_FP8 = differentiable(torch.ops.qao.fp8_fp8_mm.default, dense_fp8)
 FP8_INT4 = differentiable(torch.ops.qao.fp8_int4_mm.default, dense_int4)
 
 from . import fake, transforms  # noqa: E402, F401  # they register
-from .expert_rows import expert_sort, expert_sum  # noqa: E402, F401
+from .expert_rows import expert_sort as expert_sort  # noqa: E402
+from .expert_rows import expert_sum as expert_sum  # noqa: E402
 from .grouped import GROUPED as GROUPED  # noqa: E402
 from .grouped import (  # noqa: E402, F401
     fp8_fp8_grouped_mm,
@@ -87,7 +88,8 @@ from .grouped import (  # noqa: E402, F401
 )
 from .grouped import grouped_product as grouped_product  # noqa: E402
 from .invariance import asked  # noqa: E402
-from .norm_silu import add_rms_norm, silu_mul  # noqa: E402, F401
+from .norm_silu import add_rms_norm as add_rms_norm  # noqa: E402
+from .norm_silu import silu_mul as silu_mul  # noqa: E402
 from .operators import (  # noqa: E402, F401
     add_rms_norm_int4_mm,
     add_rms_norm_quantize,
