@@ -152,6 +152,38 @@ def test_models_compute_what_their_dequantised_weights_do(make: Callable[[], Any
         assert distance(logits(model.bfloat16()), truth) < 2 * distance(logits(low), truth)
 
 
+ROUTED = {"moe_intermediate_size": 96, "intermediate_size": 160}
+GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 32, "n_routed_experts": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen2Moe": ROUTED | {"shared_expert_intermediate_size": 96, "num_experts": 8},
+    "Glm4Moe": ROUTED | GROUPS,
+    "Dots1": ROUTED | GROUPS | {"n_shared_experts": 1},
+    "Ernie4_5_Moe": ROUTED
+    | {"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 0, "tie_word_embeddings": False},
+    "HunYuanMoEV1": {"intermediate_size": 96, "num_experts": 8, "moe_topk": 2, "head_dim": 32},
+    "MiniMax": {"intermediate_size": 96, "num_local_experts": 4, "head_dim": 32},
+    "FlexOlmo": {"intermediate_size": 96, "num_experts": 8},
+    "GraniteMoe": {"intermediate_size": 96, "num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families(family: str) -> None:
+    """Logits as above, and tokens that the compiled model gives, too."""
+    kind, config = (getattr(transformers, f"{family}{part}", None) for part in ("ForCausalLM", "Config"))
+    if kind is None or config is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    model = made(lambda: kind(config(**COMMON, **FAMILIES[family])))
+    report = qao.quantize_(model, qao.Int4WeightOnly(group_size=32), progress=False)
+    assert report.coverage > 0.95 and not report.problems
+    assert any(isinstance(module, QuantExperts) for module in model.modules())
+    assert distance(logits(model), logits(exact(model))) < 2.0**-20
+    expected = model.generate(IDS, max_new_tokens=4, do_sample=False)
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="aot_eager", dynamic=True)
+    assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False), expected)
+
+
 @pytest.mark.parametrize("make", [qwen3_moe, gpt_oss], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("scheme", [*SCHEMES, STATIC], ids=str)
 def test_every_scheme(make: Callable[[], Any], scheme: Any) -> None:
