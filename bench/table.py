@@ -9,7 +9,7 @@
 <!-- bench:rotation:cpu -->, <!-- bench:invariance:h100 -->, <!-- bench:host:h200 -->,
 <!-- bench:llama:h200 -->,
 <!-- bench:llama_head:h200 -->
-<!-- bench:experts:xeon-amx -->
+<!-- bench:experts:xeon-amx -->, <!-- bench:experts_block:h100-80gb-hbm3 -->
 <!-- bench:stream:h200 -->, <!-- bench:wgmma:h200 -->, <!-- bench:mma_sync:h200 -->    the cells of a kernel body
 <!-- kernels --> … <!-- /kernels -->            what qao._host says about each scheme
 <!-- tried --> … <!-- /tried -->                the sections of docs/kernels/log
@@ -28,6 +28,7 @@ from . import (
     calibrate,
     choosing,
     experts,
+    experts_block,
     four_bits,
     gptq,
     host,
@@ -56,6 +57,7 @@ _RENDERERS = {
     "invariance": invariance,
     "gptq": gptq,
     "experts": experts,
+    "experts_block": experts_block,
     "host": host,
     "llama": llama,
     "llama_head": llama,
