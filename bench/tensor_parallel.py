@@ -5,8 +5,9 @@
 
 Blocks of a 70B Llama with random weights, as many as ``--layers`` says; no embedding and no head. Every size of
 ``--tp`` is measured in the same run, as replicas where it is smaller than the number of processes, and bfloat16 beside
-the schemes. Efficiency is the time of one GPU over ``tp`` times that of ``tp``. A number is the median over steps of
-the slowest rank's time; the steps of all schemes run in turns. Compiled steps are CUDA graphs on a GPU.
+the schemes, whose ranges are not searched. Efficiency is the time of one GPU over ``tp`` times that of ``tp``. A number
+is the median over steps of the slowest rank's time; the steps of all schemes run in turns. Compiled steps are CUDA
+graphs on a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -92,9 +94,14 @@ def make(sizes: Sizes, layers: int, scheme: str, mesh: DeviceMesh, device: torch
         with device:
             block = Block(sizes).bfloat16()
         if scheme != BASELINE:
-            qao.quantize_(block, LAYER_SCHEMES[scheme], progress=False)
+            qao.quantize_(block, without_search(LAYER_SCHEMES[scheme]), progress=False)
         blocks.append(parallelize_module(block, mesh, PLAN, src_data_rank=None))
     return nn.Sequential(*blocks).eval()
+
+
+def without_search(scheme: qao.Scheme) -> qao.Scheme:
+    """Random weights have no outliers to clip, and a product takes as long."""
+    return replace(scheme, clip_search=False) if hasattr(scheme, "clip_search") else scheme  # type: ignore[type-var]
 
 
 class Step:
@@ -136,19 +143,23 @@ class Step:
         dist.barrier()
 
 
-def measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+def measure(
+    arguments: argparse.Namespace, device: torch.device, save: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
+    """``save`` gets what there is after every case, for a run that is stopped."""
     sizes, world, rows = PRESETS[arguments.preset], dist.get_world_size(), []
     tps = [tp for tp in arguments.tp if world % tp == 0]
     meshes = {tp: init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))["tp"] for tp in tps}
     cases = [("decode", batch, 1) for batch in arguments.batch]
     cases += [("prompt", 1, arguments.prompt)] if arguments.prompt else []
     for tp, mesh in meshes.items():
-        for phase, batch, tokens in cases:
-            for compiled in (False, True):
+        schemes = (BASELINE, *arguments.schemes)
+        models = {scheme: make(sizes, arguments.layers, scheme, mesh, device) for scheme in schemes}
+        for compiled in (False, True):
+            for phase, batch, tokens in cases:
                 torch._dynamo.reset()
                 steps: dict[str, Step] = {}
-                for scheme in (BASELINE, *arguments.schemes):
-                    model = make(sizes, arguments.layers, scheme, mesh, device)
+                for scheme, model in models.items():
                     torch.manual_seed(0)
                     for block in model:
                         block.remember(batch, sizes.context if phase == "decode" else 0)
@@ -162,7 +173,9 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[st
                     row = {"scheme": scheme, "tp": tp, "phase": phase, "batch": batch, "tokens": tokens}
                     rows.append(row | {"compiled": compiled, "us": 1e6 * median(taken)})
                     _say(f"{rows[-1]}")
-                del steps, model
+                save(rows)
+                del steps
+        del models, model
     return rows
 
 
@@ -200,16 +213,21 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        with torch.no_grad():
-            rows = with_efficiency(measure(arguments, device))
+    folder = arguments.out or RESULTS / f"{device_slug(device.type)}-x{dist.get_world_size()}"
+
+    def save(rows: list[dict[str, Any]]) -> None:
         if dist.get_rank() == 0:
             meta = describe(device.type) | {"processes": dist.get_world_size(), "layers": arguments.layers}
+            results = {"meta": meta | {"preset": arguments.preset}, "rows": with_efficiency(rows)}
+            write(results, folder / "tensor_parallel.json")
+
+    try:
+        with torch.no_grad():
+            rows = with_efficiency(measure(arguments, device, save))
+        if dist.get_rank() == 0:
             columns = ("scheme", "tp", "phase", "batch", "compiled", "us", "bf16_ratio", "efficiency")
             cells = [[_cell(row[name]) for name in columns] for row in rows]
             print(table(list(columns), cells))
-            results = {"meta": meta | {"preset": arguments.preset}, "rows": rows}
-            write(results, (arguments.out or RESULTS / device_slug(device.type)) / "tensor_parallel.json")
     finally:
         dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
 """Context parallelism around attention whose projections are quantised; for tests/test_context_parallel.py.
 
-``python context_parallel_worker.py RANK FOLDER``: one of two processes of gloo. ``... fake``: one of 32 ranks whose
+``python context_parallel_worker.py RANK FOLDER``: one of several processes. ``... fake``: one of 32 ranks whose
 process group is torch's fake one, whose collectives return at once and what they return is of no matter.
 
 torch's context parallelism knows the attention kernels of GPUs. ``ring_on_cpu`` tells it of the one of the CPU.
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import copy
 import sys
+from itertools import product
 from typing import Any
 
 import qao
 import torch
 import torch.distributed as dist
-from gloo_support import Cases, main
+from ranks_support import DEVICE, WORLD, Cases, main
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -31,15 +32,20 @@ SCHEMES = {
     "fp8_fp8": qao.Float8DynamicActivationFloat8Weight(),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TOKENS = 64
+TOKENS = 32 * WORLD
+RING = _attention._templated_ring_attention
 
 
 rings: list[Any] = []  # one for each time attention went around the ranks, or was traced doing so
 
 
+def counted_ring(*args: Any, **kwargs: Any) -> Any:
+    rings.append(args)
+    return RING(*args, **kwargs)
+
+
 def ring_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     query, key, value, dropout, is_causal = (*args, 0.0, False)[:5]
-    rings.append(args)
     mesh = query.device_mesh
     out, sums = _attention._templated_ring_attention(
         mesh.get_group(),
@@ -54,6 +60,7 @@ def ring_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tuple(DTensor.from_local(one, mesh, query.placements, run_check=False) for one in (out, sums))
 
 
+_attention._templated_ring_attention = counted_ring
 _attention.custom_ops[CPU_ATTENTION] = ring_on_cpu
 
 
@@ -82,11 +89,17 @@ def model(scheme: qao.Scheme, dtype: torch.dtype) -> nn.Module:
 def run(made: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, compiled: bool) -> tuple[Tensor, ...]:
     """What the rank gives for its tokens; what one process gives for them; the same of its weights in float64."""
     torch._dynamo.reset()
-    x = torch.randn(1, TOKENS, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = torch.randn(1, TOKENS, 128, generator=torch.Generator().manual_seed(1), device="cpu").to(
+        made[0].out.scales.device, dtype
+    )
     positions = torch.arange(TOKENS)
     expected, exact = made(x), qao.dequantize_(copy.deepcopy(made)).double()(x.double())
     rings.clear()
-    called = torch.compile(made, dynamic=False, backend="aot_eager") if compiled else made
+    called = (
+        torch.compile(made, dynamic=False, backend="inductor" if DEVICE == "cuda" else "aot_eager")
+        if compiled
+        else made
+    )
     with context_parallel(mesh, buffers=[x, positions], buffer_seq_dims=[1, 0]):
         y = called(x)
         assert len(rings) >= 2, "attention did not go around the ranks"
@@ -95,12 +108,12 @@ def run(made: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, compiled: bool) -
 
 def check(scheme: qao.Scheme, dtype: torch.dtype, compiled: bool) -> None:
     precision = torch.get_float32_matmul_precision()
-    made, mesh = model(scheme, dtype), init_device_mesh("cpu", (2,))
+    made, mesh = model(scheme, dtype), init_device_mesh(DEVICE, (WORLD,))
     try:
         for allowed in ("highest", "high"):  # without and with TF32, where there is any
             torch.set_float32_matmul_precision(allowed)
             y, expected, exact = run(made, mesh, dtype, compiled)
-            assert y.shape == (1, TOKENS // 2, 128)
+            assert y.shape == (1, TOKENS // WORLD, 128)
             error, own = ((one.double() - exact).norm() for one in (expected, y))
             assert own <= 2 * error + 1e-6 * exact.norm(), (own, error)
     finally:
@@ -120,9 +133,9 @@ def fake(world: int = 32) -> None:
 
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     mesh = init_device_mesh("cpu", (world,))
-    for dtype in DTYPES.values():
-        for compiled in (False, True):
-            assert run(model(SCHEMES["int4"], dtype), mesh, dtype, compiled)[0].shape == (1, TOKENS // world, 128)
+    for dtype, compiled, allowed in product(DTYPES.values(), (False, True), ("highest", "high")):
+        torch.set_float32_matmul_precision(allowed)
+        assert run(model(SCHEMES["int4"], dtype), mesh, dtype, compiled)[0].shape == (1, TOKENS // world, 128)
     print("finished")
 
 

@@ -1,4 +1,7 @@
-"""Cases that run in two processes on the CPU, joined by gloo: a worker is a script of cases, a test file starts it."""
+"""Cases that run in several processes: a worker is a script of cases, a test file starts it.
+
+On the CPU two processes are joined by gloo; where torch sees several GPUs, as many are joined by NCCL, too.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,22 @@ from torch.utils._pytree import tree_leaves
 Cases = dict[str, Callable[[Path], None]]
 Raised = dict[str, str]  # what each case raised in one process, "" for nothing
 
+# Of a worker. Those who import one to see its cases are as a worker on the CPU.
+DEVICE = os.environ.get("QAO_TEST_DEVICE", "cpu")
+WORLD = int(os.environ.get("QAO_TEST_WORLD", "2"))
 
-def launch(worker: Path, folder: Path, timeout: int = 600) -> list[Raised]:
-    """Runs ``python worker RANK FOLDER`` for two ranks; kills both if one of them hangs."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+# Of a test: a device, and how many processes.
+PLACES = [("cpu", WORLD), *([("cuda", torch.cuda.device_count())] if torch.cuda.device_count() > 1 else [])]
+
+
+def launch(worker: Path, folder: Path, place: tuple[str, int], timeout: int = 600) -> list[Raised]:
+    """Runs ``python worker RANK FOLDER`` for each rank; kills all if one of them hangs."""
+    device, world = place
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "QAO_TEST_DEVICE": device, "QAO_TEST_WORLD": str(world)}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(qao.__file__).parents[1]), *sys.path])
-    logs = [folder / f"{rank}.log" for rank in (0, 1)]
+    logs = [folder / f"{rank}.log" for rank in range(world)]
     processes = []
     for rank, log in enumerate(logs):
         command = [sys.executable, str(worker), str(rank), str(folder)]
@@ -37,8 +50,8 @@ def launch(worker: Path, folder: Path, timeout: int = 600) -> list[Raised]:
     finally:
         for process in processes:
             process.kill()
-    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert not any(codes), "\n".join(log.read_text() for log in logs)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 
 class Collectives(TorchDispatchMode):
@@ -62,9 +75,13 @@ def main(cases: Cases) -> None:
     """Of a worker: runs its cases one after the other and writes ``FOLDER/RANK.json``."""
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
+    backend = "gloo"
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(torch.device("cuda", rank))
+        backend = "cpu:gloo,cuda:nccl"
+    limit = timedelta(seconds=60)
+    dist.init_process_group(backend, init_method=f"file://{folder}/init", rank=rank, world_size=WORLD, timeout=limit)
     raised = {}
     for name, run in cases.items():
         try:
