@@ -68,15 +68,17 @@ def describe(device: str) -> dict[str, Any]:
     """The ``meta`` of a results file."""
     import torch
 
-    meta: dict[str, Any] = {"device": _cpu_name(), "kernels": _cpu_level()}
-    meta |= {"threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
-    held = {name: os.environ[name] for name in ("QAO_CPU_ISA", *_LIMITS_OF_PEERS) if name in os.environ}
-    if held:
-        meta["held_by"] = held
+    meta: dict[str, Any]
     if device == "cuda":
         gpu = torch.cuda.get_device_properties()
         meta = {"device": gpu.name, "sms": gpu.multi_processor_count, "l2_bytes": gpu.L2_cache_size}
         meta["cuda"] = torch.version.cuda
+    else:
+        meta = {"device": _cpu_name(), "kernels": _cpu_level()}
+        meta |= {"threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
+        held = {name: os.environ[name] for name in ("QAO_CPU_ISA", *_LIMITS_OF_PEERS) if name in os.environ}
+        if held:
+            meta["held_by"] = held
     return meta | {
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -107,8 +107,8 @@ def without_search(scheme: qao.Scheme) -> qao.Scheme:
 class Step:
     """One decode step or prompt of one model on one mesh."""
 
-    def __init__(self, model: nn.Sequential, x: Tensor, compiled: bool, group: Any) -> None:
-        self.group, self.device = group, x.device
+    def __init__(self, model: nn.Sequential, x: Tensor, compiled: bool) -> None:
+        self.device = x.device
         run: Callable[[], Tensor] = lambda: model(x)  # noqa: E731
         if compiled:
             blocks = [torch.compile(block, fullgraph=True, dynamic=False) for block in model]
@@ -152,11 +152,11 @@ def measure(
     meshes = {tp: init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))["tp"] for tp in tps}
     cases = [("decode", batch, 1) for batch in arguments.batch]
     cases += [("prompt", 1, arguments.prompt)] if arguments.prompt else []
-    for tp, mesh in meshes.items():
-        schemes = (BASELINE, *arguments.schemes)
-        models = {scheme: make(sizes, arguments.layers, scheme, mesh, device) for scheme in schemes}
-        for compiled in (False, True):
-            for phase, batch, tokens in cases:
+    schemes = (BASELINE, *arguments.schemes)
+    made = {tp: {s: make(sizes, arguments.layers, s, mesh, device) for s in schemes} for tp, mesh in meshes.items()}
+    for compiled in (False, True):
+        for phase, batch, tokens in cases:
+            for tp, models in made.items():
                 torch._dynamo.reset()
                 steps: dict[str, Step] = {}
                 for scheme, model in models.items():
@@ -164,7 +164,7 @@ def measure(
                     for block in model:
                         block.remember(batch, sizes.context if phase == "decode" else 0)
                     x = torch.randn(batch, tokens, sizes.hidden).to(device, torch.bfloat16)
-                    steps[scheme] = Step(model, x, compiled, mesh.get_group())
+                    steps[scheme] = Step(model, x, compiled)
                 times: dict[str, list[float]] = {scheme: [] for scheme in steps}
                 for _ in range(arguments.rounds):
                     for scheme, step in steps.items():
@@ -175,7 +175,6 @@ def measure(
                     _say(f"{rows[-1]}")
                 save(rows)
                 del steps
-        del models, model
     return rows
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 from statistics import median
 
 import qao
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="instead of bench/results/<device>")
     arguments = parser.parse_args()
     device, rows = arguments.device, []
     for shape in arguments.shapes:
@@ -64,7 +66,8 @@ def main() -> None:
             )
     columns = ["scheme", "shape", "us", "gbs", "of_copy"]
     print(table(columns, [[f"{v:.3g}" if isinstance(v, float) else v for v in row.values()] for row in rows]))
-    write({"meta": describe(device), "rows": rows}, RESULTS / device_slug(device) / "update.json")
+    folder = arguments.out or RESULTS / device_slug(device)
+    write({"meta": describe(device), "rows": rows}, folder / "update.json")
 
 
 if __name__ == "__main__":

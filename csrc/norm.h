@@ -24,7 +24,7 @@ inline Rows rows_of(const Op& op, const Tensor& tensor, const Argument& x, quant
 inline void check_alike(const Op& op, const Argument& tensor, const Argument& x, const char* what) {
   op.check(tensor.dtype() == x.dtype() && tensor.same_device(x) && tensor.dim() == x.dim() &&
                std::equal(tensor.sizes(), tensor.sizes() + tensor.dim(), x.sizes()),
-           what, "Check its shape and dtype");
+           what, "Check its shape and dtype, and move it there with .to(device)");
 }
 
 struct Norm {

@@ -47,6 +47,8 @@ def launch(worker: Path, folder: Path, place: tuple[str, int], timeout: int = 60
             processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
     try:
         codes = [process.wait(timeout=timeout) for process in processes]
+    except subprocess.TimeoutExpired:
+        raise AssertionError("\n".join(log.read_text() for log in logs)) from None
     finally:
         for process in processes:
             process.kill()
@@ -84,6 +86,7 @@ def main(cases: Cases) -> None:
     dist.init_process_group(backend, init_method=f"file://{folder}/init", rank=rank, world_size=WORLD, timeout=limit)
     raised = {}
     for name, run in cases.items():
+        print(name, flush=True)  # the last one in the log of a rank that was killed
         try:
             run(folder)
             raised[name] = ""

@@ -237,7 +237,7 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(80 * WORLD, 64), nn.Linear(64, 80 * WORLD, bias=False)
+        self.embed, self.head = nn.Embedding(80 * WORLD, 32 * WORLD), nn.Linear(32 * WORLD, 80 * WORLD, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
