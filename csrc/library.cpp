@@ -52,6 +52,9 @@ void define(StableLibrary& m) {
       "float[] factors, Tensor? importance=None, bool whole_zeros=False, int rounds=0) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def("quantize_blocks(Tensor weight, int rows, int columns) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "gptq_columns(Tensor weight, Tensor moved, Tensor scales, Tensor? zeros, Tensor ratios, ScalarType dtype) "
+      "-> (Tensor, Tensor, Tensor)");
   m.def("pack_int4(Tensor q, Tensor scales, Tensor? zeros, int group_size) -> (Tensor, Tensor)");
   m.def(
       "unpack_int4(Tensor weight, Tensor scales, int out_features, int in_features, int group_size) "
@@ -89,6 +92,7 @@ void implement(StableLibrary& m) {
   qao::implement<"silu_mul_quantize", &qao::silu_mul_quantize_op>(m);
   qao::implement<"quantize_groups", &qao::quantize_groups_op>(m);
   qao::implement<"quantize_blocks", &qao::quantize_blocks_op>(m);
+  qao::implement<"gptq_columns", &qao::gptq_columns_op>(m);
   qao::implement<"pack_int4", &qao::pack_int4_op>(m);
   qao::implement<"unpack_int4", &qao::unpack_int4_op>(m);
   qao::implement<"dequantize_int4", &qao::dequantize_int4_op>(m);

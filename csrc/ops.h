@@ -90,6 +90,11 @@ std::tuple<Tensor, Tensor, Tensor> unpack_int4_op(const Tensor& weight, const Te
 Tensor dequantize_int4_op(const Tensor& weight, const Tensor& scales, int64_t out_features, int64_t in_features,
                           int64_t group_size, torch::headeronly::ScalarType dtype);
 
+// gptq.cpp
+std::tuple<Tensor, Tensor, Tensor> gptq_columns_op(const Tensor& weight, const Tensor& moved, const Tensor& scales,
+                                                   const std::optional<Tensor>& zeros, const Tensor& ratios,
+                                                   torch::headeronly::ScalarType dtype);
+
 // embedding.cpp
 Tensor int4_embedding_op(const Tensor& ids, const Tensor& weight, const Tensor& scales, int64_t num_embeddings,
                          int64_t embedding_dim, int64_t group_size, torch::headeronly::ScalarType dtype);

@@ -56,6 +56,10 @@ def _others(device: str) -> dict[str, Arguments]:
         "silu_mul_quantize": {"gate": x, "up": x.clone(), "dtype": INT8},
         "quantize_groups": {"weight": torch.randn(N, K), **groups, "importance": torch.rand(K)},
         "quantize_blocks": {"weight": torch.randn(N, K), "rows": 1, "columns": K},
+        "gptq_columns": {
+            **{name: torch.ones(5, N, device=device) for name in ("weight", "moved", "scales", "zeros")},
+            **{"ratios": torch.ones(5, 5, device=device), "dtype": INT8},
+        },
         "add_rms_norm_int4_mm": {"x": x, "residual": x.clone(), **fused, "gated": True},
         "int4_embedding": {"ids": ids, "weight": weight, "scales": scales, **rows, "dtype": torch.float32},
         "int8_embedding": {

@@ -52,10 +52,13 @@ def plain(weight: Tensor, hessian: Tensor, grid: Grid, damping: float) -> tuple[
     for j in range(len(order)):
         scales, zeros = (None if t is None else t.double() for t in grid.columns(order[j : j + 1]))
         assert scales is not None
-        scale, error = scales[0], torch.empty_like(scales[0])
-        values = rest[:, j] if zeros is None else rest[:, j] + zeros[0] * scale
-        grid.round(values, scale, codes=codes[:, j], errors=error)
-        ratio = values / scale
+        scale, zero = scales[0], 0 if zeros is None else zeros[0]
+        ratio = rest[:, j] / scale + zero
+        if grid.limits is None:
+            codes[:, j] = ratio.clamp(-448, 448).to(torch.float8_e4m3fn).double()
+        else:
+            codes[:, j] = ratio.round().clamp(*grid.limits)
+        error = rest[:, j] - (codes[:, j] - zero) * scale
         margins[:, j] = (ratio - ratio.floor() - 0.5).abs()
         rest[:, j + 1 :] -= (error / inverse[0, 0])[:, None] * inverse[0, 1:]
         inverse = inverse[1:, 1:] - inverse[1:, :1] * inverse[:1, 1:] / inverse[0, 0]
@@ -68,7 +71,7 @@ def test_blocked_is_the_plain_loop(scheme: Scheme, device: str) -> None:
     """The same codes, but for values so near to a tie that float32 may decide otherwise, and rows behind them."""
     weight, hessian = data(device)
     grid = Grid.of(scheme._quantize(weight, "w"), scheme, N, K)
-    codes = gptq(weight, hessian, grid)
+    codes, _ = gptq(weight, hessian, grid)
     expected, margins = plain(weight.cpu(), hessian.cpu(), Grid(*_on_cpu(grid)), 0.01)
     differs = (codes.cpu().double() != expected).any(1)
     if isinstance(scheme, Float8WeightOnly):  # ties of e4m3 are no halves: few rows differ, and by as little
@@ -129,7 +132,7 @@ def test_columns_without_inputs(device: str) -> None:
     hessian[100:140] = 0
     scheme = Int4WeightOnly(group_size=64)
     nearest = scheme._quantize(weight, "w")
-    codes = gptq(weight, hessian, Grid.of(nearest, scheme, N, K))
+    codes, _ = gptq(weight, hessian, Grid.of(nearest, scheme, N, K))
     assert torch.equal(codes[:, 100:140].to(torch.uint8), nearest.q[:, 100:140])
     assert not torch.equal(codes.to(torch.uint8), nearest.q)
 
@@ -145,10 +148,10 @@ def test_stacked_layers(device: str) -> None:
     weight, hessian = data(device)
     scheme = Int4WeightOnly(group_size=32)
     importance = hessian.diagonal()  # an estimate of it would know all rows
-    whole = gptq(weight, hessian, Grid.of(scheme._quantize(weight, "w", importance), scheme, N, K))
+    whole, _ = gptq(weight, hessian, Grid.of(scheme._quantize(weight, "w", importance), scheme, N, K))
     for rows in (slice(0, 7), slice(7, N)):
         grid = Grid.of(scheme._quantize(weight[rows], "w", importance), scheme, len(weight[rows]), K)
-        part = gptq(weight[rows], hessian, grid)
+        part, _ = gptq(weight[rows], hessian, grid)
         assert (part != whole[rows]).float().mean() < 0.01  # other shapes add in another order
 
 
@@ -180,7 +183,7 @@ def test_each_round_is_better(scheme: Scheme, dtype: torch.dtype, device: str) -
     weight, hessian = data(device)
     dtype = scheme.scale_dtype_of(dtype)
     grid = Grid.of(scheme._quantize(weight.to(dtype), "w"), scheme, N, K)
-    codes, regular = gptq(weight, hessian, grid), damped(hessian, 0.01)
+    codes, regular = gptq(weight, hessian, grid)[0], damped(hessian, 0.01)
     errors = [squares(weight - grid.dequantize(codes), regular)]
     for rounds in (0, 1, 3):
         found, better = refined(weight, regular, grid, codes.clone(), rounds=rounds, dtype=dtype)
@@ -198,7 +201,7 @@ def test_no_code_or_scale_alone_would_be_better(size: int, device: str) -> None:
     scheme = Int4WeightOnly(group_size=size)
     regular = damped(hessian, 0.01)
     grid = Grid.of(scheme._quantize(weight, "w"), scheme, N, K)
-    codes, grid = refined(weight, regular, grid, gptq(weight, hessian, grid), rounds=60, dtype=torch.float32)
+    codes, grid = refined(weight, regular, grid, gptq(weight, hessian, grid)[0], rounds=60, dtype=torch.float32)
     difference = (weight - grid.dequantize(codes)).double()
     slope, diagonal = difference @ regular, regular.diagonal()
     scales = grid.columns(torch.arange(K, device=device))[0].t().double()

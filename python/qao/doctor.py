@@ -224,6 +224,15 @@ def _quantize_blocks(device: str) -> float:
     return _distance(reference.dequantize_8bit(q, scales), expected)
 
 
+def _gptq_columns(device: str) -> float:
+    weight = _random(_K, _N, device=device)[:100].float()
+    ratios = _random(100, 100, device=device).float() * 0.01
+    scales, moved = torch.full_like(weight, 0.25), torch.zeros_like(weight)
+    codes, errors, rests = qao.gptq_columns(weight, moved, scales, None, ratios, torch.int8)
+    expected = weight.double() + ratios.double().triu(1).t() @ (weight - codes * scales).double()
+    return max(_distance(codes * scales + rests, expected), _distance(codes * scales + errors, weight.double()))
+
+
 def _pack_and_unpack(device: str) -> float:
     parts = _int4_parts(device)
     packed = qao.pack_int4(*parts, _GROUP_SIZE)
@@ -261,6 +270,7 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "silu_mul": _silu_mul,
     "quantize_groups": _quantize_groups,
     "quantize_blocks": _quantize_blocks,
+    "gptq_columns": _gptq_columns,
     "pack_int4": _pack_and_unpack,
     "unpack_int4": _pack_and_unpack,
     "dequantize_int4": _dequantize_int4,

@@ -221,6 +221,13 @@ def _(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, scales, weight.new_empty(2, dtype=torch.float64)
 
 
+@_register("gptq_columns")
+def _(
+    weight: Tensor, moved: Tensor, scales: Tensor, zeros: Tensor | None, ratios: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    return weight.new_empty(weight.shape, dtype=dtype), torch.empty_like(weight), torch.empty_like(weight)
+
+
 @_register("pack_int4")
 def _(q: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int) -> tuple[Tensor, Tensor]:
     n, k = q.shape

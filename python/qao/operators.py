@@ -64,6 +64,22 @@ def quantize_blocks(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Te
     return _qao.quantize_blocks.default(weight, rows, columns)  # type: ignore[no-any-return]
 
 
+def gptq_columns(
+    weight: Tensor, moved: Tensor, scales: Tensor, zeros: Tensor | None, ratios: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rounds up to 128 columns of W one after the other, each beside the errors of those before it: codes of ``dtype``,
+    errors W - Ŵ and rests W + moved - Ŵ, where moved counts those errors, float32; all [B, N].
+
+    Args:
+        weight: columns of W, float32 [B, N], contiguous as all are.
+        moved: float32 [B, N], what columns before these add to the values to be rounded.
+        scales, zeros: float32 [B, N], of every value: Ŵ = (code - zero) * scale; zeros None for 0 (e4m3 takes none).
+        ratios: float32 [B, B]; an error of column i times [i, j] is added to what moved is of column j > i.
+        dtype: torch.uint8 for 0..15, torch.int8 for -127..127, or torch.float8_e4m3fn.
+    """
+    return _qao.gptq_columns.default(weight, moved, scales, zeros, ratios, dtype)  # type: ignore[no-any-return]
+
+
 def pack_int4(q: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int) -> tuple[Tensor, Tensor]:
     """Plain four-bit values, W = (q - zero) * scale, to the packed weight and its scales.
 

@@ -96,6 +96,7 @@ from .operators import (  # noqa: E402, F401
     dequantize_int4,
     fp8_quantize,
     fp8_scaled_mm,
+    gptq_columns,
     int4_embedding,
     int8_embedding,
     int8_quantize,

@@ -16,7 +16,7 @@ from ..packed import Sharded
 from ..places import put_module
 from ..report import Report
 from .choice import quantized
-from .gptq import damped
+from .gptq import damping_of
 from .scaling import smooth
 from .statistics import Inputs
 from .stream import Blocks, Call, check_first, evaluating, find_blocks, samples_of
@@ -137,7 +137,7 @@ def _group_errors(layer: survey.Layer, hessian: Tensor | None, damping: float) -
     weight, name = linear_weight(layer.module), layer.row.name
     if hessian is None:
         return grouping.weight_errors(weight, layer.scheme, name, None)
-    importance = damped(hessian, damping).diagonal().float()
+    importance = (hessian.diagonal() + damping_of(hessian, damping)).float()
     return grouping.weight_errors(
         weight, layer.scheme, name, importance, lambda difference: ((difference @ hessian) * difference).sum(1)
     )

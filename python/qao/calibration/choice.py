@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..formats import PackedWeight, Scheme
-from .gptq import damped, gptq
+from .gptq import damped, damping_of, gptq
 from .grid import Grid
 from .refining import refined
 
@@ -28,30 +28,45 @@ def quantized(
     Raises:
         ValueError: as ``Scheme.quantize``; the message begins with the name of the weight.
     """
-    importance = damped(hessian, damping).diagonal().float()
+    importance = (hessian.diagonal() + damping_of(hessian, damping)).float()
     nearest = [scheme._quantize(w.detach(), name, importance) for w, name in zip(weights, names, strict=True)]
     grids = [Grid.of(one, scheme, *weight.shape) for one, weight in zip(nearest, weights, strict=True)]
     floats = [weight.detach().float() for weight in weights]
     stacked, all_rows = grids[0].stacked(grids[1:]), torch.cat(floats)
-    found = gptq(all_rows, hessian, stacked, damping=damping)
+    found, errors_under_h = gptq(all_rows, hessian, stacked, damping=damping)
     if rounds and stacked.limits is not None:
         dtype, regular = nearest[0].scales.dtype, damped(hessian, damping)
         found, stacked = refined(all_rows, regular, stacked, found, rounds=rounds, dtype=dtype)
+        errors_under_h = _squares(all_rows - stacked.dequantize(found), hessian)
+    products = _for_products(hessian)
     results, rows = [], [len(weight) for weight in weights]
-    parts = zip(found.split(rows), stacked.split(rows), strict=True)
-    for weight, one, grid, (codes, refined_grid) in zip(floats, nearest, grids, parts, strict=True):
-        before, after = weight - grid.dequantize(one.q.float()), weight - refined_grid.dequantize(codes)
-        errors = [_squares(difference, hessian) for difference in (before, after, weight)]
+    parts = zip(found.split(rows), stacked.split(rows), errors_under_h.split(rows), strict=True)
+    for weight, one, grid, (codes, refined_grid, after) in zip(floats, nearest, grids, parts, strict=True):
+        before = _squares(weight - grid.dequantize(one.q.float()), products).sum()
+        whole = _squares(weight, products).sum()
+        errors = torch.stack((before, after.sum(), whole)).clamp_(min=0).tolist()
         better = errors[1] < errors[0]
-        q, scales = (grid.stored(codes), refined_grid.scales) if better else (one.q, one.scales)
+        q, scales = (codes.to(grid.dtype), refined_grid.scales) if better else (one.q, one.scales)
         scales = one.scales if stacked.limits is None else scales.to(one.scales.dtype)  # others are no scales by row
         packed = scheme.pack(q, scales, one.zeros)
-        norm, error = weight.double().norm().item(), (after if better else before).double().norm().item()
-        packed = packed._replace(relative_error=error / norm if norm else 0.0)
+        if better:
+            off = torch.linalg.vector_norm(weight - refined_grid.dequantize(codes), dtype=torch.float64).item()
+            norm = torch.linalg.vector_norm(weight, dtype=torch.float64).item()
+            packed = packed._replace(relative_error=off / norm if norm else 0.0)
+        else:
+            packed = packed._replace(relative_error=one.relative_error)
         results.append((packed, (min(errors[:2]) / errors[2]) ** 0.5 if errors[2] else 0.0))
     return results
 
 
-def _squares(difference: Tensor, hessian: Tensor) -> float:
-    """tr(D H Dᵀ): the mean over tokens of ‖D x‖²."""
-    return max(0.0, ((difference @ hessian) * difference).sum(dtype=torch.float64).item())
+def _for_products(hessian: Tensor) -> Tensor:
+    """H as ``_squares`` of weights and of errors of rounding to nearest may take it.
+
+    On a GPU in bfloat16: their sums do not cancel as those of GPTQ's errors do, which come out of GPTQ itself.
+    """
+    return hessian.bfloat16() if hessian.is_cuda else hessian
+
+
+def _squares(difference: Tensor, hessian: Tensor) -> Tensor:
+    """Parts of tr(D H Dᵀ) by row, float64 [N]: means over tokens of (D x)²."""
+    return ((difference.to(hessian.dtype) @ hessian) * difference).sum(1, dtype=torch.float64)

@@ -8,16 +8,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import operators
 from .grid import Grid
 
-_BLOCK = 128  # columns whose mutual updates are made one by one; those behind them get one matrix product
+_BLOCK = 128  # columns that one call of the operator rounds; those behind them get one matrix product
 
 
-def gptq(weight: Tensor, hessian: Tensor, grid: Grid, *, damping: float = 0.01) -> Tensor:
-    """Codes [N, K] of ``grid`` for a weight [N, K], such that tr((W - Ŵ) H (W - Ŵ)ᵀ) is small.
+def gptq(weight: Tensor, hessian: Tensor, grid: Grid, *, damping: float = 0.01) -> tuple[Tensor, Tensor]:
+    """Codes [N, K] of ``grid`` for a weight [N, K], such that tr((W - Ŵ) H (W - Ŵ)ᵀ) is small, and its parts by row.
 
     Columns are visited from the largest diagonal entry of H to the smallest, while codes and scales keep the order of
-    the weight: a layer costs nothing more at run time. No step waits for the device.
+    the weight: a layer costs nothing more at run time. No step but the factorisation waits for the device.
+
+    With H = R Rᵀ, R upper triangular in the order of visits, the sum is ‖(W - Ŵ) R‖². Column j of that is R_jj times what
+    rounding leaves of w_j + Σ_i<j (w_i - ŵ_i) R_ij / R_jj: the values of the paper, which takes them from the inverse of H.
 
     Args:
         weight: float, all of whose rows have inputs with this H; layers with one input can be stacked.
@@ -26,93 +30,59 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid, *, damping: float = 0.01) 
         damping: is added to the diagonal of H, as a share of its mean.
 
     Returns:
-        float32 codes, see ``Grid.codes``.
+        float32 codes, see ``Grid.codes``, and float64 [N], which add up to tr((W - Ŵ) H (W - Ŵ)ᵀ) without damping.
 
     Raises:
         torch.linalg.LinAlgError: H plus damping is not positive definite.
     """
     n, k = weight.shape
     order = hessian.diagonal().argsort(descending=True, stable=True)
-    ratios = _ratios(hessian[order][:, order], damping)
+    ratios, squares = _factor(hessian, order, damping)
+    shift = damping_of(hessian, damping)[order].float()
     # [K, N]: a column of W is a run of memory.
-    rest = weight.detach().t()[order].float()
-    codes = torch.empty(k, n, dtype=torch.float32, device=weight.device)
-    columns = _Columns(grid, rest[:_BLOCK])
+    columns = weight.detach().t()[order].float()
+    moved = torch.zeros_like(columns)
+    codes = torch.empty(k, n, dtype=grid.dtype, device=weight.device)
+    total = torch.zeros(n, dtype=torch.float64, device=weight.device)
     for begin in range(0, k, _BLOCK):
-        end = min(begin + _BLOCK, k)
-        scales, zeros = grid.columns(order[begin:end])
-        codes[begin:end], errors = columns.round(rest[begin:end], scales, zeros, ratios[begin:end, begin:end])
-        rest[end:].addmm_(ratios[begin:end, end:].t(), errors, alpha=-1)
+        block, behind = slice(begin, min(begin + _BLOCK, k)), slice(begin + _BLOCK, k)
+        scales, zeros = grid.columns(order[block])
+        local = ratios[block, block].contiguous()
+        codes[block], errors, rests = operators.gptq_columns(
+            columns[block], moved[block], scales, zeros, local, grid.dtype
+        )
+        moved[behind].addmm_(ratios[block, behind].t(), errors)
+        total += squares[block] @ rests.square_() - shift[block] @ errors.square_()
     back = torch.empty_like(order)
     back[order] = torch.arange(k, device=order.device)
-    return codes[back].t().contiguous()
+    return codes.view(torch.uint8)[back].t().contiguous().view(grid.dtype).float(), total.clamp_(min=0)
 
 
-class _Columns:
-    """The columns of a block one after the other, in memory of its own.
-
-    On a GPU they are captured once and replayed for every block: hundreds of small kernels, which take longer to launch
-    than to run.
-    """
-
-    def __init__(self, grid: Grid, like: Tensor) -> None:
-        self._grid = grid
-        self._values, self._scales = torch.empty_like(like), torch.ones_like(like)
-        self._codes, self._errors = torch.empty_like(like), torch.empty_like(like)
-        self._local = like.new_empty(len(like), len(like))
-        self._graph = self._captured() if like.is_cuda and len(like) == _BLOCK else None
-
-    def round(self, values: Tensor, scales: Tensor, zeros: Tensor | None, local: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and errors of columns [B, N], in memory that the next block overwrites; ``local``: ratios [B, B]."""
-        count = len(values)
-        if zeros is None:
-            self._values[:count] = values
-        else:  # what is subtracted from a column is the same with its zero point taken off before
-            torch.addcmul(values, zeros, scales, out=self._values[:count])
-        self._scales[:count], self._local[:count, :count] = scales, local
-        if self._graph is not None and count == _BLOCK:
-            self._graph.replay()
-        else:
-            self._run(count)
-        return self._codes[:count], self._errors[:count]
-
-    def _run(self, count: int) -> None:
-        values, local = self._values[:count], self._local
-        for i in range(count):
-            self._grid.round(values[i], self._scales[i], codes=self._codes[i], errors=self._errors[i])
-            values[i + 1 :].addr_(local[i, i + 1 : count], self._errors[i], alpha=-1)
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        device = self._values.device
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._run(_BLOCK)
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        return graph
+def damping_of(hessian: Tensor, damping: float) -> Tensor:
+    """What to add to the diagonal of H, float64 [K]: ``damping`` times its mean, and never so little that a 0 stays."""
+    diagonal = hessian.diagonal().double()
+    mean = diagonal.mean()
+    shift = torch.where(mean > 0, mean * damping, torch.ones_like(mean))
+    return torch.where(diagonal > 0, shift, torch.maximum(mean, shift))
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
-    """H in float64 with ``damping`` times its mean diagonal on the diagonal, which is never 0."""
-    result = hessian.double()
-    diagonal = result.diagonal()
-    mean = diagonal.mean()
-    shift = torch.where(mean > 0, mean * damping, torch.ones_like(mean))
-    diagonal += torch.where(diagonal > 0, shift, torch.maximum(mean, shift))
+    """H in float64 with ``damping_of`` it on the diagonal."""
+    result = hessian.to(torch.float64, copy=True)
+    result.diagonal().add_(damping_of(hessian, damping))
     return result
 
 
-def _ratios(hessian: Tensor, damping: float) -> Tensor:
-    """float32 [K, K]: U with its rows divided by its diagonal, where U is upper triangular and UᵀU = H⁻¹."""
-    # A Cholesky factor of H in reverse order is an upper one R of H = R Rᵀ, and U is its inverse. float64: the small
-    # eigenvalues that damping leaves would drown in the rounding of float32.
-    upper = torch.linalg.cholesky(damped(hessian, damping).flip(0, 1)).flip(0, 1)
-    inverse = torch.linalg.solve_triangular(
-        upper, torch.eye(len(upper), dtype=upper.dtype, device=upper.device), upper=True
-    )
-    ratios: Tensor = inverse / inverse.diagonal()[:, None]
-    return ratios.float()
+def _factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """float32 [K, K] and [K]: columns of R divided by its diagonal, and that diagonal's squares.
+
+    R is upper triangular, R Rᵀ the damped H in this order.
+    """
+    # R is a Cholesky factor of H in reverse order, read from its end. float64: the small eigenvalues that damping
+    # leaves would drown in the rounding of float32.
+    visits = order.flip(0)
+    regular = hessian[visits][:, visits].double()
+    regular.diagonal().add_(damping_of(hessian, damping)[visits])
+    lower = torch.linalg.cholesky(regular)
+    diagonal = lower.diagonal().clone()
+    return lower.div_(diagonal).float().flip(0, 1), diagonal.square_().float().flip(0)

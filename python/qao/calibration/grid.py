@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..formats import Float8Weight, Int4Weight, Scheme
 from ..quantizer import QuantizedWeight
-from ..quantizer_fp8 import LARGEST_FP8, SCALE_BLOCK
+from ..quantizer_fp8 import SCALE_BLOCK
 from ..quantizer_integer import nearest_multiple
 
 
@@ -26,6 +26,13 @@ class Grid:
     size: int
     limits: tuple[int, int] | None
     unit: Tensor | None = None  # float32 [N, 1], if scales are whole numbers times that of their row
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of codes as ``Scheme.pack`` takes them."""
+        if self.limits is None:
+            return torch.float8_e4m3fn
+        return torch.int8 if self.limits[0] < 0 else torch.uint8
 
     @classmethod
     def of(cls, quantized: QuantizedWeight, scheme: Scheme, n: int, k: int) -> Grid:
@@ -70,25 +77,7 @@ class Grid:
         zeros = None if self.zeros is None else self.zeros.t()[groups]
         return self.scales.t()[groups], zeros
 
-    def round(self, values: Tensor, scales: Tensor, *, codes: Tensor, errors: Tensor) -> None:
-        """Writes the nearest codes of ``values``, W + zero * scale, and values less what those stand for.
-
-        It runs once a column: on a GPU, time is the number of kernels.
-        """
-        torch.div(values, scales, out=codes)
-        if self.limits is None:
-            codes.copy_(codes.clamp_(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn))
-        else:
-            codes.round_().clamp_(*self.limits)
-        torch.addcmul(values, codes, scales, value=-1, out=errors)
-
     def dequantize(self, codes: Tensor) -> Tensor:
         """W [N, K] of codes [N, K]."""
         scales, zeros = self.columns(torch.arange(codes.shape[1], device=codes.device))
         return (codes if zeros is None else codes - zeros.t()) * scales.t()
-
-    def stored(self, codes: Tensor) -> Tensor:
-        """Codes in the dtype that ``Scheme.pack`` takes."""
-        if self.limits is None:
-            return codes.to(torch.float8_e4m3fn)
-        return codes.to(torch.int8 if self.limits[0] < 0 else torch.uint8)
