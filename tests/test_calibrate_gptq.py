@@ -227,3 +227,49 @@ def test_scales_of_a_grid_stay(device: str) -> None:
     weight, regular = grid.dequantize(codes), damped(hessian, 0.01)
     found, same = refined(weight, regular, grid, codes.clone(), rounds=2, dtype=torch.float32)
     assert torch.equal(found, codes) and torch.equal(same.scales, grid.scales)
+
+
+@pytest.mark.parametrize("columns", [1, 31, 33, 128])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_operator(dtype: torch.dtype, columns: int, device: str) -> None:
+    """Codes are nearest to what the errors before them make of the values, which the results tell."""
+    g, n = torch.Generator().manual_seed(columns), 45
+    weight, moved = (torch.randn(columns, n, generator=g) for _ in range(2))
+    scales = torch.rand(columns, n, generator=g) + 0.1
+    zeros = torch.rand(columns, n, generator=g) * 15 if dtype == torch.uint8 else None
+    ratios = torch.randn(columns, columns, generator=g) * 0.1
+    given = [None if t is None else t.to(device) for t in (weight, moved, scales, zeros, ratios)]
+    codes, errors, rests = torch.ops.qao.gptq_columns(*given, dtype)
+    assert codes.dtype == dtype
+    stood = (codes.cpu().double() - (0 if zeros is None else zeros.double())) * scales.double()
+    values = weight.double() + moved.double() + ratios.double().triu(1).t() @ (weight.double() - stood)
+    bound = 1e-5 * (1 + values.abs().max())
+    assert (errors.cpu() - (weight - stood)).abs().max() < bound
+    assert (rests.cpu() - (values - stood)).abs().max() < bound
+    exact = values / scales + (0 if zeros is None else zeros)
+    lowest, highest = {torch.uint8: (0, 15), torch.int8: (-127, 127), torch.float8_e4m3fn: (-448, 448)}[dtype]
+    exact = exact.clamp(lowest, highest)
+    step = 0.5 if dtype != torch.float8_e4m3fn else (exact.abs() * 2**-4).clamp(min=2**-10)
+    assert ((codes.cpu().double() - exact).abs() <= step * (1 + 1e-4) + 1e-3 * (dtype != torch.float8_e4m3fn)).all()
+
+
+def test_operator_under_opcheck(device: str) -> None:
+    weight, ratios = torch.randn(7, 20, device=device), torch.zeros(7, 7, device=device)
+    arguments = (weight, weight, torch.ones_like(weight), None, ratios, torch.int8)
+    torch.library.opcheck(torch.ops.qao.gptq_columns.default, arguments)
+
+
+def test_operator_refuses() -> None:
+    good = {name: torch.ones(4, 8) for name in ("weight", "moved", "scales", "zeros")}
+    good |= {"ratios": torch.ones(4, 4), "dtype": torch.uint8}
+    for wrong, message in (
+        ({"weight": torch.ones(129, 8)}, "weight must have shape"),
+        ({"moved": torch.ones(4, 9)}, "the shape of weight"),
+        ({"zeros": torch.ones(3, 8)}, "the shape of weight"),
+        ({"ratios": torch.ones(4, 5)}, "ratios must have shape"),
+        ({"scales": torch.ones(4, 8).half()}, "float32 and contiguous"),
+        ({"weight": torch.ones(8, 4).t()}, "float32 and contiguous"),
+        ({"dtype": torch.int32}, "dtype must be uint8"),
+    ):
+        with pytest.raises(RuntimeError, match=f"^qao::gptq_columns: .*{message}"):
+            torch.ops.qao.gptq_columns(**(good | wrong))

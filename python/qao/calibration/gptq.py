@@ -20,8 +20,9 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid, *, damping: float = 0.01) 
     Columns are visited from the largest diagonal entry of H to the smallest, while codes and scales keep the order of
     the weight: a layer costs nothing more at run time. No step but the factorisation waits for the device.
 
-    With H = R Rᵀ, R upper triangular in the order of visits, the sum is ‖(W - Ŵ) R‖². Column j of that is R_jj times what
-    rounding leaves of w_j + Σ_i<j (w_i - ŵ_i) R_ij / R_jj: the values of the paper, which takes them from the inverse of H.
+    With H = R Rᵀ, R upper triangular in the order of visits, the sum is ‖(W - Ŵ) R‖². Column j of that is R_jj times
+    what rounding leaves of w_j + Σ_i<j (w_i - ŵ_i) R_ij / R_jj: the values of the paper, which has them from the
+    inverse of H.
 
     Args:
         weight: float, all of whose rows have inputs with this H; layers with one input can be stacked.
