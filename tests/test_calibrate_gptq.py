@@ -66,9 +66,11 @@ def plain(weight: Tensor, hessian: Tensor, grid: Grid, damping: float) -> tuple[
     return codes[:, back], margins[:, back]
 
 
+@pytest.mark.parametrize("wide", [256, 1024])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_blocked_is_the_plain_loop(scheme: Scheme, device: str) -> None:
+def test_blocked_is_the_plain_loop(scheme: Scheme, wide: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same codes, but for values so near to a tie that float32 may decide otherwise, and rows behind them."""
+    monkeypatch.setattr("qao.calibration.gptq._WIDE", wide)
     weight, hessian = data(device)
     grid = Grid.of(scheme._quantize(weight, "w"), scheme, N, K)
     codes, _ = gptq(weight, hessian, grid)

@@ -11,7 +11,8 @@ from torch import Tensor
 from .. import operators
 from .grid import Grid
 
-_BLOCK = 128  # columns that one call of the operator rounds; those behind them get one matrix product
+_BLOCK = 128  # columns that one call of the operator rounds
+_WIDE = 8 * _BLOCK  # columns that get a matrix product after each block; those behind them get one for all of these
 
 
 def gptq(weight: Tensor, hessian: Tensor, grid: Grid, *, damping: float = 0.01) -> tuple[Tensor, Tensor]:
@@ -45,15 +46,21 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid, *, damping: float = 0.01) 
     moved = torch.zeros_like(columns)
     codes = torch.empty(k, n, dtype=grid.dtype, device=weight.device)
     total = torch.zeros(n, dtype=torch.float64, device=weight.device)
-    for begin in range(0, k, _BLOCK):
-        block, behind = slice(begin, min(begin + _BLOCK, k)), slice(begin + _BLOCK, k)
-        scales, zeros = grid.columns(order[block])
-        local = ratios[block, block].contiguous()
-        codes[block], errors, rests = operators.gptq_columns(
-            columns[block], moved[block], scales, zeros, local, grid.dtype
-        )
-        moved[behind].addmm_(ratios[block, behind].t(), errors)
-        total += squares[block] @ rests.square_() - shift[block] @ errors.square_()
+    scales, zeros = grid.columns(order)
+    for first in range(0, k, _WIDE):
+        last = min(first + _WIDE, k)
+        errors = torch.empty(last - first, n, device=weight.device)
+        for begin in range(first, last, _BLOCK):
+            end = min(begin + _BLOCK, last)
+            block, behind, found = slice(begin, end), slice(end, last), slice(begin - first, end - first)
+            local = ratios[block, block].contiguous()
+            of_zeros = None if zeros is None else zeros[block]
+            codes[block], errors[found], rests = operators.gptq_columns(
+                columns[block], moved[block], scales[block], of_zeros, local, grid.dtype
+            )
+            moved[behind].addmm_(ratios[block, behind].t(), errors[found])
+            total += squares[block] @ rests.square_() - shift[block] @ errors[found].square()
+        moved[last:].addmm_(ratios[first:last, last:].t(), errors)
     back = torch.empty_like(order)
     back[order] = torch.arange(k, device=order.device)
     return codes.view(torch.uint8)[back].t().contiguous().view(grid.dtype).float(), total.clamp_(min=0)

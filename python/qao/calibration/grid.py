@@ -79,5 +79,9 @@ class Grid:
 
     def dequantize(self, codes: Tensor) -> Tensor:
         """W [N, K] of codes [N, K]."""
-        scales, zeros = self.columns(torch.arange(codes.shape[1], device=codes.device))
-        return (codes if zeros is None else codes - zeros.t()) * scales.t()
+        scales, zeros = (
+            None if t is None else t.repeat_interleave(self.size, 1)[:, : codes.shape[1]]
+            for t in (self.scales, self.zeros)
+        )
+        assert scales is not None
+        return (codes if zeros is None else codes - zeros) * scales
