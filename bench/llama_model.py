@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable
 from functools import reduce
 from operator import add
@@ -62,10 +63,15 @@ class Cache:
         self.positions = positions
         self.keys, self.values = (torch.randn(shape, device=positions.device, dtype=dtype) for _ in range(2))
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.keys.index_copy_(2, self.positions, keys)
         self.values.index_copy_(2, self.positions, values)
         return self.keys, self.values
+
+
+def cache_keyword(layer: nn.Module) -> str:
+    """What transformers calls the cache: another word from 5.24 on."""
+    return "cache" if "cache" in inspect.signature(layer.forward).parameters else "past_key_values"
 
 
 class PlainBlock(nn.Module):
@@ -75,11 +81,12 @@ class PlainBlock(nn.Module):
         super().__init__()
         self.layer = layer
         layer.self_attn.layer_idx = 0
+        self.keyword = cache_keyword(layer)
         if scheme is not None:
             qao.quantize_(self, scheme, progress=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache) -> tuple[Tensor]:
-        y = self.layer(x, attention_mask=None, position_embeddings=(cos, sin), past_key_values=cache)
+        y = self.layer(x, attention_mask=None, position_embeddings=(cos, sin), **{self.keyword: cache})
         return (y,)
 
 

@@ -304,7 +304,8 @@ def test_the_example_block_computes_what_the_layer_of_transformers_computes(pres
         cos, sin = model.rotary_emb(x, positions[None])
         caches = [llama_model.Cache(config, 2, positions, 6, torch.float64) for _ in range(2)]
         caches[1].keys.copy_(caches[0].keys), caches[1].values.copy_(caches[0].values)
-        expected = layer(x, attention_mask=None, position_embeddings=(cos, sin), past_key_values=caches[0])
+        cache = {llama_model.cache_keyword(layer): caches[0]}
+        expected = layer(x, attention_mask=None, position_embeddings=(cos, sin), **cache)
         delta, residual = block(0.25 * x, 0.75 * x, cos, sin, caches[1])
         torch.testing.assert_close(delta + residual, expected, rtol=1e-6, atol=1e-6)  # norms work in float32
         torch.testing.assert_close(caches[1].keys, caches[0].keys, rtol=1e-6, atol=1e-6)
