@@ -122,6 +122,7 @@ class Step:
         for _ in range(3):
             self.result = run()
         self.run: Callable[[], Any] = run
+        self.captured = run  # holds x, which a graph reads
         if compiled and x.is_cuda:
             self.graph = capture(run)
             self.run = self.graph.replay
