@@ -92,5 +92,6 @@ def main(cases: Cases) -> None:
             raised[name] = ""
         except Exception:
             raised[name] = traceback.format_exc()
+            print(raised[name], flush=True)  # the others may wait for this rank until all of them are killed
     (folder / f"{rank}.json").write_text(json.dumps(raised))
     dist.destroy_process_group()
