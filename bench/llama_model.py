@@ -7,7 +7,6 @@ nothing that tells it apart from the others, so that the code compiled for one s
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 from collections.abc import Callable
 from functools import reduce
@@ -19,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from examples.decoder_block import DecoderBlock
+
+from .schemes import without_search
 
 # The numbers of the published configurations, which are all of a model that speed depends on.
 _COMMON = {"hidden_act": "silu", "attention_dropout": 0.0}
@@ -110,7 +111,7 @@ class Model(nn.Module):
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
         model = model.eval().requires_grad_(False)
-        scheme = _without_search(scheme)
+        scheme = without_search(scheme) if scheme is not None else None
         block = {"plain": PlainBlock, "fused": DecoderBlock}[variant](model.model.layers[0], scheme).eval()
         self.config, self.embed, self.rotary = config, model.model.embed_tokens, model.model.rotary_emb
         self.norm, self.head = model.model.norm, model.lm_head
@@ -184,8 +185,3 @@ class Step:
         for block, cache in zip(self.model.blocks, caches, strict=True):
             state = self.block(block, state, cos, sin, cache)
         return self.end(self.model, state, tokens)
-
-
-def _without_search(scheme: qao.Scheme | None) -> qao.Scheme | None:
-    """Random weights have nothing to gain from a search for better clipping ranges."""
-    return dataclasses.replace(scheme, clip_search=False) if hasattr(scheme, "clip_search") else scheme

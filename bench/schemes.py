@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -117,3 +118,8 @@ SCHEMES = {
 LAYER_SCHEMES: dict[str, qao.Scheme] = {
     word: kind() for word, kind in schemes.SCHEMES.items() if "cuda" in kind.devices
 }
+
+
+def without_search(scheme: qao.Scheme) -> qao.Scheme:
+    """Random weights have nothing to gain from a search for better clipping ranges."""
+    return dataclasses.replace(scheme, clip_search=False) if hasattr(scheme, "clip_search") else scheme  # type: ignore[type-var]

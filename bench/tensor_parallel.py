@@ -16,7 +16,6 @@ import argparse
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from torch.nn import functional
 
 from .markdown import table
 from .meta import RESULTS, describe, device_slug, write
-from .schemes import LAYER_SCHEMES
+from .schemes import LAYER_SCHEMES, without_search
 from .timing import capture
 
 BASELINE = "bf16"
@@ -97,11 +96,6 @@ def make(sizes: Sizes, layers: int, scheme: str, mesh: DeviceMesh, device: torch
             qao.quantize_(block, without_search(LAYER_SCHEMES[scheme]), progress=False)
         blocks.append(parallelize_module(block, mesh, PLAN, src_data_rank=None))
     return nn.Sequential(*blocks).eval()
-
-
-def without_search(scheme: qao.Scheme) -> qao.Scheme:
-    """Random weights have no outliers to clip, and a product takes as long."""
-    return replace(scheme, clip_search=False) if hasattr(scheme, "clip_search") else scheme  # type: ignore[type-var]
 
 
 class Step:
