@@ -65,5 +65,10 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.4)
 endif()
 find_package(CUDAToolkit REQUIRED)
 string(APPEND CMAKE_CUDA_FLAGS " --threads=2") # two architectures of a source at once
+# Machine code shrinks to a fifth or less. Before CUDA 13 a compressed binary would ask for a newer driver than its
+# toolkit does.
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
+  string(APPEND CMAKE_CUDA_FLAGS " --compress-mode=size")
+endif()
 set(QAO_CUDA_VERSION ${CMAKE_CUDA_COMPILER_VERSION})
 set(QAO_WITH_CUDA ON)
