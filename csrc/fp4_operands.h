@@ -2,9 +2,16 @@
 #pragma once
 
 #include "fp4/layout.h"
+#include "int4_operands.h"
 #include "tensor.h"
 
 namespace qao {
+
+inline PackedSizes fp4_sizes_of(const Op& op, const Argument& weight, const Argument& scales) {
+  check_packed_ranks(op, weight, scales);
+  const int64_t n = weight.size(0) * int4::kTileN, k = weight.size(1) * int4::kTileK;
+  return {n, k, fp4::scale_rows(k, fp4::kMxGroup) == scales.size(1) ? fp4::kMxGroup : fp4::kNvGroup};
+}
 
 inline void check_fp4(const Op& op, const Argument& weight, const Argument& scales, const Argument& device, int64_t n,
                       int64_t k, int64_t group_size) {

@@ -11,7 +11,7 @@ Tensor int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& s
                           int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant) {
   Call call("int4_grouped_mm", x);
   GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale});
-  product.use_packed_weight(out_features, in_features, group_size);
+  product.use_packed_weight({out_features, in_features, group_size});
   product.use_float_x(x);
   return product.run(batch_invariant);
 }
@@ -55,7 +55,7 @@ Tensor int8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tens
                                int64_t group_size, bool batch_invariant) {
   Call call("int8_int4_grouped_mm", x);
   GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale}, weight_sums);
-  product.use_packed_weight(out_features, in_features, group_size);
+  product.use_packed_weight({out_features, in_features, group_size});
   product.use_dynamic_x(x, Format::kInt8, Scaling::kRow);
   return product.run(batch_invariant);
 }
@@ -84,7 +84,7 @@ Tensor fp8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tenso
                               int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant) {
   Call call("fp8_int4_grouped_mm", x);
   GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale});
-  product.use_packed_weight(out_features, in_features, group_size);
+  product.use_packed_weight({out_features, in_features, group_size});
   product.use_dynamic_x(x, Format::kFp8, Scaling::kRow);
   return product.run(batch_invariant);
 }

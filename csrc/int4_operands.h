@@ -12,6 +12,30 @@ inline void check_packed_sizes(const Op& op, int64_t n, int64_t k) {
            "Pass the N and K of the weight that was packed");
 }
 
+// N, K and group_size of a packed weight.
+struct PackedSizes {
+  int64_t n, k, group_size;
+
+  // All are 0: the caller leaves it to the tensors, whose N and K are those of whole tiles.
+  bool left_out() const { return n == 0 && k == 0 && group_size == 0; }
+};
+
+inline void check_packed_ranks(const Op& op, const Argument& weight, const Argument& scales) {
+  op.check(weight.dim() == 3 && scales.dim() == 4, "weight must have 3 dimensions and scales 4",
+           "Pass what packing returned");
+}
+
+// Groups of 128, 64, 32 or 256 columns, or one a row: the first that makes so many scales. Where there are two groups
+// or more, no other size does.
+inline PackedSizes int4_sizes_of(const Op& op, const Argument& weight, const Argument& scales) {
+  check_packed_ranks(op, weight, scales);
+  const int64_t n = weight.size(0) * int4::kTileN, k = weight.size(1) * int4::kTileK;
+  for (int64_t group_size : {128, 64, 32, 256}) {
+    if ((k + group_size - 1) / group_size == scales.size(1)) return {n, k, group_size};
+  }
+  return {n, k, k};
+}
+
 // group_size as kernels know it: -1 becomes K; anything but 32, 64, 128, 256 and K is an error.
 inline int64_t checked_group_size(const Op& op, int64_t group_size, int64_t k) {
   if (group_size == -1 || group_size == k) return k;

@@ -10,7 +10,7 @@ Tensor int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, cons
                int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant) {
   Call call("int4_mm", x);
   Product product(call.op, call.x, weight, scales, bias);
-  product.use_packed_weight(out_features, in_features, group_size);
+  product.use_packed_weight(product.int4_sizes({out_features, in_features, group_size}));
   product.use_float_x(x);
   return product.run(batch_invariant);
 }
@@ -37,7 +37,7 @@ Tensor fp4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const
               int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant) {
   Call call("fp4_mm", x);
   Product product(call.op, call.x, weight, scales, bias);
-  product.use_fp4_weight(out_features, in_features, group_size);
+  product.use_fp4_weight(product.fp4_sizes({out_features, in_features, group_size}));
   product.use_float_x(x);
   return product.run(batch_invariant);
 }
@@ -58,7 +58,7 @@ Tensor int8_int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales,
   Product product(call.op, call.x, weight, scales, bias, weight_sums);
   std::optional<Argument> of_rows;
   if (row_scales) call.op.involve(&of_rows.emplace("row_scales", *row_scales));
-  product.use_packed_weight(out_features, in_features, group_size);
+  product.use_packed_weight(product.int4_sizes({out_features, in_features, group_size}));
   if (of_rows) product.use_row_scales(*of_rows);
   product.use_dynamic_x(x, Format::kInt8, Scaling::kRow);
   return product.run(batch_invariant);
@@ -83,31 +83,32 @@ Tensor fp8_int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, 
                    int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant) {
   Call call("fp8_int4_mm", x);
   Product product(call.op, call.x, weight, scales, bias);
-  product.use_packed_weight(out_features, in_features, group_size);
+  product.use_packed_weight(product.int4_sizes({out_features, in_features, group_size}));
   product.use_dynamic_x(x, Format::kFp8, Scaling::kRow);
   return product.run(batch_invariant);
 }
 
 constexpr Operator kProducts[] = {
-    operator_of<"int4_mm", int4_mm>("int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features, "
-                                    "int in_features, int group_size, bool batch_invariant=False) -> Tensor"),
+    operator_of<"int4_mm", int4_mm>("int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features=0, "
+                                    "int in_features=0, int group_size=0, bool batch_invariant=False) -> Tensor"),
     operator_of<"int8_mm", int8_mm>(
         "int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, bool batch_invariant=False) -> Tensor"),
     operator_of<"fp8_mm", fp8_mm>(
         "fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, bool batch_invariant=False) -> Tensor"),
-    operator_of<"fp4_mm", fp4_mm>("fp4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features, "
-                                  "int in_features, int group_size, bool batch_invariant=False) -> Tensor"),
+    operator_of<"fp4_mm", fp4_mm>("fp4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features=0, "
+                                  "int in_features=0, int group_size=0, bool batch_invariant=False) -> Tensor"),
     operator_of<"int8_int8_mm", int8_int8_mm>("int8_int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, "
-                                              "Tensor? weight_sums, bool batch_invariant=False) -> Tensor"),
+                                              "Tensor? weight_sums=None, bool batch_invariant=False) -> Tensor"),
     operator_of<"int8_int4_mm", int8_int4_mm>(
-        "int8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? weight_sums, int out_features, int "
-        "in_features, int group_size, Tensor? row_scales=None, bool batch_invariant=False) -> Tensor"),
+        "int8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? weight_sums=None, int "
+        "out_features=0, "
+        "int in_features=0, int group_size=0, Tensor? row_scales=None, bool batch_invariant=False) -> Tensor"),
     operator_of<"fp8_fp8_mm", fp8_fp8_mm>(
         "fp8_fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? "
-        "x_scale, int x_group_size, bool fast_accum, bool batch_invariant=False) -> Tensor"),
+        "x_scale=None, int x_group_size=-1, bool fast_accum=False, bool batch_invariant=False) -> Tensor"),
     operator_of<"fp8_int4_mm", fp8_int4_mm>(
         "fp8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int "
-        "out_features, int in_features, int group_size, bool batch_invariant=False) -> Tensor"),
+        "out_features=0, int in_features=0, int group_size=0, bool batch_invariant=False) -> Tensor"),
 };
 
 }  // namespace

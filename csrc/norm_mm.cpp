@@ -53,7 +53,7 @@ std::tuple<Tensor, Tensor> add_rms_norm_int4_mm_op(const Tensor& x, const std::o
                                                    int64_t in_features, int64_t group_size, bool gated) {
   Norm norm("add_rms_norm_int4_mm", x, residual, norm_weight, eps, "norm_weight");
   Product product(norm.op, norm.x, weight, scales, bias);
-  product.use_packed_weight(out_features, in_features, group_size);
+  product.use_packed_weight({out_features, in_features, group_size});
   norm.op.check(!gated || out_features % 2 == 0, "a gated weight must have an even number of rows",
                 "Join the rows of gate and up, as many of each");
   product.problem.m = norm.problem.m;

@@ -2,7 +2,6 @@
 
 #include "cpu/mm.h"
 #include "fp4_operands.h"
-#include "int4_operands.h"
 
 namespace qao {
 
@@ -51,27 +50,36 @@ void Product::use_weight(const RowMajor& rows) {
   op_.check_operand(weight_, x_), op_.check_operand(scales_, x_);
 }
 
-void Product::use_packed_weight(int64_t out_features, int64_t in_features, int64_t group_size) {
-  op_.involve("out_features", out_features), op_.involve("in_features", in_features);
-  op_.involve("group_size", group_size);
-  check_packed_sizes(op_, out_features, in_features);
+PackedSizes Product::int4_sizes(const PackedSizes& given) const {
+  return given.left_out() ? int4_sizes_of(op_, weight_, scales_) : given;
+}
+
+PackedSizes Product::fp4_sizes(const PackedSizes& given) const {
+  return given.left_out() ? fp4_sizes_of(op_, weight_, scales_) : given;
+}
+
+void Product::use_packed_weight(const PackedSizes& sizes) {
+  use_sizes(sizes);
   problem.weight = Format::kInt4;
-  set_sizes(out_features, in_features);
-  const int4::Weight packed = checked_packed(op_, weight_, scales_, x_, out_features, in_features, group_size);
+  const int4::Weight packed = checked_packed(op_, weight_, scales_, x_, sizes.n, sizes.k, sizes.group_size);
   problem.group_size = packed.group_size;
   problem.has_zeros = packed.has_zeros;
   problem.scale_dtype = packed.scale_dtype;
 }
 
-void Product::use_fp4_weight(int64_t out_features, int64_t in_features, int64_t group_size) {
-  op_.involve("out_features", out_features), op_.involve("in_features", in_features);
-  op_.involve("group_size", group_size);
-  check_packed_sizes(op_, out_features, in_features);
+void Product::use_fp4_weight(const PackedSizes& sizes) {
+  use_sizes(sizes);
   problem.weight = Format::kFp4;
-  set_sizes(out_features, in_features);
-  check_fp4(op_, weight_, scales_, x_, out_features, in_features, group_size);
-  problem.group_size = group_size;
+  check_fp4(op_, weight_, scales_, x_, sizes.n, sizes.k, sizes.group_size);
+  problem.group_size = sizes.group_size;
   problem.scale_dtype = DType::kBFloat16;
+}
+
+void Product::use_sizes(const PackedSizes& sizes) {
+  op_.involve("out_features", sizes.n), op_.involve("in_features", sizes.k);
+  op_.involve("group_size", sizes.group_size);
+  check_packed_sizes(op_, sizes.n, sizes.k);
+  set_sizes(sizes.n, sizes.k);
 }
 
 void Product::use_row_scales(const Argument& row_scales) {

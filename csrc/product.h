@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "int4_operands.h"
 #include "qao/mm.h"
 #include "quantized_x.h"
 #include "rows.h"
@@ -37,10 +38,14 @@ class Product {
           const std::optional<Tensor>& weight_sums = std::nullopt);
   Product(const Product&) = delete;  // op points to the arguments
 
+  // Sizes as they were given, or those of the packed tensors where all are left out.
+  PackedSizes int4_sizes(const PackedSizes& given) const;
+  PackedSizes fp4_sizes(const PackedSizes& given) const;
+
   // 1. W in eight bits: one scale a row, one for all, or one a block; or packed, of integers or of floats.
   void use_weight(const RowMajor& rows);
-  void use_packed_weight(int64_t out_features, int64_t in_features, int64_t group_size);
-  void use_fp4_weight(int64_t out_features, int64_t in_features, int64_t group_size);
+  void use_packed_weight(const PackedSizes& sizes);
+  void use_fp4_weight(const PackedSizes& sizes);
   void use_row_scales(const Argument& row_scales);  // of a packed weight
 
   // 2. x as the tensor cores take it; in eight bits with its scales; in a float dtype, to be quantised by the product
@@ -58,6 +63,7 @@ class Product {
 
  protected:
   void set_sizes(int64_t n, int64_t k);
+  void use_sizes(const PackedSizes& sizes);
   bool has_block_scales() const;
   void use_rows(const Tensor& tensor, int64_t element_size);
   void check_blocks();

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .gradients import DENSE
+from .tiles import TILE_BYTES, TILE_K, TILE_N
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
-TILE_N, TILE_K, TILE_BYTES = 16, 64, 512  # of a packed int4 weight; checked against the C++ layout by the tests
 _ONNX = "torch.onnx._internal.exporter._flags"  # what says so; no compilation shall import it
 
 
@@ -86,7 +86,9 @@ def _register_product(operator: Any) -> None:
 
     @_register(operator._schema.name.removeprefix("qao::"))
     def _(*given: Any) -> Tensor:
-        x, n = given[0], given[names.index("weight")].shape[0] if rows is None else given[rows]
+        x, n = given[0], given[rows] if rows is not None and len(given) > rows else 0
+        if n == 0:  # what the weight tells
+            n = given[names.index("weight")].shape[0] * (1 if rows is None else TILE_N)
         return _like_x(x, n, None if dtype is None else given[dtype])
 
 

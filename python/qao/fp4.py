@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from . import operators
+from .tiles import TILE_N
 
 MX_GROUP, NV_GROUP = 32, 16
 GROUPS = {"mxfp4": MX_GROUP, "nvfp4": NV_GROUP}
-TILE_N, ROW_PARTS = 16, 3
+ROW_PARTS = 3
 
 
 def pack_fp4(q: Tensor, scales: Tensor, divisor: Tensor | None, group_size: int) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,9 @@ from torch.autograd import Function, forward_ad
 
 from ._version import __version__
 from .fp4 import dequantize_fp4
-from .invariance import MODE, count_arguments, with_mode
+from .invariance import MODE, note_arguments, with_mode
 from .quantizer_fp8 import SCALE_BLOCK
+from .tiles import fp4_sizes, int4_sizes
 
 _qao = torch.ops.qao
 # The innermost transform of torch.func, or None; its type, since that is what Dynamo knows without a node in the graph.
@@ -45,11 +46,14 @@ def dequantize_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def _sizes(rest: tuple[Any, ...]) -> list[Any]:
-    return [value for value in rest if not (value is None or isinstance(value, (Tensor, bool)))]
+    """N, K and group_size among a product's arguments; none where they are left out."""
+    sizes = [value for value in rest if not (value is None or isinstance(value, (Tensor, bool)))]
+    return sizes if any(sizes) else []
 
 
 def dense_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
-    return _qao.dequantize_int4.default(weight, scales, *_sizes(rest), dtype)  # type: ignore[no-any-return]
+    sizes = _sizes(rest) or int4_sizes(weight, scales)
+    return _qao.dequantize_int4.default(weight, scales, *sizes, dtype)  # type: ignore[no-any-return]
 
 
 def dense_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
@@ -61,7 +65,7 @@ def dense_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) ->
 
 
 def dense_fp4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
-    n, k, group_size = _sizes(rest)
+    n, k, group_size = _sizes(rest) or fp4_sizes(weight, scales)
     return dequantize_fp4(weight, scales, n, k, group_size, dtype)
 
 
@@ -75,24 +79,26 @@ class _Product(Function):
     """For backward alone: the one that costs least on the host."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, operator: Any, operands: tuple[Any, ...]) -> Tensor:
-        """``operands``: all of the operator's but x. ``bias``: that among them if it wants a gradient, else None."""
+    def forward(ctx: Any, x: Tensor, call: tuple[Any, tuple[Any, ...]], bias: Tensor | None = None) -> Tensor:
+        """``call``: the operator and its arguments but x. ``bias``: that among them if it wants a gradient."""
+        operator, operands = call
         # OpOverload.__call__ is a function in Python that calls this. A sum of tuples: half the time of (x, *operands).
         y: Tensor = operator._op(*((x,) + operands))
         # Versions, since to save weight and scales takes 0.2 µs more: backward looks whether they are the same still.
-        ctx.product = operator, operands, operands[0]._version, operands[1]._version
+        try:
+            ctx.product = operator, operands, operands[0]._version, operands[1]._version
+        except RuntimeError as error:  # inference tensors have none
+            raise RuntimeError(
+                f"{operator._schema.name}: weight or scales are inference tensors, beside which there is no gradient. "
+                "Quantise or load the model outside torch.inference_mode(), or take copy.deepcopy(model)."
+            ) from error
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        wants_x, wants_bias, *frozen = ctx.needs_input_grad
-        grad_x = grad @ _dense(ctx, grad.dtype) if wants_x else None
-        grad_bias = None
-        if wants_bias:
-            plain = grad.values() if grad.is_nested else grad
-            grad_bias = plain.sum_to_size(plain.shape[-1:]).to(ctx.product[1][2].dtype)
-        return grad_x, grad_bias, *(None for _ in frozen)
+        wants_x, _, *wants_bias = ctx.needs_input_grad
+        grad_x, grad_bias = _gradients(ctx, grads[0], wants_x, any(wants_bias))
+        return (grad_x, None, grad_bias) if wants_bias else (grad_x, None)
 
 
 # Past the Python of Function.apply, 3 µs that serve torch.func, which never comes here.
@@ -107,6 +113,14 @@ def of_parts(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.nested.as_nested_tensor(
         [some.view(*part.shape[:-1], -1) for some, part in zip(products, parts, strict=True)]
     )
+
+
+def _gradients(ctx: Any, grad: Tensor, wants_x: bool, wants_bias: bool) -> tuple[Tensor | None, Tensor | None]:
+    grad_x = grad @ _dense(ctx, grad.dtype) if wants_x else None
+    if not wants_bias:
+        return grad_x, None
+    plain = grad.values() if grad.is_nested else grad
+    return grad_x, plain.sum_to_size(plain.shape[-1:]).to(ctx.product[1][2].dtype)
 
 
 def _dense(ctx: Any, dtype: torch.dtype) -> Tensor:
@@ -155,7 +169,10 @@ class _Transformed(Function):
         ctx.product = operator, (weight, scales, bias, *rest)
         ctx.dtype, ctx.shape = output.dtype, output.shape
 
-    backward = _Product.backward
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        wants_x, wants_bias, *frozen = ctx.needs_input_grad
+        return *_gradients(ctx, grads[0], wants_x, wants_bias), *(None for _ in frozen)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
@@ -238,7 +255,7 @@ TRACED: dict[Any, Any] = {}
 
 def differentiable(operator: Any, dense: Callable[..., Tensor]) -> Any:
     """Makes a product known to all that knows of products, with W from (weight, scales, dtype, *rest); returns it."""
-    count_arguments(operator)
+    note_arguments(operator)
     DENSE[operator], TRACED[operator] = dense, _traced_product(operator)
     return operator
 
@@ -268,5 +285,7 @@ def product(
                 return TRACED[operator](x, weight, scales, bias, *others, *constants)  # type: ignore[no-any-return]
             if x.is_nested and x.layout == torch.strided:
                 return of_parts(lambda rows: product(operator, constants, rows, weight, scales, bias, *others), x)
-            return _apply(x, trained, operator, (weight, scales, bias) + others + constants)
+            call = operator, (weight, scales, bias) + others + constants
+            # torch asks of each argument whether it is a tensor, 0.06 µs where it is none.
+            return _apply(x, call) if trained is None else _apply(x, call, trained)
     return operator(x, weight, scales, bias, *others, *constants)

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from .gradients import DENSE, traced, transformed
 from .grouped_rows import bounds_of, define_rows
-from .invariance import MODE, asked, count_arguments, with_mode
+from .invariance import MODE, asked, note_arguments, with_mode
 
 _qao = torch.ops.qao
 
@@ -43,7 +43,7 @@ GROUPED: dict[Any, Callable[..., Tensor]] = {
     getattr(_qao, name).default: dense for name, dense in _NAMES.items() if hasattr(_qao, name)
 }
 for _operator in GROUPED:
-    count_arguments(_operator)
+    note_arguments(_operator)
 define_rows({operator._schema.name: dense for operator, dense in GROUPED.items()})
 
 

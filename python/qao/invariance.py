@@ -42,18 +42,18 @@ class batch_invariant:  # noqa: N801  # used as a function, as torch.no_grad is
         MODE.on = self.before
 
 
-_COUNTS: dict[Any, int] = {}  # of an operator's arguments
+_DEFAULTS: dict[Any, tuple[Any, ...]] = {}  # of an operator's arguments; None where there is none
 
 
-def count_arguments(operator: Any) -> None:
+def note_arguments(operator: Any) -> None:
     """Makes a product known to ``with_mode``."""
-    _COUNTS[operator] = len(operator._schema.arguments)
+    _DEFAULTS[operator] = tuple(argument.default_value for argument in operator._schema.arguments)
 
 
 def with_mode(operator: Any, arguments: tuple[Any, ...], mode: bool) -> tuple[Any, ...]:
-    """A product's arguments with the last one, ``batch_invariant``, unless they have it; None for what is missing."""
-    missing = _COUNTS[operator] - len(arguments)
-    return (*arguments, *(None,) * (missing - 1), mode) if missing > 0 else arguments
+    """A product's arguments with the last one, ``batch_invariant``, unless they have it."""
+    missing = _DEFAULTS[operator][len(arguments) :]
+    return (*arguments, *missing[:-1], mode) if missing else arguments
 
 
 def asked(batch_invariant: bool) -> tuple[bool, ...]:

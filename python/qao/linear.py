@@ -130,7 +130,7 @@ class QuantLinear(PackedModule):
         super().__init__(out_features, in_features, scheme, packed, dtype or given.dtype)
         self.in_features = in_features
         self.out_features = out_features
-        self._mm, self._constants = scheme.mm, scheme.constants(out_features, in_features)
+        self._mm, self._constants = scheme.mm, scheme.needed_constants(out_features, in_features)
         self.register_parameter("bias", None if bias is None else frozen(bias))
 
     @classmethod

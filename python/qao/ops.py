@@ -15,9 +15,10 @@ They raise RuntimeError where a shape, dtype, device or alignment does not fit; 
 Gradients go to x and bias. That of x is dy · W: rounding x to eight bits counts as the identity (straight-through).
 
 Weights
-    int4: weight and scales as ``pack_int4`` returned them, with the same ``group_size``, N and K.
+    int4: weight and scales as ``pack_int4`` returned them, with the same ``group_size``, N and K. All three may be left
+        out where N is a multiple of 16 and K of 64: the tensors tell them.
     int8: weight int8 [N, K], scales float32 [N] or [1].
-    fp4: weight and scales as ``pack_fp4`` returned them, with the same ``group_size``, N and K.
+    fp4: weight and scales as ``pack_fp4`` returned them, with the same ``group_size``, N and K, or left out alike.
     fp8: weight float8_e4m3fn [N, K] or its bytes as int8, scales float32 [N], [N, 1], [1] or one a block of 128 x 128,
         [ceil(N / 128), ceil(K / 128)].
 """
@@ -126,9 +127,9 @@ def int4_mm(
     weight: Tensor,
     scales: Tensor,
     bias: Tensor | None,
-    out_features: int,
-    in_features: int,
-    group_size: int,
+    out_features: int = 0,
+    in_features: int = 0,
+    group_size: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
     """y = x · Wᵀ + bias with an int4 weight."""
@@ -163,9 +164,9 @@ def fp4_mm(
     weight: Tensor,
     scales: Tensor,
     bias: Tensor | None,
-    out_features: int,
-    in_features: int,
-    group_size: int,
+    out_features: int = 0,
+    in_features: int = 0,
+    group_size: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
     """y = x · Wᵀ + bias with an fp4 weight: ``group_size`` 32 is MXFP4, 16 NVFP4."""
@@ -178,7 +179,7 @@ def int8_int8_mm(
     weight: Tensor,
     scales: Tensor,
     bias: Tensor | None,
-    weight_sums: Tensor | None,
+    weight_sums: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
     """y = x̂ · Wᵀ + bias with an int8 weight and x̂ = x rounded to int8, a scale per token.
@@ -194,10 +195,10 @@ def int8_int4_mm(
     weight: Tensor,
     scales: Tensor,
     bias: Tensor | None,
-    weight_sums: Tensor | None,
-    out_features: int,
-    in_features: int,
-    group_size: int,
+    weight_sums: Tensor | None = None,
+    out_features: int = 0,
+    in_features: int = 0,
+    group_size: int = 0,
     row_scales: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
@@ -218,9 +219,9 @@ def fp8_fp8_mm(
     weight: Tensor,
     scales: Tensor,
     bias: Tensor | None,
-    x_scale: Tensor | None,
-    x_group_size: int,
-    fast_accum: bool,
+    x_scale: Tensor | None = None,
+    x_group_size: int = -1,
+    fast_accum: bool = False,
     batch_invariant: bool = False,
 ) -> Tensor:
     """y = x̂ · Wᵀ + bias with an fp8 weight and x̂ = x rounded to e4m3.
@@ -237,9 +238,9 @@ def fp8_int4_mm(
     weight: Tensor,
     scales: Tensor,
     bias: Tensor | None,
-    out_features: int,
-    in_features: int,
-    group_size: int,
+    out_features: int = 0,
+    in_features: int = 0,
+    group_size: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
     """y = x̂ · Wᵀ + bias with an int4 weight and x̂ = x rounded to e4m3, a scale per token."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from . import tiles
 from .invariance import MODE
 from .quantizer import QuantizedWeight, as_stored
 
@@ -50,6 +51,7 @@ class Scheme(ABC):
     activations: ClassVar[str] = "float"  # what the product takes: "float" (as they come), "int8" or "fp8"
     weights: ClassVar[str]  # "int4", "int8" or "fp8"
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]]  # that the kernels take
+    default_constants: ClassVar[tuple[int, ...]] = ()  # that operators take for granted
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")  # types of devices that have kernels
 
     # Of schemes that quantise activations. A scheme that offers the choice has a field of that name.
@@ -100,6 +102,12 @@ class Scheme(ABC):
     def constants(self, n: int, k: int) -> tuple[int, ...]:
         """What the operator of a layer W [n, k] is told beside tensors."""
         return ()
+
+    def needed_constants(self, n: int, k: int) -> tuple[int, ...]:
+        """The same for a product, without what it takes for granted or sees in its tensors: 0.1 µs less each."""
+        constants = self.constants(n, k)
+        seen = self.weights in ("int4", "fp4") and tiles.tell(self.weights, *constants)
+        return () if seen or constants == self.default_constants else constants
 
     def quantize(self, weight: Tensor, name: str = "weight", importance: Tensor | None = None) -> PackedWeight:
         """Quantises and packs a float weight [N, K]; ``importance``, read by int4 alone, as in ``quantize_int4``."""

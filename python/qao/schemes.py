@@ -147,14 +147,14 @@ class Int8DynamicActivationInt8Weight(Int8Weight):
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
         weight, scales, bias, weight_sums = layer["qweight"], layer["scales"], layer["bias"], layer["weight_sums"]
+        if weight_sums is None:  # a call with *() in it takes 0.06 µs more
+            return ops.product(ops.INT8_INT8, (), x, weight, scales, bias)
         return ops.product(ops.INT8_INT8, (), x, weight, scales, bias, weight_sums)
 
 
 @dataclass(frozen=True)
 class Int8DynamicActivationInt4Weight(IntegerScaledInt4Weight):
     """Weights in four bits; every token is rounded to eight bits with a scale of its own.
-
-    Every combination of group size, symmetric or not, and dtype of the scales has a kernel of its own.
 
     Args:
         group_size, symmetric, scale_dtype, clip_search, budget_bits, whole_zeros: as in ``Int4WeightOnly``.
@@ -175,9 +175,11 @@ class Int8DynamicActivationInt4Weight(IntegerScaledInt4Weight):
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
         weight, scales, bias, weight_sums = layer["qweight"], layer["scales"], layer["bias"], layer["weight_sums"]
-        row_scales = layer["row_scales"]
-        last = constants if row_scales is None else (*constants, row_scales)
-        return ops.product(ops.INT8_INT4, last, x, weight, scales, bias, weight_sums)
+        if layer["row_scales"] is not None:
+            constants = *(constants or (0, 0, 0)), layer["row_scales"]
+        if weight_sums is None and not constants:
+            return ops.product(ops.INT8_INT4, (), x, weight, scales, bias)
+        return ops.product(ops.INT8_INT4, constants, x, weight, scales, bias, weight_sums)
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,7 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
 
     word: ClassVar[str] = "fp8_fp8"
     activations: ClassVar[str] = "fp8"
+    default_constants: ClassVar[tuple[int, ...]] = (-1, False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -227,6 +230,8 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
         weight, scales, bias, x_scale = layer["qweight"], layer["scales"], layer["bias"], layer["activation_scale"]
+        if x_scale is None and not constants:
+            return ops.product(ops.FP8_FP8, (), x, weight, scales, bias)
         return ops.product(ops.FP8_FP8, constants, x, weight, scales, bias, x_scale)
 
     def constants(self, n: int, k: int) -> tuple[int, ...]:
@@ -277,11 +282,7 @@ SCHEMES: dict[str, type[Scheme]] = {
 
 
 def scheme_from_dict(content: Mapping[str, Any]) -> Scheme:
-    """The scheme that ``Scheme.to_dict`` described.
-
-    Raises:
-        ValueError: ``content`` names no scheme, or a field that the scheme does not have or take.
-    """
+    """The scheme that ``Scheme.to_dict`` described; a ValueError if it names none, or a field that it does not have."""
     word = content.get("scheme")
     kind = SCHEMES.get(word) if isinstance(word, str) else None
     if kind is None:
