@@ -350,6 +350,25 @@ def test_modules_that_read_a_weight_read_the_dequantised_one(
     assert torch.equal(model(x), plain(x))  # the same products of the same numbers
 
 
+@pytest.mark.parametrize("kind", [Eva, Swin])
+@pytest.mark.parametrize("scheme", [SCHEME, qao.Int8DynamicActivationInt8Weight(), qao.Float8WeightOnly()], ids=str)
+def test_they_are_traced_by_fx(scheme: qao.Scheme, kind: type[nn.Module], device: str) -> None:
+    """As torchvision's feature extractor does, whose output is that of a node in between."""
+    model = kind().to(device)
+    quantize_(model, scheme)
+    graph = torch.fx.symbolic_trace(model)
+    x = torch.randn(3, 64, device=device)
+    expected = qao.dequantize_(copy.deepcopy(model))(x)
+    for traced in (graph, copy.deepcopy(graph)):
+        assert torch.equal(traced(x), expected)
+    product = next(node for node in graph.graph.nodes if node.target is nn.functional.linear)
+    graph.graph.erase_node(next(node for node in graph.graph.nodes if node.op == "output"))
+    graph.graph.output(product)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    assert graph(x).shape == (3, 192)
+
+
 # ---- what is left ----------------------------------------------------------------------------------------------------
 
 

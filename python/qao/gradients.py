@@ -214,7 +214,9 @@ def batched(
     else:
         x = x.movedim(of_x, 0)
         plain = bias if of_bias is None else None
-        if operator is _qao.fp8_fp8_mm.default and rest[0] is None and rest[1] == 0:  # a scale for all of each x
+        if (
+            operator is _qao.fp8_fp8_mm.default and len(rest) > 1 and rest[0] is None and rest[1] == 0
+        ):  # a scale for all of each x
             y = torch.stack([call(part, weight, scales, plain, *rest) for part in x.unbind(0)])
         else:
             y = call(x, weight, scales, plain, *rest)
@@ -280,12 +282,18 @@ def product(
         return _Transformed.apply(x, bias, weight, scales, operator, *others, *constants)  # type: ignore[no-untyped-call, no-any-return]
     if _is_grad_enabled():
         trained = bias if bias is not None and bias.requires_grad else None
-        if trained is not None or getattr(x, "requires_grad", False):  # x may be no tensor: the operator says so
+        try:
+            wanted = trained is not None or x.requires_grad
+        except AttributeError:  # x is no tensor: the operator says so
+            wanted = False
+        if wanted:
             if _is_dynamo_compiling():
                 return TRACED[operator](x, weight, scales, bias, *others, *constants)  # type: ignore[no-any-return]
-            if x.is_nested and x.layout == torch.strided:
-                return of_parts(lambda rows: product(operator, constants, rows, weight, scales, bias, *others), x)
             call = operator, (weight, scales, bias) + others + constants
-            # torch asks of each argument whether it is a tensor, 0.06 µs where it is none.
-            return _apply(x, call) if trained is None else _apply(x, call, trained)
+            try:  # torch asks of each argument whether it is a tensor, 0.06 µs where it is none
+                return _apply(x, call) if trained is None else _apply(x, call, trained)
+            except RuntimeError:
+                if not (x.is_nested and x.layout == torch.strided):
+                    raise
+                return of_parts(lambda rows: product(operator, constants, rows, weight, scales, bias, *others), x)
     return operator(x, weight, scales, bias, *others, *constants)

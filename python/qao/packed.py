@@ -19,6 +19,13 @@ from .weight import DequantizedWeight
 Self = TypeVar("Self", bound="PackedModule")
 
 
+@torch.fx.wrap
+def dequantized(qweight: Tensor, scales: Tensor, scheme: Scheme, n: int, k: int, dtype: torch.dtype) -> Tensor:
+    """W [n, k] in a float dtype."""
+    kernel_dtype = torch.float32 if dtype == torch.float64 else dtype
+    return scheme.dequantize(qweight, scales, n, k, kernel_dtype).to(dtype)
+
+
 class Sharded:
     """Base of the layers of qao.distributed, each of which holds one rank's part of a weight."""
 
@@ -70,7 +77,8 @@ class PackedModule(Updatable, nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dequantised weight [N, K] in ``dtype``, read-only. Each use computes it anew; see DequantizedWeight."""
-        if torch.compiler.is_compiling():  # what is not used is no part of the graph
+        # What is not used is no part of a graph of Dynamo's, and fx.symbolic_trace shows parameters as nodes.
+        if torch.compiler.is_compiling() or isinstance(self.qweight, torch.fx.Proxy):
             return self.dequantize(self.dtype)
         return DequantizedWeight(self.shape, self.dtype, self.qweight, lambda: self.dequantize(self.dtype))
 
@@ -113,9 +121,7 @@ class PackedModule(Updatable, nn.Module):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight [N, K] the layer multiplies with, in a float dtype (None: that of the scales)."""
-        dtype = dtype or self.scales.dtype
-        kernel_dtype = torch.float32 if dtype == torch.float64 else dtype
-        return self.scheme.dequantize(self.qweight, self.scales, *self._sizes, kernel_dtype).to(dtype)
+        return dequantized(self.qweight, self.scales, self.scheme, *self._sizes, dtype or self.scales.dtype)
 
     def __prepare_scriptable__(self) -> None:
         raise RuntimeError(
