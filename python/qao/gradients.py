@@ -214,9 +214,8 @@ def batched(
     else:
         x = x.movedim(of_x, 0)
         plain = bias if of_bias is None else None
-        if (
-            operator is _qao.fp8_fp8_mm.default and len(rest) > 1 and rest[0] is None and rest[1] == 0
-        ):  # a scale for all of each x
+        one_scale = operator is _qao.fp8_fp8_mm.default and len(rest) > 1 and rest[0] is None and rest[1] == 0
+        if one_scale:  # for all of each x
             y = torch.stack([call(part, weight, scales, plain, *rest) for part in x.unbind(0)])
         else:
             y = call(x, weight, scales, plain, *rest)
