@@ -1,7 +1,7 @@
 """qao's operators as linear kernels of vLLM, for checkpoints that vLLM reads: one class a table of kernels.
 
 Written against vLLM 0.33. ``can_implement`` says no, with the reason, to whatever would not be computed exactly as the
-checkpoint says; vLLM then asks its own kernels. Fused experts have tables of their own, which are left alone.
+checkpoint says; vLLM then asks its own kernels. Fused experts: experts.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,200 @@
+"""qao's grouped products as fused experts of vLLM, for checkpoints of four bits that vLLM reads.
+
+Written against vLLM 0.33. It keeps a list of backends that nobody can add to, so the three functions that choose one,
+arrange its weights and make its kernel are asked here first. ``obstacle`` says no, with the reason, to whatever would
+not be computed exactly as the checkpoint says; vLLM then goes through its own list.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
+from vllm import envs
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.oracle import int_wna16
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+from ... import ops
+from ...checkpoints.plain import group_size_of
+from ...grouped import int4_grouped_mm
+from ...scheme import stacked
+from ...schemes import Int4WeightOnly
+from .. import served
+from .kernels import _missing
+
+BACKEND = SimpleNamespace(value="QAO")  # where vLLM has a member of its enum
+
+
+class QaoExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
+    """W [E, N, K] of four bits in groups, activations as they come; gate and up in one product, SiLU between.
+
+    Experts that are on other processes (expert parallelism) count as zero here.
+    """
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return _missing() is None
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation == MoEActivation.SILU  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return activation_key is None  # of the weight, obstacle() is told more
+
+    def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
+        n = 2 * self.moe_config.intermediate_size_per_partition  # packed, w1 does not say
+        return len(w1), len(a1), n, a1.shape[-1], topk_ids.shape[1]
+
+    def workspace_shapes(
+        self, M: int, N: int, K: int, *rest: Any
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return (0,), (0,), (M, K)
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        return TopKWeightAndReduceNoOP()
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        k, width = hidden_states.shape[-1], self.moe_config.intermediate_size_per_partition
+        given = self.block_shape[1]  # columns of a group, as the checkpoint says
+        ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+        offsets, row_index, places = ops.expert_sort(ids.contiguous(), len(w1))
+        sizes = 2 * width, k, _size(given, k)
+        rows = int4_grouped_mm(hidden_states, w1, self.w1_scale, self.w1_bias, offsets, row_index, None, *sizes)
+        rows = ops.silu_mul(*rows.chunk(2, -1))
+        sizes = k, width, _size(given, width)
+        rows = int4_grouped_mm(rows, w2, self.w2_scale, self.w2_bias, offsets, None, None, *sizes)
+        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        output.copy_(ops.expert_sum(rows, places, weights.contiguous()))
+
+
+def obstacle(config: Any, weight_key: Any, quant_config: Any) -> str | None:
+    """Why these experts are left to vLLM; None if qao computes them."""
+    if not isinstance(quant_config, QuantizationArgs):
+        return "experts in a layout other than that of compressed-tensors"
+    if config.moe_backend != "auto" or QaoExperts.__name__ in envs.VLLM_DISABLED_KERNELS:
+        return f"another backend is asked for (moe_backend {config.moe_backend!r}), or this one left out"
+    if quant_config.num_bits != 4 or quant_config.type != "int" or quant_config.strategy != "group":
+        return f"{quant_config.num_bits} bits by {quant_config.strategy}; qao has four bits in groups here"
+    if quant_config.actorder == "group":
+        return "columns in an order of their own"
+    if config.swiglu_limit is not None or config.swiglu_alpha is not None or config.swiglu_beta is not None:
+        return "a SwiGLU with limits or factors"
+    batched = config.moe_parallel_config.use_batched_activation_format
+    formats = mk.FusedMoEActivationFormat
+    supported, reason = QaoExperts.is_supported_config(
+        QaoExperts, config, weight_key, None, formats.BatchedExperts if batched else formats.Standard
+    )
+    if not supported:
+        return str(reason)
+    sizes = config.hidden_dim, config.intermediate_size_per_partition
+    whole = config.hidden_dim, config.intermediate_size
+    reasons = (served.groups_obstacle(quant_config.group_size, *k) for k in zip(sizes, whole, strict=True))
+    return next(filter(None, reasons), None)
+
+
+def _size(given: int, k: int) -> int:
+    size = group_size_of(given, k)
+    assert size is not None  # obstacle()
+    return size
+
+
+def packed(words: Tensor, scales: Tensor, zeros: Tensor | None, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
+    """Weight and scales of experts as grouped products read them, from int32 words [E, N, K / 8]."""
+    made = []
+    for expert in range(len(words)):
+        q = served.rows(words[expert], 4, packed_dim=1, output_dim=0)
+        own = None if zeros is None else served.rows(zeros[expert], 4, packed_dim=0, output_dim=0)
+        scheme = Int4WeightOnly(_size(args.group_size, q.shape[1]), symmetric=zeros is None)
+        made.append(served.grouped(scheme, q, scales[expert], own, args.group_size))
+    together = stacked(made)
+    return together.qweight, together.scales
+
+
+def register() -> None:
+    """Puts qao before vLLM's backends of int4 experts; another call changes nothing."""
+    if getattr(int_wna16, "qao_is_asked_first", False):
+        return
+    int_wna16.qao_is_asked_first = True
+    select, convert = int_wna16.select_wna16_moe_backend, int_wna16.convert_to_wna16_moe_kernel_format
+    make = int_wna16.make_wna16_moe_kernel
+
+    def select_backend(config: Any, weight_key: Any, quant_config: Any, *rest: Any, **named: Any) -> Any:
+        reason = obstacle(config, weight_key, quant_config)
+        if reason is None:
+            int_wna16.logger.info_once("Using QaoExperts for int4 experts.", scope="local")
+            return BACKEND, QaoExperts
+        int_wna16.logger.debug_once("qao leaves experts to vLLM: %s", reason, scope="local")
+        return select(config, weight_key, quant_config, *rest, **named)
+
+    def convert_weights(backend: Any, **given: Any) -> Any:
+        if backend is not BACKEND:
+            return convert(backend=backend, **given)
+        args, found = given["quant_config"], {}
+        for name in ("w13", "w2"):
+            zeros = None if args.symmetric else given[f"{name}_qzeros"]
+            found[name] = packed(given[name], given[f"{name}_scale"], zeros, args)
+        (w13, w13_scales), (w2, w2_scales) = found["w13"], found["w2"]
+        zeros = given.get("w13_qzeros"), given.get("w2_qzeros")  # with the scales now
+        return w13, w2, w13_scales, w2_scales, *zeros, None, None, given.get("w13_bias"), given.get("w2_bias")
+
+    def make_kernel(
+        moe_quant_config: Any,
+        moe_config: Any,
+        experts_cls: Any,
+        backend: Any = int_wna16.WNA16MoEBackend.MARLIN,
+        routing_tables: Any = None,
+    ) -> Any:
+        if backend is not BACKEND:
+            return make(moe_quant_config, moe_config, experts_cls, backend, routing_tables)
+        from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+
+        return mk.FusedMoEKernel(
+            maybe_make_prepare_finalize(
+                moe_config, moe_quant_config, routing_tables, allow_new_interface=True, use_monolithic=False
+            ),
+            experts_cls(moe_config=moe_config, quant_config=moe_quant_config),
+        )
+
+    int_wna16.select_wna16_moe_backend = select_backend
+    int_wna16.convert_to_wna16_moe_kernel_format = convert_weights
+    int_wna16.make_wna16_moe_kernel = make_kernel

@@ -1,0 +1,171 @@
+"""vLLM's own fused experts with qao's grouped products; run by tests/test_vllm.py in a process of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm_support  # noqa: F401  # first: it makes vLLM importable
+
+# isort: split
+
+from unittest import mock
+
+import pytest
+import torch
+from test_checkpoints_compressed_tensors import CASES, compressed, config_of, decompressed, scheme_of
+from torch import Tensor
+from torch.nn import functional
+from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+from vllm.model_executor.layers.fused_moe import config as fused_config
+from vllm.model_executor.layers.fused_moe.oracle import int_wna16
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm_support import engine
+
+E, K, WIDTH, TOP = 5, 256, 384, 2
+PREFIX = "model.layers.0.mlp.experts"
+SHARDS = {"w1": ("gate_proj", WIDTH, K), "w3": ("up_proj", WIDTH, K), "w2": ("down_proj", K, WIDTH)}
+DTYPE = torch.bfloat16
+
+
+def checkpoint(case: str) -> tuple[dict[str, Any], list[dict[str, dict[str, Tensor]]], list[dict[str, Tensor]]]:
+    """The config, tensors of each expert by matrix, and in float64 what they are."""
+    scheme = scheme_of(CASES[case][0])
+    states = [{key: compressed(scheme, n, k, DTYPE) for key, (_, n, k) in SHARDS.items()} for _ in range(E)]
+    dense = [
+        {key: decompressed({**one, "weight_scale": one["weight_scale"].double()}, scheme) for key, one in state.items()}
+        for state in states
+    ]
+    return config_of({"group_0": scheme}, format=scheme.format), states, dense
+
+
+def load(
+    config: dict[str, Any], states: list[dict[str, dict[str, Tensor]]], rank: int = 0, size: int = 1, **options: Any
+) -> Any:
+    """vLLM's experts with these tensors, as one of ``size`` processes has them."""
+    ranks = mock.patch.object(fused_config, "get_tensor_model_parallel_rank", lambda: rank)
+    with set_default_torch_dtype(DTYPE), ranks:
+        options["tp_size"] = size
+        runner = FusedMoEFactory(
+            E, TOP, K, WIDTH, prefix=PREFIX, quant_config=CompressedTensorsConfig.from_config(config), **options
+        )
+    experts = runner.routed_experts
+    parameters = dict(experts.named_parameters())
+    for number, state in enumerate(states):
+        for key, tensors in state.items():
+            for name, tensor in tensors.items():
+                target = parameters[f"{'w2' if key == 'w2' else 'w13'}_{name}"]
+                target.weight_loader(target, tensor, f"{SHARDS[key][0]}.{name}", shard_id=key, expert_id=number)
+    experts.quant_method.process_weights_after_loading(experts)
+    return experts
+
+
+def is_qaos(experts: Any) -> bool:
+    return type(experts.quant_method.moe_kernel.fused_experts).__name__ == "QaoExperts"
+
+
+def routing(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    ids = torch.stack([torch.randperm(E)[:TOP] for _ in range(tokens)]).int()
+    return torch.randn(tokens, K, dtype=DTYPE), torch.rand(tokens, TOP), ids
+
+
+def run(experts: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return experts.quant_method.apply(experts, x, weights, ids, None, None)
+
+
+def expected(dense: list[dict[str, Tensor]], x: Tensor, weights: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """By loops, every product and gate rounded to ``dtype``."""
+    y = torch.zeros(len(x), K, dtype=torch.float64)
+    for token, expert in ((t, j) for t in range(len(x)) for j in range(ids.shape[1])):
+        own = {key: value.double() for key, value in dense[ids[token, expert]].items()}
+        gate, up = ((x[token].double() @ own[key].t()).to(dtype).double() for key in ("w1", "w3"))
+        rows = (functional.silu(gate) * up).to(dtype).double()
+        y[token] += weights[token, expert].double() * (rows @ own["w2"].t()).to(dtype).double()
+    return y
+
+
+def check(y: Tensor, dense: list[dict[str, Tensor]], x: Tensor, weights: Tensor, ids: Tensor) -> None:
+    """As near as loops that round where layers in bfloat16 do."""
+    exact, rounded = (expected(dense, x, weights, ids, dtype) for dtype in (torch.float64, DTYPE))
+    assert y.shape == (len(x), K)
+    error, plain = (y.double() - exact).norm(), (rounded.to(DTYPE).double() - exact).norm()
+    assert error <= 2 * plain, (error, plain)
+
+
+@pytest.mark.parametrize("case", ["W4A16", "W4A16 asym", "W4A16 g32"])
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_experts(case: str, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    config, states, dense = checkpoint(case)
+    with engine(DTYPE):
+        experts = load(config, states)
+        assert is_qaos(experts)
+        given = routing(tokens)
+        y = run(experts, *given)
+    assert y.dtype == DTYPE
+    check(y, dense, *given)
+
+
+@pytest.mark.parametrize("case", ["W4A16", "W4A16 g32"])
+def test_tensor_parallel(case: str) -> None:
+    """The sum over processes, of which each has a part of the width of every expert."""
+    torch.manual_seed(0)
+    config, states, dense = checkpoint(case)
+    given, y = routing(9), torch.zeros(9, K, dtype=torch.float64)
+    for rank in range(3):
+        with engine(DTYPE):
+            experts = load(config, states, rank, 3)
+            assert is_qaos(experts) and experts.moe_config.intermediate_size_per_partition == WIDTH // 3
+            y += run(experts, *given).double()
+    check(y, dense, *given)
+
+
+def test_experts_of_other_processes_count_as_zero() -> None:
+    torch.manual_seed(0)
+    config, states, dense = checkpoint("W4A16")
+    x, weights, ids = routing(9)
+    here = torch.tensor([0, 1, -1, 2, -1])  # of five experts three are here, the first, second and fourth
+    with engine(DTYPE):
+        experts = load(config, [states[0], states[1], states[3], *states[:2]])
+        kernel = experts.quant_method.moe_kernel
+        with torch.no_grad():
+            y = kernel.apply(
+                x,
+                experts.w13_weight,
+                experts.w2_weight,
+                topk_weights=weights,
+                topk_ids=ids,
+                activation=experts.activation,
+                global_num_experts=E,
+                expert_map=here,
+                apply_router_weight_on_input=False,
+                shared_experts=None,
+                shared_experts_input=None,
+            )
+    check(y, dense, x, torch.where(here[ids.long()] >= 0, weights, 0), ids)
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "words"),
+    [
+        ("W4A16 channel", {}, "4 bits by channel"),
+        ("W8A16 channel", {}, "8 bits by channel"),
+        ("W4A16", {"activation": "gelu"}, "GELU activation"),
+        ("W4A16", {"swiglu_limit": 7.0}, "a SwiGLU with limits"),
+    ],
+)
+def test_what_is_left_to_vllm(case: str, options: dict[str, Any], words: str) -> None:
+    """With the reason in its log; on this CPU it has no kernels itself."""
+    config, states, _ = checkpoint(case)
+    said = mock.Mock()
+    with engine(DTYPE), mock.patch.object(int_wna16.logger, "debug_once", said), pytest.raises(NotImplementedError):
+        load(config, states, **options)
+    assert any(words in str(call.args[-1]) for call in said.call_args_list), said.call_args_list
+
+
+def test_left_out_by_name() -> None:
+    config, states, _ = checkpoint("W4A16")
+    named = mock.patch.dict("os.environ", VLLM_DISABLED_KERNELS="QaoExperts")
+    with engine(DTYPE), named, pytest.raises(NotImplementedError):
+        load(config, states)
