@@ -1,14 +1,19 @@
 """Cases that run in several processes: a worker is a script of cases, a test file starts it.
 
 On the CPU two processes are joined by gloo; where torch sees several GPUs, as many are joined by NCCL, too.
+
+No case hangs: ranks wait for each other after each, and one that waits too long prints where it is and ends, upon which
+all are killed. So ends a rank that is alone in a collective, since the rank that raised waits for it as well.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,6 +33,9 @@ Raised = dict[str, str]  # what each case raised in one process, "" for nothing
 DEVICE = os.environ.get("QAO_TEST_DEVICE", "cpu")
 WORLD = int(os.environ.get("QAO_TEST_WORLD", "2"))
 
+# Seconds that a rank which raised waits for the others: they raise as well, or are in a collective for good.
+RAISED_ALONE = 20
+
 # Of a test: a device, and how many processes.
 PLACES = [("cpu", WORLD), *([("cuda", torch.cuda.device_count())] if torch.cuda.device_count() > 1 else [])]
 
@@ -46,14 +54,19 @@ def launch(worker: Path, folder: Path, place: tuple[str, int], timeout: int = 60
         with log.open("w") as output:
             processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
     try:
-        codes = [process.wait(timeout=timeout) for process in processes]
-    except subprocess.TimeoutExpired:
-        raise AssertionError("\n".join(log.read_text() for log in logs)) from None
+        end, codes = time.monotonic() + timeout, _codes(processes)
+        while None in codes and not any(codes) and time.monotonic() < end:
+            time.sleep(0.05)
+            codes = _codes(processes)
     finally:
         for process in processes:
             process.kill()
-    assert not any(codes), "\n".join(log.read_text() for log in logs)
+    assert not any(codes) and None not in codes, "\n".join([str(codes), *(log.read_text() for log in logs)])
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def _codes(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:
+    return [process.poll() for process in processes]
 
 
 class Collectives(TorchDispatchMode):
@@ -73,8 +86,11 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def main(cases: Cases) -> None:
-    """Of a worker: runs its cases one after the other and writes ``FOLDER/RANK.json``."""
+def main(cases: Cases, limit: float = 120) -> None:
+    """Of a worker: runs its cases one after the other and writes ``FOLDER/RANK.json``.
+
+    ``limit``: seconds a case may take, on the slowest rank.
+    """
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     backend = "gloo"
@@ -82,16 +98,25 @@ def main(cases: Cases) -> None:
         torch.cuda.set_device(rank)
         torch.set_default_device(torch.device("cuda", rank))
         backend = "cpu:gloo,cuda:nccl"
-    limit = timedelta(seconds=60)
-    dist.init_process_group(backend, init_method=f"file://{folder}/init", rank=rank, world_size=WORLD, timeout=limit)
+    store = dist.FileStore(str(folder / "init"), WORLD)
+    wait = timedelta(seconds=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=WORLD, timeout=wait)
     raised = {}
     for name, run in cases.items():
         print(name, flush=True)  # the last one in the log of a rank that was killed
+        faulthandler.dump_traceback_later(limit, exit=True)
+        start = time.monotonic()
         try:
             run(folder)
             raised[name] = ""
         except Exception:
             raised[name] = traceback.format_exc()
-            print(raised[name], flush=True)  # the others may wait for this rank until all of them are killed
+            print(raised[name], flush=True)
+            faulthandler.dump_traceback_later(RAISED_ALONE, exit=True)
+        if store.add(name, 1) == WORLD:
+            store.set(f"{name}, everywhere", "")
+        store.wait([f"{name}, everywhere"], wait)
+        print(f"  {time.monotonic() - start:.1f} s", flush=True)
+        faulthandler.cancel_dump_traceback_later()
     (folder / f"{rank}.json").write_text(json.dumps(raised))
     dist.destroy_process_group()
