@@ -27,6 +27,7 @@ from . import (
     rotation,
     table,
     tune,
+    update,
     weights_only,
 )
 from .meta import RESULTS, device_slug, write
@@ -66,6 +67,9 @@ def make_parser() -> argparse.ArgumentParser:
     calibrated = commands.add_parser("calibrate", help="what calibration gives a language model, and what it takes")
     _add_common(calibrated)
     calibrate.add_arguments(calibrated)
+    updated = commands.add_parser("update", help="bandwidth of new float weights in place")
+    _add_common(updated)
+    updated.add_argument("--shapes", nargs="+", choices=update.SHAPES, metavar="N x K", help="only these layers")
     invariant = commands.add_parser("invariance", help="what batch-invariant products cost")
     _add_common(invariant)
     invariance.add_arguments(invariant)
@@ -129,6 +133,9 @@ def main() -> int:
         return 0
     if arguments.command == "gptq":
         write(gptq.run(arguments.device), folder / "gptq.json")
+        return 0
+    if arguments.command == "update":
+        update.run(arguments.device, arguments.shapes, lambda results: write(results, folder / "update.json"))
         return 0
     if arguments.command == "language":
         language.run(arguments, folder / "language.json")

@@ -9,6 +9,7 @@
 <!-- bench:rotation:cpu -->, <!-- bench:invariance:h100-80gb-hbm3 -->, <!-- bench:host:h200 -->,
 <!-- bench:llama:h200 -->,
 <!-- bench:llama_head:h200 -->
+<!-- bench:update:h100-80gb-hbm3 -->, <!-- bench:tensor_parallel:h100-80gb-hbm3-x2 -->
 <!-- bench:experts:xeon-amx -->, <!-- bench:experts_block:h100-80gb-hbm3 -->
 <!-- bench:stream:h200 -->, <!-- bench:wgmma:h200 -->, <!-- bench:mma_sync:h200 -->    the cells of a kernel body
 <!-- kernels --> … <!-- /kernels -->            what qao._host says about each scheme
@@ -41,7 +42,11 @@ from . import (
     products,
     quantize,
     rotation,
+    tensor_parallel,
     weights_only,
+)
+from . import (
+    update as new_weights,
 )
 from .meta import RESULTS, ROOT, source_hash
 from .schemes import SCHEMES
@@ -61,6 +66,8 @@ _RENDERERS = {
     "host": host,
     "llama": llama,
     "llama_head": llama,
+    "tensor_parallel": tensor_parallel,
+    "update": new_weights,
 }
 _OF_ALL_SCHEMES = {
     "summary": products.render_summary,
@@ -71,6 +78,7 @@ _IN_SHORT = {"formats": ("numerics", choosing.render_formats), "decoders": ("lla
 _LOG = ROOT / "docs" / "kernels" / "log"
 _DOCUMENTS = (
     *("README.md", "docs/choosing.md", "docs/performance.md", "docs/numerics.md", "docs/calibrate.md"),
+    *("docs/distributed.md", "docs/kernels/quantize.md"),
     *(f"docs/kernels/{page}.md" for page in bodies.BODIES),
     *("docs/kernels/grouped.md", "docs/kernels/log/index.md"),
 )

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
-from .markdown import table
+from .markdown import caption, table
 from .meta import RESULTS, describe, device_slug, write
 from .schemes import LAYER_SCHEMES, without_search
 from .timing import capture
@@ -183,6 +183,27 @@ def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         one = times.get(tuple({**at, "tp": 1}.values()))
         row["efficiency"] = None if one is None else one / (row["tp"] * row["us"])
     return rows
+
+
+def render(results: dict[str, Any]) -> str:
+    """Milliseconds on every number of GPUs, a line a step and scheme."""
+    rows, meta = results["rows"], results["meta"]
+    sizes = sorted({row["tp"] for row in rows})
+    steps: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        at = row["phase"], row["batch"], row["tokens"], row["compiled"], row["scheme"]
+        steps.setdefault(at, {})[row["tp"]] = row
+    lines = []
+    for (phase, batch, tokens, compiled, scheme), found in steps.items():
+        what = f"prompt of {tokens}" if phase != "decode" else f"{batch} token{'s' * (batch > 1)}"
+        line = [f"{what}, {'compiled' if compiled else 'eager'}", scheme]
+        line += [f"{found[tp]['us'] / 1e3:.2f}" if tp in found else "–" for tp in sizes]
+        line += [_cell(found.get(tp, {}).get("efficiency")) for tp in sizes[1:]]
+        lines.append([*line, _cell(found.get(sizes[-1], {}).get("bf16_ratio"))])
+    header = ["", "scheme", *(f"{tp} GPU{'s' * (tp > 1)}" for tp in sizes)]
+    header += [f"efficiency of {tp}" for tp in sizes[1:]] + ["bf16 / scheme"]
+    blocks = f"{meta['layers']} blocks of {meta['preset']}, milliseconds"
+    return f"{caption(meta)}; {meta['processes']} processes; {blocks}.\n\n{table(header, lines)}"
 
 
 def _say(text: str) -> None:

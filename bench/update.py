@@ -1,74 +1,127 @@
-"""New weights in place: GB/s of ``load_float_``, beside those of a copy.
+"""New float weights for quantised layers in place: GB/s of ``load_float_`` and ``update_``, beside those of a copy.
 
-    python -m bench.update --device cuda
-
-Bytes are those of the bfloat16 weight that is read and of the packed one that is written; a copy reads and writes as
-many as the weight has. Ranges are not searched.
+Bytes are those of the bfloat16 weight, read once, and of the packed one, written once, however often they really move;
+a copy reads and writes as many as the weight has. Ranges are not searched. "kernel" is ``quantize_weight_`` alone, in a
+CUDA graph. Weights take turns, so that no cache holds the next one.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
-from pathlib import Path
-from statistics import median
+from collections.abc import Callable
+from typing import Any
 
 import qao
 import torch
+from torch import Tensor, nn
 
-from .markdown import table
-from .meta import RESULTS, describe, device_slug, write
+from .markdown import caption, table
+from .meta import describe
+from .timing import Graph, copies_of, interleaved, replayed, rotation
 
-SHAPES = {"4096x4096": (4096, 4096), "14336x4096": (14336, 4096), "8192x28672": (8192, 28672)}
+SHAPES = {"4096x4096": (4096, 4096), "14336x4096": (14336, 4096), "28672x4096": (28672, 4096)}
+# Linear layers of two blocks of Llama 3.1 8B, for ``update_``.
+MODEL = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)] * 2
 SCHEMES: dict[str, qao.Scheme] = {
     "int4": qao.Int4WeightOnly(clip_search=False),
+    "int4 g32": qao.Int4WeightOnly(group_size=32, clip_search=False),
+    "int4 rows": qao.Int4WeightOnly(group_size=-1, clip_search=False),
     "int4 symmetric": qao.Int4WeightOnly(symmetric=True, clip_search=False),
     "int8": qao.Int8WeightOnly(clip_search=False),
     "fp8": qao.Float8WeightOnly(),
+    "fp8 tensor": qao.Float8WeightOnly(granularity="tensor"),
     "fp8 block": qao.Float8WeightOnly(granularity="block"),
+    "mxfp4": qao.Fp4WeightOnly(),
+    "nvfp4": qao.Fp4WeightOnly(format="nvfp4"),
+    "int8_int8 asymmetric": qao.Int8DynamicActivationInt8Weight(symmetric_activations=False, clip_search=False),
 }
+SECONDS = {"cpu": 0.3, "cuda": 0.05}
 
 
-def seconds(call: object, rounds: int, device: str) -> float:
-    taken = []
-    for _ in range(rounds + 2):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()  # type: ignore[operator]
-        if device == "cuda":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - begin)
-    return median(taken[2:])
+def _layer(weight: Tensor, scheme: qao.Scheme) -> qao.QuantLinear:
+    n, k = weight.shape
+    return qao.QuantLinear(k, n, scheme, scheme.quantize(weight), None, weight.dtype)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.update", description=__doc__)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="instead of bench/results/<device>")
-    arguments = parser.parse_args()
-    device, rows = arguments.device, []
-    for shape in arguments.shapes:
-        n, k = SHAPES[shape]
-        weight = torch.randn(n, k, device=device, dtype=torch.bfloat16)
-        to = torch.empty_like(weight)
-        copied = 2 * weight.nbytes / seconds(lambda weight=weight, to=to: to.copy_(weight), arguments.rounds, device)
-        for name, scheme in SCHEMES.items():
-            packed = scheme.quantize(weight)
-            layer = qao.QuantLinear(k, n, scheme, packed, None, torch.bfloat16)
-            written = sum(one.nbytes for one in layer.parameters())
-            taken = seconds(lambda layer=layer, weight=weight: layer.load_float_(weight), arguments.rounds, device)
-            moved = (weight.nbytes + written) / taken
-            rows.append(
-                {"scheme": name, "shape": shape, "us": 1e6 * taken, "gbs": moved / 1e9, "of_copy": moved / copied}
-            )
-    columns = ["scheme", "shape", "us", "gbs", "of_copy"]
-    print(table(columns, [[f"{v:.3g}" if isinstance(v, float) else v for v in row.values()] for row in rows]))
-    folder = arguments.out or RESULTS / device_slug(device)
-    write({"meta": describe(device), "rows": rows}, folder / "update.json")
+def _kernel(weights: Any, copies: int, layer: qao.QuantLinear, floor: float) -> float | None:
+    """Seconds of the kernel, if the scheme has one."""
+    told = layer.scheme.one_pass(layer.out_features, layer.in_features)
+    if told is None:
+        return None
+    fault = torch.zeros(1, dtype=torch.int32, device="cuda")
+    q, scales = layer.qweight, layer.scales
+    graph = Graph(lambda: qao.ops.quantize_weight_(next(weights)[0], *told, q, scales, fault), copies, floor)
+    return replayed([graph], SECONDS["cuda"])[0]
 
 
-if __name__ == "__main__":
-    main()
+def _of_layers(device: str, shape: str) -> list[dict[str, Any]]:
+    n, k = SHAPES[shape]
+    weight, rows = torch.randn(n, k, device=device, dtype=torch.bfloat16), []
+    copies = copies_of(weight.nbytes, device)
+    weights, target = rotation((weight,), copies), torch.empty_like(weight)
+    for name, scheme in SCHEMES.items():
+        layer = _layer(weight, scheme)
+        moved = weight.nbytes + sum(one.nbytes for one in layer.parameters())
+        taken, copy = interleaved(
+            [lambda layer=layer: layer.load_float_(next(weights)[0]), lambda: target.copy_(next(weights)[0])],
+            SECONDS[device],
+            device,
+        )
+        rows.append(_row(name, shape, "load_float_", taken, moved, copy, 2 * weight.nbytes))
+        floor = moved / (2 * weight.nbytes) * copy
+        if device == "cuda" and (kernel := _kernel(weights, copies, layer, floor)) is not None:
+            rows.append(_row(name, shape, "kernel", kernel, moved, copy, 2 * weight.nbytes))
+    return rows
+
+
+def _of_model(device: str) -> list[dict[str, Any]]:
+    with torch.device(device):
+        floats = nn.ModuleList(nn.Linear(k, n, bias=False, dtype=torch.bfloat16) for n, k in MODEL)
+    state, rows = floats.state_dict(), []
+    size = sum(one.nbytes for one in state.values())
+    targets = [torch.empty_like(one) for one in state.values()]
+    for name, scheme in SCHEMES.items():
+        model = nn.ModuleList(_layer(weight, scheme) for weight in state.values())
+        moved = size + sum(one.nbytes for one in model.parameters())
+        taken, copy = interleaved(
+            [
+                lambda model=model: qao.update_(model, state),
+                lambda: [to.copy_(one) for to, one in zip(targets, state.values(), strict=True)],
+            ],
+            SECONDS[device],
+            device,
+        )
+        rows.append(_row(name, "model", "update_", taken, moved, copy, 2 * size))
+    return rows
+
+
+def _row(scheme: str, shape: str, call: str, taken: float, moved: int, copy: float, copied: int) -> dict[str, Any]:
+    rates = {"gbs": moved / taken / 1e9, "copy_gbs": copied / copy / 1e9}
+    row = {"scheme": scheme, "shape": shape, "call": call, "us": 1e6 * taken, **rates}
+    row["of_copy"] = row["gbs"] / row["copy_gbs"]
+    print(
+        f"{scheme:<20} {shape:<10} {call:<11} {1e6 * taken:9.1f} us {row['gbs']:7.0f} GB/s {row['of_copy']:6.1%}",
+        flush=True,
+    )
+    return row
+
+
+def run(device: str, shapes: list[str] | None, save: Callable[[dict[str, Any]], object]) -> None:
+    """``save`` gets what there is after every shape."""
+    rows: list[dict[str, Any]] = []
+    parts = [lambda shape=shape: _of_layers(device, shape) for shape in shapes or SHAPES]
+    for part in [*parts, *([] if shapes else [lambda: _of_model(device)])]:
+        rows += part()
+        save({"meta": describe(device), "rows": rows})
+
+
+def render(results: dict[str, Any]) -> str:
+    """Microseconds, and the share of a copy's bandwidth, by scheme."""
+    rows = results["rows"]
+    columns = list(dict.fromkeys((row["shape"], row["call"]) for row in rows))
+    cells = {(row["scheme"], row["shape"], row["call"]): row for row in rows}
+    lines = []
+    for scheme in dict.fromkeys(row["scheme"] for row in rows):
+        found = (cells.get((scheme, *column)) for column in columns)
+        lines.append([scheme, *("–" if one is None else f"{one['us']:.0f} µs, {one['of_copy']:.0%}" for one in found)])
+    header = ["scheme", *(f"{shape.replace('x', ' × ')}: {call}" for shape, call in columns)]
+    return f"{caption(results['meta'])}; bfloat16 weights.\n\n{table(header, lines)}"

@@ -53,6 +53,9 @@ void define(StableLibrary& m) {
       "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def("quantize_blocks(Tensor weight, int rows, int columns) -> (Tensor, Tensor, Tensor)");
   m.def(
+      "quantize_weight_(Tensor weight, ScalarType dtype, int rows, int columns, bool symmetric, bool whole_zeros, "
+      "Tensor(a!) q, Tensor(b!) scales, Tensor(c!) fault) -> ()");
+  m.def(
       "gptq_columns(Tensor weight, Tensor moved, Tensor scales, Tensor? zeros, Tensor ratios, ScalarType dtype) "
       "-> (Tensor, Tensor, Tensor)");
   m.def("pack_int4(Tensor q, Tensor scales, Tensor? zeros, int group_size) -> (Tensor, Tensor)");
@@ -92,6 +95,7 @@ void implement(StableLibrary& m) {
   qao::implement<"silu_mul_quantize", &qao::silu_mul_quantize_op>(m);
   qao::implement<"quantize_groups", &qao::quantize_groups_op>(m);
   qao::implement<"quantize_blocks", &qao::quantize_blocks_op>(m);
+  qao::implement<"quantize_weight_", &qao::quantize_weight_in_place_op>(m);
   qao::implement<"gptq_columns", &qao::gptq_columns_op>(m);
   qao::implement<"pack_int4", &qao::pack_int4_op>(m);
   qao::implement<"unpack_int4", &qao::unpack_int4_op>(m);

@@ -82,6 +82,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weig
                                                               int64_t rounds);
 std::tuple<Tensor, Tensor, Tensor> quantize_blocks_op(const Tensor& weight, int64_t rows, int64_t columns);
 
+// quantize_weight_in_place.cpp
+void quantize_weight_in_place_op(const Tensor& weight, torch::headeronly::ScalarType dtype, int64_t rows,
+                                 int64_t columns, bool symmetric, bool whole_zeros, const Tensor& q,
+                                 const Tensor& scales, const Tensor& fault);
+
 // int4_pack.cpp
 std::tuple<Tensor, Tensor> pack_int4_op(const Tensor& q, const Tensor& scales, const std::optional<Tensor>& zeros,
                                         int64_t group_size);

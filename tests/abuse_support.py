@@ -56,6 +56,11 @@ def _others(device: str) -> dict[str, Arguments]:
         "silu_mul_quantize": {"gate": x, "up": x.clone(), "dtype": INT8},
         "quantize_groups": {"weight": torch.randn(N, K), **groups, "importance": torch.rand(K)},
         "quantize_blocks": {"weight": torch.randn(N, K), "rows": 1, "columns": K},
+        "quantize_weight_": {
+            **{"weight": torch.randn(N, K, device=device), "dtype": INT8, "rows": 1, "columns": K},
+            **{"symmetric": True, "whole_zeros": False, "q": torch.zeros(N, K, dtype=INT8, device=device)},
+            **{"scales": torch.ones(N, device=device), "fault": torch.zeros(1, dtype=torch.int32, device=device)},
+        },
         "gptq_columns": {
             **{name: torch.ones(5, N, device=device) for name in ("weight", "moved", "scales", "zeros")},
             **{"ratios": torch.ones(5, 5, device=device), "dtype": INT8},

@@ -20,6 +20,17 @@ SCHEMES = [
     qao.Float8DynamicActivationFloat8Weight(granularity="tensor", activation_scale=0.02),
     qao.Float8DynamicActivationInt4Weight(group_size=32),
 ]
+# Those that one kernel quantises.
+ONE_PASS = [
+    qao.Int4WeightOnly(group_size=32, clip_search=False),
+    qao.Int4WeightOnly(group_size=128, clip_search=False, whole_zeros=True),
+    qao.Int4WeightOnly(group_size=-1, symmetric=True, clip_search=False, scale_dtype=torch.float16),
+    qao.Int8WeightOnly(clip_search=False),
+    qao.Float8WeightOnly(granularity="row"),
+    qao.Int8DynamicActivationInt8Weight(symmetric_activations=False, clip_search=False),
+    qao.Int8DynamicActivationInt4Weight(group_size=64, symmetric_activations=False, clip_search=False),
+    qao.Float8DynamicActivationInt4Weight(group_size=256, clip_search=False),
+]
 INT4 = SCHEMES[0]
 
 
@@ -52,7 +63,7 @@ class Attention(nn.Module):
         return self.lm_head(self.out(torch.tanh(self.q_proj(x)) * self.v_proj(x)))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("scheme", [*SCHEMES, *ONE_PASS], ids=lambda s: f"{s}{', no search' * (s in ONE_PASS)}")
 def test_a_layer_gets_another_weight_in_place(scheme: qao.Scheme, device: str) -> None:
     torch._dynamo.reset()  # a scheme a case, and each is compiled anew
     torch.manual_seed(0)
@@ -105,7 +116,7 @@ def test_a_wrong_weight_changes_nothing(weight: Tensor, kind: type[Exception], w
     same(layer, before)
 
 
-@pytest.mark.parametrize("scheme", [INT4, SCHEMES[5]], ids=str)
+@pytest.mark.parametrize("scheme", [INT4, SCHEMES[5], ONE_PASS[0], ONE_PASS[5]], ids=str)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_becomes_what_quantising_the_new_floats_gives(scheme: qao.Scheme, tied: bool, device: str) -> None:
     model, floats = Attention(0, tied).to(device), Attention(1, tied).to(device)
@@ -125,6 +136,26 @@ def test_a_model_becomes_what_quantising_the_new_floats_gives(scheme: qao.Scheme
     same(model, expected)
     assert addresses == [p.data_ptr() for p in model.parameters()]
     assert {"q_proj", "v_proj", "out"} < set(updated)
+
+
+@pytest.mark.parametrize("scheme", [INT4, *ONE_PASS], ids=lambda s: f"{s}{', no search' * (s in ONE_PASS)}")
+def test_a_captured_graph_goes_on(scheme: qao.Scheme) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    torch.manual_seed(0)
+    model, floats = (nn.Sequential(nn.Linear(512, 256), nn.Linear(256, 512)).cuda() for _ in range(2))
+    expected = copy.deepcopy(floats)
+    for some in (model, expected):
+        qao.quantize_(some, scheme)
+    x = torch.randn(3, 512, device="cuda")
+    with torch.no_grad():
+        model(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = model(x)
+        qao.update_(model, floats.state_dict())
+        graph.replay()
+        assert torch.equal(y, expected(x))
 
 
 def test_not_all_names_at_once() -> None:

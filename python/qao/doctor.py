@@ -224,6 +224,15 @@ def _quantize_blocks(device: str) -> float:
     return _distance(reference.dequantize_8bit(q, scales), expected)
 
 
+def _quantize_weight(device: str) -> float:
+    weight = _random(_N, _K, device=device)
+    q = torch.empty(_N, _K, dtype=torch.int8, device=device)
+    scales, fault = torch.empty(_N, 1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    qao.quantize_weight_(weight, torch.float8_e4m3fn, 1, _K, True, False, q, scales, fault)
+    expected = reference.dequantize_activation(*reference.quantize_activation_fp8(weight, -1))
+    return _distance(reference.dequantize_8bit(q.view(torch.float8_e4m3fn), scales), expected)
+
+
 def _gptq_columns(device: str) -> float:
     weight = _random(_K, _N, device=device)[:100].float()
     ratios = _random(100, 100, device=device).float() * 0.01
@@ -270,6 +279,7 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "silu_mul": _silu_mul,
     "quantize_groups": _quantize_groups,
     "quantize_blocks": _quantize_blocks,
+    "quantize_weight_": _quantize_weight,
     "gptq_columns": _gptq_columns,
     "pack_int4": _pack_and_unpack,
     "unpack_int4": _pack_and_unpack,

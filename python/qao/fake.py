@@ -223,6 +223,20 @@ def _(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, scales, weight.new_empty(2, dtype=torch.float64)
 
 
+@_register("quantize_weight_")
+def _(
+    weight: Tensor,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    symmetric: bool,
+    whole_zeros: bool,
+    q: Tensor,
+    scales: Tensor,
+    fault: Tensor,
+) -> None: ...
+
+
 @_register("gptq_columns")
 def _(
     weight: Tensor, moved: Tensor, scales: Tensor, zeros: Tensor | None, ratios: Tensor, dtype: torch.dtype

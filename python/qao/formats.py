@@ -15,6 +15,7 @@ from .quantizer_fp4 import quantize_fp4
 from .quantizer_fp8 import SCALE_BLOCK, quantize_fp8
 from .quantizer_integer import quantize_int4_integer, row_scales
 from .scheme import FLOAT_DTYPES as FLOAT_DTYPES
+from .scheme import OnePass as OnePass
 from .scheme import PackedWeight as PackedWeight
 from .scheme import Scheme as Scheme
 from .scheme import _host as _host
@@ -84,6 +85,9 @@ class Int4Weight(Scheme):
         options["importance"] = importance
         return quantize_int4(weight, self.size, symmetric=self.symmetric, scale_dtype=dtype, **options)
 
+    def one_pass(self, n: int, k: int) -> OnePass | None:
+        return None if self.clip_search else (torch.uint8, 1, self.size, self.symmetric, self.whole_zeros)
+
     def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int, int], bool]:
         groups = 1 if self.size == -1 else -(-k // self.size)
         return (torch.uint8,), (n, groups), not self.symmetric
@@ -138,6 +142,9 @@ class IntegerScaledInt4Weight(Int4Weight):
         dtype = self.scale_dtype_of(weight.dtype)
         options: Any = {"clip_search": self.clip_search, "importance": importance, "name": name}
         return quantize_int4_integer(weight, self.size, scale_dtype=dtype, **options)
+
+    def one_pass(self, n: int, k: int) -> OnePass | None:
+        return None if self._has_row_scales(k) else super().one_pass(n, k)
 
     def _has_row_scales(self, k: int) -> bool:
         return self.integer_scales and 0 < self.size < k
@@ -227,6 +234,9 @@ class Int8Weight(Scheme):
     def _quantize(self, weight: Tensor, name: str, importance: Tensor | None = None) -> QuantizedWeight:
         return quantize_int8(weight, clip_search=self.clip_search, importance=importance, name=name)
 
+    def one_pass(self, n: int, k: int) -> OnePass | None:
+        return None if self.clip_search else (torch.int8, 1, k, True, False)
+
     def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int], bool]:
         return (torch.int8,), (n,), False
 
@@ -261,6 +271,10 @@ class Float8Weight(Scheme):
 
     def _quantize(self, weight: Tensor, name: str, importance: Tensor | None = None) -> QuantizedWeight:
         return quantize_fp8(weight, self.granularity, name=name)
+
+    def one_pass(self, n: int, k: int) -> OnePass | None:
+        rows, columns = {"row": (1, k), "tensor": (n, k), "block": (SCALE_BLOCK, SCALE_BLOCK)}[self.granularity]
+        return torch.float8_e4m3fn, rows, columns, True, False
 
     def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int, int], bool]:
         blocks = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)

@@ -64,6 +64,36 @@ def quantize_blocks(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Te
     return _qao.quantize_blocks.default(weight, rows, columns)  # type: ignore[no-any-return]
 
 
+def quantize_weight_(
+    weight: Tensor,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    symmetric: bool,
+    whole_zeros: bool,
+    q: Tensor,
+    scales: Tensor,
+    fault: Tensor,
+) -> None:
+    """Quantises W without a search into tensors that products read, which are written over: bit for bit as
+    ``quantize_groups`` with factors [1.0] and ``pack_int4`` do, or ``quantize_blocks``, on every device.
+
+    Args:
+        weight: W [N, K] in a float dtype, of any strides.
+        dtype: torch.uint8 for packed int4, torch.int8 for -127..127, or torch.float8_e4m3fn.
+        rows, columns: that share a scale. uint8: 1 and 32, 64, 128, 256 or K; int8: 1 and K; e4m3: 1 and K, N and K, or
+            128 and 128.
+        symmetric: of uint8, no zero points; True for the others.
+        whole_zeros: of uint8, as in ``quantize_groups``.
+        q: uint8: as ``pack_int4`` returns it; else int8 [N, K], the bytes of e4m3 as well.
+        scales: uint8: as ``pack_int4`` returns them; int8: float32 [N]; e4m3: float32 [ceil(N / rows),
+            ceil(K / columns)].
+        fault: int32 [1], set to 1 where a value of W or a scale is not finite, and otherwise left as it is. Values
+            beyond 1e19 may count as such.
+    """
+    _qao.quantize_weight_.default(weight, dtype, rows, columns, symmetric, whole_zeros, q, scales, fault)
+
+
 def gptq_columns(
     weight: Tensor, moved: Tensor, scales: Tensor, zeros: Tensor | None, ratios: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:

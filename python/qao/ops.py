@@ -105,6 +105,7 @@ from .operators import (  # noqa: E402, F401
     pack_int4,
     quantize_blocks,
     quantize_groups,
+    quantize_weight_,
     rms_norm_quantize,
     silu_mul_quantize,
     unpack_int4,

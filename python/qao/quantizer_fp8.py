@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from . import operators
 from .quantizer import QuantizedWeight, check_scales, check_values, chunks, relative_error
+from .quantizer_search import quotient
 
 LARGEST_FP8 = 448.0  # of e4m3
 SCALE_BLOCK = 128  # rows and columns of a weight, columns of an activation, that share a scale by blocks
@@ -52,7 +53,7 @@ def _blocks_by_torch(weight: Tensor, granularity: str) -> tuple[Tensor, Tensor, 
     largest = torch.cat([_largest(values, height, width) for _, values in chunks(weight, height)])
     if granularity == "tensor":
         largest = largest.amax(0, keepdim=True)
-    scales = largest.div_(LARGEST_FP8).clamp_(min=torch.finfo(torch.float32).tiny)
+    scales = quotient(largest, LARGEST_FP8).clamp_(min=torch.finfo(torch.float32).tiny)
     every = scales.expand(n, 1) if granularity == "tensor" else scales  # one for each `height` rows
     q = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=weight.device)
     squares = torch.zeros(2, dtype=torch.float64, device=weight.device)

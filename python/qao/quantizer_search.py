@@ -27,13 +27,18 @@ def find_grids(values: Tensor, codes: Codes, scale_dtype: torch.dtype) -> tuple[
     A grid whose zero point is a whole number is none here: ``search`` finds it.
     """
     low, high = torch.aminmax(values, dim=-1, keepdim=True)
-    scale = ((high - low) / (codes.highest - codes.lowest)).to(scale_dtype).float()
+    scale = quotient(high - low, codes.highest - codes.lowest).to(scale_dtype).float()
     zero = (-low / scale).to(scale_dtype).float()
     found = torch.div(values, scale).add_(zero)
     distance = found.round().clamp_(codes.lowest, codes.highest).sub_(found).abs_().amax(-1, keepdim=True)
     is_grid = (scale > smallest_scale(scale_dtype)) & (zero.abs() < _LARGEST_ZERO)
     is_grid &= (distance < _GRID_TOLERANCE) & ((zero - zero.round()).abs() >= _WHOLE_TOLERANCE)
     return is_grid, scale, zero
+
+
+def quotient(values: Tensor, by: float) -> Tensor:
+    """Rounded once, where torch multiplies by the reciprocal of a number on GPUs."""
+    return values / torch.full((), by, dtype=values.dtype, device=values.device)
 
 
 def smallest_scale(dtype: torch.dtype) -> float:
@@ -54,9 +59,9 @@ def search(
     low, high = torch.aminmax(values, dim=-1, keepdim=True)
     low, high = low.clamp_(max=0), high.clamp_(min=0)
     if not symmetric:
-        full = (high - low) / (codes.highest - codes.lowest)
+        full = quotient(high - low, codes.highest - codes.lowest)
     elif codes.middle - codes.lowest == codes.highest - codes.middle:
-        full = torch.maximum(-low, high) / (codes.highest - codes.middle)
+        full = quotient(torch.maximum(-low, high), codes.highest - codes.middle)
     else:  # one code more below the middle: the sign of the scale gives it to the larger side
         full = torch.where(-low >= high, low, high) / (codes.lowest - codes.middle)
     smallest = smallest_scale(scale_dtype)

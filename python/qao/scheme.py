@@ -20,6 +20,7 @@ except ImportError:  # built without pybind11: layers work, kernels just have no
     _host = None  # type: ignore[assignment]
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+OnePass = tuple[torch.dtype, int, int, bool, bool]  # dtype, rows, columns, symmetric, whole_zeros: quantize_weight_
 
 
 class PackedWeight(NamedTuple):
@@ -75,6 +76,13 @@ class Scheme(ABC):
     @abstractmethod
     def _weight_sums(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         """float32 [N]: sums over k of W."""
+
+    def one_pass(self, n: int, k: int) -> OnePass | None:
+        """What ``quantize_weight_`` is told to quantise a weight [n, k].
+
+        None: ranges are searched, or there is no such kernel.
+        """
+        return None
 
     def _row_scales(self, scales: Tensor) -> Tensor | None:
         """float32 [N], where the operator takes it: ``scales``, as they are stored, are whole numbers times those."""

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import operators
 from .formats import FLOAT_DTYPES, Int4Weight, PackedWeight, Scheme
 from .importance import estimate_importance, told_by
 from .quantizer import check_finite
+from .scheme import OnePass
 
 
 class Updatable:
@@ -47,7 +49,28 @@ class Updatable:
         parts = [weight] if isinstance(weight, Tensor) else list(weight)
         whole = _whole(parts[0]) if len(parts) == 1 else torch.cat([_whole(one) for one in parts])
         check_weight(self, whole, name)
-        self._overwrite(self._requantized(whole, importance, name))
+        self._load(whole, importance, name)
+
+    def _load(self: Any, weight: Tensor, importance: Tensor | None, name: str, checked: bool = False) -> None:
+        """``checked``: quantising the weight raises nothing, so that it need not be tried beside the present one."""
+        self._overwrite(self._in_one_pass(weight, checked) or self._requantized(weight, importance, name))
+
+    def _in_one_pass(self: Any, weight: Tensor, checked: bool) -> PackedWeight | None:
+        """By the kernel that reads the weight once; None where there is none, or where it finds what is no number."""
+        told: OnePass | None = self.scheme.one_pass(*self._sizes)
+        own = self.qweight, self.scales
+        if told is None or tuple(weight.shape) != self._sizes or any(hasattr(one, "device_mesh") for one in own):
+            return None
+        weight = weight.to(self.qweight.device, torch.float32 if weight.dtype == torch.float64 else None)
+        fault = torch.zeros(1, dtype=torch.int32, device=weight.device)
+        q, scales = own if checked else (torch.empty_like(one) for one in own)
+        operators.quantize_weight_(weight, *told, q, scales, fault)
+        if not checked and fault.item():
+            return None
+        sums = None
+        if self.weight_sums is not None:
+            sums = self.scheme._weight_sums(*self.scheme.unpack(q, scales, *self._sizes))
+        return PackedWeight(q, scales, sums)
 
     def _requantized(self: Any, weight: Tensor, importance: Tensor | None, name: str) -> PackedWeight:
         """Of a weight as ``check_weight`` lets pass."""
@@ -114,11 +137,11 @@ def update_(model: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool 
     weights = _one_each(state, packed)
     for name, module in weights.items():
         check_weight(module, _oriented(packed[name], state[name]), name)
-        _check_values(module, _oriented(packed[name], _whole(state[name])), name)
+    _check_values(state, packed, weights)
     importance = _importance(state, packed, weights)
     for name, module in weights.items():
         weight = _oriented(packed[name], _whole(state[name]))
-        module._overwrite(module._requantized(weight, importance.get(name), name))
+        module._load(weight, importance.get(name), name, checked=True)
     for name, own in others.items():
         if name in state:
             _write(own, _whole(state[name]))
@@ -172,11 +195,20 @@ def _one_each(state: Mapping[str, Tensor], packed: Mapping[str, Any]) -> dict[st
     return {name: owners[key] for key, name in reversed(list(names.items()))}
 
 
-def _check_values(module: Any, weight: Tensor, name: str) -> None:
-    """Raises all that quantising it would."""
-    largest = check_finite(weight, name)
-    if largest > torch.finfo(module.scales.dtype).max / 4:  # no scale is larger than the largest weight
-        module._requantized(weight, None, name)
+def _check_values(state: Mapping[str, Tensor], packed: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    """Raises all that quantising them would; waits for a GPU once."""
+    largest: dict[torch.device, dict[str, Tensor]] = {}
+    for name in weights:
+        weight = _whole(state[name])
+        magnitude = torch.linalg.vector_norm(weight, torch.inf) if weight.numel() else weight.new_zeros(())
+        largest.setdefault(weight.device, {})[name] = magnitude.double()
+    for magnitudes in largest.values():
+        for name, value in zip(magnitudes, torch.stack([*magnitudes.values()]).tolist(), strict=True):
+            # No scale is larger than the largest weight.
+            if not value <= torch.finfo(weights[name].scales.dtype).max / 4:
+                weight = _oriented(packed[name], _whole(state[name]))
+                check_finite(weight, name)
+                weights[name]._requantized(weight, None, name)
 
 
 def _importance(
@@ -205,8 +237,10 @@ def _whole(tensor: Any) -> Tensor:
 
 @torch.no_grad()
 def _write(own: Any, value: Tensor) -> None:
-    """Into the memory of ``own``, or of the part of it that is here."""
-    if hasattr(own, "device_mesh"):
+    """Into the memory of ``own``, or of the part of it that is here; it may be there already."""
+    if own is value:
+        torch.autograd.graph.increment_version(own)
+    elif hasattr(own, "device_mesh"):
         from torch.distributed.tensor import distribute_tensor
 
         placed: Any = distribute_tensor(

@@ -37,6 +37,7 @@ class _Sharded(Sharded):
 
     layout: Layout
     whole_sums: Tensor | None = None  # float32 [N] of all columns, where the layer has those of its own
+    _next_sums: Tensor | None = None  # those of a weight that is being loaded, if all of it was given
 
     def _whole(self: Any, key: str, tensor: Tensor) -> DTensor:
         layout: Layout = self.layout

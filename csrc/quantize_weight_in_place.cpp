@@ -1,0 +1,131 @@
+#include <algorithm>
+#include <cmath>
+
+#include "cpu/int4_pack.h"
+#include "cpu/quantize_weight.h"
+#include "int4_operands.h"
+#include "ops.h"
+#include "qao/quantize_weight.h"
+#include "rows.h"
+
+namespace qao {
+
+using torch::headeronly::ScalarType;
+
+namespace {
+
+// By the quantisers of plain tensors, whose results are copied.
+Status quantize_on_cpu(const weight::Problem& p, const weight::Arguments& a, const Argument& like) {
+  const auto threads = torch_threads(p.n * p.k);
+  double squares[2];
+  cpu::WeightArguments arguments;
+  arguments.weight = a.weight, arguments.weight_stride = a.weight_stride;
+  arguments.q = a.q, arguments.scales = a.scales, arguments.squares = squares;
+  if (p.format == Format::kFp8) {
+    cpu::BlockProblem problem{p.n, p.k, p.weight_dtype, std::min(p.rows, p.n), std::min(p.columns, p.k)};
+    if (Status status = cpu::quantize_weight_fp8(problem, arguments, threads); !status.ok()) return status;
+    *a.fault |= !std::isfinite(squares[1]);
+    return {};
+  }
+  const float factor = 1;
+  cpu::WeightProblem problem;
+  problem.n = p.n, problem.k = p.k, problem.weight_dtype = p.weight_dtype, problem.format = p.format;
+  problem.group_size = p.columns, problem.symmetric = p.symmetric, problem.scale_dtype = p.scale_dtype;
+  problem.factors = &factor, problem.factor_count = 1, problem.whole_zeros = p.whole_zeros;
+  Tensor scales = empty({p.n, p.block_columns()}, torch_dtype(p.scale_dtype), like);
+  Tensor zeros = empty({p.n, p.block_columns()}, torch_dtype(p.scale_dtype), like);
+  arguments.zeros = zeros.data_ptr();
+  std::optional<Tensor> codes;
+  if (p.format == Format::kInt4) {
+    arguments.scales = scales.data_ptr();
+    arguments.q = static_cast<uint8_t*>(codes.emplace(empty({p.n, p.k}, uint8_code(), like)).data_ptr());
+  }
+  if (Status status = cpu::quantize_weight(problem, arguments, threads); !status.ok()) return status;
+  // Not finite either where a scale overflowed, since the error then is not.
+  *a.fault |= !std::isfinite(squares[0]) || !std::isfinite(squares[1]);
+  if (p.format != Format::kInt4) return {};
+  const int4::Weight shape{p.n, p.k, p.columns, !p.symmetric, p.scale_dtype};
+  const int4::Unpacked plain{arguments.q, arguments.scales, p.symmetric ? nullptr : arguments.zeros};
+  return cpu::int4_pack(shape, plain, a.q, a.scales, threads);
+}
+
+// q and scales of int4 or of bytes, after a look at their shapes.
+weight::Problem checked_problem(const Op& op, const Argument& weight, const Argument& q, const Argument& scales,
+                                ScalarType dtype, int64_t rows, int64_t columns, bool symmetric, bool whole_zeros) {
+  op.check(weight.dim() == 2 && weight.numel() > 0, "weight must have shape [N, K], N and K at least 1",
+           "Check weight.shape");
+  weight::Problem problem;
+  problem.n = weight.size(0), problem.k = weight.size(1);
+  problem.weight_dtype = op.float_dtype(weight);
+  problem.rows = rows, problem.columns = columns;
+  problem.symmetric = symmetric, problem.whole_zeros = whole_zeros;
+  if (dtype == ScalarType::Byte) {
+    problem.format = Format::kInt4;
+    op.check(rows == 1, "rows must be 1 for four bits", "Pass 1 and the group size");
+    problem.columns = checked_group_size(op, columns, problem.k);
+    const int4::Weight shape = checked_packed(op, q, scales, weight, problem.n, problem.k, problem.columns);
+    problem.scale_dtype = shape.scale_dtype;
+    op.check(shape.has_zeros != symmetric, "scales must hold zero points unless symmetric",
+             "Make them with pack_int4, zeros None exactly if symmetric");
+    return problem;
+  }
+  const bool one_row = rows == 1 && columns == problem.k, one_scale = rows == problem.n && columns == problem.k;
+  if (dtype == ScalarType::Char) {
+    problem.format = Format::kInt8;
+    op.check(one_row && symmetric, "int8 is symmetric, with a scale a row", "Pass 1 and K, and symmetric=True");
+    op.check(scales.has_shape({problem.n}), "scales must have shape [N]", "Check scales.shape");
+  } else {
+    problem.format = Format::kFp8;
+    op.check(dtype == ScalarType::Float8_e4m3fn, "dtype must be uint8 (0..15), int8 (-127..127) or float8_e4m3fn",
+             "Pass torch.uint8, torch.int8 or torch.float8_e4m3fn");
+    op.check((one_row || one_scale || (rows == kScaleBlock && columns == kScaleBlock)) && symmetric,
+             "e4m3 is symmetric, with a scale a row, one of all, or blocks of 128 x 128",
+             "Pass 1 and K, N and K, or 128 and 128, and symmetric=True");
+    op.check(scales.has_shape({problem.block_rows(), problem.block_columns()}),
+             "scales must have shape [ceil(N / rows), ceil(K / columns)]", "Check scales.shape");
+  }
+  op.check(q.dtype() == int8_code() && q.has_shape({problem.n, problem.k}),
+           "q must be int8 [N, K], also for the bytes of e4m3", "Pass q.view(torch.int8)");
+  op.check(scales.dtype() == float32_code(), "scales must be float32", "Pass scales.float()");
+  op.check_packed_operand(q, weight);
+  op.check_packed_operand(scales, weight);
+  return problem;
+}
+
+}  // namespace
+
+void quantize_weight_in_place_op(const Tensor& weight_tensor, ScalarType dtype, int64_t rows, int64_t columns,
+                                 bool symmetric, bool whole_zeros, const Tensor& q_tensor, const Tensor& scales_tensor,
+                                 const Tensor& fault_tensor) {
+  Op op("quantize_weight_");
+  const Argument weight("weight", weight_tensor), q("q", q_tensor), scales("scales", scales_tensor);
+  const Argument fault("fault", fault_tensor);
+  op.involve(&weight), op.involve(&q), op.involve(&scales), op.involve(&fault);
+  op.involve("rows", rows), op.involve("columns", columns);
+  const weight::Problem problem = checked_problem(op, weight, q, scales, dtype, rows, columns, symmetric, whole_zeros);
+  op.check(fault.dtype() == int32_code() && fault.has_shape({1}), "fault must be int32 [1]",
+           "Pass torch.zeros(1, dtype=torch.int32, device=weight.device)");
+  op.check_operand(fault, weight);
+
+  const Rows source(weight_tensor, weight);
+  weight::Arguments arguments;
+  arguments.weight = source.data, arguments.weight_stride = source.stride;
+  arguments.q = static_cast<uint8_t*>(q.data()), arguments.scales = scales.data();
+  arguments.fault = static_cast<int32_t*>(fault.data());
+  if (weight.is_cpu()) {
+    op.check(quantize_on_cpu(problem, arguments, weight));
+    return;
+  }
+#if defined(QAO_WITH_CUDA)
+  const DeviceScope scope(weight);
+  std::optional<Tensor> workspace;
+  if (const int64_t bytes = weight::workspace_bytes(problem); bytes > 0) {
+    arguments.workspace = workspace.emplace(empty({bytes}, uint8_code(), weight)).data_ptr();
+  }
+  op.check(weight::quantize(problem, arguments, current_stream(weight)));
+#else
+  op.fail_without_cuda();
+#endif
+}
+
+}  // namespace qao
