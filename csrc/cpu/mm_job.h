@@ -52,6 +52,7 @@ struct Job {
   void* y = nullptr;
   Format weight_format = Format::kInt4;
   Scaling weight_scaling = Scaling::kRow;  // W in eight bits; its scales are float32
+  Format x_format = Format::kFloat;
   DType x_dtype = DType::kBFloat16, y_dtype = DType::kBFloat16, scale_dtype = DType::kBFloat16,
         bias_dtype = DType::kBFloat16;
   int parameters = 1;  // int4: 2 if zero points follow the scales

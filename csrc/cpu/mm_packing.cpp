@@ -113,7 +113,7 @@ constexpr Packing panels(int64_t max_section, decltype(Packing::lay_out) lay_out
 const Packing kFloat32PanelsAvx2 = panels(256, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8);
 const Packing kFloat32WidePanelsAvx2 = panels(32, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8);
 const Packing kFloat32PanelsAvx512 = panels(64, lay_out_panels<64, 1>, avx512::pack_float32_panels, avx2::widen_fp8);
-const Packing kBf16Panels = panels(128, lay_out_panels<128, 2>, avx512_bf16::pack_bf16_panels, avx512::widen_fp8);
+const Packing kBf16Panels = panels(128, lay_out_panels<128, 2>, avx512_bf16::pack_bf16_panels, nullptr);
 const Packing kInt16Panels = panels(kMaxIntegerK, lay_out_panels<256, 2>, avx2::pack_int16_panels, nullptr);
 const Packing kInt8PanelsAvx2 = panels(kMaxIntegerK, lay_out_panels<256, 4>, avx2::pack_int8_panels, nullptr);
 const Packing kInt8PanelsAvx512 = panels(kMaxIntegerK, lay_out_panels<256, 4>, avx512::pack_int8_panels, nullptr);
@@ -162,7 +162,7 @@ Job describe(const Problem& p, const Arguments& a, const Packing& packing) {
   job.bias = p.has_bias ? a.bias : nullptr;
   job.y = a.y;
   job.weight_format = p.weight, job.weight_scaling = p.weight_scaling;
-  job.x_dtype = kernel_dtype(p), job.y_dtype = p.y_dtype;
+  job.x_format = p.x, job.x_dtype = kernel_dtype(p), job.y_dtype = p.y_dtype;
   job.scale_dtype = p.scale_dtype, job.bias_dtype = p.bias_dtype;
   job.parameters = p.has_zeros ? 2 : 1;
   job.tiles_n = divide_up(p.n, kTileRows), job.tiles_k = divide_up(p.k, kTileColumns);

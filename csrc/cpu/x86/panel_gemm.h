@@ -11,15 +11,18 @@
 //   kLanes, kVectors        words of a vector, vectors of W that meet six rows of x
 //   kSteps, kColumns, kPanelColumns   steps of a panel, columns of a step and of a panel
 //   kSectioned              the sums of every section are added apart, else those of a panel
-//   Sum, Operand            vectors: of sums, of W's or x's words
-//   zero, load, broadcast   of them
+//   Sum, Operand, Total     vectors: of a section's sums, of W's or x's words, of totals
+//   zero, load, broadcast, load_total   of them
 //   multiply_add(sum, w, x)  the sum after it, by value: GCC 12 keeps what is passed by reference in memory
 //   kStepsOfPart, widen()   sums of so many steps are added to wider ones; 1: they are wide
 //   Parameters, prepare()   what add() needs of W, one for each group and N-tile; may be empty
 //   expand()                an N-tile of a panel of W, kLanes words at a time `stride` words apart
 //   line()                  an address of W that the next panel of an N-tile needs, by number, and how many there are
-//   add()                   total += what a section's sums are worth
-//   finish()                some rows of y beside 16 rows of W, from their totals
+//   Fold, fold()            what the end of a section needs of a vector of W's rows
+//   Row, row()              the same of a row of x
+//   kHasRests               sums may need a term more: has_rest() of an N-tile, and add_rest()
+//   add(), store()          a total and what a section's sums are worth, and where it goes
+//   finish()                some rows of y beside kTiles N-tiles of W, from their totals
 #pragma once
 
 #include <utility>
@@ -43,6 +46,9 @@ __attribute__((always_inline)) inline void each(auto&& visit) {
 }
 
 struct NoParameters {};
+struct Nothing {};
+
+alignas(64) constexpr uint32_t kNoTotals[64] = {};  // what totals are before the first section
 
 struct RowsOfY {
   int64_t begin, end;
@@ -108,14 +114,35 @@ template <typename F, int kTiles, int kM>
       each<kM>([&]<int i>() { each<kV>([&]<int v>() { sums[i][v] = F::widen(sums[i][v], narrow[i][v]); }); });
     }
   }
-  const int64_t group = s / job.sections_per_group;
+  const typename F::Parameters* groups = block.groups + s / job.sections_per_group * kTiles;
+  constexpr int kTileVectors = Block<F>::kTileVectors;
+  if constexpr (F::kHasRests) {
+    bool has_rest = false;
+    for (int t = 0; t < kTiles; ++t) has_rest |= F::has_rest(groups[t]);
+    if (has_rest) {
+      each<kM>([&]<int i>() {
+        const typename F::Row row = F::row(job, m + i, s);
+        each<kV>([&]<int v>() { sums[i][v] = F::add_rest(groups[v / kTileVectors], row, sums[i][v]); });
+      });
+    }
+  }
+  typename F::Fold folds[kV];
+  each<kV>([&]<int v>() {
+    folds[v] = F::fold(job, groups[v / kTileVectors], v % kTileVectors, block.tile_n + v / kTileVectors, s);
+  });
+  constexpr int64_t kRow = kV * F::kLanes;
+  uint32_t* const totals = block.totals + m * kRow;
+  const bool is_first = block.panel == 0 && begin == 0;
+  const uint32_t* const before = is_first ? kNoTotals : totals;
+  const int64_t before_row = is_first ? 0 : kRow;
+  // All of a row are computed before one is stored: the compiler must take a store for one to anything.
   each<kM>([&]<int i>() {
-    uint32_t* totals = block.totals + (m + i) * kV * F::kLanes;
+    const typename F::Row row = F::row(job, m + i, s);
+    typename F::Total after[kV];
     each<kV>([&]<int v>() {
-      const typename F::Parameters& parameters = block.groups[group * kTiles + v / Block<F>::kTileVectors];
-      F::add(job, parameters, v % Block<F>::kTileVectors, block.tile_n + v / Block<F>::kTileVectors, m + i, s,
-             sums[i][v], totals + v * F::kLanes);
+      after[v] = F::add(folds[v], row, sums[i][v], F::load_total(before + i * before_row + v * F::kLanes));
     });
+    each<kV>([&]<int v>() { F::store(totals + i * kRow + v * F::kLanes, after[v]); });
   });
 }
 
@@ -146,7 +173,7 @@ void write_block(const Job& job, const Block<F>& block) {
   for (int64_t begin = 0; begin < job.m; begin += kRowsOfY) {
     const RowsOfY rows = {begin, least(begin + kRowsOfY, job.m)};
     for (int64_t m = rows.end; m < least(rows.end + kRowsOfY, job.m); ++m) fetch(m);
-    for (int t = 0; t < kTiles; ++t) F::finish(job, block.tile_n + t, block.totals + t * kTileRows, kRow, rows);
+    F::template finish<kTiles>(job, block.tile_n, block.totals, rows);
   }
 }
 
@@ -156,7 +183,6 @@ void run_block(const Job& job, Block<F> block, typename F::Parameters* groups) {
   for (int64_t group = 0; group < job.groups; ++group) {
     for (int t = 0; t < kTiles; ++t) F::prepare(job, block.tile_n + t, group, &groups[group * kTiles + t]);
   }
-  for (int64_t i = 0; i < job.m * kRow; ++i) block.totals[i] = 0;
   const int64_t panels = divide_up(job.k, F::kPanelColumns), batches = divide_up(job.m, kRowsAtOnce);
   for (block.panel = 0; block.panel < panels; ++block.panel) {
     for (int t = 0; t < kTiles; ++t) {

@@ -8,7 +8,7 @@
 namespace qao::cpu {
 namespace {
 
-struct Float32Panel : Avx2Panel {
+struct Float32Sums : Avx2Panel, FloatTotals {
   static constexpr int kStepsOfPart = 1;
   static constexpr int64_t kSteps = 256, kColumns = 1, kPanelColumns = kSteps;
   static constexpr bool kSectioned = false;
@@ -18,18 +18,17 @@ struct Float32Panel : Avx2Panel {
   static Operand load(const uint32_t* words) { return _mm256_load_ps(reinterpret_cast<const float*>(words)); }
   static Operand broadcast(const uint32_t* word) { return _mm256_broadcast_ss(reinterpret_cast<const float*>(word)); }
   static Sum multiply_add(Sum sum, Operand w, Operand x) { return _mm256_fmadd_ps(w, x, sum); }
+};
 
-  template <typename Parameters>
-  static void add(const Job&, const Parameters&, int, int64_t, int64_t, int64_t, Sum sums, uint32_t* totals) {
-    store_total(totals, _mm256_add_ps(sums, load_total(totals)));
-  }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
+struct Float32Panel : PlainTotals<Float32Sums> {
+  template <int kTiles>
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
     const bool has_scales = !is_packed(job.weight_format) && job.weight_scaling != Scaling::kBlock;
     each_eight(job, tile_n, totals, [&](int64_t n, const uint32_t* eight) {
       const Columns columns = load_columns(job, n);
       const __m256 scales = has_scales ? load_scales(job, n) : _mm256_set1_ps(1);
       for (int64_t m = rows.begin; m < rows.end; ++m) {
-        const __m256 y = _mm256_fmadd_ps(load_total(eight + m * stride), scales, columns.bias);
+        const __m256 y = _mm256_fmadd_ps(load_total(eight + m * kTileRows), scales, columns.bias);
         store_first(job.y, m * job.n + n, job.y_dtype, y, columns.count);
       }
     });

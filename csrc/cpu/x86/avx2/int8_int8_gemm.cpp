@@ -5,7 +5,7 @@
 namespace qao::cpu {
 namespace {
 
-struct Int16 : IntegerSums {
+struct Int16 : IntegerTotals {
   static constexpr int kStepsOfPart = 1;
   static constexpr int64_t kSteps = 128, kColumns = 2, kPanelColumns = kSteps * kColumns;
   static constexpr int64_t kLines = kLinesOfBytes<kPanelColumns>;
@@ -32,11 +32,9 @@ struct Int16 : IntegerSums {
   static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
     return line_of_bytes<kPanelColumns>(job, tile_n, panel, i);
   }
-  static void add(const Job&, const Parameters&, int, int64_t, int64_t, int64_t, Sum sums, uint32_t* totals) {
-    add_int8(sums, totals);
-  }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
-    finish_int8(job, tile_n, totals, stride, rows, 0);
+  template <int kTiles>
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
+    finish_int8(job, tile_n, totals, rows, 0);
   }
 };
 

@@ -13,10 +13,28 @@ namespace {
 // 12 sums, two of W, and a word of x.
 struct Avx2Panel {
   static constexpr int kLanes = 8, kVectors = 2;
+  static constexpr bool kHasRests = false;
 };
 
-inline __m256 load_total(const uint32_t* totals) { return _mm256_load_ps(reinterpret_cast<const float*>(totals)); }
-inline void store_total(uint32_t* totals, __m256 sum) { _mm256_store_ps(reinterpret_cast<float*>(totals), sum); }
+struct FloatTotals {
+  using Total = __m256;
+  static Total load_total(const uint32_t* totals) { return _mm256_load_ps(reinterpret_cast<const float*>(totals)); }
+  static void store(uint32_t* totals, Total total) { _mm256_store_ps(reinterpret_cast<float*>(totals), total); }
+};
+
+// Totals are sums of sections and no more.
+template <typename Panel>
+struct PlainTotals : Panel {
+  using Fold = Nothing;
+  using Row = Nothing;
+  template <typename Parameters>
+  static Fold fold(const Job&, const Parameters&, int, int64_t, int64_t) {
+    return {};
+  }
+  static Row row(const Job&, int64_t, int64_t) { return {}; }
+  static __m256 add(Fold, Row, __m256 sums, __m256 before) { return _mm256_add_ps(sums, before); }
+  static __m256i add(Fold, Row, __m256i sums, __m256i before) { return _mm256_add_epi32(sums, before); }
+};
 
 // Sums of integers, for x and W in int8 or int4.
 struct IntegerSums : Avx2Panel {
@@ -41,21 +59,23 @@ void each_eight(const Job& job, int64_t tile_n, const uint32_t* totals, const Vi
   }
 }
 
-// Sums in int32 over all of K, `excess` times the sum of x too large.
-inline void finish_int8(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows,
-                        int excess) {
+// Sums of int8 times int8, in int32 over all of K.
+struct IntegerTotals : PlainTotals<IntegerSums> {
+  using Total = __m256i;
+  static Total load_total(const uint32_t* totals) { return load(totals); }
+  static void store(uint32_t* totals, Total total) { _mm256_store_si256(reinterpret_cast<__m256i*>(totals), total); }
+};
+// They are `excess` times the sum of x too large.
+inline void finish_int8(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows, int excess) {
   each_eight(job, tile_n, totals, [&](int64_t n, const uint32_t* eight) {
     const Columns columns = load_columns(job, n);
     const __m256 scales = load_scales(job, n);
     for (int64_t m = rows.begin; m < rows.end; ++m) {
       const __m256i off = _mm256_set1_epi32(excess * static_cast<int32_t>(job.x_sums[m]));
-      const __m256i sum = _mm256_sub_epi32(IntegerSums::load(eight + m * stride), off);
+      const __m256i sum = _mm256_sub_epi32(IntegerTotals::load_total(eight + m * kTileRows), off);
       write_row(job, columns, m, _mm256_mul_ps(_mm256_cvtepi32_ps(sum), scales));
     }
   });
-}
-inline void add_int8(__m256i sums, uint32_t* totals) {
-  _mm256_store_si256(reinterpret_cast<__m256i*>(totals), _mm256_add_epi32(sums, IntegerSums::load(totals)));
 }
 
 // Eight rows of eight words, as the steps that column(i) says.
@@ -93,7 +113,7 @@ inline void load_int4_group(const Job& job, int64_t tile_n, int64_t group, Int4G
 
 // int8 x times int4 W, as bytes in the order of int4_panel.h: total += scale * (sum(q * x) - zero * sum(x)). Zero
 // points come off section by section: x may be far from 0 all along K (asymmetric), and then both sums are large.
-struct Int4Bytes : IntegerSums {
+struct Int4Bytes : IntegerSums, FloatTotals {
   static constexpr int64_t kSteps = 64, kColumns = 4, kPanelColumns = kSteps * kColumns;
   static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
   static constexpr bool kSectioned = true;
@@ -112,16 +132,25 @@ struct Int4Bytes : IntegerSums {
   static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
     return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
   }
-  static void add(const Job& job, const Int4Group& group, int v, int64_t, int64_t m, int64_t s, Sum sums,
-                  uint32_t* totals) {
-    const __m256 x_sum = _mm256_broadcast_ss(job.x_sums + m * job.sections + s);
-    const __m256 value = _mm256_fnmadd_ps(_mm256_load_ps(group.zero + 8 * v), x_sum, _mm256_cvtepi32_ps(sums));
-    store_total(totals, _mm256_fmadd_ps(value, _mm256_load_ps(group.scale + 8 * v), load_total(totals)));
+  struct Fold {
+    const float *scale, *zero;  // in memory: 12 sums leave few registers
+  };
+  using Row = __m256;  // its sum
+  static Fold fold(const Job&, const Int4Group& group, int v, int64_t, int64_t) {
+    return {group.scale + 8 * v, group.zero + 8 * v};
   }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
+  static Row row(const Job& job, int64_t m, int64_t s) {
+    return _mm256_broadcast_ss(job.x_sums + m * job.sections + s);
+  }
+  static Total add(const Fold& w, Row x_sum, Sum sums, Total before) {
+    const __m256 value = _mm256_fnmadd_ps(_mm256_load_ps(w.zero), x_sum, _mm256_cvtepi32_ps(sums));
+    return _mm256_fmadd_ps(value, _mm256_load_ps(w.scale), before);
+  }
+  template <int kTiles>
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
     each_eight(job, tile_n, totals, [&](int64_t n, const uint32_t* eight) {
       const Columns columns = load_columns(job, n);
-      for (int64_t m = rows.begin; m < rows.end; ++m) write_row(job, columns, m, load_total(eight + m * stride));
+      for (int64_t m = rows.begin; m < rows.end; ++m) write_row(job, columns, m, load_total(eight + m * kTileRows));
     });
   }
 };

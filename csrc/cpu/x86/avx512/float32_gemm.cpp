@@ -9,15 +9,11 @@
 namespace qao::cpu {
 namespace {
 
-struct Float32Panel : FloatSums {
+struct Float32Panel : PlainTotals<FloatSums> {
   static constexpr int64_t kColumns = 1, kPanelColumns = kSteps;
   static constexpr bool kSectioned = false;
   static Sum multiply_add(Sum sum, Operand w, Operand x) {
     return _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_castsi512_ps(x), sum);
-  }
-  template <typename Parameters>
-  static void add(const Job&, const Parameters&, int, int64_t, int64_t, int64_t, Sum sums, uint32_t* totals) {
-    store_total(totals, _mm512_add_ps(sums, load_total(totals)));
   }
 };
 
@@ -42,16 +38,18 @@ struct Bytes : Float32Panel {
       widen(quads[i], columns);
       for (int j = 0; j < 4; ++j) {
         if (job.weight_scaling == Scaling::kBlock) columns[j] = _mm512_mul_ps(columns[j], scale);
-        store_total(out + (4 * i + j) * stride, columns[j]);
+        store_floats(out + (4 * i + j) * stride, columns[j]);
       }
     }
   }
   static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
     return line_of_bytes<kPanelColumns>(job, tile_n, panel, i);
   }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
-    const bool per_block = job.weight_scaling == Scaling::kBlock;
-    write_tile<false>(job, tile_n, per_block ? _mm512_set1_ps(1) : row_scales(job, tile_n), totals, stride, rows);
+  template <int kTiles>
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
+    write_tiles<kTiles, false>(job, tile_n, totals, rows, [&](int64_t tile) {
+      return job.weight_scaling == Scaling::kBlock ? no_scales(tile) : row_scales(job, tile);
+    });
   }
 
  private:
@@ -94,16 +92,17 @@ struct Int4 : Float32Panel {
       for (int j = 0; j < 4; ++j) {
         const __m512i nibbles = _mm512_and_si512(_mm512_srli_epi32(quads[i], 8 * j), _mm512_set1_epi32(0x0F));
         const __m512 difference = _mm512_sub_ps(_mm512_cvtepi32_ps(nibbles), _mm512_load_ps(group.zero));
-        store_total(out + int4::tile_column(4 * i + j) * stride,
-                    _mm512_mul_ps(difference, _mm512_load_ps(group.scale)));
+        store_floats(out + int4::tile_column(4 * i + j) * stride,
+                     _mm512_mul_ps(difference, _mm512_load_ps(group.scale)));
       }
     }
   }
   static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
     return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
   }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
-    write_tile<false>(job, tile_n, _mm512_set1_ps(1), totals, stride, rows);
+  template <int kTiles>
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
+    write_tiles<kTiles, false>(job, tile_n, totals, rows, no_scales);
   }
 };
 
@@ -130,15 +129,16 @@ struct Fp4 : Float32Panel {
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
         const __m512 code = _mm512_permutexvar_ps(_mm512_srli_epi32(quads[i], 8 * j), fp4_values());
-        store_total(out + int4::tile_column(4 * i + j) * stride, _mm512_mul_ps(code, scales[i % 4]));
+        store_floats(out + int4::tile_column(4 * i + j) * stride, _mm512_mul_ps(code, scales[i % 4]));
       }
     }
   }
   static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
     return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
   }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
-    write_tile<false>(job, tile_n, _mm512_set1_ps(1), totals, stride, rows);
+  template <int kTiles>
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
+    write_tiles<kTiles, false>(job, tile_n, totals, rows, no_scales);
   }
 };
 

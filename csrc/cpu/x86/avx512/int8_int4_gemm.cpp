@@ -11,7 +11,7 @@
 namespace qao::cpu {
 namespace {
 
-struct Int4 : Int8Panel {
+struct Int4 : Int8Panel, FloatTotals {
   using Parameters = Int4Parameters;
   static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
   static void prepare(const Job& job, int64_t tile_n, int64_t group, Parameters* out) {
@@ -30,15 +30,26 @@ struct Int4 : Int8Panel {
     return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
   }
 
-  static void add(const Job& job, const Parameters& group, int, int64_t, int64_t m, int64_t s, Sum sums,
-                  uint32_t* totals) {
-    const __m512 x_sum = _mm512_set1_ps(job.x_sums[m * job.sections + s]);
-    const __m512 value = _mm512_fnmadd_ps(_mm512_load_ps(group.zero), x_sum, _mm512_cvtepi32_ps(sums));
-    store_total(totals, _mm512_fmadd_ps(value, _mm512_load_ps(group.scale), load_total(totals)));
+  struct Fold {
+    __m512 scale;
+    const float* zero;  // in memory: 24 sums leave few registers
+  };
+  using Row = __m512;  // its sum
+  static Fold fold(const Job&, const Parameters& group, int, int64_t, int64_t) {
+    return {_mm512_load_ps(group.scale), group.zero};
   }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
-    const Columns columns = load_columns(job, tile_n * kTileRows);
-    for (int64_t m = rows.begin; m < rows.end; ++m) write_row(job, columns, m, load_total(totals + m * stride));
+  static Row row(const Job& job, int64_t m, int64_t s) { return _mm512_set1_ps(job.x_sums[m * job.sections + s]); }
+  static Total add(const Fold& w, Row x_sum, Sum sums, Total before) {
+    const __m512 value = _mm512_fnmadd_ps(_mm512_load_ps(w.zero), x_sum, _mm512_cvtepi32_ps(sums));
+    return _mm512_fmadd_ps(value, w.scale, before);
+  }
+  template <int kTiles>
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
+    Columns columns[kTiles];
+    for (int t = 0; t < kTiles; ++t) columns[t] = load_columns(job, (tile_n + t) * kTileRows);
+    write_rows<kTiles>(job, tile_n, rows, [&](int64_t m, int t) {
+      return value_of_y(job, columns[t], m, load_total(totals + (m * kTiles + t) * kTileRows));
+    });
   }
 };
 

@@ -7,7 +7,8 @@
 namespace qao::cpu {
 namespace {
 
-struct Int8 : Int8Panel {
+struct Int8 : PlainTotals<Int8Panel> {
+  using Total = __m512i;
   using Parameters = NoParameters;
   static constexpr int64_t kLines = kLinesOfBytes<kPanelColumns>;
   static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
@@ -27,17 +28,20 @@ struct Int8 : Int8Panel {
     return line_of_bytes<kPanelColumns>(job, tile_n, panel, i);
   }
 
-  static void add(const Job&, const Parameters&, int, int64_t, int64_t, int64_t, Sum sums, uint32_t* totals) {
-    _mm512_store_si512(totals, _mm512_add_epi32(sums, _mm512_load_si512(totals)));
-  }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
-    const Columns columns = load_columns(job, tile_n * kTileRows);
-    const __m512 scales = row_scales(job, tile_n);
-    for (int64_t m = rows.begin; m < rows.end; ++m) {
-      const __m512i excess = _mm512_set1_epi32(static_cast<int32_t>(128 * job.x_sums[m]));
-      const __m512i sum = _mm512_sub_epi32(_mm512_load_si512(totals + m * stride), excess);
-      write_row(job, columns, m, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales));
+  static Total load_total(const uint32_t* totals) { return _mm512_load_si512(totals); }
+  static void store(uint32_t* totals, Total total) { _mm512_store_si512(totals, total); }
+  template <int kTiles>
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
+    Columns columns[kTiles];
+    __m512 scales[kTiles];
+    for (int t = 0; t < kTiles; ++t) {
+      columns[t] = load_columns(job, (tile_n + t) * kTileRows), scales[t] = row_scales(job, tile_n + t);
     }
+    write_rows<kTiles>(job, tile_n, rows, [&](int64_t m, int t) {
+      const __m512i excess = _mm512_set1_epi32(static_cast<int32_t>(128 * job.x_sums[m]));
+      const __m512i sum = _mm512_sub_epi32(load_total(totals + (m * kTiles + t) * kTileRows), excess);
+      return value_of_y(job, columns[t], m, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales[t]));
+    });
   }
 };
 

@@ -25,12 +25,14 @@ static inline __m512 load_scales(const Job& job, int64_t n) {
 }
 
 // y[m] from the sums over k of x's integers times W.
-static inline void write_row(const Job& job, const Columns& columns, int64_t m, __m512 sum) {
+static inline __m512 value_of_y(const Job& job, const Columns& columns, int64_t m, __m512 sum) {
   if (job.x_zeros != nullptr) {
     sum = _mm512_fnmadd_ps(_mm512_set1_ps(static_cast<float>(job.x_zeros[m])), columns.weight_sums, sum);
   }
-  const __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(job.x_scales[m]), sum, columns.bias);
-  store16(job.y, m * job.n + columns.n, job.y_dtype, y, columns.mask);
+  return _mm512_fmadd_ps(_mm512_set1_ps(job.x_scales[m]), sum, columns.bias);
+}
+static inline void write_row(const Job& job, const Columns& columns, int64_t m, __m512 sum) {
+  store16(job.y, m * job.n + columns.n, job.y_dtype, value_of_y(job, columns, m, sum), columns.mask);
 }
 
 }  // namespace qao::cpu

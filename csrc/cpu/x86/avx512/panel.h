@@ -14,18 +14,39 @@ namespace {
 struct Avx512Panel {
   static constexpr int kLanes = 16, kVectors = 4, kStepsOfPart = 1;
   static constexpr int64_t kSteps = 64;
+  static constexpr bool kHasRests = false;
   using Operand = __m512i;
   static Operand load(const uint32_t* words) { return _mm512_load_si512(words); }
   static Operand broadcast(const uint32_t* word) { return _mm512_set1_epi32(static_cast<int>(*word)); }
 };
 
-struct FloatSums : Avx512Panel {
+inline __m512 load_floats(const uint32_t* words) { return _mm512_load_ps(reinterpret_cast<const float*>(words)); }
+inline void store_floats(uint32_t* words, __m512 values) { _mm512_store_ps(reinterpret_cast<float*>(words), values); }
+
+struct FloatTotals {
+  using Total = __m512;
+  static Total load_total(const uint32_t* totals) { return load_floats(totals); }
+  static void store(uint32_t* totals, Total total) { store_floats(totals, total); }
+};
+
+struct FloatSums : Avx512Panel, FloatTotals {
   using Sum = __m512;
   static Sum zero() { return _mm512_setzero_ps(); }
 };
 
-inline __m512 load_total(const uint32_t* totals) { return _mm512_load_ps(reinterpret_cast<const float*>(totals)); }
-inline void store_total(uint32_t* totals, __m512 sum) { _mm512_store_ps(reinterpret_cast<float*>(totals), sum); }
+// Totals are sums of sections and no more.
+template <typename Panel>
+struct PlainTotals : Panel {
+  using Fold = Nothing;
+  using Row = Nothing;
+  template <typename Parameters>
+  static Fold fold(const Job&, const Parameters&, int, int64_t, int64_t) {
+    return {};
+  }
+  static Row row(const Job&, int64_t, int64_t) { return {}; }
+  static __m512 add(Fold, Row, __m512 sums, __m512 before) { return _mm512_add_ps(sums, before); }
+  static __m512i add(Fold, Row, __m512i sums, __m512i before) { return _mm512_add_epi32(sums, before); }
+};
 
 // 16 rows of W in eight bits, 64 columns from `k` on, as fours of columns: quads[i] has 4i .. 4i + 3 of each row. Zeros
 // past K; past N the last row again, whose products are not written.
@@ -53,18 +74,38 @@ __attribute__((always_inline)) inline void load_nibbles(const uint8_t* weight, _
   transpose16(quads);
 }
 
-// y of 16 rows of W from float totals, kTimesX: multiplied by the scale of x.
-template <bool kTimesX>
-void write_tile(const Job& job, int64_t tile_n, __m512 scales, const uint32_t* totals, int64_t stride, RowsOfY rows) {
+// y[m] of kTiles N-tiles is value(m, t), 16 columns each.
+template <int kTiles, typename Value>
+__attribute__((always_inline)) inline void write_rows(const Job& job, int64_t tile_n, RowsOfY rows,
+                                                      const Value& value) {
   const int64_t n = tile_n * kTileRows;
-  const __mmask16 mask = first(job.n - n);
-  const __m512 bias = job.bias != nullptr ? load16(job.bias, n, job.bias_dtype, mask) : _mm512_setzero_ps();
   for (int64_t m = rows.begin; m < rows.end; ++m) {
-    __m512 y = load_total(totals + m * stride);
-    if constexpr (kTimesX) y = _mm512_mul_ps(y, _mm512_set1_ps(job.x_scales[m * job.x_scale_stride]));
-    store16(job.y, m * job.n + n, job.y_dtype, _mm512_fmadd_ps(y, scales, bias), mask);
+    each<kTiles / 2>([&]<int i>() {
+      const int64_t column = n + 2 * i * kTileRows;
+      store32(job.y, m * job.n + column, job.y_dtype, value(m, 2 * i), value(m, 2 * i + 1), job.n - column);
+    });
+    if constexpr (kTiles % 2 == 1) {
+      store16(job.y, m * job.n + n, job.y_dtype, value(m, 0), first(job.n - n));
+    }
   }
 }
+
+// y from float totals times scales(tile_n), and kTimesX: times the scale of x.
+template <int kTiles, bool kTimesX, typename Scales>
+void write_tiles(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows, const Scales& scales) {
+  __m512 scale[kTiles], bias[kTiles];
+  for (int t = 0; t < kTiles; ++t) {
+    const int64_t n = (tile_n + t) * kTileRows;
+    scale[t] = scales(tile_n + t);
+    bias[t] = job.bias != nullptr ? load16(job.bias, n, job.bias_dtype, first(job.n - n)) : _mm512_setzero_ps();
+  }
+  write_rows<kTiles>(job, tile_n, rows, [&](int64_t m, int t) {
+    __m512 y = load_floats(totals + (m * kTiles + t) * kTileRows);
+    if constexpr (kTimesX) y = _mm512_mul_ps(y, _mm512_set1_ps(job.x_scales[m * job.x_scale_stride]));
+    return _mm512_fmadd_ps(y, scale[t], bias[t]);
+  });
+}
+inline __m512 no_scales(int64_t) { return _mm512_set1_ps(1); }
 
 // One scale a row of W or one for all.
 inline __m512 row_scales(const Job& job, int64_t tile_n) {

@@ -24,13 +24,28 @@ static inline __m512 load16(const void* data, int64_t index, DType dtype, __mmas
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-static inline __m256i to_bf16(__m512 value) {
+// To bfloat16, in the upper halves of words; not of NaN.
+static inline __m512i round_to_bf16(__m512 value) {
   const __m512i bits = _mm512_castps_si512(value);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+  return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+}
+
+static inline __m256i to_bf16(__m512 value) {
+  const __m512i bits = _mm512_castps_si512(value), rounded = round_to_bf16(value);
   const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
   const __m512i quiet = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x00400000));
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(quiet, 16));
+}
+
+static inline __m512i to_bf16_pair(__m512 low, __m512 high) {
+  if (_mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q) != 0) [[unlikely]] {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(to_bf16(low)), to_bf16(high), 1);
+  }
+  alignas(64) static constexpr uint16_t kUpperHalves[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
+                                                            23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
+                                                            45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  return _mm512_permutex2var_epi16(round_to_bf16(low), _mm512_load_si512(kUpperHalves), round_to_bf16(high));
 }
 
 // data[index + i] = value[i] where `mask` is 1.
@@ -40,6 +55,17 @@ static inline void store16(void* data, int64_t index, DType dtype, __m512 value,
   } else {
     const __m256i half = dtype == DType::kFloat16 ? _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT) : to_bf16(value);
     _mm256_mask_storeu_epi16(static_cast<uint16_t*>(data) + index, mask, half);
+  }
+}
+
+// data[index + i] = value i of both vectors where i < count.
+static inline void store32(void* data, int64_t index, DType dtype, __m512 low, __m512 high, int64_t count) {
+  if (dtype == DType::kBFloat16) {
+    const __mmask32 mask = count >= 32 ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
+    _mm512_mask_storeu_epi16(static_cast<uint16_t*>(data) + index, mask, to_bf16_pair(low, high));
+  } else {
+    store16(data, index, dtype, low, first(count));
+    store16(data, index + 16, dtype, high, first(count - 16));
   }
 }
 

@@ -7,7 +7,7 @@
 namespace qao::cpu {
 namespace {
 
-struct Fp4 : Bf16Panel {
+struct Fp4 : PlainTotals<Bf16Panel> {
   static constexpr bool kSectioned = false;
   static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
   struct Parameters {
@@ -46,11 +46,9 @@ struct Fp4 : Bf16Panel {
     return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
   }
 
-  static void add(const Job&, const Parameters&, int, int64_t, int64_t, int64_t, Sum sums, uint32_t* totals) {
-    store_total(totals, _mm512_add_ps(sums, load_total(totals)));
-  }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
-    write_tile<true>(job, tile_n, fp4_row_factors(job, tile_n), totals, stride, rows);
+  template <int kTiles>
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
+    write_tiles<kTiles, true>(job, tile_n, totals, rows, [&](int64_t tile) { return fp4_row_factors(job, tile); });
   }
 
  private:

@@ -73,15 +73,21 @@ struct Int4 : Bf16Panel {
     return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
   }
 
-  static void add(const Job& job, const Group& group, int, int64_t, int64_t m, int64_t s, Sum sums, uint32_t* totals) {
-    if (group.has_rest) {
-      const __m512 x_sum = _mm512_set1_ps(job.x_sums[m * job.sections + s]);
-      sums = _mm512_fmadd_ps(_mm512_load_ps(group.rest), x_sum, sums);
-    }
-    store_total(totals, _mm512_fmadd_ps(sums, _mm512_load_ps(group.scale), load_total(totals)));
+  static constexpr bool kHasRests = true;
+  using Fold = __m512;  // scales
+  struct Row {
+    const float* x_sum;
+  };
+  static bool has_rest(const Group& group) { return group.has_rest; }
+  static Row row(const Job& job, int64_t m, int64_t s) { return {job.x_sums + m * job.sections + s}; }
+  static Sum add_rest(const Group& group, Row x, Sum sums) {
+    return _mm512_fmadd_ps(_mm512_load_ps(group.rest), _mm512_set1_ps(*x.x_sum), sums);
   }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
-    write_tile<true>(job, tile_n, _mm512_set1_ps(1), totals, stride, rows);
+  static Fold fold(const Job&, const Group& group, int, int64_t, int64_t) { return _mm512_load_ps(group.scale); }
+  static Total add(Fold scales, Row, Sum sums, Total before) { return _mm512_fmadd_ps(sums, scales, before); }
+  template <int kTiles>
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
+    write_tiles<kTiles, true>(job, tile_n, totals, rows, no_scales);
   }
 };
 

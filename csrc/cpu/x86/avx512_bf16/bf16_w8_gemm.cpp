@@ -1,5 +1,7 @@
 // bfloat16 x times W in eight bits, which is exact in bfloat16. One scale a row or for all of W multiplies y; one a
 // block of 128 x 128 multiplies the sums of a panel, which are those of a block.
+#include <type_traits>
+
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx512/expand.h"
 #include "cpu/x86/avx512_bf16/panel_bf16.h"
@@ -21,8 +23,24 @@ __attribute__((always_inline)) inline void widen(__m512i quads, __m512i (&pairs)
   }
 }
 
+// A block of scales is a section, and 128 rows of W of which a tile has 16.
+struct BlockTotals : Bf16Panel {
+  using Fold = float;
+  using Row = float;
+  static Fold fold(const Job& job, NoParameters, int, int64_t tile_n, int64_t s) {
+    return static_cast<const float*>(job.scales)[tile_n * kTileRows / kScaleBlock * job.sections + s];
+  }
+  static Row row(const Job& job, int64_t m, int64_t s) {
+    return job.x_scales[m * job.x_scale_stride + s * job.x_block_stride];
+  }
+  static Total add(Fold w, Row x, Sum sums, Total before) {
+    return _mm512_fmadd_ps(sums, _mm512_set1_ps(w * x), before);
+  }
+};
+
 template <Format kFormat, bool kBlocks>
-struct Bytes : Bf16Panel {
+struct Bytes : std::conditional_t<kBlocks, BlockTotals, PlainTotals<Bf16Panel>> {
+  static constexpr int64_t kColumns = Bf16Panel::kColumns, kPanelColumns = Bf16Panel::kPanelColumns;
   using Parameters = NoParameters;
   static constexpr int64_t kLines = kLinesOfBytes<kPanelColumns>;
   static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
@@ -44,18 +62,10 @@ struct Bytes : Bf16Panel {
     return line_of_bytes<kPanelColumns>(job, tile_n, panel, i);
   }
 
-  static void add(const Job& job, const Parameters&, int, int64_t tile_n, int64_t m, int64_t s, Sum sums,
-                  uint32_t* totals) {
-    if constexpr (kBlocks) {
-      const float w = static_cast<const float*>(job.scales)[tile_n * kTileRows / kScaleBlock * job.sections + s];
-      const float x = job.x_scales[m * job.x_scale_stride + s * job.x_block_stride];
-      store_total(totals, _mm512_fmadd_ps(sums, _mm512_set1_ps(w * x), load_total(totals)));
-    } else {
-      store_total(totals, _mm512_add_ps(sums, load_total(totals)));
-    }
-  }
-  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, int64_t stride, RowsOfY rows) {
-    write_tile<!kBlocks>(job, tile_n, kBlocks ? _mm512_set1_ps(1) : row_scales(job, tile_n), totals, stride, rows);
+  template <int kTiles>
+  static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
+    write_tiles<kTiles, !kBlocks>(job, tile_n, totals, rows,
+                                  [&](int64_t tile) { return kBlocks ? no_scales(tile) : row_scales(job, tile); });
   }
 };
 
