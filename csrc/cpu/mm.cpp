@@ -8,6 +8,7 @@
 
 #include "cpu/mm_batch.h"
 #include "cpu/scratch.h"
+#include "cpu/tile_shares.h"
 
 namespace qao::cpu {
 namespace {
@@ -46,13 +47,19 @@ void run_batch(Batch batch, const Threads& threads) {
     batch.use_wide();
   }
   forget_remarks(batch);
-  // Bytes are copied, which takes half as long.
-  prepare(batch.units(), batch.problem.x == Format::kInt8 ? values / 2 : values,
-          [&](int64_t begin, int64_t end) { batch.pack(begin, end); });
+  const auto pack = [&](int64_t begin, int64_t end) { batch.pack(begin, end); };
+  const auto run = [&](int64_t begin, int64_t end) { batch.run(begin, end); };
+  const int64_t bytes = batch.problem.x == Format::kInt8 ? values / 2 : values;  // are copied, in half the time
+  if (batch.job.outliers == nullptr && !is_serial(threads, bytes)) {
+    TileShares shares(threads.count, batch.tiles_n(), batch.work());
+    in_two_steps(threads, batch.units(), pack, [&](int thread) { shares.run(thread, run); });
+    return batch.mend(threads);
+  }
+  prepare(batch.units(), bytes, pack);
   if (batch.has_outliers()) {
     batch.run_with_outliers(threads);
   } else {
-    split_tiles(threads, batch.tiles_n(), batch.work(), [&](int64_t begin, int64_t end) { batch.run(begin, end); });
+    split_tiles(threads, batch.tiles_n(), batch.work(), run);
   }
   batch.mend(threads);
 }

@@ -6,6 +6,7 @@
 #include "cpu/numeric.h"
 #include "cpu/scalar/mm.h"
 #include "cpu/scratch.h"
+#include "cpu/tile_shares.h"
 
 namespace qao::cpu {
 namespace {

@@ -81,6 +81,7 @@ DType kernel_dtype(const Problem& p) {
 }
 
 constexpr int64_t kFloatBytes = int64_t{16} << 20;
+constexpr int64_t kPanelBytes = int64_t{6} << 20;    // every block of N-tiles reads all of them from a shared L3
 constexpr int64_t kFloat32Bytes = int64_t{1} << 20;  // read again for every 4 rows of W, so they must fit L2
 constexpr int64_t kInt8Bytes = int64_t{5} << 18;     // they shall stay in L2
 
@@ -108,7 +109,7 @@ const Packing kFloat32RowsAvx512 = {512,     kFloat32Bytes,        kMaxSectionBf
 // A panel holds whole sections.
 constexpr Packing panels(int64_t max_section, decltype(Packing::lay_out) lay_out, decltype(Packing::pack) pack,
                          decltype(Packing::widen) widen) {
-  return {512, kFloatBytes, max_section, lay_out, rows_of, pack, widen, nullptr};
+  return {512, kPanelBytes, max_section, lay_out, rows_of, pack, widen, nullptr};
 }
 const Packing kFloat32PanelsAvx2 = panels(256, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8);
 const Packing kFloat32WidePanelsAvx2 = panels(32, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8);

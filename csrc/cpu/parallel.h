@@ -68,15 +68,4 @@ void share_near(const Threads& threads, int64_t count, const Task& task) {
   });
 }
 
-// As split, for the N-tiles of a product of so many multiplications: long ones are shared. Pieces are large enough for
-// what kernels fetch ahead (x86/weight_stream.h) and for their blocks of N-tiles.
-template <typename Task>
-void split_tiles(const Threads& threads, int64_t tiles, int64_t multiplications, const Task& task) {
-  constexpr int64_t kPieceTiles = 32, kPieceWork = int64_t{1} << 26;  // 0.1 ms of a fast core
-  const int64_t per_block = multiplications / tiles * kPieceTiles + 1;
-  const int64_t piece = divide_up(kPieceWork, per_block) * kPieceTiles;
-  if (threads.count == 1 || tiles < 2 * piece * threads.count) return split(threads, tiles, task);
-  share(threads, tiles, piece, task);
-}
-
 }  // namespace qao::cpu

@@ -1,0 +1,72 @@
+// How the drivers of products hand packing and N-tiles to threads.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+
+#include "cpu/parallel.h"
+
+namespace qao::cpu {
+
+// The N-tiles of a product of so many multiplications, for the threads of one for_each(): as split(), or as share()
+// where they are long. Pieces are large enough for what kernels fetch ahead (x86/weight_stream.h) and for their blocks
+// of N-tiles.
+class TileShares {
+ public:
+  TileShares(int threads, int64_t tiles, int64_t multiplications) : threads_(threads), tiles_(tiles) {
+    constexpr int64_t kPieceTiles = 32, kPieceWork = int64_t{1} << 26;  // 0.1 ms of a fast core
+    const int64_t per_block = multiplications / tiles * kPieceTiles + 1;
+    const int64_t piece = divide_up(kPieceWork, per_block) * kPieceTiles;
+    if (threads > 1 && tiles >= 2 * piece * threads) piece_ = piece;
+  }
+
+  // Calls task(begin, end) for what this thread gets.
+  template <typename Task>
+  void run(int thread, const Task& task) {
+    if (piece_ == 0) {
+      const int64_t begin = tiles_ * thread / threads_, end = tiles_ * (thread + 1) / threads_;
+      if (begin < end) task(begin, end);
+      return;
+    }
+    for (int64_t begin; (begin = next_.fetch_add(piece_, std::memory_order_relaxed)) < tiles_;) {
+      task(begin, least(begin + piece_, tiles_));
+    }
+  }
+
+ private:
+  int threads_;
+  int64_t tiles_, piece_ = 0;  // 0: every thread has its part
+  std::atomic<int64_t> next_{0};
+};
+
+// Calls task(begin, end) for the N-tiles of such a product.
+template <typename Task>
+void split_tiles(const Threads& threads, int64_t tiles, int64_t multiplications, const Task& task) {
+  TileShares shares(threads.count, tiles, multiplications);
+  threads.for_each([&](int thread) { shares.run(thread, task); });
+}
+
+// Calls first(begin, end) for pieces of [0, count), which threads take one after the other, and second(thread) on each
+// thread when all of that is done. One for_each(): beside a busy process, the end of each may take a slice of its time.
+// A thread that has not begun holds up nobody. `first` must not throw: others wait for it.
+template <typename First, typename Second>
+void in_two_steps(const Threads& threads, int64_t count, const First& first, const Second& second) {
+  constexpr int64_t kPieces = 4;  // a thread
+  constexpr int kSpins = 4096;    // before a thread that waits gives its core to others
+  const int64_t piece = divide_up(count, kPieces * threads.count);
+  std::atomic<int64_t> next{0}, done{0};
+  threads.for_each([&](int thread) {
+    for (int64_t begin; (begin = next.fetch_add(piece, std::memory_order_relaxed)) < count;) {
+      const int64_t end = least(begin + piece, count);
+      first(begin, end);
+      done.fetch_add(end - begin, std::memory_order_release);
+    }
+    for (int spins = 0; done.load(std::memory_order_acquire) < count; ++spins) {
+      if (spins > kSpins) std::this_thread::yield();
+    }
+    second(thread);
+  });
+}
+
+}  // namespace qao::cpu
