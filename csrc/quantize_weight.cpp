@@ -13,8 +13,6 @@ using torch::headeronly::ScalarType;
 namespace {
 
 void check_weight(const Op& op, const Argument& weight) {
-  op.check(weight.is_cpu(), "weight must be on the CPU",
-           "Move it with .cpu(); quantize_ takes a model on a GPU as well");
   op.check(weight.dim() == 2 && weight.numel() > 0, "weight must have shape [N, K], N and K at least 1",
            "Check weight.shape");
 }
@@ -36,7 +34,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weig
     op.involve(&*importance);
   }
   check_weight(op, weight);
-  cpu::WeightProblem problem;
+  groups::Problem problem;
   problem.n = weight.size(0), problem.k = weight.size(1);
   problem.weight_dtype = op.float_dtype(weight);
   problem.group_size = checked_group_size(op, group_size, problem.k);
@@ -55,9 +53,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weig
   problem.whole_zeros = whole_zeros, problem.rounds = rounds;
 
   if (importance) {
-    op.check(importance->is_cpu() && importance->dtype() == float32_code() && importance->has_shape({problem.k}) &&
-                 importance->is_contiguous(),
-             "importance must be float32 [K], contiguous and on the CPU", "Pass None where all columns are alike");
+    op.check(importance->same_device(weight) && importance->dtype() == float32_code() &&
+                 importance->has_shape({problem.k}) && importance->is_contiguous(),
+             "importance must be float32 [K], contiguous and on the device of weight",
+             "Pass None where all columns are alike");
   }
 
   const Rows rows(weight_tensor, weight);
@@ -65,14 +64,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weig
   Tensor scales = empty({problem.n, problem.groups()}, torch_dtype(problem.scale_dtype), weight);
   Tensor zeros = empty({problem.n, problem.groups()}, torch_dtype(problem.scale_dtype), weight);
   Tensor squares = empty({2}, float64_code(), weight);
-  cpu::WeightArguments arguments;
+  groups::Arguments arguments;
   arguments.weight = rows.data, arguments.weight_stride = rows.stride;
   arguments.q = static_cast<uint8_t*>(q.data_ptr());
   arguments.scales = scales.data_ptr(), arguments.zeros = zeros.data_ptr();
   arguments.squares = static_cast<double*>(squares.data_ptr());
   if (importance) arguments.importance = static_cast<const float*>(importance->data());
-  op.check(
-      cpu::quantize_weight(problem, arguments, torch_threads(problem.n * problem.k * (problem.factor_count + rounds))));
+  if (weight.is_cpu()) {
+    const int64_t passes = problem.factor_count + rounds;
+    op.check(cpu::quantize_weight(problem, arguments, torch_threads(problem.n * problem.k * passes)));
+  } else {
+#if defined(QAO_WITH_CUDA)
+    op.check(problem.factor_count <= groups::kMaxFactors, "on a GPU there may be 64 factors", "Pass fewer");
+    const DeviceScope scope(weight);
+    Tensor workspace = empty({groups::workspace_doubles(problem)}, float64_code(), weight);
+    arguments.workspace = static_cast<double*>(workspace.data_ptr());
+    op.check(groups::launch(problem, arguments, current_stream(weight)));
+#else
+    op.fail_without_cuda();
+#endif
+  }
   return {q, scales, zeros, squares};
 }
 
@@ -81,6 +92,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize_blocks_op(const Tensor& weight_tenso
   const Argument weight("weight", weight_tensor);
   op.involve(&weight);
   op.involve("rows", rows), op.involve("columns", columns);
+  op.check(weight.is_cpu(), "weight must be on the CPU",
+           "Move it with .cpu(); quantize_ takes a model on a GPU as well");
   check_weight(op, weight);
   op.check(rows >= 1 && columns >= 1, "rows and columns of a block must be at least 1",
            "Pass 1 and K for a scale a row, N and K for one, 128 and 128 for blocks");

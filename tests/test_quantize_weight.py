@@ -1,4 +1,4 @@
-"""quantize_groups and quantize_blocks, the CPU's quantisers of a weight: bit by bit what torch computes."""
+"""quantize_groups and quantize_blocks, quantisers of a weight: bit by bit what torch computes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from groups_by_torch import groups_by_torch
+from groups_by_torch import search as search_by_torch
 from ops_schemes import DTYPES
-from qao import quantizer, quantizer_fp8, quantizer_search, reference
+from qao import quantizer, quantizer_fp8, reference
 from qao.quantizer import _CLIP_FACTORS, _INT4, _INT8
 from qao.quantizer_fp8 import SCALE_BLOCK
 from torch import Tensor
@@ -34,6 +36,15 @@ def random_weight(n: int, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return weight.to(dtype)
 
 
+def groups_of(weight: Tensor, group_size: int, codes: Any, *options: Any) -> tuple[Tensor, ...]:
+    """The operator on arguments of ``groups_by_torch``."""
+    return OPS.quantize_groups(weight, group_size, codes.dtype, *options)  # type: ignore[no-any-return]
+
+
+def on_cpu(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(tensor.cpu() for tensor in tensors)
+
+
 def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a, b, strict=True))
 
@@ -51,11 +62,11 @@ def threads(count: int) -> Iterator[None]:
 @pytest.mark.every_isa
 @every_format
 @pytest.mark.parametrize("n, k", SHAPES)
-def test_round_to_nearest_has_the_bits_of_torch(n: int, k: int, codes: Any, symmetric: bool) -> None:
+def test_round_to_nearest_has_the_bits_of_torch(n: int, k: int, codes: Any, symmetric: bool, device: str) -> None:
     for dtype, scale_dtype, group_size in itertools.product(DTYPES, DTYPES, (32, 64, 128, 256, -1)):
         weight = random_weight(n, k, dtype)
-        arguments = weight, group_size, codes, symmetric, scale_dtype, (1.0,), None
-        got, expected = quantizer._groups_on_cpu(*arguments), quantizer._groups_by_torch(*arguments)
+        rest = group_size, codes, symmetric, scale_dtype, (1.0,), None
+        got, expected = on_cpu(groups_of(weight.to(device), *rest)), groups_by_torch(weight, *rest)
         assert same(got[:3], expected[:3])
         # torch may fuse a product and a difference: each is off by no more than 2^-24 of its value.
         torch.testing.assert_close(got[3], expected[3], rtol=1e-5, atol=2.0**-46 * expected[3][1].item())
@@ -78,7 +89,7 @@ def search(
     """q, scale, zero and squared error of one group of every row, [N, size]: every factor, the first best one."""
     best: tuple[Tensor, ...] | None = None
     for factor in _CLIP_FACTORS:
-        scale, zero = quantizer_search.search(group[:, None], codes, symmetric, scale_dtype, (factor,))
+        scale, zero = search_by_torch(group[:, None], codes, symmetric, scale_dtype, (factor,))
         scale, zero = scale[:, 0], zero[:, 0]
         steps = (group / scale).round()
         clipped = torch.minimum(torch.maximum(steps, codes.lowest - zero), codes.highest - zero)
@@ -100,34 +111,35 @@ def search(
 @pytest.mark.every_isa
 @every_format
 @pytest.mark.parametrize("n, k", SHAPES)
-def test_the_search_takes_the_first_best_factor(n: int, k: int, codes: Any, symmetric: bool) -> None:
-    """Bit by bit, the sums of squares included: their order is the same for every instruction set."""
+def test_the_search_takes_the_first_best_factor(n: int, k: int, codes: Any, symmetric: bool, device: str) -> None:
+    """Bit by bit: the order of sums is the same for every instruction set and for GPUs."""
     for dtype, group_size in ((torch.float32, 32), (torch.bfloat16, 128), (torch.float16, -1)):
         weight = random_weight(n, k, dtype)
         size = k if group_size == -1 else group_size
         importance = torch.rand(k, generator=torch.Generator().manual_seed(k))
         parts = zip(weight.float().split(size, 1), importance.split(size), strict=True)
         groups = [search(part, codes, symmetric, dtype, weights) for part, weights in parts]
-        q, scales, zeros, squares = OPS.quantize_groups(
-            weight, group_size, codes.dtype, symmetric, dtype, _CLIP_FACTORS, importance
-        )
+        rest = group_size, codes, symmetric, dtype, _CLIP_FACTORS, importance.to(device)
+        q, scales, zeros, squares = on_cpu(groups_of(weight.to(device), *rest))
         assert torch.equal(q, torch.cat([group[0] for group in groups], 1))
         assert torch.equal(scales, torch.stack([group[1] for group in groups], 1).to(dtype))
         assert torch.equal(zeros, torch.stack([group[2] for group in groups], 1).to(dtype))
         error = norm = torch.zeros(n, dtype=torch.float64)
         for group, part in zip(groups, weight.float().split(size, 1), strict=True):
             error, norm = error + group[3], norm + sum_of_lanes(part * part)
-        assert squares.tolist() == [sum(error.tolist()), sum(norm.tolist())]
+        # Sums of float64, whose order is another on a GPU.
+        exact = [sum(error.tolist()), sum(norm.tolist())]
+        assert squares.tolist() == (exact if device == "cpu" else pytest.approx(exact, rel=n * k * 2.0**-53))
 
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize("n, k", [*SHAPES, (16, 1040)])
-def test_grids_have_the_bits_of_torch(n: int, k: int) -> None:
+def test_grids_have_the_bits_of_torch(n: int, k: int, device: str) -> None:
     for scale_dtype, group_size in itertools.product(DTYPES, (32, 128, -1)):
         generator = torch.Generator().manual_seed(k)
         weight = (torch.randint(0, 16, (n, k), generator=generator) - 7.4) * torch.rand(n, 1, generator=generator)
-        arguments = weight, group_size, _INT4, False, scale_dtype, (1.0,), None
-        got, expected = quantizer._groups_on_cpu(*arguments), quantizer._groups_by_torch(*arguments)
+        rest = group_size, _INT4, False, scale_dtype, (1.0,), None
+        got, expected = on_cpu(groups_of(weight.to(device), *rest)), groups_by_torch(weight, *rest)
         assert same(got[:3], expected[:3])
         whole = got[2][:, : k // group_size] if group_size > 0 else got[2]
         assert k < 128 or (group_size == -1 and k % 16) or (whole != whole.round()).any()  # grids there are
@@ -139,7 +151,7 @@ def test_the_search_is_as_good_as_that_of_torch(codes: Any, symmetric: bool) -> 
     weight = random_weight(64, 1024)
     arguments = weight, 128 if codes is _INT4 else -1, codes, symmetric, torch.float32, _CLIP_FACTORS
     errors = []
-    for quantize in (quantizer._groups_on_cpu, quantizer._groups_by_torch):
+    for quantize in (groups_of, groups_by_torch):
         q, scales, zeros, _ = quantize(*arguments)
         difference = weight.double() - reference.dequantize(q, scales, zeros, arguments[1])
         errors.append(difference.square().unflatten(1, (scales.shape[1], -1)).sum(-1))
@@ -186,21 +198,22 @@ def test_threads_do_not_change_a_bit(codes: Any, symmetric: bool) -> None:
     assert same(results[0], results[1]) and same(results[0], results[2])
 
 
-def test_views_are_read_where_they_lie() -> None:
-    weight = random_weight(64, 96)
+def test_views_are_read_where_they_lie(device: str) -> None:
+    weight = random_weight(64, 96).to(device)
     for view in (weight.t(), weight[1::2, 3:35], weight[:, ::3], weight[:1].expand(5, -1)):
         for quantize in (
             lambda w: OPS.quantize_groups(w, 32, torch.uint8, False, torch.float32, [1.0]),
-            lambda w: OPS.quantize_blocks(w, 2, 5),
+            lambda w: OPS.quantize_blocks(w.cpu(), 2, 5),
         ):
             assert same(quantize(view), quantize(view.contiguous()))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_squares_tell_of_values_that_are_not_finite(value: float) -> None:
+def test_squares_tell_of_values_that_are_not_finite(value: float, device: str) -> None:
     weight = random_weight(8, 64)
     weight[3, 40] = value
-    assert not OPS.quantize_groups(weight, 32, torch.uint8, False, torch.float32, _CLIP_FACTORS)[3][1].isfinite()
+    groups = OPS.quantize_groups(weight.to(device), 32, torch.uint8, False, torch.float32, _CLIP_FACTORS)
+    assert not groups[3][1].isfinite()
     assert not OPS.quantize_blocks(weight, 1, 64)[2][1].isfinite()
 
 
@@ -267,7 +280,7 @@ GROUPS = {
         ({"factors": [float("inf")]}, "factors must be positive"),
         ({"importance": torch.ones(63)}, r"importance must be float32 \[K\]"),
         ({"importance": torch.ones(64, dtype=torch.float64)}, "importance must be float32"),
-        ({"importance": torch.ones(128)[::2]}, "contiguous and on the CPU"),
+        ({"importance": torch.ones(128)[::2]}, "contiguous and on the device of weight"),
         ({"rounds": -1}, "rounds must not be negative"),
     ],
 )
@@ -282,13 +295,12 @@ def test_blocks_of_bad_arguments(rows: int, columns: int) -> None:
         OPS.quantize_blocks(torch.ones(4, 64), rows, columns)
 
 
-def test_a_gpu_is_refused() -> None:
+def test_what_a_gpu_does_not_take() -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
-    weight = torch.ones(4, 64, device="cuda")
-    for call in (
-        lambda: OPS.quantize_groups(**(GROUPS | {"weight": weight})),
-        lambda: OPS.quantize_blocks(weight, 1, 64),
-    ):
-        with pytest.raises(RuntimeError, match="weight must be on the CPU"):
-            call()
+    with pytest.raises(RuntimeError, match="weight must be on the CPU"):
+        OPS.quantize_blocks(torch.ones(4, 64, device="cuda"), 1, 64)
+    with pytest.raises(RuntimeError, match="on a GPU there may be 64 factors"):
+        OPS.quantize_groups(**(GROUPS | {"weight": torch.ones(4, 64, device="cuda"), "factors": [1.0] * 65}))
+    with pytest.raises(RuntimeError, match="importance must be float32 .* on the device of weight"):
+        OPS.quantize_groups(**(GROUPS | {"weight": torch.ones(4, 64, device="cuda"), "importance": torch.ones(64)}))

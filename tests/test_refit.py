@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from groups_by_torch import groups_by_torch
 from ops_schemes import DTYPES
-from qao import quantizer, reference
+from qao import reference
 from qao.quantizer import _CLIP_FACTORS_INT4, _INT4, _ROUNDS_INT4, QuantizedWeight, quantize_int4
-from test_quantize_weight import random_weight, same, sum_of_lanes
+from test_quantize_weight import groups_of, on_cpu, random_weight, same, sum_of_lanes
 from torch import Tensor
 
 OPS = torch.ops.qao
@@ -52,12 +53,13 @@ def refitted(
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize("n, k", [(5, 77), (16, 1056), (37, 320)])
-def test_the_operator_has_the_bits_of_its_definition(n: int, k: int) -> None:
+def test_the_operator_has_the_bits_of_its_definition(n: int, k: int, device: str) -> None:
     for dtype, size in ((torch.float32, 32), (torch.bfloat16, 64), (torch.float16, k)):
         weight = random_weight(n, k, dtype)
         importance = torch.rand(k, generator=torch.Generator().manual_seed(k)) ** 6 + 1e-5
         first = OPS.quantize_groups(weight, size, torch.uint8, False, dtype, _CLIP_FACTORS_INT4, importance)
-        got = OPS.quantize_groups(weight, size, torch.uint8, False, dtype, _CLIP_FACTORS_INT4, importance, False, 5)
+        options = False, dtype, _CLIP_FACTORS_INT4, importance.to(device), False, 5
+        got = on_cpu(groups_of(weight.to(device), size, _INT4, *options))
         parts = weight.float().split(size, 1)
         for index, (part, weights) in enumerate(zip(parts, importance.split(size), strict=True)):
             scale, zero = first[1][:, index].float(), first[2][:, index].float()
@@ -111,7 +113,7 @@ def test_the_kernel_is_as_good_as_torch() -> None:
     importance = torch.rand(1024, generator=torch.Generator().manual_seed(4)) + 0.01
     arguments = weight, 64, _INT4, False, torch.float32, _CLIP_FACTORS_INT4, importance, False, _ROUNDS_INT4
     errors = []
-    for quantize in (quantizer._groups_on_cpu, quantizer._groups_by_torch):
+    for quantize in (groups_of, groups_by_torch):
         q, scales, zeros, squares = quantize(*arguments)
         difference = (weight.double() - reference.dequantize(q, scales, zeros, 64)).square()
         torch.testing.assert_close(squares[0], difference.sum(), rtol=1e-5, atol=0)

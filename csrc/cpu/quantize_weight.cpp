@@ -17,21 +17,6 @@ constexpr int64_t kPieceValues = 1 << 15;  // that a thread takes at a time: a f
 constexpr float kLargestFp8 = 448;
 constexpr int64_t kPadding = 16;  // kernels read whole vectors
 
-// Groups of zeros, too, need a scale to divide by: the least of its dtype that is a normal number in float32.
-float smallest_scale(DType dtype) { return dtype == DType::kFloat16 ? 0x1p-24f : std::numeric_limits<float>::min(); }
-
-GroupRules rules_of(const WeightProblem& p) {
-  GroupRules rules;
-  rules.codes = p.format == Format::kInt4 ? Codes{0, 15, 8} : Codes{-127, 127, 0};
-  rules.symmetric = p.symmetric;
-  rules.scale_dtype = p.scale_dtype;
-  rules.smallest = smallest_scale(p.scale_dtype);
-  rules.size = p.group_size;
-  rules.factors = p.factors, rules.factor_count = p.factor_count;
-  rules.whole_zeros = p.whole_zeros, rules.rounds = p.rounds;
-  return rules;
-}
-
 struct Squares {
   double error = 0, norm = 0;
 };
@@ -72,7 +57,7 @@ Status quantize_weight(const WeightProblem& p, const WeightArguments& a, const T
   Features features;
   if (Status status = selected_features(&features); !status.ok()) return status;
   const QuantizeKernels& kernels = quantize_kernels(features);
-  const GroupRules rules = rules_of(p);
+  const GroupRules rules = groups::rules_of(p);
   std::vector<Squares> squares(static_cast<size_t>(p.n));
   std::vector<float> importance(static_cast<size_t>(divide_up(p.k, kPadding) * kPadding), 0.0f);
   a.importance ? void(std::copy(a.importance, a.importance + p.k, importance.begin()))

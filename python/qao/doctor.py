@@ -288,4 +288,4 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "int8_embedding": lambda device: _embedding(device, schemes.Int8WeightOnly()),
 }
 # There are no kernels of others.
-_OF_CPU = ("quantize_groups", "quantize_blocks")
+_OF_CPU = ("quantize_blocks",)

@@ -33,7 +33,7 @@ def quantize_groups(
     whole_zeros: bool = False,
     rounds: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """W ≈ (q - zero) * scale by groups, on the CPU: q of ``dtype`` [N, K], scales and zeros of ``scale_dtype`` [N, G],
+    """W ≈ (q - zero) * scale by groups: q of ``dtype`` [N, K], scales and zeros of ``scale_dtype`` [N, G],
     and float64 [2], the sums of squares of the error and of W, which are not finite where a value of W is not.
 
     Args:
@@ -42,7 +42,8 @@ def quantize_groups(
         dtype: torch.uint8 for 0..15, or torch.int8 for -127..127, which is symmetric.
         symmetric: zeros are 8 (uint8) or 0 (int8).
         scale_dtype: a float dtype; scales are rounded to it before q is chosen.
-        factors: positive; a group's range is multiplied by each, and the first of least weighted error is kept.
+        factors: positive, on a GPU 64 at most; a group's range is multiplied by each, and the first of least weighted
+            error is kept.
         importance: float32 [K], contiguous, >= 0: weights of the squared errors of columns in these choices; None: all
             alike.
         whole_zeros: zeros are whole numbers 0..15; else a group that is a grid of sixteen steps keeps it.

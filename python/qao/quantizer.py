@@ -8,11 +8,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from . import operators
 from .importance import checked_importance, estimate_importance
-from .quantizer_search import Codes, find_grids, refit, search
 
 # Multiples of a group's range that the search tries, 1.09 to 0.52. Below 1 the tails of the group are clipped and the
 # rest gets finer steps; a little above 1 the steps may happen to fall on the values.
@@ -24,6 +22,15 @@ _ROUNDS_INT4 = 8
 # Elements quantised at a time. A CPU core's second-level cache holds such a chunk and its scratch; a GPU needs more
 # work per launch, and memory stays bounded by a few hundred megabytes.
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
+
+
+class Codes(NamedTuple):
+    """The whole numbers a value may become; ``middle`` is the zero point of a symmetric weight."""
+
+    dtype: torch.dtype
+    lowest: int
+    highest: int
+    middle: int
 
 
 class QuantizedWeight(NamedTuple):
@@ -125,6 +132,11 @@ def chunks(weight: Tensor, multiple: int = 1) -> Iterator[tuple[slice, Tensor]]:
         yield rows, weight.detach()[rows].to(torch.float32, copy=True)
 
 
+def quotient(values: Tensor, by: float) -> Tensor:
+    """Rounded once, where torch multiplies by the reciprocal of a number on GPUs."""
+    return values / torch.full((), by, dtype=values.dtype, device=values.device)
+
+
 def check_values(squares: Tensor, weight: Tensor, name: str) -> None:
     """NaN and Inf make the sum of squares so, as do finite values beyond 1e19."""
     if not squares[1].isfinite():
@@ -162,96 +174,15 @@ def _quantize_groups(
 ) -> QuantizedWeight:
     factors = (_CLIP_FACTORS_INT4 if codes is _INT4 else _CLIP_FACTORS) if clip_search else (1.0,)
     rounds = _ROUNDS_INT4 if clip_search and codes is _INT4 and not (symmetric or whole_zeros) else 0
-    quantize = _groups_on_cpu if weight.device.type == "cpu" else _groups_by_torch
     if importance is None and clip_search and codes is _INT4:
         importance = estimate_importance(weight)
     elif importance is not None:
         importance = checked_importance(importance, weight, name)
-    q, scales, zeros, squares = quantize(
-        weight.detach(), group_size, codes, symmetric, scale_dtype, factors, importance, whole_zeros, rounds
+    values = weight.detach()
+    values = values.float() if values.dtype == torch.float64 else values
+    q, scales, zeros, squares = operators.quantize_groups(
+        values, group_size, codes.dtype, symmetric, scale_dtype, factors, importance, whole_zeros, rounds
     )
     check_values(squares, weight, name)
     check_scales(scales, weight, name)
     return QuantizedWeight(q, scales, None if symmetric else zeros, relative_error(squares))
-
-
-_Groups = tuple[Tensor, Tensor, Tensor, Tensor]  # q, scales, zeros; squares of the error and of the weight, float64 [2]
-
-
-def _groups_on_cpu(
-    weight: Tensor,
-    group_size: int,
-    codes: Codes,
-    symmetric: bool,
-    scale_dtype: torch.dtype,
-    factors: tuple[float, ...],
-    importance: Tensor | None = None,
-    whole_zeros: bool = False,
-    rounds: int = 0,
-) -> _Groups:
-    weight = weight.float() if weight.dtype == torch.float64 else weight
-    return operators.quantize_groups(
-        weight, group_size, codes.dtype, symmetric, scale_dtype, factors, importance, whole_zeros, rounds
-    )
-
-
-def _groups_by_torch(
-    weight: Tensor,
-    group_size: int,
-    codes: Codes,
-    symmetric: bool,
-    scale_dtype: torch.dtype,
-    factors: tuple[float, ...],
-    importance: Tensor | None = None,
-    whole_zeros: bool = False,
-    rounds: int = 0,
-) -> _Groups:
-    n, k = weight.shape
-    size = k if group_size == -1 else group_size
-    q = torch.empty(n, k, dtype=codes.dtype, device=weight.device)
-    scales = torch.empty(n, (k + size - 1) // size, dtype=scale_dtype, device=weight.device)
-    zeros = torch.empty_like(scales)
-    squares = torch.zeros(2, dtype=torch.float64, device=weight.device)  # of the error and of the weight
-    importance = weight.new_ones(k, dtype=torch.float32) if importance is None else importance
-    weights = functional.pad(importance, (0, -k % size)).view(-1, size)
-    for rows, values in chunks(weight):
-        squares[1] += values.square().sum(dtype=torch.float64)
-        # Zeros pad the last group: they do not change its range, and their errors do not count.
-        padded = functional.pad(values, (0, -k % size)) if k % size else values
-        groups = padded.view(len(values), -1, size)
-        del values, padded  # a chunk is large: each copy of it lives as briefly as it can
-        scale, zero = search(groups, codes, symmetric, scale_dtype, factors, weights)
-        if not symmetric and not whole_zeros:
-            _free_zeros(groups, scale, zero, codes, scale_dtype, weights, rounds, k // size)
-        steps = groups.div(scale)
-        is_whole, chosen = zero == zero.round(), steps.round().add_(zero)
-        torch.where(is_whole, chosen, steps.add_(zero).round_(), out=chosen).clamp_(codes.lowest, codes.highest)
-        del steps
-        q[rows] = chosen.view(len(groups), -1)[:, :k].to(codes.dtype)
-        scales[rows] = scale.squeeze(-1).to(scale_dtype)
-        zeros[rows] = zero.squeeze(-1).to(scale_dtype)
-        groups.addcmul_(chosen.sub_(zero), scale, value=-1).square_()
-        squares[0] += groups.view(len(groups), -1)[:, :k].sum(dtype=torch.float64)
-        del groups, chosen
-    return q, scales, zeros, squares
-
-
-def _free_zeros(
-    groups: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    codes: Codes,
-    scale_dtype: torch.dtype,
-    weights: Tensor,
-    rounds: int,
-    whole_groups: int,
-) -> None:
-    """Other scales and zero points, in place. Zeros may pad the last group, which then is taken for no grid."""
-    if rounds:
-        better = refit(groups, scale, zero, codes, scale_dtype, rounds, weights)
-        scale.copy_(better[0]), zero.copy_(better[1])
-    if groups.shape[-1] % 16 == 0:
-        whole = slice(0, whole_groups)
-        on_grid, grid_scale, grid_zero = find_grids(groups[:, whole], codes, scale_dtype)
-        scale[:, whole] = torch.where(on_grid, grid_scale, scale[:, whole])
-        zero[:, whole] = torch.where(on_grid, grid_zero, zero[:, whole])

@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import operators
-from .quantizer import QuantizedWeight, check_scales, check_values, chunks, relative_error
-from .quantizer_search import quotient
+from .quantizer import QuantizedWeight, check_scales, check_values, chunks, quotient, relative_error
 
 LARGEST_FP8 = 448.0  # of e4m3
 SCALE_BLOCK = 128  # rows and columns of a weight, columns of an activation, that share a scale by blocks

@@ -1,5 +1,6 @@
 // Float weights [N, K] to the tensors that products read, where ranges are not searched: the scale maps the largest
-// magnitude, or the range, of what shares it onto the codes. csrc/quantize_weight_.cpp is the only caller; no torch.
+// magnitude, or the range, of what shares it onto the codes. csrc/quantize_weight_in_place.cpp is the only caller; no
+// torch.
 #pragma once
 
 #include <cstdint>

@@ -1,24 +1,15 @@
-"""Scales and zero points of groups of a weight, by torch: what csrc/cpu/quantize_group.h does on a CPU."""
+"""What ``quantize_groups`` computes, written once more with torch alone, whose sums go in another order."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
+from qao.quantizer import Codes, chunks, quotient
 from torch import Tensor
+from torch.nn import functional
 
 # Steps by which values may miss a grid of sixteen, and its zero point a whole number: as in quantize_group.h.
 _GRID_TOLERANCE, _WHOLE_TOLERANCE = 2.0**-4, 2.0**-12
 _LARGEST_ZERO = 64.0  # magnitude of a zero point that is no whole number
-
-
-class Codes(NamedTuple):
-    """The whole numbers a value may become; ``middle`` is the zero point of a symmetric weight."""
-
-    dtype: torch.dtype
-    lowest: int
-    highest: int
-    middle: int
 
 
 def find_grids(values: Tensor, codes: Codes, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,11 +25,6 @@ def find_grids(values: Tensor, codes: Codes, scale_dtype: torch.dtype) -> tuple[
     is_grid = (scale > smallest_scale(scale_dtype)) & (zero.abs() < _LARGEST_ZERO)
     is_grid &= (distance < _GRID_TOLERANCE) & ((zero - zero.round()).abs() >= _WHOLE_TOLERANCE)
     return is_grid, scale, zero
-
-
-def quotient(values: Tensor, by: float) -> Tensor:
-    """Rounded once, where torch multiplies by the reciprocal of a number on GPUs."""
-    return values / torch.full((), by, dtype=values.dtype, device=values.device)
 
 
 def smallest_scale(dtype: torch.dtype) -> float:
@@ -134,3 +120,68 @@ def refit(
         usable = better & (after > smallest) & after.isfinite() & (moved.abs() < _LARGEST_ZERO)
         scale, zero = torch.where(usable, after, best_scale), torch.where(usable, moved, best_zero)
     return best_scale, best_zero
+
+
+_Groups = tuple[Tensor, Tensor, Tensor, Tensor]  # q, scales, zeros; squares of the error and of the weight, float64 [2]
+
+
+def groups_by_torch(
+    weight: Tensor,
+    group_size: int,
+    codes: Codes,
+    symmetric: bool,
+    scale_dtype: torch.dtype,
+    factors: tuple[float, ...],
+    importance: Tensor | None = None,
+    whole_zeros: bool = False,
+    rounds: int = 0,
+) -> _Groups:
+    n, k = weight.shape
+    size = k if group_size == -1 else group_size
+    q = torch.empty(n, k, dtype=codes.dtype, device=weight.device)
+    scales = torch.empty(n, (k + size - 1) // size, dtype=scale_dtype, device=weight.device)
+    zeros = torch.empty_like(scales)
+    squares = torch.zeros(2, dtype=torch.float64, device=weight.device)  # of the error and of the weight
+    importance = weight.new_ones(k, dtype=torch.float32) if importance is None else importance
+    weights = functional.pad(importance, (0, -k % size)).view(-1, size)
+    for rows, values in chunks(weight):
+        squares[1] += values.square().sum(dtype=torch.float64)
+        # Zeros pad the last group: they do not change its range, and their errors do not count.
+        padded = functional.pad(values, (0, -k % size)) if k % size else values
+        groups = padded.view(len(values), -1, size)
+        del values, padded  # a chunk is large: each copy of it lives as briefly as it can
+        scale, zero = search(groups, codes, symmetric, scale_dtype, factors, weights)
+        if not symmetric and not whole_zeros:
+            _free_zeros(groups, scale, zero, codes, scale_dtype, weights, rounds, k // size)
+        steps = groups.div(scale)
+        is_whole, chosen = zero == zero.round(), steps.round().add_(zero)
+        torch.where(is_whole, chosen, steps.add_(zero).round_(), out=chosen).clamp_(codes.lowest, codes.highest)
+        del steps
+        q[rows] = chosen.view(len(groups), -1)[:, :k].to(codes.dtype)
+        scales[rows] = scale.squeeze(-1).to(scale_dtype)
+        zeros[rows] = zero.squeeze(-1).to(scale_dtype)
+        groups.addcmul_(chosen.sub_(zero), scale, value=-1).square_()
+        squares[0] += groups.view(len(groups), -1)[:, :k].sum(dtype=torch.float64)
+        del groups, chosen
+    return q, scales, zeros, squares
+
+
+def _free_zeros(
+    groups: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    codes: Codes,
+    scale_dtype: torch.dtype,
+    weights: Tensor,
+    rounds: int,
+    whole_groups: int,
+) -> None:
+    """Other scales and zero points, in place. Zeros may pad the last group, which then is taken for no grid."""
+    if rounds:
+        better = refit(groups, scale, zero, codes, scale_dtype, rounds, weights)
+        scale.copy_(better[0]), zero.copy_(better[1])
+    if groups.shape[-1] % 16 == 0:
+        whole = slice(0, whole_groups)
+        on_grid, grid_scale, grid_zero = find_grids(groups[:, whole], codes, scale_dtype)
+        scale[:, whole] = torch.where(on_grid, grid_scale, scale[:, whole])
+        zero[:, whole] = torch.where(on_grid, grid_zero, zero[:, whole])
