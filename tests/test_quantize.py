@@ -12,7 +12,7 @@ import pytest
 import qao
 import torch
 from qao import Int4WeightOnly, QuantLinear, Report, quantize_
-from qao.importance import estimate_importance
+from qao.importance import told_importance, told_part
 from torch import Tensor, nn
 
 SCHEME = Int4WeightOnly(group_size=32)
@@ -574,9 +574,36 @@ def test_values_tell_of_queries_and_keys(device: str) -> None:
     weights = {name: layer.weight.detach().clone() for name, layer in attention.named_children()}
     scheme = Int4WeightOnly(group_size=32)
     quantize_(attention, scheme, progress=False)
-    told = scheme.quantize(weights["q_proj"], importance=estimate_importance(weights["v_proj"]))
+    importance = told_importance([told_part(weights["v_proj"], "q_proj")], 64)
+    told = {name: scheme.quantize(weights[name], importance=importance) for name in ("q_proj", "v_proj")}
     alone = {name: scheme.quantize(weight) for name, weight in weights.items()}
-    assert not torch.equal(told.scales, alone["q_proj"].scales)
-    for name, expected in (("q_proj", told), ("k_proj", alone["k_proj"]), ("v_proj", alone["v_proj"])):
+    assert not torch.equal(told["q_proj"].scales, alone["q_proj"].scales)
+    for name, expected in (told | {"k_proj": alone["k_proj"]}).items():
         layer = getattr(attention, name)
         assert torch.equal(layer.scales, expected.scales) and torch.equal(layer.qweight, expected.qweight)
+
+
+def test_gate_and_up_tell_of_down(device: str) -> None:
+    """Which columns of down read large activations: those that gate and up make with large rows."""
+    mlp, generator = torch.nn.Module(), torch.Generator().manual_seed(0)
+    for name, (n, k) in {"down_proj": (48, 64), "gate_proj": (64, 96), "up_proj": (64, 96)}.items():
+        layer = torch.nn.Linear(k, n, bias=False)
+        rows = torch.logspace(-1, 1, n).roll(n // 3)[:, None] if k == 96 else 1
+        layer.weight.data = torch.randn(n, k, generator=generator) * rows
+        setattr(mlp, name, layer.to(device))
+    weight = mlp.down_proj.weight.detach().clone()
+    makers = [layer.weight.detach().clone() for layer in (mlp.gate_proj, mlp.up_proj)]
+    sizes = [maker.double().square().mean(1) for maker in makers]
+    expected = (sizes[0] / sizes[0].mean() + 1e-4) * (sizes[1] / sizes[1].mean() + 1e-4)
+    importance = told_importance([told_part(maker, "down_proj") for maker in makers], 64)
+    assert importance is not None
+    torch.testing.assert_close(importance.double(), expected, rtol=1e-5, atol=0)
+    scheme = Int4WeightOnly(group_size=32)
+    quantize_(mlp, scheme, progress=False)
+    told, alone = scheme.quantize(weight, importance=importance), scheme.quantize(weight)
+    assert torch.equal(mlp.down_proj.scales, told.scales) and torch.equal(mlp.down_proj.qweight, told.qweight)
+    errors = [
+        ((scheme.dequantize(*packed[:2], 48, 64, torch.float32) - weight).double().square() @ expected).sum()
+        for packed in (told, alone)
+    ]
+    assert errors[0] < 0.8 * errors[1]

@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 _ROWS_OF_A_TABLE = 16  # times its columns: heads and embeddings have as many, layers inside a model have not
-_LEAST_MEAN_SQUARE = 1e-4  # of a column, over that of the weight: no estimate of its importance goes further
-# Of layers that read one activation, by their names beside each other, the one whose weight tells its size. The columns
-# of queries, keys and gates follow their activations much less (measured on SmolLM2).
-_TOLD_BY = {
-    "q_proj": "v_proj",
-    "k_proj": "v_proj",
-    "gate_proj": "up_proj",
-    "query": "value",
-    "key": "value",
-    "q_lin": "v_lin",
-    "k_lin": "v_lin",
-    "w1": "w3",
-    "wi_0": "wi_1",
+_LEAST_MEAN_SQUARE = 1e-4  # of a column or row, over that of the weight: no estimate of importance goes further
+# Layers whose importance other weights tell, by their names beside each other (measured on SmolLM2, docs/numerics.md).
+# Of those behind a norm, the one whose columns tell the size of what all of them read, which may be their own. The
+# columns of queries, keys and gates follow their activations much less.
+_READ_BY = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "v_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "up_proj"),
+    **dict.fromkeys(("query", "key", "value"), "value"),
+    **dict.fromkeys(("q_lin", "k_lin", "v_lin"), "v_lin"),
+    **dict.fromkeys(("w1", "w3"), "w3"),
+    **dict.fromkeys(("wi_0", "wi_1"), "wi_1"),
 }
+# Of what reads act(gate) * up, the two layers whose rows tell.
+_MADE_BY = {"down_proj": ("gate_proj", "up_proj"), "w2": ("w1", "w3"), "wo": ("wi_0", "wi_1")}
+# Activations behind norms differ more than the columns of what reads them: by this power.
+_POWER_BEHIND_NORMS = 1.5
 
 
-def told_by(name: str) -> str | None:
-    """Of a layer, the name of the one beside it whose weight tells how large the activations are that both read."""
+def told_by(name: str) -> tuple[str, ...]:
+    """Of a layer, the names of those whose weights tell how large the activations are that it reads; none: nobody."""
     parent, dot, own = name.rpartition(".")
-    other = _TOLD_BY.get(own)
-    return None if other is None else f"{parent}{dot}{other}"
+    others = _MADE_BY.get(own) or ((_READ_BY[own],) if own in _READ_BY else ())
+    return tuple(f"{parent}{dot}{other}" for other in others)
+
+
+def told_part(weight: Tensor, name: str) -> Tensor:
+    """float32: what the weight of one of ``told_by(name)`` tells of the layer ``name``, for ``told_importance``."""
+    if name.rpartition(".")[2] in _MADE_BY:
+        return _relative_squares(weight.detach(), 1)
+    return estimate_importance(weight).pow_(_POWER_BEHIND_NORMS)
+
+
+def told_importance(parts: Sequence[Tensor], k: int) -> Tensor | None:
+    """float32 [k], as ``estimate_importance``, from a ``told_part`` of each that tells; None where these do not fit."""
+    if not parts or any(part.shape[0] != k for part in parts):
+        return None
+    return parts[0] if len(parts) == 1 else torch.stack(tuple(parts)).prod(0)
 
 
 def estimate_importance(weight: Tensor) -> Tensor:
@@ -39,11 +57,16 @@ def estimate_importance(weight: Tensor) -> Tensor:
     weight = weight.detach()
     if weight.shape[0] >= _ROWS_OF_A_TABLE * weight.shape[1]:
         return torch.ones(weight.shape[1], dtype=torch.float32, device=weight.device)
+    return _relative_squares(weight, 0).reciprocal_()
+
+
+def _relative_squares(weight: Tensor, dim: int) -> Tensor:
+    """Mean squares along a dimension, over their own mean, and a little more."""
     weight = weight.float() if weight.dtype == torch.float64 else weight
-    squares = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32).square_()
+    squares = torch.linalg.vector_norm(weight, dim=dim, dtype=torch.float32).square_()
     mean = squares.mean().clamp_(min=torch.finfo(torch.float32).tiny)
-    importance: Tensor = squares.div_(mean).add_(_LEAST_MEAN_SQUARE).reciprocal_()
-    return importance
+    relative: Tensor = squares.div_(mean).add_(_LEAST_MEAN_SQUARE)
+    return relative
 
 
 def checked_importance(importance: Tensor, weight: Tensor, name: str) -> Tensor:

@@ -15,7 +15,7 @@ from .callbacks import by_name_and_module
 from .embedding import QuantEmbedding, is_embedding, rename_ties
 from .experts import QuantProjection
 from .formats import Int4Weight, PackedWeight, Scheme
-from .importance import estimate_importance, told_by
+from .importance import told_by, told_importance, told_part
 from .integrations import registration
 from .linear import QuantLinear, is_linear, linear_weight, pack, pack_weight
 from .packed import PackedModule, Sharded
@@ -237,13 +237,14 @@ def importance_of(layers: list[survey.Layer]) -> dict[str, Tensor]:
     named = {layer.row.name: layer.module for layer in layers if is_linear(layer.module) and layer.scheme is not None}
     found = {}
     for layer in layers:
-        other = named.get(told_by(layer.row.name) or "")
-        if other is None or not isinstance(layer.scheme, Int4Weight) or not layer.scheme.clip_search:
+        name, others = layer.row.name, told_by(layer.row.name)
+        weights = [linear_weight(named[other]) for other in others if other in named]
+        searched = isinstance(layer.scheme, Int4Weight) and layer.scheme.clip_search
+        if not (searched and weights) or len(weights) < len(others) or any(weight.is_meta for weight in weights):
             continue
-        weight = linear_weight(other)
-        if not weight.is_meta and weight.shape[1] == linear_weight(layer.module).shape[1]:
-            found[layer.row.name] = estimate_importance(weight)
-    return found
+        parts = [told_part(weight, name) for weight in weights]
+        found[name] = told_importance(parts, linear_weight(layer.module).shape[1])
+    return {name: importance for name, importance in found.items() if importance is not None}
 
 
 def _replace(

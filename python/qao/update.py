@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import operators
 from .formats import FLOAT_DTYPES, Int4Weight, PackedWeight, Scheme
-from .importance import estimate_importance, told_by
+from .importance import told_by, told_importance, told_part
 from .quantizer import check_finite
 from .scheme import OnePass
 
@@ -214,15 +214,19 @@ def _check_values(state: Mapping[str, Tensor], packed: Mapping[str, Any], weight
 def _importance(
     state: Mapping[str, Tensor], packed: Mapping[str, Any], weights: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """As ``quantize_`` finds it, where the weight of another layer tells."""
+    """As ``quantize_`` finds it, where weights of other layers tell."""
     found = {}
     for name, module in weights.items():
-        layer = name.removesuffix(".weight")
-        other = f"{told_by(layer)}.weight"
-        if other in packed and other in state and isinstance(module.scheme, Int4Weight) and module.scheme.clip_search:
-            told = estimate_importance(_oriented(packed[other], _whole(state[other])))
-            if told.shape[0] == module._weight_shapes()[-1][1]:
-                found[name] = told
+        others = [f"{other}.weight" for other in told_by(name.removesuffix(".weight"))]
+        if not (isinstance(module.scheme, Int4Weight) and module.scheme.clip_search):
+            continue
+        if not (packed.keys() >= set(others) and state.keys() >= set(others)):
+            continue
+        tellers = (_oriented(packed[other], _whole(state[other])) for other in others)
+        parts = [told_part(weight, name.removesuffix(".weight")) for weight in tellers]
+        importance = told_importance(parts, module._weight_shapes()[-1][1])
+        if importance is not None:
+            found[name] = importance
     return found
 
 

@@ -15,7 +15,7 @@ from .. import grouping
 from ..checkpoints.base import Checkpoint
 from ..embedding import QuantEmbedding
 from ..formats import Int4Weight, PackedWeight, Scheme
-from ..importance import estimate_importance, told_by
+from ..importance import told_by, told_importance, told_part
 from ..linear import is_linear
 from ..marker import MARKER, TRIPWIRE
 from ..packed import PackedModule
@@ -138,12 +138,13 @@ class Plan:
         return {name: grouping.fixed(scheme, size) for names, size in zip(tied, sizes, strict=True) for name in names}
 
     def _importance(self, source: Checkpoint, name: str) -> Tensor | None:
-        """As ``quantize_`` finds it, from the weight of the layer beside this one."""
-        other = told_by(name) or ""
-        if self.in_features.get(other) != self.in_features[name]:
+        """As ``quantize_`` finds it, from the weights of layers beside this one."""
+        others = told_by(name)
+        if not self.in_features.keys() >= set(others):
             return None
-        prefix = self._prefix[other]
-        return estimate_importance(self._cast(f"{prefix}.weight", _weight(source, prefix)))
+        prefixes = [self._prefix[other] for other in others]
+        weights = (self._cast(f"{prefix}.weight", _weight(source, prefix)) for prefix in prefixes)
+        return told_importance([told_part(weight, name) for weight in weights], self.in_features[name])
 
     def _dtype_of(self, source: Checkpoint, prefix: str) -> torch.dtype:
         """That ``_cast`` will give its weight."""

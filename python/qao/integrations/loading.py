@@ -12,7 +12,7 @@ from .. import marker, survey
 from ..formats import Int4Weight, Scheme
 from ..fused import Arriving, find, is_fused
 from ..grouping import is_auto
-from ..importance import estimate_importance, told_by
+from ..importance import told_by, told_importance, told_part
 from ..layout import make_room
 from ..linear import QuantLinear, linear_weight, pack_weight
 from ..packed import PackedModule
@@ -40,7 +40,8 @@ class Loader:
         self.pending: dict[str, survey.Layer] = {}
         self.experts = Arriving()
         self.dtypes: dict[str, torch.dtype] = {}
-        self._importance: dict[str, Tensor] = {}  # of columns, by the layer whose weight told
+        self._told: dict[tuple[str, str], Tensor] = {}  # by the layer that is told of, and the one whose weight tells
+        self._tells: dict[str, list[str]] = {}  # by the latter, the layers that are told of
         self._waiting: dict[str, list[survey.Layer]] = {}  # with their weights, by the layer that will tell
         self.hidden: set[str] = set()
         self._schemes: dict[str, Scheme] = {}  # of layers by name, once the model is known
@@ -107,6 +108,9 @@ class Loader:
                 self._late = (nn.Linear, nn.Embedding)
             elif layer.scheme is not None and alone:
                 self.pending.update(dict.fromkeys(names, layer))
+                if isinstance(layer.scheme, Int4Weight) and layer.scheme.clip_search:
+                    for other in told_by(layer.row.name):
+                        self._tells.setdefault(other, []).append(layer.row.name)
         self.experts = Arriving(find(model, select, keep))
 
     def takes(self, name: str) -> bool:
@@ -124,21 +128,22 @@ class Loader:
         layer.module._parameters["weight"] = nn.Parameter(value, requires_grad=False)
         for other in [other for other, found in self.pending.items() if found is layer]:
             del self.pending[other]
-        name, teller = layer.row.name, told_by(layer.row.name) or ""
-        if f"{teller}.weight" in self.pending and isinstance(layer.scheme, Int4Weight):
-            self._waiting.setdefault(teller, []).append(layer)
-            return
-        self._importance[name] = estimate_importance(linear_weight(layer.module))
-        for ready, by in ((layer, teller), *((other, name) for other in self._waiting.pop(name, []))):
-            self._replace(ready, self._importance.get(by))
+        name = layer.row.name
+        for told in self._tells.pop(name, []):
+            self._told[told, name] = told_part(linear_weight(layer.module), told)
+        for ready in (layer, *self._waiting.pop(name, [])):
+            missing = [other for other in told_by(ready.row.name) if f"{other}.weight" in self.pending]
+            if missing and isinstance(ready.scheme, Int4Weight):
+                self._waiting.setdefault(missing[0], []).append(ready)
+            else:
+                self._replace(ready)
 
-    def _replace(self, layer: survey.Layer, importance: Tensor | None) -> None:
+    def _replace(self, layer: survey.Layer) -> None:
         assert layer.scheme is not None
-        weight = linear_weight(layer.module)
-        int4 = isinstance(layer.scheme, Int4Weight)  # which quantize_ does it for
-        if not int4 or (importance is not None and importance.shape[0] != weight.shape[1]):
-            importance = None
-        packed = pack_weight(weight, layer.scheme, None, layer.row.name, importance)
+        name, weight, others = layer.row.name, linear_weight(layer.module), told_by(layer.row.name)
+        parts = [self._told.pop((name, other)) for other in others if (name, other) in self._told]
+        importance = told_importance(parts, weight.shape[1]) if len(parts) == len(others) else None
+        packed = pack_weight(weight, layer.scheme, None, name, importance)
         layer.module = made = QuantLinear.from_packed(layer.module, layer.scheme, packed)
         for parameter in made.parameters():
             if not parameter.is_meta:
