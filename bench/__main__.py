@@ -22,6 +22,7 @@ from . import (
     language,
     llama,
     numerics,
+    outliers,
     plots,
     quantize,
     rotation,
@@ -53,13 +54,14 @@ def make_parser() -> argparse.ArgumentParser:
     for name, text in (
         ("quantize", "bandwidth of the activation quantisers and of the fused producers"),
         ("numerics", "accuracy of every scheme on the demo's model"),
+        ("outliers", "error of the products beside that of their schemes, with and without outlier channels"),
         ("weights_only", "accuracy of int4 weights rounded without data, on the demo's models"),
         ("gptq", "float weights a second that calibration quantises"),
         ("host", "host time of one eager call of a layer"),
     ):
         command = commands.add_parser(name, help=text)
         _add_common(command)
-        if name not in ("numerics", "weights_only", "gptq"):
+        if name not in ("numerics", "outliers", "weights_only", "gptq"):
             _add_check(command)
     spoken = commands.add_parser("language", help="what every scheme costs a language model, and its tokens per second")
     _add_common(spoken)
@@ -130,6 +132,9 @@ def main() -> int:
         return 0
     if arguments.command == "numerics":
         write(numerics.run(arguments.device), folder / "numerics.json")
+        return 0
+    if arguments.command == "outliers":
+        write(outliers.run(arguments.device), folder / "outliers.json")
         return 0
     if arguments.command == "gptq":
         write(gptq.run(arguments.device), folder / "gptq.json")

@@ -1,0 +1,106 @@
+"""How exact the products are, beside what their schemes lose: with and without channels of x that are far larger.
+
+A layer's x has such channels in language models, and the columns of W that read them are small in return, so that y is
+of one size. The kernel's error is against float64 on the numbers that it multiplies: W dequantised, and x as it was
+quantised. The scheme's is that of these numbers, against the float layer. Both are shares of y, Frobenius, and so is
+that of plain torch beside them, F.linear on the same W in x's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import qao
+import torch
+from qao import reference
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .markdown import caption, table
+from .meta import describe
+
+N, K = 1024, 4096
+TOKENS = (1, 16, 512)  # other kernels; the largest error counts
+SCHEMES: dict[str, qao.Scheme] = {
+    **{word: kind() for word, kind in qao.SCHEMES.items()},
+    "int4, groups of 32": qao.Int4WeightOnly(group_size=32),
+    "fp4, nvfp4": qao.Fp4WeightOnly("nvfp4"),
+    "fp8_fp8, blocks": qao.Float8DynamicActivationFloat8Weight(granularity="block"),
+}
+# Of channels: how many, and how many times the others.
+OUTLIERS = {"none": (0, 1), "six, 100 times": (6, 100), "one, 10000 times": (1, 10000)}
+
+
+@torch.inference_mode()
+def run(device: str) -> dict[str, Any]:
+    """Measures, prints a line each, and returns what belongs in the results file."""
+    rows = []
+    for name, scheme in SCHEMES.items():
+        for outliers, (count, size) in OUTLIERS.items():
+            weight, tokens = _operands(count, size, device)
+            layer = qao.QuantLinear.from_linear(_linear(weight), scheme)
+            found = [_errors(layer, weight, x) for x in tokens]
+            row = {"scheme": name, "outliers": outliers}
+            row |= {key: max(one[key] for one in found) for key in found[0]}
+            print(f"{name:<20} {outliers:<14}", *(f"{key} {row[key]:.2e}" for key in found[0]), flush=True)
+            rows.append(row)
+    return {"meta": describe(device) | {"N": N, "K": K, "tokens": list(TOKENS)}, "rows": rows}
+
+
+def _operands(count: int, size: float, device: str) -> tuple[Tensor, list[Tensor]]:
+    """W float32, and x bfloat16 of each number of tokens."""
+    random = torch.Generator().manual_seed(count)
+    weight = torch.randn(N, K, generator=random) * 0.02
+    large = torch.randperm(K, generator=random)[:count]
+    weight[:, large] /= size
+    tokens = []
+    for m in TOKENS:
+        x = torch.randn(m, K, generator=random)
+        x[:, large] *= size
+        tokens.append(x.bfloat16().to(device))
+    return weight.to(device), tokens
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(K, N, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def _errors(layer: qao.QuantLinear, weight: Tensor, x: Tensor) -> dict[str, float]:
+    dense = layer.scheme.dequantize(layer.qweight, layer.scales, N, K, torch.float32)
+    seen = _seen(layer.scheme, x)
+    exact = seen @ dense.double().t()
+    return {
+        "kernel": _distance(layer(x), exact),
+        "torch": _distance(functional.linear(x, dense.to(x.dtype)), x.double() @ dense.double().t()),
+        "quantising": _distance(exact, x.double() @ weight.double().t()),
+    }
+
+
+def _seen(scheme: qao.Scheme, x: Tensor) -> Tensor:
+    """float64: what the product reads of x."""
+    if scheme.word.startswith("int8_"):
+        return reference.dequantize_activation(*reference.quantize_activation_int8(x, symmetric=True))
+    if scheme.word.startswith("fp8_"):
+        size = 128 if getattr(scheme, "granularity", "") == "block" else -1
+        return reference.dequantize_activation(*reference.quantize_activation_fp8(x, size))
+    return x.double()
+
+
+def _distance(y: Tensor, exact: Tensor) -> float:
+    error, size = (y.double() - exact).norm().item(), exact.norm().item()
+    return error / size if size else float(error != 0)  # int8 beside a channel of 10000 times: all else becomes 0
+
+
+def render(results: dict[str, Any]) -> str:
+    """The Markdown of one results file."""
+    meta, rows = results["meta"], results["rows"]
+    lines = []
+    for name in dict.fromkeys(row["scheme"] for row in rows):
+        cells = [next(r for r in rows if (r["scheme"], r["outliers"]) == (name, kind)) for kind in OUTLIERS]
+        shares = (f"{cell['kernel']:.2%} ({cell['torch']:.2%}), {cell['quantising']:.1%}" for cell in cells)
+        lines.append([name, *shares])
+    header = ["scheme", *(f"channels far larger: {kind}" for kind in OUTLIERS)]
+    size = f"{meta['N']} × {meta['K']}, bfloat16 x of {', '.join(map(str, meta['tokens']))} tokens, the largest error"
+    return f"{caption(meta)}; {size}.\n\n{table(header, lines)}"
