@@ -23,6 +23,7 @@ from . import (
     llama,
     numerics,
     outliers,
+    plans,
     plots,
     quantize,
     rotation,
@@ -75,6 +76,10 @@ def make_parser() -> argparse.ArgumentParser:
     invariant = commands.add_parser("invariance", help="what batch-invariant products cost")
     _add_common(invariant)
     invariance.add_arguments(invariant)
+    chosen = commands.add_parser("plans", help="plan()'s choices beside every other plan, on random layers")
+    chosen.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>")
+    plans.add_arguments(chosen)
+    chosen.set_defaults(device="cuda")
     turned = commands.add_parser("rotation", help="what a Hadamard rotation of activations would give a language model")
     _add_common(turned)
     rotation.add_arguments(turned)
@@ -151,6 +156,8 @@ def main() -> int:
     if arguments.command == "invariance":
         invariance.run(arguments, folder / "invariance.json")
         return 0
+    if arguments.command == "plans":
+        return 0 if plans.run(arguments, folder / "plans.json") else 1
     if arguments.command == "rotation":
         rotation.run(arguments, folder / "rotation.json")
         return 0

@@ -6,7 +6,8 @@
 <!-- bench:formats:cpu -->, <!-- bench:decoders:h200 -->   of numerics.json, llama.json, in short
 <!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:outliers:h100-80gb-hbm3 -->, <!-- bench:weights_only:cpu -->,
 <!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:four_bits:cpu -->, <!-- bench:gptq:h200 -->,
-<!-- bench:rotation:cpu -->, <!-- bench:invariance:h100-80gb-hbm3 -->, <!-- bench:host:h200 -->,
+<!-- bench:rotation:cpu -->, <!-- bench:invariance:h100-80gb-hbm3 -->,
+<!-- bench:plans:h100-80gb-hbm3 -->, <!-- bench:host:h200 -->,
 <!-- bench:llama:h200 -->,
 <!-- bench:llama_head:h200 -->
 <!-- bench:update:h100-80gb-hbm3 -->, <!-- bench:tensor_parallel:h100-80gb-hbm3-x2 -->
@@ -39,6 +40,7 @@ from . import (
     llama,
     numerics,
     outliers,
+    plans,
     plots,
     products,
     quantize,
@@ -62,6 +64,7 @@ _RENDERERS = {
     "four_bits": four_bits,
     "rotation": rotation,
     "invariance": invariance,
+    "plans": plans,
     "gptq": gptq,
     "experts": experts,
     "experts_block": experts_block,

@@ -177,10 +177,14 @@ def build() -> Path:
     return caches[-1].parent / "qao_sweep"
 
 
-def sweep(program: Path, operands: str, shapes: Iterable[tuple[int, int]], tokens: Sequence[int]) -> list[Timing]:
-    problems = "".join(f"{m} {n} {k}\n" for n, k in shapes for m in tokens)
-    done = subprocess.run([program, operands], input=problems, stdout=subprocess.PIPE, text=True, check=True)
+def sweep(program: Path, operands: str, problems: Iterable[Problem]) -> list[Timing]:
+    lines = "".join(f"{m} {n} {k}\n" for m, n, k in problems)
+    done = subprocess.run([program, operands], input=lines, stdout=subprocess.PIPE, text=True, check=True)
     return parse(done.stdout.splitlines())
+
+
+def _all(shapes: Iterable[tuple[int, int]], tokens: Sequence[int]) -> list[Problem]:
+    return [(m, n, k) for n, k in shapes for m in tokens]
 
 
 def run(operands: Sequence[str], program: Path | None, gpu: str, bytes_per_us: float, table: Path = TABLE) -> bool:
@@ -188,8 +192,8 @@ def run(operands: Sequence[str], program: Path | None, gpu: str, bytes_per_us: f
     fitted only together with all operands: they share it."""
     program = program or build()
     seen = [(layer.n, layer.k) for layer in LAYERS["cuda"]]
-    known = {kind: sweep(program, kind, seen, TOKENS["cuda"]) for kind in operands}
-    unseen = {kind: sweep(program, kind, UNSEEN, UNSEEN_TOKENS) for kind in operands}
+    known = {kind: sweep(program, kind, _all(seen, TOKENS["cuda"])) for kind in operands}
+    unseen = {kind: sweep(program, kind, _all(UNSEEN, UNSEEN_TOKENS)) for kind in operands}
     memory = read_table(table)[1]
     if set(operands) >= set(OPERANDS):
         memory = fit_memory([timing for timings in known.values() for timing in timings], bytes_per_us)

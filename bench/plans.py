@@ -1,0 +1,95 @@
+"""plan()'s choice beside every other plan that could run, on layers drawn from a seed, which no cost is fitted to."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from . import tune
+from .markdown import caption, table
+from .meta import describe, write
+
+LEAST, MOST, STEP = 1024, 37888, 128  # of N and K, their logarithms spread evenly
+TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
+BARS = (1.05, 1.10)  # times the best plan's time: geometric mean, most
+
+
+def layers(seed: int, count: int) -> list[tuple[int, int]]:
+    """N, K."""
+    draw = random.Random(seed)
+
+    def size() -> int:
+        return STEP * round(math.exp(draw.uniform(math.log(LEAST), math.log(MOST))) / STEP)
+
+    return [(size(), size()) for _ in range(count)]
+
+
+def problems(shapes: list[tuple[int, int]], each: int, shift: int) -> list[tuple[int, int, int]]:
+    """M, N, K: ``each`` numbers of tokens for a layer, which between them and the layers cover all of TOKENS."""
+    stride = max(1, len(TOKENS) // each)
+    return [
+        (TOKENS[(7 * i + stride * turn + shift) % len(TOKENS)], n, k)
+        for i, (n, k) in enumerate(shapes)
+        for turn in range(each)
+    ]
+
+
+def measure(program: Path, kind: str, some: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
+    """Of each problem microseconds of the choice and of the best plan."""
+    timings = tune.sweep(program, kind, some)
+    rows = []
+    for problem in dict.fromkeys(some):
+        own = [timing for timing in timings if timing.problem == problem]
+        (us,) = {timing.us for timing in own if timing.chosen}
+        m, n, k = problem
+        best = min(timing.us for timing in own)
+        rows.append({"operands": kind, "m": m, "n": n, "k": k, "us": us, "best_us": best, "plans": len(own)})
+    return rows
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--seed", type=int, default=22)
+    command.add_argument("--layers", type=int, default=40)
+    command.add_argument("--each", type=int, default=2, help="numbers of tokens for a layer")
+    command.add_argument(
+        "--operands", nargs="+", choices=tune.OPERANDS, default=list(tune.OPERANDS), metavar="OPERANDS"
+    )
+    command.add_argument("--sweep", type=Path, metavar="PROGRAM", help="qao_sweep, instead of building it")
+
+
+def run(arguments: argparse.Namespace, path: Path) -> bool:
+    """Whether the choices are within BARS."""
+    program = arguments.sweep or tune.build()
+    shapes = layers(arguments.seed, arguments.layers)
+    rows: list[dict[str, Any]] = []
+    for shift, kind in enumerate(arguments.operands):
+        rows += measure(program, kind, problems(shapes, arguments.each, 3 * shift))
+        write({"meta": {**describe("cuda"), "seed": arguments.seed}, "rows": rows}, path)
+        print(f"{kind}: " + ", ".join(_line(rows, kind)[1:]), flush=True)
+    ratios = [row["us"] / row["best_us"] for row in rows]
+    return geometric_mean(ratios) <= BARS[0] and max(ratios) <= BARS[1]
+
+
+def _line(rows: list[dict[str, Any]], kind: str) -> list[str]:
+    own = sorted((row for row in rows if row["operands"] == kind), key=lambda row: row["best_us"] / row["us"])
+    ratios = [row["us"] / row["best_us"] for row in own]
+    worst = "; ".join(
+        f"{ratio:.2f} {row['n']} × {row['k']}, M = {row['m']}" for ratio, row in zip(ratios[:3], own, strict=False)
+    )
+    above = sum(ratio > BARS[1] for ratio in ratios)
+    return [f"`{kind}`", str(len(own)), f"{geometric_mean(ratios):.3f}", str(above), worst]
+
+
+def render(results: dict[str, Any]) -> str:
+    rows = results["rows"]
+    kinds = dict.fromkeys(row["operands"] for row in rows)
+    text = (
+        f"Time of plan()'s choice over the best plan's, layers of seed {results['meta']['seed']}. "
+        f"{caption(results['meta'])}."
+    )
+    heads = ["operands", "problems", "geometric mean", f"above {BARS[1]}", "most"]
+    return f"{text}\n\n{table(heads, [_line(rows, kind) for kind in kinds])}"
