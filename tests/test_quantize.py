@@ -350,6 +350,18 @@ def test_modules_that_read_a_weight_read_the_dequantised_one(
     assert torch.equal(model(x), plain(x))  # the same products of the same numbers
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("scheme", [SCHEME, qao.Int8WeightOnly(), qao.Float8DynamicActivationFloat8Weight()], ids=str)
+def test_the_first_parameter_of_a_layer_is_no_integer(scheme: qao.Scheme, bias: bool, device: str) -> None:
+    """Swin V2 of transformers casts coordinates to ``next(mlp.parameters()).dtype``, AuraFlow of diffusers an embedding
+    of time."""
+    mlp = nn.Sequential(nn.Linear(64, 48, bias=bias)).to(device, torch.bfloat16)
+    quantize_(mlp, scheme)
+    for model in (mlp, copy.deepcopy(mlp), mlp.to(device)):
+        dtype = next(model.parameters()).dtype
+        assert dtype == torch.bfloat16 if bias else dtype in (torch.bfloat16, torch.float32)
+
+
 @pytest.mark.parametrize("kind", [Eva, Swin])
 @pytest.mark.parametrize("scheme", [SCHEME, qao.Int8DynamicActivationInt8Weight(), qao.Float8WeightOnly()], ids=str)
 def test_they_are_traced_by_fx(scheme: qao.Scheme, kind: type[nn.Module], device: str) -> None:

@@ -58,11 +58,10 @@ class QuantProjection(PackedModule):
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__(out_features, in_features, scheme, packed, dtype)
+        super().__init__(out_features, in_features, scheme, packed, dtype, bias=bias)
         self.experts = experts
         self.out_features, self.in_features = out_features, in_features
         self._constants = scheme.constants(out_features, in_features)
-        self.register_parameter("bias", None if bias is None else frozen(bias))
 
     @property
     def shape(self) -> tuple[int, ...]:

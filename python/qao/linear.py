@@ -127,11 +127,10 @@ class QuantLinear(PackedModule):
         if bias is not None and (reason := wrong_bias(bias, out_features)):
             raise ValueError(f"QuantLinear: {in_features} to {out_features} features: {reason}")
         given = packed.scales if bias is None else bias
-        super().__init__(out_features, in_features, scheme, packed, dtype or given.dtype)
+        super().__init__(out_features, in_features, scheme, packed, dtype or given.dtype, bias=bias)
         self.in_features = in_features
         self.out_features = out_features
         self._mm, self._constants = scheme.mm, scheme.needed_constants(out_features, in_features)
-        self.register_parameter("bias", None if bias is None else frozen(bias))
 
     @classmethod
     def empty(

@@ -45,12 +45,16 @@ class PackedModule(Updatable, nn.Module):
     row_scales: nn.Parameter | None
     _tied: Sequence[PackedModule] = ()  # modules that share qweight and scales, this one among them
 
-    def __init__(self, n: int, k: int, scheme: Scheme, packed: PackedWeight, dtype: torch.dtype) -> None:
+    def __init__(
+        self, n: int, k: int, scheme: Scheme, packed: PackedWeight, dtype: torch.dtype, **others: Tensor | None
+    ) -> None:
+        """``others``: more Parameters. They and the scales come first, since models take the dtype of
+        ``next(child.parameters())`` for that of their activations, which no integers shall be."""
         super().__init__()
         self.scheme = scheme
         self.dtype = dtype
         self._sizes = n, k
-        for name, tensor in packed.tensors().items():
+        for name, tensor in {**others, "scales": packed.scales, **packed.tensors()}.items():
             self.register_parameter(name, None if tensor is None else frozen(tensor))
         self._freeze()
 
