@@ -4,7 +4,8 @@
 <!-- bench:summary:h200 --> … <!-- /bench -->   one layer under every scheme
 <!-- bench:tokens:h200 --> … <!-- /bench -->     all large layers under every scheme
 <!-- bench:formats:cpu -->, <!-- bench:decoders:h200 -->   of numerics.json, llama.json, in short
-<!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:outliers:h100-80gb-hbm3 -->, <!-- bench:weights_only:cpu -->,
+<!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:weights_only:cpu -->,
+<!-- bench:outliers:epyc-avx512_bf16 -->,
 <!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:four_bits:cpu -->, <!-- bench:gptq:h200 -->,
 <!-- bench:rotation:cpu -->, <!-- bench:invariance:h100-80gb-hbm3 -->,
 <!-- bench:plans:h100-80gb-hbm3 -->, <!-- bench:host:h200 -->,
