@@ -17,7 +17,7 @@ SHAPES = [(1, 1), (16, 128), (5, 77), (37, 300), (48, 512), (130, 1056), (3, 200
 
 
 def random_weight(n: int, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """With rows of zeros, of one sign, of sixteen steps and of every magnitude, and an outlier."""
+    """With rows of zeros, of one sign, of sixteen steps and of every magnitude, zeros of either sign and an outlier."""
     generator = torch.Generator().manual_seed(n * k)
     weight = torch.randn(n, k, generator=generator) * 0.02
     weight[n // 3] = 0
@@ -25,6 +25,7 @@ def random_weight(n: int, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
     weight[n // 4] = weight[n // 4].abs() + 0.01
     weight[n // 5] = (torch.randint(0, 16, (k,), generator=generator) - 7.4) * 0.25
     weight[n - 1] *= torch.logspace(-12, 2, k)
+    weight[:, k // 3] *= -0.0
     return weight.to(dtype)
 
 

@@ -50,6 +50,8 @@ __device__ __forceinline__ uint2 round_vector(const float (&value)[kVector], con
 #pragma unroll
     for (int e = 0; e < 4; ++e) t[e] = by.quotient(value[4 * i + e]);
     if constexpr (format == Format::kFp8) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) t[e] = copysignf(t[e], value[4 * i + e]);  // that of -0 is lost in its remainder
       word[i] = quantize::to_fp8_pair(t[0], t[1]) | uint32_t{quantize::to_fp8_pair(t[2], t[3])} << 16;
     } else {
       word[i] = 0;

@@ -4,7 +4,7 @@
 namespace qao::weight {
 
 // The product with the reciprocal, twice corrected by the remainder, which fused products give exactly: after the first
-// time it is next to the quotient, after the second the nearest (Markstein, IBM J. Res. Dev. 34, 1990, theorem 2).
+// time it is next to the quotient, after the second the nearest (Markstein, IBM J. Res. Dev. 34, 1990).
 // Where remainders could be subnormal, by division.
 struct Divisor {
   float scale, inverse;
