@@ -1,11 +1,12 @@
 // The rules of x in fixed point, whose form mm_job.h describes; each instruction set packs it. `static`: see numeric.h.
 //
-// A power of two scales each chunk so that its largest magnitude has 15 bits; the second word of float32 adds 15 more.
-// What is far below the largest keeps fewer bits than its dtype. That is right where few values are: beside the largest
-// they hardly count. Where most are (an outlier: their sum counts, if W is small at the outlier's column), the largest
-// are left out of the chunk, and add_outliers.cpp adds their products. It is for the chunk alone to say. A row that
-// leaves many out has no use for fixed point, nor has one whose magnitudes are of two kinds, far apart with next to
-// nothing between: it is computed anew, in float32.
+// A power of two scales each chunk so that its largest magnitude has 15 bits; another word adds 15 more. float32 has
+// two words. What is far below the largest keeps fewer bits than its dtype. That is right where few values are: beside
+// the largest they hardly count. Where many are, their sum counts, if W is small at the large ones: a few large ones
+// are left out of the chunk, and add_outliers.cpp adds their products; beside more of them the chunk gets one word
+// more. Chunks too wide for that leave out as many as it takes, and a row that leaves out too many, or a ladder of
+// magnitudes, of which outliers are but the top, is computed anew, in float32. It is for the chunk alone to say, and
+// for the row.
 #pragma once
 
 #include "cpu/mm_job.h"
@@ -20,96 +21,123 @@ constexpr int kMinExponent = 15;  // biased; keeps the scale 2^(exponent - 127 -
 // word, rounded, is at most 127.
 constexpr int kHeadroom = 0x020000;
 
-// A value further than this many powers of two below the largest is coarse: its error is more than half a last bit of
-// its dtype.
-static inline int coarse_exponents(DType dtype) { return dtype == DType::kFloat16 ? 4 : 6; }
-// How many of a chunk's nonzero values may be coarse. Of a gaussian 2 to 5 % are, of float16 10 to 20 %.
-static inline int64_t coarse_allowed(int64_t nonzero) { return nonzero > 16 ? (nonzero - 16) * 3 / 4 : 0; }
-// And how many may be deep, so far below that at most 6 bits are left (float32: 21). Of GELU's and SiLU's outputs up to
-// 44 % are in chunks of 64.
-constexpr int kDeepExponents = 8;
-static inline int64_t deep_allowed(int64_t nonzero) { return nonzero * 9 / 20; }
+// So many powers of two below the largest of a chunk of so many words values have all the bits of their dtype.
+static inline int reach(DType dtype, int words) {
+  return (dtype == DType::kFloat16 ? 4 : dtype == DType::kBFloat16 ? 7 : -9) + kWordShift * (words - 1);
+}
 
-// How many may be deep beside outliers: more are a ladder of magnitudes, of which outliers are but the top.
-static inline int64_t deep_beside_outliers(int64_t nonzero) { return nonzero / 4; }
+// A chunk is spread if this share of its nonzero values, or more, lies so many powers of two below its reach. Of a
+// gaussian 10 to 20 % lie below that of float16, half as many with every power of two further down. Of a chunk that has
+// all its words: the last share, of those beyond the first 16; of up to 32, none. Tails of GELU's outputs go down to 0.
+struct Limit {
+  int beyond, share, last_share;  // in 32nds
+};
+constexpr Limit kLimits[] = {{0, 18, 16}, {1, 12, 10}, {2, 10, 10}, {3, 7, 10}, {5, 3, 10}};
+constexpr int kLimitCount = 5;
 
-// Of a chunk: its nonzero values, and those of them that are coarse, deep, or in the tail.
 struct Counts {
-  int64_t nonzero, coarse, deep, tail;
+  int nonzero, below[kLimitCount];  // the limits
 };
-constexpr int kTailExponents = 2;  // beyond coarse ones: the first powers of two in which a gap may lie
-
-[[maybe_unused]] static bool has_outliers(const Counts& counts) {
-  return counts.coarse > coarse_allowed(counts.nonzero) || counts.deep > deep_allowed(counts.nonzero);
-}
-
-// Of a row: its nonzero values; and of chunks that may have a gap those more than coarse + i powers of two below the
-// largest of their chunk. Chunks without their outliers count apart: their gap lies elsewhere.
-constexpr int kTailLength = 6;
-struct Tail {
-  int64_t nonzero = 0, below[kTailLength] = {};
-};
-// What counts as a kind: a sixteenth of the row. The activations of language models hardly reach that, or fall off
-// slowly: those with a longer tail (GELU and SiLU of large values, their products with gates) have a quarter or more of
-// what lies further down within any two powers of two. In a gap of two, at most a tenth of that may lie.
-constexpr int64_t kKindShare = 16, kFewestOfKind = 16, kGapShare = 10;
-
-// Whether it is worth a closer look: few ordinary chunks have as many in the tail with as few before it, or as many
-// deep.
-[[maybe_unused]] static bool may_have_gap(const Counts& counts) {
-  const bool falls_off = (counts.coarse - counts.tail) * 2 > counts.tail && counts.deep * 8 < counts.nonzero;
-  return counts.tail * kKindShare >= counts.nonzero && !falls_off;
-}
-
-[[maybe_unused]] static void add_tail(const float* values, int64_t count, int largest, int coarse, Tail* tail) {
-  for (int i = 0; i < kTailLength; ++i) {
-    const int exponent = (largest >> 23) - coarse - i;
-    const uint32_t limit = exponent > 1 ? static_cast<uint32_t>(exponent) << 23 : 0x00800000;
-    int below = 0;
-    for (int64_t j = 0; j < count; ++j) {
-      const uint32_t bits = float_to_bits(values[j]) & 0x7FFFFFFF;
-      below += bits >= 0x00800000 && bits < limit;
-    }
-    tail->below[i] += below;
-  }
-}
-
-[[maybe_unused]] static bool has_gap(const Tail& tail) {
-  for (int i = 0; i + kTailExponents < kTailLength; ++i) {
-    const int64_t further = tail.below[i + kTailExponents];
-    const bool many = further >= kFewestOfKind && further * kKindShare >= tail.nonzero;
-    if (many && (tail.below[i] - further) * kGapShare <= further) return true;
+static inline bool is_spread(const Counts& counts, bool last) {
+  const int nonzero = !last ? counts.nonzero : counts.nonzero > 32 ? counts.nonzero - 16 : 0;
+  for (int i = 0; i < kLimitCount; ++i) {
+    const int share = last ? kLimits[i].last_share : kLimits[i].share;
+    if (counts.below[i] > 0 && counts.below[i] * 32 >= nonzero * share) return true;
   }
   return false;
 }
+
+// A row has a gap if one power of two or two, beyond the reach of each chunk, hold next to nothing of what lies further
+// down, which is a sixteenth of the row or more: values of another kind, though most chunks have too few of them. Tails
+// of GELU's and SiLU's outputs, and of gated ones, fall off slowly.
+static inline void add(const Counts& chunk, Counts* row) {
+  row->nonzero += chunk.nonzero;
+  for (int i = 0; i < kLimitCount; ++i) row->below[i] += chunk.below[i] > 0 ? chunk.below[i] : 0;
+}
+static inline bool has_gap(const Counts& row) {
+  for (int i = 1; i < kLimitCount; ++i) {
+    const int further = row.below[i];
+    if (further > 0 && further * 16 >= row.nonzero && (row.below[i - 1] - further) * 10 <= further) return true;
+  }
+  return false;
+}
+
+// The outliers of a chunk of 64, 128 or 256 columns that cost less than one word more of it would.
+static inline int64_t few_outliers(int64_t count) { return count < 256 ? 1 : 2; }
 
 // Outliers in a row of K values, beyond which float32 sums of all of it cost no more.
 static inline int64_t outliers_allowed(int64_t k) { return 16 + k / 8; }
 
 // Moves the largest of values[0 .. count), as few as possible and those of one exponent together, to the outliers,
-// until no more of the others are coarse, or deep, than may be. Returns the bits of the largest that stays. `remark` is
-// the row's.
-[[gnu::noinline, maybe_unused]] static int move_outliers(float* values, int64_t count, int coarse, uint64_t* outliers,
-                                                         uint8_t* remark) {
-  int64_t up_to[256] = {};  // nonzero values of this exponent or less
+// until the others are not spread. Changes nothing and returns false if these are more than `most`; `last`:
+// is_spread().
+struct Rest {
+  int largest;  // bits of the largest magnitude
+  Counts counts;
+};
+[[gnu::noinline, maybe_unused]] static bool move_outliers(float* values, int64_t count, int reach, bool last,
+                                                          int64_t most, uint64_t* outliers, Rest* rest) {
+  int up_to[256] = {};  // nonzero values of this exponent or less
   for (int64_t i = 0; i < count; ++i) ++up_to[float_to_bits(values[i]) >> 23 & 0xFF];
   up_to[0] = 0;
   for (int e = 1; e < 256; ++e) up_to[e] += up_to[e - 1];
-  int top = 254;
-  const auto below = [&](int exponents) { return top > exponents ? up_to[top - exponents - 1] : 0; };
-  while (below(coarse) > coarse_allowed(up_to[top]) || below(kDeepExponents) > deep_allowed(up_to[top])) --top;
-  if (below(kDeepExponents) > deep_beside_outliers(up_to[top])) *remark |= kIsWide;
-  int largest = 0;
+  int top = rest->largest >> 23;
+  const auto count_below = [&] {
+    Counts counts = {up_to[top], {}};
+    for (int i = 0; i < kLimitCount; ++i) {
+      const int exponent = top - reach - kLimits[i].beyond;
+      counts.below[i] = exponent > 0 ? up_to[exponent - 1] : 0;
+    }
+    return counts;
+  };
+  while (is_spread(count_below(), last)) --top;
+  if (up_to[255] - up_to[top] > most) return false;
+  *rest = {0, count_below()};
   for (int64_t i = 0; i < count; ++i) {
     const int bits = static_cast<int>(float_to_bits(values[i]) & 0x7FFFFFFF);
     if (bits >> 23 > top) {
       outliers[i / kTileColumns] |= uint64_t{1} << i % kTileColumns;
       values[i] = 0;
-    } else if (bits > largest) {
-      largest = bits;
+    } else if (bits > rest->largest) {
+      rest->largest = bits;
     }
   }
-  return largest;
+  return true;
+}
+
+// What becomes of a chunk: how many words it has, and the bits of the largest magnitude that stays in it. `count_below`
+// (bits of the largest, its reach) counts the chunk; outliers are the chunk's, `row` and `remark` the row's. A row that
+// has a gap is packed a second time, with all words.
+struct Form {
+  int words, largest;
+};
+template <typename Count>
+static Form choose_form(const Job& job, float* values, int64_t count, int bits, const Count& count_below, bool gap,
+                        uint64_t* outliers, Counts* row, uint8_t* remark) {
+  const int few = reach(job.x_dtype, job.words), all = reach(job.x_dtype, job.words + 1);
+  Rest rest = {bits, {}};
+  if (!gap) {
+    rest.counts = count_below(bits, few);
+    const bool fits = !is_spread(rest.counts, false) ||
+                      move_outliers(values, count, few, false, few_outliers(count), outliers, &rest);
+    add(rest.counts, row);
+    if (fits) return {job.words, rest.largest};
+  }
+  if (is_spread(count_below(bits, all), true)) {
+    move_outliers(values, count, all, true, count, outliers, &rest);
+    if (rest.counts.below[0] * 8 > rest.counts.nonzero) *remark |= kIsWide;  // a ladder
+  }
+  return {job.words + 1, rest.largest};
+}
+
+// Notes the form of a chunk of row m; returns the biased exponent that its largest magnitude counts as.
+[[maybe_unused]] static int set_form(const Job& job, int64_t m, int64_t chunk, const Form& form) {
+  const int exponent =
+      (form.largest + kHeadroom) >> 23 > kMinExponent ? (form.largest + kHeadroom) >> 23 : kMinExponent;
+  job.chunk_scales[m * job.chunks + chunk] = bits_to_float(static_cast<uint32_t>(exponent - 14) << 23);
+  job.chunk_words[m * job.chunks + chunk] = static_cast<uint8_t>(form.words);
+  if (form.words > job.words) job.remarks[m] |= kHasMoreWords;
+  return exponent;
 }
 
 // Products of outliers that are summed at a time, before they are added to the others: rounding errors stay small.

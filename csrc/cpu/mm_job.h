@@ -28,13 +28,15 @@ constexpr int kFewRows = 8;              // rows of x whose high and low bytes f
 constexpr int kBlockK = 512;             // bfloat16 tiles: k per block of packed x; a multiple of every section
 constexpr int kPackK = 256;              // bfloat16 tiles: k that one thread packs at a time, likewise
 constexpr int kFewTilesM = 4;            // bfloat16 tiles: tiles of x up to which W expands anew for every two of them
-constexpr int kWordShift = 15;           // fixed point: a second 16-bit word counts in units of 2^-15 of the first
+constexpr int kMaxWords = 3;             // of fixed point
+constexpr int kWordShift = 15;           // fixed point: a 16-bit word counts in units of 2^-15 of the one before
 
 // Rows of x beyond a kernel's arithmetic.
-constexpr uint8_t kHasNonfinite = 1;  // Inf or NaN were packed as 0; their products are added afterwards
-constexpr uint8_t kIsHuge = 2;        // sums of the row's parts could overflow one by one: the row is computed anew
-constexpr uint8_t kHasOutliers = 4;   // fixed point: values in `outliers` were packed as 0; the same
-constexpr uint8_t kIsWide = 8;        // fixed point: they were too many: the row is computed anew, in float32
+constexpr uint8_t kHasNonfinite = 1;   // Inf or NaN were packed as 0; their products are added afterwards
+constexpr uint8_t kIsHuge = 2;         // sums of the row's parts could overflow one by one: the row is computed anew
+constexpr uint8_t kHasOutliers = 4;    // fixed point: values in `outliers` were packed as 0; the same
+constexpr uint8_t kIsWide = 8;         // fixed point: they were too many: the row is computed anew, in float32
+constexpr uint8_t kHasMoreWords = 16;  // fixed point: some chunks have one word more, which the kernel looks for
 
 struct Job {
   int64_t m = 0, n = 0, k = 0;  // m: rows of this call, counted from x and y
@@ -67,14 +69,16 @@ struct Job {
   // bfloat16 tiles only for int4 W and more than one part.
   float* x_sums = nullptr;
 
-  // Fixed point, one power-of-two scale per `chunk_tiles` K-tiles: x = scale * (word 0 + word 1 * 2^-15), each word an
-  // integer below 2^15 - 128 in magnitude, stored as 256 * high + low with signed bytes. float32 has both words.
-  int words = 0;
+  // Fixed point, one power-of-two scale per `chunk_tiles` K-tiles: x = scale * (word 0 + word 1 * 2^-15 + word 2 *
+  // 2^-30), each word an integer below 2^15 - 128 in magnitude, stored as 256 * high + low with signed bytes. Words
+  // that a chunk does not have are not written.
+  int words = 0;  // that every chunk has, 2 of float32; some have one more
   int64_t chunk_tiles = 0, chunks = 0;
-  int8_t* fixed_point = nullptr;  // [m][tiles_k][words][high, low][64], each 64 in the order of tile_column()
-  float* chunk_scales = nullptr;  // [m][chunks]
-  float* word_sums = nullptr;     // [m][sections][words] sums of the words
-  uint64_t* outliers = nullptr;   // [m][tiles_k] a bit a column: Inf, NaN, and what lies too far above its chunk
+  int8_t* fixed_point[kMaxWords] = {};  // by word: [m][tiles_k][high, low][64], each 64 in the order of tile_column()
+  float* word_sums[kMaxWords] = {};     // [m][sections] sums of the words
+  float* chunk_scales = nullptr;        // [m][chunks]
+  uint8_t* chunk_words = nullptr;       // [m][chunks]
+  uint64_t* outliers = nullptr;         // [m][tiles_k] a bit a column: Inf, NaN, and what lies too far above its chunk
 
   // bfloat16 as B tiles of 16 k-pairs x 16 rows, in `parts` summands (float32: 3, float16: 2).
   int parts = 0;

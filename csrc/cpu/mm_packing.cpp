@@ -19,9 +19,12 @@ void lay_out_fixed_point(Pieces& pieces, Job* job) {
   job->words = job->x_dtype == DType::kFloat32 ? 2 : 1;
   job->chunk_tiles = divide_up(job->section, kTileColumns);
   job->chunks = divide_up(job->tiles_k, job->chunk_tiles);
-  job->fixed_point = pieces.take<int8_t>(job->m * job->tiles_k * job->words * 2 * kTileColumns);
+  for (int w = 0; w <= job->words; ++w) {
+    job->fixed_point[w] = pieces.take<int8_t>(job->m * job->tiles_k * 2 * kTileColumns);
+    job->word_sums[w] = pieces.take<float>(job->m * job->sections);
+  }
   job->chunk_scales = pieces.take<float>(job->m * job->chunks);
-  job->word_sums = pieces.take<float>(job->m * job->sections * job->words);
+  job->chunk_words = pieces.take<uint8_t>(job->m * job->chunks);
   job->outliers = pieces.take<uint64_t>(job->m * job->tiles_k);
 }
 

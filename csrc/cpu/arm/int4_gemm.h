@@ -78,18 +78,24 @@ __attribute__((always_inline)) inline Dot::Sums<2 * kPairs, kV> multiply(const u
 
 // What a section of x is beside its bytes.
 struct Words {
-  const float* sums;  // of the section, by word
+  int count;
+  float sums[kMaxWords];  // of the section
   float scale;
 };
+Words words_of(const Job& job, int64_t m, int64_t chunk, int64_t s) {
+  const int64_t at = m * job.sections + s, c = m * job.chunks + chunk;
+  Words words = {job.chunk_words[c], {}, job.chunk_scales[c]};
+  for (int w = 0; w < words.count; ++w) words.sums[w] = job.word_sums[w][at];
+  return words;
+}
 
-// total[16] += the product of a section: high bytes count 256 times, the second word 2^-15.
+// total[16] += the product of a section: high bytes count 256 times, each word 2^-15 of the one before.
 template <typename Part>
-void add_fixed_point(int words, const Words& x, const Parameters& parameters, int first_quad, const Part& part,
-                     float* total) {
+void add_fixed_point(const Words& x, const Parameters& parameters, int first_quad, const Part& part, float* total) {
   for (int r = 0; r < 2; ++r) {
     const int quad = first_quad + 2 * r;
     float32x4_t value = vdupq_n_f32(0);
-    for (int w = words - 1; w >= 0; --w) {
+    for (int w = x.count - 1; w >= 0; --w) {
       const int32x4_t sum = vaddq_s32(vshlq_n_s32(part(r, w, 0), 8), part(r, w, 1));
       const float32x4_t product = vfmsq_n_f32(vcvtq_f32_s32(sum), parameters.zero[quad], x.sums[w]);
       value = vfmaq_n_f32(product, value, 1.0f / (1 << kWordShift));
@@ -103,21 +109,18 @@ void add_fixed_point(int words, const Words& x, const Parameters& parameters, in
 void multiply_fixed_point(const Job& job, const uint8_t* weight, int64_t s, const Parameters (&parameters)[2],
                           float* total) {
   const int64_t tile = s * job.section / kTileK, tiles = least(job.chunk_tiles, job.tiles_k - tile);
-  const int64_t x_tile = job.words * 2 * kTileK;
+  constexpr int64_t kXTile = 2 * kTileK;
   const bool halves = job.section < kTileK;
   for (int g = 0; g < 2 * kPairs; g += kPairs) {
     const uint8_t* pairs = weight + tile * kTileBytes + g * kTileK;
     for (int64_t m = 0; m < job.m; ++m) {
-      const int8_t* x = job.fixed_point + (m * job.tiles_k + tile) * x_tile;
-      const float* sums = job.word_sums + (m * job.sections + s) * job.words;
-      const float scale = job.chunk_scales[m * job.chunks + tile / job.chunk_tiles];
-      Dot::Sums<2 * kPairs, 2> words[2];
-      for (int w = 0; w < job.words; ++w) {
-        words[w] = multiply<2>(pairs, x + w * 2 * kTileK, kTileK, x_tile, tiles);
+      const int64_t chunk = tile / job.chunk_tiles, at = (m * job.tiles_k + tile) * kXTile;
+      Dot::Sums<2 * kPairs, 2> words[kMaxWords];
+      for (int w = 0; w < job.chunk_words[m * job.chunks + chunk]; ++w) {
+        words[w] = multiply<2>(pairs, job.fixed_point[w] + at, kTileK, kXTile, tiles);
       }
       const auto add = [&](int of, const auto& part) {
-        const Words section = {sums + of * job.words, scale};
-        add_fixed_point(job.words, section, parameters[of], g / kPairs, part, total + m * kTileN);
+        add_fixed_point(words_of(job, m, chunk, s + of), parameters[of], g / kPairs, part, total + m * kTileN);
       };
       if (halves) {
         add(0, [&](int r, int w, int v) { return words[w].template half<0>(r, v); });
@@ -226,18 +229,18 @@ void load_fp4_factors(const Job& job, int64_t tile, float32x4_t (&factors)[kQuad
 template <int kGroups, typename D = Dot>
 void multiply_fp4(const Job& job, const uint8_t* weight, int64_t t, const Parameters (&parameters)[kGroups],
                   float* total) {
-  const int64_t x_tile = job.words * 2 * kTileK;
+  constexpr int64_t kXTile = 2 * kTileK;
   for (int g = 0; g < 2 * kPairs; g += kPairs) {
     const uint8_t* pairs = weight + t * kTileBytes + g * kTileK;
     for (int64_t m = 0; m < job.m; ++m) {
-      const int8_t* x = job.fixed_point + (m * job.tiles_k + t) * x_tile;
-      const Words section = {job.word_sums + m * job.sections * job.words, job.chunk_scales[m * job.chunks + t]};
-      typename D::template Sums<2 * kPairs, 2> words[2];
-      for (int w = 0; w < job.words; ++w) {
-        words[w] = multiply<2, Format::kFp4>(pairs, x + w * 2 * kTileK, kTileK, x_tile, 1);
+      const Words section = words_of(job, m, t, 0);  // zero points are 0, and so its sums do not matter
+      typename D::template Sums<2 * kPairs, 2> words[kMaxWords];
+      for (int w = 0; w < section.count; ++w) {
+        const int8_t* x = job.fixed_point[w] + (m * job.tiles_k + t) * kXTile;
+        words[w] = multiply<2, Format::kFp4>(pairs, x, kTileK, kXTile, 1);
       }
       const auto add = [&](int of, const auto& part) {
-        add_fixed_point(job.words, section, parameters[of], g / kPairs, part, total + m * kTileN);
+        add_fixed_point(section, parameters[of], g / kPairs, part, total + m * kTileN);
       };
       if constexpr (kGroups == 2) {
         add(0, [&](int r, int w, int v) { return words[w].template half<0>(r, v); });

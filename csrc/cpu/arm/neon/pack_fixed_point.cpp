@@ -32,24 +32,24 @@ int load_chunk(const Job& job, int64_t index, int64_t count, int64_t padded, flo
   return vmaxvq_s32(largest);
 }
 
-Counts count_chunk(const float* values, int64_t count, int largest, int coarse) {
-  const int exponent = largest >> 23;
-  const auto limit_of = [exponent](int exponents) {
-    return vdupq_n_s32(exponent > exponents ? (exponent - exponents) << 23 : 0);
-  };
-  const int32x4_t limit = limit_of(coarse), deep_limit = limit_of(kDeepExponents);
-  const int32x4_t tail_limit = limit_of(coarse + kTailExponents);
-  const int32x4_t smallest = vdupq_n_s32(0x00800000);  // below it: as good as 0
-  uint32x4_t below = vdupq_n_u32(0), deep = below, tail = below, zeros = below;
-  for (int64_t i = 0; i < count; i += 4) {
-    const int32x4_t bits = magnitude_bits(vld1q_f32(values + i));
-    below = vsubq_u32(below, vcltq_s32(bits, limit));
-    deep = vsubq_u32(deep, vcltq_s32(bits, deep_limit));
-    tail = vsubq_u32(tail, vcltq_s32(bits, tail_limit));
-    zeros = vsubq_u32(zeros, vcltq_s32(bits, smallest));
+Counts count_chunk(const float* values, int64_t count, int largest, int reach) {
+  const auto limit_of = [](int exponent) { return vdupq_n_s32(exponent > 0 ? exponent << 23 : 0); };
+  const int32x4_t smallest = limit_of(1);  // below it: as good as 0
+  int32x4_t limits[kLimitCount];
+  uint32x4_t zeros = vdupq_n_u32(0), below[kLimitCount];
+  for (int i = 0; i < kLimitCount; ++i) {
+    limits[i] = limit_of((largest >> 23) - reach - kLimits[i].beyond);
+    below[i] = zeros;
   }
-  const int64_t zero = vaddvq_u32(zeros);
-  return {count - zero, vaddvq_u32(below) - zero, vaddvq_u32(deep) - zero, vaddvq_u32(tail) - zero};
+  for (int64_t j = 0; j < count; j += 4) {
+    const int32x4_t bits = magnitude_bits(vld1q_f32(values + j));
+    zeros = vsubq_u32(zeros, vcltq_s32(bits, smallest));
+    for (int i = 0; i < kLimitCount; ++i) below[i] = vsubq_u32(below[i], vcltq_s32(bits, limits[i]));
+  }
+  const int zero = static_cast<int>(vaddvq_u32(zeros));
+  Counts counts = {static_cast<int>(count) - zero, {}};
+  for (int i = 0; i < kLimitCount; ++i) counts.below[i] = static_cast<int>(vaddvq_u32(below[i])) - zero;
+  return counts;
 }
 
 // One tile of integer words, |word| < 2^15 - 128: its high and low bytes to out[0..64) and out[64..128), sums of each
@@ -66,67 +66,67 @@ void store_words(const int16x8_t (&words)[4][2], int8_t* out, int* step_sums) {
   store_in_tile_order(low, out + kTileK);
 }
 
-// The words of a tile: x's whole parts, and what is left in units of 2^-15 of them.
-void round_tile(const float* values, float inverse, int16x8_t (&words)[2][4][2]) {
+// The words of a tile: x's whole parts, and what each leaves in units of 2^-15 of its own.
+void round_tile(const float* values, float inverse, int count, int16x8_t (&words)[kMaxWords][4][2]) {
   for (int i = 0; i < kTileK / 8; ++i) {
-    int16x4_t whole[2], fraction[2];
-    for (int half = 0; half < 2; ++half) {
-      const float32x4_t v = vmulq_n_f32(vld1q_f32(values + 8 * i + 4 * half), inverse);
-      const int32x4_t rounded = vcvtnq_s32_f32(v);
-      const float32x4_t rest = vsubq_f32(v, vcvtq_f32_s32(rounded));  // exact
-      whole[half] = vqmovn_s32(rounded);
-      fraction[half] = vqmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(rest, 1 << kWordShift)));
+    float32x4_t rest[2];
+    for (int half = 0; half < 2; ++half) rest[half] = vmulq_n_f32(vld1q_f32(values + 8 * i + 4 * half), inverse);
+    for (int w = 0; w < count; ++w) {
+      int16x4_t whole[2];
+      for (int half = 0; half < 2; ++half) {
+        const int32x4_t rounded = vcvtnq_s32_f32(rest[half]);
+        rest[half] = vmulq_n_f32(vsubq_f32(rest[half], vcvtq_f32_s32(rounded)), 1 << kWordShift);  // exact
+        whole[half] = vqmovn_s32(rounded);
+      }
+      words[w][i / 2][i % 2] = vcombine_s16(whole[0], whole[1]);
     }
-    words[0][i / 2][i % 2] = vcombine_s16(whole[0], whole[1]);
-    words[1][i / 2][i % 2] = vcombine_s16(fraction[0], fraction[1]);
   }
 }
 
-void pack_row(const Job& job, int64_t m) {
+// Counts the row, unless it is known to have a gap.
+Counts pack_row(const Job& job, int64_t m, bool gap) {
+  Counts row = {};
   float values[kMaxSection];
-  float* sums = job.word_sums + m * job.sections * job.words;
-  for (int64_t s = 0; s < job.sections * job.words; ++s) sums[s] = 0;
+  for (int w = 0; w <= job.words; ++w) {
+    for (int64_t s = 0; s < job.sections; ++s) job.word_sums[w][m * job.sections + s] = 0;
+  }
   uint64_t* outliers = job.outliers + m * job.tiles_k;
   for (int64_t t = 0; t < job.tiles_k; ++t) outliers[t] = 0;
-  const int coarse = coarse_exponents(job.x_dtype);
-  Tail tail, without_outliers;
   for (int64_t c = 0; c < job.chunks; ++c) {
     const int64_t first_tile = c * job.chunk_tiles, k0 = first_tile * kTileK;
     const int64_t tiles = job.tiles_k - first_tile < job.chunk_tiles ? job.tiles_k - first_tile : job.chunk_tiles;
-    int bits = load_chunk(job, m * job.x_stride + k0, job.k - k0, tiles * kTileK, values, outliers + first_tile);
-    const Counts counts = count_chunk(values, tiles * kTileK, bits, coarse);
-    tail.nonzero += counts.nonzero, without_outliers.nonzero += counts.nonzero;
-    if (has_outliers(counts)) {
-      bits = move_outliers(values, tiles * kTileK, coarse, outliers + first_tile, job.remarks + m);
-      add_tail(values, tiles * kTileK, bits, coarse, &without_outliers);
-    } else if (may_have_gap(counts)) {
-      add_tail(values, tiles * kTileK, bits, coarse, &tail);
-    }
-    const int exponent = (bits + kHeadroom) >> 23 > kMinExponent ? (bits + kHeadroom) >> 23 : kMinExponent;
-    job.chunk_scales[m * job.chunks + c] = bits_to_float(static_cast<uint32_t>(exponent - 14) << 23);
-    const float inverse = bits_to_float(static_cast<uint32_t>(268 - exponent) << 23);
+    const int bits = load_chunk(job, m * job.x_stride + k0, job.k - k0, tiles * kTileK, values, outliers + first_tile);
+    const auto count_below = [&](int largest, int reach) {
+      return count_chunk(values, tiles * kTileK, largest, reach);
+    };
+    const Form form =
+        choose_form(job, values, tiles * kTileK, bits, count_below, gap, outliers + first_tile, &row, job.remarks + m);
+    const float inverse = bits_to_float(static_cast<uint32_t>(268 - set_form(job, m, c, form)) << 23);
     for (int64_t t = 0; t < tiles; ++t) {
-      int16x8_t words[2][4][2];
-      round_tile(values + t * kTileK, inverse, words);
-      int8_t* out = job.fixed_point + (m * job.tiles_k + first_tile + t) * job.words * 2 * kTileK;
-      for (int w = 0; w < job.words; ++w) {
+      int16x8_t words[kMaxWords][4][2];
+      round_tile(values + t * kTileK, inverse, form.words, words);
+      for (int w = 0; w < form.words; ++w) {
         int step_sums[4] = {};
-        store_words(words[w], out + w * 2 * kTileK, step_sums);
+        store_words(words[w], job.fixed_point[w] + (m * job.tiles_k + first_tile + t) * 2 * kTileK, step_sums);
         for (int step = 0; step < 4; ++step) {
           const int64_t section = (k0 + t * kTileK + step * kStep) / job.section;
-          if (section < job.sections) sums[section * job.words + w] += static_cast<float>(step_sums[step]);  // exact
+          if (section < job.sections) {
+            job.word_sums[w][m * job.sections + section] += static_cast<float>(step_sums[step]);  // exact
+          }
         }
       }
     }
   }
-  if (has_gap(tail) || has_gap(without_outliers)) job.remarks[m] |= kIsWide;
-  remark_outliers(job, m, outliers);
+  return row;
 }
 
 }  // namespace
 
 void neon::pack_fixed_point(const Job& job, int64_t begin, int64_t end) {
-  for (int64_t m = begin; m < end; ++m) pack_row(job, m);
+  for (int64_t m = begin; m < end; ++m) {
+    if (has_gap(pack_row(job, m, false))) pack_row(job, m, true);
+    remark_outliers(job, m, job.outliers + m * job.tiles_k);
+  }
 }
 
 }  // namespace qao::cpu

@@ -7,8 +7,8 @@
 //   total (float32)   += 256 * factor *     += factor *                 factor = scale * x_scale
 //                     (C - zero * sum(high))  (C - zero * sum(low))
 //
-// and y is the sum of both halves. Chunks are folded one behind, tiles of W expanded one ahead: the tile unit never
-// waits for what was stored just before.
+// and y is the sum of both halves. Rows that have chunks of two words are computed anew, by AVX-512. Chunks are folded
+// one behind, tiles of W expanded one ahead: the tile unit never waits for what was stored just before.
 #include "cpu/mm_kernels.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/amx/tiles.h"
@@ -47,7 +47,7 @@ void pack_columns(const Job& job, int8_t* b, ChunkFactors* factors) {
     __m512i columns[kColumns];
     for (int64_t i = 0; i < kColumns; ++i) {
       const int64_t m = i % kHalf, plane = i / kHalf;
-      const int8_t* bytes = job.fixed_point + ((m * job.tiles_k + t) * 2 + plane) * kTileK;
+      const int8_t* bytes = job.fixed_point[0] + ((m * job.tiles_k + t) * 2 + plane) * kTileK;
       columns[i] = m < job.m ? _mm512_load_si512(bytes) : _mm512_setzero_si512();
       const int sum = _mm512_reduce_add_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, columns[i]));
       factors[t / job.chunk_tiles].sum[i] += static_cast<float>(sum);
@@ -127,6 +127,21 @@ void run_tile(const Job& job, int64_t tile_n, const int8_t* b, const ChunkFactor
   write_rows(job, tile_n, total);
 }
 
+// Row m as a product of its own.
+Job row_of(const Job& job, int64_t m) {
+  Job row = job;
+  row.m = 1;
+  for (int w = 0; w <= job.words; ++w) {
+    row.fixed_point[w] += m * job.tiles_k * 2 * kTileK;
+    row.word_sums[w] += m * job.sections;
+  }
+  row.chunk_scales += m * job.chunks, row.chunk_words += m * job.chunks;
+  row.remarks += m;
+  row.x_scales += m * job.x_scale_stride;
+  row.y = static_cast<char*>(job.y) + m * job.n * (job.y_dtype == DType::kFloat32 ? 4 : 2);
+  return row;
+}
+
 }  // namespace
 
 void amx::fixed_point_int4_few_rows(const Job& job, int64_t begin, int64_t end) {
@@ -138,6 +153,9 @@ void amx::fixed_point_int4_few_rows(const Job& job, int64_t begin, int64_t end) 
   const uint8_t* weight = job.weight + begin * job.tiles_k * kTileBytes;
   for (int64_t tile_n = begin; tile_n < end; ++tile_n) {
     run_tile(job, tile_n, b, factors, WeightStream(weight, tile_n - begin, job.tiles_k));
+  }
+  for (int64_t m = 0; m < job.m; ++m) {
+    if ((job.remarks[m] & kHasMoreWords) != 0) avx512::fixed_point_int4_gemv(row_of(job, m), begin, end);
   }
 }
 

@@ -74,41 +74,76 @@ __attribute__((always_inline)) inline void add_quads(const uint8_t* panel, const
   }
 }
 
+// Word `w` of section `s` for the rows m .. m + kM of x, in its own units.
+template <int kM>
+__attribute__((always_inline)) inline void multiply_word(const Job& job, int64_t m, int64_t s, int w,
+                                                         const uint8_t* panel, const Section& section,
+                                                         __m256 (&values)[kM][kVectors]) {
+  const int64_t tile = s * job.section / kTileK, tiles = least(job.chunk_tiles, job.tiles_k - tile);
+  constexpr int64_t kXTile = 2 * kTileK;
+  const int64_t x_row = job.tiles_k * kXTile;
+  const bool whole = job.section >= kTileK;  // not one half of a K-tile
+  const int8_t* x = job.fixed_point[w] + m * x_row + tile * kXTile;
+  __m256i sums[kM][kVectors];
+  for (auto& row : sums) {
+    for (auto& sum : row) sum = _mm256_setzero_si256();
+  }
+  for (int plane = 0; plane < 2; ++plane) {
+    const __m256i plane_weight = _mm256_set1_epi16(plane == 0 ? 256 : 1);
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int8_t* bytes = x + t * kXTile + plane * kTileK;
+      const uint8_t* tile_panel = panel + t * kTilePanel;
+      if (whole || s % 2 == 0) add_quads<kM>(tile_panel, bytes, x_row, 0, plane_weight, sums);
+      if (whole || s % 2 == 1) add_quads<kM>(tile_panel, bytes, x_row, kQuadsAtOnce, plane_weight, sums);
+    }
+  }
+  for (int i = 0; i < kM; ++i) {
+    const __m256 x_sum = _mm256_set1_ps(job.word_sums[w][(m + i) * job.sections + s]);
+    for (int v = 0; v < kVectors; ++v) {
+      values[i][v] = _mm256_fnmadd_ps(section.zero[v], x_sum, _mm256_cvtepi32_ps(sums[i][v]));
+    }
+  }
+}
+
+// The last word of one row, whose neighbours have none.
+[[gnu::noinline]] void last_word(const Job& job, int64_t m, int64_t s, const uint8_t* panel, const Section& section,
+                                 float (&last)[kTileN]) {
+  __m256 values[1][kVectors];
+  multiply_word<1>(job, m, s, job.words, panel, section, values);
+  for (int v = 0; v < kVectors; ++v) _mm256_store_ps(last + 8 * v, values[0][v]);
+}
+
 // total[i][16] += section `s` for the rows m .. m + kM of x.
 template <int kM>
 void multiply(const Job& job, int64_t m, int64_t s, const uint8_t* panel, const Section& section, float* total) {
-  const int64_t tile = s * job.section / kTileK, tiles = least(job.chunk_tiles, job.tiles_k - tile);
-  const int64_t x_tile = job.words * 2 * kTileK, x_row = job.tiles_k * x_tile;
-  const bool whole = job.section >= kTileK;  // not one half of a K-tile
-  const int8_t* x = job.fixed_point + m * x_row + tile * x_tile;
+  const int64_t chunk = s * job.section / kTileK / job.chunk_tiles;
+  const auto has_more = [&](int i) { return job.chunk_words[(m + i) * job.chunks + chunk] > job.words; };
+  int more = 0;  // rows with a word that not all have
+  for (int i = 0; i < kM; ++i) more += has_more(i);
   __m256 result[kM][kVectors];
   for (auto& row : result) {
     for (auto& value : row) value = _mm256_setzero_ps();
   }
-  for (int w = job.words - 1; w >= 0; --w) {
-    __m256i sums[kM][kVectors];
-    for (auto& row : sums) {
-      for (auto& sum : row) sum = _mm256_setzero_si256();
-    }
-    for (int plane = 0; plane < 2; ++plane) {
-      const __m256i plane_weight = _mm256_set1_epi16(plane == 0 ? 256 : 1);
-      for (int64_t t = 0; t < tiles; ++t) {
-        const int8_t* bytes = x + t * x_tile + (w * 2 + plane) * kTileK;
-        const uint8_t* tile_panel = panel + t * kTilePanel;
-        if (whole || s % 2 == 0) add_quads<kM>(tile_panel, bytes, x_row, 0, plane_weight, sums);
-        if (whole || s % 2 == 1) add_quads<kM>(tile_panel, bytes, x_row, kQuadsAtOnce, plane_weight, sums);
-      }
-    }
+  if (more > 0 && more < kM) {
+#pragma GCC unroll 4
     for (int i = 0; i < kM; ++i) {
-      const __m256 x_sum = _mm256_set1_ps(job.word_sums[((m + i) * job.sections + s) * job.words + w]);
+      if (!has_more(i)) continue;
+      alignas(32) float last[kTileN];
+      last_word(job, m + i, s, panel, section, last);
+      for (int v = 0; v < kVectors; ++v) result[i][v] = _mm256_load_ps(last + 8 * v);
+    }
+  }
+  for (int w = more == kM ? job.words : job.words - 1; w >= 0; --w) {
+    __m256 values[kM][kVectors];
+    multiply_word<kM>(job, m, s, w, panel, section, values);
+    for (int i = 0; i < kM; ++i) {
       for (int v = 0; v < kVectors; ++v) {
-        const __m256 value = _mm256_fnmadd_ps(section.zero[v], x_sum, _mm256_cvtepi32_ps(sums[i][v]));
-        result[i][v] = _mm256_fmadd_ps(result[i][v], _mm256_set1_ps(1.0f / (1 << kWordShift)), value);
+        result[i][v] = _mm256_fmadd_ps(result[i][v], _mm256_set1_ps(1.0f / (1 << kWordShift)), values[i][v]);
       }
     }
   }
   for (int i = 0; i < kM; ++i) {
-    const __m256 x_scale = _mm256_set1_ps(job.chunk_scales[(m + i) * job.chunks + tile / job.chunk_tiles]);
+    const __m256 x_scale = _mm256_set1_ps(job.chunk_scales[(m + i) * job.chunks + chunk]);
     for (int v = 0; v < kVectors; ++v) {
       float* at = total + i * kTileN + 8 * v;
       const __m256 scaled = _mm256_mul_ps(result[i][v], x_scale);

@@ -16,8 +16,9 @@ using int4::kTileBytes;
 using int4::kTileK;
 using int4::kTileN;
 
-constexpr int kPairs = 8;              // row pairs (g, g + 8) of a tile
-constexpr int kVectors = kTileK / 32;  // of one row pair's 64 bytes
+constexpr int kPairs = 8;               // row pairs (g, g + 8) of a tile
+constexpr int kVectors = kTileK / 32;   // of one row pair's 64 bytes
+constexpr int64_t kXTile = 2 * kTileK;  // of a word of x
 
 // What a chunk needs of each row of W. With groups of 32 the lanes of a row belong to two groups, in the pattern
 // 0 0 1 1 twice, with groups of 16 to four: the four values are stored; otherwise one.
@@ -50,9 +51,9 @@ struct RowValues {
 };
 
 // Of W the bytes that are multiplied, of row g and of row g + 8 when shifted down, and the factors of a chunk.
-template <int kWordsOfX, int kGroupsOfTile>
+template <int kGroupsOfTile>
 struct Int4 {
-  static constexpr int kWords = kWordsOfX, kGroups = kGroupsOfTile;
+  static constexpr int kGroups = kGroupsOfTile;
   struct Factors {
     RowValues<kGroups> scale, zero;  // scale includes x's
     __m256 less_zero(int row, __m256 x_sum, __m256 sum) const { return _mm256_fnmadd_ps(zero[row], x_sum, sum); }
@@ -61,9 +62,9 @@ struct Int4 {
   static __m256i nibbles(__m256i bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(0x0F)); }
 };
 
-template <int kWordsOfX, int kGroupsOfTile>
+template <int kGroupsOfTile>
 struct Fp4 {
-  static constexpr int kWords = kWordsOfX, kGroups = kGroupsOfTile;
+  static constexpr int kGroups = kGroupsOfTile;
   struct Factors {
     RowValues<kGroups> scale;  // half of it, over the row's divisor
     __m256 less_zero(int, __m256 x_sum, __m256 sum) const { return _mm256_sub_ps(sum, x_sum); }
@@ -88,9 +89,9 @@ void load_section(const Job& job, int64_t tile, int64_t s, Section* section) {
   }
 }
 
-template <int kWords, int kGroups>
-void make_factors(const Job& job, int64_t tile, int64_t chunk, float x_scale, Int4<kWords, kGroups>,
-                  typename Int4<kWords, kGroups>::Factors* factors) {
+template <int kGroups>
+void make_factors(const Job& job, int64_t tile, int64_t chunk, float x_scale, Int4<kGroups>,
+                  typename Int4<kGroups>::Factors* factors) {
   constexpr bool kHalves = kGroups == 2;
   Section sections[2];
   const int64_t s = kHalves ? 2 * chunk : chunk;
@@ -103,9 +104,9 @@ void make_factors(const Job& job, int64_t tile, int64_t chunk, float x_scale, In
   }
 }
 
-template <int kWords, int kGroups>
-void make_factors(const Job& job, int64_t tile, int64_t chunk, float x_scale, Fp4<kWords, kGroups>,
-                  typename Fp4<kWords, kGroups>::Factors* factors) {
+template <int kGroups>
+void make_factors(const Job& job, int64_t tile, int64_t chunk, float x_scale, Fp4<kGroups>,
+                  typename Fp4<kGroups>::Factors* factors) {
   for (int v = 0; v < 2; ++v) {
     const __m256 factor = _mm256_mul_ps(fp4_row_factors(job, tile, v), _mm256_set1_ps(x_scale * 0.5f));
     __m256 scales[4];
@@ -119,12 +120,11 @@ void make_factors(const Job& job, int64_t tile, int64_t chunk, float x_scale, Fp
 
 // 256 * sum(w * high) + sum(w * low), lane by lane.
 template <int kTiles>
-__attribute__((always_inline)) inline __m256 dot(const __m256i (&w)[kTiles * kVectors], const int8_t* x,
-                                                 int64_t x_tile) {
+__attribute__((always_inline)) inline __m256 dot(const __m256i (&w)[kTiles * kVectors], const int8_t* x) {
   __m256i high = _mm256_setzero_si256(), low = _mm256_setzero_si256();
 #pragma GCC unroll 8
   for (int i = 0; i < kTiles * kVectors; ++i) {
-    const __m256i* bytes = reinterpret_cast<const __m256i*>(x + i / kVectors * x_tile) + i % kVectors;
+    const __m256i* bytes = reinterpret_cast<const __m256i*>(x + i / kVectors * kXTile) + i % kVectors;
     high = _mm256_add_epi16(high, _mm256_maddubs_epi16(w[i], _mm256_load_si256(bytes)));
     low = _mm256_add_epi16(low, _mm256_maddubs_epi16(w[i], _mm256_load_si256(bytes + kVectors)));
   }
@@ -132,16 +132,15 @@ __attribute__((always_inline)) inline __m256 dot(const __m256i (&w)[kTiles * kVe
       _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(256)), _mm256_madd_epi16(low, _mm256_set1_epi16(1))));
 }
 
-// sums[row] += kTiles K-tiles of one chunk.
-template <typename W, int kTiles>
-void add_tiles(const uint8_t* weight, const int8_t* x, const typename W::Factors& factors, __m256 (&sums)[kTileN]) {
-  constexpr int kWords = W::kWords;
-  constexpr int64_t kXTile = kWords * 2 * kTileK;
-  constexpr float kSecondWord = 1.0f / (1 << kWordShift);
+// sums[row] += kWords words of kTiles K-tiles of one chunk, in units of the first of these words.
+template <typename W, int kTiles, int kWords>
+void add_tiles(const uint8_t* weight, const int8_t* const* x, const typename W::Factors& factors,
+               __m256 (&sums)[kTileN]) {
+  constexpr float kNextWord = 1.0f / (1 << kWordShift);
   __m256i ones[kTiles * kVectors];
   for (__m256i& one : ones) one = _mm256_set1_epi8(1);
   __m256 x_sums[kWords];
-  for (int w = 0; w < kWords; ++w) x_sums[w] = W::of_x_sum(dot<kTiles>(ones, x + w * 2 * kTileK, kXTile));
+  for (int w = 0; w < kWords; ++w) x_sums[w] = W::of_x_sum(dot<kTiles>(ones, x[w]));
 
 #pragma GCC unroll 8
   for (int g = 0; g < kPairs; ++g) {
@@ -157,8 +156,8 @@ void add_tiles(const uint8_t* weight, const int8_t* x, const typename W::Factors
     const auto add_row = [&](int row, const __m256i(&q)[kTiles* kVectors]) __attribute__((always_inline)) {
       __m256 value = _mm256_setzero_ps();
       for (int w = kWords - 1; w >= 0; --w) {
-        const __m256 word = factors.less_zero(row, x_sums[w], dot<kTiles>(q, x + w * 2 * kTileK, kXTile));
-        value = _mm256_fmadd_ps(value, _mm256_set1_ps(kSecondWord), word);
+        const __m256 word = factors.less_zero(row, x_sums[w], dot<kTiles>(q, x[w]));
+        value = _mm256_fmadd_ps(value, _mm256_set1_ps(kNextWord), word);
       }
       sums[row] = _mm256_fmadd_ps(value, factors.scale[row], sums[row]);
     };
@@ -175,24 +174,36 @@ __m256 row_sums(const __m256* lanes) {  // of eight rows
                        _mm256_permute2f128_ps(rows0123, rows4567, 0x31));
 }
 
-template <typename W, int kTiles>
+template <typename W, int kTiles, int kWords>
 void run_tile(const Job& job, int64_t tile, int64_t m) {
-  constexpr int64_t kXTile = W::kWords * 2 * kTileK;
   const uint8_t* weight = job.weight + tile * job.tiles_k * kTileBytes;
-  const int8_t* x = job.fixed_point + m * job.tiles_k * kXTile;
+  const int8_t* words[kMaxWords] = {};
+  for (int w = 0; w <= job.words; ++w) words[w] = job.fixed_point[w] + m * job.tiles_k * kXTile;
+  const uint8_t* chunk_words = job.chunk_words + m * job.chunks;
   const float* x_scales = job.chunk_scales + m * job.chunks;
   __m256 sums[kTileN];
   for (__m256& sum : sums) sum = _mm256_setzero_ps();
 
   typename W::Factors factors;
-  int64_t t = 0, chunk = 0;
-  for (; t + kTiles <= job.tiles_k; t += kTiles, ++chunk) {
-    make_factors(job, tile, chunk, x_scales[chunk], W(), &factors);
-    add_tiles<W, kTiles>(weight + t * kTileBytes, x + t * kXTile, factors, sums);
-  }
-  if (t < job.tiles_k) make_factors(job, tile, chunk, x_scales[chunk], W(), &factors);
-  for (; t < job.tiles_k; ++t) {
-    add_tiles<W, 1>(weight + t * kTileBytes, x + t * kXTile, factors, sums);
+  // kCount words from kFirst on of a chunk.
+  const auto add_chunk = [&]<int kFirst, int kCount>(int64_t chunk) {
+    constexpr float kUnit = kFirst == 0 ? 1.0f : kFirst == 1 ? 0x1p-15f : 0x1p-30f;
+    make_factors(job, tile, chunk, x_scales[chunk] * kUnit, W(), &factors);
+    const int64_t first = chunk * kTiles;
+    const int8_t* x[kCount];
+    if (first + kTiles <= job.tiles_k) {
+      for (int w = 0; w < kCount; ++w) x[w] = words[kFirst + w] + first * kXTile;
+      add_tiles<W, kTiles, kCount>(weight + first * kTileBytes, x, factors, sums);
+      return;
+    }
+    for (int64_t t = first; t < job.tiles_k; ++t) {
+      for (int w = 0; w < kCount; ++w) x[w] = words[kFirst + w] + t * kXTile;
+      add_tiles<W, 1, kCount>(weight + t * kTileBytes, x, factors, sums);
+    }
+  };
+  for (int64_t chunk = 0; chunk < job.chunks; ++chunk) add_chunk.template operator()<0, kWords>(chunk);
+  for (int64_t chunk = 0; (job.remarks[m] & kHasMoreWords) != 0 && chunk < job.chunks; ++chunk) {
+    if (chunk_words[chunk] > kWords) add_chunk.template operator()<kWords, 1>(chunk);
   }
 
   for (int row = 0; row < kTileN; row += 8) {
@@ -204,28 +215,28 @@ void run_tile(const Job& job, int64_t tile, int64_t m) {
   }
 }
 
-template <typename W, int kTiles>
+template <typename W, int kTiles, int kWords>
 void run(const Job& job, int64_t begin, int64_t end) {
   for (int64_t tile = begin; tile < end; ++tile) {
-    for (int64_t m = 0; m < job.m; ++m) run_tile<W, kTiles>(job, tile, m);
+    for (int64_t m = 0; m < job.m; ++m) run_tile<W, kTiles, kWords>(job, tile, m);
   }
 }
 
 template <int kWords>
 void run_words(const Job& job, int64_t begin, int64_t end) {
   if (job.weight_format == Format::kFp4) {
-    return job.group_size == fp4::kMxGroup ? run<Fp4<kWords, 2>, 1>(job, begin, end)
-                                           : run<Fp4<kWords, 4>, 1>(job, begin, end);
+    return job.group_size == fp4::kMxGroup ? run<Fp4<2>, 1, kWords>(job, begin, end)
+                                           : run<Fp4<4>, 1, kWords>(job, begin, end);
   }
   switch (job.section) {
     case 32:
-      return run<Int4<kWords, 2>, 1>(job, begin, end);
+      return run<Int4<2>, 1, kWords>(job, begin, end);
     case 64:
-      return run<Int4<kWords, 1>, 1>(job, begin, end);
+      return run<Int4<1>, 1, kWords>(job, begin, end);
     case 128:
-      return run<Int4<kWords, 1>, 2>(job, begin, end);
+      return run<Int4<1>, 2, kWords>(job, begin, end);
     default:
-      return run<Int4<kWords, 1>, 4>(job, begin, end);
+      return run<Int4<1>, 4, kWords>(job, begin, end);
   }
 }
 

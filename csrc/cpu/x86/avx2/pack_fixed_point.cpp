@@ -43,29 +43,39 @@ int load_chunk(const Job& job, int64_t index, int64_t count, int64_t padded, flo
   return horizontal_max(largest);
 }
 
-Counts count_chunk(const float* values, int64_t count, int largest, int coarse) {
-  const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
-  const int exponent = largest >> 23;
-  const auto limit_of = [exponent](int exponents) {
-    return _mm256_set1_epi32(exponent > exponents ? (exponent - exponents) << 23 : 0);
+// A magnitude's upper 16 bits say on which side of a power of two it lies.
+Counts count_chunk(const float* values, int64_t count, int largest, int reach) {
+  const __m256i magnitude = _mm256_set1_epi16(0x7FFF);
+  const auto limit_of = [](int exponent) {
+    return _mm256_set1_epi16(static_cast<int16_t>(exponent > 0 ? exponent << 7 : 0));
   };
-  const __m256i limit = limit_of(coarse), deep_limit = limit_of(kDeepExponents);
-  const __m256i tail_limit = limit_of(coarse + kTailExponents);
-  const __m256i smallest = _mm256_set1_epi32(0x00800000);                             // below it: as good as 0
-  __m256i below = _mm256_setzero_si256(), deep = below, tail = below, zeros = below;  // minus the number of each
-  for (int64_t i = 0; i < count; i += 8) {
-    const __m256i bits = _mm256_and_si256(_mm256_castps_si256(_mm256_load_ps(values + i)), magnitude);
-    below = _mm256_add_epi32(below, _mm256_cmpgt_epi32(limit, bits));
-    deep = _mm256_add_epi32(deep, _mm256_cmpgt_epi32(deep_limit, bits));
-    tail = _mm256_add_epi32(tail, _mm256_cmpgt_epi32(tail_limit, bits));
-    zeros = _mm256_add_epi32(zeros, _mm256_cmpgt_epi32(smallest, bits));
+  const __m256i smallest = limit_of(1);                                             // below it: as good as 0
+  __m256i limits[kLimitCount], below[kLimitCount], zeros = _mm256_setzero_si256();  // minus the number of each
+  for (int i = 0; i < kLimitCount; ++i) {
+    limits[i] = limit_of((largest >> 23) - reach - kLimits[i].beyond);
+    below[i] = zeros;
   }
-  const __m256i pairs = _mm256_hadd_epi32(_mm256_hadd_epi32(zeros, below), _mm256_hadd_epi32(deep, tail));
-  alignas(16) int sums[4];
-  _mm_store_si128(reinterpret_cast<__m128i*>(sums),
-                  _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
-  const int64_t zero = -sums[0];
-  return {count - zero, -sums[1] - zero, -sums[2] - zero, -sums[3] - zero};
+  for (int64_t j = 0; j < count; j += 16) {
+    const __m256i* bits = reinterpret_cast<const __m256i*>(values + j);
+    const __m256i upper = _mm256_and_si256(_mm256_packus_epi32(_mm256_srli_epi32(_mm256_load_si256(bits), 16),
+                                                               _mm256_srli_epi32(_mm256_load_si256(bits + 1), 16)),
+                                           magnitude);
+    zeros = _mm256_add_epi16(zeros, _mm256_cmpgt_epi16(smallest, upper));
+#pragma GCC unroll 5
+    for (int i = 0; i < kLimitCount; ++i) below[i] = _mm256_add_epi16(below[i], _mm256_cmpgt_epi16(limits[i], upper));
+  }
+  const __m256i ones = _mm256_set1_epi16(-1);
+  const auto sums_of = [&](__m256i a, __m256i b, __m256i c, __m256i d) {
+    const __m256i pairs = _mm256_hadd_epi32(_mm256_hadd_epi32(_mm256_madd_epi16(a, ones), _mm256_madd_epi16(b, ones)),
+                                            _mm256_hadd_epi32(_mm256_madd_epi16(c, ones), _mm256_madd_epi16(d, ones)));
+    return _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+  };
+  alignas(16) int sums[8];
+  _mm_store_si128(reinterpret_cast<__m128i*>(sums), sums_of(zeros, below[0], below[1], below[2]));
+  _mm_store_si128(reinterpret_cast<__m128i*>(sums + 4), sums_of(below[3], below[4], zeros, zeros));
+  Counts counts = {static_cast<int>(count) - sums[0], {}};
+  for (int i = 0; i < kLimitCount; ++i) counts.below[i] = sums[i + 1] - sums[0];
+  return counts;
 }
 
 // Four k-steps of 16 bytes each in natural order -> one tile in the order of tile_column().
@@ -101,62 +111,66 @@ __m256i pack_words(__m256i first8, __m256i second8) {
   return _mm256_permute4x64_epi64(_mm256_packs_epi32(first8, second8), 0xD8);
 }
 
-void pack_row(const Job& job, int64_t m) {
+// Counts the row, unless it is known to have a gap.
+Counts pack_row(const Job& job, int64_t m, bool gap) {
+  Counts row = {};
   alignas(32) float values[kMaxSection];
-  float* sums = job.word_sums + m * job.sections * job.words;
-  for (int64_t s = 0; s < job.sections * job.words; ++s) sums[s] = 0;
+  for (int w = 0; w <= job.words; ++w) {
+    for (int64_t s = 0; s < job.sections; ++s) job.word_sums[w][m * job.sections + s] = 0;
+  }
   uint64_t* outliers = job.outliers + m * job.tiles_k;
   for (int64_t t = 0; t < job.tiles_k; ++t) outliers[t] = 0;
-  const int coarse = coarse_exponents(job.x_dtype);
-  Tail tail, without_outliers;
   for (int64_t c = 0; c < job.chunks; ++c) {
     const int64_t first_tile = c * job.chunk_tiles, k0 = first_tile * kTileK;
     const int64_t tiles = job.tiles_k - first_tile < job.chunk_tiles ? job.tiles_k - first_tile : job.chunk_tiles;
-    int bits = load_chunk(job, m * job.x_stride + k0, job.k - k0, tiles * kTileK, values, outliers + first_tile);
-    const Counts counts = count_chunk(values, tiles * kTileK, bits, coarse);
-    tail.nonzero += counts.nonzero, without_outliers.nonzero += counts.nonzero;
-    if (has_outliers(counts)) {
-      bits = move_outliers(values, tiles * kTileK, coarse, outliers + first_tile, job.remarks + m);
-      add_tail(values, tiles * kTileK, bits, coarse, &without_outliers);
-    } else if (may_have_gap(counts)) {
-      add_tail(values, tiles * kTileK, bits, coarse, &tail);
-    }
-    const int exponent = (bits + kHeadroom) >> 23 > kMinExponent ? (bits + kHeadroom) >> 23 : kMinExponent;
-    job.chunk_scales[m * job.chunks + c] = bits_to_float(static_cast<uint32_t>(exponent - 14) << 23);
+    const int bits = load_chunk(job, m * job.x_stride + k0, job.k - k0, tiles * kTileK, values, outliers + first_tile);
+    const auto count_below = [&](int largest, int reach) {
+      return count_chunk(values, tiles * kTileK, largest, reach);
+    };
+    const Form form =
+        choose_form(job, values, tiles * kTileK, bits, count_below, gap, outliers + first_tile, &row, job.remarks + m);
+    const int exponent = set_form(job, m, c, form);
     const __m256 inverse = _mm256_set1_ps(bits_to_float(static_cast<uint32_t>(268 - exponent) << 23));
 
     for (int64_t t = 0; t < tiles; ++t) {
-      __m256i words[2][4];
+      __m256i words[kMaxWords][4];
       for (int step = 0; step < 4; ++step) {
-        __m256i whole[2], fraction[2];
+        __m256 rest[2];
         for (int half = 0; half < 2; ++half) {
-          const __m256 v = _mm256_mul_ps(_mm256_load_ps(values + t * kTileK + step * kStep + half * 8), inverse);
-          whole[half] = _mm256_cvtps_epi32(v);
-          const __m256 rest = _mm256_sub_ps(v, _mm256_cvtepi32_ps(whole[half]));  // exact
-          fraction[half] = _mm256_cvtps_epi32(_mm256_mul_ps(rest, _mm256_set1_ps(1 << kWordShift)));
+          rest[half] = _mm256_mul_ps(_mm256_load_ps(values + t * kTileK + step * kStep + half * 8), inverse);
         }
-        words[0][step] = pack_words(whole[0], whole[1]);
-        words[1][step] = pack_words(fraction[0], fraction[1]);
+        for (int w = 0; w < form.words; ++w) {
+          __m256i whole[2];
+          for (int half = 0; half < 2; ++half) {
+            whole[half] = _mm256_cvtps_epi32(rest[half]);
+            rest[half] = _mm256_sub_ps(rest[half], _mm256_cvtepi32_ps(whole[half]));  // exact, as the next
+            rest[half] = _mm256_mul_ps(rest[half], _mm256_set1_ps(1 << kWordShift));
+          }
+          words[w][step] = pack_words(whole[0], whole[1]);
+        }
       }
-      int8_t* out = job.fixed_point + (m * job.tiles_k + first_tile + t) * job.words * 2 * kTileK;
-      for (int w = 0; w < job.words; ++w) {
+      for (int w = 0; w < form.words; ++w) {
         int step_sums[4] = {};
-        store_words(words[w], out + w * 2 * kTileK, step_sums);
+        store_words(words[w], job.fixed_point[w] + (m * job.tiles_k + first_tile + t) * 2 * kTileK, step_sums);
         for (int step = 0; step < 4; ++step) {
           const int64_t section = (k0 + t * kTileK + step * kStep) / job.section;
-          if (section < job.sections) sums[section * job.words + w] += static_cast<float>(step_sums[step]);  // exact
+          if (section < job.sections) {
+            job.word_sums[w][m * job.sections + section] += static_cast<float>(step_sums[step]);  // exact
+          }
         }
       }
     }
   }
-  if (has_gap(tail) || has_gap(without_outliers)) job.remarks[m] |= kIsWide;
-  remark_outliers(job, m, outliers);
+  return row;
 }
 
 }  // namespace
 
 void avx2::pack_fixed_point(const Job& job, int64_t begin, int64_t end) {
-  for (int64_t m = begin; m < end; ++m) pack_row(job, m);
+  for (int64_t m = begin; m < end; ++m) {
+    if (has_gap(pack_row(job, m, false))) pack_row(job, m, true);
+    remark_outliers(job, m, job.outliers + m * job.tiles_k);
+  }
 }
 
 }  // namespace qao::cpu

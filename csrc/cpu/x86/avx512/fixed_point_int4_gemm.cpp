@@ -51,38 +51,84 @@ __attribute__((always_inline)) inline void add_plane(const uint8_t* panel, const
   }
 }
 
+// Section `s` as the kernel walks over it.
+struct Walk {
+  int64_t chunk, tile, tiles;
+  int half;  // of one K-tile, or -1
+};
+Walk walk(const Job& job, int64_t s) {
+  const int64_t tile = s * job.section / kTileK;
+  return {tile / job.chunk_tiles, tile, least(job.chunk_tiles, job.tiles_k - tile),
+          job.section < kTileK ? static_cast<int>(s % 2) : -1};
+}
+
+// Word `w` of section `s` for the rows m .. m + kM of x, in its own units.
+template <int kN, int kM>
+__attribute__((always_inline)) inline void multiply_word(const Job& job, int64_t m, int64_t s, int w,
+                                                         const uint8_t* panel, const GroupVectors (&sections)[kN],
+                                                         __m512 (&values)[kN][kM]) {
+  const Walk at = walk(job, s);
+  constexpr int64_t kXTile = 2 * kTileK;
+  const int64_t x_row = job.tiles_k * kXTile;
+  const int8_t* x = job.fixed_point[w] + m * x_row + at.tile * kXTile;
+  __m512i sums[kN][kM];
+  for (auto& row : sums) {
+    for (auto& sum : row) sum = _mm512_setzero_si512();
+  }
+  add_plane<kN, kM>(panel, x, x_row, kXTile, at.tiles, at.half, sums);
+  for (auto& row : sums) {
+    for (auto& sum : row) sum = _mm512_slli_epi32(sum, 8);
+  }
+  add_plane<kN, kM>(panel, x + kTileK, x_row, kXTile, at.tiles, at.half, sums);
+  for (int i = 0; i < kM; ++i) {
+    const __m512 x_sum = _mm512_set1_ps(job.word_sums[w][(m + i) * job.sections + s]);
+    for (int n = 0; n < kN; ++n) {
+      values[n][i] = _mm512_fnmadd_ps(sections[n].zero, x_sum, _mm512_cvtepi32_ps(sums[n][i]));
+    }
+  }
+}
+
+// The last word of one row, whose neighbours have none.
+template <int kN>
+[[gnu::noinline]] void last_word(const Job& job, int64_t m, int64_t s, const uint8_t* panel,
+                                 const GroupVectors (&sections)[kN], float (&last)[kN][kTileN]) {
+  __m512 values[kN][1];
+  multiply_word<kN, 1>(job, m, s, job.words, panel, sections, values);
+  for (int n = 0; n < kN; ++n) _mm512_store_ps(last[n], values[n][0]);
+}
+
 // total[i][16 kN] += section `s` for the rows m .. m + kM of x.
 template <int kN, int kM>
 void multiply(const Job& job, int64_t m, int64_t s, const uint8_t* panel, const GroupVectors (&sections)[kN],
               float* total) {
-  const int64_t tile = s * job.section / kTileK, tiles = least(job.chunk_tiles, job.tiles_k - tile);
-  const int half = job.section < kTileK ? static_cast<int>(s % 2) : -1;
-  const int64_t x_tile = job.words * 2 * kTileK, x_row = job.tiles_k * x_tile;
-  const int8_t* x = job.fixed_point + m * x_row + tile * x_tile;
+  const int64_t chunk = walk(job, s).chunk;
+  const auto has_more = [&](int i) { return job.chunk_words[(m + i) * job.chunks + chunk] > job.words; };
+  int more = 0;  // rows with a word that not all have
+  for (int i = 0; i < kM; ++i) more += has_more(i);
   __m512 result[kN][kM];
   for (auto& row : result) {
     for (auto& value : row) value = _mm512_setzero_ps();
   }
-  for (int w = job.words - 1; w >= 0; --w) {
-    __m512i sums[kN][kM];
-    for (auto& row : sums) {
-      for (auto& sum : row) sum = _mm512_setzero_si512();
-    }
-    add_plane<kN, kM>(panel, x + w * 2 * kTileK, x_row, x_tile, tiles, half, sums);
-    for (auto& row : sums) {
-      for (auto& sum : row) sum = _mm512_slli_epi32(sum, 8);
-    }
-    add_plane<kN, kM>(panel, x + (w * 2 + 1) * kTileK, x_row, x_tile, tiles, half, sums);
+  if (more > 0 && more < kM) {
+#pragma GCC unroll 6
     for (int i = 0; i < kM; ++i) {
-      const __m512 x_sum = _mm512_set1_ps(job.word_sums[((m + i) * job.sections + s) * job.words + w]);
+      if (!has_more(i)) continue;
+      alignas(64) float last[kN][kTileN];
+      last_word<kN>(job, m + i, s, panel, sections, last);
+      for (int n = 0; n < kN; ++n) result[n][i] = _mm512_load_ps(last[n]);
+    }
+  }
+  for (int w = more == kM ? job.words : job.words - 1; w >= 0; --w) {
+    __m512 values[kN][kM];
+    multiply_word<kN, kM>(job, m, s, w, panel, sections, values);
+    for (int i = 0; i < kM; ++i) {
       for (int n = 0; n < kN; ++n) {
-        const __m512 value = _mm512_fnmadd_ps(sections[n].zero, x_sum, _mm512_cvtepi32_ps(sums[n][i]));
-        result[n][i] = _mm512_fmadd_ps(result[n][i], _mm512_set1_ps(1.0f / (1 << kWordShift)), value);
+        result[n][i] = _mm512_fmadd_ps(result[n][i], _mm512_set1_ps(1.0f / (1 << kWordShift)), values[n][i]);
       }
     }
   }
   for (int i = 0; i < kM; ++i) {
-    const __m512 x_scale = _mm512_set1_ps(job.chunk_scales[(m + i) * job.chunks + tile / job.chunk_tiles]);
+    const __m512 x_scale = _mm512_set1_ps(job.chunk_scales[(m + i) * job.chunks + chunk]);
     for (int n = 0; n < kN; ++n) {
       float* at = total + (i * kN + n) * kTileN;
       const __m512 scaled = _mm512_mul_ps(result[n][i], x_scale);

@@ -72,8 +72,9 @@ template <int kWordsOfX, int kGroupsOfTile>
 struct Int4 {
   static constexpr int kWords = kWordsOfX, kGroups = kGroupsOfTile;
   struct Factors {
-    RowValues<kGroups> scale[kWords];  // scale * x_scale, 1/16 of it for rows 8..15, 2^-15 of it for the second word
-    RowValues<kGroups> zero;           // 16 times it for rows 8..15
+    // Of each word: scale * x_scale, 1/16 of it for rows 8..15, 2^-15 of it for the second word.
+    RowValues<kGroups> scale[kWords];
+    RowValues<kGroups> zero;  // 16 times it for rows 8..15
     __m512 less_zero(int row, __m512 x_sum, __m512 sum) const { return _mm512_fnmadd_ps(zero[row], x_sum, sum); }
   };
   static __m512 of_x_sum(__m512 x_sum) { return x_sum; }
@@ -85,7 +86,7 @@ template <int kWordsOfX, int kGroupsOfTile>
 struct Fp4 {
   static constexpr int kWords = kWordsOfX, kGroups = kGroupsOfTile;
   struct Factors {
-    RowValues<kGroups> scale[kWords];  // scale / divisor * x_scale / 2, 2^-15 of it for the second word
+    RowValues<kGroups> scale[kWords];  // of each word: scale / divisor * x_scale / 2, 2^-15 of it for the second word
     __m512 less_zero(int, __m512 x_sum, __m512 sum) const { return _mm512_sub_ps(sum, x_sum); }
   };
   static __m512 of_x_sum(__m512 x_sum) { return _mm512_mul_ps(x_sum, _mm512_set1_ps(12)); }
@@ -158,14 +159,12 @@ __attribute__((always_inline)) inline __m512 dot(const __m512i (&w)[kTiles], con
   return _mm512_cvtepi32_ps(sum);
 }
 
-// sums[row] += kTiles K-tiles of one chunk.
-template <typename W, int kTiles>
-__attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, const int8_t* x,
-                                                     const typename W::Factors& factors, WeightStream& stream,
+// sums[row] += kTiles K-tiles of one chunk: the words that every chunk has, or the one more.
+template <typename W, int kTiles, bool kIsMore>
+__attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, const int8_t* const (&x)[kMaxWords],
+                                                     int64_t t0, const typename W::Factors& factors,
                                                      __m512 (&sums)[kTileN]) {
-  constexpr int kWords = W::kWords;
-#pragma GCC unroll 4
-  for (int t = 0; t < kTiles; ++t) stream.fetch();
+  constexpr int kWords = kIsMore ? 1 : W::kWords, kFirst = kIsMore ? W::kWords : 0;
   __m512i planes[kWords][kTiles][2];
   __m512 x_sums[kWords];
 #pragma GCC unroll 2
@@ -173,7 +172,7 @@ __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, cons
     __m512i ones[kTiles];
 #pragma GCC unroll 4
     for (int t = 0; t < kTiles; ++t) {
-      const int8_t* bytes = x + (t * kWords + w) * 2 * kTileK;
+      const int8_t* bytes = x[kFirst + w] + (t0 + t) * 2 * kTileK;
       planes[w][t][0] = _mm512_load_si512(bytes);
       planes[w][t][1] = _mm512_load_si512(bytes + kTileK);
       ones[t] = _mm512_set1_epi8(1);
@@ -185,15 +184,19 @@ __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, cons
     __m512i low[kTiles], high[kTiles];
 #pragma GCC unroll 4
     for (int t = 0; t < kTiles; ++t) {
-      const uint8_t* pair = weight + t * kTileBytes + g * kTileK;
+      const uint8_t* pair = weight + (t0 + t) * kTileBytes + g * kTileK;
       const __m512i bytes = _mm512_loadu_si512(pair);
       low[t] = W::low(bytes);
       high[t] = W::high(bytes);
     }
 #pragma GCC unroll 2
     for (int w = 0; w < kWords; ++w) {
-      const __m512 a = factors.less_zero(g, x_sums[w], dot<kTiles>(low, planes[w]));
-      const __m512 b = factors.less_zero(g + kPairs, x_sums[w], dot<kTiles>(high, planes[w]));
+      __m512 a = factors.less_zero(g, x_sums[w], dot<kTiles>(low, planes[w]));
+      __m512 b = factors.less_zero(g + kPairs, x_sums[w], dot<kTiles>(high, planes[w]));
+      if constexpr (kIsMore) {
+        const __m512 unit = _mm512_set1_ps(1.0f / (1 << kWordShift * kFirst));
+        a = _mm512_mul_ps(a, unit), b = _mm512_mul_ps(b, unit);
+      }
       sums[g] = _mm512_fmadd_ps(a, factors.scale[w][g], sums[g]);
       sums[g + kPairs] = _mm512_fmadd_ps(b, factors.scale[w][g + kPairs], sums[g + kPairs]);
     }
@@ -202,19 +205,29 @@ __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, cons
 
 template <typename W, int kTiles>
 void run_tile(const Job& job, int64_t tile, int64_t m, const typename W::Factors* factors, WeightStream stream) {
-  constexpr int kWords = W::kWords;
   const uint8_t* weight = job.weight + tile * job.tiles_k * kTileBytes;
-  const int8_t* x = job.fixed_point + m * job.tiles_k * kWords * 2 * kTileK;
+  const int8_t* x[kMaxWords] = {};
+  for (int w = 0; w <= W::kWords; ++w) x[w] = job.fixed_point[w] + m * job.tiles_k * 2 * kTileK;
   __m512 sums[kTileN];
 #pragma GCC unroll 16
   for (int row = 0; row < kTileN; ++row) sums[row] = _mm512_setzero_ps();
 
   int64_t t = 0, chunk = 0;
   for (; t + kTiles <= job.tiles_k; t += kTiles, ++chunk) {
-    add_tiles<W, kTiles>(weight + t * kTileBytes, x + t * kWords * 2 * kTileK, factors[chunk], stream, sums);
+#pragma GCC unroll 4
+    for (int i = 0; i < kTiles; ++i) stream.fetch();
+    add_tiles<W, kTiles, false>(weight, x, t, factors[chunk], sums);
   }
   for (; t < job.tiles_k; ++t) {
-    add_tiles<W, 1>(weight + t * kTileBytes, x + t * kWords * 2 * kTileK, factors[chunk], stream, sums);
+    stream.fetch();
+    add_tiles<W, 1, false>(weight, x, t, factors[chunk], sums);
+  }
+  // Apart, so that the loop above has registers enough.
+  const uint8_t* chunk_words = job.chunk_words + m * job.chunks;
+  for (chunk = 0; (job.remarks[m] & kHasMoreWords) != 0 && chunk < job.chunks; ++chunk) {
+    if (chunk_words[chunk] == W::kWords) continue;
+    const int64_t end = least((chunk + 1) * kTiles, job.tiles_k);
+    for (t = chunk * kTiles; t < end; ++t) add_tiles<W, 1, true>(weight, x, t, factors[chunk], sums);
   }
 
   // Sixteen rows of lanes to one vector of row sums.
