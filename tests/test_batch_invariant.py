@@ -85,6 +85,25 @@ def test_where_rows_lie_does_not_matter(scheme: Scheme, device: str) -> None:
             assert torch.equal(bits(product(scheme, wide[i : i + 1, :k], weight, None)), bits(y[i : i + 1]))
 
 
+@pytest.mark.parametrize("n,k", [(48, 640), (37, 203), (33, 1024), (80, 4864), (2560, 2048)], ids=str)
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+def test_whole_sums_need_no_mode(bias_dtype: torch.dtype | None, n: int, k: int, device: str) -> None:
+    """int8_int8 adds whole numbers, as such however K is split, and rounds their sum in one way: every plan's rows."""
+    if device == "cpu" and n * k > 500_000:
+        return
+    (scheme,) = (scheme for scheme in PRODUCTS if scheme.word == "int8_int8")
+    for fmt in (scheme.formats[0], scheme.formats[-1]):
+        weight = scheme.make_weight(n, k, fmt, device)
+        *counts, all_rows = COUNTS[device]
+        x = randn(all_rows, k, dtype=torch.float32, device=device)  # y, too: no rounding hides a bit
+        bias = None if bias_dtype is None else randn(n, dtype=bias_dtype, device=device)
+        y = scheme.mm(x, weight, bias)
+        assert torch.equal(bits(product(scheme, x, weight, bias)), bits(y))
+        for m in counts:
+            assert torch.equal(bits(scheme.mm(x[:m], weight, bias)), bits(y[:m])), m
+            assert torch.equal(bits(scheme.mm(x[all_rows - m :], weight, bias)), bits(y[all_rows - m :])), m
+
+
 def test_without_it_rows_differ() -> None:
     """Or the tests above could not fail."""
     (scheme,) = (scheme for scheme in PRODUCTS if scheme.word == "int8")
@@ -207,17 +226,31 @@ def test_opcheck(scheme: Scheme) -> None:
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
-FORMATS = [("float", "int4"), ("float", "int8"), ("float", "fp8"), ("float", "fp4"), ("int8", "int8"), ("int8", "int4"),
-           ("fp8", "fp8"), ("fp8", "int4")]  # fmt: skip
+FORMATS = [("float", "int4"), ("float", "int8"), ("float", "fp8"), ("float", "fp4"), ("int8", "int4"), ("fp8", "fp8"),
+           ("fp8", "int4")]  # fmt: skip
 GPUS = [(80, 108, 166912), (89, 128, 101376), (90, 132, 232448)]
+
+
+def chip_of(gpu: tuple[int, ...]) -> Any:
+    names = "compute_capability", "num_sms", "shared_bytes_per_cta"
+    return pytest.importorskip("qao._host").Gpu(**dict(zip(names, gpu, strict=True)))
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"sm{gpu[0]}")
+def test_whole_sums_have_the_plans_of_others(gpu: tuple[int, ...]) -> None:
+    _host, chip = pytest.importorskip("qao._host"), chip_of(gpu)
+    for m, n, k in ((1, 4096, 4096), (16, 1024, 8192), (300, 1024, 131071), (17, 64, 131072), (5000, 28672, 4096)):
+        texts = []
+        for invariant in (False, True):
+            problem = _host.Problem(m=m, n=n, k=k, x="int8", weight="int8", batch_invariant=invariant)
+            texts.append(_host.plan(problem, chip)["text"])
+        assert (texts[0] == texts[1]) == (k <= 131071), (m, n, k)
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"sm{gpu[0]}")
 @pytest.mark.parametrize("x,weight", FORMATS)
 def test_one_body_serves_any_number_of_rows(x: str, weight: str, gpu: tuple[int, ...]) -> None:
-    _host = pytest.importorskip("qao._host")
-    names = "compute_capability", "num_sms", "shared_bytes_per_cta"
-    chip = _host.Gpu(**dict(zip(names, gpu, strict=True)))
+    _host, chip = pytest.importorskip("qao._host"), chip_of(gpu)
     for n, k in ((4096, 4096), (28672, 4096), (1024, 8192), (100, 72)):
         plans = []
         for m in (1, 8, 17, 64, 300, 5000):

@@ -3,6 +3,7 @@
 #include "mm/mma_sync/plan.h"
 
 #include "mm/gpu.h"
+#include "mm/problem.h"
 #include "mm/stream/plan.h"
 #include "mm/wgmma/plan.h"
 #include "qao/mm.h"
@@ -35,7 +36,9 @@ bool fuses_norm(const Problem& problem, const Gpu& gpu) {
   return kBodies[0].supports(problem, gpu) && kBodies[0].plan(problem, gpu, &plan);
 }
 
-Status plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
+Status plan(const Problem& given, const Gpu& gpu, Plan* plan) {
+  Problem problem = given;
+  if (has_whole_sums(problem)) problem.batch_invariant = false;  // it is, in every plan
   if (!is_supported(gpu)) {
     return Status::error("GPUs of compute capability " + std::to_string(gpu.compute_capability / 10) + "." +
                              std::to_string(gpu.compute_capability % 10) + " are not supported; 8.0 is the lowest",

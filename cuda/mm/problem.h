@@ -15,6 +15,8 @@ namespace qao::mm {
 // What plans call a short and a tiny K, and a long run of row tiles.
 constexpr int64_t kShortK = 8192, kTinyK = 2048, kLongRun = 6;
 
+constexpr int64_t kMaxIntegerK = (int64_t{1} << 17) - 1;  // sums of (-128)^2 stay below 2^31
+
 // A float32 x is multiplied as bfloat16 parts.
 inline bool is_split(const Problem& problem) {
   return problem.x == Format::kFloat && problem.x_dtype == DType::kFloat32;
@@ -38,6 +40,11 @@ inline bool has_blocks(const Problem& problem) {
 // Groups of an int4 W beside an int8 x have whole numbers times one scale a row.
 inline bool has_row_scales(const Problem& problem) {
   return problem.row_scales && problem.x == Format::kInt8 && problem.weight == Format::kInt4 && !problem.has_zeros;
+}
+
+// Sums over all of K are whole numbers of 32 bits: the same in any order, so every plan gives y the same bits.
+inline bool has_whole_sums(const Problem& problem) {
+  return problem.x == Format::kInt8 && problem.weight == Format::kInt8 && problem.k <= kMaxIntegerK;
 }
 
 // Rows of an fp4 or int4 weight's scales for 16 rows of W: groups, and what divides their scales.

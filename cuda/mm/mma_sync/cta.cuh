@@ -323,6 +323,8 @@ struct Cta {
     }
   };
 
+  static constexpr bool kWholeSums = std::is_same_v<typename Product::Sum, int> && !kInt4Weight;
+
   // Slices are added in their order, transposed through shared memory to token-major, and handed over four rows at a
   // time.
   template <typename Write>
@@ -356,8 +358,8 @@ struct Cta {
       float value[4] = {};
 #pragma unroll
       for (int s = 0; s < Tile::kWarpsK; ++s) {
-        const float4 part = *reinterpret_cast<const float4*>(&tile[(s * tokens + token) * Tile::kPaddedN + row]);
-        value[0] += part.x, value[1] += part.y, value[2] += part.z, value[3] += part.w;
+        add_four(value, *reinterpret_cast<const float4*>(&tile[(s * tokens + token) * Tile::kPaddedN + row]),
+                 kWholeSums && p.epilogue.whole_sums);
       }
       write(token, n, rows, value);
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/convert.cuh"
+#include "common/finish.cuh"
 #include "mm/mma_sync/kernels.h"
 #include "mm/mma_sync/store.cuh"
 
@@ -21,7 +22,7 @@ struct Rows {
   float scale[4], sum[4], bias[4];
 };
 __device__ __forceinline__ Rows rows_of(const Epilogue& e, int n) {
-  Rows rows = {};
+  Rows rows = {{1, 1, 1, 1}, {}, {}};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (n + i >= e.n) break;
@@ -32,15 +33,28 @@ __device__ __forceinline__ Rows rows_of(const Epilogue& e, int n) {
   return rows;
 }
 
+// Adds four sums to others: float32, or int32 in floats of the same bits.
+__device__ __forceinline__ void add_four(float (&total)[4], const float4& part, bool whole) {
+  const float parts[4] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    int sum = __float_as_int(total[i]);
+    if (whole) {
+      add_part(sum, parts[i]);
+      total[i] = as_part(sum);
+    } else {
+      total[i] += parts[i];
+    }
+  }
+}
+
 // What the sums of four rows become.
 __device__ __forceinline__ void finish_four(const Epilogue& e, const Rows& rows, const Token& token,
                                             float (&value)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if (e.scales != nullptr) value[i] *= rows.scale[i];
-    if (e.weight_sums != nullptr) value[i] -= token.zero * rows.sum[i];
-    value[i] *= token.scale;
-    if (e.bias != nullptr) value[i] += rows.bias[i];
+    const float sum = e.whole_sums ? static_cast<float>(__float_as_int(value[i])) : value[i];
+    value[i] = finished(sum, rows.scale[i], token.scale, token.zero, rows.sum[i], rows.bias[i]);
   }
 }
 
@@ -62,12 +76,16 @@ static __global__ void __launch_bounds__(256) finish_kernel(const float* partial
   float value[4] = {};
   for (int s = 0; s < splits; ++s) {
     const float* partial = partials + (s * e.m + m) * e.n + n;
+    float4 four = {};
     if (e.n % 4 == 0) {
-      const float4 four = *reinterpret_cast<const float4*>(partial);
-      value[0] += four.x, value[1] += four.y, value[2] += four.z, value[3] += four.w;
+      four = *reinterpret_cast<const float4*>(partial);
     } else {
-      for (int i = 0; i < 4 && n + i < e.n; ++i) value[i] += partial[i];
+      four.x = partial[0];
+      if (n + 1 < e.n) four.y = partial[1];
+      if (n + 2 < e.n) four.z = partial[2];
+      if (n + 3 < e.n) four.w = partial[3];
     }
+    add_four(value, four, e.whole_sums);
   }
   write_four(e, 0, m, n, rows_of(e, n), token_of(e, m), value);
 }

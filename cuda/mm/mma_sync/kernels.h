@@ -13,6 +13,7 @@ enum class Operands : int;  // operands.h
 // What becomes of a float32 sum over all of K: y = sum * scale of x * scale of W - zero point + bias.
 struct Epilogue {
   float* partials;        // [split_k, m, n]: plain sums, to be finished by finish_kernel; null: y is written at once
+  bool whole_sums;        // these, and sums of slices, are int32
   void* y;                // [m, n]
   const float* x_scales;  // null: 1, or made by a kernel that quantises x
   int x_scale_stride;     // 1: one a token; 0: one for all

@@ -27,6 +27,7 @@ inline void set_groups(const Problem& problem, const Arguments& arguments, const
 inline Epilogue epilogue_of(const Problem& problem, const Arguments& arguments) {
   Epilogue e{};
   e.y = arguments.y;
+  e.whole_sums = has_whole_sums(problem);
   const bool blocks = has_blocks(problem);
   if (problem.x != Format::kFloat && !blocks) {
     e.x_scales = arguments.x_scales;

@@ -264,7 +264,8 @@ struct Warp {
     step -= cta.steps;
   }
 
-  // What the tensor cores summed over all of K becomes float32; NaN that they did not see is put back.
+  // What the tensor cores summed over all of K becomes float32, or stays int32 in the bits of one; NaN that they did
+  // not see is put back.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int i = 0; i < Tile::kTilesN; ++i) {
@@ -276,7 +277,12 @@ struct Warp {
         }
 #pragma unroll
         for (int j = 0; j < Tile::kTilesM; ++j) {
-          if constexpr (!kFolds) sum[i][j][e] += Product::kFactor * static_cast<float>(product[i][j][e]);
+          if constexpr (Cta::kWholeSums) {
+            const int whole = product[i][j][e];
+            sum[i][j][e] = cta.p.epilogue.whole_sums ? as_part(whole) : static_cast<float>(whole);
+          } else if constexpr (!kFolds) {
+            sum[i][j][e] += Product::kFactor * static_cast<float>(product[i][j][e]);
+          }
           if (is_nan) sum[i][j][e] = __uint_as_float(0x7FC00000u);
         }
       }

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "common/convert.cuh"
+#include "common/finish.cuh"
 #include "common/ptx.cuh"
 #include "common/tma.cuh"
 #include "mm/wgmma/producer.cuh"
@@ -85,7 +86,7 @@ struct Rows {
   }
   __device__ __forceinline__ float finish(int e, float sum, float x_scale, float x_zero) const {
     if constexpr (!scaled_x) return scale[e] * sum + bias[e];
-    return x_scale * (scale[e] * sum - x_zero * weight_sum[e]) + bias[e];
+    return finished(sum, scale[e], x_scale, x_zero, weight_sum[e], bias[e]);
   }
 };
 
@@ -118,7 +119,7 @@ struct Target {
 };
 
 // Of a tile whose K is split over the cluster: transposed into `tiles`, then every CTA adds up and stores its share of
-// the tokens.
+// the tokens. int32 parts are added as such, so that y does not depend on the split.
 template <typename K, typename Sum>
 __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&sum)[K::kTilesM][4], uint32_t tiles,
                                                    const Target& at) {
@@ -138,7 +139,7 @@ __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&
       } else if constexpr (K::kSwapped) {
         to = tile + (row * kPaddedN + column) * 4;
       }
-      ptx::store_shared_float(to, static_cast<float>(sum[j][e]));
+      ptx::store_shared_float(to, as_part(sum[j][e]));
     }
   }
   ptx::cluster_barrier();
@@ -147,7 +148,7 @@ __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&
       static_cast<int>(min(static_cast<int64_t>((rank + 1) * K::kTokens / at.split_k), at.token_end - at.token0));
 #pragma unroll 1
   for (int first = rank * K::kTokens / at.split_k + thread / 16; first < end && n < at.row_end; first += 8 * kBatch) {
-    float total[kBatch][4] = {};
+    Sum total[kBatch][4] = {};
 #pragma unroll 2
     for (int r = 0; r < at.split_k; ++r) {
       float4 part[kBatch];
@@ -162,7 +163,8 @@ __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        total[i][0] += part[i].x, total[i][1] += part[i].y, total[i][2] += part[i].z, total[i][3] += part[i].w;
+        add_part(total[i][0], part[i].x), add_part(total[i][1], part[i].y);
+        add_part(total[i][2], part[i].z), add_part(total[i][3], part[i].w);
       }
     }
 #pragma unroll
@@ -174,15 +176,16 @@ __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&
       if (!K::kFloatX && p.x_zeros != nullptr) {
         x_zero = static_cast<float>(ptx::load_shared_int(at.tokens + (K::kTokens + token) * 4));
       }
+      float y[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) total[i][e] = rows.finish(e, total[i][e], x_scale, x_zero);
+      for (int e = 0; e < 4; ++e) y[e] = rows.finish(e, static_cast<float>(total[i][e]), x_scale, x_zero);
       const int64_t to = (at.token0 + token) * p.n + n;
       if (p.n % 4 == 0) {
-        store_float4(p.y, to, p.y_dtype, total[i]);
+        store_float4(p.y, to, p.y_dtype, y);
       } else {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          if (n + e < at.row_end) store_float(p.y, to + e, p.y_dtype, total[i][e]);
+          if (n + e < at.row_end) store_float(p.y, to + e, p.y_dtype, y[e]);
         }
       }
     }

@@ -11,7 +11,6 @@ namespace qao::mm::wgmma {
 constexpr int kWarpgroupRows = 64, kProducerThreads = 128;
 constexpr int kMaxSharedBytes = 226 * 1024;  // of a multiprocessor
 constexpr int kMaxCluster = 8, kLastSplit = 2, kTurnsCluster = 2;
-constexpr int64_t kMaxIntegerK = (int64_t{1} << 17) - 1;  // sums of (-128)^2 stay below 2^31
 
 // What a CTA computes of y at a time. A consumer warpgroup has 64 of the rows of W, or all of them in its turn.
 struct Tile {
