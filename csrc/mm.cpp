@@ -60,6 +60,8 @@ Tensor int8_int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales,
   if (row_scales) call.op.involve(&of_rows.emplace("row_scales", *row_scales));
   product.use_packed_weight(product.int4_sizes({out_features, in_features, group_size}));
   if (of_rows) product.use_row_scales(*of_rows);
+  mm::Problem& problem = product.problem;
+  problem.row_scales |= !problem.has_zeros && problem.groups() == 1;  // a group's scale is the row's
   product.use_dynamic_x(x, Format::kInt8, Scaling::kRow);
   return product.run(batch_invariant);
 }

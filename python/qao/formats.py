@@ -153,7 +153,8 @@ class IntegerScaledInt4Weight(Int4Weight):
         return row_scales(scales, str(self)) if self.integer_scales and scales.shape[1] > 1 else None
 
     def _problem(self, **facts: Any) -> _host.Problem:
-        return super()._problem(row_scales=self._has_row_scales(facts["k"]), **facts)
+        one_group = self.symmetric and not 0 < self.size < facts["k"]
+        return super()._problem(row_scales=one_group or self._has_row_scales(facts["k"]), **facts)
 
 
 @dataclass(frozen=True)

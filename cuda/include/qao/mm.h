@@ -51,7 +51,8 @@ struct Problem {
   bool normed = false, gated = false;
   bool x_aligned = true;  // base address and row stride are multiples of 16 bytes
   bool weight_aligned = true;
-  bool row_scales = false;  // x == kInt8, weight == kInt4, no zeros: Arguments::row_scales is given
+  // x == kInt8, weight == kInt4, no zeros: one scale a row, Arguments::row_scales, or that of its only group
+  bool row_scales = false;
   // The bits of a row of y depend on nothing but its row of x and W: neither on m nor on other rows. `x_aligned` then
   // follows from k and the dtype of x.
   bool batch_invariant = false;

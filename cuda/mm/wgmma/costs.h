@@ -25,7 +25,6 @@ enum class Operands {
   kFp8Fp8Blocks,
   kInt8Int4,
   kInt8Int4Symmetric,
-  kInt8Int4Channel,
   kInt8Int4Rows,  // a scale for each row of W, whole numbers for its groups
   kFp8Int4,
 };
@@ -64,7 +63,7 @@ inline Operands operands_of(const Problem& p, const Traits& traits, Tile tile) {
   }
   if (p.x == Format::kFp8) return kFp8Int4;
   if (has_row_scales(p)) return kInt8Int4Rows;
-  return p.groups() == 1 ? kInt8Int4Channel : p.has_zeros ? kInt8Int4 : kInt8Int4Symmetric;
+  return p.has_zeros ? kInt8Int4 : kInt8Int4Symmetric;
 }
 
 // Null: plan() does not take this tile.
