@@ -27,6 +27,7 @@ int64_t largest_mma_sync_m(const Problem& problem, const Gpu& gpu) {
       if (int4) return !is_split(problem) && int4::tiles_n(problem.n) > 2 * gpu.num_sms ? 8 : 16;
       // Its tile of 32 tokens is not compiled with folds, which blocks and the parts of a float32 x need: mma.sync
       // keeps twice as many tokens.
+      if (run == 1 && !short_k && !blocks && !is_split(problem)) return 8;  // wgmma splits K over a cluster
       return (problem.weight == Format::kInt8 ? 32 : 16) / (blocks || is_split(problem) ? 1 : 2);
     case Format::kInt8:
       if (int4) return one_pass && short_k ? 32 : 16;
