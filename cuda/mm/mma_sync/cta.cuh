@@ -14,6 +14,7 @@
 #include "mm/mma_sync/edge.cuh"
 #include "mm/mma_sync/epilogue.cuh"
 #include "mm/mma_sync/kernels.h"
+#include "mm/mma_sync/parameter.cuh"
 #include "mm/mma_sync/product.cuh"
 #include "mm/mma_sync/resident.cuh"
 #include "mm/mma_sync/swizzle.cuh"
@@ -78,11 +79,6 @@ struct Cta {
         parameter_at(lane / 4 * size_of(p.scale_dtype) & ~3),
         parameter_step(8 * size_of(p.scale_dtype)),
         parameter_select(select_parameter(p.scale_dtype, lane / 4)) {}
-  static __device__ __forceinline__ uint32_t select_parameter(DType dtype, int row) {
-    if (dtype == DType::kFloat32) return 0x3210;
-    if (dtype == DType::kFloat16) return row % 2 == 0 ? 0x4410 : 0x4432;
-    return row % 2 == 0 ? 0x1044 : 0x3244;
-  }
 
   static constexpr int kWeightStep = kInt4Weight ? kWeightTileBytes : kTileK;  // bytes from K-tile to K-tile
 
@@ -283,25 +279,32 @@ struct Cta {
     return ptx::load_shared_float2(tile.tokens + (group * token_stride() + token) * 4);
   }
 
-  // Scale and zero point of rows g and g + 8, in terms of what the tensor cores see.
+  // Scale and zero point of rows g and g + 8, in terms of what the tensor cores see. Of the latter what weight() does
+  // not take off.
   struct Group {
     float scale[2], zero[2];
   };
   __device__ __forceinline__ void read_group(uint32_t stage, int group, int i, Group& to) const {
     constexpr float kFactor[2] = {Product::kFactor, Product::kHighFactor};
-    const uint32_t from = stage + kWeightParametersAt + (i * Tile::kWarpsN + warp_n) * kScaleTileBytes +
-                          group * p.group_bytes + parameter_at;
+    const uint32_t from = group_at(stage, group, i);
 #pragma unroll
     for (int high = 0; high < 2; ++high) {
       to.scale[high] = parameter(from + high * parameter_step) * kFactor[high];
-      to.zero[high] = (p.has_zeros ? parameter(from + (2 + high) * parameter_step) : 8.0f) / kFactor[high];
+      const float zero = p.has_zeros ? parameter(from + (2 + high) * parameter_step) : 8.0f;
+      to.zero[high] = (Product::kCentred ? centred::fraction(zero) : zero) / kFactor[high];
     }
   }
-  // A parameter is read as the word that holds it.
+  __device__ __forceinline__ centred::Codes read_codes(uint32_t stage, int group, int i) const {
+    if (!p.has_zeros) return {0x08080808, 0x08080808};
+    const uint32_t from = group_at(stage, group, i) + 2 * parameter_step;
+    return {centred::four_codes(parameter(from)), centred::four_codes(parameter(from + parameter_step))};
+  }
+  __device__ __forceinline__ uint32_t group_at(uint32_t stage, int group, int i) const {
+    return stage + kWeightParametersAt + (i * Tile::kWarpsN + warp_n) * kScaleTileBytes + group * p.group_bytes +
+           parameter_at;
+  }
   __device__ __forceinline__ float parameter(uint32_t at) const {
-    const uint32_t bits = __byte_perm(ptx::load_shared_word(at), 0, parameter_select);
-    return p.scale_dtype == DType::kFloat16 ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits)))
-                                            : __uint_as_float(bits);
+    return load_parameter(at, parameter_select, p.scale_dtype);
   }
 
   template <typename Value>

@@ -9,6 +9,7 @@
 // byte of W meets its byte of x.
 #pragma once
 
+#include "common/centred.cuh"
 #include "common/mma8.cuh"
 #include "common/widen.cuh"
 #include "qao/types.h"
@@ -22,7 +23,8 @@ struct Fp8Mma {};  // fp8 for the fp8 tensor cores of sm_89 and newer
 
 // Members: Sum, the tensor cores' accumulator; kXFormat, kXBytes of an element; kWeight; kMmas a k-step; weight() and
 // x() make operands of words; mma(). value = kFactor * what the tensor cores get to see; int4: of rows g and g + 8,
-// kSumsRows if they see the sum of both rows in place of the latter.
+// kSumsRows if they see the sum of both rows in place of the latter, kCentred if weight() takes the whole parts of zero
+// points off.
 template <typename X, typename W>
 struct Product;
 
@@ -52,7 +54,7 @@ struct Product<Int8, Int4> {
   static constexpr int kXBytes = 1, kMmas = 1;
   static constexpr Format kXFormat = Format::kInt8, kWeight = Format::kInt4;
   static constexpr float kFactor = 1, kHighFactor = 0x1p-4f;
-  static constexpr bool kSumsRows = false;
+  static constexpr bool kSumsRows = false, kCentred = false;
 
   static __device__ __forceinline__ void weight(const uint32_t (&words)[2], uint32_t (&a)[1][4]) {
 #pragma unroll
@@ -87,21 +89,18 @@ struct Product<Fp8Mma, Fp8> {
   }
 };
 
-// A byte 0x0q is the e4m3 value q 2^-9: subnormals and first binade have one step.
 template <>
 struct Product<Fp8Mma, Int4> {
   using Sum = float;
   static constexpr int kXBytes = 1, kMmas = 1;
   static constexpr Format kXFormat = Format::kFp8, kWeight = Format::kInt4;
-  static constexpr float kFactor = 0x1p9f, kHighFactor = 0x1p9f;
-  static constexpr bool kSumsRows = false;
+  static constexpr float kFactor = centred::kE4m3Factor, kHighFactor = kFactor;
+  static constexpr bool kSumsRows = false, kCentred = true;
 
-  static __device__ __forceinline__ void weight(const uint32_t (&words)[2], uint32_t (&a)[1][4]) {
+  static __device__ __forceinline__ void weight(const uint32_t (&words)[2], const centred::Codes& codes,
+                                                uint32_t (&a)[1][4]) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      a[0][2 * i] = words[i] & 0x0F0F0F0F;
-      a[0][2 * i + 1] = words[i] >> 4 & 0x0F0F0F0F;
-    }
+    for (int i = 0; i < 2; ++i) centred::e4m3_rows(words[i], codes, a[0][2 * i], a[0][2 * i + 1]);
   }
   static __device__ __forceinline__ void x(const uint32_t (&words)[2], uint32_t (&b)[1][2]) {
     Product<Int8, Int8>::x(words, b);
@@ -150,7 +149,7 @@ struct Product<Fp8, Int4> {
   static constexpr int kXBytes = 1, kMmas = 2;
   static constexpr Format kXFormat = Format::kFp8, kWeight = Format::kInt4;
   static constexpr float kFactor = 0x1p24f * widen::Widen<Fp8, __half>::kFactor, kHighFactor = kFactor / 16;
-  static constexpr bool kSumsRows = true;
+  static constexpr bool kSumsRows = true, kCentred = false;
 
   static __device__ __forceinline__ void weight(const uint32_t (&words)[2], uint32_t (&a)[2][4]) {
 #pragma unroll

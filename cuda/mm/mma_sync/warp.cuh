@@ -61,13 +61,23 @@ struct Warp {
     }
   }
 
+  static constexpr bool kCentred = [] {
+    if constexpr (kPacked) return Product::kCentred;
+    return false;
+  }();
+
   // The operand of k-step `step` of row tile i.
-  __device__ __forceinline__ void load_weight(uint32_t stage, int step, int i, uint32_t (&a)[Product::kMmas][4]) {
+  __device__ __forceinline__ void load_weight(uint32_t stage, int step, int i, const centred::Codes& codes,
+                                              uint32_t (&a)[Product::kMmas][4]) {
     const int row_tile = i * Tile::kWarpsN + cta.warp_n;
     if constexpr (kPacked) {
       const uint2 words = ptx::load_shared_8(stage + row_tile * Cta::kWeightTileBytes + step / 2 * int4::kTileBytes +
                                              cta.lane * 16 + step % 2 * 8);
-      Product::weight({words.x, words.y}, a);
+      if constexpr (kCentred) {
+        Product::weight({words.x, words.y}, codes, a);
+      } else {
+        Product::weight({words.x, words.y}, a);
+      }
     } else {
       uint32_t words[4];
       const int row = row_tile * kTileN + cta.lane % 16;
@@ -110,6 +120,11 @@ struct Warp {
       for (int step = 0; step < kSteps; ++step) load_x(tile.x, step, scaled[step]);
       scale_x(scaled);
     }
+    centred::Codes codes[Tile::kTilesN];
+    if constexpr (kCentred) {
+#pragma unroll
+      for (int i = 0; i < Tile::kTilesN; ++i) codes[i] = cta.read_codes(tile.weight, first_step / steps, i);
+    }
 #pragma unroll
     for (int step = first_step; step < first_step + steps; ++step) {
       StepX read;
@@ -118,7 +133,7 @@ struct Warp {
 #pragma unroll
       for (int i = 0; i < Tile::kTilesN; ++i) {
         uint32_t a[Product::kMmas][4];
-        load_weight(tile.weight, step, i, a);
+        load_weight(tile.weight, step, i, codes[i], a);
 #pragma unroll
         for (int j = 0; j < Tile::kTilesM; ++j) {
 #pragma unroll
@@ -153,6 +168,7 @@ struct Warp {
 
   // sum += scale (product - zero point * sum of x), for one group.
   __device__ __forceinline__ void fold_group(const KTile& tile, int group, bool zeros) {
+    if constexpr (kCentred) zeros &= cta.p.has_zeros;
     float2 x_sums[Tile::kTilesM];
 #pragma unroll
     for (int j = 0; j < Tile::kTilesM; ++j) {

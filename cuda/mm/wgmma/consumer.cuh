@@ -46,6 +46,8 @@ struct Consumer {
     } else if constexpr (K::kRowScales) {
       raw.template load<(groups > 0), K::kTile.rows>(weight, weight + K::kStage.weight + K::kStage.scales / 2, warp,
                                                      lane);
+    } else if constexpr (K::kCentred) {
+      raw.template load<groups>(p, weight, weight + K::kStage.weight, warp, lane);
     } else if constexpr (K::kFromRegisters) {
       raw.load(weight, warp, lane);
     }
@@ -171,7 +173,7 @@ struct Consumer {
       if constexpr (kEndsTile) {
         ring.advance();
         if (kMore || !last) {
-          fetch();
+          fetch<groups>();
           convert<kMore ? 1 : 0>();
         }
         stage = ring.address();
@@ -217,7 +219,7 @@ struct Consumer {
     } else if constexpr (K::kFold == Fold::kBlock) {
       next_block_scale = __ldg(block_scales + (at >> p.fold_shift));
     }
-    fetch();
+    fetch<groups>();
     convert<0>();
     int i = begin;
     for (; i + 1 < end; i += 2) folding_k_tiles<groups, 2>(at, fresh, i + 2 == end);

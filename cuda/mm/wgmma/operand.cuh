@@ -1,6 +1,7 @@
 // The A operand of one K-tile from shared memory: a warp's 16 rows of W as the tensor cores take them.
 #pragma once
 
+#include "common/centred.cuh"
 #include "common/convert.cuh"
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
@@ -67,8 +68,7 @@ __device__ __forceinline__ uint32_t word_of(const uint4& words, int i) {
   return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
-// Int4 in two tiles of 64 k. For int8, 16 (q - 8): a nibble with its top bit flipped is q - 8 in two's complement. For
-// e4m3, q 2^-9: the byte 0x0q itself.
+// Int4 in two tiles of 64 k, as int8: 16 (q - 8). A nibble with its top bit flipped is q - 8 in two's complement.
 template <typename T, int rows>
 struct RawOperand<T, Format::kInt4, false, rows> {
   uint4 words[2];
@@ -85,13 +85,58 @@ struct RawOperand<T, Format::kInt4, false, rows> {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint32_t word = word_of(words[step / 2], step % 2 * 2 + i);
-        if constexpr (std::is_same_v<T, int8_t>) {
-          a[step][2 * i] = ptx::and_xor(word << 4, 0xF0F0F0F0, 0x80808080);
-          a[step][2 * i + 1] = ptx::and_xor(word, 0xF0F0F0F0, 0x80808080);
-        } else {
-          a[step][2 * i] = word & 0x0F0F0F0F;
-          a[step][2 * i + 1] = word >> 4 & 0x0F0F0F0F;
-        }
+        a[step][2 * i] = ptx::and_xor(word << 4, 0xF0F0F0F0, 0x80808080);
+        a[step][2 * i + 1] = ptx::and_xor(word, 0xF0F0F0F0, 0x80808080);
+      }
+    }
+  }
+};
+
+// The same as e4m3: (q - the whole part of the zero point) 2^-9, see common/centred.cuh.
+template <int rows>
+struct RawOperand<qao::wgmma::E4m3, Format::kInt4, false, rows> {
+  uint4 words[2];
+  centred::Codes codes[kAtomSteps];  // of each 32 columns
+
+  // `parameters`: of the warp's row tile, for `groups` groups of the K-tile.
+  template <int groups>
+  __device__ __forceinline__ void load(const Params& p, uint32_t weight, uint32_t parameters, int warp, int lane) {
+    const uint32_t from = weight + warp * 2 * int4::kTileBytes + lane * 16;
+    words[0] = ptx::load_shared_16(from);
+    words[1] = ptx::load_shared_16(from + int4::kTileBytes);
+    const uint32_t groups_from = parameters + warp * groups * p.group_bytes;
+    if (!p.has_zeros) {
+#pragma unroll
+      for (auto& of : codes) of = {0x08080808, 0x08080808};
+    } else if (p.scale_dtype == DType::kBFloat16) {
+      load_codes<groups, DType::kBFloat16>(p, groups_from, lane);
+    } else if (p.scale_dtype == DType::kFloat16) {
+      load_codes<groups, DType::kFloat16>(p, groups_from, lane);
+    } else {
+      load_codes<groups, DType::kFloat32>(p, groups_from, lane);
+    }
+  }
+  template <int groups, DType dtype>
+  __device__ __forceinline__ void load_codes(const Params& p, uint32_t from, int lane) {
+#pragma unroll
+    for (int step = 0; step < kAtomSteps; ++step) {
+      constexpr int kSpan = kAtomSteps / groups;
+      if (step % kSpan > 0) {
+        codes[step] = codes[step - 1];
+        continue;
+      }
+      const uint32_t at = from + step / kSpan * p.group_bytes + (int4::kTileN + lane / 4) * size_of(dtype);
+      codes[step] = {centred::four_codes(load_shared_float<dtype>(at)),
+                     centred::four_codes(load_shared_float<dtype>(at + 8 * size_of(dtype)))};
+    }
+  }
+  __device__ __forceinline__ void convert(Operand<>& a) const {
+#pragma unroll
+    for (int step = 0; step < kAtomSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t word = word_of(words[step / 2], step % 2 * 2 + i);
+        centred::e4m3_rows(word, codes[step], a[step][2 * i], a[step][2 * i + 1]);
       }
     }
   }

@@ -1,6 +1,7 @@
 // From a problem and its plan to what the kernels get.
 #include <algorithm>
 
+#include "common/centred.cuh"
 #include "common/integers.h"
 #include "common/tensor_map.h"
 #include "fp4/layout.h"
@@ -58,13 +59,15 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
     p.group_bytes = group_bytes(problem);
     p.has_zeros = problem.has_zeros;
     p.scales = arguments.scales;
-    p.subtracts_zeros = problem.x == Format::kFp8 || (problem.x == Format::kInt8 && problem.has_zeros);
+    p.subtracts_zeros = problem.x != Format::kFloat && problem.has_zeros;
     p.scale_dtype = problem.scale_dtype;
     // A symmetric W beside a float32 x has no sums: a copy of nothing still wants an address.
     p.columns = x.sums != nullptr ? x.sums : static_cast<const float*>(arguments.scales);
     p.column_tiles = traits.columns && x.sums != nullptr ? p.k_tiles : 0;
     p.scale_factor = problem.x_dtype == DType::kFloat16 && problem.scale_dtype != DType::kFloat16 ? 64.0f : 1.0f;
-    p.factor = problem.x == Format::kInt8 ? 1.0f / 16 : problem.x == Format::kFp8 ? 512.0f : 1 / p.scale_factor;
+    p.factor = problem.x == Format::kInt8  ? 1.0f / 16
+               : problem.x == Format::kFp8 ? centred::kE4m3Factor
+                                           : 1 / p.scale_factor;
     if (problem.x_dtype == DType::kBFloat16 && problem.x == Format::kFloat) {
       p.factor = 1 / Nibble<__nv_bfloat16, false>::kSmall;
     }

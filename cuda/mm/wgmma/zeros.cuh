@@ -1,9 +1,11 @@
-// Zero points of an int4 W beside an x of eight bits: sum -= scale zero x_sum over the groups along K, once a tile.
+// Zero points of an int4 W beside an x of eight bits: sum -= scale zero x_sum over the groups along K, once a tile. Of
+// zero that is what the operand has not: beside int8 zero - 8, beside e4m3 the fraction.
 // Once a group, with x_sum from shared memory, it would be half of a fold and take as long as a third of the products.
 #pragma once
 
 #include <type_traits>
 
+#include "common/centred.cuh"
 #include "common/convert.cuh"
 #include "common/mma.cuh"
 #include "int4/layout.h"
@@ -26,17 +28,27 @@ constexpr int kZeroGroups = 16;  // of a step: a lane has four neighbours, for a
 // `first` on; 0 from `end` on.
 template <typename K, DType dtype>
 __device__ __forceinline__ void read_zeros(const Params& p, int row_tile, int first, int end, float (&to)[4][2]) {
-  const int parameters = p.has_zeros ? 2 : 1, row = threadIdx.x % 32 / 4;
+  const int row = threadIdx.x % 32 / 4;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
 #pragma unroll
     for (int high = 0; high < 2; ++high) {
-      const int64_t at = (static_cast<int64_t>(row_tile) * p.groups + min(first + i, end - 1)) * parameters;
+      const int64_t at = (static_cast<int64_t>(row_tile) * p.groups + min(first + i, end - 1)) * 2;
       const int64_t scale_at = at * int4::kTileN + row + 8 * high;
-      const float zero = p.has_zeros ? load_float(p.scales, scale_at + int4::kTileN, dtype) : 8.0f;
-      const float in_product = std::is_same_v<typename K::T, int8_t> ? 16 * (zero - 8) : zero / 512;
+      const float zero = load_float(p.scales, scale_at + int4::kTileN, dtype);
+      const float in_product = K::kCentred ? centred::fraction(zero) / centred::kE4m3Factor : 16 * (zero - 8);
       to[i][high] = first + i < end ? -load_float(p.scales, scale_at, dtype) * in_product : 0.0f;
     }
+  }
+}
+template <typename K>
+__device__ __forceinline__ void read_zeros(const Params& p, int row_tile, int first, int end, float (&to)[4][2]) {
+  if (p.scale_dtype == DType::kBFloat16) {
+    read_zeros<K, DType::kBFloat16>(p, row_tile, first, end, to);
+  } else if (p.scale_dtype == DType::kFloat16) {
+    read_zeros<K, DType::kFloat16>(p, row_tile, first, end, to);
+  } else {
+    read_zeros<K, DType::kFloat32>(p, row_tile, first, end, to);
   }
 }
 
@@ -62,19 +74,16 @@ __device__ __forceinline__ void subtract_zeros(const Params& p, int row_tile, in
 #pragma unroll
     for (int j = 0; j < K::kTilesM; ++j) sums[j] = read_sums(p, token0 + j * 8 + lane / 4, first, aligned);
     float zeros[4][2];
-    if (p.scale_dtype == DType::kBFloat16) {
-      read_zeros<K, DType::kBFloat16>(p, row_tile, first, end, zeros);
-    } else if (p.scale_dtype == DType::kFloat16) {
-      read_zeros<K, DType::kFloat16>(p, row_tile, first, end, zeros);
-    } else {
-      read_zeros<K, DType::kFloat32>(p, row_tile, first, end, zeros);
-    }
+    read_zeros<K>(p, row_tile, first, end, zeros);
+    bool any = false;
     uint32_t upper[2][4], lower[2][4];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const Tf32Parts parts = tf32_parts(zeros[i / 2][i % 2]);
       upper[i / 4][i % 4] = parts.upper, lower[i / 4][i % 4] = parts.lower;
+      any |= zeros[i / 2][i % 2] != 0;
     }
+    if (K::kCentred && !__any_sync(0xFFFFFFFFu, any)) continue;  // whole zero points
     constexpr int kBlock = 4;  // token tiles by turns: a product waits for the last one of its sums
 #pragma unroll
     for (int block = 0; block < K::kTilesM; block += kBlock) {

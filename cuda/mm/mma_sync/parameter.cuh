@@ -1,0 +1,22 @@
+// One parameter of a group of int4 weights from shared memory, read as the word that holds it.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "common/ptx.cuh"
+#include "qao/types.h"
+
+namespace qao::mm::mma_sync {
+
+// For __byte_perm: which bytes of its word the parameter of a row is, brought to where a float32 or a float16 has them.
+__device__ __forceinline__ uint32_t select_parameter(DType dtype, int row) {
+  if (dtype == DType::kFloat32) return 0x3210;
+  if (dtype == DType::kFloat16) return row % 2 == 0 ? 0x4410 : 0x4432;
+  return row % 2 == 0 ? 0x1044 : 0x3244;
+}
+__device__ __forceinline__ float load_parameter(uint32_t at, uint32_t select, DType dtype) {
+  const uint32_t bits = __byte_perm(ptx::load_shared_word(at), 0, select);
+  return dtype == DType::kFloat16 ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits))) : __uint_as_float(bits);
+}
+
+}  // namespace qao::mm::mma_sync
