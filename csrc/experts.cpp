@@ -31,12 +31,65 @@ std::tuple<Tensor, Tensor, Tensor> expert_sort_op(const Tensor& experts_tensor, 
   } else {
 #if defined(QAO_WITH_CUDA)
     const DeviceScope scope(chosen);
+    std::optional<Tensor> workspace;
+    if (const int64_t bytes = experts::workspace_bytes(sort); bytes > 0) {
+      sort.workspace = workspace.emplace(empty({bytes}, uint8_code(), chosen)).data_ptr();
+    }
     op.check(experts::launch(sort, current_stream(chosen)));
 #else
     op.fail_without_cuda();
 #endif
   }
   return {offsets, row_index, places};
+}
+
+std::tuple<Tensor, Tensor> expert_topk_op(const Tensor& logits_tensor, int64_t top_k, bool sigmoid,
+                                          const std::optional<Tensor>& bias_tensor, bool normalized, double factor,
+                                          int64_t groups, int64_t top_groups) {
+  Op op("expert_topk");
+  const Argument logits("logits", logits_tensor);
+  op.involve(&logits);
+  std::optional<Argument> bias;
+  if (bias_tensor) op.involve(&bias.emplace("bias", *bias_tensor));
+  op.involve("top_k", top_k), op.involve("groups", groups), op.involve("top_groups", top_groups);
+  experts::TopK choice;
+  choice.logits_dtype = op.float_dtype(logits);
+  op.check(logits.dim() == 2 && logits.size(1) >= 1 && logits.size(1) < int64_t{1} << 24,
+           "logits must have shape [tokens, experts]", "Pass what the router computed, flattened");
+  choice.tokens = logits.size(0), choice.experts = static_cast<int>(logits.size(1));
+  op.check(groups >= 1 && groups <= 32 && logits.size(1) % groups == 0 && top_groups >= 1 && top_groups <= groups,
+           "experts must be as many in each of up to 32 groups, of which top_groups are chosen",
+           "Pass 1 and 1 for a choice among all");
+  op.check(top_k >= 1 && top_k <= top_groups * (logits.size(1) / groups),
+           "top_k must be from 1 to the number of experts in the chosen groups", "Choose fewer");
+  if (bias) {
+    choice.bias_dtype = op.float_dtype(*bias);
+    op.check(bias->has_shape({logits.size(1)}), "bias must have one number for each expert", "Check its shape");
+    op.check_operand(*bias, logits);
+    choice.bias = bias->data();
+  }
+  choice.top_k = top_k;
+  choice.groups = static_cast<int>(groups), choice.top_groups = static_cast<int>(top_groups);
+  choice.scores = sigmoid ? experts::Scores::kSigmoid : experts::Scores::kSoftmax;
+  choice.normalized = normalized, choice.factor = static_cast<float>(factor);
+  Tensor chosen = empty({choice.tokens, top_k}, int64_code(), logits),
+         weights = empty({choice.tokens, top_k}, float32_code(), logits);
+  if (choice.tokens == 0) return {chosen, weights};
+  std::optional<Tensor> copy;
+  choice.logits = logits.is_contiguous() ? logits.data() : copy.emplace(contiguous(logits_tensor, logits)).data_ptr();
+  choice.chosen = static_cast<int64_t*>(chosen.data_ptr());
+  choice.weights = static_cast<float*>(weights.data_ptr());
+  if (logits.is_cpu()) {
+    cpu::choose(choice, torch_threads(choice.tokens * choice.experts * top_k));
+  } else {
+#if defined(QAO_WITH_CUDA)
+    const DeviceScope scope(logits);
+    op.check(experts::launch(choice, current_stream(logits)));
+#else
+    op.fail_without_cuda();
+#endif
+  }
+  return {chosen, weights};
 }
 
 Tensor expert_sum_op(const Tensor& rows_tensor, const Tensor& places_tensor, const Tensor& weights_tensor) {

@@ -37,6 +37,9 @@ void define(StableLibrary& m) {
   define_grouped(m, "fp8_fp8_grouped_mm", "Tensor? x_scale, int x_group_size, bool fast_accum");
   define_grouped(m, "fp8_int4_grouped_mm", "int out_features, int in_features, int group_size");
   m.def("expert_sort(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "expert_topk(Tensor logits, int top_k, bool sigmoid, Tensor? bias, bool normalized, float factor, int groups=1, "
+      "int top_groups=1) -> (Tensor, Tensor)");
   m.def("expert_sum(Tensor rows, Tensor places, Tensor weights) -> Tensor");
   m.def("int8_quantize(Tensor x, bool symmetric) -> (Tensor, Tensor, Tensor)");
   m.def("fp8_quantize(Tensor x, int group_size, Tensor? scale) -> (Tensor, Tensor)");
@@ -47,6 +50,10 @@ void define(StableLibrary& m) {
       "add_rms_norm_quantize(Tensor x, Tensor? residual, Tensor? weight, float eps, ScalarType dtype) "
       "-> (Tensor, Tensor, Tensor)");
   m.def("silu_mul_quantize(Tensor gate, Tensor up, ScalarType dtype) -> (Tensor, Tensor)");
+  m.def("swiglu(Tensor x, float alpha, float limit, float shift, bool interleaved) -> Tensor");
+  m.def(
+      "swiglu_quantize(Tensor x, float alpha, float limit, float shift, bool interleaved, ScalarType dtype) "
+      "-> (Tensor, Tensor)");
   m.def(
       "quantize_groups(Tensor weight, int group_size, ScalarType dtype, bool symmetric, ScalarType scale_dtype, "
       "float[] factors, Tensor? importance=None, bool whole_zeros=False, int rounds=0) "
@@ -85,6 +92,7 @@ void implement(StableLibrary& m) {
   qao::implement<"fp8_fp8_grouped_mm", &qao::fp8_fp8_grouped_mm_op>(m);
   qao::implement<"fp8_int4_grouped_mm", &qao::fp8_int4_grouped_mm_op>(m);
   qao::implement<"expert_sort", &qao::expert_sort_op>(m);
+  qao::implement<"expert_topk", &qao::expert_topk_op>(m);
   qao::implement<"expert_sum", &qao::expert_sum_op>(m);
   qao::implement<"int8_quantize", &qao::int8_quantize_op>(m);
   qao::implement<"fp8_quantize", &qao::fp8_quantize_op>(m);
@@ -93,6 +101,8 @@ void implement(StableLibrary& m) {
   qao::implement<"rms_norm_quantize", &qao::rms_norm_quantize_op>(m);
   qao::implement<"add_rms_norm_quantize", &qao::add_rms_norm_quantize_op>(m);
   qao::implement<"silu_mul_quantize", &qao::silu_mul_quantize_op>(m);
+  qao::implement<"swiglu", &qao::swiglu_op>(m);
+  qao::implement<"swiglu_quantize", &qao::swiglu_quantize_op>(m);
   qao::implement<"quantize_groups", &qao::quantize_groups_op>(m);
   qao::implement<"quantize_blocks", &qao::quantize_blocks_op>(m);
   qao::implement<"quantize_weight_", &qao::quantize_weight_in_place_op>(m);

@@ -50,6 +50,9 @@ Tensor fp8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tenso
 
 // experts.cpp
 std::tuple<Tensor, Tensor, Tensor> expert_sort_op(const Tensor& experts, int64_t num_experts);
+std::tuple<Tensor, Tensor> expert_topk_op(const Tensor& logits, int64_t top_k, bool sigmoid,
+                                          const std::optional<Tensor>& bias, bool normalized, double factor,
+                                          int64_t groups, int64_t top_groups);
 Tensor expert_sum_op(const Tensor& rows, const Tensor& places, const Tensor& weights);
 
 // norm_mm.cpp
@@ -72,6 +75,9 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_quantize_op(const Tensor& x, con
                                                             torch::headeronly::ScalarType dtype);
 std::tuple<Tensor, Tensor> silu_mul_quantize_op(const Tensor& gate, const Tensor& up,
                                                 torch::headeronly::ScalarType dtype);
+Tensor swiglu_op(const Tensor& x, double alpha, double limit, double shift, bool interleaved);
+std::tuple<Tensor, Tensor> swiglu_quantize_op(const Tensor& x, double alpha, double limit, double shift,
+                                              bool interleaved, torch::headeronly::ScalarType dtype);
 
 // quantize_weight.cpp
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weight, int64_t group_size,

@@ -2,6 +2,8 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <cmath>
+
 #include "cpu/quantize.h"
 #include "fp8_operands.h"
 #include "norm.h"
@@ -71,6 +73,33 @@ struct SiluMul {
   Op op;
   Argument gate, up;
   std::optional<Rows> rows, up_rows;
+  Problem problem;
+  Arguments arguments;
+};
+
+// What the operators that begin with a gate and its up in one tensor read.
+struct Swiglu {
+  Swiglu(const char* name, const Tensor& tensor, double alpha, double limit, double shift, bool interleaved)
+      : op(name), x("x", tensor) {
+    op.involve(&x);
+    rows.emplace(rows_of(op, tensor, x, &problem));
+    op.check(problem.k % 2 == 0, "x must have an even number of columns", "Pass gate and up, as many columns of each");
+    const quantize::Gate gate{static_cast<float>(alpha), static_cast<float>(limit), static_cast<float>(shift),
+                              interleaved};
+    op.check(gate.alpha > 0 && std::isfinite(gate.alpha) && 1 / gate.alpha > 0 && std::isfinite(1 / gate.alpha),
+             "alpha must be a positive number", "Pass 1 for SiLU");
+    op.check(gate.limit > 0 && std::isfinite(gate.shift), "limit must be positive and shift a number",
+             "Pass infinity and 0 where there are none");
+    problem.k /= 2;
+    problem.producer = quantize::Producer::kSwiglu;
+    problem.gate = gate;
+    arguments.x = rows->data, arguments.x_stride = rows->stride;
+  }
+  Swiglu(const Swiglu&) = delete;
+
+  Op op;
+  Argument x;
+  std::optional<Rows> rows;
   Problem problem;
   Arguments arguments;
 };
@@ -166,6 +195,19 @@ std::tuple<Tensor, Tensor> silu_mul_quantize_op(const Tensor& gate, const Tensor
   SiluMul product("silu_mul_quantize", gate, up);
   product.problem.format = eight_bit_format(product.op, dtype);
   PerRow result = quantize_rows(product.op, product.problem, product.arguments, product.gate);
+  return {result.q, result.scales};
+}
+
+Tensor swiglu_op(const Tensor& x, double alpha, double limit, double shift, bool interleaved) {
+  Swiglu product("swiglu", x, alpha, limit, shift, interleaved);
+  return values(product.op, product.problem, product.arguments, product.x);
+}
+
+std::tuple<Tensor, Tensor> swiglu_quantize_op(const Tensor& x, double alpha, double limit, double shift,
+                                              bool interleaved, torch::headeronly::ScalarType dtype) {
+  Swiglu product("swiglu_quantize", x, alpha, limit, shift, interleaved);
+  product.problem.format = eight_bit_format(product.op, dtype);
+  PerRow result = quantize_rows(product.op, product.problem, product.arguments, product.x);
   return {result.q, result.scales};
 }
 

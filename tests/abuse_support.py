@@ -35,12 +35,17 @@ def _others(device: str) -> dict[str, Arguments]:
     groups["factors"] = [1.0, 0.9]
     normed = {"x": x, "residual": x.clone(), "weight": norm, "eps": 1e-6}
     fused = {"norm_weight": norm, "eps": 1e-6, "weight": weight, "scales": scales, "bias": bias, **sizes}
+    gate = {"alpha": 1.702, "limit": 7.0, "shift": 1.0, "interleaved": True}
     fp4 = {
         "weight": torch.zeros(3, 4, 512, dtype=INT8, device=device),
         "scales": torch.ones(3, 16, 1, 16, dtype=torch.bfloat16, device=device),
     }
     return {
         "fp4_mm": {"x": x, **fp4, "bias": bias, **sizes, "group_size": 16},
+        "expert_topk": {
+            **{"logits": randn(3, 8, dtype=torch.bfloat16, device=device), "bias": torch.rand(8, device=device)},
+            **{"top_k": 2, "sigmoid": True, "normalized": True, "factor": 2.5, "groups": 4, "top_groups": 2},
+        },
         "expert_sort": {"experts": torch.tensor([[1, 2], [0, 2]], device=device), "num_experts": 3},
         "expert_sum": {
             "rows": x,
@@ -54,6 +59,8 @@ def _others(device: str) -> dict[str, Arguments]:
         "rms_norm_quantize": {"x": x, "weight": norm, "eps": 1e-6, "dtype": INT8},
         "add_rms_norm_quantize": {**normed, "dtype": INT8},
         "silu_mul_quantize": {"gate": x, "up": x.clone(), "dtype": INT8},
+        "swiglu": {"x": x, **gate},
+        "swiglu_quantize": {"x": x, **gate, "dtype": INT8},
         "quantize_groups": {
             "weight": torch.randn(N, K, device=device),
             **groups,
@@ -87,7 +94,7 @@ CALLS = (*PACKED, *BYTES, *GROUPED, *_others("cpu"))  # every operator
 
 
 def _of_experts(op: str, device: str) -> Arguments:
-    dense = arguments_of(op.replace("_grouped_mm", "_mm"), device)
+    dense = call_of(op.replace("_grouped_mm", "_mm"), device)
     experts = {name: torch.stack((dense[name], dense[name])) for name in PER_EXPERT if name in dense}
     routing = {
         "offsets": torch.tensor([1, 4], dtype=torch.int32, device=device),

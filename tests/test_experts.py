@@ -164,6 +164,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "MiniMax": {"intermediate_size": 96, "num_local_experts": 4, "head_dim": 32},
     "FlexOlmo": {"intermediate_size": 96, "num_experts": 8},
     "GraniteMoe": {"intermediate_size": 96, "num_local_experts": 4},
+    "Phimoe": {"intermediate_size": 96, "num_local_experts": 4},
+    "DeepseekV2": ROUTED
+    | {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+    | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+    "Lfm2Moe": ROUTED | {"num_experts": 8, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "MiniMaxM2": {"intermediate_size": 96, "num_local_experts": 8, "head_dim": 32},
+    "SolarOpen": ROUTED | {"n_routed_experts": 8, "n_shared_experts": 1, "head_dim": 32},
+    "Afmoe": ROUTED | {"num_experts": 8, "num_dense_layers": 1, "head_dim": 32},
+    "Jamba": {"intermediate_size": 96, "num_experts": 4, "expert_layer_period": 1, "expert_layer_offset": 0}
+    | {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_dt_rank": 16},
+    "GraniteMoeHybrid": {"intermediate_size": 96, "num_local_experts": 4, "shared_intermediate_size": 96}
+    | {"layer_types": ["attention", "attention"]},
 }
 
 
@@ -173,7 +185,7 @@ def test_other_families(family: str) -> None:
     kind, config = (getattr(transformers, f"{family}{part}", None) for part in ("ForCausalLM", "Config"))
     if kind is None or config is None:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    model = made(lambda: kind(config(**COMMON, **FAMILIES[family])))
+    model = made(lambda: kind(config(**COMMON | FAMILIES[family])))
     report = qao.quantize_(model, qao.Int4WeightOnly(group_size=32), progress=False)
     assert report.coverage > 0.95 and not report.problems
     assert any(isinstance(module, QuantExperts) for module in model.modules())

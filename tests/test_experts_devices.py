@@ -99,14 +99,60 @@ def test_gradients_reach_x_and_weights_and_are_the_same_in_every_run(scheme: Any
 
 
 class Clamped(Fused):
-    """A gate that is another one far from zero."""
+    """A gate that is another one far from zero, with a number that nothing names."""
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate.clamp(max=50.0)) * up
+        return F.silu(gate.clamp(max=50.0)) * up.clamp(-50.0, 50.0)
 
 
-@pytest.mark.parametrize("kind", [Fused, Clamped])
+class Limited(Fused):
+    """DeepSeek-V4's and HY-V4's."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self.swiglu_limit = 10.0
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate.clamp(max=self.swiglu_limit)) * up.clamp(-self.swiglu_limit, self.swiglu_limit)
+
+
+class GptOss(Fused):
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self.alpha, self.limit = 1.702, 7.0
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up[..., ::2].clamp(max=self.limit), gate_up[..., 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+
+
+class MiniMaxM3(GptOss):
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+
+
+class Step(GptOss):
+    """Limits of what SiLU gives."""
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+
+class Gelu(Fused):
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.gelu(gate) * up
+
+
+OPERATORS = {Fused: "silu_mul", Limited: "swiglu", GptOss: "swiglu", MiniMaxM3: "swiglu"}
+
+
+@pytest.mark.parametrize("kind", [Fused, Clamped, Limited, GptOss, MiniMaxM3, Step, Gelu])
 def test_a_call_is_five_operators_and_other_gates_are_the_models_own(kind: Any, device: str) -> None:
     model = nn.ModuleDict({"experts": kind(device, torch.float32)})
     qao.quantize_(model, SCHEMES[0], progress=False)
@@ -114,7 +160,7 @@ def test_a_call_is_five_operators_and_other_gates_are_the_models_own(kind: Any, 
     with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model["experts"](x, index, weights)
     called = [event.key for event in profile.key_averages() if event.key.startswith("qao::")]
-    gate = ["qao::silu_mul"] if kind is Fused else []
+    gate = [f"qao::{OPERATORS[kind]}"] if kind in OPERATORS else []
     assert sorted(called) == sorted(["qao::expert_sort", "qao::int4_grouped_mm", "qao::expert_sum", *gate])
     with torch.no_grad():  # gates past 50
         y = model["experts"](1e3 * x, index, weights)
@@ -135,6 +181,28 @@ def test_a_model_moves_to_a_gpu_and_back() -> None:
         y = experts.cuda()(x, index, weights)
         assert distance(y, exact(experts, x, index, weights)) < allowed(SCHEMES[0], "cuda")
     assert all(torch.equal(tensor, state[name]) for name, tensor in experts.cpu().state_dict().items())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_a_call_takes_memory_for_its_rows_alone(scheme: Any) -> None:
+    """Of S = tokens * top_k rows: those of both products and of the gate, the gathered x, x in eight bits with its sums
+    and scales; never weights, and nothing that grows with the number of experts but routing."""
+    experts, _ = quantized(scheme, "cuda", torch.bfloat16)
+    for tokens in (1, 64, 3000):
+        x, index, weights = (t.bfloat16() if t.is_floating_point() else t for t in routed("cuda", tokens))
+        rows = tokens * TOP
+        values = rows * (2 * INNER + INNER + K) + tokens * K  # up, gate, down; the sum
+        gathered = rows * (max(K, INNER) + 64 + max(K, INNER) // 32 * 2 + 8)
+        with torch.no_grad():
+            experts(x, index, weights)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            experts(x, index, weights)
+            took = torch.cuda.max_memory_allocated() - before
+        # 512 bytes are the allocator's unit; a routing is three tensors and the counts of up to 64 CTAs
+        assert took <= 2 * (values + gathered) + 4 * (2 * rows + 65 * (E + 1)) + 16 * 512
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")

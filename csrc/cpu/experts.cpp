@@ -1,6 +1,8 @@
 #include "cpu/experts.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -13,6 +15,18 @@ int64_t bucket_of(const experts::Sort& s, int64_t slot) {
   const int64_t expert =
       s.wide ? static_cast<const int64_t*>(s.chosen)[slot] : static_cast<const int32_t*>(s.chosen)[slot];
   return expert < 0 || expert > s.experts ? s.experts : expert;
+}
+
+// The first of the largest that is not taken; NaN is larger than any number.
+size_t best_of(const std::vector<float>& values, const std::vector<char>& taken) {
+  size_t best = values.size();
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (taken[i]) continue;
+    if (best == values.size() || values[i] > values[best] || (std::isnan(values[i]) && !std::isnan(values[best]))) {
+      best = i;
+    }
+  }
+  return best;
 }
 
 template <DType dtype>
@@ -34,7 +48,61 @@ void add_rows(const experts::Sum& s, const Threads& threads) {
   });
 }
 
+// Those whose group is none of the best are chosen already. A group's rank is that of its best two together.
+void leave_groups(const experts::TopK& t, const std::vector<float>& biased, std::vector<char>* taken) {
+  const int size = t.experts / t.groups;
+  std::vector<float> ranks(static_cast<size_t>(t.groups));
+  for (int g = 0; g < t.groups; ++g) {
+    float first = -std::numeric_limits<float>::infinity(), second = first;
+    for (int e = g * size; e < (g + 1) * size; ++e) {
+      second = std::fmax(second, std::fmin(first, biased[e])), first = std::fmax(first, biased[e]);
+    }
+    ranks[g] = size == 1 ? first : first + second;
+  }
+  std::vector<char> kept(ranks.size());
+  for (int i = 0; i < t.top_groups; ++i) kept[best_of(ranks, kept)] = 1;
+  for (int e = 0; e < t.experts; ++e) (*taken)[e] = !kept[e / size];
+}
+
+void choose_for(const experts::TopK& t, int64_t token, std::vector<float>& scores, std::vector<float>& biased,
+                std::vector<char>& taken) {
+  float largest = -std::numeric_limits<float>::infinity();
+  double sum = 0;
+  for (int e = 0; e < t.experts; ++e) {
+    scores[e] = load(t.logits, token * t.experts + e, t.logits_dtype);
+    largest = std::fmax(largest, scores[e]);
+  }
+  const bool softmax = t.scores == experts::Scores::kSoftmax;
+  if (softmax) {
+    for (float& score : scores) sum += score = std::exp(score - largest);
+  }
+  for (int e = 0; e < t.experts; ++e) {
+    scores[e] = softmax ? static_cast<float>(scores[e] / sum) : 1 / (1 + std::exp(-scores[e]));
+    biased[e] = t.bias == nullptr ? scores[e] : scores[e] + load(t.bias, e, t.bias_dtype);
+    taken[e] = 0;
+  }
+  if (t.groups > 1) leave_groups(t, biased, &taken);
+  float* const weights = t.weights + token * t.top_k;
+  float together = 0;
+  for (int64_t choice = 0; choice < t.top_k; ++choice) {
+    const size_t best = best_of(biased, taken);
+    taken[best] = 1;
+    t.chosen[token * t.top_k + choice] = static_cast<int64_t>(best);
+    together += weights[choice] = scores[best];
+  }
+  const float scale = t.factor / (t.normalized ? together + experts::kLeastSum : 1);
+  for (int64_t choice = 0; choice < t.top_k; ++choice) weights[choice] *= scale;
+}
+
 }  // namespace
+
+void choose(const experts::TopK& t, const Threads& threads) {
+  split(threads, t.tokens, [&](int64_t begin, int64_t end) {
+    std::vector<float> scores(static_cast<size_t>(t.experts)), biased(scores.size());
+    std::vector<char> taken(scores.size());
+    for (int64_t token = begin; token < end; ++token) choose_for(t, token, scores, biased, taken);
+  });
+}
 
 void sort(const experts::Sort& s) {
   std::vector<int64_t> next(static_cast<size_t>(s.experts) + 2);  // the next place of a bucket

@@ -7,6 +7,7 @@
 namespace qao::cpu {
 
 void sort(const experts::Sort& sort);
+void choose(const experts::TopK& top_k, const Threads& threads);
 
 // A place that is no row is an error, before anything is written.
 Status sum(const experts::Sum& sum, const Threads& threads);

@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "cpu/numeric.h"
 #include "cpu/quantize_kernels.h"
 #include "cpu/scratch.h"
 
@@ -87,6 +88,25 @@ void quantize_fp8(const Problem& p, const Arguments& a, const QuantizeKernels& k
   }
 }
 
+// kSwiglu is kSiluMul of alpha g and (u + shift) / alpha, which `parts` [2 k] has room for.
+void gated_values(const Problem& p, const Arguments& a, const QuantizeKernels& kernels, int64_t m, float* parts,
+                  float* values) {
+  const quantize::Gate& gate = p.gate;
+  const int64_t step = gate.interleaved ? 2 : 1, first = m * a.x_stride, second = first + (gate.interleaved ? 1 : p.k);
+  for (int64_t k = 0; k < p.k; ++k) {
+    const float g = load(a.x, first + step * k, p.x_dtype), u = load(a.x, second + step * k, p.x_dtype);
+    parts[k] = gate.alpha * (g > gate.limit ? gate.limit : g);  // NaN stays
+    parts[p.k + k] = ((u > gate.limit ? gate.limit : u < -gate.limit ? -gate.limit : u) + gate.shift) / gate.alpha;
+  }
+  Problem silu_mul;
+  silu_mul.m = 1, silu_mul.k = p.k;
+  silu_mul.x_dtype = DType::kFloat32;
+  silu_mul.producer = quantize::Producer::kSiluMul;
+  Arguments row;
+  row.x = parts, row.up = parts + p.k;
+  kernels.values(silu_mul, row, 0, values);
+}
+
 }  // namespace
 
 const QuantizeKernels& quantize_kernels(Features features) {
@@ -101,17 +121,17 @@ Status quantize(const Problem& p, const Arguments& a, const Threads& all_threads
   const QuantizeKernels& kernels = quantize_kernels(features);
   const Threads threads = is_serial(all_threads, p.m * p.k) ? Threads{} : all_threads;
   // task(thread, m, values) for every row; without a producer the values are x as it lies.
-  const bool as_it_lies = p.producer == quantize::Producer::kNone;
+  const bool as_it_lies = p.producer == quantize::Producer::kNone, gated = p.producer == quantize::Producer::kSwiglu;
   const auto rows = [&](const auto& task) {
     threads.for_each([&](int i) {
       const int64_t begin = p.m * i / threads.count, end = p.m * (i + 1) / threads.count;
-      const int64_t bytes = as_it_lies ? 0 : p.k * static_cast<int64_t>(sizeof(float));
+      const int64_t bytes = (as_it_lies ? 0 : gated ? 3 : 1) * p.k * static_cast<int64_t>(sizeof(float));
       float* values = static_cast<float*>(scratch(Scratch::kActivations, bytes));
       for (int64_t m = begin; m < end; ++m) {
         if (as_it_lies) {
           task(i, m, from({a.x, p.x_dtype}, m * a.x_stride));
         } else {
-          kernels.values(p, a, m, values);
+          gated ? gated_values(p, a, kernels, m, values + p.k, values) : kernels.values(p, a, m, values);
           task(i, m, {values});
         }
       }

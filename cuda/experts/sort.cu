@@ -1,7 +1,10 @@
-// A stable counting sort by one CTA: numbers of experts are few, and slots are a few bytes each.
+// A stable counting sort: numbers of experts are few, and slots are a few bytes each.
 //
 //   every warp counts the experts of its run of slots  ->  counts become first places, along warps, then along experts
 //   ->  every warp walks its run again and gives places
+//
+// Many slots are runs of several CTAs. A kernel of its own counts the experts of each run; then every CTA adds up those
+// of all runs, and of the runs before its own.
 #include <algorithm>
 
 #include "common/integers.h"
@@ -12,8 +15,25 @@
 namespace qao::experts {
 namespace {
 
-constexpr int kMostWarps = 32, kSlotsPerWarp = 64;
+constexpr int kMostWarps = 32, kSlotsPerWarp = 64, kMostCtas = 64;
 constexpr int kSharedBytes = 48 << 10;  // that every GPU has without asking
+
+struct Params : Sort {
+  int* counts;  // [CTAs, buckets], if there are several CTAs
+};
+
+// How slots are spread.
+struct Grid {
+  int64_t warps, ctas;
+};
+Grid grid_of(const Sort& s) {
+  const int64_t bucket_bytes = (s.experts + 1) * static_cast<int64_t>(sizeof(int));
+  const int64_t fit = kSharedBytes / bucket_bytes - 1;
+  const int64_t wanted = std::clamp<int64_t>(ceil_div(s.slots, int64_t{kSlotsPerWarp}), 1, kMostWarps);
+  const int64_t warps = std::min(wanted, fit);
+  const int64_t ctas = warps < 1 ? 0 : ceil_div(std::max<int64_t>(s.slots, 1), warps * kSlotsPerWarp);
+  return {warps, std::min<int64_t>(ctas, kMostCtas)};
+}
 
 // What is no expert is in the bucket after the last one's.
 __device__ __forceinline__ int bucket_of(const Sort& s, int64_t slot) {
@@ -23,28 +43,59 @@ __device__ __forceinline__ int bucket_of(const Sort& s, int64_t slot) {
   return static_cast<int>(expert < 0 ? none : min(expert, none));
 }
 
-__global__ void __launch_bounds__(kMostWarps * 32) sort_kernel(const __grid_constant__ Sort s) {
+// Slots [begin, end) of a warp, all warps of a CTA beside each other.
+struct Run {
+  int64_t begin, end;
+  __device__ __forceinline__ explicit Run(const Sort& s) {
+    const int64_t warps = blockDim.x / 32, parts = warps * gridDim.x;
+    const int64_t size = (s.slots + 32 * parts - 1) / (32 * parts) * 32;
+    begin = min((blockIdx.x * warps + threadIdx.x / 32) * size, s.slots), end = min(begin + size, s.slots);
+  }
+};
+
+__global__ void __launch_bounds__(kMostWarps * 32) count_kernel(const __grid_constant__ Params p) {
+  extern __shared__ int counts[];  // [buckets]
+  const int buckets = static_cast<int>(p.experts) + 1;
+  for (int i = threadIdx.x; i < buckets; i += blockDim.x) counts[i] = 0;
+  __syncthreads();
+  ptx::wait_then_launch_dependents();
+  const Run run(p);
+  for (int64_t slot = run.begin + threadIdx.x % 32; slot < run.end; slot += 32)
+    atomicAdd(counts + bucket_of(p, slot), 1);
+  __syncthreads();
+  for (int i = threadIdx.x; i < buckets; i += blockDim.x) p.counts[blockIdx.x * buckets + i] = counts[i];
+}
+
+__global__ void __launch_bounds__(kMostWarps * 32) sort_kernel(const __grid_constant__ Params p) {
   extern __shared__ int counts[];  // [warps, buckets], and [buckets] of all
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  const int buckets = static_cast<int>(s.experts) + 1;
+  const int buckets = static_cast<int>(p.experts) + 1;
   int* const own = counts + warp * buckets;
   int* const all = counts + warps * buckets;
-  const int64_t run = (s.slots + 32 * warps - 1) / (32 * warps) * 32;
-  const int64_t begin = min(warp * run, s.slots), end = min(begin + run, s.slots);
+  const Run run(p);
   for (int i = threadIdx.x; i < warps * buckets; i += blockDim.x) counts[i] = 0;
   __syncthreads();
   ptx::wait_then_launch_dependents();
 
-  for (int64_t slot = begin + lane; slot < end; slot += 32) atomicAdd(own + bucket_of(s, slot), 1);
+  for (int64_t slot = run.begin + lane; slot < run.end; slot += 32) atomicAdd(own + bucket_of(p, slot), 1);
   __syncthreads();
   for (int bucket = threadIdx.x; bucket < buckets; bucket += blockDim.x) {
-    int sum = 0;
+    int sum = 0;  // of the runs before: of other CTAs, then of warps
+    int total = 0;
+    if (gridDim.x > 1) {
+#pragma unroll 8
+      for (int cta = 0; cta < gridDim.x; ++cta) {
+        const int count = p.counts[cta * buckets + bucket];
+        total += count;
+        sum += cta < blockIdx.x ? count : 0;
+      }
+    }
     for (int w = 0; w < warps; ++w) {
       int& count = counts[w * buckets + bucket];
       const int before = sum;
       sum += count, count = before;
     }
-    all[bucket] = sum;
+    all[bucket] = gridDim.x > 1 ? total : sum;
   }
   __syncthreads();
   if (warp == 0) {  // a lane has neighbouring buckets
@@ -61,21 +112,21 @@ __global__ void __launch_bounds__(kMostWarps * 32) sort_kernel(const __grid_cons
     for (int bucket = first; bucket < last; ++bucket) {
       const int count = all[bucket];
       all[bucket] = place, place += count;
-      if (bucket < s.experts) s.offsets[bucket] = place;
+      if (bucket < p.experts && blockIdx.x == 0) p.offsets[bucket] = place;
     }
   }
   __syncthreads();
-  for (int64_t base = begin; base < end; base += 32) {
+  for (int64_t base = run.begin; base < run.end; base += 32) {
     const int64_t slot = base + lane;
-    const int bucket = slot < end ? bucket_of(s, slot) : -1;
+    const int bucket = slot < run.end ? bucket_of(p, slot) : -1;
     const unsigned same = __match_any_sync(~0u, bucket);
     const int before = __popc(same & ((1u << lane) - 1));
     const int place = bucket < 0 ? 0 : all[bucket] + own[bucket] + before;
     __syncwarp();
     if (bucket >= 0) {
       if (before == 0) own[bucket] += __popc(same);
-      s.row_index[place] = static_cast<int>(slot / s.top_k);
-      s.places[slot] = place;
+      p.row_index[place] = static_cast<int>(slot / p.top_k);
+      p.places[slot] = place;
     }
     __syncwarp();
   }
@@ -83,19 +134,30 @@ __global__ void __launch_bounds__(kMostWarps * 32) sort_kernel(const __grid_cons
 
 }  // namespace
 
+int64_t workspace_bytes(const Sort& sort) {
+  const int64_t ctas = grid_of(sort).ctas;
+  return ctas > 1 ? ctas * (sort.experts + 1) * static_cast<int64_t>(sizeof(int)) : 0;
+}
+
 Status launch(const Sort& sort, void* stream) {
-  const int64_t bucket_bytes = (sort.experts + 1) * static_cast<int64_t>(sizeof(int));
-  const int64_t fit = kSharedBytes / bucket_bytes - 1;
-  if (fit < 1) {
+  const auto [warps, ctas] = grid_of(sort);
+  if (warps < 1) {
     return Status::error("a GPU sorts up to 6000 experts, not " + std::to_string(sort.experts),
                          "Sort with torch.sort(stable=True)");
   }
-  const int64_t wanted = std::clamp<int64_t>(ceil_div(sort.slots, int64_t{kSlotsPerWarp}), 1, kMostWarps);
-  const unsigned warps = static_cast<unsigned>(std::min(wanted, fit));
-  Launch launch{dim3(1), dim3(warps * 32), static_cast<cudaStream_t>(stream)};
-  launch.shared_bytes = static_cast<size_t>((warps + 1) * bucket_bytes);
-  launch.overlapped = is_hopper_code(reinterpret_cast<const void*>(&sort_kernel));
-  return launch_kernel(launch, "launching the sort of experts", sort_kernel, sort);
+  const Params params{sort, static_cast<int*>(sort.workspace)};
+  const size_t bucket_bytes = static_cast<size_t>(sort.experts + 1) * sizeof(int);
+  const auto enqueue = [&](void (*kernel)(Params), size_t shared_bytes) {
+    Launch launch{dim3(static_cast<unsigned>(ctas)), dim3(static_cast<unsigned>(warps) * 32),
+                  static_cast<cudaStream_t>(stream)};
+    launch.shared_bytes = shared_bytes;
+    launch.overlapped = is_hopper_code(reinterpret_cast<const void*>(kernel));
+    return launch_kernel(launch, "launching the sort of experts", kernel, params);
+  };
+  if (ctas > 1) {
+    if (Status status = enqueue(count_kernel, bucket_bytes); !status.ok()) return status;
+  }
+  return enqueue(sort_kernel, (warps + 1) * bucket_bytes);
 }
 
 }  // namespace qao::experts

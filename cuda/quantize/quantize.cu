@@ -59,6 +59,10 @@ Params describe(const Problem& p, const Arguments& a) {
   params.x = a.x, params.x_stride = a.x_stride;
   const bool silu_mul = p.producer == Producer::kSiluMul;
   params.other = silu_mul ? a.up : a.residual, params.other_stride = silu_mul ? a.up_stride : a.residual_stride;
+  if (p.producer == Producer::kSwiglu) {
+    params.other = static_cast<const char*>(a.x) + p.k * size, params.other_stride = a.x_stride;
+  }
+  params.gate = p.gate;
   params.norm_weight = a.norm_weight;
   params.sum = a.sum;
   params.y = floats ? a.y : nullptr;
@@ -97,7 +101,8 @@ Status launch_after(void (*kernel)(Params), dim3 grid, dim3 cta, const Params& p
 
 template <DType dtype, Producer producer, int kVectors, bool kFast>
 Status launch_rows(Params p, cudaStream_t stream) {
-  const bool tile_by_tile = producer == Producer::kSiluMul && p.y != nullptr;
+  const bool gated = producer == Producer::kSiluMul || producer == Producer::kSwiglu;
+  const bool tile_by_tile = gated && p.y != nullptr;
   const int most = tile_by_tile && p.m <= kFewRows ? 128 : max_threads(kVectors);
   p.tiles = static_cast<int>(ceil_div(p.vectors, int64_t{most} * kVectors));
   const int threads = static_cast<int>(ceil_div(p.vectors, p.tiles * kVectors * 32)) * 32;
@@ -160,6 +165,8 @@ Status launch_dtype(const Problem& problem, const Params& p, cudaStream_t stream
       return launch_rows<dtype, Producer::kRmsNorm>(p, stream);
     case Producer::kSiluMul:
       return launch_rows<dtype, Producer::kSiluMul>(p, stream);
+    case Producer::kSwiglu:
+      return launch_rows<dtype, Producer::kSwiglu>(p, stream);
   }
   return Status::error("quantize: unknown producer");
 }

@@ -36,6 +36,11 @@ class Row {
 
   // h^2 of RMSNorm are added to `squares`.
   __device__ __forceinline__ void load(int tile, float* squares) {
+    if constexpr (producer == Producer::kSwiglu) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) load_gated(column(tile, v), product_[v]);
+      return;
+    }
     Packed<dtype> other[kVectors];
     const bool two = producer == Producer::kSiluMul || (producer == Producer::kRmsNorm && p_.other != nullptr);
 #pragma unroll
@@ -79,7 +84,7 @@ class Row {
     }
   }
 
-  // x; silu(x) * up; or h * norm_weight, which RMSNorm's factor will still multiply.
+  // x; a gate times its up; or h * norm_weight, which RMSNorm's factor will still multiply.
   __device__ __forceinline__ void value(int v, float (&value)[kVector]) const {
     if constexpr (producer == Producer::kNone) {
       packed_[v].unpack(value);
@@ -110,6 +115,31 @@ class Row {
   }
 
  private:
+  // kSwiglu, which is 0 past the end as gate and up are.
+  __device__ __forceinline__ void load_gated(int column, float (&value)[kVector]) const {
+    const Gate& gate = p_.gate;
+    Packed<dtype> packed[2];
+    float first[kVector], second[kVector];
+    if (gate.interleaved) {
+      packed[0].template load<kFast>(x_, 2 * column, 2 * p_.k);
+      packed[1].template load<kFast>(x_, 2 * column + kVector, 2 * p_.k);
+    } else {
+      packed[0].template load<kFast>(x_, column, p_.k);
+      packed[1].template load<kFast>(other_, column, p_.k);
+    }
+    packed[0].unpack(first), packed[1].unpack(second);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      float g = first[i], u = second[i];
+      if (gate.interleaved) {
+        const auto at = [&](int k) { return k < kVector ? first[k] : second[k - kVector]; };
+        g = at(2 * i), u = at(2 * i + 1);
+      }
+      g = g > gate.limit ? gate.limit : g;  // NaN stays
+      u = u > gate.limit ? gate.limit : u < -gate.limit ? -gate.limit : u;
+      value[i] = __fdividef(g, 1 + expf(-gate.alpha * g)) * (u + gate.shift);
+    }
+  }
   // Ones where there is none, and past the end, where h is 0.
   __device__ __forceinline__ void load_weight(int column, float (&weight)[kVector]) const {
 #pragma unroll
@@ -242,7 +272,8 @@ __global__ void __launch_bounds__(max_threads(kVectors), min_ctas(kVectors))
   const bool quantized = !kProduct || p.y == nullptr;
   Row<dtype, producer, kVectors, kFast> row(p);
   Partial part;
-  if (producer == Producer::kSiluMul && !quantized) {  // needs no row to be complete: every tile has a CTA
+  if ((producer == Producer::kSiluMul || producer == Producer::kSwiglu) &&
+      !quantized) {  // needs no row to be complete: every tile has a CTA
     row.load(blockIdx.y, &part.squares);
     return store_values<dtype, kVectors, kFast>(p, 1, row, blockIdx.y);
   }

@@ -8,7 +8,7 @@ namespace qao::quantize {
 
 struct Params : Target {
   const void* x;            // [m, k]
-  const void* other;        // [m, k] up, or the residual or null
+  const void* other;        // [m, k] up, the second half of x, or the residual or null
   const void* norm_weight;  // [k] or null
   void* sum;                // [m, k] x + residual; or null
   void* y;                  // [m, k] the values themselves; null: they are quantised
@@ -29,6 +29,7 @@ struct Params : Target {
   bool q_aligned;  // for stores of eight bytes
   bool static_scale, int4_tiles;
   float eps;
+  Gate gate;
 };
 
 template <bool kAligned>

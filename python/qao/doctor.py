@@ -204,6 +204,19 @@ def _silu_mul(device: str) -> float:
     return _distance(qao.silu_mul(gate, up), reference.silu_mul(gate, up))
 
 
+def _swiglu(device: str) -> float:
+    x, gate = _random(33, 2 * _K, device=device), (1.5, 2.0, 1.0, True)
+    exact = reference.swiglu(x, *gate)
+    quantised = reference.dequantize_activation(*qao.swiglu_quantize(x, *gate, torch.int8))
+    return max(_distance(qao.swiglu(x, *gate), exact), _distance(quantised, _in_int8(exact)))
+
+
+def _expert_topk(device: str) -> float:
+    logits = _random(33, 64, device=device)
+    _, weights = qao.expert_topk(logits, 4, False, None, False, 1.0)
+    return _distance(weights, logits.double().softmax(-1).topk(4).values)
+
+
 def _int4_parts(device: str) -> tuple[Tensor, Tensor, Tensor]:
     q = (_random(_N, _K, device=device).abs() * 5).clamp(max=15).to(torch.uint8)
     scales = _random(_N, _K // _GROUP_SIZE, device=device).float().abs() + 0.1
@@ -267,6 +280,7 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     **{f"{word}_grouped_mm": _grouped_product(scheme()) for word, scheme in schemes.SCHEMES.items() if word != "fp4"},
     "expert_sort": _expert_rows,
     "expert_sum": _expert_rows,
+    "expert_topk": _expert_topk,
     "int8_scaled_mm": _int8_scaled_mm,
     "fp8_scaled_mm": _fp8_scaled_mm,
     "int8_quantize": _int8_quantize,
@@ -277,6 +291,8 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "add_rms_norm": _add_rms_norm,
     "add_rms_norm_int4_mm": _add_rms_norm_int4_mm,
     "silu_mul": _silu_mul,
+    "swiglu": _swiglu,
+    "swiglu_quantize": _swiglu,
     "quantize_groups": _quantize_groups,
     "quantize_blocks": _quantize_blocks,
     "quantize_weight_": _quantize_weight,

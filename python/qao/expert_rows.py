@@ -1,4 +1,4 @@
-"""The way of tokens to their experts and back: ``expert_sort`` and ``expert_sum``, around the grouped products."""
+"""``expert_topk``, ``expert_sort`` and ``expert_sum``: the choice of experts, the way of tokens to them and back."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch.autograd.function import once_differentiable
 from .gradients import traced, transformed
 from .grouped import added
 
+_LEAST_SUM = 1e-20  # as the operator has it
 _sort = torch.ops.qao.expert_sort.default
 _sum = torch.ops.qao.expert_sum.default
+_topk = torch.ops.qao.expert_topk.default
 
 
 def expert_sort(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,6 +33,75 @@ def expert_sort(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
         RuntimeError: A shape, dtype or device does not fit; the message lists all and the remedy.
     """
     return _sort(experts, num_experts)  # type: ignore[no-any-return]
+
+
+def _scores(logits: Tensor, sigmoid: bool) -> Tensor:
+    return logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
+
+
+class _TopK(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, top_k: int, sigmoid: bool, *rest: Any) -> tuple[Tensor, Tensor]:
+        chosen, weights = _topk(logits, top_k, sigmoid, *rest)
+        ctx.save_for_backward(logits, chosen)
+        ctx.mark_non_differentiable(chosen)
+        _, ctx.normalized, ctx.factor, *_ = rest
+        ctx.sigmoid = sigmoid
+        return chosen, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        logits, chosen = ctx.saved_tensors
+        scores = _scores(logits, ctx.sigmoid)
+        grad = grads[1] * ctx.factor
+        if ctx.normalized:
+            some = scores.gather(1, chosen)
+            total = some.sum(1, keepdim=True) + _LEAST_SUM
+            grad = (grad - (grad * some / total).sum(1, keepdim=True)) / total
+        grad = torch.zeros_like(scores).scatter(1, chosen, grad)
+        if ctx.sigmoid:
+            grad = grad * scores * (1 - scores)
+        else:
+            grad = scores * (grad - (grad * scores).sum(1, keepdim=True))
+        return grad.to(logits.dtype), *(None for _ in ctx.needs_input_grad[1:])
+
+
+def expert_topk(
+    logits: Tensor,
+    top_k: int,
+    sigmoid: bool,
+    bias: Tensor | None,
+    normalized: bool,
+    factor: float,
+    groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token and their weights, as routers choose them; weights are differentiable in logits.
+
+    Scores are softmax or sigmoid of the logits, in float32. The best ``top_k`` are those of the largest scores plus
+    bias, within the ``top_groups`` groups (runs of E / groups experts) whose two largest add up to the most. Of equals
+    the lowest number comes first; NaN counts as the largest.
+
+    Args:
+        logits: [T, E] in a float dtype.
+        bias: [E] in a float dtype, contiguous, for the choice alone; None for zeros.
+        normalized: Scores of a token's experts are divided by their sum, plus 1e-20.
+        factor: What weights are multiplied by.
+        groups, top_groups: 1 and 1 for a choice among all; at most 32 groups.
+
+    Returns:
+        int64 [T, top_k], the best first, and their weights, float32 [T, top_k], without bias.
+
+    Raises:
+        RuntimeError: A shape, dtype, device or number does not fit; the message lists all and the remedy.
+    """
+    arguments = logits, top_k, sigmoid, bias, normalized, factor, groups, top_groups
+    if isinstance(logits, Tensor) and logits.requires_grad and torch.is_grad_enabled():
+        if torch.compiler.is_dynamo_compiling():
+            return _traced_topk(*arguments)  # type: ignore[no-any-return]
+        return _TopK.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
+    return _topk(*arguments)  # type: ignore[no-any-return]
 
 
 class _Sum(torch.autograd.Function):
@@ -83,3 +154,4 @@ def expert_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
 
 _traced_sum = traced(_sum, expert_sum)
+_traced_topk = traced(_topk, expert_topk)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from . import marker, ops
 from .formats import PackedWeight, Scheme
+from .gates import gate_of
 from .linear import QuantLinear
 from .packed import PackedModule, frozen
 from .scheme import stacked
@@ -125,20 +126,6 @@ def _has_norm(fused: Any) -> bool:
     return getattr(fused, "has_post_expert_norm", False)  # before transformers 5.23 none had
 
 
-def _has_silu(fused: Any, width: int) -> bool:
-    """Whether its gate is silu(gate) * up of two halves, which one kernel computes: it is asked with numbers."""
-    if not fused.has_gate:
-        return False
-    sizes = torch.logspace(-3, 3, 16, device="cpu").unsqueeze(1)
-    probe = torch.randn(16, 2 * width, generator=torch.Generator().manual_seed(0), device="cpu") * sizes
-    try:
-        y = fused._apply_gate(probe)
-    except Exception:  # noqa: BLE001  # whatever it needs besides, it is another one
-        return False
-    gate, up = probe.chunk(2, -1)
-    return y.shape == gate.shape and torch.allclose(y, torch.nn.functional.silu(gate) * up, rtol=1e-5)
-
-
 class QuantExperts(nn.Module):
     """The experts of one layer, quantised: takes the place of fused experts of transformers 5 (docs/experts.md).
 
@@ -160,15 +147,15 @@ class QuantExperts(nn.Module):
             self.post_expert_norm = origin.post_expert_norm
         # No child: it has no tensors left, and transformers would initialise those that its class used to have.
         self._origin = (_emptied(origin),)
-        self._has_silu = _has_silu(self._origin[0], down.in_features)
+        self._gate = gate_of(self._origin[0], down.in_features)
         self.train(origin.training)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         offsets, row_index, places = ops.expert_sort(top_k_index, self.num_experts)
         (origin,) = self._origin
         rows = self.up(hidden_states, offsets, row_index)
-        if self._has_silu:
-            rows = ops.silu_mul(*rows.chunk(2, -1))
+        if self._gate is not None:
+            rows = self._gate(rows)
         else:
             rows = origin._apply_gate(rows) if origin.has_gate else origin.act_fn(rows)
         rows = self.down(rows, offsets)

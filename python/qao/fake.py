@@ -152,6 +152,12 @@ def _(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return offsets, row_index, places
 
 
+@_register("expert_topk")
+def _(logits: Tensor, top_k: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[0], top_k
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
+
+
 @_register("expert_sum")
 def _(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return torch.empty((places.shape[0], rows.shape[1]), dtype=rows.dtype, device=rows.device)
@@ -195,6 +201,18 @@ def _(
 @_register("silu_mul_quantize")
 def _(gate: Tensor, up: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _like_x(gate, gate.shape[-1], dtype), _like_x(gate, 1, torch.float32)
+
+
+@_register("swiglu")
+def _(x: Tensor, alpha: float, limit: float, shift: float, interleaved: bool) -> Tensor:
+    return _like_x(x, x.shape[-1] // 2)
+
+
+@_register("swiglu_quantize")
+def _(
+    x: Tensor, alpha: float, limit: float, shift: float, interleaved: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return _like_x(x, x.shape[-1] // 2, dtype), _like_x(x, 1, torch.float32)
 
 
 @_register("quantize_groups")

@@ -15,6 +15,7 @@ from .gradients import traced, transformed
 
 _add_rms_norm = torch.ops.qao.add_rms_norm.default
 _silu_mul = torch.ops.qao.silu_mul.default
+_swiglu = torch.ops.qao.swiglu.default
 _DTYPES = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -57,6 +58,31 @@ class _SiluMul(torch.autograd.Function):
         return grad_gate.to(grads[0].dtype), (grad * gate * sigmoid).to(grads[0].dtype)
 
 
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alpha: float, limit: float, shift: float, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.gate = alpha, limit, shift, interleaved
+        return _swiglu(x, alpha, limit, shift, interleaved)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        alpha, limit, shift, interleaved = ctx.gate
+        grad, (gate, up) = grads[0].float(), _gate_and_up(x.float(), interleaved)
+        g, u = gate.clamp(max=limit), up.clamp(-limit, limit) + shift
+        sigmoid = (alpha * g).sigmoid()
+        grad_gate = (grad * u * sigmoid * (1 + alpha * g * (1 - sigmoid))).where(gate <= limit, 0)
+        grad_up = (grad * g * sigmoid).where(up.abs() <= limit, 0)
+        both = torch.stack((grad_gate, grad_up), -1).flatten(-2) if interleaved else torch.cat((grad_gate, grad_up), -1)
+        return both.to(x.dtype), None, None, None, None
+
+
+def _gate_and_up(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    return gate, up
+
+
 def _wants_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
@@ -74,6 +100,12 @@ def _plain_add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | Non
 def _plain_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     _check("silu_mul", gate, up)
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+def plain_swiglu(x: Tensor, alpha: float, limit: float, shift: float, interleaved: bool) -> Tensor:
+    gate, up = _gate_and_up(x.float(), interleaved)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * (alpha * gate).sigmoid() * (up + shift)).to(x.dtype)
 
 
 def _check(name: str, x: Tensor, other: Tensor | None) -> None:
@@ -131,5 +163,32 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return _silu_mul(gate, up)  # type: ignore[no-any-return]
 
 
+def swiglu(x: Tensor, alpha: float, limit: float, shift: float, interleaved: bool) -> Tensor:
+    """g sigmoid(alpha g) (u + shift), computed in float32 and rounded once; g = min(gate, limit), u = up within ±limit.
+
+    GPT-OSS: 1.702, 7.0, 1.0, True.
+
+    Args:
+        x: [..., 2 K], float32, float16 or bfloat16; any strides.
+        alpha, limit: Positive; ``limit`` may be infinite.
+        interleaved: Columns of gate and up by turns, gate first. Otherwise gate is the first half.
+
+    Returns:
+        [..., K], contiguous, in x's dtype.
+
+    Raises:
+        RuntimeError: A shape, dtype or number does not fit; the message lists all and the remedy.
+    """
+    if transformed():
+        return plain_swiglu(x, alpha, limit, shift, interleaved)
+    if _wants_gradient(x):
+        if torch.compiler.is_dynamo_compiling():
+            return _traced_swiglu(x, alpha, limit, shift, interleaved)  # type: ignore[no-any-return]
+        arguments = x, alpha, limit, shift, interleaved
+        return _Swiglu.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
+    return _swiglu(x, alpha, limit, shift, interleaved)  # type: ignore[no-any-return]
+
+
 _traced_add_rms_norm = traced(_add_rms_norm, add_rms_norm)
 _traced_silu_mul = traced(_silu_mul, silu_mul)
+_traced_swiglu = traced(_swiglu, swiglu)

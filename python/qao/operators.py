@@ -217,6 +217,13 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, dtype: torch.dtype) -> tuple[Ten
     return _qao.silu_mul_quantize.default(gate, up, dtype)  # type: ignore[no-any-return]
 
 
+def swiglu_quantize(
+    x: Tensor, alpha: float, limit: float, shift: float, interleaved: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Quantises ``qao.ops.swiglu`` of x [..., 2 K] as ``rms_norm_quantize`` does."""
+    return _qao.swiglu_quantize.default(x, alpha, limit, shift, interleaved, dtype)  # type: ignore[no-any-return]
+
+
 # ---- products --------------------------------------------------------------------------------------------------------
 
 

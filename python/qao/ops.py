@@ -1,8 +1,8 @@
 """Loads the operator library and gives every product a gradient.
 
 ``torch.ops.qao.*`` are the raw operators, without autograd. Each has a function of its name and arguments here, which
-layers call; products, ``add_rms_norm`` and ``silu_mul`` have gradients. Sizes everywhere: M tokens, N = out_features,
-K = in_features; x [..., K], weight [N, K], y [..., N].
+layers call; products, ``add_rms_norm``, ``silu_mul``, ``swiglu``, ``expert_topk`` and ``expert_sum`` have gradients.
+Sizes everywhere: M tokens, N = out_features, K = in_features; x [..., K], weight [N, K], y [..., N].
 
 All products take and return alike:
     x: [..., K], float32, float16 or bfloat16; any strides.
@@ -77,6 +77,7 @@ FP8_INT4 = differentiable(torch.ops.qao.fp8_int4_mm.default, dense_int4)
 from . import fake, transforms  # noqa: E402, F401  # they register
 from .expert_rows import expert_sort as expert_sort  # noqa: E402
 from .expert_rows import expert_sum as expert_sum  # noqa: E402
+from .expert_rows import expert_topk as expert_topk  # noqa: E402
 from .grouped import GROUPED as GROUPED  # noqa: E402
 from .grouped import (  # noqa: E402, F401
     fp8_fp8_grouped_mm,
@@ -91,6 +92,7 @@ from .grouped import grouped_product as grouped_product  # noqa: E402
 from .invariance import asked  # noqa: E402
 from .norm_silu import add_rms_norm as add_rms_norm  # noqa: E402
 from .norm_silu import silu_mul as silu_mul  # noqa: E402
+from .norm_silu import swiglu as swiglu  # noqa: E402
 from .operators import (  # noqa: E402, F401
     add_rms_norm_int4_mm,
     add_rms_norm_quantize,
@@ -108,6 +110,7 @@ from .operators import (  # noqa: E402, F401
     quantize_weight_,
     rms_norm_quantize,
     silu_mul_quantize,
+    swiglu_quantize,
     unpack_int4,
 )
 

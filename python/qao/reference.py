@@ -141,6 +141,13 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return gate * gate.sigmoid() * up.double()
 
 
+def swiglu(x: Tensor, alpha: float, limit: float, shift: float, interleaved: bool) -> Tensor:
+    """g sigmoid(alpha g) (u + shift) in float64, of a gate g cut off above ``limit`` and its up u at both sides."""
+    gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    gate, up = gate.double().clamp(max=limit), up.double().clamp(-limit, limit)
+    return gate * (alpha * gate).sigmoid() * (up + shift)
+
+
 def mm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y [..., N] = x [..., K] · weight [N, K]ᵀ + bias in float64."""
     y = x.double() @ weight.double().T

@@ -101,6 +101,7 @@ def _register() -> None:
     for operator, rows in (
         (_qao.add_rms_norm.default, 2),
         (_qao.silu_mul.default, 2),
+        (_qao.swiglu.default, 1),
         (_qao.int4_embedding.default, 1),
         (_qao.int8_embedding.default, 1),
     ):

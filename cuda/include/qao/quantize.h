@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "qao/status.h"
 #include "qao/types.h"
@@ -28,6 +29,13 @@ enum class Producer : int {
   kNone = 0,     // x
   kRmsNorm = 1,  // h / sqrt(mean(h^2) + eps) * norm_weight, h = x, or x + residual rounded to x's dtype
   kSiluMul = 2,  // silu(x) * up
+  kSwiglu = 3,   // Gate: x has the columns of a gate and as many of its up
+};
+
+// g sigmoid(alpha g) (u + shift), g the gate cut off above limit, u its up cut off at +-limit; alpha, limit > 0.
+struct Gate {
+  float alpha = 1, limit = std::numeric_limits<float>::infinity(), shift = 0;
+  bool interleaved = false;  // columns of gate and up by turns, else halves
 };
 
 struct Problem {
@@ -42,6 +50,7 @@ struct Problem {
   Producer producer = Producer::kNone;
   DType norm_weight_dtype = DType::kBFloat16;
   float eps = 0;
+  Gate gate;  // kSwiglu
 
   int64_t blocks() const { return (k + kScaleBlock - 1) / kScaleBlock; }
   int64_t sums_groups() const { return sums_group == 0 ? 0 : (k + sums_group - 1) / sums_group; }
@@ -49,7 +58,7 @@ struct Problem {
 };
 
 struct Arguments {
-  const void* x = nullptr;   // [m, k] of x_dtype, unit stride along k, any alignment
+  const void* x = nullptr;   // [m, k], kSwiglu [m, 2 k], of x_dtype, unit stride along k, any alignment
   int64_t x_stride = 0;      // elements
   const void* up = nullptr;  // kSiluMul: [m, k] of x_dtype
   int64_t up_stride = 0;
