@@ -56,6 +56,10 @@ class Experts:
         tiles, group_size = (-(-n // 16), -(-k // 64)), 32 if k % 128 else 128
         four = integers(e, *tiles, 512), scales(e, tiles[0], k // group_size, 1, 16).bfloat16()
         eight = integers(e, n, k), scales(e, n)
+        codes = integers(e, *tiles, 512), torch.exp2(-integers(e, tiles[0], k // 32, 1, 16).remainder(4)).bfloat16()
+        of_rows = scales(e, n)
+        whole = integers(e, tiles[0], k // group_size, 1, 16).remainder(16) + 1
+        scaled = four[0], (whole * of_rows.view(e, tiles[0], 1, 1, 16)).bfloat16()
         e4m3 = eight[0].to(torch.float8_e4m3fn), scales(e, n, 1)
         bf16 = (torch.stack([(q * s.unsqueeze(1)).bfloat16() for q, s in zip(*eight, strict=True)]),)
         sizes = n, k, group_size
@@ -65,6 +69,8 @@ class Experts:
             "fp8": (e4m3, ()),
             "int8_int8": (eight, (None,)),
             "int8_int4": (four, (None, *sizes)),
+            "int8_int4_rows": (scaled, (None, *sizes, of_rows)),
+            "fp4": (codes, (n, k, 32)),
             "fp8_fp8": (e4m3, (None, -1, False)),
             "fp8_int4": (four, sizes),
             "bf16": (bf16, ()),
@@ -112,8 +118,9 @@ class Experts:
 
         for word in self.schemes:
             rest = self.operands[word][1]
-            grouped = getattr(torch.ops.qao, f"{word}_grouped_mm").default
-            dense = getattr(torch.ops.qao, f"{word}_mm").default
+            operator = word.removesuffix("_rows")
+            grouped = getattr(torch.ops.qao, f"{operator}_grouped_mm").default
+            dense = getattr(torch.ops.qao, f"{operator}_mm").default
 
             def one(
                 weight: Tensor,
@@ -129,7 +136,12 @@ class Experts:
             def loop(
                 weight: Tensor, scales: Tensor, index: Tensor, ends: Tensor, dense: Any = dense, rest: Any = rest
             ) -> Tensor:
-                return self._loop(x, index, ends, lambda rows, e: dense(rows, weight[e], scales[e], None, *rest))
+                def product(rows: Tensor, e: int) -> Tensor:
+                    own = (value[e] if isinstance(value, Tensor) else value for value in rest)
+                    y: Tensor = dense(rows, weight[e], scales[e], None, *own)
+                    return y
+
+                return self._loop(x, index, ends, product)
 
             add(word, word, one)
             add(f"{word} loop", word, loop)

@@ -25,9 +25,16 @@ GroupedProduct::GroupedProduct(Op& op, const Argument& x, const Tensor& weight, 
 }
 
 int64_t GroupedProduct::hide_experts(Argument* argument) {
-  op_.check(argument->dim() >= 2, "weight, scales, bias and weight_sums must have a dimension of experts, the first",
+  op_.check(argument->dim() >= 2,
+            "weight, scales, bias, weight_sums and row_scales must have a dimension of experts, the first",
             "Stack those of all experts");
   return argument->hide_first();
+}
+
+void GroupedProduct::use_row_scales(Argument& row_scales) {
+  op_.check(hide_experts(&row_scales) == experts_.count, "row_scales must be of as many experts, along dimension 0",
+            "Stack those of all experts");
+  Product::use_row_scales(row_scales);
 }
 
 void GroupedProduct::check_routing() {
@@ -91,7 +98,7 @@ Tensor GroupedProduct::run(bool batch_invariant) {
   Tensor y = empty({experts_.rows, problem.n}, torch_dtype(problem.y_dtype), x_);
   if (experts_.rows == 0) return y;
   arguments.y = y.data_ptr();
-  const int64_t scale_bytes = problem.weight == Format::kInt4 ? size_of(problem.scale_dtype) : 4;
+  const int64_t scale_bytes = is_packed(problem.weight) ? size_of(problem.scale_dtype) : 4;
   experts_.weight_bytes = weight_.numel();
   experts_.scales_bytes = scales_.numel() * scale_bytes;
   experts_.bias_bytes = problem.n * size_of(problem.bias_dtype);

@@ -30,10 +30,12 @@ void define(StableLibrary& m) {
       "add_rms_norm_int4_mm(Tensor x, Tensor? residual, Tensor? norm_weight, float eps, Tensor weight, Tensor scales, "
       "Tensor? bias, int out_features, int in_features, int group_size, bool gated) -> (Tensor, Tensor)");
   define_grouped(m, "int4_grouped_mm", "int out_features, int in_features, int group_size");
+  define_grouped(m, "fp4_grouped_mm", "int out_features, int in_features, int group_size");
   define_grouped(m, "int8_grouped_mm", "");
   define_grouped(m, "fp8_grouped_mm", "");
   define_grouped(m, "int8_int8_grouped_mm", "Tensor? weight_sums");
-  define_grouped(m, "int8_int4_grouped_mm", "Tensor? weight_sums, int out_features, int in_features, int group_size");
+  define_grouped(m, "int8_int4_grouped_mm",
+                 "Tensor? weight_sums, int out_features, int in_features, int group_size, Tensor? row_scales=None");
   define_grouped(m, "fp8_fp8_grouped_mm", "Tensor? x_scale, int x_group_size, bool fast_accum");
   define_grouped(m, "fp8_int4_grouped_mm", "int out_features, int in_features, int group_size");
   m.def("expert_sort(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)");
@@ -85,6 +87,7 @@ void implement(StableLibrary& m) {
   }
   qao::implement<"add_rms_norm_int4_mm", &qao::add_rms_norm_int4_mm_op>(m);
   qao::implement<"int4_grouped_mm", &qao::int4_grouped_mm_op>(m);
+  qao::implement<"fp4_grouped_mm", &qao::fp4_grouped_mm_op>(m);
   qao::implement<"int8_grouped_mm", &qao::int8_grouped_mm_op>(m);
   qao::implement<"fp8_grouped_mm", &qao::fp8_grouped_mm_op>(m);
   qao::implement<"int8_int8_grouped_mm", &qao::int8_int8_grouped_mm_op>(m);

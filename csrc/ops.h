@@ -22,6 +22,10 @@ Tensor int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& s
                           const std::optional<Tensor>& bias, const Tensor& offsets,
                           const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
                           int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant);
+Tensor fp4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                         const Tensor& offsets, const std::optional<Tensor>& row_index,
+                         const std::optional<Tensor>& row_scale, int64_t out_features, int64_t in_features,
+                         int64_t group_size, bool batch_invariant);
 Tensor int8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                           const std::optional<Tensor>& bias, const Tensor& offsets,
                           const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
@@ -37,7 +41,7 @@ Tensor int8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tens
                                const std::optional<Tensor>& bias, const Tensor& offsets,
                                const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
                                const std::optional<Tensor>& weight_sums, int64_t out_features, int64_t in_features,
-                               int64_t group_size, bool batch_invariant);
+                               int64_t group_size, const std::optional<Tensor>& row_scales, bool batch_invariant);
 Tensor fp8_fp8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                              const std::optional<Tensor>& bias, const Tensor& offsets,
                              const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,

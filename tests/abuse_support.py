@@ -88,7 +88,7 @@ def _others(device: str) -> dict[str, Arguments]:
 
 
 DENSE = [op for op in (*PACKED, *BYTES) if op.endswith("_mm") and "scaled" not in op]
-GROUPED = [op.replace("_mm", "_grouped_mm") for op in DENSE]
+GROUPED = [op.replace("_mm", "_grouped_mm") for op in (*DENSE, "fp4_mm")]
 ON_CPU = ("quantize_blocks",)  # whatever the device that is asked for
 CALLS = (*PACKED, *BYTES, *GROUPED, *_others("cpu"))  # every operator
 
@@ -104,7 +104,7 @@ def _of_experts(op: str, device: str) -> Arguments:
     return dense | experts | routing
 
 
-PER_EXPERT = ("weight", "scales", "bias", "weight_sums")
+PER_EXPERT = ("weight", "scales", "bias", "weight_sums", "row_scales")
 
 
 def call_of(op: str, device: str) -> Arguments:

@@ -14,10 +14,12 @@ from torch import Tensor
 # One of each word that has products of experts.
 SCHEMES = [
     qao.Int4WeightOnly(group_size=32),
+    qao.Fp4WeightOnly(),
     qao.Int8WeightOnly(),
     qao.Float8WeightOnly(),
     qao.Int8DynamicActivationInt8Weight(symmetric_activations=False),
     qao.Int8DynamicActivationInt4Weight(group_size=32, symmetric_activations=False),
+    qao.Int8DynamicActivationInt4Weight(group_size=32, symmetric=True, integer_scales=True),
     qao.Float8DynamicActivationFloat8Weight(),
     qao.Float8DynamicActivationInt4Weight(group_size=32),
 ]
@@ -42,10 +44,11 @@ class Experts:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        first = self.weights[0]
-        if first.activation.format == "int8" and not first.activation.symmetric:
-            return torch.stack([w.arguments[0] for w in self.weights]), *first.arguments[1:]
-        return first.arguments
+        each = zip(*(w.arguments for w in self.weights), strict=True)
+        static = self.weights[0].activation.format == "fp8"  # its scale is that of all experts
+        return tuple(
+            torch.stack(values) if isinstance(values[0], Tensor) and not static else values[0] for values in each
+        )
 
     def all_arguments(
         self, x: Tensor, offsets: Tensor, row_index: Tensor | None = None, row_scale: Tensor | None = None

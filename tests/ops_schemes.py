@@ -1,7 +1,7 @@
 """The eight schemes as the shared tests see them: formats, random weights, what the operator makes of x.
 
-``PRODUCTS`` is what the generic tests run over; ``SCHEMES`` are those that are products of experts
-too. A scheme's formats say how its weight is stored and its activation quantised; ``make_weight`` gives the operator's
+``PRODUCTS`` is what the generic tests run over; ``SCHEMES`` are those of weights in integers or e4m3.
+A scheme's formats say how its weight is stored and its activation quantised; ``make_weight`` gives the operator's
 arguments and, in float64, exactly what they mean.
 """
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import qao
 import torch
-from ops_schemes import DTYPES, PRODUCTS, SCHEMES, Scheme, Weight
+from ops_schemes import DTYPES, PRODUCTS, Scheme, Weight
 from ops_support import bits, check_product, randn
 from qao.invariance import MODE, with_mode
 from torch import Tensor, nn
@@ -120,7 +120,7 @@ def test_a_scale_of_all_rows_is_refused(device: str) -> None:
 
 
 @pytest.mark.every_isa
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+@pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 def test_experts(scheme: Scheme, device: str) -> None:
     """Rows of an expert as if they were all there are."""
     weights = [scheme.make_weight(40, 256, scheme.few_formats[0], device, seed=e) for e in range(3)]

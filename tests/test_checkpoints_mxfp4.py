@@ -120,6 +120,17 @@ def test_gpt_oss_is_quantised_while_it_is_loaded(gpt_oss: tuple[Path, Any]) -> N
     assert loaded.generate(torch.arange(1, 9)[None], max_new_tokens=2, do_sample=False).shape == (1, 10)
 
 
-def test_without_a_scheme_it_is_refused(gpt_oss: tuple[Path, Any]) -> None:
-    with pytest.raises(ValueError, match="has experts in MXFP4, which has no product. Give a scheme"):
-        qao.from_pretrained(gpt_oss[0])
+def test_without_a_scheme_experts_keep_their_numbers(gpt_oss: tuple[Path, Any]) -> None:
+    path, model = gpt_oss
+    loaded = qao.from_pretrained(path)
+    experts = {name: module for name, module in loaded.named_modules() if isinstance(module, qao.QuantExperts)}
+    assert len(experts) == 2 and not any(isinstance(module, qao.QuantLinear) for module in loaded.modules())
+    for name, module in experts.items():
+        floats = model.get_submodule(name)
+        for key, projection in module.projections().items():
+            assert projection.scheme == qao.Fp4WeightOnly()
+            assert torch.equal(projection.dequantize(torch.bfloat16).mT, getattr(floats, key))
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        y, expected = loaded(ids).logits, copy.deepcopy(model).float()(ids).logits
+    assert (y.float() - expected).norm() < 0.03 * expected.norm()  # bfloat16 between layers

@@ -8,18 +8,28 @@ from typing import Any
 import pytest
 import torch
 from experts_support import Experts, ends, make_experts
-from ops_schemes import DTYPES, SCHEMES, SHORT, Format, Scheme, generator
+from ops_schemes import DTYPES, INT8_INT4, PRODUCTS, SHORT, Format, Int4Format, Scheme, generator
 from ops_support import randn
 from qao.grouped import GROUPED
 from qao.grouped_rows import by_experts, by_tiles
 from torch import Tensor
 
+
+def few_formats(scheme: Scheme) -> tuple[Format, ...]:
+    """With row_scales where they are taken, and one group a row."""
+    if scheme is not INT8_INT4:
+        return scheme.few_formats
+    symmetric, asymmetric = (fmt.activation for fmt in scheme.few_formats)
+    rows = Int4Format(64, "rows", torch.bfloat16, symmetric), Int4Format(128, "rows", torch.float32, asymmetric)
+    return *scheme.few_formats, *rows, Int4Format(-1, "rows", torch.float16, symmetric)
+
+
 FORMATS = [
     pytest.param(scheme, fmt, id=f"{scheme.word}-{fmt}")
-    for scheme in SCHEMES
-    for fmt in (scheme.formats if len(scheme.formats) < 9 else scheme.few_formats)
+    for scheme in PRODUCTS
+    for fmt in (scheme.formats if len(scheme.formats) < 9 else few_formats(scheme))
 ]
-FEW = [pytest.param(scheme, fmt, id=f"{scheme.word}-{fmt}") for scheme in SCHEMES for fmt in scheme.few_formats]
+FEW = [pytest.param(scheme, fmt, id=f"{scheme.word}-{fmt}") for scheme in PRODUCTS for fmt in few_formats(scheme)]
 COUNTS = [0, 1, 40, 0, 3, 17, 2, 0]  # rows of experts, some of none
 TAIL = 5  # rows that no expert has
 
@@ -102,7 +112,7 @@ def test_bits_are_those_of_the_dense_operator(scheme: Scheme, fmt: Format, x_dty
     assert torch.equal(scaled[normal], (y.double() * powers[:, None]).to(x_dtype)[normal])
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+@pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 def test_numbers_of_threads_and_repetitions(scheme: Scheme) -> None:
     counts = [1, 0, 300, 1, 1, 2, 64]
     experts = make_experts(scheme, len(counts), 520, 512)
@@ -121,7 +131,7 @@ def test_numbers_of_threads_and_repetitions(scheme: Scheme) -> None:
 
 @pytest.mark.parametrize("x_dtype", DTYPES, ids=SHORT.get)
 def test_more_rows_than_are_packed_at_a_time(x_dtype: torch.dtype) -> None:
-    scheme, counts = SCHEMES[0], [2500, 700, 1, 2300]
+    scheme, counts = PRODUCTS[0], [2500, 700, 1, 2300]
     experts = make_experts(scheme, 4, 16, 2048)
     x = randn(64, 2048, dtype=x_dtype, device="cpu")
     index = gathered(sum(counts), 64)
@@ -136,7 +146,7 @@ def test_more_rows_than_are_packed_at_a_time(x_dtype: torch.dtype) -> None:
 def test_offsets_may_begin_with_the_first_row(device: str) -> None:
     import qao
 
-    for scheme in SCHEMES:
+    for scheme in PRODUCTS:
         experts = make_experts(scheme, 3, 24, 64, device=device)
         x, counts = randn(9, 64, dtype=torch.bfloat16, device=device).requires_grad_(), [2, 0, 5]
         function = getattr(qao.ops, f"{scheme.word}_grouped_mm")
@@ -178,7 +188,7 @@ def test_few_rows_of_bfloat16(scheme: Scheme, fmt: Format, n: int, k: int, devic
 
 
 def test_no_rows_and_one_expert(device: str) -> None:
-    for scheme in SCHEMES:
+    for scheme in PRODUCTS:
         experts = make_experts(scheme, 1, 24, 64, device=device)
         x = randn(6, 64, dtype=torch.bfloat16, device=device)
         none = ends([0], device)
@@ -190,7 +200,7 @@ def test_no_rows_and_one_expert(device: str) -> None:
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
-INT4, INT8 = SCHEMES[0], SCHEMES[3]
+INT4, INT8 = PRODUCTS[0], PRODUCTS[3]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +215,7 @@ INT4, INT8 = SCHEMES[0], SCHEMES[3]
         ([1, 2, 4, 6], "the first of [experts + 1] offsets must be 0, where the first expert begins: 1"),
     ],
 )
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+@pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 def test_hostile_offsets(scheme: Scheme, offsets: list[int], what: str) -> None:
     experts, x = make_experts(scheme, 3, 32, 64), randn(6, 64, dtype=torch.bfloat16, device="cpu")
     with pytest.raises(RuntimeError, match=f"^qao::{scheme.word}_grouped_mm: .*{re.escape(what)}") as error:
@@ -235,7 +245,7 @@ def _changed(experts: Experts, given: Tensor, changes: dict[str, Any]) -> Tensor
         (
             INT8,
             {"weight": torch.ones(64, dtype=torch.int8)},
-            "weight, scales, bias and weight_sums must have a dimension of",
+            "weight, scales, bias, weight_sums and row_scales must have",
         ),
         (INT8, {"weight": torch.ones(0, 32, 64, dtype=torch.int8)}, "there must be at least one expert"),
         (INT8, {"scales": torch.ones(3, 32)}, "weight and all that belongs to it must be of as many experts"),
@@ -325,7 +335,7 @@ def test_graphs_replay_with_other_routings(scheme: Scheme, fmt: Format, rows: in
 
 
 @on_gpu
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+@pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 def test_nobody_waits_and_every_run_gives_the_same_bits(scheme: Scheme) -> None:
     counts = [1, 0, 300, 1, 1, 2, 64]
     experts = make_experts(scheme, len(counts), 520, 512, device="cuda")
@@ -356,7 +366,7 @@ def test_opcheck(scheme: Scheme, fmt: Format, gather: bool, device: str) -> None
     torch.library.opcheck(experts.op, experts.all_arguments(*routed), test_utils=utilities)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+@pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 def test_one_graph_for_every_routing(scheme: Scheme, device: str) -> None:
     import qao
 
@@ -443,7 +453,7 @@ def test_rows_of_gradients_need_no_look_at_the_offsets(scheme: Scheme, fmt: Form
 
 
 @on_gpu
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.word)
+@pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
 def test_graphs_hold_the_backward_pass(scheme: Scheme) -> None:
     import qao
 

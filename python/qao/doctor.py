@@ -277,7 +277,7 @@ def _embedding(device: str, scheme: Scheme) -> float:
 # By operator: how far it is from its reference on a device.
 OPERATORS: dict[str, Callable[[str], float]] = {
     **{f"{scheme.word}_mm": _product(scheme()) for scheme in schemes.SCHEMES.values()},
-    **{f"{word}_grouped_mm": _grouped_product(scheme()) for word, scheme in schemes.SCHEMES.items() if word != "fp4"},
+    **{f"{word}_grouped_mm": _grouped_product(scheme()) for word, scheme in schemes.SCHEMES.items()},
     "expert_sort": _expert_rows,
     "expert_sum": _expert_rows,
     "expert_topk": _expert_topk,

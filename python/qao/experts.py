@@ -40,7 +40,7 @@ class QuantProjection(PackedModule):
     """One projection of all E experts: W [E, N, K] as frozen Parameters, y [S, N] of rows that are sorted by expert.
 
     Attributes:
-        qweight, scales, weight_sums: as of a QuantLinear, behind a dimension of experts.
+        qweight, scales, weight_sums, row_scales: as of a QuantLinear, behind a dimension of experts.
         activation_scale: float32 [1], of all of them; or None.
         bias: [E, N] or None; it starts frozen, ``requires_grad_()`` makes it, and only it, trainable.
         experts, out_features, in_features: E, N and K.
@@ -75,10 +75,13 @@ class QuantProjection(PackedModule):
         if _autocasts():
             x = QuantLinear.autocast(x)
         word, tensors = self.scheme.word, self._parameters
+        constants: tuple[Any, ...] = self._constants
+        if tensors["row_scales"] is not None:
+            constants = *constants, tensors["row_scales"]
         others = (tensors[name] for name in _OTHERS.get(word, ()))
         return ops.grouped_product(
             _OPERATORS[f"{word}_grouped_mm"],
-            self._constants,
+            constants,
             x,
             tensors["qweight"],  # type: ignore[arg-type]
             tensors["scales"],  # type: ignore[arg-type]

@@ -114,6 +114,7 @@ def _(
 
 
 @_register("int4_grouped_mm")
+@_register("fp4_grouped_mm")
 @_register("int8_int4_grouped_mm")
 @_register("fp8_int4_grouped_mm")
 def _(

@@ -156,6 +156,7 @@ torch.fx.wrap("grouped_product")  # a node of fx.symbolic_trace, as the choice i
 
 # What experts call ``grouped_product`` with.
 INT4 = _qao.int4_grouped_mm.default
+FP4 = _qao.fp4_grouped_mm.default
 INT8 = _qao.int8_grouped_mm.default
 FP8 = _qao.fp8_grouped_mm.default
 INT8_INT8 = _qao.int8_int8_grouped_mm.default
@@ -182,6 +183,24 @@ def int4_grouped_mm(
     """``qao.ops.int4_mm`` of experts."""
     constants = out_features, in_features, group_size, *asked(batch_invariant)
     return grouped_product(INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale)
+
+
+def fp4_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """``qao.ops.fp4_mm`` of experts."""
+    constants = out_features, in_features, group_size, *asked(batch_invariant)
+    return grouped_product(FP4, constants, x, weight, scales, bias, offsets, row_index, row_scale)
 
 
 def int8_grouped_mm(
@@ -241,10 +260,11 @@ def int8_int4_grouped_mm(
     out_features: int,
     in_features: int,
     group_size: int,
+    row_scales: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """``qao.ops.int8_int4_mm`` of experts."""
-    constants = out_features, in_features, group_size, *asked(batch_invariant)
+    """``qao.ops.int8_int4_mm`` of experts; ``row_scales`` is [E, N]."""
+    constants = out_features, in_features, group_size, row_scales, *asked(batch_invariant)
     return grouped_product(INT8_INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale, weight_sums)
 
 

@@ -80,6 +80,7 @@ from .expert_rows import expert_sum as expert_sum  # noqa: E402
 from .expert_rows import expert_topk as expert_topk  # noqa: E402
 from .grouped import GROUPED as GROUPED  # noqa: E402
 from .grouped import (  # noqa: E402, F401
+    fp4_grouped_mm,
     fp8_fp8_grouped_mm,
     fp8_grouped_mm,
     fp8_int4_grouped_mm,

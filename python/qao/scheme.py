@@ -38,11 +38,14 @@ class PackedWeight(NamedTuple):
 
 
 def stacked(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """Those of experts, as grouped products take them: behind one more dimension. A static scale is that of all; those
-    of rows are not taken."""
-    sums = [one.weight_sums for one in weights if one.weight_sums is not None]
-    qweight, scales = torch.stack([one.qweight for one in weights]), torch.stack([one.scales for one in weights])
-    return PackedWeight(qweight, scales, torch.stack(sums) if sums else None, weights[0].activation_scale)
+    """Those of experts, as grouped products take them: behind one more dimension. A static scale is that of all."""
+
+    def together(name: str) -> Any:
+        parts = [getattr(one, name) for one in weights]
+        return None if parts[0] is None else torch.stack(parts)
+
+    sums, row_scales = together("weight_sums"), together("row_scales")
+    return PackedWeight(together("qweight"), together("scales"), sums, weights[0].activation_scale, row_scales)
 
 
 class Scheme(ABC):

@@ -125,17 +125,12 @@ __device__ __forceinline__ void multiply_fp4(const Cta& cta, uint32_t stage, con
   }
 }
 
-// The walk of main_loop() over this CTA's K-tiles.
-template <typename T, typename Tile, int groups>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) fp4_kernel(const Params p) {
-  using ThisCta = Fp4Cta<T, Tile, groups>;
-  extern __shared__ __align__(1024) uint8_t shared[];
-  const Place at = place<Tile>(p);
-  ThisCta cta(p, at.row_block, at.token_block, ptx::shared_address(shared));
-  typename ThisCta::Sums sum = {};
-  const int steps = (at.end - at.begin + Tile::kWarpsK - 1) / Tile::kWarpsK;
-  const int mine = (at.end - at.begin - cta.slice + Tile::kWarpsK - 1) / Tile::kWarpsK;
-  cta.seek(at.begin + cta.slice);
+// The walk of main_loop() over K-tiles [begin, end).
+template <int groups, typename T, typename Tile, typename Cta>
+__device__ __forceinline__ void fp4_main_loop(Cta& cta, int begin, int end, typename Cta::Sums& sum) {
+  const int steps = (end - begin + Tile::kWarpsK - 1) / Tile::kWarpsK;
+  const int mine = (end - begin - cta.slice + Tile::kWarpsK - 1) / Tile::kWarpsK;
+  cta.seek(begin + cta.slice);
 #pragma unroll
   for (int i = 0; i < Tile::kStages - 1; ++i) {
     if (i < mine) cta.fetch(i);
@@ -159,6 +154,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) fp4_kernel(c
     multiply_fp4<groups, T, Tile>(cta, stage, words, sum);
   }
   cta.divide_rows(sum);
+}
+
+template <typename T, typename Tile, int groups>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) fp4_kernel(const Params p) {
+  using ThisCta = Fp4Cta<T, Tile, groups>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const Place at = place<Tile>(p);
+  ThisCta cta(p, at.row_block, at.token_block, ptx::shared_address(shared));
+  typename ThisCta::Sums sum = {};
+  fp4_main_loop<groups, T, Tile>(cta, at.begin, at.end, sum);
   cta.write_result(sum, reinterpret_cast<float*>(shared), at.split);
 }
 

@@ -32,7 +32,9 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
     routing.x_stride = params.x_stride, params.x_stride = 0;
     routing.x_sums = is_split(problem) ? x.sums : nullptr;
     const bool half = problem.x_dtype == DType::kFloat16;
-    return launch_product(float_int4_kernel_of(plan.config, half, problem.has_zeros), plan, params, routing, stream);
+    const FloatInt4Kernel kernel = params.fp4 ? float_fp4_kernel_of(plan.config, half, params.divided)
+                                              : float_int4_kernel_of(plan.config, half, problem.has_zeros);
+    return launch_product(kernel, plan, params, routing, stream);
   }
   Plan dense = plan;
   dense.runs = false;  // a dense run has all CTAs of the grid

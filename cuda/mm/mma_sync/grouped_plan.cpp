@@ -145,7 +145,8 @@ Status plan(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan
                              std::to_string(gpu.compute_capability % 10) + " are not supported; 8.0 is the lowest",
                          "Run on a newer GPU, or on the CPU");
   }
-  if (!is_float_int4(problem) && mma_sync::operands_of(problem) == Operands::kCount) {
+  const bool packed_alone = is_float_int4(problem) || is_float_fp4(problem);
+  if (!packed_alone && mma_sync::operands_of(problem) == Operands::kCount) {
     return Status::error(std::string("no CUDA kernel multiplies x in ") + name_of(problem.x) + " by W in " +
                              name_of(problem.weight) + " for experts",
                          "Move the layer to the CPU, or quantise it to another scheme");
@@ -158,8 +159,8 @@ Status plan(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan
                          "Quantise it to another scheme");
   }
   if (stream::plan_grouped(problem, experts, gpu, plan) || wgmma::plan_grouped(problem, experts, gpu, plan)) return {};
-  Status status = is_float_int4(problem) ? plan_float_int4(problem, experts.count, experts.rows, gpu, plan)
-                                         : plan_eight_bits(problem, experts.count, experts.rows, gpu, plan);
+  Status status = packed_alone ? plan_float_int4(problem, experts.count, experts.rows, gpu, plan)
+                               : plan_eight_bits(problem, experts.count, experts.rows, gpu, plan);
   if (!status.ok()) return status;
   if (plan->ctas > INT32_MAX) {
     return Status::error("so many rows of experts do not fit one launch", "Pass fewer at a time");

@@ -1,5 +1,6 @@
-// Grouped products of a bfloat16 x and an int4 weight for few rows an expert: a CTA of ring.cuh with a run of row tiles
-// of one expert, and rows of x that lie anywhere. Grid: [1, CTAs that share an expert's row tiles, tiles of rows].
+// Grouped products of a bfloat16 x and a packed weight for few rows an expert: a CTA of ring.cuh or ring_fp4.cuh with a
+// run of row tiles of one expert, and rows of x that lie anywhere. Grid: [1, CTAs that share an expert's row tiles,
+// tiles of rows].
 #pragma once
 
 #include "mm/routing.cuh"
@@ -25,9 +26,8 @@ struct GatheredX {
   }
 };
 
-template <typename Tile, int groups, bool zeros, DType dtype>
-struct GroupedRing : Ring<Tile, groups, zeros, dtype> {
-  using Base = Ring<Tile, groups, zeros, dtype>;
+template <typename Tile, typename Base>
+struct GroupedRing : Base {
   using Base::d, Base::lane, Base::p, Base::kR, Base::row_tile0, Base::row_tiles, Base::x_offset;
   using typename Base::Cursor;
   static constexpr int kTokens = Tile::kTokens, kOfLane = kTokens / Base::kRowsAtOnce;
@@ -106,12 +106,12 @@ struct GroupedRing : Ring<Tile, groups, zeros, dtype> {
   }
 };
 
-template <typename Tile, int groups, bool zeros, DType dtype>
+template <typename Tile, typename Base>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     grouped_ring_kernel(const __grid_constant__ Params p, const __grid_constant__ RingParams cut,
                         const __grid_constant__ Routing r) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  using Cta = GroupedRing<Tile, groups, zeros, dtype>;
+  using Cta = GroupedRing<Tile, Base>;
   ptx::wait_for_previous_kernel();  // whose the routing may be
   ptx::launch_dependents();
   const Share share = find_share<Tile::kTokens>(r, blockIdx.z);

@@ -13,6 +13,7 @@ constexpr RingConfig kGrouped = ring_config<GroupedTile>(4);
 // `groups` of a K-step.
 using GroupedKernel = void (*)(Int4Params, RingParams, Routing);
 GroupedKernel grouped_kernel(int groups, bool has_zeros, DType scale_dtype);
+GroupedKernel fp4_grouped_kernel(int groups);
 
 // How a CTA cuts its part of an expert, `blocks` of them sharing its row tiles. False if that takes more than `room`
 // bytes.

@@ -26,7 +26,10 @@ int64_t blocks_of(int64_t tiles, int64_t row_tiles, int64_t places) {
 
 bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan* plan) {
   const int64_t average = ceil_div(experts.rows, std::max<int64_t>(1, std::min(experts.count, experts.rows)));
-  if (problem.batch_invariant || !is_hopper(gpu) || !is_float_int4(problem) || problem.x_dtype != DType::kBFloat16 ||
+  const bool fp4 = is_float_fp4(problem);
+  if (problem.batch_invariant || !is_hopper(gpu) || !(is_float_int4(problem) || fp4)) return false;
+  if (fp4 && problem.k <= problem.group_size) return false;  // a K-step of one group
+  if (problem.x_dtype != DType::kBFloat16 ||
       average > (problem.group_size < kStepColumns ? kMostRowsOfShortGroups : kMostRows)) {
     return false;
   }

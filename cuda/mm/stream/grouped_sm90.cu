@@ -4,8 +4,8 @@
 namespace qao::mm::stream {
 
 GroupedKernel grouped_kernel(int groups, bool has_zeros, DType scale_dtype) {
-  return variant(groups, has_zeros, scale_dtype, []<int count, bool zeros, DType dtype>() -> GroupedKernel {
-    return &x_ring::grouped_ring_kernel<GroupedTile, count, zeros, dtype>;
+  return variant(groups, has_zeros, scale_dtype, [&]<int count, bool zeros, DType dtype>() -> GroupedKernel {
+    return &x_ring::grouped_ring_kernel<GroupedTile, x_ring::Ring<GroupedTile, count, zeros, dtype>>;
   });
 }
 

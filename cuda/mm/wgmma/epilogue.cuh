@@ -19,12 +19,16 @@ constexpr int kRowScalesBytes = 3 * 64 * 4;
 template <typename K>
 __device__ __forceinline__ void fetch_row_scales(const Params& p, uint32_t rows, const Place& place, int row0) {
   const int thread = threadIdx.x % 128, row = row0 + thread % 64, expert = of_expert<K>(place, p.n);
+  const int in_tiles = of_expert<K>(place, (p.n + int4::kTileN - 1) / int4::kTileN * int4::kTileN) + row;  // packed
   const bool in_weight = row < p.n;
   if (thread < 64) {
     if constexpr (K::kWeight == Format::kFp4) {
-      if (p.row_scales != nullptr) ptx::store_shared_float(rows + thread * 4, in_weight ? fp4_row_scale(p, row) : 0.0f);
+      if (p.row_scales != nullptr) {
+        ptx::store_shared_float(rows + thread * 4, in_weight ? fp4_row_scale(p, in_tiles) : 0.0f);
+      }
     } else if constexpr (K::kRowScales) {
-      const float scale = in_weight ? load_float(p.row_scales, row, p.row_scale_dtype) : 0.0f;
+      const int at = p.groups > 1 ? expert + row : in_tiles;  // one group a row: they are the packed scales
+      const float scale = in_weight ? load_float(p.row_scales, at, p.row_scale_dtype) : 0.0f;
       ptx::store_shared_float(rows + thread * 4, scale);
     } else if (p.row_scales != nullptr) {
       const int all = of_expert<K>(place, 1);  // one scale an expert

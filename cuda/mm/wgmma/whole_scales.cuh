@@ -23,13 +23,14 @@ struct WholeScales {
   const int lane = threadIdx.x % 32;
   float inverse[kPairs][2];  // of the rows' scales
 
-  __device__ __forceinline__ void start(int row0) {
+  // `first`: of the tile's expert among the rows of all.
+  __device__ __forceinline__ void start(int row0, int first) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
 #pragma unroll
       for (int high = 0; high < 2; ++high) {
         const int pair = lane + i * 32, row = row0 + pair / 8 * int4::kTileN + pair % 8 + high * 8;
-        inverse[i][high] = __fdividef(1.0f, p.row_scales[min(row, p.n - 1)]);
+        inverse[i][high] = __fdividef(1.0f, p.row_scales[first + min(row, p.n - 1)]);
       }
     }
   }
@@ -60,7 +61,7 @@ __device__ __forceinline__ void make_whole_scales(const Params& p, Ring<K> ring)
   WholeScales<K> scales{p};
   ptx::wait_for_previous_kernel();
   for_each_tile<K>(p, ring.data, [&](const Place& place) {
-    scales.start(place.row_block * p.tile_rows);
+    scales.start(place.row_block * p.tile_rows, of_expert<K>(place, p.n));
     int at = place.begin + ahead;
 #pragma unroll 1
     for (; at < place.end; at += kWarps, ring.advance(kWarps)) {

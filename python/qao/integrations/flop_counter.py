@@ -22,7 +22,7 @@ def register() -> None:
     register_flop_formula(
         (
             *(qao.int4_grouped_mm, qao.int8_grouped_mm, qao.fp8_grouped_mm, qao.int8_int8_grouped_mm),
-            *(qao.int8_int4_grouped_mm, qao.fp8_fp8_grouped_mm, qao.fp8_int4_grouped_mm),
+            *(qao.int8_int4_grouped_mm, qao.fp8_fp8_grouped_mm, qao.fp8_int4_grouped_mm, qao.fp4_grouped_mm),
         )
     )(_grouped)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..formats import FLOAT_DTYPES, Scheme
+from ..schemes import Fp4WeightOnly
 from .config import QaoConfig
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a repository: no pickles, no code
@@ -35,7 +36,8 @@ def from_pretrained(
         path: what ``qao.checkpoints.open_checkpoint`` takes: a directory with config.json and safetensors (compressed-
             tensors, GPTQ, AWQ, fp8, fbgemm_fp8, torchao, qao's own, or floats), a .gguf file; or the name of a
             repository on the Hugging Face hub, which is downloaded.
-        scheme: for a checkpoint of floats, how to quantise it while it is loaded, as in ``qao.QaoConfig``.
+        scheme: for a checkpoint of floats, how to quantise it while it is loaded, as in ``qao.QaoConfig``. So it is for
+            GPT-OSS's experts in MXFP4; None keeps their numbers, and its other layers as they are.
         device_map: as in transformers, "auto" for example.
         device: all of the model there; instead of ``device_map``.
         dtype: of what is not quantised; None: that of the checkpoint.
@@ -65,10 +67,11 @@ def from_pretrained(
     checkpoint = open_checkpoint(local)
     floats = checkpoint.format in ("float", "mxfp4")
     if floats:
+        if scheme is None and checkpoint.format == "mxfp4":
+            scheme = {r"re:.*\.experts": Fp4WeightOnly()}  # the same numbers again
         if scheme is None:
-            what = "is not quantised" if checkpoint.format == "float" else "has experts in MXFP4, which has no product"
             raise ValueError(
-                f"from_pretrained: {local} {what}. Give a scheme to quantise it while it is loaded, for "
+                f"from_pretrained: {local} is not quantised. Give a scheme to quantise it while it is loaded, for "
                 "example scheme=qao.Int4WeightOnly()."
             )
     elif scheme is not None:
