@@ -20,6 +20,7 @@ from . import (
     host,
     invariance,
     language,
+    linear,
     llama,
     numerics,
     outliers,
@@ -28,6 +29,7 @@ from . import (
     quantize,
     rotation,
     table,
+    threads,
     tune,
     update,
     weights_only,
@@ -103,6 +105,18 @@ def make_parser() -> argparse.ArgumentParser:
     _add_common(whole)
     llama.add_arguments(whole)
     _add_check(whole)
+    shapes = commands.add_parser("linear", help="every scheme beside F.linear on CPU layers of many shapes")
+    shapes.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>")
+    linear.add_arguments(shapes)
+    _add_check(shapes)
+    shapes.set_defaults(device="cpu")
+    scaling = commands.add_parser("threads", help="what more threads of a CPU give, and what a busy process costs")
+    scaling.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>"
+    )
+    threads.add_arguments(scaling)
+    _add_check(scaling)
+    scaling.set_defaults(device="cpu")
     tables = commands.add_parser("table", help="write results and kernel table into README.md and docs/")
     tables.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
     commands.add_parser("plots", help="draw the results into docs/plots; needs matplotlib")
@@ -161,6 +175,12 @@ def main() -> int:
     if arguments.command == "rotation":
         rotation.run(arguments, folder / "rotation.json")
         return 0
+    if arguments.command == "linear":
+        rows = linear.run(arguments, folder / "linear.json")
+        return _report(*linear.misses(rows)) if arguments.check else 0
+    if arguments.command == "threads":
+        rows = threads.run(arguments.seconds, arguments.m, arguments.threads, folder / "threads.json")
+        return _report(*threads.misses(rows)) if arguments.check else 0
     if arguments.command == "four_bits":
         four_bits.run(arguments, folder / "four_bits.json")
         return 0

@@ -9,7 +9,7 @@
 <!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:four_bits:cpu -->, <!-- bench:gptq:h200 -->,
 <!-- bench:rotation:cpu -->, <!-- bench:invariance:h100-80gb-hbm3 -->,
 <!-- bench:plans:h100-80gb-hbm3 -->, <!-- bench:host:h200 -->,
-<!-- bench:llama:h200 -->,
+<!-- bench:llama:h200 -->, <!-- bench:linear:epyc-avx2 -->, <!-- bench:threads:xeon-amx -->,
 <!-- bench:llama_head:h200 -->
 <!-- bench:update:h100-80gb-hbm3 -->, <!-- bench:tensor_parallel:h100-80gb-hbm3-x2 -->
 <!-- bench:experts:xeon-amx -->, <!-- bench:experts_block:h100-80gb-hbm3 -->
@@ -38,6 +38,7 @@ from . import (
     invariance,
     kernels,
     language,
+    linear,
     llama,
     numerics,
     outliers,
@@ -47,6 +48,7 @@ from . import (
     quantize,
     rotation,
     tensor_parallel,
+    threads,
     weights_only,
 )
 from . import (
@@ -74,6 +76,8 @@ _RENDERERS = {
     "llama_head": llama,
     "tensor_parallel": tensor_parallel,
     "update": new_weights,
+    "linear": linear,
+    "threads": threads,
 }
 _OF_ALL_SCHEMES = {
     "summary": products.render_summary,

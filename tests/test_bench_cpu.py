@@ -1,0 +1,84 @@
+"""The benches of CPUs: every scheme beside ``F.linear``, and what more threads give."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import linear, threads
+from bench.schemes import SCHEMES
+
+
+def _linear(path: Path, *words: str) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser()
+    linear.add_arguments(parser)
+    return linear.run(parser.parse_args(["--seconds", "1e-4", *words]), path)
+
+
+def test_a_cell_is_measured_for_every_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "LAYERS", ("64x128",))
+    path = tmp_path / "linear.json"
+    _linear(path, "--layers", "64x128", "--m", "1", "--dtype", "float32")
+    rows = _linear(path, "--layers", "64x128", "--m", "2", "--dtype", "float32", "--add")
+    assert json.loads(path.read_text())["rows"] == rows
+    assert [(row["M"], row["scheme"]) for row in rows] == [(m, word) for m in (1, 2) for word in SCHEMES]
+    assert all(row["ratio"] == row["linear_us"] / row["us"] > 0 for row in rows)
+    text = linear.render(json.loads(path.read_text()))
+    assert text.count("| 64 × 128 |") == 2 and "float32 x" in text
+    assert len(_linear(path, "--layers", "64x128", "--m", "2")) == len(SCHEMES)
+
+
+def test_cells_below_their_bar() -> None:
+    def row(scheme: str, m: int, ratio: float, dtype: str = "bfloat16") -> dict[str, Any]:
+        return {"layer": "4096x4096", "scheme": scheme, "M": m, "ratio": ratio, "dtype": dtype}
+
+    good = [row("int8", 16, 1.0), row("int8", 64, 1.05), row("fp8_fp8", 64, 1.0), row("int8_int4", 16, 1.5, "float32")]
+    bad = [
+        row("int8", 64, 1.04),
+        row("int8_int8", 64, 1.59),
+        row("fp8_int4", 1, 0.99),
+        row("int8_int8", 16, 1.4, "float32"),
+    ]
+    lines, compared = linear.misses(good + bad)
+    assert compared == 8 and [line.split(",")[0] for line in lines] == [one["scheme"] for one in bad]
+    assert lines[0] == "int8, 4096x4096, M = 64: 1.04, the bar is 1.05"
+
+
+def test_threads_are_counted_and_a_neighbour_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "LAYER", (64, 128))
+    monkeypatch.setattr(threads, "BUSY_TOKENS", 2)
+    path = tmp_path / "threads.json"
+    rows = threads.run(1e-4, [2], [1, 2], path)
+    assert json.loads(path.read_text())["rows"] == rows
+    names = {"bf16", *SCHEMES}
+    assert {(row["scheme"], row["threads"], row["busy"]) for row in rows} == {
+        (name, *case) for name in names for case in ((1, False), (2, False), (2, True))
+    }
+    one = {row["scheme"]: row["us"] for row in rows if row["threads"] == 1}
+    for row in rows:
+        if not row["busy"]:
+            assert row["efficiency"] == pytest.approx(one[row["scheme"]] / (row["us"] * row["threads"]))
+    assert threads.render(json.loads(path.read_text())).count("\n| ") == len(names) + 2
+
+
+def test_bars_of_threads() -> None:
+    cell = {"M": 64, "threads": 2, "busy": False}
+    busy = {"M": 256, "threads": 2, "busy": True}
+    rows = [
+        {**cell, "scheme": "bf16", "efficiency": 0.5},
+        {**cell, "scheme": "int4", "efficiency": 0.79},
+        {**cell, "scheme": "int8", "efficiency": 0.8},
+        {**busy, "scheme": "bf16", "slowdown": 1.5},
+        {**busy, "scheme": "int4", "slowdown": 3.0},
+        {**busy, "scheme": "int8", "slowdown": 3.1},
+    ]
+    lines, compared = threads.misses(rows)
+    assert compared == 4
+    assert lines == [
+        "int4, M = 64, 2 threads: efficiency 0.79",
+        "int8 beside a busy process: 3.10 times slower, bfloat16 1.50",
+    ]
