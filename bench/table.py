@@ -88,7 +88,7 @@ _IN_SHORT = {"formats": ("numerics", choosing.render_formats), "decoders": ("lla
 _LOG = ROOT / "docs" / "kernels" / "log"
 _DOCUMENTS = (
     *("README.md", "docs/choosing.md", "docs/performance.md", "docs/numerics.md", "docs/calibrate.md"),
-    *("docs/distributed.md", "docs/kernels/quantize.md"),
+    *("docs/distributed.md", "docs/kernels/quantize_weight.md"),
     *(f"docs/kernels/{page}.md" for page in bodies.BODIES),
     *("docs/kernels/grouped.md", "docs/kernels/log/index.md"),
 )

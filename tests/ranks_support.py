@@ -86,7 +86,7 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def main(cases: Cases, limit: float = 120) -> None:
+def main(cases: Cases, limit: float = 300) -> None:
     """Of a worker: runs its cases one after the other and writes ``FOLDER/RANK.json``.
 
     ``limit``: seconds a case may take, on the slowest rank.

@@ -131,7 +131,7 @@ def test_every_operator_has_a_function_of_its_arguments(name: str) -> None:
         # A schema spells ScalarType "int" once it is registered.
         expected = "torch.dtype" if argument.name.endswith("dtype") else PYTHON_TYPE[str(argument.type)]
         assert parameters[argument.name].annotation == expected, argument.name
-    results = ", ".join("Tensor" for _ in OPERATORS[name].returns)
+    results = ", ".join("Tensor" for _ in OPERATORS[name].returns) or "None"
     assert inspect.signature(function).return_annotation == (f"tuple[{results}]" if "," in results else results)
 
 

@@ -168,7 +168,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DeepseekV2": ROUTED
     | {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
     | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
-    "Lfm2Moe": ROUTED | {"num_experts": 8, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "Lfm2Moe": ROUTED
+    | {"num_experts": 8, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}
+    | {"tie_embedding": False},  # the word that its config takes
     "MiniMaxM2": {"intermediate_size": 96, "num_local_experts": 8, "head_dim": 32},
     "SolarOpen": ROUTED | {"n_routed_experts": 8, "n_shared_experts": 1, "head_dim": 32},
     "Afmoe": ROUTED | {"num_experts": 8, "num_dense_layers": 1, "head_dim": 32},

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import PLAIN_ROWS, truth
-from ops_schemes import DTYPES, FLOAT, FP8_BESIDE_INT4, FP8_INT4, INT4, Int4Format, Scheme, generator
+from ops_schemes import DTYPES, FLOAT, FP8, FP8_INT4, INT4, Int4Format, Scheme, generator
 from test_outliers import by_terms, with_columns_of_zero
 from torch import Tensor
 
@@ -56,7 +56,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", [INT4, FP8_INT4], ids=lambda scheme: scheme.word)
 def test_kinds_of_rows(scheme: Scheme, x_dtype: torch.dtype, one_thread: None) -> None:
-    activation = FP8_BESIDE_INT4 if scheme is FP8_INT4 else FLOAT
+    activation = FP8 if scheme is FP8_INT4 else FLOAT
     formats = [Int4Format(group_size, "none", torch.float32, activation) for group_size in (128, 32, 64, 256)]
     some_parts = [scheme.parts(N, K, fmt) for fmt in formats]
     signs = torch.randint(0, 2, (PLAIN_ROWS, K), generator=generator(1)) * 2.0 - 1

@@ -226,8 +226,10 @@ def _int4_parts(device: str) -> tuple[Tensor, Tensor, Tensor]:
 def _quantize_groups(device: str) -> float:
     weight, size = _random(_N, _K, device=device), _GROUP_SIZE
     q, scales, zeros, _ = qao.quantize_groups(weight, size, torch.uint8, False, torch.float32, [1.0])
-    expected = reference.quantize_int4(weight, size, symmetric=False)
-    return _distance(reference.dequantize(q, scales, zeros, size), reference.dequantize(*expected, size))
+    expected = reference.quantize_int4(weight.cpu(), size, symmetric=False)
+    return _distance(
+        reference.dequantize(q.cpu(), scales.cpu(), zeros.cpu(), size), reference.dequantize(*expected, size)
+    )
 
 
 def _quantize_blocks(device: str) -> float:

@@ -3,7 +3,7 @@
 // leave room for one token, four (MXFP4) for two.
 #pragma once
 
-#include "common/fp4.cuh"
+#include "mm/stream/fp4_pairs.cuh"
 #include "mm/stream/resident.cuh"
 
 namespace qao::mm::stream::held {
@@ -37,8 +37,7 @@ class Fp4Product {
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
           uint32_t a[4];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) a[e] = fp4::small_pair<T>(s == 0 ? two.x : two.y, e);
+          small_pairs(s == 0 ? two.x : two.y, a);
           Half<T>::mma(product[i], a, b[2 * s], b[2 * s + 1]);
         }
       }

@@ -3,7 +3,7 @@
 // its own; what divides a row's scales divides its sum.
 #pragma once
 
-#include "common/fp4.cuh"
+#include "mm/stream/fp4_pairs.cuh"
 #include "mm/stream/ring.cuh"
 
 namespace qao::mm::stream::x_ring {
@@ -45,8 +45,7 @@ struct Fp4Ring : Ring<Tile, groups, false, DType::kBFloat16, Format::kFp4> {
 #pragma unroll
         for (int step = group * kSteps; step < (group + 1) * kSteps; ++step) {
           uint32_t a[4];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) a[e] = fp4::small_pair<T>(words[step], e);
+          small_pairs(words[step], a);
 #pragma unroll
           for (int j = 0; j < kTM; ++j) Half<T>::mma(product[j], a, b[step][j][0], b[step][j][1]);
         }
