@@ -98,6 +98,7 @@ struct GroupedRing : Base {
       if (exists) this->add_slices(slot, token, quad, value);
       repair<GatheredX<kTokens>>(p, d, n, token, value);
       if (exists) {
+        if constexpr (Base::kFp4) divide_rows(p, n, value);
         add_bias(p, n, value);
         scale_row(r, row0 + token, value);
         store_rows<T>(p, p.n, n, token, value);
