@@ -12,6 +12,7 @@ import torch
 
 from . import (
     bars,
+    busy,
     calibrate,
     experts,
     experts_block,
@@ -117,6 +118,13 @@ def make_parser() -> argparse.ArgumentParser:
     threads.add_arguments(scaling)
     _add_check(scaling)
     scaling.set_defaults(device="cpu")
+    shared = commands.add_parser(
+        "busy", help="quantising and products of a CPU beside a process that keeps a core busy"
+    )
+    shared.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>")
+    busy.add_arguments(shared)
+    _add_check(shared)
+    shared.set_defaults(device="cpu")
     tables = commands.add_parser("table", help="write results and kernel table into README.md and docs/")
     tables.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
     commands.add_parser("plots", help="draw the results into docs/plots; needs matplotlib")
@@ -181,6 +189,9 @@ def main() -> int:
     if arguments.command == "threads":
         rows = threads.run(arguments.seconds, arguments.m, arguments.threads, folder / "threads.json")
         return _report(*threads.misses(rows)) if arguments.check else 0
+    if arguments.command == "busy":
+        rows = busy.run(arguments.seconds, arguments.m, folder / "busy.json")
+        return _report(*busy.misses(rows)) if arguments.check else 0
     if arguments.command == "four_bits":
         four_bits.run(arguments, folder / "four_bits.json")
         return 0

@@ -10,7 +10,7 @@
 <!-- bench:rotation:cpu -->, <!-- bench:invariance:h100-80gb-hbm3 -->,
 <!-- bench:plans:h100-80gb-hbm3 -->, <!-- bench:host:h200 -->,
 <!-- bench:llama:h200 -->, <!-- bench:linear:epyc-avx2 -->, <!-- bench:threads:xeon-amx -->,
-<!-- bench:llama_head:h200 -->
+<!-- bench:llama_head:h200 -->, <!-- bench:busy:epyc-avx512_bf16 -->
 <!-- bench:update:h100-80gb-hbm3 -->, <!-- bench:tensor_parallel:h100-80gb-hbm3-x2 -->
 <!-- bench:experts:xeon-amx -->, <!-- bench:experts_block:h100-80gb-hbm3 -->
 <!-- bench:stream:h200 -->, <!-- bench:wgmma:h200 -->, <!-- bench:mma_sync:h200 -->    the cells of a kernel body
@@ -28,6 +28,7 @@ from typing import Any
 
 from . import (
     bodies,
+    busy,
     calibrate,
     choosing,
     experts,
@@ -78,6 +79,7 @@ _RENDERERS = {
     "update": new_weights,
     "linear": linear,
     "threads": threads,
+    "busy": busy,
 }
 _OF_ALL_SCHEMES = {
     "summary": products.render_summary,

@@ -5,10 +5,7 @@ Contenders take turns in one process. The cores are those that the process may u
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .busy import busy_process
 from .markdown import caption, table
 from .meta import describe, warn_if_busy, write
 from .peers import Bf16, Peer
@@ -27,7 +25,6 @@ TOKENS = (64, 256, 1024)
 BUSY_TOKENS = 256
 BAR = 0.8  # efficiency, at least
 BUSY_BAR = 2.0  # times the slowdown of bfloat16 beside a busy process, at most
-_SPIN = "while True: pass"
 
 Calls = dict[str, Callable[[], object]]
 
@@ -64,7 +61,7 @@ def run(seconds: float, tokens: Sequence[int], counts: Sequence[int] | None, pat
                 write({"meta": meta, "rows": rows}, path)
         calls = _calls(peers, BUSY_TOKENS)
         times = _times(calls, max(counts), seconds)
-        with _busy_process():
+        with busy_process():
             beside = _times(calls, max(counts), seconds)
         rows += [
             {"scheme": name, "M": BUSY_TOKENS, "threads": max(counts), "busy": True, "us": us}
@@ -139,16 +136,6 @@ def _times(calls: Calls, threads: int, seconds: float) -> dict[str, float]:
     torch.set_num_threads(threads)
     times = interleaved(list(calls.values()), seconds, min_rounds=3)
     return {name: time * 1e6 for name, time in zip(calls, times, strict=True)}
-
-
-@contextlib.contextmanager
-def _busy_process() -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, "-c", _SPIN])
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _print(rows: list[dict[str, Any]], what: str, key: str) -> None:

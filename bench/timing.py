@@ -51,7 +51,12 @@ def _sample(call: Call, repeats: int, device: str) -> float:
 
 
 def interleaved(
-    calls: Sequence[Call], seconds: float, device: str = "cpu", min_rounds: int = 5, warm: bool = False
+    calls: Sequence[Call],
+    seconds: float,
+    device: str = "cpu",
+    min_rounds: int = 5,
+    warm: bool = False,
+    average: Callable[[Sequence[float]], float] = median,
 ) -> list[float]:
     """Median seconds of each call; they run in turns, for about ``seconds`` each, and so share every disturbance.
 
@@ -71,7 +76,7 @@ def interleaved(
     while len(samples[-1]) < min_rounds or time.perf_counter() < end:
         for call, repeat, times in zip(calls, repeats, samples, strict=True):
             times.append(sample(call, repeat))
-    return [median(times) for times in samples]
+    return [average(times) for times in samples]
 
 
 def capture(call: Call, calls: int = 1) -> torch.cuda.CUDAGraph:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import qao
+import torch
+from qao.schemes import SCHEMES as LAYERS
 
-from bench import linear, threads
+from bench import busy, linear, threads
 from bench.schemes import SCHEMES
 
 
@@ -82,3 +87,71 @@ def test_bars_of_threads() -> None:
         "int4, M = 64, 2 threads: efficiency 0.79",
         "int8 beside a busy process: 3.10 times slower, bfloat16 1.50",
     ]
+
+
+def test_layers_beside_a_busy_process_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(busy, "SIZE", 128)
+    path = tmp_path / "busy.json"
+    rows = busy.run(1e-4, [1, 2], path)
+    assert json.loads(path.read_text())["rows"] == rows
+    assert [(row["M"], row["scheme"]) for row in rows] == [
+        *((None, word) for word in LAYERS),
+        *((m, name) for m in (1, 2) for name in (busy.LINEAR, *LAYERS)),
+    ]
+    assert all(row["slowdown"] == pytest.approx(row["beside_us"] / row["us"]) for row in rows)
+    assert busy.render(json.loads(path.read_text())).count("\n| ") == len(LAYERS) + 3
+
+
+def test_bars_beside_a_busy_process() -> None:
+    def weight(scheme: str, rate: float, slowdown: float) -> dict[str, Any]:
+        return {"scheme": scheme, "M": None, "weights_s_core": rate, "slowdown": slowdown}
+
+    rows = [weight("int4", 40e6, 1.5), weight("int8", 39e6, 1.5), weight("fp8", 40e6, 1.51)]
+    rows += [{"scheme": name, "M": 16, "ratio": ratio} for name, ratio in ((busy.LINEAR, 1.0), ("int4", 2.0))]
+    lines, compared = busy.misses([*rows, {"scheme": "int8", "M": 16, "ratio": 2.1}])
+    assert compared == 8
+    assert lines == [
+        "int8, quantising: 39.00 M weights a second and core",
+        "fp8, quantising: 1.51 times slower",
+        "int8, M = 16: 2.10 times F.linear",
+    ]
+
+
+@pytest.fixture
+def all_cores() -> Iterator[None]:
+    """A thread a core: a busy process beside has the core of one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("all_cores")
+def test_a_busy_process_holds_up_quantising_no_more_than_its_share() -> None:
+    """Fair shares of two cores for three threads give 1.5. The best of some tries, as others may be busy, too."""
+    dense = torch.nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16)
+    calls = {name: call for name, call in busy.quantize_calls(dense).items() if name in ("int4", "int8", "fp8")}
+    least = dict.fromkeys(calls, float("inf"))
+    for _ in range(5):
+        alone = busy.times(calls, 0.1)
+        with busy.busy_process():
+            beside = busy.times(calls, 0.1)
+        least = {name: min(least[name], beside[name] / alone[name]) for name in calls}
+        if max(least.values()) < 2.5:
+            break
+    assert max(least.values()) < 2.5, least
+
+
+@pytest.mark.usefixtures("all_cores")
+def test_a_busy_process_holds_up_products_no_more_than_linear() -> None:
+    dense = torch.nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16)
+    layers = {word: qao.QuantLinear.from_linear(dense, kind()) for word, kind in LAYERS.items()}
+    calls = busy.product_calls(dense, layers, 16)
+    least = dict.fromkeys(layers, float("inf"))
+    with busy.busy_process(), torch.inference_mode():
+        for _ in range(3):
+            beside = busy.times(calls, 0.03)
+            least = {name: min(least[name], beside[name] / beside[busy.LINEAR]) for name in layers}
+            if max(least.values()) < 2:
+                break
+    assert max(least.values()) < 2, least

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _ROWS_OF_A_TABLE = 16  # times its columns: heads and embeddings have as many, layers inside a model have not
+SERIAL_VALUES = 1 << 15  # of which torch gives none to another thread of a CPU
 _LEAST_MEAN_SQUARE = 1e-4  # of a column or row, over that of the weight: no estimate of importance goes further
 # Layers whose importance other weights tell, by their names beside each other (measured on SmolLM2, docs/numerics.md).
 # Of those behind a norm, the one whose columns tell the size of what all of them read, which may be their own. The
@@ -63,10 +64,27 @@ def estimate_importance(weight: Tensor) -> Tensor:
 def _relative_squares(weight: Tensor, dim: int) -> Tensor:
     """Mean squares along a dimension, over their own mean, and a little more."""
     weight = weight.float() if weight.dtype == torch.float64 else weight
-    squares = torch.linalg.vector_norm(weight, dim=dim, dtype=torch.float32).square_()
+    if dim == 0 and weight.device.type == "cpu" and weight.stride(1) == 1 and weight.shape[1] <= SERIAL_VALUES:
+        squares = _column_squares(weight)
+    else:
+        squares = torch.linalg.vector_norm(weight, dim=dim, dtype=torch.float32).square_()
     mean = squares.mean().clamp_(min=torch.finfo(torch.float32).tiny)
     relative: Tensor = squares.div_(mean).add_(_LEAST_MEAN_SQUARE)
     return relative
+
+
+def _column_squares(weight: Tensor) -> Tensor:
+    """float32 [K]: sums of squares down the columns, on the calling thread.
+
+    That takes an eighth of the time that two threads take for torch's own reduction where rows lie one after the other,
+    and it waits for no thread whose core is busy.
+    """
+    rows = max(1, SERIAL_VALUES // weight.shape[1])
+    sums = weight.new_zeros(min(rows, weight.shape[0]), weight.shape[1], dtype=torch.float32)
+    for values in weight.split(rows):
+        values = values.float()
+        sums[: values.shape[0]].addcmul_(values, values)
+    return sums.sum(0)
 
 
 def checked_importance(importance: Tensor, weight: Tensor, name: str) -> Tensor:

@@ -1,0 +1,146 @@
+"""What a process that keeps a core busy costs others: quantising a layer, and its products beside ``F.linear``.
+
+As many threads as cores that the process may use. Contenders take turns, first alone, then beside the busy process.
+Times are means: beside it a call takes its own time or some slices of 4 ms more, and a median tells of one kind only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from qao import QuantLinear
+from qao.schemes import SCHEMES
+from torch import nn
+
+from .markdown import caption, table
+from .meta import describe, warn_if_busy, write
+from .timing import interleaved
+
+SIZE = 4096  # N and K
+TOKENS = (1, 16, 256)
+LINEAR = "F.linear"
+WEIGHTS_BAR = 40e6  # a second and core, alone, at least
+SLOWDOWN_BAR = 1.5  # of quantising, at most
+RATIO_BAR = 2.0  # a product's time over F.linear's, both beside the busy process, at most
+_SPIN = "while True: pass"
+
+Calls = dict[str, Callable[[], object]]
+
+
+def add_arguments(command: Any) -> None:
+    command.add_argument("--seconds", type=float, default=1.0, help="for each contender, alone and beside")
+    command.add_argument("--m", nargs="+", type=int, default=TOKENS, metavar="M", help="tokens")
+
+
+@torch.inference_mode()
+def run(seconds: float, tokens: Sequence[int], path: Path) -> list[dict[str, Any]]:
+    """Measures, prints a line a contender and writes the results."""
+    cores = len(os.sched_getaffinity(0))
+    before = torch.get_num_threads()
+    meta = describe("cpu") | {"threads": cores, "layer": (SIZE, SIZE)}
+    warn_if_busy(meta)
+    linear = nn.Linear(SIZE, SIZE, bias=False, dtype=torch.bfloat16)
+    layers = {word: QuantLinear.from_linear(linear, kind()) for word, kind in SCHEMES.items()}
+    torch.set_num_threads(cores)
+    try:
+        rows = _rows(None, quantize_calls(linear), seconds)
+        for row in rows:
+            row["weights_s_core"] = linear.weight.numel() / (row["us"] * 1e-6 * cores)
+        for m in tokens:
+            rows += _rows(m, product_calls(linear, layers, m), seconds)
+    finally:
+        torch.set_num_threads(before)
+    write({"meta": meta, "rows": rows}, path)
+    return rows
+
+
+def quantize_calls(linear: nn.Linear) -> Calls:
+    """Every scheme by its default method."""
+    return {word: partial(QuantLinear.from_linear, linear, kind()) for word, kind in SCHEMES.items()}
+
+
+def product_calls(linear: nn.Linear, layers: dict[str, QuantLinear], m: int) -> Calls:
+    x = torch.randn(m, linear.in_features).to(linear.weight.dtype)
+    return {name: partial(layer, x) for name, layer in {LINEAR: linear, **layers}.items()}
+
+
+def misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
+    """As bars.misses."""
+    lines, compared = [], 0
+    for row in rows:
+        if row["M"] is None:
+            cells = {"M weights a second and core": (row["weights_s_core"] / 1e6, row["weights_s_core"] >= WEIGHTS_BAR)}
+            cells["times slower"] = row["slowdown"], row["slowdown"] <= SLOWDOWN_BAR
+        elif row["scheme"] == LINEAR:
+            continue
+        else:
+            cells = {f"times {LINEAR}": (row["ratio"], row["ratio"] <= RATIO_BAR)}
+        compared += len(cells)
+        what = "quantising" if row["M"] is None else f"M = {row['M']}"
+        lines += [f"{row['scheme']}, {what}: {value:.2f} {key}" for key, (value, good) in cells.items() if not good]
+    return lines, compared
+
+
+def render(results: dict[str, Any]) -> str:
+    """The Markdown of one results file: a line a scheme."""
+    rows, meta = results["rows"], results["meta"]
+    tokens = list(dict.fromkeys(row["M"] for row in rows if row["M"] is not None))
+    lines = []
+    for name in dict.fromkeys(row["scheme"] for row in rows if row["M"] is not None):
+        here = {row["M"]: row for row in rows if row["scheme"] == name}
+        line = [name] + ["–"] * 3 if name == LINEAR else [f"`{name}`", *_quantising(here[None])]
+        lines.append([*line, *(f"{here[m]['beside_us']:.0f}, {here[m]['ratio']:.2f}" for m in tokens)])
+    header = ["", "million weights a second and core", "ms", "busy, ms", *(f"M = {m}" for m in tokens)]
+    n, k = meta["layer"]
+    note = (
+        f"{caption(meta)}; {n} × {k}, bfloat16. Quantising alone and beside a busy process (times slower); "
+        f"products beside it: µs, and times as long as `F.linear`. Means."
+    )
+    return f"{note}\n\n{table(header, lines)}"
+
+
+def _quantising(row: dict[str, Any]) -> list[str]:
+    beside = f"{row['beside_us'] / 1e3:.1f} ({row['slowdown']:.2f})"
+    return [f"{row['weights_s_core'] / 1e6:.0f}", f"{row['us'] / 1e3:.1f}", beside]
+
+
+def _rows(m: int | None, calls: Calls, seconds: float) -> list[dict[str, Any]]:
+    alone = times(calls, seconds)
+    with busy_process():
+        beside = times(calls, seconds)
+    rows = []
+    for name in calls:
+        row = {"scheme": name, "M": m, "us": alone[name] * 1e6, "beside_us": beside[name] * 1e6}
+        row["slowdown"] = beside[name] / alone[name]
+        if m is not None:
+            row["ratio"] = beside[name] / beside[LINEAR]
+        rows.append(row)
+        what = "quantising" if m is None else f"M={m}"
+        print(f"{what} {name}: {row['us']:.0f} us, beside {row['beside_us']:.0f} us", end="")
+        print(f", {row['ratio']:.2f} of {LINEAR}" if m is not None else f", {row['slowdown']:.2f} times", flush=True)
+    return rows
+
+
+def times(calls: Calls, seconds: float) -> dict[str, float]:
+    """Seconds of each."""
+    return dict(zip(calls, interleaved(list(calls.values()), seconds, average=mean), strict=True))
+
+
+@contextlib.contextmanager
+def busy_process() -> Iterator[None]:
+    """A process that computes on one core all the time."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", _SPIN])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
