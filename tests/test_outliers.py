@@ -7,6 +7,8 @@ the rest of x.
 
 from __future__ import annotations
 
+import os
+import platform
 from dataclasses import replace
 
 import pytest
@@ -318,6 +320,44 @@ def test_asymmetric_x_with_an_outlier(m: int, group_size: int, zeros: str) -> No
     bound = 4 * 2.0**-24 * (k / 32) ** 0.5 * (running + offsets.abs()) * x_scales.double().view(m, 1)
     error = (INT8_INT4.mm(x, weight).double() - truth(weight.activation.seen(x), weight.dense)).abs()
     assert (error <= bound).all(), (error / bound).max()
+
+
+def zero_comes_off_at_the_end() -> bool:
+    """On aarch64, and with AMX from two rows of x on."""
+    amx = torch.cpu._is_amx_tile_supported() and os.environ.get("QAO_CPU_ISA", "amx") == "amx"
+    return platform.machine() == "aarch64" or amx
+
+
+@pytest.mark.every_isa
+@pytest.mark.skipif(zero_comes_off_at_the_end(), reason="docs/kernels/mm8_cpu_int8.md says how far it is")
+@pytest.mark.parametrize("zeros", ["none", "integer"])
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 17])
+def test_asymmetric_x_loses_nothing_to_its_zero_point(m: int, group_size: int, zeros: str) -> None:
+    """All of x lies near one end of its range, and so sums of its bytes are thousands of times what is left in the end.
+
+    As good as plain float32 sums of the same operands, or as three roundings: of a section, of their sum and of y.
+    """
+    n, k = 21, 4096 + 40
+    draw = torch.Generator().manual_seed(1)
+    for mean in (0.0, 2.0):  # of W: sums of its rows are small, or large
+        size = k if group_size == -1 else group_size
+        groups = F.pad(torch.randn(n, k, generator=draw), (0, -k % size)).view(n, -1, size) + mean
+        low, high = (groups.amin(2), groups.amax(2)) if zeros == "integer" else (None, groups.abs().amax(2))
+        scales = high / 7 if low is None else (high - low) / 15
+        zero = None if low is None else (-low / scales).round()
+        offset = torch.tensor(8.0) if zero is None else zero[..., None]
+        q = (groups / scales[..., None] + offset).round().clamp(0, 15).to(torch.uint8).view(n, -1)[:, :k].contiguous()
+        weight = INT8_INT4.pack(Parts(q, scales, zero, group_size), INT8_ASYMMETRIC)
+        for outlier in (30, -30, 1000):
+            x = torch.randn(m, k, generator=draw) * 0.5
+            x[:, 7] = outlier
+            seen = weight.activation.seen(x)
+            expected = truth(seen, weight.dense)
+            plain = F.linear(seen[:1].float(), weight.dense.float()).double() - expected[:1]
+            bar = max(2 * by_terms(plain, seen[:1], weight.dense).abs().max().item(), 3 * 2.0**-24)
+            error = by_terms(INT8_INT4.mm(x, weight).double() - expected, seen, weight.dense).abs().max().item()
+            assert error <= bar, (mean, outlier, error, bar)
 
 
 @pytest.mark.every_isa

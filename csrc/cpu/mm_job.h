@@ -65,8 +65,8 @@ struct Job {
 
   // ---- x packed: a kernel reads the form its row of the table names (mm_packing.h) ----
 
-  // Sums of x over each section, for zero points. Rows and panels: [m][sections]; tiles: [sections][16 tiles_m], of
-  // bfloat16 tiles only for int4 W and more than one part.
+  // Sums of x over each section, for zero points. Rows and panels: [m][sections], of int8 beside int4 W less x's zero
+  // point; tiles: [sections][16 tiles_m], of bfloat16 tiles only for int4 W and more than one part.
   float* x_sums = nullptr;
 
   // Fixed point, one power-of-two scale per `chunk_tiles` K-tiles: x = scale * (word 0 + word 1 * 2^-15 + word 2 *
@@ -92,7 +92,8 @@ struct Job {
   // float32, scales applied, zeros past K, columns in the kernel's order.
   float* float32 = nullptr;  // [m][64 tiles_k]
 
-  // int8, columns of each 64 in the order of W's bytes (int4: tile_column()), zeros past K. Either rows or B tiles of
+  // int8, columns of each 64 in the order of W's bytes (int4: tile_column()), past K zeros, or x's zero point in rows
+  // and panels beside int4 W. Either rows or B tiles of
   // 16 fours of k x 16 rows; with groups of 32 two B tiles a K-tile, one for each half, zeros in the place of the
   // other.
   int64_t steps = 0;       // B tiles along K

@@ -13,10 +13,12 @@ namespace {
 using mm::Arguments;
 using mm::Problem;
 
-// Element (m, k) of x as stored, without its scale and zero point.
+// Element (m, k) of x, less its zero point and without its scale.
 float x_value(const Problem& p, const Arguments& a, int64_t m, int64_t k) {
   const int64_t at = m * a.x_stride + k;
-  if (p.x == Format::kInt8) return static_cast<const int8_t*>(a.x)[at];
+  if (p.x == Format::kInt8) {
+    return static_cast<float>(static_cast<const int8_t*>(a.x)[at] - (p.x_zeros ? a.x_zeros[m] : 0));
+  }
   if (p.x == Format::kFp8) return from_fp8(static_cast<const uint8_t*>(a.x)[at]);
   return load(a.x, at, p.x_dtype);
 }
@@ -72,7 +74,6 @@ double dot(const Problem& p, const Arguments& a, int64_t m, int64_t n) {
     }
     sum += group_sum * w.scale * x_scale(p, a, m, group);
   }
-  if (p.x_zeros) sum -= static_cast<double>(a.x_zeros[m]) * a.weight_sums[n] * x_scale(p, a, m, 0);
   return sum;
 }
 

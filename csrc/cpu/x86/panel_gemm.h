@@ -21,6 +21,7 @@
 //   Fold, fold()            what the end of a section needs of a vector of W's rows
 //   Row, row()              the same of a row of x
 //   kHasRests               sums may need a term more: has_rest() of an N-tile, and add_rest()
+//   kTakesZerosOff          int8 x has zero points: less() takes them off, given sums of W
 //   add(), store()          a total and what a section's sums are worth, and where it goes
 //   finish()                some rows of y beside kTiles N-tiles of W, from their totals
 #pragma once
@@ -50,6 +51,17 @@ struct Nothing {};
 
 alignas(64) constexpr uint32_t kNoTotals[64] = {};  // what totals are before the first section
 
+// A row of x of ones, for formats of bytes: its products are sums of W.
+struct Ones {
+  uint32_t words[64];
+};
+constexpr Ones kOnes = [] {
+  Ones ones = {};
+  for (uint32_t& word : ones.words) word = 0x01010101;
+  return ones;
+}();
+constexpr int64_t kMaxSectionsOfPanel = 8;
+
 struct RowsOfY {
   int64_t begin, end;
 };
@@ -77,9 +89,15 @@ struct Block {
 
   int64_t tile_n;
   int64_t panel = 0;
-  uint32_t* weight;                      // [steps][kTiles][16]
+  uint32_t* weight;                      // [steps][kTiles][16], and the sums of up to eight sections, likewise
   const typename F::Parameters* groups;  // [groups][kTiles]
   uint32_t* totals;                      // [m][kTiles][16]
+
+  // Sums of W over section s of the panel.
+  template <int kTiles>
+  uint32_t* weight_sums(const Job& job, int64_t s) const {
+    return weight + (F::kSteps + s - panel * F::kPanelColumns / job.section) * kTiles * kTileRows;
+  }
 };
 
 // sums += W · x over the steps [begin, end) of the panel.
@@ -96,6 +114,23 @@ __attribute__((always_inline)) inline void add_steps(const uint32_t* weight, con
   }
 }
 
+// sums = W · x over the steps [begin, end) of the panel.
+template <typename F, int kM, int kV>
+__attribute__((always_inline)) inline void sum_steps(const uint32_t* weight, const uint32_t* x, int64_t begin,
+                                                     int64_t end, typename F::Sum (&sums)[kM][kV]) {
+  each<kM>([&]<int i>() { each<kV>([&]<int v>() { sums[i][v] = F::zero(); }); });
+  if constexpr (F::kStepsOfPart == 1) {
+    add_steps<F>(weight, x, begin, end, sums);
+  } else {
+    for (int64_t part = begin; part < end; part += F::kStepsOfPart) {
+      typename F::Sum narrow[kM][kV];
+      each<kM>([&]<int i>() { each<kV>([&]<int v>() { narrow[i][v] = F::zero(); }); });
+      add_steps<F>(weight, x, part, part + F::kStepsOfPart, narrow);
+      each<kM>([&]<int i>() { each<kV>([&]<int v>() { sums[i][v] = F::widen(sums[i][v], narrow[i][v]); }); });
+    }
+  }
+}
+
 // The steps [begin, end) of the panel, which belong to section s, for the rows m .. m + kM of x.
 template <typename F, int kTiles, int kM>
 [[gnu::noinline]] void multiply_section(const Job& job, const Block<F>& block, int64_t m, int64_t s, int64_t begin,
@@ -103,16 +138,13 @@ template <typename F, int kTiles, int kM>
   constexpr int kV = kTiles * Block<F>::kTileVectors;
   const uint32_t* x = job.panels + (block.panel * job.m + m) * F::kSteps;
   typename F::Sum sums[kM][kV];
-  each<kM>([&]<int i>() { each<kV>([&]<int v>() { sums[i][v] = F::zero(); }); });
-  if constexpr (F::kStepsOfPart == 1) {
-    add_steps<F>(block.weight, x, begin, end, sums);
-  } else {
-    for (int64_t part = begin; part < end; part += F::kStepsOfPart) {
-      typename F::Sum narrow[kM][kV];
-      each<kM>([&]<int i>() { each<kV>([&]<int v>() { narrow[i][v] = F::zero(); }); });
-      add_steps<F>(block.weight, x, part, part + F::kStepsOfPart, narrow);
-      each<kM>([&]<int i>() { each<kV>([&]<int v>() { sums[i][v] = F::widen(sums[i][v], narrow[i][v]); }); });
-    }
+  sum_steps<F>(block.weight, x, begin, end, sums);
+  if constexpr (F::kTakesZerosOff) {
+    const uint32_t* w_sums = block.template weight_sums<kTiles>(job, s);
+    each<kM>([&]<int i>() {
+      const int32_t zero = job.x_zeros[m + i];
+      each<kV>([&]<int v>() { sums[i][v] = F::less(sums[i][v], zero, F::load(w_sums + v * F::kLanes)); });
+    });
   }
   const typename F::Parameters* groups = block.groups + s / job.sections_per_group * kTiles;
   constexpr int kTileVectors = Block<F>::kTileVectors;
@@ -146,19 +178,36 @@ template <typename F, int kTiles, int kM>
   });
 }
 
+// visit(s, begin, end): the steps of the panel that belong to section s.
+template <typename F>
+__attribute__((always_inline)) inline void each_section(const Job& job, const Block<F>& block, const auto& visit) {
+  const int64_t first = block.panel * F::kPanelColumns, columns = least(job.k - first, F::kPanelColumns);
+  // Whole sixteens: a format may order the columns within them as it likes.
+  const int64_t end = divide_up(columns, 16 * F::kColumns) * 16;
+  const int64_t length = F::kSectioned ? least(job.section, F::kPanelColumns) / F::kColumns : F::kSteps;
+  for (int64_t begin = 0; begin * F::kColumns < columns; begin += length) {
+    visit((first + begin * F::kColumns) / job.section, begin, least(begin + length, end));
+  }
+}
+
 template <typename F, int kTiles, int kM = kRowsAtOnce>
 void multiply_panel(const Job& job, const Block<F>& block, int64_t m) {
   if constexpr (kM > 0) {
     if (job.m - m < kM) return multiply_panel<F, kTiles, kM - 1>(job, block, m);
-    const int64_t first = block.panel * F::kPanelColumns, columns = least(job.k - first, F::kPanelColumns);
-    // Whole sixteens: a format may order the columns within them as it likes.
-    const int64_t end = divide_up(columns, 16 * F::kColumns) * 16;
-    const int64_t length = F::kSectioned ? least(job.section, F::kPanelColumns) / F::kColumns : F::kSteps;
-    for (int64_t begin = 0; begin * F::kColumns < columns; begin += length) {
-      const int64_t s = (first + begin * F::kColumns) / job.section;
-      multiply_section<F, kTiles, kM>(job, block, m, s, begin, least(begin + length, end));
-    }
+    each_section(job, block, [&](int64_t s, int64_t begin, int64_t end) {
+      multiply_section<F, kTiles, kM>(job, block, m, s, begin, end);
+    });
   }
+}
+
+template <typename F, int kTiles>
+void sum_weight(const Job& job, const Block<F>& block) {
+  constexpr int kV = kTiles * Block<F>::kTileVectors;
+  each_section(job, block, [&](int64_t s, int64_t begin, int64_t end) {
+    typename F::Sum sums[1][kV];
+    sum_steps<F>(block.weight, kOnes.words, begin, end, sums);
+    __builtin_memcpy(block.template weight_sums<kTiles>(job, s), sums, sizeof(sums));
+  });
 }
 
 // y of all tiles, some rows at a time: a line of y that two tiles share is fetched once, while other rows are written.
@@ -188,6 +237,7 @@ void run_block(const Job& job, Block<F> block, typename F::Parameters* groups) {
     for (int t = 0; t < kTiles; ++t) {
       F::expand(job, block.tile_n + t, block.panel, groups + t, kTiles, block.weight + t * kTileRows, kRow);
     }
+    if constexpr (F::kTakesZerosOff) sum_weight<F, kTiles>(job, block);
     // The lines of W's next panel are fetched in between: all at once, they would wait for each other.
     const bool last = block.panel + 1 == panels;
     const int64_t next_tile = last ? block.tile_n + kTiles : block.tile_n, next_panel = last ? 0 : block.panel + 1;
@@ -204,8 +254,9 @@ void run_block(const Job& job, Block<F> block, typename F::Parameters* groups) {
 template <typename F>
 void run_panels(const Job& job, int64_t begin, int64_t end) {
   constexpr int kTiles = F::kVectors * F::kLanes / kTileRows;
+  constexpr int64_t kPanelRows = F::kSteps + (F::kTakesZerosOff ? kMaxSectionsOfPanel : 0);
   Block<F> block;
-  block.weight = static_cast<uint32_t*>(scratch(Scratch::kPanel, int64_t{F::kSteps} * kTiles * kTileRows * 4));
+  block.weight = static_cast<uint32_t*>(scratch(Scratch::kPanel, kPanelRows * kTiles * kTileRows * 4));
   block.totals = static_cast<uint32_t*>(scratch(Scratch::kSums, job.m * kTiles * kTileRows * 4));
   const int64_t bytes = job.groups * kTiles * static_cast<int64_t>(sizeof(typename F::Parameters));
   auto* groups = static_cast<typename F::Parameters*>(scratch(Scratch::kGroups, bytes));
@@ -217,6 +268,16 @@ void run_panels(const Job& job, int64_t begin, int64_t end) {
   run_all(std::integral_constant<int, kTiles>());
   if constexpr (kTiles > 2) run_all(std::integral_constant<int, 2>());
   if constexpr (kTiles > 1) run_all(std::integral_constant<int, 1>());
+}
+
+// The same where x may have zero points. A kernel of its own, so that x without them pays nothing.
+template <typename F>
+struct LessZeros : F {
+  static constexpr bool kTakesZerosOff = true;
+};
+template <typename F>
+void run_with_zeros(const Job& job, int64_t begin, int64_t end) {
+  job.x_zeros != nullptr ? run_panels<LessZeros<F>>(job, begin, end) : run_panels<F>(job, begin, end);
 }
 
 }  // namespace

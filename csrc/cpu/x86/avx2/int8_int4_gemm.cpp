@@ -18,6 +18,6 @@ struct Int4 : Int4Bytes {
 
 }  // namespace
 
-void avx2::int8_int4_gemm(const Job& job, int64_t begin, int64_t end) { run_panels<Int4>(job, begin, end); }
+void avx2::int8_int4_gemm(const Job& job, int64_t begin, int64_t end) { run_with_zeros<Int4>(job, begin, end); }
 
 }  // namespace qao::cpu

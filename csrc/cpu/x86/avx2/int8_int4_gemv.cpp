@@ -3,7 +3,7 @@
 //
 // Sums of eight products stay in 16 bits (8 * 2 * 15 * 128 < 2^15) and are exact. Lane by lane, per section of a group:
 //   y += scale * (sum(q * x) - zero * sum(x)).
-// Zero points come off there and not at the end: x may be far from 0 all along K (asymmetric), and then both sums are
+// Zero points, x's first, come off there and not at the end: where x is far from 0 all along K, sums of its bytes are
 // large.
 #include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"
@@ -41,15 +41,19 @@ void load_parameters(const Job& job, int64_t tile, Parameters* parameters) {
   }
 }
 
-// products[2][kM] += one K-tile of a row pair, in 16 bits.
-template <int kM>
+// products[2][kM] += one K-tile of a row pair, in 16 bits, and w_sums[2] with kXZeros.
+template <bool kXZeros, int kM>
 __attribute__((always_inline)) inline void add_tile(const uint8_t* pair, const int8_t* x, int64_t x_row,
-                                                    __m256i (&products)[2][kM]) {
+                                                    __m256i (&products)[2][kM], __m256i (&w_sums)[2]) {
   const __m256i mask = _mm256_set1_epi8(0x0F);
 #pragma GCC unroll 2
   for (int v = 0; v < kVectors; ++v) {
     const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(pair) + v);
     const __m256i low = _mm256_and_si256(both, mask), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+    if constexpr (kXZeros) {
+      w_sums[0] = _mm256_add_epi16(w_sums[0], _mm256_maddubs_epi16(low, _mm256_set1_epi8(1)));
+      w_sums[1] = _mm256_add_epi16(w_sums[1], _mm256_maddubs_epi16(high, _mm256_set1_epi8(1)));
+    }
 #pragma GCC unroll 3
     for (int i = 0; i < kM; ++i) {
       const __m256i bytes = _mm256_load_si256(reinterpret_cast<const __m256i*>(x + i * x_row) + v);
@@ -65,16 +69,18 @@ int64_t sections(const Job& job) { return divide_up(job.tiles_k, divide_up(job.s
 // Where the section that begins with K-tile `tile` ends.
 int64_t section_end(const Job& job, int64_t tile) { return least(tile + divide_up(job.section, kTileK), job.tiles_k); }
 
-// out[m][sections][8]: sums of x in the lanes in which its products with W are summed.
+// out[m][sections][8]: sums of x, less its zero point, in the lanes in which its products with W are summed.
 void sum_lanes(const Job& job, float* out) {
   const __m256i ones = _mm256_set1_epi8(1);
   for (int64_t m = 0; m < job.m; ++m) {
+    const __m256i zeros = _mm256_set1_epi16(static_cast<int16_t>(job.x_zeros != nullptr ? 2 * job.x_zeros[m] : 0));
     for (int64_t tile = 0; tile < job.tiles_k; out += 8) {
       __m256i sum = _mm256_setzero_si256();
       for (const int64_t end = section_end(job, tile); tile < end; ++tile) {
         const __m256i* x = reinterpret_cast<const __m256i*>(job.int8 + (m * job.tiles_k + tile) * kTileK);
         for (int v = 0; v < kVectors; ++v) {
-          sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(ones, _mm256_load_si256(x + v)));
+          const __m256i pairs = _mm256_maddubs_epi16(ones, _mm256_load_si256(x + v));
+          sum = _mm256_add_epi16(sum, _mm256_sub_epi16(pairs, zeros));
         }
       }
       _mm256_store_ps(out, _mm256_cvtepi32_ps(_mm256_madd_epi16(sum, _mm256_set1_epi16(1))));
@@ -101,8 +107,10 @@ float lane_sum(__m256 a) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
+__m256 widened(__m256i sums) { return _mm256_cvtepi32_ps(_mm256_madd_epi16(sums, _mm256_set1_epi16(1))); }
+
 // out[kM][16]: rows g and g + 8. x_sums: those of row m and the next.
-template <int kM>
+template <bool kXZeros, int kM>
 void multiply(const Job& job, const uint8_t* weight, const Parameters* parameters, const float* x_sums, int64_t m,
               int g, float* out) {
   const int64_t x_row = job.tiles_k * kTileK, x_sums_row = sections(job) * 8;
@@ -113,21 +121,24 @@ void multiply(const Job& job, const uint8_t* weight, const Parameters* parameter
   for (int64_t tile = 0; tile < job.tiles_k; x_sums += 8) {
     const int64_t end = section_end(job, tile);
     const int64_t begin = tile;
-    __m256i products[2][kM];
+    __m256i products[2][kM], w_sums[2] = {};
     for (auto& row : products) {
       for (auto& product : row) product = _mm256_setzero_si256();
     }
     for (; tile < end; ++tile) {
       const uint8_t* pair = weight + tile * kTileBytes + g * kTileK;
       _mm_prefetch(pair + job.tiles_k * kTileBytes, _MM_HINT_T1);  // the next N-tile
-      add_tile<kM>(pair, job.int8 + m * x_row + tile * kTileK, x_row, products);
+      add_tile<kXZeros, kM>(pair, job.int8 + m * x_row + tile * kTileK, x_row, products, w_sums);
     }
     for (int row = 0; row < 2; ++row) {
       const RowParameters values = of_row(job, parameters, begin, g + row * kPairs);
       for (int i = 0; i < kM; ++i) {
-        const __m256i wide = _mm256_madd_epi16(products[row][i], _mm256_set1_epi16(1));
-        const __m256 x_sum = _mm256_load_ps(x_sums + i * x_sums_row);
-        const __m256 value = _mm256_fnmadd_ps(values.zero, x_sum, _mm256_cvtepi32_ps(wide));
+        __m256 value = widened(products[row][i]);
+        if constexpr (kXZeros) {
+          const __m256 x_zero = _mm256_set1_ps(static_cast<float>(job.x_zeros[m + i]));
+          value = _mm256_fnmadd_ps(x_zero, widened(w_sums[row]), value);
+        }
+        value = _mm256_fnmadd_ps(values.zero, _mm256_load_ps(x_sums + i * x_sums_row), value);
         sums[row][i] = _mm256_fmadd_ps(value, values.scale, sums[row][i]);
       }
     }
@@ -143,7 +154,11 @@ void multiply_some(const Job& job, const uint8_t* weight, const Parameters* para
                    int g, float* out) {
   if constexpr (kM > 0) {
     const float* x_sums_row = x_sums + m * sections(job) * 8;
-    if (job.m - m >= kM) return multiply<kM>(job, weight, parameters, x_sums_row, m, g, out + m * kTileN);
+    if (job.m - m >= kM) {
+      if (job.x_zeros == nullptr)
+        return multiply<false, kM>(job, weight, parameters, x_sums_row, m, g, out + m * kTileN);
+      return multiply<true, kM>(job, weight, parameters, x_sums_row, m, g, out + m * kTileN);
+    }
     multiply_some<kM - 1>(job, weight, parameters, x_sums, m, g, out);
   }
 }

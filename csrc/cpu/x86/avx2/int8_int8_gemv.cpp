@@ -93,7 +93,8 @@ void avx2::int8_int8_gemv(const Job& job, int64_t begin, int64_t end) {
       const Columns columns = load_columns(job, n + first);
       const __m256 scales = load_scales(job, n + first);
       for (int64_t m = 0; m < job.m; ++m) {
-        write_row(job, columns, m, _mm256_mul_ps(_mm256_load_ps(totals + m * kTileRows + first), scales));
+        const __m256 sum = _mm256_mul_ps(_mm256_load_ps(totals + m * kTileRows + first), scales);
+        write_row(job, columns, m, less_zero(job, columns, m, sum));
       }
     }
   }

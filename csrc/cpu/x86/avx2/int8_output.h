@@ -23,11 +23,14 @@ static inline __m256 load_scales(const Job& job, int64_t n) {
   return _mm256_set1_ps(*static_cast<const float*>(job.scales));
 }
 
-// y[m] from the sums over k of x's integers times W.
+// Sums over k of x's integers times W, less what x's zero point adds to them.
+static inline __m256 less_zero(const Job& job, const Columns& columns, int64_t m, __m256 sum) {
+  if (job.x_zeros == nullptr) return sum;
+  return _mm256_fnmadd_ps(_mm256_set1_ps(static_cast<float>(job.x_zeros[m])), columns.weight_sums, sum);
+}
+
+// y[m] from them.
 static inline void write_row(const Job& job, const Columns& columns, int64_t m, __m256 sum) {
-  if (job.x_zeros != nullptr) {
-    sum = _mm256_fnmadd_ps(_mm256_set1_ps(static_cast<float>(job.x_zeros[m])), columns.weight_sums, sum);
-  }
   const __m256 y = _mm256_fmadd_ps(_mm256_set1_ps(job.x_scales[m]), sum, columns.bias);
   store_first(job.y, m * job.n + columns.n, job.y_dtype, y, columns.count);
 }

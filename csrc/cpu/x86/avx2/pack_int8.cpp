@@ -10,9 +10,11 @@ struct Columns {
   __m128i part[4];  // 16 columns each
 };
 
-Columns load_columns(const int8_t* x, int64_t count) {
-  alignas(64) int8_t padded[kTileColumns] = {};
+// Past `count` columns of `zero`.
+Columns load_columns(const int8_t* x, int64_t count, int zero) {
+  alignas(64) int8_t padded[kTileColumns];
   if (count < kTileColumns) {
+    __builtin_memset(padded, zero, sizeof(padded));
     __builtin_memcpy(padded, x, static_cast<size_t>(count));
     x = padded;
   }
@@ -46,17 +48,18 @@ Columns in_panel_order(const Columns& columns) {
           _mm_unpackhi_epi64(tile.part[0], tile.part[1]), _mm_unpackhi_epi64(tile.part[2], tile.part[3])};
 }
 
-// The sums of row m's sections, and store(k, columns) for every K-tile.
+// The sums of row m's sections, less its zero point if W is int4, and store(k, columns) for every K-tile.
 template <typename Store>
 void pack_row(const Job& job, int64_t m, const Store& store) {
   const int8_t* x = static_cast<const int8_t*>(job.x) + m * job.x_stride;
   float* sums = job.x_sums + m * job.sections;
+  const int zero = job.weight_format == Format::kInt4 && job.x_zeros != nullptr ? job.x_zeros[m] : 0;
   for (int64_t s = 0; s < job.sections; ++s) sums[s] = 0;
   for (int64_t k = 0; k < job.k; k += kTileColumns) {
-    const Columns columns = load_columns(x + k, job.k - k);
+    const Columns columns = load_columns(x + k, job.k - k, zero);
     for (int half = 0; half < 2 && k + 32 * half < job.k; ++half) {
       sums[(k + 32 * half) / job.section] +=
-          static_cast<float>(sum(columns.part[2 * half], columns.part[2 * half + 1]));
+          static_cast<float>(sum(columns.part[2 * half], columns.part[2 * half + 1]) - 32 * zero);
     }
     store(k, columns);
   }

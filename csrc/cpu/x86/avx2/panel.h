@@ -13,7 +13,7 @@ namespace {
 // 12 sums, two of W, and a word of x.
 struct Avx2Panel {
   static constexpr int kLanes = 8, kVectors = 2;
-  static constexpr bool kHasRests = false;
+  static constexpr bool kHasRests = false, kTakesZerosOff = false;
 };
 
 struct FloatTotals {
@@ -73,7 +73,7 @@ inline void finish_int8(const Job& job, int64_t tile_n, const uint32_t* totals, 
     for (int64_t m = rows.begin; m < rows.end; ++m) {
       const __m256i off = _mm256_set1_epi32(excess * static_cast<int32_t>(job.x_sums[m]));
       const __m256i sum = _mm256_sub_epi32(IntegerTotals::load_total(eight + m * kTileRows), off);
-      write_row(job, columns, m, _mm256_mul_ps(_mm256_cvtepi32_ps(sum), scales));
+      write_row(job, columns, m, less_zero(job, columns, m, _mm256_mul_ps(_mm256_cvtepi32_ps(sum), scales)));
     }
   });
 }
@@ -112,11 +112,14 @@ inline void load_int4_group(const Job& job, int64_t tile_n, int64_t group, Int4G
 }
 
 // int8 x times int4 W, as bytes in the order of int4_panel.h: total += scale * (sum(q * x) - zero * sum(x)). Zero
-// points come off section by section: x may be far from 0 all along K (asymmetric), and then both sums are large.
+// points, x's first, come off section by section: where x is far from 0 all along K, sums of its bytes are large.
 struct Int4Bytes : IntegerSums, FloatTotals {
   static constexpr int64_t kSteps = 64, kColumns = 4, kPanelColumns = kSteps * kColumns;
   static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
   static constexpr bool kSectioned = true;
+  static Sum less(Sum sums, int32_t zero, Sum w_sums) {
+    return _mm256_sub_epi32(sums, _mm256_mullo_epi32(_mm256_set1_epi32(zero), w_sums));
+  }
   using Parameters = Int4Group;
   static void prepare(const Job& job, int64_t tile_n, int64_t group, Int4Group* out) {
     load_int4_group(job, tile_n, group, out);

@@ -1,7 +1,7 @@
 // int8 x times int4 W with VNNI. A panel holds W's nibbles, those of rows 8..15 times 16, which their scales undo. Per
 // section, with integer sums exact:
 //   total += scale * (sum(q * x) - zero * sum(x)).
-// Zero points come off section by section: x may be far from 0 all along K (asymmetric), and then both sums are large.
+// Zero points, x's first, come off section by section: where x is far from 0 all along K, sums of its bytes are large.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx512/int4_panel.h"
 #include "cpu/x86/avx512/int4_parameters.h"
@@ -14,6 +14,9 @@ namespace {
 struct Int4 : Int8Panel, FloatTotals {
   using Parameters = Int4Parameters;
   static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
+  static Sum less(Sum sums, int32_t zero, Sum w_sums) {
+    return _mm512_sub_epi32(sums, _mm512_mullo_epi32(_mm512_set1_epi32(zero), w_sums));
+  }
   static void prepare(const Job& job, int64_t tile_n, int64_t group, Parameters* out) {
     store_group(for_shifted_rows(load_group(job, tile_n, group)), out);
   }
@@ -55,6 +58,6 @@ struct Int4 : Int8Panel, FloatTotals {
 
 }  // namespace
 
-void avx512::int8_int4_gemm(const Job& job, int64_t begin, int64_t end) { run_panels<Int4>(job, begin, end); }
+void avx512::int8_int4_gemm(const Job& job, int64_t begin, int64_t end) { run_with_zeros<Int4>(job, begin, end); }
 
 }  // namespace qao::cpu

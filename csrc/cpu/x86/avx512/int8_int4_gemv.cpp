@@ -1,7 +1,8 @@
 // A few rows of int8 x times int4 W with VNNI: W's nibbles as they lie, unsigned, times the bytes of x. Lanes stay
 // apart until the end of the row: lane j always holds columns 4 j .. 4 j + 3 of tile_column()'s order.
 //
-// Per row and section, with integer sums exact:  y += scale * (sum(q * x) - zero * sum(x)).
+// Per row and section, with integer sums exact:  y += scale * (sum(q * x) - zero * sum(x)), where x is what its bytes
+// are less their zero point, if they have one.
 #include "cpu/mm_kernels.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/avx512/int4_parameters.h"
@@ -37,8 +38,9 @@ __attribute__((always_inline)) inline __m512i dot(__m512i sum, const __m512i (&w
 
 // sums[row] += kTiles K-tiles of one group, or of two halves. Without zero points (kZeros) all are 8, and sums of
 // products begin at what they take off.
-template <bool kHalves, bool kZeros, int kTiles>
-__attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, const int8_t* x,
+// x_zero: taken off bytes of x with kXZeros.
+template <bool kHalves, bool kZeros, bool kXZeros, int kTiles>
+__attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, const int8_t* x, int x_zero,
                                                      const Int4Parameters* parameters, WeightStream& stream,
                                                      __m512 (&sums)[kTileN]) {
   __m512i columns[kTiles], ones[kTiles];
@@ -48,13 +50,18 @@ __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, cons
     columns[t] = _mm512_load_si512(x + t * kTileK);
     ones[t] = _mm512_set1_epi8(1);
   }
-  const __m512i none = _mm512_setzero_si512(), x_sums = dot<kTiles>(none, ones, columns);
+  const __m512i none = _mm512_setzero_si512(), offset = _mm512_set1_epi32(kXZeros ? -4 * kTiles * x_zero : 0);
+  const __m512i x_sums = dot<kTiles>(offset, ones, columns);
+  const __m512 float_zero = _mm512_set1_ps(static_cast<float>(x_zero));
   static_assert(int4::kSymmetricZero == 1 << 3);
   const __m512i low_start = kZeros ? none : _mm512_sub_epi32(none, _mm512_slli_epi32(x_sums, 3));
   const __m512i high_start = kZeros ? none : _mm512_slli_epi32(low_start, 4);  // rows 8..15 are 16 times their q
   const __m512 float_sums = _mm512_cvtepi32_ps(x_sums);
   const auto add_row = [&](int row, __m512i start, const __m512i(&q)[kTiles]) __attribute__((always_inline)) {
     __m512 value = _mm512_cvtepi32_ps(dot<kTiles>(start, q, columns));
+    if constexpr (kXZeros) {  // all below 2^24
+      value = _mm512_fnmadd_ps(float_zero, _mm512_cvtepi32_ps(dot<kTiles>(none, q, ones)), value);
+    }
     if constexpr (kZeros) {
       value = _mm512_fnmadd_ps(of_row<kHalves>(parameters[0].zero, parameters[1].zero, row), float_sums, value);
     }
@@ -86,26 +93,27 @@ __m512 lane_sums(const __m512 (&rows)[kTileN]) {
   return sum;
 }
 
-template <bool kHalves, bool kZeros, int kTiles>
+template <bool kHalves, bool kZeros, bool kXZeros, int kTiles>
 void run_tile(const Job& job, int64_t tile, int64_t m, const Int4Parameters* parameters, WeightStream stream) {
   const uint8_t* weight = job.weight + tile * job.tiles_k * kTileBytes;
   const int8_t* x = job.int8 + m * job.tiles_k * kTileK;
+  const int x_zero = kXZeros ? job.x_zeros[m] : 0;
   __m512 sums[kTileN];
 #pragma GCC unroll 16
   for (int row = 0; row < kTileN; ++row) sums[row] = _mm512_setzero_ps();
   int64_t t = 0;
   for (; t + kTiles <= job.tiles_k; t += kTiles) {
-    add_tiles<kHalves, kZeros, kTiles>(weight + t * kTileBytes, x + t * kTileK,
-                                       parameters + t * kTileK / job.group_size, stream, sums);
+    add_tiles<kHalves, kZeros, kXZeros, kTiles>(weight + t * kTileBytes, x + t * kTileK, x_zero,
+                                                parameters + t * kTileK / job.group_size, stream, sums);
   }
   for (; t < job.tiles_k; ++t) {
-    add_tiles<kHalves, kZeros, 1>(weight + t * kTileBytes, x + t * kTileK, parameters + t * kTileK / job.group_size,
-                                  stream, sums);
+    add_tiles<kHalves, kZeros, kXZeros, 1>(weight + t * kTileBytes, x + t * kTileK, x_zero,
+                                           parameters + t * kTileK / job.group_size, stream, sums);
   }
   write_row(job, load_columns(job, tile * kTileN), m, lane_sums(sums));
 }
 
-template <bool kHalves, bool kZeros, int kTiles>
+template <bool kHalves, bool kZeros, bool kXZeros, int kTiles>
 void run(const Job& job, int64_t begin, int64_t end) {
   const uint8_t* weight = job.weight + begin * job.tiles_k * kTileBytes;
   const int64_t bytes = (job.groups + 1) * static_cast<int64_t>(sizeof(Int4Parameters));
@@ -114,29 +122,35 @@ void run(const Job& job, int64_t begin, int64_t end) {
   for (int64_t tile = begin; tile < end; ++tile) {
     load_shifted_parameters(job, tile, parameters);
     for (int64_t m = 0; m < job.m; ++m) {
-      run_tile<kHalves, kZeros, kTiles>(job, tile, m, parameters, WeightStream(weight, tile - begin, job.tiles_k));
+      const WeightStream stream(weight, tile - begin, job.tiles_k);
+      run_tile<kHalves, kZeros, kXZeros, kTiles>(job, tile, m, parameters, stream);
     }
   }
 }
 
-template <bool kZeros>
+template <bool kZeros, bool kXZeros>
 void run_groups(const Job& job, int64_t begin, int64_t end) {
   switch (job.group_size) {
     case 32:
-      return run<true, kZeros, 1>(job, begin, end);
+      return run<true, kZeros, kXZeros, 1>(job, begin, end);
     case 64:
-      return run<false, kZeros, 1>(job, begin, end);
+      return run<false, kZeros, kXZeros, 1>(job, begin, end);
     case 128:
-      return run<false, kZeros, 2>(job, begin, end);
+      return run<false, kZeros, kXZeros, 2>(job, begin, end);
     default:
-      return run<false, kZeros, kMaxTiles>(job, begin, end);
+      return run<false, kZeros, kXZeros, kMaxTiles>(job, begin, end);
   }
 }
 
 }  // namespace
 
 void avx512::int8_int4_gemv(const Job& job, int64_t begin, int64_t end) {
-  job.parameters == 2 ? run_groups<true>(job, begin, end) : run_groups<false>(job, begin, end);
+  const bool zeros = job.parameters == 2;
+  if (job.x_zeros != nullptr) {
+    zeros ? run_groups<true, true>(job, begin, end) : run_groups<false, true>(job, begin, end);
+  } else {
+    zeros ? run_groups<true, false>(job, begin, end) : run_groups<false, false>(job, begin, end);
+  }
 }
 
 }  // namespace qao::cpu

@@ -40,7 +40,8 @@ struct Int8 : PlainTotals<Int8Panel> {
     write_rows<kTiles>(job, tile_n, rows, [&](int64_t m, int t) {
       const __m512i excess = _mm512_set1_epi32(static_cast<int32_t>(128 * job.x_sums[m]));
       const __m512i sum = _mm512_sub_epi32(load_total(totals + (m * kTiles + t) * kTileRows), excess);
-      return value_of_y(job, columns[t], m, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales[t]));
+      const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales[t]);
+      return value_of_y(job, columns[t], m, less_zero(job, columns[t], m, scaled));
     });
   }
 };

@@ -103,7 +103,8 @@ void avx512::int8_int8_gemv(const Job& job, int64_t begin, int64_t end) {
     const Columns columns = load_columns(job, n);
     const __m512 scales = load_scales(job, n);
     for (int64_t m = 0; m < job.m; ++m) {
-      write_row(job, columns, m, _mm512_mul_ps(_mm512_load_ps(totals + m * kTileRows), scales));
+      const __m512 sum = _mm512_mul_ps(_mm512_load_ps(totals + m * kTileRows), scales);
+      write_row(job, columns, m, less_zero(job, columns, m, sum));
     }
   }
 }

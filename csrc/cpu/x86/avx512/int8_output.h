@@ -24,11 +24,14 @@ static inline __m512 load_scales(const Job& job, int64_t n) {
   return _mm512_set1_ps(*static_cast<const float*>(job.scales));
 }
 
-// y[m] from the sums over k of x's integers times W.
+// Sums over k of x's integers times W, less what x's zero point adds to them.
+static inline __m512 less_zero(const Job& job, const Columns& columns, int64_t m, __m512 sum) {
+  if (job.x_zeros == nullptr) return sum;
+  return _mm512_fnmadd_ps(_mm512_set1_ps(static_cast<float>(job.x_zeros[m])), columns.weight_sums, sum);
+}
+
+// y[m] from them.
 static inline __m512 value_of_y(const Job& job, const Columns& columns, int64_t m, __m512 sum) {
-  if (job.x_zeros != nullptr) {
-    sum = _mm512_fnmadd_ps(_mm512_set1_ps(static_cast<float>(job.x_zeros[m])), columns.weight_sums, sum);
-  }
   return _mm512_fmadd_ps(_mm512_set1_ps(job.x_scales[m]), sum, columns.bias);
 }
 static inline void write_row(const Job& job, const Columns& columns, int64_t m, __m512 sum) {

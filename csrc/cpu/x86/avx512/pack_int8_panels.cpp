@@ -26,12 +26,14 @@ void avx512::pack_int8_panels(const Job& job, int64_t begin, int64_t end) {
   for (int64_t m = begin; m < end; ++m) {
     const int8_t* x = static_cast<const int8_t*>(job.x) + m * job.x_stride;
     float* sums = job.x_sums + m * job.sections;
+    const int zero = job.weight_format == Format::kInt4 && job.x_zeros != nullptr ? job.x_zeros[m] : 0;
+    const __m512i zeros = _mm512_set1_epi8(static_cast<char>(zero)), four_zeros = _mm512_set1_epi32(4 * zero);
     __m512i sum = _mm512_setzero_si512();
     for (int64_t k = 0; k < divide_up(job.k, Int8Panel::kPanelColumns) * Int8Panel::kPanelColumns; k += kTileColumns) {
       const int64_t left = job.k - k;
       const __mmask64 inside = left >= kTileColumns ? ~__mmask64{0} : left <= 0 ? 0 : ~__mmask64{0} >> (64 - left);
-      __m512i values = _mm512_maskz_loadu_epi8(inside, x + k);
-      sum = _mm512_dpbusd_epi32(sum, ones, values);
+      __m512i values = _mm512_mask_loadu_epi8(zeros, inside, x + k);
+      sum = _mm512_dpbusd_epi32(_mm512_sub_epi32(sum, four_zeros), ones, values);
       const int64_t next = k + kTileColumns, s = k / job.section;
       if (left > 0 && job.section == kTileColumns / 2) {
         sums[s] = static_cast<float>(_mm512_mask_reduce_add_epi32(kHalf, sum));

@@ -48,6 +48,6 @@ struct Int4 : Int4Bytes {
 }  // namespace
 
 void avx_vnni::int8_int8_gemm(const Job& job, int64_t begin, int64_t end) { run_panels<Int8>(job, begin, end); }
-void avx_vnni::int8_int4_gemm(const Job& job, int64_t begin, int64_t end) { run_panels<Int4>(job, begin, end); }
+void avx_vnni::int8_int4_gemm(const Job& job, int64_t begin, int64_t end) { run_with_zeros<Int4>(job, begin, end); }
 
 }  // namespace qao::cpu
