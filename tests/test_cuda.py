@@ -79,6 +79,25 @@ def test_tiles_by_turns(m: int, n: int, k: int, x_dtype: torch.dtype, fmt: Forma
 
 
 @hopper
+@pytest.mark.parametrize("rows", [40, 63, 95, 100])
+def test_experts_by_turns_end_inside_a_tile(rows: int) -> None:
+    """A chunk that the copy engine still read was overwritten where another one had not been given to it."""
+    scheme, counts, (n, k) = BY_WORD["int8_int8"], [rows, 168 - rows] * 16, (5760, 2880)
+    weights = [scheme.make_weight(n, k, None, "cuda", seed=seed) for seed in range(4)] * 8
+    x = randn(sum(counts), k, dtype=torch.bfloat16, device="cuda")
+    _host = pytest.importorskip("qao._host")
+    problem = _host.Problem(m=len(x), n=n, k=k, x="int8", weight="int8")
+    gpu = _host.Gpu(compute_capability=90, num_sms=132, shared_bytes_per_cta=232448)
+    assert _host.plan(problem, gpu, experts=len(counts))["tile_m"] == 128
+    operands = [torch.stack(of) for of in zip(*(weight.operands for weight in weights), strict=True)]
+    ends = torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32)
+    expected = torch.cat([scheme.mm(part, weight) for part, weight in zip(x.split(counts), weights, strict=True)])
+    for _ in range(5):
+        y = torch.ops.qao.int8_int8_grouped_mm(x, *operands, None, ends, None, None, None)
+        assert bits(y).equal(bits(expected))
+
+
+@hopper
 def test_fast_sums_by_turns() -> None:
     """The tensor cores' short accumulator keeps 13 bits, and adds 32 columns at a time."""
     m, n, k = 4090, 5128, 1088

@@ -70,13 +70,14 @@ __device__ __forceinline__ void load_3d_to_all(uint32_t to, const CUtensorMap* m
 
 // What ordinary stores left in shared memory becomes visible to the copy engine.
 __device__ __forceinline__ void fence_stores() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
-// A box from shared memory to (c0, c1, c2); what lies outside the tensor is not written.
+// A box from shared memory to (c0, c1, c2); what lies outside the tensor is not written. close_store() ends it.
 __device__ __forceinline__ void store_3d(const CUtensorMap* map, uint32_t from, int c0, int c1, int c2) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];\n" ::"l"(map),
                "r"(from), "r"(c0), "r"(c1), "r"(c2)
                : "memory");
-  asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
 }
+// What the thread has stored since the last call counts as one store for wait_for_stores(), nothing too.
+__device__ __forceinline__ void close_store() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 // Until at most `pending` of this thread's stores have not read their box yet.
 template <int pending>
 __device__ __forceinline__ void wait_for_stores() {

@@ -288,9 +288,13 @@ __device__ __forceinline__ void write_half_result(const Params& p, const CUtenso
     }
     ptx::named_barrier(1 + warpgroup, 128);
     const int64_t token0 = at.token0 + chunk * kChunkTokens;
-    if (copies && (!K::kGrouped || token0 + kChunkTokens <= at.token_end)) {  // what follows is another expert's
-      if (thread == 0 && at.row0 < at.row_end) tma::store_3d(&y_map, tile, at.row0, 0, static_cast<int>(token0));
-      continue;
+    const bool whole = !K::kGrouped || token0 + kChunkTokens <= at.token_end;  // what follows is another expert's
+    if (copies) {
+      if (whole && thread == 0 && at.row0 < at.row_end) {
+        tma::store_3d(&y_map, tile, at.row0, 0, static_cast<int>(token0));
+      }
+      tma::close_store();  // of every chunk, or the wait for a place would let one more be read
+      if (whole) continue;
     }
     const int n = at.row0 + thread % 8 * 8;
 #pragma unroll
