@@ -37,6 +37,7 @@ class Activation:
     symmetric: bool = True  # int8
     group_size: int = -1  # fp8: columns that share a scale; -1 a row, 0 all of x
     static_scale: float | None = None  # fp8, group_size 0
+    beside_int4: bool = False  # fp8: so is the weight
 
     def __str__(self) -> str:
         if self.format == "int8":
@@ -90,13 +91,18 @@ class Activation:
             # The tensor cores align an instruction's 32 e4m3 products and the running sum to the largest of them and
             # keep 13 bits below it. Four instructions of up to 33 addends, each off by half a last bit on average,
             # would be 2^-7 of the largest term if all errors had one sign.
-            return 2.0**-8 * (self.seen(x) ** 2 @ (dense**2).T).sqrt()
+            seen = self.seen(x)
+            if self.beside_int4:
+                # Codes below 8 are e4m3 subnormals, which are aligned as if they were 8: about the row's largest.
+                return 2.0**-8 * seen.norm(dim=1)[:, None] * dense.abs().amax(1)
+            return 2.0**-8 * (seen**2 @ (dense**2).T).sqrt()
         return torch.zeros(x.shape[0], dense.shape[0], dtype=torch.float64, device=x.device)
 
 
 FLOAT = Activation()
 INT8, INT8_ASYMMETRIC = Activation("int8"), Activation("int8", symmetric=False)
 FP8, FP8_TENSOR, FP8_BLOCK = Activation("fp8"), Activation("fp8", group_size=0), Activation("fp8", group_size=BLOCK)
+FP8_BESIDE_INT4 = Activation("fp8", beside_int4=True)
 FP8_STATIC = Activation("fp8", group_size=0, static_scale=0.02)  # 448 steps reach 8.96: no randn saturates
 
 
@@ -338,7 +344,9 @@ INT4 = _int4_scheme("int4", _int4_formats(("none", "integer", "float"), DTYPES, 
 INT8_INT4 = _int4_scheme(
     "int8_int4", _int4_formats(("none", "rows", "float"), DTYPES, INT8, INT8_ASYMMETRIC), INT8, INT8_ASYMMETRIC
 )
-FP8_INT4 = _int4_scheme("fp8_int4", _int4_formats(("none", "float"), DTYPES, FP8), FP8, FP8)
+FP8_INT4 = _int4_scheme(
+    "fp8_int4", _int4_formats(("none", "float"), DTYPES, FP8_BESIDE_INT4), FP8_BESIDE_INT4, FP8_BESIDE_INT4
+)
 INT4_SCHEMES = (INT4, INT8_INT4, FP8_INT4)
 SCHEMES = (
     *INT4_SCHEMES,

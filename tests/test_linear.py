@@ -12,7 +12,7 @@ import qao
 import torch
 import torch.nn.functional as F
 from accuracy import check_close
-from ops_schemes import DTYPES, FP8, FP8_BLOCK, FP8_TENSOR, INT8, INT8_ASYMMETRIC, Activation
+from ops_schemes import DTYPES, FP8, FP8_BESIDE_INT4, FP8_BLOCK, FP8_TENSOR, INT8, INT8_ASYMMETRIC, Activation
 from ops_support import randn
 from qao import (
     Float8DynamicActivationFloat8Weight,
@@ -41,7 +41,7 @@ SCHEMES: dict[qao.Scheme, Activation] = {
     Float8DynamicActivationFloat8Weight("tensor"): FP8_TENSOR,
     Float8DynamicActivationFloat8Weight("block"): FP8_BLOCK,
     Float8DynamicActivationFloat8Weight(activation_scale=0.02): Activation("fp8", group_size=0, static_scale=0.02),
-    Float8DynamicActivationInt4Weight(64): FP8,
+    Float8DynamicActivationInt4Weight(64): FP8_BESIDE_INT4,
 }
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: str(scheme).replace(" ", "_"))
 

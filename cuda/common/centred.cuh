@@ -17,7 +17,8 @@ __device__ __forceinline__ uint32_t four_codes(float zero) {
 }
 
 // Four nibbles less `codes`: sign and magnitude. A byte up to 15 is the e4m3 value of 2^-9 times itself, since
-// subnormals and the first binade have one step. The tensor cores of Hopper lose no bits of those.
+// subnormals and the first binade have one step. The tensor cores of Hopper align a product by a code below 8 as if the
+// code were 8: up to three bits of what is added to it are lost.
 constexpr float kE4m3Factor = 0x1p9f;
 __device__ __forceinline__ uint32_t e4m3_bytes(uint32_t nibbles, uint32_t codes) {
   const uint32_t not_less = nibbles + (0x80808080 - codes);  // in the top bits of the bytes

@@ -23,7 +23,7 @@ def activation(scheme: Scheme) -> Activation:
     if scheme.activations == "float":
         return Activation()
     if scheme.weights == "int4":
-        return Activation("fp8")
+        return Activation("fp8", beside_int4=True)
     group_size = scheme.constants(1, 1)[0]
     return Activation("fp8", group_size=group_size, static_scale=scheme.activation_scale)
 

@@ -57,7 +57,7 @@ COMPRESSED = {
     "W8A8 asym": ("QaoInt8Kernel", INT8_ASYM),
     "W8A8 tensor": ("QaoInt8Kernel", INT8),
     "W4A8": ("QaoMixedPrecisionKernel", INT8),
-    "W4AFP8 packed": ("QaoMixedPrecisionKernel", Activation("fp8")),
+    "W4AFP8 packed": ("QaoMixedPrecisionKernel", Activation("fp8", beside_int4=True)),
     "FP8_DYNAMIC": ("QaoFp8Kernel", E4M3),
     "FP8_BLOCK": ("QaoFp8BlockKernel", E4M3_BLOCK),
     "FP8": ("QaoFp8Kernel", E4M3_STATIC),
