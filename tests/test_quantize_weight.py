@@ -13,6 +13,7 @@ from groups_by_torch import groups_by_torch
 from groups_by_torch import search as search_by_torch
 from ops_schemes import DTYPES
 from qao import quantizer, quantizer_fp8, reference
+from qao.importance import SERIAL_VALUES
 from qao.quantizer import _CLIP_FACTORS, _INT4, _INT8
 from qao.quantizer_fp8 import SCALE_BLOCK
 from torch import Tensor
@@ -221,12 +222,12 @@ class _Count(TorchDispatchMode):
     calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
+        self.calls += any(isinstance(one, Tensor) and one.numel() > SERIAL_VALUES for one in args)
         return func(*args, **(kwargs or {}))
 
 
 def test_a_weight_is_quantised_by_few_calls() -> None:
-    """Each call of torch over a weight is a parallel region, which waits for every thread's core."""
+    """A call of torch over more than it gives one thread is a parallel region, which waits for every thread's core."""
     weight = random_weight(2048, 512, torch.bfloat16)
     for quantize in (
         lambda: quantizer.quantize_int4(weight, 128, symmetric=False, scale_dtype=torch.bfloat16),
@@ -235,7 +236,7 @@ def test_a_weight_is_quantised_by_few_calls() -> None:
     ):
         with _Count() as count:
             quantize()
-        assert count.calls <= 24
+        assert count.calls <= 16
 
 
 def test_opcheck() -> None:
@@ -280,7 +281,7 @@ GROUPS = {
         ({"factors": [float("inf")]}, "factors must be positive"),
         ({"importance": torch.ones(63)}, r"importance must be float32 \[K\]"),
         ({"importance": torch.ones(64, dtype=torch.float64)}, "importance must be float32"),
-        ({"importance": torch.ones(128)[::2]}, "contiguous and on the device of weight"),
+        ({"importance": torch.ones(128)[::2]}, "importance must be contiguous"),
         ({"rounds": -1}, "rounds must not be negative"),
     ],
 )
@@ -302,5 +303,5 @@ def test_what_a_gpu_does_not_take() -> None:
         OPS.quantize_blocks(torch.ones(4, 64, device="cuda"), 1, 64)
     with pytest.raises(RuntimeError, match="on a GPU there may be 64 factors"):
         OPS.quantize_groups(**(GROUPS | {"weight": torch.ones(4, 64, device="cuda"), "factors": [1.0] * 65}))
-    with pytest.raises(RuntimeError, match="importance must be float32 .* on the device of weight"):
+    with pytest.raises(RuntimeError, match="importance and weight are on different devices"):
         OPS.quantize_groups(**(GROUPS | {"weight": torch.ones(4, 64, device="cuda"), "importance": torch.ones(64)}))

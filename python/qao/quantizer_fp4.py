@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .fp4 import GROUPS, codes_of, values_of
+from .fp4 import GROUPS, codes_of, frexp, values_of
 from .quantizer import QuantizedWeight, check_values, chunks, relative_error
 
 LARGEST_FP4, LARGEST_FP8 = 6.0, 448.0  # of e2m1 and e4m3
@@ -54,7 +54,7 @@ def _candidates(groups: Tensor, divisor: Tensor | None) -> tuple[Tensor, Tensor]
     """Two scales of each group, [rows, groups, 1]."""
     largest = groups.abs().amax(-1, keepdim=True)
     if divisor is None:
-        exponent = (torch.frexp(largest).exponent - 3).clamp_(*_EXPONENTS)  # largest / 2^exponent is in [4, 8)
+        exponent = (frexp(largest)[1] - 3).clamp_(*_EXPONENTS)  # largest / 2^exponent is in [4, 8)
         one = torch.ones_like(largest)
         return torch.ldexp(one, exponent), torch.ldexp(one, (exponent + 1).clamp_(max=_EXPONENTS[1]))
     wanted = largest * divisor
