@@ -55,7 +55,12 @@ void leave_groups(const experts::TopK& t, const std::vector<float>& biased, std:
   for (int g = 0; g < t.groups; ++g) {
     float first = -std::numeric_limits<float>::infinity(), second = first;
     for (int e = g * size; e < (g + 1) * size; ++e) {
-      second = std::fmax(second, std::fmin(first, biased[e])), first = std::fmax(first, biased[e]);
+      const float value = biased[e];
+      if (value > first) {
+        second = first, first = value;
+      } else if (value > second) {
+        second = value;
+      }
     }
     ranks[g] = size == 1 ? first : first + second;
   }
@@ -70,7 +75,7 @@ void choose_for(const experts::TopK& t, int64_t token, std::vector<float>& score
   double sum = 0;
   for (int e = 0; e < t.experts; ++e) {
     scores[e] = load(t.logits, token * t.experts + e, t.logits_dtype);
-    largest = std::fmax(largest, scores[e]);
+    if (scores[e] > largest) largest = scores[e];
   }
   const bool softmax = t.scores == experts::Scores::kSoftmax;
   if (softmax) {
