@@ -104,9 +104,9 @@ py::dict plan(const mm::Problem& problem, const Gpu& gpu, int64_t experts) {
   } else {
     mm::Experts routed;
     routed.count = experts, routed.rows = problem.m;
-    mm::Problem folded = resolved(problem);
-    folded.row_scales = false;  // kernels of experts have no such tiles
-    check(mm::plan(folded, routed, gpu, &plan));
+    mm::Problem told = resolved(problem);
+    told.row_scales &= told.groups() > 1;  // the operator of experts does not look whether a row has one group
+    check(mm::plan(told, routed, gpu, &plan));
   }
   py::dict result = kernel_facts(plan);
   result["reason"] = plan.reason;
