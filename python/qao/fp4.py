@@ -114,18 +114,28 @@ def codes_of(values: Tensor) -> Tensor:
     return codes.to(torch.uint8) | (values.signbit().to(torch.uint8) << 3)
 
 
-def frexp(values: Tensor) -> tuple[Tensor, Tensor]:
-    """torch.frexp, which on two GPUs with torch 2.11 faulted, or gave other numbers, where another one was current."""
-    with torch.cuda.device_of(values):
-        mantissa, exponent = torch.frexp(values)
-    return mantissa, exponent
+# By their bits: torch 2.11's ldexp gives other numbers on a GPU that is not the current one.
+def exponents_of(values: Tensor) -> Tensor:
+    """int32: e of 2^e <= values < 2^(e + 1), for float32 that is not negative. -127 below 2^-126, also of 0."""
+    return (values.view(torch.int32) >> 23) - 127
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """float32: 2^exponents, of int32 from -127 to 127."""
+    return torch.where(exponents < -126, 1 << 22, (exponents + 127) << 23).view(torch.float32)
+
+
+def _are_powers_of_two(values: Tensor) -> Tensor:
+    bits = values.view(torch.int32)
+    fraction = bits & 0x7FFFFF
+    normal = (bits >> 23 > 0) & (bits >> 23 < 255)  # of one that is not, below 2^-126, the fraction has one bit
+    return torch.where(normal, fraction == 0, (bits > 0) & (bits >> 23 == 0) & (fraction & (fraction - 1) == 0))
 
 
 def _are_exact(given: Tensor, stored: Tensor, group_size: int) -> bool:
     same = stored.double() == given.double()
     if group_size == MX_GROUP:
-        mantissa = frexp(given.float())[0]  # of 2^-127, which is subnormal, as well
-        return bool((same & ((mantissa == 0.5) | (given == 0))).all())
+        return bool((same & (_are_powers_of_two(given.float()) | (given == 0))).all())
     return bool((same & (given.to(torch.float8_e4m3fn).double() == given.double()) & ~given.signbit()).all())
 
 

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .fp4 import GROUPS, codes_of, frexp, values_of
+from .fp4 import GROUPS, codes_of, exponents_of, power_of_two, values_of
 from .quantizer import QuantizedWeight, check_values, chunks, relative_error
 
 LARGEST_FP4, LARGEST_FP8 = 6.0, 448.0  # of e2m1 and e4m3
 _EXPONENTS = -127, 127  # of e8m0
+_OF_ZEROS = -3  # the exponent of a group of zeros, any would do
 
 
 def quantize_fp4(weight: Tensor, format: str, *, name: str = "weight") -> QuantizedWeight:
@@ -54,9 +55,9 @@ def _candidates(groups: Tensor, divisor: Tensor | None) -> tuple[Tensor, Tensor]
     """Two scales of each group, [rows, groups, 1]."""
     largest = groups.abs().amax(-1, keepdim=True)
     if divisor is None:
-        exponent = (frexp(largest)[1] - 3).clamp_(*_EXPONENTS)  # largest / 2^exponent is in [4, 8)
-        one = torch.ones_like(largest)
-        return torch.ldexp(one, exponent), torch.ldexp(one, (exponent + 1).clamp_(max=_EXPONENTS[1]))
+        # largest / 2^exponent is in [4, 8)
+        exponent = torch.where(largest == 0, _OF_ZEROS, (exponents_of(largest) - 2).clamp_(*_EXPONENTS))
+        return power_of_two(exponent), power_of_two((exponent + 1).clamp_(max=_EXPONENTS[1]))
     wanted = largest * divisor
     first, second = (
         (wanted / code).nan_to_num_(0).clamp_(max=LARGEST_FP8).to(torch.float8_e4m3fn).float()
