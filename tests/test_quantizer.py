@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from qao import quantizer, reference
-from qao.importance import estimate_importance
+from qao.importance import SERIAL_VALUES, estimate_importance, told_part
 from qao.quantizer import QuantizedWeight, quantize_int4, quantize_int8
 from qao.quantizer_fp8 import quantize_fp8
+from qao.schemes import SCHEMES
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -153,6 +154,24 @@ def test_columns_of_an_embedding_or_head_count_alike(device: str) -> None:
     table, rows = (quantize_int4(w, 64, symmetric=False, scale_dtype=torch.float32) for w in (weight, weight[1:]))
     error, weighed = (dense(made, 64) - w.double() for made, w in ((table, weight), (rows, weight[1:])))
     assert error.norm() < 0.9 * weighed.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("k", [96, SERIAL_VALUES + 64])
+def test_strides_of_a_weight_change_no_bit(k: int, dtype: torch.dtype, device: str) -> None:
+    """torch reduces a transposed or sliced tensor in another order than one whose rows lie one after the other."""
+    weight = random_weight(80, k, device, dtype)
+    others = (weight.t().contiguous().t(), torch.stack((weight, weight), 2)[:, :, 1])
+    for other in others:
+        assert other.stride() != weight.stride() and torch.equal(other, weight)
+        for name in ("q_proj", "down_proj"):  # sums down columns and along rows
+            assert torch.equal(told_part(other, name), told_part(weight, name))
+        assert torch.equal(estimate_importance(other), estimate_importance(weight))
+        for kind in SCHEMES.values():
+            scheme = kind()
+            first, second = (scheme.quantize(one).tensors() for one in (other, weight))
+            for key, tensor in first.items():
+                assert tensor is None or torch.equal(tensor, second[key]), f"{scheme.word} {key}"
 
 
 @pytest.mark.parametrize(

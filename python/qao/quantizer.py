@@ -129,7 +129,7 @@ def chunks(weight: Tensor, multiple: int = 1) -> Iterator[tuple[slice, Tensor]]:
     step = -(-max(1, elements // k) // multiple) * multiple
     for first in range(0, n, step):
         rows = slice(first, min(first + step, n))
-        yield rows, weight.detach()[rows].to(torch.float32, copy=True)
+        yield rows, weight.detach()[rows].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def quotient(values: Tensor, by: float) -> Tensor:
