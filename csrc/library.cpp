@@ -61,6 +61,7 @@ void define(StableLibrary& m) {
       "float[] factors, Tensor? importance=None, bool whole_zeros=False, int rounds=0) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def("quantize_blocks(Tensor weight, int rows, int columns) -> (Tensor, Tensor, Tensor)");
+  m.def("quantize_fp4(Tensor weight, int group_size) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "quantize_weight_(Tensor weight, ScalarType dtype, int rows, int columns, bool symmetric, bool whole_zeros, "
       "Tensor(a!) q, Tensor(b!) scales, Tensor(c!) fault) -> ()");
@@ -108,6 +109,7 @@ void implement(StableLibrary& m) {
   qao::implement<"swiglu_quantize", &qao::swiglu_quantize_op>(m);
   qao::implement<"quantize_groups", &qao::quantize_groups_op>(m);
   qao::implement<"quantize_blocks", &qao::quantize_blocks_op>(m);
+  qao::implement<"quantize_fp4", &qao::quantize_fp4_op>(m);
   qao::implement<"quantize_weight_", &qao::quantize_weight_in_place_op>(m);
   qao::implement<"gptq_columns", &qao::gptq_columns_op>(m);
   qao::implement<"pack_int4", &qao::pack_int4_op>(m);

@@ -91,6 +91,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_groups_op(const Tensor& weig
                                                               const std::optional<Tensor>& importance, bool whole_zeros,
                                                               int64_t rounds);
 std::tuple<Tensor, Tensor, Tensor> quantize_blocks_op(const Tensor& weight, int64_t rows, int64_t columns);
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_fp4_op(const Tensor& weight, int64_t group_size);
 
 // quantize_weight_in_place.cpp
 void quantize_weight_in_place_op(const Tensor& weight, torch::headeronly::ScalarType dtype, int64_t rows,

@@ -113,4 +113,32 @@ std::tuple<Tensor, Tensor, Tensor> quantize_blocks_op(const Tensor& weight_tenso
   return {q, scales, squares};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_fp4_op(const Tensor& weight_tensor, int64_t group_size) {
+  Op op("quantize_fp4");
+  const Argument weight("weight", weight_tensor);
+  op.involve(&weight);
+  op.involve("group_size", group_size);
+  op.check(weight.is_cpu(), "weight must be on the CPU",
+           "Move it with .cpu(); quantize_ takes a model on a GPU as well");
+  check_weight(op, weight);
+  op.check(group_size == 32 || group_size == 16, "group_size must be 32 (MXFP4) or 16 (NVFP4)", "Pass 32 or 16");
+  cpu::Fp4Problem problem;
+  problem.n = weight.size(0), problem.k = weight.size(1);
+  problem.weight_dtype = op.float_dtype(weight);
+  problem.is_nvfp4 = group_size == 16;
+
+  const Rows source(weight_tensor, weight);
+  Tensor q = empty({problem.n, problem.k}, uint8_code(), weight);
+  Tensor scales = empty({problem.n, problem.groups()}, torch_dtype(DType::kBFloat16), weight);
+  Tensor divisor = empty({1}, float32_code(), weight);
+  Tensor squares = empty({2}, float64_code(), weight);
+  cpu::WeightArguments arguments;
+  arguments.weight = source.data, arguments.weight_stride = source.stride;
+  arguments.q = static_cast<uint8_t*>(q.data_ptr());
+  arguments.scales = scales.data_ptr(), arguments.zeros = divisor.data_ptr();
+  arguments.squares = static_cast<double*>(squares.data_ptr());
+  op.check(cpu::quantize_weight_fp4(problem, arguments, torch_threads(problem.n * problem.k)));
+  return {q, scales, divisor, squares};
+}
+
 }  // namespace qao

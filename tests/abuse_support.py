@@ -67,6 +67,7 @@ def _others(device: str) -> dict[str, Arguments]:
             "importance": torch.rand(K, device=device),
         },
         "quantize_blocks": {"weight": torch.randn(N, K), "rows": 1, "columns": K},
+        "quantize_fp4": {"weight": torch.randn(N, K), "group_size": 32},
         "quantize_weight_": {
             **{"weight": torch.randn(N, K, device=device), "dtype": INT8, "rows": 1, "columns": K},
             **{"symmetric": True, "whole_zeros": False, "q": torch.zeros(N, K, dtype=INT8, device=device)},
@@ -89,7 +90,7 @@ def _others(device: str) -> dict[str, Arguments]:
 
 DENSE = [op for op in (*PACKED, *BYTES) if op.endswith("_mm") and "scaled" not in op]
 GROUPED = [op.replace("_mm", "_grouped_mm") for op in (*DENSE, "fp4_mm")]
-ON_CPU = ("quantize_blocks",)  # whatever the device that is asked for
+ON_CPU = ("quantize_blocks", "quantize_fp4")  # whatever the device that is asked for
 CALLS = (*PACKED, *BYTES, *GROUPED, *_others("cpu"))  # every operator
 
 

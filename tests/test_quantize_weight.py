@@ -1,4 +1,4 @@
-"""quantize_groups and quantize_blocks, quantisers of a weight: bit by bit what torch computes."""
+"""quantize_groups, quantize_blocks and quantize_fp4, quantisers of a weight: bit by bit what torch computes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 from groups_by_torch import groups_by_torch
 from groups_by_torch import search as search_by_torch
 from ops_schemes import DTYPES
-from qao import quantizer, quantizer_fp8, reference
-from qao.importance import SERIAL_VALUES
+from qao import quantizer, quantizer_fp4, quantizer_fp8, reference
 from qao.quantizer import _CLIP_FACTORS, _INT4, _INT8
 from qao.quantizer_fp8 import SCALE_BLOCK
+from qao.schemes import Fp4WeightOnly
+from qao.serial import SERIAL_VALUES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -170,6 +171,51 @@ def test_blocks_have_the_bits_of_torch(n: int, k: int, granularity: str) -> None
         torch.testing.assert_close(got[2], expected[2], rtol=1e-5, atol=1e-12)
 
 
+@pytest.mark.every_isa
+@pytest.mark.parametrize("group_size", [32, 16], ids=["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("n, k", [*SHAPES, (300, 129)])
+def test_fp4_has_the_bits_of_torch(n: int, k: int, group_size: int) -> None:
+    """Of weights small, large, zero of either sign, on a grid of sixteen steps, and of rows far apart."""
+    made = random_weight(n, k)
+    grid = torch.randint(-8, 9, (n, k), generator=torch.Generator().manual_seed(n)) / 4
+    for weight in (
+        *(made.to(dtype) for dtype in DTYPES),
+        *(made * scale for scale in (1e-38, 1e-42, 1e18)),
+        *(grid, -torch.zeros(n, k), made * torch.logspace(-30, 0, n)[:, None]),
+    ):
+        got, expected = (f(weight, group_size) for f in (OPS.quantize_fp4, quantizer_fp4._by_torch))
+        assert same(got[:3], expected[:3])
+        torch.testing.assert_close(got[3], expected[3], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("group_size", [32, 16], ids=["mxfp4", "nvfp4"])
+def test_fp4_takes_the_better_of_its_scales(group_size: int, device: str) -> None:
+    """Against both in float64, whose codes are found by distance alone."""
+    weight = random_weight(37, 320).to(device)
+    result = quantizer_fp4.quantize_fp4(weight, "mxfp4" if group_size == 32 else "nvfp4")
+    groups = weight.cpu().double().unflatten(1, (-1, group_size))
+    largest = groups.abs().amax(-1)
+    if group_size == 32:
+        exponent = torch.where(largest > 0, largest.log2().floor() - 2, 0)
+        steps = (2.0**exponent, 2.0 ** (exponent + 1))
+    else:
+        assert result.zeros is not None
+        divisor = result.zeros.cpu().double()
+        tried = ((largest * divisor / code).float().to(F8).double() for code in (6, 4))
+        steps = tuple(scale / divisor for scale in tried)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    values = torch.cat((values, -values))
+    errors = []
+    for step in steps:
+        distances = (groups[..., None] - step[..., None, None] * values).square()
+        errors.append(distances.amin(-1).sum(-1))
+    found = reference.dequantize_fp4(result.q, result.scales, result.zeros, group_size).cpu() - weight.cpu().double()
+    error = found.square().unflatten(1, (-1, group_size)).sum(-1)
+    # Differences of float32 values, whose roundings are 2^-24 of the value.
+    torch.testing.assert_close(error, torch.minimum(*errors), rtol=1e-5, atol=0)
+    assert (errors[0] < errors[1]).any() and (errors[1] < errors[0]).any()
+
+
 @pytest.mark.parametrize("rows, columns", [(1, 100), (3, 50), (7, 1), (1000, 1000)])
 def test_blocks_of_any_size(rows: int, columns: int) -> None:
     weight = random_weight(20, 100)
@@ -195,7 +241,9 @@ def test_threads_do_not_change_a_bit(codes: Any, symmetric: bool) -> None:
     for count in (1, 2, 5):
         with threads(count):
             groups = OPS.quantize_groups(weight, -1, codes.dtype, symmetric, torch.float32, _CLIP_FACTORS)
-            results.append((*groups, *OPS.quantize_blocks(weight, SCALE_BLOCK, SCALE_BLOCK)))
+            results.append(
+                (*groups, *OPS.quantize_blocks(weight, SCALE_BLOCK, SCALE_BLOCK), *OPS.quantize_fp4(weight, 16))
+            )
     assert same(results[0], results[1]) and same(results[0], results[2])
 
 
@@ -205,6 +253,7 @@ def test_views_are_read_where_they_lie(device: str) -> None:
         for quantize in (
             lambda w: OPS.quantize_groups(w, 32, torch.uint8, False, torch.float32, [1.0]),
             lambda w: OPS.quantize_blocks(w.cpu(), 2, 5),
+            lambda w: OPS.quantize_fp4(w.cpu(), 16),
         ):
             assert same(quantize(view), quantize(view.contiguous()))
 
@@ -216,6 +265,7 @@ def test_squares_tell_of_values_that_are_not_finite(value: float, device: str) -
     groups = OPS.quantize_groups(weight.to(device), 32, torch.uint8, False, torch.float32, _CLIP_FACTORS)
     assert not groups[3][1].isfinite()
     assert not OPS.quantize_blocks(weight, 1, 64)[2][1].isfinite()
+    assert not any(OPS.quantize_fp4(weight, size)[3][1].isfinite() for size in (16, 32))
 
 
 class _Count(TorchDispatchMode):
@@ -233,6 +283,8 @@ def test_a_weight_is_quantised_by_few_calls() -> None:
         lambda: quantizer.quantize_int4(weight, 128, symmetric=False, scale_dtype=torch.bfloat16),
         lambda: quantizer.quantize_int8(weight),
         lambda: quantizer_fp8.quantize_fp8(weight, "block"),
+        lambda: Fp4WeightOnly("mxfp4").quantize(weight),
+        lambda: Fp4WeightOnly("nvfp4").quantize(weight),
     ):
         with _Count() as count:
             quantize()
@@ -249,6 +301,8 @@ def test_opcheck() -> None:
         rows = (weight, -1, torch.int8, True, torch.float32, [1.0])
         torch.library.opcheck(OPS.quantize_groups.default, rows, test_utils=UTILITIES)
         torch.library.opcheck(OPS.quantize_blocks.default, (weight, 4, 32), test_utils=UTILITIES)
+        for size in (16, 32):
+            torch.library.opcheck(OPS.quantize_fp4.default, (weight, size), test_utils=UTILITIES)
 
 
 GROUPS = {
@@ -296,11 +350,19 @@ def test_blocks_of_bad_arguments(rows: int, columns: int) -> None:
         OPS.quantize_blocks(torch.ones(4, 64), rows, columns)
 
 
+@pytest.mark.parametrize("group_size", [0, -1, 64])
+def test_fp4_of_bad_arguments(group_size: int) -> None:
+    with pytest.raises(RuntimeError, match=r"^qao::quantize_fp4: group_size must be 32 \(MXFP4\) or 16 \(NVFP4\)"):
+        OPS.quantize_fp4(torch.ones(4, 64), group_size)
+
+
 def test_what_a_gpu_does_not_take() -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
     with pytest.raises(RuntimeError, match="weight must be on the CPU"):
         OPS.quantize_blocks(torch.ones(4, 64, device="cuda"), 1, 64)
+    with pytest.raises(RuntimeError, match="weight must be on the CPU"):
+        OPS.quantize_fp4(torch.ones(4, 64, device="cuda"), 32)
     with pytest.raises(RuntimeError, match="on a GPU there may be 64 factors"):
         OPS.quantize_groups(**(GROUPS | {"weight": torch.ones(4, 64, device="cuda"), "factors": [1.0] * 65}))
     with pytest.raises(RuntimeError, match="importance and weight are on different devices"):

@@ -1,11 +1,12 @@
-// One group of a weight on a CPU: what qao/quantize_group.h asks of the place it runs on, and of `Lanes` of an
-// instruction set to_bytes(lanes, bytes). Nothing here has a name for the linker: see numeric.h.
+// One group of a weight on a CPU: what qao/quantize_group.h and qao/quantize_fp4_group.h ask of the place they run on,
+// and of `Lanes` of an instruction set to_bytes(lanes, bytes). Nothing here has a name for the linker: see numeric.h.
 #pragma once
 
 #include <cstring>
 
 #include "cpu/numeric.h"
 #include "cpu/quantize_kernels.h"
+#include "qao/quantize_fp4_group.h"
 #include "qao/quantize_group.h"
 
 namespace qao::cpu {
@@ -29,6 +30,10 @@ struct GroupPlace {
     to_bytes(lanes, bytes);
     std::memcpy(q, bytes, static_cast<size_t>(count));
   }
+  static float to_e4m3(float value) { return from_fp8(to_fp8(value)); }
+  static void put_signs(const float* values, uint8_t* q, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) q[i] |= static_cast<uint8_t>(float_to_bits(values[i]) >> 28 & 8);
+  }
 };
 
 }  // namespace
@@ -37,6 +42,11 @@ template <typename Lanes>
 static QuantizedGroup quantize_group(const GroupRules& rules, const float* values, const float* importance,
                                      int64_t count, uint8_t* q) {
   return groups::quantize_group<Lanes, GroupPlace>(rules, values, importance, count, q);
+}
+
+template <typename Lanes>
+static QuantizedGroup quantize_fp4_group(const Fp4Rules& rules, const float* values, int64_t count, uint8_t* q) {
+  return groups::quantize_fp4_group<Lanes, GroupPlace>(rules, values, count, q);
 }
 
 }  // namespace qao::cpu

@@ -22,6 +22,7 @@ struct QuantizeRange {
 };
 
 using GroupRules = groups::Rules;
+using Fp4Rules = groups::Fp4Rules;
 using QuantizedGroup = groups::Group;
 
 struct QuantizeKernels {
@@ -35,27 +36,33 @@ struct QuantizeKernels {
   void (*to_float)(const float* values, int64_t count, void* y, int64_t index, DType y_dtype);
   // A group of a weight: groups::quantize_group().
   QuantizedGroup (*group)(const GroupRules&, const float* values, const float* importance, int64_t count, uint8_t* q);
+  // The same to e2m1: groups::quantize_fp4_group().
+  QuantizedGroup (*fp4_group)(const Fp4Rules&, const float* values, int64_t count, uint8_t* q);
 };
 
 namespace scalar {
 extern const QuantizeKernels kQuantize;
 QuantizedGroup quantize_group(const GroupRules&, const float* values, const float* importance, int64_t count,
                               uint8_t* q);
+QuantizedGroup quantize_fp4_group(const Fp4Rules&, const float* values, int64_t count, uint8_t* q);
 }  // namespace scalar
 namespace avx2 {
 extern const QuantizeKernels kQuantize;
 QuantizedGroup quantize_group(const GroupRules&, const float* values, const float* importance, int64_t count,
                               uint8_t* q);
+QuantizedGroup quantize_fp4_group(const Fp4Rules&, const float* values, int64_t count, uint8_t* q);
 }  // namespace avx2
 namespace avx512 {
 extern const QuantizeKernels kQuantize;
 QuantizedGroup quantize_group(const GroupRules&, const float* values, const float* importance, int64_t count,
                               uint8_t* q);
+QuantizedGroup quantize_fp4_group(const Fp4Rules&, const float* values, int64_t count, uint8_t* q);
 }  // namespace avx512
 namespace neon {
 extern const QuantizeKernels kQuantize;
 QuantizedGroup quantize_group(const GroupRules&, const float* values, const float* importance, int64_t count,
                               uint8_t* q);
+QuantizedGroup quantize_fp4_group(const Fp4Rules&, const float* values, int64_t count, uint8_t* q);
 }  // namespace neon
 
 }  // namespace qao::cpu

@@ -14,7 +14,8 @@ namespace qao::cpu {
 namespace {
 
 constexpr int64_t kPieceValues = 1 << 15;  // that a thread takes at a time: a fraction of a millisecond
-constexpr float kLargestFp8 = 448;
+constexpr float kLargestFp8 = 448, kLargestFp4 = 6;
+constexpr float kSmallestDivisor = 0x1p-100f, kLargestDivisor = 0x1p100f;
 constexpr int64_t kPadding = 16;  // kernels read whole vectors
 
 struct Squares {
@@ -43,6 +44,11 @@ void for_each_row(const Threads& threads, const QuantizeKernels& kernels, const 
       task(n, values);
     }
   });
+}
+
+float largest_magnitude(const QuantizeKernels& kernels, const float* values, int64_t count) {
+  const QuantizeRange range = kernels.range({values}, count);
+  return range.finite ? std::max(-range.low, range.high) : std::numeric_limits<float>::infinity();
 }
 
 // By row, so that threads do not change the sum.
@@ -89,9 +95,7 @@ Status quantize_weight_fp8(const BlockProblem& p, const WeightArguments& a, cons
   std::vector<float> largest(static_cast<size_t>(p.n * across));  // of each row
   for_each_row(threads, kernels, source, [&](int64_t n, const float* values) {
     blocks([&](int64_t b, int64_t first, int64_t count) {
-      const QuantizeRange range = kernels.range({values + first}, count);
-      largest[n * across + b] =
-          range.finite ? std::max(-range.low, range.high) : std::numeric_limits<float>::infinity();
+      largest[n * across + b] = largest_magnitude(kernels, values + first, count);
     });
   });
   float* scales = static_cast<float*>(a.scales);
@@ -121,6 +125,37 @@ Status quantize_weight_fp8(const BlockProblem& p, const WeightArguments& a, cons
       }
       squares[n].error += sums.error, squares[n].norm += sums.norm;
     });
+  });
+  add_up(squares, a.squares);
+  return {};
+}
+
+Status quantize_weight_fp4(const Fp4Problem& p, const WeightArguments& a, const Threads& threads) {
+  Features features;
+  if (Status status = selected_features(&features); !status.ok()) return status;
+  const QuantizeKernels& kernels = quantize_kernels(features);
+  const Source source(p.n, p.k, p.weight_dtype, a);
+  Fp4Rules rules;
+  rules.is_nvfp4 = p.is_nvfp4;
+  if (p.is_nvfp4) {
+    std::vector<float> largest(static_cast<size_t>(p.n));
+    for_each_row(threads, kernels, source,
+                 [&](int64_t n, const float* values) { largest[n] = largest_magnitude(kernels, values, p.k); });
+    // 1 where all are 0, or one is no number.
+    const float divisor = 1 / *std::max_element(largest.begin(), largest.end()) * (kLargestFp4 * kLargestFp8);
+    if (divisor > 0 && divisor <= std::numeric_limits<float>::max()) {
+      rules.divisor = std::clamp(divisor, kSmallestDivisor, kLargestDivisor);
+    }
+  }
+  *static_cast<float*>(a.zeros) = rules.divisor;
+  std::vector<Squares> squares(static_cast<size_t>(p.n));
+  for_each_row(threads, kernels, source, [&](int64_t n, const float* values) {
+    for (int64_t g = 0; g < p.groups(); ++g) {
+      const int64_t first = g * p.group_size(), count = std::min(p.group_size(), p.k - first);
+      const QuantizedGroup group = kernels.fp4_group(rules, values + first, count, a.q + n * p.k + first);
+      store(a.scales, n * p.groups() + g, DType::kBFloat16, group.scale);
+      squares[n].error += group.error, squares[n].norm += group.norm;
+    }
   });
   add_up(squares, a.squares);
   return {};

@@ -1,5 +1,5 @@
-// Float weights [N, K] to integers, with a search for the best clipping range, and to fp8 (e4m3), on the CPU; no torch
-// headers.
+// Float weights [N, K] on the CPU, no torch headers: to integers, with a search for the best clipping range, to fp8
+// (e4m3), and to fp4 (e2m1), with the better of two scales.
 #pragma once
 
 #include <cstdint>
@@ -25,5 +25,17 @@ struct BlockProblem {
 
 // To fp8: scales, float32 [block_rows, block_columns], map the largest magnitude of a block to 448. No zeros.
 Status quantize_weight_fp8(const BlockProblem& problem, const WeightArguments& arguments, const Threads& threads);
+
+struct Fp4Problem {
+  int64_t n = 0, k = 0;
+  DType weight_dtype = DType::kFloat32;
+  bool is_nvfp4 = false;  // groups of 16 with scales in e4m3, over a divisor of all; else of 32 with powers of two
+
+  int64_t group_size() const { return is_nvfp4 ? 16 : 32; }
+  int64_t groups() const { return (k + group_size() - 1) / group_size(); }
+};
+
+// scales: bfloat16 [n, groups]; zeros: the divisor, float32 [1], by which the largest scale becomes 448, 1 for MXFP4.
+Status quantize_weight_fp4(const Fp4Problem& problem, const WeightArguments& arguments, const Threads& threads);
 
 }  // namespace qao::cpu

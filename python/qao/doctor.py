@@ -16,6 +16,7 @@ from . import ops, reference, schemes
 from ._version import __version__
 from .experts import QuantProjection, quantize_projection
 from .formats import Scheme, _host
+from .quantizer_fp4 import _by_torch as fp4_by_torch
 
 _N, _K, _GROUP_SIZE = 80, 192, 64  # more than one tile each way, and the last ones not full
 _TOKENS = (1, 33)  # kernels for few tokens, and for many
@@ -239,6 +240,12 @@ def _quantize_blocks(device: str) -> float:
     return _distance(reference.dequantize_8bit(q, scales), expected)
 
 
+def _quantize_fp4(device: str) -> float:
+    weight = _random(_N, _K, device=device)
+    got, expected = (quantize(weight, 32)[:3] for quantize in (qao.quantize_fp4, fp4_by_torch))
+    return 0.0 if all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)) else math.inf
+
+
 def _quantize_weight(device: str) -> float:
     weight = _random(_N, _K, device=device)
     q = torch.empty(_N, _K, dtype=torch.int8, device=device)
@@ -297,6 +304,7 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "swiglu_quantize": _swiglu,
     "quantize_groups": _quantize_groups,
     "quantize_blocks": _quantize_blocks,
+    "quantize_fp4": _quantize_fp4,
     "quantize_weight_": _quantize_weight,
     "gptq_columns": _gptq_columns,
     "pack_int4": _pack_and_unpack,
@@ -306,4 +314,4 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "int8_embedding": lambda device: _embedding(device, schemes.Int8WeightOnly()),
 }
 # There are no kernels of others.
-_OF_CPU = ("quantize_blocks",)
+_OF_CPU = ("quantize_blocks", "quantize_fp4")

@@ -242,6 +242,14 @@ def _(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, scales, weight.new_empty(2, dtype=torch.float64)
 
 
+@_register("quantize_fp4")
+def _(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, k = weight.shape
+    q = weight.new_empty((n, k), dtype=torch.uint8)
+    scales = weight.new_empty((n, _groups(k, group_size)), dtype=torch.bfloat16)
+    return q, scales, weight.new_empty(1, dtype=torch.float32), weight.new_empty(2, dtype=torch.float64)
+
+
 @_register("quantize_weight_")
 def _(
     weight: Tensor,

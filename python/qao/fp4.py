@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import operators
+from .serial import serial_parts
 from .tiles import TILE_N
 
 MX_GROUP, NV_GROUP = 32, 16
@@ -133,10 +134,14 @@ def _are_powers_of_two(values: Tensor) -> Tensor:
 
 
 def _are_exact(given: Tensor, stored: Tensor, group_size: int) -> bool:
-    same = stored.double() == given.double()
+    return all(_is_exact(*parts, group_size) for parts in zip(serial_parts(given), serial_parts(stored), strict=True))
+
+
+def _is_exact(given: Tensor, stored: Tensor, group_size: int) -> bool:
+    same = stored == given  # in the wider dtype
     if group_size == MX_GROUP:
-        return bool((same & (_are_powers_of_two(given.float()) | (given == 0))).all())
-    return bool((same & (given.to(torch.float8_e4m3fn).double() == given.double()) & ~given.signbit()).all())
+        return bool((same & (_are_powers_of_two(stored.float()) | (stored == 0))).all())
+    return bool((same & (stored.to(torch.float8_e4m3fn).to(stored.dtype) == stored) & ~stored.signbit()).all())
 
 
 def _divisor(divisor: Tensor | None, n: int, q: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .serial import SERIAL_VALUES
+
 _ROWS_OF_A_TABLE = 16  # times its columns: heads and embeddings have as many, layers inside a model have not
-SERIAL_VALUES = 1 << 15  # of which torch gives none to another thread of a CPU
 _LEAST_MEAN_SQUARE = 1e-4  # of a column or row, over that of the weight: no estimate of importance goes further
 # Layers whose importance other weights tell, by their names beside each other (measured on SmolLM2, docs/numerics.md).
 # Of those behind a norm, the one whose columns tell the size of what all of them read, which may be their own. The
@@ -76,8 +77,7 @@ def _relative_squares(weight: Tensor, dim: int) -> Tensor:
 def _column_squares(weight: Tensor) -> Tensor:
     """float32 [K]: sums of squares down the columns; of up to ``SERIAL_VALUES`` columns on the calling thread.
 
-    That takes an eighth of the time that two threads take for torch's own reduction where rows lie one after the other,
-    and it waits for no thread whose core is busy.
+    That takes an eighth of the time that two threads take for torch's own reduction where rows lie one after the other.
     """
     rows = max(1, SERIAL_VALUES // weight.shape[1])
     sums = weight.new_zeros(min(rows, weight.shape[0]), weight.shape[1], dtype=torch.float32)

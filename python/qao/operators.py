@@ -65,6 +65,18 @@ def quantize_blocks(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Te
     return _qao.quantize_blocks.default(weight, rows, columns)  # type: ignore[no-any-return]
 
 
+def quantize_fp4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """W ≈ code * (scale / divisor), on the CPU: e2m1 codes in uint8 [N, K], scales bfloat16 [N, ceil(K / group_size)],
+    divisor float32 [1], and squares as ``quantize_groups`` has them. Of two scales a group gets the better one.
+
+    Args:
+        weight: W [N, K] in a float dtype, of any strides.
+        group_size: 32 for MXFP4, scales that are powers of two and a divisor of 1; 16 for NVFP4, scales in e4m3, of
+            which the divisor makes the largest 448.
+    """
+    return _qao.quantize_fp4.default(weight, group_size)  # type: ignore[no-any-return]
+
+
 def quantize_weight_(
     weight: Tensor,
     dtype: torch.dtype,

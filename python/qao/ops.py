@@ -107,6 +107,7 @@ from .operators import (  # noqa: E402, F401
     int8_scaled_mm,
     pack_int4,
     quantize_blocks,
+    quantize_fp4,
     quantize_groups,
     quantize_weight_,
     rms_norm_quantize,

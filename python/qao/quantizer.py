@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from . import operators
-from .importance import SERIAL_VALUES, checked_importance, estimate_importance
+from .importance import checked_importance, estimate_importance
+from .serial import serial_parts
 
 # Multiples of a group's range that the search tries, 1.09 to 0.52. Below 1 the tails of the group are clipped and the
 # rest gets finer steps; a little above 1 the steps may happen to fall on the values.
@@ -157,9 +158,7 @@ def check_scales(scales: Tensor, weight: Tensor, name: str) -> None:
 
 
 def _all_finite(values: Tensor) -> bool:
-    """On a CPU in parts, by the calling thread: each wait for others beside a busy process takes slices of its time."""
-    parts = values.flatten().split(SERIAL_VALUES) if values.device.type == "cpu" else (values,)
-    return all(bool(part.isfinite().all()) for part in parts)
+    return all(bool(part.isfinite().all()) for part in serial_parts(values))
 
 
 def relative_error(squares: Tensor) -> float:

@@ -65,4 +65,8 @@ QuantizedGroup scalar::quantize_group(const GroupRules& rules, const float* valu
   return cpu::quantize_group<Plain>(rules, values, importance, count, q);
 }
 
+QuantizedGroup scalar::quantize_fp4_group(const Fp4Rules& rules, const float* values, int64_t count, uint8_t* q) {
+  return cpu::quantize_fp4_group<Plain>(rules, values, count, q);
+}
+
 }  // namespace qao::cpu

@@ -67,6 +67,12 @@ inline Rules rules_of(const Problem& p) {
   return rules;
 }
 
+// The same for four-bit floats, quantize_fp4_group.h.
+struct Fp4Rules {
+  bool is_nvfp4 = false;  // scales are numbers of e4m3 and divided by the divisor; else powers of two
+  float divisor = 1;
+};
+
 struct Group {
   float scale = 0, zero = 0;
   float error = 0, norm = 0;  // squares: of the values less what they became, and of the values

@@ -69,4 +69,8 @@ QuantizedGroup neon::quantize_group(const GroupRules& rules, const float* values
   return cpu::quantize_group<Four>(rules, values, importance, count, q);
 }
 
+QuantizedGroup neon::quantize_fp4_group(const Fp4Rules& rules, const float* values, int64_t count, uint8_t* q) {
+  return cpu::quantize_fp4_group<Four>(rules, values, count, q);
+}
+
 }  // namespace qao::cpu

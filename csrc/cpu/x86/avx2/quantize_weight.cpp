@@ -48,4 +48,8 @@ QuantizedGroup avx2::quantize_group(const GroupRules& rules, const float* values
   return cpu::quantize_group<Two>(rules, values, importance, count, q);
 }
 
+QuantizedGroup avx2::quantize_fp4_group(const Fp4Rules& rules, const float* values, int64_t count, uint8_t* q) {
+  return cpu::quantize_fp4_group<Two>(rules, values, count, q);
+}
+
 }  // namespace qao::cpu

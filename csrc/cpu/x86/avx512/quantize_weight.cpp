@@ -37,4 +37,8 @@ QuantizedGroup avx512::quantize_group(const GroupRules& rules, const float* valu
   return cpu::quantize_group<One>(rules, values, importance, count, q);
 }
 
+QuantizedGroup avx512::quantize_fp4_group(const Fp4Rules& rules, const float* values, int64_t count, uint8_t* q) {
+  return cpu::quantize_fp4_group<One>(rules, values, count, q);
+}
+
 }  // namespace qao::cpu
