@@ -67,6 +67,36 @@ def test_on_load_saved_and_loaded_again(make: Callable[[], Any], kind: type[qao.
         assert layers and not any(layer.scales.requires_grad or layer.qweight.requires_grad for layer in layers)
 
 
+def pipeline() -> Any:
+    heads = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "patch_size": 2, "norm_num_groups": 4}
+    images = {"in_channels": 4, "out_channels": 8, "sample_size": 8}
+    transformer = diffusers.DiTTransformer2DModel(**heads, **images).eval()
+    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4, sample_size=8).eval()
+    return diffusers.DiTPipeline(transformer, vae, diffusers.DDIMScheduler())
+
+
+def drawn(pipe: Any) -> torch.Tensor:
+    pipe.set_progress_bar_config(disable=True)
+    seed = torch.Generator().manual_seed(1)
+    return torch.from_numpy(pipe([1], generator=seed, num_inference_steps=2, output_type="np").images)
+
+
+@every_scheme
+def test_a_pipeline_with_a_quantised_part_is_loaded_again(kind: type[qao.Scheme], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    pipe = pipeline()
+    pipe.save_pretrained(tmp_path / "f")
+    qao.quantize_(pipe.transformer, kind(), progress=False)
+    expected = drawn(pipe)
+    pipe.save_pretrained(tmp_path / "q")
+    again = diffusers.DiTPipeline.from_pretrained(tmp_path / "q")
+    config = diffusers.PipelineQuantizationConfig(quant_mapping={"transformer": qao.QaoConfig(kind())})
+    on_load = diffusers.DiTPipeline.from_pretrained(tmp_path / "f", quantization_config=config)
+    for other in (again, on_load):
+        assert any(isinstance(module, qao.QuantLinear) for module in other.transformer.modules())
+        assert torch.equal(drawn(other), expected)
+
+
 def test_another_dtype_leaves_scales_alone(tmp_path: Path) -> None:
     model = flux()
     qao.quantize_(model, qao.Int8WeightOnly())
