@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import qao
 import torch
 from qao.schemes import SCHEMES as LAYERS
 
-from bench import busy, linear, threads
+from bench import busy, host, linear, threads
 from bench.schemes import SCHEMES
 
 
@@ -118,6 +121,43 @@ def test_bars_beside_a_busy_process() -> None:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="an emulator may run it")
+def test_quantising_takes_a_core_no_longer_than_its_bar() -> None:
+    """In time of the processor, which others on the machine hardly change: 40 million weights a second."""
+    dense = torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
+    nvfp4 = partial(qao.QuantLinear.from_linear, dense, qao.Fp4WeightOnly("nvfp4"))
+    for name, call in {**busy.quantize_calls(dense), "nvfp4": nvfp4}.items():
+        seconds = []
+        for _ in range(5):
+            begun = time.process_time()
+            call()
+            seconds.append(time.process_time() - begun)
+        assert dense.weight.numel() / min(seconds) >= busy.WEIGHTS_BAR, name
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_call_with_gradients_takes_the_host_no_longer_than_linear() -> None:
+    """The best of some tries; 1.0 is the bar of ``bench host``, the rest is for others on the machine."""
+    ours = {host.BASELINE, *host.LAYER_SCHEMES}
+    calls = {name: call for name, call in host._contenders("cpu", 64, True) if name in ours}
+    least = dict.fromkeys(calls, float("inf"))
+    for _ in range(5):
+        seconds = host._host_seconds(calls, "cpu")
+        least = {name: min(least[name], seconds[name] / seconds[host.BASELINE]) for name in calls}
+        if max(least.values()) <= 1.15:
+            break
+    assert max(least.values()) <= 1.15, least
+
+
+@pytest.fixture
 def all_cores() -> Iterator[None]:
     """A thread a core: a busy process beside has the core of one."""
     before = torch.get_num_threads()
@@ -130,7 +170,7 @@ def all_cores() -> Iterator[None]:
 def test_a_busy_process_holds_up_quantising_no_more_than_its_share() -> None:
     """Fair shares of two cores for three threads give 1.5. The best of some tries, as others may be busy, too."""
     dense = torch.nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16)
-    calls = {name: call for name, call in busy.quantize_calls(dense).items() if name in ("int4", "int8", "fp8")}
+    calls = {name: call for name, call in busy.quantize_calls(dense).items() if name in ("int4", "int8", "fp8", "fp4")}
     least = dict.fromkeys(calls, float("inf"))
     for _ in range(5):
         alone = busy.times(calls, 0.1)

@@ -76,6 +76,14 @@ def test_the_kernel_in_use_is_that_of_the_selected_isa() -> None:
             assert host.cpu_kernel(problem(op, m=m)) == host.cpu_kernel(problem(op, m=m), selected)
 
 
+@pytest.mark.parametrize("m", [1, 64])
+@pytest.mark.parametrize("isa", [isa for isa in ISA_FLAGS if isa != "scalar"])
+def test_sums_beyond_32_bits_have_a_kernel_of_their_instruction_set(isa: str, m: int) -> None:
+    """65537 products of int8 may be more than an int32 holds, and plain C++ is 60 times slower."""
+    kernel = host.cpu_kernel(problem("int8_int8_mm", m=m, k=131072), isa)
+    assert kernel.split()[0] != "scalar"
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_the_kernel_table_is_what_the_choices_answer(op: str) -> None:
     rows = [row for row in host.kernels() if row["op"] == op]
