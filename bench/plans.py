@@ -15,6 +15,7 @@ from .meta import describe, write
 
 LEAST, MOST, STEP = 1024, 37888, 128  # of N and K, their logarithms spread evenly
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
+MOST_PRODUCTS = 2.5e11  # of x and W: larger problems, 0.3 ms and more, would take most of the time
 BARS = (1.05, 1.10)  # times the best plan's time: geometric mean, most
 
 
@@ -28,25 +29,24 @@ def layers(seed: int, count: int) -> list[tuple[int, int]]:
     return [(size(), size()) for _ in range(count)]
 
 
-def problems(shapes: list[tuple[int, int]], each: int, shift: int) -> list[tuple[int, int, int]]:
-    """M, N, K: ``each`` numbers of tokens for a layer, which between them and the layers cover all of TOKENS."""
-    stride = max(1, len(TOKENS) // each)
-    return [
-        (TOKENS[(7 * i + stride * turn + shift) % len(TOKENS)], n, k)
-        for i, (n, k) in enumerate(shapes)
-        for turn in range(each)
-    ]
+def problems(shapes: list[tuple[int, int]], each: int, seed: str) -> list[tuple[int, int, int]]:
+    """M, N, K: ``each`` numbers of tokens for a layer, of those up to MOST_PRODUCTS."""
+    draw = random.Random(seed)
+    found = []
+    for n, k in shapes:
+        found += [(m, n, k) for m in draw.sample([m for m in TOKENS if m * n * k <= MOST_PRODUCTS], each)]
+    return found
 
 
 def measure(program: Path, kind: str, some: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
-    """Of each problem microseconds of the choice and of the best plan."""
+    """Of each problem microseconds of the choice and of the best plan, both by turns with others."""
     timings = tune.sweep(program, kind, some)
     rows = []
     for problem in dict.fromkeys(some):
         own = [timing for timing in timings if timing.problem == problem]
         (us,) = {timing.us for timing in own if timing.chosen}
         m, n, k = problem
-        best = min(timing.us for timing in own)
+        best = min(timing.us for timing in own if timing.final)
         rows.append({"operands": kind, "m": m, "n": n, "k": k, "us": us, "best_us": best, "plans": len(own)})
     return rows
 
@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace, path: Path) -> bool:
     program = arguments.sweep or tune.build()
     shapes = layers(arguments.seed, arguments.layers)
     rows: list[dict[str, Any]] = []
-    for shift, kind in enumerate(arguments.operands):
-        rows += measure(program, kind, problems(shapes, arguments.each, 3 * shift))
+    for kind in arguments.operands:
+        rows += measure(program, kind, problems(shapes, arguments.each, f"{arguments.seed} {kind}"))
         write({"meta": {**describe("cuda"), "seed": arguments.seed}, "rows": rows}, path)
         print(f"{kind}: " + ", ".join(_line(rows, kind)[1:]), flush=True)
     ratios = [row["us"] / row["best_us"] for row in rows]

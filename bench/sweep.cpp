@@ -1,9 +1,12 @@
 // qao_sweep OPERANDS: times every candidate plan of problems, for `python -m bench tune`.
 //
-// OPERANDS names x and W: int8_int8, fp8_int4, float_int4 (x in bfloat16), ...; fp8_fp8_fast: with fast_accum. A line
-// "m n k" of standard input is a problem, K a multiple of 128; a line of JSON on standard output a candidate: {"m",
-// "n", "k", "chosen", "plan", "operands", "tile_m", "counts", "bytes", "us"}. Products alone: x is quantised
-// beforehand. int4: asymmetric groups of 128, bfloat16 scales.
+// OPERANDS names x and W: int8_int8, fp8_int4, float_int4 (x in bfloat16), ...; and a variant: fp8_fp8_fast is with
+// fast_accum, fp8_fp8_blocks with scales of blocks, int8_int4_symmetric without zero points, int8_int4_rows with
+// row_scales. A line "m n k" of standard input is a problem, K a multiple of 128; a line of JSON on standard output a
+// candidate: {"m", "n", "k", "chosen", "final", "plan", "operands", "tile_m", "counts", "bytes", "us"}. Products alone:
+// x is quantised beforehand. int4: asymmetric groups of 128, bfloat16 scales.
+//
+// The choice and the fastest others are final: timed again, by turns, so that none is best by luck or a cooler GPU.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -25,9 +28,11 @@ namespace {
 
 constexpr int64_t kColdBytes = 600'000'000;  // of all copies of W: far past the L2 of any GPU
 constexpr double kReplayMicroseconds = 400;
-constexpr int kReplays = 5, kMaxCalls = 256;
+constexpr int kReplays = 5, kMaxCalls = 256, kRoughCalls = 3;
 constexpr double kHopeless = 1.5;  // times the best plan's time: not measured any better
-constexpr int kWarmUps = 40;       // measurements that no one sees, until the clocks have settled
+constexpr int kFinalists = 3, kTurns = 3;
+constexpr int64_t kRandomBytes = 128 * 65537;  // that tensors repeat; no multiple of a row's bytes
+constexpr int kWarmUps = 40;                   // measurements that no one sees, until the clocks have settled
 constexpr int64_t kGroup = 128;
 constexpr int64_t kComparedTokens = 16;
 constexpr double kMaxDifference = 0.02;     // of two plans' results, against the largest value: sums in another order
@@ -64,12 +69,20 @@ Memory upload(const std::vector<T>& values) {
 // Random bits under a mask. `flip`: of 128 bytes, the second half is the first one with these bits flipped.
 Memory random_bits(int64_t bytes, uint64_t mask, uint64_t set = 0, uint64_t flip = 0) {
   uint64_t state = 1;
-  std::vector<uint64_t> words(static_cast<size_t>(bytes / 8 + 1));
+  const int64_t some = std::min(bytes, kRandomBytes);
+  std::vector<uint64_t> words(static_cast<size_t>(some / 8 + 1));
   for (size_t i = 0; i < words.size(); ++i) {
     state = state * 6364136223846793005 + 1442695040888963407;
     words[i] = flip != 0 && i % 16 >= 8 ? words[i - 8] ^ flip : ((state ^ state >> 29) & mask) | set;
   }
-  return upload(words);
+  Memory memory = allocate(bytes);
+  auto* at = static_cast<uint8_t*>(memory.get());
+  check(cudaMemcpy(at, words.data(), static_cast<size_t>(some), cudaMemcpyHostToDevice), "cudaMemcpy");
+  for (int64_t done = some; done < bytes; done *= 2) {
+    check(cudaMemcpy(at + done, at, static_cast<size_t>(std::min(done, bytes - done)), cudaMemcpyDeviceToDevice),
+          "cudaMemcpy");
+  }
+  return memory;
 }
 // e4m3 without its highest exponent bit is neither NaN nor larger than 2; bfloat16 with the exponent of 1/2.
 constexpr uint64_t kFp8Mask = 0xbfbf'bfbf'bfbf'bfbf;
@@ -93,13 +106,21 @@ uint16_t bfloat16(float value) {
 
 struct Formats {
   Format x = Format::kFloat, weight = Format::kInt4;
-  bool fast_accum = false;
+  bool fast_accum = false, blocks = false, zeros = false, row_scales = false;
 };
 
 Formats formats_of(const std::string& words) {
-  const std::string fast = "_fast";
-  const bool is_fast = words.ends_with(fast);
-  const std::string operands = is_fast ? words.substr(0, words.size() - fast.size()) : words;
+  Formats formats;
+  std::string operands = words;
+  const auto take = [&](const std::string& variant) {
+    const bool has = operands.ends_with(variant);
+    if (has) operands.resize(operands.size() - variant.size());
+    return has;
+  };
+  formats.fast_accum = take("_fast");
+  formats.blocks = take("_blocks");
+  formats.row_scales = take("_rows");
+  const bool symmetric = formats.row_scales || take("_symmetric");
   const auto format = [&](const std::string& name) {
     for (Format f : {Format::kFloat, Format::kInt8, Format::kFp8, Format::kInt4}) {
       if (name == name_of(f)) return f;
@@ -108,7 +129,10 @@ Formats formats_of(const std::string& words) {
     std::exit(1);
   };
   const size_t bar = std::min(operands.find('_'), operands.size());
-  return {format(operands.substr(0, bar)), format(operands.substr(std::min(bar + 1, operands.size()))), is_fast};
+  formats.x = format(operands.substr(0, bar));
+  formats.weight = format(operands.substr(std::min(bar + 1, operands.size())));
+  formats.zeros = formats.weight == Format::kInt4 && !symmetric;
+  return formats;
 }
 
 // The same bytes in several places.
@@ -132,14 +156,15 @@ class Operands {
  public:
   Operands(const Formats& formats, int64_t m, int64_t n, int64_t k, int64_t groups)
       : packed_(formats.weight == Format::kInt4),
+        row_scales_(formats.row_scales ? floats(n, kScale) : Memory()),
         bytes_(packed_ ? int4::weight_bytes(n, k) : n * k),
         copies_(std::max<int64_t>(3, kColdBytes / bytes_ + 1)),
         columns_(packed_ && formats.x != Format::kFloat ? int4::tiles_k(k) * int4::kTileK : k),
         x_(random_x(formats.x, m * columns_)),
         weights_(random_weight(formats.weight, bytes_), bytes_, copies_),
-        scales_(packed_ ? group_parameters(n, groups) : floats(n, 0.01f), packed_ ? parameters(n, groups) * 2 : n * 4,
-                copies_),
-        x_scales_(floats(m, 0.01f)),
+        scales_(packed_ ? group_parameters(formats, n, groups) : floats(scale_count(formats, n, k), 0.01f),
+                packed_ ? parameters(formats, n, groups) * 2 : scale_count(formats, n, k) * 4, copies_),
+        x_scales_(floats(formats.blocks ? m * ceil_div(k, kScaleBlock) : m, 0.01f)),
         x_sums_(floats(m * groups, group_sum(formats.x))),
         y_(allocate(m * n * 2)) {}
 
@@ -151,6 +176,7 @@ class Operands {
     a.x_stride = columns_;
     a.x_scales = static_cast<const float*>(x_scales_.get());
     if (packed_) a.x_sums = static_cast<const float*>(x_sums_.get());
+    a.row_scales = static_cast<const float*>(row_scales_.get());
     a.weight = weights_.at(copy);
     a.scales = scales_.at(copy);
     a.y = y_.get();
@@ -159,15 +185,26 @@ class Operands {
   }
 
  private:
-  // Scales of packed groups, each followed by its zero points.
-  static int64_t parameters(int64_t n, int64_t groups) { return int4::tiles_n(n) * groups * 2 * int4::kTileN; }
-  static Memory group_parameters(int64_t n, int64_t groups) {
-    std::vector<uint16_t> values(static_cast<size_t>(parameters(n, groups)));
-    for (size_t i = 0; i < values.size(); ++i) values[i] = bfloat16(i / int4::kTileN % 2 == 0 ? 0.0078125f : 7.0f);
+  static constexpr float kScale = 0.0078125f;
+
+  // Of a row-major W.
+  static int64_t scale_count(const Formats& formats, int64_t n, int64_t k) {
+    return formats.blocks ? ceil_div(n, kScaleBlock) * ceil_div(k, kScaleBlock) : n;
+  }
+  // Scales of packed groups, each followed by its zero points if there are any.
+  static int64_t parameters(const Formats& formats, int64_t n, int64_t groups) {
+    return int4::tiles_n(n) * groups * (formats.zeros ? 2 : 1) * int4::kTileN;
+  }
+  static Memory group_parameters(const Formats& formats, int64_t n, int64_t groups) {
+    std::vector<uint16_t> values(static_cast<size_t>(parameters(formats, n, groups)));
+    for (size_t i = 0; i < values.size(); ++i) {
+      values[i] = bfloat16(formats.zeros && i / int4::kTileN % 2 == 1 ? 7.0f : kScale);
+    }
     return upload(values);
   }
 
   bool packed_;
+  Memory row_scales_;
   int64_t bytes_, copies_, columns_;
   Memory x_;
   Copies weights_, scales_;
@@ -251,11 +288,42 @@ double measure(const mm::Problem& problem, const mm::Plan& plan, const Operands&
   const auto enqueue = [&](int64_t i, cudaStream_t stream) {
     return launch(problem, plan, operands.arguments(i % operands.copies(), workspace.get()), stream);
   };
-  const double turn = timer.measure(timer.graph_of(operands.copies(), enqueue), 1);
-  const double once = turn / static_cast<double>(operands.copies());
-  if (once > hopeless) return once;
-  const int64_t calls = std::clamp<int64_t>(static_cast<int64_t>(kReplayMicroseconds / once), 3, kMaxCalls);
+  const double rough = timer.measure(timer.graph_of(kRoughCalls, enqueue), 1) / kRoughCalls;
+  if (rough > hopeless) return rough;
+  const int64_t calls = std::clamp<int64_t>(static_cast<int64_t>(kReplayMicroseconds / rough), 1, kMaxCalls);
   return timer.measure(timer.graph_of(calls, enqueue), kReplays) / static_cast<double>(calls);
+}
+
+bool same(const mm::Plan& a, const mm::Plan& b) {
+  return a.body == b.body && a.config == b.config && a.tile_n == b.tile_n && a.splits_last == b.splits_last &&
+         a.split_k == b.split_k && a.ctas == b.ctas && a.shared_bytes == b.shared_bytes;
+}
+
+struct Timed {
+  Candidate<mm::Plan> candidate;
+  double us = 0;
+  bool chosen = false, is_final = false;
+};
+
+// Times the choice and the fastest others again, by turns.
+void repeat_finalists(const mm::Problem& problem, const Operands& operands, const Timer& timer,
+                      std::vector<Timed>* all) {
+  std::stable_sort(all->begin(), all->end(), [](const Timed& a, const Timed& b) { return a.us < b.us; });
+  std::vector<Timed*> finalists;
+  for (Timed& timed : *all) {
+    if (timed.chosen || finalists.size() < kFinalists) finalists.push_back(&timed);
+  }
+  std::vector<std::vector<double>> times(finalists.size());
+  for (int turn = 0; turn < kTurns; ++turn) {
+    for (size_t i = 0; i < finalists.size(); ++i) {
+      times[i].push_back(measure(problem, finalists[i]->candidate.plan, operands, timer));
+    }
+  }
+  for (size_t i = 0; i < finalists.size(); ++i) {
+    std::nth_element(times[i].begin(), times[i].begin() + kTurns / 2, times[i].end());
+    finalists[i]->us = times[i][kTurns / 2];
+    finalists[i]->is_final = true;
+  }
 }
 
 void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& gpu, const Timer& timer, bool warm_up) {
@@ -264,36 +332,45 @@ void sweep(const Formats& formats, int64_t m, int64_t n, int64_t k, const Gpu& g
   problem.m = m, problem.n = n, problem.k = k;
   problem.group_size = kGroup;
   problem.fast_accum = formats.fast_accum;
-  problem.has_zeros = formats.weight == Format::kInt4;
+  problem.has_zeros = formats.zeros;
+  problem.row_scales = formats.row_scales;
   problem.scale_dtype = DType::kBFloat16;
+  if (formats.blocks) problem.x_scaling = problem.weight_scaling = Scaling::kBlock;
   const Operands operands(formats, m, n, k, problem.groups());
   const double bytes = static_cast<double>(n * k) * (formats.weight == Format::kInt4 ? 0.5 : 1);  // as plan() counts
   mm::Plan chosen;
   check(plan(problem, gpu, &chosen));
   for (int i = 0; warm_up && i < kWarmUps; ++i) measure(problem, chosen, operands, timer);
+  std::vector<Timed> all;
+  for (const Candidate<mm::Plan>& candidate : candidates(problem, gpu)) {
+    all.push_back({candidate, 0, same(candidate.plan, chosen)});
+  }
+  // The choice first: then the others are soon hopeless.
+  std::stable_partition(all.begin(), all.end(), [](const Timed& timed) { return timed.chosen; });
   std::vector<float> first;
   double best = INFINITY;
-  for (const Candidate<mm::Plan>& candidate : candidates(problem, gpu)) {
-    const mm::Plan& plan = candidate.plan;
-    const double us = measure(problem, plan, operands, timer, kHopeless * best);
-    best = std::min(best, us);
+  for (Timed& timed : all) {
+    const mm::Plan& plan = timed.candidate.plan;
+    timed.us = measure(problem, plan, operands, timer, kHopeless * best);
+    best = std::min(best, timed.us);
     const std::vector<float> values = result(m, n, operands);
     if (first.empty()) first = values;
     if (!(difference(values, first) < (formats.fast_accum ? kMaxFastDifference : kMaxDifference))) {
       std::fprintf(stderr, "qao_sweep: another result by %s\n", to_string(plan).c_str());
       std::exit(1);
     }
-    const bool is_chosen = plan.body == chosen.body && plan.config == chosen.config && plan.tile_n == chosen.tile_n &&
-                           plan.splits_last == chosen.splits_last && plan.split_k == chosen.split_k &&
-                           plan.ctas == chosen.ctas && plan.shared_bytes == chosen.shared_bytes;
-    std::printf(R"({"m": %ld, "n": %ld, "k": %ld, "chosen": %s, "plan": "%s", "operands": "%s", "tile_m": %d, )",
-                static_cast<long>(m), static_cast<long>(n), static_cast<long>(k), is_chosen ? "true" : "false",
-                to_string(plan).c_str(), candidate.operands, plan.tile_m);
-    std::printf(R"("counts": [)");
-    for (int i = 0; i < kTerms; ++i) std::printf("%s%g", i > 0 ? ", " : "", candidate.counts[i]);
+  }
+  repeat_finalists(problem, operands, timer, &all);
+  for (const Timed& timed : all) {
+    const mm::Plan& plan = timed.candidate.plan;
+    std::printf(R"({"m": %ld, "n": %ld, "k": %ld, "chosen": %s, "final": %s, "plan": "%s", "operands": "%s", )",
+                static_cast<long>(m), static_cast<long>(n), static_cast<long>(k), timed.chosen ? "true" : "false",
+                timed.is_final ? "true" : "false", to_string(plan).c_str(), timed.candidate.operands);
+    std::printf(R"("tile_m": %d, "counts": [)", plan.tile_m);
+    for (int i = 0; i < kTerms; ++i) std::printf("%s%g", i > 0 ? ", " : "", timed.candidate.counts[i]);
     std::printf(R"(], "bytes": %g, "us": %.4f})"
                 "\n",
-                bytes, us);
+                bytes, timed.us);
   }
   std::fflush(stdout);
 }

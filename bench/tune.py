@@ -23,7 +23,11 @@ from .meta import ROOT
 from .runner import LAYERS, TOKENS
 
 TABLE = ROOT / "cuda" / "mm" / "wgmma" / "costs.inc"
-OPERANDS = ("float_int4", "float_int8", "float_fp8", "int8_int8", "int8_int4", "fp8_fp8_fast", "fp8_fp8", "fp8_int4")
+OPERANDS = (
+    *("float_int4", "float_int8", "float_fp8"),
+    *("int8_int8", "int8_int4", "int8_int4_symmetric", "int8_int4_rows"),
+    *("fp8_fp8", "fp8_fp8_fast", "fp8_fp8_blocks", "fp8_int4"),
+)
 UNSEEN = ((5120, 5120), (13824, 5120), (2560, 9728), (3584, 18944))  # N, K of layers that no cost is fitted to
 UNSEEN_TOKENS = (2, 12, 24, 48, 100, 200, 700, 3000)
 NEAR = 1.1  # times the best plan's time, at most, on unseen layers
@@ -53,6 +57,7 @@ class Timing(NamedTuple):
     bytes: float  # of W
     us: float
     chosen: bool  # by the plan() that the sweep was built with
+    final: bool = False  # timed by turns with the other fastest ones
 
 
 def expected(timing: Timing, costs: Costs, memory: Memory) -> float:
@@ -69,7 +74,8 @@ def parse(lines: Iterable[str]) -> list[Timing]:
     for entry in map(json.loads, lines):
         row = (entry["operands"], entry["tile_m"]) if entry["operands"] else None
         problem = (entry["m"], entry["n"], entry["k"])
-        found.append(Timing(problem, row, tuple(entry["counts"]), entry["bytes"], entry["us"], entry["chosen"]))
+        numbers = tuple(entry["counts"]), entry["bytes"], entry["us"]
+        found.append(Timing(problem, row, *numbers, entry["chosen"], entry["final"]))
     return found
 
 

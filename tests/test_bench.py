@@ -27,13 +27,14 @@ from bench import (
     llama,
     llama_model,
     meta,
+    plans,
     plots,
     quantize,
     rotation,
     table,
     tune,
 )
-from bench.meta import write
+from bench.meta import describe, write
 from bench.peers import Peer
 from bench.peers.torch4 import TinyGemm, TorchInt4
 from bench.runner import LAYERS, TOKENS, Layer, Run, run
@@ -491,7 +492,7 @@ def test_a_sweep_becomes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for timing in _timings(shapes, {*TOKENS["cuda"], *tune.UNSEEN_TOKENS}):
         (operands, tile_m), (m, n, k) = timing.row or ("", 0), timing.problem
         entry = {"m": m, "n": n, "k": k, "operands": operands, "tile_m": tile_m, "counts": timing.counts}
-        entry |= {"bytes": timing.bytes, "us": timing.us, "chosen": timing.chosen}
+        entry |= {"bytes": timing.bytes, "us": timing.us, "chosen": timing.chosen, "final": True}
         answers.setdefault(f"{m} {n} {k}", []).append(json.dumps(entry))
     (tmp_path / "answers.json").write_text(json.dumps(answers))
     program = tmp_path / "sweep"
@@ -508,6 +509,28 @@ def test_a_sweep_becomes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert memory == MEMORY
     for row, expected in COSTS.items():
         assert costs[row] == pytest.approx(expected, rel=1e-2, abs=1e-3)
+
+
+def test_choices_are_compared_with_plans_timed_by_turns(tmp_path: Path) -> None:
+    """A plan that was fastest once, but is not among the final ones, does not count."""
+    shapes = plans.layers(1, 40)
+    assert shapes == plans.layers(1, 40) != plans.layers(2, 40)
+    assert all(plans.LEAST <= size <= plans.MOST for shape in shapes for size in shape)
+    some = plans.problems(shapes, 2, "1")
+    assert len(set(some)) == 80 and max(m * n * k for m, n, k in some) <= plans.MOST_PRODUCTS
+    answers = [
+        f'"chosen": {chosen}, "final": {final}, "us": {us}'
+        for chosen, final, us in (("true", "true", 12), ("false", "true", 10), ("false", "false", 9))
+    ]
+    program = tmp_path / "sweep"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nfor m, n, k in map(str.split, sys.stdin):\n    for answer in {answers}:\n"
+        """        print(f'{{"m": {m}, "n": {n}, "k": {k}, "operands": "", "counts": [], "bytes": 1, {answer}}}')\n"""
+    )
+    program.chmod(0o755)
+    rows = plans.measure(program, "int8_int8", some)
+    assert {(row["us"], row["best_us"], row["plans"]) for row in rows} == {(12, 10, 3)}
+    assert "1.200" in plans.render({"meta": describe("cpu") | {"seed": 1}, "rows": rows})
 
 
 def test_another_model_off_its_grid_computes_the_same() -> None:
