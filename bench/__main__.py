@@ -37,7 +37,7 @@ from . import (
 )
 from .meta import RESULTS, device_slug, write
 from .runner import LAYERS, TOKENS, Run, run
-from .schemes import LAYER_SCHEMES, SCHEMES
+from .schemes import SCHEMES
 from .timing import ceilings
 
 _OF_QUALITY = (
@@ -101,7 +101,9 @@ def make_parser() -> argparse.ArgumentParser:
     block = commands.add_parser("experts_block", help="a whole block of a mixture, compiled; needs transformers")
     _add_common(block)
     block.add_argument("--m", nargs="+", type=int, default=experts_block.TOKENS, metavar="M", help="tokens")
-    block.add_argument("--schemes", nargs="+", choices=LAYER_SCHEMES, default=experts_block.SCHEMES, metavar="NAME")
+    block.add_argument(
+        "--schemes", nargs="+", choices=experts_block.CONTENDERS, default=experts_block.SCHEMES, metavar="NAME"
+    )
     whole = commands.add_parser("llama", help="tokens per second of whole decoders; needs transformers")
     _add_common(whole)
     llama.add_arguments(whole)

@@ -22,7 +22,11 @@ from .timing import Graph, interleaved, replayed, settle_clocks
 
 MODEL = "Qwen3-30B-A3B"
 TOKENS = (1, 32, 2048)
-SCHEMES = ("int4", "int8_int8", "fp8_fp8")
+CONTENDERS: dict[str, qao.Scheme] = {
+    **LAYER_SCHEMES,
+    "int8_int4_rows": qao.Int8DynamicActivationInt4Weight(symmetric=True, integer_scales=True),
+}
+SCHEMES = ("int4", "fp4", "int8_int8", "int8_int4_rows", "fp8_fp8")
 _INPUTS, _SECONDS = 16, 0.3
 
 
@@ -51,7 +55,7 @@ def _fill(name: str, tensor: Tensor) -> None:
     if tensor.dtype == torch.int8:
         tensor.random_(-127, 128)
     elif name.endswith("scales"):
-        tensor.uniform_(1e-3, 2e-3)
+        tensor.fill_(2.0**-10)  # those of groups are 1 times that of their row
     else:
         tensor.copy_(torch.randn(tensor.shape, device=tensor.device, dtype=torch.bfloat16).mul_(0.02))
 
@@ -64,7 +68,7 @@ def run(
 ) -> dict[str, Any]:
     """Measures, prints a line a cell, and returns what belongs in the results file."""
     results: dict[str, Any] = {"meta": describe(device), "rows": []}
-    contenders = {"bf16": None, **{word: LAYER_SCHEMES[word] for word in schemes}}
+    contenders = {"bf16": None, **{word: CONTENDERS[word] for word in schemes}}
     if device == "cuda":
         settle_clocks()
     blocks = {name: make_block(scheme, device) for name, scheme in contenders.items()}
