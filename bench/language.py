@@ -32,6 +32,7 @@ HEAD = "lm_head"  # tied to the embedding
 # Every scheme, head and embedding left as they are; then the tied pair as well, which embeddings=True does.
 CASES: dict[str, dict[str, qao.Scheme | None]] = {
     **{word: {HEAD: None, "re:.*": kind()} for word, kind in qao.SCHEMES.items()},
+    "int8_int8, rotation 64": {HEAD: None, "re:.*": qao.Int8DynamicActivationInt8Weight(rotation=64)},
     "int4, groups of 32": {HEAD: None, "re:.*": INT4},
     "int4, groups of 32; head and embedding int8": {HEAD: qao.Int8WeightOnly(), "re:.*": INT4},
     "int4, groups of 32; head and embedding too": {"re:.*": INT4},

@@ -13,6 +13,8 @@ from typing import Any
 import qao
 import torch
 from qao import reference
+from qao.ops import hadamard
+from qao.rotation import rotated
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,6 +25,7 @@ N, K = 1024, 4096
 TOKENS = (1, 16, 512)  # other kernels; the largest error counts
 SCHEMES: dict[str, qao.Scheme] = {
     **{word: kind() for word, kind in qao.SCHEMES.items()},
+    "int8_int8, rotation 64": qao.Int8DynamicActivationInt8Weight(rotation=64),
     "int4, groups of 32": qao.Int4WeightOnly(group_size=32),
     "fp4, nvfp4": qao.Fp4WeightOnly("nvfp4"),
     "fp8_fp8, blocks": qao.Float8DynamicActivationFloat8Weight(granularity="block"),
@@ -69,7 +72,7 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 def _errors(layer: qao.QuantLinear, weight: Tensor, x: Tensor) -> dict[str, float]:
     dense = layer.scheme.dequantize(layer.qweight, layer.scales, N, K, torch.float32)
-    seen = _seen(layer.scheme, x)
+    seen = _seen(layer.scheme, x).to(x.device)
     exact = seen @ dense.double().t()
     return {
         "kernel": _distance(layer(x), exact),
@@ -81,11 +84,20 @@ def _errors(layer: qao.QuantLinear, weight: Tensor, x: Tensor) -> dict[str, floa
 def _seen(scheme: qao.Scheme, x: Tensor) -> Tensor:
     """float64: what the product reads of x."""
     if scheme.word.startswith("int8_"):
-        return reference.dequantize_activation(*reference.quantize_activation_int8(x, symmetric=True))
+        seen = reference.dequantize_activation(
+            *reference.quantize_activation_int8(rotated(x, scheme.rotation), symmetric=True)
+        )
+        return seen if not scheme.rotation else _turned_back(seen, scheme.rotation)
     if scheme.word.startswith("fp8_"):
         size = 128 if getattr(scheme, "granularity", "") == "block" else -1
         return reference.dequantize_activation(*reference.quantize_activation_fp8(x, size))
     return x.double()
+
+
+def _turned_back(seen: Tensor, size: int) -> Tensor:
+    """The same before the rotation, in float64."""
+    block = hadamard(torch.eye(size, device=seen.device), size).sign().double() / size**0.5
+    return (seen.view(len(seen), -1, size) @ block).flatten(1)
 
 
 def _distance(y: Tensor, exact: Tensor) -> float:

@@ -1,7 +1,8 @@
-"""What a Hadamard rotation of activations would give: nats a token above float32, with and without calibration.
+"""What a Hadamard rotation of activations gives: nats a token above float32, with and without calibration.
 
 W x is (W Rᵀ) (R x) for an orthogonal R, here blocks of K multiplied by a Hadamard matrix: outliers among the columns of
-a block are spread over it. Of SmolLM2 as in bench/calibrate.py; R x is plain torch, products are qao's.
+a block are spread over it. Of SmolLM2 as in bench/calibrate.py. int8_int8 has its own option, up to blocks of 256; for
+others R x is plain torch and products are qao's.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import argparse
 import copy
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import qao
 import torch
 from qao.evaluate import Evaluation, compare, perplexity
+from qao.rotation import SIZES
 from torch import Tensor, nn
 
 from .calibrate import samples
@@ -119,6 +122,8 @@ def quantized(model: nn.Module, case: Case, data: list[Tensor]) -> nn.Module:
     """A copy; its layers outside the decoder's blocks stay as they are."""
     model = copy.deepcopy(model)
     scheme = SCHEMES[case.scheme]
+    if isinstance(scheme, qao.Int8DynamicActivationInt8Weight) and case.block in (0, *SIZES):
+        return _with_option(model, case, replace(scheme, rotation=case.block), data)
     rules: dict[str, qao.Scheme | None] = {HEAD: None, "re:.*": scheme}
     names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and re.fullmatch(case.layers, n)]
     if case.method == "smoothquant":
@@ -135,6 +140,15 @@ def quantized(model: nn.Module, case: Case, data: list[Tensor]) -> nn.Module:
         model.set_submodule(name, Rotated(linear, block_of(linear.in_features, case.block)))
     if case.method is not None:
         qao.calibrate(model, data, rules, progress=False)
+    return model
+
+
+def _with_option(model: nn.Module, case: Case, scheme: qao.Scheme, data: list[Tensor]) -> nn.Module:
+    rules = {HEAD: None, f"re:{case.layers}": scheme, "re:.*": SCHEMES[case.scheme]}
+    if case.method is None:
+        qao.quantize_(model, rules, progress=False)
+    else:
+        qao.calibrate(model, data, rules, method=case.method, progress=False)
     return model
 
 

@@ -51,11 +51,11 @@ Tensor fp8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& sc
 Tensor int8_int8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                                const std::optional<Tensor>& bias, const Tensor& offsets,
                                const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
-                               const std::optional<Tensor>& weight_sums, bool batch_invariant) {
+                               const std::optional<Tensor>& weight_sums, bool batch_invariant, int64_t x_rotation) {
   Call call("int8_int8_grouped_mm", x);
   GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale}, weight_sums);
   product.use_weight(kInt8Rows);
-  product.use_dynamic_x(x, Format::kInt8, Scaling::kRow);
+  product.use_dynamic_x(x, Format::kInt8, Scaling::kRow, nullptr, x_rotation);
   return product.run(batch_invariant);
 }
 
@@ -63,14 +63,15 @@ Tensor int8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tens
                                const std::optional<Tensor>& bias, const Tensor& offsets,
                                const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
                                const std::optional<Tensor>& weight_sums, int64_t out_features, int64_t in_features,
-                               int64_t group_size, const std::optional<Tensor>& row_scales, bool batch_invariant) {
+                               int64_t group_size, const std::optional<Tensor>& row_scales, bool batch_invariant,
+                               int64_t x_rotation) {
   Call call("int8_int4_grouped_mm", x);
   GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale}, weight_sums);
   std::optional<Argument> of_rows;
   if (row_scales) call.op.involve(&of_rows.emplace("row_scales", *row_scales));
   product.use_packed_weight({out_features, in_features, group_size});
   if (of_rows) product.use_row_scales(*of_rows);
-  product.use_dynamic_x(x, Format::kInt8, Scaling::kRow);
+  product.use_dynamic_x(x, Format::kInt8, Scaling::kRow, nullptr, x_rotation);
   return product.run(batch_invariant);
 }
 

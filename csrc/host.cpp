@@ -247,6 +247,7 @@ PYBIND11_MODULE(_host, m) {
   define(problem, "row_scales", &mm::Problem::row_scales);
   define(problem, "fast_accum", &mm::Problem::fast_accum);
   define(problem, "static_scale", &mm::Problem::static_scale);
+  define(problem, "x_rotation", &mm::Problem::x_rotation);
   define(problem, "weight_aligned", &mm::Problem::weight_aligned);
   define(problem, "batch_invariant", &mm::Problem::batch_invariant);
   py::class_<Gpu> gpu(

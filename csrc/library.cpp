@@ -14,11 +14,13 @@ namespace {
 using torch::stable::detail::StableLibrary;
 using torch::stable::detail::StableTorchLibraryInit;
 
-// A product whose weights are those of experts, and which rows are whose; `rest` follows.
-void define_grouped(StableLibrary& m, const std::string& name, const std::string& rest) {
+constexpr const char* kRotation = ", int x_rotation=0";
+
+// A product whose weights are those of experts, and which rows are whose; `rest` follows, and `last` at the end.
+void define_grouped(StableLibrary& m, const std::string& name, const std::string& rest, const char* last = "") {
   m.def((name +
          "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, Tensor? row_scale" +
-         (rest.empty() ? "" : ", ") + rest + ", bool batch_invariant=False) -> Tensor")
+         (rest.empty() ? "" : ", ") + rest + ", bool batch_invariant=False" + last + ") -> Tensor")
             .c_str());
 }
 
@@ -33,9 +35,10 @@ void define(StableLibrary& m) {
   define_grouped(m, "fp4_grouped_mm", "int out_features, int in_features, int group_size");
   define_grouped(m, "int8_grouped_mm", "");
   define_grouped(m, "fp8_grouped_mm", "");
-  define_grouped(m, "int8_int8_grouped_mm", "Tensor? weight_sums");
+  define_grouped(m, "int8_int8_grouped_mm", "Tensor? weight_sums", kRotation);
   define_grouped(m, "int8_int4_grouped_mm",
-                 "Tensor? weight_sums, int out_features, int in_features, int group_size, Tensor? row_scales=None");
+                 "Tensor? weight_sums, int out_features, int in_features, int group_size, Tensor? row_scales=None",
+                 kRotation);
   define_grouped(m, "fp8_fp8_grouped_mm", "Tensor? x_scale, int x_group_size, bool fast_accum");
   define_grouped(m, "fp8_int4_grouped_mm", "int out_features, int in_features, int group_size");
   m.def("expert_sort(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)");
@@ -43,7 +46,8 @@ void define(StableLibrary& m) {
       "expert_topk(Tensor logits, int top_k, bool sigmoid, Tensor? bias, bool normalized, float factor, int groups=1, "
       "int top_groups=1) -> (Tensor, Tensor)");
   m.def("expert_sum(Tensor rows, Tensor places, Tensor weights) -> Tensor");
-  m.def("int8_quantize(Tensor x, bool symmetric) -> (Tensor, Tensor, Tensor)");
+  m.def("int8_quantize(Tensor x, bool symmetric, int rotation=0) -> (Tensor, Tensor, Tensor)");
+  m.def("hadamard(Tensor x, int size) -> Tensor");
   m.def("fp8_quantize(Tensor x, int group_size, Tensor? scale) -> (Tensor, Tensor)");
   m.def("add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps) -> (Tensor, Tensor)");
   m.def("silu_mul(Tensor gate, Tensor up) -> Tensor");
@@ -99,6 +103,7 @@ void implement(StableLibrary& m) {
   qao::implement<"expert_topk", &qao::expert_topk_op>(m);
   qao::implement<"expert_sum", &qao::expert_sum_op>(m);
   qao::implement<"int8_quantize", &qao::int8_quantize_op>(m);
+  qao::implement<"hadamard", &qao::hadamard_op>(m);
   qao::implement<"fp8_quantize", &qao::fp8_quantize_op>(m);
   qao::implement<"add_rms_norm", &qao::add_rms_norm_op>(m);
   qao::implement<"silu_mul", &qao::silu_mul_op>(m);

@@ -43,17 +43,18 @@ Tensor fp4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const
 }
 
 Tensor int8_int8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                    const std::optional<Tensor>& weight_sums, bool batch_invariant) {
+                    const std::optional<Tensor>& weight_sums, bool batch_invariant, int64_t x_rotation) {
   Call call("int8_int8_mm", x);
   Product product(call.op, call.x, weight, scales, bias, weight_sums);
   product.use_weight(kInt8Rows);
-  product.use_dynamic_x(x, Format::kInt8, Scaling::kRow);
+  product.use_dynamic_x(x, Format::kInt8, Scaling::kRow, nullptr, x_rotation);
   return product.run(batch_invariant);
 }
 
 Tensor int8_int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
                     const std::optional<Tensor>& weight_sums, int64_t out_features, int64_t in_features,
-                    int64_t group_size, const std::optional<Tensor>& row_scales, bool batch_invariant) {
+                    int64_t group_size, const std::optional<Tensor>& row_scales, bool batch_invariant,
+                    int64_t x_rotation) {
   Call call("int8_int4_mm", x);
   Product product(call.op, call.x, weight, scales, bias, weight_sums);
   std::optional<Argument> of_rows;
@@ -62,7 +63,7 @@ Tensor int8_int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales,
   if (of_rows) product.use_row_scales(*of_rows);
   mm::Problem& problem = product.problem;
   problem.row_scales |= !problem.has_zeros && problem.groups() == 1;  // a group's scale is the row's
-  product.use_dynamic_x(x, Format::kInt8, Scaling::kRow);
+  product.use_dynamic_x(x, Format::kInt8, Scaling::kRow, nullptr, x_rotation);
   return product.run(batch_invariant);
 }
 
@@ -99,12 +100,14 @@ constexpr Operator kProducts[] = {
         "fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, bool batch_invariant=False) -> Tensor"),
     operator_of<"fp4_mm", fp4_mm>("fp4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features=0, "
                                   "int in_features=0, int group_size=0, bool batch_invariant=False) -> Tensor"),
-    operator_of<"int8_int8_mm", int8_int8_mm>("int8_int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, "
-                                              "Tensor? weight_sums=None, bool batch_invariant=False) -> Tensor"),
+    operator_of<"int8_int8_mm", int8_int8_mm>(
+        "int8_int8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, "
+        "Tensor? weight_sums=None, bool batch_invariant=False, int x_rotation=0) -> Tensor"),
     operator_of<"int8_int4_mm", int8_int4_mm>(
         "int8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? weight_sums=None, int "
         "out_features=0, "
-        "int in_features=0, int group_size=0, Tensor? row_scales=None, bool batch_invariant=False) -> Tensor"),
+        "int in_features=0, int group_size=0, Tensor? row_scales=None, bool batch_invariant=False, int x_rotation=0) "
+        "-> Tensor"),
     operator_of<"fp8_fp8_mm", fp8_fp8_mm>(
         "fp8_fp8_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor? "
         "x_scale=None, int x_group_size=-1, bool fast_accum=False, bool batch_invariant=False) -> Tensor"),

@@ -36,12 +36,13 @@ Tensor fp8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& sc
 Tensor int8_int8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                                const std::optional<Tensor>& bias, const Tensor& offsets,
                                const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
-                               const std::optional<Tensor>& weight_sums, bool batch_invariant);
+                               const std::optional<Tensor>& weight_sums, bool batch_invariant, int64_t x_rotation);
 Tensor int8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                                const std::optional<Tensor>& bias, const Tensor& offsets,
                                const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
                                const std::optional<Tensor>& weight_sums, int64_t out_features, int64_t in_features,
-                               int64_t group_size, const std::optional<Tensor>& row_scales, bool batch_invariant);
+                               int64_t group_size, const std::optional<Tensor>& row_scales, bool batch_invariant,
+                               int64_t x_rotation);
 Tensor fp8_fp8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                              const std::optional<Tensor>& bias, const Tensor& offsets,
                              const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
@@ -67,7 +68,8 @@ std::tuple<Tensor, Tensor> add_rms_norm_int4_mm_op(const Tensor& x, const std::o
                                                    int64_t in_features, int64_t group_size, bool gated);
 
 // quantize.cpp
-std::tuple<Tensor, Tensor, Tensor> int8_quantize_op(const Tensor& x, bool symmetric);
+std::tuple<Tensor, Tensor, Tensor> int8_quantize_op(const Tensor& x, bool symmetric, int64_t rotation);
+Tensor hadamard_op(const Tensor& x, int64_t size);
 std::tuple<Tensor, Tensor> fp8_quantize_op(const Tensor& x, int64_t group_size, const std::optional<Tensor>& scale);
 std::tuple<Tensor, Tensor> add_rms_norm_op(const Tensor& x, const std::optional<Tensor>& residual,
                                            const std::optional<Tensor>& weight, double eps);

@@ -49,11 +49,13 @@ class Product {
   void use_row_scales(const Argument& row_scales);  // of a packed weight
 
   // 2. x as the tensor cores take it; in eight bits with its scales; in a float dtype, to be quantised by the product
-  // or before it, where `x_scale` is a scale of all of x that is known beforehand.
+  // or before it, where `x_scale` is a scale of all of x that is known beforehand; int8: of x rotated, unless that is
+  // 0.
   void use_float_x(const Tensor& tensor);
   void use_scaled_x(const Tensor& tensor, Format format, const Argument& x_scales, const Argument* x_zeros,
                     torch::headeronly::ScalarType out_dtype);
-  void use_dynamic_x(const Tensor& tensor, Format format, Scaling scaling, const Argument* x_scale = nullptr);
+  void use_dynamic_x(const Tensor& tensor, Format format, Scaling scaling, const Argument* x_scale = nullptr,
+                     int64_t rotation = 0);
 
   // 3. y [..., N], or the gated half of it.
   Tensor run(bool batch_invariant = false);

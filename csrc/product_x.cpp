@@ -1,4 +1,5 @@
 #include "product.h"
+#include "rotation.h"
 
 namespace qao {
 
@@ -54,13 +55,15 @@ void Product::check_x_scales(const Argument& x_scales) {
   op_.check_operand(x_scales, x_);
 }
 
-void Product::use_dynamic_x(const Tensor& tensor, Format format, Scaling scaling, const Argument* x_scale) {
+void Product::use_dynamic_x(const Tensor& tensor, Format format, Scaling scaling, const Argument* x_scale,
+                            int64_t rotation) {
   problem.x_dtype = problem.y_dtype = op_.float_dtype(x_);
   problem.x = format;
   problem.x_scaling = scaling;
   problem.quantizes_x = true;
   problem.x_zeros = weight_sums_.has_value();
   problem.static_scale = x_scale != nullptr;
+  problem.x_rotation = checked_rotation(op_, rotation, problem.k);
   check_blocks();
   use_rows(tensor, size_of(problem.x_dtype));
   if (x_scale != nullptr) arguments.x_scales = static_cast<const float*>(x_scale->data());

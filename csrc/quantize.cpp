@@ -8,6 +8,7 @@
 #include "fp8_operands.h"
 #include "norm.h"
 #include "ops.h"
+#include "rotation.h"
 
 namespace qao {
 namespace {
@@ -115,13 +116,14 @@ Tensor values(const Op& op, Problem problem, Arguments arguments, const Argument
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> int8_quantize_op(const Tensor& x_tensor, bool symmetric) {
+std::tuple<Tensor, Tensor, Tensor> int8_quantize_op(const Tensor& x_tensor, bool symmetric, int64_t rotation) {
   Op op("int8_quantize");
   const Argument x("x", x_tensor);
   op.involve(&x);
   Problem problem;
   const Rows rows = rows_of(op, x_tensor, x, &problem);
   problem.symmetric = symmetric;
+  problem.rotate(checked_rotation(op, rotation, problem.k));
   Arguments arguments;
   arguments.x = rows.data, arguments.x_stride = rows.stride;
   PerRow result = quantize_rows(op, problem, arguments, x);
@@ -183,6 +185,18 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_quantize_op(const Tensor& x, con
   Tensor sum = norm.make_sum();
   PerRow result = quantize_rows(norm.op, norm.problem, norm.arguments, norm.x);
   return {result.q, result.scales, sum};
+}
+
+Tensor hadamard_op(const Tensor& x_tensor, int64_t size) {
+  Op op("hadamard");
+  const Argument x("x", x_tensor);
+  op.involve(&x);
+  Problem problem;
+  const Rows rows = rows_of(op, x_tensor, x, &problem);
+  problem.rotate(checked_rotation(op, size, problem.k, false));
+  Arguments arguments;
+  arguments.x = rows.data, arguments.x_stride = rows.stride;
+  return values(op, problem, arguments, x);
 }
 
 Tensor silu_mul_op(const Tensor& gate, const Tensor& up) {

@@ -40,6 +40,7 @@ QuantizedX::QuantizedX(const mm::Problem& problem, const Argument& x, const Argu
   problem_.scaling = problem.x_scaling;
   problem_.symmetric = !problem.x_zeros;
   problem_.static_scale = problem.static_scale;
+  problem_.rotate(problem.x_rotation);
   if (problem.weight == Format::kInt4 && x.is_cuda()) {
     problem_.order = quantize::Order::kInt4Tiles;
     problem_.sums_group = problem.group_size;

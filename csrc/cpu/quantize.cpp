@@ -132,6 +132,7 @@ Status quantize(const Problem& p, const Arguments& a, const Threads& all_threads
           task(i, m, from({a.x, p.x_dtype}, m * a.x_stride));
         } else {
           gated ? gated_values(p, a, kernels, m, values + p.k, values) : kernels.values(p, a, m, values);
+          if (p.producer == quantize::Producer::kHadamard) kernels.rotate(values, p.k, p.rotation);
           task(i, m, {values});
         }
       }

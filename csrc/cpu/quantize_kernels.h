@@ -28,6 +28,8 @@ using QuantizedGroup = groups::Group;
 struct QuantizeKernels {
   // Row m of the values, values[0 .. k), in float32; and row m of Arguments::sum, if there is one.
   void (*values)(const quantize::Problem&, const quantize::Arguments&, int64_t m, float* values);
+  // Of kHadamard what remains to be done with them: each run of `rotation` values times the matrix.
+  void (*rotate)(float* values, int64_t count, int rotation);
   QuantizeRange (*range)(Floats values, int64_t count);
   // q = min(max(round(value * inverse) + zero, lowest), 127), zero and lowest integers
   void (*to_int8)(Floats values, int64_t count, float inverse, int zero, int lowest, int8_t* q);

@@ -36,8 +36,11 @@ Status check(const Problem& p, const Arguments& a) {
   if (!rows && (p.producer != Producer::kNone || p.sums_group != 0)) {
     return Status::error("quantize: fused producers and sums need one scale per row");
   }
-  if (p.producer != Producer::kNone && (!p.symmetric || p.sums_group != 0 || p.order != Order::kRows)) {
+  if (!is_plain(p.producer) && (!p.symmetric || p.sums_group != 0 || p.order != Order::kRows)) {
     return Status::error("quantize: what producers make is rounded symmetrically, in rows, without sums");
+  }
+  if (p.producer == Producer::kHadamard && !(is_rotation(p.rotation) && p.k % p.rotation == 0)) {
+    return Status::error("quantize: the rotation must be 16, 32, 64, 128 or 256 and divide k");
   }
   const int64_t g = p.sums_group;
   if (g != 0 && g < p.k && g != 32 && g != 64 && g != 128 && g != 256) {
@@ -63,6 +66,7 @@ Params describe(const Problem& p, const Arguments& a) {
     params.other = static_cast<const char*>(a.x) + p.k * size, params.other_stride = a.x_stride;
   }
   params.gate = p.gate;
+  params.rotation = p.rotation, params.factor = hadamard_factor(p.rotation);
   params.norm_weight = a.norm_weight;
   params.sum = a.sum;
   params.y = floats ? a.y : nullptr;
@@ -101,8 +105,7 @@ Status launch_after(void (*kernel)(Params), dim3 grid, dim3 cta, const Params& p
 
 template <DType dtype, Producer producer, int kVectors, bool kFast>
 Status launch_rows(Params p, cudaStream_t stream) {
-  const bool gated = producer == Producer::kSiluMul || producer == Producer::kSwiglu;
-  const bool tile_by_tile = gated && p.y != nullptr;
+  const bool tile_by_tile = is_local(producer) && p.y != nullptr;
   const int most = tile_by_tile && p.m <= kFewRows ? 128 : max_threads(kVectors);
   p.tiles = static_cast<int>(ceil_div(p.vectors, int64_t{most} * kVectors));
   const int threads = static_cast<int>(ceil_div(p.vectors, p.tiles * kVectors * 32)) * 32;
@@ -114,7 +117,7 @@ Status launch_rows(Params p, cudaStream_t stream) {
 
 template <DType dtype, Producer producer>
 Status launch_rows(const Params& p, cudaStream_t stream) {
-  constexpr bool kPlain = producer == Producer::kNone;
+  constexpr bool kPlain = is_plain(producer);
   const int threads = p.m > kFewRows ? 32 : kPlain && p.m <= kFewTokens ? 512 : 1024;  // then each has more vectors
   const bool aligned = p.aligned && (p.y != nullptr || p.q_aligned);
   if (!aligned) return launch_rows<dtype, producer, 1, false>(p, stream);
@@ -124,7 +127,7 @@ Status launch_rows(const Params& p, cudaStream_t stream) {
   }
   // As many as there are registers for; x alone stays packed in them.
   constexpr bool kWide = dtype == DType::kFloat32;
-  if constexpr (kPlain && !kWide) {
+  if constexpr (producer == Producer::kNone && !kWide) {
     if (p.m > kFewRows && p.vectors > 4 * 32) return launch_rows<dtype, producer, 8, true>(p, stream);
   }
   constexpr int kMost = kWide && producer == Producer::kRmsNorm ? 2 : 4;
@@ -167,6 +170,8 @@ Status launch_dtype(const Problem& problem, const Params& p, cudaStream_t stream
       return launch_rows<dtype, Producer::kSiluMul>(p, stream);
     case Producer::kSwiglu:
       return launch_rows<dtype, Producer::kSwiglu>(p, stream);
+    case Producer::kHadamard:
+      return launch_rows<dtype, Producer::kHadamard>(p, stream);
   }
   return Status::error("quantize: unknown producer");
 }

@@ -19,6 +19,15 @@ constexpr int max_threads(int vectors) { return vectors == 8 ? 384 : 1024; }
 constexpr int min_ctas(int vectors) { return vectors == 8 ? 2 : 0; }
 constexpr int kAll = std::numeric_limits<int>::max();  // columns
 
+// Whether values are x, rotated or not, which may be rounded in every way; others symmetrically, without sums.
+QAO_HOST_DEVICE constexpr bool is_plain(Producer producer) {
+  return producer == Producer::kNone || producer == Producer::kHadamard;
+}
+// Whether a value depends on its own columns alone, so that without rounding no CTA needs to have all of a row.
+QAO_HOST_DEVICE constexpr bool is_local(Producer producer) {
+  return producer != Producer::kNone && producer != Producer::kRmsNorm;
+}
+
 // kFast: Params::aligned. Otherwise elements are read one by one.
 template <DType dtype, Producer producer, int kVectors, bool kFast>
 class Row {
@@ -49,7 +58,13 @@ class Row {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) other[v].template load<kFast>(other_, column(tile, v), p_.k);
     }
-    if constexpr (producer == Producer::kSiluMul) {
+    if constexpr (producer == Producer::kHadamard) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        packed_[v].unpack(product_[v]);
+        rotate(p_, product_[v]);
+      }
+    } else if constexpr (producer == Producer::kSiluMul) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         float up[kVector];
@@ -84,7 +99,7 @@ class Row {
     }
   }
 
-  // x; a gate times its up; or h * norm_weight, which RMSNorm's factor will still multiply.
+  // x, rotated or not; a gate times its up; or h * norm_weight, which RMSNorm's factor will still multiply.
   __device__ __forceinline__ void value(int v, float (&value)[kVector]) const {
     if constexpr (producer == Producer::kNone) {
       packed_[v].unpack(value);
@@ -268,12 +283,11 @@ __global__ void __launch_bounds__(max_threads(kVectors), min_ctas(kVectors))
     rows_kernel(const __grid_constant__ Params p) {
   if constexpr (kFast && producer == Producer::kRmsNorm) prefetch_norm<dtype>(p);
   ptx::wait_then_launch_dependents();
-  constexpr bool kProduct = producer != Producer::kNone, kNorm = producer == Producer::kRmsNorm;
-  const bool quantized = !kProduct || p.y == nullptr;
+  constexpr bool kProduct = !is_plain(producer), kNorm = producer == Producer::kRmsNorm;
+  const bool quantized = producer == Producer::kNone || p.y == nullptr;
   Row<dtype, producer, kVectors, kFast> row(p);
   Partial part;
-  if ((producer == Producer::kSiluMul || producer == Producer::kSwiglu) &&
-      !quantized) {  // needs no row to be complete: every tile has a CTA
+  if (is_local(producer) && !quantized) {  // every tile has a CTA
     row.load(blockIdx.y, &part.squares);
     return store_values<dtype, kVectors, kFast>(p, 1, row, blockIdx.y);
   }

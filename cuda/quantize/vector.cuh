@@ -30,7 +30,34 @@ struct Params : Target {
   bool static_scale, int4_tiles;
   float eps;
   Gate gate;
+  int rotation;  // kHadamard
+  float factor;  // hadamard_factor(rotation)
 };
+
+// Eight columns of each lane times the Hadamard matrix, of which Params::rotation / 8 neighbouring lanes have a block.
+// All lanes of a warp take part.
+__device__ __forceinline__ void rotate(const Params& p, float (&value)[kVector]) {
+#pragma unroll
+  for (int step = 1; step < kVector; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if ((i & step) != 0) continue;
+      const float low = value[i], high = value[i + step];
+      value[i] = low + high, value[i + step] = low - high;
+    }
+  }
+#pragma unroll 1
+  for (int lanes = 1; kVector * lanes < p.rotation; lanes *= 2) {
+    const bool is_high = (threadIdx.x & lanes) != 0;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const float other = __shfl_xor_sync(~0u, value[i], lanes);
+      value[i] = other + (is_high ? -value[i] : value[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) value[i] *= p.factor;
+}
 
 template <bool kAligned>
 __device__ __forceinline__ void store_vector(const Params& p, uint8_t* row, int column, uint2 word) {

@@ -41,6 +41,8 @@ def obstacle(embedding: nn.Module) -> str | None:
 
 def scheme_obstacle(scheme: Scheme) -> str | None:
     """Why rows cannot be read from a weight of this scheme; None if they can."""
+    if scheme.rotation:
+        return f"{scheme} holds a rotated weight, whose rows are none of the embedding: take rotation=0 for it"
     if scheme.weights in ops.EMBEDDINGS:
         return None
     return f"embeddings are quantised to int4 or int8, and {scheme.word} has {scheme.weights} weights"

@@ -17,6 +17,7 @@ from .formats import PackedWeight, Scheme
 from .gates import gate_of
 from .linear import QuantLinear
 from .packed import PackedModule, frozen
+from .rotation import with_row_scales
 from .scheme import stacked
 from .weight import DequantizedWeight
 
@@ -76,8 +77,7 @@ class QuantProjection(PackedModule):
             x = QuantLinear.autocast(x)
         word, tensors = self.scheme.word, self._parameters
         constants: tuple[Any, ...] = self._constants
-        if tensors["row_scales"] is not None:
-            constants = *constants, tensors["row_scales"]
+        constants = with_row_scales(constants, tensors["row_scales"])
         others = (tensors[name] for name in _OTHERS.get(word, ()))
         return ops.grouped_product(
             _OPERATORS[f"{word}_grouped_mm"],

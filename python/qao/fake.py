@@ -165,8 +165,13 @@ def _(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
 
 @_register("int8_quantize")
-def _(x: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, symmetric: bool, rotation: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return _like_x(x, x.shape[-1], torch.int8), _like_x(x, 1, torch.float32), _like_x(x, 1, torch.int32)
+
+
+@_register("hadamard")
+def _(x: Tensor, size: int) -> Tensor:
+    return _like_x(x, x.shape[-1])
 
 
 @_register("fp8_quantize")

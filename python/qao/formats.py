@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -78,6 +78,9 @@ class Int4Weight(Scheme):
 
     def scale_dtype_of(self, given: torch.dtype) -> torch.dtype:
         return self.scale_dtype or super().scale_dtype_of(given)
+
+    def with_scales_of(self, dtype: torch.dtype) -> Scheme:
+        return replace(self, scale_dtype=self.scale_dtype_of(dtype))
 
     def _quantize(self, weight: Tensor, name: str, importance: Tensor | None = None) -> QuantizedWeight:
         dtype = self.scale_dtype_of(weight.dtype)

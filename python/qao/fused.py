@@ -107,7 +107,8 @@ def _decided(
         elif is_compiled(layer):
             layer.leave("left", COMPILED)
         else:
-            layer.scheme, layer.row.status, layer.row.scheme = scheme, "quantized", str(scheme)
+            layer.scheme = scheme.fitted(layer.row.shape[-1])
+            layer.row.status, layer.row.scheme = "quantized", str(layer.scheme)
     return layers
 
 

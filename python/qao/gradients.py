@@ -19,6 +19,7 @@ from ._version import __version__
 from .fp4 import dequantize_fp4
 from .invariance import MODE, note_arguments, with_mode
 from .quantizer_fp8 import SCALE_BLOCK
+from .rotation import rotated, rotation_among
 from .tiles import fp4_sizes, int4_sizes
 
 _qao = torch.ops.qao
@@ -46,8 +47,8 @@ def dequantize_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def _sizes(rest: tuple[Any, ...]) -> list[Any]:
-    """N, K and group_size among a product's arguments; none where they are left out."""
-    sizes = [value for value in rest if not (value is None or isinstance(value, (Tensor, bool)))]
+    """N, K and group_size among a product's arguments, the first numbers; none where they are left out."""
+    sizes = [value for value in rest if not (value is None or isinstance(value, (Tensor, bool)))][:3]
     return sizes if any(sizes) else []
 
 
@@ -131,6 +132,8 @@ def _dense(ctx: Any, dtype: torch.dtype) -> Tensor:
             f"{operator._schema.name}: weight or scales have been modified by an inplace operation since the forward "
             f"whose gradient is asked for. Got weight {list(weight.shape)}, scales {list(scales.shape)}. Run it again."
         )
+    if size := rotation_among(operator, (None, *operands)):
+        return rotated(DENSE[operator](weight, scales, torch.float32, *operands[3:]), size).to(dtype)
     return DENSE[operator](weight, scales, dtype, *operands[3:])
 
 

@@ -34,6 +34,7 @@ from torch.autograd.function import once_differentiable
 from .gradients import DENSE, traced, transformed
 from .grouped_rows import bounds_of, define_rows
 from .invariance import MODE, asked, note_arguments, with_mode
+from .rotation import rotated, rotation_among
 
 _qao = torch.ops.qao
 
@@ -57,7 +58,8 @@ class _Grouped(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, bias, row_scale, weight, scales, operator, offsets, row_index, *others = inputs
         ctx.save_for_backward(x if row_scale is not None else None, bias, row_scale, weight, scales, offsets, row_index)
-        ctx.operator, ctx.sizes = operator._schema.name, [value for value in others if type(value) is int]
+        ctx.operator, ctx.sizes = operator._schema.name, [value for value in others if type(value) is int][:3]
+        ctx.rotation = rotation_among(operator, (*inputs[:5], offsets, row_index, *others))
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
 
     @staticmethod
@@ -72,6 +74,7 @@ class _Grouped(Function):
             rows = torch.ops.qao_with_grad.grouped_rows(
                 grad.contiguous(), weight, scales, offsets, ctx.operator, ctx.x_shape[-1], ctx.sizes
             )
+            rows = rotated(rows, ctx.rotation).to(rows.dtype)
         if wants_x:
             grad_x = rows if factor is None else rows * factor
             if row_index is not None:
@@ -241,11 +244,11 @@ def int8_int8_grouped_mm(
     row_scale: Tensor | None,
     weight_sums: Tensor | None,
     batch_invariant: bool = False,
+    x_rotation: int = 0,
 ) -> Tensor:
     """``qao.ops.int8_int8_mm`` of experts."""
-    return grouped_product(
-        INT8_INT8, asked(batch_invariant), x, weight, scales, bias, offsets, row_index, row_scale, weight_sums
-    )
+    constants = asked(batch_invariant, x_rotation)
+    return grouped_product(INT8_INT8, constants, x, weight, scales, bias, offsets, row_index, row_scale, weight_sums)
 
 
 def int8_int4_grouped_mm(
@@ -262,9 +265,10 @@ def int8_int4_grouped_mm(
     group_size: int,
     row_scales: Tensor | None = None,
     batch_invariant: bool = False,
+    x_rotation: int = 0,
 ) -> Tensor:
     """``qao.ops.int8_int4_mm`` of experts; ``row_scales`` is [E, N]."""
-    constants = out_features, in_features, group_size, row_scales, *asked(batch_invariant)
+    constants = out_features, in_features, group_size, row_scales, *asked(batch_invariant, x_rotation)
     return grouped_product(INT8_INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale, weight_sums)
 
 

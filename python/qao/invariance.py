@@ -42,20 +42,25 @@ class batch_invariant:  # noqa: N801  # used as a function, as torch.no_grad is
         MODE.on = self.before
 
 
-_DEFAULTS: dict[Any, tuple[Any, ...]] = {}  # of an operator's arguments; None where there is none
+_DEFAULTS: dict[Any, tuple[Any, ...]] = {}  # of an operator's arguments up to batch_invariant; None: there is none
 
 
 def note_arguments(operator: Any) -> None:
     """Makes a product known to ``with_mode``."""
-    _DEFAULTS[operator] = tuple(argument.default_value for argument in operator._schema.arguments)
+    arguments = operator._schema.arguments
+    place = [argument.name for argument in arguments].index("batch_invariant")
+    _DEFAULTS[operator] = tuple(argument.default_value for argument in arguments[: place + 1])
 
 
 def with_mode(operator: Any, arguments: tuple[Any, ...], mode: bool) -> tuple[Any, ...]:
-    """A product's arguments with the last one, ``batch_invariant``, unless they have it."""
-    missing = _DEFAULTS[operator][len(arguments) :]
-    return (*arguments, *missing[:-1], mode) if missing else arguments
+    """A product's arguments with ``batch_invariant`` as asked for or, if that is more, as ``mode``."""
+    defaults = _DEFAULTS[operator]
+    place = len(defaults) - 1
+    if len(arguments) <= place:
+        return *arguments, *defaults[len(arguments) : place], mode
+    return *arguments[:place], arguments[place] or mode, *arguments[place + 1 :]
 
 
-def asked(batch_invariant: bool) -> tuple[bool, ...]:
-    """The last argument where it is given; without it the mode decides."""
-    return (True,) if batch_invariant else ()
+def asked(batch_invariant: bool, *others: Any) -> tuple[Any, ...]:
+    """That argument, and those behind it, where one is given; without it the mode decides."""
+    return (batch_invariant, *others) if batch_invariant or any(others) else ()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-VERSION = 1
+VERSION = 2  # rotated weights, which older ones would misread; others have version 1 still
 MARKER = "pip_install_qao"
 TRIPWIRE = "weight"
 _TRIPWIRE_TEXT = b"pip install qao\n"
@@ -38,8 +38,19 @@ class Marker(NamedTuple):
 def encode(marker: Marker) -> Tensor:
     """uint8: the marker as JSON."""
     told = {name: value for name, value in marker._asdict().items() if value is not None}
-    content = {"version": VERSION, **told, "dtype": str(marker.dtype).removeprefix("torch.")}
+    version = VERSION if marker.scheme.get("rotation") else 1
+    content = {"version": version, **told, "dtype": str(marker.dtype).removeprefix("torch.")}
     return _bytes(json.dumps(content).encode())
+
+
+def check_rotation(marker: Marker, rotation: int, name: str) -> None:
+    """Raises ValueError where a layer of ``rotation`` would take a weight that is rotated otherwise for its own."""
+    found = marker.scheme.get("rotation", 0)
+    if found != rotation:
+        raise ValueError(
+            f"{name}: the checkpoint was made with rotation={found}, and this layer has rotation={rotation}: it would "
+            "compute something else. Quantise the model with the scheme the checkpoint was made with."
+        )
 
 
 def tripwire() -> Tensor:

@@ -182,12 +182,21 @@ def int8_embedding(ids: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dty
 # ---- activations in eight bits ---------------------------------------------------------------------------------------
 
 
-def int8_quantize(x: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+def hadamard(x: Tensor, size: int) -> Tensor:
+    """x [..., K] with every block of ``size`` columns times the orthogonal Hadamard matrix, in x's dtype.
+
+    ``size``: 16, 32, 64, 128 or 256, a divisor of K. Twice is x again, but for rounding: sums are of float32.
+    """
+    return _qao.hadamard.default(x, size)  # type: ignore[no-any-return]
+
+
+def int8_quantize(x: Tensor, symmetric: bool, rotation: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """x ≈ (q - zero) * scale, row by row: q int8 [..., K], scales float32 [..., 1] and zeros int32 [..., 1].
 
-    ``symmetric``: zeros are 0 and q -127..127. A row with NaN or an infinity has scale NaN and q = 0.
+    ``symmetric``: zeros are 0 and q -127..127. A row with NaN or an infinity has scale NaN and q = 0. ``rotation``: of
+    ``hadamard(x, rotation)``, which is not rounded in between; 0 for x itself.
     """
-    return _qao.int8_quantize.default(x, symmetric)  # type: ignore[no-any-return]
+    return _qao.int8_quantize.default(x, symmetric, rotation)  # type: ignore[no-any-return]
 
 
 def fp8_quantize(x: Tensor, group_size: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -101,6 +101,7 @@ from .operators import (  # noqa: E402, F401
     fp8_quantize,
     fp8_scaled_mm,
     gptq_columns,
+    hadamard,
     int4_embedding,
     int8_embedding,
     int8_quantize,
@@ -187,13 +188,15 @@ def int8_int8_mm(
     bias: Tensor | None,
     weight_sums: Tensor | None = None,
     batch_invariant: bool = False,
+    x_rotation: int = 0,
 ) -> Tensor:
     """y = x̂ · Wᵀ + bias with an int8 weight and x̂ = x rounded to int8, a scale per token.
 
     ``weight_sums``: float32 [N], sums over k of the dequantised W, makes the rounding of x asymmetric (with a zero
-    point per token); None: symmetric.
+    point per token); None: symmetric. ``x_rotation``: ``hadamard(x, x_rotation)`` is what is rounded, and W is one of
+    as many columns rotated alike; 0: x itself.
     """
-    return product(INT8_INT8, asked(batch_invariant), x, weight, scales, bias, weight_sums)
+    return product(INT8_INT8, asked(batch_invariant, x_rotation), x, weight, scales, bias, weight_sums)
 
 
 def int8_int4_mm(
@@ -207,16 +210,17 @@ def int8_int4_mm(
     group_size: int = 0,
     row_scales: Tensor | None = None,
     batch_invariant: bool = False,
+    x_rotation: int = 0,
 ) -> Tensor:
-    """y = x̂ · Wᵀ + bias with an int4 weight; x̂ and ``weight_sums`` as for ``int8_int8_mm``.
+    """y = x̂ · Wᵀ + bias with an int4 weight; x̂, ``weight_sums`` and ``x_rotation`` as for ``int8_int8_mm``.
 
     ``row_scales``: float32 [N], of which the scales of a symmetric W are whole numbers, -15 to 16 but 0, each of its
     row's. The result is the same but for rounding; Hopper multiplies many tokens without scaling sums of each group.
     Others than those give wrong numbers there.
     """
     constants = out_features, in_features, group_size
-    last = constants if row_scales is None and not batch_invariant else (*constants, row_scales)
-    last = *last, *asked(batch_invariant)
+    others = asked(batch_invariant, x_rotation)
+    last = (*constants, row_scales, *others) if row_scales is not None or others else constants
     return product(INT8_INT4, last, x, weight, scales, bias, weight_sums)
 
 

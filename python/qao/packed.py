@@ -51,7 +51,7 @@ class PackedModule(Updatable, nn.Module):
         """``others``: more Parameters. They and the scales come first, since models take the dtype of
         ``next(child.parameters())`` for that of their activations, which no integers shall be."""
         super().__init__()
-        self.scheme = scheme
+        self.scheme = scheme.fitted(k)
         self.dtype = dtype
         self._sizes = n, k
         for name, tensor in {**others, "scales": packed.scales, **packed.tensors()}.items():
@@ -216,7 +216,8 @@ class PackedModule(Updatable, nn.Module):
         tripwire = state_dict.pop(prefix + marker.TRIPWIRE, None)
         try:
             if found is not None:
-                marker.decode(found, prefix + marker.MARKER)
+                told = marker.decode(found, prefix + marker.MARKER)
+                marker.check_rotation(told, self.scheme.rotation, prefix + marker.MARKER)
             elif isinstance(tripwire, Tensor) and prefix + "qweight" not in state_dict:
                 state_dict[prefix + "qweight"] = _unmarked(tripwire, prefix)
         except ValueError as error:

@@ -61,6 +61,7 @@ class Scheme(ABC):
     # Of schemes that quantise activations. A scheme that offers the choice has a field of that name.
     symmetric_activations: bool = True
     activation_scale: float | None = None
+    rotation: int = 0
 
     # ---- the weight format: what a subclass says about it
 
@@ -103,6 +104,18 @@ class Scheme(ABC):
         """Rows and columns of a weight [n, k] that share a scale, so that no cut may part them; 1 where any may."""
         return 1, 1
 
+    def rotation_of(self, k: int) -> int:
+        """Columns of a block of the rotation (rotation.py) that a layer of k columns has; 0: none."""
+        return 0
+
+    def fitted(self, k: int) -> Scheme:
+        """The same as a layer of k columns has it."""
+        return self
+
+    def with_scales_of(self, dtype: torch.dtype) -> Scheme:
+        """The same, which stores scales as it does beside a weight of ``dtype``, whatever the weight is."""
+        return self
+
     # ---- what follows from it
 
     @staticmethod  # of a scheme that all layers share, torch.compile would guard in every layer that they do
@@ -110,11 +123,11 @@ class Scheme(ABC):
     def mm(x: Tensor, layer: Mapping[str, Any], constants: tuple[int, ...]) -> Tensor:
         """y [..., N] = x [..., K] · Wᵀ + bias: the forward of a layer with these tensors by name."""
 
-    def constants(self, n: int, k: int) -> tuple[int, ...]:
+    def constants(self, n: int, k: int) -> tuple[Any, ...]:
         """What the operator of a layer W [n, k] is told beside tensors."""
         return ()
 
-    def needed_constants(self, n: int, k: int) -> tuple[int, ...]:
+    def needed_constants(self, n: int, k: int) -> tuple[Any, ...]:
         """The same for a product, without what it takes for granted or sees in its tensors: 0.1 µs less each."""
         constants = self.constants(n, k)
         seen = self.weights in ("int4", "fp4") and tiles.tell(self.weights, *constants)

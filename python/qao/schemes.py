@@ -22,6 +22,7 @@ from torch import Tensor
 from . import ops
 from .formats import Float8Weight, Fp4Weight, Int4Weight, Int8Weight, IntegerScaledInt4Weight, Scheme, _host
 from .quantizer_fp8 import SCALE_BLOCK
+from .rotation import RotatedActivations, with_row_scales
 
 __all__ = [
     "SCHEMES",
@@ -65,7 +66,7 @@ class Int4WeightOnly(Int4Weight):
     word: ClassVar[str] = "int4"
 
     @staticmethod
-    def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
+    def mm(x: Tensor, layer: Layer, constants: tuple[Any, ...]) -> Tensor:
         return ops.product(ops.INT4, constants, x, layer["qweight"], layer["scales"], layer["bias"])
 
 
@@ -84,7 +85,7 @@ class Int8WeightOnly(Int8Weight):
     word: ClassVar[str] = "int8"
 
     @staticmethod
-    def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
+    def mm(x: Tensor, layer: Layer, constants: tuple[Any, ...]) -> Tensor:
         return ops.product(ops.INT8, (), x, layer["qweight"], layer["scales"], layer["bias"])
 
 
@@ -102,7 +103,7 @@ class Float8WeightOnly(Float8Weight):
     word: ClassVar[str] = "fp8"
 
     @staticmethod
-    def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
+    def mm(x: Tensor, layer: Layer, constants: tuple[Any, ...]) -> Tensor:
         return ops.product(ops.FP8, (), x, layer["qweight"], layer["scales"], layer["bias"])
 
 
@@ -122,21 +123,24 @@ class Fp4WeightOnly(Fp4Weight):
     word: ClassVar[str] = "fp4"
 
     @staticmethod
-    def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
+    def mm(x: Tensor, layer: Layer, constants: tuple[Any, ...]) -> Tensor:
         return ops.product(ops.FP4, constants, x, layer["qweight"], layer["scales"], layer["bias"])
 
 
 @dataclass(frozen=True)
-class Int8DynamicActivationInt8Weight(Int8Weight):
+class Int8DynamicActivationInt8Weight(RotatedActivations, Int8Weight):
     """Weights in eight bits with a scale per row; every token is rounded to eight bits with a scale of its own.
 
     Args:
         symmetric_activations: False gives every token a zero point too: more accurate where activations are of one
             sign, a little slower.
         clip_search: as in ``Int8WeightOnly``.
+        rotation: 16, 32, 64, 128 or 256 columns that a Hadamard matrix mixes before tokens are rounded, and those of W
+            alike: outliers of activations cost less then (docs/numerics.md). Of a layer it is the largest of these up
+            to the given one that divides its columns, and 0, none, where none does.
 
     Raises:
-        TypeError: an argument is none of the above.
+        ValueError, TypeError: an argument is none of the above.
     """
 
     symmetric_activations: bool = True
@@ -145,20 +149,20 @@ class Int8DynamicActivationInt8Weight(Int8Weight):
     activations: ClassVar[str] = "int8"
 
     @staticmethod
-    def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
+    def mm(x: Tensor, layer: Layer, constants: tuple[Any, ...]) -> Tensor:
         weight, scales, bias, weight_sums = layer["qweight"], layer["scales"], layer["bias"], layer["weight_sums"]
-        if weight_sums is None:  # a call with *() in it takes 0.06 µs more
+        if weight_sums is None and not constants:  # a call with *() in it takes 0.06 µs more
             return ops.product(ops.INT8_INT8, (), x, weight, scales, bias)
-        return ops.product(ops.INT8_INT8, (), x, weight, scales, bias, weight_sums)
+        return ops.product(ops.INT8_INT8, constants, x, weight, scales, bias, weight_sums)
 
 
 @dataclass(frozen=True)
-class Int8DynamicActivationInt4Weight(IntegerScaledInt4Weight):
+class Int8DynamicActivationInt4Weight(RotatedActivations, IntegerScaledInt4Weight):
     """Weights in four bits; every token is rounded to eight bits with a scale of its own.
 
     Args:
         group_size, symmetric, scale_dtype, clip_search, budget_bits, whole_zeros: as in ``Int4WeightOnly``.
-        symmetric_activations: as in ``Int8DynamicActivationInt8Weight``.
+        symmetric_activations, rotation: as in ``Int8DynamicActivationInt8Weight``.
         integer_scales: with symmetric weights, a row's scales are whole numbers times one scale of the row, and Hopper
             need not scale the sums of each group of many tokens; a little less accurate (docs/numerics.md). One group
             a row stays as it is.
@@ -173,10 +177,9 @@ class Int8DynamicActivationInt4Weight(IntegerScaledInt4Weight):
     activations: ClassVar[str] = "int8"
 
     @staticmethod
-    def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
+    def mm(x: Tensor, layer: Layer, constants: tuple[Any, ...]) -> Tensor:
         weight, scales, bias, weight_sums = layer["qweight"], layer["scales"], layer["bias"], layer["weight_sums"]
-        if layer["row_scales"] is not None:
-            constants = *(constants or (0, 0, 0)), layer["row_scales"]
+        constants = with_row_scales(constants, layer["row_scales"])
         if weight_sums is None and not constants:
             return ops.product(ops.INT8_INT4, (), x, weight, scales, bias)
         return ops.product(ops.INT8_INT4, constants, x, weight, scales, bias, weight_sums)
@@ -228,7 +231,7 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
         return super().__str__() + notes
 
     @staticmethod
-    def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
+    def mm(x: Tensor, layer: Layer, constants: tuple[Any, ...]) -> Tensor:
         weight, scales, bias, x_scale = layer["qweight"], layer["scales"], layer["bias"], layer["activation_scale"]
         if x_scale is None and not constants:
             return ops.product(ops.FP8_FP8, (), x, weight, scales, bias)
@@ -261,7 +264,7 @@ class Float8DynamicActivationInt4Weight(Int4Weight):
     activations: ClassVar[str] = "fp8"
 
     @staticmethod
-    def mm(x: Tensor, layer: Layer, constants: tuple[int, ...]) -> Tensor:
+    def mm(x: Tensor, layer: Layer, constants: tuple[Any, ...]) -> Tensor:
         return ops.product(ops.FP8_INT4, constants, x, layer["qweight"], layer["scales"], layer["bias"])
 
 

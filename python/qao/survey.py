@@ -125,7 +125,8 @@ def decide(
     elif reason is not None:
         layer.leave("left", reason)
     else:
-        layer.scheme, row.status, row.scheme = scheme, "quantized", str(scheme)
+        layer.scheme = scheme.fitted(row.shape[1])
+        row.status, row.scheme = "quantized", str(layer.scheme)
 
 
 def _already_quantized(layer: Layer, module: PackedModule) -> None:

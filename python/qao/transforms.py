@@ -47,6 +47,17 @@ def _register_rows(operator: Any, rows: int) -> None:
     torch.library.register_vmap(name, rule)
 
 
+# ---- the gradient of hadamard, which is its own inverse ----
+
+
+def _keep_size(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.size = inputs[1]
+
+
+def _turn_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return _qao.hadamard.default(grad, ctx.size), None
+
+
 # ---- nested tensors --------------------------------------------------------------------------------------------------
 
 
@@ -98,10 +109,12 @@ def _register() -> None:
         _register_product(operator)
         _register_jagged(operator)
         _register_strided(operator)
+    torch.library.register_autograd("qao::hadamard", _turn_back, setup_context=_keep_size)
     for operator, rows in (
         (_qao.add_rms_norm.default, 2),
         (_qao.silu_mul.default, 2),
         (_qao.swiglu.default, 1),
+        (_qao.hadamard.default, 1),
         (_qao.int4_embedding.default, 1),
         (_qao.int8_embedding.default, 1),
     ):

@@ -12,6 +12,7 @@ from . import operators
 from .formats import FLOAT_DTYPES, Int4Weight, PackedWeight, Scheme
 from .importance import told_by, told_importance, told_part
 from .quantizer import check_finite
+from .rotation import rotated
 from .scheme import OnePass
 
 
@@ -62,6 +63,7 @@ class Updatable:
         if told is None or tuple(weight.shape) != self._sizes or any(hasattr(one, "device_mesh") for one in own):
             return None
         weight = weight.to(self.qweight.device, torch.float32 if weight.dtype == torch.float64 else None)
+        weight = rotated(weight, self.scheme.rotation)
         fault = torch.zeros(1, dtype=torch.int32, device=weight.device)
         q, scales = own if checked else (torch.empty_like(one) for one in own)
         operators.quantize_weight_(weight, *told, q, scales, fault)

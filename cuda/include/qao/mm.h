@@ -45,6 +45,7 @@ struct Problem {
   // x != kFloat: x comes as floats of x_dtype. Plan::quantizes_x says whether the product takes them, or wants them
   // quantised first, into rows aligned to 16 bytes. int8: symmetric unless x_zeros.
   bool quantizes_x = false;
+  int x_rotation = 0;  // quantizes_x, int8: x is multiplied by a Hadamard matrix first (quantize::Problem::rotation)
   bool static_scale = false;  // quantizes_x, x_scaling kTensor: Arguments::x_scales is given
   // x is RMSNorm(x + residual) * norm_weight, and if gated, y [m, n / 2] is SiLU(its first half) * the second. Only for
   // problems that fuses_norm() names; residual and norm_weight have the dtype of x, and x_aligned is true of them too.

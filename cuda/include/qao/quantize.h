@@ -26,10 +26,11 @@ QAO_HOST_DEVICE constexpr int int4_tile_slot(int k) {
 
 // The values.
 enum class Producer : int {
-  kNone = 0,     // x
-  kRmsNorm = 1,  // h / sqrt(mean(h^2) + eps) * norm_weight, h = x, or x + residual rounded to x's dtype
-  kSiluMul = 2,  // silu(x) * up
-  kSwiglu = 3,   // Gate: x has the columns of a gate and as many of its up
+  kNone = 0,      // x
+  kRmsNorm = 1,   // h / sqrt(mean(h^2) + eps) * norm_weight, h = x, or x + residual rounded to x's dtype
+  kSiluMul = 2,   // silu(x) * up
+  kSwiglu = 3,    // Gate: x has the columns of a gate and as many of its up
+  kHadamard = 4,  // x, each run of Problem::rotation columns times the orthogonal Hadamard matrix
 };
 
 // g sigmoid(alpha g) (u + shift), g the gate cut off above limit, u its up cut off at +-limit; alpha, limit > 0.
@@ -37,6 +38,17 @@ struct Gate {
   float alpha = 1, limit = std::numeric_limits<float>::infinity(), shift = 0;
   bool interleaved = false;  // columns of gate and up by turns, else halves
 };
+
+// Of kHadamard: Sylvester's matrix [n, n] of +-1 is symmetric, and times this orthogonal. Stages of sums and
+// differences of neighbours at distances 1, 2, 4, ... and then this factor are a product with it: everywhere in this
+// order, so that the bits are the same.
+QAO_HOST_DEVICE constexpr float hadamard_factor(int n) {
+  constexpr float kRootHalf = 0.707106781f;
+  float factor = 1;
+  for (; n >= 4; n /= 4) factor /= 2;
+  return n == 2 ? factor * kRootHalf : factor;
+}
+constexpr bool is_rotation(int64_t n) { return n >= 16 && n <= 256 && (n & (n - 1)) == 0; }
 
 struct Problem {
   int64_t m = 0, k = 0;
@@ -50,8 +62,13 @@ struct Problem {
   Producer producer = Producer::kNone;
   DType norm_weight_dtype = DType::kBFloat16;
   float eps = 0;
-  Gate gate;  // kSwiglu
+  Gate gate;         // kSwiglu
+  int rotation = 0;  // kHadamard: is_rotation() and a divisor of k
 
+  void rotate(int columns) {
+    producer = columns == 0 ? Producer::kNone : Producer::kHadamard;
+    rotation = columns;
+  }
   int64_t blocks() const { return (k + kScaleBlock - 1) / kScaleBlock; }
   int64_t sums_groups() const { return sums_group == 0 ? 0 : (k + sums_group - 1) / sums_group; }
   int64_t scales() const { return scaling == Scaling::kTensor ? 1 : scaling == Scaling::kRow ? m : m * blocks(); }

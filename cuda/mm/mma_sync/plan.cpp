@@ -34,6 +34,7 @@ bool lets_next_early(const Config& config, const Choice& choice, const Gpu& gpu)
 const char* against_quantizing(const Problem& problem) {
   if (problem.batch_invariant) return "batch-invariant";
   if (problem.m > ResidentX::kMaxTokens) return "more than a few tokens";
+  if (problem.x_rotation != 0) return "x is rotated";
   if (!problem.x_aligned) return "rows of x are not aligned to 16 bytes";
   if (problem.x_scaling == Scaling::kTensor && !problem.static_scale && problem.m > 1) return "tokens share a scale";
   return nullptr;

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..formats import PackedWeight, Scheme
+from ..rotation import rotated, rotated_hessian
 from .gptq import damped, damping_of, gptq
 from .grid import Grid
 from .refining import refined
@@ -28,6 +29,10 @@ def quantized(
     Raises:
         ValueError: as ``Scheme.quantize``; the message begins with the name of the weight.
     """
+    size = scheme.rotation_of(weights[0].shape[1])
+    if size:  # all the rest is of rotated weights and inputs
+        scheme = scheme.with_scales_of(weights[0].dtype)
+        weights, hessian = [rotated(weight.detach(), size) for weight in weights], rotated_hessian(hessian, size)
     importance = (hessian.diagonal() + damping_of(hessian, damping)).float()
     nearest = [scheme._quantize(w.detach(), name, importance) for w, name in zip(weights, names, strict=True)]
     grids = [Grid.of(one, scheme, *weight.shape) for one, weight in zip(nearest, weights, strict=True)]

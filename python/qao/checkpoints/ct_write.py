@@ -37,6 +37,8 @@ def can_write(scheme: Scheme, in_features: int | None = None) -> str | None:
     """Why a layer of this scheme (and K) cannot be written as compressed-tensors; None if it can."""
     if type(scheme).word not in ("int4", "int8", "fp8", "fp4", "int8_int8", "int8_int4", "fp8_fp8", "fp8_int4"):
         return f"compressed-tensors has no name for {scheme}"
+    if scheme.rotation:
+        return f"compressed-tensors has no rotation of activations as {scheme}: save it as qao's own format"
     if isinstance(scheme, (Fp4Weight, Int4Weight)) and scheme.size > 0 and in_features is not None:
         if in_features % scheme.size:
             return f"in_features {in_features} is no multiple of the group size {scheme.size}"

@@ -30,6 +30,12 @@ class Cut(NamedTuple):
         return tensor.narrow(self.dim, first, last - first)
 
 
+def units(scheme: Scheme, sizes: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of a weight that no cut may part: they share a scale, or are rotated together."""
+    rows, columns = scheme.units(*sizes)
+    return rows, max(columns, scheme.rotation_of(sizes[1]))
+
+
 def cut(sizes: tuple[int, int], dim: int, units: tuple[int, int], rank: int, world: int, what: str) -> Cut:
     """The part of ``rank``.
 
@@ -42,10 +48,15 @@ def cut(sizes: tuple[int, int], dim: int, units: tuple[int, int], rank: int, wor
         fit = [n for n in range(1, min(4096, -(-size // unit)) + 1) if _works(size, unit, n)]
         shown = ", ".join(map(str, fit[:16])) + (", …" if len(fit) > 16 else "")
         name = ("rows (out_features)", "columns (in_features)")[dim]
-        why = f"of which {unit} at a time share a scale and stay together" if unit > 1 else "and no rank may have none"
+        why = (
+            f"of which {unit} at a time share a scale, or a rotation, and stay together"
+            if unit > 1
+            else "and no rank may have none"
+        )
         raise ValueError(
             f"{what}: its weight {list(sizes)} cannot be cut among {world} ranks: {size} {name}, {why}. Numbers of "
-            f"ranks that work: {shown}. Others need a smaller group_size, granularity 'row', or this layer left whole."
+            f"ranks that work: {shown}. Others need a smaller group_size or rotation, granularity 'row', or this layer "
+            "left whole."
         )
     chunk = -(-size // world)
     return Cut(dim, size, chunk * rank, min(size, chunk * (rank + 1)), rank, world)

@@ -16,7 +16,7 @@ from ..embedding import obstacle as obstacle_of_embedding
 from ..formats import PackedWeight
 from ..linear import QuantLinear, obstacle
 from ..packed import PackedModule, Sharded, attached, frozen
-from .cut import Cut, cut, is_cut, joins, local, part
+from .cut import Cut, cut, is_cut, joins, local, part, units
 from .layout import LAST, Layout
 from .modules import EMBEDDINGS, LINEARS, check_row_scales, give, resize
 
@@ -62,9 +62,9 @@ class _Style(ParallelStyle):
         _check(module, type(self).__name__, device_mesh)
         weight: Any = module._parameters["qweight" if isinstance(module, PackedModule) else "weight"]
         sizes: tuple[int, int] = module._sizes if isinstance(module, PackedModule) else tuple(weight.shape)
-        units = module.scheme.units(*sizes) if isinstance(module, PackedModule) else (1, 1)
+        parts = units(module.scheme, sizes) if isinstance(module, PackedModule) else (1, 1)
         rank, world = device_mesh.get_local_rank(), device_mesh.size()
-        own = cut(sizes, dim, units, rank, world, f"{type(self).__name__}: {type(module).__name__}")
+        own = cut(sizes, dim, parts, rank, world, f"{type(self).__name__}: {type(module).__name__}")
         inputs, outputs = self._layouts[self.linear_dim]
         inputs = _WHOLE if type(module) in EMBEDDINGS else inputs  # of ids, which all ranks have
         outputs = self.output_layouts or outputs
@@ -104,10 +104,11 @@ class Rowwise(_Style):
     """A ParallelStyle: every rank has some of the inputs; columns of W [N, K] of a linear, rows of an embedding.
 
     As ``Colwise``, with x [..., K / world] the rank's part and y [..., N] the sum over ranks: one all-reduce forward,
-    none backward. The bias is added once, after the sum. Columns that share a scale stay together: K / world must be a
-    multiple of the group size of int4, of 128 for granularity "block". Where activations are quantised, each rank
-    finds the scale of a token, of all x for granularity "tensor", in its own columns: without a further collective,
-    and no coarser than the scale of the whole token. ``weight_sums`` are those of the rank's columns.
+    none backward. The bias is added once, after the sum. Columns that share a scale stay together: K / world must be
+    a multiple of the group size of int4, of a rotation, of 128 for granularity "block". Where activations are
+    quantised, each rank finds the scale of a token, of all x for granularity "tensor", in its own columns: without a
+    further collective, and no coarser than the scale of the whole token. ``weight_sums`` are those of the rank's
+    columns.
 
     An embedding gives zeros for ids of other ranks, and the sum is exact.
 
@@ -227,6 +228,11 @@ def adopt(made: QuantLinear | QuantEmbedding, floats: Any) -> None:
     """Makes a quantised layer of a rank's part sharded, as the float layer was whose place it takes."""
     layout: Layout = floats.layout
     check_row_scales(made, layout, "quantize_")
+    if layout.cut.dim == 1 and made.scheme.rotation and layout.sizes[1] % layout.cut.world:
+        raise ValueError(
+            f"quantize_: {layout.sizes[1]} columns (in_features) are cut among {layout.cut.world} ranks unevenly, and "
+            "rotations of the parts may differ. Quantise the whole weight and shard the layer then, or take rotation=0."
+        )
     if layout.cut.dim == 1 and isinstance(made, QuantLinear) and made.weight_sums is not None:
         sums = made.weight_sums.detach().clone()
         if not sums.is_meta:

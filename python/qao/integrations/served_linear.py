@@ -18,6 +18,7 @@ from .. import marker, ops
 from ..formats import Float8Weight, Fp4Weight, Int4Weight, Scheme
 from ..fp4 import ROW_PARTS
 from ..quantizer_fp8 import SCALE_BLOCK
+from ..rotation import with_row_scales
 from ..schemes import Float8DynamicActivationFloat8Weight
 from .config import QaoConfig
 from .served import row_scales
@@ -172,6 +173,7 @@ class ServedLinear:
             rows, columns = _TILE_ROWS, max(_TILE_COLUMNS, size)
         elif self._granularity() == "block":
             rows = columns = SCALE_BLOCK
+        columns = max(columns, self.scheme.rotation)
         if cut_rows and any(part % rows for part in parts):
             wrong = f"matrices of {parts} rows, which {self.scheme} can be cut into and joined from between {rows} rows"
         elif cut_columns and k % columns:
@@ -228,14 +230,14 @@ class ServedLinear:
             own["activation_scale"].data = own["activation_scale"].data.max().reshape(1)
         if own["weight_sums"] is not None and self.k != self.full_k:  # those of all columns were loaded
             weight = own["qweight"].data, own["scales"].data
-            dense = self.scheme.dequantize(*weight, sum(self.parts), self.k, torch.float32)
-            own["weight_sums"].data = dense.sum(1, dtype=torch.float64).float()
+            plain = self.scheme.unpack(*weight, sum(self.parts), self.k)
+            own["weight_sums"].data = self.scheme._weight_sums(*plain)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight, scales = layer.qweight, layer.scales
         if self.scheme.activations == "int8":
-            last = () if layer.row_scales is None else (layer.row_scales,)
-            return self.operator(x, weight, scales, bias, layer.weight_sums, *self.rest, *last)  # type: ignore[no-any-return]
+            rest = with_row_scales(self.rest, layer.row_scales)  # type: ignore[arg-type]
+            return self.operator(x, weight, scales, bias, layer.weight_sums, *rest)  # type: ignore[no-any-return]
         if self.scheme.word == "fp8_fp8":
             return self.operator(x, weight, scales, bias, layer.activation_scale, *self.rest)  # type: ignore[no-any-return]
         return self.operator(x, weight, scales, bias, *self.rest)  # type: ignore[no-any-return]

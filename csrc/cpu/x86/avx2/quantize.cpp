@@ -1,6 +1,7 @@
 // Eight values at a time; see quantize_scalar.cpp.
 #include <cmath>
 
+#include "cpu/hadamard.h"
 #include "cpu/quantize_kernels.h"
 #include "cpu/x86/avx2/simd.h"
 
@@ -145,7 +146,7 @@ void round_to_float(const float* values, int64_t count, void* y, int64_t index, 
 
 }  // namespace
 
-const QuantizeKernels avx2::kQuantize = {values_of,      range_of,       round_to_int8,     round_to_fp8,
-                                         round_to_float, quantize_group, quantize_fp4_group};
+const QuantizeKernels avx2::kQuantize = {values_of,    rotate_row<8>,  range_of,       round_to_int8,
+                                         round_to_fp8, round_to_float, quantize_group, quantize_fp4_group};
 
 }  // namespace qao::cpu
