@@ -65,6 +65,7 @@ def linear(k: int = 192, n: int = 48, dtype: torch.dtype = torch.float32, device
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_hadamard_is_the_product_with_the_matrix(size: int, dtype: torch.dtype, device: str) -> None:
@@ -80,6 +81,7 @@ def test_hadamard_is_the_product_with_the_matrix(size: int, dtype: torch.dtype, 
         assert ((y.double().cpu() - exact).abs() <= bound + eps * exact.abs() * 1.01).all()
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
@@ -160,6 +162,7 @@ def multiplied(layer: qao.QuantLinear, x: Tensor) -> Tensor:
     return seen.to(stored) @ stored.T + (0 if layer.bias is None else layer.bias.double())
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_layer_multiplies_what_it_rounds(scheme: qao.Scheme, dtype: torch.dtype, device: str) -> None:
@@ -374,6 +377,52 @@ def test_products_of_experts(scheme: Any, device: str) -> None:
     (dx,) = torch.autograd.grad(projection(given, offsets), given, dy)
     expected = torch.cat((dy[:4] @ dense[0], dy[4:17] @ dense[2], torch.zeros(3, 192, device=device)))
     torch.testing.assert_close(dx, expected, rtol=1e-4, atol=1e-4)
+
+
+# ---- parts of a weight ----
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_parts_add_up_to_the_whole(scheme: Any) -> None:
+    """As ranks have them: columns are cut between blocks, and each part is rotated as the whole is."""
+    from qao.distributed.cut import cut, part, units
+
+    k, size = 512, scheme.fitted(512).rotation
+    layer = qao.QuantLinear.from_linear(linear(k), scheme)
+    assert units(layer.scheme, (48, k))[1] == max(size, scheme.units(48, k)[1])
+    dense = layer.dequantize(torch.float32)
+    for world in (2, 4):
+        for rank in range(world):
+            own = cut((48, k), 1, units(layer.scheme, (48, k)), rank, world, "Rowwise")
+            packed = part(layer.scheme, layer.packed, (48, k), own)
+            some = qao.QuantLinear(k // world, 48, layer.scheme, packed, None, torch.float32)
+            assert some.scheme == layer.scheme
+            torch.testing.assert_close(some.dequantize(torch.float32), dense[:, own.begin : own.end])
+    with pytest.raises(
+        ValueError, match="share a scale, or a rotation, and stay together.*Numbers of ranks that work: 1"
+    ):
+        cut((48, 192), 1, units(INT8(rotation=64), (48, 192)), 0, 2, "Rowwise")
+
+
+def test_a_served_layer_keeps_it() -> None:
+    from qao.integrations.served_linear import ServedLinear
+
+    class Made(ServedLinear):
+        pass
+
+    layer = qao.QuantLinear.from_linear(linear(192), INT8(symmetric_activations=False, rotation=64))
+    with pytest.raises(ValueError, match="can be cut into between 64 columns"):
+        Made(layer.scheme, "down")._check_cuts([48], 96, cut_rows=False, cut_columns=True)
+    served: Any = Made(layer.scheme, "down")
+    served.parts, served.k, served.full_k = [48], 192, 384  # so that sums are those of its own columns
+    served.rest = layer.scheme.constants(48, 192)
+    holder: Any = nn.Module()
+    for name, tensor in layer.packed.tensors().items():
+        holder.register_parameter(name, None if tensor is None else nn.Parameter(tensor.clone(), requires_grad=False))
+    holder.weight_sums.data.zero_()
+    served.process_weights_after_loading(holder)
+    x = with_outlier(randn(5, 192))
+    torch.testing.assert_close(served.apply(holder, x, layer.bias), layer(x))
 
 
 # ---- a plan ----------------------------------------------------------------------------------------------------------

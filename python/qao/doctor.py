@@ -146,6 +146,14 @@ def _int8_quantize(device: str) -> float:
     return _distance(reference.dequantize_activation(*qao.int8_quantize(x, False)), expected)
 
 
+def _hadamard(device: str) -> float:
+    x, size = _random(33, 192, device=device), 64
+    matrix = torch.ones(1, 1, dtype=torch.float64, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return _distance(qao.hadamard(x, size), reference.mm(x.view(-1, size), matrix / size**0.5).view(x.shape))
+
+
 def _fp8_quantize(device: str) -> float:
     x = _random(33, _K, device=device)
     expected = reference.dequantize_activation(*reference.quantize_activation_fp8(x, 128))
@@ -292,6 +300,7 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "expert_topk": _expert_topk,
     "int8_scaled_mm": _int8_scaled_mm,
     "fp8_scaled_mm": _fp8_scaled_mm,
+    "hadamard": _hadamard,
     "int8_quantize": _int8_quantize,
     "fp8_quantize": _fp8_quantize,
     "rms_norm_quantize": _rms_norm_quantize,

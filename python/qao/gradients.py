@@ -19,7 +19,7 @@ from ._version import __version__
 from .fp4 import dequantize_fp4
 from .invariance import MODE, note_arguments, with_mode
 from .quantizer_fp8 import SCALE_BLOCK
-from .rotation import rotated, rotation_among
+from .rotation import note_rotation, rotated, rotation_among
 from .tiles import fp4_sizes, int4_sizes
 
 _qao = torch.ops.qao
@@ -132,7 +132,7 @@ def _dense(ctx: Any, dtype: torch.dtype) -> Tensor:
             f"{operator._schema.name}: weight or scales have been modified by an inplace operation since the forward "
             f"whose gradient is asked for. Got weight {list(weight.shape)}, scales {list(scales.shape)}. Run it again."
         )
-    if size := rotation_among(operator, (None, *operands)):
+    if size := rotation_among(operator, operands):
         return rotated(DENSE[operator](weight, scales, torch.float32, *operands[3:]), size).to(dtype)
     return DENSE[operator](weight, scales, dtype, *operands[3:])
 
@@ -260,6 +260,7 @@ TRACED: dict[Any, Any] = {}
 def differentiable(operator: Any, dense: Callable[..., Tensor]) -> Any:
     """Makes a product known to all that knows of products, with W from (weight, scales, dtype, *rest); returns it."""
     note_arguments(operator)
+    note_rotation(operator)
     DENSE[operator], TRACED[operator] = dense, _traced_product(operator)
     return operator
 

@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from .gradients import DENSE, traced, transformed
 from .grouped_rows import bounds_of, define_rows
 from .invariance import MODE, asked, note_arguments, with_mode
-from .rotation import rotated, rotation_among
+from .rotation import note_rotation, rotated, rotation_among
 
 _qao = torch.ops.qao
 
@@ -45,6 +45,7 @@ GROUPED: dict[Any, Callable[..., Tensor]] = {
 }
 for _operator in GROUPED:
     note_arguments(_operator)
+    note_rotation(_operator)
 define_rows({operator._schema.name: dense for operator, dense in GROUPED.items()})
 
 
@@ -59,7 +60,7 @@ class _Grouped(Function):
         x, bias, row_scale, weight, scales, operator, offsets, row_index, *others = inputs
         ctx.save_for_backward(x if row_scale is not None else None, bias, row_scale, weight, scales, offsets, row_index)
         ctx.operator, ctx.sizes = operator._schema.name, [value for value in others if type(value) is int][:3]
-        ctx.rotation = rotation_among(operator, (*inputs[:5], offsets, row_index, *others))
+        ctx.rotation = rotation_among(operator, (weight, scales, bias, offsets, row_index, row_scale, *others))
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
 
     @staticmethod

@@ -30,11 +30,20 @@ def rotated_hessian(hessian: Tensor, size: int) -> Tensor:
     return rotated(rotated(hessian, size).t(), size).t().contiguous() if size else hessian
 
 
-def rotation_among(operator: Any, arguments: tuple[Any, ...]) -> int:
-    """``x_rotation`` among the arguments of a product, from x on; 0 where it has none."""
+_PLACES: dict[Any, int] = {}  # of x_rotation among the arguments of the operators that have it
+
+
+def note_rotation(operator: Any) -> None:
+    """Makes a product known to ``rotation_among``."""
     names = [argument.name for argument in operator._schema.arguments]
-    place = names.index("x_rotation") if "x_rotation" in names else len(arguments)
-    return arguments[place] if len(arguments) > place else 0
+    if "x_rotation" in names:
+        _PLACES[operator] = names.index("x_rotation")
+
+
+def rotation_among(operator: Any, arguments: tuple[Any, ...]) -> int:
+    """``x_rotation`` among the arguments of a product, from weight on; 0 where it has none."""
+    place = _PLACES.get(operator, 0) - 1  # behind x
+    return arguments[place] if 0 < place < len(arguments) else 0
 
 
 def with_row_scales(constants: tuple[Any, ...], row_scales: Tensor | None) -> tuple[Any, ...]:
