@@ -8,7 +8,6 @@ the rest of x.
 from __future__ import annotations
 
 import os
-import platform
 from dataclasses import replace
 
 import pytest
@@ -322,42 +321,80 @@ def test_asymmetric_x_with_an_outlier(m: int, group_size: int, zeros: str) -> No
     assert (error <= bound).all(), (error / bound).max()
 
 
-def zero_comes_off_at_the_end() -> bool:
-    """On aarch64, and with AMX from two rows of x on."""
+def with_mean(mean: float, n: int, k: int, form: str, group_size: int | None, draw: torch.Generator) -> Parts:
+    """A normal weight with that mean, rounded to int8 or to int4: symmetric ("none"), with whole zero points
+    ("integer"), or with scales that are whole numbers times one of their row ("rows")."""
+    if group_size is None:
+        w = torch.randn(n, k, generator=draw) + mean
+        scales = w.abs().amax(1) / 127
+        return Parts((w / scales[:, None]).round().to(torch.int8), scales)
+    size = k if group_size == -1 else group_size
+    groups = F.pad(torch.randn(n, k, generator=draw), (0, -k % size)).view(n, -1, size) + mean
+    low, high = (groups.amin(2), groups.amax(2)) if form == "integer" else (None, groups.abs().amax(2))
+    scales = high / 7 if low is None else (high - low) / 15
+    zero = None if low is None else (-low / scales).round()
+    rows = scales.amax(1) / 16 if form == "rows" else None
+    if rows is not None:
+        rows = 2.0 ** rows.log2().ceil()  # the product with a whole number is exact
+        scales = (scales / rows[:, None]).round().clamp(1, 16) * rows[:, None]
+    offset = torch.tensor(8.0) if zero is None else zero[..., None]
+    q = (groups / scales[..., None] + offset).round().clamp(0, 15).to(torch.uint8).view(n, -1)[:, :k].contiguous()
+    return Parts(q, scales, zero, group_size, row_scales=rows)
+
+
+INT8_INT8 = next(scheme for scheme in PRODUCTS if scheme.word == "int8_int8")
+WHOLE_WEIGHTS = [("int8", None), *((form, g) for form in ("none", "integer", "rows") for g in (32, 64, 128, 256, -1))]
+
+
+def comes_off_at_the_end(group_size: int | None) -> bool:
+    """With AMX beside int4, from two rows of x on."""
     amx = torch.cpu._is_amx_tile_supported() and os.environ.get("QAO_CPU_ISA", "amx") == "amx"
-    return platform.machine() == "aarch64" or amx
+    return amx and group_size is not None
 
 
 @pytest.mark.every_isa
-@pytest.mark.skipif(zero_comes_off_at_the_end(), reason="docs/kernels/mm8_cpu_int8.md says how far it is")
-@pytest.mark.parametrize("zeros", ["none", "integer"])
-@pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
-@pytest.mark.parametrize("m", [1, 2, 3, 5, 17])
-def test_asymmetric_x_loses_nothing_to_its_zero_point(m: int, group_size: int, zeros: str) -> None:
+@pytest.mark.parametrize("form, group_size", WHOLE_WEIGHTS, ids=lambda value: str(value))
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 17, 70, 300])
+def test_asymmetric_x_loses_nothing_to_its_zero_point(m: int, form: str, group_size: int | None) -> None:
     """All of x lies near one end of its range, and so sums of its bytes are thousands of times what is left in the end.
 
-    As good as plain float32 sums of the same operands, or as three roundings: of a section, of their sum and of y.
+    As good as plain float32 sums of the same operands, or as three roundings: of a section, of their sum and of y. W is
+    0 beside the outlier, but for zero points outside of 0 to 15.
     """
-    n, k = 21, 4096 + 40
+    if comes_off_at_the_end(group_size):
+        pytest.skip("docs/kernels/mm8_cpu_int8.md says how far it is")
+    scheme = INT8_INT8 if group_size is None else INT8_INT4
+    n, k = 21, 4096 + 48
     draw = torch.Generator().manual_seed(1)
     for mean in (0.0, 2.0):  # of W: sums of its rows are small, or large
-        size = k if group_size == -1 else group_size
-        groups = F.pad(torch.randn(n, k, generator=draw), (0, -k % size)).view(n, -1, size) + mean
-        low, high = (groups.amin(2), groups.amax(2)) if zeros == "integer" else (None, groups.abs().amax(2))
-        scales = high / 7 if low is None else (high - low) / 15
-        zero = None if low is None else (-low / scales).round()
-        offset = torch.tensor(8.0) if zero is None else zero[..., None]
-        q = (groups / scales[..., None] + offset).round().clamp(0, 15).to(torch.uint8).view(n, -1)[:, :k].contiguous()
-        weight = INT8_INT4.pack(Parts(q, scales, zero, group_size), INT8_ASYMMETRIC)
-        for outlier in (30, -30, 1000):
-            x = torch.randn(m, k, generator=draw) * 0.5
-            x[:, 7] = outlier
-            seen = weight.activation.seen(x)
-            expected = truth(seen, weight.dense)
-            plain = F.linear(seen[:1].float(), weight.dense.float()).double() - expected[:1]
-            bar = max(2 * by_terms(plain, seen[:1], weight.dense).abs().max().item(), 3 * 2.0**-24)
-            error = by_terms(INT8_INT4.mm(x, weight).double() - expected, seen, weight.dense).abs().max().item()
-            assert error <= bar, (mean, outlier, error, bar)
+        parts = with_mean(mean, n, k, form, group_size, draw)
+        check_beside_zero_point(scheme, parts, m, draw, "cpu")
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("m", [1, 7, 20])
+def test_zero_points_beyond_32_bits(m: int) -> None:
+    """The same where sums of products less their zero points may leave 32 bits."""
+    draw = torch.Generator().manual_seed(1)
+    check_beside_zero_point(INT8_INT8, with_mean(2.0, 5, 70000, "int8", None, draw), m, draw, "cpu")
+
+
+def check_beside_zero_point(scheme: Scheme, parts: Parts, m: int, draw: torch.Generator, device: str) -> None:
+    tensors = {name: getattr(parts, name) for name in ("q", "scales", "zeros", "row_scales")}
+    parts = replace(parts, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
+    if parts.zeros is None or parts.zeros.amin() >= 0:
+        parts = with_columns_of_zero(parts, torch.tensor([7], device=device))
+    weight = scheme.pack(parts, INT8_ASYMMETRIC)
+    for outlier in (30, -30, 100):
+        x = torch.randn(m, weight.k, generator=draw) * 0.5
+        x[:, 7] = outlier
+        x = x.to(device)
+        seen = weight.activation.seen(x)
+        expected = truth(seen, weight.dense)
+        plain = F.linear(seen[:1].float().cpu(), weight.dense.float().cpu()).double() - expected[:1].cpu()
+        bar = max(2 * by_terms(plain, seen[:1].cpu(), weight.dense.cpu()).abs().max().item(), 3 * 2.0**-24)
+        error = by_terms(scheme.mm(x, weight).double() - expected, seen, weight.dense).abs().max().item()
+        assert error <= bar, (outlier, error, bar)
 
 
 @pytest.mark.every_isa
@@ -367,7 +404,7 @@ def test_asymmetric_x_loses_nothing_to_its_zero_point(m: int, group_size: int, z
 def test_integer_sums_beyond_32_bits(group_size: int | None, activation: Activation, m: int, device: str) -> None:
     """K above 65536; all products of one sign and as large as they can be, then random ones."""
     n, k = 3, 2 * 65536 + 1024 + 37
-    scheme = INT8_INT4 if group_size is not None else next(s for s in PRODUCTS if s.word == "int8_int8")
+    scheme = INT8_INT4 if group_size is not None else INT8_INT8
     for largest in (True, False):
         parts = scheme.parts(n, k, Int4Format(group_size) if group_size is not None else None, device)
         if largest:

@@ -2,7 +2,7 @@
 // two (high and low) a word. Lanes run along K; four row pairs (g, g + 8) of W, eight rows, by up to two rows of bytes.
 //
 // Per section, with integer sums exact:  y += scale * (sum(q * x) - zero * sum(x)).
-// Zero points come off there and not at the end: x may be far from 0 all along K, and then both sums are large.
+// Zero points, x's first, come off there and not at the end: where x is far from 0 all along K both sums are large.
 //
 // fp4 W (cuda/fp4/layout.h) is the same with `tbl` in the place of masks: bytes are twice the values, and there are no
 // zero points. A tile has the groups of its halves, or of its four k-steps.
@@ -132,33 +132,63 @@ void multiply_fixed_point(const Job& job, const uint8_t* weight, int64_t s, cons
   }
 }
 
-// The same of int8 x, kM rows.
+// What x's zero points are multiplied by: sums of W's codes over section s and, with groups of 32, s + 1; quads of
+// rows.
+struct SumsOfCodes {
+  int32x4_t sum[2][kQuads];
+};
+
+// visit(of, quad, sums(r, v)): of section s + `of` and rows 4 quad .. 4 quad + 3; r is 0, then 1.
+template <typename Sums, typename Visit>
+__attribute__((always_inline)) inline void each_section(const Job& job, int64_t s, int first_quad, const Sums& sums,
+                                                        const Visit& visit) {
+  for (int r = 0; r < 2; ++r) {
+    if (job.section < kTileK) {
+      visit(0, first_quad + 2 * r, [&](int v) { return sums.template half<0>(r, v); });
+      if (s + 1 < job.sections) visit(1, first_quad + 2 * r, [&](int v) { return sums.template half<1>(r, v); });
+    } else {
+      visit(0, first_quad + 2 * r, [&](int v) { return sums.all(r, v); });
+    }
+  }
+}
+
+// W's tiles of section s.
+int64_t tiles_of(const Job& job, int64_t s) {
+  return least(divide_up(job.section, kTileK), job.tiles_k - s * job.section / kTileK);
+}
+
+// They are products with a row of ones.
+SumsOfCodes sum_codes(const Job& job, const uint8_t* weight, int64_t s) {
+  int8_t ones[kTileK];
+  __builtin_memset(ones, 1, sizeof(ones));
+  SumsOfCodes codes;
+  for (int g = 0; g < 2 * kPairs; g += kPairs) {
+    const uint8_t* pairs = weight + s * job.section / kTileK * kTileBytes + g * kTileK;
+    each_section(job, s, g / kPairs, multiply<1>(pairs, ones, 0, 0, tiles_of(job, s)),
+                 [&](int of, int quad, const auto& part) { codes.sum[of][quad] = part(0); });
+  }
+  return codes;
+}
+
+// total[m][16] += the same of int8 x, kM rows.
 template <int kM>
 void multiply_int8(const Job& job, const uint8_t* weight, int64_t m, int64_t s, const Parameters (&parameters)[2],
-                   float* total) {
+                   const SumsOfCodes& codes, float* total) {
   const int64_t tile = s * job.section / kTileK;
-  const int64_t tiles = least(divide_up(job.section, kTileK), job.tiles_k - tile);
   const int8_t* x = job.int8 + (m * job.tiles_k + tile) * kTileK;
   for (int g = 0; g < 2 * kPairs; g += kPairs) {
     const Dot::Sums<2 * kPairs, kM> sums =
-        multiply<kM>(weight + tile * kTileBytes + g * kTileK, x, job.tiles_k * kTileK, kTileK, tiles);
-    const auto add = [&](int of, const auto& part) {
+        multiply<kM>(weight + tile * kTileBytes + g * kTileK, x, job.tiles_k * kTileK, kTileK, tiles_of(job, s));
+    each_section(job, s, g / kPairs, sums, [&](int of, int quad, const auto& part) {
       for (int i = 0; i < kM; ++i) {
+        int32x4_t sum = part(i);
+        if (job.x_zeros != nullptr) sum = vmlsq_n_s32(sum, codes.sum[of][quad], job.x_zeros[m + i]);
         const float x_sum = job.x_sums[(m + i) * job.sections + s + of];
-        for (int r = 0; r < 2; ++r) {
-          const int quad = g / kPairs + 2 * r;
-          float* at = total + (m + i) * kTileN + 4 * quad;
-          const float32x4_t value = vfmsq_n_f32(vcvtq_f32_s32(part(r, i)), parameters[of].zero[quad], x_sum);
-          vst1q_f32(at, vfmaq_f32(vld1q_f32(at), value, parameters[of].scale[quad]));
-        }
+        const float32x4_t value = vfmsq_n_f32(vcvtq_f32_s32(sum), parameters[of].zero[quad], x_sum);
+        float* at = total + (m + i) * kTileN + 4 * quad;
+        vst1q_f32(at, vfmaq_f32(vld1q_f32(at), value, parameters[of].scale[quad]));
       }
-    };
-    if (job.section < kTileK) {
-      add(0, [&](int r, int i) { return sums.template half<0>(r, i); });
-      if (s + 1 < job.sections) add(1, [&](int r, int i) { return sums.template half<1>(r, i); });
-    } else {
-      add(0, [&](int r, int i) { return sums.all(r, i); });
-    }
+    });
   }
 }
 
@@ -168,11 +198,8 @@ void write(const Job& job, int64_t tile, const float* total) {
     const int64_t n = tile * kTileN + 4 * q, count = job.n - n;
     if (count <= 0) break;
     const float32x4_t bias = job.bias != nullptr ? load_first(job.bias, n, job.bias_dtype, count) : vdupq_n_f32(0);
-    const float32x4_t weight_sums =
-        job.x_zeros != nullptr ? load_first(job.weight_sums, n, DType::kFloat32, count) : vdupq_n_f32(0);
     for (int64_t m = 0; m < job.m; ++m) {
-      float32x4_t sum = vld1q_f32(total + m * kTileN + 4 * q);
-      if (job.x_zeros != nullptr) sum = vfmsq_n_f32(sum, weight_sums, static_cast<float>(job.x_zeros[m]));
+      const float32x4_t sum = vld1q_f32(total + m * kTileN + 4 * q);
       store_first(job.y, m * job.n + n, job.y_dtype, vfmaq_n_f32(bias, sum, job.x_scales[m * job.x_scale_stride]),
                   count);
     }
@@ -275,9 +302,10 @@ void run_fp4(const Job& job, int64_t begin, int64_t end) {
 
 void run_int8(const Job& job, int64_t begin, int64_t end) {
   run_int4(job, begin, end, [&](const uint8_t* weight, int64_t s, const Parameters(&parameters)[2], float* total) {
+    const SumsOfCodes codes = job.x_zeros != nullptr ? sum_codes(job, weight, s) : SumsOfCodes{};
     int64_t m = 0;
-    for (; m + 2 <= job.m; m += 2) multiply_int8<2>(job, weight, m, s, parameters, total);
-    if (m < job.m) multiply_int8<1>(job, weight, m, s, parameters, total);
+    for (; m + 2 <= job.m; m += 2) multiply_int8<2>(job, weight, m, s, parameters, codes, total);
+    if (m < job.m) multiply_int8<1>(job, weight, m, s, parameters, codes, total);
   });
 }
 

@@ -37,25 +37,34 @@ void multiply(const uint8_t* const (&rows)[kRowsW], const int8_t* x, int64_t x_r
   for (int i = 0; i < kM; ++i) vst1q_s32(out + i * kTileRows, sums.all(0, i));
 }
 
-// y for columns n .. n + 3.
-void write(const Job& job, int64_t n, const float* totals) {
+// y for columns n .. n + 3, from the sums over k of x's integers times W's. As integers, which float64 holds, they are
+// less what x's zero point adds to them: either may be thousands of times what is left.
+void write(const Job& job, int64_t n, const double* totals) {
   const int64_t count = job.n - n;
   const float32x4_t bias = job.bias != nullptr ? load_first(job.bias, n, job.bias_dtype, count) : vdupq_n_f32(0);
-  const float32x4_t weight_sums =
-      job.x_zeros != nullptr ? load_first(job.weight_sums, n, DType::kFloat32, count) : vdupq_n_f32(0);
   const float32x4_t scales = job.weight_scaling == Scaling::kRow ? load_first(job.scales, n, DType::kFloat32, count)
                                                                  : vdupq_n_f32(*static_cast<const float*>(job.scales));
+  float64x2_t low = vdupq_n_f64(0), high = low;  // sums of W's integers, exact below 2^22
+  if (job.x_zeros != nullptr) {
+    const float32x4_t w_sums = load_first(job.weight_sums, n, DType::kFloat32, count);
+    const float32x4_t integers = vrndnq_f32(vdivq_f32(w_sums, scales));
+    low = vcvt_f64_f32(vget_low_f32(integers)), high = vcvt_high_f64_f32(integers);
+  }
   for (int64_t m = 0; m < job.m; ++m) {
-    float32x4_t sum = vmulq_f32(vld1q_f32(totals + m * kTileRows), scales);
-    if (job.x_zeros != nullptr) sum = vfmsq_n_f32(sum, weight_sums, static_cast<float>(job.x_zeros[m]));
+    float64x2_t first = vld1q_f64(totals + m * kTileRows), second = vld1q_f64(totals + m * kTileRows + 2);
+    if (job.x_zeros != nullptr) {
+      const float64x2_t zero = vdupq_n_f64(job.x_zeros[m]);
+      first = vfmsq_f64(first, low, zero), second = vfmsq_f64(second, high, zero);
+    }
+    const float32x4_t sum = vmulq_f32(vcombine_f32(vcvt_f32_f64(first), vcvt_f32_f64(second)), scales);
     store_first(job.y, m * job.n + n, job.y_dtype, vfmaq_n_f32(bias, sum, job.x_scales[m * job.x_scale_stride]), count);
   }
 }
 
 void run_int8(const Job& job, int64_t begin, int64_t end) {
   const int64_t count = job.m * kTileRows, x_row = job.tiles_k * kTileColumns;
-  int32_t* sums = static_cast<int32_t*>(scratch(Scratch::kSums, 2 * count * int64_t{sizeof(int32_t)}));
-  float* totals = reinterpret_cast<float*>(sums + count);
+  int32_t* sums = static_cast<int32_t*>(scratch(Scratch::kSums, count * int64_t{sizeof(int32_t) + sizeof(double)}));
+  double* totals = reinterpret_cast<double*>(sums + count);
   for (int64_t n = begin * kTileRows; n < end * kTileRows; n += kTileRows) {
     for (int64_t s = 0; s < job.sections; ++s) {
       const int64_t k = s * job.section, k_end = least(k + job.section, job.k);
@@ -68,9 +77,9 @@ void run_int8(const Job& job, int64_t begin, int64_t end) {
         }
         for (; m < job.m; ++m) multiply<1>(w, job.int8 + m * x_row, x_row, k, k_end, sums + m * kTileRows + quad);
       }
-      for (int64_t i = 0; i < count; i += 4) {
-        const float32x4_t sum = vcvtq_f32_s32(vld1q_s32(sums + i));
-        vst1q_f32(totals + i, s == 0 ? sum : vaddq_f32(vld1q_f32(totals + i), sum));
+      for (int64_t i = 0; i < count; i += 2) {
+        const float64x2_t sum = vcvtq_f64_s64(vmovl_s32(vld1_s32(sums + i)));
+        vst1q_f64(totals + i, s == 0 ? sum : vaddq_f64(vld1q_f64(totals + i), sum));
       }
     }
     for (int quad = 0; quad < kTileRows && n + quad < job.n; quad += kRowsW) write(job, n + quad, totals + quad);

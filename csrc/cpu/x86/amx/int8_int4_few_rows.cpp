@@ -66,7 +66,7 @@ void few_rows(const Job& job, int64_t tile_n, const Int4Parameters* parameters, 
   fold_group(job.groups - 1);
   ColumnsOfPair columns;
   load_columns(job, tile_n * kTileRows, &columns);
-  store_integer_tiles<1>(job, tile_n * kTileRows, 0, columns, [&](int i) { return total[i]; });
+  store_integer_tiles<1>(job, tile_n * kTileRows, 0, columns, [&](int i, __m512) { return total[i]; });
 }
 
 }  // namespace

@@ -90,7 +90,7 @@ struct ScaleAndAdd {
     }
     return total;
   }
-  __attribute__((always_inline)) __m512 scaled(Vector total, int64_t) const { return total; }
+  __attribute__((always_inline)) __m512 scaled(Vector total, int64_t, __m512) const { return total; }
 
   const PairParameters* parameters;  // of the first section
 };
@@ -192,7 +192,8 @@ void many_rows(const Job& job, int64_t begin, int64_t end, const Workspace& memo
       continue;
     }
     if (w.has_rests) take_off_rests(job, memory.parameters, totals);
-    const auto sums = [](int, __m512i total) __attribute__((always_inline)) { return _mm512_castsi512_ps(total); };
+    const auto sums = [](int, __m512i total, __m512)
+                          __attribute__((always_inline)) { return _mm512_castsi512_ps(total); };
     count == 2 ? write_totals<2>(job, tile_n, totals, sums) : write_totals<1>(job, tile_n, totals, sums);
   }
   direct.write();

@@ -89,23 +89,42 @@ void multiply_direct(const Job& job, int64_t tile_n, int64_t tile_m, uint8_t* re
   each_c<kN, kM>([&]<int n, int m>() { tile_store<2 * n + m>(c + (n * kM + m) * kTileSums); });
 }
 
-void load_pair_scales(const Job& job, int64_t tile_n, float* scales) {
-  for (int i = 0; i < 2; ++i) _mm512_store_ps(scales + i * kTileRows, load_scales(job, (tile_n + i) * kTileRows));
-}
+// Scales of two N-tiles, and sums over k of W's integers if x has zero points.
+struct PairScales {
+  bool has_zeros;
+  alignas(64) float scale[2 * kTileRows];
+  alignas(64) int32_t w_sum[2 * kTileRows];
+
+  PairScales(const Job& job, int64_t tile_n) : has_zeros(job.x_zeros != nullptr) {
+    for (int i = 0; i < 2; ++i) {
+      const int64_t n = (tile_n + i) * kTileRows;
+      const __m512 scales = load_scales(job, n);
+      _mm512_store_ps(scale + i * kTileRows, scales);
+      _mm512_store_si512(w_sum + i * kTileRows, sums_of_integers(job, n, scales));
+    }
+  }
+  // The sums of row `row`, scaled, and before that less what zero points of x add to them, as integers.
+  __attribute__((always_inline)) __m512 scaled(__m512i sum, int64_t row, __m512 zero) const {
+    if (has_zeros) {
+      const __m512i zeros = _mm512_mullo_epi32(_mm512_cvtps_epi32(zero), _mm512_set1_epi32(w_sum[row]));
+      sum = _mm512_sub_epi32(sum, zeros);
+    }
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(scale[row]));
+  }
+};
 
 template <int kN, int kM>
 void direct_pair(const Job& job, int64_t tile_n, int64_t tile_m) {
   alignas(64) uint8_t rest[2 * kTileBytes];
   alignas(64) int32_t c[kN * kM * kTileSums];
   multiply_direct<kN, kM>(job, tile_n, tile_m, rest, c);
-  alignas(64) float scales[2 * kTileRows];
-  load_pair_scales(job, tile_n, scales);
+  const PairScales scales(job, tile_n);
   ColumnsOfPair columns;
   load_columns(job, tile_n * kTileRows, &columns);
   for (int m = 0; m < kM; ++m) {
-    const auto sums = [&](int i) __attribute__((always_inline)) {
+    const auto sums = [&](int i, __m512 zero) __attribute__((always_inline)) {
       const int32_t* sum = c + (i / kTileRows * kM + m) * kTileSums + i % kTileRows * kTileRows;
-      return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sum)), _mm512_set1_ps(scales[i]));
+      return scales.scaled(_mm512_load_si512(sum), i, zero);
     };
     store_integer_tiles<kN>(job, tile_n * kTileRows, (tile_m + m) * kTileRows, columns, sums);
   }
@@ -138,11 +157,11 @@ struct Add {
   __attribute__((always_inline)) Vector add(const int32_t* c, int64_t row, int m, Vector total) const {
     return _mm512_add_epi32(total, _mm512_load_si512(c + (row * kM + m) * kTileRows));
   }
-  __attribute__((always_inline)) __m512 scaled(Vector total, int64_t row) const {
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(total), _mm512_set1_ps(scales[row]));
+  __attribute__((always_inline)) __m512 scaled(Vector total, int64_t row, __m512 zero) const {
+    return scales->scaled(total, row, zero);
   }
 
-  const float* scales;
+  const PairScales* scales;
 };
 
 // Two N-tiles for multiply_panels().
@@ -152,9 +171,7 @@ struct Int8 {
   static constexpr int64_t tiles = kPanelTiles, section = kPanelTiles;
 
   Int8(const Job& of_job, int64_t tile_n, uint8_t* of_panel)
-      : job(of_job), n(tile_n * kTileRows), panel(of_panel), steps(job.tiles_k) {
-    load_pair_scales(job, tile_n, scales);
-  }
+      : job(of_job), n(tile_n * kTileRows), panel(of_panel), steps(job.tiles_k), scales(job, tile_n) {}
 
   Rows fill(int64_t t, int64_t end, int64_t slots) {
     const int64_t whole = n + kPanelRows <= job.n ? least(end, job.k / kTileColumns) : t;
@@ -176,7 +193,7 @@ struct Int8 {
     }
   }
 
-  Fold fold(int64_t) const { return {scales}; }
+  Fold fold(int64_t) const { return {&scales}; }
 
   const Job& job;
   const int64_t n;
@@ -184,7 +201,7 @@ struct Int8 {
   const int64_t steps;
   int64_t lines = 0, next_row = 0;  // lines to be fetched with every step; of which row the next one is
   const uint8_t* next = nullptr;
-  alignas(64) float scales[kPanelRows];
+  const PairScales scales;
 };
 
 void many_rows(const Job& job, int64_t begin, int64_t end) {
@@ -203,9 +220,8 @@ void many_rows(const Job& job, int64_t begin, int64_t end) {
       output_of.add();
       continue;
     }
-    const auto sums = [&](int i, __m512i total) __attribute__((always_inline)) {
-      return _mm512_mul_ps(_mm512_cvtepi32_ps(total), _mm512_set1_ps(w.scales[i]));
-    };
+    const auto sums = [&](int i, __m512i total, __m512 zero)
+                          __attribute__((always_inline)) { return w.scales.scaled(total, i, zero); };
     tile_n + 1 < end ? write_totals<2>(job, tile_n, totals, sums) : write_totals<1>(job, tile_n, totals, sums);
   }
   output_of.write();

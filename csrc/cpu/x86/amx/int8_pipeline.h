@@ -35,7 +35,7 @@ struct Output {
 
 // Fold: kSections, a Total of 32 bits and
 //   add<kM>(c, row, m, total)   total + c[kSections][2][16 n][kM][16 m] for tile m of x, row of 2 x 16
-//   scaled(total, row)          as float32, scaled as W is
+//   scaled(total, row, zero)    as float32, scaled as W is; beside int8 less what the zero points of x add
 // from: totals so far, [2][16 n][kM][16 m], null if there are none; to: where they go, or null: to y, tiles of x from
 // row m on.
 template <typename Fold>
@@ -171,8 +171,8 @@ class Pipeline {
         const __m512 zero = _mm512_load_ps(output->x_zeros + unit.m + m * kTileRows);
         const __m512 scale = _mm512_load_ps(output->x_scales + unit.m + m * kTileRows);
         for (int r = 0; r < 2; ++r) {
-          y[r] =
-              integer_y(zero, scale, *output->columns, static_cast<int>(row + r), unit.fold.scaled(sums[r], row + r));
+          y[r] = integer_y(zero, scale, *output->columns, static_cast<int>(row + r),
+                           unit.fold.scaled(sums[r], row + r, zero));
         }
         output->words[m * kTileRows + i] = to_bf16_pairs(y[0], y[1]);
       }
@@ -311,8 +311,8 @@ class DirectOutput {
   int64_t first_ = 0, count_ = 0;
 };
 
-// y of kN N-tiles from such totals. sums(i, total) makes what row i of W has against a tile of x float32, scaled as W
-// is.
+// y of kN N-tiles from such totals. sums(i, total, zero) makes what row i of W has against a tile of x float32, as
+// Fold::scaled() does.
 template <int kN, typename Total, typename Sums>
 void write_totals(const Job& job, int64_t tile_n, const Total* totals, const Sums& sums) {
   ColumnsOfPair columns;
@@ -320,8 +320,8 @@ void write_totals(const Job& job, int64_t tile_n, const Total* totals, const Sum
   for (int64_t tile = 0; tile < job.tiles_m; ++tile) {
     const int64_t first = tile / 2 * 2, in_pair = least(2, job.tiles_m - first);
     const Total* of_tile = totals + first * 2 * kTileSums + (tile - first) * kTileRows;
-    const auto row = [&](int i) __attribute__((always_inline)) {
-      return sums(i, _mm512_load_si512(of_tile + i * in_pair * kTileRows));
+    const auto row = [&](int i, __m512 zero) __attribute__((always_inline)) {
+      return sums(i, _mm512_load_si512(of_tile + i * in_pair * kTileRows), zero);
     };
     store_integer_tiles<kN>(job, tile_n * kTileRows, tile * kTileRows, columns, row);
   }

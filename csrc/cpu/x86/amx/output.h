@@ -23,7 +23,7 @@ static inline RowsOfTile load_rows(const Job& job, int64_t m) {
   return rows;
 }
 
-// What two N-tiles add and what zero points of x multiply; 0 past N.
+// What two N-tiles add and, beside int4, what zero points of x multiply; 0 past N.
 struct ColumnsOfPair {
   alignas(64) float bias[2 * kTileRows];
   alignas(64) float weight_sums[2 * kTileRows];
@@ -34,8 +34,8 @@ static inline void load_columns(const Job& job, int64_t n, ColumnsOfPair* column
     const __mmask16 mask = first(job.n - at);
     const __m512 bias = job.bias != nullptr ? load16(job.bias, at, job.bias_dtype, mask) : _mm512_setzero_ps();
     _mm512_store_ps(columns->bias + i * kTileRows, bias);
-    const __m512 sums =
-        job.x_zeros != nullptr ? load16(job.weight_sums, at, DType::kFloat32, mask) : _mm512_setzero_ps();
+    const bool has_sums = job.x_zeros != nullptr && job.weight_format == Format::kInt4;
+    const __m512 sums = has_sums ? load16(job.weight_sums, at, DType::kFloat32, mask) : _mm512_setzero_ps();
     _mm512_store_ps(columns->weight_sums + i * kTileRows, sums);
   }
 }
@@ -95,13 +95,14 @@ __attribute__((always_inline)) static inline void store_tiles(const Job& job, in
   }
 }
 
-// The same of integer products: sums(i) is row i of the sums over k of x's integers times W, scaled as W is.
+// The same of integer products: sums(i, zero) is row i of the sums over k of x's integers times W, scaled as W is;
+// zero: of the rows of x, for who takes it off integers.
 template <int kN, typename Sums>
 __attribute__((always_inline)) static inline void store_integer_tiles(const Job& job, int64_t n, int64_t m,
                                                                       const ColumnsOfPair& columns, const Sums& sums) {
   const RowsOfTile rows = load_rows(job, m);
   store_tiles<kN>(job, n, m, [&](int i) __attribute__((always_inline)) {
-    return integer_y(rows.zero, rows.scale, columns, i, sums(i));
+    return integer_y(rows.zero, rows.scale, columns, i, sums(i, rows.zero));
   });
 }
 

@@ -63,12 +63,21 @@ void multiply(const Job& job, const uint8_t* const (&w)[kRowsW], const int8_t* x
   for (int i = 0; i < kM; ++i) _mm_store_si128(reinterpret_cast<__m128i*>(out + i * kTileRows), lane_sums(sums[i]));
 }
 
+// Sums of several sections may leave 32 bits: as float64 they stay integers.
+__m256 total_less_zero(const Job& job, int64_t m, const double* totals, __m256i w_sums) {
+  const __m256d zero = _mm256_set1_pd(job.x_zeros == nullptr ? 0 : job.x_zeros[m]);
+  const __m256d low = _mm256_cvtepi32_pd(_mm256_castsi256_si128(w_sums));
+  const __m256d high = _mm256_cvtepi32_pd(_mm256_extracti128_si256(w_sums, 1));
+  return _mm256_set_m128(_mm256_cvtpd_ps(_mm256_fnmadd_pd(zero, high, _mm256_load_pd(totals + 4))),
+                         _mm256_cvtpd_ps(_mm256_fnmadd_pd(zero, low, _mm256_load_pd(totals))));
+}
+
 }  // namespace
 
 void avx2::int8_int8_gemv(const Job& job, int64_t begin, int64_t end) {
   const int64_t count = job.m * kTileRows;
-  int32_t* sums = static_cast<int32_t*>(scratch(Scratch::kSums, 2 * count * int64_t{sizeof(int32_t)}));
-  float* totals = reinterpret_cast<float*>(sums + count);
+  int32_t* sums = static_cast<int32_t*>(scratch(Scratch::kSums, count * int64_t{sizeof(int32_t) + sizeof(double)}));
+  double* totals = reinterpret_cast<double*>(sums + count);
   const int64_t x_row = job.tiles_k * kTileColumns;
   for (int64_t n = begin * kTileRows; n < end * kTileRows; n += kTileRows) {
     for (int64_t s = 0; s < job.sections; ++s) {
@@ -84,17 +93,22 @@ void avx2::int8_int8_gemv(const Job& job, int64_t begin, int64_t end) {
         }
         if (m < job.m) multiply<1>(job, w, job.int8 + m * x_row, k, k_end, sums + m * kTileRows + quad);
       }
-      for (int64_t i = 0; i < count; i += 8) {
-        const __m256 sum = _mm256_cvtepi32_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(sums + i)));
-        _mm256_store_ps(totals + i, s == 0 ? sum : _mm256_add_ps(_mm256_load_ps(totals + i), sum));
+      for (int64_t i = 0; job.sections > 1 && i < count; i += 4) {
+        const __m256d sum = _mm256_cvtepi32_pd(_mm_load_si128(reinterpret_cast<const __m128i*>(sums + i)));
+        _mm256_store_pd(totals + i, s == 0 ? sum : _mm256_add_pd(_mm256_load_pd(totals + i), sum));
       }
     }
     for (int64_t first = 0; first < kTileRows && n + first < job.n; first += 8) {
       const Columns columns = load_columns(job, n + first);
       const __m256 scales = load_scales(job, n + first);
+      const __m256i w_sums = sums_of_integers(job, n + first, scales);
       for (int64_t m = 0; m < job.m; ++m) {
-        const __m256 sum = _mm256_mul_ps(_mm256_load_ps(totals + m * kTileRows + first), scales);
-        write_row(job, columns, m, less_zero(job, columns, m, sum));
+        const int64_t at = m * kTileRows + first;
+        const __m256i* integers = reinterpret_cast<const __m256i*>(sums + at);
+        const __m256 sum = job.sections == 1
+                               ? _mm256_cvtepi32_ps(less_zero(job, m, _mm256_load_si256(integers), w_sums))
+                               : total_less_zero(job, m, totals + at, w_sums);
+        write_row(job, columns, m, _mm256_mul_ps(sum, scales));
       }
     }
   }

@@ -9,12 +9,11 @@ namespace qao::cpu {
 // What columns n .. n + count of y need.
 struct Columns {
   int64_t n, count;
-  __m256 bias, weight_sums;
+  __m256 bias;
 };
 static inline Columns load_columns(const Job& job, int64_t n) {
   const int64_t count = job.n - n < 8 ? job.n - n : 8;
-  return {n, count, job.bias != nullptr ? load_first(job.bias, n, job.bias_dtype, count) : _mm256_setzero_ps(),
-          job.x_zeros != nullptr ? load_first(job.weight_sums, n, DType::kFloat32, count) : _mm256_setzero_ps()};
+  return {n, count, job.bias != nullptr ? load_first(job.bias, n, job.bias_dtype, count) : _mm256_setzero_ps()};
 }
 
 // W's scales, if it has one a row or one for all.
@@ -23,13 +22,20 @@ static inline __m256 load_scales(const Job& job, int64_t n) {
   return _mm256_set1_ps(*static_cast<const float*>(job.scales));
 }
 
-// Sums over k of x's integers times W, less what x's zero point adds to them.
-static inline __m256 less_zero(const Job& job, const Columns& columns, int64_t m, __m256 sum) {
-  if (job.x_zeros == nullptr) return sum;
-  return _mm256_fnmadd_ps(_mm256_set1_ps(static_cast<float>(job.x_zeros[m])), columns.weight_sums, sum);
+// What x's zero points are multiplied by: sums over k of W's integers, exact below 2^22.
+static inline __m256i sums_of_integers(const Job& job, int64_t n, __m256 scales) {
+  if (job.x_zeros == nullptr) return _mm256_setzero_si256();
+  return _mm256_cvtps_epi32(_mm256_div_ps(load_first(job.weight_sums, n, DType::kFloat32, job.n - n), scales));
 }
 
-// y[m] from them.
+// Sums over k of x's integers times W's, less what x's zero point adds to them. As integers: either may be thousands of
+// times what is left.
+static inline __m256i less_zero(const Job& job, int64_t m, __m256i sum, __m256i w_sums) {
+  if (job.x_zeros == nullptr) return sum;
+  return _mm256_sub_epi32(sum, _mm256_mullo_epi32(_mm256_set1_epi32(job.x_zeros[m]), w_sums));
+}
+
+// y[m] from the sums over k of x's integers times W.
 static inline void write_row(const Job& job, const Columns& columns, int64_t m, __m256 sum) {
   const __m256 y = _mm256_fmadd_ps(_mm256_set1_ps(job.x_scales[m]), sum, columns.bias);
   store_first(job.y, m * job.n + columns.n, job.y_dtype, y, columns.count);

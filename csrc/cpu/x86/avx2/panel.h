@@ -70,10 +70,11 @@ inline void finish_int8(const Job& job, int64_t tile_n, const uint32_t* totals, 
   each_eight(job, tile_n, totals, [&](int64_t n, const uint32_t* eight) {
     const Columns columns = load_columns(job, n);
     const __m256 scales = load_scales(job, n);
+    const __m256i w_sums = sums_of_integers(job, n, scales);
     for (int64_t m = rows.begin; m < rows.end; ++m) {
       const __m256i off = _mm256_set1_epi32(excess * static_cast<int32_t>(job.x_sums[m]));
       const __m256i sum = _mm256_sub_epi32(IntegerTotals::load_total(eight + m * kTileRows), off);
-      write_row(job, columns, m, less_zero(job, columns, m, _mm256_mul_ps(_mm256_cvtepi32_ps(sum), scales)));
+      write_row(job, columns, m, _mm256_mul_ps(_mm256_cvtepi32_ps(less_zero(job, m, sum, w_sums)), scales));
     }
   });
 }

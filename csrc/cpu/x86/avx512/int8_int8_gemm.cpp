@@ -34,14 +34,16 @@ struct Int8 : PlainTotals<Int8Panel> {
   static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
     Columns columns[kTiles];
     __m512 scales[kTiles];
+    __m512i w_sums[kTiles];
     for (int t = 0; t < kTiles; ++t) {
       columns[t] = load_columns(job, (tile_n + t) * kTileRows), scales[t] = row_scales(job, tile_n + t);
+      w_sums[t] = sums_of_integers(job, (tile_n + t) * kTileRows, scales[t]);
     }
     write_rows<kTiles>(job, tile_n, rows, [&](int64_t m, int t) {
       const __m512i excess = _mm512_set1_epi32(static_cast<int32_t>(128 * job.x_sums[m]));
       const __m512i sum = _mm512_sub_epi32(load_total(totals + (m * kTiles + t) * kTileRows), excess);
-      const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales[t]);
-      return value_of_y(job, columns[t], m, less_zero(job, columns[t], m, scaled));
+      const __m512i value = less_zero(job, m, sum, w_sums[t]);
+      return value_of_y(job, columns[t], m, _mm512_mul_ps(_mm512_cvtepi32_ps(value), scales[t]));
     });
   }
 };

@@ -76,12 +76,32 @@ void multiply_some(const Job& job, const uint8_t* const (&w)[kRowsW], int64_t m,
   }
 }
 
+// Sums of several sections may leave 32 bits: as float64 they stay integers.
+void add_to_totals(__m512i sum, bool first, double* totals) {
+  for (int half = 0; half < 2; ++half, totals += kTileRows / 2) {
+    const __m512d add = _mm512_cvtepi32_pd(half == 0 ? _mm512_castsi512_si256(sum) : _mm512_extracti64x4_epi64(sum, 1));
+    _mm512_store_pd(totals, first ? add : _mm512_add_pd(_mm512_load_pd(totals), add));
+  }
+}
+__m512 total_less_zero(const Job& job, int64_t m, const double* totals, __m512i w_sums) {
+  const __m512d zero = _mm512_set1_pd(job.x_zeros == nullptr ? 0 : job.x_zeros[m]);
+  const __m512d low = _mm512_cvtepi32_pd(_mm512_castsi512_si256(w_sums));
+  const __m512d high = _mm512_cvtepi32_pd(_mm512_extracti64x4_epi64(w_sums, 1));
+  const __m256 sums[2] = {_mm512_cvtpd_ps(_mm512_fnmadd_pd(zero, low, _mm512_load_pd(totals))),
+                          _mm512_cvtpd_ps(_mm512_fnmadd_pd(zero, high, _mm512_load_pd(totals + kTileRows / 2)))};
+  return _mm512_insertf32x8(_mm512_castps256_ps512(sums[0]), sums[1], 1);
+}
+
 }  // namespace
 
 void avx512::int8_int8_gemv(const Job& job, int64_t begin, int64_t end) {
   const int64_t count = job.m * kTileRows;
-  int32_t* sums = static_cast<int32_t*>(scratch(Scratch::kSums, 2 * count * int64_t{sizeof(int32_t)}));
-  float* totals = reinterpret_cast<float*>(sums + count);
+  int32_t* sums = static_cast<int32_t*>(scratch(Scratch::kSums, count * int64_t{sizeof(int32_t) + sizeof(double)}));
+  double* totals = reinterpret_cast<double*>(sums + count);
+  const auto products = [&](int64_t m, int64_t s) {  // of x's integers with W's
+    const __m512i excess = _mm512_set1_epi32(static_cast<int32_t>(128 * job.x_sums[m * job.sections + s]));
+    return _mm512_sub_epi32(_mm512_load_si512(sums + m * kTileRows), excess);
+  };
   for (int64_t n = begin * kTileRows; n < end * kTileRows; n += kTileRows) {
     for (int64_t s = 0; s < job.sections; ++s) {
       const int64_t k = s * job.section, k_end = least(k + job.section, job.k);
@@ -93,18 +113,17 @@ void avx512::int8_int8_gemv(const Job& job, int64_t begin, int64_t end) {
         multiply_some<true>(job, w, 0, k, k_end, sums + quad);
         for (int64_t m = kRowsX; m < job.m; m += kRowsX) multiply_some<false>(job, w, m, k, k_end, sums + quad);
       }
-      for (int64_t m = 0; m < job.m; ++m) {
-        const __m512i excess = _mm512_set1_epi32(static_cast<int32_t>(128 * job.x_sums[m * job.sections + s]));
-        const __m512i sum = _mm512_sub_epi32(_mm512_load_si512(sums + m * kTileRows), excess);
-        const __m512 before = s == 0 ? _mm512_setzero_ps() : _mm512_load_ps(totals + m * kTileRows);
-        _mm512_store_ps(totals + m * kTileRows, _mm512_add_ps(before, _mm512_cvtepi32_ps(sum)));
+      for (int64_t m = 0; job.sections > 1 && m < job.m; ++m) {
+        add_to_totals(products(m, s), s == 0, totals + m * kTileRows);
       }
     }
     const Columns columns = load_columns(job, n);
     const __m512 scales = load_scales(job, n);
+    const __m512i w_sums = sums_of_integers(job, n, scales);
     for (int64_t m = 0; m < job.m; ++m) {
-      const __m512 sum = _mm512_mul_ps(_mm512_load_ps(totals + m * kTileRows), scales);
-      write_row(job, columns, m, less_zero(job, columns, m, sum));
+      const __m512 sum = job.sections == 1 ? _mm512_cvtepi32_ps(less_zero(job, m, products(m, 0), w_sums))
+                                           : total_less_zero(job, m, totals + m * kTileRows, w_sums);
+      write_row(job, columns, m, _mm512_mul_ps(sum, scales));
     }
   }
 }

@@ -10,12 +10,11 @@ namespace qao::cpu {
 struct Columns {
   int64_t n;
   __mmask16 mask;
-  __m512 bias, weight_sums;
+  __m512 bias;
 };
 static inline Columns load_columns(const Job& job, int64_t n) {
   const __mmask16 mask = first(job.n - n);
-  return {n, mask, job.bias != nullptr ? load16(job.bias, n, job.bias_dtype, mask) : _mm512_setzero_ps(),
-          job.x_zeros != nullptr ? load16(job.weight_sums, n, DType::kFloat32, mask) : _mm512_setzero_ps()};
+  return {n, mask, job.bias != nullptr ? load16(job.bias, n, job.bias_dtype, mask) : _mm512_setzero_ps()};
 }
 
 // W's scales, if it has one a row or one for all.
@@ -24,13 +23,20 @@ static inline __m512 load_scales(const Job& job, int64_t n) {
   return _mm512_set1_ps(*static_cast<const float*>(job.scales));
 }
 
-// Sums over k of x's integers times W, less what x's zero point adds to them.
-static inline __m512 less_zero(const Job& job, const Columns& columns, int64_t m, __m512 sum) {
-  if (job.x_zeros == nullptr) return sum;
-  return _mm512_fnmadd_ps(_mm512_set1_ps(static_cast<float>(job.x_zeros[m])), columns.weight_sums, sum);
+// What x's zero points are multiplied by: sums over k of W's integers, exact below 2^22.
+static inline __m512i sums_of_integers(const Job& job, int64_t n, __m512 scales) {
+  if (job.x_zeros == nullptr) return _mm512_setzero_si512();
+  return _mm512_cvtps_epi32(_mm512_div_ps(load16(job.weight_sums, n, DType::kFloat32, first(job.n - n)), scales));
 }
 
-// y[m] from them.
+// Sums over k of x's integers times W's, less what x's zero point adds to them. As integers: either may be thousands of
+// times what is left.
+static inline __m512i less_zero(const Job& job, int64_t m, __m512i sum, __m512i w_sums) {
+  if (job.x_zeros == nullptr) return sum;
+  return _mm512_sub_epi32(sum, _mm512_mullo_epi32(_mm512_set1_epi32(job.x_zeros[m]), w_sums));
+}
+
+// y[m] from the sums over k of x's integers times W.
 static inline __m512 value_of_y(const Job& job, const Columns& columns, int64_t m, __m512 sum) {
   return _mm512_fmadd_ps(_mm512_set1_ps(job.x_scales[m]), sum, columns.bias);
 }
