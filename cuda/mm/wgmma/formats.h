@@ -16,6 +16,7 @@ enum class Fold {
   kPromote,  // sums of e4m3 or of the parts of a float32 x, which the tensor cores cut short, move to float32 sums
   kBlock,    // scales of 128 x 128 blocks of W, and of 1 x 128 of an x of eight bits
   kGroup,    // scales of the groups of an int4 W
+  kGroupLessZero,  // the same, after zero points of an int8 x have come off
 };
 
 // x as it is multiplied: a float32 is three parts in bfloat16.
@@ -30,7 +31,8 @@ inline XKind x_kind_of(const Problem& problem) {
 
 // The tiles a row is for. kFastAccum: with fast_accum, sums may stay in the tensor cores; the largest tile and those by
 // turns have kernels for that. kRowScales: all, with a scale for each row of W and whole numbers for its groups.
-enum class Tiles { kAllTiles, kSwapped, kNotSwapped, kFastAccum, kRowScales };
+// kZeroPoints: all, of an x that has some.
+enum class Tiles { kAllTiles, kSwapped, kNotSwapped, kFastAccum, kRowScales, kZeroPoints };
 
 struct Formats {
   XKind x;
@@ -45,8 +47,9 @@ struct Formats {
     if (tiles == Tiles::kNotSwapped) return !can_swap(tile.tokens);
     return tiles != Tiles::kFastAccum || tile.tokens == 256 || tile.by_turns;
   }
-  constexpr bool serves(Tile tile, bool fast_accum, bool row_scales) const {
-    return is_for(tile) && (tiles != Tiles::kFastAccum || fast_accum) && (tiles != Tiles::kRowScales || row_scales);
+  constexpr bool serves(Tile tile, bool fast_accum, bool row_scales, bool x_zeros) const {
+    return is_for(tile) && (tiles != Tiles::kFastAccum || fast_accum) && (tiles != Tiles::kRowScales || row_scales) &&
+           (tiles != Tiles::kZeroPoints || x_zeros);
   }
   constexpr Traits traits() const {
     const bool float_x = x != XKind::kInt8 && x != XKind::kFp8;
@@ -87,7 +90,7 @@ static_assert(
             const bool first =
                 kFirstRow[static_cast<int>(kRows[row].x)][static_cast<int>(kRows[row].weight)][kRows[row].blocks] ==
                 row;
-            while (first && alike() && !kRows[at].serves(tile, fast, fast)) ++at;
+            while (first && alike() && !kRows[at].serves(tile, fast, fast, fast)) ++at;
             if (first && !alike()) return false;
           }
         }
@@ -106,7 +109,7 @@ inline int row_of(const Problem& problem, Tile tile) {
   int row = first_row_of(problem);
   // Not all tiles have kernels that leave sums in the tensor cores.
   const bool fast = problem.fast_accum && !problem.batch_invariant;
-  while (!kRows[row].serves(tile, fast, has_row_scales(problem))) ++row;
+  while (!kRows[row].serves(tile, fast, has_row_scales(problem), problem.x_zeros)) ++row;
   return row;
 }
 // Whether a row of y has the same bits in all tiles that keep_order() says yes to: K is walked in one order by all, but

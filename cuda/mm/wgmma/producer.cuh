@@ -33,6 +33,7 @@ struct Kernel {
       kPacked && kFloatX && !kFolds;  // int4 and fp4 are multiplied by their scales in T
   // int4 beside int8: multiplied by whole numbers of its groups, in int8
   static constexpr bool kRowScales = kPacked && !kFloatX && !kFolds;
+  static constexpr bool kLessZero = fold == Fold::kGroupLessZero, kGroups = fold == Fold::kGroup || kLessZero;
   // int4 beside e4m3: codes less the whole parts of their zero points
   static constexpr bool kCentred = kPacked && std::is_same_v<T, qao::wgmma::E4m3>;
   static constexpr bool kMakesScales = kScalesOperand || kRowScales;  // three warps make what scales W, a stage ahead
