@@ -218,8 +218,7 @@ struct Warp {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float x_sum = e % 2 == 0 ? x_sums[j].x : x_sums[j].y;
-          float value = static_cast<float>(product[i][j][e]);
-          if (Product::kSumsRows && e >= 2) value -= static_cast<float>(product[i][j][e - 2]);
+          const float value = static_cast<float>(product[i][j][e]);
           sum[i][j][e] += of.scale[e / 2] * fmaf(-of.zero[e / 2], x_sum, value);
         }
       }
