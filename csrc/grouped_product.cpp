@@ -104,7 +104,7 @@ Tensor GroupedProduct::run(bool batch_invariant) {
   experts_.bias_bytes = problem.n * size_of(problem.bias_dtype);
   experts_.sums_bytes = problem.n * 4;
   if (x_.is_cpu()) {
-    if (quantized_ && problem.m > 0) quantized_->make(op_, arguments);
+    if (quantized_ && problem.m > 0) make_quantized_x();
     op_.check(cpu::grouped_mm(problem, arguments, experts_, torch_threads(experts_.rows * problem.n * problem.k)));
     return y;
   }

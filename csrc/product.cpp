@@ -116,6 +116,11 @@ Gpu gpu_of(const Op& op, const Argument& x) {
 }
 #endif
 
+void Product::make_quantized_x() {
+  quantized_->make(op_, arguments);
+  problem.quantizes_x = false;
+}
+
 Tensor Product::run(bool batch_invariant) {
   if (batch_invariant) keep_rows_apart();
   use_bias_and_sums();
@@ -123,7 +128,8 @@ Tensor Product::run(bool batch_invariant) {
   if (problem.m == 0) return y;
   arguments.y = y.data_ptr();
   if (x_.is_cpu()) {
-    if (quantized_) quantized_->make(op_, arguments);
+    // A product quantises its rows itself, but for a scale of all of them.
+    if (quantized_ && problem.x_scaling == Scaling::kTensor) make_quantized_x();
     op_.check(cpu::mm(problem, arguments, torch_threads(problem.m * problem.n * problem.k)));
     return y;
   }

@@ -71,6 +71,7 @@ class Product {
   void check_blocks();
   void check_x_scales(const Argument& x_scales);
   void use_bias_and_sums();
+  void make_quantized_x();  // before a product on a CPU
   void keep_rows_apart();
 
   Op& op_;

@@ -108,9 +108,8 @@ class Wave {
       Batch& batch = part.batch;
       const int64_t rows = batch.problem.m;
       if (part.gathers) by(threads, rows, [&](int64_t begin, int64_t end) { gather(part, begin, end); });
-      if (batch.wide != nullptr) {
-        by(threads, rows, [&](int64_t begin, int64_t end) { batch.widen(begin, end); });
-        batch.use_wide();
+      if (const int64_t wide = batch.rows_to_prepare(); wide > 0) {
+        by(threads, wide, [&](int64_t begin, int64_t end) { batch.prepare(begin, end); });
       }
       if (batch.job.remarks != nullptr) std::memset(batch.job.remarks, 0, static_cast<size_t>(rows));
       by(threads, batch.units(), [&](int64_t begin, int64_t end) { batch.pack(begin, end); });

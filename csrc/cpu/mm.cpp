@@ -38,28 +38,29 @@ void forget_remarks(const Batch& batch) {
 
 void run_batch(Batch batch, const Threads& threads) {
   lay_out(&batch, scratch(Scratch::kActivations, bytes_of(batch)));
-  const auto prepare = [&](int64_t units, int64_t values, const auto& step) {
-    is_serial(threads, values) ? step(int64_t{0}, units) : split(threads, units, step);
-  };
-  const int64_t rows = batch.problem.m, values = rows * batch.problem.k;
-  if (batch.wide != nullptr) {
-    prepare(rows, values, [&](int64_t begin, int64_t end) { batch.widen(begin, end); });
-    batch.use_wide();
-  }
   forget_remarks(batch);
+  const auto prepare = [&](int64_t begin, int64_t end) { batch.prepare(begin, end); };
   const auto pack = [&](int64_t begin, int64_t end) { batch.pack(begin, end); };
   const auto run = [&](int64_t begin, int64_t end) { batch.run(begin, end); };
-  const int64_t bytes = batch.problem.x == Format::kInt8 ? values / 2 : values;  // are copied, in half the time
-  if (batch.job.outliers == nullptr && !is_serial(threads, bytes)) {
-    TileShares shares(threads.count, batch.tiles_n(), batch.work());
-    in_two_steps(threads, batch.units(), pack, [&](int thread) { shares.run(thread, run); });
-    return batch.mend(threads);
+  const bool knows_outliers = batch.job.outliers == nullptr;  // there are none
+  Step rows(threads.count, batch.rows_to_prepare()), units(threads.count, batch.units());
+  TileShares shares(threads.count, batch.tiles_n(), batch.work());
+  if (is_serial(threads, batch.values_to_pack())) {
+    prepare(0, batch.rows_to_prepare());
+    pack(0, batch.units());
+  } else {
+    // One region: beside a busy process, the end of each may take a slice of its time.
+    threads.for_each([&](int thread) {
+      rows.run(prepare);
+      units.run(pack);
+      if (knows_outliers) shares.run(thread, run);
+    });
+    if (knows_outliers) return batch.mend(threads);
   }
-  prepare(batch.units(), bytes, pack);
   if (batch.has_outliers()) {
     batch.run_with_outliers(threads);
   } else {
-    split_tiles(threads, batch.tiles_n(), batch.work(), run);
+    threads.for_each([&](int thread) { shares.run(thread, run); });
   }
   batch.mend(threads);
 }
@@ -87,10 +88,9 @@ void run_shared(std::vector<Batch>& parts, const Threads& threads) {
       }
     });
   };
-  if (parts[0].wide != nullptr) {
-    each([](const Batch& part) { return part.problem.m; },
-         [](const Batch& part, int64_t begin, int64_t end) { part.widen(begin, end); });
-    for (Batch& part : parts) part.use_wide();
+  if (parts[0].rows_to_prepare() > 0) {
+    each([](const Batch& part) { return part.rows_to_prepare(); },
+         [](const Batch& part, int64_t begin, int64_t end) { part.prepare(begin, end); });
   }
   each([](const Batch& part) { return part.units(); },
        [](const Batch& part, int64_t begin, int64_t end) { part.pack(begin, end); });
@@ -136,11 +136,13 @@ Status mm(const Problem& p, const Arguments& a, const Threads& threads) {
   Features features;
   if (Status status = selected_features(&features); !status.ok()) return status;
   const Kernel& kernel = choose(p, features);
+  const QuantizeKernels& quantizers = quantize_kernels(features);
   const Cut parts = cut(kernel, p, a, threads.count);
   const int64_t units = divide_up(p.m, kRowsUnit);
   const auto part = [&](int64_t i) {
     const int64_t first = units * i / parts.count * kRowsUnit;
-    return Batch::of(kernel, p, a, first, std::min(units * (i + 1) / parts.count * kRowsUnit, p.m) - first);
+    const int64_t last = std::min(units * (i + 1) / parts.count * kRowsUnit, p.m);
+    return Batch::of(kernel, p, a, first, last - first, &quantizers);
   };
   if (parts.side_by_side && parts.count >= threads.count) {
     share_near(threads, parts.count, [&](int64_t i) { run_batch(part(i), Threads{}); });

@@ -15,17 +15,28 @@ using mm::Arguments;
 using mm::Problem;
 
 constexpr int64_t kFewestRows = 32;
+constexpr int64_t kRowsNear = 4;  // are packed while they are in a cache
 
 }  // namespace
 
-Batch Batch::of(const Kernel& kernel, const Problem& p, const Arguments& a, int64_t first, int64_t rows) {
+Batch Batch::of(const Kernel& kernel, const Problem& p, const Arguments& a, int64_t first, int64_t rows,
+                const QuantizeKernels* kernels) {
   Batch batch;
   batch.kernel = &kernel;
   batch.problem = p, batch.arguments = a;
-  batch.problem.m = rows;
+  batch.problem.m = rows, batch.problem.quantizes_x = false;
   Arguments& own = batch.arguments;
-  own.x = static_cast<const char*>(a.x) + first * a.x_stride * (p.x == Format::kFloat ? size_of(p.x_dtype) : 1);
+  const bool has_floats = p.x == Format::kFloat || p.quantizes_x;
+  own.x = static_cast<const char*>(a.x) + first * a.x_stride * (has_floats ? size_of(p.x_dtype) : 1);
   own.y = static_cast<char*>(a.y) + first * p.n * size_of(p.y_dtype);
+  if (p.quantizes_x) {
+    batch.rounding.kernels = kernels;
+    quantize::Problem& q = batch.rounding.problem;
+    q.m = rows, q.k = p.k, q.x_dtype = p.x_dtype;
+    q.format = p.x, q.scaling = p.x_scaling, q.symmetric = !p.x_zeros;
+    batch.rounding.arguments.x = own.x, batch.rounding.arguments.x_stride = a.x_stride;
+    return batch;
+  }
   if (p.x != Format::kFloat && p.x_scaling != Scaling::kTensor) {
     own.x_scales += first * (p.x_scaling == Scaling::kRow ? 1 : p.k_blocks());
   }
@@ -43,28 +54,58 @@ int64_t Batch::most_rows(const Kernel& kernel, const Problem& p, const Arguments
   return std::clamp(fitting, kFewestRows, kernel.packing->max_rows);
 }
 
+// Where x lies once it is quantised; where pack() rounds it, only its scales.
+void Batch::quantize_in(Pieces& pieces) {
+  quantize::Arguments& q = rounding.arguments;
+  const bool packed = kernel->packing != nullptr && kernel->packing->rounds_to_fp8 && problem.x == Format::kFp8;
+  q.q_stride = divide_up(problem.k, kTileColumns) * kTileColumns;
+  q.q = packed ? nullptr : pieces.take<int8_t>(problem.m * q.q_stride);
+  q.scales = pieces.take<float>(rounding.problem.scales());
+  q.zeros = problem.x_zeros ? pieces.take<int32_t>(problem.m) : nullptr;
+  arguments.x = q.q, arguments.x_stride = q.q_stride;
+  arguments.x_scales = q.scales, arguments.x_zeros = q.zeros;
+}
+
 void Batch::lay_out(Pieces& pieces) {
+  if (rounding.kernels != nullptr) quantize_in(pieces);
   if (kernel->packing == nullptr) return;
   job = describe(problem, arguments, *kernel->packing);
   job.m = problem.m;
+  if (rounding.kernels != nullptr && rounding.arguments.q == nullptr) {
+    job.floats = rounding.arguments.x, job.floats_stride = rounding.arguments.x_stride;
+    job.floats_dtype = problem.x_dtype;
+  }
   job.tiles_m = divide_up(job.m, kTileRows);
   const int64_t wide_bytes = job.m * job.tiles_k * kTileColumns * size_of(job.x_dtype);
   wide = problem.x != Format::kFloat && kernel->packing->widen != nullptr ? pieces.take<char>(wide_bytes) : nullptr;
+  if (wide != nullptr) job.x = wide, job.x_stride = job.tiles_k * kTileColumns;
   kernel->packing->lay_out(pieces, &job);
   job.remarks = problem.x != Format::kInt8 ? pieces.take<uint8_t>(job.m) : nullptr;
 }
 
-void Batch::widen(int64_t begin, int64_t end) const { kernel->packing->widen(job, wide, begin, end); }
+int64_t Batch::rows_to_prepare() const {
+  return !changes_rows() || (kernel->packing != nullptr && kernel->packing->packs_rows()) ? 0 : problem.m;
+}
 
-void Batch::use_wide() {
-  job.x = wide;
-  job.x_stride = job.tiles_k * kTileColumns;
+// Rows are quantised, and widened.
+void Batch::prepare(int64_t begin, int64_t end) const {
+  if (rounding.kernels != nullptr) quantize_rows(rounding.problem, rounding.arguments, *rounding.kernels, begin, end);
+  if (wide == nullptr) return;
+  Job narrow = job;
+  narrow.x = arguments.x, narrow.x_stride = arguments.x_stride;
+  kernel->packing->widen(narrow, wide, begin, end);
 }
 
 int64_t Batch::units() const { return kernel->packing == nullptr ? 0 : kernel->packing->units(job); }
 
 void Batch::pack(int64_t begin, int64_t end) const {
-  if (begin < end) kernel->packing->pack(job, begin, end);
+  if (begin == end) return;
+  if (!changes_rows() || rows_to_prepare() > 0) return kernel->packing->pack(job, begin, end);
+  for (int64_t m = begin; m < end; m += kRowsNear) {
+    const int64_t last = least(m + kRowsNear, end);
+    prepare(m, last);
+    kernel->packing->pack(job, m, last);
+  }
 }
 
 bool Batch::has_outliers() const {
@@ -128,10 +169,7 @@ void Batch::run_in_float32(int64_t first, int64_t rows, const Threads& threads) 
     batch.lay_out(count);
     Pieces pieces(scratch(Scratch::kWideRows, count.bytes()));
     batch.lay_out(pieces);
-    if (batch.wide != nullptr) {
-      split(threads, batch.problem.m, [&](int64_t begin, int64_t end) { batch.widen(begin, end); });
-      batch.use_wide();
-    }
+    split(threads, batch.rows_to_prepare(), [&](int64_t begin, int64_t end) { batch.prepare(begin, end); });
     split(threads, batch.units(), [&](int64_t begin, int64_t end) { batch.pack(begin, end); });
     split_tiles(threads, batch.tiles_n(), batch.work(), [&](int64_t begin, int64_t end) { batch.run(begin, end); });
   }

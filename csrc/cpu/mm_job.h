@@ -41,7 +41,10 @@ constexpr uint8_t kHasMoreWords = 16;  // fixed point: some chunks have one word
 struct Job {
   int64_t m = 0, n = 0, k = 0;  // m: rows of this call, counted from x and y
   const void* x = nullptr;
-  int64_t x_stride = 0;  // elements
+  int64_t x_stride = 0;          // elements
+  const void* floats = nullptr;  // x before it is rounded to fp8, where pack() does that; else null
+  int64_t floats_stride = 0;
+  DType floats_dtype = DType::kBFloat16;
   // y[m] is multiplied by x_scales[m * x_scale_stride]; x in blocks of 128 columns: by block, blocks side by side.
   const float* x_scales = nullptr;
   int64_t x_scale_stride = 0;

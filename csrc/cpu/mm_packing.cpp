@@ -111,13 +111,13 @@ const Packing kFloat32RowsAvx512 = {512,     kFloat32Bytes,        kMaxSectionBf
 
 // A panel holds whole sections.
 constexpr Packing panels(int64_t max_section, decltype(Packing::lay_out) lay_out, decltype(Packing::pack) pack,
-                         decltype(Packing::widen) widen) {
-  return {512, kPanelBytes, max_section, lay_out, rows_of, pack, widen, nullptr};
+                         decltype(Packing::widen) widen, bool rounds_to_fp8 = false) {
+  return {512, kPanelBytes, max_section, lay_out, rows_of, pack, widen, nullptr, nullptr, rounds_to_fp8};
 }
 const Packing kFloat32PanelsAvx2 = panels(256, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8);
 const Packing kFloat32WidePanelsAvx2 = panels(32, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8);
 const Packing kFloat32PanelsAvx512 = panels(64, lay_out_panels<64, 1>, avx512::pack_float32_panels, avx2::widen_fp8);
-const Packing kBf16Panels = panels(128, lay_out_panels<128, 2>, avx512_bf16::pack_bf16_panels, nullptr);
+const Packing kBf16Panels = panels(128, lay_out_panels<128, 2>, avx512_bf16::pack_bf16_panels, nullptr, true);
 const Packing kInt16Panels = panels(kMaxIntegerK, lay_out_panels<256, 2>, avx2::pack_int16_panels, nullptr);
 const Packing kInt8PanelsAvx2 = panels(kMaxIntegerK, lay_out_panels<256, 4>, avx2::pack_int8_panels, nullptr);
 const Packing kInt8PanelsAvx512 = panels(kMaxIntegerK, lay_out_panels<256, 4>, avx512::pack_int8_panels, nullptr);
@@ -149,6 +149,8 @@ const Packing kInt8Rows = {256,     kInt8Bytes,           kMaxIntegerK, lay_out_
 const Packing kInt8RowsInSections = {256,     kInt8Bytes,           kMaxSection, lay_out_int8_rows,
                                      rows_of, neon::pack_int8_rows, nullptr,     nullptr};
 #endif
+
+bool Packing::packs_rows() const { return units == rows_of; }
 
 Job describe(const Problem& p, const Arguments& a, const Packing& packing) {
   static constexpr float kOne = 1;

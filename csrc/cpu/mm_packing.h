@@ -24,6 +24,10 @@ struct Packing {
   void (*add_outliers)(const Job& job, const Outliers& outliers, void* y, DType y_dtype, int64_t begin, int64_t end);
   // Likewise: the float32 kernel for rows that have too many of them; null: the scalar one.
   const Kernel* wide_rows = nullptr;
+  // pack() can round floats (Job::floats) to e4m3 itself.
+  bool rounds_to_fp8 = false;
+
+  bool packs_rows() const;  // a unit is a row
 };
 
 extern const Packing kFixedPoint, kBf16Tiles, kBf16TilesOfInt8, kBf16Panels, kFloat32RowsAvx2, kFloat32RowsAvx512,

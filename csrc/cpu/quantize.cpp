@@ -80,6 +80,7 @@ void quantize_fp8(const Problem& p, const Arguments& a, const QuantizeKernels& k
       scale = scale_of(p, kernels.range(part, count));
       a.scales[p.scaling == Scaling::kRow ? m : m * p.blocks() + first / kScaleBlock] = scale;
     }
+    if (a.q == nullptr) continue;
     if (std::isnan(scale)) {
       std::memset(q + first, 0, static_cast<size_t>(count));
     } else {
@@ -87,6 +88,14 @@ void quantize_fp8(const Problem& p, const Arguments& a, const QuantizeKernels& k
     }
   }
 }
+
+void quantize_row(const Problem& p, const Arguments& a, const QuantizeKernels& kernels, int64_t m, Floats values) {
+  p.format == Format::kInt8 ? quantize_int8(p, a, kernels, m, values) : quantize_fp8(p, a, kernels, m, values);
+  if (a.q == nullptr) return;
+  std::memset(static_cast<char*>(a.q) + m * a.q_stride + p.k, 0, static_cast<size_t>(a.q_stride - p.k));
+}
+
+Floats row_of(const Problem& p, const Arguments& a, int64_t m) { return from({a.x, p.x_dtype}, m * a.x_stride); }
 
 // kSwiglu is kSiluMul of alpha g and (u + shift) / alpha, which `parts` [2 k] has room for.
 void gated_values(const Problem& p, const Arguments& a, const QuantizeKernels& kernels, int64_t m, float* parts,
@@ -129,7 +138,7 @@ Status quantize(const Problem& p, const Arguments& a, const Threads& all_threads
       float* values = static_cast<float*>(scratch(Scratch::kActivations, bytes));
       for (int64_t m = begin; m < end; ++m) {
         if (as_it_lies) {
-          task(i, m, from({a.x, p.x_dtype}, m * a.x_stride));
+          task(i, m, row_of(p, a, m));
         } else {
           gated ? gated_values(p, a, kernels, m, values + p.k, values) : kernels.values(p, a, m, values);
           if (p.producer == quantize::Producer::kHadamard) kernels.rotate(values, p.k, p.rotation);
@@ -151,11 +160,12 @@ Status quantize(const Problem& p, const Arguments& a, const Threads& all_threads
     });
     return {};
   }
-  rows([&](int, int64_t m, Floats values) {
-    p.format == Format::kInt8 ? quantize_int8(p, a, kernels, m, values) : quantize_fp8(p, a, kernels, m, values);
-    std::memset(static_cast<char*>(a.q) + m * a.q_stride + p.k, 0, static_cast<size_t>(a.q_stride - p.k));
-  });
+  rows([&](int, int64_t m, Floats values) { quantize_row(p, a, kernels, m, values); });
   return {};
+}
+
+void quantize_rows(const Problem& p, const Arguments& a, const QuantizeKernels& kernels, int64_t begin, int64_t end) {
+  for (int64_t m = begin; m < end; ++m) quantize_row(p, a, kernels, m, row_of(p, a, m));
 }
 
 }  // namespace qao::cpu

@@ -14,4 +14,8 @@ const QuantizeKernels& quantize_kernels(Features features);
 
 Status quantize(const quantize::Problem& problem, const quantize::Arguments& arguments, const Threads& threads);
 
+// Rows [begin, end) of x as it lies, on the calling thread; a scale of all of x is given. Without q (fp8) only scales.
+void quantize_rows(const quantize::Problem& problem, const quantize::Arguments& arguments,
+                   const QuantizeKernels& kernels, int64_t begin, int64_t end);
+
 }  // namespace qao::cpu

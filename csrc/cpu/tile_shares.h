@@ -47,26 +47,41 @@ void split_tiles(const Threads& threads, int64_t tiles, int64_t multiplications,
   threads.for_each([&](int thread) { shares.run(thread, task); });
 }
 
-// Calls first(begin, end) for pieces of [0, count), which threads take one after the other, and second(thread) on each
-// thread when all of that is done. One for_each(): beside a busy process, the end of each may take a slice of its time.
-// A thread that has not begun holds up nobody. `first` must not throw: others wait for it.
-template <typename First, typename Second>
-void in_two_steps(const Threads& threads, int64_t count, const First& first, const Second& second) {
-  constexpr int64_t kPieces = 4;  // a thread
-  constexpr int kSpins = 4096;    // before a thread that waits gives its core to others
-  const int64_t piece = divide_up(count, kPieces * threads.count);
-  std::atomic<int64_t> next{0}, done{0};
-  threads.for_each([&](int thread) {
-    for (int64_t begin; (begin = next.fetch_add(piece, std::memory_order_relaxed)) < count;) {
-      const int64_t end = least(begin + piece, count);
-      first(begin, end);
-      done.fetch_add(end - begin, std::memory_order_release);
-    }
-    for (int spins = 0; done.load(std::memory_order_acquire) < count; ++spins) {
-      if (spins > kSpins) std::this_thread::yield();
-    }
-    second(thread);
-  });
+// For what shares the core.
+static inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
 }
+
+// A step of the threads of one for_each(), which others may follow: pieces of [0, count) that they take one after the
+// other. A thread that has not begun holds up nobody.
+class Step {
+ public:
+  Step(int threads, int64_t count) : count_(count), piece_(divide_up(count, kPieces * threads)) {}
+
+  // task(begin, end) until nothing is left, then waits until all of it is done. A task must not throw: others wait.
+  template <typename Task>
+  void run(const Task& task) {
+    if (count_ == 0) return;
+    for (int64_t begin; (begin = next_.fetch_add(piece_, std::memory_order_relaxed)) < count_;) {
+      const int64_t end = least(begin + piece_, count_);
+      task(begin, end);
+      done_.fetch_add(end - begin, std::memory_order_release);
+    }
+    for (int spins = 0; done_.load(std::memory_order_acquire) < count_; ++spins) {
+      spins < kSpins ? pause() : std::this_thread::yield();
+    }
+  }
+
+ private:
+  static constexpr int64_t kPieces = 4;  // a thread
+  static constexpr int kSpins = 128;     // before a thread that waits gives its core to others
+
+  int64_t count_, piece_;
+  std::atomic<int64_t> next_{0}, done_{0};
+};
 
 }  // namespace qao::cpu

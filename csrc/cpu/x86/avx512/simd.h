@@ -38,14 +38,19 @@ static inline __m256i to_bf16(__m512 value) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(quiet, 16));
 }
 
+// Of words, in order.
+static inline __m512i upper_halves(__m512i low, __m512i high) {
+  alignas(64) static constexpr uint16_t kUpperHalves[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
+                                                            23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
+                                                            45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  return _mm512_permutex2var_epi16(low, _mm512_load_si512(kUpperHalves), high);
+}
+
 static inline __m512i to_bf16_pair(__m512 low, __m512 high) {
   if (_mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q) != 0) [[unlikely]] {
     return _mm512_inserti64x4(_mm512_castsi256_si512(to_bf16(low)), to_bf16(high), 1);
   }
-  alignas(64) static constexpr uint16_t kUpperHalves[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
-                                                            23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
-                                                            45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  return _mm512_permutex2var_epi16(round_to_bf16(low), _mm512_load_si512(kUpperHalves), round_to_bf16(high));
+  return upper_halves(round_to_bf16(low), round_to_bf16(high));
 }
 
 // data[index + i] = value[i] where `mask` is 1.

@@ -1,4 +1,5 @@
-// Rows of bfloat16 or fp8 x as panels of panel_gemm.h, columns in order, and for int4 W the sums of its sections.
+// Rows of x as panels of panel_gemm.h, columns in order, and for int4 W the sums of its sections. x is bfloat16, or
+// fp8, or floats that become fp8 here.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx512/expand.h"
 #include "cpu/x86/avx512_bf16/panel_bf16.h"
@@ -27,22 +28,66 @@ __m512i only_finite(__m512i values, uint8_t* remark) {
   return _mm512_mask_mov_epi16(values, nonfinite, _mm512_setzero_si512());
 }
 
-// The columns of a panel from x on, of which `left` are inside.
-template <bool kFp8>
-__attribute__((always_inline)) inline void load_panel(const void* x, int64_t left, __m512i (&values)[kVectors]) {
-  if constexpr (kFp8) {
+enum class Source { kBf16, kFp8, kRoundedBf16, kRoundedFloats };
+constexpr bool is_rounded(Source source) { return source == Source::kRoundedBf16 || source == Source::kRoundedFloats; }
+
+// The nearest e4m3, as float32, of values below 464: where 1.5 * 2^20 times the power of two below a value, at least
+// 2^-6, is added, float32 has no more bits than e4m3 has. -0 becomes 0.
+__m512 rounded_to_fp8(__m512 values) {
+  const __m512i power = _mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(0x7F800000));
+  const __m512i least = _mm512_max_epu32(power, _mm512_set1_epi32((127 - 6) << 23));
+  const __m512 large = _mm512_castsi512_ps(_mm512_add_epi32(least, _mm512_set1_epi32((20 << 23) + (1 << 22))));
+  return _mm512_sub_ps(_mm512_add_ps(values, large), large);
+}
+
+// Even and odd columns as bfloat16 that they are.
+__m512i as_pairs(__m512 even, __m512 odd) {
+  return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd));
+}
+
+// The columns of a panel from column k of row m on.
+template <Source kSource>
+__attribute__((always_inline)) inline void load_panel(const Job& job, int64_t m, int64_t k,
+                                                      __m512i (&values)[kVectors]) {
+  if constexpr (kSource == Source::kFp8) {
+    const uint8_t* x = static_cast<const uint8_t*>(job.x) + m * job.x_stride + k;
     for (int i = 0; i < kVectors / 2; ++i) {
-      const int64_t inside = left - i * kTileColumns;
+      const int64_t inside = job.k - k - i * kTileColumns;
       const __mmask64 mask = inside >= kTileColumns ? ~__mmask64{0} : inside <= 0 ? 0 : (__mmask64{1} << inside) - 1;
       __m512i halves[2];
-      expand_fp8(_mm512_maskz_loadu_epi8(mask, static_cast<const uint8_t*>(x) + i * kTileColumns), halves);
+      expand_fp8(_mm512_maskz_loadu_epi8(mask, x + i * kTileColumns), halves);
       values[2 * i] = halves[0], values[2 * i + 1] = halves[1];
     }
-  } else {
-    for (int i = 0; i < kVectors; ++i) {
-      const int64_t inside = left - i * kVectorColumns;
+    return;
+  }
+  __m512 inverse = _mm512_setzero_ps();
+  if constexpr (is_rounded(kSource)) {
+    const float scale = job.x_scales[m * job.x_scale_stride + k / kScaleBlock * job.x_block_stride];
+    if (scale != scale) {  // Inf or NaN, which the scale tells
+      for (__m512i& v : values) v = _mm512_setzero_si512();
+      return;
+    }
+    inverse = _mm512_set1_ps(1 / scale);
+  }
+  const auto* x = kSource == Source::kBf16 ? static_cast<const uint16_t*>(job.x) + m * job.x_stride
+                                           : static_cast<const uint16_t*>(job.floats) + m * job.floats_stride;
+  for (int i = 0; i < kVectors; ++i) {
+    const int64_t at = k + i * kVectorColumns, inside = job.k - at;
+    if constexpr (kSource == Source::kRoundedFloats) {
+      __m512i both[2];
+      for (int h = 0; h < 2; ++h) {
+        const int64_t index = m * job.floats_stride + at + 16 * h;
+        const __m512 half = load16(job.floats, index, job.floats_dtype, first(inside - 16 * h));
+        both[h] = _mm512_castps_si512(rounded_to_fp8(_mm512_mul_ps(half, inverse)));
+      }
+      values[i] = upper_halves(both[0], both[1]);
+    } else {
       const __mmask32 mask = inside >= kVectorColumns ? ~__mmask32{0} : inside <= 0 ? 0 : (__mmask32{1} << inside) - 1;
-      values[i] = _mm512_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(x) + i * kVectorColumns);
+      values[i] = _mm512_maskz_loadu_epi16(mask, x + at);
+      if constexpr (kSource == Source::kRoundedBf16) {
+        values[i] = as_pairs(rounded_to_fp8(_mm512_mul_ps(even_columns(values[i]), inverse)),
+                             rounded_to_fp8(_mm512_mul_ps(odd_columns(values[i]), inverse)));
+      }
     }
   }
 }
@@ -68,18 +113,17 @@ void sum_sections(const __m512i (&values)[kVectors], int64_t left, float* sums) 
   }
 }
 
-template <bool kFp8, int kSection>
+template <Source kSource, int kSection>
 void pack(const Job& job, int64_t begin, int64_t end) {
-  constexpr int64_t kColumns = Bf16Panel::kPanelColumns, kBytes = kFp8 ? 1 : 2;
+  constexpr int64_t kColumns = Bf16Panel::kPanelColumns;
   for (int64_t m = begin; m < end; ++m) {
-    const char* x = static_cast<const char*>(job.x) + m * job.x_stride * kBytes;
     uint32_t* panel = job.panels + m * Bf16Panel::kSteps;
     float* sums = job.x_sums + m * job.sections;
     for (int64_t k = 0; k < job.k; k += kColumns, panel += job.m * Bf16Panel::kSteps) {
       __m512i values[kVectors];
-      load_panel<kFp8>(x + k * kBytes, job.k - k, values);
+      load_panel<kSource>(job, m, k, values);
       if constexpr (kSection > 0) {
-        make_finite(values, job.remarks + m);
+        if constexpr (!is_rounded(kSource)) make_finite(values, job.remarks + m);
         sum_sections<kSection>(values, job.k - k, sums);
         sums += kVectors / kSection;
       }
@@ -89,23 +133,27 @@ void pack(const Job& job, int64_t begin, int64_t end) {
 }
 
 // int4 W wants its sums.
-template <bool kFp8>
+template <Source kSource>
 void pack(const Job& job, int64_t begin, int64_t end) {
-  if (job.weight_format != Format::kInt4) return pack<kFp8, 0>(job, begin, end);
+  if (job.weight_format != Format::kInt4) return pack<kSource, 0>(job, begin, end);
   switch (job.section) {
     case kVectorColumns:
-      return pack<kFp8, 1>(job, begin, end);
+      return pack<kSource, 1>(job, begin, end);
     case 2 * kVectorColumns:
-      return pack<kFp8, 2>(job, begin, end);
+      return pack<kSource, 2>(job, begin, end);
     default:
-      return pack<kFp8, kVectors>(job, begin, end);
+      return pack<kSource, kVectors>(job, begin, end);
   }
 }
 
 }  // namespace
 
 void avx512_bf16::pack_bf16_panels(const Job& job, int64_t begin, int64_t end) {
-  job.x_format == Format::kFp8 ? pack<true>(job, begin, end) : pack<false>(job, begin, end);
+  if (job.floats != nullptr) {
+    return job.floats_dtype == DType::kBFloat16 ? pack<Source::kRoundedBf16>(job, begin, end)
+                                                : pack<Source::kRoundedFloats>(job, begin, end);
+  }
+  job.x_format == Format::kFp8 ? pack<Source::kFp8>(job, begin, end) : pack<Source::kBf16>(job, begin, end);
 }
 
 }  // namespace qao::cpu
