@@ -9,34 +9,41 @@
 
 namespace qao::cpu {
 
-// The N-tiles of a product of so many multiplications, for the threads of one for_each(): as split(), or as share()
-// where they are long. Pieces are large enough for what kernels fetch ahead (x86/weight_stream.h) and for their blocks
-// of N-tiles.
+// The N-tiles of a product of so many multiplications, for the threads of one for_each(): as split(), or where they are
+// long, in pieces that get shorter: half of what an equal share of the rest would be, so that threads end together
+// though one began late or lost its core. Pieces are large enough for what kernels fetch ahead (x86/weight_stream.h)
+// and for their blocks of N-tiles.
 class TileShares {
  public:
   TileShares(int threads, int64_t tiles, int64_t multiplications) : threads_(threads), tiles_(tiles) {
-    constexpr int64_t kPieceTiles = 32, kPieceWork = int64_t{1} << 26;  // 0.1 ms of a fast core
-    const int64_t per_block = multiplications / tiles * kPieceTiles + 1;
-    const int64_t piece = divide_up(kPieceWork, per_block) * kPieceTiles;
-    if (threads > 1 && tiles >= 2 * piece * threads) piece_ = piece;
+    constexpr int64_t kPieceWork = int64_t{1} << 24, kPieces = 4;  // 25 to 400 us of a core; of a thread
+    const int64_t shortest = divide_up(kPieceWork, multiplications / tiles * kBlock + 1) * kBlock;
+    if (threads > 1 && tiles >= kPieces * shortest * threads) shortest_ = shortest;
   }
 
   // Calls task(begin, end) for what this thread gets.
   template <typename Task>
   void run(int thread, const Task& task) {
-    if (piece_ == 0) {
+    if (shortest_ == 0) {
       const int64_t begin = tiles_ * thread / threads_, end = tiles_ * (thread + 1) / threads_;
       if (begin < end) task(begin, end);
       return;
     }
-    for (int64_t begin; (begin = next_.fetch_add(piece_, std::memory_order_relaxed)) < tiles_;) {
-      task(begin, least(begin + piece_, tiles_));
+    int64_t begin = next_.load(std::memory_order_relaxed);
+    while (begin < tiles_) {
+      const int64_t half_share = (tiles_ - begin) / (2 * threads_) / kBlock * kBlock;
+      const int64_t end = least(begin + (half_share > shortest_ ? half_share : shortest_), tiles_);
+      if (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+      task(begin, end);
+      begin = next_.load(std::memory_order_relaxed);
     }
   }
 
  private:
+  static constexpr int64_t kBlock = 8;  // tiles
+
   int threads_;
-  int64_t tiles_, piece_ = 0;  // 0: every thread has its part
+  int64_t tiles_, shortest_ = 0;  // 0: every thread has its part
   std::atomic<int64_t> next_{0};
 };
 
