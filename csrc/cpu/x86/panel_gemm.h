@@ -17,7 +17,8 @@
 //   kStepsOfPart, widen()   sums of so many steps are added to wider ones; 1: they are wide
 //   Parameters, prepare()   what add() needs of W, one for each group and N-tile; may be empty
 //   expand()                an N-tile of a panel of W, kLanes words at a time `stride` words apart
-//   line()                  an address of W that the next panel of an N-tile needs, by number, and how many there are
+//   line()                  where kPanelColumns bytes of W lie side by side that the next panel of an N-tile needs, by
+//                           number; kLines: how many of these there are
 //   Fold, fold()            what the end of a section needs of a vector of W's rows
 //   Row, row()              the same of a row of x
 //   kHasRests               sums may need a term more: has_rest() of an N-tile, and add_rest()
@@ -67,20 +68,19 @@ struct RowsOfY {
 };
 constexpr int64_t kRowsOfY = 8;  // written at once: as many lines one beneath the other as L1 holds for any stride
 
-// Lines of W in eight bits and of packed int4 W, for Format::line(); kColumns of a panel.
+// W in eight bits and packed int4 W, for Format::line(); kColumns of a panel.
 template <int64_t kColumns>
 inline const uint8_t* line_of_bytes(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-  constexpr int64_t kRowLines = kColumns / kTileColumns;
-  return job.weight + (tile_n * kTileRows + i / kRowLines) * job.k + panel * kColumns + i % kRowLines * kTileColumns;
+  return job.weight + (tile_n * kTileRows + i) * job.k + panel * kColumns;
 }
 template <int64_t kColumns>
 inline const uint8_t* line_of_int4(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-  return job.weight + (tile_n * job.tiles_k + panel * (kColumns / kTileColumns)) * int4::kTileBytes + i * 64;
+  return job.weight + (tile_n * job.tiles_k + panel * (kColumns / kTileColumns)) * int4::kTileBytes + i * kColumns;
 }
 template <int64_t kColumns>
-constexpr int64_t kLinesOfBytes = kTileRows * kColumns / kTileColumns;
+constexpr int64_t kLinesOfBytes = kTileRows;
 template <int64_t kColumns>
-constexpr int64_t kLinesOfInt4 = kColumns / kTileColumns * int4::kTileBytes / 64;
+constexpr int64_t kLinesOfInt4 = int4::kTileBytes / kTileColumns;
 
 // kTiles N-tiles of W at one panel.
 template <typename F>
@@ -234,17 +234,25 @@ void run_block(const Job& job, Block<F> block, typename F::Parameters* groups) {
   }
   const int64_t panels = divide_up(job.k, F::kPanelColumns), batches = divide_up(job.m, kRowsAtOnce);
   for (block.panel = 0; block.panel < panels; ++block.panel) {
+    // W's next panel is fetched in between: all its lines at once would wait for each other.
+    const bool last = block.panel + 1 == panels;
+    const int64_t next_tile = last ? block.tile_n + kTiles : block.tile_n, next_panel = last ? 0 : block.panel + 1;
+    constexpr int64_t kLines = kTiles * F::kLines;
+    const int64_t portions = kTiles + batches;
+    // Inlined: to GCC a function that only fetches has no effect.
+    const auto fetch = [&](int64_t portion) __attribute__((always_inline)) {
+      for (int64_t i = portion * kLines / portions; i < (portion + 1) * kLines / portions; ++i) {
+        const uint8_t* bytes = F::line(job, next_tile + i / F::kLines, next_panel, i % F::kLines);
+        for (int64_t at = 0; at < F::kPanelColumns; at += 64) __builtin_prefetch(bytes + at, 0, 2);
+      }
+    };
     for (int t = 0; t < kTiles; ++t) {
+      fetch(t);
       F::expand(job, block.tile_n + t, block.panel, groups + t, kTiles, block.weight + t * kTileRows, kRow);
     }
     if constexpr (F::kTakesZerosOff) sum_weight<F, kTiles>(job, block);
-    // The lines of W's next panel are fetched in between: all at once, they would wait for each other.
-    const bool last = block.panel + 1 == panels;
-    const int64_t next_tile = last ? block.tile_n + kTiles : block.tile_n, next_panel = last ? 0 : block.panel + 1;
     for (int64_t batch = 0; batch < batches; ++batch) {
-      for (int64_t i = batch * kTiles * F::kLines / batches; i < (batch + 1) * kTiles * F::kLines / batches; ++i) {
-        __builtin_prefetch(F::line(job, next_tile + i / F::kLines, next_panel, i % F::kLines), 0, 2);
-      }
+      fetch(kTiles + batch);
       multiply_panel<F, kTiles>(job, block, batch * kRowsAtOnce);
     }
   }

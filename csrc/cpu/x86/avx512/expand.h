@@ -6,12 +6,12 @@
 
 namespace qao::cpu {
 
-// The two bytes of e4m3's bfloat16, by e4m3 without its sign.
-struct Fp8Table {
+// The two bytes of a bfloat16, by seven bits without the sign.
+struct ByteTable {
   alignas(64) uint8_t low[128], high[128];
 };
-static constexpr Fp8Table kFp8Table = [] {
-  Fp8Table table = {};
+static constexpr ByteTable kFp8Table = [] {  // e4m3
+  ByteTable table = {};
   for (int i = 0; i < 128; ++i) {
     int bits = (i << 4) + (120 << 7);  // the exponent moves from bias 7 to bias 127
     if (i < 8) {                       // subnormal: i * 2^-9
@@ -25,17 +25,37 @@ static constexpr Fp8Table kFp8Table = [] {
   return table;
 }();
 
+static constexpr ByteTable kInt8Table = [] {  // magnitudes of int8
+  ByteTable table = {};
+  for (int i = 1; i < 128; ++i) {
+    int log2 = 0;
+    while (i >> log2 > 1) ++log2;
+    const int bits = (127 + log2) << 7 | (i << (7 - log2) & 0x7F);
+    table.low[i] = static_cast<uint8_t>(bits & 0xFF);
+    table.high[i] = static_cast<uint8_t>(bits >> 8);
+  }
+  return table;
+}();
+
 __attribute__((always_inline)) static inline __m512i look_up_byte(const uint8_t (&table)[128], __m512i index) {
   return _mm512_permutex2var_epi8(_mm512_load_si512(table), index, _mm512_load_si512(table + 64));
 }
 
-// Of the bytes 8 i .. 8 i + 7 of each 128-bit lane, i = 0 and 1.
-__attribute__((always_inline)) static inline void expand_fp8_halves(__m512i bytes, __m512i (&out)[2]) {
-  const __m512i low = look_up_byte(kFp8Table.low, bytes), high = look_up_byte(kFp8Table.high, bytes);
-  const __m512i sign = _mm512_set1_epi8(-128);
-  const __m512i signed_high = _mm512_ternarylogic_epi32(high, bytes, sign, 0xF8);  // high | (bytes & sign)
+// From the bytes of bfloat16, of which `high` lack the sign of `bytes`: those of 8 i .. 8 i + 7 of each 128-bit lane.
+__attribute__((always_inline)) static inline void with_signs(__m512i low, __m512i high, __m512i bytes,
+                                                             __m512i (&out)[2]) {
+  const __m512i signed_high = _mm512_ternarylogic_epi32(high, bytes, _mm512_set1_epi8(-128), 0xF8);  // | (bytes & ...)
   out[0] = _mm512_unpacklo_epi8(low, signed_high);
   out[1] = _mm512_unpackhi_epi8(low, signed_high);
+}
+__attribute__((always_inline)) static inline void expand_fp8_halves(__m512i bytes, __m512i (&out)[2]) {
+  with_signs(look_up_byte(kFp8Table.low, bytes), look_up_byte(kFp8Table.high, bytes), bytes, out);
+}
+__attribute__((always_inline)) static inline void expand_int8_halves(__m512i bytes, __m512i (&out)[2]) {
+  const __m512i magnitude = _mm512_abs_epi8(bytes);  // -128 stays, for which the table says 0
+  const __mmask64 lowest = _mm512_cmpeq_epi8_mask(bytes, _mm512_set1_epi8(-128));
+  const __m512i high = _mm512_mask_mov_epi8(look_up_byte(kInt8Table.high, magnitude), lowest, _mm512_set1_epi8(0x43));
+  with_signs(look_up_byte(kInt8Table.low, magnitude), high, bytes, out);
 }
 
 // out[0]: columns 0..31, out[1]: columns 32..63.
@@ -44,10 +64,17 @@ __attribute__((always_inline)) static inline void expand_fp8(__m512i bytes, __m5
   expand_fp8_halves(_mm512_permutexvar_epi64(order, bytes), out);
 }
 
+// Each word's bytes 0 and 1 in the first half of its 128-bit lane, 2 and 3 in the other one.
+__attribute__((always_inline)) static inline __m512i by_pairs(__m512i quads) {
+  const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+  return _mm512_shuffle_epi8(quads, order);
+}
 // Of each word's four bytes, out[0]: the first two, out[1]: the other two.
 __attribute__((always_inline)) static inline void expand_fp8_quads(__m512i quads, __m512i (&out)[2]) {
-  const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
-  expand_fp8_halves(_mm512_shuffle_epi8(quads, order), out);
+  expand_fp8_halves(by_pairs(quads), out);
+}
+__attribute__((always_inline)) static inline void expand_int8_quads(__m512i quads, __m512i (&out)[2]) {
+  expand_int8_halves(by_pairs(quads), out);
 }
 
 // 16 columns of int8 as float32.

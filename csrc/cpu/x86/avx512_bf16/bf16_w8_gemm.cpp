@@ -12,15 +12,7 @@ namespace {
 // 16 rows of four columns as pairs of bfloat16: the first two columns, the other two.
 template <Format kFormat>
 __attribute__((always_inline)) inline void widen(__m512i quads, __m512i (&pairs)[2]) {
-  if constexpr (kFormat == Format::kFp8) {
-    expand_fp8_quads(quads, pairs);
-  } else {
-    for (int i = 0; i < 2; ++i) {  // the upper half of a float32 whose other bits are 0
-      const __m512 first = widen_byte(quads, 2 * i), second = widen_byte(quads, 2 * i + 1);
-      pairs[i] = _mm512_mask_mov_epi16(_mm512_srli_epi32(_mm512_castps_si512(first), 16), 0xAAAAAAAA,
-                                       _mm512_castps_si512(second));
-    }
-  }
+  kFormat == Format::kFp8 ? expand_fp8_quads(quads, pairs) : expand_int8_quads(quads, pairs);
 }
 
 // A block of scales is a section, and 128 rows of W of which a tile has 16.
