@@ -33,8 +33,11 @@ MODELS = {
 SMALL = ("Qwen3-30B-A3B", "GPT-OSS-20B", "OLMoE-1B-7B")  # on a CPU
 TOKENS = {"cpu": (1, 4, 16, 128, 512), "cuda": (1, 4, 16, 32, 64, 256, 512, 2048, 8192)}
 ROUTINGS = ("uniform", "zipf")
-# int8_int4_rows: with integer_scales.
-SCHEMES = ("int4", "fp4", "int8", "fp8", "int8_int8", "int8_int4", "int8_int4_rows", "fp8_fp8", "fp8_int4")
+# ..._rows: with integer_scales, power_of_two_scales.
+SCHEMES = (
+    *("int4", "fp4", "int8", "fp8", "int8_int8", "int8_int4", "int8_int4_rows", "fp8_fp8", "fp8_int4"),
+    "fp8_int4_rows",
+)
 # Bars on a CPU: bfloat16's best up to 16 tokens, and the loop at any number.
 BAR_BF16, BAR_LOOP = 2.0, 1.0
 # On a GPU: int4 up to 64 tokens beside the bytes it reads and the best of others, more tokens beside torch's products.

@@ -60,6 +60,7 @@ class Experts:
         of_rows = scales(e, n)
         whole = integers(e, tiles[0], k // group_size, 1, 16).remainder(16) + 1
         scaled = four[0], (whole * of_rows.view(e, tiles[0], 1, 1, 16)).bfloat16()
+        powers = four[0], (torch.exp2(-whole.remainder(4)) * of_rows.view(e, tiles[0], 1, 1, 16)).bfloat16()
         e4m3 = eight[0].to(torch.float8_e4m3fn), scales(e, n, 1)
         bf16 = (torch.stack([(q * s.unsqueeze(1)).bfloat16() for q, s in zip(*eight, strict=True)]),)
         sizes = n, k, group_size
@@ -73,6 +74,7 @@ class Experts:
             "fp4": (codes, (n, k, 32)),
             "fp8_fp8": (e4m3, (None, -1, False)),
             "fp8_int4": (four, sizes),
+            "fp8_int4_rows": (powers, (*sizes, of_rows)),
             "bf16": (bf16, ()),
         }
         self.operands = {

@@ -70,7 +70,7 @@ Tensor int8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tens
   std::optional<Argument> of_rows;
   if (row_scales) call.op.involve(&of_rows.emplace("row_scales", *row_scales));
   product.use_packed_weight({out_features, in_features, group_size});
-  if (of_rows) product.use_row_scales(*of_rows);
+  product.use_row_scales(of_rows ? &*of_rows : nullptr);
   product.use_dynamic_x(x, Format::kInt8, Scaling::kRow, nullptr, x_rotation);
   return product.run(batch_invariant);
 }
@@ -96,10 +96,14 @@ Tensor fp8_fp8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor
 Tensor fp8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                               const std::optional<Tensor>& bias, const Tensor& offsets,
                               const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
-                              int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant) {
+                              int64_t out_features, int64_t in_features, int64_t group_size,
+                              const std::optional<Tensor>& row_scales, bool batch_invariant) {
   Call call("fp8_int4_grouped_mm", x);
   GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale});
+  std::optional<Argument> of_rows;
+  if (row_scales) call.op.involve(&of_rows.emplace("row_scales", *row_scales));
   product.use_packed_weight({out_features, in_features, group_size});
+  product.use_row_scales(of_rows ? &*of_rows : nullptr);
   product.use_dynamic_x(x, Format::kFp8, Scaling::kRow);
   return product.run(batch_invariant);
 }

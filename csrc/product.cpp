@@ -82,14 +82,16 @@ void Product::use_sizes(const PackedSizes& sizes) {
   set_sizes(sizes.n, sizes.k);
 }
 
-void Product::use_row_scales(const Argument& row_scales) {
+void Product::use_row_scales(const Argument* of_rows) {
+  problem.row_scales = of_rows != nullptr || (!problem.has_zeros && problem.groups() == 1);
+  if (of_rows == nullptr) return;
+  const Argument& row_scales = *of_rows;
   op_.check(!problem.has_zeros, "row_scales are for a weight without zero points",
             "Pass None, or quantise with symmetric=True");
   op_.check(row_scales.dtype() == float32_code() && row_scales.has_shape({problem.n}),
             "row_scales must be float32 of shape [out_features]",
-            "Pass what quantising with integer_scales=True made, or None");
+            "Pass what quantising with scales of two levels made, or None");
   op_.check_operand(row_scales, x_);
-  problem.row_scales = true;
   arguments.row_scales = static_cast<const float*>(row_scales.data());
 }
 

@@ -22,6 +22,7 @@ SCHEMES = [
     qao.Int8DynamicActivationInt4Weight(group_size=32, symmetric=True, integer_scales=True),
     qao.Float8DynamicActivationFloat8Weight(),
     qao.Float8DynamicActivationInt4Weight(group_size=32),
+    qao.Float8DynamicActivationInt4Weight(group_size=32, symmetric=True, power_of_two_scales=True),
 ]
 
 
@@ -45,7 +46,7 @@ class Experts:
     @property
     def arguments(self) -> tuple[Any, ...]:
         each = zip(*(w.arguments for w in self.weights), strict=True)
-        static = self.weights[0].activation.format == "fp8"  # its scale is that of all experts
+        static = self.scheme.word == "fp8_fp8"  # its scale is that of all experts
         return tuple(
             torch.stack(values) if isinstance(values[0], Tensor) and not static else values[0] for values in each
         )

@@ -149,7 +149,7 @@ class Parts:
     zeros: Tensor | None = None  # int4; fp4: the divisor [N]
     group_size: int | None = None  # int4, fp4
     is_float: bool = False  # fp4
-    row_scales: Tensor | None = None  # [N], of which int4's scales are whole numbers
+    row_scales: Tensor | None = None  # [N], of which int4's scales are factors
 
     def with_rows_times(self, factors: Tensor) -> Parts:
         """The same weight with row n multiplied by factors[n], powers of two."""
@@ -195,8 +195,8 @@ class Parts:
 
 @dataclass(frozen=True)
 class Int4Format:
-    """How an int4 weight is quantised; ``zeros`` is "none" (symmetric), "integer" or "float"; or "rows":
-    symmetric, with scales that are whole numbers times one of their row."""
+    """How an int4 weight is quantised; ``zeros`` is "none" (symmetric), "integer" or "float"; or "rows" and
+    "powers": symmetric, with scales that are whole numbers or powers of two times one of their row."""
 
     group_size: int = 128
     zeros: str = "none"
@@ -218,6 +218,11 @@ class Int4Format:
             whole = torch.randint(-15, 16, (n, groups), generator=g)
             whole += whole >= 0  # any but 0
             return Parts(q, (whole * rows[:, None]).to(self.scale_dtype), None, self.group_size, False, rows)
+        if self.zeros == "powers":
+            rows = torch.randint(8, 16, (n,), generator=g) * 2.0**-9
+            powers = 2.0 ** torch.randint(-4, 3, (n, groups), generator=g)
+            powers *= 1 - 2 * torch.randint(0, 2, (n, groups), generator=g)
+            return Parts(q, (powers * rows[:, None]).to(self.scale_dtype), None, self.group_size, False, rows)
         if self.zeros == "integer":
             zeros = torch.randint(0, 16, (n, groups), generator=g).to(self.scale_dtype)
         elif self.zeros == "float":
@@ -345,7 +350,7 @@ INT8_INT4 = _int4_scheme(
     "int8_int4", _int4_formats(("none", "rows", "float"), DTYPES, INT8, INT8_ASYMMETRIC), INT8, INT8_ASYMMETRIC
 )
 FP8_INT4 = _int4_scheme(
-    "fp8_int4", _int4_formats(("none", "float"), DTYPES, FP8_BESIDE_INT4), FP8_BESIDE_INT4, FP8_BESIDE_INT4
+    "fp8_int4", _int4_formats(("none", "powers", "float"), DTYPES, FP8_BESIDE_INT4), FP8_BESIDE_INT4, FP8_BESIDE_INT4
 )
 INT4_SCHEMES = (INT4, INT8_INT4, FP8_INT4)
 SCHEMES = (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from experts_support import Experts, ends, make_experts
-from ops_schemes import DTYPES, INT8_INT4, PRODUCTS, SHORT, Format, Int4Format, Scheme, generator
+from ops_schemes import DTYPES, FP8_INT4, INT8_INT4, PRODUCTS, SHORT, Format, Int4Format, Scheme, generator
 from ops_support import randn
 from qao.grouped import GROUPED
 from qao.grouped_rows import by_experts, by_tiles
@@ -18,11 +18,12 @@ from torch import Tensor
 
 def few_formats(scheme: Scheme) -> tuple[Format, ...]:
     """With row_scales where they are taken, and one group a row."""
-    if scheme is not INT8_INT4:
+    if scheme not in (INT8_INT4, FP8_INT4):
         return scheme.few_formats
-    symmetric, asymmetric = (fmt.activation for fmt in scheme.few_formats)
-    rows = Int4Format(64, "rows", torch.bfloat16, symmetric), Int4Format(128, "rows", torch.float32, asymmetric)
-    return *scheme.few_formats, *rows, Int4Format(-1, "rows", torch.float16, symmetric)
+    zeros = "rows" if scheme is INT8_INT4 else "powers"
+    one, other = (fmt.activation for fmt in scheme.few_formats)
+    rows = Int4Format(64, zeros, torch.bfloat16, one), Int4Format(128, zeros, torch.float32, other)
+    return *scheme.few_formats, *rows, Int4Format(-1, zeros, torch.float16, one)
 
 
 FORMATS = [

@@ -54,9 +54,10 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t shared_address) {
 #define QAO_FLOAT(sum) "+f"(sum)
 #define QAO_INT(sum) "+r"(sum)
 
-// One product of n columns. Operand types: __nv_bfloat16, __half, int8_t, and E4m3 for 8-bit floats. `accumulate` false
-// overwrites d.
+// One product of n columns. Operand types: __nv_bfloat16, __half, int8_t, and E4m3 for 8-bit floats; E5m2: a is that, b
+// is e4m3. `accumulate` false overwrites d.
 struct E4m3 {};
+struct E5m2 {};
 template <typename T, int n>
 struct Product;
 
@@ -86,6 +87,11 @@ struct Product;
     QAO_FROM_REGISTERS(Sum, c, n, "32", types, signs, r0, r1, r2, r3, r4, r5) \
     QAO_FROM_SHARED(Sum, c, n, "32", types, signs, r0, r1, r2)                \
   };
+#define QAO_PRODUCT_E5M2(n, ...)                                                           \
+  template <>                                                                              \
+  struct Product<E5m2, n> {                                                                \
+    QAO_FROM_REGISTERS(float, QAO_FLOAT, n, "32", ".f32.e5m2.e4m3", ", 1, 1", __VA_ARGS__) \
+  };
 #define QAO_PRODUCTS(n, ...)                                            \
   QAO_PRODUCT_16(__nv_bfloat16, "bf16", n, __VA_ARGS__)                 \
   QAO_PRODUCT_16(__half, "f16", n, __VA_ARGS__)                         \
@@ -97,8 +103,11 @@ QAO_PRODUCTS(64, 32, 33, 34, 35, 36, 37)
 QAO_PRODUCTS(128, 64, 65, 66, 67, 68, 69)
 QAO_PRODUCTS(192, 96, 97, 98, 99, 100, 101)
 QAO_PRODUCTS(256, 128, 129, 130, 131, 132, 133)
+QAO_PRODUCT_E5M2(64, 32, 33, 34, 35, 36, 37)
+QAO_PRODUCT_E5M2(128, 64, 65, 66, 67, 68, 69)
 
 #undef QAO_PRODUCTS
+#undef QAO_PRODUCT_E5M2
 #undef QAO_PRODUCT_8
 #undef QAO_PRODUCT_16
 #undef QAO_FROM_SHARED

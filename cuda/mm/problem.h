@@ -37,9 +37,9 @@ inline bool has_blocks(const Problem& problem) {
   return !is_packed(problem.weight) && problem.weight_scaling == Scaling::kBlock;
 }
 
-// Groups of an int4 W beside an int8 x have whole numbers times one scale a row.
+// Groups of an int4 W have whole numbers (beside an int8 x) or powers of two (beside e4m3) times one scale a row.
 inline bool has_row_scales(const Problem& problem) {
-  return problem.row_scales && problem.x == Format::kInt8 && problem.weight == Format::kInt4 && !problem.has_zeros;
+  return problem.row_scales && problem.x != Format::kFloat && problem.weight == Format::kInt4 && !problem.has_zeros;
 }
 
 // Sums over all of K are whole numbers of 32 bits: the same in any order, so every plan gives y the same bits.

@@ -13,7 +13,6 @@ from . import fp4, operators, ops
 from .quantizer import QuantizedWeight, quantize_int4, quantize_int8, row_sums
 from .quantizer_fp4 import quantize_fp4
 from .quantizer_fp8 import SCALE_BLOCK, quantize_fp8
-from .quantizer_integer import quantize_int4_integer, row_scales
 from .scheme import FLOAT_DTYPES as FLOAT_DTYPES
 from .scheme import OnePass as OnePass
 from .scheme import PackedWeight as PackedWeight
@@ -116,48 +115,6 @@ class Int4Weight(Scheme):
 
     def _problem(self, **facts: Any) -> _host.Problem:
         return super()._problem(group_size=self.size, has_zeros=not self.symmetric, **facts)
-
-
-@dataclass(frozen=True)
-class IntegerScaledInt4Weight(Int4Weight):
-    """The same, with the choice of scales that are whole numbers times one scale of their row."""
-
-    integer_scales: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_bool("integer_scales")
-        if self.integer_scales and not self.symmetric:
-            self._reject("integer_scales", "False unless symmetric=True: zero points need sums of each group")
-
-    def to_dict(self) -> dict[str, Any]:
-        content = super().to_dict()
-        if not self.integer_scales:  # as before there was the choice
-            del content["integer_scales"]
-        return content
-
-    def __str__(self) -> str:
-        return super().__str__() + (", integer scales" if self.integer_scales else "")
-
-    def _quantize(self, weight: Tensor, name: str, importance: Tensor | None = None) -> QuantizedWeight:
-        if not self._has_row_scales(weight.shape[1]):
-            return super()._quantize(weight, name, importance)
-        dtype = self.scale_dtype_of(weight.dtype)
-        options: Any = {"clip_search": self.clip_search, "importance": importance, "name": name}
-        return quantize_int4_integer(weight, self.size, scale_dtype=dtype, **options)
-
-    def one_pass(self, n: int, k: int) -> OnePass | None:
-        return None if self._has_row_scales(k) else super().one_pass(n, k)
-
-    def _has_row_scales(self, k: int) -> bool:
-        return self.integer_scales and 0 < self.size < k
-
-    def _row_scales(self, scales: Tensor) -> Tensor | None:
-        return row_scales(scales, str(self)) if self.integer_scales and scales.shape[1] > 1 else None
-
-    def _problem(self, **facts: Any) -> _host.Problem:
-        one_group = self.symmetric and not 0 < self.size < facts["k"]
-        return super()._problem(row_scales=one_group or self._has_row_scales(facts["k"]), **facts)
 
 
 @dataclass(frozen=True)

@@ -302,8 +302,9 @@ def fp8_int4_grouped_mm(
     out_features: int,
     in_features: int,
     group_size: int,
+    row_scales: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """``qao.ops.fp8_int4_mm`` of experts."""
-    constants = out_features, in_features, group_size, *asked(batch_invariant)
+    """``qao.ops.fp8_int4_mm`` of experts; ``row_scales`` is [E, N]."""
+    constants = out_features, in_features, group_size, row_scales, *asked(batch_invariant)
     return grouped_product(FP8_INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale)

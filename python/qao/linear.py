@@ -104,7 +104,7 @@ class QuantLinear(PackedModule):
         weight: the dequantised weight [N, K], for models that read it; computed when it is used.
         weight_sums: float32 [N], sums over k of W, if activations are quantised asymmetrically; else None.
         activation_scale: float32 [1], the scale of every activation, if it is static; else None.
-        row_scales: float32 [N], of which scales are whole numbers, with ``integer_scales``; else None.
+        row_scales: float32 [N], of which scales are factors, with scales of two levels; else None.
         bias: [N] or None.
         in_features, out_features: K and N.
         dtype: of the float weight it stands for; ``.to(dtype)`` changes it.

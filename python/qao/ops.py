@@ -251,8 +251,14 @@ def fp8_int4_mm(
     out_features: int = 0,
     in_features: int = 0,
     group_size: int = 0,
+    row_scales: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """y = x̂ · Wᵀ + bias with an int4 weight and x̂ = x rounded to e4m3, a scale per token."""
-    constants = out_features, in_features, group_size, *asked(batch_invariant)
-    return product(FP8_INT4, constants, x, weight, scales, bias)
+    """y = x̂ · Wᵀ + bias with an int4 weight and x̂ = x rounded to e4m3, a scale per token.
+
+    ``row_scales``: float32 [N], of which the scales of a symmetric W are powers of two, 2^-14 to 32, of either sign,
+    each of its row's. As in ``int8_int4_mm``.
+    """
+    constants = out_features, in_features, group_size
+    last = constants if row_scales is None and not batch_invariant else (*constants, row_scales)
+    return product(FP8_INT4, (*last, *asked(batch_invariant)), x, weight, scales, bias)

@@ -30,7 +30,7 @@ class PackedWeight(NamedTuple):
     scales: Tensor
     weight_sums: Tensor | None = None  # float32 [N], sums over k of the dequantised W; for asymmetric activations
     activation_scale: Tensor | None = None  # float32 [1]; for static activations
-    row_scales: Tensor | None = None  # float32 [N], of which scales are whole numbers; int8_int4 with integer_scales
+    row_scales: Tensor | None = None  # float32 [N], of which scales are factors, with scales of two levels
     relative_error: float | None = None  # ‖W - Ŵ‖ / ‖W‖, Frobenius; None if unknown
 
     def tensors(self) -> dict[str, Tensor | None]:
@@ -89,7 +89,7 @@ class Scheme(ABC):
         return None
 
     def _row_scales(self, scales: Tensor) -> Tensor | None:
-        """float32 [N], where the operator takes it: ``scales``, as they are stored, are whole numbers times those."""
+        """float32 [N], where the operator takes it: ``scales``, as they are stored, are factors times those."""
         return None
 
     @abstractmethod

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .formats import Float8Weight, Fp4Weight, Int4Weight, Int8Weight, IntegerScaledInt4Weight, Scheme, _host
+from .formats import Float8Weight, Fp4Weight, Int4Weight, Int8Weight, Scheme, _host
+from .formats_two_levels import IntegerScaledInt4Weight, PowerScaledInt4Weight
 from .quantizer_fp8 import SCALE_BLOCK
 from .rotation import RotatedActivations, with_row_scales
 
@@ -250,11 +251,14 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
 
 
 @dataclass(frozen=True)
-class Float8DynamicActivationInt4Weight(Int4Weight):
+class Float8DynamicActivationInt4Weight(PowerScaledInt4Weight):
     """Weights in four bits; every token is rounded to e4m3 with a scale of its own.
 
     Args:
         group_size, symmetric, scale_dtype, clip_search, budget_bits, whole_zeros: as in ``Int4WeightOnly``.
+        power_of_two_scales: with symmetric weights, a row's scales are powers of two times one scale of the row, and
+            Hopper need not scale the sums of each group of many tokens; less accurate (docs/numerics.md). One group a
+            row stays as it is.
 
     Raises:
         ValueError, TypeError: an argument is none of the above.
@@ -265,6 +269,8 @@ class Float8DynamicActivationInt4Weight(Int4Weight):
 
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[Any, ...]) -> Tensor:
+        if layer["row_scales"] is not None:
+            constants = *(constants or (0, 0, 0)), layer["row_scales"]
         return ops.product(ops.FP8_INT4, constants, x, layer["qweight"], layer["scales"], layer["bias"])
 
 

@@ -47,7 +47,7 @@ void for_each_problem(const Visit& visit) {
           for (Problem problem : all) {
             problem.m = m, problem.n = n, problem.k = k;
             problem.group_size = problem.y_dtype == DType::kFloat32 ? 32 : problem.x_aligned ? 128 : k;
-            problem.row_scales = problem.x == Format::kInt8 && problem.weight == Format::kInt4 && m % 2 == 1;
+            problem.row_scales = problem.weight == Format::kInt4 && m % 2 == 1;
             visit(problem, gpu);
           }
         }
@@ -172,6 +172,30 @@ TEST_CASE("eight bits: int4 with scales of rows folds nothing and has tiles of 2
         }
         CHECK(most == (has_zeros || !row_scales ? 128 : 256));
       }
+    }
+  }
+}
+
+TEST_CASE("eight bits: int4 with powers of two beside e4m3 is promoted as e4m3 is, in large tiles") {
+  Problem problem;
+  problem.x = Format::kFp8, problem.weight = Format::kInt4, problem.quantizes_x = problem.row_scales = true;
+  problem.n = 4096, problem.k = 4096;
+  for (int64_t group_size : {32, 64, 128, 256, 4096}) {
+    for (bool invariant : {false, true}) {
+      problem.group_size = group_size, problem.batch_invariant = invariant;
+      for (int64_t m : {64, 256, 4096}) {
+        problem.m = m;
+        for (const Candidate<Plan>& candidate : candidates(problem, kH200)) {
+          if (candidate.plan.body != Body::kWgmma) continue;
+          const bool powers = candidate.plan.tile_m >= 128 && !invariant;
+          CHECK((candidate.operands == std::string("kFp8Int4Rows")) == powers);
+          CHECK((invariant ? candidate.plan.tile_m <= 128 : candidate.plan.tile_m != 192));
+        }
+      }
+      Plan plan;
+      problem.m = 4096;
+      CHECK(mm::plan(problem, kH200, &plan).ok());
+      CHECK(plan.tile_m == (invariant ? 128 : 256));
     }
   }
 }

@@ -52,7 +52,7 @@ struct Problem {
   bool normed = false, gated = false;
   bool x_aligned = true;  // base address and row stride are multiples of 16 bytes
   bool weight_aligned = true;
-  // x == kInt8, weight == kInt4, no zeros: one scale a row, Arguments::row_scales, or that of its only group
+  // x != kFloat, weight == kInt4, no zeros: one scale a row, Arguments::row_scales, or that of its only group
   bool row_scales = false;
   // The bits of a row of y depend on nothing but its row of x and W: neither on m nor on other rows. `x_aligned` then
   // follows from k and the dtype of x.
@@ -83,7 +83,8 @@ struct Arguments {
   void* sum = nullptr;                // [m, k] x + residual, is written
   float eps = 0;
   void* workspace = nullptr;  // Plan::workspace_bytes, may hold anything on entry
-  // [n]: every scale of an int4 W is a whole number from -15 to 16 times that of its row.
+  // [n]: every scale of an int4 W is that of its row times a whole number from -15 to 16 (x == kInt8), or times a power
+  // of two from 2^-14 to 2^5, of either sign (kFp8).
   const float* row_scales = nullptr;
 };
 

@@ -26,8 +26,8 @@ struct Consumer {
   static constexpr int kHalfTiles = K::kTilesM / kHalves;
   typename K::Product product[kProducts][kHalfTiles][4];
   float sum[K::kFolds ? K::kTilesM : 1][4];
-  Operand<K::kSteps> operand[K::kScalesOperand ? 1 : 2];  // K-tiles alternate between two
-  std::conditional_t<K::kRowScales, RowScaledOperand,
+  Operand<K::kSteps> operand[K::kScalesOperand || K::kOneHalf ? 1 : 2];  // K-tiles alternate between two
+  std::conditional_t<K::kRowScales, RowScaledOperand<T>,
                      RawOperand<T, K::kWeight, K::kScalesOperand, K::kTile.rows, K::kSteps>>
       raw;
   std::conditional_t<K::kSwapped, TokenScales<K>, int> token_scales;
@@ -45,8 +45,8 @@ struct Consumer {
     } else if constexpr (K::kFromRegisters && K::kFloatX && K::kPacked) {
       raw.load(p, weight, weight + K::kStage.weight, warp, lane);
     } else if constexpr (K::kRowScales) {
-      raw.template load<(groups > 0), K::kTile.rows>(weight, weight + K::kStage.weight + K::kStage.scales / 2, warp,
-                                                     lane);
+      raw.template load<K::kTile.rows>(groups > 0 && (!K::kFolds || p.groups > 1), weight,
+                                       weight + K::kStage.weight + K::kStage.scales / 2, warp, lane);
     } else if constexpr (K::kCentred) {
       raw.template load<groups>(p, weight, weight + K::kStage.weight, warp, lane);
     } else if constexpr (K::kFromRegisters) {
@@ -249,12 +249,16 @@ struct Consumer {
     qao::wgmma::wait<0>();
     release(released);
     fold<1>({}, 0);
-    if constexpr (!last) multiply<0, 0, K::kSteps, 0>(ring.address(), true);
+    if constexpr (!last) {
+      convert<0>();
+      multiply<0, 0, K::kSteps, 0>(ring.address(), true);
+    }
   }
 
   __device__ __forceinline__ void walk_halves(int begin, int end) {
     zero(sum);
     fetch();
+    convert<0>();
     multiply<0, 0, K::kSteps, 0>(ring.address(), true);
 #pragma unroll 1
     for (int i = begin; i + 1 < end; ++i) halved_k_tile<false>();
@@ -346,14 +350,14 @@ struct Consumer {
       if constexpr (K::kLessZero) wait_for_scales(warp / 4);  // zero points
       if constexpr (K::kOneHalf) {
         walk_halves(at.begin, at.end);
-      } else if (K::kPacked && p.groups_per_tile == 2) {
-        walk_folding<K::kPacked ? 2 : 1>(at.begin, at.end);
-      } else if (K::kPacked && !K::kFloatX && p.groups_per_tile == 4) {
-        walk_folding<K::kPacked && !K::kFloatX ? 4 : 1>(at.begin, at.end);
+      } else if (K::kGroups && p.groups_per_tile == 2) {
+        walk_folding<K::kGroups ? 2 : 1>(at.begin, at.end);
+      } else if (K::kGroups && !K::kFloatX && p.groups_per_tile == 4) {
+        walk_folding<K::kGroups && !K::kFloatX ? 4 : 1>(at.begin, at.end);
       } else {
         walk_folding<1>(at.begin, at.end);
       }
-      if constexpr (K::kPacked && !K::kFloatX) {
+      if constexpr (K::kGroups && !K::kFloatX) {
         const int last = (p.n - 1) / int4::kTileN;
         const int row_tile = of_expert<K>(at, last + 1) + min(row0(at) / int4::kTileN + warp % 4, last);
         if (p.subtracts_zeros) subtract_zeros<K>(p, row_tile, first_token<K>(at), at.split_k, sum);

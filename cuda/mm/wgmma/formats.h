@@ -31,8 +31,9 @@ inline XKind x_kind_of(const Problem& problem) {
 
 // The tiles a row is for. kFastAccum: with fast_accum, sums may stay in the tensor cores; the largest tile and those by
 // turns have kernels for that. kRowScales: all, with a scale for each row of W and whole numbers for its groups.
+// kLargeRowScales: those of 128 and 256 tokens, with a scale for each row of W and powers of two for its groups.
 // kZeroPoints: all, of an x that has some.
-enum class Tiles { kAllTiles, kSwapped, kNotSwapped, kFastAccum, kRowScales, kZeroPoints };
+enum class Tiles { kAllTiles, kSwapped, kNotSwapped, kFastAccum, kRowScales, kLargeRowScales, kZeroPoints };
 
 struct Formats {
   XKind x;
@@ -45,16 +46,18 @@ struct Formats {
   constexpr bool is_for(Tile tile) const {
     if (tiles == Tiles::kSwapped) return can_swap(tile.tokens);
     if (tiles == Tiles::kNotSwapped) return !can_swap(tile.tokens);
+    if (tiles == Tiles::kLargeRowScales) return tile.tokens == 128 || tile.tokens == 256;
     return tiles != Tiles::kFastAccum || tile.tokens == 256 || tile.by_turns;
   }
   constexpr bool serves(Tile tile, bool fast_accum, bool row_scales, bool x_zeros) const {
-    return is_for(tile) && (tiles != Tiles::kFastAccum || fast_accum) && (tiles != Tiles::kRowScales || row_scales) &&
+    return is_for(tile) && (tiles != Tiles::kFastAccum || fast_accum) && (!has_row_scales() || row_scales) &&
            (tiles != Tiles::kZeroPoints || x_zeros);
   }
+  constexpr bool has_row_scales() const { return tiles == Tiles::kRowScales || tiles == Tiles::kLargeRowScales; }
   constexpr Traits traits() const {
     const bool float_x = x != XKind::kInt8 && x != XKind::kFp8;
     const bool swapped = fold == Fold::kBlock && !float_x && !columns;
-    return {float_x, is_packed(weight), columns, fold != Fold::kNone, swapped};
+    return {float_x, is_packed(weight), columns, fold != Fold::kNone, swapped, fold == Fold::kPromote};
   }
 };
 constexpr Formats kRows[] = {
@@ -109,7 +112,9 @@ inline int row_of(const Problem& problem, Tile tile) {
   int row = first_row_of(problem);
   // Not all tiles have kernels that leave sums in the tensor cores.
   const bool fast = problem.fast_accum && !problem.batch_invariant;
-  while (!kRows[row].serves(tile, fast, has_row_scales(problem), problem.x_zeros)) ++row;
+  // Powers of two have large tiles alone, which add in another order than the small ones of groups do.
+  const bool row_scales = has_row_scales(problem) && (problem.x == Format::kInt8 || !problem.batch_invariant);
+  while (!kRows[row].serves(tile, fast, row_scales, problem.x_zeros)) ++row;
   return row;
 }
 // Whether a row of y has the same bits in all tiles that keep_order() says yes to: K is walked in one order by all, but

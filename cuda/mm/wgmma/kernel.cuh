@@ -17,7 +17,7 @@
 
 #include "mm/wgmma/by_turns.cuh"
 #include "mm/wgmma/consumer.cuh"
-#include "mm/wgmma/whole_scales.cuh"
+#include "mm/wgmma/group_factors.cuh"
 
 namespace qao::mm::wgmma {
 
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(K::kThreads, 1)
     if constexpr (K::kScalesOperand) {
       if (warp > 0) make_scales<K>(p, ring);
     } else if constexpr (K::kRowScales) {
-      if (warp > 0 && p.groups > 1) make_whole_scales<K>(p, ring);
+      if (warp > 0 && p.groups > 1) make_group_factors<K>(p, ring);
     }
   } else {
     ptx::raise_registers<K::kConsumerRegisters>();

@@ -28,7 +28,7 @@ constexpr KernelFunction<grouped> one() {
 // Of a tile, by rows of formats.inc.
 template <bool grouped, int rows, int tokens, bool by_turns, size_t... row>
 constexpr std::array<KernelFunction<grouped>, kRowCount> of_tile(std::index_sequence<row...>) {
-  using qao::wgmma::E4m3;
+  using qao::wgmma::E4m3, qao::wgmma::E5m2;
   using Types = std::tuple<
 #define QAO_FORMATS(x, type, ...) type,
 #include "mm/wgmma/formats.inc"

@@ -76,11 +76,11 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
       p.factor = kFp4Factor;
       if (problem.group_size == fp4::kNvGroup) p.row_scales = static_cast<const float*>(arguments.scales);
     }
-    if (has_row_scales(problem)) {
+    if (kRows[row_of(problem, tile)].has_row_scales()) {
       const bool one = problem.groups() == 1;
       p.row_scales = one ? static_cast<const float*>(arguments.scales) : arguments.row_scales;
       p.row_scale_dtype = one ? problem.scale_dtype : DType::kFloat32;
-      p.factor = one ? 1.0f / kOneGroup : 1.0f;
+      p.factor = one && problem.x == Format::kInt8 ? 1.0f / kOneGroup : 1.0f;
     }
   } else if (block) {
     p.block_scales = static_cast<const float*>(arguments.scales);

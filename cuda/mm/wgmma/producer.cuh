@@ -17,8 +17,8 @@
 
 namespace qao::mm::wgmma {
 
-// T: what the tensor cores multiply, __nv_bfloat16, __half, int8_t or qao::wgmma::E4m3. `columns`: the fold needs a
-// value per token, a scale of x or a sum of it.
+// T: what the tensor cores multiply, __nv_bfloat16, __half, int8_t or qao::wgmma::E4m3 or E5m2. `columns`: the fold
+// needs a value per token, a scale of x or a sum of it.
 template <typename T_, Format weight, Fold fold, bool columns, int rows, int tokens, bool by_turns,
           bool grouped = false>
 struct Kernel {
@@ -27,20 +27,21 @@ struct Kernel {
   static constexpr Format kWeight = weight;
   static constexpr Fold kFold = fold;
   static constexpr bool kFolds = fold != Fold::kNone, kColumns = columns;
-  static constexpr bool kFloatX = !std::is_same_v<T, int8_t> && !std::is_same_v<T, qao::wgmma::E4m3>;
+  static constexpr bool kFloatX =
+      !std::is_same_v<T, int8_t> && !std::is_same_v<T, qao::wgmma::E4m3> && !std::is_same_v<T, qao::wgmma::E5m2>;
   static constexpr bool kPacked = is_packed(weight), kFromRegisters = kFloatX || kPacked;
   static constexpr bool kScalesOperand =
       kPacked && kFloatX && !kFolds;  // int4 and fp4 are multiplied by their scales in T
-  // int4 beside int8: multiplied by whole numbers of its groups, in int8
-  static constexpr bool kRowScales = kPacked && !kFloatX && !kFolds;
   static constexpr bool kLessZero = fold == Fold::kGroupLessZero, kGroups = fold == Fold::kGroup || kLessZero;
+  // int4 beside int8: multiplied by whole numbers of its groups, in int8; beside e4m3 by powers of two, in e5m2
+  static constexpr bool kRowScales = kPacked && !kFloatX && !kGroups;
   // int4 beside e4m3: codes less the whole parts of their zero points
   static constexpr bool kCentred = kPacked && std::is_same_v<T, qao::wgmma::E4m3>;
   static constexpr bool kMakesScales = kScalesOperand || kRowScales;  // three warps make what scales W, a stage ahead
   static constexpr bool kSwapped = fold == Fold::kBlock && !kFloatX && !columns;
   static constexpr bool kOwnTokens = kSwapped && tokens == rows;  // of a warpgroup; else it has rows of its own
   static constexpr bool kOneHalf = kFolds && tokens == 256;  // products of all tokens find no room beside their sums
-  static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds, kSwapped};
+  static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds, kSwapped, fold == Fold::kPromote};
   static constexpr Tile kTile{rows, tokens, by_turns};
   static constexpr bool kByTurns = by_turns, kGrouped = grouped;
   using Params = std::conditional_t<grouped, GroupedParams, wgmma::Params>;

@@ -25,10 +25,11 @@ struct Tile {
 // What decides which kernel serves a problem, and with which tiles.
 struct Traits {
   bool float_x;
-  bool packed;   // W is int4 or fp4
-  bool columns;  // the fold needs a value per token: a sum of x or a scale of it
-  bool folds;    // sums are scaled during the walk over K, into a second set of registers
-  bool swapped;  // tokens are the 64-row operand and rows of W its columns, as many of them
+  bool packed;    // W is int4 or fp4
+  bool columns;   // the fold needs a value per token: a sum of x or a scale of it
+  bool folds;     // sums are scaled during the walk over K, into a second set of registers
+  bool swapped;   // tokens are the 64-row operand and rows of W its columns, as many of them
+  bool promoted;  // the fold adds sums as they are, every K-tile
 
   // Whether the tile is compiled. Folds and operands in registers leave fewer registers for sums. A kernel that folds
   // and has both operands in shared memory is compiled with the largest tile too, and multiplies half of its tokens at
@@ -37,6 +38,7 @@ struct Traits {
     if (tile.by_turns) return !(float_x || packed || folds);
     if (tile.tall()) return float_x ? !folds : !(packed || columns || swapped);
     if (tile.tokens == 32) return !(folds && float_x);
+    if (packed && promoted) return tile.tokens != 192;
     return tile.tokens <= (folds && (packed || float_x || columns) ? 128 : 256);
   }
   // Columns of a K-tile. The work around its products takes as long for few tokens as for many, so few tokens have long

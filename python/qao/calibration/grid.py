@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..formats import Float8Weight, Int4Weight, Scheme
+from ..formats_two_levels import TwoLevelInt4Weight
 from ..quantizer import QuantizedWeight
 from ..quantizer_fp8 import SCALE_BLOCK
-from ..quantizer_integer import nearest_multiple
+from ..quantizer_two_levels import Factors
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Grid:
     zeros: Tensor | None  # None: 0
     size: int
     limits: tuple[int, int] | None
-    unit: Tensor | None = None  # float32 [N, 1], if scales are whole numbers times that of their row
+    unit: Tensor | None = None  # float32 [N, 1], if scales are factors times that of their row
+    factors: Factors | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -42,7 +44,8 @@ class Grid:
             zeros = torch.full_like(scales, 8) if quantized.zeros is None else quantized.zeros.float()
             unit = scheme._row_scales(quantized.scales)
             unit = None if unit is None else unit[:, None]
-            return cls(scales, zeros, k if scheme.size == -1 else scheme.size, (0, 15), unit)
+            factors = scheme.factors if isinstance(scheme, TwoLevelInt4Weight) else None
+            return cls(scales, zeros, k if scheme.size == -1 else scheme.size, (0, 15), unit, factors)
         if not isinstance(scheme, Float8Weight):
             return cls(scales.view(n, 1), None, k, (-127, 127))
         if scheme.granularity == "block":
@@ -54,7 +57,7 @@ class Grid:
         grids = [self, *others]
         zeros = None if self.zeros is None else torch.cat([grid.zeros for grid in grids if grid.zeros is not None])
         unit = None if self.unit is None else torch.cat([grid.unit for grid in grids if grid.unit is not None])
-        return Grid(torch.cat([grid.scales for grid in grids]), zeros, self.size, self.limits, unit)
+        return Grid(torch.cat([grid.scales for grid in grids]), zeros, self.size, self.limits, unit, self.factors)
 
     def split(self, rows: Sequence[int]) -> list[Grid]:
         """The inverse of ``stacked``."""
@@ -63,12 +66,12 @@ class Grid:
             return [None] * len(rows) if tensor is None else tensor.split(list(rows))
 
         every = zip(self.scales.split(list(rows)), parts(self.zeros), parts(self.unit), strict=True)
-        return [Grid(scales, zeros, self.size, self.limits, unit) for scales, zeros, unit in every]
+        return [Grid(scales, zeros, self.size, self.limits, unit, self.factors) for scales, zeros, unit in every]
 
     def stored_scales(self, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """What scales [N] of a group become where they are stored."""
-        if self.unit is not None:
-            return nearest_multiple(scales, self.unit[:, 0])
+        if self.unit is not None and self.factors is not None:
+            return self.factors.nearest(scales, self.unit[:, 0])
         return scales.to(dtype).float()
 
     def columns(self, which: Tensor) -> tuple[Tensor, Tensor | None]:

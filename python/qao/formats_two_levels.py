@@ -1,0 +1,76 @@
+"""Int4 weights with the choice of scales of two levels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from .formats import Int4Weight, OnePass, _host
+from .quantizer import QuantizedWeight
+from .quantizer_two_levels import POWERS_OF_TWO, WHOLE_NUMBERS, Factors, quantize_int4_two_levels
+
+
+@dataclass(frozen=True)
+class TwoLevelInt4Weight(Int4Weight):
+    """Int4 whose groups may have factors times one scale of their row, by the option that ``factors`` names."""
+
+    factors: ClassVar[Factors]
+
+    @property
+    def _two_levels(self) -> bool:
+        return bool(getattr(self, self.factors.option))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_bool(self.factors.option)
+        if self._two_levels and not self.symmetric:
+            self._reject(self.factors.option, "False unless symmetric=True: zero points need sums of each group")
+
+    def to_dict(self) -> dict[str, Any]:
+        content = super().to_dict()
+        if not self._two_levels:  # as before there was the choice
+            del content[self.factors.option]
+        return content
+
+    def __str__(self) -> str:
+        return super().__str__() + (f", {self.factors.option.replace('_', ' ')}" if self._two_levels else "")
+
+    def _quantize(self, weight: Tensor, name: str, importance: Tensor | None = None) -> QuantizedWeight:
+        if not self._has_row_scales(weight.shape[1]):
+            return super()._quantize(weight, name, importance)
+        dtype = self.scale_dtype_of(weight.dtype)
+        options: Any = {"clip_search": self.clip_search, "importance": importance, "name": name}
+        return quantize_int4_two_levels(weight, self.size, self.factors, scale_dtype=dtype, **options)
+
+    def one_pass(self, n: int, k: int) -> OnePass | None:
+        return None if self._has_row_scales(k) else super().one_pass(n, k)
+
+    def _has_row_scales(self, k: int) -> bool:
+        return self._two_levels and 0 < self.size < k
+
+    def _row_scales(self, scales: Tensor) -> Tensor | None:
+        return self.factors.row_scales(scales, str(self)) if self._two_levels and scales.shape[1] > 1 else None
+
+    def _problem(self, **facts: Any) -> _host.Problem:
+        one_group = self.symmetric and not 0 < self.size < facts["k"]
+        return super()._problem(row_scales=one_group or self._has_row_scales(facts["k"]), **facts)
+
+
+@dataclass(frozen=True)
+class IntegerScaledInt4Weight(TwoLevelInt4Weight):
+    """With the choice of scales that are whole numbers times one scale of their row."""
+
+    integer_scales: bool = field(default=False, kw_only=True)
+
+    factors: ClassVar[Factors] = WHOLE_NUMBERS
+
+
+@dataclass(frozen=True)
+class PowerScaledInt4Weight(TwoLevelInt4Weight):
+    """With the choice of scales that are powers of two times one scale of their row."""
+
+    power_of_two_scales: bool = field(default=False, kw_only=True)
+
+    factors: ClassVar[Factors] = POWERS_OF_TWO
