@@ -29,6 +29,8 @@ SCHEMES = {
     "int4 in float16": qao.Int4WeightOnly(group_size=32, scale_dtype=torch.float16),
     "int8": qao.Int8WeightOnly(),
     "fp8": qao.Float8WeightOnly(),
+    "fp4": qao.Fp4WeightOnly(),
+    "nvfp4": qao.Fp4WeightOnly("nvfp4"),
     "fp8 block": qao.Float8WeightOnly(granularity="block"),
     "int8_int8": qao.Int8DynamicActivationInt8Weight(symmetric_activations=False),
     "int8_int4": qao.Int8DynamicActivationInt4Weight(group_size=32, symmetric_activations=False),
@@ -43,7 +45,7 @@ def case(function: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 GPUS = ((90, 132, 232448), (80, 108, 166912), (89, 142, 101376), (100, 148, 232448))
-STORED = {"int4": "bfloat16", "int8": "float32", "fp8": "float32"}  # dtype of scales
+STORED = {"int4": "bfloat16", "fp4": "bfloat16", "int8": "float32", "fp8": "float32"}  # dtype of scales
 
 
 def net(scheme: qao.Scheme) -> nn.Sequential:
