@@ -138,10 +138,14 @@ METHODS: dict[str, qao.Scheme | Rounding | tuple[qao.Scheme | Calibrating, int]]
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--only", choices=list(METHODS), action="append", help="these, beside those of the file")
+    command.add_argument("--add", type=Path, metavar="FILE", help="measure nothing: join the results of another run")
 
 
 def run(arguments: argparse.Namespace, path: Path) -> None:
     """Measures method by method and writes the results file after each."""
+    if arguments.add:
+        write(joined(json.loads(path.read_text()), json.loads(arguments.add.read_text())), path)
+        return
     gguf_file, ids, _, tokenizer = load_text()
     ids = ids[: WINDOWS * WINDOW + 1]
     language = qao.dequantize_(qao.from_pretrained(gguf_file, dtype=torch.float32))
@@ -169,6 +173,13 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
         meta = describe("cpu") | {"windows": WINDOWS, "window": WINDOW, "sentences": SENTENCES}
         meta["nats_per_token"] = exact.nats_per_token
         write({"meta": meta, "rows": [rows[one] for one in METHODS if one in rows]}, path)
+
+
+def joined(before: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Rows of both, of the other where both have one, in the order of METHODS; both have the same reference."""
+    assert abs(before["meta"]["nats_per_token"] - other["meta"]["nats_per_token"]) < 1e-4
+    rows = {row["method"]: row for row in (*before["rows"], *other["rows"])}
+    return {"meta": other["meta"], "rows": [rows[name] for name in METHODS if name in rows]}
 
 
 def _texts(method: Any) -> int:

@@ -584,6 +584,17 @@ def test_four_bits_in_the_documents() -> None:
     ]
 
 
+def test_two_runs_of_four_bits_become_one() -> None:
+    first, second, third = list(four_bits.METHODS)[:3]
+    before = {"meta": {"nats_per_token": 2.8}, "rows": [{"method": second, "bits": 1}, {"method": third, "bits": 1}]}
+    other = {"meta": {"nats_per_token": 2.80001}, "rows": [{"method": third, "bits": 2}, {"method": first, "bits": 2}]}
+    rows = [{"method": first, "bits": 2}, {"method": second, "bits": 1}, {"method": third, "bits": 2}]
+    assert four_bits.joined(before, other) == {"meta": other["meta"], "rows": rows}
+    other["meta"]["nats_per_token"] = 2.9
+    with pytest.raises(AssertionError):
+        four_bits.joined(before, other)
+
+
 def test_two_runs_of_calibration_become_one() -> None:
     first, second = {"model": "fp32", "nats_per_token": 2.7}, {"model": "fp32", "nats_per_token": 2.70001}
     before = {"meta": "old", "rows": [first, {"model": "int4 g32", "samples": 1}, {"model": "int4 g128", "samples": 1}]}
