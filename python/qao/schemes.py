@@ -136,9 +136,8 @@ class Int8DynamicActivationInt8Weight(RotatedActivations, Int8Weight):
         symmetric_activations: False gives every token a zero point too: more accurate where activations are of one
             sign, a little slower.
         clip_search: as in ``Int8WeightOnly``.
-        rotation: 16, 32, 64, 128 or 256 columns that a Hadamard matrix mixes before tokens are rounded, and those of W
-            alike: outliers of activations cost less then (docs/numerics.md). Of a layer it is the largest of these up
-            to the given one that divides its columns, and 0, none, where none does.
+        rotation: 16, 32, 64, 128 or 256 columns that a Hadamard matrix mixes before tokens are rounded: outliers cost
+            less then (docs/numerics.md). Of a layer the largest up to it that divides K; 0: none.
 
     Raises:
         ValueError, TypeError: an argument is none of the above.
