@@ -77,7 +77,7 @@ constexpr Kernel kKernels[] = {
 
     // x in float or fp8, W int8 or fp8
     {"amx gemm tdpbf16ps", kAmx, kFloatX, kW8, from(3), nullptr, &kBf16Tiles, amx::bf16_w8_gemm},
-    {"avx512_bf16 gemm vdpbf16ps", kAvx512Bf16, kFloatX, kW8, from(5), has_bf16_x, &kBf16Panels,
+    {"avx512_bf16 gemm vdpbf16ps", kAvx512Bf16, kFloatX, kW8, from(3), has_bf16_x, &kBf16Panels,
      avx512_bf16::bf16_w8_gemm},
     {"avx512 gemv vfmadd231ps", kAvx512, kFloatX, kW8, up_to(12), nullptr, &kFloat32RowsAvx512,
      avx512::float32_w8_gemv},
