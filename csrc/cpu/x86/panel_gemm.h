@@ -50,6 +50,20 @@ __attribute__((always_inline)) inline void each(auto&& visit) {
 struct NoParameters {};
 struct Nothing {};
 
+// Totals that are sums of sections and no more.
+template <typename Panel>
+struct PlainTotals : Panel {
+  using Fold = Nothing;
+  using Row = Nothing;
+  template <typename Parameters>
+  static Fold fold(const Job&, const Parameters&, int, int64_t, int64_t) {
+    return {};
+  }
+  static Row row(const Job&, int64_t, int64_t) { return {}; }
+  using Value = typename Panel::Sum;
+  static Value add(Fold, Row, Value sums, Value before) { return Panel::plus(sums, before); }
+};
+
 alignas(64) constexpr uint32_t kNoTotals[64] = {};  // what totals are before the first section
 
 // A row of x of ones, for formats of bytes: its products are sums of W.

@@ -14,26 +14,14 @@ namespace {
 struct Avx2Panel {
   static constexpr int kLanes = 8, kVectors = 2;
   static constexpr bool kHasRests = false, kTakesZerosOff = false;
+  static __m256 plus(__m256 a, __m256 b) { return _mm256_add_ps(a, b); }
+  static __m256i plus(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
 };
 
 struct FloatTotals {
   using Total = __m256;
   static Total load_total(const uint32_t* totals) { return _mm256_load_ps(reinterpret_cast<const float*>(totals)); }
   static void store(uint32_t* totals, Total total) { _mm256_store_ps(reinterpret_cast<float*>(totals), total); }
-};
-
-// Totals are sums of sections and no more.
-template <typename Panel>
-struct PlainTotals : Panel {
-  using Fold = Nothing;
-  using Row = Nothing;
-  template <typename Parameters>
-  static Fold fold(const Job&, const Parameters&, int, int64_t, int64_t) {
-    return {};
-  }
-  static Row row(const Job&, int64_t, int64_t) { return {}; }
-  static __m256 add(Fold, Row, __m256 sums, __m256 before) { return _mm256_add_ps(sums, before); }
-  static __m256i add(Fold, Row, __m256i sums, __m256i before) { return _mm256_add_epi32(sums, before); }
 };
 
 // Sums of integers, for x and W in int8 or int4.

@@ -18,6 +18,8 @@ struct Avx512Panel {
   using Operand = __m512i;
   static Operand load(const uint32_t* words) { return _mm512_load_si512(words); }
   static Operand broadcast(const uint32_t* word) { return _mm512_set1_epi32(static_cast<int>(*word)); }
+  static __m512 plus(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
+  static __m512i plus(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
 };
 
 inline __m512 load_floats(const uint32_t* words) { return _mm512_load_ps(reinterpret_cast<const float*>(words)); }
@@ -32,20 +34,6 @@ struct FloatTotals {
 struct FloatSums : Avx512Panel, FloatTotals {
   using Sum = __m512;
   static Sum zero() { return _mm512_setzero_ps(); }
-};
-
-// Totals are sums of sections and no more.
-template <typename Panel>
-struct PlainTotals : Panel {
-  using Fold = Nothing;
-  using Row = Nothing;
-  template <typename Parameters>
-  static Fold fold(const Job&, const Parameters&, int, int64_t, int64_t) {
-    return {};
-  }
-  static Row row(const Job&, int64_t, int64_t) { return {}; }
-  static __m512 add(Fold, Row, __m512 sums, __m512 before) { return _mm512_add_ps(sums, before); }
-  static __m512i add(Fold, Row, __m512i sums, __m512i before) { return _mm512_add_epi32(sums, before); }
 };
 
 // 16 rows of W in eight bits, 64 columns from `k` on, as fours of columns: quads[i] has 4i .. 4i + 3 of each row. Zeros
