@@ -70,7 +70,7 @@ Tensor int8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tens
   std::optional<Argument> of_rows;
   if (row_scales) call.op.involve(&of_rows.emplace("row_scales", *row_scales));
   product.use_packed_weight({out_features, in_features, group_size});
-  product.use_row_scales(of_rows ? &*of_rows : nullptr);
+  if (of_rows) product.use_row_scales(*of_rows);
   product.use_dynamic_x(x, Format::kInt8, Scaling::kRow, nullptr, x_rotation);
   return product.run(batch_invariant);
 }
@@ -103,7 +103,7 @@ Tensor fp8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tenso
   std::optional<Argument> of_rows;
   if (row_scales) call.op.involve(&of_rows.emplace("row_scales", *row_scales));
   product.use_packed_weight({out_features, in_features, group_size});
-  product.use_row_scales(of_rows ? &*of_rows : nullptr);
+  if (of_rows) product.use_row_scales(*of_rows);
   product.use_dynamic_x(x, Format::kFp8, Scaling::kRow);
   return product.run(batch_invariant);
 }

@@ -31,9 +31,8 @@ int64_t GroupedProduct::hide_experts(Argument* argument) {
   return argument->hide_first();
 }
 
-void GroupedProduct::use_row_scales(Argument* row_scales) {
-  if (row_scales == nullptr) return;
-  op_.check(hide_experts(row_scales) == experts_.count, "row_scales must be of as many experts, along dimension 0",
+void GroupedProduct::use_row_scales(Argument& row_scales) {
+  op_.check(hide_experts(&row_scales) == experts_.count, "row_scales must be of as many experts, along dimension 0",
             "Stack those of all experts");
   Product::use_row_scales(row_scales);
 }

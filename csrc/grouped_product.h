@@ -20,7 +20,7 @@ class GroupedProduct : public Product {
                  const std::optional<Tensor>& bias, const Routing& routing,
                  const std::optional<Tensor>& weight_sums = std::nullopt);
 
-  void use_row_scales(Argument* row_scales);  // [E, N], or null
+  void use_row_scales(Argument& row_scales);  // [E, N]
 
   // y [S, N].
   Tensor run(bool batch_invariant);

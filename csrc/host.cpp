@@ -73,12 +73,14 @@ void define(py::class_<Class>& type, const char* name, Value Class::* member) {
   }
 }
 
-// As an operator would state it: y has the dtype of x, or of what x was quantised from, and blocks go with blocks.
+// As an operator would state it: y has the dtype of x, or of what x was quantised from, blocks go with blocks, and the
+// scale of a row's only group is the row's.
 mm::Problem resolved(mm::Problem problem) {
   if (problem.group_size == -1) problem.group_size = problem.k;
   if (problem.x == Format::kFp8 && problem.weight_scaling == Scaling::kBlock) problem.x_scaling = Scaling::kBlock;
   problem.y_dtype = problem.x_dtype;
   problem.quantizes_x = problem.x != Format::kFloat;
+  if (problem.weight == Format::kInt4 && !problem.has_zeros) problem.row_scales |= problem.group_size >= problem.k;
   return problem;
 }
 
@@ -104,9 +106,7 @@ py::dict plan(const mm::Problem& problem, const Gpu& gpu, int64_t experts) {
   } else {
     mm::Experts routed;
     routed.count = experts, routed.rows = problem.m;
-    mm::Problem told = resolved(problem);
-    told.row_scales &= told.groups() > 1;  // the operator of experts does not look whether a row has one group
-    check(mm::plan(told, routed, gpu, &plan));
+    check(mm::plan(resolved(problem), routed, gpu, &plan));
   }
   py::dict result = kernel_facts(plan);
   result["reason"] = plan.reason;

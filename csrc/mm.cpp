@@ -60,7 +60,7 @@ Tensor int8_int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales,
   std::optional<Argument> of_rows;
   if (row_scales) call.op.involve(&of_rows.emplace("row_scales", *row_scales));
   product.use_packed_weight(product.int4_sizes({out_features, in_features, group_size}));
-  product.use_row_scales(of_rows ? &*of_rows : nullptr);
+  if (of_rows) product.use_row_scales(*of_rows);
   product.use_dynamic_x(x, Format::kInt8, Scaling::kRow, nullptr, x_rotation);
   return product.run(batch_invariant);
 }
@@ -88,7 +88,7 @@ Tensor fp8_int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, 
   std::optional<Argument> of_rows;
   if (row_scales) call.op.involve(&of_rows.emplace("row_scales", *row_scales));
   product.use_packed_weight(product.int4_sizes({out_features, in_features, group_size}));
-  product.use_row_scales(of_rows ? &*of_rows : nullptr);
+  if (of_rows) product.use_row_scales(*of_rows);
   product.use_dynamic_x(x, Format::kFp8, Scaling::kRow);
   return product.run(batch_invariant);
 }

@@ -65,6 +65,7 @@ void Product::use_packed_weight(const PackedSizes& sizes) {
   problem.group_size = packed.group_size;
   problem.has_zeros = packed.has_zeros;
   problem.scale_dtype = packed.scale_dtype;
+  problem.row_scales = !problem.has_zeros && problem.groups() == 1;  // a group's scale is the row's
 }
 
 void Product::use_fp4_weight(const PackedSizes& sizes) {
@@ -82,16 +83,14 @@ void Product::use_sizes(const PackedSizes& sizes) {
   set_sizes(sizes.n, sizes.k);
 }
 
-void Product::use_row_scales(const Argument* of_rows) {
-  problem.row_scales = of_rows != nullptr || (!problem.has_zeros && problem.groups() == 1);
-  if (of_rows == nullptr) return;
-  const Argument& row_scales = *of_rows;
+void Product::use_row_scales(const Argument& row_scales) {
   op_.check(!problem.has_zeros, "row_scales are for a weight without zero points",
             "Pass None, or quantise with symmetric=True");
   op_.check(row_scales.dtype() == float32_code() && row_scales.has_shape({problem.n}),
             "row_scales must be float32 of shape [out_features]",
             "Pass what quantising with scales of two levels made, or None");
   op_.check_operand(row_scales, x_);
+  problem.row_scales = true;
   arguments.row_scales = static_cast<const float*>(row_scales.data());
 }
 

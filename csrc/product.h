@@ -46,8 +46,7 @@ class Product {
   void use_weight(const RowMajor& rows);
   void use_packed_weight(const PackedSizes& sizes);
   void use_fp4_weight(const PackedSizes& sizes);
-  // Of a packed weight; null: there are none, but the scale of a symmetric row's only group is its own.
-  void use_row_scales(const Argument* row_scales);
+  void use_row_scales(const Argument& row_scales);  // of a packed weight
 
   // 2. x as the tensor cores take it; in eight bits with its scales; in a float dtype, to be quantised by the product
   // or before it, where `x_scale` is a scale of all of x that is known beforehand; int8: of x rotated, unless that is

@@ -54,8 +54,7 @@ class TwoLevelInt4Weight(Int4Weight):
         return self.factors.row_scales(scales, str(self)) if self._two_levels and scales.shape[1] > 1 else None
 
     def _problem(self, **facts: Any) -> _host.Problem:
-        one_group = self.symmetric and not 0 < self.size < facts["k"]
-        return super()._problem(row_scales=one_group or self._has_row_scales(facts["k"]), **facts)
+        return super()._problem(row_scales=self._has_row_scales(facts["k"]), **facts)
 
 
 @dataclass(frozen=True)
