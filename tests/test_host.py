@@ -44,6 +44,11 @@ def test_formats_without_a_kernel_are_refused(capability: int) -> None:
         host.plan(host.Problem(m=64, n=4096, k=4096, x="int8", weight="fp8"), gpu(capability))
 
 
+def test_a_plan_of_experts_without_groups() -> None:
+    given = host.Problem(m=64, n=1536, k=2048, x="int8", weight="int8")
+    assert host.plan(given, gpu(90), experts=8)["ctas"] > 0
+
+
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="x_dtype 'int8' is not one of float32, float16, bfloat16"):
         host.Problem(x_dtype="int8")
