@@ -104,20 +104,20 @@ bool plan_normed(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return true;
 }
 
-// Tokens of bfloat16 for which resident.cuh was measured to pay: the more row tiles a multiprocessor has,
-// the more; three row tiles are one pass of it.
+// Tokens of bfloat16 for which resident.cuh was measured to pay: the more row tiles a multiprocessor has, the more.
+// Three, five and six of them fill its passes of three or two better than the ring's of four. Fewer than three, and
+// four or eight, which fill the ring's passes, need more K-steps.
 int64_t most_resident_tokens(const Problem& problem, const Gpu& gpu) {
   const int64_t of_sm = ceil_div(tiles_n(problem.n), gpu.num_sms);
+  if (problem.k < 24 * kStepColumns && (of_sm < 3 || of_sm % 4 == 0)) return 0;
+  if (of_sm == 5 || of_sm == 6) return 8;
   return of_sm > 32 ? 8 : of_sm > 8 ? 5 : of_sm > 6 ? 4 : of_sm == 3 ? 3 : 2;
 }
 
-// Not where warps have hardly a K-step each, or x, which every CTA waits for, is large. For float16 always: the
-// portable kernels are slower.
+// Not where x, which every CTA waits for, is large. For float16 always: the portable kernels are slower.
 bool plan_plain(const Problem& problem, const Gpu& gpu, Plan* plan) {
   if (problem.x_dtype != DType::kFloat16) {
-    if (problem.m > most_resident_tokens(problem, gpu) || problem.k < 24 * kStepColumns ||
-        problem.m * problem.k > 32768)
-      return false;
+    if (problem.m > most_resident_tokens(problem, gpu) || problem.m * problem.k > 32768) return false;
   }
   // MXFP4 in several passes was faster in the ring.
   if (is_float_fp4(problem) && problem.group_size == fp4::kMxGroup && passes_of(problem, gpu, 3) > 1) return false;
@@ -174,7 +174,8 @@ bool plan_ring(const Problem& problem, const Gpu& gpu, Plan* plan) {
   if (!ring_serves(problem, kRing[kMany]) || is_shallow(problem, gpu)) return false;
   const int64_t row_tiles = tiles_n(problem.n), steps = ceil_div(problem.k, kStepColumns);
   const int64_t share = row_tiles * steps / gpu.num_sms;  // row tiles times K-steps of a multiprocessor
-  const bool is_short = share <= 64 && row_tiles <= 2 * gpu.num_sms, few = problem.m <= kRing[kFew].tokens;
+  const bool few = problem.m <= kRing[kFew].tokens;
+  const bool is_short = share <= (few ? 100 : 64) && row_tiles <= 2 * gpu.num_sms;
   const int index = few ? (is_short ? kFewShort : kFew) : is_short ? kManyShort : kMany;
 
   // Pairs of CTAs share row tiles, each with half of K, where SMs would idle otherwise, or where so many places of
