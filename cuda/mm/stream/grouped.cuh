@@ -28,7 +28,7 @@ struct GatheredX {
 
 template <typename Tile, typename Base>
 struct GroupedRing : Base {
-  using Base::d, Base::lane, Base::p, Base::kR, Base::row_tile0, Base::row_tiles, Base::x_offset;
+  using Base::d, Base::lane, Base::p, Base::x_offset;
   using typename Base::Cursor;
   static constexpr int kTokens = Tile::kTokens, kOfLane = kTokens / Base::kRowsAtOnce;
 
@@ -82,18 +82,10 @@ struct GroupedRing : Base {
     }
   }
 
-  // Adds the slices of the `slots` passes from `pass` on, and stores y, a thread four rows of W of a token.
+  // Adds the slices of the `slots` passes from `pass` on, and stores y.
   __device__ __forceinline__ void write(int pass, int slots) const {
     __syncthreads();
-    constexpr int kQuads = kR * kTileN / 4, kRowsAtOnce = Tile::kThreads / kQuads;
-    const int m = d.tokens, quad = threadIdx.x % kQuads;
-    // All lanes of a warp go round alike.
-    for (int first = threadIdx.x / 32 * 32 / kQuads; first < slots * m; first += kRowsAtOnce) {
-      int slot = 0, token = first + threadIdx.x % 32 / kQuads;
-      bool exists = token < slots * m;
-      while (exists && token >= m) token -= m, ++slot;
-      const int row_tile = (pass + slot) * kR + quad / 4, n = (row_tile0 + row_tile) * kTileN + quad % 4 * 4;
-      exists = exists && row_tile < row_tiles;
+    this->for_each_quad(pass, slots, 0, 1, [&](int slot, int token, int quad, int n, bool exists) {
       float value[4] = {};
       if (exists) this->add_slices(slot, token, quad, value);
       repair<GatheredX<kTokens>>(p, d, n, token, value);
@@ -103,7 +95,7 @@ struct GroupedRing : Base {
         scale_row(r, row0 + token, value);
         store_rows<T>(p, p.n, n, token, value);
       }
-    }
+    });
   }
 };
 
@@ -139,35 +131,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   auto ahead = cta.first();
   const auto units = cta.units();
   const uint32_t parameters = ptx::opaque(cta.parameters());
-#pragma unroll 1
-  for (int i = 0; i < d.stages - 1; ++i) {
-    cta.fetch(ahead, cta.stage_address(i));
-    ptx::cp_async_commit();
-    cta.advance(ahead);
-  }
-  uint32_t stage = cta.ring, stage_ahead = cta.stage_address(d.stages - 1);
-  const uint32_t last_stage = stage_ahead;
-  int step = cta.slice, slot = 0;
-  for (int pass = 0; pass < d.passes; ++pass) {
-    typename Cta::Sums sum = {};
-    for (; step < cta.steps; step += Tile::kWarps) {
-      wait_for_stage(d.stages);
-      __syncwarp();  // this stage has arrived for all, the previous one has been read by all
-      cta.fetch(ahead, stage_ahead);
-      ptx::cp_async_commit();
-      cta.advance(ahead);
-      cta.multiply(stage, units, parameters, sum);
-      stage_ahead = stage;
-      stage = stage == last_stage ? cta.ring : stage + d.stage_bytes;
-    }
-    step -= cta.steps;
-    cta.keep(slot, cta.row_tiles - pass * Tile::kTilesN, sum);
-    if (++slot == d.slots || pass + 1 == d.passes) {
-      cta.write(pass + 1 - slot, slot);
-      if (pass + 1 < d.passes) __syncthreads();
-      slot = 0;
-    }
-  }
+  walk<Tile>(cta, ahead, units, parameters, [&](int pass, int slots) {
+    cta.write(pass, slots);
+    if (pass + slots < d.passes) __syncthreads();
+  });
 }
 
 }  // namespace qao::mm::stream::x_ring

@@ -177,14 +177,31 @@ struct Ring : Cta<Tile> {
     }
   }
 
-  // Adds slices and CTAs of the `slots` passes from `pass` on, and stores y, a thread four rows of a token.
+  // Calls finish(slot, token, quad, n, exists) with what a thread stores of the `slots` passes from `pass` on, four
+  // rows of a token at a time from row n on. All lanes of a warp go round alike.
+  template <typename Finish>
+  __device__ __forceinline__ void for_each_quad(int pass, int slots, int of_rank, int ranks,
+                                                const Finish& finish) const {
+    constexpr int kQuads = kR * kTileN / 4, kRowsAtOnce = Tile::kThreads / kQuads;
+    const int m = d.tokens, quad = threadIdx.x % kQuads;
+    for (int first = threadIdx.x / 32 * 32 / kQuads + of_rank * kRowsAtOnce; first < slots * m;
+         first += ranks * kRowsAtOnce) {
+      int slot = 0, token = first + threadIdx.x % 32 / kQuads;
+      bool exists = token < slots * m;
+      while (exists && token >= m) token -= m, ++slot;
+      const int row_tile = (pass + slot) * kR + quad / 4, n = (row_tile0 + row_tile) * kTileN + quad % 4 * 4;
+      finish(slot, token, quad, n, exists && row_tile < row_tiles);
+    }
+  }
+
+  // Adds slices and CTAs of the `slots` passes from `pass` on, and stores y.
   template <bool clustered>
   __device__ __forceinline__ void write(int pass, int slots) const {
     __syncthreads();
     constexpr int kQuads = kR * kTileN / 4, kRowsAtOnce = Tile::kThreads / kQuads;
     static_assert(32 % kQuads == 0, "lanes of a warp share a token or have whole tokens");
-    const int m = d.tokens, quad = threadIdx.x % kQuads;
     if constexpr (clustered) {
+      const int m = d.tokens, quad = threadIdx.x % kQuads;
       for (int row = threadIdx.x / kQuads; row < slots * m; row += kRowsAtOnce) {
         int slot = 0, token = row;
         while (token >= m) token -= m, ++slot;
@@ -197,14 +214,7 @@ struct Ring : Cta<Tile> {
       ptx::cluster_barrier();
     }
     const int ranks = clustered ? gridDim.x : 1;
-    // All lanes of a warp go round alike.
-    for (int first = threadIdx.x / 32 * 32 / kQuads + (clustered ? rank * kRowsAtOnce : 0); first < slots * m;
-         first += ranks * kRowsAtOnce) {
-      int slot = 0, token = first + threadIdx.x % 32 / kQuads;
-      bool exists = token < slots * m;
-      while (exists && token >= m) token -= m, ++slot;
-      const int row_tile = (pass + slot) * kR + quad / 4, n = (row_tile0 + row_tile) * kTileN + quad % 4 * 4;
-      exists = exists && row_tile < row_tiles;
+    const auto finish = [&](int slot, int token, int quad, int n, bool exists) {
       float value[4] = {};
       if (exists) {
         if constexpr (clustered) {
@@ -221,7 +231,8 @@ struct Ring : Cta<Tile> {
         if (exists) divide_rows(p, n, value);
       }
       if (exists) store_rows(p, n, token, value);
-    }
+    };
+    for_each_quad(pass, slots, clustered ? rank : 0, ranks, finish);
   }
   __device__ __forceinline__ void add_slices(int slot, int token, int quad, float (&value)[4]) const {
     for (int column = 0; column < columns_of_token(); ++column) {
@@ -239,6 +250,42 @@ __device__ __forceinline__ void wait_for_stage(int stages) {
     ptx::cp_async_wait<1>();
   } else {
     ptx::cp_async_wait<2>();
+  }
+}
+
+// All passes of a CTA. write(pass, slots) stores what the `slots` passes from `pass` on left.
+template <typename Tile, typename Cta, typename Write>
+__device__ __forceinline__ void walk(const Cta& cta, typename Cta::Cursor ahead, const typename Cta::Units& units,
+                                     uint32_t parameters, const Write& write) {
+  const RingParams& d = cta.d;
+#pragma unroll 1
+  for (int i = 0; i < d.stages - 1; ++i) {
+    cta.fetch(ahead, cta.stage_address(i));
+    ptx::cp_async_commit();
+    cta.advance(ahead);
+  }
+  uint32_t stage = cta.ring, stage_ahead = cta.stage_address(d.stages - 1);
+  const uint32_t last_stage = stage_ahead;
+  int step = cta.slice, slot = 0;
+  for (int pass = 0; pass < d.passes; ++pass) {
+    typename Cta::Sums sum = {};
+    const int tiles = cta.row_tiles - pass * Tile::kTilesN;
+    for (; step < cta.steps; step += Tile::kWarps) {
+      wait_for_stage(d.stages);
+      __syncwarp();  // this stage has arrived for all, the previous one has been read by all
+      cta.fetch(ahead, stage_ahead);
+      ptx::cp_async_commit();
+      cta.advance(ahead);
+      cta.multiply(stage, units, parameters, sum);
+      stage_ahead = stage;
+      stage = stage == last_stage ? cta.ring : stage + d.stage_bytes;
+    }
+    step -= cta.steps;
+    cta.keep(slot, tiles, sum);
+    if (++slot == d.slots || pass + 1 == d.passes) {
+      write(pass + 1 - slot, slot);
+      slot = 0;
+    }
   }
 }
 
@@ -261,43 +308,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   const uint32_t parameters = ptx::opaque(cta.parameters());
   ptx::wait_for_previous_kernel();
   ptx::launch_dependents();
-
-#pragma unroll 1
-  for (int i = 0; i < d.stages - 1; ++i) {
-    cta.fetch(ahead, cta.stage_address(i));
-    ptx::cp_async_commit();
-    cta.advance(ahead);
-  }
-
-  uint32_t stage = cta.ring, stage_ahead = cta.stage_address(d.stages - 1);
-  const uint32_t last_stage = stage_ahead;
-  int step = cta.slice, slot = 0;
-  for (int pass = 0; pass < d.passes; ++pass) {
-    typename Cta::Sums sum = {};
-    const int tiles = cta.row_tiles - pass * Tile::kTilesN;
-    for (; step < cta.steps; step += Tile::kWarps) {
-      wait_for_stage(d.stages);
-      __syncwarp();  // this stage has arrived for all, the previous one has been read by all
-      cta.fetch(ahead, stage_ahead);
-      ptx::cp_async_commit();
-      cta.advance(ahead);
-      cta.multiply(stage, units, parameters, sum);
-      stage_ahead = stage;
-      stage = stage == last_stage ? cta.ring : stage + d.stage_bytes;
+  walk<Tile>(cta, ahead, units, parameters, [&](int pass, int slots) {
+    if (d.clustered) {
+      cta.template write<true>(pass, slots);
+      ptx::cluster_barrier();  // the others have read this CTA's sums
+    } else {
+      cta.template write<false>(pass, slots);
+      if (pass + slots < d.passes) __syncthreads();
     }
-    step -= cta.steps;
-    cta.keep(slot, tiles, sum);
-    if (++slot == d.slots || pass + 1 == d.passes) {
-      if (d.clustered) {
-        cta.template write<true>(pass + 1 - slot, slot);
-        ptx::cluster_barrier();  // the others have read this CTA's sums
-      } else {
-        cta.template write<false>(pass + 1 - slot, slot);
-        if (pass + 1 < d.passes) __syncthreads();
-      }
-      slot = 0;
-    }
-  }
+  });
 }
 
 }  // namespace qao::mm::stream::x_ring
