@@ -12,7 +12,7 @@ namespace qao::mm::mma_sync::grouped {
 using Kernel = void (*)(Params, Routing);
 using FloatInt4Kernel = void (*)(Int4Params, Routing);
 Kernel kernel_of(int config, Operands operands);
-FloatInt4Kernel float_int4_kernel_of(int config, bool half, bool zeros);
+FloatInt4Kernel float_int4_kernel_of(int config, bool half);
 FloatInt4Kernel float_fp4_kernel_of(int config, bool half, bool nvfp4);
 
 // Carries out a plan of mm::plan() for experts.
