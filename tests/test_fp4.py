@@ -183,7 +183,9 @@ def test_scales_that_are_no_numbers_give_no_numbers() -> None:
     assert y[:, 5].isnan().all() and y[:, [*range(5), *range(6, 40)]].isfinite().all()
 
 
-@pytest.mark.parametrize("capability, shared_bytes", [(80, 166912), (86, 101376), (90, 232448), (120, 101376)])
+@pytest.mark.parametrize(
+    "capability, shared_bytes", [(80, 166912), (86, 101376), (90, 232448), (100, 232448), (120, 101376)]
+)
 def test_every_gpu_has_a_plan(capability: int, shared_bytes: int) -> None:
     host: Any = pytest.importorskip("qao._host")
     gpu = host.Gpu(compute_capability=capability, num_sms=100, shared_bytes_per_cta=shared_bytes)
@@ -191,8 +193,9 @@ def test_every_gpu_has_a_plan(capability: int, shared_bytes: int) -> None:
         for dtype in ("float32", "float16", "bfloat16"):
             facts = {"m": m, "n": 4096, "k": 4096, "weight": "fp4", "group_size": 16, "x_dtype": dtype}
             facts["scale_dtype"] = "bfloat16"
-            hopper = capability == 90 and dtype == "bfloat16"
-            kernel = {1: "stream resident", 16: "stream ring", 256: "wgmma"}[m] if hopper else "mma.sync"
+            many = "wgmma" if capability == 90 else "mma.sync"
+            streams = capability in (90, 100) and dtype == "bfloat16"  # it does not fit 12.0
+            kernel = {1: "stream resident", 16: "stream ring", 256: many}[m] if streams else "mma.sync"
             assert host.plan(host.Problem(**facts), gpu)["kernel"] == kernel
 
 

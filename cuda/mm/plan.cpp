@@ -2,6 +2,9 @@
 // else.
 #include "mm/mma_sync/plan.h"
 
+#include <algorithm>
+#include <span>
+
 #include "mm/gpu.h"
 #include "mm/problem.h"
 #include "mm/stream/plan.h"
@@ -28,6 +31,7 @@ constexpr Row kBodies[] = {
     {mma_sync::supports, mma_sync::plan},
     {mma_sync::float_int4::supports, mma_sync::float_int4::plan},
 };
+constexpr std::span kPortable = std::span(kBodies).last(3);
 
 }  // namespace
 
@@ -66,7 +70,11 @@ std::vector<Candidate<Plan>> candidates(const Problem& problem, const Gpu& gpu) 
   std::vector<Candidate<Plan>> all;
   stream::add_candidates(problem, gpu, &all);
   Candidate<Plan> portable;
-  if (plan(problem, without_hopper(gpu), &portable.plan).ok()) all.push_back(portable);
+  const auto plans = [&](const Row& row) {
+    portable.plan = {};
+    return row.supports(problem, gpu) && row.plan(problem, gpu, &portable.plan);
+  };
+  if (std::ranges::any_of(kPortable, plans)) all.push_back(portable);
   if (wgmma::supports(problem, gpu)) wgmma::add_candidates(problem, gpu, &all);
   return all;
 }

@@ -7,14 +7,14 @@
 namespace qao {
 
 // Compute capability, SMs, opt-in shared memory per CTA.
-constexpr Gpu kA100{80, 108, 166912}, kH200{90, 132, 232448};
+constexpr Gpu kA100{80, 108, 166912}, kH200{90, 132, 232448}, kB200{100, 148, 232448};
 constexpr Gpu kGpus[] = {
     kA100,
     {86, 84, 101376},   // RTX 3090, A40
     {89, 142, 101376},  // L40S
     kH200,              // H100 too
-    {100, 148, 232448},
-    {120, 170, 101376},
+    kB200,
+    {120, 170, 101376},  // RTX 5090
 };
 
 }  // namespace qao

@@ -1,8 +1,11 @@
 #include "mm/mma_sync/choice.h"
 
 #include <algorithm>
+#include <span>
 
 #include "common/integers.h"
+#include "mm/gpu.h"
+#include "mm/mma_sync/kernels.h"
 #include "mm/mma_sync/resident.h"
 #include "mm/mma_sync/split.h"
 
@@ -40,9 +43,16 @@ constexpr int kFirst = __COUNTER__ + 1;  // a row's index is its place in the li
 constexpr Config kConfigs[] = {
 #define QAO_TILE(max_m, share, x, weight, ...) \
   config_of<Tile<__VA_ARGS__>>(__COUNTER__ - kFirst, max_m, share, x, weight),
+#include "mm/mma_sync/tiles_sm90.inc"  // kTilesSm90 rows
+//
 #include "mm/mma_sync/tiles.inc"
 #undef QAO_TILE
 };
+
+std::span<const Config> configs_of(const Gpu& gpu) {
+  const std::span<const Config> all(kConfigs);
+  return is_hopper(gpu) ? all.first(kTilesSm90) : all.subspan(kTilesSm90);
+}
 
 constexpr int64_t kManyTokens = 64;  // above, arithmetic takes longer than reading W
 
@@ -132,7 +142,7 @@ Choice choose(const Problem& problem, const Gpu& gpu, bool quantizes) {
   const int64_t k_steps = ceil_div(problem.k, kTileK) * (is_split(problem) ? kFloat32Parts : 1);
   Choice best;
   int64_t best_cost = 0;
-  for (const Config& config : kConfigs) {
+  for (const Config& config : configs_of(gpu)) {
     if (best.config != nullptr && (config.share != ShareKind::kRun || config.max_m != best.config->max_m)) continue;
     if (problem.batch_invariant && config.max_m != kAnyM) continue;  // tiles differ in the order of their sums
     if (m > config.max_m || quantizes != (config.x == XKind::kQuantizes) || !serves(config.weight, problem.weight))

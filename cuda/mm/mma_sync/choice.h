@@ -1,4 +1,4 @@
-// Which row of tiles.inc runs a problem, and how its work is split over CTAs. Pure host code.
+// Which row of tiles_sm90.inc or tiles.inc runs a problem, and how its work is split over CTAs. Pure host code.
 #pragma once
 
 #include <array>
@@ -11,9 +11,9 @@
 
 namespace qao::mm::mma_sync {
 
-// A row of tiles.inc.
+// A row of tiles_sm90.inc or tiles.inc.
 struct Config {
-  int index;  // its row
+  int index;  // its row; those of tiles.inc come after
   int64_t max_m;
   ShareKind share;
   XKind x;
@@ -34,7 +34,7 @@ struct Choice {
   int split_k = 1;
 };
 
-// The row of tiles.inc for the problem on this GPU. `config` is null where none fits: then the product cannot quantise
+// The row for the problem on this GPU. `config` is null where none fits: then the product cannot quantise
 // x, or the GPU has too little shared memory.
 Choice choose(const Problem& problem, const Gpu& gpu, bool quantizes);
 

@@ -67,7 +67,8 @@ bool plan(const Problem& problem, const Gpu& gpu, Plan* plan) {
   const int64_t tiles = output_tiles(*config, problem);
   const int64_t k_steps = int4::tiles_k(problem.k) * (is_split(problem) ? kFloat32Parts : 1);
   plan->body = Body::kMmaSyncFloatInt4;
-  plan->reason = wgmma::supports(problem, gpu) ? wgmma::against(problem, gpu) : "mma.sync serves every GPU from sm_80";
+  const char* against_wgmma = wgmma::supports(problem, gpu) ? wgmma::against(problem, gpu) : nullptr;
+  plan->reason = against_wgmma != nullptr ? against_wgmma : "mma.sync serves every GPU from sm_80";
   plan->instruction = problem.x_dtype == DType::kFloat16 ? "mma.sync f16" : "mma.sync bf16";
   plan->config = config->index;
   plan->tile_n = config->tile_n;

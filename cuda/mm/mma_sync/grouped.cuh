@@ -107,8 +107,9 @@ struct Cta : mma_sync::Cta<Product, Tile, false> {
   }
 };
 
+// static: see mma_sync::mm_kernel.
 template <typename X, typename W, typename Tile>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
+static __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     mm_kernel(const __grid_constant__ Params p, const __grid_constant__ Routing r) {
   extern __shared__ __align__(1024) uint8_t shared[];
   using OfExpert = Cta<Product<X, W>, Tile>;
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   warp.run(shared, 0);
 }
 
-// The kernel of a row of grouped_tiles.inc, null where the row does not serve such operands.
+// The kernel of a row, null where the row does not serve such operands.
 template <XKind x, typename X, typename W, typename Tile>
 constexpr Kernel kernel_for() {
   if constexpr (serves(x, Product<X, W>::kXBytes == 2)) {

@@ -8,10 +8,19 @@
 
 namespace qao::mm::mma_sync::grouped {
 
-// Of rows of grouped_tiles.inc and grouped_float_int4_tiles.inc.
+// Rows of grouped_tiles_sm90.inc, and after them of grouped_tiles.inc: a plan's config counts through both.
+constexpr int kGroupedTilesSm90 = 0
+#define QAO_TILE(...) +1
+#include "mm/mma_sync/grouped_tiles_sm90.inc"
+#undef QAO_TILE
+    ;
+// Of a row of one of them.
 using Kernel = void (*)(Params, Routing);
+Kernel kernel_sm90_of(int row, Operands operands);
+Kernel kernel_of(int row, Operands operands);
+
+// Of rows of grouped_float_int4_tiles.inc.
 using FloatInt4Kernel = void (*)(Int4Params, Routing);
-Kernel kernel_of(int config, Operands operands);
 FloatInt4Kernel float_int4_kernel_of(int config, bool half);
 FloatInt4Kernel float_fp4_kernel_of(int config, bool half, bool nvfp4);
 

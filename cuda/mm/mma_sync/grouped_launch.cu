@@ -42,7 +42,10 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   if (plan.runs)
     params.run = params.row_tiles / routing.row_blocks, params.more_runs = params.row_tiles % routing.row_blocks;
   routing.x_stride = params.x_stride, params.x_stride = 0;
-  return launch_product(grouped::kernel_of(plan.config, operands_of(problem)), plan, params, routing, stream);
+  const Operands operands = operands_of(problem);
+  const Kernel kernel = plan.config < kGroupedTilesSm90 ? grouped::kernel_sm90_of(plan.config, operands)
+                                                        : grouped::kernel_of(plan.config - kGroupedTilesSm90, operands);
+  return launch_product(kernel, plan, params, routing, stream);
 }
 
 }  // namespace qao::mm::mma_sync::grouped

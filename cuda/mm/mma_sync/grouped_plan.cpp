@@ -1,11 +1,13 @@
 // How a grouped product is run: which tile, and how many CTAs, by the numbers of rows and experts alone.
 #include <algorithm>
 #include <array>
+#include <span>
 #include <string>
 
 #include "common/integers.h"
 #include "mm/gpu.h"
 #include "mm/mma_sync/float_int4_tile.h"
+#include "mm/mma_sync/grouped.h"
 #include "mm/mma_sync/operands.h"
 #include "mm/mma_sync/tile.h"
 #include "mm/problem.h"
@@ -49,9 +51,16 @@ constexpr Config config_of(int64_t most_rows, XKind x, bool runs) {
 constexpr int64_t kAnyM = INT64_MAX;
 constexpr Config kConfigs[] = {
 #define QAO_TILE(most_rows, x, runs, ...) config_of<mma_sync::Tile<__VA_ARGS__>>(most_rows, x, runs),
+#include "mm/mma_sync/grouped_tiles_sm90.inc"  // kGroupedTilesSm90 rows
+//
 #include "mm/mma_sync/grouped_tiles.inc"
 #undef QAO_TILE
 };
+std::span<const Config> configs_of(const Gpu& gpu) {
+  using mma_sync::grouped::kGroupedTilesSm90;
+  const std::span<const Config> all(kConfigs);
+  return is_hopper(gpu) ? all.first(kGroupedTilesSm90) : all.subspan(kGroupedTilesSm90);
+}
 
 struct FloatInt4Config {
   int64_t most_rows;
@@ -116,7 +125,7 @@ Status plan_float_int4(const Problem& problem, int64_t experts, int64_t rows, co
 
 Status plan_eight_bits(const Problem& problem, int64_t experts, int64_t rows, const Gpu& gpu, Plan* plan) {
   const Operands operands = mma_sync::operands_of(problem);
-  for (const Config& config : kConfigs) {
+  for (const Config& config : configs_of(gpu)) {
     plan->config = static_cast<int>(&config - kConfigs);
     if (problem.batch_invariant && config.most_rows != kAnyM) continue;
     if (rows_of_expert(experts, rows) > config.most_rows || !serves(config.x, problem.x == Format::kFloat)) continue;

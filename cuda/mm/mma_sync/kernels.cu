@@ -1,25 +1,9 @@
-#include <array>
-
-#include "mm/mma_sync/warp.cuh"
+// The portable body on GPUs other than Hopper.
+#define QAO_TILES "mm/mma_sync/tiles.inc"
+#include "mm/mma_sync/kernel_table.cuh"
 
 namespace qao::mm::mma_sync {
-namespace {
 
-template <typename X, typename W>
-constexpr std::array kKernels = {
-#define QAO_TILE(max_m, share, x, weight, ...) kernel_for<x, weight, X, W, Tile<__VA_ARGS__>>(),
-#include "mm/mma_sync/tiles.inc"
-#undef QAO_TILE
-};
-
-constexpr decltype(kKernels<Int8, Int8>)* kOfOperands[] = {
-#define QAO_OPERANDS(name, x, weight, ...) &kKernels<x, weight>,
-#include "mm/mma_sync/operands.inc"
-#undef QAO_OPERANDS
-};
-
-}  // namespace
-
-Kernel kernel_of(int config, Operands operands) { return (*kOfOperands[static_cast<int>(operands)])[config]; }
+Kernel kernel_of(int row, Operands operands) { return (*kOfOperands[static_cast<int>(operands)])[row]; }
 
 }  // namespace qao::mm::mma_sync

@@ -74,8 +74,15 @@ struct Params {
 
 using Kernel = void (*)(Params);
 
-// Kernels of row `config` of tiles.inc. kernel_sm89_of(): x in fp8 alone, on fp8 tensor cores.
-Kernel kernel_of(int config, Operands operands);
-Kernel kernel_sm89_of(int config, Operands operands);
+// Rows of tiles_sm90.inc, and after them of tiles.inc: Config::index counts through both.
+constexpr int kTilesSm90 = 0
+#define QAO_TILE(...) +1
+#include "mm/mma_sync/tiles_sm90.inc"
+#undef QAO_TILE
+    ;
+// Kernels of a row of one of them. kernel_sm89_of(): of tiles.inc, x in fp8 alone, on fp8 tensor cores.
+Kernel kernel_sm90_of(int row, Operands operands);
+Kernel kernel_of(int row, Operands operands);
+Kernel kernel_sm89_of(int row, Operands operands);
 
 }  // namespace qao::mm::mma_sync

@@ -1,4 +1,5 @@
-// The portable body on fp8 tensor cores: compiled for sm_89, and as PTX for what is newer.
+// The portable body on fp8 tensor cores: compiled for sm_89, and as PTX for what is newer. Tiles that need more shared
+// memory than such GPUs have are left out, as plan_fp8() does.
 #include <array>
 
 #include "mm/mma_sync/operands.h"
@@ -7,17 +8,24 @@
 namespace qao::mm::mma_sync {
 namespace {
 
+template <XKind x, WeightKind weight, typename W, typename Tile>
+constexpr Kernel fitting() {
+  constexpr OperandBytes kOperands{x == XKind::kQuantizes ? 0 : 1, Product<Fp8Mma, W>::kWeight};
+  if constexpr (Tile::ring_bytes(kOperands) <= kFp8SharedBytes) return kernel_for<x, weight, Fp8Mma, W, Tile>();
+  return nullptr;
+}
+
 template <typename W>
 constexpr std::array kKernels = {
-#define QAO_TILE(max_m, share, x, weight, ...) kernel_for<x, weight, Fp8Mma, W, Tile<__VA_ARGS__>>(),
+#define QAO_TILE(max_m, share, x, weight, ...) fitting<x, weight, W, Tile<__VA_ARGS__>>(),
 #include "mm/mma_sync/tiles.inc"
 #undef QAO_TILE
 };
 
 }  // namespace
 
-Kernel kernel_sm89_of(int config, Operands operands) {
-  return operands == Operands::kFp8Fp8 ? kKernels<Fp8>[config] : kKernels<Int4>[config];
+Kernel kernel_sm89_of(int row, Operands operands) {
+  return operands == Operands::kFp8Fp8 ? kKernels<Fp8>[row] : kKernels<Int4>[row];
 }
 
 }  // namespace qao::mm::mma_sync

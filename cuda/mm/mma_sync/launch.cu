@@ -11,6 +11,13 @@
 namespace qao::mm::mma_sync {
 namespace {
 
+Kernel kernel_of(const Problem& problem, const Plan& plan) {
+  const Operands operands = operands_of(problem);
+  if (plan.config < kTilesSm90) return kernel_sm90_of(plan.config, operands);
+  const int row = plan.config - kTilesSm90;
+  return plan.body == Body::kMmaSyncFp8 ? kernel_sm89_of(row, operands) : kernel_of(row, operands);
+}
+
 Status launch_product(Kernel kernel, const Problem& problem, const Plan& plan, const Params& params,
                       cudaStream_t stream) {
   const void* address = reinterpret_cast<const void*>(kernel);
@@ -33,9 +40,8 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   if (layout.partials >= 0) {
     params.epilogue.partials = reinterpret_cast<float*>(static_cast<uint8_t*>(arguments.workspace) + layout.partials);
   }
-  const Kernel kernel = plan.body == Body::kMmaSyncFp8 ? kernel_sm89_of(plan.config, operands_of(problem))
-                                                       : kernel_of(plan.config, operands_of(problem));
-  if (Status status = launch_product(kernel, problem, plan, params, stream); !status.ok()) return status;
+  if (Status status = launch_product(kernel_of(problem, plan), problem, plan, params, stream); !status.ok())
+    return status;
   if (layout.partials < 0) return {};
 
   Epilogue last = params.epilogue;

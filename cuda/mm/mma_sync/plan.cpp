@@ -62,10 +62,11 @@ bool fill(const Problem& problem, const Gpu& gpu, Body body, Plan* plan) {
   const Config* config = choice.config;
   if (config == nullptr) return false;
   const bool fp8_mma = body == Body::kMmaSyncFp8;
+  const char* against_wgmma = is_hopper(gpu) ? wgmma::against(problem, gpu) : nullptr;
   plan->body = body;
-  plan->reason = is_hopper(gpu) ? wgmma::against(problem, gpu)
-                 : fp8_mma      ? "mma.sync on fp8 tensor cores"
-                                : "mma.sync serves every GPU from sm_80";
+  plan->reason = against_wgmma != nullptr ? against_wgmma
+                 : fp8_mma                ? "mma.sync on fp8 tensor cores"
+                                          : "mma.sync serves every GPU from sm_80";
   plan->instruction = mma_sync_name(problem, *config, fp8_mma);
   plan->config = config->index;
   plan->tile_n = config->tile_n;
@@ -93,7 +94,9 @@ bool supports_fp8(const Problem& problem, const Gpu& gpu) {
   return problem.x == Format::kFp8 && supports(problem, gpu) && has_fp8_mma(gpu);
 }
 bool plan_fp8(const Problem& problem, const Gpu& gpu, Plan* plan) {
-  return fill(problem, gpu, Body::kMmaSyncFp8, plan);
+  Gpu compiled_for = gpu;
+  compiled_for.shared_bytes_per_cta = std::min(gpu.shared_bytes_per_cta, kFp8SharedBytes);
+  return fill(problem, compiled_for, Body::kMmaSyncFp8, plan);
 }
 
 }  // namespace qao::mm::mma_sync

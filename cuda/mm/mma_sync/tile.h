@@ -11,6 +11,9 @@ namespace qao::mm::mma_sync {
 constexpr int kTileK = 128;    // columns of a K-tile: 128 bytes of a row of eight bits, two packed int4 tiles
 constexpr int kMaxGroups = 4;  // groups of 32 in a K-tile
 
+// Of a CTA, on every GPU whose mma.sync multiplies e4m3.
+constexpr int kFp8SharedBytes = 99 * 1024;
+
 // What the operands of a product take in a stage. `x_bytes`: of one element, 1 or 2; 0: x is a ResidentX.
 struct OperandBytes {
   int x_bytes;

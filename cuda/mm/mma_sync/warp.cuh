@@ -1,5 +1,5 @@
 // The portable body: mma.sync, weights as the 16-row operand and tokens as the 8-column one. It serves every operation
-// and every M; tile shapes are the rows of tiles.inc.
+// and every M; tile shapes are the rows of tiles.inc and tiles_sm90.inc.
 #pragma once
 
 #include "mm/mma_sync/cta.cuh"
@@ -362,8 +362,9 @@ struct Warp {
   }
 };
 
+// static: tiles.inc and tiles_sm90.inc have tiles in common, compiled for one architecture each.
 template <typename X, typename W, typename Tile, bool quantizes>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) mm_kernel(const __grid_constant__ Params p) {
+static __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) mm_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   using Warp = Warp<X, W, Tile, Cta<Product<X, W>, Tile, quantizes>>;
   const Place at = place<Tile>(p);
@@ -379,7 +380,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) mm_kernel(co
   warp.run(shared, at.split);
 }
 
-// The kernel of a row of tiles.inc, null where the row does not serve such operands.
+// The kernel of a row, null where the row does not serve such operands.
 template <XKind x, WeightKind weight, typename X, typename W, typename Tile>
 constexpr Kernel kernel_for() {
   if constexpr (serves(x, Product<X, W>::kXBytes == 2) && serves(weight, Product<X, W>::kWeight)) {

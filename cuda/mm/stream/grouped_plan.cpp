@@ -48,7 +48,7 @@ int64_t blocks_of(int64_t tiles, int64_t row_tiles, int64_t places) {
 bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan* plan) {
   const int64_t average = ceil_div(experts.rows, std::max<int64_t>(1, std::min(experts.count, experts.rows)));
   const bool fp4 = is_float_fp4(problem);
-  if (problem.batch_invariant || !is_hopper(gpu) || !(is_float_int4(problem) || fp4)) return false;
+  if (problem.batch_invariant || !runs_sm90(gpu) || !(is_float_int4(problem) || fp4)) return false;
   if (fp4 && problem.k <= problem.group_size) return false;  // a K-step of one group
   if (problem.x_dtype != DType::kBFloat16 ||
       average > (problem.group_size < kStepColumns ? kMostRowsOfShortGroups : kMostRows)) {
@@ -68,7 +68,7 @@ bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu
   }
   if (cut.plain_steps == 0) return false;  // every step by the slow way
   plan->body = Body::kStreamRing;
-  plan->reason = "grouped: few bfloat16 rows an expert on Hopper, weights stream through mma.sync";
+  plan->reason = "grouped: few bfloat16 rows an expert from sm_90 on, weights stream through mma.sync";
   plan->instruction = "mma.sync bf16";
   plan->tile_n = kGrouped.tiles_n * kTileN;
   plan->tile_m = kGrouped.tokens;

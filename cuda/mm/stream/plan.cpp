@@ -44,7 +44,7 @@ bool fill_ring(const Problem& problem, const Gpu& gpu, int index, int split, Pla
                    &shared_bytes)) {
     return false;
   }
-  fill(problem, Body::kStreamRing, "at most 16 bfloat16 tokens on Hopper: weights stream through mma.sync", config,
+  fill(problem, Body::kStreamRing, "at most 16 bfloat16 tokens from sm_90 on: weights stream through mma.sync", config,
        index, clusters, split, shared_bytes, plan);
   plan->stages = params.stages;
   return true;
@@ -72,8 +72,8 @@ bool fill_resident(const Problem& problem, const Gpu& gpu, int index, Plan* plan
   int shared_bytes;
   if (!resident_params(problem, config, ctas, gpu.shared_bytes_per_cta, &params, &shared_bytes)) return false;
   fill(problem, Body::kStreamResident,
-       "at most 8 tokens of 16 bits on Hopper: weights stream through mma.sync past x in shared memory", config, index,
-       ctas, 1, shared_bytes, plan);
+       "at most 8 tokens of 16 bits from sm_90 on: weights stream through mma.sync past x in shared memory", config,
+       index, ctas, 1, shared_bytes, plan);
   return true;
 }
 
@@ -99,8 +99,8 @@ bool plan_normed(const Problem& problem, const Gpu& gpu, Plan* plan) {
     if (best < 0 || places(index) < places(best)) best = index;
   }
   if (best < 0 || !fill_resident(problem, gpu, best, plan)) return false;
-  plan->reason = problem.gated ? "few bfloat16 tokens on Hopper: RMSNorm and SiLU-multiply within the product"
-                               : "few bfloat16 tokens on Hopper: RMSNorm within the product";
+  plan->reason = problem.gated ? "few bfloat16 tokens from sm_90 on: RMSNorm and SiLU-multiply within the product"
+                               : "few bfloat16 tokens from sm_90 on: RMSNorm within the product";
   return true;
 }
 
@@ -138,8 +138,8 @@ bool fill_tma(const Problem& problem, const Gpu& gpu, int index, Plan* plan) {
   int shared_bytes;
   if (!tma_params(problem, config, ctas, gpu.shared_bytes_per_cta, &params, &shared_bytes)) return false;
   fill(problem, Body::kStreamTma,
-       "9 to 16 tokens of 16 bits on Hopper: weights stream through mma.sync past x in shared memory", config, index,
-       ctas, 1, shared_bytes, plan);
+       "9 to 16 tokens of 16 bits from sm_90 on: weights stream through mma.sync past x in shared memory", config,
+       index, ctas, 1, shared_bytes, plan);
   return true;
 }
 
@@ -149,7 +149,7 @@ bool is_fused(const Problem& problem) { return problem.normed || problem.gated; 
 
 bool supports(const Problem& problem, const Gpu& gpu) {
   if (problem.batch_invariant) return false;  // warps split K as it suits the number of tokens
-  return is_hopper(gpu) && (is_float_int4(problem) || is_float_fp4(problem)) && !is_split(problem);
+  return runs_sm90(gpu) && (is_float_int4(problem) || is_float_fp4(problem)) && !is_split(problem);
 }
 
 bool plan_resident(const Problem& problem, const Gpu& gpu, Plan* plan) {

@@ -1,4 +1,4 @@
-// The body for at most eight tokens on Hopper whose x fits into shared memory.
+// The body for at most eight tokens from Hopper on whose x fits into shared memory.
 //
 // A CTA owns a run of row tiles and walks it in passes of kTilesN. Its warps are slices of K: each takes every so many
 // K-steps of 128 columns through a cp.async ring of its own, which runs on from pass to pass. x is brought to shared

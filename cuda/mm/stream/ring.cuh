@@ -1,4 +1,4 @@
-// The body for few tokens on Hopper, where all that counts is that weights stream: mma.sync, weights as the 16-row
+// The body for few tokens from Hopper on, where all that counts is that weights stream: mma.sync, weights as the 16-row
 // operand and tokens as the 8-column one. x is bfloat16.
 //
 // A CTA owns a run of row tiles and walks it in passes of kTilesN. Its warps are slices of K; warp w takes the K-steps

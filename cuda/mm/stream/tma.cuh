@@ -1,4 +1,4 @@
-// The body for 9 to 16 tokens on Hopper whose x fits into shared memory: ring.cuh's arithmetic (which see) on
+// The body for 9 to 16 tokens from Hopper on whose x fits into shared memory: ring.cuh's arithmetic (which see) on
 // resident.cuh's walk, with x brought once by the copy engine.
 //
 // A CTA owns a run of row tiles and walks it in passes of kTilesN. Its warps are slices of K: each takes every so many
