@@ -18,6 +18,8 @@ from torch.nn import functional
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 from vllm.model_executor.layers.fused_moe import config as fused_config
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
+from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
+from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_support import engine
@@ -39,16 +41,13 @@ def checkpoint(case: str) -> tuple[dict[str, Any], list[dict[str, dict[str, Tens
     return config_of({"group_0": scheme}, format=scheme.format), states, dense
 
 
-def load(
-    config: dict[str, Any], states: list[dict[str, dict[str, Tensor]]], rank: int = 0, size: int = 1, **options: Any
-) -> Any:
+def load(config: Any, states: list[dict[str, dict[str, Tensor]]], rank: int = 0, size: int = 1, **options: Any) -> Any:
     """vLLM's experts with these tensors, as one of ``size`` processes has them."""
     ranks = mock.patch.object(fused_config, "get_tensor_model_parallel_rank", lambda: rank)
     with set_default_torch_dtype(DTYPE), ranks:
         options["tp_size"] = size
-        runner = FusedMoEFactory(
-            E, TOP, K, WIDTH, prefix=PREFIX, quant_config=CompressedTensorsConfig.from_config(config), **options
-        )
+        own = CompressedTensorsConfig.from_config(config) if isinstance(config, dict) else config
+        runner = FusedMoEFactory(E, TOP, K, WIDTH, prefix=PREFIX, quant_config=own, **options)
     experts = runner.routed_experts
     parameters = dict(experts.named_parameters())
     for number, state in enumerate(states):
@@ -117,6 +116,67 @@ def test_tensor_parallel(case: str) -> None:
         with engine(DTYPE):
             experts = load(config, states, rank, 3)
             assert is_qaos(experts) and experts.moe_config.intermediate_size_per_partition == WIDTH // 3
+            y += run(experts, *given).double()
+    check(y, dense, *given)
+
+
+ORDERS = {"gptq": list(range(8)), "awq": [0, 2, 4, 6, 1, 3, 5, 7]}
+
+
+def words(values: Tensor, order: list[int]) -> Tensor:
+    """int32 [R, C / 8] of int64 values [R, C]: nibble i of a word is column order[i] of eight."""
+    total = sum(values[:, order[i] :: 8] << 4 * i for i in range(8))
+    return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
+
+
+def auto_checkpoint(
+    kind: str, group: int, **more: Any
+) -> tuple[Any, list[dict[str, dict[str, Tensor]]], list[dict[str, Tensor]]]:
+    """As ``checkpoint``, of AutoGPTQ (symmetric) or AutoAWQ, value by value from the description of the formats."""
+    states, dense = [], []
+    for _ in range(E):
+        state, exact = {}, {}
+        for key, (_, n, k) in SHARDS.items():
+            q, groups = torch.randint(0, 16, (k, n)), k // group
+            zeros = torch.randint(0, 16, (groups, n)) if kind == "awq" else torch.full((groups, n), 8)
+            scales = (torch.rand(groups, n) * 0.02 + 0.01).to(DTYPE)
+            of_rows = torch.arange(k) // group
+            exact[key] = ((q - zeros[of_rows]) * scales.double()[of_rows]).t()
+            weight = words(q, ORDERS["awq"]) if kind == "awq" else words(q.t(), ORDERS["gptq"]).t()
+            stored = zeros if kind == "awq" else zeros - 1
+            state[key] = {"qweight": weight, "scales": scales, "qzeros": words(stored, ORDERS[kind])}
+        states.append(state)
+        dense.append(exact)
+    if kind == "awq":
+        told = {"bits": 4, "group_size": group, "zero_point": True, "version": "gemm", "quant_method": "awq"} | more
+        return AutoAWQConfig.from_config(told), states, dense
+    told = {"bits": 4, "group_size": group, "desc_act": False, "sym": True, "quant_method": "gptq"} | more
+    return AutoGPTQConfig.from_config(told), states, dense
+
+
+@pytest.mark.parametrize("kind", list(ORDERS))
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_experts_of_gptq_and_awq(kind: str, group: int, tokens: int) -> None:
+    torch.manual_seed(group + tokens)
+    config, states, dense = auto_checkpoint(kind, group)
+    given = routing(tokens)
+    with engine(DTYPE):
+        experts = load(config, states)
+        assert is_qaos(experts)
+        y = run(experts, *given)
+    check(y, dense, *given)
+
+
+@pytest.mark.parametrize("kind", list(ORDERS))
+def test_tensor_parallel_of_gptq_and_awq(kind: str) -> None:
+    torch.manual_seed(0)
+    config, states, dense = auto_checkpoint(kind, 32)
+    given, y = routing(9), torch.zeros(9, K, dtype=torch.float64)
+    for rank in range(3):
+        with engine(DTYPE):
+            experts = load(config, states, rank, 3)
+            assert is_qaos(experts)
             y += run(experts, *given).double()
     check(y, dense, *given)
 

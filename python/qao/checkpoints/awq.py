@@ -58,12 +58,12 @@ def _layer(files: TensorFiles, name: str, given: int) -> QuantizedLayer:
 
 def _read(files: TensorFiles, keys: tuple[str, str, str], given: int) -> Plain:
     qweight, scales, qzeros = keys
-    q, zeros = _values(files.read(qweight)), _values(files.read(qzeros))
+    q, zeros = values_of(files.read(qweight)), values_of(files.read(qzeros))
     k = q.shape[1]
     return Plain(q, regroup(files.finite(scales).t(), given, k), regroup(zeros, given, k))
 
 
-def _values(words: Tensor) -> Tensor:
+def values_of(words: Tensor) -> Tensor:
     """uint8 [8 C, R] from int32 [R, C]."""
     words = words.t().contiguous()
     columns = [(words >> 4 * nibble & 15).to(torch.uint8) for nibble in _NIBBLE_OF_COLUMN]

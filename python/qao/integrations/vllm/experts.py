@@ -1,4 +1,5 @@
-"""qao's grouped products as fused experts of vLLM, for checkpoints of four bits that vLLM reads.
+"""qao's grouped products as fused experts of vLLM, for checkpoints of four bits that vLLM reads: those of
+compressed-tensors, GPTQ (symmetric, as vLLM takes it) and AWQ.
 
 Written against vLLM 0.33. It keeps a list of backends that nobody can add to, so the three functions that choose one,
 arrange its weights and make its kernel are asked here first. ``obstacle`` says no, with the reason, to whatever would
@@ -8,7 +9,7 @@ not be computed exactly as the checkpoint says; vLLM then goes through its own l
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -20,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
 from ... import ops
+from ...checkpoints.awq import values_of
 from ...checkpoints.plain import group_size_of
 from ...grouped import int4_grouped_mm
 from ...scheme import stacked
@@ -109,13 +111,14 @@ class QaoExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
 def obstacle(config: Any, weight_key: Any, quant_config: Any) -> str | None:
     """Why these experts are left to vLLM; None if qao computes them."""
-    if not isinstance(quant_config, QuantizationArgs):
-        return "experts in a layout other than that of compressed-tensors"
+    layout = _layout(quant_config)
+    if layout is None:
+        return "experts in a layout other than those of compressed-tensors, GPTQ and AWQ"
     if config.moe_backend != "auto" or QaoExperts.__name__ in envs.VLLM_DISABLED_KERNELS:
         return f"another backend is asked for (moe_backend {config.moe_backend!r}), or this one left out"
-    if quant_config.num_bits != 4 or quant_config.type != "int" or quant_config.strategy != "group":
-        return f"{quant_config.num_bits} bits by {quant_config.strategy}; qao has four bits in groups here"
-    if quant_config.actorder == "group":
+    if layout.bits != 4 or layout.strategy != "group":
+        return f"{layout.bits} bits by {layout.strategy}; qao has four bits in groups here"
+    if layout.own_order:
         return "columns in an order of their own"
     if config.swiglu_limit is not None or config.swiglu_alpha is not None or config.swiglu_beta is not None:
         return "a SwiGLU with limits or factors"
@@ -132,20 +135,48 @@ def obstacle(config: Any, weight_key: Any, quant_config: Any) -> str | None:
     return next(filter(None, reasons), None)
 
 
+class _Layout(NamedTuple):
+    bits: int
+    strategy: str
+    own_order: bool  # columns are not those of x, one after the other
+    symmetric: bool
+
+
+def _layout(quant_config: Any) -> _Layout | None:
+    """What vLLM's description of a checkpoint says; None of another kind. By name: its modules import much."""
+    if isinstance(quant_config, QuantizationArgs):
+        bits, strategy = quant_config.num_bits, str(getattr(quant_config.strategy, "value", quant_config.strategy))
+        strategy = strategy if quant_config.type == "int" else f"{quant_config.type} {strategy}"
+        return _Layout(bits, strategy, quant_config.actorder == "group", quant_config.symmetric)
+    strategy = "channel" if getattr(quant_config, "group_size", -1) == -1 else "group"
+    if type(quant_config).__name__ == "AutoGPTQConfig":
+        return _Layout(quant_config.weight_bits, strategy, quant_config.desc_act, quant_config.is_sym)
+    if type(quant_config).__name__ == "AutoAWQConfig":
+        return _Layout(quant_config.weight_bits, strategy, False, not quant_config.zero_point)
+    return None
+
+
 def _size(given: int, k: int) -> int:
     size = group_size_of(given, k)
     assert size is not None  # obstacle()
     return size
 
 
-def packed(words: Tensor, scales: Tensor, zeros: Tensor | None, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
-    """Weight and scales of experts as grouped products read them, from int32 words [E, N, K / 8]."""
-    made = []
+def packed(words: Tensor, scales: Tensor, zeros: Tensor | None, quant_config: Any) -> tuple[Tensor, Tensor]:
+    """Weight and scales of experts as grouped products read them, from int32 words: of AWQ [E, K, N / 8], else
+    [E, N, K / 8]."""
+    made, given = [], quant_config.group_size
+    awq = type(quant_config).__name__ == "AutoAWQConfig"
     for expert in range(len(words)):
-        q = served.rows(words[expert], 4, packed_dim=1, output_dim=0)
-        own = None if zeros is None else served.rows(zeros[expert], 4, packed_dim=0, output_dim=0)
-        scheme = Int4WeightOnly(_size(args.group_size, q.shape[1]), symmetric=zeros is None)
-        made.append(served.grouped(scheme, q, scales[expert], own, args.group_size))
+        own = None if zeros is None else zeros[expert]
+        if awq:
+            q, of_groups = values_of(words[expert]), scales[expert].t()
+            own = None if own is None else values_of(own)
+        else:
+            q, of_groups = served.rows(words[expert], 4, packed_dim=1, output_dim=0), scales[expert]
+            own = None if own is None else served.rows(own, 4, packed_dim=0, output_dim=0)
+        scheme = Int4WeightOnly(_size(given, q.shape[1]), symmetric=own is None)
+        made.append(served.grouped(scheme, q, of_groups, own, given))
     together = stacked(made)
     return together.qweight, together.scales
 
@@ -169,10 +200,12 @@ def register() -> None:
     def convert_weights(backend: Any, **given: Any) -> Any:
         if backend is not BACKEND:
             return convert(backend=backend, **given)
-        args, found = given["quant_config"], {}
+        config, found = given["quant_config"], {}
+        layout = _layout(config)
+        assert layout is not None  # obstacle()
         for name in ("w13", "w2"):
-            zeros = None if args.symmetric else given[f"{name}_qzeros"]
-            found[name] = packed(given[name], given[f"{name}_scale"], zeros, args)
+            zeros = None if layout.symmetric else given[f"{name}_qzeros"]
+            found[name] = packed(given[name], given[f"{name}_scale"], zeros, config)
         (w13, w13_scales), (w2, w2_scales) = found["w13"], found["w2"]
         zeros = given.get("w13_qzeros"), given.get("w2_qzeros")  # with the scales now
         return w13, w2, w13_scales, w2_scales, *zeros, None, None, given.get("w13_bias"), given.get("w2_bias")
