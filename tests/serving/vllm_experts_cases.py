@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import vllm_support  # noqa: F401  # first: it makes vLLM importable
@@ -12,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from qao import reference
 from test_checkpoints_compressed_tensors import CASES, compressed, config_of, decompressed, scheme_of
 from torch import Tensor
 from torch.nn import functional
@@ -21,6 +23,7 @@ from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_support import engine
 
@@ -59,8 +62,8 @@ def load(config: Any, states: list[dict[str, dict[str, Tensor]]], rank: int = 0,
     return experts
 
 
-def is_qaos(experts: Any) -> bool:
-    return type(experts.quant_method.moe_kernel.fused_experts).__name__ == "QaoExperts"
+def is_qaos(experts: Any, name: str = "QaoExperts") -> bool:
+    return type(experts.quant_method.moe_kernel.fused_experts).__name__ == name
 
 
 def routing(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,13 +76,20 @@ def run(experts: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return experts.quant_method.apply(experts, x, weights, ids, None, None)
 
 
-def expected(dense: list[dict[str, Tensor]], x: Tensor, weights: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """By loops, every product and gate rounded to ``dtype``."""
+def expected(
+    dense: list[dict[str, Tensor]],
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    dtype: torch.dtype,
+    activation: Callable[[Tensor], Tensor] = Tensor.double,
+) -> Tensor:
+    """By loops, every product and gate rounded to ``dtype``, what is multiplied by ``activation``."""
     y = torch.zeros(len(x), K, dtype=torch.float64)
     for token, expert in ((t, j) for t in range(len(x)) for j in range(ids.shape[1])):
         own = {key: value.double() for key, value in dense[ids[token, expert]].items()}
-        gate, up = ((x[token].double() @ own[key].t()).to(dtype).double() for key in ("w1", "w3"))
-        rows = (functional.silu(gate) * up).to(dtype).double()
+        gate, up = ((activation(x[token]) @ own[key].t()).to(dtype).double() for key in ("w1", "w3"))
+        rows = activation((functional.silu(gate) * up).to(dtype))
         y[token] += weights[token, expert].double() * (rows @ own["w2"].t()).to(dtype).double()
     return y
 
@@ -204,6 +214,41 @@ def test_experts_of_other_processes_count_as_zero() -> None:
                 shared_experts_input=None,
             )
     check(y, dense, x, torch.where(here[ids.long()] >= 0, weights, 0), ids)
+
+
+def rounding_of(group_size: int) -> Callable[[Tensor], Tensor]:
+    """A token in e4m3, with a scale for each ``group_size`` columns (-1: for all)."""
+
+    def rounded(row: Tensor) -> Tensor:
+        q, scales = reference.quantize_activation_fp8(row.float()[None], group_size)
+        return reference.dequantize_activation(q, scales)[0].double()
+
+    return rounded
+
+
+@pytest.mark.parametrize(("case", "group_size"), [("FP8_BLOCK", 128), ("fp8", 128), ("FP8_DYNAMIC", -1)])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_experts_of_fp8(case: str, group_size: int, ranks: int) -> None:
+    """As near to products without rounding as loops that round the same activations; whole, and as parts."""
+    torch.manual_seed(ranks)
+    config, states, dense = checkpoint("FP8_BLOCK" if case == "fp8" else case)
+    if case == "fp8":  # as DeepSeek's checkpoints have it
+        told = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        config = Fp8Config.from_config(told)
+        names = {"weight": "weight", "weight_scale": "weight_scale_inv"}
+        states = [{key: {names[n]: t for n, t in one.items()} for key, one in state.items()} for state in states]
+    given, y = routing(9), torch.zeros(9, K, dtype=torch.float64)
+    for rank in range(ranks):
+        with engine(DTYPE):
+            experts = load(config, states, rank, ranks)
+            assert is_qaos(experts, "QaoFp8Experts")
+            y += run(experts, *given).double()
+    exact = expected(dense, *given, torch.float64)
+    plain = expected(dense, *given, DTYPE, rounding_of(group_size))
+    error, of_loops = (y - exact).norm(), (plain - exact).norm()
+    assert error <= 1.2 * of_loops, (error, of_loops)
+    if ranks == 1 or group_size == 128:  # the same scales: what is left is bfloat16
+        assert (y - plain).norm() <= 0.4 * of_loops, ((y - plain).norm(), of_loops)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """vLLM: an entry point of the group ``vllm.general_plugins``, which each of its processes calls when it starts.
 
 kernels.py puts qao's operators before vLLM's own linear kernels, for the checkpoints that vLLM reads, and experts.py
-before its kernels of fused experts; config.py and
+and experts_fp8.py before its kernels of fused experts; config.py and
 linear.py make the quantisation method "qao" known, for checkpoints in qao's own format. Nothing here
 imports vLLM: what is to be told to one of its modules is told once that module is imported, by whomever.
 """
@@ -21,6 +21,7 @@ VERSIONS = ("0.33",)  # of vLLM, that the tests ran with; between two of them, w
 _PARTS = {
     "vllm.model_executor.kernels.linear": "kernels",
     "vllm.model_executor.layers.fused_moe.oracle.int_wna16": "experts",
+    "vllm.model_executor.layers.fused_moe.oracle.fp8": "experts_fp8",
     "vllm.model_executor.layers.quantization": "config",
 }
 

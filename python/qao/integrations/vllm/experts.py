@@ -32,11 +32,17 @@ from .kernels import _missing
 BACKEND = SimpleNamespace(value="QAO")  # where vLLM has a member of its enum
 
 
-class QaoExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
-    """W [E, N, K] of four bits in groups, activations as they come; gate and up in one product, SiLU between.
+class GroupedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
+    """W [E, N, K] of a format that a subclass knows; gate and up in one product, SiLU between.
 
     Experts that are on other processes (expert parallelism) count as zero here.
     """
+
+    def _product(
+        self, second: bool, x: Tensor, weight: Tensor, offsets: Tensor, row_index: Tensor | None, n: int
+    ) -> Tensor:
+        """x times gate and up, or down (``second``), [rows, n]."""
+        raise NotImplementedError
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -61,10 +67,6 @@ class QaoExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
         return True
-
-    @staticmethod
-    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return activation_key is None  # of the weight, obstacle() is told more
 
     def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
         n = 2 * self.moe_config.intermediate_size_per_partition  # packed, w1 does not say
@@ -97,16 +99,42 @@ class QaoExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         apply_router_weight_on_input: bool,
     ) -> None:
         k, width = hidden_states.shape[-1], self.moe_config.intermediate_size_per_partition
-        given = self.block_shape[1]  # columns of a group, as the checkpoint says
         ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
         offsets, row_index, places = ops.expert_sort(ids.contiguous(), len(w1))
-        sizes = 2 * width, k, _size(given, k)
-        rows = int4_grouped_mm(hidden_states, w1, self.w1_scale, self.w1_bias, offsets, row_index, None, *sizes)
-        rows = ops.silu_mul(*rows.chunk(2, -1))
-        sizes = k, width, _size(given, width)
-        rows = int4_grouped_mm(rows, w2, self.w2_scale, self.w2_bias, offsets, None, None, *sizes)
+        rows = self._product(False, hidden_states, w1, offsets, row_index, 2 * width)
+        rows = self._product(True, ops.silu_mul(*rows.chunk(2, -1)), w2, offsets, None, k)
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
         output.copy_(ops.expert_sum(rows, places, weights.contiguous()))
+
+
+class QaoExperts(GroupedExperts):
+    """W of four bits in groups, activations as they come."""
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return activation_key is None  # of the weight, obstacle() is told more
+
+    def _product(
+        self, second: bool, x: Tensor, weight: Tensor, offsets: Tensor, row_index: Tensor | None, n: int
+    ) -> Tensor:
+        scales, bias = (self.w2_scale, self.w2_bias) if second else (self.w1_scale, self.w1_bias)
+        k = x.shape[-1]
+        sizes = n, k, _size(self.block_shape[1], k)  # columns of a group, as the checkpoint says
+        return int4_grouped_mm(x, weight, scales, bias, offsets, row_index, None, *sizes)
+
+
+def general_obstacle(experts: type[GroupedExperts], config: Any, weight_key: Any, activation_key: Any) -> str | None:
+    """Why experts of any format are left to vLLM; None if ``experts`` may compute them."""
+    if config.moe_backend != "auto" or experts.__name__ in envs.VLLM_DISABLED_KERNELS:
+        return f"another backend is asked for (moe_backend {config.moe_backend!r}), or this one left out"
+    if config.swiglu_limit is not None or config.swiglu_alpha is not None or config.swiglu_beta is not None:
+        return "a SwiGLU with limits or factors"
+    batched = config.moe_parallel_config.use_batched_activation_format
+    formats = mk.FusedMoEActivationFormat
+    supported, reason = experts.is_supported_config(
+        experts, config, weight_key, activation_key, formats.BatchedExperts if batched else formats.Standard
+    )
+    return None if supported else str(reason)
 
 
 def obstacle(config: Any, weight_key: Any, quant_config: Any) -> str | None:
@@ -114,21 +142,12 @@ def obstacle(config: Any, weight_key: Any, quant_config: Any) -> str | None:
     layout = _layout(quant_config)
     if layout is None:
         return "experts in a layout other than those of compressed-tensors, GPTQ and AWQ"
-    if config.moe_backend != "auto" or QaoExperts.__name__ in envs.VLLM_DISABLED_KERNELS:
-        return f"another backend is asked for (moe_backend {config.moe_backend!r}), or this one left out"
     if layout.bits != 4 or layout.strategy != "group":
         return f"{layout.bits} bits by {layout.strategy}; qao has four bits in groups here"
     if layout.own_order:
         return "columns in an order of their own"
-    if config.swiglu_limit is not None or config.swiglu_alpha is not None or config.swiglu_beta is not None:
-        return "a SwiGLU with limits or factors"
-    batched = config.moe_parallel_config.use_batched_activation_format
-    formats = mk.FusedMoEActivationFormat
-    supported, reason = QaoExperts.is_supported_config(
-        QaoExperts, config, weight_key, None, formats.BatchedExperts if batched else formats.Standard
-    )
-    if not supported:
-        return str(reason)
+    if reason := general_obstacle(QaoExperts, config, weight_key, None):
+        return reason
     sizes = config.hidden_dim, config.intermediate_size_per_partition
     whole = config.hidden_dim, config.intermediate_size
     reasons = (served.groups_obstacle(quant_config.group_size, *k) for k in zip(sizes, whole, strict=True))

@@ -1,0 +1,80 @@
+"""qao's grouped products as fused experts of vLLM in e4m3: with scales of blocks, or of rows and tokens.
+
+Written against vLLM 0.33, whose choice of a backend is asked here first, as in experts.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
+
+from ...grouped import fp8_fp8_grouped_mm
+from ...quantizer_fp8 import SCALE_BLOCK
+from .experts import BACKEND, GroupedExperts, general_obstacle
+
+
+class QaoFp8Experts(GroupedExperts):
+    """W in e4m3 with a scale per block of 128 x 128, activations per 128 columns of a token; or a scale a row and one a
+    token."""
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return _kind(weight_key, activation_key) is not None
+
+    def _product(
+        self, second: bool, x: Tensor, weight: Tensor, offsets: Tensor, row_index: Tensor | None, n: int
+    ) -> Tensor:
+        scales, bias = (self.w2_scale, self.w2_bias) if second else (self.w1_scale, self.w1_bias)
+        group = SCALE_BLOCK if self.block_shape is not None else -1
+        return fp8_fp8_grouped_mm(x, weight, scales, bias, offsets, row_index, None, None, group, False)
+
+
+def _kind(weight_key: Any, activation_key: Any) -> str | None:
+    """ "block" or "row", of what qao computes as the checkpoint says; None: neither."""
+    if weight_key is None or activation_key is None or activation_key.scale.static:
+        return None
+    if weight_key.dtype != torch.float8_e4m3fn or activation_key.dtype != torch.float8_e4m3fn:
+        return None
+    shape, x_shape = weight_key.scale.group_shape, activation_key.scale.group_shape
+    if (shape.row, shape.col) == (SCALE_BLOCK, SCALE_BLOCK) and (x_shape.row, x_shape.col) == (1, SCALE_BLOCK):
+        return "block"
+    return "row" if shape.is_per_channel() and x_shape.is_per_token() else None
+
+
+def obstacle(config: Any, weight_key: Any, activation_key: Any) -> str | None:
+    """Why these experts are left to vLLM; None if qao computes them."""
+    kind = _kind(weight_key, activation_key)
+    if kind is None:
+        return f"weights of {weight_key} with activations of {activation_key}"
+    width = config.intermediate_size_per_partition
+    if kind == "block" and width % SCALE_BLOCK:
+        return f"gate and up of {width} rows, which share a block of {SCALE_BLOCK} where they are joined"
+    return general_obstacle(QaoFp8Experts, config, weight_key, activation_key)
+
+
+def register() -> None:
+    """Puts qao before vLLM's backends of fp8 experts; another call changes nothing."""
+    if getattr(oracle, "qao_is_asked_first", False):
+        return
+    oracle.qao_is_asked_first = True
+    select, convert = oracle.select_fp8_moe_backend, oracle.convert_to_fp8_moe_kernel_format
+
+    def select_backend(config: Any, weight_key: Any, activation_key: Any, *rest: Any, **named: Any) -> Any:
+        reason = obstacle(config, weight_key, activation_key)
+        if reason is None:
+            oracle.logger.info_once("Using QaoFp8Experts for fp8 experts.", scope="local")
+            return BACKEND, QaoFp8Experts
+        oracle.logger.debug_once("qao leaves experts to vLLM: %s", reason, scope="local")
+        return select(config, weight_key, activation_key, *rest, **named)
+
+    def convert_weights(fp8_backend: Any, *rest: Any, **given: Any) -> Any:
+        if fp8_backend is not BACKEND:
+            return convert(fp8_backend, *rest, **given)
+        scales = (given[f"{name}_scale"].data.float().contiguous() for name in ("w13", "w2"))
+        return given["w13"].data.contiguous(), given["w2"].data.contiguous(), *scales
+
+    oracle.select_fp8_moe_backend = select_backend
+    oracle.convert_to_fp8_moe_kernel_format = convert_weights
