@@ -349,7 +349,13 @@ def new_weights_for_sharded_layers(folder: Path) -> None:
     new = {name: torch.randn_like(tensor) for name, tensor in Mlp().state_dict().items()}
     part = own()
     x = activations(3, 96)
-    for scheme in SCHEMES.values():
+    without_search = (
+        qao.Int4WeightOnly(group_size=32, clip_search=False),
+        qao.Fp4WeightOnly(),
+        qao.Int8WeightOnly(clip_search=False),
+        qao.Int8DynamicActivationInt8Weight(symmetric_activations=False, clip_search=False),
+    )
+    for scheme in (*SCHEMES.values(), *without_search):
         model = parallelize_module(quantized(scheme), mesh(), PLAN)
         floats = Mlp()
         floats.load_state_dict(new)
