@@ -68,7 +68,7 @@ bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu
     const Cost* cost = cost_of(problem, tile);
     if (tile.by_turns && average < kTurnsRows) continue;
     if (problem.batch_invariant && !keep_order(problem, formats.traits())) continue;
-    if (!serves_experts(formats, tile) || !formats.traits().serves(tile) || cost == nullptr) continue;
+    if (!serves_experts(tile) || !formats.traits().serves(tile) || cost == nullptr) continue;
     const int64_t row_blocks = round_up(ceil_div(problem.n, tile.rows), tile.by_turns ? kTurnsCluster : 1);
     const double tiles = expected_tiles(rows, tile.tokens) * static_cast<double>(active * row_blocks);
     const double waves = std::max(1.0, tiles / gpu.num_sms);

@@ -18,7 +18,7 @@ template <bool grouped, int row, typename T, int rows, int tokens, bool by_turns
 constexpr KernelFunction<grouped> one() {
   constexpr Formats kOf = kRows[row];
   constexpr Tile kTile{rows, tokens, by_turns};
-  if constexpr (kOf.is_for(kTile) && kOf.traits().serves(kTile) && (!grouped || serves_experts(kOf, kTile))) {
+  if constexpr (kOf.is_for(kTile) && kOf.traits().serves(kTile) && (!grouped || serves_experts(kTile))) {
     return &mm_kernel<Kernel<T, kOf.weight, kOf.fold, kOf.columns, rows, tokens, by_turns, grouped>>;
   } else {
     return nullptr;
