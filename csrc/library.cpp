@@ -69,7 +69,11 @@ void define(StableLibrary& m) {
   m.def("quantize_fp4(Tensor weight, int group_size) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "quantize_weight_(Tensor weight, ScalarType dtype, int rows, int columns, bool symmetric, bool whole_zeros, "
-      "Tensor(a!) q, Tensor(b!) scales, Tensor(c!) fault) -> ()");
+      "Tensor(a!) q, Tensor(b!) scales, Tensor(c!) fault, Tensor? largest=None) -> ()");
+  m.def(
+      "load_weight_(Tensor weight, ScalarType dtype, int rows, int columns, bool symmetric, bool whole_zeros, "
+      "Tensor(a!) q, Tensor(b!) scales, Tensor(c!) refused, float limit) -> ()");
+  m.def("largest_magnitude(Tensor weight) -> Tensor");
   m.def(
       "gptq_columns(Tensor weight, Tensor moved, Tensor scales, Tensor? zeros, Tensor ratios, ScalarType dtype) "
       "-> (Tensor, Tensor, Tensor)");
@@ -117,6 +121,8 @@ void implement(StableLibrary& m) {
   qao::implement<"quantize_blocks", &qao::quantize_blocks_op>(m);
   qao::implement<"quantize_fp4", &qao::quantize_fp4_op>(m);
   qao::implement<"quantize_weight_", &qao::quantize_weight_in_place_op>(m);
+  qao::implement<"load_weight_", &qao::load_weight_op>(m);
+  qao::implement<"largest_magnitude", &qao::largest_magnitude_op>(m);
   qao::implement<"gptq_columns", &qao::gptq_columns_op>(m);
   qao::implement<"pack_int4", &qao::pack_int4_op>(m);
   qao::implement<"unpack_int4", &qao::unpack_int4_op>(m);

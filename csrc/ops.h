@@ -99,7 +99,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_fp4_op(const Tensor& weight,
 // quantize_weight_in_place.cpp
 void quantize_weight_in_place_op(const Tensor& weight, torch::headeronly::ScalarType dtype, int64_t rows,
                                  int64_t columns, bool symmetric, bool whole_zeros, const Tensor& q,
-                                 const Tensor& scales, const Tensor& fault);
+                                 const Tensor& scales, const Tensor& fault, const std::optional<Tensor>& largest);
+void load_weight_op(const Tensor& weight, torch::headeronly::ScalarType dtype, int64_t rows, int64_t columns,
+                    bool symmetric, bool whole_zeros, const Tensor& q, const Tensor& scales, const Tensor& refused,
+                    double limit);
+Tensor largest_magnitude_op(const Tensor& weight);
 
 // int4_pack.cpp
 std::tuple<Tensor, Tensor> pack_int4_op(const Tensor& q, const Tensor& scales, const std::optional<Tensor>& zeros,

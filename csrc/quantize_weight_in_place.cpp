@@ -2,7 +2,9 @@
 #include <cmath>
 
 #include "cpu/int4_pack.h"
+#include "cpu/numeric.h"
 #include "cpu/quantize_weight.h"
+#include "fp4_operands.h"
 #include "int4_operands.h"
 #include "ops.h"
 #include "qao/quantize_weight.h"
@@ -14,8 +16,59 @@ using torch::headeronly::ScalarType;
 
 namespace {
 
+Status largest_on_cpu(const weight::Problem& p, const weight::Arguments& a, float* largest) {
+  cpu::WeightArguments arguments;
+  arguments.weight = a.weight, arguments.weight_stride = a.weight_stride;
+  return cpu::largest_magnitude({p.n, p.k, p.weight_dtype}, arguments, torch_threads(p.n * p.k), largest);
+}
+
+// bfloat16 scales of four-bit floats as fp4/layout.h says.
+void lay_out_fp4_scales(const cpu::Fp4Problem& p, const uint16_t* plain, float divisor, uint16_t* scales) {
+  const int64_t groups = p.groups(), rows = fp4::scale_rows(p.k, p.group_size());
+  for (int64_t n = 0; n < int4::tiles_n(p.n) * int4::kTileN; ++n) {
+    const bool inside = n < p.n;
+    for (int64_t g = 0; g < groups; ++g) {
+      scales[int4::scale_offset(n, g, rows, 1, 0)] = inside ? plain[n * groups + g] : uint16_t{0};
+    }
+    float rest = inside ? divisor : 1;
+    for (int64_t part = groups; part < rows; ++part) {
+      const uint16_t rounded = cpu::to_bf16(rest);
+      scales[int4::scale_offset(n, part, rows, 1, 0)] = rounded;
+      rest -= cpu::from_bf16(rounded);
+    }
+  }
+}
+
+Status quantize_fp4_on_cpu(const weight::Problem& p, const weight::Arguments& a, const Argument& like) {
+  cpu::Fp4Problem problem;
+  problem.n = p.n, problem.k = p.k, problem.weight_dtype = p.weight_dtype;
+  problem.is_nvfp4 = p.columns == fp4::kNvGroup;
+  Tensor codes = empty({p.n, p.k}, uint8_code(), like);
+  Tensor scales = empty({p.n, problem.groups()}, torch_dtype(DType::kBFloat16), like);
+  Tensor unused = empty({int4::tiles_n(p.n) * int4::kTileN}, torch_dtype(DType::kBFloat16), like);
+  float divisor = 1;
+  double squares[2];
+  cpu::WeightArguments arguments;
+  arguments.weight = a.weight, arguments.weight_stride = a.weight_stride;
+  arguments.q = static_cast<uint8_t*>(codes.data_ptr()), arguments.scales = scales.data_ptr();
+  arguments.zeros = &divisor, arguments.squares = squares;
+  const auto threads = torch_threads(p.n * p.k);
+  if (Status status = cpu::quantize_weight_fp4(problem, arguments, threads); !status.ok()) return status;
+  if (!std::isfinite(squares[1])) {
+    *a.fault = 1;
+    return {};
+  }
+  lay_out_fp4_scales(problem, static_cast<const uint16_t*>(scales.data_ptr()), divisor,
+                     static_cast<uint16_t*>(a.scales));
+  // The nibbles lie as those of an int4 weight, here of one group a row, whose scales nobody reads.
+  const int4::Weight shape{p.n, p.k, p.k, false, DType::kBFloat16};
+  return cpu::int4_pack(shape, {arguments.q, arguments.scales, nullptr}, a.q, unused.data_ptr(), threads);
+}
+
 // By the quantisers of plain tensors, whose results are copied.
 Status quantize_on_cpu(const weight::Problem& p, const weight::Arguments& a, const Argument& like) {
+  if (*a.fault != 0) return {};
+  if (p.format == Format::kFp4) return quantize_fp4_on_cpu(p, a, like);
   const auto threads = torch_threads(p.n * p.k);
   double squares[2];
   cpu::WeightArguments arguments;
@@ -69,6 +122,12 @@ weight::Problem checked_problem(const Op& op, const Argument& weight, const Argu
              "Make them with pack_int4, zeros None exactly if symmetric");
     return problem;
   }
+  if (dtype == ScalarType::Float4_e2m1fn_x2) {
+    problem.format = Format::kFp4;
+    op.check(rows == 1 && symmetric, "four-bit floats are symmetric, in groups of a row", "Pass 1, symmetric=True");
+    check_fp4(op, q, scales, weight, problem.n, problem.k, columns);
+    return problem;
+  }
   const bool one_row = rows == 1 && columns == problem.k, one_scale = rows == problem.n && columns == problem.k;
   if (dtype == ScalarType::Char) {
     problem.format = Format::kInt8;
@@ -76,8 +135,9 @@ weight::Problem checked_problem(const Op& op, const Argument& weight, const Argu
     op.check(scales.has_shape({problem.n}), "scales must have shape [N]", "Check scales.shape");
   } else {
     problem.format = Format::kFp8;
-    op.check(dtype == ScalarType::Float8_e4m3fn, "dtype must be uint8 (0..15), int8 (-127..127) or float8_e4m3fn",
-             "Pass torch.uint8, torch.int8 or torch.float8_e4m3fn");
+    op.check(dtype == ScalarType::Float8_e4m3fn,
+             "dtype must be uint8 (0..15), float4_e2m1fn_x2, int8 (-127..127) or float8_e4m3fn",
+             "Pass torch.uint8, torch.float4_e2m1fn_x2, torch.int8 or torch.float8_e4m3fn");
     op.check((one_row || one_scale || (rows == kScaleBlock && columns == kScaleBlock)) && symmetric,
              "e4m3 is symmetric, with a scale a row, one of all, or blocks of 128 x 128",
              "Pass 1 and K, N and K, or 128 and 128, and symmetric=True");
@@ -92,11 +152,19 @@ weight::Problem checked_problem(const Op& op, const Argument& weight, const Argu
   return problem;
 }
 
+// What kernels are given of W, q and scales.
+weight::Arguments arguments_of(const Rows& source, const Argument& q, const Argument& scales) {
+  weight::Arguments arguments;
+  arguments.weight = source.data, arguments.weight_stride = source.stride;
+  arguments.q = static_cast<uint8_t*>(q.data()), arguments.scales = scales.data();
+  return arguments;
+}
+
 }  // namespace
 
 void quantize_weight_in_place_op(const Tensor& weight_tensor, ScalarType dtype, int64_t rows, int64_t columns,
                                  bool symmetric, bool whole_zeros, const Tensor& q_tensor, const Tensor& scales_tensor,
-                                 const Tensor& fault_tensor) {
+                                 const Tensor& fault_tensor, const std::optional<Tensor>& largest_tensor) {
   Op op("quantize_weight_");
   const Argument weight("weight", weight_tensor), q("q", q_tensor), scales("scales", scales_tensor);
   const Argument fault("fault", fault_tensor);
@@ -108,10 +176,16 @@ void quantize_weight_in_place_op(const Tensor& weight_tensor, ScalarType dtype, 
   op.check_operand(fault, weight);
 
   const Rows source(weight_tensor, weight);
-  weight::Arguments arguments;
-  arguments.weight = source.data, arguments.weight_stride = source.stride;
-  arguments.q = static_cast<uint8_t*>(q.data()), arguments.scales = scales.data();
+  weight::Arguments arguments = arguments_of(source, q, scales);
   arguments.fault = static_cast<int32_t*>(fault.data());
+  std::optional<Argument> largest;
+  if (largest_tensor) {
+    op.involve(&largest.emplace("largest", *largest_tensor));
+    op.check(largest->dtype() == float32_code() && largest->has_shape({1}), "largest must be float32 [1]",
+             "Pass largest_magnitude(weight), or None");
+    op.check_operand(*largest, weight);
+    arguments.largest = static_cast<float*>(largest->data());
+  }
   if (weight.is_cpu()) {
     op.check(quantize_on_cpu(problem, arguments, weight));
     return;
@@ -119,10 +193,77 @@ void quantize_weight_in_place_op(const Tensor& weight_tensor, ScalarType dtype, 
 #if defined(QAO_WITH_CUDA)
   const DeviceScope scope(weight);
   std::optional<Tensor> workspace;
-  if (const int64_t bytes = weight::workspace_bytes(problem); bytes > 0) {
-    arguments.workspace = workspace.emplace(empty({bytes}, uint8_code(), weight)).data_ptr();
+  if (!arguments.largest && weight::needs_largest(problem)) {
+    workspace.emplace(empty({1}, float32_code(), weight));
+    arguments.largest = static_cast<float*>(workspace->data_ptr());
+    op.check(weight::find_largest(problem, arguments, current_stream(weight)));
   }
   op.check(weight::quantize(problem, arguments, current_stream(weight)));
+#else
+  op.fail_without_cuda();
+#endif
+}
+
+void load_weight_op(const Tensor& weight_tensor, ScalarType dtype, int64_t rows, int64_t columns, bool symmetric,
+                    bool whole_zeros, const Tensor& q_tensor, const Tensor& scales_tensor, const Tensor& refused_tensor,
+                    double limit) {
+  Op op("load_weight_");
+  const Argument weight("weight", weight_tensor), q("q", q_tensor), scales("scales", scales_tensor);
+  const Argument refused("refused", refused_tensor);
+  op.involve(&weight), op.involve(&q), op.involve(&scales), op.involve(&refused);
+  op.involve("rows", rows), op.involve("columns", columns);
+  const weight::Problem problem = checked_problem(op, weight, q, scales, dtype, rows, columns, symmetric, whole_zeros);
+  op.check(limit >= 0, "limit must not be negative", "Pass the largest magnitude that may be");
+  op.check(refused.is_cpu() && refused.dtype() == int32_code() && refused.has_shape({1}),
+           "refused must be int32 [1] on the CPU", "Pass torch.zeros(1, dtype=torch.int32)");
+  op.check_operand(refused, refused);
+  int32_t& answer = *static_cast<int32_t*>(refused.data());
+  const Rows source(weight_tensor, weight);
+  weight::Arguments arguments = arguments_of(source, q, scales);
+  if (weight.is_cpu()) {
+    float largest = 0;
+    op.check(largest_on_cpu(problem, arguments, &largest));
+    answer = !(largest <= limit);
+    if (answer != 0) return;
+    int32_t fault = 0;
+    arguments.fault = &fault;
+    op.check(quantize_on_cpu(problem, arguments, weight));
+    return;
+  }
+#if defined(QAO_WITH_CUDA)
+  const DeviceScope scope(weight);
+  const Tensor workspace = empty({2}, int32_code(), weight);
+  arguments.fault = static_cast<int32_t*>(workspace.data_ptr());
+  arguments.largest = reinterpret_cast<float*>(arguments.fault + 1);
+  bool loaded = false;
+  op.check(weight::load(problem, arguments, static_cast<float>(limit), &loaded, current_stream(weight)));
+  answer = !loaded;
+#else
+  op.fail_without_cuda();
+#endif
+}
+
+Tensor largest_magnitude_op(const Tensor& weight_tensor) {
+  Op op("largest_magnitude");
+  const Argument weight("weight", weight_tensor);
+  op.involve(&weight);
+  op.check(weight.dim() == 2 && weight.numel() > 0, "weight must have shape [N, K], N and K at least 1",
+           "Check weight.shape");
+  weight::Problem problem;
+  problem.n = weight.size(0), problem.k = weight.size(1), problem.weight_dtype = op.float_dtype(weight);
+  const Rows source(weight_tensor, weight);
+  weight::Arguments arguments;
+  arguments.weight = source.data, arguments.weight_stride = source.stride;
+  Tensor largest = empty({1}, float32_code(), weight);
+  arguments.largest = static_cast<float*>(largest.data_ptr());
+  if (weight.is_cpu()) {
+    op.check(largest_on_cpu(problem, arguments, arguments.largest));
+    return largest;
+  }
+#if defined(QAO_WITH_CUDA)
+  const DeviceScope scope(weight);
+  op.check(weight::find_largest(problem, arguments, current_stream(weight)));
+  return largest;
 #else
   op.fail_without_cuda();
 #endif

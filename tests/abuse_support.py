@@ -72,7 +72,15 @@ def _others(device: str) -> dict[str, Arguments]:
             **{"weight": torch.randn(N, K, device=device), "dtype": INT8, "rows": 1, "columns": K},
             **{"symmetric": True, "whole_zeros": False, "q": torch.zeros(N, K, dtype=INT8, device=device)},
             **{"scales": torch.ones(N, device=device), "fault": torch.zeros(1, dtype=torch.int32, device=device)},
+            "largest": torch.ones(1, device=device),
         },
+        "load_weight_": {
+            **{"weight": torch.randn(N, K, device=device), "dtype": INT8, "rows": 1, "columns": K},
+            **{"symmetric": True, "whole_zeros": False, "q": torch.zeros(N, K, dtype=INT8, device=device)},
+            **{"scales": torch.ones(N, device=device), "limit": 1e30},
+            "refused": torch.zeros(1, dtype=torch.int32),
+        },
+        "largest_magnitude": {"weight": torch.randn(N, K, device=device)},
         "gptq_columns": {
             **{name: torch.ones(5, N, device=device) for name in ("weight", "moved", "scales", "zeros")},
             **{"ratios": torch.ones(5, 5, device=device), "dtype": INT8},
@@ -199,6 +207,7 @@ SIZES = (
     None,
     "x",
 )
+WRITTEN = ("q", "scales", "fault", "refused")  # by the operators that change arguments
 NUMBERS = (float("nan"), float("inf"), -1.0, 0.0, 1e308, None, "x")
 
 
@@ -209,6 +218,9 @@ def hostile(op: str, rng: random.Random) -> tuple[str, Arguments]:
         value = arguments[name]
         if isinstance(value, Tensor):
             kind = rng.choice(list(TENSORS))
+            # Torch writes to no view that is negated when it is read, and says "Expected Tensor but got None".
+            if kind == "imaginary" and op.endswith("_") and name in WRITTEN:
+                continue
             # Torch's message of a fake beside real ones prints these, and reads memory that is gone.
             if {"fake", "freed"} <= {kind, *(one.partition(": ")[2] for one in said)}:
                 continue

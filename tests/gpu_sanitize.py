@@ -28,6 +28,8 @@ FILES = (
     "test_embedding_ops.py",
     "test_determinism.py",
     "test_grouped_ops.py",
+    "test_quantize_in_place.py",
+    "test_quantize_weight.py",
 )
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _LARGE = re.compile(r"m(1000|4096)-|graph")  # a graph cannot be captured where each tensor is allocated on its own

@@ -6,9 +6,11 @@ import itertools
 from typing import Any
 
 import pytest
+import qao
 import torch
 from ops_schemes import DTYPES
-from qao import operators
+from qao import operators, ops
+from qao.fp4 import codes_of, values_of
 from torch import Tensor
 
 OPS = torch.ops.qao
@@ -76,6 +78,142 @@ def test_bytes(n: int, k: int, dtype: torch.dtype, device: str) -> None:
         assert same(tuple(got), expected) and not fault.item(), (rows, columns)
 
 
+@pytest.mark.parametrize("dtype, exponents", [(torch.bfloat16, range(-2, 4)), (torch.float16, range(-1, 4))], ids=str)
+def test_every_quotient(dtype: torch.dtype, exponents: range, device: str) -> None:
+    """Codes of every value of 16 bits by scales of every mantissa, halfway between two steps and next to that."""
+    bits = {torch.bfloat16: 7, torch.float16: 10}[dtype]
+    mantissas = 1 + torch.arange(2**bits) / 2**bits
+    scales = mantissas[:: 1 if dtype == torch.bfloat16 else 31]
+    values = torch.cat([mantissas * 2.0**e for e in exponents])
+    values = torch.nn.functional.pad(values[values < 8], (0, -(values < 8).sum().item() % 31)).view(-1, 31)
+    # Each group of 32 has 8 at its end, of which its scale is an eighth.
+    whole = torch.nn.functional.pad(values, (0, 1), value=-8).flatten()
+    weight = (scales[:, None].to(dtype) * 2**-4).float() * (whole / mantissas[1])
+    weight = torch.cat([(whole * 2**-4).expand(len(scales), -1), weight]).to(dtype)
+    weight[:, 31::32] = torch.cat([scales, scales])[:, None].to(dtype) * -0.5  # in any case exact
+    for scale_dtype in (dtype, torch.float32):
+        expected = int4(weight, 32, True, False, scale_dtype)
+        assert same(in_place(weight.to(device), expected, torch.uint8, 1, 32, True, False)[:2], expected), scale_dtype
+        expected = int4(-weight, 32, False, False, scale_dtype)
+        assert same(in_place(-weight.to(device), expected, torch.uint8, 1, 32, False, False)[:2], expected)
+
+
+@pytest.mark.parametrize("scale", [2.0**-130, 2.0**-120, 2.0**-90, 2.0**60])
+@pytest.mark.parametrize("group", [32, 128, 256])
+def test_scales_of_every_size(scale: float, group: int, device: str) -> None:
+    """Also where remainders of quotients are subnormal, and beside groups of ordinary size."""
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = random_weight(37, 512, torch.float32)
+        weight[::3] *= scale / 0.02
+        weight[5, :32] = 0
+        weight = weight.to(dtype)
+        for symmetric in (True, False):
+            expected = int4(weight, group, symmetric, False, dtype)
+            got = in_place(weight.to(device), expected, torch.uint8, 1, group, symmetric, False)[:2]
+            assert same(got, expected), (dtype, symmetric)
+
+
+def fp4_in_place(weight: Tensor, size: int, device: str) -> None:
+    q, scales, divisor, _ = OPS.quantize_fp4(weight, size)
+    expected = ops.pack_fp4(q, scales, divisor if size == 16 else None, size)
+    *got, fault = in_place(weight.to(device), expected, torch.float4_e2m1fn_x2, 1, size, True, False)
+    assert same(tuple(got), expected) and not fault.item()
+
+
+@pytest.mark.parametrize("n, k", SHAPES)
+@pytest.mark.parametrize("size", [32, 16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fp4(n: int, k: int, size: int, dtype: torch.dtype, device: str) -> None:
+    """Of weights small, large, zero of either sign, on a grid of sixteen steps, and of rows far apart."""
+    made = random_weight(n, k)
+    grid = torch.randint(-8, 9, (n, k), generator=torch.Generator().manual_seed(n)) / 4
+    for weight in (
+        *(made * scale for scale in (1, 1e-38, 1e-42, 1e18)),
+        *(grid, -torch.zeros(n, k), made * torch.logspace(-30, 0, n)[:, None]),
+    ):
+        if weight.to(dtype).isfinite().all():
+            fp4_in_place(weight.to(dtype), size, device)
+
+
+def even_errors() -> Tensor:
+    """Groups of MXFP4 whose errors under both scales differ by roundings alone, so that the order of sums tells."""
+    groups = torch.rand(60000, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 7
+    groups[:, 0], groups[:, 31] = 7.2, 0
+    first, second = ((values_of(codes_of((groups / step).float())) * step - groups) for step in (1, 2))
+    more = (first.square() - second.square()).sum(1)
+    groups[:, 31] = 0.25 + more  # its errors are 0.5 less that, and that
+    return groups[(more > 0) & (more < 0.25)].float()
+
+
+def halves(largest: float) -> Tensor:
+    """Groups of NVFP4 with every scale, of values halfway between two codes but for roundings."""
+    one = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
+    divisor = torch.tensor([largest]).reciprocal() * 2688
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(F8).float()
+    weight = (scales / divisor)[:, None] * torch.cat([one, -one])
+    weight[-1] = largest
+    return weight.clamp(-largest, largest)
+
+
+def test_fp4_where_roundings_tell(device: str) -> None:
+    weight = even_errors()
+    assert len(weight) > 1000
+    fp4_in_place(weight, 32, device)
+    for i in range(40):
+        fp4_in_place(halves(0.3 + i / 37), 16, device)
+
+
+def test_what_is_refused(device: str) -> None:
+    """Where fault is set before, and by load_weight_, nothing is written; the others are loaded."""
+    weight = random_weight(40, 300, torch.bfloat16).to(device)
+    largest = operators.largest_magnitude(weight)
+    assert largest.item() == weight.abs().amax().item() and largest.shape == (1,) and largest.dtype == torch.float32
+    kinds: list[tuple[Any, ...]] = [
+        *((torch.uint8, 1, group, False, False) for group in (32, 128, 256, 300)),
+        *((torch.float4_e2m1fn_x2, 1, size, True, False) for size in (32, 16)),
+        (torch.int8, 1, 300, True, False),
+        *((F8, *block, True, False) for block in ((1, 300), (40, 300), (128, 128))),
+    ]
+    schemes = [
+        *(qao.Int4WeightOnly(group_size=group, clip_search=False) for group in (32, 128, 256, -1)),
+        *(qao.Fp4WeightOnly(format) for format in ("mxfp4", "nvfp4")),
+        qao.Int8WeightOnly(clip_search=False),
+        *(qao.Float8WeightOnly(granularity) for granularity in ("row", "tensor", "block")),
+    ]
+    for kind, scheme in zip(kinds, schemes, strict=True):
+        packed = scheme.quantize(weight)
+        q, scales = torch.full_like(packed.qweight, 77), torch.full_like(packed.scales, 77)
+        fault = torch.ones(1, dtype=torch.int32, device=device)
+        before = q.clone(), scales.clone()
+        operators.quantize_weight_(weight, *kind, q, scales, fault)
+        assert same((q, scales), tuple(one.cpu() for one in before)), kind
+        for spoilt in (weight * 1.01, weight.clone().fill_(float("nan")), weight.clone().fill_(-float("inf"))):
+            assert not operators.load_weight_(spoilt, *kind, q, scales, largest.item())
+            assert same((q, scales), tuple(one.cpu() for one in before)), kind
+        assert operators.load_weight_(weight, *kind, q, scales, largest.item())
+        assert same((q, scales), (packed.qweight.cpu(), packed.scales.cpu())), kind
+        fault.zero_(), q.fill_(77)
+        operators.quantize_weight_(weight, *kind, q, scales, fault, largest)
+        assert same((q, scales), (packed.qweight.cpu(), packed.scales.cpu())) and not fault.item(), kind
+
+
+def test_loading_is_no_part_of_a_graph() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    weight = random_weight(40, 256).cuda()
+    q, scales = (one.cuda() for one in int4(weight.cpu(), 32, False, False, torch.float32))
+    with pytest.raises(RuntimeError, match=r"load_weight_: it waits for the GPU.*quantize_weight_"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            operators.load_weight_(weight, torch.uint8, 1, 32, False, False, q, scales, 1e30)
+    fault, graph = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        operators.quantize_weight_(weight, torch.uint8, 1, 32, False, False, q, scales, fault)
+    other = random_weight(40, 256) * 3
+    weight.copy_(other)
+    graph.replay()
+    assert same((q, scales), int4(other, 32, False, False, torch.float32))
+
+
 def test_rows_apart(device: str) -> None:
     """Rows that do not lie one after the other, at addresses of no alignment, and columns that do."""
     whole = random_weight(64, 300, torch.bfloat16)
@@ -130,6 +268,9 @@ def test_opcheck(device: str) -> None:
         ({"dtype": torch.int8}, "a scale a row"),
         ({"dtype": F8, "columns": 96}, "symmetric"),
         ({"dtype": F8, "columns": 96, "symmetric": True}, r"scales must have shape"),
+        ({"dtype": torch.float4_e2m1fn_x2}, "four-bit floats are symmetric"),
+        ({"dtype": torch.float4_e2m1fn_x2, "symmetric": True}, "scales must have shape .* groups of 16"),
+        ({"largest": torch.ones(2)}, r"largest must be float32 \[1\]"),
     ],
 )
 def test_errors(changes: dict[str, Any], words: str) -> None:

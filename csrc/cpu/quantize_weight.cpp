@@ -161,4 +161,19 @@ Status quantize_weight_fp4(const Fp4Problem& p, const WeightArguments& a, const 
   return {};
 }
 
+Status largest_magnitude(const BlockProblem& p, const WeightArguments& a, const Threads& threads, float* largest) {
+  Features features;
+  if (Status status = selected_features(&features); !status.ok()) return status;
+  const QuantizeKernels& kernels = quantize_kernels(features);
+  std::vector<QuantizeRange> ranges(static_cast<size_t>(p.n));
+  for_each_row(threads, kernels, Source(p.n, p.k, p.weight_dtype, a),
+               [&](int64_t n, const float* values) { ranges[n] = kernels.range({values}, p.k); });
+  *largest = 0;
+  for (const QuantizeRange& range : ranges) {
+    if (!range.finite) *largest = std::numeric_limits<float>::quiet_NaN();
+    if (*largest < std::max(-range.low, range.high)) *largest = std::max(-range.low, range.high);
+  }
+  return {};
+}
+
 }  // namespace qao::cpu

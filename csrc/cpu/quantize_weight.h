@@ -38,4 +38,8 @@ struct Fp4Problem {
 // scales: bfloat16 [n, groups]; zeros: the divisor, float32 [1], by which the largest scale becomes 448, 1 for MXFP4.
 Status quantize_weight_fp4(const Fp4Problem& problem, const WeightArguments& arguments, const Threads& threads);
 
+// The largest magnitude of a weight [n, k], of `arguments` alone; NaN where a value is not finite.
+Status largest_magnitude(const BlockProblem& problem, const WeightArguments& arguments, const Threads& threads,
+                         float* largest);
+
 }  // namespace qao::cpu

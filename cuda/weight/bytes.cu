@@ -80,6 +80,7 @@ template <DType dtype, Format format>
 __global__ void __launch_bounds__(1024) rows_kernel(Params p) {
   const char* from = static_cast<const char*>(p.weight) + blockIdx.x * p.stride * size_of(dtype);
   const int k = static_cast<int>(p.k), step = blockDim.x * kVector, first = threadIdx.x * kVector;
+  const bool stop = is_stopped(p);
   Packed<dtype> kept[kKept<dtype>];
 #pragma unroll
   for (int i = 0; i < kKept<dtype>; ++i) load_vector<dtype>(kept[i], p, from, first + i * step, k);
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(1024) rows_kernel(Params p) {
     }
   };
   uint32_t largest;
-  if (p.largest) {
+  if (p.one_scale) {
     largest = *p.largest;
   } else {
     Range range;
@@ -106,9 +107,10 @@ __global__ void __launch_bounds__(1024) rows_kernel(Params p) {
     for_rest([&](const Packed<dtype>& vector, int) { add(vector); });
     largest = largest_of_cta(range.high);
   }
+  if (stop) return;
   float* scales = static_cast<float*>(p.scales);
   const Divisor by = divisor(scale_of<format>(p, largest,
-                                              !p.largest        ? scales + blockIdx.x
+                                              !p.one_scale      ? scales + blockIdx.x
                                               : blockIdx.x == 0 ? scales
                                                                 : nullptr));
   uint8_t* to = p.q + blockIdx.x * p.k;
@@ -127,6 +129,7 @@ __global__ void __launch_bounds__(kBlockThreads) blocks_kernel(Params p) {
   constexpr int kAcross = kScaleBlock / kVector, kDown = kBlockThreads / kAcross;
   const int64_t first_row = int64_t{blockIdx.x} / p.block_columns * kScaleBlock + threadIdx.x / kAcross;
   const int column = static_cast<int>(blockIdx.x % p.block_columns * kScaleBlock + threadIdx.x % kAcross * kVector);
+  const bool stop = is_stopped(p);
   Packed<dtype> kept[kBlockKept];
 #pragma unroll
   for (int i = 0; i < kBlockKept; ++i) {
@@ -141,8 +144,9 @@ __global__ void __launch_bounds__(kBlockThreads) blocks_kernel(Params p) {
     kept[i].unpack(value);
     range.add(value, true), kept[i].pin();
   }
-  float* scale = static_cast<float*>(p.scales) + blockIdx.x;
-  const Divisor by = divisor(scale_of<Format::kFp8>(p, largest_of_cta(range.high), scale));
+  const uint32_t largest = largest_of_cta(range.high);
+  if (stop) return;
+  const Divisor by = divisor(scale_of<Format::kFp8>(p, largest, static_cast<float*>(p.scales) + blockIdx.x));
 #pragma unroll
   for (int i = 0; i < kBlockKept; ++i) {
     const int64_t row = first_row + i * kDown;
@@ -152,12 +156,12 @@ __global__ void __launch_bounds__(kBlockThreads) blocks_kernel(Params p) {
   }
 }
 
-// A CTA has every so-many-th row.
+// A CTA has every so-many-th row. From the last to the first: a kernel that reads them in order finds those of the L2.
 template <DType dtype>
 __global__ void __launch_bounds__(256) largest_kernel(Params p) {
   Range range;
   for (int64_t row = blockIdx.x; row < p.n; row += gridDim.x) {
-    const char* from = static_cast<const char*>(p.weight) + row * p.stride * size_of(dtype);
+    const char* from = static_cast<const char*>(p.weight) + (p.n - 1 - row) * p.stride * size_of(dtype);
     const int k = static_cast<int>(p.k), step = blockDim.x * kVector;
     for (int column = threadIdx.x * kVector; column < k; column += 2 * step) {
       Packed<dtype> vector[2];
@@ -169,19 +173,13 @@ __global__ void __launch_bounds__(256) largest_kernel(Params p) {
     }
   }
   const uint32_t largest = largest_of_cta(range.high);
-  if (threadIdx.x == 0) atomicMax(p.largest, largest);
+  if (threadIdx.x != 0) return;
+  atomicMax(p.largest, largest);
+  if (p.report && largest > p.limit) *p.fault = 1, *p.report = 1;
 }
 
 template <DType dtype, Format format>
 Status launch_rows(const Params& p, cudaStream_t stream) {
-  if (p.largest) {
-    if (Status s = cuda_status(cudaMemsetAsync(p.largest, 0, sizeof(uint32_t), stream), "clearing a maximum");
-        !s.ok()) {
-      return s;
-    }
-    largest_kernel<dtype><<<static_cast<unsigned>(p.n < 1056 ? p.n : 1056), 256, 0, stream>>>(p);
-    if (Status s = launch_status("launching largest_kernel"); !s.ok()) return s;
-  }
   const int64_t warps = ceil_div(ceil_div(p.k, int64_t{kVector}), int64_t{32} * kKept<dtype>);
   const unsigned threads = static_cast<unsigned>(warps < 32 ? 32 * warps : 1024);
   rows_kernel<dtype, format><<<static_cast<unsigned>(p.n), threads, 0, stream>>>(p);
@@ -201,6 +199,12 @@ Status launch(const Params& p, Format format, cudaStream_t stream) {
                                 : launch_rows<dtype, Format::kInt8>(p, stream);
 }
 
+template <DType dtype>
+Status launch_largest(const Params& p, cudaStream_t stream) {
+  largest_kernel<dtype><<<static_cast<unsigned>(p.n < 1056 ? p.n : 1056), 256, 0, stream>>>(p);
+  return launch_status("launching largest_kernel");
+}
+
 }  // namespace
 
 Status quantize_rows(const Params& p, DType dtype, Format format, cudaStream_t stream) {
@@ -213,6 +217,12 @@ Status quantize_blocks(const Params& p, DType dtype, cudaStream_t stream) {
   if (dtype == DType::kFloat32) return launch_blocks<DType::kFloat32>(p, stream);
   if (dtype == DType::kFloat16) return launch_blocks<DType::kFloat16>(p, stream);
   return launch_blocks<DType::kBFloat16>(p, stream);
+}
+
+Status find_largest(const Params& p, DType dtype, cudaStream_t stream) {
+  if (dtype == DType::kFloat32) return launch_largest<DType::kFloat32>(p, stream);
+  if (dtype == DType::kFloat16) return launch_largest<DType::kFloat16>(p, stream);
+  return launch_largest<DType::kBFloat16>(p, stream);
 }
 
 }  // namespace qao::weight

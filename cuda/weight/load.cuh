@@ -6,13 +6,21 @@
 
 namespace qao::weight {
 
+// Value by value, and a call: as much code in every place that loads would leave no room in the cache of instructions.
+template <DType dtype>
+__device__ __noinline__ quantize::Packed<dtype> load_slowly(const void* row, int column, int columns) {
+  quantize::Packed<dtype> vector;
+  vector.template load<false>(row, column, columns);
+  return vector;
+}
+
 template <DType dtype>
 __device__ __forceinline__ void load_vector(quantize::Packed<dtype>& vector, const Params& p, const void* row,
                                             int column, int columns) {
   if (p.aligned) {
     vector.template load<true, true>(row, column, columns);
   } else {
-    vector.template load<false>(row, column, columns);
+    vector = load_slowly<dtype>(row, column, columns);
   }
 }
 

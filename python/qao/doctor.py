@@ -263,6 +263,19 @@ def _quantize_weight(device: str) -> float:
     return _distance(reference.dequantize_8bit(q.view(torch.float8_e4m3fn), scales), expected)
 
 
+def _load_weight(device: str) -> float:
+    weight = _random(_N, _K, device=device)
+    q, scales = torch.empty(_N, _K, dtype=torch.int8, device=device), torch.empty(_N, 1, device=device)
+    kind = torch.float8_e4m3fn, 1, _K, True, False
+    largest = qao.largest_magnitude(weight)
+    loaded = qao.load_weight_(weight, *kind, q, scales, largest.item())
+    refused = not qao.load_weight_(2 * weight, *kind, q, scales, largest.item())
+    expected = reference.dequantize_activation(*reference.quantize_activation_fp8(weight, -1))
+    distance = _distance(reference.dequantize_8bit(q.view(torch.float8_e4m3fn), scales), expected)
+    right = loaded and refused and torch.equal(largest, weight.abs().amax().float().reshape(1))
+    return distance if right else math.inf
+
+
 def _gptq_columns(device: str) -> float:
     weight = _random(_K, _N, device=device)[:100].float()
     ratios = _random(100, 100, device=device).float() * 0.01
@@ -315,6 +328,8 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "quantize_blocks": _quantize_blocks,
     "quantize_fp4": _quantize_fp4,
     "quantize_weight_": _quantize_weight,
+    "load_weight_": _load_weight,
+    "largest_magnitude": _load_weight,
     "gptq_columns": _gptq_columns,
     "pack_int4": _pack_and_unpack,
     "unpack_int4": _pack_and_unpack,

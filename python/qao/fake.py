@@ -266,7 +266,28 @@ def _(
     q: Tensor,
     scales: Tensor,
     fault: Tensor,
+    largest: Tensor | None = None,
 ) -> None: ...
+
+
+@_register("load_weight_")
+def _(
+    weight: Tensor,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    symmetric: bool,
+    whole_zeros: bool,
+    q: Tensor,
+    scales: Tensor,
+    refused: Tensor,
+    limit: float,
+) -> None: ...
+
+
+@_register("largest_magnitude")
+def _(weight: Tensor) -> Tensor:
+    return weight.new_empty(1, dtype=torch.float32)
 
 
 @_register("gptq_columns")

@@ -154,6 +154,9 @@ class Fp4Weight(Scheme):
     def _quantize(self, weight: Tensor, name: str, importance: Tensor | None = None) -> QuantizedWeight:
         return quantize_fp4(weight, self.format, name=name)
 
+    def one_pass(self, n: int, k: int) -> OnePass | None:
+        return torch.float4_e2m1fn_x2, 1, self.size, True, False
+
     def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int, int], bool]:
         return (torch.uint8,), (n, -(-k // self.size)), False
 

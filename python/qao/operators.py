@@ -87,24 +87,58 @@ def quantize_weight_(
     q: Tensor,
     scales: Tensor,
     fault: Tensor,
+    largest: Tensor | None = None,
 ) -> None:
     """Quantises W without a search into tensors that products read, which are written over: bit for bit as
-    ``quantize_groups`` with factors [1.0] and ``pack_int4`` do, or ``quantize_blocks``, on every device.
+    ``quantize_groups`` with factors [1.0] and ``pack_int4`` do, ``quantize_fp4`` and ``pack_fp4``, or
+    ``quantize_blocks``, on every device.
 
     Args:
         weight: W [N, K] in a float dtype, of any strides.
-        dtype: torch.uint8 for packed int4, torch.int8 for -127..127, or torch.float8_e4m3fn.
-        rows, columns: that share a scale. uint8: 1 and 32, 64, 128, 256 or K; int8: 1 and K; e4m3: 1 and K, N and K, or
-            128 and 128.
+        dtype: torch.uint8 for packed int4, torch.float4_e2m1fn_x2 for packed four-bit floats, torch.int8 for -127..127,
+            or torch.float8_e4m3fn.
+        rows, columns: that share a scale. uint8: 1 and 32, 64, 128, 256 or K; e2m1: 1 and 32 (MXFP4) or 16 (NVFP4);
+            int8: 1 and K; e4m3: 1 and K, N and K, or 128 and 128.
         symmetric: of uint8, no zero points; True for the others.
         whole_zeros: of uint8, as in ``quantize_groups``.
-        q: uint8: as ``pack_int4`` returns it; else int8 [N, K], the bytes of e4m3 as well.
-        scales: uint8: as ``pack_int4`` returns them; int8: float32 [N]; e4m3: float32 [ceil(N / rows),
+        q: packed: as ``pack_int4`` or ``pack_fp4`` returns it; else int8 [N, K], the bytes of e4m3 as well.
+        scales: packed: as those return them; int8: float32 [N]; e4m3: float32 [ceil(N / rows),
             ceil(K / columns)].
         fault: int32 [1], set to 1 where a value of W or a scale is not finite, and otherwise left as it is. Values
-            beyond 1e19 may count as such.
+            beyond 1e19 may count as such. Where it is 1 already, nothing is written.
+        largest: ``largest_magnitude(weight)``, if it is known.
     """
-    _qao.quantize_weight_.default(weight, dtype, rows, columns, symmetric, whole_zeros, q, scales, fault)
+    _qao.quantize_weight_.default(weight, dtype, rows, columns, symmetric, whole_zeros, q, scales, fault, largest)
+
+
+def load_weight_(
+    weight: Tensor,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    symmetric: bool,
+    whole_zeros: bool,
+    q: Tensor,
+    scales: Tensor,
+    limit: float,
+) -> bool:
+    """``quantize_weight_``, unless a magnitude of W is above ``limit`` or no number: then q and scales stay as they
+    are, and the result is False.
+
+    Waits for a GPU to have looked at W, and not for it to have written q. Other arguments are those of
+    ``quantize_weight_``.
+    """
+    refused = torch.zeros(1, dtype=torch.int32, device="cpu")
+    _qao.load_weight_.default(weight, dtype, rows, columns, symmetric, whole_zeros, q, scales, refused, limit)
+    return not refused.item()
+
+
+def largest_magnitude(weight: Tensor) -> Tensor:
+    """float32 [1]: the largest magnitude in W [N, K], of a float dtype and any strides; NaN if one is NaN.
+
+    On a CPU it is NaN where one is infinite, too.
+    """
+    return _qao.largest_magnitude.default(weight)  # type: ignore[no-any-return]
 
 
 def gptq_columns(

@@ -106,6 +106,8 @@ from .operators import (  # noqa: E402, F401
     int8_embedding,
     int8_quantize,
     int8_scaled_mm,
+    largest_magnitude,
+    load_weight_,
     pack_int4,
     quantize_blocks,
     quantize_fp4,

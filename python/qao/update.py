@@ -46,33 +46,36 @@ class Updatable:
         Raises:
             ValueError: another shape; NaN or Inf, or more than scales can hold; on meta. Nothing is changed.
             TypeError: no float dtype.
+
+        Without a search, a GPU looks at the weight, which is what this waits for, and then writes: the call returns
+        before that, as those of torch's operators do.
         """
         parts = [weight] if isinstance(weight, Tensor) else list(weight)
         whole = _whole(parts[0]) if len(parts) == 1 else torch.cat([_whole(one) for one in parts])
         check_weight(self, whole, name)
-        self._load(whole, importance, name)
+        self._load(whole, importance, name, None)
 
-    def _load(self: Any, weight: Tensor, importance: Tensor | None, name: str, checked: bool = False) -> None:
-        """``checked``: quantising the weight raises nothing, so that it need not be tried beside the present one."""
-        self._overwrite(self._in_one_pass(weight, checked) or self._requantized(weight, importance, name))
-
-    def _in_one_pass(self: Any, weight: Tensor, checked: bool) -> PackedWeight | None:
-        """By the kernel that reads the weight once; None where there is none, or where it finds what is no number."""
+    def _load(self: Any, weight: Tensor, importance: Tensor | None, name: str, largest: Tensor | None) -> None:
+        """``largest``: the largest magnitude of the weight, which is known to raise nothing."""
         told: OnePass | None = self.scheme.one_pass(*self._sizes)
-        own = self.qweight, self.scales
-        if told is None or tuple(weight.shape) != self._sizes or any(hasattr(one, "device_mesh") for one in own):
-            return None
-        weight = weight.to(self.qweight.device, torch.float32 if weight.dtype == torch.float64 else None)
-        weight = rotated(weight, self.scheme.rotation)
-        fault = torch.zeros(1, dtype=torch.int32, device=weight.device)
-        q, scales = own if checked else (torch.empty_like(one) for one in own)
-        operators.quantize_weight_(weight, *told, q, scales, fault)
-        if not checked and fault.item():
-            return None
-        sums = None
-        if self.weight_sums is not None:
+        q, scales = self.qweight, self.scales
+        sharded = hasattr(q, "device_mesh") or hasattr(scales, "device_mesh")
+        if told is None or tuple(weight.shape) != self._sizes or sharded:
+            self._overwrite(self._requantized(weight, importance, name))
+            return
+        rotation = self.scheme.rotation
+        weight = rotated(_kernel_weight(weight.to(q.device)), rotation)
+        if largest is not None:
+            fault = torch.zeros(1, dtype=torch.int32, device=q.device)
+            known = None if rotation else largest.to(q.device)
+            operators.quantize_weight_(weight, *told, q, scales, fault, known)
+        elif not operators.load_weight_(weight, *told, q, scales, _CERTAIN[scales.dtype]):
+            self._overwrite(self._requantized(weight, importance, name))  # which knows what to raise, if anything
+            return
+        sums = self.weight_sums
+        if sums is not None:
             sums = self.scheme._weight_sums(*self.scheme.unpack(q, scales, *self._sizes))
-        return PackedWeight(q, scales, sums)
+        self._overwrite(PackedWeight(q, scales, sums))
 
     def _requantized(self: Any, weight: Tensor, importance: Tensor | None, name: str) -> PackedWeight:
         """Of a weight as ``check_weight`` lets pass."""
@@ -93,6 +96,15 @@ class Updatable:
     def _weight_shapes(self) -> list[tuple[int, int]]:
         """Of weights that ``load_float_`` takes."""
         return [self._sizes]
+
+
+# To this magnitude no weight is refused. A rotation makes it up to 16 times as large, no range is more than twice that,
+# and scales of four bits are a 15th of it, others less; and squares up to 2^60 can be added up.
+_CERTAIN = {dtype: min(torch.finfo(dtype).max / 8, 2.0**56) for dtype in FLOAT_DTYPES}
+
+
+def _kernel_weight(weight: Tensor) -> Tensor:
+    return weight.float() if weight.dtype == torch.float64 else weight
 
 
 def check_weight(module: Any, weight: Tensor, name: str) -> None:
@@ -139,11 +151,11 @@ def update_(model: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool 
     weights = _one_each(state, packed)
     for name, module in weights.items():
         check_weight(module, _oriented(packed[name], state[name]), name)
-    _check_values(state, packed, weights)
+    largest = _check_values(state, packed, weights)
     importance = _importance(state, packed, weights)
     for name, module in weights.items():
         weight = _oriented(packed[name], _whole(state[name]))
-        module._load(weight, importance.get(name), name, checked=True)
+        module._load(weight, importance.get(name), name, largest[name])
     for name, own in others.items():
         if name in state:
             _write(own, _whole(state[name]))
@@ -197,20 +209,24 @@ def _one_each(state: Mapping[str, Tensor], packed: Mapping[str, Any]) -> dict[st
     return {name: owners[key] for key, name in reversed(list(names.items()))}
 
 
-def _check_values(state: Mapping[str, Tensor], packed: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
-    """Raises all that quantising them would; waits for a GPU once."""
-    largest: dict[torch.device, dict[str, Tensor]] = {}
-    for name in weights:
-        weight = _whole(state[name])
-        magnitude = torch.linalg.vector_norm(weight, torch.inf) if weight.numel() else weight.new_zeros(())
-        largest.setdefault(weight.device, {})[name] = magnitude.double()
-    for magnitudes in largest.values():
-        for name, value in zip(magnitudes, torch.stack([*magnitudes.values()]).tolist(), strict=True):
-            # No scale is larger than the largest weight.
-            if not value <= torch.finfo(weights[name].scales.dtype).max / 4:
+def _check_values(
+    state: Mapping[str, Tensor], packed: Mapping[str, Any], weights: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Raises all that quantising them would; waits for a GPU once. Returns their largest magnitudes."""
+    # From the last to the first: a GPU's L2 then holds some of what is quantised first.
+    largest = {
+        name: operators.largest_magnitude(_kernel_weight(_whole(state[name]))) for name in reversed(list(weights))
+    }
+    devices: dict[torch.device, list[str]] = {}
+    for name, magnitude in largest.items():
+        devices.setdefault(magnitude.device, []).append(name)
+    for names in devices.values():
+        for name, value in zip(names, torch.cat([largest[name] for name in names]).tolist(), strict=True):
+            if not value <= _CERTAIN[weights[name].scales.dtype]:
                 weight = _oriented(packed[name], _whole(state[name]))
                 check_finite(weight, name)
                 weights[name]._requantized(weight, None, name)
+    return largest
 
 
 def _importance(
