@@ -126,8 +126,7 @@ struct Consumer {
     }
   }
 
-  // sum += scale (product - fraction column), or scale column product for blocks; kLessZero: scale (product - zero
-  // codes).
+  // sum += scale (product - fraction column), or scale column product for blocks; kLessZero: product - zero codes.
   template <int half = 0>
   __device__ __forceinline__ void fold(const Group& group, uint32_t columns, int piece = 0) {
 #pragma unroll
@@ -383,9 +382,7 @@ struct Consumer {
                         row0(at),
                         min(p.n, (at.row_block + 1) * p.tile_rows),
                         at.split_k};
-    if constexpr (std::is_same_v<Sum, int[K::kTilesM][4]>) {
-      if (p.x_zeros != nullptr) take_x_zeros_off<K>(p, result, target);
-    }
+    if constexpr (std::is_same_v<Sum, int[K::kTilesM][4]>) take_x_zeros_off<K>(p, result, target);
     if (!K::kGrouped && at.split_k > 1) {
       // All warpgroups are done with the ring, which the tile overlays.
       ptx::named_barrier(1 + K::kWarpgroups, warpgroups(p) * 128);

@@ -127,6 +127,7 @@ struct Target {
 // CTA. Before any rounding: sums are large where x is far from 0.
 template <typename K>
 __device__ __forceinline__ void take_x_zeros_off(const Params& p, int (&sum)[K::kTilesM][4], const Target& at) {
+  if (p.x_zeros == nullptr) return;
   wait_for_scales(threadIdx.x / 128);
   if (at.split_k > 1 && ptx::cluster_rank() > 0) return;
   const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
