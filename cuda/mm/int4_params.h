@@ -29,7 +29,6 @@ struct Int4Params {
   int group_bytes;        // parameters of one group of a row tile
   int scale_chunk_shift;  // log2 of the 16-byte chunks of parameters that a K-tile needs per row tile
   bool x_aligned;
-  bool has_zeros;
   bool fp4, divided;  // nibbles are codes; the last rows of scales are parts of a divisor (NVFP4)
   DType scale_dtype, bias_dtype, y_dtype;
   int split_k;
@@ -64,7 +63,6 @@ inline Int4Params int4_params(const Problem& problem, const Plan& plan, const Ar
   p.parts = x.parts;
   p.part_stride = static_cast<int>(x.part_stride);
   p.groups = static_cast<int>(scale_rows(problem));
-  p.has_zeros = problem.has_zeros;
   p.fp4 = is_float_fp4(problem), p.divided = p.fp4 && problem.group_size == fp4::kNvGroup;
   p.group_shift = group_shift_of(problem.group_size, problem.k);
   p.group_bytes = group_bytes(problem);

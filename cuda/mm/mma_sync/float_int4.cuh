@@ -57,9 +57,8 @@ __device__ __forceinline__ void multiply(const Cta& cta, uint32_t stage, const u
   }
 }
 
-// The walk over K-tiles [begin, end): multiply(stage, words) for each of this slice's.
-template <typename Tile, typename Cta, typename Multiply>
-__device__ __forceinline__ void walk(Cta& cta, int begin, int end, const Multiply& multiply) {
+template <bool two_groups, typename T, typename Tile, typename Cta>
+__device__ __forceinline__ void main_loop(Cta& cta, int begin, int end, typename Cta::Sums& sum) {
   const int steps = (end - begin + Tile::kWarpsK - 1) / Tile::kWarpsK;
   const int mine = (end - begin - cta.slice + Tile::kWarpsK - 1) / Tile::kWarpsK;  // steps, or one fewer
   cta.seek(begin + cta.slice);
@@ -83,29 +82,26 @@ __device__ __forceinline__ void walk(Cta& cta, int begin, int end, const Multipl
     uint4 words[Tile::kTilesN];
 #pragma unroll
     for (int j = 0; j < Tile::kTilesN; ++j) words[j] = cta.read_words(stage, j);
-    multiply(stage, words);
-  }
-}
-
-template <typename T, typename Tile, typename Cta>
-__device__ __forceinline__ void main_loop(Cta& cta, int begin, int end, typename Cta::Sums& sum) {
-  walk<Tile>(cta, begin, end, [&](uint32_t stage, const uint4(&words)[Tile::kTilesN]) {
-    if (cta.p.group_shift < 0) {  // two groups a K-tile
+    if constexpr (two_groups) {
       multiply<0, 2, T, Tile>(cta, stage, words, sum);
       multiply<2, 2, T, Tile>(cta, stage, words, sum);
     } else {
       multiply<0, 4, T, Tile>(cta, stage, words, sum);
     }
-  });
+  }
 }
 
-template <typename T, typename Tile>
+template <typename T, typename Tile, bool zeros>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) mm_kernel(const Params p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const Place at = place<Tile>(p);
-  Cta<T, Tile> cta(p, at.row_block, at.token_block, ptx::shared_address(shared));
-  typename Cta<T, Tile>::Sums sum = {};
-  main_loop<T, Tile>(cta, at.begin, at.end, sum);
+  Cta<T, Tile, zeros> cta(p, at.row_block, at.token_block, ptx::shared_address(shared));
+  typename Cta<T, Tile, zeros>::Sums sum = {};
+  if (p.group_shift < 0) {
+    main_loop<true, T, Tile>(cta, at.begin, at.end, sum);
+  } else {
+    main_loop<false, T, Tile>(cta, at.begin, at.end, sum);
+  }
   cta.write_result(sum, reinterpret_cast<float*>(shared), at.split);
 }
 

@@ -21,7 +21,7 @@
 
 namespace qao::mm::mma_sync::float_int4 {
 
-template <typename T, typename Tile>
+template <typename T, typename Tile, bool zeros>
 struct Cta {
   const Params& p;
   const int slice, slice_thread, lane;
@@ -168,19 +168,18 @@ struct Cta {
     for (int high = 0; high < 2; ++high) {
       const uint32_t at = from + (lane / 4 + high * 8) * size_of(dtype);
       to.scale[high] = load_shared_float<dtype>(at);
-      if (!p.has_zeros) {
-        to.offset[high] = Half<T>::pair(-Half<T>::kMagicValue - kSymmetricZero);
-        to.fraction[high] = 0;
-      } else if constexpr (dtype == Half<T>::kDType) {
+      if constexpr (zeros && dtype == Half<T>::kDType) {
         // Adding the magic number rounds to an integer.
         const uint32_t minus_zero = Half<T>::negate(Half<T>::pair(ptx::load_shared_2(at + kTileN * size_of(dtype))));
         to.offset[high] = Half<T>::add(minus_zero, Half<T>::pair(-Half<T>::kMagicValue));
         to.fraction[high] = Half<T>::add(
             Half<T>::negate(Half<T>::add(to.offset[high], Half<T>::pair(Half<T>::kMagicValue))), minus_zero);
-      } else {
+      } else if constexpr (zeros) {
         const float zero = load_shared_float<dtype>(at + kTileN * size_of(dtype));
         to.offset[high] = Half<T>::pair(-Half<T>::kMagicValue - zero);
         to.fraction[high] = Half<T>::pair(-Half<T>::kMagicValue - zero - Half<T>::low(to.offset[high]));
+      } else {
+        to.offset[high] = Half<T>::pair(-Half<T>::kMagicValue - kSymmetricZero);
       }
     }
   }
@@ -215,11 +214,10 @@ struct Cta {
   // float32 x by the kernel that adds up, since here it would be rounded.
   template <int count>
   __device__ __forceinline__ bool any_fraction(const Group (&groups)[count]) const {
-    if (!p.has_zeros || p.parts > 1) return false;
     uint32_t bits = 0;
 #pragma unroll
-    for (int i = 0; i < count; ++i) bits |= groups[i].fraction[0] | groups[i].fraction[1];
-    return __any_sync(0xFFFFFFFFu, (bits & 0x7FFF7FFF) != 0);
+    for (int i = 0; zeros && i < count; ++i) bits |= groups[i].fraction[0] | groups[i].fraction[1];
+    return zeros && p.parts == 1 && __any_sync(0xFFFFFFFFu, (bits & 0x7FFF7FFF) != 0);
   }
   static __device__ __forceinline__ void take_fraction(const Group& group, uint32_t (&a)[4]) {
 #pragma unroll

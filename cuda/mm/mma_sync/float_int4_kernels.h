@@ -7,9 +7,9 @@ namespace qao::mm::mma_sync::float_int4 {
 
 using Params = Int4Params;
 
-// Of row `config` of float_int4_tiles.inc; `half`: x is float16.
+// Of row `config` of float_int4_tiles.inc; `zeros`: it applies zero points.
 using Kernel = void (*)(Params);
-Kernel kernel_of(int config, bool half);
+Kernel kernel_of(int config, bool half, bool zeros);
 Kernel fp4_kernel_of(int config, bool half, bool nvfp4);
 
 }  // namespace qao::mm::mma_sync::float_int4

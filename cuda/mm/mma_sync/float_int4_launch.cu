@@ -34,7 +34,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   if (problem.weight == Format::kFp4) {
     kernel = fp4_kernel_of(plan.config, half, problem.group_size == fp4::kNvGroup);
   } else {
-    kernel = kernel_of(plan.config, half);
+    kernel = kernel_of(plan.config, half, problem.has_zeros);
   }
   if (Status status = launch_product(kernel, plan, params, stream); !status.ok()) return status;
   if (!finish) return {};

@@ -21,7 +21,7 @@ Kernel kernel_of(int row, Operands operands);
 
 // Of rows of grouped_float_int4_tiles.inc.
 using FloatInt4Kernel = void (*)(Int4Params, Routing);
-FloatInt4Kernel float_int4_kernel_of(int config, bool half);
+FloatInt4Kernel float_int4_kernel_of(int config, bool half, bool zeros);
 FloatInt4Kernel float_fp4_kernel_of(int config, bool half, bool nvfp4);
 
 // Carries out a plan of mm::plan() for experts.

@@ -32,8 +32,8 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
     routing.x_stride = params.x_stride, params.x_stride = 0;
     routing.x_sums = is_split(problem) ? x.sums : nullptr;
     const bool half = problem.x_dtype == DType::kFloat16;
-    const FloatInt4Kernel kernel =
-        params.fp4 ? float_fp4_kernel_of(plan.config, half, params.divided) : float_int4_kernel_of(plan.config, half);
+    const FloatInt4Kernel kernel = params.fp4 ? float_fp4_kernel_of(plan.config, half, params.divided)
+                                              : float_int4_kernel_of(plan.config, half, problem.has_zeros);
     return launch_product(kernel, plan, params, routing, stream);
   }
   Plan dense = plan;
