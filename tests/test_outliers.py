@@ -217,7 +217,8 @@ def test_fp8_int4_is_as_good_beside_outliers(
 ) -> None:
     """As without them, element by element: e4m3 holds small numbers beside large ones, and what it holds arrives.
 
-    Or as good as sums of e4m3 products are on Hopper, from 17 tokens on: an addend loses up to 2^-13 of the largest."""
+    Or as good as sums of e4m3 products are on Hopper: an addend loses up to 2^-13 of the largest. Up to 16 tokens codes
+    there are not centred; what float32 sums lose of an outlier's products stays below that."""
     columns = some_columns(1024, 6).to(device)
     fmt = Int4Format(group_size, zeros, torch.float32, FP8)
     weight = FP8_INT4.pack(with_columns_of_zero(FP8_INT4.parts(128, 1024, fmt, device), columns), FP8)
@@ -229,7 +230,7 @@ def test_fp8_int4_is_as_good_beside_outliers(
         error = FP8_INT4.mm(x, weight).double() - truth(seen, weight.dense)
         return by_terms(error, seen, weight.dense).abs().max().item()
 
-    without = max(worst(0), 2.0**-13 if x.is_cuda and m > 16 else 2.0**-23)
+    without = max(worst(0), 2.0**-13 if x.is_cuda else 2.0**-23)
     for times in (30, 1000, 4000):
         assert worst(times) <= 2 * without, times
 

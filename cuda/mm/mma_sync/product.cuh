@@ -23,7 +23,8 @@ struct Fp8Mma {};  // fp8 for the fp8 tensor cores of sm_89 and newer
 
 // Members: Sum, the tensor cores' accumulator; kXFormat, kXBytes of an element; kWeight; kMmas a k-step; weight() and
 // x() make operands of words; mma(). value = kFactor * what the tensor cores get to see; int4: of rows g and g + 8,
-// kCentred if weight() takes the whole parts of zero points off.
+// kSumsRows if they see the sum of both rows in place of the latter, kCentred if weight() takes the whole parts of zero
+// points off.
 template <typename X, typename W>
 struct Product;
 
@@ -53,7 +54,7 @@ struct Product<Int8, Int4> {
   static constexpr int kXBytes = 1, kMmas = 1;
   static constexpr Format kXFormat = Format::kInt8, kWeight = Format::kInt4;
   static constexpr float kFactor = 1, kHighFactor = 0x1p-4f;
-  static constexpr bool kCentred = false;
+  static constexpr bool kSumsRows = false, kCentred = false;
 
   static __device__ __forceinline__ void weight(const uint32_t (&words)[2], uint32_t (&a)[1][4]) {
 #pragma unroll
@@ -94,7 +95,7 @@ struct Product<Fp8Mma, Int4> {
   static constexpr int kXBytes = 1, kMmas = 1;
   static constexpr Format kXFormat = Format::kFp8, kWeight = Format::kInt4;
   static constexpr float kFactor = centred::kE4m3Factor, kHighFactor = kFactor;
-  static constexpr bool kCentred = true;
+  static constexpr bool kSumsRows = false, kCentred = true;
 
   static __device__ __forceinline__ void weight(const uint32_t (&words)[2], const centred::Codes& codes,
                                                 uint32_t (&a)[1][4]) {
@@ -140,28 +141,22 @@ struct Product<Fp8, Fp8> : WidenedWeight<__half, Fp8> {
   }
 };
 
-// A nibble in the lowest mantissa bits of 1024 adds itself, four bits higher 16 times itself.
+// A byte in the low half of a float16 is a subnormal number: itself times 2^-24. So the operand's row g is q[g], its
+// row g + 8 is q[g] + 16 q[g + 8].
 template <>
 struct Product<Fp8, Int4> {
   using Sum = float;
   static constexpr int kXBytes = 1, kMmas = 2;
   static constexpr Format kXFormat = Format::kFp8, kWeight = Format::kInt4;
-  static constexpr float kFactor = widen::Widen<Fp8, __half>::kFactor, kHighFactor = kFactor;
-  static constexpr bool kCentred = true;
+  static constexpr float kFactor = 0x1p24f * widen::Widen<Fp8, __half>::kFactor, kHighFactor = kFactor / 16;
+  static constexpr bool kSumsRows = true, kCentred = false;
 
-  static __device__ __forceinline__ void weight(const uint32_t (&words)[2], const centred::Codes& codes,
-                                                uint32_t (&a)[2][4]) {
-    const uint32_t less = ptx::and_or(codes.row[0], 0x000F000F, 0xE400E400),     // -(1024 + code)
-        less_of_upper = ptx::and_or(codes.row[1] << 4, 0x00F000F0, 0xD400D400);  // -(64 + code)
+  static __device__ __forceinline__ void weight(const uint32_t (&words)[2], uint32_t (&a)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const uint32_t word = words[i] >> 8 * odd;
-        a[i][2 * odd] = Half<__half>::add(ptx::and_or(word, 0x000F000F, 0x64006400), less);
-        a[i][2 * odd + 1] =
-            Half<__half>::multiply_add(ptx::and_or(word, 0x00F000F0, 0x64006400), 0x2C002C00, less_of_upper);  // / 16
-      }
+      const uint32_t odd = __byte_perm(words[i], 0, 0x4341);
+      a[i][0] = words[i] & 0x000F000F, a[i][1] = words[i] & 0x00FF00FF;
+      a[i][2] = odd & 0x000F000F, a[i][3] = odd;
     }
   }
   // The columns of a nibble pair are two bytes apart.

@@ -218,7 +218,8 @@ struct Warp {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float x_sum = e % 2 == 0 ? x_sums[j].x : x_sums[j].y;
-          const float value = static_cast<float>(product[i][j][e]);
+          float value = static_cast<float>(product[i][j][e]);
+          if (Product::kSumsRows && e >= 2) value -= static_cast<float>(product[i][j][e - 2]);
           sum[i][j][e] += of.scale[e / 2] * fmaf(-of.zero[e / 2], x_sum, value);
         }
       }
