@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -187,22 +186,6 @@ def test_few_rows_of_bfloat16(scheme: Scheme, fmt: Format, n: int, k: int, devic
     assert torch.equal(y.isfinite(), dense.isfinite()) and torch.equal(y.isnan(), dense.isnan())
     difference = (y.float() - dense).nan_to_num(0, 0, 0).abs()
     assert (difference <= 2.0**-6 * dense.nan_to_num(0, 0, 0).abs().amax(1, keepdim=True)).all()
-
-
-@pytest.mark.parametrize("n", [24, 136])
-@pytest.mark.parametrize(("scheme", "fmt"), [param for param in FEW if param.values[0].word in ("int4", "fp4")])
-def test_many_experts_of_few_rows(scheme: Scheme, fmt: Format, n: int, device: str) -> None:
-    """More than a GPU has multiprocessors, so that CTAs run one after the other, and a few of them chosen."""
-    some = make_experts(scheme, 6, n, 256, fmt, torch.bfloat16, device)
-    experts = replace(some, weights=some.weights * 25, bias=None if some.bias is None else some.bias.repeat(25, 1))
-    x = randn(20, 256, dtype=torch.bfloat16, device=device)
-    many = torch.randint(0, 10, (150,), generator=generator(7)).tolist()
-    few = [3 * (expert % 11 == 0) for expert in range(150)]
-    for counts in (many, few):
-        rows = sum(counts) + TAIL
-        index, scale = gathered(rows, 20, device=device), randn(rows, dtype=torch.float32, device=device)
-        poison(device)
-        experts.check(experts.mm(x, ends(counts, device), index, scale), x, counts, index, scale)
 
 
 def test_no_rows_and_one_expert(device: str) -> None:

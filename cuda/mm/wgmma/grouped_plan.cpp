@@ -21,8 +21,7 @@ struct Few {
 Few few(const Problem& problem) {
   const bool short_groups = is_packed(problem.weight) && problem.group_size < 64;
   if (problem.x == Format::kFloat) {
-    const bool bfloat16 = problem.x_dtype == DType::kBFloat16;  // stream/ takes what it can of more rows
-    if (is_packed(problem.weight) || is_split(problem)) return {short_groups ? 3 : bfloat16 ? 4 : 6, INT64_MAX};
+    if (is_packed(problem.weight) || is_split(problem)) return {short_groups ? 3 : 6, INT64_MAX};
     return problem.weight == Format::kFp8 ? Few{1, 2} : Few{2, INT64_MAX};
   }
   if (!is_packed(problem.weight)) return {0, 0};
