@@ -355,28 +355,28 @@ def comes_off_at_the_end(group_size: int | None) -> bool:
 @pytest.mark.every_isa
 @pytest.mark.parametrize("form, group_size", WHOLE_WEIGHTS, ids=lambda value: str(value))
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 17, 70, 300])
-def test_asymmetric_x_loses_nothing_to_its_zero_point(m: int, form: str, group_size: int | None, device: str) -> None:
+def test_asymmetric_x_loses_nothing_to_its_zero_point(m: int, form: str, group_size: int | None) -> None:
     """All of x lies near one end of its range, and so sums of its bytes are thousands of times what is left in the end.
 
     As good as plain float32 sums of the same operands, or as three roundings: of a section, of their sum and of y. W is
     0 beside the outlier, but for zero points outside of 0 to 15.
     """
-    if device == "cpu" and comes_off_at_the_end(group_size):
+    if comes_off_at_the_end(group_size):
         pytest.skip("docs/kernels/mm8_cpu_int8.md says how far it is")
     scheme = INT8_INT8 if group_size is None else INT8_INT4
     n, k = 21, 4096 + 48
     draw = torch.Generator().manual_seed(1)
     for mean in (0.0, 2.0):  # of W: sums of its rows are small, or large
         parts = with_mean(mean, n, k, form, group_size, draw)
-        check_beside_zero_point(scheme, parts, m, draw, device)
+        check_beside_zero_point(scheme, parts, m, draw, "cpu")
 
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize("m", [1, 7, 20])
-def test_zero_points_beyond_32_bits(m: int, device: str) -> None:
+def test_zero_points_beyond_32_bits(m: int) -> None:
     """The same where sums of products less their zero points may leave 32 bits."""
     draw = torch.Generator().manual_seed(1)
-    check_beside_zero_point(INT8_INT8, with_mean(2.0, 5, 70000, "int8", None, draw), m, draw, device)
+    check_beside_zero_point(INT8_INT8, with_mean(2.0, 5, 70000, "int8", None, draw), m, draw, "cpu")
 
 
 def check_beside_zero_point(scheme: Scheme, parts: Parts, m: int, draw: torch.Generator, device: str) -> None:

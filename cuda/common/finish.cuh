@@ -3,15 +3,10 @@
 
 namespace qao {
 
-// x_scale scale sum + bias; 1, 1, 0 where there is none.
-__device__ __forceinline__ float finished(float sum, float scale, float x_scale, float bias) {
-  return __fmaf_rn(x_scale, __fmul_rn(scale, sum), bias);
-}
-
-// The sum of a row of W's whole numbers from that of its values. Both are rounded: exact below 2^22. Times a zero point
-// of x it comes off a sum of products before anything is rounded, or what is left would be lost beside either.
-__device__ __forceinline__ int whole_sum(float weight_sum, float scale) {
-  return __float2int_rn(__fdiv_rn(weight_sum, scale));
+// x_scale (scale sum - x_zero weight_sum) + bias; 1, 1, 0, 0, 0 where there is none.
+__device__ __forceinline__ float finished(float sum, float scale, float x_scale, float x_zero, float weight_sum,
+                                          float bias) {
+  return __fmaf_rn(x_scale, __fmaf_rn(-x_zero, weight_sum, __fmul_rn(scale, sum)), bias);
 }
 
 // int32 sums travel as the floats of the same bits where others are float32.

@@ -18,7 +18,7 @@ constexpr float kLargestFp8 = 448;
 // What values become.
 struct Target {
   bool fp8, symmetric;  // symmetric: zero point 0; so is fp8
-  int k;                // columns that exist; in others q is 0, of an asymmetric x its zero point
+  int k;                // columns that exist; q is 0 in others
 };
 
 // Eight values as they lie in memory. Loads of several come before the first use of any: that keeps the memory busy.
@@ -208,7 +208,7 @@ __device__ __forceinline__ uint16_t to_fp8_pair(float low, float high) {
 #endif
 }
 
-// Eight q, column after column. Values from k on are 0, and so is their q without a zero point, whatever the scale.
+// Eight q, column after column. Columns from k on are 0 whatever the zero point.
 __device__ __forceinline__ uint2 round_vector(const Target& target, const Rounding& r, const float (&value)[kVector],
                                               int column) {
   uint32_t word[2];
@@ -238,7 +238,7 @@ __device__ __forceinline__ uint2 round_vector(const Target& target, const Roundi
     }
   }
   if (!r.finite) word[0] = word[1] = 0;
-  if (target.symmetric && column + kVector > target.k) {
+  if (column + kVector > target.k) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int valid = target.k - column - 4 * i;
@@ -258,12 +258,10 @@ __device__ __forceinline__ uint2 int4_tile_order(uint2 word) {
   return {__byte_perm(first, second, 0x5140), __byte_perm(first, second, 0x7362)};
 }
 
-// Of eight q less their zero point.
-__device__ __forceinline__ float sum_of(const Target& target, const Rounding& r, uint2 word) {
+__device__ __forceinline__ float sum_of(const Target& target, uint2 word) {
   if (!target.fp8) {
-    const int zeros = target.symmetric ? 0 : -kVector * static_cast<int>(r.zero);
     return static_cast<float>(
-        __dp4a(static_cast<int>(word.x), 0x01010101, __dp4a(static_cast<int>(word.y), 0x01010101, zeros)));
+        __dp4a(static_cast<int>(word.x), 0x01010101, __dp4a(static_cast<int>(word.y), 0x01010101, 0)));
   }
   float sum = 0;
 #pragma unroll

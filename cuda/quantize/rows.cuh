@@ -214,8 +214,8 @@ __device__ __forceinline__ void store_group_sums(const Params& p, const Row& row
   }
 }
 
-// `target` tells again what `p` does, in constants; past the end values are 0, and their q is the zero point. Returns
-// the sum of all q less that, in units, if it is wanted.
+// `target` tells again what `p` does, in constants; past the end values are 0, and so is their symmetric q. Returns the
+// sum of all q in units, if that is wanted.
 template <int kVectors, bool kProduct, bool kFast, typename Row>
 __device__ __forceinline__ int64_t store_quantized(const Params& p, const Target& target, const Rounding& rounding,
                                                    const Row& row, int tile) {
@@ -231,7 +231,7 @@ __device__ __forceinline__ int64_t store_quantized(const Params& p, const Target
   if (!kProduct && p.sums != nullptr) {
     float sum[kVectors];
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) sum[v] = sum_of(target, rounding, word[v]);
+    for (int v = 0; v < kVectors; ++v) sum[v] = sum_of(target, word[v]);
     if (p.group == 0) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) row_sum += to_units(target, sum[v]);
@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(max_threads(kVectors), min_ctas(kVectors))
     } else if (kProduct || p.symmetric) {
       row_sum += store_quantized<kVectors, kProduct, kFast>(p, {false, true, kAll}, rounding, row, tile);
     } else {
-      row_sum += store_quantized<kVectors, kProduct, kFast>(p, {false, false, kAll}, rounding, row, tile);
+      row_sum += store_quantized<kVectors, kProduct, kFast>(p, {false, false, p.k}, rounding, row, tile);
     }
   }
   if (!kProduct && p.sums != nullptr && p.group == 0) {

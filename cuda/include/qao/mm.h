@@ -66,11 +66,10 @@ struct Arguments {
   // [m, k]; of eight bits beside an int4 weight on CUDA in quantize::Order::kInt4Tiles, else rows. Plan::quantizes_x:
   // floats, and none of the x_... below but a static scale.
   const void* x = nullptr;
-  int64_t x_stride = 0;              // elements
-  const float* x_scales = nullptr;   // x != kFloat: kTensor [1], kRow [m], kBlock [m, k_blocks]
-  const int32_t* x_zeros = nullptr;  // [m]
-  const float* x_sums =
-      nullptr;  // weight == kInt4, CUDA: [m, groups] sums of x's integers less its zero point, or e4m3 values
+  int64_t x_stride = 0;                // elements
+  const float* x_scales = nullptr;     // x != kFloat: kTensor [1], kRow [m], kBlock [m, k_blocks]
+  const int32_t* x_zeros = nullptr;    // [m]
+  const float* x_sums = nullptr;       // weight == kInt4, CUDA: [m, groups] sums of x's integers or e4m3 values
   const void* weight = nullptr;        // [n, k], rows adjacent; int4, fp4: packed (cuda/int4/, fp4/layout.h)
   const void* scales = nullptr;        // float32: kTensor [1], kRow [n], kBlock [ceil(n/128), k_blocks]; else packed
   const float* weight_sums = nullptr;  // [n] sums over k of the dequantised weight

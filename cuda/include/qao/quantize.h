@@ -88,7 +88,7 @@ struct Arguments {
   int64_t q_stride = 0;               // bytes; kInt4Tiles: 64 * ceil(k / 64)
   float* scales = nullptr;            // kRow [m], kBlock [m, blocks], kTensor [1]; read if static_scale, else written
   int32_t* zeros = nullptr;           // int8 [m]: 0 when symmetric; null if not wanted
-  float* sums = nullptr;              // [m, sums_groups] sums of q less the zero point
+  float* sums = nullptr;              // [m, sums_groups] sums of q
   void* workspace = nullptr;          // workspace_bytes(problem)
 };
 

@@ -10,17 +10,16 @@ namespace qao::mm::mma_sync {
 
 // How a token was quantised.
 struct Token {
-  float scale;
-  int zero;
+  float scale, zero;
 };
 __device__ __forceinline__ Token token_of(const Epilogue& e, int64_t m) {
-  return {e.x_scales == nullptr ? 1.0f : e.x_scales[m * e.x_scale_stride], e.x_zeros == nullptr ? 0 : e.x_zeros[m]};
+  return {e.x_scales == nullptr ? 1.0f : e.x_scales[m * e.x_scale_stride],
+          e.x_zeros == nullptr ? 0.0f : static_cast<float>(e.x_zeros[m])};
 }
 
-// Scale, sum of codes and bias of rows n .. n + 3 of W, as far as they exist.
+// Scale, sum and bias of rows n .. n + 3 of W, as far as they exist.
 struct Rows {
-  float scale[4], bias[4];
-  int sum[4];
+  float scale[4], sum[4], bias[4];
 };
 __device__ __forceinline__ Rows rows_of(const Epilogue& e, int n) {
   Rows rows = {{1, 1, 1, 1}, {}, {}};
@@ -28,7 +27,7 @@ __device__ __forceinline__ Rows rows_of(const Epilogue& e, int n) {
   for (int i = 0; i < 4; ++i) {
     if (n + i >= e.n) break;
     if (e.scales != nullptr) rows.scale[i] = e.scales[static_cast<int64_t>(n + i) * e.scale_stride];
-    if (e.weight_sums != nullptr) rows.sum[i] = whole_sum(e.weight_sums[n + i], rows.scale[i]);
+    if (e.weight_sums != nullptr) rows.sum[i] = e.weight_sums[n + i];
     if (e.bias != nullptr) rows.bias[i] = load_float(e.bias, n + i, e.bias_dtype);
   }
   return rows;
@@ -49,20 +48,13 @@ __device__ __forceinline__ void add_four(float (&total)[4], const float4& part, 
   }
 }
 
-// A sum less what x's zero point adds to it.
-__device__ __forceinline__ float less_zero(const Epilogue& e, float sum, int zero, int weight_sum) {
-  if (!e.whole_sums) return __fmaf_rn(static_cast<float>(-zero), static_cast<float>(weight_sum), sum);
-  const int whole = __float_as_int(sum);
-  if (e.weight_sums == nullptr) return static_cast<float>(whole);
-  return __ll2float_rn(whole - static_cast<int64_t>(zero) * weight_sum);  // from 65794 columns on beyond 32 bits
-}
-
 // What the sums of four rows become.
 __device__ __forceinline__ void finish_four(const Epilogue& e, const Rows& rows, const Token& token,
                                             float (&value)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    value[i] = finished(less_zero(e, value[i], token.zero, rows.sum[i]), rows.scale[i], token.scale, rows.bias[i]);
+    const float sum = e.whole_sums ? static_cast<float>(__float_as_int(value[i])) : value[i];
+    value[i] = finished(sum, rows.scale[i], token.scale, token.zero, rows.sum[i], rows.bias[i]);
   }
 }
 

@@ -93,14 +93,12 @@ struct Cta : mma_sync::Cta<Product, Tile, false> {
     }
   }
 
-  __device__ __forceinline__ Token token_at(int token) const { return token_of(this->p.epilogue, x_row(token)); }
-
   template <typename Sums>
   __device__ __forceinline__ void write_result(const Sums& sum, uint8_t* shared_memory, int of_pass, int,
                                                const EarlyRows& early) const {
     const Epilogue& e = this->p.epilogue;
     this->add_slices(sum, shared_memory, of_pass, early, [&](int token, int n, const Rows& rows, float (&value)[4]) {
-      finish_four(e, rows, token_at(token), value);
+      finish_four(e, rows, token_of(e, x_row(token)), value);
       scale_row(r, row0 + token, value);
       store_four(e.y, e.y_dtype, row0 + token, n, e.n, value);
     });

@@ -10,7 +10,7 @@ namespace qao::mm::mma_sync {
 
 enum class Operands : int;  // operands.h
 
-// What becomes of a sum over all of K: y = (sum - zero point of x * sum of W) * scale of x * scale of W + bias.
+// What becomes of a float32 sum over all of K: y = sum * scale of x * scale of W - zero point + bias.
 struct Epilogue {
   float* partials;        // [split_k, m, n]: plain sums, to be finished by finish_kernel; null: y is written at once
   bool whole_sums;        // these, and sums of slices, are int32
@@ -20,7 +20,7 @@ struct Epilogue {
   const float* scales;    // of the rows of W; null: 1, or applied along K
   int scale_stride;
   const int32_t* x_zeros;    // [m]; null: none, or made by a kernel that quantises x
-  const float* weight_sums;  // [n]; null: no zero points of x, or they come off before, as beside an int4 W
+  const float* weight_sums;  // [n]; null: x has no zero points
   const void* bias;          // [n] or null
   int64_t m;
   int n;
@@ -38,7 +38,6 @@ struct Params {
   int parts;               // 3 when x is a float32 split into bfloat16 parts, laid side by side; else 1
   int64_t part_stride;     // bytes
   bool x_aligned, weight_aligned;
-  bool has_x_zeros;  // x is asymmetric
   int split_k;
   int run, more_runs;  // row tiles of a CTA, the first `more_runs` have one more; 0: CTAs are tiles
   int sums_at;         // offset in shared memory of the epilogue's sums; 0: they take the place of the ring

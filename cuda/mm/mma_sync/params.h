@@ -37,10 +37,7 @@ inline Epilogue epilogue_of(const Problem& problem, const Arguments& arguments) 
     e.scales = static_cast<const float*>(arguments.scales);
     e.scale_stride = problem.weight_scaling == Scaling::kRow ? 1 : 0;
   }
-  if (problem.x_zeros) {
-    e.x_zeros = arguments.x_zeros;
-    if (problem.weight != Format::kInt4) e.weight_sums = arguments.weight_sums;
-  }
+  if (problem.x_zeros) e.x_zeros = arguments.x_zeros, e.weight_sums = arguments.weight_sums;
   e.bias = problem.has_bias ? arguments.bias : nullptr;
   e.m = problem.m;
   e.n = static_cast<int>(problem.n);
@@ -67,7 +64,6 @@ inline Params params_of(const Problem& problem, const Plan& plan, const Argument
   p.part_stride = x.part_stride * x_bytes;
   p.x_aligned = x.aligned;
   p.weight_aligned = problem.weight_aligned;
-  p.has_x_zeros = problem.x_zeros;
   p.split_k = plan.split_k;
   if (plan.runs) {
     const int ctas = static_cast<int>(plan.ctas / plan.split_k);

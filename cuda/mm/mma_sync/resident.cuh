@@ -19,7 +19,7 @@ __device__ __forceinline__ ResidentX::TokenState& token_state(const Params& p, u
 }
 __device__ __forceinline__ Token quantized_token(const Params& p, uint32_t shared, int token) {
   const ResidentX::TokenState& state = token_state(p, shared);
-  return {state.scale[token], static_cast<int>(state.zero[token])};
+  return {state.scale[token], state.zero[token]};
 }
 
 // Starts copying the rows of x, with zeros up to the end of the last K-tile.
@@ -75,7 +75,7 @@ __device__ __forceinline__ void quantize_tokens(const Params& p, uint32_t floats
   using namespace quantize;
   constexpr int kTileVectors = kTileK / kVector, kWarpTiles = 32 / kTileVectors;  // K-tiles a warp has at once
   constexpr bool kFp8 = format == Format::kFp8;
-  const Target target{kFp8, kFp8 || !p.has_x_zeros, p.k};
+  const Target target{kFp8, kFp8 || p.epilogue.weight_sums == nullptr, p.k};
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int tokens = p.resident.tokens, token_bits = 32 - __clz(tokens - 1);
   const int token = warp & ((1 << token_bits) - 1), share = warp >> token_bits, shares = warps >> token_bits;
@@ -148,12 +148,12 @@ __device__ __forceinline__ void quantize_tokens(const Params& p, uint32_t floats
           ptx::store_shared_float(parameter + tile[b] * tile_parameters, block_scale);
         }
       }
-      word[b] = round_vector(target, rounding, value[b], (tile[b] * kTileVectors + lane_vector) * kVector);
+      word[b] = round_vector(target, rounding, value[b], (tile[b] * kTileVectors + lane_vector) * kVector);  // 0 past K
     }
     if constexpr (int4_weight) {
       float sum[kBatch];
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) sum[b] = sum_of(target, rounding, word[b]);
+      for (int b = 0; b < kBatch; ++b) sum[b] = sum_of(target, word[b]);
       if (p.groups == 1) {
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) row_sum[0] += to_units(target, sum[b]);

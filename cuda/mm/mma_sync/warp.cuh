@@ -66,17 +66,13 @@ struct Warp {
     return false;
   }();
 
-  __device__ __forceinline__ uint2 load_codes(uint32_t stage, int step, int row_tile) const {
-    return ptx::load_shared_8(stage + row_tile * Cta::kWeightTileBytes + step / 2 * int4::kTileBytes + cta.lane * 16 +
-                              step % 2 * 8);
-  }
-
   // The operand of k-step `step` of row tile i.
   __device__ __forceinline__ void load_weight(uint32_t stage, int step, int i, const centred::Codes& codes,
                                               uint32_t (&a)[Product::kMmas][4]) {
     const int row_tile = i * Tile::kWarpsN + cta.warp_n;
     if constexpr (kPacked) {
-      const uint2 words = load_codes(stage, step, row_tile);
+      const uint2 words = ptx::load_shared_8(stage + row_tile * Cta::kWeightTileBytes + step / 2 * int4::kTileBytes +
+                                             cta.lane * 16 + step % 2 * 8);
       if constexpr (kCentred) {
         Product::weight({words.x, words.y}, codes, a);
       } else {
@@ -170,31 +166,8 @@ struct Warp {
     }
   }
 
-  // Of rows g and g + 8 of row tile i, what a zero point of x is multiplied by: sums of all that an x was multiplied
-  // by, as the tensor cores saw it.
-  template <int first_step, int steps>
-  __device__ __forceinline__ int2 sum_codes(const KTile& tile, int k_tile, int i) const {
-    const int exist = quantizes ? kSteps : (cta.p.x_columns - k_tile * kTileK) / 32;  // x is 0 in others
-    uint32_t sum[2] = {};
-#pragma unroll
-    for (int step = first_step; step < first_step + steps; ++step) {
-      if (step >= exist) break;
-      const uint2 words = load_codes(tile.weight, step, i * Tile::kWarpsN + cta.warp_n);
-      sum[0] = __dp4a(words.x & 0x0F0F0F0F, 0x01010101u, __dp4a(words.y & 0x0F0F0F0F, 0x01010101u, sum[0]));
-      sum[1] = __dp4a(words.x & 0xF0F0F0F0, 0x01010101u, __dp4a(words.y & 0xF0F0F0F0, 0x01010101u, sum[1]));
-    }
-#pragma unroll
-    for (int other = 1; other < 4; other *= 2) {
-      sum[0] += __shfl_xor_sync(~0u, sum[0], other), sum[1] += __shfl_xor_sync(~0u, sum[1], other);
-    }
-    return {static_cast<int>(sum[0]), static_cast<int>(sum[1])};
-  }
-
-  // sum += scale (product - zero point * sum of x), for one group. `x_zeros`: the products are less those of x's zero
-  // points, as whole numbers: these are large where x is far from 0.
-  template <int first_step, int steps, bool x_zeros>
-  __device__ __forceinline__ void fold_group(const KTile& tile, int k_tile, bool zeros) {
-    constexpr int group = first_step / steps;
+  // sum += scale (product - zero point * sum of x), for one group.
+  __device__ __forceinline__ void fold_group(const KTile& tile, int group, bool zeros) {
     if constexpr (kCentred) zeros &= cta.p.has_zeros;
     float2 x_sums[Tile::kTilesM];
 #pragma unroll
@@ -205,16 +178,8 @@ struct Warp {
     for (int i = 0; i < Tile::kTilesN; ++i) {
       typename Cta::Group of;
       cta.read_group(tile.weight, group, i, of);
-      int2 codes = {};
-      if constexpr (x_zeros) codes = sum_codes<first_step, steps>(tile, k_tile, i);
 #pragma unroll
       for (int j = 0; j < Tile::kTilesM; ++j) {
-        if constexpr (x_zeros) {
-          const int token = (cta.warp_m * Tile::kTilesM + j) * 8 + cta.lane % 4 * 2, last = cta.tokens - 1;
-          const int2 zero = {cta.token_at(min(token, last)).zero, cta.token_at(min(token + 1, last)).zero};
-          product[i][j][0] -= zero.x * codes.x, product[i][j][1] -= zero.y * codes.x;
-          product[i][j][2] -= zero.x * codes.y, product[i][j][3] -= zero.y * codes.y;
-        }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float x_sum = e % 2 == 0 ? x_sums[j].x : x_sums[j].y;
@@ -253,13 +218,10 @@ struct Warp {
   }
 
   template <int first_step, int steps>
-  __device__ __forceinline__ void multiply_group(const KTile& tile, int k_tile, bool zeros) {
+  __device__ __forceinline__ void multiply_group(const KTile& tile, bool zeros) {
     clear_product();
     multiply<first_step, steps>(tile);
-    if constexpr (std::is_same_v<Value, int>) {
-      if (cta.p.has_x_zeros) return fold_group<first_step, steps, true>(tile, k_tile, zeros);
-    }
-    fold_group<first_step, steps, false>(tile, k_tile, zeros);
+    fold_group(tile, first_step / steps, zeros);
   }
 
   template <int tile_groups>
@@ -276,15 +238,15 @@ struct Warp {
       multiply<0, kSteps>(tile);
       fold_block(tile);
     } else if constexpr (tile_groups == 1) {
-      multiply_group<0, 4>(tile, k_tile, cta.begins_group(k_tile));
+      multiply_group<0, 4>(tile, cta.begins_group(k_tile));
     } else if constexpr (tile_groups == 2) {
-      multiply_group<0, 2>(tile, k_tile, true);
-      multiply_group<2, 2>(tile, k_tile, true);
+      multiply_group<0, 2>(tile, true);
+      multiply_group<2, 2>(tile, true);
     } else {
-      multiply_group<0, 1>(tile, k_tile, true);
-      multiply_group<1, 1>(tile, k_tile, true);
-      multiply_group<2, 1>(tile, k_tile, true);
-      multiply_group<3, 1>(tile, k_tile, true);
+      multiply_group<0, 1>(tile, true);
+      multiply_group<1, 1>(tile, true);
+      multiply_group<2, 1>(tile, true);
+      multiply_group<3, 1>(tile, true);
     }
   }
 

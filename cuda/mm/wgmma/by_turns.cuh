@@ -89,7 +89,6 @@ __device__ __forceinline__ void consume_by_turns(const Params& p, const CUtensor
     for (int half = 0; half < K::kRowParts; ++half) {
       const Target target{rows + half * kRowScalesBytes, tokens,  token0, token_end,
                           row0 + half * kWarpgroupRows,  row_end, 1};
-      if constexpr (std::is_same_v<typename K::Product, int>) take_x_zeros_off<K>(p, of.sum[half], target);
       if (p.y_dtype == DType::kFloat32) {
         write_float_result<K>(p, of.sum[half], target);
       } else {

@@ -33,7 +33,6 @@ struct Consumer {
   std::conditional_t<K::kSwapped, TokenScales<K>, int> token_scales;
   const float* block_scales;  // of these rows of W
   float block_scale, next_block_scale;
-  int codes[kAtomSteps][2];  // see sum_codes()
 
   // Waits for the K-tile of the ring's present stage and reads what is to be converted.
   template <int groups = 1>
@@ -111,7 +110,7 @@ struct Consumer {
     return group;
   }
   __device__ __forceinline__ Group read_group(uint32_t stage, int index) const {
-    if constexpr (K::kGroups) {
+    if constexpr (K::kFold == Fold::kGroup) {
       const uint32_t from = stage + K::kStage.x + K::kStage.weight + (warp * p.groups_per_tile + index) * p.group_bytes;
       if (p.scale_dtype == DType::kBFloat16) return read_group<DType::kBFloat16>(from);
       if (p.scale_dtype == DType::kFloat16) return read_group<DType::kFloat16>(from);
@@ -126,20 +125,15 @@ struct Consumer {
     }
   }
 
-  // sum += scale (product - fraction column), or scale column product for blocks; kLessZero: product - zero codes.
+  // sum += scale (product - fraction column), or scale column product for blocks.
   template <int half = 0>
-  __device__ __forceinline__ void fold(const Group& group, uint32_t columns, int piece = 0) {
+  __device__ __forceinline__ void fold(const Group& group, uint32_t columns) {
 #pragma unroll
     for (int j = 0; j < kHalfTiles; ++j) {
       float (&to)[4] = sum[half * kHalfTiles + j];
       float2 column = {1, 1};
       if constexpr (K::kColumns) column = ptx::load_shared_float2(columns + (j * 8 + lane % 4 * 2) * 4);
       const float column_of[2] = {column.x, column.y};
-      if constexpr (K::kLessZero) {  // of whole numbers: they are large where x is far from 0
-        const int2 zero = read_x_zeros<K>(tokens(), (half * kHalfTiles + j) * 8 + lane % 4 * 2);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) product[half][j][e] -= (e % 2 == 0 ? zero.x : zero.y) * codes[piece][e / 2];
-      }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float value = static_cast<float>(product[half % kProducts][j][e]);
@@ -190,14 +184,13 @@ struct Consumer {
       if constexpr (K::kSwapped) token_scales.advance();
       if constexpr (kHalves == 2) {
         qao::wgmma::wait<1>();
-        if (folds) fold<0>(scales, columns, piece % groups);
+        if (folds) fold<0>(scales, columns);
         if constexpr (kMore) issue.template operator()<piece + 1, 0>();
       }
       qao::wgmma::wait<kHalves == 2 && kMore ? 1 : 0>();
       if constexpr (kEndsTile && !K::kColumns) release(released);
-      if (folds) fold<kHalves - 1>(scales, columns, piece % groups);
+      if (folds) fold<kHalves - 1>(scales, columns);
       if constexpr (kEndsTile && K::kColumns) release(released);
-      if constexpr (kEndsTile && K::kLessZero) sum_codes<K, groups>(p, operand[kMore ? 1 : 0], at, folds, codes);
       if constexpr (kMore) issue.template operator()<piece + 1, kHalves - 1>();
     };
     issue.template operator()<0, 0>();
@@ -228,7 +221,6 @@ struct Consumer {
     }
     fetch<groups>();
     convert<0>();
-    if constexpr (K::kLessZero) sum_codes<K, groups>(p, operand[0], at, true, codes);
     int i = begin;
     for (; i + 1 < end; i += 2) folding_k_tiles<groups, 2>(at, fresh, i + 2 == end);
     if (i < end) folding_k_tiles<groups, 1>(at, fresh, true);
@@ -346,7 +338,6 @@ struct Consumer {
       }
       write(product[0], epilogue, at);
     } else {
-      if constexpr (K::kLessZero) wait_for_scales(warp / 4);  // zero points
       if constexpr (K::kOneHalf) {
         walk_halves(at.begin, at.end);
       } else if (K::kGroups && p.groups_per_tile == 2) {
@@ -373,7 +364,7 @@ struct Consumer {
 
   // A float x gives a y of its own dtype; one in bfloat16 parts was float32.
   template <typename Sum>
-  __device__ __forceinline__ void write(Sum& result, uint32_t epilogue, const Place& at) const {
+  __device__ __forceinline__ void write(const Sum& result, uint32_t epilogue, const Place& at) const {
     constexpr bool kFloatY = !K::kFloatX || K::kFolds, kHalfY = !K::kFloatX || !K::kFolds || K::kFold == Fold::kBlock;
     const Target target{rows(),
                         tokens(),
@@ -382,7 +373,6 @@ struct Consumer {
                         row0(at),
                         min(p.n, (at.row_block + 1) * p.tile_rows),
                         at.split_k};
-    if constexpr (std::is_same_v<Sum, int[K::kTilesM][4]>) take_x_zeros_off<K>(p, result, target);
     if (!K::kGrouped && at.split_k > 1) {
       // All warpgroups are done with the ring, which the tile overlays.
       ptx::named_barrier(1 + K::kWarpgroups, warpgroups(p) * 128);

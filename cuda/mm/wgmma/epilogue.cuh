@@ -77,26 +77,27 @@ __device__ __forceinline__ void wait_for_scales(int warpgroup) {
 // What one thread needs of `count` rows, `row` and every `step`-th after it. `scaled_x`: x has scales.
 template <bool scaled_x, int count, int step>
 struct Rows {
-  float scale[count], bias[count];
+  float scale[count], weight_sum[count], bias[count];
 
   __device__ __forceinline__ Rows(const Params& p, uint32_t rows, int row) {
 #pragma unroll
     for (int e = 0; e < count; ++e) {
       const uint32_t at = rows + (row + e * step) * 4;
       scale[e] = p.row_scales != nullptr ? p.factor * ptx::load_shared_float(at) : p.factor;
+      weight_sum[e] = p.weight_sums != nullptr ? ptx::load_shared_float(at + 256) : 0.0f;
       bias[e] = p.bias != nullptr ? ptx::load_shared_float(at + 512) : 0.0f;
     }
   }
-  __device__ __forceinline__ float finish(int e, float sum, float x_scale) const {
+  __device__ __forceinline__ float finish(int e, float sum, float x_scale, float x_zero) const {
     if constexpr (!scaled_x) return scale[e] * sum + bias[e];
-    return finished(sum, scale[e], x_scale, bias[e]);
+    return finished(sum, scale[e], x_scale, x_zero, weight_sum[e], bias[e]);
   }
 };
 
-// Scales of two adjacent tokens.
+// Scale and zero point of two adjacent tokens.
 template <typename K>
 struct Tokens {
-  float2 scale = {1, 1}, factor = {1, 1};
+  float2 scale = {1, 1}, zero = {0, 0}, factor = {1, 1};
 
   __device__ __forceinline__ Tokens(const Params& p, uint32_t tokens, int token) {
     if constexpr (K::kGrouped) {
@@ -106,14 +107,12 @@ struct Tokens {
     }
     if constexpr (K::kFloatX) return;
     if (p.x_scales != nullptr) scale = ptx::load_shared_float2(tokens + token * 4);
+    if (p.x_zeros != nullptr) {
+      zero.x = static_cast<float>(ptx::load_shared_int(tokens + (K::kTokens + token) * 4));
+      zero.y = static_cast<float>(ptx::load_shared_int(tokens + (K::kTokens + token) * 4 + 4));
+    }
   }
 };
-// Their zero points.
-template <typename K>
-__device__ __forceinline__ int2 read_x_zeros(uint32_t tokens, int token) {
-  const uint2 zeros = ptx::load_shared_8(tokens + (K::kTokens + token) * 4);
-  return {static_cast<int>(zeros.x), static_cast<int>(zeros.y)};
-}
 // One warpgroup's rows of y, [row0, row_end), at most 64 of them, and tokens [token0, token_end), as far as the tile
 // goes; the shared addresses of what fetch_scales brought.
 struct Target {
@@ -122,28 +121,6 @@ struct Target {
   int row0, row_end;
   int split_k;  // see Place
 };
-
-// What zero points of x add to sums over all of K comes off these, as whole numbers; where K is split off those of one
-// CTA. Before any rounding: sums are large where x is far from 0.
-template <typename K>
-__device__ __forceinline__ void take_x_zeros_off(const Params& p, int (&sum)[K::kTilesM][4], const Target& at) {
-  if (p.x_zeros == nullptr) return;
-  wait_for_scales(threadIdx.x / 128);
-  if (at.split_k > 1 && ptx::cluster_rank() > 0) return;
-  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
-  int codes[2];
-#pragma unroll
-  for (int high = 0; high < 2; ++high) {
-    const uint32_t from = at.rows + (row + high * 8) * 4;
-    codes[high] = whole_sum(ptx::load_shared_float(from + 256), p.factor * ptx::load_shared_float(from));
-  }
-#pragma unroll
-  for (int j = 0; j < K::kTilesM; ++j) {
-    const int2 zero = read_x_zeros<K>(at.tokens, j * 8 + lane % 4 * 2);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) sum[j][e] -= (e % 2 == 0 ? zero.x : zero.y) * codes[e / 2];
-  }
-}
 
 // Of a tile whose K is split over the cluster: transposed into `tiles`, then every CTA adds up and stores its share of
 // the tokens. int32 parts are added as such, so that y does not depend on the split.
@@ -198,11 +175,14 @@ __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&
     for (int i = 0; i < kBatch; ++i) {
       const int token = first + 8 * i;
       if (token >= end) break;
-      float x_scale = 1;
+      float x_scale = 1, x_zero = 0;
       if (!K::kFloatX && p.x_scales != nullptr) x_scale = ptx::load_shared_float(at.tokens + token * 4);
+      if (!K::kFloatX && p.x_zeros != nullptr) {
+        x_zero = static_cast<float>(ptx::load_shared_int(at.tokens + (K::kTokens + token) * 4));
+      }
       float y[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) y[e] = rows.finish(e, static_cast<float>(total[i][e]), x_scale);
+      for (int e = 0; e < 4; ++e) y[e] = rows.finish(e, static_cast<float>(total[i][e]), x_scale, x_zero);
       const int64_t to = (at.token0 + token) * p.n + n;
       if (p.n % 4 == 0) {
         store_float4(p.y, to, p.y_dtype, y);
@@ -231,7 +211,8 @@ __device__ __forceinline__ void write_float_result(const Params& p, const Sum (&
     const Tokens<K> x(p, at.tokens, j * 8 + lane % 4 * 2);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      float value = rows.finish(e / 2, static_cast<float>(sum[j][e]), e % 2 == 0 ? x.scale.x : x.scale.y);
+      float value = rows.finish(e / 2, static_cast<float>(sum[j][e]), e % 2 == 0 ? x.scale.x : x.scale.y,
+                                e % 2 == 0 ? x.zero.x : x.zero.y);
       if constexpr (K::kGrouped) value *= e % 2 == 0 ? x.factor.x : x.factor.y;
       if (j * 8 + e % 2 < count && n + e / 2 * 8 < at.row_end)
         y[static_cast<int64_t>(j * 8 + e % 2) * p.n + e / 2 * 8] = value;
@@ -292,8 +273,8 @@ __device__ __forceinline__ void write_half_result(const Params& p, const CUtenso
         const Tokens<K> x(p, at.tokens, eight * 8 + lane % 4 * 2);
 #pragma unroll
         for (int high = 0; high < 2; ++high) {
-          float low = rows.finish(high, static_cast<float>(sum[eight][2 * high]), x.scale.x);
-          float next = rows.finish(high, static_cast<float>(sum[eight][2 * high + 1]), x.scale.y);
+          float low = rows.finish(high, static_cast<float>(sum[eight][2 * high]), x.scale.x, x.zero.x);
+          float next = rows.finish(high, static_cast<float>(sum[eight][2 * high + 1]), x.scale.y, x.zero.y);
           if constexpr (K::kGrouped) low *= x.factor.x, next *= x.factor.y;
           pairs[2 * i + high] = pack(low, next, half);
         }

@@ -16,7 +16,6 @@ enum class Fold {
   kPromote,  // sums of e4m3 or of the parts of a float32 x, which the tensor cores cut short, move to float32 sums
   kBlock,    // scales of 128 x 128 blocks of W, and of 1 x 128 of an x of eight bits
   kGroup,    // scales of the groups of an int4 W
-  kGroupLessZero,  // the same, after zero points of an int8 x have come off
 };
 
 // x as it is multiplied: a float32 is three parts in bfloat16.
@@ -32,8 +31,7 @@ inline XKind x_kind_of(const Problem& problem) {
 // The tiles a row is for. kFastAccum: with fast_accum, sums may stay in the tensor cores; the largest tile and those by
 // turns have kernels for that. kRowScales: all, with a scale for each row of W and whole numbers for its groups.
 // kLargeRowScales: those of 128 and 256 tokens, with a scale for each row of W and powers of two for its groups.
-// kZeroPoints: all, of an x that has some.
-enum class Tiles { kAllTiles, kSwapped, kNotSwapped, kFastAccum, kRowScales, kLargeRowScales, kZeroPoints };
+enum class Tiles { kAllTiles, kSwapped, kNotSwapped, kFastAccum, kRowScales, kLargeRowScales };
 
 struct Formats {
   XKind x;
@@ -49,9 +47,8 @@ struct Formats {
     if (tiles == Tiles::kLargeRowScales) return tile.tokens == 128 || tile.tokens == 256;
     return tiles != Tiles::kFastAccum || tile.tokens == 256 || tile.by_turns;
   }
-  constexpr bool serves(Tile tile, bool fast_accum, bool row_scales, bool x_zeros) const {
-    return is_for(tile) && (tiles != Tiles::kFastAccum || fast_accum) && (!has_row_scales() || row_scales) &&
-           (tiles != Tiles::kZeroPoints || x_zeros);
+  constexpr bool serves(Tile tile, bool fast_accum, bool row_scales) const {
+    return is_for(tile) && (tiles != Tiles::kFastAccum || fast_accum) && (!has_row_scales() || row_scales);
   }
   constexpr bool has_row_scales() const { return tiles == Tiles::kRowScales || tiles == Tiles::kLargeRowScales; }
   constexpr Traits traits() const {
@@ -93,7 +90,7 @@ static_assert(
             const bool first =
                 kFirstRow[static_cast<int>(kRows[row].x)][static_cast<int>(kRows[row].weight)][kRows[row].blocks] ==
                 row;
-            while (first && alike() && !kRows[at].serves(tile, fast, fast, fast)) ++at;
+            while (first && alike() && !kRows[at].serves(tile, fast, fast)) ++at;
             if (first && !alike()) return false;
           }
         }
@@ -114,7 +111,7 @@ inline int row_of(const Problem& problem, Tile tile) {
   const bool fast = problem.fast_accum && !problem.batch_invariant;
   // Powers of two have large tiles alone, which add in another order than the small ones of groups do.
   const bool row_scales = has_row_scales(problem) && (problem.x == Format::kInt8 || !problem.batch_invariant);
-  while (!kRows[row].serves(tile, fast, row_scales, problem.x_zeros)) ++row;
+  while (!kRows[row].serves(tile, fast, row_scales)) ++row;
   return row;
 }
 // Whether a row of y has the same bits in all tiles that keep_order() says yes to: K is walked in one order by all, but

@@ -68,10 +68,7 @@ __global__ void __launch_bounds__(K::kThreads, 1)
     if constexpr (K::kByTurns) {
       consume_by_turns<K>(p, maps.y, ring, epilogue);
     } else if (warp + K::kConsumerThreads / 32 < warpgroups(p) * 4) {
-      // Inlined, for products under way at a call would be waited for.
-      for_each_tile<K>(p, ring.data, [&](const Place& at) __attribute__((always_inline)) {
-        Consumer<K>{p, maps.y, ring}.run(at, epilogue);
-      });
+      for_each_tile<K>(p, ring.data, [&](const Place& at) { Consumer<K>{p, maps.y, ring}.run(at, epilogue); });
     }
     if constexpr (K::kGrouped) {
       write_rest(p.routing, ring.data + K::kStage.table, p.y, p.y_dtype, p.n, K::kConsumerThreads);

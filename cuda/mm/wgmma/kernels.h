@@ -31,7 +31,6 @@ struct Params {
   int split_k;                   // CTAs of a cluster that share a tile of y
   int groups;                    // along K: int4 groups, or blocks of 128
   int groups_per_tile;           // 4, 2 or 1
-  int columns_of_x;              // beside a packed W: whole tiles of 64, which may end inside the last K-tile
   int fold_shift;                // groups_per_tile == 1: K-tile t belongs to group t >> fold_shift
   int group_bytes;               // int4 parameters of one group of 16 rows
   int scale_rows;                // fp4: groups and parts of the divisor
@@ -43,13 +42,13 @@ struct Params {
   const float* block_scales;     // Fold::kBlock: [row_blocks, groups]
   const float* columns;          // [m, groups], sums or block scales of x
   int column_tiles;              // K-tiles that have them: of the first part of x; 0: none
-  // y = x_scale factor row_scale (sum - x_zero sum of codes) + bias; null pointers stand for 1, 1, 0, 0.
+  // y = x_scale (factor row_scale sum - x_zero weight_sum) + bias; null pointers stand for 1, 1, 0, 0, 0.
   float factor;
   const float *row_scales, *x_scales;    // row_scales of NVFP4: the packed scales, which hold each row's divisor
   int row_scale_stride, x_scale_stride;  // 0: one for all
   DType row_scale_dtype;                 // of int4; else float32
   const int32_t* x_zeros;
-  const float* weight_sums;  // = factor row_scale sum of codes; null where groups end, which take x_zero off
+  const float* weight_sums;
   const void* bias;
   void* y;
   bool copies_y;  // the copy engine can store it, 16 bits a value

@@ -57,7 +57,6 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
   p.factor = 1;
   if (packed) {
     p.group_bytes = group_bytes(problem);
-    p.columns_of_x = static_cast<int>(int4::tiles_k(problem.k) * int4::kTileK);
     p.has_zeros = problem.has_zeros;
     p.scales = arguments.scales;
     p.subtracts_zeros = problem.x != Format::kFloat && problem.has_zeros;
@@ -94,10 +93,7 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
     p.x_scales = arguments.x_scales;
     p.x_scale_stride = problem.x_scaling == Scaling::kRow ? 1 : 0;
   }
-  if (problem.x_zeros) {
-    p.x_zeros = arguments.x_zeros;
-    if (!packed || has_row_scales(problem)) p.weight_sums = arguments.weight_sums;
-  }
+  if (problem.x_zeros) p.x_zeros = arguments.x_zeros, p.weight_sums = arguments.weight_sums;
   p.bias = arguments.bias;
   p.y = arguments.y;
   p.bias_dtype = problem.bias_dtype;

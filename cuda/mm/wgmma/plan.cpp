@@ -145,9 +145,7 @@ const char* unfit(const Problem& problem) {
   if (!is_packed(problem.weight) && !problem.weight_aligned) {
     return "the copy engine needs rows of W aligned to 16 bytes";
   }
-  // x less a zero point has nine bits.
-  if (problem.x == Format::kInt8 && problem.k > (problem.x_zeros ? kMaxIntegerK / 2 : kMaxIntegerK))
-    return "int32 sums over all of K could overflow";
+  if (problem.x == Format::kInt8 && problem.k > kMaxIntegerK) return "int32 sums over all of K could overflow";
   return nullptr;
 }
 

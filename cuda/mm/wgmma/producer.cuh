@@ -32,7 +32,7 @@ struct Kernel {
   static constexpr bool kPacked = is_packed(weight), kFromRegisters = kFloatX || kPacked;
   static constexpr bool kScalesOperand =
       kPacked && kFloatX && !kFolds;  // int4 and fp4 are multiplied by their scales in T
-  static constexpr bool kLessZero = fold == Fold::kGroupLessZero, kGroups = fold == Fold::kGroup || kLessZero;
+  static constexpr bool kGroups = fold == Fold::kGroup;
   // int4 beside int8: multiplied by whole numbers of its groups, in int8; beside e4m3 by powers of two, in e5m2
   static constexpr bool kRowScales = kPacked && !kFloatX && !kGroups;
   // int4 beside e4m3: codes less the whole parts of their zero points

@@ -9,33 +9,9 @@
 #include "common/convert.cuh"
 #include "common/mma.cuh"
 #include "int4/layout.h"
-#include "mm/wgmma/operand.cuh"
 #include "mm/wgmma/producer.cuh"
 
 namespace qao::mm::wgmma {
-
-// Fold::kGroupLessZero: what a zero point of x is multiplied by, sums of an operand over each group of K-tile `at`, of
-// rows g and g + 8; added to those of the K-tile before unless that ended the group.
-template <typename K, int groups>
-__device__ __forceinline__ void sum_codes(const Params& p, const Operand<>& operand, int at, bool begins,
-                                          int (&codes)[kAtomSteps][2]) {
-  constexpr int kSteps = kAtomSteps / groups;
-  const int exist = (p.columns_of_x - at * K::kTileK) / 32;  // x is 0 in others
-#pragma unroll
-  for (int i = 0; i < groups * 2; ++i) {
-    const int group = i / 2, high = i % 2;
-    int sum = 0;
-#pragma unroll
-    for (int step = group * kSteps; step < (group + 1) * kSteps; ++step) {
-      if (step >= exist) break;
-      sum = __dp4a(static_cast<int>(operand[step][high]), 0x01010101, sum);
-      sum = __dp4a(static_cast<int>(operand[step][high + 2]), 0x01010101, sum);
-    }
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    codes[group][high] = sum + (begins ? 0 : codes[group][high]);
-  }
-}
 
 // A float as two of tf32, which cuts the lower one's last bits off.
 struct Tf32Parts {
