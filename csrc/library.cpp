@@ -72,7 +72,7 @@ void define(StableLibrary& m) {
       "Tensor(a!) q, Tensor(b!) scales, Tensor(c!) fault, Tensor? largest=None) -> ()");
   m.def(
       "load_weight_(Tensor weight, ScalarType dtype, int rows, int columns, bool symmetric, bool whole_zeros, "
-      "Tensor(a!) q, Tensor(b!) scales, Tensor(c!) refused, float limit) -> ()");
+      "Tensor(a!) q, Tensor(b!) scales, float limit) -> Tensor");
   m.def("largest_magnitude(Tensor weight) -> Tensor");
   m.def(
       "gptq_columns(Tensor weight, Tensor moved, Tensor scales, Tensor? zeros, Tensor ratios, ScalarType dtype) "

@@ -100,9 +100,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_fp4_op(const Tensor& weight,
 void quantize_weight_in_place_op(const Tensor& weight, torch::headeronly::ScalarType dtype, int64_t rows,
                                  int64_t columns, bool symmetric, bool whole_zeros, const Tensor& q,
                                  const Tensor& scales, const Tensor& fault, const std::optional<Tensor>& largest);
-void load_weight_op(const Tensor& weight, torch::headeronly::ScalarType dtype, int64_t rows, int64_t columns,
-                    bool symmetric, bool whole_zeros, const Tensor& q, const Tensor& scales, const Tensor& refused,
-                    double limit);
+Tensor load_weight_op(const Tensor& weight, torch::headeronly::ScalarType dtype, int64_t rows, int64_t columns,
+                      bool symmetric, bool whole_zeros, const Tensor& q, const Tensor& scales, double limit);
 Tensor largest_magnitude_op(const Tensor& weight);
 
 // int4_pack.cpp

@@ -204,31 +204,24 @@ void quantize_weight_in_place_op(const Tensor& weight_tensor, ScalarType dtype, 
 #endif
 }
 
-void load_weight_op(const Tensor& weight_tensor, ScalarType dtype, int64_t rows, int64_t columns, bool symmetric,
-                    bool whole_zeros, const Tensor& q_tensor, const Tensor& scales_tensor, const Tensor& refused_tensor,
-                    double limit) {
+Tensor load_weight_op(const Tensor& weight_tensor, ScalarType dtype, int64_t rows, int64_t columns, bool symmetric,
+                      bool whole_zeros, const Tensor& q_tensor, const Tensor& scales_tensor, double limit) {
   Op op("load_weight_");
   const Argument weight("weight", weight_tensor), q("q", q_tensor), scales("scales", scales_tensor);
-  const Argument refused("refused", refused_tensor);
-  op.involve(&weight), op.involve(&q), op.involve(&scales), op.involve(&refused);
+  op.involve(&weight), op.involve(&q), op.involve(&scales);
   op.involve("rows", rows), op.involve("columns", columns);
   const weight::Problem problem = checked_problem(op, weight, q, scales, dtype, rows, columns, symmetric, whole_zeros);
   op.check(limit >= 0, "limit must not be negative", "Pass the largest magnitude that may be");
-  op.check(refused.is_cpu() && refused.dtype() == int32_code() && refused.has_shape({1}),
-           "refused must be int32 [1] on the CPU", "Pass torch.zeros(1, dtype=torch.int32)");
-  op.check_operand(refused, refused);
-  int32_t& answer = *static_cast<int32_t*>(refused.data());
   const Rows source(weight_tensor, weight);
   weight::Arguments arguments = arguments_of(source, q, scales);
   if (weight.is_cpu()) {
     float largest = 0;
     op.check(largest_on_cpu(problem, arguments, &largest));
-    answer = !(largest <= limit);
-    if (answer != 0) return;
+    if (!(largest <= limit)) return number_on_cpu(0);
     int32_t fault = 0;
     arguments.fault = &fault;
     op.check(quantize_on_cpu(problem, arguments, weight));
-    return;
+    return number_on_cpu(1);
   }
 #if defined(QAO_WITH_CUDA)
   const DeviceScope scope(weight);
@@ -237,7 +230,7 @@ void load_weight_op(const Tensor& weight_tensor, ScalarType dtype, int64_t rows,
   arguments.largest = reinterpret_cast<float*>(arguments.fault + 1);
   bool loaded = false;
   op.check(weight::load(problem, arguments, static_cast<float>(limit), &loaded, current_stream(weight)));
-  answer = !loaded;
+  return number_on_cpu(loaded);
 #else
   op.fail_without_cuda();
 #endif

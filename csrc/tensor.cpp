@@ -258,6 +258,18 @@ Tensor empty_vectors(int64_t last, int32_t dtype, const Argument& like) {
   return empty_after(like.dim(), last, dtype, like);
 }
 
+Tensor number_on_cpu(int32_t value) {
+  const int64_t one = 1;
+  AtenTensorHandle handle = nullptr;
+  if (aoti_torch_empty_strided(1, &one, &one, int32_code(), aoti_torch_device_type_cpu(), 0, &handle) !=
+      AOTI_TORCH_SUCCESS) {
+    fail("out of memory: torch could not allocate a number on the CPU. Free memory.");
+  }
+  Tensor result(handle);
+  *static_cast<int32_t*>(result.data_ptr()) = value;
+  return result;
+}
+
 namespace {
 
 template <typename Copy>

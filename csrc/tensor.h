@@ -125,6 +125,7 @@ std::optional<DType> float_dtype_of(int32_t torch_dtype);
 Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, const Argument& like);
 Tensor empty_rows(int64_t last, int32_t dtype, const Argument& like);
 Tensor empty_vectors(int64_t last, int32_t dtype, const Argument& like);
+Tensor number_on_cpu(int32_t value);  // int32 [1]
 
 // A copy of the tensor of `argument` whose elements lie one after the other.
 Tensor contiguous(const Tensor& tensor, const Argument& argument);

@@ -53,6 +53,7 @@ def _others(device: str) -> dict[str, Arguments]:
             "weights": torch.ones(2, 2, device=device),
         },
         "int8_quantize": {"x": x, "symmetric": True},
+        "hadamard": {"x": torch.randn(3, 192, device=device), "size": 64},
         "fp8_quantize": {"x": x, "group_size": 0, "scale": torch.ones(1, device=device)},
         "add_rms_norm": normed,
         "silu_mul": {"gate": x, "up": x.clone()},
@@ -78,7 +79,6 @@ def _others(device: str) -> dict[str, Arguments]:
             **{"weight": torch.randn(N, K, device=device), "dtype": INT8, "rows": 1, "columns": K},
             **{"symmetric": True, "whole_zeros": False, "q": torch.zeros(N, K, dtype=INT8, device=device)},
             **{"scales": torch.ones(N, device=device), "limit": 1e30},
-            "refused": torch.zeros(1, dtype=torch.int32),
         },
         "largest_magnitude": {"weight": torch.randn(N, K, device=device)},
         "gptq_columns": {

@@ -132,8 +132,8 @@ for _name, _scheme in SCHEMES.items():
     for _dtype_name, _dtype in DTYPES.items():
         # Inductor compiles C++ on a CPU, half a minute a case: once. The collectives of aot_eager are the same.
         for _backend in (None, "inductor" if DEVICE == "cuda" or _name == "int4" else "aot_eager"):
-            CASES[f"{_name} {_dtype_name} {_backend or 'eager'}"] = lambda folder, of=(_scheme, _dtype, _backend): (
-                check(*of)
+            CASES[f"{_name} {_dtype_name} {'compiled' if _backend else 'eager'}"] = (
+                lambda folder, of=(_scheme, _dtype, _backend): check(*of)
             )
 
 

@@ -23,13 +23,8 @@ def results(op: str, arguments: dict[str, object]) -> tuple[Tensor, ...]:
     return got if isinstance(got, tuple) else (got,)
 
 
-def on_gpu(value: object) -> bool:
-    """Not what an operator wants on the CPU, as load_weight_ does."""
-    return isinstance(value, Tensor) and value.is_cuda
-
-
 def moved(arguments: dict[str, object], device: str) -> dict[str, object]:
-    return {name: value.to(device) if on_gpu(value) else value for name, value in arguments.items()}
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -48,7 +43,7 @@ def test_the_current_device_does_not_matter(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_tensors_on_two_gpus_are_an_error(op: str) -> None:
     arguments = call_of(op, "cuda:0")
-    names = [name for name, value in arguments.items() if on_gpu(value)]
+    names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
     for name in names if len(names) > 1 else ():
         mixed = {**arguments, name: arguments[name].to("cuda:1")}
         with pytest.raises(RuntimeError, match=rf"(?s)^qao::{op}: .*device.*cuda:1") as raised:

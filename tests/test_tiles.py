@@ -19,8 +19,8 @@ every_packed = pytest.mark.parametrize("scheme", PACKED, ids=lambda scheme: sche
 def without_sizes(weight: Weight) -> tuple[Any, ...]:
     """The arguments, less N, K and group_size; what comes after them needs zeros there."""
     tensors = [value for value in weight.arguments if value is None or isinstance(value, Tensor)]
-    sums = tensors[:1] if len(weight.arguments) > 3 else []
-    rows = tensors[1:]
+    sums = [] if isinstance(weight.arguments[0], int) else tensors[:1]
+    rows = tensors[len(sums) :]
     return (*sums, 0, 0, 0, *rows) if rows else tuple(sums)
 
 

@@ -34,6 +34,7 @@ Batch Batch::of(const Kernel& kernel, const Problem& p, const Arguments& a, int6
     quantize::Problem& q = batch.rounding.problem;
     q.m = rows, q.k = p.k, q.x_dtype = p.x_dtype;
     q.format = p.x, q.scaling = p.x_scaling, q.symmetric = !p.x_zeros;
+    q.rotate(p.x_rotation);
     batch.rounding.arguments.x = own.x, batch.rounding.arguments.x_stride = a.x_stride;
     return batch;
   }

@@ -95,8 +95,6 @@ void quantize_row(const Problem& p, const Arguments& a, const QuantizeKernels& k
   std::memset(static_cast<char*>(a.q) + m * a.q_stride + p.k, 0, static_cast<size_t>(a.q_stride - p.k));
 }
 
-Floats row_of(const Problem& p, const Arguments& a, int64_t m) { return from({a.x, p.x_dtype}, m * a.x_stride); }
-
 // kSwiglu is kSiluMul of alpha g and (u + shift) / alpha, which `parts` [2 k] has room for.
 void gated_values(const Problem& p, const Arguments& a, const QuantizeKernels& kernels, int64_t m, float* parts,
                   float* values) {
@@ -116,6 +114,24 @@ void gated_values(const Problem& p, const Arguments& a, const QuantizeKernels& k
   kernels.values(silu_mul, row, 0, values);
 }
 
+// Of this thread, for what a producer makes of a row.
+float* row_memory(const Problem& p) {
+  const int64_t parts = p.producer == quantize::Producer::kNone ? 0 : p.producer == quantize::Producer::kSwiglu ? 3 : 1;
+  return static_cast<float*>(scratch(Scratch::kRow, parts * p.k * static_cast<int64_t>(sizeof(float))));
+}
+
+// A row of what is rounded: x as it lies, or what the producer makes of it.
+Floats values_of(const Problem& p, const Arguments& a, const QuantizeKernels& kernels, int64_t m, float* memory) {
+  if (p.producer == quantize::Producer::kNone) return from({a.x, p.x_dtype}, m * a.x_stride);
+  if (p.producer == quantize::Producer::kSwiglu) {
+    gated_values(p, a, kernels, m, memory + p.k, memory);
+  } else {
+    kernels.values(p, a, m, memory);
+  }
+  if (p.producer == quantize::Producer::kHadamard) kernels.rotate(memory, p.k, p.rotation);
+  return {memory};
+}
+
 }  // namespace
 
 const QuantizeKernels& quantize_kernels(Features features) {
@@ -129,21 +145,12 @@ Status quantize(const Problem& p, const Arguments& a, const Threads& all_threads
   if (Status status = selected_features(&features); !status.ok()) return status;
   const QuantizeKernels& kernels = quantize_kernels(features);
   const Threads threads = is_serial(all_threads, p.m * p.k) ? Threads{} : all_threads;
-  // task(thread, m, values) for every row; without a producer the values are x as it lies.
-  const bool as_it_lies = p.producer == quantize::Producer::kNone, gated = p.producer == quantize::Producer::kSwiglu;
+  // task(thread, m, values) for every row
   const auto rows = [&](const auto& task) {
     threads.for_each([&](int i) {
-      const int64_t begin = p.m * i / threads.count, end = p.m * (i + 1) / threads.count;
-      const int64_t bytes = (as_it_lies ? 0 : gated ? 3 : 1) * p.k * static_cast<int64_t>(sizeof(float));
-      float* values = static_cast<float*>(scratch(Scratch::kActivations, bytes));
-      for (int64_t m = begin; m < end; ++m) {
-        if (as_it_lies) {
-          task(i, m, row_of(p, a, m));
-        } else {
-          gated ? gated_values(p, a, kernels, m, values + p.k, values) : kernels.values(p, a, m, values);
-          if (p.producer == quantize::Producer::kHadamard) kernels.rotate(values, p.k, p.rotation);
-          task(i, m, {values});
-        }
+      float* memory = row_memory(p);
+      for (int64_t m = p.m * i / threads.count; m < p.m * (i + 1) / threads.count; ++m) {
+        task(i, m, values_of(p, a, kernels, m, memory));
       }
     });
   };
@@ -165,7 +172,8 @@ Status quantize(const Problem& p, const Arguments& a, const Threads& all_threads
 }
 
 void quantize_rows(const Problem& p, const Arguments& a, const QuantizeKernels& kernels, int64_t begin, int64_t end) {
-  for (int64_t m = begin; m < end; ++m) quantize_row(p, a, kernels, m, row_of(p, a, m));
+  float* memory = row_memory(p);
+  for (int64_t m = begin; m < end; ++m) quantize_row(p, a, kernels, m, values_of(p, a, kernels, m, memory));
 }
 
 }  // namespace qao::cpu

@@ -22,7 +22,7 @@ struct Buffer {
 }  // namespace
 
 void* scratch(Scratch kind, int64_t bytes) {
-  thread_local Buffer buffers[7];
+  thread_local Buffer buffers[8];
   Buffer& buffer = buffers[static_cast<int>(kind)];
   if (bytes > buffer.bytes) {
     const int64_t alignment = bytes >= kHugePage ? kHugePage : 64;

@@ -12,7 +12,8 @@ enum class Scratch : int {
   kQuantized = 3,
   kOutliers = 4,
   kGroups = 5,
-  kWideRows = 6
+  kWideRows = 6,
+  kRow = 7
 };
 
 // At least `bytes` bytes, 64-byte aligned, contents undefined; valid until this thread asks for the same kind again.

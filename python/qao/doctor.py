@@ -268,7 +268,7 @@ def _load_weight(device: str) -> float:
     q, scales = torch.empty(_N, _K, dtype=torch.int8, device=device), torch.empty(_N, 1, device=device)
     kind = torch.float8_e4m3fn, 1, _K, True, False
     largest = qao.largest_magnitude(weight)
-    loaded = qao.load_weight_(weight, *kind, q, scales, largest.item())
+    loaded = bool(qao.load_weight_(weight, *kind, q, scales, largest.item()))
     refused = not qao.load_weight_(2 * weight, *kind, q, scales, largest.item())
     expected = reference.dequantize_activation(*reference.quantize_activation_fp8(weight, -1))
     distance = _distance(reference.dequantize_8bit(q.view(torch.float8_e4m3fn), scales), expected)

@@ -121,16 +121,16 @@ def load_weight_(
     q: Tensor,
     scales: Tensor,
     limit: float,
-) -> bool:
+) -> Tensor:
     """``quantize_weight_``, unless a magnitude of W is above ``limit`` or no number: then q and scales stay as they
-    are, and the result is False.
+    are. Returns an int32 [1] on the CPU: 1, or 0 where nothing was written.
 
     Waits for a GPU to have looked at W, and not for it to have written q. Other arguments are those of
     ``quantize_weight_``.
     """
-    refused = torch.zeros(1, dtype=torch.int32, device="cpu")
-    _qao.load_weight_.default(weight, dtype, rows, columns, symmetric, whole_zeros, q, scales, refused, limit)
-    return not refused.item()
+    return _qao.load_weight_.default(  # type: ignore[no-any-return]
+        weight, dtype, rows, columns, symmetric, whole_zeros, q, scales, limit
+    )
 
 
 def largest_magnitude(weight: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class Updatable:
             fault = torch.zeros(1, dtype=torch.int32, device=q.device)
             known = None if rotation else largest.to(q.device)
             operators.quantize_weight_(weight, *told, q, scales, fault, known)
-        elif not operators.load_weight_(weight, *told, q, scales, _CERTAIN[scales.dtype]):
+        elif not operators.load_weight_(weight, *told, q, scales, _CERTAIN[scales.dtype]).item():
             self._overwrite(self._requantized(weight, importance, name))  # which knows what to raise, if anything
             return
         sums = self.weight_sums
