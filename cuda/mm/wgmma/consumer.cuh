@@ -75,7 +75,7 @@ struct Consumer {
     for (int step = first; step < first + steps; ++step) {
       if constexpr (K::kFromRegisters) {
         const uint64_t columns = x + step / kAtomSteps * (K::kTokens * 128 / 16) + step % kAtomSteps * 2;
-        qao::wgmma::Product<T, kHalfTiles * 8>::run(product[half], operand[buffer][step], columns,
+        qao::wgmma::Product<T, kHalfTiles * 8>::run(product[half % kProducts], operand[buffer][step], columns,
                                                     step > first || !fresh);
       } else if constexpr (K::kSwapped) {
         qao::wgmma::Product<T, K::kTokens>::run(product[0], x + 2 * step, weight + 2 * step, step > first || !fresh);
