@@ -280,10 +280,13 @@ def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """W + ΔW of every adapted layer in float32, as its definition says."""
+    """W + ΔW of every adapted layer in float32, as its definition says, one adapter after the other: a sum of the
+    adapters first would round otherwise, and codes differ."""
     layers = {n: m for n, m in model.named_modules() if type(m).__name__ == "LoraQuantLinear"}
     return {
-        name: layer.base_layer.dequantize(torch.float32) + sum(layer.get_delta_weight(a) for a in layer.active_adapters)
+        name: sum(
+            (layer.get_delta_weight(a) for a in layer.active_adapters), layer.base_layer.dequantize(torch.float32)
+        )
         for name, layer in layers.items()
     }
 
