@@ -268,8 +268,7 @@ class Float8DynamicActivationInt4Weight(PowerScaledInt4Weight):
 
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[Any, ...]) -> Tensor:
-        if layer["row_scales"] is not None:
-            constants = *(constants or (0, 0, 0)), layer["row_scales"]
+        constants = with_row_scales(constants, layer["row_scales"])
         return ops.product(ops.FP8_INT4, constants, x, layer["qweight"], layer["scales"], layer["bias"])
 
 

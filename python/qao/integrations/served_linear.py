@@ -235,13 +235,12 @@ class ServedLinear:
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight, scales = layer.qweight, layer.scales
-        last = () if layer.row_scales is None else (layer.row_scales,)
+        rest = with_row_scales(self.rest, layer.row_scales)  # type: ignore[arg-type]
         if self.scheme.activations == "int8":
-            rest = with_row_scales(self.rest, layer.row_scales)  # type: ignore[arg-type]
             return self.operator(x, weight, scales, bias, layer.weight_sums, *rest)  # type: ignore[no-any-return]
         if self.scheme.word == "fp8_fp8":
-            return self.operator(x, weight, scales, bias, layer.activation_scale, *self.rest)  # type: ignore[no-any-return]
-        return self.operator(x, weight, scales, bias, *self.rest, *last)  # type: ignore[no-any-return]
+            return self.operator(x, weight, scales, bias, layer.activation_scale, *rest)  # type: ignore[no-any-return]
+        return self.operator(x, weight, scales, bias, *rest)  # type: ignore[no-any-return]
 
 
 class _DivisorOfEach:
