@@ -228,6 +228,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    torch._dynamo.config.recompile_limit = 256  # one forward, compiled for every scheme and block
     folder = arguments.out or RESULTS / f"{device_slug(device.type)}-x{dist.get_world_size()}"
 
     def save(rows: list[dict[str, Any]]) -> None:

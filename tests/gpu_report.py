@@ -1,9 +1,10 @@
 """Runs the whole test suite on a GPU and records the result with a hash of the sources it ran on.
 
-``python tests/gpu_report.py`` writes tests/gpu_report.json, ``-n 16`` with so many workers of pytest-xdist.
-``--failed`` runs what failed in the report of the present sources again, by itself, and names it there. ``--check``
-says whether the report is one of the present sources and nothing failed (exit status 1 and the reason when not). The
-check needs neither torch nor a GPU.
+``python tests/gpu_report.py`` writes tests/gpu_report.json, ``-n 16`` with so many workers of pytest-xdist. Where a
+command may not last as long as the suite, ``--part 1/2`` and ``--part 2/2`` run its files in two shares, whose results
+are added up: the report says nothing good before the last. ``--failed`` runs what failed in the report of the present
+sources again, by itself, and names it there. ``--check`` says whether the report is one of the present sources and
+nothing failed (exit status 1 and the reason when not). The check needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "tests" / "gpu_report.json"
@@ -51,8 +52,29 @@ def sees_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def run(workers: int) -> int:
-    """Runs the suite here; the exit status is pytest's."""
+class Part(NamedTuple):
+    """A share of the test files: number ``number``, from 1 on, of ``of``."""
+
+    number: int
+    of: int
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        number, _, of = text.partition("/")
+        part = cls(int(number), int(of))
+        if not 1 <= part.number <= part.of:
+            raise ValueError(text)
+        return part
+
+    def files(self) -> list[str]:
+        return [str(path) for path in sorted((ROOT / "tests").glob("test_*.py"))[self.number - 1 :: self.of]]
+
+
+WHOLE = Part(1, 1)
+
+
+def run(workers: int, part: Part) -> int:
+    """Runs the suite here, or a part of it; the exit status is pytest's."""
     import pytest
     import torch
 
@@ -67,10 +89,29 @@ def run(workers: int) -> int:
         share = str(max((os.cpu_count() or 1) // workers, 1))
         for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
             os.environ.setdefault(name, share)
-    status = int(pytest.main([str(ROOT / "tests"), *options], plugins=[counter]))
+    status = int(pytest.main([*part.files(), *options], plugins=[counter]))
     counts = {"passed": counter.passed, "cuda_passed": counter.cuda_passed, "skipped": counter.skipped}
-    write(describe("cuda") | counts | {"failed": counter.failed, "exit_status": status})
+    parts = {"parts": [part.number], "of": part.of}
+    report = describe("cuda") | counts | {"failed": counter.failed, "exit_status": status} | parts
+    write(added(report, before(part)))
     return status
+
+
+def before(part: Part) -> dict[str, Any]:
+    """The report on disk if it is of other parts of the same suite and the same sources; else nothing."""
+    if foreign():
+        return {}
+    report = json.loads(REPORT.read_text())
+    return report if report.get("of", 1) == part.of and part.number not in report.get("parts", [1]) else {}
+
+
+def added(report: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """One report of the parts of both."""
+    if earlier:
+        for name in ("passed", "cuda_passed", "skipped", "failed", "parts"):
+            report[name] = earlier[name] + report[name]
+        report["exit_status"] = max(earlier["exit_status"], report["exit_status"])
+    return report
 
 
 def run_failed() -> int:
@@ -122,6 +163,8 @@ def stale() -> str | None:
     if reason := foreign():
         return reason
     report = json.loads(REPORT.read_text())
+    if missing := set(range(1, report.get("of", 1) + 1)) - set(report.get("parts", [1])):
+        return f"of {report['of']} parts {sorted(missing)} did not run"
     if report["exit_status"] != 0 or report["failed"]:
         return f"{len(report['failed'])} tests failed on {report['device']}: {', '.join(report['failed'][:5])}"
     if report["cuda_passed"] == 0:
@@ -133,12 +176,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="compare tests/gpu_report.json with the present sources")
     parser.add_argument("--failed", action="store_true", help="run only what failed in the report, and add to it")
+    parser.add_argument("--part", type=Part.parse, default=WHOLE, metavar="K/N", help="only this share of the files")
     parser.add_argument("-n", type=int, default=0, metavar="WORKERS", help="of pytest-xdist; default: none")
     arguments = parser.parse_args()
     if arguments.failed:
         return run_failed()
     if not arguments.check:
-        return run(arguments.n)
+        return run(arguments.n, arguments.part)
     reason = stale()
     if reason:
         print(f"GPU report: {reason}. Run `make gpu-test PYTHON=python3 VENV=` on a machine with a GPU.")
