@@ -27,6 +27,7 @@ from . import (
     outliers,
     plans,
     plots,
+    prefill,
     quantize,
     rotation,
     table,
@@ -83,6 +84,13 @@ def make_parser() -> argparse.ArgumentParser:
     chosen.add_argument("--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>")
     plans.add_arguments(chosen)
     chosen.set_defaults(device="cuda")
+    prompts = commands.add_parser("prefill", help="many tokens beside bfloat16 and the kernels of serving engines")
+    prompts.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="for the results, instead of bench/results/<device>"
+    )
+    prompts.add_argument("--check", action="store_true", help="exit 1 if a cell misses its bar")
+    prefill.add_arguments(prompts)
+    prompts.set_defaults(device="cuda")
     turned = commands.add_parser("rotation", help="what a Hadamard rotation of activations would give a language model")
     _add_common(turned)
     rotation.add_arguments(turned)
@@ -182,6 +190,9 @@ def main() -> int:
         return 0
     if arguments.command == "plans":
         return 0 if plans.run(arguments, folder / "plans.json") else 1
+    if arguments.command == "prefill":
+        rows = prefill.run(arguments, folder / "prefill.json")
+        return _report(*prefill.misses(rows)) if arguments.check else 0
     if arguments.command == "rotation":
         rotation.run(arguments, folder / "rotation.json")
         return 0

@@ -29,6 +29,7 @@ from bench import (
     meta,
     plans,
     plots,
+    prefill,
     quantize,
     rotation,
     table,
@@ -669,3 +670,25 @@ def test_experts_are_chosen_by_the_law_that_is_asked_for() -> None:
         assert len(index) == ends[-1] == 800 and (torch.bincount(index) == 8).all()
     counts = torch.cat((ends[:1], ends.diff()))
     assert counts[0] > 80 and counts[32:].float().mean() < 8
+
+
+def test_prefill_compares_with_the_fastest_other() -> None:
+    """Bars hold for the mean over cells and for each; who did not run is left out."""
+    shapes = prefill.drawn(3, 8)
+    assert shapes == prefill.drawn(3, 8) != prefill.drawn(4, 8)
+    assert len(shapes) == 8 and max(n * k for n, k in shapes) <= prefill.MOST_WEIGHTS
+    cell = {"family": "fp8", "n": 1024, "k": 2048}
+    rows = [
+        {**cell, "m": m, "us": {"fp8_fp8": 10.0, "vLLM fp8": 12.0, "SGLang fp8": us}} for m, us in ((256, 9), (512, 13))
+    ]
+    rows.append({**cell, "m": 1024, "us": {"fp8_fp8": 10.0}})
+    (bar, *_) = prefill.FAMILIES["fp8"].bars
+    assert [round(ratio, 2) for ratio, _ in prefill.ratios(rows, "fp8", bar)] == [0.9, 1.2]
+    lines, compared = prefill.misses(rows)
+    assert compared == 2 and [line.split(": ")[0] for line in lines] == [
+        "fp8_fp8 beside vLLM fp8 and SGLang fp8, 1024 x 2048, M = 256",
+        "fp8_fp8 beside vLLM fp8 and SGLang fp8",
+    ]
+    assert "| 1 of 2 |" in prefill.render({"meta": describe("cpu"), "rows": rows})
+    for family in prefill.FAMILIES.values():
+        assert {bar.name for bar in family.bars} <= set(family.ours)

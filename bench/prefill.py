@@ -1,0 +1,232 @@
+"""Many tokens on a GPU: every scheme beside bfloat16 and serving engines' kernels, by turns in one process.
+
+Layers of well-known models, and as many drawn from a seed that nothing was tuned on. Contenders are in four families,
+each of which takes its turns by itself: clocks and heat hit all of a family alike. Quantisation of x is included.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any, NamedTuple
+
+import qao
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import plans
+from .markdown import caption, table
+from .meta import describe, write
+from .peers import engines
+from .schemes import without_search
+from .timing import Graph, copies_of, replayed, settle_clocks
+
+KNOWN = (
+    (4096, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (8192, 8192),
+    (6144, 4096),
+    (9216, 3072),
+    (5120, 2880),
+    (20480, 2560),
+)
+MOST_WEIGHTS = 2e8  # of a layer that is drawn
+TOKENS = (256, 512, 1024, 2048, 4096, 8192)
+BF16 = "bf16"
+
+_I8, _F8 = qao.Int8DynamicActivationInt8Weight(), qao.Float8DynamicActivationFloat8Weight()
+_I84, _F84 = qao.Int8DynamicActivationInt4Weight, qao.Float8DynamicActivationInt4Weight
+
+Schemes = dict[str, qao.Scheme]
+Peers = Callable[[Tensor, set[str]], Iterator[tuple[str, engines.Made]]]
+
+
+class Bar(NamedTuple):
+    name: str
+    beside: tuple[str, ...]  # the fastest of these
+    mean: float  # its time over ours: geometric mean and least, at least
+    least: float
+
+
+class Family(NamedTuple):
+    ours: Schemes
+    peers: Peers
+    bars: tuple[Bar, ...]
+
+
+def _four_bits(kind: type[Any], rows: str) -> Schemes:
+    """By their names: ``rows`` is the option of scales of rows."""
+    return {
+        "g128 rows": kind(128, True, **{rows: True}),
+        "g64 rows": kind(64, True, **{rows: True}),
+        "g32 rows": kind(32, True, **{rows: True}),
+        "g128": kind(128, True),
+        "g128 zeros": kind(128, False),
+        "channel": kind(-1, True),
+    }
+
+
+def _as_fast(word: str, name: str) -> tuple[Bar, ...]:
+    bars = {"g128 rows": 1.08, "g64 rows": 1.08, "g32 rows": 1.2, "g128": 1.08, "g128 zeros": 1.15, "channel": 1.08}
+    return tuple(Bar(f"{word} {kind}", (name,), 1 / most, 1 / most) for kind, most in bars.items())
+
+
+FAMILIES = {
+    "int8": Family(
+        {"int8_int8": _I8} | {f"int8_int4 {name}": s for name, s in _four_bits(_I84, "integer_scales").items()},
+        engines.int8,
+        (Bar("int8_int8", ("vLLM int8",), 1.05, 0.97), *_as_fast("int8_int4", "int8_int8")),
+    ),
+    "fp8": Family(
+        {"fp8_fp8": _F8, "fp8_fp8 fast_accum": qao.Float8DynamicActivationFloat8Weight(fast_accum=True)}
+        | {f"fp8_int4 {name}": s for name, s in _four_bits(_F84, "power_of_two_scales").items()},
+        engines.fp8,
+        (
+            Bar("fp8_fp8", ("vLLM fp8", "SGLang fp8"), 1.05, 0.97),
+            Bar("fp8_fp8 fast_accum", ("vLLM fp8", "SGLang fp8"), 1.05, 0.97),
+            *_as_fast("fp8_int4", "fp8_fp8"),
+            Bar("fp8_int4 g128 rows", ("vLLM fp8 x int4",), 1.0, 0.97),
+        ),
+    ),
+    "blocks": Family(
+        {"fp8_fp8 block": qao.Float8DynamicActivationFloat8Weight(granularity="block")},
+        engines.blocks,
+        (Bar("fp8_fp8 block", ("DeepGEMM",), 1.05, 0.97),),
+    ),
+    "weight-only": Family(
+        {
+            "int4": qao.Int4WeightOnly(),
+            "fp4": qao.Fp4WeightOnly(),
+            "int8": qao.Int8WeightOnly(),
+            "fp8": qao.Float8WeightOnly(),
+        },
+        engines.four_bits,
+        tuple(Bar(word, (BF16,), 0.97, 0.97) for word in ("int4", "fp4", "int8", "fp8")),
+    ),
+}
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--drawn", type=int, default=8, metavar="COUNT", help="layers drawn from the seed")
+    command.add_argument("--known", type=int, default=len(KNOWN), metavar="COUNT", help="layers of well-known models")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--m", nargs="+", type=int, default=TOKENS, metavar="M", help="tokens")
+    command.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    command.add_argument("--seconds", type=float, default=0.04, help="for each contender in each cell")
+
+
+def drawn(seed: int, count: int) -> list[tuple[int, int]]:
+    """N, K."""
+    return [(n, k) for n, k in plans.layers(seed, 8 * count + 8) if n * k <= MOST_WEIGHTS][:count]
+
+
+@torch.inference_mode()
+def run(arguments: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
+    """Measures, prints a line a cell and writes the results after every layer."""
+    there, rows = engines.load(), []
+    meta = describe("cuda") | {"engines": sorted(there), "seed": arguments.seed}
+    layers = [*KNOWN[: arguments.known], *drawn(arguments.seed, arguments.drawn)]
+    settle_clocks()
+    for n, k in layers:
+        weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
+        for name in arguments.families:
+            rows += _measure(name, weight, arguments)
+        write({"meta": meta, "rows": rows}, path)
+    return rows
+
+
+def _measure(name: str, weight: Tensor, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    (n, k), family = weight.shape, FAMILIES[name]
+    calls = {BF16: _rotated(weight.nbytes, (weight,), F.linear)}
+    for word, scheme in family.ours.items():
+        calls[word] = _layer(weight, scheme)
+    there = engines.load()
+    for word, (tensors, mm) in family.peers(weight, there):
+        calls[word] = _rotated(tensors[0].nbytes, tensors, mm)
+    for m in arguments.m:
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        floor = 2 * m * n * k / 1.5e15
+        graphs = [Graph(partial(call, x), copies, floor) for copies, call in calls.values()]
+        us = {w: t * 1e6 for w, t in zip(calls, replayed(graphs, arguments.seconds), strict=True)}
+        print(f"{n}x{k} M={m} {name}:", *(f"{word} {t:.1f}" for word, t in us.items()), flush=True)
+        yield {"family": name, "n": n, "k": k, "m": m, "us": us}
+
+
+def _rotated(size: int, tensors: tuple[Tensor, ...], mm: Callable[..., Tensor]) -> tuple[int, Callable[..., Tensor]]:
+    copies = copies_of(size, "cuda")
+    turns = cycle([tensors, *(tuple(t.clone() for t in tensors) for _ in range(copies - 1))])
+    return copies, lambda x: mm(x, *next(turns))
+
+
+def _layer(weight: Tensor, scheme: qao.Scheme) -> tuple[int, Callable[..., Tensor]]:
+    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    linear.weight = nn.Parameter(weight)
+    layer = qao.QuantLinear.from_linear(linear, without_search(scheme))
+    copies = copies_of(layer.qweight.nbytes, "cuda")
+    tensors = [{**layer._parameters} for _ in range(copies)]
+    for own in tensors[1:]:
+        own["qweight"] = nn.Parameter(layer.qweight.clone(), requires_grad=False)
+    turns = cycle(tensors)
+    return copies, lambda x: layer._mm(x, next(turns), layer._constants)
+
+
+def ratios(rows: list[dict[str, Any]], family: str, bar: Bar) -> list[tuple[float, dict[str, Any]]]:
+    """The fastest other's time over ours, and the row, where both ran."""
+    found = []
+    for row in rows:
+        others = [row["us"][name] for name in bar.beside if name in row["us"]]
+        if row["family"] == family and others and bar.name in row["us"]:
+            found.append((min(others) / row["us"][bar.name], row))
+    return found
+
+
+def misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
+    """As bars.misses."""
+    lines, compared = [], 0
+    for family, (_, _, bars) in FAMILIES.items():
+        for bar in bars:
+            found = ratios(rows, family, bar)
+            compared += len(found)
+            beside = " and ".join(bar.beside)
+            lines += [
+                f"{bar.name} beside {beside}, {row['n']} x {row['k']}, M = {row['m']}: {r:.2f} of {bar.least:.2f}"
+                for r, row in found
+                if r < bar.least
+            ]
+            if found and (mean := geometric_mean(r for r, _ in found)) < bar.mean:
+                lines.append(f"{bar.name} beside {beside}: {mean:.2f}, the bar is {bar.mean:.2f}")
+    return lines, compared
+
+
+def render(results: dict[str, Any]) -> str:
+    """The Markdown of one results file: a line a bar, columns by M, means and the least."""
+    rows = results["rows"]
+    tokens = list(dict.fromkeys(row["m"] for row in rows))
+    lines = []
+    for family, (_, _, bars) in FAMILIES.items():
+        for bar in bars:
+            found = ratios(rows, family, bar)
+            if not found:
+                continue
+            of_m = [[r for r, row in found if row["m"] == m] for m in tokens]
+            below = sum(r < bar.least for r, _ in found)
+            worst, row = min(found, key=lambda pair: pair[0])
+            mean = geometric_mean(r for r, _ in found)
+            lines.append(
+                [f"{bar.name} / {' or '.join(bar.beside)}", f"{bar.mean:.2f}, {bar.least:.2f}", f"{mean:.2f}"]
+                + [f"{geometric_mean(some):.2f}" if some else "–" for some in of_m]
+                + [f"{worst:.2f} ({row['n']} × {row['k']}, M = {row['m']})", f"{below} of {len(found)}"]
+            )
+    layers = len({(row["n"], row["k"]) for row in rows})
+    note = (
+        f"{caption(results['meta'])}; {layers} layers, half of them drawn from a seed. The other's time over ours, "
+        "geometric means; bars for the mean and for each cell."
+    )
+    header = ["ours / the other", "bars", "all", *(f"M = {m}" for m in tokens), "least", "below"]
+    return f"{note}\n\n{table(header, lines)}"
