@@ -2,7 +2,8 @@
 
 One projection (gate and up together) of the experts of real models, tokens sent to experts evenly or by Zipf's law.
 Contenders of a cell take turns: every scheme as one grouped operator, torch's grouped products in bfloat16 and on a GPU
-in fp8 (rows of x are gathered for them, and quantised beforehand); and on a CPU loops of dense operators and of
+in fp8 (rows of x are gathered for them, and quantised beforehand) and DeepGEMM's where ``QAO_BENCH_PEERS`` says (rows
+also gathered and filled up beforehand); and on a CPU loops of dense operators and of
 F.linear, which on a GPU would wait for the routing. There calls rotate over routings and copies of the weights, so that
 few tokens meet experts that no cache holds.
 
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .experts_contenders import FP8_PEER, ROUTINGS_IN_TURN, Call, Experts, Model
+from .experts_contenders import DEEP_GEMM, FP8_PEER, ROUTINGS_IN_TURN, Call, Experts, Model
 from .markdown import caption, table
 from .meta import describe, warn_if_busy
 from .timing import Graph, ceilings, interleaved, replayed, settle_clocks
@@ -87,7 +88,7 @@ def _times(calls: dict[str, Call], floors: dict[str, float], seconds: float, dev
 
 def _rows(cell: dict[str, Any], times: dict[str, float], floors: dict[str, float]) -> Iterator[dict[str, Any]]:
     bf16 = min(time for name, time in times.items() if name.startswith("bf16"))
-    peer = min(bf16, times.get(FP8_PEER, bf16))
+    peer = min(bf16, times.get(FP8_PEER, bf16), times.get(DEEP_GEMM, bf16))
     for name, time in times.items():
         row = cell | {"name": name, "us": time * 1e6, "times_bf16": bf16 / time, "times_peer": peer / time}
         if floor := floors.get(name):
@@ -147,7 +148,7 @@ def render(results: dict[str, Any]) -> str:
     lines = [[*key, *(found.get(count, "") for count in tokens)] for key, found in cells.items()]
     header = ["experts of", "routing", "operator", *(f"{count} tokens" for count in tokens)]
     if any("floor_us" in row for row in rows):
-        text = "µs (times as long as its floor; times as fast as bfloat16's best, as the best of torch)"
+        text = "µs (times as long as its floor; times as fast as bfloat16's best, as the best of others)"
     else:
         text = "µs (times as fast as bfloat16's best, as the loop over experts with the dense operator)"
     return f"{caption(results['meta'])}; {text}.\n\n{table(header, lines)}"

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .peers import engines
 from .timing import copies_of
 
 Call = Callable[[], Tensor]
@@ -25,6 +26,7 @@ class Model(NamedTuple):
 
 ROUTINGS_IN_TURN = 8
 FP8_PEER = "fp8 scaled_grouped_mm"
+DEEP_GEMM = "fp8 DeepGEMM"
 
 
 def route(model: Model, tokens: int, routing: str, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -60,7 +62,8 @@ class Experts:
         of_rows = scales(e, n)
         whole = integers(e, tiles[0], k // group_size, 1, 16).remainder(16) + 1
         scaled = four[0], (whole * of_rows.view(e, tiles[0], 1, 1, 16)).bfloat16()
-        powers = four[0], (torch.exp2(-whole.remainder(4)) * of_rows.view(e, tiles[0], 1, 1, 16)).bfloat16()
+        short = of_rows.bfloat16().float()  # whose products by powers of two bfloat16 holds
+        powers = four[0], (torch.exp2(-whole.remainder(4)) * short.view(e, tiles[0], 1, 1, 16)).bfloat16()
         e4m3 = eight[0].to(torch.float8_e4m3fn), scales(e, n, 1)
         bf16 = (torch.stack([(q * s.unsqueeze(1)).bfloat16() for q, s in zip(*eight, strict=True)]),)
         sizes = n, k, group_size
@@ -74,7 +77,7 @@ class Experts:
             "fp4": (codes, (n, k, 32)),
             "fp8_fp8": (e4m3, (None, -1, False)),
             "fp8_int4": (four, sizes),
-            "fp8_int4_rows": (powers, (*sizes, of_rows)),
+            "fp8_int4_rows": (powers, (*sizes, short)),
             "bf16": (bf16, ()),
         }
         self.operands = {
@@ -99,7 +102,8 @@ class Experts:
         for word, (copies, _) in self.operands.items():
             read = sum(t.nbytes for t in copies[0]) * touched / self.model.experts / rates[0]
             floors[word] = max(read, operations / (2 if "_" in word else 1))
-        return floors | {"bf16 grouped_mm": floors["bf16"], FP8_PEER: floors.get("fp8_fp8", 0.0)}
+        fp8 = floors.get("fp8_fp8", 0.0)
+        return floors | {"bf16 grouped_mm": floors["bf16"], FP8_PEER: fp8, DEEP_GEMM: fp8}
 
     def _turns(self, tokens: int, routing: str) -> list[tuple[Tensor, Tensor]]:
         """Zipf's favourites are spread over all experts."""
@@ -173,6 +177,14 @@ class Experts:
                     out_dtype=torch.bfloat16,
                     use_fast_accum=True,
                 ),
+            )
+        if "deep_gemm" in engines.load() and self.model.n % 128 == self.model.k % 128 == 0:
+            rows = {id(ends): engines.deep_gemm_rows(x, index, ends) for index, ends in turns}
+            blocks = torch.rand(self.model.experts, self.model.n // 128, self.model.k // 128, device=self.device)
+            add(
+                DEEP_GEMM,
+                "fp8_fp8",
+                lambda weight, scales, index, ends: engines.deep_gemm_experts(rows[id(ends)], weight, blocks),
             )
         return calls
 

@@ -44,7 +44,7 @@ _I8, _F8 = qao.Int8DynamicActivationInt8Weight(), qao.Float8DynamicActivationFlo
 _I84, _F84 = qao.Int8DynamicActivationInt4Weight, qao.Float8DynamicActivationInt4Weight
 
 Schemes = dict[str, qao.Scheme]
-Peers = Callable[[Tensor, set[str]], Iterator[tuple[str, engines.Made]]]
+Peers = Callable[[Tensor, frozenset[str]], Iterator[tuple[str, engines.Made]]]
 
 
 class Bar(NamedTuple):
@@ -85,13 +85,15 @@ FAMILIES = {
     ),
     "fp8": Family(
         {"fp8_fp8": _F8, "fp8_fp8 fast_accum": qao.Float8DynamicActivationFloat8Weight(fast_accum=True)}
-        | {f"fp8_int4 {name}": s for name, s in _four_bits(_F84, "power_of_two_scales").items()},
+        | {f"fp8_int4 {name}": s for name, s in _four_bits(_F84, "power_of_two_scales").items()}
+        | {"fp8_int4 g128 rows fast_accum": _F84(128, True, power_of_two_scales=True, fast_accum=True)},
         engines.fp8,
         (
             Bar("fp8_fp8", ("vLLM fp8", "SGLang fp8"), 1.05, 0.97),
             Bar("fp8_fp8 fast_accum", ("vLLM fp8", "SGLang fp8"), 1.05, 0.97),
             *_as_fast("fp8_int4", "fp8_fp8"),
-            Bar("fp8_int4 g128 rows", ("vLLM fp8 x int4",), 1.0, 0.97),
+            Bar("fp8_int4 g128 rows fast_accum", ("fp8_fp8",), 1 / 1.08, 1 / 1.08),
+            Bar("fp8_int4 g128 rows fast_accum", ("vLLM fp8 x int4",), 1.0, 0.97),
         ),
     ),
     "blocks": Family(

@@ -26,7 +26,7 @@ TABLE = ROOT / "cuda" / "mm" / "wgmma" / "costs.inc"
 OPERANDS = (
     *("float_int4", "float_int8", "float_fp8"),
     *("int8_int8", "int8_int4", "int8_int4_symmetric", "int8_int4_rows"),
-    *("fp8_fp8", "fp8_fp8_fast", "fp8_fp8_blocks", "fp8_int4"),
+    *("fp8_fp8", "fp8_fp8_fast", "fp8_fp8_blocks", "fp8_int4", "fp8_int4_rows", "fp8_int4_rows_fast"),
 )
 UNSEEN = ((5120, 5120), (13824, 5120), (2560, 9728), (3584, 18944))  # N, K of layers that no cost is fitted to
 UNSEEN_TOKENS = (2, 12, 24, 48, 100, 200, 700, 3000)

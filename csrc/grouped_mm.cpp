@@ -97,13 +97,14 @@ Tensor fp8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tenso
                               const std::optional<Tensor>& bias, const Tensor& offsets,
                               const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
                               int64_t out_features, int64_t in_features, int64_t group_size,
-                              const std::optional<Tensor>& row_scales, bool batch_invariant) {
+                              const std::optional<Tensor>& row_scales, bool batch_invariant, bool fast_accum) {
   Call call("fp8_int4_grouped_mm", x);
   GroupedProduct product(call.op, call.x, weight, scales, bias, {offsets, row_index, row_scale});
   std::optional<Argument> of_rows;
   if (row_scales) call.op.involve(&of_rows.emplace("row_scales", *row_scales));
   product.use_packed_weight({out_features, in_features, group_size});
   if (of_rows) product.use_row_scales(*of_rows);
+  product.problem.fast_accum = fast_accum;
   product.use_dynamic_x(x, Format::kFp8, Scaling::kRow);
   return product.run(batch_invariant);
 }

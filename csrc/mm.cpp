@@ -82,13 +82,14 @@ Tensor fp8_fp8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, c
 
 Tensor fp8_int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
                    int64_t out_features, int64_t in_features, int64_t group_size,
-                   const std::optional<Tensor>& row_scales, bool batch_invariant) {
+                   const std::optional<Tensor>& row_scales, bool batch_invariant, bool fast_accum) {
   Call call("fp8_int4_mm", x);
   Product product(call.op, call.x, weight, scales, bias);
   std::optional<Argument> of_rows;
   if (row_scales) call.op.involve(&of_rows.emplace("row_scales", *row_scales));
   product.use_packed_weight(product.int4_sizes({out_features, in_features, group_size}));
   if (of_rows) product.use_row_scales(*of_rows);
+  product.problem.fast_accum = fast_accum;
   product.use_dynamic_x(x, Format::kFp8, Scaling::kRow);
   return product.run(batch_invariant);
 }
@@ -115,8 +116,8 @@ constexpr Operator kProducts[] = {
         "x_scale=None, int x_group_size=-1, bool fast_accum=False, bool batch_invariant=False) -> Tensor"),
     operator_of<"fp8_int4_mm", fp8_int4_mm>(
         "fp8_int4_mm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int "
-        "out_features=0, int in_features=0, int group_size=0, Tensor? row_scales=None, bool batch_invariant=False) -> "
-        "Tensor"),
+        "out_features=0, int in_features=0, int group_size=0, Tensor? row_scales=None, bool batch_invariant=False, "
+        "bool fast_accum=False) -> Tensor"),
 };
 
 }  // namespace

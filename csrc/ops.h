@@ -52,7 +52,7 @@ Tensor fp8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tenso
                               const std::optional<Tensor>& bias, const Tensor& offsets,
                               const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
                               int64_t out_features, int64_t in_features, int64_t group_size,
-                              const std::optional<Tensor>& row_scales, bool batch_invariant);
+                              const std::optional<Tensor>& row_scales, bool batch_invariant, bool fast_accum);
 
 // experts.cpp
 std::tuple<Tensor, Tensor, Tensor> expert_sort_op(const Tensor& experts, int64_t num_experts);

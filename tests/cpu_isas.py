@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
+
+import torch
 
 # What /proc/cpuinfo must list for each level (csrc/cpu/features.h).
 AVX2 = ("avx2", "fma", "f16c")
@@ -24,3 +27,8 @@ ARM_FLAGS: dict[str, tuple[str, ...]] = {
     "neon_bf16": ("asimd", "asimddp", "i8mm", "bf16"),
 }
 ISA_FLAGS = ARM_FLAGS if platform.machine() == "aarch64" else X86_FLAGS
+
+
+def runs_amx() -> bool:
+    """Whether this process has AMX and is not held to less."""
+    return torch.cpu._is_amx_tile_supported() and os.environ.get("QAO_CPU_ISA", "amx") == "amx"

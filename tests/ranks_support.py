@@ -9,6 +9,7 @@ all are killed. So ends a rank that is alone in a collective, since the rank tha
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import qao
 import torch
 import torch.distributed as dist
@@ -40,8 +42,25 @@ RAISED_ALONE = 20
 PLACES = [("cpu", WORLD), *([("cuda", torch.cuda.device_count())] if torch.cuda.device_count() > 1 else [])]
 
 
-def launch(worker: Path, folder: Path, place: tuple[str, int], timeout: int = 600) -> list[Raised]:
-    """Runs ``python worker RANK FOLDER`` for each rank; kills all if one of them hangs."""
+def launch(worker: Path, folders: pytest.TempPathFactory, place: tuple[str, int], timeout: int = 600) -> list[Raised]:
+    """What each case of ``worker`` raised in each process. Workers of pytest-xdist, which may share the tests of a
+    file, launch it once and no two at a time."""
+    shared = folders.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    with (shared / "launches.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = shared / f"{worker.stem}_{place[0]}_{place[1]}"
+        if not folder.exists():
+            folder.mkdir()
+            (folder / "failure").write_text(_run_ranks(worker, folder, place, timeout))
+    failure = (folder / "failure").read_text()
+    assert not failure, failure
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(place[1])]
+
+
+def _run_ranks(worker: Path, folder: Path, place: tuple[str, int], timeout: int) -> str:
+    """Runs ``python worker RANK FOLDER`` for each rank; kills all if one of them hangs. Returns what went wrong."""
     device, world = place
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "QAO_TEST_DEVICE": device, "QAO_TEST_WORLD": str(world)}
     if device == "cpu":
@@ -61,8 +80,8 @@ def launch(worker: Path, folder: Path, place: tuple[str, int], timeout: int = 60
     finally:
         for process in processes:
             process.kill()
-    assert not any(codes) and None not in codes, "\n".join([str(codes), *(log.read_text() for log in logs)])
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+    went_well = not any(codes) and None not in codes
+    return "" if went_well else "\n".join([str(codes), *(log.read_text() for log in logs)])
 
 
 def _codes(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:

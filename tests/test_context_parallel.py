@@ -15,7 +15,7 @@ worker = pytest.importorskip("context_parallel_worker")
 
 @pytest.fixture(scope="module", params=PLACES, ids=str)
 def raised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Raised]:
-    return launch(Path(worker.__file__), tmp_path_factory.mktemp("context_parallel"), request.param, timeout=900)
+    return launch(Path(worker.__file__), tmp_path_factory, request.param, timeout=900)
 
 
 @pytest.mark.parametrize("name", worker.CASES)

@@ -15,7 +15,7 @@ from ranks_support import PLACES, Raised, launch
 @pytest.fixture(scope="module", params=PLACES, ids=str)
 def raised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Raised]:
     """What each case raised in each process."""
-    return launch(Path(distributed_worker.__file__), tmp_path_factory.mktemp("distributed"), request.param)
+    return launch(Path(distributed_worker.__file__), tmp_path_factory, request.param)
 
 
 @pytest.mark.parametrize("name", distributed_worker.CASES)

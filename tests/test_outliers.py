@@ -7,13 +7,13 @@ the rest of x.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import check_close, truth
+from cpu_isas import runs_amx
 from ops_schemes import (
     DTYPES,
     FLOAT,
@@ -348,8 +348,7 @@ WHOLE_WEIGHTS = [("int8", None), *((form, g) for form in ("none", "integer", "ro
 
 def comes_off_at_the_end(group_size: int | None) -> bool:
     """With AMX beside int4, from two rows of x on."""
-    amx = torch.cpu._is_amx_tile_supported() and os.environ.get("QAO_CPU_ISA", "amx") == "amx"
-    return amx and group_size is not None
+    return runs_amx() and group_size is not None
 
 
 @pytest.mark.every_isa

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @pytest.fixture(scope="module", params=PLACES, ids=str)
 def raised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Raised]:
-    return launch(Path(tensor_parallel_worker.__file__), tmp_path_factory.mktemp("tensor_parallel"), request.param)
+    return launch(Path(tensor_parallel_worker.__file__), tmp_path_factory, request.param)
 
 
 @pytest.mark.parametrize("name", tensor_parallel_worker.CASES)

@@ -133,6 +133,35 @@ def test_a_layer_of_e4m3_multiplies_with_the_weight_it_has(
     assert ((layer(x).double() - expected).abs() <= 2.0**-9 * size).all()
 
 
+@pytest.mark.parametrize("m, n, k", [(m, 200, 416) for m in (1, 40, 128, 190, 300)] + [(33, 1, 4128), (300, 17, 4128)])
+@pytest.mark.parametrize("group_size", [-1, 32, 64, 128])
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+def test_fast_accumulation_is_near(dtype: torch.dtype, group_size: int, m: int, n: int, k: int, device: str) -> None:
+    """The tensor cores' short accumulator keeps 13 bits, 32 columns to an instruction; the operator is told."""
+    scheme = scheme_of(FP8, group_size, fast_accum=True)
+    layer = qao.QuantLinear.from_linear(nn.Linear(k, n, device=device, dtype=dtype), scheme)
+    assert layer._constants[5] is True and "fast accumulation" in repr(layer)
+    x = torch.randn(m, k, device=device, dtype=dtype)
+    q, scales = torch.ops.qao.fp8_quantize(x, -1, None)
+    seen, dense = q.view(torch.float8_e4m3fn).double() * scales.double(), layer.dequantize(torch.float64)
+    assert layer.bias is not None
+    y, expected = layer(x), seen @ dense.t() + layer.bias.double()
+    bound = k / 32 * 2.0**-13 * (seen.abs() @ dense.abs().t()) + torch.finfo(dtype).eps * expected.abs()
+    assert ((y.double() - expected).abs() <= bound).all()
+
+
+def test_fast_accumulation_is_for_scales_of_rows() -> None:
+    with pytest.raises(ValueError, match="fast_accum must be False unless power_of_two_scales=True"):
+        FP8(128, True, fast_accum=True)
+    with pytest.raises(ValueError, match="fast_accum"):
+        FP8(-1, False, fast_accum=True)
+    with pytest.raises(TypeError, match="fast_accum must be True or False"):
+        FP8(-1, True, fast_accum=1)
+    scheme = scheme_of(FP8, 64, fast_accum=True)
+    assert qao.scheme_from_dict(scheme.to_dict()) == scheme
+    assert "fast_accum" not in scheme_of(FP8, 64).to_dict()
+
+
 @every_class
 def test_one_group_a_row_needs_none(kind: Any, device: str) -> None:
     weight = weight_of(40, 256, device)

@@ -7,6 +7,7 @@ quantises it by its own kernel.
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import sys
@@ -22,14 +23,16 @@ Tensors = tuple[Tensor, ...]
 Made = tuple[Tensors, Callable[..., Tensor]]  # the weight in its layout, and the product of x and it
 
 _E4M3 = torch.float8_e4m3fn
+_GROUP = 128
 _U4B8 = 4 << 8 | 8 << 17 | 1 << 50  # vLLM's id of unsigned four bits less 8
 
 
-def load() -> set[str]:
+@functools.cache
+def load() -> frozenset[str]:
     """Of "vllm", "sgl", "deep_gemm" those that are there."""
     folder = os.environ.get("QAO_BENCH_PEERS")
     if folder is None:
-        return set()
+        return frozenset()
     for pattern in ("libnvrtc.so.1*", "libnccl.so.2"):  # which they expect in the process
         found = [
             *glob.glob(f"{Path(torch.__file__).parent}/../nvidia/*/lib/{pattern}"),
@@ -45,31 +48,31 @@ def load() -> set[str]:
     if "vllm" in loaded and Path(folder, "deep_gemm").is_dir():
         sys.path.insert(0, folder)
         loaded.add("deep_gemm")
-    return loaded
+    return frozenset(loaded)
 
 
-def int8(weight: Tensor, there: set[str]) -> Iterator[tuple[str, Made]]:
+def int8(weight: Tensor, there: frozenset[str]) -> Iterator[tuple[str, Made]]:
     if "vllm" in there:
         yield "vLLM int8", (_rows(weight, torch.int8, 127), lambda x, q, s: _vllm_mm(_int8_rows(x), q, s))
 
 
-def fp8(weight: Tensor, there: set[str]) -> Iterator[tuple[str, Made]]:
+def fp8(weight: Tensor, there: frozenset[str]) -> Iterator[tuple[str, Made]]:
     tensors = _rows(weight, _E4M3, 448)
     if "vllm" in there:
         yield "vLLM fp8", (tensors, lambda x, q, s: _vllm_mm(_fp8_rows(x), q, s))
     if "sgl" in there:
         yield "SGLang fp8", (tensors, _sgl_mm)
-    if "vllm" in there:
+    if "vllm" in there and weight.shape[1] % _GROUP == 0:
         yield "vLLM fp8 x int4", _vllm_w4a8(weight)
 
 
-def blocks(weight: Tensor, there: set[str]) -> Iterator[tuple[str, Made]]:
+def blocks(weight: Tensor, there: frozenset[str]) -> Iterator[tuple[str, Made]]:
     if "deep_gemm" in there and weight.shape[0] % 128 == weight.shape[1] % 128 == 0:
         yield "DeepGEMM", (_blocks(weight), _deep_gemm)
 
 
-def four_bits(weight: Tensor, there: set[str]) -> Iterator[tuple[str, Made]]:
-    if "vllm" in there:
+def four_bits(weight: Tensor, there: frozenset[str]) -> Iterator[tuple[str, Made]]:
+    if "vllm" in there and weight.shape[1] % _GROUP == 0:
         q, scales = _groups(weight)
         packed = torch.ops._C.machete_prepack_B(
             _eight_a_word(q + 8).t().contiguous().t(), torch.bfloat16, _U4B8, torch.bfloat16
@@ -90,12 +93,12 @@ def _blocks(weight: Tensor) -> Tensors:
     return (tiles / scale).to(_E4M3).view(n, k), scale.view(n // 128, k // 128).contiguous()
 
 
-def _groups(weight: Tensor, size: int = 128) -> tuple[Tensor, Tensor]:
-    """Integers from -8 to 7 [N, K] and scales [N, K / size]."""
+def _groups(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers from -8 to 7 [N, K] and scales [N, K / _GROUP]."""
     n, k = weight.shape
-    groups = weight.float().view(n, k // size, size)
+    groups = weight.float().view(n, k // _GROUP, _GROUP)
     scale = (groups.abs().amax(-1, keepdim=True) / 7.5).clamp(min=1e-8).bfloat16().float()
-    return (groups / scale).round_().clamp_(-8, 7).int().view(n, k), scale.view(n, k // size).bfloat16()
+    return (groups / scale).round_().clamp_(-8, 7).int().view(n, k), scale.view(n, k // _GROUP).bfloat16()
 
 
 def _eight_a_word(q: Tensor) -> Tensor:
@@ -136,18 +139,45 @@ def _sgl_mm(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
 def _deep_gemm(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     import deep_gemm
 
+    y = x.new_empty(x.shape[0], q.shape[0])
+    deep_gemm.fp8_gemm_nt(_fp8_blocks(x), (q, scale), y)
+    return y
+
+
+def _fp8_blocks(x: Tensor) -> Tensors:
     m, k = x.shape
     rounded = torch.empty_like(x, dtype=_E4M3)
     x_scale = torch.empty_strided((m, k // 128), (1, (m + 3) // 4 * 4), dtype=torch.float32, device=x.device)
     torch.ops._C.per_token_group_fp8_quant(x, rounded, x_scale, 128, 1e-10, -448.0, 448.0, False, True, True)
-    y = x.new_empty(m, q.shape[0])
-    deep_gemm.fp8_gemm_nt((rounded, x_scale), (q, scale), y)
+    return rounded, x_scale
+
+
+def deep_gemm_rows(x: Tensor, index: Tensor, ends: Tensor, tile: int = 128) -> Tensors:
+    """x as DeepGEMM's grouped product takes it, quantised, rows of experts filled up to whole tiles; and whose they
+    are."""
+    begin, rows, experts = 0, [], []
+    for expert, end in enumerate(ends.tolist()):
+        count = -(-(end - begin) // tile) * tile
+        rows.append(torch.nn.functional.pad(index[begin:end], (0, count - (end - begin))))
+        experts += [expert] * count
+        begin = end
+    owners = torch.tensor(experts, dtype=torch.int32, device=x.device)
+    return *_fp8_blocks(x[torch.cat(rows)].contiguous()), owners
+
+
+def deep_gemm_experts(rows: Tensors, weight: Tensor, scales: Tensor) -> Tensor:
+    """weight: e4m3 [E, N, K]; scales: float32 [E, N / 128, K / 128]; rows: of deep_gemm_rows()."""
+    import deep_gemm
+
+    rounded, x_scale, owners = rows
+    y = torch.empty(rounded.shape[0], weight.shape[1], dtype=torch.bfloat16, device=weight.device)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous((rounded, x_scale), (weight, scales), y, owners)
     return y
 
 
 def _machete(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     nothing: Any = None
-    y: Tensor = torch.ops._C.machete_mm(x, packed, _U4B8, nothing, scales, nothing, 128, nothing, nothing, nothing)
+    y: Tensor = torch.ops._C.machete_mm(x, packed, _U4B8, nothing, scales, nothing, _GROUP, nothing, nothing, nothing)
     return y
 
 
@@ -160,7 +190,7 @@ def _vllm_w4a8(weight: Tensor) -> Made:
 
     def mm(x: Tensor, *weight: Tensor) -> Tensor:
         rounded, x_scale = _fp8_rows(x)
-        y: Tensor = torch.ops._C.cutlass_w4a8_mm(rounded, weight[0], weight[1], 128, weight[2], x_scale, None, None)
+        y: Tensor = torch.ops._C.cutlass_w4a8_mm(rounded, weight[0], weight[1], _GROUP, weight[2], x_scale, None, None)
         return y
 
     return tensors, mm

@@ -68,8 +68,35 @@ class IntegerScaledInt4Weight(TwoLevelInt4Weight):
 
 @dataclass(frozen=True)
 class PowerScaledInt4Weight(TwoLevelInt4Weight):
-    """With the choice of scales that are powers of two times one scale of their row."""
+    """With the choice of scales that are powers of two times one scale of their row, and of how their products add."""
 
     power_of_two_scales: bool = field(default=False, kw_only=True)
+    fast_accum: bool = field(default=False, kw_only=True)
 
     factors: ClassVar[Factors] = POWERS_OF_TWO
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_bool("fast_accum")
+        if self.fast_accum and not (self.power_of_two_scales or (self.symmetric and self.size == -1)):
+            one_scale = "power_of_two_scales=True, or symmetric=True and group_size=-1"
+            self._reject("fast_accum", f"False unless {one_scale}: sums of each group are added in float32")
+
+    def to_dict(self) -> dict[str, Any]:
+        content = super().to_dict()
+        if not self.fast_accum:  # as before there was the choice
+            del content["fast_accum"]
+        return content
+
+    def __str__(self) -> str:
+        return super().__str__() + (", fast accumulation" if self.fast_accum else "")
+
+    def constants(self, n: int, k: int) -> tuple[Any, ...]:
+        constants = super().constants(n, k)
+        return (*constants, None, False, True) if self.fast_accum else constants  # row_scales, batch_invariant
+
+    def needed_constants(self, n: int, k: int) -> tuple[Any, ...]:
+        return self.constants(n, k) if self.fast_accum else super().needed_constants(n, k)
+
+    def _problem(self, **facts: Any) -> _host.Problem:
+        return super()._problem(fast_accum=self.fast_accum, **facts)

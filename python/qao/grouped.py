@@ -304,7 +304,8 @@ def fp8_int4_grouped_mm(
     group_size: int,
     row_scales: Tensor | None = None,
     batch_invariant: bool = False,
+    fast_accum: bool = False,
 ) -> Tensor:
     """``qao.ops.fp8_int4_mm`` of experts; ``row_scales`` is [E, N]."""
-    constants = out_features, in_features, group_size, row_scales, *asked(batch_invariant)
+    constants = out_features, in_features, group_size, row_scales, *asked(batch_invariant, fast_accum)
     return grouped_product(FP8_INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale)

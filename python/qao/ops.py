@@ -255,12 +255,15 @@ def fp8_int4_mm(
     group_size: int = 0,
     row_scales: Tensor | None = None,
     batch_invariant: bool = False,
+    fast_accum: bool = False,
 ) -> Tensor:
     """y = x̂ · Wᵀ + bias with an int4 weight and x̂ = x rounded to e4m3, a scale per token.
 
     ``row_scales``: float32 [N], of which the scales of a symmetric W are powers of two, 2^-14 to 32, of either sign,
-    each of its row's. As in ``int8_int4_mm``.
+    each of its row's. As in ``int8_int4_mm``. ``fast_accum``: with these, or one group a row, GPUs may sum more than
+    128 columns in the tensor core's short accumulator.
     """
     constants = out_features, in_features, group_size
-    last = constants if row_scales is None and not batch_invariant else (*constants, row_scales)
-    return product(FP8_INT4, (*last, *asked(batch_invariant)), x, weight, scales, bias)
+    others = asked(batch_invariant, fast_accum)
+    last = (*constants, row_scales, *others) if row_scales is not None or others else constants
+    return product(FP8_INT4, last, x, weight, scales, bias)

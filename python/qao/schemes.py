@@ -258,6 +258,8 @@ class Float8DynamicActivationInt4Weight(PowerScaledInt4Weight):
         power_of_two_scales: with symmetric weights, a row's scales are powers of two times one scale of the row, and
             Hopper need not scale the sums of each group of many tokens; less accurate (docs/numerics.md). One group a
             row stays as it is.
+        fast_accum: with these, or with one group a row, let GPUs sum more than 128 columns in the tensor core's short
+            accumulator: faster, less accurate.
 
     Raises:
         ValueError, TypeError: an argument is none of the above.

@@ -236,11 +236,11 @@ struct Consumer {
     fold<0>({}, 0);
     multiply<0, 0, K::kSteps, 1>(stage, true);
     ring.advance();
-    if constexpr (!last) fetch();
     qao::wgmma::wait<0>();
     release(released);
     fold<1>({}, 0);
     if constexpr (!last) {
+      fetch();  // not earlier: sums, products and an operand leave no registers for the next one's codes
       convert<0>();
       multiply<0, 0, K::kSteps, 0>(ring.address(), true);
     }

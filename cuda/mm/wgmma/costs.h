@@ -28,6 +28,7 @@ enum class Operands {
   kInt8Int4Rows,  // a scale for each row of W, whole numbers for its groups
   kFp8Int4,
   kFp8Int4Rows,  // a scale for each row of W, powers of two for its groups
+  kFp8Int4RowsFast,
 };
 struct Cost {
   Operands operands;
@@ -62,7 +63,7 @@ inline Operands operands_of(const Problem& p, const Traits& traits, Tile tile) {
     if (p.x == Format::kFp8) return tall ? kFp8Fp8Tall : kFp8Fp8;
     return tile.by_turns ? kInt8Int8Turns : tall ? kInt8Int8Tall : kInt8Int8;
   }
-  if (p.x == Format::kFp8) return traits.promoted ? kFp8Int4Rows : kFp8Int4;
+  if (p.x == Format::kFp8) return traits.promoted ? kFp8Int4Rows : traits.folds ? kFp8Int4 : kFp8Int4RowsFast;
   if (has_row_scales(p)) return kInt8Int4Rows;
   return p.has_zeros ? kInt8Int4 : kInt8Int4Symmetric;
 }

@@ -31,7 +31,8 @@ inline XKind x_kind_of(const Problem& problem) {
 // The tiles a row is for. kFastAccum: with fast_accum, sums may stay in the tensor cores; the largest tile and those by
 // turns have kernels for that. kRowScales: all, with a scale for each row of W and whole numbers for its groups.
 // kLargeRowScales: those of 128 and 256 tokens, with a scale for each row of W and powers of two for its groups.
-enum class Tiles { kAllTiles, kSwapped, kNotSwapped, kFastAccum, kRowScales, kLargeRowScales };
+// kFastRowScales: of those and 192 tokens, with fast_accum.
+enum class Tiles { kAllTiles, kSwapped, kNotSwapped, kFastAccum, kRowScales, kLargeRowScales, kFastRowScales };
 
 struct Formats {
   XKind x;
@@ -45,12 +46,14 @@ struct Formats {
     if (tiles == Tiles::kSwapped) return can_swap(tile.tokens);
     if (tiles == Tiles::kNotSwapped) return !can_swap(tile.tokens);
     if (tiles == Tiles::kLargeRowScales) return tile.tokens == 128 || tile.tokens == 256;
+    if (tiles == Tiles::kFastRowScales) return tile.tokens >= 128;
     return tiles != Tiles::kFastAccum || tile.tokens == 256 || tile.by_turns;
   }
   constexpr bool serves(Tile tile, bool fast_accum, bool row_scales) const {
-    return is_for(tile) && (tiles != Tiles::kFastAccum || fast_accum) && (!has_row_scales() || row_scales);
+    return is_for(tile) && (!is_fast() || fast_accum) && (!has_row_scales() || row_scales);
   }
-  constexpr bool has_row_scales() const { return tiles == Tiles::kRowScales || tiles == Tiles::kLargeRowScales; }
+  constexpr bool is_fast() const { return tiles == Tiles::kFastAccum || tiles == Tiles::kFastRowScales; }
+  constexpr bool has_row_scales() const { return tiles >= Tiles::kRowScales; }
   constexpr Traits traits() const {
     const bool float_x = x != XKind::kInt8 && x != XKind::kFp8;
     const bool swapped = fold == Fold::kBlock && !float_x && !columns;

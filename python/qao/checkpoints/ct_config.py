@@ -228,5 +228,6 @@ def layer_scheme(
     if inputs is None:
         return Int4WeightOnly(group_size, **four_bits), notes
     if inputs.kind == "float":
-        return Float8DynamicActivationInt4Weight(group_size, **four_bits), notes
+        fast = group.fast_accum and group_size == -1 and weights.symmetric
+        return Float8DynamicActivationInt4Weight(group_size, fast_accum=fast, **four_bits), notes
     return Int8DynamicActivationInt4Weight(group_size, symmetric_activations=inputs.symmetric, **four_bits), notes

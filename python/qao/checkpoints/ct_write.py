@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ..formats import Float8Weight, Fp4Weight, Int4Weight, Scheme
 from ..linear import QuantLinear
-from ..schemes import Float8DynamicActivationFloat8Weight
 from .ct_fp4 import fp4_args, fp4_tensors
 from .plain import packed_nibbles
 
@@ -148,7 +147,7 @@ def _is_packed(scheme: Scheme) -> bool:
 
 
 def _own(scheme: Scheme) -> dict[str, Any]:
-    fast = isinstance(scheme, Float8DynamicActivationFloat8Weight) and scheme.fast_accum
+    fast = getattr(scheme, "fast_accum", False)
     whole = isinstance(scheme, Int4Weight) and scheme.whole_zeros
     return {name: True for name, says in (("fast_accum", fast), ("whole_zeros", whole)) if says}
 
