@@ -77,10 +77,15 @@ def _call(library: str, register: Callable[[], None]) -> None:
     try:
         register()
     except Exception as error:  # whatever it is, its import must not fail for it
-        library = library.partition(".")[0]
-        version = getattr(sys.modules[library], "__version__", "of unknown version")
-        warnings.warn(
-            f"qao does not work together with this {library} ({version}): {type(error).__name__}: {error}. All else "
-            "does. Another version of one of the two may help.",
-            stacklevel=2,
-        )
+        warn_of(library, error)
+
+
+def warn_of(library: str, error: Exception) -> None:
+    """Says that a module of another library goes on without qao."""
+    library = library.partition(".")[0]
+    version = getattr(sys.modules[library], "__version__", "of unknown version")
+    warnings.warn(
+        f"qao does not work together with this {library} ({version}): {type(error).__name__}: {error}. All else "
+        "does. Another version of one of the two may help.",
+        stacklevel=3,
+    )

@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import ops
 from .._version import __version__
 from ..checkpoints.plain import group_size_of, nibbles, regroup
-from ..formats import PackedWeight, Scheme
+from ..formats import PackedWeight, Scheme, _host
+
+MIN_CAPABILITY = 80
+OPERATORS: dict[str, Any] = {
+    "int4": ops.INT4,
+    "int8": ops.INT8,
+    "fp8": ops.FP8,
+    "fp4": ops.FP4,
+    "int8_int8": ops.INT8_INT8,
+    "int8_int4": ops.INT8_INT4,
+    "fp8_fp8": ops.FP8_FP8,
+    "fp8_int4": ops.FP8_INT4,
+}
 
 
 def register_beside(engine: str, versions: tuple[str, ...], module: str) -> None:
@@ -31,6 +45,16 @@ def register_beside(engine: str, versions: tuple[str, ...], module: str) -> None
     importlib.import_module(module).register()
 
 
+def gpu_obstacle(compute_capability: int | None) -> str | None:
+    """Why no kernel of qao runs on a GPU of this compute capability (90; None: not known); None if they do."""
+    if _host is not None and _host.build_info()["cuda"] is None:
+        return "this qao was built without CUDA kernels: install one that was built with nvcc"
+    if compute_capability is not None and compute_capability < MIN_CAPABILITY:
+        return f"qao needs compute capability {MIN_CAPABILITY}, this is {compute_capability}"
+    return None
+
+
+STATIC_INT8 = "static scales of int8 activations; qao finds one in each token"
 GROUPS = "groups of 32, 64, 128, 256, multiples of these, or a row"
 
 
@@ -48,6 +72,24 @@ def groups_obstacle(group_size: int, k: int, full_k: int) -> str | None:
     if 0 < group_size < full_k and k % group_size and k != full_k:
         return f"a shard of {k} columns, which groups of {group_size} do not divide"
     return None
+
+
+def integers_obstacle(bits: int, group_size: int, k: int, full_k: int, zero_points: bool) -> str | None:
+    """The same of k of ``full_k`` columns of integers of ``bits``, beside activations as they come."""
+    if bits == 8:
+        if group_size not in (-1, full_k):
+            return f"eight bits in groups of {group_size} columns; qao has one scale a row there"
+        return "eight bits with zero points; qao has none in this layout" if zero_points else None
+    if bits != 4:
+        return f"weights of {bits} bits; qao has four, and eight without zero points"
+    return groups_obstacle(group_size, k, full_k)
+
+
+def integers(scheme: Scheme, q: Tensor, scales: Tensor, zeros: Tensor | None, given: int, *, bits: int) -> PackedWeight:
+    """Packs uint8 q [N, K] of four bits as ``grouped`` does, of eight bits, whose zero is 128, with a scale a row."""
+    if bits == 8:
+        return scheme.pack((q ^ 0x80).view(torch.int8), scales.reshape(-1))
+    return grouped(scheme, q, scales, zeros, given)
 
 
 def grouped(scheme: Scheme, q: Tensor, scales: Tensor, zeros: Tensor | None, given: int) -> PackedWeight:

@@ -14,26 +14,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .. import marker, ops
+from .. import marker
 from ..formats import Float8Weight, Fp4Weight, Int4Weight, Scheme
 from ..fp4 import ROW_PARTS
 from ..quantizer_fp8 import SCALE_BLOCK
 from ..rotation import with_row_scales
 from ..schemes import Float8DynamicActivationFloat8Weight
 from .config import QaoConfig
-from .served import row_scales
+from .served import OPERATORS, row_scales
 
 _TILE_ROWS, _TILE_COLUMNS = 16, 64
-_OPERATORS: dict[str, Any] = {
-    "int4": ops.INT4,
-    "int8": ops.INT8,
-    "fp8": ops.FP8,
-    "fp4": ops.FP4,
-    "int8_int8": ops.INT8_INT8,
-    "int8_int4": ops.INT8_INT4,
-    "fp8_fp8": ops.FP8_FP8,
-    "fp8_int4": ops.FP8_INT4,
-}
 
 
 class Served:
@@ -121,7 +111,7 @@ class ServedLinear:
 
     def __init__(self, scheme: Scheme, name: str) -> None:
         self.scheme, self.name = scheme, name
-        self.operator = _OPERATORS[scheme.word]
+        self.operator = OPERATORS[scheme.word]
 
     def create_weights(
         self,

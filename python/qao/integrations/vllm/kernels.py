@@ -25,7 +25,7 @@ from vllm.scalar_type import scalar_types
 
 from ... import ops
 from ...checkpoints.plain import group_size_of
-from ...formats import Scheme, _host
+from ...formats import Scheme
 from ...schemes import (
     Float8DynamicActivationInt4Weight,
     Int4WeightOnly,
@@ -36,8 +36,6 @@ from ...schemes import (
 from .. import served
 
 Answer = tuple[bool, str | None]
-MIN_CAPABILITY = 80
-_OPERATORS = {"int4": ops.INT4, "int8": ops.INT8, "int8_int4": ops.INT8_INT4, "fp8_int4": ops.FP8_INT4}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -49,11 +47,7 @@ def _missing(compute_capability: int | None = None) -> str | None:
         return None
     if not current_platform.is_cuda():
         return "qao runs on CUDA and on CPUs"
-    if _host is not None and _host.build_info()["cuda"] is None:
-        return "this qao was built without CUDA kernels: install one that was built with nvcc"
-    if compute_capability is not None and compute_capability < MIN_CAPABILITY:
-        return f"qao needs compute capability {MIN_CAPABILITY}, this is {compute_capability}"
-    return None
+    return served.gpu_obstacle(compute_capability)
 
 
 class _Kernel:
@@ -70,7 +64,7 @@ class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        return MIN_CAPABILITY
+        return served.MIN_CAPABILITY
 
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
@@ -92,10 +86,7 @@ class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
             packed, out = getattr(w_q, "packed_dim", 1), getattr(w_q, "output_dim", 0)
             q = served.rows(w_q.data, bits, packed_dim=packed, output_dim=out)[:n, :k]
         scheme = _mixed_scheme(c, layer)
-        if bits == 8:
-            made = scheme.pack((q ^ 0x80).view(torch.int8), scales.reshape(-1))
-        else:
-            made = served.grouped(scheme, q, scales, zeros, c.group_size)
+        made = served.integers(scheme, q, scales, zeros, c.group_size, bits=bits)
         replace_parameter(layer, self.w_q_name, made.qweight)
         replace_parameter(layer, self.w_s_name, made.scales)
         if self.w_zp_name is not None and getattr(layer, self.w_zp_name, None) is not None:
@@ -103,7 +94,7 @@ class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
         self._takes_sums = scheme.activations == "int8"
         if self._takes_sums:
             replace_parameter(layer, "qao_weight_sums", made.weight_sums)
-        self._operator, self._rest = _OPERATORS[scheme.word], scheme.constants(n, k)
+        self._operator, self._rest = served.OPERATORS[scheme.word], scheme.constants(n, k)
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight, scales = getattr(layer, self.w_q_name), getattr(layer, self.w_s_name)
@@ -113,19 +104,15 @@ class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
 
 def _mixed_obstacle(c: Any) -> str | None:
     kind, k = c.weight_type, c.partition_weight_shape[0]
-    if kind == scalar_types.uint8b128:
-        if c.group_size not in (-1, c.full_weight_shape[0]):
-            return f"eight bits in groups of {c.group_size} columns; qao has one scale a row there"
-        if c.zero_points or c.act_type not in _FLOATS:
-            return "eight bits with zero points, or with activations of eight bits; qao has neither in this layout"
-        return None
-    if kind not in (scalar_types.uint4, scalar_types.uint4b8, scalar_types.int4):
+    if kind not in (scalar_types.uint4, scalar_types.uint4b8, scalar_types.int4, scalar_types.uint8b128):
         return f"weights of type {kind}; qao has four bits, and eight without zero points"
-    if c.zero_points != (kind == scalar_types.uint4):
+    if kind == scalar_types.uint8b128 and c.act_type not in _FLOATS:
+        return "eight bits with activations of eight bits; qao has none in this layout"
+    if kind != scalar_types.uint8b128 and c.zero_points != (kind == scalar_types.uint4):
         return f"weights of type {kind} {'with' if c.zero_points else 'without'} zero points"
     if c.act_type not in (*_FLOATS, torch.int8, torch.float8_e4m3fn):
         return f"activations of type {c.act_type}"
-    return served.groups_obstacle(c.group_size, k, c.full_weight_shape[0])
+    return served.integers_obstacle(kind.size_bits, c.group_size, k, c.full_weight_shape[0], c.zero_points)
 
 
 def _mixed_scheme(c: Any, layer: nn.Module) -> Scheme:
@@ -154,7 +141,7 @@ class QaoInt8Kernel(_Kernel, Int8ScaledMMLinearKernel):  # type: ignore[misc]
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
         if c.is_static_input_scheme:
-            return False, "static scales of int8 activations; qao finds one in each token"
+            return False, served.STATIC_INT8
         return True, None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
