@@ -42,13 +42,16 @@ class Layer:
         config.packed_modules_mapping = JOINED
         self.rank, self.size, self.kind, self.shard = rank, size, kind, shard
         with shard(rank, size):
-            self.layer = make(quant_config=config, bias="bias" in states[0])
-            parameters = dict(self.layer.named_parameters())
-            for (_, part, _), state in zip(KINDS[kind], states, strict=True):
-                for name, tensor in state.items():
-                    target = parameters[name]
-                    target.weight_loader(target, tensor, *([] if part is None else [part]))
-            self.layer.quant_method.process_weights_after_loading(self.layer)
+            self.layer: Any = make(quant_config=config, bias="bias" in states[0])
+            self.load(states)
+
+    def load(self, states: list[dict[str, Tensor]]) -> None:
+        parameters = dict(self.layer.named_parameters())
+        for (_, part, _), state in zip(KINDS[self.kind], states, strict=True):
+            for name, tensor in state.items():
+                target = parameters[name]
+                target.weight_loader(target, tensor, *([] if part is None else [part]))
+        self.layer.quant_method.process_weights_after_loading(self.layer)
 
     def columns(self) -> slice:
         """Of x, that this process multiplies."""

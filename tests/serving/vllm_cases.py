@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,17 +12,30 @@ import vllm_support  # noqa: F401  # first: it makes vLLM importable
 
 # isort: split
 
+import layouts
 import pytest
 import qao
 import qao.integrations.vllm
 import torch
 import vllm.plugins
-from accuracy import check_close
+from layouts import (
+    DTYPES,
+    E4M3,
+    E4M3_ALL,
+    E4M3_BLOCK,
+    E4M3_STATIC,
+    FLOAT,
+    INT8,
+    INT8_ASYM,
+    LAYERS,
+    Checkpoint,
+    add_bias,
+    check,
+    fp8_checkpoint,
+)
 from loaded import KINDS, K, N, installed
 from ops_schemes import Activation
-from test_checkpoints_compressed_tensors import CASES, compressed, config_of, decompressed, scheme_of
 from test_checkpoints_gptq_awq import Weight
-from torch import Tensor
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear import MPLinearLayerConfig
 from vllm.model_executor.layers.quantization import auto_gptq
@@ -33,17 +46,6 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import PlatformEnum
 from vllm.scalar_type import scalar_types
 from vllm_support import Loaded, engine, kernels
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LAYERS = [*((kind, size, "bf16") for kind in KINDS for size in (1, 2)), ("qkv", 2, "fp16"), ("row", 2, "fp16")]
-FLOAT = Activation()
-INT8, INT8_ASYM = Activation("int8"), Activation("int8", symmetric=False)
-E4M3, E4M3_ALL, E4M3_STATIC = (
-    Activation("fp8"),
-    Activation("fp8", group_size=0),
-    Activation("fp8", group_size=0, static_scale=0.25),
-)
-E4M3_BLOCK = Activation("fp8", group_size=128)
 
 # A case of compressed-tensors, the kernel that is to run it, what becomes of x.
 COMPRESSED = {
@@ -67,36 +69,8 @@ COMPRESSED = {
 }
 
 
-def states_of(case: str, kind: str, dtype: torch.dtype) -> tuple[dict, list[dict[str, Tensor]], list[Tensor]]:
-    """The config of a checkpoint, its tensors for each matrix, and in float64 what they are."""
-    scheme = scheme_of(CASES[case][0])
-    scheme.targets = ["Linear"]
-    if "packed" in case:
-        scheme.format = "pack-quantized"
-    states = [compressed(scheme, rows, K, dtype) for _, _, rows in KINDS[kind]]
-    if scheme.weights.type == "float" and scheme.weights.strategy == "tensor":
-        for state in states:  # those of matrices that are joined, vLLM quantises again with the largest scale
-            state["weight_scale"] = states[0]["weight_scale"]
-    dense = [decompressed({**state, "weight_scale": state["weight_scale"].double()}, scheme) for state in states]
-    return config_of({"group_0": scheme}, format=scheme.format), states, dense
-
-
-def check(loaded: Loaded, dense: list[Tensor], biases: list[Tensor], what: Activation, dtype: torch.dtype) -> None:
-    part, bias = loaded.part_of(dense), loaded.part_of(biases) if biases else None
-    for tokens in (1, 5, 40):
-        x = torch.randn(tokens, K, dtype=dtype)
-        own = x[:, loaded.columns()].contiguous()
-        check_close(loaded(x), own, part, bias, what.seen(own), what.slack(own, part))
-
-
-def add_bias(kind: str, states: list[dict[str, Tensor]], dtype: torch.dtype) -> list[Tensor]:
-    """Beside the weights of a layer that adds it before results are summed."""
-    if kind == "row":
-        return []
-    biases = [torch.randn(rows, dtype=dtype) for _, _, rows in KINDS[kind]]
-    for state, bias in zip(states, biases, strict=True):
-        state["bias"] = bias
-    return biases
+# those of matrices that are joined, vLLM quantises again with the largest scale
+states_of = partial(layouts.states_of, one_scale=True)
 
 
 @pytest.mark.parametrize(("kind", "size", "dtype"), LAYERS)
@@ -113,20 +87,6 @@ def test_compressed_tensors(case: str, kind: str, size: int, dtype: str) -> None
             loaded = Loaded(kind, CompressedTensorsConfig.from_config(config), states, rank, size)
             assert type(loaded.kernel).__name__ == kernel
             check(loaded, dense, biases, what, DTYPES[dtype])
-
-
-class Checkpoint:
-    """A GPTQ or AWQ weight for each matrix of a layer; ``zero`` None: zero points of their own."""
-
-    def __init__(self, kind: str, dtype: torch.dtype, group_size: int, **options: Any) -> None:
-        self.weights = [Weight(rows, K, group_size, dtype=dtype, **options) for _, _, rows in KINDS[kind]]
-
-    @property
-    def dense(self) -> list[Tensor]:
-        return [weight.dequantized.double() for weight in self.weights]  # exact in float32
-
-    def states(self, names: tuple[str, ...], make: Callable[[Weight], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        return [{name: make(weight)[f"a.{name}"] for name in names} for weight in self.weights]
 
 
 @pytest.mark.parametrize(("kind", "size", "dtype"), LAYERS)
@@ -166,18 +126,7 @@ def test_awq(group_size: int, kind: str, size: int, dtype: str) -> None:
 def test_fp8(scheme: str, kind: str, size: int) -> None:
     """The layouts of Hugging Face and of DeepSeek."""
     torch.manual_seed(size)
-    config = {"quant_method": "fp8", "activation_scheme": "static" if scheme == "static" else "dynamic"}
-    if scheme == "block":
-        config["weight_block_size"] = [128, 128]
-    states, dense = [], []
-    for _, _, rows in KINDS[kind]:
-        weight = torch.randn(rows, K).mul(60).to(torch.float8_e4m3fn)
-        scales = torch.rand(rows // 128, K // 128) * 0.01 + 0.001 if scheme == "block" else torch.tensor(0.004)
-        states.append({"weight": weight, "weight_scale_inv" if scheme == "block" else "weight_scale": scales})
-        if scheme == "static":
-            states[-1]["input_scale"] = torch.tensor(0.25)
-        by_row = scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1) if scheme == "block" else scales
-        dense.append(weight.double() * by_row.double())
+    config, states, dense = fp8_checkpoint(kind, scheme)
     biases = add_bias(kind, states, torch.bfloat16)
     what = {"block": E4M3_BLOCK, "dynamic": E4M3_ALL, "static": E4M3_STATIC}[scheme]
     with engine(torch.bfloat16):
