@@ -24,7 +24,11 @@ import qao.integrations.sglang  # noqa: E402
 qao.integrations.sglang.register()  # as its entry point does: before anything of SGLang is imported
 
 import sglang.srt.layers.linear as layers  # noqa: E402
+import torch  # noqa: E402
 from loaded import ATTENTION, HEAD, MLP, K, Layer, N  # noqa: E402
+from qao.integrations.sglang import method as qaos  # noqa: E402
+from sglang.srt.layers import quantization  # noqa: E402
+from sglang.srt.layers.quantization import marlin_utils, moe_wna16  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -51,3 +55,57 @@ _MAKE: dict[str, Any] = {
 class Loaded(Layer):
     def __init__(self, kind: str, config: Any, states: list[dict[str, Tensor]], rank: int = 0, size: int = 1) -> None:
         super().__init__(_MAKE[kind], shard, kind, config, states, rank, size)
+
+    @property
+    def served(self) -> bool:
+        """Whether qao's operators multiply it."""
+        return type(self.layer.quant_method) is qaos.QaoLayoutMethod
+
+
+@contextmanager
+def engine(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
+    """A process of SGLang that makes, loads and runs a model of ``dtype``, which asks for the GPU: one of 9.0."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with (
+            mock.patch.object(torch.cuda, "get_device_capability", lambda *args: (9, 0)),
+            mock.patch.object(marlin_utils, "get_device_capability", lambda *args: (9, 0)),
+            mock.patch.object(moe_wna16, "get_device_capability", lambda *args: (9, 0)),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def load(
+    method: str,
+    kind: str,
+    config: dict[str, Any],
+    states: list[dict[str, Tensor]],
+    rank: int = 0,
+    size: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Loaded:
+    """The layer that SGLang makes with ``--quantization method``, or for a checkpoint that says it."""
+    with engine(dtype):
+        return Loaded(kind, quantization.QUANTIZATION_METHODS[method].from_config(config), states, rank, size)
+
+
+def make(method: str, config: dict[str, Any]) -> Loaded:
+    """A layer that is made and not loaded."""
+    with engine(), mock.patch.object(Loaded, "load", lambda self, states: None):
+        return Loaded("column", quantization.QUANTIZATION_METHODS[method].from_config(config), [{}])
+
+
+@contextmanager
+def no_triton() -> Iterator[None]:
+    """For torch.compile, which takes the stand-in for triton and what it finds there for types."""
+    from torch._dynamo import utils
+
+    types = {one for one in utils.common_constant_types if isinstance(one, type)}
+    with (
+        mock.patch.object(torch.utils._triton, "has_triton_package", lambda: False),
+        mock.patch("torch._dynamo.guards.common_constant_types", types),
+    ):
+        yield

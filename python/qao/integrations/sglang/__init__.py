@@ -1,7 +1,8 @@
 """SGLang: an entry point of the group ``sglang.srt.plugins``, which each of its processes calls when it starts.
 
-config.py and linear.py make the quantisation method "qao" known, for checkpoints in qao's own format. Nothing here
-imports SGLang: its table of methods is told once that module is imported, by whomever.
+config.py and linear.py make the quantisation method "qao" known, for checkpoints in qao's own format; layouts.py puts
+qao's choice of kernels (method.py, kernels.py) before SGLang's own, for linear layers of checkpoints that SGLang reads.
+Nothing here imports SGLang: its table of methods is told once that module is imported, by whomever.
 """
 
 from __future__ import annotations
@@ -18,5 +19,6 @@ VERSIONS = ("0.5",)  # of SGLang: the first two numbers, of the ones that the te
 
 def register() -> None:
     """Makes qao known to SGLang; calling it again changes nothing. Beside another SGLang it warns, and does nothing."""
-    tell = partial(register_beside, "sglang", VERSIONS, f"{__name__}.config")
-    when_imported("sglang.srt.layers.quantization", tell)
+    for part in ("config", "layouts"):
+        tell = partial(register_beside, "sglang", VERSIONS, f"{__name__}.{part}")
+        when_imported("sglang.srt.layers.quantization", tell)

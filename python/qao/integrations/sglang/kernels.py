@@ -1,0 +1,233 @@
+"""Kernels of one layer in SGLang: of a weight as SGLang loaded it, what qao's operators take.
+
+``of_…`` returns the kernel of a layer whose parameters SGLang's method ``own`` has made, or why qao has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sglang.srt.layers.quantization.compressed_tensors import schemes
+from sglang.srt.layers.quantization.fp8_utils import get_fp8_gemm_runner_backend
+from sglang.srt.utils import get_bool_env_var
+from torch import Tensor, nn
+
+from ... import ops
+from ...checkpoints.awq import values_of
+from ...checkpoints.plain import group_size_of
+from ...formats import Scheme
+from ...quantizer_fp8 import SCALE_BLOCK
+from ...schemes import Int4WeightOnly, Int8DynamicActivationInt8Weight, Int8WeightOnly
+from .. import served
+
+
+class Share(NamedTuple):
+    """What this process has of a weight: rows of the matrices that are joined, and columns of ``full_k``."""
+
+    parts: list[int]
+    k: int
+    full_k: int
+
+
+class Kernel:
+    operator_name: str
+
+    def load(self, layer: nn.Module) -> None:
+        """Makes of the parameters that were loaded those that the operator takes."""
+        raise NotImplementedError
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+
+def _put(layer: nn.Module, name: str, tensor: Tensor | None) -> None:
+    """In place of a parameter that was loaded; None: it is gone."""
+    layer._parameters[name] = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+
+
+class Integers(Kernel):
+    """Weights of four bits in groups or rows, of eight in rows; activations as they come."""
+
+    weight, scales, zeros = "qweight", "scales", "qzeros"
+    others: tuple[str, ...] = ()  # that a checkpoint has beside them
+
+    def __init__(self, bits: int, group_size: int, symmetric: bool, share: Share) -> None:
+        self.bits, self.group_size = bits, group_size
+        size = -1 if bits == 8 else group_size_of(group_size, share.k)
+        assert size is not None  # served.integers_obstacle
+        self.scheme: Scheme = Int8WeightOnly() if bits == 8 else Int4WeightOnly(size, symmetric)
+        self.operator = served.OPERATORS[self.scheme.word]
+        self.operator_name = f"{self.scheme.word}_mm"
+        self.rest = self.scheme.constants(sum(share.parts), share.k)
+        self.symmetric = symmetric
+
+    def plain(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
+        """uint8 q [N, K], scales [N, G] and zeros [N, G]."""
+        raise NotImplementedError
+
+    def load(self, layer: nn.Module) -> None:
+        q, scales, zeros = self.plain(layer)
+        made = served.integers(self.scheme, q, scales, zeros, self.group_size, bits=self.bits)
+        loaded = layer._parameters[self.weight]
+        copies = [name for name, one in layer._parameters.items() if one is loaded]  # models give it more names
+        for name in (*copies, self.zeros, *self.others):
+            layer._parameters.pop(name, None)
+        _put(layer, self.weight, made.qweight)
+        _put(layer, self.scales, made.scales)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        weight, scales = layer._parameters[self.weight], layer._parameters[self.scales]
+        return self.operator(x, weight, scales, bias, *self.rest)  # type: ignore[no-any-return]
+
+
+class PackQuantized(Integers):
+    weight, scales, zeros = "weight_packed", "weight_scale", "weight_zero_point"
+    others = ("weight_shape", "weight_g_idx")
+
+    def plain(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
+        own: Any = layer._parameters
+        q = served.rows(own[self.weight].data, self.bits, packed_dim=1, output_dim=0)
+        zeros = None if self.symmetric else served.rows(own[self.zeros].data, 4, packed_dim=0, output_dim=0)
+        return q, own[self.scales].data, zeros
+
+
+class Gptq(Integers):
+    others = ("g_idx",)
+
+    def plain(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
+        own: Any = layer._parameters
+        q = served.rows(own[self.weight].data, self.bits, packed_dim=0, output_dim=1)
+        zeros = None
+        if not self.symmetric:  # less one, as they are stored
+            zeros = served.rows(own[self.zeros].data, 4, packed_dim=1, output_dim=1) + 1 & 15
+        return q, own[self.scales].data.t(), zeros
+
+
+class Awq(Integers):
+    def plain(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
+        own: Any = layer._parameters
+        return values_of(own[self.weight].data), own[self.scales].data.t(), values_of(own[self.zeros].data)
+
+
+class Int8(Kernel):
+    """Weights in int8 with a scale per row or matrix; activations in int8, a scale (and zero point) per token."""
+
+    operator_name = "int8_int8_mm"
+
+    def __init__(self, symmetric_activations: bool, share: Share) -> None:
+        self.scheme = Int8DynamicActivationInt8Weight(symmetric_activations=symmetric_activations)
+        self.parts = share.parts
+
+    def load(self, layer: nn.Module) -> None:
+        own: Any = layer._parameters
+        made = self.scheme.pack(own["weight"].data, served.row_scales(own["weight_scale"], self.parts))
+        _put(layer, "weight", made.qweight)
+        _put(layer, "weight_scale", made.scales)
+        _put(layer, "weight_sums", made.weight_sums)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        own = layer._parameters
+        return ops.INT8_INT8(x, own["weight"], own["weight_scale"], bias, own["weight_sums"])  # type: ignore[no-any-return]
+
+
+class Fp8(Kernel):
+    """Weights in e4m3 with a scale per row, matrix or block.
+
+    Args:
+        activations: of the columns of x that share a scale: 128, -1 (a token) or 0 (all, known beforehand); None: x
+            stays as it is.
+    """
+
+    def __init__(self, scales: str, blocks: bool, activations: int | None, share: Share) -> None:
+        self.scales, self.blocks, self.activations, self.parts = scales, blocks, activations, share.parts
+        self.operator_name = "fp8_mm" if activations is None else "fp8_fp8_mm"
+
+    def load(self, layer: nn.Module) -> None:
+        own: Any = layer._parameters
+        if not self.blocks:
+            _put(layer, self.scales, served.row_scales(own[self.scales].data, self.parts))
+        scale = own.get("input_scale")
+        static = self.activations == 0 and scale is not None
+        _put(layer, "input_scale", scale.data.max().reshape(1) if static else None)  # what is joined multiplies one x
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        own = layer._parameters
+        if self.activations is None:
+            return ops.FP8(x, own["weight"], own[self.scales], bias)  # type: ignore[no-any-return]
+        args = own["weight"], own[self.scales], bias, own["input_scale"], self.activations, False
+        return ops.FP8_FP8(x, *args)  # type: ignore[no-any-return]
+
+
+def of_compressed_tensors(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
+    scheme: Any = layer.scheme
+    kind = type(scheme)
+    if kind is schemes.CompressedTensorsWNA16:
+        bits = 32 // scheme.pack_factor
+        if scheme.has_g_idx:
+            return "columns reordered into groups (actorder)"
+        return _integers(PackQuantized, bits, scheme.group_size, scheme.symmetric, share)
+    if kind is schemes.CompressedTensorsW8A8Int8:
+        return served.STATIC_INT8 if scheme.is_static_input_scheme else Int8(scheme.input_symmetric, share)
+    if kind is schemes.CompressedTensorsW8A16Fp8:
+        return _fp8("weight_scale", None, False, share, weight_only=True)
+    if kind is schemes.CompressedTensorsW8A8Fp8:
+        return _fp8("weight_scale", scheme.weight_block_size, scheme.is_static_input_scheme, share)
+    return f"weights of {kind.__name__}"
+
+
+def of_gptq(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
+    config = own.quant_config
+    if config.desc_act and config.group_size not in (-1, share.full_k):
+        return "columns reordered into groups (desc_act)"
+    if getattr(config, "checkpoint_format", "") not in ("", "gptq"):
+        return f"the format {config.checkpoint_format} of GPTQ"
+    symmetric = getattr(config, "is_sym", False)  # where it isn't said, zero points are read
+    return _integers(Gptq, config.weight_bits, config.group_size, symmetric, share)
+
+
+def of_awq(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
+    config = own.quant_config  # whatever it says of zero points: all checkpoints have them
+    return _integers(Awq, config.weight_bits, config.group_size, False, share)
+
+
+def of_fp8(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
+    config = own.quant_config
+    if own.use_mxfp8 or getattr(config, "scale_fmt", None) == "ue8m0":
+        return "activations with scales that are powers of two (mxfp8, ue8m0)"
+    blocks = config.weight_block_size
+    scales = "weight_scale" if blocks is None else "weight_scale_inv"
+    static = layer._parameters.get("input_scale") is not None
+    return _online(config) or _fp8(scales, blocks, static, share, own.use_marlin)
+
+
+def of_modelopt_fp8(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
+    return _online(own.quant_config) or _fp8("weight_scale", None, True, share, own.use_marlin)
+
+
+def of_w8a8_fp8(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
+    return _online(own.quantization_config) or _fp8("weight_scale", None, False, share)
+
+
+def of_w8a8_int8(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
+    return Int8(True, share)
+
+
+def _online(config: Any) -> str | None:
+    if config.is_checkpoint_fp8_serialized:
+        return None
+    return "a checkpoint in floats, which SGLang quantises to fp8 while it loads"
+
+
+def _integers(kind: type[Integers], bits: int, group_size: int, symmetric: bool, share: Share) -> Kernel | str:
+    reason = served.integers_obstacle(bits, group_size, share.k, share.full_k, not symmetric)
+    return reason or kind(bits, group_size, symmetric, share)
+
+
+def _fp8(scales: str, blocks: list[int] | None, static: bool, share: Share, weight_only: bool = False) -> Kernel | str:
+    backend = get_fp8_gemm_runner_backend()
+    if not backend.is_auto() or get_bool_env_var("SGLANG_FORCE_FP8_MARLIN"):
+        return f"another backend is asked for: {'marlin' if backend.is_auto() else backend.value}"
+    if blocks is not None and list(blocks) != [SCALE_BLOCK, SCALE_BLOCK]:
+        return f"blocks of {blocks[0]} x {blocks[1]}; qao has {SCALE_BLOCK} x {SCALE_BLOCK}"
+    dynamic = -1 if blocks is None else SCALE_BLOCK
+    return Fp8(scales, blocks is not None, None if weight_only else 0 if static else dynamic, share)
