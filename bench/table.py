@@ -11,7 +11,7 @@
 <!-- bench:plans:h100-80gb-hbm3 -->, <!-- bench:host:h200 -->,
 <!-- bench:llama:h200 -->, <!-- bench:linear:epyc-avx2 -->, <!-- bench:threads:xeon-amx -->,
 <!-- bench:llama_head:h200 -->, <!-- bench:busy:epyc-avx512_bf16 -->
-<!-- bench:update:h100-80gb-hbm3 -->, <!-- bench:tensor_parallel:h100-80gb-hbm3-x2 -->
+<!-- bench:update:h100-80gb-hbm3 -->, <!-- bench:tensor_parallel:h100-80gb-hbm3-x4 -->
 <!-- bench:experts:xeon-amx -->, <!-- bench:experts_block:h100-80gb-hbm3 -->
 <!-- bench:stream:h200 -->, <!-- bench:wgmma:h200 -->, <!-- bench:mma_sync:h200 -->    the cells of a kernel body
 <!-- kernels --> … <!-- /kernels -->            what qao._host says about each scheme
