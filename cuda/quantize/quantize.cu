@@ -31,6 +31,8 @@ Status check(const Problem& p, const Arguments& a) {
   }
   if (a.residual != nullptr && (p.producer != Producer::kRmsNorm || a.sum == nullptr))
     return Status::error("quantize: a residual needs RMSNorm and a place for its sum with x");
+  if (a.row_scale != nullptr && (p.format != Format::kFloat || !is_gate(p.producer)))
+    return Status::error("quantize: rows of y are scaled behind a gate alone");
   const bool rows = p.scaling == Scaling::kRow;
   if (p.format == Format::kInt8 && !rows) return Status::error("quantize: int8 has one scale per row");
   if (!rows && (p.producer != Producer::kNone || p.sums_group != 0)) {
@@ -70,6 +72,7 @@ Params describe(const Problem& p, const Arguments& a) {
   params.norm_weight = a.norm_weight;
   params.sum = a.sum;
   params.y = floats ? a.y : nullptr;
+  params.row_scale = a.row_scale, params.row_scale_dtype = a.row_scale_dtype;
   params.q = static_cast<uint8_t*>(a.q), params.q_stride = a.q_stride;
   params.scales = a.scales, params.zeros = a.zeros, params.sums = p.sums_group == 0 ? nullptr : a.sums;
   params.maxima = static_cast<float*>(a.workspace);
@@ -169,7 +172,8 @@ Status launch_dtype(const Problem& problem, const Params& p, cudaStream_t stream
     case Producer::kSiluMul:
       return launch_rows<dtype, Producer::kSiluMul>(p, stream);
     case Producer::kSwiglu:
-      return launch_rows<dtype, Producer::kSwiglu>(p, stream);
+      return problem.gate.is_silu_mul() ? launch_rows<dtype, Producer::kSiluMul>(p, stream)
+                                        : launch_rows<dtype, Producer::kSwiglu>(p, stream);
     case Producer::kHadamard:
       return launch_rows<dtype, Producer::kHadamard>(p, stream);
   }

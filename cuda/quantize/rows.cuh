@@ -28,6 +28,10 @@ QAO_HOST_DEVICE constexpr bool is_local(Producer producer) {
   return producer != Producer::kNone && producer != Producer::kRmsNorm;
 }
 
+QAO_HOST_DEVICE constexpr bool is_gate(Producer producer) {
+  return producer == Producer::kSiluMul || producer == Producer::kSwiglu;
+}
+
 // kFast: Params::aligned. Otherwise elements are read one by one.
 template <DType dtype, Producer producer, int kVectors, bool kFast>
 class Row {
@@ -289,7 +293,9 @@ __global__ void __launch_bounds__(max_threads(kVectors), min_ctas(kVectors))
   Partial part;
   if (is_local(producer) && !quantized) {  // every tile has a CTA
     row.load(blockIdx.y, &part.squares);
-    return store_values<dtype, kVectors, kFast>(p, 1, row, blockIdx.y);
+    const bool scaled = is_gate(producer) && p.row_scale != nullptr;
+    const float factor = scaled ? load_float(p.row_scale, blockIdx.x, p.row_scale_dtype) : 1;
+    return store_values<dtype, kVectors, kFast>(p, factor, row, blockIdx.y);
   }
   for (int tile = p.tiles - 1; tile >= 0; --tile) {
     row.load(tile, &part.squares);

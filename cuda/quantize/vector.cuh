@@ -12,6 +12,7 @@ struct Params : Target {
   const void* norm_weight;  // [k] or null
   void* sum;                // [m, k] x + residual; or null
   void* y;                  // [m, k] the values themselves; null: they are quantised
+  const void* row_scale;    // [m] of row_scale_dtype, factors of y; or null
   uint8_t* q;               // [m, q_stride]
   float* scales;
   int32_t* zeros;  // [m] or null
@@ -24,7 +25,7 @@ struct Params : Target {
   int slices;                      // parts of a row that CTAs of their own treat
   int parts;                       // of x that have a maximum of their own
   int group, group_shift, groups;  // of sums; group 0: the whole row
-  DType norm_weight_dtype;
+  DType norm_weight_dtype, row_scale_dtype;
   bool aligned;    // all inputs and float outputs, for Packed::load and store
   bool q_aligned;  // for stores of eight bytes
   bool static_scale, int4_tiles;

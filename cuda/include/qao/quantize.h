@@ -37,6 +37,10 @@ enum class Producer : int {
 struct Gate {
   float alpha = 1, limit = std::numeric_limits<float>::infinity(), shift = 0;
   bool interleaved = false;  // columns of gate and up by turns, else halves
+
+  bool is_silu_mul() const {
+    return alpha == 1 && limit == std::numeric_limits<float>::infinity() && shift == 0 && !interleaved;
+  }
 };
 
 // Of kHadamard: Sylvester's matrix [n, n] of +-1 is symmetric, and times this orthogonal. Stages of sums and
@@ -83,13 +87,16 @@ struct Arguments {
   int64_t residual_stride = 0;
   void* sum = nullptr;                // kRmsNorm: h [m, k] of x_dtype; needed with a residual, else null if not wanted
   const void* norm_weight = nullptr;  // kRmsNorm: [k] of norm_weight_dtype, or null for ones
-  void* y = nullptr;                  // kFloat: [m, k] of x_dtype; the rest is for the other formats
-  void* q = nullptr;                  // [m, q_stride]; columns from k to q_stride are set to 0
-  int64_t q_stride = 0;               // bytes; kInt4Tiles: 64 * ceil(k / 64)
-  float* scales = nullptr;            // kRow [m], kBlock [m, blocks], kTensor [1]; read if static_scale, else written
-  int32_t* zeros = nullptr;           // int8 [m]: 0 when symmetric; null if not wanted
-  float* sums = nullptr;              // [m, sums_groups] sums of q
-  void* workspace = nullptr;          // workspace_bytes(problem)
+  void* y = nullptr;                  // kFloat: [m, k] of x_dtype
+  const void* row_scale = nullptr;    // kFloat of kSiluMul, kSwiglu: [m] of row_scale_dtype, factors of y; or null
+  DType row_scale_dtype = DType::kFloat32;
+  // Of the other formats.
+  void* q = nullptr;          // [m, q_stride]; columns from k to q_stride are set to 0
+  int64_t q_stride = 0;       // bytes; kInt4Tiles: 64 * ceil(k / 64)
+  float* scales = nullptr;    // kRow [m], kBlock [m, blocks], kTensor [1]; read if static_scale, else written
+  int32_t* zeros = nullptr;   // int8 [m]: 0 when symmetric; null if not wanted
+  float* sums = nullptr;      // [m, sums_groups] sums of q
+  void* workspace = nullptr;  // workspace_bytes(problem)
 };
 
 // kTensor needs a place for the maxima of parts of x; anything else nothing.
