@@ -1,8 +1,10 @@
 #include "grouped_product.h"
 
 #include <string>
+#include <utility>
 
 #include "cpu/grouped_mm.h"
+#include "qao/gated_mm.h"
 
 namespace qao {
 
@@ -90,12 +92,19 @@ void GroupedProduct::check_values() const {
   }
 }
 
-Tensor GroupedProduct::run(bool batch_invariant) {
+void GroupedProduct::use_gate(const GateNumbers& numbers) {
+  gate_ = checked_gate(op_, numbers);
+  op_.check(!gate_ || problem.n % 2 == 0, "a gated weight must have an even number of rows",
+            "Join the rows of gate and up, as many of each");
+}
+
+Tensor GroupedProduct::run(bool batch_invariant, const GateNumbers& gate) {
   if (batch_invariant) keep_rows_apart();
   use_bias_and_sums();
   check_routing();
+  use_gate(gate);
   if (x_.is_cpu()) check_values();
-  Tensor y = empty({experts_.rows, problem.n}, torch_dtype(problem.y_dtype), x_);
+  Tensor y = empty({experts_.rows, gate_ ? problem.n / 2 : problem.n}, torch_dtype(problem.y_dtype), x_);
   if (experts_.rows == 0) return y;
   arguments.y = y.data_ptr();
   const int64_t scale_bytes = is_packed(problem.weight) ? size_of(problem.scale_dtype) : 4;
@@ -105,23 +114,49 @@ Tensor GroupedProduct::run(bool batch_invariant) {
   experts_.sums_bytes = problem.n * 4;
   if (x_.is_cpu()) {
     if (quantized_ && problem.m > 0) make_quantized_x();
-    op_.check(cpu::grouped_mm(problem, arguments, experts_, torch_threads(experts_.rows * problem.n * problem.k)));
+    op_.check(cpu::grouped_mm(problem, arguments, experts_, gate_ ? &*gate_ : nullptr,
+                              torch_threads(experts_.rows * problem.n * problem.k)));
     return y;
   }
 #if defined(QAO_WITH_CUDA)
-  const DeviceScope scope(x_);
-  mm::Plan plan;
-  op_.check(mm::plan(problem, experts_, gpu_of(op_, x_), &plan));
-  if (quantized_ && problem.m > 0) quantized_->make(op_, arguments);
-  std::optional<Tensor> workspace;
-  if (plan.workspace_bytes > 0) {
-    arguments.workspace = workspace.emplace(empty({plan.workspace_bytes}, uint8_code(), x_)).data_ptr();
-  }
-  op_.check(mm::launch(problem, plan, arguments, experts_, current_stream(x_)));
+  run_on_gpu(y);
   return y;
 #else
   op_.fail_without_cuda();
 #endif
 }
+
+#if defined(QAO_WITH_CUDA)
+void GroupedProduct::run_on_gpu(Tensor& y) {
+  const DeviceScope scope(x_);
+  const Gpu gpu = gpu_of(op_, x_);
+  mm::Plan plan;
+  const bool fused = gate_ && mm::plan_gated(problem, experts_, gpu, &plan);
+  if (!fused) op_.check(mm::plan(problem, experts_, gpu, &plan));
+  if (quantized_ && problem.m > 0) quantized_->make(op_, arguments);
+  std::optional<Tensor> workspace, product;
+  if (plan.workspace_bytes > 0) {
+    arguments.workspace = workspace.emplace(empty({plan.workspace_bytes}, uint8_code(), x_)).data_ptr();
+  }
+  void* const stream = current_stream(x_);
+  if (fused) return op_.check(mm::launch_gated(problem, plan, arguments, experts_, *gate_, stream));
+  if (!gate_) return op_.check(mm::launch(problem, plan, arguments, experts_, stream));
+
+  quantize::Problem behind;
+  behind.m = experts_.rows, behind.k = problem.n / 2;
+  behind.x_dtype = problem.y_dtype;
+  behind.format = Format::kFloat;
+  behind.producer = quantize::Producer::kSwiglu, behind.gate = *gate_;
+  quantize::Arguments rows;
+  rows.x = arguments.y = product.emplace(empty({behind.m, problem.n}, torch_dtype(behind.x_dtype), x_)).data_ptr();
+  rows.x_stride = problem.n;
+  rows.y = y.data_ptr();
+  mm::Experts unscaled = experts_;
+  std::swap(unscaled.row_scale, rows.row_scale);
+  rows.row_scale_dtype = unscaled.row_scale_dtype;
+  op_.check(mm::launch(problem, plan, arguments, unscaled, stream));
+  qao::run(op_, behind, rows, x_);
+}
+#endif
 
 }  // namespace qao

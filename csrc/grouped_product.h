@@ -2,6 +2,7 @@
 // behind a dimension of experts.
 #pragma once
 
+#include "gate.h"
 #include "product.h"
 #include "qao/grouped_mm.h"
 
@@ -22,15 +23,18 @@ class GroupedProduct : public Product {
 
   void use_row_scales(Argument& row_scales);  // [E, N]
 
-  // y [S, N].
-  Tensor run(bool batch_invariant);
+  // y [S, N], or [S, N / 2] behind a gate.
+  Tensor run(bool batch_invariant, const GateNumbers& gate);
 
  private:
+  void use_gate(const GateNumbers& numbers);
+  void run_on_gpu(Tensor& y);
   void check_routing();
   void check_values() const;
   int64_t hide_experts(Argument* argument);
 
   mm::Experts experts_;
+  std::optional<quantize::Gate> gate_;
   const Argument offsets_;
   std::optional<Argument> row_index_, row_scale_;
 };

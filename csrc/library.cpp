@@ -16,11 +16,11 @@ using torch::stable::detail::StableTorchLibraryInit;
 
 constexpr const char* kRotation = ", int x_rotation=0";
 
-// A product whose weights are those of experts, and which rows are whose; `rest` follows, and `last` at the end.
+// A product whose weights are those of experts, and which rows are whose; `rest` follows, and `last` near the end.
 void define_grouped(StableLibrary& m, const std::string& name, const std::string& rest, const char* last = "") {
   m.def((name +
          "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, Tensor? row_scale" +
-         (rest.empty() ? "" : ", ") + rest + ", bool batch_invariant=False" + last + ") -> Tensor")
+         (rest.empty() ? "" : ", ") + rest + ", bool batch_invariant=False" + last + ", float[]? gate=None) -> Tensor")
             .c_str());
 }
 

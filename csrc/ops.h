@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "gate.h"
 #include "named.h"
 #include "tensor.h"
 
@@ -21,38 +22,41 @@ std::span<const Operator> scaled_products();
 Tensor int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                           const std::optional<Tensor>& bias, const Tensor& offsets,
                           const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
-                          int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant);
+                          int64_t out_features, int64_t in_features, int64_t group_size, bool batch_invariant,
+                          const GateNumbers& gate);
 Tensor fp4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
                          const Tensor& offsets, const std::optional<Tensor>& row_index,
                          const std::optional<Tensor>& row_scale, int64_t out_features, int64_t in_features,
-                         int64_t group_size, bool batch_invariant);
+                         int64_t group_size, bool batch_invariant, const GateNumbers& gate);
 Tensor int8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                           const std::optional<Tensor>& bias, const Tensor& offsets,
                           const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
-                          bool batch_invariant);
+                          bool batch_invariant, const GateNumbers& gate);
 Tensor fp8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
                          const Tensor& offsets, const std::optional<Tensor>& row_index,
-                         const std::optional<Tensor>& row_scale, bool batch_invariant);
+                         const std::optional<Tensor>& row_scale, bool batch_invariant, const GateNumbers& gate);
 Tensor int8_int8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                                const std::optional<Tensor>& bias, const Tensor& offsets,
                                const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
-                               const std::optional<Tensor>& weight_sums, bool batch_invariant, int64_t x_rotation);
+                               const std::optional<Tensor>& weight_sums, bool batch_invariant, int64_t x_rotation,
+                               const GateNumbers& gate);
 Tensor int8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                                const std::optional<Tensor>& bias, const Tensor& offsets,
                                const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
                                const std::optional<Tensor>& weight_sums, int64_t out_features, int64_t in_features,
                                int64_t group_size, const std::optional<Tensor>& row_scales, bool batch_invariant,
-                               int64_t x_rotation);
+                               int64_t x_rotation, const GateNumbers& gate);
 Tensor fp8_fp8_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                              const std::optional<Tensor>& bias, const Tensor& offsets,
                              const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
                              const std::optional<Tensor>& x_scale, int64_t x_group_size, bool fast_accum,
-                             bool batch_invariant);
+                             bool batch_invariant, const GateNumbers& gate);
 Tensor fp8_int4_grouped_mm_op(const Tensor& x, const Tensor& weight, const Tensor& scales,
                               const std::optional<Tensor>& bias, const Tensor& offsets,
                               const std::optional<Tensor>& row_index, const std::optional<Tensor>& row_scale,
                               int64_t out_features, int64_t in_features, int64_t group_size,
-                              const std::optional<Tensor>& row_scales, bool batch_invariant, bool fast_accum);
+                              const std::optional<Tensor>& row_scales, bool batch_invariant, bool fast_accum,
+                              const GateNumbers& gate);
 
 // experts.cpp
 std::tuple<Tensor, Tensor, Tensor> expert_sort_op(const Tensor& experts, int64_t num_experts);

@@ -2,16 +2,14 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <cmath>
-
 #include "cpu/quantize.h"
 #include "fp8_operands.h"
+#include "gate.h"
 #include "norm.h"
 #include "ops.h"
 #include "rotation.h"
 
 namespace qao {
-namespace {
 
 using quantize::Arguments;
 using quantize::Problem;
@@ -33,6 +31,8 @@ void run(const Op& op, const Problem& problem, const Arguments& arguments, const
   op.fail_without_cuda();
 #endif
 }
+
+namespace {
 
 // q [..., K], scales [..., 1] and zeros [..., 1] of a quantisation per row.
 struct PerRow {
@@ -85,15 +85,9 @@ struct Swiglu {
     op.involve(&x);
     rows.emplace(rows_of(op, tensor, x, &problem));
     op.check(problem.k % 2 == 0, "x must have an even number of columns", "Pass gate and up, as many columns of each");
-    const quantize::Gate gate{static_cast<float>(alpha), static_cast<float>(limit), static_cast<float>(shift),
-                              interleaved};
-    op.check(gate.alpha > 0 && std::isfinite(gate.alpha) && 1 / gate.alpha > 0 && std::isfinite(1 / gate.alpha),
-             "alpha must be a positive number", "Pass 1 for SiLU");
-    op.check(gate.limit > 0 && std::isfinite(gate.shift), "limit must be positive and shift a number",
-             "Pass infinity and 0 where there are none");
+    problem.gate = checked_gate(op, alpha, limit, shift, interleaved);
     problem.k /= 2;
     problem.producer = quantize::Producer::kSwiglu;
-    problem.gate = gate;
     arguments.x = rows->data, arguments.x_stride = rows->stride;
   }
   Swiglu(const Swiglu&) = delete;

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import accuracy
+import pytest
 import qao
 import torch
-from ops_schemes import Format, Scheme, Weight
+from ops_schemes import FP8_INT4, INT8_INT4, PRODUCTS, Format, Int4Format, Scheme, Weight
+from ops_schemes import generator as seeded
 from torch import Tensor
 
 # One of each word that has products of experts.
@@ -60,26 +62,32 @@ class Experts:
         y: Tensor = self.op(*self.all_arguments(*routed, **options))
         return y
 
+    def truth(self, x: Tensor, counts: list[int], row_index: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Row by row the float64 product of its expert, and how much y may differ."""
+        seen = self.weights[0].activation.seen(x)
+        index = torch.arange(x.shape[0], device=x.device) if row_index is None else row_index.long()
+        expected, allowed, begin = [], [], 0
+        for weight, bias, count in zip(self.weights, self.biases(), counts, strict=True):
+            rows = index[begin : begin + count]
+            begin += count
+            if count > 0:
+                tolerance = accuracy.tolerance(x[rows], weight.dense, bias, seen[rows], weight.slack(x[rows]))
+                expected.append(accuracy.truth(seen[rows], weight.dense, bias))
+                allowed.append(tolerance.elements)
+        return torch.cat(expected), torch.cat(allowed)
+
     def check(
         self, y: Tensor, x: Tensor, counts: list[int], row_index: Tensor | None, row_scale: Tensor | None
     ) -> None:
-        """Row by row the float64 product of its expert, and zeros where there is none."""
-        seen = self.weights[0].activation.seen(x)
-        index = torch.arange(x.shape[0], device=x.device) if row_index is None else row_index.long()
-        begin = 0
-        for weight, bias, count in zip(self.weights, self.biases(), counts, strict=True):
-            rows = slice(begin, begin + count)
-            begin += count
-            if count == 0:
-                continue
-            own = x[index[rows]]
-            tolerance = accuracy.tolerance(own, weight.dense, bias, seen[index[rows]], weight.slack(own))
-            expected = accuracy.truth(seen[index[rows]], weight.dense, bias)
-            factor = torch.ones(count, 1, device=x.device) if row_scale is None else row_scale[rows, None]
-            factor = factor.double()
-            error = (y[rows].double() - expected * factor).abs()
-            assert (error <= tolerance.elements * factor.abs()).all()
-        assert begin <= y.shape[0] and not y[begin:].any()
+        """Of ``truth``, and zeros in rows that no expert has."""
+        rows = sum(counts)
+        assert rows <= y.shape[0] and not y[rows:].any()
+        if rows == 0:
+            return
+        expected, allowed = self.truth(x, counts, row_index)
+        factor = torch.ones(rows, 1, device=x.device) if row_scale is None else row_scale[:rows, None]
+        factor = factor.double()
+        assert ((y[:rows].double() - expected * factor).abs() <= allowed * factor.abs()).all()
 
     def biases(self) -> list[Tensor | None]:
         return [None] * len(self.weights) if self.bias is None else list(self.bias)
@@ -103,3 +111,50 @@ def make_experts(
 def ends(counts: list[int], device: str = "cpu") -> Tensor:
     """Offsets for so many rows of each expert."""
     return torch.tensor(counts).cumsum(0, dtype=torch.int32).to(device)
+
+
+def few_formats(scheme: Scheme) -> tuple[Format, ...]:
+    """With row_scales where they are taken, and one group a row."""
+    if scheme not in (INT8_INT4, FP8_INT4):
+        return scheme.few_formats
+    zeros = "rows" if scheme is INT8_INT4 else "powers"
+    one, other = (fmt.activation for fmt in scheme.few_formats)
+    rows = Int4Format(64, zeros, torch.bfloat16, one), Int4Format(128, zeros, torch.float32, other)
+    return *scheme.few_formats, *rows, Int4Format(-1, zeros, torch.float16, one)
+
+
+FEW = [pytest.param(scheme, fmt, id=f"{scheme.word}-{fmt}") for scheme in PRODUCTS for fmt in few_formats(scheme)]
+
+
+def bits(y: Tensor) -> Tensor:
+    return y.view(torch.int32 if y.dtype == torch.float32 else torch.int16)
+
+
+def gathered(rows: int, of: int, dtype: torch.dtype = torch.int64, device: str = "cpu") -> Tensor:
+    return torch.randint(0, of, (rows,), generator=seeded(3), dtype=dtype).to(device)
+
+
+def poison(device: str) -> None:
+    """What a GPU's next results are put into holds NaN, so that what no kernel writes shows."""
+    if device == "cuda":
+        for size in (2**12, 2**16, 2**19, 2**20):
+            torch.full((size,), torch.nan, device=device)
+
+
+def nearest(offsets: list[int], rows: int) -> list[int]:
+    """The counts of rows that a GPU makes of any offsets."""
+    end, counts = 0, []
+    for offset in offsets:
+        last, end = end, max(end, min(offset, rows))
+        counts.append(end - last)
+    return counts
+
+
+HOSTILE = [
+    [2, 1, 6, 70],
+    [70, 3, -9, 2],
+    [-1, -5, 40, 39],
+    [2**31 - 1, 0, 0, 0],
+    [-(2**31), 2**31 - 1, -(2**31), 9],
+    [0, 0, 0, -1],
+]

@@ -7,47 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from experts_support import Experts, ends, make_experts
-from ops_schemes import DTYPES, FP8_INT4, INT8_INT4, PRODUCTS, SHORT, Format, Int4Format, Scheme, generator
+from experts_support import FEW, HOSTILE, Experts, bits, ends, few_formats, gathered, make_experts, nearest, poison
+from ops_schemes import DTYPES, PRODUCTS, SHORT, Format, Scheme, generator
 from ops_support import randn
 from qao.grouped import GROUPED
 from qao.grouped_rows import by_experts, by_tiles
 from torch import Tensor
-
-
-def few_formats(scheme: Scheme) -> tuple[Format, ...]:
-    """With row_scales where they are taken, and one group a row."""
-    if scheme not in (INT8_INT4, FP8_INT4):
-        return scheme.few_formats
-    zeros = "rows" if scheme is INT8_INT4 else "powers"
-    one, other = (fmt.activation for fmt in scheme.few_formats)
-    rows = Int4Format(64, zeros, torch.bfloat16, one), Int4Format(128, zeros, torch.float32, other)
-    return *scheme.few_formats, *rows, Int4Format(-1, zeros, torch.float16, one)
-
 
 FORMATS = [
     pytest.param(scheme, fmt, id=f"{scheme.word}-{fmt}")
     for scheme in PRODUCTS
     for fmt in (scheme.formats if len(scheme.formats) < 9 else few_formats(scheme))
 ]
-FEW = [pytest.param(scheme, fmt, id=f"{scheme.word}-{fmt}") for scheme in PRODUCTS for fmt in few_formats(scheme)]
 COUNTS = [0, 1, 40, 0, 3, 17, 2, 0]  # rows of experts, some of none
 TAIL = 5  # rows that no expert has
-
-
-def bits(y: Tensor) -> Tensor:
-    return y.view(torch.int32 if y.dtype == torch.float32 else torch.int16)
-
-
-def gathered(rows: int, of: int, dtype: torch.dtype = torch.int64, device: str = "cpu") -> Tensor:
-    return torch.randint(0, of, (rows,), generator=generator(3), dtype=dtype).to(device)
-
-
-def poison(device: str) -> None:
-    """What a GPU's next results are put into holds NaN, so that what no kernel writes shows."""
-    if device == "cuda":
-        for size in (2**12, 2**16, 2**19, 2**20):
-            torch.full((size,), torch.nan, device=device)
 
 
 @pytest.mark.every_isa
@@ -269,25 +242,6 @@ def test_mistakes(scheme: Scheme, changes: dict[str, Any], what: str) -> None:
 # ---- on a GPU, which nobody waits for --------------------------------------------------------------------------------
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
-
-
-def nearest(offsets: list[int], rows: int) -> list[int]:
-    """The counts of rows that a GPU makes of any offsets."""
-    end, counts = 0, []
-    for offset in offsets:
-        last, end = end, max(end, min(offset, rows))
-        counts.append(end - last)
-    return counts
-
-
-HOSTILE = [
-    [2, 1, 6, 70],
-    [70, 3, -9, 2],
-    [-1, -5, 40, 39],
-    [2**31 - 1, 0, 0, 0],
-    [-(2**31), 2**31 - 1, -(2**31), 9],
-    [0, 0, 0, -1],
-]
 
 
 @on_gpu

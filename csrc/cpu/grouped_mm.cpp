@@ -8,6 +8,7 @@
 
 #include "cpu/mm_batch.h"
 #include "cpu/numeric.h"
+#include "cpu/quantize_kernels.h"
 #include "cpu/scratch.h"
 
 namespace qao::cpu {
@@ -19,8 +20,8 @@ using mm::Problem;
 
 constexpr int64_t kWaveBytes = int64_t{32} << 20;  // of packed x, that are in flight
 
-// Rows of y from `first` on, all of one expert. If rows are scaled, the batch leaves them in memory of the wave, as
-// float32.
+// Rows of y from `first` on, all of one expert. What is scaled or goes through a gate the batch leaves in memory of the
+// wave: as y would have it behind a gate, else as float32.
 struct Part {
   Batch batch;
   int64_t first = 0;
@@ -34,8 +35,9 @@ const void* advance(const T* pointer, int64_t bytes) {
 
 class Wave {
  public:
-  Wave(const Problem& p, const Arguments& a, const Experts& e, const Threads& threads)
-      : p_(p), a_(a), e_(e), threads_(threads) {}
+  Wave(const Problem& p, const Arguments& a, const Experts& e, const quantize::Gate* gate,
+       const QuantizeKernels& kernels, const Threads& threads)
+      : p_(p), a_(a), e_(e), gate_(gate), kernels_(kernels), threads_(threads) {}
 
   void add(Part part) {
     Pieces count(nullptr);
@@ -50,7 +52,7 @@ class Wave {
     for (Part& part : parts_) lay_out(pieces, &part);
     prepare();
     multiply();
-    if (e_.row_scale != nullptr) scale_rows();
+    if (gate_ != nullptr || e_.row_scale != nullptr) finish();
     parts_.clear();
     bytes_ = 0;
   }
@@ -82,7 +84,9 @@ class Wave {
     }
     part->batch.lay_out(pieces);
     a.y = static_cast<char*>(a_.y) + part->first * p_.n * size_of(p_.y_dtype);
-    if (e_.row_scale != nullptr) {
+    if (gate_ != nullptr) {
+      a.y = pieces.take<char>(rows * p_.n * size_of(p_.y_dtype));
+    } else if (e_.row_scale != nullptr) {
       a.y = pieces.take<float>(rows * p_.n);
       part->batch.problem.y_dtype = part->batch.job.y_dtype = DType::kFloat32;
     }
@@ -165,24 +169,47 @@ class Wave {
     return std::clamp(divide_up(tiles, threads_.count), kFewest, kBlock);
   }
 
-  void scale_rows() const {
-    const auto scale = [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const Part& part = parts_[static_cast<size_t>(i)];
-        const float* y = static_cast<const float*>(part.batch.arguments.y);
-        for (int64_t m = part.first; m < part.first + part.batch.problem.m; ++m) {
-          const float factor = load(e_.row_scale, m, e_.row_scale_dtype);
-          for (int64_t n = 0; n < p_.n; ++n) store(a_.y, m * p_.n + n, p_.y_dtype, factor * *y++);
-        }
+  // Rows of the wave, which lie side by side in y, whoever's they are.
+  void finish() const {
+    if (parts_.empty()) return;
+    const int64_t first = parts_.front().first, count = parts_.back().first + parts_.back().batch.problem.m - first;
+    const auto rows = [&](int64_t begin, int64_t end) {
+      for (const Part& part : parts_) {
+        const int64_t from = part.first - first, rows = part.batch.problem.m;
+        const int64_t own = std::max<int64_t>(begin - from, 0), own_end = least(end - from, rows);
+        if (own < own_end) gate_ != nullptr ? gate_rows(part, own, own_end) : scale_rows(part, own, own_end);
       }
     };
-    const int64_t count = static_cast<int64_t>(parts_.size());
-    threads_.count == 1 ? scale(0, count) : share(threads_, count, 1, scale);
+    is_serial(threads_, count * p_.n) ? rows(0, count)
+                                      : share(threads_, count, divide_up(count, 4 * threads_.count), rows);
+  }
+
+  // Rows [begin, end) of a part.
+  void scale_rows(const Part& part, int64_t begin, int64_t end) const {
+    const float* y = static_cast<const float*>(part.batch.arguments.y) + begin * p_.n;
+    for (int64_t m = part.first + begin; m < part.first + end; ++m) {
+      const float factor = load(e_.row_scale, m, e_.row_scale_dtype);
+      for (int64_t n = 0; n < p_.n; ++n) store(a_.y, m * p_.n + n, p_.y_dtype, factor * *y++);
+    }
+  }
+  void gate_rows(const Part& part, int64_t begin, int64_t end) const {
+    quantize::Problem problem;
+    problem.m = part.batch.problem.m, problem.k = p_.n / 2;
+    problem.x_dtype = p_.y_dtype;
+    problem.producer = quantize::Producer::kSwiglu, problem.gate = *gate_;
+    quantize::Arguments rows;
+    rows.x = part.batch.arguments.y, rows.x_stride = p_.n;
+    rows.y = static_cast<char*>(a_.y) + part.first * problem.k * size_of(p_.y_dtype);
+    rows.row_scale = advance(e_.row_scale, part.first * size_of(e_.row_scale_dtype));
+    rows.row_scale_dtype = e_.row_scale_dtype;
+    write_values(problem, rows, kernels_, begin, end);
   }
 
   const Problem& p_;
   const Arguments& a_;
   const Experts& e_;
+  const quantize::Gate* gate_;
+  const QuantizeKernels& kernels_;
   const Threads& threads_;
   std::vector<Part> parts_;
   int64_t bytes_ = 0;
@@ -190,10 +217,11 @@ class Wave {
 
 }  // namespace
 
-Status grouped_mm(const Problem& p, const Arguments& a, const Experts& e, const Threads& threads) {
+Status grouped_mm(const Problem& p, const Arguments& a, const Experts& e, const quantize::Gate* gate,
+                  const Threads& threads) {
   Features features;
   if (Status status = selected_features(&features); !status.ok()) return status;
-  Wave wave(p, a, e, threads);
+  Wave wave(p, a, e, gate, quantize_kernels(features), threads);
   int64_t end = 0;
   for (int64_t expert = 0; expert < e.count; ++expert) {
     const int64_t begin = end;
@@ -213,7 +241,7 @@ Status grouped_mm(const Problem& p, const Arguments& a, const Experts& e, const 
     }
   }
   wave.run();
-  const int64_t row_bytes = p.n * size_of(p.y_dtype);
+  const int64_t row_bytes = (gate != nullptr ? p.n / 2 : p.n) * size_of(p.y_dtype);
   std::memset(static_cast<char*>(a.y) + end * row_bytes, 0, static_cast<size_t>((e.rows - end) * row_bytes));
   return {};
 }

@@ -95,20 +95,28 @@ void quantize_row(const Problem& p, const Arguments& a, const QuantizeKernels& k
   std::memset(static_cast<char*>(a.q) + m * a.q_stride + p.k, 0, static_cast<size_t>(a.q_stride - p.k));
 }
 
-// kSwiglu is kSiluMul of alpha g and (u + shift) / alpha, which `parts` [2 k] has room for.
+// kSwiglu is kSiluMul of its halves as they lie, or of alpha g and (u + shift) / alpha, which `parts` [2 k] has room
+// for.
 void gated_values(const Problem& p, const Arguments& a, const QuantizeKernels& kernels, int64_t m, float* parts,
                   float* values) {
   const quantize::Gate& gate = p.gate;
+  Problem silu_mul;
+  silu_mul.m = p.m, silu_mul.k = p.k;
+  silu_mul.x_dtype = p.x_dtype;
+  silu_mul.producer = quantize::Producer::kSiluMul;
+  if (gate.is_silu_mul()) {
+    Arguments halves;
+    halves.x = a.x, halves.up = from({a.x, p.x_dtype}, p.k).data;
+    halves.x_stride = halves.up_stride = a.x_stride;
+    return kernels.values(silu_mul, halves, m, values);
+  }
   const int64_t step = gate.interleaved ? 2 : 1, first = m * a.x_stride, second = first + (gate.interleaved ? 1 : p.k);
   for (int64_t k = 0; k < p.k; ++k) {
     const float g = load(a.x, first + step * k, p.x_dtype), u = load(a.x, second + step * k, p.x_dtype);
     parts[k] = gate.alpha * (g > gate.limit ? gate.limit : g);  // NaN stays
     parts[p.k + k] = ((u > gate.limit ? gate.limit : u < -gate.limit ? -gate.limit : u) + gate.shift) / gate.alpha;
   }
-  Problem silu_mul;
-  silu_mul.m = 1, silu_mul.k = p.k;
   silu_mul.x_dtype = DType::kFloat32;
-  silu_mul.producer = quantize::Producer::kSiluMul;
   Arguments row;
   row.x = parts, row.up = parts + p.k;
   kernels.values(silu_mul, row, 0, values);
@@ -162,9 +170,7 @@ Status quantize(const Problem& p, const Arguments& a, const Threads& all_threads
     a.scales[0] = scale_of(p, range);
   }
   if (p.format == Format::kFloat) {
-    rows([&](int, int64_t m, Floats values) {
-      kernels.to_float(static_cast<const float*>(values.data), p.k, a.y, m * p.k, p.x_dtype);
-    });
+    split(threads, p.m, [&](int64_t begin, int64_t end) { write_values(p, a, kernels, begin, end); });
     return {};
   }
   rows([&](int, int64_t m, Floats values) { quantize_row(p, a, kernels, m, values); });
@@ -174,6 +180,18 @@ Status quantize(const Problem& p, const Arguments& a, const Threads& all_threads
 void quantize_rows(const Problem& p, const Arguments& a, const QuantizeKernels& kernels, int64_t begin, int64_t end) {
   float* memory = row_memory(p);
   for (int64_t m = begin; m < end; ++m) quantize_row(p, a, kernels, m, values_of(p, a, kernels, m, memory));
+}
+
+void write_values(const Problem& p, const Arguments& a, const QuantizeKernels& kernels, int64_t begin, int64_t end) {
+  float* values = row_memory(p);
+  for (int64_t m = begin; m < end; ++m) {
+    values_of(p, a, kernels, m, values);
+    if (a.row_scale != nullptr) {
+      const float factor = load(a.row_scale, m, a.row_scale_dtype);
+      for (int64_t k = 0; k < p.k; ++k) values[k] *= factor;
+    }
+    kernels.to_float(values, p.k, a.y, m * p.k, p.x_dtype);
+  }
 }
 
 }  // namespace qao::cpu

@@ -18,4 +18,8 @@ Status quantize(const quantize::Problem& problem, const quantize::Arguments& arg
 void quantize_rows(const quantize::Problem& problem, const quantize::Arguments& arguments,
                    const QuantizeKernels& kernels, int64_t begin, int64_t end);
 
+// Rows [begin, end) of a producer's values (kFloat), on the calling thread.
+void write_values(const quantize::Problem& problem, const quantize::Arguments& arguments,
+                  const QuantizeKernels& kernels, int64_t begin, int64_t end);
+
 }  // namespace qao::cpu

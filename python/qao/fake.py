@@ -70,9 +70,10 @@ def _like_x(x: Tensor, last: int | torch.SymInt, dtype: torch.dtype | None = Non
     return torch.empty((*x.shape[:-1], last), dtype=dtype or x.dtype, device=x.device)
 
 
-def _rows(x: Tensor, row_index: Tensor | None, last: int | torch.SymInt) -> Tensor:
+def _rows(x: Tensor, row_index: Tensor | None, last: int | torch.SymInt, rest: Sequence[Any]) -> Tensor:
     count = (x if row_index is None else row_index).shape[0]
-    return torch.empty((count, last), dtype=x.dtype, device=x.device)
+    gated = any(isinstance(value, Sequence) for value in rest)
+    return torch.empty((count, last // 2 if gated else last), dtype=x.dtype, device=x.device)
 
 
 def _groups(k: int, group_size: int) -> int:
@@ -126,7 +127,7 @@ def _(
     row_index: Tensor | None,
     *rest: Any,
 ) -> Tensor:
-    return _rows(x, row_index, next(value for value in rest if not (value is None or isinstance(value, Tensor))))
+    return _rows(x, row_index, next(value for value in rest if not (value is None or isinstance(value, Tensor))), rest)
 
 
 @_register("int8_grouped_mm")
@@ -142,7 +143,7 @@ def _(
     row_index: Tensor | None,
     *rest: Any,
 ) -> Tensor:
-    return _rows(x, row_index, weight.shape[1])
+    return _rows(x, row_index, weight.shape[1], rest)
 
 
 @_register("expert_sort")

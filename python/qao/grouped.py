@@ -10,6 +10,8 @@ behind a dimension [E, ...], bias [E, N] or None. Sizes: T rows of x, S rows of 
         torch's grouped_mm takes them; or [E + 1], with the 0 before them. Empty experts are fine.
     row_index: int64 or int32 [S], the row of x for each row of y; None: the same row, S = T.
     row_scale: [S] in a float dtype, applied to float32 sums before y is rounded; None: 1.
+    gate: alpha, limit, shift and interleaved of ``qao.ops.swiglu``, which x · Wᵀ + bias goes through, rounded to x's
+        dtype: y is [S, N / 2], row_scale stands behind the gate. None: no gate.
 
 On the CPU, without row_scale, a row is what the dense operator gives for the rows of its expert, bit for bit. x is
 rounded to eight bits once, however many rows of y read it (a scale for all of x is that of all its rows). Nothing in a
@@ -23,7 +25,8 @@ capture a backward pass, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,19 +36,26 @@ from torch.autograd.function import once_differentiable
 
 from .gradients import DENSE, traced, transformed
 from .grouped_rows import bounds_of, define_rows
-from .invariance import MODE, asked, note_arguments, with_mode
+from .invariance import MODE, note_arguments, with_mode
+from .norm_silu import silu_mul, swiglu
 from .rotation import note_rotation, rotated, rotation_among
 
 _qao = torch.ops.qao
+
+Gate = Sequence[float]  # alpha, limit, shift, interleaved
+SILU_MUL: Gate = (1.0, math.inf, 0.0, False)
 
 # The operators that products have for experts, and W [N, K] of one expert from (weight, scales, dtype, *rest).
 _NAMES = {op._schema.name.removeprefix("qao::").removesuffix("mm") + "grouped_mm": w for op, w in DENSE.items()}
 GROUPED: dict[Any, Callable[..., Tensor]] = {
     getattr(_qao, name).default: dense for name, dense in _NAMES.items() if hasattr(_qao, name)
 }
+_FIRST = 7  # arguments that all have, up to row_scale
+_BEFORE_GATE: dict[Any, tuple[Any, ...]] = {}  # defaults of what stands between these and the gate
 for _operator in GROUPED:
     note_arguments(_operator)
     note_rotation(_operator)
+    _BEFORE_GATE[_operator] = tuple(argument.default_value for argument in _operator._schema.arguments[_FIRST:-1])
 define_rows({operator._schema.name: dense for operator, dense in GROUPED.items()})
 
 
@@ -119,13 +129,31 @@ def _traced(operator: Any) -> Any:
         row_scale: Tensor | None,
         *rest: Any,
     ) -> Tensor:
-        given = with_mode(operator, (x, weight, scales, bias, offsets, row_index, row_scale, *rest), False)
-        return grouped_product(operator, given[7:], x, weight, scales, bias, offsets, row_index, row_scale)
+        others = len(_BEFORE_GATE[operator])
+        gate = rest[others] if len(rest) > others else None
+        given = with_mode(operator, (x, weight, scales, bias, offsets, row_index, row_scale, *rest[:others]), False)
+        return grouped_product(
+            operator, given[_FIRST:], x, weight, scales, bias, offsets, row_index, row_scale, gate=gate
+        )
 
     return traced(operator, impl)
 
 
 TRACED: dict[Any, Any] = {operator: _traced(operator) for operator in GROUPED}
+
+
+def through_gate(rows: Tensor, gate: Gate) -> Tensor:
+    """[S, N / 2] of [S, N], as the operators make them; differentiable."""
+    alpha, limit, shift, interleaved = gate
+    if tuple(gate) == SILU_MUL:
+        return silu_mul(*rows.chunk(2, -1))
+    return swiglu(rows, alpha, limit, shift, bool(interleaved))
+
+
+def _in_pieces(product: Callable[[Tensor | None], Tensor], row_scale: Tensor | None, gate: Gate) -> Tensor:
+    """The same with a gradient for each; ``product`` takes its own row_scale."""
+    y = through_gate(product(None), gate)
+    return y if row_scale is None else (y.float() * row_scale.float().unsqueeze(1)).to(y.dtype)
 
 
 def grouped_product(
@@ -139,173 +167,30 @@ def grouped_product(
     row_index: Tensor | None,
     row_scale: Tensor | None,
     *others: Any,
+    gate: Gate | None = None,
 ) -> Tensor:
-    """``operator(x, weight, scales, bias, offsets, row_index, row_scale, *others, *constants)``, one of GROUPED,
-    differentiable."""
+    """``operator(x, weight, scales, bias, offsets, row_index, row_scale, *others, *constants)``, one of GROUPED, with
+    the gate in its place; differentiable."""
     rest = (*others, *constants)
     if MODE.on:
-        rest = with_mode(operator, (x, weight, scales, bias, offsets, row_index, row_scale, *rest), True)[7:]
+        rest = with_mode(operator, (x, weight, scales, bias, offsets, row_index, row_scale, *rest), True)[_FIRST:]
     wanted = torch.is_grad_enabled() and any(
         isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (x, bias, row_scale)
     )
     if wanted or transformed():
         if not torch.compiler.is_dynamo_compiling():
-            arguments = (x, bias, row_scale, weight, scales, operator, offsets, row_index, *rest)
-            return _Grouped.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
-        operator = TRACED[operator]
+
+            def apply(row_scale: Tensor | None) -> Tensor:
+                arguments = (x, bias, row_scale, weight, scales, operator, offsets, row_index, *rest)
+                return _Grouped.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
+
+            return apply(row_scale) if gate is None else _in_pieces(apply, row_scale, gate)
+        given, operator = operator, TRACED[operator]
+    else:
+        given = operator
+    if gate is not None:
+        rest = (*rest, *_BEFORE_GATE[given][len(rest) :], gate)
     return operator(x, weight, scales, bias, offsets, row_index, row_scale, *rest)
 
 
 torch.fx.wrap("grouped_product")  # a node of fx.symbolic_trace, as the choice in it is made when the graph runs
-
-# What experts call ``grouped_product`` with.
-INT4 = _qao.int4_grouped_mm.default
-FP4 = _qao.fp4_grouped_mm.default
-INT8 = _qao.int8_grouped_mm.default
-FP8 = _qao.fp8_grouped_mm.default
-INT8_INT8 = _qao.int8_int8_grouped_mm.default
-INT8_INT4 = _qao.int8_int4_grouped_mm.default
-FP8_FP8 = _qao.fp8_fp8_grouped_mm.default
-FP8_INT4 = _qao.fp8_int4_grouped_mm.default
-
-# ---- as the raw operators, and differentiable ------------------------------------------------------------------------
-
-
-def int4_grouped_mm(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    row_index: Tensor | None,
-    row_scale: Tensor | None,
-    out_features: int,
-    in_features: int,
-    group_size: int,
-    batch_invariant: bool = False,
-) -> Tensor:
-    """``qao.ops.int4_mm`` of experts."""
-    constants = out_features, in_features, group_size, *asked(batch_invariant)
-    return grouped_product(INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale)
-
-
-def fp4_grouped_mm(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    row_index: Tensor | None,
-    row_scale: Tensor | None,
-    out_features: int,
-    in_features: int,
-    group_size: int,
-    batch_invariant: bool = False,
-) -> Tensor:
-    """``qao.ops.fp4_mm`` of experts."""
-    constants = out_features, in_features, group_size, *asked(batch_invariant)
-    return grouped_product(FP4, constants, x, weight, scales, bias, offsets, row_index, row_scale)
-
-
-def int8_grouped_mm(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    row_index: Tensor | None,
-    row_scale: Tensor | None,
-    batch_invariant: bool = False,
-) -> Tensor:
-    """``qao.ops.int8_mm`` of experts."""
-    return grouped_product(INT8, asked(batch_invariant), x, weight, scales, bias, offsets, row_index, row_scale)
-
-
-def fp8_grouped_mm(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    row_index: Tensor | None,
-    row_scale: Tensor | None,
-    batch_invariant: bool = False,
-) -> Tensor:
-    """``qao.ops.fp8_mm`` of experts."""
-    return grouped_product(FP8, asked(batch_invariant), x, weight, scales, bias, offsets, row_index, row_scale)
-
-
-def int8_int8_grouped_mm(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    row_index: Tensor | None,
-    row_scale: Tensor | None,
-    weight_sums: Tensor | None,
-    batch_invariant: bool = False,
-    x_rotation: int = 0,
-) -> Tensor:
-    """``qao.ops.int8_int8_mm`` of experts."""
-    constants = asked(batch_invariant, x_rotation)
-    return grouped_product(INT8_INT8, constants, x, weight, scales, bias, offsets, row_index, row_scale, weight_sums)
-
-
-def int8_int4_grouped_mm(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    row_index: Tensor | None,
-    row_scale: Tensor | None,
-    weight_sums: Tensor | None,
-    out_features: int,
-    in_features: int,
-    group_size: int,
-    row_scales: Tensor | None = None,
-    batch_invariant: bool = False,
-    x_rotation: int = 0,
-) -> Tensor:
-    """``qao.ops.int8_int4_mm`` of experts; ``row_scales`` is [E, N]."""
-    constants = out_features, in_features, group_size, row_scales, *asked(batch_invariant, x_rotation)
-    return grouped_product(INT8_INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale, weight_sums)
-
-
-def fp8_fp8_grouped_mm(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    row_index: Tensor | None,
-    row_scale: Tensor | None,
-    x_scale: Tensor | None,
-    x_group_size: int,
-    fast_accum: bool,
-    batch_invariant: bool = False,
-) -> Tensor:
-    """``qao.ops.fp8_fp8_mm`` of experts; ``x_scale``, float32 [1], is that of all of them."""
-    constants = x_group_size, fast_accum, *asked(batch_invariant)
-    return grouped_product(FP8_FP8, constants, x, weight, scales, bias, offsets, row_index, row_scale, x_scale)
-
-
-def fp8_int4_grouped_mm(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    row_index: Tensor | None,
-    row_scale: Tensor | None,
-    out_features: int,
-    in_features: int,
-    group_size: int,
-    row_scales: Tensor | None = None,
-    batch_invariant: bool = False,
-    fast_accum: bool = False,
-) -> Tensor:
-    """``qao.ops.fp8_int4_mm`` of experts; ``row_scales`` is [E, N]."""
-    constants = out_features, in_features, group_size, row_scales, *asked(batch_invariant, fast_accum)
-    return grouped_product(FP8_INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale)

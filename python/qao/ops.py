@@ -79,7 +79,8 @@ from .expert_rows import expert_sort as expert_sort  # noqa: E402
 from .expert_rows import expert_sum as expert_sum  # noqa: E402
 from .expert_rows import expert_topk as expert_topk  # noqa: E402
 from .grouped import GROUPED as GROUPED  # noqa: E402
-from .grouped import (  # noqa: E402, F401
+from .grouped import grouped_product as grouped_product  # noqa: E402
+from .grouped_mm import (  # noqa: E402, F401
     fp4_grouped_mm,
     fp8_fp8_grouped_mm,
     fp8_grouped_mm,
@@ -89,7 +90,6 @@ from .grouped import (  # noqa: E402, F401
     int8_int4_grouped_mm,
     int8_int8_grouped_mm,
 )
-from .grouped import grouped_product as grouped_product  # noqa: E402
 from .invariance import asked  # noqa: E402
 from .norm_silu import add_rms_norm as add_rms_norm  # noqa: E402
 from .norm_silu import silu_mul as silu_mul  # noqa: E402

@@ -23,7 +23,8 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from ... import ops
 from ...checkpoints.awq import values_of
 from ...checkpoints.plain import group_size_of
-from ...grouped import int4_grouped_mm
+from ...grouped import SILU_MUL
+from ...grouped_mm import int4_grouped_mm
 from ...scheme import stacked
 from ...schemes import Int4WeightOnly
 from .. import served
@@ -102,7 +103,7 @@ class GroupedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
         offsets, row_index, places = ops.expert_sort(ids.contiguous(), len(w1))
         rows = self._product(False, hidden_states, w1, offsets, row_index, 2 * width)
-        rows = self._product(True, ops.silu_mul(*rows.chunk(2, -1)), w2, offsets, None, k)
+        rows = self._product(True, rows, w2, offsets, None, k)
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
         output.copy_(ops.expert_sum(rows, places, weights.contiguous()))
 
@@ -120,7 +121,8 @@ class QaoExperts(GroupedExperts):
         scales, bias = (self.w2_scale, self.w2_bias) if second else (self.w1_scale, self.w1_bias)
         k = x.shape[-1]
         sizes = n, k, _size(self.block_shape[1], k)  # columns of a group, as the checkpoint says
-        return int4_grouped_mm(x, weight, scales, bias, offsets, row_index, None, *sizes)
+        gate = None if second else SILU_MUL
+        return int4_grouped_mm(x, weight, scales, bias, offsets, row_index, None, *sizes, gate=gate)
 
 
 def general_obstacle(experts: type[GroupedExperts], config: Any, weight_key: Any, activation_key: Any) -> str | None:

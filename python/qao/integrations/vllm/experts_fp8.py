@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
 
-from ...grouped import fp8_fp8_grouped_mm
+from ...grouped import SILU_MUL
+from ...grouped_mm import fp8_fp8_grouped_mm
 from ...quantizer_fp8 import SCALE_BLOCK
 from .experts import BACKEND, GroupedExperts, general_obstacle
 
@@ -29,7 +30,8 @@ class QaoFp8Experts(GroupedExperts):
     ) -> Tensor:
         scales, bias = (self.w2_scale, self.w2_bias) if second else (self.w1_scale, self.w1_bias)
         group = SCALE_BLOCK if self.block_shape is not None else -1
-        return fp8_fp8_grouped_mm(x, weight, scales, bias, offsets, row_index, None, None, group, False)
+        gate = None if second else SILU_MUL
+        return fp8_fp8_grouped_mm(x, weight, scales, bias, offsets, row_index, None, None, group, False, gate=gate)
 
 
 def _kind(weight_key: Any, activation_key: Any) -> str | None:

@@ -1,0 +1,20 @@
+// A gate and its numbers as operators get them.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "qao/quantize.h"
+#include "tensor.h"
+
+namespace qao {
+
+using GateNumbers = std::optional<std::vector<double>>;  // alpha, limit, shift, interleaved; none: no gate
+
+quantize::Gate checked_gate(const Op& op, double alpha, double limit, double shift, bool interleaved);
+std::optional<quantize::Gate> checked_gate(const Op& op, const GateNumbers& numbers);
+
+// What a producer makes, into `arguments`, on the device of x. In quantize.cpp.
+void run(const Op& op, const quantize::Problem& problem, const quantize::Arguments& arguments, const Argument& x);
+
+}  // namespace qao
