@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from . import marker, ops
 from .formats import PackedWeight, Scheme
 from .gates import gate_of
+from .grouped import Gate
 from .linear import QuantLinear
 from .packed import PackedModule, frozen
 from .rotation import with_row_scales
@@ -70,9 +71,14 @@ class QuantProjection(PackedModule):
         return self.experts, *self._sizes
 
     def forward(
-        self, x: Tensor, offsets: Tensor, row_index: Tensor | None = None, row_scale: Tensor | None = None
+        self,
+        x: Tensor,
+        offsets: Tensor,
+        row_index: Tensor | None = None,
+        row_scale: Tensor | None = None,
+        gate: Gate | None = None,
     ) -> Tensor:
-        """y [S, N] as ``qao.ops.int4_grouped_mm`` says, of whichever scheme."""
+        """y [S, N], or [S, N / 2] behind a gate, as ``qao.ops.int4_grouped_mm`` says, of whichever scheme."""
         if _autocasts():
             x = QuantLinear.autocast(x)
         word, tensors = self.scheme.word, self._parameters
@@ -90,6 +96,7 @@ class QuantProjection(PackedModule):
             row_index,
             row_scale,
             *others,
+            gate=gate,
         )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -156,10 +163,8 @@ class QuantExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         offsets, row_index, places = ops.expert_sort(top_k_index, self.num_experts)
         (origin,) = self._origin
-        rows = self.up(hidden_states, offsets, row_index)
-        if self._gate is not None:
-            rows = self._gate(rows)
-        else:
+        rows = self.up(hidden_states, offsets, row_index, gate=self._gate)
+        if self._gate is None:
             rows = origin._apply_gate(rows) if origin.has_gate else origin.act_fn(rows)
         rows = self.down(rows, offsets)
         if _has_norm(origin):
