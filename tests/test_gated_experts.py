@@ -14,6 +14,7 @@ from ops_support import randn
 from qao.reference import swiglu
 from test_swiglu import lost, rounded
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 SILU, GPT_OSS = (1.0, math.inf, 0.0, False), (1.702, 7.0, 1.0, True)
 GATES = [SILU, GPT_OSS, (1.702, 7.0, 1.0, False), (1.0, 0.25, -2.0, True)]
@@ -232,6 +233,15 @@ def test_gradients(scheme: Scheme, gate: Any, compiled: bool, device: str) -> No
     for own, exact in zip(torch.autograd.grad(y, given, grad), truth, strict=True):
         # float32 sums of up to 96 terms of any sign, of what some roundings made: each at most 2^-24 of the largest.
         assert (own.double() - exact).abs().max() <= 2.0**-18 * exact.abs().max()
+
+
+def test_flops_are_those_of_the_product() -> None:
+    experts, x = make_experts(PRODUCTS[0], 2, 48, 128), randn(6, 128, dtype=torch.float32, device="cpu")
+    for gate in (None, SILU, [1, 7.0, 0, 0]):
+        with FlopCounterMode(display=False) as counter:
+            qao.ops.int4_grouped_mm(*experts.all_arguments(x, ends([4, 2])), gate=gate)
+            gated(experts, gate, x, ends([4, 2]))
+        assert counter.get_total_flops() == 2 * 2 * 6 * 128 * 48
 
 
 def test_forward_mode_and_func() -> None:

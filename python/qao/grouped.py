@@ -177,20 +177,18 @@ def grouped_product(
     wanted = torch.is_grad_enabled() and any(
         isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (x, bias, row_scale)
     )
-    if wanted or transformed():
-        if not torch.compiler.is_dynamo_compiling():
+    differentiated = wanted or transformed()
+    if differentiated and not torch.compiler.is_dynamo_compiling():
 
-            def apply(row_scale: Tensor | None) -> Tensor:
-                arguments = (x, bias, row_scale, weight, scales, operator, offsets, row_index, *rest)
-                return _Grouped.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
+        def apply(row_scale: Tensor | None) -> Tensor:
+            arguments = (x, bias, row_scale, weight, scales, operator, offsets, row_index, *rest)
+            return _Grouped.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
 
-            return apply(row_scale) if gate is None else _in_pieces(apply, row_scale, gate)
-        given, operator = operator, TRACED[operator]
-    else:
-        given = operator
+        return apply(row_scale) if gate is None else _in_pieces(apply, row_scale, gate)
     if gate is not None:
-        rest = (*rest, *_BEFORE_GATE[given][len(rest) :], gate)
-    return operator(x, weight, scales, bias, offsets, row_index, row_scale, *rest)
+        rest = (*rest, *_BEFORE_GATE[operator][len(rest) :], gate)
+    called = TRACED[operator] if differentiated else operator
+    return called(x, weight, scales, bias, offsets, row_index, row_scale, *rest)
 
 
 torch.fx.wrap("grouped_product")  # a node of fx.symbolic_trace, as the choice in it is made when the graph runs

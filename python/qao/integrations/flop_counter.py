@@ -31,8 +31,11 @@ def _product(x: Any, *_: Any, out_shape: Any, **__: Any) -> int:
     return 2 * int(prod(x)) * int(out_shape[-1])
 
 
-def _grouped(x: Any, *_: Any, out_shape: Any, **__: Any) -> int:
-    return 2 * int(x[-1]) * int(prod(out_shape))
+def _grouped(x: Any, *arguments: Any, out_shape: Any, gate: Any = None, **_: Any) -> int:
+    """A gate, the only numbers that are no shape, halves the result, not the product."""
+    lists = [value for value in (*arguments, gate) if isinstance(value, (list, tuple))]
+    gated = any(type(number) is float for numbers in lists for number in numbers)
+    return 2 * int(x[-1]) * int(prod(out_shape)) * (2 if gated else 1)
 
 
 def _fused(x: Any, *arguments: Any, out_shape: Any, **_: Any) -> int:
