@@ -13,7 +13,7 @@ import pytest
 import qao
 import torch
 from ops_support import randn
-from qao import doctor
+from qao import doctor, operator_checks
 from torch import Tensor, nn
 
 
@@ -190,7 +190,7 @@ def test_autocast_and_a_compiled_model(device: str) -> None:
 
 def test_the_doctor_knows_every_operator() -> None:
     registered = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("qao::")}
-    assert set(doctor.OPERATORS) == registered
+    assert set(operator_checks.OPERATORS) == registered
 
 
 def test_the_doctor_finds_nothing() -> None:
@@ -200,7 +200,7 @@ def test_the_doctor_finds_nothing() -> None:
 
 
 def test_the_doctor_sees_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(doctor.OPERATORS, "int4_mm", lambda device: 0.5)
+    monkeypatch.setitem(operator_checks.OPERATORS, "int4_mm", lambda device: 0.5)
     found = {check.name: check.problem for check in doctor.checks() if check.problem}
     assert found and all(name.endswith("int4_mm") for name in found)
     assert "differs from the reference by 0.5" in found["cpu int4_mm"]
