@@ -24,9 +24,10 @@ __device__ __forceinline__ Place place(const Params& p) {
     place.row_block = inside / width;
     place.token_block = panel * kPanel + inside % width;
   }
-  if (p.split_k > 1) {
-    place.begin = static_cast<int>(static_cast<int64_t>(steps) * split / p.split_k);
-    place.end = static_cast<int>(static_cast<int64_t>(steps) * (split + 1) / p.split_k);
+  if (p.split_k > 1) {  // steps * split / split_k, in 32 bits
+    const int each = steps / p.split_k, left = steps % p.split_k;
+    place.begin = each * split + left * split / p.split_k;
+    place.end = each * (split + 1) + left * (split + 1) / p.split_k;
   }
   return place;
 }

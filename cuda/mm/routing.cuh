@@ -33,21 +33,26 @@ struct RowsAndTiles {
 // Calls use(expert, begin, end, first_tile) for the experts of this lane, whose rows of y are [begin, end), with the
 // number of tiles of `tile_m` rows before them, and returns the numbers of all. A warp computes it as one. A lane has
 // neighbouring experts: it needs the end of those before it, a maximum since offsets may be anything, and their number
-// of tiles. Its first few ends are read at once and kept.
+// of tiles. It reads a few ends at once, and keeps them where it has no more.
 template <int tile_m, typename Use>
 __device__ __forceinline__ RowsAndTiles for_each_expert(const Routing& r, const Use& use) {
   constexpr int kHeld = 4;
   const int lane = threadIdx.x % 32, each = (r.experts + 31) / 32;
   const int first = min(lane * each, r.experts), last = min(first + each, r.experts);
-  int held[kHeld];
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) held[i] = first + i < last ? min(r.ends[first + i], r.limit) : 0;
+  int held[kHeld], held_from = -1;
   const auto for_each = [&](const auto& of) {
+#pragma unroll 1
+    for (int from = first; from < last; from += kHeld) {
+      if (from != held_from) {
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      if (first + i < last) of(first + i, held[i]);
+        for (int i = 0; i < kHeld; ++i) held[i] = from + i < last ? min(r.ends[from + i], r.limit) : 0;
+        held_from = from;
+      }
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        if (from + i < last) of(from + i, held[i]);
+      }
     }
-    for (int e = first + kHeld; e < last; ++e) of(e, min(r.ends[e], r.limit));
   };
   int end = 0;
   for_each([&](int, int own) { end = max(end, own); });
@@ -113,6 +118,7 @@ __device__ __forceinline__ int64_t x_row(const Routing& r, int64_t row) {
 // Rows of x for the tokens of a CTA, into its table.
 template <int tile_m>
 __device__ __forceinline__ void fill_table(const Routing& r, const Share& share, uint32_t table) {
+#pragma unroll 1
   for (int token = threadIdx.x; token < tile_m; token += blockDim.x) {
     const int of = share.token_block * tile_m + token;
     if (of >= share.rows) break;
@@ -125,6 +131,7 @@ __device__ __forceinline__ void fill_table(const Routing& r, const Share& share,
 template <int tile_m>
 __device__ __forceinline__ void write_zeros(const Share& share, void* y, DType dtype, int n, int begin, int end) {
   const int first = share.token_block * tile_m, rows = min(share.rows - first, tile_m), columns = end - begin;
+#pragma unroll 1
   for (int i = threadIdx.x; i < rows * columns; i += blockDim.x) {
     const int64_t row = share.begin + first + i / columns;
     store_float(y, row * n + begin + i % columns, dtype, 0.0f);

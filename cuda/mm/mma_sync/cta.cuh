@@ -213,6 +213,7 @@ struct Cta {
                                                  int rows, bool aligned) {
     constexpr int kChunks = row_bytes / 16, kRowsAtOnce = Tile::kSliceThreads / kChunks;
     const int thread = threadIdx.x % Tile::kSliceThreads, chunk = thread % kChunks;
+#pragma unroll 1
     for (int row = thread / kChunks; row < rows; row += kRowsAtOnce, from += kRowsAtOnce * stride) {
       fetch_edge_chunk<Element>(to + swizzled<row_bytes>(row, chunk), from, chunk, columns, aligned);
     }

@@ -72,6 +72,7 @@ struct Cta : mma_sync::Cta<Product, Tile, false> {
                                                   int columns, int tokens, bool aligned) {
     using Element = std::conditional_t<Product::kXBytes == 1, uint8_t, uint16_t>;
     const int thread = threadIdx.x % Tile::kSliceThreads, chunk = thread % Dense::kXChunks;
+#pragma unroll 1
     for (int token = thread / Dense::kXChunks; token < tokens; token += Dense::kXAtOnce) {
       const int64_t row = ptx::load_shared_int(table + token * 4);
       fetch_edge_chunk<Element>(to + swizzled<Dense::kXRowBytes>(token, chunk), from + row * stride, chunk, columns,
