@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "cpu/grouped_mm.h"
-#include "qao/gated_mm.h"
+#include "qao/grouped_mm.h"
 
 namespace qao {
 
@@ -131,15 +131,13 @@ void GroupedProduct::run_on_gpu(Tensor& y) {
   const DeviceScope scope(x_);
   const Gpu gpu = gpu_of(op_, x_);
   mm::Plan plan;
-  const bool fused = gate_ && mm::plan_gated(problem, experts_, gpu, &plan);
-  if (!fused) op_.check(mm::plan(problem, experts_, gpu, &plan));
+  op_.check(mm::plan(problem, experts_, gpu, &plan));
   if (quantized_ && problem.m > 0) quantized_->make(op_, arguments);
   std::optional<Tensor> workspace, product;
   if (plan.workspace_bytes > 0) {
     arguments.workspace = workspace.emplace(empty({plan.workspace_bytes}, uint8_code(), x_)).data_ptr();
   }
   void* const stream = current_stream(x_);
-  if (fused) return op_.check(mm::launch_gated(problem, plan, arguments, experts_, *gate_, stream));
   if (!gate_) return op_.check(mm::launch(problem, plan, arguments, experts_, stream));
 
   quantize::Problem behind;

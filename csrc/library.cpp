@@ -40,8 +40,8 @@ void define(StableLibrary& m) {
                  "Tensor? weight_sums, int out_features, int in_features, int group_size, Tensor? row_scales=None",
                  kRotation);
   define_grouped(m, "fp8_fp8_grouped_mm", "Tensor? x_scale, int x_group_size, bool fast_accum");
-  define_grouped(m, "fp8_int4_grouped_mm",
-                 "int out_features, int in_features, int group_size, Tensor? row_scales=None", ", bool fast_accum=False");
+  define_grouped(m, "fp8_int4_grouped_mm", "int out_features, int in_features, int group_size, Tensor? row_scales=None",
+                 ", bool fast_accum=False");
   m.def("expert_sort(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)");
   m.def(
       "expert_topk(Tensor logits, int top_k, bool sigmoid, Tensor? bias, bool normalized, float factor, int groups=1, "

@@ -4,8 +4,6 @@
 #include "mm/launch.h"
 #include "mm/mma_sync/grouped.h"
 #include "mm/problem.h"
-#include "mm/stream/grouped.h"
-#include "qao/gated_mm.h"
 
 namespace qao::mm {
 namespace {
@@ -41,16 +39,6 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   if (plan.body == Body::kStreamRing) return stream::launch(problem, plan, arguments, experts, x, stream);
   if (plan.body == Body::kWgmma) return wgmma::launch(problem, plan, arguments, experts, x, stream);
   return mma_sync::grouped::launch(problem, plan, arguments, experts, x, stream);
-}
-
-Status launch_gated(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts,
-                    const quantize::Gate& gate, void* stream) {
-  Problem gated = problem;
-  gated.gated = true;
-  X x;
-  Status status = prepare_x(problem, workspace_of(problem, 0), arguments, stream, &x);
-  if (!status.ok()) return status;
-  return stream::launch(gated, plan, arguments, experts, x, gate, stream);
 }
 
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, void* stream) {

@@ -11,8 +11,7 @@
 #include "mm/mma_sync/operands.h"
 #include "mm/problem.h"
 #include "mm/routing.h"
-#include "mm/stream/grouped.h"
-#include "qao/gated_mm.h"
+#include "qao/grouped_mm.h"
 
 namespace qao::mm {
 namespace {
@@ -120,44 +119,6 @@ TEST_CASE("few bfloat16 rows an expert stream on Hopper") {
   problem.group_size = 32;
   REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
   CHECK(plan.body == Body::kWgmma);
-}
-
-TEST_CASE("few rows an expert go through a gate in the product") {
-  Problem problem;
-  problem.x = Format::kFloat, problem.weight = Format::kInt4, problem.x_dtype = DType::kBFloat16;
-  problem.k = 2048, problem.group_size = 128;
-  Experts experts;
-  Plan plan;
-  for (int64_t count : {1, 8, 128}) {
-    for (int64_t rows : {1, 8, 256}) {
-      for (int64_t n : {32, 96, 1536, 28672}) {
-        experts.count = count, problem.m = experts.rows = rows, problem.n = n;
-        const bool few = ceil_div(rows, std::min(count, rows)) <= 6;
-        REQUIRE(plan_gated(problem, experts, kH200, &plan) == few);
-        CHECK(!plan_gated(problem, experts, kA100, &plan));
-        if (!few) continue;
-        plan_gated(problem, experts, kH200, &plan);
-        // Every CTA has whole pairs of row tiles, and all together have all.
-        Problem gated = problem;
-        gated.gated = true;
-        stream::RingParams cut;
-        int bytes;
-        const int blocks = static_cast<int>(plan.ctas / token_tiles(count, rows, plan.tile_m));
-        REQUIRE(stream::grouped_params(gated, blocks, static_cast<int>(plan.shared_bytes), &cut, &bytes));
-        CHECK(bytes <= kH200.shared_bytes_per_cta);
-        CHECK(cut.unit_shift == 1);
-        CHECK(2 * (blocks * cut.row_tiles + cut.more_row_tiles) == n / 16);
-        CHECK(cut.passes * stream::kGrouped.tiles_n >= 2 * (cut.row_tiles + (cut.more_row_tiles > 0)));
-        stream::set_halves(gated, quantize::Gate{}, &cut);
-        CHECK(cut.to_second == n / 32 * cut.row_tile_bytes);
-        CHECK(cut.to_second + cut.to_third == cut.row_tile_bytes);
-      }
-    }
-  }
-  experts.count = 128, problem.m = experts.rows = 8, problem.n = 1536 + 16;  // a row tile of both
-  CHECK(!plan_gated(problem, experts, kH200, &plan));
-  problem.n = 1536, problem.batch_invariant = true;
-  CHECK(!plan_gated(problem, experts, kH200, &plan));
 }
 
 TEST_CASE("many rows an expert are wgmma's on Hopper") {

@@ -14,7 +14,7 @@
 #include "mm/routing.h"
 #include "mm/stream/plan.h"
 #include "mm/wgmma/plan.h"
-#include "qao/gated_mm.h"
+#include "qao/grouped_mm.h"
 
 namespace qao::mm {
 namespace {
@@ -145,18 +145,7 @@ Status plan_eight_bits(const Problem& problem, int64_t experts, int64_t rows, co
   return no_tile(gpu);
 }
 
-bool fits_a_launch(const Problem& problem, const Experts& experts) {
-  return std::max({experts.rows, experts.count, problem.m}) < INT32_MAX / 2;
-}
-
 }  // namespace
-
-bool plan_gated(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan* plan) {
-  Problem gated = problem;
-  gated.gated = true;
-  *plan = Plan{};
-  return is_supported(gpu) && fits_a_launch(problem, experts) && stream::plan_grouped(gated, experts, gpu, plan);
-}
 
 Status plan(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan* plan) {
   *plan = Plan{};
@@ -171,7 +160,7 @@ Status plan(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan
                              name_of(problem.weight) + " for experts",
                          "Move the layer to the CPU, or quantise it to another scheme");
   }
-  if (!fits_a_launch(problem, experts)) {
+  if (std::max({experts.rows, experts.count, problem.m}) >= INT32_MAX / 2) {
     return Status::error("CUDA kernels of grouped products count rows and experts in 30 bits", "Pass fewer at a time");
   }
   if (problem.x == Format::kInt8 && problem.weight == Format::kInt8 && problem.k > kInt32Columns) {

@@ -26,39 +26,6 @@ struct GatheredX {
   }
 };
 
-// Of four rows of a token, rounded as y without a gate has them.
-__device__ __forceinline__ float4 through_gate(const Gate& gate, float4 g, float4 u) {
-  const auto of = [&](float a, float b) {
-    a = __bfloat162float(__float2bfloat16_rn(a)), b = __bfloat162float(__float2bfloat16_rn(b));
-    a = a > gate.limit ? gate.limit : a;  // NaN stays
-    b = b > gate.limit ? gate.limit : b < -gate.limit ? -gate.limit : b;
-    return __fdividef(a, 1 + expf(-gate.alpha * a)) * (b + gate.shift);
-  };
-  return {of(g.x, u.x), of(g.y, u.y), of(g.z, u.z), of(g.w, u.w)};
-}
-// Rows n .. n + 3 of W, of a gate and its up, to columns of y [., outputs]: in halves the lane with those of the gate
-// gets those of its up from the lane four on, in turns it has both. All lanes of a warp take part.
-static __device__ __noinline__ void store_gated(const Params& p, const Routing& r, const Gate& gate, int64_t row, int n,
-                                                int token, bool exists, float4 value) {
-  const int outputs = p.n / 2;
-  float4 up;
-  up.x = __shfl_xor_sync(kAllLanes, value.x, kTileN / 4), up.y = __shfl_xor_sync(kAllLanes, value.y, kTileN / 4);
-  up.z = __shfl_xor_sync(kAllLanes, value.z, kTileN / 4), up.w = __shfl_xor_sync(kAllLanes, value.w, kTileN / 4);
-  if (!exists) return;
-  const int64_t at = static_cast<int64_t>(token) * outputs;
-  if (gate.interleaved) {
-    const float4 y = through_gate(gate, {value.x, value.z, 0, 0}, {value.y, value.w, 0, 0});
-    float two[4] = {y.x, y.y};
-    scale_row(r, row, two);
-    store_float2(p.y, at + n / 2, DType::kBFloat16, {two[0], two[1]});
-  } else if (n < outputs) {
-    const float4 y = through_gate(gate, value, up);
-    float four[4] = {y.x, y.y, y.z, y.w};
-    scale_row(r, row, four);
-    store_float4(p.y, at + n, DType::kBFloat16, four);
-  }
-}
-
 template <typename Tile, typename Base>
 struct GroupedRing : Base {
   using Base::d, Base::lane, Base::p, Base::x_offset;
@@ -66,14 +33,13 @@ struct GroupedRing : Base {
   static constexpr int kTokens = Tile::kTokens, kOfLane = kTokens / Base::kRowsAtOnce;
 
   const Routing& r;
-  const Gate& gate;
   const int64_t row0;  // of y, the first token's
   int rows[kOfLane];   // of x, those that this lane copies a part of
 
   // p.y begins with the first token's row.
   __device__ __forceinline__ GroupedRing(const Params& params, const RingParams& cut, const Routing& routing,
-                                         const Gate& numbers, int64_t first, uint32_t shared)
-      : Base(params, cut, shared), r(routing), gate(numbers), row0(first) {
+                                         int64_t first, uint32_t shared)
+      : Base(params, cut, shared), r(routing), row0(first) {
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
       // A cursor points to row lane / 16.
@@ -126,11 +92,6 @@ struct GroupedRing : Base {
       if (exists) {
         if constexpr (Base::kFp4) divide_rows(p, n, value);
         add_bias(p, n, value);
-      }
-      if (d.unit_shift != 0) {
-        const float4 four = {value[0], value[1], value[2], value[3]};
-        store_gated(p, r, gate, row0 + token, n, token, exists, four);
-      } else if (exists) {
         scale_row(r, row0 + token, value);
         store_rows<T>(p, p.n, n, token, value);
       }
@@ -141,25 +102,23 @@ struct GroupedRing : Base {
 template <typename Tile, typename Base>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     grouped_ring_kernel(const __grid_constant__ Params p, const __grid_constant__ RingParams cut,
-                        const __grid_constant__ Routing r, const __grid_constant__ Gate gate) {
+                        const __grid_constant__ Routing r) {
   extern __shared__ __align__(1024) uint8_t shared[];
   using Cta = GroupedRing<Tile, Base>;
   ptx::wait_for_previous_kernel();  // whose the routing may be
   ptx::launch_dependents();
   const Share share = find_share<Tile::kTokens>(r, blockIdx.z);
   if (share.rows == 0) return;
-  // In units of row tiles.
-  const int block = blockIdx.y, first = block * cut.row_tiles + min(block, cut.more_row_tiles);
-  const int outputs = p.n >> cut.unit_shift;
+  const int block = blockIdx.y, first = block * cut.row_tiles + min(block, cut.more_row_tiles);  // row tile
   const int64_t row0 = share.begin + int64_t{share.token_block} * Tile::kTokens;
   if (share.expert == r.experts) {
     const int last = first + cut.row_tiles + (block < cut.more_row_tiles);
-    return write_zeros<Tile::kTokens>(share, p.y, p.y_dtype, outputs, first * kTileN, min(last * kTileN, outputs));
+    return write_zeros<Tile::kTokens>(share, p.y, p.y_dtype, p.n, first * kTileN, min(last * kTileN, p.n));
   }
   Params own = params_of_expert(p, r, share);
-  own.y = static_cast<T*>(p.y) + row0 * outputs;
-  if (threadIdx.x < min(cut.row_tiles << cut.unit_shift, Tile::kTilesN)) {  // while rows of x are looked up
-    const int row_tile = (first << (cut.unit_shift - cut.halves)) + Cta::place(cut, threadIdx.x);
+  own.y = static_cast<T*>(p.y) + row0 * p.n;
+  if (threadIdx.x < min(cut.row_tiles, Tile::kTilesN)) {  // while rows of x are looked up
+    const int row_tile = first + threadIdx.x;
     ptx::prefetch_l2(own.weight + row_tile * cut.row_tile_bytes,
                      static_cast<int>(min(cut.row_tile_bytes, int64_t{kPrefetchBytes})));
     ptx::prefetch_l2(own.scales + row_tile * cut.row_tile_scale_bytes, static_cast<int>(cut.row_tile_scale_bytes));
@@ -167,7 +126,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   RingParams d = cut;
   d.tokens = min(share.rows - share.token_block * Tile::kTokens, Tile::kTokens);
   fill_table<Tile::kTokens>(r, share, ptx::shared_address(rows_of_x<Tile::kTokens>()));
-  const Cta cta(own, d, r, gate, row0, ptx::shared_address(shared));
+  const Cta cta(own, d, r, row0, ptx::shared_address(shared));
 
   auto ahead = cta.first();
   const auto units = cta.units();

@@ -34,7 +34,6 @@ bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu
     return false;
   }
   const int64_t tiles = token_tiles(experts.count, experts.rows, kGrouped.tokens);
-  if (problem.gated && problem.n % (2 * kTileN) != 0) return false;  // whole row tiles of both
   const int64_t row_tiles = tiles_n(problem.n);
   const int64_t blocks = blocks_of(tiles, row_tiles, int64_t{gpu.num_sms} * kGrouped.ctas_per_sm);
   constexpr int64_t kMostInGridZ = 65535;

@@ -70,11 +70,6 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
 
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts, const X& x,
               void* stream) {
-  return launch(problem, plan, arguments, experts, x, Gate{}, stream);
-}
-
-Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts, const X& x,
-              const Gate& gate, void* stream) {
   const Params params = int4_params(problem, plan, arguments, x);
   const Routing routing = routing_of(problem, plan, experts);
   RingParams cut;
@@ -83,12 +78,11 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   if (!grouped_params(problem, routing.row_blocks, room, &cut, &shared_bytes)) {
     return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
   }
-  set_halves(problem, gate, &cut);
   const GroupedKernel kernel = params.fp4 ? fp4_grouped_kernel(cut.groups_of_step)
                                           : grouped_kernel(cut.groups_of_step, problem.has_zeros, problem.scale_dtype);
   const dim3 grid(1, static_cast<unsigned>(routing.row_blocks), static_cast<unsigned>(routing.token_tiles));
   return launch_streaming("launching stream::grouped_ring_kernel", kernel, grid, nullptr, plan,
-                          static_cast<cudaStream_t>(stream), params, cut, routing, for_kernel(gate));
+                          static_cast<cudaStream_t>(stream), params, cut, routing);
 }
 
 }  // namespace qao::mm::stream

@@ -189,8 +189,7 @@ struct Ring : Cta<Tile> {
       int slot = 0, token = first + threadIdx.x % 32 / kQuads;
       bool exists = token < slots * m;
       while (exists && token >= m) token -= m, ++slot;
-      const int row_tile = (pass + slot) * kR + quad / 4;
-      const int n = (row_tile0 + Base::place(d, row_tile)) * kTileN + quad % 4 * 4;
+      const int row_tile = (pass + slot) * kR + quad / 4, n = (row_tile0 + row_tile) * kTileN + quad % 4 * 4;
       finish(slot, token, quad, n, exists && row_tile < row_tiles);
     }
   }

@@ -42,20 +42,13 @@ struct RingParams {
   int scale_advance;                  // bytes of parameters from a K-step of a warp to its next
   int columns_of_token, token_shift;  // groups of a K-step, or 1; log2 of the tokens of eight columns
   bool zeros, clustered;
-  // Of a tile that gates. CTAs share units of 1 << unit_shift row tiles: two are those of a gate and its up, which
-  // halves (0 or 1) have by turns from places `half_tiles` row tiles apart.
-  int unit_shift, halves, half_tiles;
-  int64_t to_second, to_third;  // bytes from a pass's first row tile to its second, from there to its third
 };
 
 // For `clusters` clusters of `split` CTAs. False if a CTA would need more than `shared_limit` bytes.
 inline bool ring_params(const Problem& problem, const RingConfig& config, int split, int clusters, int shared_limit,
                         RingParams* to, int* shared_bytes) {
   RingParams d{};
-  d.unit_shift = problem.gated;
-  Walk walk = fill_walk(problem, static_cast<int>(tiles_n(problem.n)) >> d.unit_shift, clusters, config.warps, &d);
-  walk.most <<= d.unit_shift;
-  d.to_second = d.to_third = d.row_tile_bytes;
+  const Walk walk = fill_walk(problem, static_cast<int>(tiles_n(problem.n)), clusters, config.warps, &d);
   d.steps = walk.steps / split, d.more_steps = walk.steps % split;
   d.chunk_shift = log2_of(walk.scale_bytes / 16);
   const int groups_shift = log2_of(d.groups_of_step);

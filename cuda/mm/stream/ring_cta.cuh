@@ -30,21 +30,12 @@ struct Cta {
         lane(threadIdx.x % 32),
         slice(ptx::warp_index()),
         rank(blockIdx.x),
-        row_tile0((blockIdx.y * d.row_tiles + min(static_cast<int>(blockIdx.y), d.more_row_tiles))
-                  << (unit_shift(d) - halves(d))),
-        row_tiles((d.row_tiles + (static_cast<int>(blockIdx.y) < d.more_row_tiles)) << unit_shift(d)),
+        row_tile0(blockIdx.y * d.row_tiles + min(static_cast<int>(blockIdx.y), d.more_row_tiles)),
+        row_tiles(d.row_tiles + (static_cast<int>(blockIdx.y) < d.more_row_tiles)),
         begin(rank * d.steps + min(rank, d.more_steps)),
         steps(d.steps + (rank < d.more_steps)),
         ring(shared + slice * d.stages * d.stage_bytes),
         partials(shared + Tile::kWarps * d.stages * d.stage_bytes) {}
-
-  // What a tile that does not gate knows when it is compiled.
-  static __device__ __forceinline__ int unit_shift(const RingParams& d) { return Tile::kGates ? d.unit_shift : 0; }
-  static __device__ __forceinline__ int halves(const RingParams& d) { return Tile::kGates ? d.halves : 0; }
-  // Where row tile `tile` of the CTA lies in W, from its first on.
-  static __device__ __forceinline__ int place(const RingParams& d, int tile) {
-    return Tile::kGates ? (tile >> d.halves) + (tile & d.halves) * d.half_tiles : tile;
-  }
 
   static constexpr int kRowsAtOnce = 2;  // tokens that a warp copies together
 
@@ -57,10 +48,9 @@ struct Cta {
   };
   __device__ __forceinline__ void seek(Cursor& at) const {
     while (at.k_step >= begin + steps) at.k_step -= steps, at.tiles -= kR;
-    const int row_tile =
-        Tile::kGates ? row_tile0 + ((row_tiles - at.tiles) >> d.halves) : row_tile0 + row_tiles - at.tiles;
+    const int row_tile = row_tile0 + row_tiles - at.tiles;
     at.weight = p.weight + row_tile * d.row_tile_bytes + at.k_step * kStepBytes + lane * 16;
-    at.scales = p.scales + (row_tile + place(d, lane >> d.chunk_shift)) * d.row_tile_scale_bytes +
+    at.scales = p.scales + (row_tile + (lane >> d.chunk_shift)) * d.row_tile_scale_bytes +
                 (at.k_step * d.groups_of_step >> d.group_shift) * p.group_bytes +
                 (lane & ((1 << d.chunk_shift) - 1)) * 16;
     at.x = static_cast<const T*>(p.x) + lane / 16 * p.x_stride + at.k_step * kStepColumns + lane % 16 * 8;
@@ -107,14 +97,14 @@ struct Cta {
     for (int i = 0; i < kR; ++i) {
       ptx::cp_async_16_if(i < at.tiles, to + i * kStepBytes, weight);
       ptx::cp_async_16_if(i < at.tiles, to + i * kStepBytes + kTileBytes, weight + kTileBytes);
-      if (i + 1 < kR) weight += !Tile::kGates ? d.row_tile_bytes : i % 2 == 0 ? d.to_second : d.to_third;
+      if (i + 1 < kR) weight += d.row_tile_bytes;
     }
     const int tile = lane >> d.chunk_shift;
     ptx::cp_async_16_if(tile < min(at.tiles, kR), to + d.scale_offset, at.scales);
-    if (kR << d.chunk_shift > 32) {           // a lane copies two
-      const int tiles = 32 >> d.chunk_shift;  // an even number
+    if (kR << d.chunk_shift > 32) {  // a lane copies two
+      const int tiles = 32 >> d.chunk_shift;
       ptx::cp_async_16_if(tile + tiles < min(at.tiles, kR), to + d.scale_offset + 512,
-                          at.scales + (tiles >> halves(d)) * d.row_tile_scale_bytes);
+                          at.scales + tiles * d.row_tile_scale_bytes);
     }
   }
   // Any step: one that ends past K, of groups that take more than 64 chunks of parameters, of an x that 16-byte loads
@@ -143,18 +133,15 @@ struct Cta {
     const int lane = threadIdx.x % 32;
     const int tiles = min(tiles_left, kR);
     const uint32_t to = stage + lane * 16;
-#pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
-      const uint8_t* from = weight + place(d, tile) * d.row_tile_bytes;
+      const uint8_t* from = weight + tile * d.row_tile_bytes;
       ptx::cp_async_16(to + tile * kStepBytes, from);
       if (2 * k_step + 1 < p.k_tiles) ptx::cp_async_16(to + tile * kStepBytes + kTileBytes, from + kTileBytes);
     }
     const int offset = (k_step * d.groups_of_step >> d.group_shift) * p.group_bytes;
     const int byte = (lane & ((1 << d.chunk_shift) - 1)) * 16, rows = 32 >> d.chunk_shift;
     const uint8_t* from = scales;
-    const auto next = [&](int tile) { from += (place(d, tile + rows) - place(d, tile)) * d.row_tile_scale_bytes; };
-#pragma unroll 1
-    for (int tile = lane >> d.chunk_shift; tile < tiles; next(tile), tile += rows) {
+    for (int tile = lane >> d.chunk_shift; tile < tiles; tile += rows, from += rows * d.row_tile_scale_bytes) {
       const uint32_t at_shared = stage + d.scale_offset + tile * d.groups_of_step * p.group_bytes + byte;
       if (offset + byte < d.row_tile_scale_bytes) {
         ptx::cp_async_16(at_shared, from);

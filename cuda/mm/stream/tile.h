@@ -22,7 +22,6 @@ struct RingTile {
   static constexpr int kCtasPerSm = ctas_per_sm;
   static constexpr int kTokens = 8 * tiles_m;
   static constexpr int kPaddedRow = tiles_n * kTileN + 4;  // sums of a token, against bank conflicts
-  static constexpr bool kGates = false;                    // rows may be those of a gate and its up
 };
 
 // With all of x in shared memory.
