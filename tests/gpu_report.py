@@ -1,10 +1,10 @@
 """Runs the whole test suite on a GPU and records the result with a hash of the sources it ran on.
 
-``python tests/gpu_report.py`` writes tests/gpu_report.json, ``-n 16`` with so many workers of pytest-xdist. Where a
-command may not last as long as the suite, ``--part 1/2`` and ``--part 2/2`` run its files in two shares, whose results
-are added up: the report says nothing good before the last. ``--failed`` runs what failed in the report of the present
-sources again, by itself, and names it there. ``--check`` says whether the report is one of the present sources and
-nothing failed (exit status 1 and the reason when not). The check needs neither torch nor a GPU.
+``python tests/gpu_report.py`` writes tests/gpu_report.json, ``-n 16`` with so many workers of pytest-xdist. What each
+test did is in build/gpu_progress.jsonl at once: after a run that was cut short, or in which tests failed, ``--resume``
+runs the others, and those that failed, of the same sources, and reports on all; it names what it ran again.
+``--check`` says whether the report is one of the present sources and nothing failed (exit status 1 and the reason when
+not). The check needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -13,35 +13,62 @@ import argparse
 import json
 import os
 import sys
+import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "tests" / "gpu_report.json"
+PROGRESS = ROOT / "build" / "gpu_progress.jsonl"  # the sources, then RUN and the tests of each run
+RUN = '"run"'
+OUTCOMES = ("passed", "skipped", "failed")
 sys.path.insert(0, str(ROOT))
 
 from bench.meta import describe, source_hash  # noqa: E402
 
 
-class Counter:
-    """A pytest plugin that counts outcomes and collects the ids of failed tests; it tells of one when it fails, so that
-    a run that is cut short does too."""
+class Recorder:
+    """A pytest plugin that writes down what each test did, and tells of one when it fails: for runs that are cut."""
 
-    def __init__(self) -> None:
-        self.passed = 0
-        self.skipped = 0
-        self.cuda_passed = 0
-        self.failed: list[str] = []
+    def __init__(self, file: TextIO) -> None:
+        self.file = file
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
-            self.failed.append(f"{report.nodeid} ({report.when})")
-            print(f"\nFAILED {self.failed[-1]}\n{report.longreprtext}", flush=True)
-        elif report.skipped:
-            self.skipped += 1
-        elif report.when == "call":
-            self.passed += 1
-            self.cuda_passed += "cuda" in report.nodeid
+            print(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext}", flush=True)
+        if report.failed or report.skipped or report.when == "call":
+            print(json.dumps([report.nodeid, report.outcome]), file=self.file, flush=True)
+
+
+Outcomes = dict[str, str]  # "passed", "skipped" or "failed" by test
+
+
+def outcomes(lines: Iterable[str]) -> Outcomes:
+    """Of one run: who failed anywhere has failed."""
+    found: Outcomes = {}
+    for test, outcome in map(json.loads, lines):
+        found[test] = "failed" if found.get(test) == "failed" else outcome
+    return found
+
+
+def earlier_runs() -> list[Outcomes]:
+    """Of the present sources."""
+    header, *lines = PROGRESS.read_text().splitlines() if PROGRESS.exists() else ["null"]
+    if json.loads(header) != source_hash():
+        return []
+    starts = [i for i, line in enumerate(lines) if line == RUN] + [len(lines)]
+    return [outcomes(lines[begin + 1 : end]) for begin, end in zip(starts, starts[1:], strict=False)]
+
+
+def merged(runs: Sequence[Outcomes]) -> tuple[Outcomes, list[str]]:
+    """The last outcome of each test, and which of them were not the first."""
+    last: Outcomes = {}
+    again = set()
+    for run in runs:
+        again |= last.keys() & run.keys()
+        last |= run
+    return last, sorted(again)
 
 
 def sees_gpu() -> bool:
@@ -52,29 +79,8 @@ def sees_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-class Part(NamedTuple):
-    """A share of the test files: number ``number``, from 1 on, of ``of``."""
-
-    number: int
-    of: int
-
-    @classmethod
-    def parse(cls, text: str) -> Part:
-        number, _, of = text.partition("/")
-        part = cls(int(number), int(of))
-        if not 1 <= part.number <= part.of:
-            raise ValueError(text)
-        return part
-
-    def files(self) -> list[str]:
-        return [str(path) for path in sorted((ROOT / "tests").glob("test_*.py"))[self.number - 1 :: self.of]]
-
-
-WHOLE = Part(1, 1)
-
-
-def run(workers: int, part: Part) -> int:
-    """Runs the suite here, or a part of it; the exit status is pytest's."""
+def run(workers: int, resume: bool) -> int:
+    """Runs the suite here, or what is left of it; the exit status is pytest's."""
     import pytest
     import torch
 
@@ -82,64 +88,29 @@ def run(workers: int, part: Part) -> int:
         return 1
     # The compiler builds a header on its first use: once here, not in every worker of pytest-xdist at the same time.
     torch.compile(torch.sin)(torch.ones(8))
-    counter = Counter()
     options = []
     if workers:  # they share the CPUs
         options = ["-n", str(workers), "--dist", "worksteal"]
         share = str(max((os.cpu_count() or 1) // workers, 1))
         for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
             os.environ.setdefault(name, share)
-    status = int(pytest.main([*part.files(), *options], plugins=[counter]))
-    counts = {"passed": counter.passed, "cuda_passed": counter.cuda_passed, "skipped": counter.skipped}
-    parts = {"parts": [part.number], "of": part.of}
-    report = describe("cuda") | counts | {"failed": counter.failed, "exit_status": status} | parts
-    write(added(report, before(part)))
-    return status
-
-
-def before(part: Part) -> dict[str, Any]:
-    """The report on disk if it is of other parts of the same suite and the same sources; else nothing."""
-    if foreign():
-        return {}
-    report = json.loads(REPORT.read_text())
-    return report if report.get("of", 1) == part.of and part.number not in report.get("parts", [1]) else {}
-
-
-def added(report: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
-    """One report of the parts of both."""
-    if earlier:
-        for name in ("passed", "cuda_passed", "skipped", "failed", "parts"):
-            report[name] = earlier[name] + report[name]
-        report["exit_status"] = max(earlier["exit_status"], report["exit_status"])
-    return report
-
-
-def run_failed() -> int:
-    """Runs the failed tests of the report again, where it is one of the present sources and of a whole run."""
-    import pytest
-
-    if reason := foreign():
-        print(f"GPU report: {reason}. Run the whole suite.")
-        return 1
-    ended = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED  # not interrupted, nor by an error
-    report = json.loads(REPORT.read_text())
-    if report["exit_status"] not in ended:
-        print("GPU report: its run did not come to an end. Run the whole suite.")
-        return 1
-    if not report["failed"]:
-        print("no test failed")
-        return int(report["exit_status"])
-    if not sees_gpu():
-        return 1
-    counter = Counter()
-    names = sorted({name.rpartition(" (")[0] for name in report["failed"]})
-    status = int(pytest.main([str(ROOT / name) for name in names], plugins=[counter]))
-    if status not in ended:  # the report stays as it was
-        return status
-    for count in ("passed", "cuda_passed", "skipped"):
-        report[count] += getattr(counter, count)
-    report["run_again"] = report.get("run_again", []) + names
-    write(report | {"failed": counter.failed, "exit_status": status})
+    before = earlier_runs() if resume else []
+    PROGRESS.parent.mkdir(exist_ok=True)
+    if not before:
+        PROGRESS.write_text(json.dumps(source_hash()) + "\n")
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as done, PROGRESS.open("a") as file:
+        done.writelines(f"{test}\n" for test, outcome in merged(before)[0].items() if outcome != "failed")
+        done.flush()
+        os.environ["QAO_TESTS_DONE"] = done.name  # for conftest.py
+        print(RUN, file=file, flush=True)
+        status = int(pytest.main([str(ROOT / "tests"), *options], plugins=[Recorder(file)]))
+    if status == pytest.ExitCode.NO_TESTS_COLLECTED and before:
+        status = int(pytest.ExitCode.OK)  # all was done
+    last, again = merged(earlier_runs())
+    of = {outcome: [test for test, what in last.items() if what == outcome] for outcome in OUTCOMES}
+    counts: dict[str, Any] = {"passed": len(of["passed"]), "cuda_passed": sum("cuda" in test for test in of["passed"])}
+    counts |= {"skipped": len(of["skipped"]), "failed": of["failed"], "exit_status": status}
+    write(describe("cuda") | counts | ({"run_again": again} if again else {}))
     return status
 
 
@@ -163,8 +134,6 @@ def stale() -> str | None:
     if reason := foreign():
         return reason
     report = json.loads(REPORT.read_text())
-    if missing := set(range(1, report.get("of", 1) + 1)) - set(report.get("parts", [1])):
-        return f"of {report['of']} parts {sorted(missing)} did not run"
     if report["exit_status"] != 0 or report["failed"]:
         return f"{len(report['failed'])} tests failed on {report['device']}: {', '.join(report['failed'][:5])}"
     if report["cuda_passed"] == 0:
@@ -175,14 +144,11 @@ def stale() -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="compare tests/gpu_report.json with the present sources")
-    parser.add_argument("--failed", action="store_true", help="run only what failed in the report, and add to it")
-    parser.add_argument("--part", type=Part.parse, default=WHOLE, metavar="K/N", help="only this share of the files")
+    parser.add_argument("--resume", action="store_true", help="run what a former run left, and what failed in it")
     parser.add_argument("-n", type=int, default=0, metavar="WORKERS", help="of pytest-xdist; default: none")
     arguments = parser.parse_args()
-    if arguments.failed:
-        return run_failed()
     if not arguments.check:
-        return run(arguments.n, arguments.part)
+        return run(arguments.n, arguments.resume)
     reason = stale()
     if reason:
         print(f"GPU report: {reason}. Run `make gpu-test PYTHON=python3 VENV=` on a machine with a GPU.")

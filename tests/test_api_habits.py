@@ -113,7 +113,7 @@ OPERATORS = {
     if schema.name.startswith("qao::")
 }
 PYTHON_TYPE = {"Tensor": "Tensor", "Optional[Tensor]": "Tensor | None", "int": "int", "float": "float", "bool": "bool"}
-PYTHON_TYPE |= {"List[float]": "Sequence[float]"}
+PYTHON_TYPE |= {"List[float]": "Sequence[float]", "Optional[List[float]]": "Gate | None"}
 
 
 def test_the_operators_are_found() -> None:

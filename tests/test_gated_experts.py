@@ -78,7 +78,7 @@ LARGE = pytest.param(PRODUCTS[0], Int4Format(32, "float", torch.float32), id="in
 @pytest.mark.parametrize("n", [32, 96, 2112])
 @pytest.mark.parametrize(("scheme", "fmt"), [*FOUR_BITS, LARGE])
 def test_few_rows_of_bfloat16(scheme: Scheme, fmt: Format, n: int, device: str) -> None:
-    """Hopper's stream body: K-steps that end past K, an x that no 16-byte load can read, numbers that are not finite."""
+    """Hopper's stream body: K-steps past the end of K, x that no 16-byte load can read, numbers that are not finite."""
     for k in (512, 200):
         experts = make_experts(scheme, 6, n, k, fmt, torch.bfloat16, device)
         x = randn(12, k + 1, dtype=torch.bfloat16, device=device)

@@ -143,10 +143,12 @@ TEST_CASE("eight bits: where sums are folded, tiles of more than 128 tokens are 
         const int tokens = candidate.plan.tile_m;
         if (candidate.plan.body != Body::kWgmma || tokens <= 128) continue;
         const bool folds = wgmma::traits_of(problem, wgmma::kTiles[candidate.plan.config]).folds;
-        const bool powers = problem.x == Format::kFp8 && problem.weight == Format::kInt4 && problem.row_scales &&
-                            !problem.has_zeros && tokens == 256;
+        const bool rows =
+            problem.x == Format::kFp8 && problem.weight == Format::kInt4 && problem.row_scales && !problem.has_zeros;
+        const bool powers = rows && tokens == 256 && !fast;
         CHECK(folds == (powers || (promotes && (tokens != 256 || !fast))));
         CHECK((candidate.operands == std::string("kFp8Int4Rows")) == powers);
+        CHECK((candidate.operands == std::string("kFp8Int4RowsFast")) == (rows && fast));
         if (!promotes || tokens != 256) continue;
         CHECK(folds == !fast);
         CHECK(candidate.operands == std::string(fast ? "kFp8Fp8Fast" : "kFp8Fp8"));
