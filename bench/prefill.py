@@ -225,10 +225,9 @@ def render(results: dict[str, Any]) -> str:
                 + [f"{geometric_mean(some):.2f}" if some else "–" for some in of_m]
                 + [f"{worst:.2f} ({row['n']} × {row['k']}, M = {row['m']})", f"{below} of {len(found)}"]
             )
-    layers = len({(row["n"], row["k"]) for row in rows})
-    note = (
-        f"{caption(results['meta'])}; {layers} layers, half of them drawn from a seed. The other's time over ours, "
-        "geometric means; bars for the mean and for each cell."
-    )
+    layers = {(row["n"], row["k"]) for row in rows}
+    count = f"{len(layers)} layers, {len(layers - {*KNOWN})} of them drawn from a seed"
+    means = "The other's time over ours, geometric means; bars for the mean and for each cell"
+    note = f"{caption(results['meta'])}; {count}. {means}."
     header = ["ours / the other", "bars", "all", *(f"M = {m}" for m in tokens), "least", "below"]
     return f"{note}\n\n{table(header, lines)}"

@@ -8,7 +8,7 @@
 <!-- bench:outliers:epyc-avx512_bf16 -->,
 <!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:four_bits:cpu -->, <!-- bench:gptq:h200 -->,
 <!-- bench:rotation:cpu -->, <!-- bench:invariance:h100-80gb-hbm3 -->,
-<!-- bench:plans:h100-80gb-hbm3 -->, <!-- bench:host:h200 -->,
+<!-- bench:plans:h100-80gb-hbm3 -->, <!-- bench:prefill:h100-80gb-hbm3 -->, <!-- bench:host:h200 -->,
 <!-- bench:llama:h200 -->, <!-- bench:linear:epyc-avx2 -->, <!-- bench:threads:xeon-amx -->,
 <!-- bench:llama_head:h200 -->, <!-- bench:busy:epyc-avx512_bf16 -->
 <!-- bench:update:h100-80gb-hbm3 -->, <!-- bench:tensor_parallel:h100-80gb-hbm3-x4 -->
