@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 
 from .markdown import caption, table
 from .meta import describe, write
-from .timing import Graph, copies_of, interleaved, replayed
+from .schemes import layer_in_turns
+from .timing import Graph, interleaved, replayed
 
 SCHEMES: dict[str, qao.Scheme] = {
     "int4": qao.Int4WeightOnly(),
@@ -36,14 +36,11 @@ def measure(scheme: qao.Scheme, n: int, k: int, tokens: tuple[int, ...], device:
     """Microseconds outside and inside, for each number of tokens."""
     linear = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
     layer = qao.QuantLinear.from_linear(linear, scheme)
-    copies = copies_of(layer.qweight.nbytes, device)
-    tensors = [{**layer._parameters} for _ in range(copies)]
-    for own in tensors[1:]:
-        own["qweight"] = nn.Parameter(layer.qweight.clone(), requires_grad=False)
+    copies, mm = layer_in_turns(layer, device)
     rows = []
     for m in tokens:
         x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
-        calls = [partial(_call, layer, x, cycle(tensors), invariant) for invariant in (False, True)]
+        calls = [partial(_call, mm, x, invariant) for invariant in (False, True)]
         if device == "cuda":
             floor = max(layer.qweight.nbytes / 4.8e12, 2 * m * n * k / 1.5e15)
             times = replayed([Graph(call, copies, floor) for call in calls], seconds)
@@ -54,9 +51,9 @@ def measure(scheme: qao.Scheme, n: int, k: int, tokens: tuple[int, ...], device:
     return rows
 
 
-def _call(layer: qao.QuantLinear, x: Tensor, tensors: Iterator[dict[str, Any]], invariant: bool) -> None:
+def _call(mm: Callable[[Tensor], Tensor], x: Tensor, invariant: bool) -> None:
     with qao.batch_invariant(invariant), torch.no_grad():
-        layer._mm(x, next(tensors), layer._constants)
+        mm(x)
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

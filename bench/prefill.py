@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
@@ -23,8 +22,8 @@ from . import plans
 from .markdown import caption, table
 from .meta import describe, write
 from .peers import engines
-from .schemes import without_search
-from .timing import Graph, copies_of, replayed, settle_clocks
+from .schemes import layer_in_turns, without_search
+from .timing import Graph, copies_of, replayed, rotation, settle_clocks
 
 KNOWN = (
     (4096, 4096),
@@ -162,20 +161,14 @@ def _measure(name: str, weight: Tensor, arguments: argparse.Namespace) -> Iterat
 
 def _rotated(size: int, tensors: tuple[Tensor, ...], mm: Callable[..., Tensor]) -> tuple[int, Callable[..., Tensor]]:
     copies = copies_of(size, "cuda")
-    turns = cycle([tensors, *(tuple(t.clone() for t in tensors) for _ in range(copies - 1))])
+    turns = rotation(tensors, copies)
     return copies, lambda x: mm(x, *next(turns))
 
 
 def _layer(weight: Tensor, scheme: qao.Scheme) -> tuple[int, Callable[..., Tensor]]:
     linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
     linear.weight = nn.Parameter(weight)
-    layer = qao.QuantLinear.from_linear(linear, without_search(scheme))
-    copies = copies_of(layer.qweight.nbytes, "cuda")
-    tensors = [{**layer._parameters} for _ in range(copies)]
-    for own in tensors[1:]:
-        own["qweight"] = nn.Parameter(layer.qweight.clone(), requires_grad=False)
-    turns = cycle(tensors)
-    return copies, lambda x: layer._mm(x, next(turns), layer._constants)
+    return layer_in_turns(qao.QuantLinear.from_linear(linear, without_search(scheme)), "cuda")
 
 
 def ratios(rows: list[dict[str, Any]], family: str, bar: Bar) -> list[tuple[float, dict[str, Any]]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from itertools import cycle
 from typing import NamedTuple
 
 import qao
 import torch
 from qao import ops, schemes
-from torch import Tensor
+from torch import Tensor, nn
 
 from .peers import Peer
 from .peers.gemlite import GemliteFp8Fp8, GemliteFp8Int4, GemliteInt4, GemliteInt8Int8
@@ -17,6 +18,7 @@ from .peers.humming import Humming, HummingFp8, HummingInt8
 from .peers.torch4 import TinyGemm, TorchInt4
 from .peers.torch8 import IntMm, QLinear, ScaledMm, TorchInt8
 from .peers.torchao import TorchAoFp8Fp8, TorchAoInt8Int8
+from .timing import copies_of
 from .weights import GroupedWeight, RowWeight, Weight
 
 
@@ -118,6 +120,16 @@ SCHEMES = {
 LAYER_SCHEMES: dict[str, qao.Scheme] = {
     word: kind() for word, kind in schemes.SCHEMES.items() if "cuda" in kind.devices
 }
+
+
+def layer_in_turns(layer: qao.QuantLinear, device: str) -> tuple[int, Callable[[Tensor], Tensor]]:
+    """Over how many copies of its weight a layer's calls rotate, so that no cache holds the next one, and the call."""
+    copies = copies_of(layer.qweight.nbytes, device)
+    tensors = [{**layer._parameters} for _ in range(copies)]
+    for own in tensors[1:]:
+        own["qweight"] = nn.Parameter(layer.qweight.clone(), requires_grad=False)
+    turns = cycle(tensors)
+    return copies, lambda x: layer._mm(x, next(turns), layer._constants)
 
 
 def without_search(scheme: qao.Scheme) -> qao.Scheme:

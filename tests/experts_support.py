@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +124,7 @@ def few_formats(scheme: Scheme) -> tuple[Format, ...]:
     return *scheme.few_formats, *rows, Int4Format(-1, zeros, torch.float16, one)
 
 
+SILU, GPT_OSS = (1.0, math.inf, 0.0, False), (1.702, 7.0, 1.0, True)  # gates
 FEW = [pytest.param(scheme, fmt, id=f"{scheme.word}-{fmt}") for scheme in PRODUCTS for fmt in few_formats(scheme)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import qao
 import torch
-from experts_support import FEW, HOSTILE, Experts, bits, ends, gathered, make_experts, nearest, poison
+from experts_support import FEW, GPT_OSS, HOSTILE, SILU, Experts, bits, ends, gathered, make_experts, nearest, poison
 from ops_schemes import DTYPES, PRODUCTS, SHORT, Format, Int4Format, Scheme, generator
 from ops_support import randn
 from qao.reference import swiglu
@@ -16,10 +16,8 @@ from test_swiglu import lost, rounded
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-SILU, GPT_OSS = (1.0, math.inf, 0.0, False), (1.702, 7.0, 1.0, True)
 GATES = [SILU, GPT_OSS, (1.702, 7.0, 1.0, False), (1.0, 0.25, -2.0, True)]
 COUNTS, TAIL = [0, 1, 40, 0, 3, 17, 2, 0], 5  # rows of experts, and of nobody
-UTILITIES = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
 
@@ -165,30 +163,6 @@ def test_hostile_offsets(offsets: list[int]) -> None:
 
 
 # ---- torch -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gather", [False, True])
-@pytest.mark.parametrize(("scheme", "fmt"), FEW)
-def test_opcheck(scheme: Scheme, fmt: Format, gather: bool, device: str) -> None:
-    experts = make_experts(scheme, 3, 40, 96, fmt, torch.float32, device)
-    x, index = randn(7, 96, dtype=torch.float16, device=device), gathered(12, 7, device=device)
-    scale = torch.rand(12, device=device)
-    routed = (x, ends([4, 0, 6], device), index, scale) if gather else (x, ends([4, 0, 2], device), None, None)
-    torch.library.opcheck(experts.op, experts.all_arguments(*routed), {"gate": GPT_OSS}, test_utils=UTILITIES)
-
-
-@pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
-def test_one_graph_for_every_routing(scheme: Scheme, device: str) -> None:
-    experts = make_experts(scheme, 4, 48, 64, device=device)
-    function = getattr(qao.ops, f"{scheme.word}_grouped_mm")
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    x, index = randn(8, 64, dtype=torch.bfloat16, device=device), gathered(16, 8, device=device)
-    for i, counts in enumerate(([16, 0, 0, 0], [1, 2, 3, 4], [0, 0, 0, 0])):
-        arguments = experts.all_arguments(x, ends(counts, device), index)
-        with torch._dynamo.config.patch(error_on_recompile=i > 0):
-            y = compiled(*arguments, gate=SILU)
-        assert torch.equal(bits(y), bits(experts.op(*arguments, gate=SILU)))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -7,7 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from experts_support import FEW, HOSTILE, Experts, bits, ends, few_formats, gathered, make_experts, nearest, poison
+from experts_support import (
+    FEW,
+    GPT_OSS,
+    HOSTILE,
+    SILU,
+    Experts,
+    bits,
+    ends,
+    few_formats,
+    gathered,
+    make_experts,
+    nearest,
+    poison,
+)
 from ops_schemes import DTYPES, PRODUCTS, SHORT, Format, Scheme, generator
 from ops_support import randn
 from qao.grouped import GROUPED
@@ -310,19 +323,21 @@ def test_nobody_waits_and_every_run_gives_the_same_bits(scheme: Scheme) -> None:
 # ---- torch -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("gate", [{}, {"gate": GPT_OSS}], ids=["", "gate"])
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize(("scheme", "fmt"), FEW)
-def test_opcheck(scheme: Scheme, fmt: Format, gather: bool, device: str) -> None:
+def test_opcheck(scheme: Scheme, fmt: Format, gather: bool, gate: dict[str, Any], device: str) -> None:
     experts = make_experts(scheme, 3, 40, 96, fmt, torch.float32, device)
     x, index = randn(7, 96, dtype=torch.float16, device=device), gathered(12, 7, device=device)
     scale = torch.rand(12, device=device)
     routed = (x, ends([4, 0, 6], device), index, scale) if gather else (x, ends([4, 0, 2], device), None, None)
     utilities = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(experts.op, experts.all_arguments(*routed), test_utils=utilities)
+    torch.library.opcheck(experts.op, experts.all_arguments(*routed), gate, test_utils=utilities)
 
 
+@pytest.mark.parametrize("gate", [{}, {"gate": SILU}], ids=["", "gate"])
 @pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)
-def test_one_graph_for_every_routing(scheme: Scheme, device: str) -> None:
+def test_one_graph_for_every_routing(scheme: Scheme, gate: dict[str, Any], device: str) -> None:
     import qao
 
     experts = make_experts(scheme, 4, 48, 64, device=device)
@@ -333,7 +348,7 @@ def test_one_graph_for_every_routing(scheme: Scheme, device: str) -> None:
     for i, counts in enumerate(([16, 0, 0, 0], [1, 2, 3, 4], [0, 0, 0, 0], [4, 4, 4, 4])):
         arguments = experts.all_arguments(x, ends(counts, device), index)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
-            assert torch.equal(bits(compiled(*arguments)), bits(experts.op(*arguments)))
+            assert torch.equal(bits(compiled(*arguments, **gate)), bits(experts.op(*arguments, **gate)))
 
 
 def expected_gradients(
