@@ -102,6 +102,13 @@ def warn_if_busy(meta: dict[str, Any]) -> None:
         print(f"note: this machine is busy (load average {meta['load']:.1f}); a quiet one gives steadier ratios")
 
 
+def earlier(path: Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a results file, if all that describes them is the same; else none."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    rows: list[dict[str, Any]] = results["rows"] if results.get("meta") == json.loads(json.dumps(meta)) else []
+    return rows
+
+
 def write(results: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")

@@ -44,10 +44,11 @@ def measure(program: Path, kind: str, some: list[tuple[int, int, int]]) -> list[
     rows = []
     for problem in dict.fromkeys(some):
         own = [timing for timing in timings if timing.problem == problem]
-        (us,) = {timing.us for timing in own if timing.chosen}
+        (choice,) = (timing for timing in own if timing.chosen)
+        best = min((timing for timing in own if timing.final), key=lambda timing: timing.us)
         m, n, k = problem
-        best = min(timing.us for timing in own if timing.final)
-        rows.append({"operands": kind, "m": m, "n": n, "k": k, "us": us, "best_us": best, "plans": len(own)})
+        row = {"operands": kind, "m": m, "n": n, "k": k, "us": choice.us, "best_us": best.us, "plans": len(own)}
+        rows.append(row | {"plan": choice.plan, "best_plan": best.plan})
     return rows
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from . import plans
 from .markdown import caption, table
-from .meta import describe, write
+from .meta import describe, earlier, write
 from .peers import engines
 from .schemes import layer_in_turns, without_search
 from .timing import Graph, copies_of, replayed, rotation, settle_clocks
@@ -120,6 +120,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--m", nargs="+", type=int, default=TOKENS, metavar="M", help="tokens")
     command.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     command.add_argument("--seconds", type=float, default=0.04, help="for each contender in each cell")
+    command.add_argument(
+        "--resume", action="store_true", help="go on with the results file of a run that was cut short"
+    )
 
 
 def drawn(seed: int, count: int) -> list[tuple[int, int]]:
@@ -130,11 +133,14 @@ def drawn(seed: int, count: int) -> list[tuple[int, int]]:
 @torch.inference_mode()
 def run(arguments: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
     """Measures, prints a line a cell and writes the results after every layer."""
-    there, rows = engines.load(), []
-    meta = describe("cuda") | {"engines": sorted(there), "seed": arguments.seed}
+    meta = describe("cuda") | {"engines": sorted(engines.load()), "seed": arguments.seed}
+    rows = earlier(path, meta) if arguments.resume else []
+    done = {(row["n"], row["k"]) for row in rows}
     layers = [*KNOWN[: arguments.known], *drawn(arguments.seed, arguments.drawn)]
     settle_clocks()
     for n, k in layers:
+        if (n, k) in done:
+            continue
         weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
         for name in arguments.families:
             rows += _measure(name, weight, arguments)

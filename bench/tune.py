@@ -58,6 +58,7 @@ class Timing(NamedTuple):
     us: float
     chosen: bool  # by the plan() that the sweep was built with
     final: bool = False  # timed by turns with the other fastest ones
+    plan: str = ""
 
 
 def expected(timing: Timing, costs: Costs, memory: Memory) -> float:
@@ -75,7 +76,7 @@ def parse(lines: Iterable[str]) -> list[Timing]:
         row = (entry["operands"], entry["tile_m"]) if entry["operands"] else None
         problem = (entry["m"], entry["n"], entry["k"])
         numbers = tuple(entry["counts"]), entry["bytes"], entry["us"]
-        found.append(Timing(problem, row, *numbers, entry["chosen"], entry["final"]))
+        found.append(Timing(problem, row, *numbers, entry["chosen"], entry["final"], entry["plan"]))
     return found
 
 

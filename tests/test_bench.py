@@ -35,7 +35,7 @@ from bench import (
     table,
     tune,
 )
-from bench.meta import describe, write
+from bench.meta import describe, earlier, write
 from bench.peers import Peer
 from bench.peers.torch4 import TinyGemm, TorchInt4
 from bench.runner import LAYERS, TOKENS, Layer, Run, run
@@ -493,7 +493,7 @@ def test_a_sweep_becomes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for timing in _timings(shapes, {*TOKENS["cuda"], *tune.UNSEEN_TOKENS}):
         (operands, tile_m), (m, n, k) = timing.row or ("", 0), timing.problem
         entry = {"m": m, "n": n, "k": k, "operands": operands, "tile_m": tile_m, "counts": timing.counts}
-        entry |= {"bytes": timing.bytes, "us": timing.us, "chosen": timing.chosen, "final": True}
+        entry |= {"bytes": timing.bytes, "us": timing.us, "chosen": timing.chosen, "final": True, "plan": ""}
         answers.setdefault(f"{m} {n} {k}", []).append(json.dumps(entry))
     (tmp_path / "answers.json").write_text(json.dumps(answers))
     program = tmp_path / "sweep"
@@ -520,7 +520,7 @@ def test_choices_are_compared_with_plans_timed_by_turns(tmp_path: Path) -> None:
     some = plans.problems(shapes, 2, "1")
     assert len(set(some)) == 80 and max(m * n * k for m, n, k in some) <= plans.MOST_PRODUCTS
     answers = [
-        f'"chosen": {chosen}, "final": {final}, "us": {us}'
+        f'"chosen": {chosen}, "final": {final}, "us": {us}, "plan": "{us} us"'
         for chosen, final, us in (("true", "true", 12), ("false", "true", 10), ("false", "false", 9))
     ]
     program = tmp_path / "sweep"
@@ -531,6 +531,7 @@ def test_choices_are_compared_with_plans_timed_by_turns(tmp_path: Path) -> None:
     program.chmod(0o755)
     rows = plans.measure(program, "int8_int8", some)
     assert {(row["us"], row["best_us"], row["plans"]) for row in rows} == {(12, 10, 3)}
+    assert {(row["plan"], row["best_plan"]) for row in rows} == {("12 us", "10 us")}
     assert "1.200" in plans.render({"meta": describe("cpu") | {"seed": 1}, "rows": rows})
 
 
@@ -661,6 +662,14 @@ def test_experts_times_every_scheme_beside_its_loop(monkeypatch: pytest.MonkeyPa
     calls = 2 * 20 * 2 * 64 * 128 / 1e12
     assert timed.floors(20, "uniform", (1e30, 1e12))["int8_int8"] == calls / 2
     assert timed.floors(1, "uniform", (1e9, 1e30))["int8_int8"] == 2 * (64 * 128 + 4 * 64) / 1e9
+
+
+def test_a_run_goes_on_with_rows_of_the_same_description(tmp_path: Path) -> None:
+    path, meta = tmp_path / "a.json", describe("cpu") | {"engines": ("a", "b")}
+    assert earlier(path, meta) == []
+    write({"meta": meta, "rows": [{"n": 1}]}, path)
+    assert earlier(path, meta) == [{"n": 1}]
+    assert earlier(path, meta | {"source_hash": "another"}) == []
 
 
 def test_experts_are_chosen_by_the_law_that_is_asked_for() -> None:
