@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import check_close, truth
-from cpu_isas import runs_amx
 from ops_schemes import (
     DTYPES,
     FLOAT,
@@ -346,11 +345,6 @@ INT8_INT8 = next(scheme for scheme in PRODUCTS if scheme.word == "int8_int8")
 WHOLE_WEIGHTS = [("int8", None), *((form, g) for form in ("none", "integer", "rows") for g in (32, 64, 128, 256, -1))]
 
 
-def comes_off_at_the_end(group_size: int | None) -> bool:
-    """With AMX beside int4, from two rows of x on."""
-    return runs_amx() and group_size is not None
-
-
 @pytest.mark.every_isa
 @pytest.mark.parametrize("form, group_size", WHOLE_WEIGHTS, ids=lambda value: str(value))
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 17, 70, 300])
@@ -360,8 +354,6 @@ def test_asymmetric_x_loses_nothing_to_its_zero_point(m: int, form: str, group_s
     As good as plain float32 sums of the same operands, or as three roundings: of a section, of their sum and of y. W is
     0 beside the outlier, but for zero points outside of 0 to 15.
     """
-    if comes_off_at_the_end(group_size):
-        pytest.skip("docs/kernels/mm8_cpu_int8.md says how far it is")
     scheme = INT8_INT8 if group_size is None else INT8_INT4
     n, k = 21, 4096 + 48
     draw = torch.Generator().manual_seed(1)

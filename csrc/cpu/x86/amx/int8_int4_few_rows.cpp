@@ -1,7 +1,8 @@
 // int8 x times int4 W with AMX, up to 16 rows of x: 16 rows of W are expanded tile by tile, with no more than a mask,
 // into A tiles of 16 rows x 64 unsigned bytes; B tiles come packed (pack_int8_tiles.cpp). Sums are exact integers
 // up to the end of a group, then, in registers,
-//   total += scale * (C - zero * sum(x)).
+//   total += scale * (C - x_zero * sum(q) - zero * sum(x - x_zero)),
+// where the sums of W's nibbles q are products with the row of ones.
 #include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
@@ -27,26 +28,35 @@ void expand_tile(const uint8_t* tile, uint8_t* a) {
   }
 }
 
-// total + scale * (C - zero * sums of x), for one row of W.
+// The new total of one row of W.
+template <bool kXZeros>
 __attribute__((always_inline)) inline __m512 fold(const int32_t* c, int row, const Int4Parameters& parameters,
-                                                  __m512 x_sums, __m512 total) {
-  const __m512 sum = _mm512_cvtepi32_ps(_mm512_load_si512(c + row * kTileRows));
+                                                  __m512 x_zeros, __m512 x_sums, __m512 total) {
+  __m512 sum = _mm512_cvtepi32_ps(_mm512_load_si512(c + row * kTileRows));
+  if constexpr (kXZeros) {
+    const __m512 w_sum = _mm512_cvtepi32_ps(_mm512_set1_epi32(c[row * kTileRows + kRowOfOnes]));
+    sum = _mm512_fnmadd_ps(x_zeros, w_sum, sum);
+  }
   const __m512 value = _mm512_fnmadd_ps(_mm512_set1_ps(parameters.zero[row]), x_sums, sum);
   return _mm512_fmadd_ps(_mm512_set1_ps(parameters.scale[row]), value, total);
 }
 
 // One N-tile along all of K, its totals in registers. Groups are folded one behind, tiles of W expanded one ahead: the
 // tile unit never waits for what was stored just before.
+template <bool kXZeros>
 void few_rows(const Job& job, int64_t tile_n, const Int4Parameters* parameters, WeightStream stream) {
   alignas(64) uint8_t a[2][kTileBytes];
   alignas(64) int32_t c[2][kTileSums];
   __m512 total[kTileN];
 #pragma GCC unroll 16
   for (int row = 0; row < kTileN; ++row) total[row] = _mm512_setzero_ps();
+  const __m512 x_zeros = load_rows(job, 0).zero;
   const auto fold_group = [&](int64_t group) __attribute__((always_inline)) {
     const __m512 x_sums = load_sums(job, group, 0);
 #pragma GCC unroll 16
-    for (int row = 0; row < kTileN; ++row) total[row] = fold(c[group % 2], row, parameters[group], x_sums, total[row]);
+    for (int row = 0; row < kTileN; ++row) {
+      total[row] = fold<kXZeros>(c[group % 2], row, parameters[group], x_zeros, x_sums, total[row]);
+    }
   };
   const uint8_t* weight = job.weight + tile_n * job.tiles_k * kPackedBytes;
   expand_tile(weight, a[0]);
@@ -76,9 +86,10 @@ void amx::int8_int4_few_rows(const Job& job, int64_t begin, int64_t end) {
   const int64_t bytes = job.groups * static_cast<int64_t>(sizeof(Int4Parameters));
   auto* parameters = static_cast<Int4Parameters*>(scratch(Scratch::kPanel, bytes));
   const uint8_t* weight = job.weight + begin * job.tiles_k * kPackedBytes;
+  const auto run = job.x_zeros != nullptr ? few_rows<true> : few_rows<false>;
   for (int64_t tile_n = begin; tile_n < end; ++tile_n) {
     load_shifted_parameters(job, tile_n, parameters);
-    few_rows(job, tile_n, parameters, WeightStream(weight, tile_n - begin, job.tiles_k));
+    run(job, tile_n, parameters, WeightStream(weight, tile_n - begin, job.tiles_k));
   }
 }
 

@@ -1,6 +1,6 @@
 // int8 x times int4 W with AMX, more than 16 rows of x or groups of 32. 32 rows of W are expanded in panels of 256 k,
 // less their zero points, into A tiles for int8_pipeline.h; B tiles come packed (pack_int8_tiles.cpp). Sums are exact
-// integers up to the end of a group, or of a panel.
+// integers up to the end of a group, or of a panel, where x's zero points times the sums of these bytes come off.
 #include "cpu/mm_kernels.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/amx/int8_pipeline.h"
@@ -73,7 +73,7 @@ void expand_without_zeros(const uint8_t* tile, const uint64_t* lower, const uint
 }
 
 // Of a unit's sections, each by its group's scale.
-template <int kSectionsOfUnit>
+template <int kSectionsOfUnit, bool kXZeros>
 struct ScaleAndAdd {
   static constexpr int kSections = kSectionsOfUnit;
   using Total = float;
@@ -85,46 +85,97 @@ struct ScaleAndAdd {
   __attribute__((always_inline)) Vector add(const int32_t* c, int64_t row, int m, Vector total) const {
 #pragma GCC unroll 4
     for (int s = 0; s < kSections; ++s) {
-      const __m512i sums = _mm512_load_si512(c + (s * 2 * kTileRows + row) * kM * kTileRows + m * kTileRows);
-      total = _mm512_fmadd_ps(_mm512_set1_ps(parameters[s].scale[row]), _mm512_cvtepi32_ps(sums), total);
+      const int32_t* of_row = c + (s * kPanelRows + row) * kM * kTileRows + m * kTileRows;
+      __m512 sums = _mm512_cvtepi32_ps(_mm512_load_si512(of_row));
+      if constexpr (kXZeros) {  // exact: below 2^24
+        const __m512 w_sum = _mm512_set1_ps(w_sums[s * kPanelRows + row]);
+        sums = _mm512_fnmadd_ps(_mm512_load_ps(x_zeros + m * kTileRows), w_sum, sums);
+      }
+      total = _mm512_fmadd_ps(_mm512_set1_ps(parameters[s].scale[row]), sums, total);
     }
     return total;
   }
   __attribute__((always_inline)) __m512 scaled(Vector total, int64_t, __m512) const { return total; }
 
   const PairParameters* parameters;  // of the first section
+  const float* w_sums;               // [kSections][2 x 16 n]
+  const float* x_zeros;              // of the unit's rows
 };
 
-constexpr int64_t kUnitsBytes = 2 * kMaxSections * 4 * kTileSums * int64_t{sizeof(int32_t)};
+// Sums of the rows of an A tile, added to in 16 words each, over `columns` of its fours.
+__attribute__((always_inline)) inline void add_row_sums(const uint8_t* a, __mmask16 columns,
+                                                        __m512i (&sums)[kTileRows]) {
+  const __m512i ones = _mm512_maskz_set1_epi32(columns, 0x01010101);
+#pragma GCC unroll 16
+  for (int i = 0; i < kTileRows; ++i) {
+    sums[i] = _mm512_dpbusd_epi32(sums[i], ones, _mm512_load_si512(a + i * kTileColumns));
+  }
+}
+
+// The sums of 16 words of each.
+__m512i sums_of_words(const __m512i (&rows)[kTileRows]) {
+  __m512i pairs[8], fours[4], eights[2];
+  for (int i = 0; i < 8; ++i) {
+    const __m512i a = rows[2 * i], b = rows[2 * i + 1];
+    pairs[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const __m512i a = pairs[2 * i], b = pairs[2 * i + 1];
+    fours[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  }
+  const auto add_lanes = [](__m512i a, __m512i b) {
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xDD));
+  };
+  for (int i = 0; i < 2; ++i) eights[i] = add_lanes(fours[2 * i], fours[2 * i + 1]);
+  return add_lanes(eights[0], eights[1]);
+}
 
 // Memory of a thread.
 struct Workspace {
+  explicit Workspace(const Job& job) {
+    const int64_t panel_bytes = 2 * panel_tiles(job) * kTileBytes, rows = job.tiles_m * kTileRows;
+    const int64_t parameter_bytes = (job.groups + kMaxSections - 1) * static_cast<int64_t>(sizeof(PairParameters));
+    const int64_t float_bytes = (kSumsOfPanels + rows) * static_cast<int64_t>(sizeof(float));
+    const int64_t bytes = panel_bytes + kUnitsBytes + parameter_bytes + float_bytes;
+    panel = static_cast<uint8_t*>(scratch(Scratch::kPanel, bytes));
+    c = reinterpret_cast<int32_t*>(panel + panel_bytes);
+    parameters = reinterpret_cast<PairParameters*>(panel + panel_bytes + kUnitsBytes);
+    w_sums = reinterpret_cast<float*>(panel + panel_bytes + kUnitsBytes + parameter_bytes);
+    x_zeros = w_sums + kSumsOfPanels;
+    for (int64_t m = 0; m < rows; m += kTileRows) _mm512_store_ps(x_zeros + m, load_rows(job, m).zero);
+  }
+
+  static constexpr int64_t kUnitsBytes = 2 * kMaxSections * 4 * kTileSums * int64_t{sizeof(int32_t)};
+  static constexpr int64_t kSumsOfPanels = 2 * kMaxSections * kPanelRows;
+
   uint8_t* panel;  // [2][panel_tiles()] A tiles
   int32_t* c;      // [2] units' C tiles
   PairParameters* parameters;
+  float* w_sums;   // of two panels, each [sections][2 x 16 n]
+  float* x_zeros;  // [16 tiles_m]
 };
 
 // `count` N-tiles, 1 or 2, for multiply_panels(); in the place of a second one the first again.
-template <int kSections>
+template <int kSections, bool kXZeros>
 struct Int4 {
-  using Fold = ScaleAndAdd<kSections>;
+  using Fold = ScaleAndAdd<kSections, kXZeros>;
   static constexpr bool kDirect = false;
 
   Int4(const Job& of_job, int64_t tile_n, int of_count, const Workspace& of_memory)
       : job(of_job),
         memory(of_memory),
         count(of_count),
+        halves(job.steps / job.tiles_k),
         in_group(group_steps(job)),
         row_bytes(job.tiles_k * kPackedBytes),
         weight(job.weight + tile_n * row_bytes),
         tiles(panel_tiles(job)),
         steps(job.groups * in_group),
-        section(least(in_group, tiles * (job.steps / job.tiles_k))) {
+        section(least(in_group, tiles * halves)) {
     for (int n = 0; n < 2; ++n) has_rests |= load_pair_parameters(job, tile_n + n % count, n, memory.parameters);
   }
 
   Rows fill(int64_t t, int64_t end, int64_t slots) {
-    const int64_t halves = job.steps / job.tiles_k;
     for (int n = 0; n < 2; ++n) {
       for (int64_t i = t; i < end; ++i) {
         const PairParameters* first = memory.parameters + i * halves / in_group;
@@ -132,6 +183,7 @@ struct Int4 {
                              first[halves - 1].zero + n * kTileN, memory.panel + (n * tiles + i - t) * kTileBytes);
       }
     }
+    if constexpr (kXZeros) sum_sections(t, end);
     lines = divide_up(kPackedBytes / 64 * (end - t), slots);
     next = weight + (end < job.tiles_k ? end * kPackedBytes : 2 * row_bytes);
     return {};
@@ -144,17 +196,36 @@ struct Int4 {
     }
   }
 
-  Fold fold(int64_t step) const { return {memory.parameters + step / in_group}; }
+  Fold fold(int64_t step, int64_t m) const { return {memory.parameters + step / in_group, w_sums, memory.x_zeros + m}; }
+
+  // Of the panel, whose units take them.
+  void sum_sections(int64_t t, int64_t end) {
+    float* to = memory.w_sums + t / tiles % 2 * (kSections * kPanelRows);  // those of the last panel are in use
+    w_sums = to;
+    const int64_t panel_steps = (end - t) * halves;
+    for (int64_t s = 0; s < kSections; ++s) {
+      for (int n = 0; n < 2; ++n, to += kTileN) {
+        __m512i sums[kTileRows] = {};
+        for (int64_t i = s * section; i < least((s + 1) * section, panel_steps); ++i) {
+          const __mmask16 columns = halves == 1 ? 0xFFFF : i % 2 == 0 ? 0x3333 : 0xCCCC;
+          add_row_sums(memory.panel + (n * tiles + i / halves) * kTileBytes, columns, sums);
+        }
+        _mm512_store_ps(to, _mm512_cvtepi32_ps(sums_of_words(sums)));
+      }
+    }
+  }
 
   const Job& job;
   const Workspace& memory;
   const int count;
+  const int64_t halves;  // steps of a K-tile
   const int64_t in_group, row_bytes;
   const uint8_t* const weight;
   const int64_t tiles, steps, section;  // with groups of 32 the last K-tile may have but one half
   bool has_rests = false;               // of zero points
   int64_t lines = 0;                    // of either N-tile to be fetched with every step
   const uint8_t* next = nullptr;
+  const float* w_sums = nullptr;  // of the panel
 };
 
 // totals -= rests of zero points times sums of x.
@@ -176,14 +247,14 @@ void take_off_rests(const Job& job, const PairParameters* parameters, float* tot
   }
 }
 
-template <int kSections>
+template <int kSections, bool kXZeros>
 void many_rows(const Job& job, int64_t begin, int64_t end, const Workspace& memory) {
   const int64_t bytes = 2 * job.tiles_m * kTileSums * int64_t{sizeof(float)};
   float* totals = static_cast<float*>(scratch(Scratch::kSums, bytes));
   DirectOutput direct(job);
   for (int64_t tile_n = begin; tile_n < end; tile_n += 2) {
     const int count = static_cast<int>(least(2, end - tile_n));
-    Int4<kSections> w(job, tile_n, count, memory);
+    Int4<kSections, kXZeros> w(job, tile_n, count, memory);
     if (w.has_rests) direct.write();
     const Output* output = w.has_rests ? nullptr : direct.of(tile_n, end);
     multiply_panels(job, w, memory.panel, memory.c, totals, output);
@@ -199,22 +270,26 @@ void many_rows(const Job& job, int64_t begin, int64_t end, const Workspace& memo
   direct.write();
 }
 
+template <bool kXZeros>
+void many_rows(const Job& job, int64_t begin, int64_t end, const Workspace& memory) {
+  const int64_t steps = panel_tiles(job) * (job.steps / job.tiles_k), sections = steps / least(group_steps(job), steps);
+  const auto run = sections == 1   ? many_rows<1, kXZeros>
+                   : sections == 2 ? many_rows<2, kXZeros>
+                                   : many_rows<kMaxSections, kXZeros>;
+  run(job, begin, end, memory);
+}
+
 }  // namespace
 
 void amx::int8_int4_gemm(const Job& job, int64_t begin, int64_t end) {
   // Longer, and the sums from which that one takes zero points off would not be exact as float32.
   constexpr int64_t kExactColumns = 8192;
   const bool exact = least(job.group_size, job.k) <= kExactColumns;
-  if (job.tiles_m == 1 && job.steps == job.tiles_k && exact) return amx::int8_int4_few_rows(job, begin, end);
+  const bool few = job.tiles_m == 1 && (job.x_zeros == nullptr || has_row_of_ones(job));
+  if (few && job.steps == job.tiles_k && exact) return amx::int8_int4_few_rows(job, begin, end);
   const TileScope registers;
-  const int64_t panel_bytes = 2 * panel_tiles(job) * kTileBytes;
-  const int64_t parameter_bytes = (job.groups + kMaxSections - 1) * static_cast<int64_t>(sizeof(PairParameters));
-  auto* panel = static_cast<uint8_t*>(scratch(Scratch::kPanel, panel_bytes + kUnitsBytes + parameter_bytes));
-  const Workspace memory = {panel, reinterpret_cast<int32_t*>(panel + panel_bytes),
-                            reinterpret_cast<PairParameters*>(panel + panel_bytes + kUnitsBytes)};
-  const int64_t steps = panel_tiles(job) * (job.steps / job.tiles_k), sections = steps / least(group_steps(job), steps);
-  const auto run = sections == 1 ? many_rows<1> : sections == 2 ? many_rows<2> : many_rows<kMaxSections>;
-  run(job, begin, end, memory);
+  const Workspace memory(job);
+  job.x_zeros != nullptr ? many_rows<true>(job, begin, end, memory) : many_rows<false>(job, begin, end, memory);
 }
 
 }  // namespace qao::cpu

@@ -193,7 +193,7 @@ struct Int8 {
     }
   }
 
-  Fold fold(int64_t) const { return {&scales}; }
+  Fold fold(int64_t, int64_t) const { return {&scales}; }
 
   const Job& job;
   const int64_t n;

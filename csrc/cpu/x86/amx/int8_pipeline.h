@@ -35,7 +35,7 @@ struct Output {
 
 // Fold: kSections, a Total of 32 bits and
 //   add<kM>(c, row, m, total)   total + c[kSections][2][16 n][kM][16 m] for tile m of x, row of 2 x 16
-//   scaled(total, row, zero)    as float32, scaled as W is; beside int8 less what the zero points of x add
+//   scaled(total, row, zero)    as float32, scaled as W is, less what the zero points of x add
 // from: totals so far, [2][16 n][kM][16 m], null if there are none; to: where they go, or null: to y, tiles of x from
 // row m on.
 template <typename Fold>
@@ -171,8 +171,8 @@ class Pipeline {
         const __m512 zero = _mm512_load_ps(output->x_zeros + unit.m + m * kTileRows);
         const __m512 scale = _mm512_load_ps(output->x_scales + unit.m + m * kTileRows);
         for (int r = 0; r < 2; ++r) {
-          y[r] = integer_y(zero, scale, *output->columns, static_cast<int>(row + r),
-                           unit.fold.scaled(sums[r], row + r, zero));
+          y[r] =
+              integer_y(scale, *output->columns, static_cast<int>(row + r), unit.fold.scaled(sums[r], row + r, zero));
         }
         output->words[m * kTileRows + i] = to_bf16_pairs(y[0], y[1]);
       }
@@ -213,7 +213,7 @@ class Pipeline {
 //   tiles, steps, section    K-tiles of a panel, steps along all of K, steps of a section
 //   Rows fill(t, end, slots) puts K-tiles [t, end) into the panel, or says where they lie
 //   fetch()                  called `slots` times until the next fill(): fetches a share of what comes next
-//   fold(step)               the Fold of a unit that begins there
+//   fold(step, m)            the Fold of a unit that begins there and has the rows of x from m on
 template <typename W>
 void multiply_panels(const Job& job, W& w, uint8_t* panel, int32_t* c, typename W::Fold::Total* totals,
                      const Output* output) {
@@ -234,7 +234,7 @@ void multiply_panels(const Job& job, W& w, uint8_t* panel, int32_t* c, typename 
               b_at(next_m),
               end_step - begin_step,
               w.section,
-              w.fold(begin_step),
+              w.fold(begin_step, tile_m * kTileRows),
               t == 0 ? nullptr : total,
               output != nullptr && end == job.tiles_k ? nullptr : total,
               tile_m * kTileRows};

@@ -15,7 +15,14 @@ static inline int64_t group_steps(const Job& job) {
   return job.group_size < kTileColumns ? 1 : (job.group_size + kTileColumns - 1) / kTileColumns;
 }
 
-// Sums of 16 rows of x over a group.
+// Beside int4, where x has zero points and at most 15 rows, row 15 of its tile is 1 all along K: its products are the
+// sums of W.
+constexpr int kRowOfOnes = 15;
+static inline bool has_row_of_ones(const Job& job) {
+  return job.weight_format == Format::kInt4 && job.x_zeros != nullptr && job.m <= kRowOfOnes;
+}
+
+// Sums of 16 rows of x, beside int4 less their zero points, over a group.
 static inline __m512 load_sums(const Job& job, int64_t group, int64_t tile_m) {
   return _mm512_load_ps(job.x_sums + (group * job.tiles_m + tile_m) * kTileRows);
 }

@@ -23,10 +23,9 @@ static inline RowsOfTile load_rows(const Job& job, int64_t m) {
   return rows;
 }
 
-// What two N-tiles add and, beside int4, what zero points of x multiply; 0 past N.
+// What two N-tiles add; 0 past N.
 struct ColumnsOfPair {
   alignas(64) float bias[2 * kTileRows];
-  alignas(64) float weight_sums[2 * kTileRows];
 };
 static inline void load_columns(const Job& job, int64_t n, ColumnsOfPair* columns) {
   for (int i = 0; i < 2; ++i) {
@@ -34,9 +33,6 @@ static inline void load_columns(const Job& job, int64_t n, ColumnsOfPair* column
     const __mmask16 mask = first(job.n - at);
     const __m512 bias = job.bias != nullptr ? load16(job.bias, at, job.bias_dtype, mask) : _mm512_setzero_ps();
     _mm512_store_ps(columns->bias + i * kTileRows, bias);
-    const bool has_sums = job.x_zeros != nullptr && job.weight_format == Format::kInt4;
-    const __m512 sums = has_sums ? load16(job.weight_sums, at, DType::kFloat32, mask) : _mm512_setzero_ps();
-    _mm512_store_ps(columns->weight_sums + i * kTileRows, sums);
   }
 }
 
@@ -59,11 +55,10 @@ __attribute__((always_inline)) static inline void store_pairs(const Job& job, in
   for (int64_t i = 0; i < count; ++i) _mm512_mask_storeu_epi16(to + i * job.n, mask, words[i]);
 }
 
-// y of row i of a pair of N-tiles. sum: over k of x's integers times W, scaled as W is.
-__attribute__((always_inline)) static inline __m512 integer_y(__m512 x_zero, __m512 x_scale,
-                                                              const ColumnsOfPair& columns, int i, __m512 sum) {
-  const __m512 shifted = _mm512_fnmadd_ps(x_zero, _mm512_set1_ps(columns.weight_sums[i]), sum);
-  return _mm512_fmadd_ps(x_scale, shifted, _mm512_set1_ps(columns.bias[i]));
+// y of row i of a pair of N-tiles. sum: over k of x's integers, less their zero points, times W, scaled as W is.
+__attribute__((always_inline)) static inline __m512 integer_y(__m512 x_scale, const ColumnsOfPair& columns, int i,
+                                                              __m512 sum) {
+  return _mm512_fmadd_ps(x_scale, sum, _mm512_set1_ps(columns.bias[i]));
 }
 
 // y of 16 rows of x from row m on and of kN N-tiles from column n on, as far as both exist. row(i): of row i of W,
@@ -95,14 +90,13 @@ __attribute__((always_inline)) static inline void store_tiles(const Job& job, in
   }
 }
 
-// The same of integer products: sums(i, zero) is row i of the sums over k of x's integers times W, scaled as W is;
-// zero: of the rows of x, for who takes it off integers.
+// The same of integer products: sums(i, zero) is row i of such sums; zero: of the rows of x.
 template <int kN, typename Sums>
 __attribute__((always_inline)) static inline void store_integer_tiles(const Job& job, int64_t n, int64_t m,
                                                                       const ColumnsOfPair& columns, const Sums& sums) {
   const RowsOfTile rows = load_rows(job, m);
   store_tiles<kN>(job, n, m, [&](int i) __attribute__((always_inline)) {
-    return integer_y(rows.zero, rows.scale, columns, i, sums(i, rows.zero));
+    return integer_y(rows.scale, columns, i, sums(i, rows.zero));
   });
 }
 
