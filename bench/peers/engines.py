@@ -62,7 +62,7 @@ def fp8(weight: Tensor, there: frozenset[str]) -> Iterator[tuple[str, Made]]:
         yield "vLLM fp8", (tensors, lambda x, q, s: _vllm_mm(_fp8_rows(x), q, s))
     if "sgl" in there:
         yield "SGLang fp8", (tensors, _sgl_mm)
-    if "vllm" in there and weight.shape[1] % _GROUP == 0:
+    if "vllm" in there and weight.shape[1] % (2 * _GROUP) == 0:  # dies of an odd number of groups
         yield "vLLM fp8 x int4", _vllm_w4a8(weight)
 
 
