@@ -247,4 +247,4 @@ def quantize_projection(
         size = weight.float().square().sum().item()
         errors += (packed.relative_error or 0.0) ** 2 * size
         sizes += size
-    return stacked(made)._replace(relative_error=(errors / sizes) ** 0.5 if sizes else 0.0)
+    return stacked(made, count)._replace(relative_error=(errors / sizes) ** 0.5 if sizes else 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,15 +37,19 @@ class PackedWeight(NamedTuple):
         return {name: value for name, value in self._asdict().items() if name != "relative_error"}
 
 
-def stacked(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """Those of experts, as grouped products take them: behind one more dimension. A static scale is that of all."""
-
-    def together(name: str) -> Any:
-        parts = [getattr(one, name) for one in weights]
-        return None if parts[0] is None else torch.stack(parts)
-
-    sums, row_scales = together("weight_sums"), together("row_scales")
-    return PackedWeight(together("qweight"), together("scales"), sums, weights[0].activation_scale, row_scales)
+def stacked(weights: Iterable[PackedWeight], count: int) -> PackedWeight:
+    """Those of ``count`` experts, as grouped products take them: behind one more dimension. A static scale is that of
+    all. Weights that are made when they are asked for lie beside the whole one at a time."""
+    whole: dict[str, Tensor | None] = {}
+    for index, one in enumerate(weights):
+        tensors = one.tensors()
+        if not index:
+            whole = {name: None if t is None else t.new_empty(count, *t.shape) for name, t in tensors.items()}
+            whole["activation_scale"] = one.activation_scale
+        for name, tensor in tensors.items():
+            if tensor is not None and name != "activation_scale":
+                whole[name][index] = tensor  # type: ignore[index]
+    return PackedWeight(**whole)  # type: ignore[arg-type]
 
 
 class Scheme(ABC):
@@ -177,7 +181,7 @@ class Scheme(ABC):
         scales = torch.empty(shape, dtype=self.scale_dtype_of(dtype), device="meta")
         packed = self.pack(q, scales, scales if has_zeros else None)
         if experts is not None:
-            packed = stacked([packed] * experts)
+            packed = stacked([packed] * experts, experts)
         empty: Any = (t if t is None else torch.empty_like(t, device=device) for t in packed.tensors().values())
         return PackedWeight(*empty)
 

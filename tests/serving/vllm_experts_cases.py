@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import vllm_support  # noqa: F401  # first: it makes vLLM importable
@@ -13,10 +12,24 @@ from unittest import mock
 
 import pytest
 import torch
-from qao import reference
-from test_checkpoints_compressed_tensors import CASES, compressed, config_of, decompressed, scheme_of
+from fused import (
+    DTYPE,
+    ORDERS,
+    PREFIX,
+    SHARDS,
+    TOP,
+    WIDTH,
+    E,
+    K,
+    State,
+    auto_checkpoint,
+    check,
+    check_rounded,
+    checkpoint,
+    rounding_of,
+    routing,
+)
 from torch import Tensor
-from torch.nn import functional
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 from vllm.model_executor.layers.fused_moe import config as fused_config
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
@@ -27,29 +40,20 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_support import engine
 
-E, K, WIDTH, TOP = 5, 256, 384, 2
-PREFIX = "model.layers.0.mlp.experts"
-SHARDS = {"w1": ("gate_proj", WIDTH, K), "w3": ("up_proj", WIDTH, K), "w2": ("down_proj", K, WIDTH)}
-DTYPE = torch.bfloat16
+CONFIGS: dict[str, Any] = {
+    "compressed-tensors": CompressedTensorsConfig,
+    "gptq": AutoGPTQConfig,
+    "awq": AutoAWQConfig,
+    "fp8": Fp8Config,
+}
 
 
-def checkpoint(case: str) -> tuple[dict[str, Any], list[dict[str, dict[str, Tensor]]], list[dict[str, Tensor]]]:
-    """The config, tensors of each expert by matrix, and in float64 what they are."""
-    scheme = scheme_of(CASES[case][0])
-    states = [{key: compressed(scheme, n, k, DTYPE) for key, (_, n, k) in SHARDS.items()} for _ in range(E)]
-    dense = [
-        {key: decompressed({**one, "weight_scale": one["weight_scale"].double()}, scheme) for key, one in state.items()}
-        for state in states
-    ]
-    return config_of({"group_0": scheme}, format=scheme.format), states, dense
-
-
-def load(config: Any, states: list[dict[str, dict[str, Tensor]]], rank: int = 0, size: int = 1, **options: Any) -> Any:
+def load(config: dict[str, Any], states: list[State], rank: int = 0, size: int = 1, **options: Any) -> Any:
     """vLLM's experts with these tensors, as one of ``size`` processes has them."""
     ranks = mock.patch.object(fused_config, "get_tensor_model_parallel_rank", lambda: rank)
     with set_default_torch_dtype(DTYPE), ranks:
         options["tp_size"] = size
-        own = CompressedTensorsConfig.from_config(config) if isinstance(config, dict) else config
+        own = CONFIGS[config["quant_method"]].from_config(config)
         runner = FusedMoEFactory(E, TOP, K, WIDTH, prefix=PREFIX, quant_config=own, **options)
     experts = runner.routed_experts
     parameters = dict(experts.named_parameters())
@@ -66,40 +70,9 @@ def is_qaos(experts: Any, name: str = "QaoExperts") -> bool:
     return type(experts.quant_method.moe_kernel.fused_experts).__name__ == name
 
 
-def routing(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    ids = torch.stack([torch.randperm(E)[:TOP] for _ in range(tokens)]).int()
-    return torch.randn(tokens, K, dtype=DTYPE), torch.rand(tokens, TOP), ids
-
-
 def run(experts: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     with torch.no_grad():
         return experts.quant_method.apply(experts, x, weights, ids, None, None)
-
-
-def expected(
-    dense: list[dict[str, Tensor]],
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    dtype: torch.dtype,
-    activation: Callable[[Tensor], Tensor] = Tensor.double,
-) -> Tensor:
-    """By loops, every product and gate rounded to ``dtype``, what is multiplied by ``activation``."""
-    y = torch.zeros(len(x), K, dtype=torch.float64)
-    for token, expert in ((t, j) for t in range(len(x)) for j in range(ids.shape[1])):
-        own = {key: value.double() for key, value in dense[ids[token, expert]].items()}
-        gate, up = ((activation(x[token]) @ own[key].t()).to(dtype).double() for key in ("w1", "w3"))
-        rows = activation((functional.silu(gate) * up).to(dtype))
-        y[token] += weights[token, expert].double() * (rows @ own["w2"].t()).to(dtype).double()
-    return y
-
-
-def check(y: Tensor, dense: list[dict[str, Tensor]], x: Tensor, weights: Tensor, ids: Tensor) -> None:
-    """As near as loops that round where layers in bfloat16 do."""
-    exact, rounded = (expected(dense, x, weights, ids, dtype) for dtype in (torch.float64, DTYPE))
-    assert y.shape == (len(x), K)
-    error, plain = (y.double() - exact).norm(), (rounded.to(DTYPE).double() - exact).norm()
-    assert error <= 2 * plain, (error, plain)
 
 
 @pytest.mark.parametrize("case", ["W4A16", "W4A16 asym", "W4A16 g32"])
@@ -128,40 +101,6 @@ def test_tensor_parallel(case: str) -> None:
             assert is_qaos(experts) and experts.moe_config.intermediate_size_per_partition == WIDTH // 3
             y += run(experts, *given).double()
     check(y, dense, *given)
-
-
-ORDERS = {"gptq": list(range(8)), "awq": [0, 2, 4, 6, 1, 3, 5, 7]}
-
-
-def words(values: Tensor, order: list[int]) -> Tensor:
-    """int32 [R, C / 8] of int64 values [R, C]: nibble i of a word is column order[i] of eight."""
-    total = sum(values[:, order[i] :: 8] << 4 * i for i in range(8))
-    return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
-
-
-def auto_checkpoint(
-    kind: str, group: int, **more: Any
-) -> tuple[Any, list[dict[str, dict[str, Tensor]]], list[dict[str, Tensor]]]:
-    """As ``checkpoint``, of AutoGPTQ (symmetric) or AutoAWQ, value by value from the description of the formats."""
-    states, dense = [], []
-    for _ in range(E):
-        state, exact = {}, {}
-        for key, (_, n, k) in SHARDS.items():
-            q, groups = torch.randint(0, 16, (k, n)), k // group
-            zeros = torch.randint(0, 16, (groups, n)) if kind == "awq" else torch.full((groups, n), 8)
-            scales = (torch.rand(groups, n) * 0.02 + 0.01).to(DTYPE)
-            of_rows = torch.arange(k) // group
-            exact[key] = ((q - zeros[of_rows]) * scales.double()[of_rows]).t()
-            weight = words(q, ORDERS["awq"]) if kind == "awq" else words(q.t(), ORDERS["gptq"]).t()
-            stored = zeros if kind == "awq" else zeros - 1
-            state[key] = {"qweight": weight, "scales": scales, "qzeros": words(stored, ORDERS[kind])}
-        states.append(state)
-        dense.append(exact)
-    if kind == "awq":
-        told = {"bits": 4, "group_size": group, "zero_point": True, "version": "gemm", "quant_method": "awq"} | more
-        return AutoAWQConfig.from_config(told), states, dense
-    told = {"bits": 4, "group_size": group, "desc_act": False, "sym": True, "quant_method": "gptq"} | more
-    return AutoGPTQConfig.from_config(told), states, dense
 
 
 @pytest.mark.parametrize("kind", list(ORDERS))
@@ -216,25 +155,15 @@ def test_experts_of_other_processes_count_as_zero() -> None:
     check(y, dense, x, torch.where(here[ids.long()] >= 0, weights, 0), ids)
 
 
-def rounding_of(group_size: int) -> Callable[[Tensor], Tensor]:
-    """A token in e4m3, with a scale for each ``group_size`` columns (-1: for all)."""
-
-    def rounded(row: Tensor) -> Tensor:
-        q, scales = reference.quantize_activation_fp8(row.float()[None], group_size)
-        return reference.dequantize_activation(q, scales)[0].double()
-
-    return rounded
-
-
 @pytest.mark.parametrize(("case", "group_size"), [("FP8_BLOCK", 128), ("fp8", 128), ("FP8_DYNAMIC", -1)])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_experts_of_fp8(case: str, group_size: int, ranks: int) -> None:
-    """As near to products without rounding as loops that round the same activations; whole, and as parts."""
+    """Whole, and as parts."""
     torch.manual_seed(ranks)
     config, states, dense = checkpoint("FP8_BLOCK" if case == "fp8" else case)
     if case == "fp8":  # as DeepSeek's checkpoints have it
         told = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-        config = Fp8Config.from_config(told)
+        config = told
         names = {"weight": "weight", "weight_scale": "weight_scale_inv"}
         states = [{key: {names[n]: t for n, t in one.items()} for key, one in state.items()} for state in states]
     given, y = routing(9), torch.zeros(9, K, dtype=torch.float64)
@@ -243,12 +172,7 @@ def test_experts_of_fp8(case: str, group_size: int, ranks: int) -> None:
             experts = load(config, states, rank, ranks)
             assert is_qaos(experts, "QaoFp8Experts")
             y += run(experts, *given).double()
-    exact = expected(dense, *given, torch.float64)
-    plain = expected(dense, *given, DTYPE, rounding_of(group_size))
-    error, of_loops = (y - exact).norm(), (plain - exact).norm()
-    assert error <= 1.2 * of_loops, (error, of_loops)
-    if ranks == 1 or group_size == 128:  # the same scales: what is left is bfloat16
-        assert (y - plain).norm() <= 0.4 * of_loops, ((y - plain).norm(), of_loops)
+    check_rounded(y, dense, given, rounding_of(group_size), same=ranks == 1 or group_size == 128)
 
 
 @pytest.mark.parametrize(

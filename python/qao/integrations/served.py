@@ -17,6 +17,7 @@ from .. import ops
 from .._version import __version__
 from ..checkpoints.plain import group_size_of, nibbles, regroup
 from ..formats import PackedWeight, Scheme, _host
+from ..schemes import Int4WeightOnly, Int8WeightOnly
 
 MIN_CAPABILITY = 80
 OPERATORS: dict[str, Any] = {
@@ -83,6 +84,15 @@ def integers_obstacle(bits: int, group_size: int, k: int, full_k: int, zero_poin
     if bits != 4:
         return f"weights of {bits} bits; qao has four, and eight without zero points"
     return groups_obstacle(group_size, k, full_k)
+
+
+def integer_scheme(bits: int, given: int, k: int, *, symmetric: bool) -> Scheme:
+    """Of weights that ``integers_obstacle`` lets pass, in groups of ``given`` of k columns."""
+    if bits == 8:
+        return Int8WeightOnly()
+    size = group_size_of(given, k)
+    assert size is not None
+    return Int4WeightOnly(size, symmetric)
 
 
 def integers(scheme: Scheme, q: Tensor, scales: Tensor, zeros: Tensor | None, given: int, *, bits: int) -> PackedWeight:

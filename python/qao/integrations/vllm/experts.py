@@ -20,14 +20,11 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
-from ... import ops
 from ...checkpoints.awq import values_of
 from ...checkpoints.plain import group_size_of
 from ...grouped import SILU_MUL
 from ...grouped_mm import int4_grouped_mm
-from ...scheme import stacked
-from ...schemes import Int4WeightOnly
-from .. import served
+from .. import served, served_experts
 from .kernels import _missing
 
 BACKEND = SimpleNamespace(value="QAO")  # where vLLM has a member of its enum
@@ -101,11 +98,15 @@ class GroupedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     ) -> None:
         k, width = hidden_states.shape[-1], self.moe_config.intermediate_size_per_partition
         ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
-        offsets, row_index, places = ops.expert_sort(ids.contiguous(), len(w1))
-        rows = self._product(False, hidden_states, w1, offsets, row_index, 2 * width)
-        rows = self._product(True, rows, w2, offsets, None, k)
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        output.copy_(ops.expert_sum(rows, places, weights.contiguous()))
+
+        def up(x: Tensor, offsets: Tensor, row_index: Tensor) -> Tensor:
+            return self._product(False, x, w1, offsets, row_index, 2 * width)
+
+        def down(rows: Tensor, offsets: Tensor) -> Tensor:
+            return self._product(True, rows, w2, offsets, None, k)
+
+        output.copy_(served_experts.through(hidden_states, ids, weights, len(w1), up, down))
 
 
 class QaoExperts(GroupedExperts):
@@ -120,9 +121,10 @@ class QaoExperts(GroupedExperts):
     ) -> Tensor:
         scales, bias = (self.w2_scale, self.w2_bias) if second else (self.w1_scale, self.w1_bias)
         k = x.shape[-1]
-        sizes = n, k, _size(self.block_shape[1], k)  # columns of a group, as the checkpoint says
+        size = group_size_of(self.block_shape[1], k)  # columns of a group, as the checkpoint says
+        assert size is not None  # obstacle()
         gate = None if second else SILU_MUL
-        return int4_grouped_mm(x, weight, scales, bias, offsets, row_index, None, *sizes, gate=gate)
+        return int4_grouped_mm(x, weight, scales, bias, offsets, row_index, None, n, k, size, gate=gate)
 
 
 def general_obstacle(experts: type[GroupedExperts], config: Any, weight_key: Any, activation_key: Any) -> str | None:
@@ -150,10 +152,8 @@ def obstacle(config: Any, weight_key: Any, quant_config: Any) -> str | None:
         return "columns in an order of their own"
     if reason := general_obstacle(QaoExperts, config, weight_key, None):
         return reason
-    sizes = config.hidden_dim, config.intermediate_size_per_partition
-    whole = config.hidden_dim, config.intermediate_size
-    reasons = (served.groups_obstacle(quant_config.group_size, *k) for k in zip(sizes, whole, strict=True))
-    return next(filter(None, reasons), None)
+    sizes = config.hidden_dim, config.intermediate_size_per_partition, config.intermediate_size
+    return served_experts.integers_obstacle(4, quant_config.group_size, *sizes, not layout.symmetric)
 
 
 class _Layout(NamedTuple):
@@ -177,28 +177,21 @@ def _layout(quant_config: Any) -> _Layout | None:
     return None
 
 
-def _size(given: int, k: int) -> int:
-    size = group_size_of(given, k)
-    assert size is not None  # obstacle()
-    return size
-
-
 def packed(words: Tensor, scales: Tensor, zeros: Tensor | None, quant_config: Any) -> tuple[Tensor, Tensor]:
     """Weight and scales of experts as grouped products read them, from int32 words: of AWQ [E, K, N / 8], else
     [E, N, K / 8]."""
-    made, given = [], quant_config.group_size
     awq = type(quant_config).__name__ == "AutoAWQConfig"
-    for expert in range(len(words)):
+
+    def plain(expert: int) -> served_experts.Plain:
         own = None if zeros is None else zeros[expert]
         if awq:
-            q, of_groups = values_of(words[expert]), scales[expert].t()
-            own = None if own is None else values_of(own)
-        else:
-            q, of_groups = served.rows(words[expert], 4, packed_dim=1, output_dim=0), scales[expert]
-            own = None if own is None else served.rows(own, 4, packed_dim=0, output_dim=0)
-        scheme = Int4WeightOnly(_size(given, q.shape[1]), symmetric=own is None)
-        made.append(served.grouped(scheme, q, of_groups, own, given))
-    together = stacked(made)
+            return values_of(words[expert]), scales[expert].t(), None if own is None else values_of(own)
+        q = served.rows(words[expert], 4, packed_dim=1, output_dim=0)
+        return q, scales[expert], None if own is None else served.rows(own, 4, packed_dim=0, output_dim=0)
+
+    k = words.shape[1] if awq else 8 * words.shape[2]
+    each = map(plain, range(len(words)))
+    _, together = served_experts.integers(each, len(words), quant_config.group_size, 4, k)
     return together.qweight, together.scales
 
 

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
 from ...grouped import SILU_MUL
 from ...grouped_mm import fp8_fp8_grouped_mm
 from ...quantizer_fp8 import SCALE_BLOCK
+from .. import served_experts
 from .experts import BACKEND, GroupedExperts, general_obstacle
 
 
@@ -51,9 +52,8 @@ def obstacle(config: Any, weight_key: Any, activation_key: Any) -> str | None:
     kind = _kind(weight_key, activation_key)
     if kind is None:
         return f"weights of {weight_key} with activations of {activation_key}"
-    width = config.intermediate_size_per_partition
-    if kind == "block" and width % SCALE_BLOCK:
-        return f"gate and up of {width} rows, which share a block of {SCALE_BLOCK} where they are joined"
+    if kind == "block" and (reason := served_experts.blocks_obstacle(config.intermediate_size_per_partition)):
+        return reason
     return general_obstacle(QaoFp8Experts, config, weight_key, activation_key)
 
 

@@ -1,0 +1,145 @@
+"""Fused experts of checkpoints, for any engine: their tensors, and what is to come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from qao import reference
+from test_checkpoints_compressed_tensors import CASES, compressed, config_of, decompressed, scheme_of
+from torch import Tensor
+from torch.nn import functional
+
+E, K, WIDTH, TOP = 5, 256, 384, 2
+PREFIX = "model.layers.0.mlp.experts"
+SHARDS = {"w1": ("gate_proj", WIDTH, K), "w3": ("up_proj", WIDTH, K), "w2": ("down_proj", K, WIDTH)}
+DTYPE = torch.bfloat16
+State = dict[str, dict[str, Tensor]]  # the tensors of one expert, by matrix
+
+
+def checkpoint(case: str) -> tuple[dict[str, Any], list[State], list[dict[str, Tensor]]]:
+    """The config, tensors of each expert by matrix, and in float64 what they are."""
+    scheme = scheme_of(CASES[case][0])
+    states = [{key: compressed(scheme, n, k, DTYPE) for key, (_, n, k) in SHARDS.items()} for _ in range(E)]
+    dense = [
+        {key: decompressed({**one, "weight_scale": one["weight_scale"].double()}, scheme) for key, one in state.items()}
+        for state in states
+    ]
+    return config_of({"group_0": scheme}, format=scheme.format), states, dense
+
+
+ORDERS = {"gptq": list(range(8)), "awq": [0, 2, 4, 6, 1, 3, 5, 7]}
+
+
+def words(values: Tensor, order: list[int]) -> Tensor:
+    """int32 [R, C / 8] of int64 values [R, C]: nibble i of a word is column order[i] of eight."""
+    total = sum(values[:, order[i] :: 8] << 4 * i for i in range(8))
+    return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
+
+
+def auto_checkpoint(
+    kind: str, group: int, zero_points: bool = False, **more: Any
+) -> tuple[dict[str, Any], list[State], list[dict[str, Tensor]]]:
+    """As ``checkpoint``, of AutoGPTQ (symmetric, or with ``zero_points``) or AutoAWQ, value by value from the
+    description of the formats. ``group`` -1: the row."""
+    states, dense = [], []
+    for _ in range(E):
+        state, exact = {}, {}
+        for key, (_, n, k) in SHARDS.items():
+            q, groups = torch.randint(0, 16, (k, n)), 1 if group == -1 else k // group
+            own_zeros = kind == "awq" or zero_points
+            zeros = torch.randint(0, 16, (groups, n)) if own_zeros else torch.full((groups, n), 8)
+            scales = (torch.rand(groups, n) * 0.02 + 0.01).to(DTYPE)
+            of_rows = torch.arange(k) // (k // groups)
+            exact[key] = ((q - zeros[of_rows]) * scales.double()[of_rows]).t()
+            weight = words(q, ORDERS["awq"]) if kind == "awq" else words(q.t(), ORDERS["gptq"]).t()
+            stored = zeros if kind == "awq" else zeros - 1 & 15
+            state[key] = {"qweight": weight, "scales": scales, "qzeros": words(stored, ORDERS[kind])}
+        states.append(state)
+        dense.append(exact)
+    told: dict[str, Any] = {"bits": 4, "group_size": group, "quant_method": kind}
+    told |= {"zero_point": True, "version": "gemm"} if kind == "awq" else {"desc_act": False, "sym": not zero_points}
+    return told | more, states, dense
+
+
+STATIC = {"w1": 0.05, "w3": 0.05, "w2": 0.4}  # scales of activations, the largest of those that experts have
+
+
+def fp8_checkpoint(scheme: str) -> tuple[dict[str, Any], list[State], list[dict[str, Tensor]]]:
+    """As ``checkpoint``, in the layouts of Hugging Face ("dynamic", "static") and DeepSeek ("block")."""
+    config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static" if scheme == "static" else "dynamic"}
+    states, dense = [], []
+    for number in range(E):
+        state, exact = {}, {}
+        for key, (_, n, k) in SHARDS.items():
+            weight, scale = torch.randn(n, k).mul(60).to(torch.float8_e4m3fn), torch.rand(()) * 0.002 + 0.0005
+            if scheme == "block":
+                scale = torch.rand(n // 128, k // 128) * 0.002 + 0.0005
+            state[key] = {"weight": weight, "weight_scale_inv" if scheme == "block" else "weight_scale": scale}
+            if scheme == "static":
+                state[key]["input_scale"] = torch.tensor(STATIC[key] / (1 + number))
+            blocks = scale.repeat_interleave(128, 0).repeat_interleave(128, 1) if scheme == "block" else scale
+            exact[key] = weight.double() * blocks.double()
+        states.append(state)
+        dense.append(exact)
+    return config | ({"weight_block_size": [128, 128]} if scheme == "block" else {}), states, dense
+
+
+def routing(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    ids = torch.stack([torch.randperm(E)[:TOP] for _ in range(tokens)]).int()
+    return torch.randn(tokens, K, dtype=DTYPE), torch.rand(tokens, TOP), ids
+
+
+def rounding_of(group_size: int) -> Callable[[Tensor], Tensor]:
+    """A token in e4m3, with a scale for each ``group_size`` columns (-1: for all)."""
+
+    def rounded(row: Tensor) -> Tensor:
+        q, scales = reference.quantize_activation_fp8(row.float()[None], group_size)
+        return reference.dequantize_activation(q, scales)[0].double()
+
+    return rounded
+
+
+def expected(
+    dense: list[dict[str, Tensor]],
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    dtype: torch.dtype,
+    activation: Callable[[Tensor], Tensor] = Tensor.double,
+    second: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """By loops, every product and gate rounded to ``dtype``, what is multiplied by ``activation``; by ``second``, if
+    given, before the second product."""
+    y = torch.zeros(len(x), K, dtype=torch.float64)
+    for token, expert in ((t, j) for t in range(len(x)) for j in range(ids.shape[1])):
+        own = {key: value.double() for key, value in dense[ids[token, expert]].items()}
+        gate, up = ((activation(x[token]) @ own[key].t()).to(dtype).double() for key in ("w1", "w3"))
+        rows = (second or activation)((functional.silu(gate) * up).to(dtype))
+        y[token] += weights[token, expert].double() * (rows @ own["w2"].t()).to(dtype).double()
+    return y
+
+
+def check(y: Tensor, dense: list[dict[str, Tensor]], x: Tensor, weights: Tensor, ids: Tensor) -> None:
+    """As near as loops that round where layers in bfloat16 do."""
+    exact, rounded = (expected(dense, x, weights, ids, dtype) for dtype in (torch.float64, DTYPE))
+    assert y.shape == (len(x), K)
+    error, plain = (y.double() - exact).norm(), (rounded.to(DTYPE).double() - exact).norm()
+    assert error <= 2 * plain, (error, plain)
+
+
+def check_rounded(
+    y: Tensor,
+    dense: list[dict[str, Tensor]],
+    given: tuple[Tensor, Tensor, Tensor],
+    *activations: Callable[[Tensor], Tensor],
+    same: bool = True,
+) -> None:
+    """As near to products without rounding as loops that round activations so; if those of y have the ``same`` scales,
+    what is between y and the loops is bfloat16."""
+    exact, plain = expected(dense, *given, torch.float64), expected(dense, *given, DTYPE, *activations)
+    error, of_loops = (y - exact).norm(), (plain - exact).norm()
+    assert error <= 1.2 * of_loops, (error, of_loops)
+    if same:
+        assert (y - plain).norm() <= 0.4 * of_loops, ((y - plain).norm(), of_loops)
