@@ -17,7 +17,7 @@ import qao.integrations.sglang
 import torch
 from layouts import states_of
 from loaded import N
-from qao.integrations.sglang import kernels, layouts, method
+from qao.integrations.sglang import kernels, layouts, method, process
 from sglang.srt.layers import quantization
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
@@ -33,8 +33,8 @@ SHARE = kernels.Share([N], 192, 384)
 
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(method, "_told", set())
-    caplog.set_level(logging.INFO, logger=method.__name__)
+    monkeypatch.setattr(process, "_told", set())
+    caplog.set_level(logging.INFO, logger=process.__name__)
 
 
 # Whatever is left to SGLang: the method, its config, the tensors, and what is logged.
@@ -66,7 +66,7 @@ def test_what_is_left_to_sglang(
     for _ in range(2):
         loaded = make(name, config)
         assert type(loaded.layer.quant_method).__module__.startswith("sglang.")
-    told = [record.getMessage() for record in caplog.records if record.name == method.__name__]
+    told = [record.getMessage() for record in caplog.records if record.name == process.__name__]
     assert len(told) == 1
     assert told[0].startswith("qao leaves layers such as model.layers.0.mlp.fc1 to SGLang: ") and reason in told[0]
 
@@ -74,7 +74,7 @@ def test_what_is_left_to_sglang(
 def test_what_is_served_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         assert make("awq", AWQ).served
-    told = [record.getMessage() for record in caplog.records if record.name == method.__name__]
+    told = [record.getMessage() for record in caplog.records if record.name == process.__name__]
     assert told == ["qao serves layers such as model.layers.0.mlp.fc1 with int4_mm"]
 
 
@@ -103,25 +103,25 @@ def test_another_backend_can_be_asked_for(asked: str, monkeypatch: pytest.Monkey
 
 
 def test_deterministic_inference_is_left_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(method, "is_batch_invariant_mode_enabled", lambda: True)
+    monkeypatch.setattr(process, "is_batch_invariant_mode_enabled", lambda: True)
     assert type(make("fp8", FP8).layer.quant_method) is Fp8LinearMethod
-    monkeypatch.setattr(method, "is_batch_invariant_mode_enabled", lambda: False)
+    monkeypatch.setattr(process, "is_batch_invariant_mode_enabled", lambda: False)
     deterministic = SimpleNamespace(enable_deterministic_inference=True)
-    monkeypatch.setattr(method, "get_exec", lambda: SimpleNamespace(deterministic=deterministic))
+    monkeypatch.setattr(process, "get_exec", lambda: SimpleNamespace(deterministic=deterministic))
     assert type(make("fp8", FP8).layer.quant_method) is Fp8LinearMethod
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
 def test_older_gpus(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(method, "is_cuda", lambda: True)
+    monkeypatch.setattr(process, "is_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    reason = method._missing(torch.device("cuda"))
+    reason = process.missing(torch.device("cuda"))
     assert ("needs compute capability 80, this is 75" in str(reason)) == (capability < (8, 0))
 
 
 def test_other_platforms() -> None:
-    assert method._missing(torch.device("xpu")) == "qao runs on CUDA and on CPUs"
-    assert method._missing(torch.device("cpu")) is None
+    assert process.missing(torch.device("xpu")) == "qao runs on CUDA and on CPUs"
+    assert process.missing(torch.device("cpu")) is None
 
 
 def test_a_weight_that_a_model_reads_itself() -> None:
@@ -150,7 +150,7 @@ def test_layers_in_floats_stay_so() -> None:
 def test_experts_are_left_to_sglang(caplog: pytest.LogCaptureFixture) -> None:
     own = type("AnExpertsMethod", (), {})()
     assert method.beside(own, FusedMoE.__new__(FusedMoE), "model.layers.0.mlp.experts") is own
-    assert "experts to SGLang: fused experts (AnExpertsMethod)" in caplog.text
+    assert "experts to SGLang: fused experts: weights of AnExpertsMethod" in caplog.text
 
 
 @pytest.mark.parametrize("name", [name for name in layouts.METHODS if name != "gptq"])  # which is there on CPUs alone

@@ -23,13 +23,18 @@ import qao.integrations.sglang  # noqa: E402
 
 qao.integrations.sglang.register()  # as its entry point does: before anything of SGLang is imported
 
+import fused  # noqa: E402
 import sglang.srt.layers.linear as layers  # noqa: E402
 import torch  # noqa: E402
 from loaded import ATTENTION, HEAD, MLP, K, Layer, N  # noqa: E402
 from qao.integrations.sglang import method as qaos  # noqa: E402
+from qao.integrations.sglang.experts import QaoExpertsMethod  # noqa: E402
 from sglang.srt.layers import quantization  # noqa: E402
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE  # noqa: E402
+from sglang.srt.layers.moe.token_dispatcher import standard  # noqa: E402
+from sglang.srt.layers.moe.topk import StandardTopKOutput  # noqa: E402
 from sglang.srt.layers.quantization import marlin_utils, moe_wna16  # noqa: E402
-from sglang.srt.runtime_context import get_parallel  # noqa: E402
+from sglang.srt.runtime_context import get_context, get_parallel  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 
@@ -96,6 +101,53 @@ def make(method: str, config: dict[str, Any]) -> Loaded:
     """A layer that is made and not loaded."""
     with engine(), mock.patch.object(Loaded, "load", lambda self, states: None):
         return Loaded("column", quantization.QUANTIZATION_METHODS[method].from_config(config), [{}])
+
+
+class Experts:
+    """SGLang's fused experts, as one of ``ranks`` processes has them: each a part of all, or (``ep``) some of them."""
+
+    def __init__(
+        self, method: str, config: dict[str, Any], rank: int = 0, ranks: int = 1, ep: bool = False, **options: Any
+    ) -> None:
+        part, whole = (rank, ranks), (0, 1)
+        names = {"moe_ep": part if ep else whole, "moe_tp": whole if ep else part, "tp": part, "attn_tp": part}
+        self.parallel = {
+            f"{name}_{what}": number
+            for name, of in names.items()
+            for what, number in zip(("rank", "size"), of, strict=True)
+        }
+        self.parallel["tp_group"] = SimpleNamespace(rank_in_group=rank, world_size=ranks, device="cpu")
+        with self.process():
+            own = quantization.QUANTIZATION_METHODS[method].from_config(config)
+            sizes = fused.E, fused.K, fused.WIDTH
+            self.layer = FusedMoE(*sizes, 0, fused.TOP, prefix=fused.PREFIX, quant_config=own, **options)
+
+    @contextmanager
+    def process(self) -> Iterator[None]:
+        arguments, parallel = get_context().override_server_args(device="cpu"), get_parallel().override(**self.parallel)
+        device = mock.patch.object(standard, "get_device", lambda: "cpu")
+        with arguments, parallel, device, engine(fused.DTYPE), torch.no_grad():
+            yield
+
+    def load(self, states: list[fused.State]) -> None:
+        """As models load the tensors of their experts."""
+        mapping = FusedMoE.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", fused.E)
+        parameters = {f"{fused.PREFIX}.{name}": one for name, one in self.layer.named_parameters()}
+        with self.process():
+            for begin, of, expert, matrix in mapping:
+                for name, tensor in states[expert][matrix].items():
+                    stored = f"{fused.PREFIX.removesuffix('experts')}{of}{name}"
+                    target = parameters[stored.replace(of, begin)]
+                    target.weight_loader(target, tensor, stored.replace(of, begin), shard_id=matrix, expert_id=expert)
+            self.layer.quant_method.process_weights_after_loading(self.layer)
+
+    @property
+    def served(self) -> bool:
+        return type(self.layer.quant_method) is QaoExpertsMethod
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        with self.process():
+            return self.layer(x, StandardTopKOutput(weights, ids, None))
 
 
 @contextmanager

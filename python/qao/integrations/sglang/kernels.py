@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from ... import ops
 from ...checkpoints.awq import values_of
-from ...checkpoints.plain import group_size_of
-from ...formats import Scheme
 from ...quantizer_fp8 import SCALE_BLOCK
-from ...schemes import Int4WeightOnly, Int8DynamicActivationInt8Weight, Int8WeightOnly
+from ...schemes import Int8DynamicActivationInt8Weight
 from .. import served
 
 
@@ -53,9 +51,7 @@ class Integers(Kernel):
 
     def __init__(self, bits: int, group_size: int, symmetric: bool, share: Share) -> None:
         self.bits, self.group_size = bits, group_size
-        size = -1 if bits == 8 else group_size_of(group_size, share.k)
-        assert size is not None  # served.integers_obstacle
-        self.scheme: Scheme = Int8WeightOnly() if bits == 8 else Int4WeightOnly(size, symmetric)
+        self.scheme = served.integer_scheme(bits, group_size, share.k, symmetric=symmetric)
         self.operator = served.OPERATORS[self.scheme.word]
         self.operator_name = f"{self.scheme.word}_mm"
         self.rest = self.scheme.constants(sum(share.parts), share.k)
@@ -96,17 +92,27 @@ class Gptq(Integers):
 
     def plain(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
         own: Any = layer._parameters
-        q = served.rows(own[self.weight].data, self.bits, packed_dim=0, output_dim=1)
-        zeros = None
-        if not self.symmetric:  # less one, as they are stored
-            zeros = served.rows(own[self.zeros].data, 4, packed_dim=1, output_dim=1) + 1 & 15
-        return q, own[self.scales].data.t(), zeros
+        zeros = None if self.symmetric else own[self.zeros].data
+        return gptq_values(own[self.weight].data, own[self.scales].data, zeros, self.bits)
 
 
 class Awq(Integers):
     def plain(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
         own: Any = layer._parameters
-        return values_of(own[self.weight].data), own[self.scales].data.t(), values_of(own[self.zeros].data)
+        return awq_values(own[self.weight].data, own[self.scales].data, own[self.zeros].data, self.bits)
+
+
+def gptq_values(words: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """uint8 q [N, K], scales [N, G] and zeros [N, G] of words [K * bits / 32, N], scales [G, N] and words of zeros."""
+    q = served.rows(words, bits, packed_dim=0, output_dim=1)
+    if zeros is not None:  # less one, as they are stored
+        zeros = served.rows(zeros, 4, packed_dim=1, output_dim=1) + 1 & 15
+    return q, scales.t(), zeros
+
+
+def awq_values(words: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same of AWQ's words [K, N / 8], which have four bits."""
+    return values_of(words), scales.t(), None if zeros is None else values_of(zeros)
 
 
 class Int8(Kernel):
@@ -191,28 +197,32 @@ def of_awq(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
 
 
 def of_fp8(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
-    config = own.quant_config
-    if own.use_mxfp8 or getattr(config, "scale_fmt", None) == "ue8m0":
-        return "activations with scales that are powers of two (mxfp8, ue8m0)"
-    blocks = config.weight_block_size
+    blocks = own.quant_config.weight_block_size
     scales = "weight_scale" if blocks is None else "weight_scale_inv"
     static = layer._parameters.get("input_scale") is not None
-    return _online(config) or _fp8(scales, blocks, static, share, own.use_marlin)
+    return fp8_obstacle(own) or _fp8(scales, blocks, static, share, own.use_marlin)
+
+
+def fp8_obstacle(own: Any) -> str | None:
+    """Why layers that SGLang's method "fp8" makes are left to it, whatever they are; None if they are not."""
+    if own.use_mxfp8 or getattr(own.quant_config, "scale_fmt", None) == "ue8m0":
+        return "activations with scales that are powers of two (mxfp8, ue8m0)"
+    return online(own.quant_config)
 
 
 def of_modelopt_fp8(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
-    return _online(own.quant_config) or _fp8("weight_scale", None, True, share, own.use_marlin)
+    return online(own.quant_config) or _fp8("weight_scale", None, True, share, own.use_marlin)
 
 
 def of_w8a8_fp8(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
-    return _online(own.quantization_config) or _fp8("weight_scale", None, False, share)
+    return online(own.quantization_config) or _fp8("weight_scale", None, False, share)
 
 
 def of_w8a8_int8(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
     return Int8(True, share)
 
 
-def _online(config: Any) -> str | None:
+def online(config: Any) -> str | None:
     if config.is_checkpoint_fp8_serialized:
         return None
     return "a checkpoint in floats, which SGLang quantises to fp8 while it loads"
@@ -227,7 +237,14 @@ def _fp8(scales: str, blocks: list[int] | None, static: bool, share: Share, weig
     backend = get_fp8_gemm_runner_backend()
     if not backend.is_auto() or get_bool_env_var("SGLANG_FORCE_FP8_MARLIN"):
         return f"another backend is asked for: {'marlin' if backend.is_auto() else backend.value}"
-    if blocks is not None and list(blocks) != [SCALE_BLOCK, SCALE_BLOCK]:
-        return f"blocks of {blocks[0]} x {blocks[1]}; qao has {SCALE_BLOCK} x {SCALE_BLOCK}"
+    if reason := blocks_obstacle(blocks):
+        return reason
     dynamic = -1 if blocks is None else SCALE_BLOCK
     return Fp8(scales, blocks is not None, None if weight_only else 0 if static else dynamic, share)
+
+
+def blocks_obstacle(blocks: list[int] | None) -> str | None:
+    """Of blocks that share a scale; None if qao has them, or there are none."""
+    if blocks is None or list(blocks) == [SCALE_BLOCK, SCALE_BLOCK]:
+        return None
+    return f"blocks of {blocks[0]} x {blocks[1]}; qao has {SCALE_BLOCK} x {SCALE_BLOCK}"

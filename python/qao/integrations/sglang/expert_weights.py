@@ -1,0 +1,189 @@
+"""Weights of fused experts in SGLang: of the parameters of a layer as SGLang loaded them, what grouped products take.
+
+``of_…`` returns how to read the experts that SGLang's method ``own`` makes, or why they are left to it. The parameters
+are not there yet. Those of gate and up begin with "w13_", those of down with "w2_".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.layers.quantization.awq.schemes import AWQIntelAMXMoEScheme, AWQMoEScheme
+from sglang.srt.layers.quantization.compressed_tensors import schemes
+from sglang.srt.layers.quantization.gptq.schemes import GPTQIntelAMXMoEScheme, GPTQMarlinMoEScheme
+from torch import Tensor, nn
+
+from ...checkpoints.plain import nibbles
+from ...formats import PackedWeight, Scheme
+from ...schemes import Float8DynamicActivationFloat8Weight, Int8DynamicActivationInt8Weight
+from .. import served_experts
+from .kernels import awq_values, blocks_obstacle, fp8_obstacle, gptq_values, online
+
+Values = Callable[[Tensor, Tensor, "Tensor | None", int], served_experts.Plain]
+
+
+class Share(NamedTuple):
+    """What this process has of experts: ``width`` of ``full_width`` rows of gate and of up."""
+
+    hidden: int
+    width: int
+    full_width: int
+
+
+class Weights:
+    operator_name: str
+
+    def packed(self, own: dict[str, Tensor], n: int, k: int) -> tuple[Scheme, PackedWeight]:
+        """Of a projection W [E, n, k], whose parameters ``own`` are named without "w13_" or "w2_"."""
+        raise NotImplementedError
+
+
+class Integers(Weights):
+    """Four bits in groups or rows, eight in rows, activations as they come.
+
+    Args:
+        values: of the weight, scales and zeros of one expert, and bits.
+        names: those of the parameters of weight, scales and zeros.
+    """
+
+    def __init__(self, values: Values, names: str, bits: int, group_size: int, symmetric: bool) -> None:
+        self.values, self.names, self.bits, self.group_size = values, names.split(), bits, group_size
+        self.symmetric = symmetric
+        self.operator_name = f"int{bits}_grouped_mm"
+
+    def packed(self, own: dict[str, Tensor], n: int, k: int) -> tuple[Scheme, PackedWeight]:
+        weights, scales, zeros = (own.get(name) for name in self.names)
+        assert weights is not None and scales is not None
+        none: list[None] = [None] * len(weights)
+        each = zip(weights, scales, none if self.symmetric or zeros is None else zeros, strict=True)
+        plain = (self._cut(*self.values(*one, self.bits), k) for one in each)
+        return served_experts.integers(plain, len(weights), self.group_size, self.bits, k)
+
+    def _cut(self, q: Tensor, scales: Tensor, zeros: Tensor | None, k: int) -> served_experts.Plain:
+        """Some methods make room for the groups of all processes, and load those of this one to the front."""
+        groups = 1 if self.group_size == -1 else -(-k // self.group_size)
+        return q, scales[:, :groups], None if zeros is None else zeros[:, :groups]
+
+
+class EightBits(Weights):
+    """int8 or e4m3 with a scale per row, matrix or block, activations in eight bits.
+
+    Args:
+        scales: their name.
+        static: every activation has the largest of the scales that are loaded; else they are found in each.
+    """
+
+    def __init__(self, scheme: Scheme, scales: str, static: bool = False) -> None:
+        self.scheme, self.scales, self.static = scheme, scales, static
+        self.operator_name = f"{scheme.word}_grouped_mm"
+
+    def packed(self, own: dict[str, Tensor], n: int, k: int) -> tuple[Scheme, PackedWeight]:
+        weight, scales = own["weight"].contiguous(), own[self.scales].float().contiguous()
+        if self.scheme == _FP8_BLOCKS:
+            return self.scheme, PackedWeight(weight.view(torch.int8), scales)
+        scales = scales.reshape(len(weight), -1)  # gate and up may have one each
+        scales = scales.repeat_interleave(n // scales.shape[1], 1)
+        if self.scheme.weights == "int8":
+            return self.scheme, PackedWeight(weight, scales)
+        made = PackedWeight(weight.view(torch.int8), scales.unsqueeze(2))
+        if not self.static:
+            return self.scheme, made
+        scale = own["input_scale"].max().reshape(1).clone()
+        scheme: Any = replace(self.scheme, activation_scale=scale.item())  # type: ignore[type-var]
+        return scheme, made._replace(activation_scale=scale)
+
+
+_FP8_ROWS, _FP8_BLOCKS = (Float8DynamicActivationFloat8Weight(granularity) for granularity in ("row", "block"))
+
+
+def of_compressed_tensors(own: Any, layer: nn.Module, share: Share) -> Weights | str:
+    scheme: Any = layer.scheme
+    kind = type(scheme)
+    if kind in (schemes.CompressedTensorsWNA16MoE, schemes.CompressedTensorsWNA16TritonMoE):
+        if scheme.actorder == "group":
+            return "columns reordered into groups (actorder)"
+        if not scheme.sym:
+            return "zero points, which SGLang does not load into experts as compressed-tensors stores them"
+        group_size = -1 if scheme.strategy == "channel" else scheme.group_size
+        names = "weight_packed weight_scale weight_zero_point"
+        return _integers(gptq_values, names, scheme.num_bits, group_size, True, share)
+    if kind is schemes.CompressedTensorsW8A8Fp8MoE:
+        return _fp8("weight_scale", scheme.weight_block_size, scheme.static_input_scales, share)
+    return f"weights of {kind.__name__}"
+
+
+def of_gptq(own: Any, layer: nn.Module, share: Share) -> Weights | str:
+    config, scheme = own.quant_config, layer.scheme  # SGLang gives a layer its scheme here or later
+    if scheme is not None and type(scheme) not in (GPTQMarlinMoEScheme, GPTQIntelAMXMoEScheme):
+        return f"weights of {type(scheme).__name__}"
+    if config.desc_act:
+        return "columns reordered into groups (desc_act)"
+    if getattr(config, "checkpoint_format", "") not in ("", "gptq"):
+        return f"the format {config.checkpoint_format} of GPTQ"
+    symmetric = getattr(config, "is_sym", False)
+    return _integers(gptq_values, _AUTO, config.weight_bits, config.group_size, symmetric, share)
+
+
+def of_awq(own: Any, layer: nn.Module, share: Share) -> Weights | str:
+    if type(layer.scheme) not in (AWQMoEScheme, AWQIntelAMXMoEScheme):
+        return f"weights of {type(layer.scheme).__name__}"
+    return _integers(awq_values, _AUTO, own.quant_config.weight_bits, own.quant_config.group_size, False, share)
+
+
+def of_moe_wna16(own: Any, layer: nn.Module, share: Share) -> Weights | str:
+    config = own.quant_config
+    if config.linear_quant_method == "gptq":
+        if config.has_zp:
+            return "zero points of GPTQ, which SGLang raises by one with a carry to the next"
+        if config.full_config.get("desc_act"):
+            return "columns reordered into groups (desc_act)"
+    group_size = config.group_size
+    while group_size > 32 and (share.width % group_size or share.hidden % group_size):
+        group_size //= 2  # as SGLang does, which repeats the scales
+    return _integers(_values_of_bytes, _AUTO, config.weight_bits, group_size, not config.has_zp, share)
+
+
+def of_fp8(own: Any, layer: nn.Module, share: Share) -> Weights | str:
+    if own.is_fp4_expert:
+        return "weights of four-bit floats"
+    blocks = own.quant_config.weight_block_size
+    scales = "weight_scale" if blocks is None else "weight_scale_inv"
+    return fp8_obstacle(own) or _fp8(scales, blocks, own.quant_config.activation_scheme == "static", share)
+
+
+def of_modelopt_fp8(own: Any, layer: nn.Module, share: Share) -> Weights | str:
+    return online(own.quant_config) or _fp8("weight_scale", None, True, share)
+
+
+def of_w8a8_fp8(own: Any, layer: nn.Module, share: Share) -> Weights | str:
+    return online(own.quant_config) or _fp8("weight_scale", None, False, share)
+
+
+def of_w8a8_int8(own: Any, layer: nn.Module, share: Share) -> Weights | str:
+    return EightBits(Int8DynamicActivationInt8Weight(), "weight_scale")
+
+
+_AUTO = "qweight scales qzeros"
+
+
+def _values_of_bytes(
+    weight: Tensor, scales: Tensor, zeros: Tensor | None, bits: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As ``gptq_values``, of bytes [N, K * bits / 8], scales [N, G] and zeros [N / 2, G]."""
+    q = weight if bits == 8 else nibbles(weight)
+    return q, scales, None if zeros is None else nibbles(zeros.t()).t()
+
+
+def _integers(values: Values, names: str, bits: int, group_size: int, symmetric: bool, share: Share) -> Weights | str:
+    reason = served_experts.integers_obstacle(bits, group_size, *share, not symmetric)
+    return reason or Integers(values, names, bits, group_size, symmetric)
+
+
+def _fp8(scales: str, blocks: list[int] | None, static: bool, share: Share) -> Weights | str:
+    if blocks is None:
+        return EightBits(_FP8_ROWS, scales, static)
+    reason = blocks_obstacle(blocks) or served_experts.blocks_obstacle(share.width)
+    return reason or EightBits(_FP8_BLOCKS, scales)

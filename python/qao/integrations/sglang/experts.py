@@ -1,0 +1,134 @@
+"""Fused experts of checkpoints that SGLang reads, multiplied by qao's grouped operators.
+
+As in method.py, SGLang's own method makes the parameters of a layer and loads them, and expert_weights.py says what
+they are. Whether qao serves a layer is decided before it has parameters: SGLang asks a method what runs it early on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend
+from sglang.srt.layers.quantization.awq.awq import AWQMoEMethod
+from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
+from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsFusedMoEMethod
+from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
+from sglang.srt.layers.quantization.gptq.gptq import GPTQMarlinMoEMethod, GPTQMoEMethod
+from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp8MoEMethod
+from sglang.srt.layers.quantization.moe_wna16 import MoeWNA16Method
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+from sglang.srt.layers.quantization.w8a8_fp8 import W8A8FP8MoEMethod
+from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8MoEMethod
+from sglang.srt.runtime_context import get_exec, get_lora
+from sglang.srt.utils import is_cuda
+from torch import Tensor, nn
+
+from ...experts import QuantProjection
+from ...grouped import SILU_MUL
+from .. import served_experts
+from . import expert_weights
+from .expert_weights import Share, Weights
+from .layouts import LEFT_OUT
+from .process import missing, tell_left, tell_served
+
+_WEIGHTS: dict[type, Callable[[Any, nn.Module, Share], Weights | str]] = {
+    CompressedTensorsFusedMoEMethod: expert_weights.of_compressed_tensors,
+    GPTQMoEMethod: expert_weights.of_gptq,
+    GPTQMarlinMoEMethod: expert_weights.of_gptq,
+    AWQMoEMethod: expert_weights.of_awq,
+    MoeWNA16Method: expert_weights.of_moe_wna16,
+    Fp8MoEMethod: expert_weights.of_fp8,
+    ModelOptFp8MoEMethod: expert_weights.of_modelopt_fp8,
+    W8A8FP8MoEMethod: expert_weights.of_w8a8_fp8,
+    W8A8Int8MoEMethod: expert_weights.of_w8a8_int8,
+}
+
+
+def beside_experts(own: Any, layer: nn.Module, name: str) -> Any:
+    """qao's method for the experts of which ``own`` is SGLang's, or ``own``."""
+    if own is None or isinstance(own, UnquantizedFusedMoEMethod):
+        return own
+    made = _weights_of(own, layer)
+    if isinstance(made, str):
+        tell_left(f"fused experts: {made}", name)
+        return own
+    tell_served(made.operator_name, name)
+    return QaoExpertsMethod(own, made, name)
+
+
+def _weights_of(own: Any, layer: Any) -> Weights | str:
+    if type(own) not in _WEIGHTS:
+        return f"weights of {type(own).__name__}"
+    if reason := missing(torch.empty(0).device) or obstacle(layer):
+        return reason
+    width = layer.intermediate_size_per_partition
+    return _WEIGHTS[type(own)](own, layer, Share(layer.hidden_size, width, width * layer.moe_tp_size))
+
+
+def obstacle(layer: Any) -> str | None:
+    """Why experts of any format are left to SGLang; None if qao may compute them."""
+    config, runner, exchange = layer.moe_runner_config, get_moe_runner_backend(), get_moe_a2a_backend()
+    if type(layer) is not FusedMoE:
+        return f"a layer of its own kind ({type(layer).__name__})"
+    if not runner.is_auto():
+        return f"another backend is asked for: {runner.value}"
+    if not exchange.is_none():
+        return f"tokens that {exchange.value} exchanges"
+    if get_lora().enable_lora or get_lora().lora_paths:
+        return "LoRA"
+    if get_exec().moe.enable_paged_experts or get_exec().moe.kt_weight_path is not None:
+        return "experts of which some lie in the memory of the CPU"
+    limits = config.gemm1_alpha, config.gemm1_beta, config.gemm1_clamp_limit, config.swiglu_limit
+    if config.activation != "silu" or not config.is_gated or any(one is not None for one in limits):
+        return "a gate other than SiLU · up, or one with limits or factors"
+    if layer.with_bias:
+        return "biases"
+    if config.apply_router_weight_on_input:
+        return "router weights that multiply the input"
+    return "rows that the model adds itself" if config.no_combine else None
+
+
+class QaoExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
+    """SGLang's method ``own`` makes and loads the weights of a layer; qao packs and multiplies them."""
+
+    def __init__(self, own: Any, weights: Weights, name: str) -> None:
+        self.own, self.weights, self.name, self.quant_config = own, weights, name, own.quant_config
+
+    def create_weights(self, layer: Any, *sizes: Any, **named: Any) -> None:
+        layer.weight_load_method = self.own  # whose layout loaders follow
+        self.own.create_weights(layer, *sizes, **named)
+
+    def create_moe_runner(self, layer: nn.Module, moe_runner_config: Any) -> None:
+        self.config = moe_runner_config  # no runner: tokens come with the numbers that experts have in this process
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        width, hidden, count = layer.intermediate_size_per_partition, layer.hidden_size, layer.num_local_experts
+        for name, prefix, n, k in (("up", "w13_", 2 * width, hidden), ("down", "w2_", hidden, width)):
+            own = {key: one for key, one in layer._parameters.items() if key.startswith(prefix)}
+            loaded = {key.removeprefix(prefix): one.data for key, one in own.items() if one is not None}
+            scheme, packed = self.weights.packed(loaded, n, k)
+            setattr(layer, f"qao_{name}", QuantProjection(count, n, k, scheme, packed, None, layer.params_dtype))
+            for key in own:
+                del layer._parameters[key]
+
+    def restore_weights_before_loading(self, layer: nn.Module) -> None:
+        raise RuntimeError(
+            f"qao: {self.name} takes no other weights, since it holds packed ones. Start SGLang with "
+            f"{LEFT_OUT}=all to update weights while it runs."
+        )
+
+    def apply(self, layer: Any, dispatch_output: Any) -> Any:
+        weights, chosen, *_ = dispatch_output.topk_output
+        factor = self.config.routed_scaling_factor
+        if factor is not None and is_cuda():  # elsewhere models multiply by it themselves
+            weights = weights * factor
+
+        def up(x: Tensor, offsets: Tensor, row_index: Tensor) -> Tensor:
+            return layer.qao_up(x, offsets, row_index, gate=SILU_MUL)  # type: ignore[no-any-return]
+
+        x, count = dispatch_output.hidden_states, layer.num_local_experts
+        return StandardCombineInput(served_experts.through(x, chosen, weights, count, up, layer.qao_down))

@@ -1,0 +1,50 @@
+"""What holds for all layers of a process of SGLang: whether qao's kernels run in it, and what its log is told."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
+from sglang.srt.runtime_context import get_exec
+from sglang.srt.utils import is_cuda
+
+from .. import served
+
+logger = logging.getLogger(__name__)
+
+
+def missing(device: torch.device) -> str | None:
+    """Why no kernel of qao runs in this process; None if they do."""
+    if is_batch_invariant_mode_enabled() or _deterministic():
+        return "deterministic inference: qao chooses its kernels by the number of tokens"
+    if is_cuda():
+        major, minor = torch.cuda.get_device_capability()
+        return served.gpu_obstacle(10 * major + minor)
+    return None if device.type == "cpu" else "qao runs on CUDA and on CPUs"
+
+
+def _deterministic() -> bool:
+    try:
+        return bool(get_exec().deterministic.enable_deterministic_inference)
+    except ValueError:  # nobody has said how this process is to run
+        return False
+
+
+_told: set[str] = set()
+
+
+def _once(key: str, message: str, *of: object) -> None:
+    if key not in _told:
+        _told.add(key)
+        logger.info(message, *of)
+
+
+def tell_served(operator: str, name: str) -> None:
+    """Logs once that layers of this operator are qao's."""
+    _once(operator, "qao serves layers such as %s with %s", name, operator)
+
+
+def tell_left(reason: str, name: str) -> None:
+    """Logs once that layers are left to SGLang for this reason."""
+    _once(reason, "qao leaves layers such as %s to SGLang: %s", name, reason)

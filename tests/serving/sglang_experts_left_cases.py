@@ -1,0 +1,158 @@
+"""Fused experts that qao leaves to SGLang; run by tests/test_sglang.py in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import sglang_support  # noqa: F401  # first: it makes SGLang importable
+
+# isort: split
+import pytest
+import torch
+from fused import PREFIX, auto_checkpoint, checkpoint
+from qao.integrations.sglang import experts as qaos
+from qao.integrations.sglang import process
+from qao.integrations.sglang.expert_weights import Share, of_compressed_tensors
+from sglang.srt.layers.moe.ep_moe.layer import DeepEPMoE
+from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
+from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+from sglang.srt.runtime_context import get_exec, get_flags, get_lora
+from sglang_support import Experts
+
+GPTQ, AWQ = (auto_checkpoint(kind, 128)[0] for kind in ("gptq", "awq"))
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+BLOCKS = {**FP8, "weight_block_size": [128, 128]}
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(process, "_told", set())
+    caplog.set_level(logging.INFO, logger=process.__name__)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == process.__name__]
+
+
+# Checkpoints: the method, its config, and what is logged.
+CHECKPOINTS: list[tuple[str, dict[str, Any], str]] = [
+    ("compressed-tensors", checkpoint("W4A16 asym")[0], "zero points, which SGLang does not load into experts"),
+    ("gptq_marlin", {**GPTQ, "desc_act": True}, "columns reordered into groups (desc_act)"),
+    ("gptq_marlin", {**GPTQ, "bits": 8}, "eight bits in groups of 128 columns"),
+    ("moe_wna16", {**GPTQ, "sym": False}, "zero points of GPTQ, which SGLang raises by one with a carry"),
+    ("moe_wna16", {**AWQ, "group_size": 16}, "groups of 16 columns; qao has groups of 32"),
+    ("fp8", {**BLOCKS, "weight_block_size": [64, 128]}, "blocks of 64 x 128; qao has 128 x 128"),
+    ("fp8", {**BLOCKS, "scale_fmt": "ue8m0"}, "scales that are powers of two"),
+    ("fp8", {**FP8, "quant_method": "none"}, "a checkpoint in floats, which SGLang quantises"),
+]
+
+
+@pytest.mark.parametrize(("method", "config", "reason"), CHECKPOINTS, ids=[reason for _, _, reason in CHECKPOINTS])
+def test_checkpoints(method: str, config: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert type(Experts(method, config).layer.quant_method).__module__.startswith("sglang.")
+    (message,) = told(caplog)
+    assert message.startswith(f"qao leaves layers such as {PREFIX} to SGLang: fused experts: ") and reason in message
+
+
+# Layers: what models ask for, and what is logged.
+LAYERS: list[tuple[dict[str, Any], str]] = [
+    ({"activation": "gelu"}, "a gate other than SiLU"),
+    ({"is_gated": False}, "a gate other than SiLU"),
+    ({"swiglu_limit": 10.0}, "with limits or factors"),
+    ({"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}, "with limits or factors"),
+    ({"with_bias": True}, "biases"),
+    ({"apply_router_weight_on_input": True}, "router weights that multiply the input"),
+    ({"no_combine": True, "inplace": False}, "rows that the model adds itself"),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), LAYERS, ids=[str(options) for options, _ in LAYERS])
+def test_layers(options: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert type(Experts("fp8", BLOCKS, **options).layer.quant_method) is Fp8MoEMethod
+    assert reason in caplog.text
+
+
+# What a server is told: its flags, and the reason that follows.
+SERVERS: list[tuple[Callable[[], AbstractContextManager[Any]], str]] = [
+    (lambda: get_flags().moe.override(runner_backend=MoeRunnerBackend.TRITON), "another backend is asked for: triton"),
+    (lambda: get_flags().moe.override(a2a_backend=MoeA2ABackend.DEEPEP), "tokens that deepep exchanges"),
+    (lambda: get_lora().override(enable_lora=True), "LoRA"),
+    (lambda: get_lora().override(lora_paths=["a"]), "LoRA"),
+    (lambda: get_exec().moe.override(enable_paged_experts=True), "experts of which some lie in the memory of the CPU"),
+    (lambda: get_exec().moe.override(kt_weight_path="a"), "experts of which some lie in the memory of the CPU"),
+]
+
+
+@pytest.mark.parametrize(("asked", "reason"), SERVERS, ids=[reason for _, reason in SERVERS])
+def test_servers(asked: Callable[[], AbstractContextManager[Any]], reason: str) -> None:
+    experts = Experts("fp8", BLOCKS)
+    assert experts.served
+    with experts.process(), ExitStack() as stack:
+        assert qaos.obstacle(experts.layer) is None
+        stack.enter_context(asked())
+        assert qaos.obstacle(experts.layer) == reason
+
+
+def test_layers_of_their_own_kind() -> None:
+    """Models' own experts multiply their weights themselves."""
+    experts = Experts("fp8", BLOCKS)
+    experts.layer.__class__ = DeepEPMoE
+    with experts.process():
+        assert qaos.obstacle(experts.layer) == "a layer of its own kind (DeepEPMoE)"
+
+
+def test_deterministic_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "is_batch_invariant_mode_enabled", lambda: True)
+    assert type(Experts("fp8", BLOCKS).layer.quant_method) is Fp8MoEMethod
+
+
+def test_weights_of_four_bit_floats(caplog: pytest.LogCaptureFixture) -> None:
+    own = Fp8MoEMethod(Fp8Config(is_checkpoint_fp8_serialized=True, weight_block_size=[128, 128]))
+    own.is_fp4_expert = True
+    experts = Experts("fp8", BLOCKS)
+    with experts.process():
+        assert qaos.beside_experts(own, experts.layer, PREFIX) is own
+    assert "fused experts: weights of four-bit floats" in caplog.text
+
+
+def test_reordered_columns_of_compressed_tensors() -> None:
+    layer = Experts("compressed-tensors", checkpoint("W4A16")[0]).layer
+    share = Share(256, 384, 384)
+    assert not isinstance(of_compressed_tensors(None, layer, share), str)
+    layer.scheme.actorder = "group"
+    assert of_compressed_tensors(None, layer, share) == "columns reordered into groups (actorder)"
+
+
+def test_shares_that_end_within_groups(caplog: pytest.LogCaptureFixture) -> None:
+    """SGLang would give each of two processes one and a half groups."""
+    layer = Experts("gptq_marlin", GPTQ, ranks=2).layer
+    assert "a shard of 192 columns, which groups of 128 do not divide" in caplog.text
+    assert type(layer.quant_method).__module__.startswith("sglang.")
+
+
+def test_zero_points_of_compressed_tensors_fail_in_sglang() -> None:
+    config, states, _ = checkpoint("W4A16 asym")
+    experts = Experts("compressed-tensors", config)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        experts.load(states)
+
+
+def test_experts_in_floats_stay_so(caplog: pytest.LogCaptureFixture) -> None:
+    layer = Experts("fp8", {**BLOCKS, "ignored_layers": [PREFIX]}).layer
+    assert type(layer.quant_method) is UnquantizedFusedMoEMethod and not told(caplog)
+
+
+def test_what_is_served_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert Experts("gptq_marlin", GPTQ).served
+    assert told(caplog) == [f"qao serves layers such as {PREFIX} with int4_grouped_mm"]
+
+
+def test_a_method_that_is_not_known() -> None:
+    own, layer = type("AnExpertsMethod", (), {})(), torch.nn.Module()
+    assert qaos._weights_of(own, layer) == "weights of AnExpertsMethod"
