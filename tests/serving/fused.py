@@ -33,32 +33,34 @@ ORDERS = {"gptq": list(range(8)), "awq": [0, 2, 4, 6, 1, 3, 5, 7]}
 
 
 def words(values: Tensor, order: list[int]) -> Tensor:
-    """int32 [R, C / 8] of int64 values [R, C]: nibble i of a word is column order[i] of eight."""
-    total = sum(values[:, order[i] :: 8] << 4 * i for i in range(8))
+    """int32 [R, C / n] of int64 values [R, C]: of n in a word, the lowest bits first, the i-th is column order[i]."""
+    n = len(order)
+    total = sum(values[:, order[i] :: n] << 32 // n * i for i in range(n))
     return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
 
 
 def auto_checkpoint(
-    kind: str, group: int, zero_points: bool = False, **more: Any
+    kind: str, group: int, zero_points: bool = False, bits: int = 4, **more: Any
 ) -> tuple[dict[str, Any], list[State], list[dict[str, Tensor]]]:
     """As ``checkpoint``, of AutoGPTQ (symmetric, or with ``zero_points``) or AutoAWQ, value by value from the
     description of the formats. ``group`` -1: the row."""
     states, dense = [], []
+    top, order = 1 << bits, ORDERS[kind][: 32 // bits]
     for _ in range(E):
         state, exact = {}, {}
         for key, (_, n, k) in SHARDS.items():
-            q, groups = torch.randint(0, 16, (k, n)), 1 if group == -1 else k // group
+            q, groups = torch.randint(0, top, (k, n)), 1 if group == -1 else k // group
             own_zeros = kind == "awq" or zero_points
-            zeros = torch.randint(0, 16, (groups, n)) if own_zeros else torch.full((groups, n), 8)
-            scales = (torch.rand(groups, n) * 0.02 + 0.01).to(DTYPE)
+            zeros = torch.randint(0, top, (groups, n)) if own_zeros else torch.full((groups, n), top // 2)
+            scales = ((torch.rand(groups, n) * 0.3 + 0.15) / top).to(DTYPE)
             of_rows = torch.arange(k) // (k // groups)
             exact[key] = ((q - zeros[of_rows]) * scales.double()[of_rows]).t()
-            weight = words(q, ORDERS["awq"]) if kind == "awq" else words(q.t(), ORDERS["gptq"]).t()
-            stored = zeros if kind == "awq" else zeros - 1 & 15
-            state[key] = {"qweight": weight, "scales": scales, "qzeros": words(stored, ORDERS[kind])}
+            weight = words(q, order) if kind == "awq" else words(q.t(), order).t()
+            stored = zeros if kind == "awq" else zeros - 1 & top - 1
+            state[key] = {"qweight": weight, "scales": scales, "qzeros": words(stored, order)}
         states.append(state)
         dense.append(exact)
-    told: dict[str, Any] = {"bits": 4, "group_size": group, "quant_method": kind}
+    told: dict[str, Any] = {"bits": bits, "group_size": group, "quant_method": kind}
     told |= {"zero_point": True, "version": "gemm"} if kind == "awq" else {"desc_act": False, "sym": not zero_points}
     return told | more, states, dense
 

@@ -91,6 +91,14 @@ def test_gptq_and_awq(method: str, group: int, ranks: int) -> None:
     check(added(method.split()[0], config, states, given, ranks), dense, *given)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_gptq_of_eight_bits(ranks: int) -> None:
+    torch.manual_seed(8)
+    config, states, dense = auto_checkpoint("gptq", -1, bits=8)
+    given = routing(9)
+    check(added("gptq_marlin", config, with_order(states, -1), given, ranks), dense, *given)
+
+
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
 def test_groups_that_sglang_halves_for_narrow_shares(kind: str) -> None:
     torch.manual_seed(1)
