@@ -7,6 +7,7 @@ bits are [tiles of 16 rows, tiles of 64 columns, bytes], so they are cut between
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -73,6 +74,26 @@ class Served:
             raise ValueError(f"qao: {name} joins layers that are not quantised alike: {told}. Give them one scheme.")
         return found[0]
 
+    def experts_of(self, name: str) -> tuple[Scheme, Scheme] | None:
+        """The schemes of gate and up and of down of fused experts; None: they are not quantised.
+
+        Raises:
+            NotImplementedError: they are linear layers, one for each expert, or have another name in the engine.
+        """
+        up, down = self.layers.get(f"{name}.up"), self.layers.get(f"{name}.down")
+        if up is not None and down is not None:
+            return up, down
+        self.refuse_experts(name)
+        block = re.match(r".*?\blayers\.\d+\.", name)
+        if block and (
+            others := [one for one in self.layers if one.startswith(block[0]) and one.endswith("experts.up")]
+        ):
+            raise NotImplementedError(
+                f"qao: {self.engine} calls the experts of a layer {name}, and the checkpoint has {others[0]} quantised "
+                "there, which would not be found. Leave them in floats, or save the model as compressed-tensors."
+            )
+        return None
+
     def refuse_experts(self, name: str) -> None:
         """Raises NotImplementedError where experts of the engine's layer ``name`` are quantised."""
         if inside := self._inside(name):
@@ -102,6 +123,21 @@ _JOINED: dict[str, tuple[str, ...]] = {
 def _alike(scheme: Scheme | None) -> Scheme | None:
     static = isinstance(scheme, Float8DynamicActivationFloat8Weight) and scheme.activation_scale is not None
     return replace(scheme, activation_scale=1.0) if static else scheme  # type: ignore[type-var]
+
+
+def check_marker(loaded: Tensor, scheme: Scheme, k: int, name: str) -> marker.Marker:
+    """What the marker of a checkpoint says of a weight, which must be what the config says."""
+    found = marker.decode(loaded, f"{name}.{marker.MARKER}")
+    said, wanted = ({**one, "scale_dtype": None} for one in (found.scheme, scheme.to_dict()))
+    for one in (said, wanted):  # each layer has its own
+        if one.get("activation_scale") is not None:
+            one["activation_scale"] = 1.0
+    if said != wanted or found.in_features != k:
+        raise ValueError(
+            f"qao: {name}: the config says {scheme} of {k} columns, the checkpoint holds "
+            f"{found.scheme} of {found.in_features}. Save the model anew."
+        )
+    return found
 
 
 class ServedLinear:
@@ -196,18 +232,8 @@ class ServedLinear:
 
     def _check_marker(self, parameter: nn.Parameter, loaded: Tensor, *args: Any, **kwargs: Any) -> None:
         """What a layer of the checkpoint says of itself, against what the config says of it."""
-        if torch.equal(loaded.cpu(), marker.tripwire()):
-            return
-        found = marker.decode(loaded, f"{self.name}.{marker.MARKER}")
-        said, wanted = ({**one, "scale_dtype": None} for one in (found.scheme, self.scheme.to_dict()))
-        for one in (said, wanted):  # each layer has its own
-            if one.get("activation_scale") is not None:
-                one["activation_scale"] = 1.0
-        if said != wanted or found.in_features != self.full_k:
-            raise ValueError(
-                f"qao: {self.name}: the config says {self.scheme} of {self.full_k} columns, the checkpoint holds "
-                f"{found.scheme} of {found.in_features}. Save the model anew."
-            )
+        if not torch.equal(loaded.cpu(), marker.tripwire()):
+            check_marker(loaded, self.scheme, self.full_k, self.name)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Makes of what was loaded what the operator takes."""

@@ -1,4 +1,4 @@
-"""The quantisation config "qao" of SGLang: checkpoints in qao's own format. Linear layers, experts only in floats.
+"""The quantisation config "qao" of SGLang: checkpoints in qao's own format.
 
 It is registered while SGLang's table of methods is imported, so that what it needs of SGLang's layers comes later.
 """
@@ -60,6 +60,7 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
         from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
         from .linear import QaoLinearMethod
+        from .own_experts import QaoOwnExpertsMethod
 
         if isinstance(layer, (LinearBase, ParallelLMHead)):
             scheme = self.served.scheme_of(prefix, self.packed_modules_mapping)
@@ -67,7 +68,9 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
                 return QaoLinearMethod(scheme, prefix, self)
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         if isinstance(layer, FusedMoE):
-            self.served.refuse_experts(prefix)
+            schemes = self.served.experts_of(prefix)
+            if schemes is not None:
+                return QaoOwnExpertsMethod(*schemes, layer, prefix, self)
             return UnquantizedFusedMoEMethod(layer.use_triton_kernels, layer.use_flashinfer_trtllm_moe)
         if isinstance(layer, VocabParallelEmbedding):
             self.served.refuse_embedding(prefix)

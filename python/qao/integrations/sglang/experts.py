@@ -92,33 +92,18 @@ def obstacle(layer: Any) -> str | None:
     return "rows that the model adds itself" if config.no_combine else None
 
 
-class QaoExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """SGLang's method ``own`` makes and loads the weights of a layer; qao packs and multiplies them."""
+class GroupedExperts(FusedMoEMethodBase):  # type: ignore[misc]
+    """A layer whose children ``up`` and ``down`` are projections of qao."""
 
-    def __init__(self, own: Any, weights: Weights, name: str) -> None:
-        self.own, self.weights, self.name, self.quant_config = own, weights, name, own.quant_config
-
-    def create_weights(self, layer: Any, *sizes: Any, **named: Any) -> None:
-        layer.weight_load_method = self.own  # whose layout loaders follow
-        self.own.create_weights(layer, *sizes, **named)
+    name: str
 
     def create_moe_runner(self, layer: nn.Module, moe_runner_config: Any) -> None:
         self.config = moe_runner_config  # no runner: tokens come with the numbers that experts have in this process
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        width, hidden, count = layer.intermediate_size_per_partition, layer.hidden_size, layer.num_local_experts
-        for name, prefix, n, k in (("up", "w13_", 2 * width, hidden), ("down", "w2_", hidden, width)):
-            own = {key: one for key, one in layer._parameters.items() if key.startswith(prefix)}
-            loaded = {key.removeprefix(prefix): one.data for key, one in own.items() if one is not None}
-            scheme, packed = self.weights.packed(loaded, n, k)
-            setattr(layer, f"qao_{name}", QuantProjection(count, n, k, scheme, packed, None, layer.params_dtype))
-            for key in own:
-                del layer._parameters[key]
-
     def restore_weights_before_loading(self, layer: nn.Module) -> None:
         raise RuntimeError(
-            f"qao: {self.name} takes no other weights, since it holds packed ones. Start SGLang with "
-            f"{LEFT_OUT}=all to update weights while it runs."
+            f"qao: {self.name} takes no other weights while SGLang runs, since it holds packed ones. Start SGLang "
+            f"anew, or, where they are not of qao's own format, with {LEFT_OUT}=all."
         )
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
@@ -128,7 +113,28 @@ class QaoExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             weights = weights * factor
 
         def up(x: Tensor, offsets: Tensor, row_index: Tensor) -> Tensor:
-            return layer.qao_up(x, offsets, row_index, gate=SILU_MUL)  # type: ignore[no-any-return]
+            return layer.up(x, offsets, row_index, gate=SILU_MUL)  # type: ignore[no-any-return]
 
         x, count = dispatch_output.hidden_states, layer.num_local_experts
-        return StandardCombineInput(served_experts.through(x, chosen, weights, count, up, layer.qao_down))
+        return StandardCombineInput(served_experts.through(x, chosen, weights, count, up, layer.down))
+
+
+class QaoExpertsMethod(GroupedExperts):
+    """SGLang's method ``own`` makes and loads the weights of a layer; qao packs and multiplies them."""
+
+    def __init__(self, own: Any, weights: Weights, name: str) -> None:
+        self.own, self.weights, self.name, self.quant_config = own, weights, name, own.quant_config
+
+    def create_weights(self, layer: Any, *sizes: Any, **named: Any) -> None:
+        layer.weight_load_method = self.own  # whose layout loaders follow
+        self.own.create_weights(layer, *sizes, **named)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        width, hidden, count = layer.intermediate_size_per_partition, layer.hidden_size, layer.num_local_experts
+        for name, prefix, n, k in (("up", "w13_", 2 * width, hidden), ("down", "w2_", hidden, width)):
+            own = {key: one for key, one in layer._parameters.items() if key.startswith(prefix)}
+            loaded = {key.removeprefix(prefix): one.data for key, one in own.items() if one is not None}
+            scheme, packed = self.weights.packed(loaded, n, k)
+            layer.add_module(name, QuantProjection(count, n, k, scheme, packed, None, layer.params_dtype))
+            for key in own:
+                del layer._parameters[key]

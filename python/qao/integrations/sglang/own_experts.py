@@ -1,0 +1,54 @@
+"""Fused experts of qao's own checkpoints in SGLang: tensors "experts.up.qweight" and so on, of all experts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+from torch import nn
+
+from ...experts import QuantProjection
+from ...formats import Scheme
+from ..served_projection import Arriving, Share
+from .experts import GroupedExperts, obstacle
+from .process import missing
+
+
+class QaoOwnExpertsMethod(GroupedExperts):
+    """``up`` and ``down`` wait for their tensors until SGLang has loaded them.
+
+    Raises:
+        NotImplementedError: qao cannot compute these experts, and nobody else can.
+    """
+
+    def __init__(self, up: Scheme, down: Scheme, layer: nn.Module, name: str, quant_config: Any) -> None:
+        self.schemes, self.name, self.quant_config = (up, down), name, quant_config
+        if reason := missing(torch.empty(0).device) or obstacle(layer):
+            raise NotImplementedError(f"qao: {name}: experts in qao's own format: {reason}")
+
+    def create_weights(self, layer: Any, *sizes: Any, **named: Any) -> None:
+        width, hidden = layer.intermediate_size_per_partition * layer.moe_tp_size, layer.hidden_size
+        slots, part = _slots(layer), (layer.moe_tp_rank, layer.moe_tp_size)
+        shares = Share(2 * width, hidden, slots, 0, 2, *part), Share(hidden, width, slots, 1, 1, *part)
+        for key, scheme, share in zip(("up", "down"), self.schemes, shares, strict=True):
+            done = partial(layer.add_module, key)
+            layer.add_module(key, Arriving(scheme, share, layer.params_dtype, f"{self.name}.{key}", done))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        for one in (layer.up, layer.down):
+            if not isinstance(one, QuantProjection):
+                raise ValueError(f"qao: {one.name}: SGLang has not loaded {', '.join(sorted(one.missing))} into it")
+
+
+def _slots(layer: Any) -> list[int]:
+    """The expert of the checkpoint that each place of this process has."""
+    metadata = get_global_expert_location_metadata() if layer.uses_expert_location else None
+    slots = {}
+    for expert in range(layer.num_experts if metadata is None else metadata.num_logical_experts):
+        places = [expert] if metadata is None else metadata.logical_to_all_physical(layer.layer_id, expert)
+        for place in map(layer._map_global_expert_id_to_local_expert_id, places):
+            if 0 <= place < layer.num_local_experts:
+                slots[place] = expert
+    return [slots[place] for place in range(layer.num_local_experts)]

@@ -1,0 +1,140 @@
+"""Experts in qao's own format in SGLang's own layer; run by tests/test_sglang.py in a process of its own."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import sglang_support  # noqa: F401  # first: it makes SGLang importable
+
+# isort: split
+import pytest
+import qao
+import torch
+from experts_support import SCHEMES
+from fused import DTYPE, PREFIX, WIDTH, E, K, check, check_rounded, routing
+from native import activation, exact
+from qao.experts import QuantProjection, quantize_projection
+from qao.formats import Scheme
+from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
+from sglang_support import Experts
+from torch import Tensor
+
+MORE = [
+    qao.Int4WeightOnly(group_size=128, symmetric=True),
+    qao.Fp4WeightOnly("nvfp4"),
+    qao.Float8WeightOnly("tensor"),
+    qao.Float8DynamicActivationFloat8Weight("block"),
+    qao.Float8DynamicActivationFloat8Weight(activation_scale=0.05),
+    qao.Int8DynamicActivationInt8Weight(rotation=64),
+]
+
+
+def checkpoint(scheme: Scheme) -> tuple[dict[str, Any], dict[str, Tensor], list[dict[str, Tensor]]]:
+    """What qao writes of a layer's experts: config and tensors by name; and in float64 what they are."""
+    tensors, dense = {}, {}
+    for key, n, k in (("up", 2 * WIDTH, K), ("down", K, WIDTH)):
+        packed = quantize_projection(torch.randn(E, n, k, dtype=DTYPE) * 0.1, scheme, False, None, key)
+        made = QuantProjection(E, n, k, scheme, packed, None, DTYPE)
+        tensors |= {f"{PREFIX}.{key}.{name}": one for name, one in made.state_dict().items()}
+        dense[key] = made.dequantize(torch.float64)
+    layers = {f"{PREFIX}.{key}": exact(scheme.fitted(k)) for key, k in (("up", K), ("down", WIDTH))}
+    each = [
+        dict(zip(("w1", "w3", "w2"), (*up.chunk(2), down), strict=True))
+        for up, down in zip(dense["up"], dense["down"], strict=True)
+    ]
+    return json.loads(json.dumps(qao.QaoConfig(layers=layers, dtype=DTYPE).to_dict())), tensors, each
+
+
+def load(config: dict[str, Any], tensors: dict[str, Tensor], *rank: int, **options: Any) -> Experts:
+    """By the loader of one of SGLang's models."""
+    experts = Experts("qao", config, *rank, **options)
+    parameters = [(f"{PREFIX}.{name}", one) for name, one in experts.layer.named_parameters()]
+    model = SimpleNamespace(
+        named_parameters=lambda: parameters,
+        config=SimpleNamespace(num_experts=E),
+        model=SimpleNamespace(),
+        routed_experts_weights_of_layer=None,
+    )
+    with experts.process():
+        Qwen3MoeForCausalLM.load_weights(model, tensors.items())
+        experts.layer.quant_method.process_weights_after_loading(experts.layer)
+    return experts
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("scheme", [*SCHEMES, *MORE], ids=str)
+def test_experts(scheme: Scheme, ranks: int) -> None:
+    torch.manual_seed(ranks)
+    config, tensors, dense = checkpoint(scheme)
+    given = routing(9)
+    parts = [load(config, tensors, rank, ranks)(*given).double() for rank in range(ranks)]
+    what = activation(scheme)
+    if scheme.activations == "float":
+        check(sum(parts), dense, *given)
+    else:
+        same = not scheme.rotation and (ranks == 1 or what.group_size in (0, 128))
+        check_rounded(sum(parts), dense, given, lambda row: what.seen(row[None].to(DTYPE))[0].double(), same=same)
+
+
+def test_experts_of_other_processes() -> None:
+    torch.manual_seed(0)
+    config, tensors, dense = checkpoint(SCHEMES[0])
+    given = routing(9)
+    parts = [load(config, tensors, rank, E, ep=True) for rank in range(E)]
+    assert all(one.layer.up.experts == 1 for one in parts)
+    check(sum(one(*given).double() for one in parts), dense, *given)
+
+
+def test_weights_are_held_once() -> None:
+    config, tensors, _ = checkpoint(SCHEMES[0])
+    held = dict(load(config, tensors).layer.named_parameters())
+    names = {name for name in tensors if not name.endswith(("pip_install_qao", ".weight"))}
+    assert {f"{PREFIX}.{name}" for name in held} == names
+    assert all(torch.equal(one, tensors[f"{PREFIX}.{name}"]) for name, one in held.items())
+
+
+def test_cuts_within_what_shares_a_scale() -> None:
+    config, tensors, _ = checkpoint(qao.Int4WeightOnly(group_size=256))
+    with pytest.raises(ValueError, match="experts.down: one process gets 128 columns .* int4 g256 .* among 256"):
+        load(config, tensors, 0, 3)
+
+
+def test_another_checkpoint_than_the_config_says() -> None:
+    config, _, _ = checkpoint(SCHEMES[0])
+    _, tensors, _ = checkpoint(qao.Int4WeightOnly(group_size=64))
+    with pytest.raises(ValueError, match="experts.* the config says int4 g32 .* Save the model anew"):
+        load(config, tensors)
+
+
+def test_another_model() -> None:
+    config, tensors, _ = checkpoint(SCHEMES[0])
+    experts = Experts("qao", config)
+    marker = qao.marker.Marker(SCHEMES[0].to_dict(), 2 * WIDTH, K, DTYPE, E - 1)
+    with pytest.raises(ValueError, match="holds 4 experts of 768 rows"):
+        target = experts.layer.up._parameters["pip_install_qao"]
+        target.weight_loader(target, qao.marker.encode(marker))
+
+
+def test_tensors_that_a_model_passes_over() -> None:
+    config, tensors, _ = checkpoint(SCHEMES[0])
+    some = {name: one for name, one in tensors.items() if not name.endswith("down.scales")}
+    with pytest.raises(ValueError, match="experts.down: SGLang has not loaded scales into it"):
+        load(config, some)
+
+
+def test_what_nobody_can_compute() -> None:
+    config, _, _ = checkpoint(SCHEMES[0])
+    with pytest.raises(NotImplementedError, match="experts in qao's own format: a gate other than SiLU"):
+        Experts("qao", config, activation="gelu")
+
+
+def test_experts_that_sglang_calls_otherwise() -> None:
+    """They would stay as they are made: random."""
+    config, _, _ = checkpoint(SCHEMES[0])
+    config["layers"][0]["modules"] = [one.replace("mlp", "moe") for one in config["layers"][0]["modules"]]
+    with pytest.raises(
+        NotImplementedError, match="model.layers.0.mlp.experts, .* model.layers.0.moe.experts.up quantised"
+    ):
+        Experts("qao", config)
