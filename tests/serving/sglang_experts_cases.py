@@ -195,6 +195,15 @@ def test_the_factor_of_routed_experts(gpu: bool, monkeypatch: pytest.MonkeyPatch
     check(experts(x, weights, ids), dense, x, weights * (2.5 if gpu else 1), ids)
 
 
+def test_router_weights_that_multiply_the_input() -> None:
+    """Of the one expert that a token has (Llama 4)."""
+    torch.manual_seed(6)
+    experts, dense = loaded(apply_router_weight_on_input=True, top_k=1)
+    x, weights, ids = routing(9)
+    weights, ids = weights[:, :1], ids[:, :1]
+    check(experts(x, weights, ids), dense, x.double() * weights, torch.ones_like(weights), ids)
+
+
 def test_the_input_stays_as_it_is() -> None:
     experts, _ = loaded()
     x, weights, ids = routing(3)

@@ -66,7 +66,7 @@ LAYERS: list[tuple[dict[str, Any], str]] = [
     ({"swiglu_limit": 10.0}, "with limits or factors"),
     ({"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}, "with limits or factors"),
     ({"with_bias": True}, "biases"),
-    ({"apply_router_weight_on_input": True}, "router weights that multiply the input"),
+    ({"apply_router_weight_on_input": True}, "router weights that multiply the input of more than one expert"),
     ({"no_combine": True, "inplace": False}, "rows that the model adds itself"),
 ]
 

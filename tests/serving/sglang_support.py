@@ -119,8 +119,8 @@ class Experts:
         self.parallel["tp_group"] = SimpleNamespace(rank_in_group=rank, world_size=ranks, device="cpu")
         with self.process():
             own = quantization.QUANTIZATION_METHODS[method].from_config(config)
-            sizes = fused.E, fused.K, fused.WIDTH
-            self.layer = FusedMoE(*sizes, 0, fused.TOP, prefix=fused.PREFIX, quant_config=own, **options)
+            options = {"top_k": fused.TOP, "prefix": fused.PREFIX} | options
+            self.layer = FusedMoE(fused.E, fused.K, fused.WIDTH, 0, quant_config=own, **options)
 
     @contextmanager
     def process(self) -> Iterator[None]:

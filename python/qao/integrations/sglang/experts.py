@@ -87,8 +87,8 @@ def obstacle(layer: Any) -> str | None:
         return "a gate other than SiLU · up, or one with limits or factors"
     if layer.with_bias:
         return "biases"
-    if config.apply_router_weight_on_input:
-        return "router weights that multiply the input"
+    if config.apply_router_weight_on_input and config.top_k != 1:
+        return "router weights that multiply the input of more than one expert"
     return "rows that the model adds itself" if config.no_combine else None
 
 
@@ -107,7 +107,9 @@ class GroupedExperts(FusedMoEMethodBase):  # type: ignore[misc]
         )
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
-        weights, chosen, *_ = dispatch_output.topk_output
+        x, (weights, chosen, *_) = dispatch_output.hidden_states, dispatch_output.topk_output
+        if self.config.apply_router_weight_on_input:
+            x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         factor = self.config.routed_scaling_factor
         if factor is not None and is_cuda():  # elsewhere models multiply by it themselves
             weights = weights * factor
@@ -115,8 +117,8 @@ class GroupedExperts(FusedMoEMethodBase):  # type: ignore[misc]
         def up(x: Tensor, offsets: Tensor, row_index: Tensor) -> Tensor:
             return layer.up(x, offsets, row_index, gate=SILU_MUL)  # type: ignore[no-any-return]
 
-        x, count = dispatch_output.hidden_states, layer.num_local_experts
-        return StandardCombineInput(served_experts.through(x, chosen, weights, count, up, layer.down))
+        y = served_experts.through(x, chosen, weights, layer.num_local_experts, up, layer.down)
+        return StandardCombineInput(y)
 
 
 class QaoExpertsMethod(GroupedExperts):
