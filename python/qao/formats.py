@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from . import fp4, operators, ops
+from . import fp4, ops, weight_operators
 from .quantizer import QuantizedWeight, quantize_int4, quantize_int8, row_sums
 from .quantizer_fp4 import quantize_fp4
 from .quantizer_fp8 import SCALE_BLOCK, quantize_fp8
@@ -98,7 +98,7 @@ class Int4Weight(Scheme):
         return torch.ops.qao.pack_int4(q, scales, zeros, self.size)  # type: ignore[no-any-return]
 
     def unpack(self, weight: Tensor, scales: Tensor, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        q, plain, zeros = operators.unpack_int4(weight, scales, n, k, self.size)
+        q, plain, zeros = weight_operators.unpack_int4(weight, scales, n, k, self.size)
         return q, plain, None if self.symmetric else zeros
 
     def units(self, n: int, k: int) -> tuple[int, int]:
@@ -108,7 +108,7 @@ class Int4Weight(Scheme):
         return row_sums(q, scales, 8 if zeros is None else zeros, self.size)
 
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
-        return operators.dequantize_int4(weight, scales, n, k, self.size, dtype)
+        return weight_operators.dequantize_int4(weight, scales, n, k, self.size, dtype)
 
     def constants(self, n: int, k: int) -> tuple[int, ...]:
         return n, k, self.size

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import operators
+from . import weight_operators
 from .serial import serial_parts
 from .tiles import TILE_N
 
@@ -58,7 +58,7 @@ def pack_fp4(q: Tensor, scales: Tensor, divisor: Tensor | None, group_size: int)
     elif divisor is not None:
         raise ValueError("pack_fp4: groups of 32 (MXFP4) have no divisor; pass None")
     unused = torch.zeros(n, 1, dtype=torch.bfloat16, device=q.device)
-    weight, _ = operators.pack_int4(q.contiguous(), unused, None, -1)
+    weight, _ = weight_operators.pack_int4(q.contiguous(), unused, None, -1)
     padded = torch.nn.functional.pad(torch.cat(rows, 1), (0, 0, 0, -n % TILE_N))
     if group_size == NV_GROUP and n % TILE_N:  # rows that do not exist are divided by 1
         padded[n:, groups] = 1
@@ -78,7 +78,7 @@ def unpack_fp4(
             f"{group_size} (32 or 16), not {list(scales.shape)}"
         )
     unused = torch.zeros(expected[0], 1, 1, TILE_N, dtype=torch.bfloat16, device=weight.device)
-    q, *_ = operators.unpack_int4(weight, unused, out_features, in_features, -1)
+    q, *_ = weight_operators.unpack_int4(weight, unused, out_features, in_features, -1)
     plain = scales.squeeze(2).transpose(1, 2).reshape(-1, groups + extra)[:out_features]
     divisor = None
     if extra:

@@ -75,6 +75,18 @@ FP8_FP8 = differentiable(torch.ops.qao.fp8_fp8_mm.default, dense_fp8)
 FP8_INT4 = differentiable(torch.ops.qao.fp8_int4_mm.default, dense_int4)
 
 from . import fake, transforms  # noqa: E402, F401  # they register
+from .activation_operators import (  # noqa: E402, F401
+    add_rms_norm_int4_mm,
+    add_rms_norm_quantize,
+    fp8_quantize,
+    fp8_scaled_mm,
+    hadamard,
+    int8_quantize,
+    int8_scaled_mm,
+    rms_norm_quantize,
+    silu_mul_quantize,
+    swiglu_quantize,
+)
 from .expert_rows import expert_sort as expert_sort  # noqa: E402
 from .expert_rows import expert_sum as expert_sum  # noqa: E402
 from .expert_rows import expert_topk as expert_topk  # noqa: E402
@@ -94,18 +106,11 @@ from .invariance import asked  # noqa: E402
 from .norm_silu import add_rms_norm as add_rms_norm  # noqa: E402
 from .norm_silu import silu_mul as silu_mul  # noqa: E402
 from .norm_silu import swiglu as swiglu  # noqa: E402
-from .operators import (  # noqa: E402, F401
-    add_rms_norm_int4_mm,
-    add_rms_norm_quantize,
+from .weight_operators import (  # noqa: E402, F401
     dequantize_int4,
-    fp8_quantize,
-    fp8_scaled_mm,
     gptq_columns,
-    hadamard,
     int4_embedding,
     int8_embedding,
-    int8_quantize,
-    int8_scaled_mm,
     largest_magnitude,
     load_weight_,
     pack_int4,
@@ -113,9 +118,6 @@ from .operators import (  # noqa: E402, F401
     quantize_fp4,
     quantize_groups,
     quantize_weight_,
-    rms_norm_quantize,
-    silu_mul_quantize,
-    swiglu_quantize,
     unpack_int4,
 )
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import operators
+from . import weight_operators
 from .importance import checked_importance, estimate_importance
 from .serial import serial_parts
 
@@ -185,7 +185,7 @@ def _quantize_groups(
         importance = checked_importance(importance, weight, name)
     values = weight.detach()
     values = values.float() if values.dtype == torch.float64 else values
-    q, scales, zeros, squares = operators.quantize_groups(
+    q, scales, zeros, squares = weight_operators.quantize_groups(
         values, group_size, codes.dtype, symmetric, scale_dtype, factors, importance, whole_zeros, rounds
     )
     check_values(squares, weight, name)

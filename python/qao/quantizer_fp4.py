@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import operators
+from . import weight_operators
 from .fp4 import GROUPS, NV_GROUP, codes_of, exponents_of, power_of_two, values_of
 from .quantizer import QuantizedWeight, check_values, chunks, quotient, relative_error
 
@@ -31,7 +31,7 @@ def quantize_fp4(weight: Tensor, format: str, *, name: str = "weight") -> Quanti
     values = weight.detach()
     if values.device.type == "cpu":
         values = values.float() if values.dtype == torch.float64 else values
-        q, scales, divisor, squares = operators.quantize_fp4(values, size)
+        q, scales, divisor, squares = weight_operators.quantize_fp4(values, size)
     else:
         q, scales, divisor, squares = _by_torch(values, size)
     check_values(squares, weight, name)
@@ -40,7 +40,7 @@ def quantize_fp4(weight: Tensor, format: str, *, name: str = "weight") -> Quanti
 
 
 def _by_torch(weight: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What ``operators.quantize_fp4`` gives, but for the last bits of ``squares``."""
+    """What ``weight_operators.quantize_fp4`` gives, but for the last bits of ``squares``."""
     n, k = weight.shape
     q = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(n, -(-k // size), dtype=torch.bfloat16, device=weight.device)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import operators
+from . import weight_operators
 from .quantizer import QuantizedWeight, check_scales, check_values, chunks, quotient, relative_error
 
 LARGEST_FP8 = 448.0  # of e4m3
@@ -42,7 +42,7 @@ def _blocks_on_cpu(weight: Tensor, granularity: str) -> tuple[Tensor, Tensor, Te
     weight = weight.float() if weight.dtype == torch.float64 else weight
     n, k = weight.shape
     rows, columns = {"row": (1, k), "tensor": (n, k), "block": (SCALE_BLOCK, SCALE_BLOCK)}[granularity]
-    return operators.quantize_blocks(weight, rows, columns)
+    return weight_operators.quantize_blocks(weight, rows, columns)
 
 
 def _blocks_by_torch(weight: Tensor, granularity: str) -> tuple[Tensor, Tensor, Tensor]:

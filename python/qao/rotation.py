@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import operators
+from . import activation_operators
 from .scheme import PackedWeight, Scheme, _host
 
 SIZES = (16, 32, 64, 128, 256)  # columns of a block
@@ -22,7 +22,7 @@ SIZES = (16, 32, 64, 128, 256)  # columns of a block
 
 def rotated(values: Tensor, size: int) -> Tensor:
     """[..., K] with every block of ``size`` columns rotated, or rotated back, in float32; 0: as it is."""
-    return operators.hadamard(values.float(), size) if size else values
+    return activation_operators.hadamard(values.float(), size) if size else values
 
 
 def rotated_hessian(hessian: Tensor, size: int) -> Tensor:

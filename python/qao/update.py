@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import operators
+from . import weight_operators
 from .formats import FLOAT_DTYPES, Int4Weight, PackedWeight, Scheme
 from .importance import told_by, told_importance, told_part
 from .quantizer import check_finite
@@ -68,8 +68,8 @@ class Updatable:
         if largest is not None:
             fault = torch.zeros(1, dtype=torch.int32, device=q.device)
             known = None if rotation else largest.to(q.device)
-            operators.quantize_weight_(weight, *told, q, scales, fault, known)
-        elif not operators.load_weight_(weight, *told, q, scales, _CERTAIN[scales.dtype]).item():
+            weight_operators.quantize_weight_(weight, *told, q, scales, fault, known)
+        elif not weight_operators.load_weight_(weight, *told, q, scales, _CERTAIN[scales.dtype]).item():
             self._overwrite(self._requantized(weight, importance, name))  # which knows what to raise, if anything
             return
         sums = self.weight_sums
@@ -215,7 +215,8 @@ def _check_values(
     """Raises all that quantising them would; waits for a GPU once. Returns their largest magnitudes."""
     # From the last to the first: a GPU's L2 then holds some of what is quantised first.
     largest = {
-        name: operators.largest_magnitude(_kernel_weight(_whole(state[name]))) for name in reversed(list(weights))
+        name: weight_operators.largest_magnitude(_kernel_weight(_whole(state[name])))
+        for name in reversed(list(weights))
     }
     devices: dict[torch.device, list[str]] = {}
     for name, magnitude in largest.items():
