@@ -134,6 +134,11 @@ def test_a_kernel_file_can_be_read_at_once(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= (250 if path.name.endswith("plan.cpp") else 400)
 
 
+@pytest.mark.parametrize("path", sorted(PYTHON.rglob("*.py")), ids=lambda path: str(path.relative_to(PYTHON)))
+def test_a_python_module_can_be_read_at_once(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 300
+
+
 def test_plans_are_pure_host_code() -> None:
     """A .cpp under cuda/ is a plan: it also runs where nothing of CUDA is installed."""
     plans = sorted(CUDA.rglob("*.cpp"))

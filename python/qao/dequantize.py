@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from .attached import attached
 from .embedding import rename_ties
 from .experts import QuantExperts, QuantProjection
 from .integrations import registration
-from .packed import PackedModule, Sharded, attached
+from .packed import PackedModule, Sharded
 from .places import put_module
 
 

@@ -2,67 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .fake_kernel import fake_kernel
 from .gradients import DENSE
 from .tiles import TILE_BYTES, TILE_K, TILE_N
-
-Kernel = TypeVar("Kernel", bound=Callable[..., Any])
-
-_ONNX = "torch.onnx._internal.exporter._flags"  # what says so; no compilation shall import it
-
-
-def _register(operator: str) -> Callable[[Kernel], Kernel]:
-    """Registers a fake kernel that is given tensors of one device.
-
-    An operand on meta beside others that are not comes here and not to the operator's own checks: without this one the
-    result would be memory that nobody wrote.
-    """
-
-    def register(kernel: Kernel) -> Kernel:
-        def checked(*arguments: Any) -> Any:
-            if _ONNX in sys.modules and torch.onnx.is_in_onnx_export():
-                raise RuntimeError(
-                    f"qao::{operator}: ONNX has no such operator. Export what qao.dequantize_(model) makes of the "
-                    "model, or of a copy of it."
-                )
-            devices = {argument.device for argument in arguments if isinstance(argument, Tensor)}
-            if len(devices) > 1:
-                raise RuntimeError(
-                    f"qao::{operator}: operands are on different devices. Got {_describe_all(operator, arguments)}. "
-                    "Move them to one device with .to(device); a layer on meta has no data: load a checkpoint into it "
-                    "first."
-                )
-            try:
-                return kernel(*arguments)
-            except (AttributeError, IndexError, ValueError) as error:  # a None, or too few dimensions
-                raise RuntimeError(
-                    f"qao::{operator}: an argument is no tensor of a shape it can have. Got "
-                    f"{_describe_all(operator, arguments)}. See the documentation of qao.ops.{operator}."
-                ) from error
-
-        # A package that is imported again registers again.
-        torch.library.register_fake(f"qao::{operator}", allow_override=True)(checked)
-        return kernel
-
-    return register
-
-
-def _describe_all(operator: str, arguments: tuple[Any, ...]) -> str:
-    schema = getattr(torch.ops.qao, operator).default._schema
-    got = (_describe(a.name, value) for a, value in zip(schema.arguments, arguments, strict=False))
-    return ", ".join(filter(None, got))
-
-
-def _describe(name: str, value: Any) -> str | None:
-    if isinstance(value, Tensor):
-        return f"{name}: {str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
-    return f"{name}: {value}" if value is None or type(value) is int else None
 
 
 def _like_x(x: Tensor, last: int | torch.SymInt, dtype: torch.dtype | None = None) -> Tensor:
@@ -85,7 +33,7 @@ def _register_product(operator: Any) -> None:
     names = [argument.name for argument in operator._schema.arguments]
     rows, dtype = (names.index(name) if name in names else None for name in ("out_features", "out_dtype"))
 
-    @_register(operator._schema.name.removeprefix("qao::"))
+    @fake_kernel(operator._schema.name.removeprefix("qao::"))
     def _(*given: Any) -> Tensor:
         x, n = given[0], given[rows] if rows is not None and len(given) > rows else 0
         if n == 0:  # what the weight tells
@@ -97,7 +45,7 @@ for _product in (*DENSE, torch.ops.qao.int8_scaled_mm.default, torch.ops.qao.fp8
     _register_product(_product)
 
 
-@_register("add_rms_norm_int4_mm")
+@fake_kernel("add_rms_norm_int4_mm")
 def _(
     x: Tensor,
     residual: Tensor | None,
@@ -114,10 +62,10 @@ def _(
     return _like_x(x, out_features // 2 if gated else out_features), _like_x(x, x.shape[-1])
 
 
-@_register("int4_grouped_mm")
-@_register("fp4_grouped_mm")
-@_register("int8_int4_grouped_mm")
-@_register("fp8_int4_grouped_mm")
+@fake_kernel("int4_grouped_mm")
+@fake_kernel("fp4_grouped_mm")
+@fake_kernel("int8_int4_grouped_mm")
+@fake_kernel("fp8_int4_grouped_mm")
 def _(
     x: Tensor,
     weight: Tensor,
@@ -130,10 +78,10 @@ def _(
     return _rows(x, row_index, next(value for value in rest if not (value is None or isinstance(value, Tensor))), rest)
 
 
-@_register("int8_grouped_mm")
-@_register("fp8_grouped_mm")
-@_register("int8_int8_grouped_mm")
-@_register("fp8_fp8_grouped_mm")
+@fake_kernel("int8_grouped_mm")
+@fake_kernel("fp8_grouped_mm")
+@fake_kernel("int8_int8_grouped_mm")
+@fake_kernel("fp8_fp8_grouped_mm")
 def _(
     x: Tensor,
     weight: Tensor,
@@ -146,7 +94,7 @@ def _(
     return _rows(x, row_index, weight.shape[1], rest)
 
 
-@_register("expert_sort")
+@fake_kernel("expert_sort")
 def _(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens, top_k = experts.shape
     sizes = (num_experts,), (tokens * top_k,), (tokens, top_k)
@@ -154,28 +102,28 @@ def _(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return offsets, row_index, places
 
 
-@_register("expert_topk")
+@fake_kernel("expert_topk")
 def _(logits: Tensor, top_k: int, *rest: Any) -> tuple[Tensor, Tensor]:
     shape = logits.shape[0], top_k
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
 
 
-@_register("expert_sum")
+@fake_kernel("expert_sum")
 def _(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return torch.empty((places.shape[0], rows.shape[1]), dtype=rows.dtype, device=rows.device)
 
 
-@_register("int8_quantize")
+@fake_kernel("int8_quantize")
 def _(x: Tensor, symmetric: bool, rotation: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return _like_x(x, x.shape[-1], torch.int8), _like_x(x, 1, torch.float32), _like_x(x, 1, torch.int32)
 
 
-@_register("hadamard")
+@fake_kernel("hadamard")
 def _(x: Tensor, size: int) -> Tensor:
     return _like_x(x, x.shape[-1])
 
 
-@_register("fp8_quantize")
+@fake_kernel("fp8_quantize")
 def _(x: Tensor, group_size: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     q = _like_x(x, x.shape[-1], torch.float8_e4m3fn)
     if group_size == 0:
@@ -183,46 +131,46 @@ def _(x: Tensor, group_size: int, scale: Tensor | None) -> tuple[Tensor, Tensor]
     return q, _like_x(x, _groups(x.shape[-1], group_size), torch.float32)
 
 
-@_register("add_rms_norm")
+@fake_kernel("add_rms_norm")
 def _(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     return _like_x(x, x.shape[-1]), _like_x(x, x.shape[-1])
 
 
-@_register("silu_mul")
+@fake_kernel("silu_mul")
 def _(gate: Tensor, up: Tensor) -> Tensor:
     return _like_x(gate, gate.shape[-1])
 
 
-@_register("rms_norm_quantize")
+@fake_kernel("rms_norm_quantize")
 def _(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _like_x(x, x.shape[-1], dtype), _like_x(x, 1, torch.float32)
 
 
-@_register("add_rms_norm_quantize")
+@fake_kernel("add_rms_norm_quantize")
 def _(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _like_x(x, x.shape[-1], dtype), _like_x(x, 1, torch.float32), _like_x(x, x.shape[-1])
 
 
-@_register("silu_mul_quantize")
+@fake_kernel("silu_mul_quantize")
 def _(gate: Tensor, up: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _like_x(gate, gate.shape[-1], dtype), _like_x(gate, 1, torch.float32)
 
 
-@_register("swiglu")
+@fake_kernel("swiglu")
 def _(x: Tensor, alpha: float, limit: float, shift: float, interleaved: bool) -> Tensor:
     return _like_x(x, x.shape[-1] // 2)
 
 
-@_register("swiglu_quantize")
+@fake_kernel("swiglu_quantize")
 def _(
     x: Tensor, alpha: float, limit: float, shift: float, interleaved: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     return _like_x(x, x.shape[-1] // 2, dtype), _like_x(x, 1, torch.float32)
 
 
-@_register("quantize_groups")
+@fake_kernel("quantize_groups")
 def _(
     weight: Tensor,
     group_size: int,
@@ -240,7 +188,7 @@ def _(
     return weight.new_empty((n, k), dtype=dtype), scales, torch.empty_like(scales), squares
 
 
-@_register("quantize_blocks")
+@fake_kernel("quantize_blocks")
 def _(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     n, k = weight.shape
     scales = weight.new_empty((-(-n // max(1, rows)), -(-k // max(1, columns))), dtype=torch.float32)
@@ -248,7 +196,7 @@ def _(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, scales, weight.new_empty(2, dtype=torch.float64)
 
 
-@_register("quantize_fp4")
+@fake_kernel("quantize_fp4")
 def _(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, k = weight.shape
     q = weight.new_empty((n, k), dtype=torch.uint8)
@@ -256,7 +204,7 @@ def _(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q, scales, weight.new_empty(1, dtype=torch.float32), weight.new_empty(2, dtype=torch.float64)
 
 
-@_register("quantize_weight_")
+@fake_kernel("quantize_weight_")
 def _(
     weight: Tensor,
     dtype: torch.dtype,
@@ -271,7 +219,7 @@ def _(
 ) -> None: ...
 
 
-@_register("load_weight_")
+@fake_kernel("load_weight_")
 def _(
     weight: Tensor,
     dtype: torch.dtype,
@@ -286,19 +234,19 @@ def _(
     return torch.empty(1, dtype=torch.int32, device="cpu")
 
 
-@_register("largest_magnitude")
+@fake_kernel("largest_magnitude")
 def _(weight: Tensor) -> Tensor:
     return weight.new_empty(1, dtype=torch.float32)
 
 
-@_register("gptq_columns")
+@fake_kernel("gptq_columns")
 def _(
     weight: Tensor, moved: Tensor, scales: Tensor, zeros: Tensor | None, ratios: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     return weight.new_empty(weight.shape, dtype=dtype), torch.empty_like(weight), torch.empty_like(weight)
 
 
-@_register("pack_int4")
+@fake_kernel("pack_int4")
 def _(q: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int) -> tuple[Tensor, Tensor]:
     n, k = q.shape
     tiles_n, tiles_k = (n + TILE_N - 1) // TILE_N, (k + TILE_K - 1) // TILE_K
@@ -306,7 +254,7 @@ def _(q: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int) -> tuple
     return weight, scales.new_empty((tiles_n, _groups(k, group_size), 1 if zeros is None else 2, TILE_N))
 
 
-@_register("unpack_int4")
+@fake_kernel("unpack_int4")
 def _(
     weight: Tensor, scales: Tensor, out_features: int, in_features: int, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -315,14 +263,14 @@ def _(
     return q, scales.new_empty(shape), scales.new_empty(shape)
 
 
-@_register("dequantize_int4")
+@fake_kernel("dequantize_int4")
 def _(
     weight: Tensor, scales: Tensor, out_features: int, in_features: int, group_size: int, dtype: torch.dtype
 ) -> Tensor:
     return scales.new_empty((out_features, in_features), dtype=dtype)
 
 
-@_register("int4_embedding")
+@fake_kernel("int4_embedding")
 def _(
     ids: Tensor,
     weight: Tensor,
@@ -335,6 +283,6 @@ def _(
     return torch.empty((*ids.shape, embedding_dim), dtype=dtype, device=weight.device)
 
 
-@_register("int8_embedding")
+@fake_kernel("int8_embedding")
 def _(ids: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty((*ids.shape, weight.shape[1]), dtype=dtype, device=weight.device)

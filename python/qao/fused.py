@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .attached import SHARDED, attached
 from .experts import (
     QuantExperts,
     QuantProjection,
@@ -19,7 +20,6 @@ from .experts import (
 from .formats import FLOAT_DTYPES, PackedWeight, Scheme
 from .grouping import is_auto
 from .linear import kernel_bias
-from .packed import SHARDED, attached
 from .places import places_of, put_module
 from .quantizer import check_finite
 from .report import Row

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gradients import _library, dense_int4
+from .dense import dense_int4
+from .gradients import _library
 
 Dense = Callable[..., Tensor]
 _TILE_ROWS = 16, 256  # the fewest and the most of a tile

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .attached import SHARDED, attached
 from .formats import FLOAT_DTYPES, PackedWeight, Scheme
-from .packed import SHARDED, PackedModule, Sharded, attached, frozen
+from .packed import PackedModule, Sharded, frozen
 from .subclass import computes_linear
 
 _autocasts = torch._C._is_any_autocast_enabled

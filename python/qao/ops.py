@@ -58,10 +58,11 @@ def _load() -> None:
 
 _load()
 
-from .fp4 import dequantize_fp4, pack_fp4, unpack_fp4  # noqa: E402, F401  # the operators must be there
-from .gradients import dense_fp4, dense_fp8, dense_int4, dense_int8, differentiable  # noqa: E402  # the operators must be there
-from .gradients import dequantize_fp8 as dequantize_fp8  # noqa: E402
-from .gradients import dequantize_int8 as dequantize_int8  # noqa: E402
+from .dense import dense_fp4, dense_fp8, dense_int4, dense_int8  # noqa: E402  # the operators must be there
+from .dense import dequantize_fp8 as dequantize_fp8  # noqa: E402
+from .dense import dequantize_int8 as dequantize_int8  # noqa: E402
+from .fp4 import dequantize_fp4, pack_fp4, unpack_fp4  # noqa: E402, F401
+from .gradients import differentiable  # noqa: E402
 from .gradients import product as product  # noqa: E402
 
 # What layers call ``product`` with. The imports below look through these.

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .formats import Float8Weight, Fp4Weight, Int4Weight, Int8Weight, Scheme, _host
+from .formats import Float8Weight, Fp4Weight, Int4Weight, Int8Weight, Scheme
+from .formats_fp8 import Float8Operands
 from .formats_two_levels import IntegerScaledInt4Weight, PowerScaledInt4Weight
-from .quantizer_fp8 import SCALE_BLOCK
 from .rotation import RotatedActivations, with_row_scales
 
 __all__ = [
@@ -186,7 +186,7 @@ class Int8DynamicActivationInt4Weight(RotatedActivations, IntegerScaledInt4Weigh
 
 
 @dataclass(frozen=True)
-class Float8DynamicActivationFloat8Weight(Float8Weight):
+class Float8DynamicActivationFloat8Weight(Float8Operands):
     """Weights in e4m3; activations are rounded to e4m3.
 
     Args:
@@ -200,35 +200,8 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
         ValueError, TypeError: an argument is none of the above, or ``activation_scale`` with "block".
     """
 
-    activation_scale: float | None = None
-    fast_accum: bool = False
-
     word: ClassVar[str] = "fp8_fp8"
     activations: ClassVar[str] = "fp8"
-    default_constants: ClassVar[tuple[int, ...]] = (-1, False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_bool("fast_accum")
-        scale = self.activation_scale
-        if scale is not None:
-            # As the float32 that kernels read; a smaller one is 0 there or loses digits, a larger one is infinite.
-            bounds = torch.finfo(torch.float32)
-            number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-            if not (number and bounds.tiny <= scale <= bounds.max):
-                expected = f"a number from {bounds.tiny:.4g} to {bounds.max:.4g} (float32), or None for a scale found"
-                self._reject("activation_scale", f"{expected} in each activation")
-            if self.granularity == "block":
-                self._reject("activation_scale", 'None with granularity "block"')
-
-    def _x_granularity(self) -> str:
-        return self.granularity if self.activation_scale is None else "tensor"
-
-    def __str__(self) -> str:
-        notes = (", static activations" if self.activation_scale is not None else "") + (
-            ", fast accumulation" if self.fast_accum else ""
-        )
-        return super().__str__() + notes
 
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[Any, ...]) -> Tensor:
@@ -236,17 +209,6 @@ class Float8DynamicActivationFloat8Weight(Float8Weight):
         if x_scale is None and not constants:
             return ops.product(ops.FP8_FP8, (), x, weight, scales, bias)
         return ops.product(ops.FP8_FP8, constants, x, weight, scales, bias, x_scale)
-
-    def constants(self, n: int, k: int) -> tuple[int, ...]:
-        return {"row": -1, "tensor": 0, "block": SCALE_BLOCK}[self._x_granularity()], self.fast_accum
-
-    def _problem(self, **facts: Any) -> _host.Problem:
-        return super()._problem(
-            x_scaling=self._x_granularity(),
-            static_scale=self.activation_scale is not None,
-            fast_accum=self.fast_accum,
-            **facts,
-        )
 
 
 @dataclass(frozen=True)

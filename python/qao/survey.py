@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .attached import SHARDED
 from .embedding import QuantEmbedding, is_embedding, scheme_obstacle
 from .embedding import obstacle as obstacle_of_embedding
 from .formats import Scheme
 from .linear import QuantLinear, is_linear, linear_weight, obstacle
-from .packed import SHARDED, PackedModule
+from .packed import PackedModule
 from .report import Row
 from .selection import Select, Selection
 from .spared import ROUTER, is_router

@@ -1,0 +1,29 @@
+"""What hangs on a module and would be lost with it: hooks, a forward of its own, shards."""
+
+from __future__ import annotations
+
+from types import MethodType
+
+from torch import nn
+
+SHARDED = (
+    "it is sharded (fully_shard, FSDP, tensor parallelism): quantise first, then call fully_shard, since "
+    "FullyShardedDataParallel takes no integers, or parallelize_module, with the styles of qao.distributed"
+)
+
+
+def attached(module: nn.Module) -> str | None:
+    """What hangs on a module and would be lost with it; None if nothing does."""
+    if "_hf_hook" in vars(module):
+        return (
+            "a hook of accelerate runs it (device_map, offloading): quantise before dispatch_model, or call "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
+        )
+    # That of its class, bound to it, is what accelerate leaves behind where its hook was removed.
+    own = MethodType(type(module).forward, module)
+    if vars(module).get("forward", own) != own:
+        return "its forward was replaced on the instance"
+    hooks = {name.strip("_"): value for name, value in vars(module).items() if name.endswith("_hooks") and value}
+    if "fsdp" in repr(hooks).lower():
+        return SHARDED
+    return f"it has {', '.join(hooks)}, which would be lost" if hooks else None
