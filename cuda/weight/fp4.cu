@@ -2,7 +2,6 @@
 // MXFP4 and half of one of NVFP4, whose other parts the neighbouring lanes have. Every number is that of the CPU
 // (qao/quantize_fp4_group.h): quotients, the order of sums, and no product and sum that are fused.
 #include "common/check.h"
-#include "common/integers.h"
 #include "fp4/layout.h"
 #include "weight/quotient.cuh"
 #include "weight/unit.cuh"
@@ -10,7 +9,6 @@
 namespace qao::weight {
 namespace {
 
-constexpr int kWarps = 4;
 constexpr float kLargestFp4 = 6, kLargestFp8 = 448;
 
 // The nearest float of so many bits of mantissa, subnormal below 2^lowest, of two the even one: the sum with 1.5 * 2^23
@@ -146,9 +144,7 @@ __device__ __forceinline__ bool second_is_better(const Magnitudes (&error)[2]) {
 template <DType dtype, bool kNv>
 __global__ void __launch_bounds__(32 * kWarps) fp4_kernel(const __grid_constant__ Params p) {
   constexpr int kLanes = kNv ? 2 : 4, kOfUnit = kUnit / kVector / kLanes;
-  const uint32_t units = static_cast<uint32_t>((p.k + kUnit - 1) / kUnit);
-  const uint32_t index = blockIdx.x * kWarps + threadIdx.x / 32;
-  const int64_t row_tile = index / units, first = int64_t{index % units} * kUnit;
+  const auto [row_tile, first] = place_of_warp(p);
   if (row_tile >= int4::tiles_n(p.n)) return;
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const bool stop = is_stopped(p);
@@ -222,9 +218,8 @@ __global__ void __launch_bounds__(32 * kWarps) fp4_kernel(const __grid_constant_
 
 template <DType dtype>
 Status launch(const Params& p, cudaStream_t stream) {
-  const int64_t warps = int4::tiles_n(p.n) * ceil_div(p.k, kUnit);
   const auto kernel = p.columns == fp4::kNvGroup ? fp4_kernel<dtype, true> : fp4_kernel<dtype, false>;
-  kernel<<<static_cast<unsigned>(ceil_div(warps, kWarps)), 32 * kWarps, 0, stream>>>(p);
+  kernel<<<ctas_of(p), 32 * kWarps, 0, stream>>>(p);
   return launch_status("launching fp4_kernel");
 }
 

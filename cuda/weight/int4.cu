@@ -10,7 +10,7 @@
 namespace qao::weight {
 namespace {
 
-constexpr int kWarps = 4, kWideWarps = 16;
+constexpr int kWideWarps = 16;
 
 // The extremes of a group of `per` vectors from vector j of row r, of a quad.
 template <DType dtype>
@@ -66,9 +66,7 @@ __device__ __noinline__ void groups_slowly(const Params& p, const Unit<dtype>& u
 template <DType dtype, int kPer, bool kTwice>
 __global__ void __launch_bounds__(32 * kWarps) groups_kernel(const __grid_constant__ Params p) {
   constexpr int kOfRow = kVectors / kPer, kGroups = 2 * kOfRow;
-  const uint32_t units = static_cast<uint32_t>((p.k + kUnit - 1) / kUnit);
-  const uint32_t index = blockIdx.x * kWarps + threadIdx.x / 32;
-  const int64_t row_tile = index / units, first = int64_t{index % units} * kUnit;
+  const auto [row_tile, first] = place_of_warp(p);
   if (row_tile >= int4::tiles_n(p.n)) return;
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const bool stop = is_stopped(p);
@@ -268,18 +266,16 @@ __global__ void __launch_bounds__(32 * kWideWarps) wide_kernel(const __grid_cons
 
 template <DType dtype, bool kTwice>
 Status launch(const Params& p, cudaStream_t stream) {
-  const int64_t tiles = int4::tiles_n(p.n), units = ceil_div(p.k, kUnit);
   if (p.columns != 32 && p.columns != 64 && p.columns != 128) {
     const int64_t of_group = ceil_div(p.columns, kUnit);
     const unsigned threads = 32 * static_cast<unsigned>(of_group < kWideWarps ? of_group : kWideWarps);
-    wide_kernel<dtype, kTwice><<<static_cast<unsigned>(tiles * p.block_columns), threads, 0, stream>>>(p);
+    wide_kernel<dtype, kTwice><<<static_cast<unsigned>(int4::tiles_n(p.n) * p.block_columns), threads, 0, stream>>>(p);
     return launch_status("launching wide_kernel");
   }
-  const unsigned grid = static_cast<unsigned>(ceil_div(tiles * units, kWarps));
   const auto kernel = p.columns == 32   ? groups_kernel<dtype, 1, kTwice>
                       : p.columns == 64 ? groups_kernel<dtype, 2, kTwice>
                                         : groups_kernel<dtype, 4, kTwice>;
-  kernel<<<grid, 32 * kWarps, 0, stream>>>(p);
+  kernel<<<ctas_of(p), 32 * kWarps, 0, stream>>>(p);
   return launch_status("launching groups_kernel");
 }
 

@@ -3,6 +3,7 @@
 // known, and hands codes to the lanes that store them. A quad so has all of a group of up to 128 columns.
 #pragma once
 
+#include "common/integers.h"
 #include "common/ptx_half.cuh"
 #include "int4/layout.h"
 #include "weight/load.cuh"
@@ -15,6 +16,19 @@ using quantize::Packed;
 
 constexpr int kUnit = 2 * int4::kTileK;        // columns of a warp
 constexpr int kVectors = kUnit / kVector / 4;  // of a row and a lane
+constexpr int kWarps = 4;                      // of a CTA, if the warps of a launch have all of W in order
+
+struct Place {
+  int64_t row_tile, first;  // and the first column
+};
+__device__ __forceinline__ Place place_of_warp(const Params& p) {
+  const uint32_t units = static_cast<uint32_t>((p.k + kUnit - 1) / kUnit);
+  const uint32_t index = blockIdx.x * kWarps + threadIdx.x / 32;
+  return {index / units, int64_t{index % units} * kUnit};
+}
+inline unsigned ctas_of(const Params& p) {
+  return static_cast<unsigned>(ceil_div(int4::tiles_n(p.n) * ceil_div(p.k, kUnit), kWarps));
+}
 
 template <DType dtype>
 struct Unit {
