@@ -3,10 +3,13 @@
 //
 // Sums of a chunk stay in 16 bits: 15 * 128 * 2 a product pair, at most 8 of them in 256 k, is 30720 < 2^15; fp4 has 64
 // k. Per chunk and row, with integer sums exact:  y += scale * x_scale * (sum(q * x) - zero * sum(x)).
+#include <type_traits>
+
 #include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/x86/avx2/fp4.h"
 #include "cpu/x86/avx2/simd.h"
+#include "cpu/x86/fixed_point_gemv.h"
 #include "int4/layout.h"
 
 namespace qao::cpu {
@@ -16,7 +19,6 @@ using int4::kTileBytes;
 using int4::kTileK;
 using int4::kTileN;
 
-constexpr int kPairs = 8;               // row pairs (g, g + 8) of a tile
 constexpr int kVectors = kTileK / 32;   // of one row pair's 64 bytes
 constexpr int64_t kXTile = 2 * kTileK;  // of a word of x
 
@@ -69,11 +71,10 @@ struct Fp4 {
     RowValues<kGroups> scale;  // half of it, over the row's divisor
     __m256 less_zero(int, __m256 x_sum, __m256 sum) const { return _mm256_sub_ps(sum, x_sum); }
   };
-  static __m256 of_x_sum(__m256 x_sum) { return _mm256_mul_ps(x_sum, _mm256_set1_ps(12)); }
+  static __m256 of_x_sum(__m256 x_sum) { return _mm256_mul_ps(x_sum, _mm256_set1_ps(kFp4Zero)); }
   static __m256i nibbles(__m256i bytes) {
-    const __m128i entries = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
     const __m256i index = _mm256_and_si256(bytes, _mm256_set1_epi8(0x0F));
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), index);
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(fp4_bytes()), index);
   }
 };
 
@@ -222,28 +223,13 @@ void run(const Job& job, int64_t begin, int64_t end) {
   }
 }
 
-template <int kWords>
-void run_words(const Job& job, int64_t begin, int64_t end) {
-  if (job.weight_format == Format::kFp4) {
-    return job.group_size == fp4::kMxGroup ? run<Fp4<2>, 1, kWords>(job, begin, end)
-                                           : run<Fp4<4>, 1, kWords>(job, begin, end);
-  }
-  switch (job.section) {
-    case 32:
-      return run<Int4<2>, 1, kWords>(job, begin, end);
-    case 64:
-      return run<Int4<1>, 1, kWords>(job, begin, end);
-    case 128:
-      return run<Int4<1>, 2, kWords>(job, begin, end);
-    default:
-      return run<Int4<1>, 4, kWords>(job, begin, end);
-  }
-}
-
 }  // namespace
 
 void avx2::fixed_point_int4_gemv(const Job& job, int64_t begin, int64_t end) {
-  job.words == 1 ? run_words<1>(job, begin, end) : run_words<2>(job, begin, end);
+  for_chunks_of(job, [&]<Format kFormat, int kWords, int kGroups, int kTiles> {
+    using W = std::conditional_t<kFormat == Format::kFp4, Fp4<kGroups>, Int4<kGroups>>;
+    run<W, kTiles, kWords>(job, begin, end);
+  });
 }
 
 }  // namespace qao::cpu

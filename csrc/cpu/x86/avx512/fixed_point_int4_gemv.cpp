@@ -12,6 +12,7 @@
 #include "cpu/x86/avx512/fp4.h"
 #include "cpu/x86/avx512/int4_parameters.h"
 #include "cpu/x86/avx512/simd.h"
+#include "cpu/x86/fixed_point_gemv.h"
 #include "cpu/x86/weight_stream.h"
 #include "int4/layout.h"
 
@@ -21,8 +22,6 @@ namespace {
 using int4::kTileBytes;
 using int4::kTileK;
 using int4::kTileN;
-
-constexpr int kPairs = 8;  // row pairs (g, g + 8) of a tile
 
 // What a chunk needs of each row of W. With groups of 32 the lanes of a row belong to two groups, in the pattern
 // 0 0 1 1, with groups of 16 to four: the four values are stored; otherwise one.
@@ -89,15 +88,13 @@ struct Fp4 {
     RowValues<kGroups> scale[kWords];  // of each word: scale / divisor * x_scale / 2, 2^-15 of it for the second word
     __m512 less_zero(int, __m512 x_sum, __m512 sum) const { return _mm512_sub_ps(sum, x_sum); }
   };
-  static __m512 of_x_sum(__m512 x_sum) { return _mm512_mul_ps(x_sum, _mm512_set1_ps(12)); }
+  static __m512 of_x_sum(__m512 x_sum) { return _mm512_mul_ps(x_sum, _mm512_set1_ps(kFp4Zero)); }
   static __m512i low(__m512i bytes) { return _mm512_permutexvar_epi8(bytes, entries()); }
   static __m512i high(__m512i bytes) { return _mm512_permutexvar_epi8(_mm512_srli_epi16(bytes, 4), entries()); }
 
  private:
   // Four times: `vpermb` takes the lower six bits for an index.
-  static __m512i entries() {
-    return _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-  }
+  static __m512i entries() { return _mm512_broadcast_i32x4(fp4_bytes()); }
 };
 
 // Of all chunks of one N-tile and one row of x. Not inlined: the loop that uses them shall read memory, where a
@@ -263,28 +260,13 @@ void run(const Job& job, int64_t begin, int64_t end) {
   }
 }
 
-template <int kWords>
-void run_words(const Job& job, int64_t begin, int64_t end) {
-  if (job.weight_format == Format::kFp4) {
-    return job.group_size == fp4::kMxGroup ? run<Fp4<kWords, 2>, 1>(job, begin, end)
-                                           : run<Fp4<kWords, 4>, 1>(job, begin, end);
-  }
-  switch (job.section) {
-    case 32:
-      return run<Int4<kWords, 2>, 1>(job, begin, end);
-    case 64:
-      return run<Int4<kWords, 1>, 1>(job, begin, end);
-    case 128:
-      return run<Int4<kWords, 1>, 2>(job, begin, end);
-    default:
-      return run<Int4<kWords, 1>, 4>(job, begin, end);
-  }
-}
-
 }  // namespace
 
 void avx512::fixed_point_int4_gemv(const Job& job, int64_t begin, int64_t end) {
-  job.words == 1 ? run_words<1>(job, begin, end) : run_words<2>(job, begin, end);
+  for_chunks_of(job, [&]<Format kFormat, int kWords, int kGroups, int kTiles> {
+    using W = std::conditional_t<kFormat == Format::kFp4, Fp4<kWords, kGroups>, Int4<kWords, kGroups>>;
+    run<W, kTiles>(job, begin, end);
+  });
 }
 
 }  // namespace qao::cpu

@@ -1,0 +1,44 @@
+// Rows of x in fixed point against four-bit W by byte products: what a kernel knows of a chunk when it is compiled, and
+// fp4 codes as bytes. How bytes are multiplied, and when the factors of a chunk are made, differs by instruction set.
+#pragma once
+
+#include <immintrin.h>
+
+#include "cpu/mm_job.h"
+#include "fp4/layout.h"
+#include "int4/layout.h"
+
+namespace qao::cpu {
+namespace {
+
+constexpr int kPairs = 8;  // row pairs (g, g + 8) of a tile
+
+// By code of fp4 the byte that is multiplied: twice the value, plus kFp4Zero.
+constexpr int kFp4Zero = 12;
+static inline __m128i fp4_bytes() { return _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0); }
+
+// run<format, words that every chunk has, groups of a K-tile, K-tiles of a chunk>()
+template <int kWords, typename Run>
+void for_chunks_of(const Job& job, const Run& run) {
+  if (job.weight_format == Format::kFp4) {
+    return job.group_size == fp4::kMxGroup ? run.template operator()<Format::kFp4, kWords, 2, 1>()
+                                           : run.template operator()<Format::kFp4, kWords, 4, 1>();
+  }
+  switch (job.section) {
+    case 32:
+      return run.template operator()<Format::kInt4, kWords, 2, 1>();
+    case 64:
+      return run.template operator()<Format::kInt4, kWords, 1, 1>();
+    case 128:
+      return run.template operator()<Format::kInt4, kWords, 1, 2>();
+    default:
+      return run.template operator()<Format::kInt4, kWords, 1, 4>();
+  }
+}
+template <typename Run>
+void for_chunks_of(const Job& job, const Run& run) {
+  job.words == 1 ? for_chunks_of<1>(job, run) : for_chunks_of<2>(job, run);
+}
+
+}  // namespace
+}  // namespace qao::cpu
