@@ -74,9 +74,11 @@ struct FloatCta : Dense {
   }
 };
 
-// multiply(cta, k_tiles, sum) walks along K.
-template <typename T, typename Tile, typename Dense, typename Multiply>
-__device__ __forceinline__ void multiply_rows(const Int4Params& p, const Routing& r, const Multiply& multiply) {
+// `Weight`: the Dense<T, Tile> of a weight format, and its main_loop(p, cta, k_tiles, sum) along K.
+template <typename T, typename Tile, typename Weight>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
+    float_kernel(const __grid_constant__ Int4Params p, const __grid_constant__ Routing r) {
+  using Dense = typename Weight::template Dense<T, Tile>;
   extern __shared__ __align__(1024) uint8_t shared[];
 #if __CUDA_ARCH__ >= 900
   ptx::wait_for_previous_kernel();
@@ -93,8 +95,20 @@ __device__ __forceinline__ void multiply_rows(const Int4Params& p, const Routing
   fill_table<Tile::kM>(r, share, address + r.table_at);
   FloatCta<T, Tile, Dense> cta(own, r, share, at.row_block, address);
   typename Dense::Sums sum = {};
-  multiply(cta, p.parts * p.k_tiles, sum);
+  Weight::template main_loop<T, Tile>(p, cta, p.parts * p.k_tiles, sum);
   cta.write_result(sum, reinterpret_cast<float*>(shared));
+}
+
+template <typename T, typename Weight>
+constexpr std::array kKernels = {
+#define QAO_TILE(rows, ...) static_cast<FloatInt4Kernel>(&float_kernel<T, float_int4::Tile<__VA_ARGS__>, Weight>),
+#include "mm/mma_sync/grouped_float_int4_tiles.inc"
+#undef QAO_TILE
+};
+
+template <typename Weight>
+FloatInt4Kernel kernel_of(int config, bool half) {
+  return half ? kKernels<__half, Weight>[config] : kKernels<__nv_bfloat16, Weight>[config];
 }
 
 }  // namespace qao::mm::mma_sync::grouped
