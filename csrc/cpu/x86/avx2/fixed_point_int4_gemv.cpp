@@ -155,11 +155,9 @@ void add_tiles(const uint8_t* weight, const int8_t* const* x, const typename W::
       high[i] = W::nibbles(_mm256_srli_epi16(both, 4));
     }
     const auto add_row = [&](int row, const __m256i(&q)[kTiles* kVectors]) __attribute__((always_inline)) {
-      __m256 value = _mm256_setzero_ps();
-      for (int w = kWords - 1; w >= 0; --w) {
-        const __m256 word = factors.less_zero(row, x_sums[w], dot<kTiles>(q, x[w]));
-        value = _mm256_fmadd_ps(value, _mm256_set1_ps(kNextWord), word);
-      }
+      const auto word = [&](int w) { return factors.less_zero(row, x_sums[w], dot<kTiles>(q, x[w])); };
+      __m256 value = word(kWords - 1);
+      for (int w = kWords - 2; w >= 0; --w) value = _mm256_fmadd_ps(value, _mm256_set1_ps(kNextWord), word(w));
       sums[row] = _mm256_fmadd_ps(value, factors.scale[row], sums[row]);
     };
     add_row(g, low);
