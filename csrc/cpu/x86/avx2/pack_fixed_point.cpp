@@ -1,5 +1,5 @@
 // Rows of x as fixed point, for the kernels that multiply bytes (mm_job.h describes the form).
-#include "cpu/fixed_point.h"
+#include "cpu/fixed_point_rows.h"
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx2/simd.h"
 #include "int4/layout.h"
@@ -23,8 +23,6 @@ int horizontal_sum(__m256i v) {
   return _mm_cvtsi128_si32(s);
 }
 
-// values[0 .. count) = x, then zeros up to a whole tile; returns the bits of the largest magnitude. Inf and NaN become
-// 0 and outliers.
 int load_chunk(const Job& job, int64_t index, int64_t count, int64_t padded, float* values, uint64_t* outliers) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF), infinity = _mm256_set1_epi32(kInfinityBits);
   __m256i largest = _mm256_setzero_si256();
@@ -92,8 +90,7 @@ void store_tile(const __m128i (&steps)[4], int8_t* out) {
   _mm_store_si128(rows + 3, _mm_unpackhi_epi64(high01, high23));
 }
 
-// One tile of integer words, |word| < 2^15 - 128: its high and low bytes to out[0..64) and out[64..128), sums of each
-// step.
+// High and low bytes to out[0..64) and out[64..128), sums of each step.
 void store_words(const __m256i (&words)[4], int8_t* out, int* step_sums) {
   __m128i high[4], low[4];
   for (int step = 0; step < 4; ++step) {
@@ -111,66 +108,28 @@ __m256i pack_words(__m256i first8, __m256i second8) {
   return _mm256_permute4x64_epi64(_mm256_packs_epi32(first8, second8), 0xD8);
 }
 
-// Counts the row, unless it is known to have a gap.
-Counts pack_row(const Job& job, int64_t m, bool gap) {
-  Counts row = {};
-  alignas(32) float values[kMaxSection];
-  for (int w = 0; w <= job.words; ++w) {
-    for (int64_t s = 0; s < job.sections; ++s) job.word_sums[w][m * job.sections + s] = 0;
-  }
-  uint64_t* outliers = job.outliers + m * job.tiles_k;
-  for (int64_t t = 0; t < job.tiles_k; ++t) outliers[t] = 0;
-  for (int64_t c = 0; c < job.chunks; ++c) {
-    const int64_t first_tile = c * job.chunk_tiles, k0 = first_tile * kTileK;
-    const int64_t tiles = job.tiles_k - first_tile < job.chunk_tiles ? job.tiles_k - first_tile : job.chunk_tiles;
-    const int bits = load_chunk(job, m * job.x_stride + k0, job.k - k0, tiles * kTileK, values, outliers + first_tile);
-    const auto count_below = [&](int largest, int reach) {
-      return count_chunk(values, tiles * kTileK, largest, reach);
-    };
-    const Form form =
-        choose_form(job, values, tiles * kTileK, bits, count_below, gap, outliers + first_tile, &row, job.remarks + m);
-    const int exponent = set_form(job, m, c, form);
-    const __m256 inverse = _mm256_set1_ps(bits_to_float(static_cast<uint32_t>(268 - exponent) << 23));
-
-    for (int64_t t = 0; t < tiles; ++t) {
-      __m256i words[kMaxWords][4];
-      for (int step = 0; step < 4; ++step) {
-        __m256 rest[2];
-        for (int half = 0; half < 2; ++half) {
-          rest[half] = _mm256_mul_ps(_mm256_load_ps(values + t * kTileK + step * kStep + half * 8), inverse);
-        }
-        for (int w = 0; w < form.words; ++w) {
-          __m256i whole[2];
-          for (int half = 0; half < 2; ++half) {
-            whole[half] = _mm256_cvtps_epi32(rest[half]);
-            rest[half] = _mm256_sub_ps(rest[half], _mm256_cvtepi32_ps(whole[half]));  // exact, as the next
-            rest[half] = _mm256_mul_ps(rest[half], _mm256_set1_ps(1 << kWordShift));
-          }
-          words[w][step] = pack_words(whole[0], whole[1]);
-        }
+void pack_tile(const float* values, float inverse, int words, int8_t* const* out, int (*step_sums)[4]) {
+  __m256i packed[kMaxWords][4];
+  for (int step = 0; step < 4; ++step) {
+    __m256 rest[2];
+    for (int half = 0; half < 2; ++half) {
+      rest[half] = _mm256_mul_ps(_mm256_load_ps(values + step * kStep + half * 8), _mm256_set1_ps(inverse));
+    }
+    for (int w = 0; w < words; ++w) {
+      __m256i whole[2];
+      for (int half = 0; half < 2; ++half) {
+        whole[half] = _mm256_cvtps_epi32(rest[half]);
+        rest[half] = _mm256_sub_ps(rest[half], _mm256_cvtepi32_ps(whole[half]));  // exact, as the next
+        rest[half] = _mm256_mul_ps(rest[half], _mm256_set1_ps(1 << kWordShift));
       }
-      for (int w = 0; w < form.words; ++w) {
-        int step_sums[4] = {};
-        store_words(words[w], job.fixed_point[w] + (m * job.tiles_k + first_tile + t) * 2 * kTileK, step_sums);
-        for (int step = 0; step < 4; ++step) {
-          const int64_t section = (k0 + t * kTileK + step * kStep) / job.section;
-          if (section < job.sections) {
-            job.word_sums[w][m * job.sections + section] += static_cast<float>(step_sums[step]);  // exact
-          }
-        }
-      }
+      packed[w][step] = pack_words(whole[0], whole[1]);
     }
   }
-  return row;
+  for (int w = 0; w < words; ++w) store_words(packed[w], out[w], step_sums[w]);
 }
 
 }  // namespace
 
-void avx2::pack_fixed_point(const Job& job, int64_t begin, int64_t end) {
-  for (int64_t m = begin; m < end; ++m) {
-    if (has_gap(pack_row(job, m, false))) pack_row(job, m, true);
-    remark_outliers(job, m, job.outliers + m * job.tiles_k);
-  }
-}
+void avx2::pack_fixed_point(const Job& job, int64_t begin, int64_t end) { pack_rows(job, begin, end); }
 
 }  // namespace qao::cpu

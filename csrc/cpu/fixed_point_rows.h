@@ -1,0 +1,66 @@
+// The rows of x as fixed point, chunk by chunk, whatever the instructions. A file that includes this defines the three
+// functions declared here with those of its own.
+#pragma once
+
+#include "cpu/fixed_point.h"
+
+namespace qao::cpu {
+namespace {
+
+// values[0 .. count) = x, then zeros up to a whole tile; returns the bits of the largest magnitude. Inf and NaN become
+// 0 and outliers.
+int load_chunk(const Job& job, int64_t index, int64_t count, int64_t padded, float* values, uint64_t* outliers);
+
+Counts count_chunk(const float* values, int64_t count, int largest, int reach);
+
+// One tile of values times `inverse`: its whole parts are word 0, what each word leaves, in units of 2^-15 of its own,
+// the next, |word| < 2^15 - 128. Of word w, bytes go to out[w], high and low, and sums of each step to step_sums[w].
+void pack_tile(const float* values, float inverse, int words, int8_t* const* out, int (*step_sums)[4]);
+
+// Counts the row, unless it is known to have a gap.
+Counts pack_row(const Job& job, int64_t m, bool gap) {
+  Counts row = {};
+  alignas(32) float values[kMaxSection];
+  for (int w = 0; w <= job.words; ++w) {
+    for (int64_t s = 0; s < job.sections; ++s) job.word_sums[w][m * job.sections + s] = 0;
+  }
+  uint64_t* outliers = job.outliers + m * job.tiles_k;
+  for (int64_t t = 0; t < job.tiles_k; ++t) outliers[t] = 0;
+  for (int64_t c = 0; c < job.chunks; ++c) {
+    const int64_t first_tile = c * job.chunk_tiles, k0 = first_tile * kTileColumns;
+    const int64_t tiles = job.tiles_k - first_tile < job.chunk_tiles ? job.tiles_k - first_tile : job.chunk_tiles;
+    const int64_t count = tiles * kTileColumns;
+    const int bits = load_chunk(job, m * job.x_stride + k0, job.k - k0, count, values, outliers + first_tile);
+    const auto count_below = [&](int largest, int reach) { return count_chunk(values, count, largest, reach); };
+    const Form form =
+        choose_form(job, values, count, bits, count_below, gap, outliers + first_tile, &row, job.remarks + m);
+    const float inverse = bits_to_float(static_cast<uint32_t>(268 - set_form(job, m, c, form)) << 23);
+    for (int64_t t = 0; t < tiles; ++t) {
+      int8_t* out[kMaxWords] = {};
+      int step_sums[kMaxWords][4] = {};
+      for (int w = 0; w < form.words; ++w) {
+        out[w] = job.fixed_point[w] + (m * job.tiles_k + first_tile + t) * 2 * kTileColumns;
+      }
+      pack_tile(values + t * kTileColumns, inverse, form.words, out, step_sums);
+      for (int w = 0; w < form.words; ++w) {
+        for (int step = 0; step < 4; ++step) {
+          const int64_t section = (k0 + t * kTileColumns + step * kStep) / job.section;
+          if (section < job.sections) {
+            job.word_sums[w][m * job.sections + section] += static_cast<float>(step_sums[w][step]);  // exact
+          }
+        }
+      }
+    }
+  }
+  return row;
+}
+
+void pack_rows(const Job& job, int64_t begin, int64_t end) {
+  for (int64_t m = begin; m < end; ++m) {
+    if (has_gap(pack_row(job, m, false))) pack_row(job, m, true);
+    remark_outliers(job, m, job.outliers + m * job.tiles_k);
+  }
+}
+
+}  // namespace
+}  // namespace qao::cpu
