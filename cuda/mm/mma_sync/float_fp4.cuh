@@ -125,34 +125,11 @@ __device__ __forceinline__ void multiply_fp4(const Cta& cta, uint32_t stage, con
   }
 }
 
-// The walk of main_loop() over K-tiles [begin, end).
 template <int groups, typename T, typename Tile, typename Cta>
 __device__ __forceinline__ void fp4_main_loop(Cta& cta, int begin, int end, typename Cta::Sums& sum) {
-  const int steps = (end - begin + Tile::kWarpsK - 1) / Tile::kWarpsK;
-  const int mine = (end - begin - cta.slice + Tile::kWarpsK - 1) / Tile::kWarpsK;
-  cta.seek(begin + cta.slice);
-#pragma unroll
-  for (int i = 0; i < Tile::kStages - 1; ++i) {
-    if (i < mine) cta.fetch(i);
-    ptx::cp_async_commit();
-    cta.advance();
-  }
-  int stage_now = 0, stage_ahead = Tile::kStages - 1;
-  for (int i = 0; i < steps; ++i) {
-    ptx::cp_async_wait<Tile::kStages - 2>();
-    cta.sync_slice();
-    if (i + Tile::kStages - 1 < mine) cta.fetch(stage_ahead);
-    ptx::cp_async_commit();
-    cta.advance();
-    const uint32_t stage = cta.stage_address(stage_now);
-    stage_ahead = stage_now;
-    stage_now = stage_now + 1 == Tile::kStages ? 0 : stage_now + 1;
-    if (i >= mine) continue;
-    uint4 words[Tile::kTilesN];
-#pragma unroll
-    for (int j = 0; j < Tile::kTilesN; ++j) words[j] = cta.read_words(stage, j);
+  walk<Tile>(cta, begin, end, [&](uint32_t stage, const uint4(&words)[Tile::kTilesN]) {
     multiply_fp4<groups, T, Tile>(cta, stage, words, sum);
-  }
+  });
   cta.divide_rows(sum);
 }
 

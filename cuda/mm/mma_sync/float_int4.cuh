@@ -57,8 +57,9 @@ __device__ __forceinline__ void multiply(const Cta& cta, uint32_t stage, const u
   }
 }
 
-template <bool two_groups, typename T, typename Tile, typename Cta>
-__device__ __forceinline__ void main_loop(Cta& cta, int begin, int end, typename Cta::Sums& sum) {
+// K-tiles [begin, end), those of this slice: multiply(stage, words).
+template <typename Tile, typename Cta, typename Multiply>
+__device__ __forceinline__ void walk(Cta& cta, int begin, int end, const Multiply& multiply) {
   const int steps = (end - begin + Tile::kWarpsK - 1) / Tile::kWarpsK;
   const int mine = (end - begin - cta.slice + Tile::kWarpsK - 1) / Tile::kWarpsK;  // steps, or one fewer
   cta.seek(begin + cta.slice);
@@ -82,13 +83,20 @@ __device__ __forceinline__ void main_loop(Cta& cta, int begin, int end, typename
     uint4 words[Tile::kTilesN];
 #pragma unroll
     for (int j = 0; j < Tile::kTilesN; ++j) words[j] = cta.read_words(stage, j);
+    multiply(stage, words);
+  }
+}
+
+template <bool two_groups, typename T, typename Tile, typename Cta>
+__device__ __forceinline__ void main_loop(Cta& cta, int begin, int end, typename Cta::Sums& sum) {
+  walk<Tile>(cta, begin, end, [&](uint32_t stage, const uint4(&words)[Tile::kTilesN]) {
     if constexpr (two_groups) {
       multiply<0, 2, T, Tile>(cta, stage, words, sum);
       multiply<2, 2, T, Tile>(cta, stage, words, sum);
     } else {
       multiply<0, 4, T, Tile>(cta, stage, words, sum);
     }
-  }
+  });
 }
 
 template <typename T, typename Tile, bool zeros>
