@@ -32,6 +32,7 @@ FORMATS = [
     for scheme in PRODUCTS
     for fmt in (scheme.formats if len(scheme.formats) < 9 else few_formats(scheme))
 ]
+ONE_SCALE = [param for param in FORMATS if not param.values[1].activation.keeps_rows_apart]  # for all rows of x
 COUNTS = [0, 1, 40, 0, 3, 17, 2, 0]  # rows of experts, some of none
 TAIL = 5  # rows that no expert has
 
@@ -63,7 +64,7 @@ ROUTINGS = {
 
 
 @pytest.mark.parametrize("counts", ROUTINGS.values(), ids=ROUTINGS)
-@pytest.mark.parametrize(("scheme", "fmt"), FEW)
+@pytest.mark.parametrize(("scheme", "fmt"), [*FEW, *ONE_SCALE])
 def test_tiles(scheme: Scheme, fmt: Format, counts: list[int], device: str) -> None:
     """Sizes that fill tiles and that do not, aligned rows, with and without rows of nobody."""
     for n, k, x_dtype in ((48, 320, torch.bfloat16), (132, 1024, torch.float16), (200, 64, torch.float32)):

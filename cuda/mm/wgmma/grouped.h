@@ -28,7 +28,8 @@ struct Gathered {
     x_bytes = is_split(problem) ? kFloat32Parts * workspace_of(problem, 0).part_stride * 2
                                 : round_up(columns * (float_x ? 2 : 1), 16);
     if (packed) sums_width = problem.groups();
-    if (!float_x) scales_width = problem.x_scaling == Scaling::kBlock ? problem.k_blocks() : 1;
+    if (problem.x_scaling == Scaling::kBlock) scales_width = problem.k_blocks();
+    if (problem.x_scaling == Scaling::kRow) scales_width = 1;
     x = take(rows * x_bytes);
     sums = take(rows * sums_width * 4);
     scales = take(rows * scales_width * 4);

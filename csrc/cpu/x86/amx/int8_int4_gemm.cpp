@@ -88,7 +88,8 @@ struct ScaleAndAdd {
       const int32_t* of_row = c + (s * kPanelRows + row) * kM * kTileRows + m * kTileRows;
       __m512 sums = _mm512_cvtepi32_ps(_mm512_load_si512(of_row));
       if constexpr (kXZeros) {  // exact: below 2^24
-        const __m512 w_sum = _mm512_set1_ps(w_sums[s * kPanelRows + row]);
+        const __m512 w_sum = kM == 1 && w_sums == nullptr ? _mm512_cvtepi32_ps(_mm512_set1_epi32(of_row[kRowOfOnes]))
+                                                          : _mm512_set1_ps(w_sums[s * kPanelRows + row]);
         sums = _mm512_fnmadd_ps(_mm512_load_ps(x_zeros + m * kTileRows), w_sum, sums);
       }
       total = _mm512_fmadd_ps(_mm512_set1_ps(parameters[s].scale[row]), sums, total);
@@ -98,7 +99,7 @@ struct ScaleAndAdd {
   __attribute__((always_inline)) __m512 scaled(Vector total, int64_t, __m512) const { return total; }
 
   const PairParameters* parameters;  // of the first section
-  const float* w_sums;               // [kSections][2 x 16 n]
+  const float* w_sums;               // [kSections][2 x 16 n]; null: x has the row of ones
   const float* x_zeros;              // of the unit's rows
 };
 
@@ -183,7 +184,7 @@ struct Int4 {
                              first[halves - 1].zero + n * kTileN, memory.panel + (n * tiles + i - t) * kTileBytes);
       }
     }
-    if constexpr (kXZeros) sum_sections(t, end);
+    if (kXZeros && !has_row_of_ones(job)) sum_sections(t, end);
     lines = divide_up(kPackedBytes / 64 * (end - t), slots);
     next = weight + (end < job.tiles_k ? end * kPackedBytes : 2 * row_bytes);
     return {};
@@ -225,7 +226,7 @@ struct Int4 {
   bool has_rests = false;               // of zero points
   int64_t lines = 0;                    // of either N-tile to be fetched with every step
   const uint8_t* next = nullptr;
-  const float* w_sums = nullptr;  // of the panel
+  const float* w_sums = nullptr;  // of the panel, if they are needed
 };
 
 // totals -= rests of zero points times sums of x.
