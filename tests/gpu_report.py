@@ -134,8 +134,10 @@ def stale() -> str | None:
     if reason := foreign():
         return reason
     report = json.loads(REPORT.read_text())
-    if report["exit_status"] != 0 or report["failed"]:
+    if report["failed"]:
         return f"{len(report['failed'])} tests failed on {report['device']}: {', '.join(report['failed'][:5])}"
+    if report["exit_status"] != 0:
+        return f"no test failed on {report['device']}, but pytest ended with status {report['exit_status']}"
     if report["cuda_passed"] == 0:
         return "no test ran on the GPU"
     return None
