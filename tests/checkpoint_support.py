@@ -13,6 +13,19 @@ from qao.checkpoints import Checkpoint
 from safetensors.torch import save_file
 from torch import Tensor
 
+# Columns of eight numbers in a word of GPTQ and AWQ, from the lowest bits on.
+ORDERS = {"gptq": list(range(8)), "awq": [0, 2, 4, 6, 1, 3, 5, 7]}
+
+
+def words(values: Tensor, order: list[int]) -> Tensor:
+    """int32 [R, C / n] of int64 values [R, C]: of n in a word, the lowest bits first, the i-th is column order[i]."""
+    n = len(order)
+    total = torch.zeros(values.shape[0], values.shape[1] // n, dtype=torch.int64)
+    for i in range(n):
+        total += values[:, order[i] :: n] << (32 // n * i)
+    return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
+
+
 # Every scheme and every option of it that changes what is stored.
 SCHEMES = [
     *(qao.Int4WeightOnly(size, symmetric) for size in (32, 64, 128, 256, -1) for symmetric in (False, True)),

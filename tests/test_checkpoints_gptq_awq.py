@@ -8,20 +8,9 @@ from typing import Any
 import pytest
 import qao
 import torch
-from checkpoint_support import layer_of, write
+from checkpoint_support import ORDERS, layer_of, words, write
 from qao.checkpoints import CheckpointError, open_checkpoint
 from torch import Tensor
-
-AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-
-
-def words(values: Tensor, bits: int, order: list[int]) -> Tensor:
-    """int32 [R, C · bits / 32] of int64 values [R, C]: field i of a word is column order[i] of its run."""
-    fields = 32 // bits
-    total = torch.zeros(values.shape[0], values.shape[1] // fields, dtype=torch.int64)
-    for i in range(fields):
-        total += values[:, order[i] :: fields] << (bits * i)
-    return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
 
 
 class Weight:
@@ -43,11 +32,11 @@ class Weight:
         return value.t().float()
 
     def gptq(self, version: int = 1) -> dict[str, Tensor]:
-        natural = list(range(32 // self.bits))
+        natural = ORDERS["gptq"][: 32 // self.bits]
         stored = (self.zeros + version - 2) % (1 << self.bits)
         return {
-            "a.qweight": words(self.q.t(), self.bits, natural).t(),
-            "a.qzeros": words(stored, self.bits, natural),
+            "a.qweight": words(self.q.t(), natural).t(),
+            "a.qzeros": words(stored, natural),
             "a.scales": self.scales,
             "a.g_idx": self.group_of.to(torch.int32),
             "a.bias": torch.randn(self.q.shape[1], dtype=torch.float16),
@@ -55,8 +44,8 @@ class Weight:
 
     def awq(self) -> dict[str, Tensor]:
         return {
-            "a.qweight": words(self.q, 4, AWQ_ORDER),
-            "a.qzeros": words(self.zeros, 4, AWQ_ORDER),
+            "a.qweight": words(self.q, ORDERS["awq"]),
+            "a.qzeros": words(self.zeros, ORDERS["awq"]),
             "a.scales": self.scales,
         }
 

@@ -11,7 +11,7 @@ import sglang_support  # noqa: F401  # first: it makes SGLang importable
 # isort: split
 import pytest
 import torch
-from fused import (
+from fused_support import (
     DTYPE,
     SHARDS,
     STATIC,

@@ -12,7 +12,7 @@ import sglang_support  # noqa: F401  # first: it makes SGLang importable
 # isort: split
 import pytest
 import torch
-from fused import PREFIX, auto_checkpoint, checkpoint
+from fused_support import PREFIX, auto_checkpoint, checkpoint
 from qao.integrations.sglang import experts as qaos
 from qao.integrations.sglang import process
 from qao.integrations.sglang.expert_weights import Share, of_compressed_tensors

@@ -13,7 +13,7 @@ import pytest
 import qao
 import torch
 from experts_support import SCHEMES
-from fused import DTYPE, PREFIX, WIDTH, E, K, check, check_rounded, routing
+from fused_support import DTYPE, PREFIX, WIDTH, E, K, check, check_rounded, routing
 from native import activation, exact
 from qao.experts import QuantProjection, quantize_projection
 from qao.formats import Scheme

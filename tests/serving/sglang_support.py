@@ -23,7 +23,7 @@ import qao.integrations.sglang  # noqa: E402
 
 qao.integrations.sglang.register()  # as its entry point does: before anything of SGLang is imported
 
-import fused  # noqa: E402
+import fused_support as fused  # noqa: E402
 import sglang.srt.layers.linear as layers  # noqa: E402
 import torch  # noqa: E402
 from loaded import ATTENTION, HEAD, MLP, K, Layer, N  # noqa: E402

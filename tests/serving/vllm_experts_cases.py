@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
-from fused import (
+from checkpoint_support import ORDERS
+from fused_support import (
     DTYPE,
-    ORDERS,
     PREFIX,
     SHARDS,
     TOP,

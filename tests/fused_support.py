@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from checkpoint_support import ORDERS, words
 from qao import reference
-from test_checkpoints_compressed_tensors import CASES, compressed, config_of, decompressed, scheme_of
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,7 +19,9 @@ State = dict[str, dict[str, Tensor]]  # the tensors of one expert, by matrix
 
 
 def checkpoint(case: str) -> tuple[dict[str, Any], list[State], list[dict[str, Tensor]]]:
-    """The config, tensors of each expert by matrix, and in float64 what they are."""
+    """The config, tensors of each expert by matrix, and in float64 what they are. Needs compressed-tensors."""
+    from test_checkpoints_compressed_tensors import CASES, compressed, config_of, decompressed, scheme_of
+
     scheme = scheme_of(CASES[case][0])
     states = [{key: compressed(scheme, n, k, DTYPE) for key, (_, n, k) in SHARDS.items()} for _ in range(E)]
     dense = [
@@ -27,16 +29,6 @@ def checkpoint(case: str) -> tuple[dict[str, Any], list[State], list[dict[str, T
         for state in states
     ]
     return config_of({"group_0": scheme}, format=scheme.format), states, dense
-
-
-ORDERS = {"gptq": list(range(8)), "awq": [0, 2, 4, 6, 1, 3, 5, 7]}
-
-
-def words(values: Tensor, order: list[int]) -> Tensor:
-    """int32 [R, C / n] of int64 values [R, C]: of n in a word, the lowest bits first, the i-th is column order[i]."""
-    n = len(order)
-    total = sum(values[:, order[i] :: n] << 32 // n * i for i in range(n))
-    return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
 
 
 def auto_checkpoint(
@@ -113,9 +105,9 @@ def expected(
     second: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """By loops, every product and gate rounded to ``dtype``, what is multiplied by ``activation``; by ``second``, if
-    given, before the second product."""
+    given, before the second product. An id of -1 is no expert."""
     y = torch.zeros(len(x), K, dtype=torch.float64)
-    for token, expert in ((t, j) for t in range(len(x)) for j in range(ids.shape[1])):
+    for token, expert in (ids >= 0).nonzero().tolist():
         own = {key: value.double() for key, value in dense[ids[token, expert]].items()}
         gate, up = ((activation(x[token]) @ own[key].t()).to(dtype).double() for key in ("w1", "w3"))
         rows = (second or activation)((functional.silu(gate) * up).to(dtype))
