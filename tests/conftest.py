@@ -21,10 +21,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out what gpu_report.py knows to be done."""
+    """Leaves out what gpu_report.py knows to be done, and spreads the longest tests over the workers of pytest-xdist.
+
+    Each worker gets an equal part of the list. At the end of the last part, as they stand, they would run one by one.
+    """
     if path := os.environ.pop("QAO_TESTS_DONE", None):  # not for pytest inside a test
         done = set(Path(path).read_text().splitlines())
         items[:] = [item for item in items if item.nodeid not in done]
+    if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+        long = [item for item in items if item.get_closest_marker("early")]
+        items[:] = [item for item in items if item not in long]
+        for i, item in enumerate(long):
+            items.insert((i % workers) * len(items) // workers + workers, item)  # parts differ by the remainder
 
 
 @pytest.fixture(

@@ -45,6 +45,7 @@ def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.early
 @pytest.mark.parametrize("isa", ISA_FLAGS)
 def test_isa(isa: str) -> None:
     """All tests marked every_isa, with this level forced and every allocation filled with 0x7F by glibc."""
