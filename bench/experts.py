@@ -2,9 +2,10 @@
 
 One projection (gate and up together) of the experts of real models, tokens sent to experts evenly or by Zipf's law.
 Contenders of a cell take turns: every scheme as one grouped operator, torch's grouped products in bfloat16 and on a GPU
-in fp8 (rows of x are gathered for them, and quantised beforehand) and DeepGEMM's where ``QAO_BENCH_PEERS`` says (rows
-also gathered and filled up beforehand); and on a CPU loops of dense operators and of
-F.linear, which on a GPU would wait for the routing. There calls rotate over routings and copies of the weights, so that
+in fp8, and DeepGEMM's where ``QAO_BENCH_PEERS`` says; and on a CPU loops of dense operators and of F.linear, which on a
+GPU would wait for the routing. All take bfloat16 tokens as they are: quantisation (for torch by qao's kernel) and the
+gather of rows are in the time. What DeepGEMM needs to know of a routing, rows filled up to tiles of 128 and whose they
+are, is there beforehand. On a GPU calls rotate over routings and copies of the weights, so that
 few tokens meet experts that no cache holds.
 
 On a GPU a row has its floor, what its operands let the device do: the bytes of the experts that tokens chose, at the

@@ -163,28 +163,28 @@ class Experts:
                 lambda weight, index, ends: torch._grouped_mm(x[index], weight.mT, offs=ends),
             )
         if self.device == "cuda" and hasattr(torch, "_scaled_grouped_mm"):
-            scale = x.abs().amax(1).float() / 448
-            x8 = (x / scale.unsqueeze(1)).to(torch.float8_e4m3fn)
-            add(
-                FP8_PEER,
-                "fp8_fp8",
-                lambda weight, scales, index, ends: torch._scaled_grouped_mm(
+
+            def scaled(weight: Tensor, scales: Tensor, index: Tensor, ends: Tensor) -> Tensor:
+                x8, scale = torch.ops.qao.fp8_quantize.default(x, -1, None)
+                y: Tensor = torch._scaled_grouped_mm(
                     x8[index],
                     weight.mT,
-                    scale[index],
+                    scale[index].squeeze(-1),
                     scales.squeeze(-1),
                     offs=ends,
                     out_dtype=torch.bfloat16,
                     use_fast_accum=True,
-                ),
-            )
+                )
+                return y
+
+            add(FP8_PEER, "fp8_fp8", scaled)
         if "deep_gemm" in engines.load() and self.model.n % 128 == self.model.k % 128 == 0:
-            rows = {id(ends): engines.deep_gemm_rows(x, index, ends) for index, ends in turns}
+            rows = {id(ends): engines.deep_gemm_rows(index, ends) for index, ends in turns}
             blocks = torch.rand(self.model.experts, self.model.n // 128, self.model.k // 128, device=self.device)
             add(
                 DEEP_GEMM,
                 "fp8_fp8",
-                lambda weight, scales, index, ends: engines.deep_gemm_experts(rows[id(ends)], weight, blocks),
+                lambda weight, scales, index, ends: engines.deep_gemm_experts(x, *rows[id(ends)], weight, blocks),
             )
         return calls
 

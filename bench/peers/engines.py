@@ -152,26 +152,29 @@ def _fp8_blocks(x: Tensor) -> Tensors:
     return rounded, x_scale
 
 
-def deep_gemm_rows(x: Tensor, index: Tensor, ends: Tensor, tile: int = 128) -> Tensors:
-    """x as DeepGEMM's grouped product takes it, quantised, rows of experts filled up to whole tiles; and whose they
-    are."""
+def deep_gemm_rows(index: Tensor, ends: Tensor, tile: int = 128) -> Tensors:
+    """The routing as DeepGEMM's grouped product takes it, rows of experts filled up to whole tiles: the row of x for
+    each row, and whose it is."""
     begin, rows, experts = 0, [], []
     for expert, end in enumerate(ends.tolist()):
         count = -(-(end - begin) // tile) * tile
         rows.append(torch.nn.functional.pad(index[begin:end], (0, count - (end - begin))))
         experts += [expert] * count
         begin = end
-    owners = torch.tensor(experts, dtype=torch.int32, device=x.device)
-    return *_fp8_blocks(x[torch.cat(rows)].contiguous()), owners
+    return torch.cat(rows), torch.tensor(experts, dtype=torch.int32, device=index.device)
 
 
-def deep_gemm_experts(rows: Tensors, weight: Tensor, scales: Tensor) -> Tensor:
-    """weight: e4m3 [E, N, K]; scales: float32 [E, N / 128, K / 128]; rows: of deep_gemm_rows()."""
+def deep_gemm_experts(x: Tensor, rows: Tensor, owners: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """Quantises the tokens, gathers their rows, and multiplies.
+
+    x: bfloat16 [S, K]; rows, owners: of deep_gemm_rows(); weight: e4m3 [E, N, K]; scales: float32 [E, N/128, K/128].
+    """
     import deep_gemm
 
-    rounded, x_scale, owners = rows
-    y = torch.empty(rounded.shape[0], weight.shape[1], dtype=torch.bfloat16, device=weight.device)
-    deep_gemm.m_grouped_fp8_gemm_nt_contiguous((rounded, x_scale), (weight, scales), y, owners)
+    rounded, x_scale = _fp8_blocks(x)
+    gathered = rounded.view(torch.uint8)[rows].view(_E4M3), x_scale.t().index_select(1, rows).t()
+    y = torch.empty(len(rows), weight.shape[1], dtype=torch.bfloat16, device=weight.device)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(gathered, (weight, scales), y, owners)
     return y
 
 
