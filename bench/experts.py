@@ -35,11 +35,12 @@ MODELS = {
 SMALL = ("Qwen3-30B-A3B", "GPT-OSS-20B", "OLMoE-1B-7B")  # on a CPU
 TOKENS = {"cpu": (1, 4, 16, 128, 512), "cuda": (1, 4, 16, 32, 64, 256, 512, 2048, 8192)}
 ROUTINGS = ("uniform", "zipf")
-# ..._rows: with integer_scales, power_of_two_scales.
+# ..._rows: with integer_scales, power_of_two_scales; ..._fast: with fast_accum, on GPUs alone.
 SCHEMES = (
-    *("int4", "fp4", "int8", "fp8", "int8_int8", "int8_int4", "int8_int4_rows", "fp8_fp8", "fp8_int4"),
-    "fp8_int4_rows",
+    *("int4", "fp4", "int8", "fp8", "int8_int8", "int8_int4", "int8_int4_rows", "fp8_fp8", "fp8_fp8_fast"),
+    *("fp8_int4", "fp8_int4_rows"),
 )
+EIGHT_BITS = ("int8_int8", "fp8_fp8", "fp8_fp8_fast")
 # Bars on a CPU: bfloat16's best up to 16 tokens, and the loop at any number.
 BAR_BF16, BAR_LOOP = 2.0, 1.0
 # On a GPU: int4 up to 64 tokens beside the bytes it reads and the best of others, more tokens beside torch's products.
@@ -59,6 +60,8 @@ def run(
     """Measures, prints a line a contender, and returns what belongs in the results file."""
     meta = describe(device)
     warn_if_busy(meta)
+    if device == "cpu":
+        schemes = [name for name in schemes if not name.endswith("_fast")]
     seconds = (_CELL_S if device == "cpu" else _GRAPHS_S) / (_QUICK if quick else 1)
     rows: list[dict[str, Any]] = []
     rates = (0.0, 0.0)
@@ -127,7 +130,7 @@ def _missed_on_gpu(row: dict[str, Any]) -> list[str]:
             late.append(f"{over:.2f} times the floor of {row['floor_us']:.1f} us")
         if row["times_peer"] < BAR_PEER:
             late.append(f"{row['times_peer']:.2f} times the best other")
-    elif row["tokens"] >= 256 and row["name"] in ("int8_int8", "fp8_fp8") and row["times_peer"] < BAR_FP8:
+    elif row["tokens"] >= 256 and row["name"] in EIGHT_BITS and row["times_peer"] < BAR_FP8:
         late.append(f"{row['times_peer']:.2f} times the best other")
     elif row["tokens"] >= 256 and row["name"] == "int4" and row["times_bf16"] < 1:
         late.append(f"{row['times_bf16']:.2f} times bfloat16")

@@ -76,6 +76,7 @@ class Experts:
             "int8_int4_rows": (scaled, (None, *sizes, of_rows)),
             "fp4": (codes, (n, k, 32)),
             "fp8_fp8": (e4m3, (None, -1, False)),
+            "fp8_fp8_fast": (e4m3, (None, -1, True)),
             "fp8_int4": (four, sizes),
             "fp8_int4_rows": (powers, (*sizes, short)),
             "bf16": (bf16, ()),
@@ -124,7 +125,7 @@ class Experts:
 
         for word in self.schemes:
             rest = self.operands[word][1]
-            operator = word.removesuffix("_rows")
+            operator = word.removesuffix("_rows").removesuffix("_fast")
             grouped = getattr(torch.ops.qao, f"{operator}_grouped_mm").default
             dense = getattr(torch.ops.qao, f"{operator}_mm").default
 
