@@ -34,8 +34,10 @@ endif
 demo: build-demo
 	$(PY) examples/demo.py
 
+# What times something has the machine to itself; a worker a CPU for the rest, up to 8, where pytest-xdist is there.
 test: build-test
-	$(PY) -m pytest
+	$(PY) -m pytest -m timed
+	$(PY) -m pytest -m 'not timed and not packaging and not slow' $(shell $(PY) tools/workers.py 8)
 
 gpu-test: build-test
 	$(PY) tests/gpu_report.py

@@ -11,7 +11,13 @@ import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Workers of pytest-xdist share the GPUs: all see all of them, each another one first. Before CUDA starts.
+    # Workers of pytest-xdist share the CPUs, and so do their children.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+    if workers and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(len(os.sched_getaffinity(0)) // workers, 1))
+        os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", os.environ["OMP_NUM_THREADS"])
+    # They share the GPUs: all see all of them, each another one first. Before CUDA starts.
     worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
     if worker and count > 1:
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")

@@ -88,12 +88,7 @@ def run(workers: int, resume: bool) -> int:
         return 1
     # The compiler builds a header on its first use: once here, not in every worker of pytest-xdist at the same time.
     torch.compile(torch.sin)(torch.ones(8))
-    options = []
-    if workers:  # they share the CPUs
-        options = ["-n", str(workers), "--dist", "worksteal"]
-        share = str(max((os.cpu_count() or 1) // workers, 1))
-        for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
-            os.environ.setdefault(name, share)
+    options = ["-n", str(workers), "--dist", "worksteal"] if workers else []
     before = earlier_runs() if resume else []
     PROGRESS.parent.mkdir(exist_ok=True)
     if not before:

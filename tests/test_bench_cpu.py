@@ -128,6 +128,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.timed
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="an emulator may run it")
 def test_quantising_takes_a_core_no_longer_than_its_bar() -> None:
@@ -143,6 +144,7 @@ def test_quantising_takes_a_core_no_longer_than_its_bar() -> None:
         assert dense.weight.numel() / min(seconds) >= busy.WEIGHTS_BAR, name
 
 
+@pytest.mark.timed
 @pytest.mark.usefixtures("one_thread")
 def test_a_call_with_gradients_takes_the_host_no_longer_than_linear() -> None:
     """The best of some tries; 1.0 is the bar of ``bench host``, the rest is for others on the machine."""
@@ -166,6 +168,7 @@ def all_cores() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.timed
 @pytest.mark.usefixtures("all_cores")
 def test_a_busy_process_holds_up_quantising_no_more_than_its_share() -> None:
     """Fair shares of two cores for three threads give 1.5. The best of some tries, as others may be busy, too."""
@@ -182,6 +185,7 @@ def test_a_busy_process_holds_up_quantising_no_more_than_its_share() -> None:
     assert max(least.values()) < 2.5, least
 
 
+@pytest.mark.timed
 @pytest.mark.usefixtures("all_cores")
 def test_a_busy_process_holds_up_products_no_more_than_linear() -> None:
     dense = torch.nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16)

@@ -1,0 +1,9 @@
+"""``python tools/workers.py MOST``: pytest's options for a worker a CPU; none without pytest-xdist, or with one CPU."""
+
+import os
+import sys
+from importlib.util import find_spec
+
+workers = min(len(os.sched_getaffinity(0)), int(sys.argv[1]))
+if workers > 1 and find_spec("xdist"):
+    print("-n", workers, "--dist worksteal")
