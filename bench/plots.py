@@ -1,4 +1,7 @@
-"""``python -m bench plots``: results files as pictures, docs/plots/<device>-<scheme>.svg. Needs matplotlib."""
+"""``python -m bench plots``: results files as pictures, docs/plots/<device>-<scheme>.svg and <device>-llama.svg.
+
+Needs matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .llama import BASELINE
 from .meta import RESULTS, ROOT
 from .ratios import BEST_PEER, BF16, mean_ratio
 from .schemes import SCHEMES
@@ -15,8 +19,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FOLDER = ROOT / "docs" / "plots"
+DECODERS = "llama"  # of bench/llama.py
 _COLUMNS = 3
 _OURS, _BF16, _FLOOR = "#0b5fb0", "#222222", "#999999"
+_STYLE = {
+    "svg.hashsalt": "qao",
+    "svg.fonttype": "none",
+    "font.size": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 _PEERS = ("#d1495b", "#edae49", "#66a182", "#8d6a9f", "#c97b2d", "#3aa6b9", "#7a7a3c", "#b0578d")
 
 
@@ -27,11 +39,43 @@ def path_of(device: str, word: str) -> Path:
 def draw_all() -> None:
     """Draws what there is results for."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for word in SCHEMES:
+    for word in (*SCHEMES, DECODERS):
         for path in sorted(RESULTS.glob(f"*/{word}.json")):
-            target = path_of(path.parent.name, word)
-            draw(word, json.loads(path.read_text()), target)
+            target, results = path_of(path.parent.name, word), json.loads(path.read_text())
+            if word == DECODERS:
+                draw_decoders(results, target)
+            else:
+                draw(word, results, target)
             print(f"wrote {target.relative_to(ROOT)}")
+
+
+def draw_decoders(results: dict[str, Any], target: Path) -> None:
+    """A panel a case of the first model, compiled: a bar a scheme, tokens a second."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    first = results["rows"][0]
+    rows = [row for row in results["rows"] if (row["model"], row["variant"]) == (first["model"], first["variant"])]
+    cases = list(dict.fromkeys((row["phase"], row["batch"], row["tokens"]) for row in rows))
+    with pyplot.rc_context(_STYLE):
+        figure, (panels,) = pyplot.subplots(1, len(cases), figsize=(2.0 * len(cases), 2.0), squeeze=False)
+        for panel, (phase, batch, tokens) in zip(panels, cases, strict=True):
+            mine = [row for row in rows if (row["phase"], row["batch"], row["tokens"]) == (phase, batch, tokens)]
+            speeds = {row["scheme"]: row["compiled_tokens_s"] for row in mine}
+            colours = [_BF16 if word == BASELINE else _OURS for word in speeds]
+            bars = panel.barh(list(speeds), list(speeds.values()), color=colours)
+            panel.bar_label(bars, fmt="%.0f", padding=2)
+            panel.invert_yaxis()
+            panel.set_title(f"batch {batch}" if phase == "decode" else f"prompt of {tokens}")
+            panel.spines[["bottom", "left"]].set_visible(False)
+            panel.tick_params(length=0, labelleft=panel is panels[0], labelbottom=False)
+            panel.margins(x=0.25)
+        figure.suptitle(f"{first['model']}, tokens a second on one {results['meta']['device']}")
+        figure.tight_layout()
+        figure.savefig(target, metadata={"Date": None})
+        pyplot.close(figure)
 
 
 def draw(word: str, results: dict[str, Any], target: Path) -> None:
@@ -46,14 +90,7 @@ def draw(word: str, results: dict[str, Any], target: Path) -> None:
     peers = sorted({peer for row in rows for peer in row["peers"]})
     colours = {peer: _PEERS[i % len(_PEERS)] for i, peer in enumerate(peers)}
     lines = math.ceil((len(layers) + 1) / _COLUMNS)
-    style = {
-        "svg.hashsalt": "qao",
-        "svg.fonttype": "none",
-        "font.size": 8,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    with pyplot.rc_context(style):
+    with pyplot.rc_context(_STYLE):
         figure, grid = pyplot.subplots(lines, _COLUMNS, figsize=(3.4 * _COLUMNS, 2.6 * lines), squeeze=False)
         panels = list(grid.flat)
         for panel, name in zip(panels, layers, strict=False):

@@ -205,6 +205,26 @@ def misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
     return lines, compared
 
 
+def _means(found: list[tuple[float, dict[str, Any]]], tokens: list[int]) -> list[str]:
+    of_m = [[ratio for ratio, row in found if row["m"] == m] for m in tokens]
+    return [f"{geometric_mean(some):.2f}" if some else "–" for some in of_m]
+
+
+def render_beside(results: dict[str, Any]) -> str:
+    """Ours beside the kernels of others alone: geometric means over the layers."""
+    rows = results["rows"]
+    tokens = list(dict.fromkeys(row["m"] for row in rows))
+    lines = []
+    for family, (schemes, _, bars) in FAMILIES.items():
+        for bar in bars:
+            found = [] if {*bar.beside} & {BF16, *schemes} else ratios(rows, family, bar)
+            if found:
+                lines.append([f"`{bar.name}` / {' or '.join(bar.beside)}", *_means(found, tokens)])
+    count = len({(row["n"], row["k"]) for row in rows})
+    note = f"{caption(results['meta'])}; {count} layers, quantisation of x included, geometric means."
+    return f"{note}\n\n{table(['qao / the other', *(f'M={m}' for m in tokens)], lines)}"
+
+
 def render(results: dict[str, Any]) -> str:
     """The Markdown of one results file: a line a bar, columns by M, means and the least."""
     rows = results["rows"]
@@ -215,13 +235,12 @@ def render(results: dict[str, Any]) -> str:
             found = ratios(rows, family, bar)
             if not found:
                 continue
-            of_m = [[r for r, row in found if row["m"] == m] for m in tokens]
             below = sum(r < bar.least for r, _ in found)
             worst, row = min(found, key=lambda pair: pair[0])
             mean = geometric_mean(r for r, _ in found)
             lines.append(
                 [f"{bar.name} / {' or '.join(bar.beside)}", f"{bar.mean:.2f}, {bar.least:.2f}", f"{mean:.2f}"]
-                + [f"{geometric_mean(some):.2f}" if some else "–" for some in of_m]
+                + _means(found, tokens)
                 + [f"{worst:.2f} ({row['n']} × {row['k']}, M = {row['m']})", f"{below} of {len(found)}"]
             )
     layers = {(row["n"], row["k"]) for row in rows}

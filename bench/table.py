@@ -3,7 +3,8 @@
 <!-- bench:int4:h200 --> … <!-- /bench -->      every cell of bench/results/h200/int4.json
 <!-- bench:summary:h200 --> … <!-- /bench -->   one layer under every scheme
 <!-- bench:tokens:h200 --> … <!-- /bench -->     all large layers under every scheme
-<!-- bench:formats:cpu -->, <!-- bench:decoders:h200 -->   of numerics.json, llama.json, in short
+<!-- bench:formats:cpu -->, <!-- bench:decoders:h200 -->, <!-- bench:beside:h100-80gb-hbm3 -->   of numerics.json,
+llama.json, prefill.json, in short
 <!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:weights_only:cpu -->,
 <!-- bench:outliers:epyc-avx512_bf16 -->,
 <!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:four_bits:cpu -->, <!-- bench:gptq:h200 -->,
@@ -88,7 +89,11 @@ _OF_ALL_SCHEMES = {
     "tokens": choosing.render_tokens,
     **{page: partial(bodies.render, page) for page in bodies.BODIES},
 }
-_IN_SHORT = {"formats": ("numerics", choosing.render_formats), "decoders": ("llama", choosing.render_decoders)}
+_IN_SHORT = {
+    "formats": ("numerics", choosing.render_formats),
+    "decoders": ("llama", choosing.render_decoders),
+    "beside": ("prefill", prefill.render_beside),
+}
 _LOG = ROOT / "docs" / "kernels" / "log"
 _DOCUMENTS = (
     *("README.md", "docs/choosing.md", "docs/performance.md", "docs/numerics.md", "docs/calibrate.md"),
@@ -155,7 +160,8 @@ def _results_block(match: re.Match[str]) -> str:
         body = _RENDERERS.get(kind, products).render(present[kind])
         picture = plots.path_of(device, kind)
         if picture.exists():
-            body = f"![{kind}: time against tokens](plots/{picture.name})\n\n{body}"
+            shows = "tokens a second" if kind == plots.DECODERS else "time against tokens"
+            body = f"![{kind}: {shows}](plots/{picture.name})\n\n{body}"
     return f"<!-- bench:{kind}:{device} -->\n{body}\n<!-- /bench -->"
 
 

@@ -699,6 +699,8 @@ def test_prefill_compares_with_the_fastest_other() -> None:
         "fp8_fp8 beside vLLM fp8 and SGLang fp8, 1024 x 2048, M = 256",
         "fp8_fp8 beside vLLM fp8 and SGLang fp8",
     ]
-    assert "| 1 of 2 |" in prefill.render({"meta": describe("cpu"), "rows": rows})
+    results = {"meta": describe("cpu"), "rows": rows}
+    assert "| 1 of 2 |" in prefill.render(results)
+    assert "| `fp8_fp8` / vLLM fp8 or SGLang fp8 | 0.90 | 1.20 |" in prefill.render_beside(results)
     for family in prefill.FAMILIES.values():
         assert {bar.name for bar in family.bars} <= set(family.ours)
