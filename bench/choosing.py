@@ -8,7 +8,7 @@ import torch
 
 from . import numerics
 from .bars import MIN_K
-from .llama import BASELINE
+from .llama import BASELINE, case_of, title_of
 from .markdown import caption, table
 from .ratios import BF16, mean_ratio
 from .schemes import SCHEMES
@@ -54,15 +54,15 @@ def render_decoders(results: dict[str, Any]) -> str:
     parts = [f"{caption(meta)}; {meta['context']} tokens of context, compiled, fused blocks."]
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
-        cases = list(dict.fromkeys((row["phase"], row["batch"], row["tokens"]) for row in mine))
-        cells = {(row["scheme"], row["phase"], row["batch"], row["tokens"]): row for row in mine}
+        cases = list(dict.fromkeys(map(case_of, mine)))
+        cells = {(row["scheme"], *case_of(row)): row for row in mine}
         lines = []
         for scheme in dict.fromkeys(row["scheme"] for row in mine):
             weights = next(row["weights_mib"] for row in mine if row["scheme"] == scheme)
             speeds = [_speed(cells.get((scheme, *case)), cells[(BASELINE, *case)]) for case in cases]
             lines.append([f"`{scheme}`", f"{weights / 1024:.1f}", *speeds])
-        titles = [f"batch {batch}" if phase == "decode" else f"prompt of {n}" for phase, batch, n in cases]
-        parts.append(f"**{model}**: tokens/s (times {BASELINE})\n\n{table(['scheme', 'weights GiB', *titles], lines)}")
+        header = ["scheme", "weights GiB", *map(title_of, cases)]
+        parts.append(f"**{model}**: tokens/s (times {BASELINE})\n\n{table(header, lines)}")
     return "\n\n".join(parts)
 
 

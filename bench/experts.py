@@ -5,8 +5,8 @@ Contenders of a cell take turns: every scheme as one grouped operator, torch's g
 in fp8, and DeepGEMM's where ``QAO_BENCH_PEERS`` says; and on a CPU loops of dense operators and of F.linear, which on a
 GPU would wait for the routing. All take bfloat16 tokens as they are: quantisation (for torch by qao's kernel) and the
 gather of rows are in the time. What DeepGEMM needs to know of a routing, rows filled up to tiles of 128 and whose they
-are, is there beforehand. On a GPU calls rotate over routings and copies of the weights, so that
-few tokens meet experts that no cache holds.
+are, is there beforehand. On a GPU calls rotate over routings and copies of the weights, so that few tokens meet experts
+that no cache holds.
 
 On a GPU a row has its floor, what its operands let the device do: the bytes of the experts that tokens chose, at the
 measured rate of reads, or the operations at the measured rate of bfloat16 products, twice that if both operands are of

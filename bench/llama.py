@@ -227,6 +227,18 @@ def _print_row(row: dict[str, Any]) -> None:
 # ---- documents -------------------------------------------------------------------------------------------------------
 
 
+Case = tuple[str, int, int]
+
+
+def case_of(row: dict[str, Any]) -> Case:
+    return row["phase"], row["batch"], row["tokens"]
+
+
+def title_of(case: Case) -> str:
+    phase, batch, tokens = case
+    return f"batch {batch}" if phase == "decode" else f"prompt of {tokens}"
+
+
 def render(results: dict[str, Any]) -> str:
     """The Markdown of one results file."""
     meta, rows = results["meta"], results["rows"]

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .llama import BASELINE
+from .llama import BASELINE, case_of, title_of
 from .meta import RESULTS, ROOT
 from .ratios import BEST_PEER, BF16, mean_ratio
 from .schemes import SCHEMES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FOLDER = ROOT / "docs" / "plots"
 DECODERS = "llama"  # of bench/llama.py
@@ -49,50 +52,49 @@ def draw_all() -> None:
             print(f"wrote {target.relative_to(ROOT)}")
 
 
-def draw_decoders(results: dict[str, Any], target: Path) -> None:
-    """A panel a case of the first model, compiled: a bar a scheme, tokens a second."""
+@contextmanager
+def _panels(target: Path, lines: int, columns: int, width: float, height: float) -> Iterator[tuple[Figure, list[Axes]]]:
+    """Panels of so many inches, in the order of reading; written to ``target`` at the end."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    first = results["rows"][0]
-    rows = [row for row in results["rows"] if (row["model"], row["variant"]) == (first["model"], first["variant"])]
-    cases = list(dict.fromkeys((row["phase"], row["batch"], row["tokens"]) for row in rows))
     with pyplot.rc_context(_STYLE):
-        figure, (panels,) = pyplot.subplots(1, len(cases), figsize=(2.0 * len(cases), 2.0), squeeze=False)
-        for panel, (phase, batch, tokens) in zip(panels, cases, strict=True):
-            mine = [row for row in rows if (row["phase"], row["batch"], row["tokens"]) == (phase, batch, tokens)]
-            speeds = {row["scheme"]: row["compiled_tokens_s"] for row in mine}
-            colours = [_BF16 if word == BASELINE else _OURS for word in speeds]
-            bars = panel.barh(list(speeds), list(speeds.values()), color=colours)
-            panel.bar_label(bars, fmt="%.0f", padding=2)
-            panel.invert_yaxis()
-            panel.set_title(f"batch {batch}" if phase == "decode" else f"prompt of {tokens}")
-            panel.spines[["bottom", "left"]].set_visible(False)
-            panel.tick_params(length=0, labelleft=panel is panels[0], labelbottom=False)
-            panel.margins(x=0.25)
-        figure.suptitle(f"{first['model']}, tokens a second on one {results['meta']['device']}")
+        figure, grid = pyplot.subplots(lines, columns, figsize=(width * columns, height * lines), squeeze=False)
+        yield figure, list(grid.flat)
         figure.tight_layout()
         figure.savefig(target, metadata={"Date": None})
         pyplot.close(figure)
 
 
+def draw_decoders(results: dict[str, Any], target: Path) -> None:
+    """A panel a case of the first model, compiled: a bar a scheme, tokens a second."""
+    first = results["rows"][0]
+    rows = [row for row in results["rows"] if (row["model"], row["variant"]) == (first["model"], first["variant"])]
+    cases = list(dict.fromkeys(map(case_of, rows)))
+    with _panels(target, 1, len(cases), 2.0, 2.0) as (figure, panels):
+        for panel, case in zip(panels, cases, strict=True):
+            speeds = {row["scheme"]: row["compiled_tokens_s"] for row in rows if case_of(row) == case}
+            colours = [_BF16 if word == BASELINE else _OURS for word in speeds]
+            bars = panel.barh(list(speeds), list(speeds.values()), color=colours)
+            panel.bar_label(bars, fmt="%.0f", padding=2)
+            panel.invert_yaxis()
+            panel.set_title(title_of(case))
+            panel.spines[["bottom", "left"]].set_visible(False)
+            panel.tick_params(length=0, labelleft=panel is panels[0], labelbottom=False)
+            panel.margins(x=0.25)
+        figure.suptitle(f"{first['model']}, tokens a second on one {results['meta']['device']}")
+
+
 def draw(word: str, results: dict[str, Any], target: Path) -> None:
     """A panel a layer, time against tokens; the last one compares over all layers."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
     rows = results["rows"]
     layers = list(dict.fromkeys(row["layer"] for row in rows))
     peers = sorted({peer for row in rows for peer in row["peers"]})
     colours = {peer: _PEERS[i % len(_PEERS)] for i, peer in enumerate(peers)}
     lines = math.ceil((len(layers) + 1) / _COLUMNS)
-    with pyplot.rc_context(_STYLE):
-        figure, grid = pyplot.subplots(lines, _COLUMNS, figsize=(3.4 * _COLUMNS, 2.6 * lines), squeeze=False)
-        panels = list(grid.flat)
+    with _panels(target, lines, _COLUMNS, 3.4, 2.6) as (figure, panels):
         for panel, name in zip(panels, layers, strict=False):
             _layer(panel, word, [row for row in rows if row["layer"] == name], colours)
         _ratios(panels[len(layers)], rows)
@@ -101,9 +103,6 @@ def draw(word: str, results: dict[str, Any], target: Path) -> None:
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="upper center", ncols=len(labels), frameon=False)
         figure.suptitle(" ")  # room for the legend
-        figure.tight_layout()
-        figure.savefig(target, metadata={"Date": None})
-        pyplot.close(figure)
 
 
 def _layer(panel: Axes, word: str, rows: list[dict[str, Any]], colours: dict[str, str]) -> None:

@@ -187,21 +187,27 @@ def ratios(rows: list[dict[str, Any]], family: str, bar: Bar) -> list[tuple[floa
     return found
 
 
+def _each_bar(rows: list[dict[str, Any]]) -> Iterator[tuple[Family, Bar, list[tuple[float, dict[str, Any]]]]]:
+    """Every bar that something ran for, with its ratios."""
+    for name, family in FAMILIES.items():
+        for bar in family.bars:
+            if found := ratios(rows, name, bar):
+                yield family, bar, found
+
+
 def misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
     """As bars.misses."""
     lines, compared = [], 0
-    for family, (_, _, bars) in FAMILIES.items():
-        for bar in bars:
-            found = ratios(rows, family, bar)
-            compared += len(found)
-            beside = " and ".join(bar.beside)
-            lines += [
-                f"{bar.name} beside {beside}, {row['n']} x {row['k']}, M = {row['m']}: {r:.2f} of {bar.least:.2f}"
-                for r, row in found
-                if r < bar.least
-            ]
-            if found and (mean := geometric_mean(r for r, _ in found)) < bar.mean:
-                lines.append(f"{bar.name} beside {beside}: {mean:.2f}, the bar is {bar.mean:.2f}")
+    for _, bar, found in _each_bar(rows):
+        compared += len(found)
+        beside = " and ".join(bar.beside)
+        lines += [
+            f"{bar.name} beside {beside}, {row['n']} x {row['k']}, M = {row['m']}: {r:.2f} of {bar.least:.2f}"
+            for r, row in found
+            if r < bar.least
+        ]
+        if (mean := geometric_mean(r for r, _ in found)) < bar.mean:
+            lines.append(f"{bar.name} beside {beside}: {mean:.2f}, the bar is {bar.mean:.2f}")
     return lines, compared
 
 
@@ -214,12 +220,11 @@ def render_beside(results: dict[str, Any]) -> str:
     """Ours beside the kernels of others alone: geometric means over the layers."""
     rows = results["rows"]
     tokens = list(dict.fromkeys(row["m"] for row in rows))
-    lines = []
-    for family, (schemes, _, bars) in FAMILIES.items():
-        for bar in bars:
-            found = [] if {*bar.beside} & {BF16, *schemes} else ratios(rows, family, bar)
-            if found:
-                lines.append([f"`{bar.name}` / {' or '.join(bar.beside)}", *_means(found, tokens)])
+    lines = [
+        [f"`{bar.name}` / {' or '.join(bar.beside)}", *_means(found, tokens)]
+        for family, bar, found in _each_bar(rows)
+        if not {*bar.beside} & {BF16, *family.ours}
+    ]
     count = len({(row["n"], row["k"]) for row in rows})
     note = f"{caption(results['meta'])}; {count} layers, quantisation of x included, geometric means."
     return f"{note}\n\n{table(['qao / the other', *(f'M={m}' for m in tokens)], lines)}"
@@ -230,19 +235,15 @@ def render(results: dict[str, Any]) -> str:
     rows = results["rows"]
     tokens = list(dict.fromkeys(row["m"] for row in rows))
     lines = []
-    for family, (_, _, bars) in FAMILIES.items():
-        for bar in bars:
-            found = ratios(rows, family, bar)
-            if not found:
-                continue
-            below = sum(r < bar.least for r, _ in found)
-            worst, row = min(found, key=lambda pair: pair[0])
-            mean = geometric_mean(r for r, _ in found)
-            lines.append(
-                [f"{bar.name} / {' or '.join(bar.beside)}", f"{bar.mean:.2f}, {bar.least:.2f}", f"{mean:.2f}"]
-                + _means(found, tokens)
-                + [f"{worst:.2f} ({row['n']} × {row['k']}, M = {row['m']})", f"{below} of {len(found)}"]
-            )
+    for _, bar, found in _each_bar(rows):
+        below = sum(r < bar.least for r, _ in found)
+        worst, row = min(found, key=lambda pair: pair[0])
+        mean = geometric_mean(r for r, _ in found)
+        lines.append(
+            [f"{bar.name} / {' or '.join(bar.beside)}", f"{bar.mean:.2f}, {bar.least:.2f}", f"{mean:.2f}"]
+            + _means(found, tokens)
+            + [f"{worst:.2f} ({row['n']} × {row['k']}, M = {row['m']})", f"{below} of {len(found)}"]
+        )
     layers = {(row["n"], row["k"]) for row in rows}
     count = f"{len(layers)} layers, {len(layers - {*KNOWN})} of them drawn from a seed"
     means = "The other's time over ours, geometric means; bars for the mean and for each cell"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     # Workers of pytest-xdist share the CPUs, and so do their children.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
     if workers and "OMP_NUM_THREADS" not in os.environ:
@@ -23,7 +23,6 @@ def pytest_configure(config: pytest.Config) -> None:
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
         first = int(worker.removeprefix("gw")) % count
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
-    config.addinivalue_line("markers", "every_isa: run again at every CPU instruction set by test_threads_isa.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
