@@ -347,6 +347,36 @@ TEST_CASE("eight bits: who multiplies few tokens on an H200") {
   }
 }
 
+TEST_CASE("eight bits: few rows of W and a long K are wgmma's on an H200, whose CTAs share K") {
+  const auto body = [](Format x, Format weight, int64_t m, int64_t n, int64_t k, bool quantizes = false) {
+    Problem problem = problem_of(x, weight, m, n, k);
+    problem.quantizes_x = quantizes;
+    const Plan plan = planned(problem);
+    CHECK(plan.quantizes_x == (quantizes && plan.body == Body::kMmaSync && m <= 8));
+    return plan.body;
+  };
+  const Format int8 = Format::kInt8, fp8 = Format::kFp8, int4 = Format::kInt4;
+  const Body sm80 = Body::kMmaSync, sm90 = Body::kWgmma;
+  for (const Format weight : {fp8, int4}) {
+    CHECK(body(fp8, weight, 1, 1024, 4096) == sm80);
+    CHECK(body(fp8, weight, 1, 1024, 6144) == sm90);
+    CHECK(body(fp8, weight, 1, 1024, 6144, true) == sm80);  // quantising is a kernel more
+    CHECK(body(fp8, weight, 8, 1408, 8192, true) == sm90);
+    CHECK(body(fp8, weight, 1, 1920, 8192) == sm80);  // 120 row tiles for 132 SMs
+  }
+  CHECK(body(int8, int4, 16, 1024, 8192) == sm90);
+  CHECK(body(int8, int4, 1, 1408, 16384, true) == sm80);
+  CHECK(body(int8, int4, 1, 1152, 28928, true) == sm90);
+  CHECK(body(int8, int8, 1, 1024, 8192) == sm80);
+}
+
+TEST_CASE("eight bits: 9 to 16 tokens of int8 x int4 on an H200 by the row tiles of an SM") {
+  const auto body = [](int64_t n) { return planned(problem_of(Format::kInt8, Format::kInt4, 16, n, 4096)).body; };
+  CHECK(body(8192) == Body::kMmaSync);  // one pass of four
+  for (const int64_t n : {9216, 14336, 20480}) CHECK(body(n) == Body::kWgmma);
+  CHECK(body(28672) == Body::kMmaSync);  // two CTAs an SM with passes of eight
+}
+
 TEST_CASE("eight bits: the passes over a run of row tiles leave few places empty") {
   using enum Format;
   // Row tiles that a CTA has on 132 multiprocessors, and that a pass has places for by the format of W.

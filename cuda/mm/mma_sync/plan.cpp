@@ -87,6 +87,10 @@ bool fill(const Problem& problem, const Gpu& gpu, Body body, Plan* plan) {
 
 }  // namespace
 
+bool quantizes(const Problem& problem, const Gpu& gpu) {
+  return problem.quantizes_x && against_quantizing(problem) == nullptr && choose(problem, gpu, true).config != nullptr;
+}
+
 bool supports(const Problem& problem, const Gpu&) { return operands_of(problem) != Operands::kCount; }
 bool plan(const Problem& problem, const Gpu& gpu, Plan* plan) { return fill(problem, gpu, Body::kMmaSync, plan); }
 

@@ -8,6 +8,9 @@ namespace qao::mm::mma_sync {
 bool supports(const Problem& problem, const Gpu& gpu);
 bool plan(const Problem& problem, const Gpu& gpu, Plan* plan);
 
+// Whether this product would quantise x itself.
+bool quantizes(const Problem& problem, const Gpu& gpu);
+
 bool supports_fp8(const Problem& problem, const Gpu& gpu);
 bool plan_fp8(const Problem& problem, const Gpu& gpu, Plan* plan);
 

@@ -7,6 +7,7 @@
 #include "common/integers.h"
 #include "int4/layout.h"
 #include "mm/gpu.h"
+#include "mm/mma_sync/plan.h"
 #include "mm/problem.h"
 #include "mm/wgmma/costs.h"
 #include "mm/wgmma/formats.h"
@@ -17,20 +18,33 @@ namespace {
 // CTAs that run at once. Those of a cluster must find room in one part of the chip, so large clusters cannot fill it.
 int64_t slots_of(const Gpu& gpu, int cluster) { return cluster > 2 ? gpu.num_sms * 3 / 4 : gpu.num_sms; }
 
+// Whether K is so long that CTAs that share it are faster than mma.sync's for any number of tokens: few rows of W leave
+// a third of the SMs without one of those. Where mma.sync would quantise x, wgmma has to make up for the kernel that
+// does.
+bool shares_long_k(const Problem& problem, const Gpu& gpu) {
+  if (problem.x == Format::kFloat || 3 * int4::tiles_n(problem.n) > 2 * gpu.num_sms) return false;
+  const bool saves_kernel = mma_sync::quantizes(problem, gpu);
+  if (problem.x == Format::kFp8) return problem.k >= (saves_kernel ? 8192 : 6144);
+  // mma.sync reads int8 weights as fast with fewer SMs.
+  return is_packed(problem.weight) && problem.k >= (saves_kernel ? 24576 : 8192);
+}
+
 // The most tokens at which mma.sync is faster. `run`: row tiles of an SM.
 int64_t largest_mma_sync_m(const Problem& problem, const Gpu& gpu) {
   const bool int4 = is_packed(problem.weight), blocks = has_blocks(problem);
-  const int64_t run = ceil_div(int4::tiles_n(problem.n), gpu.num_sms);
+  const int64_t tiles = int4::tiles_n(problem.n), run = ceil_div(tiles, gpu.num_sms);
   const bool one_pass = run <= 2, short_k = problem.k <= kShortK;
+  if (shares_long_k(problem, gpu)) return 0;
   switch (problem.x) {
     case Format::kFloat:
-      if (int4) return !is_split(problem) && int4::tiles_n(problem.n) > 2 * gpu.num_sms ? 8 : 16;
+      if (int4) return !is_split(problem) && tiles > 2 * gpu.num_sms ? 8 : 16;
       // Its tile of 32 tokens is not compiled with folds, which blocks and the parts of a float32 x need: mma.sync
       // keeps twice as many tokens.
       if (run == 1 && !short_k && !blocks && !is_split(problem)) return 8;  // wgmma splits K over a cluster
       return (problem.weight == Format::kInt8 ? 32 : 16) / (blocks || is_split(problem) ? 1 : 2);
     case Format::kInt8:
-      if (int4) return one_pass && short_k ? 32 : 16;
+      // Its passes of int4 have four row tiles, and from 11 of an SM on two CTAs an SM have eight each.
+      if (int4) return one_pass && short_k ? 32 : run <= 4 || run > 10 ? 16 : 8;
       return one_pass ? 32 : run < kLongRun ? 16 : 8;
     default:
       if (int4) return run <= 3 ? 16 : 8;
@@ -115,9 +129,10 @@ void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* pl
   const Tile tile = kTiles[choice.row];
   const Stage stage(traits_of(problem, tile), tile);
   plan->body = Body::kWgmma;
-  plan->reason = problem.batch_invariant ? "batch-invariant on Hopper: wgmma walks K in one order"
-                 : tile.by_turns         ? "many tokens on Hopper: wgmma by turns"
-                                         : "many tokens on Hopper: wgmma";
+  plan->reason = problem.batch_invariant       ? "batch-invariant on Hopper: wgmma walks K in one order"
+                 : tile.by_turns               ? "many tokens on Hopper: wgmma by turns"
+                 : shares_long_k(problem, gpu) ? "few rows of W and a long K on Hopper: CTAs of wgmma share K"
+                                               : "many tokens on Hopper: wgmma";
   plan->instruction = instruction_of(problem);
   plan->config = choice.row;
   plan->tile_n = choice.tile_rows;
@@ -130,9 +145,10 @@ void fill(const Problem& problem, const Gpu& gpu, const Choice& choice, Plan* pl
   plan->ctas = choice.split > 1 ? choice.ctas : std::min<int64_t>(choice.ctas, gpu.num_sms);
   plan->workspace_bytes = workspace_of(problem, *plan).bytes;
   if (problem.quantizes_x) {
-    plan->quantizer = problem.batch_invariant   ? "batch-invariant"
-                      : problem.x_rotation != 0 ? "x is rotated"
-                                                : "more than a few tokens";
+    plan->quantizer = problem.batch_invariant       ? "batch-invariant"
+                      : problem.x_rotation != 0     ? "x is rotated"
+                      : shares_long_k(problem, gpu) ? "CTAs share K"
+                                                    : "more than a few tokens";
   }
 }
 
