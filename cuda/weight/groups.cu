@@ -123,6 +123,7 @@ __global__ void __launch_bounds__(kAdders) add_up_kernel(const double* parts, in
       if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
     }
     if (threadIdx.x == 0) squares[which] = sums[0];
+    __syncthreads();  // the last sum reads what the next one writes
   }
 }
 
