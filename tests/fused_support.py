@@ -95,6 +95,10 @@ def rounding_of(group_size: int) -> Callable[[Tensor], Tensor]:
     return rounded
 
 
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.silu(gate) * up
+
+
 def expected(
     dense: list[dict[str, Tensor]],
     x: Tensor,
@@ -103,21 +107,26 @@ def expected(
     dtype: torch.dtype,
     activation: Callable[[Tensor], Tensor] = Tensor.double,
     second: Callable[[Tensor], Tensor] | None = None,
+    gated: Callable[[Tensor, Tensor], Tensor] = silu_mul,
 ) -> Tensor:
     """By loops, every product and gate rounded to ``dtype``, what is multiplied by ``activation``; by ``second``, if
-    given, before the second product. An id of -1 is no expert."""
+    given, before the second product. An id of -1 is no expert. ``dense``: biases are "b1", "b3" and "b2"."""
     y = torch.zeros(len(x), K, dtype=torch.float64)
     for token, expert in (ids >= 0).nonzero().tolist():
         own = {key: value.double() for key, value in dense[ids[token, expert]].items()}
-        gate, up = ((activation(x[token]) @ own[key].t()).to(dtype).double() for key in ("w1", "w3"))
-        rows = (second or activation)((functional.silu(gate) * up).to(dtype))
-        y[token] += weights[token, expert].double() * (rows @ own["w2"].t()).to(dtype).double()
+
+        def product(rows: Tensor, number: int, own: dict[str, Tensor] = own) -> Tensor:
+            return (rows @ own[f"w{number}"].t() + own.get(f"b{number}", 0)).to(dtype).double()
+
+        gate, up = (product(activation(x[token]), number) for number in (1, 3))
+        rows = (second or activation)(gated(gate, up).to(dtype))
+        y[token] += weights[token, expert].double() * product(rows, 2)
     return y
 
 
-def check(y: Tensor, dense: list[dict[str, Tensor]], x: Tensor, weights: Tensor, ids: Tensor) -> None:
+def check(y: Tensor, dense: list[dict[str, Tensor]], x: Tensor, weights: Tensor, ids: Tensor, **options: Any) -> None:
     """As near as loops that round where layers in bfloat16 do."""
-    exact, rounded = (expected(dense, x, weights, ids, dtype) for dtype in (torch.float64, DTYPE))
+    exact, rounded = (expected(dense, x, weights, ids, dtype, **options) for dtype in (torch.float64, DTYPE))
     assert y.shape == (len(x), K)
     error, plain = (y.double() - exact).norm(), (rounded.to(DTYPE).double() - exact).norm()
     assert error <= 2 * plain, (error, plain)

@@ -13,8 +13,8 @@ from qao.checkpoints.awq import values_of
 from qao.experts import QuantProjection, quantize_projection
 from qao.grouped import SILU_MUL
 from qao.integrations import served, served_experts
-from qao.integrations.served_projection import Arriving, Share
-from torch import Tensor
+from qao.integrations.served_projection import portions, wait_for
+from torch import Tensor, nn
 
 SIZES = ((2 * WIDTH, K), (K, WIDTH))  # of up (gate and up) and down
 GROUP = 128
@@ -76,14 +76,16 @@ def test_shares_of_own_experts(scheme: Any, ranks: int, device: str) -> None:
     dense = [{"w1": up[:WIDTH], "w3": up[WIDTH:], "w2": down} for up, down in zip(*whole, strict=True)]
     parts = []
     for rank in range(ranks):
-        shares = (Share(n, k, range(E), i, 2 - i, rank, ranks) for i, (n, k) in enumerate(SIZES))
-        own: list[QuantProjection] = []
-        for share, state in zip(shares, states, strict=True):
-            with torch.device(device):
-                arriving = Arriving(scheme.fitted(share.k), share, DTYPE, "w", own.append)
+        layer = nn.Module()
+        with torch.device(device):
+            fitted = [scheme.fitted(k) for _, k in SIZES]
+            wait_for(layer, "w", fitted, portions(WIDTH, K, range(E), rank, ranks), DTYPE)
+        for arriving, state in zip(list(layer.children()), states, strict=True):
             for key, tensor in state.items():
                 parameter: Any = arriving._parameters[key]
                 parameter.weight_loader(parameter, tensor)
-        parts.append((own[0], own[1]))
-        assert all(one.qweight.device.type == device for one in own)
+        up, down = layer.children()
+        assert isinstance(up, QuantProjection) and isinstance(down, QuantProjection)
+        assert up.qweight.device.type == down.qweight.device.type == device
+        parts.append((up, down))
     check(parts, dense, 0.02 if scheme.activations == "float" else 0.08, device)

@@ -15,7 +15,7 @@ import torch
 from fused_support import PREFIX, auto_checkpoint, checkpoint
 from qao.integrations.sglang import experts as qaos
 from qao.integrations.sglang import process
-from qao.integrations.sglang.expert_weights import Share, of_compressed_tensors
+from qao.integrations.sglang.expert_weights import ExpertSizes, of_compressed_tensors
 from sglang.srt.layers.moe.ep_moe.layer import DeepEPMoE
 from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
 from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
@@ -122,10 +122,10 @@ def test_weights_of_four_bit_floats(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_reordered_columns_of_compressed_tensors() -> None:
     layer = Experts("compressed-tensors", checkpoint("W4A16")[0]).layer
-    share = Share(256, 384, 384)
-    assert not isinstance(of_compressed_tensors(None, layer, share), str)
+    sizes = ExpertSizes(256, 384, 384)
+    assert not isinstance(of_compressed_tensors(None, layer, sizes), str)
     layer.scheme.actorder = "group"
-    assert of_compressed_tensors(None, layer, share) == "columns reordered into groups (actorder)"
+    assert of_compressed_tensors(None, layer, sizes) == "columns reordered into groups (actorder)"
 
 
 def test_shares_that_end_within_groups(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,38 +12,12 @@ import pytest
 import qao
 import torch
 from experts_support import SCHEMES
-from fused_support import DTYPE, PREFIX, WIDTH, E, K, check, check_rounded, routing
-from native import activation, exact
-from qao.experts import QuantProjection, quantize_projection
+from fused_support import DTYPE, PREFIX, WIDTH, E, K, check, routing
+from native_experts import EXPERT_SCHEMES, check_parts, checkpoint
 from qao.formats import Scheme
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 from sglang_support import Experts
 from torch import Tensor
-
-MORE = [
-    qao.Int4WeightOnly(group_size=128, symmetric=True),
-    qao.Fp4WeightOnly("nvfp4"),
-    qao.Float8WeightOnly("tensor"),
-    qao.Float8DynamicActivationFloat8Weight("block"),
-    qao.Float8DynamicActivationFloat8Weight(activation_scale=0.05),
-    qao.Int8DynamicActivationInt8Weight(rotation=64),
-]
-
-
-def checkpoint(scheme: Scheme) -> tuple[dict[str, Any], dict[str, Tensor], list[dict[str, Tensor]]]:
-    """What qao writes of a layer's experts: config and tensors by name; and in float64 what they are."""
-    tensors, dense = {}, {}
-    for key, n, k in (("up", 2 * WIDTH, K), ("down", K, WIDTH)):
-        packed = quantize_projection(torch.randn(E, n, k, dtype=DTYPE) * 0.1, scheme, False, None, key)
-        made = QuantProjection(E, n, k, scheme, packed, None, DTYPE)
-        tensors |= {f"{PREFIX}.{key}.{name}": one for name, one in made.state_dict().items()}
-        dense[key] = made.dequantize(torch.float64)
-    layers = {f"{PREFIX}.{key}": exact(scheme.fitted(k)) for key, k in (("up", K), ("down", WIDTH))}
-    each = [
-        dict(zip(("w1", "w3", "w2"), (*up.chunk(2), down), strict=True))
-        for up, down in zip(dense["up"], dense["down"], strict=True)
-    ]
-    return json.loads(json.dumps(qao.QaoConfig(layers=layers, dtype=DTYPE).to_dict())), tensors, each
 
 
 def load(config: dict[str, Any], tensors: dict[str, Tensor], *rank: int, **options: Any) -> Experts:
@@ -64,18 +37,13 @@ def load(config: dict[str, Any], tensors: dict[str, Tensor], *rank: int, **optio
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("scheme", [*SCHEMES, *MORE], ids=str)
+@pytest.mark.parametrize("scheme", EXPERT_SCHEMES, ids=str)
 def test_experts(scheme: Scheme, ranks: int) -> None:
     torch.manual_seed(ranks)
     config, tensors, dense = checkpoint(scheme)
     given = routing(9)
     parts = [load(config, tensors, rank, ranks)(*given).double() for rank in range(ranks)]
-    what = activation(scheme)
-    if scheme.activations == "float":
-        check(sum(parts), dense, *given)
-    else:
-        same = not scheme.rotation and (ranks == 1 or what.group_size in (0, 128))
-        check_rounded(sum(parts), dense, given, lambda row: what.seen(row[None].to(DTYPE))[0].double(), same=same)
+    check_parts(parts, scheme, dense, given)
 
 
 def test_experts_of_other_processes() -> None:
@@ -97,7 +65,9 @@ def test_weights_are_held_once() -> None:
 
 def test_cuts_within_what_shares_a_scale() -> None:
     config, tensors, _ = checkpoint(qao.Int4WeightOnly(group_size=256))
-    with pytest.raises(ValueError, match="experts.down: one process gets 128 columns .* int4 g256 .* among 256"):
+    with pytest.raises(
+        ValueError, match="experts.down: one process gets 128 columns .* int4 g256 .* among 256. .* work: 1."
+    ):
         load(config, tensors, 0, 3)
 
 

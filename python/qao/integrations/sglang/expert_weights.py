@@ -25,7 +25,7 @@ from .kernels import awq_values, blocks_obstacle, fp8_obstacle, gptq_values, onl
 Values = Callable[[Tensor, Tensor, "Tensor | None", int], served_experts.Plain]
 
 
-class Share(NamedTuple):
+class ExpertSizes(NamedTuple):
     """What this process has of experts: ``width`` of ``full_width`` rows of gate and of up."""
 
     hidden: int
@@ -99,7 +99,7 @@ class EightBits(Weights):
 _FP8_ROWS, _FP8_BLOCKS = (Float8DynamicActivationFloat8Weight(granularity) for granularity in ("row", "block"))
 
 
-def of_compressed_tensors(own: Any, layer: nn.Module, share: Share) -> Weights | str:
+def of_compressed_tensors(own: Any, layer: nn.Module, sizes: ExpertSizes) -> Weights | str:
     scheme: Any = layer.scheme
     kind = type(scheme)
     if kind in (schemes.CompressedTensorsWNA16MoE, schemes.CompressedTensorsWNA16TritonMoE):
@@ -109,13 +109,13 @@ def of_compressed_tensors(own: Any, layer: nn.Module, share: Share) -> Weights |
             return "zero points, which SGLang does not load into experts as compressed-tensors stores them"
         group_size = -1 if scheme.strategy == "channel" else scheme.group_size
         names = "weight_packed weight_scale weight_zero_point"
-        return _integers(gptq_values, names, scheme.num_bits, group_size, True, share)
+        return _integers(gptq_values, names, scheme.num_bits, group_size, True, sizes)
     if kind is schemes.CompressedTensorsW8A8Fp8MoE:
-        return _fp8("weight_scale", scheme.weight_block_size, scheme.static_input_scales, share)
+        return _fp8("weight_scale", scheme.weight_block_size, scheme.static_input_scales, sizes)
     return f"weights of {kind.__name__}"
 
 
-def of_gptq(own: Any, layer: nn.Module, share: Share) -> Weights | str:
+def of_gptq(own: Any, layer: nn.Module, sizes: ExpertSizes) -> Weights | str:
     config, scheme = own.quant_config, layer.scheme  # SGLang gives a layer its scheme here or later
     if scheme is not None and type(scheme) not in (GPTQMarlinMoEScheme, GPTQIntelAMXMoEScheme):
         return f"weights of {type(scheme).__name__}"
@@ -124,16 +124,16 @@ def of_gptq(own: Any, layer: nn.Module, share: Share) -> Weights | str:
     if getattr(config, "checkpoint_format", "") not in ("", "gptq"):
         return f"the format {config.checkpoint_format} of GPTQ"
     symmetric = getattr(config, "is_sym", False)
-    return _integers(gptq_values, _AUTO, config.weight_bits, config.group_size, symmetric, share)
+    return _integers(gptq_values, _AUTO, config.weight_bits, config.group_size, symmetric, sizes)
 
 
-def of_awq(own: Any, layer: nn.Module, share: Share) -> Weights | str:
+def of_awq(own: Any, layer: nn.Module, sizes: ExpertSizes) -> Weights | str:
     if type(layer.scheme) not in (AWQMoEScheme, AWQIntelAMXMoEScheme):
         return f"weights of {type(layer.scheme).__name__}"
-    return _integers(awq_values, _AUTO, own.quant_config.weight_bits, own.quant_config.group_size, False, share)
+    return _integers(awq_values, _AUTO, own.quant_config.weight_bits, own.quant_config.group_size, False, sizes)
 
 
-def of_moe_wna16(own: Any, layer: nn.Module, share: Share) -> Weights | str:
+def of_moe_wna16(own: Any, layer: nn.Module, sizes: ExpertSizes) -> Weights | str:
     config = own.quant_config
     if config.linear_quant_method == "gptq":
         if config.has_zp:
@@ -141,28 +141,28 @@ def of_moe_wna16(own: Any, layer: nn.Module, share: Share) -> Weights | str:
         if config.full_config.get("desc_act"):
             return "columns reordered into groups (desc_act)"
     group_size = config.group_size
-    while group_size > 32 and (share.width % group_size or share.hidden % group_size):
+    while group_size > 32 and (sizes.width % group_size or sizes.hidden % group_size):
         group_size //= 2  # as SGLang does, which repeats the scales
-    return _integers(_values_of_bytes, _AUTO, config.weight_bits, group_size, not config.has_zp, share)
+    return _integers(_values_of_bytes, _AUTO, config.weight_bits, group_size, not config.has_zp, sizes)
 
 
-def of_fp8(own: Any, layer: nn.Module, share: Share) -> Weights | str:
+def of_fp8(own: Any, layer: nn.Module, sizes: ExpertSizes) -> Weights | str:
     if own.is_fp4_expert:
         return "weights of four-bit floats"
     blocks = own.quant_config.weight_block_size
     scales = "weight_scale" if blocks is None else "weight_scale_inv"
-    return fp8_obstacle(own) or _fp8(scales, blocks, own.quant_config.activation_scheme == "static", share)
+    return fp8_obstacle(own) or _fp8(scales, blocks, own.quant_config.activation_scheme == "static", sizes)
 
 
-def of_modelopt_fp8(own: Any, layer: nn.Module, share: Share) -> Weights | str:
-    return online(own.quant_config) or _fp8("weight_scale", None, True, share)
+def of_modelopt_fp8(own: Any, layer: nn.Module, sizes: ExpertSizes) -> Weights | str:
+    return online(own.quant_config) or _fp8("weight_scale", None, True, sizes)
 
 
-def of_w8a8_fp8(own: Any, layer: nn.Module, share: Share) -> Weights | str:
-    return online(own.quant_config) or _fp8("weight_scale", None, False, share)
+def of_w8a8_fp8(own: Any, layer: nn.Module, sizes: ExpertSizes) -> Weights | str:
+    return online(own.quant_config) or _fp8("weight_scale", None, False, sizes)
 
 
-def of_w8a8_int8(own: Any, layer: nn.Module, share: Share) -> Weights | str:
+def of_w8a8_int8(own: Any, layer: nn.Module, sizes: ExpertSizes) -> Weights | str:
     return EightBits(Int8DynamicActivationInt8Weight(), "weight_scale")
 
 
@@ -177,13 +177,15 @@ def _values_of_bytes(
     return q, scales, None if zeros is None else nibbles(zeros.t()).t()
 
 
-def _integers(values: Values, names: str, bits: int, group_size: int, symmetric: bool, share: Share) -> Weights | str:
-    reason = served_experts.integers_obstacle(bits, group_size, *share, not symmetric)
+def _integers(
+    values: Values, names: str, bits: int, group_size: int, symmetric: bool, sizes: ExpertSizes
+) -> Weights | str:
+    reason = served_experts.integers_obstacle(bits, group_size, *sizes, not symmetric)
     return reason or Integers(values, names, bits, group_size, symmetric)
 
 
-def _fp8(scales: str, blocks: list[int] | None, static: bool, share: Share) -> Weights | str:
+def _fp8(scales: str, blocks: list[int] | None, static: bool, sizes: ExpertSizes) -> Weights | str:
     if blocks is None:
         return EightBits(_FP8_ROWS, scales, static)
-    reason = blocks_obstacle(blocks) or served_experts.blocks_obstacle(share.width)
+    reason = blocks_obstacle(blocks) or served_experts.blocks_obstacle(sizes.width)
     return reason or EightBits(_FP8_BLOCKS, scales)

@@ -31,11 +31,11 @@ from ...experts import QuantProjection
 from ...grouped import SILU_MUL
 from .. import served_experts
 from . import expert_weights
-from .expert_weights import Share, Weights
+from .expert_weights import ExpertSizes, Weights
 from .layouts import LEFT_OUT
 from .process import missing, tell_left, tell_served
 
-_WEIGHTS: dict[type, Callable[[Any, nn.Module, Share], Weights | str]] = {
+_WEIGHTS: dict[type, Callable[[Any, nn.Module, ExpertSizes], Weights | str]] = {
     CompressedTensorsFusedMoEMethod: expert_weights.of_compressed_tensors,
     GPTQMoEMethod: expert_weights.of_gptq,
     GPTQMarlinMoEMethod: expert_weights.of_gptq,
@@ -66,7 +66,7 @@ def _weights_of(own: Any, layer: Any) -> Weights | str:
     if reason := missing(torch.empty(0).device) or obstacle(layer):
         return reason
     width = layer.intermediate_size_per_partition
-    return _WEIGHTS[type(own)](own, layer, Share(layer.hidden_size, width, width * layer.moe_tp_size))
+    return _WEIGHTS[type(own)](own, layer, ExpertSizes(layer.hidden_size, width, width * layer.moe_tp_size))
 
 
 def obstacle(layer: Any) -> str | None:

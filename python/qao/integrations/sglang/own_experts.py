@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 from torch import nn
 
-from ...experts import QuantProjection
 from ...formats import Scheme
-from ..served_projection import Arriving, Share
+from ..served_projection import check_come, portions, wait_for
 from .experts import GroupedExperts, obstacle
 from .process import missing
 
@@ -29,17 +27,12 @@ class QaoOwnExpertsMethod(GroupedExperts):
             raise NotImplementedError(f"qao: {name}: experts in qao's own format: {reason}")
 
     def create_weights(self, layer: Any, *sizes: Any, **named: Any) -> None:
-        width, hidden = layer.intermediate_size_per_partition * layer.moe_tp_size, layer.hidden_size
-        slots, part = _slots(layer), (layer.moe_tp_rank, layer.moe_tp_size)
-        shares = Share(2 * width, hidden, slots, 0, 2, *part), Share(hidden, width, slots, 1, 1, *part)
-        for key, scheme, share in zip(("up", "down"), self.schemes, shares, strict=True):
-            done = partial(layer.add_module, key)
-            layer.add_module(key, Arriving(scheme, share, layer.params_dtype, f"{self.name}.{key}", done))
+        width = layer.intermediate_size_per_partition * layer.moe_tp_size
+        pair = portions(width, layer.hidden_size, _slots(layer), layer.moe_tp_rank, layer.moe_tp_size)
+        wait_for(layer, self.name, self.schemes, pair, layer.params_dtype)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        for one in (layer.up, layer.down):
-            if not isinstance(one, QuantProjection):
-                raise ValueError(f"qao: {one.name}: SGLang has not loaded {', '.join(sorted(one.missing))} into it")
+        check_come(layer, "SGLang")
 
 
 def _slots(layer: Any) -> list[int]:
