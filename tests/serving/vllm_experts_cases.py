@@ -180,8 +180,8 @@ def test_experts_of_fp8(case: str, group_size: int, ranks: int) -> None:
     [
         ("W4A16 channel", {}, "4 bits by channel"),
         ("W8A16 channel", {}, "8 bits by channel"),
-        ("W4A16", {"activation": "gelu"}, "GELU activation"),
-        ("W4A16", {"swiglu_limit": 7.0}, "a SwiGLU with limits"),
+        ("W4A16", {"activation": "gelu"}, "the gate gelu"),
+        ("W4A16", {"swiglu_limit": 7.0}, "the gate silu with limit 7.0"),
     ],
 )
 def test_what_is_left_to_vllm(case: str, options: dict[str, Any], words: str) -> None:

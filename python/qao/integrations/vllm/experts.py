@@ -8,105 +8,18 @@ not be computed exactly as the checkpoint says; vLLM then goes through its own l
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
-import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
-from vllm import envs
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
 from ...checkpoints.awq import values_of
 from ...checkpoints.plain import group_size_of
 from ...grouped import SILU_MUL
 from ...grouped_mm import int4_grouped_mm
 from .. import served, served_experts
-from .kernels import _missing
-
-BACKEND = SimpleNamespace(value="QAO")  # where vLLM has a member of its enum
-
-
-class GroupedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
-    """W [E, N, K] of a format that a subclass knows; gate and up in one product, SiLU between.
-
-    Experts that are on other processes (expert parallelism) count as zero here.
-    """
-
-    def _product(
-        self, second: bool, x: Tensor, weight: Tensor, offsets: Tensor, row_index: Tensor | None, n: int
-    ) -> Tensor:
-        """x times gate and up, or down (``second``), [rows, n]."""
-        raise NotImplementedError
-
-    @property
-    def expects_unquantized_inputs(self) -> bool:
-        return True
-
-    @staticmethod
-    def activation_format() -> mk.FusedMoEActivationFormat:
-        return mk.FusedMoEActivationFormat.Standard
-
-    @staticmethod
-    def _supports_current_device() -> bool:
-        return _missing() is None
-
-    @staticmethod
-    def _supports_no_act_and_mul() -> bool:
-        return False
-
-    @staticmethod
-    def _supports_activation(activation: MoEActivation) -> bool:
-        return activation == MoEActivation.SILU  # type: ignore[no-any-return]
-
-    @staticmethod
-    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
-        return True
-
-    def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
-        n = 2 * self.moe_config.intermediate_size_per_partition  # packed, w1 does not say
-        return len(w1), len(a1), n, a1.shape[-1], topk_ids.shape[1]
-
-    def workspace_shapes(
-        self, M: int, N: int, K: int, *rest: Any
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        return (0,), (0,), (M, K)
-
-    def finalize_weight_and_reduce_impl(self) -> Any:
-        return TopKWeightAndReduceNoOP()
-
-    def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: MoEActivation,
-        global_num_experts: int,
-        expert_map: Tensor | None,
-        a1q_scale: Tensor | None,
-        a2_scale: Tensor | None,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        k, width = hidden_states.shape[-1], self.moe_config.intermediate_size_per_partition
-        ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
-        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-
-        def up(x: Tensor, offsets: Tensor, row_index: Tensor) -> Tensor:
-            return self._product(False, x, w1, offsets, row_index, 2 * width)
-
-        def down(rows: Tensor, offsets: Tensor) -> Tensor:
-            return self._product(True, rows, w2, offsets, None, k)
-
-        output.copy_(served_experts.through(hidden_states, ids, weights, len(w1), up, down))
+from .grouped_experts import BACKEND, GroupedExperts, general_obstacle, kernel_of
 
 
 class QaoExperts(GroupedExperts):
@@ -125,20 +38,6 @@ class QaoExperts(GroupedExperts):
         assert size is not None  # obstacle()
         gate = None if second else SILU_MUL
         return int4_grouped_mm(x, weight, scales, bias, offsets, row_index, None, n, k, size, gate=gate)
-
-
-def general_obstacle(experts: type[GroupedExperts], config: Any, weight_key: Any, activation_key: Any) -> str | None:
-    """Why experts of any format are left to vLLM; None if ``experts`` may compute them."""
-    if config.moe_backend != "auto" or experts.__name__ in envs.VLLM_DISABLED_KERNELS:
-        return f"another backend is asked for (moe_backend {config.moe_backend!r}), or this one left out"
-    if config.swiglu_limit is not None or config.swiglu_alpha is not None or config.swiglu_beta is not None:
-        return "a SwiGLU with limits or factors"
-    batched = config.moe_parallel_config.use_batched_activation_format
-    formats = mk.FusedMoEActivationFormat
-    supported, reason = experts.is_supported_config(
-        experts, config, weight_key, activation_key, formats.BatchedExperts if batched else formats.Standard
-    )
-    return None if supported else str(reason)
 
 
 def obstacle(config: Any, weight_key: Any, quant_config: Any) -> str | None:
@@ -233,14 +132,7 @@ def register() -> None:
     ) -> Any:
         if backend is not BACKEND:
             return make(moe_quant_config, moe_config, experts_cls, backend, routing_tables)
-        from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
-
-        return mk.FusedMoEKernel(
-            maybe_make_prepare_finalize(
-                moe_config, moe_quant_config, routing_tables, allow_new_interface=True, use_monolithic=False
-            ),
-            experts_cls(moe_config=moe_config, quant_config=moe_quant_config),
-        )
+        return kernel_of(experts_cls(moe_config=moe_config, quant_config=moe_quant_config), routing_tables)
 
     int_wna16.select_wna16_moe_backend = select_backend
     int_wna16.convert_to_wna16_moe_kernel_format = convert_weights

@@ -15,7 +15,7 @@ from ...grouped import SILU_MUL
 from ...grouped_mm import fp8_fp8_grouped_mm
 from ...quantizer_fp8 import SCALE_BLOCK
 from .. import served_experts
-from .experts import BACKEND, GroupedExperts, general_obstacle
+from .grouped_experts import BACKEND, GroupedExperts, general_obstacle
 
 
 class QaoFp8Experts(GroupedExperts):
