@@ -100,11 +100,21 @@ def test_what_nobody_can_compute() -> None:
         Experts("qao", config, activation="gelu")
 
 
-def test_experts_that_sglang_calls_otherwise() -> None:
-    """They would stay as they are made: random."""
+def test_experts_that_transformers_calls_otherwise() -> None:
+    """A config has its names; tensors those that SGLang has, or they do not come."""
+    config, tensors, dense = checkpoint(SCHEMES[0])
+    told = config["layers"][0]["modules"]
+    told[:] = [one.replace("mlp", "moe") for one in told]
+    given = routing(9)
+    check(load(config, tensors)(*given), dense, *given)
+    others = {name.replace("mlp", "moe"): one for name, one in tensors.items()}
+    with pytest.raises(ValueError, match="experts.up: SGLang has not loaded pip_install_qao, qweight, scales, weight"):
+        load(config, others)
+
+
+def test_two_experts_of_a_block() -> None:
     config, _, _ = checkpoint(SCHEMES[0])
-    config["layers"][0]["modules"] = [one.replace("mlp", "moe") for one in config["layers"][0]["modules"]]
-    with pytest.raises(
-        NotImplementedError, match="model.layers.0.mlp.experts, .* model.layers.0.moe.experts.up quantised"
-    ):
+    told = config["layers"][0]["modules"]
+    told[:] = [one.replace("mlp", other) for one in told for other in ("moe", "more")]
+    with pytest.raises(NotImplementedError, match="0.mlp.experts, .*0.moe.experts and .*0.more.experts"):
         Experts("qao", config)

@@ -13,10 +13,13 @@ import vllm_support  # noqa: F401  # first: it makes vLLM importable
 import pytest
 import qao
 import torch
+import transformers
 from accuracy import check_close
 from native import DTYPE, activation
+from qao.experts import QuantExperts
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models import registry
 from vllm_support import engine
@@ -89,3 +92,40 @@ def test_a_saved_model(
     y = theirs.lm_head.quant_method.apply(theirs.lm_head, x).detach()
     check_close(y, x, dense, None, what.seen(x), what.slack(x, dense))
     assert torch.equal(modules["model.embed_tokens"].weight, ours.model.embed_tokens.weight)
+
+
+SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
+SIZES |= {"max_position_embeddings": 64, "num_key_value_heads": 2, "num_experts_per_tok": 2, "intermediate_size": 128}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 64, "head_dim": 32},
+    "Mixtral": {"num_local_experts": 4},  # whose experts transformers calls otherwise than its checkpoints do
+    "GptOss": {"num_local_experts": 4, "head_dim": 32},  # vLLM makes its head in floats
+    "DeepseekV3": {
+        **{"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        **{"moe_intermediate_size": 64, "q_lora_rank": 64, "kv_lora_rank": 64, "num_key_value_heads": 4},
+        **{"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "topk_method": "noaux_tc"},
+    },
+}
+
+
+@pytest.mark.parametrize("family", list(MIXTURES))
+def test_a_saved_mixture(family: str, tmp_path: Path, without_processes: None) -> None:
+    """vLLM's experts give what those of transformers give, which have the same weights and operators."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**(SIZES | MIXTURES[family]))
+    ours = getattr(transformers, f"{family}ForCausalLM")(config).to(DTYPE)
+    for name, parameter in ours.named_parameters():
+        if name.endswith("_bias"):
+            torch.nn.init.normal_(parameter)
+    qao.quantize_(ours, qao.Int4WeightOnly(32), filter=lambda name, module: name != "lm_head")
+    ours.save_pretrained(tmp_path)
+    theirs, found = load(tmp_path)
+    assert found == "qao"
+    of_ours = [one for one in ours.modules() if isinstance(one, QuantExperts)]
+    of_theirs = [one for one in theirs.modules() if isinstance(one, RoutedExperts)]
+    for own, served in zip(of_ours, of_theirs, strict=True):
+        x, weights = torch.randn(9, 128, dtype=DTYPE), torch.rand(9, 2)
+        chosen = torch.stack([torch.randperm(4)[:2] for _ in range(9)])
+        with engine(DTYPE), torch.no_grad():
+            y = served.quant_method.apply(served, x, weights, chosen.int(), None, None)
+            assert y.std() > 0 and torch.equal(y, own(x, chosen, weights))

@@ -77,33 +77,32 @@ class Served:
     def experts_of(self, name: str) -> tuple[Scheme, Scheme] | None:
         """The schemes of gate and up and of down of fused experts; None: they are not quantised.
 
-        Raises:
-            NotImplementedError: they are linear layers, one for each expert, or have another name in the engine.
-        """
-        up, down = self.layers.get(f"{name}.up"), self.layers.get(f"{name}.down")
-        if up is not None and down is not None:
-            return up, down
-        self.refuse_experts(name)
-        block = re.match(r".*?\blayers\.\d+\.", name)
-        if block and (
-            others := [one for one in self.layers if one.startswith(block[0]) and one.endswith("experts.up")]
-        ):
-            raise NotImplementedError(
-                f"qao: {self.engine} calls the experts of a layer {name}, and the checkpoint has {others[0]} quantised "
-                "there, which would not be found. Leave them in floats, or save the model as compressed-tensors."
-            )
-        return None
+        Where a block has other experts alone, an engine calls these as the checkpoint does and as transformers doesn't,
+        whose names a config has (Mixtral): ``served_projection.check_come`` finds out whether tensors come.
 
-    def refuse_experts(self, name: str) -> None:
-        """Raises NotImplementedError where experts of the engine's layer ``name`` are quantised."""
-        if inside := self._inside(name):
+        Raises:
+            NotImplementedError: they are linear layers, one for each expert, or it is not clear which they are.
+        """
+        if listed := [one for one in self._inside(name) if one not in (f"{name}.up", f"{name}.down")]:
             raise NotImplementedError(
-                f"qao: {name}: experts quantised by qao ({len(inside)} layers, such as {inside[0]}) have no kernel in "
+                f"qao: {name}: experts quantised by qao ({len(listed)} layers, such as {listed[0]}) have no kernel in "
                 f"{self.engine}. Leave them in floats, or save the model as compressed-tensors."
             )
+        block = re.match(r".*?\blayers\.\d+\.", name)
+        prefix = name if block is None else block[0]
+        found = [
+            one.removesuffix(".up") for one in self.layers if one.startswith(prefix) and one.endswith("experts.up")
+        ]
+        if name not in found and len(found) > 1:
+            raise NotImplementedError(
+                f"qao: {self.engine} calls the experts of a layer {name}, and the checkpoint has {' and '.join(found)} "
+                "quantised there. Leave them in floats, or save the model as compressed-tensors."
+            )
+        of = name if name in found else found[0] if found else None
+        return None if of is None else (self.layers[f"{of}.up"], self.layers[f"{of}.down"])
 
     def refuse_embedding(self, name: str) -> None:
-        """The same of an embedding."""
+        """Raises NotImplementedError where the engine's layer ``name``, an embedding, is quantised."""
         if self._inside(name):
             raise NotImplementedError(
                 f"qao: {name}: {self.engine} does not serve a quantised embedding. Quantise without embeddings=True."

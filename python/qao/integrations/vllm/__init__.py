@@ -1,9 +1,9 @@
 """vLLM: an entry point of the group ``vllm.general_plugins``, which each of its processes calls when it starts.
 
 kernels.py puts qao's operators before vLLM's own linear kernels, for the checkpoints that vLLM reads, and experts.py
-and experts_fp8.py before its kernels of fused experts; config.py and
-linear.py make the quantisation method "qao" known, for checkpoints in qao's own format. Nothing here
-imports vLLM: what is to be told to one of its modules is told once that module is imported, by whomever.
+and experts_fp8.py before its kernels of fused experts; config.py, linear.py and own_experts.py make the quantisation
+method "qao" known, for checkpoints in qao's own format; grouped_experts.py is what experts share. Nothing here imports
+vLLM: what is to be told to one of its modules is told once that module is imported, by whomever.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The quantisation config "qao" of vLLM: checkpoints in qao's own format. Linear layers, experts only in floats.
+"""The quantisation config "qao" of vLLM: checkpoints in qao's own format.
 
 It is registered while vLLM's table of methods is imported, so that what it needs of vLLM's layers comes later.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from ..served_linear import Served
+
+_EXPERTS = re.compile(r"\bexperts\.(?=(up|down)\.)")
 
 
 class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
@@ -45,12 +48,20 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         self.served.layers = hf_to_vllm_mapper.apply_dict(self.served.layers)
 
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> Any:
+        """Names of tensors as vLLM has them, whose experts are a child of the layer that a checkpoint names."""
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        return WeightsMapper(orig_to_new_regex={_EXPERTS: "experts.routed_experts."})
+
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
         from .linear import QaoLinearMethod
+        from .own_experts import QaoOwnExpertsMethod
 
         if isinstance(layer, (LinearBase, ParallelLMHead)):
             scheme = self.served.scheme_of(prefix, self.packed_modules_mapping)
@@ -58,7 +69,9 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
                 return QaoLinearMethod(scheme, prefix)
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         if isinstance(layer, RoutedExperts):
-            self.served.refuse_experts(prefix)
+            schemes = self.served.experts_of(prefix)
+            if schemes is not None:
+                return QaoOwnExpertsMethod(*schemes, layer, prefix)
             return UnquantizedFusedMoEMethod(layer.moe_config)
         if isinstance(layer, VocabParallelEmbedding):
             self.served.refuse_embedding(prefix)

@@ -1,0 +1,147 @@
+"""Fused experts of qao's own checkpoints in vLLM: tensors "experts.up.qweight" and so on, of all experts.
+
+vLLM keeps a layer's experts in a child of it, "experts.routed_experts", which gets the children ``up`` and ``down``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+from ...experts import QuantProjection
+from ...formats import Scheme
+from ...grouped import SILU_MUL, Gate
+from ..served_projection import check_come, portions, wait_for
+from .grouped_experts import GroupedExperts, general_obstacle, kernel_of
+
+CHILD = "routed_experts"
+_GPT_OSS: Gate = (1.702, 7.0, 1.0, True)  # vLLM's numbers of MoEActivation.SWIGLUOAI, whatever a config says
+
+# Classes that do no more than load as their models name things.
+_LAYERS = ("RoutedExperts", "GptOssRoutedExperts", "TransformersRoutedExperts")
+
+
+class QaoOwnExperts(GroupedExperts):
+    """Projections of any scheme, with every gate that their products have."""
+
+    up: QuantProjection
+    down: QuantProjection
+
+    @staticmethod
+    def gate_of(config: Any) -> Gate | None:
+        alpha, limit, beta = config.swiglu_alpha, config.swiglu_limit, config.swiglu_beta
+        if config.activation == MoEActivation.SILU and alpha is None and beta is None:
+            return SILU_MUL if limit is None else (1.0, limit, 0.0, False)
+        if config.activation == MoEActivation.SWIGLUOAI_UNINTERLEAVE and limit is not None:
+            return 1.0 if alpha is None else alpha, limit, 0.0 if beta is None else beta, False
+        if config.activation == MoEActivation.SWIGLUOAI and alpha is None and limit is None and beta is None:
+            return _GPT_OSS
+        return None
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return True
+
+    def _product(
+        self, second: bool, x: Tensor, weight: Tensor, offsets: Tensor, row_index: Tensor | None, n: int
+    ) -> Tensor:
+        if second:
+            return self.down(x, offsets, row_index)  # type: ignore[no-any-return]
+        return self.up(x, offsets, row_index, gate=self.gate_of(self.moe_config))  # type: ignore[no-any-return]
+
+
+class QaoOwnExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
+    """``up`` and ``down`` wait for their tensors until vLLM has loaded them.
+
+    Raises:
+        NotImplementedError: qao cannot compute these experts, and nobody else can.
+    """
+
+    def __init__(self, up: Scheme, down: Scheme, layer: Any, name: str) -> None:
+        super().__init__(layer.moe_config)
+        self.schemes, self.name = (up, down), name
+        if reason := _obstacle(layer):
+            raise NotImplementedError(f"qao: {name}: experts in qao's own format: {reason}")
+
+    def create_weights(self, layer: Any, *sizes: Any, **named: Any) -> None:
+        config, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
+        if config.hidden_dim != config.hidden_dim_unpadded:
+            raise NotImplementedError(
+                f"qao: {self.name}: packed experts are not padded, and {parallel.all2all_backend} wants "
+                f"{config.hidden_dim} columns for {config.hidden_dim_unpadded}. Choose another --all2all-backend."
+            )
+        interleaved = config.activation == MoEActivation.SWIGLUOAI
+        place = parallel.tp_rank, parallel.tp_size
+        pair = portions(config.intermediate_size, config.hidden_dim, _slots(layer), *place, interleaved=interleaved)
+        wait_for(layer, self.name, self.schemes, pair, layer.params_dtype, biases=config.has_bias)
+        layer.load_weights = partial(_load, layer)  # vLLM's own knows no names but "w13_…" and "w2_…"
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        check_come(layer, "vLLM")
+        self.moe_quant_config = FusedMoEQuantConfig.make()
+        experts = QaoOwnExperts(moe_config=self.moe, quant_config=self.moe_quant_config)
+        experts.up, experts.down = layer.up, layer.down
+        self.moe_kernel = kernel_of(experts, layer._expert_routing_tables())
+
+    def get_fused_moe_quant_config(self, layer: nn.Module) -> Any:
+        return self.moe_quant_config
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        return self.moe_kernel.apply(  # type: ignore[no-any-return]
+            hidden_states=x,
+            w1=layer.up.qweight,
+            w2=layer.down.qweight,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            activation=layer.activation,
+            global_num_experts=layer.global_num_experts,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            shared_experts=shared_experts,
+            shared_experts_input=shared_experts_input,
+        )
+
+
+def _obstacle(layer: Any) -> str | None:
+    """Why qao cannot compute these experts; None if it can."""
+    if type(layer).__name__ not in _LAYERS:
+        return f"a layer of its own kind ({type(layer).__name__})"
+    if layer.expert_map_manager.num_fused_shared_experts:
+        return "shared experts that are fused with them"
+    return general_obstacle(QaoOwnExperts, layer.moe_config, None, None)
+
+
+def _slots(layer: Any) -> list[int]:
+    """The expert of the checkpoint that each place of this process has."""
+    number_of = layer.expert_map_manager.map_global_to_local
+    places = {number_of(expert): expert for expert in range(layer.global_num_experts)}
+    return [places[place] for place in range(layer.local_num_experts)]
+
+
+def _load(layer: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+    """In place of ``RoutedExperts.load_weights``: takes tensors "up.qweight" and so on, and says which it took."""
+    for name, tensor in weights:
+        name = name.removeprefix(f"{CHILD}.")
+        key, _, one = name.partition(".")
+        target: Any = getattr(layer._modules.get(key), "_parameters", {}).get(one)
+        if not hasattr(target, "weight_loader"):
+            raise ValueError(
+                f"qao: {layer.layer_name}: nothing is to be loaded into {name}. Packed experts take no other weights "
+                "while vLLM runs: start it anew."
+            )
+        target.weight_loader(target, tensor)
+        yield name
