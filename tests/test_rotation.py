@@ -416,6 +416,7 @@ def test_parts_add_up_to_the_whole(scheme: Any) -> None:
 
 
 def test_a_served_layer_keeps_it() -> None:
+    from qao.integrations.served_config import Served
     from qao.integrations.served_linear import ServedLinear
 
     class Made(ServedLinear):
@@ -423,8 +424,8 @@ def test_a_served_layer_keeps_it() -> None:
 
     layer = qao.QuantLinear.from_linear(linear(192), INT8(symmetric_activations=False, rotation=64))
     with pytest.raises(ValueError, match="can be cut into between 64 columns"):
-        Made(layer.scheme, "down")._check_cuts([48], 96, cut_rows=False, cut_columns=True)
-    served: Any = Made(layer.scheme, "down")
+        Made(layer.scheme, "down", Served({}, "an engine"))._check_cuts([48], 96, cut_rows=False, cut_columns=True)
+    served: Any = Made(layer.scheme, "down", Served({}, "an engine"))
     served.parts, served.k, served.full_k = [48], 192, 384  # so that sums are those of its own columns
     served.rest = layer.scheme.constants(48, 192)
     holder: Any = nn.Module()

@@ -47,7 +47,8 @@ class Layer:
 
     def load(self, states: list[dict[str, Tensor]]) -> None:
         parameters = dict(self.layer.named_parameters())
-        for (_, part, _), state in zip(KINDS[self.kind], states, strict=True):
+        parts = [part for _, part, _ in KINDS[self.kind]] if len(states) > 1 else [None]  # joined in the checkpoint
+        for part, state in zip(parts, states, strict=True):
             for name, tensor in state.items():
                 target = parameters[name]
                 target.weight_loader(target, tensor, *([] if part is None else [part]))

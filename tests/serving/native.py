@@ -45,6 +45,16 @@ def checkpoint(kind: str, scheme: Scheme) -> tuple[dict[str, Any], list[dict[str
     return json.loads(json.dumps(qao.QaoConfig(layers=layers, dtype=DTYPE).to_dict())), states, dense
 
 
+def joined(kind: str, scheme: Scheme) -> tuple[dict[str, Any], list[dict[str, Tensor]], list[Tensor], list[Tensor]]:
+    """As ``checkpoint``, of a model with one linear layer for them all, as Phi-3 is; and the parts of its bias."""
+    rows = [rows for _, _, rows in KINDS[kind]]
+    made = qao.QuantLinear.from_linear(nn.Linear(K, sum(rows), dtype=DTYPE), scheme)
+    name = f"{KINDS[kind][0][0].rpartition('.')[0]}.{kind}_proj"
+    content = json.loads(json.dumps(qao.QaoConfig(layers={name: exact(scheme)}, dtype=DTYPE).to_dict()))
+    state = made.state_dict()
+    return content, [state], list(made.dequantize(torch.float64).split(rows)), list(state["bias"].split(rows))
+
+
 def check(loaded: Layer, scheme: Scheme, states: list[dict[str, Tensor]], dense: list[Tensor]) -> None:
     """The layer multiplies its share of the weights ``dense``."""
     names = {name for name, _ in loaded.layer.named_parameters()}

@@ -15,7 +15,7 @@ import sglang
 import torch
 from checkpoint_support import SCHEMES
 from loaded import KINDS, installed
-from native import check, checkpoint
+from native import check, checkpoint, joined
 from qao.formats import Scheme
 from sglang.srt import plugins
 from sglang.srt.layers import quantization
@@ -41,6 +41,16 @@ def test_layers(scheme: Scheme, kind: str, size: int) -> None:
         check(loaded, scheme, states, dense)
 
 
+@pytest.mark.parametrize(("kind", "size"), [("qkv", 2), ("gate_up", 1), ("gate_up", 2)])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_layers_that_a_checkpoint_has_joined(scheme: Scheme, kind: str, size: int) -> None:
+    torch.manual_seed(size)
+    content, states, dense, biases = joined(kind, scheme)
+    parts = [{"bias": bias} for bias in biases]
+    for rank in range(size):
+        check(load(kind, content, states, rank, size), scheme, parts, dense)
+
+
 def config(*names: str) -> Any:
     content = qao.QaoConfig(layers=dict.fromkeys(names, SCHEMES[0])).to_dict()
     return quantization.get_quantization_config("qao").from_config(content)
@@ -62,6 +72,13 @@ def test_cuts_within_what_shares_a_scale() -> None:
     content, states, _ = checkpoint("row", qao.Int4WeightOnly(256))
     with pytest.raises(ValueError, match="gets 128 columns, which int4 g256 .* between 256 columns. Choose another"):
         load("row", content, states, 0, 4)
+
+
+def test_a_matrix_that_does_not_come() -> None:
+    content, states, _ = checkpoint("qkv", SCHEMES[0])
+    states[2] = {}
+    with pytest.raises(ValueError, match="qkv_proj: SGLang has loaded 2 of 3 weights into it"):
+        load("qkv", content, states)
 
 
 def test_experts_and_embeddings_are_refused() -> None:

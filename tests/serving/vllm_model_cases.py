@@ -17,6 +17,7 @@ import transformers
 from accuracy import check_close
 from native import DTYPE, activation
 from qao.experts import QuantExperts
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -92,6 +93,17 @@ def test_a_saved_model(
     y = theirs.lm_head.quant_method.apply(theirs.lm_head, x).detach()
     check_close(y, x, dense, None, what.seen(x), what.slack(x, dense))
     assert torch.equal(modules["model.embed_tokens"].weight, ours.model.embed_tokens.weight)
+
+
+def test_a_layer_that_is_not_in_the_files(tmp_path: Path, without_processes: None) -> None:
+    ours = llama(192)
+    qao.quantize_(ours, qao.Int4WeightOnly(128))
+    ours.save_pretrained(tmp_path)
+    [file] = tmp_path.glob("*.safetensors")
+    tensors = {name: one for name, one in load_file(file).items() if "layers.1.mlp.down_proj" not in name}
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="layers.1.mlp.down_proj: vLLM has loaded 0 of 1 weights into it"):
+        load(tmp_path)
 
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}

@@ -14,7 +14,7 @@ import torch
 from accuracy import check_close
 from checkpoint_support import SCHEMES
 from loaded import KINDS, K
-from native import DTYPE, check, checkpoint, exact
+from native import DTYPE, check, checkpoint, exact, joined
 from qao.formats import Scheme
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -39,6 +39,17 @@ def test_layers(scheme: Scheme, kind: str, size: int) -> None:
             names = {name for name, _ in loaded.layer.named_parameters()}
             assert names <= {"qweight", "scales", "weight_sums", "activation_scale", "bias"}
             check(loaded, scheme, states, dense)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("qkv", 2), ("gate_up", 1), ("gate_up", 2)])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_layers_that_a_checkpoint_has_joined(scheme: Scheme, kind: str, size: int) -> None:
+    torch.manual_seed(size)
+    content, states, dense, biases = joined(kind, scheme)
+    parts = [{"bias": bias} for bias in biases]
+    with engine(DTYPE):
+        for rank in range(size):
+            check(load(kind, content, states, rank, size), scheme, parts, dense)
 
 
 @pytest.mark.parametrize("scheme", [SCHEMES[0], qao.Float8DynamicActivationFloat8Weight("tensor")], ids=str)
@@ -115,6 +126,20 @@ def test_a_checkpoint_that_is_another_than_its_config() -> None:
         load("column", content, [dict(reversed(states[0].items()))])
 
 
+def test_a_matrix_that_does_not_come() -> None:
+    content, states, _ = checkpoint("qkv", SCHEMES[0])
+    states[2] = {}
+    with engine(DTYPE), pytest.raises(ValueError, match="qkv_proj: vLLM has loaded 2 of 3 weights into it"):
+        load("qkv", content, states)
+
+
+def test_numbers_that_are_made_up() -> None:
+    """With --load-format dummy nothing is loaded into any layer."""
+    content, states, _ = checkpoint("qkv", SCHEMES[0])
+    with engine(DTYPE):
+        load("qkv", content, [{"bias": state["bias"]} for state in states])
+
+
 def test_experts_and_embeddings_are_refused() -> None:
     names = {"model.layers.0.mlp.experts.0.up_proj": SCHEMES[0], "model.embed_tokens": SCHEMES[0]}
     config = get_quantization_config("qao").from_config(qao.QaoConfig(layers=names).to_dict())
@@ -123,6 +148,9 @@ def test_experts_and_embeddings_are_refused() -> None:
         config.get_quant_method(experts, "model.layers.0.mlp.experts")
     with pytest.raises(NotImplementedError, match="model.embed_tokens: vLLM does not serve a quantised embedding"):
         config.get_quant_method(embedding, "model.embed_tokens")
+    with pytest.raises(NotImplementedError, match="model.embed_tokens: vLLM does not serve"):
+        config.get_quant_method(embedding, "")  # as Llama is made
+    assert config.get_quant_method(embedding, "model.embed_positions") is None
 
 
 def test_a_model_that_is_yet_to_be_quantised_is_refused() -> None:

@@ -13,7 +13,7 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import nn
 
 from ...quantizer_fp8 import SCALE_BLOCK
-from ..served_linear import Served
+from ..served_config import Served
 
 
 class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]

@@ -15,7 +15,7 @@ class QaoLinearMethod(ServedLinear, LinearMethodBase):  # type: ignore[misc]
     parameters = parameter
 
     def __init__(self, scheme: Scheme, name: str, quant_config: Any) -> None:
-        super().__init__(scheme, name)
+        super().__init__(scheme, name, quant_config.served)
         self.quant_config = quant_config
 
 

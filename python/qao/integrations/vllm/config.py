@@ -13,7 +13,7 @@ from torch import nn
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from ..served_linear import Served
+from ..served_config import Served
 
 _EXPERTS = re.compile(r"\bexperts\.(?=(up|down)\.)")
 
@@ -66,7 +66,7 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
         if isinstance(layer, (LinearBase, ParallelLMHead)):
             scheme = self.served.scheme_of(prefix, self.packed_modules_mapping)
             if scheme is not None:
-                return QaoLinearMethod(scheme, prefix)
+                return QaoLinearMethod(scheme, prefix, self.served)
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         if isinstance(layer, RoutedExperts):
             schemes = self.served.experts_of(prefix)
