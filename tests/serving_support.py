@@ -27,7 +27,8 @@ def run_cases(engine: str) -> int:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     env |= {"QAO_TEST_ENGINE": str(found[-1]), "PYTHONPATH": os.pathsep.join(paths)}
     cases = map(str, sorted((ROOT / "tests" / "serving").glob(f"{engine}_*cases.py")))
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "error:qao does not work together"]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options += ["-W", "error:qao does not work together", "-W", "error:qao: "]
     pytest_command = [sys.executable, "-m", "pytest", *options, *cases]
     done = subprocess.run(pytest_command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-4000:]

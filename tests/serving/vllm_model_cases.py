@@ -106,6 +106,20 @@ def test_a_layer_that_is_not_in_the_files(tmp_path: Path, without_processes: Non
         load(tmp_path)
 
 
+def test_a_head_that_vllm_makes_in_floats(tmp_path: Path, without_processes: None) -> None:
+    """vLLM then has no place for its tensors."""
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(**(SIZES | MIXTURES["GptOss"]))
+    ours = transformers.GptOssForCausalLM(config).to(DTYPE)
+    qao.quantize_(ours, qao.Int4WeightOnly(32))
+    ours.save_pretrained(tmp_path)
+    with (
+        pytest.warns(UserWarning, match="qao: vLLM has made no quantised layer for 1 quantised ones, such as lm_head"),
+        pytest.raises(ValueError, match="lm_head.pip_install_qao"),
+    ):
+        load(tmp_path)
+
+
 SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
 SIZES |= {"max_position_embeddings": 64, "num_key_value_heads": 2, "num_experts_per_tok": 2, "intermediate_size": 128}
 MIXTURES: dict[str, dict[str, Any]] = {

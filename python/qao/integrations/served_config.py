@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,8 @@ class Served:
     def __init__(self, layers: Mapping[str, Scheme], engine: str) -> None:
         self.layers, self.engine = dict(layers), engine
         self.loads = False  # as soon as a layer was loaded from a checkpoint: not where numbers are made up
+        self._asked: set[str] = set()
+        self._told = False
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], engine: str) -> Served:
@@ -50,10 +53,12 @@ class Served:
         Raises:
             ValueError: the layers that it joins are not quantised alike.
         """
+        self._asked.add(name)
         if name in self.layers:
             return self.layers[name]
         path, dot, last = name.rpartition(".")
         names = [path + dot + part for part in joined.get(last) or _JOINED.get(last, (last,))]
+        self._asked.update(names)
         found = [self.layers.get(one) for one in names]
         if any(_alike(one) != _alike(found[0]) for one in found):
             told = ", ".join(f"{one}: {self.layers.get(one) or 'not quantised'}" for one in names)
@@ -85,6 +90,7 @@ class Served:
                 "quantised there. Leave them in floats, or save the model as compressed-tensors."
             )
         of = name if name in found else found[0] if found else None
+        self._asked |= {f"{of}.up", f"{of}.down"}
         return None if of is None else (self.layers[f"{of}.up"], self.layers[f"{of}.down"])
 
     def refuse_embedding(self, name: str) -> None:
@@ -99,8 +105,31 @@ class Served:
                 "embeddings=True."
             )
 
+    def tell_unasked(self) -> None:
+        """Warns once, when all layers are made, of quantised ones that the engine did not ask about.
+
+        Not of those in blocks of which it asked about none, which other processes have, or nobody here.
+        """
+        if self._told:
+            return
+        self._told = True
+        made, left = {_block(one) for one in self._asked}, [one for one in self.layers if one not in self._asked]
+        whole = all(_block(one) in {"", *made} for one in left)
+        if found := [one for one in left if _block(one) in made or (whole and not _block(one))]:
+            warnings.warn(
+                f"qao: {self.engine} has made no quantised layer for {len(found)} quantised ones, such as {found[0]}: "
+                "it has them in floats or not at all, and fails to load or passes over them. Leave them in floats.",
+                stacklevel=2,
+            )
+
     def _inside(self, name: str) -> list[str]:
         return [one for one in self.layers if one == name or one.startswith(f"{name}.")]
+
+
+def _block(name: str) -> str:
+    """ "model.layers.0." of a layer's name; "" outside blocks."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else ""
 
 
 _EMBEDDING = re.compile(r"(^|\.)(wte|\w*embed\w*)$")

@@ -136,6 +136,7 @@ class ServedLinear:
             check_marker(loaded, self.scheme, self.full_k, self.name)
             self.come += len(self.parts) if part is None else len(part) if isinstance(part, tuple) else 1
             self.served.loads = True
+            self.served.tell_unasked()
 
     def _check_come(self, layer: nn.Module) -> None:
         """Raises ValueError where others were loaded, and this was not. A head may get another's weight later."""

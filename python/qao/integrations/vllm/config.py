@@ -48,11 +48,14 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         self.served.layers = hf_to_vllm_mapper.apply_dict(self.served.layers)
 
-    @staticmethod
-    def get_checkpoint_weight_mapper() -> Any:
-        """Names of tensors as vLLM has them, whose experts are a child of the layer that a checkpoint names."""
+    def get_checkpoint_weight_mapper(self) -> Any:
+        """Names of tensors as vLLM has them, whose experts are a child of the layer that a checkpoint names.
+
+        vLLM asks for it before it loads anything, when all layers are made.
+        """
         from vllm.model_executor.models.utils import WeightsMapper
 
+        self.served.tell_unasked()
         return WeightsMapper(orig_to_new_regex={_EXPERTS: "experts.routed_experts."})
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
