@@ -125,6 +125,7 @@ SIZES |= {"max_position_embeddings": 64, "num_key_value_heads": 2, "num_experts_
 MIXTURES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 64, "head_dim": 32},
     "Mixtral": {"num_local_experts": 4},  # whose experts transformers calls otherwise than its checkpoints do
+    "Phimoe": {"num_local_experts": 4},  # by vLLM's backend for models that only transformers has
     "GptOss": {"num_local_experts": 4, "head_dim": 32},  # vLLM makes its head in floats
     "DeepseekV3": {
         **{"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
