@@ -80,7 +80,6 @@ constexpr int64_t kMaxSectionsOfPanel = 8;
 struct RowsOfY {
   int64_t begin, end;
 };
-constexpr int64_t kRowsOfY = 8;  // written at once: as many lines one beneath the other as L1 holds for any stride
 
 // W in eight bits and packed int4 W, for Format::line(); kColumns of a panel.
 template <int64_t kColumns>
@@ -224,19 +223,13 @@ void sum_weight(const Job& job, const Block<F>& block) {
   });
 }
 
-// y of all tiles, some rows at a time: a line of y that two tiles share is fetched once, while other rows are written.
-template <typename F, int kTiles>
-void write_block(const Job& job, const Block<F>& block) {
-  constexpr int64_t kRow = kTiles * kTileRows;
-  const int64_t size = size_of(job.y_dtype), row_bytes = job.n * size;
-  char* y = static_cast<char*>(job.y) + block.tile_n * kTileRows * size;
-  const auto fetch = [&](int64_t m) {
-    for (int64_t byte = 0; byte < kRow * size; byte += 64) __builtin_prefetch(y + m * row_bytes + byte, 1, 3);
-  };
-  for (int64_t begin = 0; begin < job.m; begin += kRowsOfY) {
-    const RowsOfY rows = {begin, least(begin + kRowsOfY, job.m)};
-    for (int64_t m = rows.end; m < least(rows.end + kRowsOfY, job.m); ++m) fetch(m);
-    F::template finish<kTiles>(job, block.tile_n, block.totals, rows);
+// Lines of y that a block's rows will be written to.
+template <int kTiles>
+__attribute__((always_inline)) inline void fetch_y(const Job& job, int64_t tile_n, RowsOfY rows) {
+  const int64_t size = size_of(job.y_dtype);
+  for (int64_t m = rows.begin; m < rows.end; ++m) {
+    const char* y = static_cast<const char*>(job.y) + (m * job.n + tile_n * kTileRows) * size;
+    for (int64_t byte = 0; byte < kTiles * kTileRows * size; byte += 64) __builtin_prefetch(y + byte, 1, 3);
   }
 }
 
@@ -267,10 +260,12 @@ void run_block(const Job& job, Block<F> block, typename F::Parameters* groups) {
     if constexpr (F::kTakesZerosOff) sum_weight<F, kTiles>(job, block);
     for (int64_t batch = 0; batch < batches; ++batch) {
       fetch(kTiles + batch);
-      multiply_panel<F, kTiles>(job, block, batch * kRowsAtOnce);
+      const RowsOfY rows = {batch * kRowsAtOnce, least((batch + 1) * kRowsAtOnce, job.m)};
+      if (last) fetch_y<kTiles>(job, block.tile_n, rows);
+      multiply_panel<F, kTiles>(job, block, rows.begin);
+      if (last) F::template finish<kTiles>(job, block.tile_n, block.totals, rows);
     }
   }
-  write_block<F, kTiles>(job, block);
 }
 
 template <typename F>
