@@ -64,19 +64,6 @@ __attribute__((always_inline)) static inline void expand_fp8(__m512i bytes, __m5
   expand_fp8_halves(_mm512_permutexvar_epi64(order, bytes), out);
 }
 
-// Each word's bytes 0 and 1 in the first half of its 128-bit lane, 2 and 3 in the other one.
-__attribute__((always_inline)) static inline __m512i by_pairs(__m512i quads) {
-  const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
-  return _mm512_shuffle_epi8(quads, order);
-}
-// Of each word's four bytes, out[0]: the first two, out[1]: the other two.
-__attribute__((always_inline)) static inline void expand_fp8_quads(__m512i quads, __m512i (&out)[2]) {
-  expand_fp8_halves(by_pairs(quads), out);
-}
-__attribute__((always_inline)) static inline void expand_int8_quads(__m512i quads, __m512i (&out)[2]) {
-  expand_int8_halves(by_pairs(quads), out);
-}
-
 // 16 columns of int8 as float32.
 __attribute__((always_inline)) static inline __m512 widen_int8(__m128i bytes) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));

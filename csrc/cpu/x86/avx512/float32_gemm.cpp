@@ -30,12 +30,13 @@ struct Bytes : Float32Panel {
       const int64_t blocks = divide_up(job.k, kScaleBlock), block = panel * kPanelColumns / kScaleBlock;
       scale = _mm512_set1_ps(static_cast<const float*>(job.scales)[tile_n * kTileRows / kScaleBlock * blocks + block]);
     }
-    __m512i quads[kTileRows];
-    load_quads(job, tile_n, panel * kPanelColumns, quads);
+    __m512i bytes[kTileRows];
+    constexpr auto load_columns = kFormat == Format::kInt8 ? load_quads : load_pairs;
+    load_columns(job, tile_n, panel * kPanelColumns, bytes);
 #pragma GCC unroll 16
     for (int i = 0; i < kTileRows; ++i) {
       __m512 columns[4];
-      widen(quads[i], columns);
+      widen(bytes[i], columns);
       for (int j = 0; j < 4; ++j) {
         if (job.weight_scaling == Scaling::kBlock) columns[j] = _mm512_mul_ps(columns[j], scale);
         store_floats(out + (4 * i + j) * stride, columns[j]);
@@ -54,12 +55,12 @@ struct Bytes : Float32Panel {
 
  private:
   // Four columns of 16 rows.
-  __attribute__((always_inline)) static void widen(__m512i quads, __m512 (&columns)[4]) {
+  __attribute__((always_inline)) static void widen(__m512i bytes, __m512 (&columns)[4]) {
     if constexpr (kFormat == Format::kInt8) {
-      for (int j = 0; j < 4; ++j) columns[j] = widen_byte(quads, j);
+      for (int j = 0; j < 4; ++j) columns[j] = widen_byte(bytes, j);
     } else {
       __m512i pairs[2];
-      expand_fp8_quads(quads, pairs);
+      expand_fp8_halves(bytes, pairs);
       for (int i = 0; i < 2; ++i) {
         columns[2 * i] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs[i], 16));
         const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));

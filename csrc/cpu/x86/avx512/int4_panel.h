@@ -23,12 +23,14 @@ static inline __m512i broadcast_quad(const int8_t* bytes) {
 static inline void expand_tile(const uint8_t* weight, uint8_t* panel, int64_t stride) {
   __m512i rows[int4::kTileN];
 #pragma GCC unroll 8
-  for (int g = 0; g < 8; ++g) {
-    const __m512i bytes = _mm512_loadu_si512(weight + g * int4::kTileK);
-    rows[g] = _mm512_and_si512(bytes, _mm512_set1_epi8(0x0F));
-    rows[g + 8] = _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(0xF0)));
+  for (int i = 0; i < 8; ++i) {
+    const uint8_t* row = weight + i % 4 * int4::kTileK + i / 4 * 32;
+    const __m512i bytes = load_halves(row, row + 4 * int4::kTileK);
+    rows[i + i / 4 * 4] = _mm512_and_si512(bytes, _mm512_set1_epi8(0x0F));
+    rows[i + i / 4 * 4 + 4] = _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(0xF0)));
   }
-  transpose16(rows);
+  halves_to_lanes(rows);
+  lanes_to_quads(rows);
 #pragma GCC unroll 16
   for (int visit = 0; visit < kQuads; ++visit) _mm512_store_si512(panel + visit * stride, rows[quad_of(visit)]);
 }

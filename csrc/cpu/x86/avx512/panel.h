@@ -36,30 +36,56 @@ struct FloatSums : Avx512Panel, FloatTotals {
   static Sum zero() { return _mm512_setzero_ps(); }
 };
 
-// 16 rows of W in eight bits, 64 columns from `k` on, as fours of columns: quads[i] has 4i .. 4i + 3 of each row. Zeros
-// past K; past N the last row again, whose products are not written.
+// 16 rows of W in eight bits, 64 columns from `k` on, as lanes (simd.h). Zeros past K; past N the last row again, whose
+// products are not written.
+__attribute__((always_inline)) inline void load_lanes(const Job& job, int64_t tile_n, int64_t k,
+                                                      __m512i (&lanes)[kTileRows]) {
+  const int64_t n = tile_n * kTileRows, rows = least(kTileRows, job.n - n), columns = job.k - k;
+  const uint8_t* weight = job.weight + n * job.k + k;
+  int64_t stride = job.k;
+  alignas(64) uint8_t padded[kTileRows * kTileColumns];
+  if (rows < kTileRows || columns < kTileColumns) [[unlikely]] {
+    const __mmask64 inside = columns >= kTileColumns ? ~__mmask64{0} : ~__mmask64{0} >> (kTileColumns - columns);
+    for (int64_t r = 0; r < kTileRows; ++r) {
+      const __m512i row = _mm512_maskz_loadu_epi8(inside, weight + least(r, rows - 1) * job.k);
+      _mm512_store_si512(padded + r * kTileColumns, row);
+    }
+    weight = padded, stride = kTileColumns;
+  }
+  // Both halves of a row together: rows 4 KB apart leave each other no room in L1.
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const uint8_t* row = weight + (i % 4 + i / 4 * 8) * stride;
+    lanes[i] = load_halves(row, row + 4 * stride);
+    lanes[i + 8] = load_halves(row + 32, row + 4 * stride + 32);
+  }
+  halves_to_lanes(lanes);
+}
+// As fours of columns: quads[i] has 4i .. 4i + 3 of each row.
 __attribute__((always_inline)) inline void load_quads(const Job& job, int64_t tile_n, int64_t k,
                                                       __m512i (&quads)[kTileRows]) {
-  const int64_t n = tile_n * kTileRows, last = least(kTileRows, job.n - n) - 1;
-  const uint8_t* weight = job.weight + n * job.k + k;
-  const __mmask64 inside = job.k - k >= kTileColumns ? ~__mmask64{0} : ~__mmask64{0} >> (kTileColumns - (job.k - k));
-#pragma GCC unroll 16
-  for (int64_t r = 0; r < kTileRows; ++r) {
-    quads[r] = _mm512_maskz_loadu_epi8(inside, weight + least(r, last) * job.k);
-  }
-  transpose16(quads);
+  load_lanes(job, tile_n, k, quads);
+  lanes_to_quads(quads);
+}
+// The same, lanes by pairs of columns.
+__attribute__((always_inline)) inline void load_pairs(const Job& job, int64_t tile_n, int64_t k,
+                                                      __m512i (&pairs)[kTileRows]) {
+  load_lanes(job, tile_n, k, pairs);
+  lanes_to_pairs(pairs);
 }
 
-// The same of a K-tile of int4 W: quads[4t + step] has the nibbles of columns 16 step + 2t, and 8, 1 and 9 further.
+// A K-tile of int4 W: quads[4t + step] has the nibbles of columns 16 step + 2t, and 8, 1 and 9 further.
 __attribute__((always_inline)) inline void load_nibbles(const uint8_t* weight, __m512i (&quads)[kTileRows]) {
   const __m512i nibble = _mm512_set1_epi8(0x0F);
 #pragma GCC unroll 8
-  for (int g = 0; g < 8; ++g) {  // row g is the lower nibbles, row g + 8 the upper ones
-    const __m512i bytes = _mm512_loadu_si512(weight + g * 64);
-    quads[g] = _mm512_and_si512(bytes, nibble);
-    quads[g + 8] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
+  for (int i = 0; i < 8; ++i) {  // row g is the lower nibbles, row g + 8 the upper ones
+    const uint8_t* row = weight + i % 4 * kTileColumns + i / 4 * 32;
+    const __m512i bytes = load_halves(row, row + 4 * kTileColumns);
+    quads[i + i / 4 * 4] = _mm512_and_si512(bytes, nibble);
+    quads[i + i / 4 * 4 + 4] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
   }
-  transpose16(quads);
+  halves_to_lanes(quads);
+  lanes_to_quads(quads);
 }
 
 // y[m] of kTiles N-tiles is value(m, t), 16 columns each.

@@ -105,4 +105,46 @@ __attribute__((always_inline)) static inline void transpose16(__m512i (&a)[16]) 
   for (int i = 0; i < 16; ++i) a[i] = b[i];
 }
 
+// 16 rows of 64 bytes are transposed in two steps, the first of them half by loads. Halves: a[8 h + i] has columns 32 h
+// to 32 h + 31 of rows i and i + 4, a[8 h + i + 4] those of rows i + 8 and i + 12, for i < 4.
+__attribute__((always_inline)) static inline __m512i load_halves(const uint8_t* row, const uint8_t* other) {
+  const __m512i half = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row)));
+  return _mm512_inserti64x4(half, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(other)), 1);
+}
+
+// In place: a[4 j + i] has columns 16 j to 16 j + 15 of rows i, i + 4, i + 8 and i + 12, one in each 128-bit lane.
+__attribute__((always_inline)) static inline void halves_to_lanes(__m512i (&a)[16]) {
+#pragma GCC unroll 2
+  for (int h = 0; h < 16; h += 8) {
+#pragma GCC unroll 4
+    for (int i = h; i < h + 4; ++i) {
+      const __m512i first = a[i], second = a[i + 4];
+      a[i] = _mm512_shuffle_i32x4(first, second, 0x88);
+      a[i + 4] = _mm512_shuffle_i32x4(first, second, 0xDD);
+    }
+  }
+}
+
+// In place: a[i] has columns 4 i to 4 i + 3 of every row, a word each.
+__attribute__((always_inline)) static inline void lanes_to_quads(__m512i (&a)[16]) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    const __m512i low01 = _mm512_unpacklo_epi32(a[i], a[i + 1]), high01 = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    const __m512i low23 = _mm512_unpacklo_epi32(a[i + 2], a[i + 3]), high23 = _mm512_unpackhi_epi32(a[i + 2], a[i + 3]);
+    a[i] = _mm512_unpacklo_epi64(low01, low23), a[i + 1] = _mm512_unpackhi_epi64(low01, low23);
+    a[i + 2] = _mm512_unpacklo_epi64(high01, high23), a[i + 3] = _mm512_unpackhi_epi64(high01, high23);
+  }
+}
+
+// The same, but each lane has the first two columns of its four rows before the other two.
+__attribute__((always_inline)) static inline void lanes_to_pairs(__m512i (&a)[16]) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    const __m512i low01 = _mm512_unpacklo_epi16(a[i], a[i + 1]), high01 = _mm512_unpackhi_epi16(a[i], a[i + 1]);
+    const __m512i low23 = _mm512_unpacklo_epi16(a[i + 2], a[i + 3]), high23 = _mm512_unpackhi_epi16(a[i + 2], a[i + 3]);
+    a[i] = _mm512_unpacklo_epi32(low01, low23), a[i + 1] = _mm512_unpackhi_epi32(low01, low23);
+    a[i + 2] = _mm512_unpacklo_epi32(high01, high23), a[i + 3] = _mm512_unpackhi_epi32(high01, high23);
+  }
+}
+
 }  // namespace qao::cpu

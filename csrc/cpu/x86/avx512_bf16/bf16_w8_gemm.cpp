@@ -9,10 +9,10 @@
 namespace qao::cpu {
 namespace {
 
-// 16 rows of four columns as pairs of bfloat16: the first two columns, the other two.
+// 16 rows of four columns, lanes by pairs, as bfloat16: the first two columns, the other two.
 template <Format kFormat>
-__attribute__((always_inline)) inline void widen(__m512i quads, __m512i (&pairs)[2]) {
-  kFormat == Format::kFp8 ? expand_fp8_quads(quads, pairs) : expand_int8_quads(quads, pairs);
+__attribute__((always_inline)) inline void widen(__m512i bytes, __m512i (&pairs)[2]) {
+  kFormat == Format::kFp8 ? expand_fp8_halves(bytes, pairs) : expand_int8_halves(bytes, pairs);
 }
 
 // A block of scales is a section, and 128 rows of W of which a tile has 16.
@@ -40,12 +40,12 @@ struct Bytes : std::conditional_t<kBlocks, BlockTotals, PlainTotals<Bf16Panel>> 
   static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters*, int, uint32_t* out,
                      int64_t stride) {
     for (int64_t k = 0; k < kPanelColumns && panel * kPanelColumns + k < job.k; k += kTileColumns) {
-      __m512i quads[kTileRows];
-      load_quads(job, tile_n, panel * kPanelColumns + k, quads);
+      __m512i bytes[kTileRows];
+      load_pairs(job, tile_n, panel * kPanelColumns + k, bytes);
 #pragma GCC unroll 16
       for (int i = 0; i < kTileRows; ++i) {
         __m512i pairs[2];
-        widen<kFormat>(quads[i], pairs);
+        widen<kFormat>(bytes[i], pairs);
         for (int h = 0; h < 2; ++h) _mm512_store_si512(out + (k / kColumns + 2 * i + h) * stride, pairs[h]);
       }
     }
