@@ -116,7 +116,7 @@ constexpr Packing panels(int64_t max_section, decltype(Packing::lay_out) lay_out
 }
 const Packing kFloat32PanelsAvx2 = panels(256, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8);
 const Packing kFloat32WidePanelsAvx2 = panels(32, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8);
-const Packing kFloat32PanelsAvx512 = panels(64, lay_out_panels<64, 1>, avx512::pack_float32_panels, avx2::widen_fp8);
+const Packing kFloat32PanelsAvx512 = panels(64, lay_out_panels<64, 1>, avx512::pack_float32_panels, nullptr, true);
 const Packing kBf16Panels = panels(128, lay_out_panels<128, 2>, avx512_bf16::pack_bf16_panels, nullptr, true);
 const Packing kInt16Panels = panels(kMaxIntegerK, lay_out_panels<256, 2>, avx2::pack_int16_panels, nullptr);
 const Packing kInt8PanelsAvx2 = panels(kMaxIntegerK, lay_out_panels<256, 4>, avx2::pack_int8_panels, nullptr);

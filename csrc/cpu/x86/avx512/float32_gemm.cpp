@@ -143,16 +143,44 @@ struct Fp4 : Float32Panel {
   }
 };
 
+// Columns k .. k + 63 of row m as floats, which pack() may round to fp8 itself.
+void load_x(const Job& job, int64_t m, int64_t k, float scale, __m512 (&values)[4]) {
+  const int64_t left = job.k - k;
+  if (job.floats != nullptr) {
+    const __m512 inverse = _mm512_set1_ps(1 / scale);
+    for (int i = 0; i < 4; ++i) {
+      const int64_t index = m * job.floats_stride + k + 16 * i;
+      const __m512 x = load16(job.floats, index, job.floats_dtype, first(left - 16 * i));
+      values[i] = rounded_to_fp8(_mm512_mul_ps(x, inverse));
+    }
+  } else if (job.x_format == Format::kFp8) {
+    const __mmask64 inside = left >= kTileColumns ? ~__mmask64{0} : (__mmask64{1} << left) - 1;
+    const uint8_t* x = static_cast<const uint8_t*>(job.x) + m * job.x_stride + k;
+    __m512i halves[2];
+    expand_fp8(_mm512_maskz_loadu_epi8(inside, x), halves);
+    for (int i = 0; i < 4; ++i) {
+      const __m256i bits =
+          i % 2 == 0 ? _mm512_castsi512_si256(halves[i / 2]) : _mm512_extracti64x4_epi64(halves[i / 2], 1);
+      values[i] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+    }
+  } else {
+    for (int i = 0; i < 4; ++i) {
+      values[i] = load16(job.x, m * job.x_stride + k + 16 * i, job.x_dtype, first(left - 16 * i));
+    }
+  }
+}
+
 }  // namespace
 
 void avx512::pack_float32_panels(const Job& job, int64_t begin, int64_t end) {
-  constexpr int64_t kColumns = Float32Panel::kPanelColumns;
+  static_assert(Float32Panel::kPanelColumns == kTileColumns);
   for (int64_t m = begin; m < end; ++m) {
-    for (int64_t k = 0; k < job.tiles_k * kTileColumns; k += 16) {
+    for (int64_t k = 0; k < job.k; k += kTileColumns) {
       const float scale = job.x_scales[m * job.x_scale_stride + k / kScaleBlock * job.x_block_stride];
-      const __m512 x = load16(job.x, m * job.x_stride + k, job.x_dtype, first(job.k - k));
-      uint32_t* panel = job.panels + (k / kColumns * job.m + m) * kColumns;
-      _mm512_store_ps(reinterpret_cast<float*>(panel + k % kColumns), _mm512_mul_ps(x, _mm512_set1_ps(scale)));
+      __m512 values[4];
+      load_x(job, m, k, scale, values);
+      uint32_t* panel = job.panels + k * job.m + m * kTileColumns;
+      for (int i = 0; i < 4; ++i) store_floats(panel + 16 * i, _mm512_mul_ps(values[i], _mm512_set1_ps(scale)));
     }
   }
 }

@@ -53,6 +53,15 @@ static inline __m512i to_bf16_pair(__m512 low, __m512 high) {
   return upper_halves(round_to_bf16(low), round_to_bf16(high));
 }
 
+// The nearest e4m3, as float32, of values below 464: where 1.5 * 2^20 times the power of two below a value, at least
+// 2^-6, is added, float32 has no more bits than e4m3 has. -0 becomes 0.
+static inline __m512 rounded_to_fp8(__m512 values) {
+  const __m512i power = _mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(0x7F800000));
+  const __m512i least = _mm512_max_epu32(power, _mm512_set1_epi32((127 - 6) << 23));
+  const __m512 large = _mm512_castsi512_ps(_mm512_add_epi32(least, _mm512_set1_epi32((20 << 23) + (1 << 22))));
+  return _mm512_sub_ps(_mm512_add_ps(values, large), large);
+}
+
 // data[index + i] = value[i] where `mask` is 1.
 static inline void store16(void* data, int64_t index, DType dtype, __m512 value, __mmask16 mask) {
   if (dtype == DType::kFloat32) {

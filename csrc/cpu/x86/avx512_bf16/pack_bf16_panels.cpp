@@ -31,15 +31,6 @@ __m512i only_finite(__m512i values, uint8_t* remark) {
 enum class Source { kBf16, kFp8, kRoundedBf16, kRoundedFloats };
 constexpr bool is_rounded(Source source) { return source == Source::kRoundedBf16 || source == Source::kRoundedFloats; }
 
-// The nearest e4m3, as float32, of values below 464: where 1.5 * 2^20 times the power of two below a value, at least
-// 2^-6, is added, float32 has no more bits than e4m3 has. -0 becomes 0.
-__m512 rounded_to_fp8(__m512 values) {
-  const __m512i power = _mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(0x7F800000));
-  const __m512i least = _mm512_max_epu32(power, _mm512_set1_epi32((127 - 6) << 23));
-  const __m512 large = _mm512_castsi512_ps(_mm512_add_epi32(least, _mm512_set1_epi32((20 << 23) + (1 << 22))));
-  return _mm512_sub_ps(_mm512_add_ps(values, large), large);
-}
-
 // Even and odd columns as bfloat16 that they are.
 __m512i as_pairs(__m512 even, __m512 odd) {
   return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd));
