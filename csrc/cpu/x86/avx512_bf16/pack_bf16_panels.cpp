@@ -83,6 +83,13 @@ __attribute__((always_inline)) inline void load_panel(const Job& job, int64_t m,
   }
 }
 
+// Those columns of a later row come into L2: what fetches by itself stops at every page of x.
+__attribute__((always_inline)) inline void fetch_panel(const Job& job, int64_t m, int64_t k) {
+  constexpr int64_t kRowsAhead = 2;
+  const auto* x = static_cast<const uint16_t*>(job.x) + (m + kRowsAhead) * job.x_stride + k;
+  for (int i = 0; i < kVectors; ++i) __builtin_prefetch(x + i * kVectorColumns, 0, 2);
+}
+
 // Inf and NaN become 0 in all of them; values are seldom so large that one must look.
 void make_finite(__m512i (&values)[kVectors], uint8_t* remark) {
   __m512i largest = _mm512_setzero_si512();
@@ -112,6 +119,7 @@ void pack(const Job& job, int64_t begin, int64_t end) {
     float* sums = job.x_sums + m * job.sections;
     for (int64_t k = 0; k < job.k; k += kColumns, panel += job.m * Bf16Panel::kSteps) {
       __m512i values[kVectors];
+      if constexpr (kSource == Source::kBf16) fetch_panel(job, m, k);
       load_panel<kSource>(job, m, k, values);
       if constexpr (kSection > 0) {
         if constexpr (!is_rounded(kSource)) make_finite(values, job.remarks + m);
