@@ -84,9 +84,10 @@ DType kernel_dtype(const Problem& p) {
 }
 
 constexpr int64_t kFloatBytes = int64_t{16} << 20;
-constexpr int64_t kPanelBytes = int64_t{6} << 20;    // every block of N-tiles reads all of them from a shared L3
-constexpr int64_t kFloat32Bytes = int64_t{1} << 20;  // read again for every 4 rows of W, so they must fit L2
-constexpr int64_t kInt8Bytes = int64_t{5} << 18;     // they shall stay in L2
+constexpr int64_t kPanelBytes = int64_t{3} << 20;        // every block of N-tiles reads all of them from a shared L3
+constexpr int64_t kFloat32PanelBytes = 2 * kPanelBytes;  // the same with longer products between
+constexpr int64_t kFloat32Bytes = int64_t{1} << 20;      // read again for every 4 rows of W, so they must fit L2
+constexpr int64_t kInt8Bytes = int64_t{5} << 18;         // they shall stay in L2
 
 }  // namespace
 
@@ -111,12 +112,15 @@ const Packing kFloat32RowsAvx512 = {512,     kFloat32Bytes,        kMaxSectionBf
 
 // A panel holds whole sections.
 constexpr Packing panels(int64_t max_section, decltype(Packing::lay_out) lay_out, decltype(Packing::pack) pack,
-                         decltype(Packing::widen) widen, bool rounds_to_fp8 = false) {
-  return {512, kPanelBytes, max_section, lay_out, rows_of, pack, widen, nullptr, nullptr, rounds_to_fp8};
+                         decltype(Packing::widen) widen, bool rounds_to_fp8 = false, int64_t max_bytes = kPanelBytes) {
+  return {512, max_bytes, max_section, lay_out, rows_of, pack, widen, nullptr, nullptr, rounds_to_fp8};
 }
-const Packing kFloat32PanelsAvx2 = panels(256, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8);
-const Packing kFloat32WidePanelsAvx2 = panels(32, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8);
-const Packing kFloat32PanelsAvx512 = panels(64, lay_out_panels<64, 1>, avx512::pack_float32_panels, nullptr, true);
+const Packing kFloat32PanelsAvx2 =
+    panels(256, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8, false, kFloat32PanelBytes);
+const Packing kFloat32WidePanelsAvx2 =
+    panels(32, lay_out_panels<256, 1>, avx2::pack_float32_panels, avx2::widen_fp8, false, kFloat32PanelBytes);
+const Packing kFloat32PanelsAvx512 =
+    panels(64, lay_out_panels<64, 1>, avx512::pack_float32_panels, nullptr, true, kFloat32PanelBytes);
 const Packing kBf16Panels = panels(128, lay_out_panels<128, 2>, avx512_bf16::pack_bf16_panels, nullptr, true);
 const Packing kInt16Panels = panels(kMaxIntegerK, lay_out_panels<256, 2>, avx2::pack_int16_panels, nullptr);
 const Packing kInt8PanelsAvx2 = panels(kMaxIntegerK, lay_out_panels<256, 4>, avx2::pack_int8_panels, nullptr);
