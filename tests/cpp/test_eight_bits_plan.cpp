@@ -355,7 +355,7 @@ TEST_CASE("eight bits: few rows of W and a long K are wgmma's on an H200, whose 
     CHECK(plan.quantizes_x == (quantizes && plan.body == Body::kMmaSync && m <= 8));
     return plan.body;
   };
-  const Format int8 = Format::kInt8, fp8 = Format::kFp8, int4 = Format::kInt4;
+  const Format float_x = Format::kFloat, int8 = Format::kInt8, fp8 = Format::kFp8, int4 = Format::kInt4;
   const Body sm80 = Body::kMmaSync, sm90 = Body::kWgmma;
   for (const Format weight : {fp8, int4}) {
     CHECK(body(fp8, weight, 1, 1024, 4096) == sm80);
@@ -363,11 +363,22 @@ TEST_CASE("eight bits: few rows of W and a long K are wgmma's on an H200, whose 
     CHECK(body(fp8, weight, 1, 1024, 6144, true) == sm80);  // quantising is a kernel more
     CHECK(body(fp8, weight, 8, 1408, 8192, true) == sm90);
     CHECK(body(fp8, weight, 1, 1920, 8192) == sm80);  // 120 row tiles for 132 SMs
+    CHECK(body(fp8, weight, 1, 1920, 16384) == sm90);
+    CHECK(body(fp8, weight, 1, 2176, 16384) == sm80);
   }
   CHECK(body(int8, int4, 16, 1024, 8192) == sm90);
   CHECK(body(int8, int4, 1, 1408, 16384, true) == sm80);
   CHECK(body(int8, int4, 1, 1152, 28928, true) == sm90);
-  CHECK(body(int8, int8, 1, 1024, 8192) == sm80);
+  for (const Format weight : {int8, int4}) {
+    CHECK(body(int8, weight, 24, 1152, 6144) == sm90);  // mma.sync in tiles of 32 tokens
+    CHECK(body(int8, weight, 24, 1152, 4096) == sm80);
+  }
+  CHECK(body(int8, int8, 16, 1024, 16384) == sm80);
+  CHECK(body(int8, int8, 1, 1024, 32768) == sm90);
+  CHECK(body(float_x, fp8, 1, 1152, 12288) == sm90);
+  CHECK(body(float_x, fp8, 1, 1152, 8192) == sm80);
+  CHECK(body(float_x, int8, 1, 1408, 16384) == sm80);
+  CHECK(body(float_x, int8, 1, 1408, 24576) == sm90);
 }
 
 TEST_CASE("eight bits: 9 to 16 tokens of int8 x int4 on an H200 by the row tiles of an SM") {
@@ -448,6 +459,9 @@ TEST_CASE("eight bits: tiles of wgmma have as few rows as save time") {
   // A warpgroup multiplies 64 rows anyway, where that or making them ready takes longest.
   CHECK(plan(kInt8, kInt4, 64, 28672, 4096).tile_n == 128);
   CHECK(plan(kInt8, kInt8, 512, 28672, 4096).tile_n == 128);
+  // Several tiles of tokens read W again, from L2.
+  CHECK(plan(kInt8, kInt8, 128, 4480, 11136).tile_n % 64 != 0);
+  CHECK(plan(kInt8, kInt8, 192, 4480, 11136).tile_n % 64 == 0);
   // One of two warpgroups, and neither split K.
   const Plan half = plan(kInt8, kInt8, 128, 4096, 4096);
   CHECK(half.tile_n == 64);

@@ -22,11 +22,18 @@ int64_t slots_of(const Gpu& gpu, int cluster) { return cluster > 2 ? gpu.num_sms
 // a third of the SMs without one of those. Where mma.sync would quantise x, wgmma has to make up for the kernel that
 // does.
 bool shares_long_k(const Problem& problem, const Gpu& gpu) {
-  if (problem.x == Format::kFloat || 3 * int4::tiles_n(problem.n) > 2 * gpu.num_sms) return false;
-  const bool saves_kernel = mma_sync::quantizes(problem, gpu);
-  if (problem.x == Format::kFp8) return problem.k >= (saves_kernel ? 8192 : 6144);
-  // mma.sync reads int8 weights as fast with fewer SMs.
-  return is_packed(problem.weight) && problem.k >= (saves_kernel ? 24576 : 8192);
+  const int64_t tiles = int4::tiles_n(problem.n);
+  const bool packed = is_packed(problem.weight), saves_kernel = mma_sync::quantizes(problem, gpu);
+  const bool few_rows = 3 * tiles <= 2 * gpu.num_sms;
+  if (problem.x == Format::kFp8) {
+    const int64_t long_k = !few_rows ? 16384 : saves_kernel ? 8192 : 6144;
+    return tiles <= gpu.num_sms && problem.k >= long_k;
+  }
+  if (!few_rows) return false;
+  // mma.sync reads int8 weights as fast with fewer SMs, but in tiles of 32 tokens.
+  if (problem.x == Format::kInt8)
+    return problem.k >= (problem.m > 16 ? 6144 : !packed ? 32768 : saves_kernel ? 24576 : 8192);
+  return !packed && !is_split(problem) && problem.k >= (problem.weight == Format::kFp8 ? 12288 : 24576);
 }
 
 // The most tokens at which mma.sync is faster. `run`: row tiles of an SM.
@@ -63,9 +70,9 @@ struct Choice {
 // The share of a K-tile's time that is proportional to its rows of W.
 double share_of_rows(const Traits& traits) { return traits.float_x && traits.packed ? 0.55 : 0.75; }
 // Whether reading W takes the time, so that a tile of fewer rows is faster. Where multiplying does it is not: a
-// warpgroup multiplies 64 rows, however few exist.
-bool waits_for_bytes(const Traits& traits, int tokens) {
-  return !traits.float_x && !traits.packed && tokens <= (traits.folds ? 64 : 128);
+// warpgroup multiplies 64 rows, however few exist. Nor where several tiles of tokens read W again, from L2.
+bool waits_for_bytes(const Problem& problem, const Traits& traits, int tokens) {
+  return !traits.float_x && !traits.packed && tokens <= (traits.folds ? 64 : 128) && problem.m <= tokens;
 }
 
 // K-tiles that a warpgroup could multiply by turns while it stores a tile of y.
@@ -118,7 +125,7 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
       const int64_t fewest = ceil_div(ceil_div(problem.n, row_blocks), int4::kTileN) * int4::kTileN;
       if (fewest <= kWarpgroupRows) {
         visit_rows(kWarpgroupRows);
-      } else if (fewest < tile.rows && waits_for_bytes(traits, tokens)) {
+      } else if (fewest < tile.rows && waits_for_bytes(problem, traits, tokens)) {
         visit_rows(static_cast<int>(fewest));
       }
     }
