@@ -93,6 +93,11 @@ class Updatable:
                 if own is not None and module.qweight is self.qweight:
                     _write(own, getattr(packed, key))
 
+    def _saved_bias(self: Any) -> Tensor | None:
+        """As a state dict has it."""
+        bias: Tensor | None = self._parameters.get("bias")
+        return bias
+
     def _weight_shapes(self) -> list[tuple[int, int]]:
         """Of weights that ``load_float_`` takes."""
         return [self._sizes]
@@ -146,7 +151,7 @@ def update_(model: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool 
     state = {name.replace("_orig_mod.", ""): value for name, value in state_dict.items()}
     layers = {name.replace("_orig_mod.", ""): m for name, m in model.named_modules(remove_duplicate=False)}
     packed = {f"{name}.weight".lstrip("."): m for name, m in layers.items() if isinstance(m, Updatable)}
-    others = _others(model, set(packed))
+    others = _others(model)
     _check_names(state, packed, others, strict)
     weights = _one_each(state, packed)
     for name, module in weights.items():
@@ -162,15 +167,19 @@ def update_(model: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool 
     return [name.removesuffix("weight").removesuffix(".") for name in weights]
 
 
-def _others(model: nn.Module, weights: set[str]) -> dict[str, Tensor]:
-    """What is no tensor of a quantised weight: biases, norms, float layers, buffers that are saved."""
-    prefixes = tuple(name.removesuffix("weight") for name in weights)
-    found = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        name = name.replace("_orig_mod.", "")
-        path, _, last = name.rpartition(".")
-        if isinstance(tensor, Tensor) and (last == "bias" or f"{path}.".lstrip(".") not in prefixes):
-            found[name] = tensor
+def _others(model: nn.Module) -> dict[str, Tensor]:
+    """What is no tensor of a quantised weight: biases, norms, float layers, buffers that are saved.
+
+    Not by ``model.state_dict()``, where a quantised layer's marker and tripwire would go to its GPU.
+    """
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        own: dict[str, Any] = {}
+        if isinstance(module, Updatable):
+            own = {f"{path}.bias".lstrip("."): module._saved_bias()}
+        else:
+            module._save_to_state_dict(own, f"{path}." if path else "", True)
+        found |= {name.replace("_orig_mod.", ""): one for name, one in own.items() if isinstance(one, Tensor)}
     return found
 
 

@@ -62,6 +62,10 @@ class _Sharded(Sharded):
             if tensor is not None:
                 destination[prefix + key] = self._whole(key, destination[prefix + key])
 
+    def _saved_bias(self: Any) -> Tensor | None:
+        bias: Tensor | None = super()._saved_bias()  # type: ignore[misc]
+        return None if bias is None else self._whole("bias", bias)
+
     def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Takes DTensors as ``state_dict`` has them, whole tensors, and the rank's own parts."""
         for key, own in self._parameters.items():
