@@ -53,13 +53,15 @@ def test_rows_are_those_of_their_expert(scheme: Scheme, fmt: Format, x_dtype: to
     experts.check(experts.mm(few, ends(COUNTS, device), index, scale), few, COUNTS, index, scale)
 
 
-# Rows an expert, on average and at most, that kernels have tiles for; and more experts than a warp has lanes.
+# Rows an expert, on average and at most, that kernels have tiles for; and more experts than a warp has lanes, and than
+# it looks at together.
 ROUTINGS = {
     "few": [1, 0, 2, 9, 1, 0, 3],
     "some": [8, 0, 17, 5, 8, 1],
     "more": [16, 33, 7, 0, 20],
     "many": [130, 0, 64, 1],
     "of many experts": [3 * (i % 9 == 2) for i in range(40)],
+    "of more experts": [2 * (i % 29 == 2) for i in range(300)],
 }
 
 

@@ -150,6 +150,10 @@ __device__ __forceinline__ void wait_then_launch_dependents() {
 __device__ __forceinline__ void prefetch_l2(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(from), "r"(bytes) : "memory");
 }
+// The line of L2 that holds this byte, by the memory system alone.
+__device__ __forceinline__ void prefetch_l2_line(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];\n" ::"l"(at) : "memory");
+}
 
 // Clusters (sm_90): the rank of this CTA, a barrier of all threads that still run, and a read of the shared memory of
 // CTA `rank`, at the address that the data would have in this one.

@@ -26,85 +26,139 @@ struct Share {
   int token_block;          // of them: tile_m rows
 };
 
+// Brings the ends of experts and the first row numbers as far as L2 while the kernel before, whose they may be, still
+// runs: what it writes to them counts there. The first warp, a line a lane.
+__device__ __forceinline__ void prefetch_routing(const Routing& r) {
+  constexpr int kLine = 128;
+  const int at = threadIdx.x * kLine;
+  if (threadIdx.x >= 32) return;
+  if (at < r.experts * 4) ptx::prefetch_l2_line(reinterpret_cast<const uint8_t*>(r.ends) + at);
+  if (r.row_index != nullptr && at < int64_t{r.rows} * (r.wide_index ? 8 : 4))
+    ptx::prefetch_l2_line(static_cast<const uint8_t*>(r.row_index) + at);
+}
+
 struct RowsAndTiles {
   int rows, tiles;
 };
 
-// Calls use(expert, begin, end, first_tile) for the experts of this lane, whose rows of y are [begin, end), with the
-// number of tiles of `tile_m` rows before them, and returns the numbers of all. A warp computes it as one. A lane has
-// neighbouring experts: it needs the end of those before it, a maximum since offsets may be anything, and their number
-// of tiles. It reads a few ends at once, and keeps them where it has no more.
-template <int tile_m, typename Use>
-__device__ __forceinline__ RowsAndTiles for_each_expert(const Routing& r, const Use& use) {
-  constexpr int kHeld = 4;
-  const int lane = threadIdx.x % 32, each = (r.experts + 31) / 32;
-  const int first = min(lane * each, r.experts), last = min(first + each, r.experts);
-  int held[kHeld], held_from = -1;
-  const auto for_each = [&](const auto& of) {
-#pragma unroll 1
-    for (int from = first; from < last; from += kHeld) {
-      if (from != held_from) {
-#pragma unroll
-        for (int i = 0; i < kHeld; ++i) held[i] = from + i < last ? min(r.ends[from + i], r.limit) : 0;
-        held_from = from;
-      }
-#pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        if (from + i < last) of(from + i, held[i]);
-      }
-    }
-  };
-  int end = 0;
-  for_each([&](int, int own) { end = max(end, own); });
+// Of each lane, what those before it have together: `add` of their values, and of all lanes'.
+struct Scanned {
+  int before, all;
+};
+template <typename Add>
+__device__ __forceinline__ Scanned scan(int value, const Add& add) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const int other = __shfl_up_sync(~0u, end, distance);
-    if (lane >= distance) end = max(end, other);
+    const int other = __shfl_up_sync(~0u, value, distance);
+    if (lane >= distance) value = add(value, other);
   }
-  const int all_rows = __shfl_sync(~0u, end, 31);
-  int begin = __shfl_up_sync(~0u, end, 1);
-  if (lane == 0) begin = 0;
-
-  int own_tiles = 0, from = begin;
-  for_each([&](int, int own) {
-    const int to = max(from, own);
-    own_tiles += (to - from + tile_m - 1) / tile_m;
-    from = to;
-  });
-  int tiles = own_tiles;  // up to this lane's last expert
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int other = __shfl_up_sync(~0u, tiles, distance);
-    if (lane >= distance) tiles += other;
-  }
-  int before = tiles - own_tiles;
-  from = begin;
-  for_each([&](int expert, int own) {
-    const int to = max(from, own);
-    use(expert, from, to, before);
-    before += (to - from + tile_m - 1) / tile_m, from = to;
-  });
-  return {all_rows, __shfl_sync(~0u, tiles, 31)};
+  const int before = __shfl_up_sync(~0u, value, 1);
+  return {lane == 0 ? 0 : before, __shfl_sync(~0u, value, 31)};
 }
 
-// Tile `tile` of the walk over all experts' tiles of `tile_m` rows, and then nobody's. A warp computes it as one; all
-// lanes get the result.
+// Four neighbouring experts of a lane: the rows of the first one end at end[0] and begin at `begin`, those of the next
+// one begin there. Tiles of `tile_m` rows before them, and each one's.
+constexpr int kOfLane = 4, kAtOnce = 32 * kOfLane;
+struct OfLane {
+  int first;  // expert
+  int begin, end[kOfLane];
+  int tiles_before, tiles[kOfLane];
+  __device__ __forceinline__ int begin_of(int i) const { return i > 0 ? end[i - 1] : begin; }
+};
+// A warp computes it as one, of the experts from `from` on; `all` is of those before, and then of these too. An expert
+// begins where the largest end before it is, since ends may be anything; past the last one there are no rows.
 template <int tile_m>
-__device__ __forceinline__ Share find_share(const Routing& r, int tile) {
+__device__ __forceinline__ OfLane next_experts(const Routing& r, int from, RowsAndTiles& all) {
+  OfLane own;
+  own.first = from + threadIdx.x % 32 * kOfLane;
+  int largest = 0;
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) {
+    const int end = own.first + i < r.experts ? min(r.ends[own.first + i], r.limit) : 0;
+    own.end[i] = largest = max(largest, end);
+  }
+  const Scanned rows = scan(largest, [](int x, int y) { return max(x, y); });
+  own.begin = max(all.rows, rows.before);
+  int own_tiles = 0;
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) {
+    own.end[i] = max(own.begin, own.end[i]);
+    own.tiles[i] = (own.end[i] - own.begin_of(i) + tile_m - 1) / tile_m;
+    own_tiles += own.tiles[i];
+  }
+  const Scanned tiles = scan(own_tiles, [](int x, int y) { return x + y; });
+  own.tiles_before = all.tiles + tiles.before;
+  all.rows = max(all.rows, rows.all), all.tiles += tiles.all;
+  return own;
+}
+
+// Calls use(expert, begin, end, first_tile) for the experts of this lane, whose rows of y are [begin, end), with the
+// number of tiles before them, and returns the numbers of all. A warp computes it as one.
+template <int tile_m, typename Use>
+__device__ __forceinline__ RowsAndTiles for_each_expert(const Routing& r, const Use& use) {
+  RowsAndTiles all = {0, 0};
+#pragma unroll 1
+  for (int from = 0; from < r.experts; from += kAtOnce) {
+    const OfLane own = next_experts<tile_m>(r, from, all);
+    int before = own.tiles_before;
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      if (own.first + i < r.experts) use(own.first + i, own.begin_of(i), own.end[i], before);
+      before += own.tiles[i];
+    }
+  }
+  return all;
+}
+
+// Tile choose(tiles of all) of the walk over all experts' tiles of `tile_m` rows; past the last one no expert's, and no
+// rows. A warp computes it as one; all lanes get the result, and what all experts have.
+template <int tile_m, typename Choose>
+__device__ __forceinline__ Share find_share(const Routing& r, const Choose& choose, RowsAndTiles& all) {
+  OfLane own;
+  all = {0, 0};
+#pragma unroll 1
+  for (int from = 0; from < r.experts; from += kAtOnce) own = next_experts<tile_m>(r, from, all);
+  const int tile = choose(all.tiles);
+  if (tile >= all.tiles) return {r.experts, all.rows, 0, tile - all.tiles};
+  if (r.experts > kAtOnce) {
+    RowsAndTiles seen = {0, 0};
+#pragma unroll 1
+    for (int from = 0; tile >= seen.tiles; from += kAtOnce) own = next_experts<tile_m>(r, from, seen);
+  }
   Share share = {};
   bool owns = false;
-  const RowsAndTiles all = for_each_expert<tile_m>(r, [&](int expert, int begin, int end, int first_tile) {
-    if (tile < first_tile || tile >= first_tile + (end - begin + tile_m - 1) / tile_m) return;
-    share = {expert, begin, end - begin, tile - first_tile};
-    owns = true;
-  });
-  if (tile >= all.tiles) {
-    const int block = tile - all.tiles;
-    return {r.experts, all.rows, block < (r.rows - all.rows + tile_m - 1) / tile_m ? r.rows - all.rows : 0, block};
+  int before = own.tiles_before;
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) {
+    if (tile >= before && tile < before + own.tiles[i]) {
+      share = {own.first + i, own.begin_of(i), own.end[i] - own.begin_of(i), tile - before};
+      owns = true;
+    }
+    before += own.tiles[i];
   }
   const int owner = __ffs(__ballot_sync(~0u, owns)) - 1;
   return {__shfl_sync(~0u, share.expert, owner), __shfl_sync(~0u, share.begin, owner),
           __shfl_sync(~0u, share.rows, owner), __shfl_sync(~0u, share.token_block, owner)};
+}
+// Tile `tile`, and past all experts' those of the rows that nobody has.
+template <int tile_m>
+__device__ __forceinline__ Share find_share(const Routing& r, int tile) {
+  RowsAndTiles all;
+  Share share = find_share<tile_m>(r, [&](int) { return tile; }, all);
+  const int left = r.rows - all.rows;
+  if (share.expert == r.experts && share.token_block < (left + tile_m - 1) / tile_m) share.rows = left;
+  return share;
+}
+
+// Zeros for the rows of y that no expert has: the part of CTA `cta` of `ctas`, by `threads` threads.
+__device__ __forceinline__ void write_rest(const Routing& r, int rows_of_experts, void* y, DType dtype, int n, int cta,
+                                           int ctas, int threads) {
+  const int64_t begin = static_cast<int64_t>(rows_of_experts) * n, end = static_cast<int64_t>(r.rows) * n;
+  const int64_t step = static_cast<int64_t>(ctas) * threads;
+  for (int64_t i = begin + static_cast<int64_t>(cta) * threads + threadIdx.x; i < end; i += step) {
+    store_float(y, i, dtype, 0.0f);
+  }
 }
 
 // The row of x for a row of y; numbers that are no row of x count as the nearest that is.

@@ -11,6 +11,7 @@
 #include "mm/mma_sync/operands.h"
 #include "mm/problem.h"
 #include "mm/routing.h"
+#include "mm/stream/grouped.h"
 #include "qao/grouped_mm.h"
 
 namespace qao::mm {
@@ -69,6 +70,8 @@ TEST_CASE("every grouped product has a plan that fits its GPU") {
               if (plan.body == Body::kWgmma) {  // CTAs stay, at most one an SM
                 CHECK(plan.ctas >= 1);
                 CHECK(plan.ctas <= std::min<int64_t>(gpu.num_sms, tiles * (ceil_div(n, plan.tile_n) + 1)));
+              } else if (plan.body == Body::kStreamRing) {  // the GPU cuts
+                CHECK(plan.ctas >= std::max<int64_t>(tiles, plan.ctas_at_once));
               } else {
                 CHECK(plan.ctas % tiles == 0);
                 const int64_t row_blocks = plan.ctas / tiles;
@@ -116,9 +119,39 @@ TEST_CASE("few bfloat16 rows an expert stream on Hopper") {
   problem.m = experts.rows = 128 * 6;
   REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
   CHECK(plan.body == Body::kStreamRing);
-  problem.group_size = 32;
+  problem.m = experts.rows = 128 * 7;
   REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
   CHECK(plan.body == Body::kWgmma);
+  problem.weight = Format::kFp4, problem.group_size = 32, problem.scale_dtype = DType::kBFloat16;
+  for (int64_t each : {3, 4}) {
+    problem.m = experts.rows = 128 * each;
+    REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
+    CHECK(plan.body == (each == 3 ? Body::kStreamRing : Body::kWgmma));
+  }
+}
+
+TEST_CASE("CTAs share the tiles that a routing has: all at once, or finer in two rounds") {
+  using stream::sharing, stream::Spread;
+  for (const int us : {1, 48, 455, 1800}) {
+    for (const int most : {1, 5, 24, 448}) {
+      for (const int ctas : {132, 200, 264, 1000}) {
+        const Spread spread{132, most, us};
+        for (int tiles = 0; tiles <= ctas; ++tiles) {
+          const int blocks = sharing(spread, ctas, tiles);
+          REQUIRE(blocks >= 1);
+          REQUIRE(blocks <= most);
+          REQUIRE(blocks * tiles <= ctas);
+          if (tiles > 0 && tiles <= 132) REQUIRE(blocks >= std::min(most, 132 / tiles));  // no SM idles that need not
+        }
+      }
+    }
+  }
+  const Spread small{132, 24, 48}, large{132, 64, 455};
+  CHECK(sharing(small, 132, 8) == 16);
+  CHECK(sharing(small, 264, 60) == 2);   // two starts for nothing
+  CHECK(sharing(small, 264, 78) == 3);   // a third of an expert twice, not a whole one
+  CHECK(sharing(large, 264, 20) == 13);  // 260 parts in two rounds, where 120 leave 12 SMs idle
+  CHECK(sharing(large, 132, 20) == 6);
 }
 
 TEST_CASE("many rows an expert are wgmma's on Hopper") {

@@ -133,6 +133,7 @@ struct Plan {
   int split_k = 1;           // CTAs that share one output tile, summed in a fixed order
   bool splits_last = false;  // pairs of CTAs share each tile that is left over after full waves
   int64_t ctas = 0;
+  int ctas_at_once = 0;      // of experts that stream: by it the GPU chooses how many share an expert's rows of W
   int64_t shared_bytes = 0;  // dynamic shared memory per CTA
   int sums_at = 0;           // offset of the epilogue's sums in it; 0: they take the place of the pipeline
   int sum_places = 1;        // 2: double-buffered, so a pass need not wait until the sums of the last one are read

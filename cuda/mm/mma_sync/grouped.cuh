@@ -113,6 +113,7 @@ static __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   extern __shared__ __align__(1024) uint8_t shared[];
   using OfExpert = Cta<Product<X, W>, Tile>;
 #if __CUDA_ARCH__ >= 900
+  prefetch_routing(r);
   ptx::wait_for_previous_kernel();
 #endif
   const TileIndex at = tile_of(r);

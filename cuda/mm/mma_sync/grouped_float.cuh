@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   using Dense = typename Weight::template Dense<T, Tile>;
   extern __shared__ __align__(1024) uint8_t shared[];
 #if __CUDA_ARCH__ >= 900
+  prefetch_routing(r);
   ptx::wait_for_previous_kernel();
 #endif
   const TileIndex at = tile_of(r);

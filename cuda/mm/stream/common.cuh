@@ -62,14 +62,14 @@ __device__ __forceinline__ float code_value(int code) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>((code & 7) << 9 | (code & 8) << 12))) * 0x1p14f;
 }
 // What divides the scales of rows n .. n + 3 of an NVFP4 weight comes off their sums.
-__device__ __forceinline__ void divide_rows(const Params& p, int n, float (&value)[4]) {
+__device__ __forceinline__ void divide_rows(const Params& p, const uint8_t* scales, int n, float (&value)[4]) {
   using Bfloat16 = Half<__nv_bfloat16>;
   if (!p.divided) return;
   const int64_t at = int4::scale_offset(n, p.groups - fp4::kRowParts, p.groups, 1, 0);
   float divisor[4] = {};
 #pragma unroll
   for (int part = 0; part < fp4::kRowParts; ++part) {
-    const uint2 of = *reinterpret_cast<const uint2*>(p.scales + (at + part * kTileN) * 2);
+    const uint2 of = *reinterpret_cast<const uint2*>(scales + (at + part * kTileN) * 2);
     divisor[0] += Bfloat16::low(of.x), divisor[1] += Bfloat16::high(of.x);
     divisor[2] += Bfloat16::low(of.y), divisor[3] += Bfloat16::high(of.y);
   }
@@ -79,7 +79,8 @@ __device__ __forceinline__ void divide_rows(const Params& p, int n, float (&valu
 
 // Plain float32 arithmetic, by a warp. `X` gives a token's x, `Cut` is RingParams, ResidentParams or TmaParams.
 template <typename X, typename Cut>
-__device__ __noinline__ float4 exact(const Params& p, const Cut& d, int n, int token) {
+__device__ __noinline__ float4 exact(const Params& p, const Cut& d, const uint8_t* weight, const uint8_t* scales, int n,
+                                     int token) {
   const int lane = threadIdx.x % 32;
   const X values{p, token};
   float sum[4] = {};
@@ -90,9 +91,9 @@ __device__ __noinline__ float4 exact(const Params& p, const Cut& d, int n, int t
     const int parameters = p.group_bytes / (kTileN * size_of(p.scale_dtype));
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int q = p.weight[int4::weight_offset(n + e, k, p.k_tiles)] >> int4::tile_shift((n + e) % kTileN) & 15;
+      const int q = weight[int4::weight_offset(n + e, k, p.k_tiles)] >> int4::tile_shift((n + e) % kTileN) & 15;
       const auto read = [&](int parameter) {
-        return load_float(p.scales, int4::scale_offset(n + e, group, p.groups, parameters, parameter), p.scale_dtype);
+        return load_float(scales, int4::scale_offset(n + e, group, p.groups, parameters, parameter), p.scale_dtype);
       };
       sum[e] += (p.fp4 ? code_value(q) : q - (d.zeros ? read(1) : kSymmetricZero)) * read(0) * x;
     }
@@ -108,40 +109,48 @@ __device__ __noinline__ float4 exact(const Params& p, const Cut& d, int n, int t
 // A value of each lane that is not finite is computed again, by the whole warp. The rare case is a function of its own:
 // instructions are fetched slowly when they first run.
 template <typename X, typename Cut>
-__device__ __noinline__ float4 repaired(const Params& p, const Cut& d, int n, int token, uint32_t lanes, float4 value) {
+__device__ __noinline__ float4 repaired(const Params& p, const Cut& d, const uint8_t* weight, const uint8_t* scales,
+                                        int n, int token, uint32_t lanes, float4 value) {
   for (; lanes != 0; lanes &= lanes - 1) {
     const int from = __ffs(lanes) - 1;
-    const float4 again = exact<X>(p, d, __shfl_sync(kAllLanes, n, from), __shfl_sync(kAllLanes, token, from));
+    const float4 again =
+        exact<X>(p, d, weight, scales, __shfl_sync(kAllLanes, n, from), __shfl_sync(kAllLanes, token, from));
     if (static_cast<int>(threadIdx.x % 32) == from) value = again;
   }
   return value;
 }
-template <typename X = GivenX<__nv_bfloat16>, typename Cut>
-__device__ __forceinline__ void repair(const Params& p, const Cut& d, int n, int token, float (&value)[4]) {
+template <typename X, typename Cut>
+__device__ __forceinline__ void repair(const Params& p, const Cut& d, const uint8_t* weight, const uint8_t* scales,
+                                       int n, int token, float (&value)[4]) {
   const uint32_t wrong = __ballot_sync(kAllLanes, !isfinite(value[0] + value[1] + value[2] + value[3]));
   if (wrong == 0) return;
-  const float4 v = repaired<X>(p, d, n, token, wrong, {value[0], value[1], value[2], value[3]});
+  const float4 v = repaired<X>(p, d, weight, scales, n, token, wrong, {value[0], value[1], value[2], value[3]});
   value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
 }
+template <typename X = GivenX<__nv_bfloat16>, typename Cut>
+__device__ __forceinline__ void repair(const Params& p, const Cut& d, int n, int token, float (&value)[4]) {
+  repair<X>(p, d, p.weight, p.scales, n, token, value);
+}
 
-static __device__ __noinline__ float4 biased(const Params& p, int n, float4 value) {
-  float bias[4] = {};
+static __device__ __noinline__ float4 biased(const void* bias, DType dtype, int n, int rows, float4 value) {
+  float by[4] = {};
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    if (n + e < p.n) bias[e] = load_float(p.bias, n + e, p.bias_dtype);
+    if (n + e < rows) by[e] = load_float(bias, n + e, dtype);
   }
-  return {value.x + bias[0], value.y + bias[1], value.z + bias[2], value.w + bias[3]};
+  return {value.x + by[0], value.y + by[1], value.z + by[2], value.w + by[3]};
 }
-__device__ __forceinline__ void add_bias(const Params& p, int n, float (&value)[4]) {
-  if (p.bias == nullptr) return;
-  const float4 v = biased(p, n, {value[0], value[1], value[2], value[3]});
+__device__ __forceinline__ void add_bias(const Params& p, const void* bias, int n, float (&value)[4]) {
+  if (bias == nullptr) return;
+  const float4 v = biased(bias, p.bias_dtype, n, p.n, {value[0], value[1], value[2], value[3]});
   value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
 }
 
 // To y [m, outputs] of T; rows past its end are not stored.
 template <typename T = __nv_bfloat16>
-__device__ __forceinline__ void store_rows(const Params& p, int outputs, int n, int token, const float (&value)[4]) {
-  const int64_t at = static_cast<int64_t>(token) * outputs + n;
+__device__ __forceinline__ void store_rows(const Params& p, int outputs, int n, int64_t token,
+                                           const float (&value)[4]) {
+  const int64_t at = token * outputs + n;
   if (outputs % 4 == 0) {
     if (n < outputs) store_float4(p.y, at, Half<T>::kDType, value);
   } else {
@@ -154,7 +163,7 @@ __device__ __forceinline__ void store_rows(const Params& p, int outputs, int n, 
 // With the bias.
 template <typename T = __nv_bfloat16>
 __device__ __forceinline__ void store_rows(const Params& p, int n, int token, float (&value)[4]) {
-  add_bias(p, n, value);
+  add_bias(p, p.bias, n, value);
   store_rows<T>(p, p.n, n, token, value);
 }
 

@@ -1,6 +1,5 @@
 // Grouped products of a bfloat16 x and a packed weight for few rows an expert: a CTA of ring.cuh or ring_fp4.cuh with a
-// run of row tiles of one expert, and rows of x that lie anywhere. Grid: [1, CTAs that share an expert's row tiles,
-// tiles of rows].
+// run of row tiles of one expert, and rows of x that lie anywhere. Grid: [1, CTAs].
 #pragma once
 
 #include "mm/routing.cuh"
@@ -28,47 +27,79 @@ struct GatheredX {
 
 template <typename Tile, typename Base>
 struct GroupedRing : Base {
-  using Base::d, Base::lane, Base::p, Base::x_offset;
+  using Base::d, Base::lane, Base::p, Base::row_tile0, Base::row_tiles, Base::scales, Base::tokens, Base::weight;
+  using Base::x_offset;
   using typename Base::Cursor;
   static constexpr int kTokens = Tile::kTokens, kOfLane = kTokens / Base::kRowsAtOnce;
 
   const Routing& r;
+  const void* const bias;
   const int64_t row0;  // of y, the first token's
   int rows[kOfLane];   // of x, those that this lane copies a part of
 
-  // p.y begins with the first token's row.
+  // Part `block` of `blocks` of the row tiles.
   __device__ __forceinline__ GroupedRing(const Params& params, const RingParams& cut, const Routing& routing,
-                                         int64_t first, uint32_t shared)
-      : Base(params, cut, shared), r(routing), row0(first) {
+                                         const Share& share, int block, int blocks, uint32_t shared)
+      : Base(params, cut, shared),
+        r(routing),
+        bias(of_expert(params.bias, share.expert, routing.bias_bytes)),
+        row0(share.begin + int64_t{share.token_block} * kTokens) {
+    weight = of_expert(p.weight, share.expert, r.weight_bytes);
+    scales = of_expert(p.scales, share.expert, r.scales_bytes);
+    tokens = min(share.rows - share.token_block * kTokens, kTokens);
+    const int each = p.row_tiles / blocks, more = p.row_tiles % blocks;
+    row_tile0 = block * each + min(block, more), row_tiles = each + (block < more);
+  }
+
+  // As fill_ring. `row`: of x, for token `lane`. Weights are on their way while the number of that row still is.
+  __device__ __forceinline__ void fill(Cursor& ahead, int row) {
+    Cursor at = ahead;
+#pragma unroll 1
+    for (int i = 0; i < d.stages - 1; ++i) {
+      if (i > 0) this->advance(at);
+      if (at.tiles > 0 && at.k_step < d.plain_steps) this->fetch_weight(at, this->stage_address(i));
+    }
+    if (threadIdx.x < kTokens) rows_of_x<kTokens>()[threadIdx.x] = row;
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
       // A cursor points to row lane / 16.
-      rows[i] = rows_of_x<kTokens>()[min(i * Base::kRowsAtOnce + lane / 16, d.tokens - 1)] - lane / 16;
+      rows[i] = __shfl_sync(~0u, row, i * Base::kRowsAtOnce + lane / 16) - lane / 16;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = 0; i < d.stages - 1; ++i) {
+      fetch_x(ahead, this->stage_address(i));
+      ptx::cp_async_commit();
+      this->advance(ahead);
     }
   }
 
   __device__ __forceinline__ void fetch(const Cursor& at, uint32_t stage) const {
+    if (at.tiles > 0 && at.k_step < d.plain_steps) this->fetch_weight(at, stage);
+    fetch_x(at, stage);
+  }
+  // What of a K-step is not whole weights.
+  __device__ __forceinline__ void fetch_x(const Cursor& at, uint32_t stage) const {
     if (at.tiles <= 0) return;
     if (at.k_step >= d.plain_steps) {
-      return fetch_edge(p, d, at.k_step, at.tiles, at.weight, at.scales, at.x - lane / 16 * p.x_stride, stage);
+      return fetch_edge(p, d, tokens, at.k_step, at.tiles, at.weight, at.scales, at.x - lane / 16 * p.x_stride, stage);
     }
-    this->fetch_weight(at, stage);
     const uint32_t to = stage + d.x_offset + x_offset(lane / 16, lane % 16);
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
       const int token = i * Base::kRowsAtOnce;
-      if (i > 0 && token >= d.tokens) break;
-      ptx::cp_async_16_if(token < d.tokens - lane / 16, (to ^ (token % 8 << 4)) + token * kStepColumns * 2,
+      if (i > 0 && token >= tokens) break;
+      ptx::cp_async_16_if(token < tokens - lane / 16, (to ^ (token % 8 << 4)) + token * kStepColumns * 2,
                           at.x + rows[i] * p.x_stride);
     }
   }
   // Base::fetch_slowly for these rows; `x` points to row 0.
-  static __device__ __noinline__ void fetch_edge(const Params& p, const RingParams& d, int k_step, int tiles,
-                                                 const uint8_t* weight, const uint8_t* scales, const T* x,
+  static __device__ __noinline__ void fetch_edge(const Params& p, const RingParams& d, int tokens, int k_step,
+                                                 int tiles, const uint8_t* weight, const uint8_t* scales, const T* x,
                                                  uint32_t stage) {
     Base::fetch_weight_slowly(p, d, k_step, tiles, weight, scales, stage);
     const int lane = threadIdx.x % 32, chunk = lane % 16, columns = p.k - k_step * kStepColumns;
-    for (int token = lane / 16; token < d.tokens; token += Base::kRowsAtOnce) {
+    for (int token = lane / 16; token < tokens; token += Base::kRowsAtOnce) {
       const T* from = x + rows_of_x<kTokens>()[token] * p.x_stride;
       const uint32_t to = stage + d.x_offset + x_offset(token, chunk);
       if (p.x_aligned && (chunk + 1) * 8 <= columns) {
@@ -88,12 +119,12 @@ struct GroupedRing : Base {
     this->for_each_quad(pass, slots, 0, 1, [&](int slot, int token, int quad, int n, bool exists) {
       float value[4] = {};
       if (exists) this->add_slices(slot, token, quad, value);
-      repair<GatheredX<kTokens>>(p, d, n, token, value);
+      repair<GatheredX<kTokens>>(p, d, weight, scales, n, token, value);
       if (exists) {
-        if constexpr (Base::kFp4) divide_rows(p, n, value);
-        add_bias(p, n, value);
+        if constexpr (Base::kFp4) divide_rows(p, scales, n, value);
+        add_bias(p, bias, n, value);
         scale_row(r, row0 + token, value);
-        store_rows<T>(p, p.n, n, token, value);
+        store_rows<T>(p, p.n, n, row0 + token, value);
       }
     });
   }
@@ -102,38 +133,30 @@ struct GroupedRing : Base {
 template <typename Tile, typename Base>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     grouped_ring_kernel(const __grid_constant__ Params p, const __grid_constant__ RingParams cut,
-                        const __grid_constant__ Routing r) {
+                        const __grid_constant__ Routing r, const __grid_constant__ Spread spread) {
   extern __shared__ __align__(1024) uint8_t shared[];
   using Cta = GroupedRing<Tile, Base>;
+  prefetch_routing(r);
   ptx::wait_for_previous_kernel();  // whose the routing may be
   ptx::launch_dependents();
-  const Share share = find_share<Tile::kTokens>(r, blockIdx.z);
+  RowsAndTiles all;
+  int blocks;
+  const auto choose = [&](int tiles) {
+    blocks = sharing(spread, gridDim.y, tiles);
+    return static_cast<int>(blockIdx.y) / blocks;
+  };
+  const Share share = find_share<Tile::kTokens>(r, choose, all);
+  if (all.rows < r.rows) write_rest(r, all.rows, p.y, p.y_dtype, p.n, blockIdx.y, gridDim.y, Tile::kThreads);
   if (share.rows == 0) return;
-  const int block = blockIdx.y, first = block * cut.row_tiles + min(block, cut.more_row_tiles);  // row tile
-  const int64_t row0 = share.begin + int64_t{share.token_block} * Tile::kTokens;
-  if (share.expert == r.experts) {
-    const int last = first + cut.row_tiles + (block < cut.more_row_tiles);
-    return write_zeros<Tile::kTokens>(share, p.y, p.y_dtype, p.n, first * kTileN, min(last * kTileN, p.n));
-  }
-  Params own = params_of_expert(p, r, share);
-  own.y = static_cast<T*>(p.y) + row0 * p.n;
-  if (threadIdx.x < min(cut.row_tiles, Tile::kTilesN)) {  // while rows of x are looked up
-    const int row_tile = first + threadIdx.x;
-    ptx::prefetch_l2(own.weight + row_tile * cut.row_tile_bytes,
-                     static_cast<int>(min(cut.row_tile_bytes, int64_t{kPrefetchBytes})));
-    ptx::prefetch_l2(own.scales + row_tile * cut.row_tile_scale_bytes, static_cast<int>(cut.row_tile_scale_bytes));
-  }
-  RingParams d = cut;
-  d.tokens = min(share.rows - share.token_block * Tile::kTokens, Tile::kTokens);
-  fill_table<Tile::kTokens>(r, share, ptx::shared_address(rows_of_x<Tile::kTokens>()));
-  const Cta cta(own, d, r, row0, ptx::shared_address(shared));
-
+  Cta cta(p, cut, r, share, blockIdx.y % blocks, blocks, ptx::shared_address(shared));
   auto ahead = cta.first();
+  cta.fill(ahead, static_cast<int>(x_row(r, cta.row0 + min(cta.lane, cta.tokens - 1))));
   const auto units = cta.units();
   const uint32_t parameters = ptx::opaque(cta.parameters());
-  walk<Tile>(cta, ahead, units, parameters, [&](int pass, int slots) {
+  const int passes = (cta.row_tiles + Tile::kTilesN - 1) / Tile::kTilesN;
+  walk<Tile>(cta, ahead, units, parameters, passes, [&](int pass, int slots) {
     cta.write(pass, slots);
-    if (pass + slots < d.passes) __syncthreads();
+    if (pass + slots < passes) __syncthreads();
   });
 }
 

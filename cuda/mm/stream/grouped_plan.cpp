@@ -1,4 +1,4 @@
-// How ring.cuh runs few rows an expert: how many CTAs share an expert's row tiles.
+// How ring.cuh runs few rows an expert.
 #include <algorithm>
 
 #include "common/integers.h"
@@ -10,17 +10,12 @@
 namespace qao::mm::stream {
 namespace {
 
-// Of an expert, on average: wgmma/ does more of them in fewer tiles. Groups shorter than a K-step have sums of their
-// own, so that less of a CTA's time is reading W.
-constexpr int64_t kMostRows = 6, kMostRowsOfShortGroups = 3;
-constexpr int64_t kWaves = 2;  // where CTAs do not all run at once: the start of one costs 5 us
+// Of an expert, on average: wgmma/ does more of them in fewer tiles. Every group of an fp4 weight has sums of its own.
+constexpr int64_t kMostRows = 6, kMostRowsOfFp4 = 3;
 
-// CTAs that share the row tiles of one tile of rows. All at once if these are enough to fill the GPU, for all of them
-// then read at the same rate and end together, though fewer tiles exist than may.
-int64_t blocks_of(int64_t tiles, int64_t row_tiles, int64_t places) {
-  const int64_t blocks = places >= 2 * tiles ? places / tiles : ceil_div(kWaves * places, tiles);
-  return std::clamp<int64_t>(blocks, 1, ceil_div(row_tiles, kGrouped.tiles_n));
-}
+// The GPU has tiles for as many CTAs as run at once, unless there may be many: then for twice as many, from which finer
+// cuts can be made. Those that are left over take 1 to 2 us to see it.
+int64_t ctas_for(int64_t tiles, int64_t places) { return std::max(tiles, 4 * tiles > places ? 2 * places : places); }
 
 }  // namespace
 
@@ -29,21 +24,14 @@ bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu
   const bool fp4 = is_float_fp4(problem);
   if (problem.batch_invariant || !runs_sm90(gpu) || !(is_float_int4(problem) || fp4)) return false;
   if (fp4 && problem.k <= problem.group_size) return false;  // a K-step of one group
-  if (problem.x_dtype != DType::kBFloat16 ||
-      average > (problem.group_size < kStepColumns ? kMostRowsOfShortGroups : kMostRows)) {
-    return false;
-  }
+  if (problem.x_dtype != DType::kBFloat16 || average > (fp4 ? kMostRowsOfFp4 : kMostRows)) return false;
   const int64_t tiles = token_tiles(experts.count, experts.rows, kGrouped.tokens);
-  const int64_t row_tiles = tiles_n(problem.n);
-  const int64_t blocks = blocks_of(tiles, row_tiles, int64_t{gpu.num_sms} * kGrouped.ctas_per_sm);
-  constexpr int64_t kMostInGridZ = 65535;
+  const int64_t places = int64_t{gpu.num_sms} * kGrouped.ctas_per_sm;
   const int room = ring_shared_limit(kGrouped, gpu.shared_bytes_per_cta) - kGroupedStaticBytes;
   RingParams cut;
   int shared_bytes;
-  if (tiles > kMostInGridZ || blocks > kMostInGridZ ||
-      !grouped_params(problem, static_cast<int>(blocks), room, &cut, &shared_bytes)) {
-    return false;
-  }
+  constexpr int64_t kMostInGridY = 65535;
+  if (ctas_for(tiles, places) > kMostInGridY || !grouped_params(problem, room, &cut, &shared_bytes)) return false;
   if (cut.plain_steps == 0) return false;  // every step by the slow way
   plan->body = Body::kStreamRing;
   plan->reason = "grouped: few bfloat16 rows an expert from sm_90 on, weights stream through mma.sync";
@@ -53,7 +41,8 @@ bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu
   plan->warps = kGrouped.warps;
   plan->stages = cut.stages;
   plan->runs = true;
-  plan->ctas = tiles * blocks;
+  plan->ctas = ctas_for(tiles, places);
+  plan->ctas_at_once = static_cast<int>(places);
   plan->shared_bytes = shared_bytes;
   return true;
 }

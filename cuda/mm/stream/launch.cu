@@ -75,14 +75,14 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   RingParams cut;
   int shared_bytes;
   const int room = static_cast<int>(plan.shared_bytes);
-  if (!grouped_params(problem, routing.row_blocks, room, &cut, &shared_bytes)) {
+  if (!grouped_params(problem, room, &cut, &shared_bytes)) {
     return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
   }
   const GroupedKernel kernel = params.fp4 ? fp4_grouped_kernel(cut.groups_of_step)
                                           : grouped_kernel(cut.groups_of_step, problem.has_zeros, problem.scale_dtype);
-  const dim3 grid(1, static_cast<unsigned>(routing.row_blocks), static_cast<unsigned>(routing.token_tiles));
-  return launch_streaming("launching stream::grouped_ring_kernel", kernel, grid, nullptr, plan,
-                          static_cast<cudaStream_t>(stream), params, cut, routing);
+  return launch_streaming("launching stream::grouped_ring_kernel", kernel, dim3(1, static_cast<unsigned>(plan.ctas)),
+                          nullptr, plan, static_cast<cudaStream_t>(stream), params, cut, routing,
+                          spread_of(problem, plan));
 }
 
 }  // namespace qao::mm::stream

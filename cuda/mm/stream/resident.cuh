@@ -168,9 +168,9 @@ struct Held {
       }
       repair<FewX<T>>(p, d, n, token, value);
       if constexpr (Product::kFp4) {
-        if (exists) divide_rows(p, n, value);
+        if (exists) divide_rows(p, p.scales, n, value);
       }
-      if (exists) add_bias(p, n, value);
+      if (exists) add_bias(p, p.bias, n, value);
       if (gated()) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {

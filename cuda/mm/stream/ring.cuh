@@ -27,6 +27,7 @@ struct Ring : Cta<Tile> {
   using Base = Cta<Tile>;
   using Base::Base, Base::kR, Base::kTM, Base::x_offset;
   using Base::d, Base::lane, Base::p, Base::partials, Base::rank, Base::row_tile0, Base::row_tiles, Base::slice;
+  using Base::tokens;
 
   // Columns are pairs only in products of eight.
   __device__ __forceinline__ int columns_of_token() const { return kTM == 1 ? d.columns_of_token : 1; }
@@ -51,7 +52,7 @@ struct Ring : Cta<Tile> {
 
   using X = uint32_t[8][kTM][2];  // operands of eight k-steps
   __device__ __forceinline__ void load_x(uint32_t x, const Units& units, X& b) const {
-    const int last = d.tokens - 1;  // tokens that do not exist read the last one
+    const int last = tokens - 1;  // tokens that do not exist read the last one
     if constexpr (kTM == 1) {
       const int row = min(column_token(lane % 8), last);
 #pragma unroll
@@ -155,7 +156,7 @@ struct Ring : Cta<Tile> {
   // Sums in shared memory: [slot][slice][token][columns of the token][kPaddedRow] float32, a slot the row tiles of a
   // pass.
   __device__ __forceinline__ uint32_t partial(int slot, int of_slice, int token) const {
-    return partials + ((slot * Tile::kWarps + of_slice) * d.tokens + token) * columns_of_token() * kColumnBytes;
+    return partials + ((slot * Tile::kWarps + of_slice) * tokens + token) * columns_of_token() * kColumnBytes;
   }
   __device__ __forceinline__ void keep(int slot, int tiles, const Sums& sum) const {
     const int column = lane % 4 * 2;
@@ -165,7 +166,7 @@ struct Ring : Cta<Tile> {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int token = j * 8 + e;  // beyond that of `column`
-        if (token + column_token(column) >= d.tokens) continue;
+        if (token + column_token(column) >= tokens) continue;
 #pragma unroll
         for (int i = 0; i < kR; ++i) {
           if (i >= tiles) break;
@@ -183,7 +184,7 @@ struct Ring : Cta<Tile> {
   __device__ __forceinline__ void for_each_quad(int pass, int slots, int of_rank, int ranks,
                                                 const Finish& finish) const {
     constexpr int kQuads = kR * kTileN / 4, kRowsAtOnce = Tile::kThreads / kQuads;
-    const int m = d.tokens, quad = threadIdx.x % kQuads;
+    const int m = tokens, quad = threadIdx.x % kQuads;
     for (int first = threadIdx.x / 32 * 32 / kQuads + of_rank * kRowsAtOnce; first < slots * m;
          first += ranks * kRowsAtOnce) {
       int slot = 0, token = first + threadIdx.x % 32 / kQuads;
@@ -201,7 +202,7 @@ struct Ring : Cta<Tile> {
     constexpr int kQuads = kR * kTileN / 4, kRowsAtOnce = Tile::kThreads / kQuads;
     static_assert(32 % kQuads == 0, "lanes of a warp share a token or have whole tokens");
     if constexpr (clustered) {
-      const int m = d.tokens, quad = threadIdx.x % kQuads;
+      const int m = tokens, quad = threadIdx.x % kQuads;
       for (int row = threadIdx.x / kQuads; row < slots * m; row += kRowsAtOnce) {
         int slot = 0, token = row;
         while (token >= m) token -= m, ++slot;
@@ -228,7 +229,7 @@ struct Ring : Cta<Tile> {
       }
       repair(p, d, n, token, value);
       if constexpr (kFp4) {
-        if (exists) divide_rows(p, n, value);
+        if (exists) divide_rows(p, p.scales, n, value);
       }
       if (exists) store_rows(p, n, token, value);
     };
@@ -237,7 +238,7 @@ struct Ring : Cta<Tile> {
   __device__ __forceinline__ void add_slices(int slot, int token, int quad, float (&value)[4]) const {
     for (int column = 0; column < columns_of_token(); ++column) {
       stream::add_slices<Tile::kWarps>(partial(slot, 0, token) + column * kColumnBytes + quad * 16,
-                                       d.tokens * columns_of_token() * kColumnBytes, value);
+                                       tokens * columns_of_token() * kColumnBytes, value);
     }
   }
 };
@@ -253,21 +254,26 @@ __device__ __forceinline__ void wait_for_stage(int stages) {
   }
 }
 
-// All passes of a CTA. write(pass, slots) stores what the `slots` passes from `pass` on left.
-template <typename Tile, typename Cta, typename Write>
-__device__ __forceinline__ void walk(const Cta& cta, typename Cta::Cursor ahead, const typename Cta::Units& units,
-                                     uint32_t parameters, const Write& write) {
-  const RingParams& d = cta.d;
+// Fills all stages but one.
+template <typename Cta>
+__device__ __forceinline__ void fill_ring(const Cta& cta, typename Cta::Cursor& ahead) {
 #pragma unroll 1
-  for (int i = 0; i < d.stages - 1; ++i) {
+  for (int i = 0; i < cta.d.stages - 1; ++i) {
     cta.fetch(ahead, cta.stage_address(i));
     ptx::cp_async_commit();
     cta.advance(ahead);
   }
+}
+
+// `passes` of a CTA whose ring is filled. write(pass, slots) stores what the `slots` passes from `pass` on left.
+template <typename Tile, typename Cta, typename Write>
+__device__ __forceinline__ void walk(const Cta& cta, typename Cta::Cursor ahead, const typename Cta::Units& units,
+                                     uint32_t parameters, int passes, const Write& write) {
+  const RingParams& d = cta.d;
   uint32_t stage = cta.ring, stage_ahead = cta.stage_address(d.stages - 1);
   const uint32_t last_stage = stage_ahead;
   int step = cta.slice, slot = 0;
-  for (int pass = 0; pass < d.passes; ++pass) {
+  for (int pass = 0; pass < passes; ++pass) {
     typename Cta::Sums sum = {};
     const int tiles = cta.row_tiles - pass * Tile::kTilesN;
     for (; step < cta.steps; step += Tile::kWarps) {
@@ -282,7 +288,7 @@ __device__ __forceinline__ void walk(const Cta& cta, typename Cta::Cursor ahead,
     }
     step -= cta.steps;
     cta.keep(slot, tiles, sum);
-    if (++slot == d.slots || pass + 1 == d.passes) {
+    if (++slot == d.slots || pass + 1 == passes) {
       write(pass + 1 - slot, slot);
       slot = 0;
     }
@@ -308,7 +314,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   const uint32_t parameters = ptx::opaque(cta.parameters());
   ptx::wait_for_previous_kernel();
   ptx::launch_dependents();
-  walk<Tile>(cta, ahead, units, parameters, [&](int pass, int slots) {
+  fill_ring(cta, ahead);
+  walk<Tile>(cta, ahead, units, parameters, d.passes, [&](int pass, int slots) {
     if (d.clustered) {
       cta.template write<true>(pass, slots);
       ptx::cluster_barrier();  // the others have read this CTA's sums

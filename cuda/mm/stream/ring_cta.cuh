@@ -18,15 +18,21 @@ struct Cta {
   static constexpr int kR = Tile::kTilesN, kTM = Tile::kTilesM;
   const Params& p;
   const RingParams& d;
+  // What an expert has of its own: kernel parameters that are changed would be copied to local memory, by each thread.
+  const uint8_t *weight, *scales;
+  int tokens;
   const int lane, slice;
-  const int rank;                  // among the CTAs that share row tiles
-  const int row_tile0, row_tiles;  // of the CTA
-  const int begin, steps;          // K-steps of the CTA
-  const uint32_t ring, partials;   // shared addresses
+  const int rank;                 // among the CTAs that share row tiles
+  int row_tile0, row_tiles;       // of the CTA
+  const int begin, steps;         // K-steps of the CTA
+  const uint32_t ring, partials;  // shared addresses
 
   __device__ __forceinline__ Cta(const Params& params, const RingParams& decode, uint32_t shared)
       : p(params),
         d(decode),
+        weight(params.weight),
+        scales(params.scales),
+        tokens(decode.tokens),
         lane(threadIdx.x % 32),
         slice(ptx::warp_index()),
         rank(blockIdx.x),
@@ -49,8 +55,8 @@ struct Cta {
   __device__ __forceinline__ void seek(Cursor& at) const {
     while (at.k_step >= begin + steps) at.k_step -= steps, at.tiles -= kR;
     const int row_tile = row_tile0 + row_tiles - at.tiles;
-    at.weight = p.weight + row_tile * d.row_tile_bytes + at.k_step * kStepBytes + lane * 16;
-    at.scales = p.scales + (row_tile + (lane >> d.chunk_shift)) * d.row_tile_scale_bytes +
+    at.weight = weight + row_tile * d.row_tile_bytes + at.k_step * kStepBytes + lane * 16;
+    at.scales = scales + (row_tile + (lane >> d.chunk_shift)) * d.row_tile_scale_bytes +
                 (at.k_step * d.groups_of_step >> d.group_shift) * p.group_bytes +
                 (lane & ((1 << d.chunk_shift) - 1)) * 16;
     at.x = static_cast<const T*>(p.x) + lane / 16 * p.x_stride + at.k_step * kStepColumns + lane % 16 * 8;
@@ -80,10 +86,10 @@ struct Cta {
     fetch_weight(at, stage);
     const T* x = at.x;
     const uint32_t to_x = stage + d.x_offset + x_offset(lane / 16, lane % 16);
-    const int rows = at.tiles > 0 ? d.tokens - lane / 16 : 0;
+    const int rows = at.tiles > 0 ? tokens - lane / 16 : 0;
 #pragma unroll
     for (int i = 0; i * kRowsAtOnce < Tile::kTokens; ++i) {
-      if (i == 1 && d.tokens <= kRowsAtOnce) break;
+      if (i == 1 && tokens <= kRowsAtOnce) break;
       ptx::cp_async_16_if(i * kRowsAtOnce < rows,
                           (to_x ^ (i * kRowsAtOnce % 8 << 4)) + i * kRowsAtOnce * kStepColumns * 2, x);
       x += kRowsAtOnce * p.x_stride;

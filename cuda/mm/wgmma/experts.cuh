@@ -47,13 +47,4 @@ __device__ __forceinline__ ExpertTiles find_expert(const Routing& r, uint32_t ta
   return {{expert, static_cast<int>(first.y), static_cast<int>(next.y)}, static_cast<int>(first.x), tiles};
 }
 
-// Zeros for the rows of y that no expert has: this CTA's part, by `threads` threads.
-__device__ __forceinline__ void write_rest(const Routing& r, uint32_t table, void* y, DType dtype, int n, int threads) {
-  const int64_t begin = static_cast<int64_t>(all_of_experts(r, table).rows) * n, end = static_cast<int64_t>(r.rows) * n;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * threads;
-  for (int64_t i = begin + static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x; i < end; i += step) {
-    store_float(y, i, dtype, 0.0f);
-  }
-}
-
 }  // namespace qao::mm::wgmma

@@ -21,7 +21,7 @@ struct Few {
 Few few(const Problem& problem) {
   const bool short_groups = is_packed(problem.weight) && problem.group_size < 64;
   if (problem.x == Format::kFloat) {
-    if (is_packed(problem.weight) || is_split(problem)) return {short_groups ? 3 : 6, INT64_MAX};
+    if (is_packed(problem.weight) || is_split(problem)) return {is_float_fp4(problem) ? 3 : 6, INT64_MAX};
     return problem.weight == Format::kFp8 ? Few{1, 2} : Few{2, INT64_MAX};
   }
   if (!is_packed(problem.weight)) return {0, 0};

@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(K::kThreads, 1)
   }
   if constexpr (K::kGrouped) {
     if (ptx::warp_index() == 0) {
+      prefetch_routing(p.routing);
       ptx::wait_for_previous_kernel();  // whose the routing may be
       make_table<K::kTokens>(p.routing, ring.data + K::kStage.table);
     }
@@ -71,7 +72,8 @@ __global__ void __launch_bounds__(K::kThreads, 1)
       for_each_tile<K>(p, ring.data, [&](const Place& at) { Consumer<K>{p, maps.y, ring}.run(at, epilogue); });
     }
     if constexpr (K::kGrouped) {
-      write_rest(p.routing, ring.data + K::kStage.table, p.y, p.y_dtype, p.n, K::kConsumerThreads);
+      const int of_experts = all_of_experts(p.routing, ring.data + K::kStage.table).rows;
+      write_rest(p.routing, of_experts, p.y, p.y_dtype, p.n, blockIdx.x, gridDim.x, K::kConsumerThreads);
     }
   }
 }
