@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +46,10 @@ def checkpoint(kind: str, scheme: Scheme) -> tuple[dict[str, Any], list[dict[str
     return json.loads(json.dumps(qao.QaoConfig(layers=layers, dtype=DTYPE).to_dict())), states, dense
 
 
+# Kinds that a model may have joined itself, and in how many processes.
+JOINED_CASES = [("qkv", 2), ("gate_up", 1), ("gate_up", 2)]
+
+
 def joined(kind: str, scheme: Scheme) -> tuple[dict[str, Any], list[dict[str, Tensor]], list[Tensor], list[Tensor]]:
     """As ``checkpoint``, of a model with one linear layer for them all, as Phi-3 is; and the parts of its bias."""
     rows = [rows for _, _, rows in KINDS[kind]]
@@ -65,3 +70,12 @@ def check(loaded: Layer, scheme: Scheme, states: list[dict[str, Tensor]], dense:
         x = torch.randn(tokens, K, dtype=DTYPE)
         own = x[:, loaded.columns()].contiguous()
         check_close(loaded(x), own, part, bias, what.seen(own), what.slack(own, part))
+
+
+def check_joined(load: Callable[..., Layer], kind: str, size: int, scheme: Scheme) -> None:
+    """``check`` on each of ``size`` processes, whose layers are loaded from one that the checkpoint has joined."""
+    torch.manual_seed(size)
+    content, states, dense, biases = joined(kind, scheme)
+    parts = [{"bias": bias} for bias in biases]
+    for rank in range(size):
+        check(load(kind, content, states, rank, size), scheme, parts, dense)

@@ -15,7 +15,7 @@ import sglang
 import torch
 from checkpoint_support import SCHEMES
 from loaded import KINDS, installed
-from native import check, checkpoint, joined
+from native import JOINED_CASES, check, check_joined, checkpoint
 from qao.formats import Scheme
 from sglang.srt import plugins
 from sglang.srt.layers import quantization
@@ -41,14 +41,10 @@ def test_layers(scheme: Scheme, kind: str, size: int) -> None:
         check(loaded, scheme, states, dense)
 
 
-@pytest.mark.parametrize(("kind", "size"), [("qkv", 2), ("gate_up", 1), ("gate_up", 2)])
+@pytest.mark.parametrize(("kind", "size"), JOINED_CASES)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_layers_that_a_checkpoint_has_joined(scheme: Scheme, kind: str, size: int) -> None:
-    torch.manual_seed(size)
-    content, states, dense, biases = joined(kind, scheme)
-    parts = [{"bias": bias} for bias in biases]
-    for rank in range(size):
-        check(load(kind, content, states, rank, size), scheme, parts, dense)
+    check_joined(load, kind, size, scheme)
 
 
 def config(*names: str) -> Any:

@@ -14,7 +14,7 @@ import torch
 from accuracy import check_close
 from checkpoint_support import SCHEMES
 from loaded import KINDS, K
-from native import DTYPE, check, checkpoint, exact, joined
+from native import DTYPE, JOINED_CASES, check, check_joined, checkpoint, exact
 from qao.formats import Scheme
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -36,20 +36,14 @@ def test_layers(scheme: Scheme, kind: str, size: int) -> None:
     with engine(DTYPE):
         for rank in range(size):
             loaded = load(kind, content, states, rank, size)
-            names = {name for name, _ in loaded.layer.named_parameters()}
-            assert names <= {"qweight", "scales", "weight_sums", "activation_scale", "bias"}
             check(loaded, scheme, states, dense)
 
 
-@pytest.mark.parametrize(("kind", "size"), [("qkv", 2), ("gate_up", 1), ("gate_up", 2)])
+@pytest.mark.parametrize(("kind", "size"), JOINED_CASES)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_layers_that_a_checkpoint_has_joined(scheme: Scheme, kind: str, size: int) -> None:
-    torch.manual_seed(size)
-    content, states, dense, biases = joined(kind, scheme)
-    parts = [{"bias": bias} for bias in biases]
     with engine(DTYPE):
-        for rank in range(size):
-            check(load(kind, content, states, rank, size), scheme, parts, dense)
+        check_joined(load, kind, size, scheme)
 
 
 @pytest.mark.parametrize("scheme", [SCHEMES[0], qao.Float8DynamicActivationFloat8Weight("tensor")], ids=str)
