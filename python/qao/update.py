@@ -151,7 +151,7 @@ def update_(model: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool 
     state = {name.replace("_orig_mod.", ""): value for name, value in state_dict.items()}
     layers = {name.replace("_orig_mod.", ""): m for name, m in model.named_modules(remove_duplicate=False)}
     packed = {f"{name}.weight".lstrip("."): m for name, m in layers.items() if isinstance(m, Updatable)}
-    others = _others(model)
+    others = _others(layers)
     _check_names(state, packed, others, strict)
     weights = _one_each(state, packed)
     for name, module in weights.items():
@@ -167,13 +167,13 @@ def update_(model: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool 
     return [name.removesuffix("weight").removesuffix(".") for name in weights]
 
 
-def _others(model: nn.Module) -> dict[str, Tensor]:
+def _others(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """What is no tensor of a quantised weight: biases, norms, float layers, buffers that are saved.
 
     Not by ``model.state_dict()``, where a quantised layer's marker and tripwire would go to its GPU.
     """
     found: dict[str, Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in layers.items():
         own: dict[str, Any] = {}
         if isinstance(module, Updatable):
             own = {f"{path}.bias".lstrip("."): module._saved_bias()}

@@ -52,6 +52,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& given, 
   Problem sorted = problem;
   sorted.m = experts.rows;
   GroupedParams p{params_of(sorted, plan, arguments, x), routing};
+  p.last_x_rows = expert_end_rows(plan.tile_m);
   TensorMaps maps{};
   if (Status status = make_tensor_maps(sorted, plan, arguments, x, p, experts.count, &maps); !status.ok()) {
     return status;

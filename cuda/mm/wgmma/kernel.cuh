@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(K::kThreads, 1)
   }
   const int warp = ptx::warp_index() - K::kConsumerThreads / 32;
   if (warp == 0 && ptx::elect_one()) {
-    tma::prefetch_map(&maps.x);
+    tma::prefetch_map(K::kGrouped || p.m < K::kTokens ? &maps.last_x : &maps.x);
     if (K::kByTurns && p.copies_y) tma::prefetch_map(&maps.y);
   }
   if constexpr (K::kGrouped) {

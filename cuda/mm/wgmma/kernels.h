@@ -14,7 +14,7 @@ namespace qao::mm::wgmma {
 // What the copy engine reads, in boxes of one K-tile: x [token][part][k], W [row][1][k] or packed
 // [row tile][tile of 64 k][512 bytes], int4 scales [row tile][group][parameters]. What it writes: y [token][1][n].
 struct TensorMaps {
-  CUtensorMap x, weight, scales, y;
+  CUtensorMap x, last_x, weight, scales, y;  // last_x: smaller boxes, for tiles in which tokens end
 };
 
 constexpr int kOneGroup = 16;  // what stands for the whole number of a row's only group: see RowScaledOperand
@@ -26,7 +26,7 @@ struct Params {
   int row_blocks, token_blocks;  // tiles of y
   int whole_tiles;               // clusters of kLastSplit CTAs split K of the tiles that come after them
   int tile_rows;                 // rows of W in a tile, at most the kernel's; with few of them warpgroups idle
-  int x_rows;                    // tokens that a copy of x brings; the rest of the tile keeps old data
+  int x_rows, last_x_rows;       // tokens that a copy of x brings, and where they end; the rest keeps old data
   int prefetch_tiles;            // K-tiles of W that a CTA asks for before it waits for the kernel before: at most 32
   int split_k;                   // CTAs of a cluster that share a tile of y
   int groups;                    // along K: int4 groups, or blocks of 128

@@ -48,9 +48,10 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
   if (tile.by_turns) p.row_blocks = (p.row_blocks + kTurnsCluster - 1) / kTurnsCluster;
   const int tiles = p.row_blocks * p.token_blocks, ctas = static_cast<int>(plan.ctas);
   p.whole_tiles = plan.splits_last ? tiles / ctas * ctas : tiles;
-  // Rows past the last token would be filled with zeros, which takes as long as copying them.
-  p.x_rows = tile.by_turns ? plan.tile_m / kTurnsCluster
-                           : static_cast<int>(std::min<int64_t>(plan.tile_m, round_up(problem.m, 8)));
+  // Rows past the last token would be filled with zeros, which takes longer than copying them.
+  const int sharers = tile.by_turns ? kTurnsCluster : 1;
+  p.x_rows = plan.tile_m / sharers;
+  p.last_x_rows = static_cast<int>(round_up(problem.m % plan.tile_m, 8 * sharers)) / sharers;
   const int64_t tile_bytes = plan.tile_n * tile_k / (packed ? 2 : 1);
   p.prefetch_tiles = static_cast<int>(std::min<int64_t>(kPrefetchBytes / tile_bytes, 32));
   set_groups(problem, tile_k, &p);
@@ -109,17 +110,23 @@ Status make_tensor_maps(const Problem& problem, const Plan& plan, const Argument
   const bool half = problem.x_dtype == DType::kFloat16;
   const Size m = p.m, n = problem.n, k = problem.k, row_tiles = int4::tiles_n(problem.n) * experts,
              tiles_k = int4::tiles_k(problem.k), bytes = float_x ? 2 : 1;
-  const cuuint32_t tile_k = static_cast<cuuint32_t>(tile_k_of(problem, plan)), tokens = p.x_rows,
+  const cuuint32_t tile_k = static_cast<cuuint32_t>(tile_k_of(problem, plan)),
                    atom_k = 128 / static_cast<cuuint32_t>(bytes), tile_rows = p.tile_rows,
                    box_tiles = tile_rows / int4::kTileN;
-  const TensorShape x_shape{{packed && !float_x ? tiles_k * int4::kTileK : k, static_cast<Size>(x.parts), m},
-                            {(x.parts > 1 ? x.part_stride : x.stride) * bytes, x.stride * bytes},
-                            {atom_k, 1, tokens}};
+  TensorShape x_shape{{packed && !float_x ? tiles_k * int4::kTileK : k, static_cast<Size>(x.parts), m},
+                      {(x.parts > 1 ? x.part_stride : x.stride) * bytes, x.stride * bytes},
+                      {atom_k, 1, 0}};
   const CUtensorMapDataType x_dtype = !float_x ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                       : half   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  Status status = encode_tensor_map(&maps->x, x.data, x_dtype, x_shape, CU_TENSOR_MAP_SWIZZLE_128B);
-  if (!status.ok()) return status;
+  Status status;
+  const auto encode_x = [&](int rows, CUtensorMap* map) {
+    x_shape.box[2] = static_cast<cuuint32_t>(rows);
+    status = encode_tensor_map(map, x.data, x_dtype, x_shape, CU_TENSOR_MAP_SWIZZLE_128B);
+    return status.ok();
+  };
+  if (p.m >= plan.tile_m && !encode_x(p.x_rows, &maps->x)) return status;
+  if (p.last_x_rows > 0 && !encode_x(p.last_x_rows, &maps->last_x)) return status;
   if (p.copies_y) {
     const TensorShape y{{n, 1, m}, {n * 2, n * 2}, {kWarpgroupRows, 1, kChunkTokens}};
     status = encode_tensor_map(&maps->y, p.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, y, CU_TENSOR_MAP_SWIZZLE_128B);

@@ -57,6 +57,7 @@ struct Kernel {
   static constexpr int kConsumerRegisters = kTile.tall() ? 152 : kMakesScales ? 224 : 232;
   static_assert(kWarpgroups * tokens * kPaddedN * 4 <= kStage.epilogue, "a tile of split K overlays the ring");
   static constexpr int kPanel = 2048 / tokens;  // token tiles
+  static constexpr int kEndRows = expert_end_rows(tokens);
 };
 
 // The ring of stages and the position of a role in it. A stage has three mbarriers and a word that says whether any of
@@ -198,6 +199,23 @@ __device__ __forceinline__ void prefetch_weight(const Params& p, const TensorMap
   }
 }
 
+// How x comes into a stage: `count` boxes of `rows` tokens. Where tokens end inside a tile they are smaller, since the
+// copy engine takes longer to fill in zeros than to copy.
+struct XCopies {
+  const CUtensorMap* map;
+  int rows, count;
+};
+template <typename K>
+__device__ __forceinline__ XCopies x_copies(const Params& p, const TensorMaps& maps, const Place& at) {
+  constexpr int kSharers = K::kByTurns ? kTurnsCluster : 1;
+  const auto left = static_cast<int>(last_token<K>(p, at) - first_token<K>(at));
+  // Behind the rows of an expert lie others.
+  const bool whole = K::kGrouped ? 2 * left > K::kTokens && first_token<K>(at) + K::kTokens <= p.m : left >= K::kTokens;
+  if (whole) return {&maps.x, p.x_rows, kSharers};
+  if constexpr (!K::kGrouped) return {&maps.last_x, p.last_x_rows, kSharers};
+  return {&maps.last_x, K::kEndRows, (left + K::kEndRows - 1) / K::kEndRows};
+}
+
 // One warp: fills stage after stage. What lies outside a tensor arrives as zero. All lanes walk along, so that what
 // they count stays in uniform registers, where the copy engine wants it; one of them issues.
 template <typename K>
@@ -205,12 +223,13 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
   constexpr int kPackedTiles = K::kTileK / int4::kTileK;
   const int row_tiles = p.tile_rows / int4::kTileN;
   const int scale_bytes = K::kPacked ? row_tiles * p.groups_per_tile * p.group_bytes : 0;
-  const int bytes = (K::kByTurns ? K::kTokens : p.x_rows) * K::kAtoms * 128 +
-                    K::kStage.weight / K::kTile.rows * p.tile_rows + (K::kMakesScales ? 0 : scale_bytes);
+  const int weight_bytes = K::kStage.weight / K::kTile.rows * p.tile_rows + (K::kMakesScales ? 0 : scale_bytes);
   for_each_tile<K>(p, ring.data, [&](const Place& at) {
     int part = 0, k_tile = at.begin;
     while (k_tile >= p.k_tiles) k_tile -= p.k_tiles, ++part;
     const int token0 = static_cast<int>(first_token<K>(at)), row0 = weight_row<K>(p, at);
+    const XCopies copies = x_copies<K>(p, maps, at);
+    const int bytes = copies.count * copies.rows * K::kAtoms * 128 + weight_bytes;
     ptx::wait_for_previous_kernel();
 #pragma unroll 1
     for (int i = at.begin; i < at.end; ++i) {
@@ -233,11 +252,15 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
         for (int atom = 0; atom < K::kAtoms; ++atom) {
           const uint32_t to = x + atom * K::kTokens * 128;
           const int column = k_tile * K::kTileK + atom * K::kAtomK;
-          if constexpr (K::kByTurns) {  // each CTA of the pair brings half of the tokens to both
-            const int first = ptx::cluster_rank() * p.x_rows;
-            tma::load_3d_to_all(to + first * 128, &maps.x, column, part, token0 + first, barrier, kTurnsCluster);
-          } else {
-            tma::load_3d(to, &maps.x, column, part, token0, barrier);
+          // By turns, the CTAs of the pair take the copies by turns too, and bring them to both.
+          for (int copy = K::kByTurns ? ptx::cluster_rank() : 0; copy < copies.count;
+               copy += K::kByTurns ? kTurnsCluster : 1) {
+            const int first = copy * copies.rows;
+            if constexpr (K::kByTurns) {
+              tma::load_3d_to_all(to + first * 128, copies.map, column, part, token0 + first, barrier, kTurnsCluster);
+            } else {
+              tma::load_3d(to + first * 128, copies.map, column, part, token0 + first, barrier);
+            }
           }
         }
       }

@@ -47,6 +47,8 @@ struct Traits {
     return !float_x || (!folds && tile.tokens <= 128 && !tile.tall()) ? 128 : 64;
   }
 };
+// Tokens that a copy of x brings in an expert's last tile, if that needs few or would reach past all rows.
+constexpr int expert_end_rows(int tokens) { return std::max(8, tokens / 4); }
 // Each warpgroup has 64 rows of W and the same 64 tokens, or 64 tokens and the same 128 rows.
 constexpr bool can_swap(int tokens) { return tokens == kWarpgroupRows || tokens == 2 * kWarpgroupRows; }
 
