@@ -2,7 +2,8 @@
 
 ``qao_sweep`` (bench/sweep.cpp) times every plan that could run a problem. To each row of cuda/mm/wgmma/costs.inc, which
 is one kind of operands with one tile of tokens, belong the microseconds that explain its times best by the model of
-qao/cost.h. Then plan()'s choices are compared with the best of the sweep, also on layers that had no part in the fit.
+qao/cost.h, moved to where they choose faster plans (tune_choices.py). Then plan()'s choices are compared with the best
+of the sweep, also on layers that had no part in the fit.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from .meta import ROOT
 from .runner import LAYERS, TOKENS
+from .tune_choices import refine
 
 TABLE = ROOT / "cuda" / "mm" / "wgmma" / "costs.inc"
 OPERANDS = (
@@ -28,8 +30,10 @@ OPERANDS = (
     *("int8_int8", "int8_int4", "int8_int4_symmetric", "int8_int4_rows"),
     *("fp8_fp8", "fp8_fp8_fast", "fp8_fp8_blocks", "fp8_int4", "fp8_int4_rows", "fp8_int4_rows_fast"),
 )
+SHARING = (("float_int8", "float_fp8"), ("fp8_fp8", "fp8_fp8_fast"))  # rows of the table
 UNSEEN = ((5120, 5120), (13824, 5120), (2560, 9728), (3584, 18944))  # N, K of layers that no cost is fitted to
 UNSEEN_TOKENS = (2, 12, 24, 48, 100, 200, 700, 3000)
+BETWEEN = (192, 300, 777)  # tokens that end inside a tile, as prompts do
 NEAR = 1.1  # times the best plan's time, at most, on unseen layers
 
 _ROW = re.compile(r"^QAO_COST\((\w+), (\d+), (.*)\)$")
@@ -59,6 +63,7 @@ class Timing(NamedTuple):
     chosen: bool  # by the plan() that the sweep was built with
     final: bool = False  # timed by turns with the other fastest ones
     plan: str = ""
+    before: float = 0.0  # microseconds of `us` in which x is quantised
 
 
 def expected(timing: Timing, costs: Costs, memory: Memory) -> float:
@@ -66,7 +71,7 @@ def expected(timing: Timing, costs: Costs, memory: Memory) -> float:
     assert timing.row is not None
     work = sum(count * cost for count, cost in zip(timing.counts, costs[timing.row], strict=True))
     reading = timing.bytes / memory.bytes_per_us
-    return max(work, reading) + memory.overlap * min(work, reading)
+    return max(work, reading) + memory.overlap * min(work, reading) + timing.before
 
 
 def parse(lines: Iterable[str]) -> list[Timing]:
@@ -76,7 +81,8 @@ def parse(lines: Iterable[str]) -> list[Timing]:
         row = (entry["operands"], entry["tile_m"]) if entry["operands"] else None
         problem = (entry["m"], entry["n"], entry["k"])
         numbers = tuple(entry["counts"]), entry["bytes"], entry["us"]
-        found.append(Timing(problem, row, *numbers, entry["chosen"], entry["final"], entry["plan"]))
+        before = entry.get("before_us", 0.0)
+        found.append(Timing(problem, row, *numbers, entry["chosen"], entry["final"], entry["plan"], before))
     return found
 
 
@@ -90,7 +96,7 @@ def fit(timings: Sequence[Timing], memory: Memory) -> Costs:
         us, reading, weights = (
             torch.tensor(values, dtype=torch.float64)
             for values in zip(
-                *((t.us, t.bytes / memory.bytes_per_us, best[t.problem] / t.us) for t in mine), strict=True
+                *((t.us - t.before, t.bytes / memory.bytes_per_us, best[t.problem] / t.us) for t in mine), strict=True
             )
         )
         counts = torch.tensor([t.counts for t in mine], dtype=torch.float64)
@@ -199,19 +205,22 @@ def run(operands: Sequence[str], program: Path | None, gpu: str, bytes_per_us: f
     fitted only together with all operands: they share it."""
     program = program or build()
     seen = [(layer.n, layer.k) for layer in LAYERS["cuda"]]
-    known = {kind: sweep(program, kind, _all(seen, TOKENS["cuda"])) for kind in operands}
+    known = {kind: sweep(program, kind, _all(seen, sorted({*TOKENS["cuda"], *BETWEEN}))) for kind in operands}
     unseen = {kind: sweep(program, kind, _all(UNSEEN, UNSEEN_TOKENS)) for kind in operands}
     memory = read_table(table)[1]
     if set(operands) >= set(OPERANDS):
         memory = fit_memory([timing for timings in known.values() for timing in timings], bytes_per_us)
     near = True
+    costs = {row: found for kind in operands for row, found in fit(known[kind], memory).items()}
+    alone = [(kind,) for kind in operands if not any(kind in kinds for kinds in SHARING)]
+    for kinds in [*alone, *SHARING]:
+        costs |= refine([known[kind] for kind in kinds if kind in known], costs, memory)
+    write_table(costs, memory, gpu, table)
     for kind in operands:
-        costs = fit(known[kind], memory)
         print(f"\n{kind}: {len(known[kind]) + len(unseen[kind])} plans timed")
         _report("plan() as built, every plan", chosen_losses(known[kind] + unseen[kind]))
         _report("the new table, tuned layers", losses(known[kind], costs, memory))
         near = _report("the new table, unseen layers", losses(unseen[kind], costs, memory)) <= NEAR and near
-        write_table(costs, memory, gpu, table)
     print(f"\nwrote {table}: build again")
     return near
 

@@ -71,6 +71,11 @@ def merged(runs: Sequence[Outcomes]) -> tuple[Outcomes, list[str]]:
     return last, sorted(again)
 
 
+def without_gone(last: Outcomes, this: Outcomes) -> Outcomes:
+    """Without those that failed and that a run of all that had failed did not meet: they are no tests any more."""
+    return {test: outcome for test, outcome in last.items() if outcome != "failed" or test in this}
+
+
 def sees_gpu() -> bool:
     import torch
 
@@ -101,7 +106,10 @@ def run(workers: int, resume: bool) -> int:
         status = int(pytest.main([str(ROOT / "tests"), *options], plugins=[Recorder(file)]))
     if status == pytest.ExitCode.NO_TESTS_COLLECTED and before:
         status = int(pytest.ExitCode.OK)  # all was done
-    last, again = merged(earlier_runs())
+    runs = earlier_runs()
+    last, again = merged(runs)
+    if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        last = without_gone(last, runs[-1])
     of = {outcome: [test for test, what in last.items() if what == outcome] for outcome in OUTCOMES}
     counts: dict[str, Any] = {"passed": len(of["passed"]), "cuda_passed": sum("cuda" in test for test in of["passed"])}
     counts |= {"skipped": len(of["skipped"]), "failed": of["failed"], "exit_status": status}

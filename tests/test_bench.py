@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from bench import (
     rotation,
     table,
     tune,
+    tune_choices,
 )
 from bench.meta import describe, earlier, write
 from bench.peers import Peer
@@ -475,6 +477,22 @@ def test_the_tuner_gives_no_negative_cost() -> None:
     assert k_tile > 0 and wave == split == part == 0
 
 
+def test_the_tuner_moves_costs_to_where_they_choose_faster_plans() -> None:
+    """An x that is quantised before takes nothing away from the choice."""
+    shapes, tokens = ((4096, 4096), (8192, 8192), (1024, 14336), (28672, 4096)), (64, 200, 300, 1000, 4096)
+    timings = [t._replace(us=t.us + 3, before=3.0) for t in _timings(shapes, tokens)]
+    near = tune.fit(timings, MEMORY)
+    assert tune_choices.refine([timings], near, MEMORY) == near  # nothing to gain
+    far = {("kInt8Int8", 64): (0.25, 2.0, 9.0, 2.5), ("kInt8Int8", 128): (0.55, 3.0, 5.0, 0.25)}
+    found = tune_choices.refine([timings, timings], far, MEMORY, rounds=300)
+    average = {
+        name: geometric_mean(tune.losses(timings, costs, MEMORY).values())
+        for name, costs in (("far", far), ("found", found))
+    }
+    assert average["far"] > 1.02 and average["found"] < 1 + (average["far"] - 1) / 2
+    assert found == tune_choices.refine([timings, timings], far, MEMORY, rounds=300)
+
+
 def test_the_tuner_rewrites_its_rows_and_no_others(tmp_path: Path) -> None:
     table_path = tmp_path / "costs.inc"
     table_path.write_text(tune.TABLE.read_text())
@@ -490,7 +508,7 @@ def test_a_sweep_becomes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     """With a program in qao_sweep's place that answers from COSTS."""
     shapes = {(layer.n, layer.k) for layer in LAYERS["cuda"]} | set(tune.UNSEEN)
     answers: dict[str, list[str]] = {}
-    for timing in _timings(shapes, {*TOKENS["cuda"], *tune.UNSEEN_TOKENS}):
+    for timing in _timings(shapes, {*TOKENS["cuda"], *tune.BETWEEN, *tune.UNSEEN_TOKENS}):
         (operands, tile_m), (m, n, k) = timing.row or ("", 0), timing.problem
         entry = {"m": m, "n": n, "k": k, "operands": operands, "tile_m": tile_m, "counts": timing.counts}
         entry |= {"bytes": timing.bytes, "us": timing.us, "chosen": timing.chosen, "final": True, "plan": ""}

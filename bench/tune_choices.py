@@ -1,0 +1,93 @@
+"""Costs that make plan() choose fast plans. Those that explain all times best need not: the model of qao/cost.h is
+coarse, and what counts is which plan comes out cheapest. A random search from the fitted ones lowers the time of the
+plan chosen over the best one's; it stays near them, and as near as nothing is gained by moving."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .tune import Costs, Memory, Row, Timing
+
+ROUNDS = 4000
+_NOTHING = 1e-3  # a loss on average that is not worth moving for
+_SPREAD = 0.03  # plans whose expected times differ by less may come out either way
+_TETHER = 0.01  # what costs that are e times as large must gain: a hundredth of the time
+_UNIT = 0.1  # microseconds that a cost of zero is from one
+
+
+class _Kind(NamedTuple):
+    """The timings of one kind of operands as tensors, one entry a plan."""
+
+    row: Tensor  # of the costs
+    counts: Tensor
+    reading: Tensor
+    before: Tensor
+    problem: Tensor
+    problems: int
+    loss: Tensor  # logarithm of its time over the best plan's
+
+    def expected_loss(self, costs: Tensor, overlap: float, spread: float = _SPREAD) -> float:
+        work = (self.counts * costs[self.row]).sum(1)
+        time = torch.maximum(work, self.reading) + overlap * torch.minimum(work, self.reading) + self.before
+        least = torch.full((self.problems,), math.inf, dtype=time.dtype)
+        least = least.scatter_reduce(0, self.problem, time, "amin")
+        chance = torch.exp(-torch.log(time / least[self.problem]) / spread)
+        sums = torch.zeros(2, self.problems, dtype=time.dtype)
+        sums.index_add_(1, self.problem, torch.stack([chance * self.loss, chance]))
+        return float((sums[0] / sums[1]).mean())
+
+
+def _kind(timings: Sequence[Timing], rows: list[Row], memory: Memory) -> _Kind:
+    problems = sorted({timing.problem for timing in timings})
+    index = {problem: i for i, problem in enumerate(problems)}
+    best = [math.inf] * len(problems)
+    for t in timings:
+        best[index[t.problem]] = min(best[index[t.problem]], t.us)
+
+    def of(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    return _Kind(
+        torch.tensor([rows.index(t.row) for t in timings if t.row]),
+        torch.tensor([t.counts for t in timings], dtype=torch.float64),
+        of([t.bytes / memory.bytes_per_us for t in timings]),
+        of([t.before for t in timings]),
+        torch.tensor([index[t.problem] for t in timings]),
+        len(problems),
+        of([math.log(t.us / best[index[t.problem]]) for t in timings]),
+    )
+
+
+def refine(kinds: Sequence[Sequence[Timing]], costs: Costs, memory: Memory, rounds: int = ROUNDS) -> Costs:
+    """Of the rows that the kinds of operands have; kinds that share rows come together."""
+    priced = [[timing for timing in timings if timing.row in costs] for timings in kinds]
+    rows = sorted({timing.row for timings in priced for timing in timings if timing.row})
+    tensors = [_kind(timings, rows, memory) for timings in priced if timings]
+    start = torch.tensor([costs[row] for row in rows], dtype=torch.float64)
+    if sum(kind.expected_loss(start, memory.overlap, spread=1e-6) for kind in tensors) <= _NOTHING * len(tensors):
+        return {row: costs[row] for row in rows}
+
+    def objective(table: Tensor) -> float:
+        moved = torch.log((table + _UNIT) / (start + _UNIT)).abs().mean()
+        return sum(kind.expected_loss(table, memory.overlap) for kind in tensors) + _TETHER * float(moved)
+
+    generator = random.Random(0)
+    table, least = start.clone(), objective(start)
+    for _ in range(rounds):
+        trial, row = table.clone(), generator.randrange(len(rows))
+        if generator.random() < 0.3:  # all of a row
+            trial[row] *= math.exp(generator.gauss(0, 0.08))
+        else:  # one of its costs; others than a K-tile's may begin or end at zero
+            term = generator.randrange(trial.shape[1])
+            step = generator.gauss(0, 0.05) if term > 0 else 0.0
+            trial[row, term] = max(0.0, float(trial[row, term]) * math.exp(generator.gauss(0, 0.2)) + step)
+        if (reached := objective(trial)) < least:
+            table, least = trial, reached
+    return {row: tuple(round(value, 4) for value in values) for row, values in zip(rows, table.tolist(), strict=True)}
