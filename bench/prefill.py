@@ -36,7 +36,7 @@ KNOWN = (
     (20480, 2560),
 )
 MOST_WEIGHTS = 2e8  # of a layer that is drawn
-TOKENS = (256, 512, 1024, 2048, 4096, 8192)
+TOKENS = (256, 300, 512, 1024, 2048, 4096, 8192)  # 300 end inside a tile, as prompts do
 BF16 = "bf16"
 
 _I8, _F8 = qao.Int8DynamicActivationInt8Weight(), qao.Float8DynamicActivationFloat8Weight()
