@@ -19,6 +19,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <iostream>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -97,21 +98,27 @@ uint16_t as_format(Format format, float normal, float other) {
       return bfloat16(normal);
   }
 }
-Memory normals(Format format, int64_t bytes) {
+std::vector<uint64_t> make_normal_words(Format format) {
   std::array<uint16_t, 1 << 16> table;
   std::mt19937 generator(1);
   std::normal_distribution<float> normal;
   for (uint16_t& value : table) value = as_format(format, normal(generator), normal(generator));
   const int bits = format == Format::kFloat ? 16 : 8;
   uint64_t state = 1;
-  const int64_t some = std::min(bytes, kRandomBytes);
-  std::vector<uint64_t> words(static_cast<size_t>(some / 8 + 1));
+  std::vector<uint64_t> words(static_cast<size_t>(kRandomBytes / 8));
   for (uint64_t& word : words) {
     for (int at = 0; at < 64; at += bits) {
       state = state * 6364136223846793005 + 1442695040888963407;
       word |= uint64_t{table[state >> 48]} << at;
     }
   }
+  return words;
+}
+Memory normals(Format format, int64_t bytes) {
+  static std::map<Format, std::vector<uint64_t>> made;  // every problem has the same
+  std::vector<uint64_t>& words = made[format];
+  if (words.empty()) words = make_normal_words(format);
+  const int64_t some = std::min(bytes, kRandomBytes);
   Memory memory = allocate(bytes);
   auto* at = static_cast<uint8_t*>(memory.get());
   check(cudaMemcpy(at, words.data(), static_cast<size_t>(some), cudaMemcpyHostToDevice), "cudaMemcpy");
@@ -174,7 +181,26 @@ class Copies {
 class Operands {
  public:
   Operands(const Formats& formats, const mm::Problem& problem)
-      : Operands(formats, problem, problem.m, problem.n, problem.k, problem.groups()) {}
+      : packed_(formats.weight == Format::kInt4),
+        eight_bits_(formats.x != Format::kFloat),
+        row_scales_(formats.row_scales ? floats(problem.n, kScale) : Memory()),
+        bytes_(packed_ ? int4::weight_bytes(problem.n, problem.k) : problem.n * problem.k),
+        copies_(std::max<int64_t>(3, kColdBytes / bytes_ + 1)),
+        columns_(int4::tiles_k(problem.k) * int4::kTileK),
+        x_(normals(Format::kFloat, 2 * problem.m * problem.k)),
+        q_(eight_bits_ ? allocate(problem.m * columns_) : Memory()),
+        weights_(normals(formats.weight, bytes_), bytes_, copies_),
+        scales_(packed_ ? group_parameters(formats, problem.n, problem.groups())
+                        : floats(scale_count(formats, problem), 0.01f),
+                packed_ ? parameters(formats, problem.n, problem.groups()) * 2 : scale_count(formats, problem) * 4,
+                copies_),
+        x_scales_(allocate(4 * problem.m * (formats.blocks ? problem.k_blocks() : 1))),
+        x_sums_(allocate(4 * problem.m * problem.groups())),
+        y_(allocate(problem.m * problem.n * 2)) {
+    quantized_.m = problem.m, quantized_.k = problem.k;
+    quantized_.format = problem.x, quantized_.scaling = problem.x_scaling;
+    if (packed_) quantized_.order = quantize::Order::kInt4Tiles, quantized_.sums_group = problem.group_size;
+  }
 
   int64_t copies() const { return copies_; }
   const void* y() const { return y_.get(); }
@@ -204,29 +230,9 @@ class Operands {
  private:
   static constexpr float kScale = 0.0078125f;
 
-  Operands(const Formats& formats, const mm::Problem& problem, int64_t m, int64_t n, int64_t k, int64_t groups)
-      : packed_(formats.weight == Format::kInt4),
-        eight_bits_(formats.x != Format::kFloat),
-        row_scales_(formats.row_scales ? floats(n, kScale) : Memory()),
-        bytes_(packed_ ? int4::weight_bytes(n, k) : n * k),
-        copies_(std::max<int64_t>(3, kColdBytes / bytes_ + 1)),
-        columns_(int4::tiles_k(k) * int4::kTileK),
-        x_(normals(Format::kFloat, 2 * m * k)),
-        q_(eight_bits_ ? allocate(m * columns_) : Memory()),
-        weights_(normals(formats.weight, bytes_), bytes_, copies_),
-        scales_(packed_ ? group_parameters(formats, n, groups) : floats(scale_count(formats, n, k), 0.01f),
-                packed_ ? parameters(formats, n, groups) * 2 : scale_count(formats, n, k) * 4, copies_),
-        x_scales_(allocate(4 * m * (formats.blocks ? problem.k_blocks() : 1))),
-        x_sums_(allocate(4 * m * groups)),
-        y_(allocate(m * n * 2)) {
-    quantized_.m = m, quantized_.k = k;
-    quantized_.format = problem.x, quantized_.scaling = problem.x_scaling;
-    if (packed_) quantized_.order = quantize::Order::kInt4Tiles, quantized_.sums_group = problem.group_size;
-  }
-
   // Of a row-major W.
-  static int64_t scale_count(const Formats& formats, int64_t n, int64_t k) {
-    return formats.blocks ? ceil_div(n, kScaleBlock) * ceil_div(k, kScaleBlock) : n;
+  static int64_t scale_count(const Formats& formats, const mm::Problem& problem) {
+    return formats.blocks ? ceil_div(problem.n, kScaleBlock) * problem.k_blocks() : problem.n;
   }
   // Scales of packed groups, each followed by its zero points if there are any.
   static int64_t parameters(const Formats& formats, int64_t n, int64_t groups) {

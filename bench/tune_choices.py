@@ -22,6 +22,12 @@ _TETHER = 0.01  # what costs that are e times as large must gain: a hundredth of
 _UNIT = 0.1  # microseconds that a cost of zero is from one
 
 
+def _least(values: Tensor, problem: Tensor, problems: int) -> Tensor:
+    """For each plan the least value of its problem's plans."""
+    least = torch.full((problems,), math.inf, dtype=values.dtype)
+    return least.scatter_reduce(0, problem, values, "amin")[problem]
+
+
 class _Kind(NamedTuple):
     """The timings of one kind of operands as tensors, one entry a plan."""
 
@@ -36,33 +42,21 @@ class _Kind(NamedTuple):
     def expected_loss(self, costs: Tensor, overlap: float, spread: float = _SPREAD) -> float:
         work = (self.counts * costs[self.row]).sum(1)
         time = torch.maximum(work, self.reading) + overlap * torch.minimum(work, self.reading) + self.before
-        least = torch.full((self.problems,), math.inf, dtype=time.dtype)
-        least = least.scatter_reduce(0, self.problem, time, "amin")
-        chance = torch.exp(-torch.log(time / least[self.problem]) / spread)
+        chance = torch.exp(-torch.log(time / _least(time, self.problem, self.problems)) / spread)
         sums = torch.zeros(2, self.problems, dtype=time.dtype)
         sums.index_add_(1, self.problem, torch.stack([chance * self.loss, chance]))
         return float((sums[0] / sums[1]).mean())
 
 
 def _kind(timings: Sequence[Timing], rows: list[Row], memory: Memory) -> _Kind:
-    problems = sorted({timing.problem for timing in timings})
-    index = {problem: i for i, problem in enumerate(problems)}
-    best = [math.inf] * len(problems)
-    for t in timings:
-        best[index[t.problem]] = min(best[index[t.problem]], t.us)
-
-    def of(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64)
-
-    return _Kind(
-        torch.tensor([rows.index(t.row) for t in timings if t.row]),
-        torch.tensor([t.counts for t in timings], dtype=torch.float64),
-        of([t.bytes / memory.bytes_per_us for t in timings]),
-        of([t.before for t in timings]),
-        torch.tensor([index[t.problem] for t in timings]),
-        len(problems),
-        of([math.log(t.us / best[index[t.problem]]) for t in timings]),
-    )
+    index = {problem: i for i, problem in enumerate(sorted({timing.problem for timing in timings}))}
+    problem = torch.tensor([index[t.problem] for t in timings])
+    us, reading, before = torch.tensor(
+        [(t.us, t.bytes / memory.bytes_per_us, t.before) for t in timings], dtype=torch.float64
+    ).T
+    row = torch.tensor([rows.index(t.row) for t in timings if t.row])
+    counts = torch.tensor([t.counts for t in timings], dtype=torch.float64)
+    return _Kind(row, counts, reading, before, problem, len(index), torch.log(us / _least(us, problem, len(index))))
 
 
 def refine(kinds: Sequence[Sequence[Timing]], costs: Costs, memory: Memory, rounds: int = ROUNDS) -> Costs:
