@@ -131,6 +131,7 @@ def test_a_package_runs_in_a_fresh_process(package: tuple[nn.Module, Path], tmp_
     check_package(*package, "cpu", tmp_path)
 
 
+@pytest.mark.early
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 def test_a_cuda_package_runs_in_a_fresh_process(tmp_path: Path) -> None:
     # Without qao: what is wrong there is not for this test to say.
