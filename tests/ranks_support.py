@@ -112,6 +112,8 @@ def main(cases: Cases, limit: float = 300) -> None:
     """
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
+    # As torchrun does. transformers reads them, LOCAL_RANK for the GPU that a model goes to.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     backend = "gloo"
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
