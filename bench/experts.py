@@ -2,11 +2,11 @@
 
 One projection (gate and up together) of the experts of real models, tokens sent to experts evenly or by Zipf's law.
 Contenders of a cell take turns: every scheme as one grouped operator, torch's grouped products in bfloat16 and on a GPU
-in fp8, and DeepGEMM's where ``QAO_BENCH_PEERS`` says; and on a CPU loops of dense operators and of F.linear, which on a
-GPU would wait for the routing. All take bfloat16 tokens as they are: quantisation (for torch by qao's kernel) and the
-gather of rows are in the time. What DeepGEMM needs to know of a routing, rows filled up to tiles of 128 and whose they
-are, is there beforehand. On a GPU calls rotate over routings and copies of the weights, so that few tokens meet experts
-that no cache holds.
+in fp8, and DeepGEMM's and vLLM's where ``QAO_BENCH_PEERS`` says; and on a CPU loops of dense operators and of F.linear,
+which on a GPU would wait for the routing. All take bfloat16 tokens as they are: quantisation (for torch by qao's
+kernel) and the gather of rows are in the time. What a contender needs to know of a routing, for some of them rows
+filled up to tiles and whose they are, is there beforehand. On a GPU calls rotate over routings and copies of the
+weights, so that few tokens meet experts that no cache holds.
 
 On a GPU a row has its floor, what its operands let the device do: the bytes of the experts that tokens chose, at the
 measured rate of reads, or the operations at the measured rate of bfloat16 products, twice that if both operands are of
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .experts_contenders import DEEP_GEMM, FP8_PEER, ROUTINGS_IN_TURN, Call, Experts, Model
+from .experts_contenders import OTHERS, ROUTINGS_IN_TURN, Call, Experts, Model
 from .markdown import caption, table
 from .meta import describe, warn_if_busy
 from .timing import Graph, ceilings, interleaved, replayed, settle_clocks
@@ -92,7 +92,7 @@ def _times(calls: dict[str, Call], floors: dict[str, float], seconds: float, dev
 
 def _rows(cell: dict[str, Any], times: dict[str, float], floors: dict[str, float]) -> Iterator[dict[str, Any]]:
     bf16 = min(time for name, time in times.items() if name.startswith("bf16"))
-    peer = min(bf16, times.get(FP8_PEER, bf16), times.get(DEEP_GEMM, bf16))
+    peer = min(bf16, *(times.get(other, bf16) for other in OTHERS))
     for name, time in times.items():
         row = cell | {"name": name, "us": time * 1e6, "times_bf16": bf16 / time, "times_peer": peer / time}
         if floor := floors.get(name):

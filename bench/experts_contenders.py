@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .peers import engines
+from .peers import engines, vllm_experts
 from .timing import copies_of
 
 Call = Callable[[], Tensor]
@@ -27,6 +27,7 @@ class Model(NamedTuple):
 ROUTINGS_IN_TURN = 8
 FP8_PEER = "fp8 scaled_grouped_mm"
 DEEP_GEMM = "fp8 DeepGEMM"
+OTHERS = (FP8_PEER, DEEP_GEMM, vllm_experts.MARLIN, vllm_experts.TRITON_FP8)  # and what is called "bf16 ..."
 
 
 def route(model: Model, tokens: int, routing: str, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -103,8 +104,9 @@ class Experts:
         for word, (copies, _) in self.operands.items():
             read = sum(t.nbytes for t in copies[0]) * touched / self.model.experts / rates[0]
             floors[word] = max(read, operations / (2 if "_" in word else 1))
-        fp8 = floors.get("fp8_fp8", 0.0)
-        return floors | {"bf16 grouped_mm": floors["bf16"], FP8_PEER: fp8, DEEP_GEMM: fp8}
+        fp8, bf16 = floors.get("fp8_fp8", 0.0), floors["bf16"]
+        of_vllm = {vllm_experts.MARLIN: floors.get("int4", 0.0), vllm_experts.TRITON_BF16: bf16}
+        return floors | of_vllm | {"bf16 grouped_mm": bf16} | dict.fromkeys(set(OTHERS) - of_vllm.keys(), fp8)
 
     def _turns(self, tokens: int, routing: str) -> list[tuple[Tensor, Tensor]]:
         """Zipf's favourites are spread over all experts."""
@@ -187,6 +189,10 @@ class Experts:
                 "fp8_fp8",
                 lambda weight, scales, index, ends: engines.deep_gemm_experts(x, *rows[id(ends)], weight, blocks),
             )
+        if self.device == "cuda":
+            for name, word, tiles, call in vllm_experts.contenders(x, self.model.n, self.model.experts, turns):
+                if word in self.operands:
+                    calls[name] = _by_turns(call, self.operands[word][0], tiles)
         return calls
 
     def _loop(self, x: Tensor, index: Tensor, ends: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:
@@ -205,6 +211,14 @@ class Experts:
             difference = (one.float() - other.float()).abs().max().item()
             if difference > (0 if self.device == "cpu" else 2.0**-5 * other.abs().max().item()):
                 raise RuntimeError(f"{word}_grouped_mm differs from the loop by {difference:.3g}")
+        # Rows of vLLM's y are in another order, and marlin's layout of the same bytes is another weight.
+        for name, like in ((vllm_experts.TRITON_BF16, "bf16 grouped_mm"), (vllm_experts.TRITON_FP8, FP8_PEER)):
+            if name in calls:
+                sums, expected = (calls[each]().float().sum(1).sort().values for each in (name, like))
+                if (sums - expected).abs().max() > 2.0**-5 * expected.abs().max():
+                    raise RuntimeError(f"{name}: sums of rows are not those of {like}")
+        if vllm_experts.MARLIN in calls and not calls[vllm_experts.MARLIN]().isfinite().all():
+            raise RuntimeError(f"{vllm_experts.MARLIN}: y is not finite")
         if self.device == "cuda":
             for name in [name for name in calls if name.endswith("loop")]:
                 del calls[name]

@@ -38,7 +38,7 @@ from bench import (
     tune_choices,
 )
 from bench.meta import describe, earlier, write
-from bench.peers import Peer
+from bench.peers import Peer, vllm_experts
 from bench.peers.torch4 import TinyGemm, TorchInt4
 from bench.runner import LAYERS, TOKENS, Layer, Run, run
 from bench.schemes import LAYER_SCHEMES, SCHEMES, Int4
@@ -698,6 +698,52 @@ def test_experts_are_chosen_by_the_law_that_is_asked_for() -> None:
         assert len(index) == ends[-1] == 800 and (torch.bincount(index) == 8).all()
     counts = torch.cat((ends[:1], ends.diff()))
     assert counts[0] > 80 and counts[32:].float().mean() < 8
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 100])
+@pytest.mark.parametrize("block", [8, 16])
+def test_routings_as_vllm_takes_them(tokens: int, block: int) -> None:
+    """Every slot stands once, in a tile of its expert; a tile's other rows are no slots."""
+    model = experts_contenders.Model(64, 8, 16, 16)
+    index, ends = experts_contenders.route(model, tokens, "zipf")
+    expert_of_row = torch.repeat_interleave(torch.arange(64), ends.diff(prepend=ends.new_zeros(1)))
+    chosen = [set(expert_of_row[index == token].tolist()) for token in range(tokens)]
+
+    slots, owners, rows = vllm_experts.tiles(index, ends, model.top_k, block)
+    assert slots is not None and rows % block == 0 and rows <= len(slots) <= len(owners) * block
+    held: list[set[int]] = [set() for _ in range(tokens)]
+    for tile in range(int(rows) // block):
+        for slot in slots[tile * block : (tile + 1) * block].tolist():
+            if slot < tokens * 8:
+                held[slot // 8].add(int(owners[tile]))
+    assert held == chosen and (slots < tokens * 8).sum() == tokens * 8
+
+    nothing, owners, rows = vllm_experts.tiles(index, ends, model.top_k, block, alone=True)
+    assert nothing is None and int(rows) == tokens * 8 * block
+    assert [set(own.tolist()) for own in owners.view(tokens, 8)] == chosen
+
+
+def test_the_kernel_of_vllm_is_cut_out_of_its_module() -> None:
+    text = (
+        "import vllm\n\n@decorate\ndef write_zeros_to_output(a):\n    return a\n\n\ndef another():\n    pass\n\n\n"
+        "@decorate\ndef fused_moe_kernel(\n    a,\n):\n    return a\n"
+    )
+    source = vllm_experts.kernel_source(text)
+    assert "vllm" not in source and "another" not in source
+    assert source.count("@decorate\ndef ") == 2 and source.endswith("def fused_moe_kernel(\n    a,\n):\n    return a\n")
+
+
+def test_vllm_is_launched_by_its_table_or_its_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QAO_BENCH_PEERS", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200 NVL")
+    assert vllm_experts.config_of(1, 8, 64, "")["BLOCK_SIZE_M"] == 16
+    (tmp_path / "configs").mkdir()
+    table = {"triton_version": "3", "1": {"BLOCK_SIZE_M": 32}, "64": {"BLOCK_SIZE_M": 48}}
+    (tmp_path / "configs" / "E=8,N=64,device_name=NVIDIA_H200.json").write_text(json.dumps(table))
+    assert vllm_experts.config_of(20, 8, 64, "") == {"BLOCK_SIZE_M": 32}
+    assert vllm_experts.config_of(40, 8, 64, "") == {"BLOCK_SIZE_M": 48}
+    assert vllm_experts.config_of(40, 8, 64, ",dtype=fp8_w8a8")["BLOCK_SIZE_K"] == 128
 
 
 def test_prefill_compares_with_the_fastest_other() -> None:

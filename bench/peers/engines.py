@@ -24,7 +24,7 @@ Made = tuple[Tensors, Callable[..., Tensor]]  # the weight in its layout, and th
 
 _E4M3 = torch.float8_e4m3fn
 _GROUP = 128
-_U4B8 = 4 << 8 | 8 << 17 | 1 << 50  # vLLM's id of unsigned four bits less 8
+U4B8 = 4 << 8 | 8 << 17 | 1 << 50  # vLLM's id of unsigned four bits less 8
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def int8(weight: Tensor, there: frozenset[str]) -> Iterator[tuple[str, Made]]:
 def fp8(weight: Tensor, there: frozenset[str]) -> Iterator[tuple[str, Made]]:
     tensors = _rows(weight, _E4M3, 448)
     if "vllm" in there:
-        yield "vLLM fp8", (tensors, lambda x, q, s: _vllm_mm(_fp8_rows(x), q, s))
+        yield "vLLM fp8", (tensors, lambda x, q, s: _vllm_mm(fp8_rows(x), q, s))
     if "sgl" in there:
         yield "SGLang fp8", (tensors, _sgl_mm)
     if "vllm" in there and weight.shape[1] % (2 * _GROUP) == 0:  # dies of an odd number of groups
@@ -75,7 +75,7 @@ def four_bits(weight: Tensor, there: frozenset[str]) -> Iterator[tuple[str, Made
     if "vllm" in there and weight.shape[1] % _GROUP == 0:
         q, scales = _groups(weight)
         packed = torch.ops._C.machete_prepack_B(
-            _eight_a_word(q + 8).t().contiguous().t(), torch.bfloat16, _U4B8, torch.bfloat16
+            _eight_a_word(q + 8).t().contiguous().t(), torch.bfloat16, U4B8, torch.bfloat16
         )
         yield "vLLM machete", ((packed, scales.t().contiguous()), _machete)
 
@@ -117,7 +117,7 @@ def _int8_rows(x: Tensor) -> Tensors:
     return q, scale
 
 
-def _fp8_rows(x: Tensor) -> Tensors:
+def fp8_rows(x: Tensor) -> Tensors:
     q, scale = torch.empty_like(x, dtype=_E4M3), x.new_empty(x.shape[0], 1, dtype=torch.float32)
     torch.ops._C.dynamic_per_token_scaled_fp8_quant(q, x, scale, None)
     return q, scale
@@ -180,7 +180,7 @@ def deep_gemm_experts(x: Tensor, rows: Tensor, owners: Tensor, weight: Tensor, s
 
 def _machete(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     nothing: Any = None
-    y: Tensor = torch.ops._C.machete_mm(x, packed, _U4B8, nothing, scales, nothing, _GROUP, nothing, nothing, nothing)
+    y: Tensor = torch.ops._C.machete_mm(x, packed, U4B8, nothing, scales, nothing, _GROUP, nothing, nothing, nothing)
     return y
 
 
@@ -192,7 +192,7 @@ def _vllm_w4a8(weight: Tensor) -> Made:
     tensors = packed, torch.ops._C.cutlass_pack_scale_fp8(of_groups.t().contiguous()), row * 8
 
     def mm(x: Tensor, *weight: Tensor) -> Tensor:
-        rounded, x_scale = _fp8_rows(x)
+        rounded, x_scale = fp8_rows(x)
         y: Tensor = torch.ops._C.cutlass_w4a8_mm(rounded, weight[0], weight[1], _GROUP, weight[2], x_scale, None, None)
         return y
 
