@@ -86,6 +86,7 @@ def source_copy(tmp_path: Path) -> Path:
 # ---- import ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timed
 def test_import_takes_less_than_300_ms_beyond_torch() -> None:
     code = "import time, torch; start = time.perf_counter(); import qao; print(time.perf_counter() - start)"
     assert min(float(output(python(code))) for _ in range(3)) < 0.3
