@@ -27,7 +27,15 @@ class Model(NamedTuple):
 ROUTINGS_IN_TURN = 8
 FP8_PEER = "fp8 scaled_grouped_mm"
 DEEP_GEMM = "fp8 DeepGEMM"
-OTHERS = (FP8_PEER, DEEP_GEMM, vllm_experts.MARLIN, vllm_experts.TRITON_FP8)  # and what is called "bf16 ..."
+# Whose weights other libraries take, or weights of as many bytes.
+OTHERS = {
+    "bf16 grouped_mm": "bf16",
+    FP8_PEER: "fp8_fp8",
+    DEEP_GEMM: "fp8_fp8",
+    vllm_experts.MARLIN: "int4",
+    vllm_experts.TRITON_BF16: "bf16",
+    vllm_experts.TRITON_FP8: "fp8_fp8",
+}
 
 
 def route(model: Model, tokens: int, routing: str, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -104,9 +112,7 @@ class Experts:
         for word, (copies, _) in self.operands.items():
             read = sum(t.nbytes for t in copies[0]) * touched / self.model.experts / rates[0]
             floors[word] = max(read, operations / (2 if "_" in word else 1))
-        fp8, bf16 = floors.get("fp8_fp8", 0.0), floors["bf16"]
-        of_vllm = {vllm_experts.MARLIN: floors.get("int4", 0.0), vllm_experts.TRITON_BF16: bf16}
-        return floors | of_vllm | {"bf16 grouped_mm": bf16} | dict.fromkeys(set(OTHERS) - of_vllm.keys(), fp8)
+        return floors | {name: floors[word] for name, word in OTHERS.items() if word in floors}
 
     def _turns(self, tokens: int, routing: str) -> list[tuple[Tensor, Tensor]]:
         """Zipf's favourites are spread over all experts."""
@@ -190,9 +196,9 @@ class Experts:
                 lambda weight, scales, index, ends: engines.deep_gemm_experts(x, *rows[id(ends)], weight, blocks),
             )
         if self.device == "cuda":
-            for name, word, tiles, call in vllm_experts.contenders(x, self.model.n, self.model.experts, turns):
-                if word in self.operands:
-                    calls[name] = _by_turns(call, self.operands[word][0], tiles)
+            for name, tiles, call in vllm_experts.contenders(x, self.model.n, self.model.experts, turns):
+                if OTHERS[name] in self.operands:
+                    calls[name] = _by_turns(call, self.operands[OTHERS[name]][0], tiles)
         return calls
 
     def _loop(self, x: Tensor, index: Tensor, ends: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:

@@ -23,15 +23,20 @@ Tensors = tuple[Tensor, ...]
 Made = tuple[Tensors, Callable[..., Tensor]]  # the weight in its layout, and the product of x and it
 
 _E4M3 = torch.float8_e4m3fn
-_GROUP = 128
+GROUP = 128
 U4B8 = 4 << 8 | 8 << 17 | 1 << 50  # vLLM's id of unsigned four bits less 8
+
+
+def folder() -> Path | None:
+    """Where the peers lie, if anywhere."""
+    name = os.environ.get("QAO_BENCH_PEERS")
+    return Path(name) if name else None
 
 
 @functools.cache
 def load() -> frozenset[str]:
     """Of "vllm", "sgl", "deep_gemm" those that are there."""
-    folder = os.environ.get("QAO_BENCH_PEERS")
-    if folder is None:
+    if (peers := folder()) is None:
         return frozenset()
     for pattern in ("libnvrtc.so.1*", "libnccl.so.2"):  # which they expect in the process
         found = [
@@ -42,11 +47,11 @@ def load() -> frozenset[str]:
             CDLL(path, mode=RTLD_GLOBAL)
     loaded = set()
     for name in ("vllm", "sgl"):
-        if (library := Path(folder, f"{name}.so")).exists():
+        if (library := peers / f"{name}.so").exists():
             torch.ops.load_library(library)
             loaded.add(name)
-    if "vllm" in loaded and Path(folder, "deep_gemm").is_dir():
-        sys.path.insert(0, folder)
+    if "vllm" in loaded and (peers / "deep_gemm").is_dir():
+        sys.path.insert(0, str(peers))
         loaded.add("deep_gemm")
     return frozenset(loaded)
 
@@ -62,7 +67,7 @@ def fp8(weight: Tensor, there: frozenset[str]) -> Iterator[tuple[str, Made]]:
         yield "vLLM fp8", (tensors, lambda x, q, s: _vllm_mm(fp8_rows(x), q, s))
     if "sgl" in there:
         yield "SGLang fp8", (tensors, _sgl_mm)
-    if "vllm" in there and weight.shape[1] % (2 * _GROUP) == 0:  # dies of an odd number of groups
+    if "vllm" in there and weight.shape[1] % (2 * GROUP) == 0:  # dies of an odd number of groups
         yield "vLLM fp8 x int4", _vllm_w4a8(weight)
 
 
@@ -72,7 +77,7 @@ def blocks(weight: Tensor, there: frozenset[str]) -> Iterator[tuple[str, Made]]:
 
 
 def four_bits(weight: Tensor, there: frozenset[str]) -> Iterator[tuple[str, Made]]:
-    if "vllm" in there and weight.shape[1] % _GROUP == 0:
+    if "vllm" in there and weight.shape[1] % GROUP == 0:
         q, scales = _groups(weight)
         packed = torch.ops._C.machete_prepack_B(
             _eight_a_word(q + 8).t().contiguous().t(), torch.bfloat16, U4B8, torch.bfloat16
@@ -94,11 +99,11 @@ def _blocks(weight: Tensor) -> Tensors:
 
 
 def _groups(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers from -8 to 7 [N, K] and scales [N, K / _GROUP]."""
+    """Integers from -8 to 7 [N, K] and scales [N, K / GROUP]."""
     n, k = weight.shape
-    groups = weight.float().view(n, k // _GROUP, _GROUP)
+    groups = weight.float().view(n, k // GROUP, GROUP)
     scale = (groups.abs().amax(-1, keepdim=True) / 7.5).clamp(min=1e-8).bfloat16().float()
-    return (groups / scale).round_().clamp_(-8, 7).int().view(n, k), scale.view(n, k // _GROUP).bfloat16()
+    return (groups / scale).round_().clamp_(-8, 7).int().view(n, k), scale.view(n, k // GROUP).bfloat16()
 
 
 def _eight_a_word(q: Tensor) -> Tensor:
@@ -180,7 +185,7 @@ def deep_gemm_experts(x: Tensor, rows: Tensor, owners: Tensor, weight: Tensor, s
 
 def _machete(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     nothing: Any = None
-    y: Tensor = torch.ops._C.machete_mm(x, packed, U4B8, nothing, scales, nothing, _GROUP, nothing, nothing, nothing)
+    y: Tensor = torch.ops._C.machete_mm(x, packed, U4B8, nothing, scales, nothing, GROUP, nothing, nothing, nothing)
     return y
 
 
@@ -193,7 +198,7 @@ def _vllm_w4a8(weight: Tensor) -> Made:
 
     def mm(x: Tensor, *weight: Tensor) -> Tensor:
         rounded, x_scale = fp8_rows(x)
-        y: Tensor = torch.ops._C.cutlass_w4a8_mm(rounded, weight[0], weight[1], _GROUP, weight[2], x_scale, None, None)
+        y: Tensor = torch.ops._C.cutlass_w4a8_mm(rounded, weight[0], weight[1], GROUP, weight[2], x_scale, None, None)
         return y
 
     return tensors, mm

@@ -11,7 +11,6 @@ import ast
 import functools
 import importlib.util
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,47 +23,49 @@ from . import engines
 
 MARLIN, TRITON_BF16, TRITON_FP8 = "int4 vLLM marlin", "bf16 vLLM Triton", "fp8 vLLM Triton"
 _KERNEL = ("write_zeros_to_output", "fused_moe_kernel")
-_GROUP = 128
 Config = dict[str, int]
 
 
 class Tiles(NamedTuple):
     """A routing as both take it. A slot is a token's number times the experts of a token, plus which of them it is."""
 
-    slots: (
-        Tensor | None
-    )  # int32: of each row of each tile; where a tile has none, the number of all slots. None: one slot a tile
+    # int32: the slot of each row of each tile, the number of all slots where there is none. None: a tile a slot
+    slots: Tensor | None
     owners: Tensor  # int32: the expert of each tile
     rows: Tensor  # int32 [1]: of all tiles
 
 
-Contender = tuple[str, str, Sequence[Tiles], Callable[..., Tensor]]  # name, whose weights it takes, routings, product
+Contender = tuple[str, Sequence[Tiles], Callable[..., Tensor]]  # name, routings, product
 
 
 @functools.cache
 def load() -> frozenset[str]:
     """Of "marlin" and "triton" those that are there."""
-    found = {"triton"} if (folder := _folder()) and (folder / "fused_moe.py").exists() else set()
-    if "vllm" in engines.load() and folder and (library := folder / "vllm_moe.so").exists():
+    folder, found = engines.folder(), set()
+    if folder is None or "vllm" not in engines.load():
+        return frozenset()
+    if (library := folder / "vllm_moe.so").exists():
         torch.ops.load_library(library)
         found.add("marlin")
-    return frozenset(found if "vllm" in engines.load() else ())
+    if (folder / "fused_moe.py").exists():
+        found.add("triton")
+    return frozenset(found)
 
 
 def contenders(x: Tensor, n: int, experts: int, routings: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Contender]:
     """x: bfloat16 [S, K]; routings: for each row of y, sorted by expert, its row of x, and the experts' last rows."""
     tokens, k = x.shape
     top_k = len(routings[0][0]) // tokens
-    if "marlin" in load() and k % _GROUP == n % _GROUP == 0:
+    if "marlin" in load() and k % engines.GROUP == n % engines.GROUP == 0:
         block = next((b for b in (8, 16, 32, 48) if tokens * top_k / experts / b < 0.9), 64)
         turns = [tiles(*routing, top_k, block) for routing in routings]
-        yield MARLIN, "int4", turns, functools.partial(_marlin, x, block, top_k)
+        yield MARLIN, turns, functools.partial(_marlin, x, block, top_k)
     if "triton" in load():
-        for name, word, dtype in ((TRITON_BF16, "bf16", ""), (TRITON_FP8, "fp8_fp8", ",dtype=fp8_w8a8")):
+        for name, dtype in ((TRITON_BF16, ""), (TRITON_FP8, ",dtype=fp8_w8a8")):
             config = config_of(tokens, experts, n // 2, dtype)
             alone = tokens * top_k * 4 <= experts
             turns = [tiles(*routing, top_k, config["BLOCK_SIZE_M"], alone) for routing in routings]
-            yield name, word, turns, functools.partial(_triton, x, config, top_k)
+            yield name, turns, functools.partial(_triton, x, config, top_k)
 
 
 def tiles(index: Tensor, ends: Tensor, top_k: int, block: int, alone: bool = False) -> Tiles:
@@ -93,7 +94,7 @@ def config_of(tokens: int, experts: int, n: int, dtype: str) -> Config:
     """What vLLM launches Triton's kernel with: by its table for the GPU, or its rule. n: of the gate alone."""
     name = torch.cuda.get_device_name().replace(" ", "_") if torch.cuda.is_available() else ""
     gpu = "NVIDIA_H200" if "H200" in name.split("_") else name
-    folder = _folder()
+    folder = engines.folder()
     path = folder / "configs" / f"E={experts},N={n},device_name={gpu}{dtype}.json" if folder else None
     if path and path.exists():
         of_tokens = {int(m): config for m, config in json.loads(path.read_text()).items() if m.isdigit()}
@@ -117,14 +118,9 @@ def kernel_source(text: str) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _folder() -> Path | None:
-    name = os.environ.get("QAO_BENCH_PEERS")
-    return Path(name) if name else None
-
-
 @functools.cache
 def _kernel() -> Any:
-    folder = _folder()
+    folder = engines.folder()
     assert folder is not None
     path = Path(tempfile.mkdtemp()) / "vllm_fused_moe_kernel.py"
     path.write_text(kernel_source((folder / "fused_moe.py").read_text()))
@@ -146,7 +142,11 @@ def _marlin(x: Tensor, block: int, top_k: int, packed: Tensor, scales: Tensor, *
     n = packed.nbytes // experts * 2 // k
     y, nothing = x.new_empty(tokens * top_k, n), None
     weights = x.new_empty(tokens, top_k, dtype=torch.float32)
-    of_weight = packed.view(torch.int32).view(experts, k // 16, n * 2), nothing, scales.view(experts, k // _GROUP, n)
+    of_weight = (
+        packed.view(torch.int32).view(experts, k // 16, n * 2),
+        nothing,
+        scales.view(experts, k // engines.GROUP, n),
+    )
     to = nothing, nothing, nothing, nothing, nothing, _workspace()
     sizes = block, top_k, False, engines.U4B8, tokens, n, k, True, False, True, False, -1, -1, -1
     out: Tensor = torch.ops._moe_C.moe_wna16_marlin_gemm(x, y, *of_weight, *to, *routing, weights, *sizes)
@@ -157,8 +157,8 @@ def _triton(x: Tensor, config: Config, top_k: int, weight: Tensor, *rest: Any) -
     """weight: bfloat16 [E, N, K]; or e4m3 and scales [E, N, 1]. A token's x is quantised by vLLM's own kernel."""
     import triton.language as tl
 
-    scales, routing = (rest[0], rest[1:]) if len(rest) == 4 else (None, rest)
-    slots, owners, rows = routing
+    *of_rows, slots, owners, rows = rest
+    scales = of_rows[0] if of_rows else None
     tokens, block, n = len(x), config["BLOCK_SIZE_M"], weight.shape[1]
     y = x.new_empty(tokens, top_k, n)
     if scales is None:
