@@ -172,6 +172,22 @@ def test_a_compilation_that_fails_is_a_result(device: str) -> None:
 
 
 @torch.inference_mode()
+def test_a_first_reset_that_fails_is_tried_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reset, calls = torch._dynamo.reset, 0
+
+    def first_fails() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise RuntimeError("dictionary changed size during iteration")
+        reset()
+
+    monkeypatch.setattr(torch._dynamo, "reset", first_fails)
+    compilation = qao.explain(make(device), x_of(3, device), compile=OPTIONS).compilation
+    assert compilation is not None and compilation.graphs == 1 and calls == 3
+
+
+@torch.inference_mode()
 def test_nothing_to_say_and_nothing_quantised(device: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64)).to(device)
     assert "quantize_" in " ".join(qao.explain(model, x_of(3, device), compile=False).advice)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from . import survey
+from .compilation import Call, Compilation, compiled
 from .linear import QuantLinear
 from .report import common_name, table
 from .schemes import Int8WeightOnly
 from .selection import selector
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
 
 @dataclass
@@ -33,18 +31,6 @@ class LayerCall:
     kernel: str | None  # None where that is not known
     why: str  # the plan, or what the choice was made from
     copied: bool  # x is copied before the kernel reads it, since its rows are not at a constant distance
-
-
-@dataclass
-class Compilation:
-    """What torch.compile did, over all the calls."""
-
-    graphs: int = 0
-    breaks: list[str] = field(default_factory=list)  # reason and place, one a place
-    recompiles: list[str] = field(default_factory=list)  # the guard that failed, one a recompilation
-    graph_inputs: list[int] = field(default_factory=list)  # tensors and sizes that go into each graph
-    seconds: float = 0.0
-    error: str | None = None  # of a compilation, or of a call, that failed
 
 
 @dataclass
@@ -74,7 +60,7 @@ class Explanation:
         lines += [f"{name}: not called" for name in self.uncalled]
         lines += [f"{name}: not quantised, {why}" for name, why in self.unquantized.items()]
         if self.compilation is not None:
-            lines += ["", *_describe(self.compilation)]
+            lines += ["", *self.compilation.describe()]
         return "\n".join([*lines, "", "Advice", *(f"- {line}" for line in self.advice)])
 
 
@@ -111,7 +97,7 @@ def explain(
         layers=seen,
         uncalled=[name for name in layers if name not in {call.name for call in seen}],
         unquantized=_unquantized(model),
-        compilation=None if options is False else _compiled(model, [calls[0], *calls], options),
+        compilation=None if options is False else compiled(model, [calls[0], *calls], options),
     )
 
 
@@ -189,85 +175,15 @@ def _is_copied(x: Tensor) -> bool:
     return (x.shape[-1] > 1 and rows.stride(1) != 1) or (rows.shape[0] > 1 and rows.stride(0) == 0)
 
 
-def _compiled(model: nn.Module, calls: list[Call], options: dict[str, Any]) -> Compilation:
-    from torch._dynamo import utils
-
-    result = Compilation()
-    torch._dynamo.reset()
-    utils.counters.clear()
-    utils.clear_compilation_metrics()
-    compiled = torch.compile(model, **options)
-    try:
-        for arguments, keywords in calls:
-            compiled(*arguments, **keywords)
-    except Exception as error:  # a failed compilation is a result here: what it says goes into the report
-        result.error = f"{type(error).__name__}: {error}"
-    frames = utils.get_compilation_metrics()
-    result.graphs = utils.counters["stats"]["unique_graphs"]
-    result.graph_inputs = [frame.graph_input_count or 0 for frame in frames if frame.graph_op_count]
-    result.recompiles = [frame.recompile_reason for frame in frames if frame.recompile_reason]
-    result.seconds = sum(frame.entire_frame_compile_time_s or 0.0 for frame in frames)
-    if utils.counters["graph_break"]:
-        result.breaks = _breaks(model, *calls[0]) or list(utils.counters["graph_break"])
-    torch._dynamo.reset()
-    return result
-
-
-def _breaks(model: nn.Module, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Every break with its place, which the counters do not know."""
-    try:
-        found = torch._dynamo.explain(model)(*arguments, **kwargs).break_reasons
-    except Exception:  # what cannot be traced again was reported by the compilation
-        return []
-    texts = []
-    for reason in found:
-        place = reason.user_stack[-1] if reason.user_stack else None
-        at = f" at {place.filename}:{place.lineno} ({place.line})" if place else ""
-        texts.append(_first_line(reason.reason) + at)
-    return list(dict.fromkeys(texts))
-
-
 def _cells(call: LayerCall) -> tuple[str, ...]:
     shape, copied = "x".join(map(str, call.shape)), " (x is copied first)" if call.copied else ""
     kernel = call.kernel or "unknown"
     return shape, call.scheme, str(call.tokens), call.x_dtype, str(call.calls), kernel, call.why + copied
 
 
-def _describe(c: Compilation) -> Iterator[str]:
-    inputs = ", ".join(str(count) for count in c.graph_inputs)
-    yield f"torch.compile: {c.graphs} graphs in {c.seconds:.1f} s; inputs of the graphs: {inputs or 'none'}"
-    yield from (f"graph break: {text}" for text in c.breaks)
-    yield from (f"recompiled: {_first_line(text)}" for text in c.recompiles)
-    if c.error is not None:
-        yield f"failed: {c.error}"
-
-
 def _advice(e: Explanation) -> Iterator[str]:
-    c = e.compilation
-    if c is not None:
-        if c.error is not None:
-            yield (
-                "torch.compile failed. Try backend='eager', then 'aot_eager', then 'inductor' to learn which stage "
-                "does; docs/compile.md has the steps."
-            )
-        if c.breaks:
-            yield (
-                f"{len(c.breaks)} graph breaks: each costs host time in every call. Change the code at the places "
-                "above, and compile with fullgraph=True, which makes a break an error. qao's layers break no graph."
-            )
-        sizes, modes, others = _by_cause(c.recompiles)
-        if sizes:
-            yield (
-                "Recompiled for another size. If it keeps changing, compile with dynamic=True, or call "
-                "torch._dynamo.mark_dynamic(x, dimension) before the first call; sizes 0 and 1 always get a graph each."
-            )
-        if modes:
-            yield (
-                "Recompiled since some inputs were made under torch.inference_mode and some were not: make all of "
-                "them in the same mode."
-            )
-        if others:
-            yield f"{len(others)} recompilations for other reasons: make constant what the guards above name."
+    if e.compilation is not None:
+        yield from e.compilation.advice()
     if not e.layers and not e.uncalled:
         yield "Nothing is quantised: qao.quantize_(model, scheme) first, and look at the report it returns."
     if e.unquantized:
@@ -284,15 +200,3 @@ def _advice(e: Explanation) -> Iterator[str]:
             f"The plain C++ kernel runs for {', '.join(sorted(slow))}: this CPU, or QAO_CPU_ISA, offers no vector "
             "kernel for it. Another scheme may be faster here; python -m qao doctor shows the instruction set."
         )
-
-
-def _by_cause(recompiles: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """Recompilations for a size or stride, for a tensor of another mode, and for anything else."""
-    # The first time by comparison of tensors, then by conditions such as "args[0].stride()[0] == args[0].size()[1]".
-    sizes = [text for text in recompiles if re.search(r"(size|stride) mismatch|\.(size|stride)\(\)", text)]
-    modes = [text for text in recompiles if "dispatch key set mismatch" in text]
-    return sizes, modes, [text for text in recompiles if text not in sizes and text not in modes]
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0].strip()
