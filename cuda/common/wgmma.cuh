@@ -34,6 +34,7 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t shared_address) {
 #define QAO_SUMS_32(c) QAO_16(c, 0)
 #define QAO_SUMS_64(c) QAO_32(c, 0)
 #define QAO_SUMS_128(c) QAO_64(c, 0)
+#define QAO_SUMS_160(c) QAO_64(c, 0), QAO_16(c, 16)
 #define QAO_SUMS_192(c) QAO_64(c, 0), QAO_32(c, 16)
 #define QAO_SUMS_256(c) QAO_64(c, 0), QAO_64(c, 16)
 #define QAO_NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7"
@@ -43,10 +44,12 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t shared_address) {
   QAO_NAMES_64                                                                                           \
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56" \
   ",%57,%58,%59,%60,%61,%62,%63"
+#define QAO_NAMES_160 QAO_NAMES_128 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+// clang-format off
 #define QAO_NAMES_192                                                                                    \
-  QAO_NAMES_128                                                                                          \
-  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88" \
-  ",%89,%90,%91,%92,%93,%94,%95"
+  QAO_NAMES_160                                                                                          \
+  ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+// clang-format on
 #define QAO_NAMES_256                                                                                          \
   QAO_NAMES_192                                                                                                \
   ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117" \
@@ -101,10 +104,12 @@ QAO_PRODUCT_16(__nv_bfloat16, "bf16", 16, 8, 9, 10, 11, 12, 13)
 QAO_PRODUCTS(32, 16, 17, 18, 19, 20, 21)
 QAO_PRODUCTS(64, 32, 33, 34, 35, 36, 37)
 QAO_PRODUCTS(128, 64, 65, 66, 67, 68, 69)
+QAO_PRODUCTS(160, 80, 81, 82, 83, 84, 85)
 QAO_PRODUCTS(192, 96, 97, 98, 99, 100, 101)
 QAO_PRODUCTS(256, 128, 129, 130, 131, 132, 133)
 QAO_PRODUCT_E5M2(64, 32, 33, 34, 35, 36, 37)
 QAO_PRODUCT_E5M2(128, 64, 65, 66, 67, 68, 69)
+QAO_PRODUCT_E5M2(160, 80, 81, 82, 83, 84, 85)
 QAO_PRODUCT_E5M2(192, 96, 97, 98, 99, 100, 101)
 QAO_PRODUCT_E5M2(256, 128, 129, 130, 131, 132, 133)
 
@@ -118,12 +123,14 @@ QAO_PRODUCT_E5M2(256, 128, 129, 130, 131, 132, 133)
 #undef QAO_FLOAT
 #undef QAO_NAMES_256
 #undef QAO_NAMES_192
+#undef QAO_NAMES_160
 #undef QAO_NAMES_128
 #undef QAO_NAMES_64
 #undef QAO_NAMES_32
 #undef QAO_NAMES_16
 #undef QAO_SUMS_256
 #undef QAO_SUMS_192
+#undef QAO_SUMS_160
 #undef QAO_SUMS_128
 #undef QAO_SUMS_64
 #undef QAO_SUMS_32

@@ -194,7 +194,7 @@ TEST_CASE("eight bits: int4 with powers of two beside e4m3 is promoted as e4m3 i
           if (candidate.plan.body != Body::kWgmma) continue;
           const bool powers = candidate.plan.tile_m >= 128 && !invariant;
           CHECK((candidate.operands == std::string("kFp8Int4Rows")) == powers);
-          CHECK((invariant ? candidate.plan.tile_m <= 128 : candidate.plan.tile_m != 192));
+          CHECK((invariant ? candidate.plan.tile_m <= 128 : candidate.plan.tile_m % 128 == 0 || !powers));
         }
       }
       Plan plan;
@@ -467,6 +467,16 @@ TEST_CASE("eight bits: tiles of wgmma have as few rows as save time") {
   CHECK(half.tile_n == 64);
   CHECK(half.split_k == 1);
   CHECK(half.ctas == 128);
+}
+
+TEST_CASE("eight bits: 300 tokens are two tiles of 160") {
+  using enum Format;
+  for (const auto& [x, weight] : {std::pair{kFloat, kInt8}, {kFloat, kFp8}, {kInt8, kInt8}, {kFp8, kFp8}}) {
+    const Plan plan = planned(problem_of(x, weight, 300, 8192, 8192));
+    INFO(to_string(plan));
+    CHECK(plan.tile_m == 160);
+    CHECK(plan.tile_n == 128);
+  }
 }
 
 TEST_CASE("eight bits: three warpgroups where two leave multiprocessors idle") {

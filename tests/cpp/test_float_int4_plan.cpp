@@ -443,6 +443,7 @@ TEST_CASE("wgmma serves more than 16 tokens of an aligned x on Hopper, in the ti
   CHECK(middle.tile_m == 128);
   CHECK(middle.split_k == 2);
   CHECK(large.tile_m == 256);
+  CHECK(planned(300, 8192, 8192).tile_m == 160);
   const Plan tall = planned(512, 6144, 4096), left = planned(512, 28672, 4096);
   CHECK(tall.tile_n == 192);
   CHECK(tall.ctas == 128);

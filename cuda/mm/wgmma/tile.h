@@ -38,7 +38,7 @@ struct Traits {
     if (tile.by_turns) return !(float_x || packed || folds);
     if (tile.tall()) return float_x ? !folds : !(packed || columns || swapped);
     if (tile.tokens == 32) return !(folds && float_x);
-    if (packed && promoted) return tile.tokens != 192;
+    if (packed && promoted) return tile.tokens != 192 && tile.tokens != 160;
     return tile.tokens <= (folds && (packed || float_x || columns) ? 128 : 256);
   }
   // Columns of a K-tile. The work around its products takes as long for few tokens as for many, so few tokens have long
