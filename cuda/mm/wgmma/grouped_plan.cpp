@@ -68,7 +68,7 @@ bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu
     if (tile.by_turns && average < kTurnsRows) continue;
     if (problem.batch_invariant && !keep_order(problem, formats.traits())) continue;
     if (!serves_experts(tile) || !formats.traits().serves(tile) || cost == nullptr) continue;
-    const int64_t row_blocks = round_up(ceil_div(problem.n, tile.rows), tile.by_turns ? kTurnsCluster : 1);
+    const int64_t row_blocks = round_up(ceil_div(problem.n, tile.rows), tile.sharers());
     const double tiles = expected_tiles(rows, tile.tokens) * static_cast<double>(active * row_blocks);
     const double waves = std::max(1.0, tiles / gpu.num_sms);
     const auto steps = static_cast<double>(parts * ceil_div(problem.k, formats.traits().tile_k(tile)));
@@ -89,7 +89,7 @@ bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu
   plan->warps = tile.warpgroups() * 4 + kProducerThreads / 32;
   plan->stages = stage.count;
   plan->shared_bytes = stage.total;
-  const int64_t cluster = tile.by_turns ? kTurnsCluster : 1;
+  const int64_t cluster = tile.sharers();
   const int64_t clusters =
       token_tiles(experts.count, experts.rows, tile.tokens) * ceil_div(problem.n, tile.rows * cluster);
   plan->ctas = std::min<int64_t>(clusters, gpu.num_sms / cluster) * cluster;

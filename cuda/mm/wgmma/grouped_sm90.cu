@@ -62,7 +62,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& given, 
   Launch launch{static_cast<unsigned>(plan.ctas), static_cast<unsigned>(plan.warps) * 32,
                 static_cast<cudaStream_t>(stream)};
   launch.shared_bytes = static_cast<size_t>(plan.shared_bytes);
-  launch.cluster = kTiles[plan.config].by_turns ? kTurnsCluster : 1;
+  launch.cluster = kTiles[plan.config].sharers();
   launch.overlapped = true;
   return launch_kernel(launch, "launching wgmma::mm_kernel of experts", kernel, p, maps);
 }

@@ -26,7 +26,7 @@ struct Params {
   int row_blocks, token_blocks;  // tiles of y
   int whole_tiles;               // clusters of kLastSplit CTAs split K of the tiles that come after them
   int tile_rows;                 // rows of W in a tile, at most the kernel's; with few of them warpgroups idle
-  int x_rows, last_x_rows;       // tokens that a copy of x brings, and where they end; the rest keeps old data
+  int last_x_rows;               // tokens that a copy of x brings where they end; the rest keeps old data
   int prefetch_tiles;            // K-tiles of W that a CTA asks for before it waits for the kernel before: at most 32
   int split_k;                   // CTAs of a cluster that share a tile of y
   int groups;                    // along K: int4 groups, or blocks of 128

@@ -67,6 +67,14 @@ struct RawOperand {
 __device__ __forceinline__ uint32_t word_of(const uint4& words, int i) {
   return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
+// A lane's nibbles of a warp's row tile, in tiles of 64 k.
+template <int tiles>
+__device__ __forceinline__ void load_words(uint4 (&words)[tiles], uint32_t weight, int warp, int lane) {
+#pragma unroll
+  for (int tile = 0; tile < tiles; ++tile) {
+    words[tile] = ptx::load_shared_16(weight + (warp * tiles + tile) * int4::kTileBytes + lane * 16);
+  }
+}
 
 // Int4 in two tiles of 64 k, as int8: 16 (q - 8). A nibble with its top bit flipped is q - 8 in two's complement.
 template <typename T, int rows>
@@ -74,11 +82,7 @@ struct RawOperand<T, Format::kInt4, false, rows> {
   uint4 words[2];
 
   // From a warp's row tile.
-  __device__ __forceinline__ void load(uint32_t weight, int warp, int lane) {
-    const uint32_t from = weight + warp * 2 * int4::kTileBytes + lane * 16;
-    words[0] = ptx::load_shared_16(from);
-    words[1] = ptx::load_shared_16(from + int4::kTileBytes);
-  }
+  __device__ __forceinline__ void load(uint32_t weight, int warp, int lane) { load_words(words, weight, warp, lane); }
   __device__ __forceinline__ void convert(Operand<>& a) const {
 #pragma unroll
     for (int step = 0; step < kAtomSteps; ++step) {
@@ -101,9 +105,7 @@ struct RawOperand<qao::wgmma::E4m3, Format::kInt4, false, rows> {
   // `parameters`: of the warp's row tile, for `groups` groups of the K-tile.
   template <int groups>
   __device__ __forceinline__ void load(const Params& p, uint32_t weight, uint32_t parameters, int warp, int lane) {
-    const uint32_t from = weight + warp * 2 * int4::kTileBytes + lane * 16;
-    words[0] = ptx::load_shared_16(from);
-    words[1] = ptx::load_shared_16(from + int4::kTileBytes);
+    load_words(words, weight, warp, lane);
     const uint32_t groups_from = parameters + warp * groups * p.group_bytes;
     if (!p.has_zeros) {
 #pragma unroll
@@ -146,12 +148,12 @@ struct RawOperand<qao::wgmma::E4m3, Format::kInt4, false, rows> {
 // applied to float32 sums.
 template <int rows>
 struct RawOperand<__nv_bfloat16, Format::kInt4, false, rows> {
-  uint4 words;
+  uint4 words[1];
   uint32_t minus[2][2];  // -(128 + whole), pairs: of each 32 columns, rows g and g + 8
 
   // `parameters`: of the warp's row tile, for `groups` groups of the K-tile.
   __device__ __forceinline__ void load(const Params& p, uint32_t weight, uint32_t parameters, int warp, int lane) {
-    words = ptx::load_shared_16(weight + warp * int4::kTileBytes + lane * 16);
+    load_words(words, weight, warp, lane);
     if (p.scale_dtype == DType::kBFloat16) {
       load_zeros<DType::kBFloat16>(p, parameters + warp * p.groups_per_tile * p.group_bytes, lane);
     } else if (p.scale_dtype == DType::kFloat16) {
@@ -179,7 +181,7 @@ struct RawOperand<__nv_bfloat16, Format::kInt4, false, rows> {
     for (int step = 0; step < kAtomSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t nibbles = word_of(words, step) >> (4 * i);
+        const uint32_t nibbles = word_of(words[0], step) >> (4 * i);
         a[step][i] = Bfloat16::add(ptx::and_or(nibbles, 0x000F000F, Bfloat16::kMagic), minus[step / 2][i % 2]);
       }
     }
@@ -231,10 +233,7 @@ struct RawOperand<T, Format::kInt4, true, rows, steps> {
   __device__ __forceinline__ void load(uint32_t weight, uint32_t from, uint32_t rest_flag, int warp, int lane) {
     has_rest = ptx::load_shared_word(rest_flag) != 0;
     load<groups>(main, from + (warp * 8 + lane / 4) * 8);
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      words[tile] = ptx::load_shared_16(weight + (warp * kTiles + tile) * int4::kTileBytes + lane * 16);
-    }
+    load_words(words, weight, warp, lane);
     if (has_rest) load<groups>(rest, from + rows * kRestBytes + (warp * 8 + lane / 4) * 8);
   }
   template <int groups>

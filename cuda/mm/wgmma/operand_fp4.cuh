@@ -28,10 +28,7 @@ struct RawOperand<__nv_bfloat16, Format::kFp4, true, rows, steps> {
     for (int i = 0; i < steps; ++i) {
       scales[i] = i % kSpan == 0 ? ptx::load_shared_word(from + i / kSpan * (rows * 2)) : scales[i - 1];
     }
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      words[tile] = ptx::load_shared_16(weight + (warp * kTiles + tile) * int4::kTileBytes + lane * 16);
-    }
+    load_words(words, weight, warp, lane);
   }
   __device__ __forceinline__ void convert(Operand<steps>& a) const {
     using T = __nv_bfloat16;

@@ -35,9 +35,7 @@ struct RowScaledOperand {
   // From a warp's row tile, and what make_group_factors() left in `factors`; or without: one group a row.
   template <int rows>
   __device__ __forceinline__ void load(bool has_groups, uint32_t weight, uint32_t factors, int warp, int lane) {
-    const uint32_t tile = weight + warp * 2 * int4::kTileBytes + lane * 16;
-    words[0] = ptx::load_shared_16(tile);
-    words[1] = ptx::load_shared_16(tile + int4::kTileBytes);
+    load_words(words, weight, warp, lane);
     const uint32_t pair = factors + (warp * 8 + lane / 4) * 8;
     constexpr float kOne = std::is_same_v<T, int8_t> ? kOneGroup : 1;
 #pragma unroll

@@ -49,8 +49,7 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
   const int tiles = p.row_blocks * p.token_blocks, ctas = static_cast<int>(plan.ctas);
   p.whole_tiles = plan.splits_last ? tiles / ctas * ctas : tiles;
   // Rows past the last token would be filled with zeros, which takes longer than copying them.
-  const int sharers = tile.by_turns ? kTurnsCluster : 1;
-  p.x_rows = plan.tile_m / sharers;
+  const int sharers = tile.sharers();
   p.last_x_rows = static_cast<int>(round_up(problem.m % plan.tile_m, 8 * sharers)) / sharers;
   const int64_t tile_bytes = plan.tile_n * tile_k / (packed ? 2 : 1);
   p.prefetch_tiles = static_cast<int>(std::min<int64_t>(kPrefetchBytes / tile_bytes, 32));
@@ -125,7 +124,7 @@ Status make_tensor_maps(const Problem& problem, const Plan& plan, const Argument
     status = encode_tensor_map(map, x.data, x_dtype, x_shape, CU_TENSOR_MAP_SWIZZLE_128B);
     return status.ok();
   };
-  if (p.m >= plan.tile_m && !encode_x(p.x_rows, &maps->x)) return status;
+  if (p.m >= plan.tile_m && !encode_x(plan.tile_m / kTiles[plan.config].sharers(), &maps->x)) return status;
   if (p.last_x_rows > 0 && !encode_x(p.last_x_rows, &maps->last_x)) return status;
   if (p.copies_y) {
     const TensorShape y{{n, 1, m}, {n * 2, n * 2}, {kWarpgroupRows, 1, kChunkTokens}};

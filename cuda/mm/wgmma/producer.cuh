@@ -44,6 +44,7 @@ struct Kernel {
   static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds, kSwapped, fold == Fold::kPromote};
   static constexpr Tile kTile{rows, tokens, by_turns};
   static constexpr bool kByTurns = by_turns, kGrouped = grouped;
+  static constexpr int kSharers = kTile.sharers();
   using Params = std::conditional_t<grouped, GroupedParams, wgmma::Params>;
   static constexpr int kRowParts = kTile.warpgroup_rows() / kWarpgroupRows;  // of a warpgroup, 64 rows each
   static constexpr int kTileK = kTraits.tile_k(kTile), kTokens = tokens, kTilesM = tokens / 8;
@@ -207,12 +208,11 @@ struct XCopies {
 };
 template <typename K>
 __device__ __forceinline__ XCopies x_copies(const Params& p, const TensorMaps& maps, const Place& at) {
-  constexpr int kSharers = K::kByTurns ? kTurnsCluster : 1;
   const auto left = static_cast<int>(last_token<K>(p, at) - first_token<K>(at));
   // Behind the rows of an expert lie others.
   const bool whole = K::kGrouped ? 2 * left > K::kTokens && first_token<K>(at) + K::kTokens <= p.m : left >= K::kTokens;
-  if (whole) return {&maps.x, p.x_rows, kSharers};
-  if constexpr (!K::kGrouped) return {&maps.last_x, p.last_x_rows, kSharers};
+  if (whole) return {&maps.x, K::kTokens / K::kSharers, K::kSharers};
+  if constexpr (!K::kGrouped) return {&maps.last_x, p.last_x_rows, K::kSharers};
   return {&maps.last_x, K::kEndRows, (left + K::kEndRows - 1) / K::kEndRows};
 }
 
@@ -253,8 +253,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
           const uint32_t to = x + atom * K::kTokens * 128;
           const int column = k_tile * K::kTileK + atom * K::kAtomK;
           // By turns, the CTAs of the pair take the copies by turns too, and bring them to both.
-          for (int copy = K::kByTurns ? ptx::cluster_rank() : 0; copy < copies.count;
-               copy += K::kByTurns ? kTurnsCluster : 1) {
+          for (int copy = K::kByTurns ? ptx::cluster_rank() : 0; copy < copies.count; copy += K::kSharers) {
             const int first = copy * copies.rows;
             if constexpr (K::kByTurns) {
               tma::load_3d_to_all(to + first * 128, copies.map, column, part, token0 + first, barrier, kTurnsCluster);

@@ -19,6 +19,9 @@ struct Tile {
 
   constexpr int warpgroups() const { return by_turns ? 2 : rows / kWarpgroupRows; }
   constexpr int warpgroup_rows() const { return by_turns ? rows : kWarpgroupRows; }
+  constexpr int sharers() const {
+    return by_turns ? kTurnsCluster : 1;
+  }  // CTAs, each of which brings a part of x to all
   constexpr bool tall() const { return rows > 2 * kWarpgroupRows; }
 };
 
