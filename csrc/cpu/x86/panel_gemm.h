@@ -17,8 +17,7 @@
 //   kStepsOfPart, widen()   sums of so many steps are added to wider ones; 1: they are wide
 //   Parameters, prepare()   what add() needs of W, one for each group and N-tile; may be empty
 //   expand()                an N-tile of a panel of W, kLanes words at a time `stride` words apart
-//   line()                  where kPanelColumns bytes of W lie side by side that the next panel of an N-tile needs, by
-//                           number; kLines: how many of these there are
+//   kBits                   of a value of W: 8, in rows, or 4, packed in tiles
 //   Fold, fold()            what the end of a section needs of a vector of W's rows
 //   Row, row()              the same of a row of x
 //   kHasRests               sums may need a term more: has_rest() of an N-tile, and add_rest()
@@ -47,8 +46,14 @@ __attribute__((always_inline)) inline void each(auto&& visit) {
   }(std::make_integer_sequence<int, kCount>{});
 }
 
-struct NoParameters {};
 struct Nothing {};
+
+// W in eight bits, whose groups need nothing.
+struct EightBits {
+  static constexpr int kBits = 8;
+  using Parameters = Nothing;
+  static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
+};
 
 // Totals that are sums of sections and no more.
 template <typename Panel>
@@ -81,19 +86,15 @@ struct RowsOfY {
   int64_t begin, end;
 };
 
-// W in eight bits and packed int4 W, for Format::line(); kColumns of a panel.
-template <int64_t kColumns>
-inline const uint8_t* line_of_bytes(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-  return job.weight + (tile_n * kTileRows + i) * job.k + panel * kColumns;
-}
-template <int64_t kColumns>
-inline const uint8_t* line_of_int4(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+// Where kPanelColumns bytes of W lie side by side that a panel of an N-tile needs, by number.
+template <typename F>
+inline const uint8_t* line_of(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
+  constexpr int64_t kColumns = F::kPanelColumns;
+  if constexpr (F::kBits == 8) return job.weight + (tile_n * kTileRows + i) * job.k + panel * kColumns;
   return job.weight + (tile_n * job.tiles_k + panel * (kColumns / kTileColumns)) * int4::kTileBytes + i * kColumns;
 }
-template <int64_t kColumns>
-constexpr int64_t kLinesOfBytes = kTileRows;
-template <int64_t kColumns>
-constexpr int64_t kLinesOfInt4 = int4::kTileBytes / kTileColumns;
+template <typename F>
+constexpr int64_t kLinesOf = F::kBits == 8 ? kTileRows : int4::kTileBytes / kTileColumns;
 
 // kTiles N-tiles of W at one panel.
 template <typename F>
@@ -244,12 +245,12 @@ void run_block(const Job& job, Block<F> block, typename F::Parameters* groups) {
     // W's next panel is fetched in between: all its lines at once would wait for each other.
     const bool last = block.panel + 1 == panels;
     const int64_t next_tile = last ? block.tile_n + kTiles : block.tile_n, next_panel = last ? 0 : block.panel + 1;
-    constexpr int64_t kLines = kTiles * F::kLines;
+    constexpr int64_t kLines = kTiles * kLinesOf<F>;
     const int64_t portions = kTiles + batches;
     // Inlined: to GCC a function that only fetches has no effect.
     const auto fetch = [&](int64_t portion) __attribute__((always_inline)) {
       for (int64_t i = portion * kLines / portions; i < (portion + 1) * kLines / portions; ++i) {
-        const uint8_t* bytes = F::line(job, next_tile + i / F::kLines, next_panel, i % F::kLines);
+        const uint8_t* bytes = line_of<F>(job, next_tile + i / kLinesOf<F>, next_panel, i % kLinesOf<F>);
         for (int64_t at = 0; at < F::kPanelColumns; at += 64) __builtin_prefetch(bytes + at, 0, 2);
       }
     };

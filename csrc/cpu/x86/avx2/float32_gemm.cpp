@@ -36,11 +36,7 @@ struct Float32Panel : PlainTotals<Float32Sums> {
 };
 
 template <Format kFormat>
-struct Bytes : Float32Panel {
-  using Parameters = NoParameters;
-  static constexpr int64_t kLines = kLinesOfBytes<kPanelColumns>;
-  static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
-
+struct Bytes : Float32Panel, EightBits {
   static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters*, int, uint32_t* out,
                      int64_t stride) {
     constexpr int kAtOnce = 16;  // columns
@@ -64,9 +60,6 @@ struct Bytes : Float32Panel {
       }
     }
   }
-  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-    return line_of_bytes<kPanelColumns>(job, tile_n, panel, i);
-  }
 
  private:
   static void widen(__m128i bytes, __m256 (&out)[2]) {
@@ -76,7 +69,7 @@ struct Bytes : Float32Panel {
 
 struct Int4 : Float32Panel {
   using Parameters = Int4Group;
-  static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
+  static constexpr int kBits = 4;
   static void prepare(const Job& job, int64_t tile_n, int64_t group, Int4Group* out) {
     load_int4_group(job, tile_n, group, out);
   }
@@ -101,9 +94,6 @@ struct Int4 : Float32Panel {
       }
     }
   }
-  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-    return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
-  }
 
  private:
   static __m256i value(__m256i nibbles, const Int4Group& group, int row) {
@@ -116,7 +106,7 @@ struct Fp4 : Float32Panel {
   struct Parameters {
     alignas(32) float scale[kTileRows];
   };
-  static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
+  static constexpr int kBits = 4;
   static void prepare(const Job& job, int64_t tile_n, int64_t group, Parameters* out) {
     for (int v = 0; v < 2; ++v) {
       const __m256 scale = _mm256_mul_ps(load_fp4_scales(job, tile_n, group, v), fp4_row_factors(job, tile_n, v));
@@ -147,9 +137,6 @@ struct Fp4 : Float32Panel {
         store_steps(high, out + k * stride + 8, stride, column);
       }
     }
-  }
-  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-    return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
   }
 
  private:

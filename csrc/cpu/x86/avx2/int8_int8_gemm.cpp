@@ -6,13 +6,8 @@ namespace qao::cpu {
 namespace {
 
 struct Int16 : IntegerTotals {
-  static constexpr int kStepsOfPart = 1;
   static constexpr int64_t kSteps = 128, kColumns = 2, kPanelColumns = kSteps * kColumns;
-  static constexpr int64_t kLines = kLinesOfBytes<kPanelColumns>;
-  static constexpr bool kSectioned = false;
-  using Parameters = NoParameters;
   static Sum multiply_add(Sum sum, Operand w, Operand x) { return now(_mm256_add_epi32(sum, _mm256_madd_epi16(w, x))); }
-  static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
 
   static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters*, int, uint32_t* out,
                      int64_t stride) {
@@ -28,9 +23,6 @@ struct Int16 : IntegerTotals {
         store_steps(rows, out + k / kColumns * stride + 8 * half, stride, [](int step) { return step; });
       }
     }
-  }
-  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-    return line_of_bytes<kPanelColumns>(job, tile_n, panel, i);
   }
   template <int kTiles>
   static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {

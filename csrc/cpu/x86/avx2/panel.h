@@ -48,7 +48,9 @@ void each_eight(const Job& job, int64_t tile_n, const uint32_t* totals, const Vi
 }
 
 // Sums of int8 times int8, in int32 over all of K.
-struct IntegerTotals : PlainTotals<IntegerSums> {
+struct IntegerTotals : PlainTotals<IntegerSums>, EightBits {
+  static constexpr int kStepsOfPart = 1;
+  static constexpr bool kSectioned = false;
   using Total = __m256i;
   static Total load_total(const uint32_t* totals) { return load(totals); }
   static void store(uint32_t* totals, Total total) { _mm256_store_si256(reinterpret_cast<__m256i*>(totals), total); }
@@ -104,7 +106,7 @@ inline void load_int4_group(const Job& job, int64_t tile_n, int64_t group, Int4G
 // points, x's first, come off section by section: where x is far from 0 all along K, sums of its bytes are large.
 struct Int4Bytes : IntegerSums, FloatTotals {
   static constexpr int64_t kSteps = 64, kColumns = 4, kPanelColumns = kSteps * kColumns;
-  static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
+  static constexpr int kBits = 4;
   static constexpr bool kSectioned = true;
   static Sum less(Sum sums, int32_t zero, Sum w_sums) {
     return _mm256_sub_epi32(sums, _mm256_mullo_epi32(_mm256_set1_epi32(zero), w_sums));
@@ -120,9 +122,6 @@ struct Int4Bytes : IntegerSums, FloatTotals {
       const uint8_t* weight = job.weight + (tile_n * job.tiles_k + tile_k) * int4::kTileBytes;
       expand_tile(weight, reinterpret_cast<uint8_t*>(out + k / kColumns * stride), 4 * stride);
     }
-  }
-  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-    return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
   }
   struct Fold {
     const float *scale, *zero;  // in memory: 12 sums leave few registers

@@ -18,11 +18,7 @@ struct Float32Panel : PlainTotals<FloatSums> {
 };
 
 template <Format kFormat>
-struct Bytes : Float32Panel {
-  using Parameters = NoParameters;
-  static constexpr int64_t kLines = kLinesOfBytes<kPanelColumns>;
-  static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
-
+struct Bytes : Float32Panel, EightBits {
   static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters*, int, uint32_t* out,
                      int64_t stride) {
     __m512 scale = _mm512_set1_ps(1);
@@ -42,9 +38,6 @@ struct Bytes : Float32Panel {
         store_floats(out + (4 * i + j) * stride, columns[j]);
       }
     }
-  }
-  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-    return line_of_bytes<kPanelColumns>(job, tile_n, panel, i);
   }
   template <int kTiles>
   static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
@@ -72,7 +65,7 @@ struct Bytes : Float32Panel {
 
 struct Int4 : Float32Panel {
   using Parameters = Int4Parameters;
-  static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
+  static constexpr int kBits = 4;
   static void prepare(const Job& job, int64_t tile_n, int64_t group, Parameters* out) {
     load_parameters(job, tile_n, group, out);
   }
@@ -98,9 +91,6 @@ struct Int4 : Float32Panel {
       }
     }
   }
-  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-    return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
-  }
   template <int kTiles>
   static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
     write_tiles<kTiles, false>(job, tile_n, totals, rows, no_scales);
@@ -111,7 +101,7 @@ struct Fp4 : Float32Panel {
   struct Parameters {
     alignas(64) float scale[kTileRows];
   };
-  static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
+  static constexpr int kBits = 4;
   static void prepare(const Job& job, int64_t tile_n, int64_t group, Parameters* out) {
     _mm512_store_ps(out->scale, _mm512_mul_ps(load_fp4_scales(job, tile_n, group), fp4_row_factors(job, tile_n)));
   }
@@ -133,9 +123,6 @@ struct Fp4 : Float32Panel {
         store_floats(out + int4::tile_column(4 * i + j) * stride, _mm512_mul_ps(code, scales[i % 4]));
       }
     }
-  }
-  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-    return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
   }
   template <int kTiles>
   static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {

@@ -13,7 +13,7 @@ namespace {
 
 struct Int4 : Int8Panel, FloatTotals {
   using Parameters = Int4Parameters;
-  static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
+  static constexpr int kBits = 4;
   static Sum less(Sum sums, int32_t zero, Sum w_sums) {
     return _mm512_sub_epi32(sums, _mm512_mullo_epi32(_mm512_set1_epi32(zero), w_sums));
   }
@@ -28,9 +28,6 @@ struct Int4 : Int8Panel, FloatTotals {
       const uint8_t* weight = job.weight + (tile_n * job.tiles_k + tile_k) * int4::kTileBytes;
       expand_tile(weight, reinterpret_cast<uint8_t*>(out + k / kColumns * stride), 4 * stride);
     }
-  }
-  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-    return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
   }
 
   struct Fold {

@@ -7,12 +7,8 @@
 namespace qao::cpu {
 namespace {
 
-struct Int8 : PlainTotals<Int8Panel> {
+struct Int8 : PlainTotals<Int8Panel>, EightBits {
   using Total = __m512i;
-  using Parameters = NoParameters;
-  static constexpr int64_t kLines = kLinesOfBytes<kPanelColumns>;
-  static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
-
   static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters*, int, uint32_t* out,
                      int64_t stride) {
     for (int64_t k = 0; k < kPanelColumns && panel * kPanelColumns + k < job.k; k += kTileColumns) {
@@ -23,9 +19,6 @@ struct Int8 : PlainTotals<Int8Panel> {
         _mm512_store_si512(out + (k / kColumns + i) * stride, _mm512_xor_si512(quads[i], _mm512_set1_epi8(-128)));
       }
     }
-  }
-  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-    return line_of_bytes<kPanelColumns>(job, tile_n, panel, i);
   }
 
   static Total load_total(const uint32_t* totals) { return _mm512_load_si512(totals); }

@@ -9,7 +9,7 @@ namespace {
 
 struct Fp4 : PlainTotals<Bf16Panel> {
   static constexpr bool kSectioned = false;
-  static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
+  static constexpr int kBits = 4;
   struct Parameters {
     alignas(64) float scale[kTileRows];
   };
@@ -41,9 +41,6 @@ struct Fp4 : PlainTotals<Bf16Panel> {
         _mm512_store_si512(pair + 4 * stride, as_pairs(columns[1], columns[3]));
       }
     }
-  }
-  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-    return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
   }
 
   template <int kTiles>

@@ -34,7 +34,7 @@ constexpr Bf16Table kNumbers = [] {
 
 struct Int4 : Bf16Panel {
   using Parameters = Group;
-  static constexpr int64_t kLines = kLinesOfInt4<kPanelColumns>;
+  static constexpr int kBits = 4;
 
   static void prepare(const Job& job, int64_t tile_n, int64_t group, Group* out) {
     const GroupVectors of_rows = load_group(job, tile_n, group);
@@ -68,9 +68,6 @@ struct Int4 : Bf16Panel {
         _mm512_store_si512(pair + 4 * stride, _mm512_permutexvar_epi16(_mm512_srli_epi16(differences, 8), numbers));
       }
     }
-  }
-  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-    return line_of_int4<kPanelColumns>(job, tile_n, panel, i);
   }
 
   static constexpr bool kHasRests = true;

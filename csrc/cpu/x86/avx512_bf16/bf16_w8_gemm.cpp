@@ -19,7 +19,7 @@ __attribute__((always_inline)) inline void widen(__m512i bytes, __m512i (&pairs)
 struct BlockTotals : Bf16Panel {
   using Fold = float;
   using Row = float;
-  static Fold fold(const Job& job, NoParameters, int, int64_t tile_n, int64_t s) {
+  static Fold fold(const Job& job, Nothing, int, int64_t tile_n, int64_t s) {
     return static_cast<const float*>(job.scales)[tile_n * kTileRows / kScaleBlock * job.sections + s];
   }
   static Row row(const Job& job, int64_t m, int64_t s) {
@@ -31,11 +31,8 @@ struct BlockTotals : Bf16Panel {
 };
 
 template <Format kFormat, bool kBlocks>
-struct Bytes : std::conditional_t<kBlocks, BlockTotals, PlainTotals<Bf16Panel>> {
+struct Bytes : std::conditional_t<kBlocks, BlockTotals, PlainTotals<Bf16Panel>>, EightBits {
   static constexpr int64_t kColumns = Bf16Panel::kColumns, kPanelColumns = Bf16Panel::kPanelColumns;
-  using Parameters = NoParameters;
-  static constexpr int64_t kLines = kLinesOfBytes<kPanelColumns>;
-  static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
 
   static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters*, int, uint32_t* out,
                      int64_t stride) {
@@ -49,9 +46,6 @@ struct Bytes : std::conditional_t<kBlocks, BlockTotals, PlainTotals<Bf16Panel>> 
         for (int h = 0; h < 2; ++h) _mm512_store_si512(out + (k / kColumns + 2 * i + h) * stride, pairs[h]);
       }
     }
-  }
-  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-    return line_of_bytes<kPanelColumns>(job, tile_n, panel, i);
   }
 
   template <int kTiles>

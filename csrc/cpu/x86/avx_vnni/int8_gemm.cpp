@@ -7,13 +7,8 @@ namespace qao::cpu {
 namespace {
 
 struct Int8 : IntegerTotals {
-  static constexpr int kStepsOfPart = 1;
   static constexpr int64_t kSteps = 64, kColumns = 4, kPanelColumns = kSteps * kColumns;
-  static constexpr int64_t kLines = kLinesOfBytes<kPanelColumns>;
-  static constexpr bool kSectioned = false;
-  using Parameters = NoParameters;
   static Sum multiply_add(Sum sum, Operand w, Operand x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
-  static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
 
   static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters*, int, uint32_t* out,
                      int64_t stride) {
@@ -30,9 +25,6 @@ struct Int8 : IntegerTotals {
         store_steps(rows, out + k / kColumns * stride + 8 * half, stride, [](int step) { return step; });
       }
     }
-  }
-  static const uint8_t* line(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
-    return line_of_bytes<kPanelColumns>(job, tile_n, panel, i);
   }
   template <int kTiles>
   static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
