@@ -83,37 +83,6 @@ static inline void store32(void* data, int64_t index, DType dtype, __m512 low, _
   }
 }
 
-// In place: 16 x 16 words of 32 bits.
-__attribute__((always_inline)) static inline void transpose16(__m512i (&a)[16]) {
-  __m512i b[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-  }
-  // Each 128-bit lane now holds a finished 4 x 4 block; the blocks are transposed.
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const __m512i even01 = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88),
-                  odd01 = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xDD);
-    const __m512i even23 = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
-    const __m512i odd23 = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xDD);
-    b[i] = _mm512_shuffle_i32x4(even01, even23, 0x88);
-    b[i + 8] = _mm512_shuffle_i32x4(even01, even23, 0xDD);
-    b[i + 4] = _mm512_shuffle_i32x4(odd01, odd23, 0x88);
-    b[i + 12] = _mm512_shuffle_i32x4(odd01, odd23, 0xDD);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) a[i] = b[i];
-}
-
 // 16 rows of 64 bytes are transposed in two steps, the first of them half by loads. Halves: a[8 h + i] has columns 32 h
 // to 32 h + 31 of rows i and i + 4, a[8 h + i + 4] those of rows i + 8 and i + 12, for i < 4.
 __attribute__((always_inline)) static inline __m512i load_halves(const uint8_t* row, const uint8_t* other) {
@@ -154,6 +123,26 @@ __attribute__((always_inline)) static inline void lanes_to_pairs(__m512i (&a)[16
     a[i] = _mm512_unpacklo_epi32(low01, low23), a[i + 1] = _mm512_unpackhi_epi32(low01, low23);
     a[i + 2] = _mm512_unpacklo_epi32(high01, high23), a[i + 3] = _mm512_unpackhi_epi32(high01, high23);
   }
+}
+
+// In place: 16 x 16 words of 32 bits.
+__attribute__((always_inline)) static inline void transpose16(__m512i (&a)[16]) {
+  lanes_to_quads(a);
+  // Each 128-bit lane now holds a finished 4 x 4 block; the blocks are transposed.
+  __m512i b[16];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512i even01 = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88),
+                  odd01 = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xDD);
+    const __m512i even23 = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+    const __m512i odd23 = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xDD);
+    b[i] = _mm512_shuffle_i32x4(even01, even23, 0x88);
+    b[i + 8] = _mm512_shuffle_i32x4(even01, even23, 0xDD);
+    b[i + 4] = _mm512_shuffle_i32x4(odd01, odd23, 0x88);
+    b[i + 12] = _mm512_shuffle_i32x4(odd01, odd23, 0xDD);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) a[i] = b[i];
 }
 
 }  // namespace qao::cpu
