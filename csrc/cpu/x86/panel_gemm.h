@@ -288,7 +288,22 @@ void run_panels(const Job& job, int64_t begin, int64_t end) {
   if constexpr (kTiles > 1) run_all(std::integral_constant<int, 1>());
 }
 
-// The same where x may have zero points. A kernel of its own, so that x without them pays nothing.
+// The same for any W: of four bits by its format, of eight as Bytes<format>.
+template <typename Int4, typename Fp4, template <Format> typename Bytes>
+void run_format(const Job& job, int64_t begin, int64_t end) {
+  switch (job.weight_format) {
+    case Format::kInt4:
+      return run_panels<Int4>(job, begin, end);
+    case Format::kFp4:
+      return run_panels<Fp4>(job, begin, end);
+    case Format::kInt8:
+      return run_panels<Bytes<Format::kInt8>>(job, begin, end);
+    default:
+      return run_panels<Bytes<Format::kFp8>>(job, begin, end);
+  }
+}
+
+// run_panels() where x may have zero points. A kernel of its own, so that x without them pays nothing.
 template <typename F>
 struct LessZeros : F {
   static constexpr bool kTakesZerosOff = true;

@@ -172,17 +172,6 @@ void avx512::pack_float32_panels(const Job& job, int64_t begin, int64_t end) {
   }
 }
 
-void avx512::float32_gemm(const Job& job, int64_t begin, int64_t end) {
-  switch (job.weight_format) {
-    case Format::kInt4:
-      return run_panels<Int4>(job, begin, end);
-    case Format::kFp4:
-      return run_panels<Fp4>(job, begin, end);
-    case Format::kInt8:
-      return run_panels<Bytes<Format::kInt8>>(job, begin, end);
-    default:
-      return run_panels<Bytes<Format::kFp8>>(job, begin, end);
-  }
-}
+void avx512::float32_gemm(const Job& job, int64_t begin, int64_t end) { run_format<Int4, Fp4, Bytes>(job, begin, end); }
 
 }  // namespace qao::cpu
