@@ -27,8 +27,8 @@ struct Bytes : Float32Panel, EightBits {
       scale = _mm512_set1_ps(static_cast<const float*>(job.scales)[tile_n * kTileRows / kScaleBlock * blocks + block]);
     }
     __m512i bytes[kTileRows];
-    constexpr auto load_columns = kFormat == Format::kInt8 ? load_quads : load_pairs;
-    load_columns(job, tile_n, panel * kPanelColumns, bytes);
+    load_lanes(job, tile_n, panel * kPanelColumns, bytes);
+    kFormat == Format::kInt8 ? lanes_to_quads(bytes) : lanes_to_pairs(bytes);
 #pragma GCC unroll 16
     for (int i = 0; i < kTileRows; ++i) {
       __m512 columns[4];
@@ -42,7 +42,7 @@ struct Bytes : Float32Panel, EightBits {
   template <int kTiles>
   static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
     write_tiles<kTiles, false>(job, tile_n, totals, rows, [&](int64_t tile) {
-      return job.weight_scaling == Scaling::kBlock ? no_scales(tile) : row_scales(job, tile);
+      return job.weight_scaling == Scaling::kBlock ? no_scales(tile) : load_scales(job, tile * kTileRows);
     });
   }
 

@@ -5,7 +5,6 @@
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx512/int4_panel.h"
 #include "cpu/x86/avx512/int4_parameters.h"
-#include "cpu/x86/avx512/int8_output.h"
 #include "cpu/x86/avx512/int8_panel.h"
 
 namespace qao::cpu {

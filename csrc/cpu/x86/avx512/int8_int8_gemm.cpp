@@ -1,7 +1,6 @@
 // int8 x times int8 W with VNNI, sums in int32 over all of K. W ^ 0x80 is W + 128, and 128 times the sum of x is taken
 // off at the end.
 #include "cpu/mm_kernels.h"
-#include "cpu/x86/avx512/int8_output.h"
 #include "cpu/x86/avx512/int8_panel.h"
 
 namespace qao::cpu {
@@ -13,7 +12,8 @@ struct Int8 : PlainTotals<Int8Panel>, EightBits {
                      int64_t stride) {
     for (int64_t k = 0; k < kPanelColumns && panel * kPanelColumns + k < job.k; k += kTileColumns) {
       __m512i quads[kTileRows];
-      load_quads(job, tile_n, panel * kPanelColumns + k, quads);
+      load_lanes(job, tile_n, panel * kPanelColumns + k, quads);
+      lanes_to_quads(quads);
 #pragma GCC unroll 16
       for (int i = 0; i < kTileRows; ++i) {
         _mm512_store_si512(out + (k / kColumns + i) * stride, _mm512_xor_si512(quads[i], _mm512_set1_epi8(-128)));
@@ -29,8 +29,9 @@ struct Int8 : PlainTotals<Int8Panel>, EightBits {
     __m512 scales[kTiles];
     __m512i w_sums[kTiles];
     for (int t = 0; t < kTiles; ++t) {
-      columns[t] = load_columns(job, (tile_n + t) * kTileRows), scales[t] = row_scales(job, tile_n + t);
-      w_sums[t] = sums_of_integers(job, (tile_n + t) * kTileRows, scales[t]);
+      const int64_t n = (tile_n + t) * kTileRows;
+      columns[t] = load_columns(job, n), scales[t] = load_scales(job, n);
+      w_sums[t] = sums_of_integers(job, n, scales[t]);
     }
     write_rows<kTiles>(job, tile_n, rows, [&](int64_t m, int t) {
       const __m512i excess = _mm512_set1_epi32(static_cast<int32_t>(128 * job.x_sums[m]));

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cpu/mm_job.h"
-#include "cpu/x86/avx512/simd.h"
+#include "cpu/x86/avx512/int8_output.h"
 #include "cpu/x86/panel_gemm.h"
 #include "int4/layout.h"
 
@@ -61,18 +61,6 @@ __attribute__((always_inline)) inline void load_lanes(const Job& job, int64_t ti
   }
   halves_to_lanes(lanes);
 }
-// As fours of columns: quads[i] has 4i .. 4i + 3 of each row.
-__attribute__((always_inline)) inline void load_quads(const Job& job, int64_t tile_n, int64_t k,
-                                                      __m512i (&quads)[kTileRows]) {
-  load_lanes(job, tile_n, k, quads);
-  lanes_to_quads(quads);
-}
-// The same, lanes by pairs of columns.
-__attribute__((always_inline)) inline void load_pairs(const Job& job, int64_t tile_n, int64_t k,
-                                                      __m512i (&pairs)[kTileRows]) {
-  load_lanes(job, tile_n, k, pairs);
-  lanes_to_pairs(pairs);
-}
 
 // A K-tile of int4 W: quads[4t + step] has the nibbles of columns 16 step + 2t, and 8, 1 and 9 further.
 __attribute__((always_inline)) inline void load_nibbles(const uint8_t* weight, __m512i (&quads)[kTileRows]) {
@@ -111,7 +99,7 @@ void write_tiles(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY
   for (int t = 0; t < kTiles; ++t) {
     const int64_t n = (tile_n + t) * kTileRows;
     scale[t] = scales(tile_n + t);
-    bias[t] = job.bias != nullptr ? load16(job.bias, n, job.bias_dtype, first(job.n - n)) : _mm512_setzero_ps();
+    bias[t] = load_columns(job, n).bias;
   }
   write_rows<kTiles>(job, tile_n, rows, [&](int64_t m, int t) {
     __m512 y = load_floats(totals + (m * kTiles + t) * kTileRows);
@@ -120,13 +108,6 @@ void write_tiles(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY
   });
 }
 inline __m512 no_scales(int64_t) { return _mm512_set1_ps(1); }
-
-// One scale a row of W or one for all.
-inline __m512 row_scales(const Job& job, int64_t tile_n) {
-  const int64_t n = tile_n * kTileRows;
-  if (job.weight_scaling == Scaling::kRow) return load16(job.scales, n, DType::kFloat32, first(job.n - n));
-  return _mm512_set1_ps(*static_cast<const float*>(job.scales));
-}
 
 }  // namespace
 }  // namespace qao::cpu

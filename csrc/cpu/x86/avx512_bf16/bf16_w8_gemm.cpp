@@ -38,7 +38,8 @@ struct Bytes : std::conditional_t<kBlocks, BlockTotals, PlainTotals<Bf16Panel>>,
                      int64_t stride) {
     for (int64_t k = 0; k < kPanelColumns && panel * kPanelColumns + k < job.k; k += kTileColumns) {
       __m512i bytes[kTileRows];
-      load_pairs(job, tile_n, panel * kPanelColumns + k, bytes);
+      load_lanes(job, tile_n, panel * kPanelColumns + k, bytes);
+      lanes_to_pairs(bytes);
 #pragma GCC unroll 16
       for (int i = 0; i < kTileRows; ++i) {
         __m512i pairs[2];
@@ -50,8 +51,9 @@ struct Bytes : std::conditional_t<kBlocks, BlockTotals, PlainTotals<Bf16Panel>>,
 
   template <int kTiles>
   static void finish(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows) {
-    write_tiles<kTiles, !kBlocks>(job, tile_n, totals, rows,
-                                  [&](int64_t tile) { return kBlocks ? no_scales(tile) : row_scales(job, tile); });
+    write_tiles<kTiles, !kBlocks>(job, tile_n, totals, rows, [&](int64_t tile) {
+      return kBlocks ? no_scales(tile) : load_scales(job, tile * kTileRows);
+    });
   }
 };
 
