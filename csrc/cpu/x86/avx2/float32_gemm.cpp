@@ -67,6 +67,31 @@ struct Bytes : Float32Panel, EightBits {
   }
 };
 
+// An N-tile of a panel of W in four bits. values_of(k, eight): how to get from codes and a row to float32, for bytes
+// 8 eight .. 8 eight + 7 of the row pairs of the K-tile that begins at column k.
+template <typename ValuesOf>
+__attribute__((always_inline)) inline void expand_codes(const Job& job, int64_t tile_n, int64_t panel, uint32_t* out,
+                                                        int64_t stride, const ValuesOf& values_of) {
+  constexpr int64_t kColumns = Float32Panel::kPanelColumns;
+  for (int64_t k = panel * kColumns; k < least((panel + 1) * kColumns, job.k); k += kTileColumns) {
+    const uint8_t* weight = job.weight + (tile_n * job.tiles_k + k / kTileColumns) * int4::kTileBytes;
+    uint32_t* of_tile = out + k % kColumns * stride;
+    for (int eight = 0; eight < 8; ++eight) {
+      const auto value = values_of(k, eight);
+      __m256i low[8], high[8];
+      for (int g = 0; g < 8; ++g) {
+        const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(weight + g * 64 + eight * 8));
+        const __m256i words = _mm256_cvtepu8_epi32(bytes);
+        low[g] = _mm256_castps_si256(value(_mm256_and_si256(words, _mm256_set1_epi32(0x0F)), g));
+        high[g] = _mm256_castps_si256(value(_mm256_srli_epi32(words, 4), g + 8));
+      }
+      const auto column = [eight](int i) { return int4::tile_column(8 * eight + i); };
+      store_steps(low, of_tile, stride, column);
+      store_steps(high, of_tile + 8, stride, column);
+    }
+  }
+}
+
 struct Int4 : Float32Panel {
   using Parameters = Int4Group;
   static constexpr int kBits = 4;
@@ -76,29 +101,13 @@ struct Int4 : Float32Panel {
 
   static void expand(const Job& job, int64_t tile_n, int64_t panel, const Int4Group* groups, int groups_stride,
                      uint32_t* out, int64_t stride) {
-    for (int64_t k = 0; k < kPanelColumns && panel * kPanelColumns + k < job.k; k += kTileColumns) {
-      const int64_t at = panel * kPanelColumns + k;
-      const uint8_t* weight = job.weight + (tile_n * job.tiles_k + at / kTileColumns) * int4::kTileBytes;
-      for (int eight = 0; eight < 8; ++eight) {  // bytes of a row pair: all in the same half of the K-tile
-        const Int4Group& group = groups[least(at + eight % 2 * 32, job.k - 1) / job.group_size * groups_stride];
-        __m256i low[8], high[8];
-        for (int g = 0; g < 8; ++g) {
-          const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(weight + g * 64 + eight * 8));
-          const __m256i words = _mm256_cvtepu8_epi32(bytes);
-          low[g] = value(_mm256_and_si256(words, _mm256_set1_epi32(0x0F)), group, g);
-          high[g] = value(_mm256_srli_epi32(words, 4), group, g + 8);
-        }
-        const auto column = [eight](int i) { return int4::tile_column(8 * eight + i); };
-        store_steps(low, out + k * stride, stride, column);
-        store_steps(high, out + k * stride + 8, stride, column);
-      }
-    }
-  }
-
- private:
-  static __m256i value(__m256i nibbles, const Int4Group& group, int row) {
-    const __m256 difference = _mm256_sub_ps(_mm256_cvtepi32_ps(nibbles), _mm256_broadcast_ss(group.zero + row));
-    return _mm256_castps_si256(_mm256_mul_ps(difference, _mm256_broadcast_ss(group.scale + row)));
+    expand_codes(job, tile_n, panel, out, stride, [&](int64_t k, int eight) {  // all in the same half of the K-tile
+      const Int4Group& group = groups[least(k + eight % 2 * 32, job.k - 1) / job.group_size * groups_stride];
+      return [&](__m256i nibbles, int row) {
+        return _mm256_mul_ps(_mm256_sub_ps(_mm256_cvtepi32_ps(nibbles), _mm256_broadcast_ss(group.zero + row)),
+                             _mm256_broadcast_ss(group.scale + row));
+      };
+    });
   }
 };
 
@@ -116,33 +125,17 @@ struct Fp4 : Float32Panel {
 
   static void expand(const Job& job, int64_t tile_n, int64_t panel, const Parameters* groups, int groups_stride,
                      uint32_t* out, int64_t stride) {
-    for (int64_t k = 0; k < kPanelColumns && panel * kPanelColumns + k < job.k; k += kTileColumns) {
-      const int64_t at = panel * kPanelColumns + k;
-      const uint8_t* weight = job.weight + (tile_n * job.tiles_k + at / kTileColumns) * int4::kTileBytes;
-      for (int eight = 0; eight < 8; ++eight) {  // bytes of a row pair: four each of two k-steps
-        const float* scales[2];
-        for (int i = 0; i < 2; ++i) {
-          const int64_t step = least(at + (eight % 2 * 2 + i) * 16, job.k - 1);
-          scales[i] = groups[step / job.group_size * groups_stride].scale;
-        }
-        __m256i low[8], high[8];
-        for (int g = 0; g < 8; ++g) {
-          const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(weight + g * 64 + eight * 8));
-          const __m256i words = _mm256_cvtepu8_epi32(bytes);
-          low[g] = value(_mm256_and_si256(words, _mm256_set1_epi32(0x0F)), scales, g);
-          high[g] = value(_mm256_srli_epi32(words, 4), scales, g + 8);
-        }
-        const auto column = [eight](int i) { return int4::tile_column(8 * eight + i); };
-        store_steps(low, out + k * stride, stride, column);
-        store_steps(high, out + k * stride + 8, stride, column);
+    expand_codes(job, tile_n, panel, out, stride, [&](int64_t k, int eight) {  // four each of two k-steps
+      const float* scales[2];
+      for (int i = 0; i < 2; ++i) {
+        const int64_t step = least(k + (eight % 2 * 2 + i) * 16, job.k - 1);
+        scales[i] = groups[step / job.group_size * groups_stride].scale;
       }
-    }
-  }
-
- private:
-  static __m256i value(__m256i codes, const float* const (&scales)[2], int row) {
-    const __m256 scale = _mm256_set_m128(_mm_broadcast_ss(scales[1] + row), _mm_broadcast_ss(scales[0] + row));
-    return _mm256_castps_si256(_mm256_mul_ps(fp4_value(codes), scale));
+      return [low = scales[0], high = scales[1]](__m256i codes, int row) {
+        return _mm256_mul_ps(fp4_value(codes),
+                             _mm256_set_m128(_mm_broadcast_ss(high + row), _mm_broadcast_ss(low + row)));
+      };
+    });
   }
 };
 
