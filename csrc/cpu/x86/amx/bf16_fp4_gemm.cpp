@@ -67,23 +67,13 @@ struct Fp4 {
   }
 };
 
-template <int kParts>
-void run_parts(const Job& job, int64_t begin, int64_t end) {
-  job.group_size == fp4::kNvGroup ? run_gemm<Fp4<kParts, 2>>(job, begin, end)
-                                  : run_gemm<Fp4<kParts, 1>>(job, begin, end);
-}
-
 }  // namespace
 
 void amx::bf16_fp4_gemm(const Job& job, int64_t begin, int64_t end) {
-  switch (job.parts) {
-    case 1:
-      return run_parts<1>(job, begin, end);
-    case 2:
-      return run_parts<2>(job, begin, end);
-    default:
-      return run_parts<3>(job, begin, end);
-  }
+  with_parts(job, [&]<int kParts>() {
+    job.group_size == fp4::kNvGroup ? run_gemm<Fp4<kParts, 2>>(job, begin, end)
+                                    : run_gemm<Fp4<kParts, 1>>(job, begin, end);
+  });
 }
 
 }  // namespace qao::cpu

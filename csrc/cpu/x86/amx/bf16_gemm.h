@@ -319,5 +319,18 @@ void run_gemm(const Job& job, int64_t begin, int64_t end) {
   many_rows<W>(job, begin, end);
 }
 
+// run<kParts>() for the parts of x.
+template <typename Run>
+void with_parts(const Job& job, const Run& run) {
+  switch (job.parts) {
+    case 1:
+      return run.template operator()<1>();
+    case 2:
+      return run.template operator()<2>();
+    default:
+      return run.template operator()<3>();
+  }
+}
+
 }  // namespace
 }  // namespace qao::cpu

@@ -98,22 +98,12 @@ struct Int4 {
   static __m512 row_scales(const Job&, int64_t, __mmask16) { return _mm512_set1_ps(1); }
 };
 
-template <int kParts>
-void run_parts(const Job& job, int64_t begin, int64_t end) {
-  job.section == 32 ? run_gemm<Int4<kParts, true>>(job, begin, end) : run_gemm<Int4<kParts, false>>(job, begin, end);
-}
-
 }  // namespace
 
 void amx::bf16_int4_gemm(const Job& job, int64_t begin, int64_t end) {
-  switch (job.parts) {
-    case 1:
-      return run_parts<1>(job, begin, end);
-    case 2:
-      return run_parts<2>(job, begin, end);
-    default:
-      return run_parts<3>(job, begin, end);
-  }
+  with_parts(job, [&]<int kParts>() {
+    job.section == 32 ? run_gemm<Int4<kParts, true>>(job, begin, end) : run_gemm<Int4<kParts, false>>(job, begin, end);
+  });
 }
 
 }  // namespace qao::cpu

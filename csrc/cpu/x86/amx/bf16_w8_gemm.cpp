@@ -96,14 +96,7 @@ struct Bytes {
 
 template <Format kFormat, Scales kScales>
 void run_format(const Job& job, int64_t begin, int64_t end) {
-  switch (job.parts) {
-    case 1:
-      return run_gemm<Bytes<kFormat, 1, kScales>>(job, begin, end);
-    case 2:
-      return run_gemm<Bytes<kFormat, 2, kScales>>(job, begin, end);
-    default:
-      return run_gemm<Bytes<kFormat, 3, kScales>>(job, begin, end);
-  }
+  with_parts(job, [&]<int kParts>() { run_gemm<Bytes<kFormat, kParts, kScales>>(job, begin, end); });
 }
 
 }  // namespace
