@@ -36,17 +36,9 @@ struct GroupPlace {
   }
 };
 
+template <typename Lanes>
+constexpr GroupKernels group_kernels = {groups::quantize_group<Lanes, GroupPlace>,
+                                        groups::quantize_fp4_group<Lanes, GroupPlace>};
+
 }  // namespace
-
-template <typename Lanes>
-static QuantizedGroup quantize_group(const GroupRules& rules, const float* values, const float* importance,
-                                     int64_t count, uint8_t* q) {
-  return groups::quantize_group<Lanes, GroupPlace>(rules, values, importance, count, q);
-}
-
-template <typename Lanes>
-static QuantizedGroup quantize_fp4_group(const Fp4Rules& rules, const float* values, int64_t count, uint8_t* q) {
-  return groups::quantize_fp4_group<Lanes, GroupPlace>(rules, values, count, q);
-}
-
 }  // namespace qao::cpu

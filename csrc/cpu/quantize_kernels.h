@@ -25,6 +25,15 @@ using GroupRules = groups::Rules;
 using Fp4Rules = groups::Fp4Rules;
 using QuantizedGroup = groups::Group;
 
+// A group of a weight; each instruction set has a file for these.
+struct GroupKernels {
+  // groups::quantize_group()
+  QuantizedGroup (*integers)(const GroupRules&, const float* values, const float* importance, int64_t count,
+                             uint8_t* q);
+  // groups::quantize_fp4_group()
+  QuantizedGroup (*fp4)(const Fp4Rules&, const float* values, int64_t count, uint8_t* q);
+};
+
 struct QuantizeKernels {
   // Row m of the values, values[0 .. k), in float32; and row m of Arguments::sum, if there is one.
   void (*values)(const quantize::Problem&, const quantize::Arguments&, int64_t m, float* values);
@@ -36,35 +45,24 @@ struct QuantizeKernels {
   void (*to_fp8)(Floats values, int64_t count, float inverse, uint8_t* q);
   // y[index .. index + count) = values
   void (*to_float)(const float* values, int64_t count, void* y, int64_t index, DType y_dtype);
-  // A group of a weight: groups::quantize_group().
-  QuantizedGroup (*group)(const GroupRules&, const float* values, const float* importance, int64_t count, uint8_t* q);
-  // The same to e2m1: groups::quantize_fp4_group().
-  QuantizedGroup (*fp4_group)(const Fp4Rules&, const float* values, int64_t count, uint8_t* q);
+  const GroupKernels* groups;
 };
 
 namespace scalar {
 extern const QuantizeKernels kQuantize;
-QuantizedGroup quantize_group(const GroupRules&, const float* values, const float* importance, int64_t count,
-                              uint8_t* q);
-QuantizedGroup quantize_fp4_group(const Fp4Rules&, const float* values, int64_t count, uint8_t* q);
+extern const GroupKernels kGroups;
 }  // namespace scalar
 namespace avx2 {
 extern const QuantizeKernels kQuantize;
-QuantizedGroup quantize_group(const GroupRules&, const float* values, const float* importance, int64_t count,
-                              uint8_t* q);
-QuantizedGroup quantize_fp4_group(const Fp4Rules&, const float* values, int64_t count, uint8_t* q);
+extern const GroupKernels kGroups;
 }  // namespace avx2
 namespace avx512 {
 extern const QuantizeKernels kQuantize;
-QuantizedGroup quantize_group(const GroupRules&, const float* values, const float* importance, int64_t count,
-                              uint8_t* q);
-QuantizedGroup quantize_fp4_group(const Fp4Rules&, const float* values, int64_t count, uint8_t* q);
+extern const GroupKernels kGroups;
 }  // namespace avx512
 namespace neon {
 extern const QuantizeKernels kQuantize;
-QuantizedGroup quantize_group(const GroupRules&, const float* values, const float* importance, int64_t count,
-                              uint8_t* q);
-QuantizedGroup quantize_fp4_group(const Fp4Rules&, const float* values, int64_t count, uint8_t* q);
+extern const GroupKernels kGroups;
 }  // namespace neon
 
 }  // namespace qao::cpu

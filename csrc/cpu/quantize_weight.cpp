@@ -72,7 +72,7 @@ Status quantize_weight(const WeightProblem& p, const WeightArguments& a, const T
     for (int64_t g = 0; g < p.groups(); ++g) {
       const int64_t first = g * p.group_size, count = std::min(p.group_size, p.k - first);
       const QuantizedGroup group =
-          kernels.group(rules, values + first, importance.data() + first, count, a.q + n * p.k + first);
+          kernels.groups->integers(rules, values + first, importance.data() + first, count, a.q + n * p.k + first);
       store(a.scales, n * p.groups() + g, p.scale_dtype, group.scale);
       store(a.zeros, n * p.groups() + g, p.scale_dtype, group.zero);
       squares[n].error += group.error, squares[n].norm += group.norm;
@@ -152,7 +152,7 @@ Status quantize_weight_fp4(const Fp4Problem& p, const WeightArguments& a, const 
   for_each_row(threads, kernels, source, [&](int64_t n, const float* values) {
     for (int64_t g = 0; g < p.groups(); ++g) {
       const int64_t first = g * p.group_size(), count = std::min(p.group_size(), p.k - first);
-      const QuantizedGroup group = kernels.fp4_group(rules, values + first, count, a.q + n * p.k + first);
+      const QuantizedGroup group = kernels.groups->fp4(rules, values + first, count, a.q + n * p.k + first);
       store(a.scales, n * p.groups() + g, DType::kBFloat16, group.scale);
       squares[n].error += group.error, squares[n].norm += group.norm;
     }

@@ -60,13 +60,6 @@ void to_bytes(const Plain& lanes, uint8_t (&bytes)[kLanes]) {
 
 }  // namespace
 
-QuantizedGroup scalar::quantize_group(const GroupRules& rules, const float* values, const float* importance,
-                                      int64_t count, uint8_t* q) {
-  return cpu::quantize_group<Plain>(rules, values, importance, count, q);
-}
-
-QuantizedGroup scalar::quantize_fp4_group(const Fp4Rules& rules, const float* values, int64_t count, uint8_t* q) {
-  return cpu::quantize_fp4_group<Plain>(rules, values, count, q);
-}
+const GroupKernels scalar::kGroups = group_kernels<Plain>;
 
 }  // namespace qao::cpu

@@ -64,13 +64,6 @@ void to_bytes(const Four& lanes, uint8_t (&bytes)[kLanes]) {
 
 }  // namespace
 
-QuantizedGroup neon::quantize_group(const GroupRules& rules, const float* values, const float* importance,
-                                    int64_t count, uint8_t* q) {
-  return cpu::quantize_group<Four>(rules, values, importance, count, q);
-}
-
-QuantizedGroup neon::quantize_fp4_group(const Fp4Rules& rules, const float* values, int64_t count, uint8_t* q) {
-  return cpu::quantize_fp4_group<Four>(rules, values, count, q);
-}
+const GroupKernels neon::kGroups = group_kernels<Four>;
 
 }  // namespace qao::cpu

@@ -43,13 +43,6 @@ inline void to_bytes(Two x, uint8_t (&bytes)[kLanes]) {
 
 }  // namespace
 
-QuantizedGroup avx2::quantize_group(const GroupRules& rules, const float* values, const float* importance,
-                                    int64_t count, uint8_t* q) {
-  return cpu::quantize_group<Two>(rules, values, importance, count, q);
-}
-
-QuantizedGroup avx2::quantize_fp4_group(const Fp4Rules& rules, const float* values, int64_t count, uint8_t* q) {
-  return cpu::quantize_fp4_group<Two>(rules, values, count, q);
-}
+const GroupKernels avx2::kGroups = group_kernels<Two>;
 
 }  // namespace qao::cpu

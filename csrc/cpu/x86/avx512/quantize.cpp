@@ -197,7 +197,7 @@ void round_to_float(const float* values, int64_t count, void* y, int64_t index, 
 
 }  // namespace
 
-const QuantizeKernels avx512::kQuantize = {values_of,    rotate_row<16>, range_of,       round_to_int8,
-                                           round_to_fp8, round_to_float, quantize_group, quantize_fp4_group};
+const QuantizeKernels avx512::kQuantize = {values_of,    rotate_row<16>, range_of, round_to_int8,
+                                           round_to_fp8, round_to_float, &kGroups};
 
 }  // namespace qao::cpu

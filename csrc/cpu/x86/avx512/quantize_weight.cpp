@@ -32,13 +32,6 @@ inline void to_bytes(One x, uint8_t (&bytes)[kLanes]) {
 
 }  // namespace
 
-QuantizedGroup avx512::quantize_group(const GroupRules& rules, const float* values, const float* importance,
-                                      int64_t count, uint8_t* q) {
-  return cpu::quantize_group<One>(rules, values, importance, count, q);
-}
-
-QuantizedGroup avx512::quantize_fp4_group(const Fp4Rules& rules, const float* values, int64_t count, uint8_t* q) {
-  return cpu::quantize_fp4_group<One>(rules, values, count, q);
-}
+const GroupKernels avx512::kGroups = group_kernels<One>;
 
 }  // namespace qao::cpu
