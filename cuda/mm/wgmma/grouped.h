@@ -7,7 +7,7 @@
 
 namespace qao::mm::wgmma {
 
-constexpr bool serves_experts(Tile tile) { return !tile.tall() && tile.tokens != 192 && tile.tokens != 160; }
+constexpr bool serves_experts(Tile tile) { return !tile.tall() && !tile.between(); }
 
 // The copy engine reads rows that lie side by side: where they do not, or are not aligned, they are copied first.
 inline bool gathers(const Problem& problem, const Experts& experts) {

@@ -23,6 +23,7 @@ struct Tile {
     return by_turns ? kTurnsCluster : 1;
   }  // CTAs, each of which brings a part of x to all
   constexpr bool tall() const { return rows > 2 * kWarpgroupRows; }
+  constexpr bool between() const { return (tokens & (tokens - 1)) != 0; }  // powers of two
 };
 
 // What decides which kernel serves a problem, and with which tiles.
@@ -41,7 +42,7 @@ struct Traits {
     if (tile.by_turns) return !(float_x || packed || folds);
     if (tile.tall()) return float_x ? !folds : !(packed || columns || swapped);
     if (tile.tokens == 32) return !(folds && float_x);
-    if (packed && promoted) return tile.tokens != 192 && tile.tokens != 160;
+    if (packed && promoted) return !tile.between();
     return tile.tokens <= (folds && (packed || float_x || columns) ? 128 : 256);
   }
   // Columns of a K-tile. The work around its products takes as long for few tokens as for many, so few tokens have long
