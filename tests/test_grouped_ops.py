@@ -21,7 +21,7 @@ from experts_support import (
     nearest,
     poison,
 )
-from ops_schemes import DTYPES, PRODUCTS, SHORT, Format, Scheme, generator
+from ops_schemes import DTYPES, PRODUCTS, SHORT, Format, Int4Format, Scheme, generator
 from ops_support import randn
 from qao.grouped import GROUPED
 from qao.grouped_rows import by_experts, by_tiles
@@ -163,15 +163,41 @@ def test_few_rows_of_bfloat16(scheme: Scheme, fmt: Format, n: int, k: int, devic
         for own in (x[:, :k], x[:, 1:], x[:, :k].contiguous()):
             poison(device)
             experts.check(experts.mm(own, ends(counts, device), index, scale), own, counts, index, scale)
-    large = x[:, :k].contiguous()
-    large[0, 0], large[1, 3], large[2, 5] = 2.0**40, torch.inf, torch.nan
-    index = torch.arange(12, device=device).roll(3)
-    y, dense = experts.mm(large, ends([3, 2, 3, 1, 2, 1], device), index), torch.empty(12, n, device=device)
+    check_what_is_not_finite(experts, x[:, :k].contiguous(), [3, 2, 3, 1, 2, 1])
+
+
+SOME = [Int4Format(128, zeros, dtype) for zeros, dtype in (("none", torch.bfloat16), ("float", torch.float16))]
+
+
+@pytest.mark.parametrize(("n", "k"), [(200, 256), (1000, 2048), (72, 4096), (48, 4224), (100, 4992)])
+@pytest.mark.parametrize("fmt", [*SOME, Int4Format(-1, "none", torch.float16)], ids=str)
+def test_some_rows_of_bfloat16(fmt: Int4Format, n: int, k: int, device: str) -> None:
+    """7 and 8 rows an expert on average, of which Hopper keeps x in shared memory: tiles of 16 rows, and of 12 where x
+    has too many columns for that; an expert that has all rows; one group a row."""
+    experts = make_experts(PRODUCTS[0], 6, n, k, fmt, torch.bfloat16, device)
+    x = randn(30, k, dtype=torch.bfloat16, device=device)
+    for counts in ([17, 0, 12, 1, 13, 3], [0, 0, 45, 0, 0, 0], [8, 8, 8, 8, 8, 7]):
+        rows = sum(counts) + 1
+        index, scale = gathered(rows, 30, device=device), randn(rows, dtype=torch.float32, device=device)
+        poison(device)
+        y = experts.mm(x, ends(counts, device), index, scale)
+        experts.check(y, x, counts, index, scale)
+        assert torch.equal(bits(y), bits(experts.mm(x, ends(counts, device), index, scale)))
+    check_what_is_not_finite(experts, x, [17, 0, 11, 1, 9, 4])
+
+
+def check_what_is_not_finite(experts: Experts, x: Tensor, counts: list[int]) -> None:
+    """A sum that overflows, Inf and NaN, as in the dense operator."""
+    x[0, 0], x[1, 3], x[2, 5] = 2.0**40, torch.inf, torch.nan
+    rows = sum(counts)
+    index = torch.arange(rows, device=x.device).roll(3) % len(x)
+    y = experts.mm(x, ends(counts, str(x.device)), index)
+    dense = torch.empty(y.shape, device=x.device)
     begin = 0
-    for weight, bias, count in zip(experts.weights, experts.biases(), [3, 2, 3, 1, 2, 1], strict=True):
+    for weight, bias, count in zip(experts.weights, experts.biases(), counts, strict=True):
         rows_of = slice(begin, begin + count)
         begin += count
-        dense[rows_of] = scheme.mm(large[index[rows_of]], weight, bias).float()
+        dense[rows_of] = experts.scheme.mm(x[index[rows_of]], weight, bias).float()
     assert torch.equal(y.isfinite(), dense.isfinite()) and torch.equal(y.isnan(), dense.isnan())
     difference = (y.float() - dense).nan_to_num(0, 0, 0).abs()
     assert (difference <= 2.0**-6 * dense.nan_to_num(0, 0, 0).abs().amax(1, keepdim=True)).all()

@@ -36,7 +36,8 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
   X x;
   Status status = prepare_x(problem, workspace_of(problem, 0), arguments, stream, &x);
   if (!status.ok()) return status;
-  if (plan.body == Body::kStreamRing) return stream::launch(problem, plan, arguments, experts, x, stream);
+  if (plan.body == Body::kStreamRing || plan.body == Body::kStreamTma)
+    return stream::launch(problem, plan, arguments, experts, x, stream);
   if (plan.body == Body::kWgmma) return wgmma::launch(problem, plan, arguments, experts, x, stream);
   return mma_sync::grouped::launch(problem, plan, arguments, experts, x, stream);
 }

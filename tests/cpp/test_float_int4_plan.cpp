@@ -241,7 +241,7 @@ TEST_CASE("what a plan with x of 9 to 16 tokens in shared memory tells the kerne
         const int stage_bytes = tma_stage_bytes(config.tiles_n, problem.has_zeros);
         CHECK(stage_bytes % 128 == 0);
         CHECK(stage_bytes >= config.tiles_n * kTileN * kTmaTokens * 4);  // sums of a pass
-        CHECK(d.ring_offset == d.steps * kStepBoxes * kBoxBytes);
+        CHECK(d.ring_offset == d.steps * kStepBoxes * kTmaTokens * kBoxRowBytes);
         CHECK(d.barriers_offset == d.ring_offset + config.warps * config.stages * stage_bytes);
         CHECK(d.barriers_offset % 8 == 0);
         CHECK(d.places_offset == d.barriers_offset + 8 * d.steps);

@@ -71,7 +71,8 @@ TEST_CASE("every grouped product has a plan that fits its GPU") {
                 CHECK(plan.ctas >= 1);
                 CHECK(plan.ctas <= std::min<int64_t>(gpu.num_sms, tiles * (ceil_div(n, plan.tile_n) + 1)));
               } else if (plan.body == Body::kStreamRing) {  // the GPU cuts
-                CHECK(plan.ctas >= std::max<int64_t>(tiles, plan.ctas_at_once));
+                CHECK(plan.ctas_at_once >= gpu.num_sms);
+                CHECK(plan.ctas >= plan.ctas_at_once);
               } else {
                 CHECK(plan.ctas % tiles == 0);
                 const int64_t row_blocks = plan.ctas / tiles;
@@ -116,42 +117,58 @@ TEST_CASE("few bfloat16 rows an expert stream on Hopper") {
     REQUIRE(mm::plan(problem, experts, kA100, &plan).ok());
     CHECK(plan.body == Body::kMmaSyncFloatInt4);
   }
-  problem.m = experts.rows = 128 * 6;
-  REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
-  CHECK(plan.body == Body::kStreamRing);
-  problem.m = experts.rows = 128 * 7;
-  REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
-  CHECK(plan.body == Body::kWgmma);
-  problem.weight = Format::kFp4, problem.group_size = 32, problem.scale_dtype = DType::kBFloat16;
-  for (int64_t each : {3, 4}) {
+  const auto body_of = [&](int64_t each) {
     problem.m = experts.rows = 128 * each;
     REQUIRE(mm::plan(problem, experts, kH200, &plan).ok());
-    CHECK(plan.body == (each == 3 ? Body::kStreamRing : Body::kWgmma));
-  }
+    CHECK(plan.shared_bytes <= kH200.shared_bytes_per_cta);
+    return plan.body;
+  };
+  CHECK(body_of(6) == Body::kStreamRing);
+  CHECK(body_of(7) == Body::kWgmma);  // scales of 32 bits
+  problem.scale_dtype = DType::kBFloat16;
+  CHECK(body_of(6) == Body::kStreamRing);
+  CHECK(body_of(7) == Body::kStreamTma);
+  CHECK(body_of(8) == Body::kStreamTma);
+  CHECK(plan.tile_m == 16);
+  CHECK(body_of(9) == Body::kWgmma);
+  problem.k = 4096;  // the end of a pass counts less
+  CHECK(body_of(12) == Body::kStreamTma);
+  CHECK(body_of(13) == Body::kWgmma);
+  problem.k = 7168;  // for which 16 rows of x are too many
+  CHECK(body_of(8) == Body::kStreamTma);
+  CHECK(plan.tile_m == 12);
+  CHECK(body_of(9) == Body::kWgmma);
+  problem.k = 14336;
+  CHECK(body_of(8) == Body::kWgmma);
+  problem.k = 2048, problem.group_size = 64;
+  CHECK(body_of(8) == Body::kWgmma);
+  problem.weight = Format::kFp4, problem.group_size = 32;
+  CHECK(body_of(4) == Body::kStreamRing);
+  CHECK(body_of(5) == Body::kWgmma);
 }
 
-TEST_CASE("CTAs share the tiles that a routing has: all at once, or finer in two rounds") {
+TEST_CASE("CTAs share the tiles that a routing has: all at once, or finer in several rounds") {
   using stream::sharing, stream::Spread;
-  for (const int us : {1, 48, 455, 1800}) {
-    for (const int most : {1, 5, 24, 448}) {
-      for (const int ctas : {132, 200, 264, 1000}) {
-        const Spread spread{132, most, us};
-        for (int tiles = 0; tiles <= ctas; ++tiles) {
-          const int blocks = sharing(spread, ctas, tiles);
-          REQUIRE(blocks >= 1);
-          REQUIRE(blocks <= most);
-          REQUIRE(blocks * tiles <= ctas);
-          if (tiles > 0 && tiles <= 132) REQUIRE(blocks >= std::min(most, 132 / tiles));  // no SM idles that need not
+  for (const int places : {20, 132, 200}) {
+    for (const int us : {1, 48, 455, 1800}) {
+      for (const int passes : {1, 5, 24, 448}) {
+        const Spread spread{places, passes, us, 4 + us / passes / 2};
+        for (int tiles = 0; tiles <= 1000; ++tiles) {
+          const int parts = sharing(spread, tiles);
+          REQUIRE(parts >= 1);
+          REQUIRE(parts <= passes);
+          REQUIRE(int64_t{parts} * tiles <= std::max(tiles, 5 * places));
+          if (tiles > 0) REQUIRE(parts >= std::min(passes, places / tiles));  // no SM idles that need not
         }
       }
     }
   }
-  const Spread small{132, 24, 48}, large{132, 64, 455};
-  CHECK(sharing(small, 132, 8) == 16);
-  CHECK(sharing(small, 264, 60) == 2);   // two starts for nothing
-  CHECK(sharing(small, 264, 78) == 3);   // a third of an expert twice, not a whole one
-  CHECK(sharing(large, 264, 20) == 13);  // 260 parts in two rounds, where 120 leave 12 SMs idle
-  CHECK(sharing(large, 132, 20) == 6);
+  const Spread small{132, 24, 50, 5};
+  CHECK(sharing(small, 8) == 16);
+  CHECK(sharing(small, 60) == 2);   // more starts for nothing
+  CHECK(sharing(small, 78) == 3);   // a third of an expert twice, not a whole one
+  CHECK(sharing(small, 89) == 4);   // a quarter three times
+  CHECK(sharing(small, 150) == 3);  // a third four times, not a whole one twice
 }
 
 TEST_CASE("many rows an expert are wgmma's on Hopper") {

@@ -1,29 +1,11 @@
-// Grouped products of a bfloat16 x and a packed weight for few rows an expert: a CTA of ring.cuh or ring_fp4.cuh with a
-// run of row tiles of one expert, and rows of x that lie anywhere. Grid: [1, CTAs].
+// Grouped products of a bfloat16 x and a packed weight for few rows an expert: a CTA of ring.cuh or ring_fp4.cuh with
+// parts of experts, and rows of x that lie anywhere. Grid: [1, CTAs].
 #pragma once
 
-#include "mm/routing.cuh"
-#include "mm/stream/grouped.h"
+#include "mm/stream/grouped_parts.cuh"
 #include "mm/stream/ring.cuh"
 
 namespace qao::mm::stream::x_ring {
-
-// The row of x of each token of the CTA.
-template <int tokens>
-__device__ __forceinline__ int* rows_of_x() {
-  __shared__ int rows[tokens];
-  return rows;
-}
-
-// Token `token` of x as it was given.
-template <int tokens>
-struct GatheredX {
-  const Params& p;
-  int token;
-  __device__ __forceinline__ float operator()(int k) const {
-    return load_float(p.x, rows_of_x<tokens>()[token] * p.x_stride + k, DType::kBFloat16);
-  }
-};
 
 template <typename Tile, typename Base>
 struct GroupedRing : Base {
@@ -37,18 +19,11 @@ struct GroupedRing : Base {
   const int64_t row0;  // of y, the first token's
   int rows[kOfLane];   // of x, those that this lane copies a part of
 
-  // Part `block` of `blocks` of the row tiles.
   __device__ __forceinline__ GroupedRing(const Params& params, const RingParams& cut, const Routing& routing,
-                                         const Share& share, int block, int blocks, uint32_t shared)
-      : Base(params, cut, shared),
-        r(routing),
-        bias(of_expert(params.bias, share.expert, routing.bias_bytes)),
-        row0(share.begin + int64_t{share.token_block} * kTokens) {
-    weight = of_expert(p.weight, share.expert, r.weight_bytes);
-    scales = of_expert(p.scales, share.expert, r.scales_bytes);
-    tokens = min(share.rows - share.token_block * kTokens, kTokens);
-    const int each = p.row_tiles / blocks, more = p.row_tiles % blocks;
-    row_tile0 = block * each + min(block, more), row_tiles = each + (block < more);
+                                         const Part& part, uint32_t shared)
+      : Base(params, cut, shared), r(routing), bias(part.bias), row0(part.row0) {
+    weight = part.weight, scales = part.scales;
+    tokens = part.tokens, row_tile0 = part.row_tile0, row_tiles = part.row_tiles;
   }
 
   // As fill_ring. `row`: of x, for token `lane`. Weights are on their way while the number of that row still is.
@@ -139,24 +114,17 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   prefetch_routing(r);
   ptx::wait_for_previous_kernel();  // whose the routing may be
   ptx::launch_dependents();
-  RowsAndTiles all;
-  int blocks;
-  const auto choose = [&](int tiles) {
-    blocks = sharing(spread, gridDim.y, tiles);
-    return static_cast<int>(blockIdx.y) / blocks;
-  };
-  const Share share = find_share<Tile::kTokens>(r, choose, all);
-  if (all.rows < r.rows) write_rest(r, all.rows, p.y, p.y_dtype, p.n, blockIdx.y, gridDim.y, Tile::kThreads);
-  if (share.rows == 0) return;
-  Cta cta(p, cut, r, share, blockIdx.y % blocks, blocks, ptx::shared_address(shared));
-  auto ahead = cta.first();
-  cta.fill(ahead, static_cast<int>(x_row(r, cta.row0 + min(cta.lane, cta.tokens - 1))));
-  const auto units = cta.units();
-  const uint32_t parameters = ptx::opaque(cta.parameters());
-  const int passes = (cta.row_tiles + Tile::kTilesN - 1) / Tile::kTilesN;
-  walk<Tile>(cta, ahead, units, parameters, passes, [&](int pass, int slots) {
-    cta.write(pass, slots);
-    if (pass + slots < passes) __syncthreads();
+  for_each_part<Tile::kTokens>(p, r, spread, blockIdx.y, gridDim.y, [&](const Part& part) {
+    Cta cta(p, cut, r, part, ptx::shared_address(shared));
+    auto ahead = cta.first();
+    cta.fill(ahead, static_cast<int>(x_row(r, cta.row0 + min(cta.lane, cta.tokens - 1))));
+    const auto units = cta.units();
+    const uint32_t parameters = ptx::opaque(cta.parameters());
+    const int passes = (cta.row_tiles + Tile::kTilesN - 1) / Tile::kTilesN;
+    walk<Tile>(cta, ahead, units, parameters, passes, [&](int pass, int slots) {
+      cta.write(pass, slots);
+      if (pass + slots < passes) __syncthreads();
+    });
   });
 }
 

@@ -1,11 +1,13 @@
-// Grouped products on ring.cuh as launch.cu sees them.
+// Grouped products on ring.cuh and tma.cuh as launch.cu sees them.
 #pragma once
 
 #include <algorithm>
+#include <tuple>
 
 #include "mm/int4_params.h"
 #include "mm/routing.h"
 #include "mm/stream/ring.h"
+#include "mm/stream/tma.h"
 
 namespace qao::mm::stream {
 
@@ -14,19 +16,40 @@ constexpr RingConfig kGrouped = ring_config<GroupedTile>(4);
 
 // How CTAs share the tiles of rows that a routing has, which only the GPU knows.
 struct Spread {
-  int places;       // CTAs that run at once
-  int most_blocks;  // CTAs that may share the row tiles of a tile
-  int tile_us;      // microseconds that one would take for all of them
+  int places;    // CTAs that run at once
+  int passes;    // over the row tiles of a tile
+  int tile_us;   // microseconds that one CTA takes for all of them
+  int start_us;  // that it takes to begin and to end
 };
-// How many of `ctas` share each of `tiles`: as many as run at once, or in two rounds, if a finer cut saves more than it
-// takes to start twice.
-QAO_HOST_DEVICE int sharing(const Spread& s, int ctas, int tiles) {
-  constexpr int kStartUs = 3;
+// Into how many parts each of `tiles` is cut: as many as run at once, or in two to five rounds if finer cuts save more
+// than the starts take.
+QAO_HOST_DEVICE int sharing(const Spread& s, int tiles) {
+  constexpr int kMostRounds = 5;
   if (tiles < 1) return 1;
-  const int room = 2 * s.places < ctas ? 2 * s.places : ctas;
-  const auto at_most = [&](int blocks) { return blocks < 1 ? 1 : blocks < s.most_blocks ? blocks : s.most_blocks; };
-  const int once = at_most(s.places / tiles), twice = at_most(room / tiles);
-  return s.tile_us * (twice - 2 * once) > kStartUs * once * twice ? twice : once;
+  const auto at_most = [&](int parts) { return parts < 1 ? 1 : parts < s.passes ? parts : s.passes; };
+  const float of_round = static_cast<float>(s.places) / static_cast<float>(tiles);
+  int best = at_most(static_cast<int>(of_round + 1e-3f));
+  if (tiles <= s.places && best * tiles * 20 > s.places * 19) return best;  // nearly no place is empty
+  // Microseconds times parts.
+  int64_t least = int64_t{(tiles + s.places - 1) / s.places} * (s.tile_us + s.start_us * best);
+  for (int rounds = 2; rounds <= kMostRounds; ++rounds) {
+    const int parts = at_most(static_cast<int>(of_round * static_cast<float>(rounds) + 1e-3f));
+    const int64_t all = int64_t{rounds} * (s.tile_us + s.start_us * parts);
+    if (parts > best && all * best < least * parts) best = parts, least = all;
+  }
+  return best;
+}
+
+// The tiles of tma.cuh for experts: the first that fits, by the columns of x.
+using GroupedTmaTiles = std::tuple<TmaTile<5, 8, 2, 16>, TmaTile<3, 8, 2, 12>>;
+constexpr TmaConfig kGroupedTma[] = {tma_config<std::tuple_element_t<0, GroupedTmaTiles>>(),
+                                     tma_config<std::tuple_element_t<1, GroupedTmaTiles>>()};
+using GroupedTmaKernel = void (*)(Int4Params, TmaParams, Routing, Spread);
+GroupedTmaKernel grouped_tma_kernel(int config, bool zeros, bool half);
+inline bool grouped_tma_params(const Problem& problem, int config, int room, TmaParams* to, int* shared_bytes) {
+  Problem of_expert = problem;
+  of_expert.m = kGroupedTma[config].tokens;
+  return problem.k % kStepColumns == 0 && tma_params(of_expert, kGroupedTma[config], 1, room, to, shared_bytes);
 }
 
 // `groups` of a K-step.
@@ -41,10 +64,11 @@ inline bool grouped_params(const Problem& problem, int room, RingParams* to, int
   return ring_params(of_expert, kGrouped, 1, 1, room, to, shared_bytes);
 }
 inline Spread spread_of(const Problem& problem, const Plan& plan) {
-  constexpr int64_t kBytesInMicrosecond = 4'200'000;  // that all CTAs read
-  const int64_t us = weight_bytes(problem) * plan.ctas_at_once / kBytesInMicrosecond;
-  return {plan.ctas_at_once, static_cast<int>(ceil_div(tiles_n(problem.n), kGrouped.tiles_n)),
-          static_cast<int>(std::min<int64_t>(us, 100'000))};
+  constexpr int64_t kBytesInMicrosecond = 4'200'000, kStartUs = 4;  // that all CTAs read
+  const int64_t us = std::min<int64_t>(weight_bytes(problem) * plan.ctas_at_once / kBytesInMicrosecond, 100'000);
+  const int64_t passes = ceil_div(problem.n, plan.tile_n);  // of which the last of a part may be half empty
+  return {plan.ctas_at_once, static_cast<int>(passes), static_cast<int>(us),
+          static_cast<int>(kStartUs + us / passes / 2)};
 }
 
 // Of shared memory that the kernel names itself, the rows of x: as long as what the rest is aligned to.

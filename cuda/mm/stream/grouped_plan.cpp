@@ -1,5 +1,6 @@
-// How ring.cuh runs few rows an expert.
+// How the streaming bodies run few rows an expert.
 #include <algorithm>
+#include <iterator>
 
 #include "common/integers.h"
 #include "mm/gpu.h"
@@ -11,11 +12,61 @@ namespace qao::mm::stream {
 namespace {
 
 // Of an expert, on average: wgmma/ does more of them in fewer tiles. Every group of an fp4 weight has sums of its own.
-constexpr int64_t kMostRows = 6, kMostRowsOfFp4 = 3;
+constexpr int64_t kMostRows = 6, kMostRowsOfFp4 = 4;
+// Of x in shared memory: the end of a pass costs less where the pass has more columns.
+constexpr int64_t kMostRowsInMemory = 8, kMostRowsOfManyColumns = 12, kManyColumns = 4096;
 
-// The GPU has tiles for as many CTAs as run at once, unless there may be many: then for twice as many, from which finer
-// cuts can be made. Those that are left over take 1 to 2 us to see it.
-int64_t ctas_for(int64_t tiles, int64_t places) { return std::max(tiles, 4 * tiles > places ? 2 * places : places); }
+int64_t most_rows_in_memory(const Problem& problem, const TmaConfig& config) {
+  return problem.k >= kManyColumns && config.tokens == kTmaTokens ? kMostRowsOfManyColumns : kMostRowsInMemory;
+}
+
+// As many CTAs as run at once. Where there may be many tiles there are twice as many, since it is not known which of
+// them end first: from the second on an SM has its next CTA when it is done. Those without a part take 1 to 2 us to see
+// it.
+void plan_ctas(const Experts& experts, int64_t places, Plan* plan) {
+  const int64_t tiles = token_tiles(experts.count, experts.rows, plan->tile_m);
+  plan->ctas = 4 * tiles > places ? 2 * places : places;
+  plan->ctas_at_once = static_cast<int>(places);
+}
+
+bool plan_grouped_tma(const Problem& problem, const Experts& experts, int64_t average, const Gpu& gpu, Plan* plan) {
+  for (int i = 0; i < static_cast<int>(std::size(kGroupedTma)); ++i) {
+    const TmaConfig& config = kGroupedTma[i];
+    TmaParams cut;
+    int shared_bytes;
+    const int room = gpu.shared_bytes_per_cta - kGroupedStaticBytes;
+    if (!grouped_tma_params(problem, i, room, &cut, &shared_bytes)) continue;
+    if (average > most_rows_in_memory(problem, config)) return false;
+    plan->body = Body::kStreamTma;
+    plan->reason = "grouped: some bfloat16 rows an expert from sm_90 on, x stays in shared memory";
+    plan->config = i;
+    plan->tile_n = config.tiles_n * kTileN;
+    plan->tile_m = config.tokens;
+    plan->warps = config.warps;
+    plan->stages = config.stages;
+    plan_ctas(experts, gpu.num_sms, plan);
+    plan->shared_bytes = shared_bytes;
+    return true;
+  }
+  return false;
+}
+
+bool plan_grouped_ring(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan* plan) {
+  const int room = ring_shared_limit(kGrouped, gpu.shared_bytes_per_cta) - kGroupedStaticBytes;
+  RingParams cut;
+  int shared_bytes;
+  if (!grouped_params(problem, room, &cut, &shared_bytes)) return false;
+  if (cut.plain_steps == 0) return false;  // every step by the slow way
+  plan->body = Body::kStreamRing;
+  plan->reason = "grouped: few bfloat16 rows an expert from sm_90 on, weights stream through mma.sync";
+  plan->tile_n = kGrouped.tiles_n * kTileN;
+  plan->tile_m = kGrouped.tokens;
+  plan->warps = kGrouped.warps;
+  plan->stages = cut.stages;
+  plan_ctas(experts, int64_t{gpu.num_sms} * kGrouped.ctas_per_sm, plan);
+  plan->shared_bytes = shared_bytes;
+  return true;
+}
 
 }  // namespace
 
@@ -24,26 +75,13 @@ bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu
   const bool fp4 = is_float_fp4(problem);
   if (problem.batch_invariant || !runs_sm90(gpu) || !(is_float_int4(problem) || fp4)) return false;
   if (fp4 && problem.k <= problem.group_size) return false;  // a K-step of one group
-  if (problem.x_dtype != DType::kBFloat16 || average > (fp4 ? kMostRowsOfFp4 : kMostRows)) return false;
-  const int64_t tiles = token_tiles(experts.count, experts.rows, kGrouped.tokens);
-  const int64_t places = int64_t{gpu.num_sms} * kGrouped.ctas_per_sm;
-  const int room = ring_shared_limit(kGrouped, gpu.shared_bytes_per_cta) - kGroupedStaticBytes;
-  RingParams cut;
-  int shared_bytes;
-  constexpr int64_t kMostInGridY = 65535;
-  if (ctas_for(tiles, places) > kMostInGridY || !grouped_params(problem, room, &cut, &shared_bytes)) return false;
-  if (cut.plain_steps == 0) return false;  // every step by the slow way
-  plan->body = Body::kStreamRing;
-  plan->reason = "grouped: few bfloat16 rows an expert from sm_90 on, weights stream through mma.sync";
+  if (problem.x_dtype != DType::kBFloat16) return false;
+  const bool few = average <= (fp4 ? kMostRowsOfFp4 : kMostRows);
+  const bool planned = few ? plan_grouped_ring(problem, experts, gpu, plan)
+                           : !fp4 && plan_grouped_tma(problem, experts, average, gpu, plan);
+  if (!planned) return false;
   plan->instruction = "mma.sync bf16";
-  plan->tile_n = kGrouped.tiles_n * kTileN;
-  plan->tile_m = kGrouped.tokens;
-  plan->warps = kGrouped.warps;
-  plan->stages = cut.stages;
   plan->runs = true;
-  plan->ctas = ctas_for(tiles, places);
-  plan->ctas_at_once = static_cast<int>(places);
-  plan->shared_bytes = shared_bytes;
   return true;
 }
 

@@ -69,20 +69,28 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
 }
 
 Status launch(const Problem& problem, const Plan& plan, const Arguments& arguments, const Experts& experts, const X& x,
-              void* stream) {
+              void* stream_handle) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
   const Params params = int4_params(problem, plan, arguments, x);
   const Routing routing = routing_of(problem, plan, experts);
-  RingParams cut;
-  int shared_bytes;
+  const Spread spread = spread_of(problem, plan);
+  const unsigned ctas = static_cast<unsigned>(plan.ctas);
   const int room = static_cast<int>(plan.shared_bytes);
-  if (!grouped_params(problem, room, &cut, &shared_bytes)) {
-    return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
+  int shared_bytes;
+  if (RingParams cut; plan.body == Body::kStreamRing && grouped_params(problem, room, &cut, &shared_bytes)) {
+    const GroupedKernel of = params.fp4 ? fp4_grouped_kernel(cut.groups_of_step)
+                                        : grouped_kernel(cut.groups_of_step, problem.has_zeros, problem.scale_dtype);
+    return launch_streaming("launching stream::grouped_ring_kernel", of, dim3(1, ctas), nullptr, plan, stream, params,
+                            cut, routing, spread);
   }
-  const GroupedKernel kernel = params.fp4 ? fp4_grouped_kernel(cut.groups_of_step)
-                                          : grouped_kernel(cut.groups_of_step, problem.has_zeros, problem.scale_dtype);
-  return launch_streaming("launching stream::grouped_ring_kernel", kernel, dim3(1, static_cast<unsigned>(plan.ctas)),
-                          nullptr, plan, static_cast<cudaStream_t>(stream), params, cut, routing,
-                          spread_of(problem, plan));
+  if (TmaParams cut;
+      plan.body == Body::kStreamTma && grouped_tma_params(problem, plan.config, room, &cut, &shared_bytes)) {
+    const GroupedTmaKernel of =
+        grouped_tma_kernel(plan.config, problem.has_zeros, problem.scale_dtype == DType::kFloat16);
+    return launch_streaming("launching stream::grouped_tma_kernel", of, dim3(ctas), nullptr, plan, stream, params, cut,
+                            routing, spread);
+  }
+  return Status::error("the plan's shared memory does not hold the problem", "Plan for this problem");
 }
 
 }  // namespace qao::mm::stream

@@ -38,10 +38,12 @@ struct ResidentTile {
 // With x brought there by the copy engine: as it is, in boxes of 64 columns. The warps' sums of a pass fit into a
 // stage.
 constexpr int kTmaTokens = 16, kBoxColumns = 64, kBoxRowBytes = kBoxColumns * 2;
-constexpr int kBoxBytes = kTmaTokens * kBoxRowBytes, kStepBoxes = kStepColumns / kBoxColumns;
+constexpr int kStepBoxes = kStepColumns / kBoxColumns;
 
-template <int tiles_n, int warps, int stages>
+// Of x there are `tokens`.
+template <int tiles_n, int warps, int stages, int tokens = kTmaTokens>
 struct TmaTile {
+  static constexpr int kTokens = tokens;
   static_assert(warps % 2 == 0, "a warp's K-steps are whole groups of 256 apart");
   static constexpr int kTilesN = tiles_n, kWarps = warps, kThreads = 32 * warps, kStages = stages;
 };

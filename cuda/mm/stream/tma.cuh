@@ -30,17 +30,25 @@ template <typename Tile, typename T, bool zeros, bool half>
 struct Tma {
   static constexpr int kR = Tile::kTilesN, kWarps = Tile::kWarps, kStages = Tile::kStages;
   static constexpr int kGroupBytes = tma_group_bytes(zeros), kStageBytes = tma_stage_bytes(kR, zeros);
-  static constexpr int kColumnTiles = kTmaTokens / 8, kStepX = kStepBoxes * kBoxBytes;
+  static constexpr int kColumnTiles = kTmaTokens / 8;
+  static constexpr int kBoxBytes = Tile::kTokens * kBoxRowBytes, kStepX = kStepBoxes * kBoxBytes;
   static constexpr int kSumsBytes = kTileN * kTmaTokens * 4;  // of a row tile
   static_assert(kR * kSumsBytes <= kStageBytes, "sums of a pass lie in a stage");
   const Params& p;
   const TmaParams& d;
-  const int lane, slice, row_tile0, row_tiles;
+  // What an expert has of its own, as in ring_cta.cuh.
+  const uint8_t *weight, *scales;
+  int tokens;
+  const int lane, slice;
+  int row_tile0, row_tiles;  // of the CTA
   const uint32_t x, ring;
 
   __device__ __forceinline__ Tma(const Params& params, const TmaParams& cut, uint32_t base)
       : p(params),
         d(cut),
+        weight(params.weight),
+        scales(params.scales),
+        tokens(cut.tokens),
         lane(threadIdx.x % 32),
         slice(ptx::warp_index()),
         row_tile0(blockIdx.x * d.row_tiles + min(static_cast<int>(blockIdx.x), d.more_row_tiles)),
@@ -58,7 +66,7 @@ struct Tma {
 #pragma unroll 1
     for (int step = slice; step < d.steps; step += kWarps) {
       qao::tma::barrier_init(arrived(step), 1);
-      qao::tma::barrier_expect(arrived(step), kStepBoxes * d.tokens * kBoxRowBytes);
+      qao::tma::barrier_expect(arrived(step), kStepBoxes * tokens * kBoxRowBytes);
     }
     qao::tma::barrier_init_fence();
   }
@@ -70,6 +78,8 @@ struct Tma {
       qao::tma::load_3d(x + box * kBoxBytes, &map, box * kBoxColumns, 0, 0, arrived(box / kStepBoxes));
     }
   }
+
+  __device__ __forceinline__ void wait_for_x(int step) const { qao::tma::barrier_wait(arrived(step), 0); }
 
   // ---- Weights.
 
@@ -85,8 +95,8 @@ struct Tma {
   __device__ __forceinline__ void seek(Cursor& at) const {
     while (at.step >= d.steps) at.step -= d.steps, at.tiles -= kR;
     const int row_tile = row_tile0 + row_tiles - at.tiles;
-    at.weight = p.weight + row_tile * d.row_tile_bytes + at.step * kStepBytes + lane * 16;
-    at.scales = p.scales + (row_tile + lane / kChunks) * d.row_tile_scale_bytes +
+    at.weight = weight + row_tile * d.row_tile_bytes + at.step * kStepBytes + lane * 16;
+    at.scales = scales + (row_tile + lane / kChunks) * d.row_tile_scale_bytes +
                 (at.step >> d.group_shift) * kGroupBytes + lane % kChunks * 16;
   }
   __device__ __forceinline__ Cursor first() const {
@@ -102,6 +112,10 @@ struct Tma {
   }
   // Starts copying a K-step of the pass's row tiles and their parameters.
   __device__ __forceinline__ void fetch(const Cursor& at, uint32_t stage) const {
+    fetch_weight(at, stage);
+    ptx::cp_async_commit();
+  }
+  __device__ __forceinline__ void fetch_weight(const Cursor& at, uint32_t stage) const {
     const uint32_t to = stage + lane * 16;
     const uint8_t* weight = at.weight;
 #pragma unroll
@@ -113,7 +127,6 @@ struct Tma {
       if (i + 1 < kR) weight += d.row_tile_bytes;
     }
     if (lane < min(kR, at.tiles) * kChunks) ptx::cp_async_16(to + kR * kStepBytes, at.scales);
-    ptx::cp_async_commit();
   }
 
   // ---- Products.
@@ -171,7 +184,7 @@ struct Tma {
         uint32_t b[kColumnTiles][4];
 #pragma unroll
         for (int j = 0; j < kColumnTiles; ++j) {
-          ptx::ldmatrix_x4(b[j], (x_step ^ pair * 64) + box * kBoxBytes + j * (kBoxBytes / kColumnTiles));
+          ptx::ldmatrix_x4(b[j], (x_step ^ pair * 64) + box * kBoxBytes + j * (8 * kBoxRowBytes));
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
             if constexpr (std::is_same_v<T, __nv_bfloat16>) b[j][c] = scale_x(b[j][c]);
@@ -217,36 +230,6 @@ struct Tma {
     }
   }
 
-  // All K-steps of this warp, then the sums.
-  __device__ __forceinline__ void walk(Cursor& ahead) const {
-    const Places at = places();
-    const uint32_t end = ring + kStages * kStageBytes;
-    uint32_t stage = ring, stage_ahead = end - kStageBytes;
-    int step = slice;
-#pragma unroll 1
-    for (int pass = 0; pass < d.passes; ++pass) {
-      Sums sum = {};
-#pragma unroll 1
-      for (; step < d.steps; step += kWarps) {
-        ptx::cp_async_wait<kStages - 2>();
-        __syncwarp();
-        fetch(ahead, stage_ahead);
-        advance(ahead);
-        if (pass == 0) qao::tma::barrier_wait(arrived(step), 0);
-        multiply(stage, at.x + step * kStepX, at, sum);
-        stage_ahead = stage;
-        stage += kStageBytes;
-        if (stage == end) stage = ring;
-      }
-      step -= d.steps;
-      __syncwarp();
-      keep(stage_ahead, sum);
-      __syncthreads();
-      write(pass);
-      if (pass + 1 < d.passes) __syncthreads();
-    }
-  }
-
   // ---- Sums: each warp's lie in the stage that it has read last, [row tile][token][row] float32. Against bank
   // conflicts, a token's place has its lowest two bits the other way round, and rows g and g + 8 change places in every
   // other four tokens.
@@ -271,23 +254,61 @@ struct Tma {
   }
   // Adds the slices and stores y, a thread four rows of a token.
   __device__ __forceinline__ void write(int pass) const {
+    for_each_quad(pass, [&](int token, int n, bool exists, float (&value)[4]) {
+      repair<GivenX<T>>(p, d, n, token, value);
+      if (exists) store_rows<T>(p, n, token, value);
+    });
+  }
+  template <typename Use>
+  __device__ __forceinline__ void for_each_quad(int pass, const Use& use) const {
     constexpr int kQuads = kSumsBytes / 16;
 #pragma unroll 1
     for (int first = slice * 32; first < kR * kQuads; first += Tile::kThreads) {  // alike for all lanes of a warp
       const int i = first + lane, at = i % kQuads / 4, row_tile = pass * kR + i / kQuads;
       const int token = (at & ~3) | at % 2 * 2 | at / 2 % 2, quad = i % 4 ^ (at / 4 % 2 * 2);
       const int n = (row_tile0 + row_tile) * kTileN + quad * 4;
-      const bool exists = token < d.tokens && row_tile < row_tiles;
+      const bool exists = token < tokens && row_tile < row_tiles;
       float value[4] = {};
       if (exists) {
 #pragma unroll
         for (int s = 0; s < kWarps; ++s) add_slices<1>(ptx::load_shared_word(place_of(s)) + i * 16, 0, value);
       }
-      repair<GivenX<T>>(p, d, n, token, value);
-      if (exists) store_rows<T>(p, n, token, value);
+      use(token, n, exists, value);
     }
   }
 };
+
+// All K-steps of this warp, then the sums.
+template <typename Cta>
+__device__ __forceinline__ void walk(const Cta& cta, typename Cta::Cursor& ahead, int passes) {
+  constexpr int kStages = Cta::kStages, kStageBytes = Cta::kStageBytes;
+  const auto at = cta.places();
+  const uint32_t end = cta.ring + kStages * kStageBytes;
+  uint32_t stage = cta.ring, stage_ahead = end - kStageBytes;
+  int step = cta.slice;
+#pragma unroll 1
+  for (int pass = 0; pass < passes; ++pass) {
+    typename Cta::Sums sum = {};
+#pragma unroll 1
+    for (; step < cta.d.steps; step += Cta::kWarps) {
+      ptx::cp_async_wait<kStages - 2>();
+      __syncwarp();
+      cta.fetch(ahead, stage_ahead);
+      cta.advance(ahead);
+      if (pass == 0) cta.wait_for_x(step);
+      cta.multiply(stage, at.x + step * Cta::kStepX, at, sum);
+      stage_ahead = stage;
+      stage += kStageBytes;
+      if (stage == end) stage = cta.ring;
+    }
+    step -= cta.d.steps;
+    __syncwarp();
+    cta.keep(stage_ahead, sum);
+    __syncthreads();
+    cta.write(pass);
+    if (pass + 1 < passes) __syncthreads();
+  }
+}
 
 template <typename Tile, typename T, bool zeros, bool half>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
@@ -317,7 +338,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     cta.fetch(ahead, cta.ring + i * cta.kStageBytes);
     cta.advance(ahead);
   }
-  cta.walk(ahead);
+  walk(cta, ahead, d.passes);
 }
 
 }  // namespace qao::mm::stream::tma

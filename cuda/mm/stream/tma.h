@@ -16,7 +16,7 @@ struct TmaConfig {
 
 template <typename Tile>
 constexpr TmaConfig tma_config() {
-  return {kTmaTokens, Tile::kTilesN, Tile::kWarps, Tile::kStages};
+  return {Tile::kTokens, Tile::kTilesN, Tile::kWarps, Tile::kStages};
 }
 
 constexpr TmaConfig kTma[] = {
@@ -56,9 +56,10 @@ inline bool tma_params(const Problem& problem, const TmaConfig& config, int ctas
   if (d.groups_of_step > 1) return false;
   d.passes = passes_over(walk.most, config.tiles_n);
   d.steps = walk.steps;
-  if (d.steps > shared_limit / (kStepBoxes * kBoxBytes)) return false;
+  const int step_x = kStepBoxes * config.tokens * kBoxRowBytes;
+  if (d.steps > shared_limit / step_x) return false;
 
-  d.ring_offset = d.steps * kStepBoxes * kBoxBytes;
+  d.ring_offset = d.steps * step_x;
   d.barriers_offset = d.ring_offset + config.warps * config.stages * tma_stage_bytes(config.tiles_n, problem.has_zeros);
   d.places_offset = d.barriers_offset + d.steps * 8;
   *shared_bytes = d.places_offset + config.warps * 4;
