@@ -186,6 +186,18 @@ def test_some_rows_of_bfloat16(fmt: Int4Format, n: int, k: int, device: str) -> 
     check_what_is_not_finite(experts, x, [17, 0, 11, 1, 9, 4])
 
 
+@pytest.mark.parametrize("each", [1, 8])
+@pytest.mark.parametrize(("scheme", "fmt"), [*BF16_FEW, pytest.param(PRODUCTS[0], SOME[0], id="int4-some")])
+def test_more_experts_than_ctas(scheme: Scheme, fmt: Format, each: int, device: str) -> None:
+    """Few and some rows of bfloat16, of more experts than two CTAs for each SM: some take more than one."""
+    counts = [each - i % 2 for i in range(620)]
+    experts = make_experts(scheme, len(counts), 32, 256, fmt, torch.bfloat16, device)
+    x = randn(30, 256, dtype=torch.bfloat16, device=device)
+    index = gathered(sum(counts) + 3, 30, device=device)
+    poison(device)
+    experts.check(experts.mm(x, ends(counts, device), index), x, counts, index, None)
+
+
 def check_what_is_not_finite(experts: Experts, x: Tensor, counts: list[int]) -> None:
     """A sum that overflows, Inf and NaN, as in the dense operator."""
     x[0, 0], x[1, 3], x[2, 5] = 2.0**40, torch.inf, torch.nan

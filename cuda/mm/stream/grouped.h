@@ -64,7 +64,7 @@ inline bool grouped_params(const Problem& problem, int room, RingParams* to, int
   return ring_params(of_expert, kGrouped, 1, 1, room, to, shared_bytes);
 }
 inline Spread spread_of(const Problem& problem, const Plan& plan) {
-  constexpr int64_t kBytesInMicrosecond = 4'200'000, kStartUs = 4;  // that all CTAs read
+  constexpr int64_t kBytesInMicrosecond = 4'200'000, kStartUs = 4;  // all CTAs read; one begins and ends
   const int64_t us = std::min<int64_t>(weight_bytes(problem) * plan.ctas_at_once / kBytesInMicrosecond, 100'000);
   const int64_t passes = ceil_div(problem.n, plan.tile_n);  // of which the last of a part may be half empty
   return {plan.ctas_at_once, static_cast<int>(passes), static_cast<int>(us),
