@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,17 +17,40 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = Path(os.environ.get("QAO_SERVING") or Path(sys.prefix, "serving"))
 
 
-def run_cases(engine: str) -> int:
-    """Runs tests/serving/<engine>_*cases.py and returns how many cases passed; none may fail or be skipped."""
+def sources_of(engine: str) -> Path:
+    """The folder of an engine's Python sources; skips the test where there is none."""
     found = sorted(SOURCES.glob(f"{engine}-*"))
     if not found:
         reason = f"no {engine} in {SOURCES}: python tools/serving.py {SOURCES} fetches it (Python 3.11 or newer)"
         if os.environ.get("CI") and sys.version_info >= (3, 11):
             pytest.fail(reason)
         pytest.skip(reason)
+    return found[-1]
+
+
+def environment(engine: str) -> dict[str, str]:
+    """That of a process for such sources."""
     paths = [str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    env |= {"QAO_TEST_ENGINE": str(found[-1]), "PYTHONPATH": os.pathsep.join(paths)}
+    return env | {"QAO_TEST_ENGINE": str(sources_of(engine)), "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run_starts(engine: str, folder: Path, cases: list[str]) -> dict[str, dict[str, Any]]:
+    """What tests/serving/<engine>_start.py found in each case."""
+    folders = [ROOT / "tests" / "serving", ROOT / "tests"]
+    env = environment(engine)
+    env["PYTHONPATH"] = os.pathsep.join([*map(str, folders), env["PYTHONPATH"]])
+    command = [sys.executable, str(folders[0] / f"{engine}_start.py"), str(folder), *cases]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=2400)
+    assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-4000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [one["case"] for one in found] == cases, done.stderr[-4000:]
+    return {one.pop("case"): one for one in found}
+
+
+def run_cases(engine: str) -> int:
+    """Runs tests/serving/<engine>_*cases.py and returns how many cases passed; none may fail or be skipped."""
+    env = environment(engine)
     cases = map(str, sorted((ROOT / "tests" / "serving").glob(f"{engine}_*cases.py")))
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     options += ["-W", "error:qao does not work together", "-W", "error:qao: "]

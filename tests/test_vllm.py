@@ -2,8 +2,42 @@
 
 from __future__ import annotations
 
-from serving_support import run_cases
+from pathlib import Path
+
+from qao.integrations.vllm import PARTS
+from serving_support import run_cases, run_starts
+
+# What is imported first of vLLM: by users, by its own processes, and what imports the modules that qao changes.
+_LAYERS = "vllm.model_executor.layers"
+FIRST = [
+    *("vllm.config", "vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.worker_base", *PARTS),
+    f"{_LAYERS}.fused_moe.modular_kernel",
+    f"{_LAYERS}.quantization.quark.quark_moe",
+    f"{_LAYERS}.quantization.compressed_tensors.compressed_tensors",
+]
+LAST = ["vllm.entrypoints.llm", f"{_LAYERS}.quantization.quark.quark_moe", "vllm.model_executor.model_loader"]
+KERNELS = {
+    "W4A16": "QaoMixedPrecisionKernel",
+    "W8A8": "QaoInt8Kernel",
+    "FP8_DYNAMIC": "QaoFp8Kernel",
+    "FP8_BLOCK": "QaoFp8BlockKernel",
+    "FP8 weights": "QaoFp8WeightOnlyKernel",
+    "experts W4A16": "QaoExperts",
+    "experts block": "QaoFp8Experts",
+}
 
 
 def test_layers_of_vllm() -> None:
     assert run_cases("vllm") > 630
+
+
+def test_whatever_is_imported_first(tmp_path: Path) -> None:
+    """In fresh processes, with qao found by its entry point as vLLM finds it: its kernels are chosen."""
+    cases = [*(f"first {one}" for one in FIRST), *(f"last {one}" for one in LAST)]
+    found = run_starts("vllm", tmp_path, ["never vllm.config", *cases])
+    plain = found.pop("never vllm.config")
+    for case, one in found.items():
+        assert one.get("kernels") == KERNELS and one["failed"] == [], (case, one)
+    # The compile cache of vLLM with qao is one, and vLLM's own another.
+    keys = {one["key"] for one in found.values()}
+    assert len(keys) == 1 and plain["key"] not in keys

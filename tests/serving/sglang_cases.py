@@ -17,6 +17,7 @@ from checkpoint_support import SCHEMES
 from loaded import KINDS, installed
 from native import JOINED_CASES, check, check_joined, checkpoint
 from qao.formats import Scheme
+from qao.integrations import served
 from sglang.srt import plugins
 from sglang.srt.layers import quantization
 from sglang.srt.layers.linear import LinearBase
@@ -93,9 +94,21 @@ def test_sglang_finds_it_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.
     assert "qao" in quantization.QUANTIZATION_METHODS
 
 
-def test_another_version_is_told_and_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_named_and_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(served, "_said", set())
     monkeypatch.setattr(sglang, "__version__", "0.6.1", raising=False)
     monkeypatch.delitem(quantization.QUANTIZATION_METHODS, "qao")
-    with pytest.warns(UserWarning, match=r"sglang \(0\.6\.1\): RuntimeError: qao .* knows sglang 0\.5; sglang 0\.6\.1"):
-        qao.integrations.sglang.register()
+    qao.integrations.sglang.register()
+    [record] = caplog.records
+    assert record.levelname == "ERROR" and record.name.startswith("sglang.")
+    assert f"qao {qao.__version__} knows sglang 0.5 and not sglang 0.6.1" in record.getMessage()
+    assert "qao" not in quantization.QUANTIZATION_METHODS
+
+
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QAO_DISABLE_SGLANG", "1")
+    monkeypatch.delitem(quantization.QUANTIZATION_METHODS, "qao")
+    qao.integrations.sglang.register()
     assert "qao" not in quantization.QUANTIZATION_METHODS

@@ -17,6 +17,7 @@ import qao.integrations.sglang
 import torch
 from layouts import states_of
 from loaded import N
+from qao.integrations import served
 from qao.integrations.sglang import kernels, layouts, method, process
 from sglang.srt.layers import quantization
 from sglang.srt.layers.linear import LinearBase
@@ -164,12 +165,16 @@ def test_registers_in_its_place_and_once(name: str) -> None:
     assert quantization.QUANTIZATION_METHODS["mxfp8"] is Fp8Config
 
 
-def test_what_has_gone_is_told_and_sglang_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_gone_is_named_and_sglang_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(served, "_said", set())
     monkeypatch.setitem(sys.modules, method.__name__, None)
     layouts._choice.cache_clear()
     config = quantization.QUANTIZATION_METHODS["fp8"].from_config(FP8)
-    with pytest.warns(UserWarning, match=r"this sglang \(.*\): ModuleNotFoundError: .*sglang\.method"):
-        assert type(config.get_quant_method(LinearBase.__new__(LinearBase), "a")) is Fp8LinearMethod
+    assert type(config.get_quant_method(LinearBase.__new__(LinearBase), "a")) is Fp8LinearMethod
+    assert "for linear layers, which run on sglang's own: ModuleNotFoundError" in caplog.text
+    assert "QAO_DISABLE_SGLANG=1" in caplog.text
     layouts._choice.cache_clear()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import logging
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,12 @@ from layouts import (
 )
 from loaded import KINDS, K, N, installed
 from ops_schemes import Activation
+from qao.integrations import served
+from qao.integrations.vllm import cache_key
 from test_checkpoints_gptq_awq import Weight
+from vllm import envs
+from vllm.compilation.caching import aot_compile_hash_factors
+from vllm.config import VllmConfig
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear import MPLinearLayerConfig
 from vllm.model_executor.layers.quantization import auto_gptq
@@ -45,7 +51,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import PlatformEnum
 from vllm.scalar_type import scalar_types
-from vllm_support import Loaded, engine, kernels
+from vllm_support import Loaded, engine, kernels, log_lines
 
 # A case of compressed-tensors, the kernel that is to run it, what becomes of x.
 COMPRESSED = {
@@ -237,18 +243,80 @@ def tables() -> list[Any]:
     return [(table, {**getattr(linear, table, {})}) for _, _, table in kernels._KERNELS]
 
 
-def test_another_version_is_told_and_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
+    """What qao's logger in vLLM says, as if nothing had been said or had failed before."""
+    monkeypatch.setattr(served, "_said", set())
+    monkeypatch.setattr(qao.integrations.vllm, "_failed", set())
+    with log_lines() as records:
+        yield records
+
+
+def test_another_version_is_named_once_and_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, said: list[logging.LogRecord]
+) -> None:
     before = tables()
     monkeypatch.setattr(vllm, "__version__", "0.40.1")
-    told = rf"this vllm \(0\.40\.1\): RuntimeError: qao {re.escape(qao.__version__)} knows vllm 0\.33"
-    with pytest.warns(UserWarning, match=told):
-        qao.integrations.vllm.register()
+    qao.integrations.vllm.register()
+    [record] = said
+    assert record.levelname == "ERROR" and record.name.startswith("vllm.")
+    assert f"qao {qao.__version__} knows vllm 0.33 and not vllm 0.40.1" in record.getMessage()
+    assert "its own kernels" in record.getMessage() and "Install vllm 0.33" in record.getMessage()
     assert tables() == before
 
 
-def test_what_has_gone_is_told_and_the_rest_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_gone_is_named_and_the_rest_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, said: list[logging.LogRecord]
+) -> None:
     monkeypatch.delattr(linear, "_POSSIBLE_FP8_BLOCK_KERNELS")
     before = tables()
-    with pytest.warns(UserWarning, match=rf"this vllm \({vllm.__version__}\): AttributeError: .*_FP8_BLOCK_KERNELS"):
-        qao.integrations.vllm.register()
+    qao.integrations.vllm.register()
+    [record] = said
+    assert record.levelname == "ERROR" and "for linear layers, which run on vllm's own" in record.getMessage()
+    assert "AttributeError" in record.getMessage() and "_FP8_BLOCK_KERNELS" in record.getMessage()
+    assert "QAO_DISABLE_VLLM=1" in record.getMessage()
     assert tables() == before
+    assert qao.integrations.vllm.failed_parts() == {"kernels.register"}
+
+
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, said: list[logging.LogRecord]) -> None:
+    monkeypatch.setenv("QAO_DISABLE_VLLM", "1")
+    monkeypatch.setattr(linear, "_POSSIBLE_KERNELS", {PlatformEnum.CPU: [], PlatformEnum.CUDA: []})
+    qao.integrations.vllm.register()
+    assert linear._POSSIBLE_KERNELS[PlatformEnum.CPU] == []
+    assert [record.getMessage() for record in said] == ["QAO_DISABLE_VLLM is set: vLLM runs without qao"]
+
+
+def plain_key(config: Any) -> str:
+    return type(config).compute_hash.__wrapped__(config)  # type: ignore[no-any-return]
+
+
+def test_the_compile_cache_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's folders of compiled graphs, by either way, with qao, without it, and with another qao."""
+    monkeypatch.setattr(envs, "compile_factors", dict)
+    config = VllmConfig()
+    folders = {"qao": aot_compile_hash_factors(config), "key": [config.compute_hash()]}
+    assert config.compute_hash() == folders["key"][0] != plain_key(config)
+    assert len(config.compute_hash()) == len(plain_key(config))
+    assert config.compute_hash(include_version=False) != folders["key"][0]
+    changes: list[tuple[Any, str, Any]] = [
+        (cache_key, "__version__", "0.0.1"),
+        (cache_key, "_sources", lambda: "another build of the same version"),
+        (cache_key, "failed_parts", lambda: {"kernels.register"}),
+    ]
+    seen = {plain_key(config), config.compute_hash()}
+    for where, name, value in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, value)
+            seen.add(config.compute_hash())
+            assert aot_compile_hash_factors(config) != folders["qao"]
+    with monkeypatch.context() as patch:
+        patch.setenv("QAO_CPU_ISA", "avx2")
+        seen.add(config.compute_hash())
+    assert len(seen) == 2 + len(changes) + 1
+    assert config.compute_hash() == folders["key"][0]
+
+
+def test_the_key_is_of_another_config_too() -> None:
+    one, other = VllmConfig(), VllmConfig(additional_config={"a": 1})
+    assert one.compute_hash() != other.compute_hash()

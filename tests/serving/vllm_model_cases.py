@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig, set_c
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models import registry
-from vllm_support import engine
+from vllm_support import engine, log_lines
 
 # vLLM's layers, by the last part of their names, and what they join.
 LAYERS = {
@@ -51,6 +52,13 @@ def without_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """qao's lines in the log of vLLM."""
+    with log_lines() as records:
+        yield records
+
+
 def load(folder: Path) -> tuple[Any, str]:
     """vLLM's model, and what it takes the quantisation for."""
     config = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=32)
@@ -73,13 +81,22 @@ def load(folder: Path) -> tuple[Any, str]:
     ids=str,
 )
 def test_a_saved_model(
-    scheme: qao.formats.Scheme, intermediate_size: int, method: str, tmp_path: Path, without_processes: None
+    scheme: qao.formats.Scheme,
+    intermediate_size: int,
+    method: str,
+    tmp_path: Path,
+    without_processes: None,
+    logged: list[logging.LogRecord],
 ) -> None:
     ours = llama(intermediate_size)
     qao.quantize_(ours, scheme)
     ours.save_pretrained(tmp_path)
     theirs, found = load(tmp_path)
     assert found == method
+    [record] = logged
+    assert record.levelname == "INFO" and record.getMessage().startswith(
+        f"qao {qao.__version__} serves 9 of 9 quantized layers: 9 Qao"
+    )
     modules, what = dict(theirs.named_modules()), activation(scheme)
     for path in ("model.layers.0", "model.layers.1"):
         for name, joined in LAYERS.items():
@@ -136,7 +153,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", list(MIXTURES))
-def test_a_saved_mixture(family: str, tmp_path: Path, without_processes: None) -> None:
+def test_a_saved_mixture(family: str, tmp_path: Path, without_processes: None, logged: list[logging.LogRecord]) -> None:
     """vLLM's experts give what those of transformers give, which have the same weights and operators."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**(SIZES | MIXTURES[family]))
@@ -150,6 +167,7 @@ def test_a_saved_mixture(family: str, tmp_path: Path, without_processes: None) -
     assert found == "qao"
     of_ours = [one for one in ours.modules() if isinstance(one, QuantExperts)]
     of_theirs = [one for one in theirs.modules() if isinstance(one, RoutedExperts)]
+    assert f"{len(of_theirs)} QaoOwnExpertsMethod" in logged[0].getMessage()
     for own, served in zip(of_ours, of_theirs, strict=True):
         x, weights = torch.randn(9, 128, dtype=DTYPE), torch.rand(9, 2)
         chosen = torch.stack([torch.randperm(4)[:2] for _ in range(9)])

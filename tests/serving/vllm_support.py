@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,18 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import stand_ins
+import vllm_stand_ins  # noqa: F401  # first: it makes vLLM importable
 
-os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
-sys.path.insert(0, os.environ["QAO_TEST_ENGINE"])
-stand_ins.install(
-    *("zmq", "cachetools", "msgspec", "openai", "openai_harmony", "fastapi", "prometheus_client", "cbor2", "pybase64"),
-    *("uvloop", "cpuinfo", "xgrammar", "partial_json_parser", "llguidance", "torchao"),
-)
+# isort: split
+import qao.integrations.vllm
 
-import qao.integrations.vllm  # noqa: E402
-
-qao.integrations.vllm.register()  # as its entry point does: before anything of vLLM is imported
+if "vllm" not in sys.modules:
+    qao.integrations.vllm.register()  # as its entry point does: before layers are imported
 
 import torch  # noqa: E402
 import vllm.model_executor.layers.linear as layers  # noqa: E402
@@ -35,7 +30,7 @@ from vllm.model_executor import parameter  # noqa: E402
 from vllm.model_executor.kernels import linear  # noqa: E402, F401  # with which qao.integrations.vllm.kernels comes
 from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
 
-kernels: Any = sys.modules["qao.integrations.vllm.kernels"]
+kernels: Any = sys.modules.get("qao.integrations.vllm.kernels")
 
 
 # Of vLLM's compiled operators those that loading needs: one quantises matrices anew that it joins and that have a scale
@@ -53,6 +48,23 @@ def _static_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor, shape
 @torch.library.impl(_operators, "convert_weight_packed", "CPU")
 def _convert_weight_packed(weight: Tensor) -> Tensor:
     return weight.clone()
+
+
+@contextmanager
+def log_lines() -> Iterator[list[logging.LogRecord]]:
+    """What qao's logger in vLLM says from here on."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.qao")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -6,7 +6,8 @@ Engines name a dimension of a tensor by what runs along it: ``output_dim`` (rows
 
 from __future__ import annotations
 
-import importlib
+import logging
+import os
 import sys
 from typing import Any
 
@@ -32,18 +33,55 @@ OPERATORS: dict[str, Any] = {
 }
 
 
-def register_beside(engine: str, versions: tuple[str, ...], module: str) -> None:
-    """Calls ``register`` of a module of qao, if the imported ``engine`` is one of ``versions`` (their first numbers).
+def check_version(engine: str, versions: tuple[str, ...]) -> None:
+    """Checks that the imported ``engine`` is one of ``versions`` (their first numbers).
 
     Raises:
-        RuntimeError: it is another. The engine's processes go on, told by a warning: see imports.py.
+        UnknownVersionError: it is another.
     """
-    found = sys.modules[engine].__version__
+    found = getattr(sys.modules[engine], "__version__", "of unknown version")
     if ".".join(found.split(".")[:2]) not in versions:
-        raise RuntimeError(
-            f"qao {__version__} knows {engine} {', '.join(versions)}; {engine} {found} runs as if qao were not there"
+        raise UnknownVersionError(
+            f"qao {__version__} knows {engine} {', '.join(versions)} and not {engine} {found}, which runs as if qao "
+            f"were not there: its own kernels, and no checkpoints in qao's own format. Install {engine} "
+            f"{versions[-1]}, or a qao that knows {engine} {found}"
         )
-    importlib.import_module(module).register()
+
+
+class UnknownVersionError(RuntimeError):
+    """An engine of a version that qao does not know."""
+
+
+_said: set[tuple[str, str]] = set()
+
+
+def say_failed(engine: str, what: str, error: Exception) -> None:
+    """Logs once, where the engine logs, that ``engine`` goes on without a part of qao.
+
+    Args:
+        what: what the engine does without: "linear layers".
+    """
+    if isinstance(error, UnknownVersionError):
+        message = str(error)
+    else:
+        message = (
+            f"qao {__version__} could not be put before the kernels of {engine} for {what}, which run on {engine}'s "
+            f"own: {type(error).__name__}: {error}. Reinstall qao, or turn it off: {switch(engine)}=1"
+        )
+    if (engine, message) not in _said:
+        _said.add((engine, message))
+        logger = logging.getLogger(f"{engine}.qao")
+        logger.error(message, exc_info=None if isinstance(error, UnknownVersionError) else error)
+
+
+def switch(engine: str) -> str:
+    """The environment variable that turns qao off in an engine."""
+    return f"QAO_DISABLE_{engine.upper()}"
+
+
+def is_off(engine: str) -> bool:
+    """Whether the user turned qao off there."""
+    return os.environ.get(switch(engine), "") not in ("", "0")
 
 
 def gpu_obstacle(compute_capability: int | None) -> str | None:

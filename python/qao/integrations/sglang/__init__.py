@@ -7,18 +7,36 @@ Nothing here imports SGLang: its table of methods is told once that module is im
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
-from ..imports import when_imported
-from ..served import register_beside
+from .. import served
+from ..imports import register_part, when_imported
 
 __all__ = ["VERSIONS", "register"]
 
 VERSIONS = ("0.5",)  # of SGLang: the first two numbers, of the ones that the tests ran with
 
+# A module of this folder, and what SGLang does without where it fails.
+_PARTS = {"config": "checkpoints in qao's own format", "layouts": "linear layers"}
+
+
+def _register(part: str) -> None:
+    served.check_version("sglang", VERSIONS)
+    register_part(f"{__name__}.{part}")
+
+
+def _say_failed(part: str, module: str, error: Exception) -> None:
+    served.say_failed("sglang", _PARTS[part], error)
+
 
 def register() -> None:
-    """Makes qao known to SGLang; calling it again changes nothing. Beside another SGLang it warns, and does nothing."""
-    for part in ("config", "layouts"):
-        tell = partial(register_beside, "sglang", VERSIONS, f"{__name__}.{part}")
-        when_imported("sglang.srt.layers.quantization", tell)
+    """Makes qao known to SGLang; another call changes nothing.
+
+    In another version of SGLang, or where a part fails, it logs an error, and SGLang goes on without that part.
+    """
+    if served.is_off("sglang"):
+        logging.getLogger("sglang.qao").info("%s is set: SGLang runs without qao", served.switch("sglang"))
+        return
+    for part in _PARTS:
+        when_imported("sglang.srt.layers.quantization", partial(_register, part), partial(_say_failed, part))

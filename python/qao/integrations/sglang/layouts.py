@@ -16,7 +16,7 @@ from typing import Any
 from sglang.srt.layers import quantization
 from torch import nn
 
-from ..imports import warn_of
+from .. import served
 
 METHODS = (
     *("compressed-tensors", "fp8", "gptq", "gptq_marlin", "awq", "awq_marlin"),
@@ -37,11 +37,11 @@ class ServedByQao:
 
 @cache
 def _choice() -> Callable[[Any, nn.Module, str], Any] | None:
-    """None in an SGLang whose layers are not those that qao knows: it goes on alone, told by a warning."""
+    """None in an SGLang that qao does not fit: an error in its log says so, and SGLang runs its own kernels."""
     try:
         from .method import beside
     except Exception as error:
-        warn_of("sglang", error)
+        served.say_failed("sglang", "linear layers", error)
         return None
     return beside
 

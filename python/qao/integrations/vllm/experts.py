@@ -1,9 +1,8 @@
 """qao's grouped products as fused experts of vLLM, for checkpoints of four bits that vLLM reads: those of
 compressed-tensors, GPTQ (symmetric, as vLLM takes it) and AWQ.
 
-Written against vLLM 0.33. It keeps a list of backends that nobody can add to, so the three functions that choose one,
-arrange its weights and make its kernel are asked here first. ``obstacle`` says no, with the reason, to whatever would
-not be computed exactly as the checkpoint says; vLLM then goes through its own list.
+Written against vLLM 0.33, whose functions ask here first (oracles.py). ``obstacle`` says no, with the reason, to
+whatever would not be computed exactly as the checkpoint says; vLLM then goes through its own list.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ from typing import Any, NamedTuple
 
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
-from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 
 from ...checkpoints.awq import values_of
 from ...checkpoints.plain import group_size_of
 from ...grouped import SILU_MUL
 from ...grouped_mm import int4_grouped_mm
 from .. import served, served_experts
-from .grouped_experts import BACKEND, GroupedExperts, general_obstacle, kernel_of
+from .grouped_experts import GroupedExperts, general_obstacle
 
 
 class QaoExperts(GroupedExperts):
@@ -94,46 +92,14 @@ def packed(words: Tensor, scales: Tensor, zeros: Tensor | None, quant_config: An
     return together.qweight, together.scales
 
 
-def register() -> None:
-    """Puts qao before vLLM's backends of int4 experts; another call changes nothing."""
-    if getattr(int_wna16, "qao_is_asked_first", False):
-        return
-    int_wna16.qao_is_asked_first = True
-    select, convert = int_wna16.select_wna16_moe_backend, int_wna16.convert_to_wna16_moe_kernel_format
-    make = int_wna16.make_wna16_moe_kernel
-
-    def select_backend(config: Any, weight_key: Any, quant_config: Any, *rest: Any, **named: Any) -> Any:
-        reason = obstacle(config, weight_key, quant_config)
-        if reason is None:
-            int_wna16.logger.info_once("Using QaoExperts for int4 experts.", scope="local")
-            return BACKEND, QaoExperts
-        int_wna16.logger.debug_once("qao leaves experts to vLLM: %s", reason, scope="local")
-        return select(config, weight_key, quant_config, *rest, **named)
-
-    def convert_weights(backend: Any, **given: Any) -> Any:
-        if backend is not BACKEND:
-            return convert(backend=backend, **given)
-        config, found = given["quant_config"], {}
-        layout = _layout(config)
-        assert layout is not None  # obstacle()
-        for name in ("w13", "w2"):
-            zeros = None if layout.symmetric else given[f"{name}_qzeros"]
-            found[name] = packed(given[name], given[f"{name}_scale"], zeros, config)
-        (w13, w13_scales), (w2, w2_scales) = found["w13"], found["w2"]
-        zeros = given.get("w13_qzeros"), given.get("w2_qzeros")  # with the scales now
-        return w13, w2, w13_scales, w2_scales, *zeros, None, None, given.get("w13_bias"), given.get("w2_bias")
-
-    def make_kernel(
-        moe_quant_config: Any,
-        moe_config: Any,
-        experts_cls: Any,
-        backend: Any = int_wna16.WNA16MoEBackend.MARLIN,
-        routing_tables: Any = None,
-    ) -> Any:
-        if backend is not BACKEND:
-            return make(moe_quant_config, moe_config, experts_cls, backend, routing_tables)
-        return kernel_of(experts_cls(moe_config=moe_config, quant_config=moe_quant_config), routing_tables)
-
-    int_wna16.select_wna16_moe_backend = select_backend
-    int_wna16.convert_to_wna16_moe_kernel_format = convert_weights
-    int_wna16.make_wna16_moe_kernel = make_kernel
+def converted(given: dict[str, Any]) -> tuple[Any, ...]:
+    """What vLLM's ``convert_to_wna16_moe_kernel_format`` gives, of what it is given by name."""
+    config, found = given["quant_config"], {}
+    layout = _layout(config)
+    assert layout is not None  # obstacle()
+    for name in ("w13", "w2"):
+        zeros = None if layout.symmetric else given[f"{name}_qzeros"]
+        found[name] = packed(given[name], given[f"{name}_scale"], zeros, config)
+    (w13, w13_scales), (w2, w2_scales) = found["w13"], found["w2"]
+    zeros = given.get("w13_qzeros"), given.get("w2_qzeros")  # with the scales now
+    return w13, w2, w13_scales, w2_scales, *zeros, None, None, given.get("w13_bias"), given.get("w2_bias")

@@ -1,6 +1,6 @@
 """qao's grouped products as fused experts of vLLM in e4m3: with scales of blocks, or of rows and tokens.
 
-Written against vLLM 0.33, whose choice of a backend is asked here first, as in experts.py.
+Written against vLLM 0.33, whose choice of a backend asks here first (oracles.py), as in experts.py.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
 
 from ...grouped import SILU_MUL
 from ...grouped_mm import fp8_fp8_grouped_mm
 from ...quantizer_fp8 import SCALE_BLOCK
 from .. import served_experts
-from .grouped_experts import BACKEND, GroupedExperts, general_obstacle
+from .grouped_experts import GroupedExperts, general_obstacle
 
 
 class QaoFp8Experts(GroupedExperts):
@@ -55,28 +54,3 @@ def obstacle(config: Any, weight_key: Any, activation_key: Any) -> str | None:
     if kind == "block" and (reason := served_experts.blocks_obstacle(config.intermediate_size_per_partition)):
         return reason
     return general_obstacle(QaoFp8Experts, config, weight_key, activation_key)
-
-
-def register() -> None:
-    """Puts qao before vLLM's backends of fp8 experts; another call changes nothing."""
-    if getattr(oracle, "qao_is_asked_first", False):
-        return
-    oracle.qao_is_asked_first = True
-    select, convert = oracle.select_fp8_moe_backend, oracle.convert_to_fp8_moe_kernel_format
-
-    def select_backend(config: Any, weight_key: Any, activation_key: Any, *rest: Any, **named: Any) -> Any:
-        reason = obstacle(config, weight_key, activation_key)
-        if reason is None:
-            oracle.logger.info_once("Using QaoFp8Experts for fp8 experts.", scope="local")
-            return BACKEND, QaoFp8Experts
-        oracle.logger.debug_once("qao leaves experts to vLLM: %s", reason, scope="local")
-        return select(config, weight_key, activation_key, *rest, **named)
-
-    def convert_weights(fp8_backend: Any, *rest: Any, **given: Any) -> Any:
-        if fp8_backend is not BACKEND:
-            return convert(fp8_backend, *rest, **given)
-        scales = (given[f"{name}_scale"].data.float().contiguous() for name in ("w13", "w2"))
-        return given["w13"].data.contiguous(), given["w2"].data.contiguous(), *scales
-
-    oracle.select_fp8_moe_backend = select_backend
-    oracle.convert_to_fp8_moe_kernel_format = convert_weights

@@ -1,11 +1,7 @@
-"""qao's grouped products as fused experts of vLLM: what those of all formats share.
-
-Nothing here imports a module of vLLM that chooses backends, since importing one imports experts.py or experts_fp8.py.
-"""
+"""qao's grouped products as fused experts of vLLM: what those of all formats share."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,9 +13,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 
 from ...grouped import SILU_MUL, Gate
 from .. import served_experts
-from .kernels import _missing
-
-BACKEND = SimpleNamespace(value="QAO")  # where vLLM has a member of its enum
+from .process import missing
 
 
 class GroupedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
@@ -50,7 +44,7 @@ class GroupedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     @staticmethod
     def _supports_current_device() -> bool:
-        return _missing() is None
+        return missing() is None
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm import envs
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear import (
     Fp8BlockScaledMMLinearKernel,
@@ -20,7 +19,7 @@ from vllm.model_executor.kernels.linear import (
     MPLinearKernel,
 )
 from vllm.model_executor.utils import replace_parameter
-from vllm.platforms import PlatformEnum, current_platform
+from vllm.platforms import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 from ... import ops
@@ -34,20 +33,10 @@ from ...schemes import (
     Int8WeightOnly,
 )
 from .. import served
+from .process import missing
 
 Answer = tuple[bool, str | None]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _missing(compute_capability: int | None = None) -> str | None:
-    """Why no kernel of qao runs in this process; None if they do."""
-    if envs.VLLM_BATCH_INVARIANT:
-        return "VLLM_BATCH_INVARIANT: qao chooses its kernels by the number of tokens"
-    if current_platform.is_cpu():
-        return None
-    if not current_platform.is_cuda():
-        return "qao runs on CUDA and on CPUs"
-    return served.gpu_obstacle(compute_capability)
 
 
 class _Kernel:
@@ -55,7 +44,7 @@ class _Kernel:
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        reason = _missing(compute_capability)
+        reason = missing(compute_capability)
         return reason is None, reason
 
 
@@ -68,7 +57,7 @@ class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
 
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
-        reason = _missing() or _mixed_obstacle(c)
+        reason = missing() or _mixed_obstacle(c)
         return reason is None, reason
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

@@ -1,0 +1,15 @@
+"""What makes vLLM importable on this machine's CPU, without its compiled part; imports nothing of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import stand_ins
+
+os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+sys.path.insert(0, os.environ["QAO_TEST_ENGINE"])
+stand_ins.install(
+    *("zmq", "cachetools", "msgspec", "openai", "openai_harmony", "fastapi", "prometheus_client", "cbor2", "pybase64"),
+    *("uvloop", "cpuinfo", "xgrammar", "partial_json_parser", "llguidance", "torchao"),
+)
