@@ -29,7 +29,7 @@ from .files import FLOATS, TensorFiles
 from .plain import FP8_SCALES, check_layer_name, four_bits, fp8_scale_shapes, grouping, nibbles, read_fp8, regroup
 from .settings import Settings
 
-__all__ = ["read"]
+__all__ = ["read", "read_layer"]
 
 _KV_CACHE = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".output_scale")
 
@@ -51,7 +51,7 @@ def read(files: TensorFiles, settings: Settings) -> Contents:
     for key in files.names:
         for suffix in (".weight_packed", ".weight_scale"):
             if key.endswith(suffix) and (name := check_layer_name(key, suffix)) not in layers:
-                layers[name] = _layer(files, name, group_of(groups, settings, name))
+                layers[name] = read_layer(files, name, group_of(groups, settings, name))
     notes = []
     dropped = [key for key in files.names if key.endswith(_KV_CACHE)]
     if dropped or settings.child("kv_cache_scheme"):
@@ -59,7 +59,8 @@ def read(files: TensorFiles, settings: Settings) -> Contents:
     return Contents(list(layers.values()), dropped, notes)
 
 
-def _layer(files: TensorFiles, name: str, group: Group) -> QuantizedLayer:
+def read_layer(files: TensorFiles, name: str, group: Group) -> QuantizedLayer:
+    """One layer of it."""
     args, inputs = group.weights, group.inputs
     if args.kind == "float" and args.bits == 4:
         return fp4_layer(files, name, group)
