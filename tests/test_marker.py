@@ -98,34 +98,6 @@ def test_markers_that_are_none(tensor: Tensor, message: str) -> None:
         model.load_state_dict(state)
 
 
-@every_scheme
-def test_checkpoints_of_the_first_version(kind: type[qao.Scheme]) -> None:
-    """They had no marker, and called the packed weight ``weight``."""
-    model, other = make(kind), make(kind)
-    for parameter in other.parameters():
-        parameter.zero_()
-    state = {k: v for k, v in model.state_dict().items() if not k.endswith(("pip_install_qao", ".weight"))}
-    state = {k.replace("qweight", "weight"): v for k, v in state.items()}
-    with pytest.warns(UserWarning, match="a checkpoint of qao 0.1.0"):
-        other.load_state_dict(state)
-    x = torch.randn(3, 96).bfloat16()
-    assert torch.equal(other(x), model(x))
-
-
-def test_a_module_pickled_whole_by_the_first_version() -> None:
-    model = make(qao.Int8DynamicActivationInt8Weight)
-    layer = model[0]
-    old = {"qweight": "weight"}
-    state = {name: value for name, value in vars(layer).items() if name not in ("_sizes", "dtype")}
-    state["_parameters"] = {old.get(name, name): t for name, t in layer._parameters.items()}
-    revived = qao.QuantLinear.__new__(qao.QuantLinear)
-    with pytest.warns(UserWarning, match="a checkpoint of qao 0.1.0"):
-        revived.__setstate__(state)
-    x = torch.randn(3, 96).bfloat16()
-    assert torch.equal(revived(x), layer(x)) and revived.dtype == torch.bfloat16
-    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
-
-
 # ---- reading layer.weight --------------------------------------------------------------------------------------------
 
 

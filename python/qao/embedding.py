@@ -94,7 +94,11 @@ class QuantEmbedding(PackedModule):
             raise ValueError(f"QuantEmbedding: {reason}")
         kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # no kernel has float64
         super().__init__(
-            num_embeddings, embedding_dim, scheme, PackedWeight(packed.qweight, packed.scales), kernel_dtype
+            num_embeddings,
+            embedding_dim,
+            scheme,
+            PackedWeight(packed.qweight, packed.scales, sizes=packed.sizes),
+            kernel_dtype,
         )
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self._constants = scheme.constants(num_embeddings, embedding_dim)

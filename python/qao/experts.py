@@ -50,6 +50,7 @@ class QuantProjection(PackedModule):
     """
 
     bias: nn.Parameter | None
+    needs_all = True
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class QuantProjection(PackedModule):
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> None:
+        self.experts = experts  # before the packed tensors are checked
         super().__init__(out_features, in_features, scheme, packed, dtype, bias=bias)
-        self.experts = experts
         self.out_features, self.in_features = out_features, in_features
         self._constants = scheme.constants(out_features, in_features)
 
@@ -105,6 +106,11 @@ class QuantProjection(PackedModule):
         pairs = zip(self.qweight, self.scales, strict=True)
         weights = (self.scheme.dequantize(w, s, *self._sizes, kernel_dtype) for w, s in pairs)
         return torch.stack([weight.to(dtype) for weight in weights])
+
+    def _expected(self, scale_dtype: torch.dtype) -> PackedWeight:
+        one = super()._expected(scale_dtype)
+        tensors: Any = {name: t if t is None else t.expand(self.experts, *t.shape) for name, t in one.tensors().items()}
+        return PackedWeight(**tensors | {"activation_scale": one.activation_scale})
 
     def requires_grad_(self, requires_grad: bool = True) -> QuantProjection:
         if self.bias is not None:

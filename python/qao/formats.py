@@ -147,7 +147,8 @@ class Fp4Weight(Scheme):
         numbers of e4m3; ``zeros``: with "nvfp4" their divisor, float32 [N], [N, 1] or [1], else None."""
         try:
             divisor = None if zeros is None else zeros.detach().reshape(-1)
-            return PackedWeight(*fp4.pack_fp4(q, scales, divisor, self.size))
+            n, k = q.shape
+            return PackedWeight(*fp4.pack_fp4(q, scales, divisor, self.size), sizes=(n, k))
         except ValueError as error:
             raise ValueError(f"{self}: {error}") from error
 

@@ -115,6 +115,7 @@ class QuantLinear(PackedModule):
 
     bias: nn.Parameter | None
     stands_for = "Linear"
+    needs_all = True
 
     def __init__(
         self,
@@ -243,8 +244,8 @@ class QuantLinear(PackedModule):
             x = self.autocast(x)
         # The dict of tensors, since Module.__getattr__ is Python and would take 0.5 µs a tensor.
         tensors = self._parameters
-        if "bias" not in tensors:  # pruned, or computed by a parametrization
-            tensors = {**tensors, "bias": self.bias}
+        if "bias" not in tensors:  # pruned, computed by a parametrization, or an attribute of a replica
+            tensors = {**self.packed.tensors(), "bias": self.bias}
         return self._mm(x, tensors, self._constants)
 
     @staticmethod

@@ -43,14 +43,57 @@ def encode(marker: Marker) -> Tensor:
     return _bytes(json.dumps(content).encode())
 
 
-def check_rotation(marker: Marker, rotation: int, name: str) -> None:
-    """Raises ValueError where a layer of ``rotation`` would take a weight that is rotated otherwise for its own."""
-    found = marker.scheme.get("rotation", 0)
-    if found != rotation:
-        raise ValueError(
-            f"{name}: the checkpoint was made with rotation={found}, and this layer has rotation={rotation}: it would "
-            "compute something else. Quantise the model with the scheme the checkpoint was made with."
+# Fields of a scheme on which the meaning of packed tensors, or what a layer computes with them, depends. Others say how
+# codes were found, in which dtype scales are stored (the tensors say so themselves), or how products are added up.
+_BINDING = (
+    "scheme",
+    "format",
+    "granularity",
+    "group_size",
+    "symmetric",
+    "symmetric_activations",
+    "rotation",
+    "integer_scales",
+    "power_of_two_scales",
+    "activation_scale",
+)
+
+
+def check(found: Marker, own: Marker, name: str, layer: str = "layer") -> None:
+    """Raises ValueError where a weight that ``found`` describes is none that a layer which ``own`` describes can take.
+
+    Packed tensors of four bits are padded to whole tiles and look alike for several sizes, codes of all schemes are
+    int8: shapes and dtypes alone cannot tell. The message begins with ``name``, ``layer`` describes the layer.
+    """
+    sizes, stored = _facts(found)
+    own_sizes, wanted = _facts(own)
+    differ = [field for field in _BINDING if stored[field] != wanted[field]]
+    differ = differ[:1] if "scheme" in differ else differ  # others may have fields of other names
+    if sizes == own_sizes and not differ:
+        return
+    there, here = (
+        ", ".join(
+            ([f"a weight {size}"] if sizes != own_sizes else [])
+            + [f"{field}={of.scheme.get(field)!r}" for field in differ]
         )
+        for of, size in ((found, sizes), (own, own_sizes))
+    )
+    raise ValueError(
+        f"{name}: the checkpoint holds {there}, and this {layer} has {here}: it would compute something else. Use the "
+        "model that the checkpoint was made of, quantized with the same scheme, or load into the float model: "
+        "qao.load(path, model) takes the schemes from the file."
+    )
+
+
+def _facts(marker: Marker) -> tuple[list[int], dict[str, Any]]:
+    """Sizes, and the binding fields in one form: what is off is None, as is a field that the scheme does not have."""
+    sizes = [*([] if marker.experts is None else [marker.experts]), marker.out_features, marker.in_features]
+    fields: dict[str, Any] = {name: marker.scheme.get(name) or None for name in _BINDING}
+    size = fields["group_size"]
+    if isinstance(size, int) and not 0 < size < marker.in_features:  # one group a row, whatever it is called
+        fields.update(group_size=-1, integer_scales=None, power_of_two_scales=None)
+    fields["activation_scale"] = fields["activation_scale"] is not None  # its value is a tensor of the layer
+    return sizes, fields
 
 
 def tripwire() -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -42,6 +41,7 @@ class PackedModule(Updatable, nn.Module):
     weight_sums: nn.Parameter | None
     activation_scale: nn.Parameter | None
     row_scales: nn.Parameter | None
+    needs_all = False  # whether it multiplies, with sums and scales of rows where its scheme has them
     _tied: Sequence[PackedModule] = ()  # modules that share qweight and scales, this one among them
 
     def __init__(
@@ -53,6 +53,7 @@ class PackedModule(Updatable, nn.Module):
         self.scheme = scheme.fitted(k)
         self.dtype = dtype
         self._sizes = n, k
+        self._check_packed(packed)
         for name, tensor in {**others, "scales": packed.scales, **packed.tensors()}.items():
             self.register_parameter(name, None if tensor is None else frozen(tensor))
         self._freeze()
@@ -66,11 +67,71 @@ class PackedModule(Updatable, nn.Module):
         for tensor in self.packed.tensors().values():
             if tensor is not None:
                 tensor.requires_grad_ = _stay_frozen  # type: ignore[method-assign, assignment]
+        self.qweight.packed_sizes = self._sizes  # type: ignore[attr-defined]
 
     @property
     def packed(self) -> PackedWeight:
         """The frozen tensors."""
-        return PackedWeight(self.qweight, self.scales, self.weight_sums, self.activation_scale, self.row_scales)
+        tensors = self.qweight, self.scales, self.weight_sums, self.activation_scale, self.row_scales
+        return PackedWeight(*tensors, sizes=self._sizes)
+
+    def _check_packed(self, packed: PackedWeight) -> None:
+        """Raises ValueError where a packed weight is none of this layer's scheme and sizes."""
+        what = f"{type(self).__name__}: {self.scheme} of {list(self._sizes)}"
+        if packed.sizes not in (None, self._sizes):
+            raise ValueError(f"{what}: the packed weight is of {list(packed.sizes or ())}")
+        scales = packed.scales.dtype
+        if scales not in self.scheme.scale_dtypes:
+            raise ValueError(
+                f"{what}: scales must be {_names(self.scheme.scale_dtypes)}, not {_describe(packed.scales)}"
+            )
+        expected = self._expected(scales).tensors()
+        for key, tensor in packed.tensors().items():
+            wanted = expected[key]
+            if tensor is None and (wanted is None or not self.needs_all):
+                continue
+            if tensor is None or wanted is None or (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
+                needed, given = ("None" if one is None else _describe(one) for one in (wanted, tensor))
+                raise ValueError(f"{what}: {key} must be {needed}, not {given}: a weight of another scheme or size")
+
+    def _told(self) -> str:
+        """The layer in messages."""
+        return f"{type(self).__name__} ({self.extra_repr()})"
+
+    def _expected(self, scale_dtype: torch.dtype) -> PackedWeight:
+        """Tensors on meta like those that this layer holds, with scales of that dtype."""
+        expected = self.scheme.empty(*self._sizes, dtype=scale_dtype, device="meta")
+        return expected._replace(scales=expected.scales.to(scale_dtype))
+
+    def _check_padding(self, qweight: Tensor, scales: Tensor, name: str) -> None:
+        """Raises ValueError where packed tensors in the shape of this layer's show that they are of another size.
+
+        For those of which nothing else tells the size. What lies beyond N and K is the same in every packed weight, and
+        no row that was quantized has its scales. Fewer columns cannot be told from columns of zeros.
+        """
+        n, k = self._sizes
+        if self.scheme.weights not in ("int4", "fp4") or qweight.is_meta or hasattr(qweight, "device_mesh"):
+            return
+        packed = qweight.detach().reshape(-1, *qweight.shape[-3:]), scales.detach().reshape(-1, *scales.shape[-4:])
+        for q, of_groups in zip(*packed, strict=True):
+            rows = of_groups[:, :, 0].mT.flatten(0, 1)  # [N, G], NVFP4: [N, G + 3]
+            beyond = torch.zeros_like(rows[0])
+            if self.scheme.weights == "fp4" and rows.shape[1] > -(-k // self.scheme.units(n, k)[1]):
+                beyond[-3] = 1  # the divisor
+            smaller = torch.equal(rows[n - 1], beyond)
+            if not smaller:
+                again = self._repacked(q, of_groups)
+                if torch.equal(again.qweight, q) and torch.equal(again.scales, of_groups):
+                    continue
+            raise ValueError(
+                f"{name}qweight: the checkpoint holds the packed weight of a {'smaller' if smaller else 'larger'} "
+                f"layer than this {self._told()}, padded to the same shape. Use the model that the checkpoint was "
+                "made of."
+            )
+
+    def _repacked(self, qweight: Tensor, scales: Tensor) -> PackedWeight:
+        """The same weight with nothing beyond N and K."""
+        return self.scheme.pack(*self.scheme.unpack(qweight, scales, *self._sizes))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,7 +162,23 @@ class PackedModule(Updatable, nn.Module):
                 f"{type(self).__name__}.weight is computed from qweight and cannot be set, pruned or parametrised. "
                 "Make a module of the float weight instead: qao.QuantLinear.from_linear(linear, scheme)."
             )
+        if param is not None and name in PackedWeight._fields:
+            self._check_assigned(name, param)
         super().register_parameter(name, param)
+
+    def _check_assigned(self, name: str, param: nn.Parameter) -> None:
+        """Raises ValueError where ``layer.<name> = param`` would put a tensor of another weight into this layer."""
+        own = self._parameters.get(name)
+        if own is None:
+            return
+        sizes = getattr(param, "packed_sizes", self._sizes)
+        dtypes = self.scheme.scale_dtypes if name == "scales" else (own.dtype,)
+        if param.shape != own.shape or param.dtype not in dtypes or sizes != self._sizes:
+            whose = f" of a weight {list(sizes)}" if sizes != self._sizes else ""
+            raise ValueError(
+                f"{self._told()}: {name} must be {_describe(own)}, not {_describe(param)}{whose}. Make a layer of the "
+                "other weight instead."
+            )
 
     @property
     def pip_install_qao(self) -> Tensor:
@@ -110,6 +187,10 @@ class PackedModule(Updatable, nn.Module):
 
     def _marker(self) -> marker.Marker:
         return marker.Marker(self.scheme.to_dict(), *self._sizes, self.dtype)
+
+    def check_marker(self, found: Tensor, name: str) -> None:
+        """Raises ValueError where the marker of a checkpoint is that of a weight of another scheme or size, or none."""
+        marker.check(marker.decode(found, name), self._marker(), name, self._told())
 
     def _beside(self, entry: Tensor) -> Tensor:
         """``entry`` where the packed weight is: torch.distributed.checkpoint takes no state dict on two devices.
@@ -160,7 +241,12 @@ class PackedModule(Updatable, nn.Module):
         return scheme.quantize(weight, name, importance)
 
     def set_packed(self, packed: PackedWeight) -> None:
-        """Replaces the weight. Modules that shared it keep the present one."""
+        """Replaces the weight. Modules that shared it keep the present one.
+
+        Raises:
+            ValueError: it has another scheme or other sizes. The layer is unchanged.
+        """
+        self._check_packed(packed)
         for name, tensor in packed.tensors().items():
             self._parameters[name] = None if tensor is None else frozen(tensor)
         self._freeze()
@@ -179,6 +265,16 @@ class PackedModule(Updatable, nn.Module):
                 parameter.requires_grad = False
                 parameter.data = aligned(parameter.data)
         self._freeze()
+
+    def _replicate_for_data_parallel(self: Self) -> Self:
+        replica: Self = super()._replicate_for_data_parallel()
+        replica._parameters = _OfReplica(replica)
+        return replica
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if type(value) is Tensor and isinstance(self.__dict__.get("_parameters"), _OfReplica):
+            value = aligned(value)  # broadcast as one with others, it lies anywhere
+        super().__setattr__(name, value)
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         own = [tensor for tensor in self.packed.tensors().values() if tensor is not None]
@@ -211,14 +307,8 @@ class PackedModule(Updatable, nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        found = state_dict.pop(prefix + marker.MARKER, None)
-        tripwire = state_dict.pop(prefix + marker.TRIPWIRE, None)
         try:
-            if found is not None:
-                told = marker.decode(found, prefix + marker.MARKER)
-                marker.check_rotation(told, self.scheme.rotation, prefix + marker.MARKER)
-            elif isinstance(tripwire, Tensor) and prefix + "qweight" not in state_dict:
-                state_dict[prefix + "qweight"] = _unmarked(tripwire, prefix)
+            self._check_entries(state_dict, prefix)
         except ValueError as error:
             error_msgs.append(str(error))
             return
@@ -233,10 +323,9 @@ class PackedModule(Updatable, nn.Module):
             may_replace = assign and key == "scales" and loaded.dtype in self.scheme.scale_dtypes
             if loaded.shape != own.shape or (loaded.dtype != own.dtype and not may_replace):
                 error_msgs.append(
-                    f"{prefix}{key}: the checkpoint holds {_describe(loaded)}, but this {type(self).__name__} "
-                    f"({self.extra_repr()}) needs {_describe(own)}. Quantise the model with the scheme the checkpoint "
-                    "was made with (group_size, symmetric, scale_dtype); load a checkpoint of float weights before "
-                    "quantising."
+                    f"{prefix}{key}: the checkpoint holds {_describe(loaded)}, but this {self._told()} needs "
+                    f"{_describe(own)}. Quantise the model with the scheme the checkpoint was made with (group_size, "
+                    "symmetric, scale_dtype); load a checkpoint of float weights before quantising."
                 )
                 return
         super()._load_from_state_dict(
@@ -244,16 +333,51 @@ class PackedModule(Updatable, nn.Module):
         )
         self._freeze()
 
+    def _check_entries(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Takes out of a state dict what is no Parameter of this layer, and raises ValueError where it says, or its
+        numbers show, that the rest is a weight of another scheme or size."""
+        found = state_dict.pop(prefix + marker.MARKER, None)
+        if prefix + "weight_scale" in state_dict:
+            from .checkpoints.ct_entries import translate
+
+            translate(self, state_dict, prefix)
+        floats = state_dict.pop(prefix + marker.TRIPWIRE, None)
+        if isinstance(floats, Tensor) and floats.dtype != torch.uint8:
+            raise ValueError(
+                f"{prefix}{marker.TRIPWIRE}: the checkpoint holds {_describe(floats)}, and this {self._told()} is "
+                "quantized. Load it before quantising, or quantize these weights into the model: "
+                "qao.update_(model, state_dict)."
+            )
+        if found is not None:
+            self.check_marker(found, prefix + marker.MARKER)
+            return
+        bias = state_dict.get(prefix + "bias")
+        if isinstance(bias, Tensor) and bias.shape[-1:] != self._sizes[:1]:
+            raise ValueError(
+                f"{prefix}bias: the checkpoint holds {_describe(bias)}, and this {self._told()} has {self._sizes[0]} "
+                "outputs. Use the model that the checkpoint was made of."
+            )
+        qweight, scales = (state_dict.get(prefix + name) for name in ("qweight", "scales"))
+        if isinstance(qweight, Tensor) and isinstance(scales, Tensor):
+            alike = qweight.shape == self.qweight.shape and scales.shape == self.scales.shape
+            if alike and qweight.dtype == torch.int8 and scales.dtype in self.scheme.scale_dtypes:
+                self._check_padding(qweight, scales, prefix)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        tensors = state["_parameters"]
-        tensors.setdefault("row_scales", None)  # in 0.1.0 there were none
-        if "qweight" not in tensors and "weight" in tensors:  # pickled whole by qao 0.1.0
-            _warn_unmarked("a pickled layer")
-            state["_parameters"] = {"qweight" if name == "weight" else name: t for name, t in tensors.items()}
-            state["_sizes"] = state["out_features"], state["in_features"]
-            state["dtype"] = (tensors["scales"] if tensors["bias"] is None else tensors["bias"]).dtype
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._freeze()
+
+
+class _OfReplica(dict[str, Any]):
+    """``_parameters`` of a replica of nn.DataParallel, of which tensors are plain attributes: it has none to list, and
+    gives those attributes to whom asks for one by name."""
+
+    def __init__(self, replica: nn.Module) -> None:
+        super().__init__()
+        self._attributes = vars(replica)
+
+    def __missing__(self, name: str) -> Any:
+        return self._attributes[name]
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
@@ -271,19 +395,8 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone() if plain and tensor.data_ptr() % 16 else tensor
 
 
-def _unmarked(weight: Tensor, prefix: str) -> Tensor:
-    """The packed weight of qao 0.1.0, which called it ``weight``. Of others, dtype and shape are judged later."""
-    if weight.dtype == torch.int8:
-        _warn_unmarked(f"{prefix}weight")
-    return weight
-
-
-def _warn_unmarked(what: str) -> None:
-    warnings.warn(
-        f"{what}: a checkpoint of qao 0.1.0, which did not mark quantised weights. It is loaded; save it again with "
-        "this version, so that loading it without qao is an error instead of wrong numbers.",
-        stacklevel=3,
-    )
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _describe(tensor: Tensor) -> str:

@@ -32,24 +32,26 @@ class PackedWeight(NamedTuple):
     activation_scale: Tensor | None = None  # float32 [1]; for static activations
     row_scales: Tensor | None = None  # float32 [N], of which scales are factors, with scales of two levels
     relative_error: float | None = None  # ‖W - Ŵ‖ / ‖W‖, Frobenius; None if unknown
+    sizes: tuple[int, int] | None = None  # N and K, which the padded tensors of four bits do not tell; None if unknown
 
     def tensors(self) -> dict[str, Tensor | None]:
-        return {name: value for name, value in self._asdict().items() if name != "relative_error"}
+        return dict(zip(self._fields[:5], self[:5], strict=True))  # type: ignore[arg-type]
 
 
 def stacked(weights: Iterable[PackedWeight], count: int) -> PackedWeight:
     """Those of ``count`` experts, as grouped products take them: behind one more dimension. A static scale is that of
     all. Weights that are made when they are asked for lie beside the whole one at a time."""
     whole: dict[str, Tensor | None] = {}
+    sizes = None
     for index, one in enumerate(weights):
-        tensors = one.tensors()
+        tensors, sizes = one.tensors(), one.sizes
         if not index:
             whole = {name: None if t is None else t.new_empty(count, *t.shape) for name, t in tensors.items()}
             whole["activation_scale"] = one.activation_scale
         for name, tensor in tensors.items():
             if tensor is not None and name != "activation_scale":
                 whole[name][index] = tensor  # type: ignore[index]
-    return PackedWeight(**whole)  # type: ignore[arg-type]
+    return PackedWeight(**whole, sizes=sizes)  # type: ignore[arg-type]
 
 
 class Scheme(ABC):
@@ -170,7 +172,8 @@ class Scheme(ABC):
         sums = None if self.symmetric_activations else self._weight_sums(q, scales, zeros)
         scale = self.activation_scale
         activation_scale = None if scale is None else torch.full((1,), scale, dtype=torch.float32, device=q.device)
-        return PackedWeight(weight, stored, sums, activation_scale, self._row_scales(scales))
+        n, k = q.shape
+        return PackedWeight(weight, stored, sums, activation_scale, self._row_scales(scales), sizes=(n, k))
 
     def empty(
         self, n: int, k: int, *, dtype: torch.dtype, device: torch.device | str, experts: int | None = None
@@ -183,7 +186,7 @@ class Scheme(ABC):
         if experts is not None:
             packed = stacked([packed] * experts, experts)
         empty: Any = (t if t is None else torch.empty_like(t, device=device) for t in packed.tensors().values())
-        return PackedWeight(*empty)
+        return PackedWeight(*empty, sizes=(n, k))
 
     def kernel(self, m: int, n: int, k: int, **options: Any) -> str | None:
         """Name of the kernel that multiplies x [m, k], options as for ``plan``; None where that is not known."""

@@ -113,10 +113,9 @@ class _Sharded(Sharded):
         with torch.no_grad():
             self.weight_sums.copy_(self.scheme._weight_sums(q, scales, zeros))
 
-    @property
-    def pip_install_qao(self: Any) -> Tensor:
-        n, k = self.layout.sizes
-        return self._beside(marker.encode(marker.Marker(self.scheme.to_dict(), n, k, self.dtype)))  # type: ignore[no-any-return]
+    def _marker(self: Any) -> marker.Marker:
+        n, k = self.layout.sizes  # of the whole weight
+        return marker.Marker(self.scheme.to_dict(), n, k, self.dtype)
 
     def extra_repr(self: Any) -> str:
         return f"{super().extra_repr()}, {self.layout}"  # type: ignore[misc]
@@ -199,3 +198,4 @@ def resize(module: Any, sizes: tuple[int, int]) -> None:
         module.num_embeddings, module.embedding_dim = n, k
     if isinstance(module, PackedModule):
         module._sizes, module._constants = sizes, module.scheme.constants(n, k)  # type: ignore[assignment]
+        module._freeze()

@@ -31,7 +31,7 @@ def register() -> None:
         layer = functools.reduce(getattr, path.split("."), module) if path else module
         if isinstance(layer, PackedModule):
             if key in (marker.MARKER, marker.TRIPWIRE):
-                _check_entry(key, value, tensor_name)
+                _check_entry(layer, key, value, tensor_name)
                 return
             own = layer.packed.tensors().get(key)
             if own is not None:
@@ -50,12 +50,12 @@ def register() -> None:
             user.set_module_tensor_to_device = set_module_tensor_to_device
 
 
-def _check_entry(key: str, value: Any, name: str) -> None:
+def _check_entry(layer: PackedModule, key: str, value: Any, name: str) -> None:
     """Of the two entries beside the tensors: there is nothing to set, but a foreign one must not go unseen."""
     if not isinstance(value, Tensor):
         return  # a tensor that goes to the disk, seen before
     if key == marker.MARKER:
-        marker.decode(value, name)
+        layer.check_marker(value, name)
     elif not torch.equal(value.cpu(), marker.tripwire()):
         raise ValueError(
             f"{name}: the checkpoint holds {value.dtype}{list(value.shape)}, a weight that is not quantised. Load it "
