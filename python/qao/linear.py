@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -243,7 +245,7 @@ class QuantLinear(PackedModule):
         if _autocasts():  # 0.1 µs, and no call of Python where nothing is cast
             x = self.autocast(x)
         # The dict of tensors, since Module.__getattr__ is Python and would take 0.5 µs a tensor.
-        tensors = self._parameters
+        tensors: dict[str, Any] = self._parameters
         if "bias" not in tensors:  # pruned, computed by a parametrization, or an attribute of a replica
             tensors = {**self.packed.tensors(), "bias": self.bias}
         return self._mm(x, tensors, self._constants)

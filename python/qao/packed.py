@@ -267,7 +267,7 @@ class PackedModule(Updatable, nn.Module):
         self._freeze()
 
     def _replicate_for_data_parallel(self: Self) -> Self:
-        replica: Self = super()._replicate_for_data_parallel()
+        replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         replica._parameters = _OfReplica(replica)
         return replica
 

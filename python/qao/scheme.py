@@ -35,7 +35,7 @@ class PackedWeight(NamedTuple):
     sizes: tuple[int, int] | None = None  # N and K, which the padded tensors of four bits do not tell; None if unknown
 
     def tensors(self) -> dict[str, Tensor | None]:
-        return dict(zip(self._fields[:5], self[:5], strict=True))  # type: ignore[arg-type]
+        return dict(zip(self._fields[:5], self[:5], strict=True))
 
 
 def stacked(weights: Iterable[PackedWeight], count: int) -> PackedWeight:
@@ -186,7 +186,7 @@ class Scheme(ABC):
         if experts is not None:
             packed = stacked([packed] * experts, experts)
         empty: Any = (t if t is None else torch.empty_like(t, device=device) for t in packed.tensors().values())
-        return PackedWeight(*empty, sizes=(n, k))
+        return PackedWeight(*empty)._replace(sizes=(n, k))
 
     def kernel(self, m: int, n: int, k: int, **options: Any) -> str | None:
         """Name of the kernel that multiplies x [m, k], options as for ``plan``; None where that is not known."""

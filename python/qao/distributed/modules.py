@@ -197,5 +197,5 @@ def resize(module: Any, sizes: tuple[int, int]) -> None:
     else:
         module.num_embeddings, module.embedding_dim = n, k
     if isinstance(module, PackedModule):
-        module._sizes, module._constants = sizes, module.scheme.constants(n, k)  # type: ignore[assignment]
+        module._sizes, module._constants = sizes, module.scheme.constants(n, k)
         module._freeze()
