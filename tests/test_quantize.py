@@ -87,11 +87,31 @@ def test_weights_of_any_float_dtype(dtype: torch.dtype) -> None:
     assert isinstance(head, QuantLinear) and head.scales.dtype == (torch.float32 if dtype == torch.float64 else dtype)
 
 
+def test_another_scheme_for_a_quantized_model_is_never_silent(recwarn: pytest.WarningsRecorder) -> None:
+    model = Model()
+    quantize_(model, {"blocks": SCHEME})
+    state = {name: t.clone() for name, t in model.blocks.state_dict().items()}
+    with pytest.warns(UserWarning, match=r"keep their scheme:\n  blocks\.0\.up: .*asked for as int8, and quantised"):
+        report = quantize_(model, qao.Int8WeightOnly())
+    rows = {row.name: row for row in report.rows}
+    assert rows["head"].status == "quantized" and rows["head"].note is None
+    assert rows["blocks.0.up"].status == "already quantized" and rows["blocks.0.up"].scheme == str(SCHEME)
+    assert "asked for as int8" in (rows["blocks.0.up"].note or "") and "asked for as int8" in str(report)
+    for scheme in (qao.Int4WeightOnly(256), {"blocks": qao.Int8WeightOnly()}, lambda name, module: COARSE):
+        with pytest.raises(ValueError, match="quantised already keep their scheme.*(?s:.)*dequantize_"):
+            quantize_(model, scheme)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.blocks.state_dict().items())
+    recwarn.clear()
+    quantize_(model, {"blocks": SCHEME, "head": qao.Int8WeightOnly()})
+    quantize_(model, {"blocks": qao.Int8WeightOnly(), "head": None}, filter=lambda name, module: name == "head")
+    assert not [one for one in recwarn if "keep their scheme" in str(one.message)]
+
+
 def test_again_changes_nothing() -> None:
     model = Model()
     first = quantize_(model, SCHEME)
     modules, state = list(model.modules()), {name: t.clone() for name, t in model.state_dict().items()}
-    second = quantize_(model, COARSE)
+    second = quantize_(model, SCHEME)
     assert list(model.modules()) == modules
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert {row.status for row in second.rows} == {"already quantized"}

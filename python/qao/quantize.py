@@ -21,8 +21,8 @@ from .linear import QuantLinear, is_linear, linear_weight, pack, pack_weight
 from .packed import PackedModule, Sharded
 from .places import put_module
 from .quantizer import check_finite
-from .report import Report
-from .selection import selector
+from .report import Report, Row
+from .selection import Selection, alike, selector
 
 
 def quantize_(
@@ -40,8 +40,9 @@ def quantize_(
     Layers that cannot be replaced without changing what the model computes are left and reported: those with hooks or
     parametrizations, subclasses of nn.Linear whose forward does more, weights tied to an embedding, layers whose parent
     reads the weight itself. Routers of experts (docs/quantize.md says how they are known) and layers with one output
-    are excluded unless a scheme is meant for them. Layers that are quantised already stay as they are; shared modules
-    and tied weights stay shared. Everything in the list of errors below is checked before the first change.
+    are excluded unless a scheme is meant for them. Layers that are quantised already stay as they are, and a warning
+    names those that ``scheme`` would make something else; shared modules and tied weights stay shared. Everything in
+    the list of errors below is checked before the first change.
 
     Should it stop in the middle all the same (Ctrl-C, out of memory), then every layer is either quantised or as it
     was, a warning says how many are, and the model computes. Called again with the same arguments, it does the rest.
@@ -71,7 +72,8 @@ def quantize_(
     Raises:
         TypeError: ``model`` is itself a linear layer, which cannot be replaced in place; or ``scheme`` is none of the
             above; or a function does not say whether it takes (name, module) or (module, name).
-        ValueError: a key of the dict matches no module; a weight holds NaN or Inf, or more than its scales can hold;
+        ValueError: a key of the dict matches no module; nothing is left to quantise, and layers are quantised already
+            by another scheme; a weight holds NaN or Inf, or more than its scales can hold;
             something on meta shall go to a device, or the other way round; a budget of bits is too small, or its layers
             are on meta; or ``strict`` and something would be left.
         RuntimeError, AssertionError: torch has no such ``device``.
@@ -141,6 +143,7 @@ def plan(
     own = [layer for unit in experts for layer in unit]
     untouched = list(survey.find_untouched(model, [*layers, *own], asked))
 
+    again = _asked_again(model, [*layers, *own], select, keep)
     parameters = survey.count_parameters(model)
     pending = [layer for layer in (*layers, *readers) if layer.scheme is not None]
     layers += own
@@ -156,6 +159,7 @@ def plan(
         if layer.tied_to is None:
             _check_weight(layer, device)
     experts = [unit for unit in experts if all(layer.scheme is not None for layer in unit)]
+    _complain_of_other_schemes(again, bool(pending or experts) and not strict)
     for unit in experts:
         fused.check(unit, device)
     _complain(report, strict)
@@ -192,6 +196,44 @@ def put(unit: list[survey.Layer], packed: PackedWeight) -> None:
         layer.module = module
         for parent, attribute in layer.places:
             put_module(parent, attribute, module)
+
+
+def _asked_again(
+    model: nn.Module,
+    layers: list[survey.Layer],
+    select: Selection,
+    keep: Callable[[str, nn.Module], bool] | None,
+) -> list[Row]:
+    """Rows of quantised layers that are to be quantised by a scheme of another kind, which is noted in them."""
+    found = []
+    for layer in layers:
+        row, module = layer.row, layer.module
+        if row.status != "already quantized" or not isinstance(module, PackedModule) or row.name in select.spared:
+            continue
+        name = row.name.rpartition(".")[0] if isinstance(module, QuantProjection) else row.name
+        owner = model.get_submodule(name)
+        scheme = select(name, owner)
+        if scheme is None or alike(module.scheme, scheme.fitted(module._sizes[1])):
+            continue
+        if keep is None or keep(name, owner):
+            row.note = f"asked for as {scheme}, and quantised already"
+            found.append(row)
+    return found
+
+
+def _complain_of_other_schemes(rows: list[Row], others: bool) -> None:
+    """``others``: there are layers that can be quantised as asked."""
+    if not rows:
+        return
+    text = "".join(f"\n  {row.name}: {row.scheme}, {row.note}" for row in rows[:5])
+    text += f"\n  and {len(rows) - 5} more" if len(rows) > 5 else ""
+    message = (
+        f"quantize_: layers that are quantised already keep their scheme:{text}\nTo quantise them otherwise, load the "
+        "float model anew; qao.dequantize_(model) makes floats of them that stay as rounded as they are."
+    )
+    if not others:
+        raise ValueError(f"{message} The model is unchanged.")
+    warnings.warn(message, stacklevel=4)
 
 
 def _was_asked_for(layer: survey.Layer | None) -> bool:

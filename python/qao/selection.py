@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 
 from .callbacks import by_name_and_module
-from .formats import Scheme
+from .formats import Int4Weight, Scheme
 from .linear import is_linear
 from .spared import spared
 
@@ -55,12 +55,40 @@ def selector(model: nn.Module, scheme: Scheme | Mapping[str, Scheme | None] | Se
 
 
 def _first_match(schemes: Mapping[str, Scheme | None], name: str, module: nn.Module) -> Scheme | None:
-    key = _first_key(schemes, name)
-    return None if key is None else schemes[key]
+    return _scheme_of(schemes, name)
 
 
 def _first_key(schemes: Mapping[str, Scheme | None], name: str) -> str | None:
     return next((key for key in schemes if matches(key, name)), None)
+
+
+# Fields of a scheme that say how a weight is quantized or run, and not what kind of layer it becomes.
+_NO_KIND = ("scale_dtype", "clip_search", "budget_bits", "whole_zeros", "fast_accum", "activation_scale")
+
+
+def alike(scheme: Scheme, other: Scheme) -> bool:
+    """Whether two schemes make the same kind of layer: weights, groups, activations, rotation."""
+    ignored: tuple[str, ...] = _NO_KIND
+    if any(isinstance(one, Int4Weight) and one.group_size == "auto" for one in (scheme, other)):
+        ignored = (*_NO_KIND, "group_size")
+    first, second = ({k: v for k, v in one.to_dict().items() if k not in ignored} for one in (scheme, other))
+    return first == second
+
+
+def differing(
+    layers: Mapping[str, Scheme], wanted: Scheme | Mapping[str, Scheme | None]
+) -> tuple[str, Scheme, Scheme] | None:
+    """The first of these quantized layers that ``wanted`` gives a scheme of another kind: its name and both schemes."""
+    for name, scheme in layers.items():
+        other = wanted if isinstance(wanted, Scheme) else _scheme_of(wanted, name)
+        if other is not None and not alike(scheme, other):
+            return name, scheme, other
+    return None
+
+
+def _scheme_of(schemes: Mapping[str, Scheme | None], name: str) -> Scheme | None:
+    key = _first_key(schemes, name)
+    return None if key is None else schemes[key]
 
 
 def matches(key: str, name: str) -> bool:
