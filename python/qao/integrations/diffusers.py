@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import diffusers
+import torch
 from diffusers.quantizers.base import DiffusersQuantizer
 from torch import Tensor, nn
 
@@ -12,7 +13,7 @@ from .. import marker
 from ..checkpoint import VERSION
 from .config import QaoConfig
 from .loading import Loader
-from .registration import fill, mark
+from .registration import dequantized, fill, mark
 
 __all__ = ["QaoConfig", "QaoQuantizer", "attach", "forget_config", "register"]
 
@@ -25,6 +26,9 @@ class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     def __init__(self, quantization_config: QaoConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
+        # Loaders of a single file never say that it is in floats. A configuration that was saved names layers.
+        if quantization_config.scheme is not None and not quantization_config.layers:
+            self.pre_quantized = False
         self.loader = Loader(quantization_config, self.pre_quantized)
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -37,8 +41,33 @@ class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return [name for name in loaded_keys if name not in hidden]
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        self.loader.prepare(model, device_map=kwargs.get("device_map"))
+        kept = kwargs.get("keep_in_fp32_modules") or ()
+
+        def dtype(name: str) -> torch.dtype | None:
+            return torch.float32 if any(part in kept for part in name.split(".")) else None
+
+        self.loader.prepare(model, device_map=kwargs.get("device_map"), dtypes=dtype)
         return model
+
+    def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
+        self.loader.absent.update(missing_keys)
+        return missing_keys
+
+    def adjust_target_dtype(self, torch_dtype: torch.dtype) -> Any:
+        """The dtype by which ``device_map="auto"`` counts weights; those that stay as they are have their own."""
+        if self.pre_quantized:
+            return torch_dtype
+        from accelerate.utils import CustomDtype
+
+        schemes = [layer.scheme for layer in self.loader.pending.values()]
+        four = bool(schemes) and all(scheme is not None and scheme.weights in ("int4", "fp4") for scheme in schemes)
+        return CustomDtype.INT4 if four else torch.int8
+
+    def get_special_dtypes_update(self, model: nn.Module, torch_dtype: torch.dtype) -> dict[str, torch.dtype]:
+        if self.pre_quantized:
+            return {}
+        names = (name for name, _ in model.named_parameters())
+        return {name: torch_dtype for name in names if not self.loader.takes(name)}
 
     def check_if_quantized_param(
         self, model: nn.Module, param_value: Tensor, param_name: str, state_dict: dict[str, Any], **kwargs: Any
@@ -77,6 +106,9 @@ class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         self, state_dict: dict[str, Any], safe_serialization: bool = False
     ) -> tuple[dict[str, Any], dict[str, str]]:
         return state_dict, {"qao": str(VERSION)}
+
+    def dequantize(self, model: Any) -> Any:
+        return dequantized(model)
 
     @property
     def is_serializable(self) -> bool:

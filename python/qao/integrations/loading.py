@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +19,15 @@ from ..linear import QuantLinear, linear_weight, pack_weight
 from ..packed import PackedModule
 from ..places import put_module
 from ..quantize import quantize_
+from ..report import Row
 from ..schemes import SCHEMES
 from ..selection import matches, selector
 from .config import QaoConfig
 from .tensor_parallel import Sharding
+
+
+class Unfit(ValueError):
+    """A quantized checkpoint that this model, or the device it is to be on, cannot hold in quantized layers."""
 
 
 class Loader:
@@ -48,6 +54,7 @@ class Loader:
         self._hook: Any = None
         self.sharding: Sharding | None = None  # of transformers' tensor parallelism
         self._late: tuple[type[nn.Module], ...] = ()  # modules of which some are quantised at the end
+        self.absent: set[str] = set()  # names of tensors that no checkpoint holds, or in another shape
 
     def validate(self, device_map: Any) -> None:
         """Raises ValueError for what cannot be loaded. Libraries ask before there is a model, and some again with the
@@ -67,17 +74,34 @@ class Loader:
         if isinstance(device_map, dict):
             check_devices(self._schemes, device_map)
 
-    def prepare(self, model: nn.Module, tied: Iterable[str] = (), device_map: Any = None) -> None:
-        """Before the weights arrive. ``tied``: weights that other names share, besides those that share a Parameter."""
+    def prepare(
+        self,
+        model: nn.Module,
+        tied: Iterable[str] = (),
+        device_map: Any = None,
+        dtypes: Callable[[str], torch.dtype | None] = lambda name: None,
+    ) -> None:
+        """Before the weights arrive.
+
+        Args:
+            model: the skeleton.
+            tied: weights that other names share, besides those that share a Parameter.
+            device_map: where the layers go.
+            dtypes: of a tensor by name, where the model keeps it in another dtype than that of the skeleton.
+        """
         if not self.pre_quantized:
             self._plan(model, set(tied))
             planned = self.pending.items()
             self._schemes = {name.removesuffix(".weight"): layer.scheme for name, layer in planned if layer.scheme}
             self.validate(device_map)
             return
-        self._schemes = schemes = _names_in(model, self.config.layers)
-        self.validate(device_map)
-        make_room(model, schemes)
+        try:
+            self._schemes = schemes = _names_in(model, self.config.layers)
+            self.validate(device_map)
+            kept = {name: dtypes(f"{name}.weight") for name in schemes}
+            make_room(model, schemes, dtypes={name: dtype for name, dtype in kept.items() if dtype is not None})
+        except ValueError as error:
+            raise Unfit(str(error)) from error
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
                 tensors = module.packed.tensors().items()
@@ -116,6 +140,16 @@ class Loader:
     def takes(self, name: str) -> bool:
         return name in self.pending or name in self.experts.pending
 
+    def fits(self, name: str, value: Tensor) -> bool:
+        """Whether a weight that ``takes`` knows has the shape of the model's; if not, it is no longer awaited."""
+        layer = self.pending.get(name)
+        if layer is None or value.shape == layer.module._parameters["weight"].shape:  # type: ignore[union-attr]
+            return True
+        for other in [other for other, found in self.pending.items() if found is layer]:
+            del self.pending[other]
+        self.absent.add(name)
+        return False
+
     def take(self, name: str, value: Tensor) -> None:
         """Puts a QuantLinear in the place of the linear whose weight has arrived; its bias comes before or after."""
         if name in self.experts.pending:
@@ -123,8 +157,6 @@ class Loader:
             return
         layer = self.pending[name]
         assert layer.scheme is not None
-        if value.shape != layer.module._parameters["weight"].shape:  # type: ignore[union-attr]
-            raise ValueError(f"{name}: {list(value.shape)} in the checkpoint, and {list(layer.row.shape)} in the model")
         layer.module._parameters["weight"] = nn.Parameter(value, requires_grad=False)
         for other in [other for other, found in self.pending.items() if found is layer]:
             del self.pending[other]
@@ -159,18 +191,77 @@ class Loader:
             self._hook.remove()
         if self.config.scheme is not None and not self.pre_quantized:
             self.experts.finish()
-            embeddings: Any = {"embeddings": True} if self.config.embeddings else {}
-            keep = _filter(model, self.config.modules_to_not_convert)
-            quantize_(model, self.config.scheme, filter=keep, progress=False, **embeddings)
+            self._quantize_the_rest(model)
+        else:
+            _check_all_arrived(model, self.absent)
+        _fill_biases(model, self.absent)
         if self.sharding is not None:
             self.sharding.finish()
         for module in model.modules():
             if isinstance(module, PackedModule):
                 module.settle()
 
+    def _quantize_the_rest(self, model: nn.Module) -> None:
+        assert self.config.scheme is not None
+        embeddings: Any = {"embeddings": True} if self.config.embeddings else {}
+        keep = _filter(model, self.config.modules_to_not_convert)
+        fresh = _made_anew(model, {*self.absent, *self.pending})
+
+        def chosen(name: str, module: nn.Module) -> bool:
+            return name not in fresh and (keep is None or keep(name, module))
+
+        report = quantize_(model, self.config.scheme, filter=chosen, progress=False, **embeddings)
+        asked = {row.name if row.name in fresh else row.name.rpartition(".")[0] for row in report.rows if _left(row)}
+        names = ", ".join(sorted(name for name in asked & fresh if keep is None or keep(name, model)))
+        if names:
+            warnings.warn(
+                f"QaoConfig: the checkpoint does not hold {names}: new random numbers, which stay in float and can be "
+                "trained. After that, qao.quantize_(model, scheme) quantizes them too.",
+                stacklevel=2,
+            )
+
     def is_quantised(self, name: str, module: nn.Module) -> bool:
         """Whether a module of the skeleton is a quantised layer, or may become one."""
         return isinstance(module, PackedModule) or f"{name}.weight" in self.pending or type(module) in self._late
+
+
+def _left(row: Row) -> bool:
+    return row.status == "excluded" and row.note == "by the filter"
+
+
+def _names_of_new(model: nn.Module, absent: Collection[str]) -> set[str]:
+    """Parameters of the model, by name, that the checkpoint holds under none of their names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name for every in names.values() if all(one in absent for one in every) for name in every}
+
+
+def _made_anew(model: nn.Module, absent: Collection[str]) -> set[str]:
+    """Modules, by name, with a weight that the checkpoint does not hold."""
+    new = _names_of_new(model, absent)
+    return {name.rpartition(".")[0] for name in new if model.get_parameter(name).dim() > 1}
+
+
+def _fill_biases(model: nn.Module, absent: Collection[str]) -> None:
+    """Zeros in the place of what transformers leaves uninitialized, since a QuantLinear is no class it knows."""
+    new = _names_of_new(model, absent) if absent else set()
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear) and f"{name}.bias" in new and module.bias is not None:
+            module.bias.data.zero_()
+
+
+def _check_all_arrived(model: nn.Module, absent: Collection[str]) -> None:
+    """Raises ValueError where a quantised layer has no numbers."""
+    new = _names_of_new(model, absent) if absent else set()
+    for name, module in model.named_modules():
+        if isinstance(module, PackedModule):
+            missing = [key for key in module.packed.tensors() if f"{name}.{key}" in new]
+            if missing:
+                raise ValueError(
+                    f"{name}: quantization_config names a quantised layer here, and the checkpoint has no "
+                    f"{', '.join(missing)} of it in the shape of the model: is the file whole, and of this model?"
+                )
 
 
 def check_devices(schemes: Mapping[str, Scheme], device_map: Mapping[str, Any]) -> None:

@@ -29,6 +29,14 @@ def detach(model: nn.Module) -> None:
                 outermost.is_quantized = False  # type: ignore[assignment]
 
 
+def dequantized(model: Any, dtype: torch.dtype | None = None) -> Any:
+    """What ``model.dequantize()`` of these libraries returns: the model in floats, of ``dtype`` where one is given."""
+    from ..dequantize import dequantize_  # here, since it imports this module
+
+    dequantize_(model)
+    return model if dtype is None else model.to(dtype)
+
+
 def _models(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
     """The module of this folder and the outermost models, for each library that is loaded."""
     for library, of in (("transformers", "PreTrainedModel"), ("diffusers", "ModelMixin")):

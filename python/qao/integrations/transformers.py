@@ -7,6 +7,8 @@ put in place before its tensors arrive. Saving goes through ``get_state_dict_and
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from .. import marker, survey
 from ..packed import PackedModule
 from .config import QaoConfig
 from .loading import Loader
-from .registration import fill, mark
+from .registration import dequantized, fill, mark
 from .saving import files_of
 from .tensor_parallel import Sharding
 
@@ -39,6 +41,8 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
         self.modules_to_not_convert: list[str] = []
         self.loader = Loader(quantization_config, self.pre_quantized)
         self._unexpected: Any = None  # patterns of the model that say which names of a checkpoint may be left over
+        self._kept: Callable[[str], torch.dtype | None] = lambda name: None  # dtypes that the model insists on
+        self._watched: list[str] = []  # methods of the model that are ours while it is loaded
         self._cast_to: torch.dtype | None = None  # version 4: set while tensors arrive, whose dtype is up to us then
 
     # ---- before the weights arrive
@@ -57,7 +61,9 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         ties = getattr(model, "all_tied_weights_keys", None)  # version 5; in 4 they share a Parameter by now
         tied = [name for pair in ties.items() for name in pair] if isinstance(ties, dict) else []
-        self.loader.prepare(model, tied, kwargs.get("device_map"))
+        self._kept = _kept_dtypes(model, kwargs.get("dtype") or model.dtype)
+        self.loader.prepare(model, tied, kwargs.get("device_map"), self._kept)
+        self._watch(model)
         self.loader.sharding = Sharding(model, self.loader.is_quantised)
         self._unexpected = model._keys_to_ignore_on_load_unexpected
         if self.loader.hidden:
@@ -65,6 +71,18 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
             patterns += [rf"(^|\.){re.escape(name)}$" for name in self.loader.hidden if name.endswith(marker.TRIPWIRE)]
             model._keys_to_ignore_on_load_unexpected = set(patterns) if _V5 else patterns
         return model
+
+    def _watch(self, model: Any) -> None:
+        """Notes which tensors transformers makes itself, since the checkpoint lacks them or has other shapes."""
+        for name in ("_move_missing_keys_from_meta_to_device", "_move_missing_keys_from_meta_to_cpu"):
+            theirs = getattr(model, name, None)
+            if theirs is not None:
+                vars(model)[name] = partial(self._note_missing, theirs)
+                self._watched.append(name)
+
+    def _note_missing(self, theirs: Any, missing: Any, *args: Any, **kwargs: Any) -> Any:
+        self.loader.absent.update(missing)
+        return theirs(missing, *args, **kwargs)
 
     # ---- while they arrive: version 5
 
@@ -79,16 +97,18 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
         return None if any(name in self.loader.dtypes for name in targets) else dtype
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
-        layer = self.loader.pending.get(param_name)
+        layer = self.loader.pending.get(param_name) or self.loader.experts.pending.get(param_name)
         if layer is None or layer.scheme is None:
             return param.element_size()
-        packed = layer.scheme.empty(*layer.row.shape, dtype=param.dtype, device="meta")
+        *experts, n, k = layer.row.shape
+        packed = layer.scheme.empty(n, k, dtype=param.dtype, device="meta", experts=experts[0] if experts else None)
         return survey.byte_count(*(t for t in packed.tensors().values() if t is not None)) / max(1, param.numel())
 
     # ---- while they arrive: version 4
 
     def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
         # Weights that do not arrive are initialised as floats, and quantised at the end with what is left.
+        self.loader.absent.update(missing_keys)
         for name in missing_keys:
             self.loader.pending.pop(name, None)
         return missing_keys
@@ -104,7 +124,10 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: nn.Module, param_value: Tensor, param_name: str, target_device: Any, *args: Any, **kwargs: Any
     ) -> None:
         if param_name in self.loader.pending:
-            self.loader.take(param_name, param_value.to(target_device, self._cast_to))
+            if not self.loader.fits(param_name, param_value):
+                raise RuntimeError(_mismatch(param_name, param_value, model.get_parameter(param_name)))
+            dtype = self._kept(param_name) or self._cast_to
+            self.loader.take(param_name, param_value.to(target_device, dtype))
             return
         path, _, last = param_name.rpartition(".")
         module = model.get_submodule(path)
@@ -112,9 +135,7 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
         dtype = self.loader.dtypes.get(param_name, old.dtype) if param_value.is_floating_point() else None
         value = param_value.to(target_device, dtype)
         if value.shape != old.shape:
-            raise RuntimeError(
-                f"size mismatch for {param_name}: {list(value.shape)} in the checkpoint, {list(old.shape)} in the model"
-            )
+            raise RuntimeError(_mismatch(param_name, value, old))
         if last in module._parameters:
             module._parameters[last] = parameter = nn.Parameter(value, requires_grad=value.is_floating_point())
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -131,6 +152,8 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         model._keys_to_ignore_on_load_unexpected = self._unexpected
+        for name in self._watched:
+            vars(model).pop(name, None)
         if self._cast_to is not None:
             model.config._pre_quantization_dtype, self._cast_to = self._cast_to, None
         self.loader.finish(model)
@@ -146,6 +169,9 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
         state, metadata, model.config.quantization_config = files_of(model)
         return state, metadata
 
+    def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        return dequantized(model, dtype)
+
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True
 
@@ -156,6 +182,22 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _mismatch(name: str, value: Tensor, own: Tensor) -> str:
+    return f"size mismatch for {name}: {list(value.shape)} in the checkpoint, {list(own.shape)} in the model"
+
+
+def _kept_dtypes(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
+    """The dtype of a tensor by name, of those that the class of the model keeps in another one than ``dtype``."""
+    plan: dict[str, torch.dtype] = {}
+    if dtype == torch.float16:
+        plan.update(dict.fromkeys(getattr(model, "_keep_in_fp32_modules", None) or (), torch.float32))
+    if dtype in (torch.float16, torch.bfloat16):
+        plan.update(dict.fromkeys(getattr(model, "_keep_in_fp32_modules_strict", None) or (), torch.float32))
+    around = ("", "") if _V5 else (r"(^|\.)", r"($|\.)")  # version 5 takes a name for a pattern found anywhere
+    patterns = {re.compile(pattern.replace("*", ".*").join(around)): kept for pattern, kept in plan.items()}
+    return lambda name: next((kept for pattern, kept in patterns.items() if pattern.search(name)), None)
 
 
 class _Quantize:
@@ -172,7 +214,11 @@ class _Quantize:
             if not self._loader.takes(name):
                 left[name] = value
                 continue
-            self._loader.take(name, value[0] if isinstance(value, list) else value)
+            tensor = value[0] if isinstance(value, list) else value
+            if not self._loader.fits(name, tensor):  # transformers reports it, and goes on if it was told to
+                left[name] = value
+                continue
+            self._loader.take(name, tensor)
             if missing_keys is not None:
                 missing_keys.discard(name)
         return left
