@@ -16,6 +16,7 @@ fp4         weight_packed, weight_scale                         mxfp4-pack-quant
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -102,7 +103,7 @@ def quantization_config(layers: Mapping[str, Scheme], ignore: list[str]) -> dict
         ignore: names of the linear layers that are in float.
 
     Returns:
-        One group that targets "Linear", and heads by name, where all layers are alike, else groups that name their
+        One group that targets heads by name, then "Linear", where all layers are alike, else groups that name their
         layers. What only qao knows stands under "qao".
 
     Raises:
@@ -122,15 +123,16 @@ def quantization_config(layers: Mapping[str, Scheme], ignore: list[str]) -> dict
                 break
         else:
             groups.append((args, own, [name]))
-    # By name what is in no numbered block, the head above all: to vLLM that is no "Linear".
-    heads = [name for name in layers if not any(part.isdigit() for part in name.split("."))]
+    # By name what is in no numbered block, the head above all: to vLLM that is no "Linear". Names come first, since
+    # compressed-tensors stops at the first target that matches a module, and warns of those that matched none.
+    heads = [name for name in layers if not any(part.isdigit() for part in re.split(r"\\?\.", name))]
     formats = {args["format"] for args, _, _ in groups}
     config: dict[str, Any] = {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {
-            f"group_{i}": {"targets": ["Linear", *heads] if len(groups) == 1 else names, **args}
+            f"group_{i}": {"targets": [*heads, "Linear"] if len(groups) == 1 else names, **args}
             for i, (args, _, names) in enumerate(groups)
         },
         "ignore": list(ignore),

@@ -70,6 +70,7 @@ _PARTS = {
     "peft": "peft",
     "torch.distributed.fsdp._fully_shard._fsdp_param": "fsdp",
     "torch.utils.flop_counter": "flop_counter",
+    "transformers.modeling_utils": "takeover",
     "transformers.quantizers.auto": "transformers",
 }
 

@@ -21,7 +21,7 @@ _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a repo
 
 def from_pretrained(
     path: str | os.PathLike[str],
-    *,
+    *model_args: Any,
     scheme: Scheme | Mapping[str, Scheme | None] | None = None,
     device_map: Any = None,
     device: torch.device | str | None = None,
@@ -63,7 +63,7 @@ def from_pretrained(
     if device is not None and device_map is not None:
         raise ValueError("from_pretrained: give device or device_map, not both")
     where = {"": torch.device(device)} if device is not None else device_map
-    local = _local(path, options.pop("revision", None))
+    local = _local(path, options)
     checkpoint = open_checkpoint(local)
     floats = checkpoint.format in ("float", "mxfp4")
     if floats:
@@ -86,16 +86,18 @@ def from_pretrained(
     common = {"config": config, "device_map": where, **options}
     if checkpoint.format == "float":
         quantisation = QaoConfig(scheme, embeddings=embeddings)
-        return cls.from_pretrained(str(local), quantization_config=quantisation, dtype=dtype or "auto", **common)
+        common |= {"quantization_config": quantisation, "dtype": dtype or "auto"}
+        return cls.from_pretrained(str(local), *model_args, **common)
     if floats:
         common["quantization_config"] = QaoConfig(scheme, embeddings=embeddings)
     else:
         schemes = _told(local) or {name: layer.scheme for name, layer in checkpoint.layers.items()}
         config.quantization_config = QaoConfig(layers=schemes).to_dict()
     state = {name: _Value(tensor) for name, tensor in checkpoint.state_dict().items()}
-    model, info = cls.from_pretrained(
-        None, state_dict=state, dtype=dtype or _dtype(config, checkpoint), output_loading_info=True, **common
-    )
+    dtype = _dtype(config, checkpoint) if dtype is None else dtype
+    wanted = common.pop("output_loading_info", False)
+    common |= {"state_dict": state, "dtype": dtype, "output_loading_info": True}
+    model, info = cls.from_pretrained(None, *model_args, **common)
     problems = [f"{what[:-5]}: {name}" for what in ("missing_keys", "unexpected_keys") for name in sorted(info[what])]
     problems += _mismatched(cls, config, state)
     if problems and auto_class is None:
@@ -104,7 +106,7 @@ def from_pretrained(
     model.name_or_path = model.config.name_or_path = str(local)
     if model.can_generate() and (local / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(str(local))
-    return model
+    return (model, info) if wanted else model
 
 
 def _told(local: Path) -> Mapping[str, Scheme]:
@@ -155,20 +157,27 @@ def _mismatched(cls: Any, config: Any, state: Mapping[str, _Value]) -> list[str]
     ]
 
 
-def _local(path: str | os.PathLike[str], revision: str | None) -> Path:
-    local = Path(path)
+def _local(path: str | os.PathLike[str], options: dict[str, Any]) -> Path:
+    names = ("revision", "cache_dir", "force_download", "local_files_only", "token")
+    hub = {name: options.pop(name) for name in names if name in options}
+    local, folder = Path(path), options.pop("subfolder", None) or ""
     if local.exists() or os.path.isabs(local) or str(path).count("/") != 1 or str(path).startswith("."):
-        return local  # where nothing is there, opening it says so
+        return local / folder  # where nothing is there, opening it says so
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise ImportError(f"{path}: no such directory; to download it, pip install huggingface_hub") from error
-    return Path(snapshot_download(str(path), revision=revision, allow_patterns=_FILES))
+    return (
+        Path(snapshot_download(str(path), allow_patterns=[os.path.join(folder, one) for one in _FILES], **hub)) / folder
+    )
 
 
 def _config(transformers: Any, content: dict[str, Any], local: Path, options: dict[str, Any]) -> Any:
     """The model's configuration, without what it says about quantisation."""
-    if local.is_dir() and (local / "config.json").exists():
+    given = options.pop("config", None)
+    if isinstance(given, transformers.PretrainedConfig):
+        config = copy.deepcopy(given)
+    elif local.is_dir() and (local / "config.json").exists():
         trust = {key: options[key] for key in ("trust_remote_code",) if key in options}
         config = transformers.AutoConfig.from_pretrained(str(local), **trust)
     elif "model_type" in content:

@@ -1,0 +1,179 @@
+"""Quantized checkpoints that ``from_pretrained`` of transformers loads onto qao's layers, each in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qao
+import saving_support as support
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+CompressedTensors = pytest.mark.skipif(
+    not transformers.utils.is_compressed_tensors_available(), reason="no compressed-tensors"
+)
+WORDS = list(qao.SCHEMES)
+# One head is quantized and one is not; mixtures name their layers.
+MODELS = ("all", "blocks", "mixed")
+
+_LOAD = """
+import sys, json, torch
+order, root = sys.argv[1:]
+if order == "first":
+    import qao
+import transformers
+from transformers import AutoModelForCausalLM
+if order == "last":
+    import transformers.modeling_utils, qao
+transformers.utils.logging.disable_progress_bar()
+from pathlib import Path
+results = {}
+for path in sorted(Path(root).iterdir()):
+    if not (path / "config.json").exists():
+        continue
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        found = model(torch.arange(9)[None]).logits
+    expected = torch.load(path / "expected.pt")
+    quantized = sum(type(module).__name__ == "QuantLinear" for module in model.modules())
+    error = ((found - expected).abs().max() / expected.abs().max()).item()
+    results[path.name] = [quantized, torch.equal(found, expected), str(model.dtype), model.name_or_path, error]
+print("RESULT" + json.dumps(results))
+"""
+
+
+def scheme_of(word: str) -> qao.Scheme:
+    scheme = qao.SCHEMES[word]()
+    return replace(scheme, whole_zeros=True) if isinstance(scheme, qao.formats.Int4Weight) else scheme
+
+
+def save(path: Path, schemes: Any) -> None:
+    model = support.llama(128)
+    qao.quantize_(model, schemes)
+    model.save_pretrained(path)
+    torch.save(support.run(model, "transformers"), path / "expected.pt")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    for word in WORDS:
+        scheme, other = scheme_of(word), scheme_of("int8" if word != "int8" else "fp8")
+        save(root / f"{word}-all", scheme)
+        save(root / f"{word}-blocks", {"model.layers": scheme})
+        save(root / f"{word}-mixed", {r"re:.*mlp\..*": scheme, "model.layers": other})
+    return root
+
+
+def process(order: str, root: Path, **environment: str) -> tuple[dict[str, Any], str]:
+    plain = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+    plain.pop("TRANSFORMERS_VERBOSITY", None)
+    arguments = [sys.executable, "-c", _LOAD, order, str(root)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=plain)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results: dict[str, Any] = json.loads(done.stdout.partition("RESULT")[2])
+    return results, done.stderr
+
+
+@pytest.fixture(scope="module", params=["first", "last"])
+def loaded(root: Path, request: pytest.FixtureRequest) -> tuple[dict[str, Any], str]:
+    return process(request.param, root)
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("which", MODELS)
+def test_with_qao_layers_and_bits_are_those_saved(
+    word: str, which: str, loaded: tuple[dict[str, Any], str], root: Path
+) -> None:
+    path = root / f"{word}-{which}"
+    content = json.loads((path / "config.json").read_text())
+    assert content["quantization_config"]["quant_method"] == "compressed-tensors"
+    quantized, equal, dtype, name, _ = loaded[0][path.name]
+    assert quantized == (15 if which == "all" else 14)
+    assert equal and dtype == "torch.bfloat16" and name == str(path)
+
+
+def test_nothing_is_logged(loaded: tuple[dict[str, Any], str]) -> None:
+    assert loaded[1] == ""
+
+
+@CompressedTensors
+def test_without_qao_the_names_match(root: Path, tmp_path: Path) -> None:
+    """And the numbers are right, as far as the package rounds activations alike."""
+    packed_zeros = ("int4", "int8_int4", "fp8_int4")  # transformers makes no room for them, and raises
+    for path in root.iterdir():
+        if not path.name.startswith(packed_zeros):
+            (tmp_path / path.name).symlink_to(path)
+    results, log = process("never", tmp_path)
+    assert len(results) == 15
+    assert "Could not match" not in log and "LOAD REPORT" not in log
+    assert all(quantized == 0 and error < 0.15 for quantized, _, _, _, error in results.values())
+
+
+@CompressedTensors
+def test_the_switch(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "int8-all", tmp_path / "int8-all")
+    for value in ("0", "off"):
+        results, _ = process("first", tmp_path, QAO_TAKEOVER=value)
+        assert results["int8-all"][0] == 0
+
+
+@CompressedTensors
+def test_the_configuration_of_the_other_library_turns_it_off(root: Path) -> None:
+    path = root / "int8-all"
+    config = transformers.CompressedTensorsConfig()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
+    assert not any(isinstance(module, qao.QuantLinear) for module in model.modules())
+
+
+def test_every_class_and_part_of_the_model(root: Path) -> None:
+    path = root / "int8-all"
+    expected = torch.load(path / "expected.pt")
+    whole = transformers.LlamaForCausalLM.from_pretrained(str(path))
+    assert torch.equal(support.run(whole, "transformers"), expected)
+    base = transformers.AutoModel.from_pretrained(path)
+    assert isinstance(base.layers[0].mlp.up_proj, qao.QuantLinear)
+    other = transformers.AutoModelForSequenceClassification.from_pretrained(path, num_labels=3)
+    assert type(other.score) is torch.nn.Linear and isinstance(other.model.layers[0].mlp.up_proj, qao.QuantLinear)
+    mapped, info = transformers.AutoModelForCausalLM.from_pretrained(path, device_map="cpu", output_loading_info=True)
+    assert torch.equal(support.run(mapped, "transformers"), expected) and not info["missing_keys"]
+
+
+def test_what_qao_does_not_read_goes_to_the_other_library_with_a_warning(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "int8-all", tmp_path / "x")
+    file = tmp_path / "x" / "config.json"
+    content = json.loads(file.read_text())
+    content["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 6
+    file.write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match=r"not loaded onto qao's layers.*int of 6 bits"):
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x")
+        except (ImportError, RuntimeError, ValueError, KeyError):
+            return  # what the library makes of it
+    assert not any(isinstance(module, qao.QuantLinear) for module in model.modules())
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_another_scheme_for_a_quantized_checkpoint_is_an_error(native: bool, root: Path, tmp_path: Path) -> None:
+    path, same = root / "int8-all", qao.Int8WeightOnly()
+    if native:
+        path, same = tmp_path, qao.Int4WeightOnly()  # asymmetric without whole zero points
+        model = support.llama(128)
+        qao.quantize_(model, same)
+        model.save_pretrained(path)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with pytest.raises(ValueError, match=r"quantized already: .* asks for fp4"):
+        load(path, quantization_config=qao.QaoConfig(qao.Fp4WeightOnly()))
+    assert isinstance(load(path, quantization_config=qao.QaoConfig(same)).lm_head, qao.QuantLinear)
