@@ -147,3 +147,110 @@ def test_a_model_that_is_dequantised_is_saved_as_floats(tmp_path: Path) -> None:
     loaded = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path)
     state = model.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
+
+
+def save_floats(path: Path, make: Callable[[], Any] = flux) -> Any:
+    torch.manual_seed(0)
+    model = make().bfloat16()
+    model.save_pretrained(path)
+    return model
+
+
+INT8 = qao.Int8WeightOnly()
+BF16 = {"torch_dtype": torch.bfloat16}
+
+
+def test_a_single_file_is_quantized_while_it_is_loaded(tmp_path: Path) -> None:
+    kind = type(save_floats(tmp_path / "f"))
+    expected = kind.from_pretrained(tmp_path / "f", **BF16, quantization_config=qao.QaoConfig(INT8))
+    file = str(tmp_path / "f" / "diffusion_pytorch_model.safetensors")
+    config = {"config": str(tmp_path / "f"), "quantization_config": qao.QaoConfig(INT8)}
+    model = kind.from_single_file(file, **BF16, **config)
+    assert isinstance(model.proj_out, qao.QuantLinear) and torch.equal(run(model), run(expected))
+    model.save_pretrained(tmp_path / "q")
+    assert torch.equal(run(kind.from_pretrained(tmp_path / "q", **BF16)), run(expected))
+
+
+def wan() -> Any:
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 32, "ffn_dim": 64, "text_dim": 32, "freq_dim": 64}
+    images = {"patch_size": (1, 2, 2), "in_channels": 4, "out_channels": 4}
+    return diffusers.WanTransformer3DModel(**sizes, **images, num_layers=1, rope_max_seq_len=32)
+
+
+@every_scheme
+@pytest.mark.filterwarnings("ignore:quantize_. these big weights")
+def test_what_a_model_keeps_in_float32_is_so_after_a_reload(kind: type[qao.Scheme], tmp_path: Path) -> None:
+    load = type(save_floats(tmp_path / "f", wan)).from_pretrained
+    scheme = kind()
+    later = load(tmp_path / "f", **BF16)
+    qao.quantize_(later, scheme)
+    loaded = load(tmp_path / "f", **BF16, quantization_config=qao.QaoConfig(scheme))
+    loaded.save_pretrained(tmp_path / "q")
+    generator = torch.Generator().manual_seed(1)
+    image, text = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((1, 4, 1, 8, 8), (1, 5, 32)))
+    results = []
+    for model in (later, loaded, load(tmp_path / "q", **BF16)):
+        embedder, block = model.condition_embedder.time_embedder, model.blocks[0]
+        assert isinstance(embedder.linear_1, qao.QuantLinear)
+        assert embedder.linear_1.weight.dtype == embedder.linear_1.bias.dtype == torch.float32
+        assert block.ffn.net[2].weight.dtype == block.ffn.net[2].bias.dtype == torch.bfloat16
+        with torch.no_grad():
+            results.append(model(image, torch.tensor([3]), text).sample)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("part", ["proj_out.weight", "proj_out.qweight"])
+def test_a_layer_that_the_file_lacks(part: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = save_floats(tmp_path)
+    if part.endswith("qweight"):
+        qao.quantize_(model, INT8)
+        model.save_pretrained(tmp_path)
+    file = tmp_path / "diffusion_pytorch_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != part}, file, {"format": "pt"})
+    if part.endswith("qweight"):
+        with pytest.raises(ValueError, match="proj_out: .* the checkpoint has no qweight of it"):
+            type(model).from_pretrained(tmp_path, **BF16)
+        return
+    with pytest.warns(UserWarning, match="the checkpoint does not hold proj_out: new random numbers"):
+        loaded = type(model).from_pretrained(tmp_path, **BF16, quantization_config=qao.QaoConfig(INT8))
+    assert type(loaded.proj_out) is torch.nn.Linear
+
+
+def test_what_diffusers_does_with_a_quantized_model(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from peft import LoraConfig
+
+    kind = type(save_floats(tmp_path / "f"))
+    plain = {"torch_dtype": torch.float32}
+    adapted = kind.from_pretrained(tmp_path / "f", **plain)
+    adapted.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_k"], init_lora_weights=False))
+    adapted.save_lora_adapter(tmp_path / "lora")
+
+    def load(**options: Any) -> Any:
+        return kind.from_pretrained(tmp_path / "f", **plain, quantization_config=qao.QaoConfig(INT8), **options)
+
+    expected = run(load())
+    model = load(device_map="auto")
+    assert torch.equal(run(model).cpu(), expected) or model.device.type != "cpu"
+    model = load()
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    assert torch.equal(run(model), expected)
+    model = load()
+    model.enable_group_offload(onload_device=torch.device("cpu"), offload_type="leaf_level")
+    assert torch.equal(run(model), expected) and torch.equal(run(model), expected)
+    results = []
+    for model in (load(), load().dequantize()):
+        model.load_lora_adapter(tmp_path / "lora", prefix=None, weight_name="pytorch_lora_weights.safetensors")
+        results.append(run(model))
+        model.unload_lora()
+    with_adapter, truth = results
+    assert (truth - expected).norm() > 0.01 * truth.norm()  # an adapter that does something
+    torch.testing.assert_close(with_adapter, truth, rtol=1e-3, atol=1e-4 * truth.abs().max().item())
+    model = load().dequantize()
+    assert type(model.proj_out) is torch.nn.Linear and not getattr(model, "is_quantized", False)
+    model.save_pretrained(tmp_path / "again")
+    again = kind.from_pretrained(tmp_path / "again", **plain).state_dict()
+    assert again.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
