@@ -177,3 +177,36 @@ def test_another_scheme_for_a_quantized_checkpoint_is_an_error(native: bool, roo
     with pytest.raises(ValueError, match=r"quantized already: .* asks for fp4"):
         load(path, quantization_config=qao.QaoConfig(qao.Fp4WeightOnly()))
     assert isinstance(load(path, quantization_config=qao.QaoConfig(same)).lm_head, qao.QuantLinear)
+
+
+def test_names_of_the_hub_and_folders(root: Path, tmp_path: Path) -> None:
+    path, commit = root / "int8-all", "a" * 40
+    expected = torch.load(path / "expected.pt")
+    repository = tmp_path / "cache" / "models--me--mine"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots").mkdir()
+    (repository / "snapshots" / commit).symlink_to(path)
+    (tmp_path / "sub").symlink_to(path)
+    hub = {"cache_dir": tmp_path / "cache", "local_files_only": True}
+    for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
+        for model, name in (
+            (kind.from_pretrained("me/mine", **hub), "me/mine"),
+            (kind.from_pretrained(tmp_path, subfolder="sub"), str(tmp_path)),
+        ):
+            assert isinstance(model.lm_head, qao.QuantLinear) and model.name_or_path == name
+            assert torch.equal(support.run(model, "transformers"), expected)
+
+
+def test_an_adapter_brings_its_base_model(root: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(load(root / "int8-all"), config, autocast_adapter_dtype=False).eval()
+    adapted.base_model.model.config.name_or_path = str(root / "int8-all")
+    adapted.save_pretrained(tmp_path)
+    expected = support.run(adapted, "transformers")
+    for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
+        model = kind.from_pretrained(tmp_path)
+        assert isinstance(model.lm_head, qao.QuantLinear)
+        assert torch.equal(support.run(model, "transformers"), expected)

@@ -9,9 +9,11 @@ qao reads to ``qao.from_pretrained`` instead. ``QAO_TAKEOVER=0`` in the environm
 from __future__ import annotations
 
 import functools
+import json
 import os
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..formats import Scheme
@@ -36,7 +38,7 @@ def register() -> None:
 
     @functools.wraps(theirs)
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *model_args: Any, **options: Any) -> Any:
-        path = pretrained_model_name_or_path
+        path = _base_of(pretrained_model_name_or_path, options)
         found = None if path is None else _quantization(path, options)
         method = None if found is None else found.get("quant_method")
         given = options.get("quantization_config")
@@ -44,8 +46,9 @@ def register() -> None:
             _check_again(path, _layers(found), given)
             options = {name: value for name, value in options.items() if name != "quantization_config"}
         elif method in METHODS and (given is None or isinstance(given, QaoConfig)) and is_on():
-            return _take(cls, functools.partial(theirs, cls), path, model_args, options)
-        return theirs(cls, path, *model_args, **options)
+            whole = functools.partial(theirs, cls, pretrained_model_name_or_path, *model_args, **options)
+            return _take(cls, whole, path, model_args, options)
+        return theirs(cls, pretrained_model_name_or_path, *model_args, **options)
 
     from_pretrained._of_qao = True  # type: ignore[attr-defined]
     base.from_pretrained = classmethod(from_pretrained)
@@ -53,6 +56,19 @@ def register() -> None:
 
 def is_on() -> bool:
     return os.environ.get(SWITCH, "1").lower() not in ("0", "false", "off", "no")
+
+
+def _base_of(path: Any, options: dict[str, Any]) -> Any:
+    """``path``, or the model that an adapter of PEFT in this directory is for, as Auto classes look it up."""
+    folder = Path(path) if isinstance(path, (str, os.PathLike)) else Path("/dev/null")
+    file = folder / "adapter_config.json"
+    if options.get("config") is not None or not file.is_file() or (folder / "config.json").exists():
+        return path
+    try:
+        base = json.loads(file.read_text()).get("base_model_name_or_path")
+    except ValueError:  # theirs says so
+        return path
+    return base or path
 
 
 def _quantization(path: Any, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -81,7 +97,9 @@ def _layers(found: Mapping[str, Any]) -> Mapping[str, Scheme]:
     return config.layers  # type: ignore[no-any-return]
 
 
-def _take(cls: Any, theirs: Any, path: Any, model_args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _take(
+    cls: Any, theirs: functools.partial[Any], path: Any, model_args: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
     from ..checkpoints import CheckpointError, open_checkpoint
 
     kept = dict(options)
@@ -93,13 +111,32 @@ def _take(cls: Any, theirs: Any, path: Any, model_args: tuple[Any, ...], options
     dtype = kept.pop("dtype", None) or old
     if dtype not in (None, "auto"):
         kept["dtype"] = dtype
+    more = dict(kept.pop("adapter_kwargs", None) or {})
+    named, adapter = kept.pop("adapter_name", "default"), more.pop("_adapter_model_path", None)
+    asked = theirs.args[1]
     try:
-        return load(path, *model_args, auto_class=cls, **kept)
+        _check_options(options)
+        loaded = load(path, *model_args, auto_class=cls, **kept)
     except (CheckpointError, Unfit) as error:
         warnings.warn(
             f"{path}: not loaded onto qao's layers, but by the library that config.json names: {error}", stacklevel=3
         )
-    return theirs(path, *model_args, **options)
+        return theirs()
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    model.name_or_path = model.config.name_or_path = str(path)
+    adapter = adapter or (None if asked == path else asked)
+    if adapter is not None and not getattr(model, "_hf_peft_config_loaded", False):
+        model.load_adapter(str(adapter), adapter_name=named, adapter_kwargs=more)
+    return loaded
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raises Unfit for what transformers does with files, and qao does not."""
+    device_map = options.get("device_map")
+    if isinstance(device_map, Mapping) and "disk" in device_map.values():
+        raise Unfit("device_map leaves layers on the disk")
+    if options.get("use_safetensors") is False:
+        raise Unfit("use_safetensors=False, and qao reads safetensors alone")
 
 
 def _check_again(path: Any, layers: Mapping[str, Scheme], given: QaoConfig) -> None:
