@@ -23,7 +23,7 @@ from .loading import Unfit
 from .pretrained import from_pretrained as load
 
 SWITCH = "QAO_TAKEOVER"
-METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "torchao")
+METHODS = ("compressed-tensors", "gptq", "awq", "auto-round", "fp8", "fbgemm_fp8", "modelopt", "torchao")
 _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 
 
