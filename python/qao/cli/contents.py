@@ -9,11 +9,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..checkpoints.base import Checkpoint, CheckpointError, QuantizedLayer
 from ..linear import is_linear
 from ..report import common_name, table
 from .common import DTYPES, Failure, size
+from .names import Names, module_names, stored_shapes
+from .skeleton import model_of
 
 _BIG = 0.01  # share of the parameters from which a float matrix is worth a line
 _EMBEDDINGS = ("embed", "wte", "wpe", "shared.weight")
@@ -29,10 +32,19 @@ class LayerFacts:
     bytes: int  # of all its tensors in qao's layout
     note: str | None
     relative_error: float | None = None  # ‖W - Ŵ‖ / ‖W‖, Frobenius
+    experts: int | None = None  # of a projection of fused experts: how many weights of these sizes
+
+    @property
+    def parameters(self) -> int:
+        return (self.experts or 1) * self.out_features * self.in_features
+
+    @property
+    def shape(self) -> str:
+        return "x".join(str(one) for one in (self.experts, self.out_features, self.in_features) if one is not None)
 
     @property
     def bits(self) -> float:
-        return 8 * self.bytes / (self.out_features * self.in_features)
+        return 8 * self.bytes / self.parameters
 
 
 @dataclass
@@ -63,8 +75,11 @@ class Contents:
 
     @property
     def parameters(self) -> int:
-        quantised = sum(layer.out_features * layer.in_features for layer in self.layers)
-        return quantised + sum(torch.Size(one.shape).numel() for one in self.floats)
+        return self.quantized_parameters + sum(torch.Size(one.shape).numel() for one in self.floats)
+
+    @property
+    def quantized_parameters(self) -> int:
+        return sum(layer.parameters for layer in self.layers)
 
     @property
     def bytes(self) -> int:
@@ -89,8 +104,7 @@ class Contents:
         lines = _layer_table(self.layers) if self.layers else []
         if self.floats:
             lines += ["", *_float_table(self.floats)]
-        quantised = sum(layer.out_features * layer.in_features for layer in self.layers)
-        share = quantised / max(self.parameters, 1)
+        share = self.quantized_parameters / max(self.parameters, 1)
         bits = 8 * self.bytes / max(self.parameters, 1)
         lines += [
             "",
@@ -113,26 +127,28 @@ def float_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return dtypes.most_common(1)[0][0] if dtypes else torch.float32
 
 
-def float_linears(checkpoint: Checkpoint) -> list[str]:
+def float_linears(checkpoint: Checkpoint, trust: bool = False) -> list[str]:
     """Names of the linear layers in float; of a model that cannot be built, of every matrix that may be one."""
-    from .skeleton import from_config
-
     try:
-        modules = from_config(checkpoint.config).named_modules()
-        return [name for name, module in modules if is_linear(module) and name not in checkpoint.layers]
+        model = model_of(checkpoint, trust)
+        quantized = set(map(module_names(model), checkpoint.layers))
+        modules = model.named_modules()
+        return [name for name, module in modules if is_linear(module) and name not in quantized]
     except Failure:
         matrices = (name for name in checkpoint.others if len(checkpoint.shape_dtype(name)[0]) == 2)
         return [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
 
 
 def packed_bytes(layer: QuantizedLayer) -> int:
-    packed = layer.scheme.empty(layer.out_features, layer.in_features, dtype=torch.float32, device="meta")
+    sizes = layer.out_features, layer.in_features
+    packed = layer.scheme.empty(*sizes, dtype=torch.float32, device="meta", experts=layer.experts)
     return sum(tensor.nbytes for tensor in packed.tensors().values() if tensor is not None)
 
 
 def _layer_facts(layer: QuantizedLayer) -> LayerFacts:
     sizes, scheme = (layer.out_features, layer.in_features), layer.scheme
-    return LayerFacts(layer.name, *sizes, scheme.to_dict(), str(scheme), packed_bytes(layer), layer.note)
+    size = packed_bytes(layer)
+    return LayerFacts(layer.name, *sizes, scheme.to_dict(), str(scheme), size, layer.note, experts=layer.experts)
 
 
 def _tensor_facts(checkpoint: Checkpoint, name: str) -> TensorFacts:
@@ -148,7 +164,7 @@ def _family(name: str) -> str:
 def _layer_table(layers: list[LayerFacts]) -> list[str]:
     groups: dict[tuple[Any, ...], list[LayerFacts]] = defaultdict(list)
     for one in layers:
-        groups[_family(one.name), one.out_features, one.in_features, one.text, one.note].append(one)
+        groups[_family(one.name), one.shape, one.text, one.note].append(one)
     rows = []
     for group in groups.values():
         errors = [one.relative_error for one in group if one.relative_error is not None]
@@ -156,7 +172,7 @@ def _layer_table(layers: list[LayerFacts]) -> list[str]:
         rows.append(
             (
                 common_name([one.name for one in group]),
-                f"{group[0].out_features}x{group[0].in_features}",
+                group[0].shape,
                 group[0].text,
                 size(sum(one.bytes for one in group)),
                 f"{group[0].bits:.2f}",
@@ -205,17 +221,14 @@ def _odd(contents: Contents) -> Iterator[str]:
             yield f"{family} is not the same everywhere: {', '.join(sorted(kinds))}"
 
 
-def check(checkpoint: Checkpoint, contents: Contents, against: Checkpoint | None) -> Iterator[str]:
+def check(checkpoint: Checkpoint, contents: Contents, against: FloatModel | None) -> Iterator[str]:
     """Reads every number and yields what is wrong with it; fills in the errors in comparison with a float model."""
     for facts in contents.layers:
         layer = checkpoint.layers[facts.name]
         try:
             tensors = layer.pack()
             if against is not None:
-                weight = layer.scheme.dequantize(
-                    tensors["qweight"], tensors["scales"], layer.out_features, layer.in_features, torch.float32
-                )
-                facts.relative_error = _error(weight, _reference(against, layer))
+                facts.relative_error = _relative_error(layer, tensors, against)
         except (CheckpointError, Failure) as error:
             yield str(error)
     for one in contents.floats:
@@ -224,20 +237,59 @@ def check(checkpoint: Checkpoint, contents: Contents, against: Checkpoint | None
             yield f"{one.name} holds NaN or Inf"
 
 
-def _reference(against: Checkpoint, layer: QuantizedLayer) -> torch.Tensor:
-    try:
-        weight = against.tensor(f"{layer.name}.weight")
-    except KeyError:
-        raise Failure(f"{layer.name}: the float model has no {layer.name}.weight") from None
-    shape = layer.out_features, layer.in_features
-    if tuple(weight.shape) not in (shape, shape[::-1]):
-        raise Failure(f"{layer.name}: the float model has {list(weight.shape)} for {list(shape)}")
-    return weight
+def _relative_error(layer: QuantizedLayer, tensors: dict[str, torch.Tensor], against: FloatModel) -> float:
+    """‖W - Ŵ‖ / ‖W‖, of the weights of all experts together."""
+    sizes, dtype = (layer.out_features, layer.in_features), torch.float32
+    qweight, scales = tensors["qweight"], tensors["scales"]
+    if layer.experts is None:
+        weight = layer.scheme.dequantize(qweight, scales, *sizes, dtype)
+        return _error(weight, against.weight(layer))
+    pairs = zip(qweight, scales, strict=True)
+    weight = torch.stack([layer.scheme.dequantize(w, s, *sizes, dtype) for w, s in pairs])
+    return _error(weight, against.weight(layer))
+
+
+class FloatModel:
+    """The weights of a float model by the names that layers of a quantized checkpoint of it have."""
+
+    def __init__(self, source: Checkpoint, trust: bool = False) -> None:
+        self._source = source
+        self._model: nn.Module | None = None
+        if source.config:
+            try:
+                self._model = model_of(source, trust)
+            except Failure:  # a model that transformers does not know: its files name the tensors
+                self._model = None
+        self._names = None if self._model is None else Names(stored_shapes(source), self._model)
+        self._module = (lambda name: name) if self._model is None else module_names(self._model)
+
+    def weight(self, layer: QuantizedLayer) -> torch.Tensor:
+        """Raises Failure where there is none of the layer's sizes."""
+        sizes = layer.out_features, layer.in_features
+        shape = sizes if layer.experts is None else (layer.experts, *sizes)
+        for name in self._called(layer):
+            if self._names is not None and name in self._names.groups:
+                weight = self._names.groups[name].read(self._source)[name]
+            elif name in self._source.others:
+                weight = self._source.tensor(name)
+            else:
+                continue
+            if tuple(weight.shape) not in (shape, shape[:-2] + sizes[::-1]):
+                raise Failure(f"{layer.name}: the float model has {list(weight.shape)} for {list(shape)}")
+            return weight
+        raise Failure(f"{layer.name}: the float model has no {layer.name}.weight")
+
+    def _called(self, layer: QuantizedLayer) -> list[str]:
+        names = [layer.name, self._module(layer.name)]
+        if layer.experts is None:
+            return [f"{name}.weight" for name in names]
+        keys = ("down_proj",) if layer.name.endswith(".down") else ("gate_up_proj", "up_proj")
+        return [f"{name.rpartition('.')[0]}.{key}" for name in names for key in keys]
 
 
 def _error(weight: torch.Tensor, reference: torch.Tensor) -> float:
     """‖W - Ŵ‖ / ‖W‖. GPT-2 and its like hold W transposed, which the sizes of a square weight do not tell."""
     reference = reference.double()
-    sides = [side for side in (reference, reference.t()) if side.shape == weight.shape]
+    sides = [side for side in (reference, reference.mT) if side.shape == weight.shape]
     norm = reference.norm().clamp(min=torch.finfo(torch.float64).tiny)
     return min(float((weight - side).norm() / norm) for side in sides)

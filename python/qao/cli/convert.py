@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,17 @@ def add(commands: Any) -> None:
     add_output_options(parser)
 
 
+def _obstacle(source: Any) -> str | None:
+    """Why the layers are nothing for compressed-tensors, as far as their schemes do not tell."""
+    experts = next((layer.name for layer in source.layers.values() if layer.experts is not None), None)
+    if experts is not None:
+        return f"{experts} is a projection of fused experts"
+    fractional = source.format == "gguf" and any(
+        not getattr(layer.scheme, "symmetric", True) for layer in source.layers.values()
+    )
+    return "zero points of Q4_1 are no whole numbers" if fractional else None
+
+
 def run(args: argparse.Namespace) -> int:
     from torch import Tensor
 
@@ -34,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     from ..checkpoints.base import Checkpoint
     from ..formats import PackedWeight
     from .contents import float_dtype, float_linears, packed_bytes
+    from .names import modules_of
+    from .readable import reading_problems
     from .transfer import Step, choose_format, config_of, copies, encode, transfer
 
     output = Output(args)
@@ -42,9 +56,13 @@ def run(args: argparse.Namespace) -> int:
         raise Failure(f"{args.model} is a float model: use qao quantize")
     layers = {name: layer.scheme for name, layer in source.layers.items()}
     widths = {name: layer.in_features for name, layer in source.layers.items()}
-    fractional = source.format == "gguf" and any(not getattr(one, "symmetric", True) for one in layers.values())
-    obstacle = "zero points of Q4_1 are no whole numbers" if fractional else None
-    format = choose_format(args.to, layers, widths, obstacle)
+    format = choose_format(args.to, layers, widths, _obstacle(source))
+    problems = reading_problems(source)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        if format == "qao":
+            raise Failure(f"{args.model}: nothing loads this in qao's layout: {problems[0]}{more}")
+        warnings.warn(f"qao loads neither {args.model} nor {args.out}, vLLM may: {problems[0]}{more}", stacklevel=2)
     dtype = float_dtype(source)
 
     def layer(name: str) -> Step:
@@ -52,13 +70,14 @@ def run(args: argparse.Namespace) -> int:
             layer = source.layers[name]
             sizes = layer.out_features, layer.in_features
             tensors: Any = layer.pack()
-            return encode(format, name, layer.scheme, *sizes, PackedWeight(**tensors), dtype)
+            return encode(format, name, layer.scheme, *sizes, PackedWeight(**tensors), dtype, layer.experts)
 
         return Step(packed_bytes(source.layers[name]), make)
 
     steps = copies(source, source.others) + [layer(name) for name in source.layers]
-    config = config_of(format, source.config, layers, float_linears(source), None)
-    figures = transfer(args, partial(open_checkpoint, args.model), steps, config)
+    named = dict(zip(modules_of(source), layers.values(), strict=True))
+    config = config_of(format, source.config, named, float_linears(source), None)
+    figures = transfer(args, partial(open_checkpoint, args.model), steps, config, named, known=problems)
     notes = sorted({layer.note for layer in source.layers.values() if layer.note} | set(source.notes))
     for note in notes:
         output.say(f"note: {note}")

@@ -29,11 +29,11 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..checkpoints import open_checkpoint
-    from .contents import Contents, check
+    from .contents import Contents, FloatModel, check
 
     output = Output(args)
     checkpoint = open_checkpoint(args.model)
-    against = open_checkpoint(args.against) if args.against else None
+    against = FloatModel(open_checkpoint(args.against)) if args.against else None
     contents = Contents.of(checkpoint)
     problems = list(check(checkpoint, contents, against)) if args.check or against is not None else []
     output.say(str(contents))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,34 +15,45 @@ from torch import Tensor, nn
 from .. import grouping
 from ..checkpoints.base import Checkpoint
 from ..embedding import QuantEmbedding
+from ..experts import QuantExperts, QuantProjection, quantize_projection
 from ..formats import Int4Weight, PackedWeight, Scheme
 from ..importance import told_by, told_importance, told_part
-from ..linear import is_linear
+from ..linear import QuantLinear, is_linear, kernel_bias
 from ..marker import MARKER, TRIPWIRE
 from ..packed import PackedModule
 from ..quantize import quantize_
 from ..report import Report
 from .common import DTYPES, Failure
+from .names import Group, Names, float_tensor, shape_dtype, stored_shapes
 from .skeleton import skeleton
-from .transfer import Step, copies, encode, tensor_bytes
+from .transfer import Step, encode
 
 _FLOATS = (*DTYPES.values(), torch.float64)
 _SHARED = ("qweight", "scales", MARKER, TRIPWIRE)  # what tied modules have in common, which a file holds once
 
 
+class _Projection(NamedTuple):
+    """Of fused experts: the tensors of the float model that make it."""
+
+    weight: str
+    bias: str | None
+    transposed: bool
+
+
 class Plan:
-    """Which layers ``quantize_`` would quantise, and how each is read and made.
+    """Which layers ``quantize_`` would quantize, and how each is read and made.
 
     Attributes:
         report: that of ``quantize_``; the steps fill in the errors.
-        layers: scheme of every quantised module by name.
+        layers: scheme of every quantized module by its name in the model.
         in_features: K of each.
         linears: names of the linear layers that stay in float.
         aliases: in qao's layout, names of tensors that the file holds under another name only.
         obstacle: why the result is nothing for compressed-tensors; None if it may be.
+        problems: where file and model do not fit, which the reader stumbles over as well: of tensors that stay.
 
     Raises:
-        Failure: no layer is to be quantised, or the file lacks one that the config has.
+        Failure: no layer is to be quantized, or the file lacks one that the config has.
         ValueError: a pattern of ``exclude`` matches no module.
     """
 
@@ -54,10 +66,14 @@ class Plan:
         embeddings: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
+        trust: bool = False,
     ) -> None:
         self._dtype, self._device = dtype, device
-        model = skeleton(source)
+        model = skeleton(source, trust)
         model.to(dtype or _usual_dtype(source))
+        self._names = Names(stored_shapes(source), model)
+        self.problems = [f"{name} is missing" for name in model.state_dict() if name not in self._names.groups]
+        self.problems += [f"{name} is no tensor of the model" for name in self._names.left_over]
         # Parts of names whose tensors transformers keeps in float32, whatever the dtype of the model.
         kept = (getattr(model, name, None) or () for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
         self._kept = {part for parts in kept for part in parts}
@@ -67,7 +83,8 @@ class Plan:
         }
         schemes: Any = scheme
         if grouping.is_auto(scheme):
-            options: Any = {"exclude": exclude, "embeddings": embeddings, "dtype": dtype, "device": device}
+            options: Any = {"exclude": exclude, "embeddings": embeddings, "dtype": dtype}
+            options |= {"device": device, "trust": trust}
             schemes = Plan(source, grouping.fixed(scheme, 128), **options)._with_groups(source, scheme)
         if exclude:
             # The last pattern is one that nobody writes: of two equal keys one would be lost.
@@ -76,32 +93,64 @@ class Plan:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "quantize_: no layer was quantised")  # an error, below
             self.report: Report = quantize_(model, schemes, embeddings=embeddings, progress=False)
-        self._rows = {row.name: row for row in self.report.rows}
         self._modules = {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
         if not self._modules:
             raise Failure("; ".join(("no layer is to be quantised", *self.report.reasons)))
+        self._projections = dict(_projections(model))
+        rows = {row.name: row for row in self.report.rows}
+        of = {name: one.weight for name, one in self._projections.items()}
+        self._rows = {name: rows[of.get(name, name)] for name in self._modules}
         self.linears = [name for name, module in model.named_modules() if is_linear(module)]
-        self._prefix = self._find(source)
+        self._held = self._find()
+        self._prefix = {name: self._names.file_prefix(held) for name, held in self._held.items()}
         self.layers = {name: self._scheme(source, name) for name in self._modules}
         self.in_features = {name: module._sizes[1] for name, module in self._modules.items()}
         self.obstacle = self._obstacle()
-        self.aliases = self._aliases(source)
+        self.aliases = self._aliases()
 
     def steps(self, source: Checkpoint, format: str) -> list[Step]:
         """How to make all tensors of the result from those of ``source``."""
-        own = {f"{prefix}.weight" for prefix in self._prefix.values()}
-        result = copies(source, [name for name in source.others if name not in own], self._cast)
+        made = {self._weight(name) for name in self._modules}
+        made |= {one.bias for one in self._projections.values() if one.bias is not None}
+        groups = {id(group): group for group in self._names.groups.values()}
+        taken = {id(self._names.groups[name]) for name in made if name in self._names.groups}
+        result = [self._copy(source, name) for name in self._names.left_over]
+        for key, group in groups.items():
+            if key not in taken:
+                result += [self._copy(source, name, group.target) for name in group.sources]
+        for name, group in self._names.groups.items():  # in the file it is one tensor with what is quantized
+            if id(group) in taken and name not in made:
+                result.append(self._part(source, name))
         for names in self._tied().values():
-            first = next(name for name in names if _holds(source, self._prefix[name]))
+            first = next(name for name in names if self._holds(name))
             result.append(self._layer(source, format, first, names))
         return result
 
+    def _copy(self, source: Checkpoint, name: str, target: str | None = None) -> Step:
+        """A tensor that stays as it is, but for its dtype; ``target``: in the model."""
+
+        def make(source: Checkpoint) -> dict[str, Tensor]:
+            return {name: self._cast(target or name, float_tensor(source, name))}
+
+        return Step(_bytes(source, [name]), make)
+
+    def _part(self, source: Checkpoint, name: str) -> Step:
+        def make(source: Checkpoint) -> dict[str, Tensor]:
+            return {self._names.in_file(name): self._tensor(source, name).contiguous()}
+
+        return Step(_bytes(source, self._names.groups[name].sources), make)
+
     def _layer(self, source: Checkpoint, format: str, first: str, names: list[str]) -> Step:
-        prefix, module = self._prefix[first], self._modules[first]
+        count = _bytes(source, self._group(first).sources)
+        if first in self._projections:
+            return Step(count, partial(self._experts, first))
+        module = self._modules[first]
 
         def make(source: Checkpoint) -> dict[str, Tensor]:
             weight = self._read(source, first)
-            packed = module.scheme.quantize(weight.to(self._device), prefix, self._importance(source, first))
+            packed = module.scheme.quantize(
+                weight.to(self._device), self._prefix[first], self._importance(source, first)
+            )
             tensors: dict[str, Tensor] = {}
             for name in names:
                 self._rows[name].relative_error = packed.relative_error
@@ -111,46 +160,74 @@ class Plan:
                 tensors |= encode(format, self._prefix[name], module.scheme, *module._sizes, own, weight.dtype)
             return {key: tensor for key, tensor in tensors.items() if key not in self.aliases}
 
-        return Step(_layer_bytes(source, prefix), make)
+        return Step(count, make)
+
+    def _experts(self, name: str, source: Checkpoint) -> dict[str, Tensor]:
+        """A projection of fused experts, in qao's layout."""
+        module, told = self._modules[name], self._projections[name]
+        weight = self._tensor(source, told.weight)
+        shape = tuple((weight.mT if told.transposed else weight).shape) if weight.dim() == 3 else ()
+        if shape != module.shape or weight.dtype not in _FLOATS:
+            raise Failure(
+                f"{told.weight} is {weight.dtype}{list(weight.shape)} in the file, and the config makes it float of "
+                f"shape {list(module.shape)}"
+            )
+        bias = None if told.bias is None else kernel_bias(self._tensor(source, told.bias), torch.device("cpu"))
+        packed = quantize_projection(weight, module.scheme, told.transposed, self._device, told.weight)
+        self._rows[name].relative_error = packed.relative_error
+        prefix, sizes = self._prefix[name], module._sizes
+        return encode("qao", prefix, module.scheme, *sizes, packed, weight.dtype, len(weight), bias)
 
     def _read(self, source: Checkpoint, name: str) -> Tensor:
         """The float weight [N, K] of a module."""
-        prefix, sizes = self._prefix[name], self._modules[name]._sizes
-        weight = self._cast(f"{prefix}.weight", _weight(source, prefix))
+        sizes = self._modules[name]._sizes
+        weight = self._tensor(source, self._weight(name))
         weight = weight.t() if name in self._transposed else weight
         if tuple(weight.shape) != sizes or weight.dtype not in _FLOATS:
             found = f"{weight.dtype}{list(weight.shape)}"
+            prefix = self._prefix[name]
             raise Failure(f"{prefix}.weight is {found}, and the config makes it float of shape {list(sizes)}")
         return weight
+
+    def _tensor(self, source: Checkpoint, name: str) -> Tensor:
+        """A tensor of the float model, in the dtype it is to have."""
+        return self._cast(name, self._names.groups[name].read(source)[name])
+
+    def _weight(self, name: str) -> str:
+        """The name of its weight in the float model."""
+        told = self._projections.get(name)
+        return f"{self._held.get(name, name)}.weight" if told is None else told.weight
+
+    def _group(self, name: str) -> Group:
+        return self._names.groups[self._weight(name)]
+
+    def _holds(self, name: str) -> bool:
+        """Whether the file has the weight of a module under that name, or under another name of the module."""
+        return self._weight(name) in self._names.groups
 
     def _with_groups(self, source: Checkpoint, scheme: Scheme) -> dict[str, Scheme]:
         """``scheme`` with a group size for each module, as ``quantize_`` chooses them."""
         found, elements = [], []
-        tied = list(self._tied().values())
+        tied = [names for names in self._tied().values() if names[0] not in self._projections]
         for names in tied:
-            first = next(name for name in names if _holds(source, self._prefix[name]))
+            first = next(name for name in names if self._holds(name))
             weight = self._read(source, first)
             importance = self._importance(source, first)
             errors = grouping.weight_errors(weight.to(self._device), scheme, self._prefix[first], importance)
             found.append(grouping.options_of(weight.shape, weight.dtype, scheme, errors))
             elements.append(weight.numel())
         sizes = grouping.choose(found, elements, scheme)
-        return {name: grouping.fixed(scheme, size) for names, size in zip(tied, sizes, strict=True) for name in names}
+        chosen = {name: grouping.fixed(scheme, size) for names, size in zip(tied, sizes, strict=True) for name in names}
+        return chosen | {name.rpartition(".")[0]: scheme for name in self._projections}  # which leaves them
 
     def _importance(self, source: Checkpoint, name: str) -> Tensor | None:
         """As ``quantize_`` finds it, from the weights of layers beside this one."""
-        others = told_by(name)
-        if not self.in_features.keys() >= set(others):
+        others, scheme = told_by(name), self._modules[name].scheme
+        searched = isinstance(scheme, Int4Weight) and scheme.clip_search
+        if not searched or not self.in_features.keys() >= set(others):
             return None
-        prefixes = [self._prefix[other] for other in others]
-        weights = (self._cast(f"{prefix}.weight", _weight(source, prefix)) for prefix in prefixes)
+        weights = (self._tensor(source, self._weight(other)) for other in others)
         return told_importance([told_part(weight, name) for weight in weights], self.in_features[name])
-
-    def _dtype_of(self, source: Checkpoint, prefix: str) -> torch.dtype:
-        """That ``_cast`` will give its weight."""
-        name = f"{prefix}.weight"
-        dtype = torch.float32 if prefix in source.layers or name not in source.others else source.shape_dtype(name)[1]
-        return self._cast(name, torch.empty(0, dtype=dtype)).dtype
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         stays = self._dtype is None or tensor.dtype not in _FLOATS or not self._kept.isdisjoint(name.split("."))
@@ -163,21 +240,27 @@ class Plan:
             groups.setdefault(id(module.qweight), []).append(name)
         return groups
 
-    def _find(self, source: Checkpoint) -> dict[str, str]:
-        """What stands before ".weight" in the file, by name of the module; a shared one may go by another name."""
+    def _find(self) -> dict[str, str]:
+        """For each module the one of its names whose weight the file has; its own where it has none of them."""
         found: dict[str, str] = {}
         missing = []
         for names in self._tied().values():
             for name in names:
                 called = [name, *self._rows[name].aliases]
-                found[name] = next((prefix for prefix in called if _holds(source, prefix)), name)
-            if not any(_holds(source, found[name]) for name in names):
-                missing.append(names[0])
+                found[name] = next((one for one in called if f"{one}.weight" in self._names.groups), name)
+            told = next((self._projections[name] for name in names if name in self._projections), None)
+            needed = [f"{found[name]}.weight" for name in names] if told is None else [told.weight]
+            if not any(name in self._names.groups for name in needed):
+                missing.append(names[0] if told is None else told.weight)
+            elif told is not None and told.bias is not None and told.bias not in self._names.groups:
+                missing.append(told.bias)
         if missing:
             listed = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+            held = ", ".join(self._names.left_over[:3])
+            count = f"{len(missing)} layer{'s' * (len(missing) > 1)}"
             raise Failure(
-                f"the file lacks the weights of {len(missing)} layers that config.json has ({listed}). If it names "
-                "them otherwise, load the model with transformers and save it: save_pretrained gives today's names"
+                f"the file lacks the weights of {count} that config.json has ({listed})"
+                + (f"; it has others, which this model does not use: {held}" if held else "")
             )
         return found
 
@@ -185,28 +268,48 @@ class Plan:
         """As exact as layout.describe: of int4 with the dtype that its scales will have."""
         scheme = self._modules[name].scheme
         if isinstance(scheme, Int4Weight):
-            scheme = replace(scheme, scale_dtype=scheme.scale_dtype_of(self._dtype_of(source, self._prefix[name])))
+            weight = self._weight(next(one for one in self._tied_to(name) if self._holds(one)))
+            _, dtype = shape_dtype(source, self._names.groups[weight].sources[0])
+            scale_dtype = scheme.scale_dtype_of(self._cast(weight, torch.empty(0, dtype=dtype)).dtype)
+            scheme = replace(scheme, scale_dtype=scale_dtype)
         return scheme
 
-    def _aliases(self, source: Checkpoint) -> dict[str, str]:
+    def _tied_to(self, name: str) -> list[str]:
+        """The module and those that share its weight."""
+        weight = self._modules[name].qweight
+        return [other for other, module in self._modules.items() if module.qweight is weight]
+
+    def _aliases(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for names in self._tied().values():
-            first = next(self._prefix[name] for name in names if _holds(source, self._prefix[name]))
-            for prefix in {self._prefix[name] for name in names} - {first}:
-                if not _holds(source, prefix):
-                    found |= {f"{prefix}.{key}": f"{first}.{key}" for key in _SHARED}
+            first = next(self._prefix[name] for name in names if self._holds(name))
+            others = {self._prefix[name] for name in names if not self._holds(name)}
+            found |= {f"{prefix}.{key}": f"{first}.{key}" for prefix in others - {first} for key in _SHARED}
         return found
 
     def _obstacle(self) -> str | None:
         for name, module in self._modules.items():
             if isinstance(module, QuantEmbedding):
                 return f"{name} is a quantised embedding"
-            if name in self._transposed:
-                return f"{name} is a Conv1D, no Linear"
+            if isinstance(module, QuantProjection):
+                return f"{name} is a projection of fused experts"
+            if isinstance(module, QuantLinear) and module.stands_for != "Linear":
+                return f"{name} is a {module.stands_for}, no Linear"
             scheme = module.scheme
             if isinstance(scheme, Int4Weight) and not scheme.symmetric and not scheme.whole_zeros:
                 return "zero points are no whole numbers; --set whole_zeros=true makes them so"
         return "several layers share a weight" if len(self._tied()) < len(self._modules) else None
+
+
+def _projections(model: nn.Module) -> Iterator[tuple[str, _Projection]]:
+    """Those of quantized experts, by the name of their module."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantExperts):
+            transposed: bool = module.skeleton().is_transposed  # type: ignore[assignment]
+            own = {id(child): key for key, child in module.named_children()}
+            for key, projection in module.projections().items():
+                bias = None if projection.bias is None else f"{name}.{key}_bias"
+                yield f"{name}.{own[id(projection)]}", _Projection(f"{name}.{key}", bias, transposed)
 
 
 def _usual_dtype(source: Checkpoint) -> torch.dtype:
@@ -215,26 +318,7 @@ def _usual_dtype(source: Checkpoint) -> torch.dtype:
     return floats.most_common(1)[0][0] if floats else torch.float32
 
 
-def _holds(source: Checkpoint, prefix: str) -> bool:
-    if prefix in source.layers:
-        return True
-    try:
-        source.shape_dtype(f"{prefix}.weight")
-    except KeyError:
-        return False
-    return True
-
-
-def _weight(source: Checkpoint, prefix: str) -> Tensor:
-    """The float weight; of a layer that is quantised (in GGUF) what it stands for, in float32."""
-    layer = source.layers.get(prefix)
-    if layer is None:
-        return source.tensor(f"{prefix}.weight")
-    tensors = layer.pack()
-    n, k = layer.out_features, layer.in_features
-    return layer.scheme.dequantize(tensors["qweight"], tensors["scales"], n, k, torch.float32)
-
-
-def _layer_bytes(source: Checkpoint, prefix: str) -> int:
-    layer = source.layers.get(prefix)
-    return tensor_bytes(source, f"{prefix}.weight") if layer is None else layer.out_features * layer.in_features
+def _bytes(source: Checkpoint, names: Sequence[str]) -> int:
+    """That are read for these tensors, about."""
+    found = [(name.removesuffix(".weight") in source.layers, *shape_dtype(source, name)) for name in names]
+    return sum(torch.Size(shape).numel() * (1 if packed else dtype.itemsize) for packed, shape, dtype in found)

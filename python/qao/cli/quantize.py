@@ -76,17 +76,13 @@ def run(args: argparse.Namespace) -> int:
     source = _open(args.model)
     if source.layers and source.format != "gguf":
         raise Failure(f"{args.model} is quantised already ({source.format}); qao convert changes its layout")
-    if source.format == "mxfp4":
-        raise Failure(
-            f"{args.model} has fused experts in MXFP4, which are not quantised file to file. In Python: "
-            f"qao.from_pretrained({str(args.model)!r}, scheme=...).save_pretrained({str(args.out)!r})"
-        )
     dtype = DTYPES[args.dtype] if args.dtype else None
     plan = Plan(source, scheme, exclude=args.exclude, embeddings=args.embeddings, dtype=dtype, device=device)
     format = choose_format(args.to, plan.layers, plan.in_features, plan.obstacle)
     config = config_of(format, source.config, plan.layers, plan.linears, dtype)
     aliases = plan.aliases if format == "qao" else {}
-    figures = transfer(args, partial(_open, args.model), plan.steps(source, format), config, aliases)
+    steps = plan.steps(source, format)
+    figures = transfer(args, partial(_open, args.model), steps, config, plan.layers, aliases, plan.problems)
     output.say(f"{plan.report}\n{figures}\n{args.out}: {format}")
     output.result({"out": str(args.out), "format": format, **figures.to_dict(), **plan.report.to_dict()})
     return 0

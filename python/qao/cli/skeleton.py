@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..checkpoints.base import Checkpoint
+from ..integrations import pretrained
 from .common import Failure, one_line
 
 
-def skeleton(checkpoint: Checkpoint) -> nn.Module:
-    """The model on meta, tied where it ties: of transformers by ``checkpoint.config``; without one by the names.
+def skeleton(checkpoint: Checkpoint, trust: bool = False) -> nn.Module:
+    """The model on meta, tied where it ties: of transformers by config.json; without one by the names.
 
     Raises:
         Failure: there is a config, and transformers does not know the model or is not installed.
@@ -25,11 +27,16 @@ def skeleton(checkpoint: Checkpoint) -> nn.Module:
             stacklevel=2,
         )
         return _by_names(checkpoint)
-    return from_config(checkpoint.config)
+    return model_of(checkpoint, trust)
 
 
-def from_config(config: dict[str, Any]) -> nn.Module:
-    """The model of transformers that config.json describes, on meta."""
+def model_of(checkpoint: Checkpoint, trust: bool = False) -> nn.Module:
+    """The model of transformers that config.json describes, on meta; ``trust``: run code that lies beside it.
+
+    Raises:
+        Failure: there is no config, or none that transformers makes a model of.
+    """
+    config = checkpoint.config
     if "_class_name" in config:
         raise Failure(f"{config['_class_name']} is a model of diffusers: use qao.quantize_ and qao.save in Python")
     kind = config.get("model_type")
@@ -39,12 +46,11 @@ def from_config(config: dict[str, Any]) -> nn.Module:
         import transformers
     except ImportError:
         raise Failure("transformers is needed to know the layers of this model: pip install transformers") from None
-    names = config.get("architectures") or []
+    files = getattr(checkpoint, "_files", None)
+    directory = Path("") if files is None else files.directory
     try:
-        parsed = transformers.AutoConfig.for_model(**config)
-        chosen: Any = getattr(transformers, str(names[0]), None) if names else transformers.AutoModel
-        if chosen is None:
-            raise Failure(f"transformers {transformers.__version__} has no {names[0]}")
+        parsed = pretrained._config(transformers, config, directory, {"trust_remote_code": trust})
+        chosen = _class_of(parsed, directory, trust)
         make = chosen.from_config if chosen is transformers.AutoModel else chosen._from_config
         with torch.device("meta"):
             model: nn.Module = make(parsed)
@@ -53,6 +59,26 @@ def from_config(config: dict[str, Any]) -> nn.Module:
     except Exception as error:  # whatever a hostile or unknown config makes of transformers
         raise Failure(f"config.json: transformers makes no {kind} model of it: {one_line(error)}") from error
     return model
+
+
+def _class_of(parsed: Any, directory: Path, trust: bool) -> Any:
+    import transformers
+
+    name = (getattr(parsed, "architectures", None) or [None])[0]
+    known: Any = transformers.AutoModel if name is None else getattr(transformers, str(name), None)
+    own: dict[str, str] = getattr(parsed, "auto_map", None) or {}
+    if known is not None and not (trust and own):
+        return known
+    reference = next((one for one in own.values() if str(one).rpartition(".")[2] == name), None)
+    if reference is None:
+        if known is None:
+            raise Failure(f"transformers {transformers.__version__} has no {name}")
+        return known
+    if not trust:
+        raise Failure(f"{name} is code that lies beside the model: --trust-remote-code runs it")
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    return get_class_from_dynamic_module(reference, str(directory))
 
 
 def _by_names(checkpoint: Checkpoint) -> nn.Module:

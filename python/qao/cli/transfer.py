@@ -18,11 +18,13 @@ from torch import Tensor
 from ..checkpoint import VERSION
 from ..checkpoints.base import Checkpoint
 from ..checkpoints.ct_write import can_write, layer_tensors, quantization_config
+from ..experts import QuantProjection
 from ..formats import PackedWeight, Scheme
 from ..integrations.config import QaoConfig
 from ..linear import QuantLinear
 from ..packed import PackedModule
 from .common import Failure, memory, one_line, progress, size
+from .readable import check_readable
 from .shards import ShardWriter
 from .staging import staged
 
@@ -65,11 +67,15 @@ def transfer(
     reopen: Callable[[], Checkpoint],
     steps: list[Step],
     config: dict[str, Any],
+    layers: Mapping[str, Scheme],
     aliases: Mapping[str, str] | None = None,
+    known: list[str] | None = None,
 ) -> Figures:
     """Runs the steps and writes the directory ``args.out``, with all that is beside the weights of ``args.model``.
 
-    ``aliases``: further names of tensors in qao's layout, as ``qao.save`` writes them.
+    ``layers``: schemes of the quantized layers by their names in the model. ``aliases``: further names of tensors in
+    qao's layout, as ``qao.save`` writes them. ``known``: why the source could not be loaded, which the result need not
+    do better. Raises Failure where the result could not be loaded.
     """
     if not args.shard_size > 0:
         args.parser.error(f"--shard-size {args.shard_size}: must be positive")
@@ -92,6 +98,7 @@ def transfer(
         finally:
             writer.abandon()
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        check_readable(directory, layers, known or [])
         copy_others(args.model, directory)
     return Figures(total, writer.bytes, time.monotonic() - begun, memory()["peak"])
 
@@ -113,10 +120,23 @@ def tensor_bytes(checkpoint: Checkpoint, name: str) -> int:
 
 
 def encode(
-    format: str, name: str, scheme: Scheme, n: int, k: int, packed: PackedWeight, dtype: torch.dtype
+    format: str,
+    name: str,
+    scheme: Scheme,
+    n: int,
+    k: int,
+    packed: PackedWeight,
+    dtype: torch.dtype,
+    experts: int | None = None,
+    bias: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors of a layer, on the CPU, by their names in a file of this format."""
+    """The tensors of a layer, on the CPU, by their names in a file of this format; ``experts``, ``bias``: of a
+    projection of fused experts, which only qao's format holds."""
     host: Any = {key: None if tensor is None else tensor.cpu() for key, tensor in packed.tensors().items()}
+    if experts is not None:
+        assert format == "qao"
+        projection = QuantProjection(experts, n, k, scheme, PackedWeight(**host), bias, dtype)
+        return projection.state_dict(prefix=f"{name}.")
     if format == "qao":
         return PackedModule(n, k, scheme, PackedWeight(**host), dtype).state_dict(prefix=f"{name}.")
     layer = QuantLinear(k, n, scheme, PackedWeight(**host), None, dtype)

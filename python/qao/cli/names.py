@@ -1,0 +1,194 @@
+"""Names of tensors in the file of a float model and in the model: transformers renames, joins and splits them."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints.base import Checkpoint
+from .common import Failure, one_line
+from .skeleton import model_of
+
+
+@dataclass
+class Group:
+    """Tensors of the file that together make tensors of the model."""
+
+    target: str  # the first tensor of the model
+    sources: list[str] = field(default_factory=list)  # names in the file, as the loader of transformers orders them
+    patterns: list[str] = field(default_factory=list)  # of the converter, one a source
+    converter: Any = None  # of transformers; None: the one source is the one target
+    model: Any = None
+
+    def read(self, source: Checkpoint) -> dict[str, Tensor]:
+        """The tensors of the model by name."""
+        return self.convert([float_tensor(source, name) for name in self.sources])
+
+    def convert(self, tensors: list[Tensor]) -> dict[str, Tensor]:
+        if self.converter is None:
+            return {self.target: tensors[0]}
+        converter = copy.deepcopy(self.converter)
+        for name, pattern, tensor in zip(self.sources, self.patterns, tensors, strict=True):
+            converter.add_tensor(self.target, name, pattern, tensor)
+        try:
+            made = converter.convert(self.target, model=self.model, config=self.model.config)
+        except Exception as error:  # operations of transformers raise many kinds for tensors that do not fit
+            raise Failure(
+                f"{self.sources[0]}: transformers cannot make {self.target} of it and {len(self.sources) - 1} more "
+                f"tensors: {one_line(error)}"
+            ) from error
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class Names:
+    """Which tensors of a file make which tensor of a model: what the loader of transformers would do.
+
+    Attributes:
+        groups: by name of a tensor of the model.
+        left_over: names in the file that belong to no tensor of the model.
+    """
+
+    def __init__(self, stored: Mapping[str, tuple[int, ...]], model: nn.Module) -> None:
+        """``stored``: shapes of the tensors in the file, by name."""
+        self.groups: dict[str, Group] = {}
+        self.left_over: list[str] = []
+        keys = sorted(stored, key=_natural_key())
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        rename, self.in_file, converters = _renaming(model, shapes)
+        by_target: dict[str, Group] = {}
+        for key in keys:
+            target, pattern = rename(key)
+            if target not in shapes:
+                self.left_over.append(key)
+                continue
+            group = by_target.setdefault(target, Group(target, model=model))
+            if pattern is not None:
+                group.converter = converters[pattern]
+            elif group.sources:
+                self.left_over.append(key)
+                continue
+            group.sources.append(key)
+            group.patterns.append(pattern or key)
+        for group in by_target.values():
+            if group.converter is None:
+                self.groups[group.target] = group
+                continue
+            empty = [torch.empty(stored[name], device="meta") for name in group.sources]
+            self.groups.update(dict.fromkeys(group.convert(empty), group))
+
+    def file_prefix(self, module: str) -> str:
+        """What stands before ".weight" in the file, or would, of a module whose weight is another's or is made of
+        several tensors there."""
+        group = self.groups.get(f"{module}.weight")
+        if group is not None and group.converter is None and group.sources[0].endswith(".weight"):
+            return group.sources[0].removesuffix(".weight")
+        return self.in_file(f"{module}.weight").removesuffix(".weight")
+
+
+def float_tensor(source: Checkpoint, name: str) -> Tensor:
+    """A tensor of a file; the weight of a layer that is quantized (in GGUF) as what it stands for, in float32."""
+    layer = source.layers.get(name.removesuffix(".weight"))
+    if layer is None or not name.endswith(".weight"):
+        return source.tensor(name)
+    tensors = layer.pack()
+    n, k = layer.out_features, layer.in_features
+    return layer.scheme.dequantize(tensors["qweight"], tensors["scales"], n, k, torch.float32)
+
+
+def shape_dtype(source: Checkpoint, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+    layer = source.layers.get(name.removesuffix(".weight"))
+    if layer is None or not name.endswith(".weight"):
+        return source.shape_dtype(name)
+    return (layer.out_features, layer.in_features), torch.float32
+
+
+def module_names(model: nn.Module) -> Callable[[str], str]:
+    """From the name of a layer in a file to that in the model."""
+    known = {f"{name}.weight": () for name, _ in model.named_modules(remove_duplicate=False)}
+    rename, _, _ = _renaming(model, known)
+    return lambda layer: rename(f"{layer}.weight")[0].removesuffix(".weight")
+
+
+def modules_of(source: Checkpoint, trust: bool = False) -> list[str]:
+    """The names in the model of the quantized layers of a checkpoint, in their order."""
+    try:
+        model = model_of(source, trust) if source.config else None
+    except Failure:  # of a model that transformers does not know, the file's names are all there is
+        model = None
+    return list(source.layers) if model is None else list(map(module_names(model), source.layers))
+
+
+def stored_shapes(source: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Of all float tensors of a file, layers that are quantized in GGUF among them."""
+    keys = [*source.others, *(f"{name}.weight" for name in source.layers)]
+    return {key: shape_dtype(source, key)[0] for key in keys}
+
+
+def _natural_key() -> Callable[[str], Any]:
+    """For sorting names by the numbers in them: the order in which experts are stacked."""
+    try:
+        from transformers.core_model_loading import dot_natural_key
+    except ImportError:
+        return lambda name: [(part.isdigit(), int(part) if part.isdigit() else part) for part in name.split(".")]
+    key: Callable[[str], Any] = dot_natural_key
+    return key
+
+
+_Rename = Callable[[str], tuple[str, str | None]]
+
+
+def _renaming(model: nn.Module, known: dict[str, Any]) -> tuple[_Rename, Callable[[str], str], dict[str, Any]]:
+    """From a name in the file to that of the model's first tensor made of it and the pattern of its converter; from a
+    name of the model to that in the file, as far as one tensor is the other; and converters by pattern."""
+    if not hasattr(model, "base_model_prefix"):
+        return (lambda name: (name, None)), (lambda name: name), {}
+    prefix: str = model.base_model_prefix  # type: ignore[assignment]
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:
+        return _renaming_4(model, prefix, known)
+    # Both a fresh list: conversions remember whether they matched.
+    every: list[Any] = get_model_conversion_mapping(model)
+    renamings = [one for one in every if isinstance(one, WeightRenaming)]
+    converters = [one for one in every if isinstance(one, WeightConverter)]
+
+    def rename(name: str) -> tuple[str, str | None]:
+        found: tuple[str, str | None] = rename_source_key(name, renamings, converters, prefix, known)
+        if found[0] not in known and name in known:  # it should not have been renamed
+            found = rename_source_key(name, [], [], prefix, known)
+        return found
+
+    def in_file(name: str) -> str:
+        used = [one for one in reversed(renamings) if getattr(one, "_was_used", True)]
+        return str(rename_source_key(name, [one.reverse_transform() for one in used], [])[0])
+
+    return rename, in_file, {pattern: one for one in converters for pattern in one.source_patterns}
+
+
+def _renaming_4(
+    model: nn.Module, prefix: str, known: dict[str, Any]
+) -> tuple[_Rename, Callable[[str], str], dict[str, Any]]:
+    """As version 4 of transformers does, which renames and joins nothing."""
+    mapping: dict[str, str] = getattr(model, "_checkpoint_conversion_mapping", None) or {}
+
+    def rename(name: str) -> tuple[str, str | None]:
+        for pattern, replacement in mapping.items():
+            renamed, count = re.subn(pattern, replacement, name)
+            if count:
+                name = renamed
+                break
+        stripped = name.removeprefix(f"{prefix}.")
+        if name not in known and stripped in known:
+            name = stripped
+        elif name not in known and f"{prefix}.{name}" in known:
+            name = f"{prefix}.{name}"
+        return name, None
+
+    return rename, (lambda name: name), {}

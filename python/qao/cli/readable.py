@@ -1,0 +1,71 @@
+"""Whether qao.from_pretrained would find every tensor of its model in a checkpoint, by names and shapes alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..checkpoints import open_checkpoint
+from ..checkpoints.base import Checkpoint
+from ..formats import Scheme
+from ..integrations import loading
+from ..layout import make_room
+from ..marker import MARKER, TRIPWIRE
+from ..packed import PackedModule
+from .common import Failure
+from .names import Names
+from .skeleton import model_of
+
+
+def reading_problems(
+    checkpoint: Checkpoint, layers: Mapping[str, Scheme] | None = None, trust: bool = False
+) -> list[str]:
+    """What the reader would miss or have left over; none where no config.json says which model it is.
+
+    ``layers``: the quantized layers as config.json names them, if it does.
+    """
+    if not checkpoint.config:
+        return []
+    try:
+        model = model_of(checkpoint, trust)
+    except Failure:  # of a model that transformers does not know, nothing can be said
+        return []
+    schemes = dict(layers or {name: layer.scheme for name, layer in checkpoint.layers.items()})
+    try:
+        make_room(model, loading._names_in(model, schemes))
+    except ValueError as error:
+        return [str(error)]
+    names = Names({name: tuple(tensor.shape) for name, tensor in checkpoint.state_dict().items()}, model)
+    hidden = _hidden(model)
+    expected: dict[str, Any] = model.state_dict(keep_vars=True)
+    found = {id(expected[name]) for name in names.groups if name in expected}
+    missing = [name for name, tensor in expected.items() if id(tensor) not in found and name not in hidden]
+    problems = [f"{name} is missing" for name in missing]
+    ignored = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    left_over = [name for name in names.left_over if not any(one.search(name) for one in ignored)]
+    return problems + [f"{name} is no tensor of the model" for name in left_over]
+
+
+def check_readable(directory: Path, layers: Mapping[str, Scheme], known: list[str], trust: bool = False) -> None:
+    """Raises Failure where the reader would stumble over something but what is ``known`` of the source."""
+    problems = [one for one in reading_problems(open_checkpoint(directory), layers, trust) if one not in known]
+    if problems:
+        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise Failure(
+            f"the result could not be loaded, so nothing is written: {'; '.join(problems[:3])}{more}. In Python, "
+            "qao.from_pretrained(MODEL, scheme=...).save_pretrained(OUT) does the same in memory"
+        )
+
+
+def _hidden(model: nn.Module) -> set[str]:
+    """Entries of a state dict that are no tensors: markers."""
+    return {
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, PackedModule)
+        for key in (MARKER, TRIPWIRE)
+    }
