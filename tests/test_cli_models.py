@@ -1,4 +1,4 @@
-"""Commands on models with tensors that transformers renames, joins or splits while it loads them: as the library does."""
+"""Commands on models with tensors that transformers renames, joins or splits while it loads them."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_as_the_library(float_path: Path, out: Path, scheme: Any, auto: Any) -> Any:
-    """What the command wrote loads as what ``quantize_`` makes, bit for bit, and has the names of ``save_pretrained``."""
+    """What the command wrote loads as what ``quantize_`` makes, and has the names of ``save_pretrained``."""
     expected = auto.from_pretrained(float_path, dtype="auto").eval()
     qao.quantize_(expected, scheme, progress=False)
     loaded = qao.from_pretrained(out)

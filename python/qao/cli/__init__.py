@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from .._version import __version__
 from . import bench, chat, convert, doctor, eval, generate, inspect, quantize
 from .common import Failure, one_line
-from .interrupt import interruptible
+from .interrupt import Terminated, interruptible
 
 EXIT_CODES = """\
 exit status:
@@ -25,6 +25,7 @@ exit status:
   1    failed, or problems were found
   2    wrong usage
   130  stopped with Ctrl-C
+  143  ended by SIGTERM
 
 An output is written beside its place and moved there when it is whole; whatever stops a command leaves nothing of it.
 """
@@ -71,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("qao: stopped", file=sys.stderr)
         return 130
+    except Terminated as end:
+        print(f"qao: ended by {end}", file=sys.stderr)
+        return 128 + end.number
     except BrokenPipeError:  # whoever read the output has seen enough; Python would complain once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

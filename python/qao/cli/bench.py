@@ -10,7 +10,7 @@ import torch
 
 from ..report import table
 from ..schemes import SCHEMES
-from .common import Failure, Output, command, device_of
+from .common import Failure, Output, command, device_of, local_path
 from .timing import copies_of_layers, seconds_of_calls
 
 _DESCRIPTION = """
@@ -84,7 +84,7 @@ def _sizes_of(path: Path) -> list[tuple[int, int]]:
     from ..linear import is_linear, linear_weight
     from .skeleton import skeleton
 
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(local_path(path))
     found = [(layer.out_features, layer.in_features) for layer in checkpoint.layers.values()]
     if not found:
         weights = (linear_weight(module) for module in skeleton(checkpoint).modules() if is_linear(module))

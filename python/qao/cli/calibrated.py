@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from ..checkpoints import open_checkpoint
 from ..formats import Scheme
 from .common import Failure, Output, memory, size
 from .model import load_model, load_tokenizer
+from .readers import readers_of
 from .staging import staged
 from .transfer import copy_others
 
@@ -21,11 +23,11 @@ def run(args: argparse.Namespace, scheme: Scheme) -> int:
     from .. import calibrate, dequantize_
 
     output = Output(args)
-    if args.to is not None:
+    if args.to is not None and args.reader is None:
         args.parser.error(
             "--to: with --calibrate the result is in compressed-tensors where it can say it, else in qao's"
         )
-    data = samples(load_tokenizer(str(args.model)), args.calibrate, args.samples, args.window)
+    data = samples(load_tokenizer(args, str(args.model)), args.calibrate, args.samples, args.window)
     with staged(args.out, args.model, args.force) as directory:
         model: Any = dequantize_(load_model(args, str(args.model)))
         begun = time.monotonic()
@@ -37,13 +39,16 @@ def run(args: argparse.Namespace, scheme: Scheme) -> int:
             raise Failure(f"no layer of {args.model} is to be quantised: {'; '.join(report.reasons)}")
         seconds = time.monotonic() - begun
         model.save_pretrained(directory, max_shard_size=f"{args.shard_size}GB")
+        format = open_checkpoint(directory).format
+        if args.to not in (None, format):
+            raise Failure(f"--for {args.reader}: compressed-tensors cannot hold the result, which {format} does")
         copy_others(args.model, directory)
     figures = {"seconds": seconds, "samples": len(data), "tokens": len(data) * args.window, "memory": memory()["peak"]}
     output.say(
         f"{report}\n{args.method} on {len(data)} texts of {args.window} tokens in {seconds:.1f} s, "
-        f"at most {size(figures['memory'])} of memory\n{args.out}"
+        f"at most {size(figures['memory'])} of memory\n{args.out}: {format}, {readers_of(format)}"
     )
-    output.result({"out": str(args.out), "method": args.method, **figures, **report.to_dict()})
+    output.result({"out": str(args.out), "format": format, "method": args.method, **figures, **report.to_dict()})
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from typing import Any
 
@@ -20,8 +21,8 @@ from .model import (
 )
 
 _DESCRIPTION = """
-Answers appear as they are made, with tokens per second after each. /reset begins anew, /exit or Ctrl-D ends. Ctrl-C
-stops an answer, and at the prompt the program.
+Answers appear as they are made, with tokens per second after each. Ctrl-C stops an answer, and at the prompt the
+program. /help lists what can be typed instead of a message.
 """
 _EXAMPLES = """
 qao chat Qwen3-8B-int4
@@ -32,8 +33,15 @@ qao chat SmolLM2-135M-Instruct.gguf --temperature 0 --system "Answer in one sent
 def add(commands: Any) -> None:
     parser = command(commands, "chat", run, "talk with a model", _DESCRIPTION, _EXAMPLES, json=False)
     add_model_options(parser)
-    parser.add_argument("--system", metavar="TEXT", help="a message before all others that tells how to answer")
     add_generation_options(parser)
+
+
+_HELP = """\
+/help          this list
+/reset         begin anew; so does /clear
+/system TEXT   begin anew with TEXT as the system message; without TEXT: none
+/exit          end; so do /quit and Ctrl-D
+Ctrl-C         stops an answer, and at the prompt the program"""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,30 +49,55 @@ def run(args: argparse.Namespace) -> int:
 
     check_generation(args)
     output = Output(args)
-    tokenizer = load_tokenizer(args.model)
-    start = [{"role": "system", "content": args.system}] if args.system else []
+    tokenizer = load_tokenizer(args, args.model)
+    start = _start(args.system)
     chat_ids(tokenizer, [*start, {"role": "user", "content": "?"}], args.model)  # before the model takes its time
     model = load_model(args, args.model)
     torch.manual_seed(args.seed)
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):  # a Python without it has no line editing
+            import readline  # noqa: F401  # input() uses it from here on
+        output.say("/help lists the commands, /exit ends")
     messages = list(start)
     while (line := _read()) is not None:
-        if line == "/exit":
+        word, _, rest = line.partition(" ")
+        if word in ("/exit", "/quit", "/bye"):
             break
-        if line == "/reset":
+        if word in ("/reset", "/clear"):
             messages = list(start)
-            continue
-        if not line:
-            continue
-        messages.append({"role": "user", "content": line})
-        answer = Answer(tokenizer, output.write)
-        try:
-            with interruptible():
-                generate(args, model, chat_ids(tokenizer, messages, args.model), answer)
-        except KeyboardInterrupt:
-            output.write(" …")
-        messages.append({"role": "assistant", "content": answer.text})
-        output.say(f"\n[{answer}]\n")
+        elif word == "/system":
+            start = _start(rest.strip())
+            messages = list(start)
+        elif word in ("/help", "/?"):
+            output.say(_HELP)
+        elif _is_command(word):
+            output.say(f"{word} is no command; /help lists them")
+        elif line:
+            messages.append({"role": "user", "content": line})
+            messages.append({"role": "assistant", "content": _answer(args, output, model, tokenizer, messages)})
     return 0
+
+
+def _start(system: str | None) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _is_command(word: str) -> bool:
+    """ "/foo", but no path such as "/usr/bin"."""
+    return word.startswith("/") and word[1:].isalpha()
+
+
+def _answer(
+    args: argparse.Namespace, output: Output, model: Any, tokenizer: Any, messages: list[dict[str, str]]
+) -> str:
+    answer = Answer(tokenizer, output.write)
+    try:
+        with interruptible():
+            generate(args, model, chat_ids(tokenizer, messages, args.model), answer)
+    except KeyboardInterrupt:
+        output.write(" …")
+    output.say(f"\n[{answer}]\n")
+    return answer.text
 
 
 def _read() -> str | None:

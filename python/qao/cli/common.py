@@ -168,12 +168,42 @@ def _value(text: str) -> Any:
         return text
 
 
-def device_of(args: argparse.Namespace) -> torch.device:
-    """--device, checked; without it the CPU."""
+def device_of(args: argparse.Namespace, default: str = "cpu") -> torch.device:
+    """--device, checked; without it ``default``."""
     try:
-        device = torch.device(args.device or "cpu")
+        device = torch.device(args.device or default)
     except RuntimeError:
         args.parser.error(f"--device {args.device}: no such device; cpu, cuda or cuda:1")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise Failure(f"--device {args.device}: torch {torch.__version__} sees no GPU; see qao doctor")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise Failure(f"--device {args.device}: there are {torch.cuda.device_count()} GPUs, from cuda:0 on")
     return device
+
+
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """Of commands that read a model: as the arguments of ``from_pretrained``."""
+    parser.add_argument("--revision", help="of a model on the Hugging Face hub: a branch, a tag or a commit")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that lies beside the model")
+
+
+def local_path(path: str | Path, revision: str | None = None) -> Path:
+    """A file or directory; a model on the Hugging Face hub, "owner/name", is downloaded.
+
+    Raises:
+        Failure: there is no such thing.
+    """
+    found = Path(path)
+    if found.exists():
+        return found
+    text = str(path)
+    if text.count("/") != 1 or text.startswith((".", "/", "~")) or found.suffix in (".gguf", ".safetensors"):
+        raise Failure(f"{path}: no such file or directory")
+    from ..integrations.pretrained import _local
+
+    try:
+        return _local(text, revision)
+    except Exception as error:  # the hub and what is below it raise many kinds
+        raise Failure(
+            f"{path}: no such file or directory, and the Hugging Face hub gives no such model: {one_line(error)}"
+        ) from error

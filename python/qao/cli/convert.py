@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .common import Failure, Output, command
+from ..formats import Int4Weight
+from .common import Failure, Output, add_source_options, command, local_path
 from .quantize import add_output_options
+from .readers import check_reader, layout_for, readers_of
 
 _DESCRIPTION = """
 IN holds compressed-tensors, GPTQ, AWQ, fp8 of Hugging Face, fbgemm_fp8, torchao or qao in safetensors, or is a .gguf
@@ -25,6 +27,7 @@ def add(commands: Any) -> None:
     parser = command(commands, "convert", run, "change the layout of a quantised checkpoint", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("model", type=Path, metavar="IN")
     parser.add_argument("out", type=Path, metavar="OUT")
+    add_source_options(parser)
     add_output_options(parser)
 
 
@@ -33,10 +36,17 @@ def _obstacle(source: Any) -> str | None:
     experts = next((layer.name for layer in source.layers.values() if layer.experts is not None), None)
     if experts is not None:
         return f"{experts} is a projection of fused experts"
-    fractional = source.format == "gguf" and any(
-        not getattr(layer.scheme, "symmetric", True) for layer in source.layers.values()
-    )
-    return "zero points of Q4_1 are no whole numbers" if fractional else None
+    for layer in source.layers.values():
+        scheme = layer.scheme
+        if not isinstance(scheme, Int4Weight) or scheme.symmetric or scheme.whole_zeros:
+            continue
+        if source.format == "gguf":
+            return "zero points of Q4_1 are no whole numbers"
+        if source.format == "qao":  # only the numbers tell: they may have come from GPTQ
+            zeros = layer.read().zeros
+            if zeros is not None and not zeros.equal(zeros.round()):
+                return f"zero points of {layer.name} are no whole numbers; quantize the float model with --for vllm"
+    return None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,13 +61,16 @@ def run(args: argparse.Namespace) -> int:
     from .transfer import Step, choose_format, config_of, copies, encode, transfer
 
     output = Output(args)
+    layout_for(args)
+    args.model = local_path(args.model, args.revision)
     source = open_checkpoint(args.model)
     if not source.layers:
         raise Failure(f"{args.model} is a float model: use qao quantize")
     layers = {name: layer.scheme for name, layer in source.layers.items()}
+    check_reader(args.reader, dict.fromkeys(layers.values()))
     widths = {name: layer.in_features for name, layer in source.layers.items()}
     format = choose_format(args.to, layers, widths, _obstacle(source))
-    problems = reading_problems(source)
+    problems = reading_problems(source, trust=args.trust_remote_code)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         if format == "qao":
@@ -75,13 +88,13 @@ def run(args: argparse.Namespace) -> int:
         return Step(packed_bytes(source.layers[name]), make)
 
     steps = copies(source, source.others) + [layer(name) for name in source.layers]
-    named = dict(zip(modules_of(source), layers.values(), strict=True))
-    config = config_of(format, source.config, named, float_linears(source), None)
+    named = dict(zip(modules_of(source, args.trust_remote_code), layers.values(), strict=True))
+    config = config_of(format, source.config, named, float_linears(source, args.trust_remote_code), None)
     figures = transfer(args, partial(open_checkpoint, args.model), steps, config, named, known=problems)
     notes = sorted({layer.note for layer in source.layers.values() if layer.note} | set(source.notes))
     for note in notes:
         output.say(f"note: {note}")
-    output.say(f"{len(layers)} layers, {source.format} to {format}\n{figures}")
+    output.say(f"{len(layers)} layers, {source.format} to {format}, {readers_of(format)}\n{figures}")
     result = {"out": str(args.out), "from": source.format, "format": format, "layers": len(layers), "notes": notes}
     output.result({**result, **figures.to_dict()})
     return 0

@@ -61,11 +61,14 @@ def run(args: argparse.Namespace) -> int:
     if args.layers:
         from .layers import run as by_layer
 
-        tokens, count = _tokens(load_tokenizer(args.model), text, args.windows * args.window)
+        tokens, count = _tokens(load_tokenizer(args, args.model), text, args.windows * args.window)
         return by_layer(args, output, scheme, tokens, count)
-    tokens, count = _tokens(load_tokenizer(args.model), text, args.windows * args.window)
+    tokens, count = _tokens(load_tokenizer(args, args.model), text, args.windows * args.window)
     reference = args.against or (args.model if scheme is not None else None)
-    if args.against and _tokens(load_tokenizer(args.against), text, args.windows * args.window) != (tokens, count):
+    if args.against and _tokens(load_tokenizer(args, args.against), text, args.windows * args.window) != (
+        tokens,
+        count,
+    ):
         raise Failure(f"{args.model} and {args.against} have different tokenizers: nothing to compare token by token")
 
     name = args.model if scheme is None else f"{args.model}, {scheme}"
@@ -94,9 +97,15 @@ def _evaluate(args: argparse.Namespace, path: str, scheme: Any, tokens: list[int
 
     model = load_model(args, path, scheme)
     with progress(args, -(-(len(tokens) - 1) // args.window), Path(path).name, unit="window") as bar:
-        handle = model.register_forward_hook(lambda *_: bar.update())
-        result = perplexity(model, tokens, window=args.window, num_bytes=count)
-        handle.remove()
+
+        def advance(*_: Any) -> None:  # what a forward hook returns takes the place of the output
+            bar.update()
+
+        handle = model.register_forward_hook(advance)
+        try:
+            result = perplexity(model, tokens, window=args.window, num_bytes=count)
+        finally:
+            handle.remove()
     del model
     gc.collect()  # the next model needs its memory
     return result

@@ -39,11 +39,14 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     check_generation(args)
+    if args.system and not args.chat:
+        args.parser.error("--system belongs to --chat")
     output = Output(args)
-    tokenizer = load_tokenizer(args.model)
+    tokenizer = load_tokenizer(args, args.model)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.chat:
-        ids = chat_ids(tokenizer, [{"role": "user", "content": prompt}], args.model)
+        start = [{"role": "system", "content": args.system}] if args.system else []
+        ids = chat_ids(tokenizer, [*start, {"role": "user", "content": prompt}], args.model)
     else:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     if ids.shape[1] == 0:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .common import Output, command
+from .common import Output, add_source_options, command, local_path
 
 _DESCRIPTION = """
 Layers, schemes, bytes and bits per weight, what is in float, and what is odd: layers that differ from their like, big
@@ -23,6 +23,7 @@ qao inspect Qwen3-8B-int4 --against Qwen3-8B
 def add(commands: Any) -> None:
     parser = command(commands, "inspect", run, "show what a checkpoint holds", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("model", type=Path, metavar="PATH", help="a directory, a .safetensors or a .gguf file")
+    add_source_options(parser)
     parser.add_argument("--check", action="store_true", help="read every number")
     parser.add_argument("--against", type=Path, metavar="MODEL", help="the float model: each layer's relative error")
 
@@ -32,8 +33,10 @@ def run(args: argparse.Namespace) -> int:
     from .contents import Contents, FloatModel, check
 
     output = Output(args)
-    checkpoint = open_checkpoint(args.model)
-    against = FloatModel(open_checkpoint(args.against)) if args.against else None
+    checkpoint = open_checkpoint(local_path(args.model, args.revision))
+    against = None
+    if args.against:
+        against = FloatModel(open_checkpoint(local_path(args.against)), args.trust_remote_code)
     contents = Contents.of(checkpoint)
     problems = list(check(checkpoint, contents, against)) if args.check or against is not None else []
     output.say(str(contents))

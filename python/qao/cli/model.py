@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .common import DTYPES, Failure, device_of, one_line
+import torch
+
+from ..packed import PackedModule
+from .common import DTYPES, Failure, add_source_options, device_of, local_path, one_line
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a directory, quantised or float, or a .gguf file")
-    parser.add_argument("--device", help="cpu (default), cuda, cuda:1")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a directory, quantised or float, a .gguf file, or owner/name on the hub"
+    )
+    add_source_options(parser)
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of what is not quantised (that of the file)")
 
 
 def add_generation_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of an answer (512)")
     parser.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token (model's own)")
+    parser.add_argument("--top-p", type=float, metavar="P", help="the likeliest tokens that make up this share of 1")
+    parser.add_argument("--top-k", type=int, metavar="K", help="the K likeliest tokens; 0: all (model's own)")
+    parser.add_argument("--system", metavar="TEXT", help="a message before all others that tells how to answer")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers (0)")
 
 
@@ -27,26 +38,42 @@ def load_model(args: argparse.Namespace, path: str, scheme: Any = None) -> Any:
     """The model, ready to be called. A float model is loaded by transformers as it is, unless there is a scheme."""
     from .. import from_pretrained
 
-    device, dtype = device_of(args), DTYPES[args.dtype] if args.dtype else None
-    if not Path(path).exists():
-        raise Failure(f"{path}: no such file or directory")
+    device = device_of(args, "cuda" if torch.cuda.is_available() else "cpu")
+    dtype = DTYPES[args.dtype] if args.dtype else None
+    local = local_path(path, args.revision)
     transformers = _transformers()
-    if scheme is None and _is_float(Path(path)):
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", device_map={"": device})
+    options: dict[str, Any] = {"trust_remote_code": True} if args.trust_remote_code else {}
+    if scheme is None and _is_float(local):
+        options |= {"dtype": dtype or "auto", "device_map": {"": device}}
+        model = transformers.AutoModelForCausalLM.from_pretrained(str(local), **options)
     else:
-        model = from_pretrained(path, scheme=scheme, device=device, dtype=dtype)
+        model = from_pretrained(local, scheme=scheme, device=device, dtype=dtype, **options)
     if not hasattr(model, "generate") or not model.can_generate():
         raise Failure(f"{path} is a {type(model).__name__}, no language model that writes text")
+    if not args.quiet:
+        print(f"qao: {path}: {_about(model, device)}", file=sys.stderr)
     return model.eval()
 
 
-def load_tokenizer(path: str) -> Any:
+def _about(model: Any, device: torch.device) -> str:
+    """Device, dtype and schemes: "cuda:0 (NVIDIA H100), int8, bfloat16 for the rest"."""
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    schemes = Counter(str(module.scheme) for module in model.modules() if isinstance(module, PackedModule))
+    dtype = str(model.dtype).removeprefix("torch.")
+    if not schemes:
+        return f"{name}, {dtype}, not quantized"
+    words = [f"{word} ({count} layers)" if len(schemes) > 1 else word for word, count in schemes.most_common()]
+    return f"{name}, {', '.join(words)}, {dtype} for the rest"
+
+
+def load_tokenizer(args: argparse.Namespace, path: str) -> Any:
+    file = local_path(path, args.revision)
     transformers = _transformers()
-    file = Path(path)
+    options: dict[str, Any] = {"trust_remote_code": True} if args.trust_remote_code else {}
     try:
         if file.suffix == ".gguf":
             return transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-        return transformers.AutoTokenizer.from_pretrained(str(file if file.is_dir() else file.parent))
+        return transformers.AutoTokenizer.from_pretrained(str(file if file.is_dir() else file.parent), **options)
     except Exception as error:  # transformers raises many kinds for the same reason: there is none it can read
         raise Failure(f"{path}: no tokenizer that transformers can read: {one_line(error)}") from error
 
@@ -125,13 +152,15 @@ class Answer:
 
 def generate(args: argparse.Namespace, model: Any, ids: Any, answer: Answer) -> None:
     """Lets the model go on after ids [1, T]."""
-    import torch
-
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
     if args.temperature is not None:
         sampling = args.temperature > 0
         options |= {"do_sample": sampling, "temperature": args.temperature if sampling else None}
         options |= {} if sampling else {"top_k": None, "top_p": None}
+    if args.top_p is not None or args.top_k is not None:
+        options["do_sample"] = True
+        options |= {} if args.top_p is None else {"top_p": args.top_p}
+        options |= {} if args.top_k is None else {"top_k": args.top_k}
     end = model.generation_config.eos_token_id
     padding = end[0] if isinstance(end, list) else end
     if model.generation_config.pad_token_id is None and padding is not None:
@@ -144,5 +173,11 @@ def generate(args: argparse.Namespace, model: Any, ids: Any, answer: Answer) -> 
 def check_generation(args: argparse.Namespace) -> None:
     if args.max_new_tokens < 1:
         args.parser.error(f"--max-new-tokens {args.max_new_tokens}: must be at least 1")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        args.parser.error(f"--top-p {args.top_p}: must be above 0 and at most 1")
+    if args.top_k is not None and args.top_k < 0:
+        args.parser.error(f"--top-k {args.top_k}: must be 0 or a positive number")
+    if args.temperature == 0 and (args.top_p is not None or args.top_k is not None):
+        args.parser.error("--temperature 0 takes the likeliest token: it leaves --top-p and --top-k nothing to do")
     if args.temperature is not None and not 0 <= args.temperature < float("inf"):
         args.parser.error(f"--temperature {args.temperature}: must be 0 or a positive number")

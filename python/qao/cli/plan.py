@@ -297,7 +297,7 @@ class Plan:
                 return f"{name} is a {module.stands_for}, no Linear"
             scheme = module.scheme
             if isinstance(scheme, Int4Weight) and not scheme.symmetric and not scheme.whole_zeros:
-                return "zero points are no whole numbers; --set whole_zeros=true makes them so"
+                return "its zero points are no whole numbers; --for vllm (or --set whole_zeros=true) makes them so"
         return "several layers share a weight" if len(self._tied()) < len(self._modules) else None
 
 

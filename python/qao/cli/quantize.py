@@ -9,7 +9,18 @@ from typing import Any
 
 from ..calibration import METHODS
 from ..checkpoints.base import Checkpoint
-from .common import DTYPES, Failure, Output, add_scheme_options, command, device_of, scheme_of
+from .common import (
+    DTYPES,
+    Failure,
+    Output,
+    add_scheme_options,
+    add_source_options,
+    command,
+    device_of,
+    local_path,
+    scheme_of,
+)
+from .readers import READERS, readers_of, scheme_for
 
 _DESCRIPTION = """
 MODEL is a directory of Hugging Face (config.json and safetensors), a float .safetensors file, or a .gguf file. It is
@@ -17,14 +28,17 @@ read, quantised and written layer by layer: memory holds a few layers, never the
 by qao.quantize_ in Python: linear layers, but no embeddings, no routers or others that are no plain nn.Linear, and no
 heads tied to an embedding (--embeddings quantises both).
 
-OUT is a directory for transformers, vLLM and qao, in the layout of compressed-tensors; where that cannot hold the
-result, in qao's own. Tokenizer, chat template and other files are copied.
+OUT is a directory in the layout of compressed-tensors, which vLLM and transformers load, with or without qao; where
+that cannot hold the result, in qao's own, which they load where qao is installed. int4 with its default zero points,
+which are no whole numbers, is such a result: --for vllm makes them whole, at some loss. Tokenizer, chat template, code,
+adapters and other files are copied.
 
 With --calibrate TEXT the model is loaded by transformers and quantised so that it does well on that text: fewer errors
 at the same size and speed, for minutes of work and the memory of the float model and the quantised one.
 """
 _EXAMPLES = r"""
 qao quantize Qwen3-8B Qwen3-8B-int4 --scheme int4
+qao quantize Qwen3-8B Qwen3-8B-int4 --scheme int4 --for vllm
 qao quantize Qwen3-8B Qwen3-8B-int4 --scheme int4 --group-size 32 --symmetric --device cuda
 qao quantize Llama-3-70B Llama-3-70B-fp8 --scheme fp8_fp8 --granularity block --dtype bfloat16
 qao quantize Qwen3-8B Qwen3-8B-int4 --scheme int4 --calibrate texts.txt --device cuda
@@ -37,6 +51,7 @@ def add(commands: Any) -> None:
     parser = command(commands, "quantize", run, "quantise a float model, file to file", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("out", type=Path, metavar="OUT")
+    add_source_options(parser)
     add_scheme_options(parser, required=True)
     parser.add_argument(
         "--exclude",
@@ -58,6 +73,12 @@ def add(commands: Any) -> None:
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=FORMATS, help="layout of the result (compressed-tensors where it can)")
+    parser.add_argument(
+        "--for",
+        dest="reader",
+        choices=READERS,
+        help="who is to load the result without qao: an error where it could not; qao: anything that qao loads",
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a directory with a model")
     parser.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="of a file of the result (5)")
 
@@ -66,9 +87,10 @@ def run(args: argparse.Namespace) -> int:
     from .plan import Plan
     from .transfer import choose_format, config_of, transfer
 
-    output, scheme, device = Output(args), scheme_of(args), device_of(args)
+    output, scheme, device = Output(args), scheme_for(args, scheme_of(args)), device_of(args)
     if args.samples < 1 or args.window < 1:
         args.parser.error("--samples and --window must be at least 1")
+    args.model = local_path(args.model, args.revision)
     if args.calibrate is not None:
         from .calibrated import run as calibrated
 
@@ -77,13 +99,14 @@ def run(args: argparse.Namespace) -> int:
     if source.layers and source.format != "gguf":
         raise Failure(f"{args.model} is quantised already ({source.format}); qao convert changes its layout")
     dtype = DTYPES[args.dtype] if args.dtype else None
-    plan = Plan(source, scheme, exclude=args.exclude, embeddings=args.embeddings, dtype=dtype, device=device)
+    options: dict[str, Any] = {"exclude": args.exclude, "embeddings": args.embeddings, "dtype": dtype}
+    plan = Plan(source, scheme, device=device, trust=args.trust_remote_code, **options)
     format = choose_format(args.to, plan.layers, plan.in_features, plan.obstacle)
     config = config_of(format, source.config, plan.layers, plan.linears, dtype)
     aliases = plan.aliases if format == "qao" else {}
     steps = plan.steps(source, format)
     figures = transfer(args, partial(_open, args.model), steps, config, plan.layers, aliases, plan.problems)
-    output.say(f"{plan.report}\n{figures}\n{args.out}: {format}")
+    output.say(f"{plan.report}\n{figures}\n{args.out}: {format}, {readers_of(format)}")
     output.result({"out": str(args.out), "format": format, **figures.to_dict(), **plan.report.to_dict()})
     return 0
 

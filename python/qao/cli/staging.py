@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,7 +22,11 @@ def staged(out: Path, source: Path, force: bool) -> Iterator[Path]:
     out = Path(os.path.abspath(out))
     _check(out, source, force)
     staging = out.with_name(f"{out.name}.tmp-{os.getpid()}")
-    staging.mkdir(parents=True)
+    made = [parent for parent in staging.parents if not parent.exists()]  # to be removed again, innermost first
+    try:
+        staging.mkdir(parents=True)
+    except OSError as error:
+        raise Failure(f"{out}: cannot be written: {error.strerror} ({staging})") from error
     try:
         yield staging
         if out.exists():
@@ -31,8 +36,13 @@ def staged(out: Path, source: Path, force: bool) -> Iterator[Path]:
             shutil.rmtree(replaced)
         else:
             staging.rename(out)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise Failure(f"{out}: {error.strerror}; what was written is removed again") from error
         raise
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import VERSION
+from ..checkpoints import files
 from ..checkpoints.base import Checkpoint
 from ..checkpoints.ct_write import can_write, layer_tensors, quantization_config
 from ..experts import QuantProjection
@@ -29,8 +32,16 @@ from .shards import ShardWriter
 from .staging import staged
 
 _RENEW = 128 << 20  # bytes read until the source is opened anew: pages of a mapped file count as memory of the process
-# What holds weights, in any format. Everything else beside them (tokenizer, chat template, licence) is copied.
-_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz")
+# What holds the weights once more at the top of a directory: a float model, where the result is quantized.
+_AGAIN = re.compile(
+    r"((pytorch_model|model|tf_model|flax_model|rust_model|consolidated)[-._].*|.*\.(gguf|onnx|onnx_data|h5|msgpack|ot))$"
+)
+_WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".npz", ".ot"),
+    *(".safetensors.index.json", ".bin.index.json", ".xml", ".tflite", ".mlmodel"),
+)
+_AGAIN_IN = ("onnx", "openvino", "original", "coreml", "metal", "gguf")  # folders with the weights in another form
+_OF_TOOLS = (".git", ".cache", "__pycache__")  # folders of others, which are no part of a model
 _CONFIGS = ("config.json", "quantize_config.json", "quant_config.json")
 
 
@@ -98,7 +109,7 @@ def transfer(
         finally:
             writer.abandon()
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        check_readable(directory, layers, known or [])
+        check_readable(directory, layers, known or [], args.trust_remote_code)
         copy_others(args.model, directory)
     return Figures(total, writer.bytes, time.monotonic() - begun, memory()["peak"])
 
@@ -179,16 +190,52 @@ def config_of(
 
 
 def copy_others(model: Path, directory: Path) -> None:
-    """Copies what lies beside the weights of a model and is not its config: tokenizer, chat template, licence."""
+    """Copies what lies beside the weights of a model and is not its config: tokenizer, chat template, code, licence,
+    and whatever is in folders: adapters, further modules. A warning names what is not copied."""
     if model.suffix == ".gguf":
         _tokenizer_of_gguf(model, directory)
-    for file in sorted(model.rglob("*")) if model.is_dir() else []:
-        inside = file.relative_to(model)
-        hidden = any(part.startswith(".") for part in inside.parts)
-        if hidden or not file.is_file() or file.name.endswith(_WEIGHTS) or str(inside) in _CONFIGS:
+        return
+    folder = model if model.is_dir() else model.parent
+    if not model.is_dir() and not (folder / "config.json").exists():
+        return
+    replaced = {model.name} if model.is_file() else set(weight_files(folder))
+    left, broken = [], []
+    for file in _files_in(folder, directory):
+        inside = file.relative_to(folder)
+        top = len(inside.parts) == 1
+        if (top and (inside.name in replaced or inside.name in _CONFIGS)) or (directory / inside).exists():
             continue
-        (directory / inside).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, directory / inside)
+        weights = inside.name.endswith(_WEIGHTS)
+        if weights and (_AGAIN.match(inside.name) if top else inside.parts[0] in _AGAIN_IN):
+            left.append(str(inside))
+        elif not file.is_file():
+            broken.append(str(inside))
+        else:
+            (directory / inside).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, directory / inside)
+    if left:
+        warnings.warn(f"not copied, since they hold the model in another form: {', '.join(left)}", stacklevel=2)
+    if broken:
+        warnings.warn(f"not copied, since they are no files (broken links?): {', '.join(broken)}", stacklevel=2)
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of the files that open_checkpoint reads, and of their index."""
+    indices = [file.name for file in folder.glob("*.safetensors.index.json")]
+    return [*(file.name for file in files._in_directory(folder)), *(indices if len(indices) == 1 else [])]
+
+
+def _files_in(folder: Path, directory: Path) -> Iterator[Path]:
+    """All files in a folder and its folders, through links too, but for ``directory``."""
+    seen = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(root)
+        if real in seen or real == os.path.realpath(directory):  # a link that leads back
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if name not in _OF_TOOLS)
+        yield from (Path(root, name) for name in sorted(names))
 
 
 def _tokenizer_of_gguf(model: Path, directory: Path) -> None:

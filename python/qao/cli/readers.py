@@ -1,0 +1,65 @@
+"""Who loads what ``quantize`` and ``convert`` write: vLLM and transformers without qao, or with it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ..formats import Int4Weight, Scheme
+from .common import Failure
+
+READERS = ("vllm", "transformers", "qao")
+
+
+def readers_of(format: str) -> str:
+    """For people."""
+    if format == "compressed-tensors":
+        return "which vLLM, transformers and qao load"
+    return "which qao loads, and vLLM and transformers where qao is installed"
+
+
+def scheme_for(args: argparse.Namespace, scheme: Scheme) -> Scheme:
+    """The scheme that --for asks for: vLLM takes zero points of int4 that are whole numbers.
+
+    Sets ``args.to``, for readers without qao to the layout that they read.
+
+    Raises:
+        Failure: the reader has no such layers.
+    """
+    layout_for(args)
+    if args.reader in (None, "qao"):
+        return scheme
+    if isinstance(scheme, Int4Weight) and not scheme.symmetric and args.reader == "vllm":
+        scheme = replace(scheme, whole_zeros=True)
+    check_reader(args.reader, [scheme])
+    return scheme
+
+
+def layout_for(args: argparse.Namespace) -> None:
+    """Sets ``args.to`` by --for."""
+    if args.reader in (None, "qao"):
+        return
+    if args.to == "qao":
+        args.parser.error(f"--to qao: {args.reader} does not load that without qao")
+    args.to = "compressed-tensors"
+
+
+def check_reader(reader: str | None, schemes: Iterable[Scheme]) -> None:
+    """Raises Failure where vLLM or transformers alone has no such layers."""
+    for scheme in schemes:
+        reason = _obstacle(reader, scheme)
+        if reason is not None:
+            raise Failure(f"--for {reader}: {reason}")
+
+
+def _obstacle(reader: str | None, scheme: Scheme) -> str | None:
+    if not isinstance(scheme, Int4Weight):
+        return None
+    if reader == "vllm" and scheme.activations == "int8" and not scheme.symmetric:
+        return f"vLLM has no zero points beside int8 activations ({scheme}): add --symmetric"
+    if reader == "vllm" and scheme.activations == "fp8" and scheme.size != 128:
+        return f"vLLM has {scheme.word} for groups of 128 alone: --group-size 128"
+    if reader == "transformers" and not scheme.symmetric:
+        return f"transformers refuses the zero points of {scheme} in compressed-tensors: add --symmetric"
+    return None

@@ -1,0 +1,109 @@
+"""Every command as users run it: in a process of its own, under a pseudo terminal, or with its output in a pipe."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_cli import TEXT, save_llama
+
+pytest.importorskip("transformers")
+
+COMMANDS: dict[str, list[str]] = {
+    "facts": [],
+    "version": ["--version"],
+    "quantize": ["quantize", "{llama}", "{tmp}/out", "--scheme", "int8"],
+    "quantize, calibrated": [
+        *("quantize", "{llama}", "{tmp}/out", "--scheme", "int4", "--group-size", "32"),
+        *("--calibrate", "{text}", "--samples", "2", "--window", "20"),
+    ],
+    "convert": ["convert", "{int8}", "{tmp}/out", "--to", "qao"],
+    "inspect": ["inspect", "{int8}", "--against", "{llama}"],
+    "generate": ["generate", "{int8}", "Hello", "--max-new-tokens", "4"],
+    "eval": ["eval", "{llama}", "--text", "{text}", "--windows", "2", "--window", "20"],
+    "eval, compared": ["eval", "{llama}", "--scheme", "int8", "--text", "{text}", "--windows", "2", "--window", "20"],
+    "eval, layers": [
+        *("eval", "{llama}", "--scheme", "int8", "--layers", "--text", "{text}", "--windows", "2", "--window", "20"),
+    ],
+    "bench": ["bench", "--layer", "64x64", "--tokens", "1", "--scheme", "int8"],
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from qao.cli import main
+
+    folder = tmp_path_factory.mktemp("terminal")
+    (folder / "text.txt").write_text(TEXT)
+    llama = save_llama(folder / "llama")
+    assert main(["quantize", str(llama), str(folder / "int8"), "--scheme", "int8", "--quiet"]) == 0
+    return {"llama": llama, "int8": folder / "int8", "text": folder / "text.txt"}
+
+
+def in_terminal(arguments: list[str], typed: str = "", columns: int = 80) -> tuple[int, str]:
+    """The exit status and what a terminal shows; each line of ``typed`` follows a prompt."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": str(columns)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qao", *arguments], stdin=slave, stdout=slave, stderr=slave, env=environment
+    )
+    os.close(slave)
+    lines, shown, deadline = typed.splitlines(), b"", time.monotonic() + 240
+    asked = 0
+    while time.monotonic() < deadline:
+        if select.select([master], [], [], 0.2)[0]:
+            try:
+                part = os.read(master, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            shown += part
+        elif process.poll() is not None:
+            break
+        if lines and shown.count(b"> ") > asked:
+            asked = shown.count(b"> ")
+            os.write(master, (lines.pop(0) + "\n").encode())
+    status = process.wait(timeout=60)
+    os.close(master)
+    return status, shown.decode()
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_commands_in_a_terminal(name: str, files: dict[str, Path], tmp_path: Path) -> None:
+    arguments = [text.format(**files, tmp=tmp_path) for text in COMMANDS[name]]
+    status, shown = in_terminal(arguments)
+    assert status == 0, shown
+    assert "Traceback" not in shown and "error:" not in shown
+    if name.startswith("eval"):
+        assert "perplexity" in shown
+
+
+def test_chat_in_a_terminal(files: dict[str, Path]) -> None:
+    typed = "/help\n/nonsense\nHello\n/system Be brief.\n/clear\nHello\n/exit\n"
+    status, shown = in_terminal(["chat", str(files["int8"]), "--max-new-tokens", "3", "--temperature", "0"], typed)
+    assert status == 0, shown
+    assert "/system TEXT" in shown and "/nonsense is no command" in shown
+    assert len(re.findall(r"\[\d+ tokens?, ", shown)) == 2
+    assert re.search(r"qao: \S+int8: cpu, int8, bfloat16 for the rest|qao: \S+int8: cuda.*, int8, bfloat16", shown)
+
+
+def test_what_is_no_terminal_gets_no_control_characters(files: dict[str, Path], tmp_path: Path) -> None:
+    arguments = [text.format(**files, tmp=tmp_path) for text in COMMANDS["eval, compared"]]
+    done = subprocess.run([sys.executable, "-m", "qao", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "\r" not in done.stdout + done.stderr and "\x1b" not in done.stdout + done.stderr
+    assert len(done.stderr.splitlines()) == 2 and len(done.stdout.splitlines()) == 3
+
+
+def test_a_reader_that_goes_away(files: dict[str, Path]) -> None:
+    command = f"{sys.executable} -m qao inspect {files['int8']} | head -1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
+    assert done.stdout.startswith("layer") and done.stderr == ""
