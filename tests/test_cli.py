@@ -522,3 +522,69 @@ def test_everything_beside_the_weights_arrives(llama: Path, tmp_path: Path, caps
     copied = safetensors_torch.load_file(tmp_path / "out" / "2_Dense" / "model.safetensors")
     assert torch.equal(copied["linear.weight"], torch.ones(4, 4))
     qao.from_pretrained(tmp_path / "out")
+
+
+def test_for_readers_without_qao(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["quantize", str(llama), str(tmp_path / "vllm"), "--scheme", "int4", "--group-size", "32"]
+    assert main([*base, "--for", "vllm"]) == 0
+    assert "compressed-tensors, which vLLM, transformers and qao load" in capsys.readouterr().out
+    checkpoint = qao.checkpoints.open_checkpoint(tmp_path / "vllm")
+    assert checkpoint.format == "compressed-tensors"
+    model = load(llama)
+    qao.quantize_(model, qao.Int4WeightOnly(32, whole_zeros=True))
+    assert_same(tmp_path / "vllm", model)
+    # Groups of 128 are fitted to rows of 64 and 96 columns, which compressed-tensors cannot say.
+    for options, message in (
+        (["--scheme", "int4", "--group-size", "32", "--for", "transformers"], "add --symmetric"),
+        (["--scheme", "int8_int4", "--group-size", "32", "--for", "vllm"], "add --symmetric"),
+        (["--scheme", "int4", "--group-size", "32", "--for", "vllm", "--to", "qao"], "does not load that without qao"),
+    ):
+        assert main(["quantize", str(llama), str(tmp_path / "out"), *options]) != 0
+        assert message in stderr_line(capsys) and not (tmp_path / "out").exists()
+    assert main([*base[:2], str(tmp_path / "own"), *base[3:]]) == 0
+    captured = capsys.readouterr()
+    assert "qao: warning: written in qao's own layout" in captured.err and "--for vllm" in captured.err
+    assert "which qao loads, and vLLM and transformers where qao is installed" in captured.out
+    assert main(["convert", str(tmp_path / "own"), str(tmp_path / "again")]) == 0
+    assert "are no whole numbers" in capsys.readouterr().err
+    assert qao.checkpoints.open_checkpoint(tmp_path / "again").format == "qao"
+    assert main(["convert", str(tmp_path / "own"), str(tmp_path / "no"), "--for", "vllm"]) == 1
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "own"),
+    [("nf4", "int4"), ("bnb-4bit", "int4"), ("q4_k_m", "int4"), ("w4a16", "int4"), ("AWQ", "int4"), ("gptq", "int4")]
+    + [("fp8_dynamic", "fp8_fp8"), ("8bit", "int8"), ("W8A8", "int8_int8"), ("mxfp4", "fp4")],
+)
+def test_words_of_others(word: str, own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantize", "model", "out", "--scheme", word]) == 2
+    assert f"its counterpart here is {own} " in stderr_line(capsys)
+    name = type(qao.SCHEMES[own]()).__name__
+    with pytest.raises(TypeError, match=rf"its counterpart here is qao\.{name}\("):
+        qao.quantize_(torch.nn.Sequential(torch.nn.Linear(4, 4)), word)  # type: ignore[arg-type]
+
+
+def test_configs_of_others() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    for config, name in (
+        (transformers.BitsAndBytesConfig(load_in_4bit=True), "Int4WeightOnly"),
+        (transformers.BitsAndBytesConfig(load_in_8bit=True), "Int8WeightOnly"),
+        (transformers.GPTQConfig(bits=4), "Int4WeightOnly"),
+        (transformers.AwqConfig(), "Int4WeightOnly"),
+    ):
+        for call in (lambda: qao.quantize_(model, config), lambda: qao.QaoConfig(config)):  # noqa: B023
+            with pytest.raises(TypeError, match=rf"its counterpart here is qao\.{name}\(\)"):
+                call()
+
+
+def test_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["generate", "x"], ["chat"], ["eval"], ["inspect"], ["quantize", "out", "--scheme", "int8"]):
+        assert main([command[0], str(tmp_path / "none"), *command[1:]]) == 1
+        assert stderr_line(capsys) == f"qao: error: {tmp_path / 'none'}: no such file or directory"
+
+
+def test_an_output_that_cannot_be_written(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("x")
+    assert main(["quantize", str(llama), str(tmp_path / "file" / "out"), "--scheme", "int8"]) == 1
+    assert f"{tmp_path / 'file' / 'out'}: cannot be written: Not a directory" in stderr_line(capsys)

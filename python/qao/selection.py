@@ -9,6 +9,7 @@ from functools import partial
 
 from torch import nn
 
+from . import counterparts
 from .callbacks import by_name_and_module
 from .formats import Int4Weight, Scheme
 from .linear import is_linear
@@ -33,7 +34,8 @@ class Selection:
 
 def selector(model: nn.Module, scheme: Scheme | Mapping[str, Scheme | None] | Select) -> Selection:
     if isinstance(scheme, type) or not (isinstance(scheme, (Scheme, Mapping)) or callable(scheme)):
-        hint = f"; did you mean {scheme.__name__}()?" if isinstance(scheme, type) else ""
+        own = isinstance(scheme, type) and issubclass(scheme, Scheme)
+        hint = f"; did you mean {scheme.__name__}()?" if own else counterparts.hint(scheme)
         raise TypeError(
             "quantize_: scheme must be a scheme such as qao.Int4WeightOnly(), a dict of module names to schemes, or a "
             f"function of name and module, not {scheme!r}{hint}"

@@ -10,7 +10,7 @@ import torch
 
 from ..report import table
 from ..schemes import SCHEMES
-from .common import Failure, Output, command, device_of, local_path
+from .common import Failure, Output, command, device_of, local_path, scheme_word
 from .timing import copies_of_layers, seconds_of_calls
 
 _DESCRIPTION = """
@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
     parser.add_argument("model", nargs="?", type=Path, metavar="MODEL", help="take the sizes of its linear layers")
     parser.add_argument("--layer", action="append", default=[], type=_layer, metavar="NxK", help="out x in features")
     parser.add_argument("--tokens", type=_tokens, default=[1, 16, 512], metavar="M,M,…", help="(1,16,512)")
-    parser.add_argument("--scheme", action="append", choices=list(SCHEMES), help="again for more (all)")
+    parser.add_argument("--scheme", action="append", type=scheme_word, metavar="SCHEME", help="again for more (all)")
     parser.add_argument("--device", help="cpu (default), cuda, cuda:1")
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..counterparts import word_hint
 from ..formats import Scheme
 from ..schemes import SCHEMES, scheme_from_dict
 
@@ -111,7 +112,7 @@ def size(count: float) -> str:
 
 def add_scheme_options(parser: argparse.ArgumentParser, required: bool) -> None:
     group = parser.add_argument_group("scheme")
-    group.add_argument("--scheme", choices=list(SCHEMES), required=required, help="weights, or activations_weights")
+    group.add_argument("--scheme", type=scheme_word, metavar="SCHEME", required=required, help=_SCHEME_HELP)
     group.add_argument(
         "--group-size", type=_group_size, metavar="G", help="int4 weights: 32, 64, 128, 256, -1 for a row, or auto"
     )
@@ -151,6 +152,18 @@ def scheme_of(args: argparse.Namespace) -> Scheme:
         raise  # never reached: error() exits
 
 
+_SCHEME_HELP = f"weights, or activations_weights: {', '.join(SCHEMES)}"
+
+
+def scheme_word(text: str) -> str:
+    """A word of ``SCHEMES``; words of other libraries are answered with their counterpart."""
+    if text in SCHEMES:
+        return text
+    found = word_hint(text)
+    said = f"; its counterpart here is {found}" if found else ""
+    raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(SCHEMES)}){said}")
+
+
 def _group_size(text: str) -> int | str:
     if text == "auto":
         return text
@@ -187,6 +200,11 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that lies beside the model")
 
 
+# Of a repository: pickles and other forms of the same weights.
+_NOT_DOWNLOADED = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot", "*.onnx*", "onnx/*", "*.gguf"]
+_NOT_DOWNLOADED += ["original/*", "openvino/*", "coreml/*", "metal/*"]
+
+
 def local_path(path: str | Path, revision: str | None = None) -> Path:
     """A file or directory; a model on the Hugging Face hub, "owner/name", is downloaded.
 
@@ -199,10 +217,12 @@ def local_path(path: str | Path, revision: str | None = None) -> Path:
     text = str(path)
     if text.count("/") != 1 or text.startswith((".", "/", "~")) or found.suffix in (".gguf", ".safetensors"):
         raise Failure(f"{path}: no such file or directory")
-    from ..integrations.pretrained import _local
-
     try:
-        return _local(text, revision)
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise Failure(f"{path}: no such directory; to download it, pip install huggingface_hub") from None
+    try:
+        return Path(snapshot_download(text, revision=revision, ignore_patterns=_NOT_DOWNLOADED))
     except Exception as error:  # the hub and what is below it raise many kinds
         raise Failure(
             f"{path}: no such file or directory, and the Hugging Face hub gives no such model: {one_line(error)}"

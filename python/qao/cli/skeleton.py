@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ..checkpoints.base import Checkpoint
-from ..integrations import pretrained
 from .common import Failure, one_line
 
 
@@ -47,9 +46,9 @@ def model_of(checkpoint: Checkpoint, trust: bool = False) -> nn.Module:
     except ImportError:
         raise Failure("transformers is needed to know the layers of this model: pip install transformers") from None
     files = getattr(checkpoint, "_files", None)
-    directory = Path("") if files is None else files.directory
+    directory = None if files is None else files.directory
     try:
-        parsed = pretrained._config(transformers, config, directory, {"trust_remote_code": trust})
+        parsed = _parsed(config, directory, trust)
         chosen = _class_of(parsed, directory, trust)
         make = chosen.from_config if chosen is transformers.AutoModel else chosen._from_config
         with torch.device("meta"):
@@ -61,7 +60,20 @@ def model_of(checkpoint: Checkpoint, trust: bool = False) -> nn.Module:
     return model
 
 
-def _class_of(parsed: Any, directory: Path, trust: bool) -> Any:
+def _parsed(config: dict[str, Any], directory: Path | None, trust: bool) -> Any:
+    """The configuration, without what it says about quantization."""
+    import transformers
+
+    if directory is not None and (directory / "config.json").exists():
+        parsed = transformers.AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
+    else:
+        parsed = transformers.AutoConfig.for_model(**config)
+    for part in (parsed, *(part for part in vars(parsed).values() if isinstance(part, transformers.PretrainedConfig))):
+        vars(part).pop("quantization_config", None)
+    return parsed
+
+
+def _class_of(parsed: Any, directory: Path | None, trust: bool) -> Any:
     import transformers
 
     name = (getattr(parsed, "architectures", None) or [None])[0]

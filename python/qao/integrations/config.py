@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import counterparts
 from ..formats import FLOAT_DTYPES, Scheme
 from ..layout import describe, float_dtype
 from ..schemes import scheme_from_dict
@@ -58,7 +59,7 @@ class QaoConfig:
         if not all(one is None or isinstance(one, Scheme) for one in schemes):
             raise TypeError(
                 "QaoConfig: scheme must be a scheme such as qao.Int4WeightOnly(), a dict of module names to schemes, "
-                f"or None, not {scheme!r}"
+                f"or None, not {scheme!r}{counterparts.hint(scheme)}"
             )
         if isinstance(modules_to_not_convert, str):
             raise TypeError(
