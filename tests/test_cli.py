@@ -588,3 +588,18 @@ def test_an_output_that_cannot_be_written(llama: Path, tmp_path: Path, capsys: p
     (tmp_path / "file").write_text("x")
     assert main(["quantize", str(llama), str(tmp_path / "file" / "out"), "--scheme", "int8"]) == 1
     assert f"{tmp_path / 'file' / 'out'}: cannot be written: Not a directory" in stderr_line(capsys)
+
+
+def test_tables_fit_the_width() -> None:
+    from qao.report import table
+
+    rows = [
+        (f"model.layers.{i}.self_attn.q_proj", "64x64", "int8", "its weight is also that of others") for i in (1, 2)
+    ]
+    for width in (50, 60, 80, 200):
+        lines = table(("layer", "shape", "scheme", "kernel"), rows, width)
+        assert max(map(len, lines)) <= width
+        text = " ".join(" ".join(lines).split())
+        assert text.count("q_proj") == 2 and set(lines[1]) == {"-"}
+        assert "".join(text.split()).count("others") == 2
+    assert table(("a", "b"), [("x", "y")], 80) == ["a  b", "----", "x  y"]

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -84,6 +85,39 @@ def test_commands_in_a_terminal(name: str, files: dict[str, Path], tmp_path: Pat
     assert "Traceback" not in shown and "error:" not in shown
     if name.startswith("eval"):
         assert "perplexity" in shown
+
+
+def test_reports_fit_the_terminal(files: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("inspect", "quantize"):
+        arguments = [text.format(**files, tmp=tmp_path) for text in COMMANDS[name]]
+        status, shown = in_terminal([*arguments, "--quiet"], columns=90)
+        tables = [line for line in shown.splitlines() if re.search(r"q_proj|v_proj|lm_head|^layer|^-", line)]
+        assert status == 0 and len(tables) > 5 and max(map(len, tables)) <= 90, shown
+
+
+def test_the_version_needs_no_torch() -> None:
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "qao", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and re.fullmatch(r"qao \S.*\n", done.stdout)
+    assert time.monotonic() - begun < 1.5  # torch alone takes longer
+    program = "import sys; sys.argv = ['program', '--version']; import qao; print(qao.QuantLinear.__name__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "QuantLinear\n", done.stderr
+
+
+@pytest.mark.parametrize("seconds", [0.6, 1.2])
+def test_ctrl_c_while_torch_is_imported(seconds: float) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qao", "doctor"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and errors == "qao: stopped\n"
 
 
 def test_chat_in_a_terminal(files: dict[str, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
 import struct
 from collections.abc import Callable
@@ -436,3 +437,15 @@ def test_flipped_bytes(llama: Path, tmp_path: Path) -> None:
         except CheckpointError:
             refused += 1
     assert refused > 100
+
+
+def test_inspect_shows_the_sizes_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from qao.cli import main
+
+    path = write(tmp_path / "model.gguf", float_model("llama"), "Q4_0")
+    assert main(["inspect", str(path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    tensors = gguf.GGUFReader(path).tensors
+    assert report["bytes"] == sum(int(tensor.n_bytes) for tensor in tensors)
+    assert report["parameters"] == sum(int(tensor.n_elements) for tensor in tensors)
+    assert {layer["bits_per_weight"] for layer in report["layers"]} == {18 * 8 / 32}

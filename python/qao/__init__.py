@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import _early  # noqa: F401  # first: before torch is imported
 from ._version import __version__
 from .calibration import calibrate
 from .checkpoint import load, save

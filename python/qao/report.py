@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -104,16 +107,34 @@ class Report:
         return groups.values()
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table. The last column is not padded: a long reason stays one line and widens nothing."""
-    everything = [header, *rows]
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """Lines of a table. The last column is not padded: a long reason stays one line and widens nothing.
+
+    ``width``: columns that there are; None: those of the terminal that stdout is, or any number. Where the table is
+    wider, the last column goes on in further lines, and names in the first lose their beginning.
+    """
+    if width is None and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+    everything = [[str(cell) for cell in cells] for cells in (header, *rows)]
     widths = [max(len(cells[i]) for cells in everything) for i in range(len(header) - 1)]
-    lines = [
-        "  ".join((*(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)), cells[-1])).rstrip()
-        for cells in everything
-    ]
+    last = max(len(cells[-1]) for cells in everything)
+    if width is not None and widths and sum(widths) + 2 * len(widths) + last > width:
+        others = sum(widths[1:]) + 2 * len(widths)
+        wanted = min(last, _LEAST_LAST)
+        widths[0] = min(widths[0], max(_LEAST_FIRST, width - others - wanted))
+        last = max(wanted, width - others - widths[0])
+    lines: list[str] = []
+    for cells in everything:
+        first = cells[0] if not widths or len(cells[0]) <= widths[0] else f"…{cells[0][1 - widths[0] :]}"
+        wrapped = textwrap.wrap(cells[-1], last) or [""]
+        own = zip([first, *cells[1:-1]], widths, strict=False) if widths else ()
+        lines.append("  ".join((*(cell.ljust(size) for cell, size in own), wrapped[0])).rstrip())
+        lines += [" " * (sum(widths) + 2 * len(widths)) + part for part in wrapped[1:]]
     lines.insert(1, "-" * max(len(line) for line in lines))
     return lines
+
+
+_LEAST_FIRST, _LEAST_LAST = 16, 16  # columns that a narrow table leaves for names and for remarks
 
 
 def _cells(rows: list[Row]) -> tuple[str, ...]:

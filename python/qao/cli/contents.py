@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from ..checkpoints.base import Checkpoint, CheckpointError, QuantizedLayer
+from ..checkpoints.gguf import GgufCheckpoint
+from ..checkpoints.gguf_file import TensorInfo
 from ..linear import is_linear
 from ..report import common_name, table
 from .common import DTYPES, Failure, size
@@ -19,6 +21,7 @@ from .names import Names, module_names, stored_shapes
 from .skeleton import model_of
 
 _BIG = 0.01  # share of the parameters from which a float matrix is worth a line
+_GGUF_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _EMBEDDINGS = ("embed", "wte", "wpe", "shared.weight")
 
 
@@ -29,9 +32,10 @@ class LayerFacts:
     in_features: int
     scheme: dict[str, Any]
     text: str  # the scheme for people
-    bytes: int  # of all its tensors in qao's layout
+    bytes: int  # of all its tensors in qao's layout; in GGUF, those of the file
     note: str | None
     relative_error: float | None = None  # ‖W - Ŵ‖ / ‖W‖, Frobenius
+    bytes_in_memory: int = 0  # in qao's layout
     experts: int | None = None  # of a projection of fused experts: how many weights of these sizes
 
     @property
@@ -68,7 +72,7 @@ class Contents:
     def of(cls, checkpoint: Checkpoint) -> Contents:
         return cls(
             checkpoint.format,
-            [_layer_facts(layer) for layer in checkpoint.layers.values()],
+            [_layer_facts(checkpoint, layer) for layer in checkpoint.layers.values()],
             [_tensor_facts(checkpoint, name) for name in checkpoint.others],
             list(checkpoint.notes),
         )
@@ -108,9 +112,12 @@ class Contents:
         bits = 8 * self.bytes / max(self.parameters, 1)
         lines += [
             "",
-            f"{self.format}: {len(self.layers)} quantised layers with {share:.1%} of {self.parameters:,} parameters; "
-            f"{size(self.bytes)} in all, {bits:.2f} bits per parameter",
+            f"{self.format}: {_counted(len(self.layers), 'quantised layer')} with {share:.1%} of "
+            f"{self.parameters:,} parameters; {size(self.bytes)} in all, {bits:.2f} bits per parameter",
         ]
+        held = sum(layer.bytes_in_memory for layer in self.layers)
+        if self.format == "gguf":
+            lines.append(f"the layers take {size(held)} in memory, in qao's layout")
         return "\n".join([*lines, *(f"odd: {text}" for text in self.odd)]).lstrip("\n")
 
 
@@ -145,16 +152,33 @@ def packed_bytes(layer: QuantizedLayer) -> int:
     return sum(tensor.nbytes for tensor in packed.tensors().values() if tensor is not None)
 
 
-def _layer_facts(layer: QuantizedLayer) -> LayerFacts:
+def _layer_facts(checkpoint: Checkpoint, layer: QuantizedLayer) -> LayerFacts:
     sizes, scheme = (layer.out_features, layer.in_features), layer.scheme
-    size = packed_bytes(layer)
-    return LayerFacts(layer.name, *sizes, scheme.to_dict(), str(scheme), size, layer.note, experts=layer.experts)
+    held = packed_bytes(layer)
+    stored = _in_gguf(checkpoint, layer.keys[0])
+    facts: dict[str, Any] = {"experts": layer.experts, "bytes_in_memory": held}
+    count = held if stored is None else stored.nbytes
+    return LayerFacts(layer.name, *sizes, scheme.to_dict(), str(scheme), count, layer.note, **facts)
+
+
+def _in_gguf(checkpoint: Checkpoint, name: str) -> TensorInfo | None:
+    """A tensor of a GGUF file by its name there, or by that of the model; None for other formats."""
+    if not isinstance(checkpoint, GgufCheckpoint):
+        return None
+    return checkpoint._others.get(name) or checkpoint._file.tensors.get(name)
 
 
 def _tensor_facts(checkpoint: Checkpoint, name: str) -> TensorFacts:
     shape, dtype = checkpoint.shape_dtype(name)
-    text = str(dtype).removeprefix("torch.")
-    return TensorFacts(name, tuple(shape), text, torch.Size(shape).numel() * dtype.itemsize)
+    text, count = str(dtype).removeprefix("torch."), torch.Size(shape).numel() * dtype.itemsize
+    stored = _in_gguf(checkpoint, name)
+    if stored is None:
+        return TensorFacts(name, tuple(shape), text, count)
+    return TensorFacts(name, tuple(shape), _GGUF_FLOATS.get(stored.type, stored.type), stored.nbytes)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _family(name: str) -> str:
@@ -213,7 +237,7 @@ def _odd(contents: Contents) -> Iterator[str]:
         embedding = any(word in family.lower() for word in _EMBEDDINGS)
         share = len(group) * torch.Size(shape).numel() / max(contents.parameters, 1)
         big = contents.layers and len(shape) >= 2 and share >= _BIG and not embedding
-        if big or dtype not in DTYPES:
+        if big or (dtype not in DTYPES and contents.format != "gguf"):
             name = common_name([one.name for one in group])
             yield f"{name} {list(shape)}: {dtype}, {share:.1%} of the parameters"
     for family, kinds in families.items():
