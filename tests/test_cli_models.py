@@ -278,3 +278,60 @@ def test_a_mixture_that_lacks_an_expert(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["quantize", str(tmp_path / "float"), str(tmp_path / "out"), "--scheme", "int8", "--quiet"]) == 1
     assert "model.layers.1.mlp.experts.gate_up_proj is" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["float"]
+
+
+def test_experts_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As other libraries quantize them, which vLLM loads and transformers does not: never in qao's own layout."""
+    from qao.checkpoints.ct_write import layer_tensors, quantization_config
+
+    mixture("qwen3_moe").save_pretrained(tmp_path / "float")
+    tensors = safetensors_torch.load_file(tmp_path / "float" / "model.safetensors")
+    scheme = qao.Int8WeightOnly()
+    names = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
+    for name in names:
+        weight = tensors.pop(f"{name}.weight")
+        linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        linear.weight.data.copy_(weight)
+        made = layer_tensors(qao.QuantLinear.from_linear(linear, scheme))
+        tensors |= {f"{name}.{key}": tensor.contiguous() for key, tensor in made.items()}
+    (tmp_path / "ct").mkdir()
+    safetensors_torch.save_file(tensors, tmp_path / "ct" / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "float" / "config.json").read_text())
+    config["quantization_config"] = quantization_config(dict.fromkeys(names, scheme), ["lm_head"])
+    (tmp_path / "ct" / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "ct"), str(tmp_path / "out"), "--to", "qao"]) == 1
+    assert "nothing loads this in qao's layout" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert main(["convert", str(tmp_path / "ct"), str(tmp_path / "out")]) == 0
+    assert "vLLM may" in capsys.readouterr().err
+    again = safetensors_torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert again.keys() == tensors.keys() and all(torch.equal(again[name], tensors[name]) for name in again)
+
+
+def test_code_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "float"
+    model = save_ready(transformers.LlamaForCausalLM, transformers.LlamaConfig(**TEXT))
+    model.save_pretrained(path)
+    (path / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    )
+    (path / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\nfrom .configuration_own import OwnConfig\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((path / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
+    config["auto_map"] = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    arguments = ["quantize", str(path), str(tmp_path / "out"), "--scheme", "int8", "--to", "qao", "--quiet"]
+    assert main(arguments) == 1
+    assert "--trust-remote-code runs that code" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert main([*arguments, "--trust-remote-code"]) == 0
+    assert (tmp_path / "out" / "modeling_own.py").exists()
+    qao.quantize_(model, qao.Int8WeightOnly(), progress=False)
+    checkpoint = qao.checkpoints.open_checkpoint(tmp_path / "out")
+    for name, layer in checkpoint.layers.items():
+        assert torch.equal(layer.pack()["qweight"], model.get_submodule(name).qweight), name

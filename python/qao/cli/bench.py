@@ -10,7 +10,7 @@ import torch
 
 from ..report import table
 from ..schemes import SCHEMES
-from .common import Failure, Output, command, device_of, local_path, scheme_word
+from .common import Failure, Output, command, counted, device_of, local_path, scheme_word
 from .timing import copies_of_layers, seconds_of_calls
 
 _DESCRIPTION = """
@@ -62,7 +62,11 @@ def run(args: argparse.Namespace) -> int:
     if args.model is not None:
         sizes.update(dict.fromkeys(_sizes_of(args.model)))
     words = args.scheme or [word for word, kind in SCHEMES.items() if device.type in kind.devices]
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {counted(torch.get_num_threads(), 'thread')}"
+    )
     output.say(f"{name}; median µs of a call, and how many times as fast as F.linear in bfloat16")
     rows, cells = [], []
     for n, k in sizes:

@@ -12,7 +12,7 @@ import torch
 
 from ..checkpoints import open_checkpoint
 from ..formats import Scheme
-from .common import Failure, Output, memory, size
+from .common import Failure, Output, counted, memory, size
 from .model import load_model, load_tokenizer
 from .readers import readers_of
 from .staging import staged
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, scheme: Scheme) -> int:
         copy_others(args.model, directory)
     figures = {"seconds": seconds, "samples": len(data), "tokens": len(data) * args.window, "memory": memory()["peak"]}
     output.say(
-        f"{report}\n{args.method} on {len(data)} texts of {args.window} tokens in {seconds:.1f} s, "
+        f"{report}\n{args.method} on {counted(len(data), 'text')} of {args.window} tokens in {seconds:.1f} s, "
         f"at most {size(figures['memory'])} of memory\n{args.out}: {format}, {readers_of(format)}"
     )
     output.result({"out": str(args.out), "format": format, "method": args.method, **figures, **report.to_dict()})

@@ -110,6 +110,11 @@ def size(count: float) -> str:
     return f"{count:.2f} TiB"
 
 
+def counted(count: int, what: str) -> str:
+    """ "1 layer", "2 layers"."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def add_scheme_options(parser: argparse.ArgumentParser, required: bool) -> None:
     group = parser.add_argument_group("scheme")
     group.add_argument("--scheme", type=scheme_word, metavar="SCHEME", required=required, help=_SCHEME_HELP)

@@ -16,7 +16,7 @@ from ..checkpoints.gguf import GgufCheckpoint
 from ..checkpoints.gguf_file import TensorInfo
 from ..linear import is_linear
 from ..report import common_name, table
-from .common import DTYPES, Failure, size
+from .common import DTYPES, Failure, counted, size
 from .names import Names, module_names, stored_shapes
 from .skeleton import model_of
 
@@ -112,7 +112,7 @@ class Contents:
         bits = 8 * self.bytes / max(self.parameters, 1)
         lines += [
             "",
-            f"{self.format}: {_counted(len(self.layers), 'quantised layer')} with {share:.1%} of "
+            f"{self.format}: {counted(len(self.layers), 'quantised layer')} with {share:.1%} of "
             f"{self.parameters:,} parameters; {size(self.bytes)} in all, {bits:.2f} bits per parameter",
         ]
         held = sum(layer.bytes_in_memory for layer in self.layers)
@@ -175,10 +175,6 @@ def _tensor_facts(checkpoint: Checkpoint, name: str) -> TensorFacts:
     if stored is None:
         return TensorFacts(name, tuple(shape), text, count)
     return TensorFacts(name, tuple(shape), _GGUF_FLOATS.get(stored.type, stored.type), stored.nbytes)
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _family(name: str) -> str:

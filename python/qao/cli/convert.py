@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..formats import Int4Weight
-from .common import Failure, Output, add_source_options, command, local_path
+from .common import Failure, Output, add_source_options, command, counted, local_path
 from .quantize import add_output_options
 from .readers import check_reader, layout_for, readers_of
 
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     notes = sorted({layer.note for layer in source.layers.values() if layer.note} | set(source.notes))
     for note in notes:
         output.say(f"note: {note}")
-    output.say(f"{len(layers)} layers, {source.format} to {format}, {readers_of(format)}\n{figures}")
+    output.say(f"{counted(len(layers), 'layer')}, {source.format} to {format}, {readers_of(format)}\n{figures}")
     result = {"out": str(args.out), "from": source.format, "format": format, "layers": len(layers), "notes": notes}
     output.result({**result, **figures.to_dict()})
     return 0

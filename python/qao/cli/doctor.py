@@ -16,7 +16,7 @@ from .._version import __version__
 from ..formats import _host
 from ..report import table
 from ..schemes import SCHEMES
-from .common import Output, command
+from .common import Output, command, counted
 from .timing import copies_of_layers, seconds_of_calls
 
 # What is timed: one layer, from copies that together leave a core's own caches, for few tokens and for many.
@@ -85,7 +85,7 @@ def _facts() -> list[tuple[str, str]]:
     return [
         ("qao", f"{__version__}, {Path(__file__).parents[1]}"),
         ("Python", f"{platform.python_version()}, {sys.executable}"),
-        ("torch", f"{torch.__version__}, {torch.get_num_threads()} CPU threads, CUDA {torch.version.cuda}"),
+        ("torch", f"{torch.__version__}, {counted(torch.get_num_threads(), 'CPU thread')}, CUDA {torch.version.cuda}"),
         *_gpus(),
         *_build(),
     ]

@@ -7,7 +7,7 @@ import gc
 from pathlib import Path
 from typing import Any
 
-from .common import Failure, Output, add_scheme_options, command, progress, scheme_of
+from .common import Failure, Output, add_scheme_options, command, counted, progress, scheme_of
 from .model import add_model_options, load_model, load_tokenizer
 
 _DESCRIPTION = """
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         difference = compare(first, second)
         output.say(
             f"difference: {difference}, {difference.bits_per_byte:+.4f} ± {difference.bits_standard_error:.4f} bits "
-            f"per byte ({len(first.window_tokens)} windows)"
+            f"per byte ({counted(len(first.window_tokens), 'window')})"
         )
         report["difference"] = vars(difference)
     output.result(report)

@@ -11,7 +11,7 @@ from typing import Any
 from ..dequantize import dequantize_
 from ..report import table
 from ..sensitivity import LayerCost, blocks, by_layer
-from .common import Failure, Output
+from .common import Failure, Output, counted
 from .model import load_model
 
 _FORMATS = (".png", ".svg", ".pdf")
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace, output: Output, scheme: Any, tokens: list[int]
     header = ("layer", "shape", "scheme", "divergence, nats", "of all", "loss, nats", "error")
     output.say(
         f"{args.model}: perplexity {whole.perplexity:.4f}, {whole.bits_per_byte:.4f} bits per byte in floats; one "
-        f"layer at a time under {scheme}, {len(whole.window_tokens)} windows"
+        f"layer at a time under {scheme}, {counted(len(whole.window_tokens), 'window')}"
     )
     output.say("\n".join(table(header, [_cells(cost, total) for cost in ranked[: args.worst]])))
     if len(ranked) > args.worst:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..packed import PackedModule
-from .common import DTYPES, Failure, add_source_options, device_of, local_path, one_line
+from .common import DTYPES, Failure, add_source_options, counted, device_of, local_path, one_line
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,9 @@ def _about(model: Any, device: torch.device) -> str:
     dtype = str(model.dtype).removeprefix("torch.")
     if not schemes:
         return f"{name}, {dtype}, not quantized"
-    words = [f"{word} ({count} layers)" if len(schemes) > 1 else word for word, count in schemes.most_common()]
+    words = [
+        f"{word} ({counted(count, 'layer')})" if len(schemes) > 1 else word for word, count in schemes.most_common()
+    ]
     return f"{name}, {', '.join(words)}, {dtype} for the rest"
 
 
@@ -147,7 +149,7 @@ class Answer:
 
     def __str__(self) -> str:
         rate = f"{self.tokens_per_second:.1f} tokens/s" if self.tokens > 1 else "no rate"
-        return f"{self.tokens} tokens, first after {self._first - self._begun:.2f} s, then {rate}"
+        return f"{counted(self.tokens, 'token')}, first after {self._first - self._begun:.2f} s, then {rate}"
 
 
 def generate(args: argparse.Namespace, model: Any, ids: Any, answer: Answer) -> None:

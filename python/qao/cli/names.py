@@ -112,7 +112,12 @@ def module_names(model: nn.Module) -> Callable[[str], str]:
     """From the name of a layer in a file to that in the model."""
     known = {f"{name}.weight": () for name, _ in model.named_modules(remove_duplicate=False)}
     rename, _, _ = _renaming(model, known)
-    return lambda layer: rename(f"{layer}.weight")[0].removesuffix(".weight")
+
+    def named(layer: str) -> str:
+        name, converter = rename(f"{layer}.weight")
+        return layer if converter is not None else name.removesuffix(".weight")  # else one of several that are joined
+
+    return named
 
 
 def modules_of(source: Checkpoint, trust: bool = False) -> list[str]:

@@ -23,7 +23,7 @@ from ..marker import MARKER, TRIPWIRE
 from ..packed import PackedModule
 from ..quantize import quantize_
 from ..report import Report
-from .common import DTYPES, Failure
+from .common import DTYPES, Failure, counted
 from .names import Group, Names, float_tensor, shape_dtype, stored_shapes
 from .skeleton import skeleton
 from .transfer import Step, encode
@@ -257,7 +257,7 @@ class Plan:
         if missing:
             listed = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
             held = ", ".join(self._names.left_over[:3])
-            count = f"{len(missing)} layer{'s' * (len(missing) > 1)}"
+            count = counted(len(missing), "layer")
             raise Failure(
                 f"the file lacks the weights of {count} that config.json has ({listed})"
                 + (f"; it has others, which this model does not use: {held}" if held else "")

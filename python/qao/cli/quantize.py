@@ -95,6 +95,11 @@ def run(args: argparse.Namespace) -> int:
         from .calibrated import run as calibrated
 
         return calibrated(args, scheme)
+    if (args.model / "model_index.json").exists() and not (args.model / "config.json").exists():
+        raise Failure(
+            f"{args.model} is a pipeline of diffusers. In Python: DiffusionPipeline.from_pretrained(MODEL, "
+            "quantization_config=PipelineQuantizationConfig(quant_mapping={...: qao.QaoConfig(scheme)}))"
+        )
     source = _open(args.model)
     if source.layers and source.format != "gguf":
         raise Failure(f"{args.model} is quantised already ({source.format}); qao convert changes its layout")

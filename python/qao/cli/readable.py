@@ -34,7 +34,8 @@ def reading_problems(
         model = model_of(checkpoint, trust)
     except Failure:  # of a model that transformers does not know, nothing can be said
         return []
-    schemes = dict(layers or {name: layer.scheme for name, layer in checkpoint.layers.items()})
+    # Sorted, so that the first that does not fit is the same in source and result.
+    schemes = dict(sorted((layers or {name: layer.scheme for name, layer in checkpoint.layers.items()}).items()))
     try:
         make_room(model, loading._names_in(model, schemes))
     except ValueError as error:

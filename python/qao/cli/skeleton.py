@@ -47,6 +47,8 @@ def model_of(checkpoint: Checkpoint, trust: bool = False) -> nn.Module:
         raise Failure("transformers is needed to know the layers of this model: pip install transformers") from None
     files = getattr(checkpoint, "_files", None)
     directory = None if files is None else files.directory
+    if config.get("auto_map") and not trust and kind not in transformers.CONFIG_MAPPING:
+        raise Failure(f"{kind} is a model of code that lies beside it: --trust-remote-code runs that code")
     try:
         parsed = _parsed(config, directory, trust)
         chosen = _class_of(parsed, directory, trust)
