@@ -166,10 +166,14 @@ def test_quantize_in_another_dtype_and_in_shards(llama: Path, tmp_path: Path) ->
     assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
 
 
-def test_quantize_a_tied_embedding(tied: Path, tmp_path: Path) -> None:
+def test_quantize_a_tied_embedding(tied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options in ([], ["--embeddings"]):
         out = tmp_path / f"out{len(options)}"
+        capsys.readouterr()
         assert main(["quantize", str(tied), str(out), "--scheme", "int4", *options, "--quiet"]) == 0
+        captured = capsys.readouterr()
+        assert ("--embeddings quantises both" in captured.out) is not bool(options)
+        assert "embeddings=True" not in captured.out + captured.err and captured.err == ""
         model = load(tied)
         qao.quantize_(model, qao.Int4WeightOnly(), embeddings=bool(options))
         assert_same(out, model)

@@ -92,7 +92,10 @@ class Plan:
             schemes = {**dict.fromkeys(exclude), **rest}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "quantize_: no layer was quantised")  # an error, below
+            warnings.filterwarnings("ignore", "quantize_: these big weights")  # rows of the report
             self.report: Report = quantize_(model, schemes, embeddings=embeddings, progress=False)
+        for row in self.report.rows:
+            row.note = row.note and row.note.replace("embeddings=True", "--embeddings")
         self._modules = {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
         if not self._modules:
             raise Failure("; ".join(("no layer is to be quantised", *self.report.reasons)))
