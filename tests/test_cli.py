@@ -496,7 +496,7 @@ def test_facts_and_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert capsys.readouterr().out.endswith("ok    good\nFAIL  bad  is off by 1\n\n1 of 2 checks passed\n")
 
 
-def test_everything_beside_the_weights_arrives(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_other_files_arrive(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model"
     shutil.copytree(llama, model)
     for name in ("2_Dense/model.safetensors", "vision-lora/adapter_model.safetensors", "adapter_model.safetensors"):

@@ -308,7 +308,7 @@ def test_experts_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert again.keys() == tensors.keys() and all(torch.equal(again[name], tensors[name]) for name in again)
 
 
-def test_code_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "float"
     model = save_ready(transformers.LlamaForCausalLM, transformers.LlamaConfig(**TEXT))
     model.save_pretrained(path)

@@ -1,4 +1,4 @@
-"""Every command as users run it: in a process of its own, under a pseudo terminal, or with its output in a pipe."""
+"""Every command as users run it: in a fresh process, under a pseudo terminal, or with its output in a pipe."""
 
 from __future__ import annotations
 

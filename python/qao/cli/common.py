@@ -202,7 +202,7 @@ def device_of(args: argparse.Namespace, default: str = "cpu") -> torch.device:
 def add_source_options(parser: argparse.ArgumentParser) -> None:
     """Of commands that read a model: as the arguments of ``from_pretrained``."""
     parser.add_argument("--revision", help="of a model on the Hugging Face hub: a branch, a tag or a commit")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that lies beside the model")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code in the directory of the model")
 
 
 # Of a repository: pickles and other forms of the same weights.

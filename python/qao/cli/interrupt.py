@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 
 class Terminated(BaseException):
-    """A signal that asks the process to end: what is half written is removed on the way out."""
+    """A signal that asks the process to end: half-written files are removed on the way out."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)

@@ -18,7 +18,7 @@ from .common import DTYPES, Failure, add_source_options, counted, device_of, loc
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", metavar="MODEL", help="a directory, quantised or float, a .gguf file, or owner/name on the hub"
+        "model", metavar="MODEL", help="a directory, quantized or float, a .gguf file, or owner/name on the hub"
     )
     add_source_options(parser)
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")

@@ -83,7 +83,7 @@ class Names:
             self.groups.update(dict.fromkeys(group.convert(empty), group))
 
     def file_prefix(self, module: str) -> str:
-        """What stands before ".weight" in the file, or would, of a module whose weight is another's or is made of
+        """What stands before ".weight" in the file, or would, where the weight is that of another module or made of
         several tensors there."""
         group = self.groups.get(f"{module}.weight")
         if group is not None and group.converter is None and group.sources[0].endswith(".weight"):

@@ -121,7 +121,7 @@ class Plan:
         for key, group in groups.items():
             if key not in taken:
                 result += [self._copy(source, name, group.target) for name in group.sources]
-        for name, group in self._names.groups.items():  # in the file it is one tensor with what is quantized
+        for name, group in self._names.groups.items():  # in the file it is one tensor with a quantized one
             if id(group) in taken and name not in made:
                 result.append(self._part(source, name))
         for names in self._tied().values():
@@ -167,16 +167,16 @@ class Plan:
 
     def _experts(self, name: str, source: Checkpoint) -> dict[str, Tensor]:
         """A projection of fused experts, in qao's layout."""
-        module, told = self._modules[name], self._projections[name]
-        weight = self._tensor(source, told.weight)
-        shape = tuple((weight.mT if told.transposed else weight).shape) if weight.dim() == 3 else ()
+        module, parts = self._modules[name], self._projections[name]
+        weight = self._tensor(source, parts.weight)
+        shape = tuple((weight.mT if parts.transposed else weight).shape) if weight.dim() == 3 else ()
         if shape != module.shape or weight.dtype not in _FLOATS:
             raise Failure(
-                f"{told.weight} is {weight.dtype}{list(weight.shape)} in the file, and the config makes it float of "
+                f"{parts.weight} is {weight.dtype}{list(weight.shape)} in the file, and the config makes it float of "
                 f"shape {list(module.shape)}"
             )
-        bias = None if told.bias is None else kernel_bias(self._tensor(source, told.bias), torch.device("cpu"))
-        packed = quantize_projection(weight, module.scheme, told.transposed, self._device, told.weight)
+        bias = None if parts.bias is None else kernel_bias(self._tensor(source, parts.bias), torch.device("cpu"))
+        packed = quantize_projection(weight, module.scheme, parts.transposed, self._device, parts.weight)
         self._rows[name].relative_error = packed.relative_error
         prefix, sizes = self._prefix[name], module._sizes
         return encode("qao", prefix, module.scheme, *sizes, packed, weight.dtype, len(weight), bias)
@@ -198,8 +198,8 @@ class Plan:
 
     def _weight(self, name: str) -> str:
         """The name of its weight in the float model."""
-        told = self._projections.get(name)
-        return f"{self._held.get(name, name)}.weight" if told is None else told.weight
+        parts = self._projections.get(name)
+        return f"{self._held.get(name, name)}.weight" if parts is None else parts.weight
 
     def _group(self, name: str) -> Group:
         return self._names.groups[self._weight(name)]
@@ -244,19 +244,19 @@ class Plan:
         return groups
 
     def _find(self) -> dict[str, str]:
-        """For each module the one of its names whose weight the file has; its own where it has none of them."""
+        """For each module that of its names under which the file has its weight; its own where it has none of them."""
         found: dict[str, str] = {}
         missing = []
         for names in self._tied().values():
             for name in names:
                 called = [name, *self._rows[name].aliases]
                 found[name] = next((one for one in called if f"{one}.weight" in self._names.groups), name)
-            told = next((self._projections[name] for name in names if name in self._projections), None)
-            needed = [f"{found[name]}.weight" for name in names] if told is None else [told.weight]
+            parts = next((self._projections[name] for name in names if name in self._projections), None)
+            needed = [f"{found[name]}.weight" for name in names] if parts is None else [parts.weight]
             if not any(name in self._names.groups for name in needed):
-                missing.append(names[0] if told is None else told.weight)
-            elif told is not None and told.bias is not None and told.bias not in self._names.groups:
-                missing.append(told.bias)
+                missing.append(names[0] if parts is None else parts.weight)
+            elif parts is not None and parts.bias is not None and parts.bias not in self._names.groups:
+                missing.append(parts.bias)
         if missing:
             listed = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
             held = ", ".join(self._names.left_over[:3])

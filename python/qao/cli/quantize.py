@@ -48,7 +48,7 @@ FORMATS = ("compressed-tensors", "qao")
 
 
 def add(commands: Any) -> None:
-    parser = command(commands, "quantize", run, "quantise a float model, file to file", _DESCRIPTION, _EXAMPLES)
+    parser = command(commands, "quantize", run, "quantize a float model, file to file", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("out", type=Path, metavar="OUT")
     add_source_options(parser)

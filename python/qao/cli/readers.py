@@ -57,7 +57,7 @@ def _obstacle(reader: str | None, scheme: Scheme) -> str | None:
     if not isinstance(scheme, Int4Weight):
         return None
     if reader == "vllm" and scheme.activations == "int8" and not scheme.symmetric:
-        return f"vLLM has no zero points beside int8 activations ({scheme}): add --symmetric"
+        return f"vLLM has no zero points with int8 activations ({scheme}): add --symmetric"
     if reader == "vllm" and scheme.activations == "fp8" and scheme.size != 128:
         return f"vLLM has {scheme.word} for groups of 128 alone: --group-size 128"
     if reader == "transformers" and not scheme.symmetric:

@@ -30,7 +30,7 @@ def skeleton(checkpoint: Checkpoint, trust: bool = False) -> nn.Module:
 
 
 def model_of(checkpoint: Checkpoint, trust: bool = False) -> nn.Module:
-    """The model of transformers that config.json describes, on meta; ``trust``: run code that lies beside it.
+    """The model of transformers that config.json describes, on meta; ``trust``: run code in its directory.
 
     Raises:
         Failure: there is no config, or none that transformers makes a model of.
@@ -48,7 +48,7 @@ def model_of(checkpoint: Checkpoint, trust: bool = False) -> nn.Module:
     files = getattr(checkpoint, "_files", None)
     directory = None if files is None else files.directory
     if config.get("auto_map") and not trust and kind not in transformers.CONFIG_MAPPING:
-        raise Failure(f"{kind} is a model of code that lies beside it: --trust-remote-code runs that code")
+        raise Failure(f"{kind} is a model of code in its own directory: --trust-remote-code runs that code")
     try:
         parsed = _parsed(config, directory, trust)
         chosen = _class_of(parsed, directory, trust)
@@ -89,7 +89,7 @@ def _class_of(parsed: Any, directory: Path | None, trust: bool) -> Any:
             raise Failure(f"transformers {transformers.__version__} has no {name}")
         return known
     if not trust:
-        raise Failure(f"{name} is code that lies beside the model: --trust-remote-code runs it")
+        raise Failure(f"{name} is code in the directory of the model: --trust-remote-code runs it")
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     return get_class_from_dynamic_module(reference, str(directory))

@@ -82,7 +82,7 @@ def transfer(
     aliases: Mapping[str, str] | None = None,
     known: list[str] | None = None,
 ) -> Figures:
-    """Runs the steps and writes the directory ``args.out``, with all that is beside the weights of ``args.model``.
+    """Runs the steps and writes the directory ``args.out``, with all other files of ``args.model``.
 
     ``layers``: schemes of the quantized layers by their names in the model. ``aliases``: further names of tensors in
     qao's layout, as ``qao.save`` writes them. ``known``: why the source could not be loaded, which the result need not
@@ -190,8 +190,8 @@ def config_of(
 
 
 def copy_others(model: Path, directory: Path) -> None:
-    """Copies what lies beside the weights of a model and is not its config: tokenizer, chat template, code, licence,
-    and whatever is in folders: adapters, further modules. A warning names what is not copied."""
+    """Copies all other files of a model but its config: tokenizer, chat template, code, licence,
+    and whatever is in folders: adapters, further modules. A warning names those that are not copied."""
     if model.suffix == ".gguf":
         _tokenizer_of_gguf(model, directory)
         return
