@@ -16,6 +16,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -26,10 +27,14 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 
 # Before 3.10.6, CPython refuses the functions torch.compile generates for models with thousands of parameters.
 if sys.version_info < (3, 10, 6):
     sys.exit(f"qao needs Python 3.10.6 or newer; this is {sys.version.split()[0]} ({sys.executable}).")
+
+if sys.platform != "linux":
+    sys.exit(f"qao runs on Linux alone; this is {sys.platform}. On Windows use WSL 2, on macOS a Linux container.")
 
 ROOT = Path(__file__).resolve().parent
 ARCH = os.environ.get("QAO_ARCH") or platform.machine()
@@ -77,6 +82,15 @@ def package_dir(name: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
+def write_commit(package: Path) -> None:
+    """The commit of this checkout, for ``qao.__commit__``; a source distribution holds it already."""
+    held = ROOT / "python" / "qao" / "_commit.txt"
+    source = runpy.run_path(str(ROOT / "python" / "qao" / "_commit.py"))
+    commit = held.read_text() if held.exists() else source["of_checkout"](ROOT)
+    if commit:
+        (package / "_commit.txt").write_text(commit)
+
+
 class CMakeBuild(build_ext):
     """All extensions in one CMake build, in a directory of its own for every Python and every set of options."""
 
@@ -120,6 +134,18 @@ class CMakeBuild(build_ext):
         ):
             if subprocess.run(command).returncode != 0:
                 sys.exit("qao: the build failed; the reason is in the messages above.")
+        if not self.inplace:
+            write_commit(package)
+        cache = (build_dir / "CMakeCache.txt").read_text()
+        if not CROSS and options["QAO_CUDA"] == "AUTO" and "QAO_NVCC:FILEPATH=QAO_NVCC-NOTFOUND" in cache:
+            text = "nvcc was not found: this build runs on CPUs only. For GPUs, install a CUDA toolkit of 12.4 or newer"
+            print(f"\nqao: WARNING: {text}, set CUDA_HOME to it, and build again with QAO_CUDA=ON.\n", file=sys.stderr)
+
+
+class SourceDistribution(sdist):
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        write_commit(Path(base_dir, "python", "qao"))
 
 
 class Wheel(bdist_wheel):
@@ -133,5 +159,5 @@ class Wheel(bdist_wheel):
 
 setup(
     ext_modules=[Extension("qao._C", []), *([Extension("qao._host", [])] if PYBIND else [])],
-    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": Wheel},
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": Wheel, "sdist": SourceDistribution},
 )

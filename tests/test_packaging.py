@@ -145,6 +145,68 @@ def test_the_operators_work_without_host(package_copy: Path) -> None:
     assert "this build has no qao._host" in report
 
 
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_another_system_is_refused_by_name(platform: str) -> None:
+    build = "import setuptools.command.bdist_wheel, setuptools.command.build_ext, setuptools.command.sdist, sys; "
+    codes = (
+        f"import sys, torch; sys.platform = {platform!r}; import qao",
+        build + f"sys.platform = {platform!r}; exec(open({str(ROOT / 'setup.py')!r}).read())",
+    )
+    for code in codes:
+        result = python(code)
+        assert result.returncode != 0 and "qao runs on Linux alone" in result.stderr and "WSL 2" in result.stderr
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_dir_is_the_public_api() -> None:
+    shown = {name for name in dir(qao) if not name.startswith("__")}
+    assert shown == {*qao.__all__, "distributed", "ops"} - {"__version__"}
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("quantize_modle", "quantize_"),
+        ("quantise_", "quantize_"),
+        ("int4weightonly", "Int4WeightOnly"),
+        ("Int8WeightOnlyConfig", "Int8WeightOnly"),
+        ("from_pretraind", "from_pretrained"),
+    ],
+)
+def test_an_unknown_name_is_told_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(AttributeError, match=f"'{name}'; did you mean qao.{nearest}\\?"):
+        getattr(qao, name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing_like_it'$"):
+        _ = qao.nothing_like_it  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["quantize", "dequantize", "update"])
+def test_a_module_that_is_called_names_the_function(name: str) -> None:
+    code = f"import qao, torch; qao.{name}(torch.nn.Linear(64, 64), qao.Int4WeightOnly())"
+    assert f"did you mean qao.{name}_?" in python(code).stderr
+
+
+def test_a_type_checker_sees_misspelled_names(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    file = tmp_path / "user.py"
+    file.write_text("import qao\n\nqao.quantize_\nqao.distributed.Colwise\nqao.ops.int4_mm\nqao.quantize_modle\n")
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", str(file)]
+    environment = {**os.environ, "MYPYPATH": str(PACKAGE.parent)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert "user.py:6: error" in result.stdout and "Found 1 error" in result.stdout, result.stdout + result.stderr
+
+
+def test_the_commit_is_that_of_the_checkout() -> None:
+    commit = output(python("import qao; print(qao.__commit__)")).strip()
+    if (ROOT / ".git").exists() and PACKAGE == ROOT / "python" / "qao":
+        head = output(subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True))
+        assert head.startswith(commit.removesuffix("-dirty"))
+    else:
+        assert commit == "None" or re.fullmatch("[0-9a-f]{7,40}(-dirty)?", commit)
+
+
 # ---- facts told twice ------------------------------------------------------------------------------------------------
 
 
@@ -180,7 +242,8 @@ def test_no_folder_of_the_builder_is_in_a_binary(library: Path) -> None:
 
 
 def test_an_old_python_is_refused_by_name() -> None:
-    setup = "import sys, setuptools.command.bdist_wheel, setuptools.command.build_ext; sys.version_info = (3, 10, 5); "
+    setup = "import sys, setuptools.command.bdist_wheel, setuptools.command.build_ext, setuptools.command.sdist; "
+    setup += "sys.version_info = (3, 10, 5); "
     result = python(setup + f"exec(open({str(ROOT / 'setup.py')!r}).read())")
     assert result.returncode != 0 and "qao needs Python 3.10.6 or newer" in result.stderr
 
@@ -241,6 +304,9 @@ def test_the_sdist_holds_all_that_make_touches(tmp_path: Path) -> None:
     subprocess.run(command, cwd=tree, check=True, capture_output=True)
     (sdist,) = tmp_path.glob("qao-*.tar.gz")
     subprocess.run(["tar", "xf", sdist, "-C", tmp_path], check=True)
+    assert (
+        "Provides-Extra: transformers" in (sdist.with_name(sdist.name.removesuffix(".tar.gz")) / "PKG-INFO").read_text()
+    )
     root = sdist.with_name(sdist.name.removesuffix(".tar.gz"))
     assert {name for name in expected if not (root / name).exists()} == set()
     for target in ("demo", "test", "docs", "lint", "wheel"):

@@ -1,11 +1,11 @@
-"""qao: quantised linear layers for PyTorch.
+"""qao: quantized linear layers for PyTorch.
 
 report = qao.quantize_(model, qao.Int4WeightOnly())
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _early  # noqa: F401  # first: before torch is imported
 from ._version import __version__
@@ -72,10 +72,73 @@ __all__ = [
 _install()
 
 
-def __getattr__(name: str) -> Any:
-    """``qao.distributed``, once it is used: it imports torch.distributed.tensor, which takes a second."""
-    if name == "distributed":
+if TYPE_CHECKING:
+    from . import distributed as distributed
+    from . import ops as ops
+
+    __commit__: str | None
+else:
+    # A type checker that saw this function would take every misspelled name for an attribute.
+    def __getattr__(name: str) -> Any:
+        """``qao.distributed``, once it is used: it imports torch.distributed.tensor, which takes a second."""
         import importlib
 
-        return importlib.import_module("qao.distributed")
-    raise AttributeError(f"module 'qao' has no attribute {name!r}")
+        if name == "distributed":
+            return importlib.import_module("qao.distributed")
+        if name == "__commit__":
+            return importlib.import_module("qao._commit").commit()
+        raise AttributeError(_unknown(name))
+
+
+def __dir__() -> list[str]:
+    """The public names, and the submodules that are documented."""
+    return sorted({*__all__, "distributed", "ops", *(name for name in globals() if name.startswith("__"))})
+
+
+def _unknown(name: str) -> str:
+    """The message for a name that is not there, with the public name it may stand for."""
+    import difflib
+
+    public = [*__all__, "distributed", "ops"]
+    by_letters = {word.lower().replace("_", ""): word for word in public}
+    known = _OF_OTHERS.get(name) or by_letters.get(name.lower().replace("_", ""))
+    near = [known] if known else difflib.get_close_matches(name, public, n=1, cutoff=0.75)
+    return f"module 'qao' has no attribute {name!r}" + (f"; did you mean qao.{near[0]}?" if near else "")
+
+
+def _refuse_calls() -> None:
+    """Modules with the name of a function but for its underscore name the function, where they are called."""
+    import sys
+    import types
+
+    class Module(types.ModuleType):
+        def __call__(self, *_: Any, **__: Any) -> Any:
+            name = self.__name__.rpartition(".")[2]
+            raise AttributeError(f"qao.{name} is a module and no function; did you mean qao.{name}_?")
+
+    for name in ("quantize", "dequantize", "update"):
+        sys.modules[f"qao.{name}"].__class__ = Module
+
+
+_refuse_calls()
+
+# What other packages call the same thing.
+_OF_OTHERS = {
+    "quantise": "quantize_",
+    "quantise_": "quantize_",
+    "quantize_model": "quantize_",
+    "dequantise_": "dequantize_",
+    "Linear": "QuantLinear",
+    "Linear4bit": "QuantLinear",
+    "Linear8bitLt": "QuantLinear",
+    "load_model": "load",
+    "save_model": "save",
+    "save_pretrained": "save",
+    "Int4WeightOnlyConfig": "Int4WeightOnly",
+    "Int8WeightOnlyConfig": "Int8WeightOnly",
+    "Float8WeightOnlyConfig": "Float8WeightOnly",
+    "Int8DynamicActivationInt8WeightConfig": "Int8DynamicActivationInt8Weight",
+    "Int8DynamicActivationInt4WeightConfig": "Int8DynamicActivationInt4Weight",
+    "Float8DynamicActivationFloat8WeightConfig": "Float8DynamicActivationFloat8Weight",
+    "Float8DynamicActivationInt4WeightConfig": "Float8DynamicActivationInt4Weight",
+}

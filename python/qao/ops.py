@@ -26,6 +26,7 @@ Weights
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,10 @@ from torch import Tensor
 
 def _load() -> None:
     library = Path(__file__).with_name("_C.so")
+    if sys.platform != "linux":
+        raise ImportError(
+            f"qao runs on Linux alone; this is {sys.platform}. On Windows use WSL 2, on macOS a Linux container."
+        )
     if not library.exists():
         raise ImportError(
             f"qao's operator library is missing ({library}). In a source checkout, build it with "
