@@ -123,7 +123,7 @@ def test_the_dtype_of_a_model_is_not_that_of_its_scales(make: Callable[[], Any])
 
 
 @pytest.mark.filterwarnings("ignore:quantize_. these big weights")
-@pytest.mark.filterwarnings("ignore:The weight .* of a quantised layer was read")
+@pytest.mark.filterwarnings("ignore:The weight .* of a quantized layer was read")
 @pytest.mark.parametrize("make", [unet, flux])
 def test_fused_projections_are_those_of_the_dequantised_weights(make: Callable[[], Any]) -> None:
     torch.manual_seed(0)

@@ -232,7 +232,7 @@ def test_experts_without_a_gate_and_transposed_ones(make: Callable[[], Any]) -> 
         assert not experts(x, index, weights)[3].any() and experts(x, index, weights)[4].any()
 
 
-@pytest.mark.filterwarnings("ignore:The weight .* of a quantised layer was read")
+@pytest.mark.filterwarnings("ignore:The weight .* of a quantized layer was read")
 @pytest.mark.parametrize("make", [nemotron, aria, gpt_oss, qwen3_moe], ids=lambda make: make.__name__)
 def test_weights_are_read_under_the_names_they_had(make: Callable[[], Any]) -> None:
     """Qwen3-Omni's initialisation does so while it is loaded, and writes what nobody has initialised."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
-import warnings
 
 import pytest
 import qao
@@ -96,53 +93,3 @@ def test_markers_that_are_none(tensor: Tensor, message: str) -> None:
     state = model.state_dict() | {"0.pip_install_qao": tensor}
     with pytest.raises(RuntimeError, match=f"0.pip_install_qao: .*{message}"):
         model.load_state_dict(state)
-
-
-# ---- reading layer.weight --------------------------------------------------------------------------------------------
-
-
-@every_scheme
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_weight_is_the_dequantised_one(kind: type[qao.Scheme], dtype: torch.dtype) -> None:
-    layer = make(kind, torch.float32)[0].to(dtype)
-    weight = layer.weight
-    assert (weight.dtype, weight.shape, weight.device.type) == (dtype, (40, 96), "cpu") and not weight.requires_grad
-    expected = layer.dequantize(dtype)
-    assert expected.dtype == dtype
-    for plain in (weight.clone(), weight.data, torch.from_numpy(weight.float().numpy()).to(dtype), weight.t().t()):
-        assert type(plain) is Tensor and torch.equal(plain, expected)
-    for copied in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
-        assert type(copied) is Tensor and torch.equal(copied, expected)
-    x = torch.randn(3, 96).to(dtype)
-    assert torch.equal(nn.functional.linear(x, weight), nn.functional.linear(x, expected))
-
-
-def test_facts_of_weight_cost_no_dequantisation_and_its_numbers_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = make(qao.Int4WeightOnly)[0]
-    calls: list[torch.dtype] = []
-    dequantize = type(layer).dequantize
-    monkeypatch.setattr(type(layer), "dequantize", lambda self, dtype: calls.append(dtype) or dequantize(self, dtype))
-    monkeypatch.setattr("qao.weight._said", False)
-    assert layer.weight.dtype == torch.bfloat16 and layer.weight.numel() == 40 * 96 and not calls
-    with pytest.warns(UserWarning, match="weight \\[40, 96\\] of a quantised layer was read"):
-        layer.weight.sum()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        layer.weight.sum()
-    assert len(calls) == 2
-
-
-def test_weight_cannot_be_written() -> None:
-    layer = make(qao.Int4WeightOnly)[0]
-    with pytest.raises(RuntimeError, match="cannot be written"), torch.no_grad():
-        layer.weight.zero_()
-    with pytest.raises((KeyError, AttributeError)):
-        layer.weight = nn.Parameter(torch.zeros(40, 96))
-
-
-def test_weight_in_a_compiled_function() -> None:
-    layer = make(qao.Int4WeightOnly)[0]
-    compiled = torch.compile(lambda x: layer(x.to(layer.weight.dtype)) + layer.weight.sum(), fullgraph=True)
-    x = torch.randn(3, 96)
-    expected = layer(x.bfloat16()) + layer.dequantize(torch.bfloat16).sum()
-    assert torch.allclose(compiled(x).float(), expected.float(), rtol=2**-7)

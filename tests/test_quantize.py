@@ -356,7 +356,7 @@ class Swin(nn.Module):
         return (q + k + v) @ self.proj.weight.t() + (self.proj.weight @ x.t()).t()
 
 
-@pytest.mark.filterwarnings("ignore:The weight .* of a quantised layer was read")
+@pytest.mark.filterwarnings("ignore:The weight .* of a quantized layer was read")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [Eva, Swin])
 def test_modules_that_read_a_weight_read_the_dequantised_one(

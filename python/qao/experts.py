@@ -20,7 +20,6 @@ from .linear import QuantLinear
 from .packed import PackedModule, frozen
 from .rotation import with_row_scales
 from .scheme import stacked
-from .weight import DequantizedWeight
 
 _autocasts = torch._C._is_any_autocast_enabled
 
@@ -188,10 +187,7 @@ class QuantExperts(nn.Module):
         fused, projection = self._origin[0], self.projections().get(name)
         if projection is None:
             raise AttributeError(f"{type(fused).__name__} has no {name}")
-        if not fused.is_transposed:
-            return projection.weight
-        (count, n, k), dtype = projection.shape, projection.dtype
-        return DequantizedWeight((count, k, n), dtype, projection.qweight, lambda: projection.dequantize(dtype).mT)
+        return projection.weight.mT if fused.is_transposed else projection.weight
 
     def projections(self) -> dict[str, QuantProjection]:
         """By the names of the Parameters they were."""

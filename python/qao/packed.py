@@ -144,7 +144,7 @@ class PackedModule(Updatable, nn.Module):
         # What is not used is no part of a graph of Dynamo's, and fx.symbolic_trace shows parameters as nodes.
         if torch.compiler.is_compiling() or isinstance(self.qweight, torch.fx.Proxy):
             return self.dequantize(self.dtype)
-        return DequantizedWeight(self.shape, self.dtype, self.qweight, lambda: self.dequantize(self.dtype))
+        return DequantizedWeight.of(self.shape, self.dtype, self.qweight, lambda: self.dequantize(self.dtype))
 
     @weight.setter
     def weight(self, value: Tensor) -> None:

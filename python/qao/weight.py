@@ -1,46 +1,72 @@
-"""What reading ``weight`` of a quantised layer gives: a tensor that is dequantised when somebody computes with it."""
+"""The result of reading ``weight`` of a quantized layer: a read-only tensor that is dequantized when it is used."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _said = False
 
 
 class DequantizedWeight(Tensor):
-    """The weight [N, K] of a quantised layer, for models that read it instead of calling the layer.
+    """The weight [N, K] of a quantized layer, for models that read it instead of calling the layer; or a view of it.
 
-    Its shape, dtype and device cost nothing to ask, and that is all that most models ask. Any operation dequantises it,
-    each time anew, and gives plain tensors. The first time in a process a warning says so. What is written into it is
-    an error: the layer would not see it.
+    Its shape, dtype and device cost nothing to ask, and that is all that most models ask. Any operation dequantizes it,
+    each time anew, and gives plain tensors. The first time in a process a warning says so.
+
+    It is read-only. The layer would not see a write, so every operator that writes into it, or into a view of it,
+    raises a RuntimeError before anything changes. It has no memory either: whatever takes an address (``data_ptr``,
+    DLPack, Triton kernels) could write there unseen, and gets an error that names ``layer.dequantize()``.
     """
 
-    source: Tensor  # the packed weight it is computed from
+    source: Tensor | None  # the packed weight it is computed from; None of a view
     _dequantize: Callable[[], Tensor]
-    _is_hf_initialized = True  # initialisers of transformers, which some models call on weights of children, skip it
+    _is_hf_initialized = True  # initializers of transformers, which some models call on weights of children, skip it
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, source: Tensor, dequantize: Any) -> Any:
-        weight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=source.device)
+    def __new__(
+        cls,
+        like: Tensor,
+        device: torch.device,
+        dequantize: Callable[[], Tensor],
+        source: Tensor | None = None,
+    ) -> Any:
+        """``like``: a tensor of the shape, the strides and the dtype, such as one on meta."""
+        weight = Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=device,
+        )
+        # C++ code that asks for the address raises then, where it would read from address 0.
+        torch._C._set_throw_on_mutable_data_ptr(weight)
         weight.source, weight._dequantize = source, dequantize
         return weight
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, source: Tensor, dequantize: Callable[[], Tensor]) -> Tensor:
+        """The weight that ``dequantize`` computes from ``source``."""
+        like = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        return cls(like, source.device, dequantize, source)
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__()
 
     def plain(self) -> Tensor:
-        """The dequantised weight as an ordinary tensor of its own memory."""
+        """The dequantized weight as an ordinary tensor."""
         global _said
         if not _said:
             _said = True
             warnings.warn(
-                f"The weight {list(self.shape)} of a quantised layer was read, and is dequantised each time that is "
+                f"The weight {list(self.shape)} of a quantized layer was read, and is dequantized each time that is "
                 "done. If a model does so in its forward, leave that layer out: quantize_(model, {name: None, ...}).",
                 stacklevel=2,
             )
@@ -50,31 +76,194 @@ class DequantizedWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        mutated = func._schema.arguments[0].is_write if func._schema.arguments else False
-        if mutated and isinstance(args[0], cls):
-            raise RuntimeError(
-                f"{func}: the weight {list(args[0].shape)} of a quantised layer cannot be written. Make a layer of the "
-                "new weight: qao.QuantLinear.from_linear(linear, scheme)."
-            )
-        args, kwargs = tree_map_only(cls, cls.plain, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        kwargs = kwargs or {}
+        for value in _written(func, args, kwargs):
+            if isinstance(value, cls):
+                value._refuse_write(str(func))
+        if func in _LAZY and isinstance(args[0], cls):
+            weight, others = args[0], args[1:]
+            like = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
+            source = weight.source if func in _SAME else None
+            return cls(func(like, *others), weight.device, lambda: func(weight.plain(), *others), source)
+        dense: list[Tensor] = []
+
+        def plain(weight: DequantizedWeight) -> Tensor:
+            dense.append(weight.plain())
+            return dense[-1]
+
+        args, kwargs = tree_map_only(cls, plain, (args, kwargs))
+        result = func(*args, **kwargs)
+        storages = {_storage(tensor) for tensor in dense} - {None}
+        return tree_map_only(
+            Tensor, lambda tensor: cls._view(tensor) if _storage(tensor) in storages else tensor, result
+        )
+
+    @classmethod
+    def _view(cls, dense: Tensor) -> DequantizedWeight:
+        return cls(dense, dense.device, lambda: dense)
+
+    def _refuse_write(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"{what}: layer.weight of a quantized layer {list(self.shape)} is computed from layer.qweight and cannot "
+            "be written. Quantize another weight into the layer with layer.load_float_(weight), into a whole model "
+            "with qao.update_(model, state_dict). To train or to edit the weight, return to floats with "
+            "qao.dequantize_(model); layer.dequantize() is a copy."
+        )
+
+    def _refuse_address(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"{what}: layer.weight of a quantized layer {list(self.shape)} has no memory: it is dequantized when it is "
+            "used. Pass layer.dequantize(), an ordinary tensor [N, K] of the same numbers, or leave that layer in "
+            "floats: quantize_(model, {name: None, ...})."
+        )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        if self.source is None:
+            return repr(self.plain())
         return f"DequantizedWeight({list(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
-    # These reach for memory that this tensor does not have.
+    def __format__(self, spec: str) -> str:
+        return format(self.plain() if self.source is None else str(self), spec)
+
+    # ---- attributes that torch would set without an operator -------------------------------------------------------
+
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        return self.plain()
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._refuse_write("weight.data = ...")
+
+    @property
+    def grad(self) -> Tensor | None:
+        return None
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            self._refuse_write("weight.grad = ...")
+
+    @grad.deleter
+    def grad(self) -> None:
+        pass
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DequantizedWeight:
+        if requires_grad:
+            self._refuse_write("weight.requires_grad_()")
+        return self
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        raise RuntimeError(
+            f"nn.Parameter: layer.weight of a quantized layer {list(self.shape)} has no memory to share. Make the "
+            "Parameter of a copy: nn.Parameter(layer.dequantize())."
+        )
+
+    def detach_(self) -> DequantizedWeight:
+        return self  # it requires no gradient
+
+    def apply_(self, *_: Any) -> NoReturn:
+        self._refuse_write("apply_")
+
+    def map_(self, *_: Any) -> NoReturn:
+        self._refuse_write("map_")
+
+    def map2_(self, *_: Any) -> NoReturn:
+        self._refuse_write("map2_")
+
+    # ---- copies ----------------------------------------------------------------------------------------------------
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.plain().numpy(force=force)
+        """A read-only array."""
+        array = self.plain().numpy(force=force)
+        array.setflags(write=False)
+        return array
 
     def tolist(self) -> Any:
         return self.plain().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.plain()
+        return self.plain().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().__reduce_ex__(protocol)
+
+    # ---- addresses -------------------------------------------------------------------------------------------------
+
+    def data_ptr(self) -> NoReturn:
+        self._refuse_address("data_ptr")
+
+    def const_data_ptr(self) -> NoReturn:
+        self._refuse_address("const_data_ptr")
+
+    mutable_data_ptr = data_ptr
+
+    def untyped_storage(self) -> NoReturn:
+        self._refuse_address("untyped_storage")
+
+    def storage(self) -> NoReturn:
+        self._refuse_address("storage")
+
+    _typed_storage = storage
+
+    def share_memory_(self) -> NoReturn:
+        self._refuse_address("share_memory_")
+
+    def is_shared(self) -> bool:
+        return self.is_cuda  # as of any tensor on a GPU
+
+    def __dlpack__(self, *, copy: bool | None = None, **options: Any) -> Any:
+        if copy:
+            return self.plain().clone().__dlpack__(**options)
+        self._refuse_address("DLPack")
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        if self.is_cuda:
+            self._refuse_address("__cuda_array_interface__")
+        raise AttributeError(f"no __cuda_array_interface__ of a tensor on {self.device}")
+
+
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+_LAZY = (*_SAME, torch.ops.aten.t.default, torch.ops.aten.transpose.int)  # views of it that cost nothing either
+
+
+@lru_cache(maxsize=4096)
+def _writes(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Positions and names of the arguments that an operator writes."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return (), ()
+    written = [i for i, one in enumerate(schema.arguments) if one.alias_info is not None and one.alias_info.is_write]
+    if not written and schema.arguments and schema.name.endswith("_") and not schema.name.endswith("__"):
+        written = [0]  # all_reduce and the like, of which the schema does not say it
+    return tuple(written), tuple(schema.arguments[i].name for i in written)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    positions, names = _writes(func)
+    for position in positions:
+        if position < len(args):
+            yield from tree_leaves(args[position])
+    for name in names:
+        if name in kwargs:
+            yield from tree_leaves(kwargs[name])
+
+
+def _storage(tensor: Tensor) -> int | None:
+    """What tensors of one memory have in common; None of subclasses."""
+    strided = type(tensor) is Tensor and tensor.layout == torch.strided
+    return tensor.untyped_storage()._cdata if strided else None

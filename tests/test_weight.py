@@ -1,0 +1,203 @@
+"""layer.weight: the right numbers to read, an error for every write and for every use of its address."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import qao
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+every_scheme = pytest.mark.parametrize("kind", qao.SCHEMES.values(), ids=lambda kind: kind.word)
+
+
+def make(kind: type[qao.Scheme], dtype: torch.dtype = torch.bfloat16) -> Any:
+    """One layer with a weight [40, 96]."""
+    torch.manual_seed(0)
+    return qao.QuantLinear.from_linear(nn.Linear(96, 40).to(dtype), kind())
+
+
+@every_scheme
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_weight_is_the_dequantised_one(kind: type[qao.Scheme], dtype: torch.dtype) -> None:
+    layer = make(kind, torch.float32).to(dtype)
+    weight = layer.weight
+    assert (weight.dtype, weight.shape, weight.device.type) == (dtype, (40, 96), "cpu") and not weight.requires_grad
+    expected = layer.dequantize(dtype)
+    assert expected.dtype == dtype
+    for plain in (
+        weight.clone(),
+        weight.data.clone(),
+        torch.from_numpy(weight.float().numpy()).to(dtype),
+        weight.t().t() * 1,
+    ):
+        assert type(plain) is Tensor and torch.equal(plain, expected)
+    for copied in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+        assert type(copied) is Tensor and torch.equal(copied, expected)
+    x = torch.randn(3, 96).to(dtype)
+    assert torch.equal(nn.functional.linear(x, weight), nn.functional.linear(x, expected))
+
+
+def test_facts_of_weight_cost_no_dequantisation_and_its_numbers_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make(qao.Int4WeightOnly)
+    calls: list[torch.dtype] = []
+    dequantize = type(layer).dequantize
+    monkeypatch.setattr(type(layer), "dequantize", lambda self, dtype: calls.append(dtype) or dequantize(self, dtype))
+    monkeypatch.setattr("qao.weight._said", False)
+    assert layer.weight.dtype == torch.bfloat16 and layer.weight.numel() == 40 * 96 and not calls
+    with pytest.warns(UserWarning, match="weight \\[40, 96\\] of a quantized layer was read"):
+        layer.weight.sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer.weight.sum()
+    assert len(calls) == 2
+
+
+def test_weight_cannot_be_written() -> None:
+    layer = make(qao.Int4WeightOnly)
+    with pytest.raises((KeyError, AttributeError)):
+        layer.weight = nn.Parameter(torch.zeros(40, 96))
+
+
+_ZEROS = torch.zeros(40, 96)
+_WRITES: dict[str, Callable[[Tensor], object]] = {
+    "copy_": lambda w: w.copy_(_ZEROS),
+    "setitem": lambda w: w.__setitem__(0, 0.0),
+    "setitem by ids": lambda w: w.__setitem__(torch.tensor([0, 1]), 0.0),
+    "iadd": lambda w: w.__iadd__(1),
+    "data.copy_": lambda w: w.data.copy_(_ZEROS),
+    "data[:]": lambda w: w.data.__setitem__(slice(None), 0),
+    "data =": lambda w: setattr(w, "data", _ZEROS),
+    "init of data": lambda w: nn.init.zeros_(w.data),
+    "init": lambda w: nn.init.kaiming_uniform_(w),
+    "row": lambda w: w[0].zero_(),
+    "slice": lambda w: w[1:3, ::2].fill_(1),
+    "t": lambda w: w.t().zero_(),
+    "mT": lambda w: w.mT.mul_(2),
+    "detach": lambda w: w.detach().zero_(),
+    "view": lambda w: w.view(-1).zero_(),
+    "reshape": lambda w: w.reshape(-1).zero_(),
+    "flatten": lambda w: w.flatten().zero_(),
+    "unbind": lambda w: w.unbind()[0].zero_(),
+    "chunk": lambda w: w.chunk(2)[1].zero_(),
+    "split": lambda w: w.split(8)[0].add_(1),
+    "expand": lambda w: w.expand(1, 40, 96).zero_(),
+    "diagonal": lambda w: w.diagonal().zero_(),
+    "as_strided": lambda w: torch.as_strided(w, (4,), (1,)).zero_(),
+    "other dtype": lambda w: w.view(torch.int32).zero_(),
+    "chain": lambda w: w[0][3:].t().zero_(),
+    "contiguous": lambda w: w.contiguous().zero_(),
+    "to": lambda w: w.to(torch.float32).zero_(),
+    "cpu": lambda w: w.cpu().zero_(),
+    "out": lambda w: torch.mul(_ZEROS, 1, out=w),
+    "out of a view": lambda w: torch.mul(_ZEROS[0], 1, out=w[0]),
+    "one of two outs": lambda w: torch.max(_ZEROS, dim=1, out=(w[:, 0], torch.zeros(40, dtype=torch.int64))),
+    "foreach": lambda w: torch._foreach_zero_([w]),
+    "foreach of a view": lambda w: torch._foreach_mul_([torch.ones(2), w.detach()], 2.0),
+    "masked_fill_": lambda w: w.masked_fill_(w > 0, 0.0),
+    "index_put_": lambda w: w.index_put_((torch.tensor([0]),), torch.tensor(1.0)),
+    "apply_": lambda w: w.apply_(lambda value: 0.0),
+    "resize_": lambda w: w.resize_(3),
+    "set_": lambda w: w.set_(_ZEROS),
+    "vector_to_parameters": lambda w: nn.utils.vector_to_parameters(_ZEROS.flatten(), [w]),
+    "requires_grad_": lambda w: w.requires_grad_(),
+    "requires_grad": lambda w: setattr(w, "requires_grad", True),
+    "grad": lambda w: setattr(w, "grad", _ZEROS),
+    "Parameter": lambda w: nn.Parameter(w),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", _WRITES.values(), ids=_WRITES)
+def test_every_write_through_weight_is_an_error_that_names_the_remedy(
+    write: Callable[[Tensor], object], mode: Callable[[], Any]
+) -> None:
+    layer = make(qao.Int8WeightOnly, torch.float32)
+    before = {name: tensor.clone() for name, tensor in layer.named_parameters()}
+    with mode(), pytest.raises(RuntimeError, match="load_float_.*update_.*dequantize"):
+        write(layer.weight)
+    assert all(torch.equal(before[name], tensor) for name, tensor in layer.named_parameters())
+    assert not torch._foreach_mul([_ZEROS], 1)[0].any()
+
+
+def test_arrays_of_weight_are_read_only() -> None:
+    layer = make(qao.Int8WeightOnly, torch.float32)
+    expected = layer.dequantize(torch.float32).numpy()
+    for array in (layer.weight.numpy(), np.asarray(layer.weight), layer.weight.t().numpy().T):
+        assert np.array_equal(array, expected)
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+    copied = np.array(layer.weight)
+    copied[0] = 0
+    assert np.array_equal(layer.weight.numpy(), expected)
+
+
+_ADDRESSES: dict[str, Callable[[Any], object]] = {
+    "data_ptr": lambda w: w.data_ptr(),
+    "of a row": lambda w: w[3].data_ptr(),
+    "of detach": lambda w: w.detach().data_ptr(),
+    "untyped_storage": lambda w: w.untyped_storage(),
+    "storage": lambda w: w.storage(),
+    "share_memory_": lambda w: w.share_memory_(),
+    "from_dlpack": lambda w: torch.from_dlpack(w),
+    "numpy": lambda w: np.from_dlpack(w),
+    "safetensors": lambda w: safetensors.torch.save({"w": w}),
+    "safetensors of a view": lambda w: safetensors.torch.save({"w": w[:2]}),
+}
+
+
+@pytest.mark.parametrize("take", _ADDRESSES.values(), ids=_ADDRESSES)
+def test_who_takes_the_address_of_weight_gets_an_error_that_names_dequantize(take: Callable[[Tensor], object]) -> None:
+    layer = make(qao.Int8WeightOnly, torch.float32)
+    with pytest.raises(RuntimeError, match=r"\[.*\] has no memory.*layer\.dequantize\(\)"):
+        take(layer.weight)
+
+
+def test_no_address_of_weight_in_cpp_either() -> None:
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch._C._to_dlpack(make(qao.Int8WeightOnly).weight)
+
+
+def test_copies_of_weight_have_the_right_numbers() -> None:
+    layer = make(qao.Int8WeightOnly, torch.float32)
+    expected = layer.dequantize(torch.float32)
+    file = io.BytesIO()
+    torch.save(layer.weight, file)
+    file.seek(0)
+    saved = safetensors.torch.load(safetensors.torch.save({"w": layer.weight.clone()}))["w"]
+    for copied in (torch.load(file), saved, torch.from_dlpack(layer.weight, copy=True), copy.copy(layer.weight)):
+        assert type(copied) is Tensor and torch.equal(copied, expected)
+    made = nn.Parameter(layer.weight.clone())
+    with torch.no_grad():
+        made.zero_()  # memory of its own
+    assert torch.equal(layer.weight + 0, expected)
+    assert f"{layer.weight[1, 2]:.3f}" == f"{expected[1, 2]:.3f}"
+    assert repr(layer.weight[0]) == repr(expected[0])
+
+
+@pytest.mark.parametrize("view", [lambda w: w, lambda w: w[2:9], lambda w: w.detach().t().t()])
+def test_gradients_flow_past_weight_and_its_views(view: Callable[[Tensor], Tensor]) -> None:
+    layer = make(qao.Int8WeightOnly, torch.float32)
+    expected = view(layer.dequantize(torch.float32)).double().sum(0).expand(3, 96)
+    x = torch.randn(3, 96, requires_grad=True)
+    nn.functional.linear(x, view(layer.weight)).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
+    got = torch.func.grad(lambda x: nn.functional.linear(x, view(layer.weight)).sum())(x.detach())
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_weight_in_a_compiled_function() -> None:
+    layer = make(qao.Int4WeightOnly)
+    compiled = torch.compile(lambda x: layer(x.to(layer.weight.dtype)) + layer.weight.sum(), fullgraph=True)
+    x = torch.randn(3, 96)
+    expected = layer(x.bfloat16()) + layer.dequantize(torch.bfloat16).sum()
+    assert torch.allclose(compiled(x).float(), expected.float(), rtol=2**-7)
