@@ -228,13 +228,13 @@ def test_far_zero_points(llama: Path, tmp_path: Path) -> None:
             assert (weight - stored(path)["output.weight"]).abs().max() <= 2.0**-22
 
 
-def test_formats_without_a_kernel(tmp_path: Path) -> None:
-    """Refused by name, or read as the package gguf reads them."""
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_formats_without_a_kernel(dequantize: bool, tmp_path: Path) -> None:
+    """Read as the package gguf reads them, and listed."""
     path = write(tmp_path / "model.gguf", float_model("llama"), "Q6_K")
-    with pytest.raises(CheckpointError, match="2 of Q6_K.*dequantize=True"):
-        open_checkpoint(path)
-    checkpoint = GgufCheckpoint(path, dequantize=True)
+    checkpoint = GgufCheckpoint(path, dequantize=dequantize)
     assert not checkpoint.layers and checkpoint.notes == ("dequantised to float32, to be quantised anew: 2 of Q6_K",)
+    assert checkpoint.float_linears == {"Q6_K": 2} and not checkpoint.rounded
     name = "model.layers.1.mlp.down_proj.weight"
     assert torch.equal(checkpoint.tensor(name), stored(path)["blk.1.ffn_down.weight"])
     assert checkpoint.shape_dtype(name) == ((HIDDEN, FFN), torch.float32)

@@ -1,4 +1,4 @@
-"""GGUF, the format of llama.cpp: Q4_0 and Q4_1 become int4 exactly as stored, Q8_0 becomes int8.
+"""GGUF, the format of llama.cpp: Q4_0 and Q4_1 become int4 exactly as stored, Q8_0 becomes int8, others floats.
 
 Blocks of 32 columns share what scales them, float16 numbers d and m (ggml-common.h of ggml):
 
@@ -12,10 +12,12 @@ In int4's bytes, low nibbles are columns 0..15 of a block, high ones 16..31.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ from ..formats import Scheme
 from ..quantizer import quantize_int8
 from ..schemes import Int4WeightOnly, Int8WeightOnly
 from .base import Checkpoint, CheckpointError, Plain, QuantizedLayer
-from .gguf_file import TYPES, GgufFile, TensorInfo
+from .gguf_file import TYPES, TensorInfo, open_gguf
 from .gguf_model import Model
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -33,48 +35,58 @@ _LARGEST_ZERO = 32768.0
 
 
 class GgufCheckpoint(Checkpoint):
-    """A language model in one GGUF file: of architecture llama (Mistral's models too), qwen2 or qwen3.
+    """A language model in a GGUF file or its parts: of architecture llama (Mistral's models too), qwen2 or qwen3.
+
+    Linear layers in Q4_0 and Q4_1 are int4, with the numbers of the file. Everything else that the package ``gguf`` can
+    dequantize (Q6_K, Q4_K, IQ4_XS …) is read as float32, exactly, and listed in ``notes``.
 
     Args:
-        path: the file.
-        dequantize: True reads linear layers of a format that int4 and int8 do not hold exactly as float32 tensors:
-            Q8_0, and all others, for which the package ``gguf`` is needed. ``notes`` lists them. False requantises Q8_0
-            with a scale per row and refuses the others.
+        path: the file, or one of the parts of a model that was split (``-00001-of-00003.gguf``).
+        dequantize: True reads linear layers in Q8_0 as float32 too. False requantizes them with a scale per row.
+
+    Attributes:
+        float_linears: how many linear layers are read as floats though the file has them quantized, by their format.
+        dequantized: how many tensors of any kind, by format.
+        rounded: how many linear layers in Q8_0 are requantized.
 
     Raises:
-        CheckpointError: no GGUF file, a damaged one, an unknown architecture, or formats that are refused.
+        CheckpointError: no GGUF file, a damaged one, an unknown architecture, formats that the package ``gguf`` cannot
+            dequantize, or any other than F32, F16, BF16, Q4_0, Q4_1 and Q8_0 where the package is not installed.
     """
 
     format = "gguf"
 
     def __init__(self, path: str | Path, *, dequantize: bool = False) -> None:
-        self._file = GgufFile(path)
+        self._file = open_gguf(path)
         self._model = Model(self._file)
         self.config = self._model.config
         self.layers: dict[str, QuantizedLayer] = {}
+        self.float_linears: Counter[str] = Counter()
+        self.dequantized: Counter[str] = Counter()
+        self.rounded = 0
         self._others: dict[str, TensorInfo] = {}
-        dequantized: dict[str, int] = {}
         known = {kind for kind, _, _ in TYPES.values()}
         for name, (module, kind) in self._model.modules.items():
             info = self._file.tensors[name]
-            made = _LINEAR.get(info.type) if self._model.is_linear(name) else None
+            linear = self._model.is_linear(name)
+            made = _LINEAR.get(info.type) if linear else None
             if made is not None and not (dequantize and info.type == "Q8_0"):
                 scheme, decode, note = made
                 n, k = info.shape
                 read = partial(self._read_linear, info, decode)
                 self.layers[module] = QuantizedLayer(module, scheme, n, k, (name,), read, note)
+                self.rounded += note is not None
                 continue
             self._others[f"{module}.{kind}"] = info
+            if info.type not in known:
+                _check_known(info, self._where(info))
             if info.type not in known or made is not None:
-                dequantized[info.type] = dequantized.get(info.type, 0) + 1
+                self.dequantized[info.type] += 1
+                self.float_linears[info.type] += linear
+        self.float_linears = +self.float_linears
         self.others = tuple(self._others)
-        listed = ", ".join(f"{count} of {kind}" for kind, count in sorted(dequantized.items()))
-        if dequantized and not dequantize:
-            raise CheckpointError(
-                f"{path}: tensors of formats that qao has no kernels for: {listed}. It has them for Q4_0, Q4_1 and "
-                "Q8_0. qao.checkpoints.gguf.GgufCheckpoint(path, dequantize=True) reads these tensors as float32"
-            )
-        if dequantized:
+        listed = ", ".join(f"{count} of {kind}" for kind, count in sorted(self.dequantized.items()))
+        if self.dequantized:
             self.notes = (f"dequantised to float32, to be quantised anew: {listed}",)
 
     def tensor(self, name: str) -> Tensor:
@@ -84,12 +96,15 @@ class GgufCheckpoint(Checkpoint):
             return values.view(_FLOATS[info.type]).view(info.shape).clone()
         if info.type in _DECODERS:
             return _dequantize(_DECODERS[info.type](values, self._where(info)))
-        try:
-            from gguf import GGMLQuantizationType, dequantize
-        except ImportError:
-            raise CheckpointError(f"{self._where(info)} is {info.type}: `pip install gguf` to dequantise it") from None
-        plain = dequantize(values.numpy(), GGMLQuantizationType[info.type])
-        return torch.from_numpy(plain).view(info.shape)
+        from gguf import GGMLQuantizationType, dequantize
+
+        with np.errstate(all="ignore"):
+            plain = torch.from_numpy(dequantize(values.numpy(), GGMLQuantizationType[info.type])).view(info.shape)
+        if not plain.isfinite().all():
+            raise CheckpointError(
+                f"{self._where(info)} has a block with a scale that is NaN or infinite. Download the file again"
+            )
+        return plain
 
     def shape_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         info = self._others[name]
@@ -106,6 +121,21 @@ class GgufCheckpoint(Checkpoint):
 
     def _where(self, info: TensorInfo) -> str:
         return f"{self._file.path}: tensor {info.name}"
+
+
+def _check_known(info: TensorInfo, where: str) -> None:
+    """Raises CheckpointError unless the package gguf can dequantize the tensor; asked before anything is read."""
+    try:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+    except ImportError:
+        raise CheckpointError(f"{where} is {info.type}: `pip install gguf` to dequantise it") from None
+    kind = GGMLQuantizationType[info.type]
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        raise CheckpointError(
+            f"{where} is {info.type}, which the package gguf cannot dequantize. Quantize the float model instead"
+        ) from None
 
 
 def _halves(blocks: Tensor, at: int, where: str) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ TYPES = {
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by value type
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
+_MAX_PARTS = 1 << 12
 _MAX_ELEMENTS = 1 << 24  # of an array; ten times the largest vocabulary
 _SHORTEST_ENTRY = 8 + 4 + 1  # bytes of metadata: length of a key, type, value
 _SHORTEST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes of a tensor's entry: length of the name, dimensions, one, type, offset
@@ -80,6 +82,54 @@ class GgufFile:
     def bytes_of(self, tensor: TensorInfo) -> Tensor:
         """uint8 [nbytes], a view of the file."""
         return self._data[tensor.offset : tensor.offset + tensor.nbytes]
+
+
+class GgufParts:
+    """A model that was split into several files, with the interface of one: metadata is that of the first part.
+
+    Raises:
+        CheckpointError: a part is missing, says that it is another one, or has a tensor that an earlier one has.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.path = paths[0]
+        for path in paths:
+            if not path.exists():
+                raise CheckpointError(f"{path}: no such file; the model has {len(paths)} parts, and all are needed")
+        self._parts: dict[str, GgufFile] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        for number, path in enumerate(paths):
+            part = GgufFile(path)
+            stated = part.metadata.get("split.no"), part.metadata.get("split.count")
+            if stated != (number, len(paths)):
+                raise CheckpointError(
+                    f"{path}: its metadata says part {stated[0]!r} (from 0) of {stated[1]!r}, its name part "
+                    f"{number + 1} (from 1) of {len(paths)}"
+                )
+            if number == 0:
+                self.metadata = part.metadata
+            for name, tensor in part.tensors.items():
+                if name in self.tensors:
+                    raise CheckpointError(f"{path}: tensor {name} is in {self._parts[name].path.name} too")
+                self.tensors[name], self._parts[name] = tensor, part
+        total = self.metadata.get("split.tensors.count")
+        if total is not None and total != len(self.tensors):
+            raise CheckpointError(f"{self.path}: its parts have {len(self.tensors)} tensors of {total!r}")
+
+    def bytes_of(self, tensor: TensorInfo) -> Tensor:
+        return self._parts[tensor.name].bytes_of(tensor)
+
+
+def open_gguf(path: str | Path) -> GgufFile | GgufParts:
+    """The file, with all other parts of its model if its name says that it is one of several."""
+    path = Path(path)
+    name = re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if name is None:
+        return GgufFile(path)
+    stem, _, count = name.groups()
+    if not 0 < int(count) <= _MAX_PARTS:
+        raise CheckpointError(f"{path}: one of {count} parts, by its name")
+    return GgufParts([path.with_name(f"{stem}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)])
 
 
 class _Cursor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .base import CheckpointError
-from .gguf_file import GgufFile
+from .gguf_file import GgufFile, GgufParts
 
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # by architecture
 _PERMUTED = ("llama",)  # architectures whose rows of q and k llama.cpp reorders
@@ -48,13 +48,16 @@ class Model:
         CheckpointError: an architecture, a tensor or a kind of rotary embedding that is not known here.
     """
 
-    def __init__(self, file: GgufFile) -> None:
+    def __init__(self, file: GgufFile | GgufParts) -> None:
         self._file = file
         arch = file.metadata.get("general.architecture")
         if arch not in CLASSES:
             raise CheckpointError(f"{file.path}: architecture {arch!r} is not known; these are: {', '.join(CLASSES)}")
-        if file.metadata.get("split.count", 1) not in (0, 1):
-            raise CheckpointError(f"{file.path}: one part of several. Join them with llama-gguf-split --merge")
+        if isinstance(file, GgufFile) and file.metadata.get("split.count", 1) not in (0, 1):
+            raise CheckpointError(
+                f"{file.path}: one part of several, under a name that does not end in -00001-of-0000N.gguf. Give the "
+                "parts their names back, or join them with llama-gguf-split --merge"
+            )
         self._arch = str(arch)
         self.modules = {name: self._module_of(name) for name in file.tensors if name != _ROPE_FACTORS}
         self.config = self._config()
