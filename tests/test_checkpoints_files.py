@@ -133,7 +133,7 @@ def test_shards(tmp_path: Path) -> None:
         ({"a.weight": "..\\model-1.safetensors"}, "is no name of a .safetensors file"),
         ({"a.weight": "model-1.bin"}, "is no name of a .safetensors file"),
         ({"a.weight": 7}, "is no name of a .safetensors file"),
-        ({"a.weight": "model-9.safetensors"}, "no readable safetensors file"),
+        ({"a.weight": "model-9.safetensors"}, "no such file, and the index names it"),
         ({"c.weight": "model-1.safetensors"}, "the index says that this tensor is here"),
     ],
 )

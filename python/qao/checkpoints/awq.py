@@ -20,7 +20,7 @@ from .files import FLOATS, TensorFiles
 from .plain import check_layer_name, grouping, regroup
 from .settings import Settings
 
-__all__ = ["read"]
+__all__ = ["layer", "read"]
 
 _NIBBLE_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -32,17 +32,19 @@ def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
         CheckpointError: also for layouts other than "gemm", bits other than 4, and weights without zero points.
     """
     names = [check_layer_name(key, ".qweight") for key in files.names if key.endswith(".qweight")]
+    return [layer(files, name, settings) for name in names]
+
+
+def layer(files: TensorFiles, name: str, settings: Settings) -> QuantizedLayer:
+    """One of them."""
     bits = settings.integer("bits", settings.integer("w_bit", 4), low=1, high=32)
     given = settings.integer("group_size", settings.integer("q_group_size", 128))
-    version = settings.text("version", "gemm")
     if bits != 4:
         raise CheckpointError(f"{settings.where}: {bits} bits; AWQ is read with 4")
-    if version != "gemm":
-        raise CheckpointError(f'{settings.where}: the layout "{version}" is made for one kernel; "gemm" is read')
-    return [_layer(files, name, given) for name in names]
-
-
-def _layer(files: TensorFiles, name: str, given: int) -> QuantizedLayer:
+    for key in ("version", "format", "checkpoint_format"):  # the latter two of GPTQModel
+        version = settings.text(key, "gemm")
+        if version != "gemm":
+            raise CheckpointError(f'{settings.where}: the layout "{version}" is made for one kernel; "gemm" is read')
     qweight, scales, qzeros = keys = (f"{name}.qweight", f"{name}.scales", f"{name}.qzeros")
     k, words = files.matrix(qweight, torch.int32)
     n = 8 * words

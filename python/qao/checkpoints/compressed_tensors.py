@@ -29,9 +29,9 @@ from .files import FLOATS, TensorFiles
 from .plain import FP8_SCALES, check_layer_name, four_bits, fp8_scale_shapes, grouping, nibbles, read_fp8, regroup
 from .settings import Settings
 
-__all__ = ["read", "read_layer"]
+__all__ = ["KV_CACHE", "Contents", "read", "read_layer"]
 
-_KV_CACHE = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".output_scale")
+KV_CACHE = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".output_scale")
 
 
 class Contents(NamedTuple):
@@ -53,7 +53,7 @@ def read(files: TensorFiles, settings: Settings) -> Contents:
             if key.endswith(suffix) and (name := check_layer_name(key, suffix)) not in layers:
                 layers[name] = read_layer(files, name, group_of(groups, settings, name))
     notes = []
-    dropped = [key for key in files.names if key.endswith(_KV_CACHE)]
+    dropped = [key for key in files.names if key.endswith(KV_CACHE)]
     if dropped or settings.child("kv_cache_scheme"):
         notes.append(f"quantisation of the KV cache is left out ({len(dropped)} scales)")
     return Contents(list(layers.values()), dropped, notes)

@@ -22,6 +22,9 @@ _DTYPES = {
     "I16": torch.int16,
     "I32": torch.int32,
     "I64": torch.int64,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
@@ -55,7 +58,8 @@ class TensorFiles:
     """The tensors of a checkpoint by name.
 
     Args:
-        path: a .safetensors file, or a directory with one, or with a .safetensors.index.json.
+        path: a .safetensors file, the index of several, or a directory with one of these. As in transformers,
+            model.safetensors comes before model.safetensors.index.json, and both before others.
 
     Raises:
         CheckpointError: no such file, several that might be meant, pickles, a damaged file, an index that points out of
@@ -64,16 +68,22 @@ class TensorFiles:
 
     def __init__(self, path: Path) -> None:
         self.directory = path if path.is_dir() else path.parent
-        files = {file: None for file in [path]} if not path.is_dir() else _in_directory(path)
+        files = _in_directory(path) if path.is_dir() else _of_index(path) if is_index(path) else {path: None}
         self.metadata: dict[str, str] = {}
         self._handles: dict[str, Any] = {}  # of the file that holds a tensor
         self._aliases: dict[str, str] = {}
+        self._seen: dict[str, Path] = {}  # the file of every tensor, listed in the index or not
         self._file: dict[str, str] = {}
         self._facts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for file, expected in files.items():
             self._open(file, expected)
 
     def _open(self, file: Path, expected: list[str] | None) -> None:
+        if expected is not None and not file.exists():
+            raise CheckpointError(
+                f"{file}: no such file, and the index names it for {len(expected)} tensors ({expected[0]}, …). "
+                "Download it again"
+            )
         try:
             handle: Any = safetensors.safe_open(str(file), framework="pt")
             self.metadata.update(handle.metadata() or {})
@@ -81,9 +91,14 @@ class TensorFiles:
         except (OSError, safetensors.SafetensorError, ValueError) as error:
             raise CheckpointError(f"{file}: no readable safetensors file (damaged or cut off?): {error}") from error
         present = set(names)
+        absent = next((name for name in expected or () if name not in present), None)
+        if absent is not None:
+            raise CheckpointError(f"{file}: {absent}: the index says that this tensor is here, and it is not")
+        twice = next((name for name in names if name in self._seen), None)
+        if twice is not None:  # transformers takes the last, whatever the index says
+            raise CheckpointError(f"{file}: {twice}: this tensor is in {self._seen[twice]} too. Download the files again")
+        self._seen.update(dict.fromkeys(names, file))
         for name in names if expected is None else expected:
-            if name not in present:
-                raise CheckpointError(f"{file}: {name}: the index says that this tensor is here, and it is not")
             view = handle.get_slice(name)
             dtype = _DTYPES.get(view.get_dtype())
             if dtype is None:
@@ -177,10 +192,12 @@ def _in_directory(directory: Path) -> dict[Path, list[str] | None]:
     """The safetensors files of a directory, each with the tensors that an index expects there."""
     indices = sorted(directory.glob("*.safetensors.index.json"))
     files = sorted(directory.glob("*.safetensors"))
+    if (directory / "model.safetensors") in files:
+        return {directory / "model.safetensors": None}
+    if (directory / "model.safetensors.index.json") in indices:
+        return _of_index(directory / "model.safetensors.index.json")
     if len(indices) == 1:
         return _of_index(indices[0])
-    if not indices and (directory / "model.safetensors") in files:
-        return {directory / "model.safetensors": None}
     if not indices and len(files) == 1:
         return {files[0]: None}
     if indices or files:
@@ -193,6 +210,10 @@ def _in_directory(directory: Path) -> dict[Path, list[str] | None]:
             "safetensors."
         )
     raise CheckpointError(f"{directory}: no .safetensors file here")
+
+
+def is_index(path: Path) -> bool:
+    return path.suffix == ".json" and ".safetensors.index" in path.name
 
 
 def _of_index(index: Path) -> dict[Path, list[str] | None]:

@@ -22,7 +22,7 @@ from .files import FLOATS, TensorFiles
 from .plain import check_layer_name, grouping, nibbles, regroup
 from .settings import Settings, matches
 
-__all__ = ["read"]
+__all__ = ["layer", "read"]
 
 
 def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
@@ -33,7 +33,7 @@ def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
             and for eight bits with groups or zero points.
     """
     names = [check_layer_name(key, ".qweight") for key in files.names if key.endswith(".qweight")]
-    return [_layer(files, name, _of_layer(settings, name)) for name in names]
+    return [layer(files, name, _of_layer(settings, name)) for name in names]
 
 
 def _of_layer(settings: Settings, name: str) -> Settings:
@@ -47,7 +47,7 @@ def _of_layer(settings: Settings, name: str) -> Settings:
     return settings
 
 
-def _layer(files: TensorFiles, name: str, settings: Settings) -> QuantizedLayer:
+def layer(files: TensorFiles, name: str, settings: Settings) -> QuantizedLayer:
     qweight, scales, qzeros, g_idx = (f"{name}.{part}" for part in ("qweight", "scales", "qzeros", "g_idx"))
     bits = settings.integer("bits", 4, low=1, high=32)
     if bits not in (4, 8):
@@ -70,11 +70,7 @@ def _layer(files: TensorFiles, name: str, settings: Settings) -> QuantizedLayer:
         if settings.flag("desc_act", False):
             _check_order(files, g_idx, given)
     symmetric = settings.values.get("sym") is True
-    version = {"gptq": 1, "gptq_v2": 2}.get(settings.text("checkpoint_format", "gptq"))
-    if version is None:
-        raise settings.fail(
-            "checkpoint_format", "gptq or gptq_v2 (others, such as marlin, are repacked for one kernel)"
-        )
+    version = _version(settings)
     scheme: Scheme
     if bits == 4:
         scheme = Int4WeightOnly(group_size=group_size, symmetric=symmetric, scale_dtype=files.dtype(scales))
@@ -84,6 +80,20 @@ def _layer(files: TensorFiles, name: str, settings: Settings) -> QuantizedLayer:
         raise files.error(qweight, f"eight bits with groups of {given} columns; qao has int8 with one scale per row")
     load = partial(_read, files, name, bits, given, version, symmetric)
     return QuantizedLayer(name, scheme, n, k, keys, load, note)
+
+
+def _version(settings: Settings) -> int:
+    """1 or 2, by ``checkpoint_format``, which GPTQModel also calls ``format``."""
+    found = 1
+    for key in ("format", "checkpoint_format"):
+        if settings.values.get(key) is not None:
+            version = {"gptq": 1, "gptq_v2": 2}.get(settings.text(key, ""))
+            if version is None:
+                raise settings.fail(key, "gptq or gptq_v2 (others, such as marlin, are repacked for one kernel)")
+            found = version
+    if settings.values.get("is_marlin_format") is True:
+        raise settings.fail("is_marlin_format", "false: marlin is repacked for one kernel")
+    return found
 
 
 def _read(files: TensorFiles, name: str, bits: int, given: int, version: int, symmetric: bool) -> Plain:

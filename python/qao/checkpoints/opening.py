@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from . import awq, compressed_tensors, fp8, gptq, native, torchao
+from . import autoround, awq, compressed_tensors, fp8, gptq, modelopt, native, torchao
 from .base import Checkpoint, CheckpointError
-from .files import SafetensorsCheckpoint, TensorFiles, read_json
+from .files import SafetensorsCheckpoint, TensorFiles, is_index, read_json
 from .gguf import GgufCheckpoint
 from .mxfp4 import Mxfp4Checkpoint
 from .settings import Settings
@@ -23,6 +23,26 @@ _READERS = {
     "fp8": fp8.read_huggingface,
     "fbgemm_fp8": fp8.read_fbgemm,
     "torchao": torchao.read,
+    "auto_round": autoround.read,
+}
+_METHODS = ("compressed-tensors", "modelopt", *_READERS, "mxfp4")
+_ALIASES = {"intel/auto-round": "auto_round", "auto-round": "auto_round", "modelopt_fp4": "modelopt"}
+# What others store instead of integers or floats with scales, for the message.
+_UNREAD = {
+    "bitsandbytes": "codes of a table (NF4, FP4), or rows with outliers apart (LLM.int8())",
+    "aqlm": "codebooks",
+    "vptq": "codebooks",
+    "higgs": "codebooks after a rotation",
+    "spqr": "a sparse matrix of outliers beside the integers",
+    "hqq": "float zero points in a packing by shape",
+    "quanto": "tensors of quanto",
+    "eetq": "columns in the order of one kernel",
+    "bitnet": "ternary weights",
+    "quark": "a layout of its own",
+    "mxfp8": "e4m3 in groups of 32",
+    "exl2": "a layout for one kernel",
+    "exl3": "a layout for one kernel",
+    "mlx": "groups with float offsets",
 }
 # What only quantised weights have. A float checkpoint with such a name has lost its config.
 _QUANTISED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point")
@@ -32,8 +52,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a checkpoint: quantised by others, by qao, or in float.
 
     Args:
-        path: a directory as Hugging Face lays it out (config.json, safetensors files), a .safetensors file (config.json
-            beside it is read, if there is one), or a .gguf file.
+        path: a directory as Hugging Face lays it out (config.json, safetensors files), a .safetensors file or the index
+            of several (config.json in the same directory is read, if there is one), or a .gguf file.
 
     Returns:
         The checkpoint. Shapes and dtypes of its tensors are checked; numbers are read when they are asked for.
@@ -48,13 +68,15 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if path.suffix == ".gguf":
         checkpoint: Checkpoint = GgufCheckpoint(path)
         return checkpoint
-    if path.is_file() and path.suffix != ".safetensors":
-        raise CheckpointError(f"{path}: only .safetensors and .gguf files are read; pickles can run any code")
+    if path.is_file() and path.suffix != ".safetensors" and not is_index(path):
+        raise CheckpointError(
+            f"{path}: only .safetensors and .gguf files are read, and the index of several; pickles can run any code"
+        )
     files = TensorFiles(path)
     config, settings = _config(files)
     if native.is_native(files.names):
         return SafetensorsCheckpoint("qao", config, files, native.read(files))
-    method = "float" if settings is None else settings.text("quant_method", "none").replace("_", "-")
+    method = "float" if settings is None else _method(settings)
     if method == "float" and torchao.is_torchao(files.metadata):
         method, settings = "torchao", Settings({}, f"{path}: header")
     if settings is None:
@@ -63,20 +85,49 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         opened = Mxfp4Checkpoint(config, files)
     elif method == "compressed-tensors":
         opened = SafetensorsCheckpoint(method, config, files, *compressed_tensors.read(files, settings))
+    elif method == "modelopt":
+        opened = SafetensorsCheckpoint(method, config, files, *modelopt.read(files, settings))
     else:
         method = method.replace("-", "_")
         if method not in _READERS:
-            known = ", ".join(["compressed-tensors", *_READERS, "mxfp4"])
-            raise CheckpointError(f"{settings.where}: quant_method {method!r:.40} is not read; {known} are")
+            raise _unread(settings, method)
         opened = SafetensorsCheckpoint(method, config, files, _READERS[method](files, settings))
     for name in opened.others:
-        raw = settings is not None and opened.shape_dtype(name)[1] == torch.float8_e4m3fn
+        dtype = opened.shape_dtype(name)[1]
+        raw = settings is not None and dtype == torch.float8_e4m3fn
+        raw |= method != "mxfp4" and name.endswith("weight") and not dtype.is_floating_point
         if raw or name.endswith(_QUANTISED):
-            raise files.error(name, f"is part of a quantised weight, but of no {method} layer; is config.json its own?")
+            told = f"of no {method} layer" if settings is not None else "config.json does not say how it was quantised"
+            raise files.error(name, f"is part of a quantised weight, but {told}; is config.json its own?")
     found = opened.others != files.names if method == "mxfp4" else opened.layers
     if settings is not None and not found:
         raise CheckpointError(f"{path}: {settings.where} says {method}, but no tensor is quantised in that way")
     return opened
+
+
+def _method(settings: Settings) -> str:
+    """The quant_method, or what other entries say in its place."""
+    values = settings.values
+    if "quant_method" in values and values["quant_method"] is not None:
+        method = settings.text("quant_method", "")
+        return _ALIASES.get(method, method).replace("_", "-").replace("auto-round", "auto_round")
+    if values.get("load_in_4bit") or values.get("load_in_8bit"):
+        return "bitsandbytes"
+    producer = values.get("producer")
+    if values.get("quant_library") == "modelopt" or (isinstance(producer, dict) and producer.get("name") == "modelopt"):
+        return "modelopt"
+    return "none"
+
+
+def _unread(settings: Settings, method: str) -> CheckpointError:
+    known = ", ".join(_METHODS)
+    if method == "none":
+        return CheckpointError(f"{settings.where}: has no quant_method; {known} are read")
+    what = f", which has {_UNREAD[method]}" if method in _UNREAD else ""
+    return CheckpointError(
+        f"{settings.where}: quant_method {method!r:.40} is not read{what}; {known} are. Take the float model and "
+        "quantize it: scheme="
+    )
 
 
 def _config(files: TensorFiles) -> tuple[dict[str, Any], Settings | None]:
@@ -89,6 +140,11 @@ def _config(files: TensorFiles) -> tuple[dict[str, Any], Settings | None]:
             found = holder.pop(key, None)
             if found:
                 return config, Settings(found, f"{file}: {key}")
+    if isinstance(config.get("quantization"), dict) and "bits" in config["quantization"]:
+        return config, Settings({"quant_method": "mlx", **config["quantization"]}, f"{file}: quantization")
+    file = files.directory / "hf_quant_config.json"
+    if file.exists():
+        return config, modelopt.settings_of(read_json(file), str(file))
     for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
         file = files.directory / name
         if file.exists():

@@ -1,0 +1,76 @@
+"""Checkpoints of AutoRound ("auto-round"): integers in the packing of GPTQ or AWQ, with settings for each layer.
+
+packing_format  "auto_round:auto_gptq", "auto_round:gptq"      as GPTQ of version 1: zero points minus 1
+                "auto_round", "auto_round:gptqmodel", others   as GPTQ of version 2: zero points as they are
+                "auto_round:auto_awq"                          as AWQ in the layout gemm
+extra_config    by name of a layer or a pattern for it: bits, group_size, sym, data_type that differ
+"""
+
+from __future__ import annotations
+
+import re
+
+from . import awq, gptq
+from .base import CheckpointError, QuantizedLayer
+from .files import TensorFiles
+from .plain import check_layer_name
+from .settings import Settings
+
+__all__ = ["read"]
+
+_REMEDY = 'Export it with format="llm_compressor", or quantize the float model: scheme='
+
+
+def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
+    """The layers of an AutoRound checkpoint.
+
+    Raises:
+        CheckpointError: also for weights that are not integers, and for quantized activations.
+    """
+    packing = settings.text("packing_format", settings.text("backend", "auto_round:gptq")).replace("-", "_")
+    packing = "auto_round:gptq" if packing == "auto" else packing
+    known = ("auto_round", "autoround", "auto_gptq", "auto_awq", "gptq", "awq")
+    if not packing.startswith(known) or any(word in packing for word in ("llm_compressor", "fp", "mx", "rrq")):
+        raise CheckpointError(
+            f"{settings.where}: the packing_format {packing!r:.60} of AutoRound is not read; those of GPTQ and AWQ "
+            f"are. {_REMEDY}"
+        )
+    first = "gptq" in packing and "gptqmodel" not in packing
+    names = [check_layer_name(key, ".qweight") for key in files.names if key.endswith(".qweight")]
+    layers = []
+    for name in names:
+        own = _of_layer(settings, name)
+        if "awq" in packing:
+            layers.append(awq.layer(files, name, own))
+        else:
+            version = {"checkpoint_format": "gptq" if first else "gptq_v2", "desc_act": False}
+            layers.append(gptq.layer(files, name, Settings({**own.values, **version}, own.where)))
+    return layers
+
+
+def _of_layer(settings: Settings, name: str) -> Settings:
+    """The settings of one layer, which must be of integers beside float activations."""
+    extra = settings.children("extra_config")
+    found = extra.get(name)
+    if found is None:
+        patterns = [key for key in extra if re.search(r"[\\*+?\[\](){}|^$]", key)]
+        found = next((extra[key] for key in patterns if _matches(key, name, settings.where)), None)
+    own = settings if found is None else Settings({**settings.values, **found.values}, found.where)
+    kind, bits = own.text("data_type", "int"), own.integer("bits", 4, low=1, high=64)
+    if kind != "int" and not kind.startswith("int_"):
+        raise CheckpointError(f"{own.where}: {name}: weights of the data_type {kind!r:.40}; integers are read. {_REMEDY}")
+    if bits > 8:
+        raise CheckpointError(f"{own.where}: {name} has {bits} bits by the config, and its tensors are quantized")
+    activations = own.values.get("act_bits")
+    if isinstance(activations, int) and activations < 16:
+        raise CheckpointError(
+            f"{own.where}: {name}: activations of {activations} bits in AutoRound's packing are not read. {_REMEDY}"
+        )
+    return own
+
+
+def _matches(pattern: str, name: str, where: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except (re.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{where}: {pattern!r:.80} is no regular expression: {error}") from error
