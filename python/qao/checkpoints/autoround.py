@@ -58,7 +58,9 @@ def _of_layer(settings: Settings, name: str) -> Settings:
     own = settings if found is None else Settings({**settings.values, **found.values}, found.where)
     kind, bits = own.text("data_type", "int"), own.integer("bits", 4, low=1, high=64)
     if kind != "int" and not kind.startswith("int_"):
-        raise CheckpointError(f"{own.where}: {name}: weights of the data_type {kind!r:.40}; integers are read. {_REMEDY}")
+        raise CheckpointError(
+            f"{own.where}: {name}: weights of the data_type {kind!r:.40}; integers are read. {_REMEDY}"
+        )
     if bits > 8:
         raise CheckpointError(f"{own.where}: {name} has {bits} bits by the config, and its tensors are quantized")
     activations = own.values.get("act_bits")

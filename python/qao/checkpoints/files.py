@@ -96,7 +96,9 @@ class TensorFiles:
             raise CheckpointError(f"{file}: {absent}: the index says that this tensor is here, and it is not")
         twice = next((name for name in names if name in self._seen), None)
         if twice is not None:  # transformers takes the last, whatever the index says
-            raise CheckpointError(f"{file}: {twice}: this tensor is in {self._seen[twice]} too. Download the files again")
+            raise CheckpointError(
+                f"{file}: {twice}: this tensor is in {self._seen[twice]} too. Download the files again"
+            )
         self._seen.update(dict.fromkeys(names, file))
         for name in names if expected is None else expected:
             view = handle.get_slice(name)

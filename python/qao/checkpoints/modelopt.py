@@ -3,7 +3,8 @@
 FP8                        weight e4m3 [N, K], weight_scale [], input_scale [] unless activations stay in float
 FP8_PER_CHANNEL_PER_TOKEN  weight e4m3 [N, K], weight_scale [N]; activations with a scale per token
 FP8_PB_WO                  weight e4m3 [N, K], weight_scale by 128 x 128: [N/128, K/128] or [N/128, 1, K/128, 1]
-NVFP4, NVFP4_AWQ           weight uint8 [N, K/2] of e2m1, lower nibble first, weight_scale e4m3 [N, K/16], weight_scale_2 []
+NVFP4, NVFP4_AWQ           weight uint8 [N, K/2] of e2m1, lower nibble first, weight_scale e4m3 [N, K/16],
+                           weight_scale_2 []
 W8A16                      weight int8 [N, K], weight_scale [N]
 
 W = weight · scale, and of NVFP4 e2m1 · weight_scale · weight_scale_2. MIXED_PRECISION says so for each layer.

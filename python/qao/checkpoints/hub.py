@@ -1,0 +1,67 @@
+"""Local files of a checkpoint: a path, or a repository on the Hugging Face hub, downloaded or cached."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from .base import CheckpointError
+
+__all__ = ["local_copy"]
+
+_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # no pickles, no code
+_REPOSITORY = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
+_ENDINGS = (".gguf", ".safetensors", ".json")  # of files: what ends so names no repository
+_HUB = ("revision", "cache_dir", "force_download", "local_files_only", "token")
+
+
+def local_copy(
+    path: str | os.PathLike[str],
+    *,
+    subfolder: str = "",
+    gguf_file: str | None = None,
+    code: bool = False,
+    pickles: bool = False,
+    **hub: Any,
+) -> Path:
+    """The directory or file of this name; a repository of the Hugging Face hub is downloaded first.
+
+    Args:
+        path: a path, with ``~`` for the home directory, or the name of a repository, with or without its owner. What
+            exists as a path is a path.
+        subfolder: of a repository, the only folder to download.
+        gguf_file: of a repository, the only weights to download.
+        code: of a repository, download Python files too.
+        pickles: of a repository, download ``*.bin`` files too.
+        hub: revision, cache_dir, force_download, local_files_only and token, as in transformers' ``from_pretrained``.
+
+    Raises:
+        CheckpointError: there is neither such a path nor such a repository, or the latter cannot be downloaded.
+        ImportError: huggingface_hub is not installed.
+    """
+    local, name = Path(path).expanduser(), os.fspath(path)
+    if local.exists():
+        return local
+    if not _REPOSITORY.fullmatch(name) or name.endswith(_ENDINGS):
+        raise CheckpointError(f"{path}: no such file or directory")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ImportError(f"{path}: no such directory; to download it, pip install huggingface_hub") from error
+    patterns = [*_FILES, *(["*.py"] if code else ()), *(["*.bin"] if pickles else ())]
+    if gguf_file is not None:
+        patterns = [pattern for pattern in patterns if pattern != "*.safetensors"]
+        patterns.append(re.sub(r"-\d{5}-of-(\d{5})\.gguf$", r"-*-of-\1.gguf", gguf_file))
+    if subfolder:
+        patterns = [f"{subfolder.strip('/')}/{pattern}" for pattern in patterns] + (["*.py"] if code else [])
+    options = {key: hub[key] for key in _HUB if hub.get(key) is not None}
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, **options))
+    except (OSError, ValueError) as error:  # every error of the hub is one of these
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"{path}: no such file or directory, and the Hugging Face hub has no such repository that can be read "
+            f"from here: {reason}"
+        ) from error
