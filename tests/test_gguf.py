@@ -6,12 +6,14 @@ import importlib.util
 import json
 import random
 import struct
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import qao
 import torch
 from qao import QuantLinear
 from qao.checkpoints import Checkpoint, CheckpointError, open_checkpoint
@@ -245,6 +247,113 @@ def test_q8_0_exactly(tmp_path: Path) -> None:
     checkpoint = GgufCheckpoint(path, dequantize=True)
     assert not checkpoint.layers and f"{7 * BLOCKS + 1} of Q8_0" in checkpoint.notes[0]
     assert torch.equal(checkpoint.tensor("lm_head.weight"), stored(path)["output.weight"])
+
+
+# ---- through qao.from_pretrained, and in parts
+
+
+def q6_k_head(path: Path, tied: bool = False) -> Path:
+    """A file as llama-quantize writes it: layers in Q4_0, the head or the tied embedding in Q6_K."""
+    rng, width = np.random.default_rng(0), 256
+    writer = gguf.GGUFWriter(path, "qwen3")
+    sizes = {"block_count": 1, "context_length": 64, "embedding_length": width, "feed_forward_length": width}
+    sizes |= {"head_count": 4, "head_count_kv": 4, "layer_norm_rms_eps": 1e-5, "key_length": 64, "value_length": 64}
+    for name, value in sizes.items():
+        getattr(writer, f"add_{name}")(value)
+
+    def add(name: str, rows: int, kind: str) -> None:
+        of = gguf.GGMLQuantizationType[kind]
+        if kind == "Q6_K":
+            data = rng.integers(0, 256, (rows, 210), dtype=np.uint8)
+            data[:, 208:] = np.frombuffer(np.float16(5e-4).tobytes(), np.uint8)
+        else:
+            data = gguf.quantize((rng.standard_normal((rows, width)) * 0.05).astype(np.float32), of)
+        writer.add_tensor(name, data, raw_dtype=of)
+
+    add("token_embd.weight", 320, "Q6_K" if tied else "Q4_0")
+    if not tied:
+        add("output.weight", 320, "Q6_K")
+    writer.add_tensor("output_norm.weight", np.ones(width, np.float32))
+    for name, size in (("attn_norm", width), ("ffn_norm", width), ("attn_q_norm", 64), ("attn_k_norm", 64)):
+        writer.add_tensor(f"blk.0.{name}.weight", np.ones(size, np.float32))
+    for stem in LINEAR.values():
+        add(f"blk.0.{stem}.weight", width, "Q4_0")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_in_q6_k(tied: bool, tmp_path: Path) -> None:
+    path = q6_k_head(tmp_path / "m-q4_0.gguf", tied)
+    plain, name = stored(path), "token_embd.weight" if tied else "output.weight"
+    for options in ({}, {"dequantize": True}):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = qao.from_pretrained(path, **options)
+        told = [str(one.message) for one in caught if "linear layers are in float" in str(one.message)]
+        assert len(told) == (0 if tied or options else 1)
+        assert all("1 of Q6_K" in text and "scheme=" in text for text in told)
+        assert torch.equal(model.lm_head.weight, plain[name])
+        layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+        assert len(layers) == len(LINEAR)
+        up = model.model.layers[0].mlp.up_proj.dequantize(torch.float32)
+        assert torch.equal(up, plain["blk.0.ffn_up.weight"])
+    if not tied:
+        scheme = qao.Int8WeightOnly()
+        model = qao.from_pretrained(path, scheme=scheme)
+        expected = QuantLinear.from_linear(_linear(plain[name]), scheme).dequantize(torch.float32)
+        assert torch.equal(model.lm_head.dequantize(torch.float32), expected)
+        assert model.model.layers[0].mlp.up_proj.scheme.word == "int4"  # as in the file
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    made.weight = nn.Parameter(weight)
+    return made
+
+
+def split(whole: Path, count: int) -> list[Path]:
+    """The file in parts, as llama-gguf-split writes them."""
+    reader = gguf.GGUFReader(whole)
+    paths = [whole.with_name(f"{whole.stem}-{number + 1:05}-of-{count:05}.gguf") for number in range(count)]
+    for number, path in enumerate(paths):
+        writer = gguf.GGUFWriter(path, "llama")
+        for field in reader.fields.values() if number == 0 else ():
+            if not field.name.startswith(("GGUF.", "general.architecture")):
+                kind = field.types[0]
+                of = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(field.name, field.contents(), kind, of)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return paths
+
+
+def test_parts(llama: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "m.gguf"
+    whole.write_bytes(llama.read_bytes())
+    paths, expected = split(whole, 3), open_checkpoint(llama)
+    for path in paths[:2]:
+        found = open_checkpoint(path)
+        assert found.config == expected.config and set(found.layers) == set(expected.layers)
+        for name in found.others:
+            assert torch.equal(found.tensor(name), expected.tensor(name))
+        assert torch.equal(found.layers["lm_head"].read().q, expected.layers["lm_head"].read().q)
+    paths[1].unlink()
+    with pytest.raises(CheckpointError, match="00002-of-00003.gguf: no such file; the model has 3 parts"):
+        open_checkpoint(paths[0])
+    paths[1].write_bytes(paths[2].read_bytes())
+    with pytest.raises(CheckpointError, match="its metadata says part 2"):
+        open_checkpoint(paths[0])
 
 
 # ---- models
