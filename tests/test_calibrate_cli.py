@@ -46,6 +46,8 @@ def test_it_writes_what_the_library_makes(
         "lm_head",
         "--json",
         "--quiet",
+        "--device",
+        "cpu",
     ]
     assert main(["quantize", str(llama), str(out), "--scheme", "int4", "--group-size", "32", *options]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -453,7 +453,7 @@ def test_eval(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     from qao import evaluate
 
     (tmp_path / "text.txt").write_text(TEXT)
-    options = ["--text", str(tmp_path / "text.txt"), "--windows", "3", "--window", "50", "--json"]
+    options = ["--text", str(tmp_path / "text.txt"), "--windows", "3", "--window", "50", "--json", "--device", "cpu"]
     assert main(["eval", str(llama), "--scheme", "int4", "--group-size", "32", *options]) == 0
     report = json.loads(capsys.readouterr().out)
     model, tokenizer = load(llama), transformers.AutoTokenizer.from_pretrained(llama)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -241,27 +239,6 @@ def test_a_conv1d_of_gpt2_that_was_quantised() -> None:
     with pytest.warns(UserWarning, match="Merging quantises"):
         model.merge_adapter()
     torch.testing.assert_close(logits(model), unmerged, rtol=0, atol=0.05)
-
-
-def test_the_page_about_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/finetuning.md, block by block."""
-    monkeypatch.setattr(warnings, "filters", [("ignore", None, Warning, None, 0)])
-
-    def make_model() -> Any:
-        torch.manual_seed(0)
-        return qao.dequantize_(llama())
-
-    page = (Path(__file__).parents[1] / "docs" / "finetuning.md").read_text()
-    names: dict[str, Any] = {"make_model": make_model, "folder": tmp_path, "batches": [IDS] * 4, "model": make_model()}
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
-    for block in blocks[:3]:
-        exec(block, names)
-    expected = logits(names["model"].eval())
-    assert torch.equal(logits(names["loaded"].eval()), expected)
-    exec(blocks[3], names)
-    assert not any(isinstance(module, QuantLinear) for module in names["floats"].modules())
-    torch.testing.assert_close(logits(names["floats"]), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

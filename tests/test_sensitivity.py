@@ -134,7 +134,18 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
     llama = save_llama(tmp_path / "llama")
     (tmp_path / "text.txt").write_text(TEXT)
-    options = ["--text", str(tmp_path / "text.txt"), "--windows", "2", "--window", "40", "--layers", "--quiet"]
+    options = [
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--windows",
+        "2",
+        "--window",
+        "40",
+        "--layers",
+        "--quiet",
+        "--device",
+        "cpu",
+    ]
     base = ["eval", str(llama), "--scheme", "int4", "--group-size", "32", *options]
     assert main([*base, "--json", "--plot", str(tmp_path / "layers.png")]) == 0
     captured = capsys.readouterr()

@@ -55,6 +55,7 @@ class Loader:
         self.sharding: Sharding | None = None  # of transformers' tensor parallelism
         self._late: tuple[type[nn.Module], ...] = ()  # modules of which some are quantised at the end
         self.absent: set[str] = set()  # names of tensors that no checkpoint holds, or in another shape
+        self._shapes: dict[str, torch.Size] = {}  # of the float skeleton's parameters
 
     def validate(self, device_map: Any) -> None:
         """Raises ValueError for what cannot be loaded. Libraries ask before there is a model, and some again with the
@@ -90,6 +91,7 @@ class Loader:
             dtypes: of a tensor by name, where the model keeps it in another dtype than that of the skeleton.
         """
         if not self.pre_quantized:
+            self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
             self._plan(model, set(tied))
             planned = self.pending.items()
             self._schemes = {name.removesuffix(".weight"): layer.scheme for name, layer in planned if layer.scheme}
@@ -189,6 +191,8 @@ class Loader:
         """When all have arrived."""
         if self._hook is not None:
             self._hook.remove()
+        if self.sharding is None:
+            self._check_shapes(model)
         if self.config.scheme is not None and not self.pre_quantized:
             self.experts.finish()
             self._quantize_the_rest(model)
@@ -200,6 +204,20 @@ class Loader:
         for module in model.modules():
             if isinstance(module, PackedModule):
                 module.settle()
+
+    def _check_shapes(self, model: nn.Module) -> None:
+        """Raises RuntimeError where a float parameter took the shape that the checkpoint has.
+
+        Versions of transformers (5.17) let that happen with any quantizer, with ``ignore_mismatched_sizes`` or without it.
+        """
+        for name, parameter in model.named_parameters():
+            expected = self._shapes.get(name, parameter.shape)
+            if parameter.shape != expected:
+                raise RuntimeError(
+                    f"size mismatch for {name}: {list(parameter.shape)} in the checkpoint, {list(expected)} in the "
+                    "model, and this version of transformers cannot skip it (ignore_mismatched_sizes) while it "
+                    "quantizes. Load the float model, then call qao.quantize_, or upgrade transformers."
+                )
 
     def _quantize_the_rest(self, model: nn.Module) -> None:
         assert self.config.scheme is not None
