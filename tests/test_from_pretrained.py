@@ -273,7 +273,7 @@ def test_autoround(packing: str, tmp_path: Path) -> None:
 
         if "awq" in packing:
             order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
-            pack = lambda v: words(v.t().reshape(v.shape[1], -1, 8)[..., order].flatten(1))  # noqa: E731
+            pack = lambda v, order=order: words(v.t().reshape(v.shape[1], -1, 8)[..., order].flatten(1))  # noqa: E731
             tensors |= {f"{name}.qweight": pack(q), f"{name}.qzeros": pack(zeros)}
         else:
             stored = zeros - int(packing == "auto_round:auto_gptq")

@@ -23,7 +23,7 @@ IDS = support.IDS
 INT4 = qao.Int4WeightOnly(group_size=32)
 V5 = int(transformers.__version__.partition(".")[0]) >= 5
 SKIPS_MISMATCHES = V5 and "hf_quantizer.param_needs_quantization" in inspect.getsource(
-    importlib.import_module("transformers.core_model_loading")
+    importlib.import_module("transformers.core_model_loading").set_param_for_module
 )
 
 

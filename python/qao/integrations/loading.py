@@ -208,7 +208,7 @@ class Loader:
     def _check_shapes(self, model: nn.Module) -> None:
         """Raises RuntimeError where a float parameter took the shape that the checkpoint has.
 
-        Versions of transformers (5.17) let that happen with any quantizer, with ``ignore_mismatched_sizes`` or without it.
+        Versions of transformers (5.17) let that happen with any quantizer, whatever ``ignore_mismatched_sizes`` is.
         """
         for name, parameter in model.named_parameters():
             expected = self._shapes.get(name, parameter.shape)
