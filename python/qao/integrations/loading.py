@@ -191,7 +191,7 @@ class Loader:
         """When all have arrived."""
         if self._hook is not None:
             self._hook.remove()
-        if self.sharding is None:
+        if self.sharding is None or self.sharding.mesh is None:
             self._check_shapes(model)
         if self.config.scheme is not None and not self.pre_quantized:
             self.experts.finish()
