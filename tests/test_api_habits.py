@@ -6,6 +6,8 @@ import copy
 import functools
 import inspect
 import pickle
+import subprocess
+import sys
 import types
 from typing import Any
 
@@ -287,3 +289,19 @@ def test_requires_grad_of_a_whole_model(made_anew: str) -> None:
     assert model[1].bias.grad is not None and model[1].qweight.grad is None
     model.requires_grad_(False)
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_library_needs_only_its_dependencies():
+    """Every module imports without numpy and without the libraries that qao integrates with."""
+    walk = """
+import importlib, pkgutil, sys, warnings
+warnings.simplefilter("ignore")  # torch warns that there is no numpy
+for name in ("numpy", "gguf", "transformers", "huggingface_hub"):
+    sys.modules[name] = None
+import qao
+for module in pkgutil.walk_packages(qao.__path__, "qao."):
+    if not module.name.startswith(("qao.integrations.", "qao._C", "qao.__main__")):
+        importlib.import_module(module.name)
+"""
+    run = subprocess.run([sys.executable, "-c", walk], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,6 +95,7 @@ class GgufCheckpoint(Checkpoint):
             return values.view(_FLOATS[info.type]).view(info.shape).clone()
         if info.type in _DECODERS:
             return _dequantize(_DECODERS[info.type](values, self._where(info)))
+        import numpy as np
         from gguf import GGMLQuantizationType, dequantize
 
         with np.errstate(all="ignore"):
@@ -126,6 +126,7 @@ class GgufCheckpoint(Checkpoint):
 def _check_known(info: TensorInfo, where: str) -> None:
     """Raises CheckpointError unless the package gguf can dequantize the tensor; asked before anything is read."""
     try:
+        import numpy as np
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
     except ImportError:
         raise CheckpointError(f"{where} is {info.type}: `pip install gguf` to dequantise it") from None
