@@ -6,17 +6,16 @@
 <!-- bench:formats:cpu -->, <!-- bench:decoders:h200 -->, <!-- bench:beside:h100-80gb-hbm3 -->   of numerics.json,
 llama.json, prefill.json, in short
 <!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:weights_only:cpu -->,
-<!-- bench:outliers:epyc-avx512_bf16 -->,
+<!-- bench:outliers:h100-80gb-hbm3 -->,
 <!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:four_bits:cpu -->, <!-- bench:gptq:h200 -->,
 <!-- bench:rotation:cpu -->, <!-- bench:invariance:h100-80gb-hbm3 -->,
 <!-- bench:plans:h100-80gb-hbm3 -->, <!-- bench:prefill:h100-80gb-hbm3 -->, <!-- bench:host:h200 -->,
 <!-- bench:llama:h200 -->, <!-- bench:linear:epyc-avx2 -->, <!-- bench:threads:xeon-amx -->,
 <!-- bench:llama_head:h200 -->, <!-- bench:busy:epyc-avx512_bf16 -->
 <!-- bench:update:h100-80gb-hbm3 -->, <!-- bench:tensor_parallel:h100-80gb-hbm3-x4 -->
-<!-- bench:experts:xeon-amx -->, <!-- bench:experts_block:h100-80gb-hbm3 -->
+<!-- bench:experts:h200 -->, <!-- bench:experts_block:h100-80gb-hbm3 -->
 <!-- bench:stream:h200 -->, <!-- bench:wgmma:h200 -->, <!-- bench:mma_sync:h200 -->    the cells of a kernel body
 <!-- kernels --> … <!-- /kernels -->            what qao._host says about each scheme
-<!-- tried --> … <!-- /tried -->                the sections of docs/kernels/log
 """
 
 from __future__ import annotations
@@ -94,15 +93,13 @@ _IN_SHORT = {
     "decoders": ("llama", choosing.render_decoders),
     "beside": ("prefill", prefill.render_beside),
 }
-_LOG = ROOT / "docs" / "kernels" / "log"
 _DOCUMENTS = (
     *("README.md", "docs/choosing.md", "docs/performance.md", "docs/numerics.md", "docs/calibrate.md"),
     *("docs/distributed.md", "docs/kernels/quantize_weight.md"),
     *(f"docs/kernels/{page}.md" for page in bodies.BODIES),
-    *("docs/kernels/grouped.md", "docs/kernels/log/index.md"),
+    "docs/kernels/grouped.md",
 )
 _RESULTS = re.compile(r"<!-- bench:(\w+):([\w-]+) -->\n.*?<!-- /bench -->", re.DOTALL)
-_TRIED = re.compile(r"<!-- tried -->\n.*?<!-- /tried -->", re.DOTALL)
 _KERNELS = re.compile(r"<!-- kernels -->\n.*?<!-- /kernels -->", re.DOTALL)
 
 
@@ -114,7 +111,7 @@ def update(check: bool) -> int:
         if not path.exists():
             continue
         before = path.read_text()
-        after = _TRIED.sub(_tried_block, _KERNELS.sub(_kernels_block, _RESULTS.sub(_results_block, before)))
+        after = _KERNELS.sub(_kernels_block, _RESULTS.sub(_results_block, before))
         if after != before:
             stale.append(name)
             if not check:
@@ -125,24 +122,6 @@ def update(check: bool) -> int:
 
 def _kernels_block(match: re.Match[str]) -> str:
     return f"<!-- kernels -->\n{kernels.render()}\n<!-- /kernels -->"
-
-
-def _tried_block(match: re.Match[str]) -> str:
-    """A line a section of every page: its link, and how many rows its tables have."""
-    lines = []
-    for page in sorted(_LOG.glob("*.md")):
-        if page.name == "index.md":
-            continue
-        title, *sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
-        lines.append(f"\n**{title.splitlines()[0].removeprefix('# What was tried: ')}**\n")
-        for section in sections:
-            heading = section.splitlines()[0]
-            anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-            tables = len(re.findall(r"^\|[ :|-]*-[ :|-]*\|$", section, re.MULTILINE))
-            rows = len(re.findall(r"^\|", section, re.MULTILINE)) - 2 * tables
-            count = f": {rows} row{'s' * (rows > 1)}" if rows else ""
-            lines.append(f"- [{heading}]({page.name}#{anchor}){count}")
-    return "\n".join(["<!-- tried -->", *lines, "<!-- /tried -->"])
 
 
 def _results_block(match: re.Match[str]) -> str:

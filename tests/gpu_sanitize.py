@@ -131,9 +131,9 @@ def reports_of(lines: list[str]) -> list[list[str]]:
 def counts(tool: str, report: list[str]) -> bool:
     """Not what a tool gets wrong.
 
-    initcheck does not see what cuBLAS writes through the copy engine, which the tests then read by kernels of torch.
+    initcheck does not see what cuBLAS writes with TMA, which the tests then read by kernels of torch.
     racecheck forgets a __syncthreads where barriers of a part of the CTA are used too, as by the slices of K of the
-    portable tiles, which meet at nothing else (docs/kernels/log/mma_sync.md).
+    portable tiles, which meet at nothing else (docs/kernels/lessons.md, tools).
     """
     text = "\n".join(report)
     if tool == "initcheck":

@@ -365,21 +365,6 @@ def test_a_body_has_the_cells_that_plan_gives_it() -> None:
     assert tables["wgmma"] == ["| scheme | M=4096 |", "| :--- | ---: |", *cells]
 
 
-def test_the_list_of_what_was_tried_names_every_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = tmp_path / "docs" / "kernels" / "log"
-    log.mkdir(parents=True)
-    monkeypatch.setattr(table, "ROOT", tmp_path)
-    monkeypatch.setattr(table, "_LOG", log)
-    (log / "index.md").write_text("<!-- tried -->\nold\n<!-- /tried -->\n")
-    (log / "body.md").write_text(
-        "# What was tried: a body\n\n## One `x`\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n## Two\n"
-    )
-    assert table.update(check=True) == 1
-    assert table.update(check=False) == 0
-    lines = (log / "index.md").read_text().splitlines()
-    assert lines[1:-1] == ["", "**a body**", "", "- [One `x`](body.md#one-x): 1 row", "- [Two](body.md#two)"]
-
-
 def test_the_fastest_scheme_is_bold() -> None:
     row = {"K": 4096, "N": 8, "cached": False, "bf16_us": 4.0}
     about = {"device": "GPU", "torch": "2", "date": "today", "source_hash": "0123456789abcdef"}

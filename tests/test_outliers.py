@@ -71,7 +71,7 @@ def of_bytes(x: Tensor, scale: Tensor) -> Tensor:
     of eight columns, 16 times in a K-step, and cut each 24 bits below the largest exponent, which for a subnormal is
     that of the smallest normal number: 2^7 or 2^8 steps in bfloat16, 2^10 in float16. A scale is 16 such steps; a cut
     loses half a unit in the mean.
-    docs/kernels/log/stream.md says what it would cost not to.
+    docs/kernels/lessons.md (decode kernels) has the cost of the alternative.
     """
     hopper = x.is_cuda and torch.cuda.get_device_capability() == (9, 0)
     if not hopper or x.shape[0] > 16 or x.dtype == torch.float32:
