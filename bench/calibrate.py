@@ -22,7 +22,8 @@ from qao.evaluate import compare, perplexity
 
 from .language import HEAD, WINDOW, WINDOWS, load_text
 from .markdown import caption, table
-from .meta import describe, write
+from .meta import describe
+from .result_files import read, read_rows, write
 
 OFF_GRID = "off its grid"
 AUTO = qao.Int4WeightOnly(group_size="auto", budget_bits=4.5, scale_dtype=torch.float16)
@@ -53,7 +54,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, path: Path) -> None:
     """Measures case by case and writes the results file after each."""
     if arguments.add:
-        write(joined(json.loads(path.read_text()), json.loads(arguments.add.read_text())), path)
+        write(joined(read(path), read(arguments.add)), path)
         return
     gguf, ids, num_bytes, tokenizer = load_text()
     device = arguments.device
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
     float32 = qao.dequantize_(qao.from_pretrained(gguf, dtype=torch.float32, device=device))
     data = samples(tokenizer, arguments.samples)
     reference = perplexity(float32, ids, window=WINDOW, num_bytes=num_bytes)
-    kept = json.loads(path.read_text())["rows"] if arguments.only and path.exists() else []
+    kept = read_rows(path) if arguments.only else []
     rows = {row["model"]: row for row in kept if row["model"] in CASES}
     rows = {"fp32": {"model": "fp32", "nats_per_token": reference.nats_per_token}, **rows}
     for name in arguments.only or CASES:

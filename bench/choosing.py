@@ -7,17 +7,16 @@ from typing import Any
 import torch
 
 from . import numerics
-from .bars import MIN_K
 from .llama import BASELINE, case_of, title_of
 from .markdown import caption, table
+from .products import large_layers
 from .ratios import BF16, mean_ratio
-from .schemes import SCHEMES
 
 _SIZE = 4096  # of the square layer whose bits are counted
 
 
 def render_formats(results: dict[str, Any]) -> str:
-    """Of bench/results/cpu/numerics.json, and bits by the tensors a layer has."""
+    """Of bench/results/cpu/numerics.csv, and bits by the tensors a layer has."""
     lines = []
     for row in results["rows"]:
         packed = numerics.SCHEMES[row["scheme"]].empty(_SIZE, _SIZE, dtype=torch.bfloat16, device="meta")
@@ -31,11 +30,7 @@ def render_formats(results: dict[str, Any]) -> str:
 
 def render_tokens(results: dict[str, dict[str, Any]]) -> str:
     """Mean times of bfloat16 divided by ours, tokens by schemes; ``results`` by word."""
-    rows = {
-        word: [row for row in results[word]["rows"] if row["K"] >= MIN_K and not row["cached"]]
-        for word in SCHEMES
-        if word in results
-    }
+    rows = large_layers(results)
     lines = []
     for m in sorted({row["M"] for cells in rows.values() for row in cells}):
         means = [mean_ratio([row for row in cells if row["M"] == m], BF16) for cells in rows.values()]
@@ -49,7 +44,7 @@ def render_tokens(results: dict[str, dict[str, Any]]) -> str:
 
 
 def render_decoders(results: dict[str, Any]) -> str:
-    """Of llama.json: compiled, in the arrangement that all schemes have."""
+    """Of llama.csv: compiled, in the arrangement that all schemes have."""
     meta, rows = results["meta"], [row for row in results["rows"] if row["variant"] == "fused"]
     parts = [f"{caption(meta)}; {meta['context']} tokens of context, compiled, fused blocks."]
     for model in dict.fromkeys(row["model"] for row in rows):

@@ -16,6 +16,7 @@ eight bits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -156,3 +157,21 @@ def render(results: dict[str, Any]) -> str:
     else:
         text = "µs (times as fast as bfloat16's best, as the loop over experts with the dense operator)"
     return f"{caption(results['meta'])}; {text}.\n\n{table(header, lines)}"
+
+
+def render_means(results: dict[str, Any]) -> str:
+    """Schemes by tokens, over models and routings: times as fast as bfloat16's best, as the best of others."""
+    rows = [row for row in results["rows"] if row["name"] in SCHEMES]
+    tokens = sorted({row["tokens"] for row in rows})
+    peers = any(row["times_peer"] != row["times_bf16"] for row in rows)
+    lines = []
+    for name in dict.fromkeys(row["name"] for row in rows):
+        cells = [[row for row in rows if (row["name"], row["tokens"]) == (name, count)] for count in tokens]
+        lines.append([f"`{name}`", *(_means(cell, ("times_bf16", "times_peer")[: 1 + peers]) for cell in cells)])
+    text = "Geometric means over models and routings: times as fast as bfloat16's best"
+    text += ", as the best of bfloat16 and others" if peers else ""
+    return f"{caption(results['meta'])}. {text}.\n\n{table(['scheme', *(f'{m} tokens' for m in tokens)], lines)}"
+
+
+def _means(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> str:
+    return ", ".join(f"{geometric_mean(row[key] for row in rows):.2f}" for key in keys) if rows else "–"

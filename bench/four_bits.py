@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from .calibrate import AUTO, off_grid, samples
 from .language import HEAD, WINDOW, load_text
 from .markdown import caption, table
-from .meta import describe, write
+from .meta import describe
 from .numerics import load_embedding
+from .result_files import read, read_rows, write
 from .weights_only import SENTENCES, nearest, vectors
 
 WINDOWS = 6
@@ -144,7 +145,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, path: Path) -> None:
     """Measures method by method and writes the results file after each."""
     if arguments.add:
-        write(joined(json.loads(path.read_text()), json.loads(arguments.add.read_text())), path)
+        write(joined(read(path), read(arguments.add)), path)
         return
     gguf_file, ids, _, tokenizer = load_text()
     ids = ids[: WINDOWS * WINDOW + 1]
@@ -153,7 +154,7 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
     exact = perplexity(language, ids, window=WINDOW)
     embedding, encoder, batches = load_embedding("cpu", SENTENCES)
     truth = vectors(embedding, encoder, batches)
-    kept = json.loads(path.read_text())["rows"] if arguments.only and path.exists() else []
+    kept = read_rows(path) if arguments.only else []
     rows = {row["method"]: row for row in kept if row["method"] in METHODS}
     for name in arguments.only or METHODS:
         method = METHODS[name]

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from .markdown import caption, table
-from .meta import describe, write
+from .meta import describe
+from .result_files import write
 from .schemes import layer_in_turns
 from .timing import Graph, interleaved, replayed
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,8 @@ from qao.evaluate import compare, perplexity
 from torch import nn
 
 from .markdown import caption, table
-from .meta import ROOT, describe, write
+from .meta import ROOT, describe
+from .result_files import read_rows, write
 from .timing import interleaved
 
 WINDOWS, WINDOW = 12, 512
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
     if unknown := set(arguments.only or ()) - set(makers):
         raise SystemExit(f"no model {', '.join(sorted(unknown))}; there are {', '.join(makers)}")
     bfloat16 = copy.deepcopy(float32).to(torch.bfloat16)
-    kept = json.loads(path.read_text())["rows"] if path.exists() and (arguments.only or arguments.measure) else []
+    kept = read_rows(path) if arguments.only or arguments.measure else []
     rows: dict[str, dict[str, Any]] = {row["model"]: row for row in kept if row["model"] in makers}
     reference = perplexity(float32, ids, window=WINDOW, num_bytes=num_bytes) if "quality" in measures else None
     for name in arguments.only or makers:

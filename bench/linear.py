@@ -7,7 +7,6 @@ to the same (``ONEDNN_MAX_CPU_ISA``, ``MKL_ENABLE_INSTRUCTIONS``) is noted in th
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .markdown import caption, table
-from .meta import describe, source_hash, warn_if_busy, write
+from .meta import describe, source_hash, warn_if_busy
+from .result_files import read, write
 from .schemes import SCHEMES
 from .timing import copies_of, interleaved, rotation
 
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
     warn_if_busy(meta)
     rows: list[dict[str, Any]] = []
     if arguments.add and path.exists():
-        before = json.loads(path.read_text())
+        before = read(path)
         if before["meta"]["source_hash"] == source_hash():
             rows = before["rows"]
     for layer in arguments.layers:

@@ -22,6 +22,7 @@ from torch import Tensor
 from .llama_model import PRESETS, VARIANTS, Inputs, Model, Step
 from .markdown import caption, table
 from .meta import describe, warn_if_busy
+from .result_files import same_setting
 from .schemes import LAYER_SCHEMES
 from .timing import capture, interleaved, settle_clocks
 
@@ -36,7 +37,6 @@ BATCHES = (1, 8, 32)
 FUSED_OPTIONS = {"triton.enable_pdl": True, "combo_kernels": True}
 
 _CASE = ("model", "layers", "scheme", "variant", "phase", "batch", "tokens")
-_OF_A_RUN = ("load", "date")  # in the meta of results; all else must agree for two to be joined
 _CELL_S = 0.2  # timing budget of one number
 _HOST_CALLS = 5
 # Rounding differs between an eager and a compiled pass and between variants, and the layers amplify it, most where
@@ -118,9 +118,8 @@ def run(request: Run, save: Callable[[dict[str, Any]], None] = lambda results: N
 
 def add(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """The results of two runs as those of one; cases of both are the later's."""
-    same = [{key: value for key, value in results["meta"].items() if key not in _OF_A_RUN} for results in (before, now)]
-    if same[0] != same[1]:
-        raise ValueError(f"results of another setting: {same[0]}, now {same[1]}")
+    if not same_setting(before["meta"], now["meta"], but=("date",)):
+        raise ValueError(f"results of another setting: {before['meta']}, now {now['meta']}")
 
     def cases(results: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
         return {tuple(row[key] for key in _CASE): row for row in results["rows"]}

@@ -1,4 +1,4 @@
-"""Results files, and what each was measured on: device, versions, hash of the sources. Imports without torch."""
+"""Description of a run: device, versions, hash of the sources, command. Imports without torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import datetime
 import hashlib
 import importlib.metadata
 import io
-import json
 import os
 import platform
 import re
+import shlex
+import sys
 import tokenize
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def describe(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "peers": _versions(_PEERS),
         "source_hash": source_hash(),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
 
@@ -100,19 +102,6 @@ def _versions(packages: tuple[str, ...]) -> dict[str, str]:
 def warn_if_busy(meta: dict[str, Any]) -> None:
     if meta.get("load", 0) > 0.5:
         print(f"note: this machine is busy (load average {meta['load']:.1f}); a quiet one gives steadier ratios")
-
-
-def earlier(path: Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a results file, if all that describes them is the same; else none."""
-    results = json.loads(path.read_text()) if path.exists() else {}
-    rows: list[dict[str, Any]] = results["rows"] if results.get("meta") == json.loads(json.dumps(meta)) else []
-    return rows
-
-
-def write(results: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\nwrote {path}")
 
 
 def _cpu_model() -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import re
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 from . import tune
 from .markdown import caption, table
-from .meta import describe, write
+from .meta import describe
+from .result_files import write
 
 LEAST, MOST, STEP = 1024, 37888, 128  # of N and K, their logarithms spread evenly
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
@@ -48,8 +50,15 @@ def measure(program: Path, kind: str, some: list[tuple[int, int, int]]) -> list[
         best = min((timing for timing in own if timing.final), key=lambda timing: timing.us)
         m, n, k = problem
         row = {"operands": kind, "m": m, "n": n, "k": k, "us": choice.us, "best_us": best.us, "plans": len(own)}
-        rows.append(row | {"plan": choice.plan, "best_plan": best.plan})
+        rows.append(row | {"plan": _short(choice.plan)})
+        if best.plan != choice.plan:
+            rows[-1]["best_plan"] = _short(best.plan)
     return rows
+
+
+def _short(plan: str) -> str:
+    """Without the number of CTAs and the workspace, which follow from the problem, and without plan()'s reason."""
+    return re.sub(r" ctas \d+| workspace .*", "", plan)
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

@@ -1,11 +1,10 @@
-"""``python -m bench plots``: results files as pictures, docs/plots/<device>-<scheme>.svg and <device>-llama.svg.
+"""Results files as pictures: the site build draws all of them, ``python -m bench plots`` those that README shows.
 
 Needs matplotlib.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .llama import BASELINE, case_of, title_of
 from .meta import RESULTS, ROOT
 from .ratios import BEST_PEER, BF16, mean_ratio
+from .result_files import read
 from .schemes import SCHEMES
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FOLDER = ROOT / "docs" / "plots"
 DECODERS = "llama"  # of bench/llama.py
+WORDS = (*SCHEMES, DECODERS)  # results files that become pictures
+TRACKED = (("h200", DECODERS),)  # in FOLDER
 _COLUMNS = 3
 _OURS, _BF16, _FLOOR = "#0b5fb0", "#222222", "#999999"
 _STYLE = {
@@ -35,21 +37,25 @@ _STYLE = {
 _PEERS = ("#d1495b", "#edae49", "#66a182", "#8d6a9f", "#c97b2d", "#3aa6b9", "#7a7a3c", "#b0578d")
 
 
-def path_of(device: str, word: str) -> Path:
-    return FOLDER / f"{device}-{word}.svg"
+def name_of(device: str, word: str) -> str:
+    return f"{device}-{word}.svg"
 
 
-def draw_all() -> None:
-    """Draws what there is results for."""
+def draw_tracked() -> None:
+    """Draws the pictures that the repository holds."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for word in (*SCHEMES, DECODERS):
-        for path in sorted(RESULTS.glob(f"*/{word}.json")):
-            target, results = path_of(path.parent.name, word), json.loads(path.read_text())
-            if word == DECODERS:
-                draw_decoders(results, target)
-            else:
-                draw(word, results, target)
-            print(f"wrote {target.relative_to(ROOT)}")
+    for device, word in TRACKED:
+        target = FOLDER / name_of(device, word)
+        draw_file(RESULTS / device / f"{word}.csv", target)
+        print(f"wrote {target.relative_to(ROOT)}")
+
+
+def draw_file(path: Path, target: Path) -> None:
+    """The picture of a results file of one of WORDS."""
+    if path.stem == DECODERS:
+        draw_decoders(read(path), target)
+    else:
+        draw(path.stem, read(path), target)
 
 
 @contextmanager

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from . import plans
 from .markdown import caption, table
-from .meta import describe, earlier, write
+from .meta import describe
 from .peers import engines
+from .result_files import earlier, write
 from .schemes import layer_in_turns, without_search
 from .timing import Graph, copies_of, replayed, rotation, settle_clocks
 

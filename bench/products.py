@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from .bars import MIN_K
 from .markdown import caption, table
+from .ratios import means
 from .schemes import SCHEMES
 
 # The layer of the summary: 28672 x 4096 on a GPU, 14336 x 4096 on a CPU.
@@ -41,6 +43,31 @@ def render_summary(results: dict[str, dict[str, Any]]) -> str:
         lines.append([f"`{word}`", *(ratio.get(m, "–") for m in tokens)])
     n, k = next((row["N"], row["K"]) for cells in rows.values() for row in cells)
     return f"{'; '.join(sorted(metas))}. N = {n}, K = {k}.\n\n{table(['scheme', *(f'M={m}' for m in tokens)], lines)}"
+
+
+def large_layers(results: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of large layers with rotating copies of the weight, by scheme."""
+    return {
+        word: [row for row in results[word]["rows"] if row["K"] >= MIN_K and not row["cached"]]
+        for word in SCHEMES
+        if word in results
+    }
+
+
+def render_means(results: dict[str, dict[str, Any]]) -> str:
+    """Schemes by tokens, over large layers: times as fast as bfloat16, share of the roofline; ``results`` by word."""
+    captions: dict[str, list[str]] = {}
+    for word, result in results.items():
+        captions.setdefault(caption(result["meta"]), []).append(f"`{word}`")
+    measured = "; ".join(captions)
+    if len(captions) > 1:
+        measured = "; ".join(f"{', '.join(words)}: {text}" for text, words in captions.items())
+    rows = large_layers(results)
+    tokens = sorted({row["M"] for cells in rows.values() for row in cells})
+    lines = [
+        [f"`{word}`", *(means([row for row in cells if row["M"] == m]) for m in tokens)] for word, cells in rows.items()
+    ]
+    return f"{measured}.\n\n{table(['scheme', *(f'M={m}' for m in tokens)], lines)}"
 
 
 def _layer(name: str, rows: list[dict[str, Any]]) -> str:

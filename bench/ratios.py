@@ -20,6 +20,13 @@ def ratio(row: dict[str, Any], against: str) -> float | None:
     return None if us is None else us / row["us"]
 
 
+def means(rows: list[dict[str, Any]]) -> str:
+    """Geometric means in short: times as fast as bfloat16, share of the roofline."""
+    if not rows:
+        return "–"
+    return f"{mean_ratio(rows, BF16):.2f}, {geometric_mean(row['floor_us'] / row['us'] for row in rows):.0%}"
+
+
 def mean_ratio(rows: list[dict[str, Any]], against: str) -> float | None:
     """The geometric mean over the cells where the other ran; None: there is none."""
     known = [value for row in rows if (value := ratio(row, against)) is not None]

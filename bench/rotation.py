@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,8 @@ from torch import Tensor, nn
 from .calibrate import samples
 from .language import HEAD, WINDOW, WINDOWS, load_text
 from .markdown import caption, table
-from .meta import describe, write
+from .meta import describe
+from .result_files import read_rows, write
 
 SAMPLES = 16
 SCHEMES: dict[str, qao.Scheme] = {
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
     float32 = qao.dequantize_(qao.from_pretrained(gguf, dtype=torch.float32, device=arguments.device))
     data = samples(tokenizer, SAMPLES)
     exact = perplexity(float32, ids, window=WINDOW)
-    kept = json.loads(path.read_text())["rows"] if path.exists() and arguments.only else []
+    kept = read_rows(path) if arguments.only else []
     rows: dict[str, dict[str, Any]] = {row["case"]: row for row in kept}
     for case in CASES:
         if arguments.only and case.name not in arguments.only:

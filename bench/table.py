@@ -1,10 +1,11 @@
 """Markdown between markers in the documents, so that no number and no fact about a kernel is ever typed by hand.
 
-<!-- bench:int4:h200 --> … <!-- /bench -->      every cell of bench/results/h200/int4.json
+<!-- bench:int4:h200 --> … <!-- /bench -->      every cell of bench/results/h200/int4.csv
 <!-- bench:summary:h200 --> … <!-- /bench -->   one layer under every scheme
 <!-- bench:tokens:h200 --> … <!-- /bench -->     all large layers under every scheme
-<!-- bench:formats:cpu -->, <!-- bench:decoders:h200 -->, <!-- bench:beside:h100-80gb-hbm3 -->   of numerics.json,
-llama.json, prefill.json, in short
+<!-- bench:means:h200 --> … <!-- /bench -->      the same with the share of the roofline, schemes by tokens
+<!-- bench:formats:cpu -->, <!-- bench:decoders:h200 -->, <!-- bench:beside:h100-80gb-hbm3 -->,
+<!-- bench:experts_means:h200 -->               of numerics.csv, llama.csv, prefill.csv and experts.csv, in short
 <!-- bench:quantize:h200 -->, <!-- bench:numerics:cpu -->, <!-- bench:weights_only:cpu -->,
 <!-- bench:outliers:h100-80gb-hbm3 -->,
 <!-- bench:language:cpu -->, <!-- bench:calibrate:cpu -->, <!-- bench:four_bits:cpu -->, <!-- bench:gptq:h200 -->,
@@ -20,11 +21,10 @@ llama.json, prefill.json, in short
 
 from __future__ import annotations
 
-import json
 import re
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 from . import (
     bodies,
@@ -44,7 +44,6 @@ from . import (
     numerics,
     outliers,
     plans,
-    plots,
     prefill,
     products,
     quantize,
@@ -57,6 +56,7 @@ from . import (
     update as new_weights,
 )
 from .meta import RESULTS, ROOT, source_hash
+from .result_files import Results, read
 from .schemes import SCHEMES
 
 _RENDERERS = {
@@ -83,15 +83,17 @@ _RENDERERS = {
     "threads": threads,
     "busy": busy,
 }
-_OF_ALL_SCHEMES = {
+_OF_ALL_SCHEMES: dict[str, Callable[[dict[str, Results]], str]] = {
     "summary": products.render_summary,
     "tokens": choosing.render_tokens,
+    "means": products.render_means,
     **{page: partial(bodies.render, page) for page in bodies.BODIES},
 }
-_IN_SHORT = {
+_IN_SHORT: dict[str, tuple[str, Callable[[Results], str]]] = {
     "formats": ("numerics", choosing.render_formats),
     "decoders": ("llama", choosing.render_decoders),
     "beside": ("prefill", prefill.render_beside),
+    "experts_means": ("experts", experts.render_means),
 }
 _DOCUMENTS = (
     *("README.md", "docs/choosing.md", "docs/performance.md", "docs/numerics.md", "docs/calibrate.md"),
@@ -126,29 +128,34 @@ def _kernels_block(match: re.Match[str]) -> str:
 
 def _results_block(match: re.Match[str]) -> str:
     kind, device = match.groups()
-    words = list(SCHEMES) if kind in _OF_ALL_SCHEMES else [_IN_SHORT[kind][0] if kind in _IN_SHORT else kind]
-    results = {word: _read(RESULTS / device / f"{word}.json") for word in words}
-    present = {word: result for word, result in results.items() if result is not None}
+    for path in _files(kind, device).values():
+        if not path.exists():
+            print(f"{path} is missing: its block stays as it is")
+        elif read(path)["meta"]["source_hash"] != _present():
+            print(f"{path} was measured on other sources than the present ones")
+    text = body(kind, device)
+    return match[0] if text is None else f"<!-- bench:{kind}:{device} -->\n{text}\n<!-- /bench -->"
+
+
+def body(kind: str, device: str) -> str | None:
+    """The Markdown of a block; None: nothing was measured."""
+    present = {word: read(path) for word, path in _files(kind, device).items() if path.exists()}
     if not present:
-        return match[0]
-    if kind in _OF_ALL_SCHEMES:
-        body = _OF_ALL_SCHEMES[kind](present)
-    elif kind in _IN_SHORT:
-        body = _IN_SHORT[kind][1](*present.values())
-    else:
-        body = _RENDERERS.get(kind, products).render(present[kind])
-        picture = plots.path_of(device, kind)
-        if picture.exists():
-            shows = "tokens a second" if kind == plots.DECODERS else "time against tokens"
-            body = f"![{kind}: {shows}](plots/{picture.name})\n\n{body}"
-    return f"<!-- bench:{kind}:{device} -->\n{body}\n<!-- /bench -->"
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        print(f"{path} is missing: its block stays as it is")
         return None
-    results: dict[str, Any] = json.loads(path.read_text())
-    if results["meta"]["source_hash"] != source_hash():
-        print(f"{path} was measured on other sources than the present ones")
-    return results
+    if kind in _OF_ALL_SCHEMES:
+        return _OF_ALL_SCHEMES[kind](present)
+    if kind in _IN_SHORT:
+        return _IN_SHORT[kind][1](*present.values())
+    text: str = _RENDERERS.get(kind, products).render(present[kind])
+    return text
+
+
+def _files(kind: str, device: str) -> dict[str, Path]:
+    """The results files of a block, by the names of their benches."""
+    words = list(SCHEMES) if kind in _OF_ALL_SCHEMES else [_IN_SHORT[kind][0] if kind in _IN_SHORT else kind]
+    return {word: RESULTS / device / f"{word}.csv" for word in words}
+
+
+@cache
+def _present() -> str:
+    return source_hash()

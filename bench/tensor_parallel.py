@@ -30,7 +30,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
 from .markdown import caption, table
-from .meta import RESULTS, describe, device_slug, write
+from .meta import RESULTS, describe, device_slug
+from .result_files import write
 from .schemes import LAYER_SCHEMES, without_search
 from .timing import capture
 
@@ -235,7 +236,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             meta = describe(device.type) | {"processes": dist.get_world_size(), "layers": arguments.layers}
             results = {"meta": meta | {"preset": arguments.preset}, "rows": with_efficiency(rows)}
-            write(results, folder / "tensor_parallel.json")
+            write(results, folder / "tensor_parallel.csv")
 
     try:
         with torch.no_grad():

@@ -15,8 +15,9 @@ import torch
 
 from .busy import busy_process
 from .markdown import caption, table
-from .meta import describe, warn_if_busy, write
+from .meta import describe, warn_if_busy
 from .peers import Bf16, Peer
+from .result_files import write
 from .schemes import SCHEMES
 from .timing import interleaved
 

@@ -37,9 +37,10 @@ from bench import (
     tune,
     tune_choices,
 )
-from bench.meta import describe, earlier, write
+from bench.meta import describe
 from bench.peers import Peer, vllm_experts
 from bench.peers.torch4 import TinyGemm, TorchInt4
+from bench.result_files import earlier, read, write
 from bench.runner import LAYERS, TOKENS, Layer, Run, run
 from bench.schemes import LAYER_SCHEMES, SCHEMES, Int4
 from bench.weights import GroupedWeight, RowWeight, Weight
@@ -323,7 +324,7 @@ def test_table_replaces_its_block_and_nothing_else(
 ) -> None:
     monkeypatch.setattr(table, "ROOT", tmp_path)
     monkeypatch.setattr(table, "RESULTS", tmp_path)
-    write(results, tmp_path / "cpu" / "int4.json")
+    write(results, tmp_path / "cpu" / "int4.csv")
     readme = tmp_path / "README.md"
     unmeasured = "<!-- /bench -->\nb\n<!-- bench:int4:h200 -->\n<!-- /bench -->"
     summary = "<!-- bench:summary:cpu -->\nold\n<!-- /bench -->\n"
@@ -337,7 +338,8 @@ def test_table_replaces_its_block_and_nothing_else(
     assert "**up**: N = 64, K = 128\n" in text and "old" not in text
     assert text.endswith(unmeasured)
     assert "is missing" in capsys.readouterr().out
-    assert json.loads((tmp_path / "cpu" / "int4.json").read_text())["rows"] == results["rows"]
+    saved = read(tmp_path / "cpu" / "int4.csv")["rows"]
+    assert [row["us"] for row in saved] == pytest.approx([row["us"] for row in results["rows"]])
 
 
 def test_the_documents_say_what_the_results_and_the_kernels_say() -> None:
@@ -669,7 +671,7 @@ def test_experts_times_every_scheme_beside_its_loop(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_goes_on_with_rows_of_the_same_description(tmp_path: Path) -> None:
-    path, meta = tmp_path / "a.json", describe("cpu") | {"engines": ("a", "b")}
+    path, meta = tmp_path / "a.csv", describe("cpu") | {"engines": ("a", "b")}
     assert earlier(path, meta) == []
     write({"meta": meta, "rows": [{"n": 1}]}, path)
     assert earlier(path, meta) == [{"n": 1}]

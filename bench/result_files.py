@@ -1,0 +1,118 @@
+"""Reader and writer of results files: a CSV table under lines of metadata. Imports without torch.
+
+Lines ``# key = value`` describe the run; the values are JSON. A header follows, then one line per row. A cell is a JSON
+number, ``true``, ``false``, ``null`` or text. An empty cell means that the row lacks the key. The column
+``peers.tinygemm`` holds ``row["peers"]["tinygemm"]``, and every row has the dictionary if one such column exists.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+DIGITS = 7  # significant digits of a float: more than any table shows
+_OF_A_RUN = ("load", "command")  # metadata that two runs of one setting may differ in
+Results = dict[str, Any]  # {"meta": {...}, "rows": [{...}, ...]}
+
+
+def write(results: Results, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dumps(results))
+    print(f"\nwrote {path}")
+
+
+def read(path: Path) -> Results:
+    return loads(path.read_text())
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, none where there is no file."""
+    rows: list[dict[str, Any]] = read(path)["rows"] if path.exists() else []
+    return rows
+
+
+def earlier(path: Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a file that was measured on the same day in the setting of ``meta``, else none."""
+    if not path.exists():
+        return []
+    before = read(path)
+    rows: list[dict[str, Any]] = before["rows"] if same_setting(before["meta"], meta) else []
+    return rows
+
+
+def same_setting(meta: dict[str, Any], other: dict[str, Any], but: tuple[str, ...] = ()) -> bool:
+    """Whether the metadata of two runs agree but for how a run was started, and the keys in ``but``."""
+    kept = [{key: one[key] for key in one if key not in (*_OF_A_RUN, *but)} for one in (meta, other)]
+    return bool(_rounded(kept[0]) == _rounded(kept[1]))
+
+
+def dumps(results: Results) -> str:
+    """The text of a results file."""
+    rows = [dict(_flat(row)) for row in results["rows"]]
+    found = dict.fromkeys(column for row in rows for column in row)
+    outer = {column.partition(".")[0] for column in found if "." in column}
+    columns = [column for column in found if column not in outer]
+    text = io.StringIO()
+    for key, value in results["meta"].items():
+        text.write(f"# {key} = {json.dumps(_rounded(value))}\n")
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(columns)
+    table.writerows([_cell(row[column]) if column in row else "" for column in columns] for row in rows)
+    return text.getvalue()
+
+
+def loads(text: str) -> Results:
+    """What ``dumps`` wrote, floats rounded to DIGITS."""
+    lines = text.splitlines(keepends=True)
+    count = next((i for i, line in enumerate(lines) if not line.startswith("# ")), len(lines))
+    meta = {}
+    for line in lines[:count]:
+        key, _, value = line.removeprefix("# ").partition(" = ")
+        meta[key] = json.loads(value)
+    columns, *cells = csv.reader(lines[count:])
+    return {"meta": meta, "rows": [_nested(columns, row) for row in cells]}
+
+
+def _flat(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Keys and values of a row, those of a dictionary inside it under ``outer.inner``."""
+    for key, value in row.items():
+        assert "." not in key, key
+        if isinstance(value, dict) and value:
+            yield from ((f"{key}.{inner}", one) for inner, one in value.items())
+        else:
+            yield key, value
+
+
+def _nested(columns: list[str], cells: list[str]) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for column, cell in zip(columns, cells, strict=True):
+        outer, dot, inner = column.partition(".")
+        place, key = (row.setdefault(outer, {}), inner) if dot else (row, outer)
+        if cell:
+            place[key] = _value(cell)
+    return row
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value) if value == "" or not isinstance(_value(value), str) else value
+    return json.dumps(_rounded(value))
+
+
+def _value(cell: str) -> Any:
+    try:
+        return json.loads(cell)
+    except ValueError:
+        return cell
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
