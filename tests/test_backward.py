@@ -116,8 +116,9 @@ def test_compiled_autograd(scheme: qao.Scheme, device: str) -> None:
 
 
 def test_weights_of_inference_mode(scheme: qao.Scheme, device: str) -> None:
+    layer, _ = make(scheme, device)
     with torch.inference_mode():
-        layer, _ = make(scheme, device)
+        layer = copy.deepcopy(layer)
     x = torch.randn(3, 64, device=device, requires_grad=True)
     with torch.no_grad():
         expected = layer(x)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import marker
+from . import marker, modes
 from .layout import Undo, make_room, undo
 from .packed import PackedModule
 from .schemes import scheme_from_dict
@@ -20,6 +20,7 @@ VERSION = 1  # of the header's metadata; each layer has a marker with a version 
 _INDEX = "model.safetensors.index.json"
 
 
+@modes.neutral()
 def save(module: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int = 5_000_000_000) -> list[Path]:
     """Writes the state dict of a module, of quantised layers and others, as safetensors.
 
@@ -75,6 +76,7 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int
     return files
 
 
+@modes.neutral(defaults=False)
 def load(
     path: str | os.PathLike[str],
     module: nn.Module | None = None,

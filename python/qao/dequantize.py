@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from . import modes
 from .attached import attached
 from .embedding import rename_ties
 from .experts import QuantExperts, QuantProjection
@@ -13,6 +14,7 @@ from .packed import PackedModule, Sharded
 from .places import put_module
 
 
+@modes.neutral()
 def dequantize_(model: nn.Module) -> nn.Module:
     """Replaces every quantised layer of ``model`` by a float one of the weight it multiplies with, in place.
 

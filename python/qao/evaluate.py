@@ -91,7 +91,7 @@ def perplexity(
     if num_bytes is not None and num_bytes < 1:
         raise ValueError(f"perplexity: num_bytes must be at least 1, not {num_bytes}")
     nats, counts = [], []
-    with torch.inference_mode():
+    with torch.no_grad():  # what a model keeps from a call can be trained with afterwards
         for seen in windows(model, tokens, window):
             logits = _logits(model, seen)
             nats.append(functional.cross_entropy(logits, seen[1:], reduction="none").double().sum().item())
@@ -101,7 +101,7 @@ def perplexity(
 
 def windows(model: nn.Module, tokens: Sequence[int] | Tensor, window: int) -> list[Tensor]:
     """Ids [T + 1] on the device of the model, T tokens of which are predicted; raises as ``perplexity``."""
-    ids = torch.as_tensor(tokens, dtype=torch.int64).reshape(-1)
+    ids = torch.as_tensor(tokens, dtype=torch.int64, device=None if isinstance(tokens, Tensor) else "cpu").reshape(-1)
     if ids.numel() < 2 or int(ids.min()) < 0:
         raise ValueError(f"perplexity: tokens must be two or more ids from 0 on, not {ids.numel()}: {ids[:8].tolist()}")
     if window < 1:

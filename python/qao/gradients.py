@@ -46,7 +46,7 @@ class _Product(Function):
         except RuntimeError as error:  # inference tensors have none
             raise RuntimeError(
                 f"{operator._schema.name}: weight or scales are inference tensors, beside which there is no gradient. "
-                "Quantise or load the model outside torch.inference_mode(), or take copy.deepcopy(model)."
+                "Copy or move the model outside torch.inference_mode(), or take copy.deepcopy(model)."
             ) from error
         return y
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from . import modes
 from .attached import SHARDED, attached
 from .formats import FLOAT_DTYPES, PackedWeight, Scheme
 from .packed import PackedModule, Sharded, frozen
@@ -137,6 +138,7 @@ class QuantLinear(PackedModule):
         self._mm, self._constants = scheme.mm, scheme.needed_constants(out_features, in_features)
 
     @classmethod
+    @modes.neutral(defaults=False)
     def empty(
         cls,
         in_features: int,
@@ -162,6 +164,7 @@ class QuantLinear(PackedModule):
         return cls(in_features, out_features, scheme, packed, given, dtype)
 
     @classmethod
+    @modes.neutral()
     def from_linear(
         cls, linear: nn.Module, scheme: Scheme, *, device: torch.device | str | None = None, name: str = "linear"
     ) -> QuantLinear:
@@ -198,6 +201,7 @@ class QuantLinear(PackedModule):
         return made
 
     @classmethod
+    @modes.neutral()
     def from_quantized(
         cls,
         q: Tensor,
@@ -278,6 +282,7 @@ def pack(linear: nn.Module, scheme: Scheme, device: torch.device | str | None, n
     return pack_weight(linear_weight(linear), scheme, device, name)
 
 
+@modes.neutral()
 def pack_weight(
     weight: Tensor, scheme: Scheme, device: torch.device | str | None, name: str, importance: Tensor | None = None
 ) -> PackedWeight:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from . import fused, grouping, survey
+from . import fused, grouping, modes, survey
 from .callbacks import by_name_and_module
 from .embedding import QuantEmbedding, is_embedding, rename_ties
 from .experts import QuantProjection
@@ -25,6 +25,7 @@ from .report import Report, Row
 from .selection import Selection, alike, selector
 
 
+@modes.neutral()
 def quantize_(
     model: nn.Module,
     scheme: Scheme | Mapping[str, Scheme | None] | Callable[..., Scheme | None],
@@ -233,7 +234,7 @@ def _complain_of_other_schemes(rows: list[Row], others: bool) -> None:
     )
     if not others:
         raise ValueError(f"{message} The model is unchanged.")
-    warnings.warn(message, stacklevel=4)
+    warnings.warn(message, stacklevel=5)
 
 
 def _was_asked_for(layer: survey.Layer | None) -> bool:
@@ -271,7 +272,7 @@ def _complain(report: Report, strict: bool) -> None:
         text = "".join(f"\n  {reason}" for reason in report.reasons)
         messages.append(f"no layer was quantised.{text or ' The model has no linear layers.'}")
     if messages:
-        warnings.warn("quantize_: " + "\n".join(messages), stacklevel=4)
+        warnings.warn("quantize_: " + "\n".join(messages), stacklevel=5)
 
 
 def importance_of(layers: list[survey.Layer]) -> dict[str, Tensor]:
@@ -312,7 +313,7 @@ def _replace(
         warnings.warn(
             f"quantize_: {type(error).__name__} in {unit[0].row.name}: {done} of {sum(map(len, units))} layers are "
             "quantised, the others are as they were. Call quantize_ again with the same arguments for the rest.",
-            stacklevel=3,
+            stacklevel=4,
         )
         raise
 

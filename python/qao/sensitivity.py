@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from . import grouping, quantize
+from . import grouping, modes, quantize
 from .evaluate import log_probabilities, mean_and_error, windows
 from .formats import Scheme
 from .linear import QuantLinear, linear_weight, pack_weight
@@ -53,6 +53,7 @@ class LayerCost:
     relative_error: float | None
 
 
+@modes.neutral()
 def by_layer(
     model: nn.Module,
     tokens: Sequence[int] | Tensor,
@@ -90,12 +91,14 @@ def by_layer(
         grouping.assign(units, grouping.measured(units, importance, None, progress))
     made = [_quantized(unit, importance.get(unit[0].row.name)) for unit in units]
     found: list[list[tuple[float, float]]] = [[] for _ in units]
-    with torch.inference_mode(), tqdm(total=len(units) * len(pieces), delay=2, disable=not progress) as bar:
+    with tqdm(total=len(units) * len(pieces), delay=2, disable=not progress) as bar:
         for piece in pieces:
-            exact = log_probabilities(model, piece)
+            with modes.callers():
+                exact = log_probabilities(model, piece)
             for unit, (module, _), sums in zip(units, made, found, strict=True):
-                with _in_place(unit, module):
-                    sums.append(_sums(log_probabilities(model, piece), exact, piece))
+                with _in_place(unit, module), modes.callers():
+                    other = log_probabilities(model, piece)
+                sums.append(_sums(other, exact, piece))
                 bar.update()
     counts = [len(piece) - 1 for piece in pieces]
     return [

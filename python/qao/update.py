@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import weight_operators
+from . import modes, weight_operators
 from .formats import FLOAT_DTYPES, Int4Weight, PackedWeight, Scheme
 from .importance import told_by, told_importance, told_part
 from .quantizer import check_finite
@@ -22,6 +22,7 @@ class Updatable:
     scheme: Scheme
     _sizes: tuple[int, int]
 
+    @modes.neutral()
     def load_float_(
         self: Any,
         weight: Tensor | Sequence[Tensor],
@@ -121,11 +122,13 @@ def check_weight(module: Any, weight: Tensor, name: str) -> None:
     if tuple(weight.shape) not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{name}: the weight is {list(weight.shape)}, and this {type(module).__name__} has {expected}")
-    if weight.is_meta or module.qweight.is_meta:
-        which = "new weight" if weight.is_meta else "layer"
-        raise ValueError(f"{name}: the {which} is on meta and has no data. Load it first.")
+    if modes.has_no_numbers(weight) or modes.has_no_numbers(module.qweight):
+        without, which = (weight, "new weight") if modes.has_no_numbers(weight) else (module.qweight, "layer")
+        where = "on meta" if without.is_meta else "a FakeTensor"
+        raise ValueError(f"{name}: the {which} is {where} and has no data. Load it first.")
 
 
+@modes.neutral()
 def update_(model: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> list[str]:
     """Gives a quantised model new float weights, in place: those of the same model in training.
 
@@ -280,4 +283,5 @@ def _write(own: Any, value: Tensor) -> None:
         )
         own.to_local().copy_(placed.to_local())
     else:
-        own.copy_(value)
+        with modes.writing(own):
+            own.copy_(value)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import fused, grouping, quantize, survey
+from .. import fused, grouping, modes, quantize, survey
 from ..formats import PackedWeight, Scheme
 from ..linear import is_linear, linear_weight, pack
 from ..packed import Sharded
@@ -19,7 +19,7 @@ from .choice import quantized
 from .gptq import damping_of
 from .scaling import smooth
 from .statistics import Inputs
-from .stream import Blocks, Call, check_first, evaluating, find_blocks, samples_of
+from .stream import Blocks, Call, called, check_first, evaluating, find_blocks, samples_of
 
 METHODS = ("gptq", "smoothquant")
 Unit = list[survey.Layer]
@@ -27,6 +27,7 @@ Unit = list[survey.Layer]
 UNREACHED = "the data did not reach it: rounded to nearest"
 
 
+@modes.neutral()
 def calibrate(
     model: nn.Module,
     data: Iterable[Any],
@@ -67,9 +68,12 @@ def calibrate(
         The Report of ``quantize_``, whose rows have ``output_error`` too: how far outputs of the layer are off.
 
     Raises:
-        TypeError, ValueError: as ``quantize_``; or there is no such method, the model or a sample is on meta, data is
-            empty or of a wrong type, the model cannot run it, or inputs of a layer hold NaN or Inf. The model is as it
-            was.
+        TypeError, ValueError: as ``quantize_``; or there is no such method, a scheme has weights in fp4, the model or
+            a sample is on meta, data is empty or of a wrong type, the model cannot run it, or inputs of a layer hold
+            NaN or Inf. The model is as it was.
+
+    The model runs under the modes of torch that are set (autocast, TF32, a default dtype ...), as when it is used;
+    statistics and weights are computed in float32 and float64 all the same.
     """
     if method not in METHODS:
         raise ValueError(f"calibrate: method must be one of {', '.join(METHODS)}, not {method!r}")
@@ -82,6 +86,7 @@ def calibrate(
         raise ValueError("calibrate: the model is sharded, and calibrating needs whole weights. Do it before that.")
     calls = samples_of(data, model)
     planned = quantize.plan(model, scheme, filter, embeddings, None, strict)
+    _check_schemes(planned.pending)
     units = quantize.units_of(planned.pending)
     experts = [layer for unit in planned.experts for layer in unit]
     before = [(layer, layer.module) for layer in (*planned.pending, *experts)]
@@ -112,14 +117,24 @@ def calibrate(
     report = planned.finished()
     unreached = [row.name for row in report.rows if row.note == UNREACHED]
     if unreached:
-        warnings.warn(f"calibrate: the data did not reach {', '.join(unreached)}, rounded to nearest", stacklevel=2)
+        warnings.warn(f"calibrate: the data did not reach {', '.join(unreached)}, rounded to nearest", stacklevel=3)
     return report
+
+
+def _check_schemes(layers: list[survey.Layer]) -> None:
+    for layer in layers:
+        if layer.scheme is not None and layer.scheme.weights == "fp4":
+            raise ValueError(
+                f"calibrate: {layer.row.name}: no codes of {layer.scheme} can be chosen by data. Quantize it by "
+                "qao.quantize_, which rounds to nearest, or give another scheme."
+            )
 
 
 def _check_data(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(f"calibrate: {name} is on meta, and the model cannot run. Load it first.")
+        if modes.has_no_numbers(tensor):
+            where = "on meta" if tensor.is_meta else "a FakeTensor"
+            raise ValueError(f"calibrate: {name} is {where}, and the model cannot run. Load it first.")
 
 
 def _choose_groups(model: nn.Module, calls: list[Call], units: list[Unit], damping: float, progress: bool) -> None:
@@ -176,7 +191,7 @@ def _inputs(
             inputs = Inputs()
             with inputs.watch(_linears(outside)):
                 for args, keywords in calls:
-                    model(*args, **keywords)
+                    called(model, args, keywords)
                     inputs.forget()
             for together in _with_one_input(outside, inputs):
                 yield together, inputs.hessian(_linears(together[:1]), together[0][0].row.name), note

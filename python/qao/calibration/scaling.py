@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .. import modes
 from ..linear import is_linear, linear_weight
 from ..survey import Layer
-from .stream import Call
+from .stream import Call, called
 
 _STRENGTH = 0.5  # share of the range of activations that goes to the weights
 _SAMPLES = 32  # that ranges are taken from
@@ -45,7 +46,7 @@ class _Trace:
 
         handles = [m.register_forward_hook(note, with_kwargs=True) for m in model.modules()]
         try:
-            model(*call[0], **call[1])
+            called(model, *call)
         finally:
             for handle in handles:
                 handle.remove()
@@ -60,7 +61,9 @@ class _Trace:
         recorded = self.once(module)
         assert recorded is not None
         (args, keywords), _ = recorded
-        return [t for t in tree_leaves(module(*args, **keywords)) if isinstance(t, Tensor) and t.is_floating_point()]
+        return [
+            t for t in tree_leaves(called(module, args, keywords)) if isinstance(t, Tensor) and t.is_floating_point()
+        ]
 
 
 def smooth(model: nn.Module, calls: Sequence[Call], units: Iterable[list[Layer]], folded: list[Restore]) -> None:
@@ -109,7 +112,7 @@ def smooth(model: nn.Module, calls: Sequence[Call], units: Iterable[list[Layer]]
         for restore in reversed(folded):
             restore()
         folded.clear()
-        warnings.warn("calibrate: scaling changed what the model computes, and was taken back", stacklevel=3)
+        warnings.warn("calibrate: scaling changed what the model computes, and was taken back", stacklevel=4)
 
 
 def _norms(model: nn.Module, trace: _Trace, wanted: dict[nn.Module, str]) -> list[tuple[nn.Module, list[nn.Module]]]:
@@ -159,6 +162,7 @@ def _ranges(model: nn.Module, calls: Sequence[Call], modules: list[nn.Module]) -
     """The largest magnitude of each column of the inputs of linear layers, float32 [K]."""
     ranges: dict[nn.Module, Tensor] = {}
 
+    @modes.neutral()
     def note(module: nn.Module, args: Any, keywords: Any) -> None:
         x = args[0] if args else keywords["input"]
         if x.numel():
@@ -168,7 +172,7 @@ def _ranges(model: nn.Module, calls: Sequence[Call], modules: list[nn.Module]) -
     handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
     try:
         for args, keywords in calls:
-            model(*args, **keywords)
+            called(model, args, keywords)
     finally:
         for handle in handles:
             handle.remove()
@@ -199,23 +203,25 @@ def _fold(maker: nn.Module, readers: list[nn.Module], factors: Tensor, form: str
         for reader in readers:
             linear_weight(reader).mul_(by.to(linear_weight(reader).dtype))
 
-    multiply(factors)
-    for name in before:
-        own = maker._parameters[name]
-        assert own is not None
-        value = own.detach()
-        shifted = form == "1 + weight" and name == "weight"
-        value.copy_((value.float() + 1) / factors - 1 if shifted else value / factors.to(value.dtype))
-    if is_linear(maker):
-        linear_weight(maker).div_(factors[:, None].to(linear_weight(maker).dtype))
-
     def restore() -> None:
-        multiply(1 / factors)
-        for name, values in before.items():
-            maker._parameters[name].detach().copy_(values)  # type: ignore[union-attr]
-        if is_linear(maker):
-            linear_weight(maker).mul_(factors[:, None].to(linear_weight(maker).dtype))
+        with modes.writing(*written):
+            multiply(1 / factors)
+            for name, values in before.items():
+                maker._parameters[name].detach().copy_(values)  # type: ignore[union-attr]
+            if is_linear(maker):
+                linear_weight(maker).mul_(factors[:, None].to(linear_weight(maker).dtype))
 
+    written = [parameter for module in (maker, *readers) for parameter in module._parameters.values()]
+    with modes.writing(*written):
+        multiply(factors)
+        for name in before:
+            own = maker._parameters[name]
+            assert own is not None
+            value = own.detach()
+            shifted = form == "1 + weight" and name == "weight"
+            value.copy_((value.float() + 1) / factors - 1 if shifted else value / factors.to(value.dtype))
+        if is_linear(maker):
+            linear_weight(maker).div_(factors[:, None].to(linear_weight(maker).dtype))
     return restore
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..linear import linear_weight
+from ..modes import neutral
 
 
 class Inputs:
@@ -38,6 +39,7 @@ class Inputs:
         """Inputs of earlier samples, whose memory may be used again."""
         self._recent.clear()
 
+    @neutral()
     def _add(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         x: Tensor = args[0] if args else keywords["input"]
         number, product = self._product(x)

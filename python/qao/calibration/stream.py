@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ..modes import callers
+
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
 
 
@@ -70,11 +72,17 @@ def _call(sample: Any, index: int) -> Call:
     return call
 
 
+def called(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """What a module gives under the modes of torch that its user has set, autocast for one."""
+    with callers():
+        return module(*args, **keywords)
+
+
 def check_first(model: nn.Module, samples: Sequence[Call]) -> None:
     """Raises ValueError if the model cannot run the first sample."""
     args, keywords = samples[0]
     try:
-        model(*args, **keywords)
+        called(model, args, keywords)
     except Exception as error:
         given = [f"{list(v.shape)} {v.dtype}" for v in tree_flatten((args, keywords))[0] if isinstance(v, Tensor)]
         raise ValueError(
@@ -111,7 +119,7 @@ class Blocks:
         block = self.modules[index]
         for sample, states in enumerate(self.hidden):
             args, keywords = self.rest[sample][index]
-            made = block(states, *args[1:], **keywords)
+            made = called(block, (states, *args[1:]), keywords)
             after()
             if keep:
                 self.hidden[sample] = _states(made)
@@ -133,7 +141,7 @@ def find_blocks(model: nn.Module, samples: Sequence[Call]) -> tuple[Blocks | Non
         return None, f"the blocks {name} share modules"
     real: list[list[tuple[Call, Any]]] = [[] for _ in modules]
     with _forwards(modules, lambda index, forward: _recorded(real[index], forward)):
-        model(*samples[0][0], **samples[0][1])
+        called(model, *samples[0])
     if reason := _no_row(real):
         return None, f"the blocks {name} {reason}"
     outputs = [calls[0][1] for calls in real]
@@ -142,7 +150,7 @@ def find_blocks(model: nn.Module, samples: Sequence[Call]) -> tuple[Blocks | Non
     for args, keywords in samples:
         cut: list[list[tuple[Call, Any]]] = [[] for _ in modules]
         with _forwards(modules, partial(_cut, cut, outputs)):
-            model(*args, **keywords)
+            called(model, args, keywords)
         if any(len(calls) != 1 or not calls[0][0][0] for calls in cut):
             return None, f"the blocks {name} are not called once each when they are cut out"
         blocks.hidden.append(cut[0][0][0][0][0])

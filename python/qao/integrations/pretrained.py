@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import modes
 from ..formats import FLOAT_DTYPES, Scheme
 from ..schemes import Fp4WeightOnly
 from .config import QaoConfig
@@ -25,6 +26,7 @@ _CODE = ("trust_remote_code", "code_revision")
 _Schemes = Scheme | Mapping[str, Scheme | None]
 
 
+@modes.neutral(defaults=False)
 def from_pretrained(
     path: str | os.PathLike[str] | None,
     *model_args: Any,
@@ -325,7 +327,7 @@ def _warn_of_floats(checkpoint: Any, local: Path) -> None:
             f"{checkpoint.rounded} linear layers in Q8_0 are rounded to int8 with one scale per row; dequantize=True "
             "loads them in float, exactly"
         )
-    warnings.warn(f"from_pretrained: {local}: {'. '.join(parts)}", stacklevel=5)
+    warnings.warn(f"from_pretrained: {local}: {'. '.join(parts)}", stacklevel=6)
 
 
 def _from_state(
