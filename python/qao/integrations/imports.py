@@ -69,6 +69,7 @@ _PARTS = {
     "diffusers.quantizers.auto": "diffusers",
     "peft": "peft",
     "torch.distributed.fsdp._fully_shard._fsdp_param": "fsdp",
+    "torch.optim.swa_utils": "averaging",
     "torch.utils.flop_counter": "flop_counter",
     "transformers.modeling_utils": "takeover",
     "transformers.quantizers.auto": "transformers",
