@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,3 +80,110 @@ def test_averages_of_other_codes_are_refused() -> None:
     averaged = AveragedModel(floats)
     with pytest.raises(ValueError, match=r"AveragedModel: 0\.qweight is quantized in one of the two"):
         averaged.update_parameters(model)
+
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"weight_decay": 0.1}),
+    "foreach": (torch.optim.AdamW, {"foreach": True}),
+    "fused": (torch.optim.AdamW, {"fused": True}),
+    "adafactor": (torch.optim.Adafactor, {}),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_optimizers_of_all_parameters_train_what_is_trainable(scheme: qao.Scheme, optimizer: str, device: str) -> None:
+    """With a scaler and clipped gradients: the same as an optimizer of the trainable parameters alone."""
+    x = torch.linspace(-2, 2, 16 * 64, device=device).view(16, 64)
+    kind, options = OPTIMIZERS[optimizer]
+
+    def trained(every: bool) -> dict[str, Tensor]:
+        model = make(scheme, device)
+        codes = packed(model)
+        scaler = torch.amp.GradScaler(device)
+        own = [parameter for parameter in model.parameters() if every or parameter.requires_grad]
+        steps = kind(own, lr=0.01, **options)
+        loss = model(x).square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(steps)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(steps)
+        assert_same(packed(model), codes)
+        assert model(x).square().mean() < loss
+        return model.state_dict()
+
+    assert_same(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "torch"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_accelerate_saves_and_loads_a_state(scheme: qao.Scheme, safe: bool, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    built = make(scheme)
+    model, optimizer = accelerator.prepare(built, torch.optim.AdamW(built.parameters(), lr=0.01))
+    x = torch.linspace(-2, 2, 16 * 64).view(16, 64)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        return loss.item()
+
+    codes, first = packed(built), step()
+    accelerator.save_state(str(tmp_path), safe_serialization=safe)
+    expected = [step(), step()]
+    accelerator.load_state(str(tmp_path))
+    assert [step(), step()] == expected and expected[1] < first
+    assert_same(packed(built), codes)
+    accelerate.state.AcceleratorState._reset_state(True)
+
+
+class Texts(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.arange(3, 13) + index
+        return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["norms", "lora"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_trainer_resumes_and_takes_the_best_model(scheme: qao.Scheme, adapters: bool, tmp_path: Path) -> None:
+    """Resumed after two of four steps: the same weights, bit for bit, as of four steps in one go."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
+        qao.quantize_(model, {"lm_head": None, "re:.*": scheme}, progress=False)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = "norm" in name
+        if not adapters:
+            return model
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        return peft.get_peft_model(model, config)
+
+    def trainer(name: str, greater_is_better: bool) -> Any:
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / name), max_steps=4, save_steps=2, eval_steps=2, eval_strategy="steps", learning_rate=1e-2,
+            load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=greater_is_better,
+            report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no",
+        )  # fmt: skip
+        return transformers.Trainer(built(), arguments, train_dataset=Texts(), eval_dataset=Texts())
+
+    whole, resumed, early = trainer("whole", False), trainer("resumed", False), trainer("early", True)
+    before = {name: value.clone() for name, value in whole.model.state_dict().items()}
+    whole.train()
+    found = whole.model.state_dict()
+    assert any(not torch.equal(found[name], value) for name, value in before.items())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert_same(resumed.model.state_dict(), found)
+    early.train()  # the loss falls, so that the largest was that of step 2
+    assert early.state.best_model_checkpoint.endswith("checkpoint-2")
+    assert early.evaluate()["eval_loss"] > whole.evaluate()["eval_loss"]
+    codes = packed(early.model)
+    assert_same(codes, {name: before[name] for name in codes})
