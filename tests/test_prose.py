@@ -20,7 +20,7 @@ LEFT = {
     r"\bwhose\b": 226,
     r"\bby turns\b": 40,
     r"\bof its own\b": 81,
-    r"\bwhat is\b": 150,
+    r"\bwhat is\b": 148,
     r"\bnobody\b": 44,
     r"\bobstacle\b": 38,
     r"\bare none\b": 22,

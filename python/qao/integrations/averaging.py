@@ -1,4 +1,4 @@
-"""torch.optim.swa_utils: AveragedModel (EMA, SWA) of a quantized model averages what is trained, never codes.
+"""torch.optim.swa_utils: AveragedModel (EMA, SWA) of a quantized model averages parameters in floats, never codes.
 
 Its functions compute averages of all parameters in floats and write them back, which truncates integers: 0.9 q + 0.1 q
 becomes q - 1 for many q.
