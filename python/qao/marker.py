@@ -65,12 +65,25 @@ def check(found: Marker, own: Marker, name: str, layer: str = "layer") -> None:
     Packed tensors of four bits are padded to whole tiles and look alike for several sizes, codes of all schemes are
     int8: shapes and dtypes alone cannot tell. The message begins with ``name``, ``layer`` describes the layer.
     """
+    unlike = difference(found, own)
+    if unlike is None:
+        return
+    there, here = unlike
+    raise ValueError(
+        f"{name}: the checkpoint holds {there}, and this {layer} has {here}: it would compute something else. Use the "
+        "model that the checkpoint was made of, quantized with the same scheme, or load into the float model: "
+        "qao.load(path, model) takes the schemes from the file."
+    )
+
+
+def difference(found: Marker, own: Marker) -> tuple[str, str] | None:
+    """What ``found`` and ``own`` say where they differ; None if one describes a weight that the other can take."""
     sizes, stored = _facts(found)
     own_sizes, wanted = _facts(own)
     differ = [field for field in _BINDING if stored[field] != wanted[field]]
     differ = differ[:1] if "scheme" in differ else differ  # others may have fields of other names
     if sizes == own_sizes and not differ:
-        return
+        return None
     there, here = (
         ", ".join(
             ([f"a weight {size}"] if sizes != own_sizes else [])
@@ -78,11 +91,7 @@ def check(found: Marker, own: Marker, name: str, layer: str = "layer") -> None:
         )
         for of, size in ((found, sizes), (own, own_sizes))
     )
-    raise ValueError(
-        f"{name}: the checkpoint holds {there}, and this {layer} has {here}: it would compute something else. Use the "
-        "model that the checkpoint was made of, quantized with the same scheme, or load into the float model: "
-        "qao.load(path, model) takes the schemes from the file."
-    )
+    return there, here
 
 
 def _facts(marker: Marker) -> tuple[list[int], dict[str, Any]]:

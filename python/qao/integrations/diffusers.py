@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import marker
 from ..checkpoint import VERSION
 from .config import QaoConfig
+from .file_markers import in_files
 from .loading import Loader
 from .registration import dequantized, fill, mark
 
@@ -30,6 +31,7 @@ class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         if quantization_config.scheme is not None and not quantization_config.layers:
             self.pre_quantized = False
         self.loader = Loader(quantization_config, self.pre_quantized)
+        self._markers: dict[str, marker.Marker] = {}
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         self.loader.validate(kwargs.get("device_map"))
@@ -37,6 +39,7 @@ class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
         if not self.pre_quantized:
             return loaded_keys
+        self._markers = in_files(checkpoint_files)
         hidden = {f"{name}.{key}" for name in self.loader.config.layers for key in (marker.MARKER, marker.TRIPWIRE)}
         return [name for name in loaded_keys if name not in hidden]
 
@@ -47,6 +50,8 @@ class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             return torch.float32 if any(part in kept for part in name.split(".")) else None
 
         self.loader.prepare(model, device_map=kwargs.get("device_map"), dtypes=dtype)
+        if self.pre_quantized:
+            self.loader.check_markers(model, self._markers)
         return model
 
     def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import marker, survey
+from ..experts import QuantExperts
 from ..formats import Int4Weight, Scheme
 from ..fused import Arriving, find, is_fused
 from ..grouping import is_auto
 from ..importance import told_by, told_importance, told_part
-from ..layout import make_room
+from ..layout import Undo, make_room, undo
 from ..linear import QuantLinear, linear_weight, pack_weight
+from ..marker import Marker
 from ..packed import PackedModule
 from ..places import put_module
 from ..quantize import quantize_
@@ -38,6 +40,7 @@ class Loader:
         experts: and projections of fused experts.
         dtypes: of the tensors of quantised layers, by name: nobody may cast them.
         hidden: names in the checkpoint that are no tensors of the model: the markers.
+        left: layers that the checkpoint holds in another size, and that stay in float as they were asked to.
     """
 
     def __init__(self, config: QaoConfig, pre_quantized: bool) -> None:
@@ -56,6 +59,11 @@ class Loader:
         self._late: tuple[type[nn.Module], ...] = ()  # modules of which some are quantised at the end
         self.absent: set[str] = set()  # names of tensors that no checkpoint holds, or in another shape
         self._shapes: dict[str, torch.Size] = {}  # of the float skeleton's parameters
+        self._tied: set[str] = set()  # weights that other names share
+        self._kept: dict[str, torch.dtype] = {}  # of layers by name, where the model insists on a dtype
+        self._replaced: Undo = []  # float modules in places that wait for packed weights
+        self.left: set[str] = set()
+        self._proven: set[str] = set()  # layers that a marker of the checkpoint describes
 
     def validate(self, device_map: Any) -> None:
         """Raises ValueError for what cannot be loaded. Libraries ask before there is a model, and some again with the
@@ -90,9 +98,10 @@ class Loader:
             device_map: where the layers go.
             dtypes: of a tensor by name, where the model keeps it in another dtype than that of the skeleton.
         """
+        self._tied = set(tied)
         if not self.pre_quantized:
             self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-            self._plan(model, set(tied))
+            self._plan(model, self._tied)
             planned = self.pending.items()
             self._schemes = {name.removesuffix(".weight"): layer.scheme for name, layer in planned if layer.scheme}
             self.validate(device_map)
@@ -101,20 +110,99 @@ class Loader:
             self._schemes = schemes = _names_in(model, self.config.layers)
             self.validate(device_map)
             kept = {name: dtypes(f"{name}.weight") for name in schemes}
-            make_room(model, schemes, dtypes={name: dtype for name, dtype in kept.items() if dtype is not None})
+            self._kept = {name: dtype for name, dtype in kept.items() if dtype is not None}
+            self._make_room(model)
         except ValueError as error:
             raise Unfit(str(error)) from error
-        for name, module in model.named_modules():
-            if isinstance(module, PackedModule):
-                tensors = module.packed.tensors().items()
-                self.dtypes.update({f"{name}.{key}": tensor.dtype for key, tensor in tensors if tensor is not None})
-        self.hidden = {f"{name}.{key}" for name in schemes for key in (marker.MARKER, marker.TRIPWIRE)}
 
         def hide(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             for name in self.hidden:
                 state.pop(prefix + name, None)
 
         self._hook = model.register_state_dict_post_hook(hide)
+
+    def _make_room(self, model: nn.Module) -> None:
+        self._replaced = make_room(model, self._schemes, dtypes=self._kept)
+        self.dtypes = {}
+        for name, module in model.named_modules():
+            if isinstance(module, PackedModule):
+                tensors = module.packed.tensors().items()
+                self.dtypes.update({f"{name}.{key}": tensor.dtype for key, tensor in tensors if tensor is not None})
+        self.hidden = {f"{name}.{key}" for name in self._schemes for key in (marker.MARKER, marker.TRIPWIRE)}
+
+    def check_markers(
+        self,
+        model: nn.Module,
+        markers: Mapping[str, Marker],
+        *,
+        ignore_sizes: bool = False,
+        renamed: Callable[[str], str] | None = None,
+    ) -> None:
+        """Compares what a checkpoint says of its layers with those that ``prepare`` made room for.
+
+        Args:
+            model: the skeleton.
+            markers: by the name of the layer in the checkpoint.
+            ignore_sizes: leave layers of another size in float, for the library to make anew.
+            renamed: from a name in the checkpoint to that of the module; None: as transformers renames.
+
+        Raises:
+            ValueError: a layer has another size or scheme. Packed tensors of several sizes have one shape.
+        """
+        find = _finder(model, renamed)
+        differ: dict[str, tuple[str, str]] = {}
+        other_sizes = set()
+        for name, found in markers.items():
+            known = find(name)
+            module = None if known is None else model.get_submodule(known)
+            if known is None or not isinstance(module, PackedModule):
+                continue
+            self._proven.add(known)
+            own = module._marker()
+            unlike = marker.difference(found, own)
+            if unlike is not None:
+                differ[known] = unlike
+            if found[1:3] + found[4:] != own[1:3] + own[4:]:
+                other_sizes.add(known)
+        if ignore_sizes and other_sizes:
+            self._leave_in_float(model, other_sizes)
+        wrong = [(name, unlike) for name, unlike in differ.items() if name not in self.left]
+        if wrong:
+            lines = [f"\n  {name}: {there} in the checkpoint, {here} in the model" for name, (there, here) in wrong[:8]]
+            more = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise ValueError(
+                f"{type(model).__name__}: quantized layers of the checkpoint do not fit the model that its "
+                f"configuration, or an argument, describes:{''.join(lines)}{more}\nUse the configuration that was "
+                "saved with these weights."
+            )
+
+    def _leave_in_float(self, model: nn.Module, names: Collection[str]) -> None:
+        """Puts the float modules of these layers back, and of experts both projections."""
+        modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+        tied = any(modules[name]._tied or f"{name}.weight" in self._tied for name in names)
+        if tied or self.sharding is not None and self.sharding.styles:
+            raise ValueError(
+                f"ignore_mismatched_sizes=True: {', '.join(sorted(names))}: the checkpoint holds packed weights of "
+                "another size, and random numbers in their place are not supported "
+                f"{'where weights are tied' if tied else 'with tp_plan'}. Load with the sizes of the checkpoint, then "
+                "change the model."
+            )
+        left = set(names)
+        for name in names:
+            parent = name.rpartition(".")[0]
+            if isinstance(modules[parent], QuantExperts):
+                left |= {f"{parent}.up", f"{parent}.down"}
+        self.left, self._proven = left, self._proven - left
+        undo(self._replaced)
+        self._schemes = {name: scheme for name, scheme in self._schemes.items() if name not in left}
+        self._make_room(model)
+        self._shapes = {name: one.shape for name, one in model.named_parameters() if name.rpartition(".")[0] in left}
+        warnings.warn(
+            f"ignore_mismatched_sizes=True: the checkpoint holds quantized weights of another size for "
+            f"{', '.join(sorted(left))}: new random numbers, which stay in float and can be trained. After that, "
+            "qao.quantize_(model, scheme) quantizes them too.",
+            stacklevel=2,
+        )
 
     def _plan(self, model: nn.Module, tied: set[str]) -> None:
         """Which weights are quantised as they arrive: those of one linear layer alone. The rest follows at the end."""
@@ -198,12 +286,20 @@ class Loader:
             self._quantize_the_rest(model)
         else:
             _check_all_arrived(model, self.absent)
+            self._check_unproven(model)
         _fill_biases(model, self.absent)
         if self.sharding is not None:
             self.sharding.finish()
         for module in model.modules():
             if isinstance(module, PackedModule):
                 module.settle()
+
+    def _check_unproven(self, model: nn.Module) -> None:
+        """Raises ValueError where a layer without a marker has numbers that show another size."""
+        proven = {id(model.get_submodule(name)) for name in self._proven}
+        for name, module in model.named_modules():
+            if isinstance(module, PackedModule) and id(module) not in proven:
+                module._check_padding(module.qweight, module.scales, f"{name}." if name else "")
 
     def _check_shapes(self, model: nn.Module) -> None:
         """Raises RuntimeError where a float parameter took the shape that the checkpoint has.
@@ -315,20 +411,32 @@ def _kind(device: Any) -> str:
     return "cuda" if accelerator is None else accelerator.type
 
 
-def _names_in(model: nn.Module, layers: Mapping[str, Scheme]) -> dict[str, Scheme]:
-    """``layers`` by their names in this model: one with a head has its base model inside it, under a prefix; and
-    transformers writes some models under other names than its modules have (Swin, DINOv2)."""
+def _finder(model: nn.Module, renamed: Callable[[str], str] | None = None) -> Callable[[str], str | None]:
+    """From the name of a layer in a checkpoint to that of its module, None if there is none.
+
+    A model with a head has its base model inside it, under a prefix; and transformers writes some models under other
+    names than its modules have (Swin, DINOv2).
+    """
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     experts = [name for name, module in model.named_modules() if is_fused(module)]
     modules.update(f"{name}.{part}" for name in experts for part in ("up", "down"))
     prefix = getattr(model, "base_model_prefix", "")
-    found = {}
-    renamed = _renaming(model)
-    for name, scheme in layers.items():
-        if name not in modules:
-            name = renamed(name)
+    rename = _renaming(model) if renamed is None else renamed
+
+    def find(name: str) -> str | None:
+        name = name if name in modules else rename(name)
         names = [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")] if prefix else [name]
-        known = next((one for one in names if one in modules), None)
+        return next((one for one in names if one in modules), None)
+
+    return find
+
+
+def _names_in(model: nn.Module, layers: Mapping[str, Scheme]) -> dict[str, Scheme]:
+    """``layers`` by their names in this model."""
+    prefix = getattr(model, "base_model_prefix", "")
+    find, found = _finder(model), {}
+    for name, scheme in layers.items():
+        known = find(name)
         if known is not None:
             found[known] = scheme
         elif not prefix or name.startswith(f"{prefix}."):  # else of a head that this model does not have

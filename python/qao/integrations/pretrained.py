@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import modes
 from ..formats import FLOAT_DTYPES, Scheme
 from ..schemes import Fp4WeightOnly
 from .config import QaoConfig
+from .lazy_state import LazyValue, lazy_state
 from .loading import Unfit
 
 # Arguments of transformers' from_pretrained that say where a repository is, and what is read of it.
@@ -353,13 +353,13 @@ def _from_state(
         config.quantization_config = QaoConfig(layers=schemes).to_dict()
     elif quantization is not None:
         options["quantization_config"] = quantization
-    state = {_renamed(name, renaming): _Value(tensor) for name, tensor in checkpoint.state_dict().items()}
+    state = {_renamed(name, renaming): value for name, value in lazy_state(checkpoint).items()}
     dtype = request.dtype or _dtype(config, checkpoint)
     given = {"config": config, "state_dict": state, "dtype": dtype, "device_map": request.device_map}
     model, info = cls.from_pretrained(None, *request.model_args, output_loading_info=True, **given, **options)
-    problems = [f"{what[:-5]}: {name}" for what in ("missing_keys", "unexpected_keys") for name in sorted(info[what])]
+    problems = _problems(model, info)
     if not options.get("ignore_mismatched_sizes"):
-        problems += _mismatched(cls, config, state)
+        problems += _mismatched(cls, config, {name: one for name, one in state.items() if isinstance(one, LazyValue)})
     if problems and request.auto_class is None:
         text = "".join(f"\n  {line}" for line in problems[:20])
         raise CheckpointError(f"{local}: not a checkpoint of {cls.__name__}: {len(problems)} tensors differ:{text}")
@@ -371,6 +371,18 @@ def _from_state(
     if (directory / "adapter_config.json").exists():
         model.load_adapter(str(directory), **{"adapter_name": "default", "adapter_kwargs": {}, **adapter})
     return (model, info) if wants_info else model
+
+
+def _problems(model: Any, info: Mapping[str, Any]) -> list[str]:
+    """Tensors that are missing or left over, but for those of layers that stay in float as they were asked to."""
+    left: set[str] = getattr(getattr(getattr(model, "hf_quantizer", None), "loader", None), "left", set())
+    anew = {*left, *(name.rpartition(".")[0] for name in left if name.endswith((".up", ".down")))}
+    return [
+        f"{what[:-5]}: {name}"
+        for what in ("missing_keys", "unexpected_keys")
+        for name in sorted(info[what])
+        if name.rpartition(".")[0] not in anew
+    ]
 
 
 def _check_tied(config: Any, checkpoint: Any) -> None:
@@ -413,6 +425,12 @@ def _read_generation(model: Any, directory: Path, options: dict[str, Any], code:
         return
     if not ((directory / "generation_config.json").exists() or (directory / "custom_generate").exists()):
         return
+    if not hasattr(model, "adjust_generation_fn"):  # transformers 4
+        from transformers import GenerationConfig
+
+        if (directory / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(str(directory))
+        return
     nothing = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
     model.adjust_generation_fn(
         None,
@@ -442,33 +460,7 @@ def _told(local: Path) -> Mapping[str, Scheme]:
     return config.layers  # type: ignore[no-any-return]
 
 
-class _Value:
-    """A lazy tensor with what the loaders of transformers ask of one: version 5 takes ``[...]``, version 4 ``.to``."""
-
-    def __init__(self, lazy: Any) -> None:
-        self._lazy = lazy
-        self.shape: torch.Size = lazy.shape
-        self.dtype: torch.dtype = lazy.dtype
-        self.device = torch.device("cpu")
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._lazy[index]  # type: ignore[no-any-return]
-
-    def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        tensor: Tensor = self._lazy.load()
-        return tensor.to(*args, **kwargs)
-
-    def get_shape(self) -> list[int]:  # of a slice of safetensors, for which parts of it are asked
-        return list(self.shape)
-
-    def is_floating_point(self) -> bool:
-        return self.dtype.is_floating_point
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-
-def _mismatched(cls: Any, config: Any, state: Mapping[str, _Value]) -> list[str]:
+def _mismatched(cls: Any, config: Any, state: Mapping[str, LazyValue]) -> list[str]:
     """Tensors of another shape than the float model's, which some versions of transformers take without a word."""
     with torch.device("meta"):
         model = cls(copy.deepcopy(config))

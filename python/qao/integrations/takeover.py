@@ -19,6 +19,7 @@ from typing import Any
 from ..formats import Scheme
 from ..selection import differing
 from .config import QaoConfig
+from .imports import register_part
 from .loading import Unfit
 from .pretrained import from_pretrained as load
 
@@ -31,6 +32,7 @@ def register() -> None:
     """Called once transformers has its base class of models."""
     from transformers import modeling_utils
 
+    register_part("qao.integrations.transformers", "watch_loading")
     base: Any = modeling_utils.PreTrainedModel
     theirs = base.from_pretrained.__func__
     if getattr(theirs, "_of_qao", False):

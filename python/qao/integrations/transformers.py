@@ -6,9 +6,10 @@ put in place before its tensors arrive. Saving goes through ``get_state_dict_and
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce, wraps
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from .. import marker, survey
 from ..packed import PackedModule
 from .config import QaoConfig
+from .file_markers import in_files, in_state_dict
 from .loading import Loader
 from .registration import dequantized, fill, mark
 from .saving import files_of
@@ -71,6 +73,22 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
             patterns += [rf"(^|\.){re.escape(name)}$" for name in self.loader.hidden if name.endswith(marker.TRIPWIRE)]
             model._keys_to_ignore_on_load_unexpected = set(patterns) if _V5 else patterns
         return model
+
+    def check_files(
+        self,
+        model: Any,
+        state: Mapping[str, Any] | None,
+        files: Sequence[str] | None,
+        how: Any,
+        options: Mapping[str, Any],
+    ) -> None:
+        """When transformers knows where the tensors are; ``how``: LoadStateDictConfig of version 5."""
+        if not self.pre_quantized:
+            return
+        markers = in_state_dict(state) if state is not None else in_files(files or ())
+        ignore = bool(getattr(how, "ignore_mismatched_sizes", False))  # version 4 cannot
+        renamed = _renaming(getattr(how, "weight_mapping", None), options.get("key_mapping"))
+        self.loader.check_markers(model, markers, ignore_sizes=ignore, renamed=renamed)
 
     def _watch(self, model: Any) -> None:
         """Notes which tensors transformers makes itself, since the checkpoint lacks them or has other shapes."""
@@ -184,6 +202,18 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
 
+def _renaming(conversions: Any, key_mapping: Mapping[str, str] | None) -> Callable[[str], str] | None:
+    """From the name of a layer in a file to that of its module, as ``from_pretrained`` was asked to rename."""
+    if conversions:
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+        renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+        return lambda name: rename_source_key(f"{name}.weight", renamings, [])[0].removesuffix(".weight")
+    if key_mapping:
+        return lambda name: reduce(lambda key, pair: re.sub(pair[0], pair[1], key), key_mapping.items(), name)
+    return None
+
+
 def _mismatch(name: str, value: Tensor, own: Tensor) -> str:
     return f"size mismatch for {name}: {list(value.shape)} in the checkpoint, {list(own.shape)} in the model"
 
@@ -229,6 +259,30 @@ def register() -> None:
     from transformers.quantizers import auto
 
     fill(auto, QaoConfig, QaoQuantizer)
+
+
+def watch_loading() -> None:
+    """Makes transformers show the quantizer what it is about to load. Called once there is its base class of models."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    base: Any = PreTrainedModel
+    theirs = base.__dict__["_load_pretrained_model"]
+    function = theirs.__func__
+    if getattr(function, "_of_qao", False):
+        return
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def load(*args: Any, **options: Any) -> Any:
+        given = signature.bind(*args, **options).arguments
+        how = given.get("load_config")  # of version 5
+        quantizer = given.get("hf_quantizer", getattr(how, "hf_quantizer", None))
+        if isinstance(quantizer, QaoQuantizer):
+            quantizer.check_files(given["model"], given["state_dict"], given["checkpoint_files"], how, given)
+        return function(*args, **options)
+
+    load._of_qao = True  # type: ignore[attr-defined]
+    base._load_pretrained_model = type(theirs)(load)
 
 
 def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
