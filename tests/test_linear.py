@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import re
 from typing import Any
 
 import pytest
@@ -328,28 +327,37 @@ def test_a_checkpoint_of_another_weight_format(saved: qao.Scheme, loading: qao.S
     assert_same(tensors(layer), before)
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_checkpoint_of_other_activations(strict: bool) -> None:
-    """The same weights, and another result."""
-    for saved, loading, differ in (
-        (SCHEME, Int8DynamicActivationInt4Weight(32), "scheme='int4'"),
-        (SCHEME, Float8DynamicActivationInt4Weight(32), "scheme='int4'"),
-        (Int8WeightOnly(), Int8DynamicActivationInt8Weight(), "scheme='int8'"),
-        (Float8WeightOnly("block"), Float8DynamicActivationFloat8Weight("block"), "scheme='fp8'"),
-        (
-            Int8DynamicActivationInt8Weight(),
-            Int8DynamicActivationInt8Weight(symmetric_activations=False),
-            "symmetric_activations=True",
-        ),
-        (
-            Float8DynamicActivationFloat8Weight(activation_scale=0.5),
-            Float8DynamicActivationFloat8Weight(),
-            "activation_scale=0.5",
-        ),
+@pytest.mark.parametrize("assign", [True, False])
+def test_schemes_that_differ_in_activations_share_checkpoints(assign: bool) -> None:
+    """What is done with activations is up to the layer; the weights, and so the results, are those of its scheme."""
+    x = randn(3, 96, dtype=torch.float32, device="cpu")
+    int4, int8, fp8 = SCHEME, Int8WeightOnly(), Float8WeightOnly("block")
+    for weights, activations in (
+        (int4, Int8DynamicActivationInt4Weight(32)),
+        (int4, Float8DynamicActivationInt4Weight(32)),
+        (int8, Int8DynamicActivationInt8Weight()),
+        (fp8, Float8DynamicActivationFloat8Weight("block")),
+        (Int8DynamicActivationInt4Weight(32), Float8DynamicActivationInt4Weight(32)),
     ):
-        layer = QuantLinear.empty(96, 40, scheme=loading)
-        with pytest.raises(RuntimeError, match=f"pip_install_qao: the checkpoint holds {re.escape(differ)}, and this"):
-            layer.load_state_dict(make(scheme=saved).state_dict(), strict=strict)
+        for saved, loading in ((weights, activations), (activations, weights)):
+            layer = QuantLinear.empty(96, 40, scheme=loading)
+            source = make(scheme=saved)
+            layer.load_state_dict(source.state_dict(), assign=assign)
+            assert layer.scheme == loading
+            assert torch.equal(layer.dequantize(), source.dequantize())
+            assert torch.equal(layer(x), make(scheme=loading)(x))
+
+
+def test_activations_that_need_tensors_of_their_own() -> None:
+    asymmetric = Int8DynamicActivationInt8Weight(symmetric_activations=False)
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match="weight_sums: the checkpoint has none"):
+            make(scheme=asymmetric).load_state_dict(make(scheme=Int8WeightOnly()).state_dict(), strict=strict)
+    static = Float8DynamicActivationFloat8Weight(activation_scale=0.5)
+    with pytest.raises(RuntimeError, match='Unexpected key.*"activation_scale"'):
+        make(scheme=Float8DynamicActivationFloat8Weight()).load_state_dict(make(scheme=static).state_dict())
+    with pytest.raises(RuntimeError, match='Missing key.*"activation_scale"'):
+        make(scheme=static).load_state_dict(make(scheme=Float8DynamicActivationFloat8Weight()).state_dict())
 
 
 def test_a_checkpoint_of_another_shape_or_of_floats() -> None:

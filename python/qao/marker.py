@@ -43,19 +43,18 @@ def encode(marker: Marker) -> Tensor:
     return _bytes(json.dumps(content).encode())
 
 
-# Fields of a scheme on which the meaning of packed tensors, or what a layer computes with them, depends. Others say how
-# codes were found, in which dtype scales are stored (the tensors say so themselves), or how products are added up.
+# Fields of a scheme on which the meaning of packed tensors depends; "weights" is the weight format. Others say how
+# codes were found, in which dtype scales are stored (the tensors say so themselves), how results are added up, or
+# what a layer does with activations: that is up to the layer, as its dtype is.
 _BINDING = (
-    "scheme",
+    "weights",
     "format",
     "granularity",
     "group_size",
     "symmetric",
-    "symmetric_activations",
     "rotation",
     "integer_scales",
     "power_of_two_scales",
-    "activation_scale",
 )
 
 
@@ -81,7 +80,7 @@ def difference(found: Marker, own: Marker) -> tuple[str, str] | None:
     sizes, stored = _facts(found)
     own_sizes, wanted = _facts(own)
     differ = [field for field in _BINDING if stored[field] != wanted[field]]
-    differ = differ[:1] if "scheme" in differ else differ  # others may have fields of other names
+    differ = ["scheme"] if "weights" in differ else differ  # others may have fields of other names
     if sizes == own_sizes and not differ:
         return None
     there, here = (
@@ -98,10 +97,10 @@ def _facts(marker: Marker) -> tuple[list[int], dict[str, Any]]:
     """Sizes, and the binding fields in one form: what is off is None, as is a field that the scheme does not have."""
     sizes = [*([] if marker.experts is None else [marker.experts]), marker.out_features, marker.in_features]
     fields: dict[str, Any] = {name: marker.scheme.get(name) or None for name in _BINDING}
+    fields["weights"] = str(marker.scheme.get("scheme")).rpartition("_")[2]
     size = fields["group_size"]
     if isinstance(size, int) and not 0 < size < marker.in_features:  # one group a row, whatever it is called
         fields.update(group_size=-1, integer_scales=None, power_of_two_scales=None)
-    fields["activation_scale"] = fields["activation_scale"] is not None  # its value is a tensor of the layer
     return sizes, fields
 
 

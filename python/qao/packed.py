@@ -107,7 +107,8 @@ class PackedModule(Updatable, nn.Module):
         """Raises ValueError where packed tensors in the shape of this layer's show that they are of another size.
 
         For those of which nothing else tells the size. What lies beyond N and K is the same in every packed weight, and
-        no row that was quantized has its scales. Fewer columns cannot be told from columns of zeros.
+        no row that was quantized has its scales. A last column of the same codes may be one of zeros, or none at all:
+        that is refused too.
         """
         n, k = self._sizes
         if self.scheme.weights not in ("int4", "fp4") or qweight.is_meta or hasattr(qweight, "device_mesh"):
@@ -119,19 +120,28 @@ class PackedModule(Updatable, nn.Module):
             if self.scheme.weights == "fp4" and rows.shape[1] > -(-k // self.scheme.units(n, k)[1]):
                 beyond[-3] = 1  # the divisor
             smaller = torch.equal(rows[n - 1], beyond)
-            if not smaller:
-                again = self._repacked(q, of_groups)
-                if torch.equal(again.qweight, q) and torch.equal(again.scales, of_groups):
-                    continue
-            raise ValueError(
-                f"{name}qweight: the checkpoint holds the packed weight of a {'smaller' if smaller else 'larger'} "
-                f"layer than this {self._told()}, padded to the same shape. Use the model that the checkpoint was "
-                "made of."
-            )
+            if smaller or not self._is_of(n, k, q, of_groups):
+                raise ValueError(
+                    f"{name}qweight: the checkpoint holds the packed weight of a {'smaller' if smaller else 'larger'} "
+                    f"layer than this {self._told()}, padded to the same shape. Use the model that the checkpoint was "
+                    "made of."
+                )
+            if self._is_of(n, k - 1, q, of_groups):
+                raise ValueError(
+                    f"{name}qweight: nothing says of which size the packed weight is: it may be one of this "
+                    f"{self._told()}, with zeros in its last column, or one with fewer columns. Keep the entry "
+                    f"{name}{marker.MARKER} of model.state_dict(), which has the sizes."
+                )
 
-    def _repacked(self, qweight: Tensor, scales: Tensor) -> PackedWeight:
-        """The same weight with nothing beyond N and K."""
-        return self.scheme.pack(*self.scheme.unpack(qweight, scales, *self._sizes))
+    def _is_of(self, n: int, k: int, qweight: Tensor, scales: Tensor) -> bool:
+        """Whether packed tensors in the shape of this layer's are those of a weight [n, k], with nothing beyond it."""
+        if k < 1:
+            return False
+        empty = self.scheme.empty(n, k, dtype=self.dtype, device="meta")
+        if (empty.qweight.shape, empty.scales.shape) != (qweight.shape, scales.shape):
+            return False
+        again = self.scheme.pack(*self.scheme.unpack(qweight, scales, n, k))
+        return torch.equal(again.qweight, qweight) and torch.equal(again.scales, scales)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -337,6 +347,7 @@ class PackedModule(Updatable, nn.Module):
         """Takes out of a state dict what is no Parameter of this layer, and raises ValueError where it says, or its
         numbers show, that the rest is a weight of another scheme or size."""
         found = state_dict.pop(prefix + marker.MARKER, None)
+        sized = found is not None or prefix + "weight_scale" in state_dict
         if prefix + "weight_scale" in state_dict:
             from .checkpoints.ct_entries import translate
 
@@ -348,6 +359,15 @@ class PackedModule(Updatable, nn.Module):
                 "quantized. Load it before quantising, or quantize these weights into the model: "
                 "qao.update_(model, state_dict)."
             )
+        if (
+            self.weight_sums is not None
+            and prefix + "qweight" in state_dict
+            and prefix + "weight_sums" not in state_dict
+        ):
+            raise ValueError(
+                f"{prefix}weight_sums: the checkpoint has none, and this {self._told()} needs those of its weight. "
+                "Load into a model that is quantized with the scheme of the checkpoint."
+            )
         if found is not None:
             self.check_marker(found, prefix + marker.MARKER)
             return
@@ -358,7 +378,7 @@ class PackedModule(Updatable, nn.Module):
                 "outputs. Use the model that the checkpoint was made of."
             )
         qweight, scales = (state_dict.get(prefix + name) for name in ("qweight", "scales"))
-        if isinstance(qweight, Tensor) and isinstance(scales, Tensor):
+        if not sized and isinstance(qweight, Tensor) and isinstance(scales, Tensor):
             alike = qweight.shape == self.qweight.shape and scales.shape == self.scales.shape
             if alike and qweight.dtype == torch.int8 and scales.dtype in self.scheme.scale_dtypes:
                 self._check_padding(qweight, scales, prefix)
