@@ -74,7 +74,7 @@ def test_errors(llama: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert main([*base, str(short)]) == 1
     assert "fewer than one text of 512" in capsys.readouterr().err
     assert main([*base, str(tmp_path / "none.txt")]) == 1
-    assert "No such file" in capsys.readouterr().err
+    assert "none.txt: no such file" in capsys.readouterr().err
     assert main([*base, str(text), "--samples", "0"]) == 2
     assert main([*base, str(text), "--to", "qao"]) == 2
     assert not out.exists()

@@ -37,6 +37,9 @@ COMMANDS: dict[str, list[str]] = {
 }
 
 
+NAMES = {arguments[0] for name, arguments in COMMANDS.items() if name not in ("facts", "version")} | {"chat", "doctor"}
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     from qao.cli import main
@@ -103,6 +106,39 @@ def test_the_version_needs_no_torch() -> None:
     program = "import sys; sys.argv = ['program', '--version']; import qao; print(qao.QuantLinear.__name__)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "QuantLinear\n", done.stderr
+
+
+QUICK: dict[str, tuple[list[str], int, str]] = {
+    "help": (["--help"], 0, "Without a command: what this installation is"),
+    **{f"help of {name}": ([name, "--help"], 0, f"usage: qao {name}") for name in sorted(NAMES)},
+    "no such command": (["quantise"], 2, "invalid choice: 'quantise'"),
+    "no scheme": (["quantize", "{llama}", "{tmp}/out"], 2, "required: --scheme"),
+    "a scheme of others": (["quantize", "{llama}", "{tmp}/out", "--scheme", "nf4"], 2, "its counterpart here is int4"),
+    "no model": (["quantize", "{tmp}/none", "{tmp}/out", "--scheme", "int4"], 1, "none: no such file or directory"),
+    "no model to talk with": (["chat", "{tmp}/none"], 1, "none: no such file or directory"),
+    "no second model": (["inspect", "{llama}", "--against", "{tmp}/none"], 1, "none: no such file or directory"),
+    "no text": (["eval", "{llama}", "--text", "{tmp}/none.txt"], 1, "none.txt: no such file"),
+    "a text that is none": (["eval", "{llama}", "--text", "{tmp}"], 1, "is a directory, no text"),
+    "out exists": (["convert", "{int8}", "{llama}"], 1, "exists; choose another name, or replace it with --force"),
+}
+
+
+@pytest.mark.parametrize("name", list(QUICK))
+def test_what_needs_no_torch_does_not_wait_for_it(name: str, files: dict[str, Path], tmp_path: Path) -> None:
+    words, status, expected = QUICK[name]
+    arguments = [text.format(**files, tmp=tmp_path) for text in words]
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "qao", *arguments], capture_output=True, text=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    shown = done.stdout + "".join(line for line in done.stderr.splitlines() if not line.startswith("import time:"))
+    assert done.returncode == status and expected in shown, shown
+    assert "argparse" in imported and imported.isdisjoint({"torch", "transformers", "numpy"})
+    assert not list(tmp_path.iterdir())
+
+
+def test_words_of_the_command_line_are_those_of_the_library() -> None:
+    from qao import SCHEMES, words
+
+    assert words.SCHEMES == {word: kind.__name__ for word, kind in SCHEMES.items()}
 
 
 @pytest.mark.parametrize("seconds", [0.6, 1.2])

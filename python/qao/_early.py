@@ -1,4 +1,4 @@
-"""What the command line answers before torch is imported, which takes seconds: --version, and Ctrl-C until then."""
+"""What the command line answers before torch is imported, which takes seconds: --version, --help, errors, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import signal
 import sys
 from types import FrameType
-
-from ._version import __version__
 
 
 def _is_command() -> bool:
@@ -25,13 +23,15 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def begin() -> None:
-    """Answers ``--version`` and ends; for other commands, makes Ctrl-C end without a traceback until they run."""
-    if sys.argv[1:] == ["--version"]:
-        print(f"qao {__version__}")
-        raise SystemExit(0)
+    """Makes Ctrl-C end without a traceback until a command runs, and ends where the command line needs no torch."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _stop)
+    from .cli import first_look
+
+    status = first_look(sys.argv[1:])
+    if status is not None:
+        raise SystemExit(status)
 
 
 if _is_command():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .schemes import SCHEMES
+from .words import SCHEMES
 
-_NAMES = {word: f"qao.{kind.__name__}()" for word, kind in SCHEMES.items()}
+_NAMES = {word: f"qao.{kind}()" for word, kind in SCHEMES.items()}
 _FOUR = "qao.Int4WeightOnly()"
 # Words as other libraries and file names have them, in lower case and without "_", "-" and spaces.
 _WORDS = {
@@ -64,5 +64,5 @@ def hint(given: Any) -> str:
 def word_hint(word: str) -> str | None:
     """The word of the command line for a word of another library; None: unknown."""
     found = counterpart(word)
-    kinds = {kind.__name__: own for own, kind in SCHEMES.items()}
+    kinds = {kind: own for own, kind in SCHEMES.items()}
     return None if found is None else kinds[found.removeprefix("qao.").partition("(")[0]]

@@ -15,13 +15,13 @@ from ..linear import is_linear, linear_weight, pack
 from ..packed import Sharded
 from ..places import put_module
 from ..report import Report
+from ..words import METHODS as METHODS
 from .choice import quantized
 from .gptq import damping_of
 from .scaling import smooth
 from .statistics import Inputs
 from .stream import Blocks, Call, called, check_first, evaluating, find_blocks, samples_of
 
-METHODS = ("gptq", "smoothquant")
 Unit = list[survey.Layer]
 
 UNREACHED = "the data did not reach it: rounded to nearest"

@@ -11,13 +11,14 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from .._version import __version__
 from . import bench, chat, convert, doctor, eval, generate, inspect, quantize
 from .common import Failure, one_line
 from .interrupt import Terminated, interruptible
+from .paths import check_paths
 
 EXIT_CODES = """\
 exit status:
@@ -57,18 +58,44 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status; ``arguments``: without the program's name, None: sys.argv."""
-    debug = False
-    try:
-        args = parser().parse_args(arguments)
-        if args.command is None:
-            args = parser().parse_args(["doctor", "--facts"])
-        debug = args.debug
+    words = sys.argv[1:] if arguments is None else arguments
+
+    def run() -> int:
+        args = _parse(words)
         with _warnings(args.quiet), interruptible():
             status: int = args.run(args)
+        return status
+
+    return _status(run, words) or 0
+
+
+def first_look(arguments: Sequence[str]) -> int | None:
+    """Help, wrong usage and paths that are not there: what ``main`` answers without torch.
+
+    The exit status; None where the command is to run.
+    """
+
+    def look() -> None:
+        _parse(arguments)
+
+    return _status(look, arguments)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    args = parser().parse_args(arguments or ["doctor", "--facts"])
+    check_paths(args)
+    return args
+
+
+def _status(step: Callable[[], int | None], arguments: Sequence[str]) -> int | None:
+    """What ``step`` returns, or the exit status of what it raises, which is printed."""
+    try:
+        try:
+            status = step()
+        except SystemExit as stop:  # of argparse
+            status = stop.code if isinstance(stop.code, int) else 0
         sys.stdout.flush()
         return status
-    except SystemExit as stop:  # of argparse
-        return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
         print("qao: stopped", file=sys.stderr)
         return 130
@@ -79,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if debug:
+        if "--debug" in arguments:
             raise
         print(f"qao: error: {one_line(error)}", file=sys.stderr)
         return error.status if isinstance(error, Failure) else 1

@@ -6,12 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..report import table
-from ..schemes import SCHEMES
 from .common import Failure, Output, command, counted, device_of, local_path, scheme_word
-from .timing import copies_of_layers, seconds_of_calls
 
 _DESCRIPTION = """
 Times every scheme (with its defaults) and F.linear on random numbers, all by turns, so that a busy machine or a hot GPU
@@ -55,6 +51,11 @@ def _tokens(text: str) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from ..schemes import SCHEMES
+    from .timing import copies_of_layers, seconds_of_calls
+
     if not args.layer and args.model is None:
         args.parser.error("give a MODEL, or --layer NxK")
     output, device = Output(args), device_of(args)

@@ -10,16 +10,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..counterparts import word_hint
-from ..formats import Scheme
-from ..schemes import SCHEMES, scheme_from_dict
+from ..words import SCHEMES
 
 if TYPE_CHECKING:
+    import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    from ..formats import Scheme
+
+DTYPES = ("float32", "float16", "bfloat16")
 
 
 class Failure(Exception):
@@ -91,6 +91,8 @@ def progress(args: argparse.Namespace, total: int, name: str, unit: str = "B") -
 
 def memory() -> dict[str, int]:
     """Bytes that this process holds now and held at most, and those of the GPU."""
+    import torch
+
     sizes = {"now": 0, "peak": 0}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -133,6 +135,8 @@ def add_scheme_options(parser: argparse.ArgumentParser, required: bool) -> None:
 
 def scheme_of(args: argparse.Namespace) -> Scheme:
     """The scheme that the options describe; what does not fit is wrong usage."""
+    from .. import schemes
+
     content: dict[str, Any] = {"scheme": args.scheme}
     if args.group_size is not None:
         content["group_size"] = args.group_size
@@ -147,11 +151,11 @@ def scheme_of(args: argparse.Namespace) -> Scheme:
         if not found:
             args.parser.error(f"--set {text}: must be FIELD=VALUE, such as clip_search=false")
         content[name] = _value(value)
-    known = [field.name for field in fields(SCHEMES[args.scheme])]  # type: ignore[arg-type]
+    known = [field.name for field in fields(schemes.SCHEMES[args.scheme])]  # type: ignore[arg-type]
     if unknown := sorted(content.keys() - {"scheme", *known}):
         args.parser.error(f"{args.scheme} has no {', '.join(unknown)}; it has {', '.join(known)}")
     try:
-        return scheme_from_dict(content)
+        return schemes.scheme_from_dict(content)
     except (ValueError, TypeError) as error:
         args.parser.error(one_line(error))
         raise  # never reached: error() exits
@@ -188,6 +192,8 @@ def _value(text: str) -> Any:
 
 def device_of(args: argparse.Namespace, default: str = "cpu") -> torch.device:
     """--device, checked; without it ``default``."""
+    import torch
+
     try:
         device = torch.device(args.device or default)
     except RuntimeError:
@@ -197,6 +203,14 @@ def device_of(args: argparse.Namespace, default: str = "cpu") -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise Failure(f"--device {args.device}: there are {torch.cuda.device_count()} GPUs, from cuda:0 on")
     return device
+
+
+def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
+    """--dtype."""
+    import torch
+
+    dtype: torch.dtype | None = getattr(torch, args.dtype) if args.dtype else None
+    return dtype
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
@@ -210,6 +224,13 @@ _NOT_DOWNLOADED = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.o
 _NOT_DOWNLOADED += ["original/*", "openvino/*", "coreml/*", "metal/*"]
 
 
+def is_hub_name(path: str | Path) -> bool:
+    """Whether it may be that of a model on the Hugging Face hub, "owner/name"."""
+    text = str(path)
+    file = text.startswith((".", "/", "~")) or text.endswith((".gguf", ".safetensors"))
+    return text.count("/") == 1 and not file
+
+
 def local_path(path: str | Path, revision: str | None = None) -> Path:
     """A file or directory; a model on the Hugging Face hub, "owner/name", is downloaded.
 
@@ -220,7 +241,7 @@ def local_path(path: str | Path, revision: str | None = None) -> Path:
     if found.exists():
         return found
     text = str(path)
-    if text.count("/") != 1 or text.startswith((".", "/", "~")) or found.suffix in (".gguf", ".safetensors"):
+    if not is_hub_name(text):
         raise Failure(f"{path}: no such file or directory")
     try:
         from huggingface_hub import snapshot_download

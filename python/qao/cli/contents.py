@@ -16,10 +16,12 @@ from ..checkpoints.gguf import GgufCheckpoint
 from ..checkpoints.gguf_file import TensorInfo
 from ..linear import is_linear
 from ..report import common_name, table
-from .common import DTYPES, Failure, counted, size
+from . import common
+from .common import Failure, counted, size
 from .names import Names, module_names, stored_shapes
 from .skeleton import model_of
 
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in common.DTYPES}
 _BIG = 0.01  # share of the parameters from which a float matrix is worth a line
 _GGUF_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _EMBEDDINGS = ("embed", "wte", "wpe", "shared.weight")

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..formats import Int4Weight
 from .common import Failure, Output, add_source_options, command, counted, local_path
 from .quantize import add_output_options
 from .readers import check_reader, layout_for, readers_of
@@ -33,6 +32,8 @@ def add(commands: Any) -> None:
 
 def _obstacle(source: Any) -> str | None:
     """Why the layers are nothing for compressed-tensors, as far as their schemes do not tell."""
+    from ..formats import Int4Weight
+
     experts = next((layer.name for layer in source.layers.values() if layer.experts is not None), None)
     if experts is not None:
         return f"{experts} is a projection of fused experts"

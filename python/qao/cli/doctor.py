@@ -9,15 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from .. import doctor
 from .._version import __version__
-from ..formats import _host
 from ..report import table
-from ..schemes import SCHEMES
 from .common import Output, command, counted
-from .timing import copies_of_layers, seconds_of_calls
 
 # What is timed: one layer, from copies that together leave a core's own caches, for few tokens and for many.
 _SIZE, _TOKENS, _BYTES, _ROUNDS = 2048, (1, 256), 32 << 20, 3
@@ -38,6 +32,8 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from .. import doctor
+
     output = Output(args)
     facts = _facts()
     for name, text in facts:
@@ -62,6 +58,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _speeds(output: Output) -> list[dict[str, Any]]:
     """A layer of every scheme on every device, for few tokens and for many."""
+    import torch
+
+    from ..schemes import SCHEMES
+    from .timing import copies_of_layers, seconds_of_calls
+
     speeds = []
     for name in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
         device = torch.device(name)
@@ -82,6 +83,8 @@ def _speeds(output: Output) -> list[dict[str, Any]]:
 
 
 def _facts() -> list[tuple[str, str]]:
+    import torch
+
     return [
         ("qao", f"{__version__}, {Path(__file__).parents[1]}"),
         ("Python", f"{platform.python_version()}, {sys.executable}"),
@@ -92,6 +95,11 @@ def _facts() -> list[tuple[str, str]]:
 
 
 def _build() -> list[tuple[str, str]]:
+    import torch
+
+    from .. import doctor
+    from ..formats import _host
+
     if _host is None:
         problem = doctor.host_problem() or "this build has no qao._host; the operators work without it"
         return [("build", f"unknown: {problem}")]
@@ -105,6 +113,8 @@ def _build() -> list[tuple[str, str]]:
 
 
 def _gpus() -> list[tuple[str, str]]:
+    import torch
+
     if not torch.cuda.is_available():
         return [("GPU", "none that torch can use")]
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]

@@ -8,12 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from .common import DTYPES, Failure, add_source_options, counted, device_of, dtype_of, local_path, one_line
 
-from ..packed import PackedModule
-from .common import DTYPES, Failure, add_source_options, counted, device_of, local_path, one_line
+if TYPE_CHECKING:
+    import torch
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add_source_options(parser)
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="of what is not quantised (that of the file)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of what is not quantised (that of the file)")
 
 
 def add_generation_options(parser: argparse.ArgumentParser) -> None:
@@ -36,10 +36,12 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
 
 def load_model(args: argparse.Namespace, path: str, scheme: Any = None) -> Any:
     """The model, ready to be called. A float model is loaded by transformers as it is, unless there is a scheme."""
+    import torch
+
     from .. import from_pretrained
 
     device = device_of(args, "cuda" if torch.cuda.is_available() else "cpu")
-    dtype = DTYPES[args.dtype] if args.dtype else None
+    dtype = dtype_of(args)
     local = local_path(path, args.revision)
     transformers = _transformers()
     options: dict[str, Any] = {"trust_remote_code": True} if args.trust_remote_code else {}
@@ -57,6 +59,10 @@ def load_model(args: argparse.Namespace, path: str, scheme: Any = None) -> Any:
 
 def _about(model: Any, device: torch.device) -> str:
     """Device, dtype and schemes: "cuda:0 (NVIDIA H100), int8, bfloat16 for the rest"."""
+    import torch
+
+    from ..packed import PackedModule
+
     name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
     schemes = Counter(str(module.scheme) for module in model.modules() if isinstance(module, PackedModule))
     dtype = str(model.dtype).removeprefix("torch.")
@@ -154,6 +160,8 @@ class Answer:
 
 def generate(args: argparse.Namespace, model: Any, ids: Any, answer: Answer) -> None:
     """Lets the model go on after ids [1, T]."""
+    import torch
+
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
     if args.temperature is not None:
         sampling = args.temperature > 0

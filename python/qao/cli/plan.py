@@ -23,7 +23,8 @@ from ..marker import MARKER, TRIPWIRE
 from ..packed import PackedModule
 from ..quantize import quantize_
 from ..report import Report
-from .common import DTYPES, Failure, counted
+from .common import Failure, counted
+from .contents import DTYPES
 from .names import Group, Names, float_tensor, shape_dtype, stored_shapes
 from .skeleton import skeleton
 from .transfer import Step, encode

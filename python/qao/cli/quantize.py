@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..calibration import METHODS
-from ..checkpoints.base import Checkpoint
+from ..words import METHODS
 from .common import (
     DTYPES,
     Failure,
@@ -17,10 +16,14 @@ from .common import (
     add_source_options,
     command,
     device_of,
+    dtype_of,
     local_path,
     scheme_of,
 )
 from .readers import READERS, readers_of, scheme_for
+
+if TYPE_CHECKING:
+    from ..checkpoints.base import Checkpoint
 
 _DESCRIPTION = """
 MODEL is a directory of Hugging Face (config.json and safetensors), a float .safetensors file, or a .gguf file. It is
@@ -61,7 +64,7 @@ def add(commands: Any) -> None:
         help="leave a module and all in it, or re:<pattern> for whole names; again for more",
     )
     parser.add_argument("--embeddings", action="store_true", help="quantise embeddings tied to the head, with it")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="of what stays in float (that of the file)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of what stays in float (that of the file)")
     group = parser.add_argument_group("calibration")
     group.add_argument("--calibrate", type=Path, metavar="TEXT", help="a text like those the model is for, in UTF-8")
     group.add_argument("--method", choices=METHODS, default="gptq", help="gptq (default), or smoothquant before it")
@@ -103,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     source = _open(args.model)
     if source.layers and source.format != "gguf":
         raise Failure(f"{args.model} is quantised already ({source.format}); qao convert changes its layout")
-    dtype = DTYPES[args.dtype] if args.dtype else None
+    dtype = dtype_of(args)
     options: dict[str, Any] = {"exclude": args.exclude, "embeddings": args.embeddings, "dtype": dtype}
     plan = Plan(source, scheme, device=device, trust=args.trust_remote_code, **options)
     format = choose_format(args.to, plan.layers, plan.in_features, plan.obstacle)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from ..formats import Int4Weight, Scheme
 from .common import Failure
+
+if TYPE_CHECKING:
+    from ..formats import Scheme
 
 READERS = ("vllm", "transformers", "qao")
 
@@ -27,6 +30,8 @@ def scheme_for(args: argparse.Namespace, scheme: Scheme) -> Scheme:
     Raises:
         Failure: the reader has no such layers.
     """
+    from ..formats import Int4Weight
+
     layout_for(args)
     if args.reader in (None, "qao"):
         return scheme
@@ -54,6 +59,8 @@ def check_reader(reader: str | None, schemes: Iterable[Scheme]) -> None:
 
 
 def _obstacle(reader: str | None, scheme: Scheme) -> str | None:
+    from ..formats import Int4Weight
+
     if not isinstance(scheme, Int4Weight):
         return None
     if reader == "vllm" and scheme.activations == "int8" and not scheme.symmetric:

@@ -20,7 +20,7 @@ def staged(out: Path, source: Path, force: bool) -> Iterator[Path]:
         Failure: ``out`` exists and ``force`` is not given, is no model that may be replaced, or holds ``source``.
     """
     out = Path(os.path.abspath(out))
-    _check(out, source, force)
+    check_out(out, source, force)
     staging = out.with_name(f"{out.name}.tmp-{os.getpid()}")
     made = [parent for parent in staging.parents if not parent.exists()]  # to be removed again, innermost first
     try:
@@ -46,7 +46,8 @@ def staged(out: Path, source: Path, force: bool) -> Iterator[Path]:
         raise
 
 
-def _check(out: Path, source: Path, force: bool) -> None:
+def check_out(out: Path, source: Path, force: bool) -> None:
+    """Raises Failure where ``out`` cannot be written, as ``staged`` says."""
     if not out.exists() and not out.is_symlink():
         return
     if not force:

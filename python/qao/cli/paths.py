@@ -1,0 +1,23 @@
+"""Paths of a command line, checked by their names alone: nothing is imported or read that takes time."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .common import Failure, is_hub_name
+from .staging import check_out
+
+
+def check_paths(args: argparse.Namespace) -> None:
+    """Raises Failure where what a command reads is not there, or what it writes cannot be put in its place."""
+    for name in ("model", "against"):
+        path = getattr(args, name, None)
+        if path is not None and not Path(path).exists() and not is_hub_name(path):
+            raise Failure(f"{path}: no such file or directory")
+    for name in ("text", "calibrate"):
+        path = getattr(args, name, None)
+        if path is not None and not path.is_file():
+            raise Failure(f"{path}: {'is a directory, no text' if path.is_dir() else 'no such file'}")
+    if (out := getattr(args, "out", None)) is not None:
+        check_out(out, args.model, args.force)
