@@ -72,27 +72,26 @@ def run(path: Path, device: str) -> dict[str, Cells]:
     models["fp32"] = qao.dequantize_(copy.deepcopy(models["GGUF"]))
     models["bf16"] = copy.deepcopy(models["fp32"]).to(torch.bfloat16)
     models["GGUF, bf16"] = copy.deepcopy(models["GGUF"]).to(torch.bfloat16)
-    print("\ntiming: the same weights in fp32, in bf16, and as they are in the file ...", flush=True)
+    print("\nquantizing it under every scheme ...", flush=True)
+    formats: dict[str, nn.Module] = {}
+    for word, scheme in SCHEMES.items():
+        if scheme.weights not in formats:
+            formats[scheme.weights] = copy.deepcopy(models["fp32"])
+            qao.quantize_(formats[scheme.weights], {"lm_head": None, "re:.*": scheme}, progress=False)
+        models[word] = _under(formats[scheme.weights], scheme)
+    formats.clear()
+    print(f"timing {len(models)} models, a few tokens of each in turn ...", flush=True)
     speeds = _tokens_per_second(models, device)
 
     tokens, num_bytes = text(tokenizer, WINDOWS * WINDOW)
-    print(f"predicting {num_bytes} bytes of Python's documentation under every scheme ...", flush=True)
+    print(f"predicting {num_bytes} bytes of Python's documentation with each ...", flush=True)
     reference = perplexity(models["fp32"], tokens, window=WINDOW, num_bytes=num_bytes)
-    rows = {"fp32": [_mebibytes_of(models["fp32"]), f"{speeds['fp32']:.1f}", f"{reference.bits_per_byte:.4f}", ""]}
-    for name in ("bf16", "GGUF", "GGUF, bf16"):
-        result = perplexity(models[name], tokens, window=WINDOW, num_bytes=num_bytes)
-        rows[name] = [_mebibytes_of(models[name]), f"{speeds[name]:.1f}", *_quality(result, reference)]
-    fp32 = models.pop("fp32")
-    models.clear()
-    formats: dict[str, nn.Module] = {}
-    for word, scheme in SCHEMES.items():
-        print(f"  {word} ...", flush=True)
-        if scheme.weights not in formats:
-            formats[scheme.weights] = copy.deepcopy(fp32)
-            qao.quantize_(formats[scheme.weights], {"lm_head": None, "re:.*": scheme}, progress=False)
-        model = _under(formats[scheme.weights], scheme)
-        result = perplexity(model, tokens, window=WINDOW, num_bytes=num_bytes)
-        rows[word] = [_mebibytes_of(model), "", *_quality(result, reference)]
+    rows = {}
+    for name in ("fp32", "bf16", "GGUF", "GGUF, bf16", *SCHEMES):
+        model = models.pop(name)
+        result = reference if name == "fp32" else perplexity(model, tokens, window=WINDOW, num_bytes=num_bytes)
+        quality = [f"{reference.bits_per_byte:.4f}", "-"] if name == "fp32" else _quality(result, reference)
+        rows[name] = [_mebibytes_of(model), f"{speeds[name]:.1f}", *quality]
     return rows
 
 

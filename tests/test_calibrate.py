@@ -78,7 +78,15 @@ def test_better_than_without_data(scheme: qao.Scheme, model: Model, data: list[T
     rows = [row for row in report.rows if row.status == "quantized"]
     assert len(rows) == 7 and all(row.note is None and row.output_error is not None for row in rows)
     assert all(0 < row.output_error < 0.2 and row.kernel for row in rows)  # type: ignore[operator]
+    assert all(row.output_error <= row.output_error_nearest for row in rows)  # type: ignore[operator]
     assert report.to_dict()["rows"][0]["output_error"] == report.rows[0].output_error
+    shown = {line.split()[0]: line for line in str(report).splitlines()}
+    assert "output error, nearest  calibrated" in shown["layer"] and " error " not in shown["layer"].replace(
+        "output", ""
+    )
+    for row in rows:
+        assert f"{row.output_error_nearest:.4f} " in shown[row.name] and f"{row.output_error:.4f} " in shown[row.name]
+        assert row.relative_error is not None and f" {row.relative_error:.4f}" not in shown[row.name]
 
 
 @pytest.mark.parametrize("form", ["list of ids", "ids [T]", "tuple", "mapping", "one tensor"])

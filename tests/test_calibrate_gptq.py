@@ -14,7 +14,7 @@ from qao import (
     Scheme,
 )
 from qao.calibration.choice import quantized
-from qao.calibration.gptq import damped, gptq
+from qao.calibration.gptq import damped, damping_of, gptq
 from qao.calibration.grid import Grid
 from qao.calibration.refining import refined
 from torch import Tensor
@@ -96,8 +96,9 @@ def _on_cpu(grid: Grid) -> tuple[Tensor, Tensor | None, int, tuple[int, int] | N
 def test_error_under_h(scheme: Scheme, device: str) -> None:
     """Less than that of rounding to nearest, and what the packed weight has, group by group in the order of columns."""
     weight, hessian = data(device)
-    ((packed, error),) = quantized([weight], hessian, scheme, 0.01, ["w"])
-    nearest = scheme.quantize(weight)
+    ((packed, error, of_nearest),) = quantized([weight], hessian, scheme, 0.01, ["w"])
+    importance = (hessian.diagonal() + damping_of(hessian, 0.01)).float()
+    nearest = scheme.quantize(weight, "w", importance)
 
     def errors(of: object) -> float:
         restored = scheme.dequantize(of.qweight, of.scales, N, K, torch.float32)  # type: ignore[attr-defined]
@@ -106,7 +107,8 @@ def test_error_under_h(scheme: Scheme, device: str) -> None:
         return (((rest @ h) * rest).sum() / ((whole @ h) * whole).sum()).sqrt().item()
 
     assert errors(packed) == pytest.approx(error, rel=1e-3)
-    assert error < 0.9 * errors(nearest)
+    assert errors(nearest) == pytest.approx(of_nearest, rel=1e-3)
+    assert error < 0.9 * errors(scheme.quantize(weight))
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -122,7 +124,7 @@ def test_a_weight_on_a_grid_comes_back(size: int, symmetric: bool, device: str) 
     zeros = torch.full_like(scales, 8) if symmetric else torch.randint(0, 16, (N, groups), generator=g).float()
     on_grid = Grid(scales, zeros, K if size == -1 else size, (0, 15)).dequantize(q).to(device)
     scheme = Int4WeightOnly(group_size=size, symmetric=symmetric)
-    ((packed, error),) = quantized([on_grid], hessian, scheme, 0.01, ["w"])
+    ((packed, error, _),) = quantized([on_grid], hessian, scheme, 0.01, ["w"])
     assert torch.equal(scheme.dequantize(packed.qweight, packed.scales, N, K, torch.float32), on_grid)
     assert error == 0 and packed.relative_error == 0
 
@@ -141,7 +143,7 @@ def test_columns_without_inputs(device: str) -> None:
 
 def test_without_any_inputs(device: str) -> None:
     weight, _ = data(device)
-    ((packed, error),) = quantized([weight], torch.zeros(K, K, device=device), Int8WeightOnly(), 0.01, ["w"])
+    ((packed, error, _),) = quantized([weight], torch.zeros(K, K, device=device), Int8WeightOnly(), 0.01, ["w"])
     assert error == 0 and torch.equal(packed.qweight, Int8WeightOnly().quantize(weight).qweight)
 
 
@@ -163,7 +165,7 @@ def test_kernels_take_it(device: str) -> None:
 
     weight, hessian = data(device)
     scheme = Int4WeightOnly(group_size=64)
-    ((packed, _),) = quantized([weight], hessian, scheme, 0.01, ["w"])
+    ((packed, *_),) = quantized([weight], hessian, scheme, 0.01, ["w"])
     layer = QuantLinear(K, N, scheme, packed, None, torch.float32)
     x = torch.randn(5, K, generator=torch.Generator().manual_seed(2)).to(device)
     expected = x.double() @ layer.dequantize(torch.float32).double().t()

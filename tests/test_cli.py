@@ -607,3 +607,30 @@ def test_tables_fit_the_width() -> None:
         assert text.count("q_proj") == 2 and set(lines[1]) == {"-"}
         assert "".join(text.split()).count("others") == 2
     assert table(("a", "b"), [("x", "y")], 80) == ["a  b", "----", "x  y"]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_reports_fit_every_width(width: int, calibrated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is lost but beginnings of names, and at 80 columns a report is a table."""
+    rows = [
+        qao.Row(
+            *(f"model.layers.{i}.self_attn.q_proj", (576, 576), "quantized", "int4 g128 asymmetric"),
+            *("shares its weight with others", 2**22, 2**20, 0.1, "avx2 vpmaddubsw / avx2 vfmadd231ps"),
+            output_error=0.03 + i / 100 if calibrated else None,
+            output_error_nearest=0.06 + i / 100 if calibrated else None,
+        )
+        for i in range(2)
+    ]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = str(qao.Report(1000, 900, rows)).splitlines()
+    end = next(i for i, line in enumerate(lines) if line.startswith("2 of 2 layers quantized"))
+    text = "".join("".join(lines[:end]).split())
+    assert max(map(len, lines[:end])) <= width
+    assert text.count("q_proj") == 2
+    for cell in ("576x576", "4.00", "1.00", *(("0.0300", "0.0600", "0.0400", "0.0700") if calibrated else ("0.1000",))):
+        assert cell in text
+    for word in ("int4", "g128", "asymmetric", "avx2", "vpmaddubsw", "others"):
+        assert text.count(word) >= 2
+    assert lines[0].startswith("layer") or width < (100 if calibrated else 80)

@@ -111,7 +111,7 @@ def test_the_version_needs_no_torch() -> None:
 QUICK: dict[str, tuple[list[str], int, str]] = {
     "help": (["--help"], 0, "Without a command: what this installation is"),
     **{f"help of {name}": ([name, "--help"], 0, f"usage: qao {name}") for name in sorted(NAMES)},
-    "no such command": (["quantise"], 2, "invalid choice: 'quantise'"),
+    "no such command": (["quant"], 2, "invalid choice: 'quant'"),
     "no scheme": (["quantize", "{llama}", "{tmp}/out"], 2, "required: --scheme"),
     "a scheme of others": (["quantize", "{llama}", "{tmp}/out", "--scheme", "nf4"], 2, "its counterpart here is int4"),
     "no model": (["quantize", "{tmp}/none", "{tmp}/out", "--scheme", "int4"], 1, "none: no such file or directory"),

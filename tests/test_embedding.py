@@ -162,7 +162,7 @@ def test_one_weight_for_both(scheme: Scheme, device: str) -> None:
     assert rows["head"].bytes_before == float_weight.nbytes and rows["head"].bytes_after < float_weight.nbytes / 2
     assert rows["embed"].kernel == f"{scheme.weights}_embedding"
     assert report.parameters_quantized == N * K + K * K and report.parameters == N * K + K * K + K
-    assert "3 of 3 layers quantised" in str(report)
+    assert "3 of 3 layers quantized" in str(report)
     ids = ids_of(2, 7, device=device)
     with torch.no_grad():
         expected = model.head(torch.relu(model.up(model.head.dequantize(torch.float32)[ids])))
@@ -177,7 +177,7 @@ def test_without_it_both_stay_and_the_report_says_so() -> None:
     rows = {row.name: (row.status, row.note) for row in report.rows}
     assert rows["head"] == ("left", "its weight is also that of embed; embeddings=True quantises both")
     assert rows["embed"] == ("kept", "shares its weight with head; embeddings=True quantises both")
-    assert [row.name for row in report.problems] == ["head"] and "1 of 2 layers quantised" in str(report)
+    assert [row.name for row in report.problems] == ["head"] and "1 of 2 layers quantized" in str(report)
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setattr(finetune, "manual", lambda tokenizer: (text[:-2], text[-2:]))
     before, after = finetune.main(steps=20)
     assert after < 0.95 * before
-    assert "14 of 15 layers quantised" in (said := capsys.readouterr().out) and "the same loss" in said
+    assert "14 of 15 layers quantized" in (said := capsys.readouterr().out) and "the same loss" in said
 
 
 # ---- merged ----------------------------------------------------------------------------------------------------------

@@ -555,7 +555,7 @@ def test_report_as_table() -> None:
     assert lines[0].split() == ["layer", "shape", "scheme", "MiB", "before", "after", "error", "kernel"]
     assert any(line.startswith("blocks.0.up") and "96x64" in line and str(SCHEME) in line for line in lines)
     assert any(line.startswith("head") and "forward_hooks" in line for line in lines)
-    assert "4 of 5 layers quantised" in text
+    assert "4 of 5 layers quantized" in text
 
 
 def test_a_long_table_joins_alike_layers() -> None:

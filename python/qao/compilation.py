@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .report import counted
+
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
 
@@ -27,7 +29,7 @@ class Compilation:
     def describe(self) -> Iterator[str]:
         """Lines of a report."""
         inputs = ", ".join(str(count) for count in self.graph_inputs)
-        yield f"torch.compile: {self.graphs} graphs in {self.seconds:.1f} s; inputs of the graphs: {inputs or 'none'}"
+        yield f"torch.compile: {counted(self.graphs, 'graph')} in {self.seconds:.1f} s; inputs: {inputs or 'none'}"
         yield from (f"graph break: {text}" for text in self.breaks)
         yield from (f"recompiled: {_first_line(text)}" for text in self.recompiles)
         if self.error is not None:
@@ -42,8 +44,9 @@ class Compilation:
             )
         if self.breaks:
             yield (
-                f"{len(self.breaks)} graph breaks: each costs host time in every call. Change the code at the places "
-                "above, and compile with fullgraph=True, which makes a break an error. qao's layers break no graph."
+                f"{counted(len(self.breaks), 'graph break')}: each costs host time in every call. Change the code at "
+                "the places above, and compile with fullgraph=True, which makes a break an error. qao's layers break "
+                "no graph."
             )
         sizes, modes, others = _by_cause(self.recompiles)
         if sizes:
@@ -57,7 +60,8 @@ class Compilation:
                 "them in the same mode."
             )
         if others:
-            yield f"{len(others)} recompilations for other reasons: make constant what the guards above name."
+            count = counted(len(others), "recompilation")
+            yield f"{count} for other reasons: make constant what the guards above name."
 
 
 def compiled(model: nn.Module, calls: list[Call], options: dict[str, Any]) -> Compilation:

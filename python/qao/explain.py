@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import survey
 from .compilation import Call, Compilation, compiled
 from .linear import QuantLinear
-from .report import common_name, table
+from .report import common_name, counted, table
 from .schemes import Int8WeightOnly
 from .selection import selector
 
@@ -57,11 +57,19 @@ class Explanation:
         for call in self.layers:
             alike.setdefault((re.sub(r"\d+", "#", call.name), *_cells(call)), []).append(call.name)
         lines = table(header, [(common_name(names), *cells) for (_, *cells), names in alike.items()])
-        lines += [f"{name}: not called" for name in self.uncalled]
-        lines += [f"{name}: not quantised, {why}" for name, why in self.unquantized.items()]
+        lines += [f"{name}: not called" for name in _joined(dict.fromkeys(self.uncalled, ""))]
+        lines += [f"{name}: not quantized, {why}" for name, why in _joined(self.unquantized).items()]
         if self.compilation is not None:
             lines += ["", *self.compilation.describe()]
         return "\n".join([*lines, "", "Advice", *(f"- {line}" for line in self.advice)])
+
+
+def _joined(notes: Mapping[str, str]) -> dict[str, str]:
+    """Notes by name, with one entry for names that differ only in their numbers."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, note in notes.items():
+        alike.setdefault((re.sub(r"\d+", "#", name), note), []).append(name)
+    return {common_name(names): note for (_, note), names in alike.items()}
 
 
 def explain(
@@ -187,13 +195,13 @@ def _advice(e: Explanation) -> Iterator[str]:
     if not e.layers and not e.uncalled:
         yield "Nothing is quantised: qao.quantize_(model, scheme) first, and look at the report it returns."
     if e.unquantized:
-        yield f"{len(e.unquantized)} linear layers are not quantised; the reasons are above."
+        yield f"Not quantized: {counted(len(e.unquantized), 'linear layer')}, for the reasons above."
     if e.uncalled:
-        yield f"{len(e.uncalled)} quantised layers were not called with these inputs."
+        yield f"Not called with these inputs: {counted(len(e.uncalled), 'quantized layer')}."
     if copied := [call.name for call in e.layers if call.copied]:
         yield (
-            f"x is copied before {len(copied)} layers ({copied[0]} …), since the elements of its rows are apart: "
-            "give them x.contiguous() where it is made."
+            f"x is copied before {counted(len(copied), 'layer')} ({copied[0]}{' …' if copied[1:] else ''}), since the "
+            "elements of its rows are apart: make it contiguous (x.contiguous()) where it comes from."
         )
     if slow := {call.scheme for call in e.layers if (call.kernel or "").startswith("scalar ")}:
         yield (

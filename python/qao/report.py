@@ -9,6 +9,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 _GROUP_ABOVE = 40  # layers; a longer table joins layers that differ only in the numbers of their names
@@ -29,6 +30,7 @@ class Row:
     kernel: str | None = None  # for one token / for many; None if unknown
     aliases: list[str] = field(default_factory=list)  # other names of the same module
     output_error: float | None = None  # ‖(W - Ŵ) X‖ / ‖W X‖ over inputs X of calibration; None if unknown
+    output_error_nearest: float | None = None  # the same, had the weight been rounded to nearest
 
 
 @dataclass
@@ -80,18 +82,22 @@ class Report:
         return {name: getattr(self, name) for name in totals} | {"rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
-        header = ("layer", "shape", "scheme", "MiB before", "after", "error", "kernel")
-        lines = table(header, [_cells(rows) for rows in self._groups()])
+        calibrated = any(row.output_error is not None for row in self.rows)
+        errors = ("output error, nearest", "calibrated") if calibrated else ("error",)
+        last = "kernel" if any(row.kernel for row in self.rows) else "note"
+        header = ("layer", "shape", "scheme", "MiB before", "after", *errors, last)
+        lines = table(header, [_cells(rows, calibrated) for rows in self._groups()])
         quantized = len(list(self._quantized()))
         layers = sum(row.status not in ("untouched", "kept") for row in self.rows)
         lines.append(
-            f"{quantized} of {layers} layers quantised: {_mebibytes(self.bytes_before)} -> "
+            f"{quantized} of {counted(layers, 'layer')} quantized: {_mebibytes(self.bytes_before)} -> "
             f"{_mebibytes(self.bytes_after)} MiB, {self.coverage:.1%} of {self.parameters:,} parameters"
         )
-        if self.problems:
-            lines.append(
-                f"{len(self.problems)} weights that were asked for are not quantised: see the lines with a reason"
-            )
+        if calibrated:
+            lines.append("output error: of the layer on the data, had its weight been rounded to nearest, and as it is")
+        if count := len(self.problems):
+            asked = "1 weight that was asked for is" if count == 1 else f"{count} weights that were asked for are"
+            lines.append(f"{asked} not quantized: see the lines with a reason")
         return "\n".join(lines)
 
     def _quantized(self) -> Iterator[Row]:
@@ -111,40 +117,74 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | Non
     """Lines of a table. The last column is not padded: a long reason stays one line and widens nothing.
 
     ``width``: columns that there are; None: those of the terminal that stdout is, or any number. Where the table is
-    wider, the last column goes on in further lines, and names in the first lose their beginning.
+    wider, the last column goes on in further lines and names in the first lose their beginning, then other columns go
+    on in further lines; where that is not enough, each row is a name and a paragraph below it.
     """
     if width is None and sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
     everything = [[str(cell) for cell in cells] for cells in (header, *rows)]
-    widths = [max(len(cells[i]) for cells in everything) for i in range(len(header) - 1)]
-    last = max(len(cells[-1]) for cells in everything)
-    if width is not None and widths and sum(widths) + 2 * len(widths) + last > width:
-        others = sum(widths[1:]) + 2 * len(widths)
-        wanted = min(last, _LEAST_LAST)
-        widths[0] = min(widths[0], max(_LEAST_FIRST, width - others - wanted))
-        last = max(wanted, width - others - widths[0])
+    widths = [max(len(cells[i]) for cells in everything) for i in range(len(header))]
+    if width is not None:
+        widths = _narrowed(everything, widths, width)
+        if not widths:
+            return _paragraphs(everything, width)
     lines: list[str] = []
-    for cells in everything:
-        first = cells[0] if not widths or len(cells[0]) <= widths[0] else f"…{cells[0][1 - widths[0] :]}"
-        wrapped = textwrap.wrap(cells[-1], last) or [""]
-        own = zip([first, *cells[1:-1]], widths, strict=False) if widths else ()
-        lines.append("  ".join((*(cell.ljust(size) for cell, size in own), wrapped[0])).rstrip())
-        lines += [" " * (sum(widths) + 2 * len(widths)) + part for part in wrapped[1:]]
-    lines.insert(1, "-" * max(len(line) for line in lines))
+    for index, cells in enumerate(everything):
+        first = cells[0] if len(cells[0]) <= widths[0] or len(cells) == 1 else f"…{cells[0][1 - widths[0] :]}"
+        columns = [textwrap.wrap(cell, size) or [""] for cell, size in zip([first, *cells[1:]], widths, strict=True)]
+        for parts in zip_longest(*columns, fillvalue=""):
+            padded = (part.ljust(size) for part, size in zip(parts, widths, strict=True))
+            lines.append("  ".join(padded).rstrip())
+        if index == 0:
+            head = len(lines)
+    lines.insert(head, "-" * max(len(line) for line in lines))
     return lines
 
 
-_LEAST_FIRST, _LEAST_LAST = 16, 16  # columns that a narrow table leaves for names and for remarks
+_LEAST_FIRST, _LEAST_LAST = 16, 12  # columns that a narrow table leaves for names and for remarks
 
 
-def _cells(rows: list[Row]) -> tuple[str, ...]:
+def _narrowed(everything: list[list[str]], widths: list[int], width: int) -> list[int]:
+    """Widths of columns that fit into ``width``; empty if no widths do."""
+    if len(widths) == 1:
+        return [min(widths[0], width)]
+    *widths, last = widths
+    gaps = 2 * len(widths)
+    least, least_first = min(last, _LEAST_LAST), min(widths[0], _LEAST_FIRST)
+    words = [max(len(word) for cells in everything for word in (cells[i].split() or [""])) for i in range(len(widths))]
+    saved = {i: widths[i] - words[i] for i in range(1, len(widths))}
+    for i in sorted(saved, key=lambda i: -saved[i]):
+        if least_first + sum(widths[1:]) + gaps + least <= width:
+            break
+        widths[i] = words[i]
+    others = sum(widths[1:]) + gaps
+    if least_first + others + least > width:
+        return []
+    widths[0] = min(widths[0], max(least_first, width - others - min(last, 16)))
+    return [*widths, max(1, min(last, width - others - widths[0]))]
+
+
+def _paragraphs(everything: list[list[str]], width: int) -> list[str]:
+    """For a terminal that is too narrow for a table: the first cell of each row, then "name of column: cell" of all."""
+    header, *rows = everything
+    lines = []
+    for first, *cells in rows:
+        parts = [f"{name}: {cell}" for name, cell in zip(header[1:], cells, strict=True) if cell]
+        lines += textwrap.wrap(first, width)
+        lines += textwrap.wrap("; ".join(parts), width, initial_indent="  ", subsequent_indent="  ")
+    return lines
+
+
+def _cells(rows: list[Row], calibrated: bool) -> tuple[str, ...]:
     first = rows[0]
     name = common_name([row.name for row in rows])
-    errors = [row.relative_error for row in rows if row.relative_error is not None]
-    low, high = (f"{error:.4f}" for error in (min(errors), max(errors))) if errors else ("-", "-")
+    if calibrated:
+        errors = [[row.output_error_nearest for row in rows], [row.output_error for row in rows]]
+    else:
+        errors = [[row.relative_error for row in rows]]
     done = first.status in ("quantized", "already quantized")
-    remark = first.kernel or "-" if done else first.note or first.status
-    if done and first.note:
+    remark = first.kernel or first.note or "-" if done else first.note or first.status
+    if done and first.kernel and first.note:
         remark += f" ({first.note})"
     if first.aliases:
         remark += f" (also {', '.join(first.aliases)})"
@@ -154,9 +194,20 @@ def _cells(rows: list[Row]) -> tuple[str, ...]:
         first.scheme or "-",
         _mebibytes(sum(row.bytes_before for row in rows)),
         _mebibytes(sum(row.bytes_after for row in rows)) if done else "-",
-        low if low == high else f"{low}..{high}",
+        *map(_range, errors),
         remark,
     )
+
+
+def _range(values: Sequence[float | None]) -> str:
+    """ "0.0079..0.0099"; "-" where nothing is known."""
+    known = [f"{value:.4f}" for value in sorted(value for value in values if value is not None)]
+    return "-" if not known else known[0] if known[0] == known[-1] else f"{known[0]}..{known[-1]}"
+
+
+def counted(count: int, what: str) -> str:
+    """ "1 layer", "2 layers"."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def common_name(names: list[str]) -> str:

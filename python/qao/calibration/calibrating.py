@@ -229,17 +229,17 @@ def _quantize(units: list[Unit], hessian: Tensor | None, note: str | None, dampi
     firsts = [unit[0] for unit in units]
     names, scheme = [layer.row.name for layer in firsts], firsts[0].scheme
     assert scheme is not None
-    made: list[tuple[PackedWeight, float | None]]
+    made: list[tuple[PackedWeight, float | None, float | None]]
     if hessian is None:
         note = UNREACHED
-        made = [(pack(layer.module, scheme, None, layer.row.name), None) for layer in firsts]
+        made = [(pack(layer.module, scheme, None, layer.row.name), None, None) for layer in firsts]
     else:
         weights = [linear_weight(layer.module) for layer in firsts]
         made = [*quantized(weights, hessian, scheme, damping, names, rounds)]
-    for unit, (packed, error) in zip(units, made, strict=True):
+    for unit, (packed, error, of_nearest) in zip(units, made, strict=True):
         if error is not None and not math.isfinite(error):
             raise ValueError(f"{unit[0].row.name}: its outputs are too large for float32, and errors cannot be weighed")
         quantize.put(unit, packed)
         for layer in unit:
-            layer.row.output_error = error
+            layer.row.output_error, layer.row.output_error_nearest = error, of_nearest
             layer.row.note = layer.row.note if note is None else "; ".join(filter(None, (layer.row.note, note)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,17 +15,22 @@ from .grid import Grid
 from .refining import refined
 
 
+class Choice(NamedTuple):
+    """A weight under a scheme, with ‖(W - Ŵ) X‖ / ‖W X‖ over the inputs X of its layer."""
+
+    packed: PackedWeight
+    output_error: float
+    output_error_nearest: float  # had every number been rounded to nearest
+
+
 def quantized(
     weights: Sequence[Tensor], hessian: Tensor, scheme: Scheme, damping: float, names: Sequence[str], rounds: int = 2
-) -> list[tuple[PackedWeight, float]]:
+) -> list[Choice]:
     """Quantises float weights [N, K] of layers with one input, whose mean of x xᵀ is ``hessian`` [K, K].
 
     Scales are those of the scheme, with the damped diagonal of H as the importance of columns; codes are those of
     GPTQ, for the rows of all weights at once; whole numbers and their scales are refined in ``rounds`` more. Where
     rounding to nearest has the smaller error under H, it stays.
-
-    Returns:
-        Of each its packed weight, and ‖(W - Ŵ) X‖ / ‖W X‖ over the inputs X.
 
     Raises:
         ValueError: as ``Scheme.quantize``; the message begins with the name of the weight.
@@ -60,7 +66,8 @@ def quantized(
             packed = packed._replace(relative_error=off / norm if norm else 0.0)
         else:
             packed = packed._replace(relative_error=one.relative_error)
-        results.append((packed, (min(errors[:2]) / errors[2]) ** 0.5 if errors[2] else 0.0))
+        of_nearest, of_gptq = ((error / errors[2]) ** 0.5 if errors[2] else 0.0 for error in errors[:2])
+        results.append(Choice(packed, min(of_nearest, of_gptq), of_nearest))
     return results
 
 

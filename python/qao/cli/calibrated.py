@@ -60,5 +60,5 @@ def samples(tokenizer: Any, file: Path, count: int, window: int) -> list[torch.T
     if not len(whole):
         raise Failure(f"{file} has {ids.numel()} tokens, fewer than one text of {window}; give more, or --window")
     if len(whole) < count:
-        warnings.warn(f"{file} has {len(whole)} texts of {window} tokens, not {count}", stacklevel=2)
+        warnings.warn(f"{file} has {counted(len(whole), 'text')} of {window} tokens, not {count}", stacklevel=2)
     return [whole[index] for index in torch.linspace(0, len(whole) - 1, min(count, len(whole))).long()]

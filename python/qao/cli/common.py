@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..counterparts import word_hint
+from ..report import counted as counted
 from ..words import SCHEMES
 
 if TYPE_CHECKING:
@@ -110,11 +111,6 @@ def size(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.2f} TiB"
-
-
-def counted(count: int, what: str) -> str:
-    """ "1 layer", "2 layers"."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def add_scheme_options(parser: argparse.ArgumentParser, required: bool) -> None:
