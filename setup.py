@@ -6,6 +6,7 @@ Environment variables:
     QAO_PYBIND: ON, OFF (no qao._host; the wheel then fits every Python 3), AUTO (default: ON where Python.h is).
     QAO_ARCH: aarch64 builds for it on another machine, with what tools/aarch64/environment.py put into build/aarch64;
         without qao._host and CUDA kernels. Default: this machine's.
+    QAO_REPOSITORY: the address of the repository, for the metadata's links. Default: that of the checkout's "origin".
     MAX_JOBS: parallel compiler processes, default one a CPU.
     CMAKE_ARGS: more arguments for CMake.
 """
@@ -16,6 +17,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import runpy
 import shlex
 import shutil
@@ -91,6 +93,37 @@ def write_commit(package: Path) -> None:
         (package / "_commit.txt").write_text(commit)
 
 
+def repository() -> str | None:
+    """https://... of the repository; None where nothing says."""
+    address = os.environ.get("QAO_REPOSITORY")
+    if address is None and (ROOT / ".git").exists():
+        command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
+        try:
+            address = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        except OSError:  # no git
+            return None
+    address = re.sub(r"^git@([^:]+):", r"https://\1/", address or "").removesuffix(".git").rstrip("/")
+    public = re.fullmatch(r"https://[\w.-]+(?::\d+)?/[\w./-]+", address)  # no password
+    return address if public else None
+
+
+def description(readme: str, address: str | None, version: str) -> str:
+    """README.md for an index of packages, where no file lies next to it: links lead into the repository.
+
+    Without its address, links become their text, and images are left out.
+    """
+
+    def replace(link: re.Match[str]) -> str:
+        image, text, target = link.groups()
+        if re.match(r"[a-z]+:|#", target):
+            return link[0]
+        if address is None:
+            return "" if image else text
+        return f"{image}[{text}]({address}/{'raw' if image else 'blob'}/v{version}/{target})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)", replace, readme)
+
+
 class CMakeBuild(build_ext):
     """All extensions in one CMake build, in a directory of its own for every Python and every set of options."""
 
@@ -157,7 +190,14 @@ class Wheel(bdist_wheel):
         return (python, abi, tag) if PYBIND else ("py3", "none", tag)
 
 
+VERSION = runpy.run_path(str(ROOT / "python" / "qao" / "_version.py"))["__version__"]
+HOME = repository()
+LINKS = {"Source": HOME, "Documentation": f"{HOME}/tree/v{VERSION}/docs", "Issues": f"{HOME}/issues"} if HOME else {}
+
 setup(
+    long_description=description((ROOT / "README.md").read_text(encoding="utf-8"), HOME, VERSION),
+    long_description_content_type="text/markdown",
+    project_urls=LINKS,
     ext_modules=[Extension("qao._C", []), *([Extension("qao._host", [])] if PYBIND else [])],
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": Wheel, "sdist": SourceDistribution},
 )

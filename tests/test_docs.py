@@ -142,8 +142,8 @@ def anchors(page: Path) -> set[str]:
 def test_links(page: Path) -> None:
     for target in re.findall(r"\]\(([^()\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
-        if target.startswith("https://"):
-            continue
+        if target.startswith("https://") or ("plots/" in target and not (ROOT / "docs" / "plots").exists()):
+            continue  # a source distribution has no plots
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{page.name}: {target} is not there"
         assert not anchor or anchor in anchors(file), f"{page.name}: {target} has no such heading"

@@ -222,6 +222,7 @@ def test_python_and_cpp_agree_on_the_layout() -> None:
 
 def test_doctor_names_what_a_bug_report_needs() -> None:
     report = output(python("import runpy; runpy.run_module('qao', run_name='__main__')"))
+    assert (qao.__commit__ is None) is ("commit" not in report) and (qao.__commit__ or "") in report
     for fact in (qao.__version__, str(PACKAGE), torch.__version__, sys.executable, "GPU"):
         assert fact in report
 
@@ -301,7 +302,10 @@ def test_the_sdist_holds_all_that_make_touches(tmp_path: Path) -> None:
     ignore = shutil.ignore_patterns("*.so", "*.egg-info", "__pycache__", ".?*", "build", "dist", "*.py[cod]")
     tree = Path(shutil.copytree(ROOT, tmp_path / "tree", ignore=ignore))
     shutil.copy(ROOT / ".clang-format", tree)  # for make lint
-    expected = {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
+    files = {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
+    measured = {name for name in files if name.startswith(("bench/results/", "docs/plots/"))}
+    assert len(measured) > 50
+    expected = files - measured
     command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(tmp_path)]
     subprocess.run(command, cwd=tree, check=True, capture_output=True)
     (sdist,) = tmp_path.glob("qao-*.tar.gz")
@@ -311,12 +315,97 @@ def test_the_sdist_holds_all_that_make_touches(tmp_path: Path) -> None:
     )
     root = sdist.with_name(sdist.name.removesuffix(".tar.gz"))
     assert {name for name in expected if not (root / name).exists()} == set()
+    assert not (root / "bench" / "results").exists() and not (root / "docs" / "plots").exists()
+    assert sdist.stat().st_size < 3 * 2**20
     for target in ("demo", "test", "docs", "lint", "wheel"):
         for venv in ("", ".venv"):
             make = ["make", "-n", target, f"VENV={venv}", f"PYTHON={sys.executable}", "QAO_PREBUILT="]
             commands = output(subprocess.run(make, cwd=root, capture_output=True, text=True))
             scripts = re.findall(r"(?<=[ \n])[\w/]+\.py\b", commands)
             assert "setup.py" in scripts and all((root / script).exists() for script in scripts)
+
+
+# ---- the page of an index of packages ---------------------------------------------------------------------------------
+
+LINK = re.compile(r"!?\[([^\]]*)\]\(([^()\s]+)\)")
+
+
+def metadata(tmp_path: Path, repository: str) -> str:
+    """PKG-INFO of the tree; ``repository``: QAO_REPOSITORY."""
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    environment = {**os.environ, "QAO_REPOSITORY": repository}
+    output(subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True))
+    return (tmp_path / "qao.egg-info" / "PKG-INFO").read_text()
+
+
+def test_links_of_the_description_lead_into_the_repository(tmp_path: Path) -> None:
+    content = metadata(tmp_path, "https://example.org/qao/qao.git")
+    home, version = "https://example.org/qao/qao", f"v{qao.__version__}"
+    assert f"Project-URL: Source, {home}\n" in content and f"Project-URL: Issues, {home}/issues\n" in content
+    assert f"Project-URL: Documentation, {home}/tree/{version}/docs\n" in content
+    assert "Description-Content-Type: text/markdown" in content
+    assert f"[Quickstart]({home}/blob/{version}/docs/quickstart.md)" in content
+    assert f"]({home}/raw/{version}/docs/plots/h200-llama.svg)" in content
+    targets = [target for _, target in LINK.findall(content)]
+    assert len(targets) > 20 and all(target.startswith("https://") for target in targets)
+    for target in targets:
+        path = target.removeprefix(f"{home}/").partition(version + "/")[2].partition("#")[0]
+        assert not target.startswith(home) or (ROOT / path).exists(), target
+
+
+@pytest.mark.parametrize("repository", ["", "/srv/qao", "https://user:secret@example.org/qao"])
+def test_a_description_without_a_public_repository_has_no_dead_links(tmp_path: Path, repository: str) -> None:
+    content = metadata(tmp_path, repository)
+    assert "Project-URL" not in content and "secret" not in content
+    assert LINK.findall(content) == [] and "Quickstart · choosing a scheme" in content
+
+
+# ---- a GPU without kernels for it ------------------------------------------------------------------------------------
+
+WITHOUT_KERNELS = """
+import sys, torch
+torch.version.cuda, torch.cuda.device_count = "13.0", lambda: {gpus}
+from qao.formats import _host
+facts = {{**_host.build_info(), "cuda": {cuda!r}}}
+_host.build_info = lambda: facts
+"""
+
+
+def test_a_gpu_that_the_build_has_no_kernels_for_is_a_warning() -> None:
+    host()
+    use = "import qao\nfor _ in range(2): qao.QuantLinear.from_linear(torch.nn.Linear(64, 64), qao.Int8WeightOnly())"
+    warned = "torch sees 2 GPUs, but this build of qao has no CUDA kernels"
+    without = WITHOUT_KERNELS.format(gpus=2, cuda=None)
+    result = python(without + use)
+    assert result.returncode == 0 and result.stderr.count(warned) == 1, result.stderr
+    assert "UserWarning" in result.stderr and "QAO_CUDA=ON" in result.stderr
+    for gpus, cuda in ((0, None), (2, "13.0")):
+        assert "no CUDA kernels" not in python(WITHOUT_KERNELS.format(gpus=gpus, cuda=cuda) + use).stderr
+    assert warned in output(python(without + "from qao.cli import main; sys.exit(main(['doctor', '--facts']))"))
+
+
+NOTICE = """
+import runpy, setuptools, subprocess, sys
+from setuptools.dist import Distribution
+setuptools.setup = lambda **_: None
+build = runpy.run_path("setup.py")["CMakeBuild"](Distribution({"name": "qao"}))
+build.initialize_options()
+build.inplace, build.debug, build.build_lib = True, False, "build/lib"
+run = subprocess.run
+subprocess.run = lambda command: run(command) if "-S" in command else subprocess.CompletedProcess(command, 0)
+build.build_extensions()
+"""
+
+
+@pytest.mark.parametrize(("choice", "shown"), [("AUTO", True), ("OFF", False)])
+def test_a_build_without_nvcc_says_so(source_copy: Path, choice: str, shown: bool) -> None:
+    """All of setup.py's build but the compiler and the copy of what it makes."""
+    environment = {**os.environ, **hidden_nvcc(), "QAO_CUDA": choice}
+    command = [sys.executable, "-c", NOTICE]
+    result = subprocess.run(command, cwd=source_copy, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert ("qao: WARNING: nvcc was not found: this build runs on CPUs only." in result.stderr) is shown
+    assert ("set CUDA_HOME to it, and build again with QAO_CUDA=ON" in result.stderr) is shown
 
 
 # ---- installing ------------------------------------------------------------------------------------------------------

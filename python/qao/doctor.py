@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from . import cuda_build
 from ._version import __version__
 from .formats import _host
 from .operator_checks import OF_CPU, OPERATORS
@@ -59,8 +60,7 @@ def _build() -> Iterator[Check]:
     yield Check("one version", None if build["version"] == __version__ else mixed)
     yield Check("instruction set", cpu["error"])
     if torch.cuda.is_available():
-        without = "torch sees a GPU, but this build has no CUDA kernels: reinstall with QAO_CUDA=ON and nvcc"
-        yield Check("CUDA kernels", None if build["cuda"] else without)
+        yield Check("CUDA kernels", cuda_build.problem())
 
 
 def _problem_of(error: Callable[[str], float], device: str) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import marker
+from . import cuda_build, marker
 from .formats import Int4Weight, PackedWeight, Scheme
 from .update import Updatable
 from .weight import DequantizedWeight
@@ -50,6 +50,7 @@ class PackedModule(Updatable, nn.Module):
         """``others``: more Parameters. They and the scales come first, since models take the dtype of
         ``next(child.parameters())`` for that of their activations, which no integers shall be."""
         super().__init__()
+        cuda_build.warn_once()
         self.scheme = scheme.fitted(k)
         self.dtype = dtype
         self._sizes = n, k

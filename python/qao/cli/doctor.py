@@ -85,8 +85,11 @@ def _speeds(output: Output) -> list[dict[str, Any]]:
 def _facts() -> list[tuple[str, str]]:
     import torch
 
+    from .._commit import commit
+
+    built_from = f"commit {commit()}" if commit() else None
     return [
-        ("qao", f"{__version__}, {Path(__file__).parents[1]}"),
+        ("qao", ", ".join(filter(None, (__version__, built_from, str(Path(__file__).parents[1]))))),
         ("Python", f"{platform.python_version()}, {sys.executable}"),
         ("torch", f"{torch.__version__}, {counted(torch.get_num_threads(), 'CPU thread')}, CUDA {torch.version.cuda}"),
         *_gpus(),
@@ -97,7 +100,7 @@ def _facts() -> list[tuple[str, str]]:
 def _build() -> list[tuple[str, str]]:
     import torch
 
-    from .. import doctor
+    from .. import cuda_build, doctor
     from ..formats import _host
 
     if _host is None:
@@ -105,7 +108,9 @@ def _build() -> list[tuple[str, str]]:
         return [("build", f"unknown: {problem}")]
     build, cpu = _host.build_info(), _host.cpu_features()
     cuda = f"CUDA {build['cuda']} ({', '.join(build['archs'])})" if build["cuda"] else "no CUDA kernels"
+    missing = cuda_build.problem()
     return [
+        *([("WARNING", missing)] if missing else []),
         ("build", f"{cuda}, {build['compiler']}, torch {build['torch']}"),
         ("ABI", f"LibTorch stable ABI of torch {build['torch_target']}, loaded by torch {torch.__version__}"),
         ("CPU kernels", cpu["error"] or f"{cpu['selected']} (this CPU offers {cpu['detected']})"),
