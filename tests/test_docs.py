@@ -107,6 +107,12 @@ def test_a_terminal_is_what_commands_run_in(tmp_path: Path) -> None:
         docs_page.run_shell("sleep 60", tmp_path, dict(os.environ), timeout=0.2)
 
 
+@pytest.mark.parametrize("start", list(docs_page.NOT_RUN))
+def test_a_command_that_is_not_run_is_on_a_page(start: str) -> None:
+    every = [command for page in PAGES for block in blocks(page, *SHELLS) for command in commands(block)]
+    assert any(command.startswith(start) for command in every)
+
+
 def test_make_knows_every_target() -> None:
     assert ["demo"] in shell_commands("make")
     for arguments in shell_commands("make"):

@@ -325,7 +325,7 @@ def test_the_sdist_holds_all_that_make_touches(tmp_path: Path) -> None:
             assert "setup.py" in scripts and all((root / script).exists() for script in scripts)
 
 
-# ---- the page of an index of packages ---------------------------------------------------------------------------------
+# ---- the page of an index of packages --------------------------------------------------------------------------------
 
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^()\s]+)\)")
 

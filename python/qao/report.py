@@ -86,7 +86,10 @@ class Report:
         errors = ("output error, nearest", "calibrated") if calibrated else ("error",)
         last = "kernel" if any(row.kernel for row in self.rows) else "note"
         header = ("layer", "shape", "scheme", "MiB before", "after", *errors, last)
-        lines = table(header, [_cells(rows, calibrated) for rows in self._groups()])
+        cells = [_cells(rows, calibrated) for rows in self._groups()]
+        if all(one[-1] == "-" for one in cells):  # of a command, which multiplies nothing, and leaves nothing out
+            header, cells = header[:-1], [one[:-1] for one in cells]
+        lines = table(header, cells)
         quantized = len(list(self._quantized()))
         layers = sum(row.status not in ("untouched", "kept") for row in self.rows)
         lines.append(
@@ -169,7 +172,7 @@ def _paragraphs(everything: list[list[str]], width: int) -> list[str]:
     header, *rows = everything
     lines = []
     for first, *cells in rows:
-        parts = [f"{name}: {cell}" for name, cell in zip(header[1:], cells, strict=True) if cell]
+        parts = [f"{name}: {cell}" for name, cell in zip(header[1:], cells, strict=True) if cell not in ("", "-")]
         lines += textwrap.wrap(first, width)
         lines += textwrap.wrap("; ".join(parts), width, initial_indent="  ", subsequent_indent="  ")
     return lines

@@ -12,7 +12,7 @@ import torch
 
 from ..checkpoints import open_checkpoint
 from ..formats import Scheme
-from .common import Failure, Output, counted, memory, size
+from .common import Failure, Output, counted, memory, read_text, size
 from .model import load_model, load_tokenizer
 from .readers import readers_of
 from .staging import staged
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, scheme: Scheme) -> int:
 
 def samples(tokenizer: Any, file: Path, count: int, window: int) -> list[torch.Tensor]:
     """int64 [1, window] each, spread evenly over the text of a file."""
-    text = file.read_text(encoding="utf-8")
+    text = read_text(file)
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
     whole = ids[: ids.numel() // window * window].view(-1, 1, window)
     if not len(whole):

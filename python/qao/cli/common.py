@@ -209,6 +209,14 @@ def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
     return dtype
 
 
+def read_text(file: Path) -> str:
+    """The text of a file in UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Failure(f"{file}: no text in UTF-8: {error.reason} at byte {error.start}") from error
+
+
 def add_source_options(parser: argparse.ArgumentParser) -> None:
     """Of commands that read a model: as the arguments of ``from_pretrained``."""
     parser.add_argument("--revision", help="of a model on the Hugging Face hub: a branch, a tag or a commit")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import ctypes
 import platform
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,10 @@ def run(args: argparse.Namespace) -> int:
 
     output = Output(args)
     facts = _facts()
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for name, text in facts:
-        output.say(f"{name:<12} {text}")
+        lines = textwrap.wrap(text, max(width - 13, 20), break_long_words=False, break_on_hyphens=False)
+        output.say(f"{name:<12} " + f"\n{' ' * 13}".join(lines if width else [text]))
     if args.facts:
         output.result({"facts": dict(facts)})
         return 0

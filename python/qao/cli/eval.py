@@ -7,7 +7,7 @@ import gc
 from pathlib import Path
 from typing import Any
 
-from .common import Failure, Output, add_scheme_options, command, counted, progress, scheme_of
+from .common import Failure, Output, add_scheme_options, command, counted, progress, read_text, scheme_of
 from .model import add_model_options, load_model, load_tokenizer
 
 _DESCRIPTION = """
@@ -113,7 +113,7 @@ def _evaluate(args: argparse.Namespace, path: str, scheme: Any, tokens: list[int
 
 def _text(file: Path | None) -> str:
     if file is not None:
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))

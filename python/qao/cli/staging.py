@@ -41,8 +41,12 @@ def staged(out: Path, source: Path, force: bool) -> Iterator[Path]:
         for parent in made:
             with contextlib.suppress(OSError):
                 parent.rmdir()
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if isinstance(error, OSError) and error.errno in full:
             raise Failure(f"{out}: {error.strerror}; what was written is removed again") from error
+        for code in full:  # safetensors has an exception without a number for it
+            if isinstance(error, Exception) and f"(os error {code})" in str(error):
+                raise Failure(f"{out}: {os.strerror(code)}; what was written is removed again") from error
         raise
 
 
