@@ -144,12 +144,16 @@ def anchors(page: Path) -> set[str]:
     )
 
 
+def measured(target: str) -> bool:
+    return "plots/" in target or "bench/results" in target
+
+
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.name)
 def test_links(page: Path) -> None:
     for target in re.findall(r"\]\(([^()\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
-        if target.startswith("https://") or ("plots/" in target and not (ROOT / "docs" / "plots").exists()):
-            continue  # a source distribution has no plots
+        if target.startswith("https://") or (measured(target) and not (ROOT / "bench" / "results").exists()):
+            continue  # a source distribution has neither results nor plots
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{page.name}: {target} is not there"
         assert not anchor or anchor in anchors(file), f"{page.name}: {target} has no such heading"
