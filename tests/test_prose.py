@@ -20,14 +20,14 @@ LEFT = {
     r"\bwhose\b": 226,
     r"\bby turns\b": 40,
     r"\bof its own\b": 81,
-    r"\bwhat is\b": 149,
+    r"\bwhat is\b": 150,
     r"\bnobody\b": 44,
     r"\bobstacle\b": 38,
-    r"\bare none\b": 22,
+    r"\bare none\b": 23,
     r"\bthe same of\b": 18,
     r"\bspared\b": 14,
     r"\btold\b": 104,
-    r"quantis": 916,
+    r"quantis": 914,
 }
 
 

@@ -14,7 +14,7 @@ from .embedding import QuantEmbedding, is_embedding, rename_ties
 from .embedding import obstacle as obstacle_of_embedding
 from .experts import QuantExperts, expert_sizes, projections_of
 from .formats import Int4Weight, Scheme
-from .linear import QuantLinear, class_of_linear, is_linear, linear_weight, obstacle
+from .linear import QuantLinear, class_of_linear, is_linear, kernel_bias, linear_weight, obstacle
 from .packed import PackedModule
 from .places import put_module
 
@@ -43,6 +43,7 @@ def make_room(
     *,
     sizes: Mapping[str, tuple[int, int]] | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
+    on_meta: bool = True,
 ) -> Undo:
     """Replaces modules of ``model`` by quantised ones on meta, for a checkpoint to be loaded into.
 
@@ -53,6 +54,7 @@ def make_room(
         schemes: what to put where.
         sizes: (N, K) that the checkpoint has, by name; checked.
         dtypes: of the float weights they stand for, by name; else those of the modules that are replaced.
+        on_meta: False: uninitialized tensors on the devices of the modules that are replaced, and their biases.
 
     Returns:
         What ``undo`` needs.
@@ -66,7 +68,7 @@ def make_room(
     owners: dict[tuple[int, Scheme], PackedModule] = {}  # by the id of its float weight
     plain, experts = _apart(schemes, modules)
     for name, parts in experts.items():
-        successors[id(modules[name])] = _empty_experts(name, modules[name], parts, sizes or {}, dtypes or {})
+        successors[id(modules[name])] = _empty_experts(name, modules[name], parts, sizes or {}, dtypes or {}, on_meta)
     for name, scheme in plain.items():
         module = modules.get(name)
         if module is None:
@@ -75,7 +77,7 @@ def make_room(
             continue
         weight = _weight_of(name, module, (sizes or {}).get(name))
         first = owners.get((id(weight), scheme))
-        made = _make(module, weight, scheme, first, (dtypes or {}).get(name))
+        made = _make(module, weight, scheme, first, (dtypes or {}).get(name), on_meta)
         if first is not None:
             made.tie(first)
         owners.setdefault((id(weight), scheme), made)
@@ -112,6 +114,7 @@ def _empty_experts(
     schemes: Mapping[str, Scheme],
     sizes: Mapping[str, tuple[int, int]],
     dtypes: Mapping[str, torch.dtype],
+    on_meta: bool,
 ) -> QuantExperts:
     quantised = isinstance(module, QuantExperts)
     origin: Any = module.skeleton() if isinstance(module, QuantExperts) else module
@@ -131,7 +134,8 @@ def _empty_experts(
                 f"{name}.{part}: the checkpoint has weights {list(given)} here, and the model {[n, k]}: another model?"
             )
         dtype = dtypes.get(f"{name}.{part}", weight.dtype)
-        packed[key] = schemes[part], schemes[part].empty(n, k, dtype=dtype, device="meta", experts=count)
+        device = "meta" if on_meta else weight.device
+        packed[key] = schemes[part], schemes[part].empty(n, k, dtype=dtype, device=device, experts=count)
     made = fused.assemble(origin, packed)
     for part, projection in (("up", made.up), ("down", made.down)):
         projection.dtype = dtypes.get(f"{name}.{part}", projection.dtype)
@@ -164,13 +168,19 @@ def _weight_of(name: str, module: nn.Module, size: tuple[int, int] | None) -> to
 
 
 def _make(
-    module: nn.Module, weight: torch.Tensor, scheme: Scheme, first: PackedModule | None, dtype: torch.dtype | None
+    module: nn.Module,
+    weight: torch.Tensor,
+    scheme: Scheme,
+    first: PackedModule | None,
+    dtype: torch.dtype | None,
+    on_meta: bool,
 ) -> PackedModule:
     if isinstance(module, PackedModule):
         dtype, (n, k) = dtype or module.dtype, module._sizes
     else:
         dtype, (n, k) = dtype or weight.dtype, weight.shape if is_embedding(module) else linear_weight(module).shape
-    packed = scheme.empty(n, k, dtype=dtype, device="meta") if first is None else first.packed
+    device = torch.device("meta") if on_meta else weight.device
+    packed = scheme.empty(n, k, dtype=dtype, device=device) if first is None else first.packed
     made: PackedModule
     if isinstance(module, QuantEmbedding):
         made = QuantEmbedding(n, k, scheme, packed, dtype, module.padding_idx, module.embed_scale)
@@ -179,7 +189,10 @@ def _make(
         made.dtype = dtype
     else:
         bias = module._parameters.get("bias")
-        empty = None if bias is None else torch.empty_like(bias, device="meta", dtype=dtype)
+        empty: torch.Tensor | None = None
+        if bias is not None:
+            like = torch.empty_like(bias, device="meta", dtype=dtype) if on_meta else bias.clone()
+            empty = like if on_meta else kernel_bias(like, device)
         made = QuantLinear(k, n, scheme, packed, empty, dtype)
         made.stands_for = module.stands_for if isinstance(module, QuantLinear) else class_of_linear(module)
     return made.train(module.training)

@@ -5,9 +5,10 @@ A QuantLinear or QuantEmbedding adds two entries to every ``state_dict``, made o
     <layer>.pip_install_qao   uint8: JSON, the version of this format, the scheme, the sizes and the dtype of the layer
     <layer>.weight            uint8 [16]: a tripwire
 
-A plain nn.Linear that is asked to load such a state dict fails: strictly, since it does not know the first name, which
-tells what to do; and in any case with a size mismatch of ``weight``. Without them it would stay random, or take
-numbers of eight bits for its weight.
+In a process without qao, a plain nn.Linear that is asked to load such a state dict fails: strictly, since it does not
+know the first name, which tells what to do; and in any case with a size mismatch of ``weight``. Without them it would
+stay random, or take numbers of eight bits for its weight. With qao it becomes the layer that the first entry describes
+(integrations/state_dicts.py).
 """
 
 from __future__ import annotations

@@ -80,6 +80,7 @@ def install() -> None:
     """Called by ``import qao``."""
     for module, part in _PARTS.items():
         when_imported(module, partial(register_part, f"qao.integrations.{part}"))
+    register_part("qao.integrations.state_dicts")
 
 
 class _Finder(MetaPathFinder):
