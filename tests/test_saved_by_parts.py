@@ -111,7 +111,7 @@ def test_shared_weights_stay_shared(how: str, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     model, other = Tied(), Tied()
     qao.quantize_(model, INT4, embeddings=True)
-    safetensors.save_model(model, str(tmp_path / "x.safetensors"))  # which holds what is shared under one name
+    safetensors.save_model(model, str(tmp_path / "x.safetensors"))  # it holds a shared tensor under one name
     if how == "load_model":
         missing, unexpected = safetensors.load_model(other, str(tmp_path / "x.safetensors"))
         assert not missing and not unexpected

@@ -251,3 +251,72 @@ def test_another_scheme_in_the_module_gives_way(tmp_path: Path) -> None:
     qao.load(tmp_path, other)
     x = support.plain_input()
     assert torch.equal(other(x), model(x)) and other[0].scheme == model[0].scheme
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([support.plain_model(), support.plain_model()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x) + self.blocks[1](x)  # type: ignore[no-any-return]
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def with_a_compiled_block(model: nn.Module) -> nn.Module:
+    blocks = model.get_submodule("blocks")
+    blocks.register_module("1", compiled(blocks.get_submodule("1")))
+    return model
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "as it is": lambda model: model,
+    "compiled": compiled,
+    "a compiled block": with_a_compiled_block,
+    "DataParallel": nn.DataParallel,
+    "DataParallel, compiled": lambda model: compiled(nn.DataParallel(model)),
+}
+
+
+@pytest.mark.parametrize("reader", WRAPPERS)
+@pytest.mark.parametrize("writer", WRAPPERS)
+def test_names_do_not_depend_on_wrappers(writer: str, reader: str, tmp_path: Path) -> None:
+    model, other = Blocks(), Blocks()
+    qao.quantize_(model, qao.Int4WeightOnly())
+    with torch.no_grad():
+        expected = model(support.plain_input())
+        qao.save(WRAPPERS[writer](model), tmp_path)
+        around = WRAPPERS[reader](other)
+        if "compiled" in reader:
+            around(support.plain_input())  # compiled of floats
+        assert qao.load(tmp_path, around) is around
+        for loaded in (around, other):
+            assert torch.equal(loaded(support.plain_input()), expected)
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert all(name.startswith("blocks.") and "_orig_mod" not in name for name in file.keys())
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_files_of_others_with_such_names(prefix: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model, other = support.plain_model(), support.plain_model()
+    qao.quantize_(model, qao.Int4WeightOnly())
+    save_file({prefix + name: tensor for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
+    qao.load(tmp_path, other)
+    assert torch.equal(other(support.plain_input()), model(support.plain_input()))
+
+
+def test_a_layer_that_was_compiled_alone_is_refused(tmp_path: Path) -> None:
+    """torch binds its forward: it would go on with the float weight."""
+    model, other = support.plain_model(), support.plain_model()
+    qao.quantize_(model, qao.Int4WeightOnly())
+    qao.save(model, tmp_path)
+    other.register_module("0", compiled(other.get_submodule("0")))
+    with pytest.raises(ValueError, match="0._orig_mod: .*torch.compile was called.*Load first, then compile"):
+        qao.load(tmp_path, other)

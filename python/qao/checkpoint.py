@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from . import marker, modes
 from .layout import Undo, make_room, undo
 from .packed import PackedModule
+from .places import WrappedNames, unwrapped, without_wrappers
 from .schemes import scheme_from_dict
 
 VERSION = 1  # of the header's metadata; each layer has a marker with a version of its own
@@ -26,6 +27,9 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int
 
     Each file is written beside its place and then renamed, so that no reader meets half a file. Tensors that several
     names share are written once; ``load`` shares them again.
+
+    Names are those of the model itself, without what ``torch.compile`` and data parallelism add (``_orig_mod.``,
+    ``module.``); ``load`` finds them in models with and without these.
 
     Args:
         module: any module; on any device.
@@ -43,7 +47,9 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int
     from safetensors.torch import save_file
 
     path = Path(path)
-    tensors, aliases = unshared(module.state_dict())
+    state = unwrapped(module).state_dict()
+    bare = without_wrappers(state)
+    tensors, aliases = unshared({bare[name]: tensor for name, tensor in state.items()})
     metadata = header(aliases)
     single = path.suffix == ".safetensors"
     directory = path.parent if single else path
@@ -121,16 +127,19 @@ def load(
 
     files = TensorFiles(path)
     aliases = _aliases(files.metadata, path)
-    names = {**{name: name for name in files.names}, **aliases}
-    own = next(module.parameters(), None)
+    model = unwrapped(module)
+    stored = {**{name: name for name in files.names}, **aliases}
+    places = WrappedNames(model)
+    names = {places[bare]: stored[name] for name, bare in without_wrappers(stored, model).items()}
+    own = next(model.parameters(), None)
     home = device if device is not None else "cpu" if own is None or own.is_meta else own.device
-    done = _make_room(module, files, names)
+    done = _make_room(model, files, names)
     try:
-        _check(module, files, names)
+        _check(model, files, names)
     except ValueError:
         undo(done)
         raise
-    _load(module, files, names, home)
+    _load(model, files, names, home)
     return module
 
 
@@ -235,9 +244,10 @@ def _load(module: nn.Module, files: Any, names: Mapping[str, str], home: torch.d
         tensor = files.read(stored)
         read[stored] = tensor if stored.endswith(marker.MARKER) else tensor.to(home)
     module.load_state_dict({name: read[stored] for name, stored in names.items()}, strict=True, assign=True)
+    first: dict[str, str] = {}
     for name, stored in names.items():
-        if name != stored:
-            _share(module, name, stored)
+        if first.setdefault(stored, name) != name:
+            _share(module, name, first[stored])
     left = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
     if left:
         raise ValueError(

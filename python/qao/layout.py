@@ -61,7 +61,7 @@ def make_room(
 
     Raises:
         ValueError: there is no module of that name, it is no linear layer (embedding), one that a QuantLinear cannot
-            replace, or one of other sizes. The model is unchanged.
+            replace, one that was compiled alone, or one of other sizes. The model is unchanged.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     successors: dict[int, nn.Module] = {}  # by the id of the module that is replaced
@@ -82,6 +82,14 @@ def make_room(
             made.tie(first)
         owners.setdefault((id(weight), scheme), made)
         successors[id(module)] = made
+    names = {id(modules[name]): name for name in plain} | {id(modules[name]): name for name in experts}
+    for parent in model.modules():  # its forward is bound to the child that was compiled
+        child = parent._modules.get("_orig_mod") if type(parent).__name__ == "OptimizedModule" else None
+        if id(child) in successors:
+            raise ValueError(
+                f"{names[id(child)]}: the checkpoint has a quantized layer here, and torch.compile was called on the "
+                "module and keeps it. Load first, then compile."
+            )
     done: Undo = []
     for parent in list(model.modules()):
         for attribute, child in list(parent._modules.items()):

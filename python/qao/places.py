@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
+
+_COMPILED = "_orig_mod."  # what torch.compile(module) puts before the names of tensors
+_WRAPPED = "module."  # what nn.DataParallel and DistributedDataParallel put there
 
 
 def places_of(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -26,6 +31,44 @@ def put_module(parent: nn.Module, attribute: str, module: nn.Module) -> None:
             held[:] = [module if value is before else value for value in held]
         elif type(held) is dict:
             held.update({key: module for key, value in held.items() if value is before})
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside of what torch.compile and data parallelism put around it."""
+    while True:
+        parallel = isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+        inner = module._modules.get("module" if parallel else "_orig_mod")
+        if inner is None or not (parallel or type(module).__name__ == "OptimizedModule"):
+            return module
+        module = inner
+
+
+def without_wrappers(names: Iterable[str], model: nn.Module | None = None) -> dict[str, str]:
+    """Names of tensors without what torch.compile adds, by the names given; nor, for ``model``, what data parallelism
+    added to all of them."""
+    found = {name: name.replace(_COMPILED, "") for name in names}
+    parallel = model is not None and "module" not in model._modules and "module" not in model._parameters
+    if parallel and found and all(name.startswith(_WRAPPED) for name in found.values()):
+        found = {name: bare.removeprefix(_WRAPPED) for name, bare in found.items()}
+    return found
+
+
+class WrappedNames:
+    """Where tensors are in a model with modules that torch.compile was called on, by names that do not say so."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._paths: dict[str, str] = {}
+        for path, _ in model.named_modules(remove_duplicate=False):  # children come after their parents
+            self._paths[f"{path}.".replace(_COMPILED, "")[:-1]] = path
+
+    def __getitem__(self, name: str) -> str:
+        start, end = name, ""
+        while start:
+            start, _, last = start.rpartition(".")
+            end = f".{last}{end}"
+            if start in self._paths:
+                return f"{self._paths[start]}{end}".removeprefix(".")
+        return name
 
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # its dicts of parameters, hooks and children

@@ -213,7 +213,7 @@ _OF_WRAPPERS = {"module.": "nn.DataParallel and DistributedDataParallel add", "_
 
 
 def _hint(model: nn.Module, modules: Mapping[str, nn.Module], lost: list[str]) -> str:
-    """What to say of quantized layers of a state dict for which the model has no module; "" if there are none."""
+    """What to say of quantized layers of a state dict for which the model has no module; else ""."""
     if not lost:
         return ""
     more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
