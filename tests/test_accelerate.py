@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,44 @@ def test_load_checkpoint_in_model_without_a_device_map(checkpoint: str) -> None:
     assert torch.equal(model(IDS), quantized_model()(IDS))
 
 
+def float_model() -> Model:
+    with accelerate.init_empty_weights():
+        return Model().to(torch.bfloat16)
+
+
+def test_a_float_model_takes_the_layers_of_the_checkpoint(tmp_path: Path) -> None:
+    """One file, a file of torch, several files: a layer in two of them."""
+    expected, state = quantized_model(), quantized_model().state_dict()
+    (tmp_path / "one").mkdir()
+    safetensors.save_file(state, tmp_path / "one" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "torch").mkdir()
+    torch.save(state, tmp_path / "torch" / "pytorch_model.bin")
+    (tmp_path / "several").mkdir()
+    parts: dict[str, dict[str, Tensor]] = {"a.safetensors": {}, "b.safetensors": {}}
+    weight_map = {name: "b.safetensors" if name.endswith("qweight") else "a.safetensors" for name in state}
+    for name, file in weight_map.items():
+        parts[file][name] = state[name]
+    for file, part in parts.items():
+        safetensors.save_file(part, tmp_path / "several" / file, {"format": "pt"})
+    (tmp_path / "several" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for folder in ("one", "torch", "several"):
+        for options in ({"": "cpu"}, SPREAD):
+            model = accelerate.load_checkpoint_and_dispatch(
+                float_model(), str(tmp_path / folder), options, offload_folder=str(tmp_path / "off"), force_hooks=True
+            )
+            assert isinstance(model.up, qao.QuantLinear) and torch.equal(model(IDS), expected(IDS))
+        model = Model().to(torch.bfloat16)
+        accelerate.load_checkpoint_in_model(model, str(tmp_path / folder), device_map={"": "cpu"}, strict=True)
+        assert torch.equal(model(IDS), expected(IDS))
+
+
+def test_a_dtype_is_that_of_the_layers_too(checkpoint: str) -> None:
+    model = Model()
+    accelerate.load_checkpoint_in_model(model, checkpoint, device_map={"": "cpu"}, dtype=torch.bfloat16)
+    assert model.up.dtype == model.up.bias.dtype == torch.bfloat16  # type: ignore[comparison-overlap]
+    assert torch.equal(model(IDS), quantized_model()(IDS))
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_load_checkpoint_and_dispatch_with_the_disk(dtype: Any, checkpoint: str, tmp_path: Path) -> None:
     model = accelerate.load_checkpoint_and_dispatch(
@@ -147,8 +186,10 @@ def test_load_checkpoint_and_dispatch_with_the_disk(dtype: Any, checkpoint: str,
 
 def test_what_does_not_fit_is_refused(checkpoint: str, tmp_path: Path) -> None:
     """Each would otherwise be numbers of something else."""
-    with pytest.raises(ValueError, match=r'shape torch\.Size\(\[16\]\) in "weight"'):
-        accelerate.load_checkpoint_in_model(Model(), checkpoint, device_map={"": "cpu"})
+    narrow = Model()
+    narrow.up = nn.Linear(64, 95)
+    with pytest.raises(RuntimeError, match=r"up: the checkpoint has a weight \[96, 64\] here"):
+        accelerate.load_checkpoint_in_model(narrow, checkpoint, device_map={"": "cpu"})
 
     floats = tmp_path / "floats.safetensors"
     safetensors.save_file(Model().state_dict(), floats, {"format": "pt"})

@@ -42,7 +42,7 @@ def register() -> None:
     def load_state_dict(
         self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, **others: Any
     ) -> Any:
-        names = _names_of_layers(state_dict) if isinstance(state_dict, Mapping) else []
+        names = names_of_layers(state_dict) if isinstance(state_dict, Mapping) else []
         if not names:
             if isinstance(state_dict, Mapping):
                 _refuse_codes(self, state_dict)
@@ -64,7 +64,7 @@ def register() -> None:
     when_imported("safetensors.torch", _register_safetensors)
 
 
-def _names_of_layers(names: Iterable[Any]) -> list[str]:
+def names_of_layers(names: Iterable[Any]) -> list[str]:
     """Of the quantized layers that a state dict with these names holds; "" is the module itself."""
     markers = (name for name in names if isinstance(name, str) and name.endswith(marker.MARKER))
     return [name[: -len(_END)] for name in markers if name.endswith(_END) or name == marker.MARKER]
@@ -85,9 +85,9 @@ def _prepare(
     Raises:
         RuntimeError: a layer cannot be replaced, or its tensors are not all there. The model is unchanged.
     """
-    done, fresh = _room(model, state, names, assign)
+    done, fresh = room(model, state, names, assign)
     try:
-        state = _completed(fresh, state)
+        state = completed(fresh, state)
     except ValueError as error:
         _undo(model, done)
         raise _error(model, str(error)) from error
@@ -96,7 +96,7 @@ def _prepare(
     return done, state, _hint(model, modules, lost)
 
 
-def _room(
+def room(
     model: nn.Module, state: Mapping[str, Any], names: list[str], assign: bool
 ) -> tuple[Undo, dict[str, PackedModule]]:
     """What ``undo`` needs, and the new layers by the names in ``names``."""
@@ -173,7 +173,7 @@ def _of_one_layer(module: nn.Module, scheme: Scheme, found: marker.Marker, state
     )
 
 
-def _completed(fresh: Mapping[str, PackedModule], state: Mapping[str, Any]) -> Mapping[str, Any]:
+def completed(fresh: Mapping[str, PackedModule], state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state dict with the tensors of new layers under each name of theirs: files may hold shared ones once.
 
     Raises:
@@ -294,14 +294,14 @@ def _register_safetensors() -> None:
     def load_model(model: nn.Module, filename: Any, *args: Any, **options: Any) -> Any:
         with safe_open(filename, framework="pt") as file:
             stored = list(file.keys())
-            names = _names_of_layers(stored)
+            names = names_of_layers(stored)
             ends = (marker.MARKER, "scales")
             wanted = {_key(name, end) for name in names for end in ends} & set(stored)
             state = {name: file.get_tensor(name) for name in wanted}
             state |= {name: None for name in stored if name not in wanted}
-        done, fresh = _room(model, state, names, False)
+        done, fresh = room(model, state, names, False)
         try:
-            _completed(fresh, state)
+            completed(fresh, state)
             return theirs(model, filename, *args, **options)
         except RuntimeError:
             _undo(model, done)
