@@ -97,7 +97,7 @@ class Report:
             f"{_mebibytes(self.bytes_after)} MiB, {self.coverage:.1%} of {self.parameters:,} parameters"
         )
         if calibrated:
-            lines.append("output error: of the layer on the data, had its weight been rounded to nearest, and as it is")
+            lines.append("output errors are on the data: of a layer with its weight rounded to nearest and as it is")
         if count := len(self.problems):
             asked = "1 weight that was asked for is" if count == 1 else f"{count} weights that were asked for are"
             lines.append(f"{asked} not quantized: see the lines with a reason")
