@@ -205,13 +205,6 @@ def test_dora_trains_and_reloads(tmp_path: Path) -> None:
     assert torch.equal(logits(peft.PeftModel.from_pretrained(llama(), tmp_path)), expected)
 
 
-@pytest.mark.parametrize("method", [peft.IA3Config, peft.LoHaConfig, peft.OFTConfig], ids=lambda m: m.__name__)
-def test_other_methods_are_refused_by_name(method: Any) -> None:
-    options = {"feedforward_modules": []} if method is peft.IA3Config else {}
-    with pytest.raises((ValueError, TypeError), match="QuantLinear"):
-        peft.get_peft_model(llama(), method(target_modules=["q_proj"], **options))
-
-
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_2", "olora"])
 def test_an_init_that_changes_the_base_weight_is_refused(init: str) -> None:
     model = llama()

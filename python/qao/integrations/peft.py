@@ -1,8 +1,8 @@
 """PEFT: LoRA on a QuantLinear, with no mapping to register; importing this module needs peft.
 
-``register`` teaches peft four things: that a LoRA layer for a QuantLinear is ``LoraQuantLinear``, that
-``target_modules="all-linear"`` means QuantLinears too, that ``prepare_model_for_kbit_training`` spares scales, and that
-``modules_to_save`` of a quantised layer is an error.
+``register`` teaches peft that a LoRA layer for a QuantLinear is ``LoraQuantLinear``, that
+``prepare_model_for_kbit_training`` leaves scales as they are, and that ``modules_to_save`` of a quantized layer is an
+error. What it teaches of other methods is in ``peft_methods``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..formats import PackedWeight
 from ..linear import QuantLinear
 from ..packed import PackedModule, frozen
+from . import peft_methods
 
 
 class LoraQuantLinear(lora.Linear):  # type: ignore[misc]
@@ -31,6 +32,7 @@ class LoraQuantLinear(lora.Linear):  # type: ignore[misc]
     another adapter begins with it, so errors do not add up.
     """
 
+    merges_itself = True
     # The weight and bias without adapters, while some are merged. A tuple, since Module registers what is a Parameter.
     _original: tuple[PackedWeight, Tensor | None] | None = None
 
@@ -87,13 +89,7 @@ class LoraQuantLinear(lora.Linear):  # type: ignore[misc]
             base.bias = frozen(bias.detach())
         self.merged_adapters.extend(names)
         if change:
-            lost = (base.dequantize(torch.float32) - weight).norm() / change
-            warnings.warn(  # with numbers of one digit, so that many layers give few warnings
-                f"Merging quantises the weights again. Their relative error is about {packed.relative_error:.1g}, and "
-                f"{lost:.1g} times as large as what the adapter adds. To be exact, keep the adapter unmerged, or call "
-                "qao.dequantize_(model) first and merge in floats.",
-                stacklevel=2,
-            )
+            peft_methods.warn_of_rounding(base, packed, weight, change)
 
     def unmerge(self) -> None:
         """Takes all adapters out of the weight, which is then what it was, bit for bit."""
@@ -113,6 +109,7 @@ class LoraQuantLinear(lora.Linear):  # type: ignore[misc]
 
 def register() -> None:
     """Called once peft is imported."""
+    peft_methods.register()
     create = lora.LoraModel._create_new_module
 
     @functools.wraps(create)
@@ -127,16 +124,6 @@ def register() -> None:
         return module
 
     lora.LoraModel._create_new_module = staticmethod(create_new_module)
-
-    include = tuners_utils._maybe_include_all_linear_layers
-
-    @functools.wraps(include)
-    def include_all_linear_layers(peft_config: Any, model: nn.Module) -> Any:
-        # What it asks isinstance of, beside nn.Linear. Its rules of what to leave out (heads, adapters) then hold here.
-        with mock.patch.object(tuners_utils, "Conv1D", (tuners_utils.Conv1D, QuantLinear)):
-            return include(peft_config, model)
-
-    tuners_utils._maybe_include_all_linear_layers = include_all_linear_layers
 
     check = other.ModulesToSaveWrapper.check_module
 

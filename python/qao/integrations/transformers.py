@@ -43,7 +43,7 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
         self.modules_to_not_convert: list[str] = []
         self.loader = Loader(quantization_config, self.pre_quantized)
         self._unexpected: Any = None  # patterns of the model that say which names of a checkpoint may be left over
-        self._kept: Callable[[str], torch.dtype | None] = lambda name: None  # dtypes that the model insists on
+        self._kept: Callable[[str], torch.dtype | None] = partial(_kept_dtype, {})  # dtypes that the model insists on
         self._watched: list[str] = []  # methods of the model that are ours while it is loaded
         self._cast_to: torch.dtype | None = None  # version 4: set while tensors arrive, whose dtype is up to us then
 
@@ -227,7 +227,12 @@ def _kept_dtypes(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype 
         plan.update(dict.fromkeys(getattr(model, "_keep_in_fp32_modules_strict", None) or (), torch.float32))
     around = ("", "") if _V5 else (r"(^|\.)", r"($|\.)")  # version 5 takes a name for a pattern found anywhere
     patterns = {re.compile(pattern.replace("*", ".*").join(around)): kept for pattern, kept in plan.items()}
-    return lambda name: next((kept for pattern, kept in patterns.items() if pattern.search(name)), None)
+    return partial(_kept_dtype, patterns)
+
+
+def _kept_dtype(patterns: dict[re.Pattern[str], torch.dtype], name: str) -> torch.dtype | None:
+    # No closure: a model with its quantizer is pickled, by torch.save(model) for one.
+    return next((kept for pattern, kept in patterns.items() if pattern.search(name)), None)
 
 
 class _Quantize:
