@@ -89,7 +89,7 @@ def adapted(model: Any, config: Any) -> Any:
 
 def outputs(model: Any, method: str = "") -> Tensor:
     tasks = {"task_ids": torch.zeros(len(IDS), dtype=torch.long)} if method in TASKS else {}
-    # CPT has a loss of its own, and asks for labels.
+    # CPT computes another loss, and asks for labels.
     labels = {"labels": IDS, "input_type_mask": torch.full_like(IDS, 4)} if method == "CPT" else {}
     return model(input_ids=IDS, attention_mask=torch.ones_like(IDS), **tasks, **labels).logits
 
@@ -334,3 +334,23 @@ def test_mixed_adapters() -> None:
         mixed.set_adapter(["first", "second"])
         results.append(outputs(mixed.eval()))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", [INT8, INT4, qao.Int8DynamicActivationInt8Weight()], ids=str)
+@pytest.mark.parametrize("embeddings", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_counts_are_those_of_the_float_model(scheme: qao.Scheme, embeddings: bool, tied: bool) -> None:
+    floats, model = llama(None, tie_word_embeddings=tied), llama(None, tie_word_embeddings=tied)
+    if embeddings and scheme.word not in ("int4", "int8"):
+        embeddings = False
+    quantize_(model, scheme, embeddings=embeddings, progress=False)
+    for options in ({}, {"exclude_embeddings": True}):
+        assert model.num_parameters(**options) == floats.num_parameters(**options) > 0
+    stored = {id(t): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
+    assert model.get_memory_footprint() == sum(stored.values()) < 0.7 * floats.get_memory_footprint()
+    counted = [peft.get_peft_model(each, config_of("LORA")).get_nb_trainable_parameters() for each in (floats, model)]
+    assert counted[0] == counted[1]
+    status = peft.get_model_status(model.base_model if hasattr(model, "peft_type") else model)
+    assert (status.trainable_params, status.total_params) == counted[0]
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert model.num_parameters(only_trainable=True) == trainable == counted[0][0]

@@ -499,3 +499,35 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     peak, result = map(int, process(_MEMORY, tmp_path).split("RESULT")[1].split())
     assert 0.5 * size < result < 0.55 * size
     assert peak < result + 2 * layer, f"{peak / 1e6:.0f} MB for a result of {result / 1e6:.0f} MB"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("embeddings", [True, False])
+@pytest.mark.parametrize(
+    "options", [{"new_num_tokens": 130}, {"new_num_tokens": 100}, {"pad_to_multiple_of": 50}], ids=str
+)
+@pytest.mark.parametrize("mean", [True, False])
+def test_resizing_tokens_is_done_whole_or_not_at_all(
+    tied: bool, embeddings: bool, options: dict[str, int], mean: bool
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, vocab_size=128, num_key_value_heads=4, tie_word_embeddings=tied)
+    model = transformers.LlamaForCausalLM(config)
+    qao.quantize_(model, qao.Int8WeightOnly(), embeddings=embeddings, progress=False)
+    ids = torch.tensor([[1, 2, 99]])
+    before, logits = {name: t.clone() for name, t in model.state_dict().items()}, model(ids).logits
+    size = options.get("new_num_tokens", 150)
+    if isinstance(model.lm_head, torch.nn.Linear):
+        model.resize_token_embeddings(**options, mean_resizing=mean)
+        assert model.config.vocab_size == size and model.lm_head.weight.shape == (size, 64)
+        torch.testing.assert_close(model(ids).logits[..., :100], logits[..., :100])
+        return
+    with pytest.raises(ValueError, match=rf"resize_token_embeddings\({size}\).*quantized.*The model is unchanged"):
+        model.resize_token_embeddings(**options, mean_resizing=mean)
+    assert model.config.vocab_size == 128 and model.vocab_size == 128
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(model(ids).logits, logits)
+    model.resize_token_embeddings(128)
+    model.resize_token_embeddings(pad_to_multiple_of=64)
+    assert torch.equal(model(ids).logits, logits)

@@ -264,3 +264,22 @@ def count_parameters(model: nn.Module) -> int:
             counts.update((id(tensor), 0) for tensor in module.packed.tensors().values())
             counts[id(module.qweight)] = math.prod(module.shape)
     return sum(counts.values())
+
+
+def uncounted(model: nn.Module, without_embeddings: bool = False) -> int:
+    """Elements of quantized weights less those of the tensors that hold them, for sums over ``parameters()``.
+
+    ``without_embeddings``: weights of embeddings count as nothing, tied heads among them.
+    """
+    counts: dict[int, int] = {}
+    stored: dict[int, int] = {}
+    embeddings: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, PackedModule):
+            stored.update((id(t), t.numel()) for t in module.packed.tensors().values() if t is not None)
+            counts[id(module.qweight)] = math.prod(module.shape)
+            if isinstance(module, QuantEmbedding):
+                embeddings.add(id(module.qweight))
+    if without_embeddings:
+        counts.update(dict.fromkeys(embeddings, 0))
+    return sum(counts.values()) - sum(stored.values())

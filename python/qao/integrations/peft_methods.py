@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-from peft import peft_model
+from peft import mixed_model, peft_model
 from peft.tuners import tuners_utils
 from torch import Tensor, nn
 from torch.nn import functional
@@ -25,6 +25,7 @@ from ..experts import QuantExperts
 from ..formats import PackedWeight
 from ..linear import QuantLinear
 from ..packed import PackedModule, Sharded, frozen
+from ..survey import uncounted
 
 Layer = Any  # a BaseTunerLayer
 F = TypeVar("F", bound=Callable[..., Any])
@@ -213,8 +214,8 @@ def _teach_merging(kind: type) -> None:
             merged: list[str] = self.merged_adapters
             weight = floats.weight.detach()  # type: ignore[operator]
             change = (weight - original).norm()
-            told = f"adapter {', '.join(names)}: the merged weight"
-            packed = base.requantize(weight, told) if change else present
+            begins = f"adapter {', '.join(names)}: the merged weight"
+            packed = base.requantize(weight, begins) if change else present
         except BaseException:
             self.merged_adapters = before
             raise
@@ -359,6 +360,19 @@ def _made_of_float(theirs: Any) -> Any:
     return init
 
 
+# ---- counts ----------------------------------------------------------------------------------------------------------
+
+
+def _counting(theirs: Any) -> Any:
+    """``get_nb_trainable_parameters``, which adds sizes of tensors up."""
+
+    def get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
+        trained, total = theirs(self)
+        return trained, total + uncounted(self)
+
+    return get_nb_trainable_parameters
+
+
 # ---- prompts ---------------------------------------------------------------------------------------------------------
 
 
@@ -405,6 +419,9 @@ def register() -> None:
     kind.forward_adapters = functools.wraps(kind.forward_adapters)(_with_tokens(kind.forward_adapters))
     kind.__init__ = functools.wraps(kind.__init__)(_made_of_float(kind.__init__))
     _teach_merging(kind)
+    for model in (peft_model.PeftModel, mixed_model.PeftMixedModel):
+        counts = model.get_nb_trainable_parameters
+        model.get_nb_trainable_parameters = functools.wraps(counts)(_counting(counts))
     init = peft_model.PeftModel.__init__
     peft_model.PeftModel.__init__ = functools.wraps(init)(_whole(init))
     setup = peft_model.PeftModel._setup_prompt_encoder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import survey
 from ..packed import PackedModule
 
 
@@ -69,6 +71,9 @@ def mark(model: Any, config: Any, quantizer: Any, base: Any) -> bool:
     quantizer.quantization_config = config
     model.hf_quantizer = quantizer
     _tell_dtype(base)
+    _tell_count(base)
+    if hasattr(base, "_resize_token_embeddings"):
+        _guard_resizing(base)
     return True
 
 
@@ -91,3 +96,45 @@ def _tell_dtype(base: Any) -> None:
         return found
 
     base.dtype = property(dtype, doc=base.dtype.__doc__)
+
+
+def _tell_count(base: Any) -> None:
+    """Makes ``model.num_parameters()`` of these libraries count the elements of the weight that a quantized one stands
+    for, as they do for other four-bit weights. Of ``base`` and what inherits it."""
+    theirs = base.num_parameters
+    if theirs.__module__ == __name__:
+        return
+
+    def num_parameters(self: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        counted: int = theirs(self, only_trainable, exclude_embeddings)
+        return counted if only_trainable else counted + survey.uncounted(self, exclude_embeddings)
+
+    base.num_parameters = functools.wraps(theirs)(num_parameters)
+    base.num_parameters.__module__ = __name__
+
+
+def _guard_resizing(base: Any) -> None:
+    """Makes ``resize_token_embeddings`` refuse a quantized embedding or head before it changes the other end."""
+    theirs = base._resize_token_embeddings
+    if theirs.__module__ == __name__:
+        return
+
+    def resize(
+        self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        embedding = self.get_input_embeddings()
+        ends = {"embedding": embedding, "head": self.get_output_embeddings()}
+        size = int(embedding.weight.shape[0] if new_num_tokens is None else new_num_tokens)
+        if pad_to_multiple_of is not None:
+            size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
+        for name, end in ends.items():
+            if isinstance(end, PackedModule) and end._sizes[0] != size:
+                raise ValueError(
+                    f"resize_token_embeddings({size}): the {name} of {type(self).__name__} is quantized, {end}, and "
+                    "cannot be resized. Resize the float model and quantize it then, or quantize it with "
+                    "{'lm_head': None, 're:.*': scheme}, which leaves both ends in floats. The model is unchanged."
+                )
+        return theirs(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+
+    base._resize_token_embeddings = functools.wraps(theirs)(resize)
+    base._resize_token_embeddings.__module__ = __name__
