@@ -1,6 +1,6 @@
-// What the streaming bodies share: operands made of weights, the unit of their sums, and storing four rows of a token.
-// Their namespaces say where x is: in the ring (ring.cuh), held in shared memory (resident.cuh), or there by the copy
-// engine (tma.cuh).
+// Device functions shared by the skinny-GEMM kernels: operand conversion, scale of the sums, and the epilogue.
+// Namespaces name where x lives: `x_ring` streams it through the ring (ring.cuh), `held` keeps it in shared memory
+// (resident.cuh), `tma` loads it there with TMA (tma.cuh).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,27 +17,27 @@
 namespace qao::mm::stream {
 
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
-// The unit of a sum of x times bytes of W read as subnormal numbers; a bfloat16 x is scaled by 2^100 first.
+// Factor that undoes reading bytes of W as subnormal numbers. bfloat16 x is scaled by 2^100 beforehand.
 template <typename T>
 constexpr float kUnitOf = 0x1p33f;
 template <>
 constexpr float kUnitOf<__half> = 0x1p24f;
 constexpr float kUnit = kUnitOf<__nv_bfloat16>;
-constexpr float kFp4Unit = 0x1p26f;   // of codes as common/fp4.cuh places them
-constexpr int kPrefetchBytes = 8192;  // of weights per row tile
+constexpr float kFp4Unit = 0x1p26f;   // for codes placed by common/fp4.cuh
+constexpr int kPrefetchBytes = 8192;  // of weights per n-tile
 
 constexpr uint32_t kScaleX = 0x71807180;  // 2^100
 __device__ __forceinline__ uint32_t scale_x(uint32_t pair, uint32_t by = kScaleX) {
   return Half<__nv_bfloat16>::multiply_add(pair, by, 0x80008000);
 }
 
-// The 16-row operand out of a word of packed weights: its bytes as subnormal numbers, for which see ring.cuh.
+// Converts a word of packed weights to the 16-row MMA operand, its bytes as subnormal numbers (see ring.cuh).
 __device__ __forceinline__ void make_operand(uint32_t word, uint32_t (&a)[4]) {
   const uint32_t odd = __byte_perm(word, 0, 0x4341);
   a[0] = word & 0x000F000F, a[1] = word & 0x00FF00FF, a[2] = odd & 0x000F000F, a[3] = odd;
 }
 
-// value += what `slices` have at the shared address `from` and `distance` bytes apart from there on, in their order.
+// Adds to `value` the partial sums of `slices`, `distance` bytes apart from shared address `from`, in a fixed order.
 template <int slices>
 __device__ __forceinline__ void add_slices(uint32_t from, int distance, float (&value)[4]) {
 #pragma unroll
@@ -48,7 +48,7 @@ __device__ __forceinline__ void add_slices(uint32_t from, int distance, float (&
   }
 }
 
-// Token `token` of x as it was given.
+// Element `k` of token `token` of the original x.
 template <typename T>
 struct GivenX {
   const Params& p;
@@ -61,7 +61,7 @@ struct GivenX {
 __device__ __forceinline__ float code_value(int code) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>((code & 7) << 9 | (code & 8) << 12))) * 0x1p14f;
 }
-// What divides the scales of rows n .. n + 3 of an NVFP4 weight comes off their sums.
+// Divides the sums of rows n .. n + 3 by their row divisors (NVFP4 weights).
 __device__ __forceinline__ void divide_rows(const Params& p, const uint8_t* scales, int n, float (&value)[4]) {
   using Bfloat16 = Half<__nv_bfloat16>;
   if (!p.divided) return;
@@ -77,7 +77,8 @@ __device__ __forceinline__ void divide_rows(const Params& p, const uint8_t* scal
   for (int e = 0; e < 4; ++e) value[e] /= divisor[e];
 }
 
-// Plain float32 arithmetic, by a warp. `X` gives a token's x, `Cut` is RingParams, ResidentParams or TmaParams.
+// Recomputes four rows of a token in plain float32, by one warp. `X` reads a token of x; `Cut` is RingParams,
+// ResidentParams or TmaParams.
 template <typename X, typename Cut>
 __device__ __noinline__ float4 exact(const Params& p, const Cut& d, const uint8_t* weight, const uint8_t* scales, int n,
                                      int token) {
@@ -106,8 +107,8 @@ __device__ __noinline__ float4 exact(const Params& p, const Cut& d, const uint8_
   return {sum[0], sum[1], sum[2], sum[3]};
 }
 
-// A value of each lane that is not finite is computed again, by the whole warp. The rare case is a function of its own:
-// instructions are fetched slowly when they first run.
+// The whole warp recomputes each lane's value that is not finite. A separate function keeps this rare case out of the
+// instruction cache.
 template <typename X, typename Cut>
 __device__ __noinline__ float4 repaired(const Params& p, const Cut& d, const uint8_t* weight, const uint8_t* scales,
                                         int n, int token, uint32_t lanes, float4 value) {
@@ -146,7 +147,7 @@ __device__ __forceinline__ void add_bias(const Params& p, const void* bias, int 
   value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
 }
 
-// To y [m, outputs] of T; rows past its end are not stored.
+// Stores to y [m, outputs] of type T. Rows past the end are skipped.
 template <typename T = __nv_bfloat16>
 __device__ __forceinline__ void store_rows(const Params& p, int outputs, int n, int64_t token,
                                            const float (&value)[4]) {
@@ -160,7 +161,7 @@ __device__ __forceinline__ void store_rows(const Params& p, int outputs, int n, 
     }
   }
 }
-// With the bias.
+// Adds the bias, then stores.
 template <typename T = __nv_bfloat16>
 __device__ __forceinline__ void store_rows(const Params& p, int n, int token, float (&value)[4]) {
   add_bias(p, p.bias, n, value);

@@ -1,13 +1,12 @@
-// Codes of four bits as bfloat16 operands of the streaming bodies.
+// Conversion of fp4 codes to bfloat16 operands of the skinny-GEMM kernels.
 #pragma once
 
 #include "common/fp4.cuh"
 
 namespace qao::mm::stream {
 
-// The four pairs of codes in a word, as fp4::small_pair() has them. A product moves a code to both places at once, that
-// of its magnitude and that of its sign, which do not meet: fewer instructions, and fewer of them are the unit of
-// logic's.
+// Converts a word to four pairs, as fp4::small_pair(). One integer multiplication moves the magnitude and the sign of a
+// code at once, since they do not overlap. That takes fewer instructions, and fewer of them on the logic pipe.
 __device__ __forceinline__ void small_pairs(uint32_t word, uint32_t (&pairs)[4]) {
   constexpr int kShift = fp4::Place<__nv_bfloat16>::kShift;
   constexpr uint32_t kBits = 0x80008000u | 0x00070007u << kShift;

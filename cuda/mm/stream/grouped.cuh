@@ -1,5 +1,5 @@
-// Grouped products of a bfloat16 x and a packed weight for few rows an expert: a CTA of ring.cuh or ring_fp4.cuh with
-// parts of experts, and rows of x that lie anywhere. Grid: [1, CTAs].
+// Grouped GEMM of bfloat16 x and a packed weight for few rows per expert: the CTA of ring.cuh or ring_fp4.cuh runs
+// parts of experts and gathers rows of x. Grid: [1, CTAs].
 #pragma once
 
 #include "mm/stream/grouped_parts.cuh"
@@ -16,8 +16,8 @@ struct GroupedRing : Base {
 
   const Routing& r;
   const void* const bias;
-  const int64_t row0;  // of y, the first token's
-  int rows[kOfLane];   // of x, those that this lane copies a part of
+  const int64_t row0;  // first row in y
+  int rows[kOfLane];   // rows of x that this lane copies in part
 
   __device__ __forceinline__ GroupedRing(const Params& params, const RingParams& cut, const Routing& routing,
                                          const Part& part, uint32_t shared)
@@ -26,7 +26,8 @@ struct GroupedRing : Base {
     tokens = part.tokens, row_tile0 = part.row_tile0, row_tiles = part.row_tiles;
   }
 
-  // As fill_ring. `row`: of x, for token `lane`. Weights are on their way while the number of that row still is.
+  // Prologue, as fill_ring. `row` is the row of x of token `lane`. Weight copies are issued while that index is still
+  // loading.
   __device__ __forceinline__ void fill(Cursor& ahead, int row) {
     Cursor at = ahead;
 #pragma unroll 1
@@ -37,7 +38,7 @@ struct GroupedRing : Base {
     if (threadIdx.x < kTokens) rows_of_x<kTokens>()[threadIdx.x] = row;
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
-      // A cursor points to row lane / 16.
+      // The cursor points to row lane / 16.
       rows[i] = __shfl_sync(~0u, row, i * Base::kRowsAtOnce + lane / 16) - lane / 16;
     }
     __syncthreads();
@@ -53,7 +54,7 @@ struct GroupedRing : Base {
     if (at.tiles > 0 && at.k_step < d.plain_steps) this->fetch_weight(at, stage);
     fetch_x(at, stage);
   }
-  // What of a K-step is not whole weights.
+  // Copies x, and everything else of a K-step that is not whole.
   __device__ __forceinline__ void fetch_x(const Cursor& at, uint32_t stage) const {
     if (at.tiles <= 0) return;
     if (at.k_step >= d.plain_steps) {
@@ -68,7 +69,7 @@ struct GroupedRing : Base {
                           at.x + rows[i] * p.x_stride);
     }
   }
-  // Base::fetch_slowly for these rows; `x` points to row 0.
+  // As Base::fetch_slowly for gathered rows. `x` points to row 0.
   static __device__ __noinline__ void fetch_edge(const Params& p, const RingParams& d, int tokens, int k_step,
                                                  int tiles, const uint8_t* weight, const uint8_t* scales, const T* x,
                                                  uint32_t stage) {
@@ -88,7 +89,7 @@ struct GroupedRing : Base {
     }
   }
 
-  // Adds the slices of the `slots` passes from `pass` on, and stores y.
+  // Epilogue of the `slots` passes from `pass` on: adds the partial sums and stores y.
   __device__ __forceinline__ void write(int pass, int slots) const {
     __syncthreads();
     this->for_each_quad(pass, slots, 0, 1, [&](int slot, int token, int quad, int n, bool exists) {
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   extern __shared__ __align__(1024) uint8_t shared[];
   using Cta = GroupedRing<Tile, Base>;
   prefetch_routing(r);
-  ptx::wait_for_previous_kernel();  // whose the routing may be
+  ptx::wait_for_previous_kernel();  // it may have written the routing
   ptx::launch_dependents();
   for_each_part<Tile::kTokens>(p, r, spread, blockIdx.y, gridDim.y, [&](const Part& part) {
     Cta cta(p, cut, r, part, ptx::shared_address(shared));

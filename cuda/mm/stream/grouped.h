@@ -1,4 +1,4 @@
-// Grouped products on ring.cuh and tma.cuh as launch.cu sees them.
+// Grouped GEMMs on the kernels of ring.cuh and tma.cuh, as launch.cu sees them.
 #pragma once
 
 #include <algorithm>
@@ -14,23 +14,23 @@ namespace qao::mm::stream {
 using GroupedTile = RingTile<1, 4, 12, 1>;
 constexpr RingConfig kGrouped = ring_config<GroupedTile>(4);
 
-// How CTAs share the tiles of rows that a routing has, which only the GPU knows.
+// Parameters for dividing the token tiles of a routing among CTAs. Only the device knows the number of tiles.
 struct Spread {
-  int places;    // CTAs that run at once
-  int passes;    // over the row tiles of a tile
-  int tile_us;   // microseconds that one CTA takes for all of them
-  int start_us;  // that it takes to begin and to end
+  int places;    // CTAs that run concurrently
+  int passes;    // passes over the n-tiles of one token tile
+  int tile_us;   // microseconds for one CTA to compute a whole token tile
+  int start_us;  // microseconds for a CTA to start and finish
 };
-// Into how many parts each of `tiles` is cut: as many as run at once, or in two to five rounds if finer cuts save more
-// than the starts take.
+// Number of parts per token tile: enough to fill one wave, or two to five waves if the finer split saves more than the
+// extra starts cost.
 QAO_HOST_DEVICE int sharing(const Spread& s, int tiles) {
   constexpr int kMostRounds = 5;
   if (tiles < 1) return 1;
   const auto at_most = [&](int parts) { return parts < 1 ? 1 : parts < s.passes ? parts : s.passes; };
   const float of_round = static_cast<float>(s.places) / static_cast<float>(tiles);
   int best = at_most(static_cast<int>(of_round + 1e-3f));
-  if (tiles <= s.places && best * tiles * 20 > s.places * 19) return best;  // nearly no place is empty
-  // Microseconds times parts.
+  if (tiles <= s.places && best * tiles * 20 > s.places * 19) return best;  // the wave is nearly full
+  // Unit: microseconds times parts.
   int64_t least = int64_t{(tiles + s.places - 1) / s.places} * (s.tile_us + s.start_us * best);
   for (int rounds = 2; rounds <= kMostRounds; ++rounds) {
     const int parts = at_most(static_cast<int>(of_round * static_cast<float>(rounds) + 1e-3f));
@@ -40,7 +40,7 @@ QAO_HOST_DEVICE int sharing(const Spread& s, int tiles) {
   return best;
 }
 
-// The tiles of tma.cuh for experts: the first that fits, by the columns of x.
+// Tiles of tma.cuh for grouped GEMMs. The first that fits is used, depending on K.
 using GroupedTmaTiles = std::tuple<TmaTile<5, 8, 2, 16>, TmaTile<3, 8, 2, 12>>;
 constexpr TmaConfig kGroupedTma[] = {tma_config<std::tuple_element_t<0, GroupedTmaTiles>>(),
                                      tma_config<std::tuple_element_t<1, GroupedTmaTiles>>()};
@@ -52,26 +52,26 @@ inline bool grouped_tma_params(const Problem& problem, int config, int room, Tma
   return problem.k % kStepColumns == 0 && tma_params(of_expert, kGroupedTma[config], 1, room, to, shared_bytes);
 }
 
-// `groups` of a K-step.
+// `groups` per K-step.
 using GroupedKernel = void (*)(Int4Params, RingParams, Routing, Spread);
 GroupedKernel grouped_kernel(int groups, bool has_zeros, DType scale_dtype);
 GroupedKernel fp4_grouped_kernel(int groups);
 
-// How a CTA walks an expert. False if that takes more than `room` bytes.
+// Kernel parameters for one expert. Returns false if it needs more than `room` bytes.
 inline bool grouped_params(const Problem& problem, int room, RingParams* to, int* shared_bytes) {
   Problem of_expert = problem;
   of_expert.m = kGrouped.tokens;
   return ring_params(of_expert, kGrouped, 1, 1, room, to, shared_bytes);
 }
 inline Spread spread_of(const Problem& problem, const Plan& plan) {
-  constexpr int64_t kBytesInMicrosecond = 4'200'000, kStartUs = 4;  // all CTAs read; one begins and ends
+  constexpr int64_t kBytesInMicrosecond = 4'200'000, kStartUs = 4;  // of all CTAs; overhead of one CTA
   const int64_t us = std::min<int64_t>(weight_bytes(problem) * plan.ctas_at_once / kBytesInMicrosecond, 100'000);
-  const int64_t passes = ceil_div(problem.n, plan.tile_n);  // of which the last of a part may be half empty
+  const int64_t passes = ceil_div(problem.n, plan.tile_n);  // the last pass of a part may be half empty
   return {plan.ctas_at_once, static_cast<int>(passes), static_cast<int>(us),
           static_cast<int>(kStartUs + us / passes / 2)};
 }
 
-// Of shared memory that the kernel names itself, the rows of x: as long as what the rest is aligned to.
+// Static shared memory of the kernel, the rows of x, padded to the alignment of the dynamic part.
 constexpr int kGroupedStaticBytes = 1024;
 
 }  // namespace qao::mm::stream

@@ -1,4 +1,4 @@
-// What the streaming grouped kernels share: the parts of a CTA, and its rows of x.
+// Work distribution of the grouped skinny-GEMM kernels: parts of a CTA, and their rows of x.
 #pragma once
 
 #include "mm/routing.cuh"
@@ -7,14 +7,14 @@
 
 namespace qao::mm::stream {
 
-// The row of x of each token of a part.
+// Row of x of each token of a part.
 template <int tokens>
 __device__ __forceinline__ int* rows_of_x() {
   __shared__ int rows[tokens];
   return rows;
 }
 
-// Token `token` of x as it was given.
+// Element `k` of token `token` of the original x.
 template <int tokens>
 struct GatheredX {
   const Params& p;
@@ -24,15 +24,15 @@ struct GatheredX {
   }
 };
 
-// Some rows of an expert, and a run of its row tiles.
+// A block of rows of an expert and a run of its n-tiles.
 struct Part {
   const uint8_t *weight, *scales;  // of the expert
   const void* bias;
-  int64_t row0;  // of y
+  int64_t row0;  // in y
   int tokens, row_tile0, row_tiles;
 };
 
-// Calls use(part) for each part of this CTA. Rows of y that no expert has become zeros.
+// Calls use(part) for each part of this CTA. Rows of y that belong to no expert become zeros.
 template <int tile_m, typename Use>
 __device__ __forceinline__ void for_each_part(const Params& p, const Routing& r, const Spread& spread, int cta,
                                               int ctas, const Use& use) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void for_each_part(const Params& p, const Routing& r,
     use(Part{of_expert(p.weight, share.expert, r.weight_bytes), of_expert(p.scales, share.expert, r.scales_bytes),
              of_expert(p.bias, share.expert, r.bias_bytes), share.begin + int64_t{row}, min(share.rows - row, tile_m),
              part * each + min(part, more), each + (part < more)});
-    __syncthreads();  // shared memory has been read
+    __syncthreads();  // shared memory may be reused
   }
 }
 

@@ -1,4 +1,4 @@
-// How the streaming bodies run few rows an expert.
+// Planning of grouped GEMMs on the skinny-GEMM kernels.
 #include <algorithm>
 #include <iterator>
 
@@ -11,18 +11,17 @@
 namespace qao::mm::stream {
 namespace {
 
-// Of an expert, on average: wgmma/ does more of them in fewer tiles. Every group of an fp4 weight has sums of its own.
+// Average rows per expert. Beyond that wgmma/ needs fewer tiles. An fp4 weight accumulates each group separately.
 constexpr int64_t kMostRows = 6, kMostRowsOfFp4 = 4;
-// Of x in shared memory: the end of a pass costs less where the pass has more columns.
+// Limits with x in shared memory: the end of a pass costs relatively less with more columns.
 constexpr int64_t kMostRowsInMemory = 8, kMostRowsOfManyColumns = 12, kManyColumns = 4096;
 
 int64_t most_rows_in_memory(const Problem& problem, const TmaConfig& config) {
   return problem.k >= kManyColumns && config.tokens == kTmaTokens ? kMostRowsOfManyColumns : kMostRowsInMemory;
 }
 
-// As many CTAs as run at once. Where there may be many tiles there are twice as many, since it is not known which of
-// them end first: from the second on an SM has its next CTA when it is done. Those without a part take 1 to 2 us to see
-// it.
+// One wave of CTAs. If there may be many tiles, two waves, since it is unknown which CTAs end first: an SM then starts
+// its next CTA as soon as one ends. CTAs without work take 1 to 2 us to find out.
 void plan_ctas(const Experts& experts, int64_t places, Plan* plan) {
   const int64_t tiles = token_tiles(experts.count, experts.rows, plan->tile_m);
   plan->ctas = 4 * tiles > places ? 2 * places : places;
@@ -56,7 +55,7 @@ bool plan_grouped_ring(const Problem& problem, const Experts& experts, const Gpu
   RingParams cut;
   int shared_bytes;
   if (!grouped_params(problem, room, &cut, &shared_bytes)) return false;
-  if (cut.plain_steps == 0) return false;  // every step by the slow way
+  if (cut.plain_steps == 0) return false;  // every K-step would take the slow path
   plan->body = Body::kStreamRing;
   plan->reason = "grouped: few bfloat16 rows an expert from sm_90 on, weights stream through mma.sync";
   plan->tile_n = kGrouped.tiles_n * kTileN;
@@ -74,7 +73,7 @@ bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu
   const int64_t average = ceil_div(experts.rows, std::max<int64_t>(1, std::min(experts.count, experts.rows)));
   const bool fp4 = is_float_fp4(problem);
   if (problem.batch_invariant || !runs_sm90(gpu) || !(is_float_int4(problem) || fp4)) return false;
-  if (fp4 && problem.k <= problem.group_size) return false;  // a K-step of one group
+  if (fp4 && problem.k <= problem.group_size) return false;  // a K-step lies in one group
   if (problem.x_dtype != DType::kBFloat16) return false;
   const bool few = average <= (fp4 ? kMostRowsOfFp4 : kMostRows);
   const bool planned = few ? plan_grouped_ring(problem, experts, gpu, plan)

@@ -1,6 +1,6 @@
-// Grouped products of a bfloat16 x and an int4 weight for some rows an expert: a CTA of tma.cuh with parts of experts.
-// Rows of x lie anywhere, so no one box has them: each warp copies the columns of its own K-steps, in the first pass of
-// a part. Grid: CTAs.
+// Grouped GEMM of bfloat16 x and an int4 weight for a moderate number of rows per expert: the CTA of tma.cuh runs parts
+// of experts. Gathered rows of x cannot be one TMA box, so each warp copies the columns of its K-steps with cp.async in
+// the first pass of a part. Grid: CTAs.
 #pragma once
 
 #include "mm/stream/grouped_parts.cuh"
@@ -19,7 +19,7 @@ struct GroupedTma : Tma<Tile, __nv_bfloat16, zeros, half> {
 
   const Routing& r;
   const void* const bias;
-  const int64_t row0;  // of y, the first token's
+  const int64_t row0;  // first row in y
 
   __device__ __forceinline__ GroupedTma(const Params& params, const TmaParams& cut, const Routing& routing,
                                         const Part& part, uint32_t shared)
@@ -45,7 +45,7 @@ struct GroupedTma : Tma<Tile, __nv_bfloat16, zeros, half> {
                           from + rows_of_x<kTokens>()[token] * p.x_stride);
     }
   }
-  __device__ __forceinline__ void wait_for_x(int) const {}  // it came with the weights
+  __device__ __forceinline__ void wait_for_x(int) const {}  // x is copied together with the weights
 
   __device__ __forceinline__ void write(int pass) const {
     this->for_each_quad(pass, [&](int token, int n, bool exists, float (&value)[4]) {
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   using Cta = GroupedTma<Tile, zeros, half>;
   prefetch_routing(r);
-  ptx::wait_for_previous_kernel();  // whose the routing may be
+  ptx::wait_for_previous_kernel();  // it may have written the routing
   ptx::launch_dependents();
   for_each_part<Tile::kTokens>(p, r, spread, blockIdx.x, gridDim.x, [&](const Part& part) {
     const Cta cta(p, cut, r, part, ptx::shared_address(memory));

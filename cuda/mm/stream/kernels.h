@@ -1,5 +1,5 @@
-// The streaming kernels as launch.cu sees them. `config`: a row of the body's .inc file; `half_x`: x is float16, not
-// bfloat16.
+// The skinny-GEMM kernels as launch.cu sees them. `config` is a row of the family's .inc file; `half_x` selects float16
+// x over bfloat16.
 #pragma once
 
 #include <cuda.h>
@@ -14,11 +14,11 @@ namespace qao::mm::stream {
 
 using Params = Int4Params;
 
-// `groups` of a K-step, but for those that are columns of their own.
+// `groups` is the number of groups per K-step that are accumulated separately.
 using RingKernel = void (*)(Params, RingParams);
 RingKernel ring_kernel(int config, int groups, bool has_zeros, DType scale_dtype);
 
-// Of an fp4 weight beside a bfloat16 x, as fp4_resident_kernel().
+// For an fp4 weight and bfloat16 x, as fp4_resident_kernel().
 RingKernel fp4_ring_kernel(int config, int groups);
 
 using ResidentKernel = void (*)(Params, ResidentParams);
@@ -26,7 +26,7 @@ ResidentKernel resident_kernel(int config, bool half_x, int groups, bool has_zer
 
 ResidentKernel fp4_resident_kernel(int config, int groups);
 
-// `half`: the parameters are float16, not bfloat16. The map is that of x.
+// `half` selects float16 scales and zeros over bfloat16. The tensor map is that of x.
 using TmaKernel = void (*)(Params, TmaParams, CUtensorMap);
 TmaKernel tma_kernel(int config, bool half_x, bool zeros, bool half);
 

@@ -1,5 +1,5 @@
-// Weights are on their way before the kernel ahead of this one has ended (programmatic dependent launch). How a body
-// cuts the problem follows from the plan: the same function told plan() how much memory that takes.
+// Launch of the skinny-GEMM kernels. With PDL, weights are prefetched before the previous kernel ends. Kernel
+// parameters are recomputed from the plan by the functions that plan() used.
 #include "common/launch.h"
 #include "common/shared_memory.h"
 #include "common/tensor_map.h"
@@ -11,7 +11,7 @@
 namespace qao::mm::stream {
 namespace {
 
-// The weights of `streamed` leave caches first; null: nothing is known of them.
+// The weights of `streamed` are evicted first from L2. With null their access policy is left alone.
 template <typename... Cut>
 Status launch_streaming(const char* doing, void (*kernel)(Params, Cut...), dim3 grid, const Problem* streamed,
                         const Plan& plan, cudaStream_t stream, const Params& params, const Cut&... cut) {
@@ -24,7 +24,7 @@ Status launch_streaming(const char* doing, void (*kernel)(Params, Cut...), dim3 
   return launch_kernel(launch, doing, kernel, params, cut...);
 }
 
-// Of x [m, k], in boxes of 64 columns and all tokens.
+// Tensor map of x [m, k] with boxes of 64 columns and all tokens.
 Status make_x_map(const Problem& problem, const Params& params, CUtensorMap* map) {
   const cuuint64_t row_bytes = static_cast<cuuint64_t>(params.x_stride) * 2;
   const TensorShape shape{{static_cast<cuuint64_t>(problem.k), 1, static_cast<cuuint64_t>(problem.m)},

@@ -13,11 +13,11 @@
 namespace qao::mm::stream {
 namespace {
 
-// Rows of ring.inc, by measurement: for at most 8 tokens (Few) or more, and for weights that are little work for an SM
-// (Short) or more.
+// Rows of ring.inc, chosen by measurement: at most 8 tokens (Few) or more (Many), and little work per SM (Short) or
+// more.
 constexpr int kFewShort = 0, kFew = 1, kManyShort = 2, kMany = 3;
 
-// Fields that all plans here fill in alike. A cluster has `split` CTAs.
+// Fields that all plans of this family fill in. A cluster has `split` CTAs.
 template <typename Config>
 void fill(const Problem& problem, Body body, const char* reason, const Config& config, int index, int clusters,
           int split, int shared_bytes, Plan* plan) {
@@ -34,7 +34,7 @@ void fill(const Problem& problem, Body body, const char* reason, const Config& c
   plan->shared_bytes = shared_bytes;
 }
 
-// Fills in `plan` if ring.cuh serves the problem with this row, with `split` CTAs that share row tiles.
+// Fills in `plan` if this row of ring.inc can run the problem with `split` CTAs splitting K.
 bool fill_ring(const Problem& problem, const Gpu& gpu, int index, int split, Plan* plan) {
   const RingConfig& config = kRing[index];
   const int clusters = static_cast<int>(std::min<int64_t>(gpu.num_sms / split, tiles_n(problem.n)));
@@ -51,17 +51,16 @@ bool fill_ring(const Problem& problem, const Gpu& gpu, int index, int split, Pla
 }
 
 bool ring_serves(const Problem& problem, const RingConfig& config) {
-  if (is_float_fp4(problem) && problem.k <= problem.group_size) return false;  // a K-step of one group
+  if (is_float_fp4(problem) && problem.k <= problem.group_size) return false;  // a K-step lies in one group
   return problem.x_dtype == DType::kBFloat16 && problem.m >= 1 && problem.m <= config.tokens;
 }
 
-// More than eight tokens of weights with many rows and hardly any columns, such as the head of a small language model,
-// are wgmma's.
+// More than eight tokens with large N and small K, such as the head of a small language model, are faster with WGMMA.
 bool is_shallow(const Problem& problem, const Gpu& gpu) {
   return problem.m > 8 && problem.k <= 8 * kStepColumns && tiles_n(problem.n) >= 8 * gpu.num_sms && problem.x_aligned;
 }
 
-// Fills in `plan` if resident.cuh can serve the problem with this row.
+// Fills in `plan` if this row of resident.inc can run the problem.
 bool fill_resident(const Problem& problem, const Gpu& gpu, int index, Plan* plan) {
   if (problem.x_dtype == DType::kFloat16 && (problem.normed || is_float_fp4(problem))) return false;
   if (is_float_fp4(problem) && (problem.k <= problem.group_size || problem.normed)) return false;
@@ -77,16 +76,17 @@ bool fill_resident(const Problem& problem, const Gpu& gpu, int index, Plan* plan
   return true;
 }
 
-// Passes over row tiles, `pass_tiles` at a time, of the CTA that has most.
+// Passes of `pass_tiles` n-tiles in the CTA with the most.
 int64_t passes_of(const Problem& problem, const Gpu& gpu, int64_t pass_tiles) {
   return ceil_div(ceil_div(tiles_n(problem.n), gpu.num_sms), pass_tiles);
 }
-// Row tiles that they have room for.
+// n-tile slots in these passes.
 int64_t places_of(const Problem& problem, const Gpu& gpu, int64_t pass_tiles) {
   return passes_of(problem, gpu, pass_tiles) * pass_tiles;
 }
 
-// The same body of a normed problem, for as many tokens as were measured to pay. Two row tiles a pass are gate and up.
+// Plans the same kernel with fused RMSNorm, for the numbers of tokens measured to be faster. The two n-tiles of a pass
+// are gate and up.
 bool plan_normed(const Problem& problem, const Gpu& gpu, Plan* plan) {
   if (!problem.normed || !problem.x_aligned || problem.k % kStepColumns != 0) return false;
   if (problem.gated && problem.n % (2 * kTileN) != 0) return false;
@@ -104,9 +104,9 @@ bool plan_normed(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return true;
 }
 
-// Tokens of bfloat16 for which resident.cuh was measured to pay: the more row tiles a multiprocessor has, the more.
-// Three, five and six of them fill its passes of three or two better than the ring's of four. Fewer than three, and
-// four or eight, which fill the ring's passes, need more K-steps.
+// Largest number of bfloat16 tokens for which resident.cuh was measured to be faster. It grows with the n-tiles per SM.
+// 3, 5 and 6 n-tiles fill its passes of three or two better than the ring's passes of four. Fewer than 3, and 4 or 8,
+// which fill the ring's passes, need more K-steps.
 int64_t most_resident_tokens(const Problem& problem, const Gpu& gpu) {
   const int64_t of_sm = ceil_div(tiles_n(problem.n), gpu.num_sms);
   if (problem.k < 24 * kStepColumns && (of_sm < 3 || of_sm % 4 == 0)) return 0;
@@ -114,12 +114,12 @@ int64_t most_resident_tokens(const Problem& problem, const Gpu& gpu) {
   return of_sm > 32 ? 8 : of_sm > 8 ? 5 : of_sm > 6 ? 4 : of_sm == 3 ? 3 : 2;
 }
 
-// Not where x, which every CTA waits for, is large. For float16 always: the portable kernels are slower.
+// Rejects large x, because every CTA waits for all of it. float16 always runs here: the portable kernels are slower.
 bool plan_plain(const Problem& problem, const Gpu& gpu, Plan* plan) {
   if (problem.x_dtype != DType::kFloat16) {
     if (problem.m > most_resident_tokens(problem, gpu) || problem.m * problem.k > 32768) return false;
   }
-  // MXFP4 in several passes was faster in the ring.
+  // MXFP4 with several passes is faster in the ring.
   if (is_float_fp4(problem) && problem.group_size == fp4::kMxGroup && passes_of(problem, gpu, 3) > 1) return false;
   int64_t fewest = INT64_MAX;
   for (int index = 0; index < static_cast<int>(std::size(kResident)); ++index) {
@@ -129,7 +129,7 @@ bool plan_plain(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return fewest < INT64_MAX;
 }
 
-// Fills in `plan` if tma.cuh can serve the problem with this row.
+// Fills in `plan` if this row of tma.inc can run the problem.
 bool fill_tma(const Problem& problem, const Gpu& gpu, int index, Plan* plan) {
   if (!is_float_int4(problem) || problem.m <= kResidentTokens || problem.m > kTmaTokens) return false;
   const TmaConfig& config = kTma[index];
@@ -156,8 +156,8 @@ bool plan_resident(const Problem& problem, const Gpu& gpu, Plan* plan) {
   return is_fused(problem) ? plan_normed(problem, gpu, plan) : plan_plain(problem, gpu, plan);
 }
 
-// Measured to pay where three row tiles a pass fit beside x, or one pass is enough. A pass costs as much as one more
-// row tile.
+// Measured to be faster where shared memory holds x and three n-tiles per pass, or where one pass is enough. A pass
+// costs as much as one more n-tile.
 bool plan_tma(const Problem& problem, const Gpu& gpu, Plan* plan) {
   if (is_shallow(problem, gpu)) return false;
   int64_t least = INT64_MAX;
@@ -173,13 +173,13 @@ bool plan_tma(const Problem& problem, const Gpu& gpu, Plan* plan) {
 bool plan_ring(const Problem& problem, const Gpu& gpu, Plan* plan) {
   if (!ring_serves(problem, kRing[kMany]) || is_shallow(problem, gpu)) return false;
   const int64_t row_tiles = tiles_n(problem.n), steps = ceil_div(problem.k, kStepColumns);
-  const int64_t share = row_tiles * steps / gpu.num_sms;  // row tiles times K-steps of a multiprocessor
+  const int64_t share = row_tiles * steps / gpu.num_sms;  // n-tiles times K-steps per SM
   const bool few = problem.m <= kRing[kFew].tokens;
   const bool is_short = share <= (few ? 100 : 64) && row_tiles <= 2 * gpu.num_sms;
   const int index = few ? (is_short ? kFewShort : kFew) : is_short ? kManyShort : kMany;
 
-  // Pairs of CTAs share row tiles, each with half of K, where SMs would idle otherwise, or where so many places of
-  // passes would stay empty that it pays for the exchange after each pass.
+  // Pairs of CTAs split K where SMs would otherwise idle, or where enough n-tile slots would stay empty to pay for the
+  // exchange after each pass.
   const auto passes = [&](int64_t clusters) { return ceil_div(ceil_div(row_tiles, clusters), kRing[index].tiles_n); };
   const bool pays = is_short ? 2 * row_tiles <= gpu.num_sms
                              : gpu.num_sms >= 2 && 2 * passes(gpu.num_sms / 2) <= 3 * passes(gpu.num_sms);

@@ -1,5 +1,5 @@
-// What plan() asks about the streaming bodies. Pure host code. A plan function returns false where another body is
-// faster, or nothing fits.
+// Planning of the skinny-GEMM kernels, host code only. A plan function returns false if another kernel family is faster
+// or nothing fits.
 #pragma once
 
 #include <vector>
@@ -9,11 +9,11 @@
 namespace qao::mm::stream {
 
 bool supports(const Problem& problem, const Gpu& gpu);
-bool plan_resident(const Problem& problem, const Gpu& gpu, Plan* plan);  // the only one for normed problems
+bool plan_resident(const Problem& problem, const Gpu& gpu, Plan* plan);  // the only kernels that fuse RMSNorm
 bool plan_tma(const Problem& problem, const Gpu& gpu, Plan* plan);
 bool plan_ring(const Problem& problem, const Gpu& gpu, Plan* plan);
 
-// Of experts; no Hopper, another x or more rows an expert: false.
+// Plans a grouped GEMM. Returns false before Hopper, for x that is not bfloat16 and for too many rows per expert.
 bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan* plan);
 
 void add_candidates(const Problem& problem, const Gpu& gpu, std::vector<Candidate<Plan>>* all);

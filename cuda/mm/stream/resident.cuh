@@ -1,8 +1,8 @@
-// The body for at most eight tokens from Hopper on whose x fits into shared memory.
+// Skinny GEMM for at most eight tokens from Hopper on, with all of x resident in shared memory.
 //
-// A CTA owns a run of row tiles and walks it in passes of kTilesN. Its warps are slices of K: each takes every so many
-// K-steps of 128 columns through a cp.async ring of its own, which runs on from pass to pass. x is brought to shared
-// memory once. Sums of the slices are added in their order.
+// A CTA owns a run of n-tiles and computes kTilesN of them per pass. Its warps split K: each takes every kWarps-th
+// K-step of 128 columns through its private cp.async ring, which keeps running across passes. x is loaded to shared
+// memory once. Partial sums of the warps are added in a fixed order.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -33,20 +33,20 @@ struct Held {
         shared(base),
         ring(base + d.ring_offset + ptx::warp_index() * Tile::kStages * d.stage_bytes) {}
 
-  // Gate and up are the two row tiles of a pass.
+  // If gated, the two n-tiles of a pass are gate and up.
   __device__ __forceinline__ int gated() const { return kR == 2 ? d.gated : 0; }
   __device__ __forceinline__ Factors factors() const { return {shared + d.factors_offset}; }
 
-  // Walks this warp's K-steps, pass after pass, with this lane's pointers.
+  // Iterates over the K-steps of this warp, pass after pass, with this lane's global pointers.
   struct Cursor {
     int step;
-    int tiles;  // row tiles that the CTA has left; none past the last pass
+    int tiles;  // remaining n-tiles of the CTA; zero or less past the last pass
     const uint8_t *weight, *scales;
   };
   __device__ __forceinline__ int group_bytes_at(int step) const {
     return (step * d.groups_of_step >> d.group_shift) * p.group_bytes;
   }
-  // To the pass that the cursor has come to, if it has left one.
+  // Moves a cursor past the last K-step to the next pass.
   __device__ __forceinline__ void turn(Cursor& at) const {
     const int before = at.step;
     while (at.step >= d.steps) {
@@ -71,7 +71,7 @@ struct Held {
     if (at.step >= d.steps) turn(at);
   }
 
-  // Starts copying a K-step of the pass's row tiles and the parameters of the groups it touches.
+  // Issues the copies of a K-step: the pass's n-tiles, and scales and zeros of the groups it touches.
   __device__ __forceinline__ void fetch(const Cursor& at, uint32_t stage) const {
     if (at.tiles > 0) {
       if (at.step < d.plain_steps) {
@@ -93,7 +93,7 @@ struct Held {
     }
     ptx::cp_async_commit();
   }
-  // A step that ends past K. Kept out of the main loop's code and registers.
+  // Copies a K-step that ends past K. Kept out of the mainloop's code and registers.
   static __device__ __noinline__ void fetch_slowly(const Params& p, const ResidentParams& d, int step, int tiles,
                                                    const uint8_t* weight, const uint8_t* scales, uint32_t stage) {
     const int lane = threadIdx.x % 32;
@@ -112,7 +112,7 @@ struct Held {
     }
   }
 
-  // All K-steps of this warp, then the sums.
+  // Mainloop over all K-steps of this warp, and epilogue of each pass.
   __device__ __forceinline__ void walk(Cursor& ahead) const {
     const Product product(d, shared);
     const uint32_t stage_bytes = d.stage_bytes, end = ring + Tile::kStages * stage_bytes;
@@ -122,16 +122,20 @@ struct Held {
     for (int pass = 0; pass < d.passes; ++pass) {
       typename Product::Sums sum = {};
       for (; step < d.steps; step += kWarps) {
+        // Wait for the stage
         ptx::cp_async_wait<Tile::kStages - 2>();
         __syncwarp();
+        // Refill the previous stage
         fetch(ahead, stage_ahead);
         advance(ahead);
+        // Convert W and issue the MMAs
         product.multiply(stage, step * step_bytes, sum);
         stage_ahead = stage;
         stage += stage_bytes;
         if (stage == end) stage = ring;
       }
       step -= d.steps;
+      // Store the partial sums, and finish passes when all slots are full
       product.give(sum, [&](int token, int row, float value) {
         ptx::store_shared_float(partial(slot, slice, token) + row * 4, value);
       });
@@ -144,17 +148,18 @@ struct Held {
     }
   }
 
-  // Sums in shared memory: [slot][slice][token][kPaddedRow] float32, a slot the row tiles of a pass.
+  // Partial sums in shared memory: [slot][warp][token][kPaddedRow] float32. A slot holds the n-tiles of one pass.
   __device__ __forceinline__ uint32_t partial(int slot, int of_slice, int token) const {
     return shared + d.partials_offset + ((slot * kWarps + of_slice) * d.tokens + token) * (Tile::kPaddedRow * 4);
   }
 
-  // Adds the slices of the `slots` passes from `pass` on, and stores y, a thread four rows of a token. If gated, a pass
-  // has a row tile of gate and one of up, and y is SiLU(gate) * up: four lanes have what four others need.
+  // Epilogue of the `slots` passes from `pass` on: adds the partial sums and stores y, four rows of a token per thread.
+  // If gated, a pass has one n-tile of gate and one of up, and y is SiLU(gate) * up: four lanes hold the values that
+  // four others need.
   __device__ __forceinline__ void write(int pass, int slots) const {
     constexpr int kQuads = kR * kTileN / 4;
     const int all = slots * d.tokens * kQuads, outputs = p.n >> gated();
-    for (int first = threadIdx.x / 32 * 32; first < all; first += Tile::kThreads) {  // alike for all lanes of a warp
+    for (int first = threadIdx.x / 32 * 32; first < all; first += Tile::kThreads) {  // uniform across the warp
       const int i = first + lane, quad = i % kQuads, tile = quad / 4;
       int slot = 0, token = i / kQuads;
       while (i < all && token >= d.tokens) token -= d.tokens, ++slot;
@@ -187,7 +192,7 @@ struct Held {
   }
 };
 
-// T is what x is, Product what multiplies it by W.
+// T is the dtype of x, Product the MMA policy of W's format.
 template <typename Tile, typename T, typename Product>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     resident_kernel(const __grid_constant__ Params p, const __grid_constant__ ResidentParams d) {
@@ -195,8 +200,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   using Cta = Held<Tile, T, Product>;
   const Cta cta(p, d, ptx::shared_address(shared));
 
-  // The kernel before this one may still run. What it writes must not be read before the wait, and might be anything,
-  // weights too: they are brought as far as the L2 cache, where a later write to them still counts.
+  // PDL: the previous kernel may still run and may write anything, even weights. Before the wait, only prefetch weights
+  // to L2, where a later write to them is still seen.
   if (threadIdx.x < min(cta.row_tiles, 2 * Tile::kTilesN)) {
     const int tile = cta.row_tile0 + (threadIdx.x >> cta.gated()), second = threadIdx.x & cta.gated();
     const uint8_t* weight = p.weight + tile * d.row_tile_bytes;
@@ -220,11 +225,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     ptx::wait_for_previous_kernel();
     ptx::launch_dependents();
     x.load();
-    fetch_next();  // one stage only before x, which all wait for
+    fetch_next();  // only one stage before x, on which all threads wait
     while (true) {
       x.store();
       unit += x.kAtOnce;
-      if ((unit & ~1) >= d.steps * d.tokens) break;  // alike for both units of a warp
+      if ((unit & ~1) >= d.steps * d.tokens) break;  // uniform for both units of a warp
       x.seek(unit);
       x.load();
     }
@@ -239,7 +244,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   for (int i = 0; i < Tile::kStages - 2; ++i) fetch_next();
   if (threadIdx.x == 0) ptx::store_shared_16(cta.shared + d.zeros_offset, {0, 0, 0, 0});
   __syncthreads();
-  if (d.normed) {  // the factors are not needed before write()
+  if (d.normed) {  // write() is the first to need the factors
     if (cta.slice < d.tokens) cta.factors().make(p, d.steps, cta.slice);
   }
   cta.walk(ahead);

@@ -1,4 +1,4 @@
-// How resident.cuh cuts a problem: one definition for plan() and for launch().
+// Parameters of the kernels of resident.cuh, computed by one function for plan() and launch().
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace qao::mm::stream {
 constexpr int kResidentTokens = 8;
 
 struct ResidentConfig {
-  int tokens;  // at most
+  int tokens;  // maximum
   int tiles_n, warps, stages, ctas_per_sm, padded_row;
 };
 
@@ -28,27 +28,27 @@ constexpr ResidentConfig kResident[] = {
 #include "mm/stream/resident.inc"
 #undef QAO_RESIDENT
 };
-constexpr int kZeroBytes = 16;  // of zeros, behind x in shared memory
+constexpr int kZeroBytes = 16;  // a block of zeros after x in shared memory
 
-// What the kernel gets. Row tiles have 16 rows of W, K-steps kStepColumns columns.
+// Kernel parameters. An n-tile ("row tile") has 16 rows of W, a K-step kStepColumns columns.
 struct ResidentParams {
-  int row_tiles, more_row_tiles;  // of a CTA, pairs of them if gated; the first `more` CTAs have one more
-  int normed, gated;              // 0 or 1. gated: the row tiles of a pass are one of gate and that of up
-  int steps, plain_steps;         // K-steps; the first `plain` are whole and fetched by one copy a lane and K-tile
+  int row_tiles, more_row_tiles;  // per CTA, counted in pairs if gated; the first `more_row_tiles` CTAs have one more
+  int normed, gated;              // 0 or 1. gated: a pass computes one n-tile of gate and one of up
+  int steps, plain_steps;         // the first `plain_steps` K-steps are whole, and each lane copies 16 bytes per K-tile
   int tokens;
   int64_t row_tile_bytes, row_tile_scale_bytes;
-  int64_t next_tile_bytes, next_tile_scale_bytes;  // from a row tile of a pass to the next
-  int64_t next_pass_bytes, next_pass_scale_bytes;  // from a pass to the next
-  int passes, slots;  // passes over the row tiles, and how many of them leave their sums in shared memory together
-  int zeros_offset, ring_offset, factors_offset, partials_offset, stage_bytes;  // in shared memory, behind x
-  int groups_of_step, group_shift;  // K-step s begins with group s * groups_of_step >> group_shift
-  int chunk_shift;                  // log2 of the 16-byte chunks of parameters of a K-step and row tile
-  int scale_advance;                // bytes of parameters from a K-step of a warp to its next
+  int64_t next_tile_bytes, next_tile_scale_bytes;  // between the n-tiles of a pass
+  int64_t next_pass_bytes, next_pass_scale_bytes;  // between passes
+  int passes, slots;  // passes over the n-tiles; passes whose partial sums fit in shared memory at once
+  int zeros_offset, ring_offset, factors_offset, partials_offset, stage_bytes;  // offsets in shared memory, after x
+  int groups_of_step, group_shift;  // the first group of K-step s is s * groups_of_step >> group_shift
+  int chunk_shift;                  // log2 of the 16-byte chunks of scales and zeros per K-step and n-tile
+  int scale_advance;                // bytes of scales and zeros between two K-steps of a warp
   bool zeros;
 };
 
-// False if a K-step has too many groups for the columns of a product or for the lanes that copy their parameters, or if
-// a CTA would need more than `shared_limit` bytes.
+// Returns false if a K-step has more groups than the columns of an MMA or the lanes that copy scales can handle, or if
+// a CTA needs more than `shared_limit` bytes.
 inline bool resident_params(const Problem& problem, const ResidentConfig& config, int ctas, int shared_limit,
                             ResidentParams* to, int* shared_bytes) {
   ResidentParams d{};
@@ -69,7 +69,7 @@ inline bool resident_params(const Problem& problem, const ResidentConfig& config
   d.zeros_offset = static_cast<int>(x_bytes);
   const int slot_bytes = config.warps * d.tokens * config.padded_row * 4;
   d.passes = passes_over(walk.most << d.gated, config.tiles_n);
-  // Copies that lie across lines of 128 bytes take longer.
+  // Copies that straddle 128-byte lines are slower.
   d.stage_bytes = round_up(config.tiles_n * (kStepBytes + walk.scale_bytes), 128);
   d.ring_offset = round_up(d.zeros_offset + kZeroBytes, 128);
   d.factors_offset = d.ring_offset + config.warps * config.stages * d.stage_bytes;

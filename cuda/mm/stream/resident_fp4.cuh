@@ -1,6 +1,6 @@
-// The products of resident.cuh with an fp4 weight (fp4/layout.h), operands as in ring_fp4.cuh. As in
-// resident_product.cuh, the columns of a product are pairs of a token and a group: all eight groups of a K-step (NVFP4)
-// leave room for one token, four (MXFP4) for two.
+// MMAs of resident.cuh for an fp4 weight (fp4/layout.h), with operands as in ring_fp4.cuh. As in resident_product.cuh,
+// MMA columns are (token, group) pairs: the eight groups of a K-step (NVFP4) leave room for one token, four (MXFP4) for
+// two.
 #pragma once
 
 #include "mm/stream/fp4_pairs.cuh"
@@ -22,11 +22,11 @@ class Fp4Product {
         zeros_(shared + d.zeros_offset),
         scales_(ptx::opaque(kR * kStepBytes + lane() % 4 * (2 / kTokens * kGroupBytes) + lane() / 4 * 2)) {}
 
-  // sum += a K-step, as Product::multiply.
+  // Accumulates one K-step, as Product::multiply.
   __device__ __forceinline__ void multiply(uint32_t stage, uint32_t step_x, Sums& sum) const {
     float product[kR][4] = {};
 #pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {  // of k-steps of 16 columns, whose halves four lanes' addresses each fetch
+    for (int pair = 0; pair < 4; ++pair) {  // of k-steps of 16 columns; four lanes' addresses load each half
       uint32_t b[4];
       const int group = groups == 8 ? 2 * pair + lane() / 16 : pair;
       ptx::ldmatrix_x4(b, group == lane() % 8 / kTokens ? x_ + step_x + pair * 64 : zeros_);
@@ -45,14 +45,14 @@ class Fp4Product {
 #pragma unroll
     for (int i = 0; i < kR; ++i) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {  // columns of a lane are one group's, or two neighbours'
+      for (int e = 0; e < 4; ++e) {  // a lane's columns belong to one group, or to two neighboring ones
         const uint32_t from = stage + scales_ + i * groups * kGroupBytes + (groups == 8 ? e % 2 * kGroupBytes : 0);
         sum[i][e] += load_shared_float<DType::kBFloat16>(from + e / 2 * 16) * product[i][e];
       }
     }
   }
 
-  // Gives store(token, row of the row tiles, value) what the lane has: rows g or g + 8 of one token.
+  // Calls store(token, row within the n-tiles, value) for this lane's sum: row g or g + 8 of one token.
   template <typename Store>
   __device__ __forceinline__ void give(const Sums& sum, const Store& store) const {
     const int g = lane() / 4, t = lane() % 4;
@@ -72,7 +72,7 @@ class Fp4Product {
   static constexpr int kTokens = 8 / groups, kGroupBytes = kTileN * 2;
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
-  // This lane keeps one of two values and gives the other to the lane `distance` away, which keeps that.
+  // Keeps one of two values, adds the partner lane's copy of it, and gives that lane the other value.
   static __device__ __forceinline__ float exchange(bool first, float a, float b, int distance) {
     return (first ? a : b) + __shfl_xor_sync(kAllLanes, first ? b : a, distance);
   }

@@ -1,7 +1,7 @@
-// The products of resident.cuh: row tiles of a K-step times x, which resident_x.cuh has brought to shared memory.
+// MMAs of resident.cuh for int4 weights: n-tiles of a K-step times x in shared memory.
 //
-// The columns of a product are tokens, or pairs of a token and one of `groups` groups of a K-step: x is zero in the
-// columns of other groups. So a column has one scale, and small groups cost no more instructions than large ones.
+// MMA columns are tokens, or pairs of a token and one of `groups` groups of a K-step: x is zero in the columns of other
+// groups. So a column has one scale, and small groups cost no more instructions than large ones.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,9 +29,9 @@ class Product {
         zeros_(shared + d.zeros_offset),
         parameters_(ptx::opaque(kR * kStepBytes + group(lane() % 4 * 2) * kGroupBytes + lane() / 4 * kSize)) {}
 
-  // sum += a K-step. Row tiles and tokens that do not exist are multiplied like others: their sums go nowhere.
+  // Accumulates one K-step. n-tiles and tokens past the end are multiplied as well; their sums are discarded.
   __device__ __forceinline__ void multiply(uint32_t stage, uint32_t step_x, Sums& sum) const {
-    const uint32_t ones[4] = {0x00010001, 0x00010001, 0x00010001, 0x00010001};  // as bytes of W are
+    const uint32_t ones[4] = {0x00010001, 0x00010001, 0x00010001, 0x00010001};  // in the format of the bytes of W
     float x_sum[4] = {};
     float product[kR][4] = {};
 #pragma unroll
@@ -53,6 +53,7 @@ class Product {
         }
       }
     }
+// Apply scales and zero points
 #pragma unroll
     for (int i = 0; i < kR; ++i) {
       const uint32_t from = stage + parameters_ + i * groups * kGroupBytes;
@@ -68,7 +69,7 @@ class Product {
     }
   }
 
-  // Gives store(token, row of the row tiles, value) what the lane has.
+  // Calls store(token, row within the n-tiles, value) for this lane's sums.
   template <typename Store>
   __device__ __forceinline__ void give(const Sums& sum, const Store& store) const {
     constexpr float kLow = kUnitOf<T>, kHigh = kLow / 16;
@@ -84,8 +85,8 @@ class Product {
         }
       }
     } else {
-      // Adds the groups, which neighbouring lanes have: two keep rows g and two g + 8, and of four groups, one token
-      // each.
+      // Adds the groups held by neighboring lanes: two lanes keep rows g and two keep rows g + 8. With four groups each
+      // keeps one token.
       const float unit = t < 2 ? kLow : kHigh;
 #pragma unroll
       for (int i = 0; i < kR; ++i) {
@@ -104,12 +105,12 @@ class Product {
 
  private:
   static constexpr int kSize = size_of(dtype), kGroupBytes = (zeros ? 2 : 1) * kTileN * kSize;
-  static constexpr int kTokens = 8 / groups;  // of the columns
+  static constexpr int kTokens = 8 / groups;  // of the MMA columns
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int group(int column) { return column / kTokens; }
   static __device__ __forceinline__ int token(int column) { return column % kTokens; }
 
-  // This lane keeps one of two values and gives the other to the lane `distance` away, which keeps that.
+  // Keeps one of two values, adds the partner lane's copy of it, and gives that lane the other value.
   static __device__ __forceinline__ float exchange(bool first, float a, float b, int distance) {
     return (first ? a : b) + __shfl_xor_sync(kAllLanes, first ? b : a, distance);
   }

@@ -1,9 +1,9 @@
-// How x comes to resident.cuh's shared memory, [K-step][token][kTokenBytes], bfloat16 scaled: as it is, or through
+// Prologue of resident.cuh: loads x to shared memory, [K-step][token][kTokenBytes], scaled bfloat16, plain or through
 // RMSNorm.
 //
-// What is multiplied then is RMSNorm(x + residual) * norm_weight. Every CTA makes all of it: shared memory gets
-// (x + residual) * norm_weight, and 1 / sqrt(mean of squares + eps), one factor a token, multiplies the sums at the
-// end. So nothing waits for a row to be complete.
+// With RMSNorm the GEMM's input is RMSNorm(x + residual) * norm_weight. Every CTA computes all of it. Shared memory
+// holds (x + residual) * norm_weight; the sums are multiplied at the end by 1 / sqrt(mean of squares + eps), one factor
+// per token. So the mainloop does not wait for complete rows.
 #pragma once
 
 #include "common/quantize.cuh"
@@ -13,7 +13,7 @@
 
 namespace qao::mm::stream::held {
 
-// In shared memory: kResidentTokens factors, then a sum of squares for every unit, a token's columns of a K-step.
+// In shared memory: kResidentTokens factors, then the sum of squares of each unit (a token's columns of one K-step).
 struct Factors {
   uint32_t base;
   __device__ __forceinline__ float of(int token) const {
@@ -21,7 +21,8 @@ struct Factors {
   }
   __device__ __forceinline__ uint32_t squares(int unit) const { return base + (kResidentTokens + unit) * 4; }
 
-  // By a warp, when the squares of the token are there. NaN where float32 does not hold them: repair() sees to those.
+  // One warp computes the factor of a token from its sums of squares. NaN if float32 overflows or underflows: repair()
+  // recomputes those.
   __device__ __forceinline__ void make(const Params& p, int steps, int token) const {
     const int lane = threadIdx.x % 32;
     float sum = 0;
@@ -35,14 +36,15 @@ struct Factors {
   }
 };
 
-// Sixteen threads copy a unit, a token's columns of a K-step; a thread has eight columns of several units at once.
+// Sixteen threads copy a unit, a token's columns of one K-step. Each thread copies eight columns of several units at
+// once.
 template <typename T, int threads, int batch>
 struct Units {
   static constexpr int kAtOnce = batch * threads / 16;
 
   __device__ __forceinline__ Units(const Params& params, const ResidentParams& few, uint32_t base)
       : p(params), d(few), shared(base) {}
-  // The batch that begins with unit `first`.
+  // Sets the batch that begins with unit `first`.
   __device__ __forceinline__ void seek(int first) {
 #pragma unroll
     for (int i = 0; i < batch; ++i) {
@@ -52,7 +54,7 @@ struct Units {
   }
   __device__ __forceinline__ bool exists(int i) const { return token[i] < d.tokens; }
   __device__ __forceinline__ int column(int i) const { return step[i] * kStepColumns + threadIdx.x % 16 * 8; }
-  // An address for load(): it is ready when the wait is over.
+  // An address for load(), computed before the PDL wait ends.
   static __device__ __forceinline__ const uint8_t* address(const void* data, int64_t element) {
     return ptx::opaque(static_cast<const uint8_t*>(data) + element * 2);
   }
@@ -96,7 +98,7 @@ class PlainX : public Units<T, threads, kPlainBatch> {
   }
 
  private:
-  // Any eight columns: zeros from `columns` on, an x that 16-byte loads cannot read.
+  // Loads any eight columns: zeros from `columns` on, no 16-byte alignment.
   static __device__ __noinline__ uint4 load_slowly(const uint8_t* from, int columns) {
     uint32_t words[4] = {};
 #pragma unroll
@@ -110,7 +112,7 @@ class PlainX : public Units<T, threads, kPlainBatch> {
   uint4 value_[kPlainBatch];
 };
 
-// With two, products without a norm, whose kernel this is too, took up to 0.9 µs longer.
+// A batch of two made GEMMs without a norm, which run in this kernel too, up to 0.9 µs slower.
 constexpr int kNormedBatch = 1;
 template <int threads>
 class NormedX : public Units<__nv_bfloat16, threads, kNormedBatch> {
@@ -139,7 +141,7 @@ class NormedX : public Units<__nv_bfloat16, threads, kNormedBatch> {
       if (p.norm_weight != nullptr) weight_[i].template load<true, true>(weight_from_[i], 0, kAll);
     }
   }
-  // All lanes of a warp take part.
+  // All lanes of a warp must call this.
   __device__ __forceinline__ void store() {
     const Factors factors{this->shared + d.factors_offset};
 #pragma unroll
@@ -176,7 +178,7 @@ class NormedX : public Units<__nv_bfloat16, threads, kNormedBatch> {
   Vector x_[kNormedBatch], residual_[kNormedBatch], weight_[kNormedBatch];
 };
 
-// A token of x, given or normed, for exact(): by a warp, a value at a time.
+// A token of x, plain or normalized, for exact(). One warp reads it one value at a time.
 template <typename T>
 class FewX {
  public:

@@ -1,18 +1,18 @@
-// The body for few tokens from Hopper on, where all that counts is that weights stream: mma.sync, weights as the 16-row
-// operand and tokens as the 8-column one. x is bfloat16.
+// Skinny GEMM for up to 16 bfloat16 tokens from Hopper on, bound by weight bandwidth: mma.sync with swap-AB, weights as
+// the 16-row operand and tokens as the 8-column one.
 //
-// A CTA owns a run of row tiles and walks it in passes of kTilesN. Its warps are slices of K; warp w takes the K-steps
-// w, w + kWarps, ... of 128 columns through a cp.async ring of its own, which runs on from pass to pass. Sums of the
-// slices, and of the CTAs of a cluster that share row tiles, are added in their order.
+// A CTA owns a run of n-tiles and computes kTilesN of them per pass. Its warps split K: warp w takes K-steps w, w +
+// kWarps, ... of 128 columns through its private cp.async ring, which keeps running across passes. Partial sums of the
+// warps, and of the CTAs of a cluster that split K, are added in a fixed order.
 //
-// Nibbles become operands with four instructions for eight of them: a byte in the low half of a bfloat16 is a subnormal
-// number of that value times 2^-133, exactly. So the operand's row g is q[g], its row g + 8 is q[g] + 16 q[g + 8], and
-// the two are told apart in the float32 sums. x is multiplied by 2^100 lest its products vanish. Zero points come off
-// the sums too, with the sum of x over the group that a product with ones gives. What overflows on that way, or was not
-// finite to begin with, is computed again by `exact`.
+// Four instructions convert eight nibbles to operands: a byte in the low half of a bfloat16 is a subnormal number of
+// that value times 2^-133, exactly. So row g of the operand is q[g], row g + 8 is q[g] + 16 q[g + 8], and the float32
+// sums are separated afterwards. x is scaled by 2^100 so that products do not underflow. Zero points are also
+// subtracted from the sums, using the sum of x over each group, which an MMA with ones computes. Values that overflow,
+// or were not finite to begin with, are recomputed by `exact`.
 //
-// The columns of a product are tokens, or where there is room, and a K-step has several groups, pairs of a token and a
-// group: x is zero in the columns of other groups. So a column has one scale, and no group needs sums of its own.
+// MMA columns are tokens. Where a K-step has several groups and columns are free, they are (token, group) pairs: x is
+// zero in the columns of other groups. A column then has one scale, and groups need no separate sums.
 #pragma once
 
 #include "common/mma.cuh"
@@ -20,8 +20,8 @@
 
 namespace qao::mm::stream::x_ring {
 
-// `groups` of a K-step that have sums of their own, `dtype` of W's parameters. fp4 has products of its own:
-// ring_fp4.cuh.
+// `groups` is the number of groups per K-step that are accumulated separately, `dtype` that of the scales and zeros.
+// fp4 has its own multiply() in ring_fp4.cuh.
 template <typename Tile, int groups, bool zeros, DType dtype, Format weight = Format::kInt4>
 struct Ring : Cta<Tile> {
   using Base = Cta<Tile>;
@@ -29,14 +29,14 @@ struct Ring : Cta<Tile> {
   using Base::d, Base::lane, Base::p, Base::partials, Base::rank, Base::row_tile0, Base::row_tiles, Base::slice;
   using Base::tokens;
 
-  // Columns are pairs only in products of eight.
+  // Columns are (token, group) pairs only with one 8-column tile.
   __device__ __forceinline__ int columns_of_token() const { return kTM == 1 ? d.columns_of_token : 1; }
-  // Of the K-step's groups, the one that a column belongs to where columns are pairs; and its token.
+  // The group within the K-step and the token of an MMA column.
   __device__ __forceinline__ int column_group(int column) const { return kTM == 1 ? column >> d.token_shift : 0; }
   __device__ __forceinline__ int column_token(int column) const {
     return kTM == 1 ? column & ((1 << d.token_shift) - 1) : column;
   }
-  // What this lane multiplies its column's x by in the quarters of a K-step: nothing but those of its group count.
+  // Factors of this lane's x in the quarters of a K-step: zero outside its column's group.
   struct Units {
     uint32_t of[4];
   };
@@ -50,9 +50,9 @@ struct Ring : Cta<Tile> {
     return units;
   }
 
-  using X = uint32_t[8][kTM][2];  // operands of eight k-steps
+  using X = uint32_t[8][kTM][2];  // MMA operands of eight k-steps of 16
   __device__ __forceinline__ void load_x(uint32_t x, const Units& units, X& b) const {
-    const int last = tokens - 1;  // tokens that do not exist read the last one
+    const int last = tokens - 1;  // tokens past the end read the last one
     if constexpr (kTM == 1) {
       const int row = min(column_token(lane % 8), last);
 #pragma unroll
@@ -77,7 +77,7 @@ struct Ring : Cta<Tile> {
     }
   }
 
-  // Where in a stage this lane's row g has its scale.
+  // Offset in a stage of the scale of this lane's row g.
   static constexpr int kSize = size_of(dtype), kGroupBytes = (zeros ? 2 : 1) * kTileN * kSize;
   __device__ __forceinline__ uint32_t parameters() const {
     return d.scale_offset + column_group(lane % 4 * 2) * kGroupBytes + lane / 4 * kSize;
@@ -88,9 +88,10 @@ struct Ring : Cta<Tile> {
   static constexpr bool kFp4 = weight == Format::kFp4;
   static constexpr float kLowUnit = kFp4 ? kFp4Unit : kUnit, kHighUnit = kFp4 ? kFp4Unit : kUnit / 16;
 
-  // Row tiles that do not exist are multiplied like others: their sums go nowhere.
+  // Accumulates one K-step. n-tiles past the end are multiplied as well; their sums are discarded.
   __device__ __forceinline__ void multiply(uint32_t stage, const Units& units, uint32_t parameters, Sums& sum) const {
     X b;
+    // Load x and sum it over each group
     load_x(stage + d.x_offset, units, b);
     constexpr int kSteps = 8 / groups, kTogether = kR % 2 == 0 ? 2 : 1;
     float x_sum[groups][kTM][4] = {};
@@ -100,6 +101,7 @@ struct Ring : Cta<Tile> {
 #pragma unroll
       for (int j = 0; j < kTM; ++j) Half<T>::mma(x_sum[step / kSteps][j], ones, b[step][j][0], b[step][j][1]);
     }
+    // Load the weights
     const uint32_t words = stage + lane * 16;
     const uint32_t tile_parameters = (kTM == 1 ? d.groups_of_step : groups) * kGroupBytes;
 #pragma unroll
@@ -126,6 +128,7 @@ struct Ring : Cta<Tile> {
             zero[i][high] = zeros ? load_shared_float<dtype>(from + (kTileN + high * 8) * kSize) : kSymmetricZero;
           }
         }
+        // Convert W and issue the MMAs
         float product[kTogether][kTM][4] = {};
 #pragma unroll
         for (int step = group * kSteps; step < (group + 1) * kSteps; ++step) {
@@ -137,6 +140,7 @@ struct Ring : Cta<Tile> {
             for (int j = 0; j < kTM; ++j) Half<T>::mma(product[i][j], a, b[step][j][0], b[step][j][1]);
           }
         }
+// Apply scales and zero points
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
 #pragma unroll
@@ -153,8 +157,8 @@ struct Ring : Cta<Tile> {
     }
   }
 
-  // Sums in shared memory: [slot][slice][token][columns of the token][kPaddedRow] float32, a slot the row tiles of a
-  // pass.
+  // Partial sums in shared memory: [slot][warp][token][columns of the token][kPaddedRow] float32. A slot holds the
+  // n-tiles of one pass.
   __device__ __forceinline__ uint32_t partial(int slot, int of_slice, int token) const {
     return partials + ((slot * Tile::kWarps + of_slice) * tokens + token) * columns_of_token() * kColumnBytes;
   }
@@ -165,7 +169,7 @@ struct Ring : Cta<Tile> {
     for (int j = 0; j < kTM; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int token = j * 8 + e;  // beyond that of `column`
+        const int token = j * 8 + e;  // relative to that of `column`
         if (token + column_token(column) >= tokens) continue;
 #pragma unroll
         for (int i = 0; i < kR; ++i) {
@@ -178,8 +182,8 @@ struct Ring : Cta<Tile> {
     }
   }
 
-  // Calls finish(slot, token, quad, n, exists) with what a thread stores of the `slots` passes from `pass` on, four
-  // rows of a token at a time from row n on. All lanes of a warp go round alike.
+  // Calls finish(slot, token, quad, n, exists) for each quad that this thread stores in the `slots` passes from `pass`
+  // on. A quad is four rows of a token from row n on. All lanes of a warp iterate equally often.
   template <typename Finish>
   __device__ __forceinline__ void for_each_quad(int pass, int slots, int of_rank, int ranks,
                                                 const Finish& finish) const {
@@ -195,7 +199,7 @@ struct Ring : Cta<Tile> {
     }
   }
 
-  // Adds slices and CTAs of the `slots` passes from `pass` on, and stores y.
+  // Epilogue of the `slots` passes from `pass` on: adds the partial sums of warps and CTAs and stores y.
   template <bool clustered>
   __device__ __forceinline__ void write(int pass, int slots) const {
     __syncthreads();
@@ -243,7 +247,7 @@ struct Ring : Cta<Tile> {
   }
 };
 
-// Until all but the last stages - 2 copies under way have arrived.
+// Waits until at most stages - 2 copies are in flight.
 __device__ __forceinline__ void wait_for_stage(int stages) {
   if (stages == 2) {
     ptx::cp_async_wait<0>();
@@ -254,7 +258,7 @@ __device__ __forceinline__ void wait_for_stage(int stages) {
   }
 }
 
-// Fills all stages but one.
+// Prologue: fills all stages but one.
 template <typename Cta>
 __device__ __forceinline__ void fill_ring(const Cta& cta, typename Cta::Cursor& ahead) {
 #pragma unroll 1
@@ -265,7 +269,8 @@ __device__ __forceinline__ void fill_ring(const Cta& cta, typename Cta::Cursor& 
   }
 }
 
-// `passes` of a CTA whose ring is filled. write(pass, slots) stores what the `slots` passes from `pass` on left.
+// Mainloop over `passes` passes with a filled ring. write(pass, slots) stores the results of the `slots` passes from
+// `pass` on.
 template <typename Tile, typename Cta, typename Write>
 __device__ __forceinline__ void walk(const Cta& cta, typename Cta::Cursor ahead, const typename Cta::Units& units,
                                      uint32_t parameters, int passes, const Write& write) {
@@ -278,7 +283,7 @@ __device__ __forceinline__ void walk(const Cta& cta, typename Cta::Cursor ahead,
     const int tiles = cta.row_tiles - pass * Tile::kTilesN;
     for (; step < cta.steps; step += Tile::kWarps) {
       wait_for_stage(d.stages);
-      __syncwarp();  // this stage has arrived for all, the previous one has been read by all
+      __syncwarp();  // this stage has arrived in all lanes, and all have read the previous one
       cta.fetch(ahead, stage_ahead);
       ptx::cp_async_commit();
       cta.advance(ahead);
@@ -301,8 +306,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   extern __shared__ __align__(1024) uint8_t shared[];
   const Cta cta(p, d, ptx::shared_address(shared));
 
-  // The kernel before this one may still run. What it writes must not be read before the wait, and might be anything,
-  // weights too: they are brought as far as the L2 cache, where a later write to them still counts.
+  // PDL: the previous kernel may still run and may write anything, even weights. Before the wait, only prefetch weights
+  // to L2, where a later write to them is still seen.
   if (threadIdx.x < min(cta.row_tiles, Tile::kTilesN)) {
     const int row_tile = cta.row_tile0 + threadIdx.x;
     const int bytes = min(min(cta.steps * kStepBytes, (p.k_tiles - 2 * cta.begin) * kTileBytes), kPrefetchBytes);
@@ -318,7 +323,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   walk<Tile>(cta, ahead, units, parameters, d.passes, [&](int pass, int slots) {
     if (d.clustered) {
       cta.template write<true>(pass, slots);
-      ptx::cluster_barrier();  // the others have read this CTA's sums
+      ptx::cluster_barrier();  // the other CTAs have read this CTA's partial sums
     } else {
       cta.template write<false>(pass, slots);
       if (pass + slots < d.passes) __syncthreads();

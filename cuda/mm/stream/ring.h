@@ -1,4 +1,4 @@
-// How ring.cuh cuts a problem: one definition for plan() and for launch().
+// Parameters of the kernels of ring.cuh, computed by one function for plan() and launch().
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 namespace qao::mm::stream {
 
 struct RingConfig {
-  int tokens;  // at most
-  int stages;  // at most
+  int tokens;  // maximum
+  int stages;  // maximum
   int tiles_n, warps, ctas_per_sm, padded_row;
 };
 
@@ -28,23 +28,24 @@ constexpr RingConfig kRing[] = {
 #undef QAO_RING
 };
 
-// What the kernel gets. Row tiles have 16 rows of W, K-steps 128 columns.
+// Kernel parameters. An n-tile ("row tile") has 16 rows of W, a K-step 128 columns.
 struct RingParams {
-  int row_tiles, more_row_tiles;  // of a CTA; the first `more` CTAs have one more
-  int steps, more_steps;          // of a CTA of the cluster that shares row tiles, likewise
-  int plain_steps;                // the first so many are whole and fetched by one copy a thread and row
+  int row_tiles, more_row_tiles;  // per CTA; the first `more_row_tiles` CTAs have one more
+  int steps, more_steps;          // per CTA of a cluster that splits K; the first `more_steps` have one more
+  int plain_steps;                // the first `plain_steps` K-steps are whole, and each thread copies 16 bytes per row
   int tokens;
   int64_t row_tile_bytes, row_tile_scale_bytes;
-  int passes, slots;  // passes over the row tiles, and how many of them leave their sums in shared memory together
-  int stages, stage_bytes, scale_offset, x_offset;  // of the ring; of parameters and x in a stage
-  int groups_of_step, group_shift;                  // K-step s begins with group s * groups_of_step >> group_shift
-  int chunk_shift;                    // log2 of the 16-byte chunks of parameters that a K-step has per row tile
-  int scale_advance;                  // bytes of parameters from a K-step of a warp to its next
-  int columns_of_token, token_shift;  // groups of a K-step, or 1; log2 of the tokens of eight columns
+  int passes, slots;  // passes over the n-tiles; passes whose partial sums fit in shared memory at once
+  int stages, stage_bytes, scale_offset, x_offset;  // of the ring; offsets of scales/zeros and of x in a stage
+  int groups_of_step, group_shift;                  // the first group of K-step s is s * groups_of_step >> group_shift
+  int chunk_shift;                    // log2 of the 16-byte chunks of scales and zeros per K-step and n-tile
+  int scale_advance;                  // bytes of scales and zeros between two K-steps of a warp
+  int columns_of_token, token_shift;  // groups per K-step, or 1; log2 of the tokens in eight MMA columns
   bool zeros, clustered;
 };
 
-// For `clusters` clusters of `split` CTAs. False if a CTA would need more than `shared_limit` bytes.
+// Fills in the parameters for `clusters` clusters of `split` CTAs. Returns false if a CTA needs more than
+// `shared_limit` bytes.
 inline bool ring_params(const Problem& problem, const RingConfig& config, int split, int clusters, int shared_limit,
                         RingParams* to, int* shared_bytes) {
   RingParams d{};
@@ -59,8 +60,8 @@ inline bool ring_params(const Problem& problem, const RingConfig& config, int sp
   d.plain_steps = plain ? static_cast<int>(problem.k / kStepColumns) : 0;
   d.clustered = split > 1;
 
-  // Row tiles that do not exist are read like others. An fp4 weight has room for them in the stage, so that nobody
-  // writes there meanwhile.
+  // The kernel reads n-tiles past the end as well. The stage reserves room for them with an fp4 weight, so that no
+  // other data is written there.
   const int held = is_float_fp4(problem) ? config.tiles_n : std::min(walk.most, config.tiles_n);
   d.passes = passes_over(walk.most, config.tiles_n);
   d.scale_offset = held * kStepBytes;
@@ -70,7 +71,7 @@ inline bool ring_params(const Problem& problem, const RingConfig& config, int sp
   for (d.stages = config.stages; d.stages >= 2; --d.stages) {
     const int ring = d.stages * config.warps * d.stage_bytes;
     d.slots = std::min(d.passes, (shared_limit - ring) / slot_bytes);
-    // The last stage is read as if all its row tiles existed, so that memory must be there.
+    // The kernel reads the last stage as if all its n-tiles existed, so shared memory must cover them.
     const int read = ring - d.stage_bytes +
                      std::max(config.tiles_n * kStepBytes, d.scale_offset + config.tiles_n * walk.scale_bytes);
     *shared_bytes = std::max(ring + d.slots * slot_bytes, read);
@@ -82,7 +83,7 @@ inline bool ring_params(const Problem& problem, const RingConfig& config, int sp
   return false;
 }
 
-// Shared memory that a CTA may have so that config.ctas_per_sm of them fit on an SM; each costs 1 KB more.
+// Shared memory per CTA that lets config.ctas_per_sm CTAs share an SM. Each CTA uses 1 KB more than it requests.
 inline int ring_shared_limit(const RingConfig& config, int shared_bytes_per_cta) {
   return (shared_bytes_per_cta + 1024) / config.ctas_per_sm - 1024;
 }

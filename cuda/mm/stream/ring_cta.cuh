@@ -1,4 +1,4 @@
-// Which part of the product a CTA of ring.cuh computes, and how its operands come to shared memory.
+// CTA tile of ring.cuh, and the cp.async copies of its operands to shared memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,13 +18,13 @@ struct Cta {
   static constexpr int kR = Tile::kTilesN, kTM = Tile::kTilesM;
   const Params& p;
   const RingParams& d;
-  // What an expert has of its own: kernel parameters that are changed would be copied to local memory, by each thread.
+  // Overridden per expert. Modified kernel parameters would be copied to local memory by each thread.
   const uint8_t *weight, *scales;
   int tokens;
   const int lane, slice;
-  const int rank;                 // among the CTAs that share row tiles
-  int row_tile0, row_tiles;       // of the CTA
-  const int begin, steps;         // K-steps of the CTA
+  const int rank;                 // among the CTAs that split K
+  int row_tile0, row_tiles;       // of this CTA
+  const int begin, steps;         // K-steps of this CTA
   const uint32_t ring, partials;  // shared addresses
 
   __device__ __forceinline__ Cta(const Params& params, const RingParams& decode, uint32_t shared)
@@ -43,12 +43,12 @@ struct Cta {
         ring(shared + slice * d.stages * d.stage_bytes),
         partials(shared + Tile::kWarps * d.stages * d.stage_bytes) {}
 
-  static constexpr int kRowsAtOnce = 2;  // tokens that a warp copies together
+  static constexpr int kRowsAtOnce = 2;  // tokens that a warp copies at once
 
-  // Walks the K-steps of this slice, pass after pass, with this thread's pointers.
+  // Iterates over the K-steps of this warp, pass after pass, with this thread's global pointers.
   struct Cursor {
     int k_step;
-    int tiles;  // row tiles that the CTA has left; none past the last pass
+    int tiles;  // remaining n-tiles of the CTA; zero or less past the last pass
     const uint8_t *weight, *scales;
     const T* x;
   };
@@ -76,9 +76,9 @@ struct Cta {
 
   __device__ __forceinline__ uint32_t stage_address(int stage) const { return ring + stage * d.stage_bytes; }
 
-  // Starts copying a K-step: two K-tiles of each row tile, the parameters of the groups they touch, and x.
+  // Issues the copies of a K-step: two K-tiles of each n-tile, scales and zeros of the groups it touches, and x.
   __device__ __forceinline__ void fetch(const Cursor& at, uint32_t stage) const {
-    if (kTM == 1 && at.tiles <= 0) return;  // saves short walks much
+    if (kTM == 1 && at.tiles <= 0) return;  // saves much time for small K
     if (at.k_step >= d.plain_steps) {
       if (at.tiles > 0) fetch_slowly(p, d, at.k_step, at.tiles, at.weight, at.scales, at.x, stage);
       return;
@@ -95,7 +95,7 @@ struct Cta {
       x += kRowsAtOnce * p.x_stride;
     }
   }
-  // The weights and the parameters of a whole K-step.
+  // Copies the weights, scales and zeros of a whole K-step.
   __device__ __forceinline__ void fetch_weight(const Cursor& at, uint32_t stage) const {
     const uint32_t to = stage + lane * 16;
     const uint8_t* weight = at.weight;
@@ -107,14 +107,14 @@ struct Cta {
     }
     const int tile = lane >> d.chunk_shift;
     ptx::cp_async_16_if(tile < min(at.tiles, kR), to + d.scale_offset, at.scales);
-    if (kR << d.chunk_shift > 32) {  // a lane copies two
+    if (kR << d.chunk_shift > 32) {  // a lane copies two chunks
       const int tiles = 32 >> d.chunk_shift;
       ptx::cp_async_16_if(tile + tiles < min(at.tiles, kR), to + d.scale_offset + 512,
                           at.scales + tiles * d.row_tile_scale_bytes);
     }
   }
-  // Any step: one that ends past K, of groups that take more than 64 chunks of parameters, of an x that 16-byte loads
-  // cannot read. Kept out of the main loop's code and registers.
+  // Copies any K-step: one that ends past K, one with more than 64 chunks of scales, or x that is not 16-byte aligned.
+  // Kept out of the mainloop's code and registers.
   static __device__ __noinline__ void fetch_slowly(const Params& p, const RingParams& d, int k_step, int tiles_left,
                                                    const uint8_t* weight, const uint8_t* scales, const T* x,
                                                    uint32_t stage) {
@@ -156,7 +156,7 @@ struct Cta {
       }
     }
   }
-  // 16-byte chunks of a token's 256 bytes are swizzled: no bank conflicts.
+  // The 16-byte chunks of a token's 256 bytes are swizzled against bank conflicts.
   static __device__ __forceinline__ uint32_t x_offset(int row, int chunk) {
     return row * kStepColumns * 2 + ((chunk ^ (row & 7)) << 4);
   }

@@ -1,6 +1,6 @@
-// ring.cuh for an fp4 weight (fp4/layout.h). A code as a small number is an operand as it lies, so rows g and g + 8
-// need no telling apart, and there are no zero points to take off. Each of a K-step's four or eight groups has sums of
-// its own; what divides a row's scales divides its sum.
+// ring.cuh for an fp4 weight (fp4/layout.h). Codes become small bfloat16 numbers, so rows g and g + 8 need no
+// separation and there are no zero points. Each of the four or eight groups of a K-step is accumulated separately. Row
+// divisors are applied to the sums.
 #pragma once
 
 #include "mm/stream/fp4_pairs.cuh"
@@ -8,7 +8,7 @@
 
 namespace qao::mm::stream::x_ring {
 
-// `groups` of a K-step: 4 of MXFP4, 8 of NVFP4.
+// `groups` per K-step: 4 for MXFP4, 8 for NVFP4.
 template <typename Tile, int groups>
 struct Fp4Ring : Ring<Tile, groups, false, DType::kBFloat16, Format::kFp4> {
   using Base = Ring<Tile, groups, false, DType::kBFloat16, Format::kFp4>;
@@ -16,16 +16,18 @@ struct Fp4Ring : Ring<Tile, groups, false, DType::kBFloat16, Format::kFp4> {
   using typename Base::Sums, typename Base::Units, typename Base::X;
   static constexpr int kTileBytesOfScales = groups * kTileN * 2;
 
-  // Where in a stage ldmatrix finds scales: transposed, rows g and g + 8 of four groups are neighbours.
+  // Offset in a stage where ldmatrix reads the scales. Transposed, rows g and g + 8 of four groups are neighbors.
   __device__ __forceinline__ uint32_t parameters() const { return d.scale_offset + lane / 8 * 32 + lane % 2 * 16; }
 
-  // As Ring::multiply.
+  // Accumulates one K-step, as Ring::multiply.
   __device__ __forceinline__ void multiply(uint32_t stage, const Units& units, uint32_t parameters, Sums& sum) const {
+    // Load x
     X b;
     this->load_x(stage + d.x_offset, units, b);
     constexpr int kSteps = 8 / groups;
 #pragma unroll
     for (int i = 0; i < kR; ++i) {
+      // Load scales and weights of an n-tile
       uint32_t scales[groups];
 #pragma unroll
       for (int first = 0; first < groups; first += 4) {
@@ -39,6 +41,7 @@ struct Fp4Ring : Ring<Tile, groups, false, DType::kBFloat16, Format::kFp4> {
         words[4 * half] = four.x, words[4 * half + 1] = four.y;
         words[4 * half + 2] = four.z, words[4 * half + 3] = four.w;
       }
+// Convert W, issue the MMAs and apply scales, group by group
 #pragma unroll
       for (int group = 0; group < groups; ++group) {
         float product[kTM][4] = {};

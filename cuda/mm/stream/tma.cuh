@@ -1,12 +1,12 @@
-// The body for 9 to 16 tokens from Hopper on whose x fits into shared memory: ring.cuh's arithmetic (which see) on
-// resident.cuh's walk, with x brought once by the copy engine.
+// Skinny GEMM for 9 to 16 tokens from Hopper on, with all of x in shared memory. Arithmetic as in ring.cuh, loop
+// structure as in resident.cuh; TMA loads x once.
 //
-// A CTA owns a run of row tiles and walks it in passes of kTilesN. Its warps are slices of K: each takes every so many
-// K-steps of 128 columns through a cp.async ring of its own, which runs on from pass to pass. Sums of the slices are
-// added in their order.
+// A CTA owns a run of n-tiles and computes kTilesN of them per pass. Its warps split K: each takes every kWarps-th
+// K-step of 128 columns through its private cp.async ring, which keeps running across passes. Partial sums of the warps
+// are added in a fixed order.
 //
-// All of x comes to every CTA, [K-step][two boxes of 64 columns][token], 128 bytes a row with their 16-byte chunks
-// permuted. A K-step has an mbarrier: the one warp that needs it first waits for no other.
+// Every CTA loads all of x as [K-step][two boxes of 64 columns][token], 128-byte rows with swizzled 16-byte chunks.
+// Each K-step has an mbarrier, so a warp waits only for its own columns.
 #pragma once
 
 #include <cuda.h>
@@ -25,22 +25,22 @@
 
 namespace qao::mm::stream::tma {
 
-// T is what x is; `half`: parameters of W are float16, else bfloat16.
+// T is the dtype of x. `half`: scales and zeros are float16, otherwise bfloat16.
 template <typename Tile, typename T, bool zeros, bool half>
 struct Tma {
   static constexpr int kR = Tile::kTilesN, kWarps = Tile::kWarps, kStages = Tile::kStages;
   static constexpr int kGroupBytes = tma_group_bytes(zeros), kStageBytes = tma_stage_bytes(kR, zeros);
   static constexpr int kColumnTiles = kTmaTokens / 8;
   static constexpr int kBoxBytes = Tile::kTokens * kBoxRowBytes, kStepX = kStepBoxes * kBoxBytes;
-  static constexpr int kSumsBytes = kTileN * kTmaTokens * 4;  // of a row tile
+  static constexpr int kSumsBytes = kTileN * kTmaTokens * 4;  // of an n-tile
   static_assert(kR * kSumsBytes <= kStageBytes, "sums of a pass lie in a stage");
   const Params& p;
   const TmaParams& d;
-  // What an expert has of its own, as in ring_cta.cuh.
+  // Overridden per expert, as in ring_cta.cuh.
   const uint8_t *weight, *scales;
   int tokens;
   const int lane, slice;
-  int row_tile0, row_tiles;  // of the CTA
+  int row_tile0, row_tiles;  // of this CTA
   const uint32_t x, ring;
 
   __device__ __forceinline__ Tma(const Params& params, const TmaParams& cut, uint32_t base)
@@ -56,11 +56,11 @@ struct Tma {
         x(base),
         ring(base + d.ring_offset + slice * (kStages * kStageBytes)) {}
 
-  // ---- x.
+  // ---- Load x.
 
   __device__ __forceinline__ uint32_t arrived(int step) const { return x + d.barriers_offset + step * 8; }
-  // Warps share the barriers out among them; the lanes of one would take turns. Columns past K arrive as zeros and
-  // count.
+  // Initializes the mbarriers, divided among the warps since lanes of one warp would serialize. TMA fills columns past
+  // K with zeros and counts their bytes.
   __device__ __forceinline__ void expect_x() const {
     if (!ptx::elect_one()) return;
 #pragma unroll 1
@@ -70,7 +70,7 @@ struct Tma {
     }
     qao::tma::barrier_init_fence();
   }
-  // First boxes first. By then all barriers are initialised.
+  // Issues the TMA loads in order of columns. All mbarriers are initialized by then.
   __device__ __forceinline__ void bring_x(const CUtensorMap& map) const {
     if (!ptx::elect_one()) return;
 #pragma unroll 1
@@ -81,15 +81,15 @@ struct Tma {
 
   __device__ __forceinline__ void wait_for_x(int step) const { qao::tma::barrier_wait(arrived(step), 0); }
 
-  // ---- Weights.
+  // ---- Load weights.
 
-  // Walks this warp's K-steps, pass after pass, with this lane's pointers.
+  // Iterates over the K-steps of this warp, pass after pass, with this lane's global pointers.
   struct Cursor {
     int step;
-    int tiles;  // row tiles that the CTA has left; none past the last pass
+    int tiles;  // remaining n-tiles of the CTA; zero or less past the last pass
     const uint8_t *weight, *scales;
   };
-  static constexpr int kChunks = kGroupBytes / 16;  // of parameters of a row tile
+  static constexpr int kChunks = kGroupBytes / 16;  // of scales and zeros per n-tile
   static_assert(kR * kChunks <= 32, "a lane copies one");
 
   __device__ __forceinline__ void seek(Cursor& at) const {
@@ -110,7 +110,7 @@ struct Tma {
     at.scales += d.scale_advance;
     if (at.step >= d.steps) seek(at);
   }
-  // Starts copying a K-step of the pass's row tiles and their parameters.
+  // Issues the copies of a K-step: the pass's n-tiles, their scales and zeros.
   __device__ __forceinline__ void fetch(const Cursor& at, uint32_t stage) const {
     fetch_weight(at, stage);
     ptx::cp_async_commit();
@@ -129,12 +129,12 @@ struct Tma {
     if (lane < min(kR, at.tiles) * kChunks) ptx::cp_async_16(to + kR * kStepBytes, at.scales);
   }
 
-  // ---- Products.
+  // ---- MMAs.
 
   using Sums = float[kR][kColumnTiles][4];
 
-  // Parameters of this lane's rows g and g + 8, pairs of 16 bits: a transposed matrix has both in every two of its
-  // columns.
+  // Scales and zeros of this lane's rows g and g + 8 as pairs of 16 bits. Transposed ldmatrix puts both in every second
+  // column.
   using Parameters = uint32_t[kR][zeros ? 2 : 1];
   __device__ __forceinline__ void load_parameters(uint32_t from, Parameters& to) const {
     constexpr int kAll = kGroupBytes / 32 * kR;
@@ -157,8 +157,8 @@ struct Tma {
     return half ? Half<__half>::high(pair) : Half<__nv_bfloat16>::high(pair);
   }
 
-  // What a lane needs to know of its rows and columns: where ldmatrix finds x, weights and parameters in a stage, and
-  // the lane that has the sum of the token of its first column.
+  // Per-lane offsets: ldmatrix addresses of x, weights and scales in a stage, and the lane that holds the sum of the
+  // token of this lane's first column.
   struct Places {
     uint32_t x, weights, parameters, column;
   };
@@ -167,10 +167,10 @@ struct Tma {
             ptx::opaque(kR * kStepBytes + lane / 8 * 32 + lane % 2 * 16), ptx::opaque(lane % 4 * 8)};
   }
 
-  // Row tiles and tokens that do not exist are multiplied like others: their sums go nowhere.
+  // Accumulates one K-step. n-tiles and tokens past the end are multiplied as well; their sums are discarded.
   __device__ __forceinline__ void multiply(uint32_t stage, uint32_t x_step, const Places& at, Sums& sum) const {
     float product[kR][kColumnTiles][4] = {};
-    // Four operands of eight columns are one of sixteen rows: token g in rows g and g + 8.
+    // Four 8-column operands form one 16-row operand: token g in rows g and g + 8.
     float x_sum[kColumnTiles][4] = {};
 #pragma unroll
     for (int box = 0; box < kStepBoxes; ++box) {
@@ -180,6 +180,7 @@ struct Tma {
         words[i] = ptx::load_shared_16(stage + at.weights + i * kStepBytes + box * kTileBytes);
       }
 #pragma unroll
+      // Load x, convert W and issue the MMAs
       for (int pair = 0; pair < 2; ++pair) {
         uint32_t b[kColumnTiles][4];
 #pragma unroll
@@ -211,6 +212,7 @@ struct Tma {
 #pragma unroll
       for (int e = 0; e < 2; ++e) xs[j][e] = __shfl_sync(kAllLanes, of_token, at.column + e * 4);
     }
+    // Apply scales and zero points
     Parameters parameters;
     load_parameters(stage + at.parameters, parameters);
 #pragma unroll
@@ -230,9 +232,9 @@ struct Tma {
     }
   }
 
-  // ---- Sums: each warp's lie in the stage that it has read last, [row tile][token][row] float32. Against bank
-  // conflicts, a token's place has its lowest two bits the other way round, and rows g and g + 8 change places in every
-  // other four tokens.
+  // ---- Partial sums. Each warp's lie in the stage that it read last, [n-tile][token][row] float32. Against bank
+  // conflicts, the two lowest bits of a token's index are swapped, and rows g and g + 8 are swapped in every other four
+  // tokens.
 
   __device__ __forceinline__ uint32_t place_of(int of_slice) const { return x + d.places_offset + of_slice * 4; }
   __device__ __forceinline__ void keep(uint32_t to, const Sums& sum) const {
@@ -252,7 +254,7 @@ struct Tma {
       }
     }
   }
-  // Adds the slices and stores y, a thread four rows of a token.
+  // Epilogue: adds the warps' partial sums and stores y, four rows of a token per thread.
   __device__ __forceinline__ void write(int pass) const {
     for_each_quad(pass, [&](int token, int n, bool exists, float (&value)[4]) {
       repair<GivenX<T>>(p, d, n, token, value);
@@ -263,7 +265,7 @@ struct Tma {
   __device__ __forceinline__ void for_each_quad(int pass, const Use& use) const {
     constexpr int kQuads = kSumsBytes / 16;
 #pragma unroll 1
-    for (int first = slice * 32; first < kR * kQuads; first += Tile::kThreads) {  // alike for all lanes of a warp
+    for (int first = slice * 32; first < kR * kQuads; first += Tile::kThreads) {  // uniform across the warp
       const int i = first + lane, at = i % kQuads / 4, row_tile = pass * kR + i / kQuads;
       const int token = (at & ~3) | at % 2 * 2 | at / 2 % 2, quad = i % 4 ^ (at / 4 % 2 * 2);
       const int n = (row_tile0 + row_tile) * kTileN + quad * 4;
@@ -278,7 +280,7 @@ struct Tma {
   }
 };
 
-// All K-steps of this warp, then the sums.
+// Mainloop over all K-steps of this warp, and epilogue of each pass.
 template <typename Cta>
 __device__ __forceinline__ void walk(const Cta& cta, typename Cta::Cursor& ahead, int passes) {
   constexpr int kStages = Cta::kStages, kStageBytes = Cta::kStageBytes;
@@ -291,10 +293,13 @@ __device__ __forceinline__ void walk(const Cta& cta, typename Cta::Cursor& ahead
     typename Cta::Sums sum = {};
 #pragma unroll 1
     for (; step < cta.d.steps; step += Cta::kWarps) {
+      // Wait for the stage
       ptx::cp_async_wait<kStages - 2>();
       __syncwarp();
+      // Refill the previous stage
       cta.fetch(ahead, stage_ahead);
       cta.advance(ahead);
+      // Wait for x, convert W and issue the MMAs
       if (pass == 0) cta.wait_for_x(step);
       cta.multiply(stage, at.x + step * Cta::kStepX, at, sum);
       stage_ahead = stage;
@@ -302,6 +307,7 @@ __device__ __forceinline__ void walk(const Cta& cta, typename Cta::Cursor& ahead
       if (stage == end) stage = cta.ring;
     }
     step -= cta.d.steps;
+    // Store the partial sums and run the epilogue
     __syncwarp();
     cta.keep(stage_ahead, sum);
     __syncthreads();
@@ -318,8 +324,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const Tma<Tile, T, zeros, half> cta(p, d, ptx::shared_address(memory));
   cta.expect_x();
 
-  // The kernel before this one may still run. What it writes must not be read before the wait, and might be anything,
-  // weights too: they are brought as far as the L2 cache, where a later write to them still counts.
+  // PDL: the previous kernel may still run and may write anything, even weights. Before the wait, only prefetch weights
+  // to L2, where a later write to them is still seen.
   if (threadIdx.x < min(cta.row_tiles, Tile::kTilesN)) {
     const int row_tile = cta.row_tile0 + threadIdx.x;
     ptx::prefetch_l2(p.weight + row_tile * d.row_tile_bytes, min(p.k_tiles * kTileBytes, kPrefetchBytes));

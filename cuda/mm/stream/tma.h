@@ -1,4 +1,4 @@
-// How tma.cuh cuts a problem: one definition for plan() and for launch().
+// Parameters of the kernels of tma.cuh, computed by one function for plan() and launch().
 #pragma once
 
 #include "common/integers.h"
@@ -10,7 +10,7 @@
 namespace qao::mm::stream {
 
 struct TmaConfig {
-  int tokens;  // at most
+  int tokens;  // maximum
   int tiles_n, warps, stages;
 };
 
@@ -25,28 +25,28 @@ constexpr TmaConfig kTma[] = {
 #undef QAO_TMA
 };
 
-// Of parameters of a group, in 16 bits.
+// Bytes of 16-bit scales and zeros per group and n-tile.
 constexpr int tma_group_bytes(bool zeros) { return (zeros ? 2 : 1) * kTileN * 2; }
-// Copies that lie across lines of 128 bytes take longer.
+// Copies that straddle 128-byte lines are slower.
 constexpr int tma_stage_bytes(int tiles_n, bool zeros) {
   return round_up(tiles_n * (kStepBytes + tma_group_bytes(zeros)), 128);
 }
 
-// What the kernel gets. Row tiles have 16 rows of W, K-steps kStepColumns columns.
+// Kernel parameters. An n-tile ("row tile") has 16 rows of W, a K-step kStepColumns columns.
 struct TmaParams {
-  int row_tiles, more_row_tiles;  // of a CTA; the first `more` have one more
-  int passes;                     // over the row tiles
+  int row_tiles, more_row_tiles;  // per CTA; the first `more_row_tiles` CTAs have one more
+  int passes;                     // over the n-tiles
   int steps;                      // K-steps
   int tokens;
   int64_t row_tile_bytes, row_tile_scale_bytes;
-  int ring_offset, barriers_offset, places_offset;  // in shared memory, behind x
-  int groups_of_step, group_shift;                  // K-step s has group s >> group_shift alone
-  int scale_advance;                                // bytes of parameters from a K-step of a warp to its next
+  int ring_offset, barriers_offset, places_offset;  // in shared memory, after x
+  int groups_of_step, group_shift;                  // K-step s lies in group s >> group_shift
+  int scale_advance;                                // bytes of scales and zeros between two K-steps of a warp
   bool zeros;
 };
 
-// False if K is no multiple of a K-step, if groups are smaller than one, if parameters are wider than 16 bits, if the
-// copy engine cannot read x, or if a CTA would need more than `shared_limit` bytes.
+// Returns false if K is not a multiple of a K-step, if a group is smaller than a K-step, if scales are wider than 16
+// bits, if TMA cannot read x, or if a CTA needs more than `shared_limit` bytes.
 inline bool tma_params(const Problem& problem, const TmaConfig& config, int ctas, int shared_limit, TmaParams* to,
                        int* shared_bytes) {
   if (size_of(problem.scale_dtype) != 2 || !problem.x_aligned) return false;

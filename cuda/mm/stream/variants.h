@@ -1,12 +1,11 @@
-// Streaming kernels are compiled for what their loops would otherwise ask in every step: how many groups a K-step
-// has, whether there are zero points, the parameters' dtype.
+// Static dispatch of the skinny-GEMM kernels over groups per K-step, zero points and dtype of the scales.
 #pragma once
 
 #include "qao/types.h"
 
 namespace qao::mm::stream {
 
-// of.template operator()<groups, zeros, dtype>() for a K-step's groups (1, 2 or 4).
+// Calls of.template operator()<groups, zeros, dtype>(); `groups` per K-step is 1, 2 or 4.
 template <typename Of>
 auto variant(int groups, bool has_zeros, DType dtype, const Of& of) {
   const auto of_dtype = [&]<int count, bool zeros>() {

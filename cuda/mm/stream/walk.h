@@ -1,4 +1,4 @@
-// How all streaming bodies cut a problem: CTAs own runs of row tiles, warps take K-steps.
+// Partition of a problem shared by all skinny-GEMM kernels: CTAs own runs of n-tiles, warps take K-steps.
 #pragma once
 
 #include <algorithm>
@@ -9,14 +9,15 @@
 
 namespace qao::mm::stream {
 
-// What fill_walk() returns.
+// The result of fill_walk().
 struct Walk {
-  int steps;        // K-steps of all columns
-  int most;         // row tiles of the CTA that has most
-  int scale_bytes;  // of a K-step's parameters of a row tile
+  int steps;        // K-steps that cover K
+  int most;         // n-tiles of the CTA with the most
+  int scale_bytes;  // scales and zeros per K-step and n-tile
 };
 
-// Fills in what every `Cut` has: `row_tiles` of W are shared out among so many CTAs, K-steps among the warps of one.
+// Fills in the fields that every `Cut` has: divides `row_tiles` n-tiles among `ctas` CTAs, and K-steps among the warps
+// of a CTA.
 template <typename Cut>
 Walk fill_walk(const Problem& problem, int row_tiles, int ctas, int warps, Cut* cut) {
   cut->row_tiles = row_tiles / ctas, cut->more_row_tiles = row_tiles % ctas;
@@ -34,7 +35,7 @@ Walk fill_walk(const Problem& problem, int row_tiles, int ctas, int warps, Cut* 
           cut->groups_of_step * group_bytes(problem)};
 }
 
-// Passes of `tiles_n` row tiles.
+// Number of passes of `tiles_n` n-tiles.
 inline int passes_over(int row_tiles, int tiles_n) { return (row_tiles + tiles_n - 1) / tiles_n; }
 
 }  // namespace qao::mm::stream
