@@ -14,7 +14,7 @@ namespace {
 
 template <typename Tile>
 constexpr Config config_of(int index, int64_t max_m, ShareKind share, XKind x, WeightKind weight) {
-  // Where x is a ResidentX, the ring holds W alone.
+  // With a ResidentX the ring holds W only.
   const auto ring = [&](int x_bytes, Format format) {
     return Tile::ring_bytes({x == XKind::kQuantizes && x_bytes == 1 ? 0 : x_bytes, format});
   };
@@ -39,7 +39,7 @@ constexpr Config config_of(int index, int64_t max_m, ShareKind share, XKind x, W
 }
 
 constexpr int64_t kAnyM = INT64_MAX;
-constexpr int kFirst = __COUNTER__ + 1;  // a row's index is its place in the list: __COUNTER__ may begin anywhere
+constexpr int kFirst = __COUNTER__ + 1;  // a row's index is its position in the list; __COUNTER__ may start anywhere
 constexpr Config kConfigs[] = {
 #define QAO_TILE(max_m, share, x, weight, ...) \
   config_of<Tile<__VA_ARGS__>>(__COUNTER__ - kFirst, max_m, share, x, weight),
@@ -54,13 +54,13 @@ std::span<const Config> configs_of(const Gpu& gpu) {
   return is_hopper(gpu) ? all.first(kTilesSm90) : all.subspan(kTilesSm90);
 }
 
-constexpr int64_t kManyTokens = 64;  // above, arithmetic takes longer than reading W
+constexpr int64_t kManyTokens = 64;  // above, the GEMM is compute-bound
 
-// Columns whose products of int8 surely fit an int32 sum.
+// Columns over which an int32 sum of int8 products cannot overflow.
 constexpr int64_t kInt32Columns = 65536;
 
-// How many CTAs share an output tile: enough for one CTA on every SM, or config.ctas_per_sm with many tokens, and so
-// many that int32 sums cannot overflow.
+// Split-K factor: enough for one CTA on every SM, or config.ctas_per_sm with many tokens, and at least as many as keep
+// int32 sums from overflowing.
 int choose_split(const Config& config, const Problem& problem, int64_t tiles, int64_t k_steps, int num_sms) {
   int64_t least = 1;
   if (problem.x == Format::kInt8 && problem.weight == Format::kInt8) {
@@ -72,14 +72,14 @@ int choose_split(const Config& config, const Problem& problem, int64_t tiles, in
                   split_of(tiles, room, k_steps, static_cast<int64_t>(config.warps_k) * config.stages));
 }
 
-// Shared memory that one CTA may take so that config.ctas_per_sm of them fit on an SM. An SM has 1 KB more than the
-// limit of a CTA, and each CTA costs 1 KB.
+// Shared memory per CTA that lets config.ctas_per_sm CTAs share an SM. An SM has 1 KB more than the limit of a CTA, and
+// each CTA uses 1 KB more than it requests.
 int64_t shared_room(const Config& config, const Problem& problem, const Gpu& gpu) {
   const int all = gpu.shared_bytes_per_cta + 1024, ctas = all / (config.ring_bytes(problem) + 1024);
   return ctas == 0 ? 0 : all / std::min(ctas, config.ctas_per_sm) - 1024;
 }
 
-// Lays out shared memory: the ring, the sums, a resident x. False if a CTA may not have so much.
+// Lays out shared memory: the ring, the partial sums, a resident x. Returns false if a CTA needs too much.
 bool lay_out(const Problem& problem, const Gpu& gpu, bool quantizes, bool single_pass, Choice* choice) {
   const Config& config = *choice->config;
   const int64_t room = shared_room(config, problem, gpu);
@@ -99,15 +99,15 @@ bool lay_out(const Problem& problem, const Gpu& gpu, bool quantizes, bool single
   return false;
 }
 
-constexpr int64_t kMaxQuantizedK = 1 << 18;  // more would fit no GPU
-constexpr int kMaxUnsplit = 2;               // largest split of K that is given up so that the product can quantise x
+constexpr int64_t kMaxQuantizedK = 1 << 18;  // more does not fit any GPU
+constexpr int kMaxUnsplit = 2;               // largest split-K factor given up to fuse the quantization of x
 
-// Floats of x that a CTA can quantise in the time that a separate kernel would take; int4 needs sums of groups too.
+// Elements of x that a CTA can quantize in the time of a separate kernel. int4 weights need group sums too.
 int64_t most_floats(const Config& config, Format weight) {
   return config.warps * (weight == Format::kInt4 ? 1792 : config.warps == 8 ? 3072 : 2048);
 }
 
-// Whether a row serves CTAs with runs of `run` row tiles, or tiles of y.
+// Whether a row of the tile list supports CTAs with runs of `run` n-tiles, or with output tiles.
 bool serves(const Config& config, int64_t run, bool one_wave, int64_t k) {
   const bool one_pass = run <= config.tile_n / kTileN;
   switch (config.share) {
@@ -128,8 +128,8 @@ bool serves(const Config& config, int64_t run, bool one_wave, int64_t k) {
   return false;
 }
 
-// Cost of a run on one SM, in units of half a row tile: all places of its passes, empty ones too, and the fixed cost of
-// a pass, which is that of half a row tile in eight bits, or of one in four.
+// Cost of a run on one SM, in units of half an n-tile: all n-tile slots of its passes, including empty ones, and a
+// fixed cost per pass of half an n-tile (8-bit W) or one n-tile (4-bit W).
 int64_t run_cost(const Config& config, Format weight, int64_t run) {
   const int64_t places = config.tile_n / kTileN;
   return config.ctas_per_sm * ceil_div(run, places) * (2 * places + (weight == Format::kInt4 ? 2 : 1));
@@ -144,12 +144,12 @@ Choice choose(const Problem& problem, const Gpu& gpu, bool quantizes) {
   int64_t best_cost = 0;
   for (const Config& config : configs_of(gpu)) {
     if (best.config != nullptr && (config.share != ShareKind::kRun || config.max_m != best.config->max_m)) continue;
-    if (problem.batch_invariant && config.max_m != kAnyM) continue;  // tiles differ in the order of their sums
+    if (problem.batch_invariant && config.max_m != kAnyM) continue;  // tiles differ in summation order
     if (m > config.max_m || quantizes != (config.x == XKind::kQuantizes) || !serves(config.weight, problem.weight))
       continue;
     if (!quantizes && !serves(config.x, problem.x == Format::kFloat)) continue;
-    // Where a CTA has all tokens, CTAs share the row tiles of W evenly if shared memory allows it. Otherwise each is a
-    // tile of y.
+    // If a CTA has all tokens, CTAs divide the n-tiles of W evenly, shared memory permitting. Otherwise each computes
+    // an output tile.
     const int64_t row_tiles = ceil_div(problem.n, kTileN), row_blocks = ceil_div(problem.n, config.tile_n);
     const int64_t slots = gpu.num_sms * config.ctas_per_sm, runs = std::min(row_tiles, slots);
     const int64_t run = ceil_div(row_tiles, runs);
@@ -161,7 +161,7 @@ Choice choose(const Problem& problem, const Gpu& gpu, bool quantizes) {
       choice.ctas = shares ? runs : row_blocks * ceil_div(m, config.tile_m);
       choice.split_k = choose_split(config, problem, choice.ctas, k_steps, gpu.num_sms);
       if (quantizes) {
-        // A warp quantises a token over all of K: a CTA with a part of K would not know the range of the rest.
+        // A warp quantizes a token over all of K. With split-K a CTA would not see the whole range.
         if (m > config.warps || problem.k > kMaxQuantizedK || choice.split_k > kMaxUnsplit) continue;
         if (m * problem.k > most_floats(config, problem.weight)) continue;
         choice.split_k = 1;

@@ -1,9 +1,9 @@
-// What a CTA of the portable body brings into shared memory, and how it leaves its result.
+// Operand loads and epilogue of a CTA of the portable mma.sync kernel.
 //
 //            tokens
-//         +---------+      CTA: passes of kN rows x kM tokens, warps_k slices of K. Slice s walks the K-tiles
-//         |    x    |      begin + s, begin + s + warps_k, ... through a ring of its own, so a slice of one
-//         +---------+      warp needs no barrier. The walk goes on from pass to pass.
+//         +---------+      CTA: passes of kN rows of W x kM tokens, K split among warps_k slices. Slice s takes
+//         |    x    |      K-tiles begin + s, begin + s + warps_k, ... through its private cp.async ring, so a
+//         +---------+      slice of one warp needs no barrier. The ring keeps running across passes.
 //   +---+ +---------+
 //   | W | |    y    |
 //   +---+ +---------+
@@ -22,7 +22,7 @@
 
 namespace qao::mm::mma_sync {
 
-// `quantizes`: x is a ResidentX, the ring is W's alone.
+// `quantizes`: x is a ResidentX, and the ring holds W only.
 template <typename Product, typename Tile, bool quantizes>
 struct Cta {
   static constexpr bool kQuantizes = quantizes;
@@ -31,30 +31,29 @@ struct Cta {
   static constexpr int kStageBytes = Tile::stage_bytes(kOperands), kStageDistance = Tile::kWarpsK * kStageBytes;
   static constexpr int kXAt = Tile::weight_bytes(kOperands), kWeightParametersAt = kXAt + Tile::x_bytes(kOperands),
                        kTokenParametersAt = kWeightParametersAt + kOperands.weight_parameters(Tile::kRowTiles);
-  static constexpr int kXRowBytes = kTileK * Product::kXBytes, kXChunks = kXRowBytes / 16;  // chunks a row
+  static constexpr int kXRowBytes = kTileK * Product::kXBytes, kXChunks = kXRowBytes / 16;  // chunks per row
   static constexpr int kWeightTileBytes = kOperands.weight_tile();
   static constexpr int kWeightChunks = kInt4Weight ? kWeightTileBytes / 16 : kTileK / 16;  // int4: 16 rows
   static constexpr int kScaleTileBytes = kOperands.weight_parameters(1);
-  // Rows (int4: 16 rows) that the slice's threads cover together.
+  // Rows (int4: blocks of 16 rows) that one copy of all of the slice's threads covers.
   static constexpr int kWeightAtOnce = Tile::kSliceThreads / kWeightChunks, kXAtOnce = Tile::kSliceThreads / kXChunks;
 
   const Params& p;
   const int slice, slice_thread, lane;
-  const int warp_n, warp_m;         // of the slice; row tile i of a warp is i * kWarpsN + warp_n
+  const int warp_n, warp_m;         // within the slice; n-tile i of a warp is i * kWarpsN + warp_n
   const int64_t token0;             // first token of the CTA
-  const int tokens;                 // that exist, at most kM
-  const int first_row_tile, count;  // row tiles of the CTA
+  const int tokens;                 // existing tokens, at most kM
+  const int first_row_tile, count;  // n-tiles of the CTA
   const int begin, steps;           // K-tiles of the CTA, counted through all parts of x
-  const int64_t weight_stride;      // bytes of a row; int4: of 16 rows
-  const uint32_t shared;            // address
-  const uint32_t ring;              // of this slice's first stage
+  const int64_t weight_stride;      // bytes per row; int4: per 16 rows
+  const uint32_t shared;            // shared-memory address
+  const uint32_t ring;              // address of this slice's first stage
 
-  // int4: where this lane's rows have their parameters in those of a group: row g, from 8 rows to the next 8, and which
-  // bytes of the word they are.
+  // int4: offset of row g's scale within a group, distance between rows 8 apart, and byte selector within the word.
   const uint32_t parameter_at, parameter_step, parameter_select;
 
-  // The next K-tile to fetch: its place in the walk, the row tiles of that pass (none past the last), and where this
-  // thread's share of it begins; further chunks at constant distances.
+  // The next K-tile to fetch: its position in the loop, the n-tiles of that pass (zero or less past the last), and this
+  // thread's first chunk. Further chunks follow at constant distances.
   int pass = 0, step = slice, k_tile;
   int row_tile0, row_tiles;
   const uint8_t *weight, *x;
@@ -80,16 +79,16 @@ struct Cta {
         parameter_step(8 * size_of(p.scale_dtype)),
         parameter_select(select_parameter(p.scale_dtype, lane / 4)) {}
 
-  static constexpr int kWeightStep = kInt4Weight ? kWeightTileBytes : kTileK;  // bytes from K-tile to K-tile
+  static constexpr int kWeightStep = kInt4Weight ? kWeightTileBytes : kTileK;  // bytes between K-tiles
 
-  // Passes of the CTA, and row tiles of one.
+  // Passes of the CTA, and n-tiles of a pass.
   __device__ __forceinline__ int passes() const { return (count + Tile::kRowTiles - 1) / Tile::kRowTiles; }
   __device__ __forceinline__ int row_tiles_of(int pass) const {
     return min(count - pass * Tile::kRowTiles, Tile::kRowTiles);
   }
 
-  // Puts the fetching pointers on `step` of `pass`, or past its end on one of a later pass. A float32 x is walked part
-  // after part.
+  // Moves the fetch pointers to `step` of `pass`, or to a later pass if `step` is past the end. The parts of a float32
+  // x are processed one after another.
   __device__ __forceinline__ void seek() {
     for (; step >= steps; ++pass) step -= steps;
     const int part = p.parts == 1 ? 0 : (begin + step) / p.k_tiles;
@@ -114,8 +113,8 @@ struct Cta {
       x += p.part_stride - static_cast<int64_t>(p.k_tiles) * kXRowBytes;
     }
   }
-  // Prefetches the first rows of W into L2 (sm_90). No further than L2: a kernel that still runs may write W, and L2
-  // sees such a write. A request takes about 60 ns to issue, so they are few and of whole rows (int4: of 16 rows).
+  // Prefetches the first rows of W into L2 (sm_90). Not further than L2: the previous kernel may still write W, and L2
+  // sees such a write. A request takes about 60 ns to issue, so requests are few and cover whole rows (int4: 16 rows).
   __device__ __forceinline__ void prefetch() const {
     const int rows = kInt4Weight ? count : min(p.n - first_row_tile * kTileN, count * kTileN);
     if (threadIdx.x >= min(rows, p.prefetch_rows)) return;
@@ -135,7 +134,7 @@ struct Cta {
     }
   }
 
-  // Where the operands of a K-tile lie in shared memory: W and the parameters of its rows, x, parameters of the tokens.
+  // Shared addresses of a K-tile's operands: W with its scales and zeros, x, and per-token parameters.
   struct KTile {
     uint32_t weight, x, tokens;
   };
@@ -150,7 +149,7 @@ struct Cta {
   }
   __device__ __forceinline__ int token_stride() const { return quantizes ? p.resident.token_stride() : Tile::kM; }
 
-  // Starts copying the current K-tile. What lies past M or N is not fetched: its products are never stored.
+  // Issues the copies of the current K-tile. Rows past M or N are not fetched: their results are never stored.
   __device__ __forceinline__ void fetch(int stage) const {
     const KTile to = k_tile_at(stage, k_tile);
     fetch_weight(to.weight);
@@ -206,8 +205,8 @@ struct Cta {
     }
   }
 
-  // The same for a K-tile that ends past K, where both operands count as zero, and for rows that 16-byte loads cannot
-  // read. Kept out of the main loop's code and registers.
+  // As fetch(), for a K-tile that ends past K (zero-filled) and for rows that are not 16-byte aligned. Kept out of the
+  // mainloop's code and registers.
   template <typename Element, int row_bytes>
   static __device__ __noinline__ void fetch_edge(uint32_t to, const uint8_t* from, int64_t stride, int columns,
                                                  int rows, bool aligned) {
@@ -219,8 +218,8 @@ struct Cta {
     }
   }
 
-  // Two packed tiles of each 16 rows, or one at the end of K: old data in the place of the other is multiplied by zeros
-  // of x.
+  // Copies two packed tiles of each 16 rows, or one at the end of K: x is zero where stale data takes the place of the
+  // other.
   __device__ __forceinline__ void fetch_int4(uint32_t to, int columns) const {
     constexpr int kChunks = kWeightChunks, kCount = Tile::kRowTiles * kChunks;
 #pragma unroll
@@ -238,7 +237,7 @@ struct Cta {
   __device__ __forceinline__ int first_group() const {
     return p.tile_groups > 1 ? k_tile * p.tile_groups : k_tile >> p.group_shift;
   }
-  // int4: parameters of the K-tile's groups. Groups past K get zeros.
+  // int4: copies scales and zeros of the K-tile's groups, zeros for groups past K.
   __device__ __forceinline__ void fetch_groups(uint32_t to) const {
     const int group = first_group(), exist = p.groups - group, shift = p.scale_chunk_shift;
     for (int i = slice_thread; i < row_tiles << shift; i += Tile::kSliceThreads) {
@@ -253,7 +252,7 @@ struct Cta {
       }
     }
   }
-  // int4: the sums of x for the zero points of these groups.
+  // int4: copies the sums of x over these groups, for the zero points.
   __device__ __forceinline__ void fetch_sums(uint32_t to) const {
     if (!begins_group(k_tile)) return;
     const int group = first_group(), exist = p.groups - group;
@@ -268,20 +267,20 @@ struct Cta {
       }
     }
   }
-  // Zero points are taken off in the first K-tile of a group.
+  // Zero points are subtracted in the first K-tile of a group.
   __device__ __forceinline__ bool begins_group(int tile) const {
     return p.tile_groups > 1 || (tile & ((1 << p.group_shift) - 1)) == 0;
   }
 
-  // Parameters of two adjacent tokens: sums of x in `group` of the K-tile, or scales.
+  // Parameters of two adjacent tokens: sums of x in `group` of the K-tile, or block scales.
   __device__ __forceinline__ float2 read_tokens(const KTile& tile, int group, int token_tile) const {
     int token = (warp_m * Tile::kTilesM + token_tile) * 8 + lane % 4 * 2;
-    if constexpr (quantizes) token = min(token, token_stride() - 2);  // tokens that do not exist read an existing one
+    if constexpr (quantizes) token = min(token, token_stride() - 2);  // tokens past the end read an existing one
     return ptx::load_shared_float2(tile.tokens + (group * token_stride() + token) * 4);
   }
 
-  // Scale and zero point of rows g and g + 8, in terms of what the tensor cores see. Of the latter what weight() does
-  // not take off.
+  // Scale and zero point of rows g and g + 8, in units of the MMA's operands. `zero` is the part that weight() does not
+  // subtract.
   struct Group {
     float scale[2], zero[2];
   };
@@ -311,14 +310,14 @@ struct Cta {
   template <typename Value>
   using Sums = Value[Tile::kTilesN][Tile::kTilesM][4];
 
-  // The four rows of W whose results of a pass this thread stores.
+  // The four rows of W that this thread stores in a pass.
   static constexpr int kQuads = Tile::kN / 4;
   static constexpr int kStorers = Tile::kThreads / kQuads * kQuads;  // a multiple of kQuads
   __device__ __forceinline__ int own_row(int of_pass) const {
     return (first_row_tile + of_pass * Tile::kRowTiles) * kTileN + static_cast<int>(threadIdx.x) % kQuads * 4;
   }
-  // What the epilogue needs of them, read before the walk over K where registers are left: with few tokens nothing else
-  // would hide the latency.
+  // Their epilogue parameters, read before the mainloop where registers allow: with few tokens nothing else would hide
+  // the latency.
   static constexpr bool kReadsRowsEarly = Tile::kM == 8;
   struct EarlyRows {
     Rows rows;
@@ -329,16 +328,16 @@ struct Cta {
 
   static constexpr bool kWholeSums = std::is_same_v<typename Product::Sum, int> && !kInt4Weight;
 
-  // Slices are added in their order, transposed through shared memory to token-major, and handed over four rows at a
-  // time.
+  // Adds the slices in a fixed order, transposed to token-major through shared memory, and calls `write` for four rows
+  // at a time.
   template <typename Write>
   __device__ __forceinline__ void add_slices(const Sums<float>& sum, uint8_t* shared_memory, int of_pass,
                                              const EarlyRows& early, const Write& write) const {
     if (p.sums_at == 0) {
       ptx::cp_async_wait<0>();
-      __syncthreads();  // every slice is done with its ring, which the sums overlay
+      __syncthreads();  // all slices are done with their rings, which the sums overlay
     }
-    if (p.sum_places == 1 && of_pass > 0) __syncthreads();  // the sums of the pass before have been read
+    if (p.sum_places == 1 && of_pass > 0) __syncthreads();  // the sums of the previous pass have been read
     float* tile = reinterpret_cast<float*>(shared_memory + p.sums_at) +
                   (p.sum_places == 1 ? 0 : of_pass % 2 * (Tile::kTokenSumBytes / 4 * tokens));
 #pragma unroll
@@ -383,14 +382,14 @@ struct Cta {
     }
   }
 
-  // The stage that is filled last.
+  // The stage that is filled last holds the unquantized x.
   __device__ __forceinline__ uint32_t floats() const { return shared + (Tile::kStages - 1) * kStageDistance; }
   __device__ __forceinline__ void bring_x() const {
     bring_floats(p, floats());
     ptx::cp_async_commit();
   }
   __device__ __forceinline__ void quantize_x() const {
-    ptx::cp_async_wait<Tile::kStages - 1>();  // what came before the first K-tiles of W
+    ptx::cp_async_wait<Tile::kStages - 1>();  // x was issued before the first K-tiles of W
     __syncthreads();
     quantize_tokens<Product::kXFormat, kInt4Weight>(p, floats(), shared);
     __syncthreads();

@@ -1,4 +1,4 @@
-// What becomes of a sum over all of K, and the kernel that adds up split-K parts.
+// Epilogue of the mma.sync kernels, and the kernel that reduces split-K partial sums.
 #pragma once
 
 #include "common/convert.cuh"
@@ -8,7 +8,7 @@
 
 namespace qao::mm::mma_sync {
 
-// How a token was quantised.
+// Quantization parameters of a token.
 struct Token {
   float scale, zero;
 };
@@ -17,7 +17,7 @@ __device__ __forceinline__ Token token_of(const Epilogue& e, int64_t m) {
           e.x_zeros == nullptr ? 0.0f : static_cast<float>(e.x_zeros[m])};
 }
 
-// Scale, sum and bias of rows n .. n + 3 of W, as far as they exist.
+// Scale, sum and bias of rows n .. n + 3 of W that exist.
 struct Rows {
   float scale[4], sum[4], bias[4];
 };
@@ -33,7 +33,7 @@ __device__ __forceinline__ Rows rows_of(const Epilogue& e, int n) {
   return rows;
 }
 
-// Adds four sums to others: float32, or int32 in floats of the same bits.
+// Adds four partial sums: float32, or int32 in the bits of floats.
 __device__ __forceinline__ void add_four(float (&total)[4], const float4& part, bool whole) {
   const float parts[4] = {part.x, part.y, part.z, part.w};
 #pragma unroll
@@ -48,7 +48,7 @@ __device__ __forceinline__ void add_four(float (&total)[4], const float4& part, 
   }
 }
 
-// What the sums of four rows become.
+// Applies scales, zero points and bias to the sums of four rows.
 __device__ __forceinline__ void finish_four(const Epilogue& e, const Rows& rows, const Token& token,
                                             float (&value)[4]) {
 #pragma unroll
@@ -58,7 +58,7 @@ __device__ __forceinline__ void finish_four(const Epilogue& e, const Rows& rows,
   }
 }
 
-// The rows' results of token m: to y, or to this split's partial sums.
+// Writes the results of four rows of token m to y, or to this split's partial sums.
 __device__ __forceinline__ void write_four(const Epilogue& e, int split, int64_t m, int n, const Rows& rows,
                                            const Token& token, float (&value)[4]) {
   if (e.partials != nullptr) return store_four(e.partials + split * e.m * e.n, DType::kFloat32, m, n, e.n, value);
@@ -66,7 +66,7 @@ __device__ __forceinline__ void write_four(const Epilogue& e, int split, int64_t
   store_four(e.y, e.y_dtype, m, n, e.n, value);
 }
 
-// A thread has four rows of W of one token. It adds what `splits` CTAs left in `partials`, in a fixed order.
+// Reduces the partial sums of `splits` CTAs in a fixed order. A thread handles four rows of W of one token.
 static __global__ void __launch_bounds__(256) finish_kernel(const float* partials, int splits, const Epilogue e) {
   const int quads = (e.n + 3) / 4;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -1,6 +1,6 @@
-// The portable body for a float x and an fp4 weight (fp4/layout.h): float_int4.cuh with another conversion of nibbles,
-// no zero points, and groups of half a K-tile or of one k-step. Codes are exact in 16 bits, scales are applied to
-// float32 sums, and what divides a row's scales to the sums of the whole row.
+// Portable W4A16 kernel for fp4 weights (fp4/layout.h): float_int4.cuh with another conversion of codes, no zero
+// points, and groups of half a K-tile or of one k-step. Codes are exact in 16 bits. Scales are applied to float32 sums
+// of a group, row divisors to the sums of the whole row.
 #pragma once
 
 #include "common/fp4.cuh"
@@ -9,7 +9,7 @@
 
 namespace qao::mm::mma_sync::float_int4 {
 
-// `groups`: of a K-tile, 2 or 4.
+// `groups` per K-tile: 2 or 4.
 template <typename T, typename Tile, int groups>
 struct Fp4Cta : Cta<T, Tile, false> {
   using Base = Cta<T, Tile, false>;
@@ -17,7 +17,7 @@ struct Fp4Cta : Cta<T, Tile, false> {
   using typename Base::Sums;
   static constexpr int kGroupBytes = kTileN * 2;
 
-  // As Cta::fetch.
+  // Issues the copies of the current K-tile, as Cta::fetch.
   __device__ __forceinline__ void fetch(int stage) const {
     const uint32_t to = this->stage_address(stage);
     this->fetch_weight(to);
@@ -30,7 +30,7 @@ struct Fp4Cta : Cta<T, Tile, false> {
     fetch_scales(Base::scale_address(to));
   }
 
-  // Of all groups of the K-tile; past K zeros.
+  // Copies the scales of all groups of the K-tile, zeros past K.
   __device__ __forceinline__ void fetch_scales(uint32_t to) const {
     constexpr int kChunks = groups * kGroupBytes / 16;
     const int group = groups * this->k_tile;
@@ -46,7 +46,7 @@ struct Fp4Cta : Cta<T, Tile, false> {
     }
   }
 
-  // Rows g and g + 8 of row tile i of this warp.
+  // Scales of rows g and g + 8 of n-tile i of this warp.
   __device__ __forceinline__ void read_scales(uint32_t stage, int group, int i, float (&scale)[2]) const {
     const uint32_t from =
         Base::scale_address(stage) + (i * Tile::kWarpsN + this->warp_n) * Tile::kScaleTileBytes + group * kGroupBytes;
@@ -56,7 +56,7 @@ struct Fp4Cta : Cta<T, Tile, false> {
     }
   }
 
-  // The A operand of one k-step.
+  // Converts W to the A operand of one k-step.
   static __device__ __forceinline__ void widen(uint32_t word, uint32_t (&a)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -64,7 +64,7 @@ struct Fp4Cta : Cta<T, Tile, false> {
     }
   }
 
-  // NVFP4: over the divisors of the rows.
+  // NVFP4: divides by the divisors of the rows.
   __device__ __forceinline__ void divide_rows(Sums& sum) const {
     if constexpr (groups == 4) {
 #pragma unroll
@@ -88,7 +88,7 @@ struct Fp4Cta : Cta<T, Tile, false> {
   }
 };
 
-// One K-tile, group by group: products in the tensor cores, then scaled into `sum`.
+// Multiplies one K-tile, group by group, and accumulates the scaled sums.
 template <int groups, typename T, typename Tile, typename Cta>
 __device__ __forceinline__ void multiply_fp4(const Cta& cta, uint32_t stage, const uint4 (&words)[Tile::kTilesN],
                                              typename Cta::Sums& sum) {

@@ -1,12 +1,12 @@
-// The portable body for a float x and an int4 weight: mma.sync, weights as the 16-row operand and tokens as the
-// 8-column one. It serves every M; tile shapes are the rows of float_int4_tiles.inc.
+// Portable W4A16 kernel for int4 weights: mma.sync with swap-AB, weights as the 16-row operand and tokens as the
+// 8-column one. It supports every M. Tile shapes are the rows of float_int4_tiles.inc.
 #pragma once
 
 #include "mm/mma_sync/float_int4_cta.cuh"
 
 namespace qao::mm::mma_sync::float_int4 {
 
-// B operands of k-step `step` (and of step + 1 when a warp has only 8 tokens) for all tokens of the warp.
+// Loads the B operands of k-step `step` (and of step + 1 if a warp has only 8 tokens) for all tokens of the warp.
 template <typename Cta, typename Tile>
 __device__ __forceinline__ void load_x(const Cta& cta, uint32_t x, int step,
                                        uint32_t (&b)[(Tile::kTilesM + 1) / 2][4]) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ void load_x(const Cta& cta, uint32_t x, int step,
   }
 }
 
-// The k-steps of one K-tile that share a group: products in the tensor cores, then scaled into `sum`.
+// Multiplies the k-steps of one K-tile that share a group, and accumulates the scaled sums.
 template <int first_step, int steps, typename T, typename Tile, typename Cta>
 __device__ __forceinline__ void multiply(const Cta& cta, uint32_t stage, const uint4 (&words)[Tile::kTilesN],
                                          typename Cta::Sums& sum) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply(const Cta& cta, uint32_t stage, const u
   }
 }
 
-// K-tiles [begin, end), those of this slice: multiply(stage, words).
+// Mainloop over this slice's share of K-tiles [begin, end): calls multiply(stage, words).
 template <typename Tile, typename Cta, typename Multiply>
 __device__ __forceinline__ void walk(Cta& cta, int begin, int end, const Multiply& multiply) {
   const int steps = (end - begin + Tile::kWarpsK - 1) / Tile::kWarpsK;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void walk(Cta& cta, int begin, int end, const Multipl
   int stage_now = 0, stage_ahead = Tile::kStages - 1;
   for (int i = 0; i < steps; ++i) {
     ptx::cp_async_wait<Tile::kStages - 2>();
-    cta.sync_slice();  // this stage has arrived for all, the previous one has been read by all
+    cta.sync_slice();  // this stage has arrived in all threads, and all have read the previous one
     if (i + Tile::kStages - 1 < mine) cta.fetch(stage_ahead);
     ptx::cp_async_commit();
     cta.advance();

@@ -1,9 +1,8 @@
-// Which tile a CTA of float_int4.cuh computes, the cp.async ring that feeds it, reading scales and zero points, and
-// storing the result.
+// CTA tile of float_int4.cuh: cp.async ring, dequantization and epilogue.
 //
-//            tokens                    CTA: kN rows x kM tokens, warps_k slices of K. Slice s walks the K-tiles
-//         +---------+                  begin + s, begin + s + warps_k, ... through a ring of its own, so a slice of one
-//         |    x    |                  warp needs no barrier.
+//            tokens                    CTA: kN rows of W x kM tokens, K split among warps_k slices. Slice s takes
+//         +---------+                  K-tiles begin + s, begin + s + warps_k, ... through its private cp.async ring,
+//         |    x    |                  so a slice of one warp needs no barrier.
 //         +---------+
 //   +---+ +---------+                  y[m][n] = sum over groups of  scale[n] * sum over k of (q - zero)[n][k] x[m][k]
 //   | W | |    y    |                  (q - zero) is exact in the 16-bit type (rounded once if zero is a fraction);
@@ -25,14 +24,14 @@ template <typename T, typename Tile, bool zeros>
 struct Cta {
   const Params& p;
   const int slice, slice_thread, lane;
-  const int warp_n, warp_m;        // of the slice; row tile i of a warp is i * kWarpsN + warp_n
+  const int warp_n, warp_m;        // within the slice; n-tile i of a warp is i * kWarpsN + warp_n
   const int64_t token0;            // first token of the CTA
-  const int row_tile0;             // first row tile of the CTA
-  const int tokens, row_tiles;     // that exist, at most kM and kRowTiles
+  const int row_tile0;             // first n-tile of the CTA
+  const int tokens, row_tiles;     // existing ones, at most kM and kRowTiles
   const uint32_t ring;             // shared address of this slice's ring
-  const uint8_t *weight, *scales;  // where this thread's share of a K-tile begins; its further chunks follow at
-  const T* x;                      // constant distances
-  int part, k_tile;                // the next one to fetch
+  const uint8_t *weight, *scales;  // first chunk of this thread in a K-tile; further chunks follow
+  const T* x;                      // at constant distances
+  int part, k_tile;                // next K-tile to fetch
 
   __device__ __forceinline__ Cta(const Params& params, int row_block, int token_block, uint32_t shared)
       : p(params),
@@ -47,7 +46,7 @@ struct Cta {
         row_tiles(min(p.row_tiles - row_tile0, Tile::kRowTiles)),
         ring(shared + slice * Tile::kStages * Tile::kStageBytes) {}
 
-  // Puts the fetching pointers on step `index` of the walk over K. A float32 x is walked part after part.
+  // Moves the fetch pointers to step `index` along K. The parts of a float32 x are processed one after another.
   __device__ __forceinline__ void seek(int index) {
     part = p.parts == 1 ? 0 : index / p.k_tiles;
     k_tile = index - part * p.k_tiles;
@@ -87,7 +86,7 @@ struct Cta {
     }
   }
 
-  // Starts copying the current K-tile. What lies past M or N is not fetched: its products are never stored.
+  // Issues the copies of the current K-tile. Rows past M or N are not fetched: their results are never stored.
   __device__ __forceinline__ void fetch(int stage) const {
     const uint32_t to = stage_address(stage);
     fetch_weight(to);
@@ -109,11 +108,11 @@ struct Cta {
     }
   }
 
-  // 16-byte chunks of a token's 128 bytes are swizzled (the hardware's 128-byte pattern): no bank conflicts.
+  // The 16-byte chunks of a token's 128 bytes are swizzled (the hardware's 128-byte pattern) against bank conflicts.
   static __device__ __forceinline__ uint32_t x_offset(int row, int chunk) {
     return row * Tile::kRowBytes + ((chunk ^ (row & 7)) << 4);
   }
-  static constexpr int kRowsAtOnce = Tile::kSliceThreads / 8;  // tokens that the slice's threads cover together
+  static constexpr int kRowsAtOnce = Tile::kSliceThreads / 8;  // tokens per copy of all of the slice's threads
 
   __device__ __forceinline__ void fetch_x(uint32_t to) const {
     const int64_t distance = kRowsAtOnce * p.x_stride;
@@ -124,8 +123,8 @@ struct Cta {
     }
   }
 
-  // The same for a K-tile that ends past K, where x counts as zero, and for an x that 16-byte loads cannot read.
-  // Kept out of the main loop's code and registers.
+  // As fetch_x(), for a K-tile that ends past K (zero-filled) and for x that is not 16-byte aligned. Kept out of the
+  // mainloop's code and registers.
   static __device__ __noinline__ void fetch_x_edge(uint32_t to, const T* x, int64_t x_stride, int columns, int tokens) {
     const int thread = threadIdx.x % Tile::kSliceThreads, chunk = thread % 8;
     for (int row = thread / 8; row < tokens; row += kRowsAtOnce, x += kRowsAtOnce * x_stride) {
@@ -136,7 +135,7 @@ struct Cta {
     }
   }
 
-  // One group's parameters, or two neighbouring groups' of 32; a second group past K gets scale 0.
+  // Copies scales and zeros of one group, or of two adjacent groups of 32. A second group past K gets scale 0.
   __device__ __forceinline__ void fetch_scales(uint32_t to) const {
     const int shift = p.scale_chunk_shift;
     const int group = p.group_shift < 0 ? 2 * k_tile : k_tile >> p.group_shift;
@@ -156,8 +155,8 @@ struct Cta {
     }
   }
 
-  // A group's parameters for rows g and g + 8 of one row tile of this warp. Weights are made as
-  // ((magic + q) + offset) + fraction, pairs of T: the integer part of the zero point comes off exactly.
+  // Parameters of a group for rows g and g + 8 of one n-tile of this warp. Weights are computed as ((magic + q) +
+  // offset) + fraction in pairs of T, so the integer part of the zero point is subtracted exactly.
   struct Group {
     float scale[2];
     uint32_t offset[2], fraction[2];
@@ -183,7 +182,7 @@ struct Cta {
       }
     }
   }
-  // Row tile i of this warp; `group` counts within the K-tile, row tiles lie `distance` bytes apart.
+  // Reads n-tile i of this warp. `group` counts within the K-tile; n-tiles are `distance` bytes apart.
   __device__ __forceinline__ void read_group(uint32_t stage, int group, int i, Group& to,
                                              int distance = Tile::kScaleTileBytes) const {
     const uint32_t from = scale_address(stage) + (i * Tile::kWarpsN + warp_n) * distance + group * p.group_bytes;
@@ -196,22 +195,23 @@ struct Cta {
     }
   }
 
-  // Four words of one row tile: word s holds the eight weights of k-step s.
+  // Four words of one n-tile: word s holds the eight weights of k-step s.
   __device__ __forceinline__ uint4 read_words(uint32_t stage, int i) const {
     return ptx::load_shared_16(stage + (i * Tile::kWarpsN + warp_n) * kTileBytes + lane * 16);
   }
   static __device__ __forceinline__ uint32_t word_of(const uint4& words, int step) {
     return step == 0 ? words.x : step == 1 ? words.y : step == 2 ? words.z : words.w;
   }
-  // The A operand of one k-step, less the integer part of the zero point: registers are rows g, g + 8, g, g + 8.
+  // Converts W to the A operand of one k-step, minus the integer part of the zero point. Registers are rows g, g + 8,
+  // g, g + 8.
   static __device__ __forceinline__ void dequantize(uint32_t word, const Group& group, uint32_t (&a)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       a[i] = Half<T>::add(ptx::and_or(word >> (4 * i), 0x000F000F, Half<T>::kMagic), group.offset[i % 2]);
     }
   }
-  // Zero points are mostly integers: the fraction is taken off only where a row of this warp has one, and beside a
-  // float32 x by the kernel that adds up, since here it would be rounded.
+  // Most zero points are integers. The fraction is subtracted only if a row of this warp has one. With a float32 x it
+  // would be rounded here, so finish_kernel subtracts it instead.
   template <int count>
   __device__ __forceinline__ bool any_fraction(const Group (&groups)[count]) const {
     uint32_t bits = 0;
@@ -226,12 +226,12 @@ struct Cta {
 
   using Sums = float[Tile::kTilesN][Tile::kTilesM][4];
 
-  // Slices are added in their order, transposed through shared memory to token-major, and handed over four rows at a
-  // time.
+  // Adds the slices in a fixed order, transposed to token-major through shared memory, and calls `write` for four rows
+  // at a time.
   template <typename Write>
   __device__ __forceinline__ void add_slices(const Sums& sum, float* tile, const Write& write) const {
     ptx::cp_async_wait<0>();
-    ptx::named_barrier(0, Tile::kThreads);  // every slice is done with its ring, which `tile` overlays
+    ptx::named_barrier(0, Tile::kThreads);  // all slices are done with their rings, which `tile` overlays
 #pragma unroll
     for (int i = 0; i < Tile::kTilesN; ++i) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Adds what the CTAs that share an output tile left in the workspace, in a fixed order.
+// Reduction of split-K partial sums of the portable W4A16 kernels, in a fixed order.
 #pragma once
 
 #include "common/convert.cuh"
@@ -10,7 +10,7 @@ namespace qao::mm::mma_sync::float_int4 {
 struct FinishParams {
   const float* partials;  // [splits, m, n]
   int splits;
-  const float* group_sums;  // [m, groups] sums of x, for the fractions of zero points (float32 x); else null
+  const float* group_sums;  // [m, groups] sums of x, for fractions of zero points (float32 x); else null
   const void* scales;       // packed, read only with group_sums
   const void* bias;         // [n] or null
   void* y;
@@ -19,7 +19,7 @@ struct FinishParams {
   DType scale_dtype, bias_dtype, y_dtype;
 };
 
-// A thread has four rows of W of one token. y = sum of splits - sum over groups of scale fraction sum(x) + bias.
+// A thread handles four rows of W of one token. y = sum of splits - sum over groups of scale fraction sum(x) + bias.
 __global__ void __launch_bounds__(256) finish_kernel(const FinishParams p) {
   const int quads = (p.n + 3) / 4;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -1,4 +1,4 @@
-// The kernels for a float x and an int4 or fp4 weight as float_int4_launch.cu sees them.
+// The portable W4A16 kernels for int4 and fp4 weights, as float_int4_launch.cu sees them.
 #pragma once
 
 #include "mm/int4_params.h"
@@ -7,7 +7,7 @@ namespace qao::mm::mma_sync::float_int4 {
 
 using Params = Int4Params;
 
-// Of row `config` of float_int4_tiles.inc; `zeros`: it applies zero points.
+// `config` is a row of float_int4_tiles.inc; `zeros` selects the kernel that applies zero points.
 using Kernel = void (*)(Params);
 Kernel kernel_of(int config, bool half, bool zeros);
 Kernel fp4_kernel_of(int config, bool half, bool nvfp4);

@@ -34,18 +34,18 @@ constexpr Config config_of(int index, int64_t max_m, bool one_wave) {
 }
 
 constexpr int64_t kAnyM = INT64_MAX;
-constexpr int kFirst = __COUNTER__ + 1;  // a row's index is its place in the list: __COUNTER__ may begin anywhere
+constexpr int kFirst = __COUNTER__ + 1;  // a row's index is its position in the list; __COUNTER__ may start anywhere
 constexpr Config kConfigs[] = {
 #define QAO_TILE(max_m, one_wave, ...) config_of<Tile<__VA_ARGS__>>(__COUNTER__ - kFirst, max_m, one_wave),
 #include "mm/mma_sync/float_int4_tiles.inc"
 #undef QAO_TILE
 };
 
-// The first row that serves the problem on this GPU; null if none does.
+// The first row that fits the problem and the GPU, or null.
 const Config* first_fitting(const Problem& problem, const Gpu& gpu) {
   for (const Config& config : kConfigs) {
     if (problem.m > config.max_m) continue;
-    if (problem.batch_invariant && config.max_m != kAnyM) continue;  // tiles differ in the order of their sums
+    if (problem.batch_invariant && config.max_m != kAnyM) continue;  // tiles differ in summation order
     if (config.shared_bytes > gpu.shared_bytes_per_cta) continue;
     if (config.one_wave && ceil_div(problem.n, config.tile_n) > gpu.num_sms * config.ctas_per_sm) continue;
     return &config;

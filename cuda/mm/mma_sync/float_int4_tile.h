@@ -1,5 +1,4 @@
-// The compile-time shape of a CTA beside a float x and an int4 weight, and its shared-memory layout: one definition for
-// the kernel and for plan().
+// Compile-time CTA shape and shared-memory layout of the portable W4A16 kernels, shared by the kernel and plan().
 #pragma once
 
 #include <algorithm>
@@ -18,15 +17,15 @@ template <int warps_n, int warps_m, int warps_k, int tiles_n, int tiles_m, int s
 struct Tile : Shape<warps_n, warps_m, warps_k, tiles_n, tiles_m, stages, ctas_per_sm> {
   using Base = Shape<warps_n, warps_m, warps_k, tiles_n, tiles_m, stages, ctas_per_sm>;
 
-  // A stage of a slice: packed weights, x, scales of one K-tile.
+  // A stage of a slice: packed weights, x, and scales of one K-tile.
   static constexpr int kWeightBytes = Base::kRowTiles * kTileBytes;
-  static constexpr int kRowBytes = kTileK * 2;  // a token's 64 16-bit values
+  static constexpr int kRowBytes = kTileK * 2;  // 64 16-bit values of a token
   static constexpr int kXBytes = Base::kM * kRowBytes;
   static constexpr int kScaleTileBytes = 2 * 2 * kTileN * 4;  // at most two groups, scale and zero, float32
   static constexpr int kScaleBytes = Base::kRowTiles * kScaleTileBytes;
   static constexpr int kStageBytes = kWeightBytes + kXBytes + kScaleBytes;
 
-  // The epilogue reuses the ring: a float32 tile per slice.
+  // The epilogue reuses the ring for one float32 tile per slice.
   static constexpr int kEpilogueBytes = warps_k * Base::kM * Base::kPaddedN * 4;
   static constexpr int kSharedBytes = std::max(warps_k * stages * kStageBytes, kEpilogueBytes);
 };

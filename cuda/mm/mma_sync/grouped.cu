@@ -1,4 +1,4 @@
-// Grouped products on GPUs other than Hopper.
+// Portable grouped-GEMM kernels for GPUs other than Hopper.
 #define QAO_TILES "mm/mma_sync/grouped_tiles.inc"
 #include "mm/mma_sync/grouped_table.cuh"
 

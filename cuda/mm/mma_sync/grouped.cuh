@@ -1,4 +1,4 @@
-// Grouped products: a CTA of the portable body with the weights of one expert, and rows of x that lie anywhere.
+// Portable grouped GEMM: the CTA of cta.cuh with the weights of one expert and gathered rows of x.
 #pragma once
 
 #include "mm/mma_sync/grouped.h"
@@ -7,7 +7,7 @@
 
 namespace qao::mm::mma_sync::grouped {
 
-// Params with rows of y of one expert as its tokens. x stays that of all, with a stride of 0.
+// Params with an expert's rows of y as its tokens. x stays that of all experts, with a stride of 0.
 __device__ __forceinline__ Params params_of_expert(const Params& p, const Routing& r, const Share& share) {
   Params own = p;
   own.m = share.rows;
@@ -27,7 +27,7 @@ struct Cta : mma_sync::Cta<Product, Tile, false> {
   using typename Dense::KTile;
 
   const Routing& r;
-  const int64_t row0;  // of y, the first token's
+  const int64_t row0;  // first row in y
   const uint32_t table;
 
   __device__ __forceinline__ Cta(const Params& params, const Routing& routing, const Share& share, const Place& at,
@@ -67,7 +67,7 @@ struct Cta : mma_sync::Cta<Product, Tile, false> {
       }
     }
   }
-  // Dense::fetch_edge for these rows.
+  // As Dense::fetch_edge, for gathered rows.
   static __device__ __noinline__ void fetch_edges(uint32_t to, const uint8_t* from, uint32_t table, int64_t stride,
                                                   int columns, int tokens, bool aligned) {
     using Element = std::conditional_t<Product::kXBytes == 1, uint8_t, uint16_t>;
@@ -120,6 +120,7 @@ static __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   const Share share = find_share<Tile::kM>(r, at.tokens);
   if (share.rows == 0) return;
   const uint32_t address = ptx::shared_address(shared);
+  // Rows that belong to no expert become zeros
   if (share.expert == r.experts) {
     const Epilogue& e = p.epilogue;
     const int first =
@@ -135,7 +136,7 @@ static __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   warp.run(shared, 0);
 }
 
-// The kernel of a row, null where the row does not serve such operands.
+// The kernel of a row, or null if the row does not support these operands.
 template <XKind x, typename X, typename W, typename Tile>
 constexpr Kernel kernel_for() {
   if constexpr (serves(x, Product<X, W>::kXBytes == 2)) {

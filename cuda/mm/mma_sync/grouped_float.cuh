@@ -1,5 +1,5 @@
-// Grouped products of a float x and a packed weight: a CTA of float_int4.cuh or float_fp4.cuh with the weights of one
-// expert, and rows of x that lie anywhere.
+// Portable W4A16 grouped GEMM: the CTA of float_int4.cuh or float_fp4.cuh with the weights of one expert and gathered
+// rows of x.
 #pragma once
 
 #include <array>
@@ -13,13 +13,13 @@ namespace qao::mm::mma_sync::grouped {
 
 using float_int4::kTileK;
 
-// `Dense`: one of float_int4.cuh or float_fp4.cuh.
+// `Dense` is the CTA of float_int4.cuh or float_fp4.cuh.
 template <typename T, typename Tile, typename Dense>
 struct FloatCta : Dense {
   using typename Dense::Sums;
 
   const Routing& r;
-  const int64_t row0;  // of y, the first token's
+  const int64_t row0;  // first row in y
   const uint32_t table;
 
   __device__ __forceinline__ FloatCta(const Int4Params& params, const Routing& routing, const Share& share,
@@ -49,7 +49,7 @@ struct FloatCta : Dense {
         ptx::cp_async_16(to + Dense::x_offset(token, chunk), this->x + x_row(token) * r.x_stride);
     }
   }
-  // Dense::fetch_x_edge for these rows.
+  // As Dense::fetch_x_edge, for gathered rows.
   static __device__ __noinline__ void fetch_edges(uint32_t to, const T* x, uint32_t table, int64_t stride, int columns,
                                                   int tokens) {
     const int thread = threadIdx.x % Tile::kSliceThreads, chunk = thread % 8;
@@ -74,7 +74,7 @@ struct FloatCta : Dense {
   }
 };
 
-// `Weight`: the Dense<T, Tile> of a weight format, and its main_loop(p, cta, k_tiles, sum) along K.
+// `Weight` provides Dense<T, Tile> of a weight format and its main_loop(p, cta, k_tiles, sum).
 template <typename T, typename Tile, typename Weight>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     float_kernel(const __grid_constant__ Int4Params p, const __grid_constant__ Routing r) {
@@ -88,6 +88,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   const Share share = find_share<Tile::kM>(r, at.tokens);
   if (share.rows == 0) return;
   const uint32_t address = ptx::shared_address(shared);
+  // Rows that belong to no expert become zeros
   if (share.expert == r.experts) {
     const int first = at.row_block * Tile::kN;
     return write_zeros<Tile::kM>(share, p.y, p.y_dtype, p.n, first, min(first + Tile::kN, p.n));

@@ -37,7 +37,7 @@ Status launch(const Problem& problem, const Plan& plan, const Arguments& argumen
     return launch_product(kernel, plan, params, routing, stream);
   }
   Plan dense = plan;
-  dense.runs = false;  // a dense run has all CTAs of the grid
+  dense.runs = false;  // a dense persistent run would use all CTAs of the grid
   Params params = params_of(problem, dense, arguments, x);
   if (plan.runs)
     params.run = params.row_tiles / routing.row_blocks, params.more_runs = params.row_tiles % routing.row_blocks;

@@ -1,4 +1,4 @@
-// How a grouped product is run: which tile, and how many CTAs, by the numbers of rows and experts alone.
+// Planning of portable grouped GEMMs: tile and number of CTAs, from the numbers of rows and experts only.
 #include <algorithm>
 #include <array>
 #include <span>
@@ -23,11 +23,11 @@ using mma_sync::Operands;
 using mma_sync::XKind;
 
 struct Config {
-  int64_t most_rows;  // of an expert, on average
+  int64_t most_rows;  // average per expert
   XKind x;
   bool runs;
   int tile_n, tile_m, warps, stages, ctas_per_sm, sum_bytes;
-  std::array<int, static_cast<size_t>(Operands::kCount)> ring;  // bytes of it, by the operands
+  std::array<int, static_cast<size_t>(Operands::kCount)> ring;  // ring bytes, by operand formats
 };
 
 template <typename Tile>
@@ -76,9 +76,9 @@ constexpr FloatInt4Config kFloatInt4Configs[] = {
 #undef QAO_TILE
 };
 
-// Columns whose products of int8 surely fit an int32 sum.
+// Columns over which an int32 sum of int8 products cannot overflow.
 constexpr int64_t kInt32Columns = 65536;
-constexpr int64_t kWaves = 3;  // CTAs for each place on the GPU, where they walk runs: they take different times
+constexpr int64_t kWaves = 3;  // waves of CTAs with runs, since their times differ
 
 int64_t rows_of_expert(int64_t experts, int64_t rows) {
   return ceil_div(rows, std::max<int64_t>(1, std::min(experts, rows)));
@@ -96,7 +96,7 @@ void fill(const Config& config, int64_t experts, int64_t rows, int64_t row_tiles
   const int64_t tiles = token_tiles(experts, rows, config.tile_m), pass = config.tile_n / int4::kTileN;
   int64_t row_blocks = ceil_div(row_tiles, pass);
   if (runs) {
-    // As many CTAs as fill the GPU a few times, each of whole passes.
+    // Enough CTAs for a few waves, each with whole passes.
     const int64_t wanted = ceil_div(kWaves * gpu.num_sms * config.ctas_per_sm, std::max<int64_t>(tiles, 1));
     const int64_t passes = ceil_div(row_blocks, std::min(wanted, row_blocks));
     row_blocks = ceil_div(row_tiles, passes * pass);
@@ -113,7 +113,7 @@ Status plan_float_int4(const Problem& problem, int64_t experts, int64_t rows, co
   for (const FloatInt4Config& config : kFloatInt4Configs) {
     plan->config = static_cast<int>(&config - kFloatInt4Configs);
     plan->shared_bytes = config.shared_bytes + table_bytes(config.tile_m);
-    if (problem.batch_invariant && config.most_rows != kAnyM) continue;  // tiles differ in the order of their sums
+    if (problem.batch_invariant && config.most_rows != kAnyM) continue;  // tiles differ in summation order
     if (rows_of_expert(experts, rows) > config.most_rows || plan->shared_bytes > gpu.shared_bytes_per_cta) continue;
     plan->body = Body::kMmaSyncFloatInt4;
     plan->instruction = problem.x_dtype == DType::kFloat16 ? "mma.sync f16" : "mma.sync bf16";
@@ -134,7 +134,7 @@ Status plan_eight_bits(const Problem& problem, int64_t experts, int64_t rows, co
                         : problem.x == Format::kFp8 ? "mma.sync f16"
                                                     : "mma.sync";
     const int ring = config.ring[static_cast<size_t>(operands)], table = table_bytes(config.tile_m);
-    // In a run the next pass arrives while the sums of one are read.
+    // In a run, the next pass is fetched while the partial sums of the previous one are read.
     const bool runs = config.runs && ring + config.sum_bytes + table <= gpu.shared_bytes_per_cta;
     plan->sums_at = runs ? ring : 0;
     plan->shared_bytes = (runs ? ring + config.sum_bytes : std::max(ring, config.sum_bytes)) + table;

@@ -1,4 +1,4 @@
-// Grouped products on Hopper.
+// Portable grouped-GEMM kernels for Hopper.
 #define QAO_TILES "mm/mma_sync/grouped_tiles_sm90.inc"
 #include "mm/mma_sync/grouped_table.cuh"
 

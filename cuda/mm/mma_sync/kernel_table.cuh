@@ -1,4 +1,4 @@
-// The kernels of one list of tiles: QAO_TILES is tiles.inc or tiles_sm90.inc.
+// Kernel table of one tile list: QAO_TILES is tiles.inc or tiles_sm90.inc.
 #include <array>
 
 #include "mm/mma_sync/warp.cuh"

@@ -1,4 +1,4 @@
-// The portable body on GPUs other than Hopper.
+// Portable kernels for GPUs other than Hopper.
 #define QAO_TILES "mm/mma_sync/tiles.inc"
 #include "mm/mma_sync/kernel_table.cuh"
 

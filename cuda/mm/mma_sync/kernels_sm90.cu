@@ -1,4 +1,4 @@
-// The portable body on Hopper, which has more tiles.
+// Portable kernels for Hopper, with more tile shapes.
 #define QAO_TILES "mm/mma_sync/tiles_sm90.inc"
 #include "mm/mma_sync/kernel_table.cuh"
 

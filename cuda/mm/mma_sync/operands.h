@@ -1,4 +1,4 @@
-// What x and W are made of: the kernels that a row of tiles.inc is compiled for.
+// Pairs of x and W formats that a row of tiles.inc is compiled for.
 #pragma once
 
 #include <array>
@@ -11,10 +11,10 @@ enum class Operands : int {
 #define QAO_OPERANDS(name, ...) name,
 #include "mm/mma_sync/operands.inc"
 #undef QAO_OPERANDS
-  kCount,  // also: no kernels
+  kCount,  // also means: no kernels
 };
 
-// By the formats of x and W, and whether x is float16.
+// Indexed by the formats of x and W, and by whether x is float16.
 constexpr auto kOperandsOfFormats = [] {
   std::array<std::array<std::array<Operands, 2>, kFormatCount>, kFormatCount> of{};
   for (auto& of_x : of) {

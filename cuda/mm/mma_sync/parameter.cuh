@@ -1,4 +1,4 @@
-// One parameter of a group of int4 weights from shared memory, read as the word that holds it.
+// Access to one scale or zero of an int4 weight in shared memory, read as the word that holds it.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -8,7 +8,7 @@
 
 namespace qao::mm::mma_sync {
 
-// For __byte_perm: which bytes of its word the parameter of a row is, brought to where a float32 or a float16 has them.
+// Selector for __byte_perm that moves the parameter of a row to its position in a float32 or float16.
 __device__ __forceinline__ uint32_t select_parameter(DType dtype, int row) {
   if (dtype == DType::kFloat32) return 0x3210;
   if (dtype == DType::kFloat16) return row % 2 == 0 ? 0x4410 : 0x4432;

@@ -1,4 +1,4 @@
-// The parameters of a kernel, from a problem, its plan and its tensors. Pure host code.
+// Kernel parameters from a problem, its plan and its tensors. Host code only.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace qao::mm::mma_sync {
 
-// Groups of an int4 weight, counted in K-tiles.
+// Sets the groups of an int4 weight, counted in K-tiles.
 inline void set_groups(const Problem& problem, const Arguments& arguments, const X& x, Params* p) {
   p->group_scales = static_cast<const uint8_t*>(arguments.scales);
   p->x_sums = x.sums;

@@ -11,10 +11,10 @@
 namespace qao::mm::mma_sync {
 namespace {
 
-constexpr int64_t kLeastPrefetch = 16384, kMostPrefetch = 32768;  // bytes of W, a CTA
+constexpr int64_t kLeastPrefetch = 16384, kMostPrefetch = 32768;  // bytes of W per CTA
 
-// Bytes of W that a CTA prefetches into L2 before it waits for the previous kernel: an eighth of what it will read, 16
-// to 32 KB. None for int4 where the product quantises x: x would arrive late.
+// Bytes of W that a CTA prefetches into L2 before the PDL wait: an eighth of its share, 16 to 32 KB. Zero for int4 if
+// the kernel quantizes x: the prefetch would delay x.
 int prefetch_bytes(const Problem& problem, const Choice& choice, bool quantizes) {
   const bool packed = problem.weight == Format::kInt4;
   const bool possible = choice.runs && choice.split_k == 1 && (packed || problem.weight_aligned);
@@ -23,14 +23,14 @@ int prefetch_bytes(const Problem& problem, const Choice& choice, bool quantizes)
   return static_cast<int>(std::clamp(eighth / 1024 * 1024, kLeastPrefetch, kMostPrefetch));
 }
 
-// Whether the next kernel may start as soon as all CTAs of this one run. Not where SMs have room for one more CTA
-// beside them: CTAs of the next kernel would be spread unevenly over the SMs for as long as it runs.
+// Whether the next kernel may start once all CTAs of this one run. Not if SMs have room for one more CTA: CTAs of the
+// next kernel would then be spread unevenly over the SMs for as long as it runs.
 bool lets_next_early(const Config& config, const Choice& choice, const Gpu& gpu) {
   return config.ctas_per_sm == 1 ||
          (config.ctas_per_sm + 1) * (choice.shared_bytes + 1024) > gpu.shared_bytes_per_cta + 1024;
 }
 
-// Why the product cannot quantise this x itself; null if it can, unless x is too large (choose()).
+// Why the kernel cannot quantize this x; null if it can, unless x is too large (choose()).
 const char* against_quantizing(const Problem& problem) {
   if (problem.batch_invariant) return "batch-invariant";
   if (problem.m > ResidentX::kMaxTokens) return "more than a few tokens";
@@ -47,7 +47,7 @@ const char* mma_sync_name(const Problem& problem, const Config& config, bool fp8
   return float16 ? "mma.sync f16" : "mma.sync bf16";
 }
 
-// Fills in the plan; false where nothing fits.
+// Fills in the plan. Returns false if no tile fits.
 bool fill(const Problem& problem, const Gpu& gpu, Body body, Plan* plan) {
   Choice choice;
   if (problem.quantizes_x) {

@@ -1,4 +1,4 @@
-// What plan() asks about the bodies on mma.sync. Pure host code. A plan function returns false where no row fits.
+// Planning of the mma.sync kernels, host code only. A plan function returns false if no tile fits.
 #pragma once
 
 #include "qao/mm.h"
@@ -8,7 +8,7 @@ namespace qao::mm::mma_sync {
 bool supports(const Problem& problem, const Gpu& gpu);
 bool plan(const Problem& problem, const Gpu& gpu, Plan* plan);
 
-// Whether this product would quantise x itself.
+// Whether the GEMM kernel would quantize x.
 bool quantizes(const Problem& problem, const Gpu& gpu);
 
 bool supports_fp8(const Problem& problem, const Gpu& gpu);

@@ -1,11 +1,11 @@
-// What differs between the operations: how 32 columns of x and of W become operands of mma.sync.
+// Conversion of 32 columns of x and W to mma.sync operands, per pair of formats.
 //
-// A thread's registers of a k-step of 32 columns. Rows are those of the lane: g = lane / 4 and g + 8; t = lane % 4.
-//   W in eight bits  four words: row g and g + 8, columns 4t..4t+3; the same 16 columns on
-//   W in four bits   two words: of 16 columns each, row g in the low nibbles, row g + 8 in the high ones
-//   x in eight bits  two words: token g, columns as in W
-//   x in 16 bits     four words, columns 4t..4t+3 and 16 + 4t..
-// The columns of a k-step may be summed in any order, so words are multiplied where they lie: what counts is that a
+// Registers of a thread for a k-step of 32 columns, with g = lane / 4 and t = lane % 4:
+//   8-bit W   four words: rows g and g + 8, columns 4t..4t+3; the same 16 columns on
+//   4-bit W   two words of 16 columns each: row g in the low nibbles, row g + 8 in the high ones
+//   8-bit x   two words: token g, columns as in W
+//   16-bit x  four words, columns 4t..4t+3 and 16 + 4t..
+// The columns of a k-step may be summed in any order, so words are multiplied without reordering: it suffices that each
 // byte of W meets its byte of x.
 #pragma once
 
@@ -19,12 +19,11 @@ namespace qao::mm::mma_sync {
 using widen::Fp8;
 using widen::Int8;
 struct Int4 {};
-struct Fp8Mma {};  // fp8 for the fp8 tensor cores of sm_89 and newer
+struct Fp8Mma {};  // fp8 on the fp8 tensor cores of sm_89 and newer
 
-// Members: Sum, the tensor cores' accumulator; kXFormat, kXBytes of an element; kWeight; kMmas a k-step; weight() and
-// x() make operands of words; mma(). value = kFactor * what the tensor cores get to see; int4: of rows g and g + 8,
-// kSumsRows if they see the sum of both rows in place of the latter, kCentred if weight() takes the whole parts of zero
-// points off.
+// Members: Sum, the accumulator type; kXFormat, kXBytes per element; kWeight; kMmas per k-step; weight() and x()
+// convert words to operands; mma(). value = kFactor * MMA operand. int4: factors for rows g and g + 8. kSumsRows: row g
+// + 8 of the operand is the sum of both rows. kCentred: weight() subtracts the integer parts of zero points.
 template <typename X, typename W>
 struct Product;
 
@@ -47,7 +46,7 @@ struct Product<Int8, Int8> {
   }
 };
 
-// Nibbles stay where they are: those of row g + 8 count 16 times.
+// Nibbles are not shifted: those of row g + 8 count 16 times.
 template <>
 struct Product<Int8, Int4> {
   using Sum = int;
@@ -110,7 +109,7 @@ struct Product<Fp8Mma, Int4> {
   }
 };
 
-// The 16-bit tensor cores: T is what both operands are widened to, 16 columns a product.
+// 16-bit tensor cores: both operands are converted to T, 16 columns per MMA.
 template <typename T, typename W>
 struct WidenedWeight {
   using Sum = float;
@@ -141,7 +140,7 @@ struct Product<Fp8, Fp8> : WidenedWeight<__half, Fp8> {
   }
 };
 
-// A byte in the low half of a float16 is a subnormal number: itself times 2^-24. So the operand's row g is q[g], its
+// A byte in the low half of a float16 is a subnormal number of that value times 2^-24. So row g of the operand is q[g],
 // row g + 8 is q[g] + 16 q[g + 8].
 template <>
 struct Product<Fp8, Int4> {
@@ -184,7 +183,7 @@ struct Product<T, Fp8> : FloatX<T, Fp8> {
   static constexpr Format kWeight = Format::kFp8;
 };
 
-// Whether NaN of W is lost on the way to the tensor cores and must be put back into the sums.
+// Whether the conversion of W loses NaN, which must then be restored in the sums.
 template <typename X, typename W>
 inline constexpr bool kLosesNan = false;
 template <>

@@ -1,10 +1,10 @@
-// Quantising the x of a few tokens inside the product (ResidentX in tile.h): every CTA does it for itself, while its
-// first K-tiles of W are on their way.
+// In-kernel quantization of x for a few tokens (ResidentX in tile.h). Every CTA does it while its first K-tiles of W
+// load.
 //
-//   floats in shared memory  ->  range of each token  ->  q in K-tiles, with what else the product needs of x
+//   floats in shared memory  ->  range of each token  ->  q in K-tiles, and the parameters of x for the epilogue
 //
-// Token t is the work of warps t, t + P, t + 2P, ..., P being the number of tokens rounded up to a power of two. The
-// arithmetic is that of the kernels in quantize/, to the bit.
+// Warps t, t + P, t + 2P, ... quantize token t, where P is the number of tokens rounded up to a power of two. Results
+// are bit-identical to those of the kernels in quantize/.
 #pragma once
 
 #include "common/quantize.cuh"
@@ -22,7 +22,7 @@ __device__ __forceinline__ Token quantized_token(const Params& p, uint32_t share
   return {state.scale[token], state.zero[token]};
 }
 
-// Starts copying the rows of x, with zeros up to the end of the last K-tile.
+// Issues the copies of the rows of x, zero-filled to the end of the last K-tile.
 __device__ __forceinline__ void bring_floats(const Params& p, uint32_t to) {
   const int valid = p.k * size_of(p.x_dtype);
   const uint8_t* row = p.x;
@@ -69,11 +69,11 @@ __device__ __forceinline__ void load_floats(const Params& p, uint32_t row, const
   }
 }
 
-// All threads of the CTA take part. `int4_weight`: columns in the order of its tiles, and sums of its groups.
+// All threads of the CTA must call this. `int4_weight`: columns in int4 tile order, and sums of x per group.
 template <Format format, bool int4_weight>
 __device__ __forceinline__ void quantize_tokens(const Params& p, uint32_t floats, uint32_t shared) {
   using namespace quantize;
-  constexpr int kTileVectors = kTileK / kVector, kWarpTiles = 32 / kTileVectors;  // K-tiles a warp has at once
+  constexpr int kTileVectors = kTileK / kVector, kWarpTiles = 32 / kTileVectors;  // K-tiles that a warp handles at once
   constexpr bool kFp8 = format == Format::kFp8;
   const Target target{kFp8, kFp8 || p.epilogue.weight_sums == nullptr, p.k};
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void quantize_tokens(const Params& p, uint32_t floats
   const uint32_t row = floats + token * p.float_row_bytes;
   ResidentX::TokenState& state = token_state(p, shared);
 
-  // The lane's K-tiles of a step; those past the row are read as its last.
+  // The lane's K-tiles of an iteration. Those past the end read the last one.
   int tile[kBatch];
   Values value;
   const auto load = [&](int first) {
@@ -98,6 +98,7 @@ __device__ __forceinline__ void quantize_tokens(const Params& p, uint32_t floats
   };
   const int begin = share * kWarpTiles, step = kBatch * shares * kWarpTiles;
 
+  // Compute the range and scale of each token
   Rounding rounding;
   float scale = 1;
   if (p.given_scale != nullptr) {
@@ -120,7 +121,7 @@ __device__ __forceinline__ void quantize_tokens(const Params& p, uint32_t floats
   }
   if (share == 0 && lane == 0 && token < tokens) state.scale[token] = scale, state.zero[token] = rounding.zero;
 
-  // Places of the lane in K-tile 0: of its q, and of the parameter that it stores.
+  // Addresses of the lane's q and of its parameter in K-tile 0.
   const int group_lanes = p.tile_groups > 1 ? kTileVectors / p.tile_groups : kTileVectors << p.group_shift;
   const int tile_bytes = tokens * kTileK, parameter_distance = p.resident.token_stride() * 4;
   const uint32_t x = shared + p.resident_at;
@@ -128,6 +129,7 @@ __device__ __forceinline__ void quantize_tokens(const Params& p, uint32_t floats
   const uint32_t parameter = x + p.resident.parameters_at() + token * 4 +
                              (p.tile_groups > 1 ? lane_vector / group_lanes * parameter_distance : 0);
   const int tile_parameters = p.resident.tile_parameters * parameter_distance;
+  // Quantize, and store q and the parameters
   int64_t row_sum[1] = {0};
   for (int first = begin; first < tiles; first += step) {
     load(first);
@@ -174,6 +176,7 @@ __device__ __forceinline__ void quantize_tokens(const Params& p, uint32_t floats
       if (tile[b] < tiles) ptx::store_shared_8(q + tile[b] * tile_bytes, word[b]);
     }
   }
+  // Reduce the sum of x over the whole row
   if (!int4_weight || p.groups > 1) return;
   sum_over_lanes(row_sum, 32);
   if (lane == 0) state.sum[warp] = row_sum[0];

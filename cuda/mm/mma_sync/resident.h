@@ -1,4 +1,4 @@
-// How large an x in shared memory is that the product quantises: one definition for plan() and for launch().
+// Size of a ResidentX in shared memory, shared by plan() and launch().
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace qao::mm::mma_sync {
 
-// Groups of an int4 weight in a K-tile.
+// Groups of an int4 weight per K-tile.
 inline int tile_groups_of(const Problem& problem) {
   return problem.groups() == 1 ? 1 : static_cast<int>(std::max<int64_t>(1, kTileK / problem.group_size));
 }
@@ -20,7 +20,7 @@ inline ResidentX resident_of(const Problem& problem) {
   return {static_cast<int>(problem.m), k_tiles, parameters};
 }
 
-// Of a row of floats that the kernel quantises, in shared memory.
+// Bytes in shared memory of a row of x before quantization.
 inline int float_row_bytes(const Problem& problem) {
   return static_cast<int>(round_up(problem.k, kTileK) * size_of(problem.x_dtype));
 }

@@ -1,11 +1,11 @@
-// How the warps of a CTA share its tile of y: what every mma.sync kernel has in common.
+// Warp layout of a CTA tile, common to all mma.sync kernels.
 #pragma once
 
 #include "int4/layout.h"
 
 namespace qao::mm::mma_sync {
 
-using int4::kTileN;  // rows of the tensor cores' W operand
+using int4::kTileN;  // rows of the MMA's W operand
 
 template <int warps_n, int warps_m, int warps_k, int tiles_n_, int tiles_m_, int stages, int ctas_per_sm>
 struct Shape {
@@ -19,7 +19,7 @@ struct Shape {
   static constexpr int kM = warps_m * kTilesM * 8;     // tokens per CTA
   static constexpr int kSliceThreads = 32 * warps_n * warps_m;
   static constexpr int kThreads = kSliceThreads * warps_k;
-  static constexpr int kPaddedN = kN + 4;  // float32 sums of a token, against bank conflicts
+  static constexpr int kPaddedN = kN + 4;  // float32 partial sums of a token, padded against bank conflicts
 };
 
 }  // namespace qao::mm::mma_sync

@@ -1,4 +1,4 @@
-// How many CTAs share an output tile of the mma.sync bodies.
+// Split-K factor of the mma.sync kernels.
 #pragma once
 
 #include <algorithm>
@@ -6,8 +6,8 @@
 
 namespace qao::mm::mma_sync {
 
-// Splitting K costs a second kernel and a trip through memory, so it must fill the places of `room` that would idle,
-// and leave every part enough K-tiles to fill its pipeline, which holds `pipeline` of them.
+// Split-K costs a second kernel and a round trip through memory. So it must fill otherwise idle slots among the `room`
+// concurrent CTAs, and leave every split enough K-tiles for its pipeline of `pipeline` K-tiles.
 inline int split_of(int64_t tiles, int64_t room, int64_t k_tiles, int64_t pipeline) {
   if (2 * tiles > room) return 1;
   return static_cast<int>(std::clamp<int64_t>(std::min(room / tiles, k_tiles / pipeline), 1, 32));

@@ -1,11 +1,11 @@
-// How results leave a kernel.
+// Stores of results to global memory.
 #pragma once
 
 #include "common/convert.cuh"
 
 namespace qao::mm::mma_sync {
 
-// Values of rows n .. n + 3 of W, as far as they exist, to row m of `to` [..., of].
+// Stores the values of rows n .. n + 3 of W that exist to row m of `to` [..., of].
 __device__ __forceinline__ void store_four(void* to, DType dtype, int64_t m, int n, int of, const float (&value)[4]) {
   const int64_t at = m * of + n;
   if (of % 4 == 0) return store_float4(to, at, dtype, value);

@@ -1,15 +1,15 @@
-// The portable body: mma.sync, weights as the 16-row operand and tokens as the 8-column one. It serves every operation
-// and every M; tile shapes are the rows of tiles.inc and tiles_sm90.inc.
+// Portable GEMM kernel: mma.sync with swap-AB, weights as the 16-row operand and tokens as the 8-column one. It
+// supports all operators and every M. Tile shapes are the rows of tiles.inc and tiles_sm90.inc.
 #pragma once
 
 #include "mm/mma_sync/cta.cuh"
 
 namespace qao::mm::mma_sync {
 
-constexpr int kSteps = kTileK / 32;  // k-steps of a K-tile
+constexpr int kSteps = kTileK / 32;  // k-steps per K-tile
 
-// One warp of a CTA. W without scales along K is summed by the tensor cores over all of K, exactly (int32) or about as
-// float32 does; otherwise products of a K-tile or a group are added to float32 sums, with what scales there are.
+// One warp of a CTA. Without scales along K, tensor cores accumulate over all of K, exactly (int32) or about as float32
+// does. Otherwise the sums of a K-tile or group are scaled and promoted to float32 sums.
 template <typename X, typename W, typename Tile, typename CtaOfWarp>
 struct Warp {
   using Product = mma_sync::Product<X, W>;
@@ -21,15 +21,15 @@ struct Warp {
   using KTile = typename Cta::KTile;
   using Value = typename Product::Sum;
   static constexpr bool kPacked = is_packed(Product::kWeight), kBlocks = may_have_blocks(Product::kWeight);
-  static constexpr bool kFolds = kPacked || kBlocks;  // always; else only the parts of a float32 x
+  static constexpr bool kFolds = kPacked || kBlocks;  // always; otherwise only for the parts of a float32 x
 
   Cta& cta;
   typename Cta::template Sums<Value> product;
   typename Cta::template Sums<float> sum;
-  uint32_t nan[Tile::kTilesN][2];  // of rows g and g + 8: bit 7 of a byte is set if NaN was met
-  float x_unit[Tile::kTilesM];     // kScalesX: of token g, the inverse of the factor of its x
+  uint32_t nan[Tile::kTilesN][2];  // of rows g and g + 8: bit 7 of a byte is set if NaN was seen
+  float x_unit[Tile::kTilesM];     // kScalesX: inverse of the factor of token g's x
 
-  // Operands of k-step `step` for all tokens of the warp.
+  // B operands of k-step `step` for all tokens of the warp.
   using StepX = uint32_t[Tile::kTilesM][Product::kMmas][2];
   __device__ __forceinline__ void load_x(uint32_t x, int step, StepX& b) const {
     const int first = cta.warp_m * Tile::kTilesM * 8;
@@ -45,7 +45,7 @@ struct Warp {
       }
     } else if constexpr (Tile::kTilesM == 1) {
       int row = first + cta.lane % 8;
-      if constexpr (quantizes) row = min(row, cta.tokens - 1);  // tokens that do not exist read an existing one
+      if constexpr (quantizes) row = min(row, cta.tokens - 1);  // tokens past the end read an existing one
       uint32_t words[2];
       ptx::ldmatrix_x2(words, x + swizzled<kTileK>(row, 2 * step + cta.lane / 8 % 2));
       Product::x(words, b[0]);
@@ -66,7 +66,7 @@ struct Warp {
     return false;
   }();
 
-  // The operand of k-step `step` of row tile i.
+  // Loads and converts the A operand of k-step `step` of n-tile i.
   __device__ __forceinline__ void load_weight(uint32_t stage, int step, int i, const centred::Codes& codes,
                                               uint32_t (&a)[Product::kMmas][4]) {
     const int row_tile = i * Tile::kWarpsN + cta.warp_n;
@@ -90,8 +90,8 @@ struct Warp {
     }
   }
 
-  // bfloat16 to float16. Every token of a K-tile is brought below 2^15 by a power of two of its own: what float16 then
-  // does not hold is less than 2^-39 of the largest.
+  // Converts bfloat16 to float16. A power of two per token and K-tile brings x below 2^15: float16 then loses less than
+  // 2^-39 of the largest value.
   __device__ __forceinline__ void scale_x(StepX (&b)[kSteps]) {
 #pragma unroll
     for (int j = 0; j < Tile::kTilesM; ++j) {
@@ -166,7 +166,7 @@ struct Warp {
     }
   }
 
-  // sum += scale (product - zero point * sum of x), for one group.
+  // Promotes one group: sum += scale (product - zero point * sum of x).
   __device__ __forceinline__ void fold_group(const KTile& tile, int group, bool zeros) {
     if constexpr (kCentred) zeros &= cta.p.has_zeros;
     float2 x_sums[Tile::kTilesM];
@@ -191,7 +191,7 @@ struct Warp {
     }
   }
 
-  // sum += scale of the block of W * scale of the block of x * product.
+  // Promotes one block: sum += scale of the block of W * scale of the block of x * product.
   __device__ __forceinline__ void fold_block(const KTile& tile) {
     const bool blocks = cta.p.block_scales != nullptr;
     float scale[Tile::kTilesN];
@@ -228,7 +228,7 @@ struct Warp {
   __device__ __forceinline__ void multiply_k_tile(const KTile& tile, int k_tile) {
     if constexpr (!kFolds) {
       multiply<0, kSteps>(tile);
-      // The tensor cores truncate long sums, which a float32 y (x in parts) would show and a 16-bit one does not.
+      // Tensor cores truncate long sums. A float32 y (x in parts) would show that; a 16-bit y does not.
       if (Product::kXBytes == 2 && cta.p.parts > 1) {
         fold_block(tile);
         clear_product();
@@ -250,7 +250,7 @@ struct Warp {
     }
   }
 
-  // Starts filling the ring, and makes what of x stays in shared memory.
+  // Prologue: starts filling the ring, and computes a resident x.
   __device__ __forceinline__ void start() {
     if constexpr (quantizes) cta.bring_x();
 #pragma unroll
@@ -262,12 +262,12 @@ struct Warp {
     if constexpr (quantizes) cta.quantize_x();
   }
 
-  // The K-tiles of this slice in a pass, from `step` on, which then is where it begins in the next pass.
+  // Mainloop of one pass: this slice's K-tiles from `step` on. Leaves in `step` the first K-tile of the next pass.
   template <int tile_groups>
   __device__ __forceinline__ void walk(int& step, int& stage_now, int& stage_ahead) {
     for (; step < cta.steps; step += Tile::kWarpsK) {
       ptx::cp_async_wait<Tile::kStages - 2>();
-      cta.sync_slice();  // this stage has arrived for all, the previous one has been read by all
+      cta.sync_slice();  // this stage has arrived in all threads, and all have read the previous one
       if (cta.row_tiles > 0) cta.fetch(stage_ahead);
       ptx::cp_async_commit();
       cta.advance();
@@ -280,8 +280,8 @@ struct Warp {
     step -= cta.steps;
   }
 
-  // What the tensor cores summed over all of K becomes float32, or stays int32 in the bits of one; NaN that they did
-  // not see is put back.
+  // Converts sums accumulated over all of K to float32, or keeps int32 in the bits of a float. Restores NaN lost in the
+  // conversion of W.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int i = 0; i < Tile::kTilesN; ++i) {
@@ -305,7 +305,7 @@ struct Warp {
     }
   }
 
-  // All passes of the CTA.
+  // Runs all passes of the CTA.
   __device__ __forceinline__ void run(uint8_t* shared, int split) {
     start();
     int step = cta.slice, stage_now = 0, stage_ahead = Tile::kStages - 1;
@@ -325,7 +325,7 @@ struct Warp {
   }
 };
 
-// static: tiles.inc and tiles_sm90.inc have tiles in common, compiled for one architecture each.
+// static: tiles.inc and tiles_sm90.inc share tiles, which are compiled for one architecture each.
 template <typename X, typename W, typename Tile, bool quantizes>
 static __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) mm_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -334,7 +334,7 @@ static __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) mm_ke
   typename Warp::Cta cta(p, at, ptx::shared_address(shared));
   cta.seek();
 #if __CUDA_ARCH__ >= 900
-  // What the kernel before this one writes, if only into a workspace, must not be touched before it has ended.
+  // PDL: nothing that the previous kernel writes, even workspace, may be touched before it ends.
   cta.prefetch();
   ptx::wait_for_previous_kernel();
   if (p.next_early) ptx::launch_dependents();
@@ -343,7 +343,7 @@ static __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm) mm_ke
   warp.run(shared, at.split);
 }
 
-// The kernel of a row, null where the row does not serve such operands.
+// The kernel of a row, or null if the row does not support these operands.
 template <XKind x, WeightKind weight, typename X, typename W, typename Tile>
 constexpr Kernel kernel_for() {
   if constexpr (serves(x, Product<X, W>::kXBytes == 2) && serves(weight, Product<X, W>::kWeight)) {
