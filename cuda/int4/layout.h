@@ -1,14 +1,14 @@
-// THE packed int4 layout: one for every M, every kernel, CPU and CUDA alike. Kernels, packers and C++ tests all take
+// The packed int4 layout, the only one for all M and all kernels, CPU and CUDA. Kernels, packers and C++ tests take
 // their index arithmetic from here.
 //
-// weight   uint8 bytes [N/16][K/64][512]     N-tiles, K-tiles, bytes of one 16 x 64 tile (sizes rounded up)
+// weight   uint8 bytes [N/16][K/64][512]     n-tiles, k-tiles, bytes of one 16 x 64 tile (sizes rounded up)
 // scales   float      [N/16][groups][P][16]  P = 1: scales; P = 2: scales, then zero points
 //
 // Dimensions 0 and 1 are tiles of N and of K (or groups of K), so a tensor-parallel shard is a slice.
 //
-// Inside a tile the order is that of the A operand of mma.m16n8k16, of wgmma with A in registers, and (64 bytes a row
-// pair) of one AVX-512 register or AMX row pair. Lane = 4 g + t owns 16 consecutive bytes: rows g and g + 8, and of
-// each of the four k-steps of 16 the columns 2t, 2t + 1, 2t + 8, 2t + 9:
+// A tile has the order of the A operand of mma.m16n8k16, of WGMMA with A in registers, and (64 bytes per row pair) of
+// one AVX-512 register or AMX row pair. Lane 4 g + t owns 16 consecutive bytes: rows g and g + 8, and columns 2t, 2t +
+// 1, 2t + 8, 2t + 9 of each of the four k-steps of 16:
 //
 //               lane 4g + t                                   one byte
 //    |  k-step 0  |  k-step 1  |  k-step 2  |  k-step 3  |    +-----------+-----------+
@@ -19,12 +19,12 @@
 //      |  +-------- k = 16 step + 2t + 8
 //      +----------- k = 16 step + 2t
 //
-// So `word & 0x000F000F` holds two neighbours in k of row g (mma register 0), `>> 4` those of row g + 8 (register 1),
-// `>> 8` and `>> 12` the same eight columns on (registers 2 and 3); and `bytes & 0x0F`, `bytes & 0xF0` are row g and
-// row g + 8 as unsigned bytes with no shift.
+// So `word & 0x000F000F` holds two columns of row g (mma register 0), `>> 4` those of row g + 8 (register 1), `>> 8`
+// and `>> 12` the columns eight further on (registers 2 and 3). `bytes & 0x0F` and `bytes & 0xF0` are row g and row g +
+// 8 as unsigned bytes without a shift.
 //
-// A stored nibble q stands for (q - zero) * scale, zero = 8 when symmetric. Rows and columns past N and K hold 8, their
-// scales 0 and zero points 8; x is read as 0 past K.
+// A nibble q means (q - zero) * scale, with zero = 8 when symmetric. Rows and columns past N and K hold 8, with scale 0
+// and zero point 8; x is read as 0 past K.
 #pragma once
 
 #include <cstdint>
@@ -51,7 +51,7 @@ QAO_HOST_DEVICE constexpr int tile_byte(int row, int column) {
 }
 QAO_HOST_DEVICE constexpr int tile_shift(int row) { return row < 8 ? 0 : 4; }
 
-// The inverse: the column of byte `byte` (0..63) of a row pair's 64 bytes.
+// The inverse of tile_byte(): the column of byte `byte` (0..63) of a row pair's 64 bytes.
 QAO_HOST_DEVICE constexpr int tile_column(int byte) {
   const int t = byte / 16, step = byte % 16 / 4, b = byte % 4;
   return 16 * step + 2 * t + 8 * (b % 2) + b / 2;

@@ -1,5 +1,5 @@
-// Conversions between plain [N, K] nibbles and the packed layout. Not on any hot path but dequantize, which the
-// backward pass uses.
+// Conversions between plain [N, K] nibbles and the packed layout. Only dequantize is performance-relevant: the backward
+// pass uses it.
 #include "common/check.h"
 #include "common/convert.cuh"
 #include "int4/layout.h"
@@ -22,7 +22,7 @@ constexpr int kThreads = 256;
 unsigned blocks(int64_t threads) { return static_cast<unsigned>((threads + kThreads - 1) / kThreads); }
 __device__ __forceinline__ int64_t thread_index() { return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; }
 
-// A thread has one packed byte. Values keep their low four bits.
+// One thread per packed byte. Values keep their low four bits.
 __global__ void __launch_bounds__(kThreads) pack_weight_kernel(Sizes s, const uint8_t* q, uint8_t* weight) {
   const int64_t index = thread_index();
   if (index >= weight_bytes(s.n, s.k)) return;
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads) pack_weight_kernel(Sizes s, const ui
   weight[index] = static_cast<uint8_t>(nibble(row) | nibble(row + 8) << 4);
 }
 
-// A thread has one scale and its zero point.
+// One thread per scale and zero point.
 __global__ void __launch_bounds__(kThreads)
     pack_scales_kernel(Sizes s, const void* scales, const void* zeros, void* to) {
   const int64_t index = thread_index(), n = index / s.groups, group = index % s.groups;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) unpack_scales_kernel(Sizes s, const 
   store_float(zeros, index, s.scale_dtype, zero);
 }
 
-// A thread has eight adjacent columns of rows g and g + 8: the four lanes' words that hold them are 16 bytes apart.
+// One thread per eight adjacent columns of rows g and g + 8: the four lanes' words that hold them are 16 bytes apart.
 __global__ void __launch_bounds__(kThreads)
     dequantize_kernel(Sizes s, const uint8_t* weight, const void* scales, DType out_dtype, void* out) {
   const int64_t index = thread_index();

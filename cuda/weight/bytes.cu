@@ -1,5 +1,5 @@
-// Weights in rows of bytes, int8 or e4m3: a CTA has a row, or a block of 128 x 128. It keeps what it reads in registers
-// until the scale is known; of very long rows the rest is read twice.
+// Quantization of weights to int8 or e4m3: one CTA per row, or per block of 128 x 128. Values stay in registers until
+// the scale is known; the rest of very long rows is read twice.
 #include "common/check.h"
 #include "common/integers.h"
 #include "common/quantize.cuh"
@@ -15,7 +15,7 @@ using quantize::Packed;
 using quantize::Range;
 
 constexpr int kBlockThreads = 256;
-constexpr int kBlockKept = kScaleBlock * kScaleBlock / kVector / kBlockThreads;  // vectors of a thread
+constexpr int kBlockKept = kScaleBlock * kScaleBlock / kVector / kBlockThreads;  // vectors per thread
 
 template <DType dtype>
 constexpr int kKept = dtype == DType::kFloat32 ? 2 : 4;
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t largest_of_cta(uint32_t value) {
   return __reduce_max_sync(~0u, lane < warps ? of_warps[lane] : 0);
 }
 
-// The scale, of which thread 0 makes a note where it is that of the CTA.
+// The scale of the CTA's row or block. Thread 0 stores it to `to`, unless null.
 template <Format format>
 __device__ __forceinline__ float scale_of(const Params& p, uint32_t largest, float* to) {
   constexpr float kSteps = format == Format::kFp8 ? quantize::kLargestFp8 : 127.0f;
@@ -51,7 +51,7 @@ __device__ __forceinline__ uint2 round_vector(const float (&value)[kVector], con
     for (int e = 0; e < 4; ++e) t[e] = by.quotient(value[4 * i + e]);
     if constexpr (format == Format::kFp8) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) t[e] = copysignf(t[e], value[4 * i + e]);  // that of -0 is lost in its remainder
+      for (int e = 0; e < 4; ++e) t[e] = copysignf(t[e], value[4 * i + e]);  // the remainder loses the sign of -0
       word[i] = quantize::to_fp8_pair(t[0], t[1]) | uint32_t{quantize::to_fp8_pair(t[2], t[3])} << 16;
     } else {
       word[i] = 0;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(1024) rows_kernel(Params p) {
   Packed<dtype> kept[kKept<dtype>];
 #pragma unroll
   for (int i = 0; i < kKept<dtype>; ++i) load_vector<dtype>(kept[i], p, from, first + i * step, k);
-  // The rest of the row, task(vector, its first column).
+  // The rest of the row: task(vector, its first column).
   const auto for_rest = [&](const auto& task) {
     for (int column = first + kKept<dtype> * step; column < k; column += step) {
       Packed<dtype> vector;
@@ -156,7 +156,8 @@ __global__ void __launch_bounds__(kBlockThreads) blocks_kernel(Params p) {
   }
 }
 
-// A CTA has every so-many-th row. From the last to the first: a kernel that reads them in order finds those of the L2.
+// CTAs take rows in turn, from the last to the first: a following kernel that reads them in order finds the first rows
+// in L2.
 template <DType dtype>
 __global__ void __launch_bounds__(256) largest_kernel(Params p) {
   Range range;

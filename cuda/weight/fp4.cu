@@ -1,6 +1,6 @@
-// Weights of four-bit floats: unit.cuh says who has which part. A vector of eight columns is a quarter of a group of
-// MXFP4 and half of one of NVFP4, whose other parts the neighbouring lanes have. Every number is that of the CPU
-// (qao/quantize_fp4_group.h): quotients, the order of sums, and no product and sum that are fused.
+// Quantization of weights to fp4, partitioned as in unit.cuh. A vector of eight columns is a quarter of an MXFP4 group
+// or half of an NVFP4 group; neighboring lanes hold the rest. Results are bit-identical to the CPU's
+// (qao/quantize_fp4_group.h): the same quotients, the same order of sums, and no fused multiply-add.
 #include "common/check.h"
 #include "fp4/layout.h"
 #include "weight/quotient.cuh"
@@ -11,8 +11,8 @@ namespace {
 
 constexpr float kLargestFp4 = 6, kLargestFp8 = 448;
 
-// The nearest float of so many bits of mantissa, subnormal below 2^lowest, of two the even one: the sum with 1.5 * 2^23
-// steps has no digit for less than a step.
+// Rounds to nearest even at the given number of mantissa bits, subnormal below 2^lowest: adding 1.5 * 2^23 steps leaves
+// no digit below a step.
 template <int mantissa, int lowest>
 __device__ __forceinline__ float rounded(float magnitude) {
   constexpr uint32_t kSmallest = static_cast<uint32_t>(127 + lowest) << 23;
@@ -27,7 +27,7 @@ __device__ __forceinline__ float rounded_to_fp4(float magnitude) {
 __device__ __forceinline__ float rounded_to_fp8(float magnitude) {
   return rounded<3, -6>(fminf(magnitude, kLargestFp8));
 }
-// The three lower bits of a code, from what rounded_to_fp4 gives: those of the float32 of which 2^-126 is one.
+// The three low bits of the code of a value from rounded_to_fp4: those of the float32 in units of 2^-126.
 __device__ __forceinline__ uint32_t code_of(float rounded) {
   return __float_as_uint(__fmul_rn(rounded, 0x1p-126f)) >> 22;
 }
@@ -35,13 +35,13 @@ __device__ __forceinline__ float power_of_two(int exponent) {  // -127 to 127
   return __uint_as_float(exponent > -127 ? static_cast<uint32_t>(exponent + 127) << 23 : 0x00400000u);
 }
 
-// What all scales of NVFP4 are divided by, so that the largest of them is 448; 1 where all of W is 0, or one is NaN.
+// Divisor of all NVFP4 scales, which makes the largest scale 448. 1 if W is all zeros or has a NaN.
 __device__ __forceinline__ float divisor_of_all(float largest) {
   const float value = __fmul_rn(__fdiv_rn(1.0f, largest), kLargestFp4 * kLargestFp8);
   return value > 0 && value < INFINITY ? fminf(fmaxf(value, 0x1p-100f), 0x1p100f) : 1.0f;
 }
 
-// The two scales that a group may have, and the steps that codes count under them.
+// The two candidate scales of a group, and the quantization steps they imply.
 struct Choices {
   float scale[2], step[2];
 };
@@ -65,14 +65,14 @@ struct Magnitudes {
   float value[kVector];
 };
 
-// A call: divisions in every place would leave no room in the cache of instructions.
+// Not inlined: divisions at every call site would overflow the instruction cache.
 __device__ __noinline__ Magnitudes divided(Magnitudes magnitudes, float step) {
 #pragma unroll
   for (int i = 0; i < kVector; ++i) magnitudes.value[i] = __fdiv_rn(magnitudes.value[i], step);
   return magnitudes;
 }
 
-// In steps, and rounded: what codes of e2m1 are for. Under a step of 0 all are 0.
+// Divides magnitudes by the step and rounds to e2m1 values. A step of 0 gives zeros.
 template <bool kNv>
 __device__ __forceinline__ Magnitudes in_steps(Magnitudes magnitudes, float step) {
   if constexpr (kNv) {
@@ -80,12 +80,12 @@ __device__ __forceinline__ Magnitudes in_steps(Magnitudes magnitudes, float step
     if (by.plain) {
       magnitudes = divided(magnitudes, by.scale);
     } else {
-      by.plain = false;  // known to the compiler
+      by.plain = false;  // constant for the compiler
 #pragma unroll
       for (int i = 0; i < kVector; ++i) magnitudes.value[i] = by.quotient(magnitudes.value[i]);
     }
   } else {
-    // The inverse of a power of two, which is 2^126 at most, is exact: the product rounds as the quotient does.
+    // The inverse of a power of two, at most 2^126, is exact: the product rounds as the quotient does.
     const float inverse = step > 0x1p-127f ? __uint_as_float((254u << 23) - __float_as_uint(step)) : 0x1p127f;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) magnitudes.value[i] = __fmul_rn(magnitudes.value[i], inverse);
@@ -115,8 +115,8 @@ __device__ __forceinline__ float largest_of(const Packed<dtype>& vector) {
   }
 }
 
-// Whether the second of two squared errors of a group is the smaller one, from those of this lane's columns. Columns 16
-// apart are added first, then those 8, 4, 2 and 1 apart. Half of the lanes sum up the first error, half the second.
+// Whether the second candidate has the smaller squared error over a group, from the errors of this lane's columns.
+// Columns 16 apart are added first, then 8, 4, 2 and 1 apart. Half of the lanes sum the first error, half the second.
 template <int kLanes>
 __device__ __forceinline__ bool second_is_better(const Magnitudes (&error)[2]) {
   constexpr int kFar = kLanes / 2;
@@ -156,6 +156,7 @@ __global__ void __launch_bounds__(32 * kWarps) fp4_kernel(const __grid_constant_
   __nv_bfloat16* scales = static_cast<__nv_bfloat16*>(p.scales);
   const int64_t rows = fp4::scale_rows(p.k, p.columns);
   unit.store(p, row_tile, [&](int r, int j, uint32_t (&code)[4]) {
+    // Find the group's largest magnitude and the candidate scales
     float largest = largest_of(unit.vector[r][j]);
 #pragma unroll
     for (int lane = 1; lane < kLanes; lane *= 2) {
@@ -167,6 +168,7 @@ __global__ void __launch_bounds__(32 * kWarps) fp4_kernel(const __grid_constant_
     } else {
       choices = mx_choices(largest);
     }
+    // Quantize with both scales and compare the errors
     float value[kVector];
     unit.vector[r][j].unpack(value);
     Magnitudes magnitudes, to[2], error[2];
@@ -184,6 +186,7 @@ __global__ void __launch_bounds__(32 * kWarps) fp4_kernel(const __grid_constant_
     const bool second = second_is_better<kLanes>(error);
     const uint32_t sign_bits = (second ? choices.step[1] : choices.step[0]) > 0 ? 0x00080008 : 0;
 #pragma unroll
+    // Select the codes
     for (int c = 0; c < 4; ++c) {
       const uint32_t low = code_of(second ? to[1].value[2 * c] : to[0].value[2 * c]);
       const uint32_t high = code_of(second ? to[1].value[2 * c + 1] : to[0].value[2 * c + 1]);
@@ -191,6 +194,7 @@ __global__ void __launch_bounds__(32 * kWarps) fp4_kernel(const __grid_constant_
           __byte_perm(__float_as_uint(value[2 * c]), __float_as_uint(value[2 * c + 1]), 0x7632) >> 12;
       code[c] = low | high << 16 | (signs & sign_bits);
     }
+    // Store the scale
     if (t % kLanes != 0) return;
     const int64_t n = row_tile * int4::kTileN + g + 8 * r;
     const int64_t group = first / p.columns + j * (kOfUnit / kVectors) + t / kLanes;
@@ -201,6 +205,7 @@ __global__ void __launch_bounds__(32 * kWarps) fp4_kernel(const __grid_constant_
     }
   });
   if constexpr (kNv) {
+    // Store the row divisor in three bfloat16 parts
     if (first != 0 || t != 0) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

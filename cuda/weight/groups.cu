@@ -1,4 +1,4 @@
-// Float weights to integers by groups: quantize_group.h, sixteen threads a group, each a lane.
+// Quantization of float weights to integers by groups: quantize_group.h with sixteen threads per group, one per lane.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -16,23 +16,23 @@ constexpr int kThreads = 256, kGroupsOfCta = kThreads / kLanes;
 constexpr int kAdders = 1024;
 
 __device__ __forceinline__ int own_lane() { return threadIdx.x % kLanes; }
-// The threads of a group: the two groups of a warp need not go the same way.
+// Mask of the group's threads. The two groups of a warp may diverge.
 __device__ __forceinline__ unsigned own_group() { return 0xFFFFu << (threadIdx.x & kLanes); }
 
-// Values that lie in memory, then zeros.
+// `count` values in memory, then zeros.
 template <typename T>
 struct Stored {
   const T* data;
   int64_t count;
   __device__ Stored operator+(int64_t i) const { return {data + i, count - i}; }
 };
-// As many ones, then zeros.
+// `count` ones, then zeros.
 struct Ones {
   int64_t count;
   __device__ Ones operator+(int64_t i) const { return {count - i}; }
 };
 
-// The lane of this thread.
+// This thread's lane.
 struct Lane {
   float v;
   static __device__ Lane all(float value) { return {value}; }
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads) groups_kernel(const __grid_constant_
   a.workspace[2 * int64_t{blockIdx.x}] = error, a.workspace[2 * int64_t{blockIdx.x} + 1] = norm;
 }
 
-// squares = the sums of both over CTAs, in an order that is always the same.
+// Adds up both squares over CTAs in a fixed order.
 __global__ void __launch_bounds__(kAdders) add_up_kernel(const double* parts, int64_t count, double* squares) {
   __shared__ double sums[kAdders];
   for (int which = 0; which < 2; ++which) {
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kAdders) add_up_kernel(const double* parts, in
       if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
     }
     if (threadIdx.x == 0) squares[which] = sums[0];
-    __syncthreads();  // the last sum reads what the next one writes
+    __syncthreads();  // the next iteration overwrites what the last sum reads
   }
 }
 

@@ -1,7 +1,8 @@
-// Weights of four bits: unit.cuh says who has which part. Groups of up to 128 columns are the affair of a quad. Wider
-// ones are that of a CTA, which reads again what its registers did not hold.
+// Quantization of weights to int4, partitioned as in unit.cuh. A quad of lanes handles groups of up to 128 columns, a
+// CTA wider ones, rereading what did not fit in registers.
 //
-// Almost every group has a scale that quotients are exact with and a whole zero point; the others, and those that may
+// Almost every group has a scale for which corrected quotients are exact, and an integer zero point. Other groups, and
+// those that may lie on a grid of sixteen steps, take a slow path in functions outside of the kernels.
 // be grids of sixteen steps, take a slow way, in functions that are no part of the kernels.
 #include "common/check.h"
 #include "common/integers.h"
@@ -12,7 +13,7 @@ namespace {
 
 constexpr int kWideWarps = 16;
 
-// The extremes of a group of `per` vectors from vector j of row r, of a quad.
+// Minimum and maximum of a group of `per` vectors from vector j of row r, over a quad.
 template <DType dtype>
 __device__ __forceinline__ Bounds bounds_slowly(const Unit<dtype>& unit, int r, int j, int per) {
   Extremes<dtype> all[1];
@@ -25,7 +26,7 @@ __device__ __forceinline__ Bounds bounds_slowly(const Unit<dtype>& unit, int r, 
   return {all[0].low(), all[0].high()};
 }
 
-// Whether all values of a row's vectors from j on are steps of the grid, of this lane.
+// Whether all of this lane's values of a row's vectors from j on lie on the grid.
 template <DType dtype>
 __device__ __forceinline__ bool on_grid(const Unit<dtype>& unit, int r, int j, int per, const Grid& grid) {
   const Divisor by = divisor(grid.scale);
@@ -62,7 +63,7 @@ __device__ __noinline__ void groups_slowly(const Params& p, const Unit<dtype>& u
   store_slowly(p, unit, row_tile, grid);
 }
 
-// Groups of 32 * kPer columns.
+// Quantizes groups of 32 * kPer columns.
 template <DType dtype, int kPer, bool kTwice>
 __global__ void __launch_bounds__(32 * kWarps) groups_kernel(const __grid_constant__ Params p) {
   constexpr int kOfRow = kVectors / kPer, kGroups = 2 * kOfRow;
@@ -73,6 +74,7 @@ __global__ void __launch_bounds__(32 * kWarps) groups_kernel(const __grid_consta
   Unit<dtype> unit;
   unit.load(p, row_tile * int4::kTileN + g, first);
 
+  // Find the extremes of each group
   Extremes<dtype> extremes[kGroups];
 #pragma unroll
   for (int e = 0; e < kGroups; ++e) {
@@ -82,8 +84,9 @@ __global__ void __launch_bounds__(32 * kWarps) groups_kernel(const __grid_consta
   reduce_over_quad(extremes);
   if (stop) return;
 
+  // Compute scales and zero points
   Grid own[kOwned<kGroups>];
-  float steps_zero[kOwned<kGroups>];  // of the grid of sixteen steps; NaN: it is none
+  float steps_zero[kOwned<kGroups>];  // zero point of the sixteen-step grid; NaN if there is none
   bool slow = false;
 #pragma unroll
   for (int i = 0; i < kOwned<kGroups>; ++i) {
@@ -98,10 +101,11 @@ __global__ void __launch_bounds__(32 * kWarps) groups_kernel(const __grid_consta
     if (!p.symmetric && !p.whole_zeros && whole_group && scale > p.smallest) {
       const float zero = rounded_to(p.scale_dtype, below);
       if (may_be_zero(zero)) steps_zero[i] = zero;
-      // Of values of one sign the grid has another scale.
+      // If all values have one sign, the grid has another scale.
       if (bounds.low > 0 || bounds.high < 0) slow |= sixteen_steps(p, bounds).scale != 0;
     }
   }
+  // Distribute them over the quad, and detect possible grids
   uint32_t maybe = 0;
   Grid grid[kGroups];
 #pragma unroll
@@ -119,10 +123,11 @@ __global__ void __launch_bounds__(32 * kWarps) groups_kernel(const __grid_consta
     maybe &= __shfl_xor_sync(~0u, maybe, 2);
   }
   if (__any_sync(~0u, slow || maybe != 0)) {
-    const Unit<dtype> copy = unit;  // in memory, as the function needs it
+    const Unit<dtype> copy = unit;  // in local memory, as the function needs it
     groups_slowly(p, copy, row_tile, kPer);
     return;
   }
+  // Store codes and scales
   unit.store(p, row_tile, [&](int r, int j, uint32_t (&code)[4]) {
     Steps<kTwice>(grid[r * kOfRow + j / kPer]).codes(unit.vector[r][j], code);
   });
@@ -135,10 +140,10 @@ __global__ void __launch_bounds__(32 * kWarps) groups_kernel(const __grid_consta
   }
 }
 
-// Wider groups: a CTA has 16 rows of one, a warp each so-many-th 128 columns of it.
+// Quantizes wider groups: a CTA has 16 rows of one group, and its warps take blocks of 128 columns in turn.
 template <DType dtype, bool kTwice>
 __global__ void __launch_bounds__(32 * kWideWarps) wide_kernel(const __grid_constant__ Params p) {
-  constexpr int kKept = dtype == DType::kFloat32 ? 1 : 2;  // units in registers
+  constexpr int kKept = dtype == DType::kFloat32 ? 1 : 2;  // units kept in registers
   __shared__ float lows[kWideWarps][int4::kTileN], highs[kWideWarps][int4::kTileN];
   __shared__ uint32_t off_grid[int4::kTileN];
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32, g = threadIdx.x % 32 / 4;
@@ -152,7 +157,7 @@ __global__ void __launch_bounds__(32 * kWideWarps) wide_kernel(const __grid_cons
   for (int u = 0; u < kKept; ++u) {
     if (own + u * step < end) kept[u].load(p, row, own + u * step);
   }
-  // Every unit of the warp, task(unit).
+  // Calls task(unit) for every unit of the warp.
   const auto for_all = [&](const auto& task) {
 #pragma unroll
     for (int u = 0; u < kKept; ++u) {
@@ -166,6 +171,7 @@ __global__ void __launch_bounds__(32 * kWideWarps) wide_kernel(const __grid_cons
     }
   };
 
+  // Find the extremes of each row's group
   Bounds bounds[2];
   float poison = 0;
   for_all([&](const Unit<dtype>& unit) {
@@ -194,6 +200,7 @@ __global__ void __launch_bounds__(32 * kWideWarps) wide_kernel(const __grid_cons
     lows[warp][g + 8 * r] = bounds[r].low, highs[warp][g + 8 * r] = bounds[r].high;
   }
   __syncthreads();
+  // Compute scales and zero points
   Grid grid[2], steps[2];
   uint32_t maybe = 0;
   const bool whole_group = begin + p.columns <= p.k && p.columns % 16 == 0;
@@ -209,7 +216,7 @@ __global__ void __launch_bounds__(32 * kWideWarps) wide_kernel(const __grid_cons
 
   bool slow = needs_division(bounds[0], grid[0].scale) || needs_division(bounds[1], grid[1].scale);
   if (!p.symmetric && !p.whole_zeros) {
-    // Grids are rare: almost every group is out after a look at eight values a lane.
+    // Grids are rare: checking eight values per lane excludes almost every group.
     if (own < end) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -245,6 +252,7 @@ __global__ void __launch_bounds__(32 * kWideWarps) wide_kernel(const __grid_cons
       }
     }
   }
+  // Store the codes
   if (__any_sync(~0u, slow)) {
     const Grid all[2][kVectors] = {{grid[0], grid[0], grid[0], grid[0]}, {grid[1], grid[1], grid[1], grid[1]}};
 #pragma unroll 1
@@ -259,6 +267,7 @@ __global__ void __launch_bounds__(32 * kWideWarps) wide_kernel(const __grid_cons
       unit.store(p, row_tile, [&](int r, int j, uint32_t (&code)[4]) { by[r].codes(unit.vector[r][j], code); });
     });
   }
+  // Store the scales
   if (warp != 0 || threadIdx.x % 4 != 0) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) store_scales(p, row + 8 * r, group, grid[r]);

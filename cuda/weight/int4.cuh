@@ -1,5 +1,5 @@
-// Scales, zero points and codes of four bits. The CPU has the same arithmetic in qao/quantize_group.h, which says what
-// the constants mean.
+// Arithmetic of int4 scales, zero points and codes, the same as on the CPU. qao/quantize_group.h explains the
+// constants.
 #pragma once
 
 #include "weight/quotient.cuh"
@@ -28,7 +28,7 @@ __device__ __forceinline__ float full_scale(const Params& p, const Bounds& bound
   const float scale = p.symmetric ? (-low >= high ? low : high) / -8.0f : __fdiv_rn(__fsub_rn(high, low), kHighest);
   return rounded_to(p.scale_dtype, fabsf(scale) < p.smallest ? p.smallest : scale);
 }
-// How many steps the lowest value, or 0, lies below 0.
+// Steps from the lowest value, if negative, to 0.
 __device__ __forceinline__ float steps_below(const Bounds& bounds, float scale) {
   return __fdiv_rn(-fminf(bounds.low, 0.0f), scale);
 }
@@ -44,7 +44,7 @@ __device__ __forceinline__ Grid search_none(const Params& p, const Bounds& bound
   return {scale, whole_zero(p, steps_below(bounds, scale))};
 }
 
-// What the group is if its values are sixteen steps from the lowest to the highest; scale 0: it is not, for sure.
+// The grid of a group with values on sixteen steps from the lowest to the highest. Scale 0 if that is excluded.
 __device__ __forceinline__ Grid sixteen_steps(const Params& p, const Bounds& bounds) {
   const float scale = rounded_to(p.scale_dtype, __fdiv_rn(__fsub_rn(bounds.high, bounds.low), kHighest));
   if (!(scale > p.smallest)) return {0, 0};
@@ -56,26 +56,26 @@ __device__ __forceinline__ bool misses(float value, const Grid& grid, const Divi
   const float steps = __fadd_rn(by.quotient(value), grid.zero);
   return !(fabsf(__fsub_rn(steps, fminf(fmaxf(rintf(steps), 0.0f), kHighest))) < kGridTolerance);
 }
-// Roughly, and where it is true `misses` is, for a scale that is not `plain`.
+// An approximation that implies `misses` for a scale that is not `plain`.
 __device__ __forceinline__ bool surely_misses(float value, float inverse, float zero) {
   const float steps = fmaf(value, inverse, zero);
   return !(fabsf(steps - rintf(steps)) < 1.125f * kGridTolerance);
 }
 
-// A grid with a whole zero point as codes are made with it. kTwice: by the quotients that are nearest. Of 16-bit values
-// and scales those that are corrected once will do: where one is not halfway between two whole numbers, 11 bits by 11
-// bits keep it 2^-13 from there, and where it is, it is exact.
+// A grid with an integer zero point, prepared for computing codes. kTwice: quotients are rounded to nearest. For 16-bit
+// values and scales, one correction suffices: with 11-bit operands, a quotient that is not halfway between two integers
+// is at least 2^-13 away from that, and one that is halfway is exact.
 template <bool kTwice>
 struct Steps {
   float scale, inverse;
-  uint32_t zeros;  // the zero point, twice 16 bits
+  uint32_t zeros;  // the zero point, in both 16-bit halves
 
   __device__ __forceinline__ explicit Steps(const Grid& grid)
       : scale(grid.scale),
         inverse(kTwice ? divisor(grid.scale).inverse : ptx::reciprocal(grid.scale)),
         zeros(static_cast<uint32_t>(grid.zero) * 0x10001u) {}
 
-  // Added to 1.5 * 2^23 a quotient is rounded to a whole number, whose low 16 bits are those of the sum.
+  // Adding 1.5 * 2^23 rounds a quotient to an integer, which is then the sum's low 16 bits.
   __device__ __forceinline__ uint32_t round(float value) const {
     float q = __fmul_rn(value, inverse);
     q = fmaf(fmaf(-q, scale, value), inverse, q);
@@ -94,12 +94,12 @@ struct Steps {
   }
 };
 
-// Whether Steps may be made of the scale: else remainders could be subnormal. Of a group of zeros they are 0.
+// Whether the scale needs a division, because remainders could be subnormal. In a group of zeros they are 0.
 __device__ __forceinline__ bool needs_division(const Bounds& bounds, float scale) {
   return divisor(scale).plain && !(bounds.low == 0 && bounds.high == 0);
 }
 
-// Both tiles to `q`, grid[r][j] by vector: any grids.
+// Stores both tiles to `q` with any grids, grid[r][j] per vector.
 template <DType dtype>
 __device__ __noinline__ void store_slowly(const Params& p, const Unit<dtype>& unit, int64_t row_tile,
                                           const Grid (&grid)[2][kVectors]) {
@@ -129,7 +129,7 @@ __device__ __noinline__ void store_slowly(const Params& p, const Unit<dtype>& un
   });
 }
 
-// Of a row and a group; `zero` where there are such.
+// Stores the scale, and the zero point if any, of a row and group.
 __device__ __forceinline__ void store_scales(const Params& p, int64_t n, int64_t group, const Grid& grid) {
   if (group >= p.block_columns) return;
   const int parameters = p.symmetric ? 1 : 2;

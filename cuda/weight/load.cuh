@@ -1,4 +1,4 @@
-// Eight neighbouring values of a weight, which another CTA may read as well.
+// Loads of eight adjacent values of a weight, which other CTAs may read as well.
 #pragma once
 
 #include "common/quantize.cuh"
@@ -6,7 +6,7 @@
 
 namespace qao::weight {
 
-// Value by value, and a call: as much code in every place that loads would leave no room in the cache of instructions.
+// Loads value by value. Not inlined: at every call site it would overflow the instruction cache.
 template <DType dtype>
 __device__ __noinline__ quantize::Packed<dtype> load_slowly(const void* row, int column, int columns) {
   quantize::Packed<dtype> vector;

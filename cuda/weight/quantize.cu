@@ -1,4 +1,4 @@
-// Which kernel quantises a weight.
+// Dispatch of the weight quantization kernels.
 #include <bit>
 #include <limits>
 #include <mutex>
@@ -30,7 +30,7 @@ Params params_of(const Problem& problem, const Arguments& a) {
   return p;
 }
 
-// What a kernel has to tell the host, in memory of the host that it writes, and when: a copy would take longer.
+// Result word in mapped host memory that a kernel writes, and the event that follows it. A copy would take longer.
 struct Report {
   int device = 0;
   int32_t* fault = nullptr;
@@ -49,7 +49,7 @@ struct Report {
   }
 };
 
-// Reports that nobody uses. Never destroyed: CUDA may be gone before.
+// Pool of unused reports. Never destroyed: CUDA may shut down earlier.
 struct Reports {
   std::mutex mutex;
   std::vector<Report> free;

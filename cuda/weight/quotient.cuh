@@ -1,11 +1,11 @@
-// Quotients as IEEE 754 rounds them, for many values by one scale.
+// IEEE 754 division of many values by one scale.
 #pragma once
 
 namespace qao::weight {
 
-// The product with the reciprocal, twice corrected by the remainder, which fused products give exactly: after the first
-// time it is next to the quotient, after the second the nearest (Markstein, IBM J. Res. Dev. 34, 1990).
-// Where remainders could be subnormal, by division.
+// Multiplies by the reciprocal and corrects twice by the remainder, which FMA computes exactly. After the first
+// correction the result is adjacent to the quotient, after the second it is the nearest float (Markstein, IBM J. Res.
+// Dev. 34, 1990). Divides where remainders could be subnormal.
 struct Divisor {
   float scale, inverse;
   bool plain;

@@ -1,6 +1,6 @@
-// What a warp has of a weight of four bits: 16 rows and 128 columns, two tiles of the packed layout. Lane 4 g + t reads
-// of rows g and g + 8 the vectors of eight columns t, 4 + t, 8 + t and 12 + t, keeps them in registers until scales are
-// known, and hands codes to the lanes that store them. A quad so has all of a group of up to 128 columns.
+// Register tile of a warp that quantizes to 4 bits: 16 rows x 128 columns, two tiles of the packed layout. Lane 4 g + t
+// loads vectors t, 4 + t, 8 + t and 12 + t of eight columns of rows g and g + 8, keeps them in registers until the
+// scales are known, and passes codes to the lanes that store them. So a quad holds all of a group of up to 128 columns.
 #pragma once
 
 #include "common/integers.h"
@@ -14,12 +14,12 @@ namespace qao::weight {
 using quantize::kVector;
 using quantize::Packed;
 
-constexpr int kUnit = 2 * int4::kTileK;        // columns of a warp
-constexpr int kVectors = kUnit / kVector / 4;  // of a row and a lane
-constexpr int kWarps = 4;                      // of a CTA, if the warps of a launch have all of W in order
+constexpr int kUnit = 2 * int4::kTileK;        // columns per warp
+constexpr int kVectors = kUnit / kVector / 4;  // per row and lane
+constexpr int kWarps = 4;                      // per CTA, if the warps of a launch cover W in order
 
 struct Place {
-  int64_t row_tile, first;  // and the first column
+  int64_t row_tile, first;  // the first column
 };
 __device__ __forceinline__ Place place_of_warp(const Params& p) {
   const uint32_t units = static_cast<uint32_t>((p.k + kUnit - 1) / kUnit);
@@ -33,7 +33,7 @@ inline unsigned ctas_of(const Params& p) {
 template <DType dtype>
 struct Unit {
   Packed<dtype> vector[2][kVectors];  // rows g and g + 8
-  int64_t first;                      // column of vector 0 of this lane
+  int64_t first;                      // column of this lane's vector 0
 
   __device__ __forceinline__ void load(const Params& p, int64_t row, int64_t first_column) {
     first = first_column + threadIdx.x % 4 * kVector;
@@ -55,14 +55,16 @@ struct Unit {
   }
   __device__ __forceinline__ int64_t column(int j) const { return first + 4 * kVector * j; }
 
-  // Both tiles to `q`. codes_of(r, j, word) gives those of a vector: word c has columns 2 c and 2 c + 1, 16 bits each.
+  // Stores both tiles to `q`. codes_of(r, j, word) computes the codes of a vector: word c has columns 2 c and 2 c + 1,
+  // 16 bits each.
   template <typename CodesOf>
   __device__ __forceinline__ void store(const Params& p, int64_t row_tile, const CodesOf& codes_of) const {
     const int64_t k_tiles = int4::tiles_k(p.k), first_tile = first / int4::kTileK;
     const bool edge = first_tile * int4::kTileK + kUnit > p.k || (row_tile + 1) * int4::kTileN > p.n;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-      uint32_t both[2][4];  // by vector t and 4 + t of the tile; in eight bits of each 16 row g, above it row g + 8
+      uint32_t both[2][4];  // per vector t and 4 + t of the tile; each 16 bits hold row g in the low byte, row g + 8 in
+                            // the high byte
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t code[2][4];
@@ -87,7 +89,7 @@ struct Unit {
   }
 
  private:
-  // Rows and columns that do not exist hold 8.
+  // Rows and columns past N and K hold 8.
   __device__ __forceinline__ void cut(const Params& p, int64_t n, int j, uint32_t (&code)[4]) const {
     const int64_t exist = n < p.n ? p.k - column(j) : 0;
 #pragma unroll
@@ -97,7 +99,7 @@ struct Unit {
     }
   }
 
-  // Of the four words of four lanes: word c of lane t becomes word t of lane c.
+  // Transposes four words over four lanes: word c of lane t becomes word t of lane c.
   static __device__ __forceinline__ void transpose(uint32_t (&word)[4]) {
     const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
 #pragma unroll
@@ -113,13 +115,13 @@ struct Unit {
   }
 };
 
-// The highest value and the lowest one, negated; NaN if a value is.
+// The maximum and the negated minimum; NaN if any value is NaN.
 template <DType dtype>
 struct Extremes {
   static constexpr int kWords = dtype == DType::kFloat32 ? 2 : 1;
-  uint32_t word[kWords];  // float32: the two; else 16 bits each
+  uint32_t word[kWords];  // float32: one per word; otherwise 16 bits each
 
-  // Of some vectors, vector(j) for j in [0, count).
+  // Over vector(j) for j in [0, count).
   template <int count, typename VectorAt>
   static __device__ __forceinline__ Extremes of(const VectorAt& vector) {
     Extremes result;
@@ -136,7 +138,7 @@ struct Extremes {
       }
       result.word[0] = __float_as_uint(high), result.word[1] = __float_as_uint(below);
     } else {
-      uint32_t high = 0, low = 0;  // of even and of odd columns
+      uint32_t high = 0, low = 0;  // of even and odd columns
 #pragma unroll
       for (int j = 0; j < count; ++j) {
         const uint4 part = vector(j).part[0];
@@ -181,8 +183,8 @@ struct Extremes {
   }
 };
 
-// Over the lanes of a quad: each of `count` extremes in the end lies with the lanes that owner_of() names, the first
-// kOwned<count> of them complete.
+// Reduces over the lanes of a quad. Each of `count` extremes ends up in the lanes that owner_of() names, in the first
+// kOwned<count> elements.
 template <int count>
 constexpr int kOwned = count > 4 ? count / 4 : 1;
 template <int count>
