@@ -1,4 +1,4 @@
-// Rows of a quantised weight. A row is a few hundred nanoseconds and comes from memory: scalar code keeps up with it.
+// Embedding lookup in a quantized weight. Scalar code suffices: a row takes a few hundred nanoseconds, bound by memory.
 #include "cpu/embedding.h"
 
 #include <array>
@@ -15,9 +15,9 @@ using int4::kTileBytes;
 using int4::kTileK;
 using int4::kTileN;
 
-constexpr int kSegment = 32;  // columns that always lie in one group
+constexpr int kSegment = 32;  // columns that never straddle a group
 
-// Of a column of a tile: its byte among the 64 of its row pair.
+// Byte of a tile's column among the 64 of its row pair.
 constexpr std::array<uint8_t, kTileK> kBytes = [] {
   std::array<uint8_t, kTileK> bytes{};
   for (int column = 0; column < kTileK; ++column) bytes[column] = static_cast<uint8_t>(int4::tile_byte(0, column));
@@ -40,7 +40,7 @@ void int4_row(const Problem& p, const Arguments& a, int64_t id, Value* out) {
   const int64_t k_tiles = int4::tiles_k(p.k), groups = p.groups();
   const int row = static_cast<int>(id % kTileN), shift = int4::tile_shift(row);
   const uint8_t* tiles = a.weight + id / kTileN * k_tiles * kTileBytes + row % 8 * kTileK;
-  Value values[16];  // what a nibble stands for, in the group of the segment
+  Value values[16];  // values of the 16 nibbles in the segment's group
   int64_t group = -1;
   for (int64_t k = 0; k < p.k; k += kSegment) {
     if (k / p.group_size != group) {

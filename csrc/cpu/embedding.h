@@ -1,4 +1,4 @@
-// Rows of a quantised weight on the CPU. Same Problem and Arguments as CUDA; no torch headers.
+// Embedding lookup in a quantized weight on the CPU. Same Problem and Arguments as CUDA; no torch headers.
 #pragma once
 
 #include "cpu/parallel.h"
@@ -6,7 +6,7 @@
 
 namespace qao::cpu {
 
-// An id outside 0..n-1 is an error, before anything is written.
+// Returns an error for an id outside 0..n-1, before writing anything.
 Status embedding(const embedding::Problem& problem, const embedding::Arguments& arguments, const Threads& threads);
 
 }  // namespace qao::cpu

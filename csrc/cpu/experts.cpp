@@ -17,7 +17,7 @@ int64_t bucket_of(const experts::Sort& s, int64_t slot) {
   return expert < 0 || expert > s.experts ? s.experts : expert;
 }
 
-// The first of the largest that is not taken; NaN is larger than any number.
+// Index of the largest value that is not taken, the first if tied. NaN counts as larger than any number.
 size_t best_of(const std::vector<float>& values, const std::vector<char>& taken) {
   size_t best = values.size();
   for (size_t i = 0; i < values.size(); ++i) {
@@ -31,7 +31,7 @@ size_t best_of(const std::vector<float>& values, const std::vector<char>& taken)
 
 template <DType dtype>
 void add_rows(const experts::Sum& s, const Threads& threads) {
-  constexpr int64_t kColumns = 512;  // summed at a time, in the L1 cache
+  constexpr int64_t kColumns = 512;  // summed at once, in L1
   split(threads, s.tokens, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       for (int64_t first = 0; first < s.columns; first += kColumns) {
@@ -48,7 +48,7 @@ void add_rows(const experts::Sum& s, const Threads& threads) {
   });
 }
 
-// Those whose group is none of the best are chosen already. A group's rank is that of its best two together.
+// Marks experts outside of the best groups as taken. A group is ranked by the sum of its two best experts.
 void leave_groups(const experts::TopK& t, const std::vector<float>& biased, std::vector<char>* taken) {
   const int size = t.experts / t.groups;
   std::vector<float> ranks(static_cast<size_t>(t.groups));
@@ -110,7 +110,7 @@ void choose(const experts::TopK& t, const Threads& threads) {
 }
 
 void sort(const experts::Sort& s) {
-  std::vector<int64_t> next(static_cast<size_t>(s.experts) + 2);  // the next place of a bucket
+  std::vector<int64_t> next(static_cast<size_t>(s.experts) + 2);  // next slot of each bucket
   for (int64_t slot = 0; slot < s.slots; ++slot) ++next[bucket_of(s, slot) + 1];
   for (int64_t e = 0; e < s.experts; ++e) {
     next[e + 1] += next[e];

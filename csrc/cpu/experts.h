@@ -1,4 +1,4 @@
-// The way of tokens to experts and back on the CPU. Same structs as CUDA; no torch headers.
+// MoE routing on the CPU: top-k, permute and unpermute. Same structs as CUDA; no torch headers.
 #pragma once
 
 #include "cpu/parallel.h"
@@ -9,7 +9,7 @@ namespace qao::cpu {
 void sort(const experts::Sort& sort);
 void choose(const experts::TopK& top_k, const Threads& threads);
 
-// A place that is no row is an error, before anything is written.
+// Returns an error for a slot index that is not a row, before writing anything.
 Status sum(const experts::Sum& sum, const Threads& threads);
 
 }  // namespace qao::cpu

@@ -1,5 +1,4 @@
-// What this CPU and its OS offer, as a set of features, and the part of it that kernels may use: all, or the set of the
-// level that QAO_CPU_ISA names.
+// CPU features of this machine, and the subset that kernels may use: all, or those of the level named by QAO_CPU_ISA.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +24,7 @@ enum Feature : Features {
   kHasAvx512Vbmi = 1u << 8,
   kHasAvx512Vnni = 1u << 9,
   kHasAvx512Bf16 = 1u << 10,
-  kHasAmxTile = 1u << 11,  // with the OS's permission to use tiles
+  kHasAmxTile = 1u << 11,  // including the OS's permission to use tiles
   kHasAmxInt8 = 1u << 12,
   kHasAmxBf16 = 1u << 13,
 
@@ -35,7 +34,8 @@ enum Feature : Features {
   kHasBf16 = 1u << 27,
 };
 
-// What the files of a folder are compiled for, and so what their kernels need (CMakeLists.txt has the same as flags).
+// Features that the files of each folder are compiled for, and that their kernels require. CMakeLists.txt has them as
+// flags.
 constexpr Features kScalar = 0;
 constexpr Features kAvx2 = kHasAvx2 | kHasFma | kHasF16c;
 constexpr Features kAvxVnni = kAvx2 | kHasAvxVnni;
@@ -50,18 +50,18 @@ constexpr Features kNeonBf16 = kNeonI8mm | kHasBf16;
 
 static constexpr bool includes(Features all, Features some) { return (all & some) == some; }
 
-// A name that QAO_CPU_ISA may have.
+// A value of QAO_CPU_ISA.
 struct Level {
   const char* name;
   Features features;
 };
-std::span<const Level> levels();             // of this architecture, from few features to many
-const Level& highest_level(Features offer);  // the last one that is part of `offer`
-std::string names_of(Features features);     // as /proc/cpuinfo spells them, separated by spaces
+std::span<const Level> levels();             // of this architecture, in ascending order
+const Level& highest_level(Features offer);  // the last one that is a subset of `offer`
+std::string names_of(Features features);     // as in /proc/cpuinfo, separated by spaces
 
-Features detect_features();    // asks the CPU and the OS: detect.cpp of the architecture
-Features detected_features();  // asked once
-// The features in use, read once from QAO_CPU_ISA; a name that is unknown or not available is an error, never a silent
+Features detect_features();    // queries the CPU and the OS: detect.cpp of the architecture
+Features detected_features();  // cached
+// The features in use, read once from QAO_CPU_ISA. An unknown or unavailable name is an error: there is no silent
 // fallback.
 Status selected_features(Features* features);
 

@@ -1,12 +1,13 @@
-// The rules of x in fixed point, whose form mm_job.h describes; each instruction set packs it. `static`: see numeric.h.
+// Rules for converting x to fixed point (format in mm_job.h); each instruction set implements the packing. `static`:
+// see numeric.h.
 //
-// A power of two scales each chunk so that its largest magnitude has 15 bits; another word adds 15 more. float32 has
-// two words. What is far below the largest keeps fewer bits than its dtype. That is right where few values are: beside
-// the largest they hardly count. Where many are, their sum counts, if W is small at the large ones: a few large ones
-// are left out of the chunk, and add_outliers.cpp adds their products; beside more of them the chunk gets one word
-// more. Chunks too wide for that leave out as many as it takes, and a row that leaves out too many, or a ladder of
-// magnitudes, of which outliers are but the top, is computed anew, in float32. It is for the chunk alone to say, and
-// for the row.
+// A power of two scales each chunk so that its largest magnitude has 15 bits. Another word adds 15 bits; float32 has
+// two words. Values far below the largest keep fewer bits than their dtype has. That is fine if they are few, since
+// they hardly count next to the largest. If they are many, their sum counts where W is small at the large values. Then
+// a few large values become outliers: they are left out of the chunk, and add_outliers.cpp adds their products. If
+// there are more of them, the chunk gets one more word. A chunk too wide even for that leaves out as many as necessary.
+// A row with too many outliers, or with magnitudes spread like a ladder above which outliers are only the top, is
+// recomputed in float32. These decisions depend only on the chunk and the row.
 #pragma once
 
 #include "cpu/mm_job.h"
@@ -14,21 +15,23 @@
 
 namespace qao::cpu {
 
-constexpr int kStep = 16;  // columns of one k-step of a tile
+constexpr int kStep = 16;  // columns per k-step of a tile
 constexpr int kInfinityBits = 0x7F800000;
 constexpr int kMinExponent = 15;  // biased; keeps the scale 2^(exponent - 127 - 14) a normal float
-// Added to the bits of the largest magnitude: from 1.984 * 2^e on it takes exponent e + 1, so that the high byte of a
-// word, rounded, is at most 127.
+// Added to the bits of the largest magnitude: from 1.984 * 2^e on the exponent becomes e + 1, so that the rounded high
+// byte of a word is at most 127.
 constexpr int kHeadroom = 0x020000;
 
-// So many powers of two below the largest of a chunk of so many words values have all the bits of their dtype.
+// How many powers of two below the chunk's largest value a value still keeps all bits of its dtype, with this many
+// words.
 static inline int reach(DType dtype, int words) {
   return (dtype == DType::kFloat16 ? 4 : dtype == DType::kBFloat16 ? 7 : -9) + kWordShift * (words - 1);
 }
 
-// A chunk is spread if this share of its nonzero values, or more, lies so many powers of two below its reach. Of a
-// gaussian 10 to 20 % lie below that of float16, half as many with every power of two further down. Of a chunk that has
-// all its words: the last share, of those beyond the first 16; of up to 32, none. Tails of GELU's outputs go down to 0.
+// A chunk is spread if at least this share of its nonzero values lies this many powers of two below its reach. Of
+// Gaussian values, 10 to 20 % lie below the reach of float16, and half as many with every further power of two. The
+// last share applies to a chunk with all words: it counts values beyond the first 16, and none of up to 32. Tails of
+// GELU outputs extend down to 0.
 struct Limit {
   int beyond, share, last_share;  // in 32nds
 };
@@ -36,7 +39,7 @@ constexpr Limit kLimits[] = {{0, 18, 16}, {1, 12, 10}, {2, 10, 10}, {3, 7, 10}, 
 constexpr int kLimitCount = 5;
 
 struct Counts {
-  int nonzero, below[kLimitCount];  // the limits
+  int nonzero, below[kLimitCount];  // nonzero values below each limit
 };
 static inline bool is_spread(const Counts& counts, bool last) {
   const int nonzero = !last ? counts.nonzero : counts.nonzero > 32 ? counts.nonzero - 16 : 0;
@@ -47,9 +50,9 @@ static inline bool is_spread(const Counts& counts, bool last) {
   return false;
 }
 
-// A row has a gap if one power of two or two, beyond the reach of each chunk, hold next to nothing of what lies further
-// down, which is a sixteenth of the row or more: values of another kind, though most chunks have too few of them. Tails
-// of GELU's and SiLU's outputs, and of gated ones, fall off slowly.
+// A row has a gap if one or two powers of two beyond the reach of its chunks hold almost none of the values further
+// down, and those are at least a sixteenth of the row. Such values are of another kind, even if most chunks have too
+// few of them to notice. Tails of GELU, SiLU and gated outputs fall off slowly.
 static inline void add(const Counts& chunk, Counts* row) {
   row->nonzero += chunk.nonzero;
   for (int i = 0; i < kLimitCount; ++i) row->below[i] += chunk.below[i] > 0 ? chunk.below[i] : 0;
@@ -62,22 +65,21 @@ static inline bool has_gap(const Counts& row) {
   return false;
 }
 
-// The outliers of a chunk of 64, 128 or 256 columns that cost less than one word more of it would.
+// Number of outliers in a chunk of 64, 128 or 256 columns that cost less than one more word.
 static inline int64_t few_outliers(int64_t count) { return count < 256 ? 1 : 2; }
 
-// Outliers in a row of K values, beyond which float32 sums of all of it cost no more.
+// Number of outliers in a row of K values beyond which recomputing it in float32 costs no more.
 static inline int64_t outliers_allowed(int64_t k) { return 16 + k / 8; }
 
-// Moves the largest of values[0 .. count), as few as possible and those of one exponent together, to the outliers,
-// until the others are not spread. Changes nothing and returns false if these are more than `most`; `last`:
-// is_spread().
+// Moves the largest of values[0 .. count) to the outliers, as few as possible but all of one exponent together, until
+// the rest is not spread. Returns false and changes nothing if that takes more than `most`. `last`: see is_spread().
 struct Rest {
   int largest;  // bits of the largest magnitude
   Counts counts;
 };
 [[gnu::noinline, maybe_unused]] static bool move_outliers(float* values, int64_t count, int reach, bool last,
                                                           int64_t most, uint64_t* outliers, Rest* rest) {
-  int up_to[256] = {};  // nonzero values of this exponent or less
+  int up_to[256] = {};  // nonzero values with this exponent or less
   for (int64_t i = 0; i < count; ++i) ++up_to[float_to_bits(values[i]) >> 23 & 0xFF];
   up_to[0] = 0;
   for (int e = 1; e < 256; ++e) up_to[e] += up_to[e - 1];
@@ -105,9 +107,9 @@ struct Rest {
   return true;
 }
 
-// What becomes of a chunk: how many words it has, and the bits of the largest magnitude that stays in it. `count_below`
-// (bits of the largest, its reach) counts the chunk; outliers are the chunk's, `row` and `remark` the row's. A row that
-// has a gap is packed a second time, with all words.
+// Form of a chunk: its number of words, and the bits of its largest magnitude without outliers. `count_below` (bits of
+// the largest, reach) counts the chunk's values. `outliers` belongs to the chunk, `row` and `remark` to the row. A row
+// with a gap is packed again, with all words.
 struct Form {
   int words, largest;
 };
@@ -130,7 +132,7 @@ static Form choose_form(const Job& job, float* values, int64_t count, int bits, 
   return {job.words + 1, rest.largest};
 }
 
-// Notes the form of a chunk of row m; returns the biased exponent that its largest magnitude counts as.
+// Records the form of a chunk of row m. Returns the biased exponent of its largest magnitude.
 [[maybe_unused]] static int set_form(const Job& job, int64_t m, int64_t chunk, const Form& form) {
   const int exponent =
       (form.largest + kHeadroom) >> 23 > kMinExponent ? (form.largest + kHeadroom) >> 23 : kMinExponent;
@@ -140,10 +142,10 @@ static Form choose_form(const Job& job, float* values, int64_t count, int bits, 
   return exponent;
 }
 
-// Products of outliers that are summed at a time, before they are added to the others: rounding errors stay small.
+// Products of outliers summed before they are added to the rest, which keeps rounding errors small.
 constexpr int64_t kOutliersAtOnce = 16;
 
-// What the driver must put right of row m, whose outliers are marked. [tiles_k] a bit a column.
+// Records in the remarks of row m what the driver must fix for its outliers. [tiles_k], one bit per column.
 [[maybe_unused]] static void remark_outliers(const Job& job, int64_t m, uint64_t* outliers) {
   int64_t count = 0;
   for (int64_t t = 0; t < job.tiles_k; ++t) count += __builtin_popcountll(outliers[t]);

@@ -1,5 +1,5 @@
-// The rows of x as fixed point, chunk by chunk, whatever the instructions. A file that includes this defines the three
-// functions declared here with those of its own.
+// Packing of x as fixed point, chunk by chunk, for any instruction set. A file that includes this defines the three
+// functions declared here.
 #pragma once
 
 #include "cpu/fixed_point.h"
@@ -7,17 +7,18 @@
 namespace qao::cpu {
 namespace {
 
-// values[0 .. count) = x, then zeros up to a whole tile; returns the bits of the largest magnitude. Inf and NaN become
+// values[0 .. count) = x, then zeros up to a whole tile. Returns the bits of the largest magnitude. Inf and NaN become
 // 0 and outliers.
 int load_chunk(const Job& job, int64_t index, int64_t count, int64_t padded, float* values, uint64_t* outliers);
 
 Counts count_chunk(const float* values, int64_t count, int largest, int reach);
 
-// One tile of values times `inverse`: its whole parts are word 0, what each word leaves, in units of 2^-15 of its own,
-// the next, |word| < 2^15 - 128. Of word w, bytes go to out[w], high and low, and sums of each step to step_sums[w].
+// Packs one tile of values times `inverse`. The integer parts are word 0; the remainder of each word, in units of 2^-15
+// of that word, is the next. |word| < 2^15 - 128. The bytes of word w go to out[w], high and low, its sums of each step
+// to step_sums[w].
 void pack_tile(const float* values, float inverse, int words, int8_t* const* out, int (*step_sums)[4]);
 
-// Counts the row, unless it is known to have a gap.
+// Returns the counts of the row, unless it is known to have a gap.
 Counts pack_row(const Job& job, int64_t m, bool gap) {
   Counts row = {};
   alignas(32) float values[kMaxSection];

@@ -1,10 +1,10 @@
-// W in eight bits against rows of float32 x, for CPUs without AMX and for one row of x: lanes along K, four rows of W
-// at a time, which are four streams of memory; the next four are fetched meanwhile. `Simd` holds the instructions:
+// W8A16 kernel with float32 x for CPUs without AMX, and for one row of x. Lanes run along K, over four rows of W at a
+// time (four streams of memory); the next four are prefetched meanwhile. `Simd` provides the instructions:
 //   Vector, kLanes, kColumns            columns of W expanded at once; a multiple of kLanes that divides 64
-//   kDirectRows                         up to how many rows of x W is expanded in registers; else into a panel in L1
-//   zero, load, store, fma, multiply, broadcast, load_values, store_values, lane_sums
-//   expand<format>(bytes, out)          kColumns columns of W as float32
-//   reorder<format>(columns)            x in the order in which expand() leaves W's columns
+//   kDirectRows                         rows of x up to which W is expanded in registers; beyond that into a panel in
+//   L1 zero, load, store, fma, multiply, broadcast, load_values, store_values, lane_sums expand<format>(bytes, out)
+//   kColumns columns of W as float32 reorder<format>(columns)            x in the order in which expand() leaves W's
+//   columns
 #pragma once
 
 #include "cpu/mm_job.h"
@@ -20,7 +20,7 @@ constexpr int kVectors = Simd::kColumns / Simd::kLanes;
 using Vector = Simd::Vector;
 typedef float Four __attribute__((vector_size(16), may_alias));  // rows of W
 
-// kColumns columns of a row of W; of the last ones `count`, the others are 0.
+// Expands kColumns columns of a row of W, or the last `count` and zeros.
 template <Format kFormat>
 __attribute__((always_inline)) inline void expand(const uint8_t* weight, int64_t count, Vector (&out)[kVectors]) {
   if (count >= Simd::kColumns) return Simd::template expand<kFormat>(weight, out);
@@ -29,7 +29,7 @@ __attribute__((always_inline)) inline void expand(const uint8_t* weight, int64_t
   Simd::template expand<kFormat>(padded, out);
 }
 
-// Four rows of W, [begin, end) columns.
+// Four rows of W, columns [begin, end).
 template <Format kFormat>
 struct Rows {
   const uint8_t* row[kRowsW];
@@ -45,7 +45,7 @@ struct Rows {
   }
 };
 
-// The same expanded: [4][kPanelK].
+// Expanded rows of W: [4][kPanelK].
 struct Panel {
   const float* values;
   int64_t begin;
@@ -55,7 +55,7 @@ struct Panel {
   }
 };
 
-// sums[kM][16] += W · x over columns [begin, end), which x holds padded.
+// sums[kM][16] += W · x over columns [begin, end). x is padded.
 template <int kM, typename Source>
 void multiply(const Source& weight, const float* x, int64_t x_row, int64_t begin, int64_t end, float* sums) {
   Vector lanes[kM][kRowsW];
@@ -123,7 +123,7 @@ void run(const Job& job, int64_t begin, int64_t end) {
       Rows<kFormat> rows;
       rows.k = job.k;
       rows.block_scales = per_block ? scales + n / kScaleBlock * job.sections : nullptr;
-      for (int r = 0; r < kRowsW; ++r) {  // past N the last row again; what comes of it is not written
+      for (int r = 0; r < kRowsW; ++r) {  // past N the last row again; its results are not written
         rows.row[r] = job.weight + least(n + quad + r, job.n - 1) * job.k;
       }
       multiply_rows(job, rows, panel, sums + quad);

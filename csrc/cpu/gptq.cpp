@@ -1,4 +1,4 @@
-// Sixteen rows at a time, which are lanes that the compiler may widen.
+// GPTQ rounding on the CPU, sixteen rows at a time as lanes that the compiler may vectorize.
 #include "cpu/gptq.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ using gptq::Problem;
 constexpr int kLanes = 16;
 using Lanes = float[kLanes];
 
-// Added to 1.5 * 2^23 a float is rounded to an integer; only within 0..15 or -127..127 does it matter to which.
+// Adding 1.5 * 2^23 rounds a float to an integer. The result only matters within 0..15 or -127..127.
 inline float rounded(float value) { return value + 0x1.8p23f - 0x1.8p23f; }
 
 template <Format format>
@@ -34,7 +34,7 @@ void read(const float* from, int count, float missing, Lanes& to) {
   for (int lane = 0; lane < kLanes; ++lane) to[lane] = from && lane < count ? from[lane] : missing;
 }
 
-// Rows [row, row + count), at most sixteen.
+// Rounds rows [row, row + count), at most sixteen.
 template <Format format>
 void round_rows(const Problem& p, const Arguments& a, int64_t row, int count) {
   Lanes moved[kMaxColumns];

@@ -1,4 +1,4 @@
-// GPTQ's loop over the columns of a block on the CPU: as on CUDA; no torch headers.
+// GPTQ's loop over the columns of a block on the CPU. Same interface as CUDA; no torch headers.
 #pragma once
 
 #include "cpu/parallel.h"

@@ -1,5 +1,5 @@
-// The driver of grouped products: batches of all experts go through their kernels side by side, so that many experts of
-// few rows cost as few meetings of the threads as one product.
+// Driver of grouped GEMMs on the CPU: the batches of all experts run concurrently, so that many experts with few rows
+// cost as many thread barriers as one GEMM.
 #include "cpu/grouped_mm.h"
 
 #include <algorithm>
@@ -18,10 +18,10 @@ using mm::Arguments;
 using mm::Experts;
 using mm::Problem;
 
-constexpr int64_t kWaveBytes = int64_t{32} << 20;  // of packed x, that are in flight
+constexpr int64_t kWaveBytes = int64_t{32} << 20;  // packed x in flight
 
-// Rows of y from `first` on, all of one expert. What is scaled or goes through a gate the batch leaves in memory of the
-// wave: as y would have it behind a gate, else as float32.
+// Rows of y from `first` on, all of one expert. If row scales or a gate follow, the batch writes to memory of the wave:
+// in y's dtype before a gate, otherwise in float32.
 struct Part {
   Batch batch;
   int64_t first = 0;
@@ -65,12 +65,12 @@ class Wave {
                                                                       : p_.k_blocks();
   }
 
-  // One row is read where it lies.
+  // A single row is read in place.
   void lay_out(Pieces& pieces, Part* part) {
     const int64_t rows = part->batch.problem.m;
     Arguments& a = part->batch.arguments;
     part->gathers = e_.row_index != nullptr && rows > 1;
-    part->batch.problem.y_dtype = p_.y_dtype;  // the form of x may go by it
+    part->batch.problem.y_dtype = p_.y_dtype;  // the form of x may depend on it
     const int64_t row = part->gathers ? 0 : e_.index(part->first);
     a.x = advance(static_cast<const char*>(a_.x), row * a_.x_stride * x_bytes());
     a.x_stride = a_.x_stride;
@@ -105,7 +105,7 @@ class Wave {
     }
   }
 
-  // Long parts by all threads together, the others by one each.
+  // All threads together prepare long parts; the other parts take one thread each.
   void prepare() {
     const auto by = [](const Threads& threads, int64_t count, const auto& step) { split(threads, count, step); };
     const auto pack = [&](Part& part, const Threads& threads) {
@@ -160,8 +160,7 @@ class Wave {
     for (const Part& part : parts_) part.batch.mend(threads_);
   }
 
-  // N-tiles that a thread takes at a time: a few pieces for each thread, of whole blocks of tiles where there are
-  // enough.
+  // N-tiles that a thread takes at a time: a few pieces per thread, of whole blocks of tiles if there are enough.
   int64_t piece_of(int64_t tiles) const {
     constexpr int64_t kBlock = 16, kFewest = 4;
     const int64_t piece = tiles / (4 * threads_.count) / kBlock * kBlock;
@@ -169,7 +168,7 @@ class Wave {
     return std::clamp(divide_up(tiles, threads_.count), kFewest, kBlock);
   }
 
-  // Rows of the wave, which lie side by side in y, whoever's they are.
+  // Scales or gates the rows of the wave, which are contiguous in y.
   void finish() const {
     if (parts_.empty()) return;
     const int64_t first = parts_.front().first, count = parts_.back().first + parts_.back().batch.problem.m - first;

@@ -1,5 +1,5 @@
-// The Hadamard rotation of a row of floats, in vectors of the instruction set of the file that includes this. Nothing
-// here has a name for the linker: see numeric.h.
+// Hadamard rotation of a row of floats, in vectors of the includer's instruction set. Nothing here has external
+// linkage: see numeric.h.
 #pragma once
 
 #include <climits>
@@ -11,7 +11,7 @@
 namespace qao::cpu {
 namespace {
 
-// g++ shuffles no vector whose size depends on the class it is in.
+// g++ does not shuffle vectors with a size that depends on the enclosing class.
 template <int kLanes>
 struct Vectors {
   typedef float Floats __attribute__((vector_size(4 * kLanes)));
@@ -24,7 +24,7 @@ struct Lanes {
   using Ints = typename Vectors<kLanes>::Ints;
   Floats v;
 
-  // Sums and differences of neighbours at distances kStep, 2 kStep, ...
+  // Sums and differences of elements kStep, 2 kStep, ... apart.
   template <int kStep>
   __attribute__((always_inline)) void mix() {
     if constexpr (kStep < kLanes) {

@@ -19,8 +19,8 @@ using int4::Unpacked;
 using int4::Weight;
 
 constexpr int kPairs = kTileN / 2;         // rows g and g + 8 share 64 bytes
-constexpr int64_t kPieceValues = 1 << 17;  // that a thread takes at a time
-constexpr int kSegment = 32;               // columns that always lie in one group
+constexpr int64_t kPieceValues = 1 << 17;  // values that a thread takes at a time
+constexpr int kSegment = 32;               // columns that never straddle a group
 
 constexpr std::array<uint8_t, kTileK> kColumns = [] {
   std::array<uint8_t, kTileK> columns{};

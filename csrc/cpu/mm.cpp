@@ -1,5 +1,5 @@
-// The driver of a product: x is packed for the kernel that the table names, some rows at a time, and N-tiles are spread
-// over threads.
+// GEMM driver on the CPU: packs some rows of x at a time for the kernel that the table selects, and divides N-tiles
+// among threads.
 #include "cpu/mm.h"
 
 #include <algorithm>
@@ -16,10 +16,10 @@ namespace {
 using mm::Arguments;
 using mm::Problem;
 
-constexpr int64_t kRowsUnit = 32;                   // of a part: whole pairs of tiles of x
-constexpr int64_t kFewestRows = 128;                // of a part: W is expanded for each
-constexpr int64_t kSmallWeight = int64_t{1} << 23;  // values of a W that every thread may read for itself
-constexpr int64_t kPartsBytes = int64_t{32} << 20;  // of packed x of all parts together
+constexpr int64_t kRowsUnit = 32;                   // rows of a part are a multiple of it: whole pairs of tiles of x
+constexpr int64_t kFewestRows = 128;                // rows of a part: each part expands W again
+constexpr int64_t kSmallWeight = int64_t{1} << 23;  // values of W up to which every thread may read all of it
+constexpr int64_t kPartsBytes = int64_t{32} << 20;  // packed x of all parts together
 
 int64_t bytes_of(Batch batch) {
   Pieces count(nullptr);
@@ -49,7 +49,7 @@ void run_batch(Batch batch, const Threads& threads) {
     prepare(0, batch.rows_to_prepare());
     pack(0, batch.units());
   } else {
-    // One region: beside a busy process, the end of each may take a slice of its time.
+    // One parallel region: on a busy machine, the end of each region may cost a scheduler time slice.
     threads.for_each([&](int thread) {
       rows.run(prepare);
       units.run(pack);
@@ -65,7 +65,7 @@ void run_batch(Batch batch, const Threads& threads) {
   batch.mend(threads);
 }
 
-// More threads than parts: each part is for a few threads, which meet after every step.
+// For more threads than parts: a few threads share each part, with a barrier after every step.
 void run_shared(std::vector<Batch>& parts, const Threads& threads) {
   int64_t bytes = 0;
   for (const Batch& part : parts) bytes += bytes_of(part);
@@ -75,7 +75,7 @@ void run_shared(std::vector<Batch>& parts, const Threads& threads) {
     memory += bytes_of(part);
     forget_remarks(part);
   }
-  // step(part, begin, end) of units(part): the parts are a line, of which every thread has a piece as long.
+  // Calls step(part, begin, end) over the units(part) of all parts, divided evenly among the threads.
   const int64_t count = static_cast<int64_t>(parts.size());
   const auto each = [&](const auto& units, const auto& step) {
     threads.for_each([&](int64_t thread) {
@@ -111,8 +111,8 @@ void run_shared(std::vector<Batch>& parts, const Threads& threads) {
   }
 }
 
-// Parts of the rows one after the other, each by all threads; or side by side, so that no thread reads what another one
-// packed, where all of them may read W and there are rows enough.
+// Partition of the rows. Either all threads process one part after another. Or parts run concurrently, so that no
+// thread reads what another packed, if all threads may read W and there are enough rows.
 struct Cut {
   int64_t count = 1;
   bool side_by_side = false;

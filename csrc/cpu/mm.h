@@ -9,7 +9,7 @@ namespace qao::cpu {
 
 // The kernel that mm() runs for this problem with these features: "avx512 gemv vpdpbusd".
 const char* mm_kernel(const mm::Problem& problem, Features features);
-// With problem.quantizes_x x comes as floats, unless a scale is that of all of it.
+// With problem.quantizes_x, x is float, unless one static scale covers all of x.
 Status mm(const mm::Problem& problem, const mm::Arguments& arguments, const Threads& threads);
 
 }  // namespace qao::cpu

@@ -15,7 +15,7 @@ using mm::Arguments;
 using mm::Problem;
 
 constexpr int64_t kFewestRows = 32;
-constexpr int64_t kRowsNear = 4;  // are packed while they are in a cache
+constexpr int64_t kRowsNear = 4;  // packed while they are still in cache
 
 }  // namespace
 
@@ -55,7 +55,7 @@ int64_t Batch::most_rows(const Kernel& kernel, const Problem& p, const Arguments
   return std::clamp(fitting, kFewestRows, kernel.packing->max_rows);
 }
 
-// Where x lies once it is quantised; where pack() rounds it, only its scales.
+// Allocates the quantized x, or only its scales if pack() does the rounding.
 void Batch::quantize_in(Pieces& pieces) {
   quantize::Arguments& q = rounding.arguments;
   const bool packed = kernel->packing != nullptr && kernel->packing->rounds_to_fp8 && problem.x == Format::kFp8;
@@ -88,7 +88,7 @@ int64_t Batch::rows_to_prepare() const {
   return !changes_rows() || (kernel->packing != nullptr && kernel->packing->packs_rows()) ? 0 : problem.m;
 }
 
-// Rows are quantised, and widened.
+// Quantizes and widens rows.
 void Batch::prepare(int64_t begin, int64_t end) const {
   if (rounding.kernels != nullptr) quantize_rows(rounding.problem, rounding.arguments, *rounding.kernels, begin, end);
   if (wide == nullptr) return;
@@ -119,8 +119,8 @@ void Batch::run(int64_t begin, int64_t end) const {
   scalar::mm(problem, arguments, begin * kTileRows, least(end * kTileRows, problem.n));
 }
 
-// The kernel's product without the outliers of x goes to memory as float32, and they are added to it. Rows that have
-// none get the same bits as otherwise.
+// Runs the kernel without the outliers of x into float32 memory, then adds the products of the outliers. Rows without
+// outliers get the same bits as otherwise.
 void Batch::run_with_outliers(const Threads& threads) const {
   Job inner = job;
   int64_t count = 0;
@@ -155,7 +155,7 @@ void Batch::run_with_outliers(const Threads& threads) const {
   });
 }
 
-// y of rows [first, first + rows), whatever lies there.
+// Computes rows [first, first + rows) of y in float32, for any values of x.
 void Batch::run_in_float32(int64_t first, int64_t rows, const Threads& threads) const {
   const Kernel* wide_rows = kernel->packing->wide_rows;
   if (wide_rows == nullptr) {
@@ -176,7 +176,7 @@ void Batch::run_in_float32(int64_t first, int64_t rows, const Threads& threads) 
   }
 }
 
-// Rows that hold Inf, NaN, values too large for the kernel, or too far apart.
+// Fixes rows with Inf, NaN, values too large for the kernel, or values too far apart.
 void Batch::mend(const Threads& threads) const {
   if (job.remarks == nullptr) return;
   for (int64_t m = 0, end = 0; m < job.m; m = end) {

@@ -1,17 +1,18 @@
-// Every kernel of a product, by the namespace of its instruction set; mm_table.cpp says when each runs. Names are the
-// form of x, the format of W ("w8": int8 or fp8), and gemv (lanes run along K, each row of x reads W again) or gemm.
+// All GEMM kernels of the CPU, by namespace of their instruction set; mm_table.cpp decides when each runs. A name is
+// the form of x, the format of W ("w8": int8 or fp8), and gemv (lanes run along K, each row of x reads W again) or
+// gemm.
 #pragma once
 
 #include "cpu/mm_job.h"
 
 namespace qao::cpu {
 
-// pack_...: x into the form of that name, [begin, end) of the units that its Packing counts.
-// Products: y for N-tiles [begin, end).
+// pack_...: packs x into the form of that name, units [begin, end) as its Packing counts them.
+// GEMMs: compute y for N-tiles [begin, end).
 namespace avx2 {
-void widen_fp8(const Job& job, void* out, int64_t begin, int64_t end);  // as rows of 64 tiles_k values of x_dtype
+void widen_fp8(const Job& job, void* out, int64_t begin, int64_t end);  // to rows of 64 tiles_k values of x_dtype
 void pack_fixed_point(const Job& job, int64_t begin, int64_t end);
-// y (of y_dtype) = job.y (float32, the product without outliers) + their products.
+// y (of y_dtype) = job.y (float32, without outliers) + the products of outliers.
 void add_outliers(const Job& job, const Outliers& outliers, void* y, DType y_dtype, int64_t begin, int64_t end);
 void pack_float32(const Job& job, int64_t begin, int64_t end);
 void pack_float32_panels(const Job& job, int64_t begin, int64_t end);
@@ -22,7 +23,7 @@ void fixed_point_int4_gemv(const Job& job, int64_t begin, int64_t end);
 void fixed_point_int4_gemm(const Job& job, int64_t begin, int64_t end);
 void float32_w8_gemv(const Job& job, int64_t begin, int64_t end);
 void float32_gemm(const Job& job, int64_t begin, int64_t end);
-void float32_wide_gemm(const Job& job, int64_t begin, int64_t end);  // sums of few columns apart; W of four bits
+void float32_wide_gemm(const Job& job, int64_t begin, int64_t end);  // sums of few columns separately; 4-bit W
 void int8_int8_gemv(const Job& job, int64_t begin, int64_t end);
 void int8_int8_gemm(const Job& job, int64_t begin, int64_t end);
 void int8_int4_gemv(const Job& job, int64_t begin, int64_t end);
@@ -57,7 +58,7 @@ void bf16_fp4_gemm(const Job& job, int64_t begin, int64_t end);
 }  // namespace avx512_bf16
 
 namespace amx {
-void widen_int8(const Job& job, void* out, int64_t begin, int64_t end);  // as avx2::widen_fp8; less x_zeros
+void widen_int8(const Job& job, void* out, int64_t begin, int64_t end);  // as avx2::widen_fp8; minus x_zeros
 void widen_fp8(const Job& job, void* out, int64_t begin, int64_t end);   // scaled, if x has blocks that W's tiles lack
 void pack_bf16_tiles(const Job& job, int64_t begin, int64_t end);
 void pack_int8_tiles(const Job& job, int64_t begin, int64_t end);
@@ -67,7 +68,7 @@ void bf16_fp4_gemm(const Job& job, int64_t begin, int64_t end);
 void bf16_w8_gemm(const Job& job, int64_t begin, int64_t end);
 void int8_int8_gemm(const Job& job, int64_t begin, int64_t end);
 void int8_int4_few_rows(const Job& job, int64_t begin, int64_t end);  // at most 16 rows of x, no groups of 32
-void int8_int4_gemm(const Job& job, int64_t begin, int64_t end);      // leaves such rows to the one before
+void int8_int4_gemm(const Job& job, int64_t begin, int64_t end);      // delegates such rows to int8_int4_few_rows
 }  // namespace amx
 
 namespace neon {

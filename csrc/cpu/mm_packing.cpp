@@ -45,7 +45,7 @@ void lay_out_bf16_tiles(Pieces& pieces, Job* job) {
   job->parts = job->x_dtype == DType::kFloat32 ? 3 : job->x_dtype == DType::kFloat16 ? 2 : 1;
   const int64_t padded_rows = job->tiles_m * kTileRows;
   const bool sums = job->weight_format == Format::kInt4 && job->parts > 1;
-  // y in bfloat16 allows operands that are rounded to it, scales applied; so much work pays where W seldom expands.
+  // y in bfloat16 permits operands rounded to bfloat16 with scales applied; that pays off where W is expanded rarely.
   const bool rounded = job->y_dtype == DType::kBFloat16 && job->tiles_m > kFewTilesM;
   const bool blocks = job->weight_format != Format::kInt4 && job->weight_scaling == Scaling::kBlock && !rounded;
   job->bf16_tiles = pieces.take<uint16_t>(divide_up(job->k, kBlockK) * kBlockK * padded_rows * job->parts);
@@ -53,7 +53,7 @@ void lay_out_bf16_tiles(Pieces& pieces, Job* job) {
   job->x_block_scales = blocks ? pieces.take<float>(job->sections * padded_rows) : nullptr;
 }
 
-// Panels (x86/panel_gemm.h) of so many columns, so many of which are one word.
+// Panels (x86/panel_gemm.h) of kPanelColumns columns, with kColumns columns per word.
 template <int64_t kPanelColumns, int64_t kColumns>
 void lay_out_panels(Pieces& pieces, Job* job) {
   const int64_t words = divide_up(job->k, kPanelColumns) * (kPanelColumns / kColumns);
@@ -76,8 +76,8 @@ void lay_out_bf16_pairs(Pieces& pieces, Job* job) {
 }
 #endif
 
-// The dtype kernels see, if they see floats. fp8 is widened, exactly in any dtype; beside an int4 W x in eight bits
-// takes the dtype of y, since what the kernels round goes by it.
+// The float dtype that kernels see. fp8 x is widened, exactly in any dtype. With an int4 W, 8-bit x takes the dtype of
+// y, since the kernel's rounding depends on it.
 DType kernel_dtype(const Problem& p) {
   if (p.x == Format::kFloat) return p.x_dtype;
   return p.weight == Format::kInt4 ? p.y_dtype : DType::kBFloat16;
@@ -85,9 +85,9 @@ DType kernel_dtype(const Problem& p) {
 
 constexpr int64_t kFloatBytes = int64_t{16} << 20;
 constexpr int64_t kPanelBytes = int64_t{3} << 20;        // every block of N-tiles reads all of them from a shared L3
-constexpr int64_t kFloat32PanelBytes = 2 * kPanelBytes;  // the same with longer products between
+constexpr int64_t kFloat32PanelBytes = 2 * kPanelBytes;  // likewise, with more arithmetic in between
 constexpr int64_t kFloat32Bytes = int64_t{1} << 20;      // read again for every 4 rows of W, so they must fit L2
-constexpr int64_t kInt8Bytes = int64_t{5} << 18;         // they shall stay in L2
+constexpr int64_t kInt8Bytes = int64_t{5} << 18;         // they must stay in L2
 
 }  // namespace
 
@@ -184,7 +184,7 @@ Job describe(const Problem& p, const Arguments& a, const Packing& packing) {
     job.section = fp4::kMxGroup, job.sections = divide_up(p.k, job.section), job.sections_per_group = 1;
     return job;
   }
-  // One group a row is as long as any, so its sections need no common length.
+  // A single group per row may have any length, so its sections need not divide it.
   const bool grouped = int4 && (p.group_size == 32 || p.group_size == 64 || p.group_size == 128 || p.group_size == 256);
   job.section = grouped ? std::min(p.group_size, packing.max_section) : packing.max_section;
   job.sections = divide_up(p.k, job.section);

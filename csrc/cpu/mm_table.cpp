@@ -23,17 +23,17 @@ constexpr RowsOfX up_to(int64_t most) { return {0, most}; }
 constexpr RowsOfX from(int64_t least) { return {least, kAnyNumber}; }
 
 #if defined(__x86_64__)
-// One 16-bit word a value of x, and groups of whole K-tiles.
+// One 16-bit word per value of x, and groups of whole K-tiles.
 bool fits_byte_tiles(const Problem& p) {
   const DType dtype = p.x == Format::kFp8 ? p.y_dtype : p.x_dtype;
   return dtype != DType::kFloat32 && p.group_size != 32;
 }
 bool has_float32_x(const Problem& p) { return (p.x == Format::kFp8 ? p.y_dtype : p.x_dtype) == DType::kFloat32; }
-bool has_bf16_x(const Problem& p) {  // fp8 x is widened to it
+bool has_bf16_x(const Problem& p) {  // fp8 x is widened to bfloat16
   return (p.x == Format::kFp8 && (p.weight != Format::kInt4 || p.y_dtype == DType::kBFloat16)) ||
          (p.x == Format::kFloat && p.x_dtype == DType::kBFloat16);
 }
-// Sums of bytes would end every 32 or 64 columns; W in bfloat16 holds its scales, and y is no finer.
+// Byte sums would end every 32 or 64 columns. W in bfloat16 includes its scales, and y is no more precise.
 bool has_short_groups(const Problem& p) {
   return p.y_dtype == DType::kBFloat16 && (p.group_size == 32 || (p.group_size == 64 && p.m > 64));
 }
@@ -43,7 +43,7 @@ bool has_groups_of_32(const Problem& p) { return p.group_size == 32; }
 bool is_bf16(const Problem& p) { return p.x == Format::kFp8 || p.x_dtype == DType::kBFloat16; }
 #endif
 
-// In the order in which they are tried; the limits of M are where the next one becomes the faster.
+// Tried in this order. The limits of M are where the next kernel becomes faster.
 constexpr Kernel kKernels[] = {
 #if defined(__x86_64__)
     // x in float or fp8, W int4
@@ -132,7 +132,7 @@ constexpr Kernel kKernels[] = {
     {"neon gemm smull", kNeon, kInt8, kInt4, kAny, nullptr, &kInt8RowsInSections, neon::int8_int4_gemm},
 
 #endif
-    // everything; the last row, so that there always is a kernel
+    // anything; the last row, so that there is always a kernel
     {"scalar gemm float64", kScalar, kAnyFormat, kAnyFormat, kAny, nullptr, nullptr, nullptr},
 };
 
@@ -145,7 +145,7 @@ bool supports(const Kernel& kernel, const Problem& p, Features features) {
          p.m <= kernel.rows.most && (kernel.condition == nullptr || kernel.condition(p));
 }
 
-// The first row for each pair of formats: a choice takes less time than walking the rows of the others would.
+// First row for each pair of formats, so that the choice skips the rows of others.
 constexpr auto kFirst = [] {
   std::array<std::array<uint8_t, kFormatCount>, kFormatCount> first{};
   for (int x = 0; x < kFormatCount; ++x) {
@@ -166,7 +166,7 @@ const Kernel kWideRowsAvx2 = {
 
 const Kernel& choose(const Problem& given, Features features) {
   Problem problem = given;
-  if (problem.batch_invariant) {  // the kernel of many rows, except AMX's, which have several orders of sums
+  if (problem.batch_invariant) {  // the kernel for many rows, but not AMX, which has several summation orders
     problem.m = kAnyNumber;
     features &= ~(kHasAmxTile | kHasAmxInt8 | kHasAmxBf16);
   }

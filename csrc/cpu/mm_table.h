@@ -1,4 +1,4 @@
-// The table of the kernels for y = x · Wᵀ on the CPU, and the choice from it.
+// Table of the CPU kernels for y = x · Wᵀ, and the choice among them.
 #pragma once
 
 #include "cpu/features.h"
@@ -7,16 +7,16 @@
 namespace qao::cpu {
 
 struct RowsOfX {
-  int64_t least, most;  // that a product may have
+  int64_t least, most;  // rows that a GEMM may have
 };
 
 struct Kernel {
-  const char* name;               // for reports: instruction set, gemv or gemm, the instruction that multiplies
-  Features needs;                 // of the CPU
-  unsigned x_formats, w_formats;  // it serves: a bit a Format
+  const char* name;               // for reports: instruction set, gemv or gemm, the multiply instruction
+  Features needs;                 // CPU features
+  unsigned x_formats, w_formats;  // supported formats, one bit per Format
   RowsOfX rows;
-  bool (*condition)(const mm::Problem&);  // more that it asks of a problem, or null
-  const Packing* packing;  // the form of x that run() reads; null: the scalar kernel, which reads x itself
+  bool (*condition)(const mm::Problem&);  // further condition on the problem, or null
+  const Packing* packing;  // the form of x that run() reads; null: the scalar kernel, which reads x directly
   void (*run)(const Job&, int64_t begin, int64_t end);
 };
 
@@ -24,7 +24,7 @@ struct Kernel {
 extern const Kernel kWideRowsAvx2;  // for float and fp8 x, any M, int4 and fp4 W
 #endif
 
-// The first kernel of the table that the features and the problem allow. A pure function.
+// The first kernel of the table that the features and the problem permit. A pure function.
 const Kernel& choose(const mm::Problem& problem, Features features);
 
 }  // namespace qao::cpu

@@ -1,5 +1,5 @@
-// float32 <-> bfloat16 and float16, one value at a time, round to nearest even. Everything is `static`: a file compiled
-// for a newer ISA must not hand its copy of a function to the linker for all.
+// Scalar conversions of float32 to and from bfloat16, float16 and fp8, round to nearest even. Everything is `static`:
+// the linker must not choose a copy compiled for a newer ISA for all files.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ static inline float from_fp16(uint16_t value) {
   const uint32_t sign = static_cast<uint32_t>(value & 0x8000) << 16;
   const uint32_t magnitude = value & 0x7FFF;
   if (magnitude >= 0x7C00) return bits_to_float(sign | 0x7F800000 | (magnitude & 0x3FF) << 13);
-  // As a float32 with the exponent moved; the multiplication also turns subnormals into normals.
+  // Moves the exponent to float32's; the multiplication also normalizes subnormals.
   return bits_to_float(float_to_bits(bits_to_float(magnitude << 13) * 0x1p112f) | sign);
 }
 static inline uint16_t to_fp16(float value) {
@@ -46,12 +46,12 @@ static inline uint16_t to_fp16(float value) {
   return static_cast<uint16_t>(sign | ((magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13));
 }
 
-// e4m3: four bits of exponent, three of mantissa, no infinity; 0x7F is NaN.
+// e4m3: four exponent bits, three mantissa bits, no infinity; 0x7F is NaN.
 static inline float from_fp8(uint8_t value) {
   const uint32_t sign = static_cast<uint32_t>(value & 0x80) << 24;
   const uint32_t magnitude = value & 0x7F;
   if (magnitude == 0x7F) return bits_to_float(0x7FC00000 | sign);
-  // As a float32 with the exponent moved; the multiplication also turns subnormals into normals.
+  // Moves the exponent to float32's; the multiplication also normalizes subnormals.
   return bits_to_float(float_to_bits(bits_to_float(magnitude << 20) * 0x1p120f) | sign);
 }
 // Saturates at 448.

@@ -1,4 +1,4 @@
-// How CPU kernels use threads: csrc hands them torch's own pool, tests and benchmarks may hand them anything.
+// Threads of the CPU kernels: csrc passes torch's pool, tests and benchmarks may pass any other.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,7 @@ namespace qao::cpu {
 
 struct Threads {
   int count = 1;
-  // Calls task(context, i) for every i in [0, count), each on a thread of its own, and returns when all are done.
+  // Calls task(context, i) for every i in [0, count), each on a different thread, and returns when all are done.
   void (*run)(int count, void (*task)(void* context, int index), void* context) = nullptr;
 
   template <typename Task>
@@ -26,14 +26,15 @@ struct Threads {
 static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Whether the calling thread alone is as fast over so many values, at some six values a nanosecond: others save it less
-// than waking them takes, and beside a busy process every wait for them may take a slice of its time.
+// Whether the calling thread alone is as fast for this many values, at about six values per nanosecond. Waking other
+// threads costs more than they save, and on a busy machine every wait for them may cost a scheduler time slice.
 static inline bool is_serial(const Threads& threads, int64_t values) {
   constexpr int64_t kWaking = 32768;
   return values * (threads.count - 1) <= kWaking * threads.count;
 }
 
-// Calls task(begin, end) on every thread that gets a part of [0, count); the parts depend on nothing else.
+// Calls task(begin, end) on every thread for its part of [0, count). The parts depend only on `count` and the number of
+// threads.
 template <typename Task>
 void split(const Threads& threads, int64_t count, const Task& task) {
   threads.for_each([&](int i) {
@@ -42,8 +43,8 @@ void split(const Threads& threads, int64_t count, const Task& task) {
   });
 }
 
-// Calls task(begin, end) for pieces of [0, count) that threads take one after the other, so that a thread which lost
-// its core to another process holds up nobody. Which thread gets a piece is chance: results must not depend on it.
+// Calls task(begin, end) for pieces of [0, count) that threads take dynamically, so that a thread that lost its core
+// does not hold up the others. The assignment is nondeterministic: results must not depend on it.
 template <typename Task>
 void share(const Threads& threads, int64_t count, int64_t piece, const Task& task) {
   std::atomic<int64_t> next{0};
@@ -54,8 +55,8 @@ void share(const Threads& threads, int64_t count, int64_t piece, const Task& tas
   });
 }
 
-// Calls task(i) for every i in [0, count). Threads begin with those that split() would give them, then take what others
-// have not begun: results must not depend on who does what.
+// Calls task(i) for every i in [0, count). Threads start with their share as in split(), then take what others have not
+// started: results must not depend on the assignment.
 template <typename Task>
 void share_near(const Threads& threads, int64_t count, const Task& task) {
   const std::unique_ptr<std::atomic<bool>[]> taken(new std::atomic<bool>[static_cast<size_t>(count)]());

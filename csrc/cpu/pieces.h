@@ -5,7 +5,7 @@
 
 namespace qao::cpu {
 
-// Hands out consecutive 64-byte aligned pieces of one allocation; with a null base it only adds up their sizes.
+// Hands out consecutive 64-byte aligned pieces of one allocation. With a null base it only adds up their sizes.
 class Pieces {
  public:
   explicit Pieces(void* base) : base_(static_cast<char*>(base)) {}

@@ -1,4 +1,5 @@
-// Scales, zero points and what else is the same for every instruction set; the loops over a row are QuantizeKernels.
+// Quantization code common to all instruction sets, such as scales and zero points. The loops over a row are
+// QuantizeKernels.
 #include "cpu/quantize.h"
 
 #include <algorithm>
@@ -17,7 +18,7 @@ namespace {
 using quantize::Arguments;
 using quantize::Problem;
 
-constexpr float kSmallestMaximum = 0x1p-100f;  // below, a scale's reciprocal would overflow
+constexpr float kSmallestMaximum = 0x1p-100f;  // below it, the reciprocal of a scale would overflow
 constexpr float kLargestFp8 = 448;
 
 constexpr struct {
@@ -95,8 +96,7 @@ void quantize_row(const Problem& p, const Arguments& a, const QuantizeKernels& k
   std::memset(static_cast<char*>(a.q) + m * a.q_stride + p.k, 0, static_cast<size_t>(a.q_stride - p.k));
 }
 
-// kSwiglu is kSiluMul of its halves as they lie, or of alpha g and (u + shift) / alpha, which `parts` [2 k] has room
-// for.
+// kSwiglu is kSiluMul of its halves as they are, or of alpha g and (u + shift) / alpha, which `parts` [2 k] holds.
 void gated_values(const Problem& p, const Arguments& a, const QuantizeKernels& kernels, int64_t m, float* parts,
                   float* values) {
   const quantize::Gate& gate = p.gate;
@@ -122,13 +122,13 @@ void gated_values(const Problem& p, const Arguments& a, const QuantizeKernels& k
   kernels.values(silu_mul, row, 0, values);
 }
 
-// Of this thread, for what a producer makes of a row.
+// Per-thread memory for a producer's row.
 float* row_memory(const Problem& p) {
   const int64_t parts = p.producer == quantize::Producer::kNone ? 0 : p.producer == quantize::Producer::kSwiglu ? 3 : 1;
   return static_cast<float*>(scratch(Scratch::kRow, parts * p.k * static_cast<int64_t>(sizeof(float))));
 }
 
-// A row of what is rounded: x as it lies, or what the producer makes of it.
+// The row to be rounded: x itself, or the producer's output.
 Floats values_of(const Problem& p, const Arguments& a, const QuantizeKernels& kernels, int64_t m, float* memory) {
   if (p.producer == quantize::Producer::kNone) return from({a.x, p.x_dtype}, m * a.x_stride);
   if (p.producer == quantize::Producer::kSwiglu) {
@@ -153,7 +153,7 @@ Status quantize(const Problem& p, const Arguments& a, const Threads& all_threads
   if (Status status = selected_features(&features); !status.ok()) return status;
   const QuantizeKernels& kernels = quantize_kernels(features);
   const Threads threads = is_serial(all_threads, p.m * p.k) ? Threads{} : all_threads;
-  // task(thread, m, values) for every row
+  // Calls task(thread, m, values) for every row.
   const auto rows = [&](const auto& task) {
     threads.for_each([&](int i) {
       float* memory = row_memory(p);

@@ -1,6 +1,6 @@
-// The loops of quantize.cpp and quantize_weight.cpp, which each instruction set has of its own. Files compiled for one
-// of them include this header, so it declares and never defines (mm_job.h says why); they read the fields of Problem
-// and call none of its functions.
+// Loops of quantize.cpp and quantize_weight.cpp, implemented per instruction set. Files compiled for one of them
+// include this header, so it declares and never defines (mm_job.h explains why). They read the fields of Problem and
+// call none of its functions.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace qao::cpu {
 
-// Floats side by side.
+// A contiguous array of floats.
 struct Floats {
   const void* data = nullptr;
   DType dtype = DType::kFloat32;
@@ -18,14 +18,14 @@ struct Floats {
 
 struct QuantizeRange {
   float low = 0, high = 0;  // of some values and 0
-  bool finite = true;       // else the other two mean nothing
+  bool finite = true;       // otherwise low and high are meaningless
 };
 
 using GroupRules = groups::Rules;
 using Fp4Rules = groups::Fp4Rules;
 using QuantizedGroup = groups::Group;
 
-// A group of a weight; each instruction set has a file for these.
+// Quantization of a group of a weight, one file per instruction set.
 struct GroupKernels {
   // groups::quantize_group()
   QuantizedGroup (*integers)(const GroupRules&, const float* values, const float* importance, int64_t count,
@@ -35,9 +35,9 @@ struct GroupKernels {
 };
 
 struct QuantizeKernels {
-  // Row m of the values, values[0 .. k), in float32; and row m of Arguments::sum, if there is one.
+  // Computes row m of the values, values[0 .. k), in float32, and row m of Arguments::sum, if any.
   void (*values)(const quantize::Problem&, const quantize::Arguments&, int64_t m, float* values);
-  // Of kHadamard what remains to be done with them: each run of `rotation` values times the matrix.
+  // The last step of kHadamard: multiplies each run of `rotation` values by the matrix.
   void (*rotate)(float* values, int64_t count, int rotation);
   QuantizeRange (*range)(Floats values, int64_t count);
   // q = min(max(round(value * inverse) + zero, lowest), 127), zero and lowest integers

@@ -1,4 +1,4 @@
-// Rows and threads of quantize_weight.h; the loops over a group of integers are quantize_group.h.
+// Rows and threads of quantize_weight.h. quantize_group.h has the loops over a group of integers.
 #include "cpu/quantize_weight.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace qao::cpu {
 namespace {
 
-constexpr int64_t kPieceValues = 1 << 15;  // that a thread takes at a time: a fraction of a millisecond
+constexpr int64_t kPieceValues = 1 << 15;  // values that a thread takes at a time: a fraction of a millisecond
 constexpr float kLargestFp8 = 448, kLargestFp4 = 6;
 constexpr float kSmallestDivisor = 0x1p-100f, kLargestDivisor = 0x1p100f;
 constexpr int64_t kPadding = 16;  // kernels read whole vectors
@@ -22,7 +22,7 @@ struct Squares {
   double error = 0, norm = 0;
 };
 
-// What row n of the weight is, in float32.
+// Row n of the weight in float32.
 struct Source {
   Source(int64_t n, int64_t k, DType dtype, const WeightArguments& a) {
     problem.m = n, problem.k = k, problem.x_dtype = dtype;
@@ -32,7 +32,7 @@ struct Source {
   quantize::Arguments arguments;
 };
 
-// task(n, values) for every row, with zeros after its values up to a whole vector. Threads take rows as they come.
+// Calls task(n, values) for every row, zero-padded to a whole vector. Threads take rows dynamically.
 template <typename Task>
 void for_each_row(const Threads& threads, const QuantizeKernels& kernels, const Source& source, const Task& task) {
   const int64_t k = source.problem.k, padded = divide_up(k, kPadding) * kPadding;
@@ -51,7 +51,7 @@ float largest_magnitude(const QuantizeKernels& kernels, const float* values, int
   return range.finite ? std::max(-range.low, range.high) : std::numeric_limits<float>::infinity();
 }
 
-// By row, so that threads do not change the sum.
+// Sums by row, so that the result does not depend on threads.
 void add_up(const std::vector<Squares>& squares, double* sums) {
   sums[0] = sums[1] = 0;
   for (const Squares& row : squares) sums[0] += row.error, sums[1] += row.norm;
@@ -88,7 +88,7 @@ Status quantize_weight_fp8(const BlockProblem& p, const WeightArguments& a, cons
   const QuantizeKernels& kernels = quantize_kernels(features);
   const Source source(p.n, p.k, p.weight_dtype, a);
   const int64_t across = p.block_columns();
-  // task(block column, its first column, its columns)
+  // Calls task(block column, its first column, its number of columns).
   const auto blocks = [&](const auto& task) {
     for (int64_t b = 0; b < across; ++b) task(b, b * p.columns, std::min(p.columns, p.k - b * p.columns));
   };
@@ -116,7 +116,7 @@ Status quantize_weight_fp8(const BlockProblem& p, const WeightArguments& a, cons
       float* block = values + first;
       Squares sums;
       for (int64_t i = 0; i < count; ++i) sums.norm += block[i] * block[i];
-      // A quotient, as a GPU's: the reciprocal's rounding would move values near the middle between two codes.
+      // A quotient, as on the GPU: rounding of the reciprocal would move values near the midpoint between two codes.
       for (int64_t i = 0; i < count; ++i) block[i] /= scale;
       kernels.to_fp8({block}, count, 1, q + first);
       for (int64_t i = 0; i < count; ++i) {
@@ -141,7 +141,7 @@ Status quantize_weight_fp4(const Fp4Problem& p, const WeightArguments& a, const 
     std::vector<float> largest(static_cast<size_t>(p.n));
     for_each_row(threads, kernels, source,
                  [&](int64_t n, const float* values) { largest[n] = largest_magnitude(kernels, values, p.k); });
-    // 1 where all are 0, or one is no number.
+    // 1 if all values are 0 or one is NaN.
     const float divisor = 1 / *std::max_element(largest.begin(), largest.end()) * (kLargestFp4 * kLargestFp8);
     if (divisor > 0 && divisor <= std::numeric_limits<float>::max()) {
       rules.divisor = std::clamp(divisor, kSmallestDivisor, kLargestDivisor);

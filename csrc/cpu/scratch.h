@@ -1,4 +1,4 @@
-// Memory of the calling thread that kernels reuse from call to call.
+// Per-thread memory that kernels reuse between calls.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ enum class Scratch : int {
   kRow = 7
 };
 
-// At least `bytes` bytes, 64-byte aligned, contents undefined; valid until this thread asks for the same kind again.
+// At least `bytes` bytes, 64-byte aligned, contents undefined. Valid until this thread requests the same kind again.
 void* scratch(Scratch kind, int64_t bytes);
 
 }  // namespace qao::cpu

@@ -1,4 +1,4 @@
-// How the drivers of products hand packing and N-tiles to threads.
+// Distribution of packing and N-tiles over threads.
 #pragma once
 
 #include <atomic>
@@ -9,19 +9,19 @@
 
 namespace qao::cpu {
 
-// The N-tiles of a product of so many multiplications, for the threads of one for_each(): as split(), or where they are
-// long, in pieces that get shorter: half of what an equal share of the rest would be, so that threads end together
-// though one began late or lost its core. Pieces are large enough for what kernels fetch ahead (x86/weight_stream.h)
-// and for their blocks of N-tiles.
+// Distributes the N-tiles of a GEMM with this many multiplications among the threads of one for_each(): as split(), or
+// for long GEMMs in pieces of decreasing length. A piece is half of an equal share of the rest, so that threads finish
+// together even if one started late or lost its core. Pieces are large enough for the kernels' prefetch
+// (x86/weight_stream.h) and for their blocks of N-tiles.
 class TileShares {
  public:
   TileShares(int threads, int64_t tiles, int64_t multiplications) : threads_(threads), tiles_(tiles) {
-    constexpr int64_t kPieceWork = int64_t{1} << 24, kPieces = 4;  // 25 to 400 us of a core; of a thread
+    constexpr int64_t kPieceWork = int64_t{1} << 24, kPieces = 4;  // 25 to 400 us of a core; pieces per thread
     const int64_t shortest = divide_up(kPieceWork, multiplications / tiles * kBlock + 1) * kBlock;
     if (threads > 1 && tiles >= kPieces * shortest * threads) shortest_ = shortest;
   }
 
-  // Calls task(begin, end) for what this thread gets.
+  // Calls task(begin, end) for each piece of this thread.
   template <typename Task>
   void run(int thread, const Task& task) {
     if (shortest_ == 0) {
@@ -43,18 +43,18 @@ class TileShares {
   static constexpr int64_t kBlock = 8;  // tiles
 
   int threads_;
-  int64_t tiles_, shortest_ = 0;  // 0: every thread has its part
+  int64_t tiles_, shortest_ = 0;  // 0: every thread has a fixed part
   std::atomic<int64_t> next_{0};
 };
 
-// Calls task(begin, end) for the N-tiles of such a product.
+// Calls task(begin, end) for the N-tiles of such a GEMM.
 template <typename Task>
 void split_tiles(const Threads& threads, int64_t tiles, int64_t multiplications, const Task& task) {
   TileShares shares(threads.count, tiles, multiplications);
   threads.for_each([&](int thread) { shares.run(thread, task); });
 }
 
-// For what shares the core.
+// Yields to the sibling hardware thread.
 static inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -63,13 +63,14 @@ static inline void pause() {
 #endif
 }
 
-// A step of the threads of one for_each(), which others may follow: pieces of [0, count) that they take one after the
-// other. A thread that has not begun holds up nobody.
+// A step of the threads of one for_each(), which other steps may follow: threads take pieces of [0, count) dynamically.
+// A thread that has not started does not hold up the others.
 class Step {
  public:
   Step(int threads, int64_t count) : count_(count), piece_(divide_up(count, kPieces * threads)) {}
 
-  // task(begin, end) until nothing is left, then waits until all of it is done. A task must not throw: others wait.
+  // Calls task(begin, end) until nothing is left, then waits until all of it is done. A task must not throw: others
+  // wait.
   template <typename Task>
   void run(const Task& task) {
     if (count_ == 0) return;
@@ -84,8 +85,8 @@ class Step {
   }
 
  private:
-  static constexpr int64_t kPieces = 4;  // a thread
-  static constexpr int kSpins = 128;     // before a thread that waits gives its core to others
+  static constexpr int64_t kPieces = 4;  // per thread
+  static constexpr int kSpins = 128;     // before a waiting thread yields its core
 
   int64_t count_, piece_;
   std::atomic<int64_t> next_{0}, done_{0};

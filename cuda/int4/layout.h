@@ -7,8 +7,8 @@
 // Dimensions 0 and 1 are tiles of N and of K (or groups of K), so a tensor-parallel shard is a slice.
 //
 // A tile has the order of the A operand of mma.m16n8k16, of WGMMA with A in registers, and (64 bytes per row pair) of
-// one AVX-512 register or AMX row pair. Lane 4 g + t owns 16 consecutive bytes: rows g and g + 8, and columns 2t, 2t +
-// 1, 2t + 8, 2t + 9 of each of the four k-steps of 16:
+// one AVX-512 register or AMX row pair. Lane 4 g + t owns 16 consecutive bytes: rows g and g + 8, and columns 2t,
+// 2t + 1, 2t + 8, 2t + 9 of each of the four k-steps of 16:
 //
 //               lane 4g + t                                   one byte
 //    |  k-step 0  |  k-step 1  |  k-step 2  |  k-step 3  |    +-----------+-----------+
@@ -20,8 +20,8 @@
 //      +----------- k = 16 step + 2t
 //
 // So `word & 0x000F000F` holds two columns of row g (mma register 0), `>> 4` those of row g + 8 (register 1), `>> 8`
-// and `>> 12` the columns eight further on (registers 2 and 3). `bytes & 0x0F` and `bytes & 0xF0` are row g and row g +
-// 8 as unsigned bytes without a shift.
+// and `>> 12` the columns eight further on (registers 2 and 3). `bytes & 0x0F` and `bytes & 0xF0` are row g and row
+// g + 8 as unsigned bytes without a shift.
 //
 // A nibble q means (q - zero) * scale, with zero = 8 when symmetric. Rows and columns past N and K hold 8, with scale 0
 // and zero point 8; x is read as 0 past K.
