@@ -3,7 +3,6 @@
 //
 // Almost every group has a scale for which corrected quotients are exact, and an integer zero point. Other groups, and
 // those that may lie on a grid of sixteen steps, take a slow path in functions outside of the kernels.
-// be grids of sixteen steps, take a slow way, in functions that are no part of the kernels.
 #include "common/check.h"
 #include "common/integers.h"
 #include "weight/int4.cuh"

@@ -1,4 +1,4 @@
-// What the kernel says of the CPU.
+// CPU features reported by the Linux kernel.
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 

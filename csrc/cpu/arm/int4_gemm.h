@@ -1,13 +1,15 @@
-// int4 W against rows of bytes, for every instruction set: a row of int8 x is one row of bytes, a row in fixed point
-// two (high and low) a word. Lanes run along K; four row pairs (g, g + 8) of W, eight rows, by up to two rows of bytes.
+// GEMM of int4 W and rows of bytes, for every instruction set. A row of int8 x is one row of bytes; a row in fixed
+// point is two (high and low) per word. Lanes run along K. Four row pairs (g, g + 8) of W, eight rows, meet up to two
+// rows of bytes.
 //
-// Per section, with integer sums exact:  y += scale * (sum(q * x) - zero * sum(x)).
-// Zero points, x's first, come off there and not at the end: where x is far from 0 all along K both sums are large.
+// Per section, with exact integer sums:  y += scale * (sum(q * x) - zero * sum(x)).
+// Zero points, x's first, are subtracted per section and not at the end: if x is far from 0 along all of K, both sums
+// are large.
 //
-// fp4 W (cuda/fp4/layout.h) is the same with `tbl` in the place of masks: bytes are twice the values, and there are no
-// zero points. A tile has the groups of its halves, or of its four k-steps.
+// fp4 W (cuda/fp4/layout.h) uses `tbl` in place of masks: bytes are twice the values, and there are no zero points. A
+// tile has one group per half, or per k-step.
 //
-// `Dot` holds the instructions (lane_dot.h).
+// `Dot` provides the instructions (lane_dot.h).
 #pragma once
 
 #include "cpu/arm/simd.h"
@@ -25,9 +27,9 @@ using int4::kTileK;
 using int4::kTileN;
 
 constexpr int kPairs = 4;                // of W at a time
-constexpr int kQuads = kTileN / kPairs;  // of rows of an N-tile
+constexpr int kQuads = kTileN / kPairs;  // quads of rows of an N-tile
 
-// Of an N-tile and a section; quads of rows.
+// Scales and zero points of an N-tile and a section, by quad of rows.
 struct Parameters {
   float32x4_t scale[kQuads], zero[kQuads];
 };
@@ -42,7 +44,7 @@ Parameters load_parameters(const Job& job, int64_t tile, int64_t s) {
   return parameters;
 }
 
-// Of sixteen bytes: rows g and g + 8.
+// Expands sixteen bytes to rows g and g + 8.
 template <Format kFormat>
 __attribute__((always_inline)) inline void widen(uint8x16_t both, int8x16_t* low, int8x16_t* high) {
   const uint8x16_t lower = vandq_u8(both, vdupq_n_u8(15)), upper = vshrq_n_u8(both, 4);
@@ -55,7 +57,7 @@ __attribute__((always_inline)) inline void widen(uint8x16_t both, int8x16_t* low
   }
 }
 
-// The tiles of W from `pairs` on, against rows of bytes that are x_row apart; x_tile from one tile to the next.
+// Multiplies tiles of W from `pairs` on by rows of bytes x_row apart. Tiles of x are x_tile apart.
 template <int kV, Format kFormat = Format::kInt4>
 __attribute__((always_inline)) inline Dot::Sums<2 * kPairs, kV> multiply(const uint8_t* pairs, const int8_t* x,
                                                                          int64_t x_row, int64_t x_tile, int64_t tiles) {
@@ -76,7 +78,7 @@ __attribute__((always_inline)) inline Dot::Sums<2 * kPairs, kV> multiply(const u
   return sums;
 }
 
-// What a section of x is beside its bytes.
+// Per-section parameters of x.
 struct Words {
   int count;
   float sums[kMaxWords];  // of the section
@@ -89,7 +91,7 @@ Words words_of(const Job& job, int64_t m, int64_t chunk, int64_t s) {
   return words;
 }
 
-// total[16] += the product of a section: high bytes count 256 times, each word 2^-15 of the one before.
+// total[16] += the sums of a section: high bytes count 256 times, each word 2^-15 of the previous one.
 template <typename Part>
 void add_fixed_point(const Words& x, const Parameters& parameters, int first_quad, const Part& part, float* total) {
   for (int r = 0; r < 2; ++r) {
@@ -105,7 +107,7 @@ void add_fixed_point(const Words& x, const Parameters& parameters, int first_qua
   }
 }
 
-// total[m][16] += section s and, with groups of 32, s + 1, which is the other half of the same tile.
+// total[m][16] += section s and, with groups of 32, s + 1, the other half of the same tile.
 void multiply_fixed_point(const Job& job, const uint8_t* weight, int64_t s, const Parameters (&parameters)[2],
                           float* total) {
   const int64_t tile = s * job.section / kTileK, tiles = least(job.chunk_tiles, job.tiles_k - tile);
@@ -132,13 +134,12 @@ void multiply_fixed_point(const Job& job, const uint8_t* weight, int64_t s, cons
   }
 }
 
-// What x's zero points are multiplied by: sums of W's codes over section s and, with groups of 32, s + 1; quads of
-// rows.
+// Factors of x's zero points: sums of W's codes over section s and, with groups of 32, s + 1, by quad of rows.
 struct SumsOfCodes {
   int32x4_t sum[2][kQuads];
 };
 
-// visit(of, quad, sums(r, v)): of section s + `of` and rows 4 quad .. 4 quad + 3; r is 0, then 1.
+// Calls visit(of, quad, sums(r, v)) for section s + `of` and rows 4 quad .. 4 quad + 3; r is 0, then 1.
 template <typename Sums, typename Visit>
 __attribute__((always_inline)) inline void each_section(const Job& job, int64_t s, int first_quad, const Sums& sums,
                                                         const Visit& visit) {
@@ -152,12 +153,12 @@ __attribute__((always_inline)) inline void each_section(const Job& job, int64_t 
   }
 }
 
-// W's tiles of section s.
+// Tiles of W in section s.
 int64_t tiles_of(const Job& job, int64_t s) {
   return least(divide_up(job.section, kTileK), job.tiles_k - s * job.section / kTileK);
 }
 
-// They are products with a row of ones.
+// The sums are products with a row of ones.
 SumsOfCodes sum_codes(const Job& job, const uint8_t* weight, int64_t s) {
   int8_t ones[kTileK];
   __builtin_memset(ones, 1, sizeof(ones));
@@ -170,7 +171,7 @@ SumsOfCodes sum_codes(const Job& job, const uint8_t* weight, int64_t s) {
   return codes;
 }
 
-// total[m][16] += the same of int8 x, kM rows.
+// total[m][16] += the sections of int8 x, for kM rows.
 template <int kM>
 void multiply_int8(const Job& job, const uint8_t* weight, int64_t m, int64_t s, const Parameters (&parameters)[2],
                    const SumsOfCodes& codes, float* total) {
@@ -192,7 +193,7 @@ void multiply_int8(const Job& job, const uint8_t* weight, int64_t m, int64_t s, 
   }
 }
 
-// y for the N-tile's 16 columns.
+// Writes y for the N-tile's 16 columns.
 void write(const Job& job, int64_t tile, const float* total) {
   for (int q = 0; q < kQuads; ++q) {
     const int64_t n = tile * kTileN + 4 * q, count = job.n - n;
@@ -206,7 +207,7 @@ void write(const Job& job, int64_t tile, const float* total) {
   }
 }
 
-// section(weight, s, parameters, total): adds the product of section s, and of s + 1 if sections are half a tile.
+// section(weight, s, parameters, total) adds section s, and s + 1 if sections are half a tile.
 template <typename Section>
 void run_int4(const Job& job, int64_t begin, int64_t end, const Section& section) {
   float* total = static_cast<float*>(scratch(Scratch::kSums, job.m * kTileN * int64_t{sizeof(float)}));
@@ -239,7 +240,7 @@ Parameters load_fp4_parameters(const Job& job, int64_t tile, int64_t group, cons
   return parameters;
 }
 
-// Half of what the sums of each row, codes times their scales, are multiplied by.
+// Half of the factors of each row's sums of codes times scales.
 void load_fp4_factors(const Job& job, int64_t tile, float32x4_t (&factors)[kQuads]) {
   for (int q = 0; q < kQuads; ++q) {
     float32x4_t divisor = vdupq_n_f32(1);
@@ -252,7 +253,7 @@ void load_fp4_factors(const Job& job, int64_t tile, float32x4_t (&factors)[kQuad
   }
 }
 
-// total[m][16] += K-tile `t`, in kGroups groups: 2, or 4 of a Dot that keeps k-steps apart.
+// total[m][16] += K-tile `t`, in kGroups groups: 2, or 4 with a Dot that keeps k-steps apart.
 template <int kGroups, typename D = Dot>
 void multiply_fp4(const Job& job, const uint8_t* weight, int64_t t, const Parameters (&parameters)[kGroups],
                   float* total) {
@@ -260,7 +261,7 @@ void multiply_fp4(const Job& job, const uint8_t* weight, int64_t t, const Parame
   for (int g = 0; g < 2 * kPairs; g += kPairs) {
     const uint8_t* pairs = weight + t * kTileBytes + g * kTileK;
     for (int64_t m = 0; m < job.m; ++m) {
-      const Words section = words_of(job, m, t, 0);  // zero points are 0, and so its sums do not matter
+      const Words section = words_of(job, m, t, 0);  // zero points are 0, so its sums do not matter
       typename D::template Sums<2 * kPairs, 2> words[kMaxWords];
       for (int w = 0; w < section.count; ++w) {
         const int8_t* x = job.fixed_point[w] + (m * job.tiles_k + t) * kXTile;

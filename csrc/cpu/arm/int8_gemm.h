@@ -1,4 +1,4 @@
-// int8 x times int8 W, for every instruction set: lanes along K, four rows of W by up to four of x. `Dot` holds the
+// W8A8 GEMM for every instruction set: lanes along K, four rows of W by up to four of x. `Dot` provides the
 // instructions (lane_dot.h).
 #pragma once
 
@@ -13,7 +13,7 @@ namespace {
 constexpr int kRowsW = 4, kRowsX = 4;
 constexpr int kStep = 16;  // columns at a time
 
-// out[kM][16]: integers of columns [begin, end), which x holds padded.
+// out[kM][16]: integer sums over columns [begin, end). x is padded.
 template <int kM>
 void multiply(const uint8_t* const (&rows)[kRowsW], const int8_t* x, int64_t x_row, int64_t begin, int64_t end,
               int32_t* out) {
@@ -37,8 +37,8 @@ void multiply(const uint8_t* const (&rows)[kRowsW], const int8_t* x, int64_t x_r
   for (int i = 0; i < kM; ++i) vst1q_s32(out + i * kTileRows, sums.all(0, i));
 }
 
-// y for columns n .. n + 3, from the sums over k of x's integers times W's. As integers, which float64 holds, they are
-// less what x's zero point adds to them: either may be thousands of times what is left.
+// Writes y for columns n .. n + 3, from the sums over k of x's integers times W's. The contribution of x's zero point
+// is subtracted from integers, in float64: both may be thousands of times larger than the difference.
 void write(const Job& job, int64_t n, const double* totals) {
   const int64_t count = job.n - n;
   const float32x4_t bias = job.bias != nullptr ? load_first(job.bias, n, job.bias_dtype, count) : vdupq_n_f32(0);
@@ -69,7 +69,7 @@ void run_int8(const Job& job, int64_t begin, int64_t end) {
     for (int64_t s = 0; s < job.sections; ++s) {
       const int64_t k = s * job.section, k_end = least(k + job.section, job.k);
       for (int quad = 0; quad < kTileRows; quad += kRowsW) {
-        const uint8_t* w[kRowsW];  // past N the last row again; what comes of it is not written
+        const uint8_t* w[kRowsW];  // past N the last row again; its results are not written
         for (int r = 0; r < kRowsW; ++r) w[r] = job.weight + least(n + quad + r, job.n - 1) * job.k;
         int64_t m = 0;
         for (; m + kRowsX <= job.m; m += kRowsX) {

@@ -1,6 +1,6 @@
-// Sums of products of bytes whose lanes run along K: of kRows rows of W with kV rows of bytes. `Instruction::dot(sum,
-// w, x)` adds to each 32-bit lane the products of its four bytes. Bytes of an int4 tile lie so that a lane is a k-step
-// of 16 columns (int4::tile_column()).
+// Byte dot products with lanes along K: kRows rows of W by kV rows of bytes. `Instruction::dot(sum, w, x)` adds to each
+// 32-bit lane the products of its four bytes. The bytes of an int4 tile are ordered so that a lane is a k-step of 16
+// columns (int4::tile_column()).
 #pragma once
 
 #include <arm_neon.h>
@@ -26,14 +26,14 @@ struct LaneDot {
         for (int v = 0; v < kV; ++v) lanes[r][v] = Instruction::dot(lanes[r][v], w[r], x[v]);
       }
     }
-    // Rows 4 quad .. 4 quad + 3 with row of bytes v: of lanes 0 and 1, or 2 and 3; and of all.
+    // Sums of rows 4 quad .. 4 quad + 3 with row of bytes v: over lanes 0 and 1, or 2 and 3, or all.
     template <int kHalf>
     int32x4_t half(int quad, int v) const {
       const auto* row = lanes + 4 * quad;
       const int32x4_t a = vpaddq_s32(row[0][v], row[1][v]), b = vpaddq_s32(row[2][v], row[3][v]);
       return kHalf == 0 ? vuzp1q_s32(a, b) : vuzp2q_s32(a, b);
     }
-    // The same of one lane, a k-step of 16 columns.
+    // The same over one lane, a k-step of 16 columns.
     template <int kStep>
     int32x4_t step(int quad, int v) const {
       const auto* row = lanes + 4 * quad;

@@ -7,7 +7,7 @@
 
 namespace qao::cpu {
 
-// data[index .. index + 4) as float32.
+// Loads data[index .. index + 4) as float32.
 static inline float32x4_t load4(const void* data, int64_t index, DType dtype) {
   if (dtype == DType::kFloat32) return vld1q_f32(static_cast<const float*>(data) + index);
   const uint16x4_t half = vld1_u16(static_cast<const uint16_t*>(data) + index);
@@ -15,7 +15,7 @@ static inline float32x4_t load4(const void* data, int64_t index, DType dtype) {
   return vreinterpretq_f32_u32(vshll_n_u16(half, 16));
 }
 
-// The same for the first `count` values, 0 for the others; reads no further.
+// Loads the first `count` values, 0 for the others; reads no further.
 static inline float32x4_t load_first(const void* data, int64_t index, DType dtype, int64_t count) {
   if (count >= 4) return load4(data, index, dtype);
   float values[4] = {};
@@ -31,7 +31,7 @@ static inline uint16x4_t to_bf16(float32x4_t value) {
   return vshrn_n_u32(vbslq_u32(vceqq_f32(value, value), rounded, quiet), 16);
 }
 
-// data[index .. index + count) = the first `count` (4 at most) values.
+// Stores the first `count` (at most 4) values to data[index .. index + count).
 static inline void store_first(void* data, int64_t index, DType dtype, float32x4_t value, int64_t count) {
   if (count < 4) {
     float values[4];
@@ -45,8 +45,8 @@ static inline void store_first(void* data, int64_t index, DType dtype, float32x4
   }
 }
 
-// e4m3 as float32, exactly, eight in order: a float16 with a short mantissa, but for the exponent's bias (2^-8 of the
-// value) and NaN.
+// Converts eight e4m3 to float32, exactly, in order: a float16 with a short mantissa, except for the exponent bias
+// (2^-8 of the value) and NaN.
 static inline void expand_fp8(uint8x8_t bytes, float32x4_t (&out)[2]) {
   const uint16x8_t wide = vshll_n_u8(bytes, 7);
   const uint16x8_t sign = vshlq_n_u16(vandq_u16(wide, vdupq_n_u16(0x4000)), 1), magnitude = vdupq_n_u16(0x3F80);

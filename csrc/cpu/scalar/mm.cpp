@@ -13,7 +13,7 @@ namespace {
 using mm::Arguments;
 using mm::Problem;
 
-// Element (m, k) of x, less its zero point and without its scale.
+// Element (m, k) of x, minus its zero point and without its scale.
 float x_value(const Problem& p, const Arguments& a, int64_t m, int64_t k) {
   const int64_t at = m * a.x_stride + k;
   if (p.x == Format::kInt8) {
@@ -29,7 +29,7 @@ float x_scale(const Problem& p, const Arguments& a, int64_t m, int64_t block) {
   return a.x_scales[p.x_scaling == Scaling::kRow ? m : m * p.k_blocks() + block];
 }
 
-// What is constant along a run of columns of W.
+// Parameters that are constant over a run of columns of W.
 struct Group {
   float scale, zero;
 };
@@ -95,7 +95,7 @@ void scalar::mm_add_nonfinite(const Problem& p, const Arguments& a, int64_t m, i
   for (int64_t k = 0; k < p.k; ++k) {
     const float x = x_value(p, a, m, k);
     if (std::isfinite(x)) continue;
-    if (std::isnan(x)) {  // whatever the weights: the rest need not be looked at
+    if (std::isnan(x)) {  // y is NaN for any weights: stop here
       for (int64_t n = begin; n < end; ++n) store(a.y, m * p.n + n, p.y_dtype, x);
       return;
     }

@@ -1,4 +1,5 @@
-// The meaning of the other instruction sets' kernels: all but SiLU's exponential agree with these bit by bit.
+// Scalar quantization of activations, the reference: all instruction sets match it bit for bit, except SiLU's
+// exponential.
 #include <algorithm>
 #include <cmath>
 

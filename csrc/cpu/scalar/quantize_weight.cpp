@@ -1,4 +1,4 @@
-// Sixteen lanes in plain C++, which the compiler may widen.
+// Quantization of weight groups in plain C++: sixteen lanes that the compiler may vectorize.
 #include "cpu/quantize_group.h"
 
 namespace qao::cpu {

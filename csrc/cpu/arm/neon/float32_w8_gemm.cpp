@@ -8,7 +8,7 @@ namespace {
 struct Simd {
   using Vector = float32x4_t;
   static constexpr int kLanes = 4, kColumns = 16;
-  static constexpr int kRowsX = 4, kDirectRows = 4;  // 16 sums, 4 of W and one of x
+  static constexpr int kRowsX = 4, kDirectRows = 4;  // registers: 16 sums, 4 of W and one of x
 
   static Vector zero() { return vdupq_n_f32(0); }
   static Vector load(const float* values) { return vld1q_f32(values); }

@@ -1,4 +1,4 @@
-// int8 x times int8 W, by `smull`.
+// W8A8 GEMM with `smull`.
 #include "cpu/arm/neon/dot.h"
 
 namespace qao::cpu {

@@ -1,4 +1,4 @@
-// Rows of x as fixed point, for the kernels that multiply bytes (mm_job.h describes the form).
+// Packing of x as fixed point for kernels that multiply bytes (format in mm_job.h).
 #include "cpu/arm/neon/tile_order.h"
 #include "cpu/arm/simd.h"
 #include "cpu/fixed_point_rows.h"
@@ -32,7 +32,7 @@ int load_chunk(const Job& job, int64_t index, int64_t count, int64_t padded, flo
 
 Counts count_chunk(const float* values, int64_t count, int largest, int reach) {
   const auto limit_of = [](int exponent) { return vdupq_n_s32(exponent > 0 ? exponent << 23 : 0); };
-  const int32x4_t smallest = limit_of(1);  // below it: as good as 0
+  const int32x4_t smallest = limit_of(1);  // values below it count as 0
   int32x4_t limits[kLimitCount];
   uint32x4_t zeros = vdupq_n_u32(0), below[kLimitCount];
   for (int i = 0; i < kLimitCount; ++i) {
@@ -50,7 +50,7 @@ Counts count_chunk(const float* values, int64_t count, int largest, int reach) {
   return counts;
 }
 
-// High and low bytes to out[0..64) and out[64..128), sums of each step.
+// Stores high and low bytes to out[0..64) and out[64..128), and the sums of each step.
 void store_words(const int16x8_t (&words)[4][2], int8_t* out, int* step_sums) {
   int8x16_t high[4], low[4];
   for (int step = 0; step < 4; ++step) {

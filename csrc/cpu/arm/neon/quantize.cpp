@@ -1,4 +1,4 @@
-// Four values at a time; see scalar/quantize.cpp.
+// Quantization of activations with NEON, four values at a time; see scalar/quantize.cpp.
 #include <cmath>
 
 #include "cpu/arm/simd.h"
@@ -12,7 +12,8 @@ using quantize::Arguments;
 using quantize::Problem;
 using quantize::Producer;
 
-// e^v: 2^n times a polynomial in the rest, at most ln(2) / 2 in magnitude. Relative error 2^-23 where normal.
+// e^v: 2^n times a polynomial in the remainder, at most ln(2) / 2 in magnitude. Relative error 2^-23 for normal
+// results.
 float32x4_t exponential(float32x4_t v) {
   const float32x4_t n = vrndnq_f32(vmulq_n_f32(v, 1.44269504f));
   float32x4_t rest = vfmsq_n_f32(v, n, 0.693359375f);
@@ -30,7 +31,7 @@ float32x4_t exponential(float32x4_t v) {
 }
 
 float32x4_t silu(float32x4_t x) {
-  // Beyond +-100 float32 holds e^v no longer; NaN passes both limits.
+  // Beyond +-100 e^v exceeds float32; NaN passes both limits.
   const float32x4_t v = vminq_f32(vmaxq_f32(vnegq_f32(x), vdupq_n_f32(-100)), vdupq_n_f32(100));
   return vdivq_f32(x, vaddq_f32(vdupq_n_f32(1), exponential(v)));
 }
@@ -67,7 +68,7 @@ void values_of(const Problem& p, const Arguments& a, int64_t m, float* values) {
 
 QuantizeRange range_of(Floats values, int64_t count) {
   float32x4_t low = vdupq_n_f32(0), high = low;
-  uint32x4_t largest = vdupq_n_u32(0);  // bits of the magnitude: from those of infinity on not finite
+  uint32x4_t largest = vdupq_n_u32(0);  // bits of the magnitude: not finite from infinity's bits on
   for (int64_t k = 0; k < count; k += 4) {
     const float32x4_t v = load_first(values.data, k, values.dtype, count - k);
     low = vminnmq_f32(low, v), high = vmaxnmq_f32(high, v);
@@ -79,7 +80,7 @@ QuantizeRange range_of(Floats values, int64_t count) {
   return range;
 }
 
-// The low bytes of the first `count` words.
+// Stores the low bytes of the first `count` words.
 void store_bytes(uint32x4_t words, int64_t count, uint8_t* q) {
   const uint16x4_t halves = vmovn_u32(words);
   uint8_t bytes[8];
@@ -97,7 +98,7 @@ void round_to_int8(Floats values, int64_t count, float inverse, int zero, int lo
   }
 }
 
-// to_fp8() of numeric.h.
+// As to_fp8() of numeric.h.
 void round_to_fp8(Floats values, int64_t count, float inverse, uint8_t* q) {
   for (int64_t k = 0; k < count; k += 4) {
     const float32x4_t scaled = vmulq_n_f32(load_first(values.data, k, values.dtype, count - k), inverse);

@@ -1,4 +1,4 @@
-// Sixteen lanes in four registers.
+// Quantization of weight groups with NEON: sixteen lanes in four registers.
 #include <arm_neon.h>
 
 #include "cpu/quantize_group.h"
@@ -36,7 +36,7 @@ Four mul(const Four& a, const Four& b) {
 Four div(const Four& a, const Four& b) {
   return each(a, b, [](float32x4_t x, float32x4_t y) { return vdivq_f32(x, y); });
 }
-// Of a value and NaN the second operand, as the scalar code has it.
+// Returns b if either is NaN, like the scalar code.
 Four least(const Four& a, const Four& b) {
   return each(a, b, [](float32x4_t x, float32x4_t y) { return vbslq_f32(vcltq_f32(x, y), x, y); });
 }
@@ -50,7 +50,7 @@ float lowest_of(const Four& lanes) {
   for (float lane : values) lowest = lane < lowest ? lane : lowest;
   return lowest;
 }
-float sum_of(const Four& lanes) {  // halves on halves, the order of every instruction set
+float sum_of(const Four& lanes) {  // halves added to halves, in the order of all instruction sets
   const float32x4_t four = vaddq_f32(vaddq_f32(lanes.v[0], lanes.v[2]), vaddq_f32(lanes.v[1], lanes.v[3]));
   const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
   return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);

@@ -1,12 +1,12 @@
-// The order of W's bytes within a K-tile. `static`: see numeric.h.
+// Reordering of bytes to the order of W within a K-tile. `static`: see numeric.h.
 #pragma once
 
 #include <arm_neon.h>
 
 namespace qao::cpu {
 
-// Four k-steps of 16 bytes each in natural order -> one tile in the order of int4::tile_column(): of each step the
-// fours of columns 2t, 2t + 8, 2t + 1, 2t + 9; those of one t lie side by side.
+// Converts four k-steps of 16 bytes each in natural order to one tile in the order of int4::tile_column(): of each step
+// the fours of columns 2t, 2t + 8, 2t + 1, 2t + 9; those of one t are adjacent.
 static inline void store_in_tile_order(const int8x16_t (&steps)[4], int8_t* out) {
   int32x4x4_t fours;
   for (int i = 0; i < 4; ++i) {

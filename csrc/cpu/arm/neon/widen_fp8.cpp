@@ -1,4 +1,4 @@
-// e4m3 x in a wider dtype, exactly.
+// Exact conversion of e4m3 x to a wider dtype.
 #include "cpu/arm/simd.h"
 #include "cpu/mm_kernels.h"
 

@@ -1,5 +1,5 @@
-// W in eight bits against bfloat16 x by `bfmmla`: two rows of W by two of x, four columns at a time. Four rows of W
-// expand, exactly, into a panel in L1 in the order of the instruction's operand; every pair of rows of x reads it.
+// W8A16 GEMM with bfloat16 x and `bfmmla`: two rows of W by two of x, four columns at a time. Four rows of W are
+// expanded, exactly, into a panel in L1 in operand order. Every pair of rows of x reads it.
 #include "cpu/arm/simd.h"
 #include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"
@@ -12,7 +12,7 @@ constexpr int kRowsW = 4, kPairsX = 4;
 constexpr int64_t kPanelK = 512;
 constexpr int kOperand = 8;  // values of two rows and four columns
 
-// The upper halves of eight values, which are all of them that is not 0.
+// The upper halves of eight values that have zero lower halves.
 uint16x8_t upper_halves(const float32x4_t (&v)[2]) {
   return vuzp2q_u16(vreinterpretq_u16_f32(v[0]), vreinterpretq_u16_f32(v[1]));
 }
@@ -44,7 +44,7 @@ void expand_rows(const uint8_t* const (&rows)[kRowsW], int64_t begin, int64_t en
 
 bfloat16x8_t load_operand(const uint16_t* values) { return vreinterpretq_bf16_u16(vld1q_u16(values)); }
 
-// out[2 kM][16] = the panel's `steps` fours of columns with kM pairs of rows of x, which are x_pair apart.
+// out[2 kM][16] = `steps` fours of columns of the panel times kM pairs of rows of x, x_pair apart.
 template <int kM>
 void multiply(const uint16_t* panel, const uint16_t* x, int64_t x_pair, int64_t steps, float* out) {
   float32x4_t sums[2][kM];
@@ -66,7 +66,7 @@ void multiply(const uint16_t* panel, const uint16_t* x, int64_t x_pair, int64_t 
   }
 }
 
-// y for columns n .. n + 3 from their sums; scales that blocks have are in those already.
+// Writes y for columns n .. n + 3 from their sums, which already include block scales.
 void write(const Job& job, int64_t n, bool per_block, const float* totals) {
   const int64_t count = job.n - n;
   const float32x4_t bias = job.bias != nullptr ? load_first(job.bias, n, job.bias_dtype, count) : vdupq_n_f32(0);
@@ -91,7 +91,7 @@ void run(const Job& job, int64_t begin, int64_t end) {
   for (int64_t n = begin * kTileRows; n < end * kTileRows; n += kTileRows) {
     for (int64_t i = 0; i < job.m * kTileRows; ++i) totals[i] = 0;
     for (int quad = 0; quad < kTileRows && n + quad < job.n; quad += kRowsW) {
-      const uint8_t* rows[kRowsW];  // past N the last row again; what comes of it is not written
+      const uint8_t* rows[kRowsW];  // past N the last row again; its results are not written
       for (int r = 0; r < kRowsW; ++r) rows[r] = job.weight + least(n + quad + r, job.n - 1) * job.k;
       for (int64_t k = 0; k < job.k; k += step) {
         const int64_t k_end = least(k + step, job.k);

@@ -1,4 +1,4 @@
-// LaneDot by `sdot`.
+// LaneDot with `sdot`.
 #pragma once
 
 #include "cpu/arm/lane_dot.h"

@@ -1,4 +1,4 @@
-// int4 W against x in fixed point and int8 x, fp4 W against the first, by `sdot`.
+// GEMMs of int4 W with fixed-point or int8 x, and of fp4 W with fixed-point x, with `sdot`.
 #include "cpu/arm/neon_dotprod/dot.h"
 
 namespace qao::cpu {

@@ -1,4 +1,4 @@
-// int8 x times int8 W, by `sdot`.
+// W8A8 GEMM with `sdot`.
 #include "cpu/arm/neon_dotprod/dot.h"
 
 namespace qao::cpu {

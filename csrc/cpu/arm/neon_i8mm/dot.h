@@ -1,5 +1,5 @@
-// Sums of products of bytes by `smmla`: two rows of W by two rows of bytes, eight columns at a time. As LaneDot, whose
-// place it takes.
+// Byte dot products with `smmla`: two rows of W by two rows of bytes, eight columns at a time. Has the interface of
+// LaneDot.
 #pragma once
 
 #include "cpu/arm/neon_dotprod/dot.h"
@@ -47,7 +47,7 @@ struct MatrixDot {
       *high = vreinterpretq_s8_s64(vzip2q_s64(vreinterpretq_s64_s8(a), vreinterpretq_s64_s8(b)));
     }
   };
-  template <int kRows>  // half of each product would be of nothing
+  template <int kRows>  // `smmla` would waste half of each product
   struct Sums<kRows, 1> : LaneDot<Sdot>::Sums<kRows, 1> {};
 };
 

@@ -1,4 +1,4 @@
-// int4 W against x in fixed point and int8 x, fp4 W in groups of 32 against the first, by `smmla`.
+// GEMMs of int4 W with fixed-point or int8 x, and of fp4 W in groups of 32 with fixed-point x, with `smmla`.
 #include "cpu/arm/neon_i8mm/dot.h"
 
 namespace qao::cpu {

@@ -1,4 +1,4 @@
-// int8 x times int8 W, by `smmla`.
+// W8A8 GEMM with `smmla`.
 #include "cpu/arm/neon_i8mm/dot.h"
 
 namespace qao::cpu {

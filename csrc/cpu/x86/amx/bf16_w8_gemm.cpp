@@ -27,7 +27,7 @@ struct Bytes {
       const int64_t k = (section.tile + t) * kTileK;
       const uint8_t* weight = job.weight + n * job.k + k;
       if constexpr (kWholeK) fetch_streams<kN>(job, tile_n, index, section.tile + t);
-      for (int64_t r = 0; r < kTileN; ++r) {  // past N the last row again; what comes of it is not written
+      for (int64_t r = 0; r < kTileN; ++r) {  // past N the last row again; its results are not written
         const uint8_t* row = weight + least(r, last) * job.k;
         if constexpr (!kWholeK) _mm_prefetch(row + kN * kTileN * job.k, _MM_HINT_T1);
         alignas(64) uint8_t padded[kTileK];

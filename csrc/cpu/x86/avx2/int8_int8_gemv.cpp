@@ -83,7 +83,7 @@ void avx2::int8_int8_gemv(const Job& job, int64_t begin, int64_t end) {
     for (int64_t s = 0; s < job.sections; ++s) {
       const int64_t k = s * job.section, k_end = least(k + job.section, job.k);
       for (int quad = 0; quad < kTileRows; quad += kRowsW) {
-        const uint8_t* w[kRowsW];  // past N the last row again; what comes of it is not written
+        const uint8_t* w[kRowsW];  // past N the last row again; its results are not written
         for (int r = 0; r < kRowsW; ++r) {
           w[r] = job.weight + least(n + quad + r, job.n - 1) * job.k;
         }
