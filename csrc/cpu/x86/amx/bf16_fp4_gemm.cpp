@@ -1,8 +1,9 @@
-// fp4 W for bf16_gemm.h. A code times its scale is exact in bfloat16, so C accumulates over all of K, whatever x is.
+// fp4 weight policy of bf16_gemm.h. A code times its scale is exact in bfloat16, so C accumulates over all of K for any
+// dtype of x.
 //
-// As in bf16_int4_gemm.cpp `vpermw` looks up words of four nibbles, in a table of 32: 16 entries twice with groups of
-// 32, those of two groups with groups of 16. The fifth bit of the index then says which half of its section a word is
-// of.
+// As in bf16_int4_gemm.cpp, `vpermw` looks up words of four nibbles in a table of 32 entries: 16 entries stored twice
+// with groups of 32, or those of two groups with groups of 16. The fifth bit of the index then selects the half of the
+// section.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/amx/bf16_gemm.h"
 #include "cpu/x86/avx512/fp4.h"
@@ -18,7 +19,7 @@ struct Scales {
   alignas(64) float values[2][kTileN];
 };
 
-// A scalar of memory broadcasts for free; see keep_in_memory().
+// A scalar in memory broadcasts for free; see keep_in_memory().
 void load_scales(const Job& job, int64_t tile_n, int64_t first, int count, Scales* scales) {
   for (int i = 0; i < count; ++i) {
     _mm512_store_ps(scales->values[i], load_fp4_scales(job, tile_n, least(first + i, job.groups - 1)));
@@ -40,7 +41,7 @@ struct Fp4 {
     for (int g = 0; g < 8; ++g) {
       if (section.half == 0) _mm_prefetch(weight + g * 64 + kPrefetchBytes, _MM_HINT_T0);
       const __m512i bytes = _mm512_loadu_si512(weight + g * 64);
-      // Every 128-bit lane twice the same 64 bits: once for even bytes, once for odd ones.
+      // Duplicates 64 bits in every 128-bit lane: once for even bytes, once for odd ones.
       const __m512i words =
           section.half == 0 ? _mm512_unpacklo_epi64(bytes, bytes) : _mm512_unpackhi_epi64(bytes, bytes);
       const __m512i even_odd = _mm512_mask_srli_epi16(words, 0xF0F0F0F0u, words, 8);

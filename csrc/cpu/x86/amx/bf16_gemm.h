@@ -1,19 +1,19 @@
-// y = x Wᵀ with AMX, for any W that expands to bfloat16: A tiles of 16 rows x 32 k; x is packed as B tiles
+// AMX GEMM y = x Wᵀ for any W that expands to bfloat16: A tiles of 16 rows x 32 k; x is packed as B tiles
 // (pack_bf16_tiles.cpp). Each includer instantiates it for its formats of W.
 //
-// Up to 64 rows of x: four tiles of C in registers along all of K, those of four N-tiles or, above 16 rows, two by two.
-// More: blocks of 512 N x 512 k (256 for x in several parts); 32 rows of W are expanded into L1 and meet all rows of x,
-// 32 x 32 of C at a time.
+// Up to 64 rows of x: four C tiles stay in registers along all of K, those of four N-tiles or, above 16 rows, two by
+// two. More rows: blocks of 512 N x 512 k (256 if x has several parts); 32 rows of W are expanded into L1 and meet all
+// rows of x, 32 x 32 of C at a time.
 //
-// A format W is a class of static members:
-//   kParts                  bfloat16 summands of x
+// A weight policy W is a class of static members:
+//   kParts                  bfloat16 parts of x
 //   kHalves                 sections of 32: an A tile holds half a K-tile
-//   kSectioned              sums end with every section, else C accumulates over all of K
-//   expand<kN, kWholeK>()   one section of an N-tile, which is number `index` of kN that are expanded together -> A
-//                           tiles, two per K-tile or one of kHalves. It fetches what comes next: kWholeK says that
-//                           sections follow each other along all of K, else N-tiles do first
-//   add_section()           kSectioned: total[16 n][16 m] += what section s, whose sums are c, is worth
-//   row_scales()            for 16 rows of W, applied to y
+//   kSectioned              sums end with every section, otherwise C accumulates over all of K
+//   expand<kN, kWholeK>()   expands one section of an N-tile, number `index` of kN expanded together, to A tiles: two
+//                           per K-tile, or one with kHalves. Prefetches the next data: with kWholeK sections follow
+//                           along all of K, otherwise N-tiles follow first
+//   add_section()           kSectioned: adds the sums c of section s to total[16 n][16 m], scaled
+//   row_scales()            scales of 16 rows of W, applied to y
 //   kScaledX                y is multiplied by the scales of x's rows
 #pragma once
 
@@ -36,10 +36,10 @@ constexpr int kRowsX = 16;        // rows of x in a B tile
 constexpr int kTileValues = 512;  // bfloat16 values of an A or B tile
 constexpr int kTileSums = 256;    // float32 values of a C tile
 constexpr int64_t kBlockTilesK = kBlockK / kTileK;
-constexpr int64_t kBlockTilesN = 32;  // N-tiles whose C stays in L2
+constexpr int64_t kBlockTilesN = 32;  // N-tiles with their C in L2
 constexpr int kFewRowsTilesN = 4;
 
-// Where the section lies: its group, and the K-tiles [first, first + count) it covers (half of one if section is 32).
+// Position of a section: its group, and its K-tiles [tile, tile + tiles), or half of one if section is 32.
 struct Section {
   Section(const Job& job, int64_t s)
       : group(s / job.sections_per_group),
@@ -51,7 +51,7 @@ struct Section {
   int half;
 };
 
-// A tiles of a section, and the B tile that part `part` of A tile `i` meets.
+// A tiles of a section, and the B tile for part `part` of A tile `i`.
 template <typename W>
 int64_t a_tiles(const Section& section) {
   return W::kHalves ? 1 : 2 * section.tiles;
@@ -64,7 +64,7 @@ const uint16_t* b_tile(const Job& job, int64_t tile_m, const Section& section, i
   return job.bf16_tiles + ((in_block * W::kParts + part) * 2 + e) * kTileValues;
 }
 
-// y = total * scales + bias for the C tiles [16 n][16 m] of kN N-tiles side by side.
+// y = total * scales + bias for the C tiles [16 n][16 m] of kN adjacent N-tiles.
 template <typename W, int kN>
 void write_tiles(const Job& job, int64_t tile_n, int64_t tile_m, const float* first_total, const float* second_total) {
   const int64_t n = tile_n * kTileN, m = tile_m * kRowsX;
@@ -82,7 +82,7 @@ void write_tiles(const Job& job, int64_t tile_n, int64_t tile_m, const float* fi
   });
 }
 
-// ---- up to 2 N-tiles against up to 2 tiles of x: registers 0..3 = C[n][m], 4..5 = A[n], 6..7 = B[m] ----
+// ---- Up to 2 N-tiles by up to 2 tiles of x: registers 0..3 = C[n][m], 4..5 = A[n], 6..7 = B[m] ----
 
 // C += A tiles [begin, end) of a section. panel: [kN] of panel_values.
 template <typename W, int kN, int kM>
@@ -100,7 +100,7 @@ __attribute__((always_inline)) inline void multiply_parts(const Job& job, int64_
   }
 }
 
-// ---- few rows of x, C in registers along all of K: 4 N-tiles against 1 tile of x, or 2 against 2 ----
+// ---- Few rows of x, C in registers along all of K: 4 N-tiles by 1 tile of x, or 2 by 2 ----
 
 constexpr int64_t kPanelValues = kMaxSectionBf16 * kTileN;
 
@@ -123,10 +123,10 @@ __attribute__((always_inline)) inline void multiply_four(const Job& job, int64_t
   }
 }
 
-// C tile kC is that of N-tile kC / kM and tile kC % kM of x.
+// C tile kC belongs to N-tile kC / kM and tile kC % kM of x.
 //
-// While one section expands, the one before is multiplied, a share after each N-tile: the tile loads find their stores
-// done, and the two kinds of work overlap.
+// Software pipeline: while one section is expanded, the previous one is multiplied, a share after each N-tile. Tile
+// loads find their stores completed, and both kinds of work overlap.
 template <typename W, int kM, int... kC>
 void few_rows_tiles(const Job& job, int64_t tile_n, int64_t tile_m, uint16_t* panels,
                     std::integer_sequence<int, kC...> tiles) {
@@ -167,7 +167,7 @@ void few_rows_tiles(const Job& job, int64_t tile_n, int64_t tile_m, uint16_t* pa
   }
 }
 
-// kN N-tiles against all rows of x: the first pass finds W in memory, the others in L2.
+// kN N-tiles by all rows of x: the first pass reads W from memory, the others from L2.
 template <typename W, int kN>
 void few_rows(const Job& job, int64_t tile_n, uint16_t* panels) {
   int64_t tile_m = 0;
@@ -188,11 +188,11 @@ void few_rows_range(const Job& job, int64_t begin, int64_t end) {
   for (; tile_n < end; ++tile_n) few_rows<W, 1>(job, tile_n, panels);
 }
 
-// ---- more rows: blocks of K ----
+// ---- More rows: blocks of K ----
 
-// C += whole K-tiles, `count` B tiles of them: for each K-tile and part the even and the odd one. Tiles of the next
-// step load between the products of this one; B, in L2, must not evict A from L1. `next_c` is the C tile that follows,
-// fetched a share per step; an address beyond C does no harm.
+// C += whole K-tiles, in `count` B tiles: for each K-tile and part the even and the odd one. Tiles of the next step
+// load between the multiplications of this one. B, in L2, must not evict A from L1. `next_c` is the next C tile,
+// prefetched one share per step; an address past C is harmless.
 template <int kParts, int kN, int kM>
 __attribute__((always_inline)) inline void multiply_tiles(const uint16_t* a, const uint16_t* b, int64_t count,
                                                           const float* next_c, int64_t c_stride) {
@@ -284,7 +284,7 @@ void many_rows(const Job& job, int64_t begin, int64_t end) {
   uint16_t* panel = static_cast<uint16_t*>(scratch(Scratch::kPanel, 2 * kBlockK * kTileN * int64_t{sizeof(uint16_t)}));
   const int64_t total_values = kBlockTilesN * job.tiles_m * kTileSums;
   float* total = static_cast<float*>(scratch(Scratch::kSums, total_values * int64_t{sizeof(float)}));
-  // Several parts: half a block of x fills as much of L2.
+  // Several parts: half a block of x takes as much of L2.
   const int64_t sections_per_block = (W::kParts == 1 ? kBlockK : kBlockK / 2) / job.section;
   for (int64_t block_n = begin; block_n < end; block_n += kBlockTilesN) {
     const int64_t end_n = least(end, block_n + kBlockTilesN);
@@ -319,7 +319,7 @@ void run_gemm(const Job& job, int64_t begin, int64_t end) {
   many_rows<W>(job, begin, end);
 }
 
-// run<kParts>() for the parts of x.
+// Calls run<kParts>() for the number of parts of x.
 template <typename Run>
 void with_parts(const Job& job, const Run& run) {
   switch (job.parts) {

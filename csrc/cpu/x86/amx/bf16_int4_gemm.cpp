@@ -1,12 +1,12 @@
-// int4 W for bf16_gemm.h.
+// int4 weight policy of bf16_gemm.h.
 //
-// One 64-byte load of W is 32 words of four nibbles: row g and g + 8, at two columns each. `vpermw` with the word as
-// index looks up a 32-entry table by its low five bits; a table of 16 entries stored twice makes the fifth irrelevant,
-// so the four nibbles need shifts of 0, 4, 8, 12 and no mask.
-//   x bfloat16 (1 part):          the table holds (q - zero) * scale, and C accumulates over the whole of K.
+// One 64-byte load of W is 32 words of four nibbles: rows g and g + 8, two columns each. `vpermw` with the word as
+// index looks up a 32-entry table by the low five bits. A table of 16 entries stored twice makes the fifth bit
+// irrelevant, so the four nibbles need shifts of 0, 4, 8, 12 and no mask.
+//   x bfloat16 (1 part):          the table holds (q - zero) * scale, and C accumulates over all of K.
 //   x float16, float32 (2, 3):    the table holds q - whole, exact, and every section ends with
 //                                 y += scale * (C + (whole - zero) * sum(x)).
-// `whole` is the zero point where that is a whole number of 0..15, so what W multiplies by 0 is not seen in any sum.
+// `whole` is the zero point if that is an integer in 0..15, so that weights of 0 contribute nothing to any sum.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/amx/bf16_gemm.h"
 #include "cpu/x86/avx512/int4_parameters.h"
@@ -29,7 +29,7 @@ __m512 whole_zeros(const Int4Parameters& parameters) {
   return _mm512_roundscale_ps(in_range, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-// What expand() tabulates.
+// Parameters of the table of expand().
 template <bool kSectioned>
 void load_entries(const Job& job, int64_t tile_n, int64_t group, Int4Parameters* parameters) {
   load_parameters(job, tile_n, group, parameters);
@@ -59,7 +59,7 @@ struct Int4 {
       const __m512i high = table(parameters.scale[g + 8], parameters.zero[g + 8]);
       if constexpr (kHalves) {
         const __m512i bytes = _mm512_loadu_si512(weight + g * 64);
-        // Every 128-bit lane twice the same 64 bits: once for even bytes, once for odd ones.
+        // Duplicates 64 bits in every 128-bit lane: once for even bytes, once for odd ones.
         const __m512i words =
             section.half == 0 ? _mm512_unpacklo_epi64(bytes, bytes) : _mm512_unpackhi_epi64(bytes, bytes);
         const __m512i even_odd = _mm512_mask_srli_epi16(words, 0xF0F0F0F0u, words, 8);

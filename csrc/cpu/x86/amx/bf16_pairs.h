@@ -1,4 +1,4 @@
-// float32 to pairs of bfloat16, rounded once. `static`: see numeric.h.
+// Conversion of float32 to pairs of bfloat16, rounded once. `static`: see numeric.h.
 #pragma once
 
 #include <immintrin.h>
@@ -7,7 +7,7 @@
 
 namespace qao::cpu {
 
-// Words of 32 bits: first[i] in the lower half, second[i] in the upper one.
+// 32-bit words with first[i] in the lower half and second[i] in the upper one.
 __attribute__((always_inline)) static inline __m512i to_bf16_pairs(__m512 first, __m512 second) {
   alignas(64) static constexpr auto kInterleave = [] {
     struct {
@@ -20,7 +20,7 @@ __attribute__((always_inline)) static inline __m512i to_bf16_pairs(__m512 first,
   return _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave.order), reinterpret_cast<__m512i>(apart));
 }
 
-// 32 values in order, times a scale.
+// Multiplies 32 values in order by a scale.
 __attribute__((always_inline)) static inline __m512i scale_bf16(__m512i values, __m512 scale) {
   const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(values, 16));
   const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(values, _mm512_set1_epi32(static_cast<int>(0xFFFF0000))));

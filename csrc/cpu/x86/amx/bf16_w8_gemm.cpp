@@ -1,5 +1,5 @@
-// W in eight bits for bf16_gemm.h. int8 and e4m3 are exact in bfloat16. One scale a row or for all of W multiplies y;
-// one a block of 128 x 128 multiplies a section's sums or, where y is as coarse and W expands seldom, W.
+// 8-bit weight policies of bf16_gemm.h. int8 and e4m3 are exact in bfloat16. Per-row and per-tensor scales multiply y.
+// Scales of 128 x 128 blocks multiply the sums of a section or, if y is no more precise and W is expanded rarely, W.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/amx/bf16_gemm.h"
 #include "cpu/x86/amx/bf16_pairs.h"
@@ -8,7 +8,7 @@
 namespace qao::cpu {
 namespace {
 
-// What the scales of W multiply.
+// The operand that the scales of W multiply.
 enum class Scales { kY, kSections, kWeight };
 
 template <Format kFormat, int kPartsOfX, Scales kScales>
@@ -47,7 +47,7 @@ struct Bytes {
     }
   }
 
-  // total += scale * c; both operands' scales are those of one block of K.
+  // total += scale * c. Both operands' scales belong to one block of K.
   static void add_section(const Job& job, int64_t tile_n, int64_t tile_m, int64_t s, const float* c, float* total) {
     const __m512 scale = _mm512_mul_ps(_mm512_load_ps(job.x_block_scales + (s * job.tiles_m + tile_m) * kRowsX),
                                        _mm512_set1_ps(block_scale(job, tile_n, s)));
@@ -67,7 +67,8 @@ struct Bytes {
     return static_cast<const float*>(job.scales)[tile_n * kTileN / kScaleBlock * job.sections + section];
   }
 
-  // The next kN N-tiles lie together: they are fetched as four streams, a share with each K-tile (x86/weight_stream.h).
+  // The next kN N-tiles are contiguous: prefetches them as four streams, a share with each K-tile
+  // (x86/weight_stream.h).
   template <int kN>
   __attribute__((always_inline)) static void fetch_streams(const Job& job, int64_t tile_n, int index, int64_t tile_k) {
     constexpr int kStreams = 4, kShare = kTileN * kTileK / kStreams;

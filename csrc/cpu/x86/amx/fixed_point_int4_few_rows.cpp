@@ -1,14 +1,13 @@
-// int4_mm for a few rows of x with AMX byte products. A tile of W becomes one A tile of 16 rows x 64 unsigned bytes
-// with no more than a mask and a shift; the fixed-point x is the B tile, its high bytes in columns 0..7, its low bytes
-// in 8..15:
+// AMX W4A16 kernel for a few rows of x in fixed point. A mask and a shift convert a tile of W to an A tile of 16 rows x
+// 64 unsigned bytes. The B tile is x, with high bytes in columns 0..7 and low bytes in 8..15:
 //
 //   column            0 .. 7                8 .. 15
 //   C (int32)         sum(q * high)         sum(q * low)                of one chunk of k, exact
 //   total (float32)   += 256 * factor *     += factor *                 factor = scale * x_scale
 //                     (C - zero * sum(high))  (C - zero * sum(low))
 //
-// and y is the sum of both halves. Rows that have chunks of two words are computed anew, by AVX-512. Chunks are folded
-// one behind, tiles of W expanded one ahead: the tile unit never waits for what was stored just before.
+// y is the sum of both halves. Rows with chunks of two words are recomputed with AVX-512. Chunks are accumulated one
+// behind and tiles of W expanded one ahead, so that the tile unit never waits for a recent store.
 #include "cpu/mm_kernels.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/amx/tiles.h"
@@ -27,13 +26,13 @@ using int4::kTileN;
 constexpr int64_t kHalf = kFewRows;  // columns of C per plane of x
 constexpr int kColumns = 2 * kFewRows;
 
-// What a chunk needs of x, column by column of C.
+// Parameters of x per chunk, by column of C.
 struct ChunkFactors {
   alignas(64) float scale[kColumns];  // 256 * x_scale, x_scale
   alignas(64) float sum[kColumns];    // of the bytes
 };
 
-// B tiles [tiles_k][16 fours of k][16 columns][4], and the factors of each chunk.
+// Packs B tiles [tiles_k][16 fours of k][16 columns][4], and the factors of each chunk.
 void pack_columns(const Job& job, int8_t* b, ChunkFactors* factors) {
   const __m512i ones = _mm512_set1_epi8(1);
   for (int64_t c = 0; c < job.chunks; ++c) {
@@ -57,7 +56,7 @@ void pack_columns(const Job& job, int8_t* b, ChunkFactors* factors) {
   }
 }
 
-// 16 x 64 nibbles to bytes.
+// Expands 16 x 64 nibbles to bytes.
 __attribute__((always_inline)) inline void expand(const uint8_t* tile, uint8_t* a) {
   const __m512i mask = _mm512_set1_epi8(0x0F);
 #pragma GCC unroll 8
@@ -127,7 +126,7 @@ void run_tile(const Job& job, int64_t tile_n, const int8_t* b, const ChunkFactor
   write_rows(job, tile_n, total);
 }
 
-// Row m as a product of its own.
+// The job of row m alone.
 Job row_of(const Job& job, int64_t m) {
   Job row = job;
   row.m = 1;

@@ -1,8 +1,8 @@
-// int8 x times int4 W with AMX, up to 16 rows of x: 16 rows of W are expanded tile by tile, with no more than a mask,
-// into A tiles of 16 rows x 64 unsigned bytes; B tiles come packed (pack_int8_tiles.cpp). Sums are exact integers
-// up to the end of a group, then, in registers,
-//   total += scale * (C - x_zero * sum(q) - zero * sum(x - x_zero)),
-// where the sums of W's nibbles q are products with the row of ones.
+// AMX W4A8 kernel for up to 16 rows of x. 16 rows of W are expanded tile by tile, with only a mask, to A tiles of 16
+// rows x 64 unsigned bytes. B tiles come packed (pack_int8_tiles.cpp). Sums are exact integers up to the end of a
+// group, where, in registers,
+//   total += scale * (C - x_zero * sum(q) - zero * sum(x - x_zero)).
+// The sums of W's nibbles q are products with the row of ones.
 #include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
@@ -28,7 +28,7 @@ void expand_tile(const uint8_t* tile, uint8_t* a) {
   }
 }
 
-// The new total of one row of W.
+// Accumulates the sums of one row of W.
 template <bool kXZeros>
 __attribute__((always_inline)) inline __m512 fold(const int32_t* c, int row, const Int4Parameters& parameters,
                                                   __m512 x_zeros, __m512 x_sums, __m512 total) {
@@ -41,8 +41,8 @@ __attribute__((always_inline)) inline __m512 fold(const int32_t* c, int row, con
   return _mm512_fmadd_ps(_mm512_set1_ps(parameters.scale[row]), value, total);
 }
 
-// One N-tile along all of K, its totals in registers. Groups are folded one behind, tiles of W expanded one ahead: the
-// tile unit never waits for what was stored just before.
+// One N-tile along all of K, with totals in registers. Groups are accumulated one behind and tiles of W expanded one
+// ahead, so that the tile unit never waits for a recent store.
 template <bool kXZeros>
 void few_rows(const Job& job, int64_t tile_n, const Int4Parameters* parameters, WeightStream stream) {
   alignas(64) uint8_t a[2][kTileBytes];

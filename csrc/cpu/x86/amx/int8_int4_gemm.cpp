@@ -1,6 +1,6 @@
-// int8 x times int4 W with AMX, more than 16 rows of x or groups of 32. 32 rows of W are expanded in panels of 256 k,
-// less their zero points, into A tiles for int8_pipeline.h; B tiles come packed (pack_int8_tiles.cpp). Sums are exact
-// integers up to the end of a group, or of a panel, where x's zero points times the sums of these bytes come off.
+// AMX W4A8 GEMM for more than 16 rows of x or groups of 32. 32 rows of W are expanded in panels of 256 k, minus their
+// zero points, to A tiles for int8_pipeline.h. B tiles come packed (pack_int8_tiles.cpp). Sums are exact integers up to
+// the end of a group or panel, where x's zero points times the sums of these bytes are subtracted.
 #include "cpu/mm_kernels.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/amx/int8_pipeline.h"
@@ -14,10 +14,10 @@ using int4::kTileN;
 
 constexpr int64_t kPackedBytes = int4::kTileBytes;  // of a tile of W
 
-constexpr int64_t kLargePanelTiles = 16;  // K-tiles of a panel if a group is as long and x has many rows
+constexpr int64_t kLargePanelTiles = 16;  // K-tiles of a panel if a group is that long and x has many rows
 constexpr int64_t kPanelTiles = 4;
 constexpr int64_t kHalvesPanelTiles = 2;  // with groups of 32
-constexpr int64_t kMaxSections = 4;       // groups that a panel has a part of
+constexpr int64_t kMaxSections = 4;       // groups that a panel may touch
 constexpr int64_t kFewTilesM = 4;
 
 int64_t panel_tiles(const Job& job) {
@@ -25,15 +25,16 @@ int64_t panel_tiles(const Job& job) {
   return job.group_size >= kLargePanelTiles * kTileK && job.tiles_m > kFewTilesM ? kLargePanelTiles : kPanelTiles;
 }
 
-// Of a group and up to two N-tiles. A zero point is an integer, which is taken off W's bytes, and a rest, mostly 0,
-// which is taken off the sums.
+// Parameters of a group and up to two N-tiles. A zero point is an integer, subtracted from W's bytes, plus a remainder,
+// mostly 0, subtracted from the sums.
 struct PairParameters {
   alignas(64) float scale[2 * kTileN];
-  alignas(64) float shift[2 * kTileN];  // scale * rest
-  uint64_t zero[2 * kTileN];            // the integer as eight bytes
+  alignas(64) float shift[2 * kTileN];  // scale * remainder
+  uint64_t zero[2 * kTileN];            // the integer, repeated in eight bytes
 };
 
-// Of N-tile `tile`, number n of the pair. Past the last group scales are 0. Returns whether a zero point has a rest.
+// Loads the parameters of N-tile `tile`, number n of the pair. Past the last group scales are 0. Returns whether any
+// zero point has a remainder.
 bool load_pair_parameters(const Job& job, int64_t tile, int n, PairParameters* parameters) {
   bool rests = false;
   for (int64_t group = 0; group < job.groups + kMaxSections - 1; ++group, ++parameters) {
@@ -56,7 +57,7 @@ bool load_pair_parameters(const Job& job, int64_t tile, int n, PairParameters* p
   return rests;
 }
 
-// A tile of q - zero. lower, upper: zeros of columns 0..31 and of the others, which may be of two groups.
+// Expands a tile of q - zero. lower, upper: zeros of columns 0..31 and of the rest, which may belong to two groups.
 void expand_without_zeros(const uint8_t* tile, const uint64_t* lower, const uint64_t* upper, uint8_t* a) {
   constexpr __mmask8 kUpperColumns = 0xAA;  // in the order of W's bytes
   const __m512i mask = _mm512_set1_epi8(0x0F);
@@ -72,7 +73,7 @@ void expand_without_zeros(const uint8_t* tile, const uint64_t* lower, const uint
   }
 }
 
-// Of a unit's sections, each by its group's scale.
+// Accumulates a unit's sections, each with its group's scale.
 template <int kSectionsOfUnit, bool kXZeros>
 struct ScaleAndAdd {
   static constexpr int kSections = kSectionsOfUnit;
@@ -99,11 +100,11 @@ struct ScaleAndAdd {
   __attribute__((always_inline)) __m512 scaled(Vector total, int64_t, __m512) const { return total; }
 
   const PairParameters* parameters;  // of the first section
-  const float* w_sums;               // [kSections][2 x 16 n]; null: x has the row of ones
+  const float* w_sums;               // [kSections][2 x 16 n]; null if x has the row of ones
   const float* x_zeros;              // of the unit's rows
 };
 
-// Sums of the rows of an A tile, added to in 16 words each, over `columns` of its fours.
+// Adds the rows of an A tile, over `columns` of its fours, to 16 words per row.
 __attribute__((always_inline)) inline void add_row_sums(const uint8_t* a, __mmask16 columns,
                                                         __m512i (&sums)[kTileRows]) {
   const __m512i ones = _mm512_maskz_set1_epi32(columns, 0x01010101);
@@ -113,7 +114,7 @@ __attribute__((always_inline)) inline void add_row_sums(const uint8_t* a, __mmas
   }
 }
 
-// The sums of 16 words of each.
+// Reduces the 16 words of each row.
 __m512i sums_of_words(const __m512i (&rows)[kTileRows]) {
   __m512i pairs[8], fours[4], eights[2];
   for (int i = 0; i < 8; ++i) {
@@ -131,7 +132,7 @@ __m512i sums_of_words(const __m512i (&rows)[kTileRows]) {
   return add_lanes(eights[0], eights[1]);
 }
 
-// Memory of a thread.
+// Per-thread memory.
 struct Workspace {
   explicit Workspace(const Job& job) {
     const int64_t panel_bytes = 2 * panel_tiles(job) * kTileBytes, rows = job.tiles_m * kTileRows;
@@ -156,7 +157,8 @@ struct Workspace {
   float* x_zeros;  // [16 tiles_m]
 };
 
-// `count` N-tiles, 1 or 2, for multiply_panels(); in the place of a second one the first again.
+// Weight policy for multiply_panels() with `count` N-tiles, 1 or 2. With one N-tile it is repeated in place of the
+// second.
 template <int kSections, bool kXZeros>
 struct Int4 {
   using Fold = ScaleAndAdd<kSections, kXZeros>;
@@ -199,9 +201,9 @@ struct Int4 {
 
   Fold fold(int64_t step, int64_t m) const { return {memory.parameters + step / in_group, w_sums, memory.x_zeros + m}; }
 
-  // Of the panel, whose units take them.
+  // Computes the sums of W over the panel's sections, for its units.
   void sum_sections(int64_t t, int64_t end) {
-    float* to = memory.w_sums + t / tiles % 2 * (kSections * kPanelRows);  // those of the last panel are in use
+    float* to = memory.w_sums + t / tiles % 2 * (kSections * kPanelRows);  // those of the last panel are still in use
     w_sums = to;
     const int64_t panel_steps = (end - t) * halves;
     for (int64_t s = 0; s < kSections; ++s) {
@@ -219,17 +221,17 @@ struct Int4 {
   const Job& job;
   const Workspace& memory;
   const int count;
-  const int64_t halves;  // steps of a K-tile
+  const int64_t halves;  // steps per K-tile
   const int64_t in_group, row_bytes;
   const uint8_t* const weight;
-  const int64_t tiles, steps, section;  // with groups of 32 the last K-tile may have but one half
+  const int64_t tiles, steps, section;  // with groups of 32 the last K-tile may have only one half
   bool has_rests = false;               // of zero points
-  int64_t lines = 0;                    // of either N-tile to be fetched with every step
+  int64_t lines = 0;                    // of each N-tile to prefetch per step
   const uint8_t* next = nullptr;
-  const float* w_sums = nullptr;  // of the panel, if they are needed
+  const float* w_sums = nullptr;  // of the panel, if needed
 };
 
-// totals -= rests of zero points times sums of x.
+// totals -= remainders of zero points times sums of x.
 void take_off_rests(const Job& job, const PairParameters* parameters, float* totals) {
   for (int64_t tile = 0; tile < job.tiles_m; ++tile) {
     const int64_t first = tile / 2 * 2, stride = least(2, job.tiles_m - first) * kTileRows;
@@ -283,7 +285,7 @@ void many_rows(const Job& job, int64_t begin, int64_t end, const Workspace& memo
 }  // namespace
 
 void amx::int8_int4_gemm(const Job& job, int64_t begin, int64_t end) {
-  // Longer, and the sums from which that one takes zero points off would not be exact as float32.
+  // Beyond this, the sums from which int8_int4_few_rows() subtracts zero points would not be exact in float32.
   constexpr int64_t kExactColumns = 8192;
   const bool exact = least(job.group_size, job.k) <= kExactColumns;
   const bool few = job.tiles_m == 1 && (job.x_zeros == nullptr || has_row_of_ones(job));

@@ -1,9 +1,9 @@
-// int8 x times int8 W with AMX: A tiles are 16 rows of W x 64 k, B tiles come packed (pack_int8_tiles.cpp).
+// AMX W8A8 GEMM: A tiles are 16 rows of W x 64 k, B tiles come packed (pack_int8_tiles.cpp).
 //
-// Up to 64 rows of x, or a small W: A tiles are loaded from W as it lies, for 32 rows of x after the other, and C stays
-// in registers along all of K. More: panels of 1024 k (int8_pipeline.h); the first rows of x load W as it lies and copy
-// it into the panel, where neither pages nor cache sets collide, for the others. The rows of W that come next are
-// fetched meanwhile.
+// Up to 64 rows of x, or with a small W: A tiles are loaded directly from W for each 32 rows of x, and C stays in
+// registers along all of K. Otherwise: panels of 1024 k (int8_pipeline.h). The first rows of x load W directly and copy
+// it to the panel, which avoids collisions of pages and cache sets, for the other rows. The next rows of W are
+// prefetched meanwhile.
 #include "cpu/mm_kernels.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/amx/int8_pipeline.h"
@@ -14,7 +14,8 @@ namespace {
 
 constexpr int64_t kPanelTiles = 16;
 
-// W is not copied for so few rows of x, nor beside a small W: 32 of its rows stay in L1, and lines of y in few pages.
+// Limits up to which W is not copied: few rows of x, or a small W, where 32 rows stay in L1 and lines of y in few
+// pages.
 constexpr int64_t kDirectTilesM = 4;
 constexpr int64_t kDirectTilesK = 16, kDirectN = 3072;
 
@@ -22,7 +23,7 @@ bool is_direct(const Job& job) {
   return job.tiles_m <= kDirectTilesM || (job.tiles_k <= kDirectTilesK && job.n <= kDirectN);
 }
 
-// 16 rows of W from row n, columns [begin, end), as A tiles; zeros past N and K.
+// Copies 16 rows of W from row n, columns [begin, end), to A tiles; zeros past N and K.
 void copy_tiles(const Job& job, int64_t n, int64_t begin, int64_t end, uint8_t* out) {
   const int64_t rows = least(kTileRows, job.n - n);
   const uint8_t* weight = job.weight + n * job.k;
@@ -35,10 +36,11 @@ void copy_tiles(const Job& job, int64_t n, int64_t begin, int64_t end, uint8_t* 
   }
 }
 
-// ---- W as it lies: registers 0..3 = C of 1 or 2 N-tiles x 1 or 2 tiles of x, 4..5 = A, 6..7 = B ----
+// ---- Direct loads of W: registers 0..3 = C of 1 or 2 N-tiles x 1 or 2 tiles of x, 4..5 = A, 6..7 = B ----
 
-// C[kN][kM] += `count` steps: A tiles `row` bytes between rows, `tile_n` between N-tiles, `step` between steps. Tiles
-// of the next step load between the products of this one; `fetch`, if any: so many rows of W are fetched from there on.
+// C[kN][kM] += `count` steps. A tiles have `row` bytes between rows, `tile_n` between N-tiles, `step` between steps.
+// Tiles of the next step load between the multiplications of this one. `fetch`, unless null, points to kN * 16 rows of
+// W to prefetch.
 template <int kN, int kM>
 __attribute__((always_inline)) inline void multiply_tiles(const Job& job, const uint8_t* a, int64_t tile_n,
                                                           int64_t step, int64_t row, const int8_t* b, int64_t count,
@@ -69,8 +71,8 @@ __attribute__((always_inline)) inline void multiply_tiles(const Job& job, const 
   one_step.template operator()<false>(count - 1);
 }
 
-// c[kN][kM] = N-tiles times tiles of x from tile_m on; the first ones fetch the next N-tiles. rest: memory for two A
-// tiles, for what of K is no whole K-tile and for rows past N.
+// c[kN][kM] = N-tiles times tiles of x from tile_m on. The first tiles of x prefetch the next N-tiles. rest: memory for
+// two A tiles, for the partial K-tile at the end and for rows past N.
 template <int kN, int kM>
 void multiply_direct(const Job& job, int64_t tile_n, int64_t tile_m, uint8_t* rest, int32_t* c) {
   const int64_t n = tile_n * kTileRows;
@@ -89,7 +91,7 @@ void multiply_direct(const Job& job, int64_t tile_n, int64_t tile_m, uint8_t* re
   each_c<kN, kM>([&]<int n, int m>() { tile_store<2 * n + m>(c + (n * kM + m) * kTileSums); });
 }
 
-// Scales of two N-tiles, and sums over k of W's integers if x has zero points.
+// Scales of two N-tiles, and sums of W's integers over k if x has zero points.
 struct PairScales {
   bool has_zeros;
   alignas(64) float scale[2 * kTileRows];
@@ -103,7 +105,7 @@ struct PairScales {
       _mm512_store_si512(w_sum + i * kTileRows, sums_of_integers(job, n, scales));
     }
   }
-  // The sums of row `row`, scaled, and before that less what zero points of x add to them, as integers.
+  // Scales the sums of row `row`, after subtracting the contribution of x's zero points as integers.
   __attribute__((always_inline)) __m512 scaled(__m512i sum, int64_t row, __m512 zero) const {
     if (has_zeros) {
       const __m512i zeros = _mm512_mullo_epi32(_mm512_cvtps_epi32(zero), _mm512_set1_epi32(w_sum[row]));
@@ -130,7 +132,7 @@ void direct_pair(const Job& job, int64_t tile_n, int64_t tile_m) {
   }
 }
 
-// kN N-tiles against all rows of x: the first pass finds W in memory, a second one in L2.
+// kN N-tiles by all rows of x: the first pass reads W from memory, a second one from L2.
 template <int kN>
 void direct_rows(const Job& job, int64_t tile_n) {
   int64_t tile_m = 0;
@@ -144,7 +146,7 @@ void direct_range(const Job& job, int64_t begin, int64_t end) {
   }
 }
 
-// ---- more rows ----
+// ---- More rows ----
 
 struct Add {
   static constexpr int kSections = 1;
@@ -164,7 +166,7 @@ struct Add {
   const PairScales* scales;
 };
 
-// Two N-tiles for multiply_panels().
+// Weight policy for multiply_panels() with two N-tiles.
 struct Int8 {
   using Fold = Add;
   static constexpr bool kDirect = true;
@@ -199,7 +201,7 @@ struct Int8 {
   const int64_t n;
   uint8_t* const panel;
   const int64_t steps;
-  int64_t lines = 0, next_row = 0;  // lines to be fetched with every step; of which row the next one is
+  int64_t lines = 0, next_row = 0;  // lines to prefetch per step; the row of the next one
   const uint8_t* next = nullptr;
   const PairScales scales;
 };

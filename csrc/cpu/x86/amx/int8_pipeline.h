@@ -1,7 +1,7 @@
-// Many rows of x in int8 against a panel of W: 32 rows of W as A tiles of 16 x 64 bytes, which stay in L1. A unit is a
-// panel against one or two tiles of x. Its C tiles are stored and folded into totals, or those of the last panel into
-// y, between the products of the next unit, and tiles are loaded between those of the step before: neither a fold nor a
-// load overlaps with much else.
+// AMX pipeline for many rows of int8 x and a panel of W: 32 rows of W as A tiles of 16 x 64 bytes, which stay in L1. A
+// unit is a panel times one or two tiles of x. Its C tiles are stored and accumulated into totals, or those of the last
+// panel into y, between the multiplications of the next unit. Tiles are loaded between the multiplications of the
+// previous step. So both overlap with the tile unit.
 //
 // L1 holds a panel, the C tiles of two units and most of the totals. `static`: see numeric.h.
 #pragma once
@@ -16,50 +16,48 @@ namespace {
 constexpr int64_t kTileBytes = kTileRegisterBytes;
 constexpr int64_t kPanelRows = 2 * kTileRows;  // of W
 
-// W as it lies, of which the first unit loads the panel's A tiles and copies them: K-tiles [0, whole); the others must
-// be in the panel. Distances in bytes.
+// Rows of W for direct loads: the first unit loads A tiles from K-tiles [0, whole) of W and copies them to the panel.
+// Other K-tiles must already be in the panel. Distances in bytes.
 struct Rows {
   const uint8_t* first = nullptr;
   int64_t row = 0, whole = 0;
 };
 
-// Where y is written without totals: two N-tiles, y in bfloat16. `words`: [2][16] lines, pairs of rows of W by rows of
-// x.
+// Output without totals, for two N-tiles and y in bfloat16. `words`: [2][16] lines, pairs of rows of W by rows of x.
 struct Output {
-  __m512i* lines;  // of row 0 of x; those of the others follow `stride` after each other
+  __m512i* lines;  // of row 0 of x; other rows follow at `stride`
   int64_t stride;
   const float *x_scales, *x_zeros;  // [16 tiles_m]
   const ColumnsOfPair* columns;
   __m512i* words;
 };
 
-// Fold: kSections, a Total of 32 bits and
-//   add<kM>(c, row, m, total)   total + c[kSections][2][16 n][kM][16 m] for tile m of x, row of 2 x 16
-//   scaled(total, row, zero)    as float32, scaled as W is, less what the zero points of x add
-// from: totals so far, [2][16 n][kM][16 m], null if there are none; to: where they go, or null: to y, tiles of x from
-// row m on.
+// Fold: kSections, a 32-bit type Total, and
+//   add<kM>(c, row, m, total)   total + c[kSections][2][16 n][kM][16 m] for tile m of x and row of 2 x 16
+//   scaled(total, row, zero)     float32, scaled like W, minus the contribution of x's zero points
+// from: totals so far, [2][16 n][kM][16 m], or null. to: where the totals go, or null for y, tiles of x from row m on.
 template <typename Fold>
 struct Unit {
-  const int8_t *b = nullptr, *next_b = nullptr;  // B tiles of this one and of the one that follows
-  int64_t steps = 0, section = 0;                // a section: steps that are summed at a time
+  const int8_t *b = nullptr, *next_b = nullptr;  // B tiles of this unit and of the next one
+  int64_t steps = 0, section = 0;                // section: steps that are summed at a time
   Fold fold = {};
   const typename Fold::Total* from = nullptr;
   typename Fold::Total* to = nullptr;
   int64_t m = 0;
 };
 
-// Units one after the other. Registers 0..3 = C of 2 N-tiles x kM tiles of x, 4..5 = A, 6..7 = B.
+// Runs units one after another. Registers 0..3 = C of 2 N-tiles x kM tiles of x, 4..5 = A, 6..7 = B.
 template <int kM, typename Fold>
 class Pipeline {
  public:
   static constexpr int64_t kSectionSums = 2 * kM * kTileSums, kUnitSums = Fold::kSections * kSectionSums;
 
-  // Bytes between the panel's N-tiles, and between tiles of x; halves: 1 if two steps share an A tile, else 0. c:
-  // memory for two units' C tiles.
+  // a_tile, b_tile: bytes between the panel's N-tiles and between tiles of x. halves: 1 if two steps share an A tile,
+  // else 0. c: memory for two units' C tiles.
   Pipeline(uint8_t* panel, int64_t a_tile, int64_t b_tile, int halves, int32_t* c, const Output* output)
       : panel_(panel), a_tile_(a_tile), b_tile_(b_tile), halves_(halves), c_(c), store_(c), output_(output) {}
 
-  // The tiles of a unit's first step, when the panel is new.
+  // Loads the tiles of a unit's first step when the panel is new.
   void load(const int8_t* b, const Rows& direct) const {
     tile_load_once<6>(b);
     if (direct.whole > 0) {
@@ -72,10 +70,10 @@ class Pipeline {
     if constexpr (kM == 2) tile_load_once<7>(b + b_tile_);
   }
 
-  // fetch() is called every step.
+  // Runs a unit; calls fetch() every step.
   template <bool kDirect, typename Fetch>
   void run(const Unit<Fold>& unit, const Rows& direct, const Fetch& fetch) {
-    // Copies of members, which would be read again after every tile instruction.
+    // Local copies: members would be reloaded after every tile instruction.
     uint8_t* const panel = panel_;
     const int64_t a_tile = a_tile_, b_tile = b_tile_, steps = unit.steps;
     const int halves = halves_;
@@ -90,7 +88,7 @@ class Pipeline {
         fold_one(before, output, before_c, folded);
       }
     };
-    // The first step stores the last C tiles of the unit before; the others fold them.
+    // The first step stores the last C tiles of the previous unit; the other steps accumulate them.
     const int64_t slots = 4 * (steps - 1), folds_per_slot = slots > 0 ? divide_up(kFolds, slots) : 0;
     int64_t i = 0;
     const auto step = [&]<bool kFirstOfSection>(int64_t folds) __attribute__((always_inline)) {
@@ -138,7 +136,7 @@ class Pipeline {
     folded_ = 0, parity_ = 1 - parity_;
   }
 
-  // Folds what is left.
+  // Accumulates the remaining rows.
   void finish() {
     each_c<2, kM>([&]<int n, int m>() { store_c<n, m>(store_); });
     for (; folded_ < kFolds; ++folded_) fold_one(before_, output_, c_ + (1 - parity_) * kUnitSums, folded_);
@@ -180,7 +178,7 @@ class Pipeline {
     static_assert(sizeof(Total) == 4);
   }
 
-  // Not inlined: it would be so in every slot.
+  // Not inlined: it would be duplicated in every slot.
   __attribute__((noinline)) static void write(const Output& output, int64_t m, const __m512i* lines) {
     __m512i words[kTileRows];
 #pragma GCC unroll 16
@@ -204,16 +202,16 @@ class Pipeline {
   int64_t parity_ = 0;
 };
 
-// All rows of x against 32 rows of W, panel by panel. totals: [pairs of tiles of x][2][16 n][2 or, of an odd last tile,
-// 1][16 m]; with `output` the last panel writes y instead. panel: memory for 2 x W::tiles A tiles; c: for the C tiles
-// of two units.
+// Multiplies all rows of x by 32 rows of W, panel by panel. totals: [pairs of tiles of x][2][16 n][2, or 1 for an odd
+// last tile][16 m]; with `output` the last panel writes y instead. panel: memory for 2 x W::tiles A tiles. c: memory
+// for the C tiles of two units.
 //
-// W is a class with
-//   Fold, kDirect            kDirect: the first unit of a panel reads W as it lies; x has at least two tiles then
+// A weight policy W is a class with
+//   Fold, kDirect            kDirect: the first unit of a panel loads W directly; x then has at least two tiles
 //   tiles, steps, section    K-tiles of a panel, steps along all of K, steps of a section
-//   Rows fill(t, end, slots) puts K-tiles [t, end) into the panel, or says where they lie
-//   fetch()                  called `slots` times until the next fill(): fetches a share of what comes next
-//   fold(step, m)            the Fold of a unit that begins there and has the rows of x from m on
+//   Rows fill(t, end, slots) puts K-tiles [t, end) into the panel, or returns where they are
+//   fetch()                  called `slots` times until the next fill(): prefetches a share of the following data
+//   fold(step, m)            the Fold of a unit that begins at `step` with rows of x from m on
 template <typename W>
 void multiply_panels(const Job& job, W& w, uint8_t* panel, int32_t* c, typename W::Fold::Total* totals,
                      const Output* output) {
@@ -221,7 +219,7 @@ void multiply_panels(const Job& job, W& w, uint8_t* panel, int32_t* c, typename 
   const int64_t halves = job.steps / job.tiles_k, b_tile = job.steps * kTileBytes, pairs = job.tiles_m / 2;
   Pipeline<2, Fold> two(panel, w.tiles * kTileBytes, b_tile, halves == 2, c, output);
   Pipeline<1, Fold> one(panel, w.tiles * kTileBytes, b_tile, halves == 2, c, output);
-  bool forward = true;  // every panel begins with the totals that the one before left near
+  bool forward = true;  // each panel begins with the most recent totals of the previous one
   for (int64_t t = 0; t < job.tiles_k; t += w.tiles, forward = !forward) {
     const int64_t end = least(job.tiles_k, t + w.tiles);
     const int64_t begin_step = t * halves, end_step = least(end * halves, w.steps);
@@ -256,8 +254,7 @@ void multiply_panels(const Job& job, W& w, uint8_t* panel, int32_t* c, typename 
   if (job.tiles_m % 2 == 0) two.finish();
 }
 
-// y of some pairs of N-tiles, before it is written all at once: while lines of y wait for their memory, tiles would
-// wait for them.
+// Buffers y of some pairs of N-tiles before writing it at once: otherwise tile instructions would wait for lines of y.
 class DirectOutput {
  public:
   explicit DirectOutput(const Job& job) : job_(job), rows_(job.tiles_m * kTileRows) {
@@ -269,8 +266,8 @@ class DirectOutput {
   }
   DirectOutput(const DirectOutput&) = delete;
 
-  // For N-tiles from tile_n on, the next ones after those of the last add(), or write() comes before. Null if y is not
-  // bfloat16 or there is but one N-tile.
+  // Output for N-tiles from tile_n on, which must follow those of the last add() unless write() was called. Null if y
+  // is not bfloat16 or only one N-tile is left.
   const Output* of(int64_t tile_n, int64_t end) {
     if (job_.y_dtype != DType::kBFloat16 || tile_n + 1 >= end) return nullptr;
     const int64_t n = tile_n * kTileRows;
@@ -279,7 +276,7 @@ class DirectOutput {
     return &output_;
   }
 
-  // The pair is done.
+  // Completes the pair.
   void add() {
     ++output_.lines;
     if (++count_ == kPairs) write();
@@ -311,8 +308,8 @@ class DirectOutput {
   int64_t first_ = 0, count_ = 0;
 };
 
-// y of kN N-tiles from such totals. sums(i, total, zero) makes what row i of W has against a tile of x float32, as
-// Fold::scaled() does.
+// Writes y of kN N-tiles from their totals. sums(i, total, zero) converts row i of W times a tile of x to float32, as
+// Fold::scaled().
 template <int kN, typename Total, typename Sums>
 void write_totals(const Job& job, int64_t tile_n, const Total* totals, const Sums& sums) {
   ColumnsOfPair columns;

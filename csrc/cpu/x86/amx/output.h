@@ -1,4 +1,4 @@
-// From C tiles, rows of W by rows of x, to y. `static`: see numeric.h.
+// Epilogue of the AMX kernels: from C tiles, rows of W by rows of x, to y. `static`: see numeric.h.
 #pragma once
 
 #include "cpu/mm_job.h"
@@ -8,7 +8,7 @@
 
 namespace qao::cpu {
 
-// What 16 rows of x multiply y by, and their zero points; 0 past M.
+// Scales and zero points of 16 rows of x; 0 past M.
 struct RowsOfTile {
   __m512 scale, zero;
 };
@@ -23,7 +23,7 @@ static inline RowsOfTile load_rows(const Job& job, int64_t m) {
   return rows;
 }
 
-// What two N-tiles add; 0 past N.
+// Bias of two N-tiles; 0 past N.
 struct ColumnsOfPair {
   alignas(64) float bias[2 * kTileRows];
 };
@@ -36,7 +36,7 @@ static inline void load_columns(const Job& job, int64_t n, ColumnsOfPair* column
   }
 }
 
-// The same of all rows, which a kernel reads again and again: [2][16 tiles_m], scales and zero points.
+// Loads those of all rows, which a kernel reads repeatedly: [2][16 tiles_m], scales and zero points.
 static inline void load_all_rows(const Job& job, float* scales, float* zeros) {
   for (int64_t m = 0; m < job.tiles_m * kTileRows; m += kTileRows) {
     const RowsOfTile rows = load_rows(job, m);
@@ -44,8 +44,8 @@ static inline void load_all_rows(const Job& job, float* scales, float* zeros) {
   }
 }
 
-// y in bfloat16 of 16 rows of x from row m on and of two N-tiles from column n on, as far as they exist. words: two
-// rows of W side by side, by rows of x.
+// Stores bfloat16 y of 16 rows of x from row m on and two N-tiles from column n on, within bounds. words: two adjacent
+// rows of W, by rows of x.
 __attribute__((always_inline)) static inline void store_pairs(const Job& job, int64_t n, int64_t m,
                                                               __m512i (&words)[kTileRows]) {
   const int64_t count = least(kTileRows, job.m - m), columns = job.n - n;
@@ -55,19 +55,19 @@ __attribute__((always_inline)) static inline void store_pairs(const Job& job, in
   for (int64_t i = 0; i < count; ++i) _mm512_mask_storeu_epi16(to + i * job.n, mask, words[i]);
 }
 
-// y of row i of a pair of N-tiles. sum: over k of x's integers, less their zero points, times W, scaled as W is.
+// y of row i of a pair of N-tiles. sum: of x's integers minus their zero points times W over k, scaled like W.
 __attribute__((always_inline)) static inline __m512 integer_y(__m512 x_scale, const ColumnsOfPair& columns, int i,
                                                               __m512 sum) {
   return _mm512_fmadd_ps(x_scale, sum, _mm512_set1_ps(columns.bias[i]));
 }
 
-// y of 16 rows of x from row m on and of kN N-tiles from column n on, as far as both exist. row(i): of row i of W,
-// float32 by rows of x; for kN = 2 called for all 32.
+// Stores y of 16 rows of x from row m on and kN N-tiles from column n on, within bounds. row(i) returns row i of W in
+// float32 by rows of x; for kN = 2 it is called for all 32.
 template <int kN, typename Row>
 __attribute__((always_inline)) static inline void store_tiles(const Job& job, int64_t n, int64_t m, const Row& row) {
   const int64_t count = least(kTileRows, job.m - m), columns = job.n - n;
   if constexpr (kN == 2) {
-    // Two rows of W side by side are words, so one transpose serves both N-tiles.
+    // Pairs of adjacent rows of W are words, so one transpose serves both N-tiles.
     if (job.y_dtype == DType::kBFloat16) {
       __m512i words[kTileRows];
 #pragma GCC unroll 16
@@ -90,7 +90,7 @@ __attribute__((always_inline)) static inline void store_tiles(const Job& job, in
   }
 }
 
-// The same of integer products: sums(i, zero) is row i of such sums; zero: of the rows of x.
+// The same for integer sums: sums(i, zero) is row i of the sums; zero: zero points of the rows of x.
 template <int kN, typename Sums>
 __attribute__((always_inline)) static inline void store_integer_tiles(const Job& job, int64_t n, int64_t m,
                                                                       const ColumnsOfPair& columns, const Sums& sums) {

@@ -1,10 +1,10 @@
-// Rows of x as AMX B tiles: 16 pairs of k x 16 rows of x, the pairs in the order in which W's bytes expand.
+// Packing of x as AMX B tiles: 16 pairs of k x 16 rows of x, with pairs in the order in which W's bytes are expanded.
 //
-// W in eight bits expands in order: tile h is half h of a K-tile. In the expansion of int4 (bf16_int4_gemm.cpp)
-// pair `4 t + step` of A tile e is column 16 step + 2 t + 8 e and the next. With groups of 32 a tile must not mix the
-// two halves of a K-tile: tile h is then half h, pair `4 t + 2 e + step % 2`. fp4 is as int4 with groups of 32.
+// 8-bit W is expanded in order: tile h is half h of a K-tile. In the expansion of int4 (bf16_int4_gemm.cpp), pair `4 t
+// + step` of A tile e is column 16 step + 2 t + 8 e and the next. With groups of 32 a tile must not mix the halves of a
+// K-tile: tile h is then half h, pair `4 t + 2 e + step % 2`. fp4 is like int4 with groups of 32.
 //
-// float32 and float16 become sums of 3 and 2 bfloat16 parts, exactly but for bits below bfloat16's range.
+// float32 and float16 become sums of 3 and 2 bfloat16 parts, exact except for bits below bfloat16's range.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx512/simd.h"
 #include "int4/layout.h"
@@ -21,7 +21,7 @@ constexpr int kHalf = kTileK / 2;  // columns handled at once: 16 pairs
 
 constexpr float kHuge = 0x1p91f;  // 2^27 such values, times 448, still have a finite sum
 
-// 32 values of one row as bfloat16 parts; returns their sum.
+// Splits 32 values of one row into bfloat16 parts; returns their sum.
 float split(const Job& job, int64_t m, int64_t k, __m512i (&parts)[kMaxParts]) {
   const int64_t index = m * job.x_stride + k;
   __m512 v[2];

@@ -1,5 +1,5 @@
-// int8 x as B tiles: 16 fours of k x 16 rows, columns in the order of W's bytes, and the sums of its groups. Beside
-// int4 the sums are less x's zero points, which also lie past K.
+// Packing of int8 x as B tiles: 16 fours of k x 16 rows, columns in the order of W's bytes, with group sums. For int4
+// W, the sums are minus x's zero points, which also fill columns past K.
 #include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/x86/amx/int8_tiles.h"
@@ -20,7 +20,7 @@ constexpr Order tile_order() {
 }
 constexpr Order kTileOrder = tile_order();
 
-// Row `i` of a tile is the four of columns i; with groups of 32, which of the two it belongs to.
+// Whether row `i` of a tile, a four of columns, belongs to this half, with groups of 32.
 constexpr bool in_half(int i, int half) { return i % 4 / 2 == half; }
 
 void store_tile(const __m512i (&fours)[kTileRows], int8_t* out) {

@@ -1,4 +1,4 @@
-// One AMX instruction, one wrapper; tile registers are template arguments 0..7. `static`: see numeric.h.
+// Wrappers of AMX instructions; tile registers are template arguments 0..7. `static`: see numeric.h.
 #pragma once
 
 #include <immintrin.h>
@@ -10,8 +10,8 @@ namespace qao::cpu {
 constexpr int kTileRegisterRows = 16;
 constexpr int kTileRegisterBytes = 1024;
 
-// All eight registers as 16 rows of 64 bytes, for a scope; released at its end so that the thread's context stays
-// small.
+// Configures all eight registers as 16 rows of 64 bytes for a scope. Releases them at its end, which keeps the thread's
+// context small.
 class TileScope {
  public:
   TileScope() {
@@ -32,12 +32,12 @@ static inline void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
 }
 
-// 16 rows of 64 bytes, `stride` bytes apart.
+// Loads 16 rows of 64 bytes, `stride` bytes apart.
 template <int kTile>
 static inline void tile_load(const void* data, int64_t stride = 64) {
   asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(data), "r"(stride) : "memory");
 }
-// The same for data in L2 that should not push other data out of L1.
+// The same with a non-temporal hint, for data in L2 that should not evict other data from L1.
 template <int kTile>
 static inline void tile_load_once(const void* data, int64_t stride = 64) {
   asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(data), "r"(stride) : "memory");
@@ -59,13 +59,13 @@ static inline void tile_multiply_bytes(void) {
   asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
 }
 
-// The same of signed bytes.
+// The same for signed bytes.
 template <int kC, int kA, int kB>
 static inline void tile_multiply_signed_bytes(void) {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
 }
 
-// visit<n, m>() for each C tile of kN x kM, at most 2 x 2.
+// Calls visit<n, m>() for each C tile of kN x kM, at most 2 x 2.
 template <int kN, int kM>
 __attribute__((always_inline)) static inline void each_c(auto&& visit) {
   visit.template operator()<0, 0>();

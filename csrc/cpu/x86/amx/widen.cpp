@@ -1,5 +1,5 @@
-// x in eight bits as bfloat16, rows of 64 tiles_k values. int8 less its zero point (int8_quantize's, -128..127)
-// and e4m3 are exact; e4m3 with scales by block is scaled and rounded, unless sums are to end with blocks.
+// Conversion of 8-bit x to bfloat16, in rows of 64 tiles_k values. int8 minus its zero point (-128..127) and e4m3 are
+// exact. e4m3 with block scales is scaled and rounded, unless sums end with blocks.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/amx/bf16_pairs.h"
 #include "cpu/x86/avx512/expand.h"
@@ -7,7 +7,7 @@
 namespace qao::cpu {
 namespace {
 
-// widen(m, k, bytes) makes 32 columns of row m bfloat16.
+// widen(m, k, bytes) converts 32 columns of row m to bfloat16.
 template <typename Widen>
 __attribute__((always_inline)) inline void widen_rows(const Job& job, void* out, int64_t begin, int64_t end,
                                                       const Widen& widen) {
