@@ -1,4 +1,4 @@
-// What cpuid and the OS say.
+// CPU features reported by cpuid and the OS.
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -21,7 +21,7 @@ Features detect_features() {
   const auto add = [&](bool offered, Feature feature) {
     if (offered) features |= feature;
   };
-  // The compiler's names include what the OS saves of the registers; cpuid alone does not.
+  // The compiler's builtins also check that the OS saves the registers; cpuid alone does not.
   __builtin_cpu_init();
   add(__builtin_cpu_supports("avx2"), kHasAvx2);
   add(__builtin_cpu_supports("fma"), kHasFma);

@@ -1,5 +1,5 @@
-// Rows of x in fixed point against four-bit W by byte products: what a kernel knows of a chunk when it is compiled, and
-// fp4 codes as bytes. How bytes are multiplied, and when the factors of a chunk are made, differs by instruction set.
+// Shared parts of the gemv kernels of x in fixed point and 4-bit W: static dispatch over a chunk's parameters, and fp4
+// codes as bytes. Byte multiplication, and when the factors of a chunk are computed, differ by instruction set.
 #pragma once
 
 #include <immintrin.h>
@@ -13,11 +13,11 @@ namespace {
 
 constexpr int kPairs = 8;  // row pairs (g, g + 8) of a tile
 
-// By code of fp4 the byte that is multiplied: twice the value, plus kFp4Zero.
+// Operand byte of each fp4 code: twice the value, plus kFp4Zero.
 constexpr int kFp4Zero = 12;
 static inline __m128i fp4_bytes() { return _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0); }
 
-// run<format, words that every chunk has, groups of a K-tile, K-tiles of a chunk>()
+// Calls run<format, words of every chunk, groups per K-tile, K-tiles per chunk>().
 template <int kWords, typename Run>
 void for_chunks_of(const Job& job, const Run& run) {
   if (job.weight_format == Format::kFp4) {

@@ -1,29 +1,29 @@
-// y = x Wᵀ in vector registers, for several rows of x: rows of W in the lanes, so that no sum is ever added across
-// lanes. Each includer instantiates it for its formats.
+// GEMM y = x Wᵀ in vector registers for several rows of x, with rows of W in the lanes, so that sums are never reduced
+// across lanes. Each includer instantiates it for its formats.
 //
-// K is cut into steps, the columns that fill 32 bits (one of float32, two of 16 bits, four of int8), and steps into
-// panels. A panel of W is expanded into L1, [step][rows of W], and meets every row of x; x is packed as
-// [panel][row][step]. Six rows of x against a panel have all of their sums in registers: each word of x is broadcast
-// once and each word of W loaded once for six. The sums of a panel start at zero and are added to totals in memory,
-// which keeps rounding errors small and lets groups and blocks have their scales.
+// K is divided into steps, the columns that fill 32 bits (one of float32, two of 16 bits, four of int8), and steps into
+// panels. A panel of W is expanded into L1, [step][rows of W], and meets every row of x. x is packed as
+// [panel][row][step]. Six rows of x times a panel keep all sums in registers: for six rows, each word of x is broadcast
+// once and each word of W loaded once. The sums of a panel start at zero and are added to totals in memory, which keeps
+// rounding errors small and allows scales of groups and blocks.
 //
 // A format is a class of static members:
 //   kLanes, kVectors        words of a vector, vectors of W that meet six rows of x
 //   kSteps, kColumns, kPanelColumns   steps of a panel, columns of a step and of a panel
-//   kSectioned              the sums of every section are added apart, else those of a panel
-//   Sum, Operand, Total     vectors: of a section's sums, of W's or x's words, of totals
-//   zero, load, broadcast, load_total   of them
-//   multiply_add(sum, w, x)  the sum after it, by value: GCC 12 keeps what is passed by reference in memory
+//   kSectioned              sums of every section are added separately, otherwise those of a panel
+//   Sum, Operand, Total     vectors of a section's sums, of words of W or x, of totals
+//   zero, load, broadcast, load_total   initialization of these
+//   multiply_add(sum, w, x)  returns the sum by value: GCC 12 keeps references in memory
 //   kStepsOfPart, widen()   sums of so many steps are added to wider ones; 1: they are wide
-//   Parameters, prepare()   what add() needs of W, one for each group and N-tile; may be empty
+//   Parameters, prepare()   parameters of W for add(), per group and N-tile; may be empty
 //   expand()                an N-tile of a panel of W, kLanes words at a time `stride` words apart
-//   kBits                   of a value of W: 8, in rows, or 4, packed in tiles
-//   Fold, fold()            what the end of a section needs of a vector of W's rows
-//   Row, row()              the same of a row of x
-//   kHasRests               sums may need a term more: has_rest() of an N-tile, and add_rest()
-//   kTakesZerosOff          int8 x has zero points: less() takes them off, given sums of W
-//   add(), store()          a total and what a section's sums are worth, and where it goes
-//   finish()                some rows of y beside kTiles N-tiles of W, from their totals
+//   kBits                   bits of a value of W: 8, in rows, or 4, packed in tiles
+//   Fold, fold()            parameters of a vector of W's rows at the end of a section
+//   Row, row()              the same for a row of x
+//   kHasRests               sums may need another term: has_rest() of an N-tile, and add_rest()
+//   kTakesZerosOff          int8 x has zero points: less() subtracts them, given sums of W
+//   add(), store()          adds a section's sums, scaled, to a total; stores the total
+//   finish()                writes some rows of y for kTiles N-tiles of W, from their totals
 #pragma once
 
 #include <utility>
@@ -38,7 +38,7 @@ namespace {
 
 constexpr int kRowsAtOnce = 6;  // of x
 
-// visit<0>(), visit<1>(), …: a loop that is unrolled before registers are given out.
+// Calls visit<0>(), visit<1>(), …: a loop that is unrolled before register allocation.
 template <int kCount>
 __attribute__((always_inline)) inline void each(auto&& visit) {
   [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
@@ -48,14 +48,14 @@ __attribute__((always_inline)) inline void each(auto&& visit) {
 
 struct Nothing {};
 
-// W in eight bits, whose groups need nothing.
+// 8-bit W, without parameters per group.
 struct EightBits {
   static constexpr int kBits = 8;
   using Parameters = Nothing;
   static void prepare(const Job&, int64_t, int64_t, Parameters*) {}
 };
 
-// Totals that are sums of sections and no more.
+// Totals that are plain sums of sections.
 template <typename Panel>
 struct PlainTotals : Panel {
   using Fold = Nothing;
@@ -69,7 +69,7 @@ struct PlainTotals : Panel {
   static Value add(Fold, Row, Value sums, Value before) { return Panel::plus(sums, before); }
 };
 
-alignas(64) constexpr uint32_t kNoTotals[64] = {};  // what totals are before the first section
+alignas(64) constexpr uint32_t kNoTotals[64] = {};  // totals before the first section
 
 // A row of x of ones, for formats of bytes: its products are sums of W.
 struct Ones {
@@ -86,7 +86,7 @@ struct RowsOfY {
   int64_t begin, end;
 };
 
-// Where kPanelColumns bytes of W lie side by side that a panel of an N-tile needs, by number.
+// Address of the i-th contiguous run of kPanelColumns bytes of W in a panel of an N-tile.
 template <typename F>
 inline const uint8_t* line_of(const Job& job, int64_t tile_n, int64_t panel, int64_t i) {
   constexpr int64_t kColumns = F::kPanelColumns;
@@ -103,7 +103,7 @@ struct Block {
 
   int64_t tile_n;
   int64_t panel = 0;
-  uint32_t* weight;                      // [steps][kTiles][16], and the sums of up to eight sections, likewise
+  uint32_t* weight;                      // [steps][kTiles][16], then the sums of up to eight sections, likewise
   const typename F::Parameters* groups;  // [groups][kTiles]
   uint32_t* totals;                      // [m][kTiles][16]
 
@@ -114,7 +114,7 @@ struct Block {
   }
 };
 
-// sums += W · x over the steps [begin, end) of the panel.
+// sums += W · x over steps [begin, end) of the panel.
 template <typename F, int kM, int kV>
 __attribute__((always_inline)) inline void add_steps(const uint32_t* weight, const uint32_t* x, int64_t begin,
                                                      int64_t end, typename F::Sum (&sums)[kM][kV]) {
@@ -128,7 +128,7 @@ __attribute__((always_inline)) inline void add_steps(const uint32_t* weight, con
   }
 }
 
-// sums = W · x over the steps [begin, end) of the panel.
+// sums = W · x over steps [begin, end) of the panel.
 template <typename F, int kM, int kV>
 __attribute__((always_inline)) inline void sum_steps(const uint32_t* weight, const uint32_t* x, int64_t begin,
                                                      int64_t end, typename F::Sum (&sums)[kM][kV]) {
@@ -145,7 +145,7 @@ __attribute__((always_inline)) inline void sum_steps(const uint32_t* weight, con
   }
 }
 
-// The steps [begin, end) of the panel, which belong to section s, for the rows m .. m + kM of x.
+// Multiplies steps [begin, end) of the panel, which belong to section s, for rows m .. m + kM of x.
 template <typename F, int kTiles, int kM>
 [[gnu::noinline]] void multiply_section(const Job& job, const Block<F>& block, int64_t m, int64_t s, int64_t begin,
                                         int64_t end) {
@@ -181,7 +181,7 @@ template <typename F, int kTiles, int kM>
   const bool is_first = block.panel == 0 && begin == 0;
   const uint32_t* const before = is_first ? kNoTotals : totals;
   const int64_t before_row = is_first ? 0 : kRow;
-  // All of a row are computed before one is stored: the compiler must take a store for one to anything.
+  // All values of a row are computed before any is stored: to the compiler, a store may alias anything.
   each<kM>([&]<int i>() {
     const typename F::Row row = F::row(job, m + i, s);
     typename F::Total after[kV];
@@ -192,11 +192,11 @@ template <typename F, int kTiles, int kM>
   });
 }
 
-// visit(s, begin, end): the steps of the panel that belong to section s.
+// Calls visit(s, begin, end) with the steps of the panel that belong to section s.
 template <typename F>
 __attribute__((always_inline)) inline void each_section(const Job& job, const Block<F>& block, const auto& visit) {
   const int64_t first = block.panel * F::kPanelColumns, columns = least(job.k - first, F::kPanelColumns);
-  // Whole sixteens: a format may order the columns within them as it likes.
+  // Multiples of sixteen: a format may order the columns within them freely.
   const int64_t end = divide_up(columns, 16 * F::kColumns) * 16;
   const int64_t length = F::kSectioned ? least(job.section, F::kPanelColumns) / F::kColumns : F::kSteps;
   for (int64_t begin = 0; begin * F::kColumns < columns; begin += length) {
@@ -224,7 +224,7 @@ void sum_weight(const Job& job, const Block<F>& block) {
   });
 }
 
-// Lines of y that a block's rows will be written to.
+// Prefetches the lines of y that a block's rows will be written to.
 template <int kTiles>
 __attribute__((always_inline)) inline void fetch_y(const Job& job, int64_t tile_n, RowsOfY rows) {
   const int64_t size = size_of(job.y_dtype);
@@ -242,12 +242,12 @@ void run_block(const Job& job, Block<F> block, typename F::Parameters* groups) {
   }
   const int64_t panels = divide_up(job.k, F::kPanelColumns), batches = divide_up(job.m, kRowsAtOnce);
   for (block.panel = 0; block.panel < panels; ++block.panel) {
-    // W's next panel is fetched in between: all its lines at once would wait for each other.
+    // Prefetches the next panel of W in between: requests for all lines at once would queue.
     const bool last = block.panel + 1 == panels;
     const int64_t next_tile = last ? block.tile_n + kTiles : block.tile_n, next_panel = last ? 0 : block.panel + 1;
     constexpr int64_t kLines = kTiles * kLinesOf<F>;
     const int64_t portions = kTiles + batches;
-    // Inlined: to GCC a function that only fetches has no effect.
+    // Inlined: GCC considers a function that only prefetches to have no effect.
     const auto fetch = [&](int64_t portion) __attribute__((always_inline)) {
       for (int64_t i = portion * kLines / portions; i < (portion + 1) * kLines / portions; ++i) {
         const uint8_t* bytes = line_of<F>(job, next_tile + i / kLinesOf<F>, next_panel, i % kLinesOf<F>);
@@ -288,7 +288,7 @@ void run_panels(const Job& job, int64_t begin, int64_t end) {
   if constexpr (kTiles > 1) run_all(std::integral_constant<int, 1>());
 }
 
-// The same for any W: of four bits by its format, of eight as Bytes<format>.
+// run_panels() for any W: Int4 and Fp4 for 4-bit W, Bytes<format> for 8-bit W.
 template <typename Int4, typename Fp4, template <Format> typename Bytes>
 void run_format(const Job& job, int64_t begin, int64_t end) {
   switch (job.weight_format) {
@@ -303,7 +303,7 @@ void run_format(const Job& job, int64_t begin, int64_t end) {
   }
 }
 
-// run_panels() where x may have zero points. A kernel of its own, so that x without them pays nothing.
+// run_panels() for x with zero points. A separate kernel, so that x without them has no overhead.
 template <typename F>
 struct LessZeros : F {
   static constexpr bool kTakesZerosOff = true;

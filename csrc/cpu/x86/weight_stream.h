@@ -1,5 +1,5 @@
-// Prefetch of W, which is read once and in order. A single stream of 4 KB pages leaves the memory half idle, so while
-// four N-tiles are used, the next four are fetched into L2 side by side. `static`: see numeric.h.
+// Prefetcher of W, which is read once and in order. A single stream of 4 KB pages leaves memory half idle. So while
+// four N-tiles are used, the next four are prefetched into L2 concurrently. `static`: see numeric.h.
 #pragma once
 
 #include <immintrin.h>
@@ -12,12 +12,12 @@ namespace qao::cpu {
 
 class WeightStream {
  public:
-  // For the N-tile that is `index` tiles behind `weight`; tiles_k K-tiles long.
+  // For the N-tile `index` tiles after `weight`, with tiles_k K-tiles.
   WeightStream(const uint8_t* weight, int64_t index, int64_t tiles_k)
       : row_bytes_(tiles_k * int4::kTileBytes),
         next_(weight + (index / kStreams + 1) * kStreams * row_bytes_ + index % kStreams * (row_bytes_ / kStreams)) {}
 
-  // Once for every K-tile that is used. Reaching past the end of W is harmless.
+  // To be called once per K-tile used. Reaching past the end of W is harmless.
   __attribute__((always_inline)) void fetch() {
 #pragma GCC unroll 8
     for (int i = 0; i < kStreams; ++i) {

@@ -1,5 +1,5 @@
-// The products of those few values of x that its fixed point leaves out (pack_fixed_point.cpp), column by column
-// of W, in float32. y is rounded to its dtype only after them.
+// Products of the few values of x left out of its fixed point (pack_fixed_point.cpp), column by column of W, in
+// float32. y is rounded to its dtype afterwards.
 #include "cpu/fixed_point.h"
 #include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"

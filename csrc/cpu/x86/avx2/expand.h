@@ -1,11 +1,11 @@
-// Bytes of W or x as float32, exactly: 16 columns in order. `static`: see numeric.h.
+// Exact conversion of bytes of W or x to float32: 16 columns in order. `static`: see numeric.h.
 #pragma once
 
 #include "cpu/x86/avx2/simd.h"
 
 namespace qao::cpu {
 
-// e4m3 is a float16 with a short mantissa, but for the exponent's bias: 2^-8 of the value, and NaN apart.
+// e4m3 is a float16 with a short mantissa, except for the exponent bias (2^-8 of the value) and NaN.
 __attribute__((always_inline)) static inline void expand_fp8(__m128i bytes, __m256 (&out)[2]) {
   const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), _mm256_set1_epi16(-0x4080));
   const __m256i magnitude = _mm256_set1_epi16(0x3F80);

@@ -1,7 +1,8 @@
-// Several rows of x against W with `vpmaddubsw`: eight rows of W in the lanes of a register, four k at a time.
+// W4A16 GEMM with x in fixed point and `vpmaddubsw`: eight rows of W in the lanes of a register, four k at a time.
 //
-// Per chunk of K the nibbles of 16 rows of W expand into a panel in L1, [four k][16 rows][4 bytes]; every row of x then
-// broadcasts four bytes against it. Sums of eight fours stay in 16 bits (8 * 2 * 15 * 128 < 2^15), then widen.
+// Per chunk of K, the nibbles of 16 rows of W are expanded into a panel in L1, [four k][16 rows][4 bytes]. Every row of
+// x then broadcasts four bytes to multiply it. Sums of eight fours stay in 16 bits (8 * 2 * 15 * 128 < 2^15) and are
+// then widened.
 #include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
@@ -15,7 +16,7 @@ using int4::kTileBytes;
 using int4::kTileK;
 using int4::kTileN;
 
-constexpr int kQuadsAtOnce = 8;              // that fit 16-bit sums
+constexpr int kQuadsAtOnce = 8;              // that fit in 16-bit sums
 constexpr int kPanelRow = 4 * kTileN;        // bytes
 constexpr int kTilePanel = kTileN * kTileK;  // bytes of a K-tile's panel
 constexpr int kMaxTiles = kMaxSection / kTileK;
@@ -42,7 +43,7 @@ Section load_section(const Job& job, int64_t tile, int64_t s) {
   return section;
 }
 
-// sums += weight_of_plane * (W * x) over eight quads; panel and x begin at the first of them.
+// sums += weight_of_plane * (W * x) over eight quads; panel and x start at the first of them.
 template <int kM>
 __attribute__((always_inline)) inline void add_quads(const uint8_t* panel, const int8_t* x, int64_t x_row, int first,
                                                      __m256i plane_weight, __m256i (&sums)[kM][kVectors]) {
@@ -61,7 +62,7 @@ __attribute__((always_inline)) inline void add_quads(const uint8_t* panel, const
       for (int v = 0; v < kVectors; ++v) {
         const __m256i product = _mm256_maddubs_epi16(w[v], four);
         products[i][v] = _mm256_add_epi16(products[i][v], product);
-        asm("" : "+x"(products[i][v]));  // add now: gathered at the end, the products would spill
+        asm("" : "+x"(products[i][v]));  // add now: products kept until the end would spill
       }
     }
   }
@@ -74,7 +75,7 @@ __attribute__((always_inline)) inline void add_quads(const uint8_t* panel, const
   }
 }
 
-// Word `w` of section `s` for the rows m .. m + kM of x, in its own units.
+// Sums of word `w` of section `s` for rows m .. m + kM of x, in units of that word.
 template <int kM>
 __attribute__((always_inline)) inline void multiply_word(const Job& job, int64_t m, int64_t s, int w,
                                                          const uint8_t* panel, const Section& section,
@@ -82,7 +83,7 @@ __attribute__((always_inline)) inline void multiply_word(const Job& job, int64_t
   const int64_t tile = s * job.section / kTileK, tiles = least(job.chunk_tiles, job.tiles_k - tile);
   constexpr int64_t kXTile = 2 * kTileK;
   const int64_t x_row = job.tiles_k * kXTile;
-  const bool whole = job.section >= kTileK;  // not one half of a K-tile
+  const bool whole = job.section >= kTileK;  // not half of a K-tile
   const int8_t* x = job.fixed_point[w] + m * x_row + tile * kXTile;
   __m256i sums[kM][kVectors];
   for (auto& row : sums) {
@@ -105,7 +106,7 @@ __attribute__((always_inline)) inline void multiply_word(const Job& job, int64_t
   }
 }
 
-// The last word of one row, whose neighbours have none.
+// The last word of a single row, when its neighbors have none.
 [[gnu::noinline]] void last_word(const Job& job, int64_t m, int64_t s, const uint8_t* panel, const Section& section,
                                  float (&last)[kTileN]) {
   __m256 values[1][kVectors];
@@ -113,12 +114,12 @@ __attribute__((always_inline)) inline void multiply_word(const Job& job, int64_t
   for (int v = 0; v < kVectors; ++v) _mm256_store_ps(last + 8 * v, values[0][v]);
 }
 
-// total[i][16] += section `s` for the rows m .. m + kM of x.
+// total[i][16] += section `s` for rows m .. m + kM of x.
 template <int kM>
 void multiply(const Job& job, int64_t m, int64_t s, const uint8_t* panel, const Section& section, float* total) {
   const int64_t chunk = s * job.section / kTileK / job.chunk_tiles;
   const auto has_more = [&](int i) { return job.chunk_words[(m + i) * job.chunks + chunk] > job.words; };
-  int more = 0;  // rows with a word that not all have
+  int more = 0;  // number of rows with one more word
   for (int i = 0; i < kM; ++i) more += has_more(i);
   __m256 result[kM][kVectors];
   for (auto& row : result) {

@@ -1,8 +1,8 @@
-// A few rows of x against W with `vpmaddubsw`: W's nibbles, unsigned, times the signed bytes of x in fixed point.
-// Of fp4 `vpshufb` makes bytes 0..24: twice the value, plus 12.
+// 4-bit W by a few rows of x in fixed point with `vpmaddubsw`: W's unsigned nibbles times the signed bytes of x. For
+// fp4, `vpshufb` converts codes to bytes 0..24: twice the value, plus 12.
 //
-// Sums of a chunk stay in 16 bits: 15 * 128 * 2 a product pair, at most 8 of them in 256 k, is 30720 < 2^15; fp4 has 64
-// k. Per chunk and row, with integer sums exact:  y += scale * x_scale * (sum(q * x) - zero * sum(x)).
+// Sums of a chunk stay in 16 bits: 15 * 128 * 2 per pair of products, at most 8 of them in 256 k, is 30720 < 2^15; fp4
+// chunks have 64 k. Per chunk and row, with exact integer sums:  y += scale * x_scale * (sum(q * x) - zero * sum(x)).
 #include <type_traits>
 
 #include "cpu/mm_kernels.h"
@@ -22,8 +22,8 @@ using int4::kTileN;
 constexpr int kVectors = kTileK / 32;   // of one row pair's 64 bytes
 constexpr int64_t kXTile = 2 * kTileK;  // of a word of x
 
-// What a chunk needs of each row of W. With groups of 32 the lanes of a row belong to two groups, in the pattern
-// 0 0 1 1 twice, with groups of 16 to four: the four values are stored; otherwise one.
+// A value per row of W for a chunk. With groups of 32 the lanes of a row belong to two groups, in the pattern 0 0 1 1
+// twice, with groups of 16 to four. Then four values are stored, otherwise one.
 template <int kGroups>
 struct RowValues {
   static constexpr int kStored = kGroups == 1 ? 1 : 4;
@@ -32,13 +32,13 @@ struct RowValues {
   void set(int row, float group0, float group1) {
     for (int i = 0; i < kStored; ++i) values[row * kStored + i] = i < 2 ? group0 : group1;
   }
-  // Four values each of eight rows.
+  // Sets four values each of eight rows.
   void set(int row, const __m256 (&groups)[4]) {
     const __m256 low[2] = {_mm256_unpacklo_ps(groups[0], groups[1]), _mm256_unpacklo_ps(groups[2], groups[3])};
     const __m256 high[2] = {_mm256_unpackhi_ps(groups[0], groups[1]), _mm256_unpackhi_ps(groups[2], groups[3])};
     const __m256 rows[4] = {_mm256_shuffle_ps(low[0], low[1], 0x44), _mm256_shuffle_ps(low[0], low[1], 0xEE),
                             _mm256_shuffle_ps(high[0], high[1], 0x44), _mm256_shuffle_ps(high[0], high[1], 0xEE)};
-    for (int r = 0; r < 4; ++r) {  // and row r + 4 in the upper lane
+    for (int r = 0; r < 4; ++r) {  // row r + 4 is in the upper lane
       _mm_store_ps(values + 4 * (row + r), _mm256_castps256_ps128(rows[r]));
       _mm_store_ps(values + 4 * (row + r + 4), _mm256_extractf128_ps(rows[r], 1));
     }
@@ -52,7 +52,7 @@ struct RowValues {
   }
 };
 
-// Of W the bytes that are multiplied, of row g and of row g + 8 when shifted down, and the factors of a chunk.
+// Operand bytes of W, of row g and (shifted down) of row g + 8, and the factors of a chunk.
 template <int kGroupsOfTile>
 struct Int4 {
   static constexpr int kGroups = kGroupsOfTile;
@@ -68,7 +68,7 @@ template <int kGroupsOfTile>
 struct Fp4 {
   static constexpr int kGroups = kGroupsOfTile;
   struct Factors {
-    RowValues<kGroups> scale;  // half of it, over the row's divisor
+    RowValues<kGroups> scale;  // half of the scale, divided by the row's divisor
     __m256 less_zero(int, __m256 x_sum, __m256 sum) const { return _mm256_sub_ps(sum, x_sum); }
   };
   static __m256 of_x_sum(__m256 x_sum) { return _mm256_mul_ps(x_sum, _mm256_set1_ps(kFp4Zero)); }
@@ -119,7 +119,7 @@ void make_factors(const Job& job, int64_t tile, int64_t chunk, float x_scale, Fp
   }
 }
 
-// 256 * sum(w * high) + sum(w * low), lane by lane.
+// 256 * sum(w * high) + sum(w * low), per lane.
 template <int kTiles>
 __attribute__((always_inline)) inline __m256 dot(const __m256i (&w)[kTiles * kVectors], const int8_t* x) {
   __m256i high = _mm256_setzero_si256(), low = _mm256_setzero_si256();
@@ -184,7 +184,7 @@ void run_tile(const Job& job, int64_t tile, int64_t m) {
   for (__m256& sum : sums) sum = _mm256_setzero_ps();
 
   typename W::Factors factors;
-  // kCount words from kFirst on of a chunk.
+  // Adds kCount words from kFirst on of a chunk.
   const auto add_chunk = [&]<int kFirst, int kCount>(int64_t chunk) {
     constexpr float kUnit = kFirst == 0 ? 1.0f : kFirst == 1 ? 0x1p-15f : 0x1p-30f;
     make_factors(job, tile, chunk, x_scales[chunk] * kUnit, W(), &factors);

@@ -1,5 +1,5 @@
-// float32 sums of float x, as float32, times any W that expands to float32 (panel_gemm.h). Groups and blocks have their
-// scales in the expanded W, blocks of x in the packed x.
+// float32 GEMM of float x and any W that expands to float32 (panel_gemm.h). Scales of groups and blocks are applied to
+// the expanded W, block scales of x to the packed x.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx2/expand.h"
 #include "cpu/x86/avx2/fp4.h"
@@ -67,8 +67,8 @@ struct Bytes : Float32Panel, EightBits {
   }
 };
 
-// An N-tile of a panel of W in four bits. values_of(k, eight): how to get from codes and a row to float32, for bytes
-// 8 eight .. 8 eight + 7 of the row pairs of the K-tile that begins at column k.
+// Expands an N-tile of a panel of 4-bit W. values_of(k, eight) returns the conversion of codes and a row to float32,
+// for bytes 8 eight .. 8 eight + 7 of the row pairs of the K-tile that begins at column k.
 template <typename ValuesOf>
 __attribute__((always_inline)) inline void expand_codes(const Job& job, int64_t tile_n, int64_t panel, uint32_t* out,
                                                         int64_t stride, const ValuesOf& values_of) {
@@ -139,7 +139,7 @@ struct Fp4 : Float32Panel {
   }
 };
 
-// Sums of 32 columns apart: of values far apart, a longer sum rounds the small ones away that came after the large.
+// Sums 32 columns separately: with widely spread values, a longer sum loses small ones that follow large ones.
 template <typename F>
 struct InSections : F {
   static constexpr bool kSectioned = true;

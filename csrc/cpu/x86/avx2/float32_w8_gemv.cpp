@@ -8,7 +8,7 @@ namespace {
 struct Simd {
   using Vector = __m256;
   static constexpr int kLanes = 8, kColumns = 16;
-  static constexpr int kRowsX = 3, kDirectRows = 2;  // 12 sums, 3 of x and one of W
+  static constexpr int kRowsX = 3, kDirectRows = 2;  // registers: 12 sums, 3 of x and one of W
 
   static Vector zero() { return _mm256_setzero_ps(); }
   static Vector load(const float* values) { return _mm256_load_ps(values); }

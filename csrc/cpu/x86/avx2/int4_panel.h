@@ -1,4 +1,4 @@
-// W's nibbles as a panel of bytes, 16 rows of W side by side: [four k][16 rows][4 bytes]. `static`: see numeric.h.
+// Panel of W's nibbles as bytes, 16 adjacent rows of W: [four k][16 rows][4 bytes]. `static`: see numeric.h.
 #pragma once
 
 #include "cpu/x86/avx2/simd.h"
@@ -8,10 +8,10 @@ namespace qao::cpu {
 
 constexpr int kQuads = int4::kTileK / 4;  // panel rows of a K-tile
 
-// Quads are visited with those of the first 32 columns of a K-tile before the others, so that a group of 32 is a range.
+// Order of the quads: those of the first 32 columns of a K-tile come first, so that a group of 32 is a range.
 static constexpr int quad_of(int visit) { return visit % 8 / 2 * 4 + visit / 8 * 2 + visit % 2; }
 
-// One tile of W, a panel row every `stride` bytes.
+// Expands one tile of W to panel rows `stride` bytes apart.
 [[maybe_unused]] static void expand_tile(const uint8_t* weight, uint8_t* panel, int64_t stride) {
   const __m256i mask = _mm256_set1_epi8(0x0F);
 #pragma GCC unroll 16

@@ -1,10 +1,10 @@
-// int8 x times int4 W with `vpmaddubsw`: W's nibbles, unsigned, times the bytes of x; lanes along K, the two rows g and
-// g + 8 that share W's bytes against up to three of x.
+// W4A8 kernel for a few rows of x with `vpmaddubsw`: W's unsigned nibbles times the bytes of x. Lanes run along K. The
+// two rows g and g + 8 that share W's bytes meet up to three rows of x.
 //
-// Sums of eight products stay in 16 bits (8 * 2 * 15 * 128 < 2^15) and are exact. Lane by lane, per section of a group:
+// Sums of eight products stay in 16 bits (8 * 2 * 15 * 128 < 2^15) and are exact. Per lane and section of a group:
 //   y += scale * (sum(q * x) - zero * sum(x)).
-// Zero points, x's first, come off there and not at the end: where x is far from 0 all along K, sums of its bytes are
-// large.
+// Zero points, x's first, are subtracted per section and not at the end: if x is far from 0 along all of K, sums of its
+// bytes are large.
 #include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
@@ -22,7 +22,7 @@ using int4::kTileN;
 constexpr int kRowsX = 3;
 constexpr int kPairs = kTileN / 2;         // row pairs (g, g + 8) of a tile
 constexpr int kVectors = kTileK / 32;      // of a row pair's 64 bytes
-static_assert(kMaxSection == 4 * kTileK);  // K-tiles whose sums fit 16 bits
+static_assert(kMaxSection == 4 * kTileK);  // K-tiles with sums that fit 16 bits
 
 // Scales and zero points of an N-tile and a group.
 struct Parameters {
@@ -63,13 +63,13 @@ __attribute__((always_inline)) inline void add_tile(const uint8_t* pair, const i
   }
 }
 
-// Of at least a K-tile: with groups of 32 they hold two groups.
+// Sections of at least a K-tile: with groups of 32 a section holds two groups.
 int64_t sections(const Job& job) { return divide_up(job.tiles_k, divide_up(job.section, kTileK)); }
 
-// Where the section that begins with K-tile `tile` ends.
+// End of the section that begins with K-tile `tile`.
 int64_t section_end(const Job& job, int64_t tile) { return least(tile + divide_up(job.section, kTileK), job.tiles_k); }
 
-// out[m][sections][8]: sums of x, less its zero point, in the lanes in which its products with W are summed.
+// out[m][sections][8]: sums of x minus its zero point, in the lanes of its products with W.
 void sum_lanes(const Job& job, float* out) {
   const __m256i ones = _mm256_set1_epi8(1);
   for (int64_t m = 0; m < job.m; ++m) {
@@ -88,8 +88,8 @@ void sum_lanes(const Job& job, float* out) {
   }
 }
 
-// Scale and zero point in the lanes of a row in the K-tiles from `tile` on. With groups of 32 they belong to two
-// groups, in the pattern 0 0 1 1.
+// Scale and zero point per lane of a row in the K-tiles from `tile` on. With groups of 32 they belong to two groups, in
+// the pattern 0 0 1 1.
 struct RowParameters {
   __m256 scale, zero;
 };
@@ -109,7 +109,7 @@ float lane_sum(__m256 a) {
 
 __m256 widened(__m256i sums) { return _mm256_cvtepi32_ps(_mm256_madd_epi16(sums, _mm256_set1_epi16(1))); }
 
-// out[kM][16]: rows g and g + 8. x_sums: those of row m and the next.
+// out[kM][16]: rows g and g + 8. x_sums: those of rows m .. m + kM.
 template <bool kXZeros, int kM>
 void multiply(const Job& job, const uint8_t* weight, const Parameters* parameters, const float* x_sums, int64_t m,
               int g, float* out) {

@@ -1,4 +1,4 @@
-// int8 x times int8 W with `vpmaddwd`: both as 16-bit numbers, two columns a step, sums in int32 over all of K.
+// W8A8 GEMM with `vpmaddwd`: both operands as 16-bit integers, two columns per step, sums in int32 over all of K.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx2/panel.h"
 

@@ -1,5 +1,5 @@
-// int8 x times int8 W with `vpmaddwd`: lanes along K, four rows of W against up to two of x, both widened to 16 bits,
-// where every product and sum is exact.
+// W8A8 kernel for a few rows of x with `vpmaddwd`: lanes along K, four rows of W by up to two of x, both widened to 16
+// bits. All products and sums are exact.
 #include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
@@ -13,7 +13,7 @@ constexpr int kRowsW = 4, kRowsX = 2, kStep = 16;  // kStep: columns at a time
 
 __m256i widen(const void* bytes) { return _mm256_cvtepi8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(bytes))); }
 
-// Sums of the lanes of four registers.
+// Sums over the lanes of four registers.
 __m128i lane_sums(const __m256i (&a)[kRowsW]) {
   const __m256i four = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
   return _mm_add_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
@@ -32,7 +32,7 @@ __attribute__((always_inline)) inline void add_columns(const __m256i (&w)[kRowsW
   }
 }
 
-// out[kM][4 of 16] = W · x over columns [begin, end) for four rows of W, of which w and x hold column 0.
+// out[kM][4 of 16] = W · x over columns [begin, end) for four rows of W. w and x point to column 0.
 template <int kM>
 void multiply(const Job& job, const uint8_t* const (&w)[kRowsW], const int8_t* x, int64_t begin, int64_t end,
               int32_t* out) {
@@ -46,7 +46,7 @@ void multiply(const Job& job, const uint8_t* const (&w)[kRowsW], const int8_t* x
     __m256i columns[kRowsW];
 #pragma GCC unroll 4
     for (int r = 0; r < kRowsW; ++r) {
-      _mm_prefetch(w[r] + kRowsW * job.k + k, _MM_HINT_T1);  // the rows that come next
+      _mm_prefetch(w[r] + kRowsW * job.k + k, _MM_HINT_T1);  // the next rows
       columns[r] = widen(w[r] + k);
     }
     add_columns<kM>(columns, x + k, x_row, sums);
@@ -63,7 +63,7 @@ void multiply(const Job& job, const uint8_t* const (&w)[kRowsW], const int8_t* x
   for (int i = 0; i < kM; ++i) _mm_store_si128(reinterpret_cast<__m128i*>(out + i * kTileRows), lane_sums(sums[i]));
 }
 
-// Sums of several sections may leave 32 bits: as float64 they stay integers.
+// Sums of several sections may exceed 32 bits: float64 keeps them integers.
 __m256 total_less_zero(const Job& job, int64_t m, const double* totals, __m256i w_sums) {
   const __m256d zero = _mm256_set1_pd(job.x_zeros == nullptr ? 0 : job.x_zeros[m]);
   const __m256d low = _mm256_cvtepi32_pd(_mm256_castsi256_si128(w_sums));

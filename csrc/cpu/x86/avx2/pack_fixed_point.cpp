@@ -1,4 +1,4 @@
-// Rows of x as fixed point, for the kernels that multiply bytes (mm_job.h describes the form).
+// Packing of x as fixed point for kernels that multiply bytes (format in mm_job.h).
 #include "cpu/fixed_point_rows.h"
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx2/simd.h"
@@ -41,14 +41,14 @@ int load_chunk(const Job& job, int64_t index, int64_t count, int64_t padded, flo
   return horizontal_max(largest);
 }
 
-// A magnitude's upper 16 bits say on which side of a power of two it lies.
+// The upper 16 bits of a magnitude suffice for comparing it with a power of two.
 Counts count_chunk(const float* values, int64_t count, int largest, int reach) {
   const __m256i magnitude = _mm256_set1_epi16(0x7FFF);
   const auto limit_of = [](int exponent) {
     return _mm256_set1_epi16(static_cast<int16_t>(exponent > 0 ? exponent << 7 : 0));
   };
-  const __m256i smallest = limit_of(1);                                             // below it: as good as 0
-  __m256i limits[kLimitCount], below[kLimitCount], zeros = _mm256_setzero_si256();  // minus the number of each
+  const __m256i smallest = limit_of(1);                                             // values below it count as 0
+  __m256i limits[kLimitCount], below[kLimitCount], zeros = _mm256_setzero_si256();  // minus the counts
   for (int i = 0; i < kLimitCount; ++i) {
     limits[i] = limit_of((largest >> 23) - reach - kLimits[i].beyond);
     below[i] = zeros;
@@ -76,7 +76,7 @@ Counts count_chunk(const float* values, int64_t count, int largest, int reach) {
   return counts;
 }
 
-// Four k-steps of 16 bytes each in natural order -> one tile in the order of tile_column().
+// Reorders four k-steps of 16 bytes each from natural order to the order of tile_column().
 void store_tile(const __m128i (&steps)[4], int8_t* out) {
   const __m128i order = _mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
   const __m128i s0 = _mm_shuffle_epi8(steps[0], order), s1 = _mm_shuffle_epi8(steps[1], order);
@@ -90,7 +90,7 @@ void store_tile(const __m128i (&steps)[4], int8_t* out) {
   _mm_store_si128(rows + 3, _mm_unpackhi_epi64(high01, high23));
 }
 
-// High and low bytes to out[0..64) and out[64..128), sums of each step.
+// Stores high and low bytes to out[0..64) and out[64..128), and the sums of each step.
 void store_words(const __m256i (&words)[4], int8_t* out, int* step_sums) {
   __m128i high[4], low[4];
   for (int step = 0; step < 4; ++step) {
@@ -119,7 +119,7 @@ void pack_tile(const float* values, float inverse, int words, int8_t* const* out
       __m256i whole[2];
       for (int half = 0; half < 2; ++half) {
         whole[half] = _mm256_cvtps_epi32(rest[half]);
-        rest[half] = _mm256_sub_ps(rest[half], _mm256_cvtepi32_ps(whole[half]));  // exact, as the next
+        rest[half] = _mm256_sub_ps(rest[half], _mm256_cvtepi32_ps(whole[half]));  // exact, like the next line
         rest[half] = _mm256_mul_ps(rest[half], _mm256_set1_ps(1 << kWordShift));
       }
       packed[w][step] = pack_words(whole[0], whole[1]);

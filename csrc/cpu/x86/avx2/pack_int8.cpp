@@ -1,4 +1,4 @@
-// int8 x as padded rows or as panels of panel_gemm.h, columns in the order of W's bytes, and the sums of its sections.
+// Packing of int8 x as padded rows or panels (panel_gemm.h), columns in the order of W's bytes, with section sums.
 #include <immintrin.h>
 
 #include "cpu/mm_kernels.h"
@@ -10,7 +10,7 @@ struct Columns {
   __m128i part[4];  // 16 columns each
 };
 
-// Past `count` columns of `zero`.
+// Loads `count` columns, padded with `zero`.
 Columns load_columns(const int8_t* x, int64_t count, int zero) {
   alignas(64) int8_t padded[kTileColumns];
   if (count < kTileColumns) {
@@ -23,7 +23,7 @@ Columns load_columns(const int8_t* x, int64_t count, int zero) {
   return columns;
 }
 
-// int4::tile_column(): fours of columns 2t, 2t + 8, 2t + 1, 2t + 9 of each part; those of one t lie side by side.
+// int4::tile_column(): fours of columns 2t, 2t + 8, 2t + 1, 2t + 9 of each part; those of one t are adjacent.
 Columns in_tile_order(const Columns& columns) {
   __m128i fours[4];
   for (int i = 0; i < 4; ++i) fours[i] = _mm_unpacklo_epi8(columns.part[i], _mm_srli_si128(columns.part[i], 8));
@@ -41,14 +41,14 @@ int sum(__m128i a, __m128i b) {
   return _mm_cvtsi128_si32(halves) + _mm_extract_epi32(halves, 1);
 }
 
-// The order in which a panel has them (int4_panel.h): all of the first 32 columns before the others.
+// The order of a panel (int4_panel.h): all of the first 32 columns before the others.
 Columns in_panel_order(const Columns& columns) {
   const Columns tile = in_tile_order(columns);
   return {_mm_unpacklo_epi64(tile.part[0], tile.part[1]), _mm_unpacklo_epi64(tile.part[2], tile.part[3]),
           _mm_unpackhi_epi64(tile.part[0], tile.part[1]), _mm_unpackhi_epi64(tile.part[2], tile.part[3])};
 }
 
-// The sums of row m's sections, less its zero point if W is int4, and store(k, columns) for every K-tile.
+// Computes the section sums of row m, minus its zero point if W is int4, and calls store(k, columns) per K-tile.
 template <typename Store>
 void pack_row(const Job& job, int64_t m, const Store& store) {
   const int8_t* x = static_cast<const int8_t*>(job.x) + m * job.x_stride;

@@ -1,4 +1,4 @@
-// What formats of panel_gemm.h have in common with AVX2: 16 rows of W, and how their bytes become panels. `static`: see
+// Shared base of panel_gemm.h formats with AVX2: 16 rows of W, and the expansion of bytes to panels. `static`: see
 // numeric.h.
 #pragma once
 
@@ -10,7 +10,7 @@
 namespace qao::cpu {
 namespace {
 
-// 12 sums, two of W, and a word of x.
+// Registers: 12 sums, two of W, and a word of x.
 struct Avx2Panel {
   static constexpr int kLanes = 8, kVectors = 2;
   static constexpr bool kHasRests = false, kTakesZerosOff = false;
@@ -24,7 +24,7 @@ struct FloatTotals {
   static void store(uint32_t* totals, Total total) { _mm256_store_ps(reinterpret_cast<float*>(totals), total); }
 };
 
-// Sums of integers, for x and W in int8 or int4.
+// Integer sums, for int8 x and int8 or int4 W.
 struct IntegerSums : Avx2Panel {
   using Sum = __m256i;
   using Operand = __m256i;
@@ -33,13 +33,13 @@ struct IntegerSums : Avx2Panel {
   static Operand broadcast(const uint32_t* word) { return _mm256_set1_epi32(static_cast<int>(*word)); }
 };
 
-// The compiler would gather products and add them later, for which there are no registers.
+// Forces the addition now: the compiler would otherwise collect products, for which there are no registers.
 __attribute__((always_inline)) inline __m256i now(__m256i sum) {
   asm("" : "+x"(sum));
   return sum;
 }
 
-// visit(n, totals): y's columns of an N-tile, eight at a time, and where their totals begin.
+// Calls visit(n, totals) for eight columns of y at a time, with the address of their totals.
 template <typename Visit>
 void each_eight(const Job& job, int64_t tile_n, const uint32_t* totals, const Visit& visit) {
   for (int64_t n = tile_n * kTileRows; n < least((tile_n + 1) * kTileRows, job.n); n += 8) {
@@ -47,7 +47,7 @@ void each_eight(const Job& job, int64_t tile_n, const uint32_t* totals, const Vi
   }
 }
 
-// Sums of int8 times int8, in int32 over all of K.
+// Sums of int8 products, in int32 over all of K.
 struct IntegerTotals : PlainTotals<IntegerSums>, EightBits {
   static constexpr int kStepsOfPart = 1;
   static constexpr bool kSectioned = false;
@@ -55,7 +55,7 @@ struct IntegerTotals : PlainTotals<IntegerSums>, EightBits {
   static Total load_total(const uint32_t* totals) { return load(totals); }
   static void store(uint32_t* totals, Total total) { _mm256_store_si256(reinterpret_cast<__m256i*>(totals), total); }
 };
-// They are `excess` times the sum of x too large.
+// Writes y. Totals are too large by `excess` times the sum of x.
 inline void finish_int8(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows, int excess) {
   each_eight(job, tile_n, totals, [&](int64_t n, const uint32_t* eight) {
     const Columns columns = load_columns(job, n);
@@ -69,7 +69,7 @@ inline void finish_int8(const Job& job, int64_t tile_n, const uint32_t* totals, 
   });
 }
 
-// Eight rows of eight words, as the steps that column(i) says.
+// Stores eight rows of eight words transposed, as the steps given by column(i).
 template <typename Column>
 __attribute__((always_inline)) inline void store_steps(__m256i (&rows)[8], uint32_t* out, int64_t stride,
                                                        const Column& column) {
@@ -78,8 +78,7 @@ __attribute__((always_inline)) inline void store_steps(__m256i (&rows)[8], uint3
   for (int i = 0; i < 8; ++i) _mm256_store_si256(reinterpret_cast<__m256i*>(out + column(i) * stride), rows[i]);
 }
 
-// kBytes of a row of W in eight bits from column k on; past N the last row again, whose products are not written, past
-// K zeros.
+// kBytes of a row of 8-bit W from column k on. Past N the last row again, whose results are not written; zeros past K.
 template <int kBytes>
 inline const uint8_t* row_bytes(const Job& job, int64_t n, int64_t k, uint8_t (&padded)[kBytes]) {
   const uint8_t* bytes = job.weight + least(n, job.n - 1) * job.k + k;
@@ -89,7 +88,7 @@ inline const uint8_t* row_bytes(const Job& job, int64_t n, int64_t k, uint8_t (&
   return padded;
 }
 
-// Of a group of 16 rows of int4 W.
+// Scales and zero points of a group of 16 rows of int4 W.
 struct Int4Group {
   alignas(32) float scale[kTileRows], zero[kTileRows];
 };
@@ -102,8 +101,8 @@ inline void load_int4_group(const Job& job, int64_t tile_n, int64_t group, Int4G
   }
 }
 
-// int8 x times int4 W, as bytes in the order of int4_panel.h: total += scale * (sum(q * x) - zero * sum(x)). Zero
-// points, x's first, come off section by section: where x is far from 0 all along K, sums of its bytes are large.
+// W4A8 as bytes in the order of int4_panel.h: total += scale * (sum(q * x) - zero * sum(x)). Zero points, x's first,
+// are subtracted per section: if x is far from 0 along all of K, sums of its bytes are large.
 struct Int4Bytes : IntegerSums, FloatTotals {
   static constexpr int64_t kSteps = 64, kColumns = 4, kPanelColumns = kSteps * kColumns;
   static constexpr int kBits = 4;

@@ -1,4 +1,4 @@
-// Eight values at a time; see quantize_scalar.cpp.
+// Quantization of activations with AVX2, eight values at a time; see scalar/quantize.cpp.
 #include <cmath>
 
 #include "cpu/hadamard.h"
@@ -12,7 +12,8 @@ using quantize::Arguments;
 using quantize::Problem;
 using quantize::Producer;
 
-// e^v: 2^n times a polynomial in the rest, at most ln(2) / 2 in magnitude. Relative error 2^-23 where normal.
+// e^v: 2^n times a polynomial in the remainder, at most ln(2) / 2 in magnitude. Relative error 2^-23 for normal
+// results.
 __m256 exponential(__m256 v) {
   const __m256 n = _mm256_round_ps(_mm256_mul_ps(v, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
   __m256 rest = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), v);
@@ -30,7 +31,7 @@ __m256 exponential(__m256 v) {
 }
 
 __m256 silu(__m256 x) {
-  // Beyond +-100 float32 holds e^v no longer; NaN passes both limits.
+  // Beyond +-100 e^v exceeds float32; NaN passes both limits.
   const __m256 v = _mm256_max_ps(_mm256_set1_ps(-100), _mm256_sub_ps(_mm256_setzero_ps(), x));
   return _mm256_div_ps(x, _mm256_add_ps(_mm256_set1_ps(1), exponential(_mm256_min_ps(_mm256_set1_ps(100), v))));
 }
@@ -76,7 +77,7 @@ void values_of(const Problem& p, const Arguments& a, int64_t m, float* values) {
 QuantizeRange range_of(Floats values, int64_t count) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
   __m256 low = _mm256_setzero_ps(), high = low;
-  __m256i largest = _mm256_setzero_si256();  // bits of the magnitude: from those of infinity on not finite
+  __m256i largest = _mm256_setzero_si256();  // bits of the magnitude: not finite from infinity's bits on
   for (int64_t k = 0; k < count; k += 8) {
     const __m256 v = load_first(values.data, k, values.dtype, count - k);
     low = _mm256_min_ps(low, v), high = _mm256_max_ps(high, v);
@@ -93,7 +94,7 @@ QuantizeRange range_of(Floats values, int64_t count) {
   return range;
 }
 
-// The low bytes of the first `count` words, each -128..127 or 0..255.
+// Stores the low bytes of the first `count` words, each -128..127 or 0..255.
 void store_bytes(__m256i words, int64_t count, uint8_t* q) {
   const __m256i order =
       _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
@@ -117,7 +118,7 @@ void round_to_int8(Floats values, int64_t count, float inverse, int zero, int lo
   }
 }
 
-// to_fp8() of numeric.h.
+// As to_fp8() of numeric.h.
 void round_to_fp8(Floats values, int64_t count, float inverse, uint8_t* q) {
   for (int64_t k = 0; k < count; k += 8) {
     const __m256 scaled = _mm256_mul_ps(load_first(values.data, k, values.dtype, count - k), _mm256_set1_ps(inverse));

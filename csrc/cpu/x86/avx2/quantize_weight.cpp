@@ -1,4 +1,4 @@
-// Sixteen lanes in two registers.
+// Quantization of weight groups with AVX2: sixteen lanes in two registers.
 #include <immintrin.h>
 
 #include "cpu/quantize_group.h"

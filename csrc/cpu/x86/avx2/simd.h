@@ -7,7 +7,7 @@
 
 namespace qao::cpu {
 
-// data[index .. index + 8) as float32.
+// Loads data[index .. index + 8) as float32.
 static inline __m256 load8(const void* data, int64_t index, DType dtype) {
   if (dtype == DType::kFloat32) return _mm256_loadu_ps(static_cast<const float*>(data) + index);
   const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(data) + index));
@@ -15,7 +15,7 @@ static inline __m256 load8(const void* data, int64_t index, DType dtype) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 }
 
-// The same for the first `count` (1..8) values, 0 for the others; reads no further.
+// Loads the first `count` (1..8) values, 0 for the others; reads no further.
 static inline __m256 load_first(const void* data, int64_t index, DType dtype, int64_t count) {
   if (count >= 8) return load8(data, index, dtype);
   alignas(32) float values[8] = {};
@@ -33,7 +33,7 @@ static inline __m128i to_bf16(__m256 value) {
   return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
 }
 
-// data[index .. index + count) = the first `count` (1..8) values.
+// Stores the first `count` (1..8) values to data[index .. index + count).
 static inline void store_first(void* data, int64_t index, DType dtype, __m256 value, int64_t count) {
   if (count < 8) {
     alignas(32) float values[8];
@@ -47,7 +47,7 @@ static inline void store_first(void* data, int64_t index, DType dtype, __m256 va
   }
 }
 
-// In place: 8 x 8 words of 32 bits.
+// Transposes 8 x 8 words of 32 bits in place.
 __attribute__((always_inline)) static inline void transpose8(__m256i (&a)[8]) {
   __m256i b[8];
 #pragma GCC unroll 16

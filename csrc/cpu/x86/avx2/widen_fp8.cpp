@@ -1,4 +1,4 @@
-// e4m3 x in a wider dtype, exactly.
+// Exact conversion of e4m3 x to a wider dtype.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx2/expand.h"
 #include "int4/layout.h"

@@ -1,4 +1,4 @@
-// Bytes of W as bfloat16, exactly: 64 columns in order. `static`: see numeric.h.
+// Exact conversion of bytes of W to bfloat16: 64 columns in order. `static`: see numeric.h.
 #pragma once
 
 #include "cpu/mm_job.h"
@@ -6,7 +6,7 @@
 
 namespace qao::cpu {
 
-// The two bytes of a bfloat16, by seven bits without the sign.
+// The two bytes of a bfloat16, indexed by seven bits without the sign.
 struct ByteTable {
   alignas(64) uint8_t low[128], high[128];
 };
@@ -41,7 +41,7 @@ __attribute__((always_inline)) static inline __m512i look_up_byte(const uint8_t 
   return _mm512_permutex2var_epi8(_mm512_load_si512(table), index, _mm512_load_si512(table + 64));
 }
 
-// From the bytes of bfloat16, of which `high` lack the sign of `bytes`: those of 8 i .. 8 i + 7 of each 128-bit lane.
+// Combines the bytes of bfloat16, with the signs of `bytes` added to `high`: bytes 8 i .. 8 i + 7 of each 128-bit lane.
 __attribute__((always_inline)) static inline void with_signs(__m512i low, __m512i high, __m512i bytes,
                                                              __m512i (&out)[2]) {
   const __m512i signed_high = _mm512_ternarylogic_epi32(high, bytes, _mm512_set1_epi8(-128), 0xF8);  // | (bytes & ...)
@@ -52,7 +52,7 @@ __attribute__((always_inline)) static inline void expand_fp8_halves(__m512i byte
   with_signs(look_up_byte(kFp8Table.low, bytes), look_up_byte(kFp8Table.high, bytes), bytes, out);
 }
 __attribute__((always_inline)) static inline void expand_int8_halves(__m512i bytes, __m512i (&out)[2]) {
-  const __m512i magnitude = _mm512_abs_epi8(bytes);  // -128 stays, for which the table says 0
+  const __m512i magnitude = _mm512_abs_epi8(bytes);  // -128 stays, and the table has 0 for it
   const __mmask64 lowest = _mm512_cmpeq_epi8_mask(bytes, _mm512_set1_epi8(-128));
   const __m512i high = _mm512_mask_mov_epi8(look_up_byte(kInt8Table.high, magnitude), lowest, _mm512_set1_epi8(0x43));
   with_signs(look_up_byte(kInt8Table.low, magnitude), high, bytes, out);
@@ -64,12 +64,12 @@ __attribute__((always_inline)) static inline void expand_fp8(__m512i bytes, __m5
   expand_fp8_halves(_mm512_permutexvar_epi64(order, bytes), out);
 }
 
-// 16 columns of int8 as float32.
+// Converts 16 columns of int8 to float32.
 __attribute__((always_inline)) static inline __m512 widen_int8(__m128i bytes) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
 }
 
-// Byte i of each word, int8, as float32.
+// Converts byte i of each word, int8, to float32.
 __attribute__((always_inline)) static inline __m512 widen_byte(__m512i words, unsigned i) {
   return _mm512_cvtepi32_ps(_mm512_srai_epi32(i == 3 ? words : _mm512_slli_epi32(words, 24 - 8 * i), 24));
 }

@@ -1,7 +1,7 @@
-// Several rows of x against W with VNNI byte products: 16 rows of W in the lanes of a register, four k at a time.
+// W4A16 GEMM with x in fixed point and VNNI: 16 rows of W in the lanes of a register, four k at a time.
 //
-// Per chunk of K the nibbles of 16 or 32 rows of W expand into a panel in L1, [four k][16 rows][4 bytes]; every row of
-// x then broadcasts four bytes against it. Rows 8..15 hold 16 times their nibble, which their scales undo.
+// Per chunk of K, the nibbles of 16 or 32 rows of W are expanded into a panel in L1, [four k][16 rows][4 bytes]. Every
+// row of x then broadcasts four bytes to multiply it. Rows 8..15 hold 16 times their nibble, which their scales undo.
 #include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
@@ -51,7 +51,7 @@ __attribute__((always_inline)) inline void add_plane(const uint8_t* panel, const
   }
 }
 
-// Section `s` as the kernel walks over it.
+// Position of section `s`.
 struct Walk {
   int64_t chunk, tile, tiles;
   int half;  // of one K-tile, or -1
@@ -62,7 +62,7 @@ Walk walk(const Job& job, int64_t s) {
           job.section < kTileK ? static_cast<int>(s % 2) : -1};
 }
 
-// Word `w` of section `s` for the rows m .. m + kM of x, in its own units.
+// Sums of word `w` of section `s` for rows m .. m + kM of x, in units of that word.
 template <int kN, int kM>
 __attribute__((always_inline)) inline void multiply_word(const Job& job, int64_t m, int64_t s, int w,
                                                          const uint8_t* panel, const GroupVectors (&sections)[kN],
@@ -88,7 +88,7 @@ __attribute__((always_inline)) inline void multiply_word(const Job& job, int64_t
   }
 }
 
-// The last word of one row, whose neighbours have none.
+// The last word of a single row, when its neighbors have none.
 template <int kN>
 [[gnu::noinline]] void last_word(const Job& job, int64_t m, int64_t s, const uint8_t* panel,
                                  const GroupVectors (&sections)[kN], float (&last)[kN][kTileN]) {
@@ -97,13 +97,13 @@ template <int kN>
   for (int n = 0; n < kN; ++n) _mm512_store_ps(last[n], values[n][0]);
 }
 
-// total[i][16 kN] += section `s` for the rows m .. m + kM of x.
+// total[i][16 kN] += section `s` for rows m .. m + kM of x.
 template <int kN, int kM>
 void multiply(const Job& job, int64_t m, int64_t s, const uint8_t* panel, const GroupVectors (&sections)[kN],
               float* total) {
   const int64_t chunk = walk(job, s).chunk;
   const auto has_more = [&](int i) { return job.chunk_words[(m + i) * job.chunks + chunk] > job.words; };
-  int more = 0;  // rows with a word that not all have
+  int more = 0;  // number of rows with one more word
   for (int i = 0; i < kM; ++i) more += has_more(i);
   __m512 result[kN][kM];
   for (auto& row : result) {

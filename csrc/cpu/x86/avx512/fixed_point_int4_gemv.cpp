@@ -1,9 +1,9 @@
-// A few rows of x against W with VNNI byte products: W's nibbles as they lie, unsigned, times the signed bytes of x in
-// fixed point. One 64-byte load holds two rows of W over 64 k; `& 0x0F` is row g, `& 0xF0` is 16 times row g + 8.
-// Of fp4 `vpermb` makes bytes 0..24: twice the value, plus 12.
+// 4-bit W by a few rows of x in fixed point with VNNI: W's unsigned nibbles, unshifted, times the signed bytes of x.
+// One 64-byte load holds two rows of W over 64 k: `& 0x0F` is row g, `& 0xF0` is 16 times row g + 8. For fp4, `vpermb`
+// converts codes to bytes 0..24: twice the value, plus 12.
 //
-// Per chunk and row, with integer sums exact:  y += scale * x_scale * (sum(q * x) - zero * sum(x)).
-// Lanes stay apart until the end of the row: lane j always holds columns 4 j .. 4 j + 3 of tile_column()'s order.
+// Per chunk and row, with exact integer sums:  y += scale * x_scale * (sum(q * x) - zero * sum(x)).
+// Lanes stay separate until the end of the row: lane j holds columns 4 j .. 4 j + 3 in tile_column()'s order.
 #include <type_traits>
 
 #include "cpu/mm_kernels.h"
@@ -23,8 +23,8 @@ using int4::kTileBytes;
 using int4::kTileK;
 using int4::kTileN;
 
-// What a chunk needs of each row of W. With groups of 32 the lanes of a row belong to two groups, in the pattern
-// 0 0 1 1, with groups of 16 to four: the four values are stored; otherwise one.
+// A value per row of W for a chunk. With groups of 32 the lanes of a row belong to two groups, in the pattern 0 0 1 1,
+// with groups of 16 to four. Then four values are stored, otherwise one.
 template <int kGroups>
 struct RowValues {
   static constexpr int kStored = kGroups == 1 ? 1 : 4;
@@ -66,14 +66,14 @@ struct RowValues {
   }
 };
 
-// Of W the bytes that are multiplied, row g and row g + 8, and the factors of a chunk.
+// Operand bytes of W, of rows g and g + 8, and the factors of a chunk.
 template <int kWordsOfX, int kGroupsOfTile>
 struct Int4 {
   static constexpr int kWords = kWordsOfX, kGroups = kGroupsOfTile;
   struct Factors {
     // Of each word: scale * x_scale, 1/16 of it for rows 8..15, 2^-15 of it for the second word.
     RowValues<kGroups> scale[kWords];
-    RowValues<kGroups> zero;  // 16 times it for rows 8..15
+    RowValues<kGroups> zero;  // 16 times the zero point for rows 8..15
     __m512 less_zero(int row, __m512 x_sum, __m512 sum) const { return _mm512_fnmadd_ps(zero[row], x_sum, sum); }
   };
   static __m512 of_x_sum(__m512 x_sum) { return x_sum; }
@@ -93,12 +93,12 @@ struct Fp4 {
   static __m512i high(__m512i bytes) { return _mm512_permutexvar_epi8(_mm512_srli_epi16(bytes, 4), entries()); }
 
  private:
-  // Four times: `vpermb` takes the lower six bits for an index.
+  // Four copies: `vpermb` uses the lower six bits as an index.
   static __m512i entries() { return _mm512_broadcast_i32x4(fp4_bytes()); }
 };
 
-// Of all chunks of one N-tile and one row of x. Not inlined: the loop that uses them shall read memory, where a
-// broadcast is free, and not permute the registers they came from.
+// Factors of all chunks of one N-tile and one row of x. Not inlined: the consuming loop must read memory, where a
+// broadcast is free, instead of permuting registers.
 template <int kWords, int kGroups>
 [[gnu::noinline]] void make_factors(const Job& job, int64_t tile, int64_t m, Int4<kWords, kGroups>,
                                     typename Int4<kWords, kGroups>::Factors* factors) {
@@ -144,7 +144,7 @@ template <int kWords, int kGroups>
   }
 }
 
-// 256 * sum(w * high) + sum(w * low), lane by lane.
+// 256 * sum(w * high) + sum(w * low), per lane.
 template <int kTiles>
 __attribute__((always_inline)) inline __m512 dot(const __m512i (&w)[kTiles], const __m512i (&x)[kTiles][2]) {
   __m512i sum = _mm512_setzero_si512();
@@ -156,7 +156,7 @@ __attribute__((always_inline)) inline __m512 dot(const __m512i (&w)[kTiles], con
   return _mm512_cvtepi32_ps(sum);
 }
 
-// sums[row] += kTiles K-tiles of one chunk: the words that every chunk has, or the one more.
+// sums[row] += kTiles K-tiles of one chunk: the words that every chunk has, or the additional one.
 template <typename W, int kTiles, bool kIsMore>
 __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, const int8_t* const (&x)[kMaxWords],
                                                      int64_t t0, const typename W::Factors& factors,
@@ -219,7 +219,7 @@ void run_tile(const Job& job, int64_t tile, int64_t m, const typename W::Factors
     stream.fetch();
     add_tiles<W, 1, false>(weight, x, t, factors[chunk], sums);
   }
-  // Apart, so that the loop above has registers enough.
+  // A separate loop, so that the loop above has enough registers.
   const uint8_t* chunk_words = job.chunk_words + m * job.chunks;
   for (chunk = 0; (job.remarks[m] & kHasMoreWords) != 0 && chunk < job.chunks; ++chunk) {
     if (chunk_words[chunk] == W::kWords) continue;
@@ -227,7 +227,7 @@ void run_tile(const Job& job, int64_t tile, int64_t m, const typename W::Factors
     for (t = chunk * kTiles; t < end; ++t) add_tiles<W, 1, true>(weight, x, t, factors[chunk], sums);
   }
 
-  // Sixteen rows of lanes to one vector of row sums.
+  // Reduces sixteen rows of lanes to one vector of row sums.
   __m512i lanes[kTileN];
 #pragma GCC unroll 16
   for (int row = 0; row < kTileN; ++row) lanes[row] = _mm512_castps_si512(sums[row]);

@@ -1,5 +1,5 @@
-// float32 sums of float x, as float32, times any W that expands to float32: for x that is not bfloat16, and for CPUs
-// without its products. Groups and blocks have their scales in the expanded W, blocks of x in the packed x.
+// float32 GEMM of float x and any W that expands to float32, for x that is not bfloat16 and for CPUs without
+// AVX512-BF16. Scales of groups and blocks are applied to the expanded W, block scales of x to the packed x.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx512/expand.h"
 #include "cpu/x86/avx512/fp4.h"
@@ -47,7 +47,7 @@ struct Bytes : Float32Panel, EightBits {
   }
 
  private:
-  // Four columns of 16 rows.
+  // Converts four columns of 16 rows.
   __attribute__((always_inline)) static void widen(__m512i bytes, __m512 (&columns)[4]) {
     if constexpr (kFormat == Format::kInt8) {
       for (int j = 0; j < 4; ++j) columns[j] = widen_byte(bytes, j);
@@ -74,7 +74,7 @@ struct Int4 : Float32Panel {
                      uint32_t* out, int64_t stride) {
     const uint8_t* weight = job.weight + (tile_n * job.tiles_k + panel) * int4::kTileBytes;
     const int64_t k = panel * kPanelColumns;
-    // The two halves of the K-tile may be of two groups.
+    // The two halves of the K-tile may belong to two groups.
     const Parameters* const halves[2] = {&groups[k / job.group_size * groups_stride],
                                          &groups[least(k + 32, job.k - 1) / job.group_size * groups_stride]};
     __m512i quads[kTileRows];
@@ -130,7 +130,7 @@ struct Fp4 : Float32Panel {
   }
 };
 
-// Columns k .. k + 63 of row m as floats, which pack() may round to fp8 itself.
+// Columns k .. k + 63 of row m as floats, which pack() may round to fp8.
 void load_x(const Job& job, int64_t m, int64_t k, float scale, __m512 (&values)[4]) {
   const int64_t left = job.k - k;
   if (job.floats != nullptr) {

@@ -7,7 +7,7 @@ namespace {
 struct Simd {
   using Vector = __m512;
   static constexpr int kLanes = 16, kColumns = 64;
-  static constexpr int kRowsX = 6, kDirectRows = 6;  // 24 sums, 4 of W, and operands
+  static constexpr int kRowsX = 6, kDirectRows = 6;  // registers: 24 sums, 4 of W, and operands
 
   static Vector zero() { return _mm512_setzero_ps(); }
   static Vector load(const float* values) { return _mm512_load_ps(values); }

@@ -7,7 +7,7 @@
 
 namespace qao::cpu {
 
-// The value of each code; `vpermps` looks at the lower four bits of an index alone.
+// Value of each code; `vpermps` only uses the lower four bits of an index.
 static inline __m512 fp4_values() {
   return _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
 }
@@ -16,7 +16,7 @@ static inline __m512 load_fp4_scales(const Job& job, int64_t tile_n, int64_t row
   return load16(job.scales, (tile_n * job.scale_rows + row) * int4::kTileN, DType::kBFloat16);
 }
 
-// What the sums of 16 rows of W, each code times its scale, are multiplied by.
+// Factors of 16 rows of W for their sums of codes times scales.
 static inline __m512 fp4_row_factors(const Job& job, int64_t tile_n) {
   if (job.scale_rows == job.groups) return _mm512_set1_ps(1);
   const __m512 upper =

@@ -1,4 +1,4 @@
-// W's nibbles as a panel for VNNI, 16 rows of W in the lanes of a register: [four k][16 rows][4 bytes]. `static`: see
+// Panel of W's nibbles for VNNI, 16 rows of W in the lanes of a register: [four k][16 rows][4 bytes]. `static`: see
 // numeric.h.
 #pragma once
 
@@ -10,7 +10,7 @@ namespace qao::cpu {
 constexpr int kQuads = int4::kTileK / 4;                 // panel rows of a K-tile
 constexpr int kTilePanel = int4::kTileN * int4::kTileK;  // bytes of a K-tile's panel
 
-// Quads are visited with those of the first 32 columns of a K-tile before the others, so that a group of 32 is a range.
+// Order of the quads: those of the first 32 columns of a K-tile come first, so that a group of 32 is a range.
 static constexpr int quad_of(int visit) { return visit % 8 / 2 * 4 + visit / 8 * 2 + visit % 2; }
 
 static inline __m512i broadcast_quad(const int8_t* bytes) {
@@ -19,7 +19,7 @@ static inline __m512i broadcast_quad(const int8_t* bytes) {
   return _mm512_set1_epi32(quad);
 }
 
-// One tile of W, a panel row every `stride` bytes; rows 8..15 hold 16 times their nibble.
+// Expands one tile of W to panel rows `stride` bytes apart. Rows 8..15 hold 16 times their nibble.
 static inline void expand_tile(const uint8_t* weight, uint8_t* panel, int64_t stride) {
   __m512i rows[int4::kTileN];
 #pragma GCC unroll 8

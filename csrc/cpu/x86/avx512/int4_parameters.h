@@ -1,5 +1,4 @@
-// Scales and zero points of int4 W, one N-tile and one group at a time, ready to be broadcast row by row. `static`: see
-// numeric.h.
+// Scales and zero points of int4 W, per N-tile and group, ready to be broadcast row by row. `static`: see numeric.h.
 #pragma once
 
 #include "cpu/mm_job.h"
@@ -8,7 +7,7 @@
 
 namespace qao::cpu {
 
-// Of 16 rows of W.
+// Scales and zero points of 16 rows of W.
 struct GroupVectors {
   __m512 scale, zero;
 };
@@ -20,7 +19,7 @@ static inline GroupVectors load_group(const Job& job, int64_t tile_n, int64_t gr
                                                        : _mm512_set1_ps(int4::kSymmetricZero)};
 }
 
-// For W's bytes as they lie: `& 0x0F` is row g, `& 0xF0` is 16 times row g + 8. Rows 8..15 get 1/16 of the scale and 16
+// For W's unshifted bytes: `& 0x0F` is row g, `& 0xF0` is 16 times row g + 8. Rows 8..15 get 1/16 of the scale and 16
 // times the zero point.
 static inline GroupVectors for_shifted_rows(const GroupVectors& group) {
   constexpr __mmask16 kUpperRows = 0xFF00;
@@ -28,7 +27,7 @@ static inline GroupVectors for_shifted_rows(const GroupVectors& group) {
           _mm512_mask_mul_ps(group.zero, kUpperRows, group.zero, _mm512_set1_ps(16))};
 }
 
-// The same in memory.
+// GroupVectors in memory.
 struct Int4Parameters {
   alignas(64) float scale[int4::kTileN], zero[int4::kTileN];
 };
@@ -38,7 +37,7 @@ static inline void store_group(const GroupVectors& group, Int4Parameters* parame
   _mm512_store_ps(parameters->zero, group.zero);
 }
 
-// A scalar of memory broadcasts for free; without this the compiler permutes the registers that were stored there.
+// A scalar in memory broadcasts for free; without this the compiler permutes the registers that were stored there.
 static inline void keep_in_memory(const Int4Parameters& parameters) { asm volatile("" ::"r"(&parameters) : "memory"); }
 
 static inline void load_parameters(const Job& job, int64_t tile_n, int64_t group, Int4Parameters* parameters) {
@@ -46,7 +45,7 @@ static inline void load_parameters(const Job& job, int64_t tile_n, int64_t group
   keep_in_memory(*parameters);
 }
 
-// Of all groups, for shifted rows. Not inlined, for the same reason.
+// Parameters of all groups, for shifted rows. Not inlined, for the same reason.
 [[gnu::noinline, maybe_unused]] static void load_shifted_parameters(const Job& job, int64_t tile_n,
                                                                     Int4Parameters* parameters) {
   for (int64_t group = 0; group < job.groups; ++group) {

@@ -1,7 +1,7 @@
-// int8 x times int4 W with VNNI. A panel holds W's nibbles, those of rows 8..15 times 16, which their scales undo. Per
-// section, with integer sums exact:
+// W4A8 GEMM with VNNI. A panel holds W's nibbles, those of rows 8..15 times 16, which their scales undo. Per section,
+// with exact integer sums:
 //   total += scale * (sum(q * x) - zero * sum(x)).
-// Zero points, x's first, come off section by section: where x is far from 0 all along K, sums of its bytes are large.
+// Zero points, x's first, are subtracted per section: if x is far from 0 along all of K, sums of its bytes are large.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx512/int4_panel.h"
 #include "cpu/x86/avx512/int4_parameters.h"

@@ -1,8 +1,8 @@
-// A few rows of int8 x times int4 W with VNNI: W's nibbles as they lie, unsigned, times the bytes of x. Lanes stay
-// apart until the end of the row: lane j always holds columns 4 j .. 4 j + 3 of tile_column()'s order.
+// W4A8 kernel for a few rows of x with VNNI: W's unsigned nibbles, unshifted, times the bytes of x. Lanes stay separate
+// until the end of the row: lane j holds columns 4 j .. 4 j + 3 in tile_column()'s order.
 //
-// Per row and section, with integer sums exact:  y += scale * (sum(q * x) - zero * sum(x)), where x is what its bytes
-// are less their zero point, if they have one.
+// Per row and section, with exact integer sums:  y += scale * (sum(q * x) - zero * sum(x)), where x is its bytes minus
+// their zero point, if any.
 #include "cpu/mm_kernels.h"
 #include "cpu/scratch.h"
 #include "cpu/x86/avx512/int4_parameters.h"
@@ -36,9 +36,8 @@ __attribute__((always_inline)) inline __m512i dot(__m512i sum, const __m512i (&w
   return sum;
 }
 
-// sums[row] += kTiles K-tiles of one group, or of two halves. Without zero points (kZeros) all are 8, and sums of
-// products begin at what they take off.
-// x_zero: taken off bytes of x with kXZeros.
+// sums[row] += kTiles K-tiles of one group, or of two halves. Without zero points (kZeros) all are 8, and sums start at
+// the amount to subtract. x_zero is subtracted from the bytes of x with kXZeros.
 template <bool kHalves, bool kZeros, bool kXZeros, int kTiles>
 __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, const int8_t* x, int x_zero,
                                                      const Int4Parameters* parameters, WeightStream& stream,
@@ -81,7 +80,7 @@ __attribute__((always_inline)) inline void add_tiles(const uint8_t* weight, cons
   }
 }
 
-// Sixteen rows of lanes to one vector of row sums.
+// Reduces sixteen rows of lanes to one vector of row sums.
 __m512 lane_sums(const __m512 (&rows)[kTileN]) {
   __m512i lanes[kTileN];
 #pragma GCC unroll 16
@@ -118,7 +117,7 @@ void run(const Job& job, int64_t begin, int64_t end) {
   const uint8_t* weight = job.weight + begin * job.tiles_k * kTileBytes;
   const int64_t bytes = (job.groups + 1) * static_cast<int64_t>(sizeof(Int4Parameters));
   auto* parameters = static_cast<Int4Parameters*>(scratch(Scratch::kPanel, bytes));
-  parameters[job.groups] = Int4Parameters{};  // the second half of a last K-tile that has but one
+  parameters[job.groups] = Int4Parameters{};  // for the second half of a last K-tile with only one
   for (int64_t tile = begin; tile < end; ++tile) {
     load_shifted_parameters(job, tile, parameters);
     for (int64_t m = 0; m < job.m; ++m) {

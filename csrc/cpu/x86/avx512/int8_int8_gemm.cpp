@@ -1,5 +1,5 @@
-// int8 x times int8 W with VNNI, sums in int32 over all of K. W ^ 0x80 is W + 128, and 128 times the sum of x is taken
-// off at the end.
+// W8A8 GEMM with VNNI, sums in int32 over all of K. W ^ 0x80 is W + 128; 128 times the sum of x is subtracted at the
+// end.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx512/int8_panel.h"
 

@@ -1,7 +1,7 @@
-// int8 x times int8 W with VNNI: lanes along K, four rows of W against up to six of x.
+// W8A8 kernel for a few rows of x with VNNI: lanes along K, four rows of W by up to six of x.
 //
-// `vpdpbusd` wants one operand unsigned: W ^ 0x80 is W + 128, and 128 times the sum of x is taken off at the end.
-// A row of W is one stream of pages; four at once, with the next four fetched meanwhile, keep the memory busy.
+// `vpdpbusd` needs one unsigned operand: W ^ 0x80 is W + 128; 128 times the sum of x is subtracted at the end. Each row
+// of W is one stream of pages; four at once, with the next four prefetched meanwhile, keep memory busy.
 #include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kRowsW = 4, kRowsX = 6;
 
-// Sums of the lanes of four registers.
+// Sums over the lanes of four registers.
 __attribute__((always_inline)) inline __m128i lane_sums(const __m512i (&a)[kRowsW]) {
   const __m512i pair01 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
   const __m512i pair23 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
@@ -36,7 +36,7 @@ __attribute__((always_inline)) inline void add_columns(const __m512i (&w)[kRowsW
   }
 }
 
-// out[kM][4 of 16] = (W + 128) · x over columns [begin, end) for four rows of W, of which w and x hold column 0.
+// out[kM][4 of 16] = (W + 128) · x over columns [begin, end) for four rows of W. w and x point to column 0.
 template <int kM, bool kFetch>
 void multiply(const Job& job, const uint8_t* const (&w)[kRowsW], const int8_t* x, int64_t begin, int64_t end,
               int32_t* out) {
@@ -76,7 +76,7 @@ void multiply_some(const Job& job, const uint8_t* const (&w)[kRowsW], int64_t m,
   }
 }
 
-// Sums of several sections may leave 32 bits: as float64 they stay integers.
+// Sums of several sections may exceed 32 bits: float64 keeps them integers.
 void add_to_totals(__m512i sum, bool first, double* totals) {
   for (int half = 0; half < 2; ++half, totals += kTileRows / 2) {
     const __m512d add = _mm512_cvtepi32_pd(half == 0 ? _mm512_castsi512_si256(sum) : _mm512_extracti64x4_epi64(sum, 1));

@@ -1,5 +1,5 @@
-// What formats of panel_gemm.h have in common with AVX-512: 64 rows of W, and how their bytes become panels. `static`:
-// see numeric.h.
+// Shared base of panel_gemm.h formats with AVX-512: 64 rows of W, and the expansion of bytes to panels. `static`: see
+// numeric.h.
 #pragma once
 
 #include "cpu/mm_job.h"
@@ -10,7 +10,7 @@
 namespace qao::cpu {
 namespace {
 
-// 24 sums, 4 of W, and a word of x.
+// Registers: 24 sums, 4 of W, and a word of x.
 struct Avx512Panel {
   static constexpr int kLanes = 16, kVectors = 4, kStepsOfPart = 1;
   static constexpr int64_t kSteps = 64;
@@ -36,8 +36,8 @@ struct FloatSums : Avx512Panel, FloatTotals {
   static Sum zero() { return _mm512_setzero_ps(); }
 };
 
-// 16 rows of W in eight bits, 64 columns from `k` on, as lanes (simd.h). Zeros past K; past N the last row again, whose
-// products are not written.
+// Loads 16 rows of 8-bit W, 64 columns from `k` on, as lanes (simd.h). Zeros past K. Past N the last row again, whose
+// results are not written.
 __attribute__((always_inline)) inline void load_lanes(const Job& job, int64_t tile_n, int64_t k,
                                                       __m512i (&lanes)[kTileRows]) {
   const int64_t n = tile_n * kTileRows, rows = least(kTileRows, job.n - n), columns = job.k - k;
@@ -52,7 +52,7 @@ __attribute__((always_inline)) inline void load_lanes(const Job& job, int64_t ti
     }
     weight = padded, stride = kTileColumns;
   }
-  // Both halves of a row together: rows 4 KB apart leave each other no room in L1.
+  // Loads both halves of a row together: rows 4 KB apart evict each other from L1.
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     const uint8_t* row = weight + (i % 4 + i / 4 * 8) * stride;
@@ -62,11 +62,11 @@ __attribute__((always_inline)) inline void load_lanes(const Job& job, int64_t ti
   halves_to_lanes(lanes);
 }
 
-// A K-tile of int4 W: quads[4t + step] has the nibbles of columns 16 step + 2t, and 8, 1 and 9 further.
+// A K-tile of int4 W: quads[4t + step] has the nibbles of columns 16 step + 2t, and of those 8, 1 and 9 further.
 __attribute__((always_inline)) inline void load_nibbles(const uint8_t* weight, __m512i (&quads)[kTileRows]) {
   const __m512i nibble = _mm512_set1_epi8(0x0F);
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) {  // row g is the lower nibbles, row g + 8 the upper ones
+  for (int i = 0; i < 8; ++i) {  // row g in the lower nibbles, row g + 8 in the upper ones
     const uint8_t* row = weight + i % 4 * kTileColumns + i / 4 * 32;
     const __m512i bytes = load_halves(row, row + 4 * kTileColumns);
     quads[i + i / 4 * 4] = _mm512_and_si512(bytes, nibble);
@@ -76,7 +76,7 @@ __attribute__((always_inline)) inline void load_nibbles(const uint8_t* weight, _
   lanes_to_quads(quads);
 }
 
-// y[m] of kTiles N-tiles is value(m, t), 16 columns each.
+// Writes value(m, t) to y[m] of kTiles N-tiles, 16 columns each.
 template <int kTiles, typename Value>
 __attribute__((always_inline)) inline void write_rows(const Job& job, int64_t tile_n, RowsOfY rows,
                                                       const Value& value) {
@@ -92,7 +92,7 @@ __attribute__((always_inline)) inline void write_rows(const Job& job, int64_t ti
   }
 }
 
-// y from float totals times scales(tile_n), and kTimesX: times the scale of x.
+// Writes y from float totals times scales(tile_n) and, with kTimesX, times the scale of x.
 template <int kTiles, bool kTimesX, typename Scales>
 void write_tiles(const Job& job, int64_t tile_n, const uint32_t* totals, RowsOfY rows, const Scales& scales) {
   __m512 scale[kTiles], bias[kTiles];

@@ -1,4 +1,4 @@
-// Sixteen values at a time; see quantize_scalar.cpp.
+// Quantization of activations with AVX-512, sixteen values at a time; see scalar/quantize.cpp.
 #include <cmath>
 
 #include "cpu/hadamard.h"
@@ -13,7 +13,7 @@ using quantize::Arguments;
 using quantize::Problem;
 using quantize::Producer;
 
-// task(k, mask) for sixteen values after the other, the mask leaving out those past the end; a constant but at the end.
+// Calls task(k, mask) for sixteen values at a time. The mask excludes those past the end; it is constant before that.
 template <typename Task>
 __attribute__((always_inline)) inline void for_each16(int64_t count, const Task& task) {
   int64_t k = 0;
@@ -21,7 +21,7 @@ __attribute__((always_inline)) inline void for_each16(int64_t count, const Task&
   if (k < count) task(k, first(count - k));
 }
 
-// e^v: 2^n times a polynomial in the rest, at most ln(2) / 2 in magnitude. Relative error 2^-23.
+// e^v: 2^n times a polynomial in the remainder, at most ln(2) / 2 in magnitude. Relative error 2^-23.
 __m512 exponential(__m512 v) {
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(v, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
   __m512 rest = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), v);
@@ -34,7 +34,7 @@ __m512 exponential(__m512 v) {
 }
 
 __m512 silu(__m512 x) {
-  // Beyond +-100 float32 holds e^v no longer; NaN passes both limits.
+  // Beyond +-100 e^v exceeds float32; NaN passes both limits.
   const __m512 v = _mm512_max_ps(_mm512_set1_ps(-100), _mm512_sub_ps(_mm512_setzero_ps(), x));
   return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1), exponential(_mm512_min_ps(_mm512_set1_ps(100), v))));
 }
@@ -69,7 +69,7 @@ void values_of(const Problem& p, const Arguments& a, int64_t m, float* values) {
   });
 }
 
-// visit(values of `dtype`) with the dtype as a constant.
+// Calls `visit` with the dtype as a template argument.
 template <typename Visit>
 __attribute__((always_inline)) inline auto with_dtype(DType dtype, const Visit& visit) {
   if (dtype == DType::kBFloat16) return visit.template operator()<DType::kBFloat16>();
@@ -77,8 +77,8 @@ __attribute__((always_inline)) inline auto with_dtype(DType dtype, const Visit& 
   return visit.template operator()<DType::kFloat32>();
 }
 
-// By bits: of positive floats the largest is that of the largest integer with a sign, and of floats below 0 the lowest
-// is that of the largest integer without one. Infinity and NaN lie beyond all others.
+// Finds the range by integer comparison of bits: positive floats order like signed integers, and the lowest negative
+// float has the largest unsigned integer. Infinity and NaN lie beyond all others.
 template <DType kDType>
 QuantizeRange range_of_bits(const void* values, int64_t count) {
   constexpr bool kWide = kDType == DType::kFloat32;
@@ -107,7 +107,7 @@ QuantizeRange range_of_bits(const void* values, int64_t count) {
     highest = static_cast<uint32_t>(_mm512_reduce_max_epi32(_mm512_max_epi32(high[0], high[1])));
     lowest = _mm512_reduce_max_epu32(_mm512_max_epu32(low[0], low[1]));
   } else {
-    // Both halves of a word in turn, as words.
+    // Reduces both halves of each word, as words.
     const __m512i highs = _mm512_max_epi16(high[0], high[1]), lows = _mm512_max_epu16(low[0], low[1]);
     highest = static_cast<uint32_t>(_mm512_reduce_max_epi32(
         _mm512_max_epi32(_mm512_srli_epi32(highs, 16), _mm512_and_si512(highs, _mm512_set1_epi32(0xFFFF)))));
@@ -126,7 +126,7 @@ QuantizeRange range_of(Floats values, int64_t count) {
   return with_dtype(values.dtype, [&]<DType kDType>() { return range_of_bits<kDType>(values.data, count); });
 }
 
-// Sixteen values as integers.
+// Rounds sixteen values to integers.
 __m512i rounded_sixteen(__m512 values, __m512 inverse) { return _mm512_cvtps_epi32(_mm512_mul_ps(values, inverse)); }
 
 template <DType kDType>
@@ -136,7 +136,7 @@ void round_row_to_int8(const void* values, int64_t count, float inverse, int zer
                 least = _mm512_set1_epi8(static_cast<int8_t>(lowest));
   int64_t k = 0;
   if constexpr (kDType == DType::kBFloat16) {
-    // Even and odd values apart, then 16-bit words in order: integers lie within 255 of 0.
+    // Even and odd values separately, then 16-bit words in order: integers lie within 255 of 0.
     const auto words = [&](const char* from) __attribute__((always_inline)) {
       const __m512i both = _mm512_loadu_si512(from);
       const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
@@ -164,7 +164,7 @@ void round_to_int8(Floats values, int64_t count, float inverse, int zero, int lo
              [&]<DType kDType>() { round_row_to_int8<kDType>(values.data, count, inverse, zero, lowest, q); });
 }
 
-// to_fp8() of numeric.h.
+// As to_fp8() of numeric.h.
 template <DType kDType>
 void round_row_to_fp8(const void* values, int64_t count, float inverse, uint8_t* q) {
   for_each16(count, [&](int64_t k, __mmask16 mask) {

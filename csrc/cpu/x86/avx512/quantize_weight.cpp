@@ -1,4 +1,4 @@
-// Sixteen lanes in one register.
+// Quantization of weight groups with AVX-512: sixteen lanes in one register.
 #include "cpu/quantize_group.h"
 #include "cpu/x86/avx512/simd.h"
 
@@ -19,7 +19,7 @@ inline One least(One x, One y) { return {_mm512_min_ps(x.v, y.v)}; }
 inline One largest(One x, One y) { return {_mm512_max_ps(x.v, y.v)}; }
 inline float lowest_of(One x) { return _mm512_reduce_min_ps(x.v); }
 
-// Spelt out, since the order of a reduction is the compiler's.
+// Written out, because the compiler may choose the order of a reduction.
 inline float sum_of(One x) {
   const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
   __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

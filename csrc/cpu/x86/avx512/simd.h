@@ -1,7 +1,7 @@
 // AVX-512 loads, stores, conversions and the transpose. `static`: see numeric.h.
 #pragma once
 
-// GCC 12 takes the undefined operand of its own unmasked intrinsics for a bug of the caller.
+// GCC 12 warns about the undefined operand inside its unmasked intrinsics.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -16,7 +16,7 @@ static inline __mmask16 first(int64_t count) {
   return count >= 16 ? __mmask16{0xFFFF} : static_cast<__mmask16>((1u << (count > 0 ? count : 0)) - 1);
 }
 
-// data[index .. index + 16) as float32; where `mask` is 0, 0 and nothing read.
+// Loads data[index .. index + 16) as float32. Where `mask` is 0, the result is 0 and nothing is read.
 static inline __m512 load16(const void* data, int64_t index, DType dtype, __mmask16 mask = 0xFFFF) {
   if (dtype == DType::kFloat32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(data) + index);
   const __m256i half = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(data) + index);
@@ -24,7 +24,7 @@ static inline __m512 load16(const void* data, int64_t index, DType dtype, __mmas
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-// To bfloat16, in the upper halves of words; not of NaN.
+// Rounds to bfloat16 in the upper halves of words; not for NaN.
 static inline __m512i round_to_bf16(__m512 value) {
   const __m512i bits = _mm512_castps_si512(value);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -38,7 +38,7 @@ static inline __m256i to_bf16(__m512 value) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(quiet, 16));
 }
 
-// Of words, in order.
+// Upper halves of words, in order.
 static inline __m512i upper_halves(__m512i low, __m512i high) {
   alignas(64) static constexpr uint16_t kUpperHalves[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
                                                             23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
@@ -53,8 +53,8 @@ static inline __m512i to_bf16_pair(__m512 low, __m512 high) {
   return upper_halves(round_to_bf16(low), round_to_bf16(high));
 }
 
-// The nearest e4m3, as float32, of values below 464: where 1.5 * 2^20 times the power of two below a value, at least
-// 2^-6, is added, float32 has no more bits than e4m3 has. -0 becomes 0.
+// Rounds values below 464 to the nearest e4m3, as float32: after adding 1.5 * 2^20 times the power of two below a
+// value, at least 2^-6, float32 has no more bits than e4m3. -0 becomes 0.
 static inline __m512 rounded_to_fp8(__m512 values) {
   const __m512i power = _mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(0x7F800000));
   const __m512i least = _mm512_max_epu32(power, _mm512_set1_epi32((127 - 6) << 23));
@@ -62,7 +62,7 @@ static inline __m512 rounded_to_fp8(__m512 values) {
   return _mm512_sub_ps(_mm512_add_ps(values, large), large);
 }
 
-// data[index + i] = value[i] where `mask` is 1.
+// Stores value[i] to data[index + i] where `mask` is 1.
 static inline void store16(void* data, int64_t index, DType dtype, __m512 value, __mmask16 mask) {
   if (dtype == DType::kFloat32) {
     _mm512_mask_storeu_ps(static_cast<float*>(data) + index, mask, value);
@@ -72,7 +72,7 @@ static inline void store16(void* data, int64_t index, DType dtype, __m512 value,
   }
 }
 
-// data[index + i] = value i of both vectors where i < count.
+// Stores value i of both vectors to data[index + i] where i < count.
 static inline void store32(void* data, int64_t index, DType dtype, __m512 low, __m512 high, int64_t count) {
   if (dtype == DType::kBFloat16) {
     const __mmask32 mask = count >= 32 ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
@@ -83,8 +83,8 @@ static inline void store32(void* data, int64_t index, DType dtype, __m512 low, _
   }
 }
 
-// 16 rows of 64 bytes are transposed in two steps, the first of them half by loads. Halves: a[8 h + i] has columns 32 h
-// to 32 h + 31 of rows i and i + 4, a[8 h + i + 4] those of rows i + 8 and i + 12, for i < 4.
+// 16 rows of 64 bytes are transposed in two steps, half of the first by loads. Halves: a[8 h + i] has columns 32 h to
+// 32 h + 31 of rows i and i + 4, a[8 h + i + 4] those of rows i + 8 and i + 12, for i < 4.
 __attribute__((always_inline)) static inline __m512i load_halves(const uint8_t* row, const uint8_t* other) {
   const __m512i half = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row)));
   return _mm512_inserti64x4(half, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(other)), 1);
@@ -103,7 +103,7 @@ __attribute__((always_inline)) static inline void halves_to_lanes(__m512i (&a)[1
   }
 }
 
-// In place: a[i] has columns 4 i to 4 i + 3 of every row, a word each.
+// In place: a[i] has columns 4 i to 4 i + 3 of every row, one word each.
 __attribute__((always_inline)) static inline void lanes_to_quads(__m512i (&a)[16]) {
 #pragma GCC unroll 4
   for (int i = 0; i < 16; i += 4) {
@@ -114,7 +114,7 @@ __attribute__((always_inline)) static inline void lanes_to_quads(__m512i (&a)[16
   }
 }
 
-// The same, but each lane has the first two columns of its four rows before the other two.
+// The same, but in each lane the first two columns of its four rows come before the other two.
 __attribute__((always_inline)) static inline void lanes_to_pairs(__m512i (&a)[16]) {
 #pragma GCC unroll 4
   for (int i = 0; i < 16; i += 4) {
@@ -125,10 +125,10 @@ __attribute__((always_inline)) static inline void lanes_to_pairs(__m512i (&a)[16
   }
 }
 
-// In place: 16 x 16 words of 32 bits.
+// Transposes 16 x 16 words of 32 bits in place.
 __attribute__((always_inline)) static inline void transpose16(__m512i (&a)[16]) {
   lanes_to_quads(a);
-  // Each 128-bit lane now holds a finished 4 x 4 block; the blocks are transposed.
+  // Each 128-bit lane now holds a transposed 4 x 4 block; next, the blocks are transposed.
   __m512i b[16];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {

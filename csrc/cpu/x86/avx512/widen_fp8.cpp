@@ -1,4 +1,4 @@
-// e4m3 x as bfloat16, exactly; in other dtypes as avx2 does.
+// Exact conversion of e4m3 x to bfloat16; other dtypes as in avx2.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx512/expand.h"
 

@@ -1,5 +1,5 @@
-// bfloat16 x times fp4 W. A panel holds codes times their scales, which are exact in bfloat16, so sums run over all of
-// K.
+// fp4 GEMM with bfloat16 x. A panel holds codes times their scales, which are exact in bfloat16, so sums run over all
+// of K.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx512/fp4.h"
 #include "cpu/x86/avx512_bf16/panel_bf16.h"
@@ -49,7 +49,7 @@ struct Fp4 : PlainTotals<Bf16Panel> {
   }
 
  private:
-  // The upper halves of float32 whose other bits are 0.
+  // Packs the upper halves of float32 values that have zero lower halves.
   static __m512i as_pairs(__m512 first, __m512 second) {
     return _mm512_mask_mov_epi16(_mm512_srli_epi32(_mm512_castps_si512(first), 16), 0xAAAAAAAA,
                                  _mm512_castps_si512(second));

@@ -1,5 +1,5 @@
-// bfloat16 x times int4 W. A panel holds q - whole, exact in bfloat16; `whole` is the zero point where that is a whole
-// number of 0..15, so that what W multiplies by 0 is not seen in any sum. Every section ends with
+// int4 GEMM with bfloat16 x. A panel holds q - whole, exact in bfloat16. `whole` is the zero point if that is an
+// integer in 0..15, so that weights of 0 contribute nothing to any sum. Every section ends with
 //   total += scale * (sums + (whole - zero) * sum(x)).
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx512/int4_parameters.h"
@@ -8,7 +8,7 @@
 namespace qao::cpu {
 namespace {
 
-// Of a group of 16 rows of W.
+// Parameters of a group of 16 rows of W.
 struct Group {
   alignas(64) float scale[kTileRows];
   float rest[kTileRows];      // whole - zero
@@ -16,7 +16,7 @@ struct Group {
   bool has_rest;
 };
 
-// Numbers -16..15 as bfloat16, by their low five bits.
+// Integers -16..15 as bfloat16, indexed by their low five bits.
 struct Bf16Table {
   alignas(64) uint16_t values[32];
 };

@@ -1,5 +1,5 @@
-// bfloat16 x times W in eight bits, which is exact in bfloat16. One scale a row or for all of W multiplies y; one a
-// block of 128 x 128 multiplies the sums of a panel, which are those of a block.
+// 8-bit W GEMM with bfloat16 x. W is exact in bfloat16. Per-row and per-tensor scales multiply y. Scales of 128 x 128
+// blocks multiply the sums of a panel, which covers one block of K.
 #include <type_traits>
 
 #include "cpu/mm_kernels.h"
@@ -9,13 +9,13 @@
 namespace qao::cpu {
 namespace {
 
-// 16 rows of four columns, lanes by pairs, as bfloat16: the first two columns, the other two.
+// Converts 16 rows of four columns, lanes by pairs, to bfloat16: the first two columns, then the other two.
 template <Format kFormat>
 __attribute__((always_inline)) inline void widen(__m512i bytes, __m512i (&pairs)[2]) {
   kFormat == Format::kFp8 ? expand_fp8_halves(bytes, pairs) : expand_int8_halves(bytes, pairs);
 }
 
-// A block of scales is a section, and 128 rows of W of which a tile has 16.
+// A block of scales covers a section and 128 rows of W; a tile has 16 of them.
 struct BlockTotals : Bf16Panel {
   using Fold = float;
   using Row = float;

@@ -1,5 +1,5 @@
-// Rows of x as panels of panel_gemm.h, columns in order, and for int4 W the sums of its sections. x is bfloat16, or
-// fp8, or floats that become fp8 here.
+// Packing of x as panels (panel_gemm.h), columns in order, with section sums for int4 W. x is bfloat16, fp8, or float
+// that is rounded to fp8 here.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx512/expand.h"
 #include "cpu/x86/avx512_bf16/panel_bf16.h"
@@ -16,7 +16,7 @@ __m512 odd_columns(__m512i pairs) {
   return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
 }
 
-// Inf and NaN become 0; what the driver must put right is noted in `remark`.
+// Replaces Inf and NaN by 0, and records in `remark` what the driver must fix.
 __m512i only_finite(__m512i values, uint8_t* remark) {
   const __m512i magnitude = _mm512_and_si512(values, _mm512_set1_epi16(0x7FFF));
   const __mmask32 huge = _mm512_cmpge_epu16_mask(magnitude, _mm512_set1_epi16(kHugeBits));
@@ -31,12 +31,12 @@ __m512i only_finite(__m512i values, uint8_t* remark) {
 enum class Source { kBf16, kFp8, kRoundedBf16, kRoundedFloats };
 constexpr bool is_rounded(Source source) { return source == Source::kRoundedBf16 || source == Source::kRoundedFloats; }
 
-// Even and odd columns as bfloat16 that they are.
+// Combines even and odd columns that are exact in bfloat16.
 __m512i as_pairs(__m512 even, __m512 odd) {
   return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd));
 }
 
-// The columns of a panel from column k of row m on.
+// Loads the columns of a panel from column k of row m on.
 template <Source kSource>
 __attribute__((always_inline)) inline void load_panel(const Job& job, int64_t m, int64_t k,
                                                       __m512i (&values)[kVectors]) {
@@ -54,7 +54,7 @@ __attribute__((always_inline)) inline void load_panel(const Job& job, int64_t m,
   __m512 inverse = _mm512_setzero_ps();
   if constexpr (is_rounded(kSource)) {
     const float scale = job.x_scales[m * job.x_scale_stride + k / kScaleBlock * job.x_block_stride];
-    if (scale != scale) {  // Inf or NaN, which the scale tells
+    if (scale != scale) {  // the row has Inf or NaN
       for (__m512i& v : values) v = _mm512_setzero_si512();
       return;
     }
@@ -83,14 +83,14 @@ __attribute__((always_inline)) inline void load_panel(const Job& job, int64_t m,
   }
 }
 
-// Those columns of a later row come into L2: what fetches by itself stops at every page of x.
+// Prefetches those columns of a later row to L2: the hardware prefetcher stops at every page of x.
 __attribute__((always_inline)) inline void fetch_panel(const Job& job, int64_t m, int64_t k) {
   constexpr int64_t kRowsAhead = 2;
   const auto* x = static_cast<const uint16_t*>(job.x) + (m + kRowsAhead) * job.x_stride + k;
   for (int i = 0; i < kVectors; ++i) __builtin_prefetch(x + i * kVectorColumns, 0, 2);
 }
 
-// Inf and NaN become 0 in all of them; values are seldom so large that one must look.
+// Replaces Inf and NaN by 0 in all vectors. A quick check skips the usual case without large values.
 void make_finite(__m512i (&values)[kVectors], uint8_t* remark) {
   __m512i largest = _mm512_setzero_si512();
   for (const __m512i& v : values) largest = _mm512_max_epu16(largest, _mm512_and_si512(v, _mm512_set1_epi16(0x7FFF)));
@@ -99,7 +99,7 @@ void make_finite(__m512i (&values)[kVectors], uint8_t* remark) {
   for (__m512i& v : values) v = only_finite(v, remark);
 }
 
-// The sums of the sections that lie in a panel, of which `left` columns are inside; sections are of so many vectors.
+// Sums the sections of a panel with `left` columns inside of K. Sections have kSection vectors.
 template <int kSection>
 void sum_sections(const __m512i (&values)[kVectors], int64_t left, float* sums) {
   for (int s = 0; s < kVectors / kSection && s * kSection * kVectorColumns < left; ++s) {
@@ -131,7 +131,7 @@ void pack(const Job& job, int64_t begin, int64_t end) {
   }
 }
 
-// int4 W wants its sums.
+// int4 W needs the section sums.
 template <Source kSource>
 void pack(const Job& job, int64_t begin, int64_t end) {
   if (job.weight_format != Format::kInt4) return pack<kSource, 0>(job, begin, end);
