@@ -1,4 +1,5 @@
-// Embedding lookup in a quantized weight. Scalar code suffices: a row takes a few hundred nanoseconds, bound by memory.
+// Embedding lookup in a quantized weight.
+// Scalar code suffices: a row takes a few hundred nanoseconds, bound by memory.
 #include "cpu/embedding.h"
 
 #include <array>

@@ -1,4 +1,5 @@
-// Embedding lookup in a quantized weight on the CPU. Same Problem and Arguments as CUDA; no torch headers.
+// Embedding lookup in a quantized weight on the CPU.
+// Same Problem and Arguments as CUDA; no torch headers.
 #pragma once
 
 #include "cpu/parallel.h"

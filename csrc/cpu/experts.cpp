@@ -1,3 +1,4 @@
+// MoE routing on the CPU: top-k, permute and unpermute.
 #include "cpu/experts.h"
 
 #include <algorithm>

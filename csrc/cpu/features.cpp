@@ -1,3 +1,4 @@
+// Names and levels of CPU features, and the choice by QAO_CPU_ISA.
 #include "cpu/features.h"
 
 #include <cstdlib>

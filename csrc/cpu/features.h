@@ -1,4 +1,5 @@
-// CPU features of this machine, and the subset that kernels may use: all, or those of the level named by QAO_CPU_ISA.
+// CPU features of this machine, and the subset that kernels may use.
+// The subset is all of them, or those of the level named by QAO_CPU_ISA.
 #pragma once
 
 #include <cstdint>

@@ -1,13 +1,13 @@
-// Rules for converting x to fixed point (format in mm_job.h); each instruction set implements the packing. `static`:
-// see numeric.h.
+// Rules for converting x to fixed point (format in mm_job.h).
+// Each instruction set implements the packing. `static`: see numeric.h.
 //
 // A power of two scales each chunk so that its largest magnitude has 15 bits. Another word adds 15 bits; float32 has
 // two words. Values far below the largest keep fewer bits than their dtype has. That is fine if they are few, since
 // they hardly count next to the largest. If they are many, their sum counts where W is small at the large values. Then
 // a few large values become outliers: they are left out of the chunk, and add_outliers.cpp adds their products. If
 // there are more of them, the chunk gets one more word. A chunk too wide even for that leaves out as many as necessary.
-// A row with too many outliers, or with magnitudes spread like a ladder above which outliers are only the top, is
-// recomputed in float32. These decisions depend only on the chunk and the row.
+// A row is recomputed in float32 if it has too many outliers, or if its magnitudes form a ladder and outliers are only
+// the top. These decisions depend only on the chunk and the row.
 #pragma once
 
 #include "cpu/mm_job.h"
@@ -29,9 +29,9 @@ static inline int reach(DType dtype, int words) {
 }
 
 // A chunk is spread if at least this share of its nonzero values lies this many powers of two below its reach. Of
-// Gaussian values, 10 to 20 % lie below the reach of float16, and half as many with every further power of two. The
-// last share applies to a chunk with all words: it counts values beyond the first 16, and none of up to 32. Tails of
-// GELU outputs extend down to 0.
+// Gaussian values, 10 to 20 % lie below the reach of float16, and half as many with every further power of two. A chunk
+// with all words uses last_share, relative to its nonzero values beyond the first 16; with up to 32 nonzero values, a
+// single one below the limit suffices. Tails of GELU outputs extend down to 0.
 struct Limit {
   int beyond, share, last_share;  // in 32nds
 };

@@ -1,5 +1,5 @@
-// Packing of x as fixed point, chunk by chunk, for any instruction set. A file that includes this defines the three
-// functions declared here.
+// Packing of x as fixed point, chunk by chunk, for any instruction set.
+// A file that includes this defines the three functions declared here.
 #pragma once
 
 #include "cpu/fixed_point.h"

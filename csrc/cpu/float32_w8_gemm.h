@@ -1,10 +1,11 @@
-// W8A16 kernel with float32 x for CPUs without AMX, and for one row of x. Lanes run along K, over four rows of W at a
-// time (four streams of memory); the next four are prefetched meanwhile. `Simd` provides the instructions:
+// W8A16 kernel with float32 x for CPUs without AMX, and for one row of x.
+// Lanes run along K, over four rows of W at a time (four streams of memory); the next four are prefetched meanwhile.
+// `Simd` provides the instructions:
 //   Vector, kLanes, kColumns            columns of W expanded at once; a multiple of kLanes that divides 64
-//   kDirectRows                         rows of x up to which W is expanded in registers; beyond that into a panel in
-//   L1 zero, load, store, fma, multiply, broadcast, load_values, store_values, lane_sums expand<format>(bytes, out)
-//   kColumns columns of W as float32 reorder<format>(columns)            x in the order in which expand() leaves W's
-//   columns
+//   kDirectRows                         rows of x up to which W is expanded in registers, else into a panel in L1
+//   zero, load, store, fma, multiply, broadcast, load_values, store_values, lane_sums
+//   expand<format>(bytes, out)          kColumns columns of W as float32
+//   reorder<format>(columns)            x in the order in which expand() leaves W's columns
 #pragma once
 
 #include "cpu/mm_job.h"

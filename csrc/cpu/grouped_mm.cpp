@@ -1,5 +1,6 @@
-// Driver of grouped GEMMs on the CPU: the batches of all experts run concurrently, so that many experts with few rows
-// cost as many thread barriers as one GEMM.
+// Driver of grouped GEMMs on the CPU.
+// The batches of all experts run concurrently, so that many experts with few rows cost as many thread barriers as one
+// GEMM.
 #include "cpu/grouped_mm.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Hadamard rotation of a row of floats, in vectors of the includer's instruction set. Nothing here has external
-// linkage: see numeric.h.
+// Hadamard rotation of a row of floats, in vectors of the includer's instruction set.
+// Nothing here has external linkage: see numeric.h.
 #pragma once
 
 #include <climits>

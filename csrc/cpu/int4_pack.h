@@ -1,4 +1,5 @@
-// Conversions between plain [N, K] nibbles and the packed layout on the CPU. Same interface as CUDA; no torch headers.
+// Conversions between plain [N, K] nibbles and the packed layout on the CPU.
+// Same interface as CUDA; no torch headers.
 #pragma once
 
 #include <cstdint>

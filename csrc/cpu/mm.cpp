@@ -1,5 +1,5 @@
-// GEMM driver on the CPU: packs some rows of x at a time for the kernel that the table selects, and divides N-tiles
-// among threads.
+// GEMM driver on the CPU.
+// Packs some rows of x at a time for the kernel that the table selects, and divides N-tiles among threads.
 #include "cpu/mm.h"
 
 #include <algorithm>
@@ -42,7 +42,7 @@ void run_batch(Batch batch, const Threads& threads) {
   const auto prepare = [&](int64_t begin, int64_t end) { batch.prepare(begin, end); };
   const auto pack = [&](int64_t begin, int64_t end) { batch.pack(begin, end); };
   const auto run = [&](int64_t begin, int64_t end) { batch.run(begin, end); };
-  const bool knows_outliers = batch.job.outliers == nullptr;  // there are none
+  const bool knows_outliers = batch.job.outliers == nullptr;  // there cannot be any
   Step rows(threads.count, batch.rows_to_prepare()), units(threads.count, batch.units());
   TileShares shares(threads.count, batch.tiles_n(), batch.work());
   if (is_serial(threads, batch.values_to_pack())) {
@@ -101,6 +101,7 @@ void run_shared(std::vector<Batch>& parts, const Threads& threads) {
     for (const Batch& part : parts) part.mend(threads);
     return;
   }
+  // With outliers, parts run one after another.
   for (const Batch& part : parts) {
     if (part.has_outliers()) {
       part.run_with_outliers(threads);

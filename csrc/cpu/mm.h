@@ -1,4 +1,5 @@
-// y = x · Wᵀ + bias on the CPU, for every format of x and W. Same Problem and Arguments as CUDA; no torch headers.
+// y = x · Wᵀ + bias on the CPU, for every format of x and W.
+// Same Problem and Arguments as CUDA; no torch headers.
 #pragma once
 
 #include "cpu/features.h"

@@ -1,3 +1,4 @@
+// Steps of a batch of rows of a GEMM: quantize, pack, run, and fix rows.
 #include "cpu/mm_batch.h"
 
 #include <algorithm>

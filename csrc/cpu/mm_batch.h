@@ -1,5 +1,6 @@
-// A batch of rows of a GEMM: quantize and pack x, compute y by N-tiles, and fix rows beyond the kernel's arithmetic.
-// The drivers mm.cpp and grouped_mm.cpp divide these steps among threads.
+// A batch of rows of a GEMM.
+// It quantizes and packs x, computes y by N-tiles, and fixes rows beyond the kernel's arithmetic. The drivers mm.cpp
+// and grouped_mm.cpp divide these steps among threads.
 #pragma once
 
 #include "cpu/mm_table.h"

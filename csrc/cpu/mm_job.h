@@ -1,6 +1,6 @@
-// One GEMM y = x · Wᵀ + bias over some rows of x, as the driver passes it to a kernel. Files compiled for one
-// instruction set include this header, so it declares and never defines: the linker could choose an inline function
-// compiled to AVX-512 for every CPU.
+// One GEMM y = x · Wᵀ + bias over some rows of x, as the driver passes it to a kernel.
+// Files compiled for one instruction set include this header, so it declares and never defines: the linker could choose
+// an inline function compiled to AVX-512 for every CPU.
 //
 // A kernel runs in two steps over at most Packing::max_rows rows of x: `pack` converts x to the form that its inner
 // loop reads, `run` computes y for a range of N-tiles of 16 rows of W. mm.cpp divides both among threads.

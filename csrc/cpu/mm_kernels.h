@@ -1,6 +1,6 @@
-// All GEMM kernels of the CPU, by namespace of their instruction set; mm_table.cpp decides when each runs. A name is
-// the form of x, the format of W ("w8": int8 or fp8), and gemv (lanes run along K, each row of x reads W again) or
-// gemm.
+// All GEMM kernels of the CPU, by namespace of their instruction set.
+// mm_table.cpp decides when each runs. A name is the form of x, the format of W ("w8": int8 or fp8), and gemv (lanes
+// run along K, each row of x reads W again) or gemm.
 #pragma once
 
 #include "cpu/mm_job.h"

@@ -1,3 +1,4 @@
+// Packed forms of x, and the description of a problem as a kernel's job.
 #include "cpu/mm_packing.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Table of the CPU's GEMM kernels in the order in which they are tried.
 #include "cpu/mm_table.h"
 
 #include <array>

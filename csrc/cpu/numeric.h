@@ -1,5 +1,5 @@
-// Scalar conversions of float32 to and from bfloat16, float16 and fp8, round to nearest even. Everything is `static`:
-// the linker must not choose a copy compiled for a newer ISA for all files.
+// Scalar conversions of float32 to and from bfloat16, float16 and fp8, round to nearest even.
+// Everything is `static`: the linker must not choose a copy compiled for a newer ISA for all files.
 #pragma once
 
 #include <cstdint>

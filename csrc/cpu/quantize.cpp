@@ -1,5 +1,5 @@
-// Quantization code common to all instruction sets, such as scales and zero points. The loops over a row are
-// QuantizeKernels.
+// Quantization code common to all instruction sets, such as scales and zero points.
+// The loops over a row are QuantizeKernels.
 #include "cpu/quantize.h"
 
 #include <algorithm>

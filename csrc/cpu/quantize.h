@@ -1,5 +1,5 @@
-// Quantization of activations to eight bits, and the producers' outputs, on the CPU. Same Problem and Arguments as
-// CUDA, with Order::kRows only; no torch headers.
+// Quantization of activations to eight bits, and the producers' outputs, on the CPU.
+// Same Problem and Arguments as CUDA, with Order::kRows only; no torch headers.
 #pragma once
 
 #include "cpu/features.h"

@@ -1,6 +1,6 @@
-// Quantization of one group of a weight on a CPU: the platform functions that qao/quantize_group.h and
-// qao/quantize_fp4_group.h require. The `Lanes` of an instruction set must provide to_bytes(lanes, bytes). Nothing here
-// has external linkage: see numeric.h.
+// Quantization of one group of a weight on a CPU.
+// These are the platform functions that qao/quantize_group.h and qao/quantize_fp4_group.h require. The `Lanes` of an
+// instruction set must provide to_bytes(lanes, bytes). Nothing here has external linkage: see numeric.h.
 #pragma once
 
 #include <cstring>

@@ -1,5 +1,6 @@
-// Quantization of float weights [N, K] on the CPU, no torch headers: to integers with a search for the best clipping
-// range, to fp8 (e4m3), and to fp4 (e2m1) with the better of two scales.
+// Quantization of float weights [N, K] on the CPU, no torch headers.
+// Formats are integers with a search for the best clipping range, fp8 (e4m3), and fp4 (e2m1) with the better of two
+// scales.
 #pragma once
 
 #include <cstdint>

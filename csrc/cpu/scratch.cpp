@@ -1,3 +1,4 @@
+// Per-thread memory that kernels reuse between calls, in huge pages if large.
 #include "cpu/scratch.h"
 
 #include <sys/mman.h>

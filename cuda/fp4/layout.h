@@ -1,5 +1,6 @@
-// Packed layout of 4-bit float weights (MXFP4, NVFP4). Codes are e2m1: a sign, two exponent bits, one mantissa bit.
-// They are placed like the nibbles of int4 (int4/layout.h). Rows and columns past N and K hold 8, which is -0.
+// Packed layout of 4-bit float weights (MXFP4, NVFP4).
+// Codes are e2m1: a sign, two exponent bits, one mantissa bit. They are placed like the nibbles of int4
+// (int4/layout.h). Rows and columns past N and K hold 8, which is -0.
 //
 // scales   bfloat16   [N/16][groups + row parts][1][16]
 //

@@ -1,5 +1,5 @@
-// The packed int4 layout, the only one for all M and all kernels, CPU and CUDA. Kernels, packers and C++ tests take
-// their index arithmetic from here.
+// The packed int4 layout, the only one for all M and all kernels, CPU and CUDA.
+// Kernels, packers and C++ tests take their index arithmetic from here.
 //
 // weight   uint8 bytes [N/16][K/64][512]     n-tiles, k-tiles, bytes of one 16 x 64 tile (sizes rounded up)
 // scales   float      [N/16][groups][P][16]  P = 1: scales; P = 2: scales, then zero points

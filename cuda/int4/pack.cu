@@ -1,5 +1,5 @@
-// Conversions between plain [N, K] nibbles and the packed layout. Only dequantize is performance-relevant: the backward
-// pass uses it.
+// Conversions between plain [N, K] nibbles and the packed layout.
+// Only dequantize is performance-relevant: the backward pass uses it.
 #include "common/check.h"
 #include "common/convert.cuh"
 #include "int4/layout.h"

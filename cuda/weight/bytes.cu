@@ -1,5 +1,5 @@
-// Quantization of weights to int8 or e4m3: one CTA per row, or per block of 128 x 128. Values stay in registers until
-// the scale is known; the rest of very long rows is read twice.
+// Quantization of weights to int8 or e4m3: one CTA per row, or per block of 128 x 128.
+// Values stay in registers until the scale is known; the rest of very long rows is read twice.
 #include "common/check.h"
 #include "common/integers.h"
 #include "common/quantize.cuh"
@@ -92,6 +92,7 @@ __global__ void __launch_bounds__(1024) rows_kernel(Params p) {
       task(vector, column);
     }
   };
+  // Find the scale
   uint32_t largest;
   if (p.one_scale) {
     largest = *p.largest;
@@ -113,6 +114,7 @@ __global__ void __launch_bounds__(1024) rows_kernel(Params p) {
                                               !p.one_scale      ? scales + blockIdx.x
                                               : blockIdx.x == 0 ? scales
                                                                 : nullptr));
+  // Quantize and store
   uint8_t* to = p.q + blockIdx.x * p.k;
   const auto put = [&](const Packed<dtype>& vector, int column) {
     float value[kVector];

@@ -1,6 +1,7 @@
-// Quantization of weights to fp4, partitioned as in unit.cuh. A vector of eight columns is a quarter of an MXFP4 group
-// or half of an NVFP4 group; neighboring lanes hold the rest. Results are bit-identical to the CPU's
-// (qao/quantize_fp4_group.h): the same quotients, the same order of sums, and no fused multiply-add.
+// Quantization of weights to fp4, partitioned as in unit.cuh.
+// A vector of eight columns is a quarter of an MXFP4 group or half of an NVFP4 group; neighboring lanes hold the rest.
+// Results are bit-identical to the CPU's (qao/quantize_fp4_group.h): the same quotients, the same order of sums, and no
+// fused multiply-add.
 #include "common/check.h"
 #include "fp4/layout.h"
 #include "weight/quotient.cuh"

@@ -1,4 +1,5 @@
-// Quantization of float weights to integers by groups: quantize_group.h with sixteen threads per group, one per lane.
+// Quantization of float weights to integers by groups.
+// quantize_group.h with sixteen threads per group, one per lane.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

@@ -1,5 +1,5 @@
-// Quantization of weights to int4, partitioned as in unit.cuh. A quad of lanes handles groups of up to 128 columns, a
-// CTA wider ones, rereading what did not fit in registers.
+// Quantization of weights to int4, partitioned as in unit.cuh.
+// A quad of lanes handles groups of up to 128 columns, a CTA wider ones, rereading what did not fit in registers.
 //
 // Almost every group has a scale for which corrected quotients are exact, and an integer zero point. Other groups, and
 // those that may lie on a grid of sixteen steps, take a slow path in functions outside of the kernels.

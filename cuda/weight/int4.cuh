@@ -1,5 +1,5 @@
-// Arithmetic of int4 scales, zero points and codes, the same as on the CPU. qao/quantize_group.h explains the
-// constants.
+// Arithmetic of int4 scales, zero points and codes, the same as on the CPU.
+// qao/quantize_group.h explains the constants.
 #pragma once
 
 #include "weight/quotient.cuh"

@@ -1,6 +1,7 @@
-// Register tile of a warp that quantizes to 4 bits: 16 rows x 128 columns, two tiles of the packed layout. Lane 4 g + t
-// loads vectors t, 4 + t, 8 + t and 12 + t of eight columns of rows g and g + 8, keeps them in registers until the
-// scales are known, and passes codes to the lanes that store them. So a quad holds all of a group of up to 128 columns.
+// Register tile of a warp that quantizes to 4 bits: 16 rows x 128 columns.
+// That is two tiles of the packed layout. Lane 4 g + t loads vectors t, 4 + t, 8 + t and 12 + t of eight columns of
+// rows g and g + 8, keeps them in registers until the scales are known, and passes codes to the lanes that store them.
+// So a quad holds all of a group of up to 128 columns.
 #pragma once
 
 #include "common/integers.h"
@@ -63,8 +64,7 @@ struct Unit {
     const bool edge = first_tile * int4::kTileK + kUnit > p.k || (row_tile + 1) * int4::kTileN > p.n;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-      uint32_t both[2][4];  // per vector t and 4 + t of the tile; each 16 bits hold row g in the low byte, row g + 8 in
-                            // the high byte
+      uint32_t both[2][4];  // per vector t and 4 + t of the tile; 16 bits: row g in the low byte, row g + 8 above
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t code[2][4];

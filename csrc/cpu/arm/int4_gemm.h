@@ -1,6 +1,6 @@
-// GEMM of int4 W and rows of bytes, for every instruction set. A row of int8 x is one row of bytes; a row in fixed
-// point is two (high and low) per word. Lanes run along K. Four row pairs (g, g + 8) of W, eight rows, meet up to two
-// rows of bytes.
+// GEMM of int4 W and rows of bytes, for every instruction set.
+// A row of int8 x is one row of bytes; a row in fixed point is two (high and low) per word. Lanes run along K. Four row
+// pairs (g, g + 8) of W, eight rows, meet up to two rows of bytes.
 //
 // Per section, with exact integer sums:  y += scale * (sum(q * x) - zero * sum(x)).
 // Zero points, x's first, are subtracted per section and not at the end: if x is far from 0 along all of K, both sums

@@ -1,5 +1,5 @@
-// W8A8 GEMM for every instruction set: lanes along K, four rows of W by up to four of x. `Dot` provides the
-// instructions (lane_dot.h).
+// W8A8 GEMM for every instruction set: lanes along K, four rows of W by up to four of x.
+// `Dot` provides the instructions (lane_dot.h).
 #pragma once
 
 #include "cpu/arm/simd.h"

@@ -1,6 +1,6 @@
-// Byte dot products with lanes along K: kRows rows of W by kV rows of bytes. `Instruction::dot(sum, w, x)` adds to each
-// 32-bit lane the products of its four bytes. The bytes of an int4 tile are ordered so that a lane is a k-step of 16
-// columns (int4::tile_column()).
+// Byte dot products with lanes along K: kRows rows of W by kV rows of bytes.
+// `Instruction::dot(sum, w, x)` adds to each 32-bit lane the products of its four bytes. The bytes of an int4 tile are
+// ordered so that a lane is a k-step of 16 columns (int4::tile_column()).
 #pragma once
 
 #include <arm_neon.h>

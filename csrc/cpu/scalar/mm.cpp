@@ -1,3 +1,4 @@
+// Scalar GEMM of float or quantized x and any quantized W.
 #include "cpu/scalar/mm.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Scalar GEMM of float or quantized x and any quantized W, for any CPU and problem. Also adds the contribution of Inf
-// and NaN in x to results computed without them.
+// Scalar GEMM of float or quantized x and any quantized W, for any CPU and problem.
+// Also adds the contribution of Inf and NaN in x to results computed without them.
 #pragma once
 
 #include "qao/mm.h"

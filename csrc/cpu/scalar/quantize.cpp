@@ -1,5 +1,5 @@
-// Scalar quantization of activations, the reference: all instruction sets match it bit for bit, except SiLU's
-// exponential.
+// Scalar quantization of activations, the reference of all instruction sets.
+// They match it bit for bit, except for SiLU's exponential.
 #include <algorithm>
 #include <cmath>
 

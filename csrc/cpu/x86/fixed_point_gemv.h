@@ -1,5 +1,6 @@
-// Shared parts of the gemv kernels of x in fixed point and 4-bit W: static dispatch over a chunk's parameters, and fp4
-// codes as bytes. Byte multiplication, and when the factors of a chunk are computed, differ by instruction set.
+// Shared parts of the gemv kernels of x in fixed point and 4-bit W.
+// These are static dispatch over a chunk's parameters, and fp4 codes as bytes. Byte multiplication, and when the
+// factors of a chunk are computed, differ by instruction set.
 #pragma once
 
 #include <immintrin.h>

@@ -1,5 +1,6 @@
-// GEMM y = x Wᵀ in vector registers for several rows of x, with rows of W in the lanes, so that sums are never reduced
-// across lanes. Each includer instantiates it for its formats.
+// GEMM y = x Wᵀ in vector registers for several rows of x.
+// Rows of W are in the lanes, so that sums are never reduced across lanes. Each includer instantiates it for its
+// formats.
 //
 // K is divided into steps, the columns that fill 32 bits (one of float32, two of 16 bits, four of int8), and steps into
 // panels. A panel of W is expanded into L1, [step][rows of W], and meets every row of x. x is packed as

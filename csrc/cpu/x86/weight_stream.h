@@ -1,5 +1,6 @@
-// Prefetcher of W, which is read once and in order. A single stream of 4 KB pages leaves memory half idle. So while
-// four N-tiles are used, the next four are prefetched into L2 concurrently. `static`: see numeric.h.
+// Prefetcher of W, which is read once and in order.
+// A single stream of 4 KB pages leaves memory half idle. So while four N-tiles are used, the next four are prefetched
+// into L2 concurrently. `static`: see numeric.h.
 #pragma once
 
 #include <immintrin.h>

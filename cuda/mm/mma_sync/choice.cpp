@@ -1,3 +1,4 @@
+// Choice of a tile and of its partition over CTAs for the portable kernels.
 #include "mm/mma_sync/choice.h"
 
 #include <algorithm>

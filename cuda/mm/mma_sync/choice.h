@@ -1,4 +1,5 @@
-// Choice of a row of tiles_sm90.inc or tiles.inc for a problem, and of its partition over CTAs. Host code only.
+// Choice of a row of tiles_sm90.inc or tiles.inc for a problem, and of its partition over CTAs.
+// This is host code only.
 #pragma once
 
 #include <array>

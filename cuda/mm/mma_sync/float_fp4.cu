@@ -1,3 +1,4 @@
+// Instantiations of the portable W4A16 kernels for fp4 weights.
 #include <array>
 
 #include "mm/mma_sync/float_fp4.cuh"

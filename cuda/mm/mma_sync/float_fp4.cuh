@@ -1,6 +1,7 @@
-// Portable W4A16 kernel for fp4 weights (fp4/layout.h): float_int4.cuh with another conversion of codes, no zero
-// points, and groups of half a K-tile or of one k-step. Codes are exact in 16 bits. Scales are applied to float32 sums
-// of a group, row divisors to the sums of the whole row.
+// Portable W4A16 kernel for fp4 weights (fp4/layout.h).
+// It differs from float_int4.cuh in the conversion of codes, has no zero points, and has groups of half a K-tile or of
+// one k-step. Codes are exact in 16 bits. Scales are applied to float32 sums of a group, row divisors to the sums of
+// the whole row.
 #pragma once
 
 #include "common/fp4.cuh"

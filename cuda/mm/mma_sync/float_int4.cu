@@ -1,3 +1,4 @@
+// Instantiations of the portable W4A16 kernels for int4 weights.
 #include <array>
 
 #include "mm/mma_sync/float_int4.cuh"

@@ -1,5 +1,6 @@
-// Portable W4A16 kernel for int4 weights: mma.sync with swap-AB, weights as the 16-row operand and tokens as the
-// 8-column one. It supports every M. Tile shapes are the rows of float_int4_tiles.inc.
+// Portable W4A16 kernel for int4 weights: mma.sync with swap-AB.
+// Weights are the 16-row operand and tokens the 8-column one. It supports every M. Tile shapes are the rows of
+// float_int4_tiles.inc.
 #pragma once
 
 #include "mm/mma_sync/float_int4_cta.cuh"

@@ -1,3 +1,4 @@
+// Launch of the portable W4A16 kernels.
 #include "common/check.h"
 #include "common/shared_memory.h"
 #include "fp4/layout.h"

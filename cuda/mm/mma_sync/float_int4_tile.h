@@ -1,4 +1,5 @@
-// Compile-time CTA shape and shared-memory layout of the portable W4A16 kernels, shared by the kernel and plan().
+// Compile-time CTA shape and shared-memory layout of the portable W4A16 kernels.
+// The kernels and plan() share it.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// The portable grouped-GEMM kernels as grouped_launch.cu sees them: parameters of a dense kernel, set for expert 0, and
-// a routing.
+// The portable grouped-GEMM kernels as grouped_launch.cu sees them.
+// They take the parameters of a dense kernel, set for expert 0, and a routing.
 #pragma once
 
 #include "mm/int4_params.h"

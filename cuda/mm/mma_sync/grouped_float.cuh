@@ -1,5 +1,5 @@
-// Portable W4A16 grouped GEMM: the CTA of float_int4.cuh or float_fp4.cuh with the weights of one expert and gathered
-// rows of x.
+// Portable W4A16 grouped GEMM.
+// It is the CTA of float_int4.cuh or float_fp4.cuh with the weights of one expert and gathered rows of x.
 #pragma once
 
 #include <array>

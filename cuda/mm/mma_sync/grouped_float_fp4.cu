@@ -1,3 +1,4 @@
+// Instantiations of the portable W4A16 grouped GEMM for fp4 weights.
 #include "mm/mma_sync/float_fp4.cuh"
 #include "mm/mma_sync/grouped_float.cuh"
 

@@ -1,3 +1,4 @@
+// Instantiations of the portable W4A16 grouped GEMM for int4 weights.
 #include "mm/mma_sync/grouped_float.cuh"
 
 namespace qao::mm::mma_sync::grouped {

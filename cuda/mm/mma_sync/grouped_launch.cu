@@ -1,3 +1,4 @@
+// Launch of the portable grouped GEMMs.
 #include <algorithm>
 
 #include "common/launch.h"

@@ -1,4 +1,5 @@
-// Planning of portable grouped GEMMs: tile and number of CTAs, from the numbers of rows and experts only.
+// Planning of portable grouped GEMMs.
+// Tile and number of CTAs depend only on the numbers of rows and experts.
 #include <algorithm>
 #include <array>
 #include <span>

@@ -1,5 +1,5 @@
-// Portable kernels on fp8 tensor cores, compiled for sm_89 and as PTX for newer GPUs. Tiles that exceed the shared
-// memory of sm_89 are left out, as in plan_fp8().
+// Portable kernels on fp8 tensor cores, compiled for sm_89 and as PTX for newer GPUs.
+// Tiles that exceed the shared memory of sm_89 are left out, as in plan_fp8().
 #include <array>
 
 #include "mm/mma_sync/operands.h"

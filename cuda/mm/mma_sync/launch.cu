@@ -1,3 +1,4 @@
+// Launch of the portable kernels.
 #include "common/check.h"
 #include "common/launch.h"
 #include "common/shared_memory.h"

@@ -1,3 +1,4 @@
+// Planning of the portable kernels.
 #include "mm/mma_sync/plan.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// In-kernel quantization of x for a few tokens (ResidentX in tile.h). Every CTA does it while its first K-tiles of W
-// load.
+// In-kernel quantization of x for a few tokens (ResidentX in tile.h).
+// Every CTA does it while its first K-tiles of W load.
 //
 //   floats in shared memory  ->  range of each token  ->  q in K-tiles, and the parameters of x for the epilogue
 //

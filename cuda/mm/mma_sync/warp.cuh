@@ -1,5 +1,6 @@
-// Portable GEMM kernel: mma.sync with swap-AB, weights as the 16-row operand and tokens as the 8-column one. It
-// supports all operators and every M. Tile shapes are the rows of tiles.inc and tiles_sm90.inc.
+// Portable GEMM kernel: mma.sync with swap-AB.
+// Weights are the 16-row operand and tokens the 8-column one. It supports all operators and every M. Tile shapes are
+// the rows of tiles.inc and tiles_sm90.inc.
 #pragma once
 
 #include "mm/mma_sync/cta.cuh"

@@ -1,4 +1,4 @@
-// Device functions shared by the skinny-GEMM kernels: operand conversion, scale of the sums, and the epilogue.
+// Operand conversion and epilogue shared by the skinny-GEMM kernels.
 // Namespaces name where x lives: `x_ring` streams it through the ring (ring.cuh), `held` keeps it in shared memory
 // (resident.cuh), `tma` loads it there with TMA (tma.cuh).
 #pragma once

@@ -1,5 +1,5 @@
-// Grouped GEMM of bfloat16 x and a packed weight for few rows per expert: the CTA of ring.cuh or ring_fp4.cuh runs
-// parts of experts and gathers rows of x. Grid: [1, CTAs].
+// Grouped GEMM of bfloat16 x and a packed weight for few rows per expert.
+// The CTA of ring.cuh or ring_fp4.cuh runs parts of experts and gathers rows of x. Grid: [1, CTAs].
 #pragma once
 
 #include "mm/stream/grouped_parts.cuh"

@@ -1,3 +1,4 @@
+// Instantiations of grouped.cuh for fp4 weights.
 #include "mm/stream/grouped.cuh"
 #include "mm/stream/ring_fp4.cuh"
 

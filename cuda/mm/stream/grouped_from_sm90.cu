@@ -1,3 +1,4 @@
+// Instantiations of grouped.cuh for int4 weights.
 #include "mm/stream/grouped.cuh"
 #include "mm/stream/variants.h"
 

@@ -1,6 +1,6 @@
-// Grouped GEMM of bfloat16 x and an int4 weight for a moderate number of rows per expert: the CTA of tma.cuh runs parts
-// of experts. Gathered rows of x cannot be one TMA box, so each warp copies the columns of its K-steps with cp.async in
-// the first pass of a part. Grid: CTAs.
+// Grouped GEMM of bfloat16 x and an int4 weight for a moderate number of rows per expert.
+// The CTA of tma.cuh runs parts of experts. Gathered rows of x cannot be one TMA box, so each warp copies the columns
+// of its K-steps with cp.async in the first pass of a part. Grid: CTAs.
 #pragma once
 
 #include "mm/stream/grouped_parts.cuh"

@@ -1,3 +1,4 @@
+// Instantiations of grouped_tma.cuh.
 #include "mm/stream/grouped_tma.cuh"
 
 namespace qao::mm::stream {

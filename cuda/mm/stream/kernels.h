@@ -1,5 +1,5 @@
-// The skinny-GEMM kernels as launch.cu sees them. `config` is a row of the family's .inc file; `half_x` selects float16
-// x over bfloat16.
+// The skinny-GEMM kernels as launch.cu sees them.
+// `config` is a row of the family's .inc file; `half_x` selects float16 x over bfloat16.
 #pragma once
 
 #include <cuda.h>

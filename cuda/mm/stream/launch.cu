@@ -1,5 +1,6 @@
-// Launch of the skinny-GEMM kernels. With PDL, weights are prefetched before the previous kernel ends. Kernel
-// parameters are recomputed from the plan by the functions that plan() used.
+// Launch of the skinny-GEMM kernels.
+// With PDL, weights are prefetched before the previous kernel ends. Kernel parameters are recomputed from the plan by
+// the functions that plan() used.
 #include "common/launch.h"
 #include "common/shared_memory.h"
 #include "common/tensor_map.h"

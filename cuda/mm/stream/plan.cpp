@@ -1,3 +1,4 @@
+// Planning of the skinny-GEMM kernels.
 #include "mm/stream/plan.h"
 
 #include <algorithm>
@@ -148,7 +149,7 @@ bool is_fused(const Problem& problem) { return problem.normed || problem.gated; 
 }  // namespace
 
 bool supports(const Problem& problem, const Gpu& gpu) {
-  if (problem.batch_invariant) return false;  // warps split K as it suits the number of tokens
+  if (problem.batch_invariant) return false;  // the split of K depends on the number of tokens
   return runs_sm90(gpu) && (is_float_int4(problem) || is_float_fp4(problem)) && !is_split(problem);
 }
 

@@ -1,5 +1,5 @@
-// Planning of the skinny-GEMM kernels, host code only. A plan function returns false if another kernel family is faster
-// or nothing fits.
+// Planning of the skinny-GEMM kernels, host code only.
+// A plan function returns false if another kernel family is faster or nothing fits.
 #pragma once
 
 #include <vector>

@@ -1,6 +1,6 @@
-// MMAs of resident.cuh for an fp4 weight (fp4/layout.h), with operands as in ring_fp4.cuh. As in resident_product.cuh,
-// MMA columns are (token, group) pairs: the eight groups of a K-step (NVFP4) leave room for one token, four (MXFP4) for
-// two.
+// MMAs of resident.cuh for an fp4 weight (fp4/layout.h), with operands as in ring_fp4.cuh.
+// As in resident_product.cuh, MMA columns are (token, group) pairs: the eight groups of a K-step (NVFP4) leave room for
+// one token, four (MXFP4) for two.
 #pragma once
 
 #include "mm/stream/fp4_pairs.cuh"

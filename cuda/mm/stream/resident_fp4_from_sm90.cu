@@ -1,3 +1,4 @@
+// Instantiations of resident.cuh for fp4 weights.
 #include "mm/stream/resident_fp4.cuh"
 
 namespace qao::mm::stream {

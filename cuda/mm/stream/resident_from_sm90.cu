@@ -1,3 +1,4 @@
+// Instantiations of resident.cuh for int4 weights.
 #include "mm/stream/resident.cuh"
 #include "mm/stream/variants.h"
 

@@ -1,5 +1,5 @@
-// Prologue of resident.cuh: loads x to shared memory, [K-step][token][kTokenBytes], scaled bfloat16, plain or through
-// RMSNorm.
+// Prologue of resident.cuh: loads x to shared memory, plain or through RMSNorm.
+// The layout is [K-step][token][kTokenBytes], scaled bfloat16.
 //
 // With RMSNorm the GEMM's input is RMSNorm(x + residual) * norm_weight. Every CTA computes all of it. Shared memory
 // holds (x + residual) * norm_weight; the sums are multiplied at the end by 1 / sqrt(mean of squares + eps), one factor

@@ -1,9 +1,9 @@
-// Skinny GEMM for up to 16 bfloat16 tokens from Hopper on, bound by weight bandwidth: mma.sync with swap-AB, weights as
-// the 16-row operand and tokens as the 8-column one.
+// Skinny GEMM (decode) for up to 16 bfloat16 tokens from Hopper on: mma.sync with swap-AB.
+// It is bound by weight bandwidth. Weights are the 16-row operand and tokens the 8-column one.
 //
-// A CTA owns a run of n-tiles and computes kTilesN of them per pass. Its warps split K: warp w takes K-steps w, w +
-// kWarps, ... of 128 columns through its private cp.async ring, which keeps running across passes. Partial sums of the
-// warps, and of the CTAs of a cluster that split K, are added in a fixed order.
+// A CTA owns a run of n-tiles and computes kTilesN of them per pass. Its warps split K: warp w takes K-steps w,
+// w + kWarps, ... of 128 columns through its private cp.async ring, which keeps running across passes. Partial sums of
+// the warps, and of the CTAs of a cluster that split K, are added in a fixed order.
 //
 // Four instructions convert eight nibbles to operands: a byte in the low half of a bfloat16 is a subnormal number of
 // that value times 2^-133, exactly. So row g of the operand is q[g], row g + 8 is q[g] + 16 q[g + 8], and the float32

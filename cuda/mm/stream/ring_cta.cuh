@@ -78,7 +78,7 @@ struct Cta {
 
   // Issues the copies of a K-step: two K-tiles of each n-tile, scales and zeros of the groups it touches, and x.
   __device__ __forceinline__ void fetch(const Cursor& at, uint32_t stage) const {
-    if (kTM == 1 && at.tiles <= 0) return;  // saves much time for small K
+    if (kTM == 1 && at.tiles <= 0) return;  // saves much time in short mainloops
     if (at.k_step >= d.plain_steps) {
       if (at.tiles > 0) fetch_slowly(p, d, at.k_step, at.tiles, at.weight, at.scales, at.x, stage);
       return;

@@ -1,6 +1,6 @@
-// ring.cuh for an fp4 weight (fp4/layout.h). Codes become small bfloat16 numbers, so rows g and g + 8 need no
-// separation and there are no zero points. Each of the four or eight groups of a K-step is accumulated separately. Row
-// divisors are applied to the sums.
+// ring.cuh for an fp4 weight (fp4/layout.h).
+// Codes become small bfloat16 numbers, so rows g and g + 8 need no separation and there are no zero points. Each of the
+// four or eight groups of a K-step is accumulated separately. Row divisors are applied to the sums.
 #pragma once
 
 #include "mm/stream/fp4_pairs.cuh"

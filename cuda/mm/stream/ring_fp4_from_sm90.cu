@@ -1,3 +1,4 @@
+// Instantiations of ring.cuh for fp4 weights.
 #include "mm/stream/ring_fp4.cuh"
 
 namespace qao::mm::stream {

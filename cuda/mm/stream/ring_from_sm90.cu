@@ -1,3 +1,4 @@
+// Instantiations of ring.cuh for int4 weights.
 #include "mm/stream/ring.cuh"
 #include "mm/stream/variants.h"
 

@@ -1,5 +1,5 @@
-// Skinny GEMM for 9 to 16 tokens from Hopper on, with all of x in shared memory. Arithmetic as in ring.cuh, loop
-// structure as in resident.cuh; TMA loads x once.
+// Skinny GEMM for 9 to 16 tokens from Hopper on, with all of x in shared memory.
+// Arithmetic as in ring.cuh, loop structure as in resident.cuh; TMA loads x once.
 //
 // A CTA owns a run of n-tiles and computes kTilesN of them per pass. Its warps split K: each takes every kWarps-th
 // K-step of 128 columns through its private cp.async ring, which keeps running across passes. Partial sums of the warps

@@ -1,3 +1,4 @@
+// Instantiations of tma.cuh.
 #include "mm/stream/tma.cuh"
 
 namespace qao::mm::stream {

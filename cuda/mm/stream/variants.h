@@ -1,4 +1,5 @@
-// Static dispatch of the skinny-GEMM kernels over groups per K-step, zero points and dtype of the scales.
+// Static dispatch of the skinny-GEMM kernels.
+// It covers groups per K-step, zero points and the dtype of the scales.
 #pragma once
 
 #include "qao/types.h"

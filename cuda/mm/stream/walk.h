@@ -1,4 +1,5 @@
-// Partition of a problem shared by all skinny-GEMM kernels: CTAs own runs of n-tiles, warps take K-steps.
+// Partition of a problem shared by all skinny-GEMM kernels.
+// CTAs own runs of n-tiles, warps take K-steps.
 #pragma once
 
 #include <algorithm>

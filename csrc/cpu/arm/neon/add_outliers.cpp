@@ -1,5 +1,5 @@
-// Products of the few values of x left out of its fixed point (pack_fixed_point.cpp), column by column of W, in
-// float32. y is rounded to its dtype afterwards.
+// Products of the outliers of x, which its fixed point leaves out (pack_fixed_point.cpp).
+// They are computed in float32, column by column of W. y is rounded to its dtype afterwards.
 #include "cpu/arm/simd.h"
 #include "cpu/fixed_point.h"
 #include "cpu/mm_kernels.h"

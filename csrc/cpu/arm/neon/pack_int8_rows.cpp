@@ -1,5 +1,5 @@
-// Packing of int8 x as padded rows, columns in the order of W's bytes, with section sums. For int4 W, both padding and
-// sums include x's zero point.
+// Packing of int8 x as padded rows, columns in the order of W's bytes, with section sums.
+// For int4 W, both padding and sums include x's zero point.
 #include "cpu/arm/neon/tile_order.h"
 #include "cpu/mm_kernels.h"
 

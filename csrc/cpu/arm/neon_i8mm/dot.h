@@ -1,5 +1,5 @@
-// Byte dot products with `smmla`: two rows of W by two rows of bytes, eight columns at a time. Has the interface of
-// LaneDot.
+// Byte dot products with `smmla`: two rows of W by two rows of bytes, eight columns at a time.
+// Has the interface of LaneDot.
 #pragma once
 
 #include "cpu/arm/neon_dotprod/dot.h"

@@ -1,4 +1,5 @@
-// GEMMs of int4 W with fixed-point or int8 x, and of fp4 W in groups of 32 with fixed-point x, with `smmla`.
+// GEMMs of int4 W with fixed-point or int8 x, and of fp4 W (groups of 32), with `smmla`.
+// fp4 W takes fixed-point x.
 #include "cpu/arm/neon_i8mm/dot.h"
 
 namespace qao::cpu {

@@ -1,5 +1,5 @@
-// fp4 weight policy of bf16_gemm.h. A code times its scale is exact in bfloat16, so C accumulates over all of K for any
-// dtype of x.
+// fp4 weight policy of bf16_gemm.h.
+// A code times its scale is exact in bfloat16, so C accumulates over all of K for any dtype of x.
 //
 // As in bf16_int4_gemm.cpp, `vpermw` looks up words of four nibbles in a table of 32 entries: 16 entries stored twice
 // with groups of 32, or those of two groups with groups of 16. The fifth bit of the index then selects the half of the

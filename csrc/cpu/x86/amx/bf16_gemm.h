@@ -1,5 +1,6 @@
-// AMX GEMM y = x Wᵀ for any W that expands to bfloat16: A tiles of 16 rows x 32 k; x is packed as B tiles
-// (pack_bf16_tiles.cpp). Each includer instantiates it for its formats of W.
+// AMX GEMM y = x Wᵀ for any W that expands to bfloat16.
+// A tiles are 16 rows x 32 k; x is packed as B tiles (pack_bf16_tiles.cpp). Each includer instantiates it for its
+// formats of W.
 //
 // Up to 64 rows of x: four C tiles stay in registers along all of K, those of four N-tiles or, above 16 rows, two by
 // two. More rows: blocks of 512 N x 512 k (256 if x has several parts); 32 rows of W are expanded into L1 and meet all

@@ -1,5 +1,6 @@
-// 8-bit weight policies of bf16_gemm.h. int8 and e4m3 are exact in bfloat16. Per-row and per-tensor scales multiply y.
-// Scales of 128 x 128 blocks multiply the sums of a section or, if y is no more precise and W is expanded rarely, W.
+// 8-bit weight policies of bf16_gemm.h.
+// int8 and e4m3 are exact in bfloat16. Per-row and per-tensor scales multiply y. Scales of 128 x 128 blocks multiply
+// the sums of a section or, if y is no more precise and W is expanded rarely, W.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/amx/bf16_gemm.h"
 #include "cpu/x86/amx/bf16_pairs.h"

@@ -1,5 +1,6 @@
-// AMX W4A16 kernel for a few rows of x in fixed point. A mask and a shift convert a tile of W to an A tile of 16 rows x
-// 64 unsigned bytes. The B tile is x, with high bytes in columns 0..7 and low bytes in 8..15:
+// AMX W4A16 kernel for a few rows of x in fixed point.
+// A mask and a shift convert a tile of W to an A tile of 16 rows x 64 unsigned bytes. The B tile is x, with high bytes
+// in columns 0..7 and low bytes in 8..15:
 //
 //   column            0 .. 7                8 .. 15
 //   C (int32)         sum(q * high)         sum(q * low)                of one chunk of k, exact

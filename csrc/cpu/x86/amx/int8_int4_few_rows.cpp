@@ -1,6 +1,6 @@
-// AMX W4A8 kernel for up to 16 rows of x. 16 rows of W are expanded tile by tile, with only a mask, to A tiles of 16
-// rows x 64 unsigned bytes. B tiles come packed (pack_int8_tiles.cpp). Sums are exact integers up to the end of a
-// group, where, in registers,
+// AMX W4A8 kernel for up to 16 rows of x.
+// 16 rows of W are expanded tile by tile, with only a mask, to A tiles of 16 rows x 64 unsigned bytes. B tiles come
+// packed (pack_int8_tiles.cpp). Sums are exact integers up to the end of a group, where, in registers,
 //   total += scale * (C - x_zero * sum(q) - zero * sum(x - x_zero)).
 // The sums of W's nibbles q are products with the row of ones.
 #include "cpu/mm_kernels.h"

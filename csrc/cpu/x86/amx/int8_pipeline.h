@@ -1,8 +1,8 @@
-// AMX pipeline for many rows of int8 x and a panel of W: 32 rows of W as A tiles of 16 x 64 bytes, which stay in L1. A
-// unit is a panel times one or two tiles of x. Its C tiles are stored and accumulated into totals, or those of the last
-// panel into y, between the multiplications of the next unit. Tiles are loaded between the multiplications of the
-// previous step. The interleaving is explicit because neither accumulation nor tile loads overlap much with other
-// instructions.
+// AMX pipeline for many rows of int8 x and a panel of W.
+// 32 rows of W are A tiles of 16 x 64 bytes, which stay in L1. A unit is a panel times one or two tiles of x. Its C
+// tiles are stored and accumulated into totals, or those of the last panel into y, between the multiplications of the
+// next unit. Tiles are loaded between the multiplications of the previous step. The interleaving is explicit because
+// neither accumulation nor tile loads overlap much with other instructions.
 //
 // L1 holds a panel, the C tiles of two units and most of the totals. `static`: see numeric.h.
 #pragma once

@@ -1,8 +1,9 @@
-// Packing of x as AMX B tiles: 16 pairs of k x 16 rows of x, with pairs in the order in which W's bytes are expanded.
+// Packing of x as AMX B tiles of bfloat16.
+// A tile is 16 pairs of k x 16 rows of x, with pairs in the order in which W's bytes are expanded.
 //
-// 8-bit W is expanded in order: tile h is half h of a K-tile. In the expansion of int4 (bf16_int4_gemm.cpp), pair `4 t
-// + step` of A tile e is column 16 step + 2 t + 8 e and the next. With groups of 32 a tile must not mix the halves of a
-// K-tile: tile h is then half h, pair `4 t + 2 e + step % 2`. fp4 is like int4 with groups of 32.
+// 8-bit W is expanded in order: tile h is half h of a K-tile. In the expansion of int4 (bf16_int4_gemm.cpp), pair
+// `4 t + step` of A tile e is column 16 step + 2 t + 8 e and the next. With groups of 32 a tile must not mix the halves
+// of a K-tile: tile h is then half h, pair `4 t + 2 e + step % 2`. fp4 is like int4 with groups of 32.
 //
 // float32 and float16 become sums of 3 and 2 bfloat16 parts, exact except for bits below bfloat16's range.
 #include "cpu/mm_kernels.h"
@@ -49,6 +50,7 @@ float split(const Job& job, int64_t m, int64_t k, __m512i (&parts)[kMaxParts]) {
 }
 
 void pack_half_tile(const Job& job, int64_t tile_m, int64_t tile_k, int half) {
+  // Load the rows of x as bfloat16 parts
   __m512i rows[kMaxParts][kRows];
   alignas(64) float sums[kRows] = {};
   const int64_t k = tile_k * kTileK + half * kHalf;
@@ -66,6 +68,7 @@ void pack_half_tile(const Job& job, int64_t tile_m, int64_t tile_k, int half) {
       for (int p = 0; p < job.parts; ++p) rows[p][i] = parts[p];
     }
   }
+  // Store block scales and section sums
   if (job.x_block_scales != nullptr && half == 0 && k % job.section == 0) {
     float* scales = job.x_block_scales + (k / job.section * job.tiles_m + tile_m) * kRows;
     for (int64_t i = 0; i < kRows; ++i) {
@@ -79,6 +82,7 @@ void pack_half_tile(const Job& job, int64_t tile_m, int64_t tile_k, int half) {
     const __m512 before = starts_section ? _mm512_setzero_ps() : _mm512_load_ps(total);
     _mm512_store_ps(total, _mm512_add_ps(before, _mm512_load_ps(sums)));
   }
+  // Transpose and store the tiles
   constexpr int64_t kTilesPerBlock = kBlockK / kTileK;
   const int64_t in_block = (tile_k / kTilesPerBlock * job.tiles_m + tile_m) * kTilesPerBlock + tile_k % kTilesPerBlock;
   for (int p = 0; p < job.parts; ++p) {

@@ -1,5 +1,6 @@
-// Packing of int8 x as B tiles: 16 fours of k x 16 rows, columns in the order of W's bytes, with group sums. For int4
-// W, the sums are minus x's zero points, which also fill columns past K.
+// Packing of int8 x as AMX B tiles, with group sums.
+// A tile is 16 fours of k x 16 rows, columns in the order of W's bytes. For int4 W, the sums are minus x's zero points,
+// which also fill columns past K.
 #include "cpu/mm_kernels.h"
 #include "cpu/parallel.h"
 #include "cpu/x86/amx/int8_tiles.h"
@@ -53,6 +54,7 @@ void amx::pack_int8_tiles(const Job& job, int64_t begin, int64_t end) {
     __m512i group_sums = _mm512_setzero_si512();
     for (int64_t k = 0; k < job.k; k += kTileColumns) {
       const __mmask64 mask = ~__mmask64{0} >> (kTileColumns - least(kTileColumns, job.k - k));
+      // Load and transpose a K-tile
       __m512i fours[kTileRows];
 #pragma GCC unroll 16
       for (int i = 0; i < kTileRows; ++i) {
@@ -62,6 +64,7 @@ void amx::pack_int8_tiles(const Job& job, int64_t begin, int64_t end) {
         if (permuted) fours[i] = _mm512_permutexvar_epi8(order, fours[i]);
       }
       transpose16(fours);
+      // Store it as one or two B tiles, with group sums
       if (halves) {
         for (int half = 0; half < 2; ++half, out += kTileBytes) {
           __m512i part[kTileRows];

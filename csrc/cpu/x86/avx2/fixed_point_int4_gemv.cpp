@@ -1,5 +1,6 @@
-// 4-bit W by a few rows of x in fixed point with `vpmaddubsw`: W's unsigned nibbles times the signed bytes of x. For
-// fp4, `vpshufb` converts codes to bytes 0..24: twice the value, plus 12.
+// 4-bit W by a few rows of x in fixed point with `vpmaddubsw`.
+// It multiplies W's unsigned nibbles by the signed bytes of x. For fp4, `vpshufb` converts codes to bytes 0..24: twice
+// the value, plus 12.
 //
 // Sums of a chunk stay in 16 bits: 15 * 128 * 2 per pair of products, at most 8 of them in 256 k, is 30720 < 2^15; fp4
 // chunks have 64 k. Per chunk and row, with exact integer sums:  y += scale * x_scale * (sum(q * x) - zero * sum(x)).

@@ -1,4 +1,5 @@
-// Panel of W's nibbles as bytes, 16 adjacent rows of W: [four k][16 rows][4 bytes]. `static`: see numeric.h.
+// Panel of W's nibbles as bytes, 16 adjacent rows of W: [four k][16 rows][4 bytes].
+// `static`: see numeric.h.
 #pragma once
 
 #include "cpu/x86/avx2/simd.h"

@@ -1,5 +1,5 @@
-// W4A8 kernel for a few rows of x with `vpmaddubsw`: W's unsigned nibbles times the bytes of x. Lanes run along K. The
-// two rows g and g + 8 that share W's bytes meet up to three rows of x.
+// W4A8 kernel for a few rows of x with `vpmaddubsw`: W's unsigned nibbles times the bytes of x.
+// Lanes run along K. The two rows g and g + 8 that share W's bytes meet up to three rows of x.
 //
 // Sums of eight products stay in 16 bits (8 * 2 * 15 * 128 < 2^15) and are exact. Per lane and section of a group:
 //   y += scale * (sum(q * x) - zero * sum(x)).

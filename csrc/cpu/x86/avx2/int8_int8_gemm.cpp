@@ -1,4 +1,5 @@
-// W8A8 GEMM with `vpmaddwd`: both operands as 16-bit integers, two columns per step, sums in int32 over all of K.
+// W8A8 GEMM with `vpmaddwd`.
+// Both operands are 16-bit integers, two columns per step, with sums in int32 over all of K.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx2/panel.h"
 

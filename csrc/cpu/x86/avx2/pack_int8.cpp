@@ -1,4 +1,5 @@
-// Packing of int8 x as padded rows or panels (panel_gemm.h), columns in the order of W's bytes, with section sums.
+// Packing of int8 x as padded rows or panels (panel_gemm.h), with section sums.
+// Columns are in the order of W's bytes.
 #include <immintrin.h>
 
 #include "cpu/mm_kernels.h"

@@ -1,5 +1,5 @@
-// Shared base of panel_gemm.h formats with AVX2: 16 rows of W, and the expansion of bytes to panels. `static`: see
-// numeric.h.
+// Shared base of panel_gemm.h formats with AVX2: 16 rows of W, and the expansion of bytes to panels.
+// `static`: see numeric.h.
 #pragma once
 
 #include "cpu/mm_job.h"
@@ -78,7 +78,7 @@ __attribute__((always_inline)) inline void store_steps(__m256i (&rows)[8], uint3
   for (int i = 0; i < 8; ++i) _mm256_store_si256(reinterpret_cast<__m256i*>(out + column(i) * stride), rows[i]);
 }
 
-// kBytes of a row of 8-bit W from column k on. Past N the last row again, whose results are not written; zeros past K.
+// kBytes of a row of 8-bit W from column k on. Rows past N repeat the last one and are not written. Zeros past K.
 template <int kBytes>
 inline const uint8_t* row_bytes(const Job& job, int64_t n, int64_t k, uint8_t (&padded)[kBytes]) {
   const uint8_t* bytes = job.weight + least(n, job.n - 1) * job.k + k;

@@ -1,4 +1,5 @@
-// W4A16 GEMM with x in fixed point and VNNI: 16 rows of W in the lanes of a register, four k at a time.
+// W4A16 GEMM with x in fixed point and VNNI.
+// 16 rows of W are in the lanes of a register, four k at a time.
 //
 // Per chunk of K, the nibbles of 16 or 32 rows of W are expanded into a panel in L1, [four k][16 rows][4 bytes]. Every
 // row of x then broadcasts four bytes to multiply it. Rows 8..15 hold 16 times their nibble, which their scales undo.

@@ -1,6 +1,7 @@
-// 4-bit W by a few rows of x in fixed point with VNNI: W's unsigned nibbles, unshifted, times the signed bytes of x.
-// One 64-byte load holds two rows of W over 64 k: `& 0x0F` is row g, `& 0xF0` is 16 times row g + 8. For fp4, `vpermb`
-// converts codes to bytes 0..24: twice the value, plus 12.
+// 4-bit W by a few rows of x in fixed point with VNNI.
+// It multiplies W's unsigned nibbles, unshifted, by the signed bytes of x. One 64-byte load holds two rows of W over 64
+// k: `& 0x0F` is row g, `& 0xF0` is 16 times row g + 8. For fp4, `vpermb` converts codes to bytes 0..24: twice the
+// value, plus 12.
 //
 // Per chunk and row, with exact integer sums:  y += scale * x_scale * (sum(q * x) - zero * sum(x)).
 // Lanes stay separate until the end of the row: lane j holds columns 4 j .. 4 j + 3 in tile_column()'s order.
@@ -209,6 +210,7 @@ void run_tile(const Job& job, int64_t tile, int64_t m, const typename W::Factors
 #pragma GCC unroll 16
   for (int row = 0; row < kTileN; ++row) sums[row] = _mm512_setzero_ps();
 
+  // Mainloop over the words of every chunk
   int64_t t = 0, chunk = 0;
   for (; t + kTiles <= job.tiles_k; t += kTiles, ++chunk) {
 #pragma GCC unroll 4
@@ -219,7 +221,7 @@ void run_tile(const Job& job, int64_t tile, int64_t m, const typename W::Factors
     stream.fetch();
     add_tiles<W, 1, false>(weight, x, t, factors[chunk], sums);
   }
-  // A separate loop, so that the loop above has enough registers.
+  // Additional words in a separate loop, so that the loop above has enough registers.
   const uint8_t* chunk_words = job.chunk_words + m * job.chunks;
   for (chunk = 0; (job.remarks[m] & kHasMoreWords) != 0 && chunk < job.chunks; ++chunk) {
     if (chunk_words[chunk] == W::kWords) continue;
@@ -227,7 +229,7 @@ void run_tile(const Job& job, int64_t tile, int64_t m, const typename W::Factors
     for (t = chunk * kTiles; t < end; ++t) add_tiles<W, 1, true>(weight, x, t, factors[chunk], sums);
   }
 
-  // Reduces sixteen rows of lanes to one vector of row sums.
+  // Reduce sixteen rows of lanes to one vector of row sums.
   __m512i lanes[kTileN];
 #pragma GCC unroll 16
   for (int row = 0; row < kTileN; ++row) lanes[row] = _mm512_castps_si512(sums[row]);
@@ -240,6 +242,7 @@ void run_tile(const Job& job, int64_t tile, int64_t m, const typename W::Factors
           _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(lanes[i]), _mm512_castsi512_ps(lanes[i + distance])));
     }
   }
+  // Epilogue
   const int64_t n = tile * kTileN;
   const __mmask16 mask = first(job.n - n);
   __m512 y = _mm512_mul_ps(_mm512_castsi512_ps(lanes[0]), _mm512_set1_ps(job.x_scales[m * job.x_scale_stride]));

@@ -1,5 +1,5 @@
-// Panel of W's nibbles for VNNI, 16 rows of W in the lanes of a register: [four k][16 rows][4 bytes]. `static`: see
-// numeric.h.
+// Panel of W's nibbles for VNNI, 16 rows of W in the lanes of a register: [four k][16 rows][4 bytes].
+// `static`: see numeric.h.
 #pragma once
 
 #include "cpu/x86/avx512/simd.h"

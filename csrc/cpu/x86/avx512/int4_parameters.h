@@ -1,4 +1,5 @@
-// Scales and zero points of int4 W, per N-tile and group, ready to be broadcast row by row. `static`: see numeric.h.
+// Scales and zero points of int4 W, per N-tile and group, ready to be broadcast row by row.
+// `static`: see numeric.h.
 #pragma once
 
 #include "cpu/mm_job.h"

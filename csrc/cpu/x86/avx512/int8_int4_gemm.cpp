@@ -1,5 +1,6 @@
-// W4A8 GEMM with VNNI. A panel holds W's nibbles, those of rows 8..15 times 16, which their scales undo. Per section,
-// with exact integer sums:
+// W4A8 GEMM with VNNI.
+// A panel holds W's nibbles, those of rows 8..15 times 16, which their scales undo. Per section, with exact integer
+// sums:
 //   total += scale * (sum(q * x) - zero * sum(x)).
 // Zero points, x's first, are subtracted per section: if x is far from 0 along all of K, sums of its bytes are large.
 #include "cpu/mm_kernels.h"

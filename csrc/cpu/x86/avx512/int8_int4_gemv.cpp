@@ -1,5 +1,5 @@
-// W4A8 kernel for a few rows of x with VNNI: W's unsigned nibbles, unshifted, times the bytes of x. Lanes stay separate
-// until the end of the row: lane j holds columns 4 j .. 4 j + 3 in tile_column()'s order.
+// W4A8 kernel for a few rows of x with VNNI: W's unsigned nibbles, unshifted, times the bytes of x.
+// Lanes stay separate until the end of the row: lane j holds columns 4 j .. 4 j + 3 in tile_column()'s order.
 //
 // Per row and section, with exact integer sums:  y += scale * (sum(q * x) - zero * sum(x)), where x is its bytes minus
 // their zero point, if any.

@@ -1,5 +1,5 @@
-// Shared base of panel_gemm.h formats for int8 x: a step is four columns, with `vpdpbusd`. Its first, unsigned operand
-// is W. `static`: see numeric.h.
+// Shared base of panel_gemm.h formats for int8 x: a step is four columns, with `vpdpbusd`.
+// Its first, unsigned operand is W. `static`: see numeric.h.
 #pragma once
 
 #include "cpu/x86/avx512/panel.h"

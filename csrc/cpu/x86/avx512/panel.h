@@ -1,5 +1,5 @@
-// Shared base of panel_gemm.h formats with AVX-512: 64 rows of W, and the expansion of bytes to panels. `static`: see
-// numeric.h.
+// Shared base of panel_gemm.h formats with AVX-512.
+// It covers 64 rows of W, and the expansion of bytes to panels. `static`: see numeric.h.
 #pragma once
 
 #include "cpu/mm_job.h"
@@ -36,8 +36,8 @@ struct FloatSums : Avx512Panel, FloatTotals {
   static Sum zero() { return _mm512_setzero_ps(); }
 };
 
-// Loads 16 rows of 8-bit W, 64 columns from `k` on, as lanes (simd.h). Zeros past K. Past N the last row again, whose
-// results are not written.
+// Loads 16 rows of 8-bit W, 64 columns from `k` on, as lanes (simd.h). Zeros past K. Rows past N repeat the last one;
+// their results are not written.
 __attribute__((always_inline)) inline void load_lanes(const Job& job, int64_t tile_n, int64_t k,
                                                       __m512i (&lanes)[kTileRows]) {
   const int64_t n = tile_n * kTileRows, rows = least(kTileRows, job.n - n), columns = job.k - k;

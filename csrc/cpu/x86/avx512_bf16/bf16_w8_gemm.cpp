@@ -1,5 +1,6 @@
-// 8-bit W GEMM with bfloat16 x. W is exact in bfloat16. Per-row and per-tensor scales multiply y. Scales of 128 x 128
-// blocks multiply the sums of a panel, which covers one block of K.
+// 8-bit W GEMM with bfloat16 x.
+// W is exact in bfloat16. Per-row and per-tensor scales multiply y. Scales of 128 x 128 blocks multiply the sums of a
+// panel, which covers one block of K.
 #include <type_traits>
 
 #include "cpu/mm_kernels.h"

@@ -1,5 +1,5 @@
-// Packing of x as panels (panel_gemm.h), columns in order, with section sums for int4 W. x is bfloat16, fp8, or float
-// that is rounded to fp8 here.
+// Packing of x as panels (panel_gemm.h), columns in order.
+// x is bfloat16, fp8, or float that is rounded to fp8 here. For int4 W it computes section sums.
 #include "cpu/mm_kernels.h"
 #include "cpu/x86/avx512/expand.h"
 #include "cpu/x86/avx512_bf16/panel_bf16.h"

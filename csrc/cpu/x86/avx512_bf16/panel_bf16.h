@@ -1,4 +1,5 @@
-// Shared base of panel_gemm.h formats for bfloat16 x: a step is two columns, with `vdpbf16ps`. `static`: see numeric.h.
+// Shared base of panel_gemm.h formats for bfloat16 x: a step is two columns, with `vdpbf16ps`.
+// `static`: see numeric.h.
 #pragma once
 
 #include "cpu/x86/avx512/panel.h"
