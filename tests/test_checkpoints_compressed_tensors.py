@@ -337,6 +337,16 @@ def test_written_layers_come_back_and_the_package_reads_them(scheme: qao.formats
         assert torch.equal(decompressed(state, group), layer.dequantize(dtype))
 
 
+@pytest.mark.parametrize(("n", "k"), [(2, 64), (2, 256), (1, 64), (9, 64)])
+def test_zero_points_of_a_layer_with_few_outputs(n: int, k: int, tmp_path: Path) -> None:
+    """One word of zero points per column of groups, a classifier of two classes for example."""
+    scheme = qao.Int4WeightOnly(group_size=64, whole_zeros=True)
+    layer = qao.QuantLinear.from_linear(torch.nn.Linear(k, n, bias=False), scheme)
+    tensors = {f"a.{key}": tensor for key, tensor in layer_tensors(layer).items()}
+    write(tmp_path, tensors, {"quantization_config": quantization_config({"a": scheme}, [])})
+    assert_same_layer(layer_of(open_checkpoint(tmp_path), "a"), layer)
+
+
 def test_presets_are_said_as_the_package_says_them() -> None:
     presets = {
         "W4A16": qao.Int4WeightOnly(128, True),

@@ -19,7 +19,7 @@ from ..formats import Scheme
 from ..schemes import Int4WeightOnly, Int8WeightOnly
 from .base import CheckpointError, Plain, QuantizedLayer
 from .files import FLOATS, TensorFiles
-from .plain import check_layer_name, grouping, nibbles, regroup
+from .plain import as_bytes, check_layer_name, grouping, nibbles, regroup
 from .settings import Settings, matches
 
 __all__ = ["layer", "read"]
@@ -122,7 +122,7 @@ def _read(files: TensorFiles, name: str, bits: int, given: int, version: int, sy
 
 def _values(words: Tensor, bits: int) -> Tensor:
     """uint8 [R, C · 32 / bits] from int32 [R, C]."""
-    return nibbles(words) if bits == 4 else words.contiguous().view(torch.uint8)
+    return nibbles(words) if bits == 4 else as_bytes(words)
 
 
 def _check_order(files: TensorFiles, g_idx: str, given: int) -> None:

@@ -9,15 +9,21 @@ from ..quantizer_fp8 import SCALE_BLOCK
 from .base import CheckpointError, Plain
 from .files import FLOATS, TensorFiles
 
-__all__ = ["fp8_scale_shapes", "group_size_of", "nibbles", "packed_nibbles", "read_fp8", "regroup"]
+__all__ = ["as_bytes", "fp8_scale_shapes", "group_size_of", "nibbles", "packed_nibbles", "read_fp8", "regroup"]
 
 _GROUPS = (256, 128, 64, 32)
 
 
 def nibbles(words: Tensor) -> Tensor:
     """uint8 [R, 8 C] of 0..15 from int32 [R, C]: nibble i of a word is column 8 c + i."""
-    pairs = words.contiguous().view(torch.uint8)
+    pairs = as_bytes(words)
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).view(len(words), -1)
+
+
+def as_bytes(words: Tensor) -> Tensor:
+    """uint8 [R, 4 C], the bytes of int32 [R, C]."""
+    # A clone, since a single column that was transposed counts as contiguous whatever its stride, and keeps it.
+    return words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def packed_nibbles(values: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import ops
 from .._version import __version__
-from ..checkpoints.plain import group_size_of, nibbles, regroup
+from ..checkpoints.plain import as_bytes, group_size_of, nibbles, regroup
 from ..formats import PackedWeight, Scheme, _host
 from ..schemes import Int4WeightOnly, Int8WeightOnly
 
@@ -100,7 +100,7 @@ GROUPS = "groups of 32, 64, 128, 256, multiples of these, or a row"
 def rows(words: Tensor, bits: int, *, packed_dim: int, output_dim: int) -> Tensor:
     """uint8 [N, K] (or [N, G], of zero points) from int32 words that hold 32 / ``bits`` values each."""
     lines = words if packed_dim == 1 else words.t()
-    values = nibbles(lines) if bits == 4 else lines.contiguous().view(torch.uint8)
+    values = nibbles(lines) if bits == 4 else as_bytes(lines)
     return values if packed_dim != output_dim else values.t()
 
 
