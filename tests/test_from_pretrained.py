@@ -13,6 +13,7 @@ import qao
 import saving_support as support
 import torch
 from qao.checkpoints import CheckpointError, open_checkpoint
+from qao.cli import main
 from safetensors.torch import save_file
 
 transformers = pytest.importorskip("transformers")
@@ -134,6 +135,8 @@ def test_hub_names(
     model = qao.from_pretrained(name, **options, **({} if quantized else {"scheme": INT8}))
     assert torch.equal(logits(model), logits(qao.from_pretrained(native)))
     assert model.config.name_or_path == name
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert main(["inspect", name, "--quiet"]) == 0  # by the same names
     with pytest.raises(CheckpointError, match="someone/else: no such file or directory, and the Hugging Face hub"):
         qao.from_pretrained("someone/else", scheme=INT8, **options)
 

@@ -20,7 +20,7 @@ LEFT = {
     r"\bwhose\b": 191,
     r"\bby turns\b": 39,
     r"\bof its own\b": 60,
-    r"\bwhat is\b": 138,
+    r"\bwhat is\b": 137,
     r"\bnobody\b": 40,
     r"\bobstacle\b": 38,
     r"\bare none\b": 20,

@@ -7,13 +7,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..hub_names import is_hub_name
 from .base import CheckpointError
 
 __all__ = ["local_copy"]
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # no pickles, no code
-_REPOSITORY = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
-_ENDINGS = (".gguf", ".safetensors", ".json")  # of files: what ends so names no repository
+# Of a repository: pickles and other forms of the same weights.
+_AGAIN = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot", "*.onnx*", "onnx/*", "*.gguf"]
+_AGAIN += ["original/*", "openvino/*", "coreml/*", "metal/*"]
 _HUB = ("revision", "cache_dir", "force_download", "local_files_only", "token")
 
 
@@ -24,6 +26,7 @@ def local_copy(
     gguf_file: str | None = None,
     code: bool = False,
     pickles: bool = False,
+    everything: bool = False,
     **hub: Any,
 ) -> Path:
     """The directory or file of this name; a repository of the Hugging Face hub is downloaded first.
@@ -35,6 +38,7 @@ def local_copy(
         gguf_file: of a repository, the only weights to download.
         code: of a repository, download Python files too.
         pickles: of a repository, download ``*.bin`` files too.
+        everything: of a repository, download all files but other forms of the weights, whatever the rest says.
         hub: revision, cache_dir, force_download, local_files_only and token, as in transformers' ``from_pretrained``.
 
     Raises:
@@ -44,7 +48,7 @@ def local_copy(
     local, name = Path(path).expanduser(), os.fspath(path)
     if local.exists():
         return local
-    if not _REPOSITORY.fullmatch(name) or name.endswith(_ENDINGS):
+    if not is_hub_name(name):
         raise CheckpointError(f"{path}: no such file or directory")
     try:
         from huggingface_hub import snapshot_download
@@ -57,8 +61,9 @@ def local_copy(
     if subfolder:
         patterns = [f"{subfolder.strip('/')}/{pattern}" for pattern in patterns] + (["*.py"] if code else [])
     options = {key: hub[key] for key in _HUB if hub.get(key) is not None}
+    options |= {"ignore_patterns": _AGAIN} if everything else {"allow_patterns": patterns}
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, **options))
+        return Path(snapshot_download(name, **options))
     except (OSError, ValueError) as error:  # every error of the hub is one of these
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(

@@ -223,37 +223,12 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run code in the directory of the model")
 
 
-# Of a repository: pickles and other forms of the same weights.
-_NOT_DOWNLOADED = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot", "*.onnx*", "onnx/*", "*.gguf"]
-_NOT_DOWNLOADED += ["original/*", "openvino/*", "coreml/*", "metal/*"]
-
-
-def is_hub_name(path: str | Path) -> bool:
-    """Whether it may be that of a model on the Hugging Face hub, "owner/name"."""
-    text = str(path)
-    file = text.startswith((".", "/", "~")) or text.endswith((".gguf", ".safetensors"))
-    return text.count("/") == 1 and not file
-
-
 def local_path(path: str | Path, revision: str | None = None) -> Path:
-    """A file or directory; a model on the Hugging Face hub, "owner/name", is downloaded.
+    """A file or directory; a model on the Hugging Face hub is downloaded, with its tokenizer, code and other files.
 
     Raises:
-        Failure: there is no such thing.
+        CheckpointError: there is no such thing.
     """
-    found = Path(path)
-    if found.exists():
-        return found
-    text = str(path)
-    if not is_hub_name(text):
-        raise Failure(f"{path}: no such file or directory")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise Failure(f"{path}: no such directory; to download it, pip install huggingface_hub") from None
-    try:
-        return Path(snapshot_download(text, revision=revision, ignore_patterns=_NOT_DOWNLOADED))
-    except Exception as error:  # the hub and what is below it raise many kinds
-        raise Failure(
-            f"{path}: no such file or directory, and the Hugging Face hub gives no such model: {one_line(error)}"
-        ) from error
+    from ..checkpoints.hub import local_copy
+
+    return local_copy(path, everything=True, revision=revision)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .common import Failure, is_hub_name
+from ..hub_names import is_hub_name
+from .common import Failure
 from .staging import check_out
 
 
