@@ -205,6 +205,13 @@ def renamed(kind: str) -> tuple[Any, Any]:
         rope = {"rope_type": "default", "type": "mrope", "mrope_section": [2, 3, 3]}
         config = t.Qwen2VLConfig(text_config={**TEXT, "rope_scaling": rope}, vision_config=vision)
         return save_ready(t.Qwen2VLForConditionalGeneration, config), t.AutoModelForImageTextToText
+    if kind == "qwen3_vl_moe":  # transposes its experts while it is loaded
+        few = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+        rope = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+        sizes = {"depth": 1, "num_heads": 4, "patch_size": 4, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
+        vision = {"hidden_size": 64, "intermediate_size": 96, **sizes}
+        config = t.Qwen3VLMoeConfig(text_config={**TEXT, **few, "rope_scaling": rope}, vision_config=vision)
+        return save_ready(t.Qwen3VLMoeForConditionalGeneration, config), t.AutoModelForImageTextToText
     if kind == "paligemma":
         vision = {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16, **VISION}
         text = {"model_type": "gemma", **TEXT, "head_dim": 16}
@@ -224,7 +231,7 @@ def renamed(kind: str) -> tuple[Any, Any]:
     raise AssertionError(kind)
 
 
-@pytest.mark.parametrize("kind", ["llava", "swin", "qwen2_vl", "paligemma", "dinov2", "detr"])
+@pytest.mark.parametrize("kind", ["llava", "swin", "qwen2_vl", "qwen3_vl_moe", "paligemma", "dinov2", "detr"])
 def test_renamed_tensors(kind: str, tmp_path: Path) -> None:
     model, auto = renamed(kind)
     model.save_pretrained(tmp_path / "float")

@@ -18,6 +18,8 @@ import torch
 from qao import QuantLinear
 from qao.checkpoints import Checkpoint, CheckpointError, open_checkpoint
 from qao.checkpoints.gguf import GgufCheckpoint
+from qao.cli import main
+from qao.layout import describe
 from torch import Tensor, nn
 
 gguf: Any = pytest.importorskip("gguf")
@@ -307,6 +309,41 @@ def test_a_head_in_q6_k(tied: bool, tmp_path: Path) -> None:
         expected = QuantLinear.from_linear(_linear(plain[name]), scheme).dequantize(torch.float32)
         assert torch.equal(model.lm_head.dequantize(torch.float32), expected)
         assert model.model.layers[0].mlp.up_proj.scheme.word == "int4"  # as in the file
+
+
+@pytest.mark.parametrize("options", [[], ["--embeddings"], ["--group-size", "auto", "--budget-bits", "5"]], ids=str)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q6_K head", "tied", "Q8_0"])
+def test_the_command_quantizes_what_the_library_does(kind: str, options: list[str], tmp_path: Path) -> None:
+    if kind in ("Q6_K head", "tied"):
+        path = q6_k_head(tmp_path / "m.gguf", kind == "tied")
+    else:
+        path = write(tmp_path / "m.gguf", float_model("llama"), kind)
+    auto, embeddings = "--budget-bits" in options, "--embeddings" in options
+    scheme = qao.Int4WeightOnly("auto", budget_bits=5) if auto else qao.Int4WeightOnly(64)
+    arguments = ["quantize", str(path), str(tmp_path / "out"), "--scheme", "int4", "--quiet"]
+    arguments += options if auto else ["--group-size", "64", *options]
+    nothing_left = kind in ("Q4_0", "Q4_1") or (kind == "tied" and not embeddings)
+    assert main(arguments) == (1 if nothing_left else 0)
+    if nothing_left:
+        with pytest.raises(ValueError, match="is quanti.ed already"):
+            qao.from_pretrained(path, scheme=scheme, embeddings=embeddings)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "quantize_: layers that are quanti.ed already keep their scheme")
+        expected = qao.from_pretrained(path, scheme=scheme, embeddings=embeddings)
+    loaded = qao.from_pretrained(tmp_path / "out")
+    assert describe(loaded) == describe(expected)
+    ours, theirs = loaded.state_dict(), expected.state_dict()
+    assert ours.keys() == theirs.keys()
+    markers = "pip_install_qao"  # which say how scales were chosen
+    assert not [name for name in theirs if not name.endswith(markers) and not torch.equal(ours[name], theirs[name])]
+
+
+def test_layers_are_quantized_anew_if_that_is_asked_for(llama: Path, tmp_path: Path) -> None:
+    assert main(["quantize", str(llama), str(tmp_path / "out"), "--scheme", "int8", "--requantize", "--quiet"]) == 0
+    layer = qao.from_pretrained(tmp_path / "out").lm_head
+    expected = QuantLinear.from_linear(_linear(stored(llama)["output.weight"]), qao.Int8WeightOnly())
+    assert torch.equal(layer.qweight, expected.qweight)
 
 
 def _linear(weight: Tensor) -> nn.Linear:

@@ -44,7 +44,8 @@ class GgufCheckpoint(Checkpoint):
         dequantize: True reads linear layers in Q8_0 as float32 too. False requantizes them with a scale per row.
 
     Attributes:
-        float_linears: how many linear layers are read as floats though the file has them quantized, by their format.
+        linears: names of the linear layers that are read as floats.
+        float_linears: how many of them the file has quantized, by their format.
         dequantized: how many tensors of any kind, by format.
         rounded: how many linear layers in Q8_0 are requantized.
 
@@ -63,6 +64,7 @@ class GgufCheckpoint(Checkpoint):
         self.float_linears: Counter[str] = Counter()
         self.dequantized: Counter[str] = Counter()
         self.rounded = 0
+        linears = []
         self._others: dict[str, TensorInfo] = {}
         known = {kind for kind, _, _ in TYPES.values()}
         for name, (module, kind) in self._model.modules.items():
@@ -77,11 +79,13 @@ class GgufCheckpoint(Checkpoint):
                 self.rounded += note is not None
                 continue
             self._others[f"{module}.{kind}"] = info
+            linears += [module] if linear else []
             if info.type not in known:
                 _check_known(info, self._where(info))
             if info.type not in known or made is not None:
                 self.dequantized[info.type] += 1
                 self.float_linears[info.type] += linear
+        self.linears = tuple(linears)
         self.float_linears = +self.float_linears
         self.others = tuple(self._others)
         listed = ", ".join(f"{count} of {kind}" for kind, count in sorted(self.dequantized.items()))

@@ -105,6 +105,20 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return opened
 
 
+def open_to_quantize(path: str | os.PathLike[str]) -> Checkpoint:
+    """As ``open_checkpoint``; layers in Q8_0 of a GGUF file are floats, from which a scheme loses less."""
+    path = Path(path)
+    return GgufCheckpoint(path, dequantize=True) if path.suffix == ".gguf" and path.exists() else open_checkpoint(path)
+
+
+def is_for_a_scheme(checkpoint: Checkpoint, embeddings: bool = False) -> bool:
+    """Whether a checkpoint leaves something to quantize: it is in floats, or it is a GGUF file
+    with linear layers that are read as floats. ``embeddings``: an embedding that is tied to the head counts too."""
+    if isinstance(checkpoint, GgufCheckpoint):
+        return bool(checkpoint.linears) or (embeddings and bool(checkpoint.config["tie_word_embeddings"]))
+    return checkpoint.format in ("float", "mxfp4")
+
+
 def _method(settings: Settings) -> str:
     """The quant_method, or what other entries say in its place."""
     values = settings.values

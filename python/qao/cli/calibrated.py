@@ -29,7 +29,9 @@ def run(args: argparse.Namespace, scheme: Scheme) -> int:
         )
     data = samples(load_tokenizer(args, str(args.model)), args.calibrate, args.samples, args.window)
     with staged(args.out, args.model, args.force) as directory:
-        model: Any = dequantize_(load_model(args, str(args.model)))
+        model = load_model(args, str(args.model), dequantize=args.model.suffix == ".gguf")
+        if args.requantize:
+            dequantize_(model)
         begun = time.monotonic()
         # The last pattern is one that nobody writes: of two equal keys one would be lost.
         rules: Any = {**dict.fromkeys(args.exclude), "re:(?:.*)": scheme} if args.exclude else scheme

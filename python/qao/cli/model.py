@@ -34,8 +34,11 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers (0)")
 
 
-def load_model(args: argparse.Namespace, path: str, scheme: Any = None) -> Any:
-    """The model, ready to be called. A float model is loaded by transformers as it is, unless there is a scheme."""
+def load_model(args: argparse.Namespace, path: str, scheme: Any = None, **options: Any) -> Any:
+    """The model, ready to be called. A float model is loaded by transformers as it is, unless there is a scheme.
+
+    ``options``: of ``qao.from_pretrained``, for other models.
+    """
     import torch
 
     from .. import from_pretrained
@@ -44,12 +47,12 @@ def load_model(args: argparse.Namespace, path: str, scheme: Any = None) -> Any:
     dtype = dtype_of(args)
     local = local_path(path, args.revision)
     transformers = _transformers()
-    options: dict[str, Any] = {"trust_remote_code": True} if args.trust_remote_code else {}
+    code: dict[str, Any] = {"trust_remote_code": True} if args.trust_remote_code else {}
     if scheme is None and _is_float(local):
-        options |= {"dtype": dtype or "auto", "device_map": {"": device}}
-        model = transformers.AutoModelForCausalLM.from_pretrained(str(local), **options)
+        code |= {"dtype": dtype or "auto", "device_map": {"": device}}
+        model = transformers.AutoModelForCausalLM.from_pretrained(str(local), **code)
     else:
-        model = from_pretrained(local, scheme=scheme, device=device, dtype=dtype, **options)
+        model = from_pretrained(local, scheme=scheme, device=device, dtype=dtype, **code, **options)
     if not hasattr(model, "generate") or not model.can_generate():
         raise Failure(f"{path} is a {type(model).__name__}, no language model that writes text")
     if not args.quiet:

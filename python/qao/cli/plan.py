@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,8 @@ class _Projection(NamedTuple):
 class Plan:
     """Which layers ``quantize_`` would quantize, and how each is read and made.
 
+    Layers that a GGUF file has in a form of qao's keep their numbers, as in ``qao.from_pretrained``, unless ``anew``.
+
     Attributes:
         report: that of ``quantize_``; the steps fill in the errors.
         layers: scheme of every quantized module by its name in the model.
@@ -68,11 +71,13 @@ class Plan:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         trust: bool = False,
+        anew: bool = False,
     ) -> None:
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._usual = dtype, device, dtype or _usual_dtype(source)
+        self._stored = {} if anew else dict(source.layers)
         model = skeleton(source, trust)
-        model.to(dtype or _usual_dtype(source))
-        self._names = Names(stored_shapes(source), model)
+        model.to(self._usual)
+        self._names = Names(stored_shapes(source), copy.deepcopy(model))  # conversions ask for the float modules
         self.problems = [f"{name} is missing" for name in model.state_dict() if name not in self._names.groups]
         self.problems += [f"{name} is no tensor of the model" for name in self._names.left_over]
         # Parts of names whose tensors transformers keeps in float32, whatever the dtype of the model.
@@ -85,12 +90,13 @@ class Plan:
         schemes: Any = scheme
         if grouping.is_auto(scheme):
             options: Any = {"exclude": exclude, "embeddings": embeddings, "dtype": dtype}
-            options |= {"device": device, "trust": trust}
+            options |= {"device": device, "trust": trust, "anew": anew}
             schemes = Plan(source, grouping.fixed(scheme, 128), **options)._with_groups(source, scheme)
-        if exclude:
+        if exclude or self._stored:
             # The last pattern is one that nobody writes: of two equal keys one would be lost.
             rest = schemes if isinstance(schemes, dict) else {"re:(?:.*)": schemes}
-            schemes = {**dict.fromkeys(exclude), **rest}
+            stored = {name: layer.scheme for name, layer in self._stored.items()}
+            schemes = {**stored, **{name: None for name in exclude if name not in stored}, **rest}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "quantize_: no layer was quantised")  # an error, below
             warnings.filterwarnings("ignore", "quantize_: these big weights")  # rows of the report
@@ -98,12 +104,14 @@ class Plan:
         for row in self.report.rows:
             row.note = row.note and row.note.replace("embeddings=True", "--embeddings")
         self._modules = {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
-        if not self._modules:
+        if self._modules.keys() == self._stored.keys():
             raise Failure("; ".join(("no layer is to be quantised", *self.report.reasons)))
         self._projections = dict(_projections(model))
         rows = {row.name: row for row in self.report.rows}
         of = {name: one.weight for name, one in self._projections.items()}
         self._rows = {name: rows[of.get(name, name)] for name in self._modules}
+        for name in self._stored:
+            self._rows[name].status, self._rows[name].note = "already quantized", "as in the file"
         self.linears = [name for name, module in model.named_modules() if is_linear(module)]
         self._held = self._find()
         self._prefix = {name: self._names.file_prefix(held) for name, held in self._held.items()}
@@ -149,6 +157,8 @@ class Plan:
         if first in self._projections:
             return Step(count, partial(self._experts, first))
         module = self._modules[first]
+        if first in self._stored:
+            return Step(count, partial(self._as_stored, format, first))
 
         def make(source: Checkpoint) -> dict[str, Tensor]:
             weight = self._read(source, first)
@@ -165,6 +175,12 @@ class Plan:
             return {key: tensor for key, tensor in tensors.items() if key not in self.aliases}
 
         return Step(count, make)
+
+    def _as_stored(self, format: str, name: str, source: Checkpoint) -> dict[str, Tensor]:
+        layer = source.layers[name]
+        tensors: Any = layer.pack()
+        sizes = layer.out_features, layer.in_features
+        return encode(format, self._prefix[name], layer.scheme, *sizes, PackedWeight(**tensors), self._usual)
 
     def _experts(self, name: str, source: Checkpoint) -> dict[str, Tensor]:
         """A projection of fused experts, in qao's layout."""
@@ -212,7 +228,8 @@ class Plan:
     def _with_groups(self, source: Checkpoint, scheme: Scheme) -> dict[str, Scheme]:
         """``scheme`` with a group size for each module, as ``quantize_`` chooses them."""
         found, elements = [], []
-        tied = [names for names in self._tied().values() if names[0] not in self._projections]
+        others = (*self._projections, *self._stored)
+        tied = [names for names in self._tied().values() if names[0] not in others]
         for names in tied:
             first = next(name for name in names if self._holds(name))
             weight = self._read(source, first)
@@ -228,7 +245,8 @@ class Plan:
         """As ``quantize_`` finds it, from the weights of layers beside this one."""
         others, scheme = told_by(name), self._modules[name].scheme
         searched = isinstance(scheme, Int4Weight) and scheme.clip_search
-        if not searched or not self.in_features.keys() >= set(others):
+        quantized = self.in_features.keys() - self._stored.keys()  # from floats
+        if not searched or not quantized >= set(others):
             return None
         weights = (self._tensor(source, self._weight(other)) for other in others)
         return told_importance([told_part(weight, name) for weight in weights], self.in_features[name])
@@ -270,6 +288,8 @@ class Plan:
 
     def _scheme(self, source: Checkpoint, name: str) -> Scheme:
         """As exact as layout.describe: of int4 with the dtype that its scales will have."""
+        if name in self._stored:
+            return self._stored[name].scheme
         scheme = self._modules[name].scheme
         if isinstance(scheme, Int4Weight):
             weight = self._weight(next(one for one in self._tied_to(name) if self._holds(one)))
@@ -300,6 +320,8 @@ class Plan:
             if isinstance(module, QuantLinear) and module.stands_for != "Linear":
                 return f"{name} is a {module.stands_for}, no Linear"
             scheme = module.scheme
+            if name in self._stored and isinstance(scheme, Int4Weight) and not scheme.symmetric:
+                return "zero points of Q4_1 are no whole numbers; --requantize quantizes these layers too"
             if isinstance(scheme, Int4Weight) and not scheme.symmetric and not scheme.whole_zeros:
                 return "its zero points are no whole numbers; --for vllm (or --set whole_zeros=true) makes them so"
         return "several layers share a weight" if len(self._tied()) < len(self._modules) else None

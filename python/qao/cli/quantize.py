@@ -20,7 +20,7 @@ from .common import (
     local_path,
     scheme_of,
 )
-from .readers import READERS, readers_of, scheme_for
+from .readers import READERS, check_reader, readers_of, scheme_for
 
 if TYPE_CHECKING:
     from ..checkpoints.base import Checkpoint
@@ -35,6 +35,9 @@ OUT is a directory in the layout of compressed-tensors, which vLLM and transform
 that cannot hold the result, in qao's own, which they load where qao is installed. int4 with its default zero points,
 which are no whole numbers, is such a result: --for vllm makes them whole, at some loss. Tokenizer, chat template, code,
 adapters and other files are copied.
+
+Of a .gguf file, layers in Q4_0 and Q4_1 keep their numbers, as in qao.from_pretrained, and the others get the scheme;
+--requantize quantizes those layers too, at a further loss.
 
 With --calibrate TEXT the model is loaded by transformers and quantised so that it does well on that text: fewer errors
 at the same size and speed, for minutes of work and the memory of the float model and the quantised one.
@@ -64,6 +67,7 @@ def add(commands: Any) -> None:
         help="leave a module and all in it, or re:<pattern> for whole names; again for more",
     )
     parser.add_argument("--embeddings", action="store_true", help="quantise embeddings tied to the head, with it")
+    parser.add_argument("--requantize", action="store_true", help="of a .gguf file, layers in four bits too")
     parser.add_argument("--dtype", choices=DTYPES, help="of what stays in float (that of the file)")
     group = parser.add_argument_group("calibration")
     group.add_argument("--calibrate", type=Path, metavar="TEXT", help="a text like those the model is for, in UTF-8")
@@ -87,6 +91,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..checkpoints.opening import open_to_quantize
     from .plan import Plan
     from .transfer import choose_format, config_of, transfer
 
@@ -94,37 +99,37 @@ def run(args: argparse.Namespace) -> int:
     if args.samples < 1 or args.window < 1:
         args.parser.error("--samples and --window must be at least 1")
     args.model = local_path(args.model, args.revision)
-    if args.calibrate is not None:
-        from .calibrated import run as calibrated
-
-        return calibrated(args, scheme)
     if (args.model / "model_index.json").exists() and not (args.model / "config.json").exists():
         raise Failure(
             f"{args.model} is a pipeline of diffusers. In Python: DiffusionPipeline.from_pretrained(MODEL, "
             "quantization_config=PipelineQuantizationConfig(quant_mapping={...: qao.QaoConfig(scheme)}))"
         )
-    source = _open(args.model)
-    if source.layers and source.format != "gguf":
-        raise Failure(f"{args.model} is quantised already ({source.format}); qao convert changes its layout")
+    source = open_to_quantize(args.model)
+    check_source(args, source)
+    if args.calibrate is not None:
+        from .calibrated import run as calibrated
+
+        return calibrated(args, scheme)
     dtype = dtype_of(args)
     options: dict[str, Any] = {"exclude": args.exclude, "embeddings": args.embeddings, "dtype": dtype}
-    plan = Plan(source, scheme, device=device, trust=args.trust_remote_code, **options)
+    plan = Plan(source, scheme, device=device, trust=args.trust_remote_code, anew=args.requantize, **options)
+    check_reader(args.reader, dict.fromkeys(plan.layers.values()))
     format = choose_format(args.to, plan.layers, plan.in_features, plan.obstacle)
     config = config_of(format, source.config, plan.layers, plan.linears, dtype)
     aliases = plan.aliases if format == "qao" else {}
     steps = plan.steps(source, format)
-    figures = transfer(args, partial(_open, args.model), steps, config, plan.layers, aliases, plan.problems)
+    figures = transfer(args, partial(open_to_quantize, args.model), steps, config, plan.layers, aliases, plan.problems)
     output.say(f"{plan.report}\n{figures}\n{args.out}: {format}, {readers_of(format)}")
     output.result({"out": str(args.out), "format": format, **figures.to_dict(), **plan.report.to_dict()})
     return 0
 
 
-def _open(path: Path) -> Checkpoint:
-    """A checkpoint whose tensors are all floats as far as that can be had."""
-    from ..checkpoints import open_checkpoint
+def check_source(args: argparse.Namespace, source: Checkpoint) -> None:
+    """Raises Failure where there is nothing left to quantize."""
+    from ..checkpoints.opening import is_for_a_scheme
 
-    if path.suffix == ".gguf" and path.exists():
-        from ..checkpoints.gguf import GgufCheckpoint
-
-        return GgufCheckpoint(path, dequantize=True)
-    return open_checkpoint(path)
+    if args.requantize and source.format != "gguf":
+        args.parser.error(f"--requantize: is for .gguf files, and {args.model} is none")
+    if not args.requantize and not is_for_a_scheme(source, args.embeddings):
+        more = ", --requantize quantizes its layers anew" if source.format == "gguf" else ""
+        raise Failure(f"{args.model} is quantised already ({source.format}); qao convert changes its layout{more}")

@@ -270,16 +270,13 @@ def _from_checkpoint(
     request: _Request, local: Path, quantization: QaoConfig | None, dequantize: bool, options: dict[str, Any]
 ) -> Any:
     from ..checkpoints import open_checkpoint
-    from ..checkpoints.gguf import GgufCheckpoint
+    from ..checkpoints.opening import open_to_quantize
 
     opened, standard = _weights(local, options)
-    if local.suffix == ".gguf":
-        plain = dequantize or (quantization is not None and quantization.scheme is not None)
-        checkpoint: Any = GgufCheckpoint(opened, dequantize=plain) if opened.exists() else open_checkpoint(opened)
-    elif dequantize:
+    if dequantize and local.suffix != ".gguf":
         raise ValueError(f"from_pretrained: dequantize=True is for GGUF files, and {local} is none")
-    else:
-        checkpoint = open_checkpoint(opened)
+    plain = dequantize or (quantization is not None and quantization.scheme is not None)
+    checkpoint = open_to_quantize(opened) if plain else open_checkpoint(opened)
     quantization = _planned(checkpoint, local, quantization, dequantize)
     if checkpoint.format == "float" and standard:
         assert quantization is not None
@@ -289,15 +286,17 @@ def _from_checkpoint(
 
 def _planned(checkpoint: Any, local: Path, quantization: QaoConfig | None, dequantize: bool) -> QaoConfig | None:
     """How to quantize what is in float; None: nothing is to be quantized."""
+    from ..checkpoints.opening import is_for_a_scheme
+
     scheme = None if quantization is None else quantization.scheme
-    if checkpoint.format == "mxfp4" and scheme is None:
+    if quantization is not None and scheme is not None and is_for_a_scheme(checkpoint, quantization.embeddings):
+        return quantization
+    if checkpoint.format == "mxfp4":
         embeddings = quantization is not None and quantization.embeddings
         return QaoConfig({r"re:.*\.experts": Fp4WeightOnly()}, embeddings=embeddings)  # the same numbers again
-    if checkpoint.format in ("float", "mxfp4"):
+    if checkpoint.format == "float":
         return _needed(quantization, local)
-    if checkpoint.format == "gguf" and (checkpoint.float_linears or not checkpoint.layers):
-        if quantization is not None and scheme is not None:
-            return quantization
+    if scheme is None and checkpoint.format == "gguf" and (checkpoint.float_linears or not checkpoint.layers):
         if not checkpoint.layers and not checkpoint.dequantized:
             return _needed(quantization, local)
         if not dequantize:
