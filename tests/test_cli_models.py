@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -249,6 +250,29 @@ def test_renamed_tensors(kind: str, tmp_path: Path) -> None:
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "again"), "--to", "qao", "--quiet"]) == 0
     again = state(qao.from_pretrained(tmp_path / "again", auto_class=auto))
     assert not [name for name in theirs if not torch.equal(again[name], theirs[name])]
+
+
+@pytest.mark.parametrize("scheme", [qao.Int8WeightOnly(), qao.Int4WeightOnly(32)], ids=["compressed-tensors", "qao"])
+@pytest.mark.parametrize("kind", ["llava", "mixtral", "tied"])
+def test_qao_load_takes_what_save_pretrained_wrote(kind: str, scheme: qao.Scheme, tmp_path: Path) -> None:
+    """Under other names than the modules have, joined, or once for two names."""
+    if kind == "tied":
+        config = transformers.LlamaConfig(**TEXT, tie_word_embeddings=True)
+        model = save_ready(transformers.LlamaForCausalLM, config)
+    else:
+        model = mixture(kind) if kind in MIXTURES else renamed(kind)[0]
+    empty, other = copy.deepcopy(model), transformers.BertModel(transformers.BertConfig(**VISION, vocab_size=96))
+    qao.quantize_(model, scheme, progress=False)
+    model.save_pretrained(tmp_path)
+    assert qao.load(tmp_path, empty) is empty
+    ours, theirs = state(empty), state(model)
+    assert ours.keys() == theirs.keys()
+    assert not [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    if kind == "tied":
+        assert empty.lm_head.weight is empty.model.embed_tokens.weight
+    with pytest.raises(ValueError, match="load: .*not a checkpoint of this BertModel|BertModel no module"):
+        qao.load(tmp_path, other)
+    assert not any(isinstance(module, PackedModule) for module in other.modules())
 
 
 def test_names_of_a_base_model(tmp_path: Path) -> None:

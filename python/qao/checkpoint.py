@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,8 @@ def load(
         path: a .safetensors file, or a directory. A directory with a config.json needs no ``module``.
         module: the model in floats, best made on the meta device, or quantised already: every linear layer that the
             checkpoint has quantised becomes a QuantLinear of its scheme, in place; all tensors are those of the file,
-            with its dtypes. None: ``qao.from_pretrained(path)``.
+            with its dtypes. A model of transformers takes what ``save_pretrained`` wrote too, and any checkpoint that
+            ``qao.from_pretrained`` reads. None: ``qao.from_pretrained(path)``.
         device: where to load to; None: where the module is, or the CPU if that is meta.
         options: without ``module``, those of ``qao.from_pretrained``.
 
@@ -125,22 +127,78 @@ def load(
         raise TypeError(f"load: {', '.join(options)} are of models that a config.json describes, not of a module")
     from .checkpoints.files import TensorFiles
 
-    files = TensorFiles(path)
-    aliases = _aliases(files.metadata, path)
     model = unwrapped(module)
+    own = next(model.parameters(), None)
+    home = device if device is not None else "cpu" if own is None or own.is_meta else own.device
+    files: Any = TensorFiles(path)
+    try:
+        names = _fit(model, files, _aliases(files.metadata, path))
+    except ValueError:
+        loaded = _by_transformers(path, model)
+        if loaded is None:
+            raise
+        files, aliases = loaded
+        names = _fit(model, files, aliases)
+    _load(model, files, names, home)
+    return module
+
+
+class _Held:
+    """The tensors of a model that is loaded, as ``TensorFiles`` has those of a file."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        self.directory, self._tensors = path, tensors
+        self.names = tuple(tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def _by_transformers(path: Path, module: nn.Module) -> tuple[_Held, dict[str, str]] | None:
+    """The tensors of a checkpoint by the names of ``module``, as transformers renames, joins and ties them while it
+    loads a model; None where it has no part in this, or the checkpoint is of another model."""
+    transformers: Any = sys.modules.get("transformers.modeling_utils")
+    if transformers is None or not isinstance(module, transformers.PreTrainedModel):
+        return None
+    from .checkpoints.files import read_json
+
+    file = path / "config.json"
+    config: Any = module.config
+    if not (path.is_dir() and file.exists()) or read_json(file).get("model_type") != config.model_type:
+        return None
+    from .integrations.pretrained import from_pretrained
+
+    try:
+        model, info = from_pretrained(path, auto_class=type(module), output_loading_info=True)
+    except (ValueError, RuntimeError):  # the first error gives the reason
+        return None
+    if info["missing_keys"] or info["unexpected_keys"]:
+        return None
+    tensors, aliases = unshared(model.state_dict())
+    return _Held(path, tensors), aliases
+
+
+def _fit(model: nn.Module, files: Any, aliases: Mapping[str, str]) -> dict[str, str]:
+    """Makes room for quantized layers: names in the file by those in the model.
+
+    Raises ValueError, the model unchanged, where the tensors do not fit.
+    """
     stored = {**{name: name for name in files.names}, **aliases}
     places = WrappedNames(model)
     names = {places[bare]: stored[name] for name, bare in without_wrappers(stored, model).items()}
-    own = next(model.parameters(), None)
-    home = device if device is not None else "cpu" if own is None or own.is_meta else own.device
     done = _make_room(model, files, names)
     try:
         _check(model, files, names)
     except ValueError:
         undo(done)
         raise
-    _load(model, files, names, home)
-    return module
+    return names
 
 
 def header(aliases: Mapping[str, str]) -> dict[str, str]:
