@@ -18,20 +18,40 @@ from .process import replace_functions
 BACKEND = SimpleNamespace(value="QAO")  # where vLLM has a member of its enum
 
 
+def _first(
+    oracle: Any, select: Any, names: tuple[str, ...], word: str, ours: Callable[..., tuple[str | None, Any]]
+) -> Any:
+    """vLLM's choice of a backend, which asks qao first.
+
+    Args:
+        oracle: vLLM's module.
+        select: its function.
+        names: of the first parameters of that function, which ``ours`` gets.
+        word: the weight format.
+        ours: says why qao does not compute these experts (None if it does), and by which class it would.
+    """
+
+    @wraps(select)
+    def select_backend(*given: Any, **named: Any) -> Any:
+        values = dict(zip(names, given, strict=False)) | named
+        reason, experts = ours(*(values[name] for name in names))
+        if reason is None:
+            oracle.logger.info_once(f"Using {experts.__name__} for {word} experts.", scope="local")
+            return BACKEND, experts
+        oracle.logger.debug_once("qao leaves experts to vLLM: %s", reason, scope="local")
+        return select(*given, **named)
+
+    return select_backend
+
+
 def _int4(oracle: Any) -> dict[str, Any]:
     select, convert = oracle.select_wna16_moe_backend, oracle.convert_to_wna16_moe_kernel_format
     make = oracle.make_wna16_moe_kernel
 
-    @wraps(select)
-    def select_backend(config: Any, weight_key: Any, quant_config: Any, *rest: Any, **named: Any) -> Any:
+    def ours(*given: Any) -> tuple[str | None, Any]:
         from .experts import QaoExperts, obstacle
 
-        reason = obstacle(config, weight_key, quant_config)
-        if reason is None:
-            oracle.logger.info_once("Using QaoExperts for int4 experts.", scope="local")
-            return BACKEND, QaoExperts
-        oracle.logger.debug_once("qao leaves experts to vLLM: %s", reason, scope="local")
-        return select(config, weight_key, quant_config, *rest, **named)
+        return obstacle(*given), QaoExperts
 
     @wraps(convert)
     def convert_weights(backend: Any, **given: Any) -> Any:
@@ -56,7 +76,7 @@ def _int4(oracle: Any) -> dict[str, Any]:
         return kernel_of(experts_cls(moe_config=moe_config, quant_config=moe_quant_config), routing_tables)
 
     return {
-        "select_wna16_moe_backend": select_backend,
+        "select_wna16_moe_backend": _first(oracle, select, ("config", "weight_key", "quant_config"), "int4", ours),
         "convert_to_wna16_moe_kernel_format": convert_weights,
         "make_wna16_moe_kernel": make_kernel,
     }
@@ -65,16 +85,10 @@ def _int4(oracle: Any) -> dict[str, Any]:
 def _fp8(oracle: Any) -> dict[str, Any]:
     select, convert = oracle.select_fp8_moe_backend, oracle.convert_to_fp8_moe_kernel_format
 
-    @wraps(select)
-    def select_backend(config: Any, weight_key: Any, activation_key: Any, *rest: Any, **named: Any) -> Any:
+    def ours(*given: Any) -> tuple[str | None, Any]:
         from .experts_fp8 import QaoFp8Experts, obstacle
 
-        reason = obstacle(config, weight_key, activation_key)
-        if reason is None:
-            oracle.logger.info_once("Using QaoFp8Experts for fp8 experts.", scope="local")
-            return BACKEND, QaoFp8Experts
-        oracle.logger.debug_once("qao leaves experts to vLLM: %s", reason, scope="local")
-        return select(config, weight_key, activation_key, *rest, **named)
+        return obstacle(*given), QaoFp8Experts
 
     @wraps(convert)
     def convert_weights(fp8_backend: Any, *rest: Any, **given: Any) -> Any:
@@ -83,7 +97,10 @@ def _fp8(oracle: Any) -> dict[str, Any]:
         scales = (given[f"{name}_scale"].data.float().contiguous() for name in ("w13", "w2"))
         return given["w13"].data.contiguous(), given["w2"].data.contiguous(), *scales
 
-    return {"select_fp8_moe_backend": select_backend, "convert_to_fp8_moe_kernel_format": convert_weights}
+    return {
+        "select_fp8_moe_backend": _first(oracle, select, ("config", "weight_key", "activation_key"), "fp8", ours),
+        "convert_to_fp8_moe_kernel_format": convert_weights,
+    }
 
 
 def register_int4() -> None:
