@@ -1,5 +1,4 @@
-// What the kernels of a float x and an int4 or fp4 weight get, in stream/ and in mma_sync/: one block of parameters,
-// one way to fill it in.
+// Kernel parameters of float x with int4 or fp4 weights, shared by stream/ and mma_sync/.
 #pragma once
 
 #include <algorithm>
@@ -17,26 +16,26 @@ struct Int4Params {
   int64_t x_stride;
   const uint8_t* weight;
   const uint8_t* scales;
-  const void* bias;  // null if there is none or another kernel adds it
+  const void* bias;  // null if there is no bias or a second kernel adds it
   void* y;           // [splits, m, n] of y_dtype
   int64_t m;
   int n, k;
-  int row_tiles, k_tiles;  // of the whole weight
-  int parts;               // 3 when x is a float32 split into bfloat16 parts, laid side by side; else 1
+  int row_tiles, k_tiles;  // of the full weight
+  int parts;               // 3 if a float32 x is split into bfloat16 parts, stored side by side; else 1
   int part_stride;
   int groups;             // rows of scales
   int group_shift;        // group of K-tile t is t >> group_shift; -1: two groups of 32 per tile
-  int group_bytes;        // parameters of one group of a row tile
-  int scale_chunk_shift;  // log2 of the 16-byte chunks of parameters that a K-tile needs per row tile
+  int group_bytes;        // bytes of parameters per group and row tile
+  int scale_chunk_shift;  // log2 of the 16-byte chunks of parameters per k-tile and row tile
   bool x_aligned;
-  bool fp4, divided;  // nibbles are codes; the last rows of scales are parts of a divisor (NVFP4)
+  bool fp4, divided;  // weights are fp4 codes; the last rows of scales hold the divisor (NVFP4)
   DType scale_dtype, bias_dtype, y_dtype;
   int split_k;
-  // Of a normed problem (stream/resident_x.cuh): x + residual goes through RMSNorm. All null in others.
+  // Inputs of a fused RMSNorm(x + residual) (stream/resident_x.cuh). Null unless Problem::normed.
   const void* residual;  // [m, k], or null
   int64_t residual_stride;
   const void* norm_weight;  // [k], or null
-  void* sum;                // [m, k] x + residual
+  void* sum;                // [m, k] output: x + residual
   float eps;
 };
 

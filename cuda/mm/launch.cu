@@ -1,4 +1,4 @@
-// Carries out a plan: at most three kernels on one stream. split float32 x -> product -> finish (split-K, zero points).
+// Execution of a plan: split float32 x, GEMM, and reduction, at most three kernels on one stream.
 #include "common/check.h"
 #include "common/float32.cuh"
 #include "mm/launch.h"
@@ -8,7 +8,7 @@
 namespace qao::mm {
 namespace {
 
-// A float32 x in bfloat16 parts, with the sums that the zero points want.
+// Splits a float32 x into bfloat16 parts and computes the sums that zero points need.
 Status split_x(const Problem& problem, const Workspace& layout, const Arguments& arguments, cudaStream_t stream, X* x) {
   uint8_t* workspace = static_cast<uint8_t*>(arguments.workspace);
   uint16_t* parts = reinterpret_cast<uint16_t*>(workspace + layout.parts);
@@ -21,7 +21,7 @@ Status split_x(const Problem& problem, const Workspace& layout, const Arguments&
   return launch_status("launching split_float32_kernel");
 }
 
-// x as the tensor cores read it.
+// Converts x into the format that the kernel reads.
 Status prepare_x(const Problem& problem, const Workspace& layout, const Arguments& arguments, void* stream, X* x) {
   *x = {arguments.x, arguments.x_stride, 1, 0, problem.x_aligned || problem.quantizes_x, arguments.x_sums};
   if (!is_split(problem) || problem.m == 0) return {};

@@ -1,4 +1,4 @@
-// What launch() hands to a body.
+// Launch functions of the kernel families, and the x operand that they share.
 #pragma once
 
 #include <cstdint>
@@ -7,14 +7,14 @@
 
 namespace qao::mm {
 
-// x as the tensor cores read it: of eight or 16 bits, a float32 in bfloat16 parts side by side; or the floats that the
-// product quantises itself.
+// x in the format that the kernel reads: 8 or 16 bits, a float32 x split into bfloat16 parts side by side, or floats
+// that the kernel quantizes itself.
 struct X {
   const void* data;
   int64_t stride;  // elements
   int parts;
   int64_t part_stride;  // elements
-  bool aligned;         // base address and rows, to 16 bytes
+  bool aligned;         // base address and row stride are multiples of 16 bytes
   const float* sums;    // [m, groups], or null
 };
 

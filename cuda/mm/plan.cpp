@@ -1,5 +1,4 @@
-// Which kernel body runs a problem, and how. Pure host code: a function of the problem and the GPU's numbers, nothing
-// else.
+// Kernel selection. Pure host code that depends on the problem and the properties of the GPU only.
 #include "mm/mma_sync/plan.h"
 
 #include <algorithm>
@@ -15,13 +14,13 @@ namespace qao::mm {
 namespace {
 
 struct Row {
-  // Whether the body has a kernel for the formats on the GPU.
+  // Whether the family has a kernel for these formats on this GPU.
   bool (*supports)(const Problem& problem, const Gpu& gpu);
-  // Fills in the plan; false where another body is faster, or nothing fits.
+  // Fills in the plan. Returns false if another family is faster or no tile fits.
   bool (*plan)(const Problem& problem, const Gpu& gpu, Plan* plan);
 };
 
-// The first one that supports a problem and plans it runs it. The first row alone serves normed problems.
+// In order of preference: the first row that supports and plans a problem runs it. Only the first row fuses RMSNorm.
 constexpr Row kBodies[] = {
     {stream::supports, stream::plan_resident},
     {stream::supports, stream::plan_tma},
@@ -42,7 +41,7 @@ bool fuses_norm(const Problem& problem, const Gpu& gpu) {
 
 Status plan(const Problem& given, const Gpu& gpu, Plan* plan) {
   Problem problem = given;
-  if (has_whole_sums(problem)) problem.batch_invariant = false;  // it is, in every plan
+  if (has_whole_sums(problem)) problem.batch_invariant = false;  // every plan is batch-invariant
   if (!is_supported(gpu)) {
     return Status::error("GPUs of compute capability " + std::to_string(gpu.compute_capability / 10) + "." +
                              std::to_string(gpu.compute_capability % 10) + " are not supported; 8.0 is the lowest",

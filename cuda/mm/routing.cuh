@@ -1,4 +1,4 @@
-// Which expert's rows a CTA of a grouped product has. It finds them itself: nobody waits for the routing but the GPU.
+// Mapping from a CTA to an expert's rows, computed on the device.
 #pragma once
 
 #include "common/convert.cuh"
@@ -8,8 +8,8 @@
 
 namespace qao::mm {
 
-// Panels of 16 token tiles, inside a panel all of one row block together (common/place.cuh): tiles of one expert are
-// neighbours and read its weights while they are in L2.
+// Rasterization in panels of 16 token tiles. CTAs of one row block are consecutive in a panel (common/place.cuh), so
+// that neighboring token tiles of one expert read its weights from L2.
 struct TileIndex {
   int row_block, tokens;
 };
@@ -20,14 +20,14 @@ __device__ __forceinline__ TileIndex tile_of(const Routing& r) {
   return {inside / width, panel * kPanel + inside % width};
 }
 
-// Rows of an expert, or of nobody: expert == experts. rows == 0: the CTA has nothing to do.
+// Rows of one expert; expert == r.experts: rows without an expert. rows == 0: the CTA has no work.
 struct Share {
   int expert, begin, rows;  // of y
-  int token_block;          // of them: tile_m rows
+  int token_block;          // index of the block of tile_m rows within them
 };
 
-// Brings the ends of experts and the first row numbers as far as L2 while the kernel before, whose they may be, still
-// runs: what it writes to them counts there. The first warp, a line a lane.
+// Prefetches the ends of experts and the first row indices into L2 before the PDL wait. The previous kernel may still
+// write them; L2 is coherent with its stores. Run by the first warp, one cache line per lane.
 __device__ __forceinline__ void prefetch_routing(const Routing& r) {
   constexpr int kLine = 128;
   const int at = threadIdx.x * kLine;
@@ -41,7 +41,7 @@ struct RowsAndTiles {
   int rows, tiles;
 };
 
-// Of each lane, what those before it have together: `add` of their values, and of all lanes'.
+// Exclusive scan of the lanes' values under `add`, and their total.
 struct Scanned {
   int before, all;
 };
@@ -57,8 +57,8 @@ __device__ __forceinline__ Scanned scan(int value, const Add& add) {
   return {lane == 0 ? 0 : before, __shfl_sync(~0u, value, 31)};
 }
 
-// Four neighbouring experts of a lane: the rows of the first one end at end[0] and begin at `begin`, those of the next
-// one begin there. Tiles of `tile_m` rows before them, and each one's.
+// Four consecutive experts per lane. The first one has the rows [begin, end[0]), each other one [end[i - 1], end[i]).
+// `tiles` are their tiles of `tile_m` rows, `tiles_before` the tiles of all experts before them.
 constexpr int kOfLane = 4, kAtOnce = 32 * kOfLane;
 struct OfLane {
   int first;  // expert
@@ -66,8 +66,8 @@ struct OfLane {
   int tiles_before, tiles[kOfLane];
   __device__ __forceinline__ int begin_of(int i) const { return i > 0 ? end[i - 1] : begin; }
 };
-// A warp computes it as one, of the experts from `from` on; `all` is of those before, and then of these too. An expert
-// begins where the largest end before it is, since ends may be anything; past the last one there are no rows.
+// Scans the next kAtOnce experts from `from` on with the whole warp, and adds them to the running totals `all`. An
+// expert begins at the largest end before it, since ends may hold any values. Experts past the last one have no rows.
 template <int tile_m>
 __device__ __forceinline__ OfLane next_experts(const Routing& r, int from, RowsAndTiles& all) {
   OfLane own;
@@ -93,8 +93,8 @@ __device__ __forceinline__ OfLane next_experts(const Routing& r, int from, RowsA
   return own;
 }
 
-// Calls use(expert, begin, end, first_tile) for the experts of this lane, whose rows of y are [begin, end), with the
-// number of tiles before them, and returns the numbers of all. A warp computes it as one.
+// Calls use(expert, begin, end, first_tile) for each expert of this lane: its rows of y are [begin, end), and
+// first_tile counts the tiles before it. Returns the totals. Executed by a whole warp.
 template <int tile_m, typename Use>
 __device__ __forceinline__ RowsAndTiles for_each_expert(const Routing& r, const Use& use) {
   RowsAndTiles all = {0, 0};
@@ -111,8 +111,8 @@ __device__ __forceinline__ RowsAndTiles for_each_expert(const Routing& r, const 
   return all;
 }
 
-// Tile choose(tiles of all) of the walk over all experts' tiles of `tile_m` rows; past the last one no expert's, and no
-// rows. A warp computes it as one; all lanes get the result, and what all experts have.
+// Finds tile choose(total tiles) in the list of all experts' tiles of `tile_m` rows; a tile past the end has expert ==
+// r.experts and no rows. Executed by a whole warp. All lanes get the result and the totals.
 template <int tile_m, typename Choose>
 __device__ __forceinline__ Share find_share(const Routing& r, const Choose& choose, RowsAndTiles& all) {
   OfLane own;
@@ -141,7 +141,7 @@ __device__ __forceinline__ Share find_share(const Routing& r, const Choose& choo
   return {__shfl_sync(~0u, share.expert, owner), __shfl_sync(~0u, share.begin, owner),
           __shfl_sync(~0u, share.rows, owner), __shfl_sync(~0u, share.token_block, owner)};
 }
-// Tile `tile`, and past all experts' those of the rows that nobody has.
+// Finds tile `tile`. Tiles past those of experts cover the rows without an expert.
 template <int tile_m>
 __device__ __forceinline__ Share find_share(const Routing& r, int tile) {
   RowsAndTiles all;
@@ -151,7 +151,7 @@ __device__ __forceinline__ Share find_share(const Routing& r, int tile) {
   return share;
 }
 
-// Zeros for the rows of y that no expert has: the part of CTA `cta` of `ctas`, by `threads` threads.
+// Zero-fills the rows of y without an expert. CTA `cta` of `ctas` fills its share with `threads` threads.
 __device__ __forceinline__ void write_rest(const Routing& r, int rows_of_experts, void* y, DType dtype, int n, int cta,
                                            int ctas, int threads) {
   const int64_t begin = static_cast<int64_t>(rows_of_experts) * n, end = static_cast<int64_t>(r.rows) * n;
@@ -161,7 +161,7 @@ __device__ __forceinline__ void write_rest(const Routing& r, int rows_of_experts
   }
 }
 
-// The row of x for a row of y; numbers that are no row of x count as the nearest that is.
+// Row of x for a row of y, clamped to the rows of x.
 __device__ __forceinline__ int64_t x_row(const Routing& r, int64_t row) {
   if (r.row_index != nullptr) {
     row = r.wide_index ? static_cast<const int64_t*>(r.row_index)[row] : static_cast<const int32_t*>(r.row_index)[row];
@@ -169,7 +169,7 @@ __device__ __forceinline__ int64_t x_row(const Routing& r, int64_t row) {
   return min(max(row, int64_t{0}), static_cast<int64_t>(r.x_rows - 1));
 }
 
-// Rows of x for the tokens of a CTA, into its table.
+// Fills the CTA's table with the row of x of each token.
 template <int tile_m>
 __device__ __forceinline__ void fill_table(const Routing& r, const Share& share, uint32_t table) {
 #pragma unroll 1
@@ -181,7 +181,7 @@ __device__ __forceinline__ void fill_table(const Routing& r, const Share& share,
   __syncthreads();
 }
 
-// Zeros for a tile of rows that no expert has: columns begin .. end - 1 of y.
+// Zero-fills columns begin .. end - 1 of y for a tile of rows without an expert.
 template <int tile_m>
 __device__ __forceinline__ void write_zeros(const Share& share, void* y, DType dtype, int n, int begin, int end) {
   const int first = share.token_block * tile_m, rows = min(share.rows - first, tile_m), columns = end - begin;
@@ -192,7 +192,7 @@ __device__ __forceinline__ void write_zeros(const Share& share, void* y, DType d
   }
 }
 
-// What a row of y is multiplied by; `row` counts all rows.
+// Multiplies by the row_scale of a row of y; `row` counts all rows.
 __device__ __forceinline__ void scale_row(const Routing& r, int64_t row, float (&value)[4]) {
   if (r.row_scale == nullptr) return;
   const float factor = load_float(r.row_scale, row, r.row_scale_dtype);
@@ -209,7 +209,7 @@ __device__ __forceinline__ const void* of_expert(const void* pointer, int expert
   return of_expert(static_cast<const uint8_t*>(pointer), expert, bytes);
 }
 
-// With rows of y of one expert as its tokens.
+// Kernel parameters of the share's expert. The rows of y of the share are the tokens.
 __device__ __forceinline__ Int4Params params_of_expert(const Int4Params& p, const Routing& r, const Share& share) {
   Int4Params own = p;
   own.m = share.rows;

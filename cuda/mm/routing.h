@@ -1,4 +1,4 @@
-// The routing of a grouped product as kernels get it, and how many tiles of rows it may have.
+// Kernel parameters of the routing of a grouped GEMM, and an upper bound on its token tiles.
 #pragma once
 
 #include <cstdint>
@@ -8,32 +8,33 @@
 namespace qao::mm {
 
 struct Routing {
-  const int32_t* ends;  // [experts], any numbers: an expert begins where those before it end, and ends in 0..limit
+  const int32_t* ends;  // [experts], any values: an expert begins at the largest end before it; clamped to 0..limit
   int experts;
   int rows;               // of y
-  int limit;              // rows of y that experts may have: all, or none if x has no rows
-  int token_tiles;        // at most so many tiles of rows, those of nobody's rows included
-  int row_blocks;         // CTAs that share the rows of W for one of them
-  const void* row_index;  // [rows] or null; numbers that are no row of x count as the nearest that is
+  int limit;              // rows of y that may belong to experts: `rows`, or 0 if x has no rows
+  int token_tiles;        // upper bound on token tiles, including those of rows without an expert
+  int row_blocks;         // CTAs along N per token tile
+  const void* row_index;  // [rows] or null; clamped to the rows of x
   bool wide_index;
   int x_rows;
-  int64_t x_stride;       // as of the dense kernel, whose own is 0: a row is added to it last
+  int64_t x_stride;       // replaces the stride of the dense kernel, which is 0: row * x_stride is added last
   const void* row_scale;  // [rows] or null
   DType row_scale_dtype;
-  int64_t weight_bytes, scales_bytes, bias_bytes, sums_bytes;  // from one expert to the next
-  int table_at;         // offset in shared memory: int32, the row of x for each token of the CTA (mma_sync)
-  const float* x_sums;  // float32 x beside int4 with zero points: [x_rows, groups], else null
+  int64_t weight_bytes, scales_bytes, bias_bytes, sums_bytes;  // stride between experts
+  int table_at;         // offset in shared memory: int32, the row of x of each token of the CTA (mma_sync)
+  const float* x_sums;  // [x_rows, groups] for float32 x with int4 weights and zero points, else null
 };
 
-// Bytes of the table.
+// Bytes of the table at `table_at`.
 constexpr int table_bytes(int tile_m) { return tile_m * 4; }
-// Tiles of `tile_m` rows: every expert may leave one unfilled, and so may the rows of none.
+// Upper bound on tiles of `tile_m` rows: each expert may end with a partial tile, and so may the rows without an
+// expert.
 constexpr int token_tiles(int64_t experts, int64_t rows, int tile_m) {
   const int64_t unfilled = experts + 1 < rows ? experts + 1 : rows;
   return static_cast<int>((rows + (tile_m - 1) * unfilled) / tile_m);
 }
 
-// Without `table_at` and `x_sums`, which not every body has.
+// Leaves out `table_at` and `x_sums`, which only some kernel families use.
 inline Routing routing_of(const Problem& problem, const Plan& plan, const Experts& experts) {
   Routing r{};
   r.ends = experts.ends;
