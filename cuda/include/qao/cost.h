@@ -1,6 +1,8 @@
-// The time that plan() expects a plan to take. Work is counts (Terms) times their measured costs (mm/wgmma/costs.inc,
-// written by `python -m bench tune`); reading is the bytes of W at the rate of the memory. They overlap: the time is
-// the longer of the two and a share of the shorter.
+// Cost model of plan(): the expected time of a plan.
+//
+// Compute is counts (Terms) times measured costs (mm/wgmma/costs.inc, written by `python -m bench tune`). Memory time
+// is the bytes of W over the bandwidth. The two overlap: the result is the longer one plus a fraction of the shorter
+// one.
 #pragma once
 
 #include <algorithm>
@@ -9,17 +11,17 @@
 namespace qao {
 
 enum Term : int {
-  kKTiles,  // one after the other, in all waves of a CTA
-  kWaves,   // of output tiles: filling the pipeline, the epilogue
-  kSplits,  // 1 if CTAs add up their parts of K
-  kParts,   // of K, if more than one
+  kKTiles,  // sequential k-tiles, summed over the waves of a CTA
+  kWaves,   // waves of output tiles: pipeline fill and epilogue
+  kSplits,  // 1 for split-K
+  kParts,   // splits of K, 0 without split-K
   kTerms,
 };
 using Terms = std::array<double, kTerms>;
 
 struct Memory {
   double bytes_per_us;
-  double overlap;  // share of the shorter of work and reading that adds to the longer
+  double overlap;  // fraction of the shorter of compute and memory time that is not hidden
 };
 
 inline double microseconds(const Terms& counts, const Terms& costs, double bytes, const Memory& memory) {
@@ -29,11 +31,11 @@ inline double microseconds(const Terms& counts, const Terms& costs, double bytes
   return std::max(work, reading) + memory.overlap * std::min(work, reading);
 }
 
-// A way to run a problem.
+// A plan and its position in the cost model.
 template <typename Plan>
 struct Candidate {
   Plan plan;
-  const char* operands = "";  // names, with plan.tile_m, the row of mm/wgmma/costs.inc; "": not chosen by cost
+  const char* operands = "";  // key of mm/wgmma/costs.inc together with plan.tile_m; "": not selected by cost
   Terms counts{};
 };
 

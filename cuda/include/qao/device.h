@@ -1,13 +1,13 @@
-// The CUDA device of the calling thread. Only in builds with CUDA.
+// Queries on the CUDA device of the calling thread. Only in builds with CUDA.
 #pragma once
 
 #include <cstdint>
 
 namespace qao {
 
-int current_gpu();  // index; -1 if there is none
+int current_gpu();  // index, or -1
 
-// Bytes that a launch on it may declare to be read once; 0 if none. Asked once per device, then cached.
+// Largest access policy window for streaming reads, in bytes; 0 if unsupported. Cached per device.
 int64_t largest_window();
 
 }  // namespace qao

@@ -1,5 +1,6 @@
-// What stands around products of experts (qao/grouped_mm.h): which rows they have, and the way back. A slot is one of a
-// token's top_k choices, number token * top_k + choice. The C++ API; csrc/experts.cpp is its only caller.
+// MoE routing around grouped GEMMs: top-k selection, permute and unpermute. C++ API.
+//
+// A slot is one of a token's top_k choices, with index token * top_k + choice. csrc/experts.cpp is the only caller.
 #pragma once
 
 #include <cstdint>
@@ -9,22 +10,23 @@
 
 namespace qao::experts {
 
-// Slots in the order of their experts, those of one expert as they were. Numbers that are no expert come last.
+// MoE permute: stable sort of the slots by expert. Slots with an invalid expert come last.
 struct Sort {
   int64_t slots = 0, top_k = 1, experts = 0;
-  bool wide = true;              // chosen is int64, else int32
-  const void* chosen = nullptr;  // [slots] numbers of experts
-  int32_t* offsets = nullptr;    // [experts] the place after an expert's last slot
-  int32_t* row_index = nullptr;  // [slots] the token of the slot at a place
-  int32_t* places = nullptr;     // [slots] the place of a slot
+  bool wide = true;              // chosen is int64 instead of int32
+  const void* chosen = nullptr;  // [slots] experts
+  int32_t* offsets = nullptr;    // [experts] sorted position after the expert's last slot
+  int32_t* row_index = nullptr;  // [slots] token of the slot at a sorted position
+  int32_t* places = nullptr;     // [slots] sorted position of a slot
   void* workspace = nullptr;     // workspace_bytes(sort)
 };
 
 enum class Scores : int { kSoftmax = 0, kSigmoid = 1 };
 
-// The top_k experts of each token, the best first and of equal ones that of the lowest number, and their weights: the
-// scores of the logits, over their sum if `normalized`, times `factor`. Which are best is a matter of scores plus
-// bias. With several groups, runs of experts, it is so within the `top_groups` whose best two add up to the most.
+// The top_k experts of each token in descending order, ties by lower index, and their weights. Weights are scores of
+// the logits, divided by their sum if `normalized`, times `factor`. Selection ranks scores plus bias. With several
+// groups (runs of consecutive experts), it is limited to the `top_groups` groups with the largest sum of their two best
+// experts.
 struct TopK {
   int64_t tokens = 0, top_k = 1;
   int experts = 0;
@@ -38,9 +40,9 @@ struct TopK {
   int64_t* chosen = nullptr;     // [tokens, top_k]
   float* weights = nullptr;      // [tokens, top_k]
 };
-constexpr float kLeastSum = 1e-20f;  // what scores of zero are divided by, as models do
+constexpr float kLeastSum = 1e-20f;  // lower bound of the divisor, as in the models
 
-// y[t] = sum over j of weights[t, j] * rows[places[t, j]], in float32, rounded once.
+// MoE unpermute: y[t] = sum over j of weights[t, j] * rows[places[t, j]], in float32, rounded once.
 struct Sum {
   int64_t tokens = 0, top_k = 1;
   int64_t count = 0, columns = 0;  // of rows
@@ -51,7 +53,7 @@ struct Sum {
   void* y = nullptr;                // [tokens, columns] of dtype
 };
 
-// Enqueued on `stream` (a cudaStream_t) of the current device; safe to capture in a CUDA graph. A place that is no row
+// Enqueued on `stream` (a cudaStream_t) of the current device; safe to capture in a CUDA graph. A place outside `rows`
 // counts as zeros.
 int64_t workspace_bytes(const Sort& sort);
 Status launch(const Sort& sort, void* stream);

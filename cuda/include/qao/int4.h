@@ -1,5 +1,6 @@
-// A weight of four bits in its packed layout (cuda/int4/layout.h): to and from plain rows, on the GPU. The C++ API;
-// csrc/int4_pack.cpp is its only caller in qao, and nothing here knows torch.
+// Packing, unpacking and dequantization of int4 weights (cuda/int4/layout.h) on the GPU. C++ API.
+//
+// csrc/int4_pack.cpp is the only caller in qao.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@
 
 namespace qao::int4 {
 
-// What a packed weight and its parameters are, but for their addresses.
+// Shape and format of a packed weight and its parameters.
 struct Weight {
   int64_t n = 0;           // rows
   int64_t k = 0;           // columns
@@ -22,9 +23,9 @@ struct Weight {
 
 // The same weight unpacked; `scales` and `zeros` are row-major [n, groups].
 struct Unpacked {
-  uint8_t* q = nullptr;    // [n, k], one value 0..15 a byte
+  uint8_t* q = nullptr;    // [n, k], one value 0..15 per byte
   void* scales = nullptr;  // [n, groups] of scale_dtype
-  void* zeros = nullptr;   // [n, groups] of scale_dtype; pack: null when symmetric; unpack: filled with 8 then
+  void* zeros = nullptr;   // [n, groups] of scale_dtype; pack: null if symmetric; unpack: filled with 8 if symmetric
 };
 
 // Enqueued on `stream` (a cudaStream_t) of the current device. Asynchronous.

@@ -1,6 +1,8 @@
-// Four-bit floats (e2m1) for one group of a weight: the better of two scales, and its codes. `Lanes` is sixteen float32
-// values as in quantize_group.h, whose orders of sums and rules of rounding hold here too. `Place` is what they run on:
-//   Place::to_e4m3(value): the nearest number of e4m3, at most 448
+// Quantization of one group of a weight to fp4 (e2m1): the better of two scales, and the codes.
+//
+// `Lanes` is sixteen float32 values as in quantize_group.h; its rules on summation order and rounding apply here too.
+// `Place` is the target that it runs on:
+//  Place::to_e4m3(value): the nearest e4m3 value, at most 448
 //   Place::put_bytes(lanes, q, count): the lowest byte of the first `count` lanes
 //   Place::put_signs(values, q, count): q[i] |= 8 where the sign bit of values[i] is set
 #pragma once
@@ -24,9 +26,8 @@ struct Fp4 {
   Lanes value, code;
 };
 
-// A magnitude is held to each of the three runs of even steps, 0 to 2, 2 to 4 and 4 to 6, and rounded there: what the
-// runs add up to is its value, and the steps taken in them are its code. Adding a large number rounds to steps of its
-// last bit.
+// Clamps a magnitude to each of the three ranges of uniform steps, 0 to 2, 2 to 4 and 4 to 6, and rounds it there. The
+// sum over the ranges is the value; the number of steps is the code. Adding a large constant rounds to its last bit.
 template <typename Lanes>
 QAO_GROUP_CODE Fp4<Lanes> round_to_fp4(Lanes magnitude) {
   const Lanes two = Lanes::all(2), four = Lanes::all(4), six = Lanes::all(6);
@@ -38,15 +39,15 @@ QAO_GROUP_CODE Fp4<Lanes> round_to_fp4(Lanes magnitude) {
   return {value, sub(add(add(add(first, first), second), mul(third, Lanes::all(0.5f))), four)};
 }
 
-// What values are divided by: under a step of 0 all become 0.
+// Divisors of the values: a step of 0 maps all values to 0.
 template <typename Lanes>
 QAO_GROUP_CODE Lanes fp4_divisors(float step) {
   return Lanes::all(step > 0 ? step : HUGE_VALF);
 }
 
-// values[0 .. count), which zeros follow up to a multiple of sixteen lanes. The first scale keeps the largest magnitude
-// within the codes (a power of two: below 8, of which 6 is the largest code), the second is the next that loses less
-// of the small ones: twice that, or what makes it 4. Of equal errors the first is taken.
+// values[0 .. count), zero-padded to a multiple of sixteen lanes. The first scale keeps the largest magnitude in range
+// (a power of two: below 8; the largest code is 6). The second is the next one with less error for small values: twice
+// the first, or the one that maps the largest magnitude to 4. Ties go to the first.
 template <typename Lanes, typename Place, typename Values>
 QAO_GROUP_CODE Group quantize_fp4_group(const Fp4Rules& rules, Values values, int64_t count, uint8_t* q) {
   const Lanes nothing = Lanes::all(0);
@@ -55,7 +56,7 @@ QAO_GROUP_CODE Group quantize_fp4_group(const Fp4Rules& rules, Values values, in
     const Lanes v = Lanes::load(values + i);
     lowest = least(lowest, least(v, sub(nothing, v))), norm = add(norm, mul(v, v));
   }
-  const float most = 0 - lowest_of(lowest);  // no negative zero, which scales may not be
+  const float most = 0 - lowest_of(lowest);  // avoids negative zero, which scales must not be
   float scales[2];
   if (rules.is_nvfp4) {
     const float wanted = most * rules.divisor;
@@ -84,7 +85,7 @@ QAO_GROUP_CODE Group quantize_fp4_group(const Fp4Rules& rules, Values values, in
   const Lanes divisors = fp4_divisors<Lanes>(best_step);
   for (int64_t i = 0; i < count; i += kLanes) {
     const Lanes v = Lanes::load(values + i), magnitude = largest(v, sub(nothing, v));
-    // The lowest byte of its bits is the code.
+    // The low byte of the float's bits is the code.
     const Lanes code = add(round_to_fp4(div(magnitude, divisors)).code, Lanes::all(kRounder));
     Place::put_bytes(code, q + i, count - i < kLanes ? count - i : kLanes);
   }

@@ -1,12 +1,13 @@
-// Integers for one group of a weight: its scale and zero point, searched and fitted, and its codes. The same code for
-// every instruction set and for GPUs. `Lanes` is sixteen float32 values, and what to do with them:
+// Integer quantization of one group of a weight: search and fit of scale and zero point, and the codes.
+//
+// Shared by all instruction sets and GPUs. `Lanes` is sixteen float32 values with these operations:
 //   Lanes::all(value), Lanes::load(values), add, sub, mul, div, least, largest, lowest_of(lanes), sum_of(lanes)
-// `Place` is what they run on:
+// `Place` is the target that it runs on:
 //   Place::rounded_to(dtype, value)
-//   Place::first_lanes(count): what Lanes::load makes as many ones of as there are lanes with values, then zeros
-//   Place::put_bytes(lanes, q, count): the lowest byte of the first `count` lanes
-// The order of every sum is that of sixteen lanes, and no product and sum are fused (CMakeLists.txt), so all give the
-// same bits.
+//  Place::first_lanes(count): memory for Lanes::load: ones in the lanes that hold values, then zeros
+//  Place::put_bytes(lanes, q, count): stores the low byte of the first `count` lanes
+// Every sum is in the order of sixteen lanes, and no multiply and add are fused (CMakeLists.txt), so all targets give
+// the same bits.
 #pragma once
 
 #include <cmath>
@@ -14,7 +15,7 @@
 
 #include "qao/quantize_groups.h"
 
-// `static`: a file compiled for a newer instruction set must not hand its copy of a function to the linker for all.
+// `static`: keeps the linker from merging copies compiled for different instruction sets.
 #if defined(__CUDACC__)
 #define QAO_GROUP_CODE static __device__
 #else
@@ -24,7 +25,7 @@
 namespace qao::groups {
 
 constexpr int kLanes = 16;
-constexpr float kRounder = 0x1.8p23f;  // added and taken off again, it rounds to nearest even; |values| below 2^22
+constexpr float kRounder = 0x1.8p23f;  // added and subtracted, it rounds to nearest even; |values| below 2^22
 
 QAO_GROUP_CODE float round_even(float value) { return (value + kRounder) - kRounder; }
 template <typename Lanes>
@@ -33,24 +34,24 @@ QAO_GROUP_CODE Lanes round_even(Lanes v) {
   return sub(add(v, rounder), rounder);
 }
 
-// Steps by which values may miss a grid, for rounding. 1/16: that of bfloat16
-// scales stays below, and 32 values would be so near by chance once in 1e27 groups.
+// Tolerance, in steps, for values on a grid. The rounding of bfloat16 scales stays below 1/16; 32 random values would
+// lie on a grid by chance once in 1e27 groups.
 constexpr float kGridTolerance = 0x1p-4f;
-constexpr float kWholeTolerance = 0x1p-12f;  // steps by which a zero point that is a whole number may miss it
-constexpr float kLargestZero = 64;           // magnitude of a zero point that is no whole number
+constexpr float kWholeTolerance = 0x1p-12f;  // tolerance, in steps, for an integer zero point
+constexpr float kLargestZero = 64;           // largest magnitude of a float zero point
 
-// The range of the values and 0.
+// Range of the values, including 0.
 struct Range {
   float low, high;
 };
 
-// The scale that maps a group's whole range onto the codes.
+// The scale that maps the full range of a group onto the codes.
 QAO_GROUP_CODE float full_scale(const Rules& rules, Range range) {
   const Codes& c = rules.codes;
   if (!rules.symmetric) return (range.high - range.low) / (c.highest - c.lowest);
   const float below = c.middle - c.lowest, above = c.highest - c.middle;
   if (below == above) return (-range.low > range.high ? -range.low : range.high) / above;
-  // One code more below the middle: the sign of the scale gives it to the larger side.
+  // There is one more code below the middle. The sign of the scale assigns it to the larger side.
   return (-range.low >= range.high ? range.low : range.high) / -below;
 }
 
@@ -61,12 +62,12 @@ QAO_GROUP_CODE float zero_of(const Rules& rules, Range range, float factor, floa
   return zero < c.lowest ? c.lowest : zero > c.highest ? c.highest : zero;
 }
 
-// The steps from the lowest to the highest value, if every value is on one but for rounding; scales of 0 are none.
-// Where the zero point is a whole number, the search finds the grid.
+// Detects values that already lie on a uniform grid between lowest and highest value, up to rounding. Scales must not
+// be 0. Grids with an integer zero point are left to the search.
 template <typename Lanes, typename Place, typename Values>
 QAO_GROUP_CODE bool find_grid(const Rules& rules, Values values, int64_t count, Group* group) {
   const Codes& codes = rules.codes;
-  if (count < rules.size || count % kLanes != 0) return false;  // zeros follow
+  if (count < rules.size || count % kLanes != 0) return false;  // padded
   Lanes low = Lanes::load(values), high = low;
   for (int64_t i = 0; i < count; i += kLanes) {
     const Lanes v = Lanes::load(values + i);
@@ -91,9 +92,8 @@ QAO_GROUP_CODE bool find_grid(const Rules& rules, Values values, int64_t count, 
   return true;
 }
 
-// Least squares by turns: the scale and zero point that fit the codes best, each column's error weighed, then the codes
-// nearest under these, as long as that takes the error down and `rules.rounds` times at most. The zeros behind the
-// values weigh nothing.
+// Alternating least squares: fits scale and zero point to the codes, with errors weighted by importance, then
+// recomputes the codes. Iterates while the error decreases, at most `rules.rounds` times. Padding has weight zero.
 template <typename Lanes, typename Place, typename Values, typename Importance>
 QAO_GROUP_CODE void refit(const Rules& rules, Values values, Importance importance, int64_t count, Group* group) {
   const Lanes lowest = Lanes::all(rules.codes.lowest), highest = Lanes::all(rules.codes.highest);
@@ -101,7 +101,7 @@ QAO_GROUP_CODE void refit(const Rules& rules, Values values, Importance importan
   float scale = group->scale, zero = group->zero, least_loss = kInfinity;
   for (int64_t round = 0;; ++round) {
     const Lanes scales = Lanes::all(scale), zeros = Lanes::all(zero);
-    // Weighed sums of: 1, steps from the zero point, their squares; errors, their products with steps, their squares.
+    // Weighted sums of: 1, steps from the zero point, steps^2; errors, errors * steps, errors^2.
     Lanes one = Lanes::all(0), step = one, square = one, error = one, product = one, loss = one;
     for (int64_t i = 0; i < count; i += kLanes) {
       const Lanes v = Lanes::load(values + i), weight = Lanes::load(importance + i);
@@ -120,16 +120,15 @@ QAO_GROUP_CODE void refit(const Rules& rules, Values values, Importance importan
     const float before = scale;
     scale = Place::rounded_to(rules.scale_dtype, before + slope);
     if (!(scale > rules.smallest && scale < kInfinity)) return;
-    // What rounding the scale leaves over is the zero point's as well.
+    // The zero point absorbs the rounding error of the scale.
     zero = Place::rounded_to(rules.scale_dtype, zero - (errors + (before - scale) * steps) / (scale * ones));
     if (!(std::fabs(zero) < kLargestZero)) return;
   }
 }
 
-// values[0 .. count), which zeros follow up to a multiple of sixteen lanes, of no importance. Of the factors it takes
-// the first of the least sum of squared errors times importance, which is as long and >= 0. Unless symmetric or with
-// whole zero points, values that lie on a grid of sixteen steps already keep it, and others get scale and zero point by
-// least squares from there.
+// values[0 .. count), padded with zeros of importance 0 to a multiple of sixteen lanes. Selects the first factor with
+// the least sum of squared errors times importance; importance is >= 0 and has the same length. With float zero points,
+// values that already lie on a grid of sixteen steps keep it; others refine scale and zero point by least squares.
 template <typename Lanes, typename Place, typename Values, typename Importance>
 QAO_GROUP_CODE Group quantize_group(const Rules& rules, Values values, Importance importance, int64_t count,
                                     uint8_t* q) {
@@ -174,7 +173,7 @@ QAO_GROUP_CODE Group quantize_group(const Rules& rules, Values values, Importanc
     const Lanes code = least(largest(rounded, lowest), highest);
     const Lanes difference = mul(sub(v, mul(sub(code, zero), scales)), Lanes::load(Place::first_lanes(count - i)));
     error = add(error, mul(difference, difference));
-    // The lowest byte of its bits is the code.
+    // The low byte of the float's bits is the code.
     Place::put_bytes(add(code, Lanes::all(kRounder)), q + i, count - i < kLanes ? count - i : kLanes);
   }
   best.error = sum_of(error);

@@ -1,5 +1,6 @@
-// What every function of the C++ API returns. Nothing under cuda/ or csrc/cpu/ throws: csrc turns a failed Status into
-// a Python exception that also names the tensors involved.
+// Return type of every function of the C++ API. Nothing under cuda/ or csrc/cpu/ throws.
+//
+// csrc turns a failed Status into a Python exception that also names the tensors.
 #pragma once
 
 #include <string>
@@ -10,7 +11,7 @@ namespace qao {
 class Status {
  public:
   Status() = default;
-  // `remedy`: what the user can do about it; empty if this can only be a defect of qao.
+  // `remedy`: what the user can do; empty if the error is a bug in qao.
   static Status error(std::string message, std::string remedy = "") {
     Status status;
     status.message_ = std::move(message);
@@ -23,7 +24,7 @@ class Status {
   const std::string& remedy() const { return remedy_; }
 
  private:
-  std::string message_;  // empty: success
+  std::string message_;  // empty on success
   std::string remedy_;
 };
 

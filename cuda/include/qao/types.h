@@ -1,4 +1,4 @@
-// Scalar types and the GPU facts a plan may depend on. Plain C++: no torch, no CUDA headers.
+// Scalar types, formats, and the GPU properties that a plan may depend on. No torch, no CUDA.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +29,8 @@ constexpr const char* name_of(DType dtype) {
   return "?";
 }
 
-// How the elements of a matrix are stored: in a DType, in eight bits (fp8 is e4m3), in four (cuda/int4/layout.h; fp4 is
-// e2m1, cuda/fp4/layout.h).
+// Storage format of matrix elements: a DType, 8 bits (fp8 is e4m3), or 4 bits (cuda/int4/layout.h; fp4 is e2m1,
+// cuda/fp4/layout.h).
 enum class Format : int { kFloat = 0, kInt8 = 1, kFp8 = 2, kInt4 = 3, kFp4 = 4 };
 
 constexpr const char* name_of(Format format) {
@@ -52,13 +52,12 @@ constexpr const char* name_of(Format format) {
 constexpr Format kFormats[] = {Format::kFloat, Format::kInt8, Format::kFp8, Format::kInt4, Format::kFp4};
 constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
 
-// Weights of four bits are packed, with parameters of groups along K. All others are row-major bytes.
+// 4-bit weights are packed, with parameters per group along K. All others are row-major bytes.
 constexpr bool is_packed(Format weight) { return weight == Format::kInt4 || weight == Format::kFp4; }
-// Whether W may have a scale for each block of 128 x 128, which kernels then apply along K.
+// Whether W may have a scale per 128 x 128 block, which kernels apply along K.
 constexpr bool may_have_blocks(Format weight) { return weight == Format::kFp8; }
 
-// What shares a scale: the whole matrix, each row of it, or each block: 1 x 128 of an activation, 128 x 128 of a
-// weight.
+// Elements that share a scale: the whole matrix, a row, or a block: 1 x 128 of activations, 128 x 128 of a weight.
 enum class Scaling : int { kTensor = 0, kRow = 1, kBlock = 2 };
 constexpr int64_t kScaleBlock = 128;
 
@@ -74,14 +73,14 @@ constexpr const char* name_of(Scaling scaling) {
   return "?";
 }
 
-// A plan is a pure function of the problem and of these numbers, so that every rank and every run chooses alike.
+// Inputs of plan(), a pure function of the problem and of these numbers: every rank and run selects the same kernel.
 struct Gpu {
   int compute_capability = 0;    // 10 * major + minor: 80, 89, 90, ...
   int num_sms = 0;               // streaming multiprocessors
   int shared_bytes_per_cta = 0;  // opt-in limit of dynamic shared memory
 };
 
-// Facts of CUDA device `index`; queried once per device, then cached.
+// Properties of CUDA device `index`. Cached per device.
 Status query_gpu(int index, Gpu* gpu);
 
 }  // namespace qao
