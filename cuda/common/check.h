@@ -14,7 +14,7 @@ inline Status cuda_status(cudaError_t error, const char* doing) {
   return Status::error(std::string("CUDA failed while ") + doing + ": " + cudaGetErrorString(error));
 }
 
-// The result of the launch just made; clears the error, which belongs to us.
+// Status of the preceding launch. Clears the error.
 inline Status launch_status(const char* kernel) { return cuda_status(cudaGetLastError(), kernel); }
 
 }  // namespace qao

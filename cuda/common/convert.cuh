@@ -1,4 +1,4 @@
-// Reading and writing scalars whose dtype is known only at run time (scales, bias, outputs of layout conversions).
+// Loads and stores of scalars with a dtype known only at run time (scales, bias, outputs).
 #pragma once
 
 #include <cuda_bf16.h>

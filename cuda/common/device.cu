@@ -16,7 +16,7 @@ int current_gpu() {
 
 namespace {
 
-// Facts of a GPU, queried once and cached.
+// Properties of a GPU, cached per device.
 struct Facts {
   Gpu gpu;
   int64_t largest_window;

@@ -1,5 +1,6 @@
-// float32 activations on bfloat16 tensor cores without losing a bit: x = high + middle + low, each a bfloat16, and
-// integer weights are exact in bfloat16, so three products give the float32 result.
+// Split of float32 activations into bfloat16 parts for tensor cores.
+//
+// x = high + middle + low exactly, and integer weights are exact in bfloat16, so three MMAs give the float32 result.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +13,7 @@ __device__ __forceinline__ float truncate_to_bf16(float value) {
   return __uint_as_float(__float_as_uint(value) & 0xFFFF0000u);
 }
 
-// A warp has one group of one token. It writes parts [m, 3, part_stride] and, if wanted, the group's sum of x [m,
-// groups].
+// One warp per group and token. Writes parts [m, 3, part_stride] and optionally the group's sum of x [m, groups].
 static __global__ void __launch_bounds__(256)
     split_float32_kernel(const float* x, int64_t x_stride, int64_t m, int k, int group_size, int groups,
                          int part_stride, uint16_t* parts, float* group_sums) {

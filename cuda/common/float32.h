@@ -1,4 +1,4 @@
-// A float32 as bfloat16 parts: what plans and kernels agree on.
+// Number of bfloat16 parts of a float32, shared by plans and kernels.
 #pragma once
 
 namespace qao {

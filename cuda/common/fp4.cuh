@@ -1,5 +1,7 @@
-// Codes as operands of 16 bits, whose format decides where a code's three lower bits lie: the highest of them are the
-// lowest of an exponent, the last one is the first of a mantissa. So read, a code is its value times a power of two.
+// fp4 codes as 16-bit operands.
+//
+// The low three bits of a code (two of exponent, one of mantissa) are shifted across the boundary between exponent and
+// mantissa of the 16-bit format. The result is the code's value times a power of two.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,7 +16,7 @@ struct Place;
 template <>
 struct Place<__nv_bfloat16> {
   static constexpr int kShift = 6;
-  static constexpr uint32_t kFactor = 0x7E807E80;  // a pair of 2^126, by which codes are too small
+  static constexpr uint32_t kFactor = 0x7E807E80;  // 2^126 twice: the factor that restores the value
 };
 template <>
 struct Place<__half> {
@@ -22,7 +24,7 @@ struct Place<__half> {
   static constexpr uint32_t kFactor = 0x74007400;  // 2^14
 };
 
-// Of the four pairs of codes in a word, the i-th.
+// Pair `i` of the four pairs of codes in a word.
 template <typename T>
 __device__ __forceinline__ uint32_t small_pair(uint32_t word, int i) {
   constexpr uint32_t kMagnitude = 0x00070007u << Place<T>::kShift, kSign = 0x80008000u;

@@ -1,4 +1,4 @@
-// Integer arithmetic of host code.
+// Integer helpers of host code.
 #pragma once
 
 #include <cstdint>

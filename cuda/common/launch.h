@@ -1,4 +1,4 @@
-// Launches with attributes: clusters, kernels that start while the one before them still runs, and what they read once.
+// Kernel launches with attributes: clusters, programmatic dependent launch, L2 access policy.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +14,10 @@ struct Launch {
   dim3 grid, cta;
   cudaStream_t stream;
   size_t shared_bytes = 0;
-  int cluster = 1;          // CTAs, adjacent along x of the grid
-  bool overlapped = false;  // programmatic dependent launch: only for kernels that wait for the one before
-  // Memory that the kernel reads once. Its lines are the first to leave the L2 cache, so that what later kernels
-  // prefetched stays there.
+  int cluster = 1;          // CTAs per cluster, along x of the grid
+  bool overlapped = false;  // programmatic dependent launch; the kernel must execute griddepcontrol.wait
+  // Memory that the kernel reads once. Its lines are evicted from L2 first, which keeps data prefetched for later
+  // kernels.
   const void* streamed = nullptr;
   int64_t streamed_bytes = 0;
 };
@@ -55,8 +55,8 @@ Status launch_kernel(const Launch& launch, const char* doing, void (*kernel)(Par
   return cuda_status(cudaLaunchKernelEx(&config, kernel, parameters...), doing);
 }
 
-// Whether `kernel`, of a file compiled for the portable set, runs as sm_90 code on the current device. Only that code
-// waits for the kernel before it. Cached by every thread, since the query is slow.
+// Whether `kernel`, from a file compiled for several architectures, runs as sm_90 code on the current device. Only that
+// code waits for the previous kernel (PDL). Cached per thread, since the query is slow.
 inline bool is_hopper_code(const void* kernel) {
   struct Known {
     const void* kernel;

@@ -1,5 +1,4 @@
-// 16-bit activation types: their tensor-core product and the arithmetic that turns nibbles into them. And the product
-// of tf32.
+// mma.sync of 16-bit types and tf32, and the pairwise arithmetic that converts nibbles to 16 bits.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,12 +12,12 @@
 namespace qao {
 
 template <typename T>
-struct Half;  // what differs between bfloat16 and float16
+struct Half;  // operations that differ between bfloat16 and float16
 
 template <>
 struct Half<__nv_bfloat16> {
   static constexpr DType kDType = DType::kBFloat16;
-  // 2^7: a nibble or-ed into its lowest mantissa bits adds itself.
+  // 2^7: OR-ing a nibble into the low mantissa bits adds the nibble.
   static constexpr uint32_t kMagic = 0x43004300;
   static constexpr float kMagicValue = 128;
 
@@ -39,7 +38,7 @@ struct Half<__nv_bfloat16> {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
     return sum;
   }
-  // add.bf16x2 needs sm_90; the product with one is exact
+  // add.bf16x2 needs sm_90; multiplication by one is exact
   static __device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) { return multiply_add(a, 0x3F803F80u, b); }
   // d[16 x 8] += a[16 x 16] b[16 x 8]
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -88,7 +87,7 @@ struct Half<__half> {
   }
 };
 
-// d[16 x 8] += a[16 x 8] b[8 x 8] in tf32: of each float32 the upper 19 bits. Fragments as in mma.m16n8k8.
+// d[16 x 8] += a[16 x 8] b[8 x 8] in tf32, which uses the upper 19 bits of each float32. Fragments as in mma.m16n8k8.
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"

@@ -1,4 +1,4 @@
-// Tensor-core products of eight-bit operands: d[16 x 8] += a[16 x 32] b[32 x 8]. A register holds four adjacent k.
+// mma.sync of 8-bit operands: d[16 x 8] += a[16 x 32] b[32 x 8]. A register holds four adjacent k.
 #pragma once
 
 #include <cstdint>

@@ -1,15 +1,15 @@
-// Which part of a product a CTA computes.
+// Tile scheduler of non-persistent kernels: rasterization and split-K.
 #pragma once
 
 #include <cstdint>
 
 namespace qao {
 
-// Which tile a CTA computes: panels of 16 token tiles, inside a panel all token tiles of one row tile together, so that
-// weights are read from L2 within a panel and x stays there between row tiles.
+// Tile of a CTA. Rasterization is in panels of 16 token tiles; inside a panel, the token tiles of one row tile are
+// consecutive. Weights are then read from L2 within a panel, and x stays in L2 between row tiles.
 struct Place {
   int row_block, token_block, split;
-  int begin, end;  // K-tiles, counted through all parts of x
+  int begin, end;  // k-tiles, counted across all parts of x
 };
 template <typename Tile, typename Params>
 __device__ __forceinline__ Place place(const Params& p) {

@@ -1,4 +1,4 @@
-// Wrappers as in ptx.cuh, of what quantising weights needs.
+// Wrappers of PTX instructions for weight quantization, as in ptx.cuh.
 #pragma once
 
 #include <cstdint>
@@ -7,14 +7,14 @@
 
 namespace qao::ptx {
 
-// 1 / x to one unit in the last place.
+// 1 / x with an error of one unit in the last place.
 __device__ __forceinline__ float reciprocal(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
   return result;
 }
 
-// Two 16-bit floats at once: the larger ones and the smaller ones; NaN where either is.
+// Pairwise maximum and minimum of 16-bit floats; NaN if either operand is NaN.
 template <DType dtype>
 __device__ __forceinline__ uint32_t max_or_nan2(uint32_t a, uint32_t b) {
   uint32_t result;

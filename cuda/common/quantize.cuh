@@ -1,5 +1,6 @@
-// Rounding floats to int8 or e4m3, eight neighbouring columns of a row at a time: ranges, scales, the values
-// themselves. Kernels that quantise and products that quantise x on the way share it, so that their bits are the same.
+// Rounding of floats to int8 or e4m3, eight adjacent columns at a time: ranges, scales, values.
+//
+// Shared by quantization kernels and by GEMM kernels that quantize x, so that their bits are equal.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -12,23 +13,23 @@
 namespace qao::quantize {
 
 constexpr int kVector = 8;
-constexpr float kSmallestMaximum = 0x1p-100f;  // below, a scale's reciprocal would overflow
+constexpr float kSmallestMaximum = 0x1p-100f;  // below, the reciprocal of a scale would overflow
 constexpr float kLargestFp8 = 448;
 
-// What values become.
+// Target format.
 struct Target {
-  bool fp8, symmetric;  // symmetric: zero point 0; so is fp8
-  int k;                // columns that exist; q is 0 in others
+  bool fp8, symmetric;  // symmetric: zero point 0, always true for fp8
+  int k;                // valid columns; q is 0 in others
 };
 
-// Eight values as they lie in memory. Loads of several come before the first use of any: that keeps the memory busy.
+// Eight values as stored in memory. Issue several loads before the first use, to keep loads in flight.
 template <DType dtype>
 struct Packed {
   static constexpr int kParts = size_of(dtype) / 2;
   uint4 part[kParts];
 
-  // data[column ..], zeros from `columns` on. kFast: `columns` is a multiple of 8, the address one of 16 bytes.
-  // kShared: other CTAs read it too.
+  // Loads data[column ..], zero from `columns` on. kFast: `columns` is a multiple of 8 and the address is 16-byte
+  // aligned. kShared: other CTAs read it too.
   template <bool kFast, bool kShared = false>
   __device__ __forceinline__ void load(const void* data, int column, int columns) {
     if constexpr (kFast) {
@@ -51,7 +52,7 @@ struct Packed {
       for (int i = 0; i < kParts; ++i) part[i] = {word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
     }
   }
-  // Makes the compiler unpack the vector again after this point, where it would keep unpacked values in registers.
+  // Forces the compiler to unpack the vector again after this point instead of keeping unpacked values in registers.
   __device__ __forceinline__ void pin() {
 #pragma unroll
     for (int i = 0; i < kParts; ++i) ptx::pin(part[i]);
@@ -135,12 +136,12 @@ struct Packed {
   }
 };
 
-// Largest high and largest -low of some values and 0, as the bits of floats that are never negative: they compare as
-// unsigned integers, NaN above infinity above all else.
+// Maximum and negated minimum of values and 0, as float bits. They are non-negative, so they compare as unsigned
+// integers, with NaN above infinity.
 struct Range {
   uint32_t high = 0, below = 0;
 
-  // The sign matters to asymmetric q alone; otherwise `high` gets the largest magnitude.
+  // Only asymmetric q needs signs; otherwise `high` is the largest magnitude.
   __device__ __forceinline__ void add(const float (&value)[kVector], bool symmetric) {
     float largest = 0, smallest = 0;
     if (symmetric) {
@@ -163,19 +164,19 @@ struct Range {
   __device__ __forceinline__ uint32_t largest() const { return max(high, below); }
 };
 
-// How values become q.
+// Parameters of the rounding.
 struct Rounding {
   float inverse = 0, zero = 0;
   bool finite = true;  // else q is 0
 };
 
-// The scale of values whose largest magnitude has these bits.
+// Scale for the largest magnitude with these bits.
 __device__ __forceinline__ float scale_of(uint32_t largest, float steps) {
   return largest < 0x7F800000u ? __fdiv_rn(fmaxf(__uint_as_float(largest), kSmallestMaximum), steps) : NAN;
 }
 __device__ __forceinline__ Rounding rounding_of(float scale) { return {__frcp_rn(scale), 0, !isnan(scale)}; }
 
-// Scale of a row of that range, and how it is rounded.
+// Scale and rounding of a row with that range.
 __device__ __forceinline__ Rounding rounding_of(const Range& range, const Target& target, float* scale) {
   *scale = scale_of(range.largest(), target.fp8 ? kLargestFp8 : 127.0f);
   if (!target.symmetric && range.largest() < 0x7F800000u) {
@@ -208,7 +209,7 @@ __device__ __forceinline__ uint16_t to_fp8_pair(float low, float high) {
 #endif
 }
 
-// Eight q, column after column. Columns from k on are 0 whatever the zero point.
+// Rounds eight values in column order. Columns from k on are 0 regardless of the zero point.
 __device__ __forceinline__ uint2 round_vector(const Target& target, const Rounding& r, const float (&value)[kVector],
                                               int column) {
   uint32_t word[2];
@@ -221,11 +222,11 @@ __device__ __forceinline__ uint2 round_vector(const Target& target, const Roundi
       word[i] = to_fp8_pair(t[4 * i], t[4 * i + 1]) | uint32_t{to_fp8_pair(t[4 * i + 2], t[4 * i + 3])} << 16;
     }
   } else {
-    // Added to 1.5 * 2^23 a float is rounded to an integer, whose low byte is the low byte of the sum.
+    // Adding 1.5 * 2^23 rounds a float to an integer; the low byte of the sum is its low byte.
     constexpr float kInteger = 0x1.8p23f;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) t[i] = __fadd_rn(t[i], kInteger);
-    if (!target.symmetric) {  // else |q| is at most 127: value * inverse exceeds it by a rounding error only
+    if (!target.symmetric) {  // symmetric |q| exceeds 127 by a rounding error at most
 #pragma unroll
       for (int i = 0; i < kVector; ++i) t[i] = fminf(fmaxf(__fadd_rn(t[i], r.zero), kInteger - 128), kInteger + 127);
     }
@@ -248,8 +249,8 @@ __device__ __forceinline__ uint2 round_vector(const Target& target, const Roundi
   return {word[0], word[1]};
 }
 
-// Order::kInt4Tiles: columns c and c + 8 of each 16 beside each other. Two lanes exchange halves: lane i has the vector
-// after that of lane i - 1, and all lanes of a warp take part.
+// Order::kInt4Tiles: columns c and c + 8 of each 16 become adjacent. Two lanes exchange halves: lane i holds the vector
+// after that of lane i - 1. Executed by all lanes of a warp.
 __device__ __forceinline__ uint2 int4_tile_order(uint2 word) {
   const bool odd = threadIdx.x & 1;
   const uint32_t keep = odd ? word.y : word.x;
@@ -274,7 +275,7 @@ __device__ __forceinline__ float sum_of(const Target& target, uint2 word) {
   return sum;
 }
 
-// Sums over `lanes` adjacent lanes, a power of two. Several at once hide each other's latency.
+// Sums over `lanes` adjacent lanes, a power of two. `count` sums at once hide latency.
 template <typename T, int count>
 __device__ __forceinline__ void sum_over_lanes(T (&sum)[count], int lanes) {
 #pragma unroll
@@ -285,7 +286,7 @@ __device__ __forceinline__ void sum_over_lanes(T (&sum)[count], int lanes) {
   }
 }
 
-// Sums of a whole row are counted in units that make them integers, so that they are exact in any order.
+// Sums over a row are accumulated as integers in these units, so that they are exact in any order.
 __device__ __forceinline__ int64_t to_units(const Target& target, float vector_sum) {
   return __float2int_rn(target.fp8 ? vector_sum * 0x1p9f : vector_sum);
 }

@@ -1,4 +1,4 @@
-// Dynamic shared memory beyond 48 KB, which a kernel must be granted before it is launched with it.
+// Opt-in to more than 48 KB of dynamic shared memory.
 #pragma once
 
 #include <array>
@@ -8,8 +8,8 @@
 
 namespace qao {
 
-// Allows `kernel` as much dynamic shared memory as a CTA of the current device can have; a launch then asks for what it
-// needs. The call is slow, so every thread remembers for which kernels it was made.
+// Raises the limit of `kernel` to the maximum of the current device; launches request less. Cached per thread and
+// kernel, since the call is slow.
 inline Status grant_shared_memory(const void* kernel) {
   struct Granted {
     const void* kernel;

@@ -1,5 +1,6 @@
-// Tensor maps for the copy engine, made on the host. The driver's encoder is looked up at run time: nothing links
-// libcuda.
+// TMA descriptors (tensor maps), encoded on the host.
+//
+// The driver's encoder is resolved at run time, so that nothing links libcuda.
 #pragma once
 
 #include <cuda.h>
@@ -12,15 +13,15 @@
 
 namespace qao {
 
-// A three-dimensional tensor, innermost dimension first and adjacent; strides in bytes of the outer two.
+// A three-dimensional tensor: innermost dimension first, contiguous; byte strides of the outer two.
 struct TensorShape {
   std::array<cuuint64_t, 3> sizes;
   std::array<cuuint64_t, 2> strides;
   std::array<cuuint32_t, 3> box;
 };
 
-// Elements outside the tensor read as zero. `swizzle` of 128B or 64B: rows of a box are that long, their 16-byte chunks
-// permuted by row or by pair of rows.
+// Elements outside the tensor read as zero. With `swizzle` 128B or 64B, rows of a box have that many bytes and their
+// 16-byte chunks are permuted by row or by pair of rows.
 inline Status encode_tensor_map(CUtensorMap* map, const void* data, CUtensorMapDataType dtype, const TensorShape& shape,
                                 CUtensorMapSwizzle swizzle) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,

@@ -1,6 +1,7 @@
-// Hopper's asynchronous matrix product of a warpgroup: d[64 x n] (+)= a[64 x k] b[k x n], k = 32 bytes: 16 values of 16
-// bits, 32 of 8. a in registers (each warp 16 rows, fragments as in mma.m16n8k16 and m16n8k32) or in shared memory, b
-// in shared memory. Needs sm_90a.
+// Hopper's WGMMA instruction: d[64 x n] (+)= a[64 x k] b[k x n], asynchronous, per warpgroup.
+//
+// k spans 32 bytes: 16 16-bit values or 32 8-bit values. a is in registers (16 rows per warp, fragments as in
+// mma.m16n8k16 and m16n8k32) or in shared memory, b in shared memory. Needs sm_90a.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,7 +11,7 @@
 
 namespace qao::wgmma {
 
-// Registers written by ordinary instructions become visible to the next products.
+// Orders register writes before the next WGMMA.
 __device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int pending>
@@ -18,14 +19,14 @@ __device__ __forceinline__ void wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(pending) : "memory");
 }
 
-// A matrix in shared memory as rows of 128 bytes along k, 16-byte chunks swizzled by row % 8; rows start at a multiple
-// of 1024 bytes. Each k-step is 32 bytes further: descriptor + 2.
+// Descriptor of a K-major matrix with 128-byte swizzle: rows of 128 bytes, 16-byte chunks permuted by row % 8,
+// 1024-byte aligned. Each k-step advances 32 bytes: descriptor + 2.
 __device__ __forceinline__ uint64_t descriptor(uint32_t shared_address) {
   constexpr uint64_t kSwizzle128 = 1ull << 62, kEightRows = 1024 >> 4;
   return kSwizzle128 | kEightRows << 32 | ((1u << 16) + (shared_address >> 4));
 }
 
-// Sums d[n / 8][4] as operands of the assembly, and their names.
+// Accumulators d[n / 8][4] as operands of the assembly, and their names.
 #define QAO_4(c, j) c(d[j][0]), c(d[j][1]), c(d[j][2]), c(d[j][3])
 #define QAO_16(c, j) QAO_4(c, j), QAO_4(c, j + 1), QAO_4(c, j + 2), QAO_4(c, j + 3)
 #define QAO_32(c, j) QAO_16(c, j), QAO_16(c, j + 4)
@@ -55,14 +56,14 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t shared_address) {
 #define QAO_FLOAT(sum) "+f"(sum)
 #define QAO_INT(sum) "+r"(sum)
 
-// One product of n columns. Operand types: __nv_bfloat16, __half, int8_t, and E4m3 for 8-bit floats; E5m2: a is that, b
+// One WGMMA of n columns. Operand types: __nv_bfloat16, __half, int8_t, and E4m3 for 8-bit floats; E5m2: a is e5m2, b
 // is e4m3. `accumulate` false overwrites d.
 struct E4m3 {};
 struct E5m2 {};
 template <typename T, int n>
 struct Product;
 
-// Operand numbers r0.. follow the sums.
+// Operand numbers r0.. follow the accumulators.
 #define QAO_FROM_REGISTERS(Sum, c, n, k, types, signs, r0, r1, r2, r3, r4, r5)                                        \
   static __device__ __forceinline__ void run(Sum(&d)[n / 8][4], const uint32_t (&a)[4], uint64_t b, int accumulate) { \
     asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k" k types       \

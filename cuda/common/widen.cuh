@@ -1,5 +1,6 @@
-// Four bytes of an operand as 16-bit values for the tensor cores: exact, up to a power of two that is left to the
-// caller. Results are pairs: bytes 0 and 1, bytes 2 and 3.
+// Exact conversion of four 8-bit values to 16 bits, up to a power of two (kFactor).
+//
+// The caller applies kFactor. The results are pairs: bytes 0 and 1, bytes 2 and 3.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,14 +12,14 @@
 
 namespace qao::widen {
 
-// value = kFactor * what bytes_to() makes of it.
+// value = kFactor * result of run().
 template <typename From, typename To>
 struct Widen;
 
 struct Int8 {};
 struct Fp8 {};
 
-// Bytes 2 i and 2 i + 1 of `word` as the low or the high bytes of two 16-bit lanes, beside those of `other`.
+// Bytes 2 i and 2 i + 1 of `word` as the low or the high bytes of two 16-bit lanes; bytes of `other` fill the rest.
 __device__ __forceinline__ uint32_t low_bytes(uint32_t word, uint32_t other, int i) {
   return __byte_perm(word, other, i == 0 ? 0x4140 : 0x4342);
 }
@@ -32,7 +33,7 @@ __device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_
   return d;
 }
 
-// A byte u read as a bfloat16 is u 2^-133: its subnormals and first binade have one step.
+// A byte u read as a bfloat16 is u 2^-133: subnormals and the first binade have the same step.
 template <>
 struct Widen<Int8, __nv_bfloat16> {
   static constexpr float kFactor = 0x1p6f;
@@ -56,12 +57,12 @@ struct Widen<Int8, __half> {
   }
 };
 
-// Exponent and mantissa moved into place give value 2^-120. A NaN comes out as 480: see nan_bytes().
+// Exponent and mantissa shifted into position give value 2^-120. A NaN becomes 480: see nan_bytes().
 template <>
 struct Widen<Fp8, __nv_bfloat16> {
   static constexpr float kFactor = 1;
   static __device__ __forceinline__ void run(uint32_t word, uint32_t (&to)[2]) {
-    const uint32_t lanes = __byte_perm(word, 0, 0x3120);  // bytes 0 and 1 low in their lanes, 2 and 3 high
+    const uint32_t lanes = __byte_perm(word, 0, 0x3120);  // bytes 0 and 1 in the low bytes of lanes, 2 and 3 high
     const uint32_t low = ptx::and_or(lanes << 8, 0x80008000, lanes << 4 & 0x07F007F0);
     const uint32_t high = ptx::and_or(lanes, 0x80008000, lanes >> 4 & 0x07F007F0);
     to[0] = multiply_add(low, 0x7B807B80, 0);
@@ -92,7 +93,7 @@ struct Widen<Fp8, __half> {
 #endif
 };
 
-// Bit 7 of each byte that is an e4m3 NaN is set; other bits are noise.
+// Sets bit 7 of each byte that is an e4m3 NaN; other bits are undefined.
 __device__ __forceinline__ uint32_t nan_bytes(uint32_t word) { return (word & 0x7F7F7F7F) + 0x01010101; }
 
 }  // namespace qao::widen
