@@ -24,7 +24,7 @@ struct Int4Params {
   int parts;               // 3 if a float32 x is split into bfloat16 parts, stored side by side; else 1
   int part_stride;
   int groups;             // rows of scales
-  int group_shift;        // group of K-tile t is t >> group_shift; -1: two groups of 32 per tile
+  int group_shift;        // group of k-tile t is t >> group_shift; -1: two groups of 32 per tile
   int group_bytes;        // bytes of parameters per group and row tile
   int scale_chunk_shift;  // log2 of the 16-byte chunks of parameters per k-tile and row tile
   bool x_aligned;

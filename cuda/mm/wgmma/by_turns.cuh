@@ -1,7 +1,7 @@
-// Two consumer warpgroups that take tiles of y by turns: while one multiplies, the other scales and stores its last
-// tile and makes ready for the next. The tensor cores never wait for an epilogue. A warpgroup has all 128 rows of W, as
-// two products of 64, and 128 tokens. Such tiles need a third more bytes a product than 128 x 256, so the two CTAs of a
-// cluster, neighbours along W, bring half of x each to both.
+// Ping-pong consumers: two warpgroups on alternating tiles, one in its mainloop, one in its epilogue.
+//
+// A warpgroup's tile is 128 rows of W, as two WGMMAs of 64, x 128 tokens. Such tiles load a third more bytes per FLOP
+// than 128 x 256, so the two CTAs of a cluster, neighbors along N, multicast half of x each.
 #pragma once
 
 #include "mm/wgmma/epilogue.cuh"
@@ -9,8 +9,8 @@
 
 namespace qao::mm::wgmma {
 
-// Named barriers of the two warpgroups: a warpgroup may multiply once the other has seen the last of its K-tiles
-// arrive. Before that it would take the parity of a round long gone for this one's.
+// Named barriers that order the mainloops. A warpgroup may start once the other has waited for its last k-tile.
+// Earlier, it could take the phase of an older pass over the ring for the current one.
 constexpr int kTurnBarrier = 3;
 __device__ __forceinline__ void wait_for_turn(int warpgroup) { ptx::named_barrier(kTurnBarrier + warpgroup, 256); }
 __device__ __forceinline__ void pass_turn_to(int warpgroup) { ptx::named_arrive(kTurnBarrier + warpgroup, 256); }
@@ -37,13 +37,13 @@ struct Turn {
     }
     qao::wgmma::commit();
   }
-  // Both CTAs of the pair wait for the stage, since each fills half of its x.
+  // Releases the stage in both CTAs of the cluster, since each fills half of its x.
   __device__ __forceinline__ void release(uint32_t barrier) const {
     __syncwarp();
     const int lane = threadIdx.x % 32;
     if (lane < kTurnsCluster) tma::barrier_arrive_remotely(ptx::cluster_address(barrier, lane));
   }
-  // `pass` is called when the last products are issued.
+  // Mainloop over one tile. `pass` is called once the last WGMMAs are issued.
   template <typename Pass>
   __device__ __forceinline__ void walk(int steps, const Pass& pass) {
     uint32_t unreleased = 0;
@@ -51,6 +51,7 @@ struct Turn {
     for (int i = 0; i < steps; ++i) {
       tma::barrier_wait(ring.arrived(), ring.parity);
       multiply(i == 0);
+      // Hand the tensor cores to the other warpgroup
       if (i + 1 == steps) pass();
       qao::wgmma::wait<1>();
       if (i > 0) release(unreleased);
@@ -69,22 +70,26 @@ __device__ __forceinline__ void consume_by_turns(const Params& p, const CUtensor
             end = turns<K>(p, ring.data);
   const uint32_t rows = ring.data + K::kStage.rows + warpgroup * K::kRowParts * kRowScalesBytes,
                  tokens = ring.data + K::kStage.tokens + warpgroup * K::kStage.token_floats * K::kTokens * 4;
+  // Start the second warpgroup one tile later
   if (warpgroup == 1) {
     pass_turn_to(other);
     ring.skip(p.k_tiles);
   }
   ptx::wait_for_previous_kernel();
   for (int turn = first_turn<K>(p) + warpgroup * step; turn < end; turn += 2 * step) {
+    // Prologue
     const Place at = place<K>(p, ring.data, turn);
     const int row0 = at.row_block * K::kTile.rows, row_end = min(p.n, row0 + K::kTile.rows);
     const int64_t token0 = first_token<K>(at), token_end = last_token<K>(p, at);
     fetch_scales<K>(p, rows, tokens, at, row0);
     Turn<K> of{p, ring};
+    // Mainloop
     wait_for_turn(warpgroup);
     of.walk(p.k_tiles, [&] {
       if (turn + step < end) pass_turn_to(other);
     });
     ring.skip(p.k_tiles);
+// Epilogue
 #pragma unroll
     for (int half = 0; half < K::kRowParts; ++half) {
       const Target target{rows + half * kRowScalesBytes, tokens,  token0, token_end,
@@ -96,8 +101,8 @@ __device__ __forceinline__ void consume_by_turns(const Params& p, const CUtensor
       }
     }
   }
-  tma::wait_for_stores<0>();  // which still read shared memory
-  ptx::cluster_arrive();      // the other CTA may still arrive at barriers here
+  tma::wait_for_stores<0>();  // the TMA stores still read shared memory
+  ptx::cluster_arrive();      // the other CTA may still arrive at mbarriers of this one
   ptx::cluster_wait();
 }
 

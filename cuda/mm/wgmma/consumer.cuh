@@ -1,5 +1,6 @@
-// What a consumer warpgroup does with its 64 rows of W: products of K-tile after K-tile, folds, the epilogue. The walks
-// over K differ in what hides what: the conversion of W, the products, the folds.
+// Consumer warpgroup: mainloop over the k-tiles of 64 rows of W, promotion, and epilogue.
+//
+// The mainloops differ in the work that they overlap: conversion of W, WGMMA, promotion.
 #pragma once
 
 #include "mm/wgmma/epilogue.cuh"
@@ -10,7 +11,7 @@
 
 namespace qao::mm::wgmma {
 
-// One warpgroup's 64 rows of one tile of y.
+// One warpgroup's 64 rows of an output tile.
 template <typename K>
 struct Consumer {
   using T = typename K::T;
@@ -19,22 +20,22 @@ struct Consumer {
   const CUtensorMap& y_map;
   Ring<K>& ring;
   const int lane = threadIdx.x % 32, warp = ptx::warp_index();
-  // A fold of half of the tokens can run beside the products of the other half, where those do not read W from shared
-  // memory a second time. The largest tile is halved for want of registers: its halves use the same ones in turn.
+  // Promotion of one half of the tokens can overlap the WGMMAs of the other half, unless these would read W from shared
+  // memory a second time. The largest tile is halved for lack of registers: its halves share one accumulator.
   static constexpr bool kBeside = K::kFolds && K::kPacked && !K::kFloatX && K::kTokens >= 64;
   static constexpr int kHalves = kBeside || K::kOneHalf ? 2 : 1, kProducts = K::kOneHalf ? 1 : kHalves;
   static constexpr int kHalfTiles = K::kTilesM / kHalves;
   typename K::Product product[kProducts][kHalfTiles][4];
   float sum[K::kFolds ? K::kTilesM : 1][4];
-  Operand<K::kSteps> operand[K::kScalesOperand || K::kOneHalf ? 1 : 2];  // K-tiles alternate between two
+  Operand<K::kSteps> operand[K::kScalesOperand || K::kOneHalf ? 1 : 2];  // double-buffered across k-tiles
   std::conditional_t<K::kRowScales, RowScaledOperand<T>,
                      RawOperand<T, K::kWeight, K::kScalesOperand, K::kTile.rows, K::kSteps>>
       raw;
   std::conditional_t<K::kSwapped, TokenScales<K>, int> token_scales;
-  const float* block_scales;  // of these rows of W
+  const float* block_scales;  // of this warpgroup's rows of W
   float block_scale, next_block_scale;
 
-  // Waits for the K-tile of the ring's present stage and reads what is to be converted.
+  // Waits for the current pipeline stage and loads the fragments of W that need conversion.
   template <int groups = 1>
   __device__ __forceinline__ void fetch() {
     tma::barrier_wait(ring.arrived(), ring.parity);
@@ -52,19 +53,20 @@ struct Consumer {
       raw.load(weight, warp, lane);
     }
   }
-  // An operand from what fetch() read.
+  // Converts the fragments from fetch() to the A operand.
   template <int buffer>
   __device__ __forceinline__ void convert() {
     if constexpr (K::kFromRegisters) {
       raw.convert(operand[buffer]);
 #pragma unroll
       for (int step = 0; step < K::kSteps; ++step) {
-        ptx::pin(operand[buffer][step]);  // or the compiler moves this work behind the wait it should hide under
+        ptx::pin(operand[buffer][step]);  // keeps the compiler from moving the conversion behind the WGMMA wait that
+                                          // should hide it
       }
     }
   }
 
-  // Products of k-steps [first, first + steps), 32 bytes of each token each. Nothing may write registers between them.
+  // Issues WGMMAs for k-steps [first, first + steps), 32 bytes of each token per step. No register writes in between.
   template <int buffer, int first, int steps, int half = 0>
   __device__ __forceinline__ void multiply(uint32_t stage, bool fresh) {
     const uint32_t own = warp / 4 * 64 * 128;
@@ -87,13 +89,13 @@ struct Consumer {
     qao::wgmma::commit();
   }
 
-  // Releases the stage to the producer: every lane arrives for what it has read.
+  // Releases the stage to the producer. Every lane arrives for its own reads.
   __device__ __forceinline__ void release(uint32_t barrier) const { tma::barrier_arrive(barrier); }
 
-  // A group's scale and the fraction of its zero point, of rows g and g + 8.
+  // Scale of a group and fraction of its zero point, for rows g and g + 8.
   struct Group {
     float scale[2], fraction[2];
-    float beyond[2];  // swapped: beside the next scale block of W
+    float beyond[2];  // swap-AB: scales for the next scale block of W
   };
   template <DType dtype>
   __device__ __forceinline__ Group read_group(uint32_t from) const {
@@ -125,7 +127,7 @@ struct Consumer {
     }
   }
 
-  // sum += scale (product - fraction column), or scale column product for blocks.
+  // Promotes: sum += scale (product - fraction column), or scale column product for blocks.
   template <int half = 0>
   __device__ __forceinline__ void fold(const Group& group, uint32_t columns) {
 #pragma unroll
@@ -150,9 +152,9 @@ struct Consumer {
     }
   }
 
-  // One or two K-tiles, in pieces of a group each, and the operand of the K-tile after them unless these are the last
-  // ones. Sums are folded once a group, or where the tensor cores would cut them short; the next piece's products are
-  // issued as soon as a fold has read the sums that they overwrite.
+  // Mainloop body with promotion: one or two k-tiles, one piece per group. Also converts the operand of the following
+  // k-tile unless `last`. Promotion is once per group, or as often as the tensor cores' accumulation precision
+  // requires. The WGMMAs of the next piece are issued once promotion has read the accumulators that they overwrite.
   template <int groups, int k_tiles>
   __device__ __forceinline__ void folding_k_tiles(int& at, bool& fresh, bool last) {
     constexpr int kPieceSteps = K::kSteps / groups, kPieces = k_tiles * groups;
@@ -169,6 +171,7 @@ struct Consumer {
         block_scale = next_block_scale;
         next_block_scale = __ldg(block_scales + ((at + 1 == p.k_tiles ? 0 : at + 1) >> p.fold_shift));
       }
+      // Advance to the next k-tile and convert W
       const bool folds = groups > 1 || !std::is_same_v<T, int8_t> || ends_group(p, at) || (!kMore && last);
       if constexpr (kEndsTile) {
         ring.advance();
@@ -180,6 +183,7 @@ struct Consumer {
         fresh = folds;
         at = at + 1 == p.k_tiles ? 0 : at + 1;
       }
+      // Promote, and issue the next piece
       const Group scales = read_group(from, piece % groups);
       if constexpr (K::kSwapped) token_scales.advance();
       if constexpr (kHalves == 2) {
@@ -226,9 +230,8 @@ struct Consumer {
     if (i < end) folding_k_tiles<groups, 1>(at, fresh, true);
   }
 
-  // A K-tile whose first half is under way, and the first half of the next one. Through the same registers, products
-  // wait for the fold before them and a fold for its products: the tensor cores have the other warpgroup's in the
-  // meantime.
+  // Second half of the current k-tile and first half of the next one. Both halves share one accumulator, so WGMMA and
+  // promotion alternate; the other warpgroup keeps the tensor cores busy meanwhile.
   template <bool last>
   __device__ __forceinline__ void halved_k_tile() {
     const uint32_t stage = ring.address(), released = ring.released();
@@ -240,7 +243,7 @@ struct Consumer {
     release(released);
     fold<1>({}, 0);
     if constexpr (!last) {
-      fetch();  // not earlier: sums, products and an operand leave no registers for the next one's codes
+      fetch();  // not earlier: the accumulators and operand leave no registers for the next codes
       convert<0>();
       multiply<0, 0, K::kSteps, 0>(ring.address(), true);
     }
@@ -256,7 +259,7 @@ struct Consumer {
     halved_k_tile<true>();
   }
 
-  // Without folds one K-tile's products may be under way while the next one's are issued.
+  // Mainloop body without promotion: the WGMMAs of two k-tiles overlap.
   template <int buffer, int groups>
   __device__ __forceinline__ void k_tile(bool first, bool last, uint32_t& unreleased) {
     multiply<buffer, 0, K::kSteps>(ring.address(), false);
@@ -283,8 +286,8 @@ struct Consumer {
     release(unreleased);
   }
 
-  // The same with one operand, which is made when its last products are done: the products of the other warpgroup hide
-  // that.
+  // The same with one operand buffer: W is converted once its previous WGMMAs complete. The other warpgroup's WGMMAs
+  // hide the conversion.
   template <int groups>
   __device__ __forceinline__ void walk_scaling(int begin, int end) {
     uint32_t unreleased = 0;
@@ -303,6 +306,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run(const Place& at, uint32_t epilogue) {
+    // Prologue: fetch scales
     ptx::wait_for_previous_kernel();
     fetch_scales<K>(p, rows(), tokens(), at, row0(at));
     if constexpr (K::kSwapped) {
@@ -311,9 +315,10 @@ struct Consumer {
       const int block = min(row0(at) + warp % 4 * 16, p.n - 1) / kScaleBlock, last = (p.n - 1) / kScaleBlock;
       block_scales = p.block_scales + (of_expert<K>(at, last + 1) + int64_t{block}) * p.groups;
     }
+    // Mainloop without promotion
     if constexpr (!K::kFolds) {
       zero(product[0]);
-      if constexpr (K::kWeight == Format::kFp4) {  // a group is a k-step, or two
+      if constexpr (K::kWeight == Format::kFp4) {  // a group is one or two k-steps
         if (p.groups_per_tile == K::kSteps) {
           walk_scaling<K::kSteps>(at.begin, at.end);
         } else {
@@ -338,6 +343,7 @@ struct Consumer {
       }
       write(product[0], epilogue, at);
     } else {
+      // Mainloop with promotion
       if constexpr (K::kOneHalf) {
         walk_halves(at.begin, at.end);
       } else if (K::kGroups && p.groups_per_tile == 2) {
@@ -347,6 +353,7 @@ struct Consumer {
       } else {
         walk_folding<1>(at.begin, at.end);
       }
+      // Zero points
       if constexpr (K::kGroups && !K::kFloatX) {
         const int last = (p.n - 1) / int4::kTileN;
         const int row_tile = of_expert<K>(at, last + 1) + min(row0(at) / int4::kTileN + warp % 4, last);
@@ -362,7 +369,7 @@ struct Consumer {
   }
   __device__ __forceinline__ int row0(const Place& at) const { return at.row_block * p.tile_rows + warp / 4 * 64; }
 
-  // A float x gives a y of its own dtype; one in bfloat16 parts was float32.
+  // Float x implies the dtype of y; bfloat16 parts imply float32.
   template <typename Sum>
   __device__ __forceinline__ void write(const Sum& result, uint32_t epilogue, const Place& at) const {
     constexpr bool kFloatY = !K::kFloatX || K::kFolds, kHalfY = !K::kFloatX || !K::kFolds || K::kFold == Fold::kBlock;
@@ -374,7 +381,7 @@ struct Consumer {
                         min(p.n, (at.row_block + 1) * p.tile_rows),
                         at.split_k};
     if (!K::kGrouped && at.split_k > 1) {
-      // All warpgroups are done with the ring, which the tile overlays.
+      // The tile overlays the pipeline stages, so wait until all warpgroups are done with them.
       ptx::named_barrier(1 + K::kWarpgroups, warpgroups(p) * 128);
       write_split_result<K>(p, result, ring.data, target);
     } else if constexpr (K::kSwapped) {

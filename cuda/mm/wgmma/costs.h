@@ -1,4 +1,4 @@
-// What plans expect of the Hopper kernels: costs.inc by operands and tiles.
+// Measured costs of the Hopper kernels: costs.inc by operands and tiles.
 #pragma once
 
 #include "mm/problem.h"
@@ -7,8 +7,7 @@
 
 namespace qao::mm::wgmma {
 
-// What the Hopper kernels cost: a row for each kind of operands and number of tokens; tall tiles have rows of their
-// own.
+// Keys of costs.inc, together with the number of tokens. Tall tiles have separate rows.
 enum class Operands {
   kFloatInt4,
   kFloatInt4Tall,
@@ -20,14 +19,14 @@ enum class Operands {
   kInt8Int8Turns,
   kFp8Fp8,
   kFp8Fp8Tall,
-  kFp8Fp8Fast,  // sums that stay in the tensor cores
+  kFp8Fp8Fast,  // accumulate in the tensor cores, without promotion
   kFp8Fp8FastTurns,
   kFp8Fp8Blocks,
   kInt8Int4,
   kInt8Int4Symmetric,
-  kInt8Int4Rows,  // a scale for each row of W, whole numbers for its groups
+  kInt8Int4Rows,  // two-level scales: float32 per row, integers per group
   kFp8Int4,
-  kFp8Int4Rows,  // a scale for each row of W, powers of two for its groups
+  kFp8Int4Rows,  // two-level scales: float32 per row, powers of two per group
   kFp8Int4RowsFast,
 };
 struct Cost {
@@ -68,7 +67,7 @@ inline Operands operands_of(const Problem& p, const Traits& traits, Tile tile) {
   return p.has_zeros ? kInt8Int4 : kInt8Int4Symmetric;
 }
 
-// Null: plan() does not take this tile.
+// Null: plan() never selects this tile.
 inline const Cost* cost_of(const Problem& problem, Tile tile) {
   const Operands operands = operands_of(problem, traits_of(problem, tile), tile);
   for (const Cost& row : kCosts) {

@@ -1,5 +1,6 @@
-// From the sums of a tile to y: scaled and stored, or first added over the CTAs of a cluster in their order. Each of
-// the three ways is compiled once a kernel.
+// Epilogue: reduction over the cluster for split-K, scaling, and stores of y.
+//
+// Each of the three variants is instantiated once per kernel.
 #pragma once
 
 #include <type_traits>
@@ -14,8 +15,8 @@ namespace qao::mm::wgmma {
 
 constexpr int kRowScalesBytes = 3 * 64 * 4;
 
-// Scales, sums and bias of 64 rows of W wait in shared memory, [3][64], for each part of a warpgroup's rows, and the
-// scales and zero points of the tile's tokens, a copy for each warpgroup, [2][tokens].
+// Loads the epilogue's parameters into shared memory: scales, sums and bias of each 64 rows of W, [3][64], and, once
+// per warpgroup, scales and zero points of the tile's tokens, [2][tokens].
 template <typename K>
 __device__ __forceinline__ void fetch_row_scales(const Params& p, uint32_t rows, const Place& place, int row0) {
   const int thread = threadIdx.x % 128, row = row0 + thread % 64, expert = of_expert<K>(place, p.n);
@@ -27,11 +28,11 @@ __device__ __forceinline__ void fetch_row_scales(const Params& p, uint32_t rows,
         ptx::store_shared_float(rows + thread * 4, in_weight ? fp4_row_scale(p, in_tiles) : 0.0f);
       }
     } else if constexpr (K::kRowScales) {
-      const int at = p.groups > 1 ? expert + row : in_tiles;  // one group a row: they are the packed scales
+      const int at = p.groups > 1 ? expert + row : in_tiles;  // one group per row: read the packed scales
       const float scale = in_weight ? load_float(p.row_scales, at, p.row_scale_dtype) : 0.0f;
       ptx::store_shared_float(rows + thread * 4, scale);
     } else if (p.row_scales != nullptr) {
-      const int all = of_expert<K>(place, 1);  // one scale an expert
+      const int all = of_expert<K>(place, 1);  // one scale per expert
       const int at = p.row_scale_stride == 0 ? all : in_weight ? expert + row : 0;
       ptx::cp_async_4(rows + thread * 4, p.row_scales + at, in_weight);
     }
@@ -44,7 +45,7 @@ __device__ __forceinline__ void fetch_row_scales(const Params& p, uint32_t rows,
     }
   }
 }
-// What rows of y are multiplied by, behind scales and zero points.
+// Loads the row_scale factors of y, stored after scales and zero points.
 template <typename K>
 __device__ __forceinline__ void fetch_factors(const Routing& r, uint32_t tokens, int64_t token0) {
   for (int i = threadIdx.x % 128; r.row_scale != nullptr && i < K::kTokens; i += 128) {
@@ -68,13 +69,13 @@ __device__ __forceinline__ void fetch_scales(const Params& p, uint32_t rows, uin
   }
   ptx::cp_async_commit();
 }
-// Before the scales are read.
+// Call before reading the scales.
 __device__ __forceinline__ void wait_for_scales(int warpgroup) {
   ptx::cp_async_wait<0>();
   ptx::named_barrier(1 + warpgroup, 128);
 }
 
-// What one thread needs of `count` rows, `row` and every `step`-th after it. `scaled_x`: x has scales.
+// Parameters of `count` rows of one thread: `row` and every `step`-th row after it. `scaled_x`: x has scales.
 template <bool scaled_x, int count, int step>
 struct Rows {
   float scale[count], weight_sum[count], bias[count];
@@ -113,8 +114,8 @@ struct Tokens {
     }
   }
 };
-// One warpgroup's rows of y, [row0, row_end), at most 64 of them, and tokens [token0, token_end), as far as the tile
-// goes; the shared addresses of what fetch_scales brought.
+// Output range of one warpgroup: rows [row0, row_end) of W, at most 64, and tokens [token0, token_end), clipped to the
+// tile. `rows` and `tokens` are shared addresses of the parameters loaded by fetch_scales.
 struct Target {
   uint32_t rows, tokens;
   int64_t token0, token_end;
@@ -122,15 +123,16 @@ struct Target {
   int split_k;  // see Place
 };
 
-// Of a tile whose K is split over the cluster: transposed into `tiles`, then every CTA adds up and stores its share of
-// the tokens. int32 parts are added as such, so that y does not depend on the split.
+// Split-K: writes the tile transposed into `tiles`; then every CTA of the cluster reduces and stores its share of the
+// tokens. int32 partial sums are added as integers, so that y does not depend on the split.
 template <typename K, typename Sum>
 __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&sum)[K::kTilesM][4], uint32_t tiles,
                                                    const Target& at) {
-  constexpr int kBatch = 4;  // tokens of a thread whose parts are read at once
+  constexpr int kBatch = 4;  // tokens per thread and iteration
   const int thread = threadIdx.x % 128, lane = thread % 32, rank = ptx::cluster_rank();
   const uint32_t tile = tiles + threadIdx.x / 128 * K::kTokens * kPaddedN * 4;
   const int row = thread % 16 * 4, n = at.row0 + row;
+  // Store partial sums in shared memory
   ptx::cp_async_wait<0>();  // of fetch_scales
 #pragma unroll
   for (int j = 0; j < K::kTilesM; ++j) {
@@ -147,6 +149,7 @@ __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&
     }
   }
   ptx::cluster_barrier();
+  // Reduce over the cluster
   const Rows<!K::kFloatX, 4, 1> rows(p, at.rows, row);
   const int end =
       static_cast<int>(min(static_cast<int64_t>((rank + 1) * K::kTokens / at.split_k), at.token_end - at.token0));
@@ -160,7 +163,7 @@ __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) part[i] = load(from + min(first + 8 * i, K::kTokens - 1) * (kPaddedN * 4));
       };
-      if (r == rank) {  // what lies here need not go through the network of the cluster
+      if (r == rank) {  // local shared memory, not through the cluster network
         read(tile + row * 4, ptx::load_shared_float4);
       } else {
         read(ptx::cluster_address(tile + row * 4, r), ptx::load_cluster_float4);
@@ -171,6 +174,7 @@ __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&
         add_part(total[i][2], part[i].z), add_part(total[i][3], part[i].w);
       }
     }
+// Scale and store
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int token = first + 8 * i;
@@ -194,11 +198,11 @@ __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&
       }
     }
   }
-  ptx::cluster_arrive();  // a CTA that has gone cannot be read
+  ptx::cluster_arrive();  // keeps the shared memory of this CTA alive until all have read it
   ptx::cluster_wait();
 }
 
-// The same of a whole tile into a float32 y. Eight lanes hold neighbouring rows: 32 bytes of y.
+// Stores a tile as float32. Eight lanes hold adjacent rows: 32 bytes of y.
 template <typename K, typename Sum>
 __device__ __forceinline__ void write_float_result(const Params& p, const Sum (&sum)[K::kTilesM][4], const Target& at) {
   const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4, n = at.row0 + row;
@@ -227,7 +231,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high, bool half) {
   return half ? *reinterpret_cast<const uint32_t*>(&halves) : *reinterpret_cast<const uint32_t*>(&bfloats);
 }
 
-// Eight neighbouring rows of a token, of 16 bits each.
+// Stores eight adjacent 16-bit rows of one token.
 __device__ __forceinline__ void store_eight(const Params& p, int64_t token, int n, int row_end, const uint4& eight) {
   uint16_t* y = static_cast<uint16_t*>(p.y) + token * p.n + n;
   if (p.n % 8 == 0) {
@@ -241,16 +245,15 @@ __device__ __forceinline__ void store_eight(const Params& p, int64_t token, int 
   }
 }
 
-// Where eight rows of W of a token lie in a chunk of y: padded, or as the copy engine's swizzle has them.
+// Address of eight rows of W of one token in a chunk of y: padded, or in the TMA swizzle.
 template <typename K>
 __device__ __forceinline__ uint32_t y_address(uint32_t chunk, int token, int eight) {
   constexpr int kTokenBytes = K::kStage.chunk_bytes / kChunkTokens;
   return chunk + token * kTokenBytes + ((K::kByTurns ? eight ^ token % 8 : eight) << 4);
 }
 
-// Into a y of 16 bits, a chunk of tokens at a time in a few buffers by turns: scaled in registers, transposed by
-// stmatrix, stored eight rows of W at a time; or by the copy engine, which may still read what it stores when this
-// returns.
+// Stores a tile as 16-bit values, in chunks of tokens through multiple buffers: scaled in registers, transposed by
+// stmatrix, then stored eight rows of W at a time or by TMA. TMA may still read shared memory on return.
 template <typename K, typename Sum>
 __device__ __forceinline__ void write_half_result(const Params& p, const CUtensorMap& y_map,
                                                   const Sum (&sum)[K::kTilesM][4], uint32_t buffers, const Target& at) {
@@ -258,12 +261,13 @@ __device__ __forceinline__ void write_half_result(const Params& p, const CUtenso
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, warpgroup = threadIdx.x / 128;
   const bool half = K::kFloatX ? std::is_same_v<typename K::T, __half> : p.y_dtype == DType::kFloat16;
   const bool copies = K::kByTurns && p.copies_y;
-  if (copies) tma::wait_for_stores<0>();  // of the rows before
+  if (copies) tma::wait_for_stores<0>();  // of the previous tile
   wait_for_scales(warpgroup);
   const Rows<!K::kFloatX, 2, 8> rows(p, at.rows, warp * 16 + lane / 4);
 #pragma unroll
   for (int chunk = 0; chunk < K::kTokens / kChunkTokens; ++chunk) {
     const uint32_t tile = buffers + (warpgroup * kBuffers + chunk % kBuffers) * K::kStage.chunk_bytes;
+// Scale and transpose
 #pragma unroll
     for (int j = 0; j < kChunkTokens / 8; j += 2) {
       uint32_t pairs[4];
@@ -284,16 +288,17 @@ __device__ __forceinline__ void write_half_result(const Params& p, const CUtenso
     }
     if (copies) {
       tma::fence_stores();
-      if (chunk + 1 >= kBuffers) tma::wait_for_stores<kBuffers - 2>();  // the place of the next chunk
+      if (chunk + 1 >= kBuffers) tma::wait_for_stores<kBuffers - 2>();  // the buffer of the next chunk
     }
     ptx::named_barrier(1 + warpgroup, 128);
+    // Store the chunk
     const int64_t token0 = at.token0 + chunk * kChunkTokens;
-    const bool whole = !K::kGrouped || token0 + kChunkTokens <= at.token_end;  // what follows is another expert's
+    const bool whole = !K::kGrouped || token0 + kChunkTokens <= at.token_end;  // else the next expert follows
     if (copies) {
       if (whole && thread == 0 && at.row0 < at.row_end) {
         tma::store_3d(&y_map, tile, at.row0, 0, static_cast<int>(token0));
       }
-      tma::close_store();  // of every chunk, or the wait for a place would let one more be read
+      tma::close_store();  // once per chunk, also if empty, since the wait counts groups
       if (whole) continue;
     }
     const int n = at.row0 + thread % 8 * 8;
@@ -304,7 +309,7 @@ __device__ __forceinline__ void write_half_result(const Params& p, const CUtenso
       store_eight(p, token0 + token, n, at.row_end, ptx::load_shared_16(y_address<K>(tile, token, thread % 8)));
     }
   }
-  ptx::named_barrier(1 + warpgroup, 128);  // before the buffers are used again
+  ptx::named_barrier(1 + warpgroup, 128);  // before the buffers are reused
 }
 
 }  // namespace qao::mm::wgmma

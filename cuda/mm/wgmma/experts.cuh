@@ -1,5 +1,4 @@
-// Grouped products: where the rows and tiles of each expert begin, as a table in a CTA's shared memory. Its warps look
-// their tiles up there, since CTAs stay and have tiles of several experts.
+// Shared-memory table of the first row and tile of each expert, for persistent CTAs of grouped GEMMs.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -8,17 +7,17 @@
 
 namespace qao::mm::wgmma {
 
-// Of one expert, of y.
+// Rows [begin, end) of y of one expert.
 struct ExpertRows {
   int expert, begin, end;
 };
-// Its tiles of rows, counted through all experts.
+// The expert's row tiles, counted across all experts.
 struct ExpertTiles {
   ExpertRows rows;
   int first_tile, tiles;
 };
 
-// One warp: an entry an expert, the tiles and the rows before it, and one for what comes after the last.
+// Fills the table, executed by one warp: tiles and rows before each expert, and the totals as last entry.
 template <int tile_m>
 __device__ __forceinline__ void make_table(const Routing& r, uint32_t table) {
   const auto store = [&](int expert, int tiles, int rows) {
@@ -34,8 +33,8 @@ __device__ __forceinline__ RowsAndTiles all_of_experts(const Routing& r, uint32_
   return {static_cast<int>(last.y), static_cast<int>(last.x)};
 }
 
-// Whose tile it is that takes turn `turn` where every tile of rows has `row_blocks` turns: the last expert that begins
-// no later. A warp computes it as one.
+// Finds the expert of tile `turn`, if every row tile has `row_blocks` tiles: the last expert that begins at or before
+// it. Executed by a whole warp.
 __device__ __forceinline__ ExpertTiles find_expert(const Routing& r, uint32_t table, int turn, int row_blocks) {
   int begun = 0;
   for (int e = threadIdx.x % 32; e < r.experts; e += 32) {

@@ -1,4 +1,4 @@
-// Which formats the body multiplies, and how: the rows of formats.inc. Pure host code, and constants for the kernels.
+// Format combinations of the WGMMA kernels: the rows of formats.inc. Pure host code and constants.
 #pragma once
 
 #include <array>
@@ -10,15 +10,15 @@
 
 namespace qao::mm::wgmma {
 
-// What happens to sums during the walk over K.
+// Promotion of partial sums along K.
 enum class Fold {
-  kNone,     // nothing: scales wait for the epilogue
-  kPromote,  // sums of e4m3 or of the parts of a float32 x, which the tensor cores cut short, move to float32 sums
-  kBlock,    // scales of 128 x 128 blocks of W, and of 1 x 128 of an x of eight bits
-  kGroup,    // scales of the groups of an int4 W
+  kNone,     // no promotion: scales are applied in the epilogue
+  kPromote,  // add e4m3 products, or products of float32 parts, to float32 sums beyond the tensor cores' precision
+  kBlock,    // scale by 128 x 128 blocks of W, and by 1 x 128 blocks of 8-bit x
+  kGroup,    // scale by groups of an int4 W
 };
 
-// x as it is multiplied: a float32 is three parts in bfloat16.
+// Format of x in the MMA. float32 is split into three bfloat16 parts.
 enum class XKind : int { kBFloat16, kFloat16, kBFloat16Parts, kInt8, kFp8, kCount };
 
 inline XKind x_kind_of(const Problem& problem) {
@@ -28,18 +28,17 @@ inline XKind x_kind_of(const Problem& problem) {
   return problem.x_dtype == DType::kFloat16 ? XKind::kFloat16 : XKind::kBFloat16;
 }
 
-// The tiles a row is for. kFastAccum: with fast_accum, sums may stay in the tensor cores; the largest tile and those by
-// turns have kernels for that. kRowScales: all, with a scale for each row of W and whole numbers for its groups.
-// kLargeRowScales: those of 128 and 256 tokens, with a scale for each row of W and powers of two for its groups.
-// kFastRowScales: of those and 192 tokens, with fast_accum.
+// Tiles of a row. kFastAccum: fast_accum without promotion, for the largest tile and ping-pong tiles. kRowScales: all
+// tiles, two-level scales with integers per group. kLargeRowScales: 128 and 256 tokens, two-level scales with powers of
+// two per group. kFastRowScales: the same and 192 tokens, with fast_accum.
 enum class Tiles { kAllTiles, kSwapped, kNotSwapped, kFastAccum, kRowScales, kLargeRowScales, kFastRowScales };
 
 struct Formats {
   XKind x;
   Format weight;
-  bool blocks;  // one scale for each block of 128 x 128 of W
+  bool blocks;  // one scale per 128 x 128 block of W
   Fold fold;
-  bool columns;  // the fold needs a value per token
+  bool columns;  // promotion needs a value per token
   Tiles tiles;
 
   constexpr bool is_for(Tile tile) const {
@@ -68,7 +67,7 @@ constexpr Formats kRows[] = {
 };
 constexpr int kRowCount = static_cast<int>(std::size(kRows));
 
-// The first row of each combination; kRowCount: it has no kernel.
+// First row of each combination; kRowCount: no kernel.
 constexpr auto kFirstRow = [] {
   std::array<std::array<std::array<int, 2>, kFormatCount>, static_cast<int>(XKind::kCount)> first{};
   for (auto& of_x : first) {
@@ -81,7 +80,7 @@ constexpr auto kFirstRow = [] {
 }();
 
 static_assert(
-    [] {  // row_of() ends among the rows of its combination
+    [] {  // row_of() stays within the rows of its combination
       for (int row = 0; row < kRowCount; ++row) {
         for (const Tile& tile : kTiles) {
           for (bool fast : {false, true}) {
@@ -107,18 +106,18 @@ inline int first_row_of(const Problem& problem) {
 }
 inline bool has_kernels(const Problem& problem) { return first_row_of(problem) < kRowCount; }
 
-// The row that serves the problem in such tiles.
+// The row for the problem with this tile.
 inline int row_of(const Problem& problem, Tile tile) {
   int row = first_row_of(problem);
-  // Not all tiles have kernels that leave sums in the tensor cores.
+  // fast_accum kernels exist for some tiles only.
   const bool fast = problem.fast_accum && !problem.batch_invariant;
-  // Powers of two have large tiles alone, which add in another order than the small ones of groups do.
+  // Kernels with powers of two exist for large tiles only, and accumulate in another order than kernels with groups.
   const bool row_scales = has_row_scales(problem) && (problem.x == Format::kInt8 || !problem.batch_invariant);
   while (!kRows[row].serves(tile, fast, row_scales)) ++row;
   return row;
 }
-// Whether a row of y has the same bits in all tiles that keep_order() says yes to: K is walked in one order by all, but
-// operands that change places may be added in another one.
+// Whether y has the same bits in all tiles for which this is true. All tiles accumulate along K in one order, but
+// swap-AB may change the order inside an MMA.
 inline bool keep_order(const Problem& problem, Traits traits) {
   return traits.swapped || problem.x != Format::kFp8 || !has_blocks(problem);
 }

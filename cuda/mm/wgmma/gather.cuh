@@ -1,4 +1,4 @@
-// Rows of x, and what belongs to each, in the order of y.
+// Gather of the rows of x, and of their scales, zero points and sums, into the order of y.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -6,10 +6,10 @@
 
 namespace qao::mm::wgmma {
 
-// Rows of `units` numbers of 16, 4 or 2 bytes.
+// Rows of `units` elements of 16, 4 or 2 bytes.
 struct RowCopy {
   const uint8_t* from;
-  uint8_t* to;                     // null: nothing to copy
+  uint8_t* to;                     // null: no copy
   int64_t from_stride, to_stride;  // bytes
   int units, unit_bytes;
 };
@@ -26,7 +26,7 @@ __device__ __forceinline__ void copy_row(const RowCopy& copy, int64_t from, int6
 
 constexpr int kGatherThreads = 256, kGatherRows = kGatherThreads / 32;
 
-// A warp a row.
+// One warp per row.
 __global__ void __launch_bounds__(kGatherThreads)
     gather_rows_kernel(const __grid_constant__ Routing r, const __grid_constant__ RowCopies copies) {
   ptx::wait_then_launch_dependents();

@@ -1,4 +1,4 @@
-// The factors of RowScaledOperand from the scales of a K-tile: scale / scale of the row.
+// Factors of RowScaledOperand, computed from the scales of a k-tile: scale / row scale.
 #pragma once
 
 #include "common/convert.cuh"
@@ -7,17 +7,17 @@
 
 namespace qao::mm::wgmma {
 
-// Three warps, K-tiles by turns, a lane a few pairs of rows g and g + 8: into the half of the stage's scales that zero
-// points do not need, [step of 32 columns][row tile][g][g, g + 8].
+// Three warps on alternating k-tiles; a lane handles a few pairs of rows g and g + 8. Writes to the half of the stage's
+// scales that symmetric weights leave unused, [step of 32 columns][row tile][g][g, g + 8].
 template <typename K>
 struct GroupFactors {
   static constexpr int kPairs = K::kTile.rows / 2 / 32;
 
   const Params& p;
   const int lane = threadIdx.x % 32;
-  float inverse[kPairs][2];  // of the rows' scales
+  float inverse[kPairs][2];  // of the row scales
 
-  // `first`: of the tile's expert among the rows of all.
+  // `first`: first row of the tile's expert.
   __device__ __forceinline__ void start(int row0, int first) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
@@ -51,7 +51,7 @@ template <typename K>
 __device__ __forceinline__ void make_group_factors(const Params& p, Ring<K> ring) {
   constexpr int kWarps = kHelperThreads / 32;
   static_assert(K::kStage.count >= kWarps);
-  int ahead = threadIdx.x % kProducerThreads / 32 - 1;  // K-tiles of the other warps before this one's next
+  int ahead = threadIdx.x % kProducerThreads / 32 - 1;  // k-tiles of the other warps before this warp's next
   ring.advance(ahead);
   GroupFactors<K> factors{p};
   ptx::wait_for_previous_kernel();
@@ -70,7 +70,7 @@ __device__ __forceinline__ void make_group_factors(const Params& p, Ring<K> ring
       } else {
         factors.template make<DType::kFloat32>(ring.address());
       }
-      tma::barrier_arrive(ring.arrived());  // every lane for what it stored
+      tma::barrier_arrive(ring.arrived());  // every lane arrives for its own stores
     }
     ahead = at - place.end;
   });

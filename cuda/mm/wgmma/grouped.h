@@ -1,4 +1,4 @@
-// Grouped products on Hopper: which tiles they have, and what lies where in their workspace.
+// Tiles and workspace layout of grouped GEMMs on Hopper.
 #pragma once
 
 #include "mm/problem.h"
@@ -9,18 +9,18 @@ namespace qao::mm::wgmma {
 
 constexpr bool serves_experts(Tile tile) { return !tile.tall() && !tile.between(); }
 
-// The copy engine reads rows that lie side by side: where they do not, or are not aligned, they are copied first.
+// TMA reads contiguous rows. Rows that are not contiguous or not aligned are gathered first.
 inline bool gathers(const Problem& problem, const Experts& experts) {
   return problem.m > 0 &&
          (experts.row_index != nullptr || !(problem.x_aligned || problem.quantizes_x || is_split(problem)));
 }
 
-// Rows of x and what belongs to them, in the order of y: offsets into the workspace, behind what workspace_of() says.
+// Workspace offsets of gathered rows of x and their parameters, after the buffers of workspace_of().
 struct Gathered {
-  int64_t x_bytes = 0;  // of a row
+  int64_t x_bytes = 0;  // bytes per row
   int64_t x = -1, sums = -1, scales = -1, zeros = -1;
-  int64_t sums_width = 0, scales_width = 0;  // numbers of a row
-  int64_t bytes = 0;                         // of all of the workspace
+  int64_t sums_width = 0, scales_width = 0;  // elements per row
+  int64_t bytes = 0;                         // total workspace
 
   Gathered(const Problem& problem, int64_t rows) : bytes(workspace_of(problem, 0).bytes) {
     const bool packed = is_packed(problem.weight), float_x = problem.x == Format::kFloat;

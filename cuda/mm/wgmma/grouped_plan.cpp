@@ -1,4 +1,4 @@
-// How experts run on Hopper: the tile of least expected time, by the numbers of rows and experts alone.
+// Heuristics of grouped GEMMs on Hopper. They depend on the numbers of rows and experts only.
 #include <algorithm>
 #include <cmath>
 #include <iterator>
@@ -13,8 +13,8 @@
 namespace qao::mm::wgmma {
 namespace {
 
-// Where other bodies are faster: up to so many rows of an expert on average, unless there are many tiles of one row,
-// `tiles` of them for every SM.
+// Other kernel families are faster with at most `rows` rows per expert on average, unless there are at least `tiles`
+// single-row tiles per SM.
 struct Few {
   int64_t rows, tiles;
 };
@@ -27,10 +27,10 @@ Few few(const Problem& problem) {
   if (!is_packed(problem.weight)) return {0, 0};
   return problem.x == Format::kFp8 && short_groups ? Few{7, INT64_MAX} : Few{1, 5};
 }
-constexpr int64_t kTurnsRows = 64;  // of an expert on average: tiles by turns have 128 tokens
+constexpr int64_t kTurnsRows = 64;  // average rows per expert: ping-pong tiles have 128 tokens
 
-// Tiles of an expert if its rows are spread about their average as tokens that choose at random, and a quarter of it
-// more: as many as there are multiples of `tokens` below its rows. Of many tiles half of the last one is filled.
+// Expected tiles per expert, if rows vary around the average as for random token choices, plus a quarter. A tile exists
+// for each multiple of `tokens` below the row count. With many tiles, the last one is half full on average.
 double expected_tiles(double rows, int tokens) {
   constexpr double kMany = 32;
   if (rows > kMany * tokens) return rows / tokens + 0.5;
@@ -72,7 +72,7 @@ bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu
     const double tiles = expected_tiles(rows, tile.tokens) * static_cast<double>(active * row_blocks);
     const double waves = std::max(1.0, tiles / gpu.num_sms);
     const auto steps = static_cast<double>(parts * ceil_div(problem.k, formats.traits().tile_k(tile)));
-    // By turns, products hide all epilogues but the last one's.
+    // Ping-pong hides all epilogues but the last.
     const double time = microseconds({waves * steps, tile.by_turns ? 1 : waves, 0, 0}, cost->costs, bytes, kMemory);
     if (best >= 0 && time >= least) continue;
     best = row, least = time;

@@ -1,4 +1,4 @@
-// Experts on Hopper: rows of x are brought into the order of y where they are not, then multiplied.
+// Launch of grouped GEMMs on Hopper: gathers x into the order of y if necessary, then runs the GEMM.
 #include "common/launch.h"
 #include "common/shared_memory.h"
 #include "mm/launch.h"
@@ -9,12 +9,12 @@
 namespace qao::mm::wgmma {
 namespace {
 
-// What the kernel reads of x afterwards, in `arguments` and `x`.
+// Gathers x into the workspace, and points `arguments` and `x` at it.
 Status gather(const Problem& problem, const Routing& routing, void* stream, Arguments* arguments, X* x) {
   const Gathered layout(problem, routing.rows);
   uint8_t* workspace = static_cast<uint8_t*>(arguments->workspace);
   const int64_t x_unit = problem.x == Format::kFloat ? 2 : 1, row = x->stride * x_unit;
-  // Rows of floats end where they end: the last one's padding may not be there.
+  // Float rows are copied without padding, since the last row's padding may not exist.
   const bool whole = is_split(problem) || problem.x != Format::kFloat || (x->aligned && problem.k % 8 == 0);
   const int bytes = static_cast<int>(whole ? layout.x_bytes : problem.k * 2), unit = whole ? 16 : 2;
   RowCopies copies{};
@@ -39,7 +39,7 @@ Status gather(const Problem& problem, const Routing& routing, void* stream, Argu
 
 Status launch(const Problem& problem, const Plan& plan, const Arguments& given, const Experts& experts, const X& of_x,
               void* stream) {
-  if (problem.m == 0) {  // nothing to choose from: zeros
+  if (problem.m == 0) {  // no rows of x: zero-fill y
     const size_t bytes = static_cast<size_t>(experts.rows * problem.n * size_of(problem.y_dtype));
     return cuda_status(cudaMemsetAsync(given.y, 0, bytes, static_cast<cudaStream_t>(stream)), "writing zeros");
   }

@@ -1,17 +1,16 @@
-// The Hopper body: wgmma with W as the 64-row operand and x as the columns, both brought by the copy engine.
+// Persistent, warp-specialized WGMMA kernel: W is the 64-row A operand, x the B operand.
 //
-// A producer thread keeps a ring of K-tiles full, some columns of each token and the same columns of W. Two or three
-// consumer warpgroups own 64 rows of W each. int8 x int8 and fp8 x fp8 multiply straight from shared memory; where W
-// needs converting (int4, or 8 bits beside a float x) a warpgroup makes the next K-tile's operand in registers while
-// the tensor cores work on the present one. CTAs are persistent: a tile's first K-tiles arrive during the last
-// epilogue.
+// A producer thread keeps a ring of pipeline stages filled by TMA, one k-tile of x and W each. Two or three consumer
+// warpgroups own 64 rows of W each. int8 x int8 and fp8 x fp8 run from shared memory. Where W needs conversion (int4,
+// or 8 bits with float x), a warpgroup converts the next k-tile in registers while the tensor cores work on the current
+// one. CTAs are persistent: a tile's first k-tiles load during the previous epilogue.
 //
 //            tokens
 //         +---------+      y[m][n] = x_scale[m] (row_scale[n] sum over k of W[n][k] x[m][k] - ...) + bias[n]
 //         |    x    |
-//         +---------+      Scales that change along K (groups of int4, 128 x 128 blocks) and the promotion of
-//   +---+ +---------+      short fp8 sums are a fold, once a group: sum += scale product. With fp8 blocks and 128
-//   | W | |    y    |      tokens x and W change places (swapped.cuh).
+//         +---------+      Scales that change along K (groups of int4, 128 x 128 blocks) and fp8 partial sums are
+//   +---+ +---------+      promoted, once per group: sum += scale product. fp8 blocks with 64 or 128 tokens use
+//   | W | |    y    |      swap-AB (swapped.cuh).
 //   +---+ +---------+
 #pragma once
 
@@ -26,17 +25,19 @@ __global__ void __launch_bounds__(K::kThreads, 1)
     mm_kernel(typename K::Params p, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) uint8_t shared[];
   Ring<K> ring{ptx::shared_address(shared)};
+  // Initialize mbarriers
   if (threadIdx.x < K::kStage.count) {
     const uint32_t barrier = ring.arrived() + threadIdx.x * 8;
     tma::barrier_init(barrier, 1 + (K::kColumns                                            ? kHelperThreads
                                     : K::kScalesOperand || (K::kRowScales && p.groups > 1) ? 32
                                                                                            : 0));
-    // By turns: a lane of each warp of one warpgroup, in both CTAs of the pair.
+    // Ping-pong: one lane per warp of one warpgroup, in both CTAs of the cluster.
     tma::barrier_init(barrier + kBarrierBytes, K::kByTurns ? kTurnsCluster * 4 : warpgroups(p) * 128);
     if (K::kMakesScales) tma::barrier_init(barrier + 2 * kBarrierBytes, 1);
     tma::barrier_init_fence();
   }
   const int warp = ptx::warp_index() - K::kConsumerThreads / 32;
+  // Prefetch descriptors, and build the table of experts
   if (warp == 0 && ptx::elect_one()) {
     tma::prefetch_map(K::kGrouped || p.m < K::kTokens ? &maps.last_x : &maps.x);
     if (K::kByTurns && p.copies_y) tma::prefetch_map(&maps.y);
@@ -44,15 +45,14 @@ __global__ void __launch_bounds__(K::kThreads, 1)
   if constexpr (K::kGrouped) {
     if (ptx::warp_index() == 0) {
       prefetch_routing(p.routing);
-      ptx::wait_for_previous_kernel();  // whose the routing may be
+      ptx::wait_for_previous_kernel();  // it may write the routing
       make_table<K::kTokens>(p.routing, ring.data + K::kStage.table);
     }
   }
   __syncthreads();
-  if constexpr (K::kByTurns) ptx::cluster_barrier();  // what comes next arrives at barriers of the other CTA
-  // All that comes from the kernel before, and the y that it may still read, is only touched after a wait for it: each
-  // role waits when all else is ready. W may be its work too: up to there it went to L2 alone, where it cannot grow
-  // stale.
+  if constexpr (K::kByTurns) ptx::cluster_barrier();  // other CTAs may arrive at this CTA's mbarriers from here on
+  // PDL: each role prepares all it can, then waits for the previous kernel before it reads that kernel's outputs or
+  // writes y. W may be such an output too: before the wait it is prefetched into L2 only, which stays coherent.
   if (warp >= 0) {
     ptx::limit_registers<K::kProducerRegisters>();
     if (!K::kGrouped && warp == 1) prefetch_weight<K>(p, maps, ring.data);

@@ -1,4 +1,4 @@
-// Every kernel that formats.inc and tiles.inc ask for, by its row in both.
+// Table of kernel instantiations: every row of formats.inc with every tile of tiles.inc.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ namespace qao::mm::wgmma {
 template <bool grouped>
 using KernelFunction = void (*)(std::conditional_t<grouped, GroupedParams, Params>, TensorMaps);
 
-// Null where the row is not for such tiles, or they are not compiled.
+// Null if the row has no kernel for this tile.
 template <bool grouped, int row, typename T, int rows, int tokens, bool by_turns>
 constexpr KernelFunction<grouped> one() {
   constexpr Formats kOf = kRows[row];
@@ -25,7 +25,7 @@ constexpr KernelFunction<grouped> one() {
   }
 }
 
-// Of a tile, by rows of formats.inc.
+// One tile, all rows of formats.inc.
 template <bool grouped, int rows, int tokens, bool by_turns, size_t... row>
 constexpr std::array<KernelFunction<grouped>, kRowCount> of_tile(std::index_sequence<row...>) {
   using qao::wgmma::E4m3, qao::wgmma::E5m2;

@@ -1,4 +1,4 @@
-// The A operand of one K-tile from shared memory: a warp's 16 rows of W as the tensor cores take them.
+// Conversion of W fragments of one k-tile from shared memory to the A operand, 16 rows per warp.
 #pragma once
 
 #include "common/centred.cuh"
@@ -11,11 +11,11 @@
 
 namespace qao::mm::wgmma {
 
-constexpr int kAtomSteps = 4;  // products per 128 bytes of x: 32 each
+constexpr int kAtomSteps = 4;  // WGMMAs per 128 bytes of x: 32 bytes each
 template <int steps = kAtomSteps>
 using Operand = uint32_t[steps][4];
 
-// Two bytes as two values of T, exactly.
+// Widens two bytes to two values of T, exactly.
 template <typename T, Format format>
 __device__ __forceinline__ uint32_t widen(uint32_t bytes) {
   if constexpr (format == Format::kFp8) {
@@ -36,13 +36,13 @@ __device__ __forceinline__ uint32_t widen(uint32_t bytes) {
   }
 }
 
-// A thread's share of a K-tile. 8-bit rows of 64 or 128 bytes, their 16-byte chunks permuted by the copy engine: a
-// thread's two bytes lie in a bank of their own. `scaled`: int4 beside a float x is multiplied by its scales.
+// W fragments of one thread and k-tile. 8-bit rows have 64 or 128 bytes, with 16-byte chunks swizzled by TMA, so that
+// reads of two bytes per thread are free of bank conflicts. `scaled`: int4 with float x, multiplied by its scales.
 template <typename T, Format format, bool scaled, int rows, int steps = kAtomSteps>
 struct RawOperand {
   uint16_t bytes[steps][4];
 
-  // From a warp's 16 rows.
+  // Loads a warp's 16 rows.
   __device__ __forceinline__ void load(uint32_t weight, int warp, int lane) {
     const int row = lane / 4;
     constexpr int kRowBytes = steps * 16;
@@ -67,7 +67,7 @@ struct RawOperand {
 __device__ __forceinline__ uint32_t word_of(const uint4& words, int i) {
   return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
-// A lane's nibbles of a warp's row tile, in tiles of 64 k.
+// Loads a lane's nibbles of a warp's row tile, in tiles of 64 k.
 template <int tiles>
 __device__ __forceinline__ void load_words(uint4 (&words)[tiles], uint32_t weight, int warp, int lane) {
 #pragma unroll
@@ -76,12 +76,12 @@ __device__ __forceinline__ void load_words(uint4 (&words)[tiles], uint32_t weigh
   }
 }
 
-// Int4 in two tiles of 64 k, as int8: 16 (q - 8). A nibble with its top bit flipped is q - 8 in two's complement.
+// int4 in two tiles of 64 k to int8: 16 (q - 8). A nibble with flipped top bit is q - 8 in two's complement.
 template <typename T, int rows>
 struct RawOperand<T, Format::kInt4, false, rows> {
   uint4 words[2];
 
-  // From a warp's row tile.
+  // Loads a warp's row tile.
   __device__ __forceinline__ void load(uint32_t weight, int warp, int lane) { load_words(words, weight, warp, lane); }
   __device__ __forceinline__ void convert(Operand<>& a) const {
 #pragma unroll
@@ -96,13 +96,13 @@ struct RawOperand<T, Format::kInt4, false, rows> {
   }
 };
 
-// The same as e4m3: (q - the whole part of the zero point) 2^-9, see common/centred.cuh.
+// int4 to e4m3: (q - integer zero) 2^-9, see common/centred.cuh.
 template <int rows>
 struct RawOperand<qao::wgmma::E4m3, Format::kInt4, false, rows> {
   uint4 words[2];
-  centred::Codes codes[kAtomSteps];  // of each 32 columns
+  centred::Codes codes[kAtomSteps];  // per 32 columns
 
-  // `parameters`: of the warp's row tile, for `groups` groups of the K-tile.
+  // `parameters`: group parameters of the warp's row tile, `groups` groups per k-tile.
   template <int groups>
   __device__ __forceinline__ void load(const Params& p, uint32_t weight, uint32_t parameters, int warp, int lane) {
     load_words(words, weight, warp, lane);
@@ -144,14 +144,13 @@ struct RawOperand<qao::wgmma::E4m3, Format::kInt4, false, rows> {
   }
 };
 
-// q less the whole part of the zero point, for a float32 x in bfloat16 parts: scales, and fractions of zero points, are
-// applied to float32 sums.
+// q - integer zero, for a float32 x in bfloat16 parts. Scales and fractions of zero points are applied on promotion.
 template <int rows>
 struct RawOperand<__nv_bfloat16, Format::kInt4, false, rows> {
   uint4 words[1];
-  uint32_t minus[2][2];  // -(128 + whole), pairs: of each 32 columns, rows g and g + 8
+  uint32_t minus[2][2];  // -(128 + integer zero), pairs: per 32 columns, rows g and g + 8
 
-  // `parameters`: of the warp's row tile, for `groups` groups of the K-tile.
+  // `parameters`: group parameters of the warp's row tile.
   __device__ __forceinline__ void load(const Params& p, uint32_t weight, uint32_t parameters, int warp, int lane) {
     load_words(words, weight, warp, lane);
     if (p.scale_dtype == DType::kBFloat16) {
@@ -188,9 +187,8 @@ struct RawOperand<__nv_bfloat16, Format::kInt4, false, rows> {
   }
 };
 
-// A nibble in the low bits of a 16-bit half, of rows g of a row tile, or four bits higher, of rows g + 8, read as T
-// where it lies: kBase + q kUnit. In bfloat16 that is a subnormal, and scales bring both to kSmall (q - zero) scale,
-// which normal numbers hold.
+// A nibble in the low bits of a 16-bit lane (rows g of a row tile), or four bits higher (rows g + 8), reinterpreted as
+// T: kBase + q kUnit. In bfloat16 this is subnormal; scales bring it to kSmall (q - zero) scale, in normal range.
 template <typename T, bool high>
 struct Nibble {
   static constexpr uint32_t kMask = high ? 0x00F000F0 : 0x000F000F, kMagic = high ? 0x54005400 : 0x64006400;
@@ -202,16 +200,16 @@ struct Nibble<__nv_bfloat16, high> {
   static constexpr float kBase = 0, kUnit = high ? 0x1p-129f : 0x1p-133f, kSmall = 0x1p-33f;
 };
 
-// (q - zero) scale, rounded once: with q' = q - the part of zero that T holds beside kBase, exact, it is
-// scale q' + (rest q' + shift), where `rest` is what T cuts off the scale and `shift` what it cuts off zero, scaled.
-// Mostly both are zero.
-struct RowScale {  // of one row of W in one group, values of T: scale << 16 | offset, shift << 16 | rest
+// (q - zero) scale, rounded once. Let q' = q - (the part of zero representable in T next to kBase), exact. The result
+// is scale q' + (rest q' + shift): `rest` is the rounding error of the scale in T, `shift` that of zero, scaled. Both
+// are usually 0.
+struct RowScale {  // one row of W and group, values of T: scale << 16 | offset, shift << 16 | rest
   uint32_t main, rest;
 };
 template <typename T, bool high>
 __device__ __forceinline__ RowScale row_scale(float scale, float zero) {
   using N = Nibble<T, high>;
-  constexpr float kUp = 0x1p64f, kDown = 0x1p-64f / N::kUnit;  // 1 / kUnit is no float
+  constexpr float kUp = 0x1p64f, kDown = 0x1p-64f / N::kUnit;  // 1 / kUnit overflows a float
   const float small = scale * (N::kSmall / N::kUnit);
   const uint32_t main = Half<T>::pair(-N::kBase - zero * N::kUnit, small);
   const float fraction = (-Half<T>::low(main) - N::kBase) * kUp * kDown - zero;
@@ -222,13 +220,13 @@ __device__ __forceinline__ uint32_t pair_of_high(uint32_t word) { return __byte_
 
 template <typename T, int rows, int steps>
 struct RawOperand<T, Format::kInt4, true, rows, steps> {
-  static constexpr int kTiles = steps / kAtomSteps;  // of 64 k
+  static constexpr int kTiles = steps / kAtomSteps;  // tiles of 64 k
 
   uint4 words[kTiles];
-  uint2 main[steps / 2], rest[steps / 2];  // of RowScale, for each 32 columns: rows g and g + 8
-  bool has_rest;                           // some row of the tile's; else `rest` is not there
+  uint2 main[steps / 2], rest[steps / 2];  // RowScale per 32 columns: rows g and g + 8
+  bool has_rest;                           // any row of the tile has a rest; else `rest` is not loaded
 
-  // `from`: what make_scales() left, [group of the K-tile][main, rest][row tile][g][g, g + 8].
+  // `from`: output of make_scales(), [group of the k-tile][main, rest][row tile][g][g, g + 8].
   template <int groups>
   __device__ __forceinline__ void load(uint32_t weight, uint32_t from, uint32_t rest_flag, int warp, int lane) {
     has_rest = ptx::load_shared_word(rest_flag) != 0;

@@ -1,5 +1,6 @@
-// An fp4 weight (fp4/layout.h) beside a bfloat16 x: codes times their scales, exact in bfloat16. What divides the
-// scales of a row waits for the epilogue.
+// Conversion of fp4 weights (fp4/layout.h) with bfloat16 x: code * scale, exact in bfloat16.
+//
+// The divisor of a row's scales is applied in the epilogue.
 #pragma once
 
 #include "common/fp4.cuh"
@@ -8,18 +9,18 @@
 
 namespace qao::mm::wgmma {
 
-// Operands are 2^-33 W: scales are multiplied by 2^93, which a code's place takes to that (common/fp4.cuh).
-constexpr uint32_t kFp4ScaleUp = 0x6E006E00;  // a pair of 2^93
+// Operands are 2^-33 W: scales are multiplied by 2^93, and fp4::small_pair() adds 2^-126 (common/fp4.cuh).
+constexpr uint32_t kFp4ScaleUp = 0x6E006E00;  // 2^93 twice
 constexpr float kFp4Factor = 0x1p33f;
 
 template <int rows, int steps>
 struct RawOperand<__nv_bfloat16, Format::kFp4, true, rows, steps> {
-  static constexpr int kTiles = steps / kAtomSteps;  // of 64 k
+  static constexpr int kTiles = steps / kAtomSteps;  // tiles of 64 k
 
   uint4 words[kTiles];
-  uint32_t scales[steps];  // of rows g and g + 8, for each 16 columns
+  uint32_t scales[steps];  // rows g and g + 8, per 16 columns
 
-  // `from`: what make_fp4_scales() left.
+  // `from`: output of make_fp4_scales().
   template <int groups>
   __device__ __forceinline__ void load(uint32_t weight, uint32_t from, uint32_t, int warp, int lane) {
     constexpr int kSpan = steps / groups;
@@ -44,11 +45,11 @@ struct RawOperand<__nv_bfloat16, Format::kFp4, true, rows, steps> {
   }
 };
 
-// The scales of a K-tile's groups, [row tile][group][16 rows], as the operand needs them, [group][row tile][g][rows g
-// and g + 8], by a warp: a lane two pairs of rows at a time.
+// Reorders the scales of a k-tile's groups from [row tile][group][16 rows] to [group][row tile][g][rows g and g + 8].
+// Executed by a warp; each lane handles two pairs of rows at a time.
 template <int rows>
 __device__ __forceinline__ void make_fp4_scales(const Params& p, int lane, uint32_t from, uint32_t to) {
-  constexpr int kLanes = 4;  // of a row tile
+  constexpr int kLanes = 4;  // lanes per row tile
 #pragma unroll 1
   for (int group = 0; group < p.groups_per_tile; ++group) {
     for (int i = lane; i < p.tile_rows / 4; i += 32) {
@@ -62,7 +63,7 @@ __device__ __forceinline__ void make_fp4_scales(const Params& p, int lane, uint3
   }
 }
 
-// Of a row of an NVFP4 weight: one over its divisor.
+// Scale of a row of an NVFP4 weight: 1 / divisor.
 __device__ __forceinline__ float fp4_row_scale(const Params& p, int row) {
   const int64_t at = int4::scale_offset(row, p.scale_rows - fp4::kRowParts, p.scale_rows, 1, 0);
   float divisor = 0;

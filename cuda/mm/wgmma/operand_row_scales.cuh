@@ -1,5 +1,6 @@
-// The A operand of an int4 W whose scales have two levels: a factor for each group, and one scale a row, which waits
-// for the epilogue. The factor is in the operand, exactly, so that sums along all of K need no other.
+// Conversion of int4 weights with two-level scales: the group's factor is exact in the A operand.
+//
+// The float32 scale of the row is applied in the epilogue, so that accumulation over K needs no promotion for scaling.
 #pragma once
 
 #include <type_traits>
@@ -10,14 +11,13 @@
 
 namespace qao::mm::wgmma {
 
-// What stands for a group's factor beside an x of T's kind, `high`: of rows g + 8, whose nibbles lie higher. Beside
-// int8 a whole number.
+// Encodes a group's factor for 8-bit x. int8: an integer. `high`: for rows g + 8, in the upper nibbles.
 template <typename T, bool high>
 __device__ __forceinline__ uint32_t group_factor(float factor) {
-  constexpr int kMagic = 0x4B400000;  // 1.5 * 2^23: the nearest whole number of a small one lies in the last bits
+  constexpr int kMagic = 0x4B400000;  // 1.5 * 2^23: the nearest integer ends up in the low bits
   return static_cast<uint32_t>(__float_as_int(factor + __int_as_float(kMagic)) - kMagic);
 }
-// Beside e4m3 two float16: a power of two, and with it what takes a nibble's base and the zero point off (Nibble).
+// e4m3 x: two float16, the power of two, and its product with -(nibble base + zero point) (Nibble).
 template <>
 __device__ __forceinline__ uint32_t group_factor<qao::wgmma::E5m2, false>(float factor) {
   return Half<__half>::pair(factor, factor * -(Nibble<__half, false>::kBase + 8));
@@ -30,9 +30,9 @@ __device__ __forceinline__ uint32_t group_factor<qao::wgmma::E5m2, true>(float f
 template <typename T>
 struct RowScaledOperand {
   uint4 words[2];
-  uint2 factor[kAtomSteps];  // of each 32 columns: rows g and g + 8
+  uint2 factor[kAtomSteps];  // per 32 columns: rows g and g + 8
 
-  // From a warp's row tile, and what make_group_factors() left in `factors`; or without: one group a row.
+  // Loads a warp's row tile, and the output of make_group_factors() in `factors` unless there is one group per row.
   template <int rows>
   __device__ __forceinline__ void load(bool has_groups, uint32_t weight, uint32_t factors, int warp, int lane) {
     load_words(words, weight, warp, lane);
@@ -45,12 +45,12 @@ struct RowScaledOperand {
     }
   }
 
-  // int8: q whole + (128 - 8 whole) is from 0 to 255, so that four of them are one multiplication without carries; less
-  // 128 it is the product. Others than the whole numbers from -15 to 16 give wrong products and do no harm.
+  // int8: q whole + (128 - 8 whole) is in 0..255, so one multiplication computes four of them without carries;
+  // subtracting 128 gives the product. Factors outside -15 to 16 give wrong products and have no other effect.
   static __device__ __forceinline__ uint32_t multiplied(uint32_t nibbles, uint32_t whole) {
     return ((nibbles & 0x0F0F0F0F) * whole + (0x80808080 - whole * 0x08080808)) ^ 0x80808080;
   }
-  // e5m2: the upper half of a float16, which holds all of -8 to 7 times a power of two. Others are cut off.
+  // e5m2: the upper half of a float16, exact for -8 to 7 times a power of two. Others are truncated.
   template <bool high>
   static __device__ __forceinline__ uint32_t multiplied(uint32_t word, uint32_t upper, uint32_t factor) {
     using N = Nibble<__half, high>;

@@ -1,4 +1,4 @@
-// From a problem and its plan to what the kernels get.
+// Translation of a problem and its plan to kernel parameters and TMA descriptors.
 #include <algorithm>
 
 #include "common/centred.cuh"
@@ -13,9 +13,9 @@
 namespace qao::mm::wgmma {
 namespace {
 
-constexpr int64_t kPrefetchBytes = 16 * 1024;  // of W, for each CTA: more delays the first copies of x
+constexpr int64_t kPrefetchBytes = 16 * 1024;  // bytes of W per CTA: more delays the first loads of x
 
-// Groups along K: how many in a K-tile, or how many K-tiles in one.
+// Groups per k-tile, or k-tiles per group.
 void set_groups(const Problem& problem, int64_t tile_k, Params* p) {
   const bool packed = is_packed(problem.weight), fp4 = problem.weight == Format::kFp4;
   p->groups = static_cast<int>(packed ? problem.groups() : problem.k_blocks());
@@ -48,7 +48,7 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
   if (tile.by_turns) p.row_blocks = (p.row_blocks + kTurnsCluster - 1) / kTurnsCluster;
   const int tiles = p.row_blocks * p.token_blocks, ctas = static_cast<int>(plan.ctas);
   p.whole_tiles = plan.splits_last ? tiles / ctas * ctas : tiles;
-  // Rows past the last token would be filled with zeros, which takes longer than copying them.
+  // Smaller boxes for the last tokens: zero fill past the last token takes longer than a copy.
   const int sharers = tile.sharers();
   p.last_x_rows = static_cast<int>(round_up(problem.m % plan.tile_m, 8 * sharers)) / sharers;
   const int64_t tile_bytes = plan.tile_n * tile_k / (packed ? 2 : 1);
@@ -61,7 +61,7 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
     p.scales = arguments.scales;
     p.subtracts_zeros = problem.x != Format::kFloat && problem.has_zeros;
     p.scale_dtype = problem.scale_dtype;
-    // A symmetric W beside a float32 x has no sums: a copy of nothing still wants an address.
+    // A symmetric W with float32 x has no sums; a copy of zero bytes still needs a valid address.
     p.columns = x.sums != nullptr ? x.sums : static_cast<const float*>(arguments.scales);
     p.column_tiles = traits.columns && x.sums != nullptr ? p.k_tiles : 0;
     p.scale_factor = problem.x_dtype == DType::kFloat16 && problem.scale_dtype != DType::kFloat16 ? 64.0f : 1.0f;

@@ -1,4 +1,4 @@
-// What launch_sm90.cu and grouped_sm90.cu hand to kernels.
+// Kernel parameters and TMA descriptors of a problem, for launch_sm90.cu and grouped_sm90.cu.
 #pragma once
 
 #include "mm/launch.h"
@@ -6,9 +6,9 @@
 
 namespace qao::mm::wgmma {
 
-// Of a dense product; W, scales and bias are those of expert 0 where there are several.
+// Parameters of a dense GEMM. With several experts, W, scales and bias are those of expert 0.
 Params params_of(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x);
-// `experts`: weights that follow each other. Params::m rows of x.
+// `experts`: number of contiguous weights. x has Params::m rows.
 Status make_tensor_maps(const Problem& problem, const Plan& plan, const Arguments& arguments, const X& x,
                         const Params& p, int64_t experts, TensorMaps* maps);
 

@@ -1,4 +1,4 @@
-// The Hopper part of plan(): the row, the cluster and the split of K of least expected time.
+// Heuristics of the WGMMA kernels: tile, cluster and split of K with the least expected time.
 #include "mm/wgmma/plan.h"
 
 #include <algorithm>
@@ -15,12 +15,12 @@
 namespace qao::mm::wgmma {
 namespace {
 
-// CTAs that run at once. Those of a cluster must find room in one part of the chip, so large clusters cannot fill it.
+// CTAs that run at once. A cluster must fit in one GPC, so large clusters cannot fill the GPU.
 int64_t slots_of(const Gpu& gpu, int cluster) { return cluster > 2 ? gpu.num_sms * 3 / 4 : gpu.num_sms; }
 
-// Whether K is so long that CTAs that share it are faster than mma.sync's for any number of tokens: few rows of W leave
-// a third of the SMs without one of those. Where mma.sync would quantise x, wgmma has to make up for the kernel that
-// does.
+// Whether K is so long that split-K in a cluster beats mma.sync for any number of tokens: with few rows of W, mma.sync
+// leaves a third of the SMs idle. Where mma.sync would quantize x, WGMMA must also make up for the separate
+// quantization kernel.
 bool shares_long_k(const Problem& problem, const Gpu& gpu) {
   const int64_t tiles = int4::tiles_n(problem.n);
   const bool packed = is_packed(problem.weight), saves_kernel = mma_sync::quantizes(problem, gpu);
@@ -36,7 +36,7 @@ bool shares_long_k(const Problem& problem, const Gpu& gpu) {
   return !packed && !is_split(problem) && problem.k >= (problem.weight == Format::kFp8 ? 12288 : 24576);
 }
 
-// The most tokens at which mma.sync is faster. `run`: row tiles of an SM.
+// The most tokens at which mma.sync is faster. `run`: row tiles per SM.
 int64_t largest_mma_sync_m(const Problem& problem, const Gpu& gpu) {
   const bool int4 = is_packed(problem.weight), blocks = has_blocks(problem);
   const int64_t tiles = int4::tiles_n(problem.n), run = ceil_div(tiles, gpu.num_sms);
@@ -45,12 +45,12 @@ int64_t largest_mma_sync_m(const Problem& problem, const Gpu& gpu) {
   switch (problem.x) {
     case Format::kFloat:
       if (int4) return !is_split(problem) && tiles > 2 * gpu.num_sms ? 8 : 16;
-      // Its tile of 32 tokens is not compiled with folds, which blocks and the parts of a float32 x need: mma.sync
-      // keeps twice as many tokens.
-      if (run == 1 && !short_k && !blocks && !is_split(problem)) return 8;  // wgmma splits K over a cluster
+      // The 32-token tile is not instantiated with promotion, which blocks and float32 x need: mma.sync serves twice as
+      // many tokens.
+      if (run == 1 && !short_k && !blocks && !is_split(problem)) return 8;  // WGMMA uses split-K in a cluster
       return (problem.weight == Format::kInt8 ? 32 : 16) / (blocks || is_split(problem) ? 1 : 2);
     case Format::kInt8:
-      // Its passes of int4 have four row tiles, and from 11 of an SM on two CTAs an SM have eight each.
+      // Passes of mma.sync over int4 have four row tiles; from 11 per SM on, two CTAs per SM have eight each.
       if (int4) return one_pass && short_k ? 32 : run <= 4 || run > 10 ? 16 : 8;
       return one_pass ? 32 : run < kLongRun ? 16 : 8;
     default:
@@ -67,19 +67,19 @@ struct Choice {
   Terms counts{};
 };
 
-// The share of a K-tile's time that is proportional to its rows of W.
+// Fraction of a k-tile's time that is proportional to its rows of W.
 double share_of_rows(const Traits& traits) { return traits.float_x && traits.packed ? 0.55 : 0.75; }
-// Whether reading W takes the time, so that a tile of fewer rows is faster. Where multiplying does it is not: a
-// warpgroup multiplies 64 rows, however few exist. Nor where several tiles of tokens read W again, from L2.
+// Whether the kernel is bound by reading W, so that tiles with fewer rows are faster. Compute-bound kernels do not
+// gain: a warpgroup computes 64 rows even if fewer exist. Nor do several token tiles, which read W from L2.
 bool waits_for_bytes(const Problem& problem, const Traits& traits, int tokens) {
   return !traits.float_x && !traits.packed && tokens <= (traits.folds ? 64 : 128) && problem.m <= tokens;
 }
 
-// K-tiles that a warpgroup could multiply by turns while it stores a tile of y.
+// k-tiles that take as long as a ping-pong epilogue.
 constexpr int64_t kEpilogueKTiles = 12;
 
-// Calls visit with every row of tiles.inc, cluster and split of K that serve the problem: once with tiles of all their
-// rows of W and, if that may save time, once with the fewest rows that need no more waves.
+// Calls visit for every tile, cluster and split of K that serves the problem: with the tile's full rows of W and, if
+// that may save time, with the fewest rows that need no more waves.
 template <typename Visit>
 void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit) {
   for (int row = 0; row < static_cast<int>(std::size(kTiles)); ++row) {
@@ -89,7 +89,7 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
     if (!traits.serves(tile) || (problem.batch_invariant && !keep_order(problem, traits))) continue;
     const int64_t steps = ceil_div(problem.k, traits.tile_k(tile)) * (is_split(problem) ? kFloat32Parts : 1);
     const int64_t token_blocks = ceil_div(problem.m, tokens);
-    if (tile.by_turns) {  // the products of one tile hide the epilogue of another: all but the last one's
+    if (tile.by_turns) {  // ping-pong hides all epilogues but the last
       const int64_t clusters = gpu.num_sms / kTurnsCluster;
       const int64_t tiles = ceil_div(ceil_div(problem.n, tile.rows), kTurnsCluster) * token_blocks;
       const double turn = std::max(static_cast<double>(steps), static_cast<double>(steps + kEpilogueKTiles) / 2);
@@ -97,13 +97,13 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
       visit(Choice{row, 1, tile.rows, std::min(tiles, clusters) * kTurnsCluster, false, counts});
       continue;
     }
-    // A part of K has sums of its own.
+    // Partial sums of split-K are not batch-invariant.
     const int64_t most_parts = problem.batch_invariant ? 1 : std::min<int64_t>(kMaxCluster, steps);
     for (int split = 1; split <= most_parts; ++split) {
       const int64_t slots = slots_of(gpu, split);
       const auto ctas_of = [&](int tile_rows) { return ceil_div(problem.n, tile_rows) * token_blocks * split; };
       const int64_t waves = ceil_div(ctas_of(tile.rows), slots);
-      if (split > 1 && waves > 1) continue;  // those that split K do not walk over tiles
+      if (split > 1 && waves > 1) continue;  // split-K CTAs are not persistent
       const auto visit_rows = [&](int tile_rows) {
         const double k_tiles = static_cast<double>(waves * ceil_div(steps, split)) *
                                (1 - share_of_rows(traits) * (1 - 1.0 * tile_rows / tile.rows));
@@ -112,14 +112,14 @@ void for_each_choice(const Problem& problem, const Gpu& gpu, const Visit& visit)
         visit(Choice{row, split, tile_rows, ctas_of(tile_rows), false, counts});
       };
       visit_rows(tile.rows);
-      // Pairs of CTAs split K of the tiles left over after full waves.
+      // Pairs of CTAs split K of the tiles of the last partial wave.
       const int64_t pairs = slots / kLastSplit, full = waves - 1, left = ctas_of(tile.rows) - full * pairs * kLastSplit;
       if (!problem.batch_invariant && split == 1 && full > 0 && left <= pairs && steps >= kLastSplit) {
         const auto k_tiles = static_cast<double>(full * steps + ceil_div(steps, kLastSplit));
         const Terms counts = {k_tiles, static_cast<double>(waves), 1, kLastSplit};
         visit(Choice{row, split, tile.rows, pairs * kLastSplit, true, counts});
       }
-      // With fewer rows a warpgroup of a tall tile would idle; the warpgroups of a swapped tile may share all rows.
+      // With fewer rows, a warpgroup of a tall tile would idle. Warpgroups of swap-AB tiles may share all rows.
       if (tile.tall() || (traits.swapped && tokens == tile.rows)) continue;
       const int64_t row_blocks = waves * slots / (token_blocks * split);
       const int64_t fewest = ceil_div(ceil_div(problem.n, row_blocks), int4::kTileN) * int4::kTileN;

@@ -1,4 +1,4 @@
-// What plan() asks about the body on wgmma. Pure host code.
+// Heuristics of the WGMMA kernels. Pure host code.
 #pragma once
 
 #include <vector>
@@ -8,15 +8,15 @@
 namespace qao::mm::wgmma {
 
 bool supports(const Problem& problem, const Gpu& gpu);
-// The reason to leave a problem that this body supports to another one; null if there is none.
+// Reason to prefer another kernel family for a supported problem; null if none.
 const char* against(const Problem& problem, const Gpu& gpu);
-// The plan of least expected time; false where something is against it.
+// The plan of least expected time; false if against() gives a reason.
 bool plan(const Problem& problem, const Gpu& gpu, Plan* plan);
-// What the body cannot multiply, read or add up; null if it can.
+// Reason why the kernels cannot run the problem; null if they can.
 const char* unfit(const Problem& problem);
-// Of experts; no Hopper, no kernel, or few rows an expert: false.
+// Plan of a grouped GEMM; false without Hopper, without a kernel, or with few rows per expert.
 bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu, Plan* plan);
-// All plans, with what they are expected to cost.
+// All plans, with their terms in the cost model.
 void add_candidates(const Problem& problem, const Gpu& gpu, std::vector<Candidate<Plan>>* all);
 
 }  // namespace qao::mm::wgmma

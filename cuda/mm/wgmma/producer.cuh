@@ -1,4 +1,4 @@
-// What a Hopper kernel is made for, which tile a CTA computes, and the producer warps that feed it.
+// Kernel traits, pipeline, tile scheduler, and the producer warps.
 #pragma once
 
 #include <type_traits>
@@ -17,8 +17,8 @@
 
 namespace qao::mm::wgmma {
 
-// T: what the tensor cores multiply, __nv_bfloat16, __half, int8_t or qao::wgmma::E4m3 or E5m2. `columns`: the fold
-// needs a value per token, a scale of x or a sum of it.
+// T: MMA type, __nv_bfloat16, __half, int8_t or qao::wgmma::E4m3 or E5m2. `columns`: promotion needs a value per token,
+// a scale or a sum of x.
 template <typename T_, Format weight, Fold fold, bool columns, int rows, int tokens, bool by_turns,
           bool grouped = false>
 struct Kernel {
@@ -33,36 +33,36 @@ struct Kernel {
   static constexpr bool kScalesOperand =
       kPacked && kFloatX && !kFolds;  // int4 and fp4 are multiplied by their scales in T
   static constexpr bool kGroups = fold == Fold::kGroup;
-  // int4 beside int8: multiplied by whole numbers of its groups, in int8; beside e4m3 by powers of two, in e5m2
+  // int4 with int8 x: multiplied by integers per group, in int8; with e4m3 x: by powers of two, in e5m2
   static constexpr bool kRowScales = kPacked && !kFloatX && !kGroups;
-  // int4 beside e4m3: codes less the whole parts of their zero points
+  // int4 with e4m3 x: codes minus integer zero points
   static constexpr bool kCentred = kPacked && std::is_same_v<T, qao::wgmma::E4m3>;
-  static constexpr bool kMakesScales = kScalesOperand || kRowScales;  // three warps make what scales W, a stage ahead
+  static constexpr bool kMakesScales = kScalesOperand || kRowScales;  // three warps convert scales, one stage ahead
   static constexpr bool kSwapped = fold == Fold::kBlock && !kFloatX && !columns;
-  static constexpr bool kOwnTokens = kSwapped && tokens == rows;  // of a warpgroup; else it has rows of its own
-  static constexpr bool kOneHalf = kFolds && tokens == 256;  // products of all tokens find no room beside their sums
+  static constexpr bool kOwnTokens = kSwapped && tokens == rows;  // a warpgroup has 64 tokens; else it has 64 rows of W
+  static constexpr bool kOneHalf = kFolds && tokens == 256;       // registers for products of half of the tokens only
   static constexpr Traits kTraits{kFloatX, kPacked, columns, kFolds, kSwapped, fold == Fold::kPromote};
   static constexpr Tile kTile{rows, tokens, by_turns};
   static constexpr bool kByTurns = by_turns, kGrouped = grouped;
   static constexpr int kSharers = kTile.sharers();
   using Params = std::conditional_t<grouped, GroupedParams, wgmma::Params>;
-  static constexpr int kRowParts = kTile.warpgroup_rows() / kWarpgroupRows;  // of a warpgroup, 64 rows each
+  static constexpr int kRowParts = kTile.warpgroup_rows() / kWarpgroupRows;  // 64-row parts per warpgroup
   static constexpr int kTileK = kTraits.tile_k(kTile), kTokens = tokens, kTilesM = tokens / 8;
-  static constexpr int kAtomK = kFloatX ? 64 : 128, kAtoms = kTileK / kAtomK;  // 128 bytes of a token
-  static constexpr int kSteps = kAtoms * kAtomSteps;                           // products, 32 bytes of a token each
+  static constexpr int kAtomK = kFloatX ? 64 : 128, kAtoms = kTileK / kAtomK;  // 128 bytes per token
+  static constexpr int kSteps = kAtoms * kAtomSteps;                           // WGMMAs, 32 bytes per token each
   static constexpr Stage kStage{kTraits, kTile, grouped};
   static constexpr int kWarpgroups = kTile.warpgroups(), kConsumerThreads = kWarpgroups * 128,
                        kThreads = kConsumerThreads + kProducerThreads;
-  // A thread starts with as many registers as all can have; consumers take what the producers give up, and no more.
+  // All threads start with equal register counts; consumers take exactly the registers that producers give up.
   static constexpr int kProducerRegisters = kMakesScales ? 56 : 40;
   static constexpr int kConsumerRegisters = kTile.tall() ? 152 : kMakesScales ? 224 : 232;
   static_assert(kWarpgroups * tokens * kPaddedN * 4 <= kStage.epilogue, "a tile of split K overlays the ring");
-  static constexpr int kPanel = 2048 / tokens;  // token tiles
+  static constexpr int kPanel = 2048 / tokens;  // token tiles per panel
   static constexpr int kEndRows = expert_end_rows(tokens);
 };
 
-// The ring of stages and the position of a role in it. A stage has three mbarriers and a word that says whether any of
-// its scales has a rest (RowScale).
+// Pipeline: the ring of stages and the position of a role in it. A stage has three mbarriers and a word that flags
+// scales with a rest (RowScale).
 template <typename K>
 struct Ring {
   uint32_t data;  // shared address
@@ -81,42 +81,42 @@ struct Ring {
     parity ^= stage / K::kStage.count & 1;
     stage %= K::kStage.count;
   }
-  __device__ __forceinline__ void advance(int stages) {  // at most a whole round
+  __device__ __forceinline__ void advance(int stages) {  // at most the number of stages
     stage += stages;
     if (stage >= K::kStage.count) stage -= K::kStage.count, parity ^= 1;
   }
 };
 
-// Consumer warpgroups that have rows of W.
+// Consumer warpgroups with rows of W in this tile.
 __device__ __forceinline__ int warpgroups(const Params& p) {
   return (p.tile_rows + kWarpgroupRows - 1) / kWarpgroupRows;
 }
 
-// One tile of y, and the K-tiles this CTA walks for it, counted through all parts of x. Tiles come in panels of 2048
-// tokens, inside a panel all token tiles of one row tile together: weights are read from L2 within a panel, x stays
-// there between row tiles.
+// Tile of y, and the k-tiles of this CTA, counted across all parts of x. Rasterization is in panels of 2048 tokens;
+// inside a panel, the token tiles of one row tile are consecutive. Weights are then read from L2 within a panel, and x
+// stays in L2 between row tiles.
 struct Place {
   int row_block, token_block, begin, end;
-  int split_k;      // CTAs of a cluster that have a part of K each
-  ExpertRows rows;  // grouped: whose tile it is
+  int split_k;      // CTAs of a cluster that split K
+  ExpertRows rows;  // grouped: rows of the tile's expert
 };
 template <typename K>
 __device__ __forceinline__ int64_t first_token(const Place& at) {
   return (K::kGrouped ? at.rows.begin : 0) + static_cast<int64_t>(at.token_block) * K::kTokens;
 }
 template <typename K>
-__device__ __forceinline__ int64_t last_token(const Params& p, const Place& at) {  // the one after it
+__device__ __forceinline__ int64_t last_token(const Params& p, const Place& at) {  // exclusive
   return K::kGrouped ? at.rows.end : p.m;
 }
-// An expert's share of what has `size` parts an expert.
+// Offset of an expert in an array with `size` elements per expert.
 template <typename K>
 __device__ __forceinline__ int of_expert(const Place& at, int size) {
   return K::kGrouped ? at.rows.expert * size : 0;
 }
-// a / b without a division in the common cases: it is slow, and what comes before a CTA's first copy adds to every
+// a / b without a division in the common cases. Division is slow, and latency before a CTA's first load adds to every
 // call.
 __device__ __forceinline__ int quotient(int a, int b) { return a < b ? 0 : b == 1 ? a : a / b; }
-// Inside the panels of one product's token blocks.
+// Position of tile `tile` in the panels of one GEMM.
 template <typename K>
 __device__ __forceinline__ void place_in_panel(const Params& p, int tile, int token_blocks, Place* at) {
   const int panel = quotient(tile, K::kPanel * p.row_blocks), inside = tile - panel * K::kPanel * p.row_blocks;
@@ -124,8 +124,8 @@ __device__ __forceinline__ void place_in_panel(const Params& p, int tile, int to
   at->row_block = quotient(inside, width);
   at->token_block = panel * K::kPanel + inside - at->row_block * width;
 }
-// The tile of turn `turn`. Past Params::whole_tiles each tile has two turns, one for each CTA of the pair that splits
-// its K.
+// Tile of scheduler step `turn`. Past Params::whole_tiles, each tile has two steps, one per CTA of the pair that splits
+// K.
 template <typename K>
 __device__ __forceinline__ Place place(const Params& p, uint32_t shared, int turn) {
   const int steps = p.parts * p.k_tiles;
@@ -145,7 +145,7 @@ __device__ __forceinline__ Place place(const Params& p, uint32_t shared, int tur
   if constexpr (K::kByTurns) at.row_block = at.row_block * kTurnsCluster + ptx::cluster_rank();
   return at;
 }
-// This CTA's first turn.
+// First scheduler step of this CTA.
 template <typename K>
 __device__ __forceinline__ int first_turn(const Params& p) {
   return K::kByTurns || p.split_k > 1 ? ptx::cluster_index() : static_cast<int>(blockIdx.x);
@@ -161,13 +161,13 @@ __device__ __forceinline__ int turns(const Params& p, uint32_t shared) {
   }
   return p.whole_tiles + (p.row_blocks * p.token_blocks - p.whole_tiles) * kLastSplit;
 }
-// `shared`: the address of a CTA's shared memory.
+// `shared`: shared-memory address of the CTA.
 template <typename K, typename Work>
 __device__ __forceinline__ void for_each_tile(const Params& p, uint32_t shared, const Work& work) {
   const int end = turns<K>(p, shared), step = turn_step<K>(p);
   for (int turn = first_turn<K>(p); turn < end; turn += step) work(place<K>(p, shared, turn));
 }
-// The first row of W of a tile, or row tile of a packed W.
+// First row of W of a tile, or first row tile of a packed W.
 template <typename K>
 __device__ __forceinline__ int weight_row(const Params& p, const Place& at) {
   if constexpr (K::kPacked) {
@@ -177,7 +177,7 @@ __device__ __forceinline__ int weight_row(const Params& p, const Place& at) {
   return of_expert<K>(at, p.n) + at.row_block * p.tile_rows;
 }
 
-// K-tile `at` is the last of its group.
+// Whether k-tile `at` is the last of its group.
 __device__ __forceinline__ bool ends_group(const Params& p, int at) {
   return at + 1 == p.k_tiles || ((at + 1) & ((1 << p.fold_shift) - 1)) == 0;
 }
@@ -185,7 +185,7 @@ __device__ __forceinline__ int first_group(const Params& p, int at) {
   return p.groups_per_tile > 1 ? at * p.groups_per_tile : at >> p.fold_shift;
 }
 
-// Brings the CTA's first K-tiles of W into L2, a lane each.
+// Prefetches the CTA's first k-tiles of W into L2, one per lane.
 template <typename K>
 __device__ __forceinline__ void prefetch_weight(const Params& p, const TensorMaps& maps, uint32_t shared) {
   constexpr int kPackedTiles = K::kTileK / int4::kTileK;
@@ -200,8 +200,8 @@ __device__ __forceinline__ void prefetch_weight(const Params& p, const TensorMap
   }
 }
 
-// How x comes into a stage: `count` boxes of `rows` tokens. Where tokens end inside a tile they are smaller, since the
-// copy engine takes longer to fill in zeros than to copy.
+// TMA boxes of x per stage: `count` boxes of `rows` tokens. Partial token tiles have smaller boxes, since TMA takes
+// longer to zero-fill than to copy.
 struct XCopies {
   const CUtensorMap* map;
   int rows, count;
@@ -209,15 +209,15 @@ struct XCopies {
 template <typename K>
 __device__ __forceinline__ XCopies x_copies(const Params& p, const TensorMaps& maps, const Place& at) {
   const auto left = static_cast<int>(last_token<K>(p, at) - first_token<K>(at));
-  // Behind the rows of an expert lie others.
+  // The rows after an expert's belong to other experts.
   const bool whole = K::kGrouped ? 2 * left > K::kTokens && first_token<K>(at) + K::kTokens <= p.m : left >= K::kTokens;
   if (whole) return {&maps.x, K::kTokens / K::kSharers, K::kSharers};
   if constexpr (!K::kGrouped) return {&maps.last_x, p.last_x_rows, K::kSharers};
   return {&maps.last_x, K::kEndRows, (left + K::kEndRows - 1) / K::kEndRows};
 }
 
-// One warp: fills stage after stage. What lies outside a tensor arrives as zero. All lanes walk along, so that what
-// they count stays in uniform registers, where the copy engine wants it; one of them issues.
+// Producer warp: fills the stages. Out-of-bounds elements are zero. All lanes run the loop, so that the TMA coordinates
+// stay in uniform registers; an elected lane issues.
 template <typename K>
 __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, Ring<K> ring) {
   constexpr int kPackedTiles = K::kTileK / int4::kTileK;
@@ -233,10 +233,11 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     ptx::wait_for_previous_kernel();
 #pragma unroll 1
     for (int i = at.begin; i < at.end; ++i) {
+      // Wait for a free stage
       tma::barrier_wait(ring.released(), ring.parity ^ 1);
       const uint32_t x = ring.address(), weight = x + K::kStage.x, barrier = ring.arrived();
       if (ptx::elect_one()) {
-        if constexpr (K::kPacked) {  // scales first: they are the longest on their way to the products
+        if constexpr (K::kPacked) {  // scales first: they have the longest latency until WGMMA
           if (!K::kRowScales || p.groups > 1) {
             const uint32_t scales_barrier = K::kMakesScales ? ring.scales_arrived() : barrier;
             tma::barrier_expect(scales_barrier, K::kMakesScales ? scale_bytes : bytes);
@@ -248,11 +249,12 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
           tma::barrier_expect(barrier, bytes);
           tma::load_3d(weight, &maps.weight, k_tile * K::kTileK, 0, row0, barrier);
         }
+// Issue the loads of x
 #pragma unroll
         for (int atom = 0; atom < K::kAtoms; ++atom) {
           const uint32_t to = x + atom * K::kTokens * 128;
           const int column = k_tile * K::kTileK + atom * K::kAtomK;
-          // By turns, the CTAs of the pair take the copies by turns too, and bring them to both.
+          // Ping-pong: the CTAs of the cluster alternate, and multicast to both.
           for (int copy = K::kByTurns ? ptx::cluster_rank() : 0; copy < copies.count; copy += K::kSharers) {
             const int first = copy * copies.rows;
             if constexpr (K::kByTurns) {
@@ -267,15 +269,15 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
       if (++k_tile == p.k_tiles) k_tile = 0, ++part;
     }
   });
-  ptx::launch_dependents();  // what is left is to multiply what lies in the ring
+  ptx::launch_dependents();  // the remaining work needs the loaded stages only
 }
 
 constexpr int kHelperThreads = kProducerThreads - 32;
 
-// The scales of one group of a tile's rows as the operand needs them, a lane two pairs of rows. True if any has a rest.
+// Converts the scales of one group of a tile's rows, two pairs of rows per lane. Returns whether any has a rest.
 template <typename T, int rows, DType dtype>
 __device__ __forceinline__ bool make_scales(const Params& p, int lane, uint32_t from, uint32_t to) {
-  constexpr int kLanes = 4;  // of a row tile
+  constexpr int kLanes = 4;  // lanes per row tile
   const uint32_t tile = from + lane / kLanes * (p.groups_per_tile * p.group_bytes) + lane % kLanes * 2 * size_of(dtype);
   RowScale made[2][2];  // rows g and g + 8
   const auto make = [&](auto of_high) {
@@ -295,7 +297,7 @@ __device__ __forceinline__ bool make_scales(const Params& p, int lane, uint32_t 
   ptx::store_shared_16(to + rows * kRestBytes, {made[0][0].rest, made[0][1].rest, made[1][0].rest, made[1][1].rest});
   return (rest & 0x7FFF7FFF) != 0;
 }
-// Of all groups of a K-tile.
+// All groups of a k-tile.
 template <typename K, DType dtype>
 __device__ __forceinline__ bool make_all_scales(const Params& p, uint32_t stage) {
   uint32_t from = stage + K::kStage.x + K::kStage.weight, to = from + K::kStage.scales;
@@ -310,18 +312,19 @@ __device__ __forceinline__ bool make_all_scales(const Params& p, uint32_t stage)
   return __any_sync(0xFFFFFFFFu, rest);
 }
 
-// Three warps make them ready, K-tiles by turns.
+// Three helper warps convert scales, on alternating k-tiles.
 template <typename K>
 __device__ __forceinline__ void make_scales(const Params& p, Ring<K> ring) {
   constexpr int kWarps = kHelperThreads / 32;
   static_assert(K::kStage.count >= kWarps);
-  int ahead = threadIdx.x % kProducerThreads / 32 - 1;  // K-tiles of the other warps before this one's next
+  int ahead = threadIdx.x % kProducerThreads / 32 - 1;  // k-tiles of the other warps before this warp's next
   ring.advance(ahead);
   for_each_tile<K>(p, ring.data, [&](const Place& place) {
     int at = place.begin + ahead;
 #pragma unroll 1
     for (; at < place.end; at += kWarps, ring.advance(kWarps)) {
-      // A warp may be a whole ring ahead of a slow copy, and must not take the parity of two rounds ago for this one's.
+      // A warp may run a full ring ahead of a slow load, and must not mistake an older phase of equal parity for this
+      // one.
       tma::barrier_wait(ring.released(), ring.parity ^ 1);
       tma::barrier_wait(ring.scales_arrived(), ring.parity);
       if constexpr (K::kWeight == Format::kFp4) {
@@ -333,13 +336,13 @@ __device__ __forceinline__ void make_scales(const Params& p, Ring<K> ring) {
                                                              : make_all_scales<K, DType::kFloat32>(p, ring.address());
         if (threadIdx.x % 32 == 0) ptx::store_shared_4(ring.rest(), rest);
       }
-      tma::barrier_arrive(ring.arrived());  // every lane for what it stored
+      tma::barrier_arrive(ring.arrived());  // every lane arrives for its own stores
     }
     ahead = at - place.end;
   });
 }
 
-// Three warps: the values per token.
+// Three helper warps load the values per token.
 template <typename K>
 __device__ __forceinline__ void produce_columns(const Params& p, Ring<K> ring) {
   for_each_tile<K>(p, ring.data, [&](const Place& place) {
@@ -349,7 +352,7 @@ __device__ __forceinline__ void produce_columns(const Params& p, Ring<K> ring) {
       tma::barrier_wait(ring.released(), ring.parity ^ 1);
       const uint32_t to = ring.address() + K::kStage.x + K::kStage.weight + K::kStage.scales;
       const int group = first_group(p, at);
-      const bool ends = ends_group(p, at);  // its sum of x comes off once; until then it counts as zero
+      const bool ends = ends_group(p, at);  // the sum of x is subtracted once per group; before, it counts as zero
       for (int i = threadIdx.x % kProducerThreads - 32; i < p.groups_per_tile * K::kTokens; i += kHelperThreads) {
         const int64_t token = token0 + i % K::kTokens;
         const int g = group + i / K::kTokens;

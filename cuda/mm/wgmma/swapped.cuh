@@ -1,7 +1,7 @@
-// The swapped product of fp8 blocks: tokens are the 64-row operand of wgmma and as many rows of W its columns. A thread
-// then has two tokens and so two scales a K-tile, which it keeps in registers. If tokens were the columns, each thread
-// would read their scales from shared memory, a float for each token. The operands need its port; that would take half
-// as much time of it again.
+// Swap-AB for fp8 blocks: tokens are the 64-row A operand of WGMMA, rows of W the B operand.
+//
+// A thread then has two tokens, and keeps their two scales per k-tile in registers. With tokens as columns, each thread
+// would read a scale per token from shared memory. Its bandwidth is needed for operands; scales would add half as much.
 #pragma once
 
 #include <cstdint>
@@ -11,25 +11,25 @@
 
 namespace qao::mm::wgmma {
 
-// A thread's first token in the tile; the other is eight further.
+// A thread's first token in the tile; the other one is at + 8.
 template <typename K>
 __device__ __forceinline__ int swapped_token() {
   return threadIdx.x % (K::kOwnTokens ? K::kConsumerThreads : 128) / 32 * 16 + threadIdx.x % 32 / 4;
 }
 
-// Scales of x times those of W for a thread's two tokens, K-tile after K-tile. The four lanes of a token read four
-// K-tiles ahead, a lane each. Rows of a warpgroup's own may lie in two scale blocks of W.
+// Scales of x times scales of W for a thread's two tokens, per k-tile. The four lanes of a token prefetch four k-tiles,
+// one per lane. A warpgroup's rows may span two scale blocks of W.
 template <typename K>
 struct TokenScales {
   static constexpr int kBlocks = K::kOwnTokens ? 1 : 2;
 
   const float *x[2], *weight[kBlocks];
-  int next_block;  // the first row of the second one
-  int at, end;     // this lane's K-tile, the last one that exists
-  int turn;        // the lane that has the present K-tile's
+  int next_block;  // the first row of the second block
+  int at, end;     // this lane's k-tile, and the end of K
+  int turn;        // the lane that holds the current k-tile's scales
   float scales[2][kBlocks], next[2], next_weight[kBlocks];
 
-  // A token past the last one takes the last one's: its sums are not stored.
+  // Tokens past the last one are clamped to it; their sums are not stored.
   __device__ __forceinline__ void place(const Params& p, const Place& of, int row0) {
     const int64_t token0 = first_token<K>(of);
     for (int i = 0; i < 2; ++i) x[i] = p.columns + min(token0 + swapped_token<K>() + 8 * i, p.m - 1) * p.groups;
@@ -62,14 +62,14 @@ struct TokenScales {
   }
 };
 
-// y = sum + bias: the scales of both operands are in the sums. Bias of `row` and the next one, `rows`: what
-// fetch_scales brought for this warpgroup's 64 rows, and 3 * 64 * 4 further for the other one's.
+// y = sum + bias: sums include the scales of both operands. Bias of `row` and the next row. `rows`: output of
+// fetch_scales for this warpgroup's 64 rows; the other warpgroup's is 3 * 64 * 4 bytes further.
 __device__ __forceinline__ float2 swapped_bias(const Params& p, uint32_t rows, int row) {
   if (p.bias == nullptr) return {0, 0};
   return ptx::load_shared_float2(rows + (row / 64 * 3 + 2) * 64 * 4 + row % 64 * 4);
 }
 
-// What a thread's two tokens of y are multiplied by.
+// Factors (row_scale) of a thread's two tokens.
 template <typename K>
 struct SwappedFactors {
   float of[2] = {1, 1};
@@ -83,7 +83,7 @@ struct SwappedFactors {
   }
 };
 
-// Into a float32 y. Four lanes hold eight neighbouring rows: 32 bytes of y.
+// Stores float32 y. Four lanes hold eight adjacent rows: 32 bytes of y.
 template <typename K>
 __device__ __forceinline__ void write_swapped_float(const Params& p, const float (&sum)[K::kTilesM][4],
                                                     const Target& at) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void write_swapped_float(const Params& p, const float
   }
 }
 
-// Into a y of 16 bits: a warp's 16 tokens, 64 rows of W at a time, through shared memory for stores of 16 bytes.
+// Stores 16-bit y: a warp's 16 tokens, 64 rows of W at a time, through shared memory for 16-byte stores.
 template <typename K>
 __device__ __forceinline__ void write_swapped_half(const Params& p, const float (&sum)[K::kTilesM][4], uint32_t buffers,
                                                    const Target& at) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ void write_swapped_half(const Params& p, const float 
   }
 }
 
-// `of`: this warpgroup's rows; those of the tile if all warpgroups share them.
+// `of`: this warpgroup's rows, or the tile's if all warpgroups share them.
 template <typename K>
 __device__ __forceinline__ void write_swapped_result(const Params& p, const float (&sum)[K::kTilesM][4],
                                                      uint32_t buffers, const Target& of) {
@@ -155,7 +155,7 @@ __device__ __forceinline__ void write_swapped_result(const Params& p, const floa
   } else {
     write_swapped_half<K>(p, sum, buffers, at);
   }
-  if (waits) wait();  // before the next tile's overwrites it
+  if (waits) wait();  // before the next tile overwrites the parameters
 }
 
 }  // namespace qao::mm::wgmma

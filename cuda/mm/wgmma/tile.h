@@ -1,4 +1,4 @@
-// The compile-time shape of the wgmma kernels and their shared-memory layout: one definition for kernels and plan().
+// Compile-time tile shapes and shared-memory layout of the WGMMA kernels, shared with plan().
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 namespace qao::mm::wgmma {
 
 constexpr int kWarpgroupRows = 64, kProducerThreads = 128;
-constexpr int kMaxSharedBytes = 226 * 1024;  // of a multiprocessor
+constexpr int kMaxSharedBytes = 226 * 1024;  // per SM
 constexpr int kMaxCluster = 8, kLastSplit = 2, kTurnsCluster = 2;
 
-// What a CTA computes of y at a time. A consumer warpgroup has 64 of the rows of W, or all of them in its turn.
+// CTA tile of y. A consumer warpgroup has 64 of the rows of W, or all of them with ping-pong.
 struct Tile {
   int rows, tokens;
   bool by_turns;
@@ -21,23 +21,23 @@ struct Tile {
   constexpr int warpgroup_rows() const { return by_turns ? rows : kWarpgroupRows; }
   constexpr int sharers() const {
     return by_turns ? kTurnsCluster : 1;
-  }  // CTAs, each of which brings a part of x to all
+  }  // CTAs of the cluster that multicast a part of x each
   constexpr bool tall() const { return rows > 2 * kWarpgroupRows; }
-  constexpr bool between() const { return (tokens & (tokens - 1)) != 0; }  // powers of two
+  constexpr bool between() const { return (tokens & (tokens - 1)) != 0; }  // not a power of two
 };
 
-// What decides which kernel serves a problem, and with which tiles.
+// Properties of a format combination that determine its kernels and tiles.
 struct Traits {
   bool float_x;
   bool packed;    // W is int4 or fp4
-  bool columns;   // the fold needs a value per token: a sum of x or a scale of it
-  bool folds;     // sums are scaled during the walk over K, into a second set of registers
-  bool swapped;   // tokens are the 64-row operand and rows of W its columns, as many of them
-  bool promoted;  // the fold adds sums as they are, every K-tile
+  bool columns;   // promotion needs a value per token: a sum or a scale of x
+  bool folds;     // promotes to a second set of accumulators in the mainloop
+  bool swapped;   // swap-AB: tokens are the 64-row operand, rows of W the columns, equal in number
+  bool promoted;  // promotion adds partial sums unscaled, every k-tile
 
-  // Whether the tile is compiled. Folds and operands in registers leave fewer registers for sums. A kernel that folds
-  // and has both operands in shared memory is compiled with the largest tile too, and multiplies half of its tokens at
-  // a time.
+  // Whether the tile is instantiated. Promotion and register operands leave fewer registers for accumulators. With
+  // promotion and both operands in shared memory, the largest tile is instantiated too, and computes half of its tokens
+  // at a time.
   constexpr bool serves(Tile tile) const {
     if (tile.by_turns) return !(float_x || packed || folds);
     if (tile.tall()) return float_x ? !folds : !(packed || columns || swapped);
@@ -45,13 +45,12 @@ struct Traits {
     if (packed && promoted) return !tile.between();
     return tile.tokens <= (folds && (packed || float_x || columns) ? 128 : 256);
   }
-  // Columns of a K-tile. The work around its products takes as long for few tokens as for many, so few tokens have long
-  // K-tiles.
+  // Columns per k-tile. Overhead per k-tile does not depend on the number of tokens, so small tiles have long k-tiles.
   constexpr int tile_k(Tile tile) const {
     return !float_x || (!folds && tile.tokens <= 128 && !tile.tall()) ? 128 : 64;
   }
 };
-// Tokens that a copy of x brings in an expert's last tile, if that needs few or would reach past all rows.
+// Tokens per TMA box of x in an expert's last tile, if it has few tokens or would reach past the last row.
 constexpr int expert_end_rows(int tokens) { return std::max(8, tokens / 4); }
 // Each warpgroup has 64 rows of W and the same 64 tokens, or 64 tokens and the same 128 rows.
 constexpr bool can_swap(int tokens) { return tokens == kWarpgroupRows || tokens == 2 * kWarpgroupRows; }
@@ -61,30 +60,30 @@ constexpr Tile kTiles[] = {
 #include "mm/wgmma/tiles.inc"
 #undef QAO_TILE
 };
-// The epilogue transposes through shared memory: rows of tokens, padded against bank conflicts, or swizzled where the
-// copy engine stores them.
+// The epilogue transposes through shared memory: rows of tokens, padded against bank conflicts, or swizzled for TMA
+// stores.
 constexpr int kPaddedN = 64 + 4, kChunkTokens = 32, kChunkBytes = kChunkTokens * (64 * 2 + 16),
               kSwizzledChunkBytes = kChunkTokens * 64 * 2;
 
-// Of a grouped product: where the rows and the tiles of each expert begin, in shared memory.
+// Grouped GEMM: table of the first row and tile of each expert, in shared memory.
 constexpr int kMaxExperts = 512, kTableBytes = (kMaxExperts + 1) * 8;
 
 constexpr int kMaxStages = 8, kBarrierBytes = kMaxStages * 8, kControlBytes = 4 * kBarrierBytes;  // see Ring
-constexpr int kRowScaleBytes = 8, kRestBytes = 4;  // of one row of W in one group: see RowScale
+constexpr int kRowScaleBytes = 8, kRestBytes = 4;  // per row of W and group: see RowScale
 
-// A stage holds tile_k columns of x, in parts of 128 bytes of each token, and of W.
+// A pipeline stage holds tile_k columns of x, in atoms of 128 bytes per token, and of W.
 struct Stage {
   int x, weight, scales;    // bytes
-  int columns;              // floats per token that the scaling of sums needs, or scales of rows of W made ready
-  int chunk_bytes, chunks;  // of y: a warpgroup's buffers
-  int token_floats;         // of the epilogue, for each token
+  int columns;              // promotion's floats per token, or converted scales of rows of W
+  int chunk_bytes, chunks;  // buffers of y per warpgroup
+  int token_floats;         // epilogue's floats per token
   int bytes, count, epilogue, tokens, rows, barriers, table, total;
 
   constexpr Stage(const Traits& t, Tile tile, bool grouped = false)
       : x(tile.tokens * t.tile_k(tile) * (t.float_x ? 2 : 1)),
         weight(tile.rows * t.tile_k(tile) / (t.packed ? 2 : 1)),
         scales(t.packed ? t.tile_k(tile) / 32 * tile.rows * 2 * 4
-                        : 0),  // groups of 32, scale and zero, float32 at most
+                        : 0),  // groups of 32, scale and zero point, float32 at most
         columns(t.columns               ? (t.packed ? 2 : 1) * tile.tokens * 4
                 : t.packed && t.float_x ? t.tile_k(tile) / 32 * tile.rows * kRowScaleBytes
                                         : 0),
@@ -92,8 +91,8 @@ struct Stage {
         chunks(tile.by_turns ? 3 : 2),
         token_floats(grouped ? 3 : 2),
         bytes((x + weight + scales + columns + 1023) / 1024 * 1024),
-        // After the ring, for each warpgroup: chunks of y, scales and zero points of x and factors of y, scales, sums
-        // and bias of its rows of W. Then the mbarriers and the table of experts.
+        // Behind the ring, per warpgroup: chunks of y; scales and zero points of x and factors of y; scales, sums and
+        // bias of its rows of W. Then the mbarriers and the table of experts.
         count(std::min(kMaxStages, (kMaxSharedBytes - (grouped ? kTableBytes : 0) -
                                     tile.warpgroups() * (chunks * chunk_bytes + token_floats * tile.tokens * 4) -
                                     3 * tile.warpgroups() * tile.warpgroup_rows() * 4 - kControlBytes) /

@@ -1,6 +1,8 @@
-// Zero points of an int4 W beside an x of eight bits: sum -= scale zero x_sum over the groups along K, once a tile. Of
-// zero that is what the operand has not: beside int8 zero - 8, beside e4m3 the fraction.
-// Once a group, with x_sum from shared memory, it would be half of a fold and take as long as a third of the products.
+// Zero points of int4 weights with 8-bit x: sum -= scale zero x_sum, once per tile.
+//
+// `zero` is the part that the operand does not include: zero - 8 with int8, the fraction with e4m3. Applied on
+// promotion, with x_sum from shared memory, it would be half of the promotion's cost and take a third of the time of
+// WGMMA.
 #pragma once
 
 #include <type_traits>
@@ -13,7 +15,7 @@
 
 namespace qao::mm::wgmma {
 
-// A float as two of tf32, which cuts the lower one's last bits off.
+// A float as two tf32 values; the lower one loses its last bits.
 struct Tf32Parts {
   uint32_t upper, lower;
 };
@@ -22,9 +24,7 @@ __device__ __forceinline__ Tf32Parts tf32_parts(float value) {
   return {upper, __float_as_uint(value - __uint_as_float(upper))};
 }
 
-constexpr int kZeroGroups = 16;  // of a step: a lane has four neighbours, for any order of them along k will do
-
-// -scale zero, in the units of the product (RawOperand), of rows g and g + 8 of a row tile for this lane's groups from
+constexpr int kZeroGroups = 16;  // groups per step: a lane has four adjacent ones, in any order along k
 // `first` on; 0 from `end` on.
 template <typename K, DType dtype>
 __device__ __forceinline__ void read_zeros(const Params& p, int row_tile, int first, int end, float (&to)[4][2]) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ void read_zeros(const Params& p, int row_tile, int fi
   }
 }
 
-// x_sum of one token's four groups from `first` on. What lies past the last group meets a zero.
+// x_sum of one token for four groups from `first` on. Values past the last group are multiplied by zero.
 __device__ __forceinline__ float4 read_sums(const Params& p, int64_t token, int first, bool aligned) {
   const float* sums = p.columns + min(token, p.m - 1) * p.groups;
   if (aligned) return *reinterpret_cast<const float4*>(sums + min(first, p.groups - 4));
@@ -60,7 +60,7 @@ __device__ __forceinline__ float4 read_sums(const Params& p, int64_t token, int 
   return {sums[min(first, last)], sums[min(first + 1, last)], sums[min(first + 2, last)], sums[min(first + 3, last)]};
 }
 
-// Of a warp's 16 rows and the tile's tokens, this CTA's part of the groups where `split_k` of a cluster have one each.
+// For a warp's 16 rows and the tile's tokens. With split-K, each of `split_k` CTAs has a part of the groups.
 template <typename K>
 __device__ __forceinline__ void subtract_zeros(const Params& p, int row_tile, int64_t token0, int split_k,
                                                float (&sum)[K::kTilesM][4]) {
@@ -70,7 +70,8 @@ __device__ __forceinline__ void subtract_zeros(const Params& p, int row_tile, in
 #pragma unroll 1
   for (int step = begin; step < end; step += kZeroGroups) {
     const int first = step + lane % 4 * 4;
-    float4 sums[K::kTilesM];  // all under way at once
+    // Load sums of x and zero points
+    float4 sums[K::kTilesM];  // all loads in flight at once
 #pragma unroll
     for (int j = 0; j < K::kTilesM; ++j) sums[j] = read_sums(p, token0 + j * 8 + lane / 4, first, aligned);
     float zeros[4][2];
@@ -83,8 +84,9 @@ __device__ __forceinline__ void subtract_zeros(const Params& p, int row_tile, in
       upper[i / 4][i % 4] = parts.upper, lower[i / 4][i % 4] = parts.lower;
       any |= zeros[i / 2][i % 2] != 0;
     }
-    if (K::kCentred && !__any_sync(0xFFFFFFFFu, any)) continue;  // whole zero points
-    constexpr int kBlock = 4;  // token tiles by turns: a product waits for the last one of its sums
+    if (K::kCentred && !__any_sync(0xFFFFFFFFu, any)) continue;  // integer zero points only
+    // Accumulate in two tf32 parts
+    constexpr int kBlock = 4;  // interleaved token tiles hide the latency of dependent MMAs
 #pragma unroll
     for (int block = 0; block < K::kTilesM; block += kBlock) {
       Tf32Parts x[kBlock][4];
