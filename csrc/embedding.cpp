@@ -10,7 +10,7 @@ namespace {
 using embedding::Arguments;
 using embedding::Problem;
 
-// Checks ids [...] and the dtype of the result [..., k]; gathers. `problem` and `arguments` hold the weight.
+// Checks ids [...] and dtype, and runs the lookup into [..., k]. `problem` and `arguments` hold the weight.
 Tensor gather(const Op& op, const Argument& ids, const Tensor& ids_tensor, const Argument& weight, Problem& problem,
               Arguments& arguments, torch::headeronly::ScalarType dtype) {
   op.check(ids.dtype() == int64_code() || ids.dtype() == int32_code(), "ids must be int32 or int64",

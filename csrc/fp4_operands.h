@@ -1,4 +1,4 @@
-// The checks of a packed weight in four-bit floats.
+// Checks of packed fp4 weights.
 #pragma once
 
 #include "fp4/layout.h"

@@ -1,4 +1,4 @@
-// What fp8_quantize and fp8_fp8_mm share: the granularity of an activation's scales.
+// Checks of fp8 activation scales, shared by fp8_quantize and fp8_fp8_mm.
 #pragma once
 
 #include "qao/types.h"
@@ -6,7 +6,7 @@
 
 namespace qao {
 
-// -1: one scale a row; 128: one a block of 128 columns; 0: one for all.
+// -1: one scale per row; 128: one per block of 128 columns; 0: one for the whole tensor.
 inline Scaling x_scaling_of(const Op& op, int64_t group_size) {
   op.check(
       group_size == -1 || group_size == 0 || group_size == kScaleBlock,
@@ -15,7 +15,7 @@ inline Scaling x_scaling_of(const Op& op, int64_t group_size) {
   return group_size == -1 ? Scaling::kRow : group_size == 0 ? Scaling::kTensor : Scaling::kBlock;
 }
 
-// A scale given beforehand instead of one found in x.
+// Checks a static scale.
 inline void check_static_scale(const Op& op, const Argument& scale, const Argument& x, Scaling scaling) {
   op.check(scaling == Scaling::kTensor, "a given scale holds for the whole tensor", "Pass group size 0 with it");
   op.check(scale.dtype() == float32_code() && scale.numel() == 1, "the scale of x must be one float32",

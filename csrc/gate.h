@@ -1,4 +1,4 @@
-// A gate and its numbers as operators get them.
+// Checked gate parameters of operators with a fused gate.
 #pragma once
 
 #include <optional>
@@ -9,12 +9,12 @@
 
 namespace qao {
 
-using GateNumbers = std::optional<std::vector<double>>;  // alpha, limit, shift, interleaved; none: no gate
+using GateNumbers = std::optional<std::vector<double>>;  // alpha, limit, shift, interleaved; nullopt: no gate
 
 quantize::Gate checked_gate(const Op& op, double alpha, double limit, double shift, bool interleaved);
 std::optional<quantize::Gate> checked_gate(const Op& op, const GateNumbers& numbers);
 
-// What a producer makes, into `arguments`, on the device of x. In quantize.cpp.
+// Runs a producer into `arguments` on the device of x. In quantize.cpp.
 void run(const Op& op, const quantize::Problem& problem, const quantize::Arguments& arguments, const Argument& x);
 
 }  // namespace qao

@@ -1,4 +1,4 @@
-// The grouped products: a weight for each expert, then x, then run.
+// Grouped GEMM operators: set the weights of the experts, then x, then run.
 #include "fp8_operands.h"
 #include "grouped_product.h"
 #include "ops.h"

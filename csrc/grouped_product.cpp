@@ -64,7 +64,7 @@ void GroupedProduct::check_routing() {
   experts_.row_scale = row_scale_->data();
 }
 
-// What lies in the memory of the CPU is looked at before anything runs.
+// Validates offsets and row_index before launch, on the CPU only.
 void GroupedProduct::check_values() const {
   if (offsets_.has_shape({experts_.count + 1}) && experts_.ends[-1] != 0) {
     op_.fail("the first of [experts + 1] offsets must be 0, where the first expert begins: " +

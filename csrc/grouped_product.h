@@ -1,5 +1,4 @@
-// One call of a grouped product: the steps of a Product, whose weight, scales, bias and sums are of one expert each
-// behind a dimension of experts.
+// Builder for one grouped GEMM call: the steps of Product with operands stacked by expert.
 #pragma once
 
 #include "gate.h"
@@ -8,7 +7,7 @@
 
 namespace qao {
 
-// Which rows of y are of which expert, of which row of x they are made, and what they are multiplied by.
+// Maps rows of y to experts and to rows of x, with optional factors of rows of y.
 struct Routing {
   const Tensor& offsets;
   const std::optional<Tensor>& row_index;
@@ -23,7 +22,7 @@ class GroupedProduct : public Product {
 
   void use_row_scales(Argument& row_scales);  // [E, N]
 
-  // y [S, N], or [S, N / 2] behind a gate.
+  // y [S, N], or [S, N / 2] with a gate.
   Tensor run(bool batch_invariant, const GateNumbers& gate);
 
  private:

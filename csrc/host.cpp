@@ -1,5 +1,6 @@
-// qao._host: what Python may ask about kernels without running one. No tensors, no torch; the operators work without
-// it.
+// Python module qao._host: plans, kernel table, CPU features and build information.
+//
+// Does not run kernels. Free of tensors and torch. The operators do not depend on it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -50,7 +51,7 @@ void check(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message());
 }
 
-// ---- problems: plain attributes, all with defaults, given to the constructor by name ----
+// ---- Problems: plain attributes with defaults, keyword arguments of the constructor ----
 
 template <typename Class>
 void define_init(py::class_<Class>& type) {
@@ -73,8 +74,8 @@ void define(py::class_<Class>& type, const char* name, Value Class::* member) {
   }
 }
 
-// As an operator would state it: y has the dtype of x, or of what x was quantised from, blocks go with blocks, and the
-// scale of a row's only group is the row's.
+// Completes a problem as the operators do: y has the float dtype of x, block scales apply to both operands, and the
+// scale of a row's only group is a row scale.
 mm::Problem resolved(mm::Problem problem) {
   if (problem.group_size == -1) problem.group_size = problem.k;
   if (problem.x == Format::kFp8 && problem.weight_scaling == Scaling::kBlock) problem.x_scaling = Scaling::kBlock;
@@ -84,9 +85,9 @@ mm::Problem resolved(mm::Problem problem) {
   return problem;
 }
 
-// ---- what runs a problem ----
+// ---- Plans ----
 
-// The part of a plan that is the kernel, whatever the problem's sizes.
+// The part of a plan that identifies the kernel, independent of sizes.
 py::dict kernel_facts(const mm::Plan& plan) {
   py::dict result;
   result["kernel"] = name_of(plan.body);
@@ -128,15 +129,15 @@ std::string cpu_kernel(const mm::Problem& problem, const std::optional<std::stri
   return cpu::mm_kernel(resolved(problem), features);
 }
 
-// ---- the kernel table ----
+// ---- The kernel table ----
 
 // A100, RTX 3090, RTX 4090, H200, B200, RTX 5090.
 constexpr Gpu kGpus[] = {{80, 108, 166912}, {86, 82, 101376},   {89, 128, 101376},
                          {90, 132, 232448}, {100, 148, 232448}, {120, 170, 101376}};
 constexpr int64_t kMostTokens = 4096;
 
-// Adds the kernels that are chosen for one operator: a row per CUDA tile and compute capability, a row per CPU kernel
-// and instruction set. Nothing here knows a kernel; where a plan fails there is no row.
+// Adds the kernels selected for one operator: a row per CUDA tile and compute capability, and a row per CPU kernel and
+// instruction set. Derived from plans only; a problem without a plan adds no row.
 void add_kernels(const std::string& op, mm::Problem problem, py::list& rows) {
   problem.n = problem.k = 4096, problem.group_size = 128;
   problem.scale_dtype = DType::kBFloat16;

@@ -1,4 +1,4 @@
-// The checks every int4 op makes of its packed operands.
+// Checks of packed int4 operands, shared by all int4 ops.
 #pragma once
 
 #include "int4/layout.h"
@@ -16,7 +16,7 @@ inline void check_packed_sizes(const Op& op, int64_t n, int64_t k) {
 struct PackedSizes {
   int64_t n, k, group_size;
 
-  // All are 0: the caller leaves it to the tensors, whose N and K are those of whole tiles.
+  // All 0: infer the sizes from the tensors; N and K are then those of whole tiles.
   bool left_out() const { return n == 0 && k == 0 && group_size == 0; }
 };
 
@@ -25,8 +25,8 @@ inline void check_packed_ranks(const Op& op, const Argument& weight, const Argum
            "Pass what packing returned");
 }
 
-// Groups of 128, 64, 32 or 256 columns, or one a row: the first that makes so many scales. Where there are two groups
-// or more, no other size does.
+// Infers group_size: the first of 128, 64, 32, 256 and K that gives this number of scales. It is unique if there are at
+// least two groups.
 inline PackedSizes int4_sizes_of(const Op& op, const Argument& weight, const Argument& scales) {
   check_packed_ranks(op, weight, scales);
   const int64_t n = weight.size(0) * int4::kTileN, k = weight.size(1) * int4::kTileK;
@@ -36,7 +36,7 @@ inline PackedSizes int4_sizes_of(const Op& op, const Argument& weight, const Arg
   return {n, k, k};
 }
 
-// group_size as kernels know it: -1 becomes K; anything but 32, 64, 128, 256 and K is an error.
+// Resolves group_size: -1 becomes K. Anything but 32, 64, 128, 256 and K is an error.
 inline int64_t checked_group_size(const Op& op, int64_t group_size, int64_t k) {
   if (group_size == -1 || group_size == k) return k;
   op.check(group_size == 32 || group_size == 64 || group_size == 128 || group_size == 256,
@@ -45,7 +45,7 @@ inline int64_t checked_group_size(const Op& op, int64_t group_size, int64_t k) {
   return group_size;
 }
 
-// A packed weight [n, k] and its scales, after a look at their shapes, dtypes, device and alignment.
+// Checks shapes, dtypes, device and alignment of a packed weight [n, k] and its scales.
 inline int4::Weight checked_packed(const Op& op, const Argument& weight, const Argument& scales, const Argument& device,
                                    int64_t n, int64_t k, int64_t group_size) {
   int4::Weight shape;

@@ -1,5 +1,6 @@
-// Every operator of qao: the table of contents. Products are tables of mm.cpp and scaled_mm.cpp, all others have a line
-// here; docs/ops.md says what each argument means.
+// Registration of all operators.
+//
+// GEMM operators are tables in mm.cpp and scaled_mm.cpp; docs/ops.md documents arguments.
 #include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 
@@ -16,7 +17,7 @@ using torch::stable::detail::StableTorchLibraryInit;
 
 constexpr const char* kRotation = ", int x_rotation=0";
 
-// A product whose weights are those of experts, and which rows are whose; `rest` follows, and `last` near the end.
+// Schema of a grouped GEMM: weights of experts and routing, then `rest`; `last` follows near the end.
 void define_grouped(StableLibrary& m, const std::string& name, const std::string& rest, const char* last = "") {
   m.def((name +
          "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor offsets, Tensor? row_index, Tensor? row_scale" +
@@ -90,7 +91,7 @@ void define(StableLibrary& m) {
   m.def("int8_embedding(Tensor ids, Tensor weight, Tensor scales, ScalarType dtype) -> Tensor");
 }
 
-// One implementation an op; it asks its tensors which device they are on.
+// One implementation per op for all devices, selected by its tensors.
 void implement(StableLibrary& m) {
   for (const auto& table : {qao::products(), qao::scaled_products()}) {
     for (const qao::Operator& product : table) m.impl(product.name, product.call);
@@ -131,10 +132,10 @@ void implement(StableLibrary& m) {
   qao::implement<"int8_embedding", &qao::int8_embedding_op>(m);
 }
 
-// A namespace is defined once in a process. A second copy of this library finds it taken, and stays unused: torch's
-// macros do not look at the error and crash the process.
+// A namespace can be defined once per process. If another copy of qao has defined it, this copy stays unused; torch's
+// macros would ignore the error and crash the process.
 bool register_once() {
-  constexpr const char* file = "csrc/library.cpp";  // torch shows it in messages, so no path of who built this
+  constexpr const char* file = "csrc/library.cpp";  // appears in torch's messages; keeps build paths out of them
   TorchLibraryHandle trial = nullptr;
   if (aoti_torch_library_init_def("qao", file, __LINE__, &trial) != AOTI_TORCH_SUCCESS) {
     Dl_info self{};
@@ -145,11 +146,11 @@ bool register_once() {
   }
   aoti_torch_delete_library_object(trial);
   new StableTorchLibraryInit(StableLibrary::Kind::DEF, define, "qao", nullptr, file, __LINE__);
-  // Sparse and quantised tensors come to the operators too, whose checks refuse them in fewer words than torch. Not
-  // those of MKL-DNN: torch gives the address of their blocks, which nothing here could tell from rows.
+  // Also registered for sparse and quantized tensors, since the operators' checks reject them with clearer errors than
+  // torch. Not for MKL-DNN tensors: their data pointer refers to blocks, which the operators could not detect.
   for (const char* key :
        {"CPU", "CUDA", "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "QuantizedCPU", "QuantizedCUDA"}) {
-    // Never destroyed: other threads may be in an operator when the process ends.
+    // Leaked on purpose: other threads may be in an operator at process exit.
     new StableTorchLibraryInit(StableLibrary::Kind::IMPL, implement, "qao", key, file, __LINE__);
   }
   return true;
@@ -159,5 +160,5 @@ const bool registered = register_once();
 
 }  // namespace
 
-// For python/qao/ops.py: 1 if the operators of this process are those of this copy of the library.
+// For python/qao/ops.py: 1 if this copy of the library registered the operators of this process.
 extern "C" __attribute__((visibility("default"))) int qao_is_registered() { return registered; }

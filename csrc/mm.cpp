@@ -1,4 +1,4 @@
-// The products, a function and a row of the table each: W, then x, then run.
+// GEMM operators, one function and one table row each: set W, then x, then run.
 #include "fp8_operands.h"
 #include "ops.h"
 #include "product.h"

@@ -1,4 +1,4 @@
-// An operator's C++ function as torch calls it: whatever it throws names the operator.
+// Operator registration: boxed functions that prefix exceptions with the operator's name.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -28,7 +28,7 @@ void boxed(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
   }
 }
 
-// An operator of a table: what torch is told of it.
+// One row of an operator table.
 struct Operator {
   const char* name;
   const char* schema;

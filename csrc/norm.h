@@ -1,4 +1,4 @@
-// What operators that begin with RMSNorm read, and the values of a producer.
+// Inputs of operators that begin with RMSNorm.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace qao {
 
-// The rows of an input, for a problem whose m, k and x_dtype they become.
+// Rows of an input. Sets m, k and x_dtype of the problem.
 inline Rows rows_of(const Op& op, const Tensor& tensor, const Argument& x, quantize::Problem* problem) {
   problem->x_dtype = op.float_dtype(x);
   op.check(x.dim() >= 1 && x.size(x.dim() - 1) >= 1, "x must have shape [..., K], K at least 1",
@@ -57,7 +57,7 @@ struct Norm {
   }
   Norm(const Norm&) = delete;  // op points to the arguments
 
-  // A place for x + residual.
+  // Allocates x + residual.
   Tensor make_sum() {
     Tensor sum = empty_rows(problem.k, x.dtype(), x);
     arguments.sum = sum.data_ptr();
@@ -72,7 +72,7 @@ struct Norm {
   quantize::Arguments arguments;
 };
 
-// The values of a producer, in the dtype of x. In quantize.cpp.
+// Runs a producer and returns its values in the dtype of x. In quantize.cpp.
 Tensor values(const Op& op, quantize::Problem problem, quantize::Arguments arguments, const Argument& x);
 
 }  // namespace qao

@@ -1,4 +1,4 @@
-// RMSNorm, an int4 product and, if gated, SiLU-multiply: one kernel where that is faster, else a kernel each.
+// RMSNorm, int4 GEMM and optional SiLU-multiply, fused into one kernel where that is faster.
 #include "norm.h"
 #include "ops.h"
 #include "product.h"
@@ -7,7 +7,7 @@ namespace qao {
 namespace {
 
 #if defined(QAO_WITH_CUDA)
-// Whether one kernel makes all of it; the product then has all that it needs.
+// Returns whether one kernel runs all steps, and prepares the product for it.
 bool fuse(const Norm& norm, bool gated, Product& product) {
   const auto aligned = [&](const Rows& rows) { return rows.is_aligned(size_of(product.problem.x_dtype)); };
   if (!norm.x.is_cuda() || product.problem.m == 0) return false;
@@ -31,7 +31,7 @@ bool fuse(const Norm& norm, bool gated, Product& product) {
 bool fuse(const Norm&, bool, Product&) { return false; }
 #endif
 
-// SiLU of the first half of each row of y times the second.
+// SiLU of the first half of each row of y times the second half.
 Tensor gate(const Norm& norm, const Tensor& y, int64_t n) {
   quantize::Problem problem;
   problem.m = norm.problem.m, problem.k = n / 2;

@@ -1,4 +1,4 @@
-// The operators' C++ functions, as library.cpp registers them.
+// C++ functions of the operators, registered by library.cpp.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>

@@ -22,7 +22,7 @@ void Product::set_sizes(int64_t n, int64_t k) {
             "Check x.shape against the layer's in_features");
 }
 
-// One scale for each block of 128 x 128.
+// One scale per 128 x 128 block.
 bool Product::has_block_scales() const {
   return scales_.has_shape({(problem.n + kScaleBlock - 1) / kScaleBlock, problem.k_blocks()});
 }
@@ -65,7 +65,7 @@ void Product::use_packed_weight(const PackedSizes& sizes) {
   problem.group_size = packed.group_size;
   problem.has_zeros = packed.has_zeros;
   problem.scale_dtype = packed.scale_dtype;
-  problem.row_scales = !problem.has_zeros && problem.groups() == 1;  // a group's scale is the row's
+  problem.row_scales = !problem.has_zeros && problem.groups() == 1;  // the scale of the only group
 }
 
 void Product::use_fp4_weight(const PackedSizes& sizes) {
@@ -129,7 +129,7 @@ Tensor Product::run(bool batch_invariant) {
   if (problem.m == 0) return y;
   arguments.y = y.data_ptr();
   if (x_.is_cpu()) {
-    // A product quantises its rows itself, but for a scale of all of them.
+    // The CPU GEMM quantizes rows itself, except with one scale for the whole tensor.
     if (quantized_ && problem.x_scaling == Scaling::kTensor) make_quantized_x();
     op_.check(cpu::mm(problem, arguments, torch_threads(problem.m * problem.n * problem.k)));
     return y;

@@ -1,5 +1,6 @@
-// One call of a product: an operator function says what it has, step by step, each step checks its part and adds it to
-// the problem, run() computes.
+// Builder for one GEMM call.
+//
+// use_*() validate operands and fill in the Problem; run() plans and launches.
 #pragma once
 
 #include <optional>
@@ -12,7 +13,7 @@
 
 namespace qao {
 
-// An operator and its x.
+// An operator and its activations.
 struct Call {
   Call(const char* name, const Tensor& tensor) : op(name), x("x", tensor) { op.involve(&x); }
   Call(const Call&) = delete;  // op points to x
@@ -21,12 +22,12 @@ struct Call {
   const Argument x;
 };
 
-// A weight of eight bits, row-major [N, K].
+// An 8-bit weight, row-major [N, K].
 struct RowMajor {
   Format format;
-  int32_t (*dtype)();    // torch's; a tensor of int8 may stand for its bytes
-  const char* must_be;   // what the weight must be
-  bool may_have_blocks;  // scales of 128 x 128
+  int32_t (*dtype)();    // torch dtype code; int8 tensors are accepted as raw bytes
+  const char* must_be;   // error message
+  bool may_have_blocks;  // supports scales per 128 x 128 block
 };
 inline constexpr RowMajor kInt8Rows = {Format::kInt8, int8_code, "weight must be int8 of shape [N, K]", false};
 inline constexpr RowMajor kFp8Rows = {Format::kFp8, fp8_code,
@@ -38,26 +39,25 @@ class Product {
           const std::optional<Tensor>& weight_sums = std::nullopt);
   Product(const Product&) = delete;  // op points to the arguments
 
-  // Sizes as they were given, or those of the packed tensors where all are left out.
+  // Explicit sizes, or sizes inferred from the packed tensors if all are 0.
   PackedSizes int4_sizes(const PackedSizes& given) const;
   PackedSizes fp4_sizes(const PackedSizes& given) const;
 
-  // 1. W in eight bits: one scale a row, one for all, or one a block; or packed, of integers or of floats.
+  // 1. Weight: 8 bits with one scale per row, per tensor or per block; or packed int4 or fp4.
   void use_weight(const RowMajor& rows);
   void use_packed_weight(const PackedSizes& sizes);
   void use_fp4_weight(const PackedSizes& sizes);
-  void use_row_scales(const Argument& row_scales);  // of a packed weight
+  void use_row_scales(const Argument& row_scales);  // two-level scales of a packed weight
 
-  // 2. x as the tensor cores take it; in eight bits with its scales; in a float dtype, to be quantised by the product
-  // or before it, where `x_scale` is a scale of all of x that is known beforehand; int8: of x rotated, unless that is
-  // 0.
+  // 2. Activations: as the tensor cores read them; 8 bits with scales; or floats that the GEMM kernel or a preceding
+  // kernel quantizes. `x_scale` is a static scale. `rotation`: int8, columns per block of the rotation, or 0.
   void use_float_x(const Tensor& tensor);
   void use_scaled_x(const Tensor& tensor, Format format, const Argument& x_scales, const Argument* x_zeros,
                     torch::headeronly::ScalarType out_dtype);
   void use_dynamic_x(const Tensor& tensor, Format format, Scaling scaling, const Argument* x_scale = nullptr,
                      int64_t rotation = 0);
 
-  // 3. y [..., N], or the gated half of it.
+  // 3. Returns y [..., N], or [..., N / 2] if gated.
   Tensor run(bool batch_invariant = false);
 
   mm::Problem problem;
@@ -71,7 +71,7 @@ class Product {
   void check_blocks();
   void check_x_scales(const Argument& x_scales);
   void use_bias_and_sums();
-  void make_quantized_x();  // before a product on a CPU
+  void make_quantized_x();  // before a GEMM on the CPU
   void keep_rows_apart();
 
   Op& op_;
@@ -79,11 +79,11 @@ class Product {
   Argument weight_, scales_;
   std::optional<Argument> bias_, weight_sums_;
   std::optional<Rows> rows_;
-  const Tensor* tensor_ = nullptr;  // that they are of
+  const Tensor* tensor_ = nullptr;  // the tensor behind rows_
   std::optional<QuantizedX> quantized_;
 };
 
-// The GPU of x.
+// Properties of the GPU of x.
 #if defined(QAO_WITH_CUDA)
 Gpu gpu_of(const Op& op, const Argument& x);
 #endif

@@ -70,10 +70,10 @@ void Product::use_dynamic_x(const Tensor& tensor, Format format, Scaling scaling
   quantized_.emplace(problem, x_, x_scale);
 }
 
-// Blocks of x go with blocks of W.
+// Blocks of x require blocks of W.
 void Product::check_blocks() {
   if (problem.x != Format::kFp8 || problem.weight != Format::kFp8) return;
-  // The scale of a weight of one block looks like that of a tensor, or of one row.
+  // A weight of one block has the same scale shape as one with a scale per tensor or row.
   const bool blocks = has_block_scales();
   if (problem.x_scaling == Scaling::kBlock && blocks) problem.weight_scaling = Scaling::kBlock;
   op_.check((problem.x_scaling == Scaling::kBlock) == (problem.weight_scaling == Scaling::kBlock),
@@ -81,14 +81,14 @@ void Product::check_blocks() {
             "Quantise x and weight alike");
 }
 
-// What a plan may not depend on if a row's bits shall not: a scale of all rows, and where the rows happen to lie.
+// Batch invariance: plans must not depend on a scale of all rows, nor on the alignment of the rows.
 void Product::keep_rows_apart() {
   problem.batch_invariant = true;
-  problem.fast_accum = false;  // not every tile has kernels for it
+  problem.fast_accum = false;  // some tiles have no kernels for it
   op_.check(!(quantized_ && problem.x_scaling == Scaling::kTensor && !problem.static_scale),
             "with batch_invariant a scale may not be that of all rows of x",
             "Pass x_scale, or x_group_size=-1 for a scale a row");
-  if (!x_.is_cuda() || problem.m == 0 || quantized_) return;  // what is quantised here lies as it should
+  if (!x_.is_cuda() || problem.m == 0 || quantized_) return;  // quantized rows are aligned
   const bool can_align = problem.k * (problem.x == Format::kFloat ? size_of(problem.x_dtype) : 1) % 16 == 0;
   if (can_align && !problem.x_aligned) {
     rows_->move(*tensor_, x_);

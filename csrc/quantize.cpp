@@ -34,7 +34,7 @@ void run(const Op& op, const Problem& problem, const Arguments& arguments, const
 
 namespace {
 
-// q [..., K], scales [..., 1] and zeros [..., 1] of a quantisation per row.
+// q [..., K], scales [..., 1] and zeros [..., 1] of quantization per row.
 struct PerRow {
   Tensor q, scales, zeros;
 };
@@ -57,7 +57,7 @@ Format eight_bit_format(const Op& op, torch::headeronly::ScalarType dtype) {
   return Format::kFp8;
 }
 
-// What the operators that begin with SiLU(gate) * up read.
+// Inputs of operators that begin with SiLU(gate) * up.
 struct SiluMul {
   SiluMul(const char* name, const Tensor& gate_tensor, const Tensor& up_tensor)
       : op(name), gate("gate", gate_tensor), up("up", up_tensor) {
@@ -78,7 +78,7 @@ struct SiluMul {
   Arguments arguments;
 };
 
-// What the operators that begin with a gate and its up in one tensor read.
+// Inputs of operators that begin with gate and up in one tensor.
 struct Swiglu {
   Swiglu(const char* name, const Tensor& tensor, double alpha, double limit, double shift, bool interleaved)
       : op(name), x("x", tensor) {

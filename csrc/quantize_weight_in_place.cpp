@@ -22,7 +22,7 @@ Status largest_on_cpu(const weight::Problem& p, const weight::Arguments& a, floa
   return cpu::largest_magnitude({p.n, p.k, p.weight_dtype}, arguments, torch_threads(p.n * p.k), largest);
 }
 
-// bfloat16 scales of four-bit floats as fp4/layout.h says.
+// Packs the bfloat16 scales of fp4 (fp4/layout.h).
 void lay_out_fp4_scales(const cpu::Fp4Problem& p, const uint16_t* plain, float divisor, uint16_t* scales) {
   const int64_t groups = p.groups(), rows = fp4::scale_rows(p.k, p.group_size());
   for (int64_t n = 0; n < int4::tiles_n(p.n) * int4::kTileN; ++n) {
@@ -60,12 +60,12 @@ Status quantize_fp4_on_cpu(const weight::Problem& p, const weight::Arguments& a,
   }
   lay_out_fp4_scales(problem, static_cast<const uint16_t*>(scales.data_ptr()), divisor,
                      static_cast<uint16_t*>(a.scales));
-  // The nibbles lie as those of an int4 weight, here of one group a row, whose scales nobody reads.
+  // The nibbles are packed as an int4 weight with one group per row; its scales are unused.
   const int4::Weight shape{p.n, p.k, p.k, false, DType::kBFloat16};
   return cpu::int4_pack(shape, {arguments.q, arguments.scales, nullptr}, a.q, unused.data_ptr(), threads);
 }
 
-// By the quantisers of plain tensors, whose results are copied.
+// Runs the quantizers of unpacked tensors and packs their results.
 Status quantize_on_cpu(const weight::Problem& p, const weight::Arguments& a, const Argument& like) {
   if (*a.fault != 0) return {};
   if (p.format == Format::kFp4) return quantize_fp4_on_cpu(p, a, like);
@@ -94,7 +94,7 @@ Status quantize_on_cpu(const weight::Problem& p, const weight::Arguments& a, con
     arguments.q = static_cast<uint8_t*>(codes.emplace(empty({p.n, p.k}, uint8_code(), like)).data_ptr());
   }
   if (Status status = cpu::quantize_weight(problem, arguments, threads); !status.ok()) return status;
-  // Not finite either where a scale overflowed, since the error then is not.
+  // Also catches scales that overflowed, which make the error non-finite.
   *a.fault |= !std::isfinite(squares[0]) || !std::isfinite(squares[1]);
   if (p.format != Format::kInt4) return {};
   const int4::Weight shape{p.n, p.k, p.columns, !p.symmetric, p.scale_dtype};
@@ -102,7 +102,7 @@ Status quantize_on_cpu(const weight::Problem& p, const weight::Arguments& a, con
   return cpu::int4_pack(shape, plain, a.q, a.scales, threads);
 }
 
-// q and scales of int4 or of bytes, after a look at their shapes.
+// Checks the shapes of q and scales.
 weight::Problem checked_problem(const Op& op, const Argument& weight, const Argument& q, const Argument& scales,
                                 ScalarType dtype, int64_t rows, int64_t columns, bool symmetric, bool whole_zeros) {
   op.check(weight.dim() == 2 && weight.numel() > 0, "weight must have shape [N, K], N and K at least 1",
@@ -152,7 +152,7 @@ weight::Problem checked_problem(const Op& op, const Argument& weight, const Argu
   return problem;
 }
 
-// What kernels are given of W, q and scales.
+// Kernel arguments of W, q and scales.
 weight::Arguments arguments_of(const Rows& source, const Argument& q, const Argument& scales) {
   weight::Arguments arguments;
   arguments.weight = source.data, arguments.weight_stride = source.stride;

@@ -7,9 +7,9 @@
 namespace qao {
 namespace {
 
-constexpr int64_t kKeptBytes = 1 << 20;  // of a quantised x, that a thread keeps from call to call
+constexpr int64_t kKeptBytes = 1 << 20;  // largest quantized x that a thread caches across calls
 
-// What lies where in one piece of memory, offsets in bytes.
+// Offsets in bytes of the buffers in one allocation.
 struct Layout {
   int64_t bytes = 0;
   int64_t q_stride, q, scales, zeros, sums, workspace;

@@ -1,4 +1,4 @@
-// A float x that becomes eight bits before its product.
+// Quantization of float activations before a GEMM.
 #pragma once
 
 #include <optional>
@@ -11,11 +11,11 @@ namespace qao {
 
 class QuantizedX {
  public:
-  // `problem` says how; `scale`: of all of x, known beforehand, or null.
+  // `scale`: static scale of x, or null.
   QuantizedX(const mm::Problem& problem, const Argument& x, const Argument* scale);
 
-  // Quantises the rows of x in `arguments` and replaces x, its scales, zero points and sums there. Where the product
-  // quantises x itself, only a known scale is needed, and that is in `arguments` from the start.
+  // Quantizes the rows of x in `arguments` and replaces x, its scales, zero points and sums there. Not called if the
+  // GEMM kernel quantizes x; a static scale is in `arguments` from the start.
   void make(const Op& op, mm::Arguments& arguments);
 
  private:

@@ -1,4 +1,4 @@
-// What operators with a rotation of x share.
+// Checks of the rotation of x, shared by operators.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace qao {
 
-// Columns of a block of the Hadamard matrix, as a problem has them; `may_be_none`: or 0.
+// Columns per block of the Hadamard matrix; `may_be_none`: 0 is allowed.
 inline int checked_rotation(const Op& op, int64_t rotation, int64_t k, bool may_be_none = true) {
   if (rotation == 0 && may_be_none) return 0;
   if (!quantize::is_rotation(rotation) || k % rotation != 0) {

@@ -1,12 +1,12 @@
-// An activation [..., K] as the rows a kernel reads.
+// Activations [..., K] as rows for kernels.
 #pragma once
 
 #include "tensor.h"
 
 namespace qao {
 
-// Rows at a constant distance, elements of a row adjacent. Views that are not so (transposed, permuted) are copied
-// once; slices, offsets and padded rows are read where they lie.
+// Rows with a constant stride and contiguous elements. Other views (transposed, permuted) are copied once; slices,
+// offsets and padded rows are read in place.
 struct Rows {
   Rows(const Tensor& tensor, const Argument& x) : data(x.data()) {
     const int64_t last = x.dim() - 1;
@@ -25,11 +25,11 @@ struct Rows {
       }
       rows_below *= x.size(i);
     }
-    if (stride == 0 && count > 1) regular = false;  // the copy engine cannot read one row many times
+    if (stride == 0 && count > 1) regular = false;  // TMA requires a positive row stride
     if (!regular) use(contiguous(tensor, x), x);
   }
 
-  // To memory of their own, which begins at an aligned address.
+  // Copies the rows to new, aligned memory.
   void move(const Tensor& tensor, const Argument& x) { use(cloned(tensor, x), x); }
 
   bool is_aligned(int64_t element_size) const {

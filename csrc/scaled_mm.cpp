@@ -1,4 +1,4 @@
-// Products of an x that is in eight bits already.
+// GEMM operators with activations that are already quantized to 8 bits.
 #include "ops.h"
 #include "product.h"
 

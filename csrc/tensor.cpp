@@ -16,7 +16,7 @@
 namespace qao {
 namespace {
 
-// Errors without their operator, which rethrow_named adds.
+// Errors without an operator name; rethrow_named adds it.
 [[noreturn]] void fail(const std::string& what) { throw std::runtime_error("qao: " + what); }
 
 void expect(AOTITorchError code, const char* call) {
@@ -50,7 +50,7 @@ const char* dtype_name(int32_t dtype) {
   return "another dtype";
 }
 
-// No streams in this library: a process may hold several copies of the C++ runtime, and streams are what breaks then.
+// No iostreams in this library: they break in processes with several copies of the C++ runtime.
 std::string list_of(const int64_t* values, int64_t count) {
   std::string text = "[";
   for (int64_t i = 0; i < count; ++i) text.append(i ? ", " : "").append(std::to_string(values[i]));
@@ -68,7 +68,7 @@ Argument::Argument(const char* name, const Tensor& tensor) : name_(name) {
                     aoti_torch_get_device_type(handle, &device_type_) == AOTI_TORCH_SUCCESS &&
                     aoti_torch_get_device_index(handle, &device_index_) == AOTI_TORCH_SUCCESS &&
                     aoti_torch_get_data_ptr(handle, &data_) == AOTI_TORCH_SUCCESS;
-  if (read && (data_ != nullptr || numel() == 0)) return;  // null: FSDP, for one, frees storages of live tensors
+  if (read && (data_ != nullptr || numel() == 0)) return;  // FSDP, for example, frees the storage of live tensors
   bool defined = false;
   aoti_torch_is_defined(handle, &defined);
   fail(name +
@@ -83,8 +83,8 @@ int64_t Argument::numel() const {
   return count;
 }
 
-// Not torch's flag: it ignores strides of dimensions of size 1, and so does this, but the answer holds for the memory
-// that is read, row by row.
+// Recomputed instead of using torch's flag. Strides of dimensions of size 1 are ignored, but the result holds for the
+// memory that is read row by row.
 bool Argument::is_contiguous() const {
   int64_t expected = 1;
   for (int64_t i = dim_ - 1; i >= -hidden_; --i) {
@@ -234,7 +234,7 @@ Tensor empty_of(const int64_t* sizes, int64_t dim, int32_t dtype, const Argument
   return Tensor(handle);
 }
 
-// The first `kept` sizes of `like`, and `last`.
+// The first `kept` sizes of `like`, then `last`.
 Tensor empty_after(int64_t kept, int64_t last, int32_t dtype, const Argument& like) {
   if (kept >= kMaxDim)
     fail("tensors of more than 16 dimensions are not supported. Got " + like.describe() + ". Flatten it.");
@@ -293,7 +293,7 @@ Tensor cloned(const Tensor& tensor, const Argument& argument) {
 }
 
 void* current_stream(const Argument& on) {
-  // The symbol exists only in libtorch_cuda, which a CPU build of torch does not have: no strong reference to it.
+  // The symbol exists only in libtorch_cuda, which CPU builds of torch lack, so it is looked up at run time.
   using GetStream = AOTITorchError (*)(int32_t, void**);
   static const GetStream get_stream = [] {
     void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
@@ -323,7 +323,7 @@ DeviceScope::~DeviceScope() {
 }
 
 cpu::Threads torch_threads(int64_t multiplications) {
-  constexpr int64_t kSerial = 1 << 17;  // waking other threads takes as long
+  constexpr int64_t kSerial = 1 << 17;  // waking other threads takes about this long
   if (multiplications <= kSerial) return {};
   uint32_t count = 1;
   expect(torch_get_num_threads(&count), "get_num_threads");

@@ -1,5 +1,4 @@
-// All that qao needs of torch, on the LibTorch stable ABI: reading a tensor's metadata once, one error format, outputs,
-// the current CUDA stream, torch's threads.
+// Wrappers of torch on the LibTorch stable ABI: tensors, errors, CUDA streams and threads.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -22,7 +21,7 @@ namespace qao {
 
 using torch::stable::Tensor;
 
-// A tensor argument: its name for messages and its metadata, read once.
+// A tensor argument: name for messages, and metadata that is read once.
 class Argument {
  public:
   Argument(const char* name, const Tensor& tensor);
@@ -45,8 +44,8 @@ class Argument {
   void* data() const { return data_; }
   const int64_t* sizes() const { return sizes_; }
 
-  // From here on the argument is one of the equal parts that lie along dimension 0, the first; returns how many there
-  // are. Messages go on showing all of it, and contiguous means all of it.
+  // Hides dimension 0: from here on the argument describes the first of the equal slices along it. Returns their
+  // number. Messages and is_contiguous() still refer to the full tensor.
   int64_t hide_first();
 
   // "x: bfloat16[3, 64] strides [64, 1] on cuda:0"
@@ -64,15 +63,15 @@ class Argument {
   void* data_ = nullptr;
 };
 
-// The op being run, for messages. Every error of qao has the form
-//   qao::int4_mm: <what is wrong>. Got <every tensor and number involved>. <what to do>.
+// The running op, for messages. Every error of qao has the form
+//   qao::int4_mm: <problem>. Got <all tensors and numbers>. <remedy>.
 class Op {
  public:
   explicit Op(const char* name) : name_(name) {}
 
   void involve(const Argument* argument) { arguments_.at(argument_count_++) = argument; }
   void involve(const char* name, int64_t value) { numbers_.at(number_count_++) = {name, value}; }
-  // Said of every mistake.
+  // Appended to every error.
   void note(const char* text) { note_ = text; }
 
   [[noreturn]] void fail(const std::string& what, const std::string& remedy) const;
@@ -85,31 +84,31 @@ class Op {
          status.remedy().empty() ? "Please report this with the output of `python -m qao`" : status.remedy());
   }
 
-  // dtype of `argument` if it is one of float32, float16, bfloat16; an error otherwise.
+  // dtype of `argument`; an error unless float32, float16 or bfloat16.
   DType float_dtype(const Argument& argument) const;
-  // float32, float16 or bfloat16 as an argument of the op; an error otherwise.
+  // dtype argument of the op; an error unless float32, float16 or bfloat16.
   DType float_dtype(const char* name, torch::headeronly::ScalarType dtype) const;
-  // Operands lie in one piece on the device of x.
+  // Operands are contiguous and on the device of x.
   void check_operand(const Argument& operand, const Argument& x) const;
-  // Packed ones are read with 16-byte loads.
+  // Packed operands are read with 16-byte loads.
   void check_packed_operand(const Argument& operand, const Argument& x) const;
-  // A bias [n] in a float dtype, which is returned.
+  // Checks a bias [n] and returns its float dtype.
   DType check_bias(const Argument& bias, const Argument& x, int64_t n) const;
   [[noreturn]] void fail_without_cuda() const;
 
  private:
   const char* name_;
   const char* note_ = "";
-  // Arrays, since a vector would ask for memory several times in every call.
+  // Arrays avoid the allocations of a vector in every call.
   std::array<const Argument*, 9> arguments_;
   std::array<std::pair<const char*, int64_t>, 4> numbers_;
   size_t argument_count_ = 0, number_count_ = 0;
 };
 
-// Throws `error` again with the name of its operator, and without what torch says about its own headers.
+// Rethrows `error` with the name of its operator, without text about torch's headers.
 [[noreturn]] void rethrow_named(const char* name, const std::exception& error);
 
-// dtype codes of torch that the ops accept
+// torch dtype codes that the ops accept.
 int32_t torch_dtype(DType dtype);
 int32_t int8_code();
 int32_t uint8_code();
@@ -120,20 +119,20 @@ int32_t float64_code();
 int32_t fp8_code();  // float8_e4m3fn
 std::optional<DType> float_dtype_of(int32_t torch_dtype);
 
-// Uninitialised contiguous tensors beside `like`: of these sizes; of its own sizes but for the last; of its own sizes
-// and one more.
+// Uninitialized contiguous tensors on the device of `like`: of these sizes; of its sizes with a new last one; of its
+// sizes with one appended.
 Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, const Argument& like);
 Tensor empty_rows(int64_t last, int32_t dtype, const Argument& like);
 Tensor empty_vectors(int64_t last, int32_t dtype, const Argument& like);
 Tensor number_on_cpu(int32_t value);  // int32 [1]
 
-// A copy of the tensor of `argument` whose elements lie one after the other.
+// A contiguous copy of the tensor of `argument`.
 Tensor contiguous(const Tensor& tensor, const Argument& argument);
-Tensor cloned(const Tensor& tensor, const Argument& argument);  // the same, whether they do or not
+Tensor cloned(const Tensor& tensor, const Argument& argument);  // the same, always copied
 
-// The cudaStream_t torch would use on this device now.
+// torch's current cudaStream_t on this device.
 void* current_stream(const Argument& on);
-// Sets the current CUDA device for a scope if it is another one; does nothing for CPU tensors.
+// Sets the current CUDA device for a scope if it differs. Does nothing for CPU tensors.
 class DeviceScope {
  public:
   explicit DeviceScope(const Argument& on);
@@ -144,7 +143,7 @@ class DeviceScope {
   DeviceGuardHandle guard_ = nullptr;
 };
 
-// torch's intra-op pool at the size of torch.get_num_threads(); for few multiplications the calling thread alone.
+// torch's intra-op thread pool with torch.get_num_threads() threads; serial if there are few multiplications.
 cpu::Threads torch_threads(int64_t multiplications = std::numeric_limits<int64_t>::max());
 
 }  // namespace qao
