@@ -19,15 +19,15 @@ LEFT = {
     r"\bcopy engine": 5,
     r"\bwhose\b": 164,
     r"\bby turns\b": 25,
-    r"\bof its own\b": 54,
-    r"\bwhat is\b": 129,
+    r"\bof its own\b": 53,
+    r"\bwhat is\b": 128,
     r"\bnobody\b": 35,
     r"\bobstacle\b": 38,
     r"\bare none\b": 19,
     r"\bthe same of\b": 11,
     r"\bspared\b": 14,
-    r"\btold\b": 100,
-    r"quantis": 862,
+    r"\btold\b": 99,
+    r"quantis": 859,
 }
 
 

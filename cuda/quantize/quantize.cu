@@ -1,4 +1,4 @@
-// Which kernel quantises a problem, and its launch.
+// Kernel selection and launch of activation quantization.
 #include <algorithm>
 
 #include "common/integers.h"
@@ -10,10 +10,10 @@
 namespace qao::quantize {
 namespace {
 
-// Up to so many rows every one is spread over as many threads as it has vectors; beyond, CTAs fill the GPU, and threads
-// with several vectors each have more loads under way.
+// Up to this many rows, each row has one thread per vector. Beyond, CTAs fill the GPU, and threads with several vectors
+// keep more loads in flight.
 constexpr int64_t kFewRows = 256;
-// Up to so many, products leave a part of a multiprocessor free, where smaller CTAs can wait for the product ahead.
+// Up to this many tokens, the GEMM leaves room on an SM, where smaller CTAs can wait for it (PDL).
 constexpr int64_t kFewTokens = 16;
 
 bool is_aligned(const void* base, int64_t rows, int64_t stride_bytes, int64_t bytes) {
@@ -98,7 +98,7 @@ Params describe(const Problem& p, const Arguments& a) {
   return params;
 }
 
-// All kernels let the next one start, and are there before the one ahead has ended if that `pays`.
+// All kernels let the next one start early. With `pays`, they also start before the previous one ends (PDL).
 Status launch_after(void (*kernel)(Params), dim3 grid, dim3 cta, const Params& p, cudaStream_t stream,
                     bool pays = true) {
   Launch launch{grid, cta, stream};
@@ -112,7 +112,7 @@ Status launch_rows(Params p, cudaStream_t stream) {
   const int most = tile_by_tile && p.m <= kFewRows ? 128 : max_threads(kVectors);
   p.tiles = static_cast<int>(ceil_div(p.vectors, int64_t{most} * kVectors));
   const int threads = static_cast<int>(ceil_div(p.vectors, p.tiles * kVectors * 32)) * 32;
-  // Between products of few tokens the CTAs of a norm gather where the product ahead left room, which costs more.
+  // Between GEMMs of few tokens, the CTAs of a norm would gather on the SMs that the GEMM left free, which is slower.
   const bool pays = producer != Producer::kRmsNorm || p.m <= 2 || p.m > 16;
   const dim3 grid(static_cast<unsigned>(p.m), tile_by_tile ? static_cast<unsigned>(p.tiles) : 1);
   return launch_after(rows_kernel<dtype, producer, kVectors, kFast>, grid, dim3(threads), p, stream, pays);
@@ -128,7 +128,7 @@ Status launch_rows(const Params& p, cudaStream_t stream) {
   if (p.vectors <= 2 * threads && !(kPlain && p.m <= kFewRows)) {
     return launch_rows<dtype, producer, 2, true>(p, stream);
   }
-  // As many as there are registers for; x alone stays packed in them.
+  // As many vectors as registers allow; without a producer, x stays packed.
   constexpr bool kWide = dtype == DType::kFloat32;
   if constexpr (producer == Producer::kNone && !kWide) {
     if (p.m > kFewRows && p.vectors > 4 * 32) return launch_rows<dtype, producer, 8, true>(p, stream);
@@ -139,7 +139,7 @@ Status launch_rows(const Params& p, cudaStream_t stream) {
 
 template <DType dtype, int kVectors>
 Status launch_stream(Params p, Scaling scaling, cudaStream_t stream) {
-  // Powers of two, so that a CTA's threads are whole rows of 32, 64, 128 or 256.
+  // Powers of two, so that the threads of a CTA form whole rows of 32, 64, 128 or 256.
   unsigned threads = 32;
   while (threads < kStreamThreads && threads * kVectors < static_cast<unsigned>(p.vectors)) threads *= 2;
   const dim3 cta(threads, kStreamThreads / threads);
@@ -159,7 +159,7 @@ Status launch_stream(Params p, Scaling scaling, cudaStream_t stream) {
 
 template <DType dtype>
 Status launch_dtype(const Problem& problem, const Params& p, cudaStream_t stream) {
-  // The scale of a single row is that of the tensor.
+  // With one row, the scale of the row is the scale of the tensor.
   if (problem.scaling != Scaling::kRow && !(needs_maxima(problem) && problem.m == 1)) {
     return p.m <= kFewRows ? launch_stream<dtype, 1>(p, problem.scaling, stream)
                            : launch_stream<dtype, 4>(p, problem.scaling, stream);

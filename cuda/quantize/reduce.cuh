@@ -1,5 +1,6 @@
-// Sums and maxima over the threads of a CTA, in a fixed order; every thread gets the result. A function may be called
-// once in a kernel: its shared memory is not to be used again.
+// Sums and maxima over the threads of a CTA in a fixed order, broadcast to all threads.
+//
+// Call each function at most once per kernel, since its shared memory is not synchronized for reuse.
 #pragma once
 
 #include "quantize/vector.cuh"
@@ -24,7 +25,7 @@ __device__ __forceinline__ T sum_over_cta(T value) {
   return sum_over_warp(lane < warps ? partial[lane] : T{0});
 }
 
-// What a row's scale depends on.
+// Inputs of a row's scale.
 struct Partial {
   Range range;
   float squares = 0;

@@ -1,9 +1,10 @@
-// Whatever needs a row to be complete: one scale per row, RMSNorm. A CTA has a row, in registers between the search for
-// its range and the rounding.
+// Quantization with one scale per row, and producers that need complete rows (RMSNorm).
+//
+// A CTA keeps one row in registers between the range reduction and the rounding.
 //
 //   load, producer  ->  range (and RMSNorm's sum of squares) over the CTA  ->  round, store
 //
-// A row too long for that is a number of tiles; only the last one read stays, the others are read again (from L2).
+// Longer rows are split into tiles; the last one stays in registers, the others are read again (from L2).
 #pragma once
 
 #include <cfloat>
@@ -14,16 +15,16 @@
 
 namespace qao::quantize {
 
-// Threads of a CTA with so many vectors each, and CTAs a multiprocessor must hold (0: not said). Both bound registers.
+// Launch bounds by vectors per thread: threads per CTA, and CTAs per SM (0: unspecified). Both limit registers.
 constexpr int max_threads(int vectors) { return vectors == 8 ? 384 : 1024; }
 constexpr int min_ctas(int vectors) { return vectors == 8 ? 2 : 0; }
 constexpr int kAll = std::numeric_limits<int>::max();  // columns
 
-// Whether values are x, rotated or not, which may be rounded in every way; others symmetrically, without sums.
+// Values are x, optionally rotated. All roundings support them; other producers are symmetric, without sums.
 QAO_HOST_DEVICE constexpr bool is_plain(Producer producer) {
   return producer == Producer::kNone || producer == Producer::kHadamard;
 }
-// Whether a value depends on its own columns alone, so that without rounding no CTA needs to have all of a row.
+// Each value depends on its own columns only, so that without rounding a row may be split across CTAs.
 QAO_HOST_DEVICE constexpr bool is_local(Producer producer) {
   return producer != Producer::kNone && producer != Producer::kRmsNorm;
 }
@@ -32,7 +33,7 @@ QAO_HOST_DEVICE constexpr bool is_gate(Producer producer) {
   return producer == Producer::kSiluMul || producer == Producer::kSwiglu;
 }
 
-// kFast: Params::aligned. Otherwise elements are read one by one.
+// kFast: Params::aligned. Otherwise elements are loaded one by one.
 template <DType dtype, Producer producer, int kVectors, bool kFast>
 class Row {
  public:
@@ -41,13 +42,13 @@ class Row {
         x_(static_cast<const char*>(p.x) + blockIdx.x * p.x_stride * size_of(dtype)),
         other_(static_cast<const char*>(p.other) + blockIdx.x * p.other_stride * size_of(dtype)) {}
 
-  // Eight columns after those of the lane before. What a thread has of a tile lies at constant distances.
+  // Adjacent lanes hold adjacent eight columns. A thread's vectors are at a constant stride.
   __device__ __forceinline__ int column(int tile, int vector) const {
     const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
     return (((tile * warps + warp) * kVectors + vector) * 32 + static_cast<int>(threadIdx.x % 32)) * kVector;
   }
 
-  // h^2 of RMSNorm are added to `squares`.
+  // RMSNorm: adds h^2 to `squares`.
   __device__ __forceinline__ void load(int tile, float* squares) {
     if constexpr (producer == Producer::kSwiglu) {
 #pragma unroll
@@ -103,7 +104,7 @@ class Row {
     }
   }
 
-  // x, rotated or not; a gate times its up; or h * norm_weight, which RMSNorm's factor will still multiply.
+  // x, optionally rotated; gate * up; or h * norm_weight, before RMSNorm's factor.
   __device__ __forceinline__ void value(int v, float (&value)[kVector]) const {
     if constexpr (producer == Producer::kNone) {
       packed_[v].unpack(value);
@@ -113,7 +114,7 @@ class Row {
     }
   }
 
-  // From here on value() unpacks anew: unpacked, x would take twice the registers.
+  // Makes value() unpack again after this point: unpacked, x would take twice the registers.
   __device__ __forceinline__ void stay_packed() {
     if constexpr (producer == Producer::kNone) {
 #pragma unroll
@@ -121,7 +122,7 @@ class Row {
     }
   }
 
-  // The sum of h^2 where float32 does not hold it. A barrier lies between load() and this.
+  // Sum of h^2, for values out of range of float32. Requires a barrier after load().
   __device__ __forceinline__ double squares_in_float64() const {
     const void* h = p_.other == nullptr ? x_ : sum_row();
     double squares = 0;
@@ -134,7 +135,7 @@ class Row {
   }
 
  private:
-  // kSwiglu, which is 0 past the end as gate and up are.
+  // kSwiglu. Gate and up are 0 past the end, and so is the result.
   __device__ __forceinline__ void load_gated(int column, float (&value)[kVector]) const {
     const Gate& gate = p_.gate;
     Packed<dtype> packed[2];
@@ -154,12 +155,12 @@ class Row {
         const auto at = [&](int k) { return k < kVector ? first[k] : second[k - kVector]; };
         g = at(2 * i), u = at(2 * i + 1);
       }
-      g = g > gate.limit ? gate.limit : g;  // NaN stays
+      g = g > gate.limit ? gate.limit : g;  // keeps NaN
       u = u > gate.limit ? gate.limit : u < -gate.limit ? -gate.limit : u;
       value[i] = __fdividef(g, 1 + expf(-gate.alpha * g)) * (u + gate.shift);
     }
   }
-  // Ones where there is none, and past the end, where h is 0.
+  // Ones without a norm_weight, and past the end, where h is 0.
   __device__ __forceinline__ void load_weight(int column, float (&weight)[kVector]) const {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) weight[i] = 1;
@@ -181,11 +182,11 @@ class Row {
 
   const Params& p_;
   const char *x_, *other_;
-  Packed<dtype> packed_[kVectors];    // x; kept by kNone
-  float product_[kVectors][kVector];  // kept by the others
+  Packed<dtype> packed_[kVectors];    // x; used by kNone
+  float product_[kVectors][kVector];  // used by other producers
 };
 
-// 1 / sqrt(mean), accurate to float32, of any magnitude: that of a number from 1 to 4 and a power of four.
+// 1 / sqrt(mean) with float32 accuracy for any magnitude: splits off a power of four, so that the rest is in [1, 4).
 __device__ __forceinline__ float inverse_root(double mean) {
   const int high = __double2hiint(mean), exponent = ((high >> 20) - 1023) & ~1;
   const float root = rsqrtf(static_cast<float>(__hiloint2double(high - (exponent << 20), __double2loint(mean))));
@@ -193,7 +194,7 @@ __device__ __forceinline__ float inverse_root(double mean) {
   return isnan(mean) ? NAN : static_cast<float>(root * power);
 }
 
-// Writes scales and zero point of the row.
+// Computes and stores the scale and zero point of the row.
 __device__ __forceinline__ Rounding finish_range(const Params& p, const Target& target, const Range& range) {
   float scale;
   const Rounding rounding = rounding_of(range, target, &scale);
@@ -204,7 +205,7 @@ __device__ __forceinline__ Rounding finish_range(const Params& p, const Target& 
   return rounding;
 }
 
-// Sums of groups from those of their vectors, which lie in neighbouring lanes.
+// Sums of groups from the sums of their vectors, which are in adjacent lanes.
 template <typename Row, int kVectors>
 __device__ __forceinline__ void store_group_sums(const Params& p, const Row& row, int tile, float (&sum)[kVectors]) {
   const int lanes = p.group / kVector;
@@ -218,8 +219,8 @@ __device__ __forceinline__ void store_group_sums(const Params& p, const Row& row
   }
 }
 
-// `target` tells again what `p` does, in constants; past the end values are 0, and so is their symmetric q. Returns the
-// sum of all q in units, if that is wanted.
+// `target` repeats fields of `p` as constants. Past the end, values and their symmetric q are 0. Returns the sum of all
+// q in units, if requested.
 template <int kVectors, bool kProduct, bool kFast, typename Row>
 __device__ __forceinline__ int64_t store_quantized(const Params& p, const Target& target, const Rounding& rounding,
                                                    const Row& row, int tile) {
@@ -267,8 +268,8 @@ __device__ __forceinline__ void store_values(const Params& p, float factor, cons
   }
 }
 
-// Of RMSNorm's inputs, those that the kernel ahead is least likely to have written are on their way into the L2 cache
-// while few rows wait for it. A hint: what is loaded later does not depend on it.
+// With few rows, prefetches into L2 the inputs of RMSNorm that the previous kernel is least likely to have written. A
+// hint: it does not affect the result of later loads.
 template <DType dtype>
 __device__ __forceinline__ void prefetch_norm(const Params& p) {
 #if __CUDA_ARCH__ >= 900
@@ -285,18 +286,20 @@ __device__ __forceinline__ void prefetch_norm(const Params& p) {
 template <DType dtype, Producer producer, int kVectors, bool kFast>
 __global__ void __launch_bounds__(max_threads(kVectors), min_ctas(kVectors))
     rows_kernel(const __grid_constant__ Params p) {
+  // Wait for the previous kernel
   if constexpr (kFast && producer == Producer::kRmsNorm) prefetch_norm<dtype>(p);
   ptx::wait_then_launch_dependents();
   constexpr bool kProduct = !is_plain(producer), kNorm = producer == Producer::kRmsNorm;
   const bool quantized = producer == Producer::kNone || p.y == nullptr;
   Row<dtype, producer, kVectors, kFast> row(p);
   Partial part;
-  if (is_local(producer) && !quantized) {  // every tile has a CTA
+  if (is_local(producer) && !quantized) {  // one tile per CTA
     row.load(blockIdx.y, &part.squares);
     const bool scaled = is_gate(producer) && p.row_scale != nullptr;
     const float factor = scaled ? load_float(p.row_scale, blockIdx.x, p.row_scale_dtype) : 1;
     return store_values<dtype, kVectors, kFast>(p, factor, row, blockIdx.y);
   }
+  // Load, and find the range
   for (int tile = p.tiles - 1; tile >= 0; --tile) {
     row.load(tile, &part.squares);
     if (!quantized) continue;
@@ -315,12 +318,13 @@ __global__ void __launch_bounds__(max_threads(kVectors), min_ctas(kVectors))
     if (!(part.squares > 0x1p-100f && part.squares < 0x1p120f)) {
       factor = inverse_root(sum_over_cta(row.squares_in_float64()) * __frcp_rn(p.k) + p.eps);
     }
-    part.range.scale(factor);  // rounding is monotonic: the same as the range of the scaled values
+    part.range.scale(factor);  // rounding is monotonic, so this equals the range of the scaled values
   }
   Rounding rounding;
   if (quantized) rounding = finish_range(p, {p.fp8, kProduct || p.symmetric, p.k}, part.range);
-  rounding.inverse = fminf(rounding.inverse * factor, FLT_MAX);  // of the unscaled values
+  rounding.inverse = fminf(rounding.inverse * factor, FLT_MAX);  // for the unscaled values
 
+  // Round and store
   int64_t row_sum = 0;
   for (int tile = 0; tile < p.tiles; ++tile) {
     float unused;

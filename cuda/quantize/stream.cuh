@@ -1,5 +1,6 @@
-// Scales that no row needs to be complete for: one per 1 x 128 block, or one for all of x. A CTA has slices of
-// blockDim.y rows, each of blockDim.x threads with kVectors vectors.
+// Quantization with one scale per 1 x 128 block or per tensor, which needs no complete rows.
+//
+// A CTA has slices of blockDim.y rows, with blockDim.x threads of kVectors vectors per row.
 #pragma once
 
 #include "quantize/reduce.cuh"
@@ -8,7 +9,7 @@
 namespace qao::quantize {
 
 constexpr int kStreamThreads = 256;
-constexpr int kMaxParts = 1024;  // of x, each with a maximum of its own
+constexpr int kMaxParts = 1024;  // partial maxima of x
 
 template <DType dtype, int kVectors>
 struct Slice {
@@ -41,7 +42,7 @@ __device__ __forceinline__ int64_t count_slices(const Params& p) {
   return (p.m + blockDim.y - 1) / blockDim.y * p.slices;
 }
 
-// The maxima of `parts` parts of x, part i being the slices i, i + parts, ...
+// Maxima of `parts` parts of x; part i consists of the slices i, i + parts, ...
 template <DType dtype, int kVectors>
 __global__ void __launch_bounds__(kStreamThreads) maxima_kernel(const __grid_constant__ Params p) {
   ptx::wait_then_launch_dependents();
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kStreamThreads) stream_kernel(const __grid_con
   const Slice<dtype, kVectors> slice(p, blockIdx.x);
   Rounding rounding;
   if constexpr (scaling == Scaling::kTensor) rounding = rounding_of(tensor_scale(p));
-  if (slice.row >= p.m) return;  // whole warps
+  if (slice.row >= p.m) return;  // uniform per warp
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int column = slice.column(v);

@@ -1,4 +1,4 @@
-// What the quantising kernels are told, and how they store eight neighbouring columns, the unit of work of one thread.
+// Kernel parameters of activation quantization, and stores of a thread's eight adjacent columns.
 #pragma once
 
 #include "common/quantize.cuh"
@@ -8,10 +8,10 @@ namespace qao::quantize {
 
 struct Params : Target {
   const void* x;            // [m, k]
-  const void* other;        // [m, k] up, the second half of x, or the residual or null
+  const void* other;        // [m, k]: up, the second half of x, or the residual; or null
   const void* norm_weight;  // [k] or null
-  void* sum;                // [m, k] x + residual; or null
-  void* y;                  // [m, k] the values themselves; null: they are quantised
+  void* sum;                // [m, k] output: x + residual; or null
+  void* y;                  // [m, k] output: the values; null: quantize them
   const void* row_scale;    // [m] of row_scale_dtype, factors of y; or null
   uint8_t* q;               // [m, q_stride]
   float* scales;
@@ -20,14 +20,14 @@ struct Params : Target {
   float* maxima;   // [parts]; kTensor, dynamic
   int64_t x_stride, other_stride, q_stride;
   int64_t m;
-  int vectors;                     // of a row of q, padding included
-  int tiles;                       // parts of a row that a CTA treats one after the other
-  int slices;                      // parts of a row that CTAs of their own treat
-  int parts;                       // of x that have a maximum of their own
-  int group, group_shift, groups;  // of sums; group 0: the whole row
+  int vectors;                     // per row of q, including padding
+  int tiles;                       // tiles of a row in one CTA, processed in sequence
+  int slices;                      // slices of a row in separate CTAs
+  int parts;                       // parts of x with partial maxima
+  int group, group_shift, groups;  // columns per sum; group 0: the whole row
   DType norm_weight_dtype, row_scale_dtype;
-  bool aligned;    // all inputs and float outputs, for Packed::load and store
-  bool q_aligned;  // for stores of eight bytes
+  bool aligned;    // 16-byte accesses of all inputs and float outputs, for Packed::load and store
+  bool q_aligned;  // 8-byte stores
   bool static_scale, int4_tiles;
   float eps;
   Gate gate;
@@ -35,8 +35,8 @@ struct Params : Target {
   float factor;  // hadamard_factor(rotation)
 };
 
-// Eight columns of each lane times the Hadamard matrix, of which Params::rotation / 8 neighbouring lanes have a block.
-// All lanes of a warp take part.
+// Multiplies by the Hadamard matrix: a lane holds eight columns, Params::rotation / 8 adjacent lanes a block. Executed
+// by whole warps.
 __device__ __forceinline__ void rotate(const Params& p, float (&value)[kVector]) {
 #pragma unroll
   for (int step = 1; step < kVector; step *= 2) {
