@@ -1,5 +1,7 @@
-// A few KiB a row, each byte read once: latency and the bytes of `out` are all there is to it. A thread reads four
-// bytes of W and writes what they stand for; adjacent lanes write adjacent elements of the row.
+// Embedding lookup kernels, bound by latency and the bytes of `out`.
+//
+// A thread reads four bytes of W and stores their dequantized values; adjacent lanes store adjacent elements of the
+// row.
 #include <algorithm>
 
 #include "common/check.h"
@@ -11,7 +13,7 @@ namespace qao::embedding {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWordsPerTile = int4::kTileK / 4;  // of one row pair
+constexpr int kWordsPerTile = int4::kTileK / 4;  // per row pair
 constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
 
 struct Sizes {
@@ -25,7 +27,7 @@ __device__ __forceinline__ int64_t load_id(const Sizes& s, const void* ids, int6
   return s.wide_ids ? static_cast<const int64_t*>(ids)[i] : static_cast<const int32_t*>(ids)[i];
 }
 
-// Columns k and k + 1 of row i of out.
+// Stores columns k and k + 1 of row i of out.
 __device__ __forceinline__ void store_pair(const Sizes& s, void* out, int64_t i, int64_t k, float first, float second) {
   const int64_t at = i * s.k + k;
   if (k + 1 < s.k && s.k % 2 == 0) {
@@ -36,8 +38,8 @@ __device__ __forceinline__ void store_pair(const Sizes& s, void* out, int64_t i,
   if (k + 1 < s.k) store_float(out, at + 1, s.out_dtype, second);
 }
 
-// A thread has one word: columns 2t, 2t + 8, 2t + 1, 2t + 9 of a k-step of 16 in rows g and g + 8, of which one is
-// read.
+// A thread has one word: columns 2t, 2t + 8, 2t + 1, 2t + 9 of a k-step of 16 in rows g and g + 8, one of which is
+// used.
 __global__ void __launch_bounds__(kThreads)
     int4_kernel(Sizes s, const void* ids, const uint8_t* weight, const void* scales, void* out) {
   const int64_t k_tiles = int4::tiles_k(s.k), word = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
@@ -46,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
   const int byte = static_cast<int>(word % kWordsPerTile) * 4;
   const int64_t k = k_tile * int4::kTileK + int4::tile_column(byte);
   if (k >= s.k) return;
-  const int64_t group = k / s.group_size;  // of the four columns: groups begin at multiples of 32
+  const int64_t group = k / s.group_size;  // same for the four columns: groups begin at multiples of 32
   for (int64_t i = blockIdx.x; i < s.m; i += gridDim.x) {
     const int64_t id = load_id(s, ids, i);
     float value[4];
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = blockIdx.x; i < s.m; i += gridDim.x) {
     const int64_t id = load_id(s, ids, i), at = i * s.k + k;
     const bool inside = id >= 0 && id < s.n;
-    const float scale = inside ? scales[s.one_scale ? 0 : id] : __int_as_float(0x7FC00000);  // NaN times anything
+    const float scale = inside ? scales[s.one_scale ? 0 : id] : __int_as_float(0x7FC00000);  // NaN propagates
     const uint8_t* from = weight + (inside ? id : 0) * s.k + k;
     if (s.aligned) {
       const char4 q = *reinterpret_cast<const char4*>(from);
@@ -104,7 +106,7 @@ Status launch(const Problem& p, const Arguments& a, void* stream_handle) {
   s.aligned = p.k % 4 == 0 && reinterpret_cast<uintptr_t>(a.weight) % 4 == 0;
   if (int4) s.groups = p.groups(), s.group_size = p.group_size, s.parameters = p.has_zeros ? 2 : 1;
   const int64_t words = int4 ? int4::tiles_k(p.k) * kWordsPerTile : (p.k + 3) / 4;
-  // A short row takes no more warps than it has words for.
+  // Short rows use only as many warps as they have words.
   const unsigned threads = static_cast<unsigned>(std::min<int64_t>(kThreads, (words + 31) / 32 * 32));
   const dim3 grid(static_cast<unsigned>(std::min(p.m, kMaxGridX)),
                   static_cast<unsigned>((words + kThreads - 1) / kThreads));

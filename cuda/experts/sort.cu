@@ -1,10 +1,10 @@
-// A stable counting sort: numbers of experts are few, and slots are a few bytes each.
+// MoE permute: stable counting sort of slots by expert.
 //
-//   every warp counts the experts of its run of slots  ->  counts become first places, along warps, then along experts
-//   ->  every warp walks its run again and gives places
+//   each warp counts the experts in its run of slots  ->  prefix sums over warps, then over experts
+//   ->  each warp iterates over its run again and assigns positions
 //
-// Many slots are runs of several CTAs. A kernel of its own counts the experts of each run; then every CTA adds up those
-// of all runs, and of the runs before its own.
+// Many slots are split across CTAs. A separate kernel counts experts per CTA; then each CTA sums the counts of all
+// CTAs, and of the CTAs before it.
 #include <algorithm>
 
 #include "common/integers.h"
@@ -16,13 +16,13 @@ namespace qao::experts {
 namespace {
 
 constexpr int kMostWarps = 32, kSlotsPerWarp = 64, kMostCtas = 64;
-constexpr int kSharedBytes = 48 << 10;  // that every GPU has without asking
+constexpr int kSharedBytes = 48 << 10;  // available on every GPU without opt-in
 
 struct Params : Sort {
-  int* counts;  // [CTAs, buckets], if there are several CTAs
+  int* counts;  // [CTAs, buckets], with several CTAs
 };
 
-// How slots are spread.
+// Distribution of the slots.
 struct Grid {
   int64_t warps, ctas;
 };
@@ -35,7 +35,7 @@ Grid grid_of(const Sort& s) {
   return {warps, std::min<int64_t>(ctas, kMostCtas)};
 }
 
-// What is no expert is in the bucket after the last one's.
+// Invalid experts go into the bucket after the last expert.
 __device__ __forceinline__ int bucket_of(const Sort& s, int64_t slot) {
   const int64_t expert =
       s.wide ? static_cast<const int64_t*>(s.chosen)[slot] : static_cast<const int32_t*>(s.chosen)[slot];
@@ -43,7 +43,7 @@ __device__ __forceinline__ int bucket_of(const Sort& s, int64_t slot) {
   return static_cast<int>(expert < 0 ? none : min(expert, none));
 }
 
-// Slots [begin, end) of a warp, all warps of a CTA beside each other.
+// Slots [begin, end) of a warp. The runs of a CTA are contiguous.
 struct Run {
   int64_t begin, end;
   __device__ __forceinline__ explicit Run(const Sort& s) {
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kMostWarps * 32) count_kernel(const __grid_con
 }
 
 __global__ void __launch_bounds__(kMostWarps * 32) sort_kernel(const __grid_constant__ Params p) {
-  extern __shared__ int counts[];  // [warps, buckets], and [buckets] of all
+  extern __shared__ int counts[];  // [warps, buckets], then [buckets] totals
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const int buckets = static_cast<int>(p.experts) + 1;
   int* const own = counts + warp * buckets;
@@ -77,10 +77,12 @@ __global__ void __launch_bounds__(kMostWarps * 32) sort_kernel(const __grid_cons
   __syncthreads();
   ptx::wait_then_launch_dependents();
 
+  // Count experts per warp
   for (int64_t slot = run.begin + lane; slot < run.end; slot += 32) atomicAdd(own + bucket_of(p, slot), 1);
   __syncthreads();
+  // Prefix sums over CTAs and warps
   for (int bucket = threadIdx.x; bucket < buckets; bucket += blockDim.x) {
-    int sum = 0;  // of the runs before: of other CTAs, then of warps
+    int sum = 0;  // count in previous CTAs and warps
     int total = 0;
     if (gridDim.x > 1) {
 #pragma unroll 8
@@ -98,7 +100,8 @@ __global__ void __launch_bounds__(kMostWarps * 32) sort_kernel(const __grid_cons
     all[bucket] = gridDim.x > 1 ? total : sum;
   }
   __syncthreads();
-  if (warp == 0) {  // a lane has neighbouring buckets
+  // Prefix sum over experts
+  if (warp == 0) {  // each lane has adjacent buckets
     const int each = (buckets + 31) / 32, first = min(lane * each, buckets), last = min(first + each, buckets);
     int own_sum = 0;
     for (int bucket = first; bucket < last; ++bucket) own_sum += all[bucket];
@@ -116,6 +119,7 @@ __global__ void __launch_bounds__(kMostWarps * 32) sort_kernel(const __grid_cons
     }
   }
   __syncthreads();
+  // Assign positions
   for (int64_t base = run.begin; base < run.end; base += 32) {
     const int64_t slot = base + lane;
     const int bucket = slot < run.end ? bucket_of(p, slot) : -1;

@@ -1,5 +1,6 @@
-// The rows of a token's experts, weighed and added. A thread has eight columns of a token; rows of several experts are
-// on their way at once.
+// MoE unpermute: weighted sum of the rows of a token's experts.
+//
+// A thread has eight columns of a token, and loads the rows of several experts at once.
 #include <algorithm>
 
 #include "common/integers.h"

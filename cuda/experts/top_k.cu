@@ -1,5 +1,7 @@
-// The experts of each token and their weights. A warp has a token, whose scores lie in shared memory: lanes look the
-// best of theirs over, and a reduction over the warp finds the best of all, once for each choice.
+// Top-k expert selection and weights, one warp per token.
+//
+// Scores are in shared memory. For each choice, lanes find the best of their scores, and a warp reduction the best of
+// all.
 #include <algorithm>
 #include <climits>
 
@@ -14,14 +16,14 @@ namespace {
 
 constexpr int kMostWarps = 8, kMostExperts = 2048;
 
-// A number by which floats order as unsigned integers, NaN above all, 0 below all.
+// Maps floats to unsigned integers of the same order, NaN above all; 0 is below all.
 __device__ __forceinline__ uint32_t order_of(float value) {
   const uint32_t bits = __float_as_uint(value);
   if (isnan(value)) return ~0u;
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// The number with the largest key, of equal ones the lowest.
+// Argmax; ties go to the lowest index.
 struct Best {
   uint32_t key = 0;
   int number = INT_MAX;
@@ -47,10 +49,10 @@ __device__ __forceinline__ float sum_over_warp(float value) {
   return value;
 }
 
-// Keys of experts whose group is none of the best become 0. A group's rank is that of its best two together.
+// Sets the keys of experts outside the best groups to 0. A group's rank is the sum of its two best experts.
 __device__ __forceinline__ void leave_groups(const TopK& t, const float* biased, uint32_t* keys, int lane) {
   const int size = t.experts / t.groups;
-  uint32_t own = 0;  // of group `lane`
+  uint32_t own = 0;  // rank of group `lane`
   for (int g = 0; g < t.groups; ++g) {
     float first = -INFINITY, second = -INFINITY;
     const auto add = [&](float value) { second = fmaxf(second, fminf(first, value)), first = fmaxf(first, value); };
@@ -63,7 +65,7 @@ __device__ __forceinline__ void leave_groups(const TopK& t, const float* biased,
     }
     if (lane == g) own = order_of(size == 1 ? first : first + second);
   }
-  uint32_t kept = 0;  // a bit a group
+  uint32_t kept = 0;  // bitmask of groups
   for (int i = 0; i < t.top_groups; ++i) {
     Best best{own, lane};
     best.reduce_over_warp();
@@ -76,7 +78,7 @@ __device__ __forceinline__ void leave_groups(const TopK& t, const float* biased,
 }
 
 __global__ void __launch_bounds__(kMostWarps * 32) top_k_kernel(const __grid_constant__ TopK t) {
-  extern __shared__ float shared[];  // [warps, 3, experts]: scores, scores with bias, keys of these
+  extern __shared__ float shared[];  // [warps, 3, experts]: scores, biased scores, keys of biased scores
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t token = int64_t{blockIdx.x} * (blockDim.x / 32) + warp;
   float* const scores = shared + warp * 3 * t.experts;
@@ -85,6 +87,7 @@ __global__ void __launch_bounds__(kMostWarps * 32) top_k_kernel(const __grid_con
   ptx::wait_then_launch_dependents();
   if (token >= t.tokens) return;
 
+  // Compute scores
   float largest = -INFINITY;
   for (int e = lane; e < t.experts; e += 32) {
     scores[e] = load_float(t.logits, token * t.experts + e, t.logits_dtype);
@@ -107,6 +110,7 @@ __global__ void __launch_bounds__(kMostWarps * 32) top_k_kernel(const __grid_con
   if (t.groups > 1) leave_groups(t, biased, keys, lane);
   __syncwarp();
 
+  // Select the top k
   int64_t* const chosen = t.chosen + token * t.top_k;
   float* const weights = t.weights + token * t.top_k;
   float sum = 0;
@@ -122,6 +126,7 @@ __global__ void __launch_bounds__(kMostWarps * 32) top_k_kernel(const __grid_con
     }
     __syncwarp();
   }
+  // Normalize the weights
   const float scale = t.factor / (t.normalized ? sum + kLeastSum : 1);
   for (int choice = lane; choice < t.top_k; choice += 32) weights[choice] *= scale;
 }

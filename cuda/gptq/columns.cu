@@ -1,4 +1,4 @@
-// A warp has a row, a lane every 32nd of its columns; the ratios of the block lie in shared memory.
+// GPTQ rounding kernel: one warp per row, columns strided over lanes, ratios in shared memory.
 #include <cuda_fp8.h>
 
 #include "common/check.h"
@@ -8,9 +8,9 @@
 namespace qao::gptq {
 namespace {
 
-constexpr int kRows = 32;               // of a CTA, a warp each
-constexpr int kOwn = kMaxColumns / 32;  // columns of a lane
-constexpr int kPadded = kRows + 1;      // so that lanes meet other banks along columns and along rows
+constexpr int kRows = 32;               // rows per CTA, one warp each
+constexpr int kOwn = kMaxColumns / 32;  // columns per lane
+constexpr int kPadded = kRows + 1;      // avoids bank conflicts along columns and rows
 constexpr size_t kSharedBytes = (kMaxColumns * kMaxColumns + kMaxColumns * kPadded) * sizeof(float);
 
 template <Format format>
@@ -34,11 +34,12 @@ template <Format format>
 __global__ void __launch_bounds__(32 * kRows) columns_kernel(Problem p, Arguments a) {
   extern __shared__ float shared[];
   float* ratios = shared;                            // [128, 128], 0 up to the diagonal
-  float* tile = shared + kMaxColumns * kMaxColumns;  // [128, 33]: on the way between memory and lanes
+  float* tile = shared + kMaxColumns * kMaxColumns;  // [128, 33]: transposes between global memory and lanes
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, columns = static_cast<int>(p.columns);
   const int64_t first_row = int64_t{blockIdx.x} * kRows;
   const bool inside = first_row + lane < p.rows;
 
+  // Load the ratios
   for (int i = warp; i < kMaxColumns; i += kRows) {
     for (int j = lane; j < kMaxColumns; j += 32) {
       ratios[i * kMaxColumns + j] = j > i && j < columns ? a.ratios[i * columns + j] : 0;
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(32 * kRows) columns_kernel(Problem p, Argument
 #pragma unroll
     for (int o = 0; o < kOwn; ++o) to[o] = tile[(32 * o + lane) * kPadded + warp];
   };
-  // put(index, value) for what lanes have in `from`
+  // Calls put(index, value) for the lanes' values in `from`.
   const auto store = [&](const float (&from)[kOwn], const auto& put) {
     __syncthreads();
 #pragma unroll
@@ -70,11 +71,12 @@ __global__ void __launch_bounds__(32 * kRows) columns_kernel(Problem p, Argument
 
   const auto code_of = [&](int o) { return nearest<format>(__fdiv_rn(value[o], scale[o]), zero[o]); };
   const auto meant_by = [&](float code, int o) { return __fmul_rn(__fsub_rn(code, zero[o]), scale[o]); };
+// Round column by column, and feed back errors
 #pragma unroll
   for (int o = 0; o < kOwn; ++o) {
     const int count = min(32, columns - 32 * o);
     for (int i = 0; i < count; ++i) {
-      // Every lane rounds its column: that of lane i is final, and ratios of 0 leave it so.
+      // Every lane rounds its column: the value of lane i is final, and ratios of 0 keep it unchanged.
       const float error = __shfl_sync(~0u, weight[o] - meant_by(code_of(o), o), i);
       const float* row = ratios + (32 * o + i) * kMaxColumns + lane;
 #pragma unroll
@@ -82,6 +84,7 @@ __global__ void __launch_bounds__(32 * kRows) columns_kernel(Problem p, Argument
     }
   }
 
+  // Store codes and errors
   float code[kOwn], error[kOwn], rest[kOwn];
 #pragma unroll
   for (int o = 0; o < kOwn; ++o) {
