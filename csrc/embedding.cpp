@@ -1,3 +1,4 @@
+// Embedding operators of int4 and int8 weights.
 #include "qao/embedding.h"
 
 #include "cpu/embedding.h"

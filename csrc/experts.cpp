@@ -1,3 +1,4 @@
+// MoE operators: top-k selection, permute (expert_sort) and unpermute (expert_sum).
 #include "qao/experts.h"
 
 #include "cpu/experts.h"

@@ -1,3 +1,4 @@
+// Checks of gate parameters.
 #include "gate.h"
 
 #include <cmath>

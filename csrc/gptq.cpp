@@ -1,3 +1,4 @@
+// GPTQ operator: rounds a block of columns with error feedback.
 #include "qao/gptq.h"
 
 #include "cpu/gptq.h"

@@ -1,3 +1,4 @@
+// GroupedProduct: routing checks, gate, and launch.
 #include "grouped_product.h"
 
 #include <string>

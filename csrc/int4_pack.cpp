@@ -1,3 +1,4 @@
+// Operators that pack, unpack and dequantize int4 weights.
 #include "cpu/int4_pack.h"
 
 #include "int4_operands.h"

@@ -1,3 +1,4 @@
+// Product: weight operands, plan and launch.
 #include "product.h"
 
 #include "cpu/mm.h"

@@ -1,3 +1,4 @@
+// Product: activation operands.
 #include "product.h"
 #include "rotation.h"
 

@@ -1,3 +1,4 @@
+// Operators that quantize activations, with or without a fused producer.
 #include "qao/quantize.h"
 
 #include <torch/csrc/stable/ops.h>

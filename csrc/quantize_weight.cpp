@@ -1,3 +1,4 @@
+// Operators that quantize weights into unpacked tensors.
 #include "cpu/quantize_weight.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Operators that quantize weights into the tensors that GEMM kernels read.
 #include <algorithm>
 #include <cmath>
 

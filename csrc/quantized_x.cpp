@@ -1,3 +1,4 @@
+// QuantizedX: memory and launch of activation quantization before a GEMM.
 #include "quantized_x.h"
 
 #include "cpu/quantize.h"

@@ -1,3 +1,4 @@
+// Wrappers of torch on the LibTorch stable ABI.
 #include "tensor.h"
 
 #include <dlfcn.h>

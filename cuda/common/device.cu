@@ -1,3 +1,4 @@
+// Cached device properties.
 #include <array>
 #include <atomic>
 

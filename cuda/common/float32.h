@@ -3,6 +3,6 @@
 
 namespace qao {
 
-constexpr int kFloat32Parts = 3;  // bfloat16 values whose sum is a float32
+constexpr int kFloat32Parts = 3;  // bfloat16 parts that sum to a float32
 
 }  // namespace qao

@@ -258,7 +258,7 @@ __device__ __forceinline__ void pin(uint4& value) {
   asm volatile("" : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w));
 }
 
-// Index of this thread's warp, broadcast from one lane: tells the compiler that branches on it do not diverge.
+// Index of this thread's warp, broadcast from one lane, so that the compiler knows that branches on it do not diverge.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 32), 0); }
 // True in one lane of a converged warp (sm_90).
 __device__ __forceinline__ bool elect_one() {

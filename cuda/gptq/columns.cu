@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(32 * kRows) columns_kernel(Problem p, Argument
 
   const auto code_of = [&](int o) { return nearest<format>(__fdiv_rn(value[o], scale[o]), zero[o]); };
   const auto meant_by = [&](float code, int o) { return __fmul_rn(__fsub_rn(code, zero[o]), scale[o]); };
-// Round column by column, and feed back errors
+  // Round column by column, and feed back errors
 #pragma unroll
   for (int o = 0; o < kOwn; ++o) {
     const int count = min(32, columns - 32 * o);

@@ -87,7 +87,7 @@ struct Arguments {
   const float* row_scales = nullptr;
 };
 
-// The kernel families, one per folder of cuda/mm/ or variant in it.
+// Kernel families, in the folders of cuda/mm/.
 enum class Body : int {
   kStreamResident = 0,  // few tokens: W streams once, x is resident in shared memory
   kStreamTma,           // the same, x loaded by TMA

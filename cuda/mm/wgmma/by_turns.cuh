@@ -89,7 +89,7 @@ __device__ __forceinline__ void consume_by_turns(const Params& p, const CUtensor
       if (turn + step < end) pass_turn_to(other);
     });
     ring.skip(p.k_tiles);
-// Epilogue
+    // Epilogue
 #pragma unroll
     for (int half = 0; half < K::kRowParts; ++half) {
       const Target target{rows + half * kRowScalesBytes, tokens,  token0, token_end,

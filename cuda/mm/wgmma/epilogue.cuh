@@ -174,7 +174,7 @@ __device__ __forceinline__ void write_split_result(const Params& p, const Sum (&
         add_part(total[i][2], part[i].z), add_part(total[i][3], part[i].w);
       }
     }
-// Scale and store
+    // Scale and store
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int token = first + 8 * i;
@@ -267,7 +267,7 @@ __device__ __forceinline__ void write_half_result(const Params& p, const CUtenso
 #pragma unroll
   for (int chunk = 0; chunk < K::kTokens / kChunkTokens; ++chunk) {
     const uint32_t tile = buffers + (warpgroup * kBuffers + chunk % kBuffers) * K::kStage.chunk_bytes;
-// Scale and transpose
+    // Scale and transpose
 #pragma unroll
     for (int j = 0; j < kChunkTokens / 8; j += 2) {
       uint32_t pairs[4];

@@ -13,7 +13,7 @@ namespace qao::mm::wgmma {
 // Promotion of partial sums along K.
 enum class Fold {
   kNone,     // no promotion: scales are applied in the epilogue
-  kPromote,  // add e4m3 products, or products of float32 parts, to float32 sums beyond the tensor cores' precision
+  kPromote,  // add partial sums of e4m3 or float32 parts, which tensor cores truncate, to float32 sums
   kBlock,    // scale by 128 x 128 blocks of W, and by 1 x 128 blocks of 8-bit x
   kGroup,    // scale by groups of an int4 W
 };

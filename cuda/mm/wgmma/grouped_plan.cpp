@@ -53,9 +53,11 @@ bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu
   if (!supports(problem, gpu) || unfit(gathered) != nullptr || experts.count > kMaxExperts) return false;
   const int64_t active = std::max<int64_t>(1, std::min(experts.count, experts.rows));
   const int64_t average = ceil_div(experts.rows, active);
+  // Leave small problems to other kernel families
   const Few least_here = few(problem);
   const int64_t shares = active * ceil_div(problem.n, 2 * kWarpgroupRows) / gpu.num_sms;
   if (!problem.batch_invariant && average <= least_here.rows && shares < least_here.tiles) return false;
+  // Select the tile of least expected time
   const double rows = static_cast<double>(experts.rows) / static_cast<double>(active);
   const double bytes = static_cast<double>(active * weight_bytes(problem));
   const int64_t parts = is_split(problem) ? kFloat32Parts : 1;
@@ -78,6 +80,7 @@ bool plan_grouped(const Problem& problem, const Experts& experts, const Gpu& gpu
     best = row, least = time;
   }
   if (best < 0) return false;
+  // Fill in the plan
   const Tile tile = kTiles[best];
   const Stage stage(traits_of(problem, tile), tile, true);
   plan->body = Body::kWgmma;

@@ -1,3 +1,4 @@
+// Launch of dense WGMMA kernels.
 #include "common/launch.h"
 #include "common/shared_memory.h"
 #include "mm/launch.h"

@@ -37,6 +37,7 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
   const bool packed = traits.packed, block = has_blocks(problem);
   const int64_t tile_k = tile_k_of(problem, plan);
   Params p{};
+  // Shape and tiles
   p.m = problem.m;
   p.n = static_cast<int>(problem.n);
   p.k_tiles = static_cast<int>(ceil_div(problem.k, tile_k));
@@ -54,6 +55,7 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
   const int64_t tile_bytes = plan.tile_n * tile_k / (packed ? 2 : 1);
   p.prefetch_tiles = static_cast<int>(std::min<int64_t>(kPrefetchBytes / tile_bytes, 32));
   set_groups(problem, tile_k, &p);
+  // Scales and zero points
   p.factor = 1;
   if (packed) {
     p.group_bytes = group_bytes(problem);
@@ -89,6 +91,7 @@ Params params_of(const Problem& problem, const Plan& plan, const Arguments& argu
     p.row_scales = static_cast<const float*>(arguments.scales);
     p.row_scale_stride = problem.weight_scaling == Scaling::kRow ? 1 : 0;
   }
+  // Activations, bias and y
   if (problem.x != Format::kFloat && problem.x_scaling != Scaling::kBlock) {
     p.x_scales = arguments.x_scales;
     p.x_scale_stride = problem.x_scaling == Scaling::kRow ? 1 : 0;

@@ -249,7 +249,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
           tma::barrier_expect(barrier, bytes);
           tma::load_3d(weight, &maps.weight, k_tile * K::kTileK, 0, row0, barrier);
         }
-// Issue the loads of x
+        // Issue the loads of x
 #pragma unroll
         for (int atom = 0; atom < K::kAtoms; ++atom) {
           const uint32_t to = x + atom * K::kTokens * 128;
