@@ -87,7 +87,7 @@ def package_dir(name: str) -> Path:
 def write_commit(package: Path) -> None:
     """The commit of this checkout, for ``qao.__commit__``; a source distribution holds it already."""
     held = ROOT / "python" / "qao" / "_commit.txt"
-    source = runpy.run_path(str(ROOT / "python" / "qao" / "_commit.py"))
+    source = runpy.run_path(str(ROOT / "python" / "qao" / "_version.py"))
     commit = held.read_text() if held.exists() else source["of_checkout"](ROOT)
     if commit:
         (package / "_commit.txt").write_text(commit)

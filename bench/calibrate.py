@@ -18,7 +18,7 @@ from typing import Any
 
 import qao
 import torch
-from qao.evaluate import compare, perplexity
+from qao.diagnostics.perplexity import compare, perplexity
 
 from .language import HEAD, WINDOW, WINDOWS, load_text
 from .markdown import caption, table

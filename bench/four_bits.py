@@ -20,8 +20,8 @@ import torch
 from qao import quantize
 from qao.calibration import calibrating
 from qao.calibration.stream import evaluating, samples_of
-from qao.evaluate import compare, perplexity
-from qao.linear import linear_weight
+from qao.diagnostics.perplexity import compare, perplexity
+from qao.nn.linear import linear_weight
 from torch import Tensor, nn
 
 from .calibrate import AUTO, off_grid, samples

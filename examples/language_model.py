@@ -18,7 +18,7 @@ from typing import Any
 import qao
 import torch
 from common import SCHEMES
-from qao.evaluate import Evaluation, compare, perplexity
+from qao.diagnostics.perplexity import Evaluation, compare, perplexity
 from torch import nn
 
 QUESTIONS = (

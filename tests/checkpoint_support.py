@@ -47,7 +47,7 @@ SCHEMES = [
 
 def with_whole_zeros(scheme: qao.Scheme) -> qao.Scheme:
     """The same, of four bits with zero points that other formats can hold."""
-    return replace(scheme, whole_zeros=True) if isinstance(scheme, qao.formats.Int4Weight) else scheme
+    return replace(scheme, whole_zeros=True) if isinstance(scheme, qao.schemes.Int4Weight) else scheme
 
 
 def write(directory: Path, tensors: dict[str, Tensor], config: dict[str, Any], **metadata: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from checkpoint_support import ORDERS, words
-from qao import reference
+from qao.ops import reference
 from torch import Tensor
 from torch.nn import functional
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from qao.quantizer import Codes, chunks, quotient
+from qao.quant_primitives.integer import Codes, chunks, quotient
 from torch import Tensor
 from torch.nn import functional
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import qao.ops
 import torch
-from qao import reference
-from qao.fp4 import codes_of
+from qao.ops import reference
+from qao.ops.fp4 import codes_of
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -10,7 +10,7 @@ import qao
 import torch
 from ops_schemes import DTYPES, PRODUCTS, Scheme, Weight
 from ops_support import bits, check_product, randn
-from qao.invariance import MODE, with_mode
+from qao.ops.batch_invariant import MODE, with_mode
 from torch import Tensor, nn
 
 every_scheme = pytest.mark.parametrize("scheme", PRODUCTS, ids=lambda scheme: scheme.word)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_qao_reads_its_own(scheme: qao.formats.Scheme, tmp_path: Path) -> None:
+def test_qao_reads_its_own(scheme: qao.schemes.Scheme, tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(300, 40), torch.nn.LayerNorm(40), torch.nn.Linear(40, 17, bias=False))
     qao.quantize_(model, scheme)
     write(tmp_path, model.state_dict(), {"hidden": 40})

@@ -11,8 +11,8 @@ import pytest
 import qao
 import torch
 from checkpoint_support import write
-from qao import reference
 from qao.checkpoints import CheckpointError, open_checkpoint
+from qao.ops import reference
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -16,7 +16,7 @@ from torch import Tensor
 CONFIG = {"quantization_config": {"quant_method": "torchao", "quant_type": {}}}
 
 
-def tensors_of_torchao() -> dict[str, tuple[Tensor, qao.formats.Scheme]]:
+def tensors_of_torchao() -> dict[str, tuple[Tensor, qao.schemes.Scheme]]:
     """A weight [48, 128] in each of torchao's plain layouts, and the scheme that it is."""
     from torchao.float8.inference import Float8MMConfig
     from torchao.quantization import Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor, MappingType, PerRow, PerTensor

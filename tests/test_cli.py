@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import qao
 import torch
-from qao import doctor
 from qao.cli import main
 from qao.cli.shards import ShardWriter
-from qao.packed import PackedModule
+from qao.diagnostics import doctor
+from qao.nn.packed_module import PackedModule
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
@@ -450,7 +450,7 @@ def test_generate_and_chat(
 
 
 def test_eval(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from qao import evaluate
+    from qao.diagnostics import perplexity as evaluate
 
     (tmp_path / "text.txt").write_text(TEXT)
     options = ["--text", str(tmp_path / "text.txt"), "--windows", "3", "--window", "50", "--json", "--device", "cpu"]
@@ -595,7 +595,7 @@ def test_an_output_that_cannot_be_written(llama: Path, tmp_path: Path, capsys: p
 
 
 def test_tables_fit_the_width() -> None:
-    from qao.report import table
+    from qao.quantization.report import table
 
     rows = [
         (f"model.layers.{i}.self_attn.q_proj", "64x64", "int8", "its weight is also that of others") for i in (1, 2)

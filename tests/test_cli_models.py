@@ -12,7 +12,7 @@ import pytest
 import qao
 import torch
 from qao.cli import main
-from qao.packed import PackedModule
+from qao.nn.packed_module import PackedModule
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -313,7 +313,7 @@ def test_a_mixture_that_lacks_an_expert(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_experts_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As other libraries quantize them, which vLLM loads and transformers does not: never in qao's own layout."""
-    from qao.checkpoints.ct_write import layer_tensors, quantization_config
+    from qao.checkpoints.compressed_tensors.write import layer_tensors, quantization_config
 
     mixture("qwen3_moe").save_pretrained(tmp_path / "float")
     tensors = safetensors_torch.load_file(tmp_path / "float" / "model.safetensors")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from qao import Int4WeightOnly, quantize_
-from qao.evaluate import Comparison, Evaluation, compare, perplexity
+from qao.diagnostics.perplexity import Comparison, Evaluation, compare, perplexity
 from torch import Tensor, nn
 
 VOCAB = 40

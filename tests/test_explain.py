@@ -13,7 +13,7 @@ import pytest
 import qao
 import torch
 from ops_support import randn
-from qao import doctor, operator_checks
+from qao.diagnostics import doctor, operator_checks
 from torch import Tensor, nn
 
 

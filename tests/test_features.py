@@ -17,7 +17,7 @@ import torch
 from accuracy import check_close
 from ops_schemes import PRODUCTS, Scheme, Weight
 from ops_support import check_product, randn
-from qao import norm_silu
+from qao.ops import norm_act as norm_silu
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize, prune

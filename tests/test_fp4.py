@@ -12,8 +12,9 @@ import torch
 from accuracy import check_close
 from ops_schemes import FP4, Fp4Format
 from ops_support import randn
-from qao import Fp4WeightOnly, QuantLinear, ops, reference
-from qao.fp4 import codes_of, values_of
+from qao import Fp4WeightOnly, QuantLinear, ops
+from qao.ops import reference
+from qao.ops.fp4 import codes_of, values_of
 from torch import Tensor, nn
 
 FORMATS = (Fp4Format(), Fp4Format(16, "tensor"), Fp4Format(16, "row"))

@@ -11,7 +11,7 @@ import torch
 from experts_support import FEW, GPT_OSS, HOSTILE, SILU, Experts, bits, ends, gathered, make_experts, nearest, poison
 from ops_schemes import DTYPES, PRODUCTS, SHORT, Format, Int4Format, Scheme, generator
 from ops_support import randn
-from qao.reference import swiglu
+from qao.ops.reference import swiglu
 from test_swiglu import lost, rounded
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode

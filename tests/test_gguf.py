@@ -17,9 +17,9 @@ import qao
 import torch
 from qao import QuantLinear
 from qao.checkpoints import Checkpoint, CheckpointError, open_checkpoint
-from qao.checkpoints.gguf import GgufCheckpoint
+from qao.checkpoints.gguf.read import GgufCheckpoint
 from qao.cli import main
-from qao.layout import describe
+from qao.quantization.skeleton import describe
 from torch import Tensor, nn
 
 gguf: Any = pytest.importorskip("gguf")

@@ -23,8 +23,8 @@ from experts_support import (
 )
 from ops_schemes import DTYPES, PRODUCTS, SHORT, Format, Int4Format, Scheme, generator
 from ops_support import randn
-from qao.grouped import GROUPED
-from qao.grouped_rows import by_experts, by_tiles
+from qao.ops.grouped_autograd import GROUPED
+from qao.ops.grouped_backward import by_experts, by_tiles
 from torch import Tensor
 
 FORMATS = [

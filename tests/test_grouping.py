@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import qao
 import torch
-from qao import grouping
-from qao.grouping import Option, choose
+from qao.quantization import auto_group_size as grouping
+from qao.quantization.auto_group_size import Option, choose
 from torch import Tensor, nn
 
 HALF = torch.float16

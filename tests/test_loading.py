@@ -208,7 +208,7 @@ def test_dequantize_makes_a_float_model(floats: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not V5, reason="version 4 of transformers counts a byte a weight")
 def test_device_map_counts_what_the_layers_will_take(floats: Path) -> None:
-    from qao.integrations.transformers import QaoQuantizer
+    from qao.integrations.huggingface.transformers import QaoQuantizer
     from transformers.integrations.accelerate import compute_module_sizes
 
     config = transformers.AutoConfig.from_pretrained(floats)

@@ -7,7 +7,7 @@ import json
 import pytest
 import qao
 import torch
-from qao import marker
+from qao.nn import marker
 from torch import Tensor, nn
 
 every_scheme = pytest.mark.parametrize("kind", qao.SCHEMES.values(), ids=lambda kind: kind.word)

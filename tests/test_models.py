@@ -22,7 +22,7 @@ from qao import (
     dequantize_,
     quantize_,
 )
-from qao.packed import PackedModule
+from qao.nn.packed_module import PackedModule
 from torch import Tensor, nn
 
 transformers: Any = pytest.importorskip("transformers")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import qao
 import torch
-from qao import modes
-from qao.evaluate import perplexity
-from qao.sensitivity import by_layer
+from qao.diagnostics.perplexity import perplexity
+from qao.diagnostics.sensitivity import by_layer
+from qao.ops import modes
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode

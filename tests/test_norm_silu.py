@@ -7,7 +7,7 @@ import qao.ops
 import torch
 from ops_schemes import INT4, Int4Format
 from ops_support import DTYPES, VIEWS, before_guard_page, check_chain_in_a_graph, randn
-from qao.reference import rms_norm, silu_mul
+from qao.ops.reference import rms_norm, silu_mul
 from torch import Tensor
 
 OPS = torch.ops.qao

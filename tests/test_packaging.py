@@ -365,7 +365,7 @@ def test_a_description_without_a_public_repository_has_no_dead_links(tmp_path: P
 WITHOUT_KERNELS = """
 import sys, torch
 torch.version.cuda, torch.cuda.device_count = "13.0", lambda: {gpus}
-from qao.formats import _host
+from qao.schemes.weight_formats import _host
 facts = {{**_host.build_info(), "cuda": {cuda!r}}}
 _host.build_info = lambda: facts
 """

@@ -25,7 +25,7 @@ LEFT = {
     r"\bobstacle\b": 38,
     r"\bare none\b": 19,
     r"\bthe same of\b": 11,
-    r"\bspared\b": 14,
+    r"\bspared\b": 11,
     r"\btold\b": 99,
     r"quantis": 859,
 }

@@ -12,7 +12,7 @@ import pytest
 import qao
 import torch
 from qao import Int4WeightOnly, QuantLinear, Report, quantize_
-from qao.importance import told_importance, told_part
+from qao.quant_primitives.importance import told_importance, told_part
 from torch import Tensor, nn
 
 SCHEME = Int4WeightOnly(group_size=32)

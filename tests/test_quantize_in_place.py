@@ -9,8 +9,8 @@ import pytest
 import qao
 import torch
 from ops_schemes import DTYPES
-from qao import ops, weight_operators
-from qao.fp4 import codes_of, values_of
+from qao import ops, weight_ops
+from qao.ops.fp4 import codes_of, values_of
 from torch import Tensor
 
 OPS = torch.ops.qao
@@ -32,10 +32,10 @@ def random_weight(n: int, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def int4(weight: Tensor, group: int, symmetric: bool, whole: bool, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    q, scales, zeros, _ = weight_operators.quantize_groups(
+    q, scales, zeros, _ = weight_ops.quantize_groups(
         weight, group, torch.uint8, symmetric, scale_dtype, [1.0], whole_zeros=whole
     )
-    return weight_operators.pack_int4(q, scales, None if symmetric else zeros, group)
+    return weight_ops.pack_int4(q, scales, None if symmetric else zeros, group)
 
 
 def in_place(weight: Tensor, like: tuple[Tensor, ...], *told: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +43,7 @@ def in_place(weight: Tensor, like: tuple[Tensor, ...], *told: Any) -> tuple[Tens
     q, scales = (torch.full_like(one.view(torch.int8) if one.dtype == F8 else one, 77) for one in like)
     fault = torch.zeros(1, dtype=torch.int32)
     out = tuple(one.to(weight.device) for one in (q, scales, fault))
-    weight_operators.quantize_weight_(weight, *told, *out)
+    weight_ops.quantize_weight_(weight, *told, *out)
     return out
 
 
@@ -68,12 +68,12 @@ def test_int4(n: int, k: int, group: int, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bytes(n: int, k: int, dtype: torch.dtype, device: str) -> None:
     weight = random_weight(n, k, dtype)
-    q, scales, _, _ = weight_operators.quantize_groups(weight, k, torch.int8, True, torch.float32, [1.0])
+    q, scales, _, _ = weight_ops.quantize_groups(weight, k, torch.int8, True, torch.float32, [1.0])
     expected = q, scales.flatten()
     *got, fault = in_place(weight.to(device), expected, torch.int8, 1, k, True, False)
     assert same(tuple(got), expected) and not fault.item()
     for rows, columns in ((1, k), (n, k), (128, 128)):
-        expected = weight_operators.quantize_blocks(weight, rows, columns)[:2]
+        expected = weight_ops.quantize_blocks(weight, rows, columns)[:2]
         *got, fault = in_place(weight.to(device), expected, F8, rows, columns, True, False)
         assert same(tuple(got), expected) and not fault.item(), (rows, columns)
 
@@ -166,7 +166,7 @@ def test_fp4_where_roundings_tell(device: str) -> None:
 def test_what_is_refused(device: str) -> None:
     """Where fault is set before, and by load_weight_, nothing is written; the others are loaded."""
     weight = random_weight(40, 300, torch.bfloat16).to(device)
-    largest = weight_operators.largest_magnitude(weight)
+    largest = weight_ops.largest_magnitude(weight)
     assert largest.item() == weight.abs().amax().item() and largest.shape == (1,) and largest.dtype == torch.float32
     kinds: list[tuple[Any, ...]] = [
         *((torch.uint8, 1, group, False, False) for group in (32, 128, 256, 300)),
@@ -185,15 +185,15 @@ def test_what_is_refused(device: str) -> None:
         q, scales = torch.full_like(packed.qweight, 77), torch.full_like(packed.scales, 77)
         fault = torch.ones(1, dtype=torch.int32, device=device)
         before = q.clone(), scales.clone()
-        weight_operators.quantize_weight_(weight, *kind, q, scales, fault)
+        weight_ops.quantize_weight_(weight, *kind, q, scales, fault)
         assert same((q, scales), tuple(one.cpu() for one in before)), kind
         for spoilt in (weight * 1.01, weight.clone().fill_(float("nan")), weight.clone().fill_(-float("inf"))):
-            assert not weight_operators.load_weight_(spoilt, *kind, q, scales, largest.item())
+            assert not weight_ops.load_weight_(spoilt, *kind, q, scales, largest.item())
             assert same((q, scales), tuple(one.cpu() for one in before)), kind
-        assert weight_operators.load_weight_(weight, *kind, q, scales, largest.item())
+        assert weight_ops.load_weight_(weight, *kind, q, scales, largest.item())
         assert same((q, scales), (packed.qweight.cpu(), packed.scales.cpu())), kind
         fault.zero_(), q.fill_(77)
-        weight_operators.quantize_weight_(weight, *kind, q, scales, fault, largest)
+        weight_ops.quantize_weight_(weight, *kind, q, scales, fault, largest)
         assert same((q, scales), (packed.qweight.cpu(), packed.scales.cpu())) and not fault.item(), kind
 
 
@@ -204,10 +204,10 @@ def test_loading_is_no_part_of_a_graph() -> None:
     q, scales = (one.cuda() for one in int4(weight.cpu(), 32, False, False, torch.float32))
     with pytest.raises(RuntimeError, match=r"load_weight_: it waits for the GPU.*quantize_weight_"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            weight_operators.load_weight_(weight, torch.uint8, 1, 32, False, False, q, scales, 1e30)
+            weight_ops.load_weight_(weight, torch.uint8, 1, 32, False, False, q, scales, 1e30)
     fault, graph = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        weight_operators.quantize_weight_(weight, torch.uint8, 1, 32, False, False, q, scales, fault)
+        weight_ops.quantize_weight_(weight, torch.uint8, 1, 32, False, False, q, scales, fault)
     other = random_weight(40, 256) * 3
     weight.copy_(other)
     graph.replay()
@@ -222,7 +222,7 @@ def test_rows_apart(device: str) -> None:
         n, k = weight.shape
         expected = int4(part.contiguous(), 32, False, False, torch.bfloat16)
         assert same(in_place(weight, expected, torch.uint8, 1, 32, False, False)[:2], expected)
-        expected = weight_operators.quantize_blocks(part.contiguous(), 1, k)[:2]
+        expected = weight_ops.quantize_blocks(part.contiguous(), 1, k)[:2]
         assert same(in_place(weight, expected, F8, 1, k, True, False)[:2], expected)
 
 
@@ -239,7 +239,7 @@ def test_faults(value: float, device: str) -> None:
             fault = in_place(weight.to(device), like, torch.uint8, 1, group, symmetric, False)[2]
             assert fault.item() or not (fails or scale_dtype == torch.float16)
     for rows, columns in ((1, 256), (40, 256), (128, 128)):
-        like = weight_operators.quantize_blocks(plain, rows, columns)[:2]
+        like = weight_ops.quantize_blocks(plain, rows, columns)[:2]
         assert in_place(weight.to(device), like, F8, rows, columns, True, False)[2].item() or not fails
     assert in_place(weight.to(device), (plain.to(torch.int8), plain[:, 0]), torch.int8, 1, 256, True, False)[
         2
@@ -282,4 +282,4 @@ def test_errors(changes: dict[str, Any], words: str) -> None:
         **changes,
     }
     with pytest.raises(RuntimeError, match=f"quantize_weight_: .*{words}"):
-        weight_operators.quantize_weight_(**given)
+        weight_ops.quantize_weight_(**given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ops_support import DTYPES, VIEWS, before_guard_page, randn
-from qao.reference import rms_norm, silu_mul
+from qao.ops.reference import rms_norm, silu_mul
 from torch import Tensor
 
 OPS = torch.ops.qao

@@ -12,11 +12,14 @@ import torch
 from groups_by_torch import groups_by_torch
 from groups_by_torch import search as search_by_torch
 from ops_schemes import DTYPES
-from qao import quantizer, quantizer_fp4, quantizer_fp8, reference
-from qao.quantizer import _CLIP_FACTORS, _INT4, _INT8
-from qao.quantizer_fp8 import SCALE_BLOCK
+from qao.ops import reference
+from qao.ops.serial import SERIAL_VALUES
+from qao.quant_primitives import fp4 as quantizer_fp4
+from qao.quant_primitives import fp8 as quantizer_fp8
+from qao.quant_primitives import integer as quantizer
+from qao.quant_primitives.fp8 import SCALE_BLOCK
+from qao.quant_primitives.integer import _CLIP_FACTORS, _INT4, _INT8
 from qao.schemes import Fp4WeightOnly
-from qao.serial import SERIAL_VALUES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

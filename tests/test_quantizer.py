@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from qao import quantizer, reference
-from qao.importance import estimate_importance, told_part
-from qao.quantizer import QuantizedWeight, quantize_int4, quantize_int8
-from qao.quantizer_fp8 import quantize_fp8
+from qao.ops import reference
+from qao.ops.serial import SERIAL_VALUES
+from qao.quant_primitives import integer as quantizer
+from qao.quant_primitives.fp8 import quantize_fp8
+from qao.quant_primitives.importance import estimate_importance, told_part
+from qao.quant_primitives.integer import QuantizedWeight, quantize_int4, quantize_int8
 from qao.schemes import SCHEMES
-from qao.serial import SERIAL_VALUES
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from groups_by_torch import groups_by_torch
 from ops_schemes import DTYPES
-from qao import reference
-from qao.quantizer import _CLIP_FACTORS_INT4, _INT4, _ROUNDS_INT4, QuantizedWeight, quantize_int4
+from qao.ops import reference
+from qao.quant_primitives.integer import _CLIP_FACTORS_INT4, _INT4, _ROUNDS_INT4, QuantizedWeight, quantize_int4
 from test_quantize_weight import groups_of, on_cpu, random_weight, same, sum_of_lanes
 from torch import Tensor
 

@@ -10,8 +10,8 @@ import pytest
 import qao
 import torch
 from cpu_isas import runs_amx
-from qao import reference
-from qao.rotation import SIZES, rotated
+from qao.ops import reference
+from qao.ops.rotation import SIZES, rotated
 from torch import Tensor, nn
 
 OPS = torch.ops.qao
@@ -314,7 +314,7 @@ def test_files_keep_it(scheme: Any, tmp_path: Any) -> None:
 
 
 def test_compressed_tensors_cannot_hold_it() -> None:
-    from qao.checkpoints.ct_write import can_write, layer_tensors
+    from qao.checkpoints.compressed_tensors.write import can_write, layer_tensors
 
     assert "has no rotation" in (can_write(SCHEMES[0]) or "")
     with pytest.raises(ValueError, match="compressed-tensors has no rotation of activations as int8_int8, rotation 64"):
@@ -372,7 +372,7 @@ def test_calibrate(method: str, scheme: Any, device: str) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_products_of_experts(scheme: Any, device: str) -> None:
-    from qao.experts import QuantProjection, quantize_projection
+    from qao.nn.experts import QuantProjection, quantize_projection
 
     weights = randn(3, 48, 192, device=device, seed=5) * 0.05
     packed = quantize_projection(weights, scheme, False, None, "w")
@@ -417,8 +417,8 @@ def test_parts_add_up_to_the_whole(scheme: Any) -> None:
 
 
 def test_a_served_layer_keeps_it() -> None:
-    from qao.integrations.served_config import Served
-    from qao.integrations.served_linear import ServedLinear
+    from qao.integrations.serving.config import Served
+    from qao.integrations.serving.linear import ServedLinear
 
     class Made(ServedLinear):
         pass

@@ -30,7 +30,7 @@ def save(container: str, scheme: qao.Scheme, path: Path) -> torch.Tensor:
         if container == "transformers":  # 96 columns in groups of 128 are what compressed-tensors cannot say
             model = support.llama(96)
             qao.quantize_(model, {"model.layers.0.mlp.up_proj": qao.Int4WeightOnly()})
-        if container == "transformers_ct" and isinstance(scheme, qao.formats.Int4Weight):
+        if container == "transformers_ct" and isinstance(scheme, qao.schemes.Int4Weight):
             scheme = replace(scheme, whole_zeros=True)  # it has no others
         qao.quantize_(model, scheme)
         model.save_pretrained(path)

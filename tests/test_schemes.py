@@ -17,8 +17,8 @@ from qao import (
     Int8DynamicActivationInt8Weight,
     Int8WeightOnly,
     QuantLinear,
-    reference,
 )
+from qao.ops import reference
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -155,7 +155,7 @@ def test_int8_by_int4_never_falls_back(
     with Record(), torch.no_grad():
         layer(x)
     assert calls == ["qao.int8_int4_mm.default"]
-    if qao.scheme._host is not None:
+    if qao.schemes.base._host is not None:
         assert scheme.kernel(3, 48, 300, x_dtype=torch.bfloat16, scale_dtype=stored, device=torch.device(device))
 
 

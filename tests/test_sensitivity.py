@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import qao
 import torch
-from qao import sensitivity
-from qao.evaluate import compare, perplexity
+from qao.diagnostics import sensitivity
+from qao.diagnostics.perplexity import compare, perplexity
 from torch import Tensor, nn
 
 VOCAB = 60

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import qao
-from qao.integrations.served_config import Served
+from qao.integrations.serving.config import Served
 
 SCHEME = qao.Int8WeightOnly()
 LAYERS = [f"model.layers.{i}.mlp.{one}" for i in range(2) for one in ("gate_proj", "up_proj", "down_proj")]

@@ -10,10 +10,11 @@ import torch
 from experts_support import SCHEMES
 from fused_support import DTYPE, WIDTH, E, K, auto_checkpoint, expected, routing
 from qao.checkpoints.awq import values_of
-from qao.experts import QuantProjection, quantize_projection
-from qao.grouped import SILU_MUL
-from qao.integrations import served, served_experts
-from qao.integrations.served_projection import portions, wait_for
+from qao.integrations.serving import common as served
+from qao.integrations.serving import moe as served_experts
+from qao.integrations.serving.projection import portions, wait_for
+from qao.nn.experts import QuantProjection, quantize_projection
+from qao.ops.grouped_autograd import SILU_MUL
 from torch import Tensor, nn
 
 SIZES = ((2 * WIDTH, K), (K, WIDTH))  # of up (gate and up) and down

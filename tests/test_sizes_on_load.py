@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import qao
 import torch
-from qao import marker
+from qao.nn import marker
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -8,7 +8,7 @@ import pytest
 import qao.ops
 import torch
 from ops_support import DTYPES, VIEWS, before_guard_page, randn
-from qao.reference import swiglu
+from qao.ops.reference import swiglu
 from torch import Tensor
 
 OPS = torch.ops.qao

@@ -54,7 +54,7 @@ print("RESULT" + json.dumps(results))
 
 def scheme_of(word: str) -> qao.Scheme:
     scheme = qao.SCHEMES[word]()
-    return replace(scheme, whole_zeros=True) if isinstance(scheme, qao.formats.Int4Weight) else scheme
+    return replace(scheme, whole_zeros=True) if isinstance(scheme, qao.schemes.Int4Weight) else scheme
 
 
 def save(path: Path, schemes: Any) -> None:

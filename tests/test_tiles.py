@@ -9,7 +9,7 @@ import qao
 import torch
 from ops_schemes import FP4, INT4_SCHEMES, Scheme, Weight
 from ops_support import check_product, randn
-from qao import tiles
+from qao.ops import packed_shape as tiles
 from torch import Tensor, nn
 
 PACKED = (*INT4_SCHEMES, FP4)

@@ -10,7 +10,8 @@ import torch
 from ops_schemes import SCHEMES as OPERATORS
 from ops_schemes import Scheme as Operator
 from ops_support import randn
-from qao import gradients, reference
+from qao.ops import autograd as gradients
+from qao.ops import reference
 from test_compile_schemes import ONE_OF_EACH, SCHEMES, Mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

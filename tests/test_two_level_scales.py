@@ -10,7 +10,7 @@ import pytest
 import qao
 import torch
 from ops_schemes import DTYPES, SHORT
-from qao.quantizer_two_levels import POWERS_OF_TWO, WHOLE_NUMBERS
+from qao.quant_primitives.two_level import POWERS_OF_TWO, WHOLE_NUMBERS
 from torch import Tensor, nn
 
 INT8, FP8 = qao.Int8DynamicActivationInt4Weight, qao.Float8DynamicActivationInt4Weight

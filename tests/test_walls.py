@@ -1,4 +1,4 @@
-"""The walls between the rooms of the source tree: who may include, import or call what."""
+"""The walls between the packages of the source tree: what may include, import or call what."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_there_is_something_to_check() -> None:
     assert len(sources(CUDA)) >= 8 and len(sources(CSRC)) >= 8
     assert CPU_FOLDERS["x86"]["amx"] == ("avx2", "avx512", "avx512_bf16", "amx")
     assert "torch/csrc/stable/library.h" in includes(CSRC / "library.cpp")
-    assert "torch" in set(imports(PYTHON / "ops.py"))
+    assert "torch" in set(imports(PYTHON / "ops" / "matmul.py"))
 
 
 def test_every_include_of_ours_is_found() -> None:
@@ -168,6 +168,53 @@ def test_kernel_bodies_know_of_each_other_what_their_plans_say(body: str) -> Non
 
 
 def test_reference_imports_no_op() -> None:
-    path = PYTHON / "reference.py"
+    path = PYTHON / "ops" / "reference.py"
     assert not [name for name in imports(path) if name.startswith("qao")]
     assert "torch.ops" not in path.read_text()
+
+
+# From the lowest up; those in one row do not import each other.
+PACKAGES = (
+    ("ops",),
+    ("quant_primitives",),
+    ("schemes",),
+    ("nn",),
+    ("distributed",),
+    ("quantization",),
+    ("calibration", "checkpoints", "diagnostics"),
+    ("integrations",),
+    ("cli",),
+)
+UPWARD = {  # imported when they are called
+    ("nn/packed_module.py", "checkpoints"),  # load_state_dict of what save_pretrained wrote
+    ("checkpoints/save_load.py", "integrations"),  # qao.load(path) without a module
+}
+
+
+def packages_imported(path: Path) -> Iterator[str]:
+    """Packages of qao that a module in a package of qao imports from, anywhere in it."""
+    own = path.relative_to(PYTHON).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level > len(own):
+            yield from [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qao."):
+            yield str(node.module).split(".")[1]
+
+
+def test_python_packages_are_listed() -> None:
+    folders = {path.name for path in PYTHON.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == {name for row in PACKAGES for name in row}
+    assert len([path for path in PYTHON.iterdir() if path.suffix == ".py" and path.name != "__init__.py"]) <= 5
+
+
+def test_python_packages_import_downwards() -> None:
+    rank = {name: index for index, row in enumerate(PACKAGES) for name in row}
+    upward = set()
+    for path in sorted(PYTHON.rglob("*.py")):
+        own = path.relative_to(PYTHON)
+        if len(own.parts) == 1:
+            continue
+        for name in packages_imported(path):
+            if name in rank and name != own.parts[0] and rank[name] >= rank[own.parts[0]]:
+                upward.add((own.as_posix(), name))
+    assert upward == UPWARD

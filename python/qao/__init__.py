@@ -7,22 +7,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import _early  # noqa: F401  # first: before torch is imported
+from . import (
+    _early,  # noqa: F401  # first: before torch is imported
+    _moved,
+)
 from ._version import __version__
 from .calibration import calibrate
-from .checkpoint import load, save
-from .dequantize import dequantize_
-from .embedding import QuantEmbedding
-from .experts import QuantExperts
-from .explain import Explanation, explain
-from .formats import PackedWeight, Scheme
-from .integrations.config import QaoConfig
+from .checkpoints.save_load import load, save
+from .diagnostics.explain import Explanation, explain
+from .integrations.huggingface.config import QaoConfig
+from .integrations.huggingface.from_pretrained import from_pretrained
 from .integrations.imports import install as _install
-from .integrations.pretrained import from_pretrained
-from .invariance import batch_invariant
-from .linear import QuantLinear
-from .quantize import quantize_
-from .report import Report, Row
+from .nn.embedding import QuantEmbedding
+from .nn.experts import QuantExperts
+from .nn.linear import QuantLinear
+from .nn.update import update_
+from .ops.batch_invariant import batch_invariant
+from .quantization.dequantize import dequantize_
+from .quantization.quantize import quantize_
+from .quantization.report import Report, Row
 from .schemes import (
     SCHEMES,
     Float8DynamicActivationFloat8Weight,
@@ -33,9 +36,10 @@ from .schemes import (
     Int8DynamicActivationInt4Weight,
     Int8DynamicActivationInt8Weight,
     Int8WeightOnly,
+    PackedWeight,
+    Scheme,
     scheme_from_dict,
 )
-from .update import update_
 
 __all__ = [
     "SCHEMES",
@@ -70,6 +74,7 @@ __all__ = [
 ]
 
 _install()
+_moved.install()
 
 
 if TYPE_CHECKING:
@@ -86,7 +91,7 @@ else:
         if name == "distributed":
             return importlib.import_module("qao.distributed")
         if name == "__commit__":
-            return importlib.import_module("qao._commit").commit()
+            return importlib.import_module("qao._version").commit()
         raise AttributeError(_unknown(name))
 
 
@@ -105,22 +110,6 @@ def _unknown(name: str) -> str:
     near = [known] if known else difflib.get_close_matches(name, public, n=1, cutoff=0.75)
     return f"module 'qao' has no attribute {name!r}" + (f"; did you mean qao.{near[0]}?" if near else "")
 
-
-def _refuse_calls() -> None:
-    """Modules with the name of a function but for its underscore name the function, where they are called."""
-    import sys
-    import types
-
-    class Module(types.ModuleType):
-        def __call__(self, *_: Any, **__: Any) -> Any:
-            name = self.__name__.rpartition(".")[2]
-            raise AttributeError(f"qao.{name} is a module and no function; did you mean qao.{name}_?")
-
-    for name in ("quantize", "dequantize", "update"):
-        sys.modules[f"qao.{name}"].__class__ = Module
-
-
-_refuse_calls()
 
 # What other packages call the same thing.
 _OF_OTHERS = {

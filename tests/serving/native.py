@@ -12,7 +12,7 @@ import torch
 from accuracy import check_close
 from loaded import KINDS, K, Layer
 from ops_schemes import Activation
-from qao.formats import Scheme
+from qao.schemes import Scheme
 from torch import Tensor, nn
 
 DTYPE = torch.bfloat16

@@ -10,8 +10,8 @@ import torch
 from experts_support import SCHEMES
 from fused_support import DTYPE, PREFIX, WIDTH, E, K, check, check_rounded
 from native import activation, exact
-from qao.experts import QuantProjection, quantize_projection
-from qao.formats import Scheme
+from qao.nn.experts import QuantProjection, quantize_projection
+from qao.schemes import Scheme
 from torch import Tensor
 
 EXPERT_SCHEMES = [

@@ -16,8 +16,8 @@ import torch
 from checkpoint_support import SCHEMES
 from loaded import KINDS, installed
 from native import JOINED_CASES, check, check_joined, checkpoint
-from qao.formats import Scheme
-from qao.integrations import served
+from qao.integrations.serving import common as served
+from qao.schemes import Scheme
 from sglang.srt import plugins
 from sglang.srt.layers import quantization
 from sglang.srt.layers.linear import LinearBase

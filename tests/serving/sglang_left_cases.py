@@ -17,7 +17,7 @@ import qao.integrations.sglang
 import torch
 from layouts import states_of
 from loaded import N
-from qao.integrations import served
+from qao.integrations.serving import common as served
 from qao.integrations.sglang import kernels, layouts, method, process
 from sglang.srt.layers import quantization
 from sglang.srt.layers.linear import LinearBase

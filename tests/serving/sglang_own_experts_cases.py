@@ -14,7 +14,7 @@ import torch
 from experts_support import SCHEMES
 from fused_support import DTYPE, PREFIX, WIDTH, E, K, check, routing
 from native_experts import EXPERT_SCHEMES, check_parts, checkpoint
-from qao.formats import Scheme
+from qao.schemes import Scheme
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 from sglang_support import Experts
 from torch import Tensor
@@ -81,10 +81,10 @@ def test_another_checkpoint_than_the_config_says() -> None:
 def test_another_model() -> None:
     config, tensors, _ = checkpoint(SCHEMES[0])
     experts = Experts("qao", config)
-    marker = qao.marker.Marker(SCHEMES[0].to_dict(), 2 * WIDTH, K, DTYPE, E - 1)
+    marker = qao.nn.marker.Marker(SCHEMES[0].to_dict(), 2 * WIDTH, K, DTYPE, E - 1)
     with pytest.raises(ValueError, match="holds 4 experts of 768 rows"):
         target = experts.layer.up._parameters["pip_install_qao"]
-        target.weight_loader(target, qao.marker.encode(marker))
+        target.weight_loader(target, qao.nn.marker.encode(marker))
 
 
 def test_tensors_that_a_model_passes_over() -> None:

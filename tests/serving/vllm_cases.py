@@ -36,7 +36,7 @@ from layouts import (
 )
 from loaded import KINDS, K, N, installed
 from ops_schemes import Activation
-from qao.integrations import served
+from qao.integrations.serving import common as served
 from qao.integrations.vllm import cache_key
 from test_checkpoints_gptq_awq import Weight
 from vllm import envs

@@ -17,7 +17,7 @@ import torch
 import transformers
 from accuracy import check_close
 from native import DTYPE, activation
-from qao.experts import QuantExperts
+from qao.nn.experts import QuantExperts
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
@@ -81,7 +81,7 @@ def load(folder: Path) -> tuple[Any, str]:
     ids=str,
 )
 def test_a_saved_model(
-    scheme: qao.formats.Scheme,
+    scheme: qao.schemes.Scheme,
     intermediate_size: int,
     method: str,
     tmp_path: Path,

@@ -15,7 +15,7 @@ from accuracy import check_close
 from checkpoint_support import SCHEMES
 from loaded import KINDS, K
 from native import DTYPE, JOINED_CASES, check, check_joined, checkpoint, exact
-from qao.formats import Scheme
+from qao.schemes import Scheme
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod

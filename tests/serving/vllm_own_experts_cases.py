@@ -16,7 +16,7 @@ import torch
 from experts_support import SCHEMES
 from fused_support import DTYPE, PREFIX, TOP, WIDTH, E, K, check, routing
 from native_experts import EXPERT_SCHEMES, check_parts, checkpoint
-from qao.formats import Scheme
+from qao.schemes import Scheme
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory, RoutedExperts

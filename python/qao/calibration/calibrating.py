@@ -9,20 +9,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import fused, grouping, modes, quantize, survey
-from ..formats import PackedWeight, Scheme
-from ..linear import is_linear, linear_weight, pack
-from ..packed import Sharded
-from ..places import put_module
-from ..report import Report
-from ..words import METHODS as METHODS
+from .._words import METHODS as METHODS
+from ..nn.linear import is_linear, linear_weight, pack
+from ..nn.packed_module import Sharded
+from ..ops import modes
+from ..quantization import auto_group_size, fused_experts, quantize, targets
+from ..quantization.module_swap import put_module
+from ..quantization.report import Report
+from ..schemes import PackedWeight, Scheme
 from .choice import quantized
 from .gptq import damping_of
 from .scaling import smooth
 from .statistics import Inputs
 from .stream import Blocks, Call, called, check_first, evaluating, find_blocks, samples_of
 
-Unit = list[survey.Layer]
+Unit = list[targets.Layer]
 
 UNREACHED = "the data did not reach it: rounded to nearest"
 
@@ -96,12 +97,12 @@ def calibrate(
             check_first(model, calls)
             if method == "smoothquant":
                 smooth(model, calls, units, folded)
-            if any(grouping.is_auto(unit[0].scheme) for unit in units):
+            if any(auto_group_size.is_auto(unit[0].scheme) for unit in units):
                 _choose_groups(model, calls, units, damping, progress)
             for some, hessian, note in _inputs(model, calls, units, progress):
                 _quantize(some, hessian, note, damping, rounds)
             for unit in planned.experts:
-                fused.replace(unit, None)
+                fused_experts.replace(unit, None)
     except BaseException:
         for layer, module in before:
             layer.module = module
@@ -121,7 +122,7 @@ def calibrate(
     return report
 
 
-def _check_schemes(layers: list[survey.Layer]) -> None:
+def _check_schemes(layers: list[targets.Layer]) -> None:
     for layer in layers:
         if layer.scheme is not None and layer.scheme.weights == "fp4":
             raise ValueError(
@@ -139,21 +140,21 @@ def _check_data(model: nn.Module) -> None:
 
 def _choose_groups(model: nn.Module, calls: list[Call], units: list[Unit], damping: float, progress: bool) -> None:
     """Gives units whose group size is to be chosen theirs, by what rounding does to outputs of the float model."""
-    errors: dict[int, grouping.Errors] = {}
+    errors: dict[int, auto_group_size.Errors] = {}
     for some, hessian, _ in _inputs(model, calls, units, progress, changes=False):
         for unit in some:
-            if grouping.is_auto(unit[0].scheme):
+            if auto_group_size.is_auto(unit[0].scheme):
                 errors[id(unit)] = _group_errors(unit[0], hessian, damping)
-    grouping.assign(units, [errors.get(id(unit), {}) for unit in units])
+    auto_group_size.assign(units, [errors.get(id(unit), {}) for unit in units])
 
 
-def _group_errors(layer: survey.Layer, hessian: Tensor | None, damping: float) -> grouping.Errors:
+def _group_errors(layer: targets.Layer, hessian: Tensor | None, damping: float) -> auto_group_size.Errors:
     assert layer.scheme is not None
     weight, name = linear_weight(layer.module), layer.row.name
     if hessian is None:
-        return grouping.weight_errors(weight, layer.scheme, name, None)
+        return auto_group_size.weight_errors(weight, layer.scheme, name, None)
     importance = (hessian.diagonal() + damping_of(hessian, damping)).float()
-    return grouping.weight_errors(
+    return auto_group_size.weight_errors(
         weight, layer.scheme, name, importance, lambda difference: ((difference @ hessian) * difference).sum(1)
     )
 

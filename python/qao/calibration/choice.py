@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import PackedWeight, Scheme
-from ..rotation import rotated, rotated_hessian
+from ..ops.rotation import rotated, rotated_hessian
+from ..schemes import PackedWeight, Scheme
 from .gptq import damped, damping_of, gptq
 from .grid import Grid
 from .refining import refined

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import weight_operators
+from ..ops import weight_ops
 from .grid import Grid
 
 _BLOCK = 128  # columns that one call of the operator rounds
@@ -55,7 +55,7 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid, *, damping: float = 0.01) 
             block, behind, found = slice(begin, end), slice(end, last), slice(begin - first, end - first)
             local = ratios[block, block].contiguous()
             of_zeros = None if zeros is None else zeros[block]
-            codes[block], errors[found], rests = weight_operators.gptq_columns(
+            codes[block], errors[found], rests = weight_ops.gptq_columns(
                 columns[block], moved[block], scales[block], of_zeros, local, grid.dtype
             )
             moved[behind].addmm_(ratios[block, behind].t(), errors[found])

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..formats import Float8Weight, Int4Weight, Scheme
-from ..formats_two_levels import TwoLevelInt4Weight
-from ..quantizer import QuantizedWeight
-from ..quantizer_fp8 import SCALE_BLOCK
-from ..quantizer_two_levels import Factors
+from ..ops.packed_shape import SCALE_BLOCK
+from ..quant_primitives.integer import QuantizedWeight
+from ..quant_primitives.two_level import Factors
+from ..schemes import Float8Weight, Int4Weight, Scheme
+from ..schemes.two_level import TwoLevelInt4Weight
 
 
 @dataclass(frozen=True)

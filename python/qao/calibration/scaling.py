@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .. import modes
-from ..linear import is_linear, linear_weight
-from ..survey import Layer
+from ..nn.linear import is_linear, linear_weight
+from ..ops import modes
+from ..quantization.targets import Layer
 from .stream import Call, called
 
 _STRENGTH = 0.5  # share of the range of activations that goes to the weights

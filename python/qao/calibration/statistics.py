@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..linear import linear_weight
-from ..modes import neutral
+from ..nn.linear import linear_weight
+from ..ops.modes import neutral
 
 
 class Inputs:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ..modes import callers
+from ..ops.modes import callers
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import Scheme
+from ..schemes import Scheme
 
 __all__ = ["Checkpoint", "CheckpointError", "LazyTensor", "Plain", "QuantizedLayer"]
 

@@ -13,9 +13,8 @@ from functools import partial
 
 import torch
 
-from ..formats import Granularity
-from ..quantizer_fp8 import SCALE_BLOCK
-from ..schemes import Float8DynamicActivationFloat8Weight
+from ..ops.packed_shape import SCALE_BLOCK
+from ..schemes import Float8DynamicActivationFloat8Weight, Granularity
 from .base import QuantizedLayer
 from .files import TensorFiles
 from .plain import FP8_SCALES, check_layer_name, fp8_scale_shapes, read_fp8

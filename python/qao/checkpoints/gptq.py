@@ -15,8 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..formats import Scheme
-from ..schemes import Int4WeightOnly, Int8WeightOnly
+from ..schemes import Int4WeightOnly, Int8WeightOnly, Scheme
 from .base import CheckpointError, Plain, QuantizedLayer
 from .files import FLOATS, TensorFiles
 from .plain import as_bytes, check_layer_name, grouping, nibbles, regroup

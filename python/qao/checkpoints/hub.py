@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..hub_names import is_hub_name
+from .._words import is_hub_name
 from .base import CheckpointError
 
 __all__ = ["local_copy"]

@@ -19,11 +19,17 @@ from typing import Any
 
 import torch
 
-from ..formats import Granularity, Scheme
-from ..quantizer_fp8 import SCALE_BLOCK
-from ..schemes import Float8DynamicActivationFloat8Weight, Float8WeightOnly, Fp4WeightOnly, Int8WeightOnly
+from ..ops.packed_shape import SCALE_BLOCK
+from ..schemes import (
+    Float8DynamicActivationFloat8Weight,
+    Float8WeightOnly,
+    Fp4WeightOnly,
+    Granularity,
+    Int8WeightOnly,
+    Scheme,
+)
 from .base import CheckpointError, Plain, QuantizedLayer
-from .compressed_tensors import KV_CACHE, Contents
+from .compressed_tensors.read import KV_CACHE, Contents
 from .files import FLOATS, TensorFiles
 from .plain import FP8_SCALES, check_layer_name, fp8_scale_shapes, read_fp8
 from .settings import Settings

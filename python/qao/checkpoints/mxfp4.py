@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fp4 import MX_GROUP, values_of
+from ..ops.fp4 import MX_GROUP, values_of
 from .files import SafetensorsCheckpoint, TensorFiles
 
 __all__ = ["Mxfp4Checkpoint"]

@@ -15,9 +15,8 @@ from functools import partial
 
 from torch import Tensor
 
-from .. import marker
-from ..formats import Int4Weight, Scheme
-from ..schemes import scheme_from_dict
+from ..nn import marker
+from ..schemes import Int4Weight, Scheme, scheme_from_dict
 from .base import Plain, QuantizedLayer
 from .files import TensorFiles
 from .settings import Settings

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from . import autoround, awq, compressed_tensors, fp8, gptq, modelopt, native, torchao
+from . import autoround, awq, fp8, gptq, modelopt, native, torchao
 from .base import Checkpoint, CheckpointError
+from .compressed_tensors import read
 from .files import SafetensorsCheckpoint, TensorFiles, is_index, read_json
-from .gguf import GgufCheckpoint
+from .gguf.read import GgufCheckpoint
 from .mxfp4 import Mxfp4Checkpoint
 from .settings import Settings
 
@@ -84,7 +85,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     elif method == "mxfp4":
         opened = Mxfp4Checkpoint(config, files)
     elif method == "compressed-tensors":
-        opened = SafetensorsCheckpoint(method, config, files, *compressed_tensors.read(files, settings))
+        opened = SafetensorsCheckpoint(method, config, files, *read.read(files, settings))
     elif method == "modelopt":
         opened = SafetensorsCheckpoint(method, config, files, *modelopt.read(files, settings))
     else:

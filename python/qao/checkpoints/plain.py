@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..quantizer_fp8 import SCALE_BLOCK
+from ..ops.packed_shape import SCALE_BLOCK
 from .base import CheckpointError, Plain
 from .files import FLOATS, TensorFiles
 

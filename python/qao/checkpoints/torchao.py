@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 
-from ..formats import Granularity, Scheme
 from ..schemes import (
     Float8DynamicActivationFloat8Weight,
     Float8DynamicActivationInt4Weight,
     Float8WeightOnly,
+    Granularity,
     Int4WeightOnly,
     Int8DynamicActivationInt4Weight,
     Int8DynamicActivationInt8Weight,
     Int8WeightOnly,
+    Scheme,
 )
 from .base import Plain, QuantizedLayer
 from .files import FLOATS, TensorFiles

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..report import table
+from ..quantization.report import table
 from .common import Failure, Output, command, counted, device_of, local_path, scheme_word
 
 _DESCRIPTION = """
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _sizes_of(path: Path) -> list[tuple[int, int]]:
     from ..checkpoints import open_checkpoint
-    from ..linear import is_linear, linear_weight
+    from ..nn.linear import is_linear, linear_weight
     from .skeleton import skeleton
 
     checkpoint = open_checkpoint(local_path(path))

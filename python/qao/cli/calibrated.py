@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..checkpoints import open_checkpoint
-from ..formats import Scheme
+from ..schemes import Scheme
 from .common import Failure, Output, counted, memory, read_text, size
 from .model import load_model, load_tokenizer
 from .readers import readers_of

@@ -10,15 +10,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..counterparts import word_hint
-from ..report import counted as counted
-from ..words import SCHEMES
+from .._words import SCHEMES
+from .._words import counted as counted
+from ..schemes.counterparts import word_hint
 
 if TYPE_CHECKING:
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    from ..formats import Scheme
+    from ..schemes import Scheme
 
 DTYPES = ("float32", "float16", "bfloat16")
 

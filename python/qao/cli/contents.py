@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ..checkpoints.base import Checkpoint, CheckpointError, QuantizedLayer
-from ..checkpoints.gguf import GgufCheckpoint
-from ..checkpoints.gguf_file import TensorInfo
-from ..linear import is_linear
-from ..report import common_name, table
+from ..checkpoints.gguf.file import TensorInfo
+from ..checkpoints.gguf.read import GgufCheckpoint
+from ..nn.linear import is_linear
+from ..quantization.report import common_name, table
 from . import common
 from .common import Failure, counted, size
 from .names import Names, module_names, stored_shapes

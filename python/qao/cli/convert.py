@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
 
 def _obstacle(source: Any) -> str | None:
     """Why the layers are nothing for compressed-tensors, as far as their schemes do not tell."""
-    from ..formats import Int4Weight
+    from ..schemes import Int4Weight
 
     experts = next((layer.name for layer in source.layers.values() if layer.experts is not None), None)
     if experts is not None:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
     from ..checkpoints import open_checkpoint
     from ..checkpoints.base import Checkpoint
-    from ..formats import PackedWeight
+    from ..schemes import PackedWeight
     from .contents import float_dtype, float_linears, packed_bytes
     from .names import modules_of
     from .readable import reading_problems

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .._version import __version__
-from ..report import table
+from ..quantization.report import table
 from .common import Output, command, counted
 
 # What is timed: one layer, from copies that together leave a core's own caches, for few tokens and for many.
@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .. import doctor
+    from ..diagnostics import doctor
 
     output = Output(args)
     facts = _facts()
@@ -89,7 +89,7 @@ def _speeds(output: Output) -> list[dict[str, Any]]:
 def _facts() -> list[tuple[str, str]]:
     import torch
 
-    from .._commit import commit
+    from .._version import commit
 
     built_from = f"commit {commit()}" if commit() else None
     return [
@@ -104,8 +104,9 @@ def _facts() -> list[tuple[str, str]]:
 def _build() -> list[tuple[str, str]]:
     import torch
 
-    from .. import cuda_build, doctor
-    from ..formats import _host
+    from ..diagnostics import doctor
+    from ..nn import cuda_build
+    from ..schemes.base import _host
 
     if _host is None:
         problem = doctor.host_problem() or "this build has no qao._host; the operators work without it"

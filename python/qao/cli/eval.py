@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..evaluate import compare
+    from ..diagnostics.perplexity import compare
 
     if args.windows < 1 or args.window < 1:
         args.parser.error("--windows and --window must be at least 1")
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace, path: str, scheme: Any, tokens: list[int], count: int) -> Any:
-    from ..evaluate import perplexity
+    from ..diagnostics.perplexity import perplexity
 
     model = load_model(args, path, scheme)
     with progress(args, -(-(len(tokens) - 1) // args.window), Path(path).name, unit="window") as bar:

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..dequantize import dequantize_
-from ..report import table
-from ..sensitivity import LayerCost, blocks, by_layer
+from ..diagnostics.sensitivity import LayerCost, blocks, by_layer
+from ..quantization.dequantize import dequantize_
+from ..quantization.report import table
 from .common import Failure, Output, counted
 from .model import load_model
 
@@ -18,7 +18,7 @@ _FORMATS = (".png", ".svg", ".pdf")
 
 
 def run(args: argparse.Namespace, output: Output, scheme: Any, tokens: list[int], count: int) -> int:
-    from ..evaluate import perplexity
+    from ..diagnostics.perplexity import perplexity
 
     if args.plot is not None:
         _check_plot(args)

@@ -64,7 +64,7 @@ def _about(model: Any, device: torch.device) -> str:
     """Device, dtype and schemes: "cuda:0 (NVIDIA H100), int8, bfloat16 for the rest"."""
     import torch
 
-    from ..packed import PackedModule
+    from ..nn.packed_module import PackedModule
 
     name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
     schemes = Counter(str(module.scheme) for module in model.modules() if isinstance(module, PackedModule))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..hub_names import is_hub_name
+from .._words import is_hub_name
 from .common import Failure
 from .staging import check_out
 

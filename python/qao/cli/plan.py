@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import grouping
 from ..checkpoints.base import Checkpoint
-from ..embedding import QuantEmbedding
-from ..experts import QuantExperts, QuantProjection, quantize_projection
-from ..formats import Int4Weight, PackedWeight, Scheme
-from ..importance import told_by, told_importance, told_part
-from ..linear import QuantLinear, is_linear, kernel_bias
-from ..marker import MARKER, TRIPWIRE
-from ..packed import PackedModule
-from ..quantize import quantize_
-from ..report import Report
+from ..nn.embedding import QuantEmbedding
+from ..nn.experts import QuantExperts, QuantProjection, quantize_projection
+from ..nn.linear import QuantLinear, is_linear, kernel_bias
+from ..nn.marker import MARKER, TRIPWIRE
+from ..nn.packed_module import PackedModule
+from ..quant_primitives.importance import told_by, told_importance, told_part
+from ..quantization import auto_group_size
+from ..quantization.quantize import quantize_
+from ..quantization.report import Report
+from ..schemes import Int4Weight, PackedWeight, Scheme
 from .common import Failure, counted
 from .contents import DTYPES
 from .names import Group, Names, float_tensor, shape_dtype, stored_shapes
@@ -88,10 +88,10 @@ class Plan:
             name for name, module in model.named_modules() if is_linear(module) and not isinstance(module, nn.Linear)
         }
         schemes: Any = scheme
-        if grouping.is_auto(scheme):
+        if auto_group_size.is_auto(scheme):
             options: Any = {"exclude": exclude, "embeddings": embeddings, "dtype": dtype}
             options |= {"device": device, "trust": trust, "anew": anew}
-            schemes = Plan(source, grouping.fixed(scheme, 128), **options)._with_groups(source, scheme)
+            schemes = Plan(source, auto_group_size.fixed(scheme, 128), **options)._with_groups(source, scheme)
         if exclude or self._stored:
             # The last pattern is one that nobody writes: of two equal keys one would be lost.
             rest = schemes if isinstance(schemes, dict) else {"re:(?:.*)": schemes}
@@ -234,11 +234,13 @@ class Plan:
             first = next(name for name in names if self._holds(name))
             weight = self._read(source, first)
             importance = self._importance(source, first)
-            errors = grouping.weight_errors(weight.to(self._device), scheme, self._prefix[first], importance)
-            found.append(grouping.options_of(weight.shape, weight.dtype, scheme, errors))
+            errors = auto_group_size.weight_errors(weight.to(self._device), scheme, self._prefix[first], importance)
+            found.append(auto_group_size.options_of(weight.shape, weight.dtype, scheme, errors))
             elements.append(weight.numel())
-        sizes = grouping.choose(found, elements, scheme)
-        chosen = {name: grouping.fixed(scheme, size) for names, size in zip(tied, sizes, strict=True) for name in names}
+        sizes = auto_group_size.choose(found, elements, scheme)
+        chosen = {
+            name: auto_group_size.fixed(scheme, size) for names, size in zip(tied, sizes, strict=True) for name in names
+        }
         return chosen | {name.rpartition(".")[0]: scheme for name in self._projections}  # which leaves them
 
     def _importance(self, source: Checkpoint, name: str) -> Tensor | None:

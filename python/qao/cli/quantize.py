@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..words import METHODS
+from .._words import METHODS
 from .common import (
     DTYPES,
     Failure,

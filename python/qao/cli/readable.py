@@ -11,11 +11,11 @@ from torch import nn
 
 from ..checkpoints import open_checkpoint
 from ..checkpoints.base import Checkpoint
-from ..formats import Scheme
-from ..integrations import loading
-from ..layout import make_room
-from ..marker import MARKER, TRIPWIRE
-from ..packed import PackedModule
+from ..integrations.huggingface import loading
+from ..nn.marker import MARKER, TRIPWIRE
+from ..nn.packed_module import PackedModule
+from ..quantization.skeleton import make_room
+from ..schemes import Scheme
 from .common import Failure
 from .names import Names
 from .skeleton import model_of

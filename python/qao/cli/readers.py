@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .common import Failure
 
 if TYPE_CHECKING:
-    from ..formats import Scheme
+    from ..schemes import Scheme
 
 READERS = ("vllm", "transformers", "qao")
 
@@ -30,7 +30,7 @@ def scheme_for(args: argparse.Namespace, scheme: Scheme) -> Scheme:
     Raises:
         Failure: the reader has no such layers.
     """
-    from ..formats import Int4Weight
+    from ..schemes import Int4Weight
 
     layout_for(args)
     if args.reader in (None, "qao"):
@@ -59,7 +59,7 @@ def check_reader(reader: str | None, schemes: Iterable[Scheme]) -> None:
 
 
 def _obstacle(reader: str | None, scheme: Scheme) -> str | None:
-    from ..formats import Int4Weight
+    from ..schemes import Int4Weight
 
     if not isinstance(scheme, Int4Weight):
         return None

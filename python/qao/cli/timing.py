@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..linear import QuantLinear
+from ..nn.linear import QuantLinear
 from ..schemes import SCHEMES
 
 CPU_BYTES = 128 << 20  # of copies of one weight; more than the caches of most

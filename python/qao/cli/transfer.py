@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint import VERSION
 from ..checkpoints import files
 from ..checkpoints.base import Checkpoint
-from ..checkpoints.ct_write import can_write, layer_tensors, quantization_config
-from ..experts import QuantProjection
-from ..formats import PackedWeight, Scheme
-from ..integrations.config import QaoConfig
-from ..linear import QuantLinear
-from ..packed import PackedModule
+from ..checkpoints.compressed_tensors.write import can_write, layer_tensors, quantization_config
+from ..checkpoints.save_load import VERSION
+from ..integrations.huggingface.config import QaoConfig
+from ..nn.experts import QuantProjection
+from ..nn.linear import QuantLinear
+from ..nn.packed_module import PackedModule
+from ..schemes import PackedWeight, Scheme
 from .common import Failure, memory, one_line, progress, size
 from .readable import check_readable
 from .shards import ShardWriter

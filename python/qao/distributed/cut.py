@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import Fp4Weight, Int4Weight, PackedWeight, Scheme
+from ..schemes import Fp4Weight, Int4Weight, PackedWeight, Scheme
 
 _TILE = 16, 64  # rows and columns of int4 that only lie together (cuda/int4/layout.h)
 

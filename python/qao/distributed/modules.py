@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 
-from .. import marker
-from ..embedding import QuantEmbedding
-from ..formats import PackedWeight
-from ..linear import QuantLinear
-from ..packed import PackedModule, Sharded
+from ..nn import marker
+from ..nn.embedding import QuantEmbedding
+from ..nn.linear import QuantLinear
+from ..nn.packed_module import PackedModule, Sharded
+from ..schemes import PackedWeight
 from .cut import is_cut, joins, part
 from .layout import LAST, Layout
 

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..attached import attached
-from ..embedding import QuantEmbedding
-from ..embedding import obstacle as obstacle_of_embedding
-from ..formats import PackedWeight
-from ..linear import QuantLinear, obstacle
-from ..packed import PackedModule, Sharded, frozen
+from ..nn.attached import attached
+from ..nn.embedding import QuantEmbedding
+from ..nn.embedding import obstacle as obstacle_of_embedding
+from ..nn.linear import QuantLinear, obstacle
+from ..nn.packed_module import PackedModule, Sharded, frozen
+from ..schemes import PackedWeight
 from .cut import Cut, cut, is_cut, joins, local, part, units
 from .layout import LAST, Layout
 from .modules import EMBEDDINGS, LINEARS, check_row_scales, give, resize

@@ -12,6 +12,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ..quantization import listeners
+from .huggingface import registration
+
 Register = Callable[[], None]
 Failed = Callable[[str, Exception], None]
 
@@ -65,22 +68,24 @@ def register_part(module: str, function: str = "register") -> None:
 
 # A module of another library, and the one of this folder whose ``register`` is to be called once it is imported.
 _PARTS = {
-    "accelerate": "accelerate",
-    "diffusers.quantizers.auto": "diffusers",
-    "peft": "peft",
-    "torch.distributed.fsdp._fully_shard._fsdp_param": "fsdp",
-    "torch.optim.swa_utils": "averaging",
-    "torch.utils.flop_counter": "flop_counter",
-    "transformers.modeling_utils": "takeover",
-    "transformers.quantizers.auto": "transformers",
+    "accelerate": "huggingface.accelerate",
+    "diffusers.quantizers.auto": "huggingface.diffusers",
+    "peft": "huggingface.peft",
+    "torch.distributed.fsdp._fully_shard._fsdp_param": "torch.fsdp",
+    "torch.optim.swa_utils": "torch.averaging",
+    "torch.utils.flop_counter": "torch.flop_counter",
+    "transformers.modeling_utils": "huggingface.takeover",
+    "transformers.quantizers.auto": "huggingface.transformers",
 }
 
 
 def install() -> None:
     """Called by ``import qao``."""
+    listeners.quantized.append(registration.attach)
+    listeners.dequantized.append(registration.detach)
     for module, part in _PARTS.items():
         when_imported(module, partial(register_part, f"qao.integrations.{part}"))
-    register_part("qao.integrations.state_dicts")
+    register_part("qao.integrations.torch.state_dicts")
 
 
 class _Finder(MetaPathFinder):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-from .. import served
 from ..imports import register_part, when_imported
+from ..serving import common
 
 __all__ = ["VERSIONS", "register"]
 
@@ -22,12 +22,12 @@ _PARTS = {"config": "checkpoints in qao's own format", "layouts": "linear layers
 
 
 def _register(part: str) -> None:
-    served.check_version("sglang", VERSIONS)
+    common.check_version("sglang", VERSIONS)
     register_part(f"{__name__}.{part}")
 
 
 def _say_failed(part: str, module: str, error: Exception) -> None:
-    served.say_failed("sglang", _PARTS[part], error)
+    common.say_failed("sglang", _PARTS[part], error)
 
 
 def register() -> None:
@@ -35,8 +35,8 @@ def register() -> None:
 
     In another version of SGLang, or where a part fails, it logs an error, and SGLang goes on without that part.
     """
-    if served.is_off("sglang"):
-        logging.getLogger("sglang.qao").info("%s is set: SGLang runs without qao", served.switch("sglang"))
+    if common.is_off("sglang"):
+        logging.getLogger("sglang.qao").info("%s is set: SGLang runs without qao", common.switch("sglang"))
         return
     for part in _PARTS:
         when_imported("sglang.srt.layers.quantization", partial(_register, part), partial(_say_failed, part))

@@ -12,8 +12,8 @@ from sglang.srt.layers import quantization
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import nn
 
-from ...quantizer_fp8 import SCALE_BLOCK
-from ..served_config import Served
+from ...ops.packed_shape import SCALE_BLOCK
+from ..serving.config import Served
 
 
 class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]

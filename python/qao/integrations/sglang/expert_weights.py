@@ -17,12 +17,11 @@ from sglang.srt.layers.quantization.gptq.schemes import GPTQIntelAMXMoEScheme, G
 from torch import Tensor, nn
 
 from ...checkpoints.plain import nibbles
-from ...formats import PackedWeight, Scheme
-from ...schemes import Float8DynamicActivationFloat8Weight, Int8DynamicActivationInt8Weight
-from .. import served_experts
+from ...schemes import Float8DynamicActivationFloat8Weight, Int8DynamicActivationInt8Weight, PackedWeight, Scheme
+from ..serving import moe
 from .kernels import awq_values, blocks_obstacle, fp8_obstacle, gptq_values, online
 
-Values = Callable[[Tensor, Tensor, "Tensor | None", int], served_experts.Plain]
+Values = Callable[[Tensor, Tensor, "Tensor | None", int], moe.Plain]
 
 
 class ExpertSizes(NamedTuple):
@@ -60,9 +59,9 @@ class Integers(Weights):
         none: list[None] = [None] * len(weights)
         each = zip(weights, scales, none if self.symmetric or zeros is None else zeros, strict=True)
         plain = (self._cut(*self.values(*one, self.bits), k) for one in each)
-        return served_experts.integers(plain, len(weights), self.group_size, self.bits, k)
+        return moe.integers(plain, len(weights), self.group_size, self.bits, k)
 
-    def _cut(self, q: Tensor, scales: Tensor, zeros: Tensor | None, k: int) -> served_experts.Plain:
+    def _cut(self, q: Tensor, scales: Tensor, zeros: Tensor | None, k: int) -> moe.Plain:
         """Some methods make room for the groups of all processes, and load those of this one to the front."""
         groups = 1 if self.group_size == -1 else -(-k // self.group_size)
         return q, scales[:, :groups], None if zeros is None else zeros[:, :groups]
@@ -180,12 +179,12 @@ def _values_of_bytes(
 def _integers(
     values: Values, names: str, bits: int, group_size: int, symmetric: bool, sizes: ExpertSizes
 ) -> Weights | str:
-    reason = served_experts.integers_obstacle(bits, group_size, *sizes, not symmetric)
+    reason = moe.integers_obstacle(bits, group_size, *sizes, not symmetric)
     return reason or Integers(values, names, bits, group_size, symmetric)
 
 
 def _fp8(scales: str, blocks: list[int] | None, static: bool, sizes: ExpertSizes) -> Weights | str:
     if blocks is None:
         return EightBits(_FP8_ROWS, scales, static)
-    reason = blocks_obstacle(blocks) or served_experts.blocks_obstacle(sizes.width)
+    reason = blocks_obstacle(blocks) or moe.blocks_obstacle(sizes.width)
     return reason or EightBits(_FP8_BLOCKS, scales)

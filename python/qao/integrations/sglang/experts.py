@@ -27,9 +27,9 @@ from sglang.srt.runtime_context import get_exec, get_lora
 from sglang.srt.utils import is_cuda
 from torch import Tensor, nn
 
-from ...experts import QuantProjection
-from ...grouped import SILU_MUL
-from .. import served_experts
+from ...nn.experts import QuantProjection
+from ...ops.grouped_autograd import SILU_MUL
+from ..serving import moe
 from . import expert_weights
 from .expert_weights import ExpertSizes, Weights
 from .layouts import LEFT_OUT
@@ -117,7 +117,7 @@ class GroupedExperts(FusedMoEMethodBase):  # type: ignore[misc]
         def up(x: Tensor, offsets: Tensor, row_index: Tensor) -> Tensor:
             return layer.up(x, offsets, row_index, gate=SILU_MUL)  # type: ignore[no-any-return]
 
-        y = served_experts.through(x, chosen, weights, layer.num_local_experts, up, layer.down)
+        y = moe.through(x, chosen, weights, layer.num_local_experts, up, layer.down)
         return StandardCombineInput(y)
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ... import ops
 from ...checkpoints.awq import values_of
-from ...quantizer_fp8 import SCALE_BLOCK
+from ...ops.packed_shape import SCALE_BLOCK
 from ...schemes import Int8DynamicActivationInt8Weight
-from .. import served
+from ..serving import common
 
 
 class Share(NamedTuple):
@@ -51,8 +51,8 @@ class Integers(Kernel):
 
     def __init__(self, bits: int, group_size: int, symmetric: bool, share: Share) -> None:
         self.bits, self.group_size = bits, group_size
-        self.scheme = served.integer_scheme(bits, group_size, share.k, symmetric=symmetric)
-        self.operator = served.OPERATORS[self.scheme.word]
+        self.scheme = common.integer_scheme(bits, group_size, share.k, symmetric=symmetric)
+        self.operator = common.OPERATORS[self.scheme.word]
         self.operator_name = f"{self.scheme.word}_mm"
         self.rest = self.scheme.constants(sum(share.parts), share.k)
         self.symmetric = symmetric
@@ -63,7 +63,7 @@ class Integers(Kernel):
 
     def load(self, layer: nn.Module) -> None:
         q, scales, zeros = self.plain(layer)
-        made = served.integers(self.scheme, q, scales, zeros, self.group_size, bits=self.bits)
+        made = common.integers(self.scheme, q, scales, zeros, self.group_size, bits=self.bits)
         loaded = layer._parameters[self.weight]
         copies = [name for name, one in layer._parameters.items() if one is loaded]  # models give it more names
         for name in (*copies, self.zeros, *self.others):
@@ -82,8 +82,8 @@ class PackQuantized(Integers):
 
     def plain(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
         own: Any = layer._parameters
-        q = served.rows(own[self.weight].data, self.bits, packed_dim=1, output_dim=0)
-        zeros = None if self.symmetric else served.rows(own[self.zeros].data, 4, packed_dim=0, output_dim=0)
+        q = common.rows(own[self.weight].data, self.bits, packed_dim=1, output_dim=0)
+        zeros = None if self.symmetric else common.rows(own[self.zeros].data, 4, packed_dim=0, output_dim=0)
         return q, own[self.scales].data, zeros
 
 
@@ -104,9 +104,9 @@ class Awq(Integers):
 
 def gptq_values(words: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """uint8 q [N, K], scales [N, G] and zeros [N, G] of words [K * bits / 32, N], scales [G, N] and words of zeros."""
-    q = served.rows(words, bits, packed_dim=0, output_dim=1)
+    q = common.rows(words, bits, packed_dim=0, output_dim=1)
     if zeros is not None:  # less one, as they are stored
-        zeros = served.rows(zeros, 4, packed_dim=1, output_dim=1) + 1 & 15
+        zeros = common.rows(zeros, 4, packed_dim=1, output_dim=1) + 1 & 15
     return q, scales.t(), zeros
 
 
@@ -126,7 +126,7 @@ class Int8(Kernel):
 
     def load(self, layer: nn.Module) -> None:
         own: Any = layer._parameters
-        made = self.scheme.pack(own["weight"].data, served.row_scales(own["weight_scale"], self.parts))
+        made = self.scheme.pack(own["weight"].data, common.row_scales(own["weight_scale"], self.parts))
         _put(layer, "weight", made.qweight)
         _put(layer, "weight_scale", made.scales)
         _put(layer, "weight_sums", made.weight_sums)
@@ -151,7 +151,7 @@ class Fp8(Kernel):
     def load(self, layer: nn.Module) -> None:
         own: Any = layer._parameters
         if not self.blocks:
-            _put(layer, self.scales, served.row_scales(own[self.scales].data, self.parts))
+            _put(layer, self.scales, common.row_scales(own[self.scales].data, self.parts))
         scale = own.get("input_scale")
         static = self.activations == 0 and scale is not None
         _put(layer, "input_scale", scale.data.max().reshape(1) if static else None)  # what is joined multiplies one x
@@ -173,7 +173,7 @@ def of_compressed_tensors(own: Any, layer: nn.Module, share: Share) -> Kernel | 
             return "columns reordered into groups (actorder)"
         return _integers(PackQuantized, bits, scheme.group_size, scheme.symmetric, share)
     if kind is schemes.CompressedTensorsW8A8Int8:
-        return served.STATIC_INT8 if scheme.is_static_input_scheme else Int8(scheme.input_symmetric, share)
+        return common.STATIC_INT8 if scheme.is_static_input_scheme else Int8(scheme.input_symmetric, share)
     if kind is schemes.CompressedTensorsW8A16Fp8:
         return _fp8("weight_scale", None, False, share, weight_only=True)
     if kind is schemes.CompressedTensorsW8A8Fp8:
@@ -229,7 +229,7 @@ def online(config: Any) -> str | None:
 
 
 def _integers(kind: type[Integers], bits: int, group_size: int, symmetric: bool, share: Share) -> Kernel | str:
-    reason = served.integers_obstacle(bits, group_size, share.k, share.full_k, not symmetric)
+    reason = common.integers_obstacle(bits, group_size, share.k, share.full_k, not symmetric)
     return reason or kind(bits, group_size, symmetric, share)
 
 

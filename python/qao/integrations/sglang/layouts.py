@@ -16,7 +16,7 @@ from typing import Any
 from sglang.srt.layers import quantization
 from torch import nn
 
-from .. import served
+from ..serving import common
 
 METHODS = (
     *("compressed-tensors", "fp8", "gptq", "gptq_marlin", "awq", "awq_marlin"),
@@ -41,7 +41,7 @@ def _choice() -> Callable[[Any, nn.Module, str], Any] | None:
     try:
         from .method import beside
     except Exception as error:
-        served.say_failed("sglang", "linear layers", error)
+        common.say_failed("sglang", "linear layers", error)
         return None
     return beside
 

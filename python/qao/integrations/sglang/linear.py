@@ -7,8 +7,8 @@ from typing import Any
 from sglang.srt.layers import linear, parameter
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
-from ...formats import Scheme
-from ..served_linear import ServedLinear
+from ...schemes import Scheme
+from ..serving.linear import ServedLinear
 
 
 class QaoLinearMethod(ServedLinear, LinearMethodBase):  # type: ignore[misc]

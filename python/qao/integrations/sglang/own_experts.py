@@ -8,8 +8,8 @@ import torch
 from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 from torch import nn
 
-from ...formats import Scheme
-from ..served_projection import check_come, portions, wait_for
+from ...schemes import Scheme
+from ..serving.projection import check_come, portions, wait_for
 from .experts import GroupedExperts, obstacle
 from .process import missing
 

@@ -9,7 +9,7 @@ from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.utils import is_cuda
 
-from .. import served
+from ..serving import common
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ def missing(device: torch.device) -> str | None:
         return "deterministic inference: qao chooses its kernels by the number of tokens"
     if is_cuda():
         major, minor = torch.cuda.get_device_capability()
-        return served.gpu_obstacle(10 * major + minor)
+        return common.gpu_obstacle(10 * major + minor)
     return None if device.type == "cpu" else "qao runs on CUDA and on CPUs"
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-from .. import served
 from ..imports import register_part, when_imported
+from ..serving import common
 
 __all__ = ["PARTS", "VERSIONS", "failed_parts", "register"]
 
@@ -51,7 +51,7 @@ def failed_parts() -> set[str]:
 
 
 def _register(part: str) -> None:
-    served.check_version("vllm", VERSIONS)
+    common.check_version("vllm", VERSIONS)
     if _KEY in _failed and part != _KEY:
         raise RuntimeError("vLLM's compile cache cannot tell graphs with qao from graphs without it")
     module, _, function = part.partition(".")
@@ -61,7 +61,7 @@ def _register(part: str) -> None:
 
 def _say_failed(part: str, module: str, error: Exception) -> None:
     _failed.add(part)
-    served.say_failed("vllm", _WHAT[part], error)
+    common.say_failed("vllm", _WHAT[part], error)
 
 
 def register() -> None:
@@ -69,8 +69,8 @@ def register() -> None:
 
     In another version of vLLM, or where a part fails, it logs an error, and vLLM goes on without that part.
     """
-    if served.is_off("vllm"):
-        logging.getLogger("vllm.qao").info("%s is set: vLLM runs without qao", served.switch("vllm"))
+    if common.is_off("vllm"):
+        logging.getLogger("vllm.qao").info("%s is set: vLLM runs without qao", common.switch("vllm"))
         return
     for module, part in PARTS.items():
         when_imported(module, partial(_register, part), partial(_say_failed, part))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._version import __version__
-from ...formats import _host
+from ...schemes.base import _host
 from . import PARTS, failed_parts
 
 

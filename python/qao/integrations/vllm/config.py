@@ -13,7 +13,7 @@ from torch import nn
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from ..served_config import Served
+from ..serving.config import Served
 
 _EXPERTS = re.compile(r"\bexperts\.(?=(up|down)\.)")
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...checkpoints.awq import values_of
 from ...checkpoints.plain import group_size_of
-from ...grouped import SILU_MUL
-from ...grouped_mm import int4_grouped_mm
-from .. import served, served_experts
+from ...ops.grouped_autograd import SILU_MUL
+from ...ops.grouped_mm import int4_grouped_mm
+from ..serving import common, moe
 from .grouped_experts import GroupedExperts, general_obstacle
 
 
@@ -50,7 +50,7 @@ def obstacle(config: Any, weight_key: Any, quant_config: Any) -> str | None:
     if reason := general_obstacle(QaoExperts, config, weight_key, None):
         return reason
     sizes = config.hidden_dim, config.intermediate_size_per_partition, config.intermediate_size
-    return served_experts.integers_obstacle(4, quant_config.group_size, *sizes, not layout.symmetric)
+    return moe.integers_obstacle(4, quant_config.group_size, *sizes, not layout.symmetric)
 
 
 class _Layout(NamedTuple):
@@ -79,16 +79,16 @@ def packed(words: Tensor, scales: Tensor, zeros: Tensor | None, quant_config: An
     [E, N, K / 8]."""
     awq = type(quant_config).__name__ == "AutoAWQConfig"
 
-    def plain(expert: int) -> served_experts.Plain:
+    def plain(expert: int) -> moe.Plain:
         own = None if zeros is None else zeros[expert]
         if awq:
             return values_of(words[expert]), scales[expert].t(), None if own is None else values_of(own)
-        q = served.rows(words[expert], 4, packed_dim=1, output_dim=0)
-        return q, scales[expert], None if own is None else served.rows(own, 4, packed_dim=0, output_dim=0)
+        q = common.rows(words[expert], 4, packed_dim=1, output_dim=0)
+        return q, scales[expert], None if own is None else common.rows(own, 4, packed_dim=0, output_dim=0)
 
     k = words.shape[1] if awq else 8 * words.shape[2]
     each = map(plain, range(len(words)))
-    _, together = served_experts.integers(each, len(words), quant_config.group_size, 4, k)
+    _, together = moe.integers(each, len(words), quant_config.group_size, 4, k)
     return together.qweight, together.scales
 
 

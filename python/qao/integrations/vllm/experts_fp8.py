@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...grouped import SILU_MUL
-from ...grouped_mm import fp8_fp8_grouped_mm
-from ...quantizer_fp8 import SCALE_BLOCK
-from .. import served_experts
+from ...ops.grouped_autograd import SILU_MUL
+from ...ops.grouped_mm import fp8_fp8_grouped_mm
+from ...ops.packed_shape import SCALE_BLOCK
+from ..serving import moe
 from .grouped_experts import GroupedExperts, general_obstacle
 
 
@@ -51,6 +51,6 @@ def obstacle(config: Any, weight_key: Any, activation_key: Any) -> str | None:
     kind = _kind(weight_key, activation_key)
     if kind is None:
         return f"weights of {weight_key} with activations of {activation_key}"
-    if kind == "block" and (reason := served_experts.blocks_obstacle(config.intermediate_size_per_partition)):
+    if kind == "block" and (reason := moe.blocks_obstacle(config.intermediate_size_per_partition)):
         return reason
     return general_obstacle(QaoFp8Experts, config, weight_key, activation_key)

@@ -11,8 +11,8 @@ from vllm import envs
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
-from ...grouped import SILU_MUL, Gate
-from .. import served_experts
+from ...ops.grouped_autograd import SILU_MUL, Gate
+from ..serving import moe
 from .process import missing
 
 
@@ -98,7 +98,7 @@ class GroupedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         def down(rows: Tensor, offsets: Tensor) -> Tensor:
             return self._product(True, rows, w2, offsets, None, k)
 
-        output.copy_(served_experts.through(hidden_states, ids, weights, len(w1), up, down))
+        output.copy_(moe.through(hidden_states, ids, weights, len(w1), up, down))
 
 
 def general_obstacle(experts: type[GroupedExperts], config: Any, weight_key: Any, activation_key: Any) -> str | None:

@@ -24,15 +24,15 @@ from vllm.scalar_type import scalar_types
 
 from ... import ops
 from ...checkpoints.plain import group_size_of
-from ...formats import Scheme
 from ...schemes import (
     Float8DynamicActivationInt4Weight,
     Int4WeightOnly,
     Int8DynamicActivationInt4Weight,
     Int8DynamicActivationInt8Weight,
     Int8WeightOnly,
+    Scheme,
 )
-from .. import served
+from ..serving import common
 from .process import missing
 
 Answer = tuple[bool, str | None]
@@ -53,7 +53,7 @@ class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        return served.MIN_CAPABILITY
+        return common.MIN_CAPABILITY
 
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
@@ -68,14 +68,14 @@ class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
         scales, zeros = (w_s.data if out == 0 else w_s.data.t())[:n], None
         if c.zero_points:
             out = getattr(w_zp, "output_dim", 0)
-            zeros = served.rows(w_zp.data, 4, packed_dim=getattr(w_zp, "packed_dim", 0), output_dim=out)[:n]
+            zeros = common.rows(w_zp.data, 4, packed_dim=getattr(w_zp, "packed_dim", 0), output_dim=out)[:n]
         if w_q.dtype == torch.int8:  # one value a byte, -8..7 (W4A8 of integers)
             q = (w_q.data + 8).view(torch.uint8)
         else:
             packed, out = getattr(w_q, "packed_dim", 1), getattr(w_q, "output_dim", 0)
-            q = served.rows(w_q.data, bits, packed_dim=packed, output_dim=out)[:n, :k]
+            q = common.rows(w_q.data, bits, packed_dim=packed, output_dim=out)[:n, :k]
         scheme = _mixed_scheme(c, layer)
-        made = served.integers(scheme, q, scales, zeros, c.group_size, bits=bits)
+        made = common.integers(scheme, q, scales, zeros, c.group_size, bits=bits)
         replace_parameter(layer, self.w_q_name, made.qweight)
         replace_parameter(layer, self.w_s_name, made.scales)
         if self.w_zp_name is not None and getattr(layer, self.w_zp_name, None) is not None:
@@ -83,7 +83,7 @@ class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
         self._takes_sums = scheme.activations == "int8"
         if self._takes_sums:
             replace_parameter(layer, "qao_weight_sums", made.weight_sums)
-        self._operator, self._rest = served.OPERATORS[scheme.word], scheme.constants(n, k)
+        self._operator, self._rest = common.OPERATORS[scheme.word], scheme.constants(n, k)
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight, scales = getattr(layer, self.w_q_name), getattr(layer, self.w_s_name)
@@ -101,7 +101,7 @@ def _mixed_obstacle(c: Any) -> str | None:
         return f"weights of type {kind} {'with' if c.zero_points else 'without'} zero points"
     if c.act_type not in (*_FLOATS, torch.int8, torch.float8_e4m3fn):
         return f"activations of type {c.act_type}"
-    return served.integers_obstacle(kind.size_bits, c.group_size, k, c.full_weight_shape[0], c.zero_points)
+    return common.integers_obstacle(kind.size_bits, c.group_size, k, c.full_weight_shape[0], c.zero_points)
 
 
 def _mixed_scheme(c: Any, layer: nn.Module) -> Scheme:
@@ -130,7 +130,7 @@ class QaoInt8Kernel(_Kernel, Int8ScaledMMLinearKernel):  # type: ignore[misc]
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
         if c.is_static_input_scheme:
-            return False, served.STATIC_INT8
+            return False, common.STATIC_INT8
         return True, None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -138,7 +138,7 @@ class QaoInt8Kernel(_Kernel, Int8ScaledMMLinearKernel):  # type: ignore[misc]
         weight = getattr(layer, w_q).data
         widths = getattr(layer, "logical_widths", [len(weight)])
         scheme = Int8DynamicActivationInt8Weight(symmetric_activations=self.config.input_symmetric)
-        made = scheme.pack(weight, served.row_scales(getattr(layer, w_s), widths))
+        made = scheme.pack(weight, common.row_scales(getattr(layer, w_s), widths))
         replace_parameter(layer, w_q, made.qweight)
         replace_parameter(layer, w_s, made.scales)
         replace_parameter(layer, w_sums, made.weight_sums)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.model_executor import parameter
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 
-from ..served_linear import ServedLinear
+from ..serving.linear import ServedLinear
 
 
 @register_weight_loader_v2_supported_method

@@ -14,10 +14,10 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from ...experts import QuantProjection
-from ...formats import Scheme
-from ...grouped import SILU_MUL, Gate
-from ..served_projection import check_come, portions, wait_for
+from ...nn.experts import QuantProjection
+from ...ops.grouped_autograd import SILU_MUL, Gate
+from ...schemes import Scheme
+from ..serving.projection import check_come, portions, wait_for
 from .grouped_experts import GroupedExperts, general_obstacle, kernel_of
 
 CHILD = "routed_experts"

@@ -8,7 +8,7 @@ from typing import Any
 from vllm import envs
 from vllm.platforms import current_platform
 
-from .. import served
+from ..serving import common
 
 
 def missing(compute_capability: int | None = None) -> str | None:
@@ -19,7 +19,7 @@ def missing(compute_capability: int | None = None) -> str | None:
         return None
     if not current_platform.is_cuda():
         return "qao runs on CUDA and on CPUs"
-    return served.gpu_obstacle(compute_capability)
+    return common.gpu_obstacle(compute_capability)
 
 
 def replace_functions(module: str, made: dict[str, Any]) -> None:

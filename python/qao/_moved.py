@@ -1,0 +1,66 @@
+"""Names that modules had before they were sorted into packages; pickles of whole models hold them.
+
+Each warns with DeprecationWarning, and goes with qao 0.4.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_PACKAGES = {
+    "checkpoints": {"checkpoint": "save_load"},
+    "diagnostics": {"evaluate": "perplexity", "sensitivity": "sensitivity"},
+    "integrations.huggingface": {"integrations.config": "config"},
+    "nn": {
+        "embedding": "embedding",
+        "experts": "experts",
+        "linear": "linear",
+        "packed": "packed_module",
+        "update": "update",
+        "weight": "dequantized_weight",
+    },
+    "ops": {"fp4": "fp4", "grouped": "grouped_autograd", "invariance": "batch_invariant", "reference": "reference"},
+    "quantization": {"dequantize": "dequantize", "quantize": "quantize", "report": "report"},
+    "schemes": {
+        "formats": "weight_formats",
+        "formats_fp8": "fp8_dynamic",
+        "formats_two_levels": "two_level",
+        "rotation": "rotation",
+        "scheme": "base",
+    },
+}
+_MOVED = {f"qao.{old}": f"qao.{package}.{new}" for package, of in _PACKAGES.items() for old, new in of.items()}
+
+
+class _Alias(ModuleType):
+    """A module under its old name."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(_MOVED[self.__name__]), name)
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in _MOVED else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Alias(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        new = _MOVED[module.__name__]
+        message = f"{module.__name__} is now {new}; the old name goes with qao 0.4"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+
+
+def install() -> None:
+    """Called by ``import qao``; the names are looked for after all others."""
+    sys.meta_path.append(_Finder())

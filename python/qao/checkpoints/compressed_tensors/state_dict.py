@@ -1,0 +1,70 @@
+"""Entries of compressed-tensors in a state dict that a quantized layer is asked to load.
+
+``save_pretrained`` writes most schemes in that layout, and trainers give what it wrote to ``load_state_dict``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...nn import marker
+from ...schemes import Int4Weight
+from ..base import CheckpointError
+from ..files import TensorFiles
+from ..settings import Settings
+from .config import groups_of
+from .read import read_layer
+from .write import can_write, quantization_config
+
+__all__ = ["translate"]
+
+
+class _Entries(TensorFiles):
+    """Tensors of one layer in memory, as the reader of files takes them."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.directory, self.metadata = Path("state dict"), {}
+        self._tensors, self._file = tensors, {}
+        self._facts = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name].detach().cpu()
+
+
+def translate(layer: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Replaces the entries of compressed-tensors under ``prefix`` by those of ``layer``, a PackedModule.
+
+    Raises:
+        ValueError: they are of another scheme or size, incomplete, or damaged.
+    """
+    name, scheme = prefix.removesuffix(".") or "layer", layer.scheme
+    keys = [key for key in state_dict if key.startswith(f"{prefix}weight") or key.startswith(f"{prefix}input_")]
+    tensors = {f"{name}.{key.removeprefix(prefix)}": state_dict[key] for key in keys}
+    reason = can_write(scheme)
+    if reason is not None or any(type(one) not in (Tensor, torch.nn.Parameter) for one in tensors.values()):
+        raise ValueError(
+            f"{name}: the checkpoint holds entries of compressed-tensors, and this {layer._told()} "
+            f"takes none: {reason or 'they are sharded'}. Use the model that the checkpoint was made of."
+        )
+    config = Settings(quantization_config({name: scheme}, []), f"{name} ({scheme})")
+    found = read_layer(_Entries(tensors), name, groups_of(config)[0])
+    stored = marker.Marker(scheme.to_dict(), found.out_features, found.in_features, layer.dtype)
+    marker.check(stored, layer._marker(), name, layer._told())
+    plain = found.read()
+    if isinstance(scheme, Int4Weight):
+        scheme = replace(scheme, scale_dtype=plain.scales.dtype)
+    if isinstance(found.scheme, type(scheme)) and found.scheme.activation_scale is not None:
+        scheme = replace(scheme, activation_scale=found.scheme.activation_scale)
+    try:
+        packed = scheme.pack(*plain)
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    for key in keys:
+        del state_dict[key]
+    state_dict.update({prefix + key: tensor for key, tensor in packed.tensors().items() if tensor is not None})

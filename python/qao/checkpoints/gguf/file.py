@@ -1,0 +1,266 @@
+"""The container of GGUF, versions 2 and 3: metadata and where each tensor lies, read from a memory-mapped file.
+
+The source is docs/gguf.md of ggml. A file is untrusted: every count, length and offset is compared with the size of the
+file before anything is read or allocated by it. (The reader of the PyPI package gguf believes the counts.) Elements of
+arrays, such as a vocabulary of 150 000 tokens, are passed over, not read.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base import CheckpointError
+
+# ggml type: name, elements of a block, bytes of a block. The package gguf is asked for others.
+TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    8: ("Q8_0", 32, 34),
+    30: ("BF16", 1, 2),
+}
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by value type
+_STRING, _ARRAY = 8, 9
+_MAX_DIMS = 4
+_MAX_PARTS = 1 << 12
+_MAX_ELEMENTS = 1 << 24  # of an array; ten times the largest vocabulary
+_SHORTEST_ENTRY = 8 + 4 + 1  # bytes of metadata: length of a key, type, value
+_SHORTEST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes of a tensor's entry: length of the name, dimensions, one, type, offset
+
+
+class Array(NamedTuple):
+    """An array of the metadata; its elements are not read."""
+
+    value_type: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    name: str
+    type: str  # "Q4_1"
+    shape: tuple[int, ...]  # as torch has it: [N, K]
+    offset: int  # in the file
+    nbytes: int
+
+
+class GgufFile:
+    """An open file.
+
+    Attributes:
+        metadata: numbers, strings and ``Array`` by key.
+        tensors: by name, as the file has it.
+
+    Raises:
+        CheckpointError: this is no GGUF file, or one that is damaged or contradicts itself.
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        size = self.path.stat().st_size
+        if size < 24:
+            raise CheckpointError(f"{self.path}: {size} bytes are no GGUF file")
+        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            cursor = _Cursor(data, self.path)
+            try:
+                self.metadata, self.tensors = _read_header(cursor)
+            except UnicodeDecodeError as error:
+                raise cursor.error(f"a string is no UTF-8 ({error.reason})") from error
+        self._data = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
+
+    def bytes_of(self, tensor: TensorInfo) -> Tensor:
+        """uint8 [nbytes], a view of the file."""
+        return self._data[tensor.offset : tensor.offset + tensor.nbytes]
+
+
+class GgufParts:
+    """A model that was split into several files, with the interface of one: metadata is that of the first part.
+
+    Raises:
+        CheckpointError: a part is missing, says that it is another one, or has a tensor that an earlier one has.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.path = paths[0]
+        for path in paths:
+            if not path.exists():
+                raise CheckpointError(f"{path}: no such file; the model has {len(paths)} parts, and all are needed")
+        self._parts: dict[str, GgufFile] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        for number, path in enumerate(paths):
+            part = GgufFile(path)
+            stated = part.metadata.get("split.no"), part.metadata.get("split.count")
+            if stated != (number, len(paths)):
+                raise CheckpointError(
+                    f"{path}: its metadata says part {stated[0]!r} (from 0) of {stated[1]!r}, its name part "
+                    f"{number + 1} (from 1) of {len(paths)}"
+                )
+            if number == 0:
+                self.metadata = part.metadata
+            for name, tensor in part.tensors.items():
+                if name in self.tensors:
+                    raise CheckpointError(f"{path}: tensor {name} is in {self._parts[name].path.name} too")
+                self.tensors[name], self._parts[name] = tensor, part
+        total = self.metadata.get("split.tensors.count")
+        if total is not None and total != len(self.tensors):
+            raise CheckpointError(f"{self.path}: its parts have {len(self.tensors)} tensors of {total!r}")
+
+    def bytes_of(self, tensor: TensorInfo) -> Tensor:
+        return self._parts[tensor.name].bytes_of(tensor)
+
+
+def open_gguf(path: str | Path) -> GgufFile | GgufParts:
+    """The file, with all other parts of its model if its name says that it is one of several."""
+    path = Path(path)
+    name = re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if name is None:
+        return GgufFile(path)
+    stem, _, count = name.groups()
+    if not 0 < int(count) <= _MAX_PARTS:
+        raise CheckpointError(f"{path}: one of {count} parts, by its name")
+    return GgufParts([path.with_name(f"{stem}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)])
+
+
+class _Cursor:
+    """Reads from the front of the file to its end, and no further."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.data, self.path, self.at, self.size = data, path, 0, len(data)
+
+    def error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {what}, at byte {self.at}. Is the file whole? Download it again")
+
+    def skip(self, count: int) -> int:
+        """Passes over ``count`` bytes and returns where they begin."""
+        if count > self.size - self.at:
+            raise self.error(f"{count} bytes are to follow, and {self.size - self.at} are left")
+        self.at += count
+        return self.at - count
+
+    def number(self, code: str) -> Any:
+        layout = struct.Struct("<" + code)
+        return layout.unpack_from(self.data, self.skip(layout.size))[0]
+
+    def string(self) -> str:
+        count = self.number("Q")
+        begin = self.skip(count)
+        return self.data[begin : begin + count].decode()
+
+    def count_of(self, what: str, shortest: int) -> int:
+        """A count of things that take at least so many bytes each."""
+        count: int = self.number("Q")
+        if count * shortest > self.size - self.at:
+            raise self.error(f"it claims {count} {what}, more than fit into what is left of it")
+        return count
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            return self.array()
+        if kind not in _SCALARS:
+            raise self.error(f"metadata of unknown type {kind}")
+        return self.number(_SCALARS[kind])
+
+    def array(self) -> Array:
+        kind = self.number("I")
+        if kind != _STRING and kind not in _SCALARS:
+            raise self.error(f"an array of elements of type {kind}")
+        size = 8 if kind == _STRING else struct.calcsize(_SCALARS[kind])
+        count = self.count_of("elements of an array", size)
+        if count > _MAX_ELEMENTS:
+            raise self.error(f"an array of {count} elements; {_MAX_ELEMENTS} are allowed")
+        if kind == _STRING:
+            for _ in range(count):
+                self.skip(self.number("Q"))
+        else:
+            self.skip(count * size)
+        return Array(kind, count)
+
+
+def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    if cursor.data[:4] != b"GGUF":
+        raise CheckpointError(f"{cursor.path}: it begins with {cursor.data[:4]!r}, so it is no GGUF file")
+    cursor.skip(4)
+    version = cursor.number("I")
+    if version not in (2, 3):
+        big_endian = version in (2 << 24, 3 << 24)
+        what = "it is big-endian" if big_endian else f"version {version} of GGUF"
+        raise CheckpointError(f"{cursor.path}: {what}; only little-endian files of version 2 or 3 are read")
+    tensor_count = cursor.count_of("tensors", _SHORTEST_TENSOR)
+    metadata: dict[str, Any] = {}
+    for _ in range(cursor.count_of("entries of metadata", _SHORTEST_ENTRY)):
+        key = cursor.string()
+        if key in metadata:
+            raise cursor.error(f"{key!r} is in its metadata twice")
+        metadata[key] = cursor.value(cursor.number("I"))
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+        raise cursor.error(f"general.alignment is {alignment!r}, no power of two from 8 to 2^20")
+
+    entries = [_read_entry(cursor) for _ in range(tensor_count)]
+    begin = -(-cursor.at // alignment) * alignment
+    tensors: dict[str, TensorInfo] = {}
+    for name, (kind, block, size), dims, offset in entries:
+        nbytes = math.prod(dims) // block * size
+        problem = (
+            f"rows of {dims[0]} elements are not whole blocks of {block}"
+            if dims[0] % block
+            else f"its offset {offset} is no multiple of {alignment}"
+            if offset % alignment
+            else f"its {nbytes} bytes at {begin + offset} lie beyond the end of the file, {cursor.size}"
+            if begin + offset + nbytes > cursor.size
+            else "it is listed twice"
+            if name in tensors
+            else None
+        )
+        if problem is not None:
+            raise CheckpointError(f"{cursor.path}: tensor {name} {kind}{dims}: {problem}. Download the file again")
+        tensors[name] = TensorInfo(name, kind, tuple(reversed(dims)), begin + offset, nbytes)
+    end, last = 0, ""
+    for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
+        if tensor.offset < end:
+            raise CheckpointError(f"{cursor.path}: tensors {last} and {tensor.name} overlap. Download the file again")
+        end, last = tensor.offset + tensor.nbytes, tensor.name
+    return metadata, tensors
+
+
+def _read_entry(cursor: _Cursor) -> tuple[str, tuple[str, int, int], list[int], int]:
+    """Name, type, dimensions from the fastest on, and offset in the data."""
+    name = cursor.string()
+    count = cursor.number("I")
+    if not 1 <= count <= _MAX_DIMS:
+        raise cursor.error(f"tensor {name!r} has {count} dimensions")
+    dims = [cursor.number("Q") for _ in range(count)]
+    if 0 in dims:
+        raise cursor.error(f"tensor {name!r} is empty, {dims}")
+    return name, _type(cursor, name, cursor.number("I")), dims, cursor.number("Q")
+
+
+def _type(cursor: _Cursor, name: str, number: int) -> tuple[str, int, int]:
+    if number in TYPES:
+        return TYPES[number]
+    try:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    except ImportError:
+        known = ", ".join(kind for kind, _, _ in TYPES.values())
+        raise CheckpointError(
+            f"{cursor.path}: tensor {name} is of ggml type {number}, none of {known}. `pip install gguf` knows others"
+        ) from None
+    try:
+        kind = GGMLQuantizationType(number)
+    except ValueError:
+        raise cursor.error(f"tensor {name!r} is of unknown ggml type {number}") from None
+    block, size = GGML_QUANT_SIZES[kind]
+    return kind.name, block, size

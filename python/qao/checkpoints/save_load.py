@@ -1,0 +1,325 @@
+"""qao.save and qao.load: the state dict of any module as safetensors that say how its layers are quantised."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..nn import marker
+from ..nn.packed_module import PackedModule
+from ..ops import modes
+from ..quantization.module_swap import WrappedNames, unwrapped, without_wrappers
+from ..quantization.skeleton import Undo, make_room, undo
+from ..schemes import scheme_from_dict
+
+VERSION = 1  # of the header's metadata; each layer has a marker with a version of its own
+_INDEX = "model.safetensors.index.json"
+
+
+@modes.neutral()
+def save(module: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int = 5_000_000_000) -> list[Path]:
+    """Writes the state dict of a module, of quantised layers and others, as safetensors.
+
+    Each file is written beside its place and then renamed, so that no reader meets half a file. Tensors that several
+    names share are written once; ``load`` shares them again.
+
+    Names are those of the model itself, without what ``torch.compile`` and data parallelism add (``_orig_mod.``,
+    ``module.``); ``load`` finds them in models with and without these.
+
+    Args:
+        module: any module; on any device.
+        path: a name that ends in ``.safetensors`` for one file, else a directory, which is made: model.safetensors, or
+            several files with an index where there is more than ``max_shard_size``.
+        max_shard_size: bytes of tensors in a file of a directory; a single larger tensor gets a file of its own.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        TypeError: an entry of the state dict is no plain tensor, or is sharded.
+        ValueError: a tensor is on meta and has no numbers.
+    """
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    state = unwrapped(module).state_dict()
+    bare = without_wrappers(state)
+    tensors, aliases = unshared({bare[name]: tensor for name, tensor in state.items()})
+    metadata = header(aliases)
+    single = path.suffix == ".safetensors"
+    directory = path.parent if single else path
+    directory.mkdir(parents=True, exist_ok=True)
+    shards = [list(tensors)] if single else _shards(tensors, max_shard_size)
+    if single or len(shards) == 1:
+        names = [path.name if single else "model.safetensors"]
+    else:
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    files = [directory / name for name in names]
+    halves = [file.with_name(f".{file.name}.{os.getpid()}.part") for file in files]
+    try:
+        for half, shard in zip(halves, shards, strict=True):
+            save_file({name: tensors[name].contiguous() for name in shard}, half, metadata)
+        if not single:  # those of an earlier save, which an index or a reader of the directory would take for ours
+            for stale in [directory / _INDEX, *directory.glob("model*.safetensors")]:
+                if stale not in files:
+                    stale.unlink(missing_ok=True)
+        for half, file in zip(halves, files, strict=True):
+            os.replace(half, file)
+    finally:
+        for half in halves:
+            half.unlink(missing_ok=True)
+    if len(files) > 1:
+        weight_map = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        half = directory / f".{_INDEX}.{os.getpid()}.part"
+        half.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+        os.replace(half, directory / _INDEX)
+    return files
+
+
+@modes.neutral(defaults=False)
+def load(
+    path: str | os.PathLike[str],
+    module: nn.Module | None = None,
+    *,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Loads what ``save`` wrote.
+
+    Args:
+        path: a .safetensors file, or a directory. A directory with a config.json needs no ``module``.
+        module: the model in floats, best made on the meta device, or quantised already: every linear layer that the
+            checkpoint has quantised becomes a QuantLinear of its scheme, in place; all tensors are those of the file,
+            with its dtypes. A model of transformers takes what ``save_pretrained`` wrote too, and any checkpoint that
+            ``qao.from_pretrained`` reads. None: ``qao.from_pretrained(path)``.
+        device: where to load to; None: where the module is, or the CPU if that is meta.
+        options: without ``module``, those of ``qao.from_pretrained``.
+
+    Returns:
+        ``module``, or the model of ``from_pretrained``.
+
+    Raises:
+        CheckpointError: a damaged file.
+        ValueError: the checkpoint is none of this module: tensors that are missing, unexpected or of another shape, or
+            buffers on meta that no checkpoint holds. Where it is raised before the numbers are loaded, the module is
+            unchanged.
+        TypeError: there is neither a module nor a config.json.
+    """
+    path = Path(path)
+    if module is None:
+        if not (path.is_dir() and (path / "config.json").exists()) and path.suffix != ".gguf":
+            raise TypeError(
+                f"load: {path} has no config.json that tells what model it is. Give the model, made on meta: "
+                "qao.load(path, module)."
+            )
+        from ..integrations.huggingface.from_pretrained import from_pretrained
+
+        model: nn.Module = from_pretrained(path, device=device, **options)
+        return model
+    if options:
+        raise TypeError(f"load: {', '.join(options)} are of models that a config.json describes, not of a module")
+    from .files import TensorFiles
+
+    model = unwrapped(module)
+    own = next(model.parameters(), None)
+    home = device if device is not None else "cpu" if own is None or own.is_meta else own.device
+    files: Any = TensorFiles(path)
+    try:
+        names = _fit(model, files, _aliases(files.metadata, path))
+    except ValueError:
+        loaded = _by_transformers(path, model)
+        if loaded is None:
+            raise
+        files, aliases = loaded
+        names = _fit(model, files, aliases)
+    _load(model, files, names, home)
+    return module
+
+
+class _Held:
+    """The tensors of a model that is loaded, as ``TensorFiles`` has those of a file."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        self.directory, self._tensors = path, tensors
+        self.names = tuple(tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def _by_transformers(path: Path, module: nn.Module) -> tuple[_Held, dict[str, str]] | None:
+    """The tensors of a checkpoint by the names of ``module``, as transformers renames, joins and ties them while it
+    loads a model; None where it has no part in this, or the checkpoint is of another model."""
+    transformers: Any = sys.modules.get("transformers.modeling_utils")
+    if transformers is None or not isinstance(module, transformers.PreTrainedModel):
+        return None
+    from .files import read_json
+
+    file = path / "config.json"
+    config: Any = module.config
+    if not (path.is_dir() and file.exists()) or read_json(file).get("model_type") != config.model_type:
+        return None
+    from ..integrations.huggingface.from_pretrained import from_pretrained
+
+    try:
+        model, info = from_pretrained(path, auto_class=type(module), output_loading_info=True)
+    except (ValueError, RuntimeError):  # the first error gives the reason
+        return None
+    if info["missing_keys"] or info["unexpected_keys"]:
+        return None
+    tensors, aliases = unshared(model.state_dict())
+    return _Held(path, tensors), aliases
+
+
+def _fit(model: nn.Module, files: Any, aliases: Mapping[str, str]) -> dict[str, str]:
+    """Makes room for quantized layers: names in the file by those in the model.
+
+    Raises ValueError, the model unchanged, where the tensors do not fit.
+    """
+    stored = {**{name: name for name in files.names}, **aliases}
+    places = WrappedNames(model)
+    names = {places[bare]: stored[name] for name, bare in without_wrappers(stored, model).items()}
+    done = _make_room(model, files, names)
+    try:
+        _check(model, files, names)
+    except ValueError:
+        undo(done)
+        raise
+    return names
+
+
+def header(aliases: Mapping[str, str]) -> dict[str, str]:
+    """The metadata of a file."""
+    told = {"format": "pt", "qao": str(VERSION)}
+    return {**told, "aliases": json.dumps(aliases)} if aliases else told
+
+
+def unshared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors to write, and for each further name of one of them the first name."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    views: dict[tuple[Any, ...], str] = {}
+    storages: set[int] = set()
+    for name, tensor in state.items():
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise TypeError(
+                f"save: {name} is a {type(tensor).__name__}, and only plain tensors can be written. Gather sharded "
+                "tensors first (torch.distributed.checkpoint.state_dict), and leave out extra state."
+            )
+        if tensor.is_meta:
+            raise ValueError(f"save: {name} is on meta and has no numbers to write")
+        storage = tensor.untyped_storage().data_ptr()
+        view = (storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and view in views:
+            aliases[name] = views[view]
+            continue
+        views[view] = name
+        # Other views of memory that is written already are copies in the file.
+        tensors[name] = tensor.detach().clone() if storage in storages else tensor.detach()
+        storages.add(storage)
+    return tensors, aliases
+
+
+def _shards(tensors: Mapping[str, Tensor], largest: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > largest:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensor.nbytes
+    return shards
+
+
+def _aliases(metadata: Mapping[str, str], path: Path) -> dict[str, str]:
+    """Further names of tensors, from the header."""
+    from . import CheckpointError
+
+    version = metadata.get("qao", "0")
+    if not version.isdecimal() or int(version) > VERSION:
+        raise CheckpointError(f"{path}: written by a newer qao (format {version!r:.20}): pip install -U qao")
+    try:
+        aliases = json.loads(metadata.get("aliases", "{}"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: metadata of the header: {error}") from error
+    if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
+        raise CheckpointError(f"{path}: metadata of the header: aliases must be an object of names")
+    return aliases
+
+
+def _make_room(module: nn.Module, files: Any, names: Mapping[str, str]) -> Undo:
+    schemes, sizes, dtypes = {}, {}, {}
+    for name, stored in names.items():
+        prefix, _, last = name.rpartition(".")
+        if last != marker.MARKER:
+            continue
+        found = marker.decode(files.read(stored), name)
+        schemes[prefix] = scheme_from_dict(found.scheme)
+        sizes[prefix] = found.out_features, found.in_features
+        dtypes[prefix] = found.dtype
+    if "" in schemes and not isinstance(module, PackedModule):
+        raise ValueError(
+            f"load: the checkpoint is of one quantised layer, and a {type(module).__name__} cannot replace itself in "
+            "place. Give qao.QuantLinear.empty(...)."
+        )
+    return make_room(module, schemes, sizes=sizes, dtypes=dtypes)
+
+
+def _check(module: nn.Module, files: Any, names: Mapping[str, str]) -> None:
+    """Everything that can be known before a number is read."""
+    expected = module.state_dict()
+    problems = [f"missing: {name}" for name in expected if name not in names]
+    problems += [f"unexpected: {name}" for name in names if name not in expected]
+    for name, stored in names.items():
+        own = expected.get(name)
+        if stored not in files:
+            problems.append(f"missing in the file: {stored}, which is {name} too")
+        elif isinstance(own, Tensor) and not name.endswith(marker.MARKER) and tuple(own.shape) != files.shape(stored):
+            problems.append(f"{name}: {list(files.shape(stored))} in the checkpoint, {list(own.shape)} in the module")
+    if problems:
+        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+        text = "".join(f"\n  {line}" for line in [*problems[:20], *more])
+        raise ValueError(f"load: {files.directory}: not a checkpoint of this {type(module).__name__}:{text}")
+
+
+def _load(module: nn.Module, files: Any, names: Mapping[str, str], home: torch.device | str) -> None:
+    read: dict[str, Tensor] = {}
+    for stored in dict.fromkeys(names.values()):
+        tensor = files.read(stored)
+        read[stored] = tensor if stored.endswith(marker.MARKER) else tensor.to(home)
+    module.load_state_dict({name: read[stored] for name, stored in names.items()}, strict=True, assign=True)
+    first: dict[str, str] = {}
+    for name, stored in names.items():
+        if first.setdefault(stored, name) != name:
+            _share(module, name, first[stored])
+    left = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
+    if left:
+        raise ValueError(
+            f"load: {', '.join(left[:8])} are on meta and in no checkpoint (buffers that are not saved). Make the "
+            "module on the CPU instead of on meta."
+        )
+    module.to(home)
+
+
+def _share(module: nn.Module, name: str, first: str) -> None:
+    """One Parameter for two names of a tensor: loading made two."""
+    (path, _, last), (owner, _, own) = name.rpartition("."), first.rpartition(".")
+    parameter = module.get_submodule(owner)._parameters.get(own)
+    target = module.get_submodule(path)._parameters
+    if parameter is not None and last in target:
+        target[last] = parameter

@@ -1,0 +1,1 @@
+"""transformers, diffusers, accelerate and PEFT: each part is imported when its library is."""

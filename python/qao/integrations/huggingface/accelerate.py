@@ -1,0 +1,128 @@
+"""accelerate: checkpoints of quantised layers that it loads tensor by tensor; importing this module needs accelerate.
+
+``load_checkpoint_in_model`` and ``load_checkpoint_and_dispatch`` do not call ``load_state_dict`` where they are given
+a device_map: they set one tensor after the other, and cast it if they are asked to. ``register`` teaches the function
+that does so what ``PackedModule`` does in ``load_state_dict``, and those two what state_dicts.py does: quantized layers
+of the checkpoint take the place of float ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import big_modeling, hooks
+from accelerate.utils import modeling
+from torch import Tensor, nn
+
+from ...nn import marker
+from ...nn.packed_module import PackedModule, aligned
+from ..torch.state_dicts import completed, names_of_layers, room
+
+
+def register() -> None:
+    """Called once accelerate is imported."""
+    set_tensor = modeling.set_module_tensor_to_device
+
+    @functools.wraps(set_tensor)
+    def set_module_tensor_to_device(
+        module: nn.Module, tensor_name: str, device: Any, value: Any = None, dtype: Any = None, **others: Any
+    ) -> None:
+        path, _, key = tensor_name.rpartition(".")
+        layer = functools.reduce(getattr, path.split("."), module) if path else module
+        if isinstance(layer, PackedModule):
+            if key in (marker.MARKER, marker.TRIPWIRE):
+                _check_entry(layer, key, value, tensor_name)
+                return
+            own = layer.packed.tensors().get(key)
+            if own is not None:
+                dtype = None  # never cast
+                value = aligned(value) if isinstance(value, Tensor) else value
+                if isinstance(value, Tensor) and (value.dtype, value.shape) != (own.dtype, own.shape):
+                    raise ValueError(
+                        f"{tensor_name}: the checkpoint holds {value.dtype}{list(value.shape)}, but this "
+                        f"{type(layer).__name__} ({layer.extra_repr()}) needs {own.dtype}{list(own.shape)}. Quantise "
+                        "the model with the scheme the checkpoint was made with (group_size, symmetric, scale_dtype)."
+                    )
+        set_tensor(module, tensor_name, device, value, dtype, **others)
+
+    for user in (modeling, hooks, big_modeling):
+        if getattr(user, "set_module_tensor_to_device", None) is set_tensor:
+            user.set_module_tensor_to_device = set_module_tensor_to_device
+    for function in (modeling.load_checkpoint_in_model, big_modeling.load_checkpoint_and_dispatch):
+        _make_room_before(function)
+
+
+def _make_room_before(theirs: Any) -> None:
+    @functools.wraps(theirs)
+    def load(model: nn.Module, checkpoint: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
+        _make_room(model, Path(checkpoint), options.get("dtype"))
+        return theirs(model, checkpoint, *args, **options)
+
+    users: list[Any] = [module for name, module in sys.modules.items() if name.partition(".")[0] == "accelerate"]
+    for user in users:
+        if user.__dict__.get(theirs.__name__) is theirs:
+            setattr(user, theirs.__name__, load)
+
+
+def _make_room(model: nn.Module, checkpoint: Path, dtype: Any) -> None:
+    state: dict[str, Any] = {}
+    for file in _files(checkpoint):
+        state |= _markers(file)
+    _, fresh = room(model, state, names_of_layers(state), False)
+    completed(fresh, state)
+    if isinstance(dtype, torch.dtype):
+        for layer in fresh.values():
+            layer.dtype = dtype
+
+
+def _files(checkpoint: Path) -> Iterable[Path]:
+    """Those that accelerate reads; none where it raises."""
+    if checkpoint.is_dir():
+        whole = [checkpoint / name for name in ("pytorch_model.bin", "model.safetensors")]
+        indexes = [path for path in checkpoint.iterdir() if path.name.endswith(".index.json")]
+        found = next((path for path in whole if path.exists()), indexes[0] if len(indexes) == 1 else None)
+        if found is None:
+            return []
+        checkpoint = found
+    if not checkpoint.is_file():
+        return []
+    if checkpoint.suffix != ".json":
+        return [checkpoint]
+    index = json.loads(checkpoint.read_text())
+    files = {checkpoint.parent / name for name in index.get("weight_map", index).values()}
+    return [path for path in sorted(files) if path.is_file()]
+
+
+def _markers(file: Path) -> dict[str, Any]:
+    """The names of a file, with markers, and scales, which tell the dtype of those of the layer."""
+    if file.suffix != ".safetensors":
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        return dict(state)
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as content:
+        names = list(content.keys())
+        layers = names_of_layers(names)
+        wanted = {f"{name}.{end}".lstrip(".") for name in layers for end in (marker.MARKER, "scales")}
+        return {name: content.get_tensor(name) if name in wanted else None for name in names}
+
+
+def _check_entry(layer: PackedModule, key: str, value: Any, name: str) -> None:
+    """Of the two entries beside the tensors: there is nothing to set, but a foreign one must not go unseen."""
+    if not isinstance(value, Tensor):
+        return  # a tensor that goes to the disk, seen before
+    if key == marker.MARKER:
+        layer.check_marker(value, name)
+    elif not torch.equal(value.cpu(), marker.tripwire()):
+        raise ValueError(
+            f"{name}: the checkpoint holds {value.dtype}{list(value.shape)}, a weight that is not quantised. Load it "
+            "before quantising, or make the checkpoint from the quantised model."
+        )

@@ -1,0 +1,51 @@
+"""Markers of quantized layers in the files or the state dict that a library is about to load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...nn import marker
+from ...nn.marker import Marker
+
+__all__ = ["in_files", "in_state_dict"]
+
+
+def in_state_dict(state: Mapping[str, Any]) -> dict[str, Marker]:
+    """Markers by the name of their layer.
+
+    Raises:
+        ValueError: one cannot be read, or is of a newer qao.
+    """
+    return {_layer(key): marker.decode(state[key], key) for key in state if _is_marker(key)}
+
+
+def in_files(files: Iterable[str | os.PathLike[str]]) -> dict[str, Marker]:
+    """As ``in_state_dict``, of safetensors and of files of ``torch.save``. Reads nothing else of them."""
+    found: dict[str, Marker] = {}
+    for file in files:
+        if os.fspath(file).endswith(".safetensors"):
+            found.update(in_state_dict(_in_safetensors(file)))
+        else:
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            found.update(in_state_dict(state))
+    return found
+
+
+def _in_safetensors(file: str | os.PathLike[str]) -> dict[str, Tensor]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        return {key: opened.get_tensor(key) for key in opened.keys() if _is_marker(key)}  # noqa: SIM118
+
+
+def _is_marker(key: str) -> bool:
+    return key == marker.MARKER or key.endswith(f".{marker.MARKER}")
+
+
+def _layer(key: str) -> str:
+    return key.removesuffix(marker.MARKER).removesuffix(".")

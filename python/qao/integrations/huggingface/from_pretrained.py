@@ -1,0 +1,576 @@
+"""qao.from_pretrained: a transformers model out of any checkpoint that qao can open, its layers quantized."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...ops import modes
+from ...schemes import FLOAT_DTYPES, Fp4WeightOnly, Scheme
+from .config import QaoConfig
+from .lazy_state import LazyValue, lazy_state
+from .loading import Unfit
+
+# Arguments of transformers' from_pretrained that say where a repository is, and what is read of it.
+_HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "proxies")
+_CODE = ("trust_remote_code", "code_revision")
+_Schemes = Scheme | Mapping[str, Scheme | None]
+
+
+@modes.neutral(defaults=False)
+def from_pretrained(
+    path: str | os.PathLike[str] | None,
+    *model_args: Any,
+    scheme: _Schemes | None = None,
+    device_map: Any = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    embeddings: bool = False,
+    auto_class: Any = None,
+    dequantize: bool = False,
+    **options: Any,
+) -> Any:
+    """A model of transformers whose quantized layers stay in four or eight bits, on qao's operators.
+
+    Args:
+        path: what ``qao.checkpoints.open_checkpoint`` takes: a directory with config.json and safetensors (compressed-
+            tensors, GPTQ, AWQ, AutoRound, fp8, fbgemm_fp8, ModelOpt, torchao, qao's own, or floats), a .safetensors
+            file or the index of several, a .gguf file; or the name of a repository on the Hugging Face hub, which is
+            downloaded. None: with ``config`` and ``state_dict``, as in transformers.
+        model_args: of the model's class, as in transformers.
+        scheme: for a checkpoint of floats, how to quantize it while it is loaded, as in ``qao.QaoConfig``. So it is for
+            GPT-OSS's experts in MXFP4; None keeps their numbers, and its other layers as they are. Of a GGUF file, how
+            to quantize the layers that no format of qao holds exactly; the others stay as they are.
+        device_map: as in transformers, "auto" for example.
+        device: all of the model there; instead of ``device_map``.
+        dtype: of what is not quantized; None or "auto": that of the checkpoint.
+        embeddings: with ``scheme``, quantize tied embeddings too.
+        auto_class: the class of the model, or an Auto class; None: the one config.json names.
+        dequantize: of a GGUF file, read layers in Q8_0 as floats, as they are in the file, instead of rounding them
+            to int8.
+        options: every other argument of transformers' ``from_pretrained``, with the same meaning: of the hub
+            (``revision``, ``subfolder``, ``cache_dir``, ``token`` …), of files (``variant``, ``gguf_file`` …), of the
+            configuration (``use_cache=False``, ``num_labels=3`` …), and the rest. ``quantization_config`` takes a
+            ``qao.QaoConfig`` or a scheme, instead of ``scheme``.
+
+    Returns:
+        The model, in evaluation mode; with ``output_loading_info=True`` a pair of it and transformers' dict.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, of a kind that no kernel of qao multiplies, or none of this model:
+            tensors are missing or left over. With ``auto_class`` transformers reports those, as it always does.
+        ValueError: no scheme for a checkpoint of floats; a scheme, or ``embeddings``, for a quantized one; an argument
+            that does not go with this checkpoint.
+        TypeError: an argument of another type than it must have.
+        ImportError: transformers is not installed.
+    """
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise ImportError("qao.from_pretrained needs transformers: pip install transformers accelerate") from error
+    if device is not None and device_map is not None:
+        raise ValueError("from_pretrained: give device or device_map, not both")
+    where = {"": torch.device(device)} if device is not None else device_map
+    quantization = _quantization(scheme, embeddings, options)
+    torch_dtype = options.pop("torch_dtype", None)
+    request = _Request(path, model_args, where, _dtype_named(torch_dtype if dtype is None else dtype), auto_class)
+    if path is None:
+        if options.get("state_dict") is None or options.get("config") is None:
+            raise ValueError("from_pretrained: without a path, both config and state_dict are needed")
+        return _from_floats(request, {}, _needed(quantization, "state_dict"), options)
+    if options.get("state_dict") is not None:
+        raise ValueError("from_pretrained: give a path or state_dict, not both")
+    local = _local(path, options)
+    base = _base_of_adapter(local)
+    if base is not None:
+        return _with_adapter(base, local, request, quantization, dequantize, options)
+    if options.get("use_safetensors") is False and not dequantize:
+        content = _content(local)
+        if not any(content.get(key) for key in ("quantization_config", "compression_config")):
+            return _from_floats(request, content, _needed(quantization, local), options)
+        raise ValueError("from_pretrained: use_safetensors=False: quantized weights are read from safetensors alone")
+    return _from_checkpoint(request, local, quantization, dequantize, options)
+
+
+@dataclass
+class _Request:
+    """What was asked for."""
+
+    path: str | os.PathLike[str] | None
+    model_args: tuple[Any, ...]
+    device_map: Any
+    dtype: torch.dtype | str | None
+    auto_class: Any
+
+
+def _quantization(scheme: _Schemes | None, embeddings: bool, options: dict[str, Any]) -> QaoConfig | None:
+    """How to quantize, by ``scheme`` or ``quantization_config``; and what transformers' models do not take."""
+    if "return_unused_kwargs" in options:
+        raise TypeError("from_pretrained: return_unused_kwargs is an argument of configurations, not of models")
+    given = options.pop("quantization_config", None)
+    if given is None:
+        if embeddings and scheme is None:
+            return QaoConfig(None, embeddings=True)
+        return None if scheme is None else QaoConfig(scheme, embeddings=embeddings)
+    if scheme is not None:
+        raise ValueError("from_pretrained: give scheme or quantization_config, not both")
+    if isinstance(given, (Scheme, Mapping)) and not (isinstance(given, Mapping) and "quant_method" in given):
+        return QaoConfig(given, embeddings=embeddings)
+    if isinstance(given, Mapping) and given["quant_method"] == "qao":
+        read: Any = QaoConfig.from_dict(given)
+        given = read
+    if not isinstance(given, QaoConfig):
+        raise TypeError(
+            f"from_pretrained: quantization_config must be a qao.QaoConfig or a scheme, not {type(given).__name__}; "
+            "transformers loads models that other libraries quantize"
+        )
+    if embeddings and not given.embeddings:
+        given = copy.deepcopy(given)
+        given.embeddings = True
+    return given
+
+
+def _needed(quantization: QaoConfig | None, what: object) -> QaoConfig:
+    if quantization is None or quantization.scheme is None:
+        raise ValueError(
+            f"from_pretrained: {what} is not quantised. Give a scheme to quantise it while it is loaded, for "
+            "example scheme=qao.Int4WeightOnly()."
+        )
+    return quantization
+
+
+def _dtype_named(dtype: Any) -> torch.dtype | str | None:
+    if dtype is None or dtype == "auto":
+        return None
+    named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        raise (TypeError if not isinstance(dtype, str) else ValueError)(
+            f'from_pretrained: dtype must be "auto" or a float dtype such as torch.bfloat16, not {dtype!r}'
+        )
+    return named
+
+
+# ---- where the files are
+
+
+def _local(path: str | os.PathLike[str], options: dict[str, Any]) -> Path:
+    """The directory of the model, or its file."""
+    from ...checkpoints.hub import local_copy
+
+    folder, gguf_file = options.get("subfolder") or "", options.get("gguf_file")
+    local = local_copy(
+        path,
+        subfolder=folder,
+        gguf_file=gguf_file,
+        code=bool(options.get("trust_remote_code")),
+        pickles=options.get("use_safetensors") is False,
+        **{key: options[key] for key in _HUB if key in options and key != "proxies"},
+    )
+    if not local.is_dir():
+        for name in ("subfolder", "variant", "gguf_file"):
+            if options.get(name):
+                raise ValueError(f"from_pretrained: {name} needs a directory or repository, and {path} is a file")
+        return local
+    return local / folder / gguf_file if gguf_file else local / folder
+
+
+def _weights(local: Path, options: dict[str, Any]) -> tuple[Path, bool]:
+    """What to open, and whether transformers finds it by itself in that directory."""
+    if not local.is_dir():
+        return local, False
+    explicit, variant = _content(local).get("transformers_weights"), options.get("variant")
+    ending = "" if variant is None else f".{variant}"
+    names = [f"model{ending}.safetensors", f"model.safetensors.index{ending}.json"]
+    if isinstance(explicit, str) and Path(explicit).name == explicit:
+        names = [explicit]
+    found = next((local / name for name in names if (local / name).exists()), None)
+    if variant is not None and found is None:
+        from ...checkpoints import CheckpointError
+
+        raise CheckpointError(f"{local}: variant={variant!r}: there is neither {' nor '.join(names)}")
+    return (local, False) if found is None else (found if variant or explicit else local, True)
+
+
+def _content(local: Path) -> dict[str, Any]:
+    from ...checkpoints.files import read_json
+
+    file = (local if local.is_dir() else local.parent) / "config.json"
+    return read_json(file) if file.exists() else {}
+
+
+def _base_of_adapter(local: Path) -> str | None:
+    """The model that an adapter of PEFT is for, where a directory has an adapter alone."""
+    from ...checkpoints.files import read_json
+
+    file = local / "adapter_config.json"
+    if not local.is_dir() or not file.exists() or (local / "config.json").exists():
+        return None
+    base = read_json(file).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"from_pretrained: {file} names no base_model_name_or_path; load the adapter with PEFT")
+    return base
+
+
+def _with_adapter(
+    base: str, local: Path, request: _Request, quantization: Any, dequantize: bool, options: dict[str, Any]
+) -> Any:
+    name, more = options.pop("adapter_name", "default"), options.pop("adapter_kwargs", None)
+    rest = {key: value for key, value in options.items() if key not in ("revision", "subfolder")}
+    loaded = from_pretrained(
+        base,
+        *request.model_args,
+        device_map=request.device_map,
+        dtype=request.dtype,
+        auto_class=request.auto_class,
+        dequantize=dequantize,
+        **({} if quantization is None else {"quantization_config": quantization}),
+        **rest,
+    )
+    model = loaded[0] if options.get("output_loading_info") else loaded
+    model.load_adapter(str(local), adapter_name=name, adapter_kwargs=dict(more or {}))
+    return loaded
+
+
+# ---- floats, which transformers reads
+
+
+def _from_floats(request: _Request, content: dict[str, Any], quantization: QaoConfig, options: dict[str, Any]) -> Any:
+    """Through transformers' own from_pretrained, with a quantization config."""
+    options = dict(options)
+    code = {key: options.pop(key) for key in _CODE if key in options}
+    hub = {key: options.pop(key) for key in (*_HUB, "subfolder") if key in options}
+    source = None if request.path is None else str(_expanded(request.path))
+    config, options = _config(content, source, options, {**hub, **code})
+    cls = _model_class(config, request.auto_class)
+    if not hasattr(cls, "_model_mapping"):
+        code.pop("code_revision", None)
+    dtype = request.dtype or "auto"
+    more = {"device_map": request.device_map, "dtype": dtype, "quantization_config": quantization, "config": config}
+    return cls.from_pretrained(source, *request.model_args, **more, **hub, **code, **options)
+
+
+def _expanded(path: str | os.PathLike[str]) -> Path | str:
+    local = Path(path).expanduser()
+    return local if local.exists() else os.fspath(path)
+
+
+# ---- everything else, which qao reads
+
+
+def _from_checkpoint(
+    request: _Request, local: Path, quantization: QaoConfig | None, dequantize: bool, options: dict[str, Any]
+) -> Any:
+    from ...checkpoints import open_checkpoint
+    from ...checkpoints.opening import open_to_quantize
+
+    opened, standard = _weights(local, options)
+    if dequantize and local.suffix != ".gguf":
+        raise ValueError(f"from_pretrained: dequantize=True is for GGUF files, and {local} is none")
+    plain = dequantize or (quantization is not None and quantization.scheme is not None)
+    checkpoint = open_to_quantize(opened) if plain else open_checkpoint(opened)
+    quantization = _planned(checkpoint, local, quantization, dequantize)
+    if checkpoint.format == "float" and standard:
+        assert quantization is not None
+        return _from_floats(request, checkpoint.config, quantization, options)
+    return _from_state(request, local, checkpoint, quantization, options)
+
+
+def _planned(checkpoint: Any, local: Path, quantization: QaoConfig | None, dequantize: bool) -> QaoConfig | None:
+    """How to quantize what is in float; None: nothing is to be quantized."""
+    from ...checkpoints.opening import is_for_a_scheme
+
+    scheme = None if quantization is None else quantization.scheme
+    if quantization is not None and scheme is not None and is_for_a_scheme(checkpoint, quantization.embeddings):
+        return quantization
+    if checkpoint.format == "mxfp4":
+        embeddings = quantization is not None and quantization.embeddings
+        return QaoConfig({r"re:.*\.experts": Fp4WeightOnly()}, embeddings=embeddings)  # the same numbers again
+    if checkpoint.format == "float":
+        return _needed(quantization, local)
+    if scheme is None and checkpoint.format == "gguf" and (checkpoint.float_linears or not checkpoint.layers):
+        if not checkpoint.layers and not checkpoint.dequantized:
+            return _needed(quantization, local)
+        if not dequantize:
+            _warn_of_floats(checkpoint, local)
+    elif scheme is not None:
+        raise ValueError(f"from_pretrained: {local} is quantised already ({checkpoint.format}); leave scheme out")
+    elif checkpoint.format == "gguf" and checkpoint.rounded:
+        _warn_of_floats(checkpoint, local)
+    if quantization is not None and quantization.embeddings:
+        raise ValueError(
+            f"from_pretrained: {local} is quantised already ({checkpoint.format}); embeddings are loaded as they are "
+            'there. Quantise a tied one next: qao.quantize_(model, {"lm_head": qao.Int8WeightOnly()}, embeddings=True)'
+        )
+    return None
+
+
+def _warn_of_floats(checkpoint: Any, local: Path) -> None:
+    parts = []
+    if checkpoint.float_linears:
+        listed = ", ".join(f"{count} of {kind}" for kind, count in sorted(checkpoint.float_linears.items()))
+        parts.append(
+            f"{sum(checkpoint.float_linears.values())} linear layers are in float, since no format of qao holds their "
+            f"numbers exactly ({listed}); scheme=, for example scheme=qao.Int8WeightOnly(), quantizes them"
+        )
+    if checkpoint.rounded:
+        parts.append(
+            f"{checkpoint.rounded} linear layers in Q8_0 are rounded to int8 with one scale per row; dequantize=True "
+            "loads them in float, exactly"
+        )
+    warnings.warn(f"from_pretrained: {local}: {'. '.join(parts)}", stacklevel=6)
+
+
+def _from_state(
+    request: _Request, local: Path, checkpoint: Any, quantization: QaoConfig | None, options: dict[str, Any]
+) -> Any:
+    """transformers' from_pretrained with a lazy state dict, in the place of files that it cannot read."""
+    from ...checkpoints import CheckpointError
+
+    options = _without_files(dict(options), request.device_map, local)
+    code = {key: options.pop(key) for key in _CODE if key in options}
+    wants_info, renaming = options.pop("output_loading_info", False), options.pop("key_mapping", None) or {}
+    adapter = {key: options.pop(key) for key in ("adapter_name", "adapter_kwargs") if key in options}
+    directory = local if local.is_dir() else local.parent
+    config, options = _config(checkpoint.config, str(directory), options, code, local.suffix != ".gguf")
+    if options.get("tie_word_embeddings") is None and getattr(config, "tie_word_embeddings", False):
+        _check_tied(config, checkpoint)
+    cls, config = _concrete(_model_class(config, request.auto_class), config, str(directory), code)
+    later = None  # the scheme of what is in float beside quantized layers
+    if checkpoint.layers:
+        later = quantization
+        schemes = _told(local) or {name: layer.scheme for name, layer in checkpoint.layers.items()}
+        schemes = {_renamed(name, renaming): one for name, one in schemes.items()}
+        config.quantization_config = QaoConfig(layers=schemes).to_dict()
+    elif quantization is not None:
+        options["quantization_config"] = quantization
+    state = {_renamed(name, renaming): value for name, value in lazy_state(checkpoint).items()}
+    dtype = request.dtype or _dtype(config, checkpoint)
+    given = {"config": config, "state_dict": state, "dtype": dtype, "device_map": request.device_map}
+    model, info = cls.from_pretrained(None, *request.model_args, output_loading_info=True, **given, **options)
+    problems = _problems(model, info)
+    if not options.get("ignore_mismatched_sizes"):
+        problems += _mismatched(cls, config, {name: one for name, one in state.items() if isinstance(one, LazyValue)})
+    if problems and request.auto_class is None:
+        text = "".join(f"\n  {line}" for line in problems[:20])
+        raise CheckpointError(f"{local}: not a checkpoint of {cls.__name__}: {len(problems)} tensors differ:{text}")
+    if later is not None:
+        _quantize_rest(model, later)
+    assert request.path is not None
+    model.name_or_path = model.config.name_or_path = str(_expanded(request.path))
+    _read_generation(model, directory, options, code)
+    if (directory / "adapter_config.json").exists():
+        model.load_adapter(str(directory), **{"adapter_name": "default", "adapter_kwargs": {}, **adapter})
+    return (model, info) if wants_info else model
+
+
+def _problems(model: Any, info: Mapping[str, Any]) -> list[str]:
+    """Tensors that are missing or left over, but for those of layers that stay in float as they were asked to."""
+    left: set[str] = getattr(getattr(getattr(model, "hf_quantizer", None), "loader", None), "left", set())
+    anew = {*left, *(name.rpartition(".")[0] for name in left if name.endswith((".up", ".down")))}
+    return [
+        f"{what[:-5]}: {name}"
+        for what in ("missing_keys", "unexpected_keys")
+        for name in sorted(info[what])
+        if name.rpartition(".")[0] not in anew
+    ]
+
+
+def _check_tied(config: Any, checkpoint: Any) -> None:
+    """Raises ValueError where the head is to be tied to an embedding, and both are in the file in other forms."""
+    if checkpoint.config.get("tie_word_embeddings") is not False or "lm_head" not in checkpoint.layers:
+        return
+    raise ValueError(
+        "from_pretrained: tie_word_embeddings=True: the checkpoint has a quantized lm_head apart from the embedding"
+    )
+
+
+def _without_files(options: dict[str, Any], device_map: Any, local: Path) -> dict[str, Any]:
+    """Without arguments that say which files transformers reads, and how."""
+    if options.pop("disable_mmap", None):
+        raise Unfit(f"from_pretrained: disable_mmap=True: {local} is read by qao, which maps files into memory")
+    if isinstance(device_map, Mapping) and "disk" in device_map.values():
+        raise Unfit(
+            f'from_pretrained: device_map: transformers cannot leave layers of {local} on "disk". Save the model in '
+            "qao's layout first (model.save_pretrained), and load that with AutoModelForCausalLM.from_pretrained"
+        )
+    for name in (*_HUB, "subfolder", "variant", "gguf_file", "use_safetensors", "weights_only"):
+        options.pop(name, None)
+    return options
+
+
+def _quantize_rest(model: Any, quantization: QaoConfig) -> None:
+    """What arrived in float beside quantized layers."""
+    from ...quantization.quantize import quantize_
+    from .loading import _filter
+
+    assert quantization.scheme is not None
+    keep = _filter(model, quantization.modules_to_not_convert)
+    more: Any = {"embeddings": True} if quantization.embeddings else {}
+    quantize_(model, quantization.scheme, filter=keep, progress=False, **more)
+
+
+def _read_generation(model: Any, directory: Path, options: dict[str, Any], code: dict[str, Any]) -> None:
+    """generation_config.json, and a generate function of the repository's own."""
+    if not model.can_generate() or options.get("generation_config") is not None:
+        return
+    if not ((directory / "generation_config.json").exists() or (directory / "custom_generate").exists()):
+        return
+    if not hasattr(model, "adjust_generation_fn"):  # transformers 4
+        from transformers import GenerationConfig
+
+        if (directory / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(str(directory))
+        return
+    nothing = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
+    model.adjust_generation_fn(
+        None,
+        True,
+        None,
+        str(directory),
+        force_download=False,
+        local_files_only=True,
+        subfolder="",
+        trust_remote_code=code.get("trust_remote_code"),
+        **nothing,
+    )
+
+
+def _renamed(name: str, renaming: Mapping[str, str]) -> str:
+    for pattern, replacement in renaming.items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _told(local: Path) -> Mapping[str, Scheme]:
+    """The layers that a config.json of qao's names. In files some models have other names (block_sparse_moe)."""
+    content = _content(local).get("quantization_config") if local.suffix != ".gguf" else None
+    if not isinstance(content, dict) or content.get("quant_method") != "qao":
+        return {}
+    config: Any = QaoConfig.from_dict(content)
+    return config.layers  # type: ignore[no-any-return]
+
+
+def _mismatched(cls: Any, config: Any, state: Mapping[str, LazyValue]) -> list[str]:
+    """Tensors of another shape than the float model's, which some versions of transformers take without a word."""
+    with torch.device("meta"):
+        model = cls(copy.deepcopy(config))
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return [
+        f"size mismatch: {name} {list(value.shape)}, the model has {list(own[name].shape)}"
+        for name, value in state.items()
+        if name in own and own[name].shape != value.shape
+    ]
+
+
+# ---- the configuration and the class
+
+
+def _config(
+    content: dict[str, Any], source: str | None, options: dict[str, Any], more: dict[str, Any], from_file: bool = True
+) -> tuple[Any, dict[str, Any]]:
+    """The model's configuration without what it says about quantization, and the options that are not about it.
+
+    As in transformers: options that are attributes of a configuration set them, unless a whole one is given.
+    """
+    import transformers
+
+    given = options.pop("config", None)
+    if given is not None and not isinstance(given, (str, os.PathLike, transformers.PretrainedConfig)):
+        raise TypeError(f"from_pretrained: config must be a configuration or a path, not {type(given).__name__}")
+    source = os.fspath(given) if isinstance(given, (str, os.PathLike)) else source
+    if isinstance(given, transformers.PretrainedConfig):
+        config, rest = copy.deepcopy(given), options
+    elif source is not None and (from_file or given is not None) and (content or given is not None):
+        config, rest = transformers.AutoConfig.from_pretrained(source, return_unused_kwargs=True, **more, **options)
+        for name in (*_HUB, "subfolder", "_from_auto", "name_or_path", *_CODE):
+            rest.pop(name, None)
+    elif "model_type" in content:
+        cls = type(transformers.AutoConfig.for_model(**copy.deepcopy(content)))
+        config, rest = cls.from_dict(copy.deepcopy(content), return_unused_kwargs=True, **options)
+    else:
+        from ...checkpoints import CheckpointError
+
+        raise CheckpointError(f"{source}: there is no config.json that tells what model it is; qao.load(path, module)")
+    for part in (config, *(part for part in vars(config).values() if isinstance(part, transformers.PretrainedConfig))):
+        quantization = getattr(part, "quantization_config", None)
+        if isinstance(quantization, dict) and quantization.get("quant_method") == "qao" and quantization.get("dtype"):
+            told: Any = QaoConfig.from_dict(quantization)
+            config.dtype = told.dtype  # a dtype, not its name: Apertus makes tensors of it
+        if quantization is not None:
+            del part.quantization_config
+    return config, rest
+
+
+def _model_class(config: Any, auto_class: Any) -> Any:
+    """``auto_class``; else the class that the configuration names: of transformers, registered there, or an Auto class
+    where the repository has code for it."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    if isinstance(auto_class, str):
+        found = getattr(transformers, auto_class, None)
+        if found is None:
+            raise ValueError(f"from_pretrained: auto_class: transformers has no {auto_class!r}")
+        return found
+    if auto_class is not None:
+        return auto_class
+    named = (getattr(config, "architectures", None) or [""])[0]
+    code = {name: str(ref).rpartition(".")[2] for name, ref in (getattr(config, "auto_map", None) or {}).items()}
+    models = [name for name in code if name.startswith("AutoModel") and hasattr(transformers, name)]
+    best = [name for name in models if code[name] == named]
+    best += [name for name in ("AutoModelForCausalLM", "AutoModel") if name in models and not named]
+    if best:
+        return getattr(transformers, best[0])
+    own = getattr(transformers, named, None) if named else None
+    if own is not None:
+        return own
+    for auto in vars(modeling_auto).values():
+        registered = getattr(getattr(auto, "_model_mapping", None), "_extra_content", {}).get(type(config))
+        for one in registered if isinstance(registered, (list, tuple)) else [registered]:
+            if one is not None and one.__name__ == named:
+                return one
+    raise ValueError(
+        f"from_pretrained: config.json names the class {named!r}, which transformers does not have. Give "
+        "auto_class, for example transformers.AutoModelForCausalLM."
+    )
+
+
+def _concrete(cls: Any, config: Any, source: str, code: dict[str, Any]) -> tuple[Any, Any]:
+    """The class that an Auto class chooses, and the part of the configuration that is its own."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module, resolve_trust_remote_code
+    from transformers.models.auto.auto_factory import _get_model_class, add_generation_mixin_to_remote_model
+
+    if not hasattr(cls, "_model_mapping"):
+        return cls, config
+    reference = (getattr(config, "auto_map", None) or {}).get(cls.__name__)
+    known = type(config) in cls._model_mapping
+    trusted = resolve_trust_remote_code(code.get("trust_remote_code"), source, known, reference is not None)
+    local = _get_model_class(config, cls._model_mapping) if known else None
+    if reference is not None and trusted and (local is None or local.__module__.startswith("transformers.")):
+        more = {key: code[key] for key in ("code_revision",) if code.get(key) is not None}
+        return add_generation_mixin_to_remote_model(get_class_from_dynamic_module(reference, source, **more)), config
+    if local is None:
+        raise ValueError(f"from_pretrained: auto_class: {cls.__name__} has no model for {type(config).__name__}")
+    inner = (getattr(config, "sub_configs", None) or {}).get("text_config")
+    if inner is not None and getattr(local, "config_class", None) is inner:
+        config = config.get_text_config()
+    return local, config
+
+
+def _dtype(config: Any, checkpoint: Any) -> torch.dtype:
+    """That of the config, else of the largest tensor that is not quantized."""
+    given = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    if isinstance(given, str):
+        given = next((one for one in FLOAT_DTYPES if str(one) == f"torch.{given.removeprefix('torch.')}"), None)
+    if isinstance(given, torch.dtype):
+        return given
+    floats = [found for found in map(checkpoint.shape_dtype, checkpoint.others) if found[1].is_floating_point]
+    return max(floats, key=lambda found: torch.Size(found[0]).numel())[1] if floats else torch.float32

@@ -1,0 +1,140 @@
+"""Tells models of transformers and diffusers that they are quantised, without importing either."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...nn.packed_module import PackedModule
+from ...quantization import targets
+
+
+def attach(model: nn.Module) -> None:
+    """Tells models of these libraries inside ``model`` that they are quantised, for ``save_pretrained`` to write it."""
+    for ours, outermost in _models(model):
+        ours.attach(outermost)
+
+
+def detach(model: nn.Module) -> None:
+    """Tells them that they no longer are."""
+    for ours, outermost in _models(model):
+        if isinstance(getattr(outermost, "hf_quantizer", None), ours.QaoQuantizer):
+            del outermost.hf_quantizer
+            ours.forget_config(outermost)
+            if "is_quantized" in vars(outermost):  # set by from_pretrained
+                outermost.is_quantized = False  # type: ignore[assignment]
+
+
+def dequantized(model: Any, dtype: torch.dtype | None = None) -> Any:
+    """What ``model.dequantize()`` of these libraries returns: the model in floats, of ``dtype`` where one is given."""
+    from ...quantization.dequantize import dequantize_  # here, since it imports this module
+
+    dequantize_(model)
+    return model if dtype is None else model.to(dtype)
+
+
+def _models(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
+    """The module of this folder and the outermost models, for each library that is loaded."""
+    for library, of in (("transformers", "PreTrainedModel"), ("diffusers", "ModelMixin")):
+        base = _loaded(f"{library}.{'modeling_utils' if library == 'transformers' else 'models.modeling_utils'}", of)
+        if base is not None:
+            ours = importlib.import_module(f"qao.integrations.huggingface.{library}")
+            yield from ((ours, outermost) for outermost in _outermost(model, base))
+
+
+def _outermost(module: nn.Module, base: type) -> list[nn.Module]:
+    if isinstance(module, base):
+        return [module]
+    return [found for child in module.children() for found in _outermost(child, base)]
+
+
+def _loaded(module: str, name: str) -> type | None:
+    return getattr(sys.modules.get(module), name, None)
+
+
+def fill(tables: Any, config: type, quantizer: type) -> None:
+    """Makes "qao" known to ``quantizers.auto`` of transformers or diffusers."""
+    tables.AUTO_QUANTIZATION_CONFIG_MAPPING["qao"] = config
+    tables.AUTO_QUANTIZER_MAPPING["qao"] = quantizer
+
+
+def mark(model: Any, config: Any, quantizer: Any, base: Any) -> bool:
+    """Gives ``model``, of the class ``base`` of its library, its quantiser; False if nothing in it is quantised."""
+    if not config.layers:
+        return False
+    quantizer.quantization_config = config
+    model.hf_quantizer = quantizer
+    _tell_dtype(base)
+    _tell_count(base)
+    if hasattr(base, "_resize_token_embeddings"):
+        _guard_resizing(base)
+    return True
+
+
+def _tell_dtype(base: Any) -> None:
+    """Makes ``model.dtype`` of these libraries, the dtype of its first float tensor, pass over the scales.
+
+    Pipelines cast inputs to it, and scales may be float32 in a model of bfloat16. Of ``base`` and what inherits it.
+    """
+    theirs = base.dtype.fget
+    if theirs.__module__ == __name__:
+        return
+
+    def dtype(self: nn.Module) -> torch.dtype:
+        found: torch.dtype = theirs(self)
+        for module in self.modules():
+            if isinstance(module, PackedModule):
+                return module.dtype if found == module.scales.dtype else found
+            if any(tensor is not None and tensor.is_floating_point() for tensor in module._parameters.values()):
+                break
+        return found
+
+    base.dtype = property(dtype, doc=base.dtype.__doc__)
+
+
+def _tell_count(base: Any) -> None:
+    """Makes ``model.num_parameters()`` of these libraries count the elements of the weight that a quantized one stands
+    for, as they do for other four-bit weights. Of ``base`` and what inherits it."""
+    theirs = base.num_parameters
+    if theirs.__module__ == __name__:
+        return
+
+    def num_parameters(self: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        counted: int = theirs(self, only_trainable, exclude_embeddings)
+        return counted if only_trainable else counted + targets.uncounted(self, exclude_embeddings)
+
+    base.num_parameters = functools.wraps(theirs)(num_parameters)
+    base.num_parameters.__module__ = __name__
+
+
+def _guard_resizing(base: Any) -> None:
+    """Makes ``resize_token_embeddings`` refuse a quantized embedding or head before it changes the other end."""
+    theirs = base._resize_token_embeddings
+    if theirs.__module__ == __name__:
+        return
+
+    def resize(
+        self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        embedding = self.get_input_embeddings()
+        ends = {"embedding": embedding, "head": self.get_output_embeddings()}
+        size = int(embedding.weight.shape[0] if new_num_tokens is None else new_num_tokens)
+        if pad_to_multiple_of is not None:
+            size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
+        for name, end in ends.items():
+            if isinstance(end, PackedModule) and end._sizes[0] != size:
+                raise ValueError(
+                    f"resize_token_embeddings({size}): the {name} of {type(self).__name__} is quantized, {end}, and "
+                    "cannot be resized. Resize the float model and quantize it then, or quantize it with "
+                    "{'lm_head': None, 're:.*': scheme}, which leaves both ends in floats. The model is unchanged."
+                )
+        return theirs(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+
+    base._resize_token_embeddings = functools.wraps(theirs)(resize)
+    base._resize_token_embeddings.__module__ = __name__

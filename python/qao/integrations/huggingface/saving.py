@@ -1,0 +1,109 @@
+"""What ``save_pretrained`` writes of a quantised model: tensors, the header's metadata, and quantization_config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...checkpoints.save_load import header, unshared
+from ...nn import marker
+from ...nn.linear import QuantLinear, is_linear
+from ...nn.packed_module import PackedModule, Sharded
+from ...quantization.skeleton import describe
+from .config import QaoConfig
+
+
+def files_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], Any]:
+    """Tensors by name, metadata, and what config.json says: compressed-tensors where it can say it, else qao's own."""
+    state: dict[str, Tensor] = dict(model.state_dict())
+    sharded = any(isinstance(module, Sharded) for module in model.modules())
+    if sharded:
+        _gather(state)
+    written = None if sharded else _compressed_tensors(model, state)
+    _keep_apart(model, state if written is None else written[0])
+    if written is not None:
+        return written[0], {}, written[1]
+    quantised = {
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        if isinstance(module, PackedModule)
+        for key in module.packed.tensors()
+    }
+    _, aliases = unshared({name: tensor for name, tensor in state.items() if name in quantised})
+    kept = {name: tensor for name, tensor in state.items() if name not in aliases}
+    return kept, header(aliases), QaoConfig.of(model)
+
+
+def _gather(state: dict[str, Any]) -> None:
+    """Makes DTensors whole, on every rank, as transformers does of float models; shared ones stay shared."""
+    known: dict[tuple[int, Any], Tensor] = {}
+    for name, tensor in state.items():
+        if hasattr(tensor, "full_tensor"):
+            key = tensor.to_local().data_ptr(), tensor.placements
+            if key not in known:
+                known[key] = tensor.full_tensor()
+            state[name] = known[key]
+
+
+def _keep_apart(model: nn.Module, names: Iterable[str]) -> None:
+    """Takes those conversions off the model by which transformers 5 would join tensors of quantised layers on the way
+    to the file, as it joins the float weights of q, k and v (Molmo2). It reads either form."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange, WeightConverter
+    except ImportError:  # version 4, which converts nothing
+        return
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # what it would take itself, of a model that no file was loaded into
+        every = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [one for one in every if not isinstance(one, PrefixChange)]
+    layers = {name for name, module in model.named_modules() if isinstance(module, PackedModule)}
+    names = [name for name in names if name.rpartition(".")[0] in layers]
+
+    def joins(conversion: Any) -> bool:
+        if not isinstance(conversion, WeightConverter):
+            return False
+        back = conversion.reverse_transform()
+        return any(back.rename_source_key(name)[1] is not None for name in names)
+
+    left = [one for one in conversions if not joins(one)]
+    if len(left) < len(conversions):
+        model._weight_conversions = left  # type: ignore[assignment]
+
+
+def _compressed_tensors(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    from ...checkpoints.compressed_tensors import write
+
+    modules = dict(model.named_modules())
+    layers = {name: module for name, module in modules.items() if isinstance(module, PackedModule)}
+    tensors = dict(state)
+    weights: set[int] = set()
+    for name, layer in layers.items():
+        # Loaders look for modules whose class is called Linear: a Conv1D, or a subclass such as FalconLinear, they
+        # would leave as it is, with random numbers.
+        if not isinstance(layer, QuantLinear) or layer.stands_for != "Linear" or layer.qweight.is_meta:
+            return None
+        if id(layer.qweight) in weights:  # which would be written once, under one of the names
+            return None
+        weights.add(id(layer.qweight))
+        if write.can_write(layer.scheme, layer.in_features) is not None:
+            return None
+        for key in (*layer.packed.tensors(), marker.TRIPWIRE, marker.MARKER):
+            tensors.pop(f"{name}.{key}", None)
+        try:
+            tensors.update({f"{name}.{key}": tensor for key, tensor in write.layer_tensors(layer).items()})
+        except ValueError:  # zero points of GGUF are no whole numbers
+            return None
+    prefix = getattr(model, "base_model_prefix", "")
+    schemes = {_target(name, prefix): scheme for name, scheme in describe(model).items()}
+    floats = [_target(name, prefix) for name, module in modules.items() if is_linear(module)]
+    return tensors, write.quantization_config(schemes, floats)
+
+
+def _target(name: str, prefix: str) -> str:
+    """A module as compressed-tensors names it, whether it is loaded as a whole model or as its base without a head."""
+    inner = name.removeprefix(f"{prefix}.") if prefix else name
+    return name if inner == name else rf"re:(.*\.)?{re.escape(inner)}$"

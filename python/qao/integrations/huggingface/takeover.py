@@ -1,0 +1,155 @@
+"""Quantized checkpoints of other libraries' layouts that ``from_pretrained`` of transformers loads onto qao's layers.
+
+transformers hands compressed-tensors, GPTQ, AWQ, fp8 and torchao checkpoints to the library that is named in
+config.json, which may decompress the weights. ``register`` makes ``PreTrainedModel.from_pretrained`` hand those that
+qao reads to ``qao.from_pretrained`` instead. ``QAO_TAKEOVER=0`` in the environment turns that off, and so does a
+``quantization_config`` of the other library in one call.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...quantization.rules import differing
+from ...schemes import Scheme
+from ..imports import register_part
+from .config import QaoConfig
+from .from_pretrained import from_pretrained as load
+from .loading import Unfit
+
+SWITCH = "QAO_TAKEOVER"
+METHODS = ("compressed-tensors", "gptq", "awq", "auto-round", "fp8", "fbgemm_fp8", "modelopt", "torchao")
+_HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+
+
+def register() -> None:
+    """Called once transformers has its base class of models."""
+    from transformers import modeling_utils
+
+    register_part("qao.integrations.huggingface.transformers", "watch_loading")
+    base: Any = modeling_utils.PreTrainedModel
+    theirs = base.from_pretrained.__func__
+    if getattr(theirs, "_of_qao", False):
+        return
+
+    @functools.wraps(theirs)
+    def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *model_args: Any, **options: Any) -> Any:
+        path = _base_of(pretrained_model_name_or_path, options)
+        found = None if path is None else _quantization(path, options)
+        method = None if found is None else found.get("quant_method")
+        given = options.get("quantization_config")
+        if method == "qao" and found is not None and isinstance(given, QaoConfig):
+            _check_again(path, _layers(found), given)
+            options = {name: value for name, value in options.items() if name != "quantization_config"}
+        elif method in METHODS and (given is None or isinstance(given, QaoConfig)) and is_on():
+            whole = functools.partial(theirs, cls, pretrained_model_name_or_path, *model_args, **options)
+            return _take(cls, whole, path, model_args, options)
+        return theirs(cls, pretrained_model_name_or_path, *model_args, **options)
+
+    from_pretrained._of_qao = True  # type: ignore[attr-defined]
+    base.from_pretrained = classmethod(from_pretrained)
+
+
+def is_on() -> bool:
+    return os.environ.get(SWITCH, "1").lower() not in ("0", "false", "off", "no")
+
+
+def _base_of(path: Any, options: dict[str, Any]) -> Any:
+    """``path``, or the model that an adapter of PEFT in this directory is for, as Auto classes look it up."""
+    folder = Path(path) if isinstance(path, (str, os.PathLike)) else Path("/dev/null")
+    file = folder / "adapter_config.json"
+    if options.get("config") is not None or not file.is_file() or (folder / "config.json").exists():
+        return path
+    try:
+        base = json.loads(file.read_text()).get("base_model_name_or_path")
+    except ValueError:  # theirs says so
+        return path
+    return base or path
+
+
+def _quantization(path: Any, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What the configuration of a checkpoint says about quantization; None if nothing, or if there is none."""
+    from transformers import PretrainedConfig
+
+    if options.get("state_dict") is not None or options.get("gguf_file") is not None:
+        return None
+    config = options.get("config")
+    if isinstance(config, PretrainedConfig):
+        holders = [config, getattr(config, "text_config", None)]
+        found = next(filter(None, (getattr(holder, "quantization_config", None) for holder in holders)), None)
+        return found if isinstance(found, Mapping) else None
+    hub = {name: options[name] for name in _HUB if name in options}
+    try:
+        content, _ = PretrainedConfig.get_config_dict(path if config is None else config, **hub)
+    except (OSError, ValueError):  # an adapter alone, or nothing: theirs says which
+        return None
+    inner = content.get("text_config")
+    found = content.get("quantization_config") or (inner or {}).get("quantization_config")
+    return found if isinstance(found, Mapping) else None
+
+
+def _layers(found: Mapping[str, Any]) -> Mapping[str, Scheme]:
+    config: Any = QaoConfig.from_dict(found)
+    return config.layers  # type: ignore[no-any-return]
+
+
+def _take(
+    cls: Any, theirs: functools.partial[Any], path: Any, model_args: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
+    from ...checkpoints import CheckpointError, open_checkpoint
+
+    kept = dict(options)
+    given = kept.pop("quantization_config", None)
+    if given is not None and os.path.isdir(path):
+        opened = open_checkpoint(os.path.join(path, kept.get("subfolder") or ""))
+        _check_again(path, {name: layer.scheme for name, layer in opened.layers.items()}, given)
+    old = kept.pop("torch_dtype", None)
+    dtype = kept.pop("dtype", None) or old
+    if dtype not in (None, "auto"):
+        kept["dtype"] = dtype
+    more = dict(kept.pop("adapter_kwargs", None) or {})
+    named, adapter = kept.pop("adapter_name", "default"), more.pop("_adapter_model_path", None)
+    asked = theirs.args[1]
+    try:
+        _check_options(options)
+        loaded = load(path, *model_args, auto_class=cls, **kept)
+    except (CheckpointError, Unfit) as error:
+        warnings.warn(
+            f"{path}: not loaded onto qao's layers, but by the library that config.json names: {error}", stacklevel=3
+        )
+        return theirs()
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    model.name_or_path = model.config.name_or_path = str(path)
+    adapter = adapter or (None if asked == path else asked)
+    if adapter is not None and not getattr(model, "_hf_peft_config_loaded", False):
+        model.load_adapter(str(adapter), adapter_name=named, adapter_kwargs=more)
+    return loaded
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raises Unfit for what transformers does with files, and qao does not."""
+    device_map = options.get("device_map")
+    if isinstance(device_map, Mapping) and "disk" in device_map.values():
+        raise Unfit("device_map leaves layers on the disk")
+    if options.get("use_safetensors") is False:
+        raise Unfit("use_safetensors=False, and qao reads safetensors alone")
+
+
+def _check_again(path: Any, layers: Mapping[str, Scheme], given: QaoConfig) -> None:
+    """Raises ValueError where a quantized checkpoint is to be quantized by another scheme."""
+    if given.scheme is None:
+        return
+    other = differing(layers, given.scheme)
+    if other is None:
+        return
+    name, has, wanted = other
+    raise ValueError(
+        f"{path}: this checkpoint is quantized already: {name} is {has}, and quantization_config asks for {wanted}. "
+        "Leave quantization_config out, or load the float checkpoint to quantize it anew."
+    )

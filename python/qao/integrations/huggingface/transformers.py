@@ -1,0 +1,306 @@
+"""transformers: QaoConfig as ``quantization_config``, for versions 4.57 and 5.
+
+A float checkpoint is quantised weight by weight as its tensors arrive; of a quantised one, layers of the right kind are
+put in place before its tensors arrive. Saving goes through ``get_state_dict_and_metadata``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce, wraps
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.quantizers.base import HfQuantizer
+
+from ...nn import marker
+from ...nn.packed_module import PackedModule
+from ...quantization import targets
+from .config import QaoConfig
+from .file_markers import in_files, in_state_dict
+from .loading import Loader
+from .registration import dequantized, fill, mark
+from .saving import files_of
+from .tensor_parallel import Sharding
+
+__all__ = ["QaoConfig", "QaoQuantizer", "attach", "forget_config", "register"]
+
+_V5 = int(transformers.__version__.partition(".")[0]) >= 5
+
+
+class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
+    """What transformers asks while it loads and saves a model."""
+
+    requires_calibration = False
+    requires_parameters_quantization = True  # version 4
+    required_packages: list[str] = []
+
+    def __init__(self, quantization_config: QaoConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.modules_to_not_convert: list[str] = []
+        self.loader = Loader(quantization_config, self.pre_quantized)
+        self._unexpected: Any = None  # patterns of the model that say which names of a checkpoint may be left over
+        self._kept: Callable[[str], torch.dtype | None] = partial(_kept_dtype, {})  # dtypes that the model insists on
+        self._watched: list[str] = []  # methods of the model that are ours while it is loaded
+        self._cast_to: torch.dtype | None = None  # version 4: set while tensors arrive, whose dtype is up to us then
+
+    # ---- before the weights arrive
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        self.loader.validate(kwargs.get("device_map"))
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Version 5, before ``dtype="auto"`` is looked up in ``config``."""
+        if self.pre_quantized and self.quantization_config.dtype is not None:
+            config.dtype = self.quantization_config.dtype
+        return config
+
+    update_tp_plan = update_attn_implementation  # the same moment of version 4
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        ties = getattr(model, "all_tied_weights_keys", None)  # version 5; in 4 they share a Parameter by now
+        tied = [name for pair in ties.items() for name in pair] if isinstance(ties, dict) else []
+        self._kept = _kept_dtypes(model, kwargs.get("dtype") or model.dtype)
+        self.loader.prepare(model, tied, kwargs.get("device_map"), self._kept)
+        self._watch(model)
+        self.loader.sharding = Sharding(model, self.loader.is_quantised)
+        self._unexpected = model._keys_to_ignore_on_load_unexpected
+        if self.loader.hidden:
+            patterns = [*(self._unexpected or ()), rf"(^|\.){marker.MARKER}$"]
+            patterns += [rf"(^|\.){re.escape(name)}$" for name in self.loader.hidden if name.endswith(marker.TRIPWIRE)]
+            model._keys_to_ignore_on_load_unexpected = set(patterns) if _V5 else patterns
+        return model
+
+    def check_files(
+        self,
+        model: Any,
+        state: Mapping[str, Any] | None,
+        files: Sequence[str] | None,
+        how: Any,
+        options: Mapping[str, Any],
+    ) -> None:
+        """When transformers knows where the tensors are; ``how``: LoadStateDictConfig of version 5."""
+        if not self.pre_quantized:
+            return
+        markers = in_state_dict(state) if state is not None else in_files(files or ())
+        ignore = bool(getattr(how, "ignore_mismatched_sizes", False))  # version 4 cannot
+        renamed = _renaming(getattr(how, "weight_mapping", None), options.get("key_mapping"))
+        self.loader.check_markers(model, markers, ignore_sizes=ignore, renamed=renamed)
+
+    def _watch(self, model: Any) -> None:
+        """Notes which tensors transformers makes itself, since the checkpoint lacks them or has other shapes."""
+        for name in ("_move_missing_keys_from_meta_to_device", "_move_missing_keys_from_meta_to_cpu"):
+            theirs = getattr(model, name, None)
+            if theirs is not None:
+                vars(model)[name] = partial(self._note_missing, theirs)
+                self._watched.append(name)
+
+    def _note_missing(self, theirs: Any, missing: Any, *args: Any, **kwargs: Any) -> Any:
+        self.loader.absent.update(missing)
+        return theirs(missing, *args, **kwargs)
+
+    # ---- while they arrive: version 5
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        return self.loader.takes(param_name) or self._cast_to is not None
+
+    def get_quantize_ops(self) -> Any:
+        return _Quantize(self.loader)
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        patterns = getattr(converter, "target_patterns", ())
+        return None if any(name in self.loader.dtypes for name in patterns) else dtype
+
+    def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
+        layer = self.loader.pending.get(param_name) or self.loader.experts.pending.get(param_name)
+        if layer is None or layer.scheme is None:
+            return param.element_size()
+        *experts, n, k = layer.row.shape
+        packed = layer.scheme.empty(n, k, dtype=param.dtype, device="meta", experts=experts[0] if experts else None)
+        return targets.byte_count(*(t for t in packed.tensors().values() if t is not None)) / max(1, param.numel())
+
+    # ---- while they arrive: version 4
+
+    def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
+        # Weights that do not arrive are initialised as floats, and quantised at the end with what is left.
+        self.loader.absent.update(missing_keys)
+        for name in missing_keys:
+            self.loader.pending.pop(name, None)
+        return missing_keys
+
+    def update_expected_keys(self, model: Any, expected_keys: list[str], loaded_keys: list[str]) -> list[str]:
+        # It would cast every float tensor to this dtype, scales too. Without it, it leaves that to us.
+        if getattr(model.config, "_pre_quantization_dtype", None) is not None:
+            self._cast_to = model.config._pre_quantization_dtype
+            model.config._pre_quantization_dtype = None
+        return expected_keys
+
+    def create_quantized_param(
+        self, model: nn.Module, param_value: Tensor, param_name: str, target_device: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if param_name in self.loader.pending:
+            if not self.loader.fits(param_name, param_value):
+                raise RuntimeError(_mismatch(param_name, param_value, model.get_parameter(param_name)))
+            dtype = self._kept(param_name) or self._cast_to
+            self.loader.take(param_name, param_value.to(target_device, dtype))
+            return
+        path, _, last = param_name.rpartition(".")
+        module = model.get_submodule(path)
+        old = getattr(module, last)
+        dtype = self.loader.dtypes.get(param_name, old.dtype) if param_value.is_floating_point() else None
+        value = param_value.to(target_device, dtype)
+        if value.shape != old.shape:
+            raise RuntimeError(_mismatch(param_name, value, old))
+        if last in module._parameters:
+            module._parameters[last] = parameter = nn.Parameter(value, requires_grad=value.is_floating_point())
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        else:
+            module._buffers[last] = value
+
+    def adjust_target_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.pre_quantized else torch.int8
+
+    def get_special_dtypes_update(self, model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        return {name: dtype for name, _ in model.named_parameters() if name not in self.loader.pending}
+
+    # ---- when they are there
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        model._keys_to_ignore_on_load_unexpected = self._unexpected
+        for name in self._watched:
+            vars(model).pop(name, None)
+        if self._cast_to is not None:
+            model.config._pre_quantization_dtype, self._cast_to = self._cast_to, None
+        self.loader.finish(model)
+        attach(model, self)
+        return model
+
+    # ---- saving and the rest
+
+    def get_state_dict_and_metadata(self, model: Any, *args: Any) -> tuple[dict[str, Any], dict[str, str]]:
+        if not any(isinstance(module, PackedModule) for module in model.modules()):  # it had no linear layers
+            forget_config(model)
+            return dict(model.state_dict()), {}
+        state, metadata, model.config.quantization_config = files_of(model)
+        return state, metadata
+
+    def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        return dequantized(model, dtype)
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def _renaming(conversions: Any, key_mapping: Mapping[str, str] | None) -> Callable[[str], str] | None:
+    """From the name of a layer in a file to that of its module, as ``from_pretrained`` was asked to rename."""
+    if conversions:
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+        renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+        return lambda name: rename_source_key(f"{name}.weight", renamings, [])[0].removesuffix(".weight")
+    if key_mapping:
+        return lambda name: reduce(lambda key, pair: re.sub(pair[0], pair[1], key), key_mapping.items(), name)
+    return None
+
+
+def _mismatch(name: str, value: Tensor, own: Tensor) -> str:
+    return f"size mismatch for {name}: {list(value.shape)} in the checkpoint, {list(own.shape)} in the model"
+
+
+def _kept_dtypes(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
+    """The dtype of a tensor by name, of those that the class of the model keeps in another one than ``dtype``."""
+    plan: dict[str, torch.dtype] = {}
+    if dtype == torch.float16:
+        plan.update(dict.fromkeys(getattr(model, "_keep_in_fp32_modules", None) or (), torch.float32))
+    if dtype in (torch.float16, torch.bfloat16):
+        plan.update(dict.fromkeys(getattr(model, "_keep_in_fp32_modules_strict", None) or (), torch.float32))
+    around = ("", "") if _V5 else (r"(^|\.)", r"($|\.)")  # version 5 takes a name for a pattern found anywhere
+    patterns = {re.compile(pattern.replace("*", ".*").join(around)): kept for pattern, kept in plan.items()}
+    return partial(_kept_dtype, patterns)
+
+
+def _kept_dtype(patterns: dict[re.Pattern[str], torch.dtype], name: str) -> torch.dtype | None:
+    # No closure: a model with its quantizer is pickled, by torch.save(model) for one.
+    return next((kept for pattern, kept in patterns.items() if pattern.search(name)), None)
+
+
+class _Quantize:
+    """The conversion of version 5 that ends with a QuantLinear in the model, instead of a tensor."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def convert(
+        self, input_dict: dict[str, Any], *, missing_keys: set[str] | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        left = {}
+        for name, value in input_dict.items():
+            if not self._loader.takes(name):
+                left[name] = value
+                continue
+            tensor = value[0] if isinstance(value, list) else value
+            if not self._loader.fits(name, tensor):  # transformers reports it, and goes on if it was told to
+                left[name] = value
+                continue
+            self._loader.take(name, tensor)
+            if missing_keys is not None:
+                missing_keys.discard(name)
+        return left
+
+
+def register() -> None:
+    """Called once transformers has its tables of quantisers."""
+    from transformers.quantizers import auto
+
+    fill(auto, QaoConfig, QaoQuantizer)
+
+
+def watch_loading() -> None:
+    """Makes transformers show the quantizer what it is about to load. Called once there is its base class of models."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    base: Any = PreTrainedModel
+    theirs = base.__dict__["_load_pretrained_model"]
+    function = theirs.__func__
+    if getattr(function, "_of_qao", False):
+        return
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def load(*args: Any, **options: Any) -> Any:
+        given = signature.bind(*args, **options).arguments
+        how = given.get("load_config")  # of version 5
+        quantizer = given.get("hf_quantizer", getattr(how, "hf_quantizer", None))
+        if isinstance(quantizer, QaoQuantizer):
+            quantizer.check_files(given["model"], given["state_dict"], given["checkpoint_files"], how, given)
+        return function(*args, **options)
+
+    load._of_qao = True  # type: ignore[attr-defined]
+    base._load_pretrained_model = type(theirs)(load)
+
+
+def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
+    """Tells a model that it is quantised: ``save_pretrained`` asks ``hf_quantizer``, which writes what is so then."""
+    config = QaoConfig.of(model)
+    quantizer = quantizer or QaoQuantizer(config, pre_quantized=True)
+    if mark(model, config, quantizer, transformers.PreTrainedModel):
+        model.config.quantization_config = config
+
+
+def forget_config(model: Any) -> None:
+    """What ``attach`` wrote into the configuration."""
+    model.__dict__.pop("quantization_method", None)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config

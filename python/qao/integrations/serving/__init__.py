@@ -1,0 +1,1 @@
+"""What qao does alike in vLLM and SGLang."""

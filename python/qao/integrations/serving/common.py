@@ -1,0 +1,166 @@
+"""Weights as serving engines hold them once they are loaded, as plain integers, scales and zero points.
+
+Engines name a dimension of a tensor by what runs along it: ``output_dim`` (rows of W), ``input_dim`` (its columns) and
+``packed_dim``, along which values lie in the words of 32 bits, the first in the lowest bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ..._version import __version__
+from ...checkpoints.plain import as_bytes, group_size_of, nibbles, regroup
+from ...schemes import Int4WeightOnly, Int8WeightOnly, PackedWeight, Scheme
+from ...schemes.base import _host
+
+MIN_CAPABILITY = 80
+OPERATORS: dict[str, Any] = {
+    "int4": ops.INT4,
+    "int8": ops.INT8,
+    "fp8": ops.FP8,
+    "fp4": ops.FP4,
+    "int8_int8": ops.INT8_INT8,
+    "int8_int4": ops.INT8_INT4,
+    "fp8_fp8": ops.FP8_FP8,
+    "fp8_int4": ops.FP8_INT4,
+}
+
+
+def check_version(engine: str, versions: tuple[str, ...]) -> None:
+    """Checks that the imported ``engine`` is one of ``versions`` (their first numbers).
+
+    Raises:
+        UnknownVersionError: it is another.
+    """
+    found = getattr(sys.modules[engine], "__version__", "of unknown version")
+    if ".".join(found.split(".")[:2]) not in versions:
+        raise UnknownVersionError(
+            f"qao {__version__} knows {engine} {', '.join(versions)} and not {engine} {found}, which runs as if qao "
+            f"were not there: its own kernels, and no checkpoints in qao's own format. Install {engine} "
+            f"{versions[-1]}, or a qao that knows {engine} {found}"
+        )
+
+
+class UnknownVersionError(RuntimeError):
+    """An engine of a version that qao does not know."""
+
+
+_said: set[tuple[str, str]] = set()
+
+
+def say_failed(engine: str, what: str, error: Exception) -> None:
+    """Logs once, where the engine logs, that ``engine`` goes on without a part of qao.
+
+    Args:
+        what: what the engine does without: "linear layers".
+    """
+    if isinstance(error, UnknownVersionError):
+        message = str(error)
+    else:
+        message = (
+            f"qao {__version__} could not be put before the kernels of {engine} for {what}, which run on {engine}'s "
+            f"own: {type(error).__name__}: {error}. Reinstall qao, or turn it off: {switch(engine)}=1"
+        )
+    if (engine, message) not in _said:
+        _said.add((engine, message))
+        logger = logging.getLogger(f"{engine}.qao")
+        logger.error(message, exc_info=None if isinstance(error, UnknownVersionError) else error)
+
+
+def switch(engine: str) -> str:
+    """The environment variable that turns qao off in an engine."""
+    return f"QAO_DISABLE_{engine.upper()}"
+
+
+def is_off(engine: str) -> bool:
+    """Whether the user turned qao off there."""
+    return os.environ.get(switch(engine), "") not in ("", "0")
+
+
+def gpu_obstacle(compute_capability: int | None) -> str | None:
+    """Why no kernel of qao runs on a GPU of this compute capability (90; None: not known); None if they do."""
+    if _host is not None and _host.build_info()["cuda"] is None:
+        return "this qao was built without CUDA kernels: install one that was built with nvcc"
+    if compute_capability is not None and compute_capability < MIN_CAPABILITY:
+        return f"qao needs compute capability {MIN_CAPABILITY}, this is {compute_capability}"
+    return None
+
+
+STATIC_INT8 = "static scales of int8 activations; qao finds one in each token"
+GROUPS = "groups of 32, 64, 128, 256, multiples of these, or a row"
+
+
+def rows(words: Tensor, bits: int, *, packed_dim: int, output_dim: int) -> Tensor:
+    """uint8 [N, K] (or [N, G], of zero points) from int32 words that hold 32 / ``bits`` values each."""
+    lines = words if packed_dim == 1 else words.t()
+    values = nibbles(lines) if bits == 4 else as_bytes(lines)
+    return values if packed_dim != output_dim else values.t()
+
+
+def groups_obstacle(group_size: int, k: int, full_k: int) -> str | None:
+    """Why qao cannot multiply k of ``full_k`` columns in groups of ``group_size`` (-1: the row); None if it can."""
+    if group_size_of(group_size, k) is None or group_size == 0:
+        return f"groups of {group_size} columns; qao has {GROUPS}"
+    if 0 < group_size < full_k and k % group_size and k != full_k:
+        return f"a shard of {k} columns, which groups of {group_size} do not divide"
+    return None
+
+
+def integers_obstacle(bits: int, group_size: int, k: int, full_k: int, zero_points: bool) -> str | None:
+    """The same of k of ``full_k`` columns of integers of ``bits``, beside activations as they come."""
+    if bits == 8:
+        if group_size not in (-1, full_k):
+            return f"eight bits in groups of {group_size} columns; qao has one scale a row there"
+        return "eight bits with zero points; qao has none in this layout" if zero_points else None
+    if bits != 4:
+        return f"weights of {bits} bits; qao has four, and eight without zero points"
+    return groups_obstacle(group_size, k, full_k)
+
+
+def integer_scheme(bits: int, given: int, k: int, *, symmetric: bool) -> Scheme:
+    """Of weights that ``integers_obstacle`` lets pass, in groups of ``given`` of k columns."""
+    if bits == 8:
+        return Int8WeightOnly()
+    size = group_size_of(given, k)
+    assert size is not None
+    return Int4WeightOnly(size, symmetric)
+
+
+def integers(scheme: Scheme, q: Tensor, scales: Tensor, zeros: Tensor | None, given: int, *, bits: int) -> PackedWeight:
+    """Packs uint8 q [N, K] of four bits as ``grouped`` does, of eight bits, whose zero is 128, with a scale a row."""
+    if bits == 8:
+        return scheme.pack((q ^ 0x80).view(torch.int8), scales.reshape(-1))
+    return grouped(scheme, q, scales, zeros, given)
+
+
+def grouped(scheme: Scheme, q: Tensor, scales: Tensor, zeros: Tensor | None, given: int) -> PackedWeight:
+    """Packs uint8 q [N, K], scales [N, G] and zeros [N, G] of groups of ``given`` columns (-1: the row)."""
+    n, k = q.shape
+    expected = (n, 1 if given == -1 else -(-k // given))
+    for name, tensor in (("scales", scales), ("zero points", zeros)):
+        if tensor is not None and tensor.shape != expected:
+            raise ValueError(
+                f"qao: {name} {list(tensor.shape)} of a weight [{n}, {k}] in groups of {given} columns must be "
+                f"{list(expected)}. Choose a tensor parallel size whose shards end where groups end."
+            )
+    scales = regroup(scales, given, k).contiguous()
+    return scheme.pack(q, scales, None if zeros is None else regroup(zeros, given, k).contiguous())
+
+
+def row_scales(scales: Tensor, widths: list[int]) -> Tensor:
+    """float32 [N] from a scale for each of the matrices that were joined, of ``widths`` rows; from [N, 1] as it is."""
+    scales = scales.detach().float().reshape(-1)
+    if scales.numel() == sum(widths):
+        return scales.contiguous()
+    if scales.numel() == 1:
+        return scales.expand(sum(widths)).contiguous()
+    if scales.numel() != len(widths):
+        raise ValueError(f"qao: {scales.numel()} scales for matrices of {widths} rows: one each, or one a row")
+    return scales.repeat_interleave(torch.tensor(widths, device=scales.device))

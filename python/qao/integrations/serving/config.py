@@ -1,0 +1,145 @@
+"""What a config.json that qao wrote says of the layers of a model, as a serving engine asks it."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...schemes import Float8DynamicActivationFloat8Weight, Scheme
+from ..huggingface.config import QaoConfig
+
+
+class Served:
+    """What a config.json that qao wrote says of a model's layers, under the names of an engine.
+
+    Args:
+        layers: schemes of the quantised layers by name.
+        engine: for messages.
+    """
+
+    def __init__(self, layers: Mapping[str, Scheme], engine: str) -> None:
+        self.layers, self.engine = dict(layers), engine
+        self.loads = False  # as soon as a layer was loaded from a checkpoint: not where numbers are made up
+        self._asked: set[str] = set()
+        self._told = False
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any], engine: str) -> Served:
+        """From its ``quantization_config``.
+
+        Raises:
+            ValueError: it is none that qao wrote, or of a model that is yet to be quantised.
+        """
+        config = QaoConfig.from_dict(content)
+        assert isinstance(config, QaoConfig)
+        if config.scheme is not None and not config.layers:
+            raise ValueError(
+                f"qao: this config.json asks to quantise a model of floats while it is loaded. {engine} serves models "
+                "that are quantised: qao quantize MODEL FOLDER --scheme int4 writes one"
+            )
+        return cls(config.layers, engine)
+
+    def scheme_of(self, name: str, joined: Mapping[str, Sequence[str]]) -> Scheme | None:
+        """The scheme of a layer of the engine; None: it is not quantised.
+
+        Args:
+            name: the engine's: "model.layers.0.self_attn.qkv_proj".
+            joined: what such a layer is made of, by the last part of its name: {"qkv_proj": ["q_proj", …]}.
+
+        Raises:
+            ValueError: the layers that it joins are not quantised alike.
+        """
+        self._asked.add(name)
+        if name in self.layers:
+            return self.layers[name]
+        path, dot, last = name.rpartition(".")
+        names = [path + dot + part for part in joined.get(last) or _JOINED.get(last, (last,))]
+        self._asked.update(names)
+        found = [self.layers.get(one) for one in names]
+        if any(_alike(one) != _alike(found[0]) for one in found):
+            told = ", ".join(f"{one}: {self.layers.get(one) or 'not quantised'}" for one in names)
+            raise ValueError(f"qao: {name} joins layers that are not quantised alike: {told}. Give them one scheme.")
+        return found[0]
+
+    def experts_of(self, name: str) -> tuple[Scheme, Scheme] | None:
+        """The schemes of gate and up and of down of fused experts; None: they are not quantised.
+
+        Where a block has other experts alone, an engine calls these as the checkpoint does and as transformers doesn't,
+        whose names a config has (Mixtral): ``projection.check_come`` finds out whether tensors come.
+
+        Raises:
+            NotImplementedError: they are linear layers, one for each expert, or it is not clear which they are.
+        """
+        if listed := [one for one in self._inside(name) if one not in (f"{name}.up", f"{name}.down")]:
+            raise NotImplementedError(
+                f"qao: {name}: experts quantised by qao ({len(listed)} layers, such as {listed[0]}) have no kernel in "
+                f"{self.engine}. Leave them in floats, or save the model as compressed-tensors."
+            )
+        block = re.match(r".*?\blayers\.\d+\.", name)
+        prefix = name if block is None else block[0]
+        found = [
+            one.removesuffix(".up") for one in self.layers if one.startswith(prefix) and one.endswith("experts.up")
+        ]
+        if name not in found and len(found) > 1:
+            raise NotImplementedError(
+                f"qao: {self.engine} calls the experts of a layer {name}, and the checkpoint has {' and '.join(found)} "
+                "quantised there. Leave them in floats, or save the model as compressed-tensors."
+            )
+        of = name if name in found else found[0] if found else None
+        self._asked |= {f"{of}.up", f"{of}.down"}
+        return None if of is None else (self.layers[f"{of}.up"], self.layers[f"{of}.down"])
+
+    def refuse_embedding(self, name: str) -> None:
+        """Raises NotImplementedError where the engine's layer ``name``, an embedding, is quantised.
+
+        Some models of vLLM do not tell its name ("": Llama); then any that is named as embeddings are.
+        """
+        found = self._inside(name) if name else [one for one in self.layers if _EMBEDDING.search(one)]
+        if found:
+            raise NotImplementedError(
+                f"qao: {found[0]}: {self.engine} does not serve a quantised embedding. Quantise without "
+                "embeddings=True."
+            )
+
+    def tell_unasked(self) -> None:
+        """Warns once, when all layers are made, of quantised ones that the engine did not ask about.
+
+        Not of those in blocks of which it asked about none, which other processes have, or nobody here.
+        """
+        if self._told:
+            return
+        self._told = True
+        made, left = {_block(one) for one in self._asked}, [one for one in self.layers if one not in self._asked]
+        whole = all(_block(one) in {"", *made} for one in left)
+        if found := [one for one in left if _block(one) in made or (whole and not _block(one))]:
+            warnings.warn(
+                f"qao: {self.engine} has made no quantised layer for {len(found)} quantised ones, such as {found[0]}: "
+                "it has them in floats or not at all, and fails to load or passes over them. Leave them in floats.",
+                stacklevel=2,
+            )
+
+    def _inside(self, name: str) -> list[str]:
+        return [one for one in self.layers if one == name or one.startswith(f"{name}.")]
+
+
+def _block(name: str) -> str:
+    """ "model.layers.0." of a layer's name; "" outside blocks."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else ""
+
+
+_EMBEDDING = re.compile(r"(^|\.)(wte|\w*embed\w*)$")
+
+# What is joined in models that do not say it.
+_JOINED: dict[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+
+def _alike(scheme: Scheme | None) -> Scheme | None:
+    static = isinstance(scheme, Float8DynamicActivationFloat8Weight) and scheme.activation_scale is not None
+    return replace(scheme, activation_scale=1.0) if static else scheme  # type: ignore[type-var]

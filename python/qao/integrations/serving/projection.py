@@ -1,0 +1,190 @@
+"""Projections of fused experts of qao's own checkpoints in a serving engine: loading, and the part of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...distributed.cut import Cut, units
+from ...nn import marker
+from ...nn.experts import QuantProjection
+from ...schemes import PackedWeight, Scheme, stacked
+from .linear import check_marker
+
+_KEYS = ("up", "down")
+_MOST_RANKS = 64  # that an error names
+
+
+class Portion(NamedTuple):
+    """What one process has of W [E, n, k].
+
+    Attributes:
+        slots: the experts, in the order in which it has them.
+        dim: 0, a part of the rows, or 1, of the columns.
+        parts: matrices joined along ``dim``, of each of which it has a part: 2 of gate and up, one before the other.
+        rank, ranks: which part, of how many.
+    """
+
+    n: int
+    k: int
+    slots: Sequence[int]
+    dim: int
+    parts: int
+    rank: int
+    ranks: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows and columns of what it has."""
+        return (self.n // self.ranks, self.k) if self.dim == 0 else (self.n, self.k // self.ranks)
+
+    def cuts(self) -> list[Cut]:
+        size = (self.n, self.k)[self.dim]
+        whole, own = size // self.parts, size // self.parts // self.ranks
+        begins = [part * whole + self.rank * own for part in range(self.parts)]
+        return [Cut(self.dim, size, begin, begin + own, self.rank, self.ranks) for begin in begins]
+
+    def unit(self, scheme: Scheme) -> int:
+        """Rows or columns that no cut may part."""
+        return units(scheme, (self.n, self.k))[self.dim]
+
+    def can_be_of(self, scheme: Scheme, ranks: int) -> bool:
+        """Whether the weight can be cut among so many processes."""
+        whole = (self.n, self.k)[self.dim] // self.parts
+        return ranks == 1 or whole % (ranks * self.unit(scheme)) == 0
+
+    def bias(self, bias: Tensor) -> Tensor | None:
+        """Of the bias [E, n] of all; what is added to a sum over processes, the first one adds."""
+        own = bias[list(self.slots)]
+        if self.dim == 0:
+            return torch.cat([own[:, cut.begin : cut.end] for cut in self.cuts()], 1)
+        return own if self.rank == 0 else None
+
+
+def portions(
+    width: int, hidden: int, slots: Sequence[int], rank: int, ranks: int, *, interleaved: bool = False
+) -> tuple[Portion, Portion]:
+    """Of up [E, 2 * width, hidden], gate and up together, and of down [E, hidden, width].
+
+    Args:
+        interleaved: rows of gate and of up by turns; else gate before up.
+    """
+    up = Portion(2 * width, hidden, slots, 0, 1 if interleaved else 2, rank, ranks)
+    return up, Portion(hidden, width, slots, 1, 1, rank, ranks)
+
+
+def wait_for(
+    layer: nn.Module,
+    name: str,
+    schemes: Sequence[Scheme],
+    pair: Sequence[Portion],
+    dtype: torch.dtype,
+    *,
+    biases: bool = False,
+) -> None:
+    """Gives a layer of an engine the children ``up`` and ``down``, which become projections when they are loaded.
+
+    Raises:
+        ValueError: a weight cannot be cut so; the message, which begins with ``name``, has the sizes that work.
+    """
+    _check_cuts(name, schemes, pair)
+    for key, scheme, portion in zip(_KEYS, schemes, pair, strict=True):
+        arriving = Arriving(scheme, portion, dtype, f"{name}.{key}", partial(layer.add_module, key), bias=biases)
+        layer.add_module(key, arriving)
+
+
+def _check_cuts(name: str, schemes: Sequence[Scheme], pair: Sequence[Portion]) -> None:
+    def works(ranks: int) -> bool:
+        return all(portion.can_be_of(scheme, ranks) for scheme, portion in zip(schemes, pair, strict=True))
+
+    for key, scheme, portion in zip(_KEYS, schemes, pair, strict=True):
+        if portion.can_be_of(scheme, portion.ranks):
+            continue
+        own, what = portion.sizes[portion.dim] // portion.parts, ("rows", "columns")[portion.dim]
+        fit = ", ".join(str(ranks) for ranks in range(1, _MOST_RANKS + 1) if works(ranks))
+        raise ValueError(
+            f"qao: {name}.{key}: one process gets {own} {what} of a matrix, and {scheme} shares scales or a rotation "
+            f"among {portion.unit(scheme)}. Tensor parallel sizes that work: {fit}."
+        )
+
+
+def check_come(layer: nn.Module, engine: str) -> None:
+    """Raises ValueError where a tensor of ``up`` or ``down`` has not come."""
+    for one in (layer.up, layer.down):
+        if isinstance(one, Arriving):
+            raise ValueError(f"qao: {one.name}: {engine} has not loaded {', '.join(sorted(one.missing))} into it")
+
+
+class Arriving(nn.Module):
+    """Holds the tensors of a projection until all have come; ``done`` gets what they make.
+
+    Its parameters are empty, and there for the names and loaders.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        portion: Portion,
+        dtype: torch.dtype,
+        name: str,
+        done: Callable[[QuantProjection], None],
+        *,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.scheme, self.portion, self.dtype, self.name, self.done = scheme, portion, dtype, name, done
+        self.device = torch.empty(0).device
+        empty = scheme.empty(portion.n, portion.k, dtype=dtype, device="meta").tensors()
+        self.missing = {one for one, tensor in empty.items() if tensor is not None} | {marker.MARKER, marker.TRIPWIRE}
+        self.missing |= {"bias"} if bias else set()
+        self.found: dict[str, Tensor] = {}
+        for one in self.missing:
+            placeholder: Any = nn.Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
+            placeholder.weight_loader = partial(self._take, one)
+            self._parameters[one] = placeholder
+
+    def _take(self, one: str, parameter: nn.Parameter, loaded: Tensor) -> None:
+        if one == marker.MARKER:
+            said = check_marker(loaded, self.scheme, self.portion.k, self.name)
+            if said.out_features != self.portion.n or said.experts is None or said.experts <= max(self.portion.slots):
+                raise ValueError(
+                    f"qao: {self.name}: the checkpoint holds {said.experts} experts of {said.out_features} rows, the "
+                    f"model has them of {self.portion.n} rows: another model?"
+                )
+        elif one != marker.TRIPWIRE:
+            self.found[one] = loaded
+        self.missing.discard(one)
+        if not self.missing:
+            self.done(self._made())
+
+    def _made(self) -> QuantProjection:
+        portion, scale, bias = self.portion, self.found.pop("activation_scale", None), self.found.pop("bias", None)
+
+        def expert(number: int) -> PackedWeight:
+            own: dict[str, Any] = {key: one[number].to(self.device) for key, one in self.found.items()}
+            own |= {} if scale is None else {"activation_scale": scale.to(self.device)}  # that of all
+            packed = PackedWeight(**own)
+            return packed if portion.ranks == 1 else _part(self.scheme, packed, (portion.n, portion.k), portion.cuts())
+
+        count = len(portion.slots)
+        packed = stacked(map(expert, portion.slots), count)
+        bias = None if bias is None else portion.bias(bias.to(self.device))
+        return QuantProjection(count, *portion.sizes, self.scheme, packed, bias, self.dtype)
+
+
+def _part(scheme: Scheme, packed: PackedWeight, sizes: tuple[int, int], cuts: Sequence[Cut]) -> PackedWeight:
+    """As ``distributed.cut.part``, of several runs of rows or columns that are joined."""
+    dim, unit = cuts[0].dim, scheme.units(*sizes)[cuts[0].dim]
+
+    def own(tensor: Tensor, unit: int = 1) -> Tensor:
+        one_for_all = tensor.dim() <= dim or tensor.shape[dim] == 1
+        return tensor if one_for_all else torch.cat([cut.of(tensor, unit) for cut in cuts], dim)
+
+    q, scales, zeros = scheme.unpack(packed.qweight, packed.scales, *sizes)
+    made = scheme.pack(own(q), own(scales, unit), None if zeros is None else own(zeros, unit))
+    rows = packed.row_scales  # the same on all processes that have columns
+    return made._replace(activation_scale=packed.activation_scale, row_scales=None if rows is None else own(rows))

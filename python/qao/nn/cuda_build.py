@@ -1,0 +1,31 @@
+"""A GPU that this build of qao has no kernels for."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+
+import torch
+
+from .._words import counted
+from ..schemes.base import _host
+
+
+def problem() -> str | None:
+    """The fault and the remedy; None where the build has CUDA kernels, there is no GPU, or qao._host is missing."""
+    if _host is None or torch.version.cuda is None or _host.build_info()["cuda"]:
+        return None
+    count = torch.cuda.device_count()  # by NVML: no CUDA context is made
+    if not count:
+        return None
+    return (
+        f"torch sees {counted(count, 'GPU')}, but this build of qao has no CUDA kernels and runs on CPUs only. Install "
+        "a CUDA toolkit of 12.4 or newer, set CUDA_HOME to it, and build qao again with QAO_CUDA=ON"
+    )
+
+
+@cache
+def warn_once() -> None:
+    """A UserWarning with the first layer that is made."""
+    if (text := problem()) is not None:
+        warnings.warn(f"qao: {text}.", stacklevel=2)

@@ -1,0 +1,231 @@
+"""QuantEmbedding: rows of a quantised weight, that of the output head in most models. One operator call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..schemes import PackedWeight, Scheme
+from .linear import instance_obstacle, pack_weight
+from .packed_module import PackedModule, Sharded, frozen
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """True for nn.Embedding and its subclasses; nn.EmbeddingBag is none."""
+    return isinstance(module, nn.Embedding)
+
+
+def _is_scaled(module: nn.Module) -> bool:
+    # By name, since transformers need not be installed. Gemma's, Bart's and their like: rows times ``embed_scale``.
+    kind = type(module)
+    named = kind.__name__.endswith("ScaledWordEmbedding") and kind.__module__.startswith("transformers.models.")
+    return named and hasattr(module, "embed_scale") and not hasattr(module, "eoi_embedding")  # T5Gemma2 has two tables
+
+
+def obstacle(embedding: nn.Module) -> str | None:
+    """Why an nn.Embedding cannot be replaced by a QuantEmbedding without changing what it does; None if it can."""
+    known = type(embedding).forward is nn.Embedding.forward or isinstance(embedding, Sharded)
+    if not known and not _is_scaled(embedding):
+        return f"{type(embedding).__name__} is a subclass of nn.Embedding with its own forward"
+    if embedding.max_norm is not None:
+        return "it has max_norm, which rewrites rows of the weight in every forward"
+    if embedding.sparse or embedding.scale_grad_by_freq:
+        option = "sparse" if embedding.sparse else "scale_grad_by_freq"
+        return f"it has {option}, which is for training, and quantised rows are frozen"
+    return instance_obstacle(embedding)
+
+
+def scheme_obstacle(scheme: Scheme) -> str | None:
+    """Why rows cannot be read from a weight of this scheme; None if they can."""
+    if scheme.rotation:
+        return f"{scheme} holds a rotated weight, whose rows are none of the embedding: take rotation=0 for it"
+    if scheme.weights in ops.EMBEDDINGS:
+        return None
+    return f"embeddings are quantised to int4 or int8, and {scheme.word} has {scheme.weights} weights"
+
+
+class _ScaledEmbedding(nn.Embedding):
+    """What a QuantEmbedding with ``embed_scale`` becomes in floats."""
+
+    embed_scale: Tensor | float
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows, scale = super().forward(input), self.embed_scale
+        return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
+
+
+class QuantEmbedding(PackedModule):
+    """Ids [...] to rows [..., K] of a quantised W [N, K]; drop-in for nn.Embedding.
+
+    Make one with ``from_embedding``, or ``from_packed`` to share the Parameters of a QuantLinear, as ``quantize_(...,
+    embeddings=True)`` does. Everything is frozen: the result needs no gradient, but a hook may ask for one, as
+    ``enable_input_require_grads`` of transformers does.
+
+    Attributes:
+        qweight, scales: tensors in the layout of the scheme's kernels, shared with the head where weights are tied.
+        weight: the dequantised weight [N, K], read-only, computed when it is used.
+        num_embeddings, embedding_dim: N and K.
+        padding_idx: as in nn.Embedding; its row is one like the others.
+        embed_scale: what rows are multiplied with (Gemma, Bart), a number or a tensor of one; None if nothing.
+        dtype: of the result, at first that of the float embedding. ``.to(dtype)``, ``.half()`` and the like change it.
+            An attribute, since there is no float Parameter that could tell.
+        scheme: how the weight is quantised; what it does with activations is of no matter here.
+    """
+
+    embed_scale: Tensor | float | None
+    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False  # as an nn.Embedding without them has
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        scheme: Scheme,
+        packed: PackedWeight,
+        dtype: torch.dtype,
+        padding_idx: int | None = None,
+        embed_scale: Tensor | float | None = None,
+    ) -> None:
+        reason = scheme_obstacle(scheme)
+        if reason is not None:
+            raise ValueError(f"QuantEmbedding: {reason}")
+        kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # no kernel has float64
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            scheme,
+            PackedWeight(packed.qweight, packed.scales, sizes=packed.sizes),
+            kernel_dtype,
+        )
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self._constants = scheme.constants(num_embeddings, embedding_dim)
+        if isinstance(embed_scale, Tensor):
+            self.register_buffer("embed_scale", embed_scale, persistent=False)
+        else:
+            self.embed_scale = embed_scale
+
+    @classmethod
+    def from_embedding(
+        cls,
+        embedding: nn.Module,
+        scheme: Scheme,
+        *,
+        device: torch.device | str | None = None,
+        name: str = "embedding",
+    ) -> QuantEmbedding:
+        """Quantises an nn.Embedding, or one that transformers scales; ``embedding`` itself is left as it is.
+
+        Args:
+            embedding: the layer. On meta the result is on meta too, without data.
+            scheme: one of int4 or int8 weights, for example ``Int8WeightOnly()``.
+            device: where to quantise and to leave the result; None stays where the weight is.
+            name: begins the messages of errors.
+
+        Raises:
+            TypeError: ``embedding`` is no embedding, or ``scheme`` no scheme.
+            ValueError: ``embedding`` does more than to look rows up (own forward, hooks, max_norm), or is made for
+                training (sparse, scale_grad_by_freq); the scheme has fp8 weights; the weight holds NaN or Inf, or is on
+                meta and ``device`` is not.
+        """
+        if not isinstance(scheme, Scheme):
+            raise TypeError(f"QuantEmbedding: scheme must be a Scheme such as qao.Int8WeightOnly(), not {scheme!r}")
+        if not is_embedding(embedding):
+            raise TypeError(f"QuantEmbedding: {name} must be an nn.Embedding, not {type(embedding).__name__}")
+        reason = obstacle(embedding) or scheme_obstacle(scheme)
+        if reason is not None:
+            raise ValueError(f"QuantEmbedding: {name} cannot be quantised: {reason}")
+        packed = pack_weight(embedding._parameters["weight"].detach(), scheme, device, name)  # type: ignore[union-attr]
+        return cls.from_packed(embedding, scheme, packed)
+
+    @classmethod
+    def from_packed(cls, embedding: nn.Module, scheme: Scheme, packed: PackedWeight) -> QuantEmbedding:
+        """The module that takes the place of ``embedding`` [N, K]; Parameters in ``packed`` are shared, not copied."""
+        scale: Any = embedding.embed_scale if _is_scaled(embedding) else None
+        if isinstance(scale, Tensor) and not packed.qweight.is_meta:
+            scale = scale.to(packed.qweight.device)
+        n, k, padding_idx = embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx
+        dtype = embedding._parameters["weight"].dtype  # type: ignore[union-attr]
+        return cls(n, k, scheme, packed, dtype, padding_idx, scale).train(embedding.training)  # type: ignore[arg-type]
+
+    def to_float(self, weight: nn.Parameter | None = None) -> nn.Embedding:
+        """An nn.Embedding in ``dtype`` of the dequantised weight, or of ``weight`` [N, K]; it starts frozen."""
+        weight = frozen(self.dequantize(self.dtype)) if weight is None else weight
+        scale = self.embed_scale
+        kind = nn.Embedding if scale is None else _ScaledEmbedding
+        floats = kind(*self._sizes, self.padding_idx, _weight=weight)
+        floats.weight = weight  # itself, and frozen
+        if isinstance(scale, Tensor):
+            floats.register_buffer("embed_scale", scale, persistent=False)
+        elif scale is not None:
+            floats.embed_scale = scale  # type: ignore[assignment]
+        return floats.train(self.training)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        gather = ops.EMBEDDINGS[self.scheme.weights]
+        rows = gather(ids, self.qweight, self.scales, *self._constants, self.dtype)
+        scale = self.embed_scale
+        if scale is None:
+            return rows
+        return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
+
+    def requires_grad_(self, requires_grad: bool = True) -> QuantEmbedding:
+        """Nothing here can be trained, so only False is accepted."""
+        if requires_grad:
+            raise RuntimeError(
+                "QuantEmbedding: a quantised embedding is frozen and cannot be trained. Leave it in floats, with "
+                "quantize_(..., embeddings=False), or train adapters beside it."
+            )
+        return self
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        scale = "" if self.embed_scale is None else f", embed_scale={float(self.embed_scale):g}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}{scale}, {self.scheme}, {self.dtype}"
+
+
+# ---- transformers ----------------------------------------------------------------------------------------------------
+
+
+def rename_ties(model: nn.Module) -> None:
+    """Tells models of transformers which tensors are tied now: they tie again, save and load by the names of these.
+
+    ``{"lm_head.weight": "model.embed_tokens.weight"}`` (a list of the targets in version 4) becomes the same of
+    ``qweight``, ``scales`` and what else they share where both modules are quantised, and is so again where none is any
+    more; all else stays.
+    """
+    for module in model.modules():
+        for attribute in ("_tied_weights_keys", "all_tied_weights_keys"):
+            ties = getattr(module, attribute, None)
+            renamed = _renamed(module, ties) if isinstance(ties, (Mapping, list)) else ties
+            if renamed != ties and not isinstance(getattr(type(module), attribute, None), property):
+                setattr(module, attribute, renamed)
+
+
+def _renamed(module: nn.Module, ties: Mapping[str, str] | list[str]) -> dict[str, str] | list[str]:
+    renamed: dict[str, str] = {}
+    for target in ties:
+        sides = target, ties[target] if isinstance(ties, Mapping) else target
+        owners = [_owner(module, side) for side in sides]
+        packed = [owner for owner in owners if isinstance(owner, PackedModule)]
+        key = target.rpartition(".")[2]
+        keys: tuple[str, ...] = (key,)
+        if key == "weight" and len(packed) == 2:
+            tensors = [owner.packed.tensors() for owner in packed]
+            keys = tuple(name for name in tensors[0] if all(of[name] is not None for of in tensors))
+        elif key in PackedWeight._fields and not packed and None not in owners:
+            keys = ("weight",)
+        for name in keys:
+            of = [side if name == key else side.removesuffix(key) + name for side in sides]
+            renamed[of[0]] = of[1]
+    return renamed if isinstance(ties, Mapping) else list(renamed)
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module | None:
+    """The module whose tensor has that name; None if there is no such module."""
+    try:
+        return module.get_submodule(name.rpartition(".")[0])
+    except AttributeError:  # a pattern, or a name of a model that this one is part of
+        return None

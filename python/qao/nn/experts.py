@@ -1,0 +1,252 @@
+"""QuantExperts: the experts of a mixture, all of a projection's weights in one quantised tensor and one operator call.
+
+Tokens are sorted by expert (stable, of sizes that depend on no routing), go through the up projection, which gathers
+them, the gate, and the down projection; the rows of a token are weighed and added.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..ops.grouped_autograd import Gate
+from ..ops.rotation import with_row_scales
+from ..schemes import PackedWeight, Scheme, stacked
+from . import marker
+from .gates import gate_of
+from .linear import QuantLinear
+from .packed_module import PackedModule, frozen
+
+_autocasts = torch._C._is_any_autocast_enabled
+
+_OPERATORS = {operator._schema.name.removeprefix("qao::"): operator for operator in ops.GROUPED}
+
+_OTHERS = {  # tensors that the operator of a scheme takes beside weight, scales and bias
+    "int8_int8": ("weight_sums",),
+    "int8_int4": ("weight_sums",),
+    "fp8_fp8": ("activation_scale",),
+}
+
+
+def has_grouped_product(scheme: Scheme) -> bool:
+    """Whether experts can have it."""
+    return f"{scheme.word}_grouped_mm" in _OPERATORS
+
+
+class QuantProjection(PackedModule):
+    """One projection of all E experts: W [E, N, K] as frozen Parameters, y [S, N] of rows that are sorted by expert.
+
+    Attributes:
+        qweight, scales, weight_sums, row_scales: as of a QuantLinear, behind a dimension of experts.
+        activation_scale: float32 [1], of all of them; or None.
+        bias: [E, N] or None; it starts frozen, ``requires_grad_()`` makes it, and only it, trainable.
+        experts, out_features, in_features: E, N and K.
+        weight: the dequantised weights [E, N, K], computed when they are used.
+    """
+
+    bias: nn.Parameter | None
+    needs_all = True
+
+    def __init__(
+        self,
+        experts: int,
+        out_features: int,
+        in_features: int,
+        scheme: Scheme,
+        packed: PackedWeight,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self.experts = experts  # before the packed tensors are checked
+        super().__init__(out_features, in_features, scheme, packed, dtype, bias=bias)
+        self.out_features, self.in_features = out_features, in_features
+        self._constants = scheme.constants(out_features, in_features)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.experts, *self._sizes
+
+    def forward(
+        self,
+        x: Tensor,
+        offsets: Tensor,
+        row_index: Tensor | None = None,
+        row_scale: Tensor | None = None,
+        gate: Gate | None = None,
+    ) -> Tensor:
+        """y [S, N], or [S, N / 2] behind a gate, as ``qao.ops.int4_grouped_mm`` says, of whichever scheme."""
+        if _autocasts():
+            x = QuantLinear.autocast(x)
+        word, tensors = self.scheme.word, self._parameters
+        constants: tuple[Any, ...] = self._constants
+        constants = with_row_scales(constants, tensors["row_scales"])
+        others = (tensors[name] for name in _OTHERS.get(word, ()))
+        return ops.grouped_product(
+            _OPERATORS[f"{word}_grouped_mm"],
+            constants,
+            x,
+            tensors["qweight"],  # type: ignore[arg-type]
+            tensors["scales"],  # type: ignore[arg-type]
+            tensors["bias"],
+            offsets,
+            row_index,
+            row_scale,
+            *others,
+            gate=gate,
+        )
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self.scales.dtype
+        kernel_dtype = torch.float32 if dtype == torch.float64 else dtype
+        pairs = zip(self.qweight, self.scales, strict=True)
+        weights = (self.scheme.dequantize(w, s, *self._sizes, kernel_dtype) for w, s in pairs)
+        return torch.stack([weight.to(dtype) for weight in weights])
+
+    def _expected(self, scale_dtype: torch.dtype) -> PackedWeight:
+        one = super()._expected(scale_dtype)
+        tensors: Any = {name: t if t is None else t.expand(self.experts, *t.shape) for name, t in one.tensors().items()}
+        return PackedWeight(**tensors | {"activation_scale": one.activation_scale})
+
+    def requires_grad_(self, requires_grad: bool = True) -> QuantProjection:
+        if self.bias is not None:
+            self.bias.requires_grad_(requires_grad)
+        return self
+
+    def _marker(self) -> marker.Marker:
+        return super()._marker()._replace(experts=self.experts)
+
+    def extra_repr(self) -> str:
+        return (
+            f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, {self.scheme}, scales {str(self.scales.dtype).removeprefix('torch.')}"
+        )
+
+
+def projections_of(fused: Any) -> tuple[str, str]:
+    """The names of the up and the down projection of fused experts of transformers."""
+    return "gate_up_proj" if fused.has_gate else "up_proj", "down_proj"
+
+
+def expert_sizes(fused: Any, weight: Tensor) -> tuple[int, int, int]:
+    """E, N and K of a projection's weight [E, N, K], which some hold as [E, K, N]."""
+    count, n, k = (weight.mT if fused.is_transposed else weight).shape
+    return count, n, k
+
+
+def _has_norm(fused: Any) -> bool:
+    return getattr(fused, "has_post_expert_norm", False)  # before transformers 5.23 none had
+
+
+class QuantExperts(nn.Module):
+    """The experts of one layer, quantised: takes the place of fused experts of transformers 5 (docs/experts.md).
+
+    ``forward(hidden_states [T, K], top_k_index [T, k], top_k_weights [T, k])`` gives [T, K], the sum over a token's
+    experts of their outputs times their weights. Numbers of experts from E on are of nobody here and count as zero.
+
+    Attributes:
+        up, down: the projections, QuantProjection; ``up`` is that of gate and up together where there is a gate. Not
+            named as in transformers, whose loaders would take their tensors apart.
+        num_experts: E.
+    """
+
+    def __init__(self, origin: nn.Module, up: QuantProjection, down: QuantProjection) -> None:
+        """``origin``: the fused experts that they were made of, whose way to gate is gone on using."""
+        super().__init__()
+        self.up, self.down = up, down
+        self.num_experts = down.experts
+        if _has_norm(origin):
+            self.post_expert_norm = origin.post_expert_norm
+        # No child: it has no tensors left, and transformers would initialise those that its class used to have.
+        self._origin = (_emptied(origin),)
+        self._gate = gate_of(self._origin[0], down.in_features)
+        self.train(origin.training)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        offsets, row_index, places = ops.expert_sort(top_k_index, self.num_experts)
+        (origin,) = self._origin
+        rows = self.up(hidden_states, offsets, row_index, gate=self._gate)
+        if self._gate is None:
+            rows = origin._apply_gate(rows) if origin.has_gate else origin.act_fn(rows)
+        rows = self.down(rows, offsets)
+        if _has_norm(origin):
+            norm: Any = self.post_expert_norm
+            rows = norm(rows)
+        together: Tensor = ops.expert_sum(rows.contiguous(), places, top_k_weights.contiguous())
+        return together.to(hidden_states.dtype)
+
+    # The weights under the names they had, for models that read them.
+    gate_up_proj = property(lambda self: self._weight("gate_up_proj"))
+    up_proj = property(lambda self: self._weight("up_proj"))
+    down_proj = property(lambda self: self._weight("down_proj"))
+
+    def _weight(self, name: str) -> Tensor:
+        fused, projection = self._origin[0], self.projections().get(name)
+        if projection is None:
+            raise AttributeError(f"{type(fused).__name__} has no {name}")
+        return projection.weight.mT if fused.is_transposed else projection.weight
+
+    def projections(self) -> dict[str, QuantProjection]:
+        """By the names of the Parameters they were."""
+        return dict(zip(projections_of(self._origin[0]), (self.up, self.down), strict=True))
+
+    def to_float(self) -> nn.Module:
+        """Fused experts, as they were, of the dequantised weights, which start frozen."""
+        experts: Any = self.skeleton()
+        for name, projection in self.projections().items():
+            weight = projection.dequantize(projection.dtype)
+            experts._parameters[name] = frozen(weight.mT.contiguous() if experts.is_transposed else weight)
+            if projection.bias is not None:
+                experts._parameters[f"{name}_bias"] = frozen(projection.bias.detach().to(projection.dtype, copy=True))
+        return experts.train(self.training)  # type: ignore[no-any-return]
+
+    def skeleton(self) -> nn.Module:
+        """Fused experts of the same sizes on meta, for others to be made of."""
+        experts: nn.Module = copy.copy(self._origin[0])
+        experts._parameters = {}
+        for name, projection in self.projections().items():
+            count, n, k = projection.shape
+            shape = (count, k, n) if experts.is_transposed else (count, n, k)
+            experts._parameters[name] = frozen(torch.empty(shape, dtype=projection.dtype, device="meta"))
+            if projection.bias is not None:
+                experts._parameters[f"{name}_bias"] = frozen(torch.empty_like(projection.bias, device="meta"))
+        if _has_norm(experts):
+            experts._modules = {**experts._modules, "post_expert_norm": self._modules["post_expert_norm"]}
+        return experts
+
+    def extra_repr(self) -> str:
+        return f"of {type(self._origin[0]).__name__}"
+
+
+def _emptied(experts: nn.Module) -> Any:
+    """A copy without parameters, whose children are those that have none: what computes the gate."""
+    emptied = copy.copy(experts)
+    emptied._parameters = {}
+    emptied._modules = {name: child for name, child in experts._modules.items() if name != "post_expert_norm"}
+    return emptied
+
+
+def quantize_projection(
+    weights: Tensor, scheme: Scheme, transposed: bool, device: torch.device | str | None, name: str
+) -> PackedWeight:
+    """Of W [E, N, K], or [E, K, N] if transposed, expert by expert; on meta only shapes are made.
+
+    Raises:
+        ValueError: a weight holds NaN or Inf; the message begins with ``name`` and the number of the expert.
+    """
+    weights = weights.detach().mT if transposed else weights.detach()
+    count, n, k = weights.shape
+    if weights.is_meta:
+        return scheme.empty(n, k, dtype=weights.dtype, device="meta", experts=count)
+    made: list[PackedWeight] = []
+    errors, sizes = 0.0, 0.0
+    for expert, weight in enumerate(weights):
+        packed = scheme.quantize(weight if device is None else weight.to(device), f"{name}[{expert}]")
+        made.append(packed._replace(relative_error=None))
+        size = weight.float().square().sum().item()
+        errors += (packed.relative_error or 0.0) ** 2 * size
+        sizes += size
+    return stacked(made, count)._replace(relative_error=(errors / sizes) ** 0.5 if sizes else 0.0)

@@ -1,0 +1,45 @@
+"""Which gate stands between the projections of fused experts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..ops.grouped_autograd import Gate
+from ..ops.norm_act import plain_swiglu
+
+
+def gate_of(fused: Any, width: int) -> Gate | None:
+    """``gate`` of the up projection's product that makes rows [S, width] as the model's gate does of [S, 2 * width].
+
+    Its numbers are those of SiLU, or such as the module has as attributes: the model's gate is asked with numbers. None
+    for every other gate, and without one.
+    """
+    if not fused.has_gate:
+        return None
+    sizes = torch.logspace(-3, 6, 32, device="cpu").unsqueeze(1)  # a limit above a million is not seen
+    probe = torch.randn(32, 2 * width, generator=torch.Generator().manual_seed(0), device="cpu") * sizes
+    try:
+        y = fused._apply_gate(probe)
+    except Exception:  # noqa: BLE001  # whatever it needs besides, it is another one
+        return None
+    for gate in _known(fused):
+        expected = plain_swiglu(probe, *gate)
+        if y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-5):
+            return gate
+    return None
+
+
+def _known(fused: Any) -> Iterator[tuple[float, float, float, bool]]:
+    """Arguments of ``qao.ops.swiglu`` that it may have, the plainest first."""
+    alphas, limits = (_numbers(fused, word) for word in ("alpha", "limit"))
+    return itertools.product((1.0, *alphas), (math.inf, *limits), (0.0, 1.0), (False, True))
+
+
+def _numbers(fused: Any, word: str) -> list[float]:
+    numbers = (value for name, value in vars(fused).items() if word in name and type(value) in (int, float))
+    return [float(number) for number in numbers if number > 0]

@@ -1,0 +1,306 @@
+"""QuantLinear: a linear layer whose weight is quantised. A plain module, a few tensors, one operator call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..ops import modes
+from ..schemes import FLOAT_DTYPES, PackedWeight, Scheme
+from .attached import SHARDED, attached
+from .packed_module import PackedModule, Sharded, frozen
+from .subclass import computes_linear
+
+_autocasts = torch._C._is_any_autocast_enabled
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True for nn.Linear, its subclasses, and the Conv1D of transformers (GPT-2), a linear with weight [K, N]."""
+    return isinstance(module, nn.Linear) or _is_conv1d(module)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    # By name, since transformers need not be installed.
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def class_of_linear(linear: nn.Module) -> str:
+    """Loaders of other packages choose layers by it."""
+    return "Linear" if isinstance(linear, Sharded) else type(linear).__name__
+
+
+def linear_weight(linear: nn.Module) -> Tensor:
+    """The weight [N, K] of a module for which ``is_linear`` holds."""
+    weight: Tensor = linear.weight.detach()  # type: ignore[operator]
+    return weight.t() if _is_conv1d(linear) else weight
+
+
+def obstacle(linear: nn.Module) -> str | None:
+    """Why a linear module cannot be replaced by a QuantLinear without changing what it does; None if it can."""
+    known = _is_conv1d(linear) or isinstance(linear, Sharded) or type(linear).forward is nn.Linear.forward
+    if not known and not computes_linear(type(linear)):
+        return f"{type(linear).__name__} is a subclass of nn.Linear with its own forward"
+    if reason := instance_obstacle(linear) or _bias_obstacle(linear):
+        return reason
+    tensors = {**linear._parameters, **linear._buffers, **linear._modules}
+    others = [name for name, value in tensors.items() if value is not None and name not in ("weight", "bias")]
+    return f"it has {', '.join(others)} beside weight and bias, which would be lost" if others else None
+
+
+def _bias_obstacle(linear: nn.Module) -> str | None:
+    if "bias" not in linear._parameters:
+        return "its bias is no Parameter (a buffer, a plain tensor, or computed by a parametrization)"
+    bias = linear._parameters["bias"]
+    if bias is not None and type(bias) is not nn.Parameter:
+        return f"its bias is a {type(bias).__name__}, not a plain Parameter"
+    return None if bias is None else wrong_bias(bias, linear_weight(linear).shape[0])
+
+
+def wrong_bias(bias: Tensor, n: int) -> str | None:
+    """Why a layer of n rows cannot have this bias; None if it can."""
+    if bias.layout != torch.strided:
+        return f"its bias has layout {bias.layout}, not torch.strided"
+    if bias.shape != (n,) or bias.dtype not in (*FLOAT_DTYPES, torch.float64):
+        described = f"{str(bias.dtype).removeprefix('torch.')}{list(bias.shape)}"
+        return f"its bias is {described}, not [{n}] in a float dtype"
+    return None
+
+
+def instance_obstacle(module: nn.Module) -> str | None:
+    """The same of what was done to one module, whatever its class: hooks, parametrizations, a weight of others."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed from other parameters (parametrization, weight_norm, pruning)"
+    if is_lazy(weight):
+        return "it is lazy and has no weight yet: run the model once before"
+    if type(weight).__name__ == "DTensor":
+        return SHARDED
+    if hasattr(weight, "ds_id"):
+        return "DeepSpeed partitions its weight (ZeRO-3): quantise before deepspeed.initialize"
+    if reason := attached(module):
+        return reason
+    if type(weight) is not nn.Parameter:
+        return f"its weight is a {type(weight).__name__}, not a plain Parameter"
+    if weight.dtype not in (*FLOAT_DTYPES, torch.float64):
+        return f"its weight has dtype {weight.dtype}"
+    if weight.layout != torch.strided:
+        return f"its weight has layout {weight.layout}, not torch.strided"
+    if weight.dim() != 2:
+        return f"its weight {list(weight.shape)} has not two dimensions"
+    if weight.numel() == 0:
+        return f"its weight {list(weight.shape)} is empty"
+    return None
+
+
+class QuantLinear(PackedModule):
+    """y [..., N] = x [..., K] · Wᵀ + bias with a quantised W; drop-in for nn.Linear.
+
+    Make one with ``from_linear``, with ``from_quantized``, or ``empty`` for a checkpoint to be loaded into. All tensors
+    but the bias are frozen Parameters: moving the module moves them, ``.to(dtype)``, ``.half()`` and the like leave
+    their dtypes as they are. ``bias`` is an ordinary Parameter that starts frozen: ``layer.requires_grad_()`` makes it,
+    and only it, trainable.
+
+    Attributes:
+        qweight, scales: tensors in the layout of the scheme's kernels.
+        weight: the dequantised weight [N, K], for models that read it; computed when it is used.
+        weight_sums: float32 [N], sums over k of W, if activations are quantised asymmetrically; else None.
+        activation_scale: float32 [1], the scale of every activation, if it is static; else None.
+        row_scales: float32 [N], of which scales are factors, with scales of two levels; else None.
+        bias: [N] or None.
+        in_features, out_features: K and N.
+        dtype: of the float weight it stands for; ``.to(dtype)`` changes it.
+        scheme: how the weight is quantised.
+        stands_for: name of the class it was made of: "Linear", the "Conv1D" of transformers, or that of a subclass.
+    """
+
+    bias: nn.Parameter | None
+    stands_for = "Linear"
+    needs_all = True
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        scheme: Scheme,
+        packed: PackedWeight,
+        bias: Tensor | None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if bias is not None and (reason := wrong_bias(bias, out_features)):
+            raise ValueError(f"QuantLinear: {in_features} to {out_features} features: {reason}")
+        given = packed.scales if bias is None else bias
+        super().__init__(out_features, in_features, scheme, packed, dtype or given.dtype, bias=bias)
+        self.in_features = in_features
+        self.out_features = out_features
+        self._mm, self._constants = scheme.mm, scheme.needed_constants(out_features, in_features)
+
+    @classmethod
+    @modes.neutral(defaults=False)
+    def empty(
+        cls,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        scheme: Scheme,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> QuantLinear:
+        """A layer of uninitialised tensors; ``dtype`` is that of the bias and of the float weight it stands for.
+
+        Raises:
+            ValueError: a size is not a positive whole number.
+        """
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if type(size) is not int or size < 1:
+                raise ValueError(f"QuantLinear.empty: {name} must be a positive int, not {size!r}")
+        device = torch.get_default_device() if device is None else device
+        dtype = dtype or torch.get_default_dtype()
+        packed = scheme.empty(out_features, in_features, dtype=dtype, device=device)
+        given = torch.empty(out_features, device=device, dtype=dtype) if bias else None
+        return cls(in_features, out_features, scheme, packed, given, dtype)
+
+    @classmethod
+    @modes.neutral()
+    def from_linear(
+        cls, linear: nn.Module, scheme: Scheme, *, device: torch.device | str | None = None, name: str = "linear"
+    ) -> QuantLinear:
+        """Quantises an nn.Linear, or a Conv1D of transformers; ``linear`` itself is left as it is.
+
+        Args:
+            linear: the layer. On meta the result is on meta too, without data.
+            scheme: for example ``Int4WeightOnly()``.
+            device: where to quantise and to leave the result; None stays where the weight is.
+            name: begins the messages of errors.
+
+        Raises:
+            TypeError: ``linear`` is no linear layer, or ``scheme`` no scheme.
+            ValueError: ``linear`` does more than a plain linear layer (own forward, hooks, parametrizations), its
+                weight holds NaN or Inf, or it is on meta and ``device`` is not.
+        """
+        if not isinstance(scheme, Scheme):
+            raise TypeError(f"QuantLinear: scheme must be a Scheme such as qao.Int4WeightOnly(), not {scheme!r}")
+        if not is_linear(linear):
+            raise TypeError(f"QuantLinear: {name} must be an nn.Linear, not {type(linear).__name__}")
+        reason = obstacle(linear)
+        if reason is not None:
+            raise ValueError(f"QuantLinear: {name} cannot be quantised: {reason}")
+        return cls.from_packed(linear, scheme, pack(linear, scheme, device, name))
+
+    @classmethod
+    def from_packed(cls, linear: nn.Module, scheme: Scheme, packed: PackedWeight) -> QuantLinear:
+        """The layer that takes the place of ``linear``, with a weight that ``pack`` made."""
+        weight = linear_weight(linear)
+        out_features, in_features = weight.shape
+        bias = kernel_bias(linear._parameters["bias"], packed.qweight.device)
+        made = cls(in_features, out_features, scheme, packed, bias, weight.dtype).train(linear.training)
+        made.stands_for = class_of_linear(linear)
+        return made
+
+    @classmethod
+    @modes.neutral()
+    def from_quantized(
+        cls,
+        q: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        bias: Tensor | None = None,
+        *,
+        scheme: Scheme,
+        dtype: torch.dtype | None = None,
+    ) -> QuantLinear:
+        """A layer of a weight that others quantised, W = (q - zero) * scale; nothing is quantised again.
+
+        Args:
+            q, scales, zeros: plain tensors [N, K] and those of its groups, of any float dtype: see ``Scheme.pack``.
+            bias: [N] or None.
+            scheme: what they are, for example ``Int8DynamicActivationInt4Weight(group_size=32, symmetric=True)``.
+            dtype: of the float weight it stands for; None: that of the bias, or of the scales.
+
+        Raises:
+            ValueError: a shape or dtype does not fit the scheme.
+        """
+        packed = scheme.pack(q, scales, zeros)
+        n, k = q.shape
+        return cls(k, n, scheme, packed, kernel_bias(bias, q.device), dtype)
+
+    def to_float(self, weight: nn.Parameter | None = None) -> nn.Module:
+        """An nn.Linear in ``dtype`` of the dequantised weight, or the Conv1D that it was; it starts frozen.
+
+        ``weight``: its Parameter, where another one like it has it already.
+        """
+        linear: nn.Module = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        own = self.dequantize(self.dtype) if weight is None else weight
+        if self.stands_for == "Conv1D":  # whose checkpoints hold the weight transposed
+            from transformers.pytorch_utils import Conv1D
+
+            with torch.device("meta"):
+                linear = Conv1D(self.out_features, self.in_features)
+            own = own.t().contiguous() if weight is None else own
+        linear.weight = frozen(own)
+        if self.bias is not None:
+            linear.bias = frozen(self.bias.detach().to(self.dtype, copy=True))
+        return linear.train(self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _autocasts():  # 0.1 µs, and no call of Python where nothing is cast
+            x = self.autocast(x)
+        # The dict of tensors, since Module.__getattr__ is Python and would take 0.5 µs a tensor.
+        tensors: dict[str, Any] = self._parameters
+        if "bias" not in tensors:  # pruned, computed by a parametrization, or an attribute of a replica
+            tensors = {**self.packed.tensors(), "bias": self.bias}
+        return self._mm(x, tensors, self._constants)
+
+    @staticmethod
+    def autocast(x: Tensor) -> Tensor:
+        """x as the operator gets it: cast where autocast would cast the input of F.linear, which spares float64."""
+        # Autocast knows no meta device; what is no tensor is refused by the operator.
+        if isinstance(x, Tensor) and not x.is_meta and x.dtype != torch.float64:
+            device_type = x.device.type
+            if torch.is_autocast_enabled(device_type):
+                return x.to(torch.get_autocast_dtype(device_type))
+        return x
+
+    def requires_grad_(self, requires_grad: bool = True) -> QuantLinear:
+        """Applies to the bias alone: all else stays frozen."""
+        if self.bias is not None:
+            self.bias.requires_grad_(requires_grad)
+        return self
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"{self.scheme}, scales {str(self.scales.dtype).removeprefix('torch.')}"
+        )
+
+
+def pack(linear: nn.Module, scheme: Scheme, device: torch.device | str | None, name: str) -> PackedWeight:
+    """Quantises the weight of a linear module on ``device`` (None: where it is); on meta only shapes are made."""
+    return pack_weight(linear_weight(linear), scheme, device, name)
+
+
+@modes.neutral()
+def pack_weight(
+    weight: Tensor, scheme: Scheme, device: torch.device | str | None, name: str, importance: Tensor | None = None
+) -> PackedWeight:
+    """The same of a weight [N, K]."""
+    if not weight.is_meta:
+        return scheme.quantize(weight if device is None else weight.to(device), name, importance)
+    if device is not None and torch.device(device).type != "meta":
+        raise ValueError(
+            f"{name}: the weight is on meta and has no data to quantise on {device}. Load the model first."
+        )
+    n, k = weight.shape
+    return scheme.empty(n, k, dtype=weight.dtype, device="meta")
+
+
+def kernel_bias(bias: Tensor | None, device: torch.device) -> Tensor | None:
+    if bias is None:
+        return None
+    if bias.is_meta:  # of a model that is being loaded, whose bias is yet to come
+        device = bias.device
+    dtype = torch.float32 if bias.dtype == torch.float64 else bias.dtype  # no kernel has float64
+    return bias.detach().to(device, dtype)

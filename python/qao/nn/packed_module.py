@@ -1,0 +1,424 @@
+"""PackedModule: what every module that owns a quantised weight does alike: hold, move, save, load and dequantise it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..schemes import Int4Weight, PackedWeight, Scheme
+from . import cuda_build, marker
+from .dequantized_weight import DequantizedWeight
+from .update import Updatable
+
+Self = TypeVar("Self", bound="PackedModule")
+
+
+@torch.fx.wrap
+def dequantized(qweight: Tensor, scales: Tensor, scheme: Scheme, n: int, k: int, dtype: torch.dtype) -> Tensor:
+    """W [n, k] in a float dtype."""
+    kernel_dtype = torch.float32 if dtype == torch.float64 else dtype
+    return scheme.dequantize(qweight, scales, n, k, kernel_dtype).to(dtype)
+
+
+class Sharded:
+    """Base of the layers of qao.distributed, each of which holds one rank's part of a weight."""
+
+    layout: Any  # a qao.distributed.layout.Layout, which needs torch.distributed
+
+
+class PackedModule(Updatable, nn.Module):
+    """Owner of a quantised weight [N, K] as frozen Parameters, which are moved and never cast.
+
+    A ``state_dict`` holds them and the two entries of marker.py, which tell any loader what they are.
+    """
+
+    qweight: nn.Parameter
+    scales: nn.Parameter
+    weight_sums: nn.Parameter | None
+    activation_scale: nn.Parameter | None
+    row_scales: nn.Parameter | None
+    needs_all = False  # whether it multiplies, with sums and scales of rows where its scheme has them
+    _tied: Sequence[PackedModule] = ()  # modules that share qweight and scales, this one among them
+
+    def __init__(
+        self, n: int, k: int, scheme: Scheme, packed: PackedWeight, dtype: torch.dtype, **others: Tensor | None
+    ) -> None:
+        """``others``: more Parameters. They and the scales come first, since models take the dtype of
+        ``next(child.parameters())`` for that of their activations, which no integers shall be."""
+        super().__init__()
+        cuda_build.warn_once()
+        self.scheme = scheme.fitted(k)
+        self.dtype = dtype
+        self._sizes = n, k
+        self._check_packed(packed)
+        for name, tensor in {**others, "scales": packed.scales, **packed.tensors()}.items():
+            self.register_parameter(name, None if tensor is None else frozen(tensor))
+        self._freeze()
+
+    def _freeze(self) -> None:
+        """Makes ``model.requires_grad_()`` pass over the packed tensors, where torch would refuse the integers.
+
+        An attribute of the Parameter, since a subclass of it costs compiled calls 10 %. Whatever makes Parameters anew
+        calls this again.
+        """
+        for tensor in self.packed.tensors().values():
+            if tensor is not None:
+                tensor.requires_grad_ = _stay_frozen  # type: ignore[method-assign, assignment]
+        self.qweight.packed_sizes = self._sizes  # type: ignore[attr-defined]
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The frozen tensors."""
+        tensors = self.qweight, self.scales, self.weight_sums, self.activation_scale, self.row_scales
+        return PackedWeight(*tensors, sizes=self._sizes)
+
+    def _check_packed(self, packed: PackedWeight) -> None:
+        """Raises ValueError where a packed weight is none of this layer's scheme and sizes."""
+        what = f"{type(self).__name__}: {self.scheme} of {list(self._sizes)}"
+        if packed.sizes not in (None, self._sizes):
+            raise ValueError(f"{what}: the packed weight is of {list(packed.sizes or ())}")
+        scales = packed.scales.dtype
+        if scales not in self.scheme.scale_dtypes:
+            raise ValueError(
+                f"{what}: scales must be {_names(self.scheme.scale_dtypes)}, not {_describe(packed.scales)}"
+            )
+        expected = self._expected(scales).tensors()
+        for key, tensor in packed.tensors().items():
+            wanted = expected[key]
+            if tensor is None and (wanted is None or not self.needs_all):
+                continue
+            if tensor is None or wanted is None or (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
+                needed, given = ("None" if one is None else _describe(one) for one in (wanted, tensor))
+                raise ValueError(f"{what}: {key} must be {needed}, not {given}: a weight of another scheme or size")
+
+    def _told(self) -> str:
+        """The layer in messages."""
+        return f"{type(self).__name__} ({self.extra_repr()})"
+
+    def _expected(self, scale_dtype: torch.dtype) -> PackedWeight:
+        """Tensors on meta like those that this layer holds, with scales of that dtype."""
+        expected = self.scheme.empty(*self._sizes, dtype=scale_dtype, device="meta")
+        return expected._replace(scales=expected.scales.to(scale_dtype))
+
+    def _check_padding(self, qweight: Tensor, scales: Tensor, name: str) -> None:
+        """Raises ValueError where packed tensors in the shape of this layer's show that they are of another size.
+
+        For those of which nothing else tells the size. What lies beyond N and K is the same in every packed weight, and
+        no row that was quantized has its scales. A last column of the same codes may be one of zeros, or none at all:
+        that is refused too.
+        """
+        n, k = self._sizes
+        if self.scheme.weights not in ("int4", "fp4") or qweight.is_meta or hasattr(qweight, "device_mesh"):
+            return
+        packed = qweight.detach().reshape(-1, *qweight.shape[-3:]), scales.detach().reshape(-1, *scales.shape[-4:])
+        for q, of_groups in zip(*packed, strict=True):
+            rows = of_groups[:, :, 0].mT.flatten(0, 1)  # [N, G], NVFP4: [N, G + 3]
+            beyond = torch.zeros_like(rows[0])
+            if self.scheme.weights == "fp4" and rows.shape[1] > -(-k // self.scheme.units(n, k)[1]):
+                beyond[-3] = 1  # the divisor
+            smaller = torch.equal(rows[n - 1], beyond)
+            if smaller or not self._is_of(n, k, q, of_groups):
+                raise ValueError(
+                    f"{name}qweight: the checkpoint holds the packed weight of a {'smaller' if smaller else 'larger'} "
+                    f"layer than this {self._told()}, padded to the same shape. Use the model that the checkpoint was "
+                    "made of."
+                )
+            if self._is_of(n, k - 1, q, of_groups):
+                raise ValueError(
+                    f"{name}qweight: nothing says of which size the packed weight is: it may be one of this "
+                    f"{self._told()}, with zeros in its last column, or one with fewer columns. Keep the entry "
+                    f"{name}{marker.MARKER} of model.state_dict(), which has the sizes."
+                )
+
+    def _is_of(self, n: int, k: int, qweight: Tensor, scales: Tensor) -> bool:
+        """Whether packed tensors in the shape of this layer's are those of a weight [n, k], with nothing beyond it."""
+        if k < 1:
+            return False
+        empty = self.scheme.empty(n, k, dtype=self.dtype, device="meta")
+        if (empty.qweight.shape, empty.scales.shape) != (qweight.shape, scales.shape):
+            return False
+        again = self.scheme.pack(*self.scheme.unpack(qweight, scales, n, k))
+        return torch.equal(again.qweight, qweight) and torch.equal(again.scales, scales)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight it stands for."""
+        return self._sizes
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantised weight [N, K] in ``dtype``, read-only. Each use computes it anew; see DequantizedWeight."""
+        # What is not used is no part of a graph of Dynamo's, and fx.symbolic_trace shows parameters as nodes.
+        if torch.compiler.is_compiling() or isinstance(self.qweight, torch.fx.Proxy):
+            return self.dequantize(self.dtype)
+        return DequantizedWeight.of(self.shape, self.dtype, self.qweight, lambda: self.dequantize(self.dtype))
+
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        # Version 4 of transformers ties weights by setting one to the other; tied modules share the packed one.
+        source = getattr(value, "source", None)
+        other = next((other for other in (self, *self._tied) if other.qweight is source), None)
+        if other is None:
+            self.register_parameter("weight", None)
+            return
+        self.qweight, self.scales = other.qweight, other.scales
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name in ("weight", "weight_orig"):  # the second is what pruning makes
+            raise AttributeError(
+                f"{type(self).__name__}.weight is computed from qweight and cannot be set, pruned or parametrised. "
+                "Make a module of the float weight instead: qao.QuantLinear.from_linear(linear, scheme)."
+            )
+        if param is not None and name in PackedWeight._fields:
+            self._check_assigned(name, param)
+        super().register_parameter(name, param)
+
+    def _check_assigned(self, name: str, param: nn.Parameter) -> None:
+        """Raises ValueError where ``layer.<name> = param`` would put a tensor of another weight into this layer."""
+        own = self._parameters.get(name)
+        if own is None:
+            return
+        sizes = getattr(param, "packed_sizes", self._sizes)
+        dtypes = self.scheme.scale_dtypes if name == "scales" else (own.dtype,)
+        if param.shape != own.shape or param.dtype not in dtypes or sizes != self._sizes:
+            whose = f" of a weight {list(sizes)}" if sizes != self._sizes else ""
+            raise ValueError(
+                f"{self._told()}: {name} must be {_describe(own)}, not {_describe(param)}{whose}. Make a layer of the "
+                "other weight instead."
+            )
+
+    @property
+    def pip_install_qao(self) -> Tensor:
+        """The marker of the layer as a ``state_dict`` holds it; a property, since torch looks names of entries up."""
+        return self._beside(marker.encode(self._marker()))
+
+    def _marker(self) -> marker.Marker:
+        return marker.Marker(self.scheme.to_dict(), *self._sizes, self.dtype)
+
+    def check_marker(self, found: Tensor, name: str) -> None:
+        """Raises ValueError where the marker of a checkpoint is that of a weight of another scheme or size, or none."""
+        marker.check(marker.decode(found, name), self._marker(), name, self._told())
+
+    def _beside(self, entry: Tensor) -> Tensor:
+        """``entry`` where the packed weight is: torch.distributed.checkpoint takes no state dict on two devices.
+
+        Beside a sharded weight it is a replicated DTensor, for accelerate expects nothing else there. It stays off
+        meta, where it would be lost, but for a sharded weight that waits for its numbers.
+        """
+        qweight: Any = self.qweight
+        if hasattr(qweight, "device_mesh"):
+            return type(qweight).from_local(entry.to(qweight.device), qweight.device_mesh)  # type: ignore[no-any-return]
+        return entry if qweight.is_meta else entry.to(qweight.device)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight [N, K] the layer multiplies with, in a float dtype (None: that of the scales)."""
+        return dequantized(self.qweight, self.scales, self.scheme, *self._sizes, dtype or self.scales.dtype)
+
+    def __prepare_scriptable__(self) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__}: torch.jit.script cannot take it: use torch.export or torch.jit.trace."
+        )
+
+    def tie(self, other: PackedModule) -> None:
+        """Notes that this module was made with the Parameters of ``other``, so that loading keeps it so."""
+        self._tied = other._tied = [*(other._tied or [other]), self]
+
+    def _shared(self, key: str, loaded: Tensor) -> Tensor:
+        """``loaded``, or the Parameter that a tied module has made of the same memory already."""
+        for other in self._tied:
+            own = other._parameters[key]
+            plain = other is not self and type(own) is nn.Parameter and type(loaded) in (Tensor, nn.Parameter)
+            if plain and own is not None and own.dtype == loaded.dtype and own.device == loaded.device:
+                if own.is_meta:
+                    continue
+                # What was misaligned, the other one copied.
+                if own.is_set_to(loaded) or (loaded.data_ptr() % 16 and torch.equal(own, loaded)):
+                    return own
+        return loaded
+
+    def requantize(self, weight: Tensor, name: str = "weight", importance: Tensor | None = None) -> PackedWeight:
+        """Another float weight [N, K], quantised as this one is; for ``set_packed``.
+
+        Raises:
+            ValueError: it holds NaN or Inf; the message begins with ``name``.
+        """
+        scheme = self.scheme
+        if isinstance(scheme, Int4Weight):
+            scheme = replace(scheme, scale_dtype=self.scales.dtype)
+        return scheme.quantize(weight, name, importance)
+
+    def set_packed(self, packed: PackedWeight) -> None:
+        """Replaces the weight. Modules that shared it keep the present one.
+
+        Raises:
+            ValueError: it has another scheme or other sizes. The layer is unchanged.
+        """
+        self._check_packed(packed)
+        for name, tensor in packed.tensors().items():
+            self._parameters[name] = None if tensor is None else frozen(tensor)
+        self._freeze()
+        for other in self._tied:
+            other._tied = [module for module in other._tied if module is not self]
+        self._tied = ()
+
+    def to_float(self, weight: nn.Parameter | None = None) -> nn.Module:
+        """The float module of the dequantised weight, or of ``weight``, with parameters that are frozen."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Makes the Parameters fit again after others have set them one by one: frozen, and where kernels can read."""
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                parameter.requires_grad = False
+                parameter.data = aligned(parameter.data)
+        self._freeze()
+
+    def _replicate_for_data_parallel(self: Self) -> Self:
+        replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica._parameters = _OfReplica(replica)
+        return replica
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if type(value) is Tensor and isinstance(self.__dict__.get("_parameters"), _OfReplica):
+            value = aligned(value)  # broadcast as one with others, it lies anywhere
+        super().__setattr__(name, value)
+
+    def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        own = [tensor for tensor in self.packed.tensors().values() if tensor is not None]
+
+        def move_only(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if not any(tensor is parameter for parameter in own):
+                return moved
+            if moved.dtype != tensor.dtype:
+                moved = tensor.to(moved.device)
+            return moved.contiguous()  # .to(memory_format=torch.channels_last) reorders anything with 4 dimensions
+
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.qweight.device)).dtype
+        super()._apply(move_only, recurse)  # type: ignore[no-untyped-call]
+        self._freeze()
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + marker.TRIPWIRE] = self._beside(marker.tripwire())
+        destination[prefix + marker.MARKER] = self.pip_install_qao
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        try:
+            self._check_entries(state_dict, prefix)
+        except ValueError as error:
+            error_msgs.append(str(error))
+            return
+        # Module would say "size mismatch", which tells nobody what to do, and cast scales of another dtype silently.
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        for key, own in self.packed.tensors().items():
+            loaded = state_dict.get(prefix + key)
+            if own is None or not isinstance(loaded, Tensor):
+                continue
+            if assign:
+                state_dict[prefix + key] = aligned(self._shared(key, loaded))
+            may_replace = assign and key == "scales" and loaded.dtype in self.scheme.scale_dtypes
+            if loaded.shape != own.shape or (loaded.dtype != own.dtype and not may_replace):
+                error_msgs.append(
+                    f"{prefix}{key}: the checkpoint holds {_describe(loaded)}, but this {self._told()} needs "
+                    f"{_describe(own)}. Quantise the model with the scheme the checkpoint was made with (group_size, "
+                    "symmetric, scale_dtype); load a checkpoint of float weights before quantising."
+                )
+                return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self._freeze()
+
+    def _check_entries(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Takes out of a state dict what is no Parameter of this layer, and raises ValueError where it says, or its
+        numbers show, that the rest is a weight of another scheme or size."""
+        found = state_dict.pop(prefix + marker.MARKER, None)
+        sized = found is not None or prefix + "weight_scale" in state_dict
+        if prefix + "weight_scale" in state_dict:
+            from ..checkpoints.compressed_tensors.state_dict import translate
+
+            translate(self, state_dict, prefix)
+        floats = state_dict.pop(prefix + marker.TRIPWIRE, None)
+        if isinstance(floats, Tensor) and floats.dtype != torch.uint8:
+            raise ValueError(
+                f"{prefix}{marker.TRIPWIRE}: the checkpoint holds {_describe(floats)}, and this {self._told()} is "
+                "quantized. Load it before quantising, or quantize these weights into the model: "
+                "qao.update_(model, state_dict)."
+            )
+        if (
+            self.weight_sums is not None
+            and prefix + "qweight" in state_dict
+            and prefix + "weight_sums" not in state_dict
+        ):
+            raise ValueError(
+                f"{prefix}weight_sums: the checkpoint has none, and this {self._told()} needs those of its weight. "
+                "Load into a model that is quantized with the scheme of the checkpoint."
+            )
+        if found is not None:
+            self.check_marker(found, prefix + marker.MARKER)
+            return
+        bias = state_dict.get(prefix + "bias")
+        if isinstance(bias, Tensor) and bias.shape[-1:] != self._sizes[:1]:
+            raise ValueError(
+                f"{prefix}bias: the checkpoint holds {_describe(bias)}, and this {self._told()} has {self._sizes[0]} "
+                "outputs. Use the model that the checkpoint was made of."
+            )
+        qweight, scales = (state_dict.get(prefix + name) for name in ("qweight", "scales"))
+        if not sized and isinstance(qweight, Tensor) and isinstance(scales, Tensor):
+            alike = qweight.shape == self.qweight.shape and scales.shape == self.scales.shape
+            if alike and qweight.dtype == torch.int8 and scales.dtype in self.scheme.scale_dtypes:
+                self._check_padding(qweight, scales, prefix)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._freeze()
+
+
+class _OfReplica(dict[str, Any]):
+    """``_parameters`` of a replica of nn.DataParallel, of which tensors are plain attributes: it has none to list, and
+    gives those attributes to whom asks for one by name."""
+
+    def __init__(self, replica: nn.Module) -> None:
+        super().__init__()
+        self._attributes = vars(replica)
+
+    def __missing__(self, name: str) -> Any:
+        return self._attributes[name]
+
+
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """A Parameter is taken as it is: modules with tied weights share one."""
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+
+
+def _stay_frozen(requires_grad: bool = True) -> None:
+    """``requires_grad_`` of a packed tensor: no gradient of it exists."""
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """``tensor`` at an address where kernels can read 16 bytes at a time; in a mapped file it lies anywhere."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+    return tensor.clone() if plain and tensor.data_ptr() % 16 else tensor
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,175 @@
+"""The operators as functions: the raw ones of ``torch.ops.qao`` and, for those that layers train with, gradients.
+
+``torch.ops.qao.*`` are the raw operators, without autograd. Each has a function of its name and arguments here, which
+layers call; products, ``add_rms_norm``, ``silu_mul``, ``swiglu``, ``expert_topk`` and ``expert_sum`` have gradients.
+Sizes everywhere: M tokens, N = out_features, K = in_features; x [..., K], weight [N, K], y [..., N].
+
+All products take and return alike:
+    x: [..., K], float32, float16 or bfloat16; any strides.
+    weight, scales: as their scheme stores them, see below.
+    bias: [N] in a float dtype, or None.
+    result: [..., N], contiguous, in x's dtype; accumulated in float32, or exactly where both operands are integers.
+Those of experts, ``*_grouped_mm``: see grouped_autograd.py.
+With ``batch_invariant``, or within ``qao.batch_invariant()``, a row of the result depends on its row of x and W alone.
+They raise RuntimeError where a shape, dtype, device or alignment does not fit; the message lists all and the remedy.
+Gradients go to x and bias. That of x is dy · W: rounding x to eight bits counts as the identity (straight-through).
+
+Weights
+    int4: weight and scales as ``pack_int4`` returned them, with the same ``group_size``, N and K. All three may be left
+        out where N is a multiple of 16 and K of 64: the tensors tell them.
+    int8: weight int8 [N, K], scales float32 [N] or [1].
+    fp4: weight and scales as ``pack_fp4`` returned them, with the same ``group_size``, N and K, or left out alike.
+    fp8: weight float8_e4m3fn [N, K] or its bytes as int8, scales float32 [N], [N, 1], [1] or one a block of 128 x 128,
+        [ceil(N / 128), ceil(K / 128)].
+"""
+
+from __future__ import annotations
+
+# ruff: isort: off
+from . import library  # noqa: F401  # first: every other module looks up operators
+from .matmul import (
+    EMBEDDINGS,
+    FP4,
+    FP8,
+    FP8_FP8,
+    FP8_INT4,
+    INT4,
+    INT8,
+    INT8_INT4,
+    INT8_INT8,
+    fp4_mm,
+    fp8_fp8_mm,
+    fp8_int4_mm,
+    fp8_mm,
+    int4_mm,
+    int8_int4_mm,
+    int8_int8_mm,
+    int8_mm,
+)
+from . import fake, vmap  # noqa: F401  # they register what they have for the operators above
+from .dequantize import (
+    dequantize_fp8,
+    dequantize_int8,
+)
+from .fp4 import (
+    dequantize_fp4,
+    pack_fp4,
+    unpack_fp4,
+)
+from .autograd import product
+from .activation_ops import (
+    add_rms_norm_int4_mm,
+    add_rms_norm_quantize,
+    fp8_quantize,
+    fp8_scaled_mm,
+    hadamard,
+    int8_quantize,
+    int8_scaled_mm,
+    rms_norm_quantize,
+    silu_mul_quantize,
+    swiglu_quantize,
+)
+from .moe_routing import (
+    expert_sort,
+    expert_sum,
+    expert_topk,
+)
+from .grouped_autograd import (
+    GROUPED,
+    grouped_product,
+)
+from .grouped_mm import (
+    fp4_grouped_mm,
+    fp8_fp8_grouped_mm,
+    fp8_grouped_mm,
+    fp8_int4_grouped_mm,
+    int4_grouped_mm,
+    int8_grouped_mm,
+    int8_int4_grouped_mm,
+    int8_int8_grouped_mm,
+)
+from .norm_act import (
+    add_rms_norm,
+    silu_mul,
+    swiglu,
+)
+from .weight_ops import (
+    dequantize_int4,
+    gptq_columns,
+    int4_embedding,
+    int8_embedding,
+    largest_magnitude,
+    load_weight_,
+    pack_int4,
+    quantize_blocks,
+    quantize_fp4,
+    quantize_groups,
+    quantize_weight_,
+    unpack_int4,
+)
+
+# ruff: isort: on
+
+__all__ = [
+    "EMBEDDINGS",
+    "FP4",
+    "FP8",
+    "FP8_FP8",
+    "FP8_INT4",
+    "GROUPED",
+    "INT4",
+    "INT8",
+    "INT8_INT4",
+    "INT8_INT8",
+    "add_rms_norm",
+    "add_rms_norm_int4_mm",
+    "add_rms_norm_quantize",
+    "dequantize_fp4",
+    "dequantize_fp8",
+    "dequantize_int4",
+    "dequantize_int8",
+    "expert_sort",
+    "expert_sum",
+    "expert_topk",
+    "fp4_grouped_mm",
+    "fp4_mm",
+    "fp8_fp8_grouped_mm",
+    "fp8_fp8_mm",
+    "fp8_grouped_mm",
+    "fp8_int4_grouped_mm",
+    "fp8_int4_mm",
+    "fp8_mm",
+    "fp8_quantize",
+    "fp8_scaled_mm",
+    "gptq_columns",
+    "grouped_product",
+    "hadamard",
+    "int4_embedding",
+    "int4_grouped_mm",
+    "int4_mm",
+    "int8_embedding",
+    "int8_grouped_mm",
+    "int8_int4_grouped_mm",
+    "int8_int4_mm",
+    "int8_int8_grouped_mm",
+    "int8_int8_mm",
+    "int8_mm",
+    "int8_quantize",
+    "int8_scaled_mm",
+    "largest_magnitude",
+    "load_weight_",
+    "pack_fp4",
+    "pack_int4",
+    "product",
+    "quantize_blocks",
+    "quantize_fp4",
+    "quantize_groups",
+    "quantize_weight_",
+    "rms_norm_quantize",
+    "silu_mul",
+    "silu_mul_quantize",
+    "swiglu",
+    "swiglu_quantize",
+    "unpack_fp4",
+    "unpack_int4",
+]

@@ -1,0 +1,257 @@
+"""The gradient of a product, however torch asks for it: backward, forward-mode, torch.func, in a graph of Dynamo.
+
+Every product is ``operator(x, weight, scales, bias, *rest)``, y = x · Wᵀ + bias, with gradients to x and bias; rounding
+x to eight bits counts as the identity (straight-through). The operators are without autograd: ``product`` enters one
+of three ways around them if somebody wants a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from .._version import __version__
+from .batch_invariant import MODE, note_arguments, with_mode
+from .rotation import note_rotation, rotated, rotation_among
+
+_qao = torch.ops.qao
+# The innermost transform of torch.func, or None; its type, since that is what Dynamo knows without a node in the graph.
+_innermost = torch._C._functorch.peek_interpreter_stack
+_NONE: Any = type(None)
+_is_grad_enabled, _is_dynamo_compiling = torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
+
+# The products, and W of each from (weight, scales, dtype, *rest): ``differentiable`` adds them.
+DENSE: dict[Any, Callable[..., Tensor]] = {}
+
+# ---- eager -----------------------------------------------------------------------------------------------------------
+
+
+class _Product(Function):
+    """For backward alone: the one that costs least on the host."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: tuple[Any, tuple[Any, ...]], bias: Tensor | None = None) -> Tensor:
+        """``call``: the operator and its arguments but x. ``bias``: that among them if it wants a gradient."""
+        operator, operands = call
+        # OpOverload.__call__ is a function in Python that calls this. A sum of tuples: half the time of (x, *operands).
+        y: Tensor = operator._op(*((x,) + operands))
+        # Versions, since to save weight and scales takes 0.2 µs more: backward looks whether they are the same still.
+        try:
+            ctx.product = operator, operands, operands[0]._version, operands[1]._version
+        except RuntimeError as error:  # inference tensors have none
+            raise RuntimeError(
+                f"{operator._schema.name}: weight or scales are inference tensors, beside which there is no gradient. "
+                "Copy or move the model outside torch.inference_mode(), or take copy.deepcopy(model)."
+            ) from error
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        wants_x, _, *wants_bias = ctx.needs_input_grad
+        grad_x, grad_bias = _gradients(ctx, grads[0], wants_x, any(wants_bias))
+        return (grad_x, None, grad_bias) if wants_bias else (grad_x, None)
+
+
+# Past the Python of Function.apply, 3 µs that serve torch.func, which never comes here.
+_apply: Callable[..., Tensor] = super(Function, _Product).apply
+
+
+def of_parts(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The product of a nested x [B, *, K] in torch's older layout, which autograd.Function refuses: of all rows."""
+    parts = x.unbind()
+    rows = [part.reshape(-1, x.size(-1)) for part in parts]
+    products = multiply(torch.cat(rows)).split([len(some) for some in rows])
+    return torch.nested.as_nested_tensor(
+        [some.view(*part.shape[:-1], -1) for some, part in zip(products, parts, strict=True)]
+    )
+
+
+def _gradients(ctx: Any, grad: Tensor, wants_x: bool, wants_bias: bool) -> tuple[Tensor | None, Tensor | None]:
+    grad_x = grad @ _dense(ctx, grad.dtype) if wants_x else None
+    if not wants_bias:
+        return grad_x, None
+    plain = grad.values() if grad.is_nested else grad
+    return grad_x, plain.sum_to_size(plain.shape[-1:]).to(ctx.product[1][2].dtype)
+
+
+def _dense(ctx: Any, dtype: torch.dtype) -> Tensor:
+    operator, operands, *versions = ctx.product
+    weight, scales = ctx.saved_tensors or operands[:2]
+    if versions and not _is_dynamo_compiling() and versions != [weight._version, scales._version]:
+        raise RuntimeError(
+            f"{operator._schema.name}: weight or scales have been modified by an inplace operation since the forward "
+            f"whose gradient is asked for. Got weight {list(weight.shape)}, scales {list(scales.shape)}. Run it again."
+        )
+    if size := rotation_among(operator, operands):
+        return rotated(DENSE[operator](weight, scales, torch.float32, *operands[3:]), size).to(dtype)
+    return DENSE[operator](weight, scales, dtype, *operands[3:])
+
+
+# ---- forward-mode and torch.func -------------------------------------------------------------------------------------
+
+
+def transformed() -> bool:
+    """Whether torch.func or forward-mode may look at what is computed now."""
+    if type(_innermost()) is _NONE and forward_ad._current_level < 0:
+        return False
+    _leave_to_python()
+    return True
+
+
+def _leave_to_python() -> None:
+    """Ends what Dynamo traces: it cannot tell which derivatives will be asked for, and would make them zero."""
+    if _is_dynamo_compiling():
+        raise RuntimeError(
+            "qao: no graph can hold torch.func or forward-mode around a quantised layer. Without fullgraph=True they "
+            "run eagerly."
+        )
+
+
+class _Transformed(Function):
+    """The same with all that jvp, vmap and what is made of them ask for, at 30 µs a call."""
+
+    @staticmethod
+    def forward(x: Tensor, bias: Tensor | None, weight: Tensor, scales: Tensor, operator: Any, *rest: Any) -> Tensor:
+        return operator(x, weight, scales, bias, *rest)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, bias, weight, scales, operator, *rest = inputs
+        ctx.save_for_backward(weight, scales)
+        ctx.save_for_forward(weight, scales)
+        ctx.product = operator, (weight, scales, bias, *rest)
+        ctx.dtype, ctx.shape = output.dtype, output.shape
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        wants_x, wants_bias, *frozen = ctx.needs_input_grad
+        return *_gradients(ctx, grads[0], wants_x, wants_bias), *(None for _ in frozen)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        of_x, of_bias, *_ = tangents
+        parts = [of_x @ _dense(ctx, ctx.dtype).t()] if of_x is not None else []
+        if of_bias is not None:
+            parts.append(of_bias.to(ctx.dtype).expand(ctx.shape))
+        tangent: Tensor = sum(parts[1:], start=parts[0])
+        return tangent
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+        x, bias, weight, scales, operator, *rest = arguments
+        of_x, of_bias, of_weight, of_scales, _, *of_rest = in_dims
+        operands = with_mode(operator, (x, weight, scales, bias, *rest), False)
+        added = (None,) * (len(operands) - 4 - len(rest))
+        dims = of_x, of_weight, of_scales, of_bias, *of_rest, *added
+        return batched(partial(product, operator, ()), operator, info.batch_size, dims, *operands)
+
+
+def batched(
+    call: Callable[..., Tensor], operator: Any, batch: int, dims: tuple[Any, ...], *arguments: Any
+) -> tuple[Tensor, int]:
+    """``call``, a product by ``operator``: those with a number in ``dims`` have a dimension of that number too many.
+
+    Raises:
+        RuntimeError: one of them is neither x nor bias.
+    """
+    x, weight, scales, bias, *rest = arguments
+    of_x, of_weight, of_scales, of_bias, *of_rest = dims
+    if any(dim is not None for dim in (of_weight, of_scales, *of_rest)):
+        raise RuntimeError(
+            f"{operator._schema.name}: vmap over a quantised weight is not supported: x and bias alone may have a "
+            f"dimension of vmap. Got in_dims x: {of_x}, weight: {of_weight}, scales: {of_scales}, bias: {of_bias}, "
+            f"weight {list(weight.shape)}. Call the layers one by one, or dequantize_ the model for an ensemble."
+        )
+    if of_x is None:  # of_bias is a number, then
+        y = call(x, weight, scales, None, *rest).unsqueeze(0)
+    else:
+        x = x.movedim(of_x, 0)
+        plain = bias if of_bias is None else None
+        one_scale = operator is _qao.fp8_fp8_mm.default and len(rest) > 1 and rest[0] is None and rest[1] == 0
+        if one_scale:  # for all of each x
+            y = torch.stack([call(part, weight, scales, plain, *rest) for part in x.unbind(0)])
+        else:
+            y = call(x, weight, scales, plain, *rest)
+    if of_bias is not None:
+        bias = bias.movedim(of_bias, 0)
+        y = (y + bias.view(batch, *(1,) * (y.dim() - 2), -1)).to(y.dtype)
+    return y, 0
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+def traced(operator: Any, function: Callable[..., Any]) -> Any:
+    """The operator that stands for ``function``, ``operator`` with gradients, in a graph of Dynamo's.
+
+    AOTAutograd takes it apart. An autograd.Function there would keep a graph out of the cache of compiled graphs. What
+    an operator is taken apart into is no part of the key of that cache, so the version of qao is part of the name.
+    """
+    word = operator._schema.name.partition("::")[2]
+    name = f"{word}_{__version__.replace('.', '_')}"
+    if not hasattr(torch.ops.qao_with_grad, name):  # a package that is imported again finds its own there
+        _library.define(name + str(operator._schema).partition(word)[2])
+        _library.impl(name, function, "CompositeImplicitAutograd")
+    return getattr(torch.ops.qao_with_grad, name).default
+
+
+def _traced_product(operator: Any) -> Any:
+    def impl(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        x, weight, scales, bias, *given = with_mode(operator, (x, weight, scales, bias, *rest), False)
+        return product(operator, tuple(given), x, weight, scales, bias)
+
+    return traced(operator, impl)
+
+
+_library = torch.library.Library("qao_with_grad", "FRAGMENT")
+TRACED: dict[Any, Any] = {}
+
+
+def differentiable(operator: Any, dense: Callable[..., Tensor]) -> Any:
+    """Makes a product known to all that knows of products, with W from (weight, scales, dtype, *rest); returns it."""
+    note_arguments(operator)
+    note_rotation(operator)
+    DENSE[operator], TRACED[operator] = dense, _traced_product(operator)
+    return operator
+
+
+def product(
+    operator: Callable[..., Tensor],
+    constants: tuple[Any, ...],
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    *others: Any,
+) -> Tensor:
+    """``operator(x, weight, scales, bias, *others, *constants)``, an operator of DENSE, differentiable.
+
+    Layers call it as it is: a function between them costs 1 % of the function calls that compile a layer.
+    """
+    if MODE.on:
+        constants = with_mode(operator, (x, weight, scales, bias, *others, *constants), True)[4 + len(others) :]
+    if type(_innermost()) is not _NONE or forward_ad._current_level >= 0:
+        _leave_to_python()
+        return _Transformed.apply(x, bias, weight, scales, operator, *others, *constants)  # type: ignore[no-untyped-call, no-any-return]
+    if _is_grad_enabled():
+        trained = bias if bias is not None and bias.requires_grad else None
+        try:
+            wanted = trained is not None or x.requires_grad
+        except AttributeError:  # x is no tensor: the operator says so
+            wanted = False
+        if wanted:
+            if _is_dynamo_compiling():
+                return TRACED[operator](x, weight, scales, bias, *others, *constants)  # type: ignore[no-any-return]
+            call = operator, (weight, scales, bias) + others + constants
+            try:  # torch asks of each argument whether it is a tensor, 0.06 µs where it is none
+                return _apply(x, call) if trained is None else _apply(x, call, trained)
+            except RuntimeError:
+                if not (x.is_nested and x.layout == torch.strided):
+                    raise
+                return of_parts(lambda rows: product(operator, constants, rows, weight, scales, bias, *others), x)
+    return operator(x, weight, scales, bias, *others, *constants)

@@ -1,0 +1,50 @@
+"""W [N, K] of every product in a float dtype, computed in float32 and rounded once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .fp4 import dequantize_fp4
+from .packed_shape import SCALE_BLOCK, fp4_sizes, int4_sizes
+
+
+def dequantize_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight int8 [N, K] times scales float32 [N] or [1]."""
+    return (weight.float() * scales.view(-1, 1)).to(dtype)
+
+
+def dequantize_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight float8_e4m3fn [N, K], or its bytes as int8, times scales float32 of any of the shapes ``fp8_mm`` takes."""
+    n, k = weight.shape
+    if scales.dim() < 2 or scales.shape in ((n, 1), (1, 1)):
+        scales = scales.reshape(-1, 1)
+    else:
+        scales = scales.repeat_interleave(SCALE_BLOCK, 0)[:n].repeat_interleave(SCALE_BLOCK, 1)[:, :k]
+    return (weight.view(torch.float8_e4m3fn).float() * scales).to(dtype)
+
+
+def _sizes(rest: tuple[Any, ...]) -> list[Any]:
+    """N, K and group_size among a product's arguments, the first numbers; none where they are left out."""
+    sizes = [value for value in rest if not (value is None or isinstance(value, (Tensor, bool)))][:3]
+    return sizes if any(sizes) else []
+
+
+def dense_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
+    sizes = _sizes(rest) or int4_sizes(weight, scales)
+    return torch.ops.qao.dequantize_int4.default(weight, scales, *sizes, dtype)  # type: ignore[no-any-return]
+
+
+def dense_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
+    return dequantize_int8(weight, scales, dtype)
+
+
+def dense_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
+    return dequantize_fp8(weight, scales, dtype)
+
+
+def dense_fp4(weight: Tensor, scales: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
+    n, k, group_size = _sizes(rest) or fp4_sizes(weight, scales)
+    return dequantize_fp4(weight, scales, n, k, group_size, dtype)

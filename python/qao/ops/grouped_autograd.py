@@ -1,0 +1,194 @@
+"""Grouped products: those of ``qao.ops`` with a weight for each of E experts, every row of y being of one of them.
+
+Tensors of the dense product's weight are stacked: weight, scales and ``weight_sums`` as the dense operator takes them
+behind a dimension [E, ...], bias [E, N] or None. Sizes: T rows of x, S rows of y; x [T, K], y [S, N] in x's dtype,
+
+    y[s] = row_scale[s] * (x[row_index[s]] · W[e]ᵀ + bias[e])   of the expert e with offsets[e - 1] <= s < offsets[e],
+    y[s] = 0                                                     for rows that no expert has, from offsets[E - 1] on.
+
+    offsets: int32 [E] on the device of x, the row of y after an expert's last one: the cumulated counts of tokens, as
+        torch's grouped_mm takes them; or [E + 1], with the 0 before them. Empty experts are fine.
+    row_index: int64 or int32 [S], the row of x for each row of y; None: the same row, S = T.
+    row_scale: [S] in a float dtype, applied to float32 sums before y is rounded; None: 1.
+    gate: alpha, limit, shift and interleaved of ``qao.ops.swiglu``, which x · Wᵀ + bias goes through, rounded to x's
+        dtype: y is [S, N / 2], row_scale stands behind the gate. None: no gate.
+
+On the CPU, without row_scale, a row is what the dense operator gives for the rows of its expert, bit for bit. x is
+rounded to eight bits once, however many rows of y read it (a scale for all of x is that of all its rows). Nothing in a
+call depends on the numbers in offsets but the result, which is the same in every run. On the CPU offsets that decrease
+or lie past S, and rows that x does not have, raise RuntimeError. A GPU, which nobody waits for, reads them as the
+nearest that are right: an expert begins where the one before it ends, and ends there or later, at S at most.
+
+Gradients go to x, bias and row_scale: as for dense products, rounding x counts as the identity. A CUDA graph can
+capture a backward pass, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from .autograd import DENSE, traced, transformed
+from .batch_invariant import MODE, note_arguments, with_mode
+from .grouped_backward import bounds_of, define_rows
+from .norm_act import silu_mul, swiglu
+from .rotation import note_rotation, rotated, rotation_among
+
+_qao = torch.ops.qao
+
+Gate = Sequence[float]  # alpha, limit, shift, interleaved
+SILU_MUL: Gate = (1.0, math.inf, 0.0, False)
+
+# The operators that products have for experts, and W [N, K] of one expert from (weight, scales, dtype, *rest).
+_NAMES = {op._schema.name.removeprefix("qao::").removesuffix("mm") + "grouped_mm": w for op, w in DENSE.items()}
+GROUPED: dict[Any, Callable[..., Tensor]] = {
+    getattr(_qao, name).default: dense for name, dense in _NAMES.items() if hasattr(_qao, name)
+}
+_FIRST = 7  # arguments that all have, up to row_scale
+_BEFORE_GATE: dict[Any, tuple[Any, ...]] = {}  # defaults of what stands between these and the gate
+for _operator in GROUPED:
+    note_arguments(_operator)
+    note_rotation(_operator)
+    _BEFORE_GATE[_operator] = tuple(argument.default_value for argument in _operator._schema.arguments[_FIRST:-1])
+define_rows({operator._schema.name: dense for operator, dense in GROUPED.items()})
+
+
+class _Grouped(Function):
+    @staticmethod
+    def forward(x: Tensor, bias: Any, row_scale: Any, weight: Any, scales: Any, operator: Any, *rest: Any) -> Tensor:
+        offsets, row_index, *others = rest
+        return operator(x, weight, scales, bias, offsets, row_index, row_scale, *others)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, bias, row_scale, weight, scales, operator, offsets, row_index, *others = inputs
+        ctx.save_for_backward(x if row_scale is not None else None, bias, row_scale, weight, scales, offsets, row_index)
+        ctx.operator, ctx.sizes = operator._schema.name, [value for value in others if type(value) is int][:3]
+        ctx.rotation = rotation_among(operator, (weight, scales, bias, offsets, row_index, row_scale, *others))
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias, row_scale, weight, scales, offsets, row_index = ctx.saved_tensors
+        offsets = offsets[offsets.shape[0] - weight.shape[0] :]
+        wants_x, wants_bias, wants_scale, *frozen = ctx.needs_input_grad
+        grad_x = grad_bias = grad_scale = None
+        factor = None if row_scale is None else row_scale.float().unsqueeze(1)
+        if wants_x or wants_scale:
+            rows = torch.ops.qao_with_grad.grouped_rows(
+                grad.contiguous(), weight, scales, offsets, ctx.operator, ctx.x_shape[-1], ctx.sizes
+            )
+            rows = rotated(rows, ctx.rotation).to(rows.dtype)
+        if wants_x:
+            grad_x = rows if factor is None else rows * factor
+            if row_index is not None:
+                grad_x = added(grad_x.float(), row_index, ctx.x_shape)
+            grad_x = grad_x.to(ctx.x_dtype)
+        if wants_scale:
+            grad_scale = (rows.float() * (x if row_index is None else x[row_index]).float()).sum(1)
+            if bias is not None:
+                grad_scale += (grad.float() * (_members(grad, offsets) @ bias.float())).sum(1)
+            grad_scale = grad_scale.to(row_scale.dtype)
+        if wants_bias:
+            weighted = grad.float() if factor is None else grad.float() * factor
+            grad_bias = (_members(grad, offsets).t() @ weighted).to(bias.dtype)
+        return grad_x, grad_bias, grad_scale, *(None for _ in frozen)
+
+
+def added(rows: Tensor, row_index: Tensor, shape: torch.Size) -> Tensor:
+    """rows [S, K], added to the rows of a tensor of zeros that ``row_index`` names, in the same order every time."""
+    zeros = rows.new_zeros(shape)
+    if not rows.is_cuda:
+        return zeros.index_add(0, row_index, rows)
+    # index_add has no order on a GPU; this sorts
+    return zeros.index_put((row_index.long().clamp(0, shape[0] - 1),), rows, accumulate=True)
+
+
+def _members(grad: Tensor, offsets: Tensor) -> Tensor:
+    """float32 [S, E]: 1 where row s is of expert e."""
+    rows = torch.arange(grad.shape[0], device=grad.device, dtype=offsets.dtype).unsqueeze(1)
+    begins, ends = bounds_of(offsets, grad.shape[0])
+    return ((rows >= begins) & (rows < ends)).float()
+
+
+def _traced(operator: Any) -> Any:
+    def impl(
+        x: Tensor,
+        weight: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        offsets: Tensor,
+        row_index: Tensor | None,
+        row_scale: Tensor | None,
+        *rest: Any,
+    ) -> Tensor:
+        others = len(_BEFORE_GATE[operator])
+        gate = rest[others] if len(rest) > others else None
+        given = with_mode(operator, (x, weight, scales, bias, offsets, row_index, row_scale, *rest[:others]), False)
+        return grouped_product(
+            operator, given[_FIRST:], x, weight, scales, bias, offsets, row_index, row_scale, gate=gate
+        )
+
+    return traced(operator, impl)
+
+
+TRACED: dict[Any, Any] = {operator: _traced(operator) for operator in GROUPED}
+
+
+def through_gate(rows: Tensor, gate: Gate) -> Tensor:
+    """[S, N / 2] of [S, N], as the operators make them; differentiable."""
+    alpha, limit, shift, interleaved = gate
+    if tuple(gate) == SILU_MUL:
+        return silu_mul(*rows.chunk(2, -1))
+    return swiglu(rows, alpha, limit, shift, bool(interleaved))
+
+
+def _in_pieces(product: Callable[[Tensor | None], Tensor], row_scale: Tensor | None, gate: Gate) -> Tensor:
+    """The same with a gradient for each; ``product`` takes its own row_scale."""
+    y = through_gate(product(None), gate)
+    return y if row_scale is None else (y.float() * row_scale.float().unsqueeze(1)).to(y.dtype)
+
+
+def grouped_product(
+    operator: Callable[..., Tensor],
+    constants: tuple[Any, ...],
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+    *others: Any,
+    gate: Gate | None = None,
+) -> Tensor:
+    """``operator(x, weight, scales, bias, offsets, row_index, row_scale, *others, *constants)``, one of GROUPED, with
+    the gate in its place; differentiable."""
+    rest = (*others, *constants)
+    if MODE.on:
+        rest = with_mode(operator, (x, weight, scales, bias, offsets, row_index, row_scale, *rest), True)[_FIRST:]
+    wanted = torch.is_grad_enabled() and any(
+        isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (x, bias, row_scale)
+    )
+    differentiated = wanted or transformed()
+    if differentiated and not torch.compiler.is_dynamo_compiling():
+
+        def apply(row_scale: Tensor | None) -> Tensor:
+            arguments = (x, bias, row_scale, weight, scales, operator, offsets, row_index, *rest)
+            return _Grouped.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
+
+        return apply(row_scale) if gate is None else _in_pieces(apply, row_scale, gate)
+    if gate is not None:
+        rest = (*rest, *_BEFORE_GATE[operator][len(rest) :], gate)
+    called = TRACED[operator] if differentiated else operator
+    return called(x, weight, scales, bias, offsets, row_index, row_scale, *rest)
+
+
+torch.fx.wrap("grouped_product")  # a node of fx.symbolic_trace, as the choice in it is made when the graph runs

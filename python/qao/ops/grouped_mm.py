@@ -1,0 +1,174 @@
+"""The grouped products as functions: the raw operators, with gradients; grouped.py says what they compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .batch_invariant import asked
+from .grouped_autograd import Gate, grouped_product
+
+_qao = torch.ops.qao
+
+# What experts call ``grouped_product`` with.
+INT4 = _qao.int4_grouped_mm.default
+FP4 = _qao.fp4_grouped_mm.default
+INT8 = _qao.int8_grouped_mm.default
+FP8 = _qao.fp8_grouped_mm.default
+INT8_INT8 = _qao.int8_int8_grouped_mm.default
+INT8_INT4 = _qao.int8_int4_grouped_mm.default
+FP8_FP8 = _qao.fp8_fp8_grouped_mm.default
+FP8_INT4 = _qao.fp8_int4_grouped_mm.default
+
+
+def int4_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    batch_invariant: bool = False,
+    gate: Gate | None = None,
+) -> Tensor:
+    """``qao.ops.int4_mm`` of experts."""
+    constants = out_features, in_features, group_size, *asked(batch_invariant)
+    return grouped_product(INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale, gate=gate)
+
+
+def fp4_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    batch_invariant: bool = False,
+    gate: Gate | None = None,
+) -> Tensor:
+    """``qao.ops.fp4_mm`` of experts."""
+    constants = out_features, in_features, group_size, *asked(batch_invariant)
+    return grouped_product(FP4, constants, x, weight, scales, bias, offsets, row_index, row_scale, gate=gate)
+
+
+def int8_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+    batch_invariant: bool = False,
+    gate: Gate | None = None,
+) -> Tensor:
+    """``qao.ops.int8_mm`` of experts."""
+    arguments = INT8, asked(batch_invariant), x, weight, scales, bias, offsets, row_index, row_scale
+    return grouped_product(*arguments, gate=gate)
+
+
+def fp8_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+    batch_invariant: bool = False,
+    gate: Gate | None = None,
+) -> Tensor:
+    """``qao.ops.fp8_mm`` of experts."""
+    arguments = FP8, asked(batch_invariant), x, weight, scales, bias, offsets, row_index, row_scale
+    return grouped_product(*arguments, gate=gate)
+
+
+def int8_int8_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+    weight_sums: Tensor | None,
+    batch_invariant: bool = False,
+    x_rotation: int = 0,
+    gate: Gate | None = None,
+) -> Tensor:
+    """``qao.ops.int8_int8_mm`` of experts."""
+    constants = asked(batch_invariant, x_rotation)
+    arguments = INT8_INT8, constants, x, weight, scales, bias, offsets, row_index, row_scale, weight_sums
+    return grouped_product(*arguments, gate=gate)
+
+
+def int8_int4_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+    weight_sums: Tensor | None,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    row_scales: Tensor | None = None,
+    batch_invariant: bool = False,
+    x_rotation: int = 0,
+    gate: Gate | None = None,
+) -> Tensor:
+    """``qao.ops.int8_int4_mm`` of experts; ``row_scales`` is [E, N]."""
+    constants = out_features, in_features, group_size, row_scales, *asked(batch_invariant, x_rotation)
+    arguments = INT8_INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale, weight_sums
+    return grouped_product(*arguments, gate=gate)
+
+
+def fp8_fp8_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+    x_scale: Tensor | None,
+    x_group_size: int,
+    fast_accum: bool,
+    batch_invariant: bool = False,
+    gate: Gate | None = None,
+) -> Tensor:
+    """``qao.ops.fp8_fp8_mm`` of experts; ``x_scale``, float32 [1], is that of all of them."""
+    constants = x_group_size, fast_accum, *asked(batch_invariant)
+    arguments = FP8_FP8, constants, x, weight, scales, bias, offsets, row_index, row_scale, x_scale
+    return grouped_product(*arguments, gate=gate)
+
+
+def fp8_int4_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor,
+    row_index: Tensor | None,
+    row_scale: Tensor | None,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    row_scales: Tensor | None = None,
+    batch_invariant: bool = False,
+    fast_accum: bool = False,
+    gate: Gate | None = None,
+) -> Tensor:
+    """``qao.ops.fp8_int4_mm`` of experts; ``row_scales`` is [E, N]."""
+    constants = out_features, in_features, group_size, row_scales, *asked(batch_invariant, fast_accum)
+    return grouped_product(FP8_INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale, gate=gate)

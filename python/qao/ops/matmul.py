@@ -1,0 +1,176 @@
+"""Linear products with gradients, by weight format: the functions that layers and users call.
+
+``qao.ops`` documents what all of them take and return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import library  # noqa: F401  # the operators must be there
+from .autograd import differentiable, product
+from .batch_invariant import asked
+from .dequantize import dense_fp4, dense_fp8, dense_int4, dense_int8
+from .weight_ops import int4_embedding, int8_embedding
+
+# What layers call ``product`` with. The modules that ``qao.ops`` imports after this one look through these.
+INT4 = differentiable(torch.ops.qao.int4_mm.default, dense_int4)
+INT8 = differentiable(torch.ops.qao.int8_mm.default, dense_int8)
+FP8 = differentiable(torch.ops.qao.fp8_mm.default, dense_fp8)
+FP4 = differentiable(torch.ops.qao.fp4_mm.default, dense_fp4)
+INT8_INT8 = differentiable(torch.ops.qao.int8_int8_mm.default, dense_int8)
+INT8_INT4 = differentiable(torch.ops.qao.int8_int4_mm.default, dense_int4)
+FP8_FP8 = differentiable(torch.ops.qao.fp8_fp8_mm.default, dense_fp8)
+FP8_INT4 = differentiable(torch.ops.qao.fp8_int4_mm.default, dense_int4)
+
+torch.fx.wrap("product")  # a node of fx.symbolic_trace, as the choice in it is made when the graph runs
+
+# ---- rows of W, by format: (ids [...], weight, scales, *constants, dtype) -> [..., K] --------------------------------
+
+EMBEDDINGS: dict[str, Callable[..., Tensor]] = {
+    "int4": int4_embedding,
+    "int8": int8_embedding,
+}
+
+# ---- products: as the raw operators, and differentiable --------------------------------------------------------------
+
+
+def int4_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out_features: int = 0,
+    in_features: int = 0,
+    group_size: int = 0,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """y = x · Wᵀ + bias with an int4 weight."""
+    constants = out_features, in_features, group_size, *asked(batch_invariant)
+    return product(INT4, constants, x, weight, scales, bias)
+
+
+def int8_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """y = x · Wᵀ + bias with an int8 weight."""
+    return product(INT8, asked(batch_invariant), x, weight, scales, bias)
+
+
+def fp8_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """y = x · Wᵀ + bias with an fp8 weight."""
+    return product(FP8, asked(batch_invariant), x, weight, scales, bias)
+
+
+def fp4_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out_features: int = 0,
+    in_features: int = 0,
+    group_size: int = 0,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """y = x · Wᵀ + bias with an fp4 weight: ``group_size`` 32 is MXFP4, 16 NVFP4."""
+    constants = out_features, in_features, group_size, *asked(batch_invariant)
+    return product(FP4, constants, x, weight, scales, bias)
+
+
+def int8_int8_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    weight_sums: Tensor | None = None,
+    batch_invariant: bool = False,
+    x_rotation: int = 0,
+) -> Tensor:
+    """y = x̂ · Wᵀ + bias with an int8 weight and x̂ = x rounded to int8, a scale per token.
+
+    ``weight_sums``: float32 [N], sums over k of the dequantised W, makes the rounding of x asymmetric (with a zero
+    point per token); None: symmetric. ``x_rotation``: ``hadamard(x, x_rotation)`` is what is rounded, and W is one of
+    as many columns rotated alike; 0: x itself.
+    """
+    return product(INT8_INT8, asked(batch_invariant, x_rotation), x, weight, scales, bias, weight_sums)
+
+
+def int8_int4_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    weight_sums: Tensor | None = None,
+    out_features: int = 0,
+    in_features: int = 0,
+    group_size: int = 0,
+    row_scales: Tensor | None = None,
+    batch_invariant: bool = False,
+    x_rotation: int = 0,
+) -> Tensor:
+    """y = x̂ · Wᵀ + bias with an int4 weight; x̂, ``weight_sums`` and ``x_rotation`` as for ``int8_int8_mm``.
+
+    ``row_scales``: float32 [N], of which the scales of a symmetric W are whole numbers, -15 to 16 but 0, each of its
+    row's. The result is the same but for rounding; Hopper multiplies many tokens without scaling sums of each group.
+    Others than those give wrong numbers there.
+    """
+    constants = out_features, in_features, group_size
+    others = asked(batch_invariant, x_rotation)
+    last = (*constants, row_scales, *others) if row_scales is not None or others else constants
+    return product(INT8_INT4, last, x, weight, scales, bias, weight_sums)
+
+
+def fp8_fp8_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor | None = None,
+    x_group_size: int = -1,
+    fast_accum: bool = False,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """y = x̂ · Wᵀ + bias with an fp8 weight and x̂ = x rounded to e4m3.
+
+    ``x_group_size``: columns of x that share a scale: -1 all of a token, 128 a block (with W scaled by blocks), 0 all
+    of x. ``x_scale``: float32 [1], that one scale if it is known beforehand. ``fast_accum``: GPUs may sum more than
+    128 columns in the tensor core's short accumulator.
+    """
+    return product(FP8_FP8, (x_group_size, fast_accum, *asked(batch_invariant)), x, weight, scales, bias, x_scale)
+
+
+def fp8_int4_mm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out_features: int = 0,
+    in_features: int = 0,
+    group_size: int = 0,
+    row_scales: Tensor | None = None,
+    batch_invariant: bool = False,
+    fast_accum: bool = False,
+) -> Tensor:
+    """y = x̂ · Wᵀ + bias with an int4 weight and x̂ = x rounded to e4m3, a scale per token.
+
+    ``row_scales``: float32 [N], of which the scales of a symmetric W are powers of two, 2^-14 to 32, of either sign,
+    each of its row's. As in ``int8_int4_mm``. ``fast_accum``: with these, or one group a row, GPUs may sum more than
+    128 columns in the tensor core's short accumulator.
+    """
+    constants = out_features, in_features, group_size
+    others = asked(batch_invariant, fast_accum)
+    last = (*constants, row_scales, *others) if row_scales is not None or others else constants
+    return product(FP8_INT4, last, x, weight, scales, bias)

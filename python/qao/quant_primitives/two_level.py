@@ -1,0 +1,214 @@
+"""Scales of two levels for four-bit weights: those of a row's groups are factors times one scale of the row.
+
+Factors are such that the operand of the tensor cores holds codes times factors exactly. A product then sums along all
+of K as it would without groups, and scales once (docs/kernels/wgmma.md). Source of the idea: Lin et al., QServe,
+arXiv:2405.04532.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .importance import estimate_importance
+from .integer import QuantizedWeight, check_scales, check_values, chunks, quantize_int4, relative_error
+
+# A row's scale has so many significant bits, so that 16 bits hold a factor times it: whole numbers have four as well.
+_BITS = 4
+_LAST_BIT = 1 << (24 - _BITS)  # of a float32's bits read as an integer, where they end
+_TRIED = range(-1, 5)  # scales of a row, in steps of their last bit from the one that has room for its largest group
+
+
+class Factors(ABC):
+    """Which factors groups may have."""
+
+    option: str  # of a scheme
+    allowed: str  # in words
+
+    def row_scales(self, scales: Tensor, name: str) -> Tensor:
+        """float32 [N]: a scale of each row of which its ``scales`` [N, G] are such factors.
+
+        Raises:
+            ValueError: a row has none; the message begins with ``name``.
+        """
+        if scales.is_meta:
+            return torch.empty(scales.shape[0], dtype=torch.float32, device="meta")
+        found = self._row_scales(scales)
+        if (missing := found.isnan()).any():
+            row = int(missing.nonzero()[0])
+            raise ValueError(
+                f"{name}: the scales of row {row} of {len(missing)} are no {self.allowed} times one scale, as "
+                f"{self.option} asks for. Quantise the float weight with this scheme, or take {self.option}=False."
+            )
+        return found
+
+    @abstractmethod
+    def _row_scales(self, scales: Tensor) -> Tensor:
+        """NaN where there is none."""
+
+    @abstractmethod
+    def nearest(self, scales: Tensor, unit: Tensor) -> Tensor:
+        """The scale a group may have that is next to each of ``scales``, and of its sign; ``unit``: their row's."""
+
+    @abstractmethod
+    def search(
+        self, groups: Tensor, wanted: Tensor, dtype: torch.dtype, weights: Tensor | None, by_error: bool
+    ) -> Tensor:
+        """Scales [rows, G], exact in ``dtype``, for values [rows, G, size] that would have those ``wanted``; with
+        ``by_error`` by the squared error of the codes, weighed by ``weights`` [G, size]."""
+
+
+class _WholeNumbers(Factors):
+    """By which the codes -8..7 stay in int8."""
+
+    lowest, highest = -15, 16
+    option = "integer_scales"
+    allowed = "whole numbers from -15 to 16"
+
+    def _row_scales(self, scales: Tensor) -> Tensor:
+        exact = scales.double()
+        largest = exact.abs().amax(1, keepdim=True)
+        result = torch.full_like(largest, float("nan"))
+        for whole in range(1, self.highest + 1):
+            unit = (largest / whole).float().double()
+            times = (exact / unit).round()
+            fits = (times * unit == exact) & (times >= self.lowest) & (times <= self.highest) & (times != 0)
+            result = torch.where(result.isnan() & fits.all(1, keepdim=True), unit, result)
+        return result.float().flatten()
+
+    def nearest(self, scales: Tensor, unit: Tensor) -> Tensor:
+        return self._whole(scales, unit).mul_(unit)
+
+    def _whole(self, scales: Tensor, unit: Tensor) -> Tensor:
+        whole = (scales / unit).round_().clamp_(self.lowest, self.highest)
+        return torch.where(whole == 0, torch.where(scales < 0, -1.0, 1.0), whole)
+
+    def search(
+        self, groups: Tensor, wanted: Tensor, dtype: torch.dtype, weights: Tensor | None, by_error: bool
+    ) -> Tensor:
+        """With those of the row's scales that bring them nearest; a group then takes the better of the two whole
+        numbers about its scale."""
+        full = wanted.abs().amax(1, keepdim=True) / self.highest
+        # The last bits of small numbers of float16 lie at 2^-24.
+        smallest = 2.0**-21 if dtype == torch.float16 else 2.0**-100
+        bits = full.clamp(smallest).view(torch.int32).add(_LAST_BIT - 1).div(_LAST_BIT, rounding_mode="floor")
+        best, unit = torch.full_like(full, float("inf")), full
+        for step in _TRIED:
+            tried = (bits + step).mul_(_LAST_BIT).view(torch.float32).clamp(smallest)
+            squares = (self.nearest(wanted, tried) - wanted).square_()  # what a code of one adds to the error
+            cost = (squares if weights is None else squares.mul_(weights.sum(-1))).sum(1, keepdim=True)
+            best, unit = torch.minimum(cost, best), torch.where(cost < best, tried, unit)
+        near = self._whole(wanted, unit)
+        if not by_error:
+            return near * unit
+        other = near + torch.where(wanted / unit < near, -1.0, 1.0)
+        other = torch.where((other == 0) | (other < self.lowest) | (other > self.highest), near, other)
+        better = _errors(groups, other * unit, weights) < _errors(groups, near * unit, weights)
+        return torch.where(better, other, near) * unit
+
+
+class _PowersOfTwo(Factors):
+    """By which the codes -8..7 are normal numbers of e5m2: from 2^-14 to 1 of the largest of a row."""
+
+    option = "power_of_two_scales"
+    allowed = "powers of two from 2^-14 to 1"
+    lowest, highest = 2.0**-10, 2.0**4  # of a scale that is near a row's largest: some room on both sides
+
+    def _row_scales(self, scales: Tensor) -> Tensor:
+        exact = scales.float()
+        largest = exact.abs().amax(1, keepdim=True)
+        times = exact.abs() / largest
+        fits = (times == _power_of(times)) & (times >= 2.0**-14) & (exact == scales)
+        return torch.where(fits.all(1), largest.flatten(), float("nan"))
+
+    def nearest(self, scales: Tensor, unit: Tensor) -> Tensor:
+        return self._power(scales, unit) * unit
+
+    def _power(self, scales: Tensor, unit: Tensor) -> Tensor:
+        return _power_of((scales / unit).abs_().mul_(2**0.5)).clamp_(self.lowest, self.highest).copysign_(scales)
+
+    def search(
+        self, groups: Tensor, wanted: Tensor, dtype: torch.dtype, weights: Tensor | None, by_error: bool
+    ) -> Tensor:
+        """With the one of eight scales of the row that gives the least error: others are powers of two times these. A
+        group takes the better of the two powers about its scale."""
+        smallest = 2.0**-21 if dtype == torch.float16 else 2.0**-100
+        octave = _power_of(wanted.abs().amax(1, keepdim=True).clamp_(smallest))
+        lowest = (smallest / octave).clamp_(self.lowest)
+        best, scale = torch.full_like(octave, float("inf")), wanted
+        for step in range(1 << (_BITS - 1)):
+            unit = (octave.view(torch.int32) + step * _LAST_BIT).view(torch.float32)
+            power = self._power(wanted, unit)
+            power = power.abs().maximum(lowest).copysign_(power)
+            if by_error:
+                other = torch.where((power * unit).abs() > wanted.abs(), power / 2, power * 2)
+                other = torch.where(other.abs() < lowest, power, other)
+                errors, others = _errors(groups, power * unit, weights), _errors(groups, other * unit, weights)
+                power, errors = torch.where(others < errors, other, power), torch.minimum(errors, others)
+            else:  # what a code of one adds
+                errors = (power * unit - wanted).square_().mul_(1 if weights is None else weights.sum(-1))
+            cost = errors.sum(1, keepdim=True)
+            best, scale = torch.minimum(cost, best), torch.where(cost < best, power * unit, scale)
+        return scale
+
+
+def _power_of(values: Tensor) -> Tensor:
+    """The greatest power of two that is none greater, of positive float32."""
+    return values.view(torch.int32).bitwise_and(0xFF << 23).view(torch.float32)
+
+
+WHOLE_NUMBERS, POWERS_OF_TWO = _WholeNumbers(), _PowersOfTwo()
+
+
+def quantize_int4_two_levels(
+    weight: Tensor,
+    group_size: int,
+    factors: Factors,
+    *,
+    scale_dtype: torch.dtype,
+    clip_search: bool = True,
+    importance: Tensor | None = None,
+    name: str = "weight",
+) -> QuantizedWeight:
+    """``quantize_int4`` of a symmetric weight with such scales, without rounding in any ``scale_dtype``.
+
+    From the scales that ``quantize_int4`` finds to those that ``factors`` allow. With ``clip_search`` they are chosen
+    by the squared error of the codes that they give, weighed by ``importance`` as there.
+
+    Raises:
+        ValueError: as ``quantize_int4``.
+    """
+    if importance is None and clip_search:
+        importance = estimate_importance(weight)
+    options = {"clip_search": clip_search, "importance": importance, "name": name}
+    wide = quantize_int4(weight, group_size, symmetric=True, scale_dtype=torch.float32, **options)  # type: ignore[arg-type]
+    k = weight.shape[1]
+    size = k if group_size == -1 else group_size
+    weights = None if importance is None else functional.pad(importance.to(weight.device).float(), (0, -k % size))
+    q, scales = torch.empty_like(wide.q), torch.empty_like(wide.scales, dtype=scale_dtype)
+    squares = torch.zeros(2, dtype=torch.float64, device=weight.device)  # of the error and of the weight
+    for rows, values in chunks(weight):
+        squares[1] += values.square().sum(dtype=torch.float64)
+        groups = functional.pad(values, (0, -k % size)).view(len(values), -1, size)
+        of_groups = None if weights is None else weights.view(-1, size)
+        scale = factors.search(groups, wide.scales[rows], scale_dtype, of_groups, clip_search)
+        codes = _codes(groups, scale[:, :, None])
+        squares[0] += torch.addcmul(groups, codes, scale[:, :, None], value=-1).square_().sum(dtype=torch.float64)
+        q[rows] = codes.add_(8).view(len(values), -1)[:, :k].to(q.dtype)
+        scales[rows] = scale.to(scale_dtype)
+    check_values(squares, weight, name)
+    check_scales(scales, weight, name)
+    return QuantizedWeight(q, scales, None, relative_error(squares))
+
+
+def _codes(groups: Tensor, scale: Tensor) -> Tensor:
+    return groups.div(scale).round_().clamp_(-8, 7)
+
+
+def _errors(groups: Tensor, scale: Tensor, weights: Tensor | None) -> Tensor:
+    codes = _codes(groups, scale[:, :, None])
+    squares = torch.addcmul(groups, codes, scale[:, :, None], value=-1, out=codes).square_()
+    return (squares if weights is None else squares.mul_(weights)).sum(-1)

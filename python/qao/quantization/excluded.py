@@ -1,0 +1,52 @@
+"""Linear layers that a scheme meant for all leaves as they are: they are small, and errors in them cost much."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..nn.linear import is_linear, linear_weight
+from ..nn.packed_module import PackedModule
+
+_REMEDY = "name it in a dict of schemes to quantise it"
+ROUTER = f"a router of experts, whose errors send tokens elsewhere; {_REMEDY}"
+ONE_OUTPUT = f"it has a single output, and saves nothing; {_REMEDY}"
+
+_GATES = {"gate", "gating", "moe_gate", "expert_gate", "shared_expert_gate"}
+
+
+def spared(model: nn.Module) -> dict[str, str]:
+    """Why each such layer stays, by name. Layers that are quantised already are none of them."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = {}
+    for name, module in modules.items():
+        weight = module._parameters.get("weight")
+        if not is_linear(module) or isinstance(module, PackedModule) or weight is None or is_lazy(weight):
+            continue
+        shape = tuple(linear_weight(module).shape)
+        if is_router(name, shape, modules):
+            found[name] = ROUTER
+        elif shape[:1] == (1,):
+            found[name] = ONE_OUTPUT
+    return found
+
+
+def is_router(name: str, shape: tuple[int, ...], modules: Mapping[str, nn.Module]) -> bool:
+    """Whether the module ``name`` with a weight [N, K] belongs to what chooses experts, or weighs them.
+
+    A part of its name has the word "router"; or the class of it, or of a module around it, has "Router" or "TopK" in
+    its name; or a part of its name is "gate" ("gating", "shared_expert_gate", ...), it has fewer outputs than inputs
+    and is no part of an expert. "gate_proj" and "gate_up_proj" are none.
+    """
+    parts = name.split(".")
+    path = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    if any("router" in part.split("_") for part in parts):
+        return True
+    if any(word in type(modules[one]).__name__ for one in path if one for word in ("Router", "TopK")):
+        return True
+    gates = [i for i, part in enumerate(parts) if part in _GATES]
+    if not gates or len(shape) != 2 or shape[0] >= shape[1]:
+        return False
+    return not any("expert" in part for part in parts[: gates[0]])

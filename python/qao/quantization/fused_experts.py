@@ -1,0 +1,207 @@
+"""Fused experts of transformers 5 in a model: which can become QuantExperts, and what becomes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.attached import SHARDED, attached
+from ..nn.experts import (
+    QuantExperts,
+    QuantProjection,
+    expert_sizes,
+    has_grouped_product,
+    projections_of,
+    quantize_projection,
+)
+from ..nn.linear import kernel_bias
+from ..quant_primitives.integer import check_finite
+from ..schemes import FLOAT_DTYPES, PackedWeight, Scheme
+from .auto_group_size import is_auto
+from .module_swap import places_of, put_module
+from .report import Row
+from .rules import Selection
+from .targets import COMPILED, Layer, byte_count, is_compiled, packed_bytes
+
+_SAYS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether ``use_experts_implementation`` of transformers has decorated its class: its attributes say what it is."""
+    return all(isinstance(vars(module).get(name), bool) for name in _SAYS) and hasattr(type(module), "_apply_gate")
+
+
+def obstacle(module: Any) -> str | None:
+    """Why fused experts cannot become QuantExperts; None if they can."""
+    up, down = projections_of(module)
+    names = [up, down, *((f"{up}_bias", f"{down}_bias") if module.has_bias else ())]
+    if sorted(module._parameters) != sorted(names):
+        return f"fused experts: it has {', '.join(module._parameters)}, not {', '.join(names)} alone"
+    for name in names:
+        weight = module._parameters[name]
+        if type(weight).__name__ == "DTensor":
+            return f"fused experts: {SHARDED}"
+        if type(weight) is not nn.Parameter or weight.dtype not in (*FLOAT_DTYPES, torch.float64):
+            return f"fused experts: {name} is no plain Parameter in a float dtype"
+        if weight.dim() != (2 if name.endswith("_bias") else 3) or weight.numel() == 0:
+            return f"fused experts: {name} has shape {list(weight.shape)}"
+    others = [name for name, child in module._modules.items() if name != "post_expert_norm" and _has_tensors(child)]
+    if others or module._buffers:
+        return f"fused experts: it has {', '.join([*others, *module._buffers])}, which would be lost"
+    if reason := attached(module):
+        return f"fused experts: {reason}"
+    return None
+
+
+def _has_tensors(module: nn.Module | None) -> bool:
+    return module is not None and any(True for _ in (*module.parameters(), *module.buffers()))
+
+
+def find(
+    model: nn.Module,
+    select: Selection,
+    keep: Callable[[str, nn.Module], bool] | None,
+) -> list[list[Layer]]:
+    """The two projections of each layer's experts, with what becomes of them."""
+    return [
+        _decided(name, module, model, select, keep)
+        for name, module in model.named_modules()
+        if is_fused(module) or isinstance(module, QuantExperts)
+    ]
+
+
+def _decided(
+    name: str,
+    module: Any,
+    model: nn.Module,
+    select: Selection,
+    keep: Callable[[str, nn.Module], bool] | None,
+) -> list[Layer]:
+    places = places_of(model, module)
+    if isinstance(module, QuantExperts):
+        return [_quantised(f"{name}.{key}", child, places) for key, child in module.projections().items()]
+    layers = []
+    for key in projections_of(module):
+        weight = module._parameters.get(key)
+        if weight is None:
+            continue
+        shape = expert_sizes(module, weight) if weight.dim() == 3 else tuple(weight.shape)
+        row = Row(f"{name}.{key}", shape, "", bytes_before=byte_count(weight))
+        layers.append(Layer(module, row, places, elements=weight.numel(), x_dtype=weight.dtype))
+    scheme = select(name, module)
+    reason = obstacle(module)
+    for layer in layers:
+        if scheme is None:
+            layer.leave("excluded", "no scheme for it")
+        elif keep is not None and not keep(name, module):
+            layer.leave("excluded", "by the filter")
+        elif reason is not None:
+            layer.leave("untouched", reason)
+        elif not has_grouped_product(scheme):
+            layer.leave("left", f"{scheme.word} has no product for experts: give them another scheme, by name")
+        elif is_auto(scheme):
+            layer.leave("left", "group sizes are not chosen for experts: give them a scheme with one, by name")
+        elif is_compiled(layer):
+            layer.leave("left", COMPILED)
+        else:
+            layer.scheme = scheme.fitted(layer.row.shape[-1])
+            layer.row.status, layer.row.scheme = "quantized", str(layer.scheme)
+    return layers
+
+
+def _quantised(name: str, module: QuantProjection, places: list[tuple[nn.Module, str]]) -> Layer:
+    row = Row(name, module.shape, "already quantized", str(module.scheme), bytes_before=packed_bytes(module))
+    return Layer(module, row, places, elements=torch.Size(module.shape).numel(), x_dtype=module.dtype)
+
+
+def check(unit: list[Layer], device: torch.device | str | None) -> None:
+    """Raises all that quantising them would."""
+    for layer in unit:
+        assert layer.scheme is not None
+        origin: Any = layer.module
+        weight = origin._parameters[_key(layer)]
+        if not weight.is_meta:
+            largest = check_finite(weight.detach(), layer.row.name)
+            if largest > torch.finfo(layer.scheme.scale_dtype_of(weight.dtype)).max / 4:  # only trying tells
+                quantize_projection(weight, layer.scheme, origin.is_transposed, device, layer.row.name)
+
+
+def _key(layer: Layer) -> str:
+    return layer.row.name.rpartition(".")[2]
+
+
+def replace(unit: list[Layer], device: torch.device | str | None) -> None:
+    """Quantises the experts of one layer, and puts them in their places."""
+    origin: Any = unit[0].module
+    scheme = unit[0].scheme
+    assert scheme is not None
+    packed = {
+        _key(layer): quantize_projection(
+            origin._parameters[_key(layer)], scheme, origin.is_transposed, device, layer.row.name
+        )
+        for layer in unit
+    }
+    put(unit, {key: (scheme, weights) for key, weights in packed.items()})
+
+
+def put(unit: list[Layer], packed: dict[str, tuple[Scheme, PackedWeight]]) -> None:
+    """Puts experts of these weights in the places of one layer's."""
+    experts = assemble(unit[0].module, packed)
+    for layer in unit:
+        layer.row.relative_error = packed[_key(layer)][1].relative_error
+    for layer in unit:
+        layer.module = experts.projections()[_key(layer)]
+    for parent, attribute in unit[0].places:
+        put_module(parent, attribute, experts)
+
+
+def assemble(origin: Any, packed: dict[str, tuple[Scheme, PackedWeight]]) -> QuantExperts:
+    """QuantExperts of weights by the names of their projections, with the biases of ``origin``."""
+    made = {}
+    for key in projections_of(origin):
+        scheme, weights = packed[key]
+        weight = origin._parameters[key]
+        count, n, k = expert_sizes(origin, weight)
+        bias: Tensor | None = kernel_bias(origin._parameters.get(f"{key}_bias"), weights.qweight.device)
+        made[key] = QuantProjection(count, n, k, scheme, weights, bias, weight.dtype)
+    return QuantExperts(origin, *made.values())
+
+
+class Arriving:
+    """Experts of a model that is loaded tensor by tensor: a projection is quantised when it comes, so that no more than
+    one is there in floats; the experts change when both have come, and their biases.
+
+    Attributes:
+        pending: those that are to come, by the names of their Parameters.
+    """
+
+    def __init__(self, units: Iterable[list[Layer]] = ()) -> None:
+        self._units = [unit for unit in units if all(layer.scheme is not None for layer in unit)]
+        self.pending = {layer.row.name: layer for unit in self._units for layer in unit}
+        self._packed: dict[str, PackedWeight] = {}
+
+    def take(self, name: str, value: Tensor) -> None:
+        layer = self.pending.pop(name)
+        assert layer.scheme is not None
+        origin: Any = layer.module
+        skeleton = origin._parameters[_key(layer)]
+        if value.shape != skeleton.shape:
+            raise ValueError(f"{name}: {list(value.shape)} in the checkpoint, and {list(skeleton.shape)} in the model")
+        self._packed[name] = quantize_projection(value, layer.scheme, origin.is_transposed, None, name)
+        kept = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)  # for its shape and dtype
+        kept._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers would initialise it
+        origin._parameters[_key(layer)] = kept
+
+    def finish(self) -> None:
+        """Raises ValueError where half of the experts of a layer came."""
+        for unit in self._units:
+            come = [layer for layer in unit if layer.row.name in self._packed]
+            if come and len(come) < len(unit):
+                missing = next(layer.row.name for layer in unit if layer not in come)
+                raise ValueError(f"{missing}: missing in the checkpoint, which has {come[0].row.name}")
+            if come and unit[0].scheme is not None:
+                put(unit, {_key(layer): (unit[0].scheme, self._packed.pop(layer.row.name)) for layer in unit})
+        self._units, self.pending = [], {}

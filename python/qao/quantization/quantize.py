@@ -1,0 +1,343 @@
+"""quantize_: replaces the linear layers of a model by quantised ones, in place."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.embedding import QuantEmbedding, is_embedding, rename_ties
+from ..nn.experts import QuantProjection
+from ..nn.linear import QuantLinear, is_linear, linear_weight, pack, pack_weight
+from ..nn.packed_module import PackedModule, Sharded
+from ..ops import modes
+from ..quant_primitives.importance import told_by, told_importance, told_part
+from ..quant_primitives.integer import check_finite
+from ..schemes import Int4Weight, PackedWeight, Scheme
+from . import auto_group_size, fused_experts, listeners, targets
+from .callbacks import by_name_and_module
+from .module_swap import put_module
+from .report import Report, Row
+from .rules import Selection, alike, selector
+
+
+@modes.neutral()
+def quantize_(
+    model: nn.Module,
+    scheme: Scheme | Mapping[str, Scheme | None] | Callable[..., Scheme | None],
+    *,
+    filter: Callable[..., bool] | None = None,
+    embeddings: bool = False,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+    strict: bool = False,
+) -> Report:
+    """Replaces the linear layers of ``model`` by QuantLinear, and fused experts by QuantExperts, in place.
+
+    Layers that cannot be replaced without changing what the model computes are left and reported: those with hooks or
+    parametrizations, subclasses of nn.Linear whose forward does more, weights tied to an embedding, layers whose parent
+    reads the weight itself. Routers of experts (docs/quantize.md says how they are known) and layers with one output
+    are excluded unless a scheme is meant for them. Layers that are quantised already stay as they are, and a warning
+    names those that ``scheme`` would make something else; shared modules and tied weights stay shared. Everything in
+    the list of errors below is checked before the first change.
+
+    Should it stop in the middle all the same (Ctrl-C, out of memory), then every layer is either quantised or as it
+    was, a warning says how many are, and the model computes. Called again with the same arguments, it does the rest.
+
+    Args:
+        model: any module with linear layers inside (nn.Linear, or the Conv1D of transformers). Layers on meta become
+            QuantLinear on meta, ready for ``load_state_dict(..., assign=True)``.
+        scheme: one scheme for all; or a dict from names to schemes, where a name stands for that module and all inside
+            it, ``"re:<pattern>"`` for every module whose whole name matches, None means "leave it", the first match
+            wins and layers without a match are left (a router or a layer with one output gets its scheme from a key
+            that matches no other linear layers, or none); or a function that returns a scheme or None. Functions get
+            the name and the module of a layer (of fused experts: theirs), in the order that the names of their
+            parameters (``name`` or ``fqn``, ``module`` or ``m``, ...) or their annotations say.
+        filter: function of name and module as above; layers for which it is false are left.
+        embeddings: quantise embeddings too whose weight is that of a linear layer which gets a scheme of int4 or int8
+            weights (the head of many language models), as QuantEmbedding: one weight for both. False leaves such linear
+            layers as they are. Other embeddings always stay as they are.
+        device: quantise there, one layer at a time, and move the whole model there in the end: for a model in host
+            memory and a GPU that holds the result but not the float weights. None: every layer where it is.
+        progress: show a progress bar once it takes more than two seconds.
+        strict: raise instead of warning if anything that was asked for cannot be quantised.
+
+    Returns:
+        A Report with a row for every linear layer, every embedding that is quantised or that ``embeddings`` is about,
+        and every other big weight.
+
+    Raises:
+        TypeError: ``model`` is itself a linear layer, which cannot be replaced in place; or ``scheme`` is none of the
+            above; or a function does not say whether it takes (name, module) or (module, name).
+        ValueError: a key of the dict matches no module; nothing is left to quantise, and layers are quantised already
+            by another scheme; a weight holds NaN or Inf, or more than its scales can hold;
+            something on meta shall go to a device, or the other way round; a budget of bits is too small, or its layers
+            are on meta; or ``strict`` and something would be left.
+        RuntimeError, AssertionError: torch has no such ``device``.
+    """
+    planned = plan(model, scheme, filter, embeddings, device, strict)
+    importance = importance_of(planned.layers)
+    if any(auto_group_size.is_auto(layer.scheme) for layer in planned.pending):
+        units = units_of(planned.pending)
+        auto_group_size.assign(units, auto_group_size.measured(units, importance, device, progress))
+    try:
+        _replace([*units_of(planned.pending), *planned.experts], importance, device, progress)
+    finally:
+        planned.settle()
+    if device is not None:
+        model.to(device)
+    return planned.finished()
+
+
+@dataclass
+class Plan:
+    """What becomes of each layer of a model, before anything is changed."""
+
+    model: nn.Module
+    layers: list[targets.Layer]  # with their rows in the report
+    pending: list[targets.Layer]  # those to be quantised
+    experts: list[list[targets.Layer]]  # and projections of experts, those of one module together
+    report: Report
+
+    def settle(self) -> None:
+        """Lets the libraries know what is quantised by now, whether that is all or not."""
+        if any(isinstance(layer.module, PackedModule) for layer in self.layers):
+            rename_ties(self.model)
+            for listener in listeners.quantized:
+                listener(self.model)
+
+    def finished(self) -> Report:
+        for layer in self.layers:
+            _finish_row(layer)
+        quantized = (layer for layer in self.layers if isinstance(layer.module, PackedModule))
+        self.report.parameters_quantized = sum(layer.elements for layer in quantized)
+        return self.report
+
+
+def plan(
+    model: nn.Module,
+    scheme: Scheme | Mapping[str, Scheme | None] | Callable[..., Scheme | None],
+    filter: Callable[..., bool] | None,
+    embeddings: bool,
+    device: torch.device | str | None,
+    strict: bool,
+) -> Plan:
+    """Raises and warns as ``quantize_`` does, and changes nothing."""
+    if is_linear(model):
+        raise TypeError(
+            f"quantize_: the model is itself a {type(model).__name__} and cannot replace itself in place. Use "
+            "`model = qao.QuantLinear.from_linear(model, scheme)`."
+        )
+    select = selector(model, scheme)
+    keep = None if filter is None else by_name_and_module(filter, "quantize_: filter")
+    layers = targets.find_layers(model)
+    for layer in layers:
+        targets.decide(layer, select, keep)
+    readers = targets.find_embeddings(model)
+    targets.resolve_tied_weights(model, layers, readers, embeddings)
+    # A function knows linear layers only, so whether it wanted another weight cannot be asked.
+    asked = select if isinstance(scheme, Mapping) else None
+    experts = fused_experts.find(model, select, keep)
+    own = [layer for unit in experts for layer in unit]
+    untouched = list(targets.find_untouched(model, [*layers, *own], asked))
+
+    again = _asked_again(model, [*layers, *own], select, keep)
+    parameters = targets.count_parameters(model)
+    pending = [layer for layer in (*layers, *readers) if layer.scheme is not None]
+    layers += own
+    layers += [layer for layer in readers if embeddings or layer.row.status != "kept" or _was_asked_for(layer.tied_to)]
+    report = Report(parameters, 0, [*(layer.row for layer in layers), *untouched])
+    targets.check_device(model, device)
+    if any(auto_group_size.is_auto(layer.scheme) and isinstance(layer.module, Sharded) for layer in pending):
+        raise ValueError(
+            "quantize_: group_size='auto' with sharded layers: ranks would choose by their own parts, and differ. "
+            "Quantise before parallelize_module, or give a group_size."
+        )
+    for layer in pending:
+        if layer.tied_to is None:
+            _check_weight(layer, device)
+    experts = [unit for unit in experts if all(layer.scheme is not None for layer in unit)]
+    _complain_of_other_schemes(again, bool(pending or experts) and not strict)
+    for unit in experts:
+        fused_experts.check(unit, device)
+    _complain(report, strict)
+    return Plan(model, layers, pending, experts, report)
+
+
+def units_of(pending: list[targets.Layer]) -> list[list[targets.Layer]]:
+    """Layers with one weight, which are replaced together or not at all; the first of each list owns it."""
+    units = {id(layer): [layer] for layer in pending if layer.tied_to is None}
+    for layer in pending:
+        if layer.tied_to is not None:
+            units[id(layer.tied_to)].append(layer)
+    return list(units.values())
+
+
+def put(unit: list[targets.Layer], packed: PackedWeight) -> None:
+    """Replaces layers with one weight by quantised ones."""
+    first, *others = unit
+    assert first.scheme is not None
+    head = QuantLinear.from_packed(first.module, first.scheme, packed)
+    made: list[QuantLinear | QuantEmbedding] = [head]
+    for layer in others:
+        kind = QuantEmbedding if is_embedding(layer.module) else QuantLinear
+        made.append(kind.from_packed(layer.module, first.scheme, head.packed))
+        made[-1].tie(head)
+    for layer, module in zip(unit, made, strict=True):
+        if isinstance(layer.module, Sharded):
+            from ..distributed.styles import adopt  # here, since it imports torch.distributed
+
+            adopt(module, layer.module)
+    # The float module goes as soon as its successor is there: memory never holds two models.
+    for layer, module in zip(unit, made, strict=True):
+        layer.row.relative_error = packed.relative_error
+        layer.module = module
+        for parent, attribute in layer.places:
+            put_module(parent, attribute, module)
+
+
+def _asked_again(
+    model: nn.Module,
+    layers: list[targets.Layer],
+    select: Selection,
+    keep: Callable[[str, nn.Module], bool] | None,
+) -> list[Row]:
+    """Rows of quantised layers that are to be quantised by a scheme of another kind, which is noted in them."""
+    found = []
+    for layer in layers:
+        row, module = layer.row, layer.module
+        if row.status != "already quantized" or not isinstance(module, PackedModule) or row.name in select.spared:
+            continue
+        name = row.name.rpartition(".")[0] if isinstance(module, QuantProjection) else row.name
+        owner = model.get_submodule(name)
+        scheme = select(name, owner)
+        if scheme is None or alike(module.scheme, scheme.fitted(module._sizes[1])):
+            continue
+        if keep is None or keep(name, owner):
+            row.note = f"asked for as {scheme}, and quantised already"
+            found.append(row)
+    return found
+
+
+def _complain_of_other_schemes(rows: list[Row], others: bool) -> None:
+    """``others``: there are layers that can be quantised as asked."""
+    if not rows:
+        return
+    text = "".join(f"\n  {row.name}: {row.scheme}, {row.note}" for row in rows[:5])
+    text += f"\n  and {len(rows) - 5} more" if len(rows) > 5 else ""
+    message = (
+        f"quantize_: layers that are quantised already keep their scheme:{text}\nTo quantise them otherwise, load the "
+        "float model anew; qao.dequantize_(model) makes floats of them that stay as rounded as they are."
+    )
+    if not others:
+        raise ValueError(f"{message} The model is unchanged.")
+    warnings.warn(message, stacklevel=5)
+
+
+def _was_asked_for(layer: targets.Layer | None) -> bool:
+    return layer is not None and layer.row.status == "left"
+
+
+def _check_weight(layer: targets.Layer, device: torch.device | str | None) -> None:
+    """Raises all that quantising it would."""
+    assert layer.scheme is not None
+    weight = linear_weight(layer.module)
+    if weight.is_meta:
+        return
+    largest = check_finite(weight, layer.row.name)
+    # No scale is larger than the largest weight. Where that is near the limit of scales, only trying tells.
+    if largest > torch.finfo(layer.scheme.scale_dtype_of(weight.dtype)).max / 4:
+        pack(layer.module, auto_group_size.fixed(layer.scheme, -1), device, layer.row.name)
+
+
+def _complain(report: Report, strict: bool) -> None:
+    problems = report.problems
+    if not strict:
+        problems = [
+            row
+            for row in problems
+            if row.status == "untouched" or math.prod(row.shape) >= targets.BIG * report.parameters
+        ]
+    text = "".join(f"\n  {row.name} {list(row.shape)}: {row.note}" for row in problems)
+    if problems and strict:
+        raise ValueError(
+            f"quantize_: strict, and these weights cannot be quantised:{text}\nLeave them out explicitly, for example "
+            f"with {{{problems[0].name!r}: None, 're:.*': scheme}}. The model is unchanged."
+        )
+    messages = [f"these big weights stay as they are:{text}"] if problems else []
+    if not any(row.status in ("quantized", "already quantized") for row in report.rows):
+        text = "".join(f"\n  {reason}" for reason in report.reasons)
+        messages.append(f"no layer was quantised.{text or ' The model has no linear layers.'}")
+    if messages:
+        warnings.warn("quantize_: " + "\n".join(messages), stacklevel=5)
+
+
+def importance_of(layers: list[targets.Layer]) -> dict[str, Tensor]:
+    """Of layers in int4 by name, where the weight of another that is quantised tells: before that one is."""
+    named = {layer.row.name: layer.module for layer in layers if is_linear(layer.module) and layer.scheme is not None}
+    found = {}
+    for layer in layers:
+        name, others = layer.row.name, told_by(layer.row.name)
+        weights = [linear_weight(named[other]) for other in others if other in named]
+        searched = isinstance(layer.scheme, Int4Weight) and layer.scheme.clip_search
+        if not (searched and weights) or len(weights) < len(others) or any(weight.is_meta for weight in weights):
+            continue
+        parts = [told_part(weight, name) for weight in weights]
+        found[name] = told_importance(parts, linear_weight(layer.module).shape[1])
+    return {name: importance for name, importance in found.items() if importance is not None}
+
+
+def _replace(
+    units: list[list[targets.Layer]],
+    importance: Mapping[str, Tensor],
+    device: torch.device | str | None,
+    progress: bool,
+) -> None:
+    from tqdm import tqdm  # type: ignore[import-untyped]  # here, to keep `import qao` light
+
+    done = 0
+    try:
+        for unit in tqdm(units, desc="quantize_", unit="layer", delay=2, disable=not progress):
+            first = unit[0]
+            assert first.scheme is not None
+            name = first.row.name
+            if fused_experts.is_fused(first.module):
+                fused_experts.replace(unit, device)
+            else:
+                put(unit, pack_weight(linear_weight(first.module), first.scheme, device, name, importance.get(name)))
+            done += len(unit)
+    except BaseException as error:
+        warnings.warn(
+            f"quantize_: {type(error).__name__} in {unit[0].row.name}: {done} of {sum(map(len, units))} layers are "
+            "quantised, the others are as they were. Call quantize_ again with the same arguments for the rest.",
+            stacklevel=4,
+        )
+        raise
+
+
+def _finish_row(layer: targets.Layer) -> None:
+    module, row = layer.module, layer.row
+    if not isinstance(module, PackedModule):
+        return
+    row.bytes_after = 0 if layer.tied_to else targets.packed_bytes(module)
+    if isinstance(module, QuantEmbedding):
+        row.kernel = f"{module.scheme.weights}_embedding"
+        return
+    experts = module.experts if isinstance(module, QuantProjection) and module.qweight.is_cuda else 0
+    x_dtype = torch.float32 if layer.x_dtype == torch.float64 else layer.x_dtype
+    kernels = [
+        module.scheme.kernel(
+            m,
+            *module._sizes,
+            x_dtype=x_dtype,
+            scale_dtype=module.scales.dtype,
+            device=module.qweight.device,
+            experts=experts,
+        )
+        for m in (1, 512 * max(1, experts))
+    ]
+    row.kernel = " / ".join(dict.fromkeys(name for name in kernels if name)) or None

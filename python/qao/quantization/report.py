@@ -1,0 +1,224 @@
+"""What quantize_ did, layer by layer."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from .._words import counted
+
+_GROUP_ABOVE = 40  # layers; a longer table joins layers that differ only in the numbers of their names
+
+
+@dataclass
+class Row:
+    """One linear layer or embedding, or one big weight of another module."""
+
+    name: str
+    shape: tuple[int, ...]  # of the float weight; [N, K] for linear layers
+    status: str  # see Report
+    scheme: str | None = None
+    note: str | None = None  # why it was left, or what it shares with others
+    bytes_before: int = 0  # of the weight, without the bias; 0 if counted with the layer it is shared with
+    bytes_after: int = 0  # of weight, scales and zero points
+    relative_error: float | None = None  # ‖W - Ŵ‖ / ‖W‖, Frobenius; None if unknown
+    kernel: str | None = None  # for one token / for many; None if unknown
+    aliases: list[str] = field(default_factory=list)  # other names of the same module
+    output_error: float | None = None  # ‖(W - Ŵ) X‖ / ‖W X‖ over inputs X of calibration; None if unknown
+    output_error_nearest: float | None = None  # the same, had the weight been rounded to nearest
+
+
+@dataclass
+class Report:
+    """The result of ``quantize_``; print it for a table.
+
+    ``status`` of a row is one of
+        quantized: it is a QuantLinear now.
+        already quantized: it was one before.
+        excluded: the scheme or the filter left it out.
+        left: it was asked for and could not be quantised; ``note`` says why.
+        kept: an embedding that stays in floats; ``note`` says what it would take to quantise it.
+        untouched: a fused expert tensor or another big weight, which belongs to neither.
+    """
+
+    parameters: int  # elements of all parameters of the float model, each counted once
+    parameters_quantized: int  # of these, elements of quantised weights
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def coverage(self) -> float:
+        """Share of the model's parameters that are quantised, 0..1."""
+        return self.parameters_quantized / self.parameters if self.parameters else 0.0
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the quantised weights as they were."""
+        return sum(row.bytes_before for row in self._quantized())
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of the quantised weights as they are."""
+        return sum(row.bytes_after for row in self._quantized())
+
+    @property
+    def problems(self) -> list[Row]:
+        """Rows that were asked for and are not quantised."""
+        return [row for row in self.rows if row.status in ("left", "untouched")]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why linear layers are not quantised, most frequent first: "3 of 4: by the filter"."""
+        notes = Counter(row.note for row in self.rows if row.status in ("excluded", "left"))
+        return [f"{count} of {notes.total()}: {note}" for note, count in notes.most_common()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in types that JSON knows."""
+        totals = ("parameters", "parameters_quantized", "coverage", "bytes_before", "bytes_after")
+        return {name: getattr(self, name) for name in totals} | {"rows": [asdict(row) for row in self.rows]}
+
+    def __str__(self) -> str:
+        calibrated = any(row.output_error is not None for row in self.rows)
+        errors = ("output error, nearest", "calibrated") if calibrated else ("error",)
+        last = "kernel" if any(row.kernel for row in self.rows) else "note"
+        header = ("layer", "shape", "scheme", "MiB before", "after", *errors, last)
+        cells = [_cells(rows, calibrated) for rows in self._groups()]
+        if all(one[-1] == "-" for one in cells):  # of a command, which multiplies nothing, and leaves nothing out
+            header, cells = header[:-1], [one[:-1] for one in cells]
+        lines = table(header, cells)
+        quantized = len(list(self._quantized()))
+        layers = sum(row.status not in ("untouched", "kept") for row in self.rows)
+        lines.append(
+            f"{quantized} of {counted(layers, 'layer')} quantized: {_mebibytes(self.bytes_before)} -> "
+            f"{_mebibytes(self.bytes_after)} MiB, {self.coverage:.1%} of {self.parameters:,} parameters"
+        )
+        if calibrated:
+            lines.append("output errors are on the data: of a layer with its weight rounded to nearest and as it is")
+        if count := len(self.problems):
+            asked = "1 weight that was asked for is" if count == 1 else f"{count} weights that were asked for are"
+            lines.append(f"{asked} not quantized: see the lines with a reason")
+        return "\n".join(lines)
+
+    def _quantized(self) -> Iterator[Row]:
+        return (row for row in self.rows if row.status in ("quantized", "already quantized"))
+
+    def _groups(self) -> Iterable[list[Row]]:
+        if len(self.rows) <= _GROUP_ABOVE:
+            return [[row] for row in self.rows]
+        groups: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self.rows:
+            key = (re.sub(r"\d+", "#", row.name), row.shape, row.status, row.scheme, row.note, row.kernel)
+            groups.setdefault(key, []).append(row)
+        return groups.values()
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """Lines of a table. The last column is not padded: a long reason stays one line and widens nothing.
+
+    ``width``: columns that there are; None: those of the terminal that stdout is, or any number. Where the table is
+    wider, the last column goes on in further lines and names in the first lose their beginning, then other columns go
+    on in further lines; where that is not enough, each row is a name and a paragraph below it.
+    """
+    if width is None and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+    everything = [[str(cell) for cell in cells] for cells in (header, *rows)]
+    widths = [max(len(cells[i]) for cells in everything) for i in range(len(header))]
+    if width is not None:
+        widths = _narrowed(everything, widths, width)
+        if not widths:
+            return _paragraphs(everything, width)
+    lines: list[str] = []
+    for index, cells in enumerate(everything):
+        first = cells[0] if len(cells[0]) <= widths[0] or len(cells) == 1 else f"…{cells[0][1 - widths[0] :]}"
+        columns = [textwrap.wrap(cell, size) or [""] for cell, size in zip([first, *cells[1:]], widths, strict=True)]
+        for parts in zip_longest(*columns, fillvalue=""):
+            padded = (part.ljust(size) for part, size in zip(parts, widths, strict=True))
+            lines.append("  ".join(padded).rstrip())
+        if index == 0:
+            head = len(lines)
+    lines.insert(head, "-" * max(len(line) for line in lines))
+    return lines
+
+
+_LEAST_FIRST, _LEAST_LAST = 16, 12  # columns that a narrow table leaves for names and for remarks
+
+
+def _narrowed(everything: list[list[str]], widths: list[int], width: int) -> list[int]:
+    """Widths of columns that fit into ``width``; empty if no widths do."""
+    if len(widths) == 1:
+        return [min(widths[0], width)]
+    *widths, last = widths
+    gaps = 2 * len(widths)
+    least, least_first = min(last, _LEAST_LAST), min(widths[0], _LEAST_FIRST)
+    words = [max(len(word) for cells in everything for word in (cells[i].split() or [""])) for i in range(len(widths))]
+    saved = {i: widths[i] - words[i] for i in range(1, len(widths))}
+    for i in sorted(saved, key=lambda i: -saved[i]):
+        if least_first + sum(widths[1:]) + gaps + least <= width:
+            break
+        widths[i] = words[i]
+    others = sum(widths[1:]) + gaps
+    if least_first + others + least > width:
+        return []
+    widths[0] = min(widths[0], max(least_first, width - others - min(last, 16)))
+    return [*widths, max(1, min(last, width - others - widths[0]))]
+
+
+def _paragraphs(everything: list[list[str]], width: int) -> list[str]:
+    """For a terminal that is too narrow for a table: the first cell of each row, then "name of column: cell" of all."""
+    header, *rows = everything
+    lines = []
+    for first, *cells in rows:
+        parts = [f"{name}: {cell}" for name, cell in zip(header[1:], cells, strict=True) if cell not in ("", "-")]
+        lines += textwrap.wrap(first, width)
+        lines += textwrap.wrap("; ".join(parts), width, initial_indent="  ", subsequent_indent="  ")
+    return lines
+
+
+def _cells(rows: list[Row], calibrated: bool) -> tuple[str, ...]:
+    first = rows[0]
+    name = common_name([row.name for row in rows])
+    if calibrated:
+        errors = [[row.output_error_nearest for row in rows], [row.output_error for row in rows]]
+    else:
+        errors = [[row.relative_error for row in rows]]
+    done = first.status in ("quantized", "already quantized")
+    remark = first.kernel or first.note or "-" if done else first.note or first.status
+    if done and first.kernel and first.note:
+        remark += f" ({first.note})"
+    if first.aliases:
+        remark += f" (also {', '.join(first.aliases)})"
+    return (
+        name,
+        "x".join(str(size) for size in first.shape),
+        first.scheme or "-",
+        _mebibytes(sum(row.bytes_before for row in rows)),
+        _mebibytes(sum(row.bytes_after for row in rows)) if done else "-",
+        *map(_range, errors),
+        remark,
+    )
+
+
+def _range(values: Sequence[float | None]) -> str:
+    """ "0.0079..0.0099"; "-" where nothing is known."""
+    known = [f"{value:.4f}" for value in sorted(value for value in values if value is not None)]
+    return "-" if not known else known[0] if known[0] == known[-1] else f"{known[0]}..{known[-1]}"
+
+
+def common_name(names: list[str]) -> str:
+    """'layers.{0..31}.up x32' for names that differ only in their numbers."""
+    if len(names) == 1:
+        return names[0]
+    parts = re.split(r"\d+", names[0])
+    numbers = zip(*([int(number) for number in re.findall(r"\d+", name)] for name in names), strict=True)
+    ranges = [f"{min(seen)}" if len(set(seen)) == 1 else f"{{{min(seen)}..{max(seen)}}}" for seen in numbers]
+    return "".join(part + number for part, number in zip(parts, [*ranges, ""], strict=True)) + f" x{len(names)}"
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:.2f}"

@@ -1,0 +1,98 @@
+"""Which scheme a layer gets: one for all, a dict from names to schemes, or a function."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from ..nn.linear import is_linear
+from ..schemes import Int4Weight, Scheme, counterparts
+from .callbacks import by_name_and_module
+from .excluded import spared
+
+Select = Callable[[str, nn.Module], Scheme | None]
+
+
+@dataclass
+class Selection:
+    """What ``scheme`` in its three forms says of each layer; the schemes it gives are checked."""
+
+    choose: Select
+    spared: dict[str, str]  # layers whose scheme was not meant for them in particular, and why they do not get it
+
+    def __call__(self, name: str, module: nn.Module) -> Scheme | None:
+        chosen = self.choose(name, module)
+        if chosen is not None and not isinstance(chosen, Scheme):
+            raise TypeError(f"quantize_: the scheme of {name} must be a Scheme or None, not {chosen!r}")
+        return chosen
+
+
+def selector(model: nn.Module, scheme: Scheme | Mapping[str, Scheme | None] | Select) -> Selection:
+    if isinstance(scheme, type) or not (isinstance(scheme, (Scheme, Mapping)) or callable(scheme)):
+        own = isinstance(scheme, type) and issubclass(scheme, Scheme)
+        hint = f"; did you mean {scheme.__name__}()?" if own else counterparts.hint(scheme)
+        raise TypeError(
+            "quantize_: scheme must be a scheme such as qao.Int4WeightOnly(), a dict of module names to schemes, or a "
+            f"function of name and module, not {scheme!r}{hint}"
+        )
+    if isinstance(scheme, Scheme):
+        return Selection(lambda name, module: scheme, spared(model))
+    if not isinstance(scheme, Mapping):
+        return Selection(by_name_and_module(scheme, "quantize_: scheme"), {})
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for key in scheme:
+        if not any(matches(key, name) for name in modules):
+            raise ValueError(f"quantize_: no module of the model matches {key!r}. See model.named_modules().")
+    kept = spared(model)
+    # A key that matches other layers too is meant for all of them, one that does not for these.
+    others = [name for name, module in modules.items() if is_linear(module) and name not in kept] if kept else []
+    for_all = {key for key in scheme if any(matches(key, name) for name in others)}
+    kept = {name: why for name, why in kept.items() if _first_key(scheme, name) in for_all}
+    return Selection(partial(_first_match, scheme), kept)
+
+
+def _first_match(schemes: Mapping[str, Scheme | None], name: str, module: nn.Module) -> Scheme | None:
+    return _scheme_of(schemes, name)
+
+
+def _first_key(schemes: Mapping[str, Scheme | None], name: str) -> str | None:
+    return next((key for key in schemes if matches(key, name)), None)
+
+
+# Fields of a scheme that say how a weight is quantized or run, and not what kind of layer it becomes.
+_NO_KIND = ("scale_dtype", "clip_search", "budget_bits", "whole_zeros", "fast_accum", "activation_scale")
+
+
+def alike(scheme: Scheme, other: Scheme) -> bool:
+    """Whether two schemes make the same kind of layer: weights, groups, activations, rotation."""
+    ignored: tuple[str, ...] = _NO_KIND
+    if any(isinstance(one, Int4Weight) and one.group_size == "auto" for one in (scheme, other)):
+        ignored = (*_NO_KIND, "group_size")
+    first, second = ({k: v for k, v in one.to_dict().items() if k not in ignored} for one in (scheme, other))
+    return first == second
+
+
+def differing(
+    layers: Mapping[str, Scheme], wanted: Scheme | Mapping[str, Scheme | None]
+) -> tuple[str, Scheme, Scheme] | None:
+    """The first of these quantized layers that ``wanted`` gives a scheme of another kind: its name and both schemes."""
+    for name, scheme in layers.items():
+        other = wanted if isinstance(wanted, Scheme) else _scheme_of(wanted, name)
+        if other is not None and not alike(scheme, other):
+            return name, scheme, other
+    return None
+
+
+def _scheme_of(schemes: Mapping[str, Scheme | None], name: str) -> Scheme | None:
+    key = _first_key(schemes, name)
+    return None if key is None else schemes[key]
+
+
+def matches(key: str, name: str) -> bool:
+    if key.startswith("re:"):
+        return re.fullmatch(key[3:], name) is not None
+    return name == key or name.startswith(f"{key}.")

@@ -1,0 +1,206 @@
+"""Which modules of a model are quantised and how, and making room for them in a model of floats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..nn.embedding import QuantEmbedding, is_embedding, rename_ties
+from ..nn.embedding import obstacle as obstacle_of_embedding
+from ..nn.experts import QuantExperts, expert_sizes, projections_of
+from ..nn.linear import QuantLinear, class_of_linear, is_linear, kernel_bias, linear_weight, obstacle
+from ..nn.packed_module import PackedModule
+from ..schemes import Int4Weight, Scheme
+from . import fused_experts
+from .module_swap import put_module
+
+Undo = list[tuple[nn.Module, str, nn.Module]]  # parent, attribute, the module that was there
+
+
+def describe(model: nn.Module) -> dict[str, Scheme]:
+    """The quantised modules of ``model`` by name, one name each, as ``exact_scheme``."""
+    return {name: exact_scheme(module) for name, module in model.named_modules() if isinstance(module, PackedModule)}
+
+
+def float_dtype(model: nn.Module) -> torch.dtype | None:
+    """Of the float weights that the quantised modules stand for; None if there are none."""
+    return next((module.dtype for module in model.modules() if isinstance(module, PackedModule)), None)
+
+
+def exact_scheme(module: PackedModule) -> Scheme:
+    """The scheme with the dtype that the module's scales have, whatever the dtype of the model is today."""
+    scheme = module.scheme
+    return replace(scheme, scale_dtype=module.scales.dtype) if isinstance(scheme, Int4Weight) else scheme
+
+
+def make_room(
+    model: nn.Module,
+    schemes: Mapping[str, Scheme],
+    *,
+    sizes: Mapping[str, tuple[int, int]] | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    on_meta: bool = True,
+) -> Undo:
+    """Replaces modules of ``model`` by quantised ones on meta, for a checkpoint to be loaded into.
+
+    Modules that hang at several places go on doing so, and weights that are shared stay shared.
+
+    Args:
+        model: of floats, or quantised already.
+        schemes: what to put where.
+        sizes: (N, K) that the checkpoint has, by name; checked.
+        dtypes: of the float weights they stand for, by name; else those of the modules that are replaced.
+        on_meta: False: uninitialized tensors on the devices of the modules that are replaced, and their biases.
+
+    Returns:
+        What ``undo`` needs.
+
+    Raises:
+        ValueError: there is no module of that name, it is no linear layer (embedding), one that a QuantLinear cannot
+            replace, one that was compiled alone, or one of other sizes. The model is unchanged.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    successors: dict[int, nn.Module] = {}  # by the id of the module that is replaced
+    owners: dict[tuple[int, Scheme], PackedModule] = {}  # by the id of its float weight
+    plain, experts = _apart(schemes, modules)
+    for name, parts in experts.items():
+        successors[id(modules[name])] = _empty_experts(name, modules[name], parts, sizes or {}, dtypes or {}, on_meta)
+    for name, scheme in plain.items():
+        module = modules.get(name)
+        if module is None:
+            raise ValueError(f"{name}: the checkpoint has a quantised layer here, and {type(model).__name__} no module")
+        if id(module) in successors:
+            continue
+        weight = _weight_of(name, module, (sizes or {}).get(name))
+        first = owners.get((id(weight), scheme))
+        made = _make(module, weight, scheme, first, (dtypes or {}).get(name), on_meta)
+        if first is not None:
+            made.tie(first)
+        owners.setdefault((id(weight), scheme), made)
+        successors[id(module)] = made
+    names = {id(modules[name]): name for name in plain} | {id(modules[name]): name for name in experts}
+    for parent in model.modules():  # its forward is bound to the child that was compiled
+        child = parent._modules.get("_orig_mod") if type(parent).__name__ == "OptimizedModule" else None
+        if id(child) in successors:
+            raise ValueError(
+                f"{names[id(child)]}: the checkpoint has a quantized layer here, and torch.compile was called on the "
+                "module and keeps it. Load first, then compile."
+            )
+    done: Undo = []
+    for parent in list(model.modules()):
+        for attribute, child in list(parent._modules.items()):
+            if child is not None and id(child) in successors:
+                done.append((parent, attribute, child))
+                put_module(parent, attribute, successors[id(child)])
+    rename_ties(model)
+    return done
+
+
+def _apart(
+    schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Module]
+) -> tuple[dict[str, Scheme], dict[str, dict[str, Scheme]]]:
+    """Those of whole layers; and by the names of experts those of their projections, "up" and "down"."""
+    plain: dict[str, Scheme] = {}
+    experts: dict[str, dict[str, Scheme]] = {}
+    for name, scheme in schemes.items():
+        parent, _, key = name.rpartition(".")
+        owner = modules.get(parent)
+        if owner is not None and (fused_experts.is_fused(owner) or isinstance(owner, QuantExperts)):
+            experts.setdefault(parent, {})[key] = scheme
+        else:
+            plain[name] = scheme
+    return plain, experts
+
+
+def _empty_experts(
+    name: str,
+    module: nn.Module,
+    schemes: Mapping[str, Scheme],
+    sizes: Mapping[str, tuple[int, int]],
+    dtypes: Mapping[str, torch.dtype],
+    on_meta: bool,
+) -> QuantExperts:
+    quantised = isinstance(module, QuantExperts)
+    origin: Any = module.skeleton() if isinstance(module, QuantExperts) else module
+    reason = None if quantised else fused_experts.obstacle(origin)
+    if sorted(schemes) != ["down", "up"] or reason is not None:
+        raise ValueError(
+            f"{name}: the checkpoint has quantised experts here, which cannot be replaced: "
+            f"{reason or 'up and down are quantised together, and it has ' + ', '.join(schemes)}"
+        )
+    packed = {}
+    for part, key in zip(("up", "down"), projections_of(origin), strict=True):
+        weight = origin._parameters[key]
+        count, n, k = expert_sizes(origin, weight)
+        given = sizes.get(f"{name}.{part}", (n, k))
+        if tuple(given) != (n, k):
+            raise ValueError(
+                f"{name}.{part}: the checkpoint has weights {list(given)} here, and the model {[n, k]}: another model?"
+            )
+        dtype = dtypes.get(f"{name}.{part}", weight.dtype)
+        device = "meta" if on_meta else weight.device
+        packed[key] = schemes[part], schemes[part].empty(n, k, dtype=dtype, device=device, experts=count)
+    made = fused_experts.assemble(origin, packed)
+    for part, projection in (("up", made.up), ("down", made.down)):
+        projection.dtype = dtypes.get(f"{name}.{part}", projection.dtype)
+    return made
+
+
+def undo(done: Undo) -> None:
+    for parent, attribute, module in done:
+        put_module(parent, attribute, module)
+
+
+def _weight_of(name: str, module: nn.Module, size: tuple[int, int] | None) -> torch.Tensor:
+    if isinstance(module, PackedModule):
+        weight: torch.Tensor = module.qweight
+        shape = module._sizes
+    elif is_embedding(module) or is_linear(module):
+        reason = obstacle_of_embedding(module) if is_embedding(module) else obstacle(module)
+        if reason is not None:
+            raise ValueError(f"{name}: the checkpoint has a quantised layer here, which cannot be replaced: {reason}")
+        weight = module._parameters["weight"]  # type: ignore[assignment]
+        n, k = weight.shape if is_embedding(module) else linear_weight(module).shape
+        shape = n, k
+    else:
+        raise ValueError(f"{name}: the checkpoint has a quantised layer here, and the model a {type(module).__name__}")
+    if size is not None and tuple(size) != tuple(shape):
+        raise ValueError(
+            f"{name}: the checkpoint has a weight {list(size)} here, and the model one of {list(shape)}: another model?"
+        )
+    return weight
+
+
+def _make(
+    module: nn.Module,
+    weight: torch.Tensor,
+    scheme: Scheme,
+    first: PackedModule | None,
+    dtype: torch.dtype | None,
+    on_meta: bool,
+) -> PackedModule:
+    if isinstance(module, PackedModule):
+        dtype, (n, k) = dtype or module.dtype, module._sizes
+    else:
+        dtype, (n, k) = dtype or weight.dtype, weight.shape if is_embedding(module) else linear_weight(module).shape
+    device = torch.device("meta") if on_meta else weight.device
+    packed = scheme.empty(n, k, dtype=dtype, device=device) if first is None else first.packed
+    made: PackedModule
+    if isinstance(module, QuantEmbedding):
+        made = QuantEmbedding(n, k, scheme, packed, dtype, module.padding_idx, module.embed_scale)
+    elif is_embedding(module):
+        made = QuantEmbedding.from_packed(module, scheme, packed)
+        made.dtype = dtype
+    else:
+        bias = module._parameters.get("bias")
+        empty: torch.Tensor | None = None
+        if bias is not None:
+            like = torch.empty_like(bias, device="meta", dtype=dtype) if on_meta else bias.clone()
+            empty = like if on_meta else kernel_bias(like, device)
+        made = QuantLinear(k, n, scheme, packed, empty, dtype)
+        made.stands_for = module.stands_for if isinstance(module, QuantLinear) else class_of_linear(module)
+    return made.train(module.training)

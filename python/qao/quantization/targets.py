@@ -1,0 +1,285 @@
+"""What a model holds: its linear layers, what becomes of each, and the big weights that no linear layer owns."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..nn.attached import SHARDED
+from ..nn.embedding import QuantEmbedding, is_embedding, scheme_obstacle
+from ..nn.embedding import obstacle as obstacle_of_embedding
+from ..nn.linear import QuantLinear, is_linear, linear_weight, obstacle
+from ..nn.packed_module import PackedModule
+from ..schemes import Scheme
+from .excluded import ROUTER, is_router
+from .report import Row
+from .rules import Select, Selection
+
+BIG = 0.01  # share of the model's parameters from which a weight that stays as it is deserves a warning
+
+COMPILED = "torch.compile was called on it and keeps it: quantise first, then compile"
+
+# Parents whose own code reads the weight of these children instead of calling them.
+_READ_BY_PARENT: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.MultiheadAttention: ("out_proj",),
+    nn.TransformerEncoderLayer: ("linear1", "linear2"),
+}
+# Of the same, by the names of classes whose library need not be installed: RWKV rescales these weights in place.
+_WRITTEN_BY_MODEL = {"RwkvSelfAttention": ("output",), "RwkvFeedForward": ("value",)}
+
+
+@dataclass
+class Layer:
+    """A linear module or embedding, every place where it hangs in the model, and what becomes of it."""
+
+    module: nn.Module
+    row: Row
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)  # (parent, attribute)
+    scheme: Scheme | None = None  # set if it is to be quantised
+    tied_to: Layer | None = None  # an earlier layer with the same weight
+    elements: int = 0  # of the float weight; 0 if counted in tied_to
+    x_dtype: torch.dtype = torch.float32  # that the layer will probably see
+    in_fsdp: bool = False  # inside FullyShardedDataParallel, whose flat parameter the weight is a part of
+
+    def leave(self, status: str, note: str | None = None) -> None:
+        self.scheme, self.row.status, self.row.scheme, self.row.note = None, status, None, note
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    return _find(model, lambda module: is_linear(module) or isinstance(module, QuantLinear))
+
+
+def find_embeddings(model: nn.Module) -> list[Layer]:
+    """Those that are quantised, and the others as if they stay as they are."""
+    embeddings = _find(model, _is_any_embedding)
+    for layer in embeddings:
+        module, row = layer.module, layer.row
+        if isinstance(module, QuantEmbedding):
+            _already_quantized(layer, module)
+            continue
+        row.shape = (module.num_embeddings, module.embedding_dim)  # type: ignore[assignment]
+        row.bytes_before = byte_count(*(p for p in (module._parameters.get("weight"),) if p is not None))
+        layer.leave("kept", "no quantised linear layer shares its weight")
+    return embeddings
+
+
+def _is_any_embedding(module: nn.Module) -> bool:
+    return is_embedding(module) or isinstance(module, QuantEmbedding)
+
+
+def _find(model: nn.Module, belongs: Callable[[nn.Module], bool]) -> list[Layer]:
+    # Without the import of torch.distributed.fsdp, which is not everywhere.
+    wrapped = (module for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel")
+    flat = {id(module) for wrapper in wrapped for module in wrapper.modules()}
+    layers = {id(module): Layer(module, Row(name, (), "")) for name, module in model.named_modules() if belongs(module)}
+    for parent_name, parent in model.named_modules():
+        for attribute, child in parent._modules.items():
+            layer = layers.get(id(child))
+            if layer is None:
+                continue
+            layer.places.append((parent, attribute))
+            layer.in_fsdp = id(child) in flat
+            name = f"{parent_name}.{attribute}" if parent_name else attribute
+            if name != layer.row.name:
+                layer.row.aliases.append(name)
+    return list(layers.values())
+
+
+def decide(
+    layer: Layer,
+    select: Selection,
+    filter: Callable[[str, nn.Module], bool] | None,
+) -> None:
+    """Sets what becomes of a layer, as far as the layer and its parents tell."""
+    module, row = layer.module, layer.row
+    if isinstance(module, QuantLinear):
+        _already_quantized(layer, module)
+        return
+    scheme = select(row.name, module)
+    reader = next((p for p, attribute in layer.places if attribute in _read_by(p)), None)
+    reason = obstacle(module)
+    if not is_lazy(module.weight):  # type: ignore[arg-type]
+        weight = linear_weight(module)
+        row.shape, row.bytes_before = tuple(weight.shape), byte_count(weight)
+        layer.elements, layer.x_dtype = weight.numel(), weight.dtype
+    if scheme is None:
+        layer.leave("excluded", "no scheme for it")
+    elif filter is not None and not filter(row.name, module):
+        layer.leave("excluded", "by the filter")
+    elif row.name in select.spared:
+        layer.leave("excluded", select.spared[row.name])
+    elif any(part.startswith("lora_") for part in row.name.split(".")):
+        layer.leave("excluded", "a LoRA adapter, which is there to be trained")
+    elif reader is not None:
+        layer.leave("left", f"{type(reader).__name__} reads or writes its weight itself")
+    elif layer.in_fsdp:
+        layer.leave("left", SHARDED)
+    elif is_compiled(layer):
+        layer.leave("left", COMPILED)
+    elif reason is not None:
+        layer.leave("left", reason)
+    else:
+        layer.scheme = scheme.fitted(row.shape[1])
+        row.status, row.scheme = "quantized", str(layer.scheme)
+
+
+def _already_quantized(layer: Layer, module: PackedModule) -> None:
+    row = layer.row
+    row.shape, row.status, row.scheme = module._sizes, "already quantized", str(module.scheme)
+    row.bytes_before = packed_bytes(module)
+    layer.elements, layer.x_dtype = math.prod(row.shape), module.dtype
+
+
+def is_compiled(layer: Layer) -> bool:
+    return any(type(parent).__name__ == "OptimizedModule" for parent, _ in layer.places)
+
+
+def _read_by(parent: nn.Module) -> tuple[str, ...]:
+    named = _WRITTEN_BY_MODEL.get(type(parent).__name__, ())
+    return next((names for kind, names in _READ_BY_PARENT.items() if isinstance(parent, kind)), named)
+
+
+def resolve_tied_weights(model: nn.Module, layers: list[Layer], embeddings: list[Layer], with_embeddings: bool) -> None:
+    """Linears with one weight are quantised together, or not at all if anything else uses that weight.
+
+    An embedding that uses it is quantised with them if ``with_embeddings`` and it can be.
+    """
+    users: dict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users[id(parameter)].append(name)
+    groups: dict[int, list[Layer]] = defaultdict(list)
+    for layer in (*layers, *embeddings):
+        tensors = layer.module._parameters
+        weight = tensors.get("qweight", tensors.get("weight"))
+        if weight is not None:
+            groups[id(weight)].append(layer)
+    for key, tied in groups.items():
+        readers = [layer for layer in tied if _is_any_embedding(layer.module)]
+        linears = tied[: len(tied) - len(readers)]
+        if len(users[key]) < 2 or not linears:
+            continue
+        scheme, others_read = linears[0].scheme, len(tied) < len(users[key])
+        together = not others_read and all(layer.scheme == scheme for layer in linears)
+        reason = ""
+        if readers and together and scheme is not None:
+            reason = _embedding_reason(linears, readers, scheme, with_embeddings)
+        for layer in linears:
+            others = _others(users[key], layer)
+            if layer.scheme is not None and (reason or not together):
+                layer.leave("left", f"its weight is also that of {others}{reason}")
+            layer.row.note = layer.row.note or f"shares its weight with {others}"
+        for layer in readers:
+            if linears[0].scheme is not None:
+                layer.scheme, layer.row.status, layer.row.scheme = scheme, "quantized", str(scheme)
+            if layer.scheme is not None or layer.row.status != "kept" or reason:
+                layer.row.note = f"shares its weight with {_others(users[key], layer)}{reason}"
+        for layer in (*linears, *readers):
+            if layer is not linears[0]:
+                layer.tied_to, layer.elements, layer.row.bytes_before = linears[0], 0, 0
+
+
+def _others(names: list[str], layer: Layer) -> str:
+    return ", ".join(name for name in names if name != layer.row.name)
+
+
+def _embedding_reason(linears: list[Layer], readers: list[Layer], scheme: Scheme, with_embeddings: bool) -> str:
+    """Why embeddings keep the weight they share with linears of this scheme as it is; "" if they do not."""
+    reasons = [obstacle_of_embedding(layer.module) for layer in readers]
+    reasons += [COMPILED for layer in readers if is_compiled(layer)]
+    reasons += ["a linear has it transposed" for layer in linears if not isinstance(layer.module, nn.Linear)]
+    reason = next(filter(None, [*reasons, scheme_obstacle(scheme)]), None)
+    if reason is not None:
+        return f"; {reason}"
+    return "" if with_embeddings else "; embeddings=True quantises both"
+
+
+def find_untouched(model: nn.Module, layers: list[Layer], asked: Select | None) -> Iterator[Row]:
+    """Fused expert tensors, and every other weight of at least 1 % of the parameters that is no embedding."""
+    big = BIG * count_parameters(model)
+    seen = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        owner = modules[name.partition(".parametrizations.")[0]]  # name itself, but for what torch computes weights of
+        convolution = isinstance(owner, nn.modules.conv._ConvNd)
+        for key, weight in module._parameters.items():
+            if weight is None or is_lazy(weight) or id(weight) in seen:
+                continue
+            if weight.dim() < 2 or not weight.is_floating_point():
+                continue
+            seen.add(id(weight))
+            three = weight.dim() == 3 and min(weight.shape) > 1 and not convolution
+            if "Embedding" in type(owner).__name__ or not (three or weight.numel() >= big):
+                continue
+            kind = type(owner).__name__
+            fused = three and re.search("expert|moe", f"{name}.{kind}", re.IGNORECASE)
+            note = "fused expert tensor" if fused else f"weight of {kind}, not a linear layer"
+            row = Row(f"{name}.{key}" if name else key, tuple(weight.shape), "untouched", note=note)
+            row.bytes_before = byte_count(weight)
+            if asked is not None and asked(name, module) is None:
+                row.status = "excluded"
+            elif is_router(name, row.shape, modules):
+                row.status, row.note = "excluded", ROUTER
+            yield row
+
+
+def check_device(model: nn.Module, device: torch.device | str | None) -> None:
+    """Raises where quantising there cannot work: a weight without data, or one whose data would be dropped."""
+    if device is None:
+        return
+    to_meta = torch.empty(0, device=device).is_meta  # raises where there is no such device
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta and not to_meta:
+            name = name.removesuffix(".weight")
+            raise ValueError(
+                f"quantize_: {name} is on meta and has no data to quantise on {device}. Load the model first."
+            )
+        if to_meta and not tensor.is_meta:
+            raise ValueError(f"quantize_: {name} has data, which device='meta' would drop. Use model.to('meta') first.")
+
+
+def byte_count(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def packed_bytes(layer: PackedModule) -> int:
+    return byte_count(*(tensor for tensor in layer.packed.tensors().values() if tensor is not None))
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Elements of all parameters, each counted once; of a quantised weight, those of the float weight."""
+    counts: dict[int, int] = {}
+    for module in model.modules():
+        own = (p for p in module._parameters.values() if p is not None and not is_lazy(p))
+        counts.update((id(p), p.numel()) for p in own)
+        if isinstance(module, PackedModule):
+            counts.update((id(tensor), 0) for tensor in module.packed.tensors().values())
+            counts[id(module.qweight)] = math.prod(module.shape)
+    return sum(counts.values())
+
+
+def uncounted(model: nn.Module, without_embeddings: bool = False) -> int:
+    """Elements of quantized weights less those of the tensors that hold them, for sums over ``parameters()``.
+
+    ``without_embeddings``: weights of embeddings count as nothing, tied heads among them.
+    """
+    counts: dict[int, int] = {}
+    stored: dict[int, int] = {}
+    embeddings: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, PackedModule):
+            stored.update((id(t), t.numel()) for t in module.packed.tensors().values() if t is not None)
+            counts[id(module.qweight)] = math.prod(module.shape)
+            if isinstance(module, QuantEmbedding):
+                embeddings.add(id(module.qweight))
+    if without_embeddings:
+        counts.update(dict.fromkeys(embeddings, 0))
+    return sum(counts.values()) - sum(stored.values())

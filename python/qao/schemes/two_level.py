@@ -1,0 +1,102 @@
+"""Int4 weights with the choice of scales of two levels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..quant_primitives.integer import QuantizedWeight
+from ..quant_primitives.two_level import POWERS_OF_TWO, WHOLE_NUMBERS, Factors, quantize_int4_two_levels
+from .weight_formats import Int4Weight, OnePass, _host
+
+
+@dataclass(frozen=True)
+class TwoLevelInt4Weight(Int4Weight):
+    """Int4 whose groups may have factors times one scale of their row, by the option that ``factors`` names."""
+
+    factors: ClassVar[Factors]
+
+    @property
+    def _two_levels(self) -> bool:
+        return bool(getattr(self, self.factors.option))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_bool(self.factors.option)
+        if self._two_levels and not self.symmetric:
+            self._reject(self.factors.option, "False unless symmetric=True: zero points need sums of each group")
+
+    def to_dict(self) -> dict[str, Any]:
+        content = super().to_dict()
+        if not self._two_levels:  # as before there was the choice
+            del content[self.factors.option]
+        return content
+
+    def __str__(self) -> str:
+        return super().__str__() + (f", {self.factors.option.replace('_', ' ')}" if self._two_levels else "")
+
+    def _quantize(self, weight: Tensor, name: str, importance: Tensor | None = None) -> QuantizedWeight:
+        if not self._has_row_scales(weight.shape[1]):
+            return super()._quantize(weight, name, importance)
+        dtype = self.scale_dtype_of(weight.dtype)
+        options: Any = {"clip_search": self.clip_search, "importance": importance, "name": name}
+        return quantize_int4_two_levels(weight, self.size, self.factors, scale_dtype=dtype, **options)
+
+    def one_pass(self, n: int, k: int) -> OnePass | None:
+        return None if self._has_row_scales(k) else super().one_pass(n, k)
+
+    def _has_row_scales(self, k: int) -> bool:
+        return self._two_levels and 0 < self.size < k
+
+    def _row_scales(self, scales: Tensor) -> Tensor | None:
+        return self.factors.row_scales(scales, str(self)) if self._two_levels and scales.shape[1] > 1 else None
+
+    def _problem(self, **facts: Any) -> _host.Problem:
+        return super()._problem(row_scales=self._has_row_scales(facts["k"]), **facts)
+
+
+@dataclass(frozen=True)
+class IntegerScaledInt4Weight(TwoLevelInt4Weight):
+    """With the choice of scales that are whole numbers times one scale of their row."""
+
+    integer_scales: bool = field(default=False, kw_only=True)
+
+    factors: ClassVar[Factors] = WHOLE_NUMBERS
+
+
+@dataclass(frozen=True)
+class PowerScaledInt4Weight(TwoLevelInt4Weight):
+    """With the choice of scales that are powers of two times one scale of their row, and of how their products add."""
+
+    power_of_two_scales: bool = field(default=False, kw_only=True)
+    fast_accum: bool = field(default=False, kw_only=True)
+
+    factors: ClassVar[Factors] = POWERS_OF_TWO
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_bool("fast_accum")
+        if self.fast_accum and not (self.power_of_two_scales or (self.symmetric and self.size == -1)):
+            one_scale = "power_of_two_scales=True, or symmetric=True and group_size=-1"
+            self._reject("fast_accum", f"False unless {one_scale}: sums of each group are added in float32")
+
+    def to_dict(self) -> dict[str, Any]:
+        content = super().to_dict()
+        if not self.fast_accum:  # as before there was the choice
+            del content["fast_accum"]
+        return content
+
+    def __str__(self) -> str:
+        return super().__str__() + (", fast accumulation" if self.fast_accum else "")
+
+    def constants(self, n: int, k: int) -> tuple[Any, ...]:
+        constants = super().constants(n, k)
+        return (*constants, None, False, True) if self.fast_accum else constants  # row_scales, batch_invariant
+
+    def needed_constants(self, n: int, k: int) -> tuple[Any, ...]:
+        return self.constants(n, k) if self.fast_accum else super().needed_constants(n, k)
+
+    def _problem(self, **facts: Any) -> _host.Problem:
+        return super()._problem(fast_accum=self.fast_accum, **facts)
