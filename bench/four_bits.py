@@ -17,11 +17,11 @@ from typing import Any
 import numpy
 import qao
 import torch
-from qao import quantize
 from qao.calibration import calibrating
 from qao.calibration.stream import evaluating, samples_of
 from qao.diagnostics.perplexity import compare, perplexity
 from qao.nn.linear import linear_weight
+from qao.quantization import quantize
 from torch import Tensor, nn
 
 from .calibrate import AUTO, off_grid, samples

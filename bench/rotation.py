@@ -154,9 +154,9 @@ def _with_option(model: nn.Module, case: Case, scheme: qao.Scheme, data: list[Te
 
 def smoothed(model: nn.Module, data: list[Tensor], rules: Any) -> None:
     """Factors of SmoothQuant go into norms and weights, before anything is rotated."""
-    from qao import quantize
     from qao.calibration.scaling import smooth
     from qao.calibration.stream import evaluating, samples_of
+    from qao.quantization import quantize
 
     planned = quantize.plan(model, rules, None, False, None, False)
     try:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import qao
 import torch
-from qao import quantize
 from qao.calibration import stream
 from qao.calibration.calibrating import UNREACHED
 from qao.calibration.statistics import Inputs
+from qao.quantization import quantize
 from torch import Tensor, nn
 
 WIDTH, VOCAB = 64, 50

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import qao
 import torch
-from qao import quantize
 from qao.calibration.scaling import smooth
 from qao.calibration.stream import evaluating, samples_of
+from qao.quantization import quantize
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")

@@ -582,7 +582,7 @@ def test_kernel_names() -> None:
 
 
 def test_without_host_module_kernels_have_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qao.scheme, "_host", None)
+    monkeypatch.setattr(qao.schemes.base, "_host", None)
     assert {row.kernel for row in quantize_(Model(), SCHEME).rows} == {None}
 
 

@@ -9,7 +9,8 @@ import pytest
 import qao
 import torch
 from ops_schemes import DTYPES
-from qao import ops, weight_ops
+from qao import ops
+from qao.ops import weight_ops
 from qao.ops.fp4 import codes_of, values_of
 from torch import Tensor
 

@@ -196,7 +196,9 @@ def test_quantize_stops_between_layers_and_goes_on(
     model, whole, tokens = Tied(), Tied(), torch.arange(10)
     quantize_(whole, SCHEME, embeddings=True)
     floats = Tied()
-    monkeypatch.setattr(qao.quantize, "pack_weight", Stops(qao.quantization.quantize.pack_weight, number, error))
+    monkeypatch.setattr(
+        qao.quantization.quantize, "pack_weight", Stops(qao.quantization.quantize.pack_weight, number, error)
+    )
     with pytest.warns(UserWarning, match=rf"{type(error).__name__} in \S+: {number - 1} of 5 layers are quantised"):
         with pytest.raises(type(error)) as caught:
             quantize_(model, SCHEME, embeddings=True, progress=False)
