@@ -1,8 +1,21 @@
-"""Checkpoints that others quantised, opened for qao's kernels: ``open_checkpoint(path)``."""
+"""Checkpoints of other libraries, opened for qao's kernels by ``open_checkpoint(path)``, and files of qao.save."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from .base import Checkpoint, CheckpointError, LazyTensor, Plain, QuantizedLayer
-from .opening import open_checkpoint
+
+if TYPE_CHECKING:
+    from .opening import open_checkpoint
 
 __all__ = ["Checkpoint", "CheckpointError", "LazyTensor", "Plain", "QuantizedLayer", "open_checkpoint"]
+
+
+def __getattr__(name: str) -> Any:
+    """``open_checkpoint``, once it is used: it imports safetensors, and ``import qao`` does not."""
+    if name == "open_checkpoint":
+        from .opening import open_checkpoint
+
+        return open_checkpoint
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,9 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._words import SCHEMES
+from .._words import SCHEMES, word_hint
 from .._words import counted as counted
-from ..schemes.counterparts import word_hint
 
 if TYPE_CHECKING:
     import torch

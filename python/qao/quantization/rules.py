@@ -9,8 +9,9 @@ from functools import partial
 
 from torch import nn
 
+from .. import _words
 from ..nn.linear import is_linear
-from ..schemes import Int4Weight, Scheme, counterparts
+from ..schemes import Int4Weight, Scheme
 from .callbacks import by_name_and_module
 from .excluded import spared
 
@@ -34,7 +35,7 @@ class Selection:
 def selector(model: nn.Module, scheme: Scheme | Mapping[str, Scheme | None] | Select) -> Selection:
     if isinstance(scheme, type) or not (isinstance(scheme, (Scheme, Mapping)) or callable(scheme)):
         own = isinstance(scheme, type) and issubclass(scheme, Scheme)
-        hint = f"; did you mean {scheme.__name__}()?" if own else counterparts.hint(scheme)
+        hint = f"; did you mean {scheme.__name__}()?" if own else _words.hint(scheme)
         raise TypeError(
             "quantize_: scheme must be a scheme such as qao.Int4WeightOnly(), a dict of module names to schemes, or a "
             f"function of name and module, not {scheme!r}{hint}"

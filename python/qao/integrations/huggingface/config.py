@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ... import _words
 from ...quantization.skeleton import describe, float_dtype
-from ...schemes import FLOAT_DTYPES, Scheme, counterparts, scheme_from_dict
+from ...schemes import FLOAT_DTYPES, Scheme, scheme_from_dict
 
 VERSION = 1
 
@@ -57,7 +58,7 @@ class QaoConfig:
         if not all(one is None or isinstance(one, Scheme) for one in schemes):
             raise TypeError(
                 "QaoConfig: scheme must be a scheme such as qao.Int4WeightOnly(), a dict of module names to schemes, "
-                f"or None, not {scheme!r}{counterparts.hint(scheme)}"
+                f"or None, not {scheme!r}{_words.hint(scheme)}"
             )
         if isinstance(modules_to_not_convert, str):
             raise TypeError(
