@@ -71,7 +71,10 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
         self._unexpected = model._keys_to_ignore_on_load_unexpected
         if self.loader.hidden:
             patterns = [*(self._unexpected or ()), rf"(^|\.){marker.MARKER}$"]
-            patterns += [rf"(^|\.){re.escape(name)}$" for name in self.loader.hidden if name.endswith(marker.TRIPWIRE)]
+            wires = [name for name in self.loader.hidden if name.endswith(marker.TRIPWIRE)]
+            prefix = f"{getattr(model, 'base_model_prefix', '')}."  # which names in files of a base model lack
+            wires += [name.removeprefix(prefix) for name in wires if name.startswith(prefix)]
+            patterns += [rf"(^|\.){re.escape(name)}$" for name in wires]
             model._keys_to_ignore_on_load_unexpected = set(patterns) if _V5 else patterns
         return model
 
