@@ -18,16 +18,16 @@ LEFT = {
     r"\bbeside\b": 175,
     r"\bcopy engine": 5,
     r"\bwhose\b": 138,
-    r"\bby turns\b": 23,
+    r"\bby turns\b": 22,
     r"\bof its own\b": 48,
-    r"\bwhat is\b": 106,
+    r"\bwhat is\b": 104,
     r"\bnobody\b": 29,
     r"\bobstacle\b": 38,
     r"\bare none\b": 16,
     r"\bthe same of\b": 10,
     r"\bspared\b": 11,
     r"\btold\b": 98,
-    r"quantis": 706,
+    r"quantis": 701,
 }
 
 
