@@ -8,10 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import qao.ops
+import qao
 import torch
 
-LIBRARY = Path(qao.ops.__file__).with_name("_C.so")
+LIBRARY = Path(qao.__file__).with_name("_C.so")
 TARGET = "0x020b000000000000"  # torch 2.11
 SHIMS = ("torch/csrc/inductor/aoti_torch/c/shim.h", "torch/csrc/stable/c/shim.h")
 # glibc, libstdc++ and libgcc version their symbols.

@@ -362,6 +362,7 @@ class PackedModule(Updatable, nn.Module):
             )
         if (
             self.weight_sums is not None
+            and not self.weight_sums.is_meta  # a layer without data holds no sums of another weight
             and prefix + "qweight" in state_dict
             and prefix + "weight_sums" not in state_dict
         ):
