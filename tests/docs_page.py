@@ -39,6 +39,7 @@ NOT_RUN = {
     "make test": "is what runs this test",
     "make wheel": "builds the package; test_packaging.py runs it",
     "make bench": "measures for hours; test_docs.py looks for the target",
+    "make docs": "installs packages and draws plots for minutes; .ci/run calls it",
     "pip install": "changes the environment; test_packaging.py installs the package",
     "python -m bench": "measures for minutes and more; test_docs.py parses the arguments",
     "QAO_CPU_ISA=avx512_bf16 ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 python -m bench": "the same",
