@@ -1,4 +1,4 @@
-"""Quantisers that look at data."""
+"""Quantizers that look at data."""
 
 from .calibrating import METHODS, calibrate
 

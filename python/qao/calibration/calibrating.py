@@ -1,4 +1,4 @@
-"""calibrate: quantises a model so that it does well on data, in place."""
+"""calibrate: quantizes a model so that it does well on data, in place."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def calibrate(
     progress: bool = True,
     strict: bool = False,
 ) -> Report:
-    """Quantises the linear layers of ``model`` in place, so that they do well on ``data``.
+    """Quantizes the linear layers of ``model`` in place, so that they do well on ``data``.
 
     The same layers as by ``quantize_`` get the same formats; what differs are the numbers in them, so that a model
     costs the same at run time. Fused experts are rounded to nearest. Every other weight is chosen for the inputs that
-    its layer has behind the layers quantised before it: GPTQ, docs/calibrate.md. A model of decoder blocks runs one
+    its layer has behind the layers quantized before it: GPTQ, docs/calibrate.md. A model of decoder blocks runs one
     block at a time, twice over all samples; any other model runs as a whole once, which rows of the report say.
     Gradients and training modes stay as they are.
 
@@ -59,7 +59,7 @@ def calibrate(
             of its keywords. Do not pad: padded positions count as tokens.
         scheme: as of ``quantize_``: one, a dict from names, or a function.
         method: "gptq"; or "smoothquant", which before that moves the outliers of activations into weights where that
-            changes nothing in exact arithmetic (for schemes that quantise activations).
+            changes nothing in exact arithmetic (for schemes that quantize activations).
         damping: of GPTQ, a share of the mean of the diagonal of H: more for little data.
         rounds: how often codes and scales of int4 and int8 weights are chosen anew after GPTQ; each takes as long as
             GPTQ itself. Smaller errors of layers, and on the model measured no smaller loss: docs/calibrate.md.
@@ -162,9 +162,9 @@ def _group_errors(layer: targets.Layer, hessian: Tensor | None, damping: float) 
 def _inputs(
     model: nn.Module, calls: list[Call], units: list[Unit], progress: bool, *, changes: bool = True
 ) -> Iterator[tuple[list[Unit], Tensor | None, str | None]]:
-    """Units of one scheme with the mean of x xᵀ of their common inputs, each to be quantised before the next.
+    """Units of one scheme with the mean of x xᵀ of their common inputs, each to be quantized before the next.
 
-    None instead of a mean: they have no inputs. Last a note for their rows. ``changes``: they are quantised, so that
+    None instead of a mean: they have no inputs. Last a note for their rows. ``changes``: they are quantized, so that
     the next block needs the outputs of this one anew.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]  # here, to keep `import qao` light
@@ -226,7 +226,7 @@ def _linears(units: Iterable[Unit]) -> list[nn.Module]:
 
 
 def _quantize(units: list[Unit], hessian: Tensor | None, note: str | None, damping: float, rounds: int) -> None:
-    """Quantises layers with one input."""
+    """Quantizes layers with one input."""
     firsts = [unit[0] for unit in units]
     names, scheme = [layer.row.name for layer in firsts], firsts[0].scheme
     assert scheme is not None

@@ -26,7 +26,7 @@ class Choice(NamedTuple):
 def quantized(
     weights: Sequence[Tensor], hessian: Tensor, scheme: Scheme, damping: float, names: Sequence[str], rounds: int = 2
 ) -> list[Choice]:
-    """Quantises float weights [N, K] of layers with one input, whose mean of x xᵀ is ``hessian`` [K, K].
+    """Quantizes float weights [N, K] of layers with one input, whose mean of x xᵀ is ``hessian`` [K, K].
 
     Scales are those of the scheme, with the damped diagonal of H as the importance of columns; codes are those of
     GPTQ, for the rows of all weights at once; whole numbers and their scales are refined in ``rounds`` more. Where

@@ -1,4 +1,4 @@
-"""The values a quantised weight may have: scales and zero points, and rounding to them."""
+"""The values a quantized weight may have: scales and zero points, and rounding to them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Grid:
 
     @classmethod
     def of(cls, quantized: QuantizedWeight, scheme: Scheme, n: int, k: int) -> Grid:
-        """That of a weight [n, k] as a scheme quantised it."""
+        """That of a weight [n, k] as a scheme quantized it."""
         scales = quantized.scales.float()
         if isinstance(scheme, Int4Weight):
             zeros = torch.full_like(scales, 8) if quantized.zeros is None else quantized.zeros.float()

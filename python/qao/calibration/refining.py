@@ -1,4 +1,4 @@
-"""Codes and scales of a quantised weight chosen anew by turns, each the best beside the others: coordinate descent."""
+"""Codes and scales of a quantized weight chosen anew by turns, each the best beside the others: coordinate descent."""
 
 from __future__ import annotations
 

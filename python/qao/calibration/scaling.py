@@ -67,7 +67,7 @@ class _Trace:
 
 
 def smooth(model: nn.Module, calls: Sequence[Call], units: Iterable[list[Layer]], folded: list[Restore]) -> None:
-    """Scales the layers of ``units`` whose schemes quantise activations; appends to ``folded`` what restores a model.
+    """Scales the layers of ``units`` whose schemes quantize activations; appends to ``folded`` what restores a model.
 
     Raises:
         ValueError: the model has LoRA adapters, which read the same inputs.

@@ -2,7 +2,7 @@
 
 A model of blocks in a row is run once on each sample with its blocks cut out: what they are called with beside the
 hidden states is kept, equal tensors once. Then all samples go through one block before any goes through the next, so
-that memory holds hidden states and the statistics of one block, and each block sees its predecessors quantised.
+that memory holds hidden states and the statistics of one block, and each block sees its predecessors quantized.
 """
 
 from __future__ import annotations

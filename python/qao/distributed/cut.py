@@ -68,7 +68,7 @@ def _works(size: int, unit: int, world: int) -> bool:
 
 
 def part(scheme: Scheme, packed: PackedWeight, sizes: tuple[int, int], cut: Cut) -> PackedWeight:
-    """One rank's part of a quantised weight, packed again: the same codes and scales, sums over its own columns."""
+    """One rank's part of a quantized weight, packed again: the same codes and scales, sums over its own columns."""
     q, scales, zeros = scheme.unpack(packed.qweight, packed.scales, *sizes)
     unit = scheme.units(*sizes)[cut.dim]
     zeros = None if zeros is None else cut.of(zeros, unit)

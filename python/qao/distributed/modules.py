@@ -24,7 +24,7 @@ from .layout import LAST, Layout
 
 
 def check_row_scales(module: Any, layout: Layout, name: str) -> None:
-    """Of a module whose part of a weight was or will be quantised by itself."""
+    """Of a module whose part of a weight was or will be quantized by itself."""
     if layout.cut.dim == 1 and module.row_scales is not None:
         raise ValueError(
             f"{name}: with {module.scheme.factors.option}, the scales of a row are chosen for all of its columns, and "

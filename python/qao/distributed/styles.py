@@ -107,7 +107,7 @@ class Rowwise(_Style):
     As ``Colwise``, with x [..., K / world] the rank's part and y [..., N] the sum over ranks: one all-reduce forward,
     none backward. The bias is added once, after the sum. Columns that share a scale stay together: K / world must be
     a multiple of the group size of int4, of a rotation, of 128 for granularity "block". Where activations are
-    quantised, each rank finds the scale of a token, of all x for granularity "tensor", in its own columns: without a
+    quantized, each rank finds the scale of a token, of all x for granularity "tensor", in its own columns: without a
     further collective, and no coarser than the scale of the whole token. ``weight_sums`` are those of the rank's
     columns.
 
@@ -226,7 +226,7 @@ def _part_of_parameter(parameter: nn.Parameter, own: Cut | None, send: _Sender) 
 
 
 def adopt(made: QuantLinear | QuantEmbedding, floats: Any) -> None:
-    """Makes a quantised layer of a rank's part sharded, as the float layer was whose place it takes."""
+    """Makes a quantized layer of a rank's part sharded, as the float layer was whose place it takes."""
     layout: Layout = floats.layout
     check_row_scales(made, layout, "quantize_")
     if layout.cut.dim == 1 and made.scheme.rotation and layout.sizes[1] % layout.cut.world:

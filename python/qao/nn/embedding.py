@@ -1,4 +1,4 @@
-"""QuantEmbedding: rows of a quantised weight, that of the output head in most models. One operator call."""
+"""QuantEmbedding: rows of a quantized weight, that of the output head in most models. One operator call."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _ScaledEmbedding(nn.Embedding):
 
 
 class QuantEmbedding(PackedModule):
-    """Ids [...] to rows [..., K] of a quantised W [N, K]; drop-in for nn.Embedding.
+    """Ids [...] to rows [..., K] of a quantized W [N, K]; drop-in for nn.Embedding.
 
     Make one with ``from_embedding``, or ``from_packed`` to share the Parameters of a QuantLinear, as ``quantize_(...,
     embeddings=True)`` does. Everything is frozen: the result needs no gradient, but a hook may ask for one, as
@@ -67,13 +67,13 @@ class QuantEmbedding(PackedModule):
 
     Attributes:
         qweight, scales: tensors in the layout of the scheme's kernels, shared with the head where weights are tied.
-        weight: the dequantised weight [N, K], read-only, computed when it is used.
+        weight: the dequantized weight [N, K], read-only, computed when it is used.
         num_embeddings, embedding_dim: N and K.
         padding_idx: as in nn.Embedding; its row is one like the others.
         embed_scale: what rows are multiplied with (Gemma, Bart), a number or a tensor of one; None if nothing.
         dtype: of the result, at first that of the float embedding. ``.to(dtype)``, ``.half()`` and the like change it.
             An attribute, since there is no float Parameter that could tell.
-        scheme: how the weight is quantised; what it does with activations is of no matter here.
+        scheme: how the weight is quantized; what it does with activations is of no matter here.
     """
 
     embed_scale: Tensor | float | None
@@ -116,12 +116,12 @@ class QuantEmbedding(PackedModule):
         device: torch.device | str | None = None,
         name: str = "embedding",
     ) -> QuantEmbedding:
-        """Quantises an nn.Embedding, or one that transformers scales; ``embedding`` itself is left as it is.
+        """Quantizes an nn.Embedding, or one that transformers scales; ``embedding`` itself is left as it is.
 
         Args:
             embedding: the layer. On meta the result is on meta too, without data.
             scheme: one of int4 or int8 weights, for example ``Int8WeightOnly()``.
-            device: where to quantise and to leave the result; None stays where the weight is.
+            device: where to quantize and to leave the result; None stays where the weight is.
             name: begins the messages of errors.
 
         Raises:
@@ -151,7 +151,7 @@ class QuantEmbedding(PackedModule):
         return cls(n, k, scheme, packed, dtype, padding_idx, scale).train(embedding.training)  # type: ignore[arg-type]
 
     def to_float(self, weight: nn.Parameter | None = None) -> nn.Embedding:
-        """An nn.Embedding in ``dtype`` of the dequantised weight, or of ``weight`` [N, K]; it starts frozen."""
+        """An nn.Embedding in ``dtype`` of the dequantized weight, or of ``weight`` [N, K]; it starts frozen."""
         weight = frozen(self.dequantize(self.dtype)) if weight is None else weight
         scale = self.embed_scale
         kind = nn.Embedding if scale is None else _ScaledEmbedding
@@ -193,7 +193,7 @@ def rename_ties(model: nn.Module) -> None:
     """Tells models of transformers which tensors are tied now: they tie again, save and load by the names of these.
 
     ``{"lm_head.weight": "model.embed_tokens.weight"}`` (a list of the targets in version 4) becomes the same of
-    ``qweight``, ``scales`` and what else they share where both modules are quantised, and is so again where none is any
+    ``qweight``, ``scales`` and what else they share where both modules are quantized, and is so again where none is any
     more; all else stays.
     """
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""QuantExperts: the experts of a mixture, all of a projection's weights in one quantised tensor and one operator call.
+"""QuantExperts: the experts of a mixture, all of a projection's weights in one quantized tensor and one operator call.
 
 Tokens are sorted by expert (stable, of sizes that depend on no routing), go through the up projection, which gathers
 them, the gate, and the down projection; the rows of a token are weighed and added.
@@ -45,7 +45,7 @@ class QuantProjection(PackedModule):
         activation_scale: float32 [1], of all of them; or None.
         bias: [E, N] or None; it starts frozen, ``requires_grad_()`` makes it, and only it, trainable.
         experts, out_features, in_features: E, N and K.
-        weight: the dequantised weights [E, N, K], computed when they are used.
+        weight: the dequantized weights [E, N, K], computed when they are used.
     """
 
     bias: nn.Parameter | None
@@ -142,7 +142,7 @@ def _has_norm(fused: Any) -> bool:
 
 
 class QuantExperts(nn.Module):
-    """The experts of one layer, quantised: takes the place of fused experts of transformers 5 (docs/experts.md).
+    """The experts of one layer, quantized: takes the place of fused experts of transformers 5 (docs/experts.md).
 
     ``forward(hidden_states [T, K], top_k_index [T, k], top_k_weights [T, k])`` gives [T, K], the sum over a token's
     experts of their outputs times their weights. Numbers of experts from E on are of nobody here and count as zero.
@@ -160,7 +160,7 @@ class QuantExperts(nn.Module):
         self.num_experts = down.experts
         if _has_norm(origin):
             self.post_expert_norm = origin.post_expert_norm
-        # No child: it has no tensors left, and transformers would initialise those that its class used to have.
+        # No child: it has no tensors left, and transformers would initialize those that its class used to have.
         self._origin = (_emptied(origin),)
         self._gate = gate_of(self._origin[0], down.in_features)
         self.train(origin.training)
@@ -194,7 +194,7 @@ class QuantExperts(nn.Module):
         return dict(zip(projections_of(self._origin[0]), (self.up, self.down), strict=True))
 
     def to_float(self) -> nn.Module:
-        """Fused experts, as they were, of the dequantised weights, which start frozen."""
+        """Fused experts, as they were, of the dequantized weights, which start frozen."""
         experts: Any = self.skeleton()
         for name, projection in self.projections().items():
             weight = projection.dequantize(projection.dtype)

@@ -1,4 +1,4 @@
-"""QuantLinear: a linear layer whose weight is quantised. A plain module, a few tensors, one operator call."""
+"""QuantLinear: a linear layer whose weight is quantized. A plain module, a few tensors, one operator call."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def instance_obstacle(module: nn.Module) -> str | None:
 
 
 class QuantLinear(PackedModule):
-    """y [..., N] = x [..., K] · Wᵀ + bias with a quantised W; drop-in for nn.Linear.
+    """y [..., N] = x [..., K] · Wᵀ + bias with a quantized W; drop-in for nn.Linear.
 
     Make one with ``from_linear``, with ``from_quantized``, or ``empty`` for a checkpoint to be loaded into. All tensors
     but the bias are frozen Parameters: moving the module moves them, ``.to(dtype)``, ``.half()`` and the like leave
@@ -105,14 +105,14 @@ class QuantLinear(PackedModule):
 
     Attributes:
         qweight, scales: tensors in the layout of the scheme's kernels.
-        weight: the dequantised weight [N, K], for models that read it; computed when it is used.
-        weight_sums: float32 [N], sums over k of W, if activations are quantised asymmetrically; else None.
+        weight: the dequantized weight [N, K], for models that read it; computed when it is used.
+        weight_sums: float32 [N], sums over k of W, if activations are quantized asymmetrically; else None.
         activation_scale: float32 [1], the scale of every activation, if it is static; else None.
         row_scales: float32 [N], of which scales are factors, with scales of two levels; else None.
         bias: [N] or None.
         in_features, out_features: K and N.
         dtype: of the float weight it stands for; ``.to(dtype)`` changes it.
-        scheme: how the weight is quantised.
+        scheme: how the weight is quantized.
         stands_for: name of the class it was made of: "Linear", the "Conv1D" of transformers, or that of a subclass.
     """
 
@@ -149,7 +149,7 @@ class QuantLinear(PackedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> QuantLinear:
-        """A layer of uninitialised tensors; ``dtype`` is that of the bias and of the float weight it stands for.
+        """A layer of uninitialized tensors; ``dtype`` is that of the bias and of the float weight it stands for.
 
         Raises:
             ValueError: a size is not a positive whole number.
@@ -168,12 +168,12 @@ class QuantLinear(PackedModule):
     def from_linear(
         cls, linear: nn.Module, scheme: Scheme, *, device: torch.device | str | None = None, name: str = "linear"
     ) -> QuantLinear:
-        """Quantises an nn.Linear, or a Conv1D of transformers; ``linear`` itself is left as it is.
+        """Quantizes an nn.Linear, or a Conv1D of transformers; ``linear`` itself is left as it is.
 
         Args:
             linear: the layer. On meta the result is on meta too, without data.
             scheme: for example ``Int4WeightOnly()``.
-            device: where to quantise and to leave the result; None stays where the weight is.
+            device: where to quantize and to leave the result; None stays where the weight is.
             name: begins the messages of errors.
 
         Raises:
@@ -212,7 +212,7 @@ class QuantLinear(PackedModule):
         scheme: Scheme,
         dtype: torch.dtype | None = None,
     ) -> QuantLinear:
-        """A layer of a weight that others quantised, W = (q - zero) * scale; nothing is quantised again.
+        """A layer of a weight that others quantized, W = (q - zero) * scale; nothing is quantized again.
 
         Args:
             q, scales, zeros: plain tensors [N, K] and those of its groups, of any float dtype: see ``Scheme.pack``.
@@ -228,7 +228,7 @@ class QuantLinear(PackedModule):
         return cls(k, n, scheme, packed, kernel_bias(bias, q.device), dtype)
 
     def to_float(self, weight: nn.Parameter | None = None) -> nn.Module:
-        """An nn.Linear in ``dtype`` of the dequantised weight, or the Conv1D that it was; it starts frozen.
+        """An nn.Linear in ``dtype`` of the dequantized weight, or the Conv1D that it was; it starts frozen.
 
         ``weight``: its Parameter, where another one like it has it already.
         """
@@ -278,7 +278,7 @@ class QuantLinear(PackedModule):
 
 
 def pack(linear: nn.Module, scheme: Scheme, device: torch.device | str | None, name: str) -> PackedWeight:
-    """Quantises the weight of a linear module on ``device`` (None: where it is); on meta only shapes are made."""
+    """Quantizes the weight of a linear module on ``device`` (None: where it is); on meta only shapes are made."""
     return pack_weight(linear_weight(linear), scheme, device, name)
 
 

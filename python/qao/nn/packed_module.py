@@ -1,4 +1,4 @@
-"""PackedModule: what every module that owns a quantised weight does alike: hold, move, save, load and dequantise it."""
+"""PackedModule: what every module that owns a quantized weight does alike: hold, move, save, load and dequantize it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sharded:
 
 
 class PackedModule(Updatable, nn.Module):
-    """Owner of a quantised weight [N, K] as frozen Parameters, which are moved and never cast.
+    """Owner of a quantized weight [N, K] as frozen Parameters, which are moved and never cast.
 
     A ``state_dict`` holds them and the two entries of marker.py, which tell any loader what they are.
     """
@@ -151,7 +151,7 @@ class PackedModule(Updatable, nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantised weight [N, K] in ``dtype``, read-only. Each use computes it anew; see DequantizedWeight."""
+        """The dequantized weight [N, K] in ``dtype``, read-only. Each use computes it anew; see DequantizedWeight."""
         # What is not used is no part of a graph of Dynamo's, and fx.symbolic_trace shows parameters as nodes.
         if torch.compiler.is_compiling() or isinstance(self.qweight, torch.fx.Proxy):
             return self.dequantize(self.dtype)
@@ -241,7 +241,7 @@ class PackedModule(Updatable, nn.Module):
         return loaded
 
     def requantize(self, weight: Tensor, name: str = "weight", importance: Tensor | None = None) -> PackedWeight:
-        """Another float weight [N, K], quantised as this one is; for ``set_packed``.
+        """Another float weight [N, K], quantized as this one is; for ``set_packed``.
 
         Raises:
             ValueError: it holds NaN or Inf; the message begins with ``name``.
@@ -266,7 +266,7 @@ class PackedModule(Updatable, nn.Module):
         self._tied = ()
 
     def to_float(self, weight: nn.Parameter | None = None) -> nn.Module:
-        """The float module of the dequantised weight, or of ``weight``, with parameters that are frozen."""
+        """The float module of the dequantized weight, or of ``weight``, with parameters that are frozen."""
         raise NotImplementedError
 
     def settle(self) -> None:

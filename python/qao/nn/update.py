@@ -1,4 +1,4 @@
-"""New float weights for quantised layers, in place: what holds their tensors (CUDA graphs, compiled code) goes on."""
+"""New float weights for quantized layers, in place: what holds their tensors (CUDA graphs, compiled code) goes on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Updatable:
         importance: Tensor | None = None,
         name: str = "weight",
     ) -> None:
-        """Quantises another float weight as this one is, and writes it over the present one.
+        """Quantizes another float weight as this one is, and writes it over the present one.
 
         The Parameters stay, at their addresses; their version counters tell autograd. CUDA graphs that were captured
         and compiled code compute with the new weight from then on, and results are bit for bit those of a layer made
@@ -129,26 +129,26 @@ def check_weight(module: Any, weight: Tensor, name: str) -> None:
 
 @modes.neutral()
 def update_(model: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> list[str]:
-    """Gives a quantised model new float weights, in place: those of the same model in training.
+    """Gives a quantized model new float weights, in place: those of the same model in training.
 
-    Quantised layers get theirs by ``load_float_``, with the importance of columns that ``quantize_`` would take, so the
+    Quantized layers get theirs by ``load_float_``, with the importance of columns that ``quantize_`` would take, so the
     model is bit for bit what ``quantize_`` makes of the new floats; everything else is copied into what is there. No
     tensor of the model moves: CUDA graphs and compiled code go on. All is checked before the first number is written.
 
     Args:
-        model: quantised by ``quantize_``, sharded by qao.distributed or ``fully_shard`` (then resharded) or not.
+        model: quantized by ``quantize_``, sharded by qao.distributed or ``fully_shard`` (then resharded) or not.
         state_dict: of the float model: "<layer>.weight" [N, K] (Conv1D of transformers: [K, N]) where the model has a
-            quantised layer. Of weights that are shared one name is enough. DTensors are gathered, on all ranks.
+            quantized layer. Of weights that are shared one name is enough. DTensors are gathered, on all ranks.
         strict: False: names may be missing, and those tensors stay. Give layers that read one activation together then
             (q, k and v; gate and up): the search of int4 goes by one of them.
 
     Returns:
-        Names of the layers that were quantised again.
+        Names of the layers that were quantized again.
 
     Raises:
         ValueError: names are missing or unexpected, a shape differs, a weight holds NaN or Inf, or more than its scales
             can hold; every problem of names and shapes is listed. The model is unchanged.
-        TypeError: a weight of a quantised layer has no float dtype. The model is unchanged.
+        TypeError: a weight of a quantized layer has no float dtype. The model is unchanged.
     """
     state = {name.replace("_orig_mod.", ""): value for name, value in state_dict.items()}
     layers = {name.replace("_orig_mod.", ""): m for name, m in model.named_modules(remove_duplicate=False)}
@@ -170,9 +170,9 @@ def update_(model: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool 
 
 
 def _others(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """What is no tensor of a quantised weight: biases, norms, float layers, buffers that are saved.
+    """What is no tensor of a quantized weight: biases, norms, float layers, buffers that are saved.
 
-    Not by ``model.state_dict()``, where a quantised layer's marker and tripwire would go to its GPU.
+    Not by ``model.state_dict()``, where a quantized layer's marker and tripwire would go to its GPU.
     """
     found: dict[str, Tensor] = {}
     for path, module in layers.items():
@@ -210,7 +210,7 @@ def _check_names(
 
 
 def _one_each(state: Mapping[str, Tensor], packed: Mapping[str, Any]) -> dict[str, Any]:
-    """A name in ``state`` for each quantised weight, with the module to give it to: linear, if there is one."""
+    """A name in ``state`` for each quantized weight, with the module to give it to: linear, if there is one."""
     owners: dict[int, Any] = {}
     for module in packed.values():
         owner = owners.setdefault(id(module.qweight), module)
@@ -223,8 +223,8 @@ def _one_each(state: Mapping[str, Tensor], packed: Mapping[str, Any]) -> dict[st
 def _check_values(
     state: Mapping[str, Tensor], packed: Mapping[str, Any], weights: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Raises all that quantising them would; waits for a GPU once. Returns their largest magnitudes."""
-    # From the last to the first: a GPU's L2 then holds some of what is quantised first.
+    """Raises all that quantizing them would; waits for a GPU once. Returns their largest magnitudes."""
+    # From the last to the first: a GPU's L2 then holds some of what is quantized first.
     largest = {
         name: weight_ops.largest_magnitude(_kernel_weight(_whole(state[name]))) for name in reversed(list(weights))
     }

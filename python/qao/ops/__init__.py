@@ -1,25 +1,28 @@
-"""The operators as functions: the raw ones of ``torch.ops.qao`` and, for those that layers train with, gradients.
+"""Python functions of the operators, with gradients for the operators used in training.
 
-``torch.ops.qao.*`` are the raw operators, without autograd. Each has a function of its name and arguments here, which
-layers call; products, ``add_rms_norm``, ``silu_mul``, ``swiglu``, ``expert_topk`` and ``expert_sum`` have gradients.
+``torch.ops.qao.*`` are the raw operators, without autograd. This package has a function with the same name and
+arguments for each. The GEMMs, ``add_rms_norm``, ``silu_mul``, ``swiglu``, ``expert_topk`` and ``expert_sum`` are
+differentiable.
 Sizes everywhere: M tokens, N = out_features, K = in_features; x [..., K], weight [N, K], y [..., N].
 
-All products take and return alike:
+Arguments and result that all dense GEMMs (``*_mm``) share:
     x: [..., K], float32, float16 or bfloat16; any strides.
-    weight, scales: as their scheme stores them, see below.
+    weight, scales: in the format below.
     bias: [N] in a float dtype, or None.
-    result: [..., N], contiguous, in x's dtype; accumulated in float32, or exactly where both operands are integers.
-Those of experts, ``*_grouped_mm``: see grouped_autograd.py.
+    result: [..., N], contiguous, in x's dtype; accumulated in float32, or exactly if both operands are integers.
+grouped_autograd.py documents grouped GEMMs, ``*_grouped_mm``.
 With ``batch_invariant``, or within ``qao.batch_invariant()``, a row of the result depends on its row of x and W alone.
-They raise RuntimeError where a shape, dtype, device or alignment does not fit; the message lists all and the remedy.
-Gradients go to x and bias. That of x is dy · W: rounding x to eight bits counts as the identity (straight-through).
+GEMMs raise RuntimeError if a shape, dtype, device or alignment does not fit; the message lists all operands and the
+remedy.
+Gradients go to x and bias. The gradient of x is dy · W: quantization of x counts as the identity (straight-through).
 
 Weights
-    int4: weight and scales as ``pack_int4`` returned them, with the same ``group_size``, N and K. All three may be left
-        out where N is a multiple of 16 and K of 64: the tensors tell them.
+    int4: weight and scales as ``pack_int4`` returned them, with the same ``group_size``, N and K. All three are
+        optional if N is a multiple of 16 and K of 64: the operator infers them from the tensors.
     int8: weight int8 [N, K], scales float32 [N] or [1].
-    fp4: weight and scales as ``pack_fp4`` returned them, with the same ``group_size``, N and K, or left out alike.
-    fp8: weight float8_e4m3fn [N, K] or its bytes as int8, scales float32 [N], [N, 1], [1] or one a block of 128 x 128,
+    fp4: weight and scales as ``pack_fp4`` returned them, with the same ``group_size``, N and K, which are optional as
+        for int4.
+    fp8: weight float8_e4m3fn [N, K] or its bytes as int8, scales float32 [N], [N, 1], [1] or one per 128 x 128 block,
         [ceil(N / 128), ceil(K / 128)].
 """
 
@@ -46,7 +49,7 @@ from .matmul import (
     int8_int8_mm,
     int8_mm,
 )
-from . import fake, vmap  # noqa: F401  # they register what they have for the operators above
+from . import fake, vmap  # noqa: F401  # register fake kernels and vmap rules of the operators above
 from .dequantize import (
     dequantize_fp8,
     dequantize_int8,

@@ -1,9 +1,10 @@
-"""The operators without gradients that read activations as functions: to quantise them, and products of what is.
+"""Activation quantization, its fusions with norms and gates, and GEMMs of quantized activations. No gradients.
 
-Sizes: M tokens, N = out_features, K = in_features. x is [..., K] in float32, float16 or bfloat16 ("a float dtype"), of
-any strides; results are contiguous. Packed weights are those of weight_ops.py.
+Sizes: M tokens, N = out_features, K = in_features. x is [..., K] in float32, float16 or bfloat16 ("a float dtype"),
+with any strides; results are contiguous. weight_ops.py documents packed weights.
 
-All raise RuntimeError where a shape, dtype, device or alignment does not fit; the message lists all and the remedy.
+All raise RuntimeError if a shape, dtype, device or alignment does not fit; the message lists all operands and the
+remedy.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from .batch_invariant import MODE
 
 _qao = torch.ops.qao
 
-# ---- activations in eight bits ---------------------------------------------------------------------------------------
+# ---- quantization of activations -------------------------------------------------------------------------------------
 
 
 def hadamard(x: Tensor, size: int) -> Tensor:
-    """x [..., K] with every block of ``size`` columns times the orthogonal Hadamard matrix, in x's dtype.
+    """x [..., K] with every block of ``size`` columns multiplied by the orthogonal Hadamard matrix, in x's dtype.
 
-    ``size``: 16, 32, 64, 128 or 256, a divisor of K. Twice is x again, but for rounding: sums are of float32.
+    ``size``: 16, 32, 64, 128 or 256, a divisor of K. Sums are float32. Applied twice it gives x except for rounding.
     """
     return _qao.hadamard.default(x, size)  # type: ignore[no-any-return]
 
 
 def int8_quantize(x: Tensor, symmetric: bool, rotation: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """x ≈ (q - zero) * scale, row by row: q int8 [..., K], scales float32 [..., 1] and zeros int32 [..., 1].
+    """x ≈ (q - zero) * scale per row: q int8 [..., K], scales float32 [..., 1] and zeros int32 [..., 1].
 
-    ``symmetric``: zeros are 0 and q -127..127. A row with NaN or an infinity has scale NaN and q = 0. ``rotation``: of
-    ``hadamard(x, rotation)``, which is not rounded in between; 0 for x itself.
+    ``symmetric``: zeros are 0 and q is in -127..127. A row with NaN or an infinity has scale NaN and q = 0.
+    ``rotation``: quantizes ``hadamard(x, rotation)`` without rounding it in between; 0 for x itself.
     """
     return _qao.int8_quantize.default(x, symmetric, rotation)  # type: ignore[no-any-return]
 
@@ -39,19 +40,19 @@ def fp8_quantize(x: Tensor, group_size: int, scale: Tensor | None) -> tuple[Tens
     """x ≈ q * scale: q float8_e4m3fn [..., K] and scales float32.
 
     Args:
-        x: what is quantised.
-        group_size: what shares a scale: -1 a row (scales [..., 1]), 128 as many columns of a row (scales
-            [..., ceil(K / 128)]), 0 all of x (scales [1]).
-        scale: with ``group_size`` 0, float32 [1] to use instead of one found in x; larger values saturate. Else None.
+        x: the activations.
+        group_size: granularity of the scales: -1 per row (scales [..., 1]), 128 per 128 columns of a row (scales
+            [..., ceil(K / 128)]), 0 per tensor (scales [1]).
+        scale: float32 [1], a static scale for ``group_size`` 0; values beyond its range saturate. Otherwise None.
     """
     return _qao.fp8_quantize.default(x, group_size, scale)  # type: ignore[no-any-return]
 
 
 def rms_norm_quantize(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantises x / sqrt(mean(x²) + eps) * weight row by row: q of ``dtype`` [..., K] and scales float32 [..., 1].
+    """Quantizes x / sqrt(mean(x²) + eps) * weight per row: q of ``dtype`` [..., K] and scales float32 [..., 1].
 
     Args:
-        x: what is normalised.
+        x: the input of the norm.
         weight: [K] in a float dtype, contiguous; None for ones.
         eps: added to the mean square.
         dtype: torch.int8, symmetric, or torch.float8_e4m3fn.
@@ -64,24 +65,24 @@ def add_rms_norm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``rms_norm_quantize`` of h = x + residual, and h [..., K] in x's dtype as the third result.
 
-    ``residual`` is as x, or None for zeros.
+    ``residual`` has the shape and dtype of x, or is None for zeros.
     """
     return _qao.add_rms_norm_quantize.default(x, residual, weight, eps, dtype)  # type: ignore[no-any-return]
 
 
 def silu_mul_quantize(gate: Tensor, up: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantises silu(gate) * up, [..., K] each and of one dtype, as ``rms_norm_quantize`` does."""
+    """Quantizes silu(gate) * up as ``rms_norm_quantize`` does. gate and up are [..., K] with the same dtype."""
     return _qao.silu_mul_quantize.default(gate, up, dtype)  # type: ignore[no-any-return]
 
 
 def swiglu_quantize(
     x: Tensor, alpha: float, limit: float, shift: float, interleaved: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Quantises ``qao.ops.swiglu`` of x [..., 2 K] as ``rms_norm_quantize`` does."""
+    """Quantizes ``qao.ops.swiglu`` of x [..., 2 K] as ``rms_norm_quantize`` does."""
     return _qao.swiglu_quantize.default(x, alpha, limit, shift, interleaved, dtype)  # type: ignore[no-any-return]
 
 
-# ---- products --------------------------------------------------------------------------------------------------------
+# ---- GEMMs -----------------------------------------------------------------------------------------------------------
 
 
 def int8_scaled_mm(
@@ -95,14 +96,14 @@ def int8_scaled_mm(
     out_dtype: torch.dtype,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """``int8_int8_mm`` of an x that is quantised: [..., N] in ``out_dtype``, a float dtype.
+    """``int8_int8_mm`` of quantized activations: [..., N] in ``out_dtype``, a float dtype.
 
     Args:
         x, x_scales, x_zeros: as ``int8_quantize`` returned them; x_zeros is None for a symmetric x.
         weight: int8 [N, K].
         scales: float32 [N] or [1].
         bias: [N] in a float dtype, or None.
-        weight_sums: float32 [N], sums over k of the dequantised W; given exactly if x_zeros is.
+        weight_sums: float32 [N], sums over k of the dequantized W; given if and only if x_zeros is given.
         out_dtype: of the result.
         batch_invariant: a row of the result depends on its row of x and W alone.
     """
@@ -121,15 +122,15 @@ def fp8_scaled_mm(
     fast_accum: bool,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """``fp8_fp8_mm`` of an x that is quantised: [..., N] in ``out_dtype``, a float dtype.
+    """``fp8_fp8_mm`` of quantized activations: [..., N] in ``out_dtype``, a float dtype.
 
     Args:
-        x, x_scales: as ``fp8_quantize`` returned them; with W in blocks, those of 128 columns each.
+        x, x_scales: as ``fp8_quantize`` returned them, with group_size 128 for a block-scaled W.
         weight: float8_e4m3fn [N, K], or its bytes as int8.
-        scales: float32 [N], [N, 1], [1] or one a block of 128 x 128, [ceil(N / 128), ceil(K / 128)].
+        scales: float32 [N], [N, 1], [1] or one per 128 x 128 block, [ceil(N / 128), ceil(K / 128)].
         bias: [N] in a float dtype, or None.
         out_dtype: of the result.
-        fast_accum: GPUs may sum more than 128 columns in the tensor core's short accumulator.
+        fast_accum: GPUs may accumulate more than 128 columns in the tensor core's short accumulator.
         batch_invariant: a row of the result depends on its row of x and W alone.
     """
     operands = x, x_scales, weight, scales, bias
@@ -152,7 +153,7 @@ def add_rms_norm_int4_mm(
 ) -> tuple[Tensor, Tensor]:
     """y = norm · Wᵀ + bias and h, where (norm, h) = ``add_rms_norm(x, residual, norm_weight, eps)`` and W is int4.
 
-    ``gated``: the rows of W are those of a gate and then as many of its ``up``, and y is silu(gate) * up.
+    ``gated``: W has the rows of a gate projection, then those of its up projection, and y is silu(gate) * up.
 
     Returns:
         y [..., N], or [..., N / 2] if gated, and h [..., K], in x's dtype.

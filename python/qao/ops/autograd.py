@@ -1,8 +1,8 @@
-"""The gradient of a product, however torch asks for it: backward, forward-mode, torch.func, in a graph of Dynamo.
+"""Autograd of the dense GEMMs: backward, forward-mode, torch.func and torch.compile.
 
-Every product is ``operator(x, weight, scales, bias, *rest)``, y = x · Wᵀ + bias, with gradients to x and bias; rounding
-x to eight bits counts as the identity (straight-through). The operators are without autograd: ``product`` enters one
-of three ways around them if somebody wants a gradient.
+Every GEMM is ``operator(x, weight, scales, bias, *rest)``, y = x · Wᵀ + bias, with gradients to x and bias;
+quantization of x counts as the identity (straight-through). The raw operators have no autograd. If a gradient is
+needed, ``product`` selects one of three wrappers: _Product, _Transformed or an operator of TRACED.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from .batch_invariant import MODE, note_arguments, with_mode
 from .rotation import note_rotation, rotated, rotation_among
 
 _qao = torch.ops.qao
-# The innermost transform of torch.func, or None; its type, since that is what Dynamo knows without a node in the graph.
+# The innermost transform of torch.func, or None. Callers compare types: Dynamo evaluates those without a graph node.
 _innermost = torch._C._functorch.peek_interpreter_stack
 _NONE: Any = type(None)
 _is_grad_enabled, _is_dynamo_compiling = torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
 
-# The products, and W of each from (weight, scales, dtype, *rest): ``differentiable`` adds them.
+# Each GEMM with the function that dequantizes W from (weight, scales, dtype, *rest). ``differentiable`` fills it.
 DENSE: dict[Any, Callable[..., Tensor]] = {}
 
 # ---- eager -----------------------------------------------------------------------------------------------------------
 
 
 class _Product(Function):
-    """For backward alone: the one that costs least on the host."""
+    """Supports backward only, with the lowest host overhead."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: tuple[Any, tuple[Any, ...]], bias: Tensor | None = None) -> Tensor:
-        """``call``: the operator and its arguments but x. ``bias``: that among them if it wants a gradient."""
+        """``call``: the operator and its arguments without x. ``bias``: given again if it requires a gradient."""
         operator, operands = call
-        # OpOverload.__call__ is a function in Python that calls this. A sum of tuples: half the time of (x, *operands).
+        # OpOverload.__call__ is a Python wrapper of _op. Adding tuples takes half the time of (x, *operands).
         y: Tensor = operator._op(*((x,) + operands))
-        # Versions, since to save weight and scales takes 0.2 µs more: backward looks whether they are the same still.
+        # save_for_backward would take 0.2 µs more, so backward compares the versions of weight and scales instead.
         try:
             ctx.product = operator, operands, operands[0]._version, operands[1]._version
-        except RuntimeError as error:  # inference tensors have none
+        except RuntimeError as error:  # inference tensors have no version
             raise RuntimeError(
                 f"{operator._schema.name}: weight or scales are inference tensors, beside which there is no gradient. "
                 "Copy or move the model outside torch.inference_mode(), or take copy.deepcopy(model)."
@@ -57,12 +57,12 @@ class _Product(Function):
         return (grad_x, None, grad_bias) if wants_bias else (grad_x, None)
 
 
-# Past the Python of Function.apply, 3 µs that serve torch.func, which never comes here.
+# Skips the Python code of Function.apply: 3 µs for torch.func, which never uses _Product.
 _apply: Callable[..., Tensor] = super(Function, _Product).apply
 
 
 def of_parts(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The product of a nested x [B, *, K] in torch's older layout, which autograd.Function refuses: of all rows."""
+    """Applies ``multiply`` to all rows of a strided nested x [B, *, K], which autograd.Function does not accept."""
     parts = x.unbind()
     rows = [part.reshape(-1, x.size(-1)) for part in parts]
     products = multiply(torch.cat(rows)).split([len(some) for some in rows])
@@ -96,7 +96,7 @@ def _dense(ctx: Any, dtype: torch.dtype) -> Tensor:
 
 
 def transformed() -> bool:
-    """Whether torch.func or forward-mode may look at what is computed now."""
+    """Whether a torch.func transform or forward-mode AD is active."""
     if type(_innermost()) is _NONE and forward_ad._current_level < 0:
         return False
     _leave_to_python()
@@ -104,7 +104,7 @@ def transformed() -> bool:
 
 
 def _leave_to_python() -> None:
-    """Ends what Dynamo traces: it cannot tell which derivatives will be asked for, and would make them zero."""
+    """Forces a graph break: Dynamo does not know which derivatives are needed and would make them zero."""
     if _is_dynamo_compiling():
         raise RuntimeError(
             "qao: no graph can hold torch.func or forward-mode around a quantised layer. Without fullgraph=True they "
@@ -113,7 +113,7 @@ def _leave_to_python() -> None:
 
 
 class _Transformed(Function):
-    """The same with all that jvp, vmap and what is made of them ask for, at 30 µs a call."""
+    """Supports backward, jvp and vmap and their compositions, at 30 µs per call."""
 
     @staticmethod
     def forward(x: Tensor, bias: Tensor | None, weight: Tensor, scales: Tensor, operator: Any, *rest: Any) -> Tensor:
@@ -154,10 +154,10 @@ class _Transformed(Function):
 def batched(
     call: Callable[..., Tensor], operator: Any, batch: int, dims: tuple[Any, ...], *arguments: Any
 ) -> tuple[Tensor, int]:
-    """``call``, a product by ``operator``: those with a number in ``dims`` have a dimension of that number too many.
+    """vmap of ``call``, a GEMM by ``operator``. ``dims`` has the batch dimension of each argument, or None.
 
     Raises:
-        RuntimeError: one of them is neither x nor bias.
+        RuntimeError: an argument other than x and bias has a batch dimension.
     """
     x, weight, scales, bias, *rest = arguments
     of_x, of_weight, of_scales, of_bias, *of_rest = dims
@@ -167,13 +167,13 @@ def batched(
             f"dimension of vmap. Got in_dims x: {of_x}, weight: {of_weight}, scales: {of_scales}, bias: {of_bias}, "
             f"weight {list(weight.shape)}. Call the layers one by one, or dequantize_ the model for an ensemble."
         )
-    if of_x is None:  # of_bias is a number, then
+    if of_x is None:  # then bias has a batch dimension
         y = call(x, weight, scales, None, *rest).unsqueeze(0)
     else:
         x = x.movedim(of_x, 0)
         plain = bias if of_bias is None else None
         one_scale = operator is _qao.fp8_fp8_mm.default and len(rest) > 1 and rest[0] is None and rest[1] == 0
-        if one_scale:  # for all of each x
+        if one_scale:  # dynamic per-tensor scale: one for each x of the batch
             y = torch.stack([call(part, weight, scales, plain, *rest) for part in x.unbind(0)])
         else:
             y = call(x, weight, scales, plain, *rest)
@@ -187,14 +187,14 @@ def batched(
 
 
 def traced(operator: Any, function: Callable[..., Any]) -> Any:
-    """The operator that stands for ``function``, ``operator`` with gradients, in a graph of Dynamo's.
+    """Registers ``function``, the differentiable version of ``operator``, as an operator for Dynamo graphs.
 
-    AOTAutograd takes it apart. An autograd.Function there would keep a graph out of the cache of compiled graphs. What
-    an operator is taken apart into is no part of the key of that cache, so the version of qao is part of the name.
+    AOTAutograd decomposes it. With an autograd.Function instead, the compiled graph could not be cached. The
+    decomposition is not part of the cache key, so the version of qao is part of the operator's name.
     """
     word = operator._schema.name.partition("::")[2]
     name = f"{word}_{__version__.replace('.', '_')}"
-    if not hasattr(torch.ops.qao_with_grad, name):  # a package that is imported again finds its own there
+    if not hasattr(torch.ops.qao_with_grad, name):  # defined by an earlier import of the package
         _library.define(name + str(operator._schema).partition(word)[2])
         _library.impl(name, function, "CompositeImplicitAutograd")
     return getattr(torch.ops.qao_with_grad, name).default
@@ -213,7 +213,7 @@ TRACED: dict[Any, Any] = {}
 
 
 def differentiable(operator: Any, dense: Callable[..., Tensor]) -> Any:
-    """Makes a product known to all that knows of products, with W from (weight, scales, dtype, *rest); returns it."""
+    """Registers a GEMM for autograd and returns it. ``dense`` makes W from (weight, scales, dtype, *rest)."""
     note_arguments(operator)
     note_rotation(operator)
     DENSE[operator], TRACED[operator] = dense, _traced_product(operator)
@@ -229,9 +229,9 @@ def product(
     bias: Tensor | None,
     *others: Any,
 ) -> Tensor:
-    """``operator(x, weight, scales, bias, *others, *constants)``, an operator of DENSE, differentiable.
+    """Differentiable ``operator(x, weight, scales, bias, *others, *constants)`` with an operator of DENSE.
 
-    Layers call it as it is: a function between them costs 1 % of the function calls that compile a layer.
+    Layers call it directly: a wrapper adds 1 % to the function calls that compile a layer.
     """
     if MODE.on:
         constants = with_mode(operator, (x, weight, scales, bias, *others, *constants), True)[4 + len(others) :]
@@ -242,13 +242,13 @@ def product(
         trained = bias if bias is not None and bias.requires_grad else None
         try:
             wanted = trained is not None or x.requires_grad
-        except AttributeError:  # x is no tensor: the operator says so
+        except AttributeError:  # x is not a tensor: the operator raises
             wanted = False
         if wanted:
             if _is_dynamo_compiling():
                 return TRACED[operator](x, weight, scales, bias, *others, *constants)  # type: ignore[no-any-return]
             call = operator, (weight, scales, bias) + others + constants
-            try:  # torch asks of each argument whether it is a tensor, 0.06 µs where it is none
+            try:  # each argument that is not a tensor costs 0.06 µs in apply
                 return _apply(x, call) if trained is None else _apply(x, call, trained)
             except RuntimeError:
                 if not (x.is_nested and x.layout == torch.strided):

@@ -1,7 +1,7 @@
-"""``batch_invariant()``: products in which a row of y has the same bits whatever rows x has beside it.
+"""``batch_invariant()``: a mode in which the bits of a row of y do not depend on the other rows of x.
 
-The operators have an argument of that name, so that a graph holds what was asked for when it was made; products of
-layers pass on what holds where they are called or traced.
+The GEMM operators have an argument of that name. Layers set it from the mode in which they are called or traced, so a
+graph keeps the mode of its capture.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ MODE = _Mode()
 
 
 class batch_invariant:  # noqa: N801  # used as a function, as torch.no_grad is
-    """A context in which products of quantised layers, forward, are batch-invariant: y[i] depends on x[i] and W alone.
+    """A context in which the forward of quantized layers is batch-invariant: y[i] depends on x[i] and W alone.
 
-    Kernels are then chosen without a look at the number of rows, which costs time (docs/numerics.md). The context is
-    that of the process, not of a thread. Graphs keep what held when they were traced; torch.compile traces again
-    where that is another.
+    Kernel selection then ignores the number of rows, which costs time (docs/numerics.md). The context applies to the
+    process, not to a thread. Graphs keep the mode in which they were traced; torch.compile retraces if it changes.
 
     Args:
-        enabled: False for products as they are outside.
+        enabled: False restores the default inside an outer context.
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -42,18 +41,18 @@ class batch_invariant:  # noqa: N801  # used as a function, as torch.no_grad is
         MODE.on = self.before
 
 
-_DEFAULTS: dict[Any, tuple[Any, ...]] = {}  # of an operator's arguments up to batch_invariant; None: there is none
+_DEFAULTS: dict[Any, tuple[Any, ...]] = {}  # of an operator's arguments up to batch_invariant; None: no default
 
 
 def note_arguments(operator: Any) -> None:
-    """Makes a product known to ``with_mode``."""
+    """Registers a GEMM operator for ``with_mode``."""
     arguments = operator._schema.arguments
     place = [argument.name for argument in arguments].index("batch_invariant")
     _DEFAULTS[operator] = tuple(argument.default_value for argument in arguments[: place + 1])
 
 
 def with_mode(operator: Any, arguments: tuple[Any, ...], mode: bool) -> tuple[Any, ...]:
-    """A product's arguments with ``batch_invariant`` as asked for or, if that is more, as ``mode``."""
+    """A GEMM's arguments with ``batch_invariant`` set if the caller or ``mode`` sets it."""
     defaults = _DEFAULTS[operator]
     place = len(defaults) - 1
     if len(arguments) <= place:
@@ -62,5 +61,5 @@ def with_mode(operator: Any, arguments: tuple[Any, ...], mode: bool) -> tuple[An
 
 
 def asked(batch_invariant: bool, *others: Any) -> tuple[Any, ...]:
-    """That argument, and those behind it, where one is given; without it the mode decides."""
+    """``batch_invariant`` and the arguments after it, or an empty tuple if all are defaults."""
     return (batch_invariant, *others) if batch_invariant or any(others) else ()

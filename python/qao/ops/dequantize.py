@@ -1,4 +1,4 @@
-"""W [N, K] of every product in a float dtype, computed in float32 and rounded once."""
+"""Dequantization of the weight of every GEMM: W [N, K] in a float dtype, computed in float32 and rounded once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def dequantize_fp8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def _sizes(rest: tuple[Any, ...]) -> list[Any]:
-    """N, K and group_size among a product's arguments, the first numbers; none where they are left out."""
+    """N, K and group_size, the first numbers among a GEMM's arguments; empty if the caller omitted them."""
     sizes = [value for value in rest if not (value is None or isinstance(value, (Tensor, bool)))][:3]
     return sizes if any(sizes) else []
 

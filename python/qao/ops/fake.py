@@ -14,7 +14,7 @@ from .packed_shape import TILE_BYTES, TILE_K, TILE_N
 
 
 def _like_x(x: Tensor, last: int | torch.SymInt, dtype: torch.dtype | None = None) -> Tensor:
-    # torch.empty is half the work of x.new_empty when traced, and a compilation runs this five times a layer.
+    # torch.empty costs half of x.new_empty under tracing, and a compilation runs this five times per layer.
     return torch.empty((*x.shape[:-1], last), dtype=dtype or x.dtype, device=x.device)
 
 
@@ -25,18 +25,18 @@ def _rows(x: Tensor, row_index: Tensor | None, last: int | torch.SymInt, rest: S
 
 
 def _groups(k: int, group_size: int) -> int:
-    return 1 if group_size <= 0 else (k + group_size - 1) // group_size  # a bad one is refused when the op runs
+    return 1 if group_size <= 0 else (k + group_size - 1) // group_size  # the operator itself rejects invalid sizes
 
 
 def _register_product(operator: Any) -> None:
-    """y [..., N] of a product: its sizes and dtype are those arguments of the schema that say so, or W's and x's."""
+    """Fake kernel of a GEMM, y [..., N]: N and dtype come from ``out_features``, ``out_dtype`` or from W and x."""
     names = [argument.name for argument in operator._schema.arguments]
     rows, dtype = (names.index(name) if name in names else None for name in ("out_features", "out_dtype"))
 
     @fake_kernel(operator._schema.name.removeprefix("qao::"))
     def _(*given: Any) -> Tensor:
         x, n = given[0], given[rows] if rows is not None and len(given) > rows else 0
-        if n == 0:  # what the weight tells
+        if n == 0:  # inferred from the weight
             n = given[names.index("weight")].shape[0] * (1 if rows is None else TILE_N)
         return _like_x(x, n, None if dtype is None else given[dtype])
 

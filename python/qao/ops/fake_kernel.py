@@ -1,4 +1,4 @@
-"""How a fake kernel is registered, and what is refused before it runs."""
+"""Registration of fake kernels, with checks that run before each of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
-_ONNX = "torch.onnx._internal.exporter._flags"  # what says so; no compilation shall import it
+_ONNX = "torch.onnx._internal.exporter._flags"  # has the flag of an ONNX export; compilation must not import it
 
 
 def fake_kernel(operator: str) -> Callable[[Kernel], Kernel]:
-    """Registers the fake kernel of an operator, which is given tensors of one device.
+    """Registers the fake kernel of an operator. It runs only if all tensors are on one device.
 
-    An operand on meta beside others that are not comes here and not to the operator's own checks: without this one the
-    result would be memory that nobody wrote.
+    If some operands are on meta and others are not, torch calls the fake kernel instead of the operator with its
+    checks. Without the check here, the result would be uninitialized memory.
     """
 
     def register(kernel: Kernel) -> Kernel:
@@ -43,7 +43,7 @@ def fake_kernel(operator: str) -> Callable[[Kernel], Kernel]:
                     f"{_describe_all(operator, arguments)}. See the documentation of qao.ops.{operator}."
                 ) from error
 
-        # A package that is imported again registers again.
+        # A second import of the package registers again.
         torch.library.register_fake(f"qao::{operator}", allow_override=True)(checked)
         return kernel
 

@@ -1,13 +1,13 @@
-"""Weights in four-bit floats as the operators take them: packing, unpacking, dequantising, with torch on any device.
+"""Packing, unpacking and dequantization of fp4 weights (MXFP4, NVFP4), in torch on any device.
 
-A weight [N, K] is codes, e2m1 in uint8 (0..7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6; with 8 the same below zero), and bfloat16
+A weight [N, K] consists of e2m1 codes in uint8 (0..7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6; bit 3 is the sign) and bfloat16
 scales [N, G] of groups along K:
 
     group_size 32   MXFP4   scales are powers of two                       W = code * scale
     group_size 16   NVFP4   scales are e4m3, divisor is float32 [N]        W = code * (scale / divisor)
 
-The packed layout is in cuda/fp4/layout.h: codes lie where the nibbles of int4 do, scales [ceil(N / 16), G, 1, 16] as
-those of int4; with groups of 16 three more rows, bfloat16 numbers whose sum is the divisor.
+cuda/fp4/layout.h has the packed layout: codes in the positions of int4's nibbles, scales [ceil(N / 16), G, 1, 16] as
+for int4. Groups of 16 add three rows to the scales, bfloat16 numbers that sum to the divisor.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ ROW_PARTS = 3
 
 
 def pack_fp4(q: Tensor, scales: Tensor, divisor: Tensor | None, group_size: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales to the packed weight and its scales, on any device.
+    """Packs codes and scales, on any device. Returns the packed weight and its scales.
 
     Args:
         q: uint8 [N, K] of 0..15.
         scales: [N, ceil(K / group_size)] in a float dtype: powers of two from 2^-127 to 2^127 with groups of 32,
-            numbers of e4m3 that are not negative with groups of 16; 0 in either.
-        divisor: with groups of 16, float32 [N] or [1], positive: the global scale by which checkpoints divide; None: 1.
+            nonnegative e4m3 values with groups of 16; 0 in both.
+        divisor: with groups of 16, float32 [N] or [1], positive: the checkpoint's global scale, a divisor; None: 1.
         group_size: 32 (MXFP4) or 16 (NVFP4).
 
     Raises:
-        ValueError: an argument is none of the above. Values are not looked at on meta.
+        ValueError: an argument is not as above. Values are not checked on meta.
     """
     if group_size not in (MX_GROUP, NV_GROUP):
         raise ValueError(f"pack_fp4: group_size must be 32 (MXFP4) or 16 (NVFP4), not {group_size}")
@@ -60,7 +60,7 @@ def pack_fp4(q: Tensor, scales: Tensor, divisor: Tensor | None, group_size: int)
     unused = torch.zeros(n, 1, dtype=torch.bfloat16, device=q.device)
     weight, _ = weight_ops.pack_int4(q.contiguous(), unused, None, -1)
     padded = torch.nn.functional.pad(torch.cat(rows, 1), (0, 0, 0, -n % TILE_N))
-    if group_size == NV_GROUP and n % TILE_N:  # rows that do not exist are divided by 1
+    if group_size == NV_GROUP and n % TILE_N:  # padding rows have divisor 1
         padded[n:, groups] = 1
     return weight, padded.view(-1, TILE_N, padded.shape[1]).transpose(1, 2).unsqueeze(2).contiguous()
 
@@ -68,7 +68,7 @@ def pack_fp4(q: Tensor, scales: Tensor, divisor: Tensor | None, group_size: int)
 def unpack_fp4(
     weight: Tensor, scales: Tensor, out_features: int, in_features: int, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The inverse of ``pack_fp4``: q uint8 [N, K], scales bfloat16 [N, G], and divisor float32 [N] of groups of 16."""
+    """The inverse of ``pack_fp4``: q uint8 [N, K], scales bfloat16 [N, G], divisor float32 [N] with groups of 16."""
     groups = -(-in_features // group_size)
     extra = ROW_PARTS if group_size == NV_GROUP else 0
     expected = (-(-out_features // TILE_N), groups + extra, 1, TILE_N)
@@ -97,9 +97,10 @@ def dequantize_fp4(
 
 
 def values_of(q: Tensor) -> Tensor:
-    """float32: what codes in uint8 stand for.
+    """float32 values of e2m1 codes in uint8.
 
-    The three lower bits are the top ones of a float16's exponent and mantissa, whose bias is 14 more.
+    The lower three bits become the low two exponent bits and the top mantissa bit of a float16, which has a bias
+    larger by 14.
     """
     wide = q.to(torch.int16)
     half = (((wide & 7) << 9) | ((wide & 8) << 12)).view(torch.float16)
@@ -107,7 +108,7 @@ def values_of(q: Tensor) -> Tensor:
 
 
 def codes_of(values: Tensor) -> Tensor:
-    """uint8: the codes nearest to ``values`` in float32, of two the even one; beyond 6 they saturate. NaN is 0."""
+    """uint8: e2m1 codes of float32 ``values``, rounded to nearest even and saturated at 6. NaN becomes 0."""
     magnitude = values.abs().clamp_(max=6).nan_to_num_(0)
     step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     rounded = (magnitude / step).round_().mul_(step)
@@ -115,21 +116,21 @@ def codes_of(values: Tensor) -> Tensor:
     return codes.to(torch.uint8) | (values.signbit().to(torch.uint8) << 3)
 
 
-# By their bits: torch 2.11's ldexp gives other numbers on a GPU that is not the current one.
+# On bit patterns: ldexp of torch 2.11 gives wrong numbers on a GPU that is not the current device.
 def exponents_of(values: Tensor) -> Tensor:
-    """int32: e of 2^e <= values < 2^(e + 1), for float32 that is not negative. -127 below 2^-126, also of 0."""
+    """int32: e with 2^e <= values < 2^(e + 1), for nonnegative float32. -127 below 2^-126, including 0."""
     return (values.view(torch.int32) >> 23) - 127
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """float32: 2^exponents, of int32 from -127 to 127."""
+    """float32: 2^exponents for int32 from -127 to 127."""
     return torch.where(exponents < -126, 1 << 22, (exponents + 127) << 23).view(torch.float32)
 
 
 def _are_powers_of_two(values: Tensor) -> Tensor:
     bits = values.view(torch.int32)
     fraction = bits & 0x7FFFFF
-    normal = (bits >> 23 > 0) & (bits >> 23 < 255)  # of one that is not, below 2^-126, the fraction has one bit
+    normal = (bits >> 23 > 0) & (bits >> 23 < 255)  # a subnormal power of two has one bit set in the fraction
     return torch.where(normal, fraction == 0, (bits > 0) & (bits >> 23 == 0) & (fraction & (fraction - 1) == 0))
 
 
@@ -138,7 +139,7 @@ def _are_exact(given: Tensor, stored: Tensor, group_size: int) -> bool:
 
 
 def _is_exact(given: Tensor, stored: Tensor, group_size: int) -> bool:
-    same = stored == given  # in the wider dtype
+    same = stored == given  # compared in the wider dtype
     if group_size == MX_GROUP:
         return bool((same & (_are_powers_of_two(stored.float()) | (stored == 0))).all())
     return bool((same & (stored.to(torch.float8_e4m3fn).to(stored.dtype) == stored) & ~stored.signbit()).all())
@@ -158,7 +159,7 @@ def _divisor(divisor: Tensor | None, n: int, q: Tensor) -> Tensor:
 
 
 def _parts(divisor: Tensor) -> Tensor:
-    """bfloat16 [N, 3], the largest first, whose sum in float32 is ``divisor``, exactly."""
+    """bfloat16 [N, 3], the largest first. Their sum in float32 is exactly ``divisor``."""
     parts = []
     for _ in range(ROW_PARTS):
         parts.append(divisor.to(torch.bfloat16))

@@ -1,26 +1,26 @@
-"""Grouped products: those of ``qao.ops`` with a weight for each of E experts, every row of y being of one of them.
+"""Grouped GEMMs of E experts and their autograd. Each row of y belongs to one expert.
 
-Tensors of the dense product's weight are stacked: weight, scales and ``weight_sums`` as the dense operator takes them
-behind a dimension [E, ...], bias [E, N] or None. Sizes: T rows of x, S rows of y; x [T, K], y [S, N] in x's dtype,
+The weight tensors of the dense operator are stacked: weight, scales and ``weight_sums`` have a leading dimension E,
+bias is [E, N] or None. Sizes: T rows of x, S rows of y; x [T, K], y [S, N] in x's dtype,
 
-    y[s] = row_scale[s] * (x[row_index[s]] · W[e]ᵀ + bias[e])   of the expert e with offsets[e - 1] <= s < offsets[e],
-    y[s] = 0                                                     for rows that no expert has, from offsets[E - 1] on.
+    y[s] = row_scale[s] * (x[row_index[s]] · W[e]ᵀ + bias[e])   for expert e with offsets[e - 1] <= s < offsets[e],
+    y[s] = 0                                                     for rows past all experts, s >= offsets[E - 1].
 
-    offsets: int32 [E] on the device of x, the row of y after an expert's last one: the cumulated counts of tokens, as
-        torch's grouped_mm takes them; or [E + 1], with the 0 before them. Empty experts are fine.
+    offsets: int32 [E] on the device of x, cumulative token counts, the end of each expert's rows, as in torch's
+        grouped_mm; or [E + 1] with a leading 0. Experts may be empty.
     row_index: int64 or int32 [S], the row of x for each row of y; None: the same row, S = T.
     row_scale: [S] in a float dtype, applied to float32 sums before y is rounded; None: 1.
-    gate: alpha, limit, shift and interleaved of ``qao.ops.swiglu``, which x · Wᵀ + bias goes through, rounded to x's
-        dtype: y is [S, N / 2], row_scale stands behind the gate. None: no gate.
+    gate: alpha, limit, shift and interleaved of ``qao.ops.swiglu``, applied to x · Wᵀ + bias rounded to x's dtype:
+        y is [S, N / 2], and row_scale applies after the gate. None: no gate.
 
-On the CPU, without row_scale, a row is what the dense operator gives for the rows of its expert, bit for bit. x is
-rounded to eight bits once, however many rows of y read it (a scale for all of x is that of all its rows). Nothing in a
-call depends on the numbers in offsets but the result, which is the same in every run. On the CPU offsets that decrease
-or lie past S, and rows that x does not have, raise RuntimeError. A GPU, which nobody waits for, reads them as the
-nearest that are right: an expert begins where the one before it ends, and ends there or later, at S at most.
+On the CPU, without row_scale, a row has the same bits as the dense operator's result for the rows of its expert. x is
+quantized once, even if several rows of y read it (a per-tensor scale covers all rows of x). Only the result depends on
+the values in offsets; launches and sizes do not. The result is deterministic. On the CPU, offsets that decrease or
+exceed S and a row_index outside x raise RuntimeError. GPU kernels clamp them without a synchronization: an expert
+begins at the end of the previous one and ends there or later, at S at most.
 
-Gradients go to x, bias and row_scale: as for dense products, rounding x counts as the identity. A CUDA graph can
-capture a backward pass, too.
+Gradients go to x, bias and row_scale. As for dense GEMMs, quantization of x counts as the identity. A CUDA graph can
+capture the backward pass.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _qao = torch.ops.qao
 Gate = Sequence[float]  # alpha, limit, shift, interleaved
 SILU_MUL: Gate = (1.0, math.inf, 0.0, False)
 
-# The operators that products have for experts, and W [N, K] of one expert from (weight, scales, dtype, *rest).
+# Each grouped operator with the function that dequantizes one expert's W [N, K] from (weight, scales, dtype, *rest).
 _NAMES = {op._schema.name.removeprefix("qao::").removesuffix("mm") + "grouped_mm": w for op, w in DENSE.items()}
 GROUPED: dict[Any, Callable[..., Tensor]] = {
     getattr(_qao, name).default: dense for name, dense in _NAMES.items() if hasattr(_qao, name)
 }
-_FIRST = 7  # arguments that all have, up to row_scale
-_BEFORE_GATE: dict[Any, tuple[Any, ...]] = {}  # defaults of what stands between these and the gate
+_FIRST = 7  # arguments that all operators share, up to row_scale
+_BEFORE_GATE: dict[Any, tuple[Any, ...]] = {}  # defaults of the arguments between row_scale and gate
 for _operator in GROUPED:
     note_arguments(_operator)
     note_rotation(_operator)
@@ -103,16 +103,16 @@ class _Grouped(Function):
 
 
 def added(rows: Tensor, row_index: Tensor, shape: torch.Size) -> Tensor:
-    """rows [S, K], added to the rows of a tensor of zeros that ``row_index`` names, in the same order every time."""
+    """Deterministic scatter-add of rows [S, K] to the rows ``row_index`` of a zero tensor of ``shape``."""
     zeros = rows.new_zeros(shape)
     if not rows.is_cuda:
         return zeros.index_add(0, row_index, rows)
-    # index_add has no order on a GPU; this sorts
+    # index_add is nondeterministic on a GPU; index_put sorts the indices
     return zeros.index_put((row_index.long().clamp(0, shape[0] - 1),), rows, accumulate=True)
 
 
 def _members(grad: Tensor, offsets: Tensor) -> Tensor:
-    """float32 [S, E]: 1 where row s is of expert e."""
+    """float32 [S, E]: 1 where row s belongs to expert e."""
     rows = torch.arange(grad.shape[0], device=grad.device, dtype=offsets.dtype).unsqueeze(1)
     begins, ends = bounds_of(offsets, grad.shape[0])
     return ((rows >= begins) & (rows < ends)).float()
@@ -143,7 +143,7 @@ TRACED: dict[Any, Any] = {operator: _traced(operator) for operator in GROUPED}
 
 
 def through_gate(rows: Tensor, gate: Gate) -> Tensor:
-    """[S, N / 2] of [S, N], as the operators make them; differentiable."""
+    """The operators' gate on [S, N]: [S, N / 2], differentiable."""
     alpha, limit, shift, interleaved = gate
     if tuple(gate) == SILU_MUL:
         return silu_mul(*rows.chunk(2, -1))
@@ -151,7 +151,7 @@ def through_gate(rows: Tensor, gate: Gate) -> Tensor:
 
 
 def _in_pieces(product: Callable[[Tensor | None], Tensor], row_scale: Tensor | None, gate: Gate) -> Tensor:
-    """The same with a gradient for each; ``product`` takes its own row_scale."""
+    """Grouped GEMM, gate and row_scale as separate differentiable steps. ``product`` takes row_scale."""
     y = through_gate(product(None), gate)
     return y if row_scale is None else (y.float() * row_scale.float().unsqueeze(1)).to(y.dtype)
 
@@ -169,8 +169,8 @@ def grouped_product(
     *others: Any,
     gate: Gate | None = None,
 ) -> Tensor:
-    """``operator(x, weight, scales, bias, offsets, row_index, row_scale, *others, *constants)``, one of GROUPED, with
-    the gate in its place; differentiable."""
+    """Differentiable ``operator(x, weight, scales, bias, offsets, row_index, row_scale, *others, *constants, gate)``,
+    an operator of GROUPED."""
     rest = (*others, *constants)
     if MODE.on:
         rest = with_mode(operator, (x, weight, scales, bias, offsets, row_index, row_scale, *rest), True)[_FIRST:]
@@ -191,4 +191,4 @@ def grouped_product(
     return called(x, weight, scales, bias, offsets, row_index, row_scale, *rest)
 
 
-torch.fx.wrap("grouped_product")  # a node of fx.symbolic_trace, as the choice in it is made when the graph runs
+torch.fx.wrap("grouped_product")  # one node in fx.symbolic_trace: it selects the autograd path at run time

@@ -1,4 +1,4 @@
-"""The grouped products as functions: the raw operators, with gradients; grouped.py says what they compute."""
+"""Differentiable grouped GEMMs by weight format. grouped_autograd.py defines their arguments and result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .grouped_autograd import Gate, grouped_product
 
 _qao = torch.ops.qao
 
-# What experts call ``grouped_product`` with.
+# Operators that the experts' modules pass to ``grouped_product``.
 INT4 = _qao.int4_grouped_mm.default
 FP4 = _qao.fp4_grouped_mm.default
 INT8 = _qao.int8_grouped_mm.default
@@ -35,7 +35,7 @@ def int4_grouped_mm(
     batch_invariant: bool = False,
     gate: Gate | None = None,
 ) -> Tensor:
-    """``qao.ops.int4_mm`` of experts."""
+    """Grouped GEMM of ``qao.ops.int4_mm``."""
     constants = out_features, in_features, group_size, *asked(batch_invariant)
     return grouped_product(INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale, gate=gate)
 
@@ -54,7 +54,7 @@ def fp4_grouped_mm(
     batch_invariant: bool = False,
     gate: Gate | None = None,
 ) -> Tensor:
-    """``qao.ops.fp4_mm`` of experts."""
+    """Grouped GEMM of ``qao.ops.fp4_mm``."""
     constants = out_features, in_features, group_size, *asked(batch_invariant)
     return grouped_product(FP4, constants, x, weight, scales, bias, offsets, row_index, row_scale, gate=gate)
 
@@ -70,7 +70,7 @@ def int8_grouped_mm(
     batch_invariant: bool = False,
     gate: Gate | None = None,
 ) -> Tensor:
-    """``qao.ops.int8_mm`` of experts."""
+    """Grouped GEMM of ``qao.ops.int8_mm``."""
     arguments = INT8, asked(batch_invariant), x, weight, scales, bias, offsets, row_index, row_scale
     return grouped_product(*arguments, gate=gate)
 
@@ -86,7 +86,7 @@ def fp8_grouped_mm(
     batch_invariant: bool = False,
     gate: Gate | None = None,
 ) -> Tensor:
-    """``qao.ops.fp8_mm`` of experts."""
+    """Grouped GEMM of ``qao.ops.fp8_mm``."""
     arguments = FP8, asked(batch_invariant), x, weight, scales, bias, offsets, row_index, row_scale
     return grouped_product(*arguments, gate=gate)
 
@@ -104,7 +104,7 @@ def int8_int8_grouped_mm(
     x_rotation: int = 0,
     gate: Gate | None = None,
 ) -> Tensor:
-    """``qao.ops.int8_int8_mm`` of experts."""
+    """Grouped GEMM of ``qao.ops.int8_int8_mm``."""
     constants = asked(batch_invariant, x_rotation)
     arguments = INT8_INT8, constants, x, weight, scales, bias, offsets, row_index, row_scale, weight_sums
     return grouped_product(*arguments, gate=gate)
@@ -127,7 +127,7 @@ def int8_int4_grouped_mm(
     x_rotation: int = 0,
     gate: Gate | None = None,
 ) -> Tensor:
-    """``qao.ops.int8_int4_mm`` of experts; ``row_scales`` is [E, N]."""
+    """Grouped GEMM of ``qao.ops.int8_int4_mm``; ``row_scales`` is [E, N]."""
     constants = out_features, in_features, group_size, row_scales, *asked(batch_invariant, x_rotation)
     arguments = INT8_INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale, weight_sums
     return grouped_product(*arguments, gate=gate)
@@ -147,7 +147,7 @@ def fp8_fp8_grouped_mm(
     batch_invariant: bool = False,
     gate: Gate | None = None,
 ) -> Tensor:
-    """``qao.ops.fp8_fp8_mm`` of experts; ``x_scale``, float32 [1], is that of all of them."""
+    """Grouped GEMM of ``qao.ops.fp8_fp8_mm``; all experts share ``x_scale``, float32 [1]."""
     constants = x_group_size, fast_accum, *asked(batch_invariant)
     arguments = FP8_FP8, constants, x, weight, scales, bias, offsets, row_index, row_scale, x_scale
     return grouped_product(*arguments, gate=gate)
@@ -169,6 +169,6 @@ def fp8_int4_grouped_mm(
     fast_accum: bool = False,
     gate: Gate | None = None,
 ) -> Tensor:
-    """``qao.ops.fp8_int4_mm`` of experts; ``row_scales`` is [E, N]."""
+    """Grouped GEMM of ``qao.ops.fp8_int4_mm``; ``row_scales`` is [E, N]."""
     constants = out_features, in_features, group_size, row_scales, *asked(batch_invariant, fast_accum)
     return grouped_product(FP8_INT4, constants, x, weight, scales, bias, offsets, row_index, row_scale, gate=gate)

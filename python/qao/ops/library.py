@@ -1,4 +1,4 @@
-"""The operator library, loaded by import: ``torch.ops.qao.*`` are there afterwards."""
+"""Loader of the operator library. Importing it registers ``torch.ops.qao.*``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Linear products with gradients, by weight format: the functions that layers and users call.
+"""Differentiable dense GEMMs by weight format, the functions that layers and users call.
 
-``qao.ops`` documents what all of them take and return.
+``qao.ops`` documents the common arguments and the result.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import library  # noqa: F401  # the operators must be there
+from . import library  # noqa: F401  # loads the operators
 from .autograd import differentiable, product
 from .batch_invariant import asked
 from .dequantize import dense_fp4, dense_fp8, dense_int4, dense_int8
 from .weight_ops import int4_embedding, int8_embedding
 
-# What layers call ``product`` with. The modules that ``qao.ops`` imports after this one look through these.
+# Operators that layers pass to ``product``. Modules that ``qao.ops`` imports later iterate over DENSE.
 INT4 = differentiable(torch.ops.qao.int4_mm.default, dense_int4)
 INT8 = differentiable(torch.ops.qao.int8_mm.default, dense_int8)
 FP8 = differentiable(torch.ops.qao.fp8_mm.default, dense_fp8)
@@ -26,7 +26,7 @@ INT8_INT4 = differentiable(torch.ops.qao.int8_int4_mm.default, dense_int4)
 FP8_FP8 = differentiable(torch.ops.qao.fp8_fp8_mm.default, dense_fp8)
 FP8_INT4 = differentiable(torch.ops.qao.fp8_int4_mm.default, dense_int4)
 
-torch.fx.wrap("product")  # a node of fx.symbolic_trace, as the choice in it is made when the graph runs
+torch.fx.wrap("product")  # one node in fx.symbolic_trace: it selects the autograd path at run time
 
 # ---- rows of W, by format: (ids [...], weight, scales, *constants, dtype) -> [..., K] --------------------------------
 
@@ -35,7 +35,7 @@ EMBEDDINGS: dict[str, Callable[..., Tensor]] = {
     "int8": int8_embedding,
 }
 
-# ---- products: as the raw operators, and differentiable --------------------------------------------------------------
+# ---- differentiable GEMMs, with the arguments of the raw operators ---------------------------------------------------
 
 
 def int4_mm(
@@ -99,11 +99,11 @@ def int8_int8_mm(
     batch_invariant: bool = False,
     x_rotation: int = 0,
 ) -> Tensor:
-    """y = x̂ · Wᵀ + bias with an int8 weight and x̂ = x rounded to int8, a scale per token.
+    """y = x̂ · Wᵀ + bias with an int8 weight and x̂ = x quantized to int8, with one scale per token.
 
-    ``weight_sums``: float32 [N], sums over k of the dequantised W, makes the rounding of x asymmetric (with a zero
-    point per token); None: symmetric. ``x_rotation``: ``hadamard(x, x_rotation)`` is what is rounded, and W is one of
-    as many columns rotated alike; 0: x itself.
+    ``weight_sums``: float32 [N], sums over k of the dequantized W. It selects asymmetric quantization of x, with a zero
+    point per token; None: symmetric. ``x_rotation``: block size of a Hadamard rotation; the operator quantizes
+    ``hadamard(x, x_rotation)``, and the columns of W are rotated in the same way; 0: no rotation.
     """
     return product(INT8_INT8, asked(batch_invariant, x_rotation), x, weight, scales, bias, weight_sums)
 
@@ -123,9 +123,9 @@ def int8_int4_mm(
 ) -> Tensor:
     """y = x̂ · Wᵀ + bias with an int4 weight; x̂, ``weight_sums`` and ``x_rotation`` as for ``int8_int8_mm``.
 
-    ``row_scales``: float32 [N], of which the scales of a symmetric W are whole numbers, -15 to 16 but 0, each of its
-    row's. The result is the same but for rounding; Hopper multiplies many tokens without scaling sums of each group.
-    Others than those give wrong numbers there.
+    ``row_scales``: float32 [N] of two-level scales: each scale of a symmetric W is a nonzero integer from -15 to 16
+    times its row's scale. The result is the same except for rounding, and on Hopper the GEMM of many tokens needs no
+    scaling per group. Other ratios give wrong results there.
     """
     constants = out_features, in_features, group_size
     others = asked(batch_invariant, x_rotation)
@@ -143,10 +143,10 @@ def fp8_fp8_mm(
     fast_accum: bool = False,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """y = x̂ · Wᵀ + bias with an fp8 weight and x̂ = x rounded to e4m3.
+    """y = x̂ · Wᵀ + bias with an fp8 weight and x̂ = x quantized to e4m3.
 
-    ``x_group_size``: columns of x that share a scale: -1 all of a token, 128 a block (with W scaled by blocks), 0 all
-    of x. ``x_scale``: float32 [1], that one scale if it is known beforehand. ``fast_accum``: GPUs may sum more than
+    ``x_group_size``: granularity of the scales of x: -1 per token, 128 per block of columns (with block-scaled W),
+    0 per tensor. ``x_scale``: float32 [1], the static per-tensor scale. ``fast_accum``: GPUs may accumulate more than
     128 columns in the tensor core's short accumulator.
     """
     return product(FP8_FP8, (x_group_size, fast_accum, *asked(batch_invariant)), x, weight, scales, bias, x_scale)
@@ -164,10 +164,10 @@ def fp8_int4_mm(
     batch_invariant: bool = False,
     fast_accum: bool = False,
 ) -> Tensor:
-    """y = x̂ · Wᵀ + bias with an int4 weight and x̂ = x rounded to e4m3, a scale per token.
+    """y = x̂ · Wᵀ + bias with an int4 weight and x̂ = x quantized to e4m3, with one scale per token.
 
-    ``row_scales``: float32 [N], of which the scales of a symmetric W are powers of two, 2^-14 to 32, of either sign,
-    each of its row's. As in ``int8_int4_mm``. ``fast_accum``: with these, or one group a row, GPUs may sum more than
+    ``row_scales``: float32 [N] of two-level scales as in ``int8_int4_mm``, with powers of two from 2^-14 to 32, of
+    either sign, as factors. ``fast_accum``: with these, or one group per row, GPUs may accumulate more than
     128 columns in the tensor core's short accumulator.
     """
     constants = out_features, in_features, group_size

@@ -1,4 +1,4 @@
-"""Modes of torch under which weights are quantized: always the same ones, whatever the caller has set."""
+"""Fixed torch modes (autocast, default dtype, matmul precision) for weight quantization."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _DEVICE_TYPES = ("cpu", "cuda")  # of autocast
 
 @dataclass(frozen=True)
 class _Modes:
-    """What changes the dtype, device, precision or kind of tensors that an unchanged line of code makes."""
+    """Global torch state that changes the dtype, device, precision or kind of new tensors."""
 
-    autocast: tuple[tuple[str, torch.dtype], ...] = ()  # device types it is enabled for
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()  # device types with autocast enabled
     autocast_cache: bool = True
     inference: bool = False
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
-    precisions: tuple[str, ...] = ("ieee", "ieee")  # of float32 matmuls, see _matmuls
-    legacy: str | None = "highest"  # the same, as set_float32_matmul_precision knows it; None: it does not
+    precisions: tuple[str, ...] = ("ieee", "ieee")  # of float32 matmuls, in the order of _matmuls
+    legacy: str | None = "highest"  # as in set_float32_matmul_precision; None: set by fp32_precision only
 
     @classmethod
     def current(cls) -> _Modes:
@@ -42,10 +42,10 @@ class _Modes:
 
 @contextlib.contextmanager
 def neutral(*, defaults: bool = True) -> Iterator[None]:
-    """No autocast, no inference mode, no gradients, float32, the CPU, and matmuls of float32 in float32.
+    """No autocast, inference mode or gradients; defaults are float32 and the CPU; float32 matmuls are not TF32.
 
-    For everything that computes the numbers of a quantized weight: they are then the same in every mode, and the
-    Parameters are no inference tensors. A decorator, too. ``defaults``: False keeps the default dtype and device.
+    Code that computes quantized weights runs in this context, so that the result does not depend on the caller's modes
+    and Parameters are not inference tensors. Also a decorator. ``defaults=False`` keeps the default dtype and device.
     """
     now = _Modes.current()
     wanted = _Modes() if defaults else _Modes(dtype=now.dtype, device=now.device)
@@ -56,19 +56,19 @@ def neutral(*, defaults: bool = True) -> Iterator[None]:
     finally:
         if token is not None:
             _callers.reset(token)
-        if now.autocast:  # casts of weights that have changed in the meantime
+        if now.autocast:  # cached casts may be stale: weights have changed
             torch.clear_autocast_cache()
 
 
 @contextlib.contextmanager
 def callers() -> Iterator[None]:
-    """Inside ``neutral``, the modes around it, for a model that runs as its user runs it; still without gradients."""
+    """Inside ``neutral``, restores the caller's modes to run a model, still without gradients."""
     wanted = _callers.get()
     if wanted is None:
         yield
         return
     with _switched(_Modes.current(), wanted), torch.no_grad():
-        # Weights change between two calls, and a cached cast would be that of the weight before.
+        # Weights change between two calls, so cached casts would be stale.
         torch.set_autocast_cache_enabled(False)
         try:
             yield
@@ -77,12 +77,12 @@ def callers() -> Iterator[None]:
 
 
 def has_no_numbers(tensor: torch.Tensor) -> bool:
-    """Of tensors on meta and of FakeTensorMode."""
+    """True for tensors on meta and FakeTensors."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def writing(*tensors: torch.Tensor | None) -> contextlib.AbstractContextManager[Any]:
-    """Around what writes to these: torch allows that of inference tensors in inference mode alone."""
+    """Context for in-place writes to these tensors: inference tensors are writable only in inference mode."""
     inference = any(tensor is not None and tensor.is_inference() for tensor in tensors)
     return torch.inference_mode() if inference else contextlib.nullcontext()
 
@@ -92,7 +92,7 @@ _callers: ContextVar[_Modes | None] = ContextVar("modes around the outermost neu
 
 @contextlib.contextmanager
 def _switched(now: _Modes, wanted: _Modes) -> Iterator[None]:
-    """Touches nothing that is as wanted: some of this is of the whole process, and other threads would notice."""
+    """Sets only the modes that differ: some are process-wide, and a change would affect other threads."""
     with contextlib.ExitStack() as stack:
         if now.inference != wanted.inference:
             stack.enter_context(torch.inference_mode(wanted.inference))
@@ -133,7 +133,7 @@ def _same_precision(a: _Modes, b: _Modes) -> bool:
 
 
 def _set_precision(modes: _Modes) -> None:
-    """Both of torch's ways to set it; a getter of the one raises where the other says something else."""
+    """Sets both of torch's precision APIs; the getter of one raises if the other disagrees."""
     if modes.legacy is not None:
         torch.set_float32_matmul_precision(modes.legacy)
     for matmul, precision in zip(_matmuls(), modes.precisions, strict=True):

@@ -1,4 +1,4 @@
-"""``expert_topk``, ``expert_sort`` and ``expert_sum``: the choice of experts, the way of tokens to them and back."""
+"""MoE routing: ``expert_topk`` selects experts, ``expert_sort`` permutes tokens, ``expert_sum`` unpermutes."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch.autograd.function import once_differentiable
 from .autograd import traced, transformed
 from .grouped_autograd import added
 
-_LEAST_SUM = 1e-20  # as the operator has it
+_LEAST_SUM = 1e-20  # the same as in the operator
 _sort = torch.ops.qao.expert_sort.default
 _sum = torch.ops.qao.expert_sum.default
 _topk = torch.ops.qao.expert_topk.default
 
 
 def expert_sort(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which rows of the products of experts are whose: choices sorted by expert, those of one expert as they were.
+    """MoE permutation: a stable sort of the routed (token, expert) pairs by expert.
 
     Args:
-        experts: int64 or int32 [T, k], the experts that each token goes to. Numbers that are none of 0..E - 1 come
-            last, in rows that no expert has.
+        experts: int64 or int32 [T, k], the experts of each token. Numbers outside 0..E - 1 sort last, into rows after
+            those of all experts.
         num_experts: E.
 
     Returns:
-        int32 ``offsets`` [E] and ``row_index`` [T * k] as the grouped products take them, and ``places`` [T, k]: the
-        row of each choice.
+        int32 ``offsets`` [E] and ``row_index`` [T * k], arguments of the grouped GEMMs, and ``places`` [T, k]: the row
+        of each pair.
 
     Raises:
-        RuntimeError: A shape, dtype or device does not fit; the message lists all and the remedy.
+        RuntimeError: A shape, dtype or device does not fit; the message lists all operands and the remedy.
     """
     return _sort(experts, num_experts)  # type: ignore[no-any-return]
 
@@ -77,24 +77,24 @@ def expert_topk(
     groups: int = 1,
     top_groups: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights, as routers choose them; weights are differentiable in logits.
+    """Top-k routing: the experts of each token and their weights, which are differentiable in logits.
 
-    Scores are softmax or sigmoid of the logits, in float32. The best ``top_k`` are those of the largest scores plus
-    bias, within the ``top_groups`` groups (runs of E / groups experts) whose two largest add up to the most. Of equals
-    the lowest number comes first; NaN counts as the largest.
+    Scores are softmax or sigmoid of the logits, in float32. ``top_k`` experts with the largest scores plus bias are
+    selected within the best ``top_groups`` groups (runs of E / groups experts). A group ranks by the sum of its two
+    largest scores plus bias. The lowest number wins ties; NaN counts as the largest.
 
     Args:
         logits: [T, E] in a float dtype.
-        bias: [E] in a float dtype, contiguous, for the choice alone; None for zeros.
+        bias: [E] in a float dtype, contiguous, for the selection only; None for zeros.
         normalized: Scores of a token's experts are divided by their sum, plus 1e-20.
-        factor: What weights are multiplied by.
-        groups, top_groups: 1 and 1 for a choice among all; at most 32 groups.
+        factor: Multiplies the weights.
+        groups, top_groups: 1 and 1 to select among all experts; at most 32 groups.
 
     Returns:
         int64 [T, top_k], the best first, and their weights, float32 [T, top_k], without bias.
 
     Raises:
-        RuntimeError: A shape, dtype, device or number does not fit; the message lists all and the remedy.
+        RuntimeError: A shape, dtype, device or number does not fit; the message lists all operands and the remedy.
     """
     arguments = logits, top_k, sigmoid, bias, normalized, factor, groups, top_groups
     if isinstance(logits, Tensor) and logits.requires_grad and torch.is_grad_enabled():
@@ -130,18 +130,21 @@ def _plain_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
 
 def expert_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """y[t] = Σ_j weights[t, j] * rows[places[t, j]], summed in float32 and rounded once; differentiable.
+    """MoE unpermute and combine: y[t] = Σ_j weights[t, j] * rows[places[t, j]], summed in float32 and rounded once.
+
+    Differentiable.
 
     Args:
-        rows: [S, N] in a float dtype, contiguous: what the last product of the experts gave.
-        places: int32 [T, k] of ``expert_sort``. One that is no row is an error on the CPU; on a GPU it counts as zeros.
-        weights: [T, k] in a float dtype, the router's.
+        rows: [S, N] in a float dtype, contiguous: the result of the experts' last GEMM.
+        places: int32 [T, k] from ``expert_sort``. An index outside 0..S - 1 raises on the CPU and counts as a row of
+            zeros on a GPU.
+        weights: [T, k] in a float dtype, the routing weights.
 
     Returns:
         [T, N] in the dtype of rows.
 
     Raises:
-        RuntimeError: A shape, dtype or device does not fit; the message lists all and the remedy.
+        RuntimeError: A shape, dtype or device does not fit; the message lists all operands and the remedy.
     """
     if transformed():
         return _plain_sum(rows, places, weights)

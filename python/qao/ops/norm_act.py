@@ -1,7 +1,7 @@
-"""What stands between the linear layers of a decoder block, differentiable: ``add_rms_norm`` and ``silu_mul``.
+"""Differentiable ``add_rms_norm``, ``silu_mul`` and ``swiglu``, the operators between a block's linear layers.
 
-Beside the raw operators of the same names (``torch.ops.qao``) these functions have gradients. On Hopper the kernels
-start while the one before them ends, and let qao's products start while they end themselves.
+The raw operators of the same names (``torch.ops.qao``) have no gradients. On Hopper the kernels use programmatic
+dependent launch (PDL) with the preceding kernel and with qao's following GEMM.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _wants_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
-# ---- forward-mode and torch.func, in operators of torch, which have all the derivatives there are --------------------
+# ---- forward-mode and torch.func: torch operators, which have all derivatives ----------------------------------------
 
 
 def _plain_add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -122,16 +122,16 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps:
 
     Args:
         x: [..., K], float32, float16 or bfloat16; any strides.
-        residual: As x, or None for zeros; h is then a copy of x.
+        residual: Shape and dtype of x, or None for zeros; h is then a copy of x.
         weight: [K] in a float dtype, contiguous; None for ones.
         eps: Added to the mean square.
 
     Returns:
-        y and h, [..., K], contiguous, in x's dtype. h is rounded to it before its norm is taken, which is computed in
+        y and h, [..., K], contiguous, in x's dtype. h is rounded to that dtype before the norm, which is computed in
         float32 and rounded once.
 
     Raises:
-        RuntimeError: A shape, dtype or device does not fit; the message lists all and the remedy.
+        RuntimeError: A shape, dtype or device does not fit; the message lists all operands and the remedy.
     """
     if transformed():
         return _plain_add_rms_norm(x, residual, weight, eps)
@@ -146,13 +146,14 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """gate * sigmoid(gate) * up, computed in float32 and rounded once.
 
     Args:
-        gate, up: [..., K], float32, float16 or bfloat16, alike; any strides, such as the halves of one tensor.
+        gate, up: [..., K], float32, float16 or bfloat16, the same shape and dtype; any strides, such as the halves of
+            one tensor.
 
     Returns:
         [..., K], contiguous, in the dtype of gate.
 
     Raises:
-        RuntimeError: A shape, dtype or device does not fit; the message lists all and the remedy.
+        RuntimeError: A shape, dtype or device does not fit; the message lists all operands and the remedy.
     """
     if transformed():
         return _plain_silu_mul(gate, up)
@@ -164,20 +165,20 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu(x: Tensor, alpha: float, limit: float, shift: float, interleaved: bool) -> Tensor:
-    """g sigmoid(alpha g) (u + shift), computed in float32 and rounded once; g = min(gate, limit), u = up within ±limit.
+    """g sigmoid(alpha g) (u + shift), in float32, rounded once; g = min(gate, limit), u = up clamped to ±limit.
 
-    GPT-OSS: 1.702, 7.0, 1.0, True.
+    GPT-OSS uses 1.702, 7.0, 1.0, True.
 
     Args:
         x: [..., 2 K], float32, float16 or bfloat16; any strides.
         alpha, limit: Positive; ``limit`` may be infinite.
-        interleaved: Columns of gate and up by turns, gate first. Otherwise gate is the first half.
+        interleaved: Columns of gate and up alternate, gate first. Otherwise gate is the first half.
 
     Returns:
         [..., K], contiguous, in x's dtype.
 
     Raises:
-        RuntimeError: A shape, dtype or number does not fit; the message lists all and the remedy.
+        RuntimeError: A shape, dtype or number does not fit; the message lists all operands and the remedy.
     """
     if transformed():
         return plain_swiglu(x, alpha, limit, shift, interleaved)

@@ -1,11 +1,11 @@
-"""Slow, obvious float64 truth. Tests compare kernels and quantiser with it; it calls no operator of qao.
+"""Slow, simple float64 reference for tests of kernels and quantization. It calls no operator of qao.
 
-A scheme's y is ``mm(x̂, Ŵ, bias)``, x̂ what it makes of the activation and Ŵ of the weight, both float64:
+A scheme's y is ``mm(x̂, Ŵ, bias)`` with the dequantized activations x̂ and weight Ŵ, both float64:
 
     Ŵ: ``dequantize`` (int4), ``dequantize_8bit`` (int8, fp8), ``dequantize_fp4``
-    x̂: x itself; ``dequantize_activation(*quantize_activation_int8(x, ...))``; the same of fp8
+    x̂: x itself (weight-only), or ``dequantize_activation(*quantize_activation_int8(x, ...))``, or the same for fp8
 
-Plain (unpacked) tensors throughout. int4: q uint8 [N, K] of values 0..15, scales and zeros [N, ceil(K / group_size)].
+All tensors are unpacked. int4: q uint8 [N, K] of values 0..15, scales and zeros [N, ceil(K / group_size)].
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.nn import functional
 
 SYMMETRIC_ZERO = 8
-BLOCK = 128  # rows and columns of a weight, or columns of a token, that share a scale by blocks
-SMALLEST = 2.0**-100  # maximum of an activation's values; smaller ones are quantised as if it were this
+BLOCK = 128  # rows and columns of a weight block, or columns of a token's block, that share a scale
+SMALLEST = 2.0**-100  # lower bound of the largest magnitude from which activation scales are computed
 
 
 def quantize_int4(weight: Tensor, group_size: int, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Round-to-nearest without clipping: (q, scales, zeros), the last two float64.
 
-    Each row is cut into groups of ``group_size`` columns (-1: the whole row), the last of which may be short. Symmetric
-    groups map the value of largest magnitude to code 0, eight steps from the zero point 8, so their scale has the sign
-    that does so; asymmetric ones map the range of the group, extended to hold 0, to 0..15.
+    Each row is split into groups of ``group_size`` columns (-1: the whole row); the last group may be short. Symmetric
+    groups map the value of largest magnitude to code 0, eight steps below the zero point 8, so their scale can be
+    negative. Asymmetric groups map the range of the group, extended to include 0, to 0..15.
     """
     rows, columns = weight.shape
     size = columns if group_size == -1 else group_size
@@ -58,7 +58,7 @@ def dequantize(q: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int)
     return (q.double() - zero) * per_column(scales)
 
 
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0..7; with 8 the same below zero
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0..7; bit 3 is the sign
 
 
 def dequantize_fp4(q: Tensor, scales: Tensor, divisor: Tensor | None, group_size: int) -> Tensor:
@@ -69,7 +69,7 @@ def dequantize_fp4(q: Tensor, scales: Tensor, divisor: Tensor | None, group_size
 
 
 def dequantize_8bit(q: Tensor, scales: Tensor) -> Tensor:
-    """W [N, K] = q * scale in float64, q int8 or e4m3; scales [N], [N, 1], [1], [1, 1] or one for each 128 x 128."""
+    """W [N, K] = q * scale in float64, q int8 or e4m3; scales [N], [N, 1], [1], [1, 1] or one per 128 x 128 block."""
     n, k = q.shape
     if scales.dim() < 2 or scales.shape in ((n, 1), (1, 1)):
         return q.double() * scales.double().reshape(-1, 1)
@@ -78,11 +78,11 @@ def dequantize_8bit(q: Tensor, scales: Tensor) -> Tensor:
 
 
 def quantize_activation_int8(x: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """x [M, K] to int8, one scale and zero point a row: (q, scales [M, 1], zeros [M, 1]), x ≈ (q - zero) * scale.
+    """x [M, K] to int8 with one scale and zero point per row: (q, scales [M, 1], zeros [M, 1]), x ≈ (q - zero) * scale.
 
-    The definition of the operators, in float32: q = round(x * (1 / scale)) + zero, ties to even. Symmetric: the largest
-    magnitude becomes 127; else the range, extended to hold 0, becomes -128..127. A row that is not finite has scale NaN
-    and q = 0.
+    As the operators define it, in float32: q = round(x * (1 / scale)) + zero, ties to even. Symmetric: the largest
+    magnitude maps to 127; otherwise the range, extended to include 0, maps to -128..127. A row with a nonfinite value
+    has scale NaN and q = 0.
     """
     x = x.float()
     finite = x.isfinite().all(1, keepdim=True)
@@ -99,11 +99,11 @@ def quantize_activation_int8(x: Tensor, *, symmetric: bool) -> tuple[Tensor, Ten
 
 
 def quantize_activation_fp8(x: Tensor, group_size: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x [M, K] to float8_e4m3fn: (q, scales), x ≈ q * scale, the largest magnitude that shares a scale becoming 448.
+    """x [M, K] to float8_e4m3fn: (q, scales), x ≈ q * scale. The largest magnitude of each scale maps to 448.
 
-    ``group_size``: -1, scales [M, 1]; 128, one for each 128 columns, [M, ceil(K / 128)]; 0, one for all, [1], which may
-    be given. The definition of the operators, in float32: q = e4m3(x * (1 / scale)), saturated at 448. What is not
-    finite has scale NaN and q = 0; with a given scale NaN stays NaN.
+    ``group_size``: -1, scales [M, 1]; 128, one per 128 columns, [M, ceil(K / 128)]; 0, one per tensor, [1], which
+    ``scale`` can fix. As the operators define it, in float32: q = e4m3(x * (1 / scale)), saturated at 448. A group with
+    a nonfinite value has scale NaN and q = 0; with a static scale NaN stays NaN.
     """
     rows, columns = x.shape
     size = BLOCK if group_size == BLOCK else columns
@@ -142,7 +142,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu(x: Tensor, alpha: float, limit: float, shift: float, interleaved: bool) -> Tensor:
-    """g sigmoid(alpha g) (u + shift) in float64, of a gate g cut off above ``limit`` and its up u at both sides."""
+    """g sigmoid(alpha g) (u + shift) in float64, with g = min(gate, limit) and u = up clamped to ±limit."""
     gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     gate, up = gate.double().clamp(max=limit), up.double().clamp(-limit, limit)
     return gate * (alpha * gate).sigmoid() * (up + shift)

@@ -1,4 +1,4 @@
-"""What the calling thread does alone on a CPU: each wait for others beside a busy process takes slices of its time."""
+"""Single-threaded CPU loops over small parts: waiting for a thread pool is slow on a machine with other load."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-SERIAL_VALUES = 1 << 15  # of which torch gives none to another thread
+SERIAL_VALUES = 1 << 15  # torch runs elementwise operations of this size on the calling thread
 
 
 def serial_parts(values: Tensor) -> Sequence[Tensor]:
-    """All values, in parts so small on a CPU; in one elsewhere."""
+    """All values, in parts of SERIAL_VALUES on a CPU, in one part on other devices."""
     return values.flatten().split(SERIAL_VALUES) if values.device.type == "cpu" else (values,)

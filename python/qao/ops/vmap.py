@@ -1,4 +1,4 @@
-"""What vmap, nested tensors and FlopCounterMode need to know of the operators; registered by import."""
+"""vmap rules, nested-tensor kernels and the gradient of hadamard, registered by import."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _register_product(operator: Any) -> None:
 
 
 def _register_rows(operator: Any, rows: int) -> None:
-    """Of an operator whose first ``rows`` arguments are [..., K] alike, each row for itself, or are None."""
+    """vmap rule of a row-wise operator. Its first ``rows`` arguments are [..., K] or None."""
     name = operator._schema.name
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -62,7 +62,7 @@ def _turn_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 
 def _register_jagged(operator: Any) -> None:
-    """x [B, j, ..., K] with jagged j: the product of its values, in the same structure."""
+    """x [B, j, ..., K] with jagged j: applies the GEMM to its values and keeps the structure."""
 
     def rule(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
         x, *others = args
@@ -121,6 +121,6 @@ def _register() -> None:
         _register_rows(operator, rows)
 
 
-# A package that is imported again finds its rules there.
+# The rules outlive a second import of the package.
 if not torch._C._dispatch_has_kernel_for_dispatch_key("qao::int4_mm", "FuncTorchBatched"):
     _register()

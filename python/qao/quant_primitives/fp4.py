@@ -17,7 +17,7 @@ _LANES = 16  # of a sum, as the CPU's kernels take it
 
 
 def quantize_fp4(weight: Tensor, format: str, *, name: str = "weight") -> QuantizedWeight:
-    """Quantises a float weight [N, K] to e2m1 codes, on the device it is on, with the same bits on each.
+    """Quantizes a float weight [N, K] to e2m1 codes, on the device it is on, with the same bits on each.
 
     "mxfp4": groups of 32, a power of two each: the one that keeps the group's largest magnitude below 8 (of which 6 is
     the largest code), or twice that, whichever has the smaller squared error. "nvfp4": groups of 16, an e4m3 scale each

@@ -22,7 +22,7 @@ def _largest(values: Tensor, height: int, width: int) -> Tensor:
 
 
 def quantize_fp8(weight: Tensor, granularity: str, *, name: str = "weight") -> QuantizedWeight:
-    """Quantises a float weight [N, K] to float8_e4m3fn, on the device it is on.
+    """Quantizes a float weight [N, K] to float8_e4m3fn, on the device it is on.
 
     A float32 scale maps the largest magnitude of what shares it to 448, the largest e4m3 number; nothing overflows to
     NaN. ``granularity``: "row", scales [N, 1]; "tensor", [1, 1]; "block", one for each 128 x 128,

@@ -20,7 +20,7 @@ _CLIP_FACTORS = tuple(1 + 0.03 * step for step in range(3, -17, -1))
 _CLIP_FACTORS_INT4 = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85)
 # Rounds of least squares for scale and zero point of four bits: more are hardly better (docs/numerics.md).
 _ROUNDS_INT4 = 8
-# Elements quantised at a time. A CPU core's second-level cache holds such a chunk and its scratch; a GPU needs more
+# Elements quantized at a time. A CPU core's second-level cache holds such a chunk and its scratch; a GPU needs more
 # work per launch, and memory stays bounded by a few hundred megabytes.
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 
@@ -69,7 +69,7 @@ def quantize_int4(
     importance: Tensor | None = None,
     name: str = "weight",
 ) -> QuantizedWeight:
-    """Quantises a float weight [N, K] to four bits, on the device it is on.
+    """Quantizes a float weight [N, K] to four bits, on the device it is on.
 
     Every group of ``group_size`` columns (-1: the whole row; the last may be short) gets a scale and, unless
     ``symmetric``, a zero point. A symmetric scale is negative where the largest value of its group is positive: codes
@@ -78,7 +78,7 @@ def quantize_int4(
     the mean square of its activations: float [K], >= 0, on any device; None takes ``importance.estimate_importance``.
     From there scale and zero point are fitted by least squares. Zero points so are numbers that need not be whole, nor
     are those of a group that is a grid of sixteen steps already, which is kept; with ``whole_zeros`` they are 0..15,
-    without either. Scales are rounded to ``scale_dtype`` before q is chosen: the error that is minimised is the one the
+    without either. Scales are rounded to ``scale_dtype`` before q is chosen: the error that is minimized is the one the
     layer will have. Computed in float32, a chunk of rows at a time.
 
     Raises:
@@ -93,7 +93,7 @@ def quantize_int4(
 def quantize_int8(
     weight: Tensor, *, clip_search: bool = True, importance: Tensor | None = None, name: str = "weight"
 ) -> QuantizedWeight:
-    """Quantises a float weight [N, K] to -127..127 with a positive float32 scale a row, otherwise as quantize_int4."""
+    """Quantizes a float weight [N, K] to -127..127 with a positive float32 scale a row, otherwise as quantize_int4."""
     result = _quantize_groups(weight, -1, _INT8, True, torch.float32, clip_search, importance, name)
     return result._replace(scales=result.scales.flatten())
 

@@ -1,4 +1,4 @@
-"""dequantize_: the way back, from quantised layers to floats."""
+"""dequantize_: the way back, from quantized layers to floats."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .module_swap import put_module
 
 @modes.neutral()
 def dequantize_(model: nn.Module) -> nn.Module:
-    """Replaces every quantised layer of ``model`` by a float one of the weight it multiplies with, in place.
+    """Replaces every quantized layer of ``model`` by a float one of the weight it multiplies with, in place.
 
     A QuantLinear becomes an nn.Linear in its dtype (or the Conv1D of transformers that it was), a QuantEmbedding an
     nn.Embedding, QuantExperts the fused experts they were. Models of transformers and diffusers are saved as float
-    models again. Modules and weights that are shared stay shared. What quantising rounded stays rounded, and
-    activations are no longer quantised. All parameters start frozen, as they were. Should it stop in the middle
+    models again. Modules and weights that are shared stay shared. What quantizing rounded stays rounded, and
+    activations are no longer quantized. All parameters start frozen, as they were. Should it stop in the middle
     (Ctrl-C, out of memory), every layer is either as it was or in floats, and calling it again does the rest.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: ``model`` is itself a quantised layer, which cannot be replaced in place.
+        TypeError: ``model`` is itself a quantized layer, which cannot be replaced in place.
         ValueError: a layer has hooks, which would be lost, or is sharded (qao.distributed); the model is unchanged.
     """
     if isinstance(model, PackedModule):

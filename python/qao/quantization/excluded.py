@@ -18,7 +18,7 @@ _GATES = {"gate", "gating", "moe_gate", "expert_gate", "shared_expert_gate"}
 
 
 def spared(model: nn.Module) -> dict[str, str]:
-    """Why each such layer stays, by name. Layers that are quantised already are none of them."""
+    """Why each such layer stays, by name. Layers that are quantized already are none of them."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found = {}
     for name, module in modules.items():

@@ -118,7 +118,7 @@ def _quantised(name: str, module: QuantProjection, places: list[tuple[nn.Module,
 
 
 def check(unit: list[Layer], device: torch.device | str | None) -> None:
-    """Raises all that quantising them would."""
+    """Raises all that quantizing them would."""
     for layer in unit:
         assert layer.scheme is not None
         origin: Any = layer.module
@@ -134,7 +134,7 @@ def _key(layer: Layer) -> str:
 
 
 def replace(unit: list[Layer], device: torch.device | str | None) -> None:
-    """Quantises the experts of one layer, and puts them in their places."""
+    """Quantizes the experts of one layer, and puts them in their places."""
     origin: Any = unit[0].module
     scheme = unit[0].scheme
     assert scheme is not None
@@ -171,7 +171,7 @@ def assemble(origin: Any, packed: dict[str, tuple[Scheme, PackedWeight]]) -> Qua
 
 
 class Arriving:
-    """Experts of a model that is loaded tensor by tensor: a projection is quantised when it comes, so that no more than
+    """Experts of a model that is loaded tensor by tensor: a projection is quantized when it comes, so that no more than
     one is there in floats; the experts change when both have come, and their biases.
 
     Attributes:
@@ -192,7 +192,7 @@ class Arriving:
             raise ValueError(f"{name}: {list(value.shape)} in the checkpoint, and {list(skeleton.shape)} in the model")
         self._packed[name] = quantize_projection(value, layer.scheme, origin.is_transposed, None, name)
         kept = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)  # for its shape and dtype
-        kept._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers would initialise it
+        kept._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers would initialize it
         origin._parameters[_key(layer)] = kept
 
     def finish(self) -> None:

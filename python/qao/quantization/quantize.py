@@ -1,4 +1,4 @@
-"""quantize_: replaces the linear layers of a model by quantised ones, in place."""
+"""quantize_: replaces the linear layers of a model by quantized ones, in place."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def quantize_(
     Layers that cannot be replaced without changing what the model computes are left and reported: those with hooks or
     parametrizations, subclasses of nn.Linear whose forward does more, weights tied to an embedding, layers whose parent
     reads the weight itself. Routers of experts (docs/quantize.md says how they are known) and layers with one output
-    are excluded unless a scheme is meant for them. Layers that are quantised already stay as they are, and a warning
+    are excluded unless a scheme is meant for them. Layers that are quantized already stay as they are, and a warning
     names those that ``scheme`` would make something else; shared modules and tied weights stay shared. Everything in
     the list of errors below is checked before the first change.
 
-    Should it stop in the middle all the same (Ctrl-C, out of memory), then every layer is either quantised or as it
+    Should it stop in the middle all the same (Ctrl-C, out of memory), then every layer is either quantized or as it
     was, a warning says how many are, and the model computes. Called again with the same arguments, it does the rest.
 
     Args:
@@ -58,22 +58,22 @@ def quantize_(
             the name and the module of a layer (of fused experts: theirs), in the order that the names of their
             parameters (``name`` or ``fqn``, ``module`` or ``m``, ...) or their annotations say.
         filter: function of name and module as above; layers for which it is false are left.
-        embeddings: quantise embeddings too whose weight is that of a linear layer which gets a scheme of int4 or int8
+        embeddings: quantize embeddings too whose weight is that of a linear layer which gets a scheme of int4 or int8
             weights (the head of many language models), as QuantEmbedding: one weight for both. False leaves such linear
             layers as they are. Other embeddings always stay as they are.
-        device: quantise there, one layer at a time, and move the whole model there in the end: for a model in host
+        device: quantize there, one layer at a time, and move the whole model there in the end: for a model in host
             memory and a GPU that holds the result but not the float weights. None: every layer where it is.
         progress: show a progress bar once it takes more than two seconds.
-        strict: raise instead of warning if anything that was asked for cannot be quantised.
+        strict: raise instead of warning if anything that was asked for cannot be quantized.
 
     Returns:
-        A Report with a row for every linear layer, every embedding that is quantised or that ``embeddings`` is about,
+        A Report with a row for every linear layer, every embedding that is quantized or that ``embeddings`` is about,
         and every other big weight.
 
     Raises:
         TypeError: ``model`` is itself a linear layer, which cannot be replaced in place; or ``scheme`` is none of the
             above; or a function does not say whether it takes (name, module) or (module, name).
-        ValueError: a key of the dict matches no module; nothing is left to quantise, and layers are quantised already
+        ValueError: a key of the dict matches no module; nothing is left to quantize, and layers are quantized already
             by another scheme; a weight holds NaN or Inf, or more than its scales can hold;
             something on meta shall go to a device, or the other way round; a budget of bits is too small, or its layers
             are on meta; or ``strict`` and something would be left.
@@ -99,12 +99,12 @@ class Plan:
 
     model: nn.Module
     layers: list[targets.Layer]  # with their rows in the report
-    pending: list[targets.Layer]  # those to be quantised
+    pending: list[targets.Layer]  # those to be quantized
     experts: list[list[targets.Layer]]  # and projections of experts, those of one module together
     report: Report
 
     def settle(self) -> None:
-        """Lets the libraries know what is quantised by now, whether that is all or not."""
+        """Lets the libraries know what is quantized by now, whether that is all or not."""
         if any(isinstance(layer.module, PackedModule) for layer in self.layers):
             rename_ties(self.model)
             for listener in listeners.quantized:
@@ -178,7 +178,7 @@ def units_of(pending: list[targets.Layer]) -> list[list[targets.Layer]]:
 
 
 def put(unit: list[targets.Layer], packed: PackedWeight) -> None:
-    """Replaces layers with one weight by quantised ones."""
+    """Replaces layers with one weight by quantized ones."""
     first, *others = unit
     assert first.scheme is not None
     head = QuantLinear.from_packed(first.module, first.scheme, packed)
@@ -206,7 +206,7 @@ def _asked_again(
     select: Selection,
     keep: Callable[[str, nn.Module], bool] | None,
 ) -> list[Row]:
-    """Rows of quantised layers that are to be quantised by a scheme of another kind, which is noted in them."""
+    """Rows of quantized layers that are to be quantized by a scheme of another kind, which is noted in them."""
     found = []
     for layer in layers:
         row, module = layer.row, layer.module
@@ -224,7 +224,7 @@ def _asked_again(
 
 
 def _complain_of_other_schemes(rows: list[Row], others: bool) -> None:
-    """``others``: there are layers that can be quantised as asked."""
+    """``others``: there are layers that can be quantized as asked."""
     if not rows:
         return
     text = "".join(f"\n  {row.name}: {row.scheme}, {row.note}" for row in rows[:5])
@@ -243,7 +243,7 @@ def _was_asked_for(layer: targets.Layer | None) -> bool:
 
 
 def _check_weight(layer: targets.Layer, device: torch.device | str | None) -> None:
-    """Raises all that quantising it would."""
+    """Raises all that quantizing it would."""
     assert layer.scheme is not None
     weight = linear_weight(layer.module)
     if weight.is_meta:
@@ -277,7 +277,7 @@ def _complain(report: Report, strict: bool) -> None:
 
 
 def importance_of(layers: list[targets.Layer]) -> dict[str, Tensor]:
-    """Of layers in int4 by name, where the weight of another that is quantised tells: before that one is."""
+    """Of layers in int4 by name, where the weight of another that is quantized tells: before that one is."""
     named = {layer.row.name: layer.module for layer in layers if is_linear(layer.module) and layer.scheme is not None}
     found = {}
     for layer in layers:

@@ -43,38 +43,38 @@ class Report:
         quantized: it is a QuantLinear now.
         already quantized: it was one before.
         excluded: the scheme or the filter left it out.
-        left: it was asked for and could not be quantised; ``note`` says why.
-        kept: an embedding that stays in floats; ``note`` says what it would take to quantise it.
+        left: it was asked for and could not be quantized; ``note`` says why.
+        kept: an embedding that stays in floats; ``note`` says what it would take to quantize it.
         untouched: a fused expert tensor or another big weight, which belongs to neither.
     """
 
     parameters: int  # elements of all parameters of the float model, each counted once
-    parameters_quantized: int  # of these, elements of quantised weights
+    parameters_quantized: int  # of these, elements of quantized weights
     rows: list[Row] = field(default_factory=list)
 
     @property
     def coverage(self) -> float:
-        """Share of the model's parameters that are quantised, 0..1."""
+        """Share of the model's parameters that are quantized, 0..1."""
         return self.parameters_quantized / self.parameters if self.parameters else 0.0
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of the quantised weights as they were."""
+        """Bytes of the quantized weights as they were."""
         return sum(row.bytes_before for row in self._quantized())
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of the quantised weights as they are."""
+        """Bytes of the quantized weights as they are."""
         return sum(row.bytes_after for row in self._quantized())
 
     @property
     def problems(self) -> list[Row]:
-        """Rows that were asked for and are not quantised."""
+        """Rows that were asked for and are not quantized."""
         return [row for row in self.rows if row.status in ("left", "untouched")]
 
     @property
     def reasons(self) -> list[str]:
-        """Why linear layers are not quantised, most frequent first: "3 of 4: by the filter"."""
+        """Why linear layers are not quantized, most frequent first: "3 of 4: by the filter"."""
         notes = Counter(row.note for row in self.rows if row.status in ("excluded", "left"))
         return [f"{count} of {notes.total()}: {note}" for note, count in notes.most_common()]
 

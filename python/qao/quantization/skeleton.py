@@ -1,4 +1,4 @@
-"""Which modules of a model are quantised and how, and making room for them in a model of floats."""
+"""Which modules of a model are quantized and how, and making room for them in a model of floats."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Undo = list[tuple[nn.Module, str, nn.Module]]  # parent, attribute, the module t
 
 
 def describe(model: nn.Module) -> dict[str, Scheme]:
-    """The quantised modules of ``model`` by name, one name each, as ``exact_scheme``."""
+    """The quantized modules of ``model`` by name, one name each, as ``exact_scheme``."""
     return {name: exact_scheme(module) for name, module in model.named_modules() if isinstance(module, PackedModule)}
 
 
 def float_dtype(model: nn.Module) -> torch.dtype | None:
-    """Of the float weights that the quantised modules stand for; None if there are none."""
+    """Of the float weights that the quantized modules stand for; None if there are none."""
     return next((module.dtype for module in model.modules() if isinstance(module, PackedModule)), None)
 
 
@@ -45,12 +45,12 @@ def make_room(
     dtypes: Mapping[str, torch.dtype] | None = None,
     on_meta: bool = True,
 ) -> Undo:
-    """Replaces modules of ``model`` by quantised ones on meta, for a checkpoint to be loaded into.
+    """Replaces modules of ``model`` by quantized ones on meta, for a checkpoint to be loaded into.
 
     Modules that hang at several places go on doing so, and weights that are shared stay shared.
 
     Args:
-        model: of floats, or quantised already.
+        model: of floats, or quantized already.
         schemes: what to put where.
         sizes: (N, K) that the checkpoint has, by name; checked.
         dtypes: of the float weights they stand for, by name; else those of the modules that are replaced.

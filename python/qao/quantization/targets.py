@@ -42,7 +42,7 @@ class Layer:
     module: nn.Module
     row: Row
     places: list[tuple[nn.Module, str]] = field(default_factory=list)  # (parent, attribute)
-    scheme: Scheme | None = None  # set if it is to be quantised
+    scheme: Scheme | None = None  # set if it is to be quantized
     tied_to: Layer | None = None  # an earlier layer with the same weight
     elements: int = 0  # of the float weight; 0 if counted in tied_to
     x_dtype: torch.dtype = torch.float32  # that the layer will probably see
@@ -57,7 +57,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
 
 def find_embeddings(model: nn.Module) -> list[Layer]:
-    """Those that are quantised, and the others as if they stay as they are."""
+    """Those that are quantized, and the others as if they stay as they are."""
     embeddings = _find(model, _is_any_embedding)
     for layer in embeddings:
         module, row = layer.module, layer.row
@@ -147,9 +147,9 @@ def _read_by(parent: nn.Module) -> tuple[str, ...]:
 
 
 def resolve_tied_weights(model: nn.Module, layers: list[Layer], embeddings: list[Layer], with_embeddings: bool) -> None:
-    """Linears with one weight are quantised together, or not at all if anything else uses that weight.
+    """Linears with one weight are quantized together, or not at all if anything else uses that weight.
 
-    An embedding that uses it is quantised with them if ``with_embeddings`` and it can be.
+    An embedding that uses it is quantized with them if ``with_embeddings`` and it can be.
     """
     users: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
@@ -232,7 +232,7 @@ def find_untouched(model: nn.Module, layers: list[Layer], asked: Select | None) 
 
 
 def check_device(model: nn.Module, device: torch.device | str | None) -> None:
-    """Raises where quantising there cannot work: a weight without data, or one whose data would be dropped."""
+    """Raises where quantizing there cannot work: a weight without data, or one whose data would be dropped."""
     if device is None:
         return
     to_meta = torch.empty(0, device=device).is_meta  # raises where there is no such device
@@ -255,7 +255,7 @@ def packed_bytes(layer: PackedModule) -> int:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Elements of all parameters, each counted once; of a quantised weight, those of the float weight."""
+    """Elements of all parameters, each counted once; of a quantized weight, those of the float weight."""
     counts: dict[int, int] = {}
     for module in model.modules():
         own = (p for p in module._parameters.values() if p is not None and not is_lazy(p))

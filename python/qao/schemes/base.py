@@ -24,11 +24,11 @@ OnePass = tuple[torch.dtype, int, int, bool, bool]  # dtype, rows, columns, symm
 
 
 class PackedWeight(NamedTuple):
-    """A quantised weight [N, K] in the layout of the scheme's kernels, with what else a layer stores."""
+    """A quantized weight [N, K] in the layout of the scheme's kernels, with what else a layer stores."""
 
     qweight: Tensor  # int8, whatever its bytes are
     scales: Tensor
-    weight_sums: Tensor | None = None  # float32 [N], sums over k of the dequantised W; for asymmetric activations
+    weight_sums: Tensor | None = None  # float32 [N], sums over k of the dequantized W; for asymmetric activations
     activation_scale: Tensor | None = None  # float32 [1]; for static activations
     row_scales: Tensor | None = None  # float32 [N], of which scales are factors, with scales of two levels
     relative_error: float | None = None  # ‖W - Ŵ‖ / ‖W‖, Frobenius; None if unknown
@@ -64,7 +64,7 @@ class Scheme(ABC):
     default_constants: ClassVar[tuple[int, ...]] = ()  # that operators take for granted
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")  # types of devices that have kernels
 
-    # Of schemes that quantise activations. A scheme that offers the choice has a field of that name.
+    # Of schemes that quantize activations. A scheme that offers the choice has a field of that name.
     symmetric_activations: bool = True
     activation_scale: float | None = None
     rotation: int = 0
@@ -88,7 +88,7 @@ class Scheme(ABC):
         """float32 [N]: sums over k of W."""
 
     def one_pass(self, n: int, k: int) -> OnePass | None:
-        """What ``quantize_weight_`` is told to quantise a weight [n, k].
+        """What ``quantize_weight_`` is told to quantize a weight [n, k].
 
         None: ranges are searched, or there is no such kernel.
         """
@@ -140,13 +140,13 @@ class Scheme(ABC):
         return () if seen or constants == self.default_constants else constants
 
     def quantize(self, weight: Tensor, name: str = "weight", importance: Tensor | None = None) -> PackedWeight:
-        """Quantises and packs a float weight [N, K]; ``importance``, read by int4 alone, as in ``quantize_int4``."""
+        """Quantizes and packs a float weight [N, K]; ``importance``, read by int4 alone, as in ``quantize_int4``."""
         quantized = self._quantize(weight, name, importance)
         packed = self.pack(quantized.q, quantized.scales, quantized.zeros)
         return packed._replace(relative_error=quantized.relative_error)
 
     def pack(self, q: Tensor, scales: Tensor, zeros: Tensor | None = None) -> PackedWeight:
-        """Packs a weight that is quantised already, W = (q - zero) * scale.
+        """Packs a weight that is quantized already, W = (q - zero) * scale.
 
         Args:
             q: [N, K]. int4: uint8 of 0..15; int8: int8; fp8: float8_e4m3fn, or its bytes as int8.
@@ -178,7 +178,7 @@ class Scheme(ABC):
     def empty(
         self, n: int, k: int, *, dtype: torch.dtype, device: torch.device | str, experts: int | None = None
     ) -> PackedWeight:
-        """Uninitialised tensors for a layer whose float weight [n, k] would have ``dtype``, or for so many experts."""
+        """Uninitialized tensors for a layer whose float weight [n, k] would have ``dtype``, or for so many experts."""
         dtypes, shape, has_zeros = self._plain(n, k)
         q = torch.empty(n, k, dtype=dtypes[0], device="meta")
         scales = torch.empty(shape, dtype=self.scale_dtype_of(dtype), device="meta")

@@ -1,6 +1,6 @@
 """Schemes: how a linear layer is stored and computed. One class a scheme; nothing else asks which one it has.
 
-A scheme is a weight format, which says how to quantise, store and restore W, and what is done with the activation,
+A scheme is a weight format, which says how to quantize, store and restore W, and what is done with the activation,
 which is one call of the scheme's operator:
 
     weight       activations as they come   int8, a scale per token               e4m3
