@@ -1,1 +1,1 @@
-"""Float weights to integers and small floats with scales: round-to-nearest with a search for scales, by format."""
+"""Weight quantization by format: round-to-nearest with a search for scales."""

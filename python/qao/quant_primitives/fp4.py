@@ -1,4 +1,4 @@
-"""Float weights to four-bit floats: MXFP4 and NVFP4, each group with the better of two scales."""
+"""Weight quantization to MXFP4 and NVFP4. Each group gets the better of two scales."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .integer import QuantizedWeight, check_values, chunks, quotient, relative_e
 
 LARGEST_FP4, LARGEST_FP8 = 6.0, 448.0  # of e2m1 and e4m3
 _EXPONENTS = -127, 127  # of e8m0
-_OF_ZEROS = -3  # the exponent of a group of zeros, any would do
-_LANES = 16  # of a sum, as the CPU's kernels take it
+_OF_ZEROS = -3  # exponent of an all-zero group, arbitrary
+_LANES = 16  # SIMD lanes of a sum in the CPU kernels
 
 
 def quantize_fp4(weight: Tensor, format: str, *, name: str = "weight") -> QuantizedWeight:
-    """Quantizes a float weight [N, K] to e2m1 codes, on the device it is on, with the same bits on each.
+    """Quantizes a float weight [N, K] to e2m1 codes on the weight's device, with the same bits on every device.
 
-    "mxfp4": groups of 32, a power of two each: the one that keeps the group's largest magnitude below 8 (of which 6 is
-    the largest code), or twice that, whichever has the smaller squared error. "nvfp4": groups of 16, an e4m3 scale each
-    that maps the largest magnitude to 6, or to 4, whichever is better; ``zeros`` is the divisor of all scales, float32
-    [N, 1], by which the largest of them becomes 448. Scales are bfloat16, which holds either.
+    "mxfp4": groups of 32 with a power-of-two scale. Candidates are the scale that maps the group's largest magnitude to
+    [4, 8) (the largest code is 6) and twice that scale. "nvfp4": groups of 16 with an e4m3 scale that maps the largest
+    magnitude to 6 or to 4; ``zeros`` is the divisor of all scales, float32 [N, 1], which maps the largest one to 448.
+    The candidate with the smaller squared error is kept. Scales are bfloat16, which represents both exactly.
 
     Raises:
-        ValueError: the weight holds NaN or Inf, or more than float32 can; the message begins with ``name``.
+        ValueError: the weight holds NaN, Inf or values beyond float32; the message begins with ``name``.
     """
     size = GROUPS[format]
     values = weight.detach()
@@ -40,7 +40,7 @@ def quantize_fp4(weight: Tensor, format: str, *, name: str = "weight") -> Quanti
 
 
 def _by_torch(weight: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What ``weight_ops.quantize_fp4`` gives, but for the last bits of ``squares``."""
+    """The result of ``weight_ops.quantize_fp4``, except for the last bits of ``squares``."""
     n, k = weight.shape
     q = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(n, -(-k // size), dtype=torch.bfloat16, device=weight.device)
@@ -57,14 +57,14 @@ def _by_torch(weight: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def _divisor(weight: Tensor) -> Tensor:
-    """float32 [1]: what the largest magnitude of all of W makes it; 1 where that is 0, or no number it could be."""
+    """float32 [1]: the NVFP4 divisor from the largest magnitude of W; 1 if it would not be finite and positive."""
     largest = torch.stack([values.abs().amax() for _, values in chunks(weight)]).amax().reshape(1)
     divisor = largest.reciprocal() * (LARGEST_FP4 * LARGEST_FP8)
     return torch.where(divisor.isfinite() & (divisor > 0), divisor, 1.0).clamp_(2.0**-100, 2.0**100)
 
 
 def _candidates(groups: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
-    """Two scales of each group, [rows, groups, 1]."""
+    """Two candidate scales per group, [rows, groups, 1]."""
     largest = groups.abs().amax(-1, keepdim=True)
     if groups.shape[-1] != NV_GROUP:
         # largest / 2^exponent is in [4, 8)
@@ -79,7 +79,7 @@ def _candidates(groups: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _choose(groups: Tensor, candidates: tuple[Tensor, Tensor], divisor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The better scale of each group [rows, groups, 1], the codes under it [rows, groups, size], and squared errors."""
+    """The better scale of each group [rows, groups, 1], its codes [rows, groups, size] and squared errors."""
     errors, codes = [], []
     for scale in candidates:
         step = scale / divisor
@@ -91,7 +91,7 @@ def _choose(groups: Tensor, candidates: tuple[Tensor, Tensor], divisor: Tensor) 
 
 
 def _sums(values: Tensor) -> Tensor:
-    """Along the last dimension, sixteen lanes and then their halves onto each other: an order of no device's own."""
+    """Sums along the last dimension, over sixteen lanes and then pairwise, so that the order is device-independent."""
     lanes = values.split(_LANES, -1)
     sums: Tensor = lanes[0] if len(lanes) == 1 else lanes[0] + lanes[1]
     while sums.shape[-1] > 1:

@@ -1,4 +1,4 @@
-"""Float weights to e4m3: a scale maps the largest magnitude of what shares it to the largest number."""
+"""Weight quantization to e4m3 with scales per row, tensor or 128 x 128 block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LARGEST_FP8 = 448.0  # of e4m3
 
 
 def _largest(values: Tensor, height: int, width: int) -> Tensor:
-    """The largest magnitude in each block of height x width; the last ones may be smaller."""
+    """The largest magnitude in each block of height x width; blocks at the edges may be smaller."""
     rows, columns = values.shape
     padded = functional.pad(values.abs_(), (0, -columns % width, 0, -rows % height))
     blocks: Tensor = padded.view(padded.shape[0] // height, height, -1, width)
@@ -22,14 +22,14 @@ def _largest(values: Tensor, height: int, width: int) -> Tensor:
 
 
 def quantize_fp8(weight: Tensor, granularity: str, *, name: str = "weight") -> QuantizedWeight:
-    """Quantizes a float weight [N, K] to float8_e4m3fn, on the device it is on.
+    """Quantizes a float weight [N, K] to float8_e4m3fn on the weight's device.
 
-    A float32 scale maps the largest magnitude of what shares it to 448, the largest e4m3 number; nothing overflows to
-    NaN. ``granularity``: "row", scales [N, 1]; "tensor", [1, 1]; "block", one for each 128 x 128,
+    Each float32 scale maps the largest magnitude of its row, tensor or block to 448, the largest e4m3 number; nothing
+    overflows to NaN. ``granularity``: "row", scales [N, 1]; "tensor", [1, 1]; "block", one per 128 x 128 block,
     [ceil(N / 128), ceil(K / 128)].
 
     Raises:
-        ValueError: the weight holds NaN or Inf, or more than float32 can; the message begins with ``name``.
+        ValueError: the weight holds NaN, Inf or values beyond float32; the message begins with ``name``.
     """
     quantize = _blocks_on_cpu if weight.device.type == "cpu" else _blocks_by_torch
     q, scales, squares = quantize(weight.detach(), granularity)
@@ -46,14 +46,14 @@ def _blocks_on_cpu(weight: Tensor, granularity: str) -> tuple[Tensor, Tensor, Te
 
 
 def _blocks_by_torch(weight: Tensor, granularity: str) -> tuple[Tensor, Tensor, Tensor]:
-    """q, scales, and squares of the error and of the weight, float64 [2]."""
+    """q, scales, and the sums of squares of the error and of the weight, float64 [2]."""
     n, k = weight.shape
     height, width = (SCALE_BLOCK, SCALE_BLOCK) if granularity == "block" else (1, k)
     largest = torch.cat([_largest(values, height, width) for _, values in chunks(weight, height)])
     if granularity == "tensor":
         largest = largest.amax(0, keepdim=True)
     scales = quotient(largest, LARGEST_FP8).clamp_(min=torch.finfo(torch.float32).tiny)
-    every = scales.expand(n, 1) if granularity == "tensor" else scales  # one for each `height` rows
+    every = scales.expand(n, 1) if granularity == "tensor" else scales  # one per `height` rows
     q = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=weight.device)
     squares = torch.zeros(2, dtype=torch.float64, device=weight.device)
     for rows, values in chunks(weight, height):

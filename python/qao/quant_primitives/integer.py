@@ -1,4 +1,4 @@
-"""Float weights to integers of four or eight bits: round-to-nearest, with a search for the best clipping range."""
+"""Weight quantization to int4 and int8: round-to-nearest with a search for the best clipping range."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ..ops import weight_ops
 from ..ops.serial import serial_parts
 from .importance import checked_importance, estimate_importance
 
-# Multiples of a group's range that the search tries, 1.09 to 0.52. Below 1 the tails of the group are clipped and the
-# rest gets finer steps; a little above 1 the steps may happen to fall on the values.
+# Factors of a group's range in the clipping search, 1.09 to 0.52. Below 1 the group's tails are clipped and the steps
+# are finer; slightly above 1 the steps may coincide with the values.
 _CLIP_FACTORS = tuple(1 + 0.03 * step for step in range(3, -17, -1))
-# The same for four bits: an estimate of what matters leads a longer search astray (docs/numerics.md).
+# The same for int4: with estimated importance a longer search is less accurate (docs/numerics.md).
 _CLIP_FACTORS_INT4 = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85)
-# Rounds of least squares for scale and zero point of four bits: more are hardly better (docs/numerics.md).
+# Least-squares refinements of int4 scales and zero points: more barely help (docs/numerics.md).
 _ROUNDS_INT4 = 8
-# Elements quantized at a time. A CPU core's second-level cache holds such a chunk and its scratch; a GPU needs more
-# work per launch, and memory stays bounded by a few hundred megabytes.
+# Elements per chunk. On a CPU, a chunk and its scratch fit in a core's L2 cache. A GPU needs more work per launch; its
+# scratch is limited to a few hundred megabytes.
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 
 
 class Codes(NamedTuple):
-    """The whole numbers a value may become; ``middle`` is the zero point of a symmetric weight."""
+    """Range of integer codes; ``middle`` is the zero point of a symmetric weight."""
 
     dtype: torch.dtype
     lowest: int
@@ -38,8 +38,8 @@ class QuantizedWeight(NamedTuple):
     """W ≈ (q - zero) * scale."""
 
     q: Tensor  # [N, K]: uint8 0..15, int8 -127..127, or float8_e4m3fn
-    scales: Tensor  # int4 [N, ceil(K / group_size)], of either sign; int8 [N]; fp8 see fp8.py
-    zeros: Tensor | None  # like scales, whole numbers or not; None: 8 for int4, 0 otherwise
+    scales: Tensor  # int4 [N, ceil(K / group_size)], of either sign; int8 [N]; fp8: see fp8.py
+    zeros: Tensor | None  # shape of scales, integer or not; None: 8 for int4, 0 otherwise
     relative_error: float  # ‖W - Ŵ‖ / ‖W‖, Frobenius; 0 for an all-zero weight
 
 
@@ -48,7 +48,7 @@ _INT8 = Codes(torch.int8, -127, 127, 0)
 
 
 def check_finite(weight: Tensor, name: str) -> float:
-    """The largest magnitude in ``weight``; raises ValueError if that is NaN or Inf."""
+    """The largest magnitude in ``weight``; raises ValueError if it is NaN or Inf."""
     largest = torch.stack(torch.aminmax(weight.detach())).abs().max().item() if weight.numel() else 0.0
     if not math.isfinite(largest):
         raise ValueError(
@@ -69,21 +69,21 @@ def quantize_int4(
     importance: Tensor | None = None,
     name: str = "weight",
 ) -> QuantizedWeight:
-    """Quantizes a float weight [N, K] to four bits, on the device it is on.
+    """Quantizes a float weight [N, K] to int4 on the weight's device.
 
     Every group of ``group_size`` columns (-1: the whole row; the last may be short) gets a scale and, unless
-    ``symmetric``, a zero point. A symmetric scale is negative where the largest value of its group is positive: codes
-    reach one step further below the zero point 8 than above. With ``clip_search`` the group's range is multiplied by a
-    few fixed factors and the one of least squared error is kept, each column's error weighed by ``importance``, such as
-    the mean square of its activations: float [K], >= 0, on any device; None takes ``importance.estimate_importance``.
-    From there scale and zero point are fitted by least squares. Zero points so are numbers that need not be whole, nor
-    are those of a group that is a grid of sixteen steps already, which is kept; with ``whole_zeros`` they are 0..15,
-    without either. Scales are rounded to ``scale_dtype`` before q is chosen: the error that is minimized is the one the
-    layer will have. Computed in float32, a chunk of rows at a time.
+    ``symmetric``, a zero point. A symmetric scale is negative if the value of largest magnitude in its group is
+    positive, because codes reach one step further below the zero point 8 than above. ``clip_search`` tries a few fixed
+    factors of the group's range and keeps the one with the least squared error, weighted per column by ``importance``,
+    such as the mean square of its activations: float [K], >= 0, on any device; None uses
+    ``importance.estimate_importance``. A least-squares fit then refines scale and zero point, so zero points can have a
+    fraction. A group with values already on a grid of sixteen steps keeps that grid. With ``whole_zeros`` zero points
+    are integers 0..15, without the fit and the grid. Scales are rounded to ``scale_dtype`` before q is computed, so the
+    search minimizes the error of the stored weight. Computed in float32.
 
     Raises:
-        ValueError: ``importance`` is none of the above, the weight holds NaN or Inf, or a scale overflows
-            ``scale_dtype``; the message begins with ``name``.
+        ValueError: ``importance`` is not as above, the weight holds NaN or Inf, or a scale overflows ``scale_dtype``;
+            the message begins with ``name``.
     """
     return _quantize_groups(
         weight, group_size, _INT4, symmetric, scale_dtype, clip_search, importance, name, whole_zeros
@@ -93,13 +93,13 @@ def quantize_int4(
 def quantize_int8(
     weight: Tensor, *, clip_search: bool = True, importance: Tensor | None = None, name: str = "weight"
 ) -> QuantizedWeight:
-    """Quantizes a float weight [N, K] to -127..127 with a positive float32 scale a row, otherwise as quantize_int4."""
+    """Quantizes a float weight [N, K] to -127..127 with a positive float32 scale per row, else as quantize_int4."""
     result = _quantize_groups(weight, -1, _INT8, True, torch.float32, clip_search, importance, name)
     return result._replace(scales=result.scales.flatten())
 
 
 def as_stored(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype, scheme: str) -> Tensor:
-    """Scales or zero points, checked, in the dtype and shape that the layout asks for."""
+    """Checks scales or zero points and converts them to the dtype and shape of the stored layout."""
     if [size for size in values.shape if size != 1] != [size for size in shape if size != 1]:
         raise ValueError(f"{scheme}: {name} must have shape {list(shape)}, not {list(values.shape)}")
     if name == "scales" and not values.is_floating_point():
@@ -111,13 +111,13 @@ def as_stored(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dt
 
 
 def row_sums(q: Tensor, scales: Tensor, zeros: Tensor | int, group_size: int) -> Tensor:
-    """float32 [N]: sums over k of (q - zero) * scale, for q [N, K] of whole numbers, scales and zeros [N, G]."""
+    """float32 [N]: sums over k of (q - zero) * scale, for integer q [N, K], scales and zeros [N, G]."""
     n, k = q.shape
     size = k if group_size == -1 else group_size
     whole = k // size * size
     plain = q.is_cuda and q.dtype == torch.int8 and not hasattr(q, "device_mesh")
     if plain and size == k and n > 16 and k % 8 == 0 and k < 1 << 24:
-        # torch.sum would widen q in memory first, to eight times its bytes.
+        # torch.sum would first convert q to int64, eight times its bytes.
         sums = torch._int_mm(q.contiguous(), torch.ones(8, k, dtype=torch.int8, device=q.device).t())[:, :1].long()
     else:
         sums = q[:, :whole].reshape(n, whole // size, size).sum(-1, dtype=torch.int64)
@@ -129,7 +129,7 @@ def row_sums(q: Tensor, scales: Tensor, zeros: Tensor | int, group_size: int) ->
 
 
 def chunks(weight: Tensor, multiple: int = 1) -> Iterator[tuple[slice, Tensor]]:
-    """Runs of rows, a multiple of ``multiple`` long, with their values in float32, which the caller may overwrite."""
+    """Chunks of rows, a multiple of ``multiple`` long, with float32 copies that the caller may overwrite."""
     n, k = weight.shape
     elements = _CHUNK_ELEMENTS.get(weight.device.type, _CHUNK_ELEMENTS["cpu"])
     step = -(-max(1, elements // k) // multiple) * multiple
@@ -139,12 +139,12 @@ def chunks(weight: Tensor, multiple: int = 1) -> Iterator[tuple[slice, Tensor]]:
 
 
 def quotient(values: Tensor, by: float) -> Tensor:
-    """Rounded once, where torch multiplies by the reciprocal of a number on GPUs."""
+    """values / by, rounded once. With a Python number torch multiplies by its reciprocal on GPUs."""
     return values / torch.full((), by, dtype=values.dtype, device=values.device)
 
 
 def check_values(squares: Tensor, weight: Tensor, name: str) -> None:
-    """NaN and Inf make the sum of squares so, as do finite values beyond 1e19."""
+    """Raises ValueError for NaN and Inf in W. A nonfinite sum of squares alone may come from values beyond 1e19."""
     if not squares[1].isfinite():
         check_finite(weight, name)
 

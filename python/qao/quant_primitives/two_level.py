@@ -1,8 +1,7 @@
-"""Scales of two levels for four-bit weights: those of a row's groups are factors times one scale of the row.
+"""Two-level scales for int4 weights: the scale of a group is a small factor times one scale of its row.
 
-Factors are such that the operand of the tensor cores holds codes times factors exactly. A product then sums along all
-of K as it would without groups, and scales once (docs/kernels/wgmma.md). Source of the idea: Lin et al., QServe,
-arXiv:2405.04532.
+The tensor core operand holds code times factor exactly. A GEMM then accumulates over all of K without scaling per group
+and scales once in the epilogue (docs/kernels/wgmma.md). Source of the idea: Lin et al., QServe, arXiv:2405.04532.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from torch.nn import functional
 from .importance import estimate_importance
 from .integer import QuantizedWeight, check_scales, check_values, chunks, quantize_int4, relative_error
 
-# A row's scale has so many significant bits, so that 16 bits hold a factor times it: whole numbers have four as well.
+# Significant bits of a row's scale. A 16-bit float then holds factor times scale: integer factors also have four.
 _BITS = 4
-_LAST_BIT = 1 << (24 - _BITS)  # of a float32's bits read as an integer, where they end
-_TRIED = range(-1, 5)  # scales of a row, in steps of their last bit from the one that has room for its largest group
+_LAST_BIT = 1 << (24 - _BITS)  # the last of these bits in a float32's bit pattern
+_TRIED = range(-1, 5)  # candidates of a row's scale, in steps of _LAST_BIT from the least that covers its groups
 
 
 class Factors(ABC):
-    """Which factors groups may have."""
+    """The set of factors that groups may have."""
 
-    option: str  # of a scheme
-    allowed: str  # in words
+    option: str  # the scheme's option that selects it
+    allowed: str  # description for messages
 
     def row_scales(self, scales: Tensor, name: str) -> Tensor:
-        """float32 [N]: a scale of each row of which its ``scales`` [N, G] are such factors.
+        """float32 [N]: a scale for each row, such that the row's ``scales`` [N, G] are allowed factors times it.
 
         Raises:
-            ValueError: a row has none; the message begins with ``name``.
+            ValueError: a row has no such scale; the message begins with ``name``.
         """
         if scales.is_meta:
             return torch.empty(scales.shape[0], dtype=torch.float32, device="meta")
@@ -47,22 +46,22 @@ class Factors(ABC):
 
     @abstractmethod
     def _row_scales(self, scales: Tensor) -> Tensor:
-        """NaN where there is none."""
+        """The same with NaN for rows without such a scale."""
 
     @abstractmethod
     def nearest(self, scales: Tensor, unit: Tensor) -> Tensor:
-        """The scale a group may have that is next to each of ``scales``, and of its sign; ``unit``: their row's."""
+        """The allowed scale nearest to each of ``scales``, with the same sign; ``unit``: the row's scale."""
 
     @abstractmethod
     def search(
         self, groups: Tensor, wanted: Tensor, dtype: torch.dtype, weights: Tensor | None, by_error: bool
     ) -> Tensor:
-        """Scales [rows, G], exact in ``dtype``, for values [rows, G, size] that would have those ``wanted``; with
-        ``by_error`` by the squared error of the codes, weighed by ``weights`` [G, size]."""
+        """Allowed scales [rows, G], exact in ``dtype``, for values [rows, G, size] with unconstrained scales
+        ``wanted``; ``by_error`` minimizes the squared error of the codes, weighted by ``weights`` [G, size]."""
 
 
 class _WholeNumbers(Factors):
-    """By which the codes -8..7 stay in int8."""
+    """Integers from -15 to 16: codes -8..7 times a factor fit in int8."""
 
     lowest, highest = -15, 16
     option = "integer_scales"
@@ -89,16 +88,16 @@ class _WholeNumbers(Factors):
     def search(
         self, groups: Tensor, wanted: Tensor, dtype: torch.dtype, weights: Tensor | None, by_error: bool
     ) -> Tensor:
-        """With those of the row's scales that bring them nearest; a group then takes the better of the two whole
-        numbers about its scale."""
+        """Takes the row's scale with the least distance from ``wanted``; with ``by_error`` each group then takes the
+        better of the two integers around its scale."""
         full = wanted.abs().amax(1, keepdim=True) / self.highest
-        # The last bits of small numbers of float16 lie at 2^-24.
+        # float16 subnormals are multiples of 2^-24.
         smallest = 2.0**-21 if dtype == torch.float16 else 2.0**-100
         bits = full.clamp(smallest).view(torch.int32).add(_LAST_BIT - 1).div(_LAST_BIT, rounding_mode="floor")
         best, unit = torch.full_like(full, float("inf")), full
         for step in _TRIED:
             tried = (bits + step).mul_(_LAST_BIT).view(torch.float32).clamp(smallest)
-            squares = (self.nearest(wanted, tried) - wanted).square_()  # what a code of one adds to the error
+            squares = (self.nearest(wanted, tried) - wanted).square_()  # error per squared code
             cost = (squares if weights is None else squares.mul_(weights.sum(-1))).sum(1, keepdim=True)
             best, unit = torch.minimum(cost, best), torch.where(cost < best, tried, unit)
         near = self._whole(wanted, unit)
@@ -111,11 +110,11 @@ class _WholeNumbers(Factors):
 
 
 class _PowersOfTwo(Factors):
-    """By which the codes -8..7 are normal numbers of e5m2: from 2^-14 to 1 of the largest of a row."""
+    """Powers of two from 2^-14 to 1 times a row's largest scale: codes -8..7 times a factor are normal e5m2 numbers."""
 
     option = "power_of_two_scales"
     allowed = "powers of two from 2^-14 to 1"
-    lowest, highest = 2.0**-10, 2.0**4  # of a scale that is near a row's largest: some room on both sides
+    lowest, highest = 2.0**-10, 2.0**4  # relative to a scale near the row's largest, with margin on both sides
 
     def _row_scales(self, scales: Tensor) -> Tensor:
         exact = scales.float()
@@ -133,8 +132,8 @@ class _PowersOfTwo(Factors):
     def search(
         self, groups: Tensor, wanted: Tensor, dtype: torch.dtype, weights: Tensor | None, by_error: bool
     ) -> Tensor:
-        """With the one of eight scales of the row that gives the least error: others are powers of two times these. A
-        group takes the better of the two powers about its scale."""
+        """Takes the row's scale with the least error among eight candidates, which cover one octave. With ``by_error``
+        each group takes the better of the two powers of two around its scale."""
         smallest = 2.0**-21 if dtype == torch.float16 else 2.0**-100
         octave = _power_of(wanted.abs().amax(1, keepdim=True).clamp_(smallest))
         lowest = (smallest / octave).clamp_(self.lowest)
@@ -148,7 +147,7 @@ class _PowersOfTwo(Factors):
                 other = torch.where(other.abs() < lowest, power, other)
                 errors, others = _errors(groups, power * unit, weights), _errors(groups, other * unit, weights)
                 power, errors = torch.where(others < errors, other, power), torch.minimum(errors, others)
-            else:  # what a code of one adds
+            else:  # error per squared code
                 errors = (power * unit - wanted).square_().mul_(1 if weights is None else weights.sum(-1))
             cost = errors.sum(1, keepdim=True)
             best, scale = torch.minimum(cost, best), torch.where(cost < best, power * unit, scale)
@@ -156,7 +155,7 @@ class _PowersOfTwo(Factors):
 
 
 def _power_of(values: Tensor) -> Tensor:
-    """The greatest power of two that is none greater, of positive float32."""
+    """The largest power of two not above each value, for positive float32."""
     return values.view(torch.int32).bitwise_and(0xFF << 23).view(torch.float32)
 
 
@@ -173,10 +172,10 @@ def quantize_int4_two_levels(
     importance: Tensor | None = None,
     name: str = "weight",
 ) -> QuantizedWeight:
-    """``quantize_int4`` of a symmetric weight with such scales, without rounding in any ``scale_dtype``.
+    """``quantize_int4`` of a symmetric weight with two-level scales, which are exact in ``scale_dtype``.
 
-    From the scales that ``quantize_int4`` finds to those that ``factors`` allow. With ``clip_search`` they are chosen
-    by the squared error of the codes that they give, weighed by ``importance`` as there.
+    It starts from the scales of ``quantize_int4`` and maps them to scales that ``factors`` allows. ``clip_search``
+    chooses these by the squared error of the codes, weighted by ``importance`` as in ``quantize_int4``.
 
     Raises:
         ValueError: as ``quantize_int4``.
