@@ -1,4 +1,4 @@
-"""Quantization schemes: how a weight is stored and how a layer multiplies by it. One class a scheme."""
+"""Quantization schemes, one class each: weight format, activation format and options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all schemes are: the base class, and a weight as they pack it."""
+"""Base class of all schemes, and the packed weight that a scheme produces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..quant_primitives.integer import QuantizedWeight, as_stored
 
 try:
     from .. import _host as _host
-except ImportError:  # built without pybind11: layers work, kernels just have no names to show
+except ImportError:  # built without pybind11: layers work, but kernel names are not available
     _host = None  # type: ignore[assignment]
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -24,23 +24,23 @@ OnePass = tuple[torch.dtype, int, int, bool, bool]  # dtype, rows, columns, symm
 
 
 class PackedWeight(NamedTuple):
-    """A quantized weight [N, K] in the layout of the scheme's kernels, with what else a layer stores."""
+    """A quantized weight [N, K] in the layout of the scheme's kernels, with the layer's other quantization tensors."""
 
-    qweight: Tensor  # int8, whatever its bytes are
+    qweight: Tensor  # int8, also for packed or e4m3 bytes
     scales: Tensor
     weight_sums: Tensor | None = None  # float32 [N], sums over k of the dequantized W; for asymmetric activations
     activation_scale: Tensor | None = None  # float32 [1]; for static activations
-    row_scales: Tensor | None = None  # float32 [N], of which scales are factors, with scales of two levels
+    row_scales: Tensor | None = None  # float32 [N]; scales are small factors of it; for two-level scales
     relative_error: float | None = None  # ‖W - Ŵ‖ / ‖W‖, Frobenius; None if unknown
-    sizes: tuple[int, int] | None = None  # N and K, which the padded tensors of four bits do not tell; None if unknown
+    sizes: tuple[int, int] | None = None  # N and K, not known from padded four-bit tensors; None if unknown
 
     def tensors(self) -> dict[str, Tensor | None]:
         return dict(zip(self._fields[:5], self[:5], strict=True))
 
 
 def stacked(weights: Iterable[PackedWeight], count: int) -> PackedWeight:
-    """Those of ``count`` experts, as grouped products take them: behind one more dimension. A static scale is that of
-    all. Weights that are made when they are asked for lie beside the whole one at a time."""
+    """Stacks the weights of ``count`` experts along a new leading dimension for grouped GEMMs. Experts share a static
+    activation scale. With a lazy iterable only one expert's weight is in memory next to the stacked ones."""
     whole: dict[str, Tensor | None] = {}
     sizes = None
     for index, one in enumerate(weights):
@@ -55,29 +55,29 @@ def stacked(weights: Iterable[PackedWeight], count: int) -> PackedWeight:
 
 
 class Scheme(ABC):
-    """How a linear layer of N = out_features by K = in_features is stored and computed."""
+    """Storage and computation of a linear layer with N = out_features and K = in_features."""
 
     word: ClassVar[str]  # the scheme's name in operators, files and reports
-    activations: ClassVar[str] = "float"  # what the product takes: "float" (as they come), "int8" or "fp8"
+    activations: ClassVar[str] = "float"  # activations in the GEMM: "float" (unquantized), "int8" or "fp8"
     weights: ClassVar[str]  # "int4", "int8" or "fp8"
-    scale_dtypes: ClassVar[tuple[torch.dtype, ...]]  # that the kernels take
-    default_constants: ClassVar[tuple[int, ...]] = ()  # that operators take for granted
-    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")  # types of devices that have kernels
+    scale_dtypes: ClassVar[tuple[torch.dtype, ...]]  # supported by the kernels
+    default_constants: ClassVar[tuple[int, ...]] = ()  # defaults of the operator's constants
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")  # device types with kernels
 
-    # Of schemes that quantize activations. A scheme that offers the choice has a field of that name.
+    # For schemes that quantize activations. A scheme with the option overrides it with a dataclass field.
     symmetric_activations: bool = True
     activation_scale: float | None = None
     rotation: int = 0
 
-    # ---- the weight format: what a subclass says about it
+    # ---- the weight format, defined by a subclass
 
     @abstractmethod
     def _quantize(self, weight: Tensor, name: str, importance: Tensor | None = None) -> QuantizedWeight:
-        """``quantize`` as far as plain tensors; ``importance`` [K] of columns, where a range is searched."""
+        """``quantize`` without packing; ``importance`` [K] weights columns in a clipping search."""
 
     @abstractmethod
     def _plain(self, n: int, k: int) -> tuple[tuple[torch.dtype, ...], tuple[int, int] | tuple[int], bool]:
-        """Of the plain tensors of a weight [n, k]: dtypes that q may have, shape of scales, whether there are zeros."""
+        """For the unpacked tensors of a weight [n, k]: allowed dtypes of q, shape of scales, whether zeros exist."""
 
     @abstractmethod
     def _store(self, q: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -88,76 +88,76 @@ class Scheme(ABC):
         """float32 [N]: sums over k of W."""
 
     def one_pass(self, n: int, k: int) -> OnePass | None:
-        """What ``quantize_weight_`` is told to quantize a weight [n, k].
+        """Arguments of ``quantize_weight_`` for a weight [n, k].
 
-        None: ranges are searched, or there is no such kernel.
+        None: the scheme needs a search, or no such kernel exists.
         """
         return None
 
     def _row_scales(self, scales: Tensor) -> Tensor | None:
-        """float32 [N], where the operator takes it: ``scales``, as they are stored, are factors times those."""
+        """float32 [N], the row scales of two-level ``scales``; None for other schemes."""
         return None
 
     @abstractmethod
     def dequantize(self, weight: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
-        """W [n, k] in a float dtype, from what ``pack`` made."""
+        """W [n, k] in a float dtype, from packed tensors."""
 
     @abstractmethod
     def unpack(self, weight: Tensor, scales: Tensor, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """The inverse of ``pack``: q [n, k], scales and zeros as ``pack`` takes them, bit for bit."""
 
     def units(self, n: int, k: int) -> tuple[int, int]:
-        """Rows and columns of a weight [n, k] that share a scale, so that no cut may part them; 1 where any may."""
+        """Rows and columns of a weight [n, k] that sharding must keep together because they share a scale; 1: any."""
         return 1, 1
 
     def rotation_of(self, k: int) -> int:
-        """Columns of a block of the rotation (rotation.py) that a layer of k columns has; 0: none."""
+        """Block size of the rotation (ops/rotation.py) for a layer of k columns; 0: no rotation."""
         return 0
 
     def fitted(self, k: int) -> Scheme:
-        """The same as a layer of k columns has it."""
+        """The scheme with its options adapted to a layer of k columns."""
         return self
 
     def with_scales_of(self, dtype: torch.dtype) -> Scheme:
-        """The same, which stores scales as it does beside a weight of ``dtype``, whatever the weight is."""
+        """The scheme with the scale dtype it uses for a weight of ``dtype``, whatever the dtype of the given weight."""
         return self
 
-    # ---- what follows from it
+    # ---- derived from the format
 
-    @staticmethod  # of a scheme that all layers share, torch.compile would guard in every layer that they do
+    @staticmethod  # static: torch.compile would guard on a scheme object in every layer that shares it
     @abstractmethod
     def mm(x: Tensor, layer: Mapping[str, Any], constants: tuple[int, ...]) -> Tensor:
         """y [..., N] = x [..., K] · Wᵀ + bias: the forward of a layer with these tensors by name."""
 
     def constants(self, n: int, k: int) -> tuple[Any, ...]:
-        """What the operator of a layer W [n, k] is told beside tensors."""
+        """Non-tensor arguments of the operator for a layer W [n, k]."""
         return ()
 
     def needed_constants(self, n: int, k: int) -> tuple[Any, ...]:
-        """The same for a product, without what it takes for granted or sees in its tensors: 0.1 µs less each."""
+        """``constants`` without those that are defaults or follow from the tensors: saves 0.1 µs each."""
         constants = self.constants(n, k)
         seen = self.weights in ("int4", "fp4") and packed_shape.tell(self.weights, *constants)
         return () if seen or constants == self.default_constants else constants
 
     def quantize(self, weight: Tensor, name: str = "weight", importance: Tensor | None = None) -> PackedWeight:
-        """Quantizes and packs a float weight [N, K]; ``importance``, read by int4 alone, as in ``quantize_int4``."""
+        """Quantizes and packs a float weight [N, K]; ``importance`` as in ``quantize_int4``, used by int4 only."""
         quantized = self._quantize(weight, name, importance)
         packed = self.pack(quantized.q, quantized.scales, quantized.zeros)
         return packed._replace(relative_error=quantized.relative_error)
 
     def pack(self, q: Tensor, scales: Tensor, zeros: Tensor | None = None) -> PackedWeight:
-        """Packs a weight that is quantized already, W = (q - zero) * scale.
+        """Packs a weight that is already quantized, W = (q - zero) * scale.
 
         Args:
             q: [N, K]. int4: uint8 of 0..15; int8: int8; fp8: float8_e4m3fn, or its bytes as int8.
-            scales: of any float dtype, float64 included; a float dtype the kernels do not take becomes float32. int4:
+            scales: any float dtype, including float64; dtypes that the kernels do not support become float32. int4:
                 [N, ceil(K / group_size)]; int8: [N]; fp8: [N, 1], [1, 1] or [ceil(N / 128), ceil(K / 128)], by
-                granularity. Dimensions of size 1 may be left out or added.
-            zeros: int4 unless symmetric: zero points in the shape of scales, of any dtype, with fractions or without,
-                rounded to the dtype scales are stored in; else None.
+                granularity. Dimensions of size 1 may be omitted or added.
+            zeros: int4 unless symmetric: zero points in the shape of scales, any dtype, integer or not, rounded to the
+                stored dtype of scales; otherwise None.
 
         Raises:
-            ValueError: a shape or dtype does not fit the scheme, or a scale overflows the dtype it is stored in.
+            ValueError: a shape or dtype does not fit the scheme, or a scale overflows its stored dtype.
         """
         dtypes, shape, has_zeros = self._plain(*q.shape) if q.dim() == 2 else ((), (), False)
         if q.dtype not in dtypes:
@@ -178,7 +178,7 @@ class Scheme(ABC):
     def empty(
         self, n: int, k: int, *, dtype: torch.dtype, device: torch.device | str, experts: int | None = None
     ) -> PackedWeight:
-        """Uninitialized tensors for a layer whose float weight [n, k] would have ``dtype``, or for so many experts."""
+        """Uninitialized tensors for a layer with a float weight [n, k] of ``dtype``, or for ``experts`` of them."""
         dtypes, shape, has_zeros = self._plain(n, k)
         q = torch.empty(n, k, dtype=dtypes[0], device="meta")
         scales = torch.empty(shape, dtype=self.scale_dtype_of(dtype), device="meta")
@@ -189,7 +189,7 @@ class Scheme(ABC):
         return PackedWeight(*empty)._replace(sizes=(n, k))
 
     def kernel(self, m: int, n: int, k: int, **options: Any) -> str | None:
-        """Name of the kernel that multiplies x [m, k], options as for ``plan``; None where that is not known."""
+        """Name of the kernel for x [m, k], options as for ``plan``; None if unknown."""
         plan = self.plan(m, n, k, **options)
         return None if plan is None else str(plan["kernel"])
 
@@ -204,9 +204,9 @@ class Scheme(ABC):
         device: torch.device,
         experts: int = 0,
     ) -> dict[str, Any] | None:
-        """How x [m, k] is multiplied on ``device``: "kernel", its name; "text", the choice in words; more on a GPU.
+        """Kernel selection for x [m, k] on ``device``: "kernel", its name; "text", a description; more on a GPU.
 
-        ``experts``: as many share the rows on a GPU."""
+        ``experts``: the number of experts that share the rows of a grouped GEMM on a GPU."""
         if _host is None or device.type not in ("cpu", "cuda"):
             return None
         x, scales = (str(dtype).removeprefix("torch.") for dtype in (x_dtype, scale_dtype))
@@ -223,15 +223,15 @@ class Scheme(ABC):
         return _host.plan(problem, gpu, experts)
 
     def _problem(self, **facts: Any) -> _host.Problem:
-        """All that the choice of a kernel depends on; a subclass adds its own facts."""
+        """The problem description for kernel selection; subclasses add their fields."""
         return _host.Problem(x=self.activations, weight=self.weights, x_zeros=not self.symmetric_activations, **facts)
 
     def scale_dtype_of(self, given: torch.dtype) -> torch.dtype:
-        """The dtype scales are stored in, where the weight or its scales have ``given``."""
+        """The stored dtype of scales if the weight or its scales have ``given``."""
         return given if given in self.scale_dtypes else torch.float32
 
     def to_dict(self) -> dict[str, Any]:
-        """The scheme in types that JSON knows; ``qao.scheme_from_dict`` is the inverse."""
+        """The scheme as JSON types; ``qao.scheme_from_dict`` is the inverse."""
         return {"scheme": self.word, **{f.name: _plain_value(getattr(self, f.name)) for f in fields(self)}}  # type: ignore[arg-type]
 
     def __str__(self) -> str:

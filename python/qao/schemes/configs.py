@@ -1,9 +1,9 @@
-"""Schemes: how a linear layer is stored and computed. One class a scheme; nothing else asks which one it has.
+"""Scheme classes. Other code uses their interface and does not check for a class.
 
-A scheme is a weight format, which says how to quantize, store and restore W, and what is done with the activation,
-which is one call of the scheme's operator:
+A scheme combines a weight format, which quantizes, packs and dequantizes W, with an activation format, which the
+scheme's operator applies:
 
-    weight       activations as they come   int8, a scale per token               e4m3
+    weight       weight-only                int8 activations, per token           e4m3 activations
     int4         Int4WeightOnly             Int8DynamicActivationInt4Weight       Float8DynamicActivationInt4Weight
     int8         Int8WeightOnly             Int8DynamicActivationInt8Weight
     e4m3         Float8WeightOnly                                                 Float8DynamicActivationFloat8Weight
@@ -44,7 +44,7 @@ Layer = Mapping[str, Any]  # the tensors of a QuantLinear by name
 
 @dataclass(frozen=True)
 class Int4WeightOnly(Int4Weight):
-    """Weights in four bits, activations as they come (float32, float16 or bfloat16).
+    """W4A16: int4 weights, unquantized activations (float32, float16 or bfloat16).
 
     Args:
         group_size: columns of W that share a scale: 32, 64, 128, 256, or -1 for one group per row. Smaller groups are
@@ -53,16 +53,16 @@ class Int4WeightOnly(Int4Weight):
         symmetric: no zero points: W = (q - 8) * scale instead of (q - zero) * scale. A little smaller and faster, less
             accurate.
         scale_dtype: dtype of scales and zero points; None takes that of the layer's weight (float64: float32).
-        clip_search: try several clipping ranges per group, keep the one of least squared error, and fit scale and zero
-            point from there, columns weighed by what the weight tells of its activations (docs/numerics.md); False
-            takes the full range.
-        budget_bits: with "auto", how many bits a weight may take on average over all layers of this scheme, scales and
-            zero points included.
-        whole_zeros: zero points are whole numbers 0..15, as checkpoints of compressed-tensors, AWQ and GPTQ hold them:
-            less accurate. They need not be whole otherwise, which is no slower.
+        clip_search: try several clipping ranges per group, keep the one with the least squared error, and refine scale
+            and zero point by least squares, with columns weighted by estimated importance (docs/numerics.md); False
+            uses the full range.
+        budget_bits: with "auto", the average bits per weight over all layers of this scheme, including scales and zero
+            points.
+        whole_zeros: zero points are integers 0..15, as in checkpoints of compressed-tensors, AWQ and GPTQ: less
+            accurate. Otherwise zero points are floats, at the same speed.
 
     Raises:
-        ValueError, TypeError: an argument is none of the above.
+        ValueError, TypeError: an argument is not as above.
     """
 
     word: ClassVar[str] = "int4"
@@ -74,14 +74,14 @@ class Int4WeightOnly(Int4Weight):
 
 @dataclass(frozen=True)
 class Int8WeightOnly(Int8Weight):
-    """Weights in eight bits with a scale per row, activations as they come (float32, float16 or bfloat16).
+    """W8A16: int8 weights with one scale per row, unquantized activations (float32, float16 or bfloat16).
 
     Args:
-        clip_search: try several clipping ranges per row and keep the one of least squared error; False takes the full
-            range.
+        clip_search: try several clipping ranges per row and keep the one with the least squared error; False uses the
+            full range.
 
     Raises:
-        TypeError: an argument is none of the above.
+        TypeError: an argument is not as above.
     """
 
     word: ClassVar[str] = "int8"
@@ -93,13 +93,13 @@ class Int8WeightOnly(Int8Weight):
 
 @dataclass(frozen=True)
 class Float8WeightOnly(Float8Weight):
-    """Weights in e4m3, activations as they come (float32, float16 or bfloat16).
+    """e4m3 weights, unquantized activations (float32, float16 or bfloat16).
 
     Args:
-        granularity: what shares a scale: "row" of W, "tensor" (all of W), or "block" of 128 x 128.
+        granularity: of the scales: "row" of W, "tensor", or "block" of 128 x 128.
 
     Raises:
-        ValueError: an argument is none of the above.
+        ValueError: an argument is not as above.
     """
 
     word: ClassVar[str] = "fp8"
@@ -111,15 +111,14 @@ class Float8WeightOnly(Float8Weight):
 
 @dataclass(frozen=True)
 class Fp4WeightOnly(Fp4Weight):
-    """Weights in four-bit floats (e2m1), activations as they come (float32, float16 or bfloat16). For checkpoints that
-    have such weights.
+    """fp4 (e2m1) weights, unquantized activations (float32, float16 or bfloat16). For MXFP4 and NVFP4 checkpoints.
 
     Args:
-        format: "mxfp4": groups of 32 columns with a power of two each. "nvfp4": groups of 16 with an e4m3 scale each,
-            and a float32 number by which all are divided.
+        format: "mxfp4": groups of 32 columns with a power-of-two scale. "nvfp4": groups of 16 with an e4m3 scale, and
+            one float32 divisor of all scales.
 
     Raises:
-        ValueError: an argument is none of the above.
+        ValueError: an argument is not as above.
     """
 
     word: ClassVar[str] = "fp4"
@@ -131,17 +130,17 @@ class Fp4WeightOnly(Fp4Weight):
 
 @dataclass(frozen=True)
 class Int8DynamicActivationInt8Weight(RotatedActivations, Int8Weight):
-    """Weights in eight bits with a scale per row; every token is rounded to eight bits with a scale of its own.
+    """W8A8: int8 weights with one scale per row, dynamic int8 activations with one scale per token.
 
     Args:
-        symmetric_activations: False gives every token a zero point too: more accurate where activations are of one
-            sign, a little slower.
+        symmetric_activations: False adds a zero point per token: more accurate for activations of one sign, slightly
+            slower.
         clip_search: as in ``Int8WeightOnly``.
-        rotation: 16, 32, 64, 128 or 256 columns that a Hadamard matrix mixes before tokens are rounded: outliers cost
-            less then (docs/numerics.md). Of a layer the largest up to it that divides K; 0: none.
+        rotation: block size of a Hadamard rotation before quantization, 16, 32, 64, 128 or 256: reduces the error from
+            outliers (docs/numerics.md). A layer uses the largest size up to it that divides K; 0: no rotation.
 
     Raises:
-        ValueError, TypeError: an argument is none of the above.
+        ValueError, TypeError: an argument is not as above.
     """
 
     symmetric_activations: bool = True
@@ -152,24 +151,24 @@ class Int8DynamicActivationInt8Weight(RotatedActivations, Int8Weight):
     @staticmethod
     def mm(x: Tensor, layer: Layer, constants: tuple[Any, ...]) -> Tensor:
         weight, scales, bias, weight_sums = layer["qweight"], layer["scales"], layer["bias"], layer["weight_sums"]
-        if weight_sums is None and not constants:  # a call with *() in it takes 0.06 µs more
+        if weight_sums is None and not constants:  # unpacking an empty tuple would take 0.06 µs more
             return ops.product(ops.INT8_INT8, (), x, weight, scales, bias)
         return ops.product(ops.INT8_INT8, constants, x, weight, scales, bias, weight_sums)
 
 
 @dataclass(frozen=True)
 class Int8DynamicActivationInt4Weight(RotatedActivations, IntegerScaledInt4Weight):
-    """Weights in four bits; every token is rounded to eight bits with a scale of its own.
+    """W4A8: int4 weights, dynamic int8 activations with one scale per token.
 
     Args:
         group_size, symmetric, scale_dtype, clip_search, budget_bits, whole_zeros: as in ``Int4WeightOnly``.
         symmetric_activations, rotation: as in ``Int8DynamicActivationInt8Weight``.
-        integer_scales: with symmetric weights, a row's scales are whole numbers times one scale of the row, and Hopper
-            need not scale the sums of each group of many tokens; a little less accurate (docs/numerics.md). One group
-            a row stays as it is.
+        integer_scales: with symmetric weights, two-level scales: a row's scales are integers times one scale of the
+            row, and Hopper's GEMM of many tokens needs no scaling per group; slightly less accurate
+            (docs/numerics.md). No effect with one group per row.
 
     Raises:
-        ValueError, TypeError: an argument is none of the above.
+        ValueError, TypeError: an argument is not as above.
     """
 
     symmetric_activations: bool = True
@@ -188,17 +187,18 @@ class Int8DynamicActivationInt4Weight(RotatedActivations, IntegerScaledInt4Weigh
 
 @dataclass(frozen=True)
 class Float8DynamicActivationFloat8Weight(Float8Operands):
-    """Weights in e4m3; activations are rounded to e4m3.
+    """fp8 W8A8: e4m3 weights and e4m3 activations.
 
     Args:
-        granularity: what shares a scale: "row": a row of W, a token; "tensor": all of W, all of x; "block": 128 x 128
-            of W, 128 columns of a token.
-        activation_scale: one scale for every activation, known beforehand (its largest magnitude / 448), instead of
-            one found in each; larger values saturate. None: dynamic. A layer holds it as a float32 of that name.
-        fast_accum: let GPUs sum more than 128 columns in the tensor core's short accumulator: faster, less accurate.
+        granularity: of the scales: "row": per row of W and per token; "tensor": per tensor for W and x; "block":
+            128 x 128 of W and 128 columns of a token.
+        activation_scale: static scale of all activations (their largest magnitude / 448); larger values saturate.
+            None: dynamic. A layer stores it as a float32 tensor of that name.
+        fast_accum: let GPUs accumulate more than 128 columns in the tensor core's short accumulator: faster, less
+            accurate.
 
     Raises:
-        ValueError, TypeError: an argument is none of the above, or ``activation_scale`` with "block".
+        ValueError, TypeError: an argument is not as above, or ``activation_scale`` with "block".
     """
 
     word: ClassVar[str] = "fp8_fp8"
@@ -214,18 +214,18 @@ class Float8DynamicActivationFloat8Weight(Float8Operands):
 
 @dataclass(frozen=True)
 class Float8DynamicActivationInt4Weight(PowerScaledInt4Weight):
-    """Weights in four bits; every token is rounded to e4m3 with a scale of its own.
+    """fp8 W4A8: int4 weights, dynamic e4m3 activations with one scale per token.
 
     Args:
         group_size, symmetric, scale_dtype, clip_search, budget_bits, whole_zeros: as in ``Int4WeightOnly``.
-        power_of_two_scales: with symmetric weights, a row's scales are powers of two times one scale of the row, and
-            Hopper need not scale the sums of each group of many tokens; less accurate (docs/numerics.md). One group a
-            row stays as it is.
-        fast_accum: with these, or with one group a row, let GPUs sum more than 128 columns in the tensor core's short
-            accumulator: faster, less accurate.
+        power_of_two_scales: with symmetric weights, two-level scales: a row's scales are powers of two times one scale
+            of the row, and Hopper's GEMM of many tokens needs no scaling per group; less accurate (docs/numerics.md).
+            No effect with one group per row.
+        fast_accum: with ``power_of_two_scales``, or with one group per row, let GPUs accumulate more than 128 columns
+            in the tensor core's short accumulator: faster, less accurate.
 
     Raises:
-        ValueError, TypeError: an argument is none of the above.
+        ValueError, TypeError: an argument is not as above.
     """
 
     word: ClassVar[str] = "fp8_int4"
@@ -254,7 +254,7 @@ SCHEMES: dict[str, type[Scheme]] = {
 
 
 def scheme_from_dict(content: Mapping[str, Any]) -> Scheme:
-    """The scheme that ``Scheme.to_dict`` described; a ValueError if it names none, or a field that it does not have."""
+    """The inverse of ``Scheme.to_dict``. Raises ValueError for an unknown scheme or field."""
     word = content.get("scheme")
     kind = SCHEMES.get(word) if isinstance(word, str) else None
     if kind is None:

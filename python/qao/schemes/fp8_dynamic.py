@@ -1,4 +1,4 @@
-"""e4m3 weights beside e4m3 activations: what shares a scale of x, and whether that is known beforehand."""
+"""e4m3 weights with e4m3 activations: dynamic or static activation scales and their granularity."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .weight_formats import Float8Weight, _host
 
 @dataclass(frozen=True)
 class Float8Operands(Float8Weight):
-    """Columns share a scale in x as in W, unless one scale of all activations is given; with the choice of how products
-    add."""
+    """e4m3 W and x. The granularity of x's scales follows W's, or is per tensor with a static ``activation_scale``.
+    ``fast_accum`` selects the accumulation."""
 
     activation_scale: float | None = None
     fast_accum: bool = False
@@ -26,7 +26,7 @@ class Float8Operands(Float8Weight):
         self._check_bool("fast_accum")
         scale = self.activation_scale
         if scale is not None:
-            # As the float32 that kernels read; a smaller one is 0 there or loses digits, a larger one is infinite.
+            # Kernels read it as float32: a smaller one would be 0 or subnormal, a larger one infinite.
             bounds = torch.finfo(torch.float32)
             number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
             if not (number and bounds.tiny <= scale <= bounds.max):

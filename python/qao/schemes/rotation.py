@@ -1,4 +1,4 @@
-"""Schemes of int8 activations that may be rotated: see ``qao.ops.rotation``."""
+"""Optional Hadamard rotation of schemes with int8 activations; see ``qao.ops.rotation``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .base import PackedWeight, Scheme, _host
 
 @dataclass(frozen=True)
 class RotatedActivations(Scheme):
-    """What a scheme has of int8 activations that may be rotated; before the class of its weight format."""
+    """Mixin for schemes with optionally rotated int8 activations. It precedes the weight format in the bases."""
 
     rotation: int = field(default=0, kw_only=True)
 
@@ -32,7 +32,7 @@ class RotatedActivations(Scheme):
 
     def to_dict(self) -> dict[str, Any]:
         content = super().to_dict()
-        if not self.rotation:  # as before there was the choice
+        if not self.rotation:  # omitted if off, for readers of older versions
             del content["rotation"]
         return content
 
@@ -43,7 +43,7 @@ class RotatedActivations(Scheme):
         size = self.rotation_of(weight.shape[1])
         if not size:
             return super().quantize(weight, name, importance)
-        # Squares of rotated columns, where those of x do not go together: the mean over a block.
+        # Expected squares of rotated columns, for uncorrelated columns of x: the mean over a block.
         if importance is not None and importance.shape == weight.shape[1:]:
             importance = importance.float().view(-1, size).mean(1).repeat_interleave(size)
         return Scheme.quantize(self.with_scales_of(weight.dtype), rotated(weight.detach(), size), name, importance)

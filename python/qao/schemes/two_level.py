@@ -1,4 +1,4 @@
-"""Int4 weights with the choice of scales of two levels."""
+"""int4 weights with optional two-level scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .weight_formats import Int4Weight, OnePass, _host
 
 @dataclass(frozen=True)
 class TwoLevelInt4Weight(Int4Weight):
-    """Int4 whose groups may have factors times one scale of their row, by the option that ``factors`` names."""
+    """int4 with optional two-level scales; ``factors`` names the option and defines the allowed factors."""
 
     factors: ClassVar[Factors]
 
@@ -30,7 +30,7 @@ class TwoLevelInt4Weight(Int4Weight):
 
     def to_dict(self) -> dict[str, Any]:
         content = super().to_dict()
-        if not self._two_levels:  # as before there was the choice
+        if not self._two_levels:  # omitted if off, for readers of older versions
             del content[self.factors.option]
         return content
 
@@ -59,7 +59,7 @@ class TwoLevelInt4Weight(Int4Weight):
 
 @dataclass(frozen=True)
 class IntegerScaledInt4Weight(TwoLevelInt4Weight):
-    """With the choice of scales that are whole numbers times one scale of their row."""
+    """int4 with the option of scales that are integers times their row's scale."""
 
     integer_scales: bool = field(default=False, kw_only=True)
 
@@ -68,7 +68,7 @@ class IntegerScaledInt4Weight(TwoLevelInt4Weight):
 
 @dataclass(frozen=True)
 class PowerScaledInt4Weight(TwoLevelInt4Weight):
-    """With the choice of scales that are powers of two times one scale of their row, and of how their products add."""
+    """int4 with the options of scales that are powers of two times their row's scale, and of fast accumulation."""
 
     power_of_two_scales: bool = field(default=False, kw_only=True)
     fast_accum: bool = field(default=False, kw_only=True)
@@ -84,7 +84,7 @@ class PowerScaledInt4Weight(TwoLevelInt4Weight):
 
     def to_dict(self) -> dict[str, Any]:
         content = super().to_dict()
-        if not self.fast_accum:  # as before there was the choice
+        if not self.fast_accum:  # omitted if off, for readers of older versions
             del content["fast_accum"]
         return content
 

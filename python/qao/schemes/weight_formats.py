@@ -1,4 +1,4 @@
-"""The four weight formats with all that follows from each."""
+"""The four weight formats: int4, fp4, int8 and e4m3."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .base import PackedWeight as PackedWeight
 from .base import Scheme as Scheme
 from .base import _host as _host
 
-Granularity = Literal["row", "tensor", "block"]  # what shares a scale
-GROUP_SIZES = (32, 64, 128, 256, -1)  # that kernels of four bits take, the most accurate first
+Granularity = Literal["row", "tensor", "block"]  # of scales
+GROUP_SIZES = (32, 64, 128, 256, -1)  # of the int4 kernels, the most accurate first
 
 
 @dataclass(frozen=True)
 class Int4Weight(Scheme):
-    """W = (q - zero) * scale in four bits, group by group along K, packed in the tiles of cuda/int4/layout.h."""
+    """int4, W = (q - zero) * scale in groups along K, packed in the tiles of cuda/int4/layout.h."""
 
     group_size: int | Literal["auto"] = 128
     symmetric: bool = False
@@ -56,7 +56,7 @@ class Int4Weight(Scheme):
 
     @property
     def size(self) -> int:
-        """Columns of W that share a scale; -1: all of a row."""
+        """Columns of W that share a scale; -1: the whole row."""
         if self.group_size == "auto":
             raise ValueError(
                 f"{self}: group sizes are chosen among the layers of a model, by qao.quantize_ or qao.calibrate. Give "
@@ -66,7 +66,7 @@ class Int4Weight(Scheme):
 
     def to_dict(self) -> dict[str, Any]:
         content = super().to_dict()
-        for name in ("budget_bits", "whole_zeros"):  # as before there were these, for those who cannot read them
+        for name in ("budget_bits", "whole_zeros"):  # omitted if off, for readers of older versions
             if not content[name]:
                 del content[name]
         return content
@@ -121,8 +121,8 @@ class Int4Weight(Scheme):
 
 @dataclass(frozen=True)
 class Fp4Weight(Scheme):
-    """Four-bit floats in groups along K, in the tiles of cuda/int4/layout.h: W = code * scale, or, with "nvfp4",
-    W = code * (scale / divisor). In plain tensors ``zeros`` is the divisor, float32 [N, 1]."""
+    """e2m1 floats in groups along K, packed in the tiles of cuda/int4/layout.h: W = code * scale, or, with "nvfp4",
+    W = code * (scale / divisor). Unpacked, ``zeros`` is the divisor, float32 [N, 1]."""
 
     format: Literal["mxfp4", "nvfp4"] = "mxfp4"
 
@@ -145,8 +145,8 @@ class Fp4Weight(Scheme):
         return torch.bfloat16
 
     def pack(self, q: Tensor, scales: Tensor, zeros: Tensor | None = None) -> PackedWeight:
-        """As ``Scheme.pack``, of e2m1 codes in uint8 and scales [N, ceil(K / group)]: powers of two, or with "nvfp4"
-        numbers of e4m3; ``zeros``: with "nvfp4" their divisor, float32 [N], [N, 1] or [1], else None."""
+        """As ``Scheme.pack``, with e2m1 codes in uint8 and scales [N, ceil(K / group)]: powers of two, or e4m3 values
+        with "nvfp4"; ``zeros``: with "nvfp4" their divisor, float32 [N], [N, 1] or [1], otherwise None."""
         try:
             divisor = None if zeros is None else zeros.detach().reshape(-1)
             n, k = q.shape
@@ -222,7 +222,7 @@ class Int8Weight(Scheme):
 
 @dataclass(frozen=True)
 class Float8Weight(Scheme):
-    """W = q * scale with q in e4m3, row-major. Scales have two dimensions, those of int8 one: a checkpoint tells."""
+    """W = q * scale with q in e4m3, row-major. Scales are 2-D, int8's are 1-D, so checkpoints can be identified."""
 
     granularity: Granularity = "row"
 
