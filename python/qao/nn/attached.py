@@ -1,4 +1,4 @@
-"""What hangs on a module and would be lost with it: hooks, a forward of its own, shards."""
+"""Checks for state that a module replacement would lose: hooks, an instance-level forward, shards."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ SHARDED = (
 
 
 def attached(module: nn.Module) -> str | None:
-    """What hangs on a module and would be lost with it; None if nothing does."""
+    """Description of the state that would be lost if the module were replaced; None if there is no such state."""
     if "_hf_hook" in vars(module):
         return (
             "a hook of accelerate runs it (device_map, offloading): quantise before dispatch_model, or call "
             "accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
         )
-    # That of its class, bound to it, is what accelerate leaves behind where its hook was removed.
+    # After removing its hook, accelerate leaves the bound forward of the class on the instance.
     own = MethodType(type(module).forward, module)
     if vars(module).get("forward", own) != own:
         return "its forward was replaced on the instance"

@@ -1,4 +1,4 @@
-"""A GPU that this build of qao has no kernels for."""
+"""Warning for a CPU-only build of qao on a machine with GPUs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..schemes.base import _host
 
 
 def problem() -> str | None:
-    """The fault and the remedy; None where the build has CUDA kernels, there is no GPU, or qao._host is missing."""
+    """The problem and its remedy; None if the build has CUDA kernels, no GPU exists, or qao._host is missing."""
     if _host is None or torch.version.cuda is None or _host.build_info()["cuda"]:
         return None
-    count = torch.cuda.device_count()  # by NVML: no CUDA context is made
+    count = torch.cuda.device_count()  # by NVML, without a CUDA context
     if not count:
         return None
     return (
@@ -26,6 +26,6 @@ def problem() -> str | None:
 
 @cache
 def warn_once() -> None:
-    """A UserWarning with the first layer that is made."""
+    """Emits a UserWarning for the first layer that is created."""
     if (text := problem()) is not None:
         warnings.warn(f"qao: {text}.", stacklevel=2)

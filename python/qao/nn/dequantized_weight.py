@@ -1,4 +1,4 @@
-"""The result of reading ``weight`` of a quantized layer: a read-only tensor that is dequantized when it is used."""
+"""Lazy read-only tensor for ``layer.weight`` of a quantized layer, dequantized on use."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _said = False
 class DequantizedWeight(Tensor):
     """The weight [N, K] of a quantized layer, for models that read it instead of calling the layer; or a view of it.
 
-    Its shape, dtype and device cost nothing to ask, and that is all that most models ask. Any operation dequantizes it,
-    each time anew, and gives plain tensors. The first time in a process a warning says so.
+    Shape, dtype and device are free to read, and most models read only these. Every operation dequantizes it again and
+    returns plain tensors; the first one in a process emits a warning.
 
-    It is read-only. The layer would not see a write, so every operator that writes into it, or into a view of it,
-    raises a RuntimeError before anything changes. It has no memory either: whatever takes an address (``data_ptr``,
-    DLPack, Triton kernels) could write there unseen, and gets an error that names ``layer.dequantize()``.
+    It is read-only. A write would not reach the layer, so every operator that writes into it or into a view of it
+    raises a RuntimeError before anything changes. It has no memory: access to an address (``data_ptr``, DLPack, Triton
+    kernels) would allow unseen writes and raises an error that names ``layer.dequantize()``.
     """
 
-    source: Tensor | None  # the packed weight it is computed from; None of a view
+    source: Tensor | None  # the packed weight it is computed from; None for a view
     _dequantize: Callable[[], Tensor]
-    _is_hf_initialized = True  # initializers of transformers, which some models call on weights of children, skip it
+    _is_hf_initialized = True  # initializers of transformers then skip it; some models call them on child weights
 
     @staticmethod
     def __new__(
@@ -37,7 +37,7 @@ class DequantizedWeight(Tensor):
         dequantize: Callable[[], Tensor],
         source: Tensor | None = None,
     ) -> Any:
-        """``like``: a tensor of the shape, the strides and the dtype, such as one on meta."""
+        """``like``: a tensor with the shape, strides and dtype, such as one on meta."""
         weight = Tensor._make_wrapper_subclass(
             cls,
             like.shape,
@@ -46,7 +46,7 @@ class DequantizedWeight(Tensor):
             dtype=like.dtype,
             device=device,
         )
-        # C++ code that asks for the address raises then, where it would read from address 0.
+        # C++ code that reads the address then raises instead of reading from address 0.
         torch._C._set_throw_on_mutable_data_ptr(weight)
         weight.source, weight._dequantize = source, dequantize
         return weight
@@ -125,7 +125,7 @@ class DequantizedWeight(Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.plain() if self.source is None else str(self), spec)
 
-    # ---- attributes that torch would set without an operator -------------------------------------------------------
+    # ---- attributes that torch sets without an operator ------------------------------------------------------------
 
     @property
     def data(self) -> Tensor:
@@ -223,7 +223,7 @@ class DequantizedWeight(Tensor):
         self._refuse_address("share_memory_")
 
     def is_shared(self) -> bool:
-        return self.is_cuda  # as of any tensor on a GPU
+        return self.is_cuda  # as for every tensor on a GPU
 
     def __dlpack__(self, *, copy: bool | None = None, **options: Any) -> Any:
         if copy:
@@ -238,7 +238,7 @@ class DequantizedWeight(Tensor):
 
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-_LAZY = (*_SAME, torch.ops.aten.t.default, torch.ops.aten.transpose.int)  # views of it that cost nothing either
+_LAZY = (*_SAME, torch.ops.aten.t.default, torch.ops.aten.transpose.int)  # views that stay lazy
 
 
 @lru_cache(maxsize=4096)
@@ -249,7 +249,7 @@ def _writes(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
         return (), ()
     written = [i for i, one in enumerate(schema.arguments) if one.alias_info is not None and one.alias_info.is_write]
     if not written and schema.arguments and schema.name.endswith("_") and not schema.name.endswith("__"):
-        written = [0]  # all_reduce and the like, of which the schema does not say it
+        written = [0]  # collectives such as all_reduce_, with a schema that does not declare the write
     return tuple(written), tuple(schema.arguments[i].name for i in written)
 
 
@@ -264,6 +264,6 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
 
 
 def _storage(tensor: Tensor) -> int | None:
-    """What tensors of one memory have in common; None of subclasses."""
+    """Identity of the tensor's storage; None for subclasses and other layouts."""
     strided = type(tensor) is Tensor and tensor.layout == torch.strided
     return tensor.untyped_storage()._cdata if strided else None

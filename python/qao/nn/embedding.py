@@ -1,4 +1,4 @@
-"""QuantEmbedding: rows of a quantized weight, that of the output head in most models. One operator call."""
+"""QuantEmbedding: embedding lookup in a quantized weight, which may be tied with the output head."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .packed_module import PackedModule, Sharded, frozen
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """True for nn.Embedding and its subclasses; nn.EmbeddingBag is none."""
+    """True for nn.Embedding and its subclasses, which do not include nn.EmbeddingBag."""
     return isinstance(module, nn.Embedding)
 
 
 def _is_scaled(module: nn.Module) -> bool:
-    # By name, since transformers need not be installed. Gemma's, Bart's and their like: rows times ``embed_scale``.
+    # By name, because transformers is optional. Gemma, Bart and others multiply rows by ``embed_scale``.
     kind = type(module)
     named = kind.__name__.endswith("ScaledWordEmbedding") and kind.__module__.startswith("transformers.models.")
     return named and hasattr(module, "embed_scale") and not hasattr(module, "eoi_embedding")  # T5Gemma2 has two tables
 
 
 def obstacle(embedding: nn.Module) -> str | None:
-    """Why an nn.Embedding cannot be replaced by a QuantEmbedding without changing what it does; None if it can."""
+    """Why replacing an nn.Embedding by a QuantEmbedding would change its behavior; None if it would not."""
     known = type(embedding).forward is nn.Embedding.forward or isinstance(embedding, Sharded)
     if not known and not _is_scaled(embedding):
         return f"{type(embedding).__name__} is a subclass of nn.Embedding with its own forward"
@@ -40,7 +40,7 @@ def obstacle(embedding: nn.Module) -> str | None:
 
 
 def scheme_obstacle(scheme: Scheme) -> str | None:
-    """Why rows cannot be read from a weight of this scheme; None if they can."""
+    """Why an embedding cannot use a weight of this scheme; None if it can."""
     if scheme.rotation:
         return f"{scheme} holds a rotated weight, whose rows are none of the embedding: take rotation=0 for it"
     if scheme.weights in ops.EMBEDDINGS:
@@ -49,7 +49,7 @@ def scheme_obstacle(scheme: Scheme) -> str | None:
 
 
 class _ScaledEmbedding(nn.Embedding):
-    """What a QuantEmbedding with ``embed_scale`` becomes in floats."""
+    """The float module of a QuantEmbedding with ``embed_scale``."""
 
     embed_scale: Tensor | float
 
@@ -59,25 +59,25 @@ class _ScaledEmbedding(nn.Embedding):
 
 
 class QuantEmbedding(PackedModule):
-    """Ids [...] to rows [..., K] of a quantized W [N, K]; drop-in for nn.Embedding.
+    """Rows [..., K] of a quantized W [N, K] for ids [...]; drop-in for nn.Embedding.
 
-    Make one with ``from_embedding``, or ``from_packed`` to share the Parameters of a QuantLinear, as ``quantize_(...,
-    embeddings=True)`` does. Everything is frozen: the result needs no gradient, but a hook may ask for one, as
-    ``enable_input_require_grads`` of transformers does.
+    Create one with ``from_embedding``, or with ``from_packed`` to share the Parameters of a QuantLinear, as
+    ``quantize_(..., embeddings=True)`` does. All tensors are frozen: the result does not require a gradient, but a hook
+    may set it, as ``enable_input_require_grads`` of transformers does.
 
     Attributes:
-        qweight, scales: tensors in the layout of the scheme's kernels, shared with the head where weights are tied.
-        weight: the dequantized weight [N, K], read-only, computed when it is used.
+        qweight, scales: tensors in the layout of the scheme's kernels, shared with a tied head.
+        weight: the dequantized weight [N, K], read-only, computed on use.
         num_embeddings, embedding_dim: N and K.
-        padding_idx: as in nn.Embedding; its row is one like the others.
-        embed_scale: what rows are multiplied with (Gemma, Bart), a number or a tensor of one; None if nothing.
-        dtype: of the result, at first that of the float embedding. ``.to(dtype)``, ``.half()`` and the like change it.
-            An attribute, since there is no float Parameter that could tell.
-        scheme: how the weight is quantized; what it does with activations is of no matter here.
+        padding_idx: as in nn.Embedding; its row is treated like the others.
+        embed_scale: factor of the rows (Gemma, Bart), a number or a tensor of one element; None: no factor.
+        dtype: of the result, initially that of the float embedding. ``.to(dtype)``, ``.half()`` and similar calls
+            change it. An attribute, because no float Parameter has this dtype.
+        scheme: the quantization scheme; its activation format has no effect here.
     """
 
     embed_scale: Tensor | float | None
-    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False  # as an nn.Embedding without them has
+    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False  # defaults of nn.Embedding
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class QuantEmbedding(PackedModule):
         reason = scheme_obstacle(scheme)
         if reason is not None:
             raise ValueError(f"QuantEmbedding: {reason}")
-        kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # no kernel has float64
+        kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # kernels do not support float64
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -116,19 +116,19 @@ class QuantEmbedding(PackedModule):
         device: torch.device | str | None = None,
         name: str = "embedding",
     ) -> QuantEmbedding:
-        """Quantizes an nn.Embedding, or one that transformers scales; ``embedding`` itself is left as it is.
+        """Quantizes an nn.Embedding or a scaled embedding of transformers; ``embedding`` itself is not modified.
 
         Args:
-            embedding: the layer. On meta the result is on meta too, without data.
-            scheme: one of int4 or int8 weights, for example ``Int8WeightOnly()``.
-            device: where to quantize and to leave the result; None stays where the weight is.
-            name: begins the messages of errors.
+            embedding: the layer. If it is on meta, the result is on meta too, without data.
+            scheme: with int4 or int8 weights, for example ``Int8WeightOnly()``.
+            device: device of quantization and of the result; None: the weight's device.
+            name: prefix of error messages.
 
         Raises:
-            TypeError: ``embedding`` is no embedding, or ``scheme`` no scheme.
-            ValueError: ``embedding`` does more than to look rows up (own forward, hooks, max_norm), or is made for
-                training (sparse, scale_grad_by_freq); the scheme has fp8 weights; the weight holds NaN or Inf, or is on
-                meta and ``device`` is not.
+            TypeError: ``embedding`` is not an embedding, or ``scheme`` is not a scheme.
+            ValueError: ``embedding`` does more than a lookup (custom forward, hooks, max_norm), or has training options
+                (sparse, scale_grad_by_freq); the scheme has fp8 weights; the weight holds NaN or Inf, or is on meta and
+                ``device`` is not.
         """
         if not isinstance(scheme, Scheme):
             raise TypeError(f"QuantEmbedding: scheme must be a Scheme such as qao.Int8WeightOnly(), not {scheme!r}")
@@ -142,7 +142,7 @@ class QuantEmbedding(PackedModule):
 
     @classmethod
     def from_packed(cls, embedding: nn.Module, scheme: Scheme, packed: PackedWeight) -> QuantEmbedding:
-        """The module that takes the place of ``embedding`` [N, K]; Parameters in ``packed`` are shared, not copied."""
+        """The module that replaces ``embedding`` [N, K]; it shares Parameters in ``packed`` instead of copying them."""
         scale: Any = embedding.embed_scale if _is_scaled(embedding) else None
         if isinstance(scale, Tensor) and not packed.qweight.is_meta:
             scale = scale.to(packed.qweight.device)
@@ -151,7 +151,7 @@ class QuantEmbedding(PackedModule):
         return cls(n, k, scheme, packed, dtype, padding_idx, scale).train(embedding.training)  # type: ignore[arg-type]
 
     def to_float(self, weight: nn.Parameter | None = None) -> nn.Embedding:
-        """An nn.Embedding in ``dtype`` of the dequantized weight, or of ``weight`` [N, K]; it starts frozen."""
+        """An nn.Embedding with the dequantized weight in ``dtype``, or with ``weight`` [N, K]; it starts frozen."""
         weight = frozen(self.dequantize(self.dtype)) if weight is None else weight
         scale = self.embed_scale
         kind = nn.Embedding if scale is None else _ScaledEmbedding
@@ -172,7 +172,7 @@ class QuantEmbedding(PackedModule):
         return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
 
     def requires_grad_(self, requires_grad: bool = True) -> QuantEmbedding:
-        """Nothing here can be trained, so only False is accepted."""
+        """Accepts only False, because a quantized embedding cannot be trained."""
         if requires_grad:
             raise RuntimeError(
                 "QuantEmbedding: a quantised embedding is frozen and cannot be trained. Leave it in floats, with "
@@ -190,11 +190,11 @@ class QuantEmbedding(PackedModule):
 
 
 def rename_ties(model: nn.Module) -> None:
-    """Tells models of transformers which tensors are tied now: they tie again, save and load by the names of these.
+    """Renames tied weights in the attributes by which models of transformers tie, save and load them.
 
-    ``{"lm_head.weight": "model.embed_tokens.weight"}`` (a list of the targets in version 4) becomes the same of
-    ``qweight``, ``scales`` and what else they share where both modules are quantized, and is so again where none is any
-    more; all else stays.
+    If both modules are quantized, ``{"lm_head.weight": "model.embed_tokens.weight"}`` (a list of the targets in version
+    4) becomes entries for ``qweight``, ``scales`` and their other shared tensors; if neither is quantized any more, the
+    original entry is restored. Other entries are unchanged.
     """
     for module in model.modules():
         for attribute in ("_tied_weights_keys", "all_tied_weights_keys"):
@@ -224,8 +224,8 @@ def _renamed(module: nn.Module, ties: Mapping[str, str] | list[str]) -> dict[str
 
 
 def _owner(module: nn.Module, name: str) -> nn.Module | None:
-    """The module whose tensor has that name; None if there is no such module."""
+    """The module that owns the tensor of that name; None if no such module exists."""
     try:
         return module.get_submodule(name.rpartition(".")[0])
-    except AttributeError:  # a pattern, or a name of a model that this one is part of
+    except AttributeError:  # a pattern, or a name in an enclosing model
         return None

@@ -1,7 +1,7 @@
-"""QuantExperts: the experts of a mixture, all of a projection's weights in one quantized tensor and one operator call.
+"""QuantExperts: quantized MoE experts, with one stacked weight tensor and one grouped GEMM per projection.
 
-Tokens are sorted by expert (stable, of sizes that depend on no routing), go through the up projection, which gathers
-them, the gate, and the down projection; the rows of a token are weighed and added.
+The forward permutes tokens by expert (a stable sort with sizes independent of the routing), runs the up projection with
+a fused gather, the gate and the down projection, and combines the weighted rows of each token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _autocasts = torch._C._is_any_autocast_enabled
 
 _OPERATORS = {operator._schema.name.removeprefix("qao::"): operator for operator in ops.GROUPED}
 
-_OTHERS = {  # tensors that the operator of a scheme takes beside weight, scales and bias
+_OTHERS = {  # further tensor arguments of a scheme's operator after weight, scales and bias
     "int8_int8": ("weight_sums",),
     "int8_int4": ("weight_sums",),
     "fp8_fp8": ("activation_scale",),
@@ -33,19 +33,19 @@ _OTHERS = {  # tensors that the operator of a scheme takes beside weight, scales
 
 
 def has_grouped_product(scheme: Scheme) -> bool:
-    """Whether experts can have it."""
+    """Whether the scheme has a grouped GEMM."""
     return f"{scheme.word}_grouped_mm" in _OPERATORS
 
 
 class QuantProjection(PackedModule):
-    """One projection of all E experts: W [E, N, K] as frozen Parameters, y [S, N] of rows that are sorted by expert.
+    """One projection of all E experts: W [E, N, K] as frozen Parameters, y [S, N] for rows sorted by expert.
 
     Attributes:
-        qweight, scales, weight_sums, row_scales: as of a QuantLinear, behind a dimension of experts.
-        activation_scale: float32 [1], of all of them; or None.
-        bias: [E, N] or None; it starts frozen, ``requires_grad_()`` makes it, and only it, trainable.
+        qweight, scales, weight_sums, row_scales: as in QuantLinear, with a leading dimension of experts.
+        activation_scale: float32 [1], shared by all experts; or None.
+        bias: [E, N] or None; it starts frozen, and ``requires_grad_()`` makes only the bias trainable.
         experts, out_features, in_features: E, N and K.
-        weight: the dequantized weights [E, N, K], computed when they are used.
+        weight: the dequantized weights [E, N, K], computed on use.
     """
 
     bias: nn.Parameter | None
@@ -61,7 +61,7 @@ class QuantProjection(PackedModule):
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> None:
-        self.experts = experts  # before the packed tensors are checked
+        self.experts = experts  # needed by the check of the packed tensors
         super().__init__(out_features, in_features, scheme, packed, dtype, bias=bias)
         self.out_features, self.in_features = out_features, in_features
         self._constants = scheme.constants(out_features, in_features)
@@ -78,7 +78,7 @@ class QuantProjection(PackedModule):
         row_scale: Tensor | None = None,
         gate: Gate | None = None,
     ) -> Tensor:
-        """y [S, N], or [S, N / 2] behind a gate, as ``qao.ops.int4_grouped_mm`` says, of whichever scheme."""
+        """y [S, N], or [S, N / 2] with a gate; arguments as in ``qao.ops.int4_grouped_mm``, for every scheme."""
         if _autocasts():
             x = QuantLinear.autocast(x)
         word, tensors = self.scheme.word, self._parameters
@@ -127,40 +127,40 @@ class QuantProjection(PackedModule):
 
 
 def projections_of(fused: Any) -> tuple[str, str]:
-    """The names of the up and the down projection of fused experts of transformers."""
+    """Names of the up and down projections in fused experts of transformers."""
     return "gate_up_proj" if fused.has_gate else "up_proj", "down_proj"
 
 
 def expert_sizes(fused: Any, weight: Tensor) -> tuple[int, int, int]:
-    """E, N and K of a projection's weight [E, N, K], which some hold as [E, K, N]."""
+    """E, N and K of a projection's weight [E, N, K], or [E, K, N] if transposed."""
     count, n, k = (weight.mT if fused.is_transposed else weight).shape
     return count, n, k
 
 
 def _has_norm(fused: Any) -> bool:
-    return getattr(fused, "has_post_expert_norm", False)  # before transformers 5.23 none had
+    return getattr(fused, "has_post_expert_norm", False)  # not in transformers before 5.23
 
 
 class QuantExperts(nn.Module):
-    """The experts of one layer, quantized: takes the place of fused experts of transformers 5 (docs/experts.md).
+    """The quantized experts of one MoE layer: replaces fused experts of transformers 5 (docs/experts.md).
 
-    ``forward(hidden_states [T, K], top_k_index [T, k], top_k_weights [T, k])`` gives [T, K], the sum over a token's
-    experts of their outputs times their weights. Numbers of experts from E on are of nobody here and count as zero.
+    ``forward(hidden_states [T, K], top_k_index [T, k], top_k_weights [T, k])`` returns [T, K], the weighted sum of the
+    outputs of each token's experts. Indices of E or more are experts of other ranks and contribute zero.
 
     Attributes:
-        up, down: the projections, QuantProjection; ``up`` is that of gate and up together where there is a gate. Not
-            named as in transformers, whose loaders would take their tensors apart.
+        up, down: the projections, QuantProjection; with a gate, ``up`` is the merged gate and up projection. The names
+            differ from transformers', because its loaders would split tensors with those names.
         num_experts: E.
     """
 
     def __init__(self, origin: nn.Module, up: QuantProjection, down: QuantProjection) -> None:
-        """``origin``: the fused experts that they were made of, whose way to gate is gone on using."""
+        """``origin``: the original fused experts, which still provide the gate or activation function."""
         super().__init__()
         self.up, self.down = up, down
         self.num_experts = down.experts
         if _has_norm(origin):
             self.post_expert_norm = origin.post_expert_norm
-        # No child: it has no tensors left, and transformers would initialize those that its class used to have.
+        # In a tuple, not a child module: its tensors are removed, and transformers would initialize them again.
         self._origin = (_emptied(origin),)
         self._gate = gate_of(self._origin[0], down.in_features)
         self.train(origin.training)
@@ -178,7 +178,7 @@ class QuantExperts(nn.Module):
         together: Tensor = ops.expert_sum(rows.contiguous(), places, top_k_weights.contiguous())
         return together.to(hidden_states.dtype)
 
-    # The weights under the names they had, for models that read them.
+    # The weights under their original names, for models that read them.
     gate_up_proj = property(lambda self: self._weight("gate_up_proj"))
     up_proj = property(lambda self: self._weight("up_proj"))
     down_proj = property(lambda self: self._weight("down_proj"))
@@ -190,11 +190,11 @@ class QuantExperts(nn.Module):
         return projection.weight.mT if fused.is_transposed else projection.weight
 
     def projections(self) -> dict[str, QuantProjection]:
-        """By the names of the Parameters they were."""
+        """The projections by the names of their original Parameters."""
         return dict(zip(projections_of(self._origin[0]), (self.up, self.down), strict=True))
 
     def to_float(self) -> nn.Module:
-        """Fused experts, as they were, of the dequantized weights, which start frozen."""
+        """The original fused experts with dequantized weights, which start frozen."""
         experts: Any = self.skeleton()
         for name, projection in self.projections().items():
             weight = projection.dequantize(projection.dtype)
@@ -204,7 +204,7 @@ class QuantExperts(nn.Module):
         return experts.train(self.training)  # type: ignore[no-any-return]
 
     def skeleton(self) -> nn.Module:
-        """Fused experts of the same sizes on meta, for others to be made of."""
+        """The original fused experts with the same sizes on meta, as a template."""
         experts: nn.Module = copy.copy(self._origin[0])
         experts._parameters = {}
         for name, projection in self.projections().items():
@@ -222,7 +222,7 @@ class QuantExperts(nn.Module):
 
 
 def _emptied(experts: nn.Module) -> Any:
-    """A copy without parameters, whose children are those that have none: what computes the gate."""
+    """A copy without parameters and norm, which only computes the gate."""
     emptied = copy.copy(experts)
     emptied._parameters = {}
     emptied._modules = {name: child for name, child in experts._modules.items() if name != "post_expert_norm"}
@@ -232,10 +232,10 @@ def _emptied(experts: nn.Module) -> Any:
 def quantize_projection(
     weights: Tensor, scheme: Scheme, transposed: bool, device: torch.device | str | None, name: str
 ) -> PackedWeight:
-    """Of W [E, N, K], or [E, K, N] if transposed, expert by expert; on meta only shapes are made.
+    """Quantizes W [E, N, K], or [E, K, N] if transposed, expert by expert; on meta it only makes shapes.
 
     Raises:
-        ValueError: a weight holds NaN or Inf; the message begins with ``name`` and the number of the expert.
+        ValueError: a weight holds NaN or Inf; the message begins with ``name`` and the index of the expert.
     """
     weights = weights.detach().mT if transposed else weights.detach()
     count, n, k = weights.shape

@@ -1,4 +1,4 @@
-"""Which gate stands between the projections of fused experts."""
+"""Detection of the gate between the projections of fused experts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..ops.norm_act import plain_swiglu
 
 
 def gate_of(fused: Any, width: int) -> Gate | None:
-    """``gate`` of the up projection's product that makes rows [S, width] as the model's gate does of [S, 2 * width].
+    """``gate`` of the up projection's grouped GEMM that equals the model's gate from [S, 2 * width] to [S, width].
 
-    Its numbers are those of SiLU, or such as the module has as attributes: the model's gate is asked with numbers. None
-    for every other gate, and without one.
+    It probes the model's gate with random input and compares with SiLU and with the module's numeric attributes as
+    parameters. None for other gates, and without a gate.
     """
     if not fused.has_gate:
         return None
-    sizes = torch.logspace(-3, 6, 32, device="cpu").unsqueeze(1)  # a limit above a million is not seen
+    sizes = torch.logspace(-3, 6, 32, device="cpu").unsqueeze(1)  # a limit above a million is not detected
     probe = torch.randn(32, 2 * width, generator=torch.Generator().manual_seed(0), device="cpu") * sizes
     try:
         y = fused._apply_gate(probe)
-    except Exception:  # noqa: BLE001  # whatever it needs besides, it is another one
+    except Exception:  # noqa: BLE001  # it needs other inputs, so it is another gate
         return None
     for gate in _known(fused):
         expected = plain_swiglu(probe, *gate)
@@ -35,7 +35,7 @@ def gate_of(fused: Any, width: int) -> Gate | None:
 
 
 def _known(fused: Any) -> Iterator[tuple[float, float, float, bool]]:
-    """Arguments of ``qao.ops.swiglu`` that it may have, the plainest first."""
+    """Candidate arguments of ``qao.ops.swiglu``, the simplest first."""
     alphas, limits = (_numbers(fused, word) for word in ("alpha", "limit"))
     return itertools.product((1.0, *alphas), (math.inf, *limits), (0.0, 1.0), (False, True))
 

@@ -1,4 +1,4 @@
-"""QuantLinear: a linear layer whose weight is quantized. A plain module, a few tensors, one operator call."""
+"""QuantLinear: a linear layer with a quantized weight. Its forward is one operator call."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _autocasts = torch._C._is_any_autocast_enabled
 
 
 def is_linear(module: nn.Module) -> bool:
-    """True for nn.Linear, its subclasses, and the Conv1D of transformers (GPT-2), a linear with weight [K, N]."""
+    """True for nn.Linear, its subclasses, and transformers' Conv1D (GPT-2), a linear layer with weight [K, N]."""
     return isinstance(module, nn.Linear) or _is_conv1d(module)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    # By name, since transformers need not be installed.
+    # By name, because transformers is optional.
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 def class_of_linear(linear: nn.Module) -> str:
-    """Loaders of other packages choose layers by it."""
+    """Class name by which other packages' loaders select layers."""
     return "Linear" if isinstance(linear, Sharded) else type(linear).__name__
 
 
@@ -39,7 +39,7 @@ def linear_weight(linear: nn.Module) -> Tensor:
 
 
 def obstacle(linear: nn.Module) -> str | None:
-    """Why a linear module cannot be replaced by a QuantLinear without changing what it does; None if it can."""
+    """Why replacing a linear module by a QuantLinear would change its behavior; None if it would not."""
     known = _is_conv1d(linear) or isinstance(linear, Sharded) or type(linear).forward is nn.Linear.forward
     if not known and not computes_linear(type(linear)):
         return f"{type(linear).__name__} is a subclass of nn.Linear with its own forward"
@@ -70,7 +70,7 @@ def wrong_bias(bias: Tensor, n: int) -> str | None:
 
 
 def instance_obstacle(module: nn.Module) -> str | None:
-    """The same of what was done to one module, whatever its class: hooks, parametrizations, a weight of others."""
+    """The same for changes to one instance of any class: hooks, parametrizations, an unsupported weight."""
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed from other parameters (parametrization, weight_norm, pruning)"
@@ -98,22 +98,22 @@ def instance_obstacle(module: nn.Module) -> str | None:
 class QuantLinear(PackedModule):
     """y [..., N] = x [..., K] · Wᵀ + bias with a quantized W; drop-in for nn.Linear.
 
-    Make one with ``from_linear``, with ``from_quantized``, or ``empty`` for a checkpoint to be loaded into. All tensors
-    but the bias are frozen Parameters: moving the module moves them, ``.to(dtype)``, ``.half()`` and the like leave
-    their dtypes as they are. ``bias`` is an ordinary Parameter that starts frozen: ``layer.requires_grad_()`` makes it,
-    and only it, trainable.
+    Create one with ``from_linear``, ``from_quantized``, or with ``empty`` before loading a checkpoint. All tensors
+    except the bias are frozen Parameters: they move with the module, but ``.to(dtype)``, ``.half()`` and similar calls
+    do not change their dtypes. ``bias`` is an ordinary Parameter that starts frozen: ``layer.requires_grad_()`` makes
+    only the bias trainable.
 
     Attributes:
         qweight, scales: tensors in the layout of the scheme's kernels.
-        weight: the dequantized weight [N, K], for models that read it; computed when it is used.
-        weight_sums: float32 [N], sums over k of W, if activations are quantized asymmetrically; else None.
-        activation_scale: float32 [1], the scale of every activation, if it is static; else None.
-        row_scales: float32 [N], of which scales are factors, with scales of two levels; else None.
+        weight: the dequantized weight [N, K], for models that read it; computed on use.
+        weight_sums: float32 [N], sums over k of W, for asymmetric activation quantization; otherwise None.
+        activation_scale: float32 [1], the static activation scale; None if dynamic.
+        row_scales: float32 [N], the row scales of two-level scales; otherwise None.
         bias: [N] or None.
         in_features, out_features: K and N.
-        dtype: of the float weight it stands for; ``.to(dtype)`` changes it.
-        scheme: how the weight is quantized.
-        stands_for: name of the class it was made of: "Linear", the "Conv1D" of transformers, or that of a subclass.
+        dtype: of the float weight it replaces; ``.to(dtype)`` changes it.
+        scheme: the quantization scheme.
+        stands_for: name of the replaced class: "Linear", transformers' "Conv1D", or a subclass.
     """
 
     bias: nn.Parameter | None
@@ -149,10 +149,10 @@ class QuantLinear(PackedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> QuantLinear:
-        """A layer of uninitialized tensors; ``dtype`` is that of the bias and of the float weight it stands for.
+        """A layer of uninitialized tensors; ``dtype`` is that of the bias and of the float weight it replaces.
 
         Raises:
-            ValueError: a size is not a positive whole number.
+            ValueError: a size is not a positive integer.
         """
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if type(size) is not int or size < 1:
@@ -168,17 +168,17 @@ class QuantLinear(PackedModule):
     def from_linear(
         cls, linear: nn.Module, scheme: Scheme, *, device: torch.device | str | None = None, name: str = "linear"
     ) -> QuantLinear:
-        """Quantizes an nn.Linear, or a Conv1D of transformers; ``linear`` itself is left as it is.
+        """Quantizes an nn.Linear or a Conv1D of transformers; ``linear`` itself is not modified.
 
         Args:
-            linear: the layer. On meta the result is on meta too, without data.
+            linear: the layer. If it is on meta, the result is on meta too, without data.
             scheme: for example ``Int4WeightOnly()``.
-            device: where to quantize and to leave the result; None stays where the weight is.
-            name: begins the messages of errors.
+            device: device of quantization and of the result; None: the weight's device.
+            name: prefix of error messages.
 
         Raises:
-            TypeError: ``linear`` is no linear layer, or ``scheme`` no scheme.
-            ValueError: ``linear`` does more than a plain linear layer (own forward, hooks, parametrizations), its
+            TypeError: ``linear`` is not a linear layer, or ``scheme`` is not a scheme.
+            ValueError: ``linear`` does more than a plain linear layer (custom forward, hooks, parametrizations), its
                 weight holds NaN or Inf, or it is on meta and ``device`` is not.
         """
         if not isinstance(scheme, Scheme):
@@ -192,7 +192,7 @@ class QuantLinear(PackedModule):
 
     @classmethod
     def from_packed(cls, linear: nn.Module, scheme: Scheme, packed: PackedWeight) -> QuantLinear:
-        """The layer that takes the place of ``linear``, with a weight that ``pack`` made."""
+        """The layer that replaces ``linear``, with a weight from ``pack``."""
         weight = linear_weight(linear)
         out_features, in_features = weight.shape
         bias = kernel_bias(linear._parameters["bias"], packed.qweight.device)
@@ -212,13 +212,13 @@ class QuantLinear(PackedModule):
         scheme: Scheme,
         dtype: torch.dtype | None = None,
     ) -> QuantLinear:
-        """A layer of a weight that others quantized, W = (q - zero) * scale; nothing is quantized again.
+        """A layer from an already quantized weight, W = (q - zero) * scale, without requantization.
 
         Args:
-            q, scales, zeros: plain tensors [N, K] and those of its groups, of any float dtype: see ``Scheme.pack``.
+            q, scales, zeros: unpacked codes [N, K], scales and zero points of its groups: see ``Scheme.pack``.
             bias: [N] or None.
-            scheme: what they are, for example ``Int8DynamicActivationInt4Weight(group_size=32, symmetric=True)``.
-            dtype: of the float weight it stands for; None: that of the bias, or of the scales.
+            scheme: their scheme, for example ``Int8DynamicActivationInt4Weight(group_size=32, symmetric=True)``.
+            dtype: of the float weight it replaces; None: that of the bias, or of the scales.
 
         Raises:
             ValueError: a shape or dtype does not fit the scheme.
@@ -228,13 +228,13 @@ class QuantLinear(PackedModule):
         return cls(k, n, scheme, packed, kernel_bias(bias, q.device), dtype)
 
     def to_float(self, weight: nn.Parameter | None = None) -> nn.Module:
-        """An nn.Linear in ``dtype`` of the dequantized weight, or the Conv1D that it was; it starts frozen.
+        """An nn.Linear, or the original Conv1D, with the dequantized weight in ``dtype``; it starts frozen.
 
-        ``weight``: its Parameter, where another one like it has it already.
+        ``weight``: the Parameter to use, if a tied module has already dequantized it.
         """
         linear: nn.Module = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         own = self.dequantize(self.dtype) if weight is None else weight
-        if self.stands_for == "Conv1D":  # whose checkpoints hold the weight transposed
+        if self.stands_for == "Conv1D":  # stores the weight transposed
             from transformers.pytorch_utils import Conv1D
 
             with torch.device("meta"):
@@ -246,9 +246,9 @@ class QuantLinear(PackedModule):
         return linear.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        if _autocasts():  # 0.1 µs, and no call of Python where nothing is cast
+        if _autocasts():  # takes 0.1 µs and avoids a Python call without autocast
             x = self.autocast(x)
-        # The dict of tensors, since Module.__getattr__ is Python and would take 0.5 µs a tensor.
+        # Reads the dict directly: Module.__getattr__ is Python code and takes 0.5 µs per tensor.
         tensors: dict[str, Any] = self._parameters
         if "bias" not in tensors:  # pruned, computed by a parametrization, or an attribute of a replica
             tensors = {**self.packed.tensors(), "bias": self.bias}
@@ -256,8 +256,8 @@ class QuantLinear(PackedModule):
 
     @staticmethod
     def autocast(x: Tensor) -> Tensor:
-        """x as the operator gets it: cast where autocast would cast the input of F.linear, which spares float64."""
-        # Autocast knows no meta device; what is no tensor is refused by the operator.
+        """x with the cast that autocast applies to the input of F.linear, which excludes float64."""
+        # Autocast does not support the meta device. The operator rejects an x that is not a tensor.
         if isinstance(x, Tensor) and not x.is_meta and x.dtype != torch.float64:
             device_type = x.device.type
             if torch.is_autocast_enabled(device_type):
@@ -265,7 +265,7 @@ class QuantLinear(PackedModule):
         return x
 
     def requires_grad_(self, requires_grad: bool = True) -> QuantLinear:
-        """Applies to the bias alone: all else stays frozen."""
+        """Applies only to the bias: all other tensors stay frozen."""
         if self.bias is not None:
             self.bias.requires_grad_(requires_grad)
         return self
@@ -278,7 +278,7 @@ class QuantLinear(PackedModule):
 
 
 def pack(linear: nn.Module, scheme: Scheme, device: torch.device | str | None, name: str) -> PackedWeight:
-    """Quantizes the weight of a linear module on ``device`` (None: where it is); on meta only shapes are made."""
+    """Quantizes the weight of a linear module on ``device`` (None: its device); on meta it only makes shapes."""
     return pack_weight(linear_weight(linear), scheme, device, name)
 
 
@@ -286,7 +286,7 @@ def pack(linear: nn.Module, scheme: Scheme, device: torch.device | str | None, n
 def pack_weight(
     weight: Tensor, scheme: Scheme, device: torch.device | str | None, name: str, importance: Tensor | None = None
 ) -> PackedWeight:
-    """The same of a weight [N, K]."""
+    """``pack`` for a weight [N, K]."""
     if not weight.is_meta:
         return scheme.quantize(weight if device is None else weight.to(device), name, importance)
     if device is not None and torch.device(device).type != "meta":
@@ -300,7 +300,7 @@ def pack_weight(
 def kernel_bias(bias: Tensor | None, device: torch.device) -> Tensor | None:
     if bias is None:
         return None
-    if bias.is_meta:  # of a model that is being loaded, whose bias is yet to come
+    if bias.is_meta:  # the model is being loaded, and the bias comes later
         device = bias.device
-    dtype = torch.float32 if bias.dtype == torch.float64 else bias.dtype  # no kernel has float64
+    dtype = torch.float32 if bias.dtype == torch.float64 else bias.dtype  # kernels do not support float64
     return bias.detach().to(device, dtype)

@@ -1,14 +1,14 @@
-"""What makes a saved layer say what it is, whichever container holds it, and stops others from misreading it.
+"""State-dict entries that identify a quantized layer and prevent a plain module from loading it.
 
-A QuantLinear or QuantEmbedding adds two entries to every ``state_dict``, made on the fly:
+A QuantLinear or QuantEmbedding adds two entries to every ``state_dict``, created on the fly:
 
-    <layer>.pip_install_qao   uint8: JSON, the version of this format, the scheme, the sizes and the dtype of the layer
+    <layer>.pip_install_qao   uint8: JSON with the format version, the scheme, the sizes and the dtype of the layer
     <layer>.weight            uint8 [16]: a tripwire
 
-In a process without qao, a plain nn.Linear that is asked to load such a state dict fails: strictly, since it does not
-know the first name, which tells what to do; and in any case with a size mismatch of ``weight``. Without them it would
-stay random, or take numbers of eight bits for its weight. With qao it becomes the layer that the first entry describes
-(integrations/state_dicts.py).
+In a process without qao, a plain nn.Linear cannot load such a state dict: strict loading rejects the first entry, with
+a name that states the remedy, and any loading fails with a size mismatch of ``weight``. Without these entries it would
+keep its random weight, or load 8-bit codes as a weight. With qao it becomes the layer that the first entry describes
+(integrations/torch/state_dicts.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-VERSION = 2  # rotated weights, which older ones would misread; others have version 1 still
+VERSION = 2  # of rotated weights, which older versions would misread; others still have version 1
 MARKER = "pip_install_qao"
 TRIPWIRE = "weight"
 _TRIPWIRE_TEXT = b"pip install qao\n"
@@ -27,13 +27,13 @@ _LONGEST = 1 << 16  # bytes of JSON; a layer needs some 200
 
 
 class Marker(NamedTuple):
-    """What the marker of a layer says; ``scheme`` as ``Scheme.to_dict`` gives it."""
+    """Content of a layer's marker; ``scheme`` is the result of ``Scheme.to_dict``."""
 
     scheme: dict[str, Any]
     out_features: int
     in_features: int
     dtype: torch.dtype
-    experts: int | None = None  # how many weights of these sizes it is, one behind the other; None: one
+    experts: int | None = None  # number of stacked weights of these sizes; None: not stacked
 
 
 def encode(marker: Marker) -> Tensor:
@@ -44,9 +44,9 @@ def encode(marker: Marker) -> Tensor:
     return _bytes(json.dumps(content).encode())
 
 
-# Fields of a scheme on which the meaning of packed tensors depends; "weights" is the weight format. Others say how
-# codes were found, in which dtype scales are stored (the tensors say so themselves), how results are added up, or
-# what a layer does with activations: that is up to the layer, as its dtype is.
+# Scheme fields that define the meaning of packed tensors; "weights" is the weight format. The other fields describe the
+# search for codes, the dtype of scales (which the tensors have), accumulation or activation quantization: a layer may
+# differ in these, as in its dtype.
 _BINDING = (
     "weights",
     "format",
@@ -60,10 +60,10 @@ _BINDING = (
 
 
 def check(found: Marker, own: Marker, name: str, layer: str = "layer") -> None:
-    """Raises ValueError where a weight that ``found`` describes is none that a layer which ``own`` describes can take.
+    """Raises ValueError if the weight that ``found`` describes does not fit the layer that ``own`` describes.
 
-    Packed tensors of four bits are padded to whole tiles and look alike for several sizes, codes of all schemes are
-    int8: shapes and dtypes alone cannot tell. The message begins with ``name``, ``layer`` describes the layer.
+    Shapes and dtypes cannot show this: packed four-bit tensors are padded to whole tiles, so several sizes have the
+    same shape, and the codes of all schemes are int8. The message begins with ``name``; ``layer`` describes the layer.
     """
     unlike = difference(found, own)
     if unlike is None:
@@ -77,11 +77,11 @@ def check(found: Marker, own: Marker, name: str, layer: str = "layer") -> None:
 
 
 def difference(found: Marker, own: Marker) -> tuple[str, str] | None:
-    """What ``found`` and ``own`` say where they differ; None if one describes a weight that the other can take."""
+    """Descriptions of ``found`` and ``own`` where they differ; None if the weight fits the layer."""
     sizes, stored = _facts(found)
     own_sizes, wanted = _facts(own)
     differ = [field for field in _BINDING if stored[field] != wanted[field]]
-    differ = ["scheme"] if "weights" in differ else differ  # others may have fields of other names
+    differ = ["scheme"] if "weights" in differ else differ  # other formats may have other fields
     if sizes == own_sizes and not differ:
         return None
     there, here = (
@@ -95,18 +95,18 @@ def difference(found: Marker, own: Marker) -> tuple[str, str] | None:
 
 
 def _facts(marker: Marker) -> tuple[list[int], dict[str, Any]]:
-    """Sizes, and the binding fields in one form: what is off is None, as is a field that the scheme does not have."""
+    """Sizes, and the binding fields in normal form: None for a disabled option or a field that the scheme lacks."""
     sizes = [*([] if marker.experts is None else [marker.experts]), marker.out_features, marker.in_features]
     fields: dict[str, Any] = {name: marker.scheme.get(name) or None for name in _BINDING}
     fields["weights"] = str(marker.scheme.get("scheme")).rpartition("_")[2]
     size = fields["group_size"]
-    if isinstance(size, int) and not 0 < size < marker.in_features:  # one group a row, whatever it is called
+    if isinstance(size, int) and not 0 < size < marker.in_features:  # one group per row
         fields.update(group_size=-1, integer_scales=None, power_of_two_scales=None)
     return sizes, fields
 
 
 def tripwire() -> Tensor:
-    """uint8 [16], the entry in place of ``weight``: no nn.Linear has a weight of one dimension."""
+    """uint8 [16], the entry in place of ``weight``: no nn.Linear has a 1-D weight."""
     return _bytes(_TRIPWIRE_TEXT)
 
 
@@ -114,7 +114,7 @@ def decode(tensor: Tensor, name: str = MARKER) -> Marker:
     """The inverse of ``encode``.
 
     Raises:
-        ValueError: the tensor is no marker, or that of a newer version; the message begins with ``name``.
+        ValueError: the tensor is not a marker, or has a newer version; the message begins with ``name``.
     """
     if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not 0 < tensor.numel() <= _LONGEST:
         raise ValueError(f"{name}: not a marker of qao: {tensor.dtype}{list(tensor.shape)}, not uint8 of one dimension")

@@ -1,4 +1,4 @@
-"""PackedModule: what every module that owns a quantized weight does alike: hold, move, save, load and dequantize it."""
+"""PackedModule: base class of modules with a quantized weight: moves, saves, loads and dequantizes it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def dequantized(qweight: Tensor, scales: Tensor, scheme: Scheme, n: int, k: int,
 
 
 class Sharded:
-    """Base of the layers of qao.distributed, each of which holds one rank's part of a weight."""
+    """Base of the layers of qao.distributed, which hold one rank's part of a weight."""
 
     layout: Any  # a qao.distributed.layout.Layout, which needs torch.distributed
 
 
 class PackedModule(Updatable, nn.Module):
-    """Owner of a quantized weight [N, K] as frozen Parameters, which are moved and never cast.
+    """Module with a quantized weight [N, K] as frozen Parameters, which move with the module and are never cast.
 
-    A ``state_dict`` holds them and the two entries of marker.py, which tell any loader what they are.
+    A ``state_dict`` holds them and the two entries of marker.py, which identify them to any loader.
     """
 
     qweight: nn.Parameter
@@ -41,14 +41,14 @@ class PackedModule(Updatable, nn.Module):
     weight_sums: nn.Parameter | None
     activation_scale: nn.Parameter | None
     row_scales: nn.Parameter | None
-    needs_all = False  # whether it multiplies, with sums and scales of rows where its scheme has them
-    _tied: Sequence[PackedModule] = ()  # modules that share qweight and scales, this one among them
+    needs_all = False  # whether it runs GEMMs, which need weight_sums and row_scales if the scheme has them
+    _tied: Sequence[PackedModule] = ()  # modules that share qweight and scales, including this one
 
     def __init__(
         self, n: int, k: int, scheme: Scheme, packed: PackedWeight, dtype: torch.dtype, **others: Tensor | None
     ) -> None:
-        """``others``: more Parameters. They and the scales come first, since models take the dtype of
-        ``next(child.parameters())`` for that of their activations, which no integers shall be."""
+        """``others``: more Parameters. They and the scales are registered before integer tensors, because models use
+        the dtype of ``next(child.parameters())`` for their activations."""
         super().__init__()
         cuda_build.warn_once()
         self.scheme = scheme.fitted(k)
@@ -60,10 +60,10 @@ class PackedModule(Updatable, nn.Module):
         self._freeze()
 
     def _freeze(self) -> None:
-        """Makes ``model.requires_grad_()`` pass over the packed tensors, where torch would refuse the integers.
+        """Makes ``model.requires_grad_()`` skip the packed tensors; torch would raise for integers.
 
-        An attribute of the Parameter, since a subclass of it costs compiled calls 10 %. Whatever makes Parameters anew
-        calls this again.
+        It sets an attribute of each Parameter, because a Parameter subclass makes compiled calls 10 % slower. Code that
+        replaces Parameters calls this again.
         """
         for tensor in self.packed.tensors().values():
             if tensor is not None:
@@ -77,7 +77,7 @@ class PackedModule(Updatable, nn.Module):
         return PackedWeight(*tensors, sizes=self._sizes)
 
     def _check_packed(self, packed: PackedWeight) -> None:
-        """Raises ValueError where a packed weight is none of this layer's scheme and sizes."""
+        """Raises ValueError if a packed weight does not have this layer's scheme and sizes."""
         what = f"{type(self).__name__}: {self.scheme} of {list(self._sizes)}"
         if packed.sizes not in (None, self._sizes):
             raise ValueError(f"{what}: the packed weight is of {list(packed.sizes or ())}")
@@ -96,20 +96,20 @@ class PackedModule(Updatable, nn.Module):
                 raise ValueError(f"{what}: {key} must be {needed}, not {given}: a weight of another scheme or size")
 
     def _told(self) -> str:
-        """The layer in messages."""
+        """Description of the layer for messages."""
         return f"{type(self).__name__} ({self.extra_repr()})"
 
     def _expected(self, scale_dtype: torch.dtype) -> PackedWeight:
-        """Tensors on meta like those that this layer holds, with scales of that dtype."""
+        """Meta tensors with the shapes and dtypes of this layer's tensors, and scales of ``scale_dtype``."""
         expected = self.scheme.empty(*self._sizes, dtype=scale_dtype, device="meta")
         return expected._replace(scales=expected.scales.to(scale_dtype))
 
     def _check_padding(self, qweight: Tensor, scales: Tensor, name: str) -> None:
-        """Raises ValueError where packed tensors in the shape of this layer's show that they are of another size.
+        """Raises ValueError if the padding of packed tensors shows that they belong to a weight of another size.
 
-        For those of which nothing else tells the size. What lies beyond N and K is the same in every packed weight, and
-        no row that was quantized has its scales. A last column of the same codes may be one of zeros, or none at all:
-        that is refused too.
+        It is for state dicts without a marker. Padding beyond N and K is the same in every packed weight, and no
+        quantized row has the scales of padding. A last column with the codes of padding may be all zeros or may not
+        exist: that is ambiguous and raises too.
         """
         n, k = self._sizes
         if self.scheme.weights not in ("int4", "fp4") or qweight.is_meta or hasattr(qweight, "device_mesh"):
@@ -135,7 +135,7 @@ class PackedModule(Updatable, nn.Module):
                 )
 
     def _is_of(self, n: int, k: int, qweight: Tensor, scales: Tensor) -> bool:
-        """Whether packed tensors in the shape of this layer's are those of a weight [n, k], with nothing beyond it."""
+        """Whether packed tensors in this layer's shapes are those of a weight [n, k], with only padding beyond it."""
         if k < 1:
             return False
         empty = self.scheme.empty(n, k, dtype=self.dtype, device="meta")
@@ -146,20 +146,20 @@ class PackedModule(Updatable, nn.Module):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight it stands for."""
+        """Shape of the float weight it replaces."""
         return self._sizes
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight [N, K] in ``dtype``, read-only. Each use computes it anew; see DequantizedWeight."""
-        # What is not used is no part of a graph of Dynamo's, and fx.symbolic_trace shows parameters as nodes.
+        """The dequantized weight [N, K] in ``dtype``, read-only. Each use computes it again; see DequantizedWeight."""
+        # Dynamo drops unused results, and fx.symbolic_trace needs parameters as nodes, so both dequantize directly.
         if torch.compiler.is_compiling() or isinstance(self.qweight, torch.fx.Proxy):
             return self.dequantize(self.dtype)
         return DequantizedWeight.of(self.shape, self.dtype, self.qweight, lambda: self.dequantize(self.dtype))
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
-        # Version 4 of transformers ties weights by setting one to the other; tied modules share the packed one.
+        # transformers 4 ties weights by assigning one to the other; tied modules then share the packed weight.
         source = getattr(value, "source", None)
         other = next((other for other in (self, *self._tied) if other.qweight is source), None)
         if other is None:
@@ -178,7 +178,7 @@ class PackedModule(Updatable, nn.Module):
         super().register_parameter(name, param)
 
     def _check_assigned(self, name: str, param: nn.Parameter) -> None:
-        """Raises ValueError where ``layer.<name> = param`` would put a tensor of another weight into this layer."""
+        """Raises ValueError if ``layer.<name> = param`` would assign a tensor that does not fit this layer's weight."""
         own = self._parameters.get(name)
         if own is None:
             return
@@ -193,21 +193,21 @@ class PackedModule(Updatable, nn.Module):
 
     @property
     def pip_install_qao(self) -> Tensor:
-        """The marker of the layer as a ``state_dict`` holds it; a property, since torch looks names of entries up."""
+        """The layer's marker as in a ``state_dict``; a property, because torch looks up entries by attribute name."""
         return self._beside(marker.encode(self._marker()))
 
     def _marker(self) -> marker.Marker:
         return marker.Marker(self.scheme.to_dict(), *self._sizes, self.dtype)
 
     def check_marker(self, found: Tensor, name: str) -> None:
-        """Raises ValueError where the marker of a checkpoint is that of a weight of another scheme or size, or none."""
+        """Raises ValueError if a checkpoint's marker is invalid or describes another scheme or size."""
         marker.check(marker.decode(found, name), self._marker(), name, self._told())
 
     def _beside(self, entry: Tensor) -> Tensor:
-        """``entry`` where the packed weight is: torch.distributed.checkpoint takes no state dict on two devices.
+        """``entry`` on the device of the packed weight, because torch.distributed.checkpoint needs a single device.
 
-        Beside a sharded weight it is a replicated DTensor, for accelerate expects nothing else there. It stays off
-        meta, where it would be lost, but for a sharded weight that waits for its numbers.
+        With a sharded weight it is a replicated DTensor, as accelerate expects. If the weight is on meta, the entry
+        stays off meta to keep its data, except with a sharded weight that is not loaded yet.
         """
         qweight: Any = self.qweight
         if hasattr(qweight, "device_mesh"):
@@ -215,7 +215,7 @@ class PackedModule(Updatable, nn.Module):
         return entry if qweight.is_meta else entry.to(qweight.device)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight [N, K] the layer multiplies with, in a float dtype (None: that of the scales)."""
+        """The dequantized weight [N, K] in a float dtype (None: that of the scales)."""
         return dequantized(self.qweight, self.scales, self.scheme, *self._sizes, dtype or self.scales.dtype)
 
     def __prepare_scriptable__(self) -> None:
@@ -224,24 +224,24 @@ class PackedModule(Updatable, nn.Module):
         )
 
     def tie(self, other: PackedModule) -> None:
-        """Notes that this module was made with the Parameters of ``other``, so that loading keeps it so."""
+        """Records that this module shares the Parameters of ``other``, so that loading keeps them shared."""
         self._tied = other._tied = [*(other._tied or [other]), self]
 
     def _shared(self, key: str, loaded: Tensor) -> Tensor:
-        """``loaded``, or the Parameter that a tied module has made of the same memory already."""
+        """``loaded``, or the Parameter that a tied module has already created from the same memory."""
         for other in self._tied:
             own = other._parameters[key]
             plain = other is not self and type(own) is nn.Parameter and type(loaded) in (Tensor, nn.Parameter)
             if plain and own is not None and own.dtype == loaded.dtype and own.device == loaded.device:
                 if own.is_meta:
                     continue
-                # What was misaligned, the other one copied.
+                # The tied module has copied a misaligned tensor.
                 if own.is_set_to(loaded) or (loaded.data_ptr() % 16 and torch.equal(own, loaded)):
                     return own
         return loaded
 
     def requantize(self, weight: Tensor, name: str = "weight", importance: Tensor | None = None) -> PackedWeight:
-        """Another float weight [N, K], quantized as this one is; for ``set_packed``.
+        """Quantizes another float weight [N, K] with this layer's scheme; for ``set_packed``.
 
         Raises:
             ValueError: it holds NaN or Inf; the message begins with ``name``.
@@ -252,7 +252,7 @@ class PackedModule(Updatable, nn.Module):
         return scheme.quantize(weight, name, importance)
 
     def set_packed(self, packed: PackedWeight) -> None:
-        """Replaces the weight. Modules that shared it keep the present one.
+        """Replaces the weight. Modules that shared it keep the old one.
 
         Raises:
             ValueError: it has another scheme or other sizes. The layer is unchanged.
@@ -266,11 +266,11 @@ class PackedModule(Updatable, nn.Module):
         self._tied = ()
 
     def to_float(self, weight: nn.Parameter | None = None) -> nn.Module:
-        """The float module of the dequantized weight, or of ``weight``, with parameters that are frozen."""
+        """The float module with the dequantized weight, or with ``weight``; its parameters are frozen."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Makes the Parameters fit again after others have set them one by one: frozen, and where kernels can read."""
+        """Freezes and aligns the Parameters after external code has assigned them one by one."""
         for parameter in self._parameters.values():
             if parameter is not None:
                 parameter.requires_grad = False
@@ -284,7 +284,7 @@ class PackedModule(Updatable, nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if type(value) is Tensor and isinstance(self.__dict__.get("_parameters"), _OfReplica):
-            value = aligned(value)  # broadcast as one with others, it lies anywhere
+            value = aligned(value)  # a coalesced broadcast may misalign it
         super().__setattr__(name, value)
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -296,7 +296,7 @@ class PackedModule(Updatable, nn.Module):
                 return moved
             if moved.dtype != tensor.dtype:
                 moved = tensor.to(moved.device)
-            return moved.contiguous()  # .to(memory_format=torch.channels_last) reorders anything with 4 dimensions
+            return moved.contiguous()  # .to(memory_format=torch.channels_last) changes strides of 4-D tensors
 
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.qweight.device)).dtype
         super()._apply(move_only, recurse)  # type: ignore[no-untyped-call]
@@ -323,7 +323,7 @@ class PackedModule(Updatable, nn.Module):
         except ValueError as error:
             error_msgs.append(str(error))
             return
-        # Module would say "size mismatch", which tells nobody what to do, and cast scales of another dtype silently.
+        # nn.Module would report only "size mismatch", without a remedy, and silently cast scales of another dtype.
         assign = local_metadata.get("assign_to_params_buffers", False)
         for key, own in self.packed.tensors().items():
             loaded = state_dict.get(prefix + key)
@@ -345,8 +345,8 @@ class PackedModule(Updatable, nn.Module):
         self._freeze()
 
     def _check_entries(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Takes out of a state dict what is no Parameter of this layer, and raises ValueError where it says, or its
-        numbers show, that the rest is a weight of another scheme or size."""
+        """Removes entries of a state dict that are not Parameters of this layer. Raises ValueError if they, or the
+        tensors' values, show a weight of another scheme or size."""
         found = state_dict.pop(prefix + marker.MARKER, None)
         sized = found is not None or prefix + "weight_scale" in state_dict
         if prefix + "weight_scale" in state_dict:
@@ -391,8 +391,8 @@ class PackedModule(Updatable, nn.Module):
 
 
 class _OfReplica(dict[str, Any]):
-    """``_parameters`` of a replica of nn.DataParallel, of which tensors are plain attributes: it has none to list, and
-    gives those attributes to whom asks for one by name."""
+    """``_parameters`` of an nn.DataParallel replica, which has its tensors as plain attributes: it is empty, and a
+    lookup by name returns the attribute."""
 
     def __init__(self, replica: nn.Module) -> None:
         super().__init__()
@@ -403,16 +403,16 @@ class _OfReplica(dict[str, Any]):
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
-    """A Parameter is taken as it is: modules with tied weights share one."""
+    """A frozen Parameter. An existing Parameter is returned unchanged: modules with tied weights share it."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
 
 
 def _stay_frozen(requires_grad: bool = True) -> None:
-    """``requires_grad_`` of a packed tensor: no gradient of it exists."""
+    """``requires_grad_`` of a packed tensor: does nothing, because it has no gradient."""
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """``tensor`` at an address where kernels can read 16 bytes at a time; in a mapped file it lies anywhere."""
+    """``tensor`` at a 16-byte aligned address, as kernels need; tensors of a mapped file may be misaligned."""
     plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
     return tensor.clone() if plain and tensor.data_ptr() % 16 else tensor
 

@@ -1,4 +1,4 @@
-"""Which subclasses of nn.Linear with a forward of their own compute what nn.Linear does, and nothing else."""
+"""Proof that a subclass of nn.Linear with a custom forward computes exactly x · Wᵀ + bias."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# All that such a forward may reach for. What is not here (training, lora_A, scaling, dropout, shape, …) could make it
-# something else in another call, which no trial would show.
+# Names that such a forward may use. Others (training, lora_A, scaling, dropout, shape, …) could change its result in
+# another call, which a trial would not show.
 _ATTRIBUTES = set("weight bias T mT t transpose to dtype nn functional linear matmul jit is_scripting forward".split())
 _GLOBALS = (torch, nn, functional, functional.linear, torch.matmul)
 _WRITES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE_ATTR", "DELETE_GLOBAL", "DELETE_SUBSCR")
-# A class that has these itself decides what a call does, or what its weight is, beside its forward.
+# A class that overrides one of these changes the call or the weight outside its forward.
 _DECISIVE = {"__call__", "_call_impl", "__getattr__", "__getattribute__", "weight", "bias"}
 
 
 def computes_linear(kind: type[nn.Module]) -> bool:
-    """Whether ``forward`` of this subclass of nn.Linear is x · Wᵀ + bias, for every x and whatever happened before.
+    """Whether ``forward`` of this subclass of nn.Linear is x · Wᵀ + bias for every x and in every state.
 
-    Two proofs are asked for. Its code may mention the weight, the bias and the ways to multiply with them, nothing
-    else, so it has no state, no mode and no side effect. And it gives what nn.Linear gives on a stand-in of 15 weights
-    in float64. No layer of the model is called, so it does not matter where or how large they are.
+    Two conditions must hold. Its bytecode uses only the weight, the bias and functions that multiply with them, so it
+    has no state, mode or side effect. Its result equals nn.Linear's for a stand-in of 15 weights in float64. No layer
+    of the model is called, so their devices and sizes do not matter.
     """
     own = kind.__mro__[: kind.__mro__.index(nn.Linear)]
     if any(_DECISIVE & vars(base).keys() for base in own):
@@ -58,7 +58,7 @@ def _is_plain(forward: Any) -> bool:
 @torch.no_grad()
 def _agrees(kind: type[nn.Module], bias: bool) -> bool:
     values = torch.arange(20, dtype=torch.float64, device="cpu").sin()
-    # Made without its __init__, which may ask for anything.
+    # Created without its __init__, which may need any arguments.
     layer: nn.Module = object.__new__(kind)
     nn.Module.__init__(layer)
     weight = nn.Parameter(values[:15].view(3, 5))
@@ -71,9 +71,9 @@ def _agrees(kind: type[nn.Module], bias: bool) -> bool:
             expected = functional.linear(x, weight, layer._parameters["bias"])
             if not torch.allclose(forward(layer, given), expected, rtol=1e-12, atol=1e-12) or not torch.equal(given, x):
                 return False
-    except Exception:  # whatever it needs, it is no plain linear layer
+    except Exception:  # it needs something else, so it is not a plain linear layer
         return False
-    try:  # nn.Linear refuses an x of another dtype, QuantLinear computes in it, and neither casts it
+    try:  # nn.Linear rejects an x of another dtype and QuantLinear computes in it; a subclass that casts x is excluded
         return forward(layer, values[:5].float()).dtype == torch.float32
     except RuntimeError:
         return True

@@ -1,4 +1,4 @@
-"""New float weights for quantized layers, in place: what holds their tensors (CUDA graphs, compiled code) goes on."""
+"""In-place update of quantized layers from float weights. CUDA graphs and compiled code stay valid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..schemes import FLOAT_DTYPES, Int4Weight, OnePass, PackedWeight, Scheme
 
 
 class Updatable:
-    """What of a PackedModule takes new weights."""
+    """Base of PackedModule with the methods that load new float weights."""
 
     scheme: Scheme
     _sizes: tuple[int, int]
@@ -29,26 +29,25 @@ class Updatable:
         importance: Tensor | None = None,
         name: str = "weight",
     ) -> None:
-        """Quantizes another float weight as this one is, and writes it over the present one.
+        """Quantizes a new float weight with this layer's scheme and overwrites the present weight in place.
 
-        The Parameters stay, at their addresses; their version counters tell autograd. CUDA graphs that were captured
-        and compiled code compute with the new weight from then on, and results are bit for bit those of a layer made
-        of it. ``bias`` and a static ``activation_scale`` stay as they are. Modules that share the weight share the new
-        one.
+        The Parameters keep their addresses; their version counters notify autograd. Captured CUDA graphs and compiled
+        code use the new weight afterwards, and results have the same bits as those of a layer quantized from it.
+        ``bias`` and a static ``activation_scale`` are unchanged. Modules that share the weight share the new one.
 
         Args:
-            weight: [N, K] in a float dtype, on any device, or several [Ni, K] that lie one below the other in a merged
-                layer. Of a sharded layer (qao.distributed) the whole weight, of which each rank keeps its part, or the
-                part alone; scales are then those of the part. A DTensor is gathered.
-            importance: of columns, for the search of int4: float [K]; None: estimated from the weight.
-            name: begins the messages of errors.
+            weight: [N, K] in a float dtype, on any device, or several [Ni, K], the row blocks of a merged layer. For a
+                sharded layer (qao.distributed) either the whole weight, of which each rank keeps its part, or only the
+                part, with scales computed from the part. A DTensor is gathered.
+            importance: of columns, for the int4 search: float [K]; None: estimated from the weight.
+            name: prefix of error messages.
 
         Raises:
-            ValueError: another shape; NaN or Inf, or more than scales can hold; on meta. Nothing is changed.
-            TypeError: no float dtype.
+            ValueError: another shape; NaN, Inf or values beyond the range of scales; on meta. Nothing is changed.
+            TypeError: not a float dtype.
 
-        Without a search, a GPU looks at the weight, which is what this waits for, and then writes: the call returns
-        before that, as those of torch's operators do.
+        Without a search, the call synchronizes with a GPU's check of the weight. The write is asynchronous, as in
+        torch's operators.
         """
         parts = [weight] if isinstance(weight, Tensor) else list(weight)
         whole = _whole(parts[0]) if len(parts) == 1 else torch.cat([_whole(one) for one in parts])
@@ -56,7 +55,7 @@ class Updatable:
         self._load(whole, importance, name, None)
 
     def _load(self: Any, weight: Tensor, importance: Tensor | None, name: str, largest: Tensor | None) -> None:
-        """``largest``: the largest magnitude of the weight, which is known to raise nothing."""
+        """``largest``: the largest magnitude of a weight that is already checked; None: not checked yet."""
         told: OnePass | None = self.scheme.one_pass(*self._sizes)
         q, scales = self.qweight, self.scales
         sharded = hasattr(q, "device_mesh") or hasattr(scales, "device_mesh")
@@ -70,7 +69,7 @@ class Updatable:
             known = None if rotation else largest.to(q.device)
             weight_ops.quantize_weight_(weight, *told, q, scales, fault, known)
         elif not weight_ops.load_weight_(weight, *told, q, scales, _CERTAIN[scales.dtype]).item():
-            self._overwrite(self._requantized(weight, importance, name))  # which knows what to raise, if anything
+            self._overwrite(self._requantized(weight, importance, name))  # raises if the weight is invalid
             return
         sums = self.weight_sums
         if sums is not None:
@@ -78,7 +77,7 @@ class Updatable:
         self._overwrite(PackedWeight(q, scales, sums))
 
     def _requantized(self: Any, weight: Tensor, importance: Tensor | None, name: str) -> PackedWeight:
-        """Of a weight as ``check_weight`` lets pass."""
+        """Quantizes a weight that ``check_weight`` accepted."""
         packed: PackedWeight = self.requantize(weight.to(self.qweight.device), name, importance)
         return packed
 
@@ -87,24 +86,24 @@ class Updatable:
             _write(self._parameters[key], getattr(packed, key))
         for module in {
             id(one): one for one in (self, *self._tied)
-        }.values():  # an embedding has none of these, its head may
+        }.values():  # an embedding has neither tensor, its tied head may
             for key in ("weight_sums", "row_scales"):
                 own = module._parameters[key]
                 if own is not None and module.qweight is self.qweight:
                     _write(own, getattr(packed, key))
 
     def _saved_bias(self: Any) -> Tensor | None:
-        """As a state dict has it."""
+        """The bias as in a state dict."""
         bias: Tensor | None = self._parameters.get("bias")
         return bias
 
     def _weight_shapes(self) -> list[tuple[int, int]]:
-        """Of weights that ``load_float_`` takes."""
+        """Shapes that ``load_float_`` accepts."""
         return [self._sizes]
 
 
-# To this magnitude no weight is refused. A rotation makes it up to 16 times as large, no range is more than twice that,
-# and scales of four bits are a 15th of it, others less; and squares up to 2^60 can be added up.
+# Weights up to this magnitude are always accepted: a rotation multiplies it by up to 16, a range is at most twice that,
+# and scales are at most a 15th of the range; sums of squares up to 2^60 are finite.
 _CERTAIN = {dtype: min(torch.finfo(dtype).max / 8, 2.0**56) for dtype in FLOAT_DTYPES}
 
 
@@ -129,26 +128,26 @@ def check_weight(module: Any, weight: Tensor, name: str) -> None:
 
 @modes.neutral()
 def update_(model: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> list[str]:
-    """Gives a quantized model new float weights, in place: those of the same model in training.
+    """Loads new float weights into a quantized model in place, for example during training of the same model.
 
-    Quantized layers get theirs by ``load_float_``, with the importance of columns that ``quantize_`` would take, so the
-    model is bit for bit what ``quantize_`` makes of the new floats; everything else is copied into what is there. No
-    tensor of the model moves: CUDA graphs and compiled code go on. All is checked before the first number is written.
+    Quantized layers use ``load_float_`` with the column importance of ``quantize_``, so the model has the same bits as
+    ``quantize_`` of the new float model; all other tensors are copied in place. No tensor of the model moves: CUDA
+    graphs and compiled code stay valid. Everything is checked before the first write.
 
     Args:
-        model: quantized by ``quantize_``, sharded by qao.distributed or ``fully_shard`` (then resharded) or not.
-        state_dict: of the float model: "<layer>.weight" [N, K] (Conv1D of transformers: [K, N]) where the model has a
-            quantized layer. Of weights that are shared one name is enough. DTensors are gathered, on all ranks.
-        strict: False: names may be missing, and those tensors stay. Give layers that read one activation together then
-            (q, k and v; gate and up): the search of int4 goes by one of them.
+        model: quantized by ``quantize_``; may be sharded by qao.distributed or by ``fully_shard`` (then resharded).
+        state_dict: of the float model: "<layer>.weight" [N, K] (Conv1D of transformers: [K, N]) for each quantized
+            layer. One name is enough for shared weights. DTensors are gathered, on all ranks.
+        strict: False: names may be missing, and those tensors are unchanged. Layers that read the same activation (q, k
+            and v; gate and up) must then be given together, because the int4 search uses the weight of one of them.
 
     Returns:
-        Names of the layers that were quantized again.
+        Names of the requantized layers.
 
     Raises:
-        ValueError: names are missing or unexpected, a shape differs, a weight holds NaN or Inf, or more than its scales
-            can hold; every problem of names and shapes is listed. The model is unchanged.
-        TypeError: a weight of a quantized layer has no float dtype. The model is unchanged.
+        ValueError: names are missing or unexpected, a shape differs, or a weight holds NaN, Inf or values beyond the
+            range of its scales; every problem with names and shapes is listed. The model is unchanged.
+        TypeError: the weight of a quantized layer has no float dtype. The model is unchanged.
     """
     state = {name.replace("_orig_mod.", ""): value for name, value in state_dict.items()}
     layers = {name.replace("_orig_mod.", ""): m for name, m in model.named_modules(remove_duplicate=False)}
@@ -170,9 +169,9 @@ def update_(model: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool 
 
 
 def _others(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """What is no tensor of a quantized weight: biases, norms, float layers, buffers that are saved.
+    """Tensors outside quantized weights: biases, norms, float layers, persistent buffers.
 
-    Not by ``model.state_dict()``, where a quantized layer's marker and tripwire would go to its GPU.
+    It avoids ``model.state_dict()``, which would copy each quantized layer's marker and tripwire to its GPU.
     """
     found: dict[str, Tensor] = {}
     for path, module in layers.items():
@@ -188,7 +187,7 @@ def _others(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 def _check_names(
     state: Mapping[str, Tensor], packed: Mapping[str, Any], others: Mapping[str, Tensor], strict: bool
 ) -> None:
-    groups: dict[int, list[str]] = {}  # names of one tensor
+    groups: dict[int, list[str]] = {}  # names that share a tensor
     for name, tensor in [*((name, module.qweight) for name, module in packed.items()), *others.items()]:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         groups.setdefault(local.data_ptr() or id(tensor), []).append(name)
@@ -210,7 +209,7 @@ def _check_names(
 
 
 def _one_each(state: Mapping[str, Tensor], packed: Mapping[str, Any]) -> dict[str, Any]:
-    """A name in ``state`` for each quantized weight, with the module to give it to: linear, if there is one."""
+    """A name in ``state`` for each quantized weight, with the module that loads it, preferably a linear one."""
     owners: dict[int, Any] = {}
     for module in packed.values():
         owner = owners.setdefault(id(module.qweight), module)
@@ -223,8 +222,8 @@ def _one_each(state: Mapping[str, Tensor], packed: Mapping[str, Any]) -> dict[st
 def _check_values(
     state: Mapping[str, Tensor], packed: Mapping[str, Any], weights: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Raises all that quantizing them would; waits for a GPU once. Returns their largest magnitudes."""
-    # From the last to the first: a GPU's L2 then holds some of what is quantized first.
+    """Raises the errors of quantization up front, with one GPU synchronization. Returns the largest magnitudes."""
+    # In reverse order: a GPU's L2 then still holds some of the weights that are quantized first.
     largest = {
         name: weight_ops.largest_magnitude(_kernel_weight(_whole(state[name]))) for name in reversed(list(weights))
     }
@@ -243,7 +242,7 @@ def _check_values(
 def _importance(
     state: Mapping[str, Tensor], packed: Mapping[str, Any], weights: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """As ``quantize_`` finds it, where weights of other layers tell."""
+    """Importance of layers that ``quantize_`` estimates from weights of other layers."""
     found = {}
     for name, module in weights.items():
         others = [f"{other}.weight" for other in told_by(name.removesuffix(".weight"))]
@@ -270,7 +269,7 @@ def _whole(tensor: Any) -> Tensor:
 
 @torch.no_grad()
 def _write(own: Any, value: Tensor) -> None:
-    """Into the memory of ``own``, or of the part of it that is here; it may be there already."""
+    """Copies ``value`` into ``own`` or its local shard. If they are the same tensor, only the version changes."""
     if own is value:
         torch.autograd.graph.increment_version(own)
     elif hasattr(own, "device_mesh"):
