@@ -1,4 +1,4 @@
-"""Where a weight may be cut among ranks, and one rank's part of it. No collectives."""
+"""Partition of a weight among ranks, and one rank's part of it, without collectives."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..schemes import Fp4Weight, Int4Weight, PackedWeight, Scheme
 
-_TILE = 16, 64  # rows and columns of int4 that only lie together (cuda/int4/layout.h)
+_TILE = 16, 64  # rows and columns of a packed int4 tile (cuda/int4/layout.h)
 
 
 class Cut(NamedTuple):
-    """One rank's part [begin, end) of one dimension of a weight: that of ``torch.chunk``, as DTensor has it."""
+    """One rank's part [begin, end) of one dimension of a weight, split as in ``torch.chunk`` and DTensor."""
 
     dim: int  # of W [N, K]: 0 rows, 1 columns
     size: int  # of the whole dimension
@@ -23,7 +23,7 @@ class Cut(NamedTuple):
     world: int
 
     def of(self, tensor: Tensor, unit: int = 1) -> Tensor:
-        """The part of a tensor with an entry for each ``unit`` rows or columns; all of one with an entry for all."""
+        """The part of a tensor with one entry per ``unit`` rows or columns; a tensor with a single entry is whole."""
         if tensor.dim() <= self.dim or tensor.shape[self.dim] == 1:
             return tensor
         first, last = self.begin // unit, -(-self.end // unit)
@@ -31,7 +31,7 @@ class Cut(NamedTuple):
 
 
 def units(scheme: Scheme, sizes: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of a weight that no cut may part: they share a scale, or are rotated together."""
+    """Rows and columns of a weight that must stay on one rank: they share a scale or a rotation block."""
     rows, columns = scheme.units(*sizes)
     return rows, max(columns, scheme.rotation_of(sizes[1]))
 
@@ -40,8 +40,8 @@ def cut(sizes: tuple[int, int], dim: int, units: tuple[int, int], rank: int, wor
     """The part of ``rank``.
 
     Raises:
-        ValueError: a cut would part what shares a scale, or a rank would have nothing; it names the numbers of ranks
-            that work. The message begins with ``what``.
+        ValueError: the split would separate rows or columns that share a scale, or leave a rank empty. The message
+            begins with ``what`` and lists the numbers of ranks that work.
     """
     size, unit = sizes[dim], units[dim]
     if not _works(size, unit, world):
@@ -68,7 +68,7 @@ def _works(size: int, unit: int, world: int) -> bool:
 
 
 def part(scheme: Scheme, packed: PackedWeight, sizes: tuple[int, int], cut: Cut) -> PackedWeight:
-    """One rank's part of a quantized weight, packed again: the same codes and scales, sums over its own columns."""
+    """One rank's part of a quantized weight, repacked: the same codes and scales, sums over the rank's columns."""
     q, scales, zeros = scheme.unpack(packed.qweight, packed.scales, *sizes)
     unit = scheme.units(*sizes)[cut.dim]
     zeros = None if zeros is None else cut.of(zeros, unit)
@@ -82,16 +82,16 @@ def part(scheme: Scheme, packed: PackedWeight, sizes: tuple[int, int], cut: Cut)
 
 
 def joins(scheme: Scheme, sizes: tuple[int, int], cut: Cut) -> bool:
-    """Whether the parts of all ranks, one beside the other, are the packed weight of the whole."""
+    """Whether the concatenated parts of all ranks form the packed whole weight."""
     chunk = -(-sizes[cut.dim] // cut.world)
     if isinstance(scheme, Fp4Weight) and scheme.format == "nvfp4" and cut.dim == 1:
-        return cut.world == 1  # each has the divisor of its rows behind its scales
+        return cut.world == 1  # the scales of each part end with the divisor of its rows
     tile = _TILE[cut.dim] if isinstance(scheme, (Fp4Weight, Int4Weight)) else 1
     return cut.world == 1 or (chunk % tile == 0 and chunk % scheme.units(*sizes)[cut.dim] == 0)
 
 
 def is_cut(key: str, scheme: Scheme | None, sizes: tuple[int, int], dim: int) -> bool:
-    """Whether a tensor of a layer is cut along its own dimension ``dim``, or whole on every rank; sums aside."""
+    """Whether a tensor of a layer is split along its dimension ``dim`` or replicated on every rank."""
     if key in ("weight", "qweight"):
         return True
     if key in ("bias", "weight_sums", "row_scales"):
@@ -103,5 +103,5 @@ def is_cut(key: str, scheme: Scheme | None, sizes: tuple[int, int], dim: int) ->
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Of its own memory, so that the whole can be freed."""
+    """A copy, so that the memory of the whole tensor can be freed."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
-"""How tensors lie among the ranks of a sharded layer, and how they get from one layout to another.
+"""Layouts of a sharded layer's tensors among ranks, and redistribution between them.
 
-At inference, with plain tensors in the usual layouts, a layer runs at most one collective on a plain tensor. All else,
-gradients above all, goes by DTensor, whose backward of each way is right.
+At inference, with plain tensors in the default layouts, a layer runs at most one collective on a plain tensor. All
+other cases use DTensor, in particular gradients, because its redistributions have correct backward passes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ LAST = Shard(-1)
 
 @dataclass(frozen=True)
 class Layout:
-    """Of one sharded layer, the same on every rank but for ``cut``."""
+    """Layout of one sharded layer, the same on every rank except for ``cut``."""
 
     mesh: DeviceMesh
     cut: Cut
     sizes: tuple[int, int]  # of the whole weight [N, K]
-    inputs: Placement  # as plain tensors come in
+    inputs: Placement  # of plain input tensors
     outputs: Placement
     use_local_output: bool
 
     def enter(self, x: Tensor, wanted: Placement) -> Tensor:
-        """The rank's own x, laid out as ``wanted``."""
+        """The rank's local x, redistributed to ``wanted``."""
         if not isinstance(x, DTensor):
             differs = torch.is_grad_enabled() and x.requires_grad and wanted == Replicate()
             if self.inputs == wanted and not differs:
@@ -41,11 +41,11 @@ class Layout:
             x = DTensor.from_local(x, self.mesh, [self.inputs], run_check=False)
         if x.placements != (wanted,):
             x = x.redistribute(placements=[wanted])
-        # Each rank's rows of W give one part of the gradient of a whole x.
+        # Each rank's rows of W give a partial gradient of a replicated x.
         return x.to_local(grad_placements=[Partial()] if wanted == Replicate() else None)
 
     def leave(self, y: Tensor, size: int) -> Tensor:
-        """From the rank's part of y [..., size], which is cut in its last dimension."""
+        """The output, from the rank's part of y [..., size], which is sharded in its last dimension."""
         if self.outputs == LAST and self.use_local_output:
             return y
         shape = torch.Size((*y.shape[:-1], size))
@@ -53,7 +53,7 @@ class Layout:
         return self._out(DTensor.from_local(y, self.mesh, [LAST], run_check=False, shape=shape, stride=stride), None)
 
     def add(self, y: Tensor, bias: Tensor | None) -> Tensor:
-        """The sum of all ranks' y, which may be overwritten, and the bias, once."""
+        """The sum of y over all ranks plus the bias once. It may overwrite y."""
         plain = self.outputs == Replicate() and self.use_local_output
         if plain and not (torch.is_grad_enabled() and (y.requires_grad or (bias is not None and bias.requires_grad))):
             if torch.compiler.is_compiling():
@@ -71,9 +71,9 @@ class Layout:
         return y.to_local() if self.use_local_output else y  # type: ignore[no-any-return]
 
     def own_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids of rows as the rank's part counts them, and which of them are its own; those of others become 0.
+        """Local row ids, 0 for rows of other ranks, and a mask of the rank's rows.
 
-        Ids that no rank has stay as they are, so that every rank refuses them alike.
+        Ids outside the whole weight stay unchanged, so that all ranks raise for them.
         """
         begin, end, n = self.cut.begin, self.cut.end, self.cut.size
         own = (ids >= begin) & (ids < end)
@@ -81,7 +81,7 @@ class Layout:
         return torch.where(own, ids - begin, torch.where(wrong, ids, 0)), own
 
     def whole(self, tensor: Tensor, cut: bool, dim: int, size: int) -> DTensor:
-        """The whole tensor: ranks hold parts of it (``cut`` along ``dim``, ``size`` in all), or all of it."""
+        """The whole tensor as a DTensor: sharded along ``dim`` with total size ``size`` if ``cut``, else replicated."""
         if not cut:
             return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
         shape = torch.Size((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]))

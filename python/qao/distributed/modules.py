@@ -1,7 +1,7 @@
-"""Sharded layers: the classes that ``Colwise`` and ``Rowwise`` give to modules, and what each computes.
+"""Sharded layers: the classes that ``Colwise`` and ``Rowwise`` assign to modules, and their forwards.
 
-A sharded layer holds plain tensors of its own part, and is a layer of that size: ``out_features``, ``in_features`` and
-the kernels it runs are those of the part. Its ``state_dict`` holds DTensors of the whole.
+A sharded layer holds plain tensors of the rank's part and is a layer of that size: ``out_features``, ``in_features``
+and the kernels are those of the part. Its ``state_dict`` holds DTensors of the whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .layout import LAST, Layout
 
 
 def check_row_scales(module: Any, layout: Layout, name: str) -> None:
-    """Of a module whose part of a weight was or will be quantized by itself."""
+    """Raises ValueError if the module's part of a weight cannot be quantized alone because of its row scales."""
     if layout.cut.dim == 1 and module.row_scales is not None:
         raise ValueError(
             f"{name}: with {module.scheme.factors.option}, the scales of a row are chosen for all of its columns, and "
@@ -33,11 +33,11 @@ def check_row_scales(module: Any, layout: Layout, name: str) -> None:
 
 
 class _Sharded(Sharded):
-    """State dicts of the whole; of one class with nn.Module, which comes after it."""
+    """Mixin with state dicts of the whole weight. It precedes the nn.Module class in the bases."""
 
     layout: Layout
-    whole_sums: Tensor | None = None  # float32 [N] of all columns, where the layer has those of its own
-    _next_sums: Tensor | None = None  # those of a weight that is being loaded, if all of it was given
+    whole_sums: Tensor | None = None  # float32 [N] over all columns; weight_sums are over the rank's columns
+    _next_sums: Tensor | None = None  # whole_sums of a weight that is being loaded, if the whole weight was given
 
     def _whole(self: Any, key: str, tensor: Tensor) -> DTensor:
         layout: Layout = self.layout
@@ -67,7 +67,7 @@ class _Sharded(Sharded):
         return None if bias is None else self._whole("bias", bias)
 
     def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Takes DTensors as ``state_dict`` has them, whole tensors, and the rank's own parts."""
+        """Accepts DTensors as in ``state_dict``, whole tensors, and the rank's parts."""
         for key, own in self._parameters.items():
             value = state_dict.get(prefix + key)
             if own is None or not isinstance(value, Tensor):
@@ -108,7 +108,7 @@ class _Sharded(Sharded):
         self._next_sums = None
 
     def sum_own_columns(self: Any) -> None:
-        """Sets ``weight_sums`` to those of the rank's own columns."""
+        """Sets ``weight_sums`` to the sums over the rank's columns."""
         q, scales, zeros = self.scheme.unpack(self.qweight, self.scales, *self._sizes)
         with torch.no_grad():
             self.weight_sums.copy_(self.scheme._weight_sums(q, scales, zeros))
@@ -122,14 +122,14 @@ class _Sharded(Sharded):
 
 
 class ColwiseQuantLinear(_Sharded, QuantLinear):
-    """Rows of W: y [..., N / world] of the whole x."""
+    """Linear layer with the rank's rows of W: y [..., N / world] from the whole x."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layout.leave(super().forward(self.layout.enter(x, Replicate())), self.layout.sizes[0])
 
 
 class RowwiseQuantLinear(_Sharded, QuantLinear):
-    """Columns of W: the sum over ranks of what their own columns of x give."""
+    """Linear layer with the rank's columns of W: an all-reduce sums the partial y of the ranks' columns of x."""
 
     def forward(self, x: Tensor) -> Tensor:
         x, bias = self.autocast(self.layout.enter(x, LAST)), self.bias
@@ -148,7 +148,7 @@ class RowwiseLinear(_Sharded, nn.Linear):
 
 
 class RowwiseQuantEmbedding(_Sharded, QuantEmbedding):
-    """Rows of W: a rank gives zeros for ids of others, and all are added."""
+    """Embedding with the rank's rows of W: zeros for ids of other ranks, then an all-reduce."""
 
     def forward(self, ids: Tensor) -> Tensor:
         ids, own = self.layout.own_ids(self.layout.enter(ids, Replicate()))
@@ -156,7 +156,7 @@ class RowwiseQuantEmbedding(_Sharded, QuantEmbedding):
 
 
 class ColwiseQuantEmbedding(_Sharded, QuantEmbedding):
-    """Columns of W: rows [..., K / world]."""
+    """Embedding with the rank's columns of W: rows [..., K / world]."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.layout.leave(super().forward(self.layout.enter(ids, Replicate())), self.layout.sizes[1])
@@ -173,7 +173,7 @@ class ColwiseEmbedding(_Sharded, nn.Embedding):
         return self.layout.leave(super().forward(self.layout.enter(ids, Replicate())), self.layout.sizes[1])
 
 
-LINEARS: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = {  # cut by rows, by columns
+LINEARS: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = {  # split by rows, by columns
     QuantLinear: (ColwiseQuantLinear, RowwiseQuantLinear),
     nn.Linear: (ColwiseLinear, RowwiseLinear),
 }
@@ -184,13 +184,13 @@ EMBEDDINGS: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = {
 
 
 def give(module: nn.Module, layout: Layout) -> None:
-    """Makes a module that holds its part already a sharded layer, in place."""
+    """Turns a module that already holds its part into a sharded layer, in place."""
     module.layout = layout  # type: ignore[assignment]
     module.__class__ = {**LINEARS, **EMBEDDINGS}[type(module)][layout.cut.dim]
 
 
 def resize(module: Any, sizes: tuple[int, int]) -> None:
-    """Makes the attributes of a module those of a weight of these sizes."""
+    """Sets the size attributes of a module to those of a weight of these sizes."""
     n, k = sizes
     if isinstance(module, (nn.Linear, QuantLinear)):
         module.out_features, module.in_features = n, k

@@ -1,4 +1,4 @@
-"""Colwise and Rowwise: how ``parallelize_module`` shards a QuantLinear, a QuantEmbedding, and their float modules."""
+"""Colwise and Rowwise: ParallelStyles that shard QuantLinear, QuantEmbedding and their float modules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WHOLE = Replicate()
 
 
 class _Style(ParallelStyle):
-    """What both styles do alike; a subclass says along which dimension of W [N, K] linears and embeddings are cut."""
+    """Base of both styles; a subclass defines the dimension of W [N, K] along which a linear layer is split."""
 
     linear_dim: int
     _layouts: dict[int, tuple[Placement, Placement]] = {0: (_WHOLE, LAST), 1: (LAST, _WHOLE)}
@@ -46,9 +46,9 @@ class _Style(ParallelStyle):
         return module
 
     def expect(self, module: PackedModule, mesh: DeviceMesh) -> None:
-        """Of a module on meta: makes its Parameters DTensors, of which a loader reads the rank's parts.
+        """Turns the Parameters of a module on meta into DTensors, so that a loader reads only the rank's parts.
 
-        ``_apply`` takes them then. Where parts do not join to the whole, Parameters stay as they are.
+        ``_apply`` then takes them. If parts do not join to the whole, Parameters are unchanged.
         """
         layout = self._layout_of(module, mesh)
         if not joins(module.scheme, layout.sizes, layout.cut):
@@ -67,7 +67,7 @@ class _Style(ParallelStyle):
         rank, world = device_mesh.get_local_rank(), device_mesh.size()
         own = cut(sizes, dim, parts, rank, world, f"{type(self).__name__}: {type(module).__name__}")
         inputs, outputs = self._layouts[self.linear_dim]
-        inputs = _WHOLE if type(module) in EMBEDDINGS else inputs  # of ids, which all ranks have
+        inputs = _WHOLE if type(module) in EMBEDDINGS else inputs  # ids are replicated
         outputs = self.output_layouts or outputs
         if not isinstance(outputs, (Replicate, Shard)):
             raise ValueError(f"{type(self).__name__}: output_layouts must be Replicate() or Shard(dim), not {outputs}")
@@ -79,42 +79,41 @@ class _Style(ParallelStyle):
 
 
 class Colwise(_Style):
-    """A ParallelStyle: every rank has some of the outputs; rows of W [N, K] of a linear, columns of an embedding.
+    """A ParallelStyle that shards the outputs: rows of W [N, K] of a linear layer, columns of an embedding.
 
     For ``parallelize_module``, on a QuantLinear, a QuantEmbedding, or an nn.Linear or nn.Embedding that
-    ``qao.quantize_`` gets afterwards. x [..., K] is whole on every rank, y [..., N / world] the rank's part; that of
-    ``torch.chunk``, where the numbers do not divide. No collective forward; backward, the gradient of x is summed.
-    Codes, scales and the rounding of activations are those of the whole layer; results differ from its own only where
-    the kernel for N / world rows adds in another order.
+    ``qao.quantize_`` quantizes afterwards. x [..., K] is replicated, y [..., N / world] is the rank's part, split as in
+    ``torch.chunk`` if the sizes do not divide. The forward has no collective; the backward all-reduces the gradient of
+    x. Codes, scales and quantized activations equal those of the whole layer; results differ only if the kernel for
+    N / world rows accumulates in another order.
 
     Args:
-        input_layouts: of an x that is no DTensor; None: Replicate().
+        input_layouts: of an x that is not a DTensor; None: Replicate().
         output_layouts: of y: Replicate() gathers it; None: Shard(-1).
         use_local_output: y as a plain tensor, not a DTensor.
 
     Raises:
-        ValueError: a cut would part rows of a block (granularity "block"), or leave a rank without any; the message
-            lists the numbers of ranks that work. The module has hooks, or a weight that is no plain tensor.
-        TypeError: another module, or one that is sharded already.
+        ValueError: the split would separate rows of a block (granularity "block") or leave a rank empty; the message
+            lists the numbers of ranks that work. The module has hooks, or a weight that is not a plain tensor.
+        TypeError: another module, or an already sharded one.
     """
 
     linear_dim = 0
 
 
 class Rowwise(_Style):
-    """A ParallelStyle: every rank has some of the inputs; columns of W [N, K] of a linear, rows of an embedding.
+    """A ParallelStyle that shards the inputs: columns of W [N, K] of a linear layer, rows of an embedding.
 
-    As ``Colwise``, with x [..., K / world] the rank's part and y [..., N] the sum over ranks: one all-reduce forward,
-    none backward. The bias is added once, after the sum. Columns that share a scale stay together: K / world must be
-    a multiple of the group size of int4, of a rotation, of 128 for granularity "block". Where activations are
-    quantized, each rank finds the scale of a token, of all x for granularity "tensor", in its own columns: without a
-    further collective, and no coarser than the scale of the whole token. ``weight_sums`` are those of the rank's
-    columns.
+    As ``Colwise``, but x [..., K / world] is the rank's part and y [..., N] the sum over ranks: one all-reduce in the
+    forward, no collective in the backward. The bias is added once, after the sum. Columns that share a scale stay
+    together: K / world must be a multiple of the int4 group size, of a rotation block, of 128 for granularity "block".
+    Each rank computes dynamic activation scales, per token or per tensor, from its own columns: this needs no further
+    collective, and the scales are at most those of the whole token. ``weight_sums`` are over the rank's columns.
 
-    An embedding gives zeros for ids of other ranks, and the sum is exact.
+    An embedding returns zeros for ids of other ranks, and the sum is exact.
 
     Args:
-        input_layouts: of an x that is no DTensor; None: Shard(-1), of ids Replicate().
+        input_layouts: of an x that is not a DTensor; None: Shard(-1), Replicate() for ids.
         output_layouts: of y; Shard(1) scatters the sum along the sequence; None: Replicate().
         use_local_output: y as a plain tensor, not a DTensor.
 
@@ -126,7 +125,7 @@ class Rowwise(_Style):
 
 
 class _Sender:
-    """Brings tensors of one rank to all and to the device of the mesh, as ``distribute_tensor`` does."""
+    """Broadcasts tensors of one rank and moves them to the device of the mesh, as ``distribute_tensor`` does."""
 
     def __init__(self, mesh: DeviceMesh, source: int | None) -> None:
         self.mesh, self.source = mesh, source
@@ -166,7 +165,7 @@ def _check(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
 
 
 def _take_part(module: Any, layout: Layout, send: _Sender) -> None:
-    """Leaves in a module the rank's part of its weight, and makes it a sharded layer."""
+    """Replaces a module's weight by the rank's part and turns it into a sharded layer."""
     own = layout.cut
     if isinstance(module, PackedModule):
         packed = _part_of_packed(module, layout, send)
@@ -187,7 +186,7 @@ def _take_part(module: Any, layout: Layout, send: _Sender) -> None:
     give(module, layout)
 
 
-# A weight that modules share stays shared: its parts are kept with it, until the last of them has let go of it.
+# Shared weights stay shared: the parts are stored on the weight and are freed with it.
 
 
 def _part_of_packed(module: PackedModule, layout: Layout, send: _Sender) -> PackedWeight:
@@ -195,7 +194,7 @@ def _part_of_packed(module: PackedModule, layout: Layout, send: _Sender) -> Pack
     known = vars(qweight).setdefault("_qao_parts", {})
     key = (layout.mesh, layout.cut)
     if key not in known:
-        if isinstance(qweight, DTensor):  # parts, as ``expect`` asked for them
+        if isinstance(qweight, DTensor):  # loaded as parts after ``expect``
             made = _arrived(module, layout)
         else:
             tensors: Any = {name: t if t is None else send(t) for name, t in module.packed.tensors().items()}
