@@ -1,4 +1,4 @@
-"""Quantizers that look at data."""
+"""Calibrated quantization with data: GPTQ and SmoothQuant."""
 
 from .calibrating import METHODS, calibrate
 

@@ -1,4 +1,4 @@
-"""calibrate: quantizes a model so that it does well on data, in place."""
+"""calibrate: in-place quantization of a model with calibration data."""
 
 from __future__ import annotations
 
@@ -42,39 +42,39 @@ def calibrate(
     progress: bool = True,
     strict: bool = False,
 ) -> Report:
-    """Quantizes the linear layers of ``model`` in place, so that they do well on ``data``.
+    """Quantizes the linear layers of ``model`` in place, calibrated on ``data``.
 
-    The same layers as by ``quantize_`` get the same formats; what differs are the numbers in them, so that a model
-    costs the same at run time. Fused experts are rounded to nearest. Every other weight is chosen for the inputs that
-    its layer has behind the layers quantized before it: GPTQ, docs/calibrate.md. A model of decoder blocks runs one
-    block at a time, twice over all samples; any other model runs as a whole once, which rows of the report say.
-    Gradients and training modes stay as they are.
+    The layers and formats are those of ``quantize_``; only the codes and scales differ, so run time is the same. Fused
+    experts are rounded to nearest. All other weights are quantized by GPTQ for the inputs of their layer, computed with
+    the earlier layers already quantized (docs/calibrate.md). A model of decoder blocks runs one block at a time, twice
+    over all samples; any other model runs once as a whole, which the report's rows note. Gradients and training modes
+    are unchanged.
 
-    Should it stop in the middle (an error, Ctrl-C), the model is as it was.
+    If it is interrupted (an error, Ctrl-C), the model is unchanged.
 
     Args:
-        model: with its weights on their devices; the samples are moved to that of its first parameter.
-        data: samples of text like that the model is for; 64 to 256 of 512 tokens do. Each is token ids (a list, or
-            int64 [T] or [B, T]), a tensor that the model takes as its argument, a tuple of its arguments, or a mapping
-            of its keywords. Do not pad: padded positions count as tokens.
-        scheme: as of ``quantize_``: one, a dict from names, or a function.
-        method: "gptq"; or "smoothquant", which before that moves the outliers of activations into weights where that
-            changes nothing in exact arithmetic (for schemes that quantize activations).
-        damping: of GPTQ, a share of the mean of the diagonal of H: more for little data.
-        rounds: how often codes and scales of int4 and int8 weights are chosen anew after GPTQ; each takes as long as
-            GPTQ itself. Smaller errors of layers, and on the model measured no smaller loss: docs/calibrate.md.
-        filter, embeddings, progress, strict: as of ``quantize_``.
+        model: with its weights on their devices; samples are moved to the device of its first parameter.
+        data: samples of text from the model's domain; 64 to 256 of 512 tokens are enough. Each is token ids (a list, or
+            int64 [T] or [B, T]), a tensor as the model's only argument, a tuple of arguments, or a mapping of keyword
+            arguments. Do not pad: padded positions count as tokens.
+        scheme: as in ``quantize_``: one scheme, a dict from names, or a function.
+        method: "gptq"; or "smoothquant", which first moves activation outliers into weights where this is exact (for
+            schemes with quantized activations).
+        damping: of GPTQ, as a fraction of the mean diagonal of H: use more with little data.
+        rounds: number of refinements of int4 and int8 codes and scales after GPTQ; each takes as long as GPTQ. They
+            reduce the layers' errors but not the loss of the measured model: docs/calibrate.md.
+        filter, embeddings, progress, strict: as in ``quantize_``.
 
     Returns:
-        The Report of ``quantize_``, whose rows have ``output_error`` too: how far outputs of the layer are off.
+        The Report of ``quantize_``, with ``output_error`` in its rows: the relative error of the layer's outputs.
 
     Raises:
-        TypeError, ValueError: as ``quantize_``; or there is no such method, a scheme has weights in fp4, the model or
-            a sample is on meta, data is empty or of a wrong type, the model cannot run it, or inputs of a layer hold
-            NaN or Inf. The model is as it was.
+        TypeError, ValueError: as ``quantize_``; or the method is unknown, a scheme has fp4 weights, the model or a
+            sample is on meta, data is empty or has a wrong type, the model cannot run it, or inputs of a layer hold
+            NaN or Inf. The model is unchanged.
 
-    The model runs under the modes of torch that are set (autocast, TF32, a default dtype ...), as when it is used;
-    statistics and weights are computed in float32 and float64 all the same.
+    The model runs under the caller's torch modes (autocast, TF32, default dtype ...); statistics and weights are always
+    computed in float32 and float64.
     """
     if method not in METHODS:
         raise ValueError(f"calibrate: method must be one of {', '.join(METHODS)}, not {method!r}")
@@ -139,7 +139,7 @@ def _check_data(model: nn.Module) -> None:
 
 
 def _choose_groups(model: nn.Module, calls: list[Call], units: list[Unit], damping: float, progress: bool) -> None:
-    """Gives units whose group size is to be chosen theirs, by what rounding does to outputs of the float model."""
+    """Selects the group sizes of units with "auto", by the effect of quantization on outputs of the float model."""
     errors: dict[int, auto_group_size.Errors] = {}
     for some, hessian, _ in _inputs(model, calls, units, progress, changes=False):
         for unit in some:
@@ -162,10 +162,10 @@ def _group_errors(layer: targets.Layer, hessian: Tensor | None, damping: float) 
 def _inputs(
     model: nn.Module, calls: list[Call], units: list[Unit], progress: bool, *, changes: bool = True
 ) -> Iterator[tuple[list[Unit], Tensor | None, str | None]]:
-    """Units of one scheme with the mean of x xᵀ of their common inputs, each to be quantized before the next.
+    """Yields units of one scheme with a common input, its mean of x xᵀ (None: no token reached them) and a note.
 
-    None instead of a mean: they have no inputs. Last a note for their rows. ``changes``: they are quantized, so that
-    the next block needs the outputs of this one anew.
+    The caller quantizes them before it takes the next ones. ``changes``: it does, so the outputs of each block are
+    computed again for the next block.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]  # here, to keep `import qao` light
 
@@ -209,7 +209,7 @@ def _with_one_input(units: list[Unit], inputs: Inputs) -> list[list[Unit]]:
 
 
 def _by_block(blocks: Blocks | None, units: list[Unit]) -> list[list[Unit]]:
-    """Units whose linear layers all lie in one block, by block."""
+    """Units with all linear layers in one block, by block."""
     if blocks is None:
         return []
     owners = {id(module): index for index, block in enumerate(blocks.modules) for module in block.modules()}
@@ -226,7 +226,7 @@ def _linears(units: Iterable[Unit]) -> list[nn.Module]:
 
 
 def _quantize(units: list[Unit], hessian: Tensor | None, note: str | None, damping: float, rounds: int) -> None:
-    """Quantizes layers with one input."""
+    """Quantizes layers with a common input."""
     firsts = [unit[0] for unit in units]
     names, scheme = [layer.row.name for layer in firsts], firsts[0].scheme
     assert scheme is not None

@@ -1,4 +1,4 @@
-"""Weights under a scheme for given inputs: their scales, then their codes, then how far outputs are off."""
+"""Calibrated quantization of layers with a common input: scales, codes and output error."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from .refining import refined
 
 
 class Choice(NamedTuple):
-    """A weight under a scheme, with ‖(W - Ŵ) X‖ / ‖W X‖ over the inputs X of its layer."""
+    """A quantized weight with its output error ‖(W - Ŵ) X‖ / ‖W X‖ over the inputs X of its layer."""
 
     packed: PackedWeight
     output_error: float
-    output_error_nearest: float  # had every number been rounded to nearest
+    output_error_nearest: float  # of round-to-nearest
 
 
 def quantized(
     weights: Sequence[Tensor], hessian: Tensor, scheme: Scheme, damping: float, names: Sequence[str], rounds: int = 2
 ) -> list[Choice]:
-    """Quantizes float weights [N, K] of layers with one input, whose mean of x xᵀ is ``hessian`` [K, K].
+    """Quantizes float weights [N, K] of layers with a common input; ``hessian`` [K, K] is the mean of x xᵀ.
 
-    Scales are those of the scheme, with the damped diagonal of H as the importance of columns; codes are those of
-    GPTQ, for the rows of all weights at once; whole numbers and their scales are refined in ``rounds`` more. Where
-    rounding to nearest has the smaller error under H, it stays.
+    Scales come from the scheme's search, with the damped diagonal of H as column importance. Codes come from GPTQ on
+    the rows of all weights at once. ``rounds`` further rounds refine integer codes and their scales. A weight keeps
+    round-to-nearest if that has the smaller error under H.
 
     Raises:
         ValueError: as ``Scheme.quantize``; the message begins with the name of the weight.
     """
     size = scheme.rotation_of(weights[0].shape[1])
-    if size:  # all the rest is of rotated weights and inputs
+    if size:  # from here on, weights and inputs are rotated
         scheme = scheme.with_scales_of(weights[0].dtype)
         weights, hessian = [rotated(weight.detach(), size) for weight in weights], rotated_hessian(hessian, size)
     importance = (hessian.diagonal() + damping_of(hessian, damping)).float()
@@ -58,7 +58,7 @@ def quantized(
         errors = torch.stack((before, after.sum(), whole)).clamp_(min=0).tolist()
         better = errors[1] < errors[0]
         q, scales = (codes.to(grid.dtype), refined_grid.scales) if better else (one.q, one.scales)
-        scales = one.scales if stacked.limits is None else scales.to(one.scales.dtype)  # others are no scales by row
+        scales = one.scales if stacked.limits is None else scales.to(one.scales.dtype)  # fp8 scales: unchanged
         packed = scheme.pack(q, scales, one.zeros)
         if better:
             off = torch.linalg.vector_norm(weight - refined_grid.dequantize(codes), dtype=torch.float64).item()
@@ -72,13 +72,13 @@ def quantized(
 
 
 def _for_products(hessian: Tensor) -> Tensor:
-    """H as ``_squares`` of weights and of errors of rounding to nearest may take it.
+    """H for ``_squares`` of weights and of round-to-nearest errors, in bfloat16 on a GPU.
 
-    On a GPU in bfloat16: their sums do not cancel as those of GPTQ's errors do, which come out of GPTQ itself.
+    These sums do not cancel, unlike those of GPTQ's errors, which GPTQ returns itself.
     """
     return hessian.bfloat16() if hessian.is_cuda else hessian
 
 
 def _squares(difference: Tensor, hessian: Tensor) -> Tensor:
-    """Parts of tr(D H Dᵀ) by row, float64 [N]: means over tokens of (D x)²."""
+    """tr(D H Dᵀ) split by row, float64 [N]: means over tokens of (D x)²."""
     return ((difference.to(hessian.dtype) @ hessian) * difference).sum(1, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""GPTQ: codes of a weight, chosen column by column, where later columns make up for the errors of earlier ones.
+"""GPTQ: quantization of a weight column by column, with error feedback into later columns.
 
 Source: Frantar, Ashkboos, Hoefler, Alistarh: GPTQ, arXiv:2210.17323.
 """
@@ -11,28 +11,28 @@ from torch import Tensor
 from ..ops import weight_ops
 from .grid import Grid
 
-_BLOCK = 128  # columns that one call of the operator rounds
-_WIDE = 8 * _BLOCK  # columns that get a matrix product after each block; those behind them get one for all of these
+_BLOCK = 128  # columns per call of the operator
+_WIDE = 8 * _BLOCK  # columns with a GEMM update after each block; later columns get one GEMM per _WIDE columns
 
 
 def gptq(weight: Tensor, hessian: Tensor, grid: Grid, *, damping: float = 0.01) -> tuple[Tensor, Tensor]:
-    """Codes [N, K] of ``grid`` for a weight [N, K], such that tr((W - Ŵ) H (W - Ŵ)ᵀ) is small, and its parts by row.
+    """Codes [N, K] of ``grid`` for a weight [N, K] that minimize tr((W - Ŵ) H (W - Ŵ)ᵀ), and that error by row.
 
-    Columns are visited from the largest diagonal entry of H to the smallest, while codes and scales keep the order of
-    the weight: a layer costs nothing more at run time. No step but the factorisation waits for the device.
+    Columns are visited from the largest diagonal entry of H to the smallest (act-order), but codes and scales keep the
+    order of the weight, so there is no cost at run time. Only the factorization synchronizes with the device.
 
-    With H = R Rᵀ, R upper triangular in the order of visits, the sum is ‖(W - Ŵ) R‖². Column j of that is R_jj times
-    what rounding leaves of w_j + Σ_i<j (w_i - ŵ_i) R_ij / R_jj: the values of the paper, which has them from the
-    inverse of H.
+    With H = R Rᵀ, R upper triangular in the visiting order, the error is ‖(W - Ŵ) R‖². Column j of (W - Ŵ) R is R_jj
+    times the rounding error of w_j + Σ_i<j (w_i - ŵ_i) R_ij / R_jj. These are the values of the paper, which computes
+    them from the inverse of H.
 
     Args:
-        weight: float, all of whose rows have inputs with this H; layers with one input can be stacked.
-        hessian: float [K, K], the sum or mean of x xᵀ. Columns that no input reached are rounded to nearest.
-        grid: scales and zero points, chosen beforehand.
-        damping: is added to the diagonal of H, as a share of its mean.
+        weight: float; all rows have inputs with this H, so layers with a common input can be stacked.
+        hessian: float [K, K], the sum or mean of x xᵀ. Columns without input are rounded to nearest.
+        grid: fixed scales and zero points.
+        damping: added to the diagonal of H, as a fraction of its mean.
 
     Returns:
-        float32 codes, see ``Grid.codes``, and float64 [N], which add up to tr((W - Ŵ) H (W - Ŵ)ᵀ) without damping.
+        float32 codes of ``grid``, and float64 [N], which sum to tr((W - Ŵ) H (W - Ŵ)ᵀ) without damping.
 
     Raises:
         torch.linalg.LinAlgError: H plus damping is not positive definite.
@@ -41,7 +41,7 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid, *, damping: float = 0.01) 
     order = hessian.diagonal().argsort(descending=True, stable=True)
     ratios, squares = _factor(hessian, order, damping)
     shift = damping_of(hessian, damping)[order].float()
-    # [K, N]: a column of W is a run of memory.
+    # [K, N]: columns of W are contiguous.
     columns = weight.detach().t()[order].float()
     moved = torch.zeros_like(columns)
     codes = torch.empty(k, n, dtype=grid.dtype, device=weight.device)
@@ -67,7 +67,7 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid, *, damping: float = 0.01) 
 
 
 def damping_of(hessian: Tensor, damping: float) -> Tensor:
-    """What to add to the diagonal of H, float64 [K]: ``damping`` times its mean, and never so little that a 0 stays."""
+    """Damping of the diagonal of H, float64 [K]: ``damping`` times its mean, and more where the diagonal is 0."""
     diagonal = hessian.diagonal().double()
     mean = diagonal.mean()
     shift = torch.where(mean > 0, mean * damping, torch.ones_like(mean))
@@ -75,19 +75,19 @@ def damping_of(hessian: Tensor, damping: float) -> Tensor:
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
-    """H in float64 with ``damping_of`` it on the diagonal."""
+    """H in float64 plus ``damping_of`` on the diagonal."""
     result = hessian.to(torch.float64, copy=True)
     result.diagonal().add_(damping_of(hessian, damping))
     return result
 
 
 def _factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """float32 [K, K] and [K]: columns of R divided by its diagonal, and that diagonal's squares.
+    """float32 [K, K] and [K]: the columns of R divided by its diagonal, and the squares of the diagonal.
 
-    R is upper triangular, R Rᵀ the damped H in this order.
+    R is upper triangular, and R Rᵀ is the damped H in this order.
     """
-    # R is a Cholesky factor of H in reverse order, read from its end. float64: the small eigenvalues that damping
-    # leaves would drown in the rounding of float32.
+    # R is the reversed Cholesky factor of H in reverse order. float64, because float32 rounding would exceed the small
+    # eigenvalues that damping leaves.
     visits = order.flip(0)
     regular = hessian[visits][:, visits].double()
     regular.diagonal().add_(damping_of(hessian, damping)[visits])

@@ -1,4 +1,4 @@
-"""The values a quantized weight may have: scales and zero points, and rounding to them."""
+"""Quantization grid of a weight: expanded scales, zero points and code limits."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from ..schemes.two_level import TwoLevelInt4Weight
 
 @dataclass(frozen=True)
 class Grid:
-    """W = (q - zero) * scale, with scale and zero of float32 [N, G] and column j in group j // size.
+    """W = (q - zero) * scale, with float32 [N, G] scales and zeros, and column j in group j // size.
 
-    ``limits``: the smallest and the largest whole number q may be; None: q is e4m3.
+    ``limits``: the smallest and the largest integer code; None: q is e4m3.
     """
 
     scales: Tensor
     zeros: Tensor | None  # None: 0
     size: int
     limits: tuple[int, int] | None
-    unit: Tensor | None = None  # float32 [N, 1], if scales are factors times that of their row
+    unit: Tensor | None = None  # float32 [N, 1], the row scales of two-level scales
     factors: Factors | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of codes as ``Scheme.pack`` takes them."""
+        """Dtype of codes for ``Scheme.pack``."""
         if self.limits is None:
             return torch.float8_e4m3fn
         return torch.int8 if self.limits[0] < 0 else torch.uint8
 
     @classmethod
     def of(cls, quantized: QuantizedWeight, scheme: Scheme, n: int, k: int) -> Grid:
-        """That of a weight [n, k] as a scheme quantized it."""
+        """The grid of a weight [n, k] quantized by a scheme."""
         scales = quantized.scales.float()
         if isinstance(scheme, Int4Weight):
             zeros = torch.full_like(scales, 8) if quantized.zeros is None else quantized.zeros.float()
@@ -53,7 +53,7 @@ class Grid:
         return cls(scales.expand(n, 1), None, k, None)
 
     def stacked(self, others: Sequence[Grid]) -> Grid:
-        """One for the rows of several weights of one scheme."""
+        """One grid for the stacked rows of several weights of one scheme."""
         grids = [self, *others]
         zeros = None if self.zeros is None else torch.cat([grid.zeros for grid in grids if grid.zeros is not None])
         unit = None if self.unit is None else torch.cat([grid.unit for grid in grids if grid.unit is not None])
@@ -69,19 +69,19 @@ class Grid:
         return [Grid(scales, zeros, self.size, self.limits, unit, self.factors) for scales, zeros, unit in every]
 
     def stored_scales(self, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """What scales [N] of a group become where they are stored."""
+        """Scales [N] of a group after rounding to their stored form."""
         if self.unit is not None and self.factors is not None:
             return self.factors.nearest(scales, self.unit[:, 0])
         return scales.to(dtype).float()
 
     def columns(self, which: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scales and zero points [columns, N] of these columns."""
+        """Scales and zero points [columns, N] of the given columns."""
         groups = which // self.size
         zeros = None if self.zeros is None else self.zeros.t()[groups]
         return self.scales.t()[groups], zeros
 
     def dequantize(self, codes: Tensor) -> Tensor:
-        """W [N, K] of codes [N, K]."""
+        """W [N, K] from codes [N, K]."""
         scales, zeros = (
             None if t is None else t.repeat_interleave(self.size, 1)[:, : codes.shape[1]]
             for t in (self.scales, self.zeros)

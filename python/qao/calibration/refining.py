@@ -1,4 +1,4 @@
-"""Codes and scales of a quantized weight chosen anew by turns, each the best beside the others: coordinate descent."""
+"""Refinement of a quantized weight after GPTQ: coordinate descent that alternates between scales and codes."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from torch import Tensor
 
 from .grid import Grid
 
-_BLOCK = 128  # columns that see each other's changes one by one; those behind them get one matrix product
+_BLOCK = 128  # columns with an update after each column; later columns get one GEMM per block
 
 
 def refined(
     weight: Tensor, hessian: Tensor, grid: Grid, codes: Tensor, *, rounds: int, dtype: torch.dtype
 ) -> tuple[Tensor, Grid]:
-    """Codes [N, K] and scales for which tr((W - Ŵ) H (W - Ŵ)ᵀ) is at most what it was.
+    """Codes [N, K] and scales that do not increase tr((W - Ŵ) H (W - Ŵ)ᵀ).
 
-    A round is the scales, then each column of codes; the scales come last once more. GPTQ cannot go back to a column,
-    and its scales were chosen before its codes: this mends both. Zero points stay.
+    A round updates the scales, then each column of codes; a final step updates the scales again. GPTQ does not revisit
+    columns and fixes scales before codes; this refines both. Zero points are unchanged.
 
     Args:
         weight: float32 [N, K].
         hessian: [K, K], positive definite (``gptq.damped``).
-        grid: of whole numbers with scales for each row.
+        grid: an integer grid with scales per row.
         codes: float32, of ``grid``; overwritten.
         rounds: each costs about as much as GPTQ.
-        dtype: in which scales are stored; new ones are of it.
+        dtype: stored dtype of scales; new scales are exact in it.
     """
     hessian = hessian.float()
     for _ in range(rounds):
@@ -36,9 +36,9 @@ def refined(
 
 
 def _scales(weight: Tensor, hessian: Tensor, grid: Grid, codes: Tensor, dtype: torch.dtype) -> Grid:
-    """Least squares for the scale of one group after the other."""
+    """Least-squares update of the scale of each group in sequence."""
     scales = grid.scales.clone()
-    slope = (weight - grid.dequantize(codes)) @ hessian  # minus half the derivative by Ŵ
+    slope = (weight - grid.dequantize(codes)) @ hessian  # -1/2 times the derivative with respect to Ŵ
     for group in range(scales.shape[1]):
         begin, end = group * grid.size, min((group + 1) * grid.size, weight.shape[1])
         values, before = codes[:, begin:end], scales[:, group]
@@ -49,7 +49,7 @@ def _scales(weight: Tensor, hessian: Tensor, grid: Grid, codes: Tensor, dtype: t
         after = before + slopes / curvature.clamp(min=torch.finfo(torch.float32).tiny)
         after = grid.stored_scales(after, dtype)
         change = after - before
-        # Rounded to its dtype it must still be better; a scale that vanishes or turns its sign is none.
+        # Accept only scales that are better after rounding to their dtype, and neither zero nor of the other sign.
         better = (after * before > 0) & after.isfinite() & (change * (change * curvature - 2 * slopes) < 0)
         scales[:, group] = torch.where(better, after, before)
         change = torch.where(better, change, 0)
@@ -58,10 +58,10 @@ def _scales(weight: Tensor, hessian: Tensor, grid: Grid, codes: Tensor, dtype: t
 
 
 def _codes(weight: Tensor, hessian: Tensor, grid: Grid, codes: Tensor) -> None:
-    """The best code for each column, from the first to the last, in place."""
+    """The best codes of each column in sequence, in place."""
     assert grid.limits is not None
     k = weight.shape[1]
-    # [K, N]: a column of W is a run of memory.
+    # [K, N]: columns of W are contiguous.
     slope = hessian @ (weight - grid.dequantize(codes)).t()
     scales = grid.columns(torch.arange(k, device=weight.device))[0]
     steps = (scales * hessian.diagonal()[:, None]).reciprocal_()

@@ -1,11 +1,11 @@
-"""SmoothQuant: outliers of activations moved into weights, where that changes nothing of what a model computes.
+"""SmoothQuant: migration of activation outliers into weights without changing the model's output.
 
-Columns of a linear layer are multiplied by s, and what makes its input is divided by s: the norm before it, or a linear
-layer whose outputs reach it in proportion (up to down of a gated MLP, v to o of an attention, fc1 to fc2 around a
-ReLU). Which those are is not read from names: every pair that the sizes allow is tried, and kept if what is around it
-computes the same. All s are powers of two, by which floats are multiplied without rounding.
+The columns of a linear layer are multiplied by s, and the module that produces its input is divided by s: the preceding
+norm, or a linear layer with outputs that reach it proportionally (up to down of a gated MLP, v to o of an attention,
+fc1 to fc2 around a ReLU). Pairs are not found by name: every pair of matching sizes is tried, and kept if the
+surrounding module computes the same. All s are powers of two, so the scaling does not round.
 
-Source: Xiao et al.: SmoothQuant, arXiv:2211.10438; the search for pairs and the powers of two are our own.
+Source: Xiao et al.: SmoothQuant, arXiv:2211.10438; the search for pairs and the powers of two are not from the paper.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ..ops import modes
 from ..quantization.targets import Layer
 from .stream import Call, called
 
-_STRENGTH = 0.5  # share of the range of activations that goes to the weights
-_SAMPLES = 32  # that ranges are taken from
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}  # of a proof, relative; else 2 % for the rounding of 16 bits
+_STRENGTH = 0.5  # migration strength alpha: fraction of the activation range moved to the weights
+_SAMPLES = 32  # number of samples for the ranges
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}  # relative, of equal outputs; 2 % for 16-bit dtypes
 
 Restore = Callable[[], None]
 
 
 @dataclass
 class _Trace:
-    """One sample through a model: what each module was called with and gave. Tensors are told apart by identity."""
+    """Inputs and outputs of each module for one sample. Tensors are compared by identity."""
 
     calls: dict[nn.Module, list[tuple[Call, Any]]]
 
@@ -57,7 +57,7 @@ class _Trace:
         return calls[0] if len(calls) == 1 else None
 
     def run(self, module: nn.Module) -> list[Tensor]:
-        """What it computes today of what it was called with."""
+        """The module's present outputs for its recorded inputs."""
         recorded = self.once(module)
         assert recorded is not None
         (args, keywords), _ = recorded
@@ -67,7 +67,7 @@ class _Trace:
 
 
 def smooth(model: nn.Module, calls: Sequence[Call], units: Iterable[list[Layer]], folded: list[Restore]) -> None:
-    """Scales the layers of ``units`` whose schemes quantize activations; appends to ``folded`` what restores a model.
+    """Scales the layers of ``units`` with quantized activations; appends functions that undo it to ``folded``.
 
     Raises:
         ValueError: the model has LoRA adapters, which read the same inputs.
@@ -98,9 +98,9 @@ def smooth(model: nn.Module, calls: Sequence[Call], units: Iterable[list[Layer]]
             continue
         k = linear_weight(readers[0]).shape[1]
         for fold in _folds(maker):
-            # Factors far from 1, and none of them like its neighbours: what is no pair shows.
+            # Random factors far from 1, so that a wrong pair changes the output.
             trial = 2.0 ** torch.randint(-2, 3, (k,), generator=torch.Generator().manual_seed(k))
-            expected = trace.run(around)  # anew: what lies before it may be scaled by now
+            expected = trace.run(around)  # again, because earlier layers may be scaled by now
             undo = _fold(maker, readers, trial, fold)
             proven = all(map(_close, trace.run(around), expected))
             undo()
@@ -116,7 +116,7 @@ def smooth(model: nn.Module, calls: Sequence[Call], units: Iterable[list[Layer]]
 
 
 def _norms(model: nn.Module, trace: _Trace, wanted: dict[nn.Module, str]) -> list[tuple[nn.Module, list[nn.Module]]]:
-    """Modules with a weight [K] whose very output is the input of linear layers, and these."""
+    """Modules with a weight [K] and an output that is the input of linear layers, with these layers."""
     found = []
     for module in model.modules():
         weight, recorded = module._parameters.get("weight"), trace.once(module)
@@ -131,7 +131,7 @@ def _norms(model: nn.Module, trace: _Trace, wanted: dict[nn.Module, str]) -> lis
 def _linears(
     trace: _Trace, wanted: dict[nn.Module, str], parents: dict[nn.Module, nn.Module]
 ) -> list[tuple[nn.Module, list[nn.Module]]]:
-    """Linear layers beside a linear layer that has as many inputs as they have outputs, and that layer."""
+    """Sibling linear layers with as many outputs as a linear layer has inputs, with that layer."""
     found: list[tuple[nn.Module, list[nn.Module]]] = []
     for reader in wanted:
         k = linear_weight(reader).shape[1]
@@ -147,7 +147,7 @@ def _input(call: Call) -> Any:
 
 
 def _around(modules: list[nn.Module], parents: dict[nn.Module, nn.Module], trace: _Trace) -> nn.Module | None:
-    """The smallest module around all these that was called, once."""
+    """The smallest module that contains all these and was called exactly once."""
     paths = []
     for module in modules:
         path = [module]
@@ -180,7 +180,7 @@ def _ranges(model: nn.Module, calls: Sequence[Call], modules: list[nn.Module]) -
 
 
 def _factors(readers: list[nn.Module], ranges: dict[nn.Module, Tensor]) -> Tensor:
-    """Powers of two [K] for the columns of the weights; 1 where there is nothing to weigh."""
+    """Powers of two [K] for the columns of the weights; 1 where a range is zero or not finite."""
     inputs = ranges[readers[0]]
     weights = torch.stack([linear_weight(reader).abs().amax(0).float() for reader in readers]).amax(0)
     factors = inputs**_STRENGTH / weights ** (1 - _STRENGTH)
@@ -195,7 +195,7 @@ def _folds(maker: nn.Module) -> Sequence[str]:
 
 
 def _fold(maker: nn.Module, readers: list[nn.Module], factors: Tensor, form: str) -> Restore:
-    """Divides what ``maker`` makes by ``factors`` and multiplies columns of ``readers``; returns what restores both."""
+    """Divides the output of ``maker`` by ``factors`` and multiplies the columns of ``readers``; returns the undo."""
     before = {name: p.detach().clone() for name, p in maker._parameters.items() if p is not None and p.dim() == 1}
     factors = factors.to(linear_weight(readers[0]).device)
 

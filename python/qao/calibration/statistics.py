@@ -1,4 +1,4 @@
-"""What calibration needs to know of the inputs of linear layers, collected while a model runs."""
+"""Input statistics of linear layers for calibration, collected by hooks while a model runs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..ops.modes import neutral
 class Inputs:
     """Sums over tokens of x xᵀ, float32 [K, K], by linear layer.
 
-    Layers with one input (q, k and v of an attention) have it multiplied once, and ``key`` tells that they do.
+    Layers with a common input (q, k and v of an attention) share one computation and have the same ``key``.
     """
 
     def __init__(self) -> None:
         self._sums: dict[nn.Module, Tensor] = {}
         self._tokens: dict[nn.Module, int] = {}
-        self._seen: dict[nn.Module, list[int]] = {}  # which products the sum is made of
-        self._recent: list[tuple[Tensor, int, Tensor]] = []  # inputs, whose tensors keep their ids, and products
+        self._seen: dict[nn.Module, list[int]] = {}  # ids of the terms x xᵀ of each sum
+        self._recent: list[tuple[Tensor, int, Tensor]] = []  # inputs (kept alive for identity checks), ids and x xᵀ
         self._count = 0
 
     @contextlib.contextmanager
@@ -36,7 +36,7 @@ class Inputs:
                 handle.remove()
 
     def forget(self) -> None:
-        """Inputs of earlier samples, whose memory may be used again."""
+        """Drops inputs of earlier samples, so that their memory can be reused."""
         self._recent.clear()
 
     @neutral()
@@ -60,7 +60,7 @@ class Inputs:
         return self._recent[-1][1:]
 
     def hessian(self, modules: Iterable[nn.Module], name: str) -> Tensor | None:
-        """The mean of x xᵀ over the tokens of modules with one weight; None if no token reached them.
+        """The mean of x xᵀ over the tokens of modules that share a weight; None if no token reached them.
 
         Raises:
             ValueError: it holds NaN or Inf; the message begins with ``name``.
@@ -81,5 +81,5 @@ class Inputs:
         return hessian
 
     def key(self, module: nn.Module) -> tuple[int, ...]:
-        """Equal for layers that had the same inputs."""
+        """A key that is equal for layers with the same inputs."""
         return tuple(self._seen.get(module, ()))

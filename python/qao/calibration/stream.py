@@ -1,8 +1,8 @@
-"""Calibration data through a model, one decoder block at a time, and the proof that this gives what the model computes.
+"""Block-by-block forward passes of calibration data, with a check that they match the whole model.
 
-A model of blocks in a row is run once on each sample with its blocks cut out: what they are called with beside the
-hidden states is kept, equal tensors once. Then all samples go through one block before any goes through the next, so
-that memory holds hidden states and the statistics of one block, and each block sees its predecessors quantized.
+A model with sequential decoder blocks runs once per sample with its blocks bypassed, to record the blocks' other
+arguments; equal tensors are stored once. Then all samples go through one block before the next block starts, so that
+memory holds only the hidden states and the statistics of one block, and each block sees quantized predecessors.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..ops.modes import callers
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of a module
 
 
 def samples_of(data: Any, model: nn.Module) -> list[Call]:
-    """Calls of the model: a tensor is its one argument, a tuple its arguments, a mapping its keywords.
+    """Calls of the model: a tensor is the only argument, a tuple the arguments, a mapping the keyword arguments.
 
     Raises:
-        TypeError: a sample is none of these, or data no iterable of them.
-        ValueError: no samples, an empty one, or ids that are no whole numbers for a model that looks them up.
+        TypeError: a sample has another type, or data is not an iterable of samples.
+        ValueError: data or a sample is empty, on meta, or holds NaN or Inf.
     """
     if isinstance(data, (str, bytes, Mapping)) or not hasattr(data, "__iter__"):
         raise TypeError(
@@ -36,7 +36,7 @@ def samples_of(data: Any, model: nn.Module) -> list[Call]:
         )
     if isinstance(data, Tensor) and data.dim() == 0:
         raise ValueError("calibrate: data is a tensor without dimensions; give samples [tokens] or [batch, tokens]")
-    # An integer sample [T] is a text; batches are what models take.
+    # An integer sample [T] is one text; models take batches.
     calls = [_call(sample, index) for index, sample in enumerate(data)]
     if not calls:
         raise ValueError("calibrate: data is empty; give some hundred texts, or none at all to qao.quantize_")
@@ -73,7 +73,7 @@ def _call(sample: Any, index: int) -> Call:
 
 
 def called(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """What a module gives under the modes of torch that its user has set, autocast for one."""
+    """The module's output under the caller's torch modes, for example autocast."""
     with callers():
         return module(*args, **keywords)
 
@@ -93,7 +93,7 @@ def check_first(model: nn.Module, samples: Sequence[Call]) -> None:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without gradients and dropout; every module has its mode back afterwards."""
+    """Disables gradients and training mode; restores every module's mode afterwards."""
     training = [module for module in model.modules() if module.training]
     try:
         for module in training:
@@ -107,7 +107,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class Blocks:
-    """Blocks of a model in a row, and what flows through them."""
+    """Sequential blocks of a model, their arguments and the hidden states."""
 
     name: str  # of the list
     modules: list[nn.Module]
@@ -115,7 +115,7 @@ class Blocks:
     hidden: list[Tensor]  # by sample
 
     def run(self, index: int, after: Callable[[], None], keep: bool) -> None:
-        """All samples through one block, ``after`` each; ``keep``: its outputs become the hidden states."""
+        """Runs all samples through one block and calls ``after`` for each; ``keep``: outputs become hidden states."""
         block = self.modules[index]
         for sample, states in enumerate(self.hidden):
             args, keywords = self.rest[sample][index]
@@ -126,7 +126,7 @@ class Blocks:
 
 
 def find_blocks(model: nn.Module, samples: Sequence[Call]) -> tuple[Blocks | None, str]:
-    """The blocks of a model, ready to run; or None, and why samples must go through the whole model instead."""
+    """The blocks of a model, ready to run; or None, and why samples must run through the whole model."""
     lists = [
         (name, list(module))
         for name, module in model.named_modules()
@@ -178,7 +178,7 @@ def _recorded(calls: list[tuple[Call, Any]], forward: Callable[..., Any]) -> Cal
 
 
 def _passing(like: Any) -> Callable[..., Any]:
-    """A block that does nothing, and answers in the form of another answer."""
+    """A bypassed block: it returns its hidden states in the structure of ``like``."""
 
     def run(states: Tensor, *_: Any, **__: Any) -> Any:
         return states if isinstance(like, Tensor) else (states, *like[1:])
@@ -190,7 +190,7 @@ def _passing(like: Any) -> Callable[..., Any]:
 def _forwards(
     modules: list[nn.Module], wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Other forwards for a while, as attributes of the instances."""
+    """Temporarily overrides the forwards on the instances."""
     before = [module.__dict__.get("forward") for module in modules]
     try:
         for index, module in enumerate(modules):
@@ -204,7 +204,7 @@ def _forwards(
 
 
 def _no_row(real: list[list[tuple[Call, Any]]]) -> str:
-    """Why calls of blocks are no row in which each gets what the one before made; "" if they are."""
+    """Why the blocks are not a chain in which each gets the output of the previous one; "" if they are."""
     states = None
     for calls in real:
         if len(calls) != 1:
@@ -226,7 +226,7 @@ def _states(result: Any) -> Tensor:
 
 
 def _pooled(call: Any, pool: dict[tuple[Any, ...], list[Tensor]]) -> Any:
-    """The same with equal tensors (masks, positions) held once."""
+    """The call with equal tensors (masks, positions) stored once."""
 
     def once(value: Any) -> Any:
         if not isinstance(value, Tensor):
