@@ -1,4 +1,4 @@
-"""quantize_ and dequantize_: which layers of a model are replaced, by which modules, and the report.
+"""quantize_ and dequantize_: selection and replacement of a model's layers, and the report.
 
-Nothing is imported here: the command line reads ``report`` before torch is imported.
+This file imports nothing, because the command line imports ``report`` before torch.
 """

@@ -1,8 +1,7 @@
-"""Group sizes of layers in four bits, chosen within a budget: ``Int4WeightOnly(group_size="auto", budget_bits=4.5)``.
+"""Automatic int4 group sizes within a bit budget: ``Int4WeightOnly(group_size="auto", budget_bits=4.5)``.
 
-Of each layer and size the share of the output's energy that rounding takes is measured, ‖(W - Ŵ) X‖² / ‖W X‖², with
-inputs X of calibration or, without data, with columns weighed as the search for ranges weighs them. The sum of these
-over layers is what the choice makes small: errors of layers add up, and each layer's is relative to its own output.
+For each layer and size it measures the relative output error ‖(W - Ŵ) X‖² / ‖W X‖², with calibration inputs X or,
+without data, with the column importance of the clipping search. The selection minimizes the sum of these over layers.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class Option(NamedTuple):
     """One group size of one layer."""
 
     size: int
-    bits: int  # of all that is stored of the weight
-    error: float  # share of the output's energy
+    bits: int  # of all stored tensors of the weight
+    error: float  # relative squared output error
 
 
 Errors = Mapping[int, float]  # by group size
@@ -36,15 +35,15 @@ def is_auto(scheme: Scheme | None) -> bool:
 
 
 def fixed(scheme: Scheme, size: int) -> Scheme:
-    """The same with this group size where it is to be chosen."""
+    """The scheme with this group size instead of "auto"; other schemes unchanged."""
     return replace(scheme, group_size=size, budget_bits=None) if is_auto(scheme) else scheme  # type: ignore[type-var]
 
 
 def sizes_for(k: int) -> list[int]:
-    """Below K, and -1 for a whole row.
+    """Candidate sizes: those below K, and -1 for a whole row.
 
-    Where 128 or 256 divides K, only sizes that do: every format of checkpoints can hold these. Elsewhere there would be
-    nothing between 64 and a whole row.
+    If 128 divides K, only sizes that divide K: every checkpoint format supports these. For other K that rule would
+    leave no size between 64 and a whole row.
     """
     whole = k % 128 == 0
     return [size for size in GROUP_SIZES if size == -1 or (size < k and not (whole and k % size))]
@@ -57,9 +56,9 @@ def weight_errors(
     importance: Tensor | None,
     squares: Callable[[Tensor], Tensor] | None = None,
 ) -> Errors:
-    """The error of a weight [N, K] rounded to nearest, for every size it may have.
+    """The round-to-nearest error of a weight [N, K] for every candidate size.
 
-    ``squares``: of a difference [N, K] the energy it gives the output; None: its squares, weighed by ``importance``.
+    ``squares``: maps a difference [N, K] to its squared output error; None: squares weighted by ``importance``.
     """
     if importance is None:
         importance = estimate_importance(weight)
@@ -87,7 +86,7 @@ def measured(
     device: torch.device | str | None,
     progress: bool,
 ) -> list[Errors]:
-    """Of each unit what ``assign`` needs, without data; ``importance`` by names of layers as of ``quantize_``."""
+    """Errors of each unit for ``assign``, without data; ``importance`` by layer name as in ``quantize_``."""
     from tqdm import tqdm  # type: ignore[import-untyped]  # here, to keep `import qao` light
 
     found: list[Errors] = []
@@ -108,14 +107,14 @@ def measured(
 
 
 def assign(units: Sequence[Sequence[Layer]], errors: Sequence[Errors]) -> None:
-    """Gives layers whose group size is to be chosen theirs: one budget for all layers of one scheme.
+    """Assigns group sizes to layers with "auto"; all layers of one scheme share its budget.
 
     Args:
-        units: layers with one weight each, as ``quantize.units_of`` makes them; other schemes are left alone.
-        errors: of each unit; of those with other schemes, empty.
+        units: layers that share a weight, from ``quantize.units_of``; other schemes are unchanged.
+        errors: of each unit; empty for other schemes.
 
     Raises:
-        ValueError: a budget is below what the largest groups take.
+        ValueError: a budget is below the bits of the largest groups.
     """
     together: dict[Scheme, list[int]] = {}
     for index, unit in enumerate(units):
@@ -136,10 +135,11 @@ def assign(units: Sequence[Sequence[Layer]], errors: Sequence[Errors]) -> None:
 
 
 def choose(options: Sequence[Sequence[Option]], elements: Sequence[int], scheme: Scheme) -> list[int]:
-    """A size for each layer, of small total error, whose bits are within the budget of ``scheme`` for all elements.
+    """A size for each layer that minimizes the total error within the bit budget of ``scheme``.
 
-    Of each layer only sizes on the lower convex hull of error over bits count. From the fewest bits, whatever saves the
-    most error a bit is taken as long as it fits: the best choice there is, but for what the last steps leave over.
+    Greedy: only sizes on each layer's lower convex hull of error over bits are candidates. From the fewest bits on, it
+    takes the step that saves the most error per bit as long as it fits. This is optimal except for the unused rest of
+    the budget.
     """
     assert isinstance(scheme, Int4Weight) and scheme.budget_bits is not None
     hulls = [_hull(one) for one in options]
@@ -165,7 +165,7 @@ def choose(options: Sequence[Sequence[Option]], elements: Sequence[int], scheme:
 
 
 def options_of(shape: Sequence[int], dtype: torch.dtype, scheme: Scheme, errors: Errors) -> list[Option]:
-    """Of a weight of this shape and dtype, with what each size takes in memory."""
+    """Options of a weight of this shape and dtype, with the memory of each size."""
     n, k = shape
     options = []
     for size, error in errors.items():
@@ -176,7 +176,7 @@ def options_of(shape: Sequence[int], dtype: torch.dtype, scheme: Scheme, errors:
 
 
 def _hull(options: Sequence[Option]) -> list[Option]:
-    """The lower convex hull, from the fewest bits on: each step has more bits, less error, and less of it a bit."""
+    """The lower convex hull from the fewest bits on: each step adds bits, reduces the error, and saves less per bit."""
     hull: list[Option] = []
     for option in sorted(options, key=lambda one: (one.bits, one.error)):
         if hull and option.error >= hull[-1].error:

@@ -1,4 +1,4 @@
-"""Functions of a name and a module that users pass, in whichever order they take the two."""
+"""Adapter for user functions of a name and a module, with arguments in either order."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _MODULE = {"module", "mod", "m", "layer", "linear", "lin", "l", "model", "child"
 
 
 def by_name_and_module(function: Callable[..., T], what: str) -> Callable[[str, nn.Module], T]:
-    """``function``, of (name, module) or of (module, name), as one of (name, module).
+    """``function`` of (name, module) or of (module, name) as a function of (name, module).
 
-    The order is that of its first two parameters: their annotations (str, nn.Module) or, without, their names. One of
-    them is enough. Nothing is guessed: the wrong order would rarely raise, and leave every layer as it is.
+    The order follows from the annotations (str, nn.Module) or the names of the first two parameters; one of them is
+    enough. It is never guessed: a wrong order would rarely raise and would leave every layer unquantized.
 
     Raises:
-        TypeError: the order cannot be told, or it does not take two arguments; the message begins with ``what``.
+        TypeError: the order is unclear, or it does not take two arguments; the message begins with ``what``.
     """
     try:
         signature = inspect.signature(function)
-    except (ValueError, TypeError):  # some functions written in C have none
+    except (ValueError, TypeError):  # some C functions have no signature
         raise TypeError(
             f"{what}: {function!r} has no signature to tell the order of its arguments; {_REMEDY}"
         ) from None
@@ -53,7 +53,7 @@ def _names(signature: inspect.Signature) -> str:
 
 
 def _meaning(parameter: inspect.Parameter) -> str | None:
-    """ "name", "module", or None if it says neither."""
+    """ "name", "module", or None if unclear."""
     if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
         return None
     annotation: Any = parameter.annotation
@@ -64,6 +64,6 @@ def _meaning(parameter: inspect.Parameter) -> str | None:
     if isinstance(annotation, str) and re.fullmatch(r"(\w+\.)*(Module|Linear)", annotation):
         return "module"
     words = set(parameter.name.lower().split("_"))
-    if words & _NAME:  # of layer_name and module_name too
+    if words & _NAME:  # also layer_name and module_name
         return "name"
     return "module" if words & _MODULE else None

@@ -1,4 +1,4 @@
-"""dequantize_: the way back, from quantized layers to floats."""
+"""dequantize_: replacement of quantized layers by float layers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .module_swap import put_module
 
 @modes.neutral()
 def dequantize_(model: nn.Module) -> nn.Module:
-    """Replaces every quantized layer of ``model`` by a float one of the weight it multiplies with, in place.
+    """Replaces every quantized layer of ``model`` by a float layer with the dequantized weight, in place.
 
-    A QuantLinear becomes an nn.Linear in its dtype (or the Conv1D of transformers that it was), a QuantEmbedding an
-    nn.Embedding, QuantExperts the fused experts they were. Models of transformers and diffusers are saved as float
-    models again. Modules and weights that are shared stay shared. What quantizing rounded stays rounded, and
-    activations are no longer quantized. All parameters start frozen, as they were. Should it stop in the middle
-    (Ctrl-C, out of memory), every layer is either as it was or in floats, and calling it again does the rest.
+    A QuantLinear becomes an nn.Linear in its dtype (or the original Conv1D of transformers), a QuantEmbedding an
+    nn.Embedding, QuantExperts the original fused experts. Models of transformers and diffusers are saved as float
+    models again. Shared modules and weights stay shared. The quantization error of weights remains; activations are no
+    longer quantized. All parameters start frozen. If it is interrupted (Ctrl-C, out of memory), every layer is either
+    unchanged or in float, and another call converts the rest.
 
     Returns:
         ``model``.
 
     Raises:
         TypeError: ``model`` is itself a quantized layer, which cannot be replaced in place.
-        ValueError: a layer has hooks, which would be lost, or is sharded (qao.distributed); the model is unchanged.
+        ValueError: a layer has hooks, which would be lost, or is sharded (qao.distributed). The model is unchanged.
     """
     if isinstance(model, PackedModule):
         raise TypeError(
@@ -46,7 +46,7 @@ def dequantize_(model: nn.Module) -> nn.Module:
             raise ValueError(f"dequantize_: {name}: {reason}. The model is unchanged.")
     experts = [module for module in model.modules() if isinstance(module, QuantExperts)]
     places = [(parent, key, child) for parent in model.modules() for key, child in parent._modules.items()]
-    units: dict[tuple[nn.Parameter, torch.dtype], list[PackedModule]] = {}  # layers of one weight
+    units: dict[tuple[nn.Parameter, torch.dtype], list[PackedModule]] = {}  # layers that share a weight
     for layer in layers:
         if isinstance(layer, QuantProjection):
             continue

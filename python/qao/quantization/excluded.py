@@ -1,4 +1,4 @@
-"""Linear layers that a scheme meant for all leaves as they are: they are small, and errors in them cost much."""
+"""Linear layers excluded by default: routers and layers with one output, which are small and sensitive to errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GATES = {"gate", "gating", "moe_gate", "expert_gate", "shared_expert_gate"}
 
 
 def spared(model: nn.Module) -> dict[str, str]:
-    """Why each such layer stays, by name. Layers that are quantized already are none of them."""
+    """Reasons for the excluded layers by name, without already quantized ones."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found = {}
     for name, module in modules.items():
@@ -34,11 +34,11 @@ def spared(model: nn.Module) -> dict[str, str]:
 
 
 def is_router(name: str, shape: tuple[int, ...], modules: Mapping[str, nn.Module]) -> bool:
-    """Whether the module ``name`` with a weight [N, K] belongs to what chooses experts, or weighs them.
+    """Whether the module ``name`` with a weight [N, K] selects experts or computes their weights.
 
-    A part of its name has the word "router"; or the class of it, or of a module around it, has "Router" or "TopK" in
-    its name; or a part of its name is "gate" ("gating", "shared_expert_gate", ...), it has fewer outputs than inputs
-    and is no part of an expert. "gate_proj" and "gate_up_proj" are none.
+    One of these holds: a part of its name contains the word "router"; its class or that of an enclosing module has
+    "Router" or "TopK" in its name; a part of its name is "gate" ("gating", "shared_expert_gate", ...), it has fewer
+    outputs than inputs and is not inside an expert. "gate_proj" and "gate_up_proj" do not count as gates.
     """
     parts = name.split(".")
     path = [".".join(parts[: i + 1]) for i in range(len(parts))]

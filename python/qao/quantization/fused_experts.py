@@ -1,4 +1,4 @@
-"""Fused experts of transformers 5 in a model: which can become QuantExperts, and what becomes of each."""
+"""Quantization of fused experts of transformers 5: checks, decisions and replacement by QuantExperts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SAYS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether ``use_experts_implementation`` of transformers has decorated its class: its attributes say what it is."""
+    """Whether transformers' ``use_experts_implementation`` decorated its class, which sets these attributes."""
     return all(isinstance(vars(module).get(name), bool) for name in _SAYS) and hasattr(type(module), "_apply_gate")
 
 
@@ -65,7 +65,7 @@ def find(
     select: Selection,
     keep: Callable[[str, nn.Module], bool] | None,
 ) -> list[list[Layer]]:
-    """The two projections of each layer's experts, with what becomes of them."""
+    """The two projections of each layer's experts, with the decision for them."""
     return [
         _decided(name, module, model, select, keep)
         for name, module in model.named_modules()
@@ -118,14 +118,14 @@ def _quantised(name: str, module: QuantProjection, places: list[tuple[nn.Module,
 
 
 def check(unit: list[Layer], device: torch.device | str | None) -> None:
-    """Raises all that quantizing them would."""
+    """Raises the errors of quantization up front."""
     for layer in unit:
         assert layer.scheme is not None
         origin: Any = layer.module
         weight = origin._parameters[_key(layer)]
         if not weight.is_meta:
             largest = check_finite(weight.detach(), layer.row.name)
-            if largest > torch.finfo(layer.scheme.scale_dtype_of(weight.dtype)).max / 4:  # only trying tells
+            if largest > torch.finfo(layer.scheme.scale_dtype_of(weight.dtype)).max / 4:  # only a trial shows it
                 quantize_projection(weight, layer.scheme, origin.is_transposed, device, layer.row.name)
 
 
@@ -134,7 +134,7 @@ def _key(layer: Layer) -> str:
 
 
 def replace(unit: list[Layer], device: torch.device | str | None) -> None:
-    """Quantizes the experts of one layer, and puts them in their places."""
+    """Quantizes the experts of one layer and replaces them."""
     origin: Any = unit[0].module
     scheme = unit[0].scheme
     assert scheme is not None
@@ -148,7 +148,7 @@ def replace(unit: list[Layer], device: torch.device | str | None) -> None:
 
 
 def put(unit: list[Layer], packed: dict[str, tuple[Scheme, PackedWeight]]) -> None:
-    """Puts experts of these weights in the places of one layer's."""
+    """Replaces one layer's experts by QuantExperts with these weights."""
     experts = assemble(unit[0].module, packed)
     for layer in unit:
         layer.row.relative_error = packed[_key(layer)][1].relative_error
@@ -159,7 +159,7 @@ def put(unit: list[Layer], packed: dict[str, tuple[Scheme, PackedWeight]]) -> No
 
 
 def assemble(origin: Any, packed: dict[str, tuple[Scheme, PackedWeight]]) -> QuantExperts:
-    """QuantExperts of weights by the names of their projections, with the biases of ``origin``."""
+    """QuantExperts from weights by projection name, with the biases of ``origin``."""
     made = {}
     for key in projections_of(origin):
         scheme, weights = packed[key]
@@ -171,11 +171,11 @@ def assemble(origin: Any, packed: dict[str, tuple[Scheme, PackedWeight]]) -> Qua
 
 
 class Arriving:
-    """Experts of a model that is loaded tensor by tensor: a projection is quantized when it comes, so that no more than
-    one is there in floats; the experts change when both have come, and their biases.
+    """Experts of a model that is loaded tensor by tensor. Each projection is quantized when it arrives, so at most one
+    is in float; the experts are replaced when both projections and their biases have arrived.
 
     Attributes:
-        pending: those that are to come, by the names of their Parameters.
+        pending: projections that have not arrived, by the names of their Parameters.
     """
 
     def __init__(self, units: Iterable[list[Layer]] = ()) -> None:
@@ -191,12 +191,12 @@ class Arriving:
         if value.shape != skeleton.shape:
             raise ValueError(f"{name}: {list(value.shape)} in the checkpoint, and {list(skeleton.shape)} in the model")
         self._packed[name] = quantize_projection(value, layer.scheme, origin.is_transposed, None, name)
-        kept = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)  # for its shape and dtype
+        kept = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)  # keeps the shape and dtype
         kept._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers would initialize it
         origin._parameters[_key(layer)] = kept
 
     def finish(self) -> None:
-        """Raises ValueError where half of the experts of a layer came."""
+        """Replaces the experts; raises ValueError if only one projection of a layer arrived."""
         for unit in self._units:
             come = [layer for layer in unit if layer.row.name in self._packed]
             if come and len(come) < len(unit):

@@ -1,4 +1,4 @@
-"""Functions of other packages that quantize_ and dequantize_ call with a model that they have changed."""
+"""Callbacks of integrations, called by quantize_ and dequantize_ with the changed model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a module is in a model, and how another one takes its place."""
+"""Replacement of modules in a model, and names without wrapper prefixes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Iterable
 
 from torch import nn
 
-_COMPILED = "_orig_mod."  # what torch.compile(module) puts before the names of tensors
-_WRAPPED = "module."  # what nn.DataParallel and DistributedDataParallel put there
+_COMPILED = "_orig_mod."  # prefix that torch.compile(module) adds to tensor names
+_WRAPPED = "module."  # prefix that nn.DataParallel and DistributedDataParallel add
 
 
 def places_of(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Every parent and attribute."""
+    """Every parent and attribute name of a module."""
     return [(parent, key) for parent in model.modules() for key, child in parent._modules.items() if child is module]
 
 
 def put_module(parent: nn.Module, attribute: str, module: nn.Module) -> None:
-    """``setattr(parent, attribute, module)``, also in a plain list or dict of the parent that holds the one before.
+    """``setattr(parent, attribute, module)``, which also replaces the old module in plain lists and dicts.
 
-    MaskFormer's heads call their children by such a list: it would keep the float layer, which no ``.to()`` reaches.
+    MaskFormer's heads call their children through such a list. It would keep the float layer, which ``.to()`` does not
+    reach.
     """
     before = parent._modules.get(attribute)
     setattr(parent, attribute, module)
@@ -34,7 +35,7 @@ def put_module(parent: nn.Module, attribute: str, module: nn.Module) -> None:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside of what torch.compile and data parallelism put around it."""
+    """The model without the wrappers of torch.compile and data parallelism."""
     while True:
         parallel = isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
         inner = module._modules.get("module" if parallel else "_orig_mod")
@@ -44,8 +45,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def without_wrappers(names: Iterable[str], model: nn.Module | None = None) -> dict[str, str]:
-    """Names of tensors without what torch.compile adds, by the names given; nor, for ``model``, what data parallelism
-    added to all of them."""
+    """Maps the given tensor names to names without the prefix of torch.compile and, for ``model``, without the prefix
+    of data parallelism if all names have it."""
     found = {name: name.replace(_COMPILED, "") for name in names}
     parallel = model is not None and "module" not in model._modules and "module" not in model._parameters
     if parallel and found and all(name.startswith(_WRAPPED) for name in found.values()):
@@ -54,7 +55,7 @@ def without_wrappers(names: Iterable[str], model: nn.Module | None = None) -> di
 
 
 class WrappedNames:
-    """Where tensors are in a model with modules that torch.compile was called on, by names that do not say so."""
+    """Lookup from plain tensor names to actual names in a model with modules wrapped by torch.compile."""
 
     def __init__(self, model: nn.Module) -> None:
         self._paths: dict[str, str] = {}
@@ -71,4 +72,4 @@ class WrappedNames:
         return name
 
 
-_OF_TORCH = frozenset(vars(nn.Module()))  # its dicts of parameters, hooks and children
+_OF_TORCH = frozenset(vars(nn.Module()))  # nn.Module's dicts of parameters, hooks and children

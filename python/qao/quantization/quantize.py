@@ -1,4 +1,4 @@
-"""quantize_: replaces the linear layers of a model by quantized ones, in place."""
+"""quantize_: in-place replacement of a model's linear layers by quantized layers."""
 
 from __future__ import annotations
 
@@ -38,46 +38,46 @@ def quantize_(
 ) -> Report:
     """Replaces the linear layers of ``model`` by QuantLinear, and fused experts by QuantExperts, in place.
 
-    Layers that cannot be replaced without changing what the model computes are left and reported: those with hooks or
-    parametrizations, subclasses of nn.Linear whose forward does more, weights tied to an embedding, layers whose parent
-    reads the weight itself. Routers of experts (docs/quantize.md says how they are known) and layers with one output
-    are excluded unless a scheme is meant for them. Layers that are quantized already stay as they are, and a warning
-    names those that ``scheme`` would make something else; shared modules and tied weights stay shared. Everything in
-    the list of errors below is checked before the first change.
+    Layers that cannot be replaced without changing the model's behavior stay in float and are reported: layers with
+    hooks or parametrizations, subclasses of nn.Linear with a forward that does more, weights tied to an embedding,
+    layers with a parent that reads the weight directly. Expert routers (docs/quantize.md defines them) and layers with
+    one output are excluded unless a scheme selects them explicitly. Already quantized layers are unchanged, with a
+    warning if ``scheme`` has another scheme for them. Shared modules and tied weights stay shared. All errors below are
+    checked before the first change.
 
-    Should it stop in the middle all the same (Ctrl-C, out of memory), then every layer is either quantized or as it
-    was, a warning says how many are, and the model computes. Called again with the same arguments, it does the rest.
+    If it is interrupted (Ctrl-C, out of memory), every layer is either quantized or unchanged, a warning reports how
+    many, and the model works. Another call with the same arguments quantizes the rest.
 
     Args:
-        model: any module with linear layers inside (nn.Linear, or the Conv1D of transformers). Layers on meta become
+        model: any module that contains linear layers (nn.Linear, or the Conv1D of transformers). Layers on meta become
             QuantLinear on meta, ready for ``load_state_dict(..., assign=True)``.
-        scheme: one scheme for all; or a dict from names to schemes, where a name stands for that module and all inside
-            it, ``"re:<pattern>"`` for every module whose whole name matches, None means "leave it", the first match
-            wins and layers without a match are left (a router or a layer with one output gets its scheme from a key
-            that matches no other linear layers, or none); or a function that returns a scheme or None. Functions get
-            the name and the module of a layer (of fused experts: theirs), in the order that the names of their
-            parameters (``name`` or ``fqn``, ``module`` or ``m``, ...) or their annotations say.
-        filter: function of name and module as above; layers for which it is false are left.
-        embeddings: quantize embeddings too whose weight is that of a linear layer which gets a scheme of int4 or int8
-            weights (the head of many language models), as QuantEmbedding: one weight for both. False leaves such linear
-            layers as they are. Other embeddings always stay as they are.
-        device: quantize there, one layer at a time, and move the whole model there in the end: for a model in host
-            memory and a GPU that holds the result but not the float weights. None: every layer where it is.
-        progress: show a progress bar once it takes more than two seconds.
-        strict: raise instead of warning if anything that was asked for cannot be quantized.
+        scheme: one scheme for all layers; or a dict from names to schemes, or a function that returns a scheme or None.
+            In a dict, a name selects that module and all modules inside it, ``"re:<pattern>"`` every module with a full
+            match of its name, None excludes, the first match wins, and layers without a match are excluded (a router or
+            a layer with one output needs a key that matches no other linear layers). Functions take the name and the
+            module of a layer (of fused experts: the experts module), in the order given by their parameter names
+            (``name`` or ``fqn``, ``module`` or ``m``, ...) or annotations.
+        filter: function of name and module as above; layers with a false result are excluded.
+        embeddings: also quantize embeddings that share the weight of a linear layer with int4 or int8 weights (the tied
+            head of many language models), as QuantEmbedding with one weight for both. False leaves such linear layers
+            in float. Other embeddings always stay in float.
+        device: quantize on this device, one layer at a time, and finally move the whole model there: for a model in
+            host memory and a GPU that holds the result but not the float weights. None: each layer on its device.
+        progress: show a progress bar after two seconds.
+        strict: raise instead of warning if a requested layer cannot be quantized.
 
     Returns:
-        A Report with a row for every linear layer, every embedding that is quantized or that ``embeddings`` is about,
-        and every other big weight.
+        A Report with a row for every linear layer, every embedding that is quantized or affected by ``embeddings``, and
+        every other big weight.
 
     Raises:
-        TypeError: ``model`` is itself a linear layer, which cannot be replaced in place; or ``scheme`` is none of the
-            above; or a function does not say whether it takes (name, module) or (module, name).
-        ValueError: a key of the dict matches no module; nothing is left to quantize, and layers are quantized already
-            by another scheme; a weight holds NaN or Inf, or more than its scales can hold;
-            something on meta shall go to a device, or the other way round; a budget of bits is too small, or its layers
-            are on meta; or ``strict`` and something would be left.
-        RuntimeError, AssertionError: torch has no such ``device``.
+        TypeError: ``model`` is itself a linear layer, which cannot be replaced in place; ``scheme`` has another type;
+            or the argument order of a function, (name, module) or (module, name), is unclear.
+        ValueError: a key of the dict matches no module; no layer is left to quantize, and layers are already quantized
+            with another scheme; a weight holds NaN, Inf or values beyond the range of its scales; a weight on meta
+            would go to a device, or the reverse; a bit budget is too small, or its layers are on meta; or ``strict``
+            is set and a requested layer cannot be quantized.
+        RuntimeError, AssertionError: ``device`` does not exist.
     """
     planned = plan(model, scheme, filter, embeddings, device, strict)
     importance = importance_of(planned.layers)
@@ -95,16 +95,16 @@ def quantize_(
 
 @dataclass
 class Plan:
-    """What becomes of each layer of a model, before anything is changed."""
+    """Decisions for each layer of a model, before any change."""
 
     model: nn.Module
-    layers: list[targets.Layer]  # with their rows in the report
-    pending: list[targets.Layer]  # those to be quantized
-    experts: list[list[targets.Layer]]  # and projections of experts, those of one module together
+    layers: list[targets.Layer]  # with their report rows
+    pending: list[targets.Layer]  # to be quantized
+    experts: list[list[targets.Layer]]  # projections of experts to be quantized, grouped by module
     report: Report
 
     def settle(self) -> None:
-        """Lets the libraries know what is quantized by now, whether that is all or not."""
+        """Renames ties and calls the listeners for the layers quantized so far, also after an interruption."""
         if any(isinstance(layer.module, PackedModule) for layer in self.layers):
             rename_ties(self.model)
             for listener in listeners.quantized:
@@ -126,7 +126,7 @@ def plan(
     device: torch.device | str | None,
     strict: bool,
 ) -> Plan:
-    """Raises and warns as ``quantize_`` does, and changes nothing."""
+    """Raises and warns as ``quantize_`` does, without changing the model."""
     if is_linear(model):
         raise TypeError(
             f"quantize_: the model is itself a {type(model).__name__} and cannot replace itself in place. Use "
@@ -139,7 +139,7 @@ def plan(
         targets.decide(layer, select, keep)
     readers = targets.find_embeddings(model)
     targets.resolve_tied_weights(model, layers, readers, embeddings)
-    # A function knows linear layers only, so whether it wanted another weight cannot be asked.
+    # A function handles only linear layers, so it is not called for other weights.
     asked = select if isinstance(scheme, Mapping) else None
     experts = fused_experts.find(model, select, keep)
     own = [layer for unit in experts for layer in unit]
@@ -169,7 +169,7 @@ def plan(
 
 
 def units_of(pending: list[targets.Layer]) -> list[list[targets.Layer]]:
-    """Layers with one weight, which are replaced together or not at all; the first of each list owns it."""
+    """Layers that share a weight, which are replaced together or not at all; the first of each list owns it."""
     units = {id(layer): [layer] for layer in pending if layer.tied_to is None}
     for layer in pending:
         if layer.tied_to is not None:
@@ -178,7 +178,7 @@ def units_of(pending: list[targets.Layer]) -> list[list[targets.Layer]]:
 
 
 def put(unit: list[targets.Layer], packed: PackedWeight) -> None:
-    """Replaces layers with one weight by quantized ones."""
+    """Replaces layers that share a weight by quantized ones."""
     first, *others = unit
     assert first.scheme is not None
     head = QuantLinear.from_packed(first.module, first.scheme, packed)
@@ -189,10 +189,10 @@ def put(unit: list[targets.Layer], packed: PackedWeight) -> None:
         made[-1].tie(head)
     for layer, module in zip(unit, made, strict=True):
         if isinstance(layer.module, Sharded):
-            from ..distributed.styles import adopt  # here, since it imports torch.distributed
+            from ..distributed.styles import adopt  # here, because it imports torch.distributed
 
             adopt(module, layer.module)
-    # The float module goes as soon as its successor is there: memory never holds two models.
+    # Each float module is freed when its replacement exists, so memory never holds two models.
     for layer, module in zip(unit, made, strict=True):
         layer.row.relative_error = packed.relative_error
         layer.module = module
@@ -206,7 +206,7 @@ def _asked_again(
     select: Selection,
     keep: Callable[[str, nn.Module], bool] | None,
 ) -> list[Row]:
-    """Rows of quantized layers that are to be quantized by a scheme of another kind, which is noted in them."""
+    """Rows of already quantized layers for which ``select`` has a scheme of another kind; adds a note to them."""
     found = []
     for layer in layers:
         row, module = layer.row, layer.module
@@ -224,7 +224,7 @@ def _asked_again(
 
 
 def _complain_of_other_schemes(rows: list[Row], others: bool) -> None:
-    """``others``: there are layers that can be quantized as asked."""
+    """``others``: other layers can be quantized as requested."""
     if not rows:
         return
     text = "".join(f"\n  {row.name}: {row.scheme}, {row.note}" for row in rows[:5])
@@ -243,13 +243,13 @@ def _was_asked_for(layer: targets.Layer | None) -> bool:
 
 
 def _check_weight(layer: targets.Layer, device: torch.device | str | None) -> None:
-    """Raises all that quantizing it would."""
+    """Raises the errors of quantization up front."""
     assert layer.scheme is not None
     weight = linear_weight(layer.module)
     if weight.is_meta:
         return
     largest = check_finite(weight, layer.row.name)
-    # No scale is larger than the largest weight. Where that is near the limit of scales, only trying tells.
+    # No scale exceeds the largest weight. If that is near the limit of scales, only a trial shows an overflow.
     if largest > torch.finfo(layer.scheme.scale_dtype_of(weight.dtype)).max / 4:
         pack(layer.module, auto_group_size.fixed(layer.scheme, -1), device, layer.row.name)
 
@@ -277,7 +277,7 @@ def _complain(report: Report, strict: bool) -> None:
 
 
 def importance_of(layers: list[targets.Layer]) -> dict[str, Tensor]:
-    """Of layers in int4 by name, where the weight of another that is quantized tells: before that one is."""
+    """Importance of int4 layers, estimated from other layers' float weights before these are quantized, by name."""
     named = {layer.row.name: layer.module for layer in layers if is_linear(layer.module) and layer.scheme is not None}
     found = {}
     for layer in layers:

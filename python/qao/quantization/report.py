@@ -1,4 +1,4 @@
-"""What quantize_ did, layer by layer."""
+"""The report of quantize_, one row per layer, and its table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from .._words import counted
 
-_GROUP_ABOVE = 40  # layers; a longer table joins layers that differ only in the numbers of their names
+_GROUP_ABOVE = 40  # layers; a longer table merges layers with names that differ only in numbers
 
 
 @dataclass
@@ -25,14 +25,14 @@ class Row:
     shape: tuple[int, ...]  # of the float weight; [N, K] for linear layers
     status: str  # see Report
     scheme: str | None = None
-    note: str | None = None  # why it was left, or what it shares with others
+    note: str | None = None  # why it was not quantized, or which tensors it shares
     bytes_before: int = 0  # of the weight, without the bias; 0 if counted with the layer it is shared with
     bytes_after: int = 0  # of weight, scales and zero points
     relative_error: float | None = None  # ‖W - Ŵ‖ / ‖W‖, Frobenius; None if unknown
     kernel: str | None = None  # for one token / for many; None if unknown
     aliases: list[str] = field(default_factory=list)  # other names of the same module
     output_error: float | None = None  # ‖(W - Ŵ) X‖ / ‖W X‖ over inputs X of calibration; None if unknown
-    output_error_nearest: float | None = None  # the same, had the weight been rounded to nearest
+    output_error_nearest: float | None = None  # the same for round-to-nearest
 
 
 @dataclass
@@ -40,12 +40,12 @@ class Report:
     """The result of ``quantize_``; print it for a table.
 
     ``status`` of a row is one of
-        quantized: it is a QuantLinear now.
-        already quantized: it was one before.
-        excluded: the scheme or the filter left it out.
-        left: it was asked for and could not be quantized; ``note`` says why.
-        kept: an embedding that stays in floats; ``note`` says what it would take to quantize it.
-        untouched: a fused expert tensor or another big weight, which belongs to neither.
+        quantized: this call quantized it.
+        already quantized: it was quantized before.
+        excluded: the scheme or the filter excluded it.
+        left: it was requested but could not be quantized; ``note`` says why.
+        kept: an embedding that stays in float; ``note`` says how to quantize it.
+        untouched: a fused expert tensor or another big weight, which is neither a linear layer nor an embedding.
     """
 
     parameters: int  # elements of all parameters of the float model, each counted once
@@ -59,17 +59,17 @@ class Report:
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of the quantized weights as they were."""
+        """Bytes of the quantized weights before quantization."""
         return sum(row.bytes_before for row in self._quantized())
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of the quantized weights as they are."""
+        """Bytes of the quantized weights after quantization."""
         return sum(row.bytes_after for row in self._quantized())
 
     @property
     def problems(self) -> list[Row]:
-        """Rows that were asked for and are not quantized."""
+        """Rows that were requested but are not quantized."""
         return [row for row in self.rows if row.status in ("left", "untouched")]
 
     @property
@@ -79,7 +79,7 @@ class Report:
         return [f"{count} of {notes.total()}: {note}" for note, count in notes.most_common()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in types that JSON knows."""
+        """The report as JSON types."""
         totals = ("parameters", "parameters_quantized", "coverage", "bytes_before", "bytes_after")
         return {name: getattr(self, name) for name in totals} | {"rows": [asdict(row) for row in self.rows]}
 
@@ -89,7 +89,7 @@ class Report:
         last = "kernel" if any(row.kernel for row in self.rows) else "note"
         header = ("layer", "shape", "scheme", "MiB before", "after", *errors, last)
         cells = [_cells(rows, calibrated) for rows in self._groups()]
-        if all(one[-1] == "-" for one in cells):  # of a command, which multiplies nothing, and leaves nothing out
+        if all(one[-1] == "-" for one in cells):  # a command without kernels and exclusions
             header, cells = header[:-1], [one[:-1] for one in cells]
         lines = table(header, cells)
         quantized = len(list(self._quantized()))
@@ -119,11 +119,11 @@ class Report:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """Lines of a table. The last column is not padded: a long reason stays one line and widens nothing.
+    """Lines of a table. The last column is not padded, so a long reason stays on one line and widens nothing.
 
-    ``width``: columns that there are; None: those of the terminal that stdout is, or any number. Where the table is
-    wider, the last column goes on in further lines and names in the first lose their beginning, then other columns go
-    on in further lines; where that is not enough, each row is a name and a paragraph below it.
+    ``width``: maximum columns; None: those of the terminal if stdout is one, otherwise unlimited. If the table is
+    wider, the last column wraps and names in the first column lose their beginning, then other columns wrap; if that
+    is not enough, each row becomes a name and a paragraph below it.
     """
     if width is None and sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
@@ -146,7 +146,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | Non
     return lines
 
 
-_LEAST_FIRST, _LEAST_LAST = 16, 12  # columns that a narrow table leaves for names and for remarks
+_LEAST_FIRST, _LEAST_LAST = 16, 12  # minimum columns for names and for remarks
 
 
 def _narrowed(everything: list[list[str]], widths: list[int], width: int) -> list[int]:
@@ -170,7 +170,7 @@ def _narrowed(everything: list[list[str]], widths: list[int], width: int) -> lis
 
 
 def _paragraphs(everything: list[list[str]], width: int) -> list[str]:
-    """For a terminal that is too narrow for a table: the first cell of each row, then "name of column: cell" of all."""
+    """Rows for a terminal that is too narrow for a table: the first cell, then "column: cell" for the others."""
     header, *rows = everything
     lines = []
     for first, *cells in rows:
@@ -205,7 +205,7 @@ def _cells(rows: list[Row], calibrated: bool) -> tuple[str, ...]:
 
 
 def _range(values: Sequence[float | None]) -> str:
-    """ "0.0079..0.0099"; "-" where nothing is known."""
+    """ "0.0079..0.0099"; "-" if no value is known."""
     known = [f"{value:.4f}" for value in sorted(value for value in values if value is not None)]
     return "-" if not known else known[0] if known[0] == known[-1] else f"{known[0]}..{known[-1]}"
 

@@ -1,4 +1,4 @@
-"""Which scheme a layer gets: one for all, a dict from names to schemes, or a function."""
+"""Selection of each layer's scheme: one for all, a dict from names to schemes, or a function."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Select = Callable[[str, nn.Module], Scheme | None]
 
 @dataclass
 class Selection:
-    """What ``scheme`` in its three forms says of each layer; the schemes it gives are checked."""
+    """Scheme of each layer from ``scheme`` in its three forms; results are checked."""
 
     choose: Select
-    spared: dict[str, str]  # layers whose scheme was not meant for them in particular, and why they do not get it
+    spared: dict[str, str]  # layers excluded by default, with reasons
 
     def __call__(self, name: str, module: nn.Module) -> Scheme | None:
         chosen = self.choose(name, module)
@@ -49,7 +49,7 @@ def selector(model: nn.Module, scheme: Scheme | Mapping[str, Scheme | None] | Se
         if not any(matches(key, name) for name in modules):
             raise ValueError(f"quantize_: no module of the model matches {key!r}. See model.named_modules().")
     kept = spared(model)
-    # A key that matches other layers too is meant for all of them, one that does not for these.
+    # A key that also matches other layers does not select these layers; a key for only these does.
     others = [name for name, module in modules.items() if is_linear(module) and name not in kept] if kept else []
     for_all = {key for key in scheme if any(matches(key, name) for name in others)}
     kept = {name: why for name, why in kept.items() if _first_key(scheme, name) in for_all}
@@ -64,7 +64,7 @@ def _first_key(schemes: Mapping[str, Scheme | None], name: str) -> str | None:
     return next((key for key in schemes if matches(key, name)), None)
 
 
-# Fields of a scheme that say how a weight is quantized or run, and not what kind of layer it becomes.
+# Scheme fields that affect how a weight is quantized or run, but not the kind of layer.
 _NO_KIND = ("scale_dtype", "clip_search", "budget_bits", "whole_zeros", "fast_accum", "activation_scale")
 
 
@@ -80,7 +80,7 @@ def alike(scheme: Scheme, other: Scheme) -> bool:
 def differing(
     layers: Mapping[str, Scheme], wanted: Scheme | Mapping[str, Scheme | None]
 ) -> tuple[str, Scheme, Scheme] | None:
-    """The first of these quantized layers that ``wanted`` gives a scheme of another kind: its name and both schemes."""
+    """The first quantized layer with a scheme of another kind in ``wanted``: its name and both schemes."""
     for name, scheme in layers.items():
         other = wanted if isinstance(wanted, Scheme) else _scheme_of(wanted, name)
         if other is not None and not alike(scheme, other):

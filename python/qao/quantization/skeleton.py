@@ -1,4 +1,4 @@
-"""Which modules of a model are quantized and how, and making room for them in a model of floats."""
+"""Schemes of a model's quantized modules, and empty quantized modules for loading a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Undo = list[tuple[nn.Module, str, nn.Module]]  # parent, attribute, the module t
 
 
 def describe(model: nn.Module) -> dict[str, Scheme]:
-    """The quantized modules of ``model`` by name, one name each, as ``exact_scheme``."""
+    """Schemes of the quantized modules of ``model`` (``exact_scheme``) by name, one name each."""
     return {name: exact_scheme(module) for name, module in model.named_modules() if isinstance(module, PackedModule)}
 
 
 def float_dtype(model: nn.Module) -> torch.dtype | None:
-    """Of the float weights that the quantized modules stand for; None if there are none."""
+    """Dtype of the float weights that the quantized modules replace; None without quantized modules."""
     return next((module.dtype for module in model.modules() if isinstance(module, PackedModule)), None)
 
 
 def exact_scheme(module: PackedModule) -> Scheme:
-    """The scheme with the dtype that the module's scales have, whatever the dtype of the model is today."""
+    """The scheme with the dtype of the module's scales, independent of the model's present dtype."""
     scheme = module.scheme
     return replace(scheme, scale_dtype=module.scales.dtype) if isinstance(scheme, Int4Weight) else scheme
 
@@ -45,26 +45,26 @@ def make_room(
     dtypes: Mapping[str, torch.dtype] | None = None,
     on_meta: bool = True,
 ) -> Undo:
-    """Replaces modules of ``model`` by quantized ones on meta, for a checkpoint to be loaded into.
+    """Replaces modules of ``model`` by quantized modules on meta, before loading a checkpoint.
 
-    Modules that hang at several places go on doing so, and weights that are shared stay shared.
+    Modules with several places keep all of them, and shared weights stay shared.
 
     Args:
-        model: of floats, or quantized already.
-        schemes: what to put where.
-        sizes: (N, K) that the checkpoint has, by name; checked.
-        dtypes: of the float weights they stand for, by name; else those of the modules that are replaced.
-        on_meta: False: uninitialized tensors on the devices of the modules that are replaced, and their biases.
+        model: in float, or already quantized.
+        schemes: schemes by module name.
+        sizes: (N, K) in the checkpoint by name; checked.
+        dtypes: of the float weights by name; default: those of the replaced modules.
+        on_meta: False: uninitialized tensors on the devices of the replaced modules, with their biases.
 
     Returns:
-        What ``undo`` needs.
+        The argument of ``undo``.
 
     Raises:
-        ValueError: there is no module of that name, it is no linear layer (embedding), one that a QuantLinear cannot
-            replace, one that was compiled alone, or one of other sizes. The model is unchanged.
+        ValueError: no module has that name, or it is not a linear layer or embedding, cannot be replaced by a
+            QuantLinear, was compiled alone, or has other sizes. The model is unchanged.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    successors: dict[int, nn.Module] = {}  # by the id of the module that is replaced
+    successors: dict[int, nn.Module] = {}  # by the id of the replaced module
     owners: dict[tuple[int, Scheme], PackedModule] = {}  # by the id of its float weight
     plain, experts = _apart(schemes, modules)
     for name, parts in experts.items():
@@ -83,7 +83,7 @@ def make_room(
         owners.setdefault((id(weight), scheme), made)
         successors[id(module)] = made
     names = {id(modules[name]): name for name in plain} | {id(modules[name]): name for name in experts}
-    for parent in model.modules():  # its forward is bound to the child that was compiled
+    for parent in model.modules():  # the wrapper's forward is bound to the compiled child
         child = parent._modules.get("_orig_mod") if type(parent).__name__ == "OptimizedModule" else None
         if id(child) in successors:
             raise ValueError(
@@ -103,7 +103,7 @@ def make_room(
 def _apart(
     schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Module]
 ) -> tuple[dict[str, Scheme], dict[str, dict[str, Scheme]]]:
-    """Those of whole layers; and by the names of experts those of their projections, "up" and "down"."""
+    """Schemes of whole layers, and by the names of experts the schemes of their projections, "up" and "down"."""
     plain: dict[str, Scheme] = {}
     experts: dict[str, dict[str, Scheme]] = {}
     for name, scheme in schemes.items():

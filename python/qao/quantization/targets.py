@@ -1,4 +1,4 @@
-"""What a model holds: its linear layers, what becomes of each, and the big weights that no linear layer owns."""
+"""Linear layers, embeddings and other big weights of a model, and the decision for each."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from .excluded import ROUTER, is_router
 from .report import Row
 from .rules import Select, Selection
 
-BIG = 0.01  # share of the model's parameters from which a weight that stays as it is deserves a warning
+BIG = 0.01  # fraction of the model's parameters from which an unquantized weight causes a warning
 
 COMPILED = "torch.compile was called on it and keeps it: quantise first, then compile"
 
-# Parents whose own code reads the weight of these children instead of calling them.
+# Parents that read the weight of these children instead of calling them.
 _READ_BY_PARENT: dict[type[nn.Module], tuple[str, ...]] = {
     nn.MultiheadAttention: ("out_proj",),
     nn.TransformerEncoderLayer: ("linear1", "linear2"),
 }
-# Of the same, by the names of classes whose library need not be installed: RWKV rescales these weights in place.
+# The same by class name, because the library is optional: RWKV rescales these weights in place.
 _WRITTEN_BY_MODEL = {"RwkvSelfAttention": ("output",), "RwkvFeedForward": ("value",)}
 
 
 @dataclass
 class Layer:
-    """A linear module or embedding, every place where it hangs in the model, and what becomes of it."""
+    """A linear module or embedding, all its places in the model, and the decision for it."""
 
     module: nn.Module
     row: Row
@@ -45,8 +45,8 @@ class Layer:
     scheme: Scheme | None = None  # set if it is to be quantized
     tied_to: Layer | None = None  # an earlier layer with the same weight
     elements: int = 0  # of the float weight; 0 if counted in tied_to
-    x_dtype: torch.dtype = torch.float32  # that the layer will probably see
-    in_fsdp: bool = False  # inside FullyShardedDataParallel, whose flat parameter the weight is a part of
+    x_dtype: torch.dtype = torch.float32  # expected dtype of activations
+    in_fsdp: bool = False  # the weight is part of a flat parameter of FullyShardedDataParallel
 
     def leave(self, status: str, note: str | None = None) -> None:
         self.scheme, self.row.status, self.row.scheme, self.row.note = None, status, None, note
@@ -57,7 +57,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
 
 def find_embeddings(model: nn.Module) -> list[Layer]:
-    """Those that are quantized, and the others as if they stay as they are."""
+    """All embeddings; those that are not quantized yet have the status "kept"."""
     embeddings = _find(model, _is_any_embedding)
     for layer in embeddings:
         module, row = layer.module, layer.row
@@ -75,7 +75,7 @@ def _is_any_embedding(module: nn.Module) -> bool:
 
 
 def _find(model: nn.Module, belongs: Callable[[nn.Module], bool]) -> list[Layer]:
-    # Without the import of torch.distributed.fsdp, which is not everywhere.
+    # By name: torch.distributed.fsdp is not available in every build.
     wrapped = (module for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel")
     flat = {id(module) for wrapper in wrapped for module in wrapper.modules()}
     layers = {id(module): Layer(module, Row(name, (), "")) for name, module in model.named_modules() if belongs(module)}
@@ -97,7 +97,7 @@ def decide(
     select: Selection,
     filter: Callable[[str, nn.Module], bool] | None,
 ) -> None:
-    """Sets what becomes of a layer, as far as the layer and its parents tell."""
+    """Decides on a layer from the layer itself and its parents."""
     module, row = layer.module, layer.row
     if isinstance(module, QuantLinear):
         _already_quantized(layer, module)
@@ -147,9 +147,9 @@ def _read_by(parent: nn.Module) -> tuple[str, ...]:
 
 
 def resolve_tied_weights(model: nn.Module, layers: list[Layer], embeddings: list[Layer], with_embeddings: bool) -> None:
-    """Linears with one weight are quantized together, or not at all if anything else uses that weight.
+    """Linear layers that share a weight are quantized together, or not at all if another module uses that weight.
 
-    An embedding that uses it is quantized with them if ``with_embeddings`` and it can be.
+    An embedding that uses it is quantized with them if ``with_embeddings`` is set and the embedding supports it.
     """
     users: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
@@ -192,7 +192,7 @@ def _others(names: list[str], layer: Layer) -> str:
 
 
 def _embedding_reason(linears: list[Layer], readers: list[Layer], scheme: Scheme, with_embeddings: bool) -> str:
-    """Why embeddings keep the weight they share with linears of this scheme as it is; "" if they do not."""
+    """Why embeddings keep the float weight that they share with linear layers of this scheme; "" if they do not."""
     reasons = [obstacle_of_embedding(layer.module) for layer in readers]
     reasons += [COMPILED for layer in readers if is_compiled(layer)]
     reasons += ["a linear has it transposed" for layer in linears if not isinstance(layer.module, nn.Linear)]
@@ -203,12 +203,12 @@ def _embedding_reason(linears: list[Layer], readers: list[Layer], scheme: Scheme
 
 
 def find_untouched(model: nn.Module, layers: list[Layer], asked: Select | None) -> Iterator[Row]:
-    """Fused expert tensors, and every other weight of at least 1 % of the parameters that is no embedding."""
+    """Fused expert tensors, and other weights, except embeddings, of at least 1 % of the parameters."""
     big = BIG * count_parameters(model)
     seen = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        owner = modules[name.partition(".parametrizations.")[0]]  # name itself, but for what torch computes weights of
+        owner = modules[name.partition(".parametrizations.")[0]]  # the module itself, or the owner of a parametrization
         convolution = isinstance(owner, nn.modules.conv._ConvNd)
         for key, weight in module._parameters.items():
             if weight is None or is_lazy(weight) or id(weight) in seen:
@@ -232,10 +232,10 @@ def find_untouched(model: nn.Module, layers: list[Layer], asked: Select | None) 
 
 
 def check_device(model: nn.Module, device: torch.device | str | None) -> None:
-    """Raises where quantizing there cannot work: a weight without data, or one whose data would be dropped."""
+    """Raises ValueError if quantization on ``device`` needs missing data or would drop data."""
     if device is None:
         return
-    to_meta = torch.empty(0, device=device).is_meta  # raises where there is no such device
+    to_meta = torch.empty(0, device=device).is_meta  # raises if the device does not exist
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta and not to_meta:
             name = name.removesuffix(".weight")
@@ -255,7 +255,7 @@ def packed_bytes(layer: PackedModule) -> int:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Elements of all parameters, each counted once; of a quantized weight, those of the float weight."""
+    """Elements of all parameters, each counted once; a quantized weight counts as its float weight."""
     counts: dict[int, int] = {}
     for module in model.modules():
         own = (p for p in module._parameters.values() if p is not None and not is_lazy(p))
@@ -267,9 +267,9 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def uncounted(model: nn.Module, without_embeddings: bool = False) -> int:
-    """Elements of quantized weights less those of the tensors that hold them, for sums over ``parameters()``.
+    """Elements of quantized weights minus those of their packed tensors, to correct sums over ``parameters()``.
 
-    ``without_embeddings``: weights of embeddings count as nothing, tied heads among them.
+    ``without_embeddings``: weights of embeddings, including tied heads, count as zero.
     """
     counts: dict[int, int] = {}
     stored: dict[int, int] = {}
