@@ -41,7 +41,7 @@ class _Sharded(Sharded):
 
     def _whole(self: Any, key: str, tensor: Tensor) -> DTensor:
         layout: Layout = self.layout
-        scheme: Any = getattr(self, "scheme", None)  # None: floats
+        scheme: Any = getattr(self, "scheme", None)  # None: a float layer
         if key == "weight_sums" and self.whole_sums is not None:
             tensor = self.whole_sums
         if key == "qweight" and not joins(scheme, layout.sizes, layout.cut):

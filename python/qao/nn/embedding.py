@@ -156,7 +156,7 @@ class QuantEmbedding(PackedModule):
         scale = self.embed_scale
         kind = nn.Embedding if scale is None else _ScaledEmbedding
         floats = kind(*self._sizes, self.padding_idx, _weight=weight)
-        floats.weight = weight  # itself, and frozen
+        floats.weight = weight  # keeps the frozen Parameter object
         if isinstance(scale, Tensor):
             floats.register_buffer("embed_scale", scale, persistent=False)
         elif scale is not None:

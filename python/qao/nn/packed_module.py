@@ -168,7 +168,7 @@ class PackedModule(Updatable, nn.Module):
         self.qweight, self.scales = other.qweight, other.scales
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if name in ("weight", "weight_orig"):  # the second is what pruning makes
+        if name in ("weight", "weight_orig"):  # pruning registers weight_orig
             raise AttributeError(
                 f"{type(self).__name__}.weight is computed from qweight and cannot be set, pruned or parametrised. "
                 "Make a module of the float weight instead: qao.QuantLinear.from_linear(linear, scheme)."

@@ -47,7 +47,7 @@ def quantize_int4(weight: Tensor, group_size: int, *, symmetric: bool) -> tuple[
 
 
 def dequantize(q: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int) -> Tensor:
-    """W [N, K] = (q - zero) * scale in float64; ``zeros`` None stands for 8 everywhere."""
+    """W [N, K] = (q - zero) * scale in float64; ``zeros`` None: 8 everywhere."""
     columns = q.shape[1]
     size = columns if group_size == -1 else group_size
 
@@ -62,7 +62,7 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0..7; bit 
 
 
 def dequantize_fp4(q: Tensor, scales: Tensor, divisor: Tensor | None, group_size: int) -> Tensor:
-    """W [N, K] = value of q * (scale / divisor) in float64, q e2m1 codes; divisor [N] or [N, 1], None stands for 1."""
+    """W [N, K] = value of q * (scale / divisor) in float64, q e2m1 codes; divisor [N] or [N, 1], None: 1."""
     values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], dtype=torch.float64, device=q.device)
     of_groups = scales.double() / (1 if divisor is None else divisor.double().reshape(-1, 1))
     return values[q.long()] * of_groups.repeat_interleave(group_size, dim=1)[:, : q.shape[1]]

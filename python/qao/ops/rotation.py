@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import activation_ops
 
-SIZES = (16, 32, 64, 128, 256)  # columns of a block
+SIZES = (16, 32, 64, 128, 256)  # columns per block
 
 
 def rotated(values: Tensor, size: int) -> Tensor:

@@ -173,7 +173,7 @@ def pack_int4(q: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int) 
 def unpack_int4(
     weight: Tensor, scales: Tensor, out_features: int, in_features: int, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of ``pack_int4``, bit for bit: q uint8 [N, K], scales [N, G] and zeros [N, G], 8 where symmetric."""
+    """The inverse of ``pack_int4``, bit for bit: q uint8 [N, K], scales [N, G] and zeros [N, G], 8 if symmetric."""
     return _qao.unpack_int4.default(weight, scales, out_features, in_features, group_size)  # type: ignore[no-any-return]
 
 

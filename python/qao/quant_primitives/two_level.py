@@ -188,7 +188,7 @@ def quantize_int4_two_levels(
     size = k if group_size == -1 else group_size
     weights = None if importance is None else functional.pad(importance.to(weight.device).float(), (0, -k % size))
     q, scales = torch.empty_like(wide.q), torch.empty_like(wide.scales, dtype=scale_dtype)
-    squares = torch.zeros(2, dtype=torch.float64, device=weight.device)  # of the error and of the weight
+    squares = torch.zeros(2, dtype=torch.float64, device=weight.device)  # sums of squares of the error and of W
     for rows, values in chunks(weight):
         squares[1] += values.square().sum(dtype=torch.float64)
         groups = functional.pad(values, (0, -k % size)).view(len(values), -1, size)

@@ -104,7 +104,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def unpack(self, weight: Tensor, scales: Tensor, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The inverse of ``pack``: q [n, k], scales and zeros as ``pack`` takes them, bit for bit."""
+        """The inverse of ``pack``: q [n, k], scales and zeros in the form of ``pack``, bit for bit."""
 
     def units(self, n: int, k: int) -> tuple[int, int]:
         """Rows and columns of a weight [n, k] that sharding must keep together because they share a scale; 1: any."""
