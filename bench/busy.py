@@ -1,4 +1,4 @@
-"""What a process that keeps a core busy costs others: quantising a layer, and its products beside ``F.linear``.
+"""What a process that keeps a core busy costs others: quantizing a layer, and its products beside ``F.linear``.
 
 As many threads as cores that the process may use. Contenders take turns, first alone, then beside the busy process.
 Times are means: beside it a call takes its own time or some slices of 4 ms more, and a median tells of one kind only.
@@ -30,7 +30,7 @@ SIZE = 4096  # N and K
 TOKENS = (1, 16, 256)
 LINEAR = "F.linear"
 WEIGHTS_BAR = 40e6  # a second and core, alone, at least
-SLOWDOWN_BAR = 1.5  # of quantising, at most
+SLOWDOWN_BAR = 1.5  # of quantizing, at most
 RATIO_BAR = 2.0  # a product's time over F.linear's, both beside the busy process, at most
 _SPIN = "while True: pass"
 

@@ -3,7 +3,7 @@
 One projection (gate and up together) of the experts of real models, tokens sent to experts evenly or by Zipf's law.
 Contenders of a cell take turns: every scheme as one grouped operator, torch's grouped products in bfloat16 and on a GPU
 in fp8, and DeepGEMM's and vLLM's where ``QAO_BENCH_PEERS`` says; and on a CPU loops of dense operators and of F.linear,
-which on a GPU would wait for the routing. All take bfloat16 tokens as they are: quantisation (for torch by qao's
+which on a GPU would wait for the routing. All take bfloat16 tokens as they are: quantization (for torch by qao's
 kernel) and the gather of rows are in the time. What a contender needs to know of a routing, for some of them rows
 filled up to tiles and whose they are, is there beforehand. On a GPU calls rotate over routings and copies of the
 weights, so that few tokens meet experts that no cache holds.

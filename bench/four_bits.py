@@ -35,7 +35,7 @@ from .weights_only import SENTENCES, nearest, vectors
 WINDOWS = 6
 HALF = torch.float16
 Rounding = Callable[[Tensor], tuple[Tensor, float]]  # of a weight [N, K]: the values that are stored, and their bits
-Calibrating = Callable[[nn.Module, list[Tensor], Any], float]  # quantises a model in place; bits a weight
+Calibrating = Callable[[nn.Module, list[Tensor], Any], float]  # quantizes a model in place; bits a weight
 
 
 def _bitsandbytes(weight: Tensor) -> tuple[Tensor, float]:

@@ -1,4 +1,4 @@
-"""Float weights a second that calibration quantises, layer by layer: all of it but the model's own forward passes.
+"""Float weights a second that calibration quantizes, layer by layer: all of it but the model's own forward passes.
 
 A layer as decoders of 8 billion parameters have it, its H of random correlated inputs. Beside it what is not GPTQ: the
 sums x xᵀ over 512 tokens, which the passes over the data take once a sample.

@@ -76,7 +76,7 @@ def cache_keyword(layer: nn.Module) -> str:
 
 
 class PlainBlock(nn.Module):
-    """transformers' decoder layer, its linear layers quantised by ``qao.quantize_``."""
+    """transformers' decoder layer, its linear layers quantized by ``qao.quantize_``."""
 
     def __init__(self, layer: Any, scheme: qao.Scheme | None) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ _BATCH = 32
 
 @torch.inference_mode()
 def run(device: str, sentences: int = SENTENCES) -> dict[str, Any]:
-    """Quantises the model in float32 under every scheme, prints a line each, and returns the results file's content."""
+    """Quantizes the model in float32 under every scheme, prints a line each, and returns the results file's content."""
     embedding, model, batches = load_embedding(device, sentences)
     linear = model.get_submodule(LAYER)
     activations: list[Tensor] = []

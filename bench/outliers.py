@@ -1,8 +1,8 @@
 """How exact the products are, beside what their schemes lose: with and without channels of x that are far larger.
 
 A layer's x has such channels in language models, and the columns of W that read them are small in return, so that y is
-of one size. The kernel's error is against float64 on the numbers that it multiplies: W dequantised, and x as it was
-quantised. The scheme's is that of these numbers, against the float layer. Both are shares of y, Frobenius, and so is
+of one size. The kernel's error is against float64 on the numbers that it multiplies: W dequantized, and x as it was
+quantized. The scheme's is that of these numbers, against the float layer. Both are shares of y, Frobenius, and so is
 that of plain torch beside them, F.linear on the same W in x's dtype.
 """
 

@@ -1,7 +1,7 @@
 """Many tokens on a GPU: every scheme beside bfloat16 and serving engines' kernels, by turns in one process.
 
 Layers of well-known models, and as many drawn from a seed that nothing was tuned on. Contenders are in four families,
-each of which takes its turns by itself: clocks and heat hit all of a family alike. Quantisation of x is included.
+each of which takes its turns by itself: clocks and heat hit all of a family alike. Quantization of x is included.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Activation quantisers and fused producers: bytes per second against a plain copy of as many bytes."""
+"""Activation quantizers and fused producers: bytes per second against a plain copy of as many bytes."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Timing(NamedTuple):
     chosen: bool  # by the plan() that the sweep was built with
     final: bool = False  # timed by turns with the other fastest ones
     plan: str = ""
-    before: float = 0.0  # microseconds of `us` in which x is quantised
+    before: float = 0.0  # microseconds of `us` in which x is quantized
 
 
 def expected(timing: Timing, costs: Costs, memory: Memory) -> float:

@@ -1,4 +1,4 @@
-"""New float weights for quantised layers in place: GB/s of ``load_float_`` and ``update_``, beside those of a copy.
+"""New float weights for quantized layers in place: GB/s of ``load_float_`` and ``update_``, beside those of a copy.
 
 Bytes are those of the bfloat16 weight, read once, and of the packed one, written once, however often they really move;
 a copy reads and writes as many as the weight has. Ranges are not searched. "kernel" is ``quantize_weight_`` alone, in a

@@ -1,4 +1,4 @@
-"""Random quantised weights, one class a kind of scale. Every contender of a cell multiplies by the same W."""
+"""Random quantized weights, one class a kind of scale. Every contender of a cell multiplies by the same W."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ LINES, SECOND_WINDOWS = 700, 6  # of docstrings, the second text
 
 @torch.inference_mode()
 def run(device: str) -> dict[str, Any]:
-    """Quantises both models under every scheme, prints a line each, and returns the results file's content."""
+    """Quantizes both models under every scheme, prints a line each, and returns the results file's content."""
     path, topics, _, _ = load_text()
     language = qao.dequantize_(qao.from_pretrained(path, dtype=torch.float32, device=device))
     texts = {"topics": topics, "docstrings": _docstrings(path)}

@@ -1,4 +1,4 @@
-"""A decoder block of Llama's kind around qao: four products instead of seven, their inputs quantised where they arise.
+"""A decoder block of Llama's kind around qao: four products instead of seven, their inputs quantized where they arise.
 
 It computes what transformers' decoder layer computes from the same weights, and is built from one:
 
@@ -7,7 +7,7 @@ It computes what transformers' decoder layer computes from the same weights, and
 - Between the products stand qao's operators: the sum of the residual stream with its RMSNorm, and SiLU-multiply. On
   Hopper their kernels start while those before them end. A block gets what the one before left to add.
 - ``int4`` has one operator for a product and what surrounds it; for few tokens on Hopper that is one kernel.
-- Where activations are quantised too (``int8_int8``, ``fp8_fp8``), these give out eight bits and scales, which
+- Where activations are quantized too (``int8_int8``, ``fp8_fp8``), these give out eight bits and scales, which
   ``*_scaled_mm`` takes as they are.
 
 ``python -m bench llama`` measures it beside the plain block.
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# What quantises the input of a product in eight bits, by scheme.
+# What quantizes the input of a product in eight bits, by scheme.
 _PRODUCED = {"int8_int8": torch.int8, "fp8_fp8": torch.float8_e4m3fn}
 
 
@@ -31,8 +31,8 @@ class DecoderBlock(nn.Module):
 
     Args:
         layer: the layer, with float weights.
-        scheme: how to quantise its weights; None leaves them as they are, and uses torch's operators alone. Activations
-            of a scheme that quantises them must be symmetric, with a scale per token.
+        scheme: how to quantize its weights; None leaves them as they are, and uses torch's operators alone. Activations
+            of a scheme that quantizes them must be symmetric, with a scale per token.
     """
 
     def __init__(self, layer: Any, scheme: qao.Scheme | None) -> None:

@@ -99,7 +99,7 @@ def run(path: Path, device: str) -> dict[str, Cells]:
 
 
 def _under(model: nn.Module, scheme: qao.Scheme) -> nn.Module:
-    """A quantised model under another scheme with the same weight format, whose tensors are the same."""
+    """A quantized model under another scheme with the same weight format, whose tensors are the same."""
     model = copy.deepcopy(model)
     for name, layer in list(model.named_modules()):
         if isinstance(layer, qao.QuantLinear):

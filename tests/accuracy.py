@@ -47,7 +47,7 @@ def tolerance(
 ) -> Tolerance:
     """How far y may be from the truth for x [M, K], dense [N, K], bias [N].
 
-    Where x is quantised first, ``seen`` [M, K] float64 is what it became: it takes the place of x, rounded to x's dtype
+    Where x is quantized first, ``seen`` [M, K] float64 is what it became: it takes the place of x, rounded to x's dtype
     for plain torch. ``slack`` [M, N] is added, as an error that any element may have in addition.
 
     An element may be wrong by the sum of

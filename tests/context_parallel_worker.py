@@ -1,4 +1,4 @@
-"""Context parallelism around attention whose projections are quantised; for tests/test_context_parallel.py.
+"""Context parallelism around attention whose projections are quantized; for tests/test_context_parallel.py.
 
 ``python context_parallel_worker.py RANK FOLDER``: one of several processes. ``... fake``: one of 32 ranks whose
 process group is torch's fake one, whose collectives return at once and what they return is of no matter.

@@ -205,7 +205,7 @@ MODELS = {"llama": (llama, False), "qwen2": (qwen2, False), "gpt2": (gpt2, False
 
 
 def skeleton(make: Callable[[], nn.Module], embeddings: bool) -> nn.Module:
-    """The quantised model, sharded, its Parameters on meta: the recipe of docs/quantize.md."""
+    """The quantized model, sharded, its Parameters on meta: the recipe of docs/quantize.md."""
     from accelerate import init_empty_weights
 
     with init_empty_weights():

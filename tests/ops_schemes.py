@@ -1,7 +1,7 @@
 """The eight schemes as the shared tests see them: formats, random weights, what the operator makes of x.
 
 ``PRODUCTS`` is what the generic tests run over; ``SCHEMES`` are those of weights in integers or e4m3.
-A scheme's formats say how its weight is stored and its activation quantised; ``make_weight`` gives the operator's
+A scheme's formats say how its weight is stored and its activation quantized; ``make_weight`` gives the operator's
 arguments and, in float64, exactly what they mean.
 """
 
@@ -65,7 +65,7 @@ class Activation:
         return reference.quantize_activation_fp8(x, self.group_size, self.scale(x.device))
 
     def seen(self, x: Tensor) -> Tensor:
-        """x̂ [M, K] float64: what is multiplied, by the quantising operators (which have tests of their own)."""
+        """x̂ [M, K] float64: what is multiplied, by the quantizing operators (which have tests of their own)."""
         return x.double() if self.format == "float" else reference.dequantize_activation(*self.quantize(x))
 
     def step(self, x: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ FP8_STATIC = Activation("fp8", group_size=0, static_scale=0.02)  # 448 steps rea
 
 @dataclass(frozen=True)
 class Weight:
-    """A quantised weight: what the op takes, and the numbers it stands for."""
+    """A quantized weight: what the op takes, and the numbers it stands for."""
 
     operands: tuple[Tensor, Tensor]  # weight, scales
     arguments: tuple[Any, ...]  # the op's arguments after bias
@@ -195,7 +195,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Int4Format:
-    """How an int4 weight is quantised; ``zeros`` is "none" (symmetric), "integer" or "float"; or "rows" and
+    """How an int4 weight is quantized; ``zeros`` is "none" (symmetric), "integer" or "float"; or "rows" and
     "powers": symmetric, with scales that are whole numbers or powers of two times one of their row."""
 
     group_size: int = 128
@@ -232,7 +232,7 @@ class Int4Format:
 
 @dataclass(frozen=True)
 class ByteFormat:
-    """How an 8-bit weight is quantised: ``dtype`` int8 or float8_e4m3fn, a scale per "row", "tensor" or "block"."""
+    """How an 8-bit weight is quantized: ``dtype`` int8 or float8_e4m3fn, a scale per "row", "tensor" or "block"."""
 
     dtype: torch.dtype
     granularity: str = "row"

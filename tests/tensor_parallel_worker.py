@@ -123,7 +123,7 @@ def check_scheme(scheme: qao.Scheme) -> None:
 
 
 def check_gradients(scheme: qao.Scheme) -> None:
-    """Straight through: gradients are those of the dequantised weights, summed over ranks for x, once for biases."""
+    """Straight through: gradients are those of the dequantized weights, summed over ranks for x, once for biases."""
     whole = quantized(scheme).requires_grad_()
     model = parallelize_module(copy.deepcopy(whole), mesh(), PLAN)
     results = []
@@ -343,7 +343,7 @@ def state_dicts_are_of_the_whole(folder: Path) -> None:
 
 @case
 def new_weights_for_sharded_layers(folder: Path) -> None:
-    """As sharding what quantising the new floats gives, in place; of parts, what quantising parts gives."""
+    """As sharding what quantizing the new floats gives, in place; of parts, what quantizing parts gives."""
     torch.manual_seed(7)
     new = {name: torch.randn_like(tensor) for name, tensor in Mlp().state_dict().items()}
     part = own()
@@ -411,7 +411,7 @@ def check_kinds(model: nn.Module, head: str, embedding: str) -> None:
 
 @torch.no_grad()
 def check_tp_plan(folder: Path, scheme: qao.Scheme, tied: bool, embeddings: bool) -> None:
-    """Quantised while it is loaded, then loaded from quantised checkpoints: all as the unsharded model."""
+    """Quantized while it is loaded, then loaded from quantized checkpoints: all as the unsharded model."""
     from transformers import Qwen2ForCausalLM
 
     name, ids = f"{scheme.word} {tied} {embeddings}", torch.arange(9)[None]

@@ -1,4 +1,4 @@
-"""accelerate: offloading, device maps and its loading of checkpoints, of quantised layers."""
+"""accelerate: offloading, device maps and its loading of checkpoints, of quantized layers."""
 
 from __future__ import annotations
 

@@ -465,7 +465,7 @@ def test_the_tuner_gives_no_negative_cost() -> None:
 
 
 def test_the_tuner_moves_costs_to_where_they_choose_faster_plans() -> None:
-    """An x that is quantised before takes nothing away from the choice."""
+    """An x that is quantized before takes nothing away from the choice."""
     shapes, tokens = ((4096, 4096), (8192, 8192), (1024, 14336), (28672, 4096)), (64, 200, 300, 1000, 4096)
     timings = [t._replace(us=t.us + 3, before=3.0) for t in _timings(shapes, tokens)]
     near = tune.fit(timings, MEMORY)

@@ -160,7 +160,7 @@ def test_stacked_layers(device: str) -> None:
 
 
 def test_kernels_take_it(device: str) -> None:
-    """The product of a calibrated layer is that with its dequantised weight: groups are where kernels look for them."""
+    """The product of a calibrated layer is that with its dequantized weight: groups are where kernels look for them."""
     from qao import QuantLinear
 
     weight, hessian = data(device)

@@ -100,7 +100,7 @@ def compressor(scheme: QuantizationScheme) -> Any:
 
 
 def compressed(scheme: QuantizationScheme, n: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A weight quantised by the rules of the scheme, as the package's compressor stores it."""
+    """A weight quantized by the rules of the scheme, as the package's compressor stores it."""
     args = scheme.weights
     groups = k // args.group_size if args.strategy == "group" else 1
     shape = {"tensor": (1,), "block": (-(-n // 128), -(-k // 128))}.get(args.strategy, (n, groups))

@@ -1,4 +1,4 @@
-"""MXFP4 experts as GPT-OSS stores them: read exactly, and quantised again while they are loaded."""
+"""MXFP4 experts as GPT-OSS stores them: read exactly, and quantized again while they are loaded."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ M_CHANGES = (5, 7, 64, 2, 130)
 
 
 def two_layers(scheme: Scheme, device: str) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """A function to compile, and the same in plain torch on the dequantised weights and activations."""
+    """A function to compile, and the same in plain torch on the dequantized weights and activations."""
     up, down = scheme.make_weight(96, 64, device=device), scheme.make_weight(64, 96, device=device, seed=1)
     bias = randn(96, dtype=torch.float32, device=device)
 
@@ -88,7 +88,7 @@ def two_layers(scheme: Scheme, device: str) -> tuple[Callable[[Tensor], Tensor],
 def check_same(scheme: Scheme, actual: Tensor, expected: Tensor, plain: Tensor) -> None:
     """Compiled, eager and plain torch agree up to float32 roundings, of sums of at most 96 terms in two layers.
 
-    Where activations are quantised, such a rounding may carry an activation between the layers across a tie, by a step
+    Where activations are quantized, such a rounding may carry an activation between the layers across a tie, by a step
     of at most an eighth of its size, and plain torch then differs by its share of a sum.
     """
     bound = 2.0**-18 * plain.abs().max()

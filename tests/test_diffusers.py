@@ -1,4 +1,4 @@
-"""diffusers: quantised while it loads, saved and loaded again; tests/test_saving.py loads in other processes."""
+"""diffusers: quantized while it loads, saved and loaded again; tests/test_saving.py loads in other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of transformers whose input embedding and head are one quantised weight."""
+"""Models of transformers whose input embedding and head are one quantized weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""QuantExperts: mixtures of transformers 5 with their experts quantised compute, generate, train, save and load."""
+"""QuantExperts: mixtures of transformers 5 with their experts quantized compute, generate, train, save and load."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_models_compute_what_their_dequantised_weights_do(make: Callable[[], Any]) -> None:
-    """Weights alone are quantised: what is left is what float32, or 16 bits, do to the same model."""
+    """Weights alone are quantized: what is left is what float32, or 16 bits, do to the same model."""
     for scheme in (qao.Int4WeightOnly(group_size=32), qao.Int8WeightOnly()):
         model = made(make)
         with warnings.catch_warnings():
@@ -203,7 +203,7 @@ def test_other_families(family: str) -> None:
 def test_every_scheme(make: Callable[[], Any], scheme: Any) -> None:
     model = quantized(make, scheme)
     assert distance(logits(model), logits(exact(model))) < (1e-6 if scheme.activations == "float" else 0.1)
-    # One layer's experts: exactly rounding x is all that quantised activations may do.
+    # One layer's experts: exactly rounding x is all that quantized activations may do.
     experts = next(module for module in model.modules() if isinstance(module, QuantExperts))
     x, index, weights = torch.randn(9, 128), torch.randint(0, 4, (9, 2)), torch.rand(9, 2)
     index[:, 1] = (index[:, 0] + 1) % 4
@@ -301,7 +301,7 @@ def test_saved_models_are_the_same_bits(make: Callable[[], Any], tmp_path: Path)
 @pytest.mark.filterwarnings("ignore:quantize_. these big weights stay")
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_quantised_while_loading(make: Callable[[], Any], tmp_path: Path) -> None:
-    """The float checkpoint has one tensor an expert; they are merged, and quantised as they arrive."""
+    """The float checkpoint has one tensor an expert; they are merged, and quantized as they arrive."""
     model = made(make)
     model.save_pretrained(tmp_path)
     scheme = qao.Int4WeightOnly(group_size=32)

@@ -49,7 +49,7 @@ def routed(device: str, tokens: int = 9, seed: int = 0) -> tuple[Tensor, Tensor,
 
 
 def exact(experts: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """In float64, of the dequantised weights."""
+    """In float64, of the dequantized weights."""
     up, down = (p.dequantize(torch.float64) for p in (experts.up, experts.down))
     chosen = F.one_hot(index, E + 1)[..., :E].double()  # [T, k, E]
     gate, value = torch.einsum("enk,tk->ten", up, x.double()).chunk(2, -1)

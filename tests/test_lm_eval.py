@@ -1,4 +1,4 @@
-"""lm-eval's HFLM on quantised models, with a task and a text of our own: no network."""
+"""lm-eval's HFLM on quantized models, with a task and a text of our own: no network."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_medium_size(scheme: Scheme, m: int, x_dtype: torch.dtype, device: str) 
 @every_kind
 @every_scheme
 def test_error_of_quantising_x(scheme: Scheme, m: int, x_dtype: torch.dtype, device: str) -> None:
-    """End to end, against x itself: no further off than a step of its quantisation allows, by definition."""
+    """End to end, against x itself: no further off than a step of its quantization allows, by definition."""
     for fmt in scheme.formats[:: -(-len(scheme.formats) // 5)]:
         weight = scheme.make_weight(33, 300, fmt, device)
         x = randn(m, 300, dtype=x_dtype, device=device)
@@ -179,7 +179,7 @@ def test_e4m3_weights_by_their_own_dtype(word: str, device: str) -> None:
 @every_kind
 @every_scheme
 def test_nan_and_inf_stay_in_their_row(scheme: Scheme, m: int, x_dtype: torch.dtype, device: str) -> None:
-    """A row that is quantised becomes NaN as a whole, for an infinity too."""
+    """A row that is quantized becomes NaN as a whole, for an infinity too."""
     row = m // 2
     others = torch.arange(m, device=device) != row
     for fmt in scheme.few_formats:

@@ -1,4 +1,4 @@
-"""Architectures of transformers at small size: a quantised model computes what the same model does with the dequantised
+"""Architectures of transformers at small size: a quantized model computes what the same model does with the dequantized
 weights."""
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def make(build: Callable[[], nn.Module], device: str) -> nn.Module:
 
 
 def with_dequantised_weights(plain: nn.Module, quantised: nn.Module) -> nn.Module:
-    """``plain`` with the weights that the layers of ``quantised`` multiply with."""
+    """``plain`` with the weights that the layers of ``quantized`` multiply with."""
     with torch.no_grad():
         for name, layer in quantised.named_modules():
             if isinstance(layer, QuantLinear):
@@ -334,7 +334,7 @@ def test_the_dtype_of_a_model_is_not_that_of_its_scales(build: Callable[[], nn.M
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         # Its cache copies the configuration deeply, which the Dynamo of torch 2.11 does not trace.
         assert torch.equal(logits(compiled, arguments | {"use_cache": False}), expected)
-    plain = make(build, device)  # no layer of which is quantised
+    plain = make(build, device)  # no layer of which is quantized
     assert plain.dtype == torch.float32 and plain.bfloat16().dtype == torch.bfloat16
 
 

@@ -101,7 +101,7 @@ def test_beside_outliers(scheme: Scheme, count: int, m: int, x_dtype: torch.dtyp
         parts = with_columns_of_zero(scheme.parts(37, K, fmt, device), columns)
         weight = scheme.pack(parts, fmt.activation)
         x = randn(m, K, dtype=x_dtype, device=device)
-        x[:, columns] = 30000 if fmt.activation == FLOAT else 100  # 100: what a quantised x has steps for
+        x[:, columns] = 30000 if fmt.activation == FLOAT else 100  # 100: what a quantized x has steps for
         check_beside(scheme, weight, x, columns, parts.scales.amax(1) if scheme is INT4 else None)
 
 

@@ -1,4 +1,4 @@
-"""LoRA by PEFT on quantised layers: made, trained, saved, reloaded and merged with nothing but ``import qao``."""
+"""LoRA by PEFT on quantized layers: made, trained, saved, reloaded and merged with nothing but ``import qao``."""
 
 from __future__ import annotations
 

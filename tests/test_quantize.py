@@ -279,7 +279,7 @@ def test_a_layer_in_a_plain_list_is_replaced_there_too() -> None:
     qao.quantize_(model, qao.Int8WeightOnly())
     assert held.layers[0] is held.first and held.by_name["second"] is held.second
     assert isinstance(held.first, qao.QuantLinear)
-    assert not torch.equal(model(x), before)  # it is what was quantised that is called
+    assert not torch.equal(model(x), before)  # it is what was quantized that is called
     assert model.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
     qao.dequantize_(model)
     assert held.layers[0] is held.first and held.by_name["second"] is held.second

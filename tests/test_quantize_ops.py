@@ -1,4 +1,4 @@
-"""int8_quantize, fp8_quantize and the quantising producers against their definitions."""
+"""int8_quantize, fp8_quantize and the quantizing producers against their definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quantiser against the float64 reference: what it promises of q, scales, zero points and the error it reports."""
+"""The quantizer against the float64 reference: what it promises of q, scales, zero points and the error it reports."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_reported_error_is_the_real_one(
     assert got.q.dtype == torch.uint8 and got.q.shape == (48, 200) and int(got.q.max()) <= 15
     assert got.scales.dtype == scale_dtype and got.scales.shape == (48, 4)
     error = (weight.double() - dense(got, 64)).norm() / weight.double().norm()
-    # The quantiser sums squares of float32 differences.
+    # The quantizer sums squares of float32 differences.
     assert got.relative_error == pytest.approx(error.item(), rel=1e-5)
 
 

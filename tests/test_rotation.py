@@ -152,7 +152,7 @@ def test_hadamard_is_differentiable_and_can_be_traced() -> None:
 
 
 def factors(layer: qao.QuantLinear, x: Tensor) -> tuple[Tensor, Tensor]:
-    """x as the quantising operator rounds it and W Rᵀ as it is stored, in float64."""
+    """x as the quantizing operator rounds it and W Rᵀ as it is stored, in float64."""
     size, scheme = layer.scheme.rotation, layer.scheme
     seen = reference.dequantize_activation(*OPS.int8_quantize(x, scheme.symmetric_activations, size))
     q, scales, zeros = scheme.unpack(layer.qweight, layer.scales, layer.out_features, layer.in_features)

@@ -1,4 +1,4 @@
-"""A model that was quantised and saved is what it was when it is loaded, and never anything else without a word."""
+"""A model that was quantized and saved is what it was when it is loaded, and never anything else without a word."""
 
 from __future__ import annotations
 

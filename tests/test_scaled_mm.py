@@ -1,4 +1,4 @@
-"""int8_scaled_mm and fp8_scaled_mm: products of an activation that the caller quantised."""
+"""int8_scaled_mm and fp8_scaled_mm: products of an activation that the caller quantized."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_cpu_rounds_alike_in_both_ways(dtype: torch.dtype, scheme: Scheme, fmt
 @every_format
 @pytest.mark.parametrize("m", range(1, 9))
 def test_few_tokens_are_quantised_alike(m: int, scheme: Scheme, fmt: Format, device: str) -> None:
-    """On a GPU the product quantises few tokens itself. Sums of int8 are exact here, so a single other q would show."""
+    """On a GPU the product quantizes few tokens itself. Sums of int8 are exact here, so a single other q would show."""
     for i, k in enumerate((8, 31, 129, 300, 1000, 1024)):
         x = randn(m, k, dtype=DTYPES[i % 3], device=device, seed=k)
         x[0] *= 100

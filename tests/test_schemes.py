@@ -1,4 +1,4 @@
-"""The config classes: what they refuse, weights that others quantised, and the kernel that each has."""
+"""The config classes: what they refuse, weights that others quantized, and the kernel that each has."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_eight_bits_reject(
         config(**arguments)
 
 
-# ---- weights that others quantised -----------------------------------------------------------------------------------
+# ---- weights that others quantized -----------------------------------------------------------------------------------
 
 
 def check_layer(layer: QuantLinear, parts: Parts, activation: Activation) -> None:
@@ -132,7 +132,7 @@ def test_int8_by_int4_never_falls_back(
     group_size: int, symmetric: bool, symmetric_activations: bool, scale_dtype: torch.dtype, device: str
 ) -> None:
     """Grouped or per channel, symmetric or not, scales of any float dtype: one layer, one call of the scheme's own
-    operator, a named kernel, and the exact product. Elsewhere such layers silently became a dequantised matmul."""
+    operator, a named kernel, and the exact product. Elsewhere such layers silently became a dequantized matmul."""
     fmt = Int4Format(group_size, "none" if symmetric else "float", torch.float32)
     parts = fmt.parts(48, 300, seed=1)
     zeros = None if parts.zeros is None else parts.zeros.to(device, scale_dtype)
@@ -187,7 +187,7 @@ def test_scales_of_any_float_dtype(scale_dtype: torch.dtype, device: str) -> Non
 
 @pytest.mark.parametrize("config", ALL)
 def test_quantising_and_packing_agree(config: type[qao.Scheme], device: str) -> None:
-    """from_quantized on the quantiser's own numbers gives the layer that from_linear gives."""
+    """from_quantized on the quantizer's own numbers gives the layer that from_linear gives."""
     linear, scheme = nn.Linear(200, 48, device=device), config()
     made = QuantLinear.from_linear(linear, scheme)
     quantized = scheme._quantize(linear.weight, "weight")

@@ -1,4 +1,4 @@
-"""One layer quantised at a time: divergences beside float64, and a model that ends as it was."""
+"""One layer quantized at a time: divergences beside float64, and a model that ends as it was."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SCHEME = qao.Int4WeightOnly(32)
 
 
 def test_each_layer_alone(model: Model, tokens: Tensor) -> None:
-    """Divergences are those of models with one quantised layer, computed in float64; the loss is perplexity's."""
+    """Divergences are those of models with one quantized layer, computed in float64; the loss is perplexity's."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     modules = dict(model.named_modules())
     costs = sensitivity.by_layer(model, tokens, {"head": None, "re:.*": SCHEME}, window=20, progress=False)

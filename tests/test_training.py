@@ -1,4 +1,4 @@
-"""Training through frozen quantised layers: gradcheck, torch.compile, compiled autograd, checkpointing, adapters."""
+"""Training through frozen quantized layers: gradcheck, torch.compile, compiled autograd, checkpointing, adapters."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Adapted(nn.Module):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_an_adapter_learns_and_the_weights_stay(name: str, compiled: bool, device: str) -> None:
-    """Behind another quantised layer, so that gradients pass through one; the target is of the adapter's rank."""
+    """Behind another quantized layer, so that gradients pass through one; the target is of the adapter's rank."""
     torch.manual_seed(0)
     first, second = (
         qao.QuantLinear.from_linear(nn.Linear(n, k), SCHEMES[name]).to(device) for n, k in ((64, 96), (96, 64))

@@ -1,4 +1,4 @@
-"""transformers: quantised while it loads, in bounded memory; checkpoints of others; what reload keeps."""
+"""transformers: quantized while it loads, in bounded memory; checkpoints of others; what reload keeps."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def load(path: Path, config: Any = None, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, **{"dtype": torch.bfloat16, **options})
 
 
-# ---- quantise on load ------------------------------------------------------------------------------------------------
+# ---- quantize on load ------------------------------------------------------------------------------------------------
 
 
 @every_scheme
 @pytest.mark.parametrize("device_map", [None, "cpu", "auto"])
 def test_on_load_is_what_quantize_does(kind: type[qao.Scheme], device_map: str | None, floats: Path) -> None:
     model = load(floats, qao.QaoConfig(kind()), device_map=device_map)
-    expected = load(floats).to(model.device)  # a GPU quantises with other roundings
+    expected = load(floats).to(model.device)  # a GPU quantizes with other roundings
     qao.quantize_(expected, kind())
     assert torch.equal(logits(model), logits(expected))
     names = {name for name, module in model.named_modules() if isinstance(module, qao.QuantLinear)}
@@ -194,7 +194,7 @@ def test_modules_that_files_name_otherwise(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(transformers, "Molmo2TextModel"), reason="this transformers has no Molmo2")
 @pytest.mark.parametrize("scheme", [qao.Int8WeightOnly(), qao.Int4WeightOnly(256)], ids=["compressed-tensors", "qao"])
 def test_modules_that_files_join(scheme: qao.Scheme, tmp_path: Path) -> None:
-    """transformers 5.23 writes Molmo2's q_proj, k_proj and v_proj as one att_proj; quantised ones stay three."""
+    """transformers 5.23 writes Molmo2's q_proj, k_proj and v_proj as one att_proj; quantized ones stay three."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 160, "additional_vocab_size": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

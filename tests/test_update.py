@@ -1,4 +1,4 @@
-"""New float weights for quantised layers in place: ``load_float_`` and ``update_``."""
+"""New float weights for quantized layers in place: ``load_float_`` and ``update_``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEMES = [
     qao.Float8DynamicActivationFloat8Weight(granularity="tensor", activation_scale=0.02),
     qao.Float8DynamicActivationInt4Weight(group_size=32),
 ]
-# Those that one kernel quantises.
+# Those that one kernel quantizes.
 ONE_PASS = [
     qao.Int4WeightOnly(group_size=32, clip_search=False),
     qao.Int4WeightOnly(group_size=128, clip_search=False, whole_zeros=True),

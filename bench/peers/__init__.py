@@ -37,7 +37,7 @@ class Peer(ABC):
 
 
 class Bf16(Peer):
-    """The unquantised layer: F.linear, which is cuBLAS on a GPU and oneDNN on a CPU."""
+    """The unquantized layer: F.linear, which is cuBLAS on a GPU and oneDNN on a CPU."""
 
     name = "bf16"
     may_fail = False

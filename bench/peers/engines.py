@@ -2,7 +2,7 @@
 
 Nothing of them is installed: ``QAO_BENCH_PEERS`` names a folder with vllm.so and sgl.so (vLLM's and sgl-kernel's
 extensions) and deep_gemm/ (the package in vLLM's wheel). What is not there is left out. Each takes bfloat16 x and
-quantises it by its own kernel.
+quantizes it by its own kernel.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def deep_gemm_rows(index: Tensor, ends: Tensor, tile: int = 128) -> Tensors:
 
 
 def deep_gemm_experts(x: Tensor, rows: Tensor, owners: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Quantises the tokens, gathers their rows, and multiplies.
+    """Quantizes the tokens, gathers their rows, and multiplies.
 
     x: bfloat16 [S, K]; rows, owners: of deep_gemm_rows(); weight: e4m3 [E, N, K]; scales: float32 [E, N/128, K/128].
     """

@@ -20,7 +20,7 @@ class Humming(Peer):
     """``HummingLayer``, bfloat16 activations."""
 
     name = "humming"
-    activations: ClassVar[str | None] = None  # what x is quantised to, one scale a token
+    activations: ClassVar[str | None] = None  # what x is quantized to, one scale a token
 
     @staticmethod
     def unavailable(device: str) -> str | None:

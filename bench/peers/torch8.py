@@ -1,6 +1,6 @@
 """PyTorch's operators with eight-bit weights.
 
-Those that take quantised activations get them as a user of torch would make them: by torch's own operators on a CPU;
+Those that take quantized activations get them as a user of torch would make them: by torch's own operators on a CPU;
 on a GPU by qao's kernel, since torch without a compiler would launch one a step.
 """
 
@@ -27,7 +27,7 @@ class TorchInt8(Peer):
 
 
 class IntMm(Peer):
-    """``torch._int_mm`` between quantisation per token and the scales."""
+    """``torch._int_mm`` between quantization per token and the scales."""
 
     name = "int_mm"
 
@@ -67,7 +67,7 @@ class QLinear(Peer):
 
 
 class ScaledMm(Peer):
-    """``torch._scaled_mm`` with scales per token and per row of W, after quantisation per token."""
+    """``torch._scaled_mm`` with scales per token and per row of W, after quantization per token."""
 
     name = "scaled_mm"
 

@@ -154,7 +154,7 @@ def _marlin(x: Tensor, block: int, top_k: int, packed: Tensor, scales: Tensor, *
 
 
 def _triton(x: Tensor, config: Config, top_k: int, weight: Tensor, *rest: Any) -> Tensor:
-    """weight: bfloat16 [E, N, K]; or e4m3 and scales [E, N, 1]. A token's x is quantised by vLLM's own kernel."""
+    """weight: bfloat16 [E, N, K]; or e4m3 and scales [E, N, 1]. A token's x is quantized by vLLM's own kernel."""
     import triton.language as tl
 
     *of_rows, slots, owners, rows = rest

@@ -75,7 +75,7 @@ COMPRESSED = {
 }
 
 
-# those of matrices that are joined, vLLM quantises again with the largest scale
+# those of matrices that are joined, vLLM quantizes again with the largest scale
 states_of = partial(layouts.states_of, one_scale=True)
 
 

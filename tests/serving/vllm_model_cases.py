@@ -60,7 +60,7 @@ def logged() -> Iterator[list[logging.LogRecord]]:
 
 
 def load(folder: Path) -> tuple[Any, str]:
-    """vLLM's model, and what it takes the quantisation for."""
+    """vLLM's model, and what it takes the quantization for."""
     config = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=32)
     devices, files = DeviceConfig(device="cpu"), LoadConfig(load_format="safetensors")
     whole = VllmConfig(model_config=config, load_config=files, device_config=devices)

@@ -33,7 +33,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
 kernels: Any = sys.modules.get("qao.integrations.vllm.kernels")
 
 
-# Of vLLM's compiled operators those that loading needs: one quantises matrices anew that it joins and that have a scale
+# Of vLLM's compiled operators those that loading needs: one quantizes matrices anew that it joins and that have a scale
 # each, one arranges weights in floats for products that no test asks for.
 _operators = torch.library.Library("_C", "FRAGMENT")
 _operators.define("static_scaled_fp8_quant(Tensor(a!) result, Tensor input, Tensor scale, int[]? shape) -> ()")

@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries, opened for qao's kernels by ``open_checkpoint(path)``, and files of qao.save."""
+"""Third-party checkpoints (``open_checkpoint(path)``), and the files of qao.save and qao.load."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Checkpoints of AutoRound ("auto-round"): integers in the packing of GPTQ or AWQ, with settings for each layer.
+"""AutoRound checkpoints ("auto-round"): GPTQ or AWQ packing with per-layer settings.
 
-packing_format  "auto_round:auto_gptq", "auto_round:gptq"      as GPTQ of version 1: zero points minus 1
-                "auto_round", "auto_round:gptqmodel", others   as GPTQ of version 2: zero points as they are
-                "auto_round:auto_awq"                          as AWQ in the layout gemm
-extra_config    by name of a layer or a pattern for it: bits, group_size, sym, data_type that differ
+packing_format  "auto_round:auto_gptq", "auto_round:gptq"      GPTQ version 1: stores zero points minus 1
+                "auto_round", "auto_round:gptqmodel", others   GPTQ version 2: stores zero points unchanged
+                "auto_round:auto_awq"                          AWQ in the gemm layout
+extra_config    maps a layer name or pattern to the bits, group_size, sym and data_type that differ
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
     """The layers of an AutoRound checkpoint.
 
     Raises:
-        CheckpointError: also for weights that are not integers, and for quantized activations.
+        CheckpointError: also for non-integer weights and for quantized activations.
     """
     packing = settings.text("packing_format", settings.text("backend", "auto_round:gptq")).replace("-", "_")
     packing = "auto_round:gptq" if packing == "auto" else packing
@@ -49,7 +49,7 @@ def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
 
 
 def _of_layer(settings: Settings, name: str) -> Settings:
-    """The settings of one layer, which must be of integers beside float activations."""
+    """Return the settings of one layer. Its weights must be integers and its activations float."""
     extra = settings.children("extra_config")
     found = extra.get(name)
     if found is None:

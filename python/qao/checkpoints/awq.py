@@ -36,12 +36,12 @@ def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
 
 
 def layer(files: TensorFiles, name: str, settings: Settings) -> QuantizedLayer:
-    """One of them."""
+    """Read one AWQ layer."""
     bits = settings.integer("bits", settings.integer("w_bit", 4), low=1, high=32)
     given = settings.integer("group_size", settings.integer("q_group_size", 128))
     if bits != 4:
         raise CheckpointError(f"{settings.where}: {bits} bits; AWQ is read with 4")
-    for key in ("version", "format", "checkpoint_format"):  # the latter two of GPTQModel
+    for key in ("version", "format", "checkpoint_format"):  # GPTQModel writes the latter two
         version = settings.text(key, "gemm")
         if version != "gemm":
             raise CheckpointError(f'{settings.where}: the layout "{version}" is made for one kernel; "gemm" is read')
@@ -66,7 +66,7 @@ def _read(files: TensorFiles, keys: tuple[str, str, str], given: int) -> Plain:
 
 
 def values_of(words: Tensor) -> Tensor:
-    """uint8 [8 C, R] from int32 [R, C]."""
+    """Unpack int32 [R, C] into uint8 [8 C, R]."""
     words = words.t().contiguous()
     columns = [(words >> 4 * nibble & 15).to(torch.uint8) for nibble in _NIBBLE_OF_COLUMN]
     return torch.stack(columns, dim=1).view(-1, words.shape[1])

@@ -1,8 +1,7 @@
-"""What every checkpoint of others is, once opened: quantised layers, other tensors, and a lazy state dict of both.
+"""Interface of an open checkpoint: quantized layers, other tensors, and a lazy state dict of both.
 
-Opening reads names, shapes and dtypes and checks them. The numbers are read, and checked, layer by layer when they are
-asked for. Everything in a file is untrusted: what does not fit raises a CheckpointError before anything large is
-allocated.
+Opening reads and checks names, shapes and dtypes. Values are read and checked layer by layer on request. Files are
+untrusted: a mismatch raises CheckpointError before anything large is allocated.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ __all__ = ["Checkpoint", "CheckpointError", "LazyTensor", "Plain", "QuantizedLay
 
 
 class CheckpointError(ValueError):
-    """A file that is damaged, contradicts itself, or holds what no kernel of qao multiplies; names file and tensor."""
+    """A file is damaged, inconsistent, or in a format without a qao kernel. The message names file and tensor."""
 
 
 class Plain(NamedTuple):
-    """A quantised weight W = (q - zero) * scale [N, K] as ``Scheme.pack`` takes it, on the CPU."""
+    """A quantized weight W = (q - zero) * scale [N, K] on the CPU, as ``Scheme.pack`` takes it."""
 
     q: Tensor
     scales: Tensor
@@ -35,22 +34,22 @@ class Plain(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """One linear layer of a checkpoint, and how to read it."""
+    """One quantized linear layer of a checkpoint and a function that reads it."""
 
-    name: str  # of the module: "model.layers.0.self_attn.q_proj"
-    scheme: Scheme  # of the QuantLinear it becomes; of int4 with its scale_dtype, so that nothing is left to the reader
+    name: str  # module name: "model.layers.0.self_attn.q_proj"
+    scheme: Scheme  # scheme of the QuantLinear; int4 includes its scale_dtype, so the reader infers nothing
     out_features: int
     in_features: int
-    keys: tuple[str, ...]  # names in the file of the tensors it is made of; the bias is a tensor of its own
+    keys: tuple[str, ...]  # names of the layer's tensors in the file, without the bias
     read: Callable[[], Plain]  # raises CheckpointError
-    note: str | None = None  # what is not exactly as stored: "static input scales dropped"
-    experts: int | None = None  # of fused experts: how many weights of these sizes it is
+    note: str | None = None  # how the layer differs from the file: "static input scales dropped"
+    experts: int | None = None  # number of fused experts with these sizes
 
     def pack(self) -> dict[str, Tensor]:
-        """Reads the layer and packs it: the parameters of a QuantLinear by name, without the bias.
+        """Read the layer and pack it. Returns the parameters of a QuantLinear by name, without the bias.
 
         Raises:
-            CheckpointError: the numbers cannot be read, or are none that the scheme can hold.
+            CheckpointError: the values cannot be read, or the scheme cannot hold them.
         """
         plain = self.read()
         try:
@@ -60,14 +59,14 @@ class QuantizedLayer:
         return {name: tensor for name, tensor in packed.tensors().items() if tensor is not None}
 
     def meta(self) -> dict[str, Tensor]:
-        """What ``pack`` returns, on meta: shapes and dtypes of tensors that need not be read for it."""
+        """Meta tensors with the shapes and dtypes that ``pack`` returns. Reads no values."""
         sizes = self.out_features, self.in_features
         packed = self.scheme.empty(*sizes, dtype=torch.float32, device="meta", experts=self.experts)
         return {name: tensor for name, tensor in packed.tensors().items() if tensor is not None}
 
 
 class LazyTensor:
-    """A tensor that is read when it is asked for: ``load()``, or ``[...]`` for a part of it."""
+    """A tensor that is read on request: ``load()``, or ``[...]`` for a slice."""
 
     def __init__(
         self,
@@ -93,11 +92,11 @@ class Checkpoint(ABC):
 
     Attributes:
         format: "compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "torchao", "gguf", "qao", "float", or
-            "mxfp4", which is floats as well: experts that are dequantised when they are read.
+            "mxfp4". "mxfp4" is also read as float: its experts are dequantized on reading.
         config: the content of config.json without ``quantization_config``; {} without such a file.
-        layers: quantised linear layers by the name of their module.
-        others: names of the tensors that belong to no quantised layer: embeddings, norms, biases, float linears.
-        notes: what of the checkpoint is left out as a whole, such as scales of a KV cache.
+        layers: quantized linear layers by module name.
+        others: names of the tensors outside quantized layers: embeddings, norms, biases, float linears.
+        notes: parts of the checkpoint that are ignored as a whole, such as KV cache scales.
     """
 
     format: str
@@ -108,7 +107,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """One of ``others``, read.
+        """Read one of ``others``.
 
         Raises:
             KeyError: no such name.
@@ -117,16 +116,16 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def shape_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of one of ``others``, without reading it."""
+        """Shape and dtype of one of ``others``, without reading its values."""
 
     def part(self, name: str, index: Any) -> Tensor:
-        """``tensor(name)[index]``; formats that can, read no more than that."""
+        """``tensor(name)[index]``. Formats that support slicing read only the slice."""
         return self.tensor(name)[index]
 
     def state_dict(self) -> Mapping[str, LazyTensor]:
-        """qao's own names (``<layer>.qweight``, ``<layer>.scales``, …, and ``others``), read lazily.
+        """Lazy state dict with qao's names (``<layer>.qweight``, ``<layer>.scales``, …, and ``others``).
 
-        A layer is read once for all its tensors, and let go when each of them was taken.
+        A layer is read once for all its tensors and released when each of them has been taken.
         """
         return _StateDict(self)
 
@@ -155,7 +154,7 @@ class _StateDict(Mapping[str, LazyTensor]):
 
 
 class _Once:
-    """The packed tensors of a layer, read when the first is taken. Loaders take them from several threads."""
+    """Packed tensors of one layer, read when the first is taken. Thread-safe: loaders use several threads."""
 
     def __init__(self, layer: QuantizedLayer) -> None:
         self._layer = layer

@@ -1,4 +1,4 @@
-"""Safetensors files, one or those of an index, and config.json: found, bounded and checked before they are read."""
+"""Safetensors files, with or without an index, and config.json: located, bounded and checked before use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DTYPES = {
     "F64": torch.float64,
 }
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_ALIGNMENT = 64  # bytes, that of what torch allocates
+_ALIGNMENT = 64  # bytes, torch's allocation alignment
 _LARGEST_JSON = 256 << 20  # bytes; an index of a million tensors has 100 MB
 
 
@@ -58,21 +58,21 @@ class TensorFiles:
     """The tensors of a checkpoint by name.
 
     Args:
-        path: a .safetensors file, the index of several, or a directory with one of these. As in transformers,
-            model.safetensors comes before model.safetensors.index.json, and both before others.
+        path: a .safetensors file, an index of several, or a directory with one of these. As in transformers,
+            model.safetensors precedes model.safetensors.index.json, and both precede others.
 
     Raises:
-        CheckpointError: no such file, several that might be meant, pickles, a damaged file, an index that points out of
-            its directory or to tensors that are not there.
+        CheckpointError: no such file, several candidates, pickles, a damaged file, an index that points outside its
+            directory or to missing tensors.
     """
 
     def __init__(self, path: Path) -> None:
         self.directory = path if path.is_dir() else path.parent
         files = _in_directory(path) if path.is_dir() else _of_index(path) if is_index(path) else {path: None}
         self.metadata: dict[str, str] = {}
-        self._handles: dict[str, Any] = {}  # of the file that holds a tensor
+        self._handles: dict[str, Any] = {}  # by file name
         self._aliases: dict[str, str] = {}
-        self._seen: dict[str, Path] = {}  # the file of every tensor, listed in the index or not
+        self._seen: dict[str, Path] = {}  # file of every tensor, listed in the index or not
         self._file: dict[str, str] = {}
         self._facts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for file, expected in files.items():
@@ -95,7 +95,7 @@ class TensorFiles:
         if absent is not None:
             raise CheckpointError(f"{file}: {absent}: the index says that this tensor is here, and it is not")
         twice = next((name for name in names if name in self._seen), None)
-        if twice is not None:  # transformers takes the last, whatever the index says
+        if twice is not None:  # transformers takes the last one, regardless of the index
             raise CheckpointError(
                 f"{file}: {twice}: this tensor is in {self._seen[twice]} too. Download the files again"
             )
@@ -110,7 +110,7 @@ class TensorFiles:
             self._facts[name] = tuple(view.get_shape()), dtype
 
     def alias(self, name: str, stored: Any) -> None:
-        """Makes a tensor known by a further name."""
+        """Add another name for a tensor."""
         known = isinstance(stored, str) and stored in self and stored not in self._aliases
         if name in self or not known:
             raise self.error(name, f"the header calls it the same as {stored!r:.80}, which cannot be")
@@ -132,12 +132,12 @@ class TensorFiles:
         return self._facts[name][1]
 
     def error(self, name: str, message: str) -> CheckpointError:
-        """An error about a tensor, to be raised."""
+        """Build an error about a tensor."""
         where = self._file.get(name) or str(self.directory)
         return CheckpointError(f"{where}: {name}: {message}")
 
     def check(self, name: str, dtypes: Iterable[torch.dtype], *shapes: tuple[int, ...]) -> None:
-        """Raises CheckpointError unless the tensor is there with one of these dtypes and (if any) shapes."""
+        """Raise CheckpointError unless the tensor exists with one of these dtypes and (if given) shapes."""
         if name not in self:
             raise self.error(name, "this tensor is missing")
         shape, dtype = self._facts[name]
@@ -148,7 +148,7 @@ class TensorFiles:
             raise self.error(name, f"must be {wanted}" + (f" of shape {sizes}" if shapes else "") + f", not {found}")
 
     def matrix(self, name: str, *dtypes: torch.dtype) -> tuple[int, int]:
-        """The two sizes of a matrix that is not empty, or CheckpointError."""
+        """The two sizes of a non-empty matrix; otherwise raises CheckpointError."""
         self.check(name, dtypes)
         shape = self.shape(name)
         if len(shape) != 2 or 0 in shape:
@@ -157,7 +157,7 @@ class TensorFiles:
         return shape[0], shape[1]
 
     def read(self, name: str) -> Tensor:
-        """The tensor, on the CPU, at an address that kernels take (in the file it may lie at any)."""
+        """The tensor on the CPU, aligned for kernels (in the file it may have any alignment)."""
         try:
             tensor: Tensor = self._handles[name].get_tensor(self._aliases.get(name, name))
         except (OSError, safetensors.SafetensorError, RuntimeError) as error:
@@ -171,7 +171,7 @@ class TensorFiles:
             raise self.error(name, f"cannot be read: {error}") from error
 
     def finite(self, name: str) -> Tensor:
-        """A tensor of scales: as stored, or float32 of an exponent (e8m0, or uint8 of the same meaning); all finite."""
+        """A finite tensor of scales. Exponents (e8m0, or uint8 with that meaning) are converted to float32."""
         scales = self.read(name)
         if scales.dtype == torch.uint8:
             scales = scales.view(torch.float8_e8m0fnu)
@@ -182,7 +182,7 @@ class TensorFiles:
         return scales
 
     def scalar(self, name: str) -> float:
-        """The one positive number that a tensor holds."""
+        """The value of a tensor with one positive number."""
         self.check(name, FLOATS, (), (1,), (1, 1))
         value = float(self.read(name).reshape(()))
         if not 0 < value < float("inf"):
@@ -191,7 +191,7 @@ class TensorFiles:
 
 
 def _in_directory(directory: Path) -> dict[Path, list[str] | None]:
-    """The safetensors files of a directory, each with the tensors that an index expects there."""
+    """The safetensors files of a directory, each with the tensors that an index lists for it."""
     indices = sorted(directory.glob("*.safetensors.index.json"))
     files = sorted(directory.glob("*.safetensors"))
     if (directory / "model.safetensors") in files:
@@ -234,7 +234,7 @@ def _of_index(index: Path) -> dict[Path, list[str] | None]:
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """A checkpoint in safetensors files. ``dropped``: tensors of no layer that are left out, see ``notes``."""
+    """A checkpoint in safetensors files. ``dropped``: ignored tensors outside layers, see ``notes``."""
 
     def __init__(
         self,

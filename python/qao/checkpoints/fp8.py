@@ -1,8 +1,8 @@
-"""e4m3 checkpoints of Hugging Face ("fp8", as DeepSeek writes) and of FBGEMM ("fbgemm_fp8").
+"""e4m3 checkpoints of Hugging Face ("fp8", DeepSeek's format) and of FBGEMM ("fbgemm_fp8").
 
-fp8         weight e4m3 [N, K]; weight_scale_inv, a factor in spite of its name: [ceil(N/128), ceil(K/128)], float32 or
-            an exponent (ue8m0); or weight_scale, one for all of W; input_scale or activation_scale if static
-fbgemm_fp8  weight e4m3 [N, K]; weight_scale float32 [N, 1]; activations with a scale per token
+fp8         weight e4m3 [N, K]; weight_scale_inv, a factor despite its name: [ceil(N/128), ceil(K/128)], float32 or
+            an exponent (ue8m0); or a per-tensor weight_scale; input_scale or activation_scale if static
+fbgemm_fp8  weight e4m3 [N, K]; weight_scale float32 [N, 1]; per-token activation scales
 
 W = weight · scale.
 """

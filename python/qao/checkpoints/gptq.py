@@ -1,4 +1,4 @@
-"""GPTQ checkpoints (AutoGPTQ, GPTQModel; versions 1 and 2 of the format), four bits, or eight with a scale per row.
+"""GPTQ checkpoints (AutoGPTQ, GPTQModel; format versions 1 and 2): 4 bits, or 8 bits with per-row scales.
 
     qweight  int32 [K·b/32, N]   value i of a word is k = 32/b·j + i
     scales   float16 [G, N]
@@ -36,7 +36,7 @@ def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
 
 
 def _of_layer(settings: Settings, name: str) -> Settings:
-    """The settings of one module: ``dynamic`` maps patterns of names to what differs ("-:" excludes, "+:" is plain)."""
+    """The settings of one module. ``dynamic`` maps name patterns to overrides ("-:" excludes, "+:" is the default)."""
     for pattern, changes in settings.children("dynamic").items():
         if pattern.startswith("-:"):
             if matches(pattern[2:], name, settings.where):
@@ -82,7 +82,7 @@ def layer(files: TensorFiles, name: str, settings: Settings) -> QuantizedLayer:
 
 
 def _version(settings: Settings) -> int:
-    """1 or 2, by ``checkpoint_format``, which GPTQModel also calls ``format``."""
+    """1 or 2, from ``checkpoint_format``, which GPTQModel also calls ``format``."""
     found = 1
     for key in ("format", "checkpoint_format"):
         if settings.values.get(key) is not None:
@@ -103,7 +103,7 @@ def _read(files: TensorFiles, name: str, bits: int, given: int, version: int, sy
     stored = _values(files.read(qzeros), bits).t()  # [N, G]
     middle = 1 << bits - 1
     zeros = stored if version == 2 else (stored + 1) & (2 * middle - 1)
-    # Files say the wrong version: a symmetric weight tells by its zero points, all 8 (of four bits) or all 7.
+    # Files may state the wrong version. A symmetric weight shows it: its zero points are all 8 (4 bits) or all 7.
     if symmetric and not (zeros == middle).all():
         if not (stored == (middle if version == 1 else middle - 1)).all():
             raise files.error(

@@ -13,7 +13,7 @@ from .base import CheckpointError
 __all__ = ["local_copy"]
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # no pickles, no code
-# Of a repository: pickles and other forms of the same weights.
+# Pickles and other formats of the same weights in a repository.
 _AGAIN = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot", "*.onnx*", "onnx/*", "*.gguf"]
 _AGAIN += ["original/*", "openvino/*", "coreml/*", "metal/*"]
 _HUB = ("revision", "cache_dir", "force_download", "local_files_only", "token")
@@ -29,20 +29,21 @@ def local_copy(
     everything: bool = False,
     **hub: Any,
 ) -> Path:
-    """The directory or file of this name; a repository of the Hugging Face hub is downloaded first.
+    """The local directory or file of this name. Downloads a repository of the Hugging Face hub first.
 
     Args:
-        path: a path, with ``~`` for the home directory, or the name of a repository, with or without its owner. What
-            exists as a path is a path.
-        subfolder: of a repository, the only folder to download.
-        gguf_file: of a repository, the only weights to download.
-        code: of a repository, download Python files too.
-        pickles: of a repository, download ``*.bin`` files too.
-        everything: of a repository, download all files but other forms of the weights, whatever the rest says.
+        path: a path, with ``~`` for the home directory, or a repository name, with or without its owner. An existing
+        path
+            takes precedence.
+        subfolder: the only folder of a repository to download.
+        gguf_file: the only weights of a repository to download.
+        code: download the Python files of a repository too.
+        pickles: download the ``*.bin`` files of a repository too.
+        everything: download all files of a repository except duplicate weight formats; overrides the above.
         hub: revision, cache_dir, force_download, local_files_only and token, as in transformers' ``from_pretrained``.
 
     Raises:
-        CheckpointError: there is neither such a path nor such a repository, or the latter cannot be downloaded.
+        CheckpointError: neither the path nor the repository exists, or the download fails.
         ImportError: huggingface_hub is not installed.
     """
     local, name = Path(path).expanduser(), os.fspath(path)
@@ -64,7 +65,7 @@ def local_copy(
     options |= {"ignore_patterns": _AGAIN} if everything else {"allow_patterns": patterns}
     try:
         return Path(snapshot_download(name, **options))
-    except (OSError, ValueError) as error:  # every error of the hub is one of these
+    except (OSError, ValueError) as error:  # base classes of all hub errors
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
             f"{path}: no such file or directory, and the Hugging Face hub has no such repository that can be read "

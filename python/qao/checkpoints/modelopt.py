@@ -1,13 +1,13 @@
-"""Checkpoints of NVIDIA's Model Optimizer ("modelopt"): e4m3, NVFP4 and int8, by hf_quant_config.json.
+"""Checkpoints of NVIDIA's Model Optimizer ("modelopt"): e4m3, NVFP4 and int8, from hf_quant_config.json.
 
 FP8                        weight e4m3 [N, K], weight_scale [], input_scale [] unless activations stay in float
-FP8_PER_CHANNEL_PER_TOKEN  weight e4m3 [N, K], weight_scale [N]; activations with a scale per token
-FP8_PB_WO                  weight e4m3 [N, K], weight_scale by 128 x 128: [N/128, K/128] or [N/128, 1, K/128, 1]
+FP8_PER_CHANNEL_PER_TOKEN  weight e4m3 [N, K], weight_scale [N]; per-token activation scales
+FP8_PB_WO                  weight e4m3 [N, K], weight_scale per 128 x 128: [N/128, K/128] or [N/128, 1, K/128, 1]
 NVFP4, NVFP4_AWQ           weight uint8 [N, K/2] of e2m1, lower nibble first, weight_scale e4m3 [N, K/16],
                            weight_scale_2 []
 W8A16                      weight int8 [N, K], weight_scale [N]
 
-W = weight · scale, and of NVFP4 e2m1 · weight_scale · weight_scale_2. MIXED_PRECISION says so for each layer.
+W = weight · scale; for NVFP4 e2m1 · weight_scale · weight_scale_2. MIXED_PRECISION specifies a format per layer.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ _MIXED = "MIXED_PRECISION"
 
 
 def read(files: TensorFiles, settings: Settings) -> Contents:
-    """The layers of a checkpoint of Model Optimizer.
+    """The layers of a Model Optimizer checkpoint.
 
     Raises:
-        CheckpointError: also for algorithms other than those above, and for activations that are to be scaled before
-            the product (``pre_quant_scale``).
+        CheckpointError: also for algorithms other than those above, and for activations that need scaling before the
+        GEMM
+            (``pre_quant_scale``).
     """
     scaled = next((key for key in files.names if key.endswith(".pre_quant_scale")), None)
     if scaled is not None:
@@ -128,7 +129,7 @@ def _read_nvfp4(files: TensorFiles, weight: str, scale: str, factor: str) -> Pla
     scales = files.read(scale).float()
     if scales.isnan().any():
         raise files.error(scale, "holds NaN: the file is damaged")
-    # qao divides by a float32 number. Of those closest to 1 / factor, one that gives back the factor, if there is one.
+    # qao divides by a float32. Among the values closest to 1 / factor, choose one that reproduces the factor, if any.
     wanted = torch.tensor(files.scalar(factor), dtype=torch.float32)
     near = (1 / wanted).float()
     candidates = torch.stack([near, *(torch.nextafter(near, near * side) for side in (0.5, 2.0))])
@@ -159,7 +160,7 @@ _READERS: dict[str, _Reader] = {
 
 
 def settings_of(content: dict[str, Any], where: str) -> Settings:
-    """Those of hf_quant_config.json."""
+    """Settings from hf_quant_config.json."""
     outer = Settings(content, where)
     inner = outer.child("quantization")
     if inner is None:

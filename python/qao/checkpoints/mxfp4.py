@@ -1,11 +1,11 @@
-"""Checkpoints with fused experts in MXFP4 ("mxfp4", as GPT-OSS), read as the bfloat16 weights that they stand for.
+"""Checkpoints with fused experts in MXFP4 ("mxfp4", as GPT-OSS), dequantized to bfloat16.
 
-X_blocks   uint8 [E, N, G, 16]: two e2m1 codes a byte, the even column in its lower half; groups of 32 columns
+X_blocks   uint8 [E, N, G, 16]: two e2m1 codes per byte, the even column in the lower half; groups of 32 columns
 X_scales   uint8 [E, N, G]: exponents (e8m0)
-X          bfloat16 [E, 32 G, N], which is W transposed: code * scale, exactly
+X          bfloat16 [E, 32 G, N], the transpose of W: code * scale, exactly
 
-No product of experts takes such weights, so the reader gives floats: what loads them quantises again, to a scheme that
-has one.
+No grouped GEMM takes such weights, so the reader returns floats, and the loader quantizes them again to a scheme with a
+grouped kernel.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 class Mxfp4Checkpoint(SafetensorsCheckpoint):
-    """Among ``others``, experts have the names of their float weights; a layer's are dequantised when they are read.
+    """``others`` lists experts under the names of their float weights. A layer is dequantized on reading.
 
     Raises:
-        CheckpointError: blocks without their scales, or of another shape or dtype.
+        CheckpointError: blocks without scales, or a wrong shape or dtype.
     """
 
     def __init__(self, config: dict[str, Any], files: TensorFiles) -> None:
@@ -56,7 +56,7 @@ class Mxfp4Checkpoint(SafetensorsCheckpoint):
         if name not in self._sizes:
             return super().part(name, index)
         experts, *rest = index if isinstance(index, tuple) else (index,)
-        if not isinstance(experts, slice):  # of what is asked for, experts alone are cut before they are dequantised
+        if not isinstance(experts, slice):  # slice only along experts before dequantization
             return self._dequantised(name, ...)[index]
         inner = (slice(None), *rest)
         return self._dequantised(name, experts)[inner]
@@ -69,7 +69,7 @@ class Mxfp4Checkpoint(SafetensorsCheckpoint):
         blocks = self._files.part(name + _BLOCKS, experts)
         _, k, n = self._sizes[name]
         made = torch.empty(len(blocks), k, n, dtype=torch.bfloat16)
-        for to, pairs, of_groups in zip(made, blocks, scales, strict=True):  # one by one: float32 takes twice the room
+        for to, pairs, of_groups in zip(made, blocks, scales, strict=True):  # one at a time: float32 doubles the size
             q = torch.stack((pairs & 15, pairs >> 4), dim=-1)  # [N, G, 16, 2]
             to.copy_((values_of(q).flatten(2) * of_groups[..., None]).view(n, k).t())
         if not made.isfinite().all():

@@ -1,8 +1,8 @@
-"""qao's own safetensors: the state dict of quantised layers, each with the marker that says what it is.
+"""qao's own safetensors format: the state dict of quantized layers, each with a marker of its format.
 
-<layer>.pip_install_qao   uint8, JSON: scheme, sizes, dtype; see marker.py
+<layer>.pip_install_qao   uint8, JSON: scheme, sizes, dtype; see nn/marker.py
 <layer>.weight            uint8, the tripwire for other loaders; dropped
-<layer>.qweight, .scales, .weight_sums, .activation_scale, .row_scales   as a QuantLinear holds them
+<layer>.qweight, .scales, .weight_sums, .activation_scale, .row_scales   the tensors of a QuantLinear
 header                    "aliases": JSON, further names of tensors that several layers share
 """
 
@@ -23,7 +23,7 @@ from .settings import Settings
 
 __all__ = ["NativeLayer", "is_native", "read"]
 
-_LARGEST = 1 << 31  # rows or columns; products of two such numbers are no overflow
+_LARGEST = 1 << 31  # rows or columns; the product of two such numbers does not overflow
 
 
 def is_native(names: tuple[str, ...]) -> bool:
@@ -33,10 +33,10 @@ def is_native(names: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True)
 class NativeLayer(QuantizedLayer):
-    """A layer that is packed already: ``pack`` reads its tensors as they are."""
+    """A layer that is already packed: ``pack`` reads its tensors unchanged."""
 
     stored: Callable[[], dict[str, Tensor]] = dict
-    parts: tuple[str, ...] = ()  # names of what it returns
+    parts: tuple[str, ...] = ()  # names of the returned tensors
 
     def meta(self) -> dict[str, Tensor]:
         return {part: tensor for part, tensor in super().meta().items() if part in self.parts}
@@ -49,7 +49,7 @@ def read(files: TensorFiles) -> list[QuantizedLayer]:
     """The layers of a file that qao wrote.
 
     Raises:
-        CheckpointError: a marker that cannot be read or that of a newer qao, and tensors that do not fit their marker.
+        CheckpointError: a marker is unreadable or from a newer qao, or tensors do not match their marker.
     """
     try:
         aliases = json.loads(files.metadata.get("aliases", "{}"))
@@ -84,7 +84,7 @@ def _layers(files: TensorFiles, shared: set[str]) -> Iterator[QuantizedLayer]:
         expected = scheme.empty(n, k, dtype=found.dtype, device="meta", experts=found.experts).tensors()
         parts = {part: prefix + part for part, tensor in expected.items() if tensor is not None}
         for part in ("weight_sums", "row_scales"):
-            if prefix + "qweight" in shared and prefix + part not in files:  # an embedding; the head has them
+            if prefix + "qweight" in shared and prefix + part not in files:  # an embedding; the tied head stores them
                 parts.pop(part, None)
         for part, name in parts.items():
             wanted = expected[part]

@@ -1,4 +1,4 @@
-"""Which format a path holds, and its reader."""
+"""Detection of a checkpoint's format and dispatch to its reader."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _READERS = {
 }
 _METHODS = ("compressed-tensors", "modelopt", *_READERS, "mxfp4")
 _ALIASES = {"intel/auto-round": "auto_round", "auto-round": "auto_round", "modelopt_fp4": "modelopt"}
-# What others store instead of integers or floats with scales, for the message.
+# Unsupported storage formats of other libraries, for the message.
 _UNREAD = {
     "bitsandbytes": "codes of a table (NF4, FP4), or rows with outliers apart (LLM.int8())",
     "aqlm": "codebooks",
@@ -45,23 +45,23 @@ _UNREAD = {
     "exl3": "a layout for one kernel",
     "mlx": "groups with float offsets",
 }
-# What only quantised weights have. A float checkpoint with such a name has lost its config.
+# Suffixes that only quantized weights have. A float checkpoint with such a name has lost its config.
 _QUANTISED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point")
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a checkpoint: quantised by others, by qao, or in float.
+    """Open a checkpoint: third-party quantized, written by qao, or float.
 
     Args:
-        path: a directory as Hugging Face lays it out (config.json, safetensors files), a .safetensors file or the index
-            of several (config.json in the same directory is read, if there is one), or a .gguf file.
+        path: a directory in Hugging Face's layout (config.json, safetensors files), a .safetensors file or an index of
+            several (with config.json from the same directory, if there is one), or a .gguf file.
 
     Returns:
-        The checkpoint. Shapes and dtypes of its tensors are checked; numbers are read when they are asked for.
+        The checkpoint. Shapes and dtypes of its tensors are checked; values are read on request.
 
     Raises:
-        CheckpointError: there is nothing of the kind, it is damaged, or quantised in a way that no kernel of qao
-            multiplies; the message names the file and the tensor and says what to do.
+        CheckpointError: no checkpoint was found, it is damaged, or qao has no kernel for its format. The message names
+            the file and the tensor and says how to proceed.
     """
     path = Path(path)
     if not path.exists():
@@ -107,21 +107,23 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def open_to_quantize(path: str | os.PathLike[str]) -> Checkpoint:
-    """As ``open_checkpoint``; layers in Q8_0 of a GGUF file are floats, from which a scheme loses less."""
+    """As ``open_checkpoint``, but reads Q8_0 layers of a GGUF file as float, from which a scheme loses less."""
     path = Path(path)
     return GgufCheckpoint(path, dequantize=True) if path.suffix == ".gguf" and path.exists() else open_checkpoint(path)
 
 
 def is_for_a_scheme(checkpoint: Checkpoint, embeddings: bool = False) -> bool:
-    """Whether a checkpoint leaves something to quantize: it is in floats, or it is a GGUF file
-    with linear layers that are read as floats. ``embeddings``: an embedding that is tied to the head counts too."""
+    """Whether a checkpoint has layers to quantize: it is float, or a GGUF file with linear layers read as float.
+
+    ``embeddings``: an embedding that is tied to the head counts too.
+    """
     if isinstance(checkpoint, GgufCheckpoint):
         return bool(checkpoint.linears) or (embeddings and bool(checkpoint.config["tie_word_embeddings"]))
     return checkpoint.format in ("float", "mxfp4")
 
 
 def _method(settings: Settings) -> str:
-    """The quant_method, or what other entries say in its place."""
+    """The quant_method, or its value inferred from other entries."""
     values = settings.values
     if "quant_method" in values and values["quant_method"] is not None:
         method = settings.text("quant_method", "")
@@ -146,10 +148,10 @@ def _unread(settings: Settings, method: str) -> CheckpointError:
 
 
 def _config(files: TensorFiles) -> tuple[dict[str, Any], Settings | None]:
-    """config.json without what it says about quantisation, and that."""
+    """config.json without its quantization settings, and these settings."""
     file = files.directory / "config.json"
     config = read_json(file) if file.exists() else {}
-    inner = config.get("text_config")  # of models with several parts
+    inner = config.get("text_config")  # multimodal models
     for holder in (config, inner if isinstance(inner, dict) else {}):
         for key in ("quantization_config", "compression_config"):
             found = holder.pop(key, None)

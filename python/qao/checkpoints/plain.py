@@ -1,4 +1,4 @@
-"""Plain values out of words of 32 bits, groups that qao has kernels for, and weights of eight bits."""
+"""Shared unpacking helpers: 32-bit words, supported group sizes, and 8-bit weights."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _GROUPS = (256, 128, 64, 32)
 
 
 def nibbles(words: Tensor) -> Tensor:
-    """uint8 [R, 8 C] of 0..15 from int32 [R, C]: nibble i of a word is column 8 c + i."""
+    """Unpack int32 [R, C] to uint8 [R, 8 C] of 0..15: nibble i of a word is column 8 c + i."""
     pairs = as_bytes(words)
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).view(len(words), -1)
 
 
 def as_bytes(words: Tensor) -> Tensor:
-    """uint8 [R, 4 C], the bytes of int32 [R, C]."""
-    # A clone, since a single column that was transposed counts as contiguous whatever its stride, and keeps it.
+    """Unpack int32 [R, C] to its bytes, uint8 [R, 4 C]."""
+    # Clone: a transposed single column counts as contiguous with any stride and keeps it.
     return words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def packed_nibbles(values: Tensor) -> Tensor:
-    """The inverse: int32 [R, ceil(C / 8)] from uint8 [R, C]; what is missing is 0."""
+    """The inverse of ``nibbles``: int32 [R, ceil(C / 8)] from uint8 [R, C], padded with 0."""
     pairs = torch.nn.functional.pad(values, (0, -values.shape[1] % 8)).view(len(values), -1, 2)
     return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)
 
 
 def group_size_of(given: int, k: int) -> int | None:
-    """The group size of qao that says the same as groups of ``given`` columns (-1: the row); None if there is none."""
+    """A supported group size equivalent to groups of ``given`` columns (-1: the row); None if there is none."""
     if given in _GROUPS:
         return given
     if given == -1 or given >= k:
@@ -42,7 +42,7 @@ def group_size_of(given: int, k: int) -> int | None:
 
 
 def regroup(scales: Tensor, given: int, k: int) -> Tensor:
-    """Scales or zeros [N, ceil(K / given)] repeated for ``group_size_of(given, k)``: exact."""
+    """Repeat scales or zeros [N, ceil(K / given)] for ``group_size_of(given, k)``. Exact."""
     size = group_size_of(given, k)
     if size is None or size in (given, -1):
         return scales
@@ -50,7 +50,7 @@ def regroup(scales: Tensor, given: int, k: int) -> Tensor:
 
 
 def grouping(files: TensorFiles, name: str, given: int, k: int) -> tuple[int, str | None]:
-    """``group_size_of``, with a note where it is not as stored; CheckpointError where there is none."""
+    """``group_size_of``, with a note if it differs from the stored one. Raises CheckpointError if there is none."""
     size = group_size_of(given, k)
     if given == 0 or size is None:
         raise files.error(
@@ -60,7 +60,7 @@ def grouping(files: TensorFiles, name: str, given: int, k: int) -> tuple[int, st
 
 
 def fp8_scale_shapes(granularity: str, n: int, k: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes that the scales of an e4m3 weight [n, k] may have."""
+    """The valid shapes of the scales of an e4m3 weight [n, k]."""
     if granularity == "block":
         return ((-(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)),)
     return ((n, 1), (n,)) if granularity == "row" else ((), (1,), (1, 1))
@@ -70,7 +70,7 @@ FP8_SCALES = (*FLOATS, torch.float8_e8m0fnu)
 
 
 def read_fp8(files: TensorFiles, weight: str, scale: str, rows: int | None = None) -> Plain:
-    """An e4m3 weight and its scales, free of NaN. ``rows``: one scale for all of W is repeated for that many."""
+    """An e4m3 weight and its scales, free of NaN. ``rows``: repeat a per-tensor scale for that many rows."""
     q, scales = files.read(weight), files.finite(scale)
     if ((q.view(torch.uint8) & 0x7F) == 0x7F).any():
         raise files.error(weight, "holds NaN: the file is damaged")
@@ -79,7 +79,7 @@ def read_fp8(files: TensorFiles, weight: str, scale: str, rows: int | None = Non
 
 
 def four_bits(files: TensorFiles, name: str, values: Tensor) -> Tensor:
-    """uint8 0..15 from int8 -8..7."""
+    """Shift int8 -8..7 to uint8 0..15."""
     lowest, highest = (int(one) for one in torch.aminmax(values))
     if lowest < -8 or highest > 7:
         raise files.error(name, f"holds {lowest if lowest < -8 else highest}; values of four bits are -8..7")
@@ -87,7 +87,7 @@ def four_bits(files: TensorFiles, name: str, values: Tensor) -> Tensor:
 
 
 def check_layer_name(key: str, suffix: str) -> str:
-    """The name of the module whose tensor ``key`` is."""
+    """The module name of the tensor ``key``."""
     name = key.removesuffix(suffix)
     if not name or name.endswith("."):
         raise CheckpointError(f"{key}: this name belongs to no module")

@@ -1,4 +1,4 @@
-"""qao.save and qao.load: the state dict of any module as safetensors that say how its layers are quantised."""
+"""qao.save and qao.load: the state dict of any module as safetensors with markers of quantized layers."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from ..quantization.module_swap import WrappedNames, unwrapped, without_wrappers
 from ..quantization.skeleton import Undo, make_room, undo
 from ..schemes import scheme_from_dict
 
-VERSION = 1  # of the header's metadata; each layer has a marker with a version of its own
+VERSION = 1  # version of the header's metadata; each layer's marker has a separate version
 _INDEX = "model.safetensors.index.json"
 
 
 @modes.neutral()
 def save(module: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int = 5_000_000_000) -> list[Path]:
-    """Writes the state dict of a module, of quantised layers and others, as safetensors.
+    """Write the state dict of a module, with quantized and other layers, as safetensors.
 
-    Each file is written beside its place and then renamed, so that no reader meets half a file. Tensors that several
-    names share are written once; ``load`` shares them again.
+    Each file is written under a temporary name and then renamed, so that no reader sees a partial file. Tensors that
+    several names share are written once; ``load`` shares them again.
 
-    Names are those of the model itself, without what ``torch.compile`` and data parallelism add (``_orig_mod.``,
-    ``module.``); ``load`` finds them in models with and without these.
+    Names are those of the model itself, without the prefixes of ``torch.compile`` and data parallelism (``_orig_mod.``,
+    ``module.``). ``load`` finds them in models with and without these prefixes.
 
     Args:
-        module: any module; on any device.
-        path: a name that ends in ``.safetensors`` for one file, else a directory, which is made: model.safetensors, or
-            several files with an index where there is more than ``max_shard_size``.
-        max_shard_size: bytes of tensors in a file of a directory; a single larger tensor gets a file of its own.
+        module: any module, on any device.
+        path: a name that ends in ``.safetensors`` for one file, otherwise a directory, which is created. It gets
+            model.safetensors, or several files with an index if the tensors exceed ``max_shard_size``.
+        max_shard_size: bytes of tensors per file in a directory. A larger tensor gets a separate file.
 
     Returns:
         The paths of the files.
 
     Raises:
         TypeError: an entry of the state dict is no plain tensor, or is sharded.
-        ValueError: a tensor is on meta and has no numbers.
+        ValueError: a tensor is on meta and has no values.
     """
     from safetensors.torch import save_file
 
@@ -66,7 +66,7 @@ def save(module: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int
     try:
         for half, shard in zip(halves, shards, strict=True):
             save_file({name: tensors[name].contiguous() for name in shard}, half, metadata)
-        if not single:  # those of an earlier save, which an index or a reader of the directory would take for ours
+        if not single:  # files of an earlier save, which an index or a reader of the directory would include
             for stale in [directory / _INDEX, *directory.glob("model*.safetensors")]:
                 if stale not in files:
                     stale.unlink(missing_ok=True)
@@ -92,25 +92,25 @@ def load(
     device: torch.device | str | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Loads what ``save`` wrote.
+    """Load a file or directory written by ``save``.
 
     Args:
         path: a .safetensors file, or a directory. A directory with a config.json needs no ``module``.
-        module: the model in floats, best made on the meta device, or quantised already: every linear layer that the
-            checkpoint has quantised becomes a QuantLinear of its scheme, in place; all tensors are those of the file,
-            with its dtypes. A model of transformers takes what ``save_pretrained`` wrote too, and any checkpoint that
+        module: the float model, best created on the meta device, or one that is already quantized. Every linear layer
+            that is quantized in the checkpoint becomes a QuantLinear of its scheme, in place. All tensors come from the
+            file, with its dtypes. A transformers model also takes files of ``save_pretrained`` and any checkpoint that
             ``qao.from_pretrained`` reads. None: ``qao.from_pretrained(path)``.
-        device: where to load to; None: where the module is, or the CPU if that is meta.
-        options: without ``module``, those of ``qao.from_pretrained``.
+        device: target device; None: the module's device, or the CPU if that is meta.
+        options: without ``module``, the options of ``qao.from_pretrained``.
 
     Returns:
         ``module``, or the model of ``from_pretrained``.
 
     Raises:
         CheckpointError: a damaged file.
-        ValueError: the checkpoint is none of this module: tensors that are missing, unexpected or of another shape, or
-            buffers on meta that no checkpoint holds. Where it is raised before the numbers are loaded, the module is
-            unchanged.
+        ValueError: the checkpoint does not match the module: missing or unexpected tensors, another shape, or buffers
+        on
+            meta that no checkpoint holds. If it is raised before values are loaded, the module is unchanged.
         TypeError: there is neither a module nor a config.json.
     """
     path = Path(path)
@@ -145,7 +145,7 @@ def load(
 
 
 class _Held:
-    """The tensors of a model that is loaded, as ``TensorFiles`` has those of a file."""
+    """The tensors of a loaded model, with the interface of ``TensorFiles``."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         self.directory, self._tensors = path, tensors
@@ -162,8 +162,10 @@ class _Held:
 
 
 def _by_transformers(path: Path, module: nn.Module) -> tuple[_Held, dict[str, str]] | None:
-    """The tensors of a checkpoint by the names of ``module``, as transformers renames, joins and ties them while it
-    loads a model; None where it has no part in this, or the checkpoint is of another model."""
+    """The tensors of a checkpoint under the names of ``module``, renamed, joined and tied by transformers.
+
+    None if ``module`` is no transformers model, or the checkpoint belongs to another model.
+    """
     transformers: Any = sys.modules.get("transformers.modeling_utils")
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
         return None
@@ -186,9 +188,9 @@ def _by_transformers(path: Path, module: nn.Module) -> tuple[_Held, dict[str, st
 
 
 def _fit(model: nn.Module, files: Any, aliases: Mapping[str, str]) -> dict[str, str]:
-    """Makes room for quantized layers: names in the file by those in the model.
+    """Replace layers by quantized ones of the file. Returns names in the file by names in the model.
 
-    Raises ValueError, the model unchanged, where the tensors do not fit.
+    Raises ValueError and leaves the model unchanged if the tensors do not match.
     """
     stored = {**{name: name for name in files.names}, **aliases}
     places = WrappedNames(model)
@@ -203,13 +205,13 @@ def _fit(model: nn.Module, files: Any, aliases: Mapping[str, str]) -> dict[str, 
 
 
 def header(aliases: Mapping[str, str]) -> dict[str, str]:
-    """The metadata of a file."""
+    """Metadata of a file's header."""
     told = {"format": "pt", "qao": str(VERSION)}
     return {**told, "aliases": json.dumps(aliases)} if aliases else told
 
 
 def unshared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors to write, and for each further name of one of them the first name."""
+    """The tensors to write, and the first name of each shared tensor by its further names."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     views: dict[tuple[Any, ...], str] = {}
@@ -228,7 +230,7 @@ def unshared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str
             aliases[name] = views[view]
             continue
         views[view] = name
-        # Other views of memory that is written already are copies in the file.
+        # Other views of memory that is already written are stored as copies.
         tensors[name] = tensor.detach().clone() if storage in storages else tensor.detach()
         storages.add(storage)
     return tensors, aliases
@@ -281,7 +283,7 @@ def _make_room(module: nn.Module, files: Any, names: Mapping[str, str]) -> Undo:
 
 
 def _check(module: nn.Module, files: Any, names: Mapping[str, str]) -> None:
-    """Everything that can be known before a number is read."""
+    """Check everything that is known before values are read."""
     expected = module.state_dict()
     problems = [f"missing: {name}" for name in expected if name not in names]
     problems += [f"unexpected: {name}" for name in names if name not in expected]
@@ -317,7 +319,7 @@ def _load(module: nn.Module, files: Any, names: Mapping[str, str], home: torch.d
 
 
 def _share(module: nn.Module, name: str, first: str) -> None:
-    """One Parameter for two names of a tensor: loading made two."""
+    """Use one Parameter for both names of a tensor: loading created two."""
     (path, _, last), (owner, _, own) = name.rpartition("."), first.rpartition(".")
     parameter = module.get_submodule(owner)._parameters.get(own)
     target = module.get_submodule(path)._parameters

@@ -1,4 +1,4 @@
-"""What a config.json says, read with the distrust it deserves: every value is checked for its type and range."""
+"""Type- and range-checked access to an untrusted config.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Settings", "matches"]
 
 
 class Settings:
-    """A JSON object with checked access; ``where`` begins the messages of a CheckpointError."""
+    """A JSON object with checked access; ``where`` is the prefix of CheckpointError messages."""
 
     def __init__(self, values: Any, where: str) -> None:
         if not isinstance(values, dict):
@@ -50,7 +50,7 @@ class Settings:
         return value
 
     def child(self, name: str) -> Settings | None:
-        """The object of that name, None if it is absent, null or empty."""
+        """The object under that name; None if it is absent, null or empty."""
         value = self.values.get(name)
         return Settings(value, f"{self.where}: {name}") if value else None
 
@@ -63,7 +63,7 @@ class Settings:
 
 
 def matches(pattern: str, name: str, where: str) -> bool:
-    """Whether a regular expression of a config matches the beginning of a module's name."""
+    """Whether a regular expression of a config matches the start of a module's name."""
     try:
         return re.match(pattern, name) is not None
     except (re.error, RecursionError, OverflowError) as error:

@@ -1,12 +1,12 @@
-"""Checkpoints that torchao writes as safetensors: plain tensors ``<module>._weight_<part>``, and JSON in the header.
+"""torchao's safetensors checkpoints: plain tensors ``<module>._weight_<part>`` and JSON in the header.
 
     Int8Tensor                 qdata int8 [N, K], scale [N, 1] or one
-    Float8Tensor               qdata e4m3 [N, K], scale [N, 1], [1, 1] or by blocks of 128 x 128
-    IntxUnpackedToInt8Tensor   qdata int8 [N, K], scale [N, G], zero_point int8 [N, G]; of four and eight bits
+    Float8Tensor               qdata e4m3 [N, K], scale [N, 1], [1, 1] or per block of 128 x 128
+    IntxUnpackedToInt8Tensor   qdata int8 [N, K], scale [N, G], zero_point int8 [N, G]; 4 and 8 bits
     Int4Tensor                 qdata int8 [N, K/2], low nibble first, two's complement; scale [G, N];
-                               zero_point [G, N], added to the weight, so that it is read only where it is 0
+                               zero_point [G, N], added to the weight; only 0 is supported
 
-W = (q - zero) · scale. Weights repacked for one kernel (TILE_PACKED_TO_4D and others) are refused.
+W = (q - zero) · scale. Kernel-specific packings (TILE_PACKED_TO_4D and others) are rejected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["is_torchao", "read"]
 
 
 def is_torchao(metadata: dict[str, str]) -> bool:
-    """Whether the header of a safetensors file is one of torchao's."""
+    """Whether the header of a safetensors file is torchao's."""
     return "tensor_names" in metadata
 
 
@@ -45,8 +45,9 @@ def read(files: TensorFiles, settings: Settings) -> list[QuantizedLayer]:
     """The layers of a torchao checkpoint.
 
     Raises:
-        CheckpointError: also for packings made for one kernel, MX and NVFP4, and scales of activations that a model
-            multiplies before its layers (``act_pre_scale``).
+        CheckpointError: also for kernel-specific packings, MX and NVFP4, and activation scales that a model applies
+        before
+            its layers (``act_pre_scale``).
     """
     layers = []
     for name, text in files.metadata.items():
@@ -77,7 +78,7 @@ def _block(files: TensorFiles, name: str, data: Settings, n: int, k: int) -> lis
 
 
 def _tagged(data: Settings, name: str) -> Any:
-    """The value of an encoded attribute: {"_type": ..., "_data": value} or the value."""
+    """Decode an attribute: {"_type": ..., "_data": value}, or the plain value."""
     value = data.values.get(name)
     return value.get("_data") if isinstance(value, dict) else value
 

@@ -1,4 +1,4 @@
-"""``qao convert``: a quantised checkpoint of any format to one that transformers, vLLM and qao read."""
+"""``qao convert``: a quantized checkpoint of any format to one that transformers, vLLM and qao read."""
 
 from __future__ import annotations
 

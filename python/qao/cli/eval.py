@@ -1,4 +1,4 @@
-"""``qao eval``: how well a model predicts a text, and what quantising it cost."""
+"""``qao eval``: how well a model predicts a text, and what quantizing it cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``qao eval --layers``: how much quantising each layer alone changes what a model predicts."""
+"""``qao eval --layers``: how much quantizing each layer alone changes what a model predicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of every tensor of a float checkpoint that is quantised."""
+"""What becomes of every tensor of a float checkpoint that is quantized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``qao quantize``: a float model on disk to a quantised one, without ever holding it in memory."""
+"""``qao quantize``: a float model on disk to a quantized one, without ever holding it in memory."""
 
 from __future__ import annotations
 

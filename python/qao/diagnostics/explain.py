@@ -1,4 +1,4 @@
-"""What a quantised model does with given inputs: the kernel of each layer and why, and what torch.compile does."""
+"""What a quantized model does with given inputs: the kernel of each layer and why, and what torch.compile does."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def explain(
     compile: bool | dict[str, Any] = True,
     **kwargs: Any,
 ) -> Explanation:
-    """Calls ``model(*inputs, **kwargs)`` and says what its quantised layers, and torch.compile, did.
+    """Calls ``model(*inputs, **kwargs)`` and says what its quantized layers, and torch.compile, did.
 
     The model runs once in eager mode, then compiled, twice: a second call must not compile again. Gradient mode and
     autocast are those of the caller: explain under ``torch.inference_mode()`` what runs under it. Forgets everything
     that torch.compile has compiled in this process before (``torch._dynamo.reset``).
 
     Args:
-        model: any module, quantised or not; one that torch.compile returned stands for the module inside.
+        model: any module, quantized or not; one that torch.compile returned stands for the module inside.
         inputs: one call's arguments. A single dict of tensors, as a tokenizer returns it, gives the keyword arguments
             of models that take its keys as such, and is passed as it is to others.
         more: arguments of further calls, for example with other numbers of tokens; recompilations show there. A tuple

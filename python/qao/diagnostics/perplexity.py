@@ -1,4 +1,4 @@
-"""How well a causal language model predicts a text, and what quantising it cost: perplexity, and paired differences.
+"""How well a causal language model predicts a text, and what quantizing it cost: perplexity, and paired differences.
 
     reference = qao.diagnostics.perplexity.perplexity(model, tokens)
     qao.quantize_(model, qao.Int4WeightOnly())

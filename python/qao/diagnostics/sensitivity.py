@@ -1,10 +1,10 @@
-"""What quantising each layer alone does to the predictions of a language model: which layers deserve more bits.
+"""What quantizing each layer alone does to the predictions of a language model: which layers deserve more bits.
 
     costs = by_layer(model, tokens, qao.Int4WeightOnly())
     worst = sorted(costs, key=lambda cost: cost.divergence)[-3:]
 
 One layer moves the loss by less than the loss differs between texts. The divergence of the predictions
-(Kullback-Leibler, of the quantised model's from the float model's) is never negative, has a small standard error on a
+(Kullback-Leibler, of the quantized model's from the float model's) is never negative, has a small standard error on a
 few hundred tokens, and is what the loss rises by where the float model is right about the text.
 """
 
@@ -31,11 +31,11 @@ __all__ = ["LayerCost", "by_layer"]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer quantised, all others in floats.
+    """One layer quantized, all others in floats.
 
     Attributes:
         name: of the linear layer; of layers with one weight, the first.
-        scheme: it was quantised under.
+        scheme: it was quantized under.
         shape: [N, K] of its weight.
         divergence: of the predictions from those of the float model, nats per token.
         divergence_error: its standard error over windows; NaN of a single window.
@@ -64,18 +64,18 @@ def by_layer(
     filter: Callable[..., bool] | None = None,
     progress: bool = True,
 ) -> list[LayerCost]:
-    """Quantises one layer at a time, and measures what that does on a text. The model ends as it was.
+    """Quantizes one layer at a time, and measures what that does on a text. The model ends as it was.
 
     Args:
         model: a causal language model as ``evaluate.perplexity`` takes it, in floats as far as the scheme goes.
         tokens, window: as of ``evaluate.perplexity``. The model runs once a layer and window.
-        scheme, filter, progress: as of ``quantize_``. Memory holds all layers in floats and quantised.
+        scheme, filter, progress: as of ``quantize_``. Memory holds all layers in floats and quantized.
 
     Returns:
-        A LayerCost for each weight that ``quantize_`` would quantise, in the model's order.
+        A LayerCost for each weight that ``quantize_`` would quantize, in the model's order.
 
     Raises:
-        TypeError, ValueError: as ``quantize_`` and ``evaluate.perplexity``; a layer is on meta; or none is quantised.
+        TypeError, ValueError: as ``quantize_`` and ``evaluate.perplexity``; a layer is on meta; or none is quantized.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]  # here, to keep `import qao` light
 

@@ -1,1 +1,1 @@
-"""The layout of compressed-tensors, which llm-compressor and vLLM share: its config, reading and writing it."""
+"""The compressed-tensors layout of llm-compressor and vLLM: config, reader and writer."""

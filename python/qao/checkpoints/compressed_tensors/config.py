@@ -1,4 +1,4 @@
-"""The quantization_config of compressed-tensors: its groups, which layer is of which, and the scheme each becomes."""
+"""The quantization_config of compressed-tensors: its groups, their target layers, and the scheme of each."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = ["FP4_ARGS", "Args", "Group", "group_of", "groups_of", "layer_scheme"]
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _FP4 = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
-# Strategy, columns of a group and dtypes of scales of each.
+# Strategy, group size and scale dtypes of each format.
 FP4_ARGS = {"nvfp4": ("tensor_group", 16, "torch.float8_e4m3fn"), "mxfp4": ("group", 32, "torch.uint8")}
 _GRANULARITY: dict[str, Granularity] = {"tensor": "tensor", "channel": "row", "block": "block"}
 
 
 @dataclass(frozen=True)
 class Args:
-    """QuantizationArgs: of weights or of activations."""
+    """QuantizationArgs of weights or of activations."""
 
     bits: int
     kind: str  # "int" or "float"
@@ -44,27 +44,27 @@ class Args:
 
     @property
     def granularity(self) -> Granularity:
-        """Of e4m3 weights, as qao calls it."""
+        """qao's name for the granularity of e4m3 weights."""
         return _GRANULARITY[self.strategy]
 
 
 @dataclass(frozen=True)
 class Group:
-    name: str  # where it stands in the config, for messages
+    name: str  # key in the config, for messages
     targets: tuple[str, ...]
     weights: Args
     inputs: Args | None
-    outputs: bool  # whether the results of the layers are to be quantised
+    outputs: bool  # whether outputs are to be quantized
     fast_accum: bool
-    inputs_left: bool = False  # whether activations are to be quantised and are not, beside weights in e2m1
-    whole_zeros: bool = False  # as Int4WeightOnly's
+    inputs_left: bool = False  # whether the config quantizes activations but qao keeps them in float (e2m1 weights)
+    whole_zeros: bool = False  # as in Int4WeightOnly
 
     def fail(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.name}: {message}")
 
 
 def groups_of(settings: Settings) -> list[Group]:
-    """The groups of a config, each checked for being something that qao has kernels for."""
+    """Parse the groups of a config and check that qao has kernels for each."""
     if settings.child("transform_config"):
         raise CheckpointError(
             f"{settings.where}: transform_config asks for transforms of activations, which qao has not"
@@ -138,7 +138,7 @@ def _weight_args(settings: Settings) -> Args:
 
 
 def _fp4_args(settings: Settings, args: Args) -> Args:
-    """Of MXFP4 and NVFP4."""
+    """Parse the QuantizationArgs of MXFP4 and NVFP4."""
     for strategy, group_size, dtype in FP4_ARGS.values():
         if (args.strategy, args.group_size) == (strategy, group_size):
             if settings.values.get("scale_dtype") not in (None, dtype):
@@ -173,7 +173,7 @@ def _input_args(settings: Settings, weights: Args) -> Args:
 
 
 def group_of(groups: list[Group], settings: Settings, name: str) -> Group:
-    """The group of a layer: one that targets its name, else one with a pattern for it, else one for its class."""
+    """The group of a layer. Targets match by name first, then by pattern, then by class."""
     where = settings.where
     if any(_matches(target, name, where) for target in settings.texts("ignore")):
         raise CheckpointError(f"{where}: {name} is in the list ignore, but its tensors are quantised")
@@ -185,7 +185,7 @@ def group_of(groups: list[Group], settings: Settings, name: str) -> Group:
 
 
 def _rank(target: str, name: str, where: str) -> int | None:
-    """0: names the layer, 1: a pattern for it, 2: a class that it may be of, since files do not tell; None: another."""
+    """Rank of a match: 0 name, 1 pattern, 2 class (assumed, since files do not store classes); None: no match."""
     if target == name:
         return 0
     if target.startswith("re:"):
@@ -200,7 +200,7 @@ def _matches(target: str, name: str, where: str) -> bool:
 def layer_scheme(
     group: Group, group_size: int, scale_dtype: torch.dtype, activation_scale: float | None
 ) -> tuple[Scheme, list[str]]:
-    """The scheme of a layer, and what of the group is not done exactly."""
+    """The scheme of a layer, and notes on settings of the group that are not applied exactly."""
     weights, inputs = group.weights, group.inputs
     notes = ["the layer's result is not quantised"] if group.outputs else []
     if inputs is not None and activation_scale is None:

@@ -1,4 +1,4 @@
-"""Weights of compressed-tensors in four-bit floats: nvfp4-pack-quantized and mxfp4-pack-quantized."""
+"""Four-bit float weights of compressed-tensors: nvfp4-pack-quantized and mxfp4-pack-quantized."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["fp4_args", "fp4_layer", "fp4_tensors"]
 
 
 def fp4_layer(files: TensorFiles, name: str, group: Group) -> QuantizedLayer:
-    """The layer ``name`` of a checkpoint.
+    """Read the layer ``name`` of a checkpoint.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape or dtype than its format says.
+        CheckpointError: a tensor is missing, or its shape or dtype does not match the format.
     """
     packed, scale, divisor = (f"{name}.weight_{part}" for part in ("packed", "scale", "global_scale"))
     n, half = files.matrix(packed, torch.uint8)
@@ -53,7 +53,7 @@ def _read(files: TensorFiles, packed: str, scale: str, divisor: str) -> Plain:
 
 
 def fp4_tensors(q: Tensor, scales: Tensor, divisor: Tensor | None) -> dict[str, Tensor]:
-    """The inverse, from codes uint8 [N, K] with K even, scales [N, G] and their divisor [N, 1]."""
+    """The inverse of reading: takes codes uint8 [N, K] with K even, scales [N, G] and their divisor [N, 1]."""
     packed = (q[:, ::2] | q[:, 1::2] << 4).contiguous()
     if divisor is None:
         return {"weight_packed": packed, "weight_scale": scales.to(torch.float8_e8m0fnu).view(torch.uint8)}
@@ -64,6 +64,6 @@ def fp4_tensors(q: Tensor, scales: Tensor, divisor: Tensor | None) -> dict[str, 
 
 
 def fp4_args(format: str) -> tuple[str, dict[str, Any]]:
-    """The format of a group, and what its QuantizationArgs say beside the number of bits and their kind."""
+    """The format of a group, and its QuantizationArgs other than number of bits and type."""
     strategy, group_size, dtype = FP4_ARGS[format]
     return f"{format}-pack-quantized", {"strategy": strategy, "group_size": group_size, "scale_dtype": dtype}

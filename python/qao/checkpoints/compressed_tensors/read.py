@@ -1,16 +1,16 @@
-"""Checkpoints of compressed-tensors (llm-compressor, vLLM): which layer has which scheme, and reading it.
+"""Reader of compressed-tensors checkpoints (llm-compressor, vLLM).
 
 pack-quantized    weight_packed int32 [N, ceil(K·b/32)], value i of a word is k = 32/b·j + i, stored q + 2^(b-1);
-                  weight_shape int64 [2]; asymmetric: weight_zero_point int32 [ceil(N·b/32), G], along N, stored like q
-int-, float-,     weight int8 (of four bits too) or e4m3 [N, K]; asymmetric: weight_zero_point int8 [N, G]
+                  weight_shape int64 [2]; asymmetric: weight_zero_point int32 [ceil(N·b/32), G], packed along N like q
+int-, float-,     weight int8 (4-bit values too) or e4m3 [N, K]; asymmetric: weight_zero_point int8 [N, G]
 naive-quantized
-all of these      weight_scale: by group [N, G], by channel [N, 1], by tensor [1], by block [ceil(N/128), ceil(K/128)];
-                  input_scale [1] of static activations
-nvfp4-, mxfp4-    weight_packed uint8 [N, K / 2], e2m1, lower nibble first; weight_scale [N, G]: in groups of 16 e4m3,
-pack-quantized    with weight_global_scale [1] that divides them; in groups of 32 exponents + 127 in uint8
+all of these      weight_scale: per group [N, G], per channel [N, 1], per tensor [1],
+                  per block [ceil(N/128), ceil(K/128)]; input_scale [1] for static activations
+nvfp4-, mxfp4-    weight_packed uint8 [N, K / 2], e2m1, lower nibble first; weight_scale [N, G]: groups of 16: e4m3,
+pack-quantized    divided by weight_global_scale [1]; groups of 32: exponents + 127 in uint8
 
-W = (q - zero) · scale, or e2m1 · (scale / global scale). Which layers are quantised follows from the tensors, how from
-``config_groups``.
+W = (q - zero) · scale, or e2m1 · (scale / global scale). The tensors show which layers are quantized, ``config_groups``
+in which format.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read(files: TensorFiles, settings: Settings) -> Contents:
     """The layers of a compressed-tensors checkpoint.
 
     Raises:
-        CheckpointError: also for what no kernel of qao multiplies: see docs/formats.md.
+        CheckpointError: also for formats without a qao kernel, see docs/formats.md.
     """
     groups = groups_of(settings)
     layers: dict[str, QuantizedLayer] = {}
@@ -60,7 +60,7 @@ def read(files: TensorFiles, settings: Settings) -> Contents:
 
 
 def read_layer(files: TensorFiles, name: str, group: Group) -> QuantizedLayer:
-    """One layer of it."""
+    """Read one layer."""
     args, inputs = group.weights, group.inputs
     if args.kind == "float" and args.bits == 4:
         return fp4_layer(files, name, group)
@@ -87,7 +87,7 @@ def read_layer(files: TensorFiles, name: str, group: Group) -> QuantizedLayer:
 
 
 def _check_parameters(files: TensorFiles, name: str, args: Args, shape: tuple[int, int], groups: int) -> None:
-    """Shapes and dtypes of scales and zero points."""
+    """Check shapes and dtypes of scales and zero points."""
     n, k = shape
     scale, zero, packed = (f"{name}.weight_{part}" for part in ("scale", "zero_point", "packed"))
     if args.kind == "float":
@@ -115,7 +115,7 @@ def _check_order(files: TensorFiles, g_idx: str, k: int, given: int) -> None:
 
 
 def _check_unused(files: TensorFiles, zero: str) -> None:
-    """Zero points of a symmetric weight, which some versions of the package store all the same."""
+    """Check the redundant zero points that some versions of the package store for symmetric weights."""
     stored = files.read(zero)
     middle = -0x77777778 if stored.dtype == torch.int32 else 0  # packed nibbles of 8
     if not (stored.double() == middle).all():
@@ -156,7 +156,7 @@ def _read(files: TensorFiles, name: str, args: Args, scheme: Scheme, shape: tupl
 
 
 def _zeros(files: TensorFiles, name: str, n: int) -> Tensor:
-    """uint8 0..15 [N, G] or [1, 1]."""
+    """Unpack zero points to uint8 0..15 [N, G] or [1, 1]."""
     stored = files.read(name)
     if stored.dtype == torch.int32:
         return nibbles(stored.t()).t()[:n]

@@ -1,6 +1,6 @@
-"""Entries of compressed-tensors in a state dict that a quantized layer is asked to load.
+"""Translation of compressed-tensors entries in a state dict that a quantized layer loads.
 
-``save_pretrained`` writes most schemes in that layout, and trainers give what it wrote to ``load_state_dict``.
+``save_pretrained`` writes most schemes in that layout, and trainers pass it to ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["translate"]
 
 
 class _Entries(TensorFiles):
-    """Tensors of one layer in memory, as the reader of files takes them."""
+    """In-memory tensors of one layer with the interface of ``TensorFiles``."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.directory, self.metadata = Path("state dict"), {}
@@ -38,10 +38,10 @@ class _Entries(TensorFiles):
 
 
 def translate(layer: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replaces the entries of compressed-tensors under ``prefix`` by those of ``layer``, a PackedModule.
+    """Replace the compressed-tensors entries under ``prefix`` with those of ``layer``, a PackedModule.
 
     Raises:
-        ValueError: they are of another scheme or size, incomplete, or damaged.
+        ValueError: the entries have another scheme or size, or are incomplete or damaged.
     """
     name, scheme = prefix.removesuffix(".") or "layer", layer.scheme
     keys = [key for key in state_dict if key.startswith(f"{prefix}weight") or key.startswith(f"{prefix}input_")]

@@ -46,14 +46,14 @@ def can_write(scheme: Scheme, in_features: int | None = None) -> str | None:
 
 
 def layer_tensors(layer: QuantLinear) -> dict[str, Tensor]:
-    """The weight of a layer as compressed-tensors names it, without the layer's name; the bias is not among them.
+    """The weight of a layer under the names of compressed-tensors, without the layer's name and the bias.
 
     Returns:
-        See the table above. Scales keep their dtype; q and zero points are those of the layer.
+        See the table above. Scales keep their dtype. q and zero points are those of the layer.
 
     Raises:
-        ValueError: the layer cannot be written: ``can_write``, zero points that are no whole numbers, or of fp4 rows
-            that do not share their divisor.
+        ValueError: the layer cannot be written: see ``can_write``; also float zero points, and fp4 rows with different
+            divisors.
     """
     scheme, n, k = layer.scheme, layer.out_features, layer.in_features
     reason = can_write(scheme, k)
@@ -99,12 +99,12 @@ def quantization_config(layers: Mapping[str, Scheme], ignore: list[str]) -> dict
     """The entry ``quantization_config`` of config.json.
 
     Args:
-        layers: the scheme of every quantised layer by name, at least one.
-        ignore: names of the linear layers that are in float.
+        layers: the scheme of every quantized layer by name, at least one.
+        ignore: names of the float linear layers.
 
     Returns:
-        One group that targets heads by name, then "Linear", where all layers are alike, else groups that name their
-        layers. What only qao knows stands under "qao".
+        If all layers have one scheme, one group that targets heads by name, then "Linear". Otherwise groups that name
+        their layers. qao's own settings are stored under "qao".
 
     Raises:
         ValueError: no layers, or a scheme that cannot be written.
@@ -123,8 +123,8 @@ def quantization_config(layers: Mapping[str, Scheme], ignore: list[str]) -> dict
                 break
         else:
             groups.append((args, own, [name]))
-    # By name what is in no numbered block, the head above all: to vLLM that is no "Linear". Names come first, since
-    # compressed-tensors stops at the first target that matches a module, and warns of those that matched none.
+    # Target modules outside numbered blocks by name, above all the head, which is no "Linear" in vLLM. Names come
+    # first: compressed-tensors stops at the first target that matches a module and warns of targets without a match.
     heads = [name for name in layers if not any(part.isdigit() for part in re.split(r"\\?\.", name))]
     formats = {args["format"] for args, _, _ in groups}
     config: dict[str, Any] = {
@@ -144,7 +144,7 @@ def quantization_config(layers: Mapping[str, Scheme], ignore: list[str]) -> dict
 
 
 def _is_packed(scheme: Scheme) -> bool:
-    """Whether the values of a weight of integers lie in words of 32 bits, and not one a byte."""
+    """Whether integer weights are packed in 32-bit words rather than one value per byte."""
     return scheme.activations != "int8"
 
 

@@ -1,1 +1,1 @@
-"""GGUF, the format of llama.cpp: the file, its model, its tensors as qao's layers."""
+"""GGUF, the format of llama.cpp: file container, model metadata, and tensors as quantized layers."""

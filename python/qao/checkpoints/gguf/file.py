@@ -1,8 +1,8 @@
-"""The container of GGUF, versions 2 and 3: metadata and where each tensor lies, read from a memory-mapped file.
+"""GGUF container, versions 2 and 3: metadata and tensor offsets, read from a memory-mapped file.
 
-The source is docs/gguf.md of ggml. A file is untrusted: every count, length and offset is compared with the size of the
-file before anything is read or allocated by it. (The reader of the PyPI package gguf believes the counts.) Elements of
-arrays, such as a vocabulary of 150 000 tokens, are passed over, not read.
+The specification is docs/gguf.md of ggml. A file is untrusted: every count, length and offset is compared with the file
+size before it is used to read or allocate. (The reader of the PyPI package gguf trusts the counts.) Elements of arrays,
+such as a vocabulary of 150 000 tokens, are skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..base import CheckpointError
 
-# ggml type: name, elements of a block, bytes of a block. The package gguf is asked for others.
+# ggml type: name, elements per block, bytes per block. Other types are looked up in the package gguf.
 TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -33,13 +33,13 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 _MAX_PARTS = 1 << 12
-_MAX_ELEMENTS = 1 << 24  # of an array; ten times the largest vocabulary
-_SHORTEST_ENTRY = 8 + 4 + 1  # bytes of metadata: length of a key, type, value
-_SHORTEST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes of a tensor's entry: length of the name, dimensions, one, type, offset
+_MAX_ELEMENTS = 1 << 24  # per array; ten times the largest vocabulary
+_SHORTEST_ENTRY = 8 + 4 + 1  # bytes of a metadata entry: length of the key, type, value
+_SHORTEST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes of a tensor entry: length of the name, dimensions, one, type, offset
 
 
 class Array(NamedTuple):
-    """An array of the metadata; its elements are not read."""
+    """An array in the metadata. Its elements are not read."""
 
     value_type: int
     length: int
@@ -49,8 +49,8 @@ class Array(NamedTuple):
 class TensorInfo:
     name: str
     type: str  # "Q4_1"
-    shape: tuple[int, ...]  # as torch has it: [N, K]
-    offset: int  # in the file
+    shape: tuple[int, ...]  # in torch's order: [N, K]
+    offset: int  # in bytes from the start of the file
     nbytes: int
 
 
@@ -59,11 +59,11 @@ class GgufFile:
 
     Attributes:
         metadata: numbers, strings and ``Array`` by key.
-        tensors: by name, as the file has it.
+        tensors: by their names in the file.
 
     Raises:
-        CheckpointError: this is no GGUF file, or one that is damaged or contradicts itself.
-        OSError: it cannot be opened.
+        CheckpointError: the file is not GGUF, is damaged or contradicts itself.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -85,10 +85,10 @@ class GgufFile:
 
 
 class GgufParts:
-    """A model that was split into several files, with the interface of one: metadata is that of the first part.
+    """A model split into several files, with the interface of one. The first part has the metadata.
 
     Raises:
-        CheckpointError: a part is missing, says that it is another one, or has a tensor that an earlier one has.
+        CheckpointError: a part is missing, has the wrong number, or repeats a tensor of an earlier part.
     """
 
     def __init__(self, paths: list[Path]) -> None:
@@ -121,7 +121,7 @@ class GgufParts:
 
 
 def open_gguf(path: str | Path) -> GgufFile | GgufParts:
-    """The file, with all other parts of its model if its name says that it is one of several."""
+    """Open a file, with all other parts of its model if its name says that the model is split."""
     path = Path(path)
     name = re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.gguf", path.name)
     if name is None:
@@ -133,7 +133,7 @@ def open_gguf(path: str | Path) -> GgufFile | GgufParts:
 
 
 class _Cursor:
-    """Reads from the front of the file to its end, and no further."""
+    """A bounds-checked cursor from the start of the file to its end."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data, self.path, self.at, self.size = data, path, 0, len(data)
@@ -142,7 +142,7 @@ class _Cursor:
         return CheckpointError(f"{self.path}: {what}, at byte {self.at}. Is the file whole? Download it again")
 
     def skip(self, count: int) -> int:
-        """Passes over ``count`` bytes and returns where they begin."""
+        """Skip ``count`` bytes and return their offset."""
         if count > self.size - self.at:
             raise self.error(f"{count} bytes are to follow, and {self.size - self.at} are left")
         self.at += count
@@ -158,7 +158,7 @@ class _Cursor:
         return self.data[begin : begin + count].decode()
 
     def count_of(self, what: str, shortest: int) -> int:
-        """A count of things that take at least so many bytes each."""
+        """Read a count of items, each at least ``shortest`` bytes long."""
         count: int = self.number("Q")
         if count * shortest > self.size - self.at:
             raise self.error(f"it claims {count} {what}, more than fit into what is left of it")
@@ -237,7 +237,7 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]
 
 
 def _read_entry(cursor: _Cursor) -> tuple[str, tuple[str, int, int], list[int], int]:
-    """Name, type, dimensions from the fastest on, and offset in the data."""
+    """Name, type, dimensions (fastest first), and offset in the data."""
     name = cursor.string()
     count = cursor.number("I")
     if not 1 <= count <= _MAX_DIMS:

@@ -1,7 +1,7 @@
-"""What GGUF's names and metadata mean to transformers: tensors' names, the order of q's and k's rows, config.json.
+"""GGUF metadata in terms of transformers: tensor names, row order of q and k, config.json.
 
 The source is llama.cpp's conversion of these models (gguf-py/gguf/tensor_mapping.py, convert_hf_to_gguf.py). Mistral's
-models are of architecture "llama" there.
+models have the architecture "llama" there.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _NORMS = {
     "attn_k_norm": "self_attn.k_norm",
 }
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_ROPE_FACTORS = "rope_freqs.weight"  # of Llama 3.1 and later: no tensor of the model
+_ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1 and later; not a tensor of the model
 
 
 class Model:
-    """A language model in a GGUF file, under its names of transformers.
+    """A language model in a GGUF file, under its names in transformers.
 
     Attributes:
-        config: what config.json says.
-        modules: names (module, "weight" or "bias") in transformers by tensor of the file.
+        config: the content of config.json.
+        modules: names (module, "weight" or "bias") in transformers by tensor name in the file.
 
     Raises:
-        CheckpointError: an architecture, a tensor or a kind of rotary embedding that is not known here.
+        CheckpointError: an unknown architecture, tensor or type of rotary embedding.
     """
 
     def __init__(self, file: GgufFile | GgufParts) -> None:
@@ -64,13 +64,13 @@ class Model:
         self._check_shapes()
 
     def is_linear(self, name: str) -> bool:
-        """Whether a tensor of the file is the weight of a linear layer; a tied head is none."""
+        """Whether a tensor of the file is the weight of a linear layer. A tied head is not."""
         return name.endswith(".weight") and name.split(".")[-2] in (*_LINEAR, "output")
 
     def row_order(self, name: str) -> Tensor | None:
-        """int64 [N]: where each row of the tensor of transformers lies in the file's; None: they lie alike.
+        """int64 [N]: index in the file of each row of the transformers tensor; None: same order.
 
-        llama.cpp lays the halves of a head's rotary pairs side by side: rows 0, D/2, 1, D/2 + 1, …
+        llama.cpp interleaves the halves of a head's rotary pairs: rows 0, D/2, 1, D/2 + 1, …
         """
         stem = name.split(".")[-2]
         if self._arch not in _PERMUTED or stem not in ("attn_q", "attn_k"):
@@ -131,7 +131,7 @@ class Model:
             "rope_theta": self._number("rope.freq_base", 10000.0, float),
             "tie_word_embeddings": "output.weight" not in tensors,
         }
-        if self._arch != "qwen2":  # which has biases beside q, k and v without being told
+        if self._arch != "qwen2":  # qwen2 always has q, k and v biases
             config["attention_bias"] = "blk.0.attn_q.bias" in tensors
         if self._arch == "llama":
             config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
@@ -156,7 +156,7 @@ class Model:
         stored = self._file.bytes_of(info).view(torch.float32)
         scaling = {"factor": stored.max().item(), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         scaling["original_max_position_embeddings"] = 8192
-        # The file has the factors and not what they come from. Every Llama from 3.1 on has these three constants.
+        # The file stores the factors but not their parameters. Every Llama from 3.1 on has these three constants.
         if not torch.allclose(stored, _llama3_factors(head_dim, theta, **scaling), rtol=1e-4):
             raise CheckpointError(f"{self._file.path}: {_ROPE_FACTORS} are not those of Llama 3.1 to 3.3")
         return {"rope_type": "llama3", **scaling}
@@ -195,7 +195,7 @@ def _llama3_factors(
     high_freq_factor: float,
     original_max_position_embeddings: float,
 ) -> Tensor:
-    """float32 [head_dim / 2]: what each wavelength is divided by; see transformers' rope_type "llama3"."""
+    """float32 [head_dim / 2]: divisor of each wavelength; see transformers' rope_type "llama3"."""
     wavelengths = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     turns = original_max_position_embeddings / wavelengths
     smooth = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)

@@ -1,13 +1,13 @@
-"""GGUF, the format of llama.cpp: Q4_0 and Q4_1 become int4 exactly as stored, Q8_0 becomes int8, others floats.
+"""GGUF reader (llama.cpp): Q4_0 and Q4_1 become int4 exactly, Q8_0 becomes int8, other types float.
 
-Blocks of 32 columns share what scales them, float16 numbers d and m (ggml-common.h of ggml):
+Blocks of 32 columns share float16 scale factors d and m (ggml-common.h of ggml):
 
-    Q4_0   (q - 8) d      int4, groups of 32, symmetric, float16 scales: the same numbers
-    Q4_1   q d + m        int4, groups of 32, float32 scales d and zero points -m / d, which are no whole numbers: the
-                          same numbers to within a rounding of float32
-    Q8_0   q d            int8 has a scale per row: requantised, unless ``dequantize``
+    Q4_0   (q - 8) d      int4, groups of 32, symmetric, float16 scales: exact
+    Q4_1   q d + m        int4, groups of 32, float32 scales d and float zero points -m / d: exact up to float32
+                          rounding
+    Q8_0   q d            int8 has per-row scales: requantized, unless ``dequantize``
 
-In int4's bytes, low nibbles are columns 0..15 of a block, high ones 16..31.
+In the bytes of Q4_0 and Q4_1, low nibbles are columns 0..15 of a block, high nibbles 16..31.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ from .model import Model
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCK = 32
-# float16 kernels on a GPU hold q - zero in float16. A block beyond is constant to 15 / 32768 of its magnitude.
+# GPU kernels in float16 hold q - zero in float16. A block beyond this limit is constant to 15 / 32768 of its magnitude.
 _LARGEST_ZERO = 32768.0
 
 
 class GgufCheckpoint(Checkpoint):
-    """A language model in a GGUF file or its parts: of architecture llama (Mistral's models too), qwen2 or qwen3.
+    """A language model in a GGUF file or its parts. Architectures: llama (also Mistral's models), qwen2, qwen3.
 
-    Linear layers in Q4_0 and Q4_1 are int4, with the numbers of the file. Everything else that the package ``gguf`` can
-    dequantize (Q6_K, Q4_K, IQ4_XS …) is read as float32, exactly, and listed in ``notes``.
+    Linear layers in Q4_0 and Q4_1 become int4 with the values of the file. All other types that the package ``gguf``
+    can dequantize (Q6_K, Q4_K, IQ4_XS …) are read exactly as float32 and listed in ``notes``.
 
     Args:
-        path: the file, or one of the parts of a model that was split (``-00001-of-00003.gguf``).
-        dequantize: True reads linear layers in Q8_0 as float32 too. False requantizes them with a scale per row.
+        path: the file, or one part of a split model (``-00001-of-00003.gguf``).
+        dequantize: True reads linear layers in Q8_0 as float32 too. False requantizes them with per-row scales.
 
     Attributes:
-        linears: names of the linear layers that are read as floats.
-        float_linears: how many of them the file has quantized, by their format.
-        dequantized: how many tensors of any kind, by format.
-        rounded: how many linear layers in Q8_0 are requantized.
+        linears: names of the linear layers that are read as float.
+        float_linears: number of these that are quantized in the file, by format.
+        dequantized: number of tensors of any kind, by format.
+        rounded: number of linear layers in Q8_0 that are requantized.
 
     Raises:
-        CheckpointError: no GGUF file, a damaged one, an unknown architecture, formats that the package ``gguf`` cannot
-            dequantize, or any other than F32, F16, BF16, Q4_0, Q4_1 and Q8_0 where the package is not installed.
+        CheckpointError: not a GGUF file, a damaged one, an unknown architecture, formats that the package ``gguf``
+        cannot
+            dequantize, or any other than F32, F16, BF16, Q4_0, Q4_1 and Q8_0 if the package is not installed.
     """
 
     format = "gguf"
@@ -117,7 +118,7 @@ class GgufCheckpoint(Checkpoint):
         return decode(self._blocks(info), self._where(info))
 
     def _blocks(self, info: TensorInfo) -> Tensor:
-        """uint8 [N, bytes of a row], rows in the order of transformers."""
+        """uint8 [N, bytes per row], rows in the order of transformers."""
         rows = self._file.bytes_of(info).view(info.shape[0], -1)
         order = self._model.row_order(info.name)
         return rows if order is None else rows[order]
@@ -127,7 +128,7 @@ class GgufCheckpoint(Checkpoint):
 
 
 def _check_known(info: TensorInfo, where: str) -> None:
-    """Raises CheckpointError unless the package gguf can dequantize the tensor; asked before anything is read."""
+    """Raise CheckpointError unless the package gguf can dequantize the tensor. Called before any read."""
     try:
         import numpy as np
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize

@@ -1,4 +1,4 @@
-"""accelerate: checkpoints of quantised layers that it loads tensor by tensor; importing this module needs accelerate.
+"""accelerate: checkpoints of quantized layers that it loads tensor by tensor; importing this module needs accelerate.
 
 ``load_checkpoint_in_model`` and ``load_checkpoint_and_dispatch`` do not call ``load_state_dict`` where they are given
 a device_map: they set one tensor after the other, and cast it if they are asked to. ``register`` teaches the function

@@ -1,4 +1,4 @@
-"""QaoConfig: what config.json says about the quantised layers of a model, and how to quantise while it is loaded."""
+"""QaoConfig: what config.json says about the quantized layers of a model, and how to quantize while it is loaded."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class QaoConfig:
     """The ``quantization_config`` of transformers and diffusers.
 
     Args:
-        scheme: a scheme, or a dict from names to schemes, as ``qao.quantize_`` takes it: how to quantise a float model
-            while it is loaded. None: the model is quantised already.
+        scheme: a scheme, or a dict from names to schemes, as ``qao.quantize_`` takes it: how to quantize a float model
+            while it is loaded. None: the model is quantized already.
         modules_to_not_convert: names of modules that stay as they are, with all inside them: the whole name or its
             end ("lm_head", "mlp.down_proj"), or ``"re:<pattern>"`` of the whole name.
-        embeddings: quantise tied embeddings too, as in ``qao.quantize_``.
+        embeddings: quantize tied embeddings too, as in ``qao.quantize_``.
 
     Attributes:
-        layers: of a quantised model, the schemes of its quantised modules by name.
-        dtype: of a quantised model, that of what is not quantised. ``dtype`` of transformers' own config is that of the
+        layers: of a quantized model, the schemes of its quantized modules by name.
+        dtype: of a quantized model, that of what is not quantized. ``dtype`` of transformers' own config is that of the
             first float tensor, which may be a scale.
 
     Raises:
@@ -93,7 +93,7 @@ class QaoConfig:
 
     @classmethod
     def of(cls, model: nn.Module) -> QaoConfig:
-        """That of a quantised model as it is."""
+        """That of a quantized model as it is."""
         return cls(layers=describe(model), dtype=float_dtype(model))
 
     @classmethod

@@ -129,14 +129,14 @@ class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Called once diffusers has its tables of quantisers."""
+    """Called once diffusers has its tables of quantizers."""
     from diffusers.quantizers import auto
 
     fill(auto, QaoConfig, QaoQuantizer)
 
 
 def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
-    """Tells a model that it is quantised, so that ``save_pretrained`` writes so."""
+    """Tells a model that it is quantized, so that ``save_pretrained`` writes so."""
     config = QaoConfig.of(model)
     quantizer = quantizer or QaoQuantizer(config, pre_quantized=True)
     if mark(model, config, quantizer, diffusers.ModelMixin):

@@ -1,4 +1,4 @@
-"""What every library's quantizer does alike: makes room for quantised layers, or quantises weights as they arrive."""
+"""What every library's quantizer does alike: makes room for quantized layers, or quantizes weights as they arrive."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Loader:
     """Of one model that a library loads into a skeleton on meta, tensor by tensor.
 
     Attributes:
-        pending: weights that are quantised when they arrive, by name.
+        pending: weights that are quantized when they arrive, by name.
         experts: and projections of fused experts.
-        dtypes: of the tensors of quantised layers, by name: nobody may cast them.
+        dtypes: of the tensors of quantized layers, by name: nobody may cast them.
         hidden: names in the checkpoint that are no tensors of the model: the markers.
         left: layers that the checkpoint holds in another size, and that stay in float as they were asked to.
     """
@@ -56,7 +56,7 @@ class Loader:
         self._schemes: dict[str, Scheme] = {}  # of layers by name, once the model is known
         self._hook: Any = None
         self.sharding: Sharding | None = None  # of transformers' tensor parallelism
-        self._late: tuple[type[nn.Module], ...] = ()  # modules of which some are quantised at the end
+        self._late: tuple[type[nn.Module], ...] = ()  # modules of which some are quantized at the end
         self.absent: set[str] = set()  # names of tensors that no checkpoint holds, or in another shape
         self._shapes: dict[str, torch.Size] = {}  # of the float skeleton's parameters
         self._tied: set[str] = set()  # weights that other names share
@@ -205,7 +205,7 @@ class Loader:
         )
 
     def _plan(self, model: nn.Module, tied: set[str]) -> None:
-        """Which weights are quantised as they arrive: those of one linear layer alone. The rest follows at the end."""
+        """Which weights are quantized as they arrive: those of one linear layer alone. The rest follows at the end."""
         assert self.config.scheme is not None
         select = selector(model, self.config.scheme)
         keep = _filter(model, self.config.modules_to_not_convert)
@@ -335,7 +335,7 @@ class Loader:
             )
 
     def is_quantised(self, name: str, module: nn.Module) -> bool:
-        """Whether a module of the skeleton is a quantised layer, or may become one."""
+        """Whether a module of the skeleton is a quantized layer, or may become one."""
         return isinstance(module, PackedModule) or f"{name}.weight" in self.pending or type(module) in self._late
 
 
@@ -366,7 +366,7 @@ def _fill_biases(model: nn.Module, absent: Collection[str]) -> None:
 
 
 def _check_all_arrived(model: nn.Module, absent: Collection[str]) -> None:
-    """Raises ValueError where a quantised layer has no numbers."""
+    """Raises ValueError where a quantized layer has no numbers."""
     new = _names_of_new(model, absent) if absent else set()
     for name, module in model.named_modules():
         if isinstance(module, PackedModule):

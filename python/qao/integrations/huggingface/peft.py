@@ -27,7 +27,7 @@ from . import peft_methods
 class LoraQuantLinear(lora.Linear):  # type: ignore[misc]
     """LoRA beside a QuantLinear; all that peft's ``lora.Linear`` does, DoRA included.
 
-    The base layer stays as it is until ``merge``: then it holds Q(W + ΔW), quantised again with its own scheme, and a
+    The base layer stays as it is until ``merge``: then it holds Q(W + ΔW), quantized again with its own scheme, and a
     warning says how far that is from W + ΔW. W is kept meanwhile: ``unmerge`` gives it back bit for bit, and merging
     another adapter begins with it, so errors do not add up.
     """
@@ -53,7 +53,7 @@ class LoraQuantLinear(lora.Linear):  # type: ignore[misc]
     pissa_init = olora_init = corda_init = loftq_init = lora_ga_init = _changes_the_weight
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds adapters to the weight and quantises the sum.
+        """Adds adapters to the weight and quantizes the sum.
 
         Raises:
             ValueError: the sum holds NaN or Inf, which is always looked for; nothing is changed then.

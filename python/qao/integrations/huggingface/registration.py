@@ -1,4 +1,4 @@
-"""Tells models of transformers and diffusers that they are quantised, without importing either."""
+"""Tells models of transformers and diffusers that they are quantized, without importing either."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...quantization import targets
 
 
 def attach(model: nn.Module) -> None:
-    """Tells models of these libraries inside ``model`` that they are quantised, for ``save_pretrained`` to write it."""
+    """Tells models of these libraries inside ``model`` that they are quantized, for ``save_pretrained`` to write it."""
     for ours, outermost in _models(model):
         ours.attach(outermost)
 
@@ -65,7 +65,7 @@ def fill(tables: Any, config: type, quantizer: type) -> None:
 
 
 def mark(model: Any, config: Any, quantizer: Any, base: Any) -> bool:
-    """Gives ``model``, of the class ``base`` of its library, its quantiser; False if nothing in it is quantised."""
+    """Gives ``model``, of the class ``base`` of its library, its quantizer; False if nothing in it is quantized."""
     if not config.layers:
         return False
     quantizer.quantization_config = config

@@ -1,4 +1,4 @@
-"""What ``save_pretrained`` writes of a quantised model: tensors, the header's metadata, and quantization_config."""
+"""What ``save_pretrained`` writes of a quantized model: tensors, the header's metadata, and quantization_config."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _gather(state: dict[str, Any]) -> None:
 
 
 def _keep_apart(model: nn.Module, names: Iterable[str]) -> None:
-    """Takes those conversions off the model by which transformers 5 would join tensors of quantised layers on the way
+    """Takes those conversions off the model by which transformers 5 would join tensors of quantized layers on the way
     to the file, as it joins the float weights of q, k and v (Molmo2). It reads either form."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -1,9 +1,9 @@
-"""``tp_plan`` of transformers (from 5.23 on) for quantised layers: they are sharded by the styles of qao.distributed.
+"""``tp_plan`` of transformers (from 5.23 on) for quantized layers: they are sharded by the styles of qao.distributed.
 
 transformers shards parameters of its modules as DTensors and replaces forwards. Neither fits a packed weight, so
-entries of the plan that concern quantised layers are taken out of it, and these become sharded layers of qao: as soon
-as the weight has arrived where it is quantised while it is loaded, and when all have arrived where the checkpoint is
-quantised. Of such a checkpoint each rank keeps its own part alone, where parts join to the packed weight
+entries of the plan that concern quantized layers are taken out of it, and these become sharded layers of qao: as soon
+as the weight has arrived where it is quantized while it is loaded, and when all have arrived where the checkpoint is
+quantized. Of such a checkpoint each rank keeps its own part alone, where parts join to the packed weight
 (``distributed.cut.joins``).
 """
 
@@ -21,7 +21,7 @@ _RESOLVE = "_resolve_parallel_plans"
 
 
 class Sharding:
-    """Of one model while it is loaded. ``styles``: of quantised layers by name; empty without tensor parallelism."""
+    """Of one model while it is loaded. ``styles``: of quantized layers by name; empty without tensor parallelism."""
 
     def __init__(self, model: Any, is_ours: Callable[[str, nn.Module], bool]) -> None:
         self.styles: dict[str, Any] = {}
@@ -32,7 +32,7 @@ class Sharding:
             setattr(model, _RESOLVE, partial(self._resolve, resolve))
 
     def _resolve(self, resolve: Callable[[Any], tuple[dict[str, str], ...]], config: Any) -> tuple[dict[str, str], ...]:
-        """The plans of transformers, without what concerns quantised layers in that of tensor parallelism."""
+        """The plans of transformers, without what concerns quantized layers in that of tensor parallelism."""
         plan, *others = resolve(config)
         if not plan:
             return plan, *others
@@ -51,7 +51,7 @@ class Sharding:
         return left, *others
 
     def take(self, names: Iterable[str], module: nn.Module) -> None:
-        """Shards a quantised layer once all of its tensors are there."""
+        """Shards a quantized layer once all of its tensors are there."""
         styles = [self.styles.pop(name) for name in names if name in self.styles]
         if styles:
             styles[0]._apply(module, self.mesh)

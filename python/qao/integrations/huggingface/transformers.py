@@ -1,6 +1,6 @@
 """transformers: QaoConfig as ``quantization_config``, for versions 4.57 and 5.
 
-A float checkpoint is quantised weight by weight as its tensors arrive; of a quantised one, layers of the right kind are
+A float checkpoint is quantized weight by weight as its tensors arrive; of a quantized one, layers of the right kind are
 put in place before its tensors arrive. Saving goes through ``get_state_dict_and_metadata``.
 """
 
@@ -129,7 +129,7 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
     # ---- while they arrive: version 4
 
     def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
-        # Weights that do not arrive are initialised as floats, and quantised at the end with what is left.
+        # Weights that do not arrive are initialised as floats, and quantized at the end with what is left.
         self.loader.absent.update(missing_keys)
         for name in missing_keys:
             self.loader.pending.pop(name, None)
@@ -264,7 +264,7 @@ class _Quantize:
 
 
 def register() -> None:
-    """Called once transformers has its tables of quantisers."""
+    """Called once transformers has its tables of quantizers."""
     from transformers.quantizers import auto
 
     fill(auto, QaoConfig, QaoQuantizer)
@@ -295,7 +295,7 @@ def watch_loading() -> None:
 
 
 def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
-    """Tells a model that it is quantised: ``save_pretrained`` asks ``hf_quantizer``, which writes what is so then."""
+    """Tells a model that it is quantized: ``save_pretrained`` asks ``hf_quantizer``, which writes what is so then."""
     config = QaoConfig.of(model)
     quantizer = quantizer or QaoQuantizer(config, pre_quantized=True)
     if mark(model, config, quantizer, transformers.PreTrainedModel):

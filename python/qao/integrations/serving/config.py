@@ -16,7 +16,7 @@ class Served:
     """What a config.json that qao wrote says of a model's layers, under the names of an engine.
 
     Args:
-        layers: schemes of the quantised layers by name.
+        layers: schemes of the quantized layers by name.
         engine: for messages.
     """
 
@@ -31,7 +31,7 @@ class Served:
         """From its ``quantization_config``.
 
         Raises:
-            ValueError: it is none that qao wrote, or of a model that is yet to be quantised.
+            ValueError: it is none that qao wrote, or of a model that is yet to be quantized.
         """
         config = QaoConfig.from_dict(content)
         assert isinstance(config, QaoConfig)
@@ -43,14 +43,14 @@ class Served:
         return cls(config.layers, engine)
 
     def scheme_of(self, name: str, joined: Mapping[str, Sequence[str]]) -> Scheme | None:
-        """The scheme of a layer of the engine; None: it is not quantised.
+        """The scheme of a layer of the engine; None: it is not quantized.
 
         Args:
             name: the engine's: "model.layers.0.self_attn.qkv_proj".
             joined: what such a layer is made of, by the last part of its name: {"qkv_proj": ["q_proj", …]}.
 
         Raises:
-            ValueError: the layers that it joins are not quantised alike.
+            ValueError: the layers that it joins are not quantized alike.
         """
         self._asked.add(name)
         if name in self.layers:
@@ -65,7 +65,7 @@ class Served:
         return found[0]
 
     def experts_of(self, name: str) -> tuple[Scheme, Scheme] | None:
-        """The schemes of gate and up and of down of fused experts; None: they are not quantised.
+        """The schemes of gate and up and of down of fused experts; None: they are not quantized.
 
         Where a block has other experts alone, an engine calls these as the checkpoint does and as transformers doesn't,
         whose names a config has (Mixtral): ``projection.check_come`` finds out whether tensors come.
@@ -93,7 +93,7 @@ class Served:
         return None if of is None else (self.layers[f"{of}.up"], self.layers[f"{of}.down"])
 
     def refuse_embedding(self, name: str) -> None:
-        """Raises NotImplementedError where the engine's layer ``name``, an embedding, is quantised.
+        """Raises NotImplementedError where the engine's layer ``name``, an embedding, is quantized.
 
         Some models of vLLM do not tell its name ("": Llama); then any that is named as embeddings are.
         """
@@ -105,7 +105,7 @@ class Served:
             )
 
     def tell_unasked(self) -> None:
-        """Warns once, when all layers are made, of quantised ones that the engine did not ask about.
+        """Warns once, when all layers are made, of quantized ones that the engine did not ask about.
 
         Not of those in blocks of which it asked about none, which other processes have, or nobody here.
         """

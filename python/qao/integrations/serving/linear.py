@@ -40,7 +40,7 @@ def check_marker(loaded: Tensor, scheme: Scheme, k: int, name: str) -> marker.Ma
 
 
 class ServedLinear:
-    """The quantisation method of one layer, as vLLM and SGLang ask it."""
+    """The quantization method of one layer, as vLLM and SGLang ask it."""
 
     parameters: ClassVar[Any]  # the engine's module of parameter classes
 

@@ -1,6 +1,6 @@
 """SGLang: an entry point of the group ``sglang.srt.plugins``, which each of its processes calls when it starts.
 
-config.py and linear.py make the quantisation method "qao" known, for checkpoints in qao's own format; layouts.py puts
+config.py and linear.py make the quantization method "qao" known, for checkpoints in qao's own format; layouts.py puts
 qao's choice of kernels (method.py, kernels.py) before SGLang's own, for linear layers of checkpoints that SGLang reads.
 Nothing here imports SGLang: its table of methods is told once that module is imported, by whomever.
 """

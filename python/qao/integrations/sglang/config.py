@@ -1,4 +1,4 @@
-"""The quantisation config "qao" of SGLang: checkpoints in qao's own format.
+"""The quantization config "qao" of SGLang: checkpoints in qao's own format.
 
 It is registered while SGLang's table of methods is imported, so that what it needs of SGLang's layers comes later.
 """

@@ -1,7 +1,7 @@
 """FSDP2 (``torch.distributed.fsdp.fully_shard``): packed tensors keep their dtype; needs torch.distributed.
 
 FSDP2 casts what it gathers to the ``param_dtype`` of its ``MixedPrecisionPolicy``: floats, and in torch 2.11 integers
-too. Of a quantised layer only the bias may be cast: scales of another dtype are wrong numbers. ``register`` teaches
+too. Of a quantized layer only the bias may be cast: scales of another dtype are wrong numbers. ``register`` teaches
 FSDP2 so, and how to shard integers, which torch 2.11 refuses since it makes a sharded Parameter trainable first.
 """
 

@@ -1,4 +1,4 @@
-"""The quantisation config "qao" of vLLM: checkpoints in qao's own format.
+"""The quantization config "qao" of vLLM: checkpoints in qao's own format.
 
 It is registered while vLLM's table of methods is imported, so that what it needs of vLLM's layers comes later.
 """

@@ -160,7 +160,7 @@ class _Fp8(_Kernel, FP8ScaledMMLinearKernel):  # type: ignore[misc]
         bias: Tensor | None,
         output_shape: Sequence[int],
     ) -> Tensor:
-        """Of activations that vLLM quantised: A [M, K], B [K, N], a view of the weight [N, K]."""
+        """Of activations that vLLM quantized: A [M, K], B [K, N], a view of the weight [N, K]."""
         y = torch.ops.qao.fp8_scaled_mm.default(A, As, B.t(), Bs, bias, out_dtype, False)
         return y.view(*output_shape)  # type: ignore[no-any-return]
 
@@ -190,7 +190,7 @@ class QaoFp8Kernel(_Fp8):
 
     def apply_weights(self, layer: nn.Module, x: Any, bias: Tensor | None = None) -> Tensor:
         weight, scales, x_scale, x_limit = self._get_layer_params(layer)
-        if x_limit is not None:  # FBGEMM's upper bound of activations, which vLLM's own quantisation knows
+        if x_limit is not None:  # FBGEMM's upper bound of activations, which vLLM's own quantization knows
             return super().apply_weights(layer, x, bias)  # type: ignore[no-any-return]
         group_size = -1 if self.config.activation_quant_key.scale.group_shape.is_per_token() else 0
         y = ops.FP8_FP8(x, weight.t(), scales, bias, x_scale, group_size, False)
@@ -223,7 +223,7 @@ class QaoFp8BlockKernel(_Kernel, Fp8BlockScaledMMLinearKernel):  # type: ignore[
         return y.to(self.config.out_dtype)  # type: ignore[no-any-return]
 
     def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
-        """Of activations that vLLM quantised."""
+        """Of activations that vLLM quantized."""
         args = A, As, B, Bs, None, self.config.out_dtype, False
         return torch.ops.qao.fp8_scaled_mm.default(*args)  # type: ignore[no-any-return]
 
