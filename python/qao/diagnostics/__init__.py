@@ -1,4 +1,4 @@
-"""What a model does and how well: kernels of each layer, perplexity, sensitivity, the state of an installation."""
+"""Diagnostics: kernel of each layer, torch.compile behavior, perplexity, sensitivity, installation checks."""
 
 from __future__ import annotations
 

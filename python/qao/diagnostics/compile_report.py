@@ -1,4 +1,4 @@
-"""What torch.compile does with a model and its inputs: graphs, breaks, recompilations."""
+"""Report of what torch.compile does with a model: graphs, graph breaks, recompilations."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword argument
 
 @dataclass
 class Compilation:
-    """What torch.compile did, over all the calls."""
+    """Results of torch.compile over all calls."""
 
     graphs: int = 0
-    breaks: list[str] = field(default_factory=list)  # reason and place, one a place
-    recompiles: list[str] = field(default_factory=list)  # the guard that failed, one a recompilation
-    graph_inputs: list[int] = field(default_factory=list)  # tensors and sizes that go into each graph
+    breaks: list[str] = field(default_factory=list)  # reason and location, one entry per location
+    recompiles: list[str] = field(default_factory=list)  # the failed guard, one entry per recompilation
+    graph_inputs: list[int] = field(default_factory=list)  # number of tensors and sizes that enter each graph
     seconds: float = 0.0
-    error: str | None = None  # of a compilation, or of a call, that failed
+    error: str | None = None  # error of a failed compilation or call
 
     def describe(self) -> Iterator[str]:
-        """Lines of a report."""
+        """Lines of the report."""
         inputs = ", ".join(str(count) for count in self.graph_inputs)
         yield f"torch.compile: {counted(self.graphs, 'graph')} in {self.seconds:.1f} s; inputs: {inputs or 'none'}"
         yield from (f"graph break: {text}" for text in self.breaks)
@@ -36,7 +36,7 @@ class Compilation:
             yield f"failed: {self.error}"
 
     def advice(self) -> Iterator[str]:
-        """What to do, most important first."""
+        """Recommendations, most important first."""
         if self.error is not None:
             yield (
                 "torch.compile failed. Try backend='eager', then 'aot_eager', then 'inductor' to learn which stage "
@@ -65,7 +65,7 @@ class Compilation:
 
 
 def compiled(model: nn.Module, calls: list[Call], options: dict[str, Any]) -> Compilation:
-    """What torch.compile does with these calls of ``model``, one after the other. ``options`` are its arguments."""
+    """Compile ``model``, run these calls in order and report. ``options`` are torch.compile's arguments."""
     from torch._dynamo import utils
 
     result = Compilation()
@@ -76,7 +76,7 @@ def compiled(model: nn.Module, calls: list[Call], options: dict[str, Any]) -> Co
     try:
         for arguments, keywords in calls:
             function(*arguments, **keywords)
-    except Exception as error:  # a failed compilation is a result here: what it says goes into the report
+    except Exception as error:  # a failed compilation is a result: report its message
         result.error = f"{type(error).__name__}: {error}"
     frames = utils.get_compilation_metrics()
     result.graphs = utils.counters["stats"]["unique_graphs"]
@@ -90,8 +90,11 @@ def compiled(model: nn.Module, calls: list[Call], options: dict[str, Any]) -> Co
 
 
 def _forget_compilations() -> None:
-    """``torch._dynamo.reset``. The first one in a process may import what registers a backend, which ends its loop over
-    those that there are (torch 2.13)."""
+    """``torch._dynamo.reset``, repeated after a failure.
+
+    The first reset in a process may import a module that registers a backend, which breaks its loop over backends
+    (torch 2.13).
+    """
     try:
         torch._dynamo.reset()
     except RuntimeError:
@@ -99,10 +102,10 @@ def _forget_compilations() -> None:
 
 
 def _breaks(model: nn.Module, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Every break with its place, which the counters do not know."""
+    """Every graph break with its location, which the counters lack."""
     try:
         found = torch._dynamo.explain(model)(*arguments, **kwargs).break_reasons
-    except Exception:  # what cannot be traced again was reported by the compilation
+    except Exception:  # the compilation has already reported an untraceable call
         return []
     texts = []
     for reason in found:
@@ -113,8 +116,9 @@ def _breaks(model: nn.Module, arguments: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _by_cause(recompiles: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """Recompilations for a size or stride, for a tensor of another mode, and for anything else."""
-    # The first time by comparison of tensors, then by conditions such as "args[0].stride()[0] == args[0].size()[1]".
+    """Recompilations caused by a size or stride, by a tensor of another mode, and by anything else."""
+    # The first recompilation compares tensors, later ones conditions such as "args[0].stride()[0] ==
+    # args[0].size()[1]".
     sizes = [text for text in recompiles if re.search(r"(size|stride) mismatch|\.(size|stride)\(\)", text)]
     modes = [text for text in recompiles if "dispatch key set mismatch" in text]
     return sizes, modes, [text for text in recompiles if text not in sizes and text not in modes]

@@ -1,4 +1,4 @@
-"""``python -m qao doctor``: does this installation work here? Every operator on every device against its reference."""
+"""Installation check, ``python -m qao doctor``: every operator on every device against its reference."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..nn import cuda_build
 from ..schemes.base import _host
 from .operator_checks import OF_CPU, OPERATORS
 
-# ‖y - reference‖ / ‖reference‖. Rounding y to bfloat16 costs 2^-9, activations on the other side of a tie less than
-# 2^-7; a wrong kernel is wrong by far more than 2^-6.
+# ‖y - reference‖ / ‖reference‖. Rounding y to bfloat16 costs 2^-9, activations rounded the other way at a tie less than
+# 2^-7. The error of a wrong kernel is far above 2^-6.
 _MAX_ERROR = 2.0**-6
 
 
@@ -26,7 +26,7 @@ class Check(NamedTuple):
 
 
 def checks() -> Iterator[Check]:
-    """Runs one check after the other."""
+    """Run the checks one at a time."""
     yield from _build()
     for device in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
         for name, error in OPERATORS.items():
@@ -36,7 +36,7 @@ def checks() -> Iterator[Check]:
 
 
 def host_problem() -> str | None:
-    """Why qao._host, which only reports, is not available; None if it is, or was left out of this build."""
+    """Why the optional qao._host is not available; None if it is, or was left out of this build."""
     built = sorted(Path(__file__).parents[1].glob("_host.*.so"))
     if _host is not None or not built:
         return None
@@ -66,6 +66,6 @@ def _build() -> Iterator[Check]:
 def _problem_of(error: Callable[[str], float], device: str) -> str | None:
     try:
         value = error(device)
-    except Exception as exception:  # whatever it is, it is what the doctor was asked for
+    except Exception as exception:  # any exception is a result of the check
         return f"{type(exception).__name__}: {exception}"
     return None if value <= _MAX_ERROR else f"differs from the reference by {value:.3g} of its size"

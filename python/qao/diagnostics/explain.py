@@ -1,4 +1,4 @@
-"""What a quantized model does with given inputs: the kernel of each layer and why, and what torch.compile does."""
+"""What a quantized model does with given inputs: the kernel of each layer and why, and torch.compile."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .compile_report import Call, Compilation, compiled
 
 @dataclass
 class LayerCall:
-    """One QuantLinear, as the inputs reached it."""
+    """One QuantLinear and the inputs that reached it."""
 
     name: str
     shape: tuple[int, int]  # N, K
     scheme: str
     tokens: int  # M
     x_dtype: str
-    calls: int  # with this M and dtype
-    kernel: str | None  # None where that is not known
-    why: str  # the plan, or what the choice was made from
-    copied: bool  # x is copied before the kernel reads it, since its rows are not at a constant distance
+    calls: int  # number of calls with this M and dtype
+    kernel: str | None  # None if unknown
+    why: str  # the plan, or the inputs of the heuristic
+    copied: bool  # whether x is copied before the kernel because its row stride is not constant
 
 
 @dataclass
@@ -39,17 +39,17 @@ class Explanation:
     """The result of ``explain``; print it, and put it into a bug report with the output of ``python -m qao doctor``."""
 
     layers: list[LayerCall]
-    uncalled: list[str]  # QuantLinears that no call reached
-    unquantized: dict[str, str]  # other linear layers, and why they are as they are
-    compilation: Compilation | None  # None: not asked for
+    uncalled: list[str]  # QuantLinears that were not called
+    unquantized: dict[str, str]  # other linear layers, and why they are not quantized
+    compilation: Compilation | None  # None: not requested
 
     @property
     def advice(self) -> list[str]:
-        """What to do, most important first."""
+        """Recommendations, most important first."""
         return list(_advice(self)) or ["Nothing: every layer has its kernel, and one compilation served every call."]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in types that JSON knows."""
+        """The result in JSON types."""
         return asdict(self) | {"advice": self.advice}
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Explanation:
 
 
 def _joined(notes: Mapping[str, str]) -> dict[str, str]:
-    """Notes by name, with one entry for names that differ only in their numbers."""
+    """Notes by name. Names that differ only in their numbers share one entry."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, note in notes.items():
         alike.setdefault((re.sub(r"\d+", "#", name), note), []).append(name)
@@ -80,22 +80,22 @@ def explain(
     compile: bool | dict[str, Any] = True,
     **kwargs: Any,
 ) -> Explanation:
-    """Calls ``model(*inputs, **kwargs)`` and says what its quantized layers, and torch.compile, did.
+    """Call ``model(*inputs, **kwargs)`` and report what its quantized layers and torch.compile did.
 
-    The model runs once in eager mode, then compiled, twice: a second call must not compile again. Gradient mode and
-    autocast are those of the caller: explain under ``torch.inference_mode()`` what runs under it. Forgets everything
-    that torch.compile has compiled in this process before (``torch._dynamo.reset``).
+    The model runs once in eager mode, then twice compiled; a second call must not compile again. Gradient mode and
+    autocast are those of the caller: to explain inference, call under ``torch.inference_mode()``. Resets everything
+    that torch.compile has compiled in this process (``torch._dynamo.reset``).
 
     Args:
-        model: any module, quantized or not; one that torch.compile returned stands for the module inside.
-        inputs: one call's arguments. A single dict of tensors, as a tokenizer returns it, gives the keyword arguments
-            of models that take its keys as such, and is passed as it is to others.
-        more: arguments of further calls, for example with other numbers of tokens; recompilations show there. A tuple
-            holds positional arguments, a dict keyword arguments, which replace those of the same name in ``kwargs``.
-        compile: False leaves torch.compile out; a dict is its arguments, for example ``{"mode": "max-autotune"}``.
+        model: any module, quantized or not. A compiled module stands for the module inside.
+        inputs: arguments of one call. A single dict of tensors, as a tokenizer returns it, gives the keyword arguments
+            of models that take its keys; other models get it unchanged.
+        more: arguments of further calls, for example with other numbers of tokens, to show recompilations. A tuple
+            holds positional arguments, a dict keyword arguments that replace those of the same name in ``kwargs``.
+        compile: False skips torch.compile; a dict is its arguments, for example ``{"mode": "max-autotune"}``.
 
     Raises:
-        Exception: whatever the model raises in eager mode. What torch.compile raises is part of the result.
+        Exception: whatever the model raises in eager mode. Errors of torch.compile are part of the result.
     """
     model = getattr(model, "_orig_mod", model)
     calls = [_call(model, arguments, kwargs) for arguments in (inputs, *more)]
@@ -116,14 +116,14 @@ def _call(model: nn.Module, arguments: tuple[Any, ...] | Mapping[str, Any], kwar
     if len(arguments) == 1 and isinstance(arguments[0], Mapping) and all(isinstance(key, str) for key in arguments[0]):
         try:
             inspect.signature(model.forward).bind(**{**kwargs, **arguments[0]})
-        except TypeError:  # its keys are no arguments
+        except TypeError:  # its keys are not parameters
             return arguments, kwargs
         return (), {**kwargs, **arguments[0]}
     return arguments, kwargs
 
 
 def _unquantized(model: nn.Module) -> dict[str, str]:
-    """Why linear layers are none of QuantLinear: what ``quantize_`` would say of them, asked for one scheme for all."""
+    """Why linear layers are not QuantLinears, according to ``quantize_`` with one scheme for the whole model."""
     select = selector(model, Int8WeightOnly())
     layers = targets.find_layers(model)
     for layer in layers:
@@ -174,7 +174,7 @@ def _layer_call(name: str, layer: QuantLinear, x: Tensor) -> LayerCall:
 
 
 def _is_copied(x: Tensor) -> bool:
-    """Whether the operators copy x [..., K] first: elements of a row apart, or rows at no constant distance."""
+    """Whether the operators first copy x [..., K]: noncontiguous rows, or no constant row stride."""
     if x.numel() == 0 or x.dim() == 0:
         return False
     try:

@@ -1,4 +1,4 @@
-"""How far every operator is from its reference on a device: what ``qao doctor`` checks."""
+"""Error of every operator against its reference on a device, for ``qao doctor``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..ops import reference
 from ..quant_primitives.fp4 import _by_torch as fp4_by_torch
 from ..schemes import Scheme
 
-_N, _K, _GROUP_SIZE = 80, 192, 64  # more than one tile each way, and the last ones not full
-_TOKENS = (1, 33)  # kernels for few tokens, and for many
+_N, _K, _GROUP_SIZE = 80, 192, 64  # more than one tile in each dimension, the last one partial
+_TOKENS = (1, 33)  # few tokens and many select different kernels
 
 qao = torch.ops.qao
 
@@ -30,7 +30,7 @@ def _random(*shape: int, device: str) -> Tensor:
 
 
 def _seen(scheme: Scheme, x: Tensor) -> Tensor:
-    """x̂, what the scheme multiplies."""
+    """x̂, the activations that the GEMM uses under this scheme."""
     if scheme.activations == "int8":
         return reference.dequantize_activation(
             *reference.quantize_activation_int8(x, symmetric=scheme.symmetric_activations)
@@ -143,7 +143,7 @@ def _add_rms_norm_int4_mm(device: str) -> float:
 
 
 def _expert_rows(device: str) -> float:
-    """There and back, with weights that add up to one."""
+    """MoE permute and unpermute with weights that sum to one."""
     x, chosen = _random(33, _K, device=device), torch.arange(132, device=device).view(33, 4) * 7 % 9
     _, row_index, places = qao.expert_sort(chosen, 8)
     return _distance(qao.expert_sum(x[row_index], places, torch.full((33, 4), 0.25, device=device)), x.double())
@@ -245,7 +245,7 @@ def _embedding(device: str, scheme: Scheme) -> float:
     return _distance(rows, scheme.dequantize(*packed[:2], _N, _K, torch.float32)[ids])
 
 
-# By operator: how far it is from its reference on a device.
+# Operator name to its error against the reference on a device.
 OPERATORS: dict[str, Callable[[str], float]] = {
     **{f"{scheme.word}_mm": _product(scheme()) for scheme in schemes.SCHEMES.values()},
     **{f"{word}_grouped_mm": _grouped_product(scheme()) for word, scheme in schemes.SCHEMES.items()},
@@ -278,5 +278,5 @@ OPERATORS: dict[str, Callable[[str], float]] = {
     "int4_embedding": lambda device: _embedding(device, schemes.Int4WeightOnly()),
     "int8_embedding": lambda device: _embedding(device, schemes.Int8WeightOnly()),
 }
-# There are no kernels of others.
+# Operators without CUDA kernels.
 OF_CPU = ("quantize_blocks", "quantize_fp4")

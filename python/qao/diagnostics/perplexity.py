@@ -1,12 +1,12 @@
-"""How well a causal language model predicts a text, and what quantizing it cost: perplexity, and paired differences.
+"""Perplexity of a causal language model on a text, and paired differences between two models.
 
     reference = qao.diagnostics.perplexity.perplexity(model, tokens)
     qao.quantize_(model, qao.Int4WeightOnly())
     print(qao.diagnostics.perplexity.compare(qao.diagnostics.perplexity.perplexity(model, tokens), reference))
 
-A text is cut into windows, each predicted from its own tokens alone. Texts differ far more from window to window than
-models do, so two models are compared window by window on the same text: the standard error of the difference is then a
-small fraction of that of either figure.
+The text is split into windows that are predicted independently. Windows differ far more than models do, so two models
+are compared window by window on the same text. The standard error of the difference is then a small fraction of the
+standard error of either perplexity.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["Comparison", "Evaluation", "compare", "perplexity"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model made of a text.
+    """Predictions of a model on a text.
 
     Attributes:
-        window_nats: of each window the sum over its predicted tokens of -ln p(token).
-        window_tokens: how many tokens were predicted in each window.
-        num_bytes: length of the text in UTF-8, if it was given.
+        window_nats: per window, the sum over its predicted tokens of -ln p(token).
+        window_tokens: number of predicted tokens per window.
+        num_bytes: length of the text in UTF-8, if given.
     """
 
     window_nats: tuple[float, ...]
@@ -48,18 +48,18 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Comparable between tokenizers; None if the length of the text is not known."""
+        """Comparable between tokenizers; None if the length of the text is unknown."""
         return None if self.num_bytes is None else math.fsum(self.window_nats) / math.log(2) / self.num_bytes
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A model beside another on the same text; negative is better.
+    """Difference between a model and a reference on the same text. Negative is better.
 
     Attributes:
         nats_per_token: difference of the means.
-        standard_error: of this difference, over windows; NaN of a single window.
-        bits_per_byte, bits_standard_error: the same in bits per byte; None if the length of the text is not known.
+        standard_error: its standard error over windows; NaN for a single window.
+        bits_per_byte, bits_standard_error: the same in bits per byte; None if the length of the text is unknown.
     """
 
     nats_per_token: float
@@ -74,24 +74,27 @@ class Comparison:
 def perplexity(
     model: nn.Module, tokens: Sequence[int] | Tensor, *, window: int = 512, num_bytes: int | None = None
 ) -> Evaluation:
-    """Evaluates a causal language model on a text.
+    """Evaluate a causal language model on a text.
 
     Args:
-        model: called with ids int64 [1, T], returns logits [1, T, V], as such or as ``.logits`` (transformers). In
-            evaluation mode.
+        model: called with ids int64 [1, T], returns logits [1, T, V], directly or as ``.logits`` (transformers). It
+        must
+            be in evaluation mode.
         tokens: the text, at least two tokens. All but the first are predicted, each once.
-        window: tokens that are predicted from each other at a time; the last window may be shorter. A token sees those
-            before it in its window, and the one before the window.
-        num_bytes: length of the text in UTF-8, without what the first token stands for; for bits per byte.
+        window: number of tokens predicted per window; the last window may be shorter. A token attends to earlier tokens
+        in
+            its window and to the token before the window.
+        num_bytes: length of the text in UTF-8 without the first token, for bits per byte.
 
     Raises:
-        ValueError: fewer than two tokens, an id that is negative, a window or length below 1, a model in training mode,
-            or logits that are no [1, T, V].
+        ValueError: fewer than two tokens, a negative id, a window or length below 1, a model in training mode, or
+        logits
+            that are not [1, T, V].
     """
     if num_bytes is not None and num_bytes < 1:
         raise ValueError(f"perplexity: num_bytes must be at least 1, not {num_bytes}")
     nats, counts = [], []
-    with torch.no_grad():  # what a model keeps from a call can be trained with afterwards
+    with torch.no_grad():  # unlike inference_mode, leaves cached tensors of the model usable in training
         for seen in windows(model, tokens, window):
             logits = _logits(model, seen)
             nats.append(functional.cross_entropy(logits, seen[1:], reduction="none").double().sum().item())
@@ -100,7 +103,7 @@ def perplexity(
 
 
 def windows(model: nn.Module, tokens: Sequence[int] | Tensor, window: int) -> list[Tensor]:
-    """Ids [T + 1] on the device of the model, T tokens of which are predicted; raises as ``perplexity``."""
+    """Ids [T + 1] per window on the device of the model; T tokens are predicted. Raises as ``perplexity``."""
     ids = torch.as_tensor(tokens, dtype=torch.int64, device=None if isinstance(tokens, Tensor) else "cpu").reshape(-1)
     if ids.numel() < 2 or int(ids.min()) < 0:
         raise ValueError(f"perplexity: tokens must be two or more ids from 0 on, not {ids.numel()}: {ids[:8].tolist()}")
@@ -113,7 +116,7 @@ def windows(model: nn.Module, tokens: Sequence[int] | Tensor, window: int) -> li
 
 
 def log_probabilities(model: nn.Module, seen: Tensor) -> Tensor:
-    """float32 [T, V] of what follows each of the first T tokens of a window."""
+    """float32 [T, V]: log-probabilities of the token after each of the first T tokens of a window."""
     return _logits(model, seen).log_softmax(-1)
 
 
@@ -127,10 +130,10 @@ def _logits(model: nn.Module, seen: Tensor) -> Tensor:
 
 
 def compare(evaluation: Evaluation, reference: Evaluation) -> Comparison:
-    """The difference between two models on the same text, with its paired standard error.
+    """Difference between two models on the same text, with its paired standard error.
 
     Raises:
-        ValueError: the two were made with different windows, or from texts of different length.
+        ValueError: the two were measured with different windows, or on texts of different length.
     """
     if (evaluation.window_tokens, evaluation.num_bytes) != (reference.window_tokens, reference.num_bytes):
         raise ValueError("compare: both evaluations must be of the same tokens and windows")
@@ -143,9 +146,9 @@ def compare(evaluation: Evaluation, reference: Evaluation) -> Comparison:
 
 
 def mean_and_error(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, float]:
-    """Per token, of sums over windows of so many tokens, with the standard error over windows; NaN of a single one."""
+    """Mean per token of per-window sums, and its standard error over windows; NaN for a single window."""
     tokens, number = sum(counts), len(counts)
     mean = math.fsum(sums) / tokens
-    # Of a ratio of sums: the last window may be shorter.
+    # Standard error of a ratio of sums: the last window may be shorter.
     rest = math.fsum((one - mean * count) ** 2 for one, count in zip(sums, counts, strict=True))
     return mean, math.sqrt(rest * number / (number - 1)) / tokens if number > 1 else math.nan

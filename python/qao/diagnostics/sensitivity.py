@@ -1,11 +1,11 @@
-"""What quantizing each layer alone does to the predictions of a language model: which layers deserve more bits.
+"""Sensitivity of a language model to quantizing each layer alone, to find layers that need more bits.
 
     costs = by_layer(model, tokens, qao.Int4WeightOnly())
     worst = sorted(costs, key=lambda cost: cost.divergence)[-3:]
 
-One layer moves the loss by less than the loss differs between texts. The divergence of the predictions
-(Kullback-Leibler, of the quantized model's from the float model's) is never negative, has a small standard error on a
-few hundred tokens, and is what the loss rises by where the float model is right about the text.
+One layer changes the loss by less than the loss varies between texts. The Kullback-Leibler divergence of the quantized
+model's predictions from the float model's is never negative and has a small standard error on a few hundred tokens. It
+equals the increase of the loss wherever the float model is right about the text.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ __all__ = ["LayerCost", "by_layer"]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer quantized, all others in floats.
+    """Cost of quantizing one layer while all others stay in float.
 
     Attributes:
-        name: of the linear layer; of layers with one weight, the first.
-        scheme: it was quantized under.
+        name: the linear layer; for layers that share a weight, the first.
+        scheme: the scheme it was quantized with.
         shape: [N, K] of its weight.
-        divergence: of the predictions from those of the float model, nats per token.
-        divergence_error: its standard error over windows; NaN of a single window.
-        nats_per_token: what the loss on the text rose by; negative is better.
-        standard_error: of that, over windows; NaN of a single window.
+        divergence: divergence from the predictions of the float model, nats per token.
+        divergence_error: its standard error over windows; NaN for a single window.
+        nats_per_token: increase of the loss on the text; negative is better.
+        standard_error: its standard error over windows; NaN for a single window.
         relative_error: ‖W - Ŵ‖ / ‖W‖.
     """
 
@@ -64,18 +64,19 @@ def by_layer(
     filter: Callable[..., bool] | None = None,
     progress: bool = True,
 ) -> list[LayerCost]:
-    """Quantizes one layer at a time, and measures what that does on a text. The model ends as it was.
+    """Quantize one layer at a time and measure the effect on a text. The model is restored at the end.
 
     Args:
-        model: a causal language model as ``evaluate.perplexity`` takes it, in floats as far as the scheme goes.
-        tokens, window: as of ``evaluate.perplexity``. The model runs once a layer and window.
-        scheme, filter, progress: as of ``quantize_``. Memory holds all layers in floats and quantized.
+        model: a causal language model as ``perplexity.perplexity`` takes it; layers to quantize are in float.
+        tokens, window: as for ``perplexity.perplexity``. The model runs once per layer and window.
+        scheme, filter, progress: as for ``quantize_``. Memory holds all layers both in float and quantized.
 
     Returns:
         A LayerCost for each weight that ``quantize_`` would quantize, in the model's order.
 
     Raises:
-        TypeError, ValueError: as ``quantize_`` and ``evaluate.perplexity``; a layer is on meta; or none is quantized.
+        TypeError, ValueError: as ``quantize_`` and ``perplexity.perplexity``; a layer is on meta; or no layer is
+        quantized.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]  # here, to keep `import qao` light
 
@@ -124,7 +125,7 @@ def _quantized(unit: list[Layer], importance: Tensor | None) -> tuple[QuantLinea
 
 @contextlib.contextmanager
 def _in_place(unit: list[Layer], module: QuantLinear) -> Iterator[None]:
-    """A module in all places of layers with one weight, for a while. Each layer has a bias of its own."""
+    """Temporarily replace all layers that share a weight with a quantized module. Each layer keeps its bias."""
     places = [(parent, attribute, layer.module) for layer in unit for parent, attribute in layer.places]
     successors: dict[int, nn.Module] = {id(unit[0].module): module}
     for layer in unit[1:]:
@@ -140,8 +141,8 @@ def _in_place(unit: list[Layer], module: QuantLinear) -> Iterator[None]:
 
 
 def _sums(found: Tensor, exact: Tensor, piece: Tensor) -> tuple[float, float]:
-    """Over the tokens of a window: the divergence, and by how much -ln p(token) rose."""
-    # A term of p = 0 is 0, also where ln p is -inf.
+    """Sums over the tokens of a window: the divergence, and the increase of -ln p(token)."""
+    # A term with p = 0 is 0, even where ln p is -inf.
     terms = torch.where(exact > -torch.inf, exact.exp() * (exact - found), 0)
     chosen = piece[1:, None]
     rise = (exact.gather(1, chosen) - found.gather(1, chosen)).sum(dtype=torch.float64)
@@ -149,7 +150,7 @@ def _sums(found: Tensor, exact: Tensor, piece: Tensor) -> tuple[float, float]:
 
 
 def blocks(costs: Sequence[LayerCost]) -> Iterator[tuple[str, list[tuple[int, LayerCost]]]]:
-    """Layers that differ only in the first number of their names, as (number, layer); the others by their order."""
+    """Layers that differ only in the first number of their names, as (number, layer); others by position."""
     groups: dict[str, list[tuple[int, LayerCost]]] = {}
     for order, cost in enumerate(costs):
         number = re.search(r"\d+", cost.name)

@@ -1,1 +1,1 @@
-"""qao in other libraries. None of them is imported here: each part is loaded when its library is."""
+"""Integrations with other libraries. Each is imported only after its library is."""

@@ -1,4 +1,4 @@
-"""Runs what tells another library of qao's layers once that library is imported, by whomever; imports none itself."""
+"""Import hooks that register qao with another library once any code imports it. Imports none itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _waiting: dict[str, list[tuple[Register, Failed]]] = {}
 
 
 def warn_of(library: str, error: Exception) -> None:
-    """Says that a module of another library goes on without qao."""
+    """Warn that a module of another library continues without qao."""
     library = library.partition(".")[0]
     version = getattr(sys.modules[library], "__version__", "of unknown version")
     warnings.warn(
@@ -33,10 +33,10 @@ def warn_of(library: str, error: Exception) -> None:
 
 
 def when_imported(library: str, register: Register, failed: Failed = warn_of) -> None:
-    """Calls ``register`` now if module ``library`` is imported, else right after it is, before its importer goes on.
+    """Call ``register`` now if ``library`` is imported, else right after its import, before its importer continues.
 
-    A module that is being imported counts as one that is not imported yet. Where ``register`` raises, ``library`` works
-    without qao: ``failed`` gets its name and the error, and says so.
+    A module that is still being imported counts as not imported. If ``register`` raises, ``library`` works without qao,
+    and ``failed`` gets its name and the error to report.
     """
     module = sys.modules.get(library)
     if module is not None and not is_importing(module):
@@ -50,14 +50,14 @@ def when_imported(library: str, register: Register, failed: Failed = warn_of) ->
 
 
 def is_importing(module: ModuleType) -> bool:
-    """Whether code of a module in ``sys.modules`` has yet to run, so that names in it may be missing."""
+    """Whether a module in ``sys.modules`` is still being executed, so that names in it may be missing."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 def register_part(module: str, function: str = "register") -> None:
-    """Imports a module of qao and calls a function of it, which must do no more when called again.
+    """Import a qao module and call a function of it, which must be idempotent.
 
-    Its import may import the library that it is for, which gets here again: the function waits until it is whole.
+    The import may import the library itself and recurse here. The function is called once the module is complete.
     """
     part = sys.modules.get(module)
     if part is not None and is_importing(part):
@@ -66,7 +66,7 @@ def register_part(module: str, function: str = "register") -> None:
         getattr(importlib.import_module(module), function)()
 
 
-# A module of another library, and the one of this folder whose ``register`` is to be called once it is imported.
+# A module of another library, and the module of this package that defines its ``register``.
 _PARTS = {
     "accelerate": "huggingface.accelerate",
     "diffusers.quantizers.auto": "huggingface.diffusers",
@@ -89,7 +89,7 @@ def install() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds what the others find, with one more thing to do after the import."""
+    """Delegates to the other finders and adds a step after the import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -98,7 +98,7 @@ class _Finder(MetaPathFinder):
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        # Whoever merely asks whether a library is there never executes it.
+        # A caller that only checks for a library never executes its module.
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             execute = loader.exec_module
@@ -112,7 +112,7 @@ class _Finder(MetaPathFinder):
 
 
 class _WatchedSpec(ModuleSpec):
-    """The spec of a module that was being imported when ``when_imported`` was called: its import ends here."""
+    """Spec of a module that was being imported when ``when_imported`` was called. Detects the end of the import."""
 
     @property
     def _initializing(self) -> bool:
@@ -121,7 +121,7 @@ class _WatchedSpec(ModuleSpec):
     @_initializing.setter
     def _initializing(self, value: bool) -> None:
         self.__dict__["_initializing"] = value
-        if not value and self.name in sys.modules:  # an import that fails takes its module away
+        if not value and self.name in sys.modules:  # a failed import removes its module
             _call_waiting(self.name)
 
 
@@ -133,5 +133,5 @@ def _call_waiting(library: str) -> None:
 def _call(library: str, register: Register, failed: Failed) -> None:
     try:
         register()
-    except Exception as error:  # whatever it is, its import must not fail for it
+    except Exception as error:  # the library's import must not fail because of qao
         failed(library, error)

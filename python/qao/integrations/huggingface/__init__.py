@@ -1,1 +1,1 @@
-"""transformers, diffusers, accelerate and PEFT: each part is imported when its library is."""
+"""Integrations with transformers, diffusers, accelerate and PEFT, each imported after its library."""

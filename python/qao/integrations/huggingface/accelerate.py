@@ -1,9 +1,8 @@
-"""accelerate: checkpoints of quantized layers that it loads tensor by tensor; importing this module needs accelerate.
+"""accelerate: loading checkpoints of quantized layers tensor by tensor. Importing this module needs accelerate.
 
-``load_checkpoint_in_model`` and ``load_checkpoint_and_dispatch`` do not call ``load_state_dict`` where they are given
-a device_map: they set one tensor after the other, and cast it if they are asked to. ``register`` teaches the function
-that does so what ``PackedModule`` does in ``load_state_dict``, and those two what state_dicts.py does: quantized layers
-of the checkpoint take the place of float ones.
+With a device_map, ``load_checkpoint_in_model`` and ``load_checkpoint_and_dispatch`` do not call ``load_state_dict``.
+They set and optionally cast one tensor at a time. ``register`` patches the setter to do what ``PackedModule`` does in
+``load_state_dict``, and both loaders to replace float layers as integrations/torch/state_dicts.py does.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ..torch.state_dicts import completed, names_of_layers, room
 
 
 def register() -> None:
-    """Called once accelerate is imported."""
+    """Called after accelerate is imported."""
     set_tensor = modeling.set_module_tensor_to_device
 
     @functools.wraps(set_tensor)
@@ -43,7 +42,7 @@ def register() -> None:
                 return
             own = layer.packed.tensors().get(key)
             if own is not None:
-                dtype = None  # never cast
+                dtype = None  # keep the stored dtype
                 value = aligned(value) if isinstance(value, Tensor) else value
                 if isinstance(value, Tensor) and (value.dtype, value.shape) != (own.dtype, own.shape):
                     raise ValueError(
@@ -84,7 +83,7 @@ def _make_room(model: nn.Module, checkpoint: Path, dtype: Any) -> None:
 
 
 def _files(checkpoint: Path) -> Iterable[Path]:
-    """Those that accelerate reads; none where it raises."""
+    """The files that accelerate reads; empty where accelerate raises an error."""
     if checkpoint.is_dir():
         whole = [checkpoint / name for name in ("pytorch_model.bin", "model.safetensors")]
         indexes = [path for path in checkpoint.iterdir() if path.name.endswith(".index.json")]
@@ -102,7 +101,7 @@ def _files(checkpoint: Path) -> Iterable[Path]:
 
 
 def _markers(file: Path) -> dict[str, Any]:
-    """The names of a file, with markers, and scales, which tell the dtype of those of the layer."""
+    """All names in a file. Only markers and scales, which give the dtypes of layers, are read."""
     if file.suffix != ".safetensors":
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         return dict(state)
@@ -116,9 +115,9 @@ def _markers(file: Path) -> dict[str, Any]:
 
 
 def _check_entry(layer: PackedModule, key: str, value: Any, name: str) -> None:
-    """Of the two entries beside the tensors: there is nothing to set, but a foreign one must not go unseen."""
+    """Check a marker or tripwire entry. Neither is stored, but a mismatch must raise an error."""
     if not isinstance(value, Tensor):
-        return  # a tensor that goes to the disk, seen before
+        return  # offloaded to disk, checked before
     if key == marker.MARKER:
         layer.check_marker(value, name)
     elif not torch.equal(value.cpu(), marker.tripwire()):

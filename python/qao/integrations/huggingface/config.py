@@ -1,4 +1,4 @@
-"""QaoConfig: what config.json says about the quantized layers of a model, and how to quantize while it is loaded."""
+"""QaoConfig: the quantization settings in config.json, and how to quantize a model during loading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERSION = 1
 
 
 class Method(str, Enum):
-    """The name of the method; an Enum, since libraries ask for its ``value``."""
+    """The name of the method. An Enum because libraries read its ``value``."""
 
     QAO = "qao"
 
@@ -29,18 +29,18 @@ class QaoConfig:
 
     Args:
         scheme: a scheme, or a dict from names to schemes, as ``qao.quantize_`` takes it: how to quantize a float model
-            while it is loaded. None: the model is quantized already.
-        modules_to_not_convert: names of modules that stay as they are, with all inside them: the whole name or its
-            end ("lm_head", "mlp.down_proj"), or ``"re:<pattern>"`` of the whole name.
+            during loading. None: the model is already quantized.
+        modules_to_not_convert: names of modules that stay unchanged, including their children: the whole name or its
+            end ("lm_head", "mlp.down_proj"), or ``"re:<pattern>"`` for the whole name.
         embeddings: quantize tied embeddings too, as in ``qao.quantize_``.
 
     Attributes:
-        layers: of a quantized model, the schemes of its quantized modules by name.
-        dtype: of a quantized model, that of what is not quantized. ``dtype`` of transformers' own config is that of the
-            first float tensor, which may be a scale.
+        layers: schemes of the quantized modules by name, for a quantized model.
+        dtype: dtype of the unquantized tensors of a quantized model. ``dtype`` of transformers' own config is the dtype
+            of the first float tensor, which may be a scale.
 
     Raises:
-        TypeError: ``scheme`` is none of the above.
+        TypeError: ``scheme`` has another type.
     """
 
     quant_method = Method.QAO
@@ -71,7 +71,7 @@ class QaoConfig:
         self.dtype = dtype
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in types that JSON knows. Lists where order matters: writers of config.json sort keys."""
+        """The configuration in JSON types. Lists where order matters, since writers of config.json sort keys."""
         scheme: Any = self.scheme
         if isinstance(scheme, Scheme):
             scheme = scheme.to_dict()
@@ -93,17 +93,17 @@ class QaoConfig:
 
     @classmethod
     def of(cls, model: nn.Module) -> QaoConfig:
-        """That of a quantized model as it is."""
+        """The configuration of a quantized model."""
         return cls(layers=describe(model), dtype=float_dtype(model))
 
     @classmethod
     def from_dict(
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> QaoConfig | tuple[QaoConfig, dict[str, Any]]:
-        """The inverse of ``to_dict``; ``kwargs`` are for those who call it of transformers, and left to them.
+        """The inverse of ``to_dict``; ``kwargs`` are for transformers' callers and are ignored here.
 
         Raises:
-            ValueError: it is of a newer version, or no configuration of qao.
+            ValueError: a newer version, or not a qao configuration.
         """
         version = config_dict.get("version")
         if type(version) is int and version > VERSION:
@@ -143,14 +143,14 @@ class QaoConfig:
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     def update(self, **kwargs: Any) -> dict[str, Any]:
-        """Sets the attributes among ``kwargs`` and returns the rest."""
+        """Set the attributes among ``kwargs`` and return the rest."""
         known = {name for name in kwargs if name in vars(self)}
         for name in known:
             setattr(self, name, kwargs[name])
         return {name: value for name, value in kwargs.items() if name not in known}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of the dict that config.json holds, which some code expects."""
+        """``dict.get``, for code that expects the dict of config.json."""
         return self.to_dict().get(name, default)
 
     def __eq__(self, other: object) -> bool:

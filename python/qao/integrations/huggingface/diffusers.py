@@ -1,4 +1,4 @@
-"""diffusers: QaoConfig as ``quantization_config`` of models; files are in qao's own format."""
+"""diffusers: QaoConfig as ``quantization_config`` of models. Files use qao's own format."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["QaoConfig", "QaoQuantizer", "attach", "forget_config", "register"]
 
 
 class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
-    """What diffusers asks while it loads and saves a model."""
+    """The quantizer interface of diffusers for loading and saving a model."""
 
     use_keep_in_fp32_modules = True
     required_packages: list[str] = []
 
     def __init__(self, quantization_config: QaoConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        # Loaders of a single file never say that it is in floats. A configuration that was saved names layers.
+        # Single-file loaders never state that the file is float. A saved configuration names layers.
         if quantization_config.scheme is not None and not quantization_config.layers:
             self.pre_quantized = False
         self.loader = Loader(quantization_config, self.pre_quantized)
@@ -59,7 +59,7 @@ class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return missing_keys
 
     def adjust_target_dtype(self, torch_dtype: torch.dtype) -> Any:
-        """The dtype by which ``device_map="auto"`` counts weights; those that stay as they are have their own."""
+        """The dtype that ``device_map="auto"`` assumes for weights; unquantized ones keep their dtype."""
         if self.pre_quantized:
             return torch_dtype
         from accelerate.utils import CustomDtype
@@ -93,7 +93,7 @@ class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             self.loader.take(param_name, param_value.to(target_device))
             return
         path, _, last = param_name.rpartition(".")
-        # As it is in the file: ``param_value`` was cast to the dtype of the model.
+        # Use the tensor from the file: ``param_value`` was cast to the dtype of the model.
         stored = state_dict[param_name].to(target_device)
         model.get_submodule(path)._parameters[last] = nn.Parameter(stored, requires_grad=False)
 
@@ -129,14 +129,14 @@ class QaoQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Called once diffusers has its tables of quantizers."""
+    """Called after diffusers has defined its tables of quantizers."""
     from diffusers.quantizers import auto
 
     fill(auto, QaoConfig, QaoQuantizer)
 
 
 def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
-    """Tells a model that it is quantized, so that ``save_pretrained`` writes so."""
+    """Mark a model as quantized, so that ``save_pretrained`` writes its configuration."""
     config = QaoConfig.of(model)
     quantizer = quantizer or QaoQuantizer(config, pre_quantized=True)
     if mark(model, config, quantizer, diffusers.ModelMixin):
@@ -144,6 +144,6 @@ def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
 
 
 def forget_config(model: Any) -> None:
-    """What ``attach`` wrote into the configuration, which is frozen."""
+    """Remove what ``attach`` wrote to the frozen configuration."""
     kept = {name: value for name, value in model._internal_dict.items() if name != "quantization_config"}
     model._internal_dict = type(model._internal_dict)(kept)

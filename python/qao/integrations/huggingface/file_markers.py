@@ -1,4 +1,4 @@
-"""Markers of quantized layers in the files or the state dict that a library is about to load."""
+"""Markers of quantized layers in files or in a state dict before a library loads them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["in_files", "in_state_dict"]
 
 
 def in_state_dict(state: Mapping[str, Any]) -> dict[str, Marker]:
-    """Markers by the name of their layer.
+    """Markers by layer name.
 
     Raises:
-        ValueError: one cannot be read, or is of a newer qao.
+        ValueError: a marker is unreadable or from a newer qao.
     """
     return {_layer(key): marker.decode(state[key], key) for key in state if _is_marker(key)}
 
 
 def in_files(files: Iterable[str | os.PathLike[str]]) -> dict[str, Marker]:
-    """As ``in_state_dict``, of safetensors and of files of ``torch.save``. Reads nothing else of them."""
+    """As ``in_state_dict``, for safetensors and ``torch.save`` files. Reads only the markers."""
     found: dict[str, Marker] = {}
     for file in files:
         if os.fspath(file).endswith(".safetensors"):

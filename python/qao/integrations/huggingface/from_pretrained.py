@@ -1,4 +1,4 @@
-"""qao.from_pretrained: a transformers model out of any checkpoint that qao can open, its layers quantized."""
+"""qao.from_pretrained: a transformers model with quantized layers from any checkpoint that qao opens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .config import QaoConfig
 from .lazy_state import LazyValue, lazy_state
 from .loading import Unfit
 
-# Arguments of transformers' from_pretrained that say where a repository is, and what is read of it.
+# Arguments of transformers' from_pretrained that locate a repository and its files.
 _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "proxies")
 _CODE = ("trust_remote_code", "code_revision")
 _Schemes = Scheme | Mapping[str, Scheme | None]
@@ -38,38 +38,42 @@ def from_pretrained(
     dequantize: bool = False,
     **options: Any,
 ) -> Any:
-    """A model of transformers whose quantized layers stay in four or eight bits, on qao's operators.
+    """Load a transformers model and keep its layers quantized, in four or eight bits, on qao's operators.
 
     Args:
-        path: what ``qao.checkpoints.open_checkpoint`` takes: a directory with config.json and safetensors (compressed-
-            tensors, GPTQ, AWQ, AutoRound, fp8, fbgemm_fp8, ModelOpt, torchao, qao's own, or floats), a .safetensors
-            file or the index of several, a .gguf file; or the name of a repository on the Hugging Face hub, which is
-            downloaded. None: with ``config`` and ``state_dict``, as in transformers.
-        model_args: of the model's class, as in transformers.
-        scheme: for a checkpoint of floats, how to quantize it while it is loaded, as in ``qao.QaoConfig``. So it is for
-            GPT-OSS's experts in MXFP4; None keeps their numbers, and its other layers as they are. Of a GGUF file, how
-            to quantize the layers that no format of qao holds exactly; the others stay as they are.
-        device_map: as in transformers, "auto" for example.
-        device: all of the model there; instead of ``device_map``.
-        dtype: of what is not quantized; None or "auto": that of the checkpoint.
+        path: an argument of ``qao.checkpoints.open_checkpoint``: a directory with config.json and safetensors
+        (compressed-
+            tensors, GPTQ, AWQ, AutoRound, fp8, fbgemm_fp8, ModelOpt, torchao, qao's own, or float), a .safetensors file
+            or an index of several, a .gguf file; or the name of a repository on the Hugging Face hub, which is
+            downloaded.
+            None: with ``config`` and ``state_dict``, as in transformers.
+        model_args: arguments of the model's class, as in transformers.
+        scheme: how to quantize a float checkpoint during loading, as in ``qao.QaoConfig``. This includes GPT-OSS's
+            MXFP4 experts; None keeps their values and leaves its other layers unchanged. For a GGUF file, how to
+            quantize
+            the layers that no qao format holds exactly; the others keep their values.
+        device_map: as in transformers, for example "auto".
+        device: one device for the whole model; instead of ``device_map``.
+        dtype: dtype of unquantized tensors; None or "auto": that of the checkpoint.
         embeddings: with ``scheme``, quantize tied embeddings too.
-        auto_class: the class of the model, or an Auto class; None: the one config.json names.
-        dequantize: of a GGUF file, read layers in Q8_0 as floats, as they are in the file, instead of rounding them
-            to int8.
-        options: every other argument of transformers' ``from_pretrained``, with the same meaning: of the hub
-            (``revision``, ``subfolder``, ``cache_dir``, ``token`` …), of files (``variant``, ``gguf_file`` …), of the
+        auto_class: the class of the model, or an Auto class; None: the class in config.json.
+        dequantize: read Q8_0 layers of a GGUF file exactly as float instead of rounding them to int8.
+        options: every other argument of transformers' ``from_pretrained``, with the same meaning: for the hub
+            (``revision``, ``subfolder``, ``cache_dir``, ``token`` …), files (``variant``, ``gguf_file`` …), the
             configuration (``use_cache=False``, ``num_labels=3`` …), and the rest. ``quantization_config`` takes a
             ``qao.QaoConfig`` or a scheme, instead of ``scheme``.
 
     Returns:
-        The model, in evaluation mode; with ``output_loading_info=True`` a pair of it and transformers' dict.
+        The model in evaluation mode; with ``output_loading_info=True`` a pair of the model and transformers' dict.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, of a kind that no kernel of qao multiplies, or none of this model:
-            tensors are missing or left over. With ``auto_class`` transformers reports those, as it always does.
-        ValueError: no scheme for a checkpoint of floats; a scheme, or ``embeddings``, for a quantized one; an argument
-            that does not go with this checkpoint.
-        TypeError: an argument of another type than it must have.
+        CheckpointError: the checkpoint is damaged, has no qao kernel, or does not match the model: tensors are missing
+        or
+            left over. With ``auto_class``, transformers reports such tensors instead.
+        ValueError: no scheme for a float checkpoint; a scheme, or ``embeddings``, for a quantized one; an argument that
+        is
+            incompatible with this checkpoint.
+        TypeError: an argument has the wrong type.
         ImportError: transformers is not installed.
     """
     try:
@@ -102,7 +106,7 @@ def from_pretrained(
 
 @dataclass
 class _Request:
-    """What was asked for."""
+    """Arguments of one ``from_pretrained`` call."""
 
     path: str | os.PathLike[str] | None
     model_args: tuple[Any, ...]
@@ -112,7 +116,7 @@ class _Request:
 
 
 def _quantization(scheme: _Schemes | None, embeddings: bool, options: dict[str, Any]) -> QaoConfig | None:
-    """How to quantize, by ``scheme`` or ``quantization_config``; and what transformers' models do not take."""
+    """The quantization from ``scheme`` or ``quantization_config``. Removes arguments that models reject."""
     if "return_unused_kwargs" in options:
         raise TypeError("from_pretrained: return_unused_kwargs is an argument of configurations, not of models")
     given = options.pop("quantization_config", None)
@@ -158,7 +162,7 @@ def _dtype_named(dtype: Any) -> torch.dtype | str | None:
     return named
 
 
-# ---- where the files are
+# ---- locating files
 
 
 def _local(path: str | os.PathLike[str], options: dict[str, Any]) -> Path:
@@ -183,7 +187,7 @@ def _local(path: str | os.PathLike[str], options: dict[str, Any]) -> Path:
 
 
 def _weights(local: Path, options: dict[str, Any]) -> tuple[Path, bool]:
-    """What to open, and whether transformers finds it by itself in that directory."""
+    """The path to open, and whether transformers finds these weights in the directory."""
     if not local.is_dir():
         return local, False
     explicit, variant = _content(local).get("transformers_weights"), options.get("variant")
@@ -207,7 +211,7 @@ def _content(local: Path) -> dict[str, Any]:
 
 
 def _base_of_adapter(local: Path) -> str | None:
-    """The model that an adapter of PEFT is for, where a directory has an adapter alone."""
+    """The base model of a PEFT adapter in a directory that holds only an adapter."""
     from ...checkpoints.files import read_json
 
     file = local / "adapter_config.json"
@@ -239,11 +243,11 @@ def _with_adapter(
     return loaded
 
 
-# ---- floats, which transformers reads
+# ---- float checkpoints, read by transformers
 
 
 def _from_floats(request: _Request, content: dict[str, Any], quantization: QaoConfig, options: dict[str, Any]) -> Any:
-    """Through transformers' own from_pretrained, with a quantization config."""
+    """Load with transformers' own from_pretrained and a quantization config."""
     options = dict(options)
     code = {key: options.pop(key) for key in _CODE if key in options}
     hub = {key: options.pop(key) for key in (*_HUB, "subfolder") if key in options}
@@ -262,7 +266,7 @@ def _expanded(path: str | os.PathLike[str]) -> Path | str:
     return local if local.exists() else os.fspath(path)
 
 
-# ---- everything else, which qao reads
+# ---- all other checkpoints, read by qao
 
 
 def _from_checkpoint(
@@ -284,7 +288,7 @@ def _from_checkpoint(
 
 
 def _planned(checkpoint: Any, local: Path, quantization: QaoConfig | None, dequantize: bool) -> QaoConfig | None:
-    """How to quantize what is in float; None: nothing is to be quantized."""
+    """How to quantize the float tensors; None: nothing to quantize."""
     from ...checkpoints.opening import is_for_a_scheme
 
     scheme = None if quantization is None else quantization.scheme
@@ -292,7 +296,7 @@ def _planned(checkpoint: Any, local: Path, quantization: QaoConfig | None, dequa
         return quantization
     if checkpoint.format == "mxfp4":
         embeddings = quantization is not None and quantization.embeddings
-        return QaoConfig({r"re:.*\.experts": Fp4WeightOnly()}, embeddings=embeddings)  # the same numbers again
+        return QaoConfig({r"re:.*\.experts": Fp4WeightOnly()}, embeddings=embeddings)  # represents MXFP4 exactly
     if checkpoint.format == "float":
         return _needed(quantization, local)
     if scheme is None and checkpoint.format == "gguf" and (checkpoint.float_linears or not checkpoint.layers):
@@ -331,7 +335,7 @@ def _warn_of_floats(checkpoint: Any, local: Path) -> None:
 def _from_state(
     request: _Request, local: Path, checkpoint: Any, quantization: QaoConfig | None, options: dict[str, Any]
 ) -> Any:
-    """transformers' from_pretrained with a lazy state dict, in the place of files that it cannot read."""
+    """transformers' from_pretrained with a lazy state dict instead of files that it cannot read."""
     from ...checkpoints import CheckpointError
 
     options = _without_files(dict(options), request.device_map, local)
@@ -343,7 +347,7 @@ def _from_state(
     if options.get("tie_word_embeddings") is None and getattr(config, "tie_word_embeddings", False):
         _check_tied(config, checkpoint)
     cls, config = _concrete(_model_class(config, request.auto_class), config, str(directory), code)
-    later = None  # the scheme of what is in float beside quantized layers
+    later = None  # the scheme for float layers of a partly quantized checkpoint
     if checkpoint.layers:
         later = quantization
         schemes = _told(local) or {name: layer.scheme for name, layer in checkpoint.layers.items()}
@@ -372,7 +376,7 @@ def _from_state(
 
 
 def _problems(model: Any, info: Mapping[str, Any]) -> list[str]:
-    """Tensors that are missing or left over, but for those of layers that stay in float as they were asked to."""
+    """Missing or left-over tensors, except those of layers that the caller keeps in float."""
     left: set[str] = getattr(getattr(getattr(model, "hf_quantizer", None), "loader", None), "left", set())
     anew = {*left, *(name.rpartition(".")[0] for name in left if name.endswith((".up", ".down")))}
     return [
@@ -384,7 +388,7 @@ def _problems(model: Any, info: Mapping[str, Any]) -> list[str]:
 
 
 def _check_tied(config: Any, checkpoint: Any) -> None:
-    """Raises ValueError where the head is to be tied to an embedding, and both are in the file in other forms."""
+    """Raise ValueError if the head is tied to an embedding but the file stores both in different formats."""
     if checkpoint.config.get("tie_word_embeddings") is not False or "lm_head" not in checkpoint.layers:
         return
     raise ValueError(
@@ -393,7 +397,7 @@ def _check_tied(config: Any, checkpoint: Any) -> None:
 
 
 def _without_files(options: dict[str, Any], device_map: Any, local: Path) -> dict[str, Any]:
-    """Without arguments that say which files transformers reads, and how."""
+    """Options without those that select the files transformers reads."""
     if options.pop("disable_mmap", None):
         raise Unfit(f"from_pretrained: disable_mmap=True: {local} is read by qao, which maps files into memory")
     if isinstance(device_map, Mapping) and "disk" in device_map.values():
@@ -407,7 +411,7 @@ def _without_files(options: dict[str, Any], device_map: Any, local: Path) -> dic
 
 
 def _quantize_rest(model: Any, quantization: QaoConfig) -> None:
-    """What arrived in float beside quantized layers."""
+    """Quantize the layers that were loaded in float."""
     from ...quantization.quantize import quantize_
     from .loading import _filter
 
@@ -418,7 +422,7 @@ def _quantize_rest(model: Any, quantization: QaoConfig) -> None:
 
 
 def _read_generation(model: Any, directory: Path, options: dict[str, Any], code: dict[str, Any]) -> None:
-    """generation_config.json, and a generate function of the repository's own."""
+    """Read generation_config.json and a custom generate function of the repository."""
     if not model.can_generate() or options.get("generation_config") is not None:
         return
     if not ((directory / "generation_config.json").exists() or (directory / "custom_generate").exists()):
@@ -450,7 +454,7 @@ def _renamed(name: str, renaming: Mapping[str, str]) -> str:
 
 
 def _told(local: Path) -> Mapping[str, Scheme]:
-    """The layers that a config.json of qao's names. In files some models have other names (block_sparse_moe)."""
+    """The layers in a qao config.json. In files, some models use other names (block_sparse_moe)."""
     content = _content(local).get("quantization_config") if local.suffix != ".gguf" else None
     if not isinstance(content, dict) or content.get("quant_method") != "qao":
         return {}
@@ -459,7 +463,7 @@ def _told(local: Path) -> Mapping[str, Scheme]:
 
 
 def _mismatched(cls: Any, config: Any, state: Mapping[str, LazyValue]) -> list[str]:
-    """Tensors of another shape than the float model's, which some versions of transformers take without a word."""
+    """Tensors with another shape than in the float model. Some transformers versions ignore such mismatches."""
     with torch.device("meta"):
         model = cls(copy.deepcopy(config))
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -470,15 +474,15 @@ def _mismatched(cls: Any, config: Any, state: Mapping[str, LazyValue]) -> list[s
     ]
 
 
-# ---- the configuration and the class
+# ---- configuration and class
 
 
 def _config(
     content: dict[str, Any], source: str | None, options: dict[str, Any], more: dict[str, Any], from_file: bool = True
 ) -> tuple[Any, dict[str, Any]]:
-    """The model's configuration without what it says about quantization, and the options that are not about it.
+    """The model's configuration without its quantization settings, and the remaining options.
 
-    As in transformers: options that are attributes of a configuration set them, unless a whole one is given.
+    As in transformers, options that are configuration attributes set them, unless a whole configuration is given.
     """
     import transformers
 
@@ -503,15 +507,17 @@ def _config(
         quantization = getattr(part, "quantization_config", None)
         if isinstance(quantization, dict) and quantization.get("quant_method") == "qao" and quantization.get("dtype"):
             told: Any = QaoConfig.from_dict(quantization)
-            config.dtype = told.dtype  # a dtype, not its name: Apertus makes tensors of it
+            config.dtype = told.dtype  # a dtype, not its name: Apertus creates tensors with it
         if quantization is not None:
             del part.quantization_config
     return config, rest
 
 
 def _model_class(config: Any, auto_class: Any) -> Any:
-    """``auto_class``; else the class that the configuration names: of transformers, registered there, or an Auto class
-    where the repository has code for it."""
+    """The class of the model: ``auto_class``, or the class that the configuration names.
+
+    The latter is a transformers class, a registered one, or an Auto class if the repository has custom code.
+    """
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -544,7 +550,7 @@ def _model_class(config: Any, auto_class: Any) -> Any:
 
 
 def _concrete(cls: Any, config: Any, source: str, code: dict[str, Any]) -> tuple[Any, Any]:
-    """The class that an Auto class chooses, and the part of the configuration that is its own."""
+    """The class that an Auto class selects, and its part of the configuration."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module, resolve_trust_remote_code
     from transformers.models.auto.auto_factory import _get_model_class, add_generation_mixin_to_remote_model
 
@@ -566,7 +572,7 @@ def _concrete(cls: Any, config: Any, source: str, code: dict[str, Any]) -> tuple
 
 
 def _dtype(config: Any, checkpoint: Any) -> torch.dtype:
-    """That of the config, else of the largest tensor that is not quantized."""
+    """The dtype of the config, else of the largest unquantized tensor."""
     given = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     if isinstance(given, str):
         given = next((one for one in FLOAT_DTYPES if str(one) == f"torch.{given.removeprefix('torch.')}"), None)

@@ -1,4 +1,4 @@
-"""State dict of an open checkpoint as the loaders of transformers take it."""
+"""State dict of an open checkpoint in the form that transformers' loaders take."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def lazy_state(checkpoint: Any) -> dict[str, Any]:
 
 
 def _entries(name: str, layer: Any) -> dict[str, Tensor]:
-    """What a state dict says of a layer: its sizes, which packed tensors do not show."""
+    """State dict entries of a layer, including sizes that packed tensors do not show."""
     said = marker.Marker(layer.scheme.to_dict(), layer.out_features, layer.in_features, torch.float32, layer.experts)
     return {f"{name}.{marker.MARKER}": marker.encode(said), f"{name}.{marker.TRIPWIRE}": marker.tripwire()}
 
 
 class LazyValue:
-    """A lazy tensor with what the loaders of transformers ask of one: version 5 takes ``[...]``, version 4 ``.to``."""
+    """A lazy tensor for transformers' loaders: version 5 uses ``[...]``, version 4 ``.to``."""
 
     def __init__(self, lazy: Any) -> None:
         self._lazy = lazy
@@ -42,7 +42,7 @@ class LazyValue:
         tensor: Tensor = self._lazy.load()
         return tensor.to(*args, **kwargs)
 
-    def get_shape(self) -> list[int]:  # of a slice of safetensors, for which parts of it are asked
+    def get_shape(self) -> list[int]:  # part of the safetensors slice interface
         return list(self.shape)
 
     def is_floating_point(self) -> bool:

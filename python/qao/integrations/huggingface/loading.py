@@ -1,4 +1,4 @@
-"""What every library's quantizer does alike: makes room for quantized layers, or quantizes weights as they arrive."""
+"""Loading logic shared by all quantizers: makes room for quantized layers or quantizes arriving weights."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from .tensor_parallel import Sharding
 
 
 class Unfit(ValueError):
-    """A quantized checkpoint that this model, or the device it is to be on, cannot hold in quantized layers."""
+    """A quantized checkpoint does not fit this model or the target device."""
 
 
 class Loader:
-    """Of one model that a library loads into a skeleton on meta, tensor by tensor.
+    """State of one model that a library loads into a meta skeleton, tensor by tensor.
 
     Attributes:
-        pending: weights that are quantized when they arrive, by name.
-        experts: and projections of fused experts.
-        dtypes: of the tensors of quantized layers, by name: nobody may cast them.
-        hidden: names in the checkpoint that are no tensors of the model: the markers.
-        left: layers that the checkpoint holds in another size, and that stay in float as they were asked to.
+        pending: weights to quantize when they arrive, by name.
+        experts: projections of fused experts to quantize when they arrive.
+        dtypes: dtypes of the tensors of quantized layers, by name; they must not be cast.
+        hidden: names in the checkpoint that are not tensors of the model: the markers.
+        left: layers with another size in the checkpoint, left in float at the caller's request.
     """
 
     def __init__(self, config: QaoConfig, pre_quantized: bool) -> None:
@@ -49,25 +49,27 @@ class Loader:
         self.pending: dict[str, targets.Layer] = {}
         self.experts = Arriving()
         self.dtypes: dict[str, torch.dtype] = {}
-        self._told: dict[tuple[str, str], Tensor] = {}  # by the layer that is told of, and the one whose weight tells
-        self._tells: dict[str, list[str]] = {}  # by the latter, the layers that are told of
-        self._waiting: dict[str, list[targets.Layer]] = {}  # with their weights, by the layer that will tell
+        self._told: dict[tuple[str, str], Tensor] = {}  # importance by target layer and source layer
+        self._tells: dict[str, list[str]] = {}  # target layers by source layer
+        self._waiting: dict[str, list[targets.Layer]] = {}  # layers that wait for another layer's weight, by its name
         self.hidden: set[str] = set()
-        self._schemes: dict[str, Scheme] = {}  # of layers by name, once the model is known
+        self._schemes: dict[str, Scheme] = {}  # by layer name, once the model is known
         self._hook: Any = None
-        self.sharding: Sharding | None = None  # of transformers' tensor parallelism
-        self._late: tuple[type[nn.Module], ...] = ()  # modules of which some are quantized at the end
-        self.absent: set[str] = set()  # names of tensors that no checkpoint holds, or in another shape
-        self._shapes: dict[str, torch.Size] = {}  # of the float skeleton's parameters
-        self._tied: set[str] = set()  # weights that other names share
-        self._kept: dict[str, torch.dtype] = {}  # of layers by name, where the model insists on a dtype
-        self._replaced: Undo = []  # float modules in places that wait for packed weights
+        self.sharding: Sharding | None = None  # transformers' tensor parallelism
+        self._late: tuple[type[nn.Module], ...] = ()  # classes with modules that are quantized at the end
+        self.absent: set[str] = set()  # names of tensors missing from the checkpoint or with another shape
+        self._shapes: dict[str, torch.Size] = {}  # shapes of the float skeleton's parameters
+        self._tied: set[str] = set()  # weights shared with other names
+        self._kept: dict[str, torch.dtype] = {}  # by layer name, where the model requires a dtype
+        self._replaced: Undo = []  # float modules whose replacements wait for packed weights
         self.left: set[str] = set()
-        self._proven: set[str] = set()  # layers that a marker of the checkpoint describes
+        self._proven: set[str] = set()  # layers with a marker in the checkpoint
 
     def validate(self, device_map: Any) -> None:
-        """Raises ValueError for what cannot be loaded. Libraries ask before there is a model, and some again with the
-        map that "auto" became."""
+        """Raise ValueError for what cannot be loaded.
+
+        Libraries call this before the model exists, and some call it again with the map that "auto" resolved to.
+        """
         if not self.pre_quantized and self.config.scheme is None:
             raise ValueError(
                 "QaoConfig: this checkpoint is not quantised by qao, so say how to quantise it: "
@@ -90,13 +92,13 @@ class Loader:
         device_map: Any = None,
         dtypes: Callable[[str], torch.dtype | None] = lambda name: None,
     ) -> None:
-        """Before the weights arrive.
+        """Prepare the skeleton before the weights arrive.
 
         Args:
             model: the skeleton.
             tied: weights that other names share, besides those that share a Parameter.
-            device_map: where the layers go.
-            dtypes: of a tensor by name, where the model keeps it in another dtype than that of the skeleton.
+            device_map: target devices of the layers.
+            dtypes: maps a tensor name to a dtype that the model requires instead of the skeleton's.
         """
         self._tied = set(tied)
         if not self.pre_quantized:
@@ -138,16 +140,16 @@ class Loader:
         ignore_sizes: bool = False,
         renamed: Callable[[str], str] | None = None,
     ) -> None:
-        """Compares what a checkpoint says of its layers with those that ``prepare`` made room for.
+        """Compare the markers of a checkpoint with the layers that ``prepare`` made room for.
 
         Args:
             model: the skeleton.
-            markers: by the name of the layer in the checkpoint.
-            ignore_sizes: leave layers of another size in float, for the library to make anew.
-            renamed: from a name in the checkpoint to that of the module; None: as transformers renames.
+            markers: by layer name in the checkpoint.
+            ignore_sizes: leave layers of another size in float, for the library to reinitialize.
+            renamed: maps a name in the checkpoint to that of the module; None: as transformers renames.
 
         Raises:
-            ValueError: a layer has another size or scheme. Packed tensors of several sizes have one shape.
+            ValueError: a layer has another size or scheme. Packed tensors of several sizes share one shape.
         """
         find = _finder(model, renamed)
         differ: dict[str, tuple[str, str]] = {}
@@ -177,7 +179,7 @@ class Loader:
             )
 
     def _leave_in_float(self, model: nn.Module, names: Collection[str]) -> None:
-        """Puts the float modules of these layers back, and of experts both projections."""
+        """Restore the float modules of these layers; for experts, both projections."""
         modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
         tied = any(modules[name]._tied or f"{name}.weight" in self._tied for name in names)
         if tied or self.sharding is not None and self.sharding.styles:
@@ -205,7 +207,7 @@ class Loader:
         )
 
     def _plan(self, model: nn.Module, tied: set[str]) -> None:
-        """Which weights are quantized as they arrive: those of one linear layer alone. The rest follows at the end."""
+        """Select weights to quantize on arrival: those of a single linear layer. The rest follows at the end."""
         assert self.config.scheme is not None
         select = selector(model, self.config.scheme)
         keep = _filter(model, self.config.modules_to_not_convert)
@@ -231,7 +233,7 @@ class Loader:
         return name in self.pending or name in self.experts.pending
 
     def fits(self, name: str, value: Tensor) -> bool:
-        """Whether a weight that ``takes`` knows has the shape of the model's; if not, it is no longer awaited."""
+        """Whether a weight that ``takes`` accepts has the model's shape; if not, it is no longer pending."""
         layer = self.pending.get(name)
         if layer is None or value.shape == layer.module._parameters["weight"].shape:  # type: ignore[union-attr]
             return True
@@ -241,7 +243,7 @@ class Loader:
         return False
 
     def take(self, name: str, value: Tensor) -> None:
-        """Puts a QuantLinear in the place of the linear whose weight has arrived; its bias comes before or after."""
+        """Replace the linear layer of an arrived weight with a QuantLinear. Its bias arrives before or after."""
         if name in self.experts.pending:
             self.experts.take(name, value)
             return
@@ -276,7 +278,7 @@ class Loader:
             self.sharding.take([layer.row.name, *layer.row.aliases], made)
 
     def finish(self, model: nn.Module) -> None:
-        """When all have arrived."""
+        """Finish loading after all tensors have arrived."""
         if self._hook is not None:
             self._hook.remove()
         if self.sharding is None or self.sharding.mesh is None:
@@ -295,16 +297,16 @@ class Loader:
                 module.settle()
 
     def _check_unproven(self, model: nn.Module) -> None:
-        """Raises ValueError where a layer without a marker has numbers that show another size."""
+        """Raise ValueError if the tensors of a layer without a marker imply another size."""
         proven = {id(model.get_submodule(name)) for name in self._proven}
         for name, module in model.named_modules():
             if isinstance(module, PackedModule) and id(module) not in proven:
                 module._check_padding(module.qweight, module.scales, f"{name}." if name else "")
 
     def _check_shapes(self, model: nn.Module) -> None:
-        """Raises RuntimeError where a float parameter took the shape that the checkpoint has.
+        """Raise RuntimeError if a float parameter took the checkpoint's shape.
 
-        Versions of transformers (5.17) let that happen with any quantizer, whatever ``ignore_mismatched_sizes`` is.
+        transformers (5.17) allows this with any quantizer, regardless of ``ignore_mismatched_sizes``.
         """
         for name, parameter in model.named_parameters():
             expected = self._shapes.get(name, parameter.shape)
@@ -335,7 +337,7 @@ class Loader:
             )
 
     def is_quantised(self, name: str, module: nn.Module) -> bool:
-        """Whether a module of the skeleton is a quantized layer, or may become one."""
+        """Whether a module of the skeleton is a quantized layer or may become one."""
         return isinstance(module, PackedModule) or f"{name}.weight" in self.pending or type(module) in self._late
 
 
@@ -344,7 +346,7 @@ def _left(row: Row) -> bool:
 
 
 def _names_of_new(model: nn.Module, absent: Collection[str]) -> set[str]:
-    """Parameters of the model, by name, that the checkpoint holds under none of their names."""
+    """Names of model parameters that the checkpoint has under no name."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -352,13 +354,13 @@ def _names_of_new(model: nn.Module, absent: Collection[str]) -> set[str]:
 
 
 def _made_anew(model: nn.Module, absent: Collection[str]) -> set[str]:
-    """Modules, by name, with a weight that the checkpoint does not hold."""
+    """Names of modules with a weight that is missing from the checkpoint."""
     new = _names_of_new(model, absent)
     return {name.rpartition(".")[0] for name in new if model.get_parameter(name).dim() > 1}
 
 
 def _fill_biases(model: nn.Module, absent: Collection[str]) -> None:
-    """Zeros in the place of what transformers leaves uninitialized, since a QuantLinear is no class it knows."""
+    """Zero the biases that transformers leaves uninitialized because QuantLinear is not a class it knows."""
     new = _names_of_new(model, absent) if absent else set()
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear) and f"{name}.bias" in new and module.bias is not None:
@@ -366,7 +368,7 @@ def _fill_biases(model: nn.Module, absent: Collection[str]) -> None:
 
 
 def _check_all_arrived(model: nn.Module, absent: Collection[str]) -> None:
-    """Raises ValueError where a quantized layer has no numbers."""
+    """Raise ValueError if a quantized layer has no values."""
     new = _names_of_new(model, absent) if absent else set()
     for name, module in model.named_modules():
         if isinstance(module, PackedModule):
@@ -379,9 +381,9 @@ def _check_all_arrived(model: nn.Module, absent: Collection[str]) -> None:
 
 
 def check_devices(schemes: Mapping[str, Scheme], device_map: Mapping[str, Any]) -> None:
-    """Raises ValueError where a layer would run on a device that has no kernels for its scheme."""
+    """Raise ValueError if a layer's device has no kernels for its scheme."""
     kinds = {name: _kind(device) for name, device in device_map.items()}
-    # What a map with an accelerator leaves on the CPU or the disk is computed there, on the first one.
+    # With an accelerator in the map, layers on the CPU or disk are computed on the first accelerator.
     main = next((kind for kind in kinds.values() if kind not in ("cpu", "disk")), "cpu")
     wrong = []
     for name, scheme in schemes.items():
@@ -404,7 +406,7 @@ def check_devices(schemes: Mapping[str, Scheme], device_map: Mapping[str, Any]) 
 
 
 def _kind(device: Any) -> str:
-    """The type of a device as a map has it: a number is one of the accelerator's."""
+    """The type of a device in a device map: a number is an accelerator's index."""
     if not isinstance(device, int):
         return str(device).partition(":")[0]
     accelerator = torch.accelerator.current_accelerator()
@@ -412,10 +414,10 @@ def _kind(device: Any) -> str:
 
 
 def _finder(model: nn.Module, renamed: Callable[[str], str] | None = None) -> Callable[[str], str | None]:
-    """From the name of a layer in a checkpoint to that of its module, None if there is none.
+    """Map from a layer name in a checkpoint to that of its module; None if there is none.
 
-    A model with a head has its base model inside it, under a prefix; and transformers writes some models under other
-    names than its modules have (Swin, DINOv2).
+    A model with a head holds its base model under a prefix, and transformers writes some models under names that differ
+    from their modules' (Swin, DINOv2).
     """
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     experts = [name for name, module in model.named_modules() if is_fused(module)]
@@ -439,7 +441,7 @@ def _names_in(model: nn.Module, layers: Mapping[str, Scheme]) -> dict[str, Schem
         known = find(name)
         if known is not None:
             found[known] = scheme
-        elif not prefix or name.startswith(f"{prefix}."):  # else of a head that this model does not have
+        elif not prefix or name.startswith(f"{prefix}."):  # otherwise a layer of a head that this model lacks
             why = (
                 "it holds its experts in one tensor, and quantised experts one by one are not supported"
                 if ".experts." in name
@@ -450,18 +452,18 @@ def _names_in(model: nn.Module, layers: Mapping[str, Scheme]) -> dict[str, Schem
 
 
 def _renaming(model: nn.Module) -> Callable[[str], str]:
-    """From the name of a layer in a checkpoint to that of its module, as transformers 5 renames tensors."""
+    """Map from a layer name in a checkpoint to its module's, as transformers 5 renames tensors."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming, rename_source_key
-    except ImportError:  # version 4, where names are the same
+    except ImportError:  # version 4 does not rename
         return lambda name: name
     renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
     return lambda name: rename_source_key(f"{name}.weight", renamings, [])[0].removesuffix(".weight")
 
 
 def _filter(model: nn.Module, names: list[str]) -> Callable[[str, nn.Module], bool] | None:
-    """The filter of ``quantize_`` that leaves these modules out; None if there are none."""
+    """A ``quantize_`` filter that excludes these modules; None if the list is empty."""
     if not names:
         return None
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]

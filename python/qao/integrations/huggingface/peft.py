@@ -1,8 +1,8 @@
-"""PEFT: LoRA on a QuantLinear, with no mapping to register; importing this module needs peft.
+"""PEFT: LoRA on a QuantLinear without registering a mapping. Importing this module needs peft.
 
-``register`` teaches peft that a LoRA layer for a QuantLinear is ``LoraQuantLinear``, that
-``prepare_model_for_kbit_training`` leaves scales as they are, and that ``modules_to_save`` of a quantized layer is an
-error. What it teaches of other methods is in ``peft_methods``.
+``register`` makes peft use ``LoraQuantLinear`` as the LoRA layer of a QuantLinear, keeps scales unchanged in
+``prepare_model_for_kbit_training``, and makes ``modules_to_save`` of a quantized layer an error. Other methods:
+``peft_methods``.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from . import peft_methods
 
 
 class LoraQuantLinear(lora.Linear):  # type: ignore[misc]
-    """LoRA beside a QuantLinear; all that peft's ``lora.Linear`` does, DoRA included.
+    """LoRA on a QuantLinear, with all features of peft's ``lora.Linear``, including DoRA.
 
-    The base layer stays as it is until ``merge``: then it holds Q(W + ΔW), quantized again with its own scheme, and a
-    warning says how far that is from W + ΔW. W is kept meanwhile: ``unmerge`` gives it back bit for bit, and merging
-    another adapter begins with it, so errors do not add up.
+    The base layer is unchanged until ``merge``. Then it holds Q(W + ΔW), quantized again with its scheme, and a warning
+    reports the distance from W + ΔW. W is kept: ``unmerge`` restores it bit for bit, and merging another adapter starts
+    from it, so errors do not accumulate.
     """
 
     merges_itself = True
-    # The weight and bias without adapters, while some are merged. A tuple, since Module registers what is a Parameter.
+    # Weight and bias without adapters while some are merged. A tuple, since Module would register a Parameter.
     _original: tuple[PackedWeight, Tensor | None] | None = None
 
     @property
     def fan_in_fan_out(self) -> bool:
-        return False  # also where the QuantLinear took the place of a Conv1D, whose weight is [K, N]
+        return False  # even if the QuantLinear replaced a Conv1D with weight [K, N]
 
     @fan_in_fan_out.setter
     def fan_in_fan_out(self, value: bool) -> None:
@@ -53,10 +53,10 @@ class LoraQuantLinear(lora.Linear):  # type: ignore[misc]
     pissa_init = olora_init = corda_init = loftq_init = lora_ga_init = _changes_the_weight
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds adapters to the weight and quantizes the sum.
+        """Add adapters to the weight and quantize the sum.
 
         Raises:
-            ValueError: the sum holds NaN or Inf, which is always looked for; nothing is changed then.
+            ValueError: the sum holds NaN or Inf, which is always checked; nothing is changed then.
         """
         base = self.get_base_layer()
         if not isinstance(base, QuantLinear):  # dequantized since
@@ -92,7 +92,7 @@ class LoraQuantLinear(lora.Linear):  # type: ignore[misc]
             peft_methods.warn_of_rounding(base, packed, weight, change)
 
     def unmerge(self) -> None:
-        """Takes all adapters out of the weight, which is then what it was, bit for bit."""
+        """Remove all adapters from the weight and restore it bit for bit."""
         base = self.get_base_layer()
         if not isinstance(base, QuantLinear) or self._original is None:
             super().unmerge()
@@ -108,7 +108,7 @@ class LoraQuantLinear(lora.Linear):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Called once peft is imported."""
+    """Called after peft is imported."""
     peft_methods.register()
     create = lora.LoraModel._create_new_module
 
@@ -117,7 +117,7 @@ def register() -> None:
         layer = target.get_base_layer() if isinstance(target, tuners_utils.BaseTunerLayer) else target
         with warnings.catch_warnings():
             if isinstance(layer, QuantLinear):
-                # Of each config anew, since it does not save what is registered.
+                # Register for each config: a config does not save registrations.
                 lora_config._register_custom_module({QuantLinear: LoraQuantLinear})
                 warnings.filterwarnings("ignore", "Unsupported layer type", UserWarning)
             module: nn.Module = create(lora_config, adapter_name, target, **kwargs)
@@ -145,7 +145,7 @@ def register() -> None:
         packed = [p for m in model.modules() if isinstance(m, PackedModule) for p in m.packed.tensors().values()]
         before = [(parameter, parameter.data) for parameter in packed if parameter is not None]
         if before and not getattr(model, "is_loaded_in_4bit", False):
-            # What it asks before it enables gradient checkpointing.
+            # The flag that peft checks before it enables gradient checkpointing.
             with mock.patch.object(model, "is_loaded_in_4bit", True, create=True):
                 prepare(model, *args, **kwargs)
         else:

@@ -1,8 +1,8 @@
-"""PEFT methods other than LoRA on quantized layers: creation, merging, trainable tokens, and the word embedding.
+"""PEFT methods other than LoRA on quantized layers: creation, merging, trainable tokens, word embedding.
 
-A method of PEFT chooses its layer by ``isinstance(target, nn.Linear)``. While it looks a model over, quantized layers
-are of a class that is also that of their float layer; what the method then builds calls the quantized layer and reads
-its ``weight``. ``register`` needs peft imported.
+PEFT methods select their layer by ``isinstance(target, nn.Linear)``. While PEFT inspects a model, quantized layers have
+a class that also derives from that of their float layer. The created layer then calls the quantized layer and reads its
+``weight``. ``register`` needs peft imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...schemes import PackedWeight
 Layer = Any  # a BaseTunerLayer
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Of the same names, which messages of PEFT show.
+# Same names as the float classes, since PEFT's messages show them.
 _FLOAT: dict[type, type] = {
     QuantLinear: type("QuantLinear", (QuantLinear, nn.Linear), {}),
     QuantEmbedding: type("QuantEmbedding", (QuantEmbedding, nn.Embedding), {}),
@@ -40,9 +40,9 @@ _QUANTIZED = {made: kind for kind, made in _FLOAT.items()}
 
 @contextmanager
 def as_float_layers(model: nn.Module) -> Iterator[None]:
-    """Makes ``isinstance(layer, nn.Linear)`` true of QuantLinears, and nn.Embedding of QuantEmbeddings, meanwhile."""
+    """Temporarily make ``isinstance`` match nn.Linear for QuantLinears and nn.Embedding for QuantEmbeddings."""
     found = [module for module in model.modules() if type(module) in _FLOAT]
-    if not found:  # none, or somebody further out has done it
+    if not found:  # no quantized layers, or an outer call has done it
         yield
         return
     for module in found:
@@ -57,7 +57,7 @@ def as_float_layers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _whole_or_not(model: nn.Module) -> Iterator[None]:
-    """After an error every module of a quantized model is where it was, and what required gradients does so again."""
+    """After an error, restore the modules of a quantized model and their ``requires_grad``."""
     modules = list(model.modules())
     if not any(isinstance(module, PackedModule) for module in modules):
         yield
@@ -79,7 +79,7 @@ def _whole_or_not(model: nn.Module) -> Iterator[None]:
 
 
 def _wrap_all(name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Wraps a method in every tuner class that has one of that name itself."""
+    """Wrap a method in every tuner class that defines it."""
     kinds, seen = [tuners_utils.BaseTuner], set()
     while kinds:
         kind = kinds.pop()
@@ -104,7 +104,7 @@ def _around(theirs: Any) -> Any:
 
 
 def _check_parameters(config: Any, model: nn.Module) -> None:
-    """Refuses ``target_parameters`` that are weights of quantized layers, and no Parameters."""
+    """Reject ``target_parameters`` that are weights of quantized layers, which are not Parameters."""
     wanted = tuple(getattr(config, "target_parameters", None) or ())
     for name, module in model.named_modules() if wanted else ():
         owners: dict[str, PackedModule] = module.projections() if isinstance(module, QuantExperts) else {}  # type: ignore[assignment]
@@ -117,7 +117,7 @@ def _check_parameters(config: Any, model: nn.Module) -> None:
 
 
 def _whole(theirs: Any) -> Any:
-    """``PeftModel.__init__``: what comes behind the adapters, such as modules_to_save, may fail too."""
+    """``PeftModel.__init__``: steps after the adapters, such as modules_to_save, may also fail."""
 
     def init(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         with _whole_or_not(model):
@@ -127,7 +127,7 @@ def _whole(theirs: Any) -> Any:
 
 
 def _named(theirs: Any) -> Any:
-    """``_create_and_replace``, with errors that name the method, the layer and the remedy."""
+    """``_create_and_replace`` with errors that name the method, the layer and the remedy."""
 
     def create(
         self: Any, config: Any, adapter: str, target: nn.Module, name: str, parent: nn.Module, *args: Any, **kwargs: Any
@@ -142,7 +142,7 @@ def _named(theirs: Any) -> Any:
             result = theirs(self, config, adapter, target, name, parent, *args, **kwargs)
         except (TypeError, NotImplementedError, AttributeError, RuntimeError, ValueError) as error:
             if isinstance(error, ValueError) and "support" not in str(error):
-                raise  # of the config, whatever the layer is
+                raise  # an error in the config, independent of the layer
             raise TypeError(_refusal(config, key, base, str(error))) from error
         if getattr(parent, name) is base:
             raise TypeError(_refusal(config, key, base, "the method passes over it"))
@@ -165,7 +165,7 @@ def _base(layer: Any) -> nn.Module:
 
 
 def _weight(layer: Layer, theirs: Any) -> Tensor:
-    """``layer.weight``, for which PEFT takes ``qweight`` of whatever has one."""
+    """``layer.weight``: PEFT would use ``qweight`` of any layer that has one."""
     base = layer.get_base_layer()
     return base.weight if isinstance(base, PackedModule) else theirs(layer)
 
@@ -174,9 +174,9 @@ def _weight(layer: Layer, theirs: Any) -> Tensor:
 
 
 def warn_of_rounding(base: PackedModule, packed: PackedWeight, wanted: Tensor, change: Tensor) -> None:
-    """Says what merging into a quantized layer lost; ``change``: the norm of what the adapter adds."""
+    """Warn of the rounding error of merging into a quantized layer; ``change``: norm of the adapter's delta."""
     lost = (base.dequantize(torch.float32) - wanted).norm() / change
-    warnings.warn(  # with numbers of one digit, so that many layers give few warnings
+    warnings.warn(  # one significant digit, so that many layers give few distinct warnings
         f"Merging quantises the weights again. Their relative error is about {packed.relative_error:.1g}, and "
         f"{lost:.1g} times as large as what the adapter adds. To be exact, keep the adapter unmerged, or call "
         "qao.dequantize_(model) first and merge in floats.",
@@ -185,10 +185,10 @@ def warn_of_rounding(base: PackedModule, packed: PackedWeight, wanted: Tensor, c
 
 
 def _teach_merging(kind: type) -> None:
-    """Makes ``merge`` and ``unmerge`` of a PEFT layer work where its base layer is quantized.
+    """Make ``merge`` and ``unmerge`` of a PEFT layer work with a quantized base layer.
 
-    The method merges into a float layer of the base weight, which is then quantized with the scheme of the base layer.
-    The weight before is kept: ``unmerge`` gives it back bit for bit, and merging another adapter begins with it.
+    The method merges into a float layer with the base weight, which is then quantized with the base layer's scheme. The
+    original weight is kept: ``unmerge`` restores it bit for bit, and merging another adapter starts from it.
     """
     if not hasattr(kind, "merge") or getattr(kind.merge, "quantizes", False) or getattr(kind, "merges_itself", False):
         return
@@ -219,7 +219,7 @@ def _teach_merging(kind: type) -> None:
         except BaseException:
             self.merged_adapters = before
             raise
-        if not merged:  # none of the names is one of this layer's
+        if not merged:  # no adapter of these names in this layer
             self.merged_adapters = before
             return
         base.set_packed(_of_base(base, packed))
@@ -249,7 +249,7 @@ def _teach_merging(kind: type) -> None:
 
 
 def _of_base(base: PackedModule, packed: PackedWeight) -> PackedWeight:
-    """Without the sums and scales of rows that an embedding does not hold."""
+    """Remove weight sums and row scales, which an embedding does not store."""
     return packed if base.needs_all else PackedWeight(packed.qweight, packed.scales, sizes=packed.sizes)
 
 
@@ -299,7 +299,7 @@ def _untying(theirs: Any) -> Any:
 
 
 def _ends(model: Any) -> list[nn.Module]:
-    """The embedding and the head of a model of transformers, those that it has."""
+    """The embedding and the head of a transformers model, if present."""
     try:
         ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     except (NotImplementedError, AttributeError):
@@ -308,7 +308,7 @@ def _ends(model: Any) -> list[nn.Module]:
 
 
 def _tie_again(embedding: nn.Module, head: nn.Module) -> bool:
-    """Whether both have one weight; equal ones that merging made apart are shared again."""
+    """Share the weight of both again if merging separated equal weights. Returns whether they are tied."""
     if not (isinstance(embedding, PackedModule) and isinstance(head, PackedModule)):
         return embedding.weight is head.weight
     own, other = embedding.packed, head.packed
@@ -325,7 +325,7 @@ def _tie_again(embedding: nn.Module, head: nn.Module) -> bool:
 
 
 def _with_tokens(theirs: Any) -> Any:
-    """``TrainableTokensLayer.forward_adapters``: rows of the tokens in place of those that the base layer gives."""
+    """``TrainableTokensLayer.forward_adapters``: substitutes trained rows for those of the base layer."""
 
     def forward_adapters(self: Layer, x: Tensor, active_adapters: Any, *args: Any, **kwargs: Any) -> Tensor:
         base = self.base_layer
@@ -351,7 +351,7 @@ def _with_tokens(theirs: Any) -> Any:
 
 
 def _made_of_float(theirs: Any) -> Any:
-    """``TrainableTokensLayer.__init__``, which looks for the sizes of the layer."""
+    """``TrainableTokensLayer.__init__``, which reads the sizes of the layer."""
 
     def init(self: Layer, base_layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         with as_float_layers(base_layer):
@@ -364,7 +364,7 @@ def _made_of_float(theirs: Any) -> Any:
 
 
 def _counting(theirs: Any) -> Any:
-    """``get_nb_trainable_parameters``, which adds sizes of tensors up."""
+    """``get_nb_trainable_parameters``, which sums tensor sizes."""
 
     def get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
         trained, total = theirs(self)
@@ -377,9 +377,9 @@ def _counting(theirs: Any) -> Any:
 
 
 def _with_word_embedding(theirs: Any) -> Any:
-    """``PeftModel._setup_prompt_encoder``, which looks for the embedding by the first size of parameters.
+    """``PeftModel._setup_prompt_encoder``, which finds the embedding by the first size of parameters.
 
-    Of a quantized model these are the sizes of packed tensors. It asks for one of BERT's name first.
+    In a quantized model these are the sizes of packed tensors. PEFT first looks for an embedding under BERT's name.
     """
 
     def setup(self: Any, adapter_name: str) -> Any:
@@ -405,7 +405,7 @@ def _with_word_embedding(theirs: Any) -> Any:
 
 
 def register() -> None:
-    """Called once peft is imported."""
+    """Called after peft is imported."""
     from peft.tuners.trainable_tokens import layer as tokens
 
     _wrap_all("__init__", _around)

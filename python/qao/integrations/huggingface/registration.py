@@ -1,4 +1,4 @@
-"""Tells models of transformers and diffusers that they are quantized, without importing either."""
+"""Marks transformers and diffusers models as quantized, without importing either library."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ...quantization import targets
 
 
 def attach(model: nn.Module) -> None:
-    """Tells models of these libraries inside ``model`` that they are quantized, for ``save_pretrained`` to write it."""
+    """Mark models of these libraries inside ``model`` as quantized, so that ``save_pretrained`` writes it."""
     for ours, outermost in _models(model):
         ours.attach(outermost)
 
 
 def detach(model: nn.Module) -> None:
-    """Tells them that they no longer are."""
+    """Undo ``attach``."""
     for ours, outermost in _models(model):
         if isinstance(getattr(outermost, "hf_quantizer", None), ours.QaoQuantizer):
             del outermost.hf_quantizer
@@ -32,15 +32,15 @@ def detach(model: nn.Module) -> None:
 
 
 def dequantized(model: Any, dtype: torch.dtype | None = None) -> Any:
-    """What ``model.dequantize()`` of these libraries returns: the model in floats, of ``dtype`` where one is given."""
-    from ...quantization.dequantize import dequantize_  # here, since it imports this module
+    """Implementation of these libraries' ``model.dequantize()``: the float model, cast to ``dtype`` if given."""
+    from ...quantization.dequantize import dequantize_  # imported here to avoid a cycle
 
     dequantize_(model)
     return model if dtype is None else model.to(dtype)
 
 
 def _models(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
-    """The module of this folder and the outermost models, for each library that is loaded."""
+    """For each loaded library, its module in this package and the outermost models."""
     for library, of in (("transformers", "PreTrainedModel"), ("diffusers", "ModelMixin")):
         base = _loaded(f"{library}.{'modeling_utils' if library == 'transformers' else 'models.modeling_utils'}", of)
         if base is not None:
@@ -59,13 +59,13 @@ def _loaded(module: str, name: str) -> type | None:
 
 
 def fill(tables: Any, config: type, quantizer: type) -> None:
-    """Makes "qao" known to ``quantizers.auto`` of transformers or diffusers."""
+    """Register "qao" with ``quantizers.auto`` of transformers or diffusers."""
     tables.AUTO_QUANTIZATION_CONFIG_MAPPING["qao"] = config
     tables.AUTO_QUANTIZER_MAPPING["qao"] = quantizer
 
 
 def mark(model: Any, config: Any, quantizer: Any, base: Any) -> bool:
-    """Gives ``model``, of the class ``base`` of its library, its quantizer; False if nothing in it is quantized."""
+    """Attach a quantizer to ``model``, of its library's class ``base``; False if it has no quantized layers."""
     if not config.layers:
         return False
     quantizer.quantization_config = config
@@ -78,9 +78,9 @@ def mark(model: Any, config: Any, quantizer: Any, base: Any) -> bool:
 
 
 def _tell_dtype(base: Any) -> None:
-    """Makes ``model.dtype`` of these libraries, the dtype of its first float tensor, pass over the scales.
+    """Make ``model.dtype`` of ``base`` and its subclasses, the dtype of the first float tensor, skip scales.
 
-    Pipelines cast inputs to it, and scales may be float32 in a model of bfloat16. Of ``base`` and what inherits it.
+    Pipelines cast inputs to it, and scales may be float32 in a bfloat16 model.
     """
     theirs = base.dtype.fget
     if theirs.__module__ == __name__:
@@ -99,8 +99,10 @@ def _tell_dtype(base: Any) -> None:
 
 
 def _tell_count(base: Any) -> None:
-    """Makes ``model.num_parameters()`` of these libraries count the elements of the weight that a quantized one stands
-    for, as they do for other four-bit weights. Of ``base`` and what inherits it."""
+    """Make ``num_parameters()`` of ``base`` and its subclasses count the elements of the unpacked weight.
+
+    These libraries count other four-bit weights in the same way.
+    """
     theirs = base.num_parameters
     if theirs.__module__ == __name__:
         return
@@ -114,7 +116,7 @@ def _tell_count(base: Any) -> None:
 
 
 def _guard_resizing(base: Any) -> None:
-    """Makes ``resize_token_embeddings`` refuse a quantized embedding or head before it changes the other end."""
+    """Make ``resize_token_embeddings`` reject a quantized embedding or head before it changes the other one."""
     theirs = base._resize_token_embeddings
     if theirs.__module__ == __name__:
         return

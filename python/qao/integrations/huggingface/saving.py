@@ -1,4 +1,4 @@
-"""What ``save_pretrained`` writes of a quantized model: tensors, the header's metadata, and quantization_config."""
+"""Output of ``save_pretrained`` for a quantized model: tensors, header metadata, and quantization_config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .config import QaoConfig
 
 
 def files_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], Any]:
-    """Tensors by name, metadata, and what config.json says: compressed-tensors where it can say it, else qao's own."""
+    """Tensors by name, metadata and quantization_config, in compressed-tensors if possible, else qao's format."""
     state: dict[str, Tensor] = dict(model.state_dict())
     sharded = any(isinstance(module, Sharded) for module in model.modules())
     if sharded:
@@ -38,7 +38,7 @@ def files_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], Any]:
 
 
 def _gather(state: dict[str, Any]) -> None:
-    """Makes DTensors whole, on every rank, as transformers does of float models; shared ones stay shared."""
+    """Gather DTensors on every rank, as transformers does for float models. Shared tensors stay shared."""
     known: dict[tuple[int, Any], Tensor] = {}
     for name, tensor in state.items():
         if hasattr(tensor, "full_tensor"):
@@ -49,15 +49,17 @@ def _gather(state: dict[str, Any]) -> None:
 
 
 def _keep_apart(model: nn.Module, names: Iterable[str]) -> None:
-    """Takes those conversions off the model by which transformers 5 would join tensors of quantized layers on the way
-    to the file, as it joins the float weights of q, k and v (Molmo2). It reads either form."""
+    """Remove conversions by which transformers 5 would join tensors of quantized layers on saving.
+
+    It joins the float weights of q, k and v in this way (Molmo2) and reads either form.
+    """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightConverter
     except ImportError:  # version 4, which converts nothing
         return
     conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:  # what it would take itself, of a model that no file was loaded into
+    if conversions is None:  # the default of transformers for a model not loaded from files
         every = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [one for one in every if not isinstance(one, PrefixChange)]
     layers = {name for name, module in model.named_modules() if isinstance(module, PackedModule)}
@@ -82,11 +84,11 @@ def _compressed_tensors(model: nn.Module, state: dict[str, Tensor]) -> tuple[dic
     tensors = dict(state)
     weights: set[int] = set()
     for name, layer in layers.items():
-        # Loaders look for modules whose class is called Linear: a Conv1D, or a subclass such as FalconLinear, they
-        # would leave as it is, with random numbers.
+        # Loaders match modules of a class named Linear. They would skip a Conv1D, or a subclass such as FalconLinear,
+        # and leave its weight random.
         if not isinstance(layer, QuantLinear) or layer.stands_for != "Linear" or layer.qweight.is_meta:
             return None
-        if id(layer.qweight) in weights:  # which would be written once, under one of the names
+        if id(layer.qweight) in weights:  # a shared weight would be written once, under one of its names
             return None
         weights.add(id(layer.qweight))
         if write.can_write(layer.scheme, layer.in_features) is not None:
@@ -95,7 +97,7 @@ def _compressed_tensors(model: nn.Module, state: dict[str, Tensor]) -> tuple[dic
             tensors.pop(f"{name}.{key}", None)
         try:
             tensors.update({f"{name}.{key}": tensor for key, tensor in write.layer_tensors(layer).items()})
-        except ValueError:  # zero points of GGUF are no whole numbers
+        except ValueError:  # GGUF has float zero points
             return None
     prefix = getattr(model, "base_model_prefix", "")
     schemes = {_target(name, prefix): scheme for name, scheme in describe(model).items()}
@@ -104,6 +106,6 @@ def _compressed_tensors(model: nn.Module, state: dict[str, Tensor]) -> tuple[dic
 
 
 def _target(name: str, prefix: str) -> str:
-    """A module as compressed-tensors names it, whether it is loaded as a whole model or as its base without a head."""
+    """Target pattern of a module for compressed-tensors, valid for the whole model and for its headless base."""
     inner = name.removeprefix(f"{prefix}.") if prefix else name
     return name if inner == name else rf"re:(.*\.)?{re.escape(inner)}$"

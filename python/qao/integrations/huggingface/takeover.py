@@ -1,8 +1,8 @@
-"""Quantized checkpoints of other libraries' layouts that ``from_pretrained`` of transformers loads onto qao's layers.
+"""Loads other libraries' quantized checkpoints onto qao's layers in transformers' ``from_pretrained``.
 
-transformers hands compressed-tensors, GPTQ, AWQ, fp8 and torchao checkpoints to the library that is named in
-config.json, which may decompress the weights. ``register`` makes ``PreTrainedModel.from_pretrained`` hand those that
-qao reads to ``qao.from_pretrained`` instead. ``QAO_TAKEOVER=0`` in the environment turns that off, and so does a
+transformers passes compressed-tensors, GPTQ, AWQ, fp8 and torchao checkpoints to the library named in config.json,
+which may decompress the weights. ``register`` makes ``PreTrainedModel.from_pretrained`` pass supported ones to
+``qao.from_pretrained`` instead. To disable this, set ``QAO_TAKEOVER=0`` in the environment, or pass a
 ``quantization_config`` of the other library in one call.
 """
 
@@ -29,7 +29,7 @@ _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", 
 
 
 def register() -> None:
-    """Called once transformers has its base class of models."""
+    """Called after transformers has defined its base class of models."""
     from transformers import modeling_utils
 
     register_part("qao.integrations.huggingface.transformers", "watch_loading")
@@ -61,20 +61,20 @@ def is_on() -> bool:
 
 
 def _base_of(path: Any, options: dict[str, Any]) -> Any:
-    """``path``, or the model that an adapter of PEFT in this directory is for, as Auto classes look it up."""
+    """``path``, or the base model of a PEFT adapter in this directory, as Auto classes resolve it."""
     folder = Path(path) if isinstance(path, (str, os.PathLike)) else Path("/dev/null")
     file = folder / "adapter_config.json"
     if options.get("config") is not None or not file.is_file() or (folder / "config.json").exists():
         return path
     try:
         base = json.loads(file.read_text()).get("base_model_name_or_path")
-    except ValueError:  # theirs says so
+    except ValueError:  # reported by transformers
         return path
     return base or path
 
 
 def _quantization(path: Any, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What the configuration of a checkpoint says about quantization; None if nothing, or if there is none."""
+    """The quantization settings in a checkpoint's configuration; None if there are none."""
     from transformers import PretrainedConfig
 
     if options.get("state_dict") is not None or options.get("gguf_file") is not None:
@@ -87,7 +87,7 @@ def _quantization(path: Any, options: Mapping[str, Any]) -> Mapping[str, Any] | 
     hub = {name: options[name] for name in _HUB if name in options}
     try:
         content, _ = PretrainedConfig.get_config_dict(path if config is None else config, **hub)
-    except (OSError, ValueError):  # an adapter alone, or nothing: theirs says which
+    except (OSError, ValueError):  # only an adapter, or nothing: transformers reports which
         return None
     inner = content.get("text_config")
     found = content.get("quantization_config") or (inner or {}).get("quantization_config")
@@ -133,7 +133,7 @@ def _take(
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raises Unfit for what transformers does with files, and qao does not."""
+    """Raise Unfit for file options of transformers that qao does not support."""
     device_map = options.get("device_map")
     if isinstance(device_map, Mapping) and "disk" in device_map.values():
         raise Unfit("device_map leaves layers on the disk")
@@ -142,7 +142,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _check_again(path: Any, layers: Mapping[str, Scheme], given: QaoConfig) -> None:
-    """Raises ValueError where a quantized checkpoint is to be quantized by another scheme."""
+    """Raise ValueError if a quantized checkpoint would be quantized with another scheme."""
     if given.scheme is None:
         return
     other = differing(layers, given.scheme)

@@ -1,10 +1,9 @@
-"""``tp_plan`` of transformers (from 5.23 on) for quantized layers: they are sharded by the styles of qao.distributed.
+"""``tp_plan`` of transformers (5.23 and later) for quantized layers, sharded by styles of qao.distributed.
 
-transformers shards parameters of its modules as DTensors and replaces forwards. Neither fits a packed weight, so
-entries of the plan that concern quantized layers are taken out of it, and these become sharded layers of qao: as soon
-as the weight has arrived where it is quantized while it is loaded, and when all have arrived where the checkpoint is
-quantized. Of such a checkpoint each rank keeps its own part alone, where parts join to the packed weight
-(``distributed.cut.joins``).
+transformers shards parameters as DTensors and replaces forward methods. Neither works for a packed weight. Therefore
+entries for quantized layers are removed from the plan, and qao shards these layers: when the weight arrives if it is
+quantized during loading, and after all tensors have arrived if the checkpoint is quantized. From such a checkpoint each
+rank keeps only its part, if parts concatenate to the packed weight (``distributed.cut.joins``).
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ _RESOLVE = "_resolve_parallel_plans"
 
 
 class Sharding:
-    """Of one model while it is loaded. ``styles``: of quantized layers by name; empty without tensor parallelism."""
+    """Sharding of one model during loading. ``styles``: by layer name; empty without tensor parallelism."""
 
     def __init__(self, model: Any, is_ours: Callable[[str, nn.Module], bool]) -> None:
         self.styles: dict[str, Any] = {}
         self.mesh: Any = None
         self._model, self._is_ours = model, is_ours
         resolve = getattr(model, _RESOLVE, None)
-        if resolve is not None:  # on the instance, until it is loaded
+        if resolve is not None:  # patched on the instance until loading ends
             setattr(model, _RESOLVE, partial(self._resolve, resolve))
 
     def _resolve(self, resolve: Callable[[Any], tuple[dict[str, str], ...]], config: Any) -> tuple[dict[str, str], ...]:
-        """The plans of transformers, without what concerns quantized layers in that of tensor parallelism."""
+        """The plans of transformers, without quantized layers in the tensor-parallel plan."""
         plan, *others = resolve(config)
         if not plan:
             return plan, *others
@@ -51,19 +50,19 @@ class Sharding:
         return left, *others
 
     def take(self, names: Iterable[str], module: nn.Module) -> None:
-        """Shards a quantized layer once all of its tensors are there."""
+        """Shard a quantized layer when all of its tensors have arrived."""
         styles = [self.styles.pop(name) for name in names if name in self.styles]
         if styles:
             styles[0]._apply(module, self.mesh)
 
     def finish(self) -> None:
-        """When all tensors have arrived: the rest."""
+        """Shard the remaining layers after all tensors have arrived."""
         vars(self._model).pop(_RESOLVE, None)
         if self.mesh is None and (getattr(self._model, "_tp_size", None) or 1) > 1:
             raise ValueError("tp_plan: tensor parallelism of quantised models needs transformers 5.23 or later")
         modules = {name: self._model.get_submodule(name) for name in self.styles}
         for name, module in modules.items():
-            if not isinstance(module, Sharded):  # by another of its names
+            if not isinstance(module, Sharded):  # not yet sharded under another name
                 self.take([name], module)
 
 

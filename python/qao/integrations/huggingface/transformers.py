@@ -1,7 +1,7 @@
 """transformers: QaoConfig as ``quantization_config``, for versions 4.57 and 5.
 
-A float checkpoint is quantized weight by weight as its tensors arrive; of a quantized one, layers of the right kind are
-put in place before its tensors arrive. Saving goes through ``get_state_dict_and_metadata``.
+A float checkpoint is quantized weight by weight as its tensors arrive. For a quantized checkpoint, quantized layers are
+created before its tensors arrive. Saving uses ``get_state_dict_and_metadata``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _V5 = int(transformers.__version__.partition(".")[0]) >= 5
 
 
 class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
-    """What transformers asks while it loads and saves a model."""
+    """The quantizer interface of transformers for loading and saving a model."""
 
     requires_calibration = False
     requires_parameters_quantization = True  # version 4
@@ -43,10 +43,10 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.modules_to_not_convert: list[str] = []
         self.loader = Loader(quantization_config, self.pre_quantized)
-        self._unexpected: Any = None  # patterns of the model that say which names of a checkpoint may be left over
-        self._kept: Callable[[str], torch.dtype | None] = partial(_kept_dtype, {})  # dtypes that the model insists on
-        self._watched: list[str] = []  # methods of the model that are ours while it is loaded
-        self._cast_to: torch.dtype | None = None  # version 4: set while tensors arrive, whose dtype is up to us then
+        self._unexpected: Any = None  # the model's patterns of names that may be left over
+        self._kept: Callable[[str], torch.dtype | None] = partial(_kept_dtype, {})  # dtypes that the model requires
+        self._watched: list[str] = []  # methods patched during loading
+        self._cast_to: torch.dtype | None = None  # version 4: dtype of arriving tensors, set while loading
 
     # ---- before the weights arrive
 
@@ -54,15 +54,15 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
         self.loader.validate(kwargs.get("device_map"))
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Version 5, before ``dtype="auto"`` is looked up in ``config``."""
+        """Version 5 calls this before ``dtype="auto"`` is looked up in ``config``."""
         if self.pre_quantized and self.quantization_config.dtype is not None:
             config.dtype = self.quantization_config.dtype
         return config
 
-    update_tp_plan = update_attn_implementation  # the same moment of version 4
+    update_tp_plan = update_attn_implementation  # the same hook in version 4
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        ties = getattr(model, "all_tied_weights_keys", None)  # version 5; in 4 they share a Parameter by now
+        ties = getattr(model, "all_tied_weights_keys", None)  # version 5; version 4 shares a Parameter by now
         tied = [name for pair in ties.items() for name in pair] if isinstance(ties, dict) else []
         self._kept = _kept_dtypes(model, kwargs.get("dtype") or model.dtype)
         self.loader.prepare(model, tied, kwargs.get("device_map"), self._kept)
@@ -86,16 +86,16 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
         how: Any,
         options: Mapping[str, Any],
     ) -> None:
-        """When transformers knows where the tensors are; ``how``: LoadStateDictConfig of version 5."""
+        """Check the files that transformers will read; ``how``: LoadStateDictConfig of version 5."""
         if not self.pre_quantized:
             return
         markers = in_state_dict(state) if state is not None else in_files(files or ())
-        ignore = bool(getattr(how, "ignore_mismatched_sizes", False))  # version 4 cannot
+        ignore = bool(getattr(how, "ignore_mismatched_sizes", False))  # not supported in version 4
         renamed = _renaming(getattr(how, "weight_mapping", None), options.get("key_mapping"))
         self.loader.check_markers(model, markers, ignore_sizes=ignore, renamed=renamed)
 
     def _watch(self, model: Any) -> None:
-        """Notes which tensors transformers makes itself, since the checkpoint lacks them or has other shapes."""
+        """Record which tensors transformers initializes because they are missing or have another shape."""
         for name in ("_move_missing_keys_from_meta_to_device", "_move_missing_keys_from_meta_to_cpu"):
             theirs = getattr(model, name, None)
             if theirs is not None:
@@ -129,14 +129,14 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
     # ---- while they arrive: version 4
 
     def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
-        # Weights that do not arrive are initialised as floats, and quantized at the end with what is left.
+        # Missing weights are initialized in float and quantized at the end.
         self.loader.absent.update(missing_keys)
         for name in missing_keys:
             self.loader.pending.pop(name, None)
         return missing_keys
 
     def update_expected_keys(self, model: Any, expected_keys: list[str], loaded_keys: list[str]) -> list[str]:
-        # It would cast every float tensor to this dtype, scales too. Without it, it leaves that to us.
+        # transformers would cast every float tensor to this dtype, including scales. Without it, qao casts.
         if getattr(model.config, "_pre_quantization_dtype", None) is not None:
             self._cast_to = model.config._pre_quantization_dtype
             model.config._pre_quantization_dtype = None
@@ -170,7 +170,7 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_special_dtypes_update(self, model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
         return {name: dtype for name, _ in model.named_parameters() if name not in self.loader.pending}
 
-    # ---- when they are there
+    # ---- after loading
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         model._keys_to_ignore_on_load_unexpected = self._unexpected
@@ -182,7 +182,7 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
         attach(model, self)
         return model
 
-    # ---- saving and the rest
+    # ---- saving and other hooks
 
     def get_state_dict_and_metadata(self, model: Any, *args: Any) -> tuple[dict[str, Any], dict[str, str]]:
         if not any(isinstance(module, PackedModule) for module in model.modules()):  # it had no linear layers
@@ -207,7 +207,7 @@ class QaoQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _renaming(conversions: Any, key_mapping: Mapping[str, str] | None) -> Callable[[str], str] | None:
-    """From the name of a layer in a file to that of its module, as ``from_pretrained`` was asked to rename."""
+    """Map from a layer name in a file to that of its module, with the renaming passed to ``from_pretrained``."""
     if conversions:
         from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -223,24 +223,24 @@ def _mismatch(name: str, value: Tensor, own: Tensor) -> str:
 
 
 def _kept_dtypes(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
-    """The dtype of a tensor by name, of those that the class of the model keeps in another one than ``dtype``."""
+    """Map from a tensor name to the dtype that the model class requires instead of ``dtype``."""
     plan: dict[str, torch.dtype] = {}
     if dtype == torch.float16:
         plan.update(dict.fromkeys(getattr(model, "_keep_in_fp32_modules", None) or (), torch.float32))
     if dtype in (torch.float16, torch.bfloat16):
         plan.update(dict.fromkeys(getattr(model, "_keep_in_fp32_modules_strict", None) or (), torch.float32))
-    around = ("", "") if _V5 else (r"(^|\.)", r"($|\.)")  # version 5 takes a name for a pattern found anywhere
+    around = ("", "") if _V5 else (r"(^|\.)", r"($|\.)")  # version 5 searches a name as a pattern
     patterns = {re.compile(pattern.replace("*", ".*").join(around)): kept for pattern, kept in plan.items()}
     return partial(_kept_dtype, patterns)
 
 
 def _kept_dtype(patterns: dict[re.Pattern[str], torch.dtype], name: str) -> torch.dtype | None:
-    # No closure: a model with its quantizer is pickled, by torch.save(model) for one.
+    # Not a closure: a model with its quantizer must be picklable, for example by torch.save(model).
     return next((kept for pattern, kept in patterns.items() if pattern.search(name)), None)
 
 
 class _Quantize:
-    """The conversion of version 5 that ends with a QuantLinear in the model, instead of a tensor."""
+    """Version 5 conversion that puts a QuantLinear into the model instead of a tensor."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -254,7 +254,7 @@ class _Quantize:
                 left[name] = value
                 continue
             tensor = value[0] if isinstance(value, list) else value
-            if not self._loader.fits(name, tensor):  # transformers reports it, and goes on if it was told to
+            if not self._loader.fits(name, tensor):  # reported by transformers, which continues if allowed to
                 left[name] = value
                 continue
             self._loader.take(name, tensor)
@@ -264,14 +264,14 @@ class _Quantize:
 
 
 def register() -> None:
-    """Called once transformers has its tables of quantizers."""
+    """Called after transformers has defined its tables of quantizers."""
     from transformers.quantizers import auto
 
     fill(auto, QaoConfig, QaoQuantizer)
 
 
 def watch_loading() -> None:
-    """Makes transformers show the quantizer what it is about to load. Called once there is its base class of models."""
+    """Let the quantizer inspect a checkpoint before loading. Called after the base class of models is defined."""
     from transformers.modeling_utils import PreTrainedModel
 
     base: Any = PreTrainedModel
@@ -284,7 +284,7 @@ def watch_loading() -> None:
     @wraps(function)
     def load(*args: Any, **options: Any) -> Any:
         given = signature.bind(*args, **options).arguments
-        how = given.get("load_config")  # of version 5
+        how = given.get("load_config")  # version 5
         quantizer = given.get("hf_quantizer", getattr(how, "hf_quantizer", None))
         if isinstance(quantizer, QaoQuantizer):
             quantizer.check_files(given["model"], given["state_dict"], given["checkpoint_files"], how, given)
@@ -295,7 +295,7 @@ def watch_loading() -> None:
 
 
 def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
-    """Tells a model that it is quantized: ``save_pretrained`` asks ``hf_quantizer``, which writes what is so then."""
+    """Mark a model as quantized. ``save_pretrained`` asks ``hf_quantizer``, which writes its current state."""
     config = QaoConfig.of(model)
     quantizer = quantizer or QaoQuantizer(config, pre_quantized=True)
     if mark(model, config, quantizer, transformers.PreTrainedModel):
@@ -303,7 +303,7 @@ def attach(model: Any, quantizer: QaoQuantizer | None = None) -> None:
 
 
 def forget_config(model: Any) -> None:
-    """What ``attach`` wrote into the configuration."""
+    """Remove what ``attach`` wrote to the configuration."""
     model.__dict__.pop("quantization_method", None)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -1,1 +1,1 @@
-"""Parts of torch that need to know of quantized layers: each is imported when that part of torch is."""
+"""Hooks for parts of torch that handle quantized layers, each imported after that part of torch."""

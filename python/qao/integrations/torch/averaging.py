@@ -1,7 +1,7 @@
-"""torch.optim.swa_utils: AveragedModel (EMA, SWA) of a quantized model averages parameters in floats, never codes.
+"""torch.optim.swa_utils: AveragedModel (EMA, SWA) of a quantized model averages only float parameters.
 
-Its functions compute averages of all parameters in floats and write them back, which truncates integers: 0.9 q + 0.1 q
-becomes q - 1 for many q.
+Its functions average all parameters in float and write them back, which truncates integers: 0.9 q + 0.1 q becomes q - 1
+for many q.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...ops.modes import writing
 
 
 def register() -> None:
-    """Called once torch.optim is imported."""
+    """Called after torch.optim is imported."""
     update = swa_utils.AveragedModel.update_parameters
 
     @functools.wraps(update)
@@ -47,7 +47,7 @@ def _packed(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _synchronize(found: dict[str, Tensor], wanted: dict[str, Tensor], first: bool) -> None:
-    """``first``: nothing is averaged yet, so that the model may have other weights than the copy."""
+    """``first``: nothing is averaged yet, so the model may have other weights than the copy."""
     if found.keys() != wanted.keys():
         name = min(found.keys() ^ wanted.keys())
         raise ValueError(

@@ -1,4 +1,4 @@
-"""torch.utils.flop_counter: FlopCounterMode counts 2 · M · N · K for every product, M being rows of y if grouped."""
+"""torch.utils.flop_counter: FlopCounterMode counts 2 · M · N · K per GEMM; M is the rows of y if grouped."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def _product(x: Any, *_: Any, out_shape: Any, **__: Any) -> int:
 
 
 def _grouped(x: Any, *arguments: Any, out_shape: Any, gate: Any = None, **_: Any) -> int:
-    """A gate, the only numbers that are no shape, halves the result, not the product."""
+    """``gate``, the only list of numbers that is not a shape, halves the output but not the GEMM."""
     lists = [value for value in (*arguments, gate) if isinstance(value, (list, tuple))]
     gated = any(type(number) is float for numbers in lists for number in numbers)
     return 2 * int(x[-1]) * int(prod(out_shape)) * (2 if gated else 1)
 
 
 def _fused(x: Any, *arguments: Any, out_shape: Any, **_: Any) -> int:
-    """``gated`` halves the result, not the product."""
+    """``gated`` halves the output but not the GEMM."""
     return 2 * int(prod(x)) * int(arguments[6])

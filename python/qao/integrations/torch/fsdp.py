@@ -1,8 +1,9 @@
-"""FSDP2 (``torch.distributed.fsdp.fully_shard``): packed tensors keep their dtype; needs torch.distributed.
+"""FSDP2 (``torch.distributed.fsdp.fully_shard``): packed tensors keep their dtype. Needs torch.distributed.
 
-FSDP2 casts what it gathers to the ``param_dtype`` of its ``MixedPrecisionPolicy``: floats, and in torch 2.11 integers
-too. Of a quantized layer only the bias may be cast: scales of another dtype are wrong numbers. ``register`` teaches
-FSDP2 so, and how to shard integers, which torch 2.11 refuses since it makes a sharded Parameter trainable first.
+FSDP2 casts gathered tensors to the ``param_dtype`` of its ``MixedPrecisionPolicy``: floats, and in torch 2.11 also
+integers. In a quantized layer only the bias may be cast; scales in another dtype give wrong results. ``register``
+patches FSDP2 accordingly and lets it shard integers, which torch 2.11 rejects because it first makes a sharded
+Parameter trainable.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ...nn.packed_module import PackedModule
 
 
 def register() -> None:
-    """Called once FSDP2 is imported."""
+    """Called after FSDP2 is imported."""
     init_dtypes = _fsdp_param.FSDPParam.init_dtype_attrs
 
     @functools.wraps(init_dtypes)
@@ -27,7 +28,7 @@ def register() -> None:
         init_dtypes(self, mp_policy)
         module, name = self._module_info.module, self._module_info.param_name
         if isinstance(module, PackedModule) and name in module.packed.tensors():
-            self.param_dtype = None  # as it is
+            self.param_dtype = None  # keep the dtype
 
     _fsdp_param.FSDPParam.init_dtype_attrs = init_dtype_attrs  # type: ignore[method-assign]
     if torch.__version__ < "2.13":
@@ -35,5 +36,5 @@ def register() -> None:
 
 
 def _parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
-    """nn.Parameter, but for data that cannot have a gradient."""
+    """nn.Parameter, with ``requires_grad`` only for dtypes that support gradients."""
     return nn.Parameter(data, requires_grad and (data.is_floating_point() or data.is_complex()))

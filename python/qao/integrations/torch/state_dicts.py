@@ -1,9 +1,9 @@
-"""State dicts of quantized layers that ``load_state_dict`` of torch is given for a model of floats.
+"""Loading state dicts of quantized layers into a float model with torch's ``load_state_dict``.
 
-Libraries save models by parts and load them with ``load_state_dict`` into modules that they have just made: those of
-sentence-transformers, ``PyTorchModelHubMixin``, ``safetensors.torch.load_model``, Lightning's checkpoints. ``register``
-makes that work where the state dict holds quantized layers: a float layer becomes the quantized layer that the marker
-of the state dict (marker.py) describes, as in ``qao.load``. What cannot be loaded is an error that names the remedy.
+Libraries save models in parts and load them with ``load_state_dict`` into newly created modules: sentence-transformers,
+``PyTorchModelHubMixin``, ``safetensors.torch.load_model``, Lightning checkpoints. With ``register``, a float layer
+becomes the quantized layer that the state dict's marker (nn/marker.py) describes, as in ``qao.load``. Errors name the
+remedy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...quantization.skeleton import Undo, make_room, undo
 from ...schemes import Int4Weight, Scheme, scheme_from_dict
 from ..imports import when_imported
 
-Found = dict[str, marker.Marker]  # by the name of the layer
+Found = dict[str, marker.Marker]  # by layer name
 _END = "." + marker.MARKER
 
 
@@ -64,7 +64,7 @@ def register() -> None:
 
 
 def names_of_layers(names: Iterable[Any]) -> list[str]:
-    """Of the quantized layers that a state dict with these names holds; "" is the module itself."""
+    """Names of the quantized layers in a state dict with these names; "" is the module itself."""
     markers = (name for name in names if isinstance(name, str) and name.endswith(marker.MARKER))
     return [name[: -len(_END)] for name in markers if name.endswith(_END) or name == marker.MARKER]
 
@@ -76,13 +76,13 @@ def _key(layer: str, name: str) -> str:
 def _prepare(
     model: nn.Module, state: Mapping[str, Any], names: list[str], assign: bool
 ) -> tuple[Undo, Mapping[str, Any], str]:
-    """Makes room in ``model`` for the quantized layers of a state dict.
+    """Replace float layers of ``model`` by the quantized layers of a state dict.
 
     Returns:
-        What ``undo`` needs, the state dict to load, and what to say of layers that have no place here.
+        The argument of ``undo``, the state dict to load, and a message about layers without a module in the model.
 
     Raises:
-        RuntimeError: a layer cannot be replaced, or its tensors are not all there. The model is unchanged.
+        RuntimeError: a layer cannot be replaced, or its tensors are incomplete. The model is unchanged.
     """
     done, fresh = room(model, state, names, assign)
     try:
@@ -98,7 +98,7 @@ def _prepare(
 def room(
     model: nn.Module, state: Mapping[str, Any], names: list[str], assign: bool
 ) -> tuple[Undo, dict[str, PackedModule]]:
-    """What ``undo`` needs, and the new layers by the names in ``names``."""
+    """The argument of ``undo``, and the new layers by the names in ``names``."""
     try:
         done = _make_room(model, state, names, assign)
     except ValueError as error:
@@ -106,12 +106,12 @@ def room(
     made = {id(parent._modules[attribute]) for parent, attribute, _ in done}
     for parent, attribute, before in done:
         new, bias = parent._modules[attribute], before._parameters.get("bias")
-        if assign and isinstance(new, QuantLinear) and bias is not None:  # it stays where the state dict has none
+        if assign and isinstance(new, QuantLinear) and bias is not None:  # kept if the state dict has none
             new.bias = frozen(bias.detach().clone())
     modules = dict(model.named_modules(remove_duplicate=False))
     fresh = {}
     for name in names:
-        module, owner = modules.get(name), modules.get(name.rpartition(".")[0])  # an owner of projections is made whole
+        module, owner = modules.get(name), modules.get(name.rpartition(".")[0])  # replaced as a whole
         if isinstance(module, PackedModule) and (id(module) in made or id(owner) in made):
             fresh[name] = module
     return done, fresh
@@ -126,7 +126,7 @@ def _make_room(model: nn.Module, state: Mapping[str, Any], names: list[str], ass
     modules = dict(model.named_modules(remove_duplicate=False))
     schemes: dict[str, Scheme] = {}
     found: Found = {}
-    dtypes_of_scales: dict[str | int, torch.dtype] = {}  # by the name of the layer, and by the id of its float weight
+    dtypes_of_scales: dict[str | int, torch.dtype] = {}  # by layer name, and by id of its float weight
     for name in names:
         scales = state.get(_key(name, "scales"))
         if isinstance(scales, Tensor):
@@ -154,7 +154,7 @@ def _make_room(model: nn.Module, state: Mapping[str, Any], names: list[str], ass
             "taken the float parameters of this model already. Load before the model is wrapped."
         )
     sizes = {name: (one.out_features, one.in_features) for name, one in found.items()}
-    # As torch does: with assign the dtypes are those of the state dict, else those of the model.
+    # As in torch: with assign, dtypes come from the state dict, otherwise from the model.
     dtypes = {name: one.dtype for name, one in found.items()} if assign else None
     return make_room(model, schemes, sizes=sizes, dtypes=dtypes, on_meta=assign)
 
@@ -173,10 +173,10 @@ def _of_one_layer(module: nn.Module, scheme: Scheme, found: marker.Marker, state
 
 
 def completed(fresh: Mapping[str, PackedModule], state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state dict with the tensors of new layers under each name of theirs: files may hold shared ones once.
+    """The state dict with the tensors of new layers under all of their names, since files may store shared ones once.
 
     Raises:
-        ValueError: a tensor is missing. A float layer would keep what it has; a new one has nothing.
+        ValueError: a tensor is missing. A float layer would keep its values; a new layer has none.
     """
     added: dict[str, Any] = {}
     for name, module in fresh.items():
@@ -212,7 +212,7 @@ _OF_WRAPPERS = {"module.": "nn.DataParallel and DistributedDataParallel add", "_
 
 
 def _hint(model: nn.Module, modules: Mapping[str, nn.Module], lost: list[str]) -> str:
-    """What to say of quantized layers of a state dict for which the model has no module; else ""."""
+    """A message about quantized layers of a state dict without a module in the model; else ""."""
     if not lost:
         return ""
     more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
@@ -225,7 +225,7 @@ def _hint(model: nn.Module, modules: Mapping[str, nn.Module], lost: list[str]) -
 
 
 def _of_prefixes(own: Iterable[str], name: str) -> str:
-    """Which prefix sets ``name`` apart from a name in ``own``."""
+    """The prefix by which ``name`` differs from a name in ``own``."""
     for other in own:
         longer, shorter = (name, other) if len(name) > len(other) else (other, name)
         if not f".{longer}".endswith(f".{shorter}"):
@@ -243,16 +243,17 @@ def _of_prefixes(own: Iterable[str], name: str) -> str:
     return ""
 
 
-# ---- codes that others would take for weights ------------------------------------------------------------------------
+# ---- codes that could be mistaken for weights
+# -------------------------------------------------------------------------
 
 _CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _refuse_codes(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Raises RuntimeError where torch would copy codes of eight bits, which have scales, into a float weight.
+    """Raise RuntimeError if torch would copy 8-bit codes, which need scales, into a float weight.
 
-    compressed-tensors and fp8 checkpoints hold them under the name of the float weight, in its shape, and with
-    ``strict=False`` nothing else would say so.
+    compressed-tensors and fp8 checkpoints store them under the name and in the shape of the float weight, so
+    ``strict=False`` would not report them.
     """
     for name, scale in state.items():
         end = next((end for end in (".weight_scale", ".weight_scale_inv") if str(name).endswith(end)), None)
@@ -281,7 +282,7 @@ def _refuse_codes(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _register_safetensors() -> None:
-    """``load_model`` compares names with those of the model before it loads: room is made before that."""
+    """``load_model`` compares names with the model before loading, so layers are replaced before that."""
     import safetensors.torch as library
     from safetensors import safe_open
 
