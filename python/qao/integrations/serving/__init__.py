@@ -1,1 +1,1 @@
-"""What qao does alike in vLLM and SGLang."""
+"""Code shared by the vLLM and SGLang integrations."""

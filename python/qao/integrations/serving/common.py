@@ -1,7 +1,7 @@
-"""Weights as serving engines hold them once they are loaded, as plain integers, scales and zero points.
+"""Weights loaded by serving engines, as plain integers, scales and zero points.
 
-Engines name a dimension of a tensor by what runs along it: ``output_dim`` (rows of W), ``input_dim`` (its columns) and
-``packed_dim``, along which values lie in the words of 32 bits, the first in the lowest bits.
+Engines name tensor dimensions by their content: ``output_dim`` (rows of W), ``input_dim`` (columns of W) and
+``packed_dim``, along which 32-bit words pack values, the first in the lowest bits.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ OPERATORS: dict[str, Any] = {
 
 
 def check_version(engine: str, versions: tuple[str, ...]) -> None:
-    """Checks that the imported ``engine`` is one of ``versions`` (their first numbers).
+    """Check that the imported ``engine`` has one of ``versions`` (their first numbers).
 
     Raises:
-        UnknownVersionError: it is another.
+        UnknownVersionError: another version.
     """
     found = getattr(sys.modules[engine], "__version__", "of unknown version")
     if ".".join(found.split(".")[:2]) not in versions:
@@ -49,17 +49,17 @@ def check_version(engine: str, versions: tuple[str, ...]) -> None:
 
 
 class UnknownVersionError(RuntimeError):
-    """An engine of a version that qao does not know."""
+    """An engine version that qao does not support."""
 
 
 _said: set[tuple[str, str]] = set()
 
 
 def say_failed(engine: str, what: str, error: Exception) -> None:
-    """Logs once, where the engine logs, that ``engine`` goes on without a part of qao.
+    """Log once, in the engine's log, that ``engine`` continues without a part of qao.
 
     Args:
-        what: what the engine does without: "linear layers".
+        what: the missing part: "linear layers".
     """
     if isinstance(error, UnknownVersionError):
         message = str(error)
@@ -75,17 +75,17 @@ def say_failed(engine: str, what: str, error: Exception) -> None:
 
 
 def switch(engine: str) -> str:
-    """The environment variable that turns qao off in an engine."""
+    """The environment variable that disables qao in an engine."""
     return f"QAO_DISABLE_{engine.upper()}"
 
 
 def is_off(engine: str) -> bool:
-    """Whether the user turned qao off there."""
+    """Whether the user disabled qao in this engine."""
     return os.environ.get(switch(engine), "") not in ("", "0")
 
 
 def gpu_obstacle(compute_capability: int | None) -> str | None:
-    """Why no kernel of qao runs on a GPU of this compute capability (90; None: not known); None if they do."""
+    """Why no qao kernel runs on a GPU of this compute capability (90; None: unknown); None if kernels exist."""
     if _host is not None and _host.build_info()["cuda"] is None:
         return "this qao was built without CUDA kernels: install one that was built with nvcc"
     if compute_capability is not None and compute_capability < MIN_CAPABILITY:
@@ -98,14 +98,14 @@ GROUPS = "groups of 32, 64, 128, 256, multiples of these, or a row"
 
 
 def rows(words: Tensor, bits: int, *, packed_dim: int, output_dim: int) -> Tensor:
-    """uint8 [N, K] (or [N, G], of zero points) from int32 words that hold 32 / ``bits`` values each."""
+    """Unpack int32 words of 32 / ``bits`` values each to uint8 [N, K] (or zero points [N, G])."""
     lines = words if packed_dim == 1 else words.t()
     values = nibbles(lines) if bits == 4 else as_bytes(lines)
     return values if packed_dim != output_dim else values.t()
 
 
 def groups_obstacle(group_size: int, k: int, full_k: int) -> str | None:
-    """Why qao cannot multiply k of ``full_k`` columns in groups of ``group_size`` (-1: the row); None if it can."""
+    """Why qao cannot compute k of ``full_k`` columns in groups of ``group_size`` (-1: the row); None if it can."""
     if group_size_of(group_size, k) is None or group_size == 0:
         return f"groups of {group_size} columns; qao has {GROUPS}"
     if 0 < group_size < full_k and k % group_size and k != full_k:
@@ -114,7 +114,7 @@ def groups_obstacle(group_size: int, k: int, full_k: int) -> str | None:
 
 
 def integers_obstacle(bits: int, group_size: int, k: int, full_k: int, zero_points: bool) -> str | None:
-    """The same of k of ``full_k`` columns of integers of ``bits``, beside activations as they come."""
+    """``groups_obstacle`` for k of ``full_k`` columns of weight-only integers of ``bits``."""
     if bits == 8:
         if group_size not in (-1, full_k):
             return f"eight bits in groups of {group_size} columns; qao has one scale a row there"
@@ -125,7 +125,7 @@ def integers_obstacle(bits: int, group_size: int, k: int, full_k: int, zero_poin
 
 
 def integer_scheme(bits: int, given: int, k: int, *, symmetric: bool) -> Scheme:
-    """Of weights that ``integers_obstacle`` lets pass, in groups of ``given`` of k columns."""
+    """The scheme for weights that ``integers_obstacle`` accepts, in groups of ``given`` of k columns."""
     if bits == 8:
         return Int8WeightOnly()
     size = group_size_of(given, k)
@@ -134,14 +134,14 @@ def integer_scheme(bits: int, given: int, k: int, *, symmetric: bool) -> Scheme:
 
 
 def integers(scheme: Scheme, q: Tensor, scales: Tensor, zeros: Tensor | None, given: int, *, bits: int) -> PackedWeight:
-    """Packs uint8 q [N, K] of four bits as ``grouped`` does, of eight bits, whose zero is 128, with a scale a row."""
+    """Pack uint8 q [N, K]: 4 bits as ``grouped`` does; 8 bits, with zero point 128, with per-row scales."""
     if bits == 8:
         return scheme.pack((q ^ 0x80).view(torch.int8), scales.reshape(-1))
     return grouped(scheme, q, scales, zeros, given)
 
 
 def grouped(scheme: Scheme, q: Tensor, scales: Tensor, zeros: Tensor | None, given: int) -> PackedWeight:
-    """Packs uint8 q [N, K], scales [N, G] and zeros [N, G] of groups of ``given`` columns (-1: the row)."""
+    """Pack uint8 q [N, K], scales [N, G] and zeros [N, G] of groups of ``given`` columns (-1: the row)."""
     n, k = q.shape
     expected = (n, 1 if given == -1 else -(-k // given))
     for name, tensor in (("scales", scales), ("zero points", zeros)):
@@ -155,7 +155,7 @@ def grouped(scheme: Scheme, q: Tensor, scales: Tensor, zeros: Tensor | None, giv
 
 
 def row_scales(scales: Tensor, widths: list[int]) -> Tensor:
-    """float32 [N] from a scale for each of the matrices that were joined, of ``widths`` rows; from [N, 1] as it is."""
+    """float32 [N] from one scale per joined matrix with ``widths`` rows; [N, 1] is only flattened."""
     scales = scales.detach().float().reshape(-1)
     if scales.numel() == sum(widths):
         return scales.contiguous()

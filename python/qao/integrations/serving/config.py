@@ -1,4 +1,4 @@
-"""What a config.json that qao wrote says of the layers of a model, as a serving engine asks it."""
+"""The layers in a config.json written by qao, in the form that a serving engine requests them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..huggingface.config import QaoConfig
 
 
 class Served:
-    """What a config.json that qao wrote says of a model's layers, under the names of an engine.
+    """The layers in a config.json written by qao, under the names of an engine.
 
     Args:
         layers: schemes of the quantized layers by name.
@@ -22,16 +22,16 @@ class Served:
 
     def __init__(self, layers: Mapping[str, Scheme], engine: str) -> None:
         self.layers, self.engine = dict(layers), engine
-        self.loads = False  # as soon as a layer was loaded from a checkpoint: not where numbers are made up
+        self.loads = False  # set when a layer is loaded from a checkpoint; stays False with dummy weights
         self._asked: set[str] = set()
         self._told = False
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], engine: str) -> Served:
-        """From its ``quantization_config``.
+        """Parse the engine's ``quantization_config``.
 
         Raises:
-            ValueError: it is none that qao wrote, or of a model that is yet to be quantized.
+            ValueError: not written by qao, or the model is not yet quantized.
         """
         config = QaoConfig.from_dict(content)
         assert isinstance(config, QaoConfig)
@@ -46,11 +46,12 @@ class Served:
         """The scheme of a layer of the engine; None: it is not quantized.
 
         Args:
-            name: the engine's: "model.layers.0.self_attn.qkv_proj".
-            joined: what such a layer is made of, by the last part of its name: {"qkv_proj": ["q_proj", …]}.
+            name: the engine's name: "model.layers.0.self_attn.qkv_proj".
+            joined: the layers that a fused layer consists of, by the last part of its name: {"qkv_proj": ["q_proj",
+            …]}.
 
         Raises:
-            ValueError: the layers that it joins are not quantized alike.
+            ValueError: the joined layers have different schemes.
         """
         self._asked.add(name)
         if name in self.layers:
@@ -65,13 +66,13 @@ class Served:
         return found[0]
 
     def experts_of(self, name: str) -> tuple[Scheme, Scheme] | None:
-        """The schemes of gate and up and of down of fused experts; None: they are not quantized.
+        """The schemes of gate-and-up and of down of fused experts; None: they are not quantized.
 
-        Where a block has other experts alone, an engine calls these as the checkpoint does and as transformers doesn't,
-        whose names a config has (Mixtral): ``projection.check_come`` finds out whether tensors come.
+        If a block has no experts of this name but others, the engine uses the checkpoint's name, while a config has the
+        name of transformers (Mixtral). ``projection.check_come`` then checks that tensors arrive.
 
         Raises:
-            NotImplementedError: they are linear layers, one for each expert, or it is not clear which they are.
+            NotImplementedError: the experts are separate linear layers, or the choice is ambiguous.
         """
         if listed := [one for one in self._inside(name) if one not in (f"{name}.up", f"{name}.down")]:
             raise NotImplementedError(
@@ -93,9 +94,9 @@ class Served:
         return None if of is None else (self.layers[f"{of}.up"], self.layers[f"{of}.down"])
 
     def refuse_embedding(self, name: str) -> None:
-        """Raises NotImplementedError where the engine's layer ``name``, an embedding, is quantized.
+        """Raise NotImplementedError if the engine's embedding ``name`` is quantized.
 
-        Some models of vLLM do not tell its name ("": Llama); then any that is named as embeddings are.
+        Some vLLM models give no name ("": Llama); then any layer named like an embedding counts.
         """
         found = self._inside(name) if name else [one for one in self.layers if _EMBEDDING.search(one)]
         if found:
@@ -105,9 +106,9 @@ class Served:
             )
 
     def tell_unasked(self) -> None:
-        """Warns once, when all layers are made, of quantized ones that the engine did not ask about.
+        """After all layers are created, warn once of quantized layers that the engine did not request.
 
-        Not of those in blocks of which it asked about none, which other processes have, or nobody here.
+        Blocks without any requested layer are skipped: they belong to other pipeline stages, or are unused.
         """
         if self._told:
             return
@@ -133,7 +134,7 @@ def _block(name: str) -> str:
 
 _EMBEDDING = re.compile(r"(^|\.)(wte|\w*embed\w*)$")
 
-# What is joined in models that do not say it.
+# Joined layers of models that do not declare them.
 _JOINED: dict[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),

@@ -1,8 +1,8 @@
-"""A linear layer of a serving engine with a weight of qao's own checkpoints: parameters, loading, the product.
+"""Linear layer of a serving engine with a weight from qao's own checkpoints: parameters, loading, GEMM.
 
-Engines make a layer for the share of a weight that one process has, often of several matrices joined (q, k and v), and
-fill each parameter through a loader that cuts a matrix along ``output_dim`` and ``input_dim``. Packed weights of four
-bits are [tiles of 16 rows, tiles of 64 columns, bytes], so they are cut between tiles, without unpacking.
+Engines create a layer for the part of a weight that one rank holds, often of several joined matrices (q, k and v), and
+fill each parameter through a loader that slices a matrix along ``output_dim`` and ``input_dim``. Packed 4-bit weights
+are [tiles of 16 rows, tiles of 64 columns, bytes], so they are sliced between tiles without unpacking.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _TILE_ROWS, _TILE_COLUMNS = 16, 64
 
 
 def check_marker(loaded: Tensor, scheme: Scheme, k: int, name: str) -> marker.Marker:
-    """What the marker of a checkpoint says of a weight, which must be what the config says."""
+    """The marker of a weight in a checkpoint, which must agree with the config."""
     found = marker.decode(loaded, f"{name}.{marker.MARKER}")
     said, wanted = ({**one, "scale_dtype": None} for one in (found.scheme, scheme.to_dict()))
-    for one in (said, wanted):  # each layer has its own
+    for one in (said, wanted):  # the static scale differs between layers
         if one.get("activation_scale") is not None:
             one["activation_scale"] = 1.0
     if said != wanted or found.in_features != k:
@@ -40,13 +40,13 @@ def check_marker(loaded: Tensor, scheme: Scheme, k: int, name: str) -> marker.Ma
 
 
 class ServedLinear:
-    """The quantization method of one layer, as vLLM and SGLang ask it."""
+    """The quantization method of one layer, with the interface of vLLM and SGLang."""
 
     parameters: ClassVar[Any]  # the engine's module of parameter classes
 
     def __init__(self, scheme: Scheme, name: str, served: Served) -> None:
         self.scheme, self.name, self.served = scheme, name, served
-        self.come = 0  # matrices that were loaded
+        self.come = 0  # number of loaded matrices
         self.operator = OPERATORS[scheme.word]
 
     def create_weights(
@@ -59,7 +59,7 @@ class ServedLinear:
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """Makes the parameters of a share of the weight [output_size, input_size]."""
+        """Create the parameters for this rank's part of the weight [output_size, input_size]."""
         k, parts = input_size_per_partition, list(output_partition_sizes)
         n = sum(parts)
         self._check_head(getattr(layer, "org_vocab_size", 0))
@@ -72,7 +72,7 @@ class ServedLinear:
         for name, meta in empty.items():
             parameter = None if meta is None else self._parameter(name, meta, loader)
             layer.register_parameter(name, parameter)
-        for name in (marker.MARKER, marker.TRIPWIRE):  # which are in the checkpoint, and gone once it is loaded
+        for name in (marker.MARKER, marker.TRIPWIRE):  # present in the checkpoint, removed after loading
             data = torch.empty(0, dtype=torch.uint8)
             made = self.parameters.BasevLLMParameter(data=data, weight_loader=self._check_marker)
             layer.register_parameter(name, made)
@@ -81,11 +81,11 @@ class ServedLinear:
         return self.scheme.granularity if isinstance(self.scheme, Float8Weight) else None
 
     def _group_size(self) -> int | None:
-        """Columns that share a scale in the tiles of a weight of four bits, -1: all; None of other weights."""
+        """Number of columns that share a scale in the tiles of a 4-bit weight, -1: all; None for other weights."""
         return self.scheme.size if isinstance(self.scheme, (Fp4Weight, Int4Weight)) else None
 
     def _check_head(self, rows: int) -> None:
-        """Of a head, whose rows engines pad: one of ``rows`` rows, 0 of other layers."""
+        """Check a head with ``rows`` rows, which engines pad; 0 for other layers."""
         if self._granularity() == "block" and rows or self._group_size() is not None and rows % _TILE_ROWS:
             raise ValueError(
                 f"qao: {self.name}: a head of {rows} rows is padded here, which {self.scheme} shares scales or tiles "
@@ -131,7 +131,7 @@ class ServedLinear:
         return kinds.ChannelQuantScaleParameter(**options)  # type: ignore[no-any-return]
 
     def _check_marker(self, parameter: nn.Parameter, loaded: Tensor, part: Any = None, **kwargs: Any) -> None:
-        """What a layer of the checkpoint says of itself, against what the config says of it."""
+        """Compare the marker of a layer in the checkpoint with the config."""
         if not torch.equal(loaded.cpu(), marker.tripwire()):
             check_marker(loaded, self.scheme, self.full_k, self.name)
             self.come += len(self.parts) if part is None else len(part) if isinstance(part, tuple) else 1
@@ -139,7 +139,7 @@ class ServedLinear:
             self.served.tell_unasked()
 
     def _check_come(self, layer: nn.Module) -> None:
-        """Raises ValueError where others were loaded, and this was not. A head may get another's weight later."""
+        """Raise ValueError if other layers were loaded and this one was not. A tied head may get its weight later."""
         if self.served.loads and self.come < len(self.parts) and not hasattr(layer, "org_vocab_size"):
             raise ValueError(
                 f"qao: {self.name}: {self.served.engine} has loaded {self.come} of {len(self.parts)} weights into it: "
@@ -147,16 +147,16 @@ class ServedLinear:
             )
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Makes of what was loaded what the operator takes."""
+        """Convert the loaded parameters to operands of the operator."""
         self._check_come(layer)
         for name in (marker.MARKER, marker.TRIPWIRE):
             layer._parameters.pop(name, None)
         own: Any = layer._parameters
         if self._granularity() == "tensor":
             own["scales"].data = row_scales(own["scales"].data, self.parts)
-        if own["activation_scale"] is not None:  # matrices that are joined multiply one x
+        if own["activation_scale"] is not None:  # joined matrices share one x
             own["activation_scale"].data = own["activation_scale"].data.max().reshape(1)
-        if own["weight_sums"] is not None and self.k != self.full_k:  # those of all columns were loaded
+        if own["weight_sums"] is not None and self.k != self.full_k:  # the loaded sums cover all columns
             weight = own["qweight"].data, own["scales"].data
             plain = self.scheme.unpack(*weight, sum(self.parts), self.k)
             own["weight_sums"].data = self.scheme._weight_sums(*plain)
@@ -172,8 +172,11 @@ class ServedLinear:
 
 
 class _DivisorOfEach:
-    """Loads NVFP4 scales [tiles, G + 3, 1, 16] that are cut along G: every share ends with the three rows of its
-    divisor, so they are repeated behind the groups of each of ``shares`` before ``loader`` cuts."""
+    """Loads NVFP4 scales [tiles, G + 3, 1, 16] that are sliced along G.
+
+    Every part ends with the three rows of the divisor, so they are repeated after the groups of each of ``shares``
+    before ``loader`` slices.
+    """
 
     def __init__(self, shares: int, loader: Callable[..., None]) -> None:
         self._shares, self._loader = shares, loader
@@ -185,6 +188,6 @@ class _DivisorOfEach:
 
 
 def _one_of_each(parameter: nn.Parameter, loaded: Tensor, part: Any = None, **kwargs: Any) -> None:
-    """Loads the number that one of the joined matrices has; without ``part``, all of them have it."""
+    """Load the scalar of one joined matrix; without ``part``, all of them have it."""
     index = slice(None) if part is None else {"q": 0, "k": 1, "v": 2}.get(part, part)
     parameter.data[index] = loaded.reshape(())

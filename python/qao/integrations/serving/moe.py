@@ -1,6 +1,6 @@
-"""Fused experts of a serving engine: the way of tokens through them, and their weights as an engine has loaded them.
+"""Fused experts of a serving engine: MoE forward pass, and weights loaded by the engine.
 
-Gate and up are one matrix, gate before up, with SiLU · up behind it; down is the other.
+Gate and up are one matrix, gate before up, followed by SiLU · up. Down is the other matrix.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...ops.packed_shape import SCALE_BLOCK
 from ...schemes import PackedWeight, Scheme, stacked
 from . import common
 
-Plain = tuple[Tensor, Tensor, Tensor | None]  # q, scales and zeros of one expert, as served.integers takes them
+Plain = tuple[Tensor, Tensor, Tensor | None]  # q, scales and zeros of one expert, as common.integers takes them
 
 
 def through(
@@ -25,15 +25,15 @@ def through(
     up: Callable[[Tensor, Tensor, Tensor], Tensor],
     down: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """The sum over each token's experts of their outputs times their weights.
+    """MoE forward pass: the sum over each token's experts of their outputs times the router weights.
 
     Args:
         x: [T, K].
-        chosen: [T, k], the experts of each token. Numbers that are none of 0..count - 1 count as zero: they are on
-            other processes, or of no token.
-        weights: [T, k], the router's.
-        up: of x, offsets and row_index as grouped products take them, gate and up with the gate behind.
-        down: of the rows that ``up`` gave, and offsets.
+        chosen: [T, k], the experts of each token. Numbers outside 0..count - 1 contribute zero: those experts are on
+            other ranks, or the row is padding.
+        weights: [T, k], the router's weights.
+        up: grouped GEMM of gate and up with the fused gate: takes x, offsets and row_index.
+        down: grouped GEMM of down: takes the output rows of ``up``, and offsets.
     """
     offsets, row_index, places = ops.expert_sort(chosen.contiguous(), count)
     rows = down(up(x, offsets, row_index), offsets)
@@ -41,7 +41,7 @@ def through(
 
 
 def integers(each: Iterable[Plain], count: int, given: int, bits: int, k: int) -> tuple[Scheme, PackedWeight]:
-    """Weights [N, k] of four bits in groups of ``given`` columns (-1: the row), or of eight in rows."""
+    """Pack weights [N, k]: 4 bits in groups of ``given`` columns (-1: the row), or 8 bits with per-row scales."""
     scheme: Scheme | None = None
 
     def packed() -> Iterable[PackedWeight]:
@@ -56,14 +56,14 @@ def integers(each: Iterable[Plain], count: int, given: int, bits: int, k: int) -
 
 
 def integers_obstacle(bits: int, given: int, hidden: int, width: int, full_width: int, zero_points: bool) -> str | None:
-    """Why qao cannot multiply ``width`` of ``full_width`` rows of gate and up, and columns of down; None if it can."""
+    """Why qao cannot compute ``width`` of ``full_width`` rows of gate and up, and columns of down; None if it can."""
     sizes = (hidden, hidden), (width, full_width)
     reasons = (common.integers_obstacle(bits, given, k, full_k, zero_points) for k, full_k in sizes)
     return next(filter(None, reasons), None)
 
 
 def blocks_obstacle(width: int) -> str | None:
-    """The same of e4m3 with a scale per block."""
+    """``integers_obstacle`` for e4m3 weights with per-block scales."""
     if width % SCALE_BLOCK:
         return f"gate and up of {width} rows, which share a block of {SCALE_BLOCK} where they are joined"
     return None

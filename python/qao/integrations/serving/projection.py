@@ -1,4 +1,4 @@
-"""Projections of fused experts of qao's own checkpoints in a serving engine: loading, and the part of one process."""
+"""Projections of fused experts from qao's own checkpoints in a serving engine: loading and sharding."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ...schemes import PackedWeight, Scheme, stacked
 from .linear import check_marker
 
 _KEYS = ("up", "down")
-_MOST_RANKS = 64  # that an error names
+_MOST_RANKS = 64  # listed in an error
 
 
 class Portion(NamedTuple):
-    """What one process has of W [E, n, k].
+    """The part of W [E, n, k] on one rank.
 
     Attributes:
-        slots: the experts, in the order in which it has them.
-        dim: 0, a part of the rows, or 1, of the columns.
-        parts: matrices joined along ``dim``, of each of which it has a part: 2 of gate and up, one before the other.
-        rank, ranks: which part, of how many.
+        slots: the local experts, in local order.
+        dim: 0 shards the rows, 1 the columns.
+        parts: number of matrices joined along ``dim``, each of which is sharded: 2 for gate before up.
+        rank, ranks: index and number of the shards.
     """
 
     n: int
@@ -39,7 +39,7 @@ class Portion(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Rows and columns of what it has."""
+        """Rows and columns of this part."""
         return (self.n // self.ranks, self.k) if self.dim == 0 else (self.n, self.k // self.ranks)
 
     def cuts(self) -> list[Cut]:
@@ -49,16 +49,16 @@ class Portion(NamedTuple):
         return [Cut(self.dim, size, begin, begin + own, self.rank, self.ranks) for begin in begins]
 
     def unit(self, scheme: Scheme) -> int:
-        """Rows or columns that no cut may part."""
+        """Number of rows or columns that a shard boundary must not split."""
         return units(scheme, (self.n, self.k))[self.dim]
 
     def can_be_of(self, scheme: Scheme, ranks: int) -> bool:
-        """Whether the weight can be cut among so many processes."""
+        """Whether the weight can be sharded over this number of ranks."""
         whole = (self.n, self.k)[self.dim] // self.parts
         return ranks == 1 or whole % (ranks * self.unit(scheme)) == 0
 
     def bias(self, bias: Tensor) -> Tensor | None:
-        """Of the bias [E, n] of all; what is added to a sum over processes, the first one adds."""
+        """This part of the bias [E, n] of all experts. A bias added to a sum over ranks belongs to rank 0."""
         own = bias[list(self.slots)]
         if self.dim == 0:
             return torch.cat([own[:, cut.begin : cut.end] for cut in self.cuts()], 1)
@@ -68,10 +68,10 @@ class Portion(NamedTuple):
 def portions(
     width: int, hidden: int, slots: Sequence[int], rank: int, ranks: int, *, interleaved: bool = False
 ) -> tuple[Portion, Portion]:
-    """Of up [E, 2 * width, hidden], gate and up together, and of down [E, hidden, width].
+    """The parts of up [E, 2 * width, hidden], gate and up together, and of down [E, hidden, width].
 
     Args:
-        interleaved: rows of gate and of up by turns; else gate before up.
+        interleaved: rows of gate and up alternate; otherwise gate precedes up.
     """
     up = Portion(2 * width, hidden, slots, 0, 1 if interleaved else 2, rank, ranks)
     return up, Portion(hidden, width, slots, 1, 1, rank, ranks)
@@ -86,10 +86,10 @@ def wait_for(
     *,
     biases: bool = False,
 ) -> None:
-    """Gives a layer of an engine the children ``up`` and ``down``, which become projections when they are loaded.
+    """Add the children ``up`` and ``down`` to an engine's layer. They become projections once they are loaded.
 
     Raises:
-        ValueError: a weight cannot be cut so; the message, which begins with ``name``, has the sizes that work.
+        ValueError: a weight cannot be sharded in this way. The message starts with ``name`` and lists valid sizes.
     """
     _check_cuts(name, schemes, pair)
     for key, scheme, portion in zip(_KEYS, schemes, pair, strict=True):
@@ -113,16 +113,16 @@ def _check_cuts(name: str, schemes: Sequence[Scheme], pair: Sequence[Portion]) -
 
 
 def check_come(layer: nn.Module, engine: str) -> None:
-    """Raises ValueError where a tensor of ``up`` or ``down`` has not come."""
+    """Raise ValueError if a tensor of ``up`` or ``down`` has not arrived."""
     for one in (layer.up, layer.down):
         if isinstance(one, Arriving):
             raise ValueError(f"qao: {one.name}: {engine} has not loaded {', '.join(sorted(one.missing))} into it")
 
 
 class Arriving(nn.Module):
-    """Holds the tensors of a projection until all have come; ``done`` gets what they make.
+    """Collects the tensors of a projection. When all have arrived, ``done`` gets the result.
 
-    Its parameters are empty, and there for the names and loaders.
+    Its parameters are empty. They only provide names and loaders.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Arriving(nn.Module):
 
         def expert(number: int) -> PackedWeight:
             own: dict[str, Any] = {key: one[number].to(self.device) for key, one in self.found.items()}
-            own |= {} if scale is None else {"activation_scale": scale.to(self.device)}  # that of all
+            own |= {} if scale is None else {"activation_scale": scale.to(self.device)}  # shared by all experts
             packed = PackedWeight(**own)
             return packed if portion.ranks == 1 else _part(self.scheme, packed, (portion.n, portion.k), portion.cuts())
 
@@ -177,7 +177,7 @@ class Arriving(nn.Module):
 
 
 def _part(scheme: Scheme, packed: PackedWeight, sizes: tuple[int, int], cuts: Sequence[Cut]) -> PackedWeight:
-    """As ``distributed.cut.part``, of several runs of rows or columns that are joined."""
+    """As ``distributed.cut.part``, for several joined ranges of rows or columns."""
     dim, unit = cuts[0].dim, scheme.units(*sizes)[cuts[0].dim]
 
     def own(tensor: Tensor, unit: int = 1) -> Tensor:
@@ -186,5 +186,5 @@ def _part(scheme: Scheme, packed: PackedWeight, sizes: tuple[int, int], cuts: Se
 
     q, scales, zeros = scheme.unpack(packed.qweight, packed.scales, *sizes)
     made = scheme.pack(own(q), own(scales, unit), None if zeros is None else own(zeros, unit))
-    rows = packed.row_scales  # the same on all processes that have columns
+    rows = packed.row_scales  # the same on all ranks if columns are sharded
     return made._replace(activation_scale=packed.activation_scale, row_scales=None if rows is None else own(rows))

@@ -1,8 +1,8 @@
-"""SGLang: an entry point of the group ``sglang.srt.plugins``, which each of its processes calls when it starts.
+"""SGLang plugin: an entry point of the group ``sglang.srt.plugins``, called at the start of each process.
 
-config.py and linear.py make the quantization method "qao" known, for checkpoints in qao's own format; layouts.py puts
-qao's choice of kernels (method.py, kernels.py) before SGLang's own, for linear layers of checkpoints that SGLang reads.
-Nothing here imports SGLang: its table of methods is told once that module is imported, by whomever.
+config.py and linear.py add the quantization method "qao" for checkpoints in qao's own format. layouts.py puts qao's
+choice of kernels (method.py, kernels.py) before SGLang's, for linear layers of checkpoints that SGLang reads. Nothing
+here imports SGLang: its table of methods is patched after any code imports that module.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ..serving import common
 
 __all__ = ["VERSIONS", "register"]
 
-VERSIONS = ("0.5",)  # of SGLang: the first two numbers, of the ones that the tests ran with
+VERSIONS = ("0.5",)  # SGLang versions used in the tests, first two numbers
 
-# A module of this folder, and what SGLang does without where it fails.
+# A module of this package, and what SGLang lacks if it fails.
 _PARTS = {"config": "checkpoints in qao's own format", "layouts": "linear layers"}
 
 
@@ -31,9 +31,9 @@ def _say_failed(part: str, module: str, error: Exception) -> None:
 
 
 def register() -> None:
-    """Makes qao known to SGLang; another call changes nothing.
+    """Register qao with SGLang. Idempotent.
 
-    In another version of SGLang, or where a part fails, it logs an error, and SGLang goes on without that part.
+    With another version of SGLang, or if a part fails, an error is logged and SGLang continues without that part.
     """
     if common.is_off("sglang"):
         logging.getLogger("sglang.qao").info("%s is set: SGLang runs without qao", common.switch("sglang"))

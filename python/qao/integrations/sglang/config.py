@@ -1,6 +1,6 @@
-"""The quantization config "qao" of SGLang: checkpoints in qao's own format.
+"""The quantization config "qao" of SGLang, for checkpoints in qao's own format.
 
-It is registered while SGLang's table of methods is imported, so that what it needs of SGLang's layers comes later.
+It is registered while SGLang imports its table of methods, so dependencies on SGLang's layers are imported later.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..serving.config import Served
 
 
 class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
-    """``quantization_config`` of a config.json that qao wrote."""
+    """``quantization_config`` of a config.json written by qao."""
 
-    weight_block_size = [SCALE_BLOCK, SCALE_BLOCK]  # loaders ask for it where scales are those of blocks
+    weight_block_size = [SCALE_BLOCK, SCALE_BLOCK]  # read by loaders if scales are per block
 
     def __init__(self, served: Served, packed_modules_mapping: dict[str, list[str]] | None = None) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QaoQuantizationConfig:
-        # SGLang hands its mapping over inside the config of the checkpoint.
+        # SGLang passes its mapping inside the checkpoint's config.
         return cls(Served.from_dict(config, "SGLang"), config.get("packed_modules_mapping"))
 
     def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
@@ -78,6 +78,6 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Makes the name "qao" known; another call puts the same class there."""
+    """Register the name "qao". Idempotent: the class stays the same."""
     for table in (quantization.QUANTIZATION_METHODS, quantization.CPU_QUANTIZATION_METHODS):
         table["qao"] = QaoQuantizationConfig

@@ -1,7 +1,7 @@
-"""Weights of fused experts in SGLang: of the parameters of a layer as SGLang loaded them, what grouped products take.
+"""Fused experts in SGLang: conversion of loaded parameters to operands of the grouped GEMM.
 
-``of_…`` returns how to read the experts that SGLang's method ``own`` makes, or why they are left to it. The parameters
-are not there yet. Those of gate and up begin with "w13_", those of down with "w2_".
+``of_…`` returns a converter for the experts that SGLang's method ``own`` creates, or why they are left to SGLang. The
+parameters do not exist at that time. Those of gate and up start with "w13_", those of down with "w2_".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Values = Callable[[Tensor, Tensor, "Tensor | None", int], moe.Plain]
 
 
 class ExpertSizes(NamedTuple):
-    """What this process has of experts: ``width`` of ``full_width`` rows of gate and of up."""
+    """Sizes of the experts on this rank: ``width`` of ``full_width`` rows of gate and of up."""
 
     hidden: int
     width: int
@@ -36,16 +36,16 @@ class Weights:
     operator_name: str
 
     def packed(self, own: dict[str, Tensor], n: int, k: int) -> tuple[Scheme, PackedWeight]:
-        """Of a projection W [E, n, k], whose parameters ``own`` are named without "w13_" or "w2_"."""
+        """Pack a projection W [E, n, k]. ``own``: its parameters, named without "w13_" or "w2_"."""
         raise NotImplementedError
 
 
 class Integers(Weights):
-    """Four bits in groups or rows, eight in rows, activations as they come.
+    """4-bit weights in groups or rows, 8-bit weights in rows; float activations.
 
     Args:
-        values: of the weight, scales and zeros of one expert, and bits.
-        names: those of the parameters of weight, scales and zeros.
+        values: unpacks weight, scales and zeros of one expert with a number of bits.
+        names: parameter names of weight, scales and zeros.
     """
 
     def __init__(self, values: Values, names: str, bits: int, group_size: int, symmetric: bool) -> None:
@@ -62,17 +62,17 @@ class Integers(Weights):
         return moe.integers(plain, len(weights), self.group_size, self.bits, k)
 
     def _cut(self, q: Tensor, scales: Tensor, zeros: Tensor | None, k: int) -> moe.Plain:
-        """Some methods make room for the groups of all processes, and load those of this one to the front."""
+        """Drop unused groups: some methods allocate the groups of all ranks and load the local ones first."""
         groups = 1 if self.group_size == -1 else -(-k // self.group_size)
         return q, scales[:, :groups], None if zeros is None else zeros[:, :groups]
 
 
 class EightBits(Weights):
-    """int8 or e4m3 with a scale per row, matrix or block, activations in eight bits.
+    """int8 or e4m3 weights with scales per row, matrix or block; 8-bit activations.
 
     Args:
-        scales: their name.
-        static: every activation has the largest of the scales that are loaded; else they are found in each.
+        scales: parameter name of the scales.
+        static: all activations use the largest loaded scale; otherwise scales are dynamic.
     """
 
     def __init__(self, scheme: Scheme, scales: str, static: bool = False) -> None:
@@ -115,7 +115,7 @@ def of_compressed_tensors(own: Any, layer: nn.Module, sizes: ExpertSizes) -> Wei
 
 
 def of_gptq(own: Any, layer: nn.Module, sizes: ExpertSizes) -> Weights | str:
-    config, scheme = own.quant_config, layer.scheme  # SGLang gives a layer its scheme here or later
+    config, scheme = own.quant_config, layer.scheme  # SGLang sets a layer's scheme here or later
     if scheme is not None and type(scheme) not in (GPTQMarlinMoEScheme, GPTQIntelAMXMoEScheme):
         return f"weights of {type(scheme).__name__}"
     if config.desc_act:
@@ -171,7 +171,7 @@ _AUTO = "qweight scales qzeros"
 def _values_of_bytes(
     weight: Tensor, scales: Tensor, zeros: Tensor | None, bits: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As ``gptq_values``, of bytes [N, K * bits / 8], scales [N, G] and zeros [N / 2, G]."""
+    """As ``gptq_values``, for bytes [N, K * bits / 8], scales [N, G] and zeros [N / 2, G]."""
     q = weight if bits == 8 else nibbles(weight)
     return q, scales, None if zeros is None else nibbles(zeros.t()).t()
 

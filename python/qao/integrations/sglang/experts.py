@@ -1,7 +1,7 @@
-"""Fused experts of checkpoints that SGLang reads, multiplied by qao's grouped operators.
+"""Fused experts of checkpoints that SGLang reads, computed by qao's grouped operators.
 
-As in method.py, SGLang's own method makes the parameters of a layer and loads them, and expert_weights.py says what
-they are. Whether qao serves a layer is decided before it has parameters: SGLang asks a method what runs it early on.
+As in method.py, SGLang's method creates and loads the parameters of a layer; expert_weights.py converts them. Whether
+qao serves a layer is decided before its parameters exist, since SGLang queries the method's runner early.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _WEIGHTS: dict[type, Callable[[Any, nn.Module, ExpertSizes], Weights | str]] = {
 
 
 def beside_experts(own: Any, layer: nn.Module, name: str) -> Any:
-    """qao's method for the experts of which ``own`` is SGLang's, or ``own``."""
+    """qao's method for the experts of SGLang's method ``own``, or ``own`` itself."""
     if own is None or isinstance(own, UnquantizedFusedMoEMethod):
         return own
     made = _weights_of(own, layer)
@@ -93,12 +93,12 @@ def obstacle(layer: Any) -> str | None:
 
 
 class GroupedExperts(FusedMoEMethodBase):  # type: ignore[misc]
-    """A layer whose children ``up`` and ``down`` are projections of qao."""
+    """A layer with projections of qao as its children ``up`` and ``down``."""
 
     name: str
 
     def create_moe_runner(self, layer: nn.Module, moe_runner_config: Any) -> None:
-        self.config = moe_runner_config  # no runner: tokens come with the numbers that experts have in this process
+        self.config = moe_runner_config  # no runner: tokens already have local expert numbers
 
     def restore_weights_before_loading(self, layer: nn.Module) -> None:
         raise RuntimeError(
@@ -111,7 +111,7 @@ class GroupedExperts(FusedMoEMethodBase):  # type: ignore[misc]
         if self.config.apply_router_weight_on_input:
             x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         factor = self.config.routed_scaling_factor
-        if factor is not None and is_cuda():  # elsewhere models multiply by it themselves
+        if factor is not None and is_cuda():  # on other devices models apply it themselves
             weights = weights * factor
 
         def up(x: Tensor, offsets: Tensor, row_index: Tensor) -> Tensor:
@@ -122,13 +122,13 @@ class GroupedExperts(FusedMoEMethodBase):  # type: ignore[misc]
 
 
 class QaoExpertsMethod(GroupedExperts):
-    """SGLang's method ``own`` makes and loads the weights of a layer; qao packs and multiplies them."""
+    """SGLang's method ``own`` creates and loads the weights of a layer; qao packs and multiplies them."""
 
     def __init__(self, own: Any, weights: Weights, name: str) -> None:
         self.own, self.weights, self.name, self.quant_config = own, weights, name, own.quant_config
 
     def create_weights(self, layer: Any, *sizes: Any, **named: Any) -> None:
-        layer.weight_load_method = self.own  # whose layout loaders follow
+        layer.weight_load_method = self.own  # loaders follow its layout
         self.own.create_weights(layer, *sizes, **named)
 
     def process_weights_after_loading(self, layer: Any) -> None:

@@ -1,6 +1,6 @@
-"""Kernels of one layer in SGLang: of a weight as SGLang loaded it, what qao's operators take.
+"""Linear layers in SGLang: conversion of loaded weights to operands of qao's operators.
 
-``of_…`` returns the kernel of a layer whose parameters SGLang's method ``own`` has made, or why qao has none.
+``of_…`` returns the kernel of a layer with parameters from SGLang's method ``own``, or why qao has no kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..serving import common
 
 
 class Share(NamedTuple):
-    """What this process has of a weight: rows of the matrices that are joined, and columns of ``full_k``."""
+    """The part of a weight on this rank: rows of the joined matrices, and columns of ``full_k``."""
 
     parts: list[int]
     k: int
@@ -31,7 +31,7 @@ class Kernel:
     operator_name: str
 
     def load(self, layer: nn.Module) -> None:
-        """Makes of the parameters that were loaded those that the operator takes."""
+        """Convert the loaded parameters to those of the operator."""
         raise NotImplementedError
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -39,15 +39,15 @@ class Kernel:
 
 
 def _put(layer: nn.Module, name: str, tensor: Tensor | None) -> None:
-    """In place of a parameter that was loaded; None: it is gone."""
+    """Replace a loaded parameter; None removes it."""
     layer._parameters[name] = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
 
 
 class Integers(Kernel):
-    """Weights of four bits in groups or rows, of eight in rows; activations as they come."""
+    """4-bit weights in groups or rows, 8-bit weights in rows; float activations."""
 
     weight, scales, zeros = "qweight", "scales", "qzeros"
-    others: tuple[str, ...] = ()  # that a checkpoint has beside them
+    others: tuple[str, ...] = ()  # further tensors of the checkpoint
 
     def __init__(self, bits: int, group_size: int, symmetric: bool, share: Share) -> None:
         self.bits, self.group_size = bits, group_size
@@ -58,14 +58,14 @@ class Integers(Kernel):
         self.symmetric = symmetric
 
     def plain(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
-        """uint8 q [N, K], scales [N, G] and zeros [N, G]."""
+        """Unpack to uint8 q [N, K], scales [N, G] and zeros [N, G]."""
         raise NotImplementedError
 
     def load(self, layer: nn.Module) -> None:
         q, scales, zeros = self.plain(layer)
         made = common.integers(self.scheme, q, scales, zeros, self.group_size, bits=self.bits)
         loaded = layer._parameters[self.weight]
-        copies = [name for name, one in layer._parameters.items() if one is loaded]  # models give it more names
+        copies = [name for name, one in layer._parameters.items() if one is loaded]  # models may register aliases
         for name in (*copies, self.zeros, *self.others):
             layer._parameters.pop(name, None)
         _put(layer, self.weight, made.qweight)
@@ -103,20 +103,20 @@ class Awq(Integers):
 
 
 def gptq_values(words: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """uint8 q [N, K], scales [N, G] and zeros [N, G] of words [K * bits / 32, N], scales [G, N] and words of zeros."""
+    """uint8 q [N, K], scales [N, G], zeros [N, G] from words [K * bits / 32, N], scales [G, N] and words of zeros."""
     q = common.rows(words, bits, packed_dim=0, output_dim=1)
-    if zeros is not None:  # less one, as they are stored
+    if zeros is not None:  # stored minus one
         zeros = common.rows(zeros, 4, packed_dim=1, output_dim=1) + 1 & 15
     return q, scales.t(), zeros
 
 
 def awq_values(words: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same of AWQ's words [K, N / 8], which have four bits."""
+    """As ``gptq_values``, for AWQ's 4-bit words [K, N / 8]."""
     return values_of(words), scales.t(), None if zeros is None else values_of(zeros)
 
 
 class Int8(Kernel):
-    """Weights in int8 with a scale per row or matrix; activations in int8, a scale (and zero point) per token."""
+    """W8A8 int8: weight scales per row or matrix; activation scale (and zero point) per token."""
 
     operator_name = "int8_int8_mm"
 
@@ -137,11 +137,11 @@ class Int8(Kernel):
 
 
 class Fp8(Kernel):
-    """Weights in e4m3 with a scale per row, matrix or block.
+    """e4m3 weights with scales per row, matrix or block.
 
     Args:
-        activations: of the columns of x that share a scale: 128, -1 (a token) or 0 (all, known beforehand); None: x
-            stays as it is.
+        activations: number of columns of x that share a scale: 128, -1 (per token) or 0 (static, per tensor); None: x
+            stays in float.
     """
 
     def __init__(self, scales: str, blocks: bool, activations: int | None, share: Share) -> None:
@@ -154,7 +154,7 @@ class Fp8(Kernel):
             _put(layer, self.scales, common.row_scales(own[self.scales].data, self.parts))
         scale = own.get("input_scale")
         static = self.activations == 0 and scale is not None
-        _put(layer, "input_scale", scale.data.max().reshape(1) if static else None)  # what is joined multiplies one x
+        _put(layer, "input_scale", scale.data.max().reshape(1) if static else None)  # joined matrices share one x
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         own = layer._parameters
@@ -187,12 +187,12 @@ def of_gptq(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
         return "columns reordered into groups (desc_act)"
     if getattr(config, "checkpoint_format", "") not in ("", "gptq"):
         return f"the format {config.checkpoint_format} of GPTQ"
-    symmetric = getattr(config, "is_sym", False)  # where it isn't said, zero points are read
+    symmetric = getattr(config, "is_sym", False)  # zero points are read unless the config says symmetric
     return _integers(Gptq, config.weight_bits, config.group_size, symmetric, share)
 
 
 def of_awq(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
-    config = own.quant_config  # whatever it says of zero points: all checkpoints have them
+    config = own.quant_config  # zero points in the config are ignored: all checkpoints have them
     return _integers(Awq, config.weight_bits, config.group_size, False, share)
 
 
@@ -204,7 +204,7 @@ def of_fp8(own: Any, layer: nn.Module, share: Share) -> Kernel | str:
 
 
 def fp8_obstacle(own: Any) -> str | None:
-    """Why layers that SGLang's method "fp8" makes are left to it, whatever they are; None if they are not."""
+    """Why layers of SGLang's method "fp8" are left to it, regardless of the layer; None if they are not."""
     if own.use_mxfp8 or getattr(own.quant_config, "scale_fmt", None) == "ue8m0":
         return "activations with scales that are powers of two (mxfp8, ue8m0)"
     return online(own.quant_config)
@@ -244,7 +244,7 @@ def _fp8(scales: str, blocks: list[int] | None, static: bool, share: Share, weig
 
 
 def blocks_obstacle(blocks: list[int] | None) -> str | None:
-    """Of blocks that share a scale; None if qao has them, or there are none."""
+    """Why qao does not support these scale blocks; None if it does, or there are no blocks."""
     if blocks is None or list(blocks) == [SCALE_BLOCK, SCALE_BLOCK]:
         return None
     return f"blocks of {blocks[0]} x {blocks[1]}; qao has {SCALE_BLOCK} x {SCALE_BLOCK}"

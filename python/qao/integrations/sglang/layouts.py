@@ -1,8 +1,8 @@
-"""Checkpoints in the layouts of others in SGLang: its configs of them, whose linear layers qao's operators multiply.
+"""SGLang's configs for third-party checkpoint layouts, with linear layers computed by qao's operators.
 
-SGLang has no table of kernels, but one of configs, by the name of a checkpoint's method. A subclass takes the place of
-each of METHODS there; all but its choice for linear layers is SGLang's. As config.py, it is registered while that table
-is imported: what it needs of SGLang's layers comes later.
+SGLang has no kernel table, but a table of configs by method name. A subclass replaces each of METHODS there and
+overrides only the choice for linear layers. As in config.py, it is registered while that table is imported, so
+dependencies on SGLang's layers are imported later.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..serving import common
 METHODS = (
     *("compressed-tensors", "fp8", "gptq", "gptq_marlin", "awq", "awq_marlin"),
     *("w8a8_int8", "w8a8_fp8", "modelopt", "modelopt_fp8"),
-    *("moe_wna16", "auto-round"),  # whose linear layers are those of gptq and awq
+    *("moe_wna16", "auto-round"),  # their linear layers are those of gptq and awq
 )
 LEFT_OUT = "QAO_SGLANG_DISABLED_METHODS"  # names of METHODS, or "all"
 
 
 class ServedByQao:
-    """In front of a config class of SGLang."""
+    """Mixin in front of a config class of SGLang."""
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         own = super().get_quant_method(layer, prefix)  # type: ignore[misc]
@@ -37,7 +37,10 @@ class ServedByQao:
 
 @cache
 def _choice() -> Callable[[Any, nn.Module, str], Any] | None:
-    """None in an SGLang that qao does not fit: an error in its log says so, and SGLang runs its own kernels."""
+    """qao's choice of methods; None if this SGLang is unsupported.
+
+    In that case an error is logged and SGLang uses its own kernels.
+    """
     try:
         from .method import beside
     except Exception as error:
@@ -47,7 +50,7 @@ def _choice() -> Callable[[Any, nn.Module, str], Any] | None:
 
 
 def _class_of(config: type) -> type:
-    """``config`` with qao's choice; found by its name in this module, by which it pickles."""
+    """``config`` with qao's choice of methods. Pickle finds it by its name in this module."""
     name = f"Qao{config.__name__}"
     made = getattr(sys.modules[__name__], name, None)
     if made is None or config not in made.__bases__:
@@ -57,7 +60,7 @@ def _class_of(config: type) -> type:
 
 
 def register() -> None:
-    """Puts the subclasses in SGLang's tables; another call changes nothing."""
+    """Put the subclasses into SGLang's tables. Idempotent."""
     left_out = {name.strip() for name in os.environ.get(LEFT_OUT, "").split(",")}
     for table in (quantization.QUANTIZATION_METHODS, quantization.CPU_QUANTIZATION_METHODS):
         for name in METHODS:

@@ -1,4 +1,4 @@
-"""Linear layers of qao's own checkpoints in SGLang."""
+"""Linear layers from qao's own checkpoints in SGLang."""
 
 from __future__ import annotations
 

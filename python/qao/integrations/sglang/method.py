@@ -1,7 +1,8 @@
-"""Linear layers of checkpoints that SGLang reads, multiplied by qao's operators.
+"""Linear layers of checkpoints that SGLang reads, computed by qao's operators.
 
-Written against SGLang 0.5, whose own method of a layer makes its parameters and loads them. kernels.py says no, with a
-reason, to whatever would not be computed exactly as the checkpoint says: it is logged once, and SGLang's method stays.
+Written against SGLang 0.5, where SGLang's method of a layer creates and loads its parameters. kernels.py rejects, with
+a reason, everything that would not be computed exactly as the checkpoint specifies. The reason is logged once, and
+SGLang's method stays.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ _KERNELS: dict[type, Callable[[Any, nn.Module, Share], Kernel | str]] = {
     W8A8Int8LinearMethod: kernels.of_w8a8_int8,
 }
 
-# What loaders and models ask a method for, where it has it.
+# Attributes that loaders and models read from a method, if present.
 _ASKED_FOR = ("quant_config", "quantization_config", "weight_block_size")
 
 
 def beside(own: Any, layer: nn.Module, name: str) -> Any:
-    """qao's method for a layer of which ``own`` is SGLang's, or ``own``."""
+    """qao's method for a layer with SGLang's method ``own``, or ``own`` itself."""
     if isinstance(layer, FusedMoE):
         return beside_experts(own, layer, name)
     return QaoLayoutMethod(own, name) if type(own) in _KERNELS else own
 
 
 class QaoLayoutMethod(LinearMethodBase):  # type: ignore[misc]
-    """SGLang's method ``own`` makes and loads the weight of a layer; qao's kernel packs and multiplies it."""
+    """SGLang's method ``own`` creates and loads the weight of a layer; qao's kernel packs and multiplies it."""
 
     def __init__(self, own: Any, name: str) -> None:
         self.own, self.name = own, name

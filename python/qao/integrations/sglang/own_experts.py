@@ -1,4 +1,4 @@
-"""Fused experts of qao's own checkpoints in SGLang: tensors "experts.up.qweight" and so on, of all experts."""
+"""Fused experts from qao's own checkpoints in SGLang: tensors "experts.up.qweight" etc. of all experts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .process import missing
 
 
 class QaoOwnExpertsMethod(GroupedExperts):
-    """``up`` and ``down`` wait for their tensors until SGLang has loaded them.
+    """``up`` and ``down`` collect their tensors until SGLang has loaded them.
 
     Raises:
-        NotImplementedError: qao cannot compute these experts, and nobody else can.
+        NotImplementedError: qao cannot compute these experts, and no other kernel can.
     """
 
     def __init__(self, up: Scheme, down: Scheme, layer: nn.Module, name: str, quant_config: Any) -> None:
@@ -36,7 +36,7 @@ class QaoOwnExpertsMethod(GroupedExperts):
 
 
 def _slots(layer: Any) -> list[int]:
-    """The expert of the checkpoint that each place of this process has."""
+    """The checkpoint's expert of each local slot."""
     metadata = get_global_expert_location_metadata() if layer.uses_expert_location else None
     slots = {}
     for expert in range(layer.num_experts if metadata is None else metadata.num_logical_experts):

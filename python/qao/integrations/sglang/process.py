@@ -1,4 +1,4 @@
-"""What holds for all layers of a process of SGLang: whether qao's kernels run in it, and what its log is told."""
+"""Process-wide state in SGLang: availability of qao's kernels, and log messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def missing(device: torch.device) -> str | None:
-    """Why no kernel of qao runs in this process; None if they do."""
+    """Why no qao kernel runs in this process; None if kernels run."""
     if is_batch_invariant_mode_enabled() or _deterministic():
         return "deterministic inference: qao chooses its kernels by the number of tokens"
     if is_cuda():
@@ -27,7 +27,7 @@ def missing(device: torch.device) -> str | None:
 def _deterministic() -> bool:
     try:
         return bool(get_exec().deterministic.enable_deterministic_inference)
-    except ValueError:  # nobody has said how this process is to run
+    except ValueError:  # no server arguments set
         return False
 
 
@@ -41,10 +41,10 @@ def _once(key: str, message: str, *of: object) -> None:
 
 
 def tell_served(operator: str, name: str) -> None:
-    """Logs once that layers of this operator are qao's."""
+    """Log once that layers of this operator use qao."""
     _once(operator, "qao serves layers such as %s with %s", name, operator)
 
 
 def tell_left(reason: str, name: str) -> None:
-    """Logs once that layers are left to SGLang for this reason."""
+    """Log once that layers are left to SGLang for this reason."""
     _once(reason, "qao leaves layers such as %s to SGLang: %s", name, reason)

@@ -1,13 +1,12 @@
-"""vLLM: an entry point of the group ``vllm.general_plugins``, which each of its processes calls when it starts.
+"""vLLM plugin: an entry point of the group ``vllm.general_plugins``, called at the start of each process.
 
-kernels.py puts qao's operators before vLLM's own linear kernels, for the checkpoints that vLLM reads, and oracles.py
-those of experts.py and experts_fp8.py before its kernels of fused experts; config.py, linear.py and own_experts.py make
-the quantization method "qao" known, for checkpoints in qao's own format; grouped_experts.py is what experts share.
-cache_key.py keeps apart what vLLM compiles with qao and without it, and loaded.py says in the log what qao serves.
+kernels.py puts qao's operators before vLLM's linear kernels, for checkpoints that vLLM reads. oracles.py does the same
+for fused experts (experts.py, experts_fp8.py). config.py, linear.py and own_experts.py add the quantization method
+"qao" for checkpoints in qao's own format. grouped_experts.py is shared by all experts. cache_key.py separates what vLLM
+compiles with and without qao, and loaded.py logs which layers qao serves.
 
-Nothing here imports vLLM. Each part changes one module of vLLM, once that module is imported, whoever imports it and
-whatever else is imported by then: a part may import the module that it changes and what that has imported itself. All
-else it imports when vLLM calls it.
+Nothing here imports vLLM. Each part patches one module of vLLM after any code imports that module, in any order: a part
+may import the patched module and modules that it has imported. Everything else is imported when vLLM calls it.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from ..serving import common
 
 __all__ = ["PARTS", "VERSIONS", "failed_parts", "register"]
 
-VERSIONS = ("0.33",)  # of vLLM, that the tests ran with; between two of them, what these modules rest on changes
+VERSIONS = ("0.33",)  # vLLM versions used in the tests; the patched interfaces change between versions
 
-# A module of vLLM, and a module of this folder and the function of it that is to be called once that is imported.
+# A module of vLLM, and the module and function of this package to call after its import.
 PARTS = {
     "vllm.config.vllm": "cache_key.register",
     "vllm.model_executor.kernels.linear": "kernels.register",
@@ -32,7 +31,7 @@ PARTS = {
     "vllm.model_executor.model_loader.utils": "loaded.register",
 }
 
-# What vLLM does without where a part fails.
+# What vLLM lacks if a part fails.
 _WHAT = {
     "cache_key.register": "the key of its compile cache",
     "kernels.register": "linear layers",
@@ -46,7 +45,7 @@ _failed: set[str] = set()
 
 
 def failed_parts() -> set[str]:
-    """Those of PARTS that failed in this process."""
+    """The members of PARTS that failed in this process."""
     return set(_failed)
 
 
@@ -65,9 +64,9 @@ def _say_failed(part: str, module: str, error: Exception) -> None:
 
 
 def register() -> None:
-    """Makes qao known to vLLM; another call changes nothing.
+    """Register qao with vLLM. Idempotent.
 
-    In another version of vLLM, or where a part fails, it logs an error, and vLLM goes on without that part.
+    With another version of vLLM, or if a part fails, an error is logged and vLLM continues without that part.
     """
     if common.is_off("vllm"):
         logging.getLogger("vllm.qao").info("%s is set: vLLM runs without qao", common.switch("vllm"))

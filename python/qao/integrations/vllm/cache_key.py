@@ -1,8 +1,8 @@
-"""What qao changes in vLLM, as a part of the key by which vLLM finds what it compiled before.
+"""qao's contribution to the key of vLLM's compilation caches.
 
-All that vLLM keeps between runs (graphs and artifacts of torch.compile, ahead of time or not, Inductor's and Triton's
-caches inside their folders, plans of memory) lies under ``VllmConfig.compute_hash``. A graph that qao's kernels are in
-takes weights as qao packs them, so no run without qao, and none with another qao, may read it.
+All that vLLM keeps between runs (torch.compile graphs and artifacts, ahead of time or not, Inductor's and Triton's
+caches in their folders, memory plans) is stored under ``VllmConfig.compute_hash``. A graph with qao's kernels takes
+qao's packed weights, so a run without qao, or with another build of qao, must not read it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import PARTS, failed_parts
 
 @cache
 def _sources() -> str:
-    """A digest of qao's Python files and of the size of its library: builds may share a version."""
+    """A digest of qao's Python files and of the size of its library, since builds may share a version."""
     package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -32,7 +32,7 @@ def _sources() -> str:
 
 
 def factors() -> list[str]:
-    """Of the key, what qao adds in this process: its version and build, its parts that run, and its switches."""
+    """qao's version and build, its active parts, and its switches in this process."""
     build = sorted(_host.build_info().items()) if _host is not None else []
     parts = sorted({*PARTS.values()} - failed_parts())
     switches = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("QAO_"))
@@ -40,7 +40,7 @@ def factors() -> list[str]:
 
 
 def register() -> None:
-    """Makes ``VllmConfig.compute_hash`` add ``factors()``; another call changes nothing."""
+    """Make ``VllmConfig.compute_hash`` include ``factors()``. Idempotent."""
     config: Any = sys.modules["vllm.config.vllm"].VllmConfig
     own = config.compute_hash
     if getattr(own, "knows_qao", False):

@@ -1,6 +1,6 @@
-"""The quantization config "qao" of vLLM: checkpoints in qao's own format.
+"""The quantization config "qao" of vLLM, for checkpoints in qao's own format.
 
-It is registered while vLLM's table of methods is imported, so that what it needs of vLLM's layers comes later.
+It is registered while vLLM imports its table of methods, so dependencies on vLLM's layers are imported later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EXPERTS = re.compile(r"\bexperts\.(?=(up|down)\.)")
 
 
 class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
-    """``quantization_config`` of a config.json that qao wrote."""
+    """``quantization_config`` of a config.json written by qao."""
 
     def __init__(self, served: Served) -> None:
         super().__init__()
@@ -49,9 +49,9 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
         self.served.layers = hf_to_vllm_mapper.apply_dict(self.served.layers)
 
     def get_checkpoint_weight_mapper(self) -> Any:
-        """Names of tensors as vLLM has them, whose experts are a child of the layer that a checkpoint names.
+        """Map tensor names to vLLM's, where experts are a child of the checkpoint's layer.
 
-        vLLM asks for it before it loads anything, when all layers are made.
+        vLLM calls this before loading, after all layers are created.
         """
         from vllm.model_executor.models.utils import WeightsMapper
 
@@ -82,5 +82,5 @@ class QaoQuantizationConfig(QuantizationConfig):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Makes the name "qao" known; another call puts the same class there."""
+    """Register the name "qao". Idempotent: the class stays the same."""
     register_quantization_config("qao")(QaoQuantizationConfig)

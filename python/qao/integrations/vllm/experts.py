@@ -1,8 +1,8 @@
-"""qao's grouped products as fused experts of vLLM, for checkpoints of four bits that vLLM reads: those of
-compressed-tensors, GPTQ (symmetric, as vLLM takes it) and AWQ.
+"""Fused experts of vLLM on qao's grouped GEMM, for 4-bit checkpoints that vLLM reads.
 
-Written against vLLM 0.33, whose functions ask here first (oracles.py). ``obstacle`` says no, with the reason, to
-whatever would not be computed exactly as the checkpoint says; vLLM then goes through its own list.
+The formats are compressed-tensors, GPTQ (symmetric, as vLLM takes it) and AWQ. Written against vLLM 0.33, where patched
+functions call qao first (oracles.py). ``obstacle`` rejects, with a reason, everything that would not be computed
+exactly as the checkpoint specifies; vLLM then uses its own list.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .grouped_experts import GroupedExperts, general_obstacle
 
 
 class QaoExperts(GroupedExperts):
-    """W of four bits in groups, activations as they come."""
+    """Fused experts with 4-bit weights in groups and float activations."""
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return activation_key is None  # of the weight, obstacle() is told more
+        return activation_key is None  # the weight is checked in obstacle()
 
     def _product(
         self, second: bool, x: Tensor, weight: Tensor, offsets: Tensor, row_index: Tensor | None, n: int
     ) -> Tensor:
         scales, bias = (self.w2_scale, self.w2_bias) if second else (self.w1_scale, self.w1_bias)
         k = x.shape[-1]
-        size = group_size_of(self.block_shape[1], k)  # columns of a group, as the checkpoint says
-        assert size is not None  # obstacle()
+        size = group_size_of(self.block_shape[1], k)  # columns per group, as in the checkpoint
+        assert size is not None  # checked in obstacle()
         gate = None if second else SILU_MUL
         return int4_grouped_mm(x, weight, scales, bias, offsets, row_index, None, n, k, size, gate=gate)
 
@@ -56,12 +56,15 @@ def obstacle(config: Any, weight_key: Any, quant_config: Any) -> str | None:
 class _Layout(NamedTuple):
     bits: int
     strategy: str
-    own_order: bool  # columns are not those of x, one after the other
+    own_order: bool  # whether the order of columns differs from that of x
     symmetric: bool
 
 
 def _layout(quant_config: Any) -> _Layout | None:
-    """What vLLM's description of a checkpoint says; None of another kind. By name: its modules import much."""
+    """Layout from vLLM's description of a checkpoint; None for other types.
+
+    Classes are matched by name to avoid heavy imports.
+    """
     if isinstance(quant_config, QuantizationArgs):
         bits, strategy = quant_config.num_bits, str(getattr(quant_config.strategy, "value", quant_config.strategy))
         strategy = strategy if quant_config.type == "int" else f"{quant_config.type} {strategy}"
@@ -75,8 +78,10 @@ def _layout(quant_config: Any) -> _Layout | None:
 
 
 def packed(words: Tensor, scales: Tensor, zeros: Tensor | None, quant_config: Any) -> tuple[Tensor, Tensor]:
-    """Weight and scales of experts as grouped products read them, from int32 words: of AWQ [E, K, N / 8], else
-    [E, N, K / 8]."""
+    """Packed weight and scales of experts for the grouped GEMM, from int32 words.
+
+    AWQ words are [E, K, N / 8], others [E, N, K / 8].
+    """
     awq = type(quant_config).__name__ == "AutoAWQConfig"
 
     def plain(expert: int) -> moe.Plain:
@@ -93,13 +98,13 @@ def packed(words: Tensor, scales: Tensor, zeros: Tensor | None, quant_config: An
 
 
 def converted(given: dict[str, Any]) -> tuple[Any, ...]:
-    """What vLLM's ``convert_to_wna16_moe_kernel_format`` gives, of what it is given by name."""
+    """Result of vLLM's ``convert_to_wna16_moe_kernel_format`` for these keyword arguments."""
     config, found = given["quant_config"], {}
     layout = _layout(config)
-    assert layout is not None  # obstacle()
+    assert layout is not None  # checked in obstacle()
     for name in ("w13", "w2"):
         zeros = None if layout.symmetric else given[f"{name}_qzeros"]
         found[name] = packed(given[name], given[f"{name}_scale"], zeros, config)
     (w13, w13_scales), (w2, w2_scales) = found["w13"], found["w2"]
-    zeros = given.get("w13_qzeros"), given.get("w2_qzeros")  # with the scales now
+    zeros = given.get("w13_qzeros"), given.get("w2_qzeros")  # now part of the scales
     return w13, w2, w13_scales, w2_scales, *zeros, None, None, given.get("w13_bias"), given.get("w2_bias")

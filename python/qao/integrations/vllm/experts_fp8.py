@@ -1,6 +1,6 @@
-"""qao's grouped products as fused experts of vLLM in e4m3: with scales of blocks, or of rows and tokens.
+"""Fused e4m3 experts of vLLM on qao's grouped GEMM, with per-block or per-row and per-token scales.
 
-Written against vLLM 0.33, whose choice of a backend asks here first (oracles.py), as in experts.py.
+Written against vLLM 0.33, where the patched selection of a backend calls qao first (oracles.py), as in experts.py.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from .grouped_experts import GroupedExperts, general_obstacle
 
 
 class QaoFp8Experts(GroupedExperts):
-    """W in e4m3 with a scale per block of 128 x 128, activations per 128 columns of a token; or a scale a row and one a
-    token."""
+    """e4m3 experts: weight scales per 128 x 128 block with activation scales per 128 columns, or per row and token."""
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
@@ -35,7 +34,7 @@ class QaoFp8Experts(GroupedExperts):
 
 
 def _kind(weight_key: Any, activation_key: Any) -> str | None:
-    """ "block" or "row", of what qao computes as the checkpoint says; None: neither."""
+    """ "block" or "row" if qao computes exactly what the checkpoint specifies, else None."""
     if weight_key is None or activation_key is None or activation_key.scale.static:
         return None
     if weight_key.dtype != torch.float8_e4m3fn or activation_key.dtype != torch.float8_e4m3fn:

@@ -1,4 +1,4 @@
-"""qao's grouped products as fused experts of vLLM: what those of all formats share."""
+"""Base class of vLLM's fused experts on qao's grouped GEMM, for all formats."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .process import missing
 
 
 class GroupedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
-    """W [E, N, K] of a format that a subclass knows; gate and up in one product, with the gate behind.
+    """W [E, N, K] in the format of a subclass. Gate and up are one GEMM with a fused gate.
 
-    Experts that are on other processes (expert parallelism) count as zero here.
+    Experts on other ranks (expert parallelism) contribute zero here.
     """
 
     @staticmethod
     def gate_of(config: Any) -> Gate | None:
-        """Of vLLM's config of experts; None: another than this class has."""
+        """The gate in vLLM's config of experts; None if this class does not support it."""
         limits = config.swiglu_limit, config.swiglu_alpha, config.swiglu_beta
         return SILU_MUL if config.activation == MoEActivation.SILU and limits == (None, None, None) else None
 
     def _product(
         self, second: bool, x: Tensor, weight: Tensor, offsets: Tensor, row_index: Tensor | None, n: int
     ) -> Tensor:
-        """x times gate and up, or down (``second``), [rows, n]."""
+        """The GEMM of x with gate and up, or with down (``second``): [rows, n]."""
         raise NotImplementedError
 
     @property
@@ -52,14 +52,14 @@ class GroupedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
-        return True  # gate_of() is told more
+        return True  # the gate is checked in gate_of()
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
         return True
 
     def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
-        n = 2 * self.moe_config.intermediate_size_per_partition  # packed, w1 does not say
+        n = 2 * self.moe_config.intermediate_size_per_partition  # the packed w1 does not show it
         return len(w1), len(a1), n, a1.shape[-1], topk_ids.shape[1]
 
     def workspace_shapes(
@@ -117,7 +117,7 @@ def general_obstacle(experts: type[GroupedExperts], config: Any, weight_key: Any
 
 
 def kernel_of(experts: GroupedExperts, routing_tables: Any) -> Any:
-    """vLLM's way of tokens to experts and back, with these between."""
+    """vLLM's modular MoE kernel (permute and unpermute) around these experts."""
     from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 
     way = maybe_make_prepare_finalize(

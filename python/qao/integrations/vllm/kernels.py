@@ -1,7 +1,7 @@
-"""qao's operators as linear kernels of vLLM, for checkpoints that vLLM reads: one class a table of kernels.
+"""qao's operators as linear kernels of vLLM, for checkpoints that vLLM reads: one class per kernel table.
 
-Written against vLLM 0.33. ``can_implement`` says no, with the reason, to whatever would not be computed exactly as the
-checkpoint says; vLLM then asks its own kernels. Fused experts: experts.py.
+Written against vLLM 0.33. ``can_implement`` rejects, with a reason, everything that would not be computed exactly as
+the checkpoint specifies; vLLM then tries its own kernels. Fused experts: experts.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Kernel:
-    """What vLLM asks every class but those of mixed precision."""
+    """Methods that vLLM requires of all classes except mixed precision."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -49,7 +49,7 @@ class _Kernel:
 
 
 class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
-    """Weights of four bits in groups or rows, of eight bits in rows; activations as they come, or int8 or e4m3."""
+    """4-bit weights in groups or rows, 8-bit weights in rows; float, int8 or e4m3 activations."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -69,7 +69,7 @@ class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
         if c.zero_points:
             out = getattr(w_zp, "output_dim", 0)
             zeros = common.rows(w_zp.data, 4, packed_dim=getattr(w_zp, "packed_dim", 0), output_dim=out)[:n]
-        if w_q.dtype == torch.int8:  # one value a byte, -8..7 (W4A8 of integers)
+        if w_q.dtype == torch.int8:  # one value per byte, -8..7 (integer W4A8)
             q = (w_q.data + 8).view(torch.uint8)
         else:
             packed, out = getattr(w_q, "packed_dim", 1), getattr(w_q, "output_dim", 0)
@@ -79,7 +79,7 @@ class QaoMixedPrecisionKernel(MPLinearKernel):  # type: ignore[misc]
         replace_parameter(layer, self.w_q_name, made.qweight)
         replace_parameter(layer, self.w_s_name, made.scales)
         if self.w_zp_name is not None and getattr(layer, self.w_zp_name, None) is not None:
-            replace_parameter(layer, self.w_zp_name, None)  # with the scales now, or 8 everywhere
+            replace_parameter(layer, self.w_zp_name, None)  # now part of the scales, or 8 everywhere
         self._takes_sums = scheme.activations == "int8"
         if self._takes_sums:
             replace_parameter(layer, "qao_weight_sums", made.weight_sums)
@@ -105,11 +105,11 @@ def _mixed_obstacle(c: Any) -> str | None:
 
 
 def _mixed_scheme(c: Any, layer: nn.Module) -> Scheme:
-    """How the layer is multiplied; what activations become, vLLM says in three places."""
+    """The scheme of the layer. vLLM specifies the activation format in three places."""
     if c.weight_type.size_bits == 8:
         return Int8WeightOnly()
     size = group_size_of(c.group_size, c.partition_weight_shape[0])
-    assert size is not None  # _mixed_obstacle
+    assert size is not None  # checked in _mixed_obstacle
     symmetric = not c.zero_points
     if c.act_type == torch.float8_e4m3fn:
         return Float8DynamicActivationInt4Weight(size, symmetric)
@@ -125,7 +125,7 @@ def _mixed_scheme(c: Any, layer: nn.Module) -> Scheme:
 
 
 class QaoInt8Kernel(_Kernel, Int8ScaledMMLinearKernel):  # type: ignore[misc]
-    """Weights in int8 with a scale per row or matrix; activations in int8, a scale (and zero point) per token."""
+    """W8A8 int8: scales per row or matrix; activation scale (and zero point) per token."""
 
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
@@ -160,13 +160,13 @@ class _Fp8(_Kernel, FP8ScaledMMLinearKernel):  # type: ignore[misc]
         bias: Tensor | None,
         output_shape: Sequence[int],
     ) -> Tensor:
-        """Of activations that vLLM quantized: A [M, K], B [K, N], a view of the weight [N, K]."""
+        """GEMM of activations quantized by vLLM: A [M, K]; B [K, N], a view of the weight [N, K]."""
         y = torch.ops.qao.fp8_scaled_mm.default(A, As, B.t(), Bs, bias, out_dtype, False)
         return y.view(*output_shape)  # type: ignore[no-any-return]
 
 
 class QaoFp8Kernel(_Fp8):
-    """Weights in e4m3 with a scale per row or for all; activations in e4m3, a scale per token or for all."""
+    """W8A8 e4m3: weight scales per row or tensor; activation scales per token or tensor."""
 
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
@@ -190,7 +190,7 @@ class QaoFp8Kernel(_Fp8):
 
     def apply_weights(self, layer: nn.Module, x: Any, bias: Tensor | None = None) -> Tensor:
         weight, scales, x_scale, x_limit = self._get_layer_params(layer)
-        if x_limit is not None:  # FBGEMM's upper bound of activations, which vLLM's own quantization knows
+        if x_limit is not None:  # FBGEMM's upper bound of activations, which only vLLM's own quantization applies
             return super().apply_weights(layer, x, bias)  # type: ignore[no-any-return]
         group_size = -1 if self.config.activation_quant_key.scale.group_shape.is_per_token() else 0
         y = ops.FP8_FP8(x, weight.t(), scales, bias, x_scale, group_size, False)
@@ -198,7 +198,7 @@ class QaoFp8Kernel(_Fp8):
 
 
 class QaoFp8BlockKernel(_Kernel, Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
-    """Weights in e4m3 with a scale per block of 128 x 128; activations in e4m3, a scale per 128 columns of a token."""
+    """W8A8 e4m3: weight scales per 128 x 128 block; activation scales per token and 128 columns."""
 
     @classmethod
     def can_implement(cls, config: Any) -> Answer:
@@ -213,7 +213,7 @@ class QaoFp8BlockKernel(_Kernel, Fp8BlockScaledMMLinearKernel):  # type: ignore[
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         params = self._get_layer_params(layer)
         replace_parameter(layer, params.WEIGHT, params.weight.data.contiguous())
-        # ue8m0 scales are powers of two: float32 holds them exactly
+        # ue8m0 scales are powers of two, exact in float32.
         replace_parameter(layer, params.block_scale_attr, params.block_scale.data.float().contiguous())
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
@@ -223,13 +223,13 @@ class QaoFp8BlockKernel(_Kernel, Fp8BlockScaledMMLinearKernel):  # type: ignore[
         return y.to(self.config.out_dtype)  # type: ignore[no-any-return]
 
     def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
-        """Of activations that vLLM quantized."""
+        """GEMM of activations quantized by vLLM."""
         args = A, As, B, Bs, None, self.config.out_dtype, False
         return torch.ops.qao.fp8_scaled_mm.default(*args)  # type: ignore[no-any-return]
 
 
 class QaoFp8WeightOnlyKernel(_Fp8):
-    """Weights in e4m3 with a scale per row, for all or per block of 128 x 128; activations as they come."""
+    """W8A16 e4m3: weight scales per row, tensor or 128 x 128 block; float activations."""
 
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
@@ -253,7 +253,7 @@ class QaoFp8WeightOnlyKernel(_Fp8):
         return y.to(self.config.out_dtype)  # type: ignore[no-any-return]
 
 
-# Kernel, vLLM's name of its kind (None: it has none), the table of that kind.
+# Kernel, vLLM's name of its type (None: unnamed), the table for this type.
 _KERNELS: tuple[tuple[type, str | None, str], ...] = (
     (QaoMixedPrecisionKernel, "mp", "_POSSIBLE_KERNELS"),
     (QaoInt8Kernel, "int8", "_POSSIBLE_INT8_KERNELS"),
@@ -264,10 +264,8 @@ _KERNELS: tuple[tuple[type, str | None, str], ...] = (
 
 
 def register() -> None:
-    """Puts these kernels before vLLM's own, which ask the first that can."""
-    tables = [
-        getattr(linear, table) for _, _, table in _KERNELS
-    ]  # of another version: an error before anything is done
+    """Put these kernels before vLLM's, which selects the first suitable one."""
+    tables = [getattr(linear, table) for _, _, table in _KERNELS]  # fails early on another version
     for (kernel, kind, _), table in zip(_KERNELS, tables, strict=True):
         for platform in (PlatformEnum.CUDA, PlatformEnum.CPU):
             if kind is not None:

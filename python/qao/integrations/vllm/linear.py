@@ -1,4 +1,4 @@
-"""Linear layers of qao's own checkpoints in vLLM."""
+"""Linear layers from qao's own checkpoints in vLLM."""
 
 from __future__ import annotations
 

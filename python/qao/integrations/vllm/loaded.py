@@ -1,4 +1,4 @@
-"""The line of vLLM's log that counts the layers of a loaded model that qao serves."""
+"""Log line of vLLM that counts the layers of a loaded model served by qao."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OURS = f"{__name__.rpartition('.')[0]}."
 
 
 def kernel_of(layer: nn.Module) -> tuple[str, bool] | None:
-    """The class that multiplies a quantized layer of vLLM, and whether it is qao's; None of all other modules."""
+    """The kernel class of a quantized layer of vLLM, and whether it is qao's; None for other modules."""
     method = getattr(layer, "quant_method", None)
     name = type(method).__name__
     if method is None or name.startswith("Unquantized") or name.endswith("KVCacheMethod"):
@@ -32,7 +32,7 @@ def kernel_of(layer: nn.Module) -> tuple[str, bool] | None:
     return (classes[-1] if ours is None else ours).__name__, ours is not None
 
 
-# Where methods and schemes of vLLM keep their kernel.
+# Attributes in which vLLM's methods and schemes store their kernel.
 _HOLDERS = ("kernel", "fp8_linear", "linear_kernel", "experts_cls")
 
 
@@ -51,7 +51,7 @@ def summary(model: nn.Module) -> str:
 
 
 def register() -> None:
-    """Makes vLLM log ``summary`` at the end of loading; another call changes nothing."""
+    """Make vLLM log ``summary`` at the end of loading. Idempotent."""
     utils: Any = sys.modules[_UTILS]
     process = utils.process_weights_after_loading
     if getattr(process, "tells_of_qao", False):

@@ -1,8 +1,8 @@
-"""qao before vLLM's choice of a backend for fused experts, of four bits and of e4m3.
+"""Puts qao before vLLM's selection of a backend for 4-bit and e4m3 fused experts.
 
-Written against vLLM 0.33. It keeps lists of backends that nobody can add to, so the functions that choose one, arrange
-its weights and make its kernel are asked here first. vLLM's modules of experts import one another in circles, and its
-oracles may be imported first of all: experts.py and experts_fp8.py are imported when vLLM asks for a backend.
+Written against vLLM 0.33. Its lists of backends cannot be extended, so the functions that select a backend, convert its
+weights and create its kernel are patched to call qao first. vLLM's expert modules have circular imports, and its
+oracles may be imported first, so experts.py and experts_fp8.py are imported when vLLM selects a backend.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 
 from .process import replace_functions
 
-BACKEND = SimpleNamespace(value="QAO")  # where vLLM has a member of its enum
+BACKEND = SimpleNamespace(value="QAO")  # stands for a member of vLLM's enum
 
 
 def _first(
     oracle: Any, select: Any, names: tuple[str, ...], word: str, ours: Callable[..., tuple[str | None, Any]]
 ) -> Any:
-    """vLLM's choice of a backend, which asks qao first.
+    """vLLM's selection of a backend, patched to ask qao first.
 
     Args:
         oracle: vLLM's module.
         select: its function.
-        names: of the first parameters of that function, which ``ours`` gets.
+        names: the first parameters of that function, which are passed to ``ours``.
         word: the weight format.
-        ours: says why qao does not compute these experts (None if it does), and by which class it would.
+        ours: returns why qao does not compute these experts (None if it does), and the class that would.
     """
 
     @wraps(select)
@@ -104,12 +104,12 @@ def _fp8(oracle: Any) -> dict[str, Any]:
 
 
 def register_int4() -> None:
-    """Puts qao before vLLM's backends of int4 experts; another call changes nothing."""
+    """Put qao before vLLM's backends for int4 experts. Idempotent."""
     _register("vllm.model_executor.layers.fused_moe.oracle.int_wna16", _int4)
 
 
 def register_fp8() -> None:
-    """The same of fp8 experts."""
+    """Put qao before vLLM's backends for fp8 experts. Idempotent."""
     _register("vllm.model_executor.layers.fused_moe.oracle.fp8", _fp8)
 
 

@@ -1,6 +1,6 @@
-"""Fused experts of qao's own checkpoints in vLLM: tensors "experts.up.qweight" and so on, of all experts.
+"""Fused experts from qao's own checkpoints in vLLM: tensors "experts.up.qweight" etc. of all experts.
 
-vLLM keeps a layer's experts in a child of it, "experts.routed_experts", which gets the children ``up`` and ``down``.
+vLLM keeps a layer's experts in its child "experts.routed_experts", which gets the children ``up`` and ``down``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..serving.projection import check_come, portions, wait_for
 from .grouped_experts import GroupedExperts, general_obstacle, kernel_of
 
 CHILD = "routed_experts"
-_GPT_OSS: Gate = (1.702, 7.0, 1.0, True)  # vLLM's numbers of MoEActivation.SWIGLUOAI, whatever a config says
+_GPT_OSS: Gate = (1.702, 7.0, 1.0, True)  # vLLM's constants for MoEActivation.SWIGLUOAI, regardless of the config
 
-# Classes that do no more than load as their models name things.
+# Classes that only load weights under their models' names.
 _LAYERS = ("RoutedExperts", "GptOssRoutedExperts", "TransformersRoutedExperts")
 
 
 class QaoOwnExperts(GroupedExperts):
-    """Projections of any scheme, with every gate that their products have."""
+    """Projections of any scheme, with every gate that their grouped GEMM supports."""
 
     up: QuantProjection
     down: QuantProjection
@@ -57,10 +57,10 @@ class QaoOwnExperts(GroupedExperts):
 
 
 class QaoOwnExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """``up`` and ``down`` wait for their tensors until vLLM has loaded them.
+    """``up`` and ``down`` collect their tensors until vLLM has loaded them.
 
     Raises:
-        NotImplementedError: qao cannot compute these experts, and nobody else can.
+        NotImplementedError: qao cannot compute these experts, and no other kernel can.
     """
 
     def __init__(self, up: Scheme, down: Scheme, layer: Any, name: str) -> None:
@@ -80,7 +80,7 @@ class QaoOwnExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         place = parallel.tp_rank, parallel.tp_size
         pair = portions(config.intermediate_size, config.hidden_dim, _slots(layer), *place, interleaved=interleaved)
         wait_for(layer, self.name, self.schemes, pair, layer.params_dtype, biases=config.has_bias)
-        layer.load_weights = partial(_load, layer)  # vLLM's own knows no names but "w13_…" and "w2_…"
+        layer.load_weights = partial(_load, layer)  # vLLM's loader knows only "w13_…" and "w2_…"
 
     def process_weights_after_loading(self, layer: Any) -> None:
         check_come(layer, "vLLM")
@@ -126,14 +126,14 @@ def _obstacle(layer: Any) -> str | None:
 
 
 def _slots(layer: Any) -> list[int]:
-    """The expert of the checkpoint that each place of this process has."""
+    """The checkpoint's expert of each local slot."""
     number_of = layer.expert_map_manager.map_global_to_local
     places = {number_of(expert): expert for expert in range(layer.global_num_experts)}
     return [places[place] for place in range(layer.local_num_experts)]
 
 
 def _load(layer: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-    """In place of ``RoutedExperts.load_weights``: takes tensors "up.qweight" and so on, and says which it took."""
+    """Replacement of ``RoutedExperts.load_weights``: loads tensors "up.qweight" etc. and yields the loaded names."""
     for name, tensor in weights:
         name = name.removeprefix(f"{CHILD}.")
         key, _, one = name.partition(".")

@@ -1,4 +1,4 @@
-"""Whether qao's kernels run in a process of vLLM, and how functions of vLLM are replaced there."""
+"""Availability of qao's kernels in a vLLM process, and patching of vLLM's functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..serving import common
 
 
 def missing(compute_capability: int | None = None) -> str | None:
-    """Why no kernel of qao runs in this process; None if they do."""
+    """Why no qao kernel runs in this process; None if kernels run."""
     if envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT: qao chooses its kernels by the number of tokens"
     if current_platform.is_cpu():
@@ -23,10 +23,10 @@ def missing(compute_capability: int | None = None) -> str | None:
 
 
 def replace_functions(module: str, made: dict[str, Any]) -> None:
-    """Puts functions in the place of a module's, and of the same ones that modules of vLLM took from it before.
+    """Replace functions of a module, and references to them that other vLLM modules imported.
 
     Raises:
-        AttributeError: the module has no function of such a name. Then none is replaced.
+        AttributeError: the module lacks a function of that name. Then nothing is replaced.
     """
     own = {id(getattr(sys.modules[module], name)): name for name in made}
     for name, other in list(sys.modules.items()):
