@@ -83,9 +83,9 @@ if TYPE_CHECKING:
 
     __commit__: str | None
 else:
-    # A type checker that saw this function would take every misspelled name for an attribute.
+    # A type checker that saw this function would accept every misspelled attribute.
     def __getattr__(name: str) -> Any:
-        """``qao.distributed``, once it is used: it imports torch.distributed.tensor, which takes a second."""
+        """Import ``qao.distributed`` on first use: it imports torch.distributed.tensor, which takes a second."""
         import importlib
 
         if name == "distributed":
@@ -96,12 +96,12 @@ else:
 
 
 def __dir__() -> list[str]:
-    """The public names, and the submodules that are documented."""
+    """The public names and the documented submodules."""
     return sorted({*__all__, "distributed", "ops", *(name for name in globals() if name.startswith("__"))})
 
 
 def _unknown(name: str) -> str:
-    """The message for a name that is not there, with the public name it may stand for."""
+    """The message for an unknown name, with the public name that was probably meant."""
     import difflib
 
     public = [*__all__, "distributed", "ops"]
@@ -111,7 +111,7 @@ def _unknown(name: str) -> str:
     return f"module 'qao' has no attribute {name!r}" + (f"; did you mean qao.{near[0]}?" if near else "")
 
 
-# What other packages call the same thing.
+# Equivalents of these names in other packages.
 _OF_OTHERS = {
     "quantise": "quantize_",
     "quantise_": "quantize_",

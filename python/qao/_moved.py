@@ -1,6 +1,6 @@
-"""Names that modules had before they were sorted into packages; pickles of whole models hold them.
+"""Aliases for old module names, which pickles of whole models contain.
 
-Each warns with DeprecationWarning, and goes with qao 0.4.
+Each warns with DeprecationWarning and will be removed in qao 0.4.
 """
 
 from __future__ import annotations
@@ -62,5 +62,5 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Called by ``import qao``; the names are looked for after all others."""
+    """Called by ``import qao``. These names are looked up after all others."""
     sys.meta_path.append(_Finder())

@@ -1,4 +1,4 @@
-"""Words and names that the command line checks before torch is imported."""
+"""Words and names that the command line checks before it imports torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-# The class in qao.schemes of each word.
+# The class in qao.schemes for each word.
 SCHEMES = {
     "int4": "Int4WeightOnly",
     "int8": "Int8WeightOnly",
@@ -17,7 +17,7 @@ SCHEMES = {
     "fp8_fp8": "Float8DynamicActivationFloat8Weight",
     "fp8_int4": "Float8DynamicActivationInt4Weight",
 }
-# Of qao.calibrate.
+# Methods of qao.calibrate.
 METHODS = ("gptq", "smoothquant")
 
 # ---- names in other libraries ----
@@ -87,11 +87,11 @@ def word_hint(word: str) -> str | None:
 # ---- names on the hub, and numbers of things ----
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
-_ENDINGS = (".gguf", ".safetensors", ".json")  # of files: what ends so names no repository
+_ENDINGS = (".gguf", ".safetensors", ".json")  # file suffixes, which repository names do not have
 
 
 def is_hub_name(path: str | os.PathLike[str]) -> bool:
-    """Whether it may be that of a repository, with or without its owner."""
+    """Whether this can be the name of a hub repository, with or without its owner."""
     name = os.fspath(path)
     return _REPOSITORY.fullmatch(name) is not None and not name.endswith(_ENDINGS)
 

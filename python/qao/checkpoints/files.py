@@ -1,4 +1,4 @@
-"""Safetensors files, with or without an index, and config.json: located, bounded and checked before use."""
+"""Safetensors files, optionally with an index, and config.json: located and checked before use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPTQ checkpoints (AutoGPTQ, GPTQModel; format versions 1 and 2): 4 bits, or 8 bits with per-row scales.
+"""GPTQ checkpoints (AutoGPTQ, GPTQModel; versions 1 and 2): 4 bits, or 8 bits with per-row scales.
 
     qweight  int32 [K·b/32, N]   value i of a word is k = 32/b·j + i
     scales   float16 [G, N]

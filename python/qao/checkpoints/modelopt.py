@@ -1,4 +1,4 @@
-"""Checkpoints of NVIDIA's Model Optimizer ("modelopt"): e4m3, NVFP4 and int8, from hf_quant_config.json.
+"""Checkpoints of NVIDIA's Model Optimizer ("modelopt"): e4m3, NVFP4, int8, by hf_quant_config.json.
 
 FP8                        weight e4m3 [N, K], weight_scale [], input_scale [] unless activations stay in float
 FP8_PER_CHANNEL_PER_TOKEN  weight e4m3 [N, K], weight_scale [N]; per-token activation scales

@@ -1,7 +1,7 @@
-"""The command line: ``qao <command>``, or ``python -m qao <command>``. One module a command.
+"""The command line: ``qao <command>``, or ``python -m qao <command>``. One module per command.
 
-A command is a module with ``add(commands)``, which declares its arguments, and a function that runs them and returns
-the exit status. What is heavy (transformers, checkpoints) is imported when a command runs.
+A command is a module with ``add(commands)``, which declares its arguments, and a function that runs it and returns the
+exit status. Heavy modules (transformers, checkpoints) are imported when a command runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ An output is written beside its place and moved there when it is whole; whatever
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors in one line, and the exit codes below every help."""
+    """Argument parser with one-line errors, and the exit codes at the end of every help text."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status; ``arguments``: without the program's name, None: sys.argv."""
+    """Run one command and return its exit status; ``arguments``: without the program's name, None: sys.argv."""
     words = sys.argv[1:] if arguments is None else arguments
 
     def run() -> int:
@@ -70,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def first_look(arguments: Sequence[str]) -> int | None:
-    """Help, wrong usage and paths that are not there: what ``main`` answers without torch.
+    """Handle help, usage errors and missing paths without torch.
 
-    The exit status; None where the command is to run.
+    Returns the exit status; None if the command has to run.
     """
 
     def look() -> None:
@@ -88,11 +88,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _status(step: Callable[[], int | None], arguments: Sequence[str]) -> int | None:
-    """What ``step`` returns, or the exit status of what it raises, which is printed."""
+    """The result of ``step``, or the exit status for its exception, which is printed."""
     try:
         try:
             status = step()
-        except SystemExit as stop:  # of argparse
+        except SystemExit as stop:  # from argparse
             status = stop.code if isinstance(stop.code, int) else 0
         sys.stdout.flush()
         return status
@@ -102,7 +102,7 @@ def _status(step: Callable[[], int | None], arguments: Sequence[str]) -> int | N
     except Terminated as end:
         print(f"qao: ended by {end}", file=sys.stderr)
         return 128 + end.number
-    except BrokenPipeError:  # whoever read the output has seen enough; Python would complain once more at exit
+    except BrokenPipeError:  # the reader closed the pipe; avoid Python's complaint at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -114,7 +114,7 @@ def _status(step: Callable[[], int | None], arguments: Sequence[str]) -> int | N
 
 @contextlib.contextmanager
 def _warnings(quiet: bool) -> Iterator[None]:
-    """Warnings as lines for people, without the place in the source."""
+    """Print warnings as single lines without the source location."""
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         if issubclass(category, UserWarning) and not quiet:

@@ -1,4 +1,4 @@
-"""``qao bench``: QuantLinear of every scheme beside F.linear in bfloat16, on this machine."""
+"""``qao bench``: QuantLinear of every scheme compared with F.linear in bfloat16, on this machine."""
 
 from __future__ import annotations
 

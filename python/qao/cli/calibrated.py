@@ -1,4 +1,4 @@
-"""``qao quantize --calibrate``: a model that is loaded, calibrated on a text, and saved."""
+"""``qao quantize --calibrate``: loads a model, calibrates it on a text, and saves it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace, scheme: Scheme) -> int:
         if args.requantize:
             dequantize_(model)
         begun = time.monotonic()
-        # The last pattern is one that nobody writes: of two equal keys one would be lost.
+        # The last pattern differs from any that users write, so that equal keys do not collide.
         rules: Any = {**dict.fromkeys(args.exclude), "re:(?:.*)": scheme} if args.exclude else scheme
         options: dict[str, Any] = {"method": args.method, "embeddings": args.embeddings, "progress": not args.quiet}
         report = calibrate(model, data, rules, **options)
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, scheme: Scheme) -> int:
 
 
 def samples(tokenizer: Any, file: Path, count: int, window: int) -> list[torch.Tensor]:
-    """int64 [1, window] each, spread evenly over the text of a file."""
+    """Windows of ids int64 [1, window], spread evenly over the text of a file."""
     text = read_text(file)
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
     whole = ids[: ids.numel() // window * window].view(-1, 1, window)

@@ -51,11 +51,11 @@ def run(args: argparse.Namespace) -> int:
     output = Output(args)
     tokenizer = load_tokenizer(args, args.model)
     start = _start(args.system)
-    chat_ids(tokenizer, [*start, {"role": "user", "content": "?"}], args.model)  # before the model takes its time
+    chat_ids(tokenizer, [*start, {"role": "user", "content": "?"}], args.model)  # fails before the model is loaded
     model = load_model(args, args.model)
     torch.manual_seed(args.seed)
     if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):  # a Python without it has no line editing
+        with contextlib.suppress(ImportError):  # a Python without readline has no line editing
             import readline  # noqa: F401  # input() uses it from here on
         output.say("/help lists the commands, /exit ends")
     messages = list(start)
@@ -83,7 +83,7 @@ def _start(system: str | None) -> list[dict[str, str]]:
 
 
 def _is_command(word: str) -> bool:
-    """ "/foo", but no path such as "/usr/bin"."""
+    """Whether it is "/foo", as opposed to a path such as "/usr/bin"."""
     return word.startswith("/") and word[1:].isalpha()
 
 
@@ -101,7 +101,7 @@ def _answer(
 
 
 def _read() -> str | None:
-    """A line of the user without its ends; None at the end of the input."""
+    """A stripped line from the user; None at the end of the input."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:

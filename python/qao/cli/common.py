@@ -1,4 +1,4 @@
-"""What commands share: options, errors, output for people and for programs, progress."""
+"""Shared by all commands: options, errors, output for people and for programs, progress."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 class Failure(Exception):
-    """An error that the message explains wholly; ``status`` is the exit status."""
+    """An error fully explained by its message; ``status`` is the exit status."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class Failure(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error without line breaks; the type too where the message alone would not tell."""
+    """The message of an error without line breaks, with the type if the message alone is unclear."""
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}"
@@ -48,7 +48,7 @@ def command(
     examples: str = "",
     json: bool = True,
 ) -> argparse.ArgumentParser:
-    """A subcommand with the options that every one has."""
+    """Create a subcommand with the options common to all commands."""
     about = f"{summary}\n\n{description.strip()}" if description else summary
     epilog = "examples:\n" + "\n".join(f"  {line}" for line in examples.strip().splitlines()) if examples else None
     parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=about, epilog=epilog)
@@ -61,7 +61,7 @@ def command(
 
 
 class Output:
-    """Text for people on stdout, or on stderr where stdout is for a program."""
+    """Text for people on stdout, or on stderr if stdout is for a program."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._json: bool = args.json
@@ -71,18 +71,18 @@ class Output:
         print(text, file=self._stream, flush=True)
 
     def write(self, text: str) -> None:
-        """A piece of a line."""
+        """Write part of a line."""
         self._stream.write(text)
         self._stream.flush()
 
     def result(self, content: dict[str, Any]) -> None:
-        """What a program gets; nothing without --json."""
+        """Print the result as JSON; without --json, nothing."""
         if self._json:
             print(json.dumps(content, indent=2))
 
 
 def progress(args: argparse.Namespace, total: int, name: str, unit: str = "B") -> tqdm[Any]:
-    """A bar over bytes, or what ``unit`` says; none where nobody looks."""
+    """A progress bar over bytes, or ``unit``; none without a terminal."""
     from tqdm import tqdm
 
     off = args.quiet or not sys.stderr.isatty()
@@ -90,7 +90,7 @@ def progress(args: argparse.Namespace, total: int, name: str, unit: str = "B") -
 
 
 def memory() -> dict[str, int]:
-    """Bytes that this process holds now and held at most, and those of the GPU."""
+    """Current and peak memory of this process in bytes, also on the GPU."""
     import torch
 
     sizes = {"now": 0, "peak": 0}
@@ -129,7 +129,7 @@ def add_scheme_options(parser: argparse.ArgumentParser, required: bool) -> None:
 
 
 def scheme_of(args: argparse.Namespace) -> Scheme:
-    """The scheme that the options describe; what does not fit is wrong usage."""
+    """The scheme that the options describe. Inconsistent options are usage errors."""
     from .. import schemes
 
     content: dict[str, Any] = {"scheme": args.scheme}
@@ -153,14 +153,14 @@ def scheme_of(args: argparse.Namespace) -> Scheme:
         return schemes.scheme_from_dict(content)
     except (ValueError, TypeError) as error:
         args.parser.error(one_line(error))
-        raise  # never reached: error() exits
+        raise  # unreachable: error() exits
 
 
 _SCHEME_HELP = f"weights, or activations_weights: {', '.join(SCHEMES)}"
 
 
 def scheme_word(text: str) -> str:
-    """A word of ``SCHEMES``; words of other libraries are answered with their counterpart."""
+    """A word of ``SCHEMES``. For a word of another library, the error names its equivalent."""
     if text in SCHEMES:
         return text
     found = word_hint(text)
@@ -178,7 +178,7 @@ def _group_size(text: str) -> int | str:
 
 
 def _value(text: str) -> Any:
-    """true, false, null, a number, or the text itself."""
+    """Parse true, false, null or a number; other text stays text."""
     try:
         return json.loads(text.lower())
     except ValueError:
@@ -186,7 +186,7 @@ def _value(text: str) -> Any:
 
 
 def device_of(args: argparse.Namespace, default: str = "cpu") -> torch.device:
-    """--device, checked; without it ``default``."""
+    """The checked --device, or ``default``."""
     import torch
 
     try:
@@ -201,7 +201,7 @@ def device_of(args: argparse.Namespace, default: str = "cpu") -> torch.device:
 
 
 def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
-    """--dtype."""
+    """The dtype of --dtype."""
     import torch
 
     dtype: torch.dtype | None = getattr(torch, args.dtype) if args.dtype else None
@@ -209,7 +209,7 @@ def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
 
 
 def read_text(file: Path) -> str:
-    """The text of a file in UTF-8."""
+    """The text of a UTF-8 file."""
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -217,16 +217,16 @@ def read_text(file: Path) -> str:
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
-    """Of commands that read a model: as the arguments of ``from_pretrained``."""
+    """Add the options of commands that read a model, named like the arguments of ``from_pretrained``."""
     parser.add_argument("--revision", help="of a model on the Hugging Face hub: a branch, a tag or a commit")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code in the directory of the model")
 
 
 def local_path(path: str | Path, revision: str | None = None) -> Path:
-    """A file or directory; a model on the Hugging Face hub is downloaded, with its tokenizer, code and other files.
+    """A file or directory. A model on the Hugging Face hub is downloaded with its tokenizer, code and other files.
 
     Raises:
-        CheckpointError: there is no such thing.
+        CheckpointError: it does not exist.
     """
     from ..checkpoints.hub import local_copy
 

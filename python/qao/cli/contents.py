@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as ``inspect`` shows it and ``convert`` needs it."""
+"""The contents of a checkpoint, for ``inspect`` and ``convert``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .names import Names, module_names, stored_shapes
 from .skeleton import model_of
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in common.DTYPES}
-_BIG = 0.01  # share of the parameters from which a float matrix is worth a line
+_BIG = 0.01  # share of the parameters above which a float matrix gets a line
 _GGUF_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _EMBEDDINGS = ("embed", "wte", "wpe", "shared.weight")
 
@@ -33,12 +33,12 @@ class LayerFacts:
     out_features: int
     in_features: int
     scheme: dict[str, Any]
-    text: str  # the scheme for people
-    bytes: int  # of all its tensors in qao's layout; in GGUF, those of the file
+    text: str  # the scheme, for people
+    bytes: int  # all tensors in qao's layout; for GGUF, those of the file
     note: str | None
     relative_error: float | None = None  # ‖W - Ŵ‖ / ‖W‖, Frobenius
     bytes_in_memory: int = 0  # in qao's layout
-    experts: int | None = None  # of a projection of fused experts: how many weights of these sizes
+    experts: int | None = None  # number of fused experts with these sizes, for a projection
 
     @property
     def parameters(self) -> int:
@@ -63,7 +63,7 @@ class TensorFacts:
 
 @dataclass
 class Contents:
-    """Everything ``inspect`` tells without reading a number."""
+    """Everything that ``inspect`` shows without reading values."""
 
     format: str
     layers: list[LayerFacts]
@@ -124,7 +124,7 @@ class Contents:
 
 
 def float_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of a model's activations: as config.json says, or that of most tensors in float."""
+    """The activation dtype of a model: from config.json, or that of most float tensors."""
     inner = checkpoint.config.get("text_config")
     for holder in (checkpoint.config, inner if isinstance(inner, dict) else {}):
         for key in ("dtype", "torch_dtype"):
@@ -137,7 +137,7 @@ def float_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def float_linears(checkpoint: Checkpoint, trust: bool = False) -> list[str]:
-    """Names of the linear layers in float; of a model that cannot be built, of every matrix that may be one."""
+    """Names of the float linear layers; for a model that cannot be built, of every candidate matrix."""
     try:
         model = model_of(checkpoint, trust)
         quantized = set(map(module_names(model), checkpoint.layers))
@@ -164,7 +164,7 @@ def _layer_facts(checkpoint: Checkpoint, layer: QuantizedLayer) -> LayerFacts:
 
 
 def _in_gguf(checkpoint: Checkpoint, name: str) -> TensorInfo | None:
-    """A tensor of a GGUF file by its name there, or by that of the model; None for other formats."""
+    """A tensor of a GGUF file by its name there or in the model; None for other formats."""
     if not isinstance(checkpoint, GgufCheckpoint):
         return None
     return checkpoint._others.get(name) or checkpoint._file.tensors.get(name)
@@ -244,7 +244,7 @@ def _odd(contents: Contents) -> Iterator[str]:
 
 
 def check(checkpoint: Checkpoint, contents: Contents, against: FloatModel | None) -> Iterator[str]:
-    """Reads every number and yields what is wrong with it; fills in the errors in comparison with a float model."""
+    """Read all values and yield their errors. Fills in the differences from a float model."""
     for facts in contents.layers:
         layer = checkpoint.layers[facts.name]
         try:
@@ -260,7 +260,7 @@ def check(checkpoint: Checkpoint, contents: Contents, against: FloatModel | None
 
 
 def _relative_error(layer: QuantizedLayer, tensors: dict[str, torch.Tensor], against: FloatModel) -> float:
-    """‖W - Ŵ‖ / ‖W‖, of the weights of all experts together."""
+    """‖W - Ŵ‖ / ‖W‖ over the weights of all experts."""
     sizes, dtype = (layer.out_features, layer.in_features), torch.float32
     qweight, scales = tensors["qweight"], tensors["scales"]
     if layer.experts is None:
@@ -272,7 +272,7 @@ def _relative_error(layer: QuantizedLayer, tensors: dict[str, torch.Tensor], aga
 
 
 class FloatModel:
-    """The weights of a float model by the names that layers of a quantized checkpoint of it have."""
+    """The weights of a float model under the names of the layers in its quantized checkpoint."""
 
     def __init__(self, source: Checkpoint, trust: bool = False) -> None:
         self._source = source
@@ -280,13 +280,13 @@ class FloatModel:
         if source.config:
             try:
                 self._model = model_of(source, trust)
-            except Failure:  # a model that transformers does not know: its files name the tensors
+            except Failure:  # unknown to transformers: use the names in its files
                 self._model = None
         self._names = None if self._model is None else Names(stored_shapes(source), self._model)
         self._module = (lambda name: name) if self._model is None else module_names(self._model)
 
     def weight(self, layer: QuantizedLayer) -> torch.Tensor:
-        """Raises Failure where there is none of the layer's sizes."""
+        """The float weight of a layer. Raises Failure if there is none of the same sizes."""
         sizes = layer.out_features, layer.in_features
         shape = sizes if layer.experts is None else (layer.experts, *sizes)
         for name in self._called(layer):
@@ -310,7 +310,7 @@ class FloatModel:
 
 
 def _error(weight: torch.Tensor, reference: torch.Tensor) -> float:
-    """‖W - Ŵ‖ / ‖W‖. GPT-2 and its like hold W transposed, which the sizes of a square weight do not tell."""
+    """‖W - Ŵ‖ / ‖W‖. GPT-2 and similar models store W transposed, which a square shape does not show."""
     reference = reference.double()
     sides = [side for side in (reference, reference.mT) if side.shape == weight.shape]
     norm = reference.norm().clamp(min=torch.finfo(torch.float64).tiny)

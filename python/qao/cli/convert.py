@@ -1,4 +1,4 @@
-"""``qao convert``: a quantized checkpoint of any format to one that transformers, vLLM and qao read."""
+"""``qao convert``: a quantized checkpoint of any format to one for transformers, vLLM and qao."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
 
 
 def _obstacle(source: Any) -> str | None:
-    """Why the layers are nothing for compressed-tensors, as far as their schemes do not tell."""
+    """Why compressed-tensors cannot hold the layers, for reasons other than their schemes."""
     from ..schemes import Int4Weight
 
     experts = next((layer.name for layer in source.layers.values() if layer.experts is not None), None)
@@ -43,7 +43,7 @@ def _obstacle(source: Any) -> str | None:
             continue
         if source.format == "gguf":
             return "zero points of Q4_1 are no whole numbers"
-        if source.format == "qao":  # only the numbers tell: they may have come from GPTQ
+        if source.format == "qao":  # only the values show it: they may come from GPTQ
             zeros = layer.read().zeros
             if zeros is not None and not zeros.equal(zeros.round()):
                 return f"zero points of {layer.name} are no whole numbers; quantize the float model with --for vllm"

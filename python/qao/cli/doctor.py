@@ -1,4 +1,4 @@
-"""``qao doctor``: does this installation work? ``qao`` alone: what it is."""
+"""``qao doctor``: installation check. ``qao`` alone: version and environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._version import __version__
 from ..quantization.report import table
 from .common import Output, command, counted
 
-# What is timed: one layer, from copies that together leave a core's own caches, for few tokens and for many.
+# Benchmark: one layer, with copies that together exceed a core's private caches, for few tokens and for many.
 _SIZE, _TOKENS, _BYTES, _ROUNDS = 2048, (1, 256), 32 << 20, 3
 
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _speeds(output: Output) -> list[dict[str, Any]]:
-    """A layer of every scheme on every device, for few tokens and for many."""
+    """Time a layer of every scheme on every device, for few tokens and for many."""
     import torch
 
     from ..schemes import SCHEMES

@@ -1,4 +1,4 @@
-"""``qao eval``: how well a model predicts a text, and what quantizing it cost."""
+"""``qao eval``: perplexity of a model on a text, and the cost of quantizing it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _evaluate(args: argparse.Namespace, path: str, scheme: Any, tokens: list[int
     model = load_model(args, path, scheme)
     with progress(args, -(-(len(tokens) - 1) // args.window), Path(path).name, unit="window") as bar:
 
-        def advance(*_: Any) -> None:  # what a forward hook returns takes the place of the output
+        def advance(*_: Any) -> None:  # returns None, since a forward hook's result replaces the output
             bar.update()
 
         handle = model.register_forward_hook(advance)
@@ -107,7 +107,7 @@ def _evaluate(args: argparse.Namespace, path: str, scheme: Any, tokens: list[int
         finally:
             handle.remove()
     del model
-    gc.collect()  # the next model needs its memory
+    gc.collect()  # free memory for the next model
     return result
 
 
@@ -120,8 +120,8 @@ def _text(file: Path | None) -> str:
 
 
 def _tokens(tokenizer: Any, text: str, most: int) -> tuple[list[int], int]:
-    """At most ``most`` tokens of the text after a first one, and the bytes of text that they stand for."""
-    # A token has hardly more than 16 characters on average; tokenising a whole book would take its time.
+    """At most ``most`` tokens of the text after a first one, and the number of bytes they cover."""
+    # A token rarely exceeds 16 characters on average. Tokenizing a whole book would be slow.
     encoded = tokenizer(text[: 32 * most], add_special_tokens=False, verbose=False)
     ids: list[int] = encoded["input_ids"]
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id

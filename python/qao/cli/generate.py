@@ -1,4 +1,4 @@
-"""``qao generate``: what a language model writes after a prompt."""
+"""``qao generate``: the continuation of a prompt by a language model."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chat_ids(tokenizer: Any, messages: list[dict[str, str]], path: str) -> Any:
-    """ids [1, T] of a conversation, up to where the model answers."""
+    """ids [1, T] of a conversation, ending where the model answers."""
     if not tokenizer.chat_template:
         raise Failure(f"{path} has no chat template, so it is no chat model; use qao generate without --chat")
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -1,4 +1,4 @@
-"""``qao inspect``: what a checkpoint holds."""
+"""``qao inspect``: the contents of a checkpoint."""
 
 from __future__ import annotations
 

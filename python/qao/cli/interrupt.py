@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP, also where they come back as another error."""
+"""Handling of Ctrl-C, SIGTERM and SIGHUP, even if they resurface as another error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 
 class Terminated(BaseException):
-    """A signal that asks the process to end: half-written files are removed on the way out."""
+    """A signal that ends the process. Partial files are removed on the way out."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -19,11 +19,10 @@ class Terminated(BaseException):
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C inside leaves this block as a KeyboardInterrupt, SIGTERM and SIGHUP as Terminated, whatever became of
-    them on their way.
+    """Leave the block with KeyboardInterrupt after Ctrl-C and with Terminated after SIGTERM or SIGHUP.
 
-    Python raises the exception in whatever runs. C++ that has just asked Python something may drop it and report that
-    the question failed; torch does. Outside the main thread, and where a signal is ignored, nothing changes.
+    Python raises the exception in the code that runs. C++ that has just called Python may drop it and report a failed
+    call; torch does. Outside the main thread, and for ignored signals, nothing changes.
     """
     came: list[BaseException] = []
 
@@ -35,7 +34,7 @@ def interruptible() -> Iterator[None]:
         yield
         return
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    if not callable(previous[signal.SIGINT]):  # ignored, as a shell does for jobs in the background
+    if not callable(previous[signal.SIGINT]):  # ignored, as in a shell's background jobs
         del previous[signal.SIGINT]
     previous = {number: handler for number, handler in previous.items() if handler not in (signal.SIG_IGN, None)}
     for number in previous:

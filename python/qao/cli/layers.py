@@ -1,4 +1,4 @@
-"""``qao eval --layers``: how much quantizing each layer alone changes what a model predicts."""
+"""``qao eval --layers``: effect of quantizing each layer alone on a model's predictions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _check_plot(args: argparse.Namespace) -> None:
 
 
 def draw(costs: Sequence[LayerCost], path: Path, title: str) -> None:
-    """Divergence over the number of the block, a line for each kind of layer, with standard errors."""
+    """Plot divergence over the block number with standard errors, one line per type of layer."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found,unused-ignore]
     from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
 
@@ -81,7 +81,7 @@ def draw(costs: Sequence[LayerCost], path: Path, title: str) -> None:
     for kind, layers in blocks(costs):
         numbers = [number for number, _ in layers]
         values = [cost.divergence for _, cost in layers]
-        # A standard error is NaN where there is one window.
+        # A standard error is NaN for a single window.
         errors = [cost.divergence_error if cost.divergence_error == cost.divergence_error else 0 for _, cost in layers]
         axes.errorbar(numbers, values, errors, marker="o", markersize=3, linewidth=1, label=kind)
     if any(cost.divergence > 0 for cost in costs):

@@ -1,4 +1,4 @@
-"""A language model with its tokenizer, for the commands that run one; and answers that appear as they are made."""
+"""A language model with its tokenizer, and streamed answers, for the commands that run a model."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
 
 
 def load_model(args: argparse.Namespace, path: str, scheme: Any = None, **options: Any) -> Any:
-    """The model, ready to be called. A float model is loaded by transformers as it is, unless there is a scheme.
+    """A model ready to be called. Without a scheme, transformers loads a float model unchanged.
 
-    ``options``: of ``qao.from_pretrained``, for other models.
+    ``options``: options of ``qao.from_pretrained``, for other models.
     """
     import torch
 
@@ -85,7 +85,7 @@ def load_tokenizer(args: argparse.Namespace, path: str) -> Any:
         if file.suffix == ".gguf":
             return transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
         return transformers.AutoTokenizer.from_pretrained(str(file if file.is_dir() else file.parent), **options)
-    except Exception as error:  # transformers raises many kinds for the same reason: there is none it can read
+    except Exception as error:  # transformers raises many types if there is no readable tokenizer
         raise Failure(f"{path}: no tokenizer that transformers can read: {one_line(error)}") from error
 
 
@@ -108,23 +108,23 @@ def _is_float(path: Path) -> bool:
 
 
 class Answer:
-    """Tokens of one answer as ``generate`` makes them: a streamer of transformers.
+    """Collects the tokens of one answer from ``generate``: a streamer of transformers.
 
     Attributes:
         text: the answer so far.
-        tokens: how many.
+        tokens: their number.
     """
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         self._tokenizer, self._write = tokenizer, write
-        self._ids: list[int] = []  # since the last line break, which no later token changes
+        self._ids: list[int] = []  # since the last line break, which later tokens do not change
         self._shown = 0
         self._prompt = True
         self.text, self.tokens = "", 0
         self._begun = self._first = self._last = time.perf_counter()
 
     def put(self, ids: Any) -> None:
-        if self._prompt:  # generate gives the prompt first
+        if self._prompt:  # generate passes the prompt first
             self._prompt = False
             return
         self._last = time.perf_counter()
@@ -139,7 +139,7 @@ class Answer:
 
     def _show(self, final: bool) -> None:
         text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and not final:  # half of a character
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and not final:  # incomplete character
             return
         self._write(text[self._shown :])
         self.text += text[self._shown :]
@@ -153,7 +153,7 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the tokens after the first, which took the reading of the prompt."""
+        """Rate of the tokens after the first, which includes the prompt."""
         return (self.tokens - 1) / (self._last - self._first) if self.tokens > 1 else 0.0
 
     def __str__(self) -> str:
@@ -162,7 +162,7 @@ class Answer:
 
 
 def generate(args: argparse.Namespace, model: Any, ids: Any, answer: Answer) -> None:
-    """Lets the model go on after ids [1, T]."""
+    """Continue ids [1, T] with the model."""
     import torch
 
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}

@@ -1,4 +1,4 @@
-"""Names of tensors in the file of a float model and in the model: transformers renames, joins and splits them."""
+"""Mapping from tensors of a float model's files to the model: renamed, joined or split by transformers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .skeleton import model_of
 
 @dataclass
 class Group:
-    """Tensors of the file that together make tensors of the model."""
+    """Tensors of the file that together form tensors of the model."""
 
     target: str  # the first tensor of the model
-    sources: list[str] = field(default_factory=list)  # names in the file, as the loader of transformers orders them
-    patterns: list[str] = field(default_factory=list)  # of the converter, one a source
-    converter: Any = None  # of transformers; None: the one source is the one target
+    sources: list[str] = field(default_factory=list)  # names in the file, in the order of transformers' loader
+    patterns: list[str] = field(default_factory=list)  # patterns of the converter, one per source
+    converter: Any = None  # from transformers; None: the single source is the single target
     model: Any = None
 
     def read(self, source: Checkpoint) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ class Group:
             converter.add_tensor(self.target, name, pattern, tensor)
         try:
             made = converter.convert(self.target, model=self.model, config=self.model.config)
-        except Exception as error:  # operations of transformers raise many kinds for tensors that do not fit
+        except Exception as error:  # transformers' operations raise many types for tensors that do not fit
             raise Failure(
                 f"{self.sources[0]}: transformers cannot make {self.target} of it and {len(self.sources) - 1} more "
                 f"tensors: {one_line(error)}"
@@ -47,11 +47,11 @@ class Group:
 
 
 class Names:
-    """Which tensors of a file make which tensor of a model: what the loader of transformers would do.
+    """Mapping from tensors of a file to tensors of a model, as in transformers' loader.
 
     Attributes:
         groups: by name of a tensor of the model.
-        left_over: names in the file that belong to no tensor of the model.
+        left_over: names in the file without a tensor in the model.
     """
 
     def __init__(self, stored: Mapping[str, tuple[int, ...]], model: nn.Module) -> None:
@@ -83,8 +83,7 @@ class Names:
             self.groups.update(dict.fromkeys(group.convert(empty), group))
 
     def file_prefix(self, module: str) -> str:
-        """What stands before ".weight" in the file, or would, where the weight is that of another module or made of
-        several tensors there."""
+        """The prefix of ".weight" in the file, also if the weight belongs to another module or several tensors."""
         group = self.groups.get(f"{module}.weight")
         if group is not None and group.converter is None and group.sources[0].endswith(".weight"):
             return group.sources[0].removesuffix(".weight")
@@ -92,7 +91,7 @@ class Names:
 
 
 def float_tensor(source: Checkpoint, name: str) -> Tensor:
-    """A tensor of a file; the weight of a layer that is quantized (in GGUF) as what it stands for, in float32."""
+    """A float tensor of a file; a quantized (GGUF) weight is dequantized to float32."""
     layer = source.layers.get(name.removesuffix(".weight"))
     if layer is None or not name.endswith(".weight"):
         return source.tensor(name)
@@ -109,34 +108,34 @@ def shape_dtype(source: Checkpoint, name: str) -> tuple[tuple[int, ...], torch.d
 
 
 def module_names(model: nn.Module) -> Callable[[str], str]:
-    """From the name of a layer in a file to that in the model."""
+    """Map from a layer name in a file to that in the model."""
     known = {f"{name}.weight": () for name, _ in model.named_modules(remove_duplicate=False)}
     rename, _, _ = _renaming(model, known)
 
     def named(layer: str) -> str:
         name, converter = rename(f"{layer}.weight")
-        return layer if converter is not None else name.removesuffix(".weight")  # else one of several that are joined
+        return layer if converter is not None else name.removesuffix(".weight")  # otherwise one of joined layers
 
     return named
 
 
 def modules_of(source: Checkpoint, trust: bool = False) -> list[str]:
-    """The names in the model of the quantized layers of a checkpoint, in their order."""
+    """The model's names of the quantized layers in a checkpoint, in checkpoint order."""
     try:
         model = model_of(source, trust) if source.config else None
-    except Failure:  # of a model that transformers does not know, the file's names are all there is
+    except Failure:  # transformers does not know the model: use the file's names
         model = None
     return list(source.layers) if model is None else list(map(module_names(model), source.layers))
 
 
 def stored_shapes(source: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Of all float tensors of a file, layers that are quantized in GGUF among them."""
+    """Shapes of all float tensors in a file, including layers that are quantized in GGUF."""
     keys = [*source.others, *(f"{name}.weight" for name in source.layers)]
     return {key: shape_dtype(source, key)[0] for key in keys}
 
 
 def _natural_key() -> Callable[[str], Any]:
-    """For sorting names by the numbers in them: the order in which experts are stacked."""
+    """Sort key that compares numbers in names, for the order in which experts are stacked."""
     try:
         from transformers.core_model_loading import dot_natural_key
     except ImportError:
@@ -149,8 +148,11 @@ _Rename = Callable[[str], tuple[str, str | None]]
 
 
 def _renaming(model: nn.Module, known: dict[str, Any]) -> tuple[_Rename, Callable[[str], str], dict[str, Any]]:
-    """From a name in the file to that of the model's first tensor made of it and the pattern of its converter; from a
-    name of the model to that in the file, as far as one tensor is the other; and converters by pattern."""
+    """Name mappings between file and model, and converters.
+
+    Returns: from a name in the file to the model's first tensor and the converter's pattern; from a name in the model
+    to the file, for one-to-one tensors; converters by pattern.
+    """
     if not hasattr(model, "base_model_prefix"):
         return (lambda name: (name, None)), (lambda name: name), {}
     prefix: str = model.base_model_prefix  # type: ignore[assignment]
@@ -159,14 +161,14 @@ def _renaming(model: nn.Module, known: dict[str, Any]) -> tuple[_Rename, Callabl
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError:
         return _renaming_4(model, prefix, known)
-    # Both a fresh list: conversions remember whether they matched.
+    # A fresh list each, since conversions record whether they matched.
     every: list[Any] = get_model_conversion_mapping(model)
     renamings = [one for one in every if isinstance(one, WeightRenaming)]
     converters = [one for one in every if isinstance(one, WeightConverter)]
 
     def rename(name: str) -> tuple[str, str | None]:
         found: tuple[str, str | None] = rename_source_key(name, renamings, converters, prefix, known)
-        if found[0] not in known and name in known:  # it should not have been renamed
+        if found[0] not in known and name in known:  # must not be renamed
             found = rename_source_key(name, [], [], prefix, known)
         return found
 
@@ -180,7 +182,7 @@ def _renaming(model: nn.Module, known: dict[str, Any]) -> tuple[_Rename, Callabl
 def _renaming_4(
     model: nn.Module, prefix: str, known: dict[str, Any]
 ) -> tuple[_Rename, Callable[[str], str], dict[str, Any]]:
-    """As version 4 of transformers does, which renames and joins nothing."""
+    """As version 4 of transformers, which neither renames nor joins."""
     mapping: dict[str, str] = getattr(model, "_checkpoint_conversion_mapping", None) or {}
 
     def rename(name: str) -> tuple[str, str | None]:

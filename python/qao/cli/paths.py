@@ -1,4 +1,4 @@
-"""Paths of a command line, checked by their names alone: nothing is imported or read that takes time."""
+"""Checks of command-line paths by name, without slow imports or reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .staging import check_out
 
 
 def check_paths(args: argparse.Namespace) -> None:
-    """Raises Failure where what a command reads is not there, or what it writes cannot be put in its place."""
+    """Raise Failure if an input path does not exist, or an output path cannot be written."""
     for name in ("model", "against"):
         path = getattr(args, name, None)
         if path is not None and not Path(path).exists() and not is_hub_name(path):

@@ -1,4 +1,4 @@
-"""What becomes of every tensor of a float checkpoint that is quantized."""
+"""Plan for quantizing a float checkpoint: the result of every tensor."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from .skeleton import skeleton
 from .transfer import Step, encode
 
 _FLOATS = (*DTYPES.values(), torch.float64)
-_SHARED = ("qweight", "scales", MARKER, TRIPWIRE)  # what tied modules have in common, which a file holds once
+_SHARED = ("qweight", "scales", MARKER, TRIPWIRE)  # shared by tied modules, stored once in a file
 
 
 class _Projection(NamedTuple):
-    """Of fused experts: the tensors of the float model that make it."""
+    """A projection of fused experts: the float tensors that form it."""
 
     weight: str
     bias: str | None
@@ -43,18 +43,18 @@ class _Projection(NamedTuple):
 
 
 class Plan:
-    """Which layers ``quantize_`` would quantize, and how each is read and made.
+    """The layers that ``quantize_`` would quantize, and how to read and convert each.
 
-    Layers that a GGUF file has in a form of qao's keep their numbers, as in ``qao.from_pretrained``, unless ``anew``.
+    Layers that qao can hold in their GGUF format keep their values, as in ``qao.from_pretrained``, unless ``anew``.
 
     Attributes:
-        report: that of ``quantize_``; the steps fill in the errors.
+        report: the report of ``quantize_``; the steps fill in the errors.
         layers: scheme of every quantized module by its name in the model.
         in_features: K of each.
         linears: names of the linear layers that stay in float.
-        aliases: in qao's layout, names of tensors that the file holds under another name only.
-        obstacle: why the result is nothing for compressed-tensors; None if it may be.
-        problems: where file and model do not fit, which the reader stumbles over as well: of tensors that stay.
+        aliases: names in qao's layout of tensors that the file stores only under another name.
+        obstacle: why compressed-tensors cannot hold the result; None if it may.
+        problems: mismatches of file and model that would also fail on loading, in tensors that stay unchanged.
 
     Raises:
         Failure: no layer is to be quantized, or the file lacks one that the config has.
@@ -77,13 +77,13 @@ class Plan:
         self._stored = {} if anew else dict(source.layers)
         model = skeleton(source, trust)
         model.to(self._usual)
-        self._names = Names(stored_shapes(source), copy.deepcopy(model))  # conversions ask for the float modules
+        self._names = Names(stored_shapes(source), copy.deepcopy(model))  # conversions need the float modules
         self.problems = [f"{name} is missing" for name in model.state_dict() if name not in self._names.groups]
         self.problems += [f"{name} is no tensor of the model" for name in self._names.left_over]
-        # Parts of names whose tensors transformers keeps in float32, whatever the dtype of the model.
+        # Parts of tensor names that transformers keeps in float32, regardless of the model's dtype.
         kept = (getattr(model, name, None) or () for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
         self._kept = {part for parts in kept for part in parts}
-        # Conv1D of transformers, with weight [K, N].
+        # transformers' Conv1D, with weight [K, N].
         self._transposed = {
             name for name, module in model.named_modules() if is_linear(module) and not isinstance(module, nn.Linear)
         }
@@ -93,12 +93,12 @@ class Plan:
             options |= {"device": device, "trust": trust, "anew": anew}
             schemes = Plan(source, auto_group_size.fixed(scheme, 128), **options)._with_groups(source, scheme)
         if exclude or self._stored:
-            # The last pattern is one that nobody writes: of two equal keys one would be lost.
+            # The last pattern differs from any that users write, so that equal keys do not collide.
             rest = schemes if isinstance(schemes, dict) else {"re:(?:.*)": schemes}
             stored = {name: layer.scheme for name, layer in self._stored.items()}
             schemes = {**stored, **{name: None for name in exclude if name not in stored}, **rest}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "quantize_: no layer was quantised")  # an error, below
+            warnings.filterwarnings("ignore", "quantize_: no layer was quantised")  # reported as an error below
             warnings.filterwarnings("ignore", "quantize_: these big weights")  # rows of the report
             self.report: Report = quantize_(model, schemes, embeddings=embeddings, progress=False)
         for row in self.report.rows:
@@ -121,7 +121,7 @@ class Plan:
         self.aliases = self._aliases()
 
     def steps(self, source: Checkpoint, format: str) -> list[Step]:
-        """How to make all tensors of the result from those of ``source``."""
+        """The steps that make all tensors of the result from those of ``source``."""
         made = {self._weight(name) for name in self._modules}
         made |= {one.bias for one in self._projections.values() if one.bias is not None}
         groups = {id(group): group for group in self._names.groups.values()}
@@ -130,7 +130,7 @@ class Plan:
         for key, group in groups.items():
             if key not in taken:
                 result += [self._copy(source, name, group.target) for name in group.sources]
-        for name, group in self._names.groups.items():  # in the file it is one tensor with a quantized one
+        for name, group in self._names.groups.items():  # joined with a quantized tensor in the file
             if id(group) in taken and name not in made:
                 result.append(self._part(source, name))
         for names in self._tied().values():
@@ -139,7 +139,7 @@ class Plan:
         return result
 
     def _copy(self, source: Checkpoint, name: str, target: str | None = None) -> Step:
-        """A tensor that stays as it is, but for its dtype; ``target``: in the model."""
+        """Copy a tensor, with a cast if needed; ``target``: its name in the model."""
 
         def make(source: Checkpoint) -> dict[str, Tensor]:
             return {name: self._cast(target or name, float_tensor(source, name))}
@@ -169,7 +169,7 @@ class Plan:
             for name in names:
                 self._rows[name].relative_error = packed.relative_error
                 own = packed
-                if isinstance(self._modules[name], QuantEmbedding):  # it has no sums of the weight
+                if isinstance(self._modules[name], QuantEmbedding):  # an embedding has no weight sums
                     own = PackedWeight(packed.qweight, packed.scales)
                 tensors |= encode(format, self._prefix[name], module.scheme, *module._sizes, own, weight.dtype)
             return {key: tensor for key, tensor in tensors.items() if key not in self.aliases}
@@ -183,7 +183,7 @@ class Plan:
         return encode(format, self._prefix[name], layer.scheme, *sizes, PackedWeight(**tensors), self._usual)
 
     def _experts(self, name: str, source: Checkpoint) -> dict[str, Tensor]:
-        """A projection of fused experts, in qao's layout."""
+        """A projection of fused experts in qao's layout."""
         module, parts = self._modules[name], self._projections[name]
         weight = self._tensor(source, parts.weight)
         shape = tuple((weight.mT if parts.transposed else weight).shape) if weight.dim() == 3 else ()
@@ -210,11 +210,11 @@ class Plan:
         return weight
 
     def _tensor(self, source: Checkpoint, name: str) -> Tensor:
-        """A tensor of the float model, in the dtype it is to have."""
+        """A tensor of the float model in its target dtype."""
         return self._cast(name, self._names.groups[name].read(source)[name])
 
     def _weight(self, name: str) -> str:
-        """The name of its weight in the float model."""
+        """The name of the module's weight in the float model."""
         parts = self._projections.get(name)
         return f"{self._held.get(name, name)}.weight" if parts is None else parts.weight
 
@@ -222,11 +222,11 @@ class Plan:
         return self._names.groups[self._weight(name)]
 
     def _holds(self, name: str) -> bool:
-        """Whether the file has the weight of a module under that name, or under another name of the module."""
+        """Whether the file has the weight of a module under this name or an alias of the module."""
         return self._weight(name) in self._names.groups
 
     def _with_groups(self, source: Checkpoint, scheme: Scheme) -> dict[str, Scheme]:
-        """``scheme`` with a group size for each module, as ``quantize_`` chooses them."""
+        """``scheme`` with a group size per module, as ``quantize_`` selects them."""
         found, elements = [], []
         others = (*self._projections, *self._stored)
         tied = [names for names in self._tied().values() if names[0] not in others]
@@ -241,13 +241,13 @@ class Plan:
         chosen = {
             name: auto_group_size.fixed(scheme, size) for names, size in zip(tied, sizes, strict=True) for name in names
         }
-        return chosen | {name.rpartition(".")[0]: scheme for name in self._projections}  # which leaves them
+        return chosen | {name.rpartition(".")[0]: scheme for name in self._projections}  # not chosen automatically
 
     def _importance(self, source: Checkpoint, name: str) -> Tensor | None:
-        """As ``quantize_`` finds it, from the weights of layers beside this one."""
+        """Importance as in ``quantize_``, inferred from the weights of neighboring layers."""
         others, scheme = told_by(name), self._modules[name].scheme
         searched = isinstance(scheme, Int4Weight) and scheme.clip_search
-        quantized = self.in_features.keys() - self._stored.keys()  # from floats
+        quantized = self.in_features.keys() - self._stored.keys()  # quantized from float
         if not searched or not quantized >= set(others):
             return None
         weights = (self._tensor(source, self._weight(other)) for other in others)
@@ -265,7 +265,7 @@ class Plan:
         return groups
 
     def _find(self) -> dict[str, str]:
-        """For each module that of its names under which the file has its weight; its own where it has none of them."""
+        """For each module, the name under which the file has its weight; its own name if there is none."""
         found: dict[str, str] = {}
         missing = []
         for names in self._tied().values():
@@ -289,7 +289,7 @@ class Plan:
         return found
 
     def _scheme(self, source: Checkpoint, name: str) -> Scheme:
-        """As exact as layout.describe: of int4 with the dtype that its scales will have."""
+        """The scheme, as exact as skeleton.describe: int4 includes the dtype of its scales."""
         if name in self._stored:
             return self._stored[name].scheme
         scheme = self._modules[name].scheme
@@ -301,7 +301,7 @@ class Plan:
         return scheme
 
     def _tied_to(self, name: str) -> list[str]:
-        """The module and those that share its weight."""
+        """The module and all modules that share its weight."""
         weight = self._modules[name].qweight
         return [other for other, module in self._modules.items() if module.qweight is weight]
 
@@ -330,7 +330,7 @@ class Plan:
 
 
 def _projections(model: nn.Module) -> Iterator[tuple[str, _Projection]]:
-    """Those of quantized experts, by the name of their module."""
+    """Projections of quantized experts, by module name."""
     for name, module in model.named_modules():
         if isinstance(module, QuantExperts):
             transposed: bool = module.skeleton().is_transposed  # type: ignore[assignment]
@@ -347,6 +347,6 @@ def _usual_dtype(source: Checkpoint) -> torch.dtype:
 
 
 def _bytes(source: Checkpoint, names: Sequence[str]) -> int:
-    """That are read for these tensors, about."""
+    """Approximate number of bytes read for these tensors."""
     found = [(name.removesuffix(".weight") in source.layers, *shape_dtype(source, name)) for name in names]
     return sum(torch.Size(shape).numel() * (1 if packed else dtype.itemsize) for packed, shape, dtype in found)

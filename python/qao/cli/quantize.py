@@ -1,4 +1,4 @@
-"""``qao quantize``: a float model on disk to a quantized one, without ever holding it in memory."""
+"""``qao quantize``: quantizes a float model on disk without holding the whole model in memory."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_source(args: argparse.Namespace, source: Checkpoint) -> None:
-    """Raises Failure where there is nothing left to quantize."""
+    """Raise Failure if there is nothing left to quantize."""
     from ..checkpoints.opening import is_for_a_scheme
 
     if args.requantize and source.format != "gguf":

@@ -1,4 +1,4 @@
-"""Whether qao.from_pretrained would find every tensor of its model in a checkpoint, by names and shapes alone."""
+"""Check that qao.from_pretrained will find every tensor of a model, by names and shapes alone."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from .skeleton import model_of
 def reading_problems(
     checkpoint: Checkpoint, layers: Mapping[str, Scheme] | None = None, trust: bool = False
 ) -> list[str]:
-    """What the reader would miss or have left over; none where no config.json says which model it is.
+    """Tensors that the reader would miss or have left over; empty if no config.json names the model.
 
-    ``layers``: the quantized layers as config.json names them, if it does.
+    ``layers``: the quantized layers by their names in config.json, if listed there.
     """
     if not checkpoint.config:
         return []
     try:
         model = model_of(checkpoint, trust)
-    except Failure:  # of a model that transformers does not know, nothing can be said
+    except Failure:  # transformers does not know the model: nothing to compare
         return []
-    # Sorted, so that the first that does not fit is the same in source and result.
+    # Sorted, so that the first mismatch is the same in source and result.
     schemes = dict(sorted((layers or {name: layer.scheme for name, layer in checkpoint.layers.items()}).items()))
     try:
         make_room(model, loading._names_in(model, schemes))
@@ -52,7 +52,7 @@ def reading_problems(
 
 
 def check_readable(directory: Path, layers: Mapping[str, Scheme], known: list[str], trust: bool = False) -> None:
-    """Raises Failure where the reader would stumble over something but what is ``known`` of the source."""
+    """Raise Failure if the reader would find a problem not ``known`` from the source."""
     problems = [one for one in reading_problems(open_checkpoint(directory), layers, trust) if one not in known]
     if problems:
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
@@ -63,7 +63,7 @@ def check_readable(directory: Path, layers: Mapping[str, Scheme], known: list[st
 
 
 def _hidden(model: nn.Module) -> set[str]:
-    """Entries of a state dict that are no tensors: markers."""
+    """Entries of a state dict that are not tensors: markers."""
     return {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules(remove_duplicate=False)

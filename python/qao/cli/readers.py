@@ -1,4 +1,4 @@
-"""Who loads what ``quantize`` and ``convert`` write: vLLM and transformers without qao, or with it."""
+"""Readers of the output of ``quantize`` and ``convert``: vLLM, transformers, with or without qao."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ READERS = ("vllm", "transformers", "qao")
 
 
 def readers_of(format: str) -> str:
-    """For people."""
+    """The readers of a format, for people."""
     if format == "compressed-tensors":
         return "which vLLM, transformers and qao load"
     return "which qao loads, and vLLM and transformers where qao is installed"
 
 
 def scheme_for(args: argparse.Namespace, scheme: Scheme) -> Scheme:
-    """The scheme that --for asks for: vLLM takes zero points of int4 that are whole numbers.
+    """The scheme for --for: vLLM needs integer zero points for int4.
 
-    Sets ``args.to``, for readers without qao to the layout that they read.
+    Also sets ``args.to``, to the layout of readers without qao.
 
     Raises:
-        Failure: the reader has no such layers.
+        Failure: the reader does not support such layers.
     """
     from ..schemes import Int4Weight
 
@@ -42,7 +42,7 @@ def scheme_for(args: argparse.Namespace, scheme: Scheme) -> Scheme:
 
 
 def layout_for(args: argparse.Namespace) -> None:
-    """Sets ``args.to`` by --for."""
+    """Set ``args.to`` from --for."""
     if args.reader in (None, "qao"):
         return
     if args.to == "qao":
@@ -51,7 +51,7 @@ def layout_for(args: argparse.Namespace) -> None:
 
 
 def check_reader(reader: str | None, schemes: Iterable[Scheme]) -> None:
-    """Raises Failure where vLLM or transformers alone has no such layers."""
+    """Raise Failure if vLLM or transformers without qao does not support these layers."""
     for scheme in schemes:
         reason = _obstacle(reader, scheme)
         if reason is not None:

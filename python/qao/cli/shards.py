@@ -1,4 +1,4 @@
-"""Safetensors files written tensor by tensor, so that memory never holds more than one layer.
+"""Safetensors files written tensor by tensor, with at most one layer in memory.
 
 The format (huggingface.co/docs/safetensors): eight bytes with the length of the header, the header in JSON, padded with
 spaces, and the tensors without gaps. The length of the header is fixed before the first tensor is known.
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .common import Failure
 
-_HEADER = 1 << 18  # bytes: names, shapes and places of some 1500 tensors
-_ALIGNMENT = 8  # readers look at a tensor where it lies, so it must begin at a multiple of its element's size
+_HEADER = 1 << 18  # bytes: names, shapes and offsets of some 1500 tensors
+_ALIGNMENT = 8  # readers use tensors in place, so offsets must be multiples of the element size
 _DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -37,29 +37,29 @@ _DTYPES = {
 
 
 class ShardWriter:
-    """Writes model.safetensors, or model-00001-of-00003.safetensors, … and their index, into a directory.
+    """Writes model.safetensors, or model-00001-of-00003.safetensors, … with their index, into a directory.
 
     Args:
-        directory: where to.
-        metadata: texts for the header of every file.
-        limit: bytes of a file, unless one layer alone has more.
+        directory: the target directory.
+        metadata: strings for the header of every file.
+        limit: bytes per file, exceeded only by a single larger layer.
     """
 
     def __init__(self, directory: Path, metadata: Mapping[str, str], limit: int) -> None:
         self._directory = directory
         self._metadata = dict(metadata)
         self._limit = limit
-        self._files: list[list[str]] = []  # names of the tensors of each
+        self._files: list[list[str]] = []  # tensor names per file
         self._names: set[str] = set()
-        self.bytes = 0  # of tensors, so far
+        self.bytes = 0  # written tensor bytes
         self._file: BinaryIO | None = None
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Writes tensors that belong together, into one file.
+        """Write tensors that belong together into one file.
 
         Raises:
-            Failure: a name was there before, or a dtype is none of safetensors.
-            OSError: the disk is full, and the like.
+            Failure: a repeated name, or a dtype that safetensors lacks.
+            OSError: for example, the disk is full.
         """
         room = sum(len(json.dumps(name)) + 160 for name in tensors)
         count = sum(tensor.nbytes for tensor in tensors.values())
@@ -73,14 +73,14 @@ class ShardWriter:
                 raise Failure(f"{name}: two tensors of this name")
             self._names.add(name)
             self.bytes += tensor.nbytes
-            if tensor.nbytes % _ALIGNMENT:  # what comes behind it would lie askew: small ones, at the end
+            if tensor.nbytes % _ALIGNMENT:  # misaligns what follows: small tensors, written at the end
                 self._later[name] = tensor.detach().cpu().clone()
                 self._kept += tensor.nbytes
             else:
                 self._write(name, tensor)
 
     def close(self) -> None:
-        """Finishes the last file, gives all their names and writes the index."""
+        """Finish the last file, rename all files and write the index."""
         if self._file is None:
             self._begin()
         self._finish()
@@ -94,7 +94,7 @@ class ShardWriter:
             (self._directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
     def abandon(self) -> None:
-        """Closes the file that is open; whoever made the directory removes it."""
+        """Close the open file. The creator of the directory removes it."""
         if self._file is not None:
             self._file.close()
 

@@ -1,4 +1,4 @@
-"""The modules of a model without its numbers, so that a file of tensors is surveyed as a model is."""
+"""Module tree of a model on meta, so that a file is surveyed like a model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .common import Failure, one_line
 
 
 def skeleton(checkpoint: Checkpoint, trust: bool = False) -> nn.Module:
-    """The model on meta, tied where it ties: of transformers by config.json; without one by the names.
+    """The model on meta with its tied weights: from transformers and config.json, or from tensor names.
 
     Raises:
-        Failure: there is a config, and transformers does not know the model or is not installed.
+        Failure: there is a config, but transformers does not know the model or is not installed.
     """
     if not checkpoint.config:
         warnings.warn(
@@ -30,10 +30,10 @@ def skeleton(checkpoint: Checkpoint, trust: bool = False) -> nn.Module:
 
 
 def model_of(checkpoint: Checkpoint, trust: bool = False) -> nn.Module:
-    """The model of transformers that config.json describes, on meta; ``trust``: run code in its directory.
+    """The transformers model of config.json on meta; ``trust``: run code in its directory.
 
     Raises:
-        Failure: there is no config, or none that transformers makes a model of.
+        Failure: there is no config, or transformers cannot create a model from it.
     """
     config = checkpoint.config
     if "_class_name" in config:
@@ -57,13 +57,13 @@ def model_of(checkpoint: Checkpoint, trust: bool = False) -> nn.Module:
             model: nn.Module = make(parsed)
     except Failure:
         raise
-    except Exception as error:  # whatever a hostile or unknown config makes of transformers
+    except Exception as error:  # a hostile or unknown config can cause any error
         raise Failure(f"config.json: transformers makes no {kind} model of it: {one_line(error)}") from error
     return model
 
 
 def _parsed(config: dict[str, Any], directory: Path | None, trust: bool) -> Any:
-    """The configuration, without what it says about quantization."""
+    """The configuration without its quantization settings."""
     import transformers
 
     if directory is not None and (directory / "config.json").exists():
@@ -112,7 +112,7 @@ def _by_names(checkpoint: Checkpoint) -> nn.Module:
         sizes = (n, k) if embedding else (k, n)
         options: Any = {"device": "meta", "dtype": dtype if dtype.is_floating_point else torch.float32}
         module = nn.Embedding(*sizes, **options) if embedding else nn.Linear(*sizes, bias=False, **options)
-        if name in parent._modules:  # both a matrix and a parent of others
+        if name in parent._modules:  # both a matrix and a parent of other modules
             module._modules.update(parent._modules[name]._modules)  # type: ignore[union-attr]
         parent.add_module(name, module)
     return root

@@ -1,4 +1,4 @@
-"""An output directory that is there whole or not at all."""
+"""An output directory that is created completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .common import Failure
 
 @contextlib.contextmanager
 def staged(out: Path, source: Path, force: bool) -> Iterator[Path]:
-    """A new directory beside ``out`` to write into; it becomes ``out`` at the end, or is removed if anything raises.
+    """A temporary directory next to ``out``. It becomes ``out`` at the end and is removed after an error.
 
     Raises:
         Failure: ``out`` exists and ``force`` is not given, is no model that may be replaced, or holds ``source``.
@@ -44,14 +44,14 @@ def staged(out: Path, source: Path, force: bool) -> Iterator[Path]:
         full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         if isinstance(error, OSError) and error.errno in full:
             raise Failure(f"{out}: {error.strerror}; what was written is removed again") from error
-        for code in full:  # safetensors has an exception without a number for it
+        for code in full:  # safetensors raises an exception without an errno
             if isinstance(error, Exception) and f"(os error {code})" in str(error):
                 raise Failure(f"{out}: {os.strerror(code)}; what was written is removed again") from error
         raise
 
 
 def check_out(out: Path, source: Path, force: bool) -> None:
-    """Raises Failure where ``out`` cannot be written, as ``staged`` says."""
+    """Raise Failure if ``out`` cannot be written, see ``staged``."""
     if not out.exists() and not out.is_symlink():
         return
     if not force:
@@ -60,6 +60,6 @@ def check_out(out: Path, source: Path, force: bool) -> None:
         raise Failure(f"{out} is no directory; --force replaces only directories with a model")
     if source.resolve().is_relative_to(out.resolve()):
         raise Failure(f"{out} is what is read ({source}); choose another name")
-    # A mistyped path must not cost a home directory.
+    # A mistyped path must not delete a home directory.
     if any(out.iterdir()) and not (list(out.glob("*.safetensors")) or (out / "config.json").exists()):
         raise Failure(f"{out} holds no model; --force replaces only directories with one")

@@ -1,4 +1,4 @@
-"""Layers of every scheme and F.linear in bfloat16, timed by turns."""
+"""Interleaved timing of layers of every scheme and of F.linear in bfloat16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..nn.linear import QuantLinear
 from ..schemes import SCHEMES
 
-CPU_BYTES = 128 << 20  # of copies of one weight; more than the caches of most
+CPU_BYTES = 128 << 20  # all copies of one weight; larger than most caches
 ROUNDS = 7
 ROUND_SECONDS = 0.02
 
@@ -21,9 +21,9 @@ ROUND_SECONDS = 0.02
 def copies_of_layers(
     n: int, k: int, words: list[str], device: torch.device, bytes_each: int | None = None
 ) -> dict[str, list[nn.Module]]:
-    """By name, F.linear's too, copies of a layer: ``bytes_each`` together, or more than the device's cache holds."""
+    """Copies of each layer and of F.linear, by name: ``bytes_each`` together, or more than the device's cache."""
     wanted = bytes_each or CPU_BYTES
-    if bytes_each is None and device.type == "cuda":  # with fewer, a part of W would still be there the next time
+    if bytes_each is None and device.type == "cuda":  # with fewer copies, part of W would stay in the cache
         wanted = 10 * torch.cuda.get_device_properties(device).L2_cache_size
     linear = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16).requires_grad_(False)
     made: dict[str, nn.Module] = {"F.linear": linear}
@@ -48,7 +48,7 @@ def _copy(module: nn.Module) -> nn.Module:
 
 
 def seconds_of_calls(layers: dict[str, list[nn.Module]], x: Tensor, rounds: int | None = None) -> dict[str, float]:
-    """Median seconds of a call in so many rounds, by name; the names take turns."""
+    """Median seconds per call over this number of rounds, by name. The layers alternate."""
     runs = {name: _runner(copies, x) for name, copies in layers.items()}
     counts = {name: max(1, math.ceil(ROUND_SECONDS / _measure(run, 1, x.device))) for name, run in runs.items()}
     seen: dict[str, list[float]] = {name: [] for name in runs}
@@ -59,7 +59,7 @@ def seconds_of_calls(layers: dict[str, list[nn.Module]], x: Tensor, rounds: int 
 
 
 class _Runner:
-    """Calls each copy of a layer in turn, ``calls`` at a time."""
+    """Calls the copies of a layer in rotation, ``calls`` at a time."""
 
     def __init__(self, copies: list[nn.Module], x: Tensor) -> None:
         self._copies, self._x, self._next = copies, x, 0
@@ -71,7 +71,7 @@ class _Runner:
 
 
 class _Graph(_Runner):
-    """All copies in one CUDA graph."""
+    """Calls all copies in one CUDA graph."""
 
     def __init__(self, copies: list[nn.Module], x: Tensor) -> None:
         super().__init__(copies, x)
@@ -98,7 +98,7 @@ def _runner(copies: list[nn.Module], x: Tensor) -> _Runner:
 
 @torch.inference_mode()
 def _measure(run: Callable[[], None], count: int, device: torch.device) -> float:
-    """Seconds of ``count`` runs, after one that is not counted."""
+    """Seconds for ``count`` runs, after a warm-up run."""
     run()
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

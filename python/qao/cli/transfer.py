@@ -1,4 +1,4 @@
-"""From one checkpoint to another, tensor by tensor: what ``quantize`` and ``convert`` have in common."""
+"""Tensor-by-tensor transfer between checkpoints, shared by ``quantize`` and ``convert``."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from .readable import check_readable
 from .shards import ShardWriter
 from .staging import staged
 
-_RENEW = 128 << 20  # bytes read until the source is opened anew: pages of a mapped file count as memory of the process
-# What holds the weights once more at the top of a directory: a float model, where the result is quantized.
+_RENEW = 128 << 20  # bytes read until the source is reopened: pages of a mapped file count as process memory
+# Duplicate weights at the top of a directory: a float model, when the result is quantized.
 _AGAIN = re.compile(
     r"((pytorch_model|model|tf_model|flax_model|rust_model|consolidated)[-._].*|.*\.(gguf|onnx|onnx_data|h5|msgpack|ot))$"
 )
@@ -40,25 +40,25 @@ _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".npz", ".ot"),
     *(".safetensors.index.json", ".bin.index.json", ".xml", ".tflite", ".mlmodel"),
 )
-_AGAIN_IN = ("onnx", "openvino", "original", "coreml", "metal", "gguf")  # folders with the weights in another form
-_OF_TOOLS = (".git", ".cache", "__pycache__")  # folders of others, which are no part of a model
+_AGAIN_IN = ("onnx", "openvino", "original", "coreml", "metal", "gguf")  # folders with the weights in another format
+_OF_TOOLS = (".git", ".cache", "__pycache__")  # folders of other tools, not part of a model
 _CONFIGS = ("config.json", "quantize_config.json", "quant_config.json")
 
 
 @dataclass
 class Step:
-    """Tensors of the result that are made together, from the source as it is opened at the time."""
+    """A step that makes tensors of the result together, from the currently open source."""
 
-    bytes: int  # that are read, about
+    bytes: int  # approximate bytes read
     make: Callable[[Checkpoint], Mapping[str, Tensor]]
 
 
 @dataclass
 class Figures:
-    """What a transfer took."""
+    """Statistics of a transfer."""
 
     bytes_read: int
-    bytes_written: int  # of tensors
+    bytes_written: int  # tensors only
     seconds: float
     peak_memory: int  # bytes of the whole process
 
@@ -82,11 +82,11 @@ def transfer(
     aliases: Mapping[str, str] | None = None,
     known: list[str] | None = None,
 ) -> Figures:
-    """Runs the steps and writes the directory ``args.out``, with all other files of ``args.model``.
+    """Run the steps and write the directory ``args.out``, with all other files of ``args.model``.
 
     ``layers``: schemes of the quantized layers by their names in the model. ``aliases``: further names of tensors in
-    qao's layout, as ``qao.save`` writes them. ``known``: why the source could not be loaded, which the result need not
-    do better. Raises Failure where the result could not be loaded.
+    qao's layout, as ``qao.save`` writes them. ``known``: problems of the source, which the result may share. Raises
+    Failure if the result could not be loaded.
     """
     if not args.shard_size > 0:
         args.parser.error(f"--shard-size {args.shard_size}: must be positive")
@@ -117,7 +117,7 @@ def transfer(
 def copies(
     checkpoint: Checkpoint, names: Iterable[str], cast: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor
 ) -> list[Step]:
-    """A step for each tensor that stays as it is, but for ``cast``."""
+    """A step for each unchanged tensor, with an optional ``cast``."""
 
     def step(name: str) -> Step:
         return Step(tensor_bytes(checkpoint, name), lambda source: {name: cast(name, source.tensor(name))})
@@ -141,8 +141,10 @@ def encode(
     experts: int | None = None,
     bias: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors of a layer, on the CPU, by their names in a file of this format; ``experts``, ``bias``: of a
-    projection of fused experts, which only qao's format holds."""
+    """The tensors of a layer on the CPU, by their names in a file of this format.
+
+    ``experts``, ``bias``: for a projection of fused experts, which only qao's format supports.
+    """
     host: Any = {key: None if tensor is None else tensor.cpu() for key, tensor in packed.tensors().items()}
     if experts is not None:
         assert format == "qao"
@@ -157,10 +159,10 @@ def encode(
 def choose_format(
     wanted: str | None, layers: Mapping[str, Scheme], in_features: Mapping[str, int], obstacle: str | None
 ) -> str:
-    """The format of the result: compressed-tensors where it can say every layer, else qao's own.
+    """The format of the result: compressed-tensors if it supports every layer, else qao's own.
 
     Raises:
-        Failure: ``wanted`` is compressed-tensors, and it cannot.
+        Failure: ``wanted`` is compressed-tensors, which does not support some layer.
     """
     if wanted == "qao":
         return wanted
@@ -177,7 +179,7 @@ def choose_format(
 def config_of(
     format: str, config: dict[str, Any], layers: Mapping[str, Scheme], linears: list[str], dtype: torch.dtype | None
 ) -> dict[str, Any]:
-    """config.json of the result; ``linears``: names of those in float, ``dtype``: a new one of what is in float."""
+    """config.json of the result; ``linears``: names of the float layers, ``dtype``: a new dtype for float tensors."""
     if format == "qao":
         added = QaoConfig(layers=layers).to_dict()
     else:
@@ -190,8 +192,10 @@ def config_of(
 
 
 def copy_others(model: Path, directory: Path) -> None:
-    """Copies all other files of a model but its config: tokenizer, chat template, code, licence,
-    and whatever is in folders: adapters, further modules. A warning names those that are not copied."""
+    """Copy all other files of a model except its config, and warn of files that are not copied.
+
+    These are the tokenizer, chat template, code and license, and the contents of folders: adapters, further modules.
+    """
     if model.suffix == ".gguf":
         _tokenizer_of_gguf(model, directory)
         return
@@ -220,17 +224,17 @@ def copy_others(model: Path, directory: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the files that open_checkpoint reads, and of their index."""
+    """Names of the weight files that open_checkpoint reads, and of their index."""
     indices = [file.name for file in folder.glob("*.safetensors.index.json")]
     return [*(file.name for file in files._in_directory(folder)), *(indices if len(indices) == 1 else [])]
 
 
 def _files_in(folder: Path, directory: Path) -> Iterator[Path]:
-    """All files in a folder and its folders, through links too, but for ``directory``."""
+    """All files in a folder and its subfolders, following links, except ``directory``."""
     seen = set()
     for root, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(root)
-        if real in seen or real == os.path.realpath(directory):  # a link that leads back
+        if real in seen or real == os.path.realpath(directory):  # a cyclic link
             folders.clear()
             continue
         seen.add(real)
@@ -244,5 +248,5 @@ def _tokenizer_of_gguf(model: Path, directory: Path) -> None:
 
         tokenizer = AutoTokenizer.from_pretrained(str(model.parent), gguf_file=model.name)
         tokenizer.save_pretrained(str(directory))
-    except Exception as error:  # transformers knows few tokenizers of GGUF; the weights are good without one
+    except Exception as error:  # transformers supports few GGUF tokenizers; the weights are usable without one
         warnings.warn(f"no tokenizer is written: {one_line(error)}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Diagnostics: kernel of each layer, torch.compile behavior, perplexity, sensitivity, installation checks."""
+"""Diagnostics: kernels of layers, torch.compile, perplexity, sensitivity, installation checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quantization_config of compressed-tensors: its groups, their target layers, and the scheme of each."""
+"""The quantization_config of compressed-tensors: groups, target layers, and the scheme of each group."""
 
 from __future__ import annotations
 

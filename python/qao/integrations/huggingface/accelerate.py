@@ -1,4 +1,4 @@
-"""accelerate: loading checkpoints of quantized layers tensor by tensor. Importing this module needs accelerate.
+"""accelerate: tensor-by-tensor loading of quantized checkpoints. Importing this needs accelerate.
 
 With a device_map, ``load_checkpoint_in_model`` and ``load_checkpoint_and_dispatch`` do not call ``load_state_dict``.
 They set and optionally cast one tensor at a time. ``register`` patches the setter to do what ``PackedModule`` does in

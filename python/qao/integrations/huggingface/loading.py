@@ -1,4 +1,4 @@
-"""Loading logic shared by all quantizers: makes room for quantized layers or quantizes arriving weights."""
+"""Loading logic of all quantizers: makes room for quantized layers or quantizes arriving weights."""
 
 from __future__ import annotations
 

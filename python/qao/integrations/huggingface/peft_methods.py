@@ -1,4 +1,4 @@
-"""PEFT methods other than LoRA on quantized layers: creation, merging, trainable tokens, word embedding.
+"""PEFT methods other than LoRA on quantized layers: creation, merging, trainable tokens, embedding.
 
 PEFT methods select their layer by ``isinstance(target, nn.Linear)``. While PEFT inspects a model, quantized layers have
 a class that also derives from that of their float layer. The created layer then calls the quantized layer and reads its

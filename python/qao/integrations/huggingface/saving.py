@@ -1,4 +1,4 @@
-"""Output of ``save_pretrained`` for a quantized model: tensors, header metadata, and quantization_config."""
+"""Output of ``save_pretrained`` for a quantized model: tensors, metadata, and quantization_config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tp_plan`` of transformers (5.23 and later) for quantized layers, sharded by styles of qao.distributed.
+"""``tp_plan`` of transformers (5.23 and later) for quantized layers, with styles of qao.distributed.
 
 transformers shards parameters as DTensors and replaces forward methods. Neither works for a packed weight. Therefore
 entries for quantized layers are removed from the plan, and qao shards these layers: when the weight arrives if it is

@@ -1,4 +1,4 @@
-"""Linear layer of a serving engine with a weight from qao's own checkpoints: parameters, loading, GEMM.
+"""Linear layer of a serving engine from qao's own checkpoints: parameters, loading, GEMM.
 
 Engines create a layer for the part of a weight that one rank holds, often of several joined matrices (q, k and v), and
 fill each parameter through a loader that slices a matrix along ``output_dim`` and ``input_dim``. Packed 4-bit weights

@@ -1,4 +1,4 @@
-"""SGLang plugin: an entry point of the group ``sglang.srt.plugins``, called at the start of each process.
+"""SGLang plugin: an entry point of the group ``sglang.srt.plugins``, called by each process.
 
 config.py and linear.py add the quantization method "qao" for checkpoints in qao's own format. layouts.py puts qao's
 choice of kernels (method.py, kernels.py) before SGLang's, for linear layers of checkpoints that SGLang reads. Nothing

@@ -1,4 +1,4 @@
-"""Fused experts from qao's own checkpoints in SGLang: tensors "experts.up.qweight" etc. of all experts."""
+"""Fused experts from qao's own checkpoints in SGLang: tensors "experts.up.qweight" etc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.utils.flop_counter: FlopCounterMode counts 2 · M · N · K per GEMM; M is the rows of y if grouped."""
+"""torch.utils.flop_counter: FlopCounterMode counts 2 · M · N · K per GEMM; M is the rows of y."""
 
 from __future__ import annotations
 

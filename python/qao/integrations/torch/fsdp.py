@@ -1,4 +1,4 @@
-"""FSDP2 (``torch.distributed.fsdp.fully_shard``): packed tensors keep their dtype. Needs torch.distributed.
+"""FSDP2 (``torch.distributed.fsdp.fully_shard``): keeps the dtype of packed tensors.
 
 FSDP2 casts gathered tensors to the ``param_dtype`` of its ``MixedPrecisionPolicy``: floats, and in torch 2.11 also
 integers. In a quantized layer only the bias may be cast; scales in another dtype give wrong results. ``register``

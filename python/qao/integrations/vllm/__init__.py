@@ -1,4 +1,4 @@
-"""vLLM plugin: an entry point of the group ``vllm.general_plugins``, called at the start of each process.
+"""vLLM plugin: an entry point of the group ``vllm.general_plugins``, called by each process.
 
 kernels.py puts qao's operators before vLLM's linear kernels, for checkpoints that vLLM reads. oracles.py does the same
 for fused experts (experts.py, experts_fp8.py). config.py, linear.py and own_experts.py add the quantization method

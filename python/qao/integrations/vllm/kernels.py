@@ -1,4 +1,4 @@
-"""qao's operators as linear kernels of vLLM, for checkpoints that vLLM reads: one class per kernel table.
+"""qao's operators as linear kernels of vLLM, for checkpoints that vLLM reads, one class per table.
 
 Written against vLLM 0.33. ``can_implement`` rejects, with a reason, everything that would not be computed exactly as
 the checkpoint specifies; vLLM then tries its own kernels. Fused experts: experts.py.

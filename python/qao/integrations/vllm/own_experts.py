@@ -1,4 +1,4 @@
-"""Fused experts from qao's own checkpoints in vLLM: tensors "experts.up.qweight" etc. of all experts.
+"""Fused experts from qao's own checkpoints in vLLM: tensors "experts.up.qweight" etc.
 
 vLLM keeps a layer's experts in its child "experts.routed_experts", which gets the children ``up`` and ``down``.
 """
