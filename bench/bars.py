@@ -1,4 +1,4 @@
-"""What the project promises: how many times faster than a peer, by scheme, device and M."""
+"""Performance bars of the project: minimum speedup over a peer by scheme, device and M."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Bar(NamedTuple):
     min_m: int
     max_m: int
     peer: str  # a peer's name, BF16 or BEST_PEER
-    ratio: float  # peer's time / ours, at least
-    layers: tuple[str, ...] = ()  # only these; none: every layer of at least MIN_K
-    mean: bool = False  # of the geometric mean over the cells; else of each
+    ratio: float  # minimum of the peer's time divided by ours
+    layers: tuple[str, ...] = ()  # only these layers; empty: every layer of at least MIN_K
+    mean: bool = False  # whether the bar applies to the geometric mean over cells or to each cell
 
 
 _ANY = 1 << 30
-MIN_K = 4096  # smaller layers are measured, nothing is promised for them
-# A CPU's bars are for one copy of the weight: what a kernel makes of the caches. Copies in turns are measured as well,
-# but there the memory of the machine decides at small M.
+MIN_K = 4096  # smaller layers are measured but have no bar
+# CPU bars apply to a single copy of the weight, so that kernels can use the caches. Rotating copies are measured too,
+# but there memory bandwidth dominates at small M.
 
 _LARGE = ("gate_up", "o70")
 _CPU = Bar("cpu", 1, _ANY, BF16, 1.0)
@@ -29,7 +29,7 @@ _CUDA_LARGE = (Bar("cuda", 1, 16, BF16, 1.3, _LARGE), Bar("cuda", 4096, 4096, BF
 
 
 def _best_peers(few: float, some: float, many: float) -> tuple[Bar, ...]:
-    """Of the means over all layers and up to 16, 32 to 128, and more tokens."""
+    """Bars for means over all layers: up to 16, 32 to 128, and more tokens."""
     at = {(1, 16): few, (32, 128): some, (256, _ANY): many}
     return tuple(Bar("cuda", *tokens, BEST_PEER, ratio, mean=True) for tokens, ratio in at.items())
 
@@ -69,13 +69,13 @@ BARS: dict[str, tuple[Bar, ...]] = {
 }
 
 
-# At least 4096 x 8192 values on a GPU, in one pass: share of the bandwidth of a copy.
+# One pass over at least 4096 x 8192 values on a GPU: share of the bandwidth of a copy.
 _QUANTIZE_VALUES = 4096 * 8192
 _QUANTIZE_OF_COPY = 0.8
 
 
 def misses(rows: list[dict[str, Any]], device: str, bars: tuple[Bar, ...]) -> tuple[list[str], int]:
-    """One line for each cell or mean below its bar, and the number compared. A peer that did not run has no bar."""
+    """One line for each cell or mean below its bar, and the number of comparisons. Peers that did not run have none."""
     lines, compared = [], 0
     for bar in bars:
         for what, value in _ratios(rows, bar) if bar.device == device else ():
@@ -86,7 +86,7 @@ def misses(rows: list[dict[str, Any]], device: str, bars: tuple[Bar, ...]) -> tu
 
 
 def _ratios(rows: list[dict[str, Any]], bar: Bar) -> list[tuple[str, float]]:
-    """What the bar is for, cells or their mean, and how many times faster that is than the peer."""
+    """The cells of a bar, or their mean, each with the speedup over the peer."""
     cells = [
         row
         for row in rows
@@ -103,7 +103,7 @@ def _ratios(rows: list[dict[str, Any]], bar: Bar) -> list[tuple[str, float]]:
 
 
 def quantize_misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
-    """The same for the results of bench/quantize.py."""
+    """``misses`` for the results of bench/quantize.py."""
     large = [row for row in rows if row["M"] * row["K"] >= _QUANTIZE_VALUES and row["passes"] == 1]
     shares = [(row["op"], row["copy_us"] / row["us"]) for row in large]
     lines = [
@@ -115,7 +115,7 @@ def quantize_misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
 
 
 class DecoderBar(NamedTuple):
-    """How many times the tokens per second of bfloat16, each in the arrangement of blocks that is faster for it."""
+    """Minimum tokens per second relative to bfloat16, each in its faster block arrangement."""
 
     model: str
     phase: str
@@ -141,7 +141,7 @@ DECODER_BARS = (
 
 
 def decoder_misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
-    """The same for the results of bench/llama.py on a GPU."""
+    """``misses`` for the results of bench/llama.py on a GPU."""
     best: dict[tuple[Any, ...], float] = {}
     for row in rows:
         for way in ("eager", "compiled"):

@@ -1,4 +1,4 @@
-"""docs/kernels/: what each kernel body of a GPU was measured at, over the cells that plan() gives it."""
+"""Tables of docs/kernels/: measurements of each GPU kernel family over the cells that plan() assigns to it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 from .markdown import caption, table
 from .ratios import means
 
-# A page of docs/kernels, and how the names of its bodies begin.
+# A page of docs/kernels, and the prefix of its kernel names.
 BODIES = {"stream": "stream", "wgmma": "wgmma", "mma_sync": "mma.sync"}
-_GPUS = {"NVIDIA H200": (90, 232448)}  # compute capability, shared memory that a CTA may have
+_GPUS = {"NVIDIA H200": (90, 232448)}  # compute capability, shared memory per CTA
 
 
 def render(page: str, results: dict[str, dict[str, Any]]) -> str:
-    """Schemes by tokens, or layers where there is one scheme; ``results`` by word."""
+    """Schemes by tokens, or layers if there is one scheme; ``results`` by word."""
     cells = {
         word: [row for row in result["rows"] if _runs(page, word, row, result)] for word, result in results.items()
     }
@@ -34,7 +34,7 @@ def render(page: str, results: dict[str, dict[str, Any]]) -> str:
 
 
 def _runs(page: str, word: str, row: dict[str, Any], result: dict[str, Any]) -> bool:
-    """Whether the page's body is the one that plan() takes for the cell."""
+    """Whether plan() selects the page's kernel family for the cell."""
     from qao import _host
 
     meta = result["meta"]

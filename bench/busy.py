@@ -1,7 +1,7 @@
-"""What a process that keeps a core busy costs others: quantizing a layer, and its products beside ``F.linear``.
+"""Slowdown by another process that keeps one core busy: quantizing a layer, and its GEMM against ``F.linear``.
 
-As many threads as cores that the process may use. Contenders take turns, first alone, then beside the busy process.
-Times are means: beside it a call takes its own time or some slices of 4 ms more, and a median tells of one kind only.
+As many threads as available cores. Contenders alternate, first alone, then next to the busy process. Times are means:
+next to it a call takes its normal time or some extra slices of 4 ms, and a median shows only one of these.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .timing import interleaved
 SIZE = 4096  # N and K
 TOKENS = (1, 16, 256)
 LINEAR = "F.linear"
-WEIGHTS_BAR = 40e6  # a second and core, alone, at least
-SLOWDOWN_BAR = 1.5  # of quantizing, at most
-RATIO_BAR = 2.0  # a product's time over F.linear's, both beside the busy process, at most
+WEIGHTS_BAR = 40e6  # minimum per second and core, alone
+SLOWDOWN_BAR = 1.5  # maximum, of quantizing
+RATIO_BAR = 2.0  # maximum of a GEMM's time over F.linear's, both next to the busy process
 _SPIN = "while True: pass"
 
 Calls = dict[str, Callable[[], object]]
@@ -44,7 +44,7 @@ def add_arguments(command: Any) -> None:
 
 @torch.inference_mode()
 def run(seconds: float, tokens: Sequence[int], path: Path) -> list[dict[str, Any]]:
-    """Measures, prints a line a contender and writes the results."""
+    """Measure, print one line per contender and write the results."""
     cores = len(os.sched_getaffinity(0))
     before = torch.get_num_threads()
     meta = describe("cpu") | {"threads": cores, "layer": (SIZE, SIZE)}
@@ -65,7 +65,7 @@ def run(seconds: float, tokens: Sequence[int], path: Path) -> list[dict[str, Any
 
 
 def quantize_calls(linear: nn.Linear) -> Calls:
-    """Every scheme by its default method."""
+    """Quantize ``linear`` with every scheme and its default method."""
     return {word: partial(QuantLinear.from_linear, linear, kind()) for word, kind in SCHEMES.items()}
 
 
@@ -92,7 +92,7 @@ def misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
 
 
 def render(results: dict[str, Any]) -> str:
-    """The Markdown of one results file: a line a scheme."""
+    """Markdown of one results file: one line per scheme."""
     rows, meta = results["rows"], results["meta"]
     tokens = list(dict.fromkeys(row["M"] for row in rows if row["M"] is not None))
     lines = []
@@ -132,13 +132,13 @@ def _rows(m: int | None, calls: Calls, seconds: float) -> list[dict[str, Any]]:
 
 
 def times(calls: Calls, seconds: float) -> dict[str, float]:
-    """Seconds of each."""
+    """Seconds of each contender."""
     return dict(zip(calls, interleaved(list(calls.values()), seconds, average=mean), strict=True))
 
 
 @contextlib.contextmanager
 def busy_process() -> Iterator[None]:
-    """A process that computes on one core all the time."""
+    """A process that keeps one core busy."""
     process = subprocess.Popen([sys.executable, "-S", "-c", _SPIN])
     try:
         yield

@@ -1,8 +1,8 @@
-"""What calibration gives a real language model, and what it takes: nats a token above float32, seconds.
+"""Calibration of a real language model: nats per token above float32, and seconds.
 
-SmolLM2-135M-Instruct as in bench/language.py, predicted on Python's language reference; calibrated on other text, the
-docstrings of Python's standard library. Its weights are grids of four bits in groups of 32, which such groups give back
-exactly, so these are measured on the same model with other weights: "off its grid".
+SmolLM2-135M-Instruct as in bench/language.py, evaluated on Python's language reference and calibrated on other text,
+the docstrings of Python's standard library. Its weights are 4-bit grids in groups of 32, which such groups reproduce
+exactly. Such schemes are therefore measured on an equivalent model with other weights: "off its grid".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .result_files import read, read_rows, write
 
 OFF_GRID = "off its grid"
 AUTO = qao.Int4WeightOnly(group_size="auto", budget_bits=4.5, scale_dtype=torch.float16)
-# By name: scheme, method (None: without data).
+# Name to scheme and method (None: without data).
 CASES: dict[str, tuple[qao.Scheme, str | None]] = {
     "int4 g128": (qao.Int4WeightOnly(), "gptq"),
     "int8_int8, smoothquant": (qao.Int8DynamicActivationInt8Weight(), "smoothquant"),
@@ -52,7 +52,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, path: Path) -> None:
-    """Measures case by case and writes the results file after each."""
+    """Measure one case at a time and write the results file after each."""
     if arguments.add:
         write(joined(read(path), read(arguments.add)), path)
         return
@@ -90,14 +90,14 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
 
 
 def joined(before: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Rows of both, of the other where both have one, in the order of CASES; both have the same reference."""
+    """Rows of both, from the other where both have one, in the order of CASES. Both share a reference."""
     assert abs(before["rows"][0]["nats_per_token"] - other["rows"][0]["nats_per_token"]) < 1e-4
     rows = {row["model"]: row for row in (*before["rows"], *other["rows"])}
     return {"meta": other["meta"], "rows": [other["rows"][0], *(rows[name] for name in CASES if name in rows)]}
 
 
 def off_grid(model: Any, spread: float = 0.1) -> None:
-    """Other weights for a Llama that computes the same: channels between two layers in slightly other sizes."""
+    """Rescale channels between pairs of Llama layers: other weights, the same function."""
     random, width = torch.Generator().manual_seed(0), model.model.layers[0].self_attn.head_dim
     repeats = model.config.num_attention_heads // model.config.num_key_value_heads
 
@@ -124,7 +124,7 @@ def off_grid(model: Any, spread: float = 0.1) -> None:
 
 
 def samples(tokenizer: Any, count: int) -> list[torch.Tensor]:
-    """int64 [1, WINDOW] each, evenly from all docstrings of the standard library that are longer than a line."""
+    """Windows int64 [1, WINDOW], spread evenly over the standard library's docstrings longer than a line."""
     texts = []
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -137,7 +137,7 @@ def samples(tokenizer: Any, count: int) -> list[torch.Tensor]:
 
 
 def render(results: dict[str, Any]) -> str:
-    """The Markdown of one results file."""
+    """Markdown of one results file."""
     meta, (first, *rows) = results["meta"], results["rows"]
     nats = first["nats_per_token"]
 

@@ -1,4 +1,4 @@
-"""docs/choosing.md: what a scheme weighs and costs in accuracy, how fast it is by tokens a call and in a decoder."""
+"""Tables of docs/choosing.md: size and accuracy of each scheme, speed by tokens per call and in a decoder."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .markdown import caption, table
 from .products import large_layers
 from .ratios import BF16, mean_ratio
 
-_SIZE = 4096  # of the square layer whose bits are counted
+_SIZE = 4096  # side of the square layer used to count bits
 
 
 def render_formats(results: dict[str, Any]) -> str:
-    """Of bench/results/cpu/numerics.csv, and bits by the tensors a layer has."""
+    """From bench/results/cpu/numerics.csv, with bits counted over a layer's tensors."""
     lines = []
     for row in results["rows"]:
         packed = numerics.SCHEMES[row["scheme"]].empty(_SIZE, _SIZE, dtype=torch.bfloat16, device="meta")
@@ -44,7 +44,7 @@ def render_tokens(results: dict[str, dict[str, Any]]) -> str:
 
 
 def render_decoders(results: dict[str, Any]) -> str:
-    """Of llama.csv: compiled, in the arrangement that all schemes have."""
+    """From llama.csv: compiled, in the block arrangement that all schemes have."""
     meta, rows = results["meta"], [row for row in results["rows"] if row["variant"] == "fused"]
     parts = [f"{caption(meta)}; {meta['context']} tokens of context, compiled, fused blocks."]
     for model in dict.fromkeys(row["model"] for row in rows):

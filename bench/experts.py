@@ -1,16 +1,14 @@
-"""Grouped products of experts beside the loop over experts with the dense operator, and bfloat16.
+"""Grouped GEMM of MoE experts against a loop over experts with the dense operator, and bfloat16.
 
-One projection (gate and up together) of the experts of real models, tokens sent to experts evenly or by Zipf's law.
-Contenders of a cell take turns: every scheme as one grouped operator, torch's grouped products in bfloat16 and on a GPU
-in fp8, and DeepGEMM's and vLLM's where ``QAO_BENCH_PEERS`` says; and on a CPU loops of dense operators and of F.linear,
-which on a GPU would wait for the routing. All take bfloat16 tokens as they are: quantization (for torch by qao's
-kernel) and the gather of rows are in the time. What a contender needs to know of a routing, for some of them rows
-filled up to tiles and whose they are, is there beforehand. On a GPU calls rotate over routings and copies of the
-weights, so that few tokens meet experts that no cache holds.
+One projection (gate and up together) of the experts of real models; tokens are routed uniformly or by Zipf's law.
+Contenders of a cell alternate: every scheme as one grouped operator; torch's grouped GEMM in bfloat16, on a GPU also in
+fp8; DeepGEMM and vLLM if ``QAO_BENCH_PEERS`` is set; and on a CPU loops of dense operators and of F.linear, which on a
+GPU would synchronize on the routing. All take bfloat16 tokens. Times include quantization (for torch by qao's kernel)
+and the gather of rows. Routing metadata, for some contenders with rows padded to tiles and their owners, is computed
+beforehand. On a GPU calls rotate over routings and copies of the weights, so that experts are not cached.
 
-On a GPU a row has its floor, what its operands let the device do: the bytes of the experts that tokens chose, at the
-measured rate of reads, or the operations at the measured rate of bfloat16 products, twice that if both operands are of
-eight bits.
+On a GPU a row has a floor, the device's minimum time for its operands: the bytes of the selected experts at the
+measured read bandwidth, or the operations at the measured bfloat16 GEMM rate, doubled if both operands have eight bits.
 """
 
 from __future__ import annotations
@@ -36,18 +34,18 @@ MODELS = {
 SMALL = ("Qwen3-30B-A3B", "GPT-OSS-20B", "OLMoE-1B-7B")  # on a CPU
 TOKENS = {"cpu": (1, 4, 16, 128, 512), "cuda": (1, 4, 16, 32, 64, 256, 512, 2048, 8192)}
 ROUTINGS = ("uniform", "zipf")
-# ..._rows: with integer_scales, power_of_two_scales; ..._fast: with fast_accum, on GPUs alone.
+# ..._rows: with integer_scales, power_of_two_scales; ..._fast: with fast_accum, only on GPUs.
 SCHEMES = (
     *("int4", "fp4", "int8", "fp8", "int8_int8", "int8_int4", "int8_int4_rows", "fp8_fp8", "fp8_fp8_fast"),
     *("fp8_int4", "fp8_int4_rows"),
 )
 EIGHT_BITS = ("int8_int8", "fp8_fp8", "fp8_fp8_fast")
-# Bars on a CPU: bfloat16's best up to 16 tokens, and the loop at any number.
+# CPU bars: against the best bfloat16 up to 16 tokens, and against the loop at any number.
 BAR_BF16, BAR_LOOP = 2.0, 1.0
-# On a GPU: int4 up to 64 tokens beside the bytes it reads and the best of others, more tokens beside torch's products.
+# GPU bars: int4 up to 64 tokens against its floor and the best peer, more tokens against torch's grouped GEMM.
 BAR_FLOOR, BAR_SHORT_FLOOR, SHORT_US, BAR_PEER, BAR_FP8 = 1.35, 2.0, 10.0, 1.6, 1.1
 
-_CELL_S, _GRAPHS_S, _QUICK = 1.0, 0.05, 4  # of one contender on a CPU, on a GPU; --quick divides it
+_CELL_S, _GRAPHS_S, _QUICK = 1.0, 0.05, 4  # per contender on a CPU, on a GPU; divided by --quick
 
 
 def run(
@@ -58,7 +56,7 @@ def run(
     schemes: Sequence[str] = SCHEMES,
     quick: bool = False,
 ) -> dict[str, Any]:
-    """Measures, prints a line a contender, and returns what belongs in the results file."""
+    """Measure, print one line per contender, and return the content of the results file."""
     meta = describe(device)
     warn_if_busy(meta)
     if device == "cpu":
@@ -105,7 +103,7 @@ def _rows(cell: dict[str, Any], times: dict[str, float], floors: dict[str, float
 
 
 def misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
-    """Cells of ours that miss a bar, and how many there are."""
+    """qao's cells that miss a bar, and the number of cells."""
     ours = [row for row in rows if row["name"] in SCHEMES]
     lines = [
         f"{row['model']}, {row['routing']}, {row['tokens']} tokens, {row['name']}: {', '.join(late)}"
@@ -139,7 +137,7 @@ def _missed_on_gpu(row: dict[str, Any]) -> list[str]:
 
 
 def render(results: dict[str, Any]) -> str:
-    """The Markdown of one results file: times beside the floor, bfloat16's best and others' best or the loop."""
+    """Markdown of one results file: times, the floor, the best bfloat16 and the best peer or the loop."""
     rows = [row for row in results["rows"] if not row["name"].endswith("loop")]
     cells: dict[tuple[Any, ...], dict[int, str]] = {}
     for row in rows:
@@ -160,7 +158,7 @@ def render(results: dict[str, Any]) -> str:
 
 
 def render_means(results: dict[str, Any]) -> str:
-    """Schemes by tokens, over models and routings: times as fast as bfloat16's best, as the best of others."""
+    """Schemes by tokens, over models and routings: speedup over the best bfloat16 and the best peer."""
     rows = [row for row in results["rows"] if row["name"] in SCHEMES]
     tokens = sorted({row["tokens"] for row in rows})
     peers = any(row["times_peer"] != row["times_bf16"] for row in rows)

@@ -1,8 +1,8 @@
-"""The whole block of a mixture, router and experts, compiled: tokens per second beside bfloat16; needs transformers.
+"""Compiled MoE block with router and experts: tokens per second against bfloat16; needs transformers.
 
-The block is transformers' own, of Qwen3-30B-A3B's sizes and random weights; bfloat16 runs its experts by torch's
-grouped products. On a GPU compiled calls are replayed as CUDA graphs, which rotate over inputs, so that few tokens meet
-experts that no cache holds.
+The block is transformers' own, with Qwen3-30B-A3B's sizes and random weights. bfloat16 runs its experts with torch's
+grouped GEMM. On a GPU compiled calls are replayed as CUDA graphs that rotate over inputs, so that experts are not
+cached.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _fill(name: str, tensor: Tensor) -> None:
     if tensor.dtype == torch.int8:
         tensor.random_(-127, 128)
     elif name.endswith("scales"):
-        tensor.fill_(2.0**-10)  # those of groups are 1 times that of their row
+        tensor.fill_(2.0**-10)  # group factors, relative to row scales
     else:
         tensor.copy_(torch.randn(tensor.shape, device=tensor.device, dtype=torch.bfloat16).mul_(0.02))
 
@@ -66,7 +66,7 @@ def run(
     schemes: Iterable[str] = SCHEMES,
     save: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measures, prints a line a cell, and returns what belongs in the results file."""
+    """Measure, print one line per cell, and return the content of the results file."""
     results: dict[str, Any] = {"meta": describe(device), "rows": []}
     contenders = {"bf16": None, **{word: CONTENDERS[word] for word in schemes}}
     if device == "cuda":
@@ -85,7 +85,7 @@ def run(
 
 @torch.inference_mode()
 def _times(blocks: dict[str, Any], tokens: int, device: str) -> dict[str, float]:
-    torch._dynamo.reset()  # all share the code that is compiled, once a contender
+    torch._dynamo.reset()  # contenders share compiled code, so reset for each
     calls = {name: _compiled(block, tokens, device) for name, block in blocks.items()}
     if device == "cuda":
         seconds = replayed([Graph(call, _INPUTS, 20e-6) for call in calls.values()], _SECONDS)

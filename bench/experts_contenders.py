@@ -1,4 +1,4 @@
-"""What ``bench experts`` times: random weights of experts, routings, and every product of them by name."""
+"""Contenders of ``bench experts``: random expert weights, routings, and every grouped GEMM by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Model(NamedTuple):
 ROUTINGS_IN_TURN = 8
 FP8_PEER = "fp8 scaled_grouped_mm"
 DEEP_GEMM = "fp8 DeepGEMM"
-# Whose weights other libraries take, or weights of as many bytes.
+# Peers of other libraries and the scheme with their weights, or weights of the same size.
 OTHERS = {
     "bf16 grouped_mm": "bf16",
     FP8_PEER: "fp8_fp8",
@@ -39,7 +39,7 @@ OTHERS = {
 
 
 def route(model: Model, tokens: int, routing: str, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """The row of x for each row of y, sorted by expert, and the experts' last rows."""
+    """The row of x for each row of y, sorted by expert, and the end offsets of the experts."""
     generator = torch.Generator().manual_seed(tokens + (seed << 32))
     chance = torch.ones(model.experts)
     if routing == "zipf":
@@ -51,7 +51,7 @@ def route(model: Model, tokens: int, routing: str, seed: int = 0) -> tuple[Tenso
 
 
 class Experts:
-    """Random weights of all contenders."""
+    """Random weights for all contenders."""
 
     def __init__(self, model: Model, device: str, schemes: Sequence[str]) -> None:
         self.model, self.device, self.schemes = model, device, schemes
@@ -71,7 +71,7 @@ class Experts:
         of_rows = scales(e, n)
         whole = integers(e, tiles[0], k // group_size, 1, 16).remainder(16) + 1
         scaled = four[0], (whole * of_rows.view(e, tiles[0], 1, 1, 16)).bfloat16()
-        short = of_rows.bfloat16().float()  # whose products by powers of two bfloat16 holds
+        short = of_rows.bfloat16().float()  # times powers of two exactly representable in bfloat16
         powers = four[0], (torch.exp2(-whole.remainder(4)) * short.view(e, tiles[0], 1, 1, 16)).bfloat16()
         e4m3 = eight[0].to(torch.float8_e4m3fn), scales(e, n, 1)
         bf16 = (torch.stack([(q * s.unsqueeze(1)).bfloat16() for q, s in zip(*eight, strict=True)]),)
@@ -96,14 +96,14 @@ class Experts:
         }
 
     def _copies(self, weights: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-        """On a GPU as many as far exceed its L2."""
+        """Copies of the weights; on a GPU enough to exceed the L2 cache by far."""
         if self.device == "cpu":
             return [weights]
         count = copies_of(sum(t.nbytes for t in weights), self.device)
         return [weights, *(tuple(t.clone() for t in weights) for _ in range(count - 1))]
 
     def floors(self, tokens: int, routing: str, rates: tuple[float, float]) -> dict[str, float]:
-        """Seconds of every contender, by bytes of touched experts or by operations."""
+        """Minimum seconds of every contender, by bytes of selected experts or by operations."""
         _, top_k, n, k = self.model
         turns = [ends for _, ends in self._turns(tokens, routing)]
         touched = sum(len(ends.unique()) - int(ends[0] == 0) for ends in turns) / len(turns)
@@ -115,7 +115,7 @@ class Experts:
         return floors | {name: floors[word] for name, word in OTHERS.items() if word in floors}
 
     def _turns(self, tokens: int, routing: str) -> list[tuple[Tensor, Tensor]]:
-        """Zipf's favourites are spread over all experts."""
+        """Routings to rotate over, with Zipf's popular experts spread over all experts."""
         return [
             route(self.model, tokens, routing, turn * self.model.experts // ROUTINGS_IN_TURN)
             for turn in range(ROUTINGS_IN_TURN)
@@ -210,14 +210,16 @@ class Experts:
         return y
 
     def check(self, calls: dict[str, Call]) -> None:
-        """A grouped operator that does not give what its loop gives is not timed. On a GPU the kernels are others,
-        whose sums are rounded in another order, and loops are not timed."""
+        """Check grouped operators against their loops before timing.
+
+        GPU kernels of the loop accumulate in another order, and loops are not timed there.
+        """
         for word in self.schemes:
             one, other = calls[word](), calls[f"{word} loop"]()
             difference = (one.float() - other.float()).abs().max().item()
             if difference > (0 if self.device == "cpu" else 2.0**-5 * other.abs().max().item()):
                 raise RuntimeError(f"{word}_grouped_mm differs from the loop by {difference:.3g}")
-        # Rows of vLLM's y are in another order, and marlin's layout of the same bytes is another weight.
+        # Rows of vLLM's y have another order, and marlin's layout of the same bytes is another weight.
         for name, like in ((vllm_experts.TRITON_BF16, "bf16 grouped_mm"), (vllm_experts.TRITON_FP8, FP8_PEER)):
             if name in calls:
                 sums, expected = (calls[each]().float().sum(1).sort().values for each in (name, like))
@@ -233,6 +235,6 @@ class Experts:
 def _by_turns(
     call: Callable[..., Tensor], weights: Sequence[tuple[Tensor, ...]], turns: Sequence[tuple[Tensor, ...]]
 ) -> Call:
-    """Each call with the next weights and the next routing."""
+    """A call that rotates over weights and routings."""
     following, weight = cycle(turns), cycle(weights)
     return lambda: call(*next(weight), *next(following))

@@ -1,7 +1,7 @@
-"""Weights in four bits by qao and by others, on the same models and text in one run: bits, nats, neighbours, seconds.
+"""4-bit weights by qao and other packages on the same models and text: bits, nats, neighbors, seconds.
 
-Every method rounds the same layers, and what it stores is computed with in float32. SmolLM2 is taken "off its grid"
-(see calibrate.py): as it is in its file, groups of 32 with a zero point would give it back exactly.
+Every method rounds the same layers, and the stored weights are evaluated in float32. SmolLM2 is taken "off its grid"
+(see calibrate.py): groups of 32 with a zero point would reproduce its file exactly.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .weights_only import SENTENCES, nearest, vectors
 
 WINDOWS = 6
 HALF = torch.float16
-Rounding = Callable[[Tensor], tuple[Tensor, float]]  # of a weight [N, K]: the values that are stored, and their bits
-Calibrating = Callable[[nn.Module, list[Tensor], Any], float]  # quantizes a model in place; bits a weight
+Rounding = Callable[[Tensor], tuple[Tensor, float]]  # weight [N, K] to the stored values and bits
+Calibrating = Callable[[nn.Module, list[Tensor], Any], float]  # quantizes a model in place; returns bits per weight
 
 
 def _bitsandbytes(weight: Tensor) -> tuple[Tensor, float]:
@@ -67,7 +67,7 @@ def _torchao(size: int) -> Rounding:
         linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
         asymmetric = MappingType.ASYMMETRIC
         quantize_(linear, IntxWeightOnlyConfig(torch.int4, PerGroup(size), mapping_type=asymmetric))
-        # With scales and zero points of 16 bits, as its tensors of four bits have them.
+        # 16-bit scales and zero points, as in its 4-bit tensors.
         return linear.weight.dequantize(), weight.numel() * (4 + 2 * 16 / size)
 
     return rounded
@@ -85,7 +85,7 @@ def _gguf(name: str) -> Rounding:
 
 
 def _llm_compressor(size: int) -> Calibrating:
-    """Its GPTQ with its defaults (W4A16_ASYM), each layer with the H of what the layers before it make."""
+    """Its GPTQ with its defaults (W4A16_ASYM). Each layer's H comes from the quantized preceding layers."""
 
     def calibrated(model: nn.Module, data: list[Tensor], rules: Any) -> float:
         from compressed_tensors.quantization import QuantizationArgs
@@ -104,7 +104,7 @@ def _llm_compressor(size: int) -> Calibrating:
                     scales, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments)
                     operands = [one[None].clone() for one in (weight, hessian, scales, zeros)]
                     weight.copy_(quantize_weight(*operands, None, arguments)[0][0])
-        return 4 + (16 + 4) / size  # its zero points are packed in four bits
+        return 4 + (16 + 4) / size  # zero points are packed in four bits
 
     return calibrated
 
@@ -113,7 +113,7 @@ def _int4(size: int, **options: Any) -> qao.Scheme:
     return qao.Int4WeightOnly(group_size=size, scale_dtype=HALF, **options)
 
 
-# A scheme or the rounding of another package; or what calibrates, and on how many texts.
+# A scheme or the rounding of another package; or a calibration method and its number of texts.
 METHODS: dict[str, qao.Scheme | Rounding | tuple[qao.Scheme | Calibrating, int]] = {
     "qao int4 g64": _int4(64),
     "torchao int4 g64, to nearest": _torchao(64),
@@ -143,7 +143,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, path: Path) -> None:
-    """Measures method by method and writes the results file after each."""
+    """Measure one method at a time and write the results file after each."""
     if arguments.add:
         write(joined(read(path), read(arguments.add)), path)
         return
@@ -177,7 +177,7 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
 
 
 def joined(before: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Rows of both, of the other where both have one, in the order of METHODS; both have the same reference."""
+    """Rows of both, from the other where both have one, in the order of METHODS. Both share a reference."""
     assert abs(before["meta"]["nats_per_token"] - other["meta"]["nats_per_token"]) < 1e-4
     rows = {row["method"]: row for row in (*before["rows"], *other["rows"])}
     return {"meta": other["meta"], "rows": [rows[name] for name in METHODS if name in rows]}
@@ -190,12 +190,12 @@ def _texts(method: Any) -> int:
 def _applied(
     method: Any, model: nn.Module, left: dict[str, None], data: list[Tensor]
 ) -> tuple[nn.Module, float, float]:
-    """A copy under a method, processor seconds, and bits a weight."""
+    """A quantized copy, processor seconds, and bits per weight."""
     model = copy.deepcopy(model)
     begun = time.process_time()
     scheme = method[0] if isinstance(method, tuple) else method
     if data and callable(scheme):
-        bits = scheme(model, data, {**left, "re:.*": _int4(-1)})  # any that takes all layers
+        bits = scheme(model, data, {**left, "re:.*": _int4(-1)})  # any scheme that takes all layers
         return model, time.process_time() - begun, bits
     if not callable(scheme):
         rules: Any = {**left, "re:.*": scheme}
@@ -216,7 +216,7 @@ def _applied(
 
 
 def render(results: dict[str, Any]) -> str:
-    """The Markdown of one results file, from the fewest bits on."""
+    """Markdown of one results file, sorted by bits."""
     meta, rows = results["meta"], results["rows"]
     windows = (
         f"{meta['windows']} windows of {meta['window']} tokens, {meta['nats_per_token']:.3f} nats a token in float32"

@@ -1,7 +1,7 @@
-"""Float weights a second that calibration quantizes, layer by layer: all of it but the model's own forward passes.
+"""Throughput of calibration in float weights per second, without the model's forward passes.
 
-A layer as decoders of 8 billion parameters have it, its H of random correlated inputs. Beside it what is not GPTQ: the
-sums x xᵀ over 512 tokens, which the passes over the data take once a sample.
+A layer of an 8B decoder, with H from random correlated inputs. Also measured: the sums x xᵀ over 512 tokens, which the
+passes over the data compute once per sample.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CELL_S = 1.0
 
 
 def run(device: str) -> dict[str, Any]:
-    """Measures, prints a line a layer and scheme, and returns what belongs in the results file."""
+    """Measure, print one line per layer and scheme, and return the content of the results file."""
     meta = describe(device) | {"tokens": TOKENS}
     warn_if_busy(meta)
     rows = []

@@ -1,7 +1,7 @@
-"""Host time of one eager call of a layer: QuantLinear under every scheme, beside nn.Linear, F.linear and peers.
+"""Host time of one eager layer call: QuantLinear under every scheme, nn.Linear, F.linear and peers.
 
-One token, a layer small enough that the device is not what is waited for: on a GPU calls are queued and never waited
-for, on a CPU the layer is tiny and one thread runs it, since waking others takes longer than all the rest.
+One token, and a layer so small that the device is not the bottleneck. On a GPU calls are queued without
+synchronization. On a CPU the layer is tiny and runs on one thread, since waking others would dominate.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ GRADIENT = "gradient of x"
 MODES: dict[str, Callable[[], Any]] = {
     "inference_mode": torch.inference_mode,
     "no_grad": torch.no_grad,
-    GRADIENT: torch.enable_grad,  # the call alone, without backward
+    GRADIENT: torch.enable_grad,  # the forward call without backward
 }
-BAR = {"cpu": 1.1, "cuda": 1.0}  # times nn.Linear's, at most
-GRADIENT_BAR = 1.0  # the same, where W is whole tiles: not of 16 x 16
+BAR = {"cpu": 1.1, "cuda": 1.0}  # maximum ratio to nn.Linear
+GRADIENT_BAR = 1.0  # the same, if W consists of whole tiles: not 16 x 16
 BASELINE = "nn.Linear"
 
-_CALLS = 100  # in a row, queued on a GPU: fewer than its queue holds
+_CALLS = 100  # consecutive calls, fewer than the GPU queue holds
 _ROUNDS = {"cpu": 60, "cuda": 40}
 
 Call = Callable[[], object]
 
 
 def run(device: str) -> dict[str, Any]:
-    """Measures, prints a line a contender, and returns what belongs in the results file."""
+    """Measure, print one line per contender, and return the content of the results file."""
     threads = torch.get_num_threads()
     if device == "cpu":
         torch.set_num_threads(1)
@@ -126,7 +126,7 @@ def _bitsandbytes(linear: nn.Linear, x: Tensor) -> Iterator[tuple[str, Call]]:
 
 
 def _host_seconds(calls: dict[str, Call], device: str) -> dict[str, float]:
-    """Median seconds a call of each, in rounds. On a GPU the queue is emptied between samples, never within one."""
+    """Median seconds per call, in rounds. On a GPU the queue is drained between samples, not within one."""
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     samples: dict[str, list[float]] = {name: [] for name in calls}
     gc.collect()

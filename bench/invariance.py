@@ -1,4 +1,4 @@
-"""What ``qao.batch_invariant()`` costs: a layer in it and outside, by turns in one process."""
+"""Cost of ``qao.batch_invariant()``: a layer inside and outside the mode, interleaved in one process."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
 
 
 def render(results: dict[str, Any]) -> str:
-    """The Markdown of one results file: a line a scheme, the geometric mean and the largest ratio over the layers."""
+    """Markdown of one results file: per scheme, the geometric mean and the largest ratio over layers."""
     rows = results["rows"]
     tokens = list(dict.fromkeys(row["m"] for row in rows))
     lines = []

@@ -1,4 +1,4 @@
-"""The tables of what runs where, made from ``qao._host.kernels()``: what the choices of kernels themselves answer."""
+"""Kernel tables made from ``qao._host.kernels()``, which queries the kernel selection itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ISAS = _ARM if platform.machine() == "aarch64" else _X86
 
 
 def render() -> str:
-    """A table for CPUs and one for GPUs: schemes by hardware, in the cells the instructions that multiply."""
+    """A table for CPUs and one for GPUs: schemes by hardware, cells name the matrix instructions."""
     from qao import _host
 
     rows = _host.kernels()
@@ -39,7 +39,7 @@ def render() -> str:
 
 
 def _table(title: str, names: dict[Any, str], key: str, rows: list[dict[str, Any]]) -> str:
-    """Hardware on which everything is alike shares a column."""
+    """Hardware with identical cells shares a column."""
     columns: dict[tuple[str, ...], list[str]] = {}
     for hardware, name in names.items():
         there = [row for row in rows if row.get(key) == hardware]

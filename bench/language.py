@@ -1,7 +1,7 @@
-"""What each scheme costs a real language model, and what it gives: bits per byte, memory, tokens per second.
+"""Cost and gain of each scheme on a real language model: bits per byte, memory, tokens per second.
 
-SmolLM2-135M-Instruct of the demo, on Python's language reference. Its weights come from a file in four bits (GGUF
-Q4_1): the float32 model is what that file says, and a scheme in four bits rounds it once more.
+SmolLM2-135M-Instruct of the demo, on Python's language reference. Its weights come from a 4-bit file (GGUF Q4_1): the
+float32 model has the file's values, and a 4-bit scheme rounds them again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .result_files import read_rows, write
 from .timing import interleaved
 
 WINDOWS, WINDOW = 12, 512
-PROMPT, TOKENS = 16, 16  # of what is timed
+PROMPT, TOKENS = 16, 16  # timed prompt and new tokens
 INT4 = qao.Int4WeightOnly(group_size=32)
 HEAD = "lm_head"  # tied to the embedding
 
-# Every scheme, head and embedding left as they are; then the tied pair as well, which embeddings=True does.
+# Every scheme without head and embedding; then with the tied pair as well (embeddings=True).
 CASES: dict[str, dict[str, qao.Scheme | None]] = {
     **{word: {HEAD: None, "re:.*": kind()} for word, kind in qao.SCHEMES.items()},
     "int8_int8, rotation 64": {HEAD: None, "re:.*": qao.Int8DynamicActivationInt8Weight(rotation=64)},
@@ -47,7 +47,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 @torch.inference_mode()
 def run(arguments: argparse.Namespace, path: Path) -> None:
-    """Measures quality in float32 activations and speed in bfloat16, and writes the results file after each model."""
+    """Measure quality with float32 activations and speed in bfloat16, and write the results after each model."""
     device, measures = arguments.device, arguments.measure or ["quality", "speed"]
     file, ids, num_bytes, _ = load_text()
     ids = ids.to(device)
@@ -95,7 +95,7 @@ def _generate(model: Any) -> None:
 
 
 def load_text() -> tuple[Path, torch.Tensor, int, Any]:
-    """The model's file, ids and bytes of the text that is predicted, and the tokenizer."""
+    """The model's file, ids and byte length of the evaluated text, and the tokenizer."""
     sys.path.insert(0, str(ROOT / "examples"))
     import language_model
 

@@ -1,7 +1,7 @@
-"""Every scheme beside ``F.linear`` in the dtype of x, on CPU layers of many shapes, by turns in one process.
+"""Every scheme against ``F.linear`` in the dtype of x, on CPU layers of many shapes, interleaved.
 
-With ``QAO_CPU_ISA`` kernels are held to an instruction set, and the results go to a folder of its own. What holds torch
-to the same (``ONEDNN_MAX_CPU_ISA``, ``MKL_ENABLE_INSTRUCTIONS``) is noted in them.
+With ``QAO_CPU_ISA`` kernels are limited to an instruction set, and results go to a separate folder. They record the
+limits of torch (``ONEDNN_MAX_CPU_ISA``, ``MKL_ENABLE_INSTRUCTIONS``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .timing import copies_of, interleaved, rotation
 LAYERS = ("4096x4096", "14336x4096", "4096x14336", "1536x384", "384x1536", "896x4864", "576x1536")  # N x K
 TOKENS = (1, 4, 16, 64, 256, 1024, 2048)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# F.linear's time over ours, at least: by dtype, then for each scheme, from so many tokens on.
+# Minimum of F.linear's time over ours: by dtype, then for each scheme, from a number of tokens on.
 _ANY = dict.fromkeys(SCHEMES, ((1, 1.0),))
 BARS: dict[str, dict[str, tuple[tuple[int, float], ...]]] = {
     "bfloat16": {
@@ -47,7 +47,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 @torch.inference_mode()
 def run(arguments: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
-    """Measures, prints a line a cell and writes the results after every one."""
+    """Measure, print one line per cell and write the results after each."""
     meta = describe("cpu")
     warn_if_busy(meta)
     rows: list[dict[str, Any]] = []
@@ -87,7 +87,7 @@ def misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
 
 
 def render(results: dict[str, Any]) -> str:
-    """The Markdown of one results file: a line a layer and M, cells below their bar in brackets."""
+    """Markdown of one results file: one line per layer and M, cells below their bar in brackets."""
     rows = results["rows"]
     words = list(dict.fromkeys(row["scheme"] for row in rows))
     cells = list(dict.fromkeys((row["layer"], row["M"], row["dtype"]) for row in rows))
@@ -116,7 +116,7 @@ def _bar(row: dict[str, Any]) -> float:
 
 
 def _contenders(n: int, k: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    """Each works on copies of its weight in turns."""
+    """Contenders that rotate over copies of their weights."""
     linear = (torch.randn(n, k).to(dtype),)
     copies = copies_of(linear[0].nbytes, "cpu")
     yield "linear", partial(_call, F.linear, rotation(linear, copies))

@@ -28,25 +28,25 @@ from .timing import capture, interleaved, settle_clocks
 
 BASELINE = "bf16"
 CONTENDERS = (BASELINE, *sorted(LAYER_SCHEMES))
-CONTEXT = 512  # tokens a sequence has when the measured one is decoded
+CONTEXT = 512  # length of a sequence when the measured token is decoded
 PROMPT = 2048
 BATCHES = (1, 8, 32)
 
-# Of Inductor, for fused blocks on a GPU: its kernels signal the launch of the next one, as qao's do, and independent
-# ones are joined. Plain blocks are compiled as torch does by itself.
+# Inductor options for fused blocks on a GPU: its kernels trigger PDL, as qao's do, and independent kernels are
+# combined. Plain blocks use torch's defaults.
 FUSED_OPTIONS = {"triton.enable_pdl": True, "combo_kernels": True}
 
 _CASE = ("model", "layers", "scheme", "variant", "phase", "batch", "tokens")
 _CELL_S = 0.2  # timing budget of one number
 _HOST_CALLS = 5
-# Rounding differs between an eager and a compiled pass and between variants, and the layers amplify it, most where
-# activations are rounded to eight bits (0.14 after six layers). What two unrelated results differ by is 1.4.
+# Rounding differs between eager and compiled passes and between variants, and layers amplify it, most with 8-bit
+# activations (0.14 after six layers). Unrelated results differ by 1.4.
 _MAX_DIFFERENCE = 0.7
 
 
 @dataclass(frozen=True)
 class Run:
-    """What to measure. ``layers``: None, as many as the model has. ``backend``: that of torch.compile."""
+    """Settings of a run. ``layers``: None, all layers of the model. ``backend``: for torch.compile."""
 
     models: Sequence[str] = tuple(name for name in PRESETS if name != "tiny")
     device: str = "cuda"
@@ -96,20 +96,20 @@ def from_arguments(arguments: argparse.Namespace) -> Run:
 
 @torch.inference_mode()
 def run(request: Run, save: Callable[[dict[str, Any]], None] = lambda results: None) -> dict[str, Any]:
-    """Measures, prints a line a case, and returns what belongs in the results file.
+    """Measure, print one line per case, and return the content of the results file.
 
-    ``save`` gets what there is of it after every contender: a long run may be ended from outside.
+    ``save`` gets partial results after every contender, in case a long run is interrupted.
     """
     meta = describe(request.device) | {"context": request.context, "quantize_head": request.quantize_head}
     warn_if_busy(meta)
     if request.device == "cuda":
         settle_clocks()
-    # The compiler's first start belongs to no contender.
+    # Exclude the compiler's startup from the first contender.
     torch.compile(torch.sin, backend=request.backend)(torch.ones(8, device=request.device))
     results: dict[str, Any] = {"meta": meta, "rows": []}
     for name in request.models:
         for word in request.contenders:
-            logits: dict[Any, Tensor] = {}  # by case, of the first variant
+            logits: dict[Any, Tensor] = {}  # of the first variant, by case
             for variant in request.variants:
                 results["rows"] += _contender(request, name, word, variant, logits)
                 save(results)
@@ -117,7 +117,7 @@ def run(request: Run, save: Callable[[dict[str, Any]], None] = lambda results: N
 
 
 def add(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The results of two runs as those of one; cases of both are the later's."""
+    """Merge the results of two runs. The later run replaces common cases."""
     if not same_setting(before["meta"], now["meta"], but=("date",)):
         raise ValueError(f"results of another setting: {before['meta']}, now {now['meta']}")
 
@@ -138,7 +138,7 @@ def _contender(request: Run, name: str, word: str, variant: str, logits: dict[An
     for i, (phase, batch) in enumerate(cases):
         make, length = (Inputs.decode, request.context) if phase == "decode" else (Inputs.prefill, request.prompt)
         inputs = make(model, batch, length, request.device)
-        # The first case compiles without anything that others left on disk: that is the time to report.
+        # The first case compiles without on-disk caches. Its time is reported.
         with _no_caches() if i == 0 else contextlib.nullcontext():
             row, result = _case(model, inputs, request.device, request.compile(variant))
         before = logits.setdefault((phase, batch), result)
@@ -150,14 +150,14 @@ def _contender(request: Run, name: str, word: str, variant: str, logits: dict[An
 
 
 def _case(model: Model, inputs: Inputs, device: str, compile: Callable[[Any], Any]) -> tuple[dict[str, Any], Tensor]:
-    """Everything that is measured of one pass, and its logits."""
+    """All measurements of one pass, and its logits."""
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     first_tokens = inputs.tokens.clone()
     eager = Step(model, inputs)
     expected = eager()
-    # An eager pass is as fast as the host, which others may use for seconds: the best of three moments counts.
+    # An eager pass is host-bound, and the host may be shared: use the best of three attempts.
     moments = [_eager_s(eager, device, synchronize)]
     peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else None
 
@@ -190,7 +190,7 @@ def _eager_s(eager: Step, device: str, synchronize: Callable[[], None]) -> tuple
 
 
 def _host_s(call: Callable[[], object], synchronize: Callable[[], None]) -> float:
-    """Median seconds until a call returns, nothing before it in the queue."""
+    """Median seconds until a call returns, with an empty queue."""
     samples = []
     for _ in range(_HOST_CALLS):
         synchronize()
@@ -272,7 +272,7 @@ def _speed(row: dict[str, Any] | None, base: dict[str, Any] | None, way: str) ->
 
 
 def _costs(name: str, rows: list[dict[str, Any]]) -> str:
-    """Memory in every case of a contender; host time and time to compile in its first."""
+    """Memory of a contender in every case; host and compile time in its first case."""
     cases = {(row["phase"], row["batch"]): _label(row) for row in rows}
     peaks = {(row["scheme"], row["variant"], row["phase"], row["batch"]): row["peak_mib"] for row in rows}
     lines = []

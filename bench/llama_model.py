@@ -1,7 +1,7 @@
-"""Decoder models for ``python -m bench llama``: architectures of transformers with random weights, run block by block.
+"""Decoder models for ``python -m bench llama``: transformers architectures with random weights.
 
-The blocks are transformers' own, or those of examples/decoder_block.py. Each gets tensors and a cache of its own, and
-nothing that tells it apart from the others, so that the code compiled for one serves all.
+The blocks are transformers' own, or those of examples/decoder_block.py. Each block has separate tensors and a separate
+cache but is otherwise identical, so that compiled code is shared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from examples.decoder_block import DecoderBlock
 
 from .schemes import without_search
 
-# The numbers of the published configurations, which are all of a model that speed depends on.
+# Published configurations, limited to what affects speed.
 _COMMON = {"hidden_act": "silu", "attention_dropout": 0.0}
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -50,10 +50,10 @@ VARIANTS = ("plain", "fused")
 
 
 class Cache:
-    """Keys and values of one layer, [batch, heads, tokens, head_dim], full of those of earlier tokens.
+    """Keys and values of one layer, [batch, heads, tokens, head_dim], filled with those of earlier tokens.
 
-    transformers' StaticCache knows its layers by number, and each of its tensors has a place in memory that is compiled
-    in; this one has the part of its interface that a decoder layer calls.
+    transformers' StaticCache indexes layers by number and bakes the address of each tensor into compiled code. This
+    class implements the part of its interface that a decoder layer uses.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Cache:
 
 
 def cache_keyword(layer: nn.Module) -> str:
-    """What transformers calls the cache: another word from 5.24 on."""
+    """transformers' keyword for the cache, which changed in 5.24."""
     return "cache" if "cache" in inspect.signature(layer.forward).parameters else "past_key_values"
 
 
 class PlainBlock(nn.Module):
-    """transformers' decoder layer, its linear layers quantized by ``qao.quantize_``."""
+    """transformers' decoder layer with linear layers quantized by ``qao.quantize_``."""
 
     def __init__(self, layer: Any, scheme: qao.Scheme | None) -> None:
         super().__init__()
@@ -92,9 +92,9 @@ class PlainBlock(nn.Module):
 
 
 class Model(nn.Module):
-    """A decoder with a language model's head; scheme None leaves it in bfloat16.
+    """A decoder with a language model head; scheme None leaves it in bfloat16.
 
-    ``quantize_head``: the head too. As in ``qao.quantize_`` on a whole model, of which the head is a linear layer.
+    ``quantize_head``: quantize the head too, as ``qao.quantize_`` does on a whole model with a linear head.
     """
 
     def __init__(
@@ -118,19 +118,19 @@ class Model(nn.Module):
         if quantize_head and scheme is not None:
             self.head = qao.QuantLinear.from_linear(self.head, scheme)
         self.blocks = nn.ModuleList([block, *(copy.deepcopy(block) for _ in range(self.layers - 1))])
-        self.summands = {"plain": 1, "fused": 2}[variant]  # in which blocks hand on the residual stream
+        self.summands = {"plain": 1, "fused": 2}[variant]  # tensors of the residual stream passed between blocks
 
 
 class Inputs(NamedTuple):
-    """What one pass works on. The next token is written over the last one's."""
+    """Inputs of one pass. The next token overwrites the last one."""
 
     tokens: Tensor  # [batch, tokens]
     positions: Tensor  # [tokens]
-    caches: list[Cache]  # a layer each
+    caches: list[Cache]  # one per layer
 
     @classmethod
     def decode(cls, model: Model, batch: int, context: int, device: str) -> Inputs:
-        """One token a sequence, the last of ``context``."""
+        """One token per sequence, the last of ``context``."""
         return cls._random(model, batch, torch.tensor([context - 1], device=device), context)
 
     @classmethod
@@ -164,7 +164,7 @@ def _end(model: Model, state: tuple[Tensor, ...], tokens: Tensor) -> Tensor:
 
 
 def _likeliest(logits: Tensor) -> Tensor:
-    """argmax over the vocabulary in two steps: the compiler would give each row to one multiprocessor, for 31 µs."""
+    """argmax over the vocabulary in two steps: the compiler would use one SM per row, which takes 31 µs."""
     parts = logits.unflatten(-1, (128, -1))
     best, index = parts.max(-1)
     part = best.argmax(-1, keepdim=True)
@@ -172,7 +172,7 @@ def _likeliest(logits: Tensor) -> Tensor:
 
 
 class Step:
-    """Runs a pass, eagerly or compiled: the same functions, without or with ``torch.compile``."""
+    """Runs a pass eagerly or compiled: the same functions, without or with ``torch.compile``."""
 
     def __init__(self, model: Model, inputs: Inputs, compile: Callable[[Any], Any] = lambda function: function) -> None:
         self.model, self.inputs = model, inputs

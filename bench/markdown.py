@@ -1,4 +1,4 @@
-"""Pieces of Markdown that every kind of result has."""
+"""Markdown helpers shared by all results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, the others to the right."""
+    """A table with the first column left-aligned, the others right-aligned."""
     rule = [":---", *["---:"] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, rule, *lines])
 

@@ -21,7 +21,7 @@ RESULTS = ROOT / "bench" / "results"
 _SOURCE_FOLDERS = ("csrc", "cuda", "python")
 _LIMITS_OF_PEERS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 _PEERS = ("humming-kernels", "gemlite", "torchao", "triton", "bitsandbytes", "hqq", "gguf", "llmcompressor")
-# Strings and character constants, which may hold what looks like a comment, and comments.
+# Strings and character constants, which may contain comment markers, and comments.
 _CPP = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|(//[^\n]*|/\*.*?\*/)', re.DOTALL)
 _SOURCE_SUFFIXES = {".cpp", ".cu", ".cuh", ".h", ".inc", ".py"}
 
@@ -29,7 +29,7 @@ _SOURCE_SUFFIXES = {".cpp", ".cu", ".cuh", ".h", ".inc", ".py"}
 def source_hash(root: Path = ROOT) -> str:
     """SHA-256 over path and code of every source file under csrc/, cuda/ and python/, in sorted order.
 
-    Comments, blank lines and spaces at the end of a line are no code: prose can be mended without a GPU.
+    Comments, blank lines and trailing spaces are excluded, so that edits to comments need no new measurements.
     """
     digest = hashlib.sha256()
     files = (path for folder in _SOURCE_FOLDERS for path in (root / folder).rglob("*"))
@@ -55,8 +55,10 @@ def code(path: Path) -> str:
 
 
 def device_slug(device: str) -> str:
-    """Folder of what was timed on a device: the name in short of a GPU ("NVIDIA H200" is ``h200``), or of a CPU and the
-    level of its kernels (``xeon-amx``; with QAO_CPU_ISA one that was held to fewer instructions)."""
+    """Results folder of a device: the short name of a GPU ("NVIDIA H200" is ``h200``), or CPU and kernel level.
+
+    For example ``xeon-amx``; QAO_CPU_ISA lowers the level.
+    """
     if device == "cpu":
         return f"{_cpu_family()}-{_cpu_level()}"
     import torch
@@ -91,7 +93,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def _versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Of those that are installed."""
+    """Versions of the installed packages."""
     found = {}
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -112,21 +114,21 @@ def _cpu_model() -> str:
 
 
 def _cpu_family() -> str:
-    """The word of the model's name that people know it by, else the architecture."""
+    """The product line in the CPU's model name, else the architecture."""
     words = re.findall(r"[a-z]+", _cpu_model().lower())
     families = ("xeon", "epyc", "ryzen", "threadripper", "core", "neoverse", "graviton")
     return next((family for family in families if family in words), platform.machine())
 
 
 def _cpu_level() -> str:
-    """Of qao's kernels, as they run here."""
+    """The level of qao's kernels on this CPU."""
     from qao import _host
 
     return str(_host.cpu_features()["selected"])
 
 
 def _cpu_name() -> str:
-    """Model name and the vector extensions that decide which kernel runs, where Linux tells them."""
+    """Model name and, on Linux, the vector extensions that determine the kernels."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)

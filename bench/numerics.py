@@ -1,4 +1,4 @@
-"""What each scheme costs in accuracy, on the demo's model: one real layer, and the whole model's embeddings."""
+"""Accuracy of each scheme on the demo's model: one real layer, and the whole model's embeddings."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ SCHEMES: dict[str, qao.Scheme] = {
     "fp8_fp8, blocks": qao.Float8DynamicActivationFloat8Weight(granularity="block"),
     "fp8_int4": qao.Float8DynamicActivationInt4Weight(),
 }
-LAYER = "encoder.layer.3.output.dense"  # its inputs come out of a GELU: hardly any is far below 0
+LAYER = "encoder.layer.3.output.dense"  # inputs come from a GELU: few are far below 0
 SENTENCES = 200
 _BATCH = 32
 
 
 @torch.inference_mode()
 def run(device: str, sentences: int = SENTENCES) -> dict[str, Any]:
-    """Quantizes the model in float32 under every scheme, prints a line each, and returns the results file's content."""
+    """Quantize the float32 model with every scheme, print a line each, and return the results."""
     embedding, model, batches = load_embedding(device, sentences)
     linear = model.get_submodule(LAYER)
     activations: list[Tensor] = []

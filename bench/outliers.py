@@ -1,9 +1,9 @@
-"""How exact the products are, beside what their schemes lose: with and without channels of x that are far larger.
+"""Accuracy of GEMM kernels compared with the error of their schemes, with and without outlier channels in x.
 
-A layer's x has such channels in language models, and the columns of W that read them are small in return, so that y is
-of one size. The kernel's error is against float64 on the numbers that it multiplies: W dequantized, and x as it was
-quantized. The scheme's is that of these numbers, against the float layer. Both are shares of y, Frobenius, and so is
-that of plain torch beside them, F.linear on the same W in x's dtype.
+In language models, some channels of a layer's x are much larger, and the matching columns of W are small, so that y is
+balanced. The kernel's error is measured in float64 against its own operands: dequantized W and quantized x. The
+scheme's error is that of these operands against the float layer. Both are relative Frobenius errors of y. Plain torch,
+F.linear on the same W in x's dtype, is measured in the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .markdown import caption, table
 from .meta import describe
 
 N, K = 1024, 4096
-TOKENS = (1, 16, 512)  # other kernels; the largest error counts
+TOKENS = (1, 16, 512)  # these use different kernels; the largest error counts
 SCHEMES: dict[str, qao.Scheme] = {
     **{word: kind() for word, kind in qao.SCHEMES.items()},
     "int8_int8, rotation 64": qao.Int8DynamicActivationInt8Weight(rotation=64),
@@ -29,13 +29,13 @@ SCHEMES: dict[str, qao.Scheme] = {
     "fp4, nvfp4": qao.Fp4WeightOnly("nvfp4"),
     "fp8_fp8, blocks": qao.Float8DynamicActivationFloat8Weight(granularity="block"),
 }
-# Of channels: how many, and how many times the others.
+# Number of outlier channels and their factor.
 OUTLIERS = {"none": (0, 1), "six, 100 times": (6, 100), "one, 10000 times": (1, 10000)}
 
 
 @torch.inference_mode()
 def run(device: str) -> dict[str, Any]:
-    """Measures, prints a line each, and returns what belongs in the results file."""
+    """Measure, print a line each, and return the content of the results file."""
     rows = []
     for name, scheme in SCHEMES.items():
         for outliers, (count, size) in OUTLIERS.items():
@@ -50,7 +50,7 @@ def run(device: str) -> dict[str, Any]:
 
 
 def _operands(count: int, size: float, device: str) -> tuple[Tensor, list[Tensor]]:
-    """W float32, and x bfloat16 of each number of tokens."""
+    """W in float32, and x in bfloat16 for each number of tokens."""
     random = torch.Generator().manual_seed(count)
     weight = torch.randn(N, K, generator=random) * 0.02
     large = torch.randperm(K, generator=random)[:count]
@@ -81,7 +81,7 @@ def _errors(layer: qao.QuantLinear, weight: Tensor, x: Tensor) -> dict[str, floa
 
 
 def _seen(scheme: qao.Scheme, x: Tensor) -> Tensor:
-    """float64: what the product reads of x."""
+    """float64: the activations that the GEMM reads."""
     if scheme.word.startswith("int8_"):
         seen = reference.dequantize_activation(
             *reference.quantize_activation_int8(rotated(x, scheme.rotation), symmetric=True)
@@ -94,14 +94,14 @@ def _seen(scheme: qao.Scheme, x: Tensor) -> Tensor:
 
 
 def _turned_back(seen: Tensor, size: int) -> Tensor:
-    """The same before the rotation, in float64."""
+    """The activations before the rotation, in float64."""
     block = hadamard(torch.eye(size, device=seen.device), size).sign().double() / size**0.5
     return (seen.view(len(seen), -1, size) @ block).flatten(1)
 
 
 def _distance(y: Tensor, exact: Tensor) -> float:
     error, size = (y.double() - exact).norm().item(), exact.norm().item()
-    return error / size if size else float(error != 0)  # int8 beside a channel of 10000 times: all else becomes 0
+    return error / size if size else float(error != 0)  # int8 with a channel of factor 10000: all others become 0
 
 
 def render(results: dict[str, Any]) -> str:

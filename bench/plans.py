@@ -1,4 +1,4 @@
-"""plan()'s choice beside every other plan that could run, on layers drawn from a seed, which no cost is fitted to."""
+"""plan()'s choice against every other valid plan, on random layers that no cost model is fitted to."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .markdown import caption, table
 from .meta import describe
 from .result_files import write
 
-LEAST, MOST, STEP = 1024, 37888, 128  # of N and K, their logarithms spread evenly
+LEAST, MOST, STEP = 1024, 37888, 128  # range of N and K, log-uniform
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
-MOST_PRODUCTS = 2.5e11  # of x and W: larger problems, 0.3 ms and more, would take most of the time
-BARS = (1.05, 1.10)  # times the best plan's time: geometric mean, most
+MOST_PRODUCTS = 2.5e11  # limit of M · N · K: larger problems, 0.3 ms and more, would take most of the time
+BARS = (1.05, 1.10)  # times the best plan's time: geometric mean, maximum
 
 
 def layers(seed: int, count: int) -> list[tuple[int, int]]:
@@ -32,7 +32,7 @@ def layers(seed: int, count: int) -> list[tuple[int, int]]:
 
 
 def problems(shapes: list[tuple[int, int]], each: int, seed: str) -> list[tuple[int, int, int]]:
-    """M, N, K: ``each`` numbers of tokens for a layer, of those up to MOST_PRODUCTS."""
+    """M, N, K: ``each`` numbers of tokens per layer, among those up to MOST_PRODUCTS."""
     draw = random.Random(seed)
     found = []
     for n, k in shapes:
@@ -41,7 +41,7 @@ def problems(shapes: list[tuple[int, int]], each: int, seed: str) -> list[tuple[
 
 
 def measure(program: Path, kind: str, some: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
-    """Of each problem microseconds of the choice and of the best plan, both by turns with others."""
+    """Microseconds of the chosen and of the best plan for each problem, interleaved with others."""
     timings = tune.sweep(program, kind, some)
     rows = []
     for problem in dict.fromkeys(some):
@@ -57,7 +57,7 @@ def measure(program: Path, kind: str, some: list[tuple[int, int, int]]) -> list[
 
 
 def _short(plan: str) -> str:
-    """Without the number of CTAs and the workspace, which follow from the problem, and without plan()'s reason."""
+    """The plan without number of CTAs, workspace and reason."""
     return re.sub(r" ctas \d+| workspace .*", "", plan)
 
 

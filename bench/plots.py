@@ -1,4 +1,4 @@
-"""Results files as pictures: the site build draws all of them, ``python -m bench plots`` those that README shows.
+"""Plots of results files: the site build draws all of them, ``python -m bench plots`` those of README.
 
 Needs matplotlib.
 """
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FOLDER = ROOT / "docs" / "plots"
-DECODERS = "llama"  # of bench/llama.py
-WORDS = (*SCHEMES, DECODERS)  # results files that become pictures
+DECODERS = "llama"  # bench/llama.py
+WORDS = (*SCHEMES, DECODERS)  # results files with plots
 TRACKED = (("h200", DECODERS),)  # in FOLDER
 _COLUMNS = 3
 _OURS, _BF16, _FLOOR = "#0b5fb0", "#222222", "#999999"
@@ -51,7 +51,7 @@ def draw_tracked() -> None:
 
 
 def draw_file(path: Path, target: Path) -> None:
-    """The picture of a results file of one of WORDS."""
+    """Plot a results file of one of WORDS."""
     if path.stem == DECODERS:
         draw_decoders(read(path), target)
     else:
@@ -60,7 +60,7 @@ def draw_file(path: Path, target: Path) -> None:
 
 @contextmanager
 def _panels(target: Path, lines: int, columns: int, width: float, height: float) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Panels of so many inches, in the order of reading; written to ``target`` at the end."""
+    """A grid of panels, sizes in inches, in reading order; written to ``target`` at the end."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -75,7 +75,7 @@ def _panels(target: Path, lines: int, columns: int, width: float, height: float)
 
 
 def draw_decoders(results: dict[str, Any], target: Path) -> None:
-    """A panel a case of the first model, compiled: a bar a scheme, tokens a second."""
+    """One panel per case of the first model, compiled: one bar per scheme, tokens per second."""
     first = results["rows"][0]
     rows = [row for row in results["rows"] if (row["model"], row["variant"]) == (first["model"], first["variant"])]
     cases = list(dict.fromkeys(map(case_of, rows)))
@@ -94,7 +94,7 @@ def draw_decoders(results: dict[str, Any], target: Path) -> None:
 
 
 def draw(word: str, results: dict[str, Any], target: Path) -> None:
-    """A panel a layer, time against tokens; the last one compares over all layers."""
+    """One panel per layer, time against tokens; the last panel compares over all layers."""
     rows = results["rows"]
     layers = list(dict.fromkeys(row["layer"] for row in rows))
     peers = sorted({peer for row in rows for peer in row["peers"]})
@@ -117,7 +117,7 @@ def _layer(panel: Axes, word: str, rows: list[dict[str, Any]], colours: dict[str
     panel.plot(tokens, [row["bf16_us"] for row in rows], color=_BF16, linewidth=1.2, label="bf16")
     for peer, colour in colours.items():
         points = [(row["M"], row["peers"][peer]) for row in rows if peer in row["peers"]]
-        # A peer that served no cell of this layer still belongs to the legend.
+        # A peer without a cell in this layer still gets a legend entry.
         panel.plot(*(zip(*points, strict=True) if points else ([], [])), color=colour, linewidth=1.2, label=peer)
     panel.plot(tokens, [row["floor_us"] for row in rows], color=_FLOOR, linestyle="--", linewidth=1, label="roofline")
     panel.set(xscale="log", yscale="log", title=f"{rows[0]['layer']}: N = {rows[0]['N']}, K = {rows[0]['K']}")
@@ -126,7 +126,7 @@ def _layer(panel: Axes, word: str, rows: list[dict[str, Any]], colours: dict[str
 
 
 def _ratios(panel: Axes, rows: list[dict[str, Any]]) -> None:
-    """Geometric means over the layers: how many times faster than bf16, and than the best peer of each cell."""
+    """Geometric means over the layers: speedup over bf16, and over the best peer of each cell."""
     tokens = sorted({row["M"] for row in rows})
     for against, colour, end in ((BF16, _BF16, 0), (BEST_PEER, _PEERS[0], -1)):
         means = {m: mean_ratio([row for row in rows if row["M"] == m], against) for m in tokens}

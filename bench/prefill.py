@@ -1,7 +1,7 @@
-"""Many tokens on a GPU: every scheme beside bfloat16 and serving engines' kernels, by turns in one process.
+"""Prefill on a GPU: every scheme against bfloat16 and serving engines' kernels, interleaved.
 
-Layers of well-known models, and as many drawn from a seed that nothing was tuned on. Contenders are in four families,
-each of which takes its turns by itself: clocks and heat hit all of a family alike. Quantization of x is included.
+Layers of well-known models, and as many random ones that nothing was tuned on. Contenders alternate within four
+families, so that clocks and temperature affect all of a family alike. Times include quantization of x.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ KNOWN = (
     (5120, 2880),
     (20480, 2560),
 )
-MOST_WEIGHTS = 2e8  # of a layer that is drawn
-TOKENS = (256, 300, 512, 1024, 2048, 4096, 8192)  # 300 end inside a tile, as prompts do
+MOST_WEIGHTS = 2e8  # limit for random layers
+TOKENS = (256, 300, 512, 1024, 2048, 4096, 8192)  # 300 ends inside a tile, as prompts do
 BF16 = "bf16"
 
 _I8, _F8 = qao.Int8DynamicActivationInt8Weight(), qao.Float8DynamicActivationFloat8Weight()
@@ -49,8 +49,8 @@ Peers = Callable[[Tensor, frozenset[str]], Iterator[tuple[str, engines.Made]]]
 
 class Bar(NamedTuple):
     name: str
-    beside: tuple[str, ...]  # the fastest of these
-    mean: float  # its time over ours: geometric mean and least, at least
+    beside: tuple[str, ...]  # compare with the fastest of these
+    mean: float  # minimum ratio of its time to ours: geometric mean and least
     least: float
 
 
@@ -61,7 +61,7 @@ class Family(NamedTuple):
 
 
 def _four_bits(kind: type[Any], rows: str) -> Schemes:
-    """By their names: ``rows`` is the option of scales of rows."""
+    """Schemes by name: ``rows`` is the option for row scales."""
     return {
         "g128 rows": kind(128, True, **{rows: True}),
         "g64 rows": kind(64, True, **{rows: True}),
@@ -133,7 +133,7 @@ def drawn(seed: int, count: int) -> list[tuple[int, int]]:
 
 @torch.inference_mode()
 def run(arguments: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
-    """Measures, prints a line a cell and writes the results after every layer."""
+    """Measure, print one line per cell and write the results after every layer."""
     meta = describe("cuda") | {"engines": sorted(engines.load()), "seed": arguments.seed}
     rows = earlier(path, meta) if arguments.resume else []
     done = {(row["n"], row["k"]) for row in rows}
@@ -179,7 +179,7 @@ def _layer(weight: Tensor, scheme: qao.Scheme) -> tuple[int, Callable[..., Tenso
 
 
 def ratios(rows: list[dict[str, Any]], family: str, bar: Bar) -> list[tuple[float, dict[str, Any]]]:
-    """The fastest other's time over ours, and the row, where both ran."""
+    """The fastest peer's time over ours, and the row, where both ran."""
     found = []
     for row in rows:
         others = [row["us"][name] for name in bar.beside if name in row["us"]]
@@ -189,7 +189,7 @@ def ratios(rows: list[dict[str, Any]], family: str, bar: Bar) -> list[tuple[floa
 
 
 def _each_bar(rows: list[dict[str, Any]]) -> Iterator[tuple[Family, Bar, list[tuple[float, dict[str, Any]]]]]:
-    """Every bar that something ran for, with its ratios."""
+    """Every bar with measured contenders, and its ratios."""
     for name, family in FAMILIES.items():
         for bar in family.bars:
             if found := ratios(rows, name, bar):
@@ -218,7 +218,7 @@ def _means(found: list[tuple[float, dict[str, Any]]], tokens: list[int]) -> list
 
 
 def render_beside(results: dict[str, Any]) -> str:
-    """Ours beside the kernels of others alone: geometric means over the layers."""
+    """qao against other libraries' kernels: geometric means over the layers."""
     rows = results["rows"]
     tokens = list(dict.fromkeys(row["m"] for row in rows))
     lines = [
@@ -232,7 +232,7 @@ def render_beside(results: dict[str, Any]) -> str:
 
 
 def render(results: dict[str, Any]) -> str:
-    """The Markdown of one results file: a line a bar, columns by M, means and the least."""
+    """Markdown of one results file: one line per bar, columns by M, means and minimum."""
     rows = results["rows"]
     tokens = list(dict.fromkeys(row["m"] for row in rows))
     lines = []

@@ -1,4 +1,4 @@
-"""Results of the products as Markdown: every cell of one scheme, or one layer under every scheme."""
+"""GEMM results as Markdown: every cell of one scheme, or one layer under every scheme."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SUMMARY_LAYERS = ("gate_up", "up")
 
 
 def render(results: dict[str, Any]) -> str:
-    """Every cell, one table a layer."""
+    """Every cell, one table per layer."""
     meta, rows = results["meta"], results["rows"]
     if rows[0]["group_size"] is None:
         weights = "weights with a scale per row"
@@ -55,7 +55,7 @@ def large_layers(results: dict[str, dict[str, Any]]) -> dict[str, list[dict[str,
 
 
 def render_means(results: dict[str, dict[str, Any]]) -> str:
-    """Schemes by tokens, over large layers: times as fast as bfloat16, share of the roofline; ``results`` by word."""
+    """Schemes by tokens, over large layers: speedup over bfloat16, share of the roofline; ``results`` by word."""
     captions: dict[str, list[str]] = {}
     for word, result in results.items():
         captions.setdefault(caption(result["meta"]), []).append(f"`{word}`")

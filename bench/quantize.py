@@ -1,4 +1,4 @@
-"""Activation quantizers and fused producers: bytes per second against a plain copy of as many bytes."""
+"""Activation quantizers and fused producers: bandwidth compared with a plain copy of the same size."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _INT8, _FP8 = torch.int8, torch.float8_e4m3fn
 
 class Case(NamedTuple):
     name: str
-    inputs: int  # matrices [M, K]
+    inputs: int  # number of matrices [M, K]
     call: Callable[..., tuple[Tensor, ...]]
-    weight: bool = False  # of the norm, [K], the first argument
-    passes: int = 1  # over the inputs; a scale for all of x is known only after the first
+    weight: bool = False  # whether the first argument is the norm's weight [K]
+    passes: int = 1  # over the inputs; a per-tensor scale needs two
 
 
 CASES = (
@@ -44,12 +44,12 @@ SHAPES = {
     "cuda": ((1, 4096), (16, 4096), (256, 4096), (4096, 8192)),
 }
 _CELL_S = {"cpu": 0.5, "cuda": 0.05}
-_GPU_BYTES_PER_S = 3e12  # about; how many calls make a graph
+_GPU_BYTES_PER_S = 3e12  # approximate; determines the number of calls per graph
 
 
 @torch.inference_mode()
 def run(device: str, shapes: tuple[tuple[int, int], ...] | None = None) -> dict[str, Any]:
-    """Measures, prints a line a case and shape, and returns what belongs in the results file."""
+    """Measure, print one line per case and shape, and return the content of the results file."""
     meta = describe(device)
     warn_if_busy(meta)
     if device == "cuda":

@@ -1,4 +1,4 @@
-"""How many times faster than something else: bf16, a peer by its name, or the best peer of every cell."""
+"""Speedups over bf16, over a named peer, or over the best peer of every cell."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _TIMES = {
 
 
 def ratio(row: dict[str, Any], against: str) -> float | None:
-    """The other's time divided by ours in one cell; None: it did not run there."""
+    """The peer's time divided by ours in one cell; None: it did not run there."""
     us = _TIMES[against](row) if against in _TIMES else row["peers"].get(against)
     return None if us is None else us / row["us"]
 
 
 def means(rows: list[dict[str, Any]]) -> str:
-    """Geometric means in short: times as fast as bfloat16, share of the roofline."""
+    """Geometric means as text: speedup over bfloat16, share of the roofline."""
     if not rows:
         return "–"
     return f"{mean_ratio(rows, BF16):.2f}, {geometric_mean(row['floor_us'] / row['us'] for row in rows):.0%}"
 
 
 def mean_ratio(rows: list[dict[str, Any]], against: str) -> float | None:
-    """The geometric mean over the cells where the other ran; None: there is none."""
+    """The geometric mean over the cells in which the peer ran; None: there are no such cells."""
     known = [value for row in rows if (value := ratio(row, against)) is not None]
     return geometric_mean(known) if known else None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 DIGITS = 7  # significant digits of a float: more than any table shows
-_OF_A_RUN = ("load", "command")  # metadata that two runs of one setting may differ in
+_OF_A_RUN = ("load", "command")  # metadata that may differ between runs of one setting
 Results = dict[str, Any]  # {"meta": {...}, "rows": [{...}, ...]}
 
 
@@ -30,13 +30,13 @@ def read(path: Path) -> Results:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, none where there is no file."""
+    """The rows of a file; empty if it does not exist."""
     rows: list[dict[str, Any]] = read(path)["rows"] if path.exists() else []
     return rows
 
 
 def earlier(path: Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a file that was measured on the same day in the setting of ``meta``, else none."""
+    """The rows of a file measured on the same day in the setting of ``meta``; otherwise empty."""
     if not path.exists():
         return []
     before = read(path)
@@ -45,7 +45,7 @@ def earlier(path: Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def same_setting(meta: dict[str, Any], other: dict[str, Any], but: tuple[str, ...] = ()) -> bool:
-    """Whether the metadata of two runs agree but for how a run was started, and the keys in ``but``."""
+    """Whether the metadata of two runs agree, except how a run was started and the keys in ``but``."""
     kept = [{key: one[key] for key in one if key not in (*_OF_A_RUN, *but)} for one in (meta, other)]
     return bool(_rounded(kept[0]) == _rounded(kept[1]))
 
@@ -66,7 +66,7 @@ def dumps(results: Results) -> str:
 
 
 def loads(text: str) -> Results:
-    """What ``dumps`` wrote, floats rounded to DIGITS."""
+    """Parse the output of ``dumps``; floats are rounded to DIGITS."""
     lines = text.splitlines(keepends=True)
     count = next((i for i, line in enumerate(lines) if not line.startswith("# ")), len(lines))
     meta = {}
@@ -78,7 +78,7 @@ def loads(text: str) -> Results:
 
 
 def _flat(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Keys and values of a row, those of a dictionary inside it under ``outer.inner``."""
+    """Keys and values of a row; a nested dictionary becomes ``outer.inner``."""
     for key, value in row.items():
         assert "." not in key, key
         if isinstance(value, dict) and value:

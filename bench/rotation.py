@@ -1,8 +1,8 @@
-"""What a Hadamard rotation of activations gives: nats a token above float32, with and without calibration.
+"""Gain of a Hadamard rotation of activations: nats per token above float32, with and without calibration.
 
-W x is (W Rᵀ) (R x) for an orthogonal R, here blocks of K multiplied by a Hadamard matrix: outliers among the columns of
-a block are spread over it. Of SmolLM2 as in bench/calibrate.py. int8_int8 has its own option, up to blocks of 256; for
-others R x is plain torch and products are qao's.
+W x is (W Rᵀ) (R x) for an orthogonal R, here a Hadamard matrix per block of K: outlier columns are spread over their
+block. The model is SmolLM2 as in bench/calibrate.py. int8_int8 has its own option, up to blocks of 256; for other
+schemes R x is computed by plain torch and the GEMM by qao.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CASES = [
 
 
 class Rotated(nn.Module):
-    """A linear layer of a weight W Rᵀ, and R in front of it."""
+    """A linear layer with weight W Rᵀ that applies R to its input."""
 
     def __init__(self, linear: nn.Module, block: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, path: Path) -> None:
-    """Measures case by case, each beside the same without a rotation, and writes the results file after each."""
+    """Measure each case with and without rotation, and write the results file after each."""
     gguf, ids, _, tokenizer = load_text()
     ids = ids.to(arguments.device)
     float32 = qao.dequantize_(qao.from_pretrained(gguf, dtype=torch.float32, device=arguments.device))
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace, path: Path) -> None:
 
 
 def quantized(model: nn.Module, case: Case, data: list[Tensor]) -> nn.Module:
-    """A copy; its layers outside the decoder's blocks stay as they are."""
+    """A quantized copy; layers outside the decoder's blocks stay in float."""
     model = copy.deepcopy(model)
     scheme = SCHEMES[case.scheme]
     if isinstance(scheme, qao.Int8DynamicActivationInt8Weight) and case.block in (0, *SIZES):
@@ -153,7 +153,7 @@ def _with_option(model: nn.Module, case: Case, scheme: qao.Scheme, data: list[Te
 
 
 def smoothed(model: nn.Module, data: list[Tensor], rules: Any) -> None:
-    """Factors of SmoothQuant go into norms and weights, before anything is rotated."""
+    """Fold SmoothQuant's factors into norms and weights before the rotation."""
     from qao.calibration.scaling import smooth
     from qao.calibration.stream import evaluating, samples_of
     from qao.quantization import quantize
@@ -167,7 +167,7 @@ def smoothed(model: nn.Module, data: list[Tensor], rules: Any) -> None:
 
 
 def render(results: dict[str, Any]) -> str:
-    """The Markdown of one results file: a line a rotation, beside the same scheme and method without one."""
+    """Markdown of one results file: one line per rotation, next to the same case without one."""
     meta, rows = results["meta"], results["rows"]
     nats = meta["nats_per_token"]
     lines = []

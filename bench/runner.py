@@ -1,4 +1,4 @@
-"""Times a scheme on the linear layers of real models: every layer at every M, against bfloat16 and the peers."""
+"""Times a scheme on linear layers of real models: every layer at every M, against bfloat16 and peers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Layer(NamedTuple):
     name: str
     n: int  # out_features
     k: int  # in_features
-    cached: bool = False  # one copy of the weight, which the last-level cache may hold, instead of many in turns
+    cached: bool = False  # one copy of the weight, which the last-level cache may hold, instead of rotating copies
 
 
 # o, qkv, gate_up and down of an 8B Llama, o and down of a 70B one; K = 896 is Qwen2.5-0.5B.
@@ -53,13 +53,13 @@ _QUICK = 4  # --quick divides the budget
 
 @dataclass(frozen=True)
 class Run:
-    """What to measure."""
+    """Settings of a run."""
 
     scheme: Scheme
     device: str
     layers: Sequence[Layer]
     tokens: Sequence[int]
-    group_size: int | None = None  # weights in four bits only
+    group_size: int | None = None  # 4-bit weights only
     symmetric: bool | None = None
     quick: bool = False
 
@@ -70,15 +70,17 @@ class Run:
 
 class Contender(NamedTuple):
     peer: Peer
-    weights: Iterator[tuple[Tensor, ...]]  # copies of the peer's tensors, round and round
+    weights: Iterator[tuple[Tensor, ...]]  # rotating copies of the peer's tensors
 
     def run(self, x: Tensor) -> Tensor:
         return self.peer.run(x, *next(self.weights))
 
 
 def run(request: Run, save: Callable[[dict[str, Any]], None] = lambda results: None) -> dict[str, Any]:
-    """Measures, prints a line a cell, and returns what belongs in the results file. ``save`` gets it after every layer,
-    so that a run that is cut short keeps what it has."""
+    """Measure, print one line per cell, and return the content of the results file.
+
+    ``save`` gets it after every layer, so that an interrupted run keeps its results.
+    """
     meta = describe(request.device)
     if request.device == "cuda":
         settle_clocks()
@@ -130,12 +132,12 @@ def _layer_rows(request: Run, layer: Layer, bytes_per_s: float, flop_per_s: floa
 
 
 def _contender(kind: type[Peer], weight: Weight, device: str, cached: bool) -> Contender | str:
-    """Ready to run on rotating copies, or the reason why not."""
+    """A contender with rotating copies, or the reason why it cannot run."""
     if reason := kind.unavailable(device):
         return reason
     try:
         peer = kind(weight)
-    except Exception as error:  # whatever a foreign library raises is a result: it failed, and why
+    except Exception as error:  # failures of other libraries are results
         return _reason(kind, error)
     return Contender(peer, rotation(peer.tensors, 1 if cached else _copies(peer, device)))
 
@@ -143,7 +145,7 @@ def _contender(kind: type[Peer], weight: Weight, device: str, cached: bool) -> C
 def _cell(
     request: Run, contenders: dict[str, Contender | str], x: Tensor, reference: Tensor, floor: float, cached: bool
 ) -> dict[str, float | str]:
-    """By contender: seconds a call, or the reason why there are none."""
+    """Seconds per call by contender, or the reason why it did not run."""
     timed: dict[str, Any] = {}
     outcome: dict[str, float | str] = {}
     for name, contender in contenders.items():
@@ -162,7 +164,7 @@ def _cell(
 
 
 def _ready(contender: Contender, x: Tensor, reference: Tensor, floor: float, max_error: float) -> Any:
-    """What the timer of x's device takes: a graph or a call. Checks the result first: a fast wrong answer is none."""
+    """A graph or a call for the timer of x's device. Checks the result first."""
     peer = contender.peer
     expected = x[-16:].float() @ reference.T
     error = (peer.run(x, *peer.tensors)[-16:].float() - expected).norm() / expected.norm()
@@ -177,7 +179,7 @@ def _copies(peer: Peer, device: str) -> int:
 
 
 def _reason(kind: type[Peer], error: Exception) -> str:
-    """One line for the results; only what we compare with may fail."""
+    """One line for the results. Only peers may fail."""
     if not kind.may_fail:
         raise error
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]

@@ -1,4 +1,4 @@
-"""The seven operators, called as a layer calls them, and what each is measured against."""
+"""The seven operators, called as a layer calls them, and the peers of each."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ class Fp8Int4(_FourBits):
 
 
 class Scheme(NamedTuple):
-    """What one word of the command line measures."""
+    """The subject of one command-line word."""
 
     ours: type[Peer]
     peers: tuple[type[Peer], ...]
-    random_weight: Callable[..., Weight]  # of (n, k, device), with a GroupedWeight of (n, k, group_size, symmetric, ..)
-    # ‖y - ref‖ / ‖ref‖ of a right result stays below this, of a wrong layout far above. Rounding x to eight bits costs
+    random_weight: Callable[..., Weight]  # (n, k, device); for GroupedWeight (n, k, group_size, symmetric, ...)
+    # ‖y - ref‖ / ‖ref‖ of a right result stays below this; a wrong layout is far above. Rounding x to eight bits costs
     # about 1 % in int8 and 2.5 % in e4m3.
     max_error: float = 0.02
 
@@ -116,14 +116,14 @@ SCHEMES = {
     "fp8_int4": Scheme(Fp8Int4, (Int4, HummingFp8, GemliteFp8Int4), GroupedWeight.random, max_error=0.05),
 }
 
-# The public schemes with their defaults, as layers have them, by the same words.
+# The public schemes with their defaults, as in layers, by the same words.
 LAYER_SCHEMES: dict[str, qao.Scheme] = {
     word: kind() for word, kind in schemes.SCHEMES.items() if "cuda" in kind.devices
 }
 
 
 def layer_in_turns(layer: qao.QuantLinear, device: str) -> tuple[int, Callable[[Tensor], Tensor]]:
-    """Over how many copies of its weight a layer's calls rotate, so that no cache holds the next one, and the call."""
+    """The number of weight copies that calls rotate over, to defeat caches, and the call."""
     copies = copies_of(layer.qweight.nbytes, device)
     tensors = [{**layer._parameters} for _ in range(copies)]
     for own in tensors[1:]:
@@ -133,5 +133,5 @@ def layer_in_turns(layer: qao.QuantLinear, device: str) -> tuple[int, Callable[[
 
 
 def without_search(scheme: qao.Scheme) -> qao.Scheme:
-    """Random weights have nothing to gain from a search for better clipping ranges."""
+    """The scheme without clipping search, which gains nothing on random weights."""
     return dataclasses.replace(scheme, clip_search=False) if hasattr(scheme, "clip_search") else scheme  # type: ignore[type-var]

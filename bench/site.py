@@ -1,4 +1,4 @@
-"""Pages and pictures of every results file, which the site build makes (tools/mkdocs_hooks.py)."""
+"""Pages and plots of every results file, for the site build (tools/mkdocs_hooks.py)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from . import plots, table
 from .meta import RESULTS, source_hash
 from .result_files import read
 
-FOLDER = "results"  # of the site
+FOLDER = "results"  # path in the site
 
 
 def pages() -> Iterator[tuple[str, str]]:
-    """Names and Markdown: an index, and a page for every device."""
+    """Names and Markdown: an index, and one page per device."""
     lines = []
     present = source_hash()
     for folder in sorted({path.parent for path in RESULTS.glob("*/*.csv")}):
@@ -28,7 +28,7 @@ def pages() -> Iterator[tuple[str, str]]:
 
 
 def pictures(cache: Path) -> Iterator[Path]:
-    """Every picture that the pages show, drawn into ``cache`` if it is older than its results."""
+    """Every plot on the pages, redrawn into ``cache`` if older than its results."""
     cache.mkdir(parents=True, exist_ok=True)
     for path in sorted(RESULTS.glob("*/*.csv")):
         if path.stem in plots.WORDS:

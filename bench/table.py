@@ -106,7 +106,7 @@ _KERNELS = re.compile(r"<!-- kernels -->\n.*?<!-- /kernels -->", re.DOTALL)
 
 
 def update(check: bool) -> int:
-    """Renders every block of every document; with ``check`` writes nothing and returns 1 if one would change."""
+    """Render every block of every document; with ``check`` write nothing and return 1 if a block would change."""
     stale = []
     for name in _DOCUMENTS:
         path = ROOT / name
@@ -138,7 +138,7 @@ def _results_block(match: re.Match[str]) -> str:
 
 
 def body(kind: str, device: str) -> str | None:
-    """The Markdown of a block; None: nothing was measured."""
+    """The Markdown of a block; None: no measurements."""
     present = {word: read(path) for word, path in _files(kind, device).items() if path.exists()}
     if not present:
         return None
@@ -151,7 +151,7 @@ def body(kind: str, device: str) -> str | None:
 
 
 def _files(kind: str, device: str) -> dict[str, Path]:
-    """The results files of a block, by the names of their benches."""
+    """The results files of a block, by benchmark name."""
     words = list(SCHEMES) if kind in _OF_ALL_SCHEMES else [_IN_SHORT[kind][0] if kind in _IN_SHORT else kind]
     return {word: RESULTS / device / f"{word}.csv" for word in words}
 

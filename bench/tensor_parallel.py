@@ -44,17 +44,17 @@ class Sizes(NamedTuple):
     intermediate: int
     heads: int
     kv_heads: int
-    context: int  # tokens before the one that is decoded
+    context: int  # tokens before the decoded one
 
 
 PRESETS = {
     "llama-3.1-70b": Sizes(8192, 28672, 64, 8, 512),
-    "tiny": Sizes(512, 1024, 8, 4, 32),  # for trying the bench itself; 4 ranks at most
+    "tiny": Sizes(512, 1024, 8, 4, 32),  # for trying the benchmark; 4 ranks at most
 }
 
 
 class Block(nn.Module):
-    """Attention over a cache and a gated MLP, as of Llama, without rotary positions, which cost every rank alike."""
+    """Llama's attention over a cache and gated MLP, without rotary embedding, which costs every rank the same."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Block(nn.Module):
         batch, tokens, _ = x.shape
         normed = self.norms[0](x)
         q, k, v = (part(normed).view(batch, tokens, -1, self.head_dim).transpose(1, 2) for part in self.qkv)
-        if self.keys is not None and self.values is not None:  # of earlier tokens
+        if self.keys is not None and self.values is not None:  # keys and values of earlier tokens
             k, v = torch.cat((self.keys, k), 2), torch.cat((self.values, v), 2)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=self.keys is None, enable_gqa=True)
         x = x + self.o(y.transpose(1, 2).reshape(batch, tokens, -1))
@@ -80,14 +80,14 @@ class Block(nn.Module):
         return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
 
     def remember(self, batch: int, tokens: int) -> None:
-        """Fills the cache; 0: none."""
-        width = self.qkv[1].out_features // self.head_dim  # heads of this rank
+        """Fill the cache; 0: no cache."""
+        width = self.qkv[1].out_features // self.head_dim  # heads on this rank
         shape, like = (batch, width, tokens, self.head_dim), next(self.norms.parameters())
         self.keys, self.values = (torch.randn(shape).to(like) if tokens else None for _ in range(2))
 
 
 def make(sizes: Sizes, layers: int, scheme: str, mesh: DeviceMesh, device: torch.device) -> nn.Sequential:
-    """Sharded block by block, so that no rank holds the whole model. Weights are the same on every rank."""
+    """Shard block by block, so that no rank holds the whole model. Weights are the same on every rank."""
     blocks = []
     for number in range(layers):
         torch.manual_seed(number)
@@ -117,13 +117,13 @@ class Step:
         for _ in range(3):
             self.result = run()
         self.run: Callable[[], Any] = run
-        self.captured = run  # holds x, which a graph reads
+        self.captured = run  # keeps x alive, which the graph reads
         if compiled and x.is_cuda:
             self.graph = capture(run)
             self.run = self.graph.replay
 
     def seconds(self) -> float:
-        """Of the slowest rank of all, replicas included."""
+        """Time of the slowest rank, including replicas."""
         self._settle()
         begin = time.perf_counter()
         self.run()
@@ -142,7 +142,7 @@ class Step:
 def measure(
     arguments: argparse.Namespace, device: torch.device, save: Callable[[list[dict[str, Any]]], None]
 ) -> list[dict[str, Any]]:
-    """``save`` gets what there is after every case, for a run that is stopped."""
+    """``save`` gets partial results after every case, in case the run is interrupted."""
     sizes, world, rows = PRESETS[arguments.preset], dist.get_world_size(), []
     tps = [tp for tp in arguments.tp if world % tp == 0]
     meshes = {tp: init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))["tp"] for tp in tps}
@@ -175,7 +175,7 @@ def measure(
 
 
 def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Beside each row: bfloat16's time over its own, and the time of one GPU over ``tp`` times its own."""
+    """Add each row's speedup over bfloat16 and parallel efficiency: one GPU's time over ``tp`` times its own."""
     key = ("scheme", "tp", "phase", "batch", "tokens", "compiled")
     times = {tuple(row[name] for name in key): row["us"] for row in rows}
     for row in rows:
@@ -187,7 +187,7 @@ def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def render(results: dict[str, Any]) -> str:
-    """Milliseconds on every number of GPUs, a line a step and scheme."""
+    """Milliseconds on every number of GPUs, one line per step and scheme."""
     rows, meta = results["rows"], results["meta"]
     sizes = sorted({row["tp"] for row in rows})
     steps: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
@@ -229,7 +229,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    torch._dynamo.config.recompile_limit = 256  # one forward, compiled for every scheme and block
+    torch._dynamo.config.recompile_limit = 256  # one forward method is compiled for every scheme and block
     folder = arguments.out or RESULTS / f"{device_slug(device.type)}-x{dist.get_world_size()}"
 
     def save(rows: list[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
-"""What more threads give on a CPU: a layer under every scheme and in bfloat16; and what a busy process costs them.
+"""Thread scaling on a CPU: a layer under every scheme and in bfloat16, also next to a busy process.
 
-Contenders take turns in one process. The cores are those that the process may use (``taskset -c 0-15`` for 16).
+Contenders alternate in one process. The cores are those that the process may use (``taskset -c 0-15`` for 16).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .timing import interleaved
 LAYER = (14336, 4096)  # N, K
 TOKENS = (64, 256, 1024)
 BUSY_TOKENS = 256
-BAR = 0.8  # efficiency, at least
-BUSY_BAR = 2.0  # times the slowdown of bfloat16 beside a busy process, at most
+BAR = 0.8  # minimum efficiency
+BUSY_BAR = 2.0  # maximum slowdown by a busy process relative to bfloat16's
 
 Calls = dict[str, Callable[[], object]]
 
@@ -38,7 +38,7 @@ def add_arguments(command: Any) -> None:
 
 @torch.inference_mode()
 def run(seconds: float, tokens: Sequence[int], counts: Sequence[int] | None, path: Path) -> list[dict[str, Any]]:
-    """Measures, prints a line a cell and writes the results after every one."""
+    """Measure, print one line per cell and write the results after each."""
     cores = len(os.sched_getaffinity(0))
     counts = counts or [1 << i for i in range(cores.bit_length())]
     before = torch.get_num_threads()
@@ -96,7 +96,7 @@ def misses(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
 
 
 def render(results: dict[str, Any]) -> str:
-    """The Markdown of one results file: a line a scheme and M."""
+    """Markdown of one results file: one line per scheme and M."""
     rows, meta = results["rows"], results["meta"]
     counts = sorted({row["threads"] for row in rows if not row["busy"]})
     lines = []
@@ -127,13 +127,13 @@ def _peers() -> Iterator[tuple[str, Peer]]:
 
 
 def _calls(peers: dict[str, Peer], m: int) -> Calls:
-    """One copy of each weight: so many tokens read W once for all of their products."""
+    """One copy of each weight: with so many tokens, GEMMs reuse W."""
     x = torch.randn(m, LAYER[1]).bfloat16()
     return {name: partial(peer.run, x, *peer.tensors) for name, peer in peers.items()}
 
 
 def _times(calls: Calls, threads: int, seconds: float) -> dict[str, float]:
-    """Microseconds of each."""
+    """Microseconds of each call."""
     torch.set_num_threads(threads)
     times = interleaved(list(calls.values()), seconds, min_rounds=3)
     return {name: time * 1e6 for name, time in zip(calls, times, strict=True)}

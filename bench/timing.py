@@ -1,6 +1,6 @@
-"""The methods. CPU: contenders take turns in rounds. GPU: replays of CUDA graphs, in turns as well. Medians of both.
+"""Timing methods. CPU: contenders alternate in rounds. GPU: alternating CUDA graph replays. Medians of both.
 
-Whatever is timed works on random data and rotates over copies of its weight, so that no cache holds the next one.
+Benchmarks use random data and rotate over copies of the weight, so that the next copy is not cached.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from torch import Tensor
 
 Call = Callable[[], object]
 
-# A sample repeats its call until it is long against the timer, or against synchronizing with a GPU. Not longer: on a
-# busy CPU, short samples are the ones that nothing interrupts.
+# A sample repeats its call until it is long compared with the timer resolution or a GPU synchronization, but no longer:
+# on a busy CPU, short samples are less often interrupted.
 _SHORTEST_SAMPLE_S = {"cpu": 2e-4, "cuda": 2e-3}
 _SHORTEST_WARM_SAMPLE_S = 0.02
-_GRAPH_S = 500e-6  # device time of one graph, long against the gap between two replays
-_SLOW_CALL_S = 5e-3  # a call that takes longer is a graph of its own: what the L2 holds plays no part
+_GRAPH_S = 500e-6  # device time of one graph, long compared with the gap between replays
+_SLOW_CALL_S = 5e-3  # a longer call gets a separate graph, since the L2 has no effect on it
 _MAX_GRAPH_CALLS = 512
-# Many: of a few, an L2 that lets new lines go first keeps a part from one round to the next, as no model's would.
+# With few copies, an L2 that evicts new lines first keeps part of them between rounds, unlike in a model.
 _L2S_OF_COPIES = 10
-_CPU_COPIES_BYTES = 256 << 20  # far past L2; an L3 may be larger, but on a server it is shared
+_CPU_COPIES_BYTES = 256 << 20  # far beyond L2; an L3 may be larger, but on a server it is shared
 
 
 def copies_of(size: int, device: str) -> int:
-    """How many copies of ``size`` bytes far exceed the L2 of a GPU, or that of a CPU; 3 or more."""
+    """The number of copies of ``size`` bytes, at least 3, that far exceeds the L2 of the device."""
     cold = _L2S_OF_COPIES * torch.cuda.get_device_properties().L2_cache_size if device == "cuda" else _CPU_COPIES_BYTES
     return min(max(3, math.ceil(cold / size)), _MAX_GRAPH_CALLS)
 
 
 def rotation(tensors: tuple[Tensor, ...], copies: int) -> Iterator[tuple[Tensor, ...]]:
-    """``tensors`` and ``copies - 1`` clones of them, round and round."""
+    """``tensors`` and ``copies - 1`` clones of them, cycled."""
     return cycle([tensors, *(tuple(t.clone() for t in tensors) for _ in range(copies - 1))])
 
 
 def _sample(call: Call, repeats: int, device: str) -> float:
-    """Seconds of a call, until the device has done it."""
+    """Seconds of a call, including synchronization."""
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     synchronize()
     start = time.perf_counter()
@@ -58,9 +58,9 @@ def interleaved(
     warm: bool = False,
     average: Callable[[Sequence[float]], float] = median,
 ) -> list[float]:
-    """Median seconds of each call; they run in turns, for about ``seconds`` each, and so share every disturbance.
+    """Median seconds of each call. Calls alternate for about ``seconds`` each, so that disturbances affect all.
 
-    ``warm``: samples are many calls, and one that is not timed goes first: the caches hold what they can of the weight.
+    ``warm``: samples are many calls after an untimed one, so that the caches hold as much of the weight as they can.
     """
 
     def sample(call: Call, repeats: int) -> float:
@@ -80,10 +80,10 @@ def interleaved(
 
 
 def capture(call: Call, calls: int = 1) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of ``calls`` calls in a row."""
+    """A CUDA graph of ``calls`` consecutive calls."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # lazy set-up (cuBLAS workspaces, module loads) must not happen during capture
+    with torch.cuda.stream(side):  # lazy setup (cuBLAS workspaces, module loads) must not happen during capture
         call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -94,11 +94,11 @@ def capture(call: Call, calls: int = 1) -> torch.cuda.CUDAGraph:
 
 
 class Graph:
-    """A graph of calls enough to be timed, in whole turns over the copies of the weight."""
+    """A graph of enough calls to be timed, in whole rotations over the copies of the weight."""
 
     def __init__(self, call: Call, copies: int, floor_s: float) -> None:
         turns = math.ceil(min(_MAX_GRAPH_CALLS, _GRAPH_S / floor_s) / copies)
-        once = min(_sample(call, 1, "cuda"), _sample(call, 1, "cuda"))  # a busy host may hold one up
+        once = min(_sample(call, 1, "cuda"), _sample(call, 1, "cuda"))  # a busy host may delay one
         self.calls = 1 if once > _SLOW_CALL_S else turns * copies
         self.graph = capture(call, self.calls)
 
@@ -111,7 +111,7 @@ class Graph:
 
 
 def replayed(graphs: Sequence[Graph], seconds: float, min_rounds: int = 5) -> list[float]:
-    """Median seconds of one call of each graph, the graphs replayed in turns for about ``seconds`` each."""
+    """Median seconds per call of each graph. Replays alternate for about ``seconds`` per graph."""
     for graph in graphs:  # warm-up
         graph.sample()
     torch.cuda.synchronize()
@@ -126,7 +126,7 @@ def replayed(graphs: Sequence[Graph], seconds: float, min_rounds: int = 5) -> li
 
 
 def settle_clocks() -> None:
-    """Keeps the GPU busy until two batches of the same work in a row take the same time to 1 %, 3 seconds at most."""
+    """Keep the GPU busy until two consecutive equal batches agree to 1 %, 3 seconds at most."""
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     before = math.inf
     for _ in range(60):
@@ -137,7 +137,7 @@ def settle_clocks() -> None:
 
 
 def ceilings(device: str) -> tuple[float, float]:
-    """What this device really does: bytes/s of reading memory, and FLOP/s of a bfloat16 matrix product."""
+    """Measured limits of this device: bytes/s of memory reads, and FLOP/s of a bfloat16 GEMM."""
     size, side = (1 << 31, 8192) if device == "cuda" else (1 << 28, 2048)
     data = torch.randn(size // 4, device=device)
     target = torch.empty_like(data)

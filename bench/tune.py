@@ -1,9 +1,9 @@
-"""``python -m bench tune``: measures what plan() goes by, and writes it into the table that is compiled in.
+"""``python -m bench tune``: fits the cost model of plan() and writes the compiled-in table.
 
-``qao_sweep`` (bench/sweep.cpp) times every plan that could run a problem. To each row of cuda/mm/wgmma/costs.inc, which
-is one kind of operands with one tile of tokens, belong the microseconds that explain its times best by the model of
-qao/cost.h, moved to where they choose faster plans (tune_choices.py). Then plan()'s choices are compared with the best
-of the sweep, also on layers that had no part in the fit.
+``qao_sweep`` (bench/sweep.cpp) times every valid plan of a problem. Each row of cuda/mm/wgmma/costs.inc stands for one
+kind of operands with one token tile. It gets the microseconds that best explain its times in the model of qao/cost.h,
+adjusted so that plan() chooses faster plans (tune_choices.py). Then plan()'s choices are compared with the best plans
+of the sweep, also on layers excluded from the fit.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ OPERANDS = (
     *("fp8_fp8", "fp8_fp8_fast", "fp8_fp8_blocks", "fp8_int4", "fp8_int4_rows", "fp8_int4_rows_fast"),
 )
 SHARING = (("float_int8", "float_fp8"), ("fp8_fp8", "fp8_fp8_fast"))  # rows of the table
-UNSEEN = ((5120, 5120), (13824, 5120), (2560, 9728), (3584, 18944))  # N, K of layers that no cost is fitted to
+UNSEEN = ((5120, 5120), (13824, 5120), (2560, 9728), (3584, 18944))  # N, K of layers excluded from the fit
 UNSEEN_TOKENS = (2, 12, 24, 48, 100, 200, 700, 3000)
 BETWEEN = (192, 300, 777)  # tokens that end inside a tile, as prompts do
-NEAR = 1.1  # times the best plan's time, at most, on unseen layers
+NEAR = 1.1  # maximum ratio to the best plan's time, on unseen layers
 
 _ROW = re.compile(r"^QAO_COST\((\w+), (\d+), (.*)\)$")
 _MEMORY = re.compile(r"^QAO_MEMORY\((.*)\)$")
-_READ_SHARES = (0.75, 0.8, 0.85, 0.9, 0.95, 1.0)  # of the read bandwidth, that a product may reach
+_READ_SHARES = (0.75, 0.8, 0.85, 0.9, 0.95, 1.0)  # candidate shares of the read bandwidth that a GEMM may reach
 _ROUNDS = 20
 _OVERLAPS = (0.0, 0.1, 0.17, 0.25, 0.35)
 
-Row = tuple[str, int]  # kind of operands, tokens of a tile
+Row = tuple[str, int]  # kind of operands, tokens per tile
 Costs = dict[Row, tuple[float, ...]]
 Problem = tuple[int, int, int]  # M, N, K
 
@@ -58,16 +58,16 @@ class Timing(NamedTuple):
     problem: Problem
     row: Row | None  # of the table; None: no cost decides on it
     counts: tuple[float, ...]
-    bytes: float  # of W
+    bytes: float  # bytes of W
     us: float
-    chosen: bool  # by the plan() that the sweep was built with
-    final: bool = False  # timed by turns with the other fastest ones
+    chosen: bool  # by the plan() compiled into the sweep
+    final: bool = False  # timed again, interleaved with the other fastest plans
     plan: str = ""
-    before: float = 0.0  # microseconds of `us` in which x is quantized
+    before: float = 0.0  # part of `us` spent on quantizing x
 
 
 def expected(timing: Timing, costs: Costs, memory: Memory) -> float:
-    """Microseconds, as plan() computes them."""
+    """Microseconds predicted by the cost model of plan()."""
     assert timing.row is not None
     work = sum(count * cost for count, cost in zip(timing.counts, costs[timing.row], strict=True))
     reading = timing.bytes / memory.bytes_per_us
@@ -75,7 +75,7 @@ def expected(timing: Timing, costs: Costs, memory: Memory) -> float:
 
 
 def parse(lines: Iterable[str]) -> list[Timing]:
-    """What qao_sweep prints."""
+    """Parse the output of qao_sweep."""
     found = []
     for entry in map(json.loads, lines):
         row = (entry["operands"], entry["tile_m"]) if entry["operands"] else None
@@ -87,8 +87,10 @@ def parse(lines: Iterable[str]) -> list[Timing]:
 
 
 def fit(timings: Sequence[Timing], memory: Memory) -> Costs:
-    """Costs of each row, none negative, of least squared relative error. Plans far from the best of their problem weigh
-    less: nothing depends on them."""
+    """Nonnegative costs of each row with the least squared relative error.
+
+    Plans far from the best of their problem weigh less, since nothing depends on them.
+    """
     best = _best(timings)
     costs = {}
     for row in sorted({timing.row for timing in timings if timing.row is not None}):
@@ -100,7 +102,7 @@ def fit(timings: Sequence[Timing], memory: Memory) -> Costs:
             )
         )
         counts = torch.tensor([t.counts for t in mine], dtype=torch.float64)
-        hidden = torch.zeros_like(us, dtype=torch.bool)  # work behind reading, by the costs of the last round
+        hidden = torch.zeros_like(us, dtype=torch.bool)  # compute hidden behind reads in the last iteration
         for _ in range(_ROUNDS):
             slope = torch.where(hidden, memory.overlap, 1.0)
             rest = torch.where(hidden, reading, memory.overlap * reading)
@@ -114,7 +116,7 @@ def fit(timings: Sequence[Timing], memory: Memory) -> Costs:
 
 
 def fit_memory(timings: Sequence[Timing], bytes_per_us: float) -> Memory:
-    """Read bandwidth and overlap with which costs explain the timings best. ``bytes_per_us``: a plain read's."""
+    """Read bandwidth and overlap that explain the timings best. ``bytes_per_us``: rate of a plain read."""
 
     def error(memory: Memory) -> float:
         costs, best = fit(timings, memory), _best(timings)
@@ -127,7 +129,7 @@ def fit_memory(timings: Sequence[Timing], bytes_per_us: float) -> Memory:
 
 
 def _non_negative(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """x >= 0 of least ‖a x - b‖: the best of the solutions with some of x fixed at zero. a: [plans, terms]."""
+    """x >= 0 minimizing ‖a x - b‖, found over all subsets of x fixed at zero. a: [plans, terms]."""
     terms = a.shape[1]
     least, answer = float(b.norm()), torch.zeros(terms, dtype=a.dtype)
     for size in range(1, terms + 1):
@@ -141,7 +143,7 @@ def _non_negative(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def losses(timings: Sequence[Timing], costs: Costs, memory: Memory) -> dict[Problem, float]:
-    """By problem: time of the plan of least expected time divided by that of the best one in the table's reach."""
+    """By problem: time of the plan with the least predicted time over that of the best plan the table covers."""
     priced = [timing for timing in timings if timing.row in costs]
     best = _best(priced)
     cheapest: dict[Problem, tuple[float, float]] = {}
@@ -152,7 +154,7 @@ def losses(timings: Sequence[Timing], costs: Costs, memory: Memory) -> dict[Prob
 
 
 def chosen_losses(timings: Sequence[Timing]) -> dict[Problem, float]:
-    """The same for the plan() that the sweep was built with, against every plan of the sweep."""
+    """``losses`` of the plan() compiled into the sweep, against every plan of the sweep."""
     best = _best(timings)
     return {timing.problem: timing.us / best[timing.problem] for timing in timings if timing.chosen}
 
@@ -168,7 +170,7 @@ def read_table(path: Path = TABLE) -> tuple[Costs, Memory]:
 
 
 def write_table(costs: Costs, memory: Memory, gpu: str, path: Path = TABLE) -> None:
-    """Rows that were not measured stay as they are, and so does the order."""
+    """Write the table. Unmeasured rows and the order stay unchanged."""
     lines = []
     for line in path.read_text().splitlines():
         match = _ROW.match(line)
@@ -182,7 +184,7 @@ def write_table(costs: Costs, memory: Memory, gpu: str, path: Path = TABLE) -> N
 
 
 def build() -> Path:
-    """qao_sweep, by the build that made python/qao/_C.so."""
+    """Build qao_sweep in the build tree of python/qao/_C.so."""
     caches = sorted(ROOT.glob("build/cmake-*/CMakeCache.txt"), key=lambda cache: cache.stat().st_mtime)
     if not caches:
         raise SystemExit("build qao with its CUDA kernels first: QAO_CUDA=ON python setup.py build_ext --inplace")
@@ -201,8 +203,10 @@ def _all(shapes: Iterable[tuple[int, int]], tokens: Sequence[int]) -> list[Probl
 
 
 def run(operands: Sequence[str], program: Path | None, gpu: str, bytes_per_us: float, table: Path = TABLE) -> bool:
-    """Sweeps, fits, writes the table, reports. Whether every unseen problem comes near its best. What reading costs is
-    fitted only together with all operands: they share it."""
+    """Sweep, fit, write the table and report. Returns whether every unseen problem comes near its best plan.
+
+    Read costs are fitted only together with all operands, which share them.
+    """
     program = program or build()
     seen = [(layer.n, layer.k) for layer in LAYERS["cuda"]]
     known = {kind: sweep(program, kind, _all(seen, sorted({*TOKENS["cuda"], *BETWEEN}))) for kind in operands}
@@ -226,7 +230,7 @@ def run(operands: Sequence[str], program: Path | None, gpu: str, bytes_per_us: f
 
 
 def _report(title: str, found: dict[Problem, float]) -> float:
-    """Prints how far from the best; returns the worst."""
+    """Print the distance from the best plan; returns the worst."""
     if not found:
         return 1.0
     worst = sorted(found, key=lambda problem: -found[problem])[:3]

@@ -1,6 +1,9 @@
-"""Costs that make plan() choose fast plans. Those that explain all times best need not: the model of qao/cost.h is
-coarse, and what counts is which plan comes out cheapest. A random search from the fitted ones lowers the time of the
-plan chosen over the best one's; it stays near them, and as near as nothing is gained by moving."""
+"""Random search for costs that make plan() choose fast plans.
+
+Costs that best explain all times may choose worse plans, since the model of qao/cost.h is coarse and only the cheapest
+plan counts. Starting at the fitted costs, the search reduces the chosen plan's time relative to the best plan's. It
+stays close to the fit and moves only for a gain.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,22 @@ if TYPE_CHECKING:
     from .tune import Costs, Memory, Row, Timing
 
 ROUNDS = 4000
-_NOTHING = 1e-3  # a loss on average that is not worth moving for
-_SPREAD = 0.03  # plans whose expected times differ by less may come out either way
-_TETHER = 0.01  # what costs that are e times as large must gain: a hundredth of the time
-_UNIT = 0.1  # microseconds that a cost of zero is from one
+_NOTHING = 1e-3  # mean loss too small to move for
+_SPREAD = 0.03  # plans with closer predicted times may rank either way
+_TETHER = 0.01  # minimum gain of costs e times as large: a hundredth of the time
+_UNIT = 0.1  # distance of a zero cost from one, in microseconds
 
 
 def _least(values: Tensor, problem: Tensor, problems: int) -> Tensor:
-    """For each plan the least value of its problem's plans."""
+    """For each plan the least value over its problem's plans."""
     least = torch.full((problems,), math.inf, dtype=values.dtype)
     return least.scatter_reduce(0, problem, values, "amin")[problem]
 
 
 class _Kind(NamedTuple):
-    """The timings of one kind of operands as tensors, one entry a plan."""
+    """Timings of one kind of operands as tensors, one entry per plan."""
 
-    row: Tensor  # of the costs
+    row: Tensor  # row of the costs
     counts: Tensor
     reading: Tensor
     before: Tensor
@@ -60,7 +63,7 @@ def _kind(timings: Sequence[Timing], rows: list[Row], memory: Memory) -> _Kind:
 
 
 def refine(kinds: Sequence[Sequence[Timing]], costs: Costs, memory: Memory, rounds: int = ROUNDS) -> Costs:
-    """Of the rows that the kinds of operands have; kinds that share rows come together."""
+    """Refine the rows of these kinds of operands. Kinds that share rows must be passed together."""
     priced = [[timing for timing in timings if timing.row in costs] for timings in kinds]
     rows = sorted({timing.row for timings in priced for timing in timings if timing.row})
     tensors = [_kind(timings, rows, memory) for timings in priced if timings]
@@ -76,9 +79,9 @@ def refine(kinds: Sequence[Sequence[Timing]], costs: Costs, memory: Memory, roun
     table, least = start.clone(), objective(start)
     for _ in range(rounds):
         trial, row = table.clone(), generator.randrange(len(rows))
-        if generator.random() < 0.3:  # all of a row
+        if generator.random() < 0.3:  # scale a whole row
             trial[row] *= math.exp(generator.gauss(0, 0.08))
-        else:  # one of its costs; others than a K-tile's may begin or end at zero
+        else:  # change one cost; all but the k-tile cost may start or end at zero
             term = generator.randrange(trial.shape[1])
             step = generator.gauss(0, 0.05) if term > 0 else 0.0
             trial[row, term] = max(0.0, float(trial[row, term]) * math.exp(generator.gauss(0, 0.2)) + step)

@@ -1,8 +1,8 @@
-"""New float weights for quantized layers in place: GB/s of ``load_float_`` and ``update_``, beside those of a copy.
+"""In-place update of quantized layers from float weights: GB/s of ``load_float_``, ``update_`` and a copy.
 
-Bytes are those of the bfloat16 weight, read once, and of the packed one, written once, however often they really move;
-a copy reads and writes as many as the weight has. Ranges are not searched. "kernel" is ``quantize_weight_`` alone, in a
-CUDA graph. Weights take turns, so that no cache holds the next one.
+Bytes are those of the bfloat16 weight, read once, and of the packed one, written once, regardless of actual traffic; a
+copy reads and writes as many as the weight has. Clipping is not searched. "kernel" is ``quantize_weight_`` alone, in a
+CUDA graph. Weights alternate, so that the next one is not cached.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _row(scheme: str, shape: str, call: str, taken: float, moved: int, copy: flo
 
 
 def run(device: str, shapes: list[str] | None, save: Callable[[dict[str, Any]], object]) -> None:
-    """``save`` gets what there is after every shape."""
+    """``save`` gets partial results after every shape."""
     rows: list[dict[str, Any]] = []
     parts = [lambda shape=shape: _of_layers(device, shape) for shape in shapes or SHAPES]
     for part in [*parts, *([] if shapes else [lambda: _of_model(device)])]:

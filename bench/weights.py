@@ -1,4 +1,4 @@
-"""Random quantized weights, one class a kind of scale. Every contender of a cell multiplies by the same W."""
+"""Random quantized weights, one class per type of scale. All contenders of a cell use the same W."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Weight(ABC):
 
 @dataclass(frozen=True)
 class GroupedWeight(Weight):
-    """Four bits: W = (q - zeros) * scales, one scale and zero point per ``group_size`` columns.
+    """4 bits: W = (q - zeros) * scales, one scale and zero point per ``group_size`` columns.
 
     q: uint8 [N, K], values 0..15. scales: bfloat16 [N, K / group_size]. zeros: the same, integers; None: all 8.
     """
@@ -46,7 +46,7 @@ class GroupedWeight(Weight):
 
 @dataclass(frozen=True)
 class RowWeight(Weight):
-    """Eight bits: W = q * scales. q: int8 or float8_e4m3fn [N, K]; scales: float32 [N]."""
+    """8 bits: W = q * scales. q: int8 or float8_e4m3fn [N, K]; scales: float32 [N]."""
 
     q: Tensor
     scales: Tensor

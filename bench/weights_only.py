@@ -1,7 +1,7 @@
-"""What rounding weights to four bits without data costs: a language model on two texts, and an embedding model.
+"""Cost of data-free 4-bit weight rounding: a language model on two texts, and an embedding model.
 
-Weights alone are rounded, and the head stays as it is: what language.py and numerics.py measure of whole schemes, on
-more text and with the share of nearest neighbours that embeddings keep.
+Only weights are rounded, and the head stays in float. Measures what language.py and numerics.py measure of whole
+schemes, on more text, and the share of nearest neighbors that embeddings keep.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SCHEMES: dict[str, qao.Scheme] = {
     "groups of 128, symmetric, full range": qao.Int4WeightOnly(symmetric=True, clip_search=False),
     "groups of 32": qao.Int4WeightOnly(group_size=32),
 }
-SENTENCES = 320  # for neighbours
+SENTENCES = 320  # for neighbors
 LINES, SECOND_WINDOWS = 700, 6  # of docstrings, the second text
 
 
 @torch.inference_mode()
 def run(device: str) -> dict[str, Any]:
-    """Quantizes both models under every scheme, prints a line each, and returns the results file's content."""
+    """Quantize both models with every scheme, print a line each, and return the results."""
     path, topics, _, _ = load_text()
     language = qao.dequantize_(qao.from_pretrained(path, dtype=torch.float32, device=device))
     texts = {"topics": topics, "docstrings": _docstrings(path)}
@@ -80,7 +80,7 @@ def vectors(embedding: Any, model: nn.Module, batches: list[dict[str, Tensor]]) 
 
 
 def nearest(vectors: Tensor) -> Tensor:
-    """Of each sentence, which other one is the most alike."""
+    """The most similar other sentence of each sentence."""
     return (vectors @ vectors.T).fill_diagonal_(-2).argmax(-1)
 
 

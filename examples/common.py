@@ -1,4 +1,4 @@
-"""What both parts of the demo share."""
+"""Helpers shared by all parts of the demo."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import qao
 from torch import nn
 
-# Every scheme as it comes, by its word.
+# Every scheme with its defaults, by word.
 SCHEMES: dict[str, qao.Scheme] = {
     scheme.word: scheme
     for scheme in (
@@ -23,7 +23,7 @@ SCHEMES: dict[str, qao.Scheme] = {
 
 
 def linear_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters of every linear layer, biases included."""
+    """Bytes of the parameters of all linear layers, including biases."""
     layers = (module for module in model.modules() if isinstance(module, (nn.Linear, qao.QuantLinear)))
     return sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
 
@@ -33,7 +33,7 @@ def mebibytes(size: int) -> str:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The first column to the left, the others to the right."""
+    """A table with the first column left-aligned, the others right-aligned."""
     widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
     print()
     for line in [header, ["-" * width for width in widths], *rows]:

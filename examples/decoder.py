@@ -25,7 +25,7 @@ CASES = {"decode, 1 sequence": (1, 1), "decode, 16 sequences": (16, 1), "prompt 
 
 
 class Block(nn.Module):
-    """One decoder block with a key-value cache that is already full."""
+    """One decoder block with a full key-value cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.register_buffer("cache", torch.randn(2, batch, KV_HEADS, CONTEXT, HEAD_DIM))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, tokens, HIDDEN]. One token attends to the cache; more are a prompt and attend to themselves."""
+        """x: [batch, tokens, HIDDEN]. A single token attends to the cache; a prompt attends to itself."""
         x = x + self.attention(self.norms[0](x))
         gate, up = self.gate_up(self.norms[1](x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
@@ -57,11 +57,11 @@ class Block(nn.Module):
 
 @torch.inference_mode()
 def run(device: str) -> None:
-    """Prints the stacks' sizes and times."""
+    """Print sizes and times of the stacks."""
     print(f"\n== {BLOCKS} decoder blocks shaped like Llama-3-8B's on {device} (random weights) ==")
     with torch.device(device):
         block = Block().bfloat16()
-    bf16 = nn.Sequential(*(copy.deepcopy(block) for _ in range(BLOCKS)))  # each with its own memory, as in a model
+    bf16 = nn.Sequential(*(copy.deepcopy(block) for _ in range(BLOCKS)))  # separate memory per block, as in a model
     inputs = [torch.randn(*shape, HIDDEN, device=device, dtype=torch.bfloat16) for shape in CASES.values()]
     rows = []
     for word, scheme in SCHEMES.items():
@@ -81,7 +81,7 @@ def run(device: str) -> None:
 
 
 def _without_search(scheme: qao.Scheme) -> qao.Scheme:
-    """Random weights have nothing to gain from a search for better clipping ranges."""
+    """The scheme without clipping search, which gains nothing on random weights."""
     return dataclasses.replace(scheme, clip_search=False) if hasattr(scheme, "clip_search") else scheme
 
 

@@ -1,16 +1,16 @@
-"""A decoder block of Llama's kind around qao: four products instead of seven, their inputs quantized where they arise.
+"""Llama-style decoder block on qao: four GEMMs instead of seven, with fused quantization of their inputs.
 
-It computes what transformers' decoder layer computes from the same weights, and is built from one:
+It computes the same as transformers' decoder layer, from which it is built:
 
-- q, k and v are one QuantLinear, and so are gate and up: larger products keep a GPU busier. Scales belong to rows of W,
-  so joining the rows changes no value.
-- Between the products stand qao's operators: the sum of the residual stream with its RMSNorm, and SiLU-multiply. On
-  Hopper their kernels start while those before them end. A block gets what the one before left to add.
-- ``int4`` has one operator for a product and what surrounds it; for few tokens on Hopper that is one kernel.
-- Where activations are quantized too (``int8_int8``, ``fp8_fp8``), these give out eight bits and scales, which
-  ``*_scaled_mm`` takes as they are.
+- q, k and v are one QuantLinear, and so are gate and up: larger GEMMs use a GPU better. Scales belong to rows of W, so
+  joining the rows changes no value.
+- qao's operators run between the GEMMs: residual add with RMSNorm, and SiLU-multiply. On Hopper their kernels start
+  before the preceding ones end (PDL). Each block adds the last output of the previous block.
+- ``int4`` has one operator for a GEMM and the operations around it; for few tokens on Hopper that is one kernel.
+- If activations are quantized too (``int8_int8``, ``fp8_fp8``), these operators output eight bits and scales, which
+  ``*_scaled_mm`` takes directly.
 
-``python -m bench llama`` measures it beside the plain block.
+``python -m bench llama`` compares it with the plain block.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# What quantizes the input of a product in eight bits, by scheme.
+# Dtype of quantized GEMM inputs, by scheme.
 _PRODUCED = {"int8_int8": torch.int8, "fp8_fp8": torch.float8_e4m3fn}
 
 
 class DecoderBlock(nn.Module):
-    """A decoder layer of transformers (Llama, Qwen2) in another arrangement, for inference: it calls raw operators.
+    """A transformers decoder layer (Llama, Qwen2), restructured for inference with raw operators.
 
     Args:
         layer: the layer, with float weights.
-        scheme: how to quantize its weights; None leaves them as they are, and uses torch's operators alone. Activations
-            of a scheme that quantizes them must be symmetric, with a scale per token.
+        scheme: how to quantize its weights; None leaves them in float and uses only torch's operators. Quantized
+            activations must be symmetric, with a scale per token.
     """
 
     def __init__(self, layer: Any, scheme: qao.Scheme | None) -> None:
@@ -51,7 +51,7 @@ class DecoderBlock(nn.Module):
         self.scheme = scheme
 
     def forward(self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
-        """x, residual: [batch, tokens, hidden], the block's input in two summands; so is the result.
+        """x, residual: [batch, tokens, hidden], two summands of the block's input; the result has the same form.
 
         cos, sin: [1, tokens, head_dim]. ``cache.update(k, v)`` stores the new keys and values and returns all.
         """
@@ -80,7 +80,7 @@ class DecoderBlock(nn.Module):
     def int4_product(
         self, x: Tensor, residual: Tensor, weight: Tensor, linear: Any, gated: bool
     ) -> tuple[Tensor, Tensor]:
-        """The same of an int4 layer; if gated, its halves are gate and up, and the result silu(gate) * up."""
+        """``norm_product`` of an int4 layer; if gated, its halves are gate and up, and the result silu(gate) * up."""
         sizes = linear.out_features, linear.in_features, linear.scheme.group_size
         packed = linear.qweight, linear.scales, linear.bias
         return torch.ops.qao.add_rms_norm_int4_mm(x, residual, weight, self.eps, *packed, *sizes, gated)
@@ -105,13 +105,13 @@ class DecoderBlock(nn.Module):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of x [batch, heads, tokens, head_dim]; the halves of a head are the pairs."""
+    """Rotary position embedding of x [batch, heads, tokens, head_dim]; the halves of a head form the pairs."""
     left, right = x.chunk(2, dim=-1)
     return x * cos.unsqueeze(1) + torch.cat((-right, left), dim=-1) * sin.unsqueeze(1)
 
 
 def _joined(scheme: qao.Scheme | None, *linears: nn.Linear) -> nn.Module:
-    """One linear layer whose outputs are those of ``linears`` in a row."""
+    """One linear layer with the concatenated outputs of ``linears``."""
     weight = torch.cat([linear.weight for linear in linears])
     biases = [linear.bias for linear in linears if linear.bias is not None]
     joined = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
@@ -122,7 +122,7 @@ def _joined(scheme: qao.Scheme | None, *linears: nn.Linear) -> nn.Module:
 
 
 def _scaled_mm(linear: Any, x: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product of a QuantLinear with an input in eight bits."""
+    """The GEMM of a QuantLinear with an 8-bit input."""
     if x.dtype == torch.int8:
         return torch.ops.qao.int8_scaled_mm(
             x, x_scales, None, linear.qweight, linear.scales, linear.bias, linear.weight_sums, dtype

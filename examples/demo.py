@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/ lies beside examples/, it is no installed package
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/ is next to examples/ and not an installed package
 
 import decoder
 import embedding

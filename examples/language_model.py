@@ -1,10 +1,10 @@
-"""A real language model: SmolLM2-135M-Instruct, run from a GGUF file as it is, and under every scheme."""
+"""A real language model, SmolLM2-135M-Instruct, run directly from a GGUF file and under every scheme."""
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the weights are in the package: nothing to ask the network for
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the weights are in the package: no network needed
 
 import copy
 import importlib.util
@@ -26,8 +26,8 @@ QUESTIONS = (
     "Explain in two sentences why the sky is blue.",
     "Write a haiku about the sea.",
 )
-WINDOWS, WINDOW = 6, 128  # of the text that is predicted, in tokens
-ANSWER = 48  # tokens at most
+WINDOWS, WINDOW = 6, 128  # of the evaluated text, in tokens
+ANSWER = 48  # maximum number of tokens
 TIMED_TOKENS, ROUNDS = 12, 3
 Cells = list[str]
 HEADER = ["MiB", "tokens/s", "bits/byte", "above fp32"]
@@ -45,7 +45,7 @@ def find_model() -> Path | None:
 
 
 def answer(model: Any, tokenizer: Any, device: str) -> None:
-    """Asks the questions; the text appears as it is made."""
+    """Answer the questions with streamed output."""
     from transformers import TextStreamer
 
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -58,7 +58,7 @@ def answer(model: Any, tokenizer: Any, device: str) -> None:
 
 @torch.inference_mode()
 def run(path: Path, device: str) -> dict[str, Cells]:
-    """Answers questions; then memory, tokens per second and bits per byte of each model, in the columns of HEADER."""
+    """Answer questions, then report each model's memory, tokens per second and bits per byte for HEADER."""
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
@@ -99,7 +99,7 @@ def run(path: Path, device: str) -> dict[str, Cells]:
 
 
 def _under(model: nn.Module, scheme: qao.Scheme) -> nn.Module:
-    """A quantized model under another scheme with the same weight format, whose tensors are the same."""
+    """A quantized model under another scheme with the same weight format and tensors."""
     model = copy.deepcopy(model)
     for name, layer in list(model.named_modules()):
         if isinstance(layer, qao.QuantLinear):
@@ -109,7 +109,7 @@ def _under(model: nn.Module, scheme: qao.Scheme) -> nn.Module:
 
 
 def text(tokenizer: Any, count: int) -> tuple[list[int], int]:
-    """The first ``count`` ids of Python's language reference, and one before; bytes of the text behind that one."""
+    """The first ``count`` ids of Python's language reference after one more; the number of bytes they cover."""
     topics = pydoc_data.topics.topics
     beginning = "\n".join(topics[name] for name in sorted(topics))[: 16 * count]
     tokens = tokenizer(beginning)["input_ids"][: count + 1]
@@ -117,7 +117,7 @@ def text(tokenizer: Any, count: int) -> tuple[list[int], int]:
 
 
 def _tokens_per_second(models: dict[str, nn.Module], device: str) -> dict[str, float]:
-    """Medians of rounds in which all models take turns: a short prompt and TIMED_TOKENS tokens, one after the other."""
+    """Medians over rounds in which the models alternate: a short prompt, then TIMED_TOKENS tokens one at a time."""
     prompt = torch.arange(100, 116, device=device)[None]
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(ROUNDS):
@@ -130,7 +130,7 @@ def _tokens_per_second(models: dict[str, nn.Module], device: str) -> dict[str, f
 
 
 def _mebibytes_of(model: nn.Module) -> str:
-    """All parameters; those that modules share count once."""
+    """Size of all parameters; shared ones count once."""
     return f"{sum(parameter.nbytes for parameter in model.parameters()) / 2**20:.0f}"
 
 

@@ -1,4 +1,4 @@
-"""Real English sentences that every Python installation has: the first lines of the standard library's docstrings."""
+"""English sentences in every Python installation: first lines of the standard library's docstrings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODULES = (
 
 
 def standard_library_sentences(count: int) -> list[str]:
-    """``count`` different sentences of 5 to 30 words; the same ones on every run with the same Python."""
+    """``count`` distinct sentences of 5 to 30 words, the same on every run with the same Python."""
     library = Path(sysconfig.get_path("stdlib"))
     found: set[str] = set()
     for module in _MODULES:

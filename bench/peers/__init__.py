@@ -1,4 +1,4 @@
-"""What a layer is timed against. Each computes y = x · Wᵀ for the same weight."""
+"""Peers: implementations that layers are timed against. Each computes y = x · Wᵀ for the same weight."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Peer(ABC):
     """
 
     name: ClassVar[str]
-    max_m: ClassVar[int] = 1 << 30  # above, it is recorded as not run: slower than anyone would wait for
-    may_fail: ClassVar[bool] = True  # a failure is recorded; without this it ends the bench
+    max_m: ClassVar[int] = 1 << 30  # larger M is recorded as not run: too slow
+    may_fail: ClassVar[bool] = True  # failures are recorded; if False, they end the benchmark
     tensors: tuple[Tensor, ...]
 
     @staticmethod
     def unavailable(device: str) -> str | None:
-        """Why it cannot run on this machine; None if it can."""
+        """Why the peer cannot run on this machine; None if it can."""
         return None
 
     @abstractmethod
@@ -50,5 +50,5 @@ class Bf16(Peer):
 
 
 def why_not_installed(module: str, package: str | None = None) -> str | None:
-    """For ``Peer.unavailable``: None if ``module`` can be imported; ``package``: what pip calls it."""
+    """For ``Peer.unavailable``: None if ``module`` can be imported; ``package``: its name for pip."""
     return None if importlib.util.find_spec(module) else f"not installed: pip install {package or module}"

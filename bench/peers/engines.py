@@ -1,8 +1,8 @@
-"""Kernels of vLLM, SGLang and DeepGEMM on Hopper, by the libraries of their wheels.
+"""Kernels of vLLM, SGLang and DeepGEMM on Hopper, from the libraries in their wheels.
 
-Nothing of them is installed: ``QAO_BENCH_PEERS`` names a folder with vllm.so and sgl.so (vLLM's and sgl-kernel's
-extensions) and deep_gemm/ (the package in vLLM's wheel). What is not there is left out. Each takes bfloat16 x and
-quantizes it by its own kernel.
+They are not installed: ``QAO_BENCH_PEERS`` names a folder with vllm.so and sgl.so (vLLM's and sgl-kernel's extensions)
+and deep_gemm/ (the package in vLLM's wheel). Missing files are skipped. Each peer takes bfloat16 x and quantizes it
+with its own kernel.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ import torch
 from torch import Tensor
 
 Tensors = tuple[Tensor, ...]
-Made = tuple[Tensors, Callable[..., Tensor]]  # the weight in its layout, and the product of x and it
+Made = tuple[Tensors, Callable[..., Tensor]]  # the weight in the peer's layout, and the GEMM
 
 _E4M3 = torch.float8_e4m3fn
 GROUP = 128
-U4B8 = 4 << 8 | 8 << 17 | 1 << 50  # vLLM's id of unsigned four bits less 8
+U4B8 = 4 << 8 | 8 << 17 | 1 << 50  # vLLM's id of uint4 with bias 8
 
 
 def folder() -> Path | None:
-    """Where the peers lie, if anywhere."""
+    """The folder of the peers, if set."""
     name = os.environ.get("QAO_BENCH_PEERS")
     return Path(name) if name else None
 
 
 @functools.cache
 def load() -> frozenset[str]:
-    """Of "vllm", "sgl", "deep_gemm" those that are there."""
+    """The available ones of "vllm", "sgl", "deep_gemm"."""
     if (peers := folder()) is None:
         return frozenset()
-    for pattern in ("libnvrtc.so.1*", "libnccl.so.2"):  # which they expect in the process
+    for pattern in ("libnvrtc.so.1*", "libnccl.so.2"):  # must be loaded in the process
         found = [
             *glob.glob(f"{Path(torch.__file__).parent}/../nvidia/*/lib/{pattern}"),
             *glob.glob(f"/usr/local/cuda/lib64/{pattern}"),
@@ -67,7 +67,7 @@ def fp8(weight: Tensor, there: frozenset[str]) -> Iterator[tuple[str, Made]]:
         yield "vLLM fp8", (tensors, lambda x, q, s: _vllm_mm(fp8_rows(x), q, s))
     if "sgl" in there:
         yield "SGLang fp8", (tensors, _sgl_mm)
-    if "vllm" in there and weight.shape[1] % (2 * GROUP) == 0:  # dies of an odd number of groups
+    if "vllm" in there and weight.shape[1] % (2 * GROUP) == 0:  # crashes with an odd number of groups
         yield "vLLM fp8 x int4", _vllm_w4a8(weight)
 
 
@@ -107,7 +107,7 @@ def _groups(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _eight_a_word(q: Tensor) -> Tensor:
-    """[N, K] to int32 [K / 8, N], the first of eight in the lowest bits."""
+    """Pack [N, K] into int32 [K / 8, N], the first of eight in the lowest bits."""
     n, k = q.shape
     eights = q.t().reshape(k // 8, 8, n)
     words = torch.zeros(k // 8, n, dtype=torch.int32, device=q.device)
@@ -158,8 +158,10 @@ def _fp8_blocks(x: Tensor) -> Tensors:
 
 
 def deep_gemm_rows(index: Tensor, ends: Tensor, tile: int = 128) -> Tensors:
-    """The routing as DeepGEMM's grouped product takes it, rows of experts filled up to whole tiles: the row of x for
-    each row, and whose it is."""
+    """Routing for DeepGEMM's grouped GEMM, with rows padded to whole tiles per expert.
+
+    Returns the row of x for each row, and the expert of each row.
+    """
     begin, rows, experts = 0, [], []
     for expert, end in enumerate(ends.tolist()):
         count = -(-(end - begin) // tile) * tile
@@ -170,7 +172,7 @@ def deep_gemm_rows(index: Tensor, ends: Tensor, tile: int = 128) -> Tensors:
 
 
 def deep_gemm_experts(x: Tensor, rows: Tensor, owners: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Quantizes the tokens, gathers their rows, and multiplies.
+    """Quantize the tokens, gather their rows, and run the grouped GEMM.
 
     x: bfloat16 [S, K]; rows, owners: of deep_gemm_rows(); weight: e4m3 [E, N, K]; scales: float32 [E, N/128, K/128].
     """

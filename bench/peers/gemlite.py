@@ -1,5 +1,7 @@
-"""gemlite: Triton kernels. The first call at a shape times its candidates, which takes up to a minute on a GPU that
-gemlite has no table for."""
+"""gemlite: Triton kernels. The first call at a shape autotunes.
+
+This takes up to a minute on a GPU without a tuning table.
+"""
 
 from __future__ import annotations
 
@@ -66,5 +68,5 @@ class GemliteFp8Int4(_Gemlite):
 
 
 def _zeros(weight: GroupedWeight) -> Tensor:
-    """It has no symmetric kind of weight."""
+    """Zero points: gemlite has no symmetric format."""
     return torch.full_like(weight.scales, 8) if weight.zeros is None else weight.zeros

@@ -1,6 +1,6 @@
-"""humming: kernels compiled at run time, for any mix of operands. Its tables choose tiles; nothing is timed to choose.
+"""humming: JIT-compiled kernels for any mix of operands. Tiles come from tables, without autotuning.
 
-Scales are bfloat16 in its layers, so those of weights in eight bits are rounded here.
+Its layers use bfloat16 scales, so scales of 8-bit weights are rounded here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Humming(Peer):
     """``HummingLayer``, bfloat16 activations."""
 
     name = "humming"
-    activations: ClassVar[str | None] = None  # what x is quantized to, one scale a token
+    activations: ClassVar[str | None] = None  # format of quantized activations, one scale per token
 
     @staticmethod
     def unavailable(device: str) -> str | None:
@@ -57,7 +57,7 @@ class HummingFp8(Humming):
 
 
 def _checkpoint(weight: GroupedWeight | RowWeight) -> dict[str, Tensor]:
-    """The tensors of a stored layer: integers unsigned, packed into int32 along K, their zero points along N."""
+    """Tensors of a stored layer: unsigned integers packed into int32 along K, zero points along N."""
     from humming.ops import pack_weight
 
     if isinstance(weight, RowWeight):

@@ -1,7 +1,7 @@
-"""PyTorch's operators with eight-bit weights.
+"""PyTorch's operators with 8-bit weights.
 
-Those that take quantized activations get them as a user of torch would make them: by torch's own operators on a CPU;
-on a GPU by qao's kernel, since torch without a compiler would launch one a step.
+Operators with quantized activations get them as a torch user would produce them: on a CPU from torch's own operators,
+on a GPU from qao's kernel, since torch without a compiler would launch one kernel per step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TorchInt8(Peer):
 
 
 class IntMm(Peer):
-    """``torch._int_mm`` between quantization per token and the scales."""
+    """``torch._int_mm`` between per-token quantization and scaling."""
 
     name = "int_mm"
 
@@ -45,7 +45,7 @@ class IntMm(Peer):
 
 
 class QLinear(Peer):
-    """``torch.ops.onednn.qlinear_pointwise``, which knows only one scale for all of x."""
+    """``torch.ops.onednn.qlinear_pointwise``, which supports only a per-tensor scale of x."""
 
     name = "qlinear"
 
@@ -67,7 +67,7 @@ class QLinear(Peer):
 
 
 class ScaledMm(Peer):
-    """``torch._scaled_mm`` with scales per token and per row of W, after quantization per token."""
+    """``torch._scaled_mm`` with scales per token and per row of W, after per-token quantization."""
 
     name = "scaled_mm"
 

@@ -1,5 +1,7 @@
-"""torchao: tensor subclasses that Inductor compiles. Only weights in eight bits: its int4 with bfloat16 activations is
-``tinygemm``, which torch4.py times, and with activations in eight bits needs further packages or computes in bfloat16.
+"""torchao: tensor subclasses compiled by Inductor, with 8-bit weights only.
+
+Its int4 with bfloat16 activations is ``tinygemm``, which torch4.py times; with 8-bit activations it needs further
+packages or computes in bfloat16.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ class _TorchAo(Peer):
         parts = {name: getattr(self.like, name) for name in names}
         parts |= {"qdata": weight.q, "scale": weight.scales[:, None]}
         self.names, self.tensors = tuple(parts), tuple(parts.values())
-        # A graph for every M and layer: more than Dynamo makes of one function by itself.
+        # One graph for every M and layer exceeds Dynamo's default limit.
         torch._dynamo.config.recompile_limit = 1 << 10
         self.linear = torch.compile(F.linear, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
 
     @staticmethod
     @abstractmethod
     def config() -> Any:
-        """What ``quantize_`` is told."""
+        """The argument of ``quantize_``."""
 
     def run(self, x: Tensor, *tensors: Tensor) -> Tensor:
         parts = dict(zip(self.names, tensors, strict=True))

@@ -1,8 +1,8 @@
-"""vLLM's products of experts: marlin's for int4, by its library, and Triton's for bfloat16 and e4m3, by its source.
+"""vLLM's grouped GEMM of experts: marlin for int4 from its library, Triton for bfloat16 and e4m3 from source.
 
-Nothing of them is installed: the folder that ``QAO_BENCH_PEERS`` names may have vllm_moe.so (``_moe_C_stable_libtorch``
-of its wheel) and, of its ``model_executor/layers/fused_moe``, fused_moe.py and configs/. What is not there is left out.
-Whose rows are whose, filled up to tiles, is there beforehand. y has the order of tokens, not of experts.
+They are not installed: the folder in ``QAO_BENCH_PEERS`` may contain vllm_moe.so (``_moe_C_stable_libtorch`` of the
+wheel) and fused_moe.py and configs/ of ``model_executor/layers/fused_moe``. Missing files are skipped. Row-to-expert
+metadata, padded to tiles, is computed beforehand. y is in token order, not expert order.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Config = dict[str, int]
 
 
 class Tiles(NamedTuple):
-    """A routing as both take it. A slot is a token's number times the experts of a token, plus which of them it is."""
+    """A routing for both kernels. A slot is token index times experts per token, plus the expert's rank."""
 
-    # int32: the slot of each row of each tile, the number of all slots where there is none. None: a tile a slot
+    # int32: the slot of each row of each tile, or the number of slots for padding. None: one tile per slot.
     slots: Tensor | None
     owners: Tensor  # int32: the expert of each tile
-    rows: Tensor  # int32 [1]: of all tiles
+    rows: Tensor  # int32 [1]: rows of all tiles
 
 
-Contender = tuple[str, Sequence[Tiles], Callable[..., Tensor]]  # name, routings, product
+Contender = tuple[str, Sequence[Tiles], Callable[..., Tensor]]  # name, routings, GEMM
 
 
 @functools.cache
 def load() -> frozenset[str]:
-    """Of "marlin" and "triton" those that are there."""
+    """The available ones of "marlin" and "triton"."""
     folder, found = engines.folder(), set()
     if folder is None or "vllm" not in engines.load():
         return frozenset()
@@ -53,7 +53,7 @@ def load() -> frozenset[str]:
 
 
 def contenders(x: Tensor, n: int, experts: int, routings: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Contender]:
-    """x: bfloat16 [S, K]; routings: for each row of y, sorted by expert, its row of x, and the experts' last rows."""
+    """x: bfloat16 [S, K]; routings: for each row of y, sorted by expert, its row of x, and the experts' end offsets."""
     tokens, k = x.shape
     top_k = len(routings[0][0]) // tokens
     if "marlin" in load() and k % engines.GROUP == n % engines.GROUP == 0:
@@ -69,7 +69,7 @@ def contenders(x: Tensor, n: int, experts: int, routings: Sequence[tuple[Tensor,
 
 
 def tiles(index: Tensor, ends: Tensor, top_k: int, block: int, alone: bool = False) -> Tiles:
-    """Every expert's slots in tiles of ``block``; ``alone``: a tile for every slot, where few experts have several."""
+    """Every expert's slots in tiles of ``block``; ``alone``: one tile per slot, if few experts have several."""
     rows, experts, device = len(index), len(ends), index.device
     order = torch.arange(rows, device=device)
     expert = torch.searchsorted(ends, order, right=True)
@@ -91,7 +91,7 @@ def tiles(index: Tensor, ends: Tensor, top_k: int, block: int, alone: bool = Fal
 
 
 def config_of(tokens: int, experts: int, n: int, dtype: str) -> Config:
-    """What vLLM launches Triton's kernel with: by its table for the GPU, or its rule. n: of the gate alone."""
+    """vLLM's launch configuration of the Triton kernel, from its table for the GPU or its rule. n: the gate alone."""
     name = torch.cuda.get_device_name().replace(" ", "_") if torch.cuda.is_available() else ""
     gpu = "NVIDIA_H200" if "H200" in name.split("_") else name
     folder = engines.folder()
@@ -110,7 +110,7 @@ def config_of(tokens: int, experts: int, n: int, dtype: str) -> Config:
 
 
 def kernel_source(text: str) -> str:
-    """Triton's kernel out of the text of fused_moe.py, whose imports want the whole of vLLM."""
+    """Extract the Triton kernel from fused_moe.py, which imports all of vLLM."""
     lines, parts = text.splitlines(), ["import triton", "import triton.language as tl"]
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and node.name in _KERNEL:
@@ -137,7 +137,7 @@ def _workspace() -> Tensor:
 
 
 def _marlin(x: Tensor, block: int, top_k: int, packed: Tensor, scales: Tensor, *routing: Tensor) -> Tensor:
-    """packed: as many bytes as marlin's layout has; scales: bfloat16, as many as it has groups of 128 columns."""
+    """packed: as many bytes as marlin's layout; scales: bfloat16, one per group of 128 columns."""
     (tokens, k), experts = x.shape, len(packed)
     n = packed.nbytes // experts * 2 // k
     y, nothing = x.new_empty(tokens * top_k, n), None

@@ -1,4 +1,4 @@
-"""Mapping from tensors of a float model's files to the model: renamed, joined or split by transformers."""
+"""Mapping from tensors in files to tensors of a model: renamed, joined or split by transformers."""
 
 from __future__ import annotations
 
